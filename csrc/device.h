@@ -1,0 +1,59 @@
+/* Devices: capabilities, streams, memory. The one place in csrc/ that knows CUDA; without it every CUDA call fails with
+ * a status that says so, and the CPU keeps working. Valid C11 and C++20; CUDA handles travel as void pointers. */
+#ifndef FA_DEVICE_H
+#define FA_DEVICE_H
+
+#include "fa.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One context per module: capabilities, cuBLAS handles; behind a lock. */
+fa_context *fa_context_new(void); /* NULL: out of memory */
+void fa_context_free(fa_context *context);
+
+/* Number of CUDA devices. FA_ECUDA with the reason ("no NVIDIA driver", "needs R580 or newer, found ...", "built
+ * without CUDA") when there is none to use. */
+fa_code fa_device_count(fa_context *context, int *count, fa_status *status);
+
+/* Capabilities of a device, cached; *info stays valid as long as the context. Never fails on the CPU. */
+fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_device_info **info, fa_status *status);
+
+/* Makes `device` current on this thread and says which was; leave with the value it gave. Both are no-ops on the CPU.
+ * In a forked child of a process that used CUDA, entering fails saying to use the spawn start method. */
+fa_code fa_device_enter(fa_context *context, fa_device device, int *previous, fa_status *status);
+void fa_device_leave(fa_device device, int previous);
+
+/* Device of a pointer: CUDA device or managed memory -> FA_CUDA, pinned or pageable host memory -> FA_CPU.
+ * FA_EBUFFER when `must_be_cuda` and CUDA does not know the pointer. */
+fa_code fa_pointer_device(fa_context *context, const void *pointer, bool must_be_cuda, fa_device *device,
+                          fa_status *status);
+
+/* Stream-ordered memory of the current device, 256-byte aligned. */
+fa_code fa_memory_alloc(fa_context *context, size_t bytes, void *stream, void **pointer, fa_status *status);
+fa_code fa_memory_free(void *pointer, void *stream, fa_status *status);
+/* Blocking copy between host and device in either direction, ordered after the work queued on `stream`. */
+fa_code fa_memory_copy(void *to, const void *from, size_t bytes, void *stream, fa_status *status);
+
+/* Makes work queued on `waiter` from now on wait for what is queued on `producer` until now; nothing if they are equal. */
+fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status);
+fa_code fa_stream_synchronize(void *stream, fa_status *status);
+
+/* cuBLAS, loaded at run time: `path` is tried first on the next use (fa_ext/_cublas.py finds it); NULL: the loader's. */
+void fa_cublas_set_path(fa_context *context, const char *path);
+const char *fa_cublas_path(fa_context *context); /* NULL when none was set */
+
+/* A place in the context for the cuBLAS row's own state: NULL at first; `free_slot` runs on what is there when the
+ * context goes. The caller locks with fa_context_lock / fa_context_unlock. */
+void **fa_context_slot(fa_context *context, void (*free_slot)(void *state));
+void fa_context_lock(fa_context *context);
+void fa_context_unlock(fa_context *context);
+
+#define FA_STREAM_LEGACY ((void *)(uintptr_t)1)
+#define FA_STREAM_PER_THREAD ((void *)(uintptr_t)2)
+
+#ifdef __cplusplus
+}
+#endif
+#endif

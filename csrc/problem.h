@@ -1,0 +1,18 @@
+/* Request -> problem: ALL validation of shapes, strides, dtypes, devices and options. */
+#ifndef FA_PROBLEM_H
+#define FA_PROBLEM_H
+
+#include "fa.h"
+
+/* Validates `request` and fills `problem`. Absent outputs get the strides of a new C-contiguous array in the request's
+ * layout and NULL data; fa_problem_set_outputs() supplies the memory later. Every failure names the argument, what was
+ * given and what is accepted. */
+fa_code fa_problem_build(const fa_request *request, fa_problem *problem, fa_status *status);
+
+/* Shape of a new output in `layout`: (B, H, Sq, Dv) or (B, Sq, H, Dv). */
+void fa_problem_out_shape(const fa_problem *problem, fa_layout layout, int64_t shape[4]);
+
+/* Gives `problem` the memory of outputs allocated after fa_problem_build() (C-contiguous in the request's layout). */
+void fa_problem_set_outputs(fa_problem *problem, void *out, void *lse);
+
+#endif

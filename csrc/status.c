@@ -1,0 +1,24 @@
+/* Status codes and their text. */
+#include "fa.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+fa_code fa_fail(fa_status *status, fa_code code, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(status->message, sizeof status->message, format, arguments);
+    va_end(arguments);
+    status->code = code;
+    return code;
+}
+
+const char *fa_dtype_name(fa_dtype dtype) {
+    static const char *const names[FA_DTYPE_COUNT] = {"float16", "bfloat16", "float32", "float64", "bool"};
+    return (unsigned)dtype < FA_DTYPE_COUNT ? names[dtype] : "unknown";
+}
+
+size_t fa_dtype_size(fa_dtype dtype) {
+    static const size_t sizes[FA_DTYPE_COUNT] = {2, 2, 4, 8, 1};
+    return (unsigned)dtype < FA_DTYPE_COUNT ? sizes[dtype] : 0;
+}

@@ -1,0 +1,279 @@
+"""How the sources become objects: shared by ``setup.py`` and by the laboratory, which compiles single variants.
+
+A kernel file says in its comments how it is built, one directive a line::
+
+    @arch sm_90a                      (CUDA: default is FA_ARCHS, else cubins for sm_80 and sm_90 and PTX for compute_80)
+    @flags -fopenmp                   (added to every compilation of the file)
+    @instance d128 -DFA_HEAD_DIM=128  (one more compilation, with FA_INSTANCE=d128 and these flags)
+
+A file with instances is compiled once for each and once without FA_INSTANCE (its host part). Imports nothing of
+``fa_ext``, so that it runs before anything is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+KERNELS = ROOT / "kernels"
+DEFAULT_ARCHS = ("sm_80", "sm_90", "compute_80")
+_DIRECTIVE = re.compile(r"@(arch|flags|instance)[ \t]+([^\n*]+)")
+
+
+class BuildError(RuntimeError):
+    """A compiler failed; the message holds the command and what it printed."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One compilation: a source file, one instance of it or its host part."""
+
+    source: Path
+    name: str
+    flags: tuple[str, ...] = ()
+    archs: tuple[str, ...] = ()
+
+    @property
+    def row(self) -> str:
+        return self.source.stem
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.source.suffix == ".cu"
+
+
+@dataclass
+class Options:
+    """What the environment asks of a build. See ``options_from_environment``."""
+
+    nvcc: str | None = None
+    archs: tuple[str, ...] = ()
+    only: str | None = None
+    debug: bool = False
+    sanitize: str = ""
+    defines: dict[str, str] = field(default_factory=dict)
+    include_dirs: tuple[str, ...] = ()
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc: CUDA_HOME or CUDA_PATH, then PATH, then the default prefix."""
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
+        if home and (Path(home) / "bin" / "nvcc").exists():
+            return str(Path(home) / "bin" / "nvcc")
+    found = shutil.which("nvcc")
+    if found:
+        return found
+    default = Path("/usr/local/cuda/bin/nvcc")
+    return str(default) if default.exists() else None
+
+
+def options_from_environment() -> Options:
+    """FA_CUDA=0|1, FA_ARCHS="sm_90 compute_80", FA_ONLY=<regex of rows>, FA_DEBUG=1, FA_SANITIZE=address,undefined."""
+    env = os.environ
+    cuda = env.get("FA_CUDA", "")
+    if cuda not in ("", "0", "1"):
+        raise BuildError(f"FA_CUDA is {cuda!r}; accepted: 0 (without CUDA), 1 (with CUDA), unset (if nvcc is found)")
+    nvcc = None if cuda == "0" else find_nvcc()
+    if cuda == "1" and nvcc is None:
+        raise BuildError("FA_CUDA=1, but nvcc was not found: set CUDA_HOME, or put nvcc on PATH")
+    return Options(
+        nvcc=nvcc,
+        archs=tuple(re.split(r"[\s;,]+", env["FA_ARCHS"].strip())) if env.get("FA_ARCHS", "").strip() else (),
+        only=env.get("FA_ONLY") or None,
+        debug=env.get("FA_DEBUG", "0") == "1",
+        sanitize=env.get("FA_SANITIZE", ""),
+    )
+
+
+def listed_rows() -> list[str]:
+    """Rows of ``csrc/kernels.def`` in order of preference."""
+    return re.findall(r"^FA_ROW\((\w+)\)", (CSRC / "kernels.def").read_text(), re.MULTILINE)
+
+
+def directives(source: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """(archs, flags, {instance: flags}) that a source file asks for."""
+    archs: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    instances: dict[str, tuple[str, ...]] = {}
+    for kind, text in _DIRECTIVE.findall(source.read_text()):
+        words = tuple(shlex.split(text))
+        if kind == "arch":
+            archs += words
+        elif kind == "flags":
+            flags += words
+        else:
+            instances[words[0]] = words[1:]
+    return archs, flags, instances
+
+
+def units_of(source: Path) -> list[Unit]:
+    """The compilations of one source file, the slow instances first and the host part last."""
+    archs, flags, instances = directives(source)
+    units = [
+        Unit(source, f"{source.stem}.{name}", (*flags, f"-DFA_INSTANCE={name}", *extra), archs)
+        for name, extra in instances.items()
+    ]
+    return [*units, Unit(source, source.stem, flags, archs)]
+
+
+def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:
+    """All compilations of a build and the FA_HAVE_<row> defines for ``kernels.def``."""
+    rows = listed_rows()
+    kernel_files = sorted((CSRC / "cpu").glob("*.c"))
+    if options.nvcc:
+        kernel_files += sorted(KERNELS.glob("*.cu"))
+    if options.only:
+        kernel_files = [f for f in kernel_files if f.stem not in rows or re.search(options.only, f.stem)]
+    compiled = {f.stem for f in kernel_files}
+    defines = {f"FA_HAVE_{row}": str(int(row in compiled)) for row in rows}
+    if options.nvcc:
+        defines["FA_HAVE_CUDA"] = "1"
+    units = [u for f in kernel_files for u in units_of(f)]
+    units += [u for folder in (CSRC, CSRC / "python") for f in sorted(folder.glob("*.c")) for u in units_of(f)]
+    # The longest compilations first, so that the last of them does not run alone.
+    units.sort(key=lambda u: (not u.is_cuda, "." not in u.name))
+    return units, defines
+
+
+def _gencode(archs: tuple[str, ...]) -> list[str]:
+    flags = []
+    for arch in archs:
+        number = arch.split("_")[1]
+        flags += ["-gencode", f"arch=compute_{number},code={arch}"]
+    return flags
+
+
+def command(unit: Unit, target: Path, options: Options) -> list[str]:
+    """The compiler command for one unit. CUDA commands print ptxas' resource report (``-v``) on stderr."""
+    defines = [f"-D{name}={value}" if value else f"-D{name}" for name, value in sorted(options.defines.items())]
+    includes = [f"-I{CSRC}", f"-I{KERNELS}"]
+    dependencies = ["-MD", "-MF", str(target.with_suffix(".d"))]
+    if unit.is_cuda:
+        assert options.nvcc
+        archs = unit.archs or options.archs or DEFAULT_ARCHS
+        mode = ["-G", "-g"] if options.debug else ["-O3", "-lineinfo"]
+        return [options.nvcc, "-std=c++20", *mode, "--expt-relaxed-constexpr", "-Xptxas", "-v", *_gencode(archs),
+                "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", *defines, *includes, *unit.flags, *dependencies,
+                "-c", str(unit.source), "-o", str(target)]  # fmt: skip
+    compiler = shlex.split(os.environ.get("CC", "gcc"))
+    mode = ["-O0", "-g"] if options.debug else ["-O2", "-g1"]
+    sanitize = [f"-fsanitize={options.sanitize}", "-fno-omit-frame-pointer"] if options.sanitize else []
+    python = [f"-I{sysconfig.get_path('include')}", *(f"-I{d}" for d in options.include_dirs)]
+    cuda = [f"-I{Path(options.nvcc).resolve().parent.parent / 'include'}"] if options.nvcc else []
+    return [*compiler, "-std=c11", "-D_GNU_SOURCE", *mode, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
+            *sanitize, *defines, *includes, *python, *cuda, *unit.flags, *dependencies,
+            "-c", str(unit.source), "-o", str(target)]  # fmt: skip
+
+
+def _is_current(target: Path, stamp: Path, digest: str) -> bool:
+    if not (target.exists() and stamp.exists() and stamp.read_text() == digest):
+        return False
+    depfile = target.with_suffix(".d")
+    if not depfile.exists():
+        return False
+    made = target.stat().st_mtime_ns
+    names = depfile.read_text().replace("\\\n", " ").split(":", 1)[-1].split()
+    try:
+        return all(os.stat(name).st_mtime_ns <= made for name in names)
+    except OSError:
+        return False
+
+
+def compile_unit(unit: Unit, folder: Path, options: Options) -> Path:
+    """Compiles one unit unless it is up to date; keeps what the compiler printed in ``<object>.log``."""
+    target = folder / f"{unit.name}.o"
+    argv = command(unit, target, options)
+    digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
+    stamp = target.with_suffix(".cmd")
+    if _is_current(target, stamp, digest):
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(argv, capture_output=True, text=True)
+    printed = done.stdout + done.stderr
+    target.with_suffix(".log").write_text(printed)
+    if done.returncode:
+        target.unlink(missing_ok=True)
+        raise BuildError(f"{shlex.join(argv)}\n{printed}")
+    shown = [line for line in printed.splitlines() if "warning" in line.lower() or "C75" in line]
+    if shown and not unit.is_cuda:
+        print("\n".join(printed.splitlines()), file=sys.stderr)
+    stamp.write_text(digest)
+    return target
+
+
+def compile_all(units: list[Unit], folder: Path, options: Options) -> list[Path]:
+    """Compiles the units in parallel, one process a core."""
+    jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        return list(pool.map(lambda unit: compile_unit(unit, folder, options), units))
+
+
+def link_flags(options: Options) -> list[str]:
+    """Libraries of the extension. libcuda and cuBLAS are never linked: they are found at run time."""
+    flags = ["-lm", "-fopenmp"]
+    if options.nvcc:
+        home = Path(options.nvcc).resolve().parent.parent
+        libraries = next((d for d in (home / "lib64", home / "targets/x86_64-linux/lib") if d.exists()), home / "lib64")
+        flags += [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    if options.sanitize:
+        flags.append(f"-fsanitize={options.sanitize}")
+    return flags
+
+
+def link_shared(objects: list[Path], target: Path, options: Options) -> Path:
+    """Links objects into a shared library with g++ (nvcc's host objects need its runtime)."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    argv = [*shlex.split(os.environ.get("CXX", "g++")), "-shared", *map(str, objects), "-o", str(target),
+            "-static-libstdc++", "-static-libgcc", *link_flags(options)]  # fmt: skip
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{shlex.join(argv)}\n{done.stdout}{done.stderr}")
+    return target
+
+
+def build_row(source: Path, target: Path, options: Options, extra: tuple[str, ...] = ()) -> Path:
+    """Builds one row alone as a shared library that exports its ``fa_row_<name>``; ``fa_ext._core.load`` takes it.
+
+    ``source`` is a kernel file (.c or .cu) and ``extra`` are flags such as ``-DBLOCK_M=32`` for all its compilations.
+    """
+    units = [Unit(u.source, u.name, (*u.flags, *extra), u.archs) for u in units_of(source)]
+    units.append(Unit(CSRC / "status.c", "status"))
+    if source.suffix == ".c":
+        units.append(Unit(CSRC / "cpu" / "threads.c", "threads"))
+    objects = compile_all(units, target.with_suffix(".objects"), options)
+    return link_shared(objects, target, options)
+
+
+def main() -> None:
+    """``python fa_ext/_build.py ROW|FILE [-o TARGET] [-DNAME=VALUE ...]``: one row as a shared library."""
+    import argparse
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("row", help="a row of kernels.def, or the path of a kernel file")
+    parser.add_argument("-o", dest="target", type=Path, help="shared library to write (default build/rows/<row>.so)")
+    parsed, extra = parser.parse_known_args()
+    places = (Path(parsed.row), KERNELS / f"{parsed.row}.cu", CSRC / "cpu" / f"{parsed.row}.c")
+    source = next((p for p in places if p.is_file()), None)
+    if source is None:
+        parser.error(f"no kernel file for {parsed.row!r}")
+    target = parsed.target or ROOT / "build" / "rows" / f"{source.stem}.so"
+    options = options_from_environment()
+    build_row(source.resolve(), target.resolve(), options, tuple(extra))
+    for log in sorted(target.resolve().with_suffix(".objects").glob("*.log")):
+        sys.stdout.write(log.read_text())
+    print(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Builds the extension ``fa_ext._core``: C by the C compiler, each CUDA file by nvcc, in parallel, linked with g++.
+
+Environment: FA_CUDA=0|1, FA_ARCHS, FA_ONLY=<regex of rows>, FA_DEBUG=1, FA_SANITIZE=address,undefined, MAX_JOBS, CC, CXX.
+"""
+
+import importlib.util
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+_spec = importlib.util.spec_from_file_location("fa_ext_build", ROOT / "fa_ext" / "_build.py")
+build = importlib.util.module_from_spec(_spec)
+sys.modules["fa_ext_build"] = build
+_spec.loader.exec_module(build)
+
+# Free-threaded CPython has no stable ABI before 3.15: there the same source builds for one version.
+LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
+class BuildExt(build_ext):
+    def build_extension(self, ext):
+        options = build.options_from_environment()
+        units, defines = build.plan_units(options)
+        options.defines = {
+            **defines,
+            "FA_VERSION": f'"{self.distribution.get_version()}"',
+            "NPY_NO_DEPRECATED_API": "NPY_2_0_API_VERSION",
+            "NPY_TARGET_VERSION": "NPY_2_0_API_VERSION",
+        }
+        if LIMITED:
+            options.defines["Py_LIMITED_API"] = "0x030B0000"
+        options.include_dirs = (numpy.get_include(),)
+        print(f"fa_ext: {'with ' + options.nvcc if options.nvcc else 'CPU only (no nvcc, or FA_CUDA=0)'}; "
+              f"{len(units)} compilations", flush=True)  # fmt: skip
+        folder = Path(self.build_temp).resolve() / "objects"
+        try:
+            objects = build.compile_all(units, folder, options)
+            build.link_shared(objects, Path(self.get_ext_fullpath(ext.name)).resolve(), options)
+        except build.BuildError as error:
+            raise SystemExit(f"fa_ext: the build failed\n{error}") from None
+
+
+setup(
+    ext_modules=[Extension("fa_ext._core", sources=["csrc/python/module.c"], py_limited_api=LIMITED)],
+    cmdclass={"build_ext": BuildExt},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
+)
