@@ -30,17 +30,20 @@ void fa_device_leave(fa_device device, int previous);
 fa_code fa_pointer_device(fa_context *context, const void *pointer, bool must_be_cuda, fa_device *device,
                           fa_status *status);
 
-/* Stream-ordered memory of the current device, 256-byte aligned. */
-fa_code fa_memory_alloc(fa_context *context, size_t bytes, void *stream, void **pointer, fa_status *status);
-fa_code fa_memory_free(void *pointer, void *stream, fa_status *status);
-/* Blocking copy between host and device in either direction, ordered after the work queued on `stream`. */
+/* Memory of `device`, which is current, 256-byte aligned: stream-ordered on CUDA, plain on the CPU (stream unused). */
+fa_code fa_memory_alloc(fa_context *context, fa_device device, size_t bytes, void *stream, void **pointer,
+                        fa_status *status);
+fa_code fa_memory_free(fa_device device, void *pointer, void *stream, fa_status *status);
+/* Blocking copy between host and the current device in either direction, ordered after the work on `stream`. */
 fa_code fa_memory_copy(void *to, const void *from, size_t bytes, void *stream, fa_status *status);
 
-/* Makes work queued on `waiter` from now on wait for what is queued on `producer` until now; nothing if they are equal. */
+/* Makes work queued on `waiter` from now on wait for what is queued on `producer` until now; nothing if they are equal.
+ */
 fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status);
 fa_code fa_stream_synchronize(void *stream, fa_status *status);
 
-/* cuBLAS, loaded at run time: `path` is tried first on the next use (fa_ext/_cublas.py finds it); NULL: the loader's. */
+/* cuBLAS, loaded at run time: `path` is tried first on the next use (fa_ext/_cublas.py finds it); NULL: the loader's.
+ */
 void fa_cublas_set_path(fa_context *context, const char *path);
 const char *fa_cublas_path(fa_context *context); /* NULL when none was set */
 
@@ -50,7 +53,7 @@ void **fa_context_slot(fa_context *context, void (*free_slot)(void *state));
 void fa_context_lock(fa_context *context);
 void fa_context_unlock(fa_context *context);
 
-#define FA_STREAM_LEGACY ((void *)(uintptr_t)1)
+#define FA_STREAM_LEGACY     ((void *)(uintptr_t)1)
 #define FA_STREAM_PER_THREAD ((void *)(uintptr_t)2)
 
 #ifdef __cplusplus

@@ -102,7 +102,7 @@ typedef struct fa_request {
 /* ---- problem: the validated call ---- */
 
 /* A window bound that excludes nothing. Small enough that i + d + right never overflows. */
-#define FA_UNBOUNDED (INT64_C(1) << 60)
+#define FA_UNBOUNDED    (INT64_C(1) << 60)
 
 #define FA_MAX_HEAD_DIM 256
 
@@ -156,7 +156,7 @@ typedef struct fa_device_info {
     size_t workspace_limit; /* bytes a plan may ask for: FA_EXT_WORKSPACE_MB */
     int driver_version;     /* as CUDA counts: 13000 is 13.0 */
     int runtime_version;
-    void *encode_tensor_map; /* cuTensorMapEncodeTiled, or NULL where the driver has none */
+    void *encode_tensor_map;  /* cuTensorMapEncodeTiled, or NULL where the driver has none */
     const char *cublas_error; /* NULL when cuBLAS can be loaded, else why not */
 } fa_device_info;
 
@@ -169,9 +169,9 @@ typedef struct fa_plan {
     int tile_m, tile_n; /* query and key rows a tile */
     int splits;         /* parts that the keys are split into, >= 1 */
     int stages;
-    int threads;           /* a block */
-    int64_t blocks;        /* grid size */
-    size_t smem_bytes;     /* dynamic shared memory a block */
+    int threads;            /* a block */
+    int64_t blocks;         /* grid size */
+    size_t smem_bytes;      /* dynamic shared memory a block */
     size_t workspace_bytes; /* allocated in stream order before launch, contents undefined */
     int64_t extra[4];       /* the row's own */
 } fa_plan;

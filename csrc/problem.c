@@ -1,0 +1,347 @@
+/* Request -> problem: validation. See problem.h. */
+#include "problem.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+/* Extents beyond this cannot be real data; below it index arithmetic with FA_UNBOUNDED stays inside 64 bits. */
+#define MAX_EXTENT (INT64_C(1) << 47)
+
+typedef struct shape_text {
+    char text[200];
+} shape_text;
+
+/* "(2, 8, 512, 64)" */
+static shape_text show(const int64_t *shape, int ndim) {
+    shape_text shown = {"("};
+    size_t used = 1;
+    for (int axis = 0; axis < ndim && used < sizeof shown.text; axis++)
+        used += (size_t)snprintf(shown.text + used, sizeof shown.text - used, axis ? ", %lld" : "%lld",
+                                 (long long)shape[axis]);
+    if (used < sizeof shown.text) snprintf(shown.text + used, sizeof shown.text - used, ndim == 1 ? ",)" : ")");
+    return shown;
+}
+
+static const char *device_text(fa_device device, char buffer[32]) {
+    if (device.kind == FA_CPU) return "the CPU";
+    snprintf(buffer, 32, "CUDA device %d", device.id);
+    return buffer;
+}
+
+static bool same_device(fa_device a, fa_device b) { return a.kind == b.kind && a.id == b.id; }
+
+static fa_code check_device(const char *name, const fa_view *view, const fa_view *q, fa_status *status) {
+    if (same_device(view->device, q->device)) return FA_OK;
+    char given[32], wanted[32];
+    return fa_fail(status, FA_EVALUE, "%s is on %s, but q is on %s; all arrays of a call must be on one device", name,
+                   device_text(view->device, given), device_text(q->device, wanted));
+}
+
+static fa_code check_extents(const char *name, const fa_view *view, fa_status *status) {
+    int64_t elements = 1;
+    for (int axis = 0; axis < view->ndim; axis++) {
+        int64_t extent = view->shape[axis];
+        if (extent < 0) return fa_fail(status, FA_EVALUE, "%s has a negative extent on axis %d", name, axis);
+        if (extent > MAX_EXTENT || __builtin_mul_overflow(elements, extent ? extent : 1, &elements))
+            return fa_fail(status, FA_EVALUE, "%s has shape %s, which is too large to address", name,
+                           show(view->shape, view->ndim).text);
+    }
+    return FA_OK;
+}
+
+static const char *layout_axes(fa_layout layout, bool kv) {
+    if (layout == FA_BHSD) return kv ? "(batch, heads_kv, seq_k, head_dim)" : "(batch, heads, seq_q, head_dim)";
+    return kv ? "(batch, seq_k, heads_kv, head_dim)" : "(batch, seq_q, heads, head_dim)";
+}
+
+static fa_code check_qkv(const char *name, const fa_view *view, const fa_request *request, fa_status *status) {
+    const fa_view *q = request->q;
+    if (view->ndim != 4)
+        return fa_fail(status, FA_EVALUE, "%s has %d dimensions, shape %s; accepted: 4, %s with layout=\"%s\"", name,
+                       view->ndim, show(view->shape, view->ndim).text, layout_axes(request->layout, view != q),
+                       request->layout == FA_BHSD ? "bhsd" : "bshd");
+    if (view->dtype == FA_BOOL)
+        return fa_fail(status, FA_ETYPE,
+                       "%s has dtype bool; accepted: float16, bfloat16, float32, and float64 on the CPU", name);
+    if (view->dtype != q->dtype)
+        return fa_fail(status, FA_ETYPE, "%s has dtype %s, but q has %s; q, k and v must share one dtype", name,
+                       fa_dtype_name(view->dtype), fa_dtype_name(q->dtype));
+    FA_TRY(check_device(name, view, q, status));
+    return check_extents(name, view, status);
+}
+
+/* Axis of batch, head, sequence or head_dim (0..3) in the user's layout. */
+static int axis_of(fa_layout layout, int axis) {
+    static const int bshd[4] = {0, 2, 1, 3};
+    return layout == FA_BHSD ? axis : bshd[axis];
+}
+
+static fa_operand operand_of(const fa_view *view, fa_layout layout) {
+    fa_operand operand = {.data = view->data};
+    for (int axis = 0; axis < 4; axis++) {
+        int source = axis_of(layout, axis);
+        operand.stride[axis] = view->shape[source] == 1 ? 0 : view->strides[source];
+    }
+    return operand;
+}
+
+static fa_code check_sizes(const fa_request *request, fa_problem *p, fa_status *status) {
+    const fa_view *q = request->q, *k = request->k, *v = request->v;
+    const int heads = axis_of(request->layout, 1), seq = axis_of(request->layout, 2);
+    p->batch = q->shape[0];
+    p->heads = q->shape[heads];
+    p->seq_q = q->shape[seq];
+    p->heads_kv = k->shape[heads];
+    p->seq_k = k->shape[seq];
+    if (k->shape[0] != p->batch)
+        return fa_fail(status, FA_EVALUE, "k has batch size %lld, shape %s, but q has %lld", (long long)k->shape[0],
+                       show(k->shape, 4).text, (long long)p->batch);
+    const int shared[3] = {0, heads, seq};
+    for (int n = 0; n < 3; n++)
+        if (v->shape[shared[n]] != k->shape[shared[n]])
+            return fa_fail(status, FA_EVALUE,
+                           "v has shape %s, but k has shape %s; batch, heads_kv and seq_k must be the same",
+                           show(v->shape, 4).text, show(k->shape, 4).text);
+    if (q->shape[3] < 1 || q->shape[3] > FA_MAX_HEAD_DIM)
+        return fa_fail(status, FA_EVALUE, "q has head_dim %lld, shape %s; accepted: 1 to %d", (long long)q->shape[3],
+                       show(q->shape, 4).text, FA_MAX_HEAD_DIM);
+    if (k->shape[3] != q->shape[3])
+        return fa_fail(status, FA_EVALUE, "k has head_dim %lld, shape %s, but q has %lld", (long long)k->shape[3],
+                       show(k->shape, 4).text, (long long)q->shape[3]);
+    if (v->shape[3] < 1 || v->shape[3] > FA_MAX_HEAD_DIM)
+        return fa_fail(status, FA_EVALUE, "v has head_dim %lld, shape %s; accepted: 1 to %d", (long long)v->shape[3],
+                       show(v->shape, 4).text, FA_MAX_HEAD_DIM);
+    if (p->heads_kv ? p->heads % p->heads_kv != 0 || p->heads == 0 : p->heads != 0)
+        return fa_fail(status, FA_EVALUE,
+                       "q has %lld heads and k has %lld; the heads of q must be a multiple of those of k "
+                       "(both 0 only together; is layout=\"%s\" right?)",
+                       (long long)p->heads, (long long)p->heads_kv, request->layout == FA_BHSD ? "bhsd" : "bshd");
+    p->head_dim = (int)q->shape[3];
+    p->head_dim_v = (int)v->shape[3];
+    return FA_OK;
+}
+
+static fa_code check_options(const fa_request *request, fa_problem *p, fa_status *status) {
+    if (request->has_scale && !isfinite(request->scale))
+        return fa_fail(status, FA_EVALUE, "scale is %g; accepted: a finite number, or None for 1/sqrt(head_dim)",
+                       request->scale);
+    if (!isfinite(request->softcap) || request->softcap < 0)
+        return fa_fail(status, FA_EVALUE, "softcap is %g; accepted: a finite number >= 0 (0: none)", request->softcap);
+    if (request->window_left < 0 || request->window_right < 0)
+        return fa_fail(status, FA_EVALUE,
+                       "window is (%lld, %lld); accepted: each side an int >= 0, or None for unbounded (not -1)",
+                       (long long)request->window_left, (long long)request->window_right);
+    if (request->causal == FA_CAUSAL_TRUE && p->seq_q != p->seq_k)
+        return fa_fail(status, FA_EVALUE,
+                       "causal=True with seq_q %lld and seq_k %lld is ambiguous; say causal=\"top_left\" (query i sees "
+                       "keys j <= i) or causal=\"bottom_right\" (the last query sees every key)",
+                       (long long)p->seq_q, (long long)p->seq_k);
+    p->scale = request->has_scale ? request->scale : 1.0 / sqrt((double)p->head_dim);
+    p->softcap = request->softcap;
+    return FA_OK;
+}
+
+/* Folds causal and window into left/right, drops bounds that exclude nothing, and clips the key range. */
+static void resolve_visibility(const fa_request *request, fa_problem *p) {
+    p->diagonal = request->causal == FA_CAUSAL_TOP_LEFT ? 0 : p->seq_k - p->seq_q;
+    p->left = request->window_left;
+    p->right = request->causal == FA_CAUSAL_NONE ? request->window_right : 0;
+    if (p->left >= p->seq_q - 1 + p->diagonal) p->left = FA_UNBOUNDED;
+    if (p->right >= p->seq_k - 1 - p->diagonal) p->right = FA_UNBOUNDED;
+    p->key_begin = 0;
+    p->key_end = p->seq_k;
+    if (p->left != FA_UNBOUNDED && p->diagonal > p->left) p->key_begin = p->diagonal - p->left;
+    if (p->right != FA_UNBOUNDED && p->seq_q + p->diagonal + p->right < p->seq_k)
+        p->key_end = p->seq_q + p->diagonal + p->right;
+    if (p->seq_q == 0 || p->key_begin >= p->key_end) p->key_begin = p->key_end = 0;
+}
+
+/* bias and mask: right-aligned broadcast to (B, H, Sq, Sk). */
+static fa_code broadcast(const char *name, const fa_view *view, const fa_problem *p, const fa_view *q,
+                         fa_operand *operand, fa_status *status) {
+    const int64_t target[4] = {p->batch, p->heads, p->seq_q, p->seq_k};
+    FA_TRY(check_device(name, view, q, status));
+    FA_TRY(check_extents(name, view, status));
+    bool fits = view->ndim <= 4;
+    operand->data = view->data;
+    for (int axis = 0; fits && axis < 4; axis++) {
+        int source = axis - (4 - view->ndim);
+        int64_t extent = source < 0 ? 1 : view->shape[source];
+        fits = extent == target[axis] || extent == 1;
+        operand->stride[axis] = extent == 1 ? 0 : view->strides[source];
+    }
+    if (!fits)
+        return fa_fail(status, FA_EVALUE,
+                       "%s has shape %s; accepted: what broadcasts to (batch, heads, seq_q, seq_k) = %s", name,
+                       show(view->shape, view->ndim).text, show(target, 4).text);
+    return FA_OK;
+}
+
+static fa_code check_extra_dtype(const char *name, const fa_view *view, const fa_view *q, fa_status *status) {
+    if (view->dtype == q->dtype || view->dtype == FA_F32) return FA_OK;
+    return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: q's dtype (%s) or float32", name,
+                   fa_dtype_name(view->dtype), fa_dtype_name(q->dtype));
+}
+
+static fa_code check_extras(const fa_request *request, fa_problem *p, fa_status *status) {
+    const fa_view *q = request->q;
+    static char all_absent; /* data of a zero-sized mask or bias: never read, but not NULL, which means none */
+    if (request->bias) {
+        FA_TRY(check_extra_dtype("bias", request->bias, q, status));
+        FA_TRY(broadcast("bias", request->bias, p, q, &p->bias, status));
+        p->bias_dtype = request->bias->dtype;
+        if (!p->bias.data) p->bias.data = &all_absent;
+    }
+    if (request->mask) {
+        if (request->mask->dtype != FA_BOOL)
+            return fa_fail(status, FA_ETYPE,
+                           "mask has dtype %s; accepted: bool (True: attend); use bias for added scores",
+                           fa_dtype_name(request->mask->dtype));
+        FA_TRY(broadcast("mask", request->mask, p, q, &p->mask, status));
+        if (!p->mask.data) p->mask.data = &all_absent;
+    }
+    if (request->sinks) {
+        const fa_view *sinks = request->sinks;
+        FA_TRY(check_extra_dtype("sinks", sinks, q, status));
+        FA_TRY(check_device("sinks", sinks, q, status));
+        if (sinks->ndim != 1 || sinks->shape[0] != p->heads)
+            return fa_fail(status, FA_EVALUE, "sinks has shape %s; accepted: (heads,) = (%lld,)",
+                           show(sinks->shape, sinks->ndim).text, (long long)p->heads);
+        p->sinks.data = sinks->data ? sinks->data : &all_absent;
+        p->sinks.stride[0] = sinks->shape[0] == 1 ? 0 : sinks->strides[0];
+        p->sinks_dtype = sinks->dtype;
+    }
+    return FA_OK;
+}
+
+typedef struct byte_range {
+    uintptr_t begin, end; /* empty when equal */
+} byte_range;
+
+static byte_range range_of(const fa_view *view) {
+    int64_t low = 0, high = 0;
+    for (int axis = 0; axis < view->ndim; axis++) {
+        if (view->shape[axis] == 0) return (byte_range){0, 0};
+        int64_t reach = (view->shape[axis] - 1) * view->strides[axis];
+        if (reach < 0)
+            low += reach;
+        else
+            high += reach;
+    }
+    int64_t size = (int64_t)fa_dtype_size(view->dtype);
+    return (byte_range){(uintptr_t)view->data + (uintptr_t)(low * size),
+                        (uintptr_t)view->data + (uintptr_t)((high + 1) * size)};
+}
+
+static fa_code check_disjoint(const char *name, const fa_view *view, const char *other_name, const fa_view *other,
+                              fa_status *status) {
+    if (!other || !view) return FA_OK;
+    byte_range a = range_of(view), b = range_of(other);
+    if (a.begin < b.end && b.begin < a.end && a.begin != a.end && b.begin != b.end)
+        return fa_fail(status, FA_EVALUE, "%s overlaps %s in memory; give it memory of its own", name, other_name);
+    return FA_OK;
+}
+
+static fa_code check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, fa_dtype dtype,
+                            const fa_request *request, fa_status *status) {
+    bool same = view->ndim == ndim && memcmp(view->shape, shape, (size_t)ndim * sizeof *shape) == 0;
+    if (!same)
+        return fa_fail(status, FA_EVALUE, "%s has shape %s; accepted: %s", name, show(view->shape, view->ndim).text,
+                       show(shape, ndim).text);
+    if (view->dtype != dtype)
+        return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: %s", name, fa_dtype_name(view->dtype),
+                       fa_dtype_name(dtype));
+    FA_TRY(check_device(name, view, request->q, status));
+    if (view->readonly) return fa_fail(status, FA_EVALUE, "%s is read-only; accepted: a writable array", name);
+    for (int axis = 0; axis < ndim; axis++)
+        if (view->shape[axis] > 1 && view->strides[axis] == 0)
+            return fa_fail(status, FA_EVALUE,
+                           "%s has stride 0 on axis %d of extent %lld; its elements must be distinct", name, axis,
+                           (long long)view->shape[axis]);
+    const struct {
+        const char *name;
+        const fa_view *view;
+    } inputs[] = {
+        {"q", request->q},       {"k", request->k},       {"v", request->v},
+        {"bias", request->bias}, {"mask", request->mask}, {"sinks", request->sinks},
+    };
+    for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
+        FA_TRY(check_disjoint(name, view, inputs[n].name, inputs[n].view, status));
+    return FA_OK;
+}
+
+static fa_code check_lse(const fa_view *lse, const fa_problem *p, const fa_request *request, fa_status *status) {
+    const int64_t shape[3] = {p->batch, p->heads, p->seq_q};
+    FA_TRY(check_output("lse", lse, shape, 3, p->dtype == FA_F64 ? FA_F64 : FA_F32, request, status));
+    int64_t expected = 1;
+    for (int axis = 2; axis >= 0; axis--) {
+        if (lse->shape[axis] > 1 && lse->strides[axis] != expected)
+            return fa_fail(status, FA_EVALUE, "lse is not C-contiguous; accepted: a C-contiguous array of shape %s",
+                           show(shape, 3).text);
+        expected *= lse->shape[axis] ? lse->shape[axis] : 1;
+    }
+    return check_disjoint("lse", lse, "out", request->out, status);
+}
+
+/* Strides of a new C-contiguous output in the user's layout. */
+static void contiguous_out(fa_problem *p, fa_layout layout) {
+    int64_t shape[4], stride = 1;
+    fa_problem_out_shape(p, layout, shape);
+    for (int axis = 3; axis >= 0; axis--) {
+        p->out.stride[axis_of(layout, axis)] = shape[axis] == 1 ? 0 : stride;
+        stride *= shape[axis] ? shape[axis] : 1;
+    }
+}
+
+fa_code fa_problem_build(const fa_request *request, fa_problem *problem, fa_status *status) {
+    fa_problem *p = problem;
+    memset(p, 0, sizeof *p);
+    p->dtype = p->bias_dtype = p->sinks_dtype = request->q->dtype;
+    p->device = request->q->device;
+    p->wants_lse = request->return_lse || request->lse;
+    p->batch_invariant = request->batch_invariant;
+    FA_TRY(check_qkv("q", request->q, request, status));
+    FA_TRY(check_qkv("k", request->k, request, status));
+    FA_TRY(check_qkv("v", request->v, request, status));
+    FA_TRY(check_sizes(request, p, status));
+    FA_TRY(check_options(request, p, status));
+    resolve_visibility(request, p);
+    p->q = operand_of(request->q, request->layout);
+    p->k = operand_of(request->k, request->layout);
+    p->v = operand_of(request->v, request->layout);
+    FA_TRY(check_extras(request, p, status));
+
+    int64_t shape[4], elements = 1;
+    fa_problem_out_shape(p, request->layout, shape);
+    for (int axis = 0; axis < 4; axis++)
+        if (__builtin_mul_overflow(elements, shape[axis] ? shape[axis] : 1, &elements) || elements > MAX_EXTENT)
+            return fa_fail(status, FA_EVALUE, "the output would have shape %s, which is too large to address",
+                           show(shape, 4).text);
+    if (request->out) {
+        FA_TRY(check_output("out", request->out, shape, 4, p->dtype, request, status));
+        p->out = operand_of(request->out, request->layout);
+    } else {
+        contiguous_out(p, request->layout);
+    }
+    if (request->lse) {
+        FA_TRY(check_lse(request->lse, p, request, status));
+        p->lse = request->lse->data;
+    }
+    if (p->device.kind == FA_CUDA && p->dtype == FA_F64)
+        return fa_fail(status, FA_EUNSUPPORTED,
+                       "float64 runs on the CPU only; accepted on a CUDA device: float16, bfloat16, float32");
+    return FA_OK;
+}
+
+void fa_problem_out_shape(const fa_problem *problem, fa_layout layout, int64_t shape[4]) {
+    shape[0] = problem->batch;
+    shape[axis_of(layout, 1)] = problem->heads;
+    shape[axis_of(layout, 2)] = problem->seq_q;
+    shape[3] = problem->head_dim_v;
+}
+
+void fa_problem_set_outputs(fa_problem *problem, void *out, void *lse) {
+    problem->out.data = out;
+    problem->lse = lse;
+}
