@@ -1,0 +1,126 @@
+/* cpu_ref: attention as it is defined, one query row at a time, in portable C.
+ *
+ *   s_j = softcap(scale * q . k_j) + bias_j for each visible key j;  o = sum_j exp(s_j - m) v_j / (sum_j exp(s_j - m) +
+ * exp(sink - m))
+ *
+ * Every sum is float64, whatever the dtype. Excluded keys are skipped, so that what they hold never matters to the row.
+ * Takes everything the API accepts on the CPU; the safety net under the faster CPU rows. One thread.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "cpu/half.h"
+#include "fa.h"
+
+static double load(const void *data, fa_dtype dtype, int64_t index) {
+    switch (dtype) {
+    case FA_F16: return fa_float_from_f16(((const uint16_t *)data)[index]);
+    case FA_BF16: return fa_float_from_bf16(((const uint16_t *)data)[index]);
+    case FA_F32: return ((const float *)data)[index];
+    default: return ((const double *)data)[index];
+    }
+}
+
+static void store(void *data, fa_dtype dtype, int64_t index, double value) {
+    switch (dtype) {
+    case FA_F16: ((uint16_t *)data)[index] = fa_f16_from_float((float)value); break;
+    case FA_BF16: ((uint16_t *)data)[index] = fa_bf16_from_float((float)value); break;
+    case FA_F32: ((float *)data)[index] = (float)value; break;
+    default: ((double *)data)[index] = value;
+    }
+}
+
+/* The query row at work. */
+typedef struct row {
+    int64_t batch, head, head_kv, query;
+    double q[FA_MAX_HEAD_DIM], out[FA_MAX_HEAD_DIM];
+} row;
+
+static bool excluded(const fa_problem *p, const row *r, int64_t key) {
+    if (!p->mask.data) return false;
+    const int64_t *s = p->mask.stride;
+    return !((const uint8_t *)p->mask.data)[r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]];
+}
+
+static double score(const fa_problem *p, const row *r, int64_t key) {
+    const int64_t base = r->batch * p->k.stride[0] + r->head_kv * p->k.stride[1] + key * p->k.stride[2];
+    double sum = 0;
+    for (int d = 0; d < p->head_dim; d++) sum += r->q[d] * load(p->k.data, p->dtype, base + d * p->k.stride[3]);
+    double value = p->scale * sum;
+    if (p->softcap > 0) value = p->softcap * tanh(value / p->softcap);
+    if (p->bias.data) {
+        const int64_t *s = p->bias.stride;
+        value += load(p->bias.data, p->bias_dtype, r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]);
+    }
+    return value;
+}
+
+/* Fills r->out and returns the LSE. `scores` holds key_end - key_begin values. */
+static double attend(const fa_problem *p, row *r, double *scores) {
+    const int64_t centre = r->query + p->diagonal;
+    const int64_t first = centre - p->left > p->key_begin ? centre - p->left : p->key_begin;
+    const int64_t end = centre + p->right + 1 < p->key_end ? centre + p->right + 1 : p->key_end;
+    const double sink = p->sinks.data ? load(p->sinks.data, p->sinks_dtype, r->head * p->sinks.stride[0]) : -INFINITY;
+    double maximum = sink, sum = 0;
+    for (int64_t key = first; key < end; key++) {
+        double value = excluded(p, r, key) ? -INFINITY : score(p, r, key);
+        scores[key - first] = value;
+        if (value > maximum) maximum = value;
+    }
+    const double origin = maximum == -INFINITY ? 0 : maximum;
+    if (p->sinks.data) sum = exp(sink - origin);
+    for (int d = 0; d < p->head_dim_v; d++) r->out[d] = 0;
+    for (int64_t key = first; key < end; key++) {
+        if (scores[key - first] == -INFINITY) continue;
+        const int64_t base = r->batch * p->v.stride[0] + r->head_kv * p->v.stride[1] + key * p->v.stride[2];
+        const double weight = exp(scores[key - first] - origin);
+        sum += weight;
+        for (int d = 0; d < p->head_dim_v; d++)
+            r->out[d] += weight * load(p->v.data, p->dtype, base + d * p->v.stride[3]);
+    }
+    for (int d = 0; d < p->head_dim_v && sum != 0; d++) r->out[d] /= sum;
+    return sum == 0 ? -INFINITY : origin + log(sum);
+}
+
+static const char *rejects(const fa_problem *problem, const fa_device_info *device) {
+    (void)problem, (void)device;
+    return NULL;
+}
+
+static fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *status) {
+    (void)device, (void)status;
+    plan->tile_m = plan->tile_n = plan->threads = 1;
+    plan->workspace_bytes = (size_t)(p->key_end - p->key_begin + 1) * sizeof(double);
+    return FA_OK;
+}
+
+static fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
+    (void)plan, (void)status;
+    row r;
+    for (r.batch = 0; r.batch < p->batch; r.batch++)
+        for (r.head = 0; r.head < p->heads; r.head++)
+            for (r.query = 0; r.query < p->seq_q; r.query++) {
+                r.head_kv = r.head / (p->heads / p->heads_kv);
+                const int64_t base = r.batch * p->q.stride[0] + r.head * p->q.stride[1] + r.query * p->q.stride[2];
+                for (int d = 0; d < p->head_dim; d++) r.q[d] = load(p->q.data, p->dtype, base + d * p->q.stride[3]);
+                const double lse = attend(p, &r, (double *)launch->workspace);
+                const int64_t to = r.batch * p->out.stride[0] + r.head * p->out.stride[1] + r.query * p->out.stride[2];
+                for (int d = 0; d < p->head_dim_v; d++)
+                    store(p->out.data, p->dtype, to + d * p->out.stride[3], r.out[d]);
+                if (p->lse)
+                    store(p->lse, p->dtype == FA_F64 ? FA_F64 : FA_F32,
+                          (r.batch * p->heads + r.head) * p->seq_q + r.query, lse);
+            }
+    return FA_OK;
+}
+
+extern const fa_kernel fa_row_cpu_ref;
+FA_EXPORT const fa_kernel fa_row_cpu_ref = {
+    .abi = FA_ROW_ABI,
+    .device = FA_CPU,
+    .name = "cpu_ref",
+    .summary = "portable C, float64 sums, one query row at a time",
+    .rejects = rejects,
+    .plan = plan,
+    .launch = launch,
+};

@@ -1,0 +1,373 @@
+/* Devices, streams and memory. See device.h. */
+#include "device.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#if FA_HAVE_CUDA
+#include <cuda_runtime_api.h> /* the static CUDA runtime; libcuda is found by it at run time */
+#endif
+
+#define MAX_DEVICES            64
+#define DEFAULT_WORKSPACE_MB   512
+#define ALIGNMENT              256
+#define DEFAULT_WORKSPACE_NAME "FA_EXT_WORKSPACE_MB"
+
+struct fa_context {
+    pthread_mutex_t lock;
+    fa_device_info cpu;
+    fa_device_info *cuda[MAX_DEVICES]; /* filled once each, under the lock, then only read */
+    void *pools[MAX_DEVICES];          /* cudaMemPool_t */
+    char *cublas_path;
+    char cublas_error[512];
+    void *slot;
+    void (*free_slot)(void *);
+};
+
+static size_t workspace_limit(void) {
+    const char *text = getenv(DEFAULT_WORKSPACE_NAME);
+    char *end = NULL;
+    unsigned long long megabytes = text ? strtoull(text, &end, 10) : 0;
+    if (!text || end == text || *end || megabytes == 0 || megabytes > 1ull << 24) megabytes = DEFAULT_WORKSPACE_MB;
+    return (size_t)megabytes << 20;
+}
+
+static void describe_cpu(fa_device_info *info) {
+    info->device = (fa_device){FA_CPU, 0};
+    snprintf(info->name, sizeof info->name, "CPU");
+    long threads = sysconf(_SC_NPROCESSORS_ONLN), pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+    info->sm_count = threads > 0 ? (int)threads : 1;
+    info->memory_bytes = pages > 0 && page > 0 ? (size_t)pages * (size_t)page : 0;
+    info->workspace_limit = workspace_limit();
+    info->cublas_error = "cuBLAS runs on CUDA devices";
+}
+
+fa_context *fa_context_new(void) {
+    fa_context *context = calloc(1, sizeof *context);
+    if (!context) return NULL;
+    pthread_mutex_init(&context->lock, NULL);
+    describe_cpu(&context->cpu);
+    return context;
+}
+
+void fa_cublas_set_path(fa_context *context, const char *path) {
+    pthread_mutex_lock(&context->lock);
+    free(context->cublas_path);
+    context->cublas_path = path ? strdup(path) : NULL;
+    pthread_mutex_unlock(&context->lock);
+}
+
+const char *fa_cublas_path(fa_context *context) { return context->cublas_path; }
+
+void **fa_context_slot(fa_context *context, void (*free_slot)(void *state)) {
+    context->free_slot = free_slot;
+    return &context->slot;
+}
+
+void fa_context_lock(fa_context *context) { pthread_mutex_lock(&context->lock); }
+
+void fa_context_unlock(fa_context *context) { pthread_mutex_unlock(&context->lock); }
+
+static fa_code cpu_alloc(size_t bytes, void **pointer, fa_status *status) {
+    size_t rounded = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    *pointer = rounded >= bytes ? aligned_alloc(ALIGNMENT, rounded ? rounded : ALIGNMENT) : NULL;
+    if (*pointer) return FA_OK;
+    return fa_fail(status, FA_EMEMORY, "out of memory: the call needs %zu bytes of workspace", bytes);
+}
+
+#if FA_HAVE_CUDA
+
+/* Set in a forked child once the parent has used CUDA: CUDA does not survive a fork. */
+static volatile bool cuda_used, cuda_lost_by_fork;
+
+static void after_fork_in_child(void) { cuda_lost_by_fork = cuda_used; }
+
+static pthread_once_t fork_watch = PTHREAD_ONCE_INIT;
+static void watch_forks(void) { pthread_atfork(NULL, NULL, after_fork_in_child); }
+
+static fa_code check_fork(fa_status *status) {
+    if (!cuda_lost_by_fork) return FA_OK;
+    return fa_fail(status, FA_ECUDA,
+                   "CUDA was used before this process was forked and cannot be used in the child; start processes with "
+                   "multiprocessing's \"spawn\" method");
+}
+
+static fa_code cuda_fail(fa_status *status, cudaError_t error, const char *what) {
+    cudaGetLastError();
+    if (error == cudaErrorMemoryAllocation)
+        return fa_fail(status, FA_EMEMORY, "%s: out of memory on the CUDA device", what);
+    return fa_fail(status, FA_ECUDA, "%s: %s (%s)", what, cudaGetErrorName(error), cudaGetErrorString(error));
+}
+
+#define TRY_CUDA(status, call)                                                                                         \
+    do {                                                                                                               \
+        cudaError_t try_error = (call);                                                                                \
+        if (try_error != cudaSuccess) return cuda_fail((status), try_error, #call);                                    \
+    } while (0)
+
+fa_code fa_device_count(fa_context *context, int *count, fa_status *status) {
+    (void)context;
+    *count = 0;
+    FA_TRY(check_fork(status));
+    pthread_once(&fork_watch, watch_forks);
+    cudaError_t error = cudaGetDeviceCount(count);
+    if (error == cudaSuccess && *count > 0) {
+        cuda_used = true;
+        return FA_OK;
+    }
+    cudaGetLastError();
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    if (driver == 0) return fa_fail(status, FA_ECUDA, "no NVIDIA driver was found on this machine");
+    if (error == cudaErrorInsufficientDriver)
+        return fa_fail(status, FA_ECUDA, "the NVIDIA driver is too old: needs R%d or newer, found one for CUDA %d.%d",
+                       CUDART_VERSION >= 13000 ? 580 : 525, driver / 1000, driver % 1000 / 10);
+    if (error == cudaSuccess || error == cudaErrorNoDevice)
+        return fa_fail(status, FA_ECUDA, "no CUDA device is visible to this process");
+    return cuda_fail(status, error, "cudaGetDeviceCount");
+}
+
+/* Why cuBLAS cannot be loaded, or NULL. */
+static const char *probe_cublas(fa_context *context) {
+    const char *names[] = {context->cublas_path, "libcublas.so.13", "libcublas.so.12"};
+    for (size_t n = 0; n < sizeof names / sizeof *names; n++) {
+        void *library = names[n] ? dlopen(names[n], RTLD_LAZY | RTLD_LOCAL) : NULL;
+        if (!library) continue;
+        dlclose(library);
+        return NULL;
+    }
+    const char *error = dlerror();
+    snprintf(context->cublas_error, sizeof context->cublas_error, "cuBLAS was not found (%s)", error ? error : "?");
+    return context->cublas_error;
+}
+
+static fa_code create_pool(int id, void **pool, fa_status *status) {
+    struct cudaMemPoolProps properties = {.allocType = cudaMemAllocationTypePinned,
+                                          .location = {.type = cudaMemLocationTypeDevice, .id = id}};
+    cudaMemPool_t made;
+    TRY_CUDA(status, cudaMemPoolCreate(&made, &properties));
+    uint64_t keep = workspace_limit(); /* what stays cached between calls */
+    TRY_CUDA(status, cudaMemPoolSetAttribute(made, cudaMemPoolAttrReleaseThreshold, &keep));
+    *pool = made;
+    return FA_OK;
+}
+
+static void *find_encode_tensor_map(void) {
+    void *function = NULL;
+    enum cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+    cudaGetLastError();
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : NULL;
+}
+
+static fa_code describe_cuda(fa_context *context, int id, fa_device_info *info, fa_status *status) {
+    struct cudaDeviceProp properties;
+    TRY_CUDA(status, cudaGetDeviceProperties(&properties, id));
+    info->device = (fa_device){FA_CUDA, id};
+    snprintf(info->name, sizeof info->name, "%s", properties.name);
+    info->cc = properties.major * 10 + properties.minor;
+    info->sm_count = properties.multiProcessorCount;
+    info->smem_per_block = properties.sharedMemPerBlockOptin;
+    info->smem_per_sm = properties.sharedMemPerMultiprocessor;
+    info->l2_bytes = (size_t)properties.l2CacheSize;
+    info->memory_bytes = properties.totalGlobalMem;
+    info->workspace_limit = workspace_limit();
+    TRY_CUDA(status, cudaDriverGetVersion(&info->driver_version));
+    TRY_CUDA(status, cudaRuntimeGetVersion(&info->runtime_version));
+    info->encode_tensor_map = find_encode_tensor_map();
+    info->cublas_error = probe_cublas(context);
+    return FA_OK;
+}
+
+static fa_code info_create(fa_context *context, int id, fa_status *status) {
+    int previous = 0;
+    fa_device device = {FA_CUDA, id};
+    fa_device_info *info = calloc(1, sizeof *info);
+    if (!info) return fa_fail(status, FA_EMEMORY, "out of memory");
+    fa_code code = fa_device_enter(context, device, &previous, status);
+    if (code == FA_OK) {
+        code = describe_cuda(context, id, info, status);
+        if (code == FA_OK) code = create_pool(id, &context->pools[id], status);
+        fa_device_leave(device, previous);
+    }
+    if (code == FA_OK)
+        __atomic_store_n(&context->cuda[id], info, __ATOMIC_RELEASE);
+    else
+        free(info);
+    return code;
+}
+
+fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_device_info **info, fa_status *status) {
+    *info = &context->cpu;
+    if (device.kind == FA_CPU) return FA_OK;
+    if (device.id >= 0 && device.id < MAX_DEVICES) {
+        *info = __atomic_load_n(&context->cuda[device.id], __ATOMIC_ACQUIRE);
+        if (*info) return FA_OK;
+    }
+    int count = 0;
+    FA_TRY(fa_device_count(context, &count, status));
+    if (device.id < 0 || device.id >= count || device.id >= MAX_DEVICES)
+        return fa_fail(status, FA_EVALUE, "device is %d; accepted: 0 to %d", device.id, count - 1);
+    pthread_mutex_lock(&context->lock);
+    fa_code code = context->cuda[device.id] ? FA_OK : info_create(context, device.id, status);
+    pthread_mutex_unlock(&context->lock);
+    *info = context->cuda[device.id];
+    return code;
+}
+
+fa_code fa_device_enter(fa_context *context, fa_device device, int *previous, fa_status *status) {
+    (void)context;
+    *previous = device.id;
+    if (device.kind == FA_CPU) return FA_OK;
+    FA_TRY(check_fork(status));
+    TRY_CUDA(status, cudaGetDevice(previous));
+    if (*previous != device.id) TRY_CUDA(status, cudaSetDevice(device.id));
+    return FA_OK;
+}
+
+void fa_device_leave(fa_device device, int previous) {
+    if (device.kind == FA_CUDA && previous != device.id) cudaSetDevice(previous);
+}
+
+fa_code fa_pointer_device(fa_context *context, const void *pointer, bool must_be_cuda, fa_device *device,
+                          fa_status *status) {
+    int count = 0;
+    if (must_be_cuda) FA_TRY(fa_device_count(context, &count, status));
+    struct cudaPointerAttributes attributes;
+    cudaError_t error = cudaPointerGetAttributes(&attributes, pointer);
+    cudaGetLastError();
+    bool known = error == cudaSuccess && attributes.type != cudaMemoryTypeUnregistered;
+    bool on_device = known && (attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged);
+    if (must_be_cuda && !known)
+        return fa_fail(status, FA_EBUFFER, "CUDA does not know the pointer %p that the array gives", pointer);
+    *device = on_device ? (fa_device){FA_CUDA, attributes.device} : (fa_device){FA_CPU, 0};
+    return FA_OK;
+}
+
+fa_code fa_memory_alloc(fa_context *context, fa_device device, size_t bytes, void *stream, void **pointer,
+                        fa_status *status) {
+    if (device.kind == FA_CPU) return cpu_alloc(bytes, pointer, status);
+    const fa_device_info *info;
+    FA_TRY(fa_device_info_get(context, device, &info, status)); /* creates the pool */
+    cudaError_t error = cudaMallocFromPoolAsync(pointer, bytes ? bytes : 1, context->pools[device.id], stream);
+    if (error == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        return fa_fail(status, FA_EMEMORY, "out of memory: %zu bytes on CUDA device %d", bytes, device.id);
+    }
+    return error == cudaSuccess ? FA_OK : cuda_fail(status, error, "cudaMallocFromPoolAsync");
+}
+
+fa_code fa_memory_free(fa_device device, void *pointer, void *stream, fa_status *status) {
+    if (device.kind == FA_CPU)
+        free(pointer);
+    else
+        TRY_CUDA(status, cudaFreeAsync(pointer, stream));
+    return FA_OK;
+}
+
+fa_code fa_memory_copy(void *to, const void *from, size_t bytes, void *stream, fa_status *status) {
+    TRY_CUDA(status, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
+    TRY_CUDA(status, cudaStreamSynchronize(stream));
+    return FA_OK;
+}
+
+fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status) {
+    if (waiter == producer) return FA_OK;
+    cudaEvent_t event;
+    TRY_CUDA(status, cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    cudaError_t error = cudaEventRecord(event, producer);
+    if (error == cudaSuccess) error = cudaStreamWaitEvent(waiter, event, 0);
+    cudaEventDestroy(event);
+    return error == cudaSuccess ? FA_OK : cuda_fail(status, error, "ordering two streams");
+}
+
+fa_code fa_stream_synchronize(void *stream, fa_status *status) {
+    TRY_CUDA(status, cudaStreamSynchronize(stream));
+    return FA_OK;
+}
+
+/* Pools are left to the driver: at exit the runtime may already be gone. */
+static void free_cuda(fa_context *context) {
+    for (int id = 0; id < MAX_DEVICES; id++) free(context->cuda[id]);
+}
+
+#else /* a build without CUDA */
+
+static fa_code no_cuda(fa_status *status) {
+    return fa_fail(status, FA_ECUDA, "this build of fa_ext has no CUDA kernels; rebuild it where nvcc is installed");
+}
+
+fa_code fa_device_count(fa_context *context, int *count, fa_status *status) {
+    (void)context;
+    *count = 0;
+    return no_cuda(status);
+}
+
+fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_device_info **info, fa_status *status) {
+    *info = &context->cpu;
+    return device.kind == FA_CPU ? FA_OK : no_cuda(status);
+}
+
+fa_code fa_device_enter(fa_context *context, fa_device device, int *previous, fa_status *status) {
+    (void)context;
+    *previous = device.id;
+    return device.kind == FA_CPU ? FA_OK : no_cuda(status);
+}
+
+void fa_device_leave(fa_device device, int previous) { (void)device, (void)previous; }
+
+fa_code fa_pointer_device(fa_context *context, const void *pointer, bool must_be_cuda, fa_device *device,
+                          fa_status *status) {
+    (void)context, (void)pointer;
+    *device = (fa_device){FA_CPU, 0};
+    return must_be_cuda ? no_cuda(status) : FA_OK;
+}
+
+fa_code fa_memory_alloc(fa_context *context, fa_device device, size_t bytes, void *stream, void **pointer,
+                        fa_status *status) {
+    (void)context, (void)stream;
+    return device.kind == FA_CPU ? cpu_alloc(bytes, pointer, status) : no_cuda(status);
+}
+
+fa_code fa_memory_free(fa_device device, void *pointer, void *stream, fa_status *status) {
+    (void)device, (void)stream, (void)status;
+    free(pointer);
+    return FA_OK;
+}
+
+fa_code fa_memory_copy(void *to, const void *from, size_t bytes, void *stream, fa_status *status) {
+    (void)to, (void)from, (void)bytes, (void)stream;
+    return no_cuda(status);
+}
+
+fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status) {
+    (void)waiter, (void)producer;
+    return no_cuda(status);
+}
+
+fa_code fa_stream_synchronize(void *stream, fa_status *status) {
+    (void)stream;
+    return no_cuda(status);
+}
+
+static void free_cuda(fa_context *context) { (void)context; }
+
+#endif
+
+void fa_context_free(fa_context *context) {
+    if (!context) return;
+    if (context->free_slot && context->slot) context->free_slot(context->slot);
+    free_cuda(context);
+    free(context->cublas_path);
+    pthread_mutex_destroy(&context->lock);
+    free(context);
+}
