@@ -1,0 +1,46 @@
+/* Which keys a query sees: a contiguous range from causal, window and the call's key range, less the boolean mask.
+ *
+ * Key j is visible to query i iff key_begin <= j < key_end and -left <= j - (i + diagonal) <= right. For a fixed i that
+ * is one range, and both of its ends grow with i: the ranges of a tile's first and last query give the tile's. */
+#ifndef FA_MASK_CUH
+#define FA_MASK_CUH
+
+#include <stdint.h> // int64_t
+
+#include "fa.h" // fa_problem
+
+namespace fa {
+
+/* Keys [begin, end); none when end <= begin. */
+struct KeyRange {
+    int64_t begin, end;
+
+    __host__ __device__ bool empty() const { return end <= begin; }
+    __host__ __device__ bool contains(int64_t key) const { return begin <= key && key < end; }
+};
+
+/* Keys that query `row` sees (the boolean mask aside). */
+__host__ __device__ __forceinline__ KeyRange row_keys(const fa_problem &p, int64_t row) {
+    int64_t begin = row + p.diagonal - p.left, end = row + p.diagonal + p.right + 1;
+    return {begin > p.key_begin ? begin : p.key_begin, end < p.key_end ? end : p.key_end};
+}
+
+/* Smallest range that holds every key that some query of the non-empty tile [row_begin, row_end) sees. */
+__host__ __device__ __forceinline__ KeyRange tile_keys(const fa_problem &p, int64_t row_begin, int64_t row_end) {
+    return {row_keys(p, row_begin).begin, row_keys(p, row_end - 1).end};
+}
+
+/* Keys that every query of the non-empty tile sees: key blocks inside need no test. May be empty. */
+__host__ __device__ __forceinline__ KeyRange tile_common_keys(const fa_problem &p, int64_t row_begin, int64_t row_end) {
+    return {row_keys(p, row_end - 1).begin, row_keys(p, row_begin).end};
+}
+
+/* Row of the boolean mask for one query; element `key` lies at mask_row[key * p.mask.stride[3]], not 0 = attend. */
+__device__ __forceinline__ const uint8_t *mask_row(const fa_problem &p, int64_t batch, int64_t head, int64_t row) {
+    return static_cast<const uint8_t *>(p.mask.data) + batch * p.mask.stride[0] + head * p.mask.stride[1] +
+           row * p.mask.stride[2];
+}
+
+} // namespace fa
+
+#endif

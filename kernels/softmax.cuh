@@ -1,0 +1,76 @@
+/* The online softmax of one query row: the exact recurrence, without clamps.
+ *
+ * State after some keys: the maximum m of their scores (base 2) and the sum of 2^(s - m). A new block with maximum m'
+ * multiplies the sum, and the output accumulated with the same m, by 2^(m - m'). An excluded key has the score -inf and
+ * the weight 0. NaN scores leave m alone and make the sum NaN, so that they reach the output. */
+#ifndef FA_SOFTMAX_CUH
+#define FA_SOFTMAX_CUH
+
+#include <math.h> // INFINITY
+
+#include "convert.cuh" // load_as_float
+#include "score.cuh"   // LOG2_E, LN_2
+
+namespace fa {
+
+/* 2^x, at most 2 ulp off; results below 2^-126 become 0. */
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* What is subtracted from scores for the maximum m: m itself, but 0 while no key was visible, since -inf - -inf is NaN.
+ */
+__device__ __forceinline__ float softmax_shift(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
+
+struct RowState {
+    float maximum = -INFINITY; // base 2, over the keys so far
+    float sum = 0.0f;          // of 2^(score - softmax_shift(maximum))
+
+    /* Takes in a block's maximum; returns the factor for what was accumulated before. Add the block's weights after. */
+    __device__ __forceinline__ float raise(float block_maximum) {
+        float old = maximum;
+        maximum = fmaxf(old, block_maximum);
+        float factor = exp2_fast(old - softmax_shift(maximum));
+        sum *= factor;
+        return factor;
+    }
+
+    /* Weight of a score under the present maximum. */
+    __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - softmax_shift(maximum)); }
+};
+
+/* The end of a row: factor for the accumulated output, and the LSE (natural logarithm). */
+struct RowResult {
+    float factor, lse;
+};
+
+/* Without visible keys and sink: factor 0, LSE -inf. */
+__device__ __forceinline__ RowResult finish_row(const RowState &state) {
+    if (state.sum == 0.0f) return {0.0f, -INFINITY};
+    return {1.0f / state.sum, (state.maximum + log2f(state.sum)) * LN_2};
+}
+
+/* The sink joins the denominator with exp(sink), unscaled. A sink of -inf adds nothing. */
+__device__ __forceinline__ RowResult finish_row(const RowState &state, float sink) {
+    if (sink == -INFINITY) return finish_row(state);
+    RowState joined;
+    joined.maximum = fmaxf(state.maximum, sink * LOG2_E);
+    float factor = exp2_fast(state.maximum - softmax_shift(joined.maximum));
+    joined.sum = state.sum * factor + joined.weight(sink * LOG2_E);
+    RowResult result = finish_row(joined);
+    if (state.sum == 0.0f) result.lse = sink; // exactly, not through base 2
+    result.factor *= factor;
+    return result;
+}
+
+/* The two in one: `sinks` of a problem, or none. */
+__device__ __forceinline__ RowResult finish_row(const fa_problem &p, int64_t head, const RowState &state) {
+    if (!p.sinks.data) return finish_row(state);
+    return finish_row(state, load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0]));
+}
+
+} // namespace fa
+
+#endif
