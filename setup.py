@@ -37,7 +37,9 @@ class BuildExt(build_ext):
         options.include_dirs = (numpy.get_include(),)
         print(f"fa_ext: {'with ' + options.nvcc if options.nvcc else 'CPU only (no nvcc, or FA_CUDA=0)'}; "
               f"{len(units)} compilations", flush=True)  # fmt: skip
-        folder = Path(self.build_temp).resolve() / "objects"
+        # Not build_temp, which an editable install throws away: objects are kept and reused while they are up to date.
+        kind = "-".join(filter(None, ["objects", "debug" if options.debug else "", options.sanitize.replace(",", "-")]))
+        folder = ROOT / "build" / kind / (sysconfig.get_config_var("SOABI") or "abi")
         try:
             objects = build.compile_all(units, folder, options)
             build.link_shared(objects, Path(self.get_ext_fullpath(ext.name)).resolve(), options)

@@ -173,7 +173,7 @@ static fa_code describe_cuda(fa_context *context, int id, fa_device_info *info, 
     struct cudaDeviceProp properties;
     TRY_CUDA(status, cudaGetDeviceProperties(&properties, id));
     info->device = (fa_device){FA_CUDA, id};
-    snprintf(info->name, sizeof info->name, "%s", properties.name);
+    snprintf(info->name, sizeof info->name, "%.127s", properties.name);
     info->cc = properties.major * 10 + properties.minor;
     info->sm_count = properties.multiProcessorCount;
     info->smem_per_block = properties.sharedMemPerBlockOptin;
