@@ -1,0 +1,101 @@
+/* Hopper synchronisation: mbarriers in shared memory, named barriers, register reallocation (sm_90a).
+ *
+ * Protocol of a ring of stages: `full` counts one arrival (the producer's arrive_expect) plus the bytes that TMA
+ * delivers, `empty` one arrival for each consumer. A waiter passes the parity of the phase that it waits to end:
+ * consumers start at 0, producers at 1 (a fresh barrier reads as if the phase before had ended), both flip when the
+ * ring wraps; `RingState` keeps count. With -DFA_BOUND_WAITS a wait that never ends traps instead of hanging.
+ */
+#pragma once
+#include <cstdint>
+
+namespace fa::sm90 {
+
+/* Address of a shared-memory object in the shared window, as PTX wants it. */
+__device__ __forceinline__ uint32_t smem_address(const void *pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void mbarrier_init(uint64_t *barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals));
+}
+
+/* Makes mbarrier_init visible to TMA and to the cluster; follow with __syncthreads(). */
+__device__ __forceinline__ void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
+/* Arrives and adds `bytes` to what the phase waits for. One thread, before it issues the copies. */
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t *barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait(uint64_t *barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(smem_address(barrier)), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t *barrier, uint32_t parity) {
+#ifdef FA_BOUND_WAITS
+    for (uint32_t spins = 0; !mbarrier_try_wait(barrier, parity); ++spins)
+        if (spins > (1u << 22)) __trap();
+#else
+    while (!mbarrier_try_wait(barrier, parity)) {
+    }
+#endif
+}
+
+/* Position in a ring of `Stages` stages and the parity of the phase it is in. */
+template <int Stages> struct RingState {
+    int stage = 0;
+    uint32_t parity;
+    __device__ __forceinline__ explicit RingState(uint32_t first_parity) : parity(first_parity) {}
+    __device__ __forceinline__ void advance() {
+        if (++stage == Stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+/* Named barriers 1..15 (0 is __syncthreads). `threads` counts those that sync plus those that only arrive. */
+__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* Registers a thread from here on: all warps of a warpgroup, multiples of 8 in [24, 256]. */
+template <int Registers> __device__ __forceinline__ void registers_raise() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+template <int Registers> __device__ __forceinline__ void registers_lower() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+/* True in one lane of a converged warp. */
+__device__ __forceinline__ bool elect_one() {
+    uint32_t elected;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "elect.sync _|p, 0xffffffff;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(elected));
+    return elected != 0;
+}
+
+} // namespace fa::sm90
