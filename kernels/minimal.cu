@@ -1,0 +1,127 @@
+/* minimal: the shortest fused attention kernel here, and the one to read first.
+ *
+ * One warp a query row. For each key that the row sees, the lanes share the dot product q . k; the online softmax then
+ * takes in one score at a time, so that neither the scores nor their exponentials ever exist in memory:
+ *
+ *     s = scale * (q . k_j)
+ *     m' = max(m, s)      l' = l 2^(m - m') + 2^(s - m')      o' = o 2^(m - m') + 2^(s - m') v_j      (base-2 scores)
+ *
+ * and at the end out = o / l, LSE = (m + log2 l) ln 2. Lane t holds the elements t, t + 32, t + 64, ... of q and o.
+ * Float16, bfloat16 and float32 with float32 arithmetic; any strides, GQA, causal, scale, LSE, head_dim up to 256.
+ * Each key is read from cache once for every row: the row is a baseline to understand, not one to use.
+ *
+ *     python -m bench measure --preset history --rows minimal,simt
+ */
+#include "convert.cuh" // to_float, from_float, row_of
+#include "fa.h"        // fa_problem, fa_kernel
+#include "launch.cuh"  // FA_CUDA_TRY
+#include "mask.cuh"    // row_keys
+#include "score.cuh"   // score_params
+#include "softmax.cuh" // RowState, finish_row
+
+namespace {
+
+constexpr int WARP = 32;
+constexpr int WARPS = 8; // rows a block
+
+/* LANE_DIMS: elements of a row that a lane holds, the larger of head_dim and head_dim_v over 32, rounded up. */
+template <typename T, int LANE_DIMS>
+__global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_constant__ fa_problem p, float scale_log2) {
+    const int lane = threadIdx.x % WARP;
+    const int64_t rows = p.batch * p.heads * p.seq_q;
+
+    for (int64_t n = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP; n < rows; n += int64_t(gridDim.x) * WARPS) {
+        const int64_t row = n % p.seq_q, head = n / p.seq_q % p.heads, batch = n / p.seq_q / p.heads;
+        const int64_t head_kv = head / (p.heads / p.heads_kv);
+        const T *q = fa::row_of<T>(p.q, batch, head, row);
+
+        float query[LANE_DIMS], out[LANE_DIMS];
+        for (int i = 0; i < LANE_DIMS; ++i) {
+            int d = lane + i * WARP;
+            query[i] = d < p.head_dim ? fa::to_float(q[d * p.q.stride[3]]) : 0.0f;
+            out[i] = 0.0f;
+        }
+
+        fa::RowState state;
+        const fa::KeyRange keys = fa::row_keys(p, row);
+        for (int64_t key = keys.begin; key < keys.end; ++key) {
+            const T *k = fa::row_of<T>(p.k, batch, head_kv, key);
+            float product = 0.0f;
+            for (int i = 0; i < LANE_DIMS; ++i) {
+                int d = lane + i * WARP;
+                if (d < p.head_dim) product += query[i] * fa::to_float(k[d * p.k.stride[3]]);
+            }
+            for (int offset = WARP / 2; offset; offset /= 2) product += __shfl_xor_sync(~0u, product, offset);
+
+            const float score = product * scale_log2;
+            const float factor = state.raise(score), weight = state.weight(score);
+            state.sum += weight;
+
+            const T *v = fa::row_of<T>(p.v, batch, head_kv, key);
+            for (int i = 0; i < LANE_DIMS; ++i) {
+                int d = lane + i * WARP;
+                if (d < p.head_dim_v) out[i] = out[i] * factor + weight * fa::to_float(v[d * p.v.stride[3]]);
+            }
+        }
+
+        const fa::RowResult result = fa::finish_row(state);
+        T *o = fa::row_of<T>(p.out, batch, head, row);
+        for (int i = 0; i < LANE_DIMS; ++i) {
+            int d = lane + i * WARP;
+            if (d < p.head_dim_v) o[d * p.out.stride[3]] = fa::from_float<T>(out[i] * result.factor);
+        }
+        if (p.lse && lane == 0) static_cast<float *>(p.lse)[n] = result.lse;
+    }
+}
+
+const char *rejects(const fa_problem *p, const fa_device_info *device) {
+    if (device->cc < 80) return "needs compute capability 8.0 (Ampere) or newer";
+    if (p->dtype == FA_F64) return "takes float16, bfloat16 and float32, not float64";
+    if (p->left != FA_UNBOUNDED) return "has no window to the left";
+    if (p->softcap > 0) return "has no softcap";
+    if (p->bias.data) return "has no bias";
+    if (p->mask.data) return "has no boolean mask";
+    if (p->sinks.data) return "has no sinks";
+    return nullptr;
+}
+
+fa_code plan(const fa_problem *p, const fa_device_info *, fa_plan *plan, fa_status *) {
+    const int64_t rows = p->batch * p->heads * p->seq_q, blocks = (rows + WARPS - 1) / WARPS;
+    plan->config = (p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v) > 64;
+    plan->tile_m = WARPS;
+    plan->tile_n = 1;
+    plan->splits = 1;
+    plan->stages = 1;
+    plan->threads = WARP * WARPS;
+    plan->blocks = blocks < INT32_MAX ? blocks : INT32_MAX; // the kernel strides over the rest
+    return FA_OK;
+}
+
+template <typename T> fa_code launch_as(const fa_problem *p, const fa_plan *plan, cudaStream_t stream, fa_status *st) {
+    auto kernel = plan->config ? minimal_kernel<T, FA_MAX_HEAD_DIM / WARP> : minimal_kernel<T, 64 / WARP>;
+    kernel<<<unsigned(plan->blocks), plan->threads, 0, stream>>>(*p, fa::score_params(*p).scale_log2);
+    FA_CUDA_TRY(st, cudaGetLastError());
+    return FA_OK;
+}
+
+fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
+    cudaStream_t stream = static_cast<cudaStream_t>(launch->stream);
+    if (plan->blocks == 0) return FA_OK;
+    if (p->dtype == FA_F16) return launch_as<__half>(p, plan, stream, status);
+    if (p->dtype == FA_BF16) return launch_as<__nv_bfloat16>(p, plan, stream, status);
+    return launch_as<float>(p, plan, stream, status);
+}
+
+} // namespace
+
+extern "C" FA_EXPORT const fa_kernel fa_row_minimal;
+const fa_kernel fa_row_minimal = {
+    .abi = FA_ROW_ABI,
+    .device = FA_CUDA,
+    .name = "minimal",
+    .summary = "one warp a query row: the shortest fused kernel, to read first",
+    .rejects = rejects,
+    .declines = nullptr,
+    .plan = plan,
+    .launch = launch,
+};
