@@ -1,0 +1,221 @@
+"""Attention in float64, written to be read: what every row of the kernel table is judged by.
+
+``attention`` is the truth, ``plain`` is the same formula in the arithmetic of a straightforward unfused computation,
+whose error says how much a dtype costs by itself. Both cover the whole surface of ``fa_ext.attention``, take NumPy or
+CuPy arrays, share no code with the library and work in chunks of heads and queries, so that the scores of a large call
+are never held at once.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy
+
+__all__ = ["attention", "band", "plain", "round_to", "visible_keys"]
+
+# Scores held at once: cache-sized pieces for NumPy, pieces that fill a GPU for CuPy.
+_CHUNK_SCORES_CPU = 1 << 20
+_CHUNK_SCORES_GPU = 1 << 26
+
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
+
+
+def attention(
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, layout="bhsd",
+    rows=None, xp=None,
+):  # fmt: skip
+    """Softmax attention in float64.
+
+    Arguments as in ``fa_ext.attention``, as NumPy or CuPy arrays of any real dtype. ``rows`` restricts the result to
+    these query indices (their positions still count from the start of the sequence). ``xp`` is the array module,
+    NumPy or CuPy; inferred from q.
+
+    Returns (out, lse), both float64: out (B, H, Sq, Dv) or (B, Sq, H, Dv) as ``layout`` says, lse (B, H, Sq).
+    NaN and Inf at a key reach only the queries that see the key.
+    """
+    return _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, rows, xp, None)
+
+
+def plain(
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, layout="bhsd",
+    rows=None, xp=None, dtype=None,
+):  # fmt: skip
+    """The same formula as an unfused computation in ``dtype`` (default: q's) would evaluate it.
+
+    S = Q K^T is accumulated in float32 and the final scores are rounded to the dtype (saturating), the softmax runs in
+    float32, P and the result are rounded to the dtype. For float64 everything is float64. ``dtype`` is a name
+    ("bfloat16"), for arrays that hold values of a dtype their module does not know.
+
+    Returns (out, lse) like ``attention``; out holds values of ``dtype`` as float64.
+    """
+    return _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, rows, xp, dtype or q.dtype.name)
+
+
+def visible_keys(rows, seq_q, seq_k, causal=False, window=None, xp=numpy):
+    """Boolean (len(rows), seq_k): True where the query at position rows[i] may see key j through causal and window."""
+    left, right, diagonal = band(seq_q, seq_k, causal, window)
+    offset = xp.arange(seq_k)[None, :] - (xp.asarray(rows)[:, None] + diagonal)
+    return (offset >= -left) & (offset <= right)
+
+
+def round_to(x, dtype, xp=numpy):
+    """``x`` rounded to nearest even in ``dtype`` (a name), returned as float32 (float64 for "float64")."""
+    if dtype == "float64":
+        return x.astype(xp.float64)
+    x = x.astype(xp.float32)
+    if dtype == "float32":
+        return x
+    if dtype == "float16":
+        return x.astype(xp.float16).astype(xp.float32)
+    if dtype != "bfloat16":
+        raise ValueError(f"dtype is {dtype!r}; accepted: float16, bfloat16, float32, float64")
+    bits = x.view(xp.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1)).astype(xp.uint32)) & xp.uint32(0xFFFF0000)).view(xp.float32)
+    return xp.where(xp.isnan(x), x, rounded)
+
+
+def band(seq_q, seq_k, causal, window):
+    """(left, right, diagonal): query i may see key j iff -left <= j - (i + diagonal) <= right."""
+    if causal is True and seq_q != seq_k:
+        raise ValueError(f"causal=True needs seq_q == seq_k, got {seq_q} and {seq_k}: say top_left or bottom_right")
+    if causal not in (False, True, "top_left", "bottom_right"):
+        raise ValueError(f"causal is {causal!r}; accepted: False, True, 'top_left', 'bottom_right'")
+    left, right = (None, None) if window is None else window
+    left = math.inf if left is None else left
+    right = math.inf if right is None else right
+    return left, min(right, 0) if causal else right, 0 if causal == "top_left" else seq_k - seq_q
+
+
+def _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, rows, xp, dtype):
+    xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
+    if layout == "bshd":
+        q, k, v = (xp.swapaxes(x, 1, 2) for x in (q, k, v))
+    elif layout != "bhsd":
+        raise ValueError(f"layout is {layout!r}; accepted: 'bhsd', 'bshd'")
+    work = xp.float64 if dtype in (None, "float64") else xp.float32
+    batch, heads, seq_q, head_dim = q.shape
+    heads_kv, seq_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
+    group = heads // heads_kv if heads_kv else 1
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    positions = xp.arange(seq_q) if rows is None else xp.asarray(rows)
+    count = len(positions)
+
+    out = xp.zeros((batch * heads_kv, group, count, head_dim_v), xp.float64)
+    lse = xp.full((batch * heads_kv, group, count), -math.inf, xp.float64)
+    call = _Call(xp, work, dtype, scale, softcap, out, lse)
+    if out.size or lse.size:
+        call.q = xp.ascontiguousarray(q.astype(work)).reshape(batch * heads_kv, group, seq_q, head_dim)
+        call.k = xp.ascontiguousarray(k.astype(work)).reshape(batch * heads_kv, 1, seq_k, head_dim)
+        call.v = xp.ascontiguousarray(v.astype(work)).reshape(batch * heads_kv, 1, seq_k, head_dim_v)
+        shape = (batch, heads, seq_q, seq_k)
+        call.bias = None if bias is None else xp.broadcast_to(bias, shape)
+        call.mask = None if mask is None else xp.broadcast_to(mask, shape)
+        call.sinks = None if sinks is None else sinks.astype(work).reshape(heads_kv, group)
+        call.heads_kv, call.band = heads_kv, band(seq_q, seq_k, causal, window)
+        budget = _CHUNK_SCORES_CPU if xp is numpy else _CHUNK_SCORES_GPU
+        step_q = max(1, min(count, budget // max(1, group * seq_k)))
+        step_n = max(1, budget // max(1, group * seq_k * step_q))
+        with numpy.errstate(all="ignore"):
+            for n in range(0, batch * heads_kv, step_n):
+                for i in range(0, count, step_q):
+                    call.chunk(slice(n, n + step_n), slice(i, i + step_q), positions[i : i + step_q])
+    out = out.reshape(batch, heads, count, head_dim_v)
+    return (xp.swapaxes(out, 1, 2) if layout == "bshd" else out), lse.reshape(batch, heads, count)
+
+
+class _Call:
+    """One evaluation; axis 0 of its arrays is (batch, kv head), axis 1 the query heads that share the kv head."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    mask: Any
+    sinks: Any
+    heads_kv: int
+    band: tuple
+
+    def __init__(self, xp, work, dtype, scale, softcap, out, lse):
+        self.xp, self.work, self.dtype = xp, work, dtype
+        self.scale, self.softcap = work(scale), work(softcap)
+        self.out, self.lse = out, lse
+
+    def chunk(self, pairs, queries, positions):
+        """Fills out[pairs, :, queries] and lse[pairs, :, queries]; ``positions`` are the queries' indices."""
+        xp = self.xp
+        left, right, diagonal = self.band
+        seq_k = self.k.shape[2]
+        first, last = int(positions.min()) + diagonal, int(positions.max()) + diagonal
+        begin = int(min(max(0, first - left), seq_k))
+        end = int(max(min(seq_k, last + right + 1), begin))
+        keys = slice(begin, end)
+        pair = xp.arange(*pairs.indices(self.q.shape[0]))
+        if begin == end:
+            if self.sinks is not None:
+                self.lse[pairs, :, queries] = self.sinks[pair % self.heads_kv][:, :, None].astype(xp.float64)
+            return
+        group = self.q.shape[1]
+        b = (pair // self.heads_kv)[:, None]
+        h = (pair % self.heads_kv)[:, None] * group + xp.arange(group)[None, :]
+
+        seen = self._visible(b, h, positions, keys, diagonal)
+        s = self._scores(pairs, b, h, positions, keys)
+        s = xp.where(seen, s, -math.inf)
+        seen = seen & (s != -math.inf)
+
+        peak = xp.max(s, axis=-1, keepdims=True)
+        sink = None
+        if self.sinks is not None:
+            sink = self.sinks[pair % self.heads_kv][:, :, None, None]
+            peak = xp.maximum(peak, sink)
+        shift = xp.where(peak == -math.inf, self.work(0), peak)
+        p = xp.exp(s - shift)
+        total = p.sum(axis=-1, keepdims=True)
+        if sink is not None:
+            total = total + xp.exp(sink - shift)
+        self.lse[pairs, :, queries] = (shift + xp.log(total))[..., 0].astype(xp.float64)
+        p = p / xp.where(total == 0, self.work(1), total)
+        if self.dtype:
+            p = round_to(p, self.dtype, xp)
+        o = self._times_values(p, seen, self.v[pairs, :, keys])
+        if self.dtype:
+            o = round_to(o, self.dtype, xp)
+        self.out[pairs, :, queries] = o.astype(xp.float64)
+
+    def _visible(self, b, h, positions, keys, diagonal):
+        xp = self.xp
+        left, right, _ = self.band
+        offset = xp.arange(keys.start, keys.stop)[None, :] - (positions[:, None] + diagonal)
+        seen = ((offset >= -left) & (offset <= right))[None, None]
+        if self.mask is not None:
+            seen = seen & (self.mask[:, :, :, keys][b[..., None], h[..., None], positions] != 0)
+        return seen
+
+    def _scores(self, pairs, b, h, positions, keys):
+        xp = self.xp
+        s = xp.matmul(self.q[pairs][:, :, positions], xp.swapaxes(self.k[pairs, :, keys], -1, -2)) * self.scale
+        if self.softcap > 0:
+            s = self.softcap * xp.tanh(s / self.softcap)
+        if self.bias is not None:
+            s = s + self.bias[:, :, :, keys][b[..., None], h[..., None], positions].astype(self.work)
+        if self.dtype in ("float16", "bfloat16"):
+            limit = self.work(_LARGEST[self.dtype])
+            rounded = round_to(xp.clip(s, -limit, limit), self.dtype, xp)
+            s = xp.where(xp.isinf(s), s, rounded)
+        return s
+
+    def _times_values(self, p, seen, v):
+        """p @ v, where a NaN or Inf in v reaches only the queries that see its key: 0 * NaN is no longer 0."""
+        xp = self.xp
+        finite = xp.isfinite(v)
+        if bool(finite.all()):
+            return xp.matmul(p, v)
+        o = xp.matmul(p, xp.where(finite, v, self.work(0)))
+        broken = xp.where(finite, self.work(0), v)
+        somewhere = (~finite).any(axis=(0, 1, 3)) & xp.broadcast_to(seen, p.shape).any(axis=(0, 1, 2))
+        for j in xp.nonzero(somewhere)[0].tolist():
+            o = o + xp.where(seen[..., j, None], p[..., j, None] * broken[:, :, j, None, :], self.work(0))
+        return o

@@ -1,0 +1,274 @@
+"""One frozen ``Case`` is the inputs, the FLOPs, the bytes and the name of one call; ``cases.py`` holds the grids."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from operands import LAYOUTS, dtype_of, place, strided
+
+HALVES = ("float16", "bfloat16")
+DTYPES = (*HALVES, "float32")
+STRIDES = (*LAYOUTS, "packed", "mixed")
+VALUES = ("normal", "large", "tiny", "sorted", "descending", "dominant", "equal", "zeros", "negative", "offset",
+          "nan_outside", "nan_tail")  # fmt: skip
+MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "strided")
+BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided")
+SINKS = ("same", "float32", "large", "small")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of ``fa_ext.attention``; heads_kv, seq_k and head_dim_v default to heads, seq_q and head_dim.
+
+    mask, bias and sinks name kinds (MASKS, BIASES, SINKS); strides and values name how q, k and v lie in memory and
+    what they hold (STRIDES, VALUES).
+    """
+
+    batch: int = 1
+    heads: int = 2
+    heads_kv: int | None = None
+    seq_q: int = 64
+    seq_k: int | None = None
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "float16"
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float = 0.0
+    bias: str | None = None
+    mask: str | None = None
+    sinks: str | None = None
+    scale: float | None = None
+    layout: str = "bhsd"
+    strides: str = "contiguous"
+    values: str = "normal"
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, default in (("heads_kv", self.heads), ("seq_k", self.seq_q), ("head_dim_v", self.head_dim)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+
+    # ---- the name ----
+
+    def __str__(self) -> str:
+        def pair(a, b, mark):
+            return f"{a}" if a == b else f"{a}{mark}{b}"
+
+        words = [f"B{self.batch}", "H" + pair(self.heads, self.heads_kv, "/"), "S" + pair(self.seq_q, self.seq_k, "x"),
+                 "D" + pair(self.head_dim, self.head_dim_v, "/"), self.dtype]  # fmt: skip
+        for field in dataclasses.fields(self)[8:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                text = ":".join("none" if x is None else str(x) for x in value) if field.name == "window" else value
+                words.append(f"{field.name}={text}")
+        return ",".join(words)
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """The case that ``str`` named."""
+        batch, heads, seq, dim, dtype, *options = text.strip().split(",")
+        values: dict = {"batch": int(batch[1:]), "dtype": dtype}
+        for word, mark, names in ((heads, "/", ("heads", "heads_kv")), (seq, "x", ("seq_q", "seq_k")),
+                                  (dim, "/", ("head_dim", "head_dim_v"))):  # fmt: skip
+            values.update(zip(names, map(int, word[1:].split(mark))))
+        for option in options:
+            name, _, value = option.partition("=")
+            if name == "window":
+                values[name] = tuple(None if x == "none" else int(x) for x in value.split(":"))
+            elif name == "causal":
+                values[name] = {"True": True, "False": False}.get(value, value)
+            else:
+                values[name] = {"seed": int, "softcap": float, "scale": float}.get(name, str)(value)
+        return cls(**values)
+
+    # ---- the size ----
+
+    @property
+    def q_shape(self):
+        return self._in_layout(self.batch, self.heads, self.seq_q, self.head_dim)
+
+    @property
+    def k_shape(self):
+        return self._in_layout(self.batch, self.heads_kv, self.seq_k, self.head_dim)
+
+    @property
+    def v_shape(self):
+        return self._in_layout(self.batch, self.heads_kv, self.seq_k, self.head_dim_v)
+
+    @property
+    def out_shape(self):
+        return self._in_layout(self.batch, self.heads, self.seq_q, self.head_dim_v)
+
+    def _in_layout(self, b, h, s, d):
+        return (b, s, h, d) if self.layout == "bshd" else (b, h, s, d)
+
+    def band(self) -> tuple[float, float, int]:
+        """(left, right, diagonal): query i may see key j iff -left <= j - (i + diagonal) <= right."""
+        left, right = (float("inf") if w is None else w for w in self.window or (None, None))
+        diagonal = 0 if self.causal == "top_left" else self.seq_k - self.seq_q
+        return left, min(right, 0) if self.causal else right, diagonal
+
+    def visible_pairs(self) -> int:
+        """(query, key) pairs that causal and window leave, for one head."""
+        left, right, diagonal = self.band()
+        center = np.arange(self.seq_q, dtype=np.float64) + diagonal
+        first, last = np.maximum(center - left, 0), np.minimum(center + right, self.seq_k - 1)
+        return int(np.maximum(last - first + 1, 0).sum())
+
+    def flops(self) -> float:
+        """Of both products: 2 (D + Dv) a visible pair; a square causal call without a window counts as half of full,
+        as everybody counts it."""
+        pairs = self.visible_pairs()
+        if self.causal and self.window is None and self.seq_q == self.seq_k:
+            pairs = self.seq_q * self.seq_k / 2
+        return 2.0 * self.batch * self.heads * pairs * (self.head_dim + self.head_dim_v)
+
+    def bytes(self) -> int:
+        """Of q, k, v and the result, each moved once."""
+        size = 2 if self.dtype in HALVES else np.dtype(self.dtype).itemsize
+        rows_q, rows_k = self.batch * self.heads * self.seq_q, self.batch * self.heads_kv * self.seq_k
+        return size * (rows_q + rows_k) * (self.head_dim + self.head_dim_v)
+
+    # ---- the inputs ----
+
+    def options(self) -> dict:
+        """The arguments of the call that are not arrays, defaults left out."""
+        names = ("causal", "window", "softcap", "scale", "layout")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return {n: getattr(self, n) for n in names if getattr(self, n) != defaults[n]}
+
+    def make_inputs(self, xp="numpy") -> dict:
+        """Arguments for ``fa_ext.attention``: q, k, v, what the case adds, and ``options()``.
+
+        ``xp`` is "numpy", "cupy" or "torch" (on the current CUDA device), or the module NumPy or CuPy. The same case
+        gives the same numbers everywhere.
+        """
+        name = xp if isinstance(xp, str) else xp.__name__
+        return {n: place(x, name) if isinstance(x, np.ndarray) else x for n, x in self.host_inputs().items()}
+
+    def host_inputs(self) -> dict:
+        """The inputs as NumPy arrays with the case's strides; memory around them is poisoned with NaN."""
+        dtype = dtype_of(self.dtype)
+        arrays = dict(zip("qkv", self._values()))
+        kinds = dict.fromkeys("qkv", self.strides)
+        if self.strides == "mixed":
+            kinds = {"q": "swapped", "k": "negative", "v": "column"}
+        packed = None
+        if self.strides == "packed":
+            if not self.q_shape == self.k_shape == self.v_shape:
+                raise ValueError("packed needs q, k and v of one shape")
+            packed = np.full((*self.q_shape[:2], 3, *self.q_shape[2:]), np.nan, dtype)
+        inputs = {}
+        for i, (name, x) in enumerate(arrays.items()):
+            x = self._in_layout_array(x).astype(dtype)
+            if packed is not None:
+                packed[:, :, i] = x
+                inputs[name] = packed[:, :, i]
+            else:
+                inputs[name] = strided(x, kinds[name], shared=name != "q")
+        rng = np.random.default_rng([self.seed, 7])
+        for name, value in (("bias", self._bias(rng)), ("mask", self._mask(rng)), ("sinks", self._sinks(rng))):
+            if value is not None:
+                inputs[name] = value
+        return inputs | self.options()
+
+    def _in_layout_array(self, x):
+        return x.swapaxes(1, 2) if self.layout == "bshd" else x
+
+    def _values(self):
+        """q, k, v as float32 (B, H, S, D)."""
+        rng = np.random.default_rng([self.seed, 3])
+        dim = self.head_dim
+        q = rng.standard_normal((self.batch, self.heads, self.seq_q, dim), np.float32)
+        k = rng.standard_normal((self.batch, self.heads_kv, self.seq_k, dim), np.float32)
+        v = rng.standard_normal((self.batch, self.heads_kv, self.seq_k, self.head_dim_v), np.float32)
+        # A direction that every query shares, so that a key's score can be set through its component along it.
+        toward = np.full(dim, dim**-0.5, np.float32)
+        ramp = np.linspace(-12, 12, self.seq_k, dtype=np.float32)[:, None]
+        if self.values in ("sorted", "descending", "dominant", "negative"):
+            q = toward * dim**0.5 + q / 8
+        if self.values == "large":
+            q, k = q * 20, k * 20
+        elif self.values == "tiny":
+            q, k, v = q * 2e-3, k * 2e-3, v * 2e-3
+        elif self.values in ("sorted", "descending"):
+            k = k / 8 + toward * (ramp if self.values == "sorted" else -ramp)
+        elif self.values == "dominant" and self.seq_k:
+            k[:, :, -1] = toward * 30
+        elif self.values == "equal":
+            k[:] = k[:, :, :1]
+        elif self.values == "zeros":
+            q[:] = 0
+        elif self.values == "negative":
+            k = k / 8 - toward * 700
+        elif self.values == "offset":
+            v += 40
+        elif self.values == "nan_outside":
+            outside = np.ones(self.seq_k, bool)
+            left, right, diagonal = self.band()
+            begin, end = max(0, diagonal - left), min(self.seq_k, self.seq_q + diagonal + right)
+            outside[int(min(begin, self.seq_k)) : int(max(end, 0))] = False
+            k[:, :, outside], v[:, :, outside] = np.inf, np.nan
+        elif self.values == "nan_tail":
+            k[:, :, -1:], v[:, :, -1:, 0], v[:, :, -1:, 1:] = np.nan, np.inf, np.nan
+        return q, k, v
+
+    def _mask(self, rng):
+        b, h, sq, sk = self.batch, self.heads, self.seq_q, self.seq_k
+        if self.mask is None:
+            return None
+        if self.mask == "full":
+            return rng.random((b, h, sq, sk)) < 0.7
+        if self.mask == "rows":  # some queries see nothing
+            return (rng.random((b, h, sq, sk)) < 0.7) & (rng.random((b, h, sq, 1)) < 0.6)
+        if self.mask == "none":
+            return np.zeros((sq, sk), bool)
+        if self.mask == "one":  # all masked but one key a query
+            return np.arange(sk) == rng.integers(0, max(sk, 1), (sq, 1))
+        if self.mask == "keys":
+            return rng.random(sk) < 0.5
+        if self.mask == "batch":  # key padding: a length for each batch entry, the last one full
+            return np.arange(sk) < (np.arange(1, b + 1) * sk // max(b, 1))[:, None, None, None]
+        if self.mask == "heads":
+            return rng.random((h, 1, sk)) < 0.5
+        if self.mask == "broadcast":  # full shape, strides 0 on batch and queries
+            return np.broadcast_to(rng.random((1, h, 1, sk)) < 0.6, (b, h, sq, sk))
+        if self.mask == "strided":
+            return (rng.random((b, sk, sq, 2 * h)) < 0.6)[..., ::2].transpose(0, 3, 2, 1)
+        raise ValueError(f"mask is {self.mask!r}; accepted: {', '.join(MASKS)}")
+
+    def _bias(self, rng):
+        b, h, sq, sk = self.batch, self.heads, self.seq_q, self.seq_k
+        dtype = dtype_of(self.dtype)
+        if self.bias is None:
+            return None
+        if self.bias == "full":
+            return rng.standard_normal((b, h, sq, sk)).astype(dtype)
+        if self.bias == "full32":
+            return rng.standard_normal((b, h, sq, sk), np.float32).astype(np.float64 if dtype == "f8" else np.float32)
+        if self.bias == "keys":
+            return rng.standard_normal(sk).astype(dtype)
+        if self.bias == "queries":
+            return rng.standard_normal((sq, 1)).astype(dtype)
+        if self.bias == "alibi":
+            return (-np.arange(1, h + 1)[:, None, None] / 64 * np.abs(np.arange(sk) - sk + 1)).astype(dtype)
+        if self.bias == "holes":  # -inf excludes like a mask, whole rows included
+            bias = rng.standard_normal((h, sq, sk))
+            bias[(rng.random((h, sq, sk)) < 0.3) | (rng.random((h, sq, 1)) < 0.2)] = -np.inf
+            return bias.astype(dtype)
+        if self.bias == "strided":
+            return rng.standard_normal((sk, 1, h, sq)).transpose(1, 2, 3, 0).astype(dtype, order="K")[:, :, ::-1]
+        raise ValueError(f"bias is {self.bias!r}; accepted: {', '.join(BIASES)}")
+
+    def _sinks(self, rng):
+        if self.sinks is None:
+            return None
+        sinks = rng.standard_normal(self.heads)
+        if self.sinks in ("large", "small"):
+            sinks = sinks + (40 if self.sinks == "large" else -80)
+        wide = np.float64 if self.dtype == "float64" else np.float32
+        return sinks.astype(dtype_of(self.dtype) if self.sinks == "same" else wide)

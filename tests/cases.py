@@ -1,0 +1,332 @@
+"""The problem grids: what each row is judged on, sweeps of random calls, and what the benchmarks measure.
+
+``str(case)`` names a case in one line, and the line runs it again::
+
+    python tests/cases.py "B1,H4/2,S113x203,D64,bfloat16,causal=top_left,mask=rows" --kernel simt --on cupy
+
+Grids: ``contract`` (what each row is judged on), ``sanitize`` (the subset for compute-sanitizer), ``random_cases``
+(sweeps of any length), ``PRESETS`` (what the benchmarks measure). ``must_accept`` says which cases a row may not reject.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+
+from case import BIASES, DTYPES, HALVES, MASKS, SINKS, STRIDES, VALUES, Case
+
+__all__ = ["Case", "PRESETS", "contract", "float64", "must_accept", "random_cases", "sanitize", "zero_sizes"]
+
+
+def _cycle(*names):
+    return itertools.cycle(names).__next__
+
+
+def contract() -> list[Case]:
+    """What each row is judged on: each option by itself at awkward sizes, then in combination."""
+    cases: list[Case] = []
+    dtype, half = _cycle(*DTYPES), _cycle(*HALVES)
+    layout = _cycle("bhsd", "bshd")
+
+    # Sizes around every tile size, ragged, with both alignments.
+    pairs = [(1, 1), (1, 3), (2, 1), (511, 1), (239, 1), (799, 3), (3, 513), (113, 203), (108, 256), (128, 217),
+             (307, 256), (640, 128), (1023, 1024), (1024, 1023)]  # fmt: skip
+    dim = _cycle(64, 128, 32, 96)
+    for (seq_q, seq_k), causal in itertools.product(pairs, (False, "top_left", "bottom_right")):
+        heads = 1 if seq_q * seq_k > 1 << 19 else 2
+        cases.append(Case(1, heads, 1, seq_q, seq_k, dim(), dtype=dtype(), causal=causal, layout=layout()))
+    for seq, d in itertools.product((1, 3, 113, 239, 511, 799, 1023), (64, 128)):
+        cases.append(Case(1, 1, 1, seq, seq, d, dtype=half(), causal=seq % 3 != 0))
+    # Whole tiles, where kernels take their paths without bounds checks.
+    for seq, d, causal in itertools.product((128, 256, 384), (64, 128, 256), (False, True)):
+        cases.append(Case(2, 2, 2, seq, seq, d, dtype=half(), causal=causal, layout=layout()))
+
+    # Head dims.
+    for d in (1, 2, 8, 16, 32, 40, 59, 64, 72, 80, 96, 104, 111, 128, 160, 192, 224, 256):
+        cases += [Case(1, 2, 1, 113, 239, d, dtype=t, causal=d % 3 == 1 and "bottom_right") for t in DTYPES]
+    for d, dv in ((64, 128), (128, 64), (192, 128), (40, 56), (40, 59), (256, 1), (1, 256), (96, 32), (16, 256), (256, 64)):
+        cases += [Case(1, 2, 2, 113, 129, d, dv, dtype=t, causal="top_left", layout=layout()) for t in DTYPES]
+
+    # Heads, batches.
+    for batch, heads, kv in ((1, 4, 4), (2, 4, 2), (3, 4, 1), (1, 8, 2), (2, 6, 3), (5, 1, 1), (1, 16, 1)):
+        for causal in (False, "bottom_right"):
+            cases.append(Case(batch, heads, kv, 77, 131, 64, dtype=dtype(), causal=causal, layout=layout()))
+    # Decoding: few queries, many keys.
+    for seq_q, seq_k, heads, kv in ((1, 1024, 8, 2), (1, 777, 4, 4), (4, 2048, 8, 1), (2, 515, 4, 2)):
+        for t, d in itertools.product(HALVES, (64, 128)):
+            cases.append(Case(2, heads, kv, seq_q, seq_k, d, dtype=t, causal="bottom_right" if d == 64 else False))
+
+    # Options one by one.
+    small = dict(batch=2, heads=4, heads_kv=2, seq_q=113, seq_k=203)
+    aligns = _cycle(False, "top_left", "bottom_right")
+    dims = _cycle(64, 128, 40)
+    for window in ((0, 0), (5, 0), (0, 7), (64, 64), (127, None), (None, 31), (3, 200), (None, None), (1000, 1000)):
+        for t in DTYPES:
+            cases.append(Case(**small, head_dim=dims(), dtype=t, window=window, causal=aligns()))
+    for kind, t in itertools.product(MASKS, DTYPES):
+        cases.append(Case(**small, head_dim=dims(), dtype=t, mask=kind, causal=aligns(), layout=layout()))
+    for kind, t in itertools.product(BIASES, DTYPES):
+        cases.append(Case(**small, head_dim=dims(), dtype=t, bias=kind, causal=aligns(), layout=layout()))
+    for kind, t in itertools.product(SINKS, DTYPES):
+        cases.append(Case(**small, head_dim=dims(), dtype=t, sinks=kind, causal=aligns(), layout=layout()))
+    for softcap, t in itertools.product((0.5, 20.0), DTYPES):
+        cases.append(Case(**small, head_dim=dims(), dtype=t, softcap=softcap, causal=aligns()))
+    for scale, t in itertools.product((0.02, 1.0, 0.0, -0.3), DTYPES):
+        cases.append(Case(**small, head_dim=dims(), dtype=t, scale=scale, causal=aligns()))
+
+    # Memory.
+    for kind, where, t in itertools.product(STRIDES, ("bhsd", "bshd"), DTYPES):
+        same = kind == "packed"
+        d = 64 if kind != "odd" else 61
+        cases.append(Case(2, 4, 4 if same else 2, 96, 96 if same else 130, d, dtype=t, layout=where, strides=kind,
+                          causal="top_left"))  # fmt: skip
+    for t in DTYPES:
+        cases.append(Case(1, 1, 1, 1, 70, 64, dtype=t, strides="absurd"))
+        cases.append(Case(1, 1, 1, 70, 1, 1, dtype=t, strides="absurd"))
+
+    # Logits.
+    for kind, t in itertools.product(VALUES, DTYPES):
+        causal = "bottom_right" if kind in ("nan_tail", "normal") else False
+        window = (20, 10) if kind == "nan_outside" else None
+        sizes = (60, 300) if kind in ("nan_outside", "nan_tail") else (130, 300)
+        for d in (64, 128):
+            cases.append(Case(1, 2, 1, *sizes, d, dtype=t, values=kind, causal=causal, window=window))
+    for t in DTYPES:
+        cases.append(Case(1, 2, 1, 70, 300, 64, dtype=t, values="nan_outside", causal="top_left"))
+        cases.append(Case(1, 2, 1, 70, 300, 64, dtype=t, values="large", softcap=30.0))
+
+    # Rows that see nothing.
+    for t in DTYPES:
+        cases.append(Case(1, 2, 1, 200, 70, 64, dtype=t, causal="bottom_right"))
+        cases.append(Case(1, 2, 2, 200, 70, 64, dtype=t, causal="bottom_right", sinks="float32"))
+        cases.append(Case(1, 2, 2, 150, 70, 64, dtype=t, causal="top_left", window=(3, None)))
+        cases.append(Case(2, 2, 1, 33, 70, 64, dtype=t, mask="none", sinks="same"))
+        cases.append(Case(2, 2, 1, 300, 40, 64, dtype=t, window=(0, 2), sinks="large"))
+    cases += zero_sizes()
+
+    # Everything at once.
+    for i, (t, d) in enumerate(itertools.product(DTYPES, (64, 128, 59, 256))):
+        cases.append(Case(2, 4, 2, 130, 203, d, 64 if i % 2 else d, dtype=t, causal=aligns(), window=(90, 20), softcap=5.0,
+                          bias=BIASES[i % len(BIASES)], mask=MASKS[i % 2], sinks=SINKS[i % 4], scale=0.3, layout=layout(),
+                          strides=STRIDES[i % 9], seed=i))  # fmt: skip
+    return _unique(cases) + float64()
+
+
+def zero_sizes() -> list[Case]:
+    """Empty batches, heads, queries and keys."""
+    return [
+        case
+        for t in DTYPES
+        for case in (Case(0, 2, 1, 5, 7, 32, dtype=t), Case(2, 0, 0, 5, 7, 32, dtype=t), Case(1, 2, 2, 0, 7, 32, dtype=t),
+                     Case(1, 2, 1, 5, 0, 32, dtype=t), Case(1, 2, 1, 5, 0, 32, dtype=t, sinks="same"),
+                     Case(1, 2, 1, 0, 0, 64, dtype=t, causal=True))  # fmt: skip
+    ]
+
+
+def float64() -> list[Case]:
+    """float64 runs on the CPU alone."""
+    small = dict(batch=2, heads=4, heads_kv=2, seq_q=61, seq_k=83, dtype="float64")
+    return [Case(**small, causal=c, layout=l) for c in (False, "top_left", "bottom_right") for l in ("bhsd", "bshd")] + [
+        Case(**small, head_dim=40, head_dim_v=59, window=(9, 4), softcap=2.0, bias="full32", mask="rows", sinks="same"),
+        Case(**small, bias="holes", strides="negative"),
+        Case(**small, values="large"),
+        Case(**small, values="nan_outside", causal="top_left", window=(5, 5)),
+        Case(1, 2, 1, 5, 0, 32, dtype="float64", sinks="same"),
+    ]
+
+
+def sanitize() -> list[Case]:
+    """At most 40 small cases that reach the memory paths of a kernel, for compute-sanitizer."""
+    cases = []
+    for t, (d, dv) in itertools.product(DTYPES, ((64, 64), (128, 128), (40, 56), (256, 256))):
+        cases.append(Case(1, 2, 1, 113, 203, d, dv, dtype=t, causal="bottom_right"))
+    for t in HALVES:
+        cases += [
+            Case(1, 2, 2, 256, 256, 64, dtype=t, causal=True),
+            Case(1, 2, 2, 256, 256, 128, dtype=t),
+            Case(1, 4, 1, 1, 320, 128, dtype=t),
+            Case(2, 2, 1, 65, 129, 64, dtype=t, window=(31, 7), softcap=9.0, sinks="float32"),
+            Case(2, 2, 1, 65, 129, 64, dtype=t, bias="full", mask="rows"),
+            Case(1, 2, 1, 65, 129, 59, dtype=t, strides="odd"),
+            Case(1, 2, 1, 65, 129, 64, dtype=t, strides="negative"),
+            Case(1, 2, 1, 65, 129, 64, dtype=t, strides="sliced", layout="bshd"),
+            Case(1, 1, 1, 200, 40, 64, dtype=t, causal="bottom_right"),
+            Case(1, 2, 1, 5, 0, 32, dtype=t),
+            Case(1, 2, 1, 70, 300, 64, dtype=t, values="nan_outside", causal="top_left"),
+        ]
+    cases += [Case(2, 2, 1, 65, 129, 64, bias="alibi", dtype="float32", mask="batch"), Case(1, 1, 1, 1, 1, 1, dtype="float32")]
+    return _unique(cases)
+
+
+def random_cases(seed: int, n: int, limit: float = 2e8):
+    """Yields ``n`` cases of at most ``limit`` FLOPs. Case i depends on (seed, i) alone, so sweeps can be split."""
+    for i in range(n):
+        rng = random.Random(f"{seed}:{i}")
+        case = _random_case(rng, i)
+        while case.flops() > limit:
+            case = _random_case(rng, i)
+        yield case
+
+
+def _random_case(rng: random.Random, seed: int) -> Case:
+    def sometimes(probability, draw, default=None):
+        return draw() if rng.random() < probability else default
+
+    def length():
+        return rng.choice((rng.randint(1, 8), rng.randint(1, 130), rng.randint(1, 300), rng.choice((64, 128, 192, 256)),
+                           rng.randint(1, 1100)))  # fmt: skip
+
+    def width():
+        return rng.choice((64, 64, 128, 128, rng.choice((16, 32, 80, 96, 160, 192, 224, 256)), rng.randint(1, 256)))
+
+    heads_kv = rng.choice((1, 1, 2, 3))
+    seq_q = sometimes(0.01, lambda: 0, length())
+    seq_k = sometimes(0.3, lambda: seq_q, sometimes(0.01, lambda: 0, length()))
+    d = width()
+    dv = sometimes(0.15, width, d)
+    causal = rng.choice((False, "top_left", "bottom_right", True if seq_q == seq_k else False))
+    heads = heads_kv * rng.choice((1, 1, 2, 3, 4))
+    strides = rng.choice(STRIDES) if rng.random() < 0.5 else "contiguous"
+    if strides == "packed" and not (heads == heads_kv and seq_q == seq_k and d == dv):
+        strides = "swapped"
+    values = rng.choice(VALUES) if rng.random() < 0.3 else "normal"
+
+    def side():
+        return sometimes(0.8, lambda: rng.choice((0, rng.randint(0, 20), rng.randint(0, 400))))
+
+    return Case(
+        batch=rng.choice((1, 1, 2, 3)), heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_k=seq_k, head_dim=d,
+        head_dim_v=dv, dtype=rng.choice(DTYPES), causal=causal, window=sometimes(0.25, lambda: (side(), side())),
+        softcap=sometimes(0.2, lambda: rng.choice((0.5, 10.0, 50.0)), 0.0), bias=sometimes(0.2, lambda: rng.choice(BIASES)),
+        mask=sometimes(0.2, lambda: rng.choice(MASKS)), sinks=sometimes(0.2, lambda: rng.choice(SINKS)),
+        scale=sometimes(0.1, lambda: rng.choice((0.05, 0.5, -0.2))), layout=rng.choice(("bhsd", "bshd")),
+        strides=strides, values=values, seed=seed,
+    )  # fmt: skip
+
+
+def _unique(cases):
+    return list(dict.fromkeys(cases))
+
+
+# ---- what the benchmarks measure ----
+
+
+def _paper():
+    """16k tokens, hidden size 2048, storage (B, S, H, D): the FlashAttention paper's grid."""
+    return [
+        Case(16384 // s, 2048 // d, 2048 // d, s, s, d, dtype="bfloat16", causal=causal, layout="bshd")
+        for d in (64, 128, 256) for causal in (False, True) for s in (512, 1024, 2048, 4096, 8192, 16384)
+    ]  # fmt: skip
+
+
+def _small():
+    sizes = ((1, 8, 512, 64), (1, 8, 128, 64), (1, 8, 1024, 64), (2, 8, 512, 64), (1, 16, 512, 128), (8, 16, 512, 64),
+             (1, 32, 2048, 128))  # fmt: skip
+    return [Case(b, h, h, s, s, d, causal=causal, layout="bshd") for b, h, s, d in sizes for causal in (False, True)]
+
+
+def _gqa():
+    return [
+        Case(b, h, hk, s, s, 128, dtype=t, causal=causal, layout="bshd")
+        for causal in (False, True)
+        for b, h, hk, s, t in ((8, 32, 8, 2048, "bfloat16"), (2, 32, 8, 8192, "bfloat16"), (4, 16, 16, 4096, "float16"),
+                               (4, 16, 16, 4000, "bfloat16"))
+    ]  # fmt: skip
+
+
+def _decode():
+    sizes = ((1, 4096), (1, 32768), (1, 131072), (16, 4096), (64, 8192), (128, 2048))
+    return [Case(b, 32, hk, 1, s, 128, dtype="bfloat16", layout="bshd") for b, s in sizes for hk in (32, 8)]
+
+
+def _cpu():
+    return [
+        Case(1, h, h, s, s, d, dtype=t, causal=causal)
+        for h, s, d in ((8, 512, 64), (8, 2048, 64), (16, 2048, 128))
+        for t, causal in (("float32", False), ("float32", True), ("bfloat16", False))
+    ]  # fmt: skip
+
+
+PRESETS = {
+    "history": [Case(1, 8, 8, 512, 512, 64)],
+    "paper": _paper(),
+    "small": _small(),
+    "gqa": _gqa(),
+    "decode": _decode(),
+    "cpu": _cpu(),
+}
+
+
+# ---- what a row may not reject ----
+
+# Memory in which each row of head_dim elements starts at a multiple of 16 bytes, head_dim fastest.
+_ALIGNED = ("contiguous", "swapped", "sliced", "packed", "absurd")
+
+
+def _is_device_case(case):
+    return case.dtype in DTYPES
+
+
+def _is_fast_case(case, largest):
+    """A dense half-precision call that a tensor-core row is made for."""
+    dims = (case.head_dim, case.head_dim_v)
+    return (
+        case.dtype in HALVES
+        and all(d % 8 == 0 and 16 <= d <= largest for d in dims)
+        and case.strides in _ALIGNED
+        and (case.scale is None or case.scale > 0)
+        and min(case.batch, case.heads, case.seq_q, case.seq_k) > 0
+    )
+
+
+def _minimal(case):
+    plain = not (case.bias or case.mask or case.sinks or case.softcap or case.window)
+    return _is_device_case(case) and plain and (case.scale is None or case.scale > 0)
+
+
+def _hopper(case):
+    return _is_fast_case(case, 256) and case.head_dim == case.head_dim_v and not (case.bias or case.mask)
+
+
+def _hopper_split(case):
+    return _hopper(case) and case.head_dim <= 128 and case.seq_q <= 4 and not (case.window or case.softcap or case.sinks)
+
+
+_MUST_ACCEPT = {
+    "cpu_ref": lambda case: True,
+    "cpu_simd": lambda case: True,
+    "simt": _is_device_case,
+    "minimal": _minimal,
+    "cublas": lambda case: _is_device_case(case) and case.strides in (*_ALIGNED, "odd"),
+    "wmma": lambda case: _is_fast_case(case, 128) and not case.bias,
+    "mma_sm80": lambda case: _is_fast_case(case, 256),
+    "wgmma_sm90": _hopper,
+    "wgmma_split_sm90": _hopper_split,
+}
+
+
+def must_accept(row: str, case: Case) -> bool:
+    """Whether ``row`` fails the tests by rejecting ``case`` (on a device it runs on). KeyError for an unlisted row."""
+    return _MUST_ACCEPT[row](case)
+
+
+# ---- one case from the command line ----
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description="Runs one case and judges it by float64.")
+    parser.add_argument("case", help="the name of a case, as the tests print it")
+    parser.add_argument("--kernel", help="row to force; default: the library's choice")
+    parser.add_argument("--on", default="numpy", choices=("numpy", "cupy", "torch"), help="library of the arrays")
+    given = parser.parse_args(arguments)
+    import fa_ext
+
+    report = fa_ext.verify(**Case.parse(given.case).make_inputs(given.on), kernel=given.kernel)
+    print(report)
+    return 0 if report else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
