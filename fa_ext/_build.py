@@ -251,6 +251,8 @@ def build_row(source: Path, target: Path, options: Options, extra: tuple[str, ..
     units.append(Unit(CSRC / "status.c", "status"))
     if source.suffix == ".c":
         units.append(Unit(CSRC / "cpu" / "threads.c", "threads"))
+    else:
+        units.append(Unit(CSRC / "device.c", "device", ("-DFA_HAVE_CUDA=1",)))
     objects = compile_all(units, target.with_suffix(".objects"), options)
     return link_shared(objects, target, options)
 

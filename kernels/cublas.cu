@@ -1,0 +1,197 @@
+/* cublas: attention as two library products with a softmax of ours between them, the plain way done well.
+ *
+ *     scores = scale Q K^T      weights = softmax(scores)      out = weights V
+ *
+ * The products are strided-batched cuBLAS GEMMs with float32 accumulation; cuBLAS is found at run time, never linked.
+ * The scores stay float32 (16-bit scores would miss the LSE's bound by far) and live in workspace, one chunk at a time:
+ * some batch entries, some heads of one, or some query rows, whatever fits the limit. With causal or a window a chunk
+ * has few rows and its products only the keys that its rows see. The softmax turns a chunk into weights in place. Query
+ * heads that share a key head are extra rows of one product where the strides allow it, else products of their own.
+ *
+ * Float16, bfloat16 and float32, everything a call can ask for, and any strides that a leading dimension can express.
+ * cuBLAS itself cannot be called from inside a kernel: each chunk is three launches, and the scores cross memory twice
+ * each way. That traffic is what the fused rows save.
+ *
+ *     python -m bench measure --preset history --rows cublas
+ */
+#include "cublas_api.cuh"     // Session
+#include "cublas_gemm.cuh"    // multiply
+#include "cublas_softmax.cuh" // softmax, Chunk
+#include "fa.h"               // fa_problem, fa_kernel
+#include "launch.cuh"         // FA_CUDA_TRY
+#include "mask.cuh"           // tile_keys
+#include "score.cuh"          // score_params
+
+namespace {
+
+using fa::cublas::Chunk;
+using fa::cublas::Matrix;
+
+constexpr int64_t BOUNDED_ROWS = 1024;  // rows a chunk with causal or a window: its keys are clipped to what they see
+constexpr int64_t MAX_LENGTH = 1 << 29; // of a sequence, so that 32-bit indices hold
+constexpr size_t LIBRARY_BYTES_SM90 = 32 << 20; // workspace for cuBLAS, as its documentation recommends
+constexpr size_t LIBRARY_BYTES = 4 << 20;
+
+size_t library_bytes(const fa_device_info *device) { return device->cc >= 90 ? LIBRARY_BYTES_SM90 : LIBRARY_BYTES; }
+
+/* What a chunk covers at most. Either all heads of `batches` entries, or `heads` of one: whole groups of query heads
+ * that share a key head, or a divisor of a group. */
+struct Tiling {
+    int64_t rows, heads, batches, ld;
+
+    int64_t bytes() const { return rows * heads * batches * ld * int64_t(sizeof(float)); }
+};
+
+/* False when not even one row of scores fits the limit. Follows from one batch entry where the call asks for that. */
+bool make_tiling(const fa_problem *p, const fa_device_info *device, Tiling *t) {
+    const int64_t group = p->heads_kv ? p->heads / p->heads_kv : 1;
+    const bool bounded = p->left != FA_UNBOUNDED || p->right != FA_UNBOUNDED;
+    *t = {p->seq_q, p->heads, 1, 0};
+    if (bounded && t->rows > BOUNDED_ROWS) t->rows = BOUNDED_ROWS;
+    int64_t keys = p->key_end - p->key_begin;
+    const int64_t seen = t->rows + p->left + p->right; // by the rows of a chunk, from the first to the last
+    if (seen < keys) keys = seen;
+    t->ld = (keys + 7) / 8 * 8;
+
+    const int64_t limit = int64_t(device->workspace_limit) - int64_t(library_bytes(device));
+    if (t->bytes() <= limit) {
+        if (t->bytes() > 0 && !p->batch_invariant) t->batches = limit / t->bytes();
+        if (t->batches > p->batch) t->batches = p->batch;
+        return true;
+    }
+    const int64_t head_bytes = t->bytes() / t->heads;
+    t->heads = limit > 0 ? limit / head_bytes : 0;
+    if (t->heads >= group)
+        t->heads -= t->heads % group;
+    else
+        while (t->heads > 1 && group % t->heads) --t->heads;
+    if (t->heads > 0) return true;
+    t->heads = 1;
+    t->rows = limit > 0 ? limit / (head_bytes / t->rows) : 0;
+    return t->rows > 0;
+}
+
+bool expressible(const fa_operand &x, int64_t rows, int64_t columns) {
+    fa::cublas::Form form;
+    return fa::cublas::express(x.stride[2], x.stride[3], rows, columns, &form);
+}
+
+const char *rejects(const fa_problem *p, const fa_device_info *device) {
+    Tiling tiling;
+    if (device->cc < 80) return "needs compute capability 8.0 (Ampere) or newer";
+    if (device->cublas_error) return device->cublas_error;
+    if (p->dtype == FA_F64) return "takes float16, bfloat16 and float32, not float64";
+    if (p->seq_q > MAX_LENGTH || p->seq_k > MAX_LENGTH) return "takes sequences of up to 2^29 rows";
+    if (!expressible(p->q, p->seq_q, p->head_dim) || !expressible(p->k, p->seq_k, p->head_dim) ||
+        !expressible(p->v, p->seq_k, p->head_dim_v) || !expressible(p->out, p->seq_q, p->head_dim_v))
+        return "needs q, k, v and out with a contiguous sequence or head_dim axis, the other one's stride at least as "
+               "long and less than 2^31: a leading dimension cannot express other strides";
+    if (!make_tiling(p, device, &tiling)) return "one row of scores does not fit into FA_EXT_WORKSPACE_MB";
+    return nullptr;
+}
+
+fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *) {
+    Tiling t;
+    make_tiling(p, device, &t);
+    plan->tile_m = int(t.rows);
+    plan->tile_n = int(t.ld);
+    plan->splits = 1;
+    plan->stages = 1;
+    plan->extra[0] = t.rows, plan->extra[1] = t.heads, plan->extra[2] = t.batches, plan->extra[3] = t.ld;
+    plan->workspace_bytes = library_bytes(device) + t.bytes();
+    return FA_OK;
+}
+
+Matrix matrix_of(const fa_operand &x, fa_dtype dtype, int64_t batch, int64_t head, int64_t row) {
+    const int bytes = int(fa_dtype_size(dtype));
+    const int64_t at = batch * x.stride[0] + head * x.stride[1] + row * x.stride[2];
+    return {static_cast<char *>(x.data) + at * bytes, fa::cublas::data_type(dtype), bytes, x.stride[2], x.stride[3]};
+}
+
+/* One chunk: product, softmax, product. */
+fa_code run_chunk(const fa::cublas::Session &session, const fa_problem *p, const Chunk &chunk, int64_t batches,
+                  cudaStream_t stream, fa_status *status) {
+    const fa::ScoreParams score = fa::score_params(*p);
+    const int64_t group = p->heads / p->heads_kv, in_group = chunk.heads < group ? chunk.heads : group;
+    const int64_t groups = chunk.heads / in_group, head_kv = chunk.head / group;
+    const int type = fa::cublas::data_type(p->dtype), bytes = int(fa_dtype_size(p->dtype));
+    const int64_t head_scores = chunk.rows * chunk.ld, shrink = int64_t(sizeof(float)) / bytes;
+    char *workspace = reinterpret_cast<char *>(chunk.scores);
+
+    if (chunk.keys > 0) {
+        const Matrix scores = {workspace, fa::cublas::R_32F, int(sizeof(float)), chunk.ld, 1};
+        FA_TRY(fa::cublas::multiply(session, matrix_of(p->q, p->dtype, chunk.batch, chunk.head, chunk.row_begin),
+                                    matrix_of(p->k, p->dtype, chunk.batch, head_kv, chunk.key_begin).transposed(),
+                                    scores, chunk.rows, chunk.keys, p->head_dim,
+                                    score.cap_log2 > 0 ? score.scale_cap : score.scale_log2,
+                                    {{batches, p->q.stride[0], p->k.stride[0], chunk.heads * head_scores},
+                                     {groups, in_group * p->q.stride[1], p->k.stride[1], in_group * head_scores},
+                                     {in_group, p->q.stride[1], 0, head_scores}},
+                                    status));
+    }
+    if (p->dtype == FA_F16)
+        FA_CUDA_TRY(status, fa::cublas::softmax<__half>(*p, chunk, score.cap_log2, stream));
+    else if (p->dtype == FA_BF16)
+        FA_CUDA_TRY(status, fa::cublas::softmax<__nv_bfloat16>(*p, chunk, score.cap_log2, stream));
+    else
+        FA_CUDA_TRY(status, fa::cublas::softmax<float>(*p, chunk, score.cap_log2, stream));
+    if (chunk.keys == 0) return FA_OK;
+
+    const Matrix weights = {workspace, type, bytes, chunk.ld * shrink, 1};
+    return fa::cublas::multiply(session, weights, matrix_of(p->v, p->dtype, chunk.batch, head_kv, chunk.key_begin),
+                                matrix_of(p->out, p->dtype, chunk.batch, chunk.head, chunk.row_begin), chunk.rows,
+                                p->head_dim_v, chunk.keys, 1.0f,
+                                {{batches, chunk.heads * head_scores * shrink, p->v.stride[0], p->out.stride[0]},
+                                 {groups, in_group * head_scores * shrink, p->v.stride[1], in_group * p->out.stride[1]},
+                                 {in_group, head_scores * shrink, 0, p->out.stride[1]}},
+                                status);
+}
+
+fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
+    const Tiling t = {plan->extra[0], plan->extra[1], plan->extra[2], plan->extra[3]};
+    const size_t library = library_bytes(launch->device);
+    cudaStream_t stream = static_cast<cudaStream_t>(launch->stream);
+    char *workspace = static_cast<char *>(launch->workspace);
+    if (p->batch == 0 || p->heads == 0 || p->seq_q == 0) return FA_OK;
+
+    fa::cublas::Session session;
+    FA_TRY(session.open(launch->context, launch->device->device.id, stream, workspace, library, status));
+    for (int64_t row = 0; row < p->seq_q; row += t.rows) {
+        const int64_t rows = p->seq_q - row < t.rows ? p->seq_q - row : t.rows;
+        const fa::KeyRange keys = fa::tile_keys(*p, row, row + rows);
+        for (int64_t batch = 0; batch < p->batch; batch += t.batches) {
+            const int64_t batches = p->batch - batch < t.batches ? p->batch - batch : t.batches;
+            for (int64_t head = 0; head < p->heads; head += t.heads) {
+                const int64_t heads = p->heads - head < t.heads ? p->heads - head : t.heads;
+                const Chunk chunk = {
+                    .scores = reinterpret_cast<float *>(workspace + library),
+                    .ld = t.ld,
+                    .row_begin = row,
+                    .rows = rows,
+                    .key_begin = keys.empty() ? 0 : keys.begin,
+                    .keys = keys.empty() ? 0 : keys.end - keys.begin,
+                    .batch = batch,
+                    .head = head,
+                    .heads = heads,
+                    .count = batches * heads * rows,
+                };
+                FA_TRY(run_chunk(session, p, chunk, batches, stream, status));
+            }
+        }
+    }
+    return FA_OK;
+}
+
+} // namespace
+
+extern "C" FA_EXPORT const fa_kernel fa_row_cublas;
+const fa_kernel fa_row_cublas = {
+    .abi = FA_ROW_ABI,
+    .device = FA_CUDA,
+    .name = "cublas",
+    .summary = "two cuBLAS products with a softmax between them",
+    .rejects = rejects,
+    .declines = nullptr,
+    .plan = plan,
+    .launch = launch,
+};
