@@ -9,8 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-# wgmma serialised (C7510, C7511, C7514, C7515), waits injected (C7517), setmaxnreg ignored (C7508).
-SERIALISED = re.compile(r"C75(?:08|10|11|14|15|17)")
+# wgmma serialised (C7510-C7512, C7514, C7515), waits injected (C7517), setmaxnreg ignored (C7508).
+SERIALISED = re.compile(r"C75(?:08|1[0-9])")
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
