@@ -1,0 +1,63 @@
+"""Options, the ``row`` parameter and hypothesis profiles.
+
+``--rows REGEX`` restricts tests to some rows; ``--load FILE.so`` adds a row that was built alone
+(``python fa_ext/_build.py ROW -o FILE.so``); ``--repeats N`` sets how often bitwise tests repeat.
+"""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--rows", default="", help="regular expression of the rows to test (default: all)")
+    parser.addoption("--load", action="append", default=[], help="shared library of one row to test as well")
+    parser.addoption("--repeats", type=int, default=20, help="repeats of the bitwise tests")
+
+
+def pytest_configure(config):
+    try:
+        from hypothesis import settings
+    except ImportError:
+        return
+    settings.register_profile("dev", deadline=2000, max_examples=40, print_blob=True)
+    settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True, print_blob=True)
+    settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_generate_tests(metafunc):
+    if "row" in metafunc.fixturenames:
+        metafunc.parametrize("row", _rows(metafunc.config))
+    if "cuda_row" in metafunc.fixturenames:
+        import rows
+
+        names = [row for row in _rows(metafunc.config) if rows.device_of(row) == "cuda"]
+        metafunc.parametrize("cuda_row", names or [pytest.param(None, marks=pytest.mark.skip("no CUDA row is built"))])
+
+
+def _rows(config):
+    if not hasattr(config, "fa_rows"):
+        from fa_ext import _core, kernels
+
+        loaded = [_core.load(path) for path in config.getoption("--load")]
+        config.fa_rows = [row for row in (*kernels(), *loaded) if re.search(config.getoption("--rows"), row)]
+    return config.fa_rows
+
+
+def pytest_runtest_setup(item):
+    """Skips what this machine cannot run, with the reason."""
+    import rows
+
+    callspec = getattr(item, "callspec", None)
+    params = callspec.params if callspec else {}
+    row = params.get("row") or params.get("cuda_row")
+    reason = rows.absent(row) if row else None
+    if item.get_closest_marker("gpu"):
+        reason = rows.no_device() or reason
+    if reason:
+        pytest.skip(reason)

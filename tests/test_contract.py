@@ -1,0 +1,500 @@
+"""The contract, clause by clause, for every row of the build on the devices that are here.
+
+A row that rejects a case it must accept (``cases.must_accept``) fails; any other rejection skips with its reason.
+A failure names a line that runs it again: ``python tests/cases.py CASE --kernel ROW --on LIBRARY``.
+"""
+
+import functools
+import json
+import mmap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cases
+import fa_ext
+import rows
+from case import Case
+from fa_ext import reference
+from operands import Unplaceable
+
+EVIDENCE = Path(__file__).resolve().parent.parent / "bench" / "evidence"
+
+
+def judged(row, case, **extra):
+    """The report of a case on a row; skips or fails when the row rejects it."""
+    try:
+        return rows.verdict(row, case, **extra)
+    except Unplaceable as error:
+        pytest.skip(str(error))
+    except fa_ext.UnsupportedError as error:
+        if cases.must_accept(rows.listed_name(row), case):
+            pytest.fail(f"{row} must accept {case}, but: {error}")
+        pytest.skip(str(error))
+
+
+def repro(row, case):
+    return f'python tests/cases.py "{case}" --kernel {row} --on {rows.library_for(row, case)}'
+
+
+def taken(row, case):
+    """Skips unless the row takes the case; returns its report, which must pass."""
+    report = judged(row, case)
+    assert report, f"{report}\n{repro(row, case)}"
+    return report
+
+
+# ---- clause 5, and through the grid all others ----
+
+
+def _ids(case):
+    return str(case)
+
+
+def pytest_generate_tests(metafunc):
+    # Cases outermost, so that all rows of a case share one reference.
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", cases.contract(), ids=_ids)
+
+
+def test_case(row, case):
+    if rows.device_of(row) == "cuda" and case.dtype == "float64":
+        pytest.skip("float64 runs on the CPU alone")
+    taken(row, case)
+
+
+def test_lists_of_must_accept_cases(row):
+    name = rows.listed_name(row)
+    assert sum(cases.must_accept(name, case) for case in cases.contract()) >= 20
+    assert cases.must_accept(name, rows.SIMPLEST) or name.endswith("split_sm90")
+
+
+def test_every_row_of_the_list_has_its_cases():
+    from fa_ext import _build
+
+    for row in _build.listed_rows():
+        cases.must_accept(row, rows.SIMPLEST)
+
+
+def test_case_names_are_read_back():
+    for case in (*cases.contract(), *cases.sanitize(), *cases.random_cases(5, 200)):
+        assert Case.parse(str(case)) == case
+
+
+def test_the_subset_for_the_sanitizer_is_small():
+    subset = cases.sanitize()
+    assert len(subset) <= 40 and max(max(case.seq_q, case.seq_k) for case in subset) <= 320
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("case_s", cases.sanitize(), ids=_ids)
+def test_sanitizer_case(row, case_s):
+    taken(row, case_s)
+
+
+def test_random_cases(row):
+    for case in cases.random_cases(20, 60, limit=3e7):
+        try:
+            report = rows.verdict(row, case)
+        except (fa_ext.UnsupportedError, Unplaceable):
+            assert not cases.must_accept(rows.listed_name(row), case), f"{row} must accept {case}"
+            continue
+        assert report, f"{report}\n{repro(row, case)}"
+
+
+@pytest.mark.slow
+def test_long_sequences(row):
+    if rows.listed_name(row) == "cpu_ref":
+        pytest.skip("minutes on cpu_ref")
+    for dtype, causal in (("float16", True), ("bfloat16", False), ("float32", "top_left")):
+        case = Case(1, 1, 1, 4224, 4224, 64, dtype=dtype, causal=causal)
+        try:
+            report = rows.verdict(row, case)
+        except fa_ext.UnsupportedError:
+            assert not cases.must_accept(rows.listed_name(row), case)
+            continue
+        assert report, f"{report}\n{repro(row, case)}"
+
+
+# ---- clause 1 ----
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("sinks", [None, "float32", "same"])
+def test_rows_without_a_key_are_zero_and_their_lse_is_the_sink(row, dtype, sinks):
+    case = Case(2, 4, 2, 130, 50, 64, dtype=dtype, causal="bottom_right", sinks=sinks)
+    taken(row, case)
+    out, lse = (rows.as_reference(x, rows.prepared(case, rows.library_for(row, case))) for x in rows.run(row, case))
+    empty = slice(0, 80)  # query i sees keys up to i - 80
+    assert bool((out[:, :, empty] == 0).all()) and bool((out[:, :, 80:] != 0).any())
+    if sinks is None:
+        assert bool((lse[:, :, empty] == -np.inf).all())
+    else:
+        want = case.host_inputs()["sinks"].astype(np.float64)[None, :, None]
+        assert np.abs(_host(lse[:, :, empty]) - want).max() <= 1e-6 * np.abs(want).max()
+
+
+def _host(x):
+    return (x if isinstance(x, np.ndarray) else x.get()).astype(np.float64)
+
+
+# ---- clause 2 ----
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(
+    "band",
+    [
+        {"causal": "top_left"},
+        {"window": (20, 10)},
+        {"window": (0, 5), "causal": "bottom_right"},
+        {"window": (None, 3), "causal": "top_left"},
+    ],
+    ids=str,
+)
+def test_what_nobody_sees_changes_nothing(row, dtype, band):
+    """The bits are those of the call on clean memory, whatever lies at keys that no query may see."""
+    dirty = Case(1, 4, 2, 70, 300, 64, dtype=dtype, values="nan_outside", **band)
+    clean = Case(1, 4, 2, 70, 300, 64, dtype=dtype, values="normal", **band)
+    taken(row, dirty)
+    inputs = dirty.host_inputs()
+    assert not np.isfinite(inputs["k"].astype(np.float32)).all(), "the case hides nothing"
+    for a, b in zip(rows.run(row, dirty), rows.run(row, clean)):
+        np.testing.assert_array_equal(rows.bits(a), rows.bits(b))
+
+
+@pytest.mark.parametrize("dtype", (*cases.DTYPES, "float64"))
+def test_cpu_ref_contains_nan_by_the_row(dtype):
+    if "cpu_ref" not in fa_ext.kernels():
+        pytest.skip("cpu_ref is not in this build")
+    for option in ({"causal": "bottom_right"}, {"mask": "one"}, {"window": (9, 3)}):
+        taken("cpu_ref", Case(1, 2, 1, 60, 90, 40, dtype=dtype, values="nan_tail", **option))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_visible_nan_is_not_hidden(row, dtype):
+    case = Case(1, 2, 1, 60, 90, 64, dtype=dtype, values="nan_tail")
+    taken(row, case)
+    out, _ = rows.run(row, case)
+    assert bool((out != out).all())
+
+
+# ---- clause 3 ----
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_offsets_beyond_32_bits(row, axis):
+    """Each axis in turn has a stride of more than 2^31 elements. Memory in between is never touched."""
+    shape = [1, 1, 1, 64]
+    shape[axis] = 2
+    shape[2] = max(shape[2], 2)
+    far = (1 << 31) + 64
+    needed = far + 64 * 4
+    strides = [0, 0, 64, 1]
+    strides[axis] = far
+    cuda = rows.device_of(row) == "cuda"
+    library = rows.library_for(row, rows.SIMPLEST)
+    arrays, host = {}, {}
+    rng = np.random.default_rng(axis)
+    for name in "qkv":
+        host[name] = rng.standard_normal(shape).astype(np.float16)
+        arrays[name] = _sparse(library, needed, shape, strides)
+        arrays[name][...] = _to(library, host[name])
+    out = _sparse(library, needed, shape, strides)
+    try:
+        fa_ext.attention(**arrays, out=out, kernel=row)
+    except fa_ext.UnsupportedError as error:
+        if rows.listed_name(row) in ("simt", "minimal", "cpu_ref", "cpu_simd"):
+            raise
+        pytest.skip(str(error))
+    want = reference.attention(**host)[0]
+    got = fa_ext.to_numpy(out)
+    assert np.abs(got - want).max() < 4e-3
+    if cuda:
+        rows.synchronize()
+
+
+def _sparse(library, count, shape, strides):
+    """A float16 view with these strides (in elements) of ``count`` elements of fresh memory."""
+    if library == "numpy":
+        pages = mmap.mmap(-1, 2 * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+        return np.lib.stride_tricks.as_strided(np.frombuffer(pages, np.float16), shape, [2 * s for s in strides])
+    if library == "cupy":
+        import cupy
+
+        memory = cupy.empty(count, np.float16)
+        return cupy.ndarray(shape, np.float16, memptr=memory.data, strides=[2 * s for s in strides])
+    import torch
+
+    return torch.as_strided(torch.empty(count, dtype=torch.float16, device="cuda"), shape, strides)
+
+
+def _to(library, x):
+    if library == "numpy":
+        return x
+    if library == "cupy":
+        import cupy
+
+        return cupy.asarray(x)
+    import torch
+
+    return torch.from_numpy(x).cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_arrays_of_more_than_2_31_elements(cuda_row):
+    cupy = pytest.importorskip("cupy")
+    heads, seq_q, seq_k, dim = 16, (1 << 20) + 72, 80, 128
+    if cupy.cuda.Device().mem_info[0] < 16 << 30:
+        pytest.skip("needs 16 GiB of free device memory")
+    q = cupy.empty((1, heads, seq_q, dim), np.float16)
+    assert q.size > 1 << 31
+    for h in range(heads):
+        q[0, h] = cupy.random.standard_normal((seq_q, dim), dtype=np.float32)
+    k, v = (cupy.random.standard_normal((1, heads, seq_k, dim), dtype=np.float32).astype(np.float16) for _ in "kv")
+    out = cupy.full(q.shape, np.nan, np.float16)
+    try:
+        fa_ext.attention(q, k, v, out=out, kernel=cuda_row)
+    except fa_ext.UnsupportedError as error:
+        pytest.skip(str(error))
+    some = [0, 1, 77, seq_q // 2, seq_q - 129, seq_q - 2, seq_q - 1]
+    for h in (0, heads // 2, heads - 1):
+        want = reference.attention(q[:, h : h + 1, some], k[:, h : h + 1], v[:, h : h + 1])[0]
+        assert float(cupy.abs(out[:, h : h + 1, some] - want).max()) < 3e-3
+    assert not bool(cupy.isnan(out).any())
+    del q, k, v, out
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+# ---- clause 4 ----
+
+REPEATED = [
+    Case(2, 8, 2, 300, 517, 64, causal="bottom_right"),
+    Case(2, 4, 4, 257, 257, 128, dtype="bfloat16", causal=True),
+    Case(1, 8, 1, 1, 900, 128),
+    Case(1, 2, 2, 130, 200, 256, dtype="bfloat16"),
+    Case(1, 4, 2, 130, 200, 64, dtype="float32", window=(60, 20)),
+]
+
+
+@pytest.mark.parametrize("case_r", REPEATED, ids=_ids)
+def test_the_same_bits_from_run_to_run(row, case_r, request):
+    taken(row, case_r)
+    first = [rows.bits(x) for x in rows.run(row, case_r)]
+    for _ in range(request.config.getoption("--repeats") if rows.device_of(row) == "cuda" else 4):
+        for a, b in zip(rows.run(row, case_r), first):
+            np.testing.assert_array_equal(rows.bits(a), b, err_msg=repro(row, case_r))
+
+
+@pytest.mark.parametrize("case_r", REPEATED + [Case(3, 16, 2, 1, 3000, 128), Case(3, 2, 2, 64, 1500, 64)], ids=_ids)
+def test_batch_invariant_entries_do_not_depend_on_the_others(row, case_r):
+    taken(row, case_r)
+    library = rows.library_for(row, case_r)
+    inputs = rows.prepared(case_r, library).inputs
+    copies = {"numpy": np.concatenate}.get(library)
+    if library == "cupy":
+        import cupy
+
+        copies = cupy.concatenate
+    elif library == "torch":
+        import torch
+
+        copies = torch.cat
+    alone = {n: x[:1] if n in "qkv" else x for n, x in inputs.items()}
+    # The first entry among strangers: the others come from later entries and from swapped operands.
+    crowd = {n: copies([inputs[n][:1], *[inputs[n][-1:]] * 40]) if n in "qkv" else x for n, x in inputs.items()}
+    results = [
+        fa_ext.attention(**call, kernel=row, batch_invariant=True, return_lse=True) for call in (alone, inputs, crowd)
+    ]
+    for other in results[1:]:
+        for a, b in zip(results[0], other):
+            np.testing.assert_array_equal(rows.bits(a[:1]), rows.bits(b[:1]), err_msg=repro(row, case_r))
+
+
+# ---- outputs ----
+
+
+@pytest.mark.parametrize("kind", ["swapped", "negative", "sliced", "column", "odd"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_strided_out(row, kind, dtype):
+    """A result goes to any strides, and nothing is written between its elements."""
+    from operands import place, strided
+
+    case = Case(2, 2, 1, 70, 90, 64, dtype=dtype)
+    taken(row, case)
+    library = rows.library_for(row, case)
+    known = rows.prepared(case, library)
+    view = strided(np.full(case.out_shape, 7, dtype), kind)
+    memory = view
+    while isinstance(memory.base, np.ndarray):
+        memory = memory.base
+    between = memory.size - view.size
+    out = place(view, library) if library != "numpy" else view
+    try:
+        fa_ext.attention(**known.inputs, out=out, kernel=row)
+    except fa_ext.UnsupportedError as error:
+        if rows.listed_name(row) in ("simt", "minimal", "cpu_ref", "cpu_simd"):
+            raise
+        pytest.skip(str(error))
+    report = rows.judge(
+        rows.as_reference(out, known), None, known.truth, known.ordinary, dtype, layout=case.layout, kernel=row
+    )
+    assert report, f"{report}\n{kind}"
+    if library == "numpy":
+        assert np.isnan(memory).sum() == between
+
+
+# ---- clause 6 ----
+
+
+def test_threads_give_the_same_bits(row):
+    problems = [Case(1, 2, 1, 64 + 16 * i, 150, 64, seed=i, causal="bottom_right") for i in range(6)]
+    for case in problems:
+        taken(row, case)
+    library = rows.library_for(row, problems[0])
+    inputs = [case.make_inputs(library) for case in problems]
+    want = [rows.bits(fa_ext.attention(**x, kernel=row)) for x in inputs]
+    failures = []
+
+    def work(start):
+        try:
+            for i in range(12):
+                n = (start + i) % len(inputs)
+                if not (rows.bits(fa_ext.attention(**inputs[n], kernel=row)) == want[n]).all():
+                    failures.append(f"thread {start}: other bits in problem {n}")
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+GRAPHED = [
+    Case(2, 4, 2, 130, 203, 64, causal="bottom_right"),
+    Case(1, 8, 2, 1, 1500, 128, dtype="float16"),
+    Case(1, 4, 4, 512, 512, 128, causal=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case_g", GRAPHED, ids=_ids)
+def test_graph_replay_reads_fresh_data(cuda_row, case_g):
+    cupy = pytest.importorskip("cupy")
+    taken(cuda_row, case_g)
+    inputs = case_g.make_inputs("cupy")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    outputs = rows.Outputs(case_g, "cupy")
+    rows.synchronize()
+    with stream:
+        fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), kernel=cuda_row)  # first use, outside of capture
+        stream.synchronize()
+        stream.begin_capture()
+        fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), kernel=cuda_row)
+        graph = stream.end_capture()
+    for seed in (1, 2, 3):
+        fresh = Case(**{**case_g.__dict__, "seed": seed})
+        known = rows.prepared(fresh, "cupy")
+        for name in "qkv":
+            inputs[name][...] = known.inputs[name]
+        outputs.out[...] = np.nan
+        outputs.lse[...] = np.nan
+        rows.synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        report = rows.judge(outputs.out, outputs.lse, known.truth, known.ordinary, fresh.dtype, kernel=cuda_row)
+        assert report, f"replay with seed {seed}: {report}"
+    outputs.check_guards()
+
+
+@pytest.mark.gpu
+def test_the_call_runs_on_its_stream(cuda_row):
+    """Inputs are still being written on the stream when the call is made: only a call on that stream sees them."""
+    cupy = pytest.importorskip("cupy")
+    case = Case(2, 4, 2, 256, 256, 64, causal=True)
+    taken(cuda_row, case)
+    known = rows.prepared(case, "cupy")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    busy = cupy.random.standard_normal((6000, 6000), dtype=np.float32)
+    for given in (None, stream, stream.ptr):
+        inputs = {n: cupy.full_like(x, np.nan) if n in "qkv" else x for n, x in known.inputs.items()}
+        outputs = rows.Outputs(case, "cupy")
+        rows.synchronize()
+        with stream:
+            for _ in range(6):
+                busy @ busy
+            for name in "qkv":
+                inputs[name][...] = known.inputs[name]
+            fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), stream=given, kernel=cuda_row)
+            copy = outputs.out.copy(), outputs.lse.copy()
+        stream.synchronize()
+        report = rows.judge(*copy, known.truth, known.ordinary, case.dtype, kernel=cuda_row)
+        assert report, f"stream={given!r}: {report}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["torch", "fa_ext"])
+def test_other_libraries(cuda_row, library):
+    for dtype in ("float16", "float32", "bfloat16"):
+        case = Case(2, 4, 2, 113, 203, 64, dtype=dtype, causal="bottom_right")
+        inputs = case.host_inputs()
+        if library == "torch":
+            pytest.importorskip("torch")
+            inputs = case.make_inputs("torch")
+        else:
+            inputs = {n: fa_ext.to_device(x) if isinstance(x, np.ndarray) else x for n, x in inputs.items()}
+        try:
+            report = fa_ext.verify(**inputs, kernel=cuda_row)
+        except fa_ext.UnsupportedError:
+            assert not cases.must_accept(rows.listed_name(cuda_row), case)
+            continue
+        assert report, str(report)
+
+
+# ---- the library's own choice ----
+
+
+@functools.cache
+def _recorded():
+    """{(machine, case): {row: microseconds}} from the committed evidence."""
+    cells: dict = {}
+    for path in sorted(EVIDENCE.glob("*.json")):
+        for cell in json.loads(path.read_text()).get("cells", ()):
+            cells[path.name, cell["case"]] = cell["us"]
+    return cells
+
+
+@pytest.mark.gpu
+def test_the_pick_is_within_5_percent_of_the_best_recorded_row():
+    cells = _recorded()
+    if not cells:
+        pytest.skip("no evidence is committed")
+    slow, judged_cells = [], 0
+    for (file, name), times in cells.items():
+        case = Case.parse(name)
+        known = {row: t for row, t in times.items() if row in fa_ext.kernels()}
+        if len(known) < 2 or case.bytes() > 8 << 30:
+            continue
+        pick, _ = fa_ext.explain(**_shapes_only(case))
+        judged_cells += 1
+        best = min(known, key=known.get)
+        if pick not in known or known[pick] > 1.05 * known[best]:
+            slow.append(f"{file}: {name}: {pick} ({known.get(pick)} us), {best} takes {known[best]} us")
+    assert judged_cells, "no cell has two rows of this build"
+    assert not slow, "\n".join(slow)
+
+
+def _shapes_only(case):
+    """A case's arguments with device memory that holds nothing in particular."""
+    library = "cupy" if case.dtype != "bfloat16" and rows.has("cupy") else "torch"
+
+    def empty(shape):
+        return rows.filled(library, int(np.prod(shape)), case.dtype, 0).reshape(shape)
+
+    return {"q": empty(case.q_shape), "k": empty(case.k_shape), "v": empty(case.v_shape), **case.options()}

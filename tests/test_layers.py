@@ -1,0 +1,119 @@
+"""Rules of the source tree: who may know Python and CUDA, what a library may not do, how long a file may be."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fa_ext import _build
+
+ROOT = Path(__file__).resolve().parent.parent
+LONGEST = 500
+
+C_FILES = sorted(
+    path for folder in ("csrc", "kernels") for path in (ROOT / folder).rglob("*") if path.suffix in {".c", ".h", ".cu", ".cuh"}
+)
+PYTHON_FILES = sorted(path for folder in ("fa_ext", "tests", "bench") for path in (ROOT / folder).rglob("*.py"))
+FRAMEWORKS = {"torch", "cupy", "jax", "numba", "tensorflow"}
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def code_of(path):
+    """A C or CUDA file without comments and string literals; line breaks stay."""
+    pattern = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\''
+
+    def blank(match):
+        text = match.group()
+        return "\n" * text.count("\n") if text.startswith("/") else '""'
+
+    return re.sub(pattern, blank, path.read_text(), flags=re.DOTALL)
+
+
+def includes(path):
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+def test_there_is_something_to_look_at():
+    assert len(C_FILES) > 10 and len(PYTHON_FILES) > 5
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name)
+def test_only_the_front_end_knows_python(path):
+    if path.is_relative_to(ROOT / "csrc" / "python"):
+        return
+    known = [header for header in includes(path) if re.match(r"(Python|numpy/|structmember|datetime)", header)]
+    assert not known, f"{name(path)} includes {known}; only csrc/python may"
+    assert not re.search(r"\bPy(Object|Err|Arg|Long|Unicode|Array)_?\w*", code_of(path))
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name)
+def test_only_kernels_and_device_know_cuda(path):
+    if path.is_relative_to(ROOT / "kernels") or path == ROOT / "csrc" / "device.c":
+        return
+    known = [header for header in includes(path) if re.match(r"(cuda|cublas|nv|mma\.h|cooperative_groups)", header)]
+    assert not known, f"{name(path)} includes {known}; only kernels/ and csrc/device.c may"
+    assert not re.search(r"\bcuda[A-Z]\w+\s*\(|\bcu[A-Z][a-z]\w+\s*\(", code_of(path)), f"{name(path)} calls CUDA"
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name)
+def test_the_library_neither_prints_nor_exits(path):
+    for number, line in enumerate(code_of(path).splitlines(), 1):
+        found = re.search(r"\b(exit|_exit|abort|printf|fprintf|puts|fputs|putchar|perror|assert)\s*\(", line)
+        assert not found or "static_assert" in line, f"{name(path)}:{number}: {line.strip()}"
+    assert not any(header in ("stdio.h", "iostream", "assert.h", "cassert") and path.suffix in (".cu", ".cuh")
+                   for header in includes(path))  # fmt: skip
+
+
+@pytest.mark.parametrize("path", C_FILES + PYTHON_FILES, ids=name)
+def test_no_file_is_too_long(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= LONGEST, f"{name(path)} has {lines} lines; split what is over {LONGEST}"
+
+
+def test_kernels_include_nobody_elses_templates():
+    for path in C_FILES:
+        foreign = [h for h in includes(path) if re.match(r"(cutlass|cute|torch|ATen|c10|pybind11|nanobind|cudnn|flash)", h)]
+        assert not foreign, f"{name(path)} includes {foreign}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "fa_ext").glob("*.py")), ids=name)
+def test_no_framework_is_imported_by_the_package(path):
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not FRAMEWORKS & {n.partition(".")[0] for n in names}, f"{name(path)} imports {names} at its top"
+
+
+def test_importing_the_package_imports_no_framework():
+    script = f"import sys, fa_ext; print(*({FRAMEWORKS!r} | {{'ml_dtypes', 'scipy'}}) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == []
+
+
+def test_every_row_has_its_file_or_is_not_in_the_build():
+    import fa_ext
+
+    files = {path.stem: path for path in (*(ROOT / "kernels").glob("*.cu"), *(ROOT / "csrc" / "cpu").glob("*.c"))}
+    listed = _build.listed_rows()
+    assert len(listed) == len(set(listed))
+    built = fa_ext.kernels()
+    assert [row for row in listed if row in built] == list(built), "kernels() is not in the order of kernels.def"
+    for row in built:
+        assert row in files, f"{row} is in the build, but neither kernels/{row}.cu nor csrc/cpu/{row}.c is there"
+        assert f"fa_row_{row}" in files[row].read_text(), f"{name(files[row])} does not end in its row"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.cu")) + sorted((ROOT / "csrc" / "cpu").glob("*.c")), ids=name)
+def test_a_row_file_says_what_it_is_and_is_listed(path):
+    text = path.read_text()
+    if "fa_row_" not in text:
+        return
+    assert text.lstrip().startswith(("/*", "//")), f"{name(path)} begins without a header comment"
+    assert path.stem in _build.listed_rows(), f"{name(path)} defines a row that csrc/kernels.def does not list"

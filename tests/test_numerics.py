@@ -1,0 +1,189 @@
+"""Why the earlier "stable" kernels failed: the exact recurrence is accepted, each known mistake is rejected.
+
+And the verifier itself: what it must notice in an otherwise right result.
+"""
+
+import numpy as np
+import pytest
+
+import emulations
+from case import Case
+from fa_ext import reference
+from fa_ext.verify import judge
+
+SIZE = dict(batch=1, heads=2, seq_q=40, seq_k=150, head_dim=32, head_dim_v=24, dtype="float32")
+ADVERSARIAL = {
+    "normal": Case(**SIZE),
+    "causal": Case(**SIZE, causal="bottom_right"),
+    "huge logits": Case(**SIZE, values="large"),
+    "tiny logits": Case(**SIZE, values="tiny"),
+    "keys in rising order": Case(**SIZE, values="sorted"),
+    "keys in falling order": Case(**SIZE, values="descending"),
+    "one dominant key in the last tile": Case(**SIZE, values="dominant"),
+    "equal keys": Case(**SIZE, values="equal"),
+    "all masked but one": Case(**SIZE, mask="one"),
+    "some rows masked": Case(**SIZE, mask="rows"),
+    "very negative logits": Case(**SIZE, values="negative", mask="full"),
+    "rows without a key": Case(**SIZE, window=(0, 0), causal="top_left", mask="rows"),
+}
+# Inputs on which each mistake must show. Elsewhere it may hide: that is why the grid holds all of them.
+SHOWS = {
+    "clamped_exponentials": {"huge logits", "keys in falling order", "all masked but one", "causal", "some rows masked"},
+    "isfinite_fallback": {"huge logits", "very negative logits", "some rows masked", "rows without a key"},
+    "skipped_rescale": {"huge logits", "one dominant key in the last tile"},
+    "state_of_each_warp": {"normal", "huge logits", "keys in rising order", "all masked but one"},
+    "stale_sum": {"normal", "keys in rising order", "equal keys", "tiny logits"},
+    "sum_without_rescale": {"keys in rising order", "huge logits", "one dominant key in the last tile", "normal"},
+    "masked_as_zero": {"causal", "very negative logits", "all masked but one", "rows without a key"},
+}
+
+
+def scores(case, inputs):
+    """(scores with -inf at excluded keys, v), float32."""
+    s = inputs["q"] @ inputs["k"].swapaxes(-1, -2) * np.float32(case.head_dim**-0.5)
+    seen = reference.visible_keys(np.arange(case.seq_q), case.seq_q, case.seq_k, case.causal, case.window)
+    seen = seen & inputs.get("mask", True)
+    return np.where(seen, s, np.float32(-np.inf)), inputs["v"]
+
+
+def emulated(emulation, case):
+    inputs = case.host_inputs()
+    out, lse = emulation(*scores(case, inputs))
+    return judge(out, lse, reference.attention(**inputs), reference.plain(**inputs), "float32", kernel=emulation.__name__)
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_the_exact_recurrence_is_accepted(name):
+    report = emulated(emulations.exact, ADVERSARIAL[name])
+    assert report, str(report)
+
+
+@pytest.mark.parametrize(("mistake", "name"), [(m, n) for m in emulations.MISTAKES for n in sorted(SHOWS[m.__name__])])
+def test_each_mistake_is_rejected(mistake, name):
+    report = emulated(mistake, ADVERSARIAL[name])
+    assert not report and report.failures, str(report)
+
+
+def test_every_mistake_and_input_takes_part():
+    assert set(SHOWS) == {mistake.__name__ for mistake in emulations.MISTAKES}
+    assert set().union(*SHOWS.values()) <= set(ADVERSARIAL)
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_some_mistake_would_pass_if_only_one_input_were_tried(name):
+    """No input catches all by itself, except by the output: the grid needs each kind of input."""
+    caught = [mistake.__name__ for mistake in emulations.MISTAKES if not emulated(mistake, ADVERSARIAL[name])]
+    assert len(caught) < len(emulations.MISTAKES), caught
+
+
+# ---- the verifier ----
+
+
+@pytest.fixture(params=["float16", "bfloat16", "float32"])
+def judged(request):
+    """(judge of a changed result, the right result): plain's output with the exact LSE is what a change starts from."""
+    case = Case(2, 4, 2, 50, 70, 32, dtype=request.param, causal="bottom_right", layout="bshd")
+    try:
+        inputs = case.host_inputs()
+    except Exception as error:
+        pytest.skip(str(error))
+    truth, plain = reference.attention(**inputs), reference.plain(**inputs)
+    return (lambda out, lse: judge(out, lse, truth, plain, request.param, layout="bshd")), (plain[0], truth[1])
+
+
+def test_the_plain_result_passes_and_the_report_is_readable(judged):
+    verdict, (out, lse) = judged
+    report = verdict(out, lse)
+    assert report and report.passed and not report.failures
+    assert "passed" in str(report) and "frobenius" in str(report)
+    assert report.max_abs <= report.plain_max_abs * (1 + 1e-12) and report.as_dict()["passed"]
+
+
+def changes():
+    def unwritten(out, lse):
+        out[1, 3, 2, 5] = np.nan
+
+    def zeros(out, lse):
+        out[...] = 0
+
+    def one_element(out, lse):
+        out[1, 49, 3, 31] += 0.05
+
+    def one_row(out, lse):
+        out[0, 7, 1] = out[0, 8, 1]
+
+    def two_heads(out, lse):
+        out[:, :, [0, 3]] = out[:, :, [3, 0]]
+
+    def scale(out, lse):
+        out *= 1.03
+
+    def noise(out, lse):
+        out += np.random.default_rng(0).standard_normal(out.shape) * 0.02
+
+    def lse_of_one_row(out, lse):
+        lse[1, 2, 40] += 0.01
+
+    def lse_in_base_2(out, lse):
+        lse *= 1.4427
+
+    def lse_unwritten(out, lse):
+        lse[0, 0, 0] = np.nan
+
+    def lse_infinite(out, lse):
+        lse[0, 0, 0] = -np.inf
+
+    return [unwritten, zeros, one_element, one_row, two_heads, scale, noise, lse_of_one_row, lse_in_base_2, lse_unwritten,
+            lse_infinite]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", changes(), ids=lambda change: change.__name__)
+def test_a_wrong_result_is_rejected(judged, change):
+    verdict, (out, lse) = judged
+    out, lse = out.copy(), lse.copy()
+    change(out, lse)
+    report = verdict(out, lse)
+    assert not report and "FAILED" in str(report)
+
+
+def test_the_worst_index_is_where_the_error_is(judged):
+    verdict, (out, lse) = judged
+    out, lse = out.copy(), lse.copy()
+    out[1, 49, 3, 31] += 1
+    lse[1, 2, 40] += 1
+    report = verdict(out, lse)
+    assert report.worst == (1, 49, 3, 31) and report.worst_lse == (1, 2, 40)
+
+
+def test_rows_without_a_key_must_be_exactly_zero():
+    case = Case(1, 1, 1, 8, 4, 16, dtype="float32", causal="bottom_right")
+    inputs = case.host_inputs()
+    truth, plain = reference.attention(**inputs), reference.plain(**inputs)
+    out, lse = plain[0].copy(), plain[1].copy()
+    assert judge(out, lse, truth, plain, "float32")
+    out[0, 0, 1, 3] = 1e-9
+    assert not judge(out, lse, truth, plain, "float32")
+    out[0, 0, 1, 3] = 0
+    lse[0, 0, 1] = np.inf
+    assert not judge(out, lse, truth, plain, "float32")
+
+
+def test_nan_must_stay_where_it_is_visible():
+    case = Case(1, 1, 1, 8, 8, 16, dtype="float32", causal=True, values="nan_tail")
+    inputs = case.host_inputs()
+    truth, plain = reference.attention(**inputs), reference.plain(**inputs)
+    assert np.isnan(truth[0][0, 0, -1]).all() and np.isfinite(truth[0][0, 0, :-1]).all()
+    out, lse = truth[0].copy(), truth[1].copy()
+    assert judge(out, lse, truth, plain, "float32")
+    spread = np.full_like(out, np.nan)
+    assert not judge(spread, lse, truth, plain, "float32")
+    assert judge(spread, lse, truth, plain, "float32", exempt=np.isfinite(truth[0]))
+    hidden = np.where(np.isnan(out), 0, out)
+    assert not judge(hidden, lse, truth, plain, "float32", exempt=np.isfinite(truth[0]))
+
+
+def test_a_report_says_what_it_was_given():
+    with pytest.raises(ValueError, match="shape"):
+        judge(np.zeros((1, 1, 2, 3)), None, (np.zeros((1, 1, 2, 4)), None), np.zeros((1, 1, 2, 4)), "float32")
+    with pytest.raises(ValueError, match="float8"):
+        judge(np.zeros((1, 1, 2, 3)), None, (np.zeros((1, 1, 2, 3)), None), np.zeros((1, 1, 2, 3)), "float8")
