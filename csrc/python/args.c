@@ -1,0 +1,186 @@
+/* Arguments of attention() and explain(): binding names, reading options. Arrays are read in array.c, stream= in
+ * stream.c. */
+#include "core.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static int argument_of(fa_state *state, PyObject *keyword) {
+    PyObject *const *names = state->names.argument;
+    for (int n = 0; n < FA_ARG_COUNT; n++) /* keywords in source code are interned */
+        if (names[n] == keyword) return n;
+    for (int n = 0; n < FA_ARG_COUNT; n++)
+        if (PyUnicode_Compare(names[n], keyword) == 0) return n;
+    return -1;
+}
+
+static const char *text_of(PyObject *object) {
+    const char *text = PyUnicode_AsUTF8AndSize(object, NULL);
+    if (!text) PyErr_Clear();
+    return text ? text : "?";
+}
+
+fa_code fa_args_bind(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
+                     fa_status *status) {
+    memset(call->argument, 0, sizeof call->argument);
+    if (count > 3)
+        return fa_fail(status, FA_ETYPE, "%zd positional arguments given; accepted: q, k, v; the rest by keyword",
+                       (ssize_t)count);
+    for (Py_ssize_t n = 0; n < count; n++) call->argument[n] = args[n];
+    Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+    for (Py_ssize_t n = 0; n < named; n++) {
+        PyObject *keyword = PyTuple_GetItem(keywords, n);
+        int slot = argument_of(state, keyword);
+        if (slot < 0)
+            return fa_fail(status, FA_ETYPE,
+                           "unknown argument %.80s; accepted: q, k, v, causal, scale, window, softcap, bias, mask, "
+                           "sinks, layout, out, return_lse, stream, kernel, batch_invariant",
+                           text_of(keyword));
+        if (slot < count) return fa_fail(status, FA_ETYPE, "argument %s was given twice", text_of(keyword));
+        call->argument[slot] = args[count + n];
+    }
+    for (int n = FA_ARG_q; n <= FA_ARG_v; n++)
+        if (!call->argument[n])
+            return fa_fail(status, FA_ETYPE, "argument %s is missing; accepted: an array",
+                           text_of(state->names.argument[n]));
+    static const fa_argument optional[] = {FA_ARG_scale, FA_ARG_window, FA_ARG_bias,   FA_ARG_mask,
+                                           FA_ARG_sinks, FA_ARG_out,    FA_ARG_stream, FA_ARG_kernel};
+    for (size_t n = 0; n < sizeof optional / sizeof *optional; n++)
+        if (call->argument[optional[n]] == Py_None) call->argument[optional[n]] = NULL;
+    return FA_OK;
+}
+
+static fa_code read_causal(PyObject *value, fa_causal *causal, fa_status *status) {
+    const char *accepted = "False, True, \"top_left\" or \"bottom_right\"";
+    *causal = FA_CAUSAL_NONE;
+    if (!value || value == Py_False) return FA_OK;
+    if (value == Py_True) {
+        *causal = FA_CAUSAL_TRUE;
+        return FA_OK;
+    }
+    if (PyUnicode_Check(value)) {
+        if (fa_text_equals(value, "top_left"))
+            *causal = FA_CAUSAL_TOP_LEFT;
+        else if (fa_text_equals(value, "bottom_right"))
+            *causal = FA_CAUSAL_BOTTOM_RIGHT;
+        else
+            return fa_fail(status, FA_EVALUE, "causal is \"%.80s\"; accepted: %s", text_of(value), accepted);
+        return FA_OK;
+    }
+    int truth = fa_numpy_boolean(value);
+    if (truth < 0) return fa_wrong_type("causal", value, accepted, status);
+    *causal = truth ? FA_CAUSAL_TRUE : FA_CAUSAL_NONE;
+    return FA_OK;
+}
+
+static fa_code read_layout(PyObject *value, fa_layout *layout, fa_status *status) {
+    *layout = FA_BHSD;
+    if (!value || fa_text_equals(value, "bhsd")) return FA_OK;
+    *layout = FA_BSHD;
+    if (fa_text_equals(value, "bshd")) return FA_OK;
+    if (!PyUnicode_Check(value)) return fa_wrong_type("layout", value, "\"bhsd\" or \"bshd\"", status);
+    return fa_fail(status, FA_EVALUE, "layout is \"%.80s\"; accepted: \"bhsd\" or \"bshd\"", text_of(value));
+}
+
+static fa_code read_bool(const char *name, PyObject *value, bool *result, fa_status *status) {
+    *result = false;
+    if (!value || value == Py_False) return FA_OK;
+    int truth = fa_numpy_boolean(value);
+    if (truth < 0) return fa_wrong_type(name, value, "True or False", status);
+    *result = truth;
+    return FA_OK;
+}
+
+static fa_code read_number(const char *name, PyObject *value, double *number, fa_status *status) {
+    *number = PyFloat_AsDouble(value);
+    if (*number != -1.0 || !PyErr_Occurred()) return FA_OK;
+    bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
+    PyErr_Clear();
+    if (overflow) return fa_fail(status, FA_EVALUE, "%s is too large for a float", name);
+    return fa_wrong_type(name, value, "a float", status);
+}
+
+static fa_code read_window_side(const char *side, PyObject *value, int64_t *bound, fa_status *status) {
+    *bound = FA_UNBOUNDED;
+    if (value == Py_None) return FA_OK;
+    char name[32];
+    snprintf(name, sizeof name, "window's %s", side);
+    PyObject *index = PyBool_Check(value) ? NULL : PyNumber_Index(value);
+    if (!index) {
+        PyErr_Clear();
+        return fa_wrong_type(name, value, "an int >= 0, or None for unbounded", status);
+    }
+    int overflow = 0;
+    long long number = PyLong_AsLongLongAndOverflow(index, &overflow);
+    Py_DECREF(index);
+    if (overflow > 0 || number > FA_UNBOUNDED) number = FA_UNBOUNDED;
+    if (overflow < 0 || number < 0)
+        return fa_fail(status, FA_EVALUE, "%s bound is %lld; accepted: an int >= 0, or None for unbounded (not -1)",
+                       name, overflow < 0 ? INT64_MIN : number);
+    *bound = number;
+    return FA_OK;
+}
+
+static fa_code read_window(PyObject *value, int64_t *left, int64_t *right, fa_status *status) {
+    *left = *right = FA_UNBOUNDED;
+    if (!value) return FA_OK;
+    const char *accepted = "None or a pair (left, right), each an int >= 0 or None";
+    if (!PyTuple_Check(value) && !PyList_Check(value)) return fa_wrong_type("window", value, accepted, status);
+    Py_ssize_t size = PySequence_Size(value);
+    if (size != 2) return fa_fail(status, FA_EVALUE, "window has %zd items; accepted: %s", (ssize_t)size, accepted);
+    PyObject *items[2] = {PySequence_GetItem(value, 0), PySequence_GetItem(value, 1)};
+    fa_code code = FA_OK;
+    if (!items[0] || !items[1])
+        code = fa_python_error(status);
+    else if ((code = read_window_side("left", items[0], left, status)) == FA_OK)
+        code = read_window_side("right", items[1], right, status);
+    Py_XDECREF(items[0]);
+    Py_XDECREF(items[1]);
+    return code;
+}
+
+/* out= is one array, or the pair (out, lse). */
+static fa_code read_out(fa_call *call, fa_status *status) {
+    PyObject *value = call->argument[FA_ARG_out];
+    call->pair = value && PyTuple_Check(value);
+    call->array[FA_OUT].object = call->pair ? NULL : value;
+    call->array[FA_LSE].object = NULL;
+    if (!call->pair) return FA_OK;
+    Py_ssize_t size = PyTuple_Size(value);
+    if (size != 2)
+        return fa_fail(status, FA_EVALUE, "out has %zd items; accepted: an array, or a pair (out, lse)", (ssize_t)size);
+    call->array[FA_OUT].object = PyTuple_GetItem(value, 0);
+    call->array[FA_LSE].object = PyTuple_GetItem(value, 1);
+    return FA_OK;
+}
+
+static fa_code read_kernel(fa_state *state, PyObject *value, const fa_kernel **row, fa_status *status) {
+    *row = NULL;
+    if (value) {
+        const char *name = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, NULL) : NULL;
+        if (!name) {
+            PyErr_Clear();
+            return fa_wrong_type("kernel", value, "None or a name of fa_ext.kernels()", status);
+        }
+        return fa_row_find(state, "kernel", name, row, status);
+    }
+    const char *name = getenv("FA_EXT_KERNEL");
+    if (name && *name) return fa_row_find(state, "FA_EXT_KERNEL", name, row, status);
+    return FA_OK;
+}
+
+fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {
+    PyObject *const *arg = call->argument;
+    fa_request *request = &call->request;
+    request->has_scale = arg[FA_ARG_scale] != NULL;
+    request->scale = request->softcap = 0.0;
+    FA_TRY(read_causal(arg[FA_ARG_causal], &request->causal, status));
+    if (request->has_scale) FA_TRY(read_number("scale", arg[FA_ARG_scale], &request->scale, status));
+    FA_TRY(read_window(arg[FA_ARG_window], &request->window_left, &request->window_right, status));
+    if (arg[FA_ARG_softcap]) FA_TRY(read_number("softcap", arg[FA_ARG_softcap], &request->softcap, status));
+    FA_TRY(read_layout(arg[FA_ARG_layout], &request->layout, status));
+    FA_TRY(read_bool("return_lse", arg[FA_ARG_return_lse], &request->return_lse, status));
+    FA_TRY(read_bool("batch_invariant", arg[FA_ARG_batch_invariant], &request->batch_invariant, status));
+    FA_TRY(read_out(call, status));
+    return read_kernel(state, arg[FA_ARG_kernel], &call->forced, status);
+}

@@ -1,0 +1,226 @@
+/* attention() and explain(): arguments -> views -> problem -> plan -> launch. Nothing is allocated or written before
+ * validation and selection have ended. */
+#include "core.h"
+
+static fa_code read_arrays(fa_state *state, fa_call *call, fa_status *status) {
+    static const struct {
+        int slot;
+        fa_argument argument;
+        const char *name;
+    } inputs[] = {
+        {FA_Q, FA_ARG_q, "q"},          {FA_K, FA_ARG_k, "k"},          {FA_V, FA_ARG_v, "v"},
+        {FA_BIAS, FA_ARG_bias, "bias"}, {FA_MASK, FA_ARG_mask, "mask"}, {FA_SINKS, FA_ARG_sinks, "sinks"},
+    };
+    fa_array *array = call->array;
+    for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++) {
+        PyObject *object = call->argument[inputs[n].argument];
+        if (object)
+            FA_TRY(
+                fa_array_read(state, &array[inputs[n].slot], inputs[n].name, object, n ? &array[FA_Q] : NULL, status));
+    }
+    static const char *const outputs[] = {"out", "lse"};
+    for (int n = 0; n < 2; n++) {
+        fa_array *output = &array[FA_OUT + n];
+        if (!output->object) continue;
+        FA_TRY(fa_array_read(state, output, outputs[n], output->object, &array[FA_Q], status));
+        if (output->type->library == FA_LIB_JAX)
+            return fa_fail(status, FA_EBUFFER, "%s is a JAX array, which is immutable; leave it out", outputs[n]);
+    }
+    return FA_OK;
+}
+
+/* The stream of the call, and then what could only be read knowing it. */
+static fa_code settle_stream(fa_state *state, fa_call *call, fa_status *status) {
+    fa_array *array = call->array;
+    if (call->stream.given && array[FA_Q].view.device.kind == FA_CPU)
+        return fa_fail(status, FA_EVALUE, "stream is given, but q is on the CPU; accepted there: None");
+    if (!call->stream.given) call->stream.handle = array[FA_Q].has_stream ? array[FA_Q].stream : FA_STREAM_PER_THREAD;
+    for (int n = 0; n < FA_ARRAYS; n++)
+        if (array[n].object && array[n].needs_stream)
+            FA_TRY(fa_dlpack_read(state, &array[n], call->stream.handle, status));
+    const fa_array *known = NULL;
+    for (int n = FA_ARRAYS - 1; n >= 0; n--)
+        if (array[n].object && !array[n].device_unknown && array[n].view.device.kind == FA_CUDA) known = &array[n];
+    for (int n = 0; n < FA_ARRAYS; n++)
+        if (array[n].object && array[n].device_unknown && known) array[n].view.device = known->view.device;
+    return FA_OK;
+}
+
+static const fa_view *view_or_null(const fa_array *array) { return array->object ? &array->view : NULL; }
+
+static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
+                       fa_status *status) {
+    fa_array *array = call->array;
+    FA_TRY(fa_args_bind(state, args, count, keywords, call, status));
+    FA_TRY(fa_args_options(state, call, status));
+    FA_TRY(fa_stream_parse(state, call->argument[FA_ARG_stream], &call->stream, status));
+    FA_TRY(read_arrays(state, call, status));
+    FA_TRY(settle_stream(state, call, status));
+    fa_request *request = &call->request;
+    request->q = &array[FA_Q].view;
+    request->k = &array[FA_K].view;
+    request->v = &array[FA_V].view;
+    request->bias = view_or_null(&array[FA_BIAS]);
+    request->mask = view_or_null(&array[FA_MASK]);
+    request->sinks = view_or_null(&array[FA_SINKS]);
+    request->out = view_or_null(&array[FA_OUT]);
+    request->lse = view_or_null(&array[FA_LSE]);
+    FA_TRY(fa_problem_build(request, &call->problem, status));
+    if (call->problem.device.kind == FA_CUDA && !atomic_load_explicit(&state->cublas_sought, memory_order_acquire))
+        fa_cublas_seek(state);
+    return fa_device_info_get(state->context, call->problem.device, &call->info, status);
+}
+
+static void begin(fa_call *call) {
+    for (int n = 0; n < FA_ARRAYS; n++) {
+        fa_array *array = &call->array[n];
+        array->object = NULL;
+        array->type = NULL;
+        array->managed = NULL;
+        array->managed_versioned = NULL;
+        array->has_stream = array->needs_stream = false;
+    }
+}
+
+static void end(fa_call *call) {
+    for (int n = 0; n < FA_ARRAYS; n++) fa_array_release(&call->array[n]);
+}
+
+/* Outputs that the caller did not give. The device is current. */
+static fa_code make_outputs(fa_state *state, fa_call *call, fa_result results[2], fa_status *status) {
+    fa_problem *problem = &call->problem;
+    const fa_array *q = &call->array[FA_Q];
+    const bool on_device = problem->device.kind == FA_CUDA;
+    fa_stream stream = on_device ? call->stream : (fa_stream){NULL, false, NULL};
+    void *out = call->array[FA_OUT].object ? call->array[FA_OUT].view.data : NULL;
+    void *lse = call->array[FA_LSE].object ? call->array[FA_LSE].view.data : NULL;
+    if (!call->array[FA_OUT].object) {
+        int64_t shape[4];
+        fa_problem_out_shape(problem, call->request.layout, shape);
+        FA_TRY(fa_result_make(state, q, 4, shape, problem->dtype, &stream, &results[0], status));
+        out = results[0].data;
+    }
+    if (problem->wants_lse && !call->array[FA_LSE].object) {
+        const int64_t shape[3] = {problem->batch, problem->heads, problem->seq_q};
+        fa_dtype dtype = problem->dtype == FA_F64 ? FA_F64 : FA_F32;
+        FA_TRY(fa_result_make(state, q, 3, shape, dtype, &stream, &results[1], status));
+        lse = results[1].data;
+    }
+    fa_problem_set_outputs(problem, out, lse);
+    return FA_OK;
+}
+
+/* Memory that came through __dlpack__ goes back to its library when the call returns, and that library knows nothing
+ * of our stream: wait, unless the caller named a stream and with it took charge of lifetimes. */
+static bool must_wait(const fa_call *call) {
+    if (call->stream.given) return false;
+    for (int n = 0; n < FA_ARRAYS; n++)
+        if (call->array[n].object && call->array[n].needs_stream && !call->array[n].has_stream) return true;
+    return false;
+}
+
+static fa_code launch(fa_state *state, fa_call *call, const fa_plan *plan, fa_status *status) {
+    if (call->problem.device.kind == FA_CPU) {
+        fa_code code;
+        Py_BEGIN_ALLOW_THREADS code = fa_plan_run(&call->problem, plan, state->context, call->info, NULL, status);
+        Py_END_ALLOW_THREADS return code;
+    }
+    void *stream = call->stream.handle;
+    FA_TRY(fa_stream_join(call->array, FA_ARRAYS, stream, true, status));
+    const bool wait = must_wait(call);
+    fa_code code;
+    Py_BEGIN_ALLOW_THREADS code = fa_plan_run(&call->problem, plan, state->context, call->info, stream, status);
+    if (code == FA_OK && wait) code = fa_stream_synchronize(stream, status);
+    Py_END_ALLOW_THREADS fa_status second;
+    fa_code joined = fa_stream_join(call->array, FA_ARRAYS, stream, false, code == FA_OK ? status : &second);
+    return code == FA_OK ? joined : code;
+}
+
+/* out, or (out, lse): the caller's own objects where given. */
+static PyObject *hand_over(fa_state *state, fa_call *call, fa_result results[2]) {
+    if (call->pair) return Py_NewRef(call->argument[FA_ARG_out]);
+    const fa_array *q = &call->array[FA_Q];
+    PyObject *out =
+        call->array[FA_OUT].object ? Py_NewRef(call->array[FA_OUT].object) : fa_result_finish(state, q, &results[0]);
+    if (!out || !call->problem.wants_lse) return out;
+    PyObject *lse = fa_result_finish(state, q, &results[1]);
+    PyObject *both = lse ? PyTuple_Pack(2, out, lse) : NULL;
+    Py_DECREF(out);
+    Py_XDECREF(lse);
+    return both;
+}
+
+PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    fa_state *state = PyModule_GetState(module);
+    fa_call call;
+    fa_plan plan;
+    fa_status status;
+    fa_result results[2] = {{NULL, NULL}, {NULL, NULL}};
+    PyObject *returned = NULL;
+    fa_code code;
+    begin(&call);
+    FA_TRY_GOTO(code, prepare(state, args, count, keywords, &call, &status), done);
+    FA_TRY_GOTO(code, fa_plan_make(&call.problem, call.info, call.forced, &plan, &status), done);
+    int previous;
+    FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
+    code = make_outputs(state, &call, results, &status);
+    if (code == FA_OK) code = launch(state, &call, &plan, &status);
+    fa_device_leave(call.problem.device, previous);
+    if (code == FA_OK) {
+        returned = hand_over(state, &call, results);
+        if (!returned) code = fa_python_error(&status);
+    }
+done:
+    Py_XDECREF(results[0].object);
+    Py_XDECREF(results[1].object);
+    end(&call);
+    return code == FA_OK ? returned : fa_raise(state, &status);
+}
+
+/* Why `row` is not the one that runs. */
+static int add_reason(PyObject *reasons, const fa_kernel *row, const fa_call *call, const char *chosen) {
+    const char *refusal = fa_kernel_refusal(row, &call->problem, call->info, true);
+    PyObject *text;
+    if (refusal)
+        text = PyUnicode_FromString(refusal);
+    else if (call->forced)
+        text = PyUnicode_FromFormat("could take it, but \"%s\" is forced", call->forced->name);
+    else
+        text = PyUnicode_FromFormat("could take it, but comes after \"%s\" in order of preference", chosen);
+    int code = text ? PyDict_SetItemString(reasons, row->name, text) : -1;
+    Py_XDECREF(text);
+    return code;
+}
+
+static PyObject *explain(const fa_call *call) {
+    fa_plan plan;
+    fa_status status;
+    PyObject *reasons = PyDict_New();
+    if (!reasons) return NULL;
+    const char *chosen = NULL;
+    if (fa_plan_make(&call->problem, call->info, call->forced, &plan, &status) == FA_OK)
+        chosen = plan.kernel->name;
+    else if (call->forced) {
+        PyObject *text = PyUnicode_FromString(status.message);
+        if (!text || PyDict_SetItemString(reasons, call->forced->name, text) < 0) Py_CLEAR(reasons);
+        Py_XDECREF(text);
+    }
+    for (int n = 0; reasons && n < fa_kernel_count(); n++) {
+        const fa_kernel *row = fa_kernel_at(n);
+        if (row == call->forced || (chosen && row == plan.kernel)) continue;
+        if (add_reason(reasons, row, call, chosen) < 0) Py_CLEAR(reasons);
+    }
+    if (!reasons) return NULL;
+    return Py_BuildValue("(zN)", chosen, reasons);
+}
+
+PyObject *fa_explain(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    fa_state *state = PyModule_GetState(module);
+    fa_call call;
+    fa_status status;
+    begin(&call);
+    fa_code code = prepare(state, args, count, keywords, &call, &status);
+    PyObject *answer = code == FA_OK ? explain(&call) : NULL;
+    end(&call);
+    return code == FA_OK ? answer : fa_raise(state, &status);
+}

@@ -1,0 +1,131 @@
+/* to_device() and to_numpy(): copies, so that checks need no framework. */
+#include "core.h"
+
+#include <stdlib.h>
+
+static fa_code parse_device(PyObject *object, int *device, fa_status *status) {
+    *device = 0;
+    if (!object) return FA_OK;
+    if (!PyLong_Check(object) || PyBool_Check(object))
+        return fa_wrong_type("device", object, "the index of a CUDA device", status);
+    long index = PyLong_AsLong(object);
+    if (PyErr_Occurred() || index < 0 || index > 4095) {
+        PyErr_Clear();
+        return fa_fail(status, FA_EVALUE, "device is out of range; accepted: the index of a CUDA device, from 0");
+    }
+    *device = (int)index;
+    return FA_OK;
+}
+
+static fa_code copy_to(fa_state *state, const fa_array *source, int index, fa_result *result, fa_status *status) {
+    const fa_device device = {FA_CUDA, index};
+    const fa_device_info *info;
+    FA_TRY(fa_device_info_get(state->context, device, &info, status));
+    int previous;
+    FA_TRY(fa_device_enter(state->context, device, &previous, status));
+    const fa_view *view = &source->view;
+    const fa_stream stream = {FA_STREAM_PER_THREAD, false, NULL};
+    fa_code code = fa_device_array_make(state, device, view->ndim, view->shape, view->dtype, &stream, result, status);
+    size_t bytes = (size_t)fa_view_elements(view) * fa_dtype_size(view->dtype);
+    if (code == FA_OK && bytes) {
+        Py_BEGIN_ALLOW_THREADS code = fa_memory_copy(result->data, view->data, bytes, stream.handle, status);
+        Py_END_ALLOW_THREADS
+    }
+    fa_device_leave(device, previous);
+    return code;
+}
+
+PyObject *fa_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    fa_state *state = PyModule_GetState(module);
+    fa_status status;
+    fa_code code = FA_OK;
+    PyObject *source = count > 0 ? args[0] : NULL, *device = count > 1 ? args[1] : NULL;
+    Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+    for (Py_ssize_t n = 0; n < named; n++) {
+        PyObject *keyword = PyTuple_GetItem(keywords, n);
+        if (fa_text_equals(keyword, "device") && !device)
+            device = args[count + n];
+        else if (fa_text_equals(keyword, "array") && !source)
+            source = args[count + n];
+        else
+            code = fa_fail(&status, FA_ETYPE, "accepted: to_device(array, device=0)");
+    }
+    if (code == FA_OK && (!source || count > 2))
+        code = fa_fail(&status, FA_ETYPE, "accepted: to_device(array, device=0)");
+    if (code != FA_OK) return fa_raise(state, &status);
+
+    fa_array array = {0};
+    fa_result result = {NULL, NULL};
+    PyObject *contiguous = NULL;
+    int index;
+    FA_TRY_GOTO(code, parse_device(device, &index, &status), done);
+    FA_TRY_GOTO(code, fa_array_read(state, &array, "array", source, NULL, &status), done);
+    if (array.type->protocol != FA_BY_NUMPY) {
+        code = fa_wrong_type("array", source, "a NumPy array", &status);
+        goto done;
+    }
+    contiguous = fa_numpy_contiguous(source);
+    if (!contiguous) {
+        code = fa_python_error(&status);
+        goto done;
+    }
+    FA_TRY_GOTO(code, fa_array_read(state, &array, "array", contiguous, NULL, &status), done);
+    code = copy_to(state, &array, index, &result, &status);
+done:
+    fa_array_release(&array);
+    Py_XDECREF(contiguous);
+    if (code == FA_OK) return result.object;
+    Py_XDECREF(result.object);
+    return fa_raise(state, &status);
+}
+
+/* Copies the span of memory that a device array covers, and its elements out of that. */
+static fa_code copy_from(fa_state *state, const fa_array *array, PyObject **copy, fa_status *status) {
+    fa_view view = array->view;
+    int64_t low = 0, high = 0, size = (int64_t)fa_dtype_size(view.dtype);
+    for (int axis = 0; axis < view.ndim; axis++) {
+        int64_t reach = view.shape[axis] > 1 ? (view.shape[axis] - 1) * view.strides[axis] : 0;
+        if (reach < 0)
+            low += reach;
+        else
+            high += reach;
+    }
+    const bool empty = fa_view_elements(&view) == 0;
+    size_t bytes = empty ? 0 : (size_t)((high - low + 1) * size);
+    char *host = malloc(bytes ? bytes : 1);
+    if (!host) return fa_fail(status, FA_EMEMORY, "no host memory for %zu bytes", bytes);
+    int previous;
+    fa_code code = fa_device_enter(state->context, view.device, &previous, status);
+    if (code == FA_OK && !empty) {
+        void *stream = array->has_stream ? array->stream : FA_STREAM_PER_THREAD;
+        const char *from = (const char *)view.data + low * size;
+        Py_BEGIN_ALLOW_THREADS code = fa_memory_copy(host, from, bytes, stream, status);
+        Py_END_ALLOW_THREADS
+    }
+    if (code == FA_OK) {
+        view.data = empty ? host : host - low * size;
+        *copy = fa_numpy_copy_of(state, &view);
+        if (!*copy) code = fa_python_error(status);
+    }
+    fa_device_leave(view.device, previous);
+    free(host);
+    return code;
+}
+
+PyObject *fa_to_numpy(PyObject *module, PyObject *object) {
+    fa_state *state = PyModule_GetState(module);
+    fa_status status;
+    fa_array array = {0};
+    PyObject *copy = NULL;
+    fa_code code = fa_array_read(state, &array, "array", object, NULL, &status);
+    if (code == FA_OK && array.needs_stream)
+        code = fa_dlpack_read(state, &array, array.has_stream ? array.stream : FA_STREAM_PER_THREAD, &status);
+    if (code == FA_OK && array.view.device.kind == FA_CUDA)
+        code = copy_from(state, &array, &copy, &status);
+    else if (code == FA_OK) {
+        copy = fa_numpy_copy_of(state, &array.view);
+        if (!copy) code = fa_python_error(&status);
+    }
+    fa_array_release(&array);
+    return code == FA_OK ? copy : fa_raise(state, &status);
+}

@@ -1,0 +1,264 @@
+/* What the files of the Python front end share: module state, how an array's library is spoken to, and the stages of a
+ * call. The only header besides Python's own that includes Python.h.
+ *
+ * Functions that can fail return fa_code and fill a status; FA_EPYTHON means that a Python exception is already set.
+ * fa_raise() is the one place where a code becomes an exception. Everything here runs with the GIL held (or on a
+ * free-threaded interpreter), except fa_plan_run().
+ */
+#ifndef FA_CORE_H
+#define FA_CORE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+
+#include "device.h"
+#include "dlpack_abi.h"
+#include "fa.h"
+#include "problem.h"
+#include "registry.h"
+
+/* ---- names: interned once, compared by pointer ---- */
+
+/* Arguments of attention() in the order of its signature. */
+#define FA_ARGUMENTS(X)                                                                                                \
+    X(q)                                                                                                               \
+    X(k) X(v) X(causal) X(scale) X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse)          \
+        X(stream) X(kernel) X(batch_invariant)
+
+#define FA_ATTRIBUTES(X)                                                                                               \
+    X(__cuda_array_interface__)                                                                                        \
+    X(__cuda_stream__) X(__dlpack__) X(__dlpack_device__) X(__dlpack_c_exchange_api__) X(__array_namespace__)          \
+        X(__mro__) X(__module__) X(__name__) X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id)         \
+            X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(itemsize)
+
+typedef enum fa_argument {
+#define FA_ENUM(name) FA_ARG_##name,
+    FA_ARGUMENTS(FA_ENUM)
+#undef FA_ENUM
+        FA_ARG_COUNT
+} fa_argument;
+
+typedef struct fa_names {
+    PyObject *argument[FA_ARG_COUNT];
+#define FA_FIELD(name) PyObject *name;
+    FA_ATTRIBUTES(FA_FIELD)
+#undef FA_FIELD
+    PyObject *dlpack_version; /* (1, 3), what max_version= gets */
+} fa_names;
+
+/* ---- types: how the arrays of a type are read and made, found out once per type ---- */
+
+typedef enum fa_protocol {
+    FA_BY_NUMPY,     /* the NumPy C API */
+    FA_BY_OWN,       /* fa_ext.DeviceArray */
+    FA_BY_EXCHANGE,  /* DLPack's C exchange API: torch >= 2.10 */
+    FA_BY_INTERFACE, /* __cuda_array_interface__, else __dlpack__ */
+    FA_BY_DLPACK,    /* __dlpack__ */
+    FA_BY_UNKNOWN,   /* the type offers nothing; its instance may */
+} fa_protocol;
+
+/* Libraries whose results are made in a way of their own. */
+typedef enum fa_library { FA_LIB_OTHER, FA_LIB_CUPY, FA_LIB_JAX, FA_LIB_NUMBA, FA_LIB_TORCH } fa_library;
+
+typedef struct fa_type {
+    PyTypeObject *type; /* strong, so that the address is not reused while cached */
+    fa_protocol protocol;
+    fa_library library;
+    bool masked;                /* numpy.ma.MaskedArray */
+    bool has_grad;              /* instances have requires_grad */
+    PyObject *is_neg, *is_conj; /* unbound methods, or NULL */
+    PyObject *maker;            /* cupy.empty, jax.dlpack.from_dlpack, numba.cuda.as_cuda_array, torch.empty; or NULL */
+    const DLExchange *exchange;
+} fa_type;
+
+#define FA_TYPES_MAX 64
+
+typedef struct fa_loaded {
+    char *name;
+    char *path;
+    void *handle;
+    const fa_kernel *row;
+    struct fa_loaded *next;
+} fa_loaded;
+
+typedef struct fa_state {
+    fa_context *context;
+    fa_names names;
+    PyObject *unsupported_error, *cuda_error; /* exception types */
+    PyTypeObject *device_array;               /* fa_ext.DeviceArray */
+    /* Types seen so far: entries below type_count never change, so readers need no lock. */
+    fa_type types[FA_TYPES_MAX];
+    atomic_int type_count;
+    pthread_mutex_t lock; /* held while types and loaded rows are added; never across Python code */
+    _Atomic(fa_loaded *) loaded;
+    atomic_int bfloat16_number; /* NumPy's number of ml_dtypes.bfloat16, or -1 while unseen */
+    atomic_bool cublas_sought;
+} fa_state;
+
+extern PyModuleDef fa_core_module;
+
+/* Sets the exception that `status` stands for. Always returns NULL. */
+PyObject *fa_raise(fa_state *state, const fa_status *status);
+
+/* A Python exception is set: says so as a code. */
+static inline fa_code fa_python_error(fa_status *status) {
+    status->code = FA_EPYTHON;
+    return FA_EPYTHON;
+}
+
+/* Error for a value of the wrong type: "scale is a str; accepted: ..." */
+fa_code fa_wrong_type(const char *name, PyObject *value, const char *accepted, fa_status *status);
+/* Name of an object's type, for messages, cut to fit. */
+const char *fa_type_name(PyObject *object, char buffer[80]);
+/* Compares a str with ASCII text. */
+bool fa_text_equals(PyObject *object, const char *text);
+/* Optional attribute: 1 and a new reference, 0 when it has none, -1 with an exception (AttributeError is cleared). */
+int fa_optional_attribute(PyObject *object, PyObject *name, PyObject **value);
+
+/* ---- arrays of a call ---- */
+
+typedef struct fa_array {
+    const char *name; /* of the argument, for messages */
+    PyObject *object; /* borrowed */
+    fa_view view;
+    const fa_type *type;
+    fa_type type_uncached; /* what `type` points to when the cache is full */
+    bool has_stream;       /* its library works on `stream` */
+    void *stream;
+    bool device_unknown; /* an empty array without a pointer: on whichever device the others are */
+    DLManaged *managed;  /* DLPack capsules taken over: released after the launch */
+    DLManagedVersioned *managed_versioned;
+    bool needs_stream; /* to be read by fa_array_read_dlpack() once the stream of the call is known */
+} fa_array;
+
+/* Describes `object`. An array that can only be asked through __dlpack__(stream=) is left with needs_stream set. */
+fa_code fa_array_read(fa_state *state, fa_array *array, const char *name, PyObject *object, const fa_array *first,
+                      fa_status *status);
+void fa_array_release(fa_array *array);
+/* The way to speak to objects of a type; NULL with an exception. `space` is used when the cache is full. */
+const fa_type *fa_type_of(fa_state *state, PyObject *object, fa_type *space);
+void fa_types_clear(fa_state *state);
+
+/* Strides in bytes (NULL: C-contiguous) -> elements, with the checks that any description needs: item-aligned strides
+ * and data, extents that are not negative and whose products do not overflow. */
+fa_code fa_view_finish(const char *name, fa_view *view, const int64_t *byte_strides, fa_status *status);
+void fa_view_contiguous(fa_view *view);
+int64_t fa_view_elements(const fa_view *view);
+/* Reads a type string such as "<f2". *unclear is set for the two-byte void that stands for bfloat16 in places. */
+fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bool *unclear, fa_status *status);
+
+/* numpy.c: the only file that includes NumPy's headers. */
+int fa_numpy_import(void);
+bool fa_numpy_is_array_type(PyTypeObject *type);
+fa_code fa_numpy_read(fa_state *state, fa_array *array, fa_status *status);
+PyObject *fa_numpy_empty(fa_state *state, int ndim, const int64_t *shape, fa_dtype dtype, void **data);
+PyObject *fa_numpy_dtype(fa_state *state, fa_dtype dtype);
+/* dtype of a numpy.dtype object; FA_ETYPE for one that is not ours. */
+fa_code fa_numpy_dtype_read(fa_state *state, const char *name, PyObject *dtype, fa_dtype *out, fa_status *status);
+/* A NumPy array over a description of host memory, copied: strides may be any. */
+PyObject *fa_numpy_copy_of(fa_state *state, const fa_view *view);
+/* C-contiguous NumPy array of what `object` holds (a new reference, maybe `object` itself). */
+PyObject *fa_numpy_contiguous(PyObject *object);
+/* True or False for True, False and NumPy's booleans; -1, without an exception, for anything else. */
+int fa_numpy_boolean(PyObject *object);
+
+/* interface.c */
+fa_code fa_interface_read(fa_state *state, fa_array *array, PyObject *interface, fa_status *status);
+fa_code fa_cupy_read(fa_state *state, fa_array *array, const fa_array *first, fa_status *status);
+
+/* dlpack.c */
+fa_code fa_exchange_find(PyObject *capsule, const DLExchange **exchange, fa_status *status);
+fa_code fa_exchange_read(fa_state *state, fa_array *array, const fa_array *first, fa_status *status);
+fa_code fa_exchange_empty(fa_state *state, const fa_type *type, fa_device device, int ndim, const int64_t *shape,
+                          fa_dtype dtype, PyObject **object, void **data, fa_status *status);
+/* The second reading: asks __dlpack__ for an array whose consumer works on `stream`. */
+fa_code fa_dlpack_read(fa_state *state, fa_array *array, void *stream, fa_status *status);
+/* Device of an array by __dlpack_device__. */
+fa_code fa_dlpack_device(fa_state *state, fa_array *array, fa_status *status);
+void fa_dlpack_dtype(fa_dtype dtype, DLDataType *out);
+
+/* ---- streams ---- */
+
+/* The stream a call runs on. */
+typedef struct fa_stream {
+    void *handle;    /* NULL on the CPU */
+    bool given;      /* by stream= */
+    PyObject *owner; /* borrowed: the object given as stream=, or NULL */
+} fa_stream;
+
+/* Reads stream=; a handle of NULL with given set never happens. */
+fa_code fa_stream_parse(fa_state *state, PyObject *object, fa_stream *stream, fa_status *status);
+/* Number -> handle; refuses 0 and negative numbers. */
+fa_code fa_stream_number(const char *name, PyObject *number, void **handle, fa_status *status);
+/* Orders `stream` after the streams of the arrays' libraries (before the launch), and those after it (afterwards). */
+fa_code fa_stream_join(const fa_array *arrays, int count, void *stream, bool before, fa_status *status);
+/* torch's current stream without the exchange API. */
+fa_code fa_torch_stream(int device, void **stream, bool *found, fa_status *status);
+
+/* ---- results ---- */
+
+typedef struct fa_result {
+    PyObject *object; /* strong */
+    void *data;
+} fa_result;
+
+/* A new C-contiguous array of the kind of `like`. With the device current. */
+fa_code fa_result_make(fa_state *state, const fa_array *like, int ndim, const int64_t *shape, fa_dtype dtype,
+                       const fa_stream *stream, fa_result *result, fa_status *status);
+/* Hands the array over to `like`'s library once the work is queued; steals result->object. NULL with an exception. */
+PyObject *fa_result_finish(fa_state *state, const fa_array *like, fa_result *result);
+
+/* owned.c: fa_ext.DeviceArray */
+PyTypeObject *fa_device_array_new_type(PyObject *module);
+fa_code fa_device_array_make(fa_state *state, fa_device device, int ndim, const int64_t *shape, fa_dtype dtype,
+                             const fa_stream *stream, fa_result *result, fa_status *status);
+void fa_device_array_read(PyObject *object, fa_array *array);
+
+/* ---- a call ---- */
+
+enum { FA_Q, FA_K, FA_V, FA_BIAS, FA_MASK, FA_SINKS, FA_OUT, FA_LSE, FA_ARRAYS };
+
+typedef struct fa_call {
+    PyObject *argument[FA_ARG_COUNT]; /* borrowed; NULL when absent */
+    fa_request request;
+    fa_array array[FA_ARRAYS]; /* object NULL when absent */
+    bool pair;                 /* out= is (out, lse) */
+    fa_stream stream;
+    const fa_kernel *forced;
+    const fa_device_info *info;
+    fa_problem problem;
+} fa_call;
+
+/* Binds the arguments of a METH_FASTCALL | METH_KEYWORDS function to the names of attention(). */
+fa_code fa_args_bind(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
+                     fa_status *status);
+/* Options into the request; needs fa_args_bind(). */
+fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status);
+
+PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+PyObject *fa_explain(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+
+/* copy.c */
+PyObject *fa_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+PyObject *fa_to_numpy(PyObject *module, PyObject *object);
+
+/* rows.c */
+PyObject *fa_kernels(PyObject *module, PyObject *unused);
+PyObject *fa_load(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+PyObject *fa_loaded_rows(PyObject *module, PyObject *unused);
+PyObject *fa_build_info(PyObject *module, PyObject *unused);
+PyObject *fa_cpu_info(PyObject *module, PyObject *unused);
+PyObject *fa_device_info_py(PyObject *module, PyObject *index);
+PyObject *fa_device_count_py(PyObject *module, PyObject *unused);
+/* A row by name, compiled or loaded; a ValueError that lists the names. */
+fa_code fa_row_find(fa_state *state, const char *argument, const char *name, const fa_kernel **row, fa_status *status);
+void fa_loaded_clear(fa_state *state);
+/* Finds cuBLAS through fa_ext._cublas once, before the first CUDA call. */
+void fa_cublas_seek(fa_state *state);
+
+#endif

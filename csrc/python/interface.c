@@ -1,0 +1,172 @@
+/* The CUDA Array Interface (versions 1 to 3), and CuPy's attributes, which say the same in a fifth of the time. */
+#include "core.h"
+
+#include <string.h>
+
+static fa_code ill_formed(const fa_array *array, const char *what, fa_status *status) {
+    return fa_fail(status, FA_EBUFFER, "%s has an ill-formed __cuda_array_interface__: %s", array->name, what);
+}
+
+/* A tuple of at most FA_MAX_NDIM ints; `count` is -1 before it is known. */
+static fa_code read_ints(const fa_array *array, PyObject *tuple, const char *key, int64_t *values, int *count,
+                         fa_status *status) {
+    char text[100];
+    snprintf(text, sizeof text, "'%s' must be a tuple of ints that fit 64 bits", key);
+    if (!tuple || !PyTuple_Check(tuple)) return ill_formed(array, text, status);
+    Py_ssize_t size = PyTuple_Size(tuple);
+    if (size > FA_MAX_NDIM)
+        return fa_fail(status, FA_EVALUE, "%s has %zd dimensions; accepted: 4", array->name, (ssize_t)size);
+    if (*count >= 0 && size != *count) return ill_formed(array, "'strides' and 'shape' differ in length", status);
+    for (Py_ssize_t n = 0; n < size; n++) {
+        PyObject *item = PyTuple_GetItem(tuple, n);
+        long long number = PyLong_Check(item) ? PyLong_AsLongLong(item) : -1;
+        bool wrong = !PyLong_Check(item) || PyErr_Occurred();
+        if (wrong) {
+            PyErr_Clear();
+            return ill_formed(array, text, status);
+        }
+        values[n] = number;
+    }
+    *count = (int)size;
+    return FA_OK;
+}
+
+static fa_code read_pointer(const fa_array *array, PyObject *number, void **pointer, fa_status *status) {
+    if (!number || !PyLong_Check(number)) return ill_formed(array, "the pointer in 'data' must be an int", status);
+    unsigned long long address = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        return ill_formed(array, "the pointer in 'data' does not fit 64 bits", status);
+    }
+    *pointer = (void *)(uintptr_t)address;
+    return FA_OK;
+}
+
+/* Device of the pointer; an empty array may have none. */
+static fa_code find_device(fa_state *state, fa_array *array, fa_status *status) {
+    fa_view *view = &array->view;
+    view->device = (fa_device){FA_CUDA, 0};
+    if (fa_view_elements(view) == 0) {
+        array->device_unknown = true;
+        return FA_OK;
+    }
+    fa_status inner;
+    fa_code code = fa_pointer_device(state->context, view->data, true, &view->device, &inner);
+    return code == FA_OK ? FA_OK : fa_fail(status, code, "%s: %.2000s", array->name, inner.message);
+}
+
+static fa_code read_dict(fa_state *state, fa_array *array, PyObject *interface, bool *unclear, fa_status *status) {
+    fa_view *view = &array->view;
+    const fa_names *names = &state->names;
+    if (!PyDict_Check(interface)) return ill_formed(array, "it must be a dict", status);
+    PyObject *version = PyDict_GetItemWithError(interface, names->version);
+    long number = version && PyLong_Check(version) ? PyLong_AsLong(version) : -1;
+    if (PyErr_Occurred() || number < 1) {
+        PyErr_Clear();
+        return ill_formed(array, "'version' must be an int >= 1", status);
+    }
+    view->ndim = -1;
+    FA_TRY(
+        read_ints(array, PyDict_GetItemWithError(interface, names->shape), "shape", view->shape, &view->ndim, status));
+    PyObject *typestr = PyDict_GetItemWithError(interface, names->typestr);
+    const char *text = typestr && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8AndSize(typestr, NULL) : NULL;
+    if (!text) {
+        PyErr_Clear();
+        return ill_formed(array, "'typestr' must be a str", status);
+    }
+    FA_TRY(fa_typestr_parse(array->name, text, &view->dtype, unclear, status));
+
+    PyObject *data = PyDict_GetItemWithError(interface, names->data);
+    if (!data || !PyTuple_Check(data) || PyTuple_Size(data) != 2)
+        return ill_formed(array, "'data' must be a pair (pointer, readonly)", status);
+    FA_TRY(read_pointer(array, PyTuple_GetItem(data, 0), &view->data, status));
+    int readonly = PyObject_IsTrue(PyTuple_GetItem(data, 1));
+    if (readonly < 0) return fa_python_error(status);
+    view->readonly = readonly;
+
+    PyObject *mask = PyDict_GetItemString(interface, "mask"); /* borrowed */
+    if (mask && mask != Py_None)
+        return fa_fail(status, FA_ETYPE, "%s is a masked array; pass plain data, and mask= for what to leave out",
+                       array->name);
+    PyObject *stream = PyDict_GetItemWithError(interface, names->argument[FA_ARG_stream]);
+    if (stream && stream != Py_None) {
+        char label[64];
+        snprintf(label, sizeof label, "%s's interface stream", array->name);
+        FA_TRY(fa_stream_number(label, stream, &array->stream, status));
+        array->has_stream = true;
+    }
+    PyObject *strides = PyDict_GetItemWithError(interface, names->strides);
+    int64_t byte_strides[FA_MAX_NDIM];
+    bool strided = strides && strides != Py_None;
+    if (strided) FA_TRY(read_ints(array, strides, "strides", byte_strides, &view->ndim, status));
+    return fa_view_finish(array->name, view, strided ? byte_strides : NULL, status);
+}
+
+/* Two-byte voids are what bfloat16 is exported as, where it is: the dtype attribute, or DLPack, must confirm it. */
+static fa_code confirm_bfloat16(fa_state *state, fa_array *array, fa_status *status) {
+    PyObject *dtype, *shown = NULL;
+    int has = fa_optional_attribute(array->object, state->names.dtype, &dtype);
+    if (has < 0) return fa_python_error(status);
+    if (has) shown = PyObject_Str(dtype);
+    Py_XDECREF(dtype);
+    bool confirmed = shown && (fa_text_equals(shown, "bfloat16") || fa_text_equals(shown, "torch.bfloat16"));
+    PyErr_Clear();
+    Py_XDECREF(shown);
+    if (confirmed) return FA_OK;
+    return fa_fail(status, FA_ETYPE,
+                   "%s has a two-byte void dtype; accepted: float16, bfloat16, float32, and bool for a mask",
+                   array->name);
+}
+
+fa_code fa_interface_read(fa_state *state, fa_array *array, PyObject *interface, fa_status *status) {
+    bool unclear = false;
+    FA_TRY(read_dict(state, array, interface, &unclear, status));
+    if (unclear) FA_TRY(confirm_bfloat16(state, array, status));
+    return find_device(state, array, status);
+}
+
+static fa_code read_tuple_attribute(fa_state *state, fa_array *array, PyObject *name, int64_t *values, int *count,
+                                    fa_status *status) {
+    (void)state;
+    PyObject *tuple = PyObject_GetAttr(array->object, name);
+    if (!tuple) return fa_python_error(status);
+    fa_code code = read_ints(array, tuple, "shape", values, count, status);
+    Py_DECREF(tuple);
+    return code;
+}
+
+static fa_code read_number_attribute(PyObject *object, PyObject *name, long long *number, fa_status *status) {
+    PyObject *value = PyObject_GetAttr(object, name);
+    if (!value) return fa_python_error(status);
+    *number = PyLong_AsLongLong(value);
+    Py_DECREF(value);
+    return *number == -1 && PyErr_Occurred() ? fa_python_error(status) : FA_OK;
+}
+
+/* `first` is a CuPy array of the same call, whose interface told the current stream of the thread. */
+fa_code fa_cupy_read(fa_state *state, fa_array *array, const fa_array *first, fa_status *status) {
+    const fa_names *names = &state->names;
+    fa_view *view = &array->view;
+    int64_t byte_strides[FA_MAX_NDIM];
+    view->ndim = -1;
+    FA_TRY(read_tuple_attribute(state, array, names->shape, view->shape, &view->ndim, status));
+    FA_TRY(read_tuple_attribute(state, array, names->strides, byte_strides, &view->ndim, status));
+    PyObject *dtype = PyObject_GetAttr(array->object, names->dtype);
+    if (!dtype) return fa_python_error(status);
+    fa_code code = fa_numpy_dtype_read(state, array->name, dtype, &view->dtype, status);
+    Py_DECREF(dtype);
+    FA_TRY(code);
+    PyObject *memory = PyObject_GetAttr(array->object, names->data);
+    if (!memory) return fa_python_error(status);
+    long long address = 0, device = 0;
+    code = read_number_attribute(memory, names->ptr, &address, status);
+    if (code == FA_OK) code = read_number_attribute(memory, names->device_id, &device, status);
+    Py_DECREF(memory);
+    FA_TRY(code);
+    view->data = (void *)(uintptr_t)address;
+    view->device = (fa_device){FA_CUDA, (int)device};
+    array->device_unknown = address == 0;
+    array->has_stream = true;
+    array->stream = first->stream;
+    return fa_view_finish(array->name, view, byte_strides, status);
+}

@@ -1,0 +1,274 @@
+/* The module fa_ext._core: its state, its functions and the one place where status codes become exceptions. */
+#include "core.h"
+
+#include <string.h>
+
+static PyObject *exception_of(fa_state *state, fa_code code) {
+    switch (code) {
+    case FA_EVALUE: return PyExc_ValueError;
+    case FA_ETYPE: return PyExc_TypeError;
+    case FA_EBUFFER: return PyExc_BufferError;
+    case FA_EMEMORY: return PyExc_MemoryError;
+    case FA_EUNSUPPORTED: return state->unsupported_error;
+    case FA_ECUDA: return state->cuda_error;
+    default: return PyExc_SystemError;
+    }
+}
+
+PyObject *fa_raise(fa_state *state, const fa_status *status) {
+    if (status->code != FA_EPYTHON)
+        PyErr_SetString(exception_of(state, status->code), status->message);
+    else if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_SystemError, "fa_ext: an error was reported without an exception");
+    return NULL;
+}
+
+const char *fa_type_name(PyObject *object, char buffer[80]) {
+    PyObject *name = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+    const char *text = name ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+    snprintf(buffer, 80, "%s", text ? text : "object of an unnamed type");
+    if (!text) PyErr_Clear();
+    Py_XDECREF(name);
+    return buffer;
+}
+
+fa_code fa_wrong_type(const char *name, PyObject *value, const char *accepted, fa_status *status) {
+    char given[80];
+    return fa_fail(status, FA_ETYPE, "%s has type %s; accepted: %s", name, fa_type_name(value, given), accepted);
+}
+
+bool fa_text_equals(PyObject *object, const char *text) {
+    Py_ssize_t size;
+    const char *given = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &size) : NULL;
+    if (!given) {
+        PyErr_Clear();
+        return false;
+    }
+    return (size_t)size == strlen(text) && memcmp(given, text, (size_t)size) == 0;
+}
+
+int fa_optional_attribute(PyObject *object, PyObject *name, PyObject **value) {
+    *value = PyObject_GetAttr(object, name);
+    if (*value) return 1;
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+    PyErr_Clear();
+    return 0;
+}
+
+static int add_names(fa_names *names) {
+#define FA_INTERN(name)                                                                                                \
+    if (!(names->argument[FA_ARG_##name] = PyUnicode_InternFromString(#name))) return -1;
+    FA_ARGUMENTS(FA_INTERN)
+#undef FA_INTERN
+#define FA_INTERN(text)                                                                                                \
+    if (!(names->text = PyUnicode_InternFromString(#text))) return -1;
+    FA_ATTRIBUTES(FA_INTERN)
+#undef FA_INTERN
+    names->dlpack_version = Py_BuildValue("(ii)", DLPACK_MAJOR, DLPACK_MINOR);
+    return names->dlpack_version ? 0 : -1;
+}
+
+static int add_exception(PyObject *module, const char *name, const char *text, PyObject **slot) {
+    char full[64];
+    snprintf(full, sizeof full, "fa_ext.%s", name);
+    *slot = PyErr_NewExceptionWithDoc(full, text, PyExc_RuntimeError, NULL);
+    return *slot ? PyModule_AddObjectRef(module, name, *slot) : -1;
+}
+
+static int core_exec(PyObject *module) {
+    fa_state *state = PyModule_GetState(module);
+    memset(state, 0, sizeof *state);
+    atomic_init(&state->bfloat16_number, -1);
+    pthread_mutex_init(&state->lock, NULL);
+    if (fa_numpy_import() < 0 || add_names(&state->names) < 0) return -1;
+    if (add_exception(module, "UnsupportedError", "No kernel takes the call, or the one asked for rejects it.",
+                      &state->unsupported_error) < 0 ||
+        add_exception(module, "CudaError", "CUDA is not there, or one of its calls failed.", &state->cuda_error) < 0)
+        return -1;
+    state->device_array = fa_device_array_new_type(module);
+    if (!state->device_array || PyModule_AddObjectRef(module, "DeviceArray", (PyObject *)state->device_array) < 0)
+        return -1;
+    state->context = fa_context_new();
+    if (!state->context) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return PyModule_AddStringConstant(module, "__version__", FA_VERSION);
+}
+
+static int core_traverse(PyObject *module, visitproc visit, void *arg) {
+    fa_state *state = PyModule_GetState(module);
+    if (!state) return 0;
+    Py_VISIT(state->unsupported_error);
+    Py_VISIT(state->cuda_error);
+    Py_VISIT(state->device_array);
+    int count = atomic_load(&state->type_count);
+    for (int n = 0; n < count; n++) {
+        Py_VISIT(state->types[n].type);
+        Py_VISIT(state->types[n].is_neg);
+        Py_VISIT(state->types[n].is_conj);
+        Py_VISIT(state->types[n].maker);
+    }
+    return 0;
+}
+
+static int core_clear(PyObject *module) {
+    fa_state *state = PyModule_GetState(module);
+    if (!state) return 0;
+    fa_types_clear(state);
+    Py_CLEAR(state->unsupported_error);
+    Py_CLEAR(state->cuda_error);
+    Py_CLEAR(state->device_array);
+    return 0;
+}
+
+static void core_free(void *module) {
+    fa_state *state = PyModule_GetState(module);
+    if (!state) return;
+    core_clear(module);
+    for (int n = 0; n < FA_ARG_COUNT; n++) Py_CLEAR(state->names.argument[n]);
+#define FA_DROP(text) Py_CLEAR(state->names.text);
+    FA_ATTRIBUTES(FA_DROP)
+#undef FA_DROP
+    Py_CLEAR(state->names.dlpack_version);
+    fa_loaded_clear(state);
+    if (state->context) fa_context_free(state->context);
+    state->context = NULL;
+}
+
+#define FA_CALL_SIGNATURE                                                                                              \
+    "(q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, "              \
+    "layout='bhsd', out=None, return_lse=False, stream=None, kernel=None, batch_invariant=False)\n--\n\n"
+
+PyDoc_STRVAR(attention_doc,
+             "attention" FA_CALL_SIGNATURE
+             "softmax(scale * q k^T + bias, over the visible keys) v, for any array library.\n"
+             "\n"
+             "Parameters\n"
+             "----------\n"
+             "q : array, (B, H, Sq, D), or (B, Sq, H, D) with layout='bshd'\n"
+             "    Queries: float16, bfloat16 or float32; float64 on the CPU. D is 1 to 256. Any strides.\n"
+             "k : array, (B, Hk, Sk, D), or (B, Sk, Hk, D)\n"
+             "    Keys, of q's dtype. H is a multiple of Hk: query head h uses key head h // (H // Hk).\n"
+             "v : array, (B, Hk, Sk, Dv), or (B, Sk, Hk, Dv)\n"
+             "    Values, of q's dtype. Dv is 1 to 256.\n"
+             "causal : False, True, 'top_left' or 'bottom_right'\n"
+             "    Query i sees key j iff j <= i + d; d is 0 for 'top_left' and Sk - Sq for 'bottom_right'. True needs\n"
+             "    Sq == Sk, where both are the same.\n"
+             "scale : float or None\n"
+             "    Factor of q k^T; None: 1 / sqrt(D).\n"
+             "window : (left, right) or None\n"
+             "    Query i sees key j iff -left <= j - (i + d) <= right; each an int >= 0, or None for unbounded.\n"
+             "softcap : float\n"
+             "    > 0: scores become softcap * tanh(score / softcap), before the bias.\n"
+             "bias : array that broadcasts to (B, H, Sq, Sk), or None\n"
+             "    Added to the scores; q's dtype or float32; -inf excludes a key.\n"
+             "mask : bool array that broadcasts to (B, H, Sq, Sk), or None\n"
+             "    True: attend.\n"
+             "sinks : array, (H,), or None\n"
+             "    Logits that join the softmax's denominator alone; q's dtype or float32.\n"
+             "layout : 'bhsd' or 'bshd'\n"
+             "    Axis order of q, k, v and out.\n"
+             "out : array or (array, array)\n"
+             "    Where the result goes: q's dtype, (B, H, Sq, Dv) in `layout`; a pair also takes the LSE.\n"
+             "return_lse : bool\n"
+             "    Also return the LSE.\n"
+             "stream : int, object with __cuda_stream__, or None\n"
+             "    CUDA stream of the call; None: the current stream of q's library, else the per-thread stream.\n"
+             "    Keep arrays that are only reachable through __dlpack__ alive until a stream given here has run.\n"
+             "kernel : str or None\n"
+             "    A name of kernels() forces that row; the environment variable FA_EXT_KERNEL does the same.\n"
+             "batch_invariant : bool\n"
+             "    The bits of a batch entry do not depend on the other entries.\n"
+             "\n"
+             "Returns\n"
+             "-------\n"
+             "out : array of q's kind, (B, H, Sq, Dv) or (B, Sq, H, Dv), q's dtype, C-contiguous\n"
+             "    0 where a query sees no key.\n"
+             "lse : array, (B, H, Sq), float32 (float64 for float64)\n"
+             "    With return_lse, or with a pair as `out`: natural logarithm of the softmax's denominator,\n"
+             "    sinks included; -inf where a query sees no key and there are no sinks.\n"
+             "\n"
+             "Raises\n"
+             "------\n"
+             "ValueError, TypeError, BufferError\n"
+             "    An argument is not accepted; the message names it, what was given and what is accepted.\n"
+             "UnsupportedError\n"
+             "    No kernel takes the call, or the forced one rejects it, with its reason.\n"
+             "CudaError, MemoryError\n"
+             "    CUDA is missing or failed; memory ran out.");
+
+PyDoc_STRVAR(explain_doc, "explain" FA_CALL_SIGNATURE
+                          "Which kernel attention() would run for these arguments, and why not each other.\n"
+                          "\n"
+                          "Runs nothing. Returns (name, {other name: reason}); name is None when no kernel takes the\n"
+                          "call. Raises what attention() raises for arguments that are not accepted.");
+
+PyDoc_STRVAR(kernels_doc, "kernels($module, /)\n--\n\n"
+                          "Names of the kernels compiled into this build, in order of preference.");
+
+PyDoc_STRVAR(to_device_doc,
+             "to_device(array, device=0)\n--\n\n"
+             "Copies a NumPy array (float16, bfloat16, float32, float64 or bool) to a CUDA device.\n"
+             "\n"
+             "Returns a DeviceArray, C-contiguous, of the same shape and dtype. Blocks until it is there.");
+
+PyDoc_STRVAR(to_numpy_doc, "to_numpy($module, array, /)\n--\n\n"
+                           "Copies an array of any library and device into a new C-contiguous NumPy array.\n"
+                           "\n"
+                           "Waits for the work queued on its library's stream. bfloat16 needs ml_dtypes.");
+
+PyDoc_STRVAR(load_doc, "load(path, row=None)\n--\n\n"
+                       "Loads a shared library that exports one kernel row, fa_row_<row>, for kernel=<name>.\n"
+                       "\n"
+                       "`row` defaults to the file's name up to its first dot. Returns the name to force it by: the\n"
+                       "row's own, or <row>@<n> where that is taken. Loaded rows are never chosen by themselves. A\n"
+                       "path is loaded once; a rebuilt library needs a new path.");
+
+static PyMethodDef core_methods[] = {
+    {"attention", (PyCFunction)(void (*)(void))fa_attention, METH_FASTCALL | METH_KEYWORDS, attention_doc},
+    {"explain", (PyCFunction)(void (*)(void))fa_explain, METH_FASTCALL | METH_KEYWORDS, explain_doc},
+    {"kernels", fa_kernels, METH_NOARGS, kernels_doc},
+    {"to_device", (PyCFunction)(void (*)(void))fa_to_device, METH_FASTCALL | METH_KEYWORDS, to_device_doc},
+    {"to_numpy", fa_to_numpy, METH_O, to_numpy_doc},
+    {"load", (PyCFunction)(void (*)(void))fa_load, METH_FASTCALL | METH_KEYWORDS, load_doc},
+    {"loaded", fa_loaded_rows, METH_NOARGS,
+     "loaded($module, /)\n--\n\nRows loaded at run time: {name: (path, summary)}."},
+    {"build_info", fa_build_info, METH_NOARGS,
+     "build_info($module, /)\n--\n\nWhat this build has: version, cuda, toolkit, rows ({name: (device, summary)})."},
+    {"cpu_info", fa_cpu_info, METH_NOARGS, "cpu_info($module, /)\n--\n\nThe CPU as kernels see it."},
+    {"device_count", fa_device_count_py, METH_NOARGS,
+     "device_count($module, /)\n--\n\nNumber of CUDA devices. CudaError says why there are none to use."},
+    {"device_info", fa_device_info_py, METH_O,
+     "device_info($module, index, /)\n--\n\nCapabilities of a CUDA device; sizes in bytes."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Slots that CPython 3.11 does not know are appended by the running version, so that one abi3 build declares them. */
+#define SLOT_MULTIPLE_INTERPRETERS 3 /* Py_mod_multiple_interpreters, 3.12 */
+#define SLOT_GIL                   4 /* Py_mod_gil, 3.13 */
+static PyModuleDef_Slot core_slots[4] = {{Py_mod_exec, (void *)core_exec}};
+
+PyModuleDef fa_core_module = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "fa_ext._core",
+    .m_doc = "The compiled part of fa_ext.",
+    .m_size = sizeof(fa_state),
+    .m_methods = core_methods,
+    .m_slots = core_slots,
+    .m_traverse = core_traverse,
+    .m_clear = core_clear,
+    .m_free = core_free,
+};
+
+PyMODINIT_FUNC PyInit__core(void);
+
+PyMODINIT_FUNC PyInit__core(void) {
+    int used = 1;
+    if (Py_Version >= 0x030C0000) /* as NumPy: one interpreter a process */
+        core_slots[used++] = (PyModuleDef_Slot){SLOT_MULTIPLE_INTERPRETERS, (void *)0};
+    if (Py_Version >= 0x030D0000) /* works without the GIL */
+        core_slots[used++] = (PyModuleDef_Slot){SLOT_GIL, (void *)1};
+    core_slots[used] = (PyModuleDef_Slot){0, NULL};
+    return PyModuleDef_Init(&fa_core_module);
+}

@@ -1,0 +1,287 @@
+/* fa_ext.DeviceArray: memory of ours, for results whose library has no allocator that we could ask, and for
+ * to_device(). C-contiguous, on a CUDA device or the CPU; speaks the CUDA Array Interface and DLPack; freed in stream
+ * order. */
+#include "core.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct device_array {
+    PyObject_HEAD fa_view view;
+    void *stream;           /* the work that fills the memory is queued here */
+    unsigned long thread;   /* that made it: the per-thread stream is another one elsewhere */
+    PyObject *stream_owner; /* keeps `stream` alive, or NULL */
+    void *consumer;         /* stream of the last library it was handed to, or NULL */
+} device_array;
+
+static fa_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
+
+static device_array *as_array(PyObject *self) { return (device_array *)self; }
+
+/* The per-thread stream of another thread cannot be named; the legacy stream waits for it. */
+static void *own_stream(const device_array *array) {
+    if (array->stream == FA_STREAM_PER_THREAD && array->thread != PyThread_get_thread_ident()) return FA_STREAM_LEGACY;
+    return array->stream;
+}
+
+fa_code fa_device_array_make(fa_state *state, fa_device device, int ndim, const int64_t *shape, fa_dtype dtype,
+                             const fa_stream *stream, fa_result *result, fa_status *status) {
+    PyObject *self = PyType_GenericAlloc(state->device_array, 0);
+    if (!self) return fa_python_error(status);
+    device_array *array = as_array(self);
+    fa_view *view = &array->view;
+    view->device = device;
+    view->dtype = dtype;
+    view->ndim = ndim;
+    memcpy(view->shape, shape, (size_t)ndim * sizeof *shape);
+    fa_view_contiguous(view);
+    array->stream = stream->handle;
+    array->thread = PyThread_get_thread_ident();
+    array->stream_owner = Py_XNewRef(stream->owner);
+    size_t bytes = (size_t)fa_view_elements(view) * fa_dtype_size(dtype);
+    if (bytes) {
+        fa_code code = fa_memory_alloc(state->context, device, bytes, array->stream, &view->data, status);
+        if (code != FA_OK) {
+            Py_DECREF(self);
+            return code;
+        }
+    }
+    *result = (fa_result){self, view->data};
+    return FA_OK;
+}
+
+void fa_device_array_read(PyObject *object, fa_array *array) {
+    const device_array *source = as_array(object);
+    array->view = source->view;
+    if (source->view.device.kind != FA_CUDA) return;
+    array->has_stream = true;
+    array->stream = own_stream(source);
+}
+
+static void array_dealloc(PyObject *self) {
+    device_array *array = as_array(self);
+    PyTypeObject *type = Py_TYPE(self);
+    fa_state *state = state_of(self);
+    fa_status ignored;
+    int previous;
+    if (array->view.data && fa_device_enter(state->context, array->view.device, &previous, &ignored) == FA_OK) {
+        void *stream = own_stream(array);
+        if (array->consumer) fa_stream_wait(stream, array->consumer, &ignored);
+        fa_memory_free(array->view.device, array->view.data, stream, &ignored);
+        fa_device_leave(array->view.device, previous);
+    }
+    Py_XDECREF(array->stream_owner);
+    PyObject_Free(self);
+    Py_DECREF((PyObject *)type);
+}
+
+/* ---- attributes ---- */
+
+static PyObject *shape_tuple(const fa_view *view) {
+    PyObject *shape = PyTuple_New(view->ndim);
+    for (int axis = 0; shape && axis < view->ndim; axis++) {
+        PyObject *extent = PyLong_FromLongLong(view->shape[axis]);
+        if (!extent || PyTuple_SetItem(shape, axis, extent) < 0) Py_CLEAR(shape);
+    }
+    return shape;
+}
+
+static PyObject *get_shape(PyObject *self, void *unused) {
+    (void)unused;
+    return shape_tuple(&as_array(self)->view);
+}
+
+static PyObject *get_dtype(PyObject *self, void *unused) {
+    (void)unused;
+    return PyUnicode_FromString(fa_dtype_name(as_array(self)->view.dtype));
+}
+
+static PyObject *get_ndim(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromLong(as_array(self)->view.ndim);
+}
+
+static PyObject *get_nbytes(PyObject *self, void *unused) {
+    (void)unused;
+    const fa_view *view = &as_array(self)->view;
+    return PyLong_FromLongLong(fa_view_elements(view) * (long long)fa_dtype_size(view->dtype));
+}
+
+static PyObject *get_device(PyObject *self, void *unused) {
+    (void)unused;
+    fa_device device = as_array(self)->view.device;
+    return device.kind == FA_CPU ? PyUnicode_FromString("cpu") : PyUnicode_FromFormat("cuda:%d", device.id);
+}
+
+static PyObject *get_interface(PyObject *self, void *unused) {
+    (void)unused;
+    static const char *const typestrs[FA_DTYPE_COUNT] = {"<f2", "<V2", "<f4", "<f8", "|b1"};
+    const device_array *array = as_array(self);
+    if (array->view.device.kind != FA_CUDA) {
+        PyErr_SetString(PyExc_AttributeError, "__cuda_array_interface__: the array is on the CPU");
+        return NULL;
+    }
+    PyObject *shape = shape_tuple(&array->view);
+    if (!shape) return NULL;
+    return Py_BuildValue("{s:N,s:s,s:(KO),s:O,s:i,s:K}", "shape", shape, "typestr", typestrs[array->view.dtype], "data",
+                         (unsigned long long)(uintptr_t)array->view.data, Py_False, "strides", Py_None, "version", 3,
+                         "stream", (unsigned long long)(uintptr_t)own_stream(array));
+}
+
+static PyObject *array_repr(PyObject *self) {
+    PyObject *shape = get_shape(self, NULL), *device = get_device(self, NULL), *text = NULL;
+    if (shape && device)
+        text = PyUnicode_FromFormat("<fa_ext.DeviceArray %s %R on %U>", fa_dtype_name(as_array(self)->view.dtype),
+                                    shape, device);
+    Py_XDECREF(shape);
+    Py_XDECREF(device);
+    return text;
+}
+
+/* ---- DLPack out ---- */
+
+/* One allocation: the managed tensor of either version, then shape and strides. */
+typedef struct exported {
+    union {
+        DLManaged plain;
+        DLManagedVersioned versioned;
+    };
+    int64_t shape[FA_MAX_NDIM], strides[FA_MAX_NDIM];
+} exported;
+
+static void drop_exported(exported *memory, PyObject *owner) {
+    free(memory);
+    if (!Py_IsInitialized()) return;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF(owner);
+    PyGILState_Release(gil);
+}
+
+static void delete_plain(DLManaged *managed) { drop_exported((exported *)managed, managed->context); }
+static void delete_versioned(DLManagedVersioned *managed) { drop_exported((exported *)managed, managed->context); }
+
+/* A capsule that nobody consumed still owns its tensor. */
+static void destroy_capsule(PyObject *capsule) {
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
+        DLManaged *managed = PyCapsule_GetPointer(capsule, "dltensor");
+        managed->deleter(managed);
+    } else if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        DLManagedVersioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        managed->deleter(managed);
+    }
+}
+
+static PyObject *export(PyObject *self, bool versioned) {
+    const fa_view *view = &as_array(self)->view;
+    exported *memory = calloc(1, sizeof *memory);
+    if (!memory) return PyErr_NoMemory();
+    memcpy(memory->shape, view->shape, sizeof memory->shape);
+    memcpy(memory->strides, view->strides, sizeof memory->strides);
+    DLTensor tensor = {.data = view->data,
+                       .device = {view->device.kind == FA_CPU ? DLPACK_CPU : DLPACK_CUDA, view->device.id},
+                       .ndim = view->ndim,
+                       .shape = memory->shape,
+                       .strides = memory->strides};
+    fa_dlpack_dtype(view->dtype, &tensor.dtype);
+    if (versioned)
+        memory->versioned = (DLManagedVersioned){{DLPACK_MAJOR, DLPACK_MINOR}, self, delete_versioned, 0, tensor};
+    else
+        memory->plain = (DLManaged){tensor, self, delete_plain};
+    PyObject *capsule = PyCapsule_New(memory, versioned ? "dltensor_versioned" : "dltensor", destroy_capsule);
+    if (!capsule) {
+        free(memory);
+        return NULL;
+    }
+    Py_INCREF(self);
+    return capsule;
+}
+
+/* stream=: None is the legacy stream, -1 asks for no order at all. */
+static fa_code order_consumer(PyObject *self, PyObject *stream, fa_status *status) {
+    device_array *array = as_array(self);
+    if (array->view.device.kind == FA_CPU) {
+        if (stream == Py_None) return FA_OK;
+        return fa_fail(status, FA_EBUFFER, "stream must be None: the array is on the CPU");
+    }
+    void *consumer = FA_STREAM_LEGACY;
+    if (stream != Py_None) {
+        if (PyLong_Check(stream) && PyLong_AsLong(stream) == -1 && !PyErr_Occurred()) return FA_OK;
+        PyErr_Clear();
+        FA_TRY(fa_stream_number("stream", stream, &consumer, status));
+    }
+    int previous;
+    FA_TRY(fa_device_enter(state_of(self)->context, array->view.device, &previous, status));
+    fa_code code = fa_stream_wait(consumer, own_stream(array), status);
+    fa_device_leave(array->view.device, previous);
+    array->consumer = consumer;
+    return code;
+}
+
+static PyObject *array_dlpack(PyObject *self, PyObject *args, PyObject *keywords) {
+    static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
+    PyObject *stream = Py_None, *max_version = Py_None, *device = Py_None, *copy = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|$OOOO:__dlpack__", names, &stream, &max_version, &device, &copy))
+        return NULL;
+    int major = 0, minor = 0, type, id;
+    if (max_version != Py_None &&
+        !PyArg_ParseTuple(max_version, "ii;max_version must be (major, minor)", &major, &minor))
+        return NULL;
+    const fa_view *view = &as_array(self)->view;
+    if (device != Py_None) {
+        if (!PyArg_ParseTuple(device, "ii;dl_device must be (type, id)", &type, &id)) return NULL;
+        if (type != (view->device.kind == FA_CPU ? DLPACK_CPU : DLPACK_CUDA) || id != view->device.id) {
+            PyErr_SetString(PyExc_BufferError, "dl_device: the array can only be exported where it is");
+            return NULL;
+        }
+    }
+    if (copy == Py_True) {
+        PyErr_SetString(PyExc_BufferError, "copy=True: the array can only be exported without a copy");
+        return NULL;
+    }
+    fa_status status;
+    if (order_consumer(self, stream, &status) != FA_OK) return fa_raise(state_of(self), &status);
+    return export(self, major >= 1);
+}
+
+static PyObject *array_dlpack_device(PyObject *self, PyObject *unused) {
+    (void)unused;
+    fa_device device = as_array(self)->view.device;
+    return Py_BuildValue("(ii)", device.kind == FA_CPU ? DLPACK_CPU : DLPACK_CUDA, device.id);
+}
+
+static PyMethodDef array_methods[] = {
+    {"__dlpack__", (PyCFunction)(void (*)(void))array_dlpack, METH_VARARGS | METH_KEYWORDS,
+     "__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\nDLPack capsule."},
+    {"__dlpack_device__", array_dlpack_device, METH_NOARGS,
+     "__dlpack_device__($self, /)\n--\n\n(DLPack device type, device id)."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef array_attributes[] = {
+    {"shape", get_shape, NULL, "Extents.", NULL},
+    {"dtype", get_dtype, NULL, "Name of the dtype: float16, bfloat16, float32, float64 or bool.", NULL},
+    {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
+    {"nbytes", get_nbytes, NULL, "Bytes of memory.", NULL},
+    {"device", get_device, NULL, "'cuda:<index>' or 'cpu'.", NULL},
+    {"__cuda_array_interface__", get_interface, NULL, "CUDA Array Interface, version 3.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+PyTypeObject *fa_device_array_new_type(PyObject *module) {
+    static PyType_Slot slots[] = {
+        {Py_tp_dealloc, array_dealloc},
+        {Py_tp_repr, array_repr},
+        {Py_tp_methods, array_methods},
+        {Py_tp_getset, array_attributes},
+        {Py_tp_doc, "A C-contiguous array of fa_ext's own, on a CUDA device or the CPU.\n\n"
+                    "Any library takes it through __dlpack__ or __cuda_array_interface__; to_numpy() copies it."},
+        {0, NULL},
+    };
+    static PyType_Spec spec = {
+        .name = "fa_ext.DeviceArray",
+        .basicsize = sizeof(device_array),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = slots,
+    };
+    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
+}

@@ -1,0 +1,241 @@
+/* The kernel table as Python sees it: names, rows loaded at run time, and what the build and its devices have. */
+#include "core.h"
+
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+
+PyObject *fa_kernels(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    PyObject *names = PyTuple_New(fa_kernel_count());
+    for (int n = 0; names && n < fa_kernel_count(); n++) {
+        PyObject *name = PyUnicode_FromString(fa_kernel_at(n)->name);
+        if (!name || PyTuple_SetItem(names, n, name) < 0) Py_CLEAR(names);
+    }
+    return names;
+}
+
+static const fa_loaded *find_loaded(fa_state *state, const char *name) {
+    const fa_loaded *entry = atomic_load_explicit(&state->loaded, memory_order_acquire);
+    while (entry && strcmp(entry->name, name) != 0) entry = entry->next;
+    return entry;
+}
+
+fa_code fa_row_find(fa_state *state, const char *argument, const char *name, const fa_kernel **row, fa_status *status) {
+    *row = fa_kernel_find(name);
+    if (*row) return FA_OK;
+    const fa_loaded *found = find_loaded(state, name);
+    if (found) {
+        *row = found->row;
+        return FA_OK;
+    }
+    char names[1024] = "";
+    size_t used = 0;
+    for (int n = 0; n < fa_kernel_count() && used < sizeof names; n++)
+        used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", n ? ", " : "", fa_kernel_at(n)->name);
+    const fa_loaded *entry = atomic_load_explicit(&state->loaded, memory_order_acquire);
+    for (; entry && used < sizeof names; entry = entry->next)
+        used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", entry->name);
+    return fa_fail(status, FA_EVALUE, "%s is \"%.80s\", which names no kernel of this build; accepted: %s", argument,
+                   name, names);
+}
+
+/* ---- rows loaded at run time ---- */
+
+/* "/tmp/simt.v3.so" -> "simt" */
+static void row_of_path(const char *path, char *row, size_t size) {
+    const char *slash = strrchr(path, '/');
+    snprintf(row, size, "%s", slash ? slash + 1 : path);
+    row[strcspn(row, ".")] = 0;
+}
+
+static fa_code check_row(const char *path, const char *row, const fa_kernel *found, fa_status *status) {
+    if (!found)
+        return fa_fail(status, FA_EVALUE,
+                       "path: %.500s does not export fa_row_%.100s; accepted: a library that exports "
+                       "that row, or another name as row=",
+                       path, row);
+    if (found->abi != FA_ROW_ABI)
+        return fa_fail(status, FA_EVALUE, "path: %.500s was built for row ABI %d; accepted: %d, build it again", path,
+                       found->abi, FA_ROW_ABI);
+    if (!found->name || !found->summary || !found->rejects || !found->plan || !found->launch)
+        return fa_fail(status, FA_EVALUE, "path: fa_row_%.100s in %.500s is incomplete", row, path);
+    return FA_OK;
+}
+
+/* The row's name, or <name>@<n> where that is taken. With the lock held. */
+static char *free_name(fa_state *state, const char *name) {
+    char text[160];
+    snprintf(text, sizeof text, "%.120s", name);
+    for (int n = 1; fa_kernel_find(text) || find_loaded(state, text); n++)
+        snprintf(text, sizeof text, "%.120s@%d", name, n);
+    return strdup(text);
+}
+
+static fa_code load_row(fa_state *state, const char *path, const char *row, const char **name, fa_status *status) {
+    void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!handle) return fa_fail(status, FA_EVALUE, "path: %.1500s", dlerror());
+    char symbol[160];
+    snprintf(symbol, sizeof symbol, "fa_row_%.120s", row);
+    const fa_kernel *found = dlsym(handle, symbol);
+    fa_code code = check_row(path, row, found, status);
+    if (code != FA_OK) {
+        dlclose(handle);
+        return code;
+    }
+    pthread_mutex_lock(&state->lock);
+    fa_loaded *entry = atomic_load_explicit(&state->loaded, memory_order_relaxed);
+    while (entry && entry->row != found) entry = entry->next;
+    if (entry) { /* the same library again */
+        dlclose(handle);
+    } else {
+        entry = calloc(1, sizeof *entry);
+        if (entry) {
+            entry->name = free_name(state, found->name);
+            entry->path = strdup(path);
+            entry->handle = handle;
+            entry->row = found;
+            entry->next = atomic_load_explicit(&state->loaded, memory_order_relaxed);
+            atomic_store_explicit(&state->loaded, entry, memory_order_release);
+        }
+    }
+    pthread_mutex_unlock(&state->lock);
+    if (!entry || !entry->name || !entry->path) return fa_fail(status, FA_EMEMORY, "no memory for a loaded row");
+    *name = entry->name;
+    return FA_OK;
+}
+
+PyObject *fa_load(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    fa_state *state = PyModule_GetState(module);
+    fa_status status;
+    PyObject *path = count > 0 ? args[0] : NULL, *row = count > 1 ? args[1] : NULL, *encoded = NULL;
+    Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+    bool wrong = count > 2 || !path;
+    for (Py_ssize_t n = 0; n < named; n++) {
+        if (fa_text_equals(PyTuple_GetItem(keywords, n), "row") && !row)
+            row = args[count + n];
+        else
+            wrong = true;
+    }
+    if (row == Py_None) row = NULL;
+    if (wrong || (row && !PyUnicode_Check(row))) {
+        fa_fail(&status, FA_ETYPE, "accepted: load(path, row=None), with row a str");
+        return fa_raise(state, &status);
+    }
+    if (!PyUnicode_FSConverter(path, &encoded)) return NULL;
+    const char *path_text = PyBytes_AsString(encoded);
+    const char *row_text = row ? PyUnicode_AsUTF8AndSize(row, NULL) : NULL;
+    const char *name = NULL;
+    char derived[160];
+    if (!row) row_of_path(path_text, derived, sizeof derived);
+    fa_code code = row && !row_text ? fa_python_error(&status)
+                                    : load_row(state, path_text, row ? row_text : derived, &name, &status);
+    Py_DECREF(encoded);
+    return code == FA_OK ? PyUnicode_FromString(name) : fa_raise(state, &status);
+}
+
+PyObject *fa_loaded_rows(PyObject *module, PyObject *unused) {
+    (void)unused;
+    fa_state *state = PyModule_GetState(module);
+    PyObject *rows = PyDict_New();
+    const fa_loaded *entry = atomic_load_explicit(&state->loaded, memory_order_acquire);
+    for (; rows && entry; entry = entry->next) {
+        PyObject *value = Py_BuildValue("(ss)", entry->path, entry->row->summary);
+        if (!value || PyDict_SetItemString(rows, entry->name, value) < 0) Py_CLEAR(rows);
+        Py_XDECREF(value);
+    }
+    return rows;
+}
+
+/* Libraries stay open: a plan elsewhere may still point into them. */
+void fa_loaded_clear(fa_state *state) {
+    fa_loaded *entry = atomic_exchange(&state->loaded, NULL);
+    while (entry) {
+        fa_loaded *next = entry->next;
+        free(entry->name);
+        free(entry->path);
+        free(entry);
+        entry = next;
+    }
+}
+
+/* ---- what there is ---- */
+
+void fa_cublas_seek(fa_state *state) {
+    if (atomic_exchange(&state->cublas_sought, true) || !fa_kernel_find("cublas")) return;
+    PyObject *module = PyImport_ImportModule("fa_ext._cublas");
+    PyObject *found = module ? PyObject_CallMethod(module, "find", NULL) : NULL;
+    const char *path = found && found != Py_None ? PyUnicode_AsUTF8AndSize(found, NULL) : NULL;
+    if (path) fa_cublas_set_path(state->context, path);
+    if (PyErr_Occurred()) PyErr_Clear(); /* the loader's own search remains */
+    Py_XDECREF(found);
+    Py_XDECREF(module);
+}
+
+PyObject *fa_build_info(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+#ifdef FA_HAVE_CUDA
+    PyObject *cuda = Py_True;
+#else
+    PyObject *cuda = Py_False;
+#endif
+#ifdef FA_CUDA_TOOLKIT
+    const char *toolkit = FA_CUDA_TOOLKIT;
+#else
+    const char *toolkit = NULL;
+#endif
+    PyObject *rows = PyDict_New();
+    for (int n = 0; rows && n < fa_kernel_count(); n++) {
+        const fa_kernel *row = fa_kernel_at(n);
+        PyObject *value = Py_BuildValue("(ss)", row->device == FA_CPU ? "cpu" : "cuda", row->summary);
+        if (!value || PyDict_SetItemString(rows, row->name, value) < 0) Py_CLEAR(rows);
+        Py_XDECREF(value);
+    }
+    if (!rows) return NULL;
+    return Py_BuildValue("{s:s,s:O,s:z,s:N}", "version", FA_VERSION, "cuda", cuda, "toolkit", toolkit, "rows", rows);
+}
+
+PyObject *fa_cpu_info(PyObject *module, PyObject *unused) {
+    (void)unused;
+    fa_state *state = PyModule_GetState(module);
+    fa_status status;
+    const fa_device_info *info;
+    if (fa_device_info_get(state->context, (fa_device){FA_CPU, 0}, &info, &status) != FA_OK)
+        return fa_raise(state, &status);
+    return Py_BuildValue("{s:s,s:i,s:K,s:K}", "name", info->name, "threads", info->sm_count, "memory_bytes",
+                         (unsigned long long)info->memory_bytes, "workspace_limit",
+                         (unsigned long long)info->workspace_limit);
+}
+
+PyObject *fa_device_count_py(PyObject *module, PyObject *unused) {
+    (void)unused;
+    fa_state *state = PyModule_GetState(module);
+    fa_status status;
+    int count = 0;
+    if (fa_device_count(state->context, &count, &status) != FA_OK) return fa_raise(state, &status);
+    return PyLong_FromLong(count);
+}
+
+PyObject *fa_device_info_py(PyObject *module, PyObject *index) {
+    fa_state *state = PyModule_GetState(module);
+    fa_status status;
+    const fa_device_info *info;
+    long number = PyLong_AsLong(index);
+    if (number == -1 && PyErr_Occurred()) return NULL;
+    if (!atomic_load(&state->cublas_sought)) fa_cublas_seek(state);
+    if (number < 0 || number > 4095) {
+        fa_fail(&status, FA_EVALUE, "index is %ld; accepted: the index of a CUDA device, from 0", number);
+        return fa_raise(state, &status);
+    }
+    if (fa_device_info_get(state->context, (fa_device){FA_CUDA, (int)number}, &info, &status) != FA_OK)
+        return fa_raise(state, &status);
+    return Py_BuildValue(
+        "{s:i,s:s,s:i,s:i,s:K,s:K,s:K,s:K,s:K,s:i,s:i,s:O,s:z}", "index", (int)number, "name", info->name, "cc",
+        info->cc, "sm_count", info->sm_count, "smem_per_block", (unsigned long long)info->smem_per_block, "smem_per_sm",
+        (unsigned long long)info->smem_per_sm, "l2_bytes", (unsigned long long)info->l2_bytes, "memory_bytes",
+        (unsigned long long)info->memory_bytes, "workspace_limit", (unsigned long long)info->workspace_limit,
+        "driver_version", info->driver_version, "runtime_version", info->runtime_version, "tensor_maps",
+        info->encode_tensor_map ? Py_True : Py_False, "cublas_error", info->cublas_error);
+}

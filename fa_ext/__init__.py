@@ -1,0 +1,68 @@
+"""Attention for any array library: NumPy, CuPy, PyTorch, JAX, Numba, and whatever speaks DLPack.
+
+``attention(q, k, v, ...)`` runs hand-written C and CUDA kernels on the arrays it is given and returns the result in the
+caller's own kind. ``kernels()`` and ``explain()`` say which kernels there are and which one a call takes, ``verify()``
+holds a call against float64, ``to_device()`` and ``to_numpy()`` copy.
+"""
+
+import importlib
+import sys
+import types
+
+try:
+    from ._core import (
+        CudaError,
+        DeviceArray,
+        UnsupportedError,
+        __version__,
+        attention,
+        explain,
+        kernels,
+        to_device,
+        to_numpy,
+    )
+except ImportError as error:
+    if error.name != f"{__name__}._core":
+        raise
+    raise ImportError(
+        "fa_ext is not compiled here; build it with 'pip install -e .' in the directory that holds setup.py "
+        "(or 'python setup.py build_ext --inplace')",
+        name=error.name,
+    ) from None
+
+__all__ = [
+    "CudaError",
+    "DeviceArray",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "explain",
+    "kernels",
+    "to_device",
+    "to_numpy",
+    "verify",
+]
+
+
+class _Package(types.ModuleType):
+    """Binds ``fa_ext.verify`` to the function, whichever way its module of the same name is first imported."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "verify" and isinstance(value, types.ModuleType):
+            value = value.verify
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str):
+    """``verify`` and ``reference`` load on first use: a call needs neither."""
+    if name in ("verify", "reference"):
+        importlib.import_module(f".{name}", __name__)  # binds the name
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,36 @@
+"""Where cuBLAS is. The compiled module asks once, before its first CUDA call, and loads what is named here."""
+
+from __future__ import annotations
+
+import ctypes.util
+import re
+
+
+def _loaded() -> str | None:
+    """cuBLAS of this process, where another library has loaded it: sharing it saves memory and a second start-up."""
+    try:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                found = re.search(r"(/\S*/libcublas\.so\.(?:13|12)[\d.]*)$", line.rstrip())
+                if found:
+                    return found.group(1)
+    except OSError:
+        pass
+    return None
+
+
+def _installed() -> str | None:
+    """cuBLAS of the nvidia wheels, of conda or of the system, by cuda-pathfinder where it is installed."""
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+    except ImportError:
+        return None
+    try:
+        return load_nvidia_dynamic_lib("cublas").abs_path
+    except Exception:  # its errors differ from version to version; the loader's own search remains
+        return None
+
+
+def find() -> str | None:
+    """Path or soname of cuBLAS 13 or 12, or None, which leaves the search to the dynamic loader."""
+    return _loaded() or _installed() or ctypes.util.find_library("cublas")
