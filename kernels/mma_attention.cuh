@@ -1,0 +1,434 @@
+/* The attention kernel on mma.sync: one block takes TILE_M query rows of one head and walks over the keys they see.
+ *
+ *     S = Q K^T        a = query fragments (registers or ldmatrix), b = ldmatrix of the key rows as they lie
+ *     P = 2^(c S - m)  in the registers of S; rounded to T, two neighbouring 8-key columns of S are operand a again
+ *     O = O 2^(..) + P V   b = ldmatrix.trans of the value rows
+ *
+ * Warps: WARPS_M groups of 16 ROW_TILES query rows; WARPS_N warps share a group's rows and split each key tile, each with
+ * its own maximum, sum and output, merged in shared memory at the end (small grids: more warps a row).
+ * Key tiles are walked from the last to the first, so that the masked ones of a causal call come first, in the shadow of
+ * the first loads. K and V: a ring of STAGES tiles filled by cp.async, one barrier a tile; with STAGES 1 the next K is
+ * fetched while P V runs and V while Q K^T runs, two barriers a tile. */
+#ifndef FA_MMA_ATTENTION_CUH
+#define FA_MMA_ATTENTION_CUH
+
+#include "convert.cuh"    // row_of
+#include "fa.h"           // fa_problem
+#include "mma_scores.cuh" // Scores, mask_scores, transform_scores
+#include "mma_tile.cuh"   // BlockAddress, RowLoader
+#include "sm80_ptx.cuh"   // mma_16x8x16, pack
+#include "softmax.cuh"    // exp2_fast, finish_row
+
+namespace fa {
+
+/* Tile shape of one instance. GENERAL: scores pass through scale, softcap, bias and boolean mask one by one, and
+ * operands may have any alignment; otherwise the scale (> 0) is folded into the exponent and rows are 16-byte chunks. */
+template <typename T_, int HEAD_DIM_, int ROW_TILES_, int WARPS_M_, int WARPS_N_, int KEYS_, int STAGES_,
+          bool QUERY_IN_REGISTERS_, int BLOCKS_PER_SM_, bool GENERAL_>
+struct MmaConfig {
+    using T = T_;
+    static constexpr int HEAD_DIM = HEAD_DIM_;   // of Q, K and V, padded with zeros
+    static constexpr int ROW_TILES = ROW_TILES_; // 16-row tiles a warp
+    static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_;
+    static constexpr int KEYS = KEYS_;           // of a tile, a warp
+    static constexpr int STAGES = STAGES_;
+    static constexpr bool QUERY_IN_REGISTERS = QUERY_IN_REGISTERS_;
+    static constexpr int BLOCKS_PER_SM = BLOCKS_PER_SM_;
+    static constexpr bool GENERAL = GENERAL_;
+
+    static constexpr int THREADS = WARPS_M * WARPS_N * 32;
+    static constexpr int WARP_ROWS = 16 * ROW_TILES;
+    static constexpr int TILE_M = WARPS_M * WARP_ROWS;
+    static constexpr int TILE_N = WARPS_N * KEYS;
+    static constexpr int ROW_BYTES = HEAD_DIM * 2;
+    static constexpr int QUERY_BYTES = TILE_M * ROW_BYTES;
+    static constexpr int TILE_BYTES = TILE_N * ROW_BYTES; // one tile of K or of V
+    static constexpr int SHARED_BYTES = QUERY_BYTES + 2 * STAGES * TILE_BYTES;
+
+    /* What a warp with key part > 0 hands over: output, maxima and sums, a column of 32 floats each. */
+    static constexpr int MERGE_VALUES = ROW_TILES * (HEAD_DIM / 2 + 4);
+    static_assert((WARPS_N - 1) * WARPS_M * MERGE_VALUES * 32 * 4 <= 2 * STAGES * TILE_BYTES,
+                  "the merge reuses the K and V tiles");
+    static_assert(KEYS % 16 == 0 && HEAD_DIM % 32 == 0, "mma.sync tiles of 16");
+};
+
+/* A launch. The sequence lengths, and so every row and key index, fit in 28 bits. */
+struct MmaArgs {
+    fa_problem problem;
+    ScoreParams score;
+    Visibility visible;
+    int heads, group;                            // query heads a batch entry, a K/V head
+    int row_blocks;                              // tiles of TILE_M queries a head
+    int pairs, section;                          // heads of all batch entries; how many of them are walked together
+    bool chunks_q, chunks_k, chunks_v, chunks_o; // whether 16-byte chunks are aligned
+};
+
+/* What one warp keeps from tile to tile, and its part of the work. */
+template <class C> struct MmaWarp {
+    using T = typename C::T;
+    static constexpr int ROW_TILES = C::ROW_TILES, KEYS = C::KEYS, STEPS = C::HEAD_DIM / 16;
+    using Tile = Scores<ROW_TILES, KEYS>;
+
+    float out[ROW_TILES][C::HEAD_DIM / 8][4]; // as Scores, head_dim in place of keys
+    float maximum[ROW_TILES][2];              // of the raw scores that `out` and `sum` refer to; at least max - 8 / scale
+    float sum[ROW_TILES][2];                  // this lane's share
+    uint32_t query[C::QUERY_IN_REGISTERS ? ROW_TILES : 1][C::QUERY_IN_REGISTERS ? STEPS : 1][4];
+    BlockAddress<C::HEAD_DIM> query_address;
+
+    __device__ explicit MmaWarp(uint32_t query_rows, int lane)
+        : query_address(query_rows, rows_first_row(lane), rows_first_chunk(lane)) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) maximum[r][i] = -INFINITY, sum[r][i] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[r][j][e] = 0.0f;
+        }
+    }
+
+    __device__ __forceinline__ void load_query() {
+        if constexpr (C::QUERY_IN_REGISTERS) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r)
+                    ldmatrix_x4(query[r][step], query_address.at(step) + r * 16 * C::ROW_BYTES);
+        }
+    }
+
+    /* s = Q K^T for this warp's KEYS key rows. */
+    __device__ __forceinline__ void multiply_keys(Tile &s, const BlockAddress<C::HEAD_DIM> &keys) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[r][j][e] = 0.0f;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            uint32_t a[ROW_TILES][4];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+                if constexpr (C::QUERY_IN_REGISTERS) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) a[r][e] = query[r][step][e];
+                } else {
+                    ldmatrix_x4(a[r], query_address.at(step) + r * 16 * C::ROW_BYTES);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < KEYS / 16; ++n) {
+                uint32_t b[4];
+                ldmatrix_x4(b, keys.at(step) + n * 16 * C::ROW_BYTES);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    mma_16x8x16<T>(s[r][2 * n], a[r], b[0], b[1]);
+                    mma_16x8x16<T>(s[r][2 * n + 1], a[r], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    /* Turns scores (times `scale`: base 2) into weights and joins them to the sums. The maximum is raised, and the output
+     * rescaled, when some row of the warp has outgrown its maximum by more than 2^8; until then the weights are larger
+     * than 1, which float32 sums and 16-bit weights hold as precisely. The result is the same after normalisation. */
+    __device__ __forceinline__ void weigh(Tile &s, float scale) {
+        float highest[ROW_TILES][2];
+        bool outgrown = false;
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float m = maximum[r][i];
+#pragma unroll
+                for (int j = 0; j < KEYS / 8; ++j) m = fmaxf(m, fmaxf(s[r][j][2 * i], s[r][j][2 * i + 1]));
+                m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+                m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+                highest[r][i] = m;
+                outgrown |= (m - maximum[r][i]) * scale > 8.0f;
+            }
+        if (__any_sync(~0u, outgrown)) {
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    // The products are rounded as those below are, so that old and new weights agree.
+                    const float shift = __fmul_rn(softmax_shift(highest[r][i]), scale);
+                    const float factor = exp2_fast(__fmul_rn(maximum[r][i], scale) - shift);
+                    maximum[r][i] = highest[r][i];
+                    sum[r][i] *= factor;
+#pragma unroll
+                    for (int j = 0; j < C::HEAD_DIM / 8; ++j) out[r][j][2 * i] *= factor, out[r][j][2 * i + 1] *= factor;
+                }
+        }
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float shift = __fmul_rn(softmax_shift(maximum[r][i]), scale);
+#pragma unroll
+                for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const float weight = exp2_fast(s[r][j][2 * i + e] * scale - shift);
+                        s[r][j][2 * i + e] = weight;
+                        sum[r][i] += weight;
+                    }
+            }
+    }
+
+    /* out += P V for this warp's KEYS value rows. */
+    __device__ __forceinline__ void multiply_values(const Tile &s, const BlockAddress<C::HEAD_DIM> &values) {
+#pragma unroll
+        for (int n = 0; n < KEYS / 16; ++n) {
+            uint32_t a[ROW_TILES][4];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    a[r][e] = pack<T>(s[r][2 * n + e / 2][e % 2 * 2], s[r][2 * n + e / 2][e % 2 * 2 + 1]);
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                uint32_t b[4];
+                ldmatrix_x4_trans(b, values.at(step) + n * 16 * C::ROW_BYTES);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    mma_16x8x16<T>(out[r][2 * step], a[r], b[0], b[1]);
+                    mma_16x8x16<T>(out[r][2 * step + 1], a[r], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    /* The warps of key parts > 0 put what they have at `slot` (MERGE_VALUES columns of 32 floats); the warp of part 0
+     * takes it in, part by part in a fixed order. */
+    __device__ __forceinline__ void give(float *slot, int lane) const {
+        slot += lane;
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) *slot = maximum[r][i], slot[32] = sum[r][i], slot += 64;
+#pragma unroll
+            for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) *slot = out[r][j][e], slot += 32;
+        }
+    }
+    __device__ __forceinline__ void take(const float *slot, int lane, float scale) {
+        slot += lane;
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+            float mine[2], theirs[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float other = *slot, shift = softmax_shift(fmaxf(maximum[r][i], other));
+                mine[i] = exp2_fast((maximum[r][i] - shift) * scale);
+                theirs[i] = exp2_fast((other - shift) * scale);
+                maximum[r][i] = fmaxf(maximum[r][i], other);
+                sum[r][i] = sum[r][i] * mine[i] + slot[32] * theirs[i];
+                slot += 64;
+            }
+#pragma unroll
+            for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[r][j][e] = out[r][j][e] * mine[e / 2] + *slot * theirs[e / 2], slot += 32;
+        }
+    }
+
+    /* Normalises, writes the LSE, and the output through this warp's own rows of the query tile, which it alone reads. */
+    __device__ __forceinline__ void finish(const MmaArgs &args, const ScorePlace &place, uint32_t rows, int lane,
+                                           float scale) {
+        const fa_problem &p = args.problem;
+        const int first_query = place.query - lane / 4;
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                RowState state;
+                state.maximum = maximum[r][i] * scale;
+                state.sum = sum[r][i];
+                state.sum += __shfl_xor_sync(~0u, state.sum, 1);
+                state.sum += __shfl_xor_sync(~0u, state.sum, 2);
+                const RowResult result = finish_row(p, place.head, state);
+                const int query = place.query_of(r, i), row = query - first_query;
+                if (p.lse && lane % 4 == 0 && query < p.seq_q)
+                    static_cast<float *>(p.lse)[(place.batch * p.heads + place.head) * p.seq_q + query] = result.lse;
+#pragma unroll
+                for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+                    store_shared(rows + TileLayout<C::HEAD_DIM>::offset(row, j) + lane % 4 * 4,
+                                 pack<T>(out[r][j][2 * i] * result.factor, out[r][j][2 * i + 1] * result.factor));
+            }
+        __syncwarp();
+        T *to = row_of<T>(p.out, place.batch, place.head, first_query);
+        const int queries = min(C::WARP_ROWS, int(p.seq_q) - first_query);
+        constexpr int CHUNKS = C::HEAD_DIM / 8;
+#pragma unroll 4
+        for (int n = lane; n < C::WARP_ROWS * CHUNKS; n += 32) {
+            const int row = n / CHUNKS, column = n % CHUNKS * 8;
+            if (row >= queries || column >= p.head_dim_v) continue;
+            const uint4 chunk = load_shared_16(rows + TileLayout<C::HEAD_DIM>::offset(row, column / 8));
+            T *at = to + row * p.out.stride[2] + column * p.out.stride[3];
+            if (args.chunks_o) {
+                *reinterpret_cast<uint4 *>(at) = chunk;
+            } else {
+                const uint32_t word[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+                for (int e = 0; e < 8; ++e)
+                    if (column + e < p.head_dim_v)
+                        reinterpret_cast<uint16_t *>(at)[e * p.out.stride[3]] = uint16_t(word[e / 2] >> e % 2 * 16);
+            }
+        }
+    }
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const __grid_constant__ MmaArgs args) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    using T = typename C::T;
+    using Address = BlockAddress<C::HEAD_DIM>;
+    const fa_problem &p = args.problem;
+    const Visibility &visible = args.visible;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % C::WARPS_M, warp_n = warp / C::WARPS_M;
+
+    // Sections of heads whose K and V fit the L2 cache together; in a section the last row blocks, the longest ones of a
+    // causal call, come first, so that no long block starts late.
+    const int per_section = args.section * args.row_blocks, first_pair = blockIdx.x / per_section * args.section;
+    const int rest = blockIdx.x % per_section, width = min(args.section, args.pairs - first_pair);
+    const int pair = first_pair + rest % width, row_block = args.row_blocks - 1 - rest / width;
+    const int batch = pair / args.heads, head = pair % args.heads, head_kv = head / args.group;
+
+    // Keys that the block's rows see, as tiles [tile_begin, tile_end); the warp's own: all of its rows, some of its rows.
+    const int block_query = row_block * C::TILE_M, block_last = min(block_query + C::TILE_M, int(p.seq_q)) - 1;
+    const int keys_begin = visible.begin(block_query), keys_end = visible.end(block_last);
+    const int tile_begin = keys_begin / C::TILE_N;
+    const int tile_end = keys_begin < keys_end ? (keys_end + C::TILE_N - 1) / C::TILE_N : tile_begin;
+    const int warp_query = block_query + warp_m * C::WARP_ROWS, warp_last = min(warp_query + C::WARP_ROWS - 1, block_last);
+    const int warp_begin = visible.begin(warp_query), warp_end = warp_query <= warp_last ? visible.end(warp_last) : 0;
+    const int whole_begin = visible.begin(warp_last), whole_end = visible.end(warp_query);
+
+    const uint32_t query_tile = shared_address(shared), key_tiles = query_tile + C::QUERY_BYTES;
+    const uint32_t value_tiles = key_tiles + C::STAGES * C::TILE_BYTES;
+    const uint32_t warp_query_rows = query_tile + warp_m * C::WARP_ROWS * C::ROW_BYTES;
+    const uint32_t warp_key_rows = warp_n * C::KEYS * C::ROW_BYTES; // in each tile
+
+    using Loader = RowLoader<C::HEAD_DIM, C::THREADS>;
+    const Loader key_loader(row_of<T>(p.k, batch, head_kv, 0), p.k.stride[2], p.k.stride[3], p.head_dim);
+    const Loader value_loader(row_of<T>(p.v, batch, head_kv, 0), p.v.stride[2], p.v.stride[3], p.head_dim_v);
+    auto load_keys = [&](int tile, int stage) {
+        const uint32_t to = key_tiles + stage * C::TILE_BYTES;
+        if (!C::GENERAL || args.chunks_k)
+            key_loader.template copy<C::TILE_N>(to, tile * C::TILE_N, visible.key_begin, visible.key_end);
+        else
+            key_loader.template copy_elements<C::TILE_N>(to, tile * C::TILE_N, visible.key_begin, visible.key_end);
+    };
+    auto load_values = [&](int tile, int stage) {
+        const uint32_t to = value_tiles + stage * C::TILE_BYTES;
+        if (!C::GENERAL || args.chunks_v)
+            value_loader.template copy<C::TILE_N>(to, tile * C::TILE_N, visible.key_begin, visible.key_end);
+        else
+            value_loader.template copy_elements<C::TILE_N>(to, tile * C::TILE_N, visible.key_begin, visible.key_end);
+    };
+
+    MmaWarp<C> mine(warp_query_rows, lane);
+    const float scale = C::GENERAL ? 1.0f : args.score.scale_log2;
+    ScorePlace place{batch, head, warp_query + lane / 4, 0};
+    typename MmaWarp<C>::Tile s;
+
+    auto first_product = [&](int tile, int stage) {
+        mine.multiply_keys(s, Address(key_tiles + stage * C::TILE_BYTES + warp_key_rows, columns_first_row(lane),
+                                      columns_first_chunk(lane)));
+    };
+    auto second_product = [&](int stage) {
+        mine.multiply_values(s, Address(value_tiles + stage * C::TILE_BYTES + warp_key_rows, rows_first_row(lane),
+                                        rows_first_chunk(lane)));
+    };
+    auto scores_to_weights = [&](int key, bool masked) {
+        place.key = key + lane % 4 * 2;
+        if constexpr (C::GENERAL) transform_scores<C::ROW_TILES, C::KEYS>(s, p, args.score, visible, place);
+        if (masked) mask_scores<C::ROW_TILES, C::KEYS>(s, visible, place);
+        mine.weigh(s, scale);
+    };
+
+    if (tile_begin < tile_end) {
+        const Loader query_loader(row_of<T>(p.q, batch, head, 0), p.q.stride[2], p.q.stride[3], p.head_dim);
+        if (!C::GENERAL || args.chunks_q)
+            query_loader.template copy<C::TILE_M>(query_tile, block_query, 0, int(p.seq_q));
+        else
+            query_loader.template copy_elements<C::TILE_M>(query_tile, block_query, 0, int(p.seq_q));
+        cp_async_commit();
+    }
+
+    if constexpr (C::STAGES == 1) {
+        if (tile_begin < tile_end) {
+            load_keys(tile_end - 1, 0);
+            cp_async_commit();
+            cp_async_wait<1>();
+            __syncthreads();
+            mine.load_query();
+        }
+        for (int tile = tile_end - 1; tile >= tile_begin; --tile) {
+            const int key = tile * C::TILE_N + warp_n * C::KEYS;
+            const bool some = key < warp_end && key + C::KEYS > warp_begin;
+            const bool masked = key < whole_begin || key + C::KEYS > whole_end;
+            cp_async_wait<0>();
+            __syncthreads();
+            load_values(tile, 0);
+            cp_async_commit();
+            if (some) first_product(tile, 0);
+            cp_async_wait<0>();
+            __syncthreads();
+            if (tile > tile_begin) load_keys(tile - 1, 0);
+            cp_async_commit();
+            if (some) {
+                scores_to_weights(key, masked);
+                second_product(0);
+            }
+        }
+    } else {
+        if (tile_begin < tile_end) {
+#pragma unroll
+            for (int n = 0; n < C::STAGES - 1; ++n) {
+                if (tile_end - 1 - n >= tile_begin) load_keys(tile_end - 1 - n, n), load_values(tile_end - 1 - n, n);
+                cp_async_commit();
+            }
+            cp_async_wait<C::STAGES - 1>();
+            __syncthreads();
+            mine.load_query();
+        }
+        int stage = 0;
+        for (int tile = tile_end - 1; tile >= tile_begin; --tile) {
+            const int key = tile * C::TILE_N + warp_n * C::KEYS;
+            const bool some = key < warp_end && key + C::KEYS > warp_begin;
+            const bool masked = key < whole_begin || key + C::KEYS > whole_end;
+            cp_async_wait<C::STAGES - 2>();
+            __syncthreads();
+            const int next = tile - (C::STAGES - 1), free = stage == 0 ? C::STAGES - 1 : stage - 1;
+            if (next >= tile_begin) load_keys(next, free), load_values(next, free);
+            cp_async_commit();
+            if (some) {
+                first_product(tile, stage);
+                scores_to_weights(key, masked);
+                second_product(stage);
+            }
+            stage = stage == C::STAGES - 1 ? 0 : stage + 1;
+        }
+    }
+
+    if constexpr (C::WARPS_N > 1) {
+        float *slots = reinterpret_cast<float *>(shared + C::QUERY_BYTES);
+        auto slot = [&](int part) { return slots + ((part - 1) * C::WARPS_M + warp_m) * C::MERGE_VALUES * 32; };
+        __syncthreads();
+        if (warp_n > 0) mine.give(slot(warp_n), lane);
+        __syncthreads();
+        if (warp_n > 0) return;
+        for (int part = 1; part < C::WARPS_N; ++part) mine.take(slot(part), lane, scale);
+    }
+    mine.finish(args, place, warp_query_rows, lane, scale);
+}
+
+} // namespace fa
+
+#endif

@@ -1,0 +1,110 @@
+/* Scores of one warp, in the registers where mma.sync leaves them: which query and key each belongs to, masking, softcap,
+ * bias.
+ *
+ * `Scores<R, N>` holds 16 R queries by N keys. Element [r][j][2 i + e] of lane l is query 16 r + 8 i + l / 4 and key
+ * 8 j + 2 (l % 4) + e: a thread has two queries of each of its R row tiles, and four neighbouring lanes share a query. */
+#ifndef FA_MMA_SCORES_CUH
+#define FA_MMA_SCORES_CUH
+
+#include <math.h>   // INFINITY
+#include <stdint.h> // int64_t, uint8_t
+
+#include "convert.cuh" // load_as_float
+#include "fa.h"        // fa_problem
+#include "mask.cuh"    // mask_row
+#include "score.cuh"   // ScoreParams, bias_row, LOG2_E
+#include "softmax.cuh" // exp2_fast
+
+namespace fa {
+
+template <int ROW_TILES, int KEYS> using Scores = float[ROW_TILES][KEYS / 8][4];
+
+/* Causal, window and key range of a call in 32 bits: query i sees the keys [begin(i), end(i)). */
+struct Visibility {
+    int left, right, diagonal, key_begin, key_end;
+
+    __device__ int begin(int query) const { return max(key_begin, query + diagonal - left); }
+    __device__ int end(int query) const { return min(key_end, query + diagonal + right + 1); }
+};
+
+/* Where a warp's scores lie in the problem. `query` and `key` are those of this thread's element [0][0][0]. */
+struct ScorePlace {
+    int64_t batch, head;
+    int query, key;
+
+    __device__ int query_of(int row_tile, int half) const { return query + row_tile * 16 + half * 8; }
+};
+
+/* -inf for every key that its query does not see. */
+template <int ROW_TILES, int KEYS>
+__device__ __forceinline__ void mask_scores(Scores<ROW_TILES, KEYS> &s, const Visibility &visible,
+                                            const ScorePlace &place) {
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int begin = visible.begin(place.query_of(r, i)) - place.key;
+            const int end = visible.end(place.query_of(r, i)) - place.key;
+#pragma unroll
+            for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (8 * j + e < begin || 8 * j + e >= end) s[r][j][2 * i + e] = -INFINITY;
+        }
+}
+
+/* tanh to about 5e-7 relative: the exponential's cancellation near 0 is replaced by the series there. */
+__device__ __forceinline__ float tanh_fast(float x) {
+    const float square = x * x;
+    const float series = x + x * square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315)));
+    const float closed = 1.0f - __fdividef(2.0f, exp2_fast(x * (2.0f * LOG2_E)) + 1.0f);
+    return fabsf(x) < 0.25f ? series : closed;
+}
+
+/* Products to scores in base 2: scale, softcap, bias, boolean mask. Keys that a query does not see are not looked up;
+ * mask_scores() excludes them. */
+template <int ROW_TILES, int KEYS>
+__device__ __forceinline__ void transform_scores(Scores<ROW_TILES, KEYS> &s, const fa_problem &p,
+                                                 const ScoreParams &params, const Visibility &visible,
+                                                 const ScorePlace &place) {
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                s[r][j][e] = params.cap_log2 > 0 ? params.cap_log2 * tanh_fast(s[r][j][e] * params.scale_cap)
+                                                 : s[r][j][e] * params.scale_log2;
+    if (!p.bias.data && !p.mask.data) return;
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int query = place.query_of(r, i);
+            const int begin = visible.begin(query) - place.key;
+            const int end = query < p.seq_q ? visible.end(query) - place.key : begin;
+            if (p.bias.data) {
+                const int64_t row = bias_row(p, place.batch, place.head, query) + place.key * p.bias.stride[3];
+#pragma unroll
+                for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (8 * j + e >= begin && 8 * j + e < end)
+                            s[r][j][2 * i + e] += LOG2_E * load_as_float(p.bias.data, p.bias_dtype,
+                                                                         row + (8 * j + e) * p.bias.stride[3]);
+            }
+            if (p.mask.data) {
+                const uint8_t *row = mask_row(p, place.batch, place.head, query) + place.key * p.mask.stride[3];
+#pragma unroll
+                for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (8 * j + e >= begin && 8 * j + e < end && !row[(8 * j + e) * p.mask.stride[3]])
+                            s[r][j][2 * i + e] = -INFINITY;
+            }
+        }
+}
+
+} // namespace fa
+
+#endif

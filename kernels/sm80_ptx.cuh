@@ -1,0 +1,96 @@
+/* The instructions of Ampere and later that a tensor-core kernel needs: cp.async, ldmatrix, mma.sync, packed conversion.
+ *
+ * Shared memory is addressed in bytes of the shared window (uint32_t). Nothing here synchronises by itself. */
+#ifndef FA_SM80_PTX_CUH
+#define FA_SM80_PTX_CUH
+
+#include <cuda_bf16.h> // __nv_bfloat16
+#include <cuda_fp16.h> // __half
+#include <stdint.h>    // uint32_t
+
+namespace fa {
+
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/* Starts a copy of the first `bytes` (0..16) of 16 bytes and fills the rest with zeros; with 0, `from` is not read. Both
+ * addresses are multiples of 16. */
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+/* Closes the group of the copies that this thread started since the last one. */
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/* Waits until all but the latest PENDING groups of this thread have landed. */
+template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+/* Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Lane l receives in r[i]
+ * the elements (l / 4, 2 (l % 4) + {0, 1}) of matrix i; transposed, the elements (2 (l % 4) + {0, 1}, l / 4). */
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row));
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row));
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint32_t x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t to, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from)
+                 : "memory");
+    return x;
+}
+
+/* d += a b for a 16x8 tile: a (16, 16) row-major, b (16, 8) column-major, float32 accumulators. Of lane l, with g = l / 4
+ * and t = 2 (l % 4): a = {(g, t), (g + 8, t), (g, t + 8), (g + 8, t + 8)}, each an element and its right neighbour;
+ * b = {(t, g), (t + 8, g)}, each an element and the one below; d = {(g, t), (g, t + 1), (g + 8, t), (g + 8, t + 1)}. */
+template <typename T>
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ __forceinline__ void mma_16x8x16<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_16x8x16<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                           uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* Two floats rounded to nearest even; `low` in the low half. */
+template <typename T> __device__ __forceinline__ uint32_t pack(float low, float high);
+template <> __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+    uint32_t x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+template <> __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+    uint32_t x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+    return x;
+}
+
+} // namespace fa
+
+#endif
