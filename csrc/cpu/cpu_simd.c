@@ -1,0 +1,209 @@
+/* cpu_simd: attention on vector units and cores, one pass over the keys (online softmax; Milakov & Gimelshein 2018,
+ * Dao et al. 2022).
+ *
+ * A task is a tile of query rows of one (batch, key/value head); OpenMP threads take tasks in turn. Inside a task the
+ * lanes of a vector are query rows (simd_tile.h), so any head_dim, stride and mask costs the same kernel. float16 and
+ * bfloat16 are converted to float32 as tiles are read; sums are float32, for float64 input float64 throughout.
+ * Which task a thread takes changes no bit of the result.
+ *
+ * Instances: AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, and the compiler's own vectors elsewhere, each for float and
+ * double. The best one this CPU has is taken; FA_EXT_CPU_ISA=avx512|avx2|generic in the environment forces one.
+ *
+ * Bench: python -m bench run --kernel cpu_simd
+ *
+ * @flags -fopenmp -ffp-contract=fast
+ * @instance avx512_f32 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=4
+ * @instance avx512_f64 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=8
+ * @instance avx2_f32 -DFA_CPU_VECTOR_BYTES=32 -DFA_CPU_REAL_BYTES=4
+ * @instance avx2_f64 -DFA_CPU_VECTOR_BYTES=32 -DFA_CPU_REAL_BYTES=8
+ * @instance generic_f32 -DFA_CPU_VECTOR_BYTES=16 -DFA_CPU_REAL_BYTES=4
+ * @instance generic_f64 -DFA_CPU_VECTOR_BYTES=16 -DFA_CPU_REAL_BYTES=8
+ */
+#ifdef FA_INSTANCE
+
+/* ---- configuration of an instance ---- */
+
+/* Vectors of query rows in a register block. */
+#ifndef FA_CPU_MR
+#if FA_CPU_VECTOR_BYTES == 64 || defined(__aarch64__)
+#define FA_CPU_MR 4
+#else
+#define FA_CPU_MR 2
+#endif
+#endif
+/* FA_CPU_NR, keys (value columns) in a register block: by default what fits the registers, simd_gemm.h. */
+/* Keys a tile: scores of a block and a tile of K or V share the first-level cache. */
+#ifndef FA_CPU_TILE_N
+#define FA_CPU_TILE_N 96
+#endif
+/* Query rows a task at most: they share each conversion of K and V, and its way from the outer caches. */
+#ifndef FA_CPU_TILE_M
+#define FA_CPU_TILE_M 256
+#endif
+_Static_assert(FA_CPU_MR >= 1 && FA_CPU_MR <= 4, "FA_CPU_MR is 1 to 4 vectors");
+_Static_assert(FA_CPU_TILE_N >= 1 && FA_CPU_TILE_N <= 4096, "FA_CPU_TILE_N is 1 to 4096 keys");
+#ifdef FA_CPU_NR
+_Static_assert(FA_CPU_NR >= 1 && FA_CPU_NR <= 16, "FA_CPU_NR is 1 to 16 keys");
+#endif
+
+#if FA_CPU_VECTOR_BYTES == 16 || defined(__x86_64__)
+#if FA_CPU_VECTOR_BYTES == 64
+#define FA_CPU_TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
+#elif FA_CPU_VECTOR_BYTES == 32
+#define FA_CPU_TARGET "avx2,fma,f16c"
+#endif
+#ifdef FA_CPU_TARGET
+#define FA_CPU_PRAGMA_(text) _Pragma(#text)
+#define FA_CPU_PRAGMA(text)  FA_CPU_PRAGMA_(text)
+#ifdef __clang__
+FA_CPU_PRAGMA(clang attribute push(__attribute__((target(FA_CPU_TARGET))), apply_to = function))
+#else
+FA_CPU_PRAGMA(GCC target(FA_CPU_TARGET))
+#endif
+#endif
+#include "cpu/simd_tile.h"
+#if defined(FA_CPU_TARGET) && defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif
+
+#else /* the host part */
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu/cpu_simd.h"
+#include "cpu/threads.h"
+
+/* ---- instruction sets ---- */
+
+typedef struct isa {
+    const char *name;
+    const fa_simd_instance *single, *twice; /* for float arithmetic, for double */
+} isa;
+
+static const isa isas[] = {
+#if defined(__x86_64__)
+    {"avx512", &fa_simd_avx512_f32, &fa_simd_avx512_f64},
+    {"avx2", &fa_simd_avx2_f32, &fa_simd_avx2_f64},
+#endif
+    {"generic", &fa_simd_generic_f32, &fa_simd_generic_f64},
+};
+enum { ISA_COUNT = sizeof isas / sizeof *isas };
+
+static bool has_isa(int index) {
+#if defined(__x86_64__)
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return index == 0 ? avx512 : index == 1 ? avx2 : true;
+#else
+    return index == 0;
+#endif
+}
+
+static const fa_simd_instance *instance_of(int index, fa_dtype dtype) {
+    return dtype == FA_F64 ? isas[index].twice : isas[index].single;
+}
+
+static fa_code choose_isa(int *index, fa_status *status) {
+    const char *forced = getenv("FA_EXT_CPU_ISA");
+    for (*index = 0; *index < ISA_COUNT; ++*index)
+        if (forced && *forced ? strcmp(forced, isas[*index].name) == 0 : has_isa(*index)) break;
+    if (*index == ISA_COUNT)
+        return fa_fail(status, FA_EVALUE, "FA_EXT_CPU_ISA is \"%s\"; accepted on this platform: %s", forced,
+                       ISA_COUNT > 1 ? "avx512, avx2, generic" : "generic");
+    if (!has_isa(*index))
+        return fa_fail(status, FA_EUNSUPPORTED, "FA_EXT_CPU_ISA is \"%s\", which this CPU does not have", forced);
+    return FA_OK;
+}
+
+/* ---- rejects, plan, launch ---- */
+
+static const char *rejects(const fa_problem *problem, const fa_device_info *device) {
+    (void)device;
+    return problem->dtype > FA_F64 ? "takes float16, bfloat16, float32 and float64" : NULL;
+}
+
+/* A thread is worth waking for this many multiplications (about 20 us of one core's). */
+#define WORK_PER_THREAD 2e6
+
+static fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *status) {
+    (void)device;
+    FA_TRY(choose_isa(&plan->config, status));
+    const fa_simd_instance *instance = instance_of(plan->config, p->dtype);
+    if (p->batch == 0 || p->heads == 0 || p->seq_q == 0) return FA_OK;
+    const int64_t rows = p->heads / p->heads_kv * p->seq_q, groups = p->batch * p->heads_kv;
+    const double work = (double)(groups * rows) * (double)(p->key_end - p->key_begin) * (p->head_dim + p->head_dim_v);
+    const double useful = 1 + work / WORK_PER_THREAD;
+    plan->threads = fa_cpu_threads();
+    if (plan->threads > useful) plan->threads = (int)useful;
+    /* The largest tile that leaves each thread a few tasks. */
+    plan->tile_m = instance->tile_m;
+    while (plan->tile_m > instance->block_rows &&
+           groups * ((rows + plan->tile_m - 1) / plan->tile_m) < (int64_t)4 * plan->threads)
+        plan->tile_m -= instance->block_rows;
+    if (plan->tile_m > rows) plan->tile_m = (int)rows;
+    plan->tile_n = instance->tile_n;
+    plan->blocks = groups * ((rows + plan->tile_m - 1) / plan->tile_m);
+    if (plan->threads > plan->blocks) plan->threads = (int)plan->blocks;
+    plan->workspace_bytes = (size_t)plan->threads * instance->scratch_bytes(p, plan->tile_m);
+    return FA_OK;
+}
+
+static void run_task(const fa_problem *p, const fa_plan *plan, int64_t index, void *scratch) {
+    const int64_t rows = p->heads / p->heads_kv * p->seq_q, tiles = (rows + plan->tile_m - 1) / plan->tile_m;
+    const int64_t group = index / tiles, first = (tiles - 1 - index % tiles) * plan->tile_m;
+    const fa_simd_task task = {
+        .batch = group / p->heads_kv,
+        .head_kv = group % p->heads_kv,
+        .first_row = first,
+        .rows = (int)(rows - first < plan->tile_m ? rows - first : plan->tile_m),
+    };
+    instance_of(plan->config, p->dtype)->attend(p, &task, scratch);
+}
+
+#include <omp.h>
+
+static fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
+    (void)status;
+    char *workspace = launch->workspace;
+    if (plan->threads <= 1) { /* not even a team of one: it would touch what a forked child must not */
+        for (int64_t n = 0; n < plan->blocks; n++) run_task(p, plan, n, workspace);
+        return FA_OK;
+    }
+    const size_t share = plan->workspace_bytes / (size_t)plan->threads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(plan->threads)
+    for (int64_t n = 0; n < plan->blocks; n++) run_task(p, plan, n, workspace + (size_t)omp_get_thread_num() * share);
+    return FA_OK;
+}
+
+/* ---- the vector functions alone, for tests ---- */
+
+/* y = 2^x or tanh(x) by one instance; false when this platform or CPU lacks it. `count` is a multiple of 16. */
+FA_EXPORT bool fa_cpu_simd_apply(const char *isa_name, const char *function, bool twice, const void *x, void *y,
+                                 size_t count);
+bool fa_cpu_simd_apply(const char *isa_name, const char *function, bool twice, const void *x, void *y, size_t count) {
+    for (int index = 0; index < ISA_COUNT; index++) {
+        if (strcmp(isa_name, isas[index].name) != 0 || !has_isa(index)) continue;
+        const fa_simd_instance *instance = twice ? isas[index].twice : isas[index].single;
+        (strcmp(function, "tanh") == 0 ? instance->tanh : instance->exp2)(x, y, count);
+        return true;
+    }
+    return false;
+}
+
+/* ---- the row ---- */
+
+extern const fa_kernel fa_row_cpu_simd;
+FA_EXPORT const fa_kernel fa_row_cpu_simd = {
+    .abi = FA_ROW_ABI,
+    .device = FA_CPU,
+    .name = "cpu_simd",
+    .summary = "AVX-512, AVX2 or portable vectors and OpenMP threads, online softmax",
+    .rejects = rejects,
+    .plan = plan,
+    .launch = launch,
+};
+
+#endif

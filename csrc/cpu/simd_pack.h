@@ -1,0 +1,110 @@
+/* Rows of any dtype and stride to contiguous rows of `real` and back, as they are or transposed. */
+#ifndef FA_CPU_SIMD_PACK_H
+#define FA_CPU_SIMD_PACK_H
+
+#include "cpu/simd_vector.h"
+#include "fa.h"
+
+#define REAL_DTYPE (FA_CPU_REAL_BYTES == 4 ? FA_F32 : FA_F64)
+
+static inline real load_one(const char *from, fa_dtype dtype, int64_t index) {
+    switch (dtype) {
+#if FA_CPU_REAL_BYTES == 4
+    case FA_F16: return fa_float_from_f16(((const uint16_t *)from)[index]);
+    case FA_BF16: return fa_float_from_bf16(((const uint16_t *)from)[index]);
+#else
+    case FA_F64: return ((const double *)from)[index];
+#endif
+    case FA_BOOL: return ((const uint8_t *)from)[index] ? 0 : -(real)INFINITY;
+    default: return ((const float *)from)[index];
+    }
+}
+
+static inline void store_one(char *to, fa_dtype dtype, int64_t index, real value) {
+    switch (dtype) {
+#if FA_CPU_REAL_BYTES == 4
+    case FA_F16: ((uint16_t *)to)[index] = fa_f16_from_float(value); break;
+    case FA_BF16: ((uint16_t *)to)[index] = fa_bf16_from_float(value); break;
+#endif
+    default: ((real *)to)[index] = value;
+    }
+}
+
+#define CONVERT_LOOP(expression)                                                                                       \
+    for (; n + LANES <= count; n += LANES) v_store(to + n, expression)
+
+/* to[n] = from[n * stride] as a real; a boolean becomes 0 (set) or -inf (zero). */
+static void read_row(real *to, const char *from, fa_dtype dtype, int64_t stride, int count) {
+    int n = 0;
+    if (stride == 1) {
+        switch (dtype) {
+#if FA_CPU_REAL_BYTES == 4
+        case FA_F16: CONVERT_LOOP(v_load_f16((const uint16_t *)from + n)); break;
+        case FA_BF16: CONVERT_LOOP(v_load_bf16((const uint16_t *)from + n)); break;
+        case FA_F32: CONVERT_LOOP(v_load((const float *)from + n)); break;
+#else
+        case FA_F32: CONVERT_LOOP(v_load_f32((const float *)from + n)); break;
+        case FA_F64: CONVERT_LOOP(v_load((const double *)from + n)); break;
+#endif
+        case FA_BOOL: CONVERT_LOOP(v_load_mask((const uint8_t *)from + n)); break;
+        default: break;
+        }
+    }
+    for (; n < count; n++) to[n] = load_one(from, dtype, n * stride);
+}
+
+/* to[n * stride] = from[n], rounded to nearest even. */
+static void write_row(char *to, fa_dtype dtype, int64_t stride, const real *from, int count) {
+    int n = 0;
+    if (stride == 1) {
+#if FA_CPU_REAL_BYTES == 4
+        if (dtype == FA_F16)
+            for (; n + LANES <= count; n += LANES) v_store_f16((uint16_t *)to + n, v_load(from + n));
+        if (dtype == FA_BF16)
+            for (; n + LANES <= count; n += LANES) v_store_bf16((uint16_t *)to + n, v_load(from + n));
+#endif
+        if (dtype == REAL_DTYPE)
+            for (; n + LANES <= count; n += LANES) v_store((real *)to + n, v_load(from + n));
+    }
+    for (; n < count; n++) store_one(to, dtype, n * stride, from[n]);
+}
+
+/* Row pitch of the buffers that the transposing functions work in. */
+static inline int padded(int count) { return (count + LANES - 1) / LANES * LANES; }
+
+/* to[c * pitch + lane] = factor * rows[lane][c * stride] for c < count: LANES rows become one lane each. `buffer` holds
+ * LANES * padded(count) values. */
+static void read_transposed(real *to, int pitch, const char *const rows[LANES], fa_dtype dtype, int64_t stride,
+                            int count, real factor, real *buffer) {
+    const int width = padded(count);
+    bool same = true;
+    for (int lane = 1; lane < LANES; lane++) same &= rows[lane] == rows[0];
+    if (same) {
+        read_row(buffer, rows[0], dtype, stride, count);
+        for (int c = 0; c < count; c++) v_store(to + c * pitch, v_set1(factor * buffer[c]));
+        return;
+    }
+    for (int lane = 0; lane < LANES; lane++) read_row(buffer + lane * width, rows[lane], dtype, stride, count);
+    for (int first = 0; first < count; first += LANES) {
+        vreal tile[LANES];
+        for (int lane = 0; lane < LANES; lane++) tile[lane] = v_load(buffer + lane * width + first);
+        v_transpose(tile);
+        const int columns = count - first < LANES ? count - first : LANES;
+        for (int c = 0; c < columns; c++) v_store(to + (first + c) * pitch, tile[c] * factor);
+    }
+}
+
+/* rows[lane][c * stride] = from[c * pitch + lane] for c < count and lane < lanes. `buffer` as above. */
+static void write_transposed(char *const rows[LANES], int lanes, fa_dtype dtype, int64_t stride, const real *from,
+                             int pitch, int count, real *buffer) {
+    const int width = padded(count);
+    for (int first = 0; first < count; first += LANES) {
+        vreal tile[LANES];
+        for (int c = 0; c < LANES; c++) tile[c] = first + c < count ? v_load(from + (first + c) * pitch) : v_set1(0);
+        v_transpose(tile);
+        for (int lane = 0; lane < LANES; lane++) v_store(buffer + lane * width + first, tile[lane]);
+    }
+    for (int lane = 0; lane < lanes; lane++) write_row(rows[lane], dtype, stride, buffer + lane * width, count);
+}
+
+#endif
