@@ -45,20 +45,19 @@ template <typename T, int N> struct alignas(N * sizeof(T)) Chunk {
     T element[N];
 };
 
-/* Chunk of the elements [first, first + N) of a row of `length` elements that are `stride` apart; elements from
- * `length` on are 0 and not read. `vectors`: the operand satisfies takes_chunks<T>(N), so that one load fetches all N.
- */
+/* Writes the elements [first, first + N) of a row whose elements are `stride` apart; those from `length` on are not
+ * written. `vectors`: the operand satisfies takes_chunks<T>(N), so that one store writes all N. */
 template <typename T, int N>
-__device__ __forceinline__ Chunk<T, N> load_chunk(const T *row, int64_t stride, int first, int length, bool vectors) {
-    Chunk<T, N> chunk;
-    if (vectors && first < length) {
-        chunk = *reinterpret_cast<const Chunk<T, N> *>(row + first);
+__device__ __forceinline__ void store_chunk(T *row, int64_t stride, int first, int length, bool vectors,
+                                            const Chunk<T, N> &chunk) {
+    if (first >= length) return;
+    if (vectors) {
+        *reinterpret_cast<Chunk<T, N> *>(row + first) = chunk;
     } else {
 #pragma unroll
         for (int n = 0; n < N; ++n)
-            chunk.element[n] = first + n < length ? row[(first + n) * stride] : from_float<T>(0.0f);
+            if (first + n < length) row[(first + n) * stride] = chunk.element[n];
     }
-    return chunk;
 }
 
 /* Host: every chunk of N elements that starts at a multiple of N of a row can be loaded or stored at once. `length` is

@@ -35,6 +35,23 @@ __host__ __device__ __forceinline__ KeyRange tile_common_keys(const fa_problem &
     return {row_keys(p, row_end - 1).begin, row_keys(p, row_begin).end};
 }
 
+/* The same test inside one block of keys, in 32-bit arithmetic relative to a query `row` and a key `key0` that is not
+ * before key_begin: query row + i sees key0 + c iff begin <= c - i < end and c < limit. |i| and c stay below 2^28. */
+struct KeyBand {
+    int begin, end, limit;
+
+    __host__ __device__ __forceinline__ bool sees(int i, int c) const {
+        return c - i >= begin && c - i < end && c < limit;
+    }
+};
+
+__host__ __device__ __forceinline__ KeyBand key_band(const fa_problem &p, int64_t row, int64_t key0) {
+    constexpr int64_t FAR = 1 << 29;
+    auto clamp = [](int64_t x) { return static_cast<int>(x < -FAR ? -FAR : x > FAR ? FAR : x); };
+    const int64_t centre = row + p.diagonal - key0;
+    return {clamp(centre - p.left), clamp(centre + p.right + 1), clamp(p.key_end - key0)};
+}
+
 /* Row of the boolean mask for one query; element `key` lies at mask_row[key * p.mask.stride[3]], not 0 = attend. */
 __device__ __forceinline__ const uint8_t *mask_row(const fa_problem &p, int64_t batch, int64_t head, int64_t row) {
     return static_cast<const uint8_t *>(p.mask.data) + batch * p.mask.stride[0] + head * p.mask.stride[1] +
