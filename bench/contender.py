@@ -1,0 +1,199 @@
+"""Whatever computes attention and can be judged and timed: rows of fa_ext, other libraries, a candidate of yours.
+
+A contender takes the arrays of one library and binds a problem's operands into a thunk, a call without arguments that
+queues (or, on the CPU, does) the work and returns the output array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.device import Cpu, Cuda
+from bench.operands import Operands
+from bench.problems import Case
+
+Thunk = Callable[[], Any]
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Contender:
+    """`timing`: "graph" (try to capture), "events" (do not), or "wall" (its own streams: clock and wait on the host)."""
+
+    name: str
+    library: str
+    timing: str = "graph"
+
+    def refuses(self, case: Case) -> str | None:
+        """Why it cannot do the problem, before anything runs; None when it can try."""
+        raise NotImplementedError
+
+    def bind(self, operands: Operands) -> Thunk:
+        raise NotImplementedError
+
+
+# ---- rows of fa_ext ----
+
+
+class Row(Contender):
+    """One row of the kernel table, called through ``fa_ext.attention(..., kernel=name, out=...)``."""
+
+    def __init__(self, name: str, library: str, shown: str | None = None):
+        super().__init__(shown or name, library)
+        self.row = name
+
+    def refuses(self, case: Case) -> str | None:
+        return None
+
+    def bind(self, operands: Operands) -> Thunk:
+        import fa_ext
+
+        arguments = operands.arguments(self.library)
+        q, k, v = (arguments.pop(name) for name in "qkv")
+        out, row, attention = operands.array("out", self.library), self.row, fa_ext.attention
+
+        def call():
+            attention(q, k, v, out=out, kernel=row, **arguments)
+            return out
+
+        return call
+
+
+def compiled_rows(device: Cpu | Cuda) -> tuple[str, ...]:
+    """Names of the rows for this device in order of preference; empty with a message when nothing is compiled."""
+    try:
+        import fa_ext
+
+        return tuple(name for name in fa_ext.kernels() if name.startswith("cpu_") == (device.kind == "cpu"))
+    except ImportError as error:
+        print(f"bench: no row of fa_ext to measure: {error}", file=sys.stderr)
+        return ()
+
+
+# ---- a callable of yours ----
+
+
+class Function(Contender):
+    """A Python callable ``f(q, k, v, *, causal=False, scale=None, layout="bhsd", out=None, ...)``.
+
+    It gets only the arguments it names (or all, if it takes ``**kwargs``). What the problem needs and it does not name
+    is a refusal, except `layout` (it then gets (B, H, S, D) views) and `out` (it then returns a new array).
+    """
+
+    def __init__(self, function: Callable, name: str, library: str):
+        super().__init__(name, getattr(function, "arrays", None) or library)
+        self.function = function
+        parameters = inspect.signature(function).parameters
+        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.named = set(parameters)
+
+    def takes(self, name: str) -> bool:
+        return self.takes_all or name in self.named
+
+    def refuses(self, case: Case) -> str | None:
+        needed = [n for n in case.options() if n != "layout"]
+        needed += [n for n in ("bias", "mask", "sinks") if getattr(case, n)]
+        missing = [n for n in needed if not self.takes(n)]
+        return f"{self.name} takes no argument {', '.join(missing)}" if missing else None
+
+    def bind(self, operands: Operands) -> Thunk:
+        arguments = operands.arguments(self.library)
+        q, k, v = (arguments.pop(name) for name in "qkv")
+        out = operands.array("out", self.library)
+        swap = operands.case.layout == "bshd" and not self.takes("layout")
+        if swap:
+            arguments.pop("layout", None)
+            q, k, v, out = (x.swapaxes(1, 2) for x in (q, k, v, out))
+        if self.takes("out"):
+            arguments["out"] = out
+        function = self.function
+
+        def call():
+            result = function(q, k, v, **arguments)
+            result = out if result is None else result
+            return result.swapaxes(1, 2) if swap else result
+
+        return call
+
+
+# ---- from a name on the command line ----
+
+
+def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None) -> Contender:
+    """What `text` names: a peer, a row, ``module:function``, ``file.py:function``, a .cu or .c source of a row (built
+    here), or a shared library that exports a row."""
+    from bench import peers
+
+    library = arrays or device.default_arrays
+    path, _, attribute = text.rpartition(":")
+    if path:
+        return Function(_import_function(path, attribute), text, library)
+    suffix = Path(text).suffix
+    if suffix in (".cu", ".c", ".so"):
+        if not Path(text).exists():
+            raise report.UsageError(f"candidate {text}: there is no such file")
+        shared = Path(text) if suffix == ".so" else build_row(Path(text))
+        return Row(load_row(shared), library, shown=Path(text).name)
+    if text in peers.PEERS:
+        return peers.open_peer(text, device)
+    rows = compiled_rows(device)
+    if text in rows:
+        return Row(text, library)
+    raise report.UsageError(
+        f"candidate is {text!r}; accepted: a row ({', '.join(rows) or 'none compiled for this device'}), a peer "
+        f"({', '.join(peers.PEERS)}), module:function, file.py:function, a .cu, .c or .so file"
+    )
+
+
+def _import_function(path: str, attribute: str) -> Callable:
+    try:
+        if path.endswith(".py"):
+            name = f"candidate_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+            spec = importlib.util.spec_from_file_location(name, path)
+            if spec is None or spec.loader is None or not Path(path).exists():
+                raise report.UsageError(f"candidate {path}: there is no such file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(path)
+        return getattr(module, attribute)
+    except (ImportError, AttributeError) as error:
+        raise report.UsageError(f"candidate {path}:{attribute}: {error}") from error
+
+
+def build_row(source: Path, defines: dict[str, str] | None = None, target: Path | None = None) -> Path:
+    """Compiles one row's source file into a shared library of its own under build/bench, unless it is there already."""
+    from fa_ext import _build
+
+    options = _build.options_from_environment()
+    options.defines = dict(defines or {})
+    if source.suffix == ".cu" and options.nvcc is None:
+        raise report.UsageError(f"{source} needs nvcc: set CUDA_HOME or put nvcc on PATH")
+    key = hashlib.sha256(source.read_bytes() + repr(sorted(options.defines.items())).encode()).hexdigest()[:12]
+    folder = ROOT / "build" / "bench" / f"{source.stem}-{key}"
+    target = target or folder / f"{source.stem}.so"
+    objects = [_build.compile_unit(unit, folder, options) for unit in _build.units_of(source.resolve())]
+    if not target.exists() or any(o.stat().st_mtime_ns > target.stat().st_mtime_ns for o in objects):
+        _build.link_shared(objects, target, options)
+    return target
+
+
+def load_row(shared: Path) -> str:
+    """Loads a row from a shared library into fa_ext and returns the name it goes by there."""
+    try:
+        from fa_ext import _core
+    except ImportError as error:
+        raise report.UsageError(f"loading {shared} needs the compiled module: {error}") from error
+    loaded = _core.load(os.fspath(shared.resolve()))
+    return loaded if isinstance(loaded, str) else loaded[0]

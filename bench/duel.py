@@ -1,0 +1,243 @@
+"""A candidate against baselines on one problem, inside a worker: trials, paired timing, trials again.
+
+Everything a candidate could lean on is changed while the clock is off: outputs are poisoned before each sample and
+looked at after it, V changes its sign between samples under the same pointers, and afterwards the trials are repeated
+with seeds it has not seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench import contender as contenders
+from bench import device as devices
+from bench import integrity, peers, report, timer, trials
+from bench.contender import Contender
+from bench.device import Cpu, Cuda
+from bench.memory import to_host
+from bench.operands import Operands
+from bench.problems import Case
+from bench.rounds import take_turns
+
+# Work the host saw beyond the contender's clock, as a share of the clocked time, that is no longer an accident.
+HIDDEN_SHARE = 0.5
+HIDDEN_SECONDS = 2e-4
+AUDIT_SECONDS = 0.25
+_now = time.perf_counter
+
+
+def duel(
+    candidate: str,
+    baselines: list[str],
+    case: str,
+    device: str,
+    arrays: str | None = None,
+    rounds: int = 240,
+    seconds: float = 20.0,
+    seed: int = 0,
+    cold: bool = False,
+    values: list[str] | None = None,
+    tell: Callable[[Any], None] = print,
+) -> dict[str, Any]:
+    """Judges and times; returns a JSON document with `correct`, `failures` and, per baseline, samples and interval."""
+    target = devices.open_device(device)
+    problem = Case.parse(case)
+    values = list(values or trials.HARD)
+    opponents, refused = _usable(baselines, problem, target, seed)
+    before = integrity.snapshot()
+    tell({"stage": "load"})
+    challenger = contenders.open_contender(candidate, target, arrays)
+    refusal = challenger.refuses(problem)
+    document: dict[str, Any] = {"case": case, "candidate": candidate, "refused": refused, "failures": [], "correct": False}
+    if refusal:
+        document["failures"] = [f"refused: {refusal}"]
+        return document
+
+    tell({"stage": "trials"})
+    first = trials.check(challenger, problem, target, seed + 100, values)
+    document |= {"frobenius": first.frobenius, "max_abs": first.max_abs, "failures": first.failures}
+    if not first.passed:
+        return document
+
+    tell({"stage": "timing"})
+    with target.working():
+        watch, keeper = _watched(challenger, problem, target, cold, first.bound, seed)
+        watches = {candidate: watch}
+        for opponent in opponents:
+            watches[opponent.name] = _watch(opponent, problem, target, cold, seed)[0]
+        samples = take_turns(watches, rounds, seconds, seed, around=lambda name, sample: (
+            keeper.around(sample) if name == candidate else sample()))  # fmt: skip
+        failures = list(keeper.failures)
+        failures += _hidden_work(samples.hidden[candidate], samples.seconds[candidate], watch)
+        _audit(watch, float(np.median(samples.seconds[candidate])), tell)
+        failures += [f"after timing: wrote to its inputs: {n}" for s in keeper.slots for n in s.changed_inputs()]
+        failures += [f"after timing: wrote beside {n}" for s in keeper.slots for n in s.broken_guards()]
+
+    tell({"stage": "trials again"})
+    again = trials.check(challenger, problem, target, seed + 7919, values[:3])
+    failures += [f"after timing: {text}" for text in again.failures]
+    failures += [f"tampered with {name}" for name in integrity.tampered(before)]
+
+    document |= {
+        "failures": failures,
+        "correct": not failures,
+        "clock": {name: w.clock for name, w in watches.items()},
+        "notes": {name: w.note for name, w in watches.items() if w.note},
+        "rounds": len(samples.seconds[candidate]),
+        "stopped": samples.stopped,
+        "conditions": samples.conditions_summary(),
+        "seconds": {name: float(np.median(s)) for name, s in samples.seconds.items()},
+        "samples": {name: s.tolist() for name, s in samples.seconds.items()},
+        "ratios": {o.name: samples.interval(candidate, o.name).as_dict() for o in opponents},
+    }  # fmt: skip
+    return document
+
+
+def _usable(names: list[str], case: Case, device: Cpu | Cuda, seed: int) -> tuple[list[Contender], dict[str, str]]:
+    """(baselines that run this problem correctly, {baseline: why not})."""
+    usable, refused = [], {}
+    for name in names:
+        try:
+            opponent = contenders.open_contender(name, device)
+        except report.UsageError as error:
+            refused[name] = str(error)
+            continue
+        why = opponent.refuses(case)
+        if why is None:
+            checked = trials.check(opponent, case, device, seed + 50, ("normal",))
+            why = None if checked.passed else checked.failures[0]
+        if why:
+            refused[name] = why
+        else:
+            usable.append(opponent)
+    return usable, refused
+
+
+def _watch(entrant: Contender, case: Case, device: Cpu | Cuda, cold: bool, seed: int, on_device: bool = False,
+           sample_seconds: float | None = None) -> tuple[timer.Stopwatch, list[Operands], list[Any]]:  # fmt: skip
+    """(stopwatch, operands of each slot, the latest result of each slot)."""
+    count = timer.slots_for_cold(case.bytes(), device) if cold else 1
+    slots = [Operands(_seeded(case, seed + i), device, on_device=on_device) for i in range(count)]
+    results: list[Any] = [None] * count
+    thunks = []
+    for i, operands in enumerate(slots):
+        thunks.append(_keeping(entrant.bind(operands), results, i))
+    return timer.Stopwatch(thunks, device, entrant.timing, sample_seconds), slots, results
+
+
+def _keeping(thunk: contenders.Thunk, results: list[Any], i: int) -> contenders.Thunk:
+    def call():
+        results[i] = thunk()
+
+    return call
+
+
+def _seeded(case: Case, seed: int) -> Case:
+    import dataclasses
+
+    return dataclasses.replace(case, seed=seed, values="normal")
+
+
+def _watched(entrant: Contender, case: Case, device: Cpu | Cuda, cold: bool, bound: float, seed: int):
+    watch, slots, results = _watch(entrant, case, device, cold, seed)
+    return watch, Keeper(slots, results, bound, seed)
+
+
+class Keeper:
+    """Holds what each slot's right result is, and checks after every sample that the timed calls gave it."""
+
+    # Slots looked at after a sample; drawn anew each time.
+    LOOKS = 2
+
+    def __init__(self, slots: list[Operands], results: list[Any], bound: float, seed: int):
+        self.slots, self.results, self.bound = slots, results, bound
+        self.rng = np.random.default_rng([seed, 5])
+        self.signs = [1.0] * len(slots)
+        self.failures: list[str] = []
+        self.samples = 0
+        self.expected: dict[int, np.ndarray] = {}
+        self.drawn: list[int] = []
+        for i in self.rng.choice(len(slots), size=min(8, len(slots)), replace=False):
+            slots[i].device.synchronize()
+            self.expected[int(i)] = to_host(results[i]).astype(np.float32)
+            judged = slots[i].judge(results[i])
+            if not judged.passed:
+                self.failures.append(f"first timed calls: {'; '.join(judged.failures)}")
+
+    def around(self, sample: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+        """Poisons, flips the sign of V in a slot or two, takes the sample, looks at the results."""
+        watched = list(self.expected)
+        drawn = [watched[i] for i in self.rng.choice(len(watched), size=min(self.LOOKS, len(watched)), replace=False)]
+        for i in drawn:
+            if self.rng.random() < 0.5:
+                self.slots[i].negate_values()
+                self.signs[i] = -self.signs[i]
+            self.slots[i].poison()
+            _fill_nan(self.results[i])
+        taken = sample()
+        self.samples += 1
+        for i in drawn if not self.failures else ():
+            got = to_host(self.results[i]).astype(np.float32)
+            error = np.abs(got - self.signs[i] * self.expected[i])
+            # Both calls may err by the bound, in opposite directions.
+            if not bool((error <= 2 * self.bound).all()):
+                unwritten = int(np.isnan(got).sum())
+                what = f"{unwritten} elements unwritten" if unwritten else f"off by {float(error.max()):.3g}"
+                self.failures.append(f"timed sample {self.samples}: {what} after the inputs changed under its pointers")
+        return taken
+
+
+def _fill_nan(array: Any) -> None:
+    """Poisons a result that the contender allocated itself, where it can be written to."""
+    if type(array).__module__.partition(".")[0] in ("numpy", "torch", "cupy"):
+        try:
+            array[...] = float("nan")
+        except (ValueError, TypeError, RuntimeError):  # a read-only view
+            pass
+
+
+def _hidden_work(hidden: np.ndarray, seconds: np.ndarray, watch: timer.Stopwatch) -> list[str]:
+    """Time that passed until the device was idle, but not on the stream that was timed."""
+    extra, clocked = float(np.median(hidden)) * watch.launches, float(np.median(seconds)) * watch.launches
+    if extra > HIDDEN_SHARE * clocked + HIDDEN_SECONDS:
+        return [f"{extra * 1e3:.3g} ms of work a sample lie outside the timed stream (clocked: {clocked * 1e3:.3g} ms)"]
+    return []
+
+
+def _audit(watch: timer.Stopwatch, claimed: float, tell: Callable[[Any], None]) -> None:
+    """Lets the parent hold a claim against its own clock: launches between two messages, and what they should take."""
+    watch.device.synchronize()
+    tell({"audit": "begin"})
+    launches, began = 0, _now()
+    while launches == 0 or (_now() - began < AUDIT_SECONDS and launches < 1_000_000):
+        watch.launch()
+        launches += watch.launches
+        watch.device.synchronize()
+    tell({"audit": "end", "launches": launches, "claimed_s": claimed})
+
+
+class Auditor:
+    """The parent's side of the audit: ``on_message`` for ``Worker.call``."""
+
+    # The parent may see more time than claimed (start-up, waiting), not much less and not many times more.
+    MOST = 3.0
+
+    def __init__(self):
+        self.began: float | None = None
+        self.failure: str | None = None
+        self.stage = "start"
+
+    def __call__(self, message: Any, at: float) -> None:
+        self.stage = message.get("stage", self.stage)
+        if message.get("audit") == "begin":
+            self.began = at
+        elif message.get("audit") == "end" and self.began is not None:
+            seen = (at - self.began) / message["launches"]
+            if seen > self.MOST * message["claimed_s"] + 5e-5:
+                self.failure = (
+                    f"its calls took {seen * 1e6:.3g} us by the parent's clock, {message['claimed_s'] * 1e6:.3g} us claimed"
+                )

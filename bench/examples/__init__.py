@@ -1,0 +1,1 @@
+"""Candidates to start from."""

@@ -1,0 +1,140 @@
+"""Where a figure was taken: processor, GPU, driver, toolkit, versions, a digest of the sources, clocks and power."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("numpy", "torch", "cupy-cuda13x", "cupy-cuda12x", "jax", "flash-attn", "flash-attn-3", "flashinfer-python",
+            "xformers", "kernel-tuner", "ml_dtypes", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # fmt: skip
+_SOURCE_SUFFIXES = {".c", ".h", ".cu", ".cuh", ".def"}
+
+
+def source_hashes(root: Path = ROOT) -> dict[str, str]:
+    """{path: hash} of every source of the compiled module, from csrc/ and kernels/."""
+    files = (f for folder in ("csrc", "kernels") for f in (root / folder).rglob("*") if f.suffix in _SOURCE_SUFFIXES)
+    return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in sorted(files)}
+
+
+def digest(hashes: dict[str, str]) -> str:
+    """One hash of all sources."""
+    return hashlib.sha256("".join(f"{k}:{v}\n" for k, v in sorted(hashes.items())).encode()).hexdigest()[:16]
+
+
+def processor() -> str:
+    """Name of the CPU as the kernel tells it."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def threads() -> int:
+    """Threads that CPU contenders may use: OMP_NUM_THREADS, else the cores this process may run on."""
+    return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def compiler(command: str) -> str | None:
+    """First telling line of `<command> --version`."""
+    path = shutil.which(command) or (f"/usr/local/cuda/bin/{command}" if command == "nvcc" else None)
+    try:
+        printed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, TypeError, subprocess.TimeoutExpired):
+        return None
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    release = next((line for line in lines if "release" in line), lines[0] if lines else None)
+    return release
+
+
+def gpu() -> dict[str, Any] | None:
+    """Name, driver and power limit of GPU 0 by NVML; None where there is no GPU or no nvidia-ml-py."""
+    monitor = Monitor()
+    return monitor.describe() if monitor.handle else None
+
+
+def context(device: str) -> dict[str, Any]:
+    """Everything that a reader needs to judge a figure."""
+    hashes = source_hashes()
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": device,
+        "cpu": processor(),
+        "threads": threads(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "gcc": compiler("gcc"),
+        "digest": digest(hashes),
+    }
+    if device == "cuda":
+        found["gpu"] = gpu()
+        found["nvcc"] = compiler("nvcc")
+    return found
+
+
+class Monitor:
+    """Clocks, power and throttling of GPU 0 through NVML; silent where there is none."""
+
+    # Reasons under which a figure is not the kernel's: power cap, hardware slowdown, thermal (NVML's bit mask).
+    THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
+                 0x80: "hardware power brake"}  # fmt: skip
+
+    def __init__(self):
+        self.handle = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self.nvml = pynvml
+            self.handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        except Exception:  # no package, no driver, no GPU: then there is nothing to watch
+            self.handle = None
+
+    def _ask(self, name: str, *args) -> Any:
+        try:
+            return getattr(self.nvml, name)(self.handle, *args)
+        except Exception:  # NVML answers "not supported" for single values on some boards
+            return None
+
+    def describe(self) -> dict[str, Any]:
+        name = self._ask("nvmlDeviceGetName")
+        driver = self.nvml.nvmlSystemGetDriverVersion()
+        limit = self._ask("nvmlDeviceGetEnforcedPowerLimit")
+        clock = self._ask("nvmlDeviceGetMaxClockInfo", self.nvml.NVML_CLOCK_SM)
+        return {
+            "name": name.decode() if isinstance(name, bytes) else name,
+            "driver": driver.decode() if isinstance(driver, bytes) else driver,
+            "power_limit_w": None if limit is None else limit / 1000,
+            "max_sm_clock_mhz": clock,
+        }
+
+    def read(self) -> dict[str, Any] | None:
+        """{sm_clock_mhz, power_w, throttled}; `throttled` lists the reasons active now. None without a GPU."""
+        if not self.handle:
+            return None
+        power = self._ask("nvmlDeviceGetPowerUsage")
+        mask = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+        return {
+            "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", self.nvml.NVML_CLOCK_SM),
+            "power_w": None if power is None else power / 1000,
+            "throttled": [text for bit, text in self.THROTTLED.items() if mask & bit],
+        }

@@ -1,0 +1,137 @@
+"""Arrays between guard zones, as NumPy, torch, CuPy or JAX sees them.
+
+Every operand lies in bytes of its own with a guard zone before and behind it. All bytes 0xFF are a NaN in float16,
+bfloat16, float32 and float64 alike: that is the poison of outputs and the first content of the guards, so a kernel
+that reads past its tensors computes with NaN, and one that does not write leaves NaN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from bench.device import Cpu, Cuda
+
+# A whole key tile of the largest head dimension in float32, so that reading one tile too far stays inside.
+GUARD_BYTES = 128 * 256 * 4
+ALIGNMENT = 256
+NAN_BYTE = 0xFF
+# 0x7B7B...: 61280 as float16 and about 1.3e36 as bfloat16 and float32: finite, so 0 * x hides it and x itself does not.
+LARGE_BYTE = 0x7B
+
+
+class Block:
+    """`nbytes` bytes on a device between two guard zones."""
+
+    def __init__(self, nbytes: int, device: Cpu | Cuda, guard_byte: int = NAN_BYTE):
+        self.nbytes, self.device, self.guard_byte = nbytes, device, guard_byte
+        total = nbytes + 2 * GUARD_BYTES + ALIGNMENT
+        if device.kind == "cpu":
+            self.raw: Any = np.empty(total, np.uint8)
+            address = self.raw.ctypes.data
+        elif device.torch:
+            self.raw = device.torch.empty(total, dtype=device.torch.uint8, device="cuda")
+            address = self.raw.data_ptr()
+        else:
+            self.raw = device.cupy.empty(total, dtype=np.uint8)
+            address = self.raw.data.ptr
+        self.begin = GUARD_BYTES + (-(address + GUARD_BYTES)) % ALIGNMENT
+        self.end = self.begin + nbytes
+        self.fill_guards(guard_byte)
+
+    @property
+    def inside(self) -> Any:
+        return self.raw[self.begin : self.end]
+
+    def fill_guards(self, byte: int) -> None:
+        self.guard_byte = byte
+        self.raw[: self.begin] = byte
+        self.raw[self.end :] = byte
+
+    def guards_intact(self) -> bool:
+        """False when somebody wrote into a guard zone."""
+        return bool((self.raw[: self.begin] == self.guard_byte).all() and (self.raw[self.end :] == self.guard_byte).all())
+
+    def poison(self) -> None:
+        self.raw[self.begin : self.end] = NAN_BYTE
+
+    def host_bytes(self) -> np.ndarray:
+        """A copy of the inside on the host, uint8."""
+        if self.device.kind == "cpu":
+            return self.inside.copy()
+        if self.device.torch:
+            return self.inside.cpu().numpy()
+        return self.inside.get()
+
+    def fill(self, array: np.ndarray) -> None:
+        """Copies a C-contiguous host array of exactly this size in."""
+        data = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+        if self.device.kind == "cpu":
+            self.inside[:] = data
+        elif self.device.torch:
+            self.inside.copy_(self.device.torch.from_numpy(data.copy()))
+        else:
+            self.inside.set(data)
+
+    def digest(self) -> str:
+        return hashlib.blake2b(self.host_bytes(), digest_size=16).hexdigest()
+
+    def view(self, shape: tuple[int, ...], dtype: str, library: str) -> Any:
+        """The inside as a C-contiguous array of `library` (numpy, torch, cupy or jax), sharing memory."""
+        if library == "numpy":
+            if self.device.kind != "cpu":
+                raise ValueError("NumPy arrays live on the CPU; this block is on the GPU")
+            return self.inside.view(numpy_dtype(dtype)).reshape(shape)
+        if library == "torch":
+            import torch
+
+            raw = torch.from_numpy(self.inside) if self.device.kind == "cpu" else self._as_torch()
+            return raw.view(getattr(torch, dtype)).view(shape)
+        if library == "cupy":
+            import cupy
+
+            raw = cupy.asarray(self.inside) if self.device.cupy else None
+            if raw is None:
+                raise ValueError("CuPy does not import here")
+            return raw.view(cupy.dtype(numpy_dtype(dtype))).reshape(shape)
+        if library == "jax":
+            import jax
+
+            source = self.view(shape, dtype, "numpy" if self.device.kind == "cpu" else "torch")
+            return jax.numpy.asarray(source) if self.device.kind == "cpu" else jax.dlpack.from_dlpack(source)
+        raise ValueError(f"array library is {library!r}; accepted: numpy, torch, cupy, jax")
+
+    def _as_torch(self) -> Any:
+        if self.device.torch:
+            return self.inside
+        import torch
+
+        return torch.from_dlpack(self.inside)
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """A NumPy dtype by name; bfloat16 comes from ml_dtypes. Importing ml_dtypes registers it with NumPy."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(bool if name == "bool" else name)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Any contender's result as a NumPy array of the same dtype."""
+    if isinstance(array, np.ndarray):
+        return array
+    kind = type(array).__module__.partition(".")[0]
+    if kind == "torch":
+        import torch
+
+        array = array.detach().contiguous()
+        if array.dtype == torch.bfloat16:
+            return array.view(torch.int16).cpu().numpy().view(numpy_dtype("bfloat16"))
+        return array.cpu().numpy()
+    if kind == "cupy":
+        return array.get()
+    return np.asarray(array)

@@ -1,0 +1,224 @@
+"""The arrays of one call of one problem: filled, guarded, hashed, refilled under the same pointers, and judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bench.device import Cpu, Cuda
+from bench.memory import NAN_BYTE, Block, numpy_dtype, to_host
+from bench.problems import Case
+
+if TYPE_CHECKING:
+    from fa_ext.verify import Report
+
+INPUTS = ("q", "k", "v", "bias", "mask", "sinks")
+# Work that one float64 check may cost; larger problems are checked on randomly drawn queries.
+CHECK_FLOPS_CPU = 3e9
+CHECK_FLOPS_GPU = 1e12
+
+
+class Operands:
+    """Inputs and output of one call, each in guarded memory of its own, C-contiguous in the case's layout.
+
+    With `on_device` the inputs are drawn on the GPU (normal values, no bias, mask or sinks): for timing large problems.
+    """
+
+    def __init__(self, case: Case, device: Cpu | Cuda, guard_byte: int = NAN_BYTE, on_device: bool = False):
+        self.case, self.device = case, device
+        self.on_device = on_device and device.kind == "cuda" and not (case.bias or case.mask or case.sinks)
+        self.blocks: dict[str, Block] = {}
+        self.shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+        self.host: dict[str, np.ndarray] = {}
+        self._views: dict[tuple[str, str], Any] = {}
+        if self.on_device:
+            for name, shape in (("q", case.q_shape), ("k", case.k_shape), ("v", case.v_shape)):
+                self._new(name, shape, case.dtype, guard_byte)
+        else:
+            for name, array in _host_arrays(case).items():
+                self._new(name, array.shape, array.dtype.name, guard_byte)
+        self._new("out", case.out_shape, case.dtype, guard_byte)
+        self.refill(case.seed)
+
+    def _new(self, name: str, shape: tuple[int, ...], dtype: str, guard_byte: int) -> None:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
+        self.blocks[name] = Block(nbytes, self.device, guard_byte)
+        self.shapes[name] = (tuple(shape), dtype)
+
+    # ---- contents ----
+
+    def refill(self, seed: int, values: str | None = None) -> None:
+        """New inputs in the same memory, and a poisoned output."""
+        self.case = dataclasses.replace(self.case, seed=seed, values=values or self.case.values)
+        if self.on_device:
+            _fill_normal(self, seed)
+            self.host = {}
+        else:
+            self.host = _host_arrays(self.case)
+            for name, array in self.host.items():
+                self.blocks[name].fill(array)
+        self.poison()
+        self.digests = {name: block.digest() for name, block in self._inputs()} if not self.on_device else {}
+
+    def _inputs(self):
+        return ((name, block) for name, block in self.blocks.items() if name in INPUTS)
+
+    def poison(self) -> None:
+        """Fills the output with NaN."""
+        self.blocks["out"].poison()
+
+    def negate_values(self) -> None:
+        """Flips the sign of V in place: the right result is then exactly the negated one, a replayed one is not."""
+        dtype = self.shapes["v"][1]
+        size = numpy_dtype(dtype).itemsize
+        raw = self.blocks["v"].inside
+        sign = raw[size - 1 :: size]  # the byte that holds the sign, little-endian
+        sign ^= 0x80
+        if self.digests:
+            self.digests["v"] = self.blocks["v"].digest()
+
+    # ---- checks of memory ----
+
+    def changed_inputs(self) -> list[str]:
+        """Names of inputs that somebody wrote to."""
+        return [name for name, block in self._inputs() if self.digests and block.digest() != self.digests[name]]
+
+    def broken_guards(self) -> list[str]:
+        """Names of operands around which somebody wrote."""
+        return [name for name, block in self.blocks.items() if not block.guards_intact()]
+
+    # ---- views ----
+
+    def array(self, name: str, library: str) -> Any:
+        """The operand as an array of `library`; the same object each time."""
+        key = (name, library)
+        if key not in self._views:
+            shape, dtype = self.shapes[name]
+            self._views[key] = self.blocks[name].view(shape, dtype, library)
+        return self._views[key]
+
+    def arguments(self, library: str) -> dict[str, Any]:
+        """q, k, v, what the case adds, and its options, as ``fa_ext.attention`` takes them (without `out`)."""
+        arrays = {name: self.array(name, library) for name in self.blocks if name in INPUTS}
+        return arrays | self.case.options()
+
+    # ---- the judge ----
+
+    def judge(self, result: Any, seed: int = 0) -> Report:
+        """`result`, an array of any library in the case's layout, against float64 on the current inputs."""
+        from fa_ext import reference
+        from fa_ext.verify import judge, spread
+
+        case = self.case
+        on_gpu = self.device.kind == "cuda" and self.device.cupy is not None
+        rows = self._drawn_rows(seed, CHECK_FLOPS_GPU if on_gpu else CHECK_FLOPS_CPU)
+        if on_gpu:
+            xp = self.device.cupy
+            inputs = {name: self._as_cupy(name) for name, _ in self._inputs()}
+            got = _values_on_gpu(result, case.dtype, xp)
+        else:
+            xp = np
+            inputs = self.host or {name: self._as_numpy(name) for name, _ in self._inputs()}
+            got = to_host(result)
+        if tuple(got.shape) != tuple(case.out_shape):
+            raise WrongResult(f"the result has shape {tuple(got.shape)}, the problem asks for {tuple(case.out_shape)}")
+        options = case.options()
+        arrays = {name: inputs[name] for name in ("q", "k", "v")}
+        extra = {name: inputs[name] for name in ("bias", "mask", "sinks") if name in inputs}
+        truth = reference.attention(*arrays.values(), **extra, **options, rows=rows, xp=xp)
+        plain = reference.plain(*arrays.values(), **extra, **options, rows=rows, xp=xp, dtype=case.dtype)
+        exempt = None
+        if rows is not None:
+            # Only drawn rows meet the reference; all others must at least have been written.
+            if case.values == "normal" and not bool(xp.isfinite(got.astype(xp.float32)).all()):
+                raise WrongResult("the result holds NaN or Inf (unwritten?)")
+            axis = 1 if case.layout == "bshd" else 2
+            got = xp.take(got, xp.asarray(rows), axis=axis)
+        elif case.values in ("nan_tail", "nan_outside"):
+            exempt = spread(inputs["k"].astype(xp.float32), inputs["v"].astype(xp.float32), truth[0], case.layout,
+                                   case.causal, case.window)  # fmt: skip
+        return judge(got, None, truth, plain, case.dtype, layout=case.layout, exempt=exempt)
+
+    def _drawn_rows(self, seed: int, budget: float):
+        case = self.case
+        per_row = 4.0 * case.batch * case.heads * max(case.seq_k, 1) * (case.head_dim + case.head_dim_v)
+        count = int(budget / max(per_row, 1.0))
+        if count >= case.seq_q:
+            return None
+        rng = np.random.default_rng([seed, 11])
+        drawn = rng.choice(case.seq_q, size=max(16, min(count, case.seq_q)), replace=False)
+        return np.unique(np.concatenate((drawn, [0, case.seq_q - 1])))
+
+    def _as_numpy(self, name: str) -> np.ndarray:
+        shape, dtype = self.shapes[name]
+        return self.blocks[name].host_bytes().view(numpy_dtype(dtype)).reshape(shape)
+
+    def _as_cupy(self, name: str) -> Any:
+        shape, dtype = self.shapes[name]
+        xp = self.device.cupy
+        return _widen(xp.asarray(self.blocks[name].inside), shape, dtype, xp)
+
+
+class WrongResult(Exception):
+    """A result that needs no reference to be refused: wrong shape, unwritten, outside its memory."""
+
+
+def trivial_answers(operands: Operands) -> dict[str, np.ndarray]:
+    """Answers that need no attention: a problem whose judge accepts one of them measures nothing."""
+    case = operands.case
+    v = operands._as_numpy("v").astype(np.float64)
+    axis = 1 if case.layout == "bshd" else 2
+    heads_axis = 3 - axis
+    mean = np.broadcast_to(v.mean(axis=axis, keepdims=True), (*v.shape[:axis], case.seq_q, *v.shape[axis + 1 :]))
+    mean = np.repeat(mean, case.heads // case.heads_kv, axis=heads_axis)
+    dtype = numpy_dtype(case.dtype)
+    return {"zeros": np.zeros(case.out_shape, dtype), "the mean of V": mean.astype(dtype)}
+
+
+def _host_arrays(case: Case) -> dict[str, np.ndarray]:
+    made = case.host_inputs()
+    return {name: np.ascontiguousarray(made[name]) for name in INPUTS if name in made}
+
+
+def _fill_normal(operands: Operands, seed: int) -> None:
+    device = operands.device
+    for i, name in enumerate(("q", "k", "v")):
+        shape, dtype = operands.shapes[name]
+        if device.torch:
+            generator = device.torch.Generator(device="cuda").manual_seed(seed * 3 + i)
+            operands.array(name, "torch").normal_(generator=generator)
+        else:
+            xp = device.cupy
+            normal = xp.random.RandomState(seed * 3 + i).standard_normal(shape, dtype=xp.float32)
+            operands.blocks[name].inside[:] = _narrow(normal, dtype, xp).view(xp.uint8).ravel()
+
+
+def _widen(raw: Any, shape: tuple[int, ...], dtype: str, xp: Any) -> Any:
+    """Device bytes as values that CuPy can compute with; bfloat16 becomes float32."""
+    if dtype == "bfloat16":
+        bits = raw.view(xp.uint16).astype(xp.uint32) << 16
+        return bits.view(xp.float32).reshape(shape)
+    return raw.view(xp.dtype(numpy_dtype(dtype))).reshape(shape)
+
+
+def _narrow(values: Any, dtype: str, xp: Any) -> Any:
+    from fa_ext import reference
+
+    if dtype == "bfloat16":
+        rounded = reference.round_to(values, "bfloat16", xp)
+        return (rounded.view(xp.uint32) >> 16).astype(xp.uint16)
+    return values.astype(dtype)
+
+
+def _values_on_gpu(result: Any, dtype: str, xp: Any) -> Any:
+    if type(result).__module__.partition(".")[0] == "torch":
+        import torch
+
+        flat = result.detach().contiguous().view(torch.uint8).flatten()
+        return _widen(xp.from_dlpack(flat), tuple(result.shape), dtype, xp)
+    if dtype == "bfloat16":
+        raw = xp.ascontiguousarray(xp.asarray(result)).view(xp.uint8).ravel()
+        return _widen(raw, tuple(result.shape), dtype, xp)
+    return xp.asarray(result)

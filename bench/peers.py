@@ -1,0 +1,288 @@
+"""Other implementations, each only where it imports: what the rows are compared with."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from bench.contender import Contender, Thunk
+from bench.device import Cpu, Cuda
+from bench.operands import Operands
+from bench.problems import Case
+
+
+class Peer(Contender):
+    """Knows the options it has (`extras`); everything else is a refusal by name."""
+
+    extras: frozenset[str] = frozenset()
+    dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
+
+    def refuses(self, case: Case) -> str | None:
+        if case.dtype not in self.dtypes:
+            return f"no {case.dtype}"
+        needed = {n for n in ("window", "softcap", "bias", "mask", "sinks") if getattr(case, n)}
+        missing = sorted(needed - self.extras)
+        return f"no {', '.join(missing)}" if missing else None
+
+
+def bhsd(operands: Operands, name: str, library: str) -> Any:
+    """The operand as (B, H, S, D), a view."""
+    array = operands.array(name, library)
+    return array.swapaxes(1, 2) if operands.case.layout == "bshd" else array
+
+
+def bshd(operands: Operands, name: str, library: str) -> Any:
+    """The operand as (B, S, H, D), a view."""
+    array = operands.array(name, library)
+    return array if operands.case.layout == "bshd" else array.swapaxes(1, 2)
+
+
+def scale_of(case: Case) -> float:
+    return 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+
+
+class NumPy(Peer):
+    """matmul, softmax, matmul in the inputs' dtype (half types in float32), as one writes it without a library."""
+
+    dtypes = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+    def __init__(self):
+        super().__init__("numpy", "numpy", "wall")
+
+    def bind(self, operands: Operands) -> Thunk:
+        case = operands.case
+        q, k, v = (bhsd(operands, name, "numpy") for name in "qkv")
+        work = np.float64 if case.dtype == "float64" else np.float32
+        seen = None if not case.causal else _band(case)
+        group, scale = case.heads // case.heads_kv, work(scale_of(case))
+
+        def call():
+            keys, values = (np.repeat(x, group, axis=1) if group > 1 else x for x in (k, v))
+            s = np.matmul(q.astype(work, copy=False), keys.astype(work, copy=False).swapaxes(-1, -2)) * scale
+            if seen is not None:
+                s = np.where(seen, s, -np.inf)
+            s -= s.max(axis=-1, keepdims=True)
+            np.exp(s, out=s)
+            s /= s.sum(axis=-1, keepdims=True)
+            out = np.matmul(s, values.astype(work, copy=False)).astype(q.dtype, copy=False)
+            return out.swapaxes(1, 2) if case.layout == "bshd" else out
+
+        return call
+
+
+class TorchSdpa(Peer):
+    """``torch.nn.functional.scaled_dot_product_attention`` held to one backend."""
+
+    def __init__(self, backend: str, name: str, device: Cpu | Cuda):
+        super().__init__(name, "torch", "graph" if device.kind == "cuda" else "wall")
+        self.backend = backend
+        if backend == "MATH" or device.kind == "cpu":
+            self.dtypes = frozenset({"float16", "bfloat16", "float32"})
+        if backend == "EFFICIENT_ATTENTION":
+            self.dtypes = frozenset({"float16", "bfloat16", "float32"})
+        if backend != "FLASH_ATTENTION":
+            self.extras = frozenset({"window", "mask"})
+
+    def bind(self, operands: Operands) -> Thunk:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        case = operands.case
+        q, k, v = (bhsd(operands, name, "torch") for name in "qkv")
+        square = case.seq_q == case.seq_k or case.causal == "top_left"
+        is_causal = bool(case.causal) and square and not case.window and not case.mask
+        mask = None
+        if (case.causal or case.window) and not is_causal:
+            mask = torch.from_numpy(_band(case)).to(q.device)
+        if case.mask:
+            given = operands.array("mask", "torch")
+            mask = given if mask is None else mask & given
+        backend = getattr(SDPBackend, self.backend)
+        attend = functools.partial(
+            torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=is_causal,
+            scale=case.scale, enable_gqa=case.heads != case.heads_kv,
+        )  # fmt: skip
+        swap = case.layout == "bshd"
+
+        def call():
+            with sdpa_kernel(backend), torch.no_grad():
+                out = attend()
+            return out.swapaxes(1, 2) if swap else out
+
+        return call
+
+
+class FlashAttention(Peer):
+    """FlashAttention-2 (package flash_attn), -3 (flash_attn_interface) or -4 (flash_attn.cute)."""
+
+    extras = frozenset({"window", "softcap"})
+
+    def __init__(self, name: str, module: str):
+        super().__init__(name, "torch")
+        self.attend = importlib.import_module(module).flash_attn_func
+
+    def refuses(self, case: Case) -> str | None:
+        if case.causal == "top_left" and case.seq_q != case.seq_k:
+            return "no top_left causal mask"
+        return super().refuses(case)
+
+    def bind(self, operands: Operands) -> Thunk:
+        case = operands.case
+        q, k, v = (bshd(operands, name, "torch") for name in "qkv")
+        options: dict[str, Any] = {"softmax_scale": case.scale, "causal": bool(case.causal)}
+        if case.window:
+            options["window_size"] = tuple(-1 if side is None else side for side in case.window)
+        if case.softcap:
+            options["softcap"] = case.softcap
+        attend, swap = self.attend, case.layout == "bhsd"
+
+        def call():
+            out = attend(q, k, v, **options)
+            out = out[0] if isinstance(out, tuple) else out
+            return out.swapaxes(1, 2) if swap else out
+
+        return call
+
+
+class FlashInfer(Peer):
+    """flashinfer's single-request prefill: batch 1."""
+
+    extras = frozenset({"softcap"})
+
+    def __init__(self):
+        super().__init__("flashinfer", "torch")
+        self.attend = importlib.import_module("flashinfer").single_prefill_with_kv_cache
+
+    def refuses(self, case: Case) -> str | None:
+        if case.batch != 1:
+            return "single-request kernel: batch 1 only"
+        if case.causal == "top_left" and case.seq_q != case.seq_k:
+            return "no top_left causal mask"
+        return super().refuses(case)
+
+    def bind(self, operands: Operands) -> Thunk:
+        case = operands.case
+        q, k, v = (bshd(operands, name, "torch")[0] for name in "qkv")
+        attend, swap = self.attend, case.layout == "bhsd"
+        options = {"causal": bool(case.causal), "sm_scale": scale_of(case), "logits_soft_cap": case.softcap or None}
+
+        def call():
+            out = attend(q, k, v, **options)[None]
+            return out.swapaxes(1, 2) if swap else out
+
+        return call
+
+
+class Jax(Peer):
+    """``jax.nn.dot_product_attention``, jitted: cuDNN on a GPU, XLA's own on the CPU. Timed by the host's clock."""
+
+    def __init__(self, device: Cpu | Cuda):
+        super().__init__("jax", "jax", "wall")
+        self.dtypes = frozenset({"float16", "bfloat16"} | ({"float32"} if device.kind == "cpu" else set()))
+        self.implementation = "cudnn" if device.kind == "cuda" else "xla"
+
+    def refuses(self, case: Case) -> str | None:
+        if case.causal and case.seq_q != case.seq_k:
+            return "causal only for seq_q == seq_k"
+        return super().refuses(case)
+
+    def bind(self, operands: Operands) -> Thunk:
+        import jax
+
+        case = operands.case
+        q, k, v = (bshd(operands, name, "jax") for name in "qkv")
+        attend = jax.jit(
+            functools.partial(jax.nn.dot_product_attention, scale=case.scale, is_causal=bool(case.causal),
+                              implementation=self.implementation)
+        )  # fmt: skip
+        swap = case.layout == "bhsd"
+
+        def call():
+            out = attend(q, k, v).block_until_ready()
+            return out.swapaxes(1, 2) if swap else out
+
+        return call
+
+
+class Xformers(Peer):
+    """``xformers.ops.memory_efficient_attention`` with its own choice of operator."""
+
+    dtypes = frozenset({"float16", "bfloat16", "float32"})
+
+    def __init__(self):
+        super().__init__("xformers", "torch")
+        self.ops = importlib.import_module("xformers.ops")
+
+    def refuses(self, case: Case) -> str | None:
+        if case.heads != case.heads_kv:
+            return "no grouped heads through this call"
+        if case.causal and case.seq_q != case.seq_k:
+            return "causal only for seq_q == seq_k"
+        return super().refuses(case)
+
+    def bind(self, operands: Operands) -> Thunk:
+        case = operands.case
+        q, k, v = (bshd(operands, name, "torch") for name in "qkv")
+        bias = self.ops.LowerTriangularMask() if case.causal else None
+        attend, swap = self.ops.memory_efficient_attention, case.layout == "bhsd"
+
+        def call():
+            out = attend(q, k, v, attn_bias=bias, scale=case.scale)
+            return out.swapaxes(1, 2) if swap else out
+
+        return call
+
+
+def _band(case: Case) -> np.ndarray:
+    """(Sq, Sk) boolean: what causal and window leave visible."""
+    left, right, diagonal = case.band()
+    offset = np.arange(case.seq_k)[None, :] - (np.arange(case.seq_q)[:, None] + diagonal)
+    return (offset >= -left) & (offset <= right)
+
+
+# name: (devices, module that must import, how it is made)
+PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Contender]]] = {
+    "torch-flash": (("cpu", "cuda"), "torch", lambda d: TorchSdpa("FLASH_ATTENTION", "torch-flash", d)),
+    "torch-cudnn": (("cuda",), "torch", lambda d: TorchSdpa("CUDNN_ATTENTION", "torch-cudnn", d)),
+    "torch-efficient": (("cuda",), "torch", lambda d: TorchSdpa("EFFICIENT_ATTENTION", "torch-efficient", d)),
+    "torch-math": (("cpu", "cuda"), "torch", lambda d: TorchSdpa("MATH", "torch-math", d)),
+    "flash-attn-2": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-2", "flash_attn")),
+    "flash-attn-3": (("cuda",), "flash_attn_interface", lambda d: FlashAttention("flash-attn-3", "flash_attn_interface")),
+    "flash-attn-4": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-4", "flash_attn.cute")),
+    "flashinfer": (("cuda",), "flashinfer", lambda d: FlashInfer()),
+    "jax": (("cpu", "cuda"), "jax", Jax),
+    "xformers": (("cuda",), "xformers", lambda d: Xformers()),
+    "numpy": (("cpu",), "numpy", lambda d: NumPy()),
+}
+SDPA = ("torch-flash", "torch-cudnn", "torch-efficient", "torch-math")
+
+
+def open_peer(name: str, device: Cpu | Cuda) -> Contender:
+    devices, module, make = PEERS[name]
+    if device.kind not in devices:
+        raise report.UsageError(f"{name} does not run on the {device.kind}")
+    if importlib.util.find_spec(module) is None:
+        raise report.UsageError(f"{name} needs the package {module}, which is not installed")
+    try:
+        return make(device)
+    except Exception as error:  # an installed peer that fails to load is a peer that is not there
+        raise report.UsageError(f"{name} does not load: {type(error).__name__}: {error}") from error
+
+
+def available(device: Cpu | Cuda, wanted: list[str] | None = None) -> tuple[list[Contender], dict[str, str]]:
+    """(peers that load, {peer: why not}) for a device; `wanted` names are taken instead of all that fit the device."""
+    found, missing = [], {}
+    for name, (devices, _, _) in PEERS.items():
+        if (wanted is not None and name not in wanted) or (wanted is None and device.kind not in devices):
+            continue
+        try:
+            found.append(open_peer(name, device))
+        except report.UsageError as error:
+            missing[name] = str(error)
+    return found, missing

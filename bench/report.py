@@ -1,0 +1,150 @@
+"""What people and machines read: tables, progress, JSON files that are valid at every moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class UsageError(Exception):
+    """The command line asks for something that does not exist or does not fit together."""
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], stream=None) -> None:
+    """Prints a table: with rich on a terminal, as aligned text otherwise. Numbers are right-aligned."""
+    stream = stream or sys.stdout
+    cells = [[_text(value) for value in row] for row in rows]
+    numeric = [all(_is_number(row[i]) for row in cells if row[i]) and bool(cells) for i in range(len(columns))]
+    if stream.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            drawn = Table(title=title, title_justify="left")
+            for name, right in zip(columns, numeric):
+                drawn.add_column(name, justify="right" if right else "left")
+            for row in cells:
+                drawn.add_row(*row)
+            Console(file=stream).print(drawn)
+            return
+    widths = [max(len(columns[i]), *(len(row[i]) for row in cells)) if cells else len(columns[i])
+              for i in range(len(columns))]  # fmt: skip
+    print(title, file=stream)
+    for row in [list(columns), *cells]:
+        aligned = (c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric))
+        print("  " + "  ".join(aligned).rstrip(), file=stream)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "nan"
+        magnitude = abs(value)
+        if magnitude == 0:
+            return "0"
+        if magnitude < 1e-2 or magnitude >= 1e6:
+            return f"{value:.2e}"
+        return f"{value:.3f}" if magnitude < 10 else f"{value:.1f}"
+    return str(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text.rstrip("%x"))
+    except ValueError:
+        return False
+    return True
+
+
+class Progress:
+    """Says on stderr how far a run is and when it will end: a live line on a terminal, otherwise one line a step."""
+
+    def __init__(self, total: int, quiet: bool = False, stream=None):
+        self.total, self.done, self.quiet = total, 0, quiet
+        self.stream = stream or sys.stderr
+        self.began = time.perf_counter()
+
+    def step(self, text: str) -> None:
+        self.done += 1
+        if self.quiet:
+            return
+        elapsed = time.perf_counter() - self.began
+        remaining = elapsed / self.done * (self.total - self.done)
+        line = f"[{self.done}/{self.total}, {_duration(elapsed)}, about {_duration(remaining)} left] {text}"
+        if self.stream.isatty():
+            print(f"\r\033[K{line}", end="" if self.done < self.total else "\n", file=self.stream, flush=True)
+        else:
+            print(line, file=self.stream, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    seconds = round(seconds)
+    return f"{seconds}s" if seconds < 100 else f"{seconds // 60}m{seconds % 60:02d}s"
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: NumPy scalars become Python's, NaN and infinities become strings."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Writes through a temporary file and a rename: a reader, or Ctrl-C, never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(plain(document), indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def print_json(document: Any) -> None:
+    print(json.dumps(plain(document), indent=1))
+
+
+class Results:
+    """Finished pieces of a long run, by key, on disk after each one; a second run of the same thing carries on.
+
+    `identity` says what the pieces depend on (sources, device, options). A file with another identity is not resumed:
+    it is started over.
+    """
+
+    def __init__(self, path: Path | None, identity: dict, context: dict, fresh: bool = False):
+        self.path = path
+        self.document = {"identity": plain(identity), "context": plain(context), "cells": {}}
+        self.resumed = 0
+        if path and path.exists() and not fresh:
+            try:
+                earlier = json.loads(path.read_text())
+            except ValueError:
+                earlier = {}
+            if earlier.get("identity") == self.document["identity"]:
+                self.document["cells"] = earlier.get("cells", {})
+                self.resumed = len(self.cells)
+
+    @property
+    def cells(self) -> dict[str, Any]:
+        return self.document["cells"]
+
+    def add(self, key: str, cell: Any) -> None:
+        self.cells[key] = plain(cell)
+        self.save()
+
+    def save(self) -> None:
+        if self.path:
+            write_json(self.path, self.document)

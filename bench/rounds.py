@@ -1,0 +1,98 @@
+"""Contenders take turns: each round samples every one of them once, in random order, so that drift hits all alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench import machine, stats
+from bench.timer import Stopwatch
+
+# Between looks at the confidence interval.
+LOOK_EVERY = 12
+
+
+@dataclass
+class Samples:
+    """Seconds a call, by contender; entry i of each was taken in round i. `hidden` counts seconds a call that the host
+    saw beyond the contender's own clock. `conditions` are clocks and power, one entry a round with a GPU."""
+
+    seconds: dict[str, np.ndarray]
+    hidden: dict[str, np.ndarray]
+    conditions: list[dict] = field(default_factory=list)
+    stopped: str = "rounds"
+
+    def interval(self, candidate: str, baseline: str) -> stats.Interval:
+        """Interval of candidate / baseline over the rounds that were not throttled (all, if most were)."""
+        keep = self.unthrottled()
+        return stats.ratio_interval(self.seconds[candidate][keep], self.seconds[baseline][keep])
+
+    def unthrottled(self) -> np.ndarray:
+        count = len(next(iter(self.seconds.values())))
+        good = np.array([not c["throttled"] for c in self.conditions] or [True] * count)
+        return good if good.sum() >= max(stats.MIN_ROUNDS, count // 2) else np.ones(count, bool)
+
+    def conditions_summary(self) -> dict[str, Any] | None:
+        """Median clock and power, and the share of rounds under each reason to throttle."""
+        if not self.conditions:
+            return None
+        clocks = [c["sm_clock_mhz"] for c in self.conditions if c["sm_clock_mhz"] is not None]
+        powers = [c["power_w"] for c in self.conditions if c["power_w"] is not None]
+        reasons: dict[str, float] = {}
+        for condition in self.conditions:
+            for reason in condition["throttled"]:
+                reasons[reason] = reasons.get(reason, 0.0) + 1 / len(self.conditions)
+        return {
+            "sm_clock_mhz": float(np.median(clocks)) if clocks else None,
+            "power_w": float(np.median(powers)) if powers else None,
+            "throttled": reasons,
+        }
+
+
+def take_turns(
+    watches: Mapping[str, Stopwatch],
+    rounds: int,
+    seconds: float,
+    seed: int = 0,
+    tight: float | None = None,
+    against: str | None = None,
+    around: Callable[[str, Callable[[], tuple[float, float]]], tuple[float, float]] | None = None,
+) -> Samples:
+    """Samples `watches` until `rounds` are done, `seconds` have passed (but at least MIN_ROUNDS rounds, unless three
+    times as long has passed), or every ratio to `against` is known within a relative interval width of `tight`.
+
+    `around(name, sample)` may wrap each sample with checks. Widths do not favour either side of a limit, so stopping by
+    them does not bias a verdict; stopping by the verdict would.
+    """
+    rng = np.random.default_rng(seed)
+    names = list(watches)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    hidden: dict[str, list[float]] = {name: [] for name in names}
+    monitor = machine.Monitor() if any(w.device.kind == "cuda" for w in watches.values()) else None
+    result = Samples({}, {})
+    began = time.perf_counter()
+    for done in range(1, rounds + 1):
+        for i in rng.permutation(len(names)):
+            name = names[i]
+            sample = watches[name].sample_both
+            clock, host = around(name, sample) if around else sample()
+            taken[name].append(clock)
+            hidden[name].append(max(0.0, host - clock))
+        if monitor and monitor.handle:
+            result.conditions.append(monitor.read() or {})
+        elapsed = time.perf_counter() - began
+        if elapsed > 3 * seconds or (elapsed > seconds and done >= stats.MIN_ROUNDS):
+            result.stopped = "time"
+            break
+        if tight and against and done >= stats.MIN_ROUNDS and done % LOOK_EVERY == 0:
+            base = np.array(taken[against])
+            if all(stats.ratio_interval(np.array(taken[n]), base).width <= tight for n in names if n != against):
+                result.stopped = "tight"
+                break
+    result.seconds = {name: np.array(values) for name, values in taken.items()}
+    result.hidden = {name: np.array(values) for name, values in hidden.items()}
+    return result

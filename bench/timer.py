@@ -1,0 +1,127 @@
+"""Clocks: the host's, CUDA events, CUDA-graph replay. One `Stopwatch` times one contender on one problem.
+
+A stopwatch holds several bindings of the same problem (slots) and calls them in turn: one slot is the hot measurement,
+as many as exceed five times the last-level cache the cold one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from bench.contender import Thunk
+from bench.device import Cpu, Cuda
+
+# The clock is bound here, before any candidate is imported: patching the module `time` later does not reach it.
+_now = time.perf_counter_ns
+
+# A sample must be long against what starting and stopping a clock costs.
+SAMPLE_SECONDS = {"host clock": 2e-3, "events": 5e-4, "graph": 3e-4}
+MAX_GRAPH_CALLS = 200
+
+
+class Stopwatch:
+    """Times calls of `slots` in turn. `clock` says how: "graph", "events" or "host clock"."""
+
+    def __init__(self, slots: Sequence[Thunk], device: Cpu | Cuda, timing: str = "graph",
+                 sample_seconds: float | None = None):  # fmt: skip
+        self.slots, self.device = list(slots), device
+        self.note: str | None = None
+        self.calls = len(self.slots)
+        self._replay: Any = None
+        if device.kind == "cpu" or timing == "wall":
+            self.clock = "host clock"
+        elif timing == "events":
+            self.clock = "events"
+        else:
+            self.clock = "graph"
+        once = self._warm_up()
+        target = sample_seconds or SAMPLE_SECONDS[self.clock]
+        turns = max(1, round(target / max(once, 1e-7)))
+        if self.clock == "graph":
+            self.calls = max(1, min(MAX_GRAPH_CALLS // len(self.slots), turns // len(self.slots))) * len(self.slots)
+            self._capture()
+            once = self._warm_up_graph() if self._replay else once
+        self.turns = max(1, round(target / max(once * self.calls, 1e-7)))
+        if self.clock != "graph":
+            self.calls, self.turns = max(len(self.slots), turns), 1
+
+    def _warm_up(self) -> float:
+        """Calls every slot twice and returns the seconds a call takes the second time."""
+        seconds = 0.0
+        for _ in range(2):
+            self.device.synchronize()
+            began = _now()
+            for slot in self.slots:
+                slot()
+            self.device.synchronize()
+            seconds = (_now() - began) * 1e-9 / len(self.slots)
+        return seconds
+
+    def _capture(self) -> None:
+        def work():
+            for i in range(self.calls):
+                self.slots[i % len(self.slots)]()
+
+        try:
+            self._replay = self.device.capture(work)
+        except Exception as error:  # a contender that cannot be captured is timed by events, and the table says so
+            self.device.synchronize()
+            self.note = f"not captured: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self.clock, self._replay = "events", None
+
+    def _warm_up_graph(self) -> float:
+        self._replay()
+        self.device.synchronize()
+        began = _now()
+        self._replay()
+        self.device.synchronize()
+        return (_now() - began) * 1e-9 / self.calls
+
+    def launch(self) -> None:
+        """What a sample times, without the clock."""
+        if self._replay:
+            for _ in range(self.turns):
+                self._replay()
+            return
+        slots, count = self.slots, len(self.slots)
+        for i in range(self.calls):
+            slots[i % count]()
+
+    @property
+    def launches(self) -> int:
+        """Calls of the contender that one sample holds."""
+        return self.calls * self.turns
+
+    def sample(self) -> float:
+        """Seconds a call, over one sample."""
+        return self.sample_both()[0]
+
+    def sample_both(self) -> tuple[float, float]:
+        """(seconds a call by this clock, seconds a call by the host's clock until the whole device is idle).
+
+        The second covers work that a contender hides from its stream or leaves to a thread that the device waits for.
+        """
+        device = self.device
+        if self.clock == "host clock":
+            began = _now()
+            self.launch()
+            device.synchronize()
+            seconds = (_now() - began) * 1e-9 / self.launches
+            return seconds, seconds
+        device.synchronize()
+        first, last = device.event(), device.event()
+        began = _now()
+        device.record(first)
+        self.launch()
+        device.record(last)
+        seconds = device.seconds_between(first, last) / self.launches
+        device.synchronize()
+        return seconds, (_now() - began) * 1e-9 / self.launches
+
+
+def slots_for_cold(bytes_a_call: int, device: Cpu | Cuda, memory_limit: float = 8e9) -> int:
+    """How many copies of a problem's operands exceed five times the last-level cache: at least 2."""
+    wanted = -(-5 * device.cache_bytes // max(bytes_a_call, 1))
+    return int(max(2, min(wanted, memory_limit // max(bytes_a_call, 1), 512)))
