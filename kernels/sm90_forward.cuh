@@ -1,0 +1,278 @@
+/* The Hopper forward kernel: one producer warp, C::kConsumers warpgroups of 64 query rows each, persistent CTAs.
+ *
+ * The producer fills rings of key and value blocks and each warpgroup's own queries by TMA. A warpgroup computes
+ * S = Q K^T into registers, turns it into weights there, and feeds them back as the A operand of O += P V:
+ *
+ *     issue S(b) = Q K(b)          \  tensor cores work on these two ...
+ *     issue O += P(b-1) V(b-1)     /
+ *     wait for S(b); weights(b)       ... while the other units make weights of S(b)
+ *     wait for O; rescale; P(b) = pack(weights(b))
+ *
+ * With C::kPingPong the warpgroups issue their products in turns, so that one's products run under another's
+ * exponentials. Shared memory: queries [stage][warpgroup][slab][64][64], keys and values [stage][slab][tile_n][64],
+ * 16-bit, swizzled.
+ */
+#pragma once
+#include "sm90_epilogue.cuh"
+#include "sm90_schedule.cuh"
+#include "sm90_tma.cuh"
+#include "sm90_wgmma.cuh"
+
+namespace fa::sm90 {
+
+struct ForwardParams {
+    CUtensorMap q, k, v;   // k and v cover the call's visible keys alone
+    void *out;             // (B, H, Sq, D)
+    int64_t out_stride[3]; // elements, of B, H, Sq
+    float *lse;            // (B, H, Sq) or NULL
+    const void *sinks;     // (H) or NULL
+    int64_t sinks_stride;
+    fa_dtype sinks_dtype;
+    Schedule schedule;
+    Visibility visibility;
+    int seq_q, head_dim, group;          // group: query heads a key head
+    int q_step[2], k_step[2], v_step[2]; // factors 0 or 1 of the head and batch coordinates
+    float score_factor;                  // 2^(score_factor * s): scale or softcap, times log2(e)
+    float cap_factor;                    // softcap: s = tanh(cap_factor * product)
+};
+
+template <class C> struct ForwardSmem {
+    static constexpr int kSlabs = (C::kHeadDim + kSlabColumns - 1) / kSlabColumns;
+    static constexpr int kQuerySlabBytes = 64 * kSlabRowBytes;
+    static constexpr int kKeySlabBytes = C::kTileN * kSlabRowBytes;
+    static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes; // of one warpgroup
+    static constexpr int kKeyBytes = kSlabs * kKeySlabBytes;
+
+    alignas(1024) char q[C::kQueryStages][C::kConsumers][kQueryBytes];
+    alignas(1024) char k[C::kStages][kKeyBytes];
+    alignas(1024) char v[C::kStages][kKeyBytes];
+    uint64_t q_full[C::kQueryStages][C::kConsumers], q_empty[C::kQueryStages][C::kConsumers];
+    uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+};
+
+template <class C> __device__ __forceinline__ void forward_produce(const ForwardParams &p, ForwardSmem<C> &smem) {
+    using Smem = ForwardSmem<C>;
+    RingState<C::kStages> k_ring(1), v_ring(1);
+    RingState<C::kQueryStages> q_ring(1);
+    for (uint32_t round = 0, index; (index = tile_index(p.schedule, round)) < p.schedule.tiles; ++round) {
+        const Tile tile = tile_at(p.schedule, index, C::kTileM);
+        const KeyBlocks blocks =
+            key_blocks<C::kMasked, C::kTileN>(p.visibility, tile.row, min(tile.row + C::kTileM, p.seq_q));
+        if (blocks.count == 0) continue;
+        const int kv_head = tile.head / p.group;
+        const int k_head = kv_head * p.k_step[0], k_batch = tile.batch * p.k_step[1];
+        const int v_head = kv_head * p.v_step[0], v_batch = tile.batch * p.v_step[1];
+        auto load_keys = [&](int block) {
+            mbarrier_wait(&smem.k_empty[k_ring.stage], k_ring.parity);
+            mbarrier_arrive_expect(&smem.k_full[k_ring.stage], Smem::kKeyBytes);
+            tma_load_tile<C::kHeadDim, C::kTileN>(smem.k[k_ring.stage], &p.k, &smem.k_full[k_ring.stage],
+                                                  blocks.end - (block + 1) * C::kTileN, k_head, k_batch, kEvictLast);
+            k_ring.advance();
+        };
+        auto load_values = [&](int block) {
+            mbarrier_wait(&smem.v_empty[v_ring.stage], v_ring.parity);
+            mbarrier_arrive_expect(&smem.v_full[v_ring.stage], Smem::kKeyBytes);
+            tma_load_tile<C::kHeadDim, C::kTileN>(smem.v[v_ring.stage], &p.v, &smem.v_full[v_ring.stage],
+                                                  blocks.end - (block + 1) * C::kTileN, v_head, v_batch, kEvictLast);
+            v_ring.advance();
+        };
+        load_keys(0);
+        for (int wg = 0; wg < C::kConsumers; ++wg) {
+            uint64_t *full = &smem.q_full[q_ring.stage][wg];
+            mbarrier_wait(&smem.q_empty[q_ring.stage][wg], q_ring.parity);
+            mbarrier_arrive_expect(full, Smem::kQueryBytes);
+            tma_load_tile<C::kHeadDim, 64>(smem.q[q_ring.stage][wg], &p.q, full, tile.row + wg * 64,
+                                           tile.head * p.q_step[0], tile.batch * p.q_step[1], kEvictFirst);
+        }
+        q_ring.advance();
+        for (int block = 1; block < blocks.count; ++block) {
+            load_keys(block);
+            load_values(block - 1);
+        }
+        load_values(blocks.count - 1);
+    }
+}
+
+template <class C>
+__device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardSmem<C> &smem, int wg) {
+    using T = typename C::Element;
+    using Smem = ForwardSmem<C>;
+    constexpr int kTileN = C::kTileN;
+    constexpr uint32_t kTurnThreads = 256; // the warpgroup whose turn it is, and the one before, which arrives
+    const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
+    const bool elected = threadIdx.x % 128 == 0; // one thread a warpgroup frees stages
+    RingState<C::kStages> k_ring(0), v_ring(0);
+    RingState<C::kQueryStages> q_ring(0);
+
+    auto turn_wait = [&] {
+        if constexpr (C::kPingPong) named_barrier_sync(1 + wg, kTurnThreads);
+    };
+    auto turn_pass = [&] {
+        if constexpr (C::kPingPong) named_barrier_arrive(1 + (wg + 1 == C::kConsumers ? 0 : wg + 1), kTurnThreads);
+    };
+    if (C::kPingPong && wg == C::kConsumers - 1) turn_pass();
+
+    for (uint32_t round = 0, index; (index = tile_index(p.schedule, round)) < p.schedule.tiles; ++round) {
+        const Tile tile = tile_at(p.schedule, index, C::kTileM);
+        const KeyBlocks blocks =
+            key_blocks<C::kMasked, kTileN>(p.visibility, tile.row, min(tile.row + C::kTileM, p.seq_q));
+        const int wg_row = tile.row + wg * 64, row = wg_row + warp * 16 + lane / 4; // this thread's rows: row, row + 8
+        OnlineSoftmax softmax;
+        float out[C::kHeadDim / 2];
+
+        if (blocks.count > 0) {
+            float scores[kTileN / 2];
+            uint32_t weights[kTileN / 4];
+
+            auto issue_qk = [&] {
+                gemm_qk<T, C::kHeadDim>(scores, smem_address(smem.q[q_ring.stage][wg]), Smem::kQuerySlabBytes,
+                                        smem_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
+                wgmma_commit();
+            };
+            auto issue_pv = [&](int accumulate) {
+                gemm_pv<T>(out, weights, smem_address(smem.v[v_ring.stage]), Smem::kKeySlabBytes, accumulate);
+                wgmma_commit();
+            };
+            auto free_keys = [&](bool last) {
+                if (elected) mbarrier_arrive(&smem.k_empty[k_ring.stage]);
+                if (elected && last) mbarrier_arrive(&smem.q_empty[q_ring.stage][wg]);
+                k_ring.advance();
+            };
+            auto free_values = [&] {
+                if (elected) mbarrier_arrive(&smem.v_empty[v_ring.stage]);
+                v_ring.advance();
+            };
+            auto cap = [&] {
+                if constexpr (C::kSoftcap) {
+#pragma unroll
+                    for (int i = 0; i < kTileN / 2; ++i) scores[i] = tanh_fast(scores[i] * p.cap_factor);
+                }
+            };
+            auto mask = [&](int block) {
+                const int first_key = blocks.end - (block + 1) * kTileN;
+                int low[2], high[2];
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    low[r] = (C::kMasked ? max(0, row + 8 * r + p.visibility.lower) : 0) - first_key;
+                    high[r] =
+                        (C::kMasked ? min(p.visibility.seq_k, row + 8 * r + p.visibility.upper) : p.visibility.seq_k) -
+                        first_key;
+                }
+                mask_scores(scores, low, high, 2 * (lane % 4));
+            };
+            /* Scores of `block` are in registers once its products and nothing older is pending. */
+            auto step = [&]<bool kMaskBlock>(int block, std::bool_constant<kMaskBlock>) {
+                mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
+                turn_wait();
+                wgmma_fence();
+                issue_qk();
+                mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
+                wgmma_fence();
+                issue_pv(block > 1);
+                turn_pass();
+                wgmma_wait<1>();
+                wgmma_pin(scores);
+                free_keys(block + 1 == blocks.count);
+                cap();
+                if constexpr (kMaskBlock) mask(block);
+                const bool raised = softmax.template absorb < false,
+                           kMaskBlock ? 0 : C::kPolynomialEvery > (scores, p.score_factor, C::kRescaleThreshold);
+                wgmma_wait<0>();
+                wgmma_pin(out);
+                wgmma_pin(weights);
+                free_values();
+                pack_scores<T>(weights, scores);
+                if (raised) softmax.rescale_output(out);
+            };
+
+            mbarrier_wait(&smem.q_full[q_ring.stage][wg], q_ring.parity);
+            mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
+            wgmma_fence();
+            issue_qk();
+            wgmma_wait<0>();
+            wgmma_pin(scores);
+            free_keys(blocks.count == 1);
+            cap();
+            if (C::kMasked || blocks.end > p.visibility.seq_k) mask(0);
+            softmax.template absorb<true, 0>(scores, p.score_factor, C::kRescaleThreshold);
+            pack_scores<T>(weights, scores);
+
+            int block = 1;
+            if constexpr (C::kMasked) {
+                // Blocks that reach past the last key of this warpgroup's first row, then plain ones, then those that
+                // begin before the first key of its last row.
+                const int high = min(p.visibility.seq_k, wg_row + p.visibility.upper);
+                const int low = max(0, wg_row + 63 + p.visibility.lower);
+                const int plain = max(1, (blocks.end - high + kTileN - 1) / kTileN);
+                const int plain_end = blocks.end > low ? (blocks.end - low) / kTileN : 0;
+                for (; block < min(plain, blocks.count); ++block) step(block, std::true_type());
+                for (; block < min(plain_end, blocks.count); ++block) step(block, std::false_type());
+                for (; block < blocks.count; ++block) step(block, std::true_type());
+            } else {
+                for (; block < blocks.count; ++block) step(block, std::false_type());
+            }
+            q_ring.advance();
+
+            mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
+            wgmma_fence();
+            issue_pv(blocks.count > 1);
+            wgmma_wait<0>();
+            wgmma_pin(out);
+            wgmma_pin(weights);
+            free_values();
+        } // without keys every factor below is 0, which store_rows() writes as 0
+
+        float factor[2];
+        float sink = -INFINITY;
+        if (p.sinks) sink = load_as_float(p.sinks, p.sinks_dtype, tile.head * p.sinks_stride);
+        T *target[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int i = row + 8 * r;
+            const RowResult result = softmax.finish(r, p.score_factor, sink);
+            factor[r] = result.factor;
+            target[r] = i < p.seq_q ? static_cast<T *>(p.out) + tile.batch * p.out_stride[0] +
+                                          tile.head * p.out_stride[1] + i * p.out_stride[2]
+                                    : nullptr;
+            if (p.lse && i < p.seq_q && lane % 4 == 0)
+                p.lse[(int64_t(tile.batch) * p.schedule.heads + tile.head) * p.seq_q + i] = result.lse;
+        }
+        store_rows(target, out, factor, p.head_dim, lane);
+    }
+}
+
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) forward(const __grid_constant__ ForwardParams p) {
+    extern __shared__ __align__(1024) char raw[];
+    auto &smem = *reinterpret_cast<ForwardSmem<C> *>(raw);
+    const int wg = __shfl_sync(0xffffffff, threadIdx.x / 128, 0); // uniform for the compiler too
+
+    if (threadIdx.x == 0) {
+        tensor_map_prefetch(&p.q);
+        tensor_map_prefetch(&p.k);
+        tensor_map_prefetch(&p.v);
+        for (int stage = 0; stage < C::kQueryStages; ++stage)
+            for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
+                mbarrier_init(&smem.q_full[stage][consumer], 1);
+                mbarrier_init(&smem.q_empty[stage][consumer], 1);
+            }
+        for (int stage = 0; stage < C::kStages; ++stage) {
+            mbarrier_init(&smem.k_full[stage], 1);
+            mbarrier_init(&smem.v_full[stage], 1);
+            mbarrier_init(&smem.k_empty[stage], C::kConsumers);
+            mbarrier_init(&smem.v_empty[stage], C::kConsumers);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    if (wg == 0) {
+        registers_lower<C::kProducerRegisters>();
+        if (threadIdx.x / 32 == 0 && elect_one()) forward_produce<C>(p, smem);
+    } else {
+        registers_raise<C::kConsumerRegisters>();
+        forward_consume<C>(p, smem, wg - 1);
+    }
+}
+
+} // namespace fa::sm90

@@ -1,0 +1,70 @@
+/* Which output tile a persistent CTA computes in which round, and which key blocks that tile needs (pure arithmetic, so
+ * that the producer and the consumers agree without talking and a launch needs no counter in memory).
+ */
+#pragma once
+#include <cstdint>
+
+namespace fa::sm90 {
+
+/* Tiles of a call. Plain order: query tiles of one head follow each other, so that CTAs in flight share few heads'
+ * keys. Longest-first order (causal): heads go in sections whose keys and values fit in L2, each section from its last
+ * query tile to its first, and every second round runs backwards, which evens out the sums of the CTAs. */
+struct Schedule {
+    uint32_t tiles;         // query tiles * heads * batch
+    uint32_t query_tiles;   // of one head
+    uint32_t heads;         // query heads of one batch entry
+    uint32_t section_heads; // (batch, head) pairs a section; 0: plain order
+};
+
+struct Tile {
+    int row; // first query row
+    int head, batch;
+};
+
+__device__ __forceinline__ Tile tile_at(const Schedule &s, uint32_t index, int tile_m) {
+    uint32_t query_tile, pair;
+    if (s.section_heads == 0) {
+        pair = index / s.query_tiles;
+        query_tile = index - pair * s.query_tiles;
+    } else {
+        const uint32_t section_tiles = s.section_heads * s.query_tiles;
+        const uint32_t section = index / section_tiles, inside = index - section * section_tiles;
+        const uint32_t left = s.tiles / s.query_tiles - section * s.section_heads;
+        const uint32_t width = left < s.section_heads ? left : s.section_heads;
+        const uint32_t step = inside / width;
+        query_tile = s.query_tiles - 1 - step;
+        pair = section * s.section_heads + inside - step * width;
+    }
+    const uint32_t batch = pair / s.heads;
+    return {int(query_tile) * tile_m, int(pair - batch * s.heads), int(batch)};
+}
+
+/* Index of this CTA's tile in `round`; at or past s.tiles: none (and none in later rounds). */
+__device__ __forceinline__ uint32_t tile_index(const Schedule &s, uint32_t round) {
+    const bool backwards = s.section_heads != 0 && (round & 1);
+    return round * gridDim.x + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
+/* Visibility, with keys counted from the call's first visible one: row i sees keys j, max(0, i + lower) <= j <
+ * min(seq_k, i + upper). Bounds that exclude nothing are clamped to +-2^30. */
+struct Visibility {
+    int seq_k, lower, upper;
+};
+
+/* Key blocks of a tile, visited from the last to the first: block b holds keys [end - (b + 1) * tile_n, end - b *
+ * tile_n). The first block may start below 0; TMA reads zeros there and the mask excludes them. */
+struct KeyBlocks {
+    int end, count;
+};
+
+template <bool Masked, int TileN>
+__device__ __forceinline__ KeyBlocks key_blocks(const Visibility &v, int row_begin, int row_end) {
+    if (!Masked) {
+        const int count = (v.seq_k + TileN - 1) / TileN;
+        return {count * TileN, count};
+    }
+    const int begin = max(0, row_begin + v.lower), end = min(v.seq_k, row_end - 1 + v.upper);
+    return {end, end > begin ? (end - begin + TileN - 1) / TileN : 0};
+}
+
+} // namespace fa::sm90

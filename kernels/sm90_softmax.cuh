@@ -1,0 +1,136 @@
+/* The online softmax of 64 x N scores in wgmma accumulators: each thread holds parts of two rows, four threads a row.
+ *
+ * weight = 2^(s * factor - maximum * factor), one FFMA and one ex2 a score: `maximum` is kept in units of the raw
+ * product, which is why the scale must be positive. The maximum is raised only when a score would otherwise exceed
+ * 2^threshold times the weight 1: any maximum gives the same quotient, and while no row of the warp raises it, the
+ * accumulated output needs no rescaling. float16 weights hold 2^threshold for threshold <= 15.
+ */
+#pragma once
+#include "score.cuh"
+#include "softmax.cuh"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <type_traits>
+
+namespace fa::sm90 {
+
+/* Two floats as one word of T, the first in the low half. */
+template <class T> __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+    if constexpr (std::is_same_v<T, __half>) {
+        const __half2 pair = __floats2half2_rn(low, high);
+        return *reinterpret_cast<const uint32_t *>(&pair);
+    } else {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        return *reinterpret_cast<const uint32_t *>(&pair);
+    }
+}
+
+template <class T, int Count>
+__device__ __forceinline__ void pack_scores(uint32_t (&words)[Count / 2], const float (&scores)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count / 2; ++i) words[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+}
+
+__device__ __forceinline__ float tanh_fast(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* 2^x on the FMA pipe, relative error under 9e-5 (float16 and bfloat16 round coarser): x = n + f, a cubic for 2^f, n
+ * into the exponent; x <= 16, -inf gives 0. Relieves the MUFU unit, which does 16 ex2 a clock an SM. */
+__device__ __forceinline__ float exp2_polynomial(float x) {
+    constexpr float kRound = 12582912.0f; // 2^23 + 2^22: adding it leaves the integer part in the low bits
+    x = fmaxf(x, -127.0f);                // whose result is exactly 0
+    const float shifted = __fadd_rd(x, kRound);
+    const float f = x - (shifted - kRound);
+    const float y = fmaf(fmaf(fmaf(0.0771190897f, f, 0.2275643945f), f, 0.6951461434f), f, 1.0f);
+    return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
+}
+
+/* Excludes the scores of row r (0, 1) at block columns outside [low[r], high[r]); `lane_column` is 2 * (lane % 4). */
+template <int Count>
+__device__ __forceinline__ void mask_scores(float (&scores)[Count], const int (&low)[2], const int (&high)[2],
+                                            int lane_column) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        const int r = (i >> 1) & 1, column = 8 * (i >> 2) + (i & 1);
+        if (column >= high[r] - lane_column || column < low[r] - lane_column) scores[i] = -INFINITY;
+    }
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+/* State of a thread's two rows. */
+struct OnlineSoftmax {
+    float maximum[2] = {-INFINITY, -INFINITY}; // raw products
+    float sum[2] = {0.0f, 0.0f};               // of this thread's weights; quad_sum() gives the row's
+    float rescale[2];                          // factor for what was accumulated, when absorb() returned true
+
+    /* Turns a block's scores into weights. True (for the whole warp) when the accumulated output must be multiplied by
+     * rescale[row]. `PolynomialEvery` n > 0: every n-th exponential on the FMA pipe. */
+    template <bool First, int PolynomialEvery, int Count>
+    __device__ __forceinline__ bool absorb(float (&scores)[Count], float factor, float threshold) {
+        float block[2][2] = {{maximum[0], maximum[0]}, {maximum[1], maximum[1]}};
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            float &m = block[(i >> 1) & 1][(i >> 2) & 1];
+            m = fmaxf(m, scores[i]);
+        }
+        float top[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) top[r] = quad_max(fmaxf(block[r][0], block[r][1]));
+        bool raised = false;
+        if constexpr (First) {
+            maximum[0] = top[0];
+            maximum[1] = top[1];
+        } else {
+            // -inf - -inf is NaN, and NaN > threshold is false: a row without visible keys raises nothing.
+            const bool raise = (top[0] - maximum[0]) * factor > threshold || (top[1] - maximum[1]) * factor > threshold;
+            raised = __any_sync(0xffffffff, raise);
+            if (raised) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    rescale[r] = exp2_fast((maximum[r] - softmax_shift(top[r])) * factor);
+                    maximum[r] = top[r];
+                    sum[r] *= rescale[r];
+                }
+            }
+        }
+        const float shift[2] = {-softmax_shift(maximum[0]) * factor, -softmax_shift(maximum[1]) * factor};
+        float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const int r = (i >> 1) & 1;
+            const float x = fmaf(scores[i], factor, shift[r]);
+            const bool polynomial = PolynomialEvery > 0 && i % (PolynomialEvery > 0 ? PolynomialEvery : 1) == 0;
+            scores[i] = polynomial ? exp2_polynomial(x) : exp2_fast(x);
+            part[r][i & 1] += scores[i];
+        }
+        sum[0] += part[0][0] + part[0][1];
+        sum[1] += part[1][0] + part[1][1];
+        return raised;
+    }
+
+    template <int Count> __device__ __forceinline__ void rescale_output(float (&out)[Count]) const {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) out[i] *= rescale[(i >> 1) & 1];
+    }
+
+    /* What normalises row r, and its LSE; `sink` is -inf where there is none. All four threads of the row call it. */
+    __device__ __forceinline__ RowResult finish(int r, float factor, float sink) const {
+        RowState row;
+        row.maximum = maximum[r] * factor;
+        row.sum = quad_sum(sum[r]);
+        return finish_row(row, sink);
+    }
+};
+
+} // namespace fa::sm90

@@ -1,0 +1,285 @@
+/* wgmma_sm90: attention forward on Hopper (sm_90a): TMA, wgmma, warp specialisation.
+ *
+ * What:   float16 and bfloat16; head_dim a multiple of 8 up to 256, computed at 64, 96, 128, 192 or 256 columns (TMA
+ *         fills with zeros); grouped heads; ragged lengths; causal, two-sided windows, softcap, sinks; LSE.
+ * How:    sm90_forward.cuh. Three kinds of kernel: full (no exclusions but the end of the keys), masked (a range of
+ * keys a row) and capped (masked, with softcap). Layout: any strides of 16-byte multiples with a contiguous head_dim
+ * axis, which covers "bhsd", "bshd" and slices. Limits: no bias, no boolean mask, scale > 0, head_dim_v = head_dim.
+ * Bench:  python -m bench run --rows wgmma_sm90
+ *
+ * @arch sm_90a
+ * @instance d256_full_f16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
+ * @instance d256_full_bf16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_masked_f16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
+ * @instance d256_masked_bf16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_capped_f16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
+ * @instance d256_capped_bf16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_full_f16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
+ * @instance d192_full_bf16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_masked_f16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
+ * @instance d192_masked_bf16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_capped_f16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
+ * @instance d192_capped_bf16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_full_f16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
+ * @instance d128_full_bf16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_masked_f16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
+ * @instance d128_masked_bf16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_capped_f16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
+ * @instance d128_capped_bf16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d96_full_f16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
+ * @instance d96_full_bf16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
+ * @instance d96_masked_f16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
+ * @instance d96_masked_bf16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d96_capped_f16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
+ * @instance d96_capped_bf16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_full_f16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
+ * @instance d64_full_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_masked_f16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
+ * @instance d64_masked_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_capped_f16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
+ * @instance d64_capped_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
+ */
+#include "launch.cuh"
+#include "sm90_forward.cuh"
+#include "sm90_tensor_map.h"
+
+/* ---- configuration ---- */
+
+#define FA_FULL   0
+#define FA_MASKED 1
+#define FA_CAPPED 2
+
+namespace fa::sm90 {
+
+/* Shape of a kernel: `consumers` warpgroups of 64 query rows, key blocks of `tile_n`, rings of `stages` key and value
+ * blocks, `query_stages` query tiles. */
+struct Tiling {
+    int consumers, tile_n, stages, query_stages;
+};
+
+constexpr Tiling tiling(int head_dim, int kind) {
+    Tiling t = head_dim <= 64    ? Tiling{3, 128, 2, 2}
+               : head_dim <= 96  ? Tiling{2, kind == FA_FULL ? 160 : 128, 2, 1}
+               : head_dim <= 128 ? Tiling{2, kind == FA_FULL ? 160 : 128, 2, 2}
+               : head_dim <= 192 ? Tiling{2, 112, 2, 1}
+                                 : Tiling{2, 80, 2, 1};
+#ifdef FA_CONSUMERS // a tuner's choice
+    t.consumers = FA_CONSUMERS;
+#endif
+#ifdef FA_TILE_N
+    t.tile_n = FA_TILE_N;
+#endif
+#ifdef FA_STAGES
+    t.stages = FA_STAGES;
+#endif
+#ifdef FA_QUERY_STAGES
+    t.query_stages = FA_QUERY_STAGES;
+#endif
+    return t;
+}
+
+#ifndef FA_PING_PONG // products of the warpgroups in turns
+#define FA_PING_PONG (head_dim <= 128)
+#endif
+#ifndef FA_RESCALE_THRESHOLD // log2 of the largest weight before the maximum is raised
+#define FA_RESCALE_THRESHOLD 8.0f
+#endif
+#ifndef FA_POLYNOMIAL_EVERY // every n-th exponential by polynomial; 0: none
+#define FA_POLYNOMIAL_EVERY 0
+#endif
+#ifndef FA_SECTION_MIB // keys and values of the heads in flight, longest-first order
+#define FA_SECTION_MIB 32
+#endif
+
+template <class T, int HeadDim, int Kind> struct Config {
+    static constexpr Tiling kTiling = tiling(HeadDim, Kind);
+    static constexpr int head_dim = HeadDim;
+    using Element = T;
+    static constexpr int kHeadDim = HeadDim, kConsumers = kTiling.consumers, kTileM = 64 * kConsumers,
+                         kTileN = kTiling.tile_n, kStages = kTiling.stages, kQueryStages = kTiling.query_stages;
+    static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED,
+                          kPingPong = kConsumers > 1 && FA_PING_PONG;
+    static constexpr int kPolynomialEvery = FA_POLYNOMIAL_EVERY;
+    static constexpr float kRescaleThreshold = FA_RESCALE_THRESHOLD;
+    // 64 Ki registers: what the consumers leave is the producer's.
+    static constexpr int kConsumerRegisters = kConsumers == 1 ? 256 : kConsumers == 2 ? 240 : 160;
+    static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 24 : 32;
+    static_assert(kTileN % 16 == 0 && kTileN <= 256 && HeadDim % 16 == 0 && HeadDim <= FA_MAX_HEAD_DIM);
+    static_assert(kTileN / 2 + kTileN / 4 + HeadDim / 2 + 24 <= kConsumerRegisters, "scores, weights and output");
+};
+
+/* ---- instances: one kernel a compilation ---- */
+
+using Launch = fa_code(const ForwardParams &, int64_t blocks, void *stream, fa_status *);
+
+#ifdef FA_INSTANCE
+
+#define FA_PASTE_(a, b) a##b
+#define FA_PASTE(a, b)  FA_PASTE_(a, b)
+
+Launch FA_PASTE(wgmma_sm90_, FA_INSTANCE);
+fa_code FA_PASTE(wgmma_sm90_, FA_INSTANCE)(const ForwardParams &params, int64_t blocks, void *stream,
+                                           fa_status *status) {
+    using Instance = Config<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
+    constexpr int kBytes = sizeof(ForwardSmem<Instance>);
+    static_assert(kBytes <= 227 * 1024, "shared memory of a block");
+    FA_CUDA_TRY(status, cudaFuncSetAttribute(forward<Instance>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    forward<Instance><<<static_cast<unsigned>(blocks), 128 * (Instance::kConsumers + 1), kBytes,
+                        static_cast<cudaStream_t>(stream)>>>(params);
+    FA_CUDA_TRY(status, cudaGetLastError());
+    return FA_OK;
+}
+
+} // namespace fa::sm90
+
+#else
+
+// A tuner links single instances: those left out are null.
+#define FA_DECLARE(d, kind, type) __attribute__((weak)) Launch wgmma_sm90_d##d##_##kind##_##type;
+#define FA_DECLARE_ALL(d)                                                                                              \
+    FA_DECLARE(d, full, f16)                                                                                           \
+    FA_DECLARE(d, full, bf16)                                                                                          \
+    FA_DECLARE(d, masked, f16)                                                                                         \
+    FA_DECLARE(d, masked, bf16)                                                                                        \
+    FA_DECLARE(d, capped, f16)                                                                                         \
+    FA_DECLARE(d, capped, bf16)
+FA_DECLARE_ALL(64)
+FA_DECLARE_ALL(96)
+FA_DECLARE_ALL(128)
+FA_DECLARE_ALL(192)
+FA_DECLARE_ALL(256)
+
+#define FA_ENTRIES(d)                                                                                                  \
+    {                                                                                                                  \
+        {wgmma_sm90_d##d##_full_f16, wgmma_sm90_d##d##_full_bf16},                                                     \
+            {wgmma_sm90_d##d##_masked_f16, wgmma_sm90_d##d##_masked_bf16},                                             \
+            {wgmma_sm90_d##d##_capped_f16, wgmma_sm90_d##d##_capped_bf16},                                             \
+    }
+static constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
+static Launch *const kLaunches[][3][2] = {FA_ENTRIES(64), FA_ENTRIES(96), FA_ENTRIES(128), FA_ENTRIES(192),
+                                          FA_ENTRIES(256)}; // [head_dim][kind][float16, bfloat16]
+
+/* ---- rejects, plan, launch ---- */
+
+static int head_dim_index(const fa_problem &p) {
+    int i = 0;
+    while (kHeadDims[i] < p.head_dim) ++i;
+    return i;
+}
+
+static int kind_of(const fa_problem &p) {
+    if (p.softcap > 0) return FA_CAPPED;
+    return p.left >= FA_UNBOUNDED && p.right >= FA_UNBOUNDED ? FA_FULL : FA_MASKED;
+}
+
+static Launch *launch_of(const fa_problem &p) { return kLaunches[head_dim_index(p)][kind_of(p)][p.dtype == FA_BF16]; }
+
+static const char *rejects(const fa_problem *problem, const fa_device_info *device) {
+    const fa_problem &p = *problem;
+    if (device->cc != 90) return "needs an sm_90 GPU (H100, H200)";
+    if (!device->encode_tensor_map) return "the driver has no cuTensorMapEncodeTiled";
+    if (p.dtype != FA_F16 && p.dtype != FA_BF16) return "needs float16 or bfloat16";
+    if (p.bias.data) return "takes no bias";
+    if (p.mask.data) return "takes no mask";
+    if (p.head_dim % 8 || p.head_dim < 8) return "head_dim must be a multiple of 8";
+    if (p.head_dim_v != p.head_dim) return "needs head_dim of v equal to that of q";
+    if (!(static_cast<float>(p.scale) > 1e-30f && p.scale < 1e30)) return "needs scale > 0";
+    constexpr int64_t kMaxLength = 1 << 30;
+    if (p.seq_q >= kMaxLength || p.seq_k >= kMaxLength) return "takes sequences below 2^30";
+    if ((p.seq_q + 63) / 64 > (INT64_C(1) << 31) / (p.heads * p.batch > 0 ? p.heads * p.batch : 1))
+        return "takes fewer than 2^31 tiles of 64 queries";
+    const int64_t keys = p.key_end - p.key_begin;
+    if (const char *why = tma_refusal(p.q, 0, p.head_dim, p.seq_q)) return why;
+    if (const char *why = tma_refusal(p.k, 1, p.head_dim, keys)) return why;
+    if (const char *why = tma_refusal(p.v, 2, p.head_dim, keys)) return why;
+    if (const char *why = tma_refusal(p.out, 3, p.head_dim, p.seq_q)) return why;
+    if (!launch_of(p)) return "this build lacks the instance";
+    return nullptr;
+}
+
+static fa_code plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_status *) {
+    const fa_problem &p = *problem;
+    const int index = head_dim_index(p), kind = kind_of(p);
+    const Tiling t = tiling(kHeadDims[index], kind);
+    plan->config = 3 * index + kind;
+    plan->tile_m = 64 * t.consumers;
+    plan->tile_n = t.tile_n;
+    plan->splits = 1;
+    plan->stages = t.stages;
+    plan->threads = 128 * (t.consumers + 1);
+    const int64_t tiles = (p.seq_q + plan->tile_m - 1) / plan->tile_m * p.heads * p.batch;
+    plan->blocks = tiles < device->sm_count ? tiles : device->sm_count;
+    const int64_t slabs = (kHeadDims[index] + kSlabColumns - 1) / kSlabColumns;
+    plan->smem_bytes = slabs * kSlabRowBytes * (t.query_stages * plan->tile_m + 2 * t.stages * t.tile_n);
+    plan->workspace_bytes = 0;
+    return FA_OK;
+}
+
+/* K or V over the visible keys alone, so that TMA reads zeros beyond them. */
+static fa_operand visible(const fa_operand &x, int64_t key_begin) {
+    fa_operand part = x;
+    part.data = static_cast<char *>(x.data) + key_begin * x.stride[2] * 2;
+    return part;
+}
+
+static int clamp_bound(int64_t x) {
+    constexpr int64_t kFar = 1 << 30;
+    return static_cast<int>(x < -kFar ? -kFar : x > kFar ? kFar : x);
+}
+
+static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *context, fa_status *status) {
+    const fa_problem &p = *problem;
+    if (plan->blocks == 0) return FA_OK;
+    const int64_t keys = p.key_end - p.key_begin;
+    ForwardParams params = {};
+    void *encode = context->device->encode_tensor_map;
+    FA_TRY(tensor_map_encode(&params.q, encode, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, "q", status));
+    if (keys > 0) { // without keys no tile touches these maps
+        FA_TRY(tensor_map_encode(&params.k, encode, visible(p.k, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
+                                 p.batch, plan->tile_n, "k", status));
+        FA_TRY(tensor_map_encode(&params.v, encode, visible(p.v, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
+                                 p.batch, plan->tile_n, "v", status));
+    }
+    params.out = p.out.data;
+    for (int axis = 0; axis < 3; ++axis) params.out_stride[axis] = p.out.stride[axis];
+    params.lse = static_cast<float *>(p.lse);
+    params.sinks = p.sinks.data;
+    params.sinks_stride = p.sinks.stride[0];
+    params.sinks_dtype = p.sinks_dtype;
+    params.schedule.query_tiles = static_cast<uint32_t>((p.seq_q + plan->tile_m - 1) / plan->tile_m);
+    params.schedule.heads = static_cast<uint32_t>(p.heads);
+    params.schedule.tiles = static_cast<uint32_t>(params.schedule.query_tiles * p.heads * p.batch);
+    params.group = p.heads_kv > 0 ? static_cast<int>(p.heads / p.heads_kv) : 1;
+    if (p.right < FA_UNBOUNDED && FA_SECTION_MIB > 0) {
+        const int64_t head_bytes = 4 * keys * p.head_dim,
+                      fit = head_bytes ? (int64_t{FA_SECTION_MIB} << 20) / head_bytes : 1;
+        const int64_t pairs = (fit > 1 ? fit : 1) * params.group, all = p.heads * p.batch;
+        params.schedule.section_heads = static_cast<uint32_t>(pairs < all ? pairs : all);
+    }
+    const int64_t first = p.diagonal - p.key_begin;
+    params.visibility = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};
+    params.seq_q = static_cast<int>(p.seq_q);
+    params.head_dim = p.head_dim;
+    const fa_operand *const operands[] = {&p.q, &p.k, &p.v};
+    int *const steps[] = {params.q_step, params.k_step, params.v_step};
+    for (int i = 0; i < 3; ++i) {
+        steps[i][0] = operands[i]->stride[1] != 0;
+        steps[i][1] = operands[i]->stride[0] != 0;
+    }
+    constexpr double kLog2E = 1.4426950408889634;
+    params.score_factor = static_cast<float>((p.softcap > 0 ? p.softcap : p.scale) * kLog2E);
+    params.cap_factor = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;
+    return launch_of(p)(params, plan->blocks, context->stream, status);
+}
+
+} // namespace fa::sm90
+
+extern "C" {
+extern FA_EXPORT const fa_kernel fa_row_wgmma_sm90;
+const fa_kernel fa_row_wgmma_sm90 = {
+    FA_ROW_ABI,        FA_CUDA, "wgmma_sm90",   "Hopper: TMA, wgmma and warp specialisation, float16 and bfloat16",
+    fa::sm90::rejects, nullptr, fa::sm90::plan, fa::sm90::launch,
+};
+}
+
+#endif
