@@ -25,8 +25,8 @@ def pytest_configure(config):
         from hypothesis import settings
     except ImportError:
         return
-    settings.register_profile("dev", deadline=2000, max_examples=40, print_blob=True)
-    settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True, print_blob=True)
+    settings.register_profile("dev", deadline=10_000, max_examples=40, print_blob=True)
+    settings.register_profile("ci", deadline=10_000, max_examples=60, derandomize=True, print_blob=True)
     settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

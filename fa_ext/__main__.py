@@ -1,0 +1,163 @@
+"""``python -m fa_ext``: what this build has, which devices it sees, and whether each row works here.
+
+Per row the stages build -> load -> launch -> sanity -> correctness -> time, on real input: B1 H8 S512 D64 float16, and
+for correctness a ragged causal GQA call as well. Exit status 1 if a stage fails; a row whose device is not here is shown
+as absent and is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import statistics
+import sys
+import time
+
+import numpy
+
+STAGES = ("build", "load", "launch", "sanity", "correctness", "time")
+TIMED = dict(batch=1, heads=8, heads_kv=8, seq_q=512, seq_k=512, head_dim=64)
+RAGGED = dict(batch=2, heads=4, heads_kv=2, seq_q=113, seq_k=203, head_dim=64)
+# A refusal in these words is about the machine, not about the row.
+_ABOUT_THE_MACHINE = re.compile(r"sm_\d\d|compute capability|cuBLAS|AVX")
+
+
+def inputs(size, seed=0):
+    """q, k, v: float16 (B, H, S, D), random normal."""
+    rng = numpy.random.default_rng(seed)
+    shapes = [(size["batch"], size[h], size[s], size["head_dim"]) for h, s in
+              (("heads", "seq_q"), ("heads_kv", "seq_k"), ("heads_kv", "seq_k"))]  # fmt: skip
+    return [rng.standard_normal(shape, numpy.float32).astype(numpy.float16) for shape in shapes]
+
+
+class Failed(Exception):
+    """A stage's own finding; the message says what was wrong."""
+
+
+def check_row(row, device, fa_ext, no_device):
+    """The stages of one row: {"row", "device", "status", "stages": {stage: text}, "note", "us", "max_abs", ...}."""
+    result = {"row": row, "device": device, "status": "ok", "stages": dict.fromkeys(STAGES, "-"), "note": ""}
+    stages = result["stages"]
+    stages["build"] = "ok"
+    if device == "cuda" and no_device:
+        return result | {"status": "absent", "note": no_device}
+    put = fa_ext.to_device if device == "cuda" else lambda x: x
+    stage = "load"
+    try:
+        q, k, v = (put(x) for x in inputs(TIMED))
+        refusal = fa_ext.explain(q, k, v, return_lse=True, kernel=row)[1].get(row) if device == "cuda" else None
+        if refusal:
+            absent = _ABOUT_THE_MACHINE.search(refusal)
+            return result | {"status": "absent" if absent else "refuses", "note": refusal}
+        stages["load"] = "ok"
+
+        stage = "launch"
+        nan = numpy.full(q.shape, numpy.nan, numpy.float16)
+        out, lse = put(nan), put(numpy.full(q.shape[:3], numpy.nan, numpy.float32))
+        fa_ext.attention(q, k, v, out=(out, lse), kernel=row)
+        host_out, host_lse = fa_ext.to_numpy(out), fa_ext.to_numpy(lse)
+        stages["launch"] = "ok"
+
+        stage = "sanity"
+        for name, array in (("out", host_out), ("the LSE", host_lse)):
+            bad = int((~numpy.isfinite(array)).sum())
+            if bad:
+                raise Failed(f"{bad} of {array.size} elements of {name} are not written or not finite")
+        stages["sanity"] = "ok"
+
+        stage = "correctness"
+        reports = [fa_ext.verify(q, k, v, kernel=row)]
+        reports.append(fa_ext.verify(*(put(x) for x in inputs(RAGGED, 1)), causal="bottom_right", kernel=row))
+        worst = max(reports, key=lambda report: (not report.passed, report.max_abs / report.max_abs_bound))
+        result |= {"max_abs": worst.max_abs, "max_abs_bound": worst.max_abs_bound, "frobenius": worst.frobenius}
+        if not worst:
+            raise Failed("; ".join(worst.failures))
+        stages["correctness"] = f"{worst.max_abs:.1e} <= {worst.max_abs_bound:.1e}"
+
+        stage = "time"
+        result["us"] = time_call(lambda: fa_ext.attention(q, k, v, out=out, kernel=row), lambda: fa_ext.to_numpy(lse))
+        stages["time"] = f"{result['us']:.1f} us"
+    except fa_ext.UnsupportedError as error:
+        reason = str(error)
+        absent = stage in ("load", "launch") and _ABOUT_THE_MACHINE.search(reason)
+        result |= {"status": "absent" if absent else "FAILED", "note": reason}
+    except (Failed, RuntimeError, ValueError, TypeError, BufferError, MemoryError) as error:
+        stages[stage] = "FAILED"
+        result |= {"status": "FAILED", "note": f"{type(error).__name__}: {error}".removeprefix("Failed: ")}
+    return result
+
+
+def time_call(call, wait):
+    """Microseconds a call: bursts of n and 2n calls differ by n calls, whatever it costs to wait for the last."""
+
+    def burst(count):
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        wait()
+        return time.perf_counter() - start
+
+    once = max(burst(1), 1e-6)
+    count = max(1, min(200, int(0.03 / once)))
+    burst(count)
+    return max(0.0, statistics.median((burst(2 * count) - burst(count)) / count for _ in range(5))) * 1e6
+
+
+def survey():
+    """Everything the command shows, as plain values for JSON."""
+    import fa_ext
+    from fa_ext import _core
+
+    build, cpu, devices, no_device = _core.build_info(), _core.cpu_info(), [], None
+    try:
+        devices = [_core.device_info(i) for i in range(_core.device_count())]
+        no_device = None if devices else "no CUDA device"
+    except fa_ext.CudaError as error:
+        no_device = str(error)
+    rows = [check_row(row, build["rows"][row][0], fa_ext, no_device) for row in fa_ext.kernels()]
+    return {
+        "version": build["version"], "python": platform.python_version(), "numpy": numpy.__version__,
+        "cuda": build["cuda"], "toolkit": build["toolkit"], "cpu": cpu, "devices": devices, "no_device": no_device,
+        "input": "B1 H8 S512 D64 float16", "rows": rows, "passed": all(row["status"] != "FAILED" for row in rows),
+    }  # fmt: skip
+
+
+def table(found) -> str:
+    """The survey as text."""
+    with_cuda = f"CUDA {found['toolkit']}" if found["cuda"] else "without CUDA"
+    lines = [f"fa_ext {found['version']}, {with_cuda}, Python {found['python']}, NumPy {found['numpy']}"]
+    lines.append(f"CPU: {found['cpu']['name']}, {found['cpu']['threads']} threads")
+    for device in found["devices"]:
+        cc = f"sm_{device['cc']}, {device['sm_count']} multiprocessors, {device['memory_bytes'] / 2**30:.0f} GiB"
+        lines.append(f"CUDA device {device['index']}: {device['name']}, {cc}")
+    if found["no_device"]:
+        lines.append(f"CUDA device: none ({found['no_device']})")
+    lines += ["", f"{found['input']}; correctness also on a ragged causal call: largest error <= its bound", ""]
+    head = ("row", "device", *STAGES, "")
+    body = []
+    for row in found["rows"]:
+        state = "" if row["status"] == "ok" else row["status"]
+        body.append((row["row"], row["device"], *row["stages"].values(), state))
+    widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
+    for line in (head, *body):
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+    notes = [f"{row['row']}: {row['note']}" for row in found["rows"] if row["note"] and row["note"] != found["no_device"]]
+    lines += ["", *notes] if notes else []
+    lines += ["", "every row that can run here works" if found["passed"] else "FAILED"]
+    return "\n".join(lines)
+
+
+def main(arguments=None) -> int:
+    """Prints the survey; 1 if a stage failed."""
+    parser = argparse.ArgumentParser(prog="python -m fa_ext", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", action="store_true", help="print the survey as JSON")
+    given = parser.parse_args(arguments)
+    found = survey()
+    print(json.dumps(found, indent=1) if given.json else table(found))
+    return 0 if found["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
