@@ -2,6 +2,8 @@
  * validation and selection have ended. */
 #include "core.h"
 
+#include <time.h>
+
 static fa_code read_arrays(fa_state *state, fa_call *call, fa_status *status) {
     static const struct {
         int slot;
@@ -175,6 +177,55 @@ done:
     Py_XDECREF(results[1].object);
     end(&call);
     return code == FA_OK ? returned : fa_raise(state, &status);
+}
+
+/* Launches one prepared call `count` times from an empty queue; host seconds a launch. */
+static fa_code burst(fa_state *state, fa_call *call, const fa_plan *plan, long count, double *seconds,
+                     fa_status *status) {
+    const bool on_device = call->problem.device.kind == FA_CUDA;
+    void *stream = on_device ? call->stream.handle : NULL;
+    struct timespec begun, ended;
+    fa_code code = on_device ? fa_stream_synchronize(stream, status) : FA_OK;
+    clock_gettime(CLOCK_MONOTONIC, &begun);
+    for (long n = 0; n < count && code == FA_OK; n++)
+        code = fa_plan_run(&call->problem, plan, state->context, call->info, stream, status);
+    clock_gettime(CLOCK_MONOTONIC, &ended);
+    *seconds = ((double)(ended.tv_sec - begun.tv_sec) + 1e-9 * (double)(ended.tv_nsec - begun.tv_nsec)) / (double)count;
+    if (code == FA_OK && on_device) code = fa_stream_synchronize(stream, status);
+    return code;
+}
+
+PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    fa_state *state = PyModule_GetState(module);
+    fa_call call;
+    fa_plan plan;
+    fa_status status;
+    fa_result results[2] = {{NULL, NULL}, {NULL, NULL}};
+    double seconds = 0;
+    int previous;
+    fa_code code;
+    long repeats = count > 0 ? PyLong_AsLong(args[0]) : 0;
+    if (repeats == -1 && PyErr_Occurred()) return NULL;
+    begin(&call);
+    if (repeats < 1) {
+        code =
+            fa_fail(&status, FA_EVALUE, "count is %ld; accepted: an int >= 1, then attention()'s arguments", repeats);
+        goto done;
+    }
+    FA_TRY_GOTO(code, prepare(state, args + 1, count - 1, keywords, &call, &status), done);
+    FA_TRY_GOTO(code, fa_plan_make(&call.problem, call.info, call.forced, &plan, &status), done);
+    FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
+    code = make_outputs(state, &call, results, &status);
+    if (code == FA_OK) {
+        Py_BEGIN_ALLOW_THREADS code = burst(state, &call, &plan, repeats, &seconds, &status);
+        Py_END_ALLOW_THREADS
+    }
+    fa_device_leave(call.problem.device, previous);
+done:
+    Py_XDECREF(results[0].object);
+    Py_XDECREF(results[1].object);
+    end(&call);
+    return code == FA_OK ? PyFloat_FromDouble(seconds) : fa_raise(state, &status);
 }
 
 /* Why `row` is not the one that runs. */

@@ -27,14 +27,16 @@
 /* Arguments of attention() in the order of its signature. */
 #define FA_ARGUMENTS(X)                                                                                                \
     X(q)                                                                                                               \
-    X(k) X(v) X(causal) X(scale) X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse)          \
-        X(stream) X(kernel) X(batch_invariant)
+    X(k)                                                                                                               \
+    X(v) X(causal) X(scale) X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse) X(stream)     \
+        X(kernel) X(batch_invariant)
 
 #define FA_ATTRIBUTES(X)                                                                                               \
     X(__cuda_array_interface__)                                                                                        \
-    X(__cuda_stream__) X(__dlpack__) X(__dlpack_device__) X(__dlpack_c_exchange_api__) X(__array_namespace__)          \
-        X(__mro__) X(__module__) X(__name__) X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id)         \
-            X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(itemsize)
+    X(__cuda_stream__)                                                                                                 \
+    X(__dlpack__) X(__dlpack_device__) X(__dlpack_c_exchange_api__) X(__array_namespace__) X(__mro__) X(__module__)    \
+        X(__name__) X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides)     \
+            X(typestr) X(version) X(max_version) X(from_dlpack) X(itemsize)
 
 typedef enum fa_argument {
 #define FA_ENUM(name) FA_ARG_##name,
@@ -241,6 +243,7 @@ fa_code fa_args_bind(fa_state *state, PyObject *const *args, Py_ssize_t count, P
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status);
 
 PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 PyObject *fa_explain(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 
 /* copy.c */

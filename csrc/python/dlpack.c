@@ -148,6 +148,10 @@ fa_code fa_exchange_empty(fa_state *state, const fa_type *type, fa_device device
 
 fa_code fa_dlpack_device(fa_state *state, fa_array *array, fa_status *status) {
     PyObject *pair = PyObject_CallMethodObjArgs(array->object, state->names.__dlpack_device__, NULL);
+    if (!pair && PyErr_ExceptionMatches(PyExc_AttributeError)) { /* a tracer of JAX, for one */
+        PyErr_Clear();
+        return fa_wrong_type(array->name, array->object, "an array with memory: __dlpack_device__ is missing", status);
+    }
     if (!pair) return fa_python_error(status);
     fa_code code = FA_OK;
     long type = -1, id = -1;

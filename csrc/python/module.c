@@ -218,6 +218,10 @@ PyDoc_STRVAR(to_numpy_doc, "to_numpy($module, array, /)\n--\n\n"
                            "\n"
                            "Waits for the work queued on its library's stream. bfloat16 needs ml_dtypes.");
 
+PyDoc_STRVAR(time_launches_doc, "time_launches($module, count, /, q, k, v, **options)\n--\n\n"
+                                "Host seconds a bare launch takes: one call, prepared once and launched `count` times\n"
+                                "from an empty queue. What attention() costs above it is the front end's.");
+
 PyDoc_STRVAR(load_doc, "load(path, row=None)\n--\n\n"
                        "Loads a shared library that exports one kernel row, fa_row_<row>, for kernel=<name>.\n"
                        "\n"
@@ -231,6 +235,7 @@ static PyMethodDef core_methods[] = {
     {"kernels", fa_kernels, METH_NOARGS, kernels_doc},
     {"to_device", (PyCFunction)(void (*)(void))fa_to_device, METH_FASTCALL | METH_KEYWORDS, to_device_doc},
     {"to_numpy", fa_to_numpy, METH_O, to_numpy_doc},
+    {"time_launches", (PyCFunction)(void (*)(void))fa_time_launches, METH_FASTCALL | METH_KEYWORDS, time_launches_doc},
     {"load", (PyCFunction)(void (*)(void))fa_load, METH_FASTCALL | METH_KEYWORDS, load_doc},
     {"loaded", fa_loaded_rows, METH_NOARGS,
      "loaded($module, /)\n--\n\nRows loaded at run time: {name: (path, summary)}."},
