@@ -242,6 +242,9 @@ template <class C> struct MmaWarp {
                                            float scale) {
         const fa_problem &p = args.problem;
         const int first_query = place.query - lane / 4;
+        const float sink = p.sinks.data
+                               ? load_as_float(p.sinks.data, p.sinks_dtype, place.head * p.sinks.stride[0])
+                               : -INFINITY;
         __syncwarp();
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r)
@@ -252,7 +255,7 @@ template <class C> struct MmaWarp {
                 state.sum = sum[r][i];
                 state.sum += __shfl_xor_sync(~0u, state.sum, 1);
                 state.sum += __shfl_xor_sync(~0u, state.sum, 2);
-                const RowResult result = finish_row(p, place.head, state);
+                const RowResult result = finish_row(state, sink);
                 const int query = place.query_of(r, i), row = query - first_query;
                 if (p.lse && lane % 4 == 0 && query < p.seq_q)
                     static_cast<float *>(p.lse)[(place.batch * p.heads + place.head) * p.seq_q + query] = result.lse;
@@ -314,22 +317,16 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     const uint32_t warp_query_rows = query_tile + warp_m * C::WARP_ROWS * C::ROW_BYTES;
     const uint32_t warp_key_rows = warp_n * C::KEYS * C::ROW_BYTES; // in each tile
 
-    using Loader = RowLoader<C::HEAD_DIM, C::THREADS>;
-    const Loader key_loader(row_of<T>(p.k, batch, head_kv, 0), p.k.stride[2], p.k.stride[3], p.head_dim);
-    const Loader value_loader(row_of<T>(p.v, batch, head_kv, 0), p.v.stride[2], p.v.stride[3], p.head_dim_v);
-    auto load_keys = [&](int tile, int stage) {
-        const uint32_t to = key_tiles + stage * C::TILE_BYTES;
-        if (!C::GENERAL || args.chunks_k)
-            key_loader.template copy<C::TILE_N>(to, tile * C::TILE_N, visible.key_begin, visible.key_end);
-        else
-            key_loader.template copy_elements<C::TILE_N>(to, tile * C::TILE_N, visible.key_begin, visible.key_end);
+    using Loader = RowLoader<C::HEAD_DIM, C::THREADS, C::TILE_N>;
+    Loader key_loader(row_of<T>(p.k, batch, head_kv, 0), p.k.stride, visible.key_begin, visible.key_end, p.head_dim);
+    Loader value_loader(row_of<T>(p.v, batch, head_kv, 0), p.v.stride, visible.key_begin, visible.key_end, p.head_dim_v);
+    key_loader.seek((tile_end - 1) * C::TILE_N);
+    value_loader.seek((tile_end - 1) * C::TILE_N);
+    auto load_keys = [&](int stage) {
+        key_loader.copy(key_tiles + stage * C::TILE_BYTES, !C::GENERAL || args.chunks_k);
     };
-    auto load_values = [&](int tile, int stage) {
-        const uint32_t to = value_tiles + stage * C::TILE_BYTES;
-        if (!C::GENERAL || args.chunks_v)
-            value_loader.template copy<C::TILE_N>(to, tile * C::TILE_N, visible.key_begin, visible.key_end);
-        else
-            value_loader.template copy_elements<C::TILE_N>(to, tile * C::TILE_N, visible.key_begin, visible.key_end);
+    auto load_values = [&](int stage) {
+        value_loader.copy(value_tiles + stage * C::TILE_BYTES, !C::GENERAL || args.chunks_v);
     };
 
     MmaWarp<C> mine(warp_query_rows, lane);
@@ -353,17 +350,16 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     };
 
     if (tile_begin < tile_end) {
-        const Loader query_loader(row_of<T>(p.q, batch, head, 0), p.q.stride[2], p.q.stride[3], p.head_dim);
-        if (!C::GENERAL || args.chunks_q)
-            query_loader.template copy<C::TILE_M>(query_tile, block_query, 0, int(p.seq_q));
-        else
-            query_loader.template copy_elements<C::TILE_M>(query_tile, block_query, 0, int(p.seq_q));
+        RowLoader<C::HEAD_DIM, C::THREADS, C::TILE_M> query_loader(row_of<T>(p.q, batch, head, 0), p.q.stride, 0,
+                                                                   int(p.seq_q), p.head_dim);
+        query_loader.seek(block_query);
+        query_loader.copy(query_tile, !C::GENERAL || args.chunks_q);
         cp_async_commit();
     }
 
     if constexpr (C::STAGES == 1) {
         if (tile_begin < tile_end) {
-            load_keys(tile_end - 1, 0);
+            load_keys(0);
             cp_async_commit();
             cp_async_wait<1>();
             __syncthreads();
@@ -375,12 +371,12 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
             const bool masked = key < whole_begin || key + C::KEYS > whole_end;
             cp_async_wait<0>();
             __syncthreads();
-            load_values(tile, 0);
+            load_values(0);
             cp_async_commit();
             if (some) first_product(tile, 0);
             cp_async_wait<0>();
             __syncthreads();
-            if (tile > tile_begin) load_keys(tile - 1, 0);
+            if (tile > tile_begin) load_keys(0);
             cp_async_commit();
             if (some) {
                 scores_to_weights(key, masked);
@@ -391,7 +387,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         if (tile_begin < tile_end) {
 #pragma unroll
             for (int n = 0; n < C::STAGES - 1; ++n) {
-                if (tile_end - 1 - n >= tile_begin) load_keys(tile_end - 1 - n, n), load_values(tile_end - 1 - n, n);
+                if (tile_end - 1 - n >= tile_begin) load_keys(n), load_values(n);
                 cp_async_commit();
             }
             cp_async_wait<C::STAGES - 1>();
@@ -406,7 +402,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
             cp_async_wait<C::STAGES - 2>();
             __syncthreads();
             const int next = tile - (C::STAGES - 1), free = stage == 0 ? C::STAGES - 1 : stage - 1;
-            if (next >= tile_begin) load_keys(next, free), load_values(next, free);
+            if (next >= tile_begin) load_keys(free), load_values(free);
             cp_async_commit();
             if (some) {
                 first_product(tile, stage);

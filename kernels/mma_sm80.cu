@@ -149,9 +149,9 @@ int instance_of(const fa_problem *p) {
     return -1;
 }
 
-/* Whether rows consist of 16-byte aligned chunks of neighbouring elements; the last chunk may be cut short. */
+/* Whether rows consist of whole 16-byte aligned chunks of neighbouring elements. */
 bool has_chunks(const fa_operand &x, int columns) {
-    return (x.stride[3] == 1 || columns == 1) && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
+    return x.stride[3] == 1 && columns % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
            x.stride[0] % 8 == 0 && x.stride[1] % 8 == 0 && x.stride[2] % 8 == 0;
 }
 
@@ -221,7 +221,7 @@ fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch
         .chunks_q = has_chunks(p->q, p->head_dim),
         .chunks_k = has_chunks(p->k, p->head_dim),
         .chunks_v = has_chunks(p->v, p->head_dim_v),
-        .chunks_o = has_chunks(p->out, p->head_dim_v) && p->head_dim_v % 8 == 0,
+        .chunks_o = has_chunks(p->out, p->head_dim_v),
     };
     return INSTANCES[plan->config / KINDS].launch(args, plan->config % KINDS, unsigned(plan->blocks),
                                                   static_cast<cudaStream_t>(launch->stream), status);

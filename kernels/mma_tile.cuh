@@ -45,75 +45,82 @@ __device__ __forceinline__ int rows_first_chunk(int lane) { return lane >> 4; }
 __device__ __forceinline__ int columns_first_row(int lane) { return (lane & 7) + (lane >> 4 << 3); }
 __device__ __forceinline__ int columns_first_chunk(int lane) { return lane >> 3 & 1; }
 
-/* Rows of one head of an operand in global memory, as one thread of a block of THREADS copies them into tiles. Columns
- * from `columns` to COLUMNS and rows outside [begin, end) become zeros and are not read. */
-template <int COLUMNS, int THREADS> class RowLoader {
+/* Rows of one head of an operand in global memory, as one thread of a block of THREADS copies them into tiles: from
+ * `seek` on, each copy takes ROWS rows and the next one the ROWS rows before them. Columns from `columns` to COLUMNS and
+ * rows outside [begin, end) become zeros and are not read. */
+template <int COLUMNS, int THREADS, int ROWS> class RowLoader {
     using Layout = TileLayout<COLUMNS>;
-    static constexpr int CHUNKS = Layout::PERIOD;           // neighbouring chunks that neighbouring threads take
-    static constexpr int STEP = THREADS / CHUNKS;           // rows between two chunks of a thread
-    static constexpr int GROUPS = COLUMNS / (CHUNKS * 8);   // chunks of a thread in one row
+    static constexpr int CHUNKS = Layout::PERIOD;         // neighbouring chunks that neighbouring threads take
+    static constexpr int STEP = THREADS / CHUNKS;         // rows between two chunks of a thread
+    static constexpr int GROUPS = COLUMNS / (CHUNKS * 8); // chunks of a thread in one row
     static_assert(STEP % 8 == 0, "a thread's rows share one key");
+    static_assert(ROWS % STEP == 0 || ROWS < STEP, "only a thread's first row can lie beyond the tile");
 
-    const char *first; // this thread's chunk of row 0
-    int64_t row_bytes;
-    int64_t element_bytes; // distance of neighbouring elements: 2 where cp.async copies
-    int bytes[GROUPS];     // that exist of each of this thread's chunks
-    uint32_t shared_offset;
-    int row;
+    const char *from; // this thread's first chunk
+    int64_t row_bytes, element_bytes;
+    int row, rows; // of `from`, counted from `begin`; rows that exist
+    int columns;   // that exist, counted from this thread's first chunk
+    uint32_t to;   // offset in the tile
 
   public:
-    __device__ RowLoader(const void *head, int64_t row_stride, int64_t element_stride, int columns) {
+    __device__ RowLoader(const void *head, const int64_t (&stride)[4], int begin, int end, int head_dim) {
         const int chunk = threadIdx.x % CHUNKS;
-        row = threadIdx.x / CHUNKS;
-        row_bytes = row_stride * 2;
-        element_bytes = element_stride * 2;
-        first = static_cast<const char *>(head) + chunk * 8 * element_bytes;
-        shared_offset = Layout::offset(row, chunk);
-#pragma unroll
-        for (int g = 0; g < GROUPS; ++g) bytes[g] = min(max(columns - (chunk + g * CHUNKS) * 8, 0), 8) * 2;
+        row = int(threadIdx.x) / CHUNKS - begin;
+        rows = end - begin;
+        columns = head_dim - chunk * 8;
+        row_bytes = stride[2] * 2;
+        element_bytes = stride[3] * 2;
+        from = static_cast<const char *>(head) + threadIdx.x / CHUNKS * row_bytes + chunk * 8 * element_bytes;
+        to = Layout::offset(threadIdx.x / CHUNKS, chunk);
     }
 
-    /* Starts the copy of rows [first_row, first_row + ROWS) into `tile`. Needs 16-byte aligned chunks. */
-    template <int ROWS> __device__ __forceinline__ void copy(uint32_t tile, int first_row, int begin, int end) const {
-        static_assert(ROWS % STEP == 0 || ROWS < STEP, "no thread's last step is beyond the tile, but its first");
-        if (ROWS < STEP && row >= ROWS) return;
-        const char *from = first + (first_row + row) * row_bytes;
-        const int from_begin = first_row + row - begin;
-        const unsigned rows = max(end - begin, 0);
+    /* The next copy takes the rows from `first_row` on; before the first copy only. */
+    __device__ __forceinline__ void seek(int first_row) {
+        row += first_row;
+        from += first_row * row_bytes;
+    }
+
+    /* Starts the copy of the next rows into `tile`. Needs whole 16-byte aligned chunks. */
+    __device__ __forceinline__ void copy(uint32_t tile) {
+        if (ROWS >= STEP || threadIdx.x / CHUNKS < ROWS) {
+            const char *at = from;
 #pragma unroll
-        for (int r = 0; r < ROWS; r += STEP) {
-            const bool exists = unsigned(from_begin + r) < rows;
+            for (int r = 0; r < ROWS; r += STEP) {
+                const bool exists = unsigned(row + r) < unsigned(rows);
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g)
-                cp_async_16(tile + shared_offset + r * Layout::ROW_BYTES + g * CHUNKS * 16, from + g * CHUNKS * 16,
-                            exists ? bytes[g] : 0);
-            from += STEP * row_bytes;
+                for (int g = 0; g < GROUPS; ++g)
+                    cp_async_16(tile + to + r * Layout::ROW_BYTES + g * CHUNKS * 16, at + g * CHUNKS * 16,
+                                exists && g * CHUNKS * 8 < columns);
+                at += STEP * row_bytes;
+            }
         }
+        seek(-ROWS);
     }
 
     /* The same for rows of any alignment and element stride, element by element; has read them when it returns. */
-    template <int ROWS> __device__ void copy_elements(uint32_t tile, int first_row, int begin, int end) const {
-        if (ROWS < STEP && row >= ROWS) return;
+    __device__ __forceinline__ void copy_elements(uint32_t tile) {
+        if (ROWS >= STEP || threadIdx.x / CHUNKS < ROWS) {
 #pragma unroll 1
-        for (int n = 0; n < (ROWS + STEP - 1) / STEP * GROUPS; ++n) {
-            const int r = n / GROUPS * STEP, g = n % GROUPS, at = first_row + row + r;
-            const char *from = first + at * row_bytes + g * CHUNKS * 8 * element_bytes;
-            int count = bytes[0] / 2;
+            for (int r = 0; r < ROWS; r += STEP) {
+#pragma unroll 1
+                for (int g = 0; g < GROUPS; ++g) {
+                    const char *at = from + r * row_bytes + g * CHUNKS * 8 * element_bytes;
+                    const int count = unsigned(row + r) < unsigned(rows) ? columns - g * CHUNKS * 8 : 0;
+                    uint32_t word[4] = {};
 #pragma unroll
-            for (int i = 1; i < GROUPS; ++i)
-                if (i == g) count = bytes[i] / 2;
-            if (at < begin || at >= end) count = 0;
-            uint32_t word[4];
-#pragma unroll
-            for (int i = 0; i < 8; i += 2) {
-                uint32_t low = i < count ? *reinterpret_cast<const uint16_t *>(from + i * element_bytes) : 0;
-                uint32_t high = i + 1 < count ? *reinterpret_cast<const uint16_t *>(from + (i + 1) * element_bytes) : 0;
-                word[i / 2] = low | high << 16;
+                    for (int i = 0; i < 8; ++i)
+                        if (i < count)
+                            word[i / 2] |= uint32_t(*reinterpret_cast<const uint16_t *>(at + i * element_bytes))
+                                           << i % 2 * 16;
+                    store_shared(tile + to + r * Layout::ROW_BYTES + g * CHUNKS * 16,
+                                 make_uint4(word[0], word[1], word[2], word[3]));
+                }
             }
-            store_shared(tile + shared_offset + r * Layout::ROW_BYTES + g * CHUNKS * 16,
-                         make_uint4(word[0], word[1], word[2], word[3]));
         }
+        seek(-ROWS);
     }
+
+    __device__ __forceinline__ void copy(uint32_t tile, bool chunks) { chunks ? copy(tile) : copy_elements(tile); }
 };
 
 } // namespace fa

@@ -14,10 +14,15 @@ __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/* Starts a copy of the first `bytes` (0..16) of 16 bytes and fills the rest with zeros; with 0, `from` is not read. Both
- * addresses are multiples of 16. */
-__device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+/* Starts a copy of 16 bytes, or fills them with zeros and reads nothing. Both addresses are multiples of 16. */
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, bool exists) {
+    asm volatile("{\n"
+                 ".reg .pred absent;\n"
+                 "setp.eq.u32 absent, %2, 0;\n"
+                 "cp.async.cg.shared.global [%0], [%1], 16, absent;\n"
+                 "}" ::"r"(to),
+                 "l"(from), "r"(uint32_t(exists))
+                 : "memory");
 }
 
 /* Closes the group of the copies that this thread started since the last one. */
