@@ -200,3 +200,15 @@ def synchronize():
         import torch
 
         torch.cuda.synchronize()
+
+
+def free_memory(library: str):
+    """Gives device memory that a library keeps for itself back to the device."""
+    if library == "cupy":
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+    elif library == "torch":
+        import torch
+
+        torch.cuda.empty_cache()

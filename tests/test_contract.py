@@ -191,18 +191,17 @@ def test_offsets_beyond_32_bits(row, axis):
     shape[axis] = 2
     shape[2] = max(shape[2], 2)
     far = (1 << 31) + 64
-    needed = far + 64 * 4
     strides = [0, 0, 64, 1]
     strides[axis] = far
-    cuda = rows.device_of(row) == "cuda"
     library = rows.library_for(row, rows.SIMPLEST)
+    inputs, result = (_memory(library, far + 64 * 12) for _ in range(2))
     arrays, host = {}, {}
     rng = np.random.default_rng(axis)
-    for name in "qkv":
+    for i, name in enumerate("qkv"):  # side by side in one array
         host[name] = rng.standard_normal(shape).astype(np.float16)
-        arrays[name] = _sparse(library, needed, shape, strides)
+        arrays[name] = _view(inputs, 64 * 3 * i, shape, strides)
         arrays[name][...] = _to(library, host[name])
-    out = _sparse(library, needed, shape, strides)
+    out = _view(result, 0, shape, strides)
     try:
         fa_ext.attention(**arrays, out=out, kernel=row)
     except fa_ext.UnsupportedError as error:
@@ -212,23 +211,27 @@ def test_offsets_beyond_32_bits(row, axis):
     want = reference.attention(**host)[0]
     got = fa_ext.to_numpy(out)
     assert np.abs(got - want).max() < 4e-3
-    if cuda:
-        rows.synchronize()
+    del arrays, inputs, result, out
+    rows.free_memory(library)
 
 
-def _sparse(library, count, shape, strides):
-    """A float16 view with these strides (in elements) of ``count`` elements of fresh memory."""
+def _memory(library, count):
+    """``count`` float16 elements, of which the host gives only pages that are touched."""
     if library == "numpy":
-        pages = mmap.mmap(-1, 2 * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
-        return np.lib.stride_tricks.as_strided(np.frombuffer(pages, np.float16), shape, [2 * s for s in strides])
-    if library == "cupy":
-        import cupy
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+        return np.frombuffer(mmap.mmap(-1, 2 * count, flags), np.float16)
+    return rows.filled(library, count, "float16", 0)
 
-        memory = cupy.empty(count, np.float16)
-        return cupy.ndarray(shape, np.float16, memptr=memory.data, strides=[2 * s for s in strides])
-    import torch
 
-    return torch.as_strided(torch.empty(count, dtype=torch.float16, device="cuda"), shape, strides)
+def _view(memory, offset, shape, strides):
+    """A view with these strides and this offset, in elements."""
+    if type(memory).__module__.startswith("torch"):
+        import torch
+
+        return torch.as_strided(memory, shape, strides, offset)
+    if isinstance(memory, np.ndarray):
+        return np.lib.stride_tricks.as_strided(memory[offset:], shape, [2 * s for s in strides])
+    return type(memory)(shape, np.float16, memptr=memory.data + 2 * offset, strides=[2 * s for s in strides])
 
 
 def _to(library, x):
@@ -266,7 +269,7 @@ def test_arrays_of_more_than_2_31_elements(cuda_row):
         assert float(cupy.abs(out[:, h : h + 1, some] - want).max()) < 3e-3
     assert not bool(cupy.isnan(out).any())
     del q, k, v, out
-    cupy.get_default_memory_pool().free_all_blocks()
+    rows.free_memory("cupy")
 
 
 # ---- clause 4 ----
