@@ -1,0 +1,69 @@
+/* Shared-memory barriers between the warps that fetch tiles and the warps that use them (sm_80 and newer).
+ *
+ * A ring of STAGES slots has two barriers a slot: `full` completes when the slot's copies have landed, `empty` when
+ * every consumer has let go of it. The n-th use of a slot waits for phase parity n % 2 of `full`, and a fetch for the
+ * opposite parity of `empty`, which lets the first fetch through. */
+#ifndef FA_WMMA_PIPELINE_CUH
+#define FA_WMMA_PIPELINE_CUH
+
+#include <stdint.h> // uint32_t, uint64_t
+
+namespace fa::wmma_row {
+
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(uint64_t *barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+/* This thread has written, or read, what it had to; everything before is visible to who waits. */
+__device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+
+/* The same, once this thread's asynchronous copies so far have landed. Does not wait. */
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t *barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t *barrier, int parity) {
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "WAIT:\n"
+#if __CUDA_ARCH__ >= 900
+                 "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n" // sleeps until the phase ends, or a while
+#else
+                 "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+#endif
+                 "@done bra DONE;\n"
+                 "bra WAIT;\n"
+                 "DONE:\n"
+                 "}" ::"r"(shared_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* Copies 16 bytes to shared memory, of which the first `bytes` come from global memory and the rest are 0; with 0 bytes
+ * nothing is read. Both addresses are multiples of 16. */
+__device__ __forceinline__ void copy_16_async(void *to, const void *from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/* Position in a ring of STAGES slots. */
+template <int STAGES> struct RingIndex {
+    int slot = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++slot == STAGES) slot = 0, parity ^= 1;
+    }
+};
+
+} // namespace fa::wmma_row
+
+#endif
