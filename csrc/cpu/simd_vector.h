@@ -17,9 +17,13 @@
 #include "cpu/half.h"
 
 #define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
-#define LANES  (FA_CPU_VECTOR_BYTES / FA_CPU_REAL_BYTES)
+#define LANES (FA_CPU_VECTOR_BYTES / FA_CPU_REAL_BYTES)
 #if FA_CPU_REAL_BYTES == 4
 typedef float real;
 typedef int32_t integer;

@@ -1,0 +1,241 @@
+"""cpu_simd alone: each of its instances on this CPU, its vector functions, and that threads change nothing but time."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import fa_ext
+import rows
+from case import Case
+from fa_ext import _core
+
+ROW = "cpu_simd"
+pytestmark = pytest.mark.skipif(ROW not in fa_ext.kernels(), reason="this build has no cpu_simd")
+
+ISAS = ("avx512", "avx2", "generic")
+
+
+def apply(isa, function, x):
+    """exp2 or tanh of a float32 or float64 array by one instance; skips where this CPU lacks it."""
+    library = ctypes.CDLL(_core.__file__)
+    call = library.fa_cpu_simd_apply
+    call.restype = ctypes.c_bool
+    call.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    padded = np.zeros((x.size + 15) // 16 * 16, x.dtype)
+    padded[: x.size] = x
+    y = np.full_like(padded, np.nan)
+    if not call(isa.encode(), function.encode(), x.dtype == np.float64, padded.ctypes.data, y.ctypes.data, y.size):
+        pytest.skip(f"this CPU has no {isa}")
+    return y[: x.size]
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """force(isa): calls take that instance; skips where this CPU lacks it."""
+
+    def chosen(isa):
+        apply(isa, "exp2", np.zeros(1, np.float32))
+        monkeypatch.setenv("FA_EXT_CPU_ISA", isa)
+
+    return chosen
+
+
+# ---- the vector functions ----
+
+
+def ulps(got, want):
+    """Error of normal results in units of the last place of their dtype; ``want`` is more precise."""
+    digits = np.finfo(got.dtype).nmant + 1
+    _, exponent = np.frexp(want)
+    return np.abs(got - want) / np.ldexp(np.ones((), want.dtype), exponent - digits)
+
+
+def every_nth_float(low, high, n):
+    """Each n-th float32 of [low, high], through all exponents of both signs."""
+    bits = np.arange(0, 1 << 32, n, dtype=np.uint64).astype(np.uint32)
+    values = bits.view(np.float32)
+    return values[(values >= low) & (values <= high)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_exp2_of_floats(isa):
+    # All 3.3e9 arguments of [-126, 127] were tried once: 0.85 ulp with fused multiply-add, 1.13 without.
+    x = every_nth_float(-126, 127, 1499)
+    error = ulps(apply(isa, "exp2", x), np.exp2(x.astype(np.float64)))
+    assert x.size > 1e6 and error.max() < (1.2 if isa == "generic" else 0.9), (error.max(), x[error.argmax()])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_exp2_of_doubles(isa):
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.uniform(-1022, 0, 50_000), rng.uniform(-1, 1, 50_000), np.ldexp(rng.uniform(-1, 1, 9000), -40)])  # fmt: skip
+    error = ulps(apply(isa, "exp2", x), np.exp2(x.astype(np.longdouble)))
+    assert error.max() < 1.2, (error.max(), x[error.argmax()])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_exp2_at_its_edges(isa, dtype):
+    tiny = np.finfo(dtype).smallest_normal
+    lowest = np.log2(tiny)
+    whole = np.arange(int(lowest), 128)
+    x = np.array([-np.inf, np.nan, np.finfo(dtype).min, -0.0, *whole], dtype)
+    y = apply(isa, "exp2", x)
+    assert y[0] == 0 and np.isnan(y[1]) and y[2] == 0 and y[3] == 1
+    np.testing.assert_array_equal(y[4:], np.ldexp(dtype(1), whole))  # exact, 2^0 above all
+    below = np.linspace(lowest - 60, lowest, 10_001, dtype=dtype)
+    y = apply(isa, "exp2", below)
+    assert (y >= 0).all() and (np.abs(y - np.exp2(below)) <= tiny).all()  # underflow: gradual or to zero
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_tanh(isa):
+    x = every_nth_float(-1e30, 1e30, 1499)
+    normal = np.abs(x) > np.finfo(np.float32).smallest_normal * 4
+    error = ulps(apply(isa, "tanh", x), np.tanh(x.astype(np.float64)))[normal]
+    assert error.max() < 4
+    x = np.random.default_rng(0).uniform(-20, 20, 50_000)
+    assert ulps(apply(isa, "tanh", x), np.tanh(x.astype(np.longdouble))).max() < 4
+    for dtype in (np.float32, np.float64):
+        edge = np.array([np.inf, -np.inf, np.nan, 0, 30, -30], dtype)
+        np.testing.assert_array_equal(apply(isa, "tanh", edge), np.array([1, -1, np.nan, 0, 1, -1], dtype))
+
+
+# ---- every instance against float64 ----
+
+INSTANCE_CASES = [
+    Case(1, 2, 2, 70, 230, 64, dtype="float32", causal="bottom_right"),
+    Case(2, 6, 2, 33, 100, 80, 48, dtype="float16", bias="full", mask="rows", sinks="same"),
+    Case(1, 4, 1, 19, 300, 13, 7, dtype="bfloat16", softcap=2.0, window=(40, 3), strides="mixed"),
+    Case(1, 2, 2, 129, 97, 256, dtype="float64", mask="full", softcap=30.0, layout="bshd"),
+    Case(1, 3, 3, 65, 193, 1, 256, dtype="float32", bias="holes", scale=-0.4),
+    Case(1, 8, 2, 1, 500, 128, dtype="bfloat16", sinks="float32"),
+    Case(1, 2, 2, 64, 96, 64, dtype="float32", values="large", scale=0.0),
+]
+
+
+@pytest.mark.parametrize("case", INSTANCE_CASES, ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+def test_instance(isa, case, force):
+    force(isa)
+    report = rows.verdict(ROW, case)
+    assert report, str(report)
+
+
+def test_an_unknown_instruction_set_is_an_error_that_lists_the_known(monkeypatch):
+    monkeypatch.setenv("FA_EXT_CPU_ISA", "mmx")
+    q = np.zeros((1, 1, 4, 8), np.float32)
+    with pytest.raises(ValueError, match='FA_EXT_CPU_ISA is "mmx"; accepted.*generic'):
+        fa_ext.attention(q, q, q, kernel=ROW)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("poison", ["k", "v"])
+def test_a_row_is_safe_from_nan_in_keys_that_it_does_not_see(isa, poison, force):
+    force(isa)
+    rng = np.random.default_rng(5)
+    inputs = {name: rng.standard_normal((1, 2, 50, 24), dtype=np.float32) for name in "qkv"}
+    clean = fa_ext.attention(**inputs, causal=True, kernel=ROW)
+    inputs[poison][:, :, 30] = [np.nan, np.inf] * 12
+    out = fa_ext.attention(**inputs, causal=True, kernel=ROW)
+    np.testing.assert_array_equal(out[:, :, :30], clean[:, :, :30])
+    assert np.isnan(out[:, :, 30:]).any(-1).all()
+
+
+# ---- bits ----
+
+
+def set_threads(count):
+    ctypes.CDLL("libgomp.so.1").omp_set_num_threads(count)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 4, 2, 400, 400, 64, dtype="float32", causal=True),
+        Case(3, 5, 5, 130, 210, 40, dtype="bfloat16", mask="full", sinks="same"),
+        Case(1, 2, 2, 700, 300, 32, dtype="float64", window=(90, 10)),
+    ],
+    ids=str,
+)
+def test_threads_change_no_bit(isa, case, force):
+    force(isa)
+    threads = ctypes.CDLL("libgomp.so.1").omp_get_max_threads()
+    try:
+        results = []
+        for count in (1, 2, 3, 8):
+            set_threads(count)
+            results.append([rows.bits(x) for x in rows.run(ROW, case)])
+    finally:
+        set_threads(threads)
+    for result in results[1:]:
+        for one, other in zip(results[0], result):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_has_the_same_bits_in_any_company(isa, force):
+    force(isa)
+    rng = np.random.default_rng(9)
+    q, k, v = (rng.standard_normal((2, 4, 333, 64), dtype=np.float32) for _ in range(3))
+    whole = fa_ext.attention(q, k, v, causal=True, kernel=ROW)
+    entry = fa_ext.attention(q[1:], k[1:], v[1:], causal=True, kernel=ROW)
+    np.testing.assert_array_equal(whole[1:], entry)
+    last = fa_ext.attention(q[:, :, -5:], k, v, causal="bottom_right", kernel=ROW)
+    np.testing.assert_array_equal(whole[:, :, -5:], last)
+
+
+# ---- threads and processes ----
+
+PRELUDE = """
+    import os, sys
+    import numpy as np, fa_ext
+    q = np.random.default_rng(0).standard_normal((1, 8, 512, 64), dtype=np.float32)
+    run = lambda: fa_ext.attention(q, q, q, kernel="cpu_simd")
+    tasks = lambda: len(os.listdir("/proc/self/task"))
+"""
+
+
+def script(text, **env):
+    """What a fresh interpreter prints."""
+    source = textwrap.dedent(PRELUDE) + textwrap.dedent(text)
+    path = os.pathsep.join(p for p in sys.path if p)
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path} | env
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.parametrize("count", [1, 3])
+def test_omp_num_threads_is_respected(count):
+    started = script("before = tasks(); run(); print(tasks() - before)", OMP_NUM_THREADS=str(count))
+    assert int(started) == count - 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_runs_on_one_thread():
+    text = """
+        want = run()
+        child = os.fork()
+        if child == 0:
+            same = np.array_equal(run(), want)
+            os._exit(0 if same and tasks() == 1 else 1)
+        import time
+        for _ in range(600):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                print("exit", os.waitstatus_to_exitcode(status), np.array_equal(run(), want))
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(child, 9)
+            print("the child hangs")
+    """
+    assert script(text, OMP_NUM_THREADS="3") == "exit 0 True"
