@@ -34,7 +34,7 @@ def attention(
     NumPy or CuPy; inferred from q.
 
     Returns (out, lse), both float64: out (B, H, Sq, Dv) or (B, Sq, H, Dv) as ``layout`` says, lse (B, H, Sq).
-    NaN and Inf at a key reach only the queries that see the key.
+    NaN and Inf at a key reach only the queries that see the key; a bias of -inf hides a key like the mask does.
     """
     return _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, rows, xp, None)
 
@@ -200,7 +200,8 @@ class _Call:
         if self.softcap > 0:
             s = self.softcap * xp.tanh(s / self.softcap)
         if self.bias is not None:
-            s = s + self.bias[:, :, :, keys][b[..., None], h[..., None], positions].astype(self.work)
+            bias = self.bias[:, :, :, keys][b[..., None], h[..., None], positions].astype(self.work)
+            s = xp.where(bias == -math.inf, bias, s + bias)  # excludes like a mask, whatever the score is
         if self.dtype in ("float16", "bfloat16"):
             limit = self.work(_LARGEST[self.dtype])
             rounded = round_to(xp.clip(s, -limit, limit), self.dtype, xp)

@@ -147,6 +147,9 @@ def test_nan_and_inf_reach_only_the_queries_that_see_them():
     np.testing.assert_array_equal(out[:, :, :3], clean_out[:, :, :3])
     np.testing.assert_array_equal(lse[:, :, :4], clean_lse[:, :, :4])
     assert np.isnan(out[:, :, 3:]).all()
+    hidden = np.where(np.arange(6) >= 3, -np.inf, 0)
+    for option in ({"bias": hidden}, {"mask": hidden == 0}):
+        assert np.isfinite(reference.attention(q, k, v, **option)[0]).all()
     q, k, v = inputs(seq_q=6, seq_k=6)
     v[:, :, 5, 0] = -np.inf
     out, _ = reference.attention(q, k, v)

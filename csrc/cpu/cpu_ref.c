@@ -50,7 +50,10 @@ static double score(const fa_problem *p, const row *r, int64_t key) {
     if (p->softcap > 0) value = p->softcap * tanh(value / p->softcap);
     if (p->bias.data) {
         const int64_t *s = p->bias.stride;
-        value += load(p->bias.data, p->bias_dtype, r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]);
+        const double bias =
+            load(p->bias.data, p->bias_dtype, r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]);
+        if (bias == -INFINITY) return -INFINITY; /* excludes like a mask: a NaN score does not get through */
+        value += bias;
     }
     return value;
 }
