@@ -1,0 +1,98 @@
+"""The cublas row alone: one tile of Q K^T first, then chunks of bounded workspace and heads that share keys."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fa_ext
+import rows
+from case import Case
+
+ROW = "cublas"
+TESTS = Path(__file__).resolve().parent
+
+
+@pytest.fixture(autouse=True)
+def available():
+    if ROW not in fa_ext.kernels():
+        pytest.skip("this build has no cublas row")
+    reason = rows.absent(ROW)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", (16, 64, 96))
+def test_one_tile_of_scores(head_dim):
+    """With the identity as V the output is the weights, and log(weights) + LSE is the tile of scaled products."""
+    rng = np.random.default_rng(head_dim)
+    q = rng.standard_normal((1, 1, 32, head_dim), np.float32)
+    k = rng.standard_normal((1, 1, 64, head_dim), np.float32)
+    v = np.eye(64, dtype=np.float32)[None, None]
+    arrays = (fa_ext.to_device(x) for x in (q, k, v))
+    weights, lse = (fa_ext.to_numpy(x) for x in fa_ext.attention(*arrays, scale=0.125, return_lse=True, kernel=ROW))
+    scores = np.log(weights.astype(np.float64)) + lse[..., None]
+    expected = 0.125 * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2))
+    assert scores.shape == (1, 1, 32, 64)
+    assert np.abs(scores - expected).max() < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ("bhsd", "bshd"))
+@pytest.mark.parametrize("seq_q", (1, 50))
+@pytest.mark.parametrize("heads, heads_kv", ((6, 6), (6, 3), (6, 2), (6, 1)))
+def test_heads_that_share_keys(heads, heads_kv, seq_q, layout):
+    """As rows of one product where the strides allow it, as products of their own elsewhere."""
+    case = Case(3, heads, heads_kv, seq_q, 70, 64, 48, layout=layout, causal="bottom_right")
+    report = rows.verdict(ROW, case)
+    assert report, report
+
+
+# Scores of one head of the first case are 1 MiB: whole heads and parts of heads, on devices whose cuBLAS gets 4 MiB and on
+# those where it gets 32.
+CHUNKED = (
+    Case(2, 12, 4, 512, 512, 64, causal="bottom_right"),
+    Case(2, 12, 4, 512, 512, 64, layout="bshd", mask="rows", sinks="float32"),
+    Case(3, 4, 4, 200, 999, 40, dtype="float32", window=(100, 7)),
+    Case(2, 6, 1, 1500, 700, 64, dtype="bfloat16", bias="keys"),
+)
+
+
+def in_a_process(megabytes, code):
+    environment = {**os.environ, "FA_EXT_WORKSPACE_MB": str(megabytes)}
+    environment["PYTHONPATH"] = os.pathsep.join((str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")))
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("megabytes", (6, 9, 33, 35, 40))
+def test_workspace_in_chunks(megabytes):
+    """Whatever fits the limit at a time, the result stands. A device too new for the limit says so."""
+    names = [str(case) for case in CHUNKED]
+    code = f"""
+import fa_ext, rows
+from case import Case
+for name in {names!r}:
+    try:
+        report = rows.verdict({ROW!r}, Case.parse(name))
+    except fa_ext.UnsupportedError as error:
+        assert "FA_EXT_WORKSPACE_MB" in str(error), error
+        print("refused", error)
+        continue
+    assert report, f"{{name}}: {{report}}"
+    print("passed", name)
+"""
+    done = in_a_process(megabytes, code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall("^passed", done.stdout, re.MULTILINE)) == len(CHUNKED) or megabytes < 33
+
+
+@pytest.mark.gpu
+def test_too_little_workspace_is_said():
+    done = in_a_process(1, f"import rows; print(rows.verdict({ROW!r}, rows.SIMPLEST))")
+    assert "FA_EXT_WORKSPACE_MB" in done.stderr, done.stdout + done.stderr
