@@ -7,13 +7,15 @@ are installed. ``python -m bench.overhead`` prints them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 SHAPE = (1, 8, 64, 64)  # (B, H, S, D), float16
 CALLS = 500
@@ -25,49 +27,50 @@ BARS = {"torch out=": 3.0, "torch": 4.0, "cupy out=": 6.0, "cupy": 8.0}
 ABOVE_BARE = 1.0
 
 
-def _burst(call: Callable[[], object], synchronize: Callable[[], None], calls: int) -> float:
-    """Host microseconds a call."""
+def _median(burst: Callable[[list[None]], None], synchronize: Callable[[], None], calls: int, bursts: int) -> float:
+    """Host microseconds a call: the median over bursts, each from an empty queue, after three to warm up."""
     repeats = [None] * calls
+    figures = []
+    for _ in range(bursts + 3):
+        synchronize()
+        begun = time.perf_counter_ns()
+        burst(repeats)
+        figures.append((time.perf_counter_ns() - begun) / calls / 1000)
     synchronize()
-    begun = time.perf_counter_ns()
-    for _ in repeats:
-        call()
-    ended = time.perf_counter_ns()
-    synchronize()
-    return (ended - begun) / calls / 1000
+    return statistics.median(figures[3:])
 
 
-def _median(call: Callable[[], object], synchronize: Callable[[], None], calls: int, bursts: int) -> float:
-    for _ in range(3):
-        _burst(call, synchronize, calls)
-    return statistics.median(_burst(call, synchronize, calls) for _ in range(bursts))
-
-
-def _torch(calls: int, bursts: int, kernel: str | None) -> dict[str, float]:
+def _torch(calls: int, bursts: int) -> dict[str, float]:
     import torch
 
     import fa_ext
 
-    attention, core = fa_ext.attention, fa_ext._core
+    attention = fa_ext.attention
+    sdpa = torch.nn.functional.scaled_dot_product_attention
     q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.float16) for _ in range(3))
     out = torch.empty_like(q)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    wait = torch.cuda.synchronize
-    options = {"kernel": kernel} if kernel else {}
-    figures = {
-        "torch out=": _median(lambda: attention(q, k, v, out=out, **options), wait, calls, bursts),
-        "torch": _median(lambda: attention(q, k, v, **options), wait, calls, bursts),
-    }
+
+    def into(repeats):
+        for _ in repeats:
+            attention(q, k, v, out=out)
+
+    def new(repeats):
+        for _ in repeats:
+            attention(q, k, v)
+
+    def peer(repeats):
+        for _ in repeats:
+            sdpa(q, k, v)
+
+    subjects = {"torch out=": into, "torch": new, "torch SDPA": peer}
     with torch.no_grad():
-        figures["torch SDPA"] = _median(lambda: sdpa(q, k, v), wait, calls, bursts)
-    figures["bare launch"] = statistics.median(
-        1e6 * core.time_launches(calls, q, k, v, out=out, **options) for _ in range(bursts)
-    )
-    figures["empty Python call"] = _median(lambda: None, wait, calls, bursts)
+        figures = {name: _median(burst, torch.cuda.synchronize, calls, bursts) for name, burst in subjects.items()}
+    launches = [1e6 * fa_ext._core.time_launches(calls, q, k, v, out=out) for _ in range(bursts + 3)]
+    figures["bare launch"] = statistics.median(launches[3:])
     return figures
 
 
-def _cupy(calls: int, bursts: int, kernel: str | None) -> dict[str, float]:
+def _cupy(calls: int, bursts: int) -> dict[str, float]:
     import cupy
 
     import fa_ext
@@ -76,23 +79,46 @@ def _cupy(calls: int, bursts: int, kernel: str | None) -> dict[str, float]:
     random = cupy.random.default_rng(0)
     q, k, v = (random.standard_normal(SHAPE, dtype="float32").astype("float16") for _ in range(3))
     out = cupy.empty_like(q)
+
+    def into(repeats):
+        for _ in repeats:
+            attention(q, k, v, out=out)
+
+    def new(repeats):
+        for _ in repeats:
+            attention(q, k, v)
+
     wait = cupy.cuda.get_current_stream().synchronize
-    options = {"kernel": kernel} if kernel else {}
-    return {
-        "cupy out=": _median(lambda: attention(q, k, v, out=out, **options), wait, calls, bursts),
-        "cupy": _median(lambda: attention(q, k, v, **options), wait, calls, bursts),
-    }
+    return {name: _median(burst, wait, calls, bursts) for name, burst in (("cupy out=", into), ("cupy", new))}
+
+
+@contextlib.contextmanager
+def _forced(kernel: str | None) -> Iterator[None]:
+    before = os.environ.get("FA_EXT_KERNEL")
+    if kernel:
+        os.environ["FA_EXT_KERNEL"] = kernel
+    try:
+        yield
+    finally:
+        if kernel:
+            os.environ.pop("FA_EXT_KERNEL")
+            if before is not None:
+                os.environ["FA_EXT_KERNEL"] = before
 
 
 def measure(calls: int = CALLS, bursts: int = BURSTS, kernel: str | None = None) -> dict[str, object]:
-    """Microseconds a call by subject, the bars, and whether each holds. The garbage collector rests meanwhile."""
+    """Microseconds a call by subject, the bars, and whether each holds. The garbage collector rests meanwhile.
+
+    ``kernel`` forces a row; None leaves the choice to the library.
+    """
     figures: dict[str, float] = {}
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for name, subject in (("torch", _torch), ("cupy", _cupy)):
-            if importlib.util.find_spec(name):
-                figures |= subject(calls, bursts, kernel)
+        with _forced(kernel):
+            for name, subject in (("torch", _torch), ("cupy", _cupy)):
+                if importlib.util.find_spec(name):
+                    figures |= subject(calls, bursts)
     finally:
         if collecting:
             gc.enable()

@@ -28,15 +28,17 @@
 #define FA_ARGUMENTS(X)                                                                                                \
     X(q)                                                                                                               \
     X(k)                                                                                                               \
-    X(v) X(causal) X(scale) X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse) X(stream)     \
+    X(v)                                                                                                               \
+    X(causal) X(scale) X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse) X(stream)          \
         X(kernel) X(batch_invariant)
 
 #define FA_ATTRIBUTES(X)                                                                                               \
     X(__cuda_array_interface__)                                                                                        \
     X(__cuda_stream__)                                                                                                 \
-    X(__dlpack__) X(__dlpack_device__) X(__dlpack_c_exchange_api__) X(__array_namespace__) X(__mro__) X(__module__)    \
-        X(__name__) X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides)     \
-            X(typestr) X(version) X(max_version) X(from_dlpack) X(itemsize)
+    X(__dlpack__)                                                                                                      \
+    X(__dlpack_device__) X(__dlpack_c_exchange_api__) X(__array_namespace__) X(__mro__) X(__module__) X(__name__)      \
+        X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides) X(typestr)      \
+            X(version) X(max_version) X(from_dlpack) X(itemsize)
 
 typedef enum fa_argument {
 #define FA_ENUM(name) FA_ARG_##name,
@@ -67,14 +69,21 @@ typedef enum fa_protocol {
 /* Libraries whose results are made in a way of their own. */
 typedef enum fa_library { FA_LIB_OTHER, FA_LIB_CUPY, FA_LIB_JAX, FA_LIB_NUMBA, FA_LIB_TORCH } fa_library;
 
+/* A method that takes only self: `function` is NULL for one that is not written in C. */
+typedef struct fa_method {
+    PyObject *method;
+    PyCFunction function;
+} fa_method;
+
 typedef struct fa_type {
     PyTypeObject *type; /* strong, so that the address is not reused while cached */
     fa_protocol protocol;
     fa_library library;
-    bool masked;                /* numpy.ma.MaskedArray */
-    bool has_grad;              /* instances have requires_grad */
-    PyObject *is_neg, *is_conj; /* unbound methods, or NULL */
-    PyObject *maker;            /* cupy.empty, jax.dlpack.from_dlpack, numba.cuda.as_cuda_array, torch.empty; or NULL */
+    bool masked;              /* numpy.ma.MaskedArray */
+    bool has_grad;            /* instances have requires_grad */
+    fa_method lazy[2];        /* is_neg and is_conj, where there are */
+    PyObject *maker;          /* cupy.empty, jax.dlpack.from_dlpack, numba.cuda.as_cuda_array, torch.empty; or NULL */
+    PyObject *current_stream; /* cupy.cuda.get_current_stream, or NULL */
     const DLExchange *exchange;
 } fa_type;
 
@@ -146,9 +155,11 @@ void fa_array_release(fa_array *array);
 const fa_type *fa_type_of(fa_state *state, PyObject *object, fa_type *space);
 void fa_types_clear(fa_state *state);
 
-/* Strides in bytes (NULL: C-contiguous) -> elements, with the checks that any description needs: item-aligned strides
- * and data, extents that are not negative and whose products do not overflow. */
-fa_code fa_view_finish(const char *name, fa_view *view, const int64_t *byte_strides, fa_status *status);
+/* What any description is checked for, with strides in elements: extents that are not negative, products and offsets
+ * that fit 64 bits, aligned data. */
+fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status);
+/* Strides in bytes, multiples of the item size, -> elements; and fa_view_check(). */
+fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byte_strides, fa_status *status);
 void fa_view_contiguous(fa_view *view);
 int64_t fa_view_elements(const fa_view *view);
 /* Reads a type string such as "<f2". *unclear is set for the two-byte void that stands for bfloat16 in places. */

@@ -58,16 +58,12 @@ static fa_code read_tensor(fa_array *array, const DLTensor *tensor, fa_status *s
     if (tensor->ndim > 0 && !tensor->shape) return ill_formed(array, "its shape is NULL", status);
     view->ndim = tensor->ndim;
     view->data = tensor->data ? (char *)tensor->data + tensor->byte_offset : NULL;
-    const int64_t size = (int64_t)fa_dtype_size(view->dtype);
-    int64_t byte_strides[FA_MAX_NDIM];
     for (int axis = 0; axis < view->ndim; axis++) {
         view->shape[axis] = tensor->shape[axis];
-        if (tensor->strides && __builtin_mul_overflow(tensor->strides[axis], size, &byte_strides[axis])) {
-            if (tensor->shape[axis] > 1) return ill_formed(array, "its strides overflow 64 bits", status);
-            byte_strides[axis] = 0;
-        }
+        if (tensor->strides) view->strides[axis] = tensor->strides[axis];
     }
-    return fa_view_finish(array->name, view, tensor->strides ? byte_strides : NULL, status);
+    if (!tensor->strides) fa_view_contiguous(view);
+    return fa_view_check(array->name, view, status);
 }
 
 /* ---- the C exchange API ---- */

@@ -105,9 +105,9 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg) {
     int count = atomic_load(&state->type_count);
     for (int n = 0; n < count; n++) {
         Py_VISIT(state->types[n].type);
-        Py_VISIT(state->types[n].is_neg);
-        Py_VISIT(state->types[n].is_conj);
+        for (int m = 0; m < 2; m++) Py_VISIT(state->types[n].lazy[m].method);
         Py_VISIT(state->types[n].maker);
+        Py_VISIT(state->types[n].current_stream);
     }
     return 0;
 }

@@ -79,7 +79,7 @@ fa_code fa_numpy_read(fa_state *state, fa_array *array, fa_status *status) {
         view->shape[axis] = PyArray_DIM(source, axis);
         byte_strides[axis] = PyArray_STRIDE(source, axis);
     }
-    return fa_view_finish(array->name, view, byte_strides, status);
+    return fa_view_byte_strides(array->name, view, byte_strides, status);
 }
 
 PyObject *fa_numpy_dtype(fa_state *state, fa_dtype dtype) {

@@ -217,18 +217,23 @@ static fa_code order_consumer(PyObject *self, PyObject *stream, fa_status *statu
     return code;
 }
 
+static bool parse_pair(const char *name, PyObject *pair, int *first, int *second) {
+    if (PyTuple_Check(pair) && PyArg_ParseTuple(pair, "ii", first, second)) return true;
+    PyErr_Clear();
+    PyErr_Format(PyExc_TypeError, "%s is %R; accepted: a pair of ints", name, pair);
+    return false;
+}
+
 static PyObject *array_dlpack(PyObject *self, PyObject *args, PyObject *keywords) {
     static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
     PyObject *stream = Py_None, *max_version = Py_None, *device = Py_None, *copy = Py_None;
     if (!PyArg_ParseTupleAndKeywords(args, keywords, "|$OOOO:__dlpack__", names, &stream, &max_version, &device, &copy))
         return NULL;
     int major = 0, minor = 0, type, id;
-    if (max_version != Py_None &&
-        !PyArg_ParseTuple(max_version, "ii;max_version must be (major, minor)", &major, &minor))
-        return NULL;
+    if (max_version != Py_None && !parse_pair("max_version", max_version, &major, &minor)) return NULL;
     const fa_view *view = &as_array(self)->view;
     if (device != Py_None) {
-        if (!PyArg_ParseTuple(device, "ii;dl_device must be (type, id)", &type, &id)) return NULL;
+        if (!parse_pair("dl_device", device, &type, &id)) return NULL;
         if (type != (view->device.kind == FA_CPU ? DLPACK_CPU : DLPACK_CUDA) || id != view->device.id) {
             PyErr_SetString(PyExc_BufferError, "dl_device: the array can only be exported where it is");
             return NULL;

@@ -1,0 +1,304 @@
+"""Arrays in and out on the CPU: NumPy and its dtypes, DLPack of either version, the C exchange API, copies."""
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+
+import fa_ext
+import producers
+from producers import Producer, exchange_type
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+SHAPE = (2, 4, 9, 16)
+
+
+def operands(dtype=np.float32, seed=0):
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(SHAPE).astype(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_result(dtype):
+    q, k, v = operands(dtype)
+    out, lse = fa_ext.attention(q, k, v, return_lse=True)
+    assert type(out) is np.ndarray and out.dtype == dtype and out.shape == SHAPE and out.flags.c_contiguous
+    assert lse.dtype == (np.float64 if dtype is np.float64 else np.float32) and lse.shape == SHAPE[:3]
+    assert type(fa_ext.attention(q, k, v)) is np.ndarray
+
+
+def test_out_is_returned():
+    q, k, v = operands()
+    wanted, lse = fa_ext.attention(q, k, v, return_lse=True)
+    out, into = np.full_like(wanted, np.nan), np.full_like(lse, np.nan)
+    assert fa_ext.attention(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, wanted)
+    out[:] = np.nan
+    pair = (out, into)
+    assert fa_ext.attention(q, k, v, out=pair) is pair
+    np.testing.assert_array_equal(out, wanted)
+    np.testing.assert_array_equal(into, lse)
+    first, second = fa_ext.attention(q, k, v, out=out, return_lse=True)
+    assert first is out and second is not into
+
+
+def test_subclass_gives_plain_array():
+    class Mine(np.ndarray):
+        pass
+
+    q, k, v = operands()
+    assert type(fa_ext.attention(q.view(Mine), k, v)) is np.ndarray
+
+
+def test_readonly_inputs():
+    arrays = operands()
+    for array in arrays:
+        array.flags.writeable = False
+    fa_ext.attention(*arrays)
+
+
+def test_references_do_not_leak():
+    q, k, v = operands()
+    fa_ext.attention(q, k, v)
+    before = sys.getrefcount(q), sys.getrefcount(q.dtype)
+    for _ in range(100):
+        fa_ext.attention(q, k, v, return_lse=True)
+        with pytest.raises(ValueError):
+            fa_ext.attention(q, k, v, out=q)
+    gc.collect()
+    assert (sys.getrefcount(q), sys.getrefcount(q.dtype)) == before
+
+
+# ---- DLPack ----
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dlpack_input(dtype, versioned):
+    arrays = operands(dtype)
+    made = [Producer(array, versioned=versioned) for array in arrays]
+    out = fa_ext.attention(*made)
+    assert isinstance(out, fa_ext.DeviceArray) and out.device == "cpu" and out.shape == SHAPE
+    np.testing.assert_array_equal(fa_ext.to_numpy(out), fa_ext.attention(*arrays))
+    for producer in made:
+        assert producer.deleted == 1
+        assert producers.name_of(producer.capsules[0]) == ("used_dltensor_versioned" if versioned else "used_dltensor")
+        assert producer.asked[0].get("stream") is None
+
+
+def test_dlpack_before_1_0():
+    q, k, v = operands()
+    producer = Producer(q, versioned=False, old=True)
+    np.testing.assert_array_equal(fa_ext.to_numpy(fa_ext.attention(producer, k, v)), fa_ext.attention(q, k, v))
+    assert [sorted(keywords) for keywords in producer.asked] == [["max_version"], []]
+
+
+def test_dlpack_without_deleter():
+    q, k, v = operands()
+    fa_ext.attention(Producer(q, deleter=False), Producer(k, versioned=False, deleter=False), v)
+
+
+def test_dlpack_offset_and_strides():
+    q, k, v = operands()
+    wanted = fa_ext.attention(q[:, 1:3], k[:, 1:3], v[:, 1:3])
+    offset = Producer(q, shape=(2, 2, 9, 16), byte_offset=q.strides[1])
+    np.testing.assert_array_equal(fa_ext.to_numpy(fa_ext.attention(offset, k[:, 1:3], v[:, 1:3])), wanted)
+    whole = Producer(q, strides=None)
+    np.testing.assert_array_equal(fa_ext.to_numpy(fa_ext.attention(whole, k, v)), fa_ext.attention(q, k, v))
+    back = q[::-1, :, ::2]
+    np.testing.assert_array_equal(
+        fa_ext.to_numpy(fa_ext.attention(Producer(back), k, v)), fa_ext.attention(np.ascontiguousarray(back), k, v)
+    )
+
+
+def test_dlpack_pinned_counts_as_cpu():
+    q, k, v = operands()
+    fa_ext.attention(Producer(q, device_type=producers.CUDA_HOST), k, v)
+
+
+def test_dlpack_output():
+    q, k, v = operands()
+    out = np.full_like(q, np.nan)
+    producer = Producer(out)
+    assert fa_ext.attention(q, k, v, out=producer) is producer
+    np.testing.assert_array_equal(out, fa_ext.attention(q, k, v))
+    for flags in (producers.READ_ONLY, producers.IS_COPIED):
+        with pytest.raises(ValueError, match="out is read-only"):
+            fa_ext.attention(q, k, v, out=Producer(out, flags=flags))
+
+
+def test_device_array_on_the_cpu():
+    q, k, v = operands()
+    out = fa_ext.attention(Producer(q), k, v)
+    taken = np.from_dlpack(out)
+    wanted = fa_ext.attention(q, k, v)
+    assert out.__dlpack_device__() == (producers.CPU, 0)
+    assert (out.dtype, out.ndim, out.nbytes, out.device) == ("float32", 4, wanted.nbytes, "cpu")
+    assert repr(out) == "<fa_ext.DeviceArray float32 (2, 4, 9, 16) on cpu>"
+    del out
+    gc.collect()
+    np.testing.assert_array_equal(taken, wanted)
+    again = fa_ext.attention(Producer(q), k, v)
+    assert isinstance(fa_ext.attention(again, k, v), fa_ext.DeviceArray)
+    for keywords, error in [
+        ({"stream": 1}, BufferError),
+        ({"copy": True}, BufferError),
+        ({"dl_device": (2, 0)}, BufferError),
+        ({"max_version": "1.0"}, TypeError),
+        ({"unknown": 1}, TypeError),
+    ]:
+        with pytest.raises(error):
+            again.__dlpack__(**keywords)
+    assert producers.name_of(again.__dlpack__()) == "dltensor"
+    assert producers.name_of(again.__dlpack__(max_version=(1, 0))) == "dltensor_versioned"
+    with pytest.raises(AttributeError):
+        again.__cuda_array_interface__  # noqa: B018
+    with pytest.raises(TypeError):
+        fa_ext.DeviceArray()
+
+
+# ---- the C exchange API ----
+
+
+@pytest.mark.parametrize("borrowed", [True, False])
+def test_exchange(borrowed):
+    arrays = operands()
+    kind = exchange_type(borrowed=borrowed)
+    out, lse = fa_ext.attention(*(kind(array) for array in arrays), return_lse=True)
+    assert type(out) is kind and type(lse) is kind
+    wanted, wanted_lse = fa_ext.attention(*arrays, return_lse=True)
+    np.testing.assert_array_equal(out.array, wanted)
+    np.testing.assert_array_equal(lse.array, wanted_lse)
+    read = "tensor_from_object" if borrowed else "managed_from_object"
+    assert kind.calls == [read] * 3 + ["allocate", "managed_to_object"] * 2
+    into = kind(np.full_like(wanted, np.nan))
+    assert fa_ext.attention(*map(kind, arrays), out=into) is into
+    np.testing.assert_array_equal(into.array, wanted)
+
+
+def test_exchange_through_an_older_table():
+    inner = exchange_type()
+    import ctypes
+
+    kind = exchange_type(version=(2, 0), previous=ctypes.addressof(inner.table))
+    arrays = operands()
+    out = fa_ext.attention(*map(kind, arrays))
+    assert type(out) is inner
+    assert "tensor_from_object" in inner.calls and not kind.calls
+
+
+def test_exchange_of_an_unknown_version_falls_back():
+    q, k, v = operands()
+    kind = exchange_type(version=(2, 0), __dlpack__=None)
+    kind.__dlpack__ = lambda self, **keywords: self.array.__dlpack__(**keywords)
+    kind.__dlpack_device__ = lambda self: (producers.CPU, 0)
+    np.testing.assert_array_equal(fa_ext.to_numpy(fa_ext.attention(kind(q), k, v)), fa_ext.attention(q, k, v))
+
+
+def test_exchange_allocator_fails():
+    kind = exchange_type(failing=True)
+    with pytest.raises(MemoryError, match="none left"):
+        fa_ext.attention(*map(kind, operands()))
+
+
+def test_requires_grad_neg_conj():
+    q, k, v = operands()
+    grad = exchange_type(requires_grad=True)
+    with pytest.raises(ValueError, match=r"q requires grad.*q\.detach\(\)"):
+        fa_ext.attention(grad(q), k, v)
+    negative = exchange_type(requires_grad=False, is_neg=lambda self: True)
+    with pytest.raises(ValueError, match=r"k is a negative view; pass k\.resolve_neg\(\)"):
+        fa_ext.attention(q, negative(k), v)
+    conjugate = exchange_type(requires_grad=False, is_neg=lambda self: False, is_conj=lambda self: True)
+    with pytest.raises(ValueError, match=r"v is a conjugate view; pass v\.resolve_conj\(\)"):
+        fa_ext.attention(q, k, conjugate(v))
+    plain = exchange_type(requires_grad=False, is_neg=lambda self: False, is_conj=lambda self: False)
+    fa_ext.attention(plain(q), k, v)
+
+
+def test_many_types():
+    q, k, v = operands()
+    wanted = fa_ext.attention(q, k, v)
+    for _ in range(100):  # more than the cache of types holds
+        kind = exchange_type(requires_grad=False, is_neg=lambda self: False)
+        np.testing.assert_array_equal(fa_ext.attention(kind(q), k, v).array, wanted)
+
+
+# ---- libraries that may be installed ----
+
+
+def test_jax_on_the_cpu():
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "cpu":
+        pytest.skip("JAX is not on the CPU")
+    arrays = operands()
+    wanted = fa_ext.attention(*arrays)
+    made = [jax.numpy.asarray(array) for array in arrays]
+    out = fa_ext.attention(*made)
+    assert isinstance(out, jax.Array)
+    np.testing.assert_array_equal(np.asarray(out), wanted)
+    half = fa_ext.attention(*(array.astype("bfloat16") for array in made))
+    assert isinstance(half, jax.Array) and half.dtype == "bfloat16"
+    with pytest.raises(BufferError, match="out is a JAX array"):
+        fa_ext.attention(*made, out=made[0])
+    with pytest.raises(TypeError, match="q has type"):
+        jax.jit(fa_ext.attention)(*made)
+
+
+def test_array_api_namespace():
+    strict = pytest.importorskip("array_api_strict")
+    arrays = operands()
+    out = fa_ext.attention(*(strict.asarray(array) for array in arrays))
+    assert type(out) is type(strict.asarray(arrays[0]))
+    np.testing.assert_array_equal(np.asarray(out), fa_ext.attention(*arrays))
+
+
+def test_torch_on_the_cpu():
+    torch = pytest.importorskip("torch")
+    arrays = [torch.from_numpy(array) for array in operands()]
+    out, lse = fa_ext.attention(*arrays, return_lse=True)
+    assert type(out) is torch.Tensor and out.device.type == "cpu" and lse.dtype == torch.float32
+    np.testing.assert_array_equal(out.numpy(), fa_ext.attention(*operands()))
+    with pytest.raises(ValueError, match="requires grad"), torch.no_grad():
+        fa_ext.attention(arrays[0].clone().requires_grad_(), *arrays[1:])
+    with pytest.raises(ValueError, match="resolve_neg"):
+        fa_ext.attention(torch._neg_view(arrays[0]), *arrays[1:])
+
+
+# ---- copies ----
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, np.bool_])
+def test_to_numpy_copies(dtype):
+    source = np.random.default_rng(0).standard_normal((5, 6, 7)).astype(dtype)[::-1, ::2, 1:]
+    for given in (source, Producer(source)):
+        copy = fa_ext.to_numpy(given)
+        assert copy.dtype == dtype and copy.flags.c_contiguous and not np.shares_memory(copy, source)
+        np.testing.assert_array_equal(copy.astype(np.float64), source.astype(np.float64))
+    assert fa_ext.to_numpy(np.zeros((0, 3), np.float32)).shape == (0, 3)
+
+
+def test_to_device_arguments():
+    for arguments, error in [((), TypeError), (([1.0],), TypeError), ((np.zeros(2, int),), TypeError)]:
+        with pytest.raises(error):
+            fa_ext.to_device(*arguments)
+    with pytest.raises(ValueError, match="device"):
+        fa_ext.to_device(np.zeros(2, np.float32), device=-1)
+    with pytest.raises(TypeError, match="device"):
+        fa_ext.to_device(np.zeros(2, np.float32), device="cuda")
+    with pytest.raises(TypeError, match="accepted: to_device"):
+        fa_ext.to_device(np.zeros(2, np.float32), other=1)
+
+
+def test_without_a_device():
+    try:
+        if fa_ext._core.device_count():
+            pytest.skip("there is a CUDA device")
+    except fa_ext.CudaError as error:
+        assert str(error)
+    with pytest.raises(fa_ext.CudaError):
+        fa_ext.to_device(np.zeros(2, np.float32))
+    with pytest.raises(fa_ext.CudaError):
+        fa_ext._core.device_info(0)
