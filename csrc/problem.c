@@ -254,7 +254,9 @@ static fa_code check_output(const char *name, const fa_view *view, const int64_t
                        fa_dtype_name(dtype));
     FA_TRY(check_device(name, view, request->q, status));
     if (view->readonly) return fa_fail(status, FA_EVALUE, "%s is read-only; accepted: a writable array", name);
-    for (int axis = 0; axis < ndim; axis++)
+    bool empty = false; /* NumPy gives empty arrays strides of 0 */
+    for (int axis = 0; axis < ndim; axis++) empty |= view->shape[axis] == 0;
+    for (int axis = 0; axis < ndim && !empty; axis++)
         if (view->shape[axis] > 1 && view->strides[axis] == 0)
             return fa_fail(status, FA_EVALUE,
                            "%s has stride 0 on axis %d of extent %lld; its elements must be distinct", name, axis,
