@@ -243,6 +243,13 @@ static fa_code check_disjoint(const char *name, const fa_view *view, const char 
     return FA_OK;
 }
 
+/* Strides of empty arrays carry no meaning; NumPy sets them to 0. */
+static bool is_empty(const fa_view *view) {
+    for (int axis = 0; axis < view->ndim; axis++)
+        if (view->shape[axis] == 0) return true;
+    return false;
+}
+
 static fa_code check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, fa_dtype dtype,
                             const fa_request *request, fa_status *status) {
     bool same = view->ndim == ndim && memcmp(view->shape, shape, (size_t)ndim * sizeof *shape) == 0;
@@ -254,8 +261,7 @@ static fa_code check_output(const char *name, const fa_view *view, const int64_t
                        fa_dtype_name(dtype));
     FA_TRY(check_device(name, view, request->q, status));
     if (view->readonly) return fa_fail(status, FA_EVALUE, "%s is read-only; accepted: a writable array", name);
-    bool empty = false; /* NumPy gives empty arrays strides of 0 */
-    for (int axis = 0; axis < ndim; axis++) empty |= view->shape[axis] == 0;
+    const bool empty = is_empty(view);
     for (int axis = 0; axis < ndim && !empty; axis++)
         if (view->shape[axis] > 1 && view->strides[axis] == 0)
             return fa_fail(status, FA_EVALUE,
@@ -277,7 +283,7 @@ static fa_code check_lse(const fa_view *lse, const fa_problem *p, const fa_reque
     const int64_t shape[3] = {p->batch, p->heads, p->seq_q};
     FA_TRY(check_output("lse", lse, shape, 3, p->dtype == FA_F64 ? FA_F64 : FA_F32, request, status));
     int64_t expected = 1;
-    for (int axis = 2; axis >= 0; axis--) {
+    for (int axis = 2; axis >= 0 && !is_empty(lse); axis--) {
         if (lse->shape[axis] > 1 && lse->strides[axis] != expected)
             return fa_fail(status, FA_EVALUE, "lse is not C-contiguous; accepted: a C-contiguous array of shape %s",
                            show(shape, 3).text);
