@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -93,101 +94,99 @@ def library_for(row: str, case: Case) -> str:
 
 @dataclass
 class Prepared:
-    """A case's inputs in one library and what float64 says about them (arrays of ``xp``)."""
+    """A case's inputs in one library, and on the host what float64 says about them."""
 
     inputs: dict[str, Any]
     truth: tuple
     ordinary: tuple
     exempt: Any  #: where NaN may spread to on rows other than cpu_ref
-    xp: Any
+
+
+@functools.lru_cache(maxsize=3)
+def known(case: Case):
+    """(inputs, truth, ordinary, exempt) of a case on the host: the rows that a case runs on share it."""
+    inputs = case.host_inputs()
+    truth = reference.attention(**inputs)
+    ordinary = reference.plain(**inputs)
+    return inputs, truth, ordinary, spread(inputs["k"], inputs["v"], truth[0], case.layout, case.causal, case.window)
 
 
 @functools.lru_cache(maxsize=3)
 def prepared(case: Case, library: str) -> Prepared:
-    inputs = case.host_inputs()
-    on_device = {n: x for n, x in inputs.items()} if library == "numpy" else case.make_inputs(library)
-    xp = np
-    if library != "numpy" and has("cupy"):
-        import cupy as xp
-    arrays = {n: _upload(xp, x) if isinstance(x, np.ndarray) else x for n, x in inputs.items()}
-    truth = reference.attention(**arrays, xp=xp)
-    ordinary = reference.plain(**arrays, xp=xp, dtype=case.dtype)
-    exempt = spread(arrays["k"], arrays["v"], truth[0], case.layout, case.causal, case.window)
-    return Prepared(on_device, truth, ordinary, exempt, xp)
-
-
-def _upload(xp, x):
-    if xp is np:
-        return x
-    return xp.asarray(np.ascontiguousarray(x.astype(np.float32) if x.dtype == BFLOAT16 else x))
+    # NumPy judges the device's results too: compiling CuPy's kernels would take longer than all these small cases.
+    inputs, *judgement = known(case)
+    return Prepared(inputs if library == "numpy" else case.make_inputs(library), *judgement)
 
 
 def filled(library: str, count: int, dtype: str, value: float):
     """A 1-D array of ``library`` (on the current device)."""
-    if library == "numpy":
-        return np.full(count, value, dtype_of(dtype))
     if library == "cupy":
         import cupy
 
-        return cupy.full(count, value, dtype_of(dtype))
-    import torch
+        return cupy.zeros(count, dtype_of(dtype)) if value == 0 else cupy.asarray(np.full(count, value, dtype_of(dtype)))
+    if library == "torch":
+        import torch
 
-    return torch.full((count,), value, dtype=getattr(torch, dtype), device="cuda")
+        return torch.full((count,), value, dtype=getattr(torch, dtype), device="cuda")
+    return np.full(count, value, dtype_of(dtype))
+
+
+def to_host(x) -> np.ndarray:
+    """An array of any library as NumPy, without help from fa_ext."""
+    if isinstance(x, np.ndarray):
+        return x
+    if type(x).__module__.startswith("cupy"):
+        return x.get()
+    if str(x.dtype) == "torch.bfloat16":
+        import torch
+
+        return x.view(torch.int16).cpu().numpy().view(BFLOAT16)
+    return x.cpu().numpy()
 
 
 class Outputs:
     """out and lse, filled with NaN, inside memory that is filled with NaN too."""
 
     def __init__(self, case: Case, library: str):
-        self.library = library
         lse_dtype = "float64" if case.dtype == "float64" else "float32"
         shapes = (case.out_shape, case.dtype), ((case.batch, case.heads, case.seq_q), lse_dtype)
-        self._memory = [(filled(library, int(np.prod(s)) + 2 * _GUARD, d, np.nan), s) for s, d in shapes]
-        self.out, self.lse = (m[_GUARD : _GUARD + int(np.prod(s))].reshape(s) for m, s in self._memory)
+        self._memory = [(filled(library, math.prod(s) + 2 * _GUARD, d, np.nan), s) for s, d in shapes]
+        self.out, self.lse = (m[_GUARD : _GUARD + math.prod(s)].reshape(s) for m, s in self._memory)
 
-    def check_guards(self):
+    def on_host(self) -> list[np.ndarray]:
+        """[out, lse] as NumPy arrays; fails when something was written around them."""
+        results = []
         for memory, shape in self._memory:
-            count = int(np.prod(shape))
-            for guard in (memory[:_GUARD], memory[_GUARD + count :]):
-                assert bool((guard != guard).all()), f"a write outside an output of shape {shape}"
+            count, host = math.prod(shape), to_host(memory)
+            guards = np.concatenate((host[:_GUARD], host[_GUARD + count :]))
+            assert np.isnan(guards).all(), f"a write outside an output of shape {shape}"
+            results.append(host[_GUARD : _GUARD + count].reshape(shape))
+        return results
 
 
-def as_reference(x, prepared: Prepared):
-    """A result as an array of the reference's module."""
-    if isinstance(x, np.ndarray) or type(x).__module__.startswith("cupy"):
-        return x
-    x = x.float() if str(x.dtype) == "torch.bfloat16" else x
-    return prepared.xp.asarray(x) if prepared.xp is not np else x.cpu().numpy()
-
-
-def run(row: str, case: Case, **extra):
-    """(out, lse) of a case on a row, in the row's library. UnsupportedError when the row rejects it."""
+def run(row: str, case: Case, **extra) -> list[np.ndarray]:
+    """[out, lse] of a case on a row, as NumPy arrays. UnsupportedError when the row rejects it."""
     library = library_for(row, case)
     outputs = Outputs(case, library)
     fa_ext.attention(**prepared(case, library).inputs, **extra, kernel=row, out=(outputs.out, outputs.lse))
-    outputs.check_guards()
-    return outputs.out, outputs.lse
+    return outputs.on_host()
 
 
 def verdict(row: str, case: Case, **extra) -> Report:
     """Runs a case on a row and judges it. UnsupportedError when the row rejects it."""
-    known = prepared(case, library_for(row, case))
-    out, lse = (as_reference(x, known) for x in run(row, case, **extra))
-    exempt = None if listed_name(row) == "cpu_ref" else known.exempt
-    return judge(out, lse, known.truth, known.ordinary, case.dtype, layout=case.layout, kernel=row, exempt=exempt)
+    return judged(row, case, *run(row, case, **extra))
+
+
+def judged(row: str, case: Case, out: np.ndarray, lse: np.ndarray | None) -> Report:
+    """What float64 says to a result of a row."""
+    _, truth, ordinary, exempt = known(case)
+    exempt = None if listed_name(row) == "cpu_ref" else exempt
+    return judge(out, lse, truth, ordinary, case.dtype, layout=case.layout, kernel=row, exempt=exempt)
 
 
 def bits(x) -> np.ndarray:
     """An array of any library as bytes on the host, for bitwise comparison."""
-    if isinstance(x, np.ndarray):
-        host = x
-    elif type(x).__module__.startswith("cupy"):
-        host = x.get()
-    else:
-        import torch
-
-        host = x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32).cpu().numpy()
-    return np.ascontiguousarray(host).view(np.uint8)
+    return np.ascontiguousarray(to_host(x)).view(np.uint8)
 
 
 def synchronize():
