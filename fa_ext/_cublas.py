@@ -22,7 +22,7 @@ def _loaded() -> str | None:
 def _installed() -> str | None:
     """cuBLAS of the nvidia wheels, of conda or of the system, by cuda-pathfinder where it is installed."""
     try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib
+        from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-not-found]
     except ImportError:
         return None
     try:

@@ -151,10 +151,10 @@ def verify(
     """
     import fa_ext
 
-    options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
-    arrays = {"bias": bias, "mask": mask, "sinks": sinks}
-    host = [fa_ext.to_numpy(x) for x in (q, k, v)]
-    host_arrays = {name: None if x is None else fa_ext.to_numpy(x) for name, x in arrays.items()}
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
+    arrays: dict[str, Any] = {"bias": bias, "mask": mask, "sinks": sinks}
+    host: list[Any] = [fa_ext.to_numpy(x) for x in (q, k, v)]
+    host_arrays: dict[str, Any] = {name: None if x is None else fa_ext.to_numpy(x) for name, x in arrays.items()}
     dtype = host[0].dtype.name
     device = _device_of(q)
     if out is None:
@@ -173,9 +173,9 @@ def verify(
         host = [_upload(xp, x) for x in host]
         host_arrays = {name: None if x is None else _upload(xp, x) for name, x in host_arrays.items()}
         got, lse = _upload(xp, got), None if lse is None else xp.asarray(lse)
-    truth = reference.attention(*host, **options, **host_arrays, xp=xp)
-    ordinary = reference.plain(*host, **options, **host_arrays, xp=xp, dtype=dtype)
-    exempt = None if ran == "cpu_ref" else spread(*host[1:], truth[0], layout, causal, window)
+    truth = reference.attention(host[0], host[1], host[2], **options, **host_arrays, xp=xp)
+    ordinary = reference.plain(host[0], host[1], host[2], **options, **host_arrays, xp=xp, dtype=dtype)
+    exempt = None if ran == "cpu_ref" else spread(host[1], host[2], truth[0], layout, causal, window)
     return judge(got, lse, truth, ordinary, dtype, layout=layout, kernel=ran, exempt=exempt)
 
 

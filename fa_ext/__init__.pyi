@@ -1,0 +1,24 @@
+from . import reference as reference
+from ._core import CudaError as CudaError
+from ._core import DeviceArray as DeviceArray
+from ._core import UnsupportedError as UnsupportedError
+from ._core import __version__ as __version__
+from ._core import attention as attention
+from ._core import explain as explain
+from ._core import kernels as kernels
+from ._core import to_device as to_device
+from ._core import to_numpy as to_numpy
+from .verify import verify as verify
+
+__all__ = [
+    "CudaError",
+    "DeviceArray",
+    "UnsupportedError",
+    "__version__",
+    "attention",
+    "explain",
+    "kernels",
+    "to_device",
+    "to_numpy",
+    "verify",
+]

@@ -1,0 +1,151 @@
+from os import PathLike
+from typing import Any, Literal, TypeAlias, TypeVar, final, overload
+
+import numpy as np
+
+__version__: str
+
+class UnsupportedError(RuntimeError): ...
+class CudaError(RuntimeError): ...
+
+@final
+class DeviceArray:
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+_Array = TypeVar("_Array")
+_Out = TypeVar("_Out")
+_Lse = TypeVar("_Lse")
+_Causal: TypeAlias = bool | np.bool_ | Literal["top_left", "bottom_right"]
+_Window: TypeAlias = tuple[int | None, int | None] | list[int | None]
+_Layout: TypeAlias = Literal["bhsd", "bshd"]
+
+# An array is an object of any library, so that the result has the type of q.
+@overload
+def attention(
+    q: _Array,
+    k: Any,
+    v: Any,
+    *,
+    causal: _Causal = False,
+    scale: float | None = None,
+    window: _Window | None = None,
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    layout: _Layout = "bhsd",
+    out: None = None,
+    return_lse: Literal[False] = False,
+    stream: Any = None,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+) -> _Array: ...
+@overload
+def attention(
+    q: _Array,
+    k: Any,
+    v: Any,
+    *,
+    causal: _Causal = False,
+    scale: float | None = None,
+    window: _Window | None = None,
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    layout: _Layout = "bhsd",
+    out: None = None,
+    return_lse: Literal[True],
+    stream: Any = None,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+) -> tuple[_Array, _Array]: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: _Causal = False,
+    scale: float | None = None,
+    window: _Window | None = None,
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    layout: _Layout = "bhsd",
+    out: tuple[_Out, _Lse],
+    return_lse: bool = False,
+    stream: Any = None,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+) -> tuple[_Out, _Lse]: ...
+@overload
+def attention(
+    q: _Array,
+    k: Any,
+    v: Any,
+    *,
+    causal: _Causal = False,
+    scale: float | None = None,
+    window: _Window | None = None,
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    layout: _Layout = "bhsd",
+    out: _Out,
+    return_lse: bool = False,
+    stream: Any = None,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+) -> _Out | tuple[_Out, _Array]: ...
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: _Causal = False,
+    scale: float | None = None,
+    window: _Window | None = None,
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    layout: _Layout = "bhsd",
+    out: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+) -> tuple[str | None, dict[str, str]]: ...
+def kernels() -> tuple[str, ...]: ...
+def to_device(array: np.ndarray[Any, Any], device: int = 0) -> DeviceArray: ...
+def to_numpy(array: Any, /) -> np.ndarray[Any, Any]: ...
+def time_launches(count: int, /, q: Any, k: Any, v: Any, **options: Any) -> float: ...
+def load(path: str | PathLike[str], row: str | None = None) -> str: ...
+def loaded() -> dict[str, tuple[str, str]]: ...
+def build_info() -> dict[str, Any]: ...
+def cpu_info() -> dict[str, Any]: ...
+def device_count() -> int: ...
+def device_info(index: int, /) -> dict[str, Any]: ...

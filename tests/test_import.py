@@ -1,0 +1,112 @@
+"""What ``import fa_ext`` costs and brings, what it says when nothing is compiled, and its types."""
+
+import inspect
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fa_ext
+
+PACKAGE = Path(fa_ext.__file__).resolve().parent
+FRAMEWORKS = ("torch", "cupy", "jax", "numba", "ml_dtypes", "cuda", "scipy", "matplotlib")
+
+
+def python(code, *, path=PACKAGE.parent, check=True):
+    environment = os.environ | {"PYTHONPATH": str(path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd="/")
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def test_no_framework_is_imported():
+    code = "import sys, numpy; before = set(sys.modules); import fa_ext; print(*sorted(set(sys.modules) - before))"
+    brought = python(code).stdout.split()
+    assert "fa_ext._core" in brought
+    assert not [name for name in brought if name.split(".")[0] in FRAMEWORKS]
+    assert "fa_ext.verify" not in brought and "fa_ext.reference" not in brought
+
+
+def test_import_time():
+    """Under 50 ms beyond NumPy."""
+    code = "import numpy, time; t = time.perf_counter(); import fa_ext; print(time.perf_counter() - t)"
+    python(code)
+    assert statistics.median(float(python(code).stdout) for _ in range(5)) < 0.050
+
+
+def test_without_the_compiled_module(tmp_path):
+    (tmp_path / "fa_ext").mkdir()
+    for source in PACKAGE.glob("*.py"):
+        shutil.copy(source, tmp_path / "fa_ext")
+    done = python("import fa_ext", path=tmp_path, check=False)
+    assert done.returncode and "ImportError" in done.stderr and "pip install -e ." in done.stderr
+    assert "During handling" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fa_ext; assert callable(fa_ext.verify)",
+        "import fa_ext.verify; assert callable(fa_ext.verify)",
+        "from fa_ext.verify import judge; import fa_ext; assert callable(fa_ext.verify)",
+        "from fa_ext import verify; assert callable(verify)",
+        "from fa_ext import *; assert callable(verify)",
+        "import fa_ext; assert fa_ext.reference.__name__ == 'fa_ext.reference'",
+    ],
+)
+def test_lazy_names(code):
+    python(code)
+
+
+def test_unknown_name():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        fa_ext.nothing  # noqa: B018
+
+
+def test_public_names():
+    assert set(fa_ext.__all__) <= set(dir(fa_ext))
+    assert issubclass(fa_ext.UnsupportedError, RuntimeError) and issubclass(fa_ext.CudaError, RuntimeError)
+    assert fa_ext.UnsupportedError.__module__ == "fa_ext"
+
+
+def test_signatures():
+    wanted = (
+        "(q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, "
+        "layout='bhsd', out=None, return_lse=False, stream=None, kernel=None, batch_invariant=False)"
+    )
+    assert str(inspect.signature(fa_ext.attention)) == wanted
+    assert str(inspect.signature(fa_ext.explain)) == wanted
+    for name in ("attention", "explain", "kernels", "to_device", "to_numpy", "verify"):
+        assert inspect.getdoc(getattr(fa_ext, name))
+    for word in ("Parameters", "Returns", "Raises", "float16", "(B, H, Sq, D)", "natural logarithm"):
+        assert word in fa_ext.attention.__doc__
+
+
+def test_attention_is_the_c_function():
+    assert inspect.isbuiltin(fa_ext.attention)
+
+
+def test_build_info():
+    info = fa_ext._core.build_info()
+    assert info["version"] == fa_ext.__version__
+    assert tuple(info["rows"]) == fa_ext.kernels()
+    assert all(device in ("cpu", "cuda") and summary for device, summary in info["rows"].values())
+    if not info["cuda"]:
+        assert {device for device, _ in info["rows"].values()} == {"cpu"}
+    assert fa_ext._core.cpu_info()["threads"] >= 1
+
+
+def test_stubs():
+    """mypy's stubtest: the stubs say what the modules have."""
+    pytest.importorskip("mypy")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy.stubtest", "fa_ext", "--ignore-missing-stub"],
+        capture_output=True,
+        text=True,
+        cwd=PACKAGE.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,184 @@
+"""Many threads in one process, and forked children, on the CPU; the device's part is in test_device_arrays.py."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import fa_ext
+from producers import exchange_type
+
+WORKERS = 8
+
+
+def operands(seed=0, sequence=64):
+    random = np.random.default_rng(seed)
+    return [random.standard_normal((2, 4, sequence, 32)).astype(np.float32) for _ in range(3)]
+
+
+def together(work):
+    """Runs ``work(n)`` in WORKERS threads that start at once; raises what any of them raised."""
+    barrier, raised = threading.Barrier(WORKERS), []
+
+    def run(n):
+        barrier.wait()
+        try:
+            work(n)
+        except BaseException as error:  # noqa: BLE001
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+
+
+@pytest.mark.parametrize("kernel", [name for name in fa_ext.kernels() if name.startswith("cpu")])
+def test_same_bits_in_all_threads(kernel):
+    inputs = [operands(n) for n in range(WORKERS)]
+    wanted = [fa_ext.attention(*arrays, causal=True, kernel=kernel) for arrays in inputs]
+
+    def work(n):
+        out = np.empty_like(wanted[n])
+        for _ in range(20):
+            fa_ext.attention(*inputs[n], causal=True, kernel=kernel, out=out)
+            np.testing.assert_array_equal(out, wanted[n])
+
+    together(work)
+
+
+def test_new_types_in_all_threads():
+    q, k, v = operands()
+    wanted = fa_ext.attention(q, k, v)
+    kinds = [exchange_type(requires_grad=False) for _ in range(40)]
+
+    def work(n):
+        for turn in range(40):
+            kind = kinds[(turn + n) % 40]
+            np.testing.assert_array_equal(fa_ext.attention(kind(q), k, v).array, wanted)
+
+    together(work)
+
+
+def test_errors_in_all_threads():
+    q, k, v = operands()
+
+    def work(n):
+        for _ in range(200):
+            with pytest.raises(ValueError, match=f"kernel is \"none{n}\""):
+                fa_ext.attention(q, k, v, kernel=f"none{n}")
+
+    together(work)
+
+
+def test_the_gil_is_released():
+    arrays = operands(sequence=1024)
+    fa_ext.attention(*arrays, kernel="cpu_ref")
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # only a release of the GIL lets the other thread run
+    thread = threading.Thread(target=tick)
+    try:
+        thread.start()
+        begun = time.perf_counter()
+        fa_ext.attention(*arrays, kernel="cpu_ref")
+        ended = time.perf_counter()
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(before)
+    inside = sum(begun < moment < ended for moment in ticks)
+    assert ended - begun > 0.02, "the call is too short to tell"
+    assert inside > 3
+
+
+def _in_child(work, seconds=60):
+    """Forks, runs ``work`` there, and returns the exit status; a child that hangs is killed and fails."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the forked child hangs")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("kernel", [None, *(name for name in fa_ext.kernels() if name.startswith("cpu"))])
+def test_fork_after_use(kernel):
+    arrays = operands(sequence=200)
+    wanted = fa_ext.attention(*arrays, kernel=kernel)
+
+    def work():
+        np.testing.assert_array_equal(fa_ext.attention(*arrays, kernel=kernel), wanted)
+
+    assert _in_child(work) == 0
+    np.testing.assert_array_equal(fa_ext.attention(*arrays, kernel=kernel), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_fork_from_a_thread_pool():
+    """As a data loader does: several children of a process whose other threads are inside calls."""
+    arrays = operands(sequence=200)
+    wanted = fa_ext.attention(*arrays)
+    stop = threading.Event()
+
+    def busy():
+        while not stop.is_set():
+            fa_ext.attention(*arrays)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert _in_child(lambda: np.testing.assert_array_equal(fa_ext.attention(*arrays), wanted)) == 0
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _spawned(arrays, wanted):
+    np.testing.assert_array_equal(fa_ext.attention(*arrays), wanted)
+
+
+def test_spawn():
+    arrays = operands()
+    process = multiprocessing.get_context("spawn").Process(target=_spawned, args=(arrays, fa_ext.attention(*arrays)))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_sub_interpreters_are_refused():
+    """NumPy supports none, so the import must fail with an exception there."""
+    interpreters = pytest.importorskip("_interpreters", reason="CPython 3.13 has the module")
+    made = interpreters.create("isolated")
+    try:
+        failure = interpreters.exec(made, "import fa_ext")
+        assert failure is not None
+    finally:
+        interpreters.destroy(made)
