@@ -4,10 +4,10 @@
  *     P = 2^(c S - m)  in the registers of S; rounded to T, two neighbouring 8-key columns of S are operand a again
  *     O = O 2^(..) + P V   b = ldmatrix.trans of the value rows
  *
- * Warps: WARPS_M groups of 16 ROW_TILES query rows; WARPS_N warps share a group's rows and split each key tile, each with
- * its own maximum, sum and output, merged in shared memory at the end (small grids: more warps a row).
- * Key tiles are walked from the last to the first, so that the masked ones of a causal call come first, in the shadow of
- * the first loads. K and V: a ring of STAGES tiles filled by cp.async, one barrier a tile; with STAGES 1 the next K is
+ * Warps: WARPS_M groups of 16 ROW_TILES query rows; WARPS_N warps share a group's rows and split each key tile, each
+ * with its own maximum, sum and output, merged in shared memory at the end (small grids: more warps a row). Key tiles
+ * are walked from the last to the first, so that the masked ones of a causal call come first, in the shadow of the
+ * first loads. K and V: a ring of STAGES tiles filled by cp.async, one barrier a tile; with STAGES 1 the next K is
  * fetched while P V runs and V while Q K^T runs, two barriers a tile. */
 #ifndef FA_MMA_ATTENTION_CUH
 #define FA_MMA_ATTENTION_CUH
@@ -17,24 +17,28 @@
 #include "mma_scores.cuh" // Scores, mask_scores, transform_scores
 #include "mma_tile.cuh"   // BlockAddress, RowLoader
 #include "sm80_ptx.cuh"   // mma_16x8x16, pack
-#include "softmax.cuh"    // exp2_fast, finish_row
+#include "softmax.cuh"    // exp2_fast, RowResult
 
 namespace fa {
 
-/* Tile shape of one instance. GENERAL: scores pass through scale, softcap, bias and boolean mask one by one, and
- * operands may have any alignment; otherwise the scale (> 0) is folded into the exponent and rows are 16-byte chunks. */
-template <typename T_, int HEAD_DIM_, int ROW_TILES_, int WARPS_M_, int WARPS_N_, int KEYS_, int STAGES_,
-          bool QUERY_IN_REGISTERS_, int BLOCKS_PER_SM_, bool GENERAL_>
-struct MmaConfig {
+/* Tile shape of one instance. */
+struct MmaShape {
+    int row_tiles;           // of 16 query rows, a warp
+    int warps_m, warps_n;    // groups of rows; warps that share a group's rows and split its keys
+    int keys;                // of a tile, a warp
+    int stages;              // tiles of K and of V in shared memory
+    bool query_in_registers; // else read from shared memory for each tile
+    int blocks_per_sm;       // that registers are to allow
+};
+
+/* GENERAL: scores pass through scale, softcap, bias and boolean mask one by one, and operands may have any alignment;
+ * otherwise the scale (> 0) is folded into the exponent and rows are 16-byte chunks. HEAD_DIM: of Q, K and V, padded.
+ */
+template <typename T_, int HEAD_DIM_, MmaShape SHAPE, bool GENERAL_> struct MmaConfig {
     using T = T_;
-    static constexpr int HEAD_DIM = HEAD_DIM_;   // of Q, K and V, padded with zeros
-    static constexpr int ROW_TILES = ROW_TILES_; // 16-row tiles a warp
-    static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_;
-    static constexpr int KEYS = KEYS_;           // of a tile, a warp
-    static constexpr int STAGES = STAGES_;
-    static constexpr bool QUERY_IN_REGISTERS = QUERY_IN_REGISTERS_;
-    static constexpr int BLOCKS_PER_SM = BLOCKS_PER_SM_;
-    static constexpr bool GENERAL = GENERAL_;
+    static constexpr int HEAD_DIM = HEAD_DIM_, ROW_TILES = SHAPE.row_tiles, KEYS = SHAPE.keys, STAGES = SHAPE.stages;
+    static constexpr int WARPS_M = SHAPE.warps_m, WARPS_N = SHAPE.warps_n, BLOCKS_PER_SM = SHAPE.blocks_per_sm;
+    static constexpr bool QUERY_IN_REGISTERS = SHAPE.query_in_registers, GENERAL = GENERAL_;
 
     static constexpr int THREADS = WARPS_M * WARPS_N * 32;
     static constexpr int WARP_ROWS = 16 * ROW_TILES;
@@ -52,26 +56,68 @@ struct MmaConfig {
     static_assert(KEYS % 16 == 0 && HEAD_DIM % 32 == 0, "mma.sync tiles of 16");
 };
 
+/* Division of numbers below 2^31 by one multiplication: the start of a block has five of them in a row. */
+struct Divider {
+    uint32_t divisor, multiplier, shift;
+
+    static Divider of(int64_t divisor) {
+        uint32_t shift = 0;
+        while ((int64_t(1) << shift) < divisor) ++shift;
+        return {uint32_t(divisor), uint32_t((((uint64_t(1) << shift) - divisor) << 32) / divisor + 1), shift};
+    }
+    __device__ int quotient(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
+};
+
 /* A launch. The sequence lengths, and so every row and key index, fit in 28 bits. */
 struct MmaArgs {
     fa_problem problem;
     ScoreParams score;
     Visibility visible;
-    int heads, group;                            // query heads a batch entry, a K/V head
-    int row_blocks;                              // tiles of TILE_M queries a head
-    int pairs, section;                          // heads of all batch entries; how many of them are walked together
+    Divider heads, group;                   // query heads a batch entry, a K/V head
+    Divider per_section, width, last_width; // blocks of a section; heads of one, of the last one
+    int row_blocks;                         // tiles of TILE_M queries a head
+    int sections;
     bool chunks_q, chunks_k, chunks_v, chunks_o; // whether 16-byte chunks are aligned
 };
+
+/* The work of this block. It is made anew from the block's index where the output is written, so that it takes no
+ * registers while the keys are walked. */
+struct BlockPlace {
+    int batch, head, row_block;
+
+    /* Sections of heads whose K and V fit the L2 cache together; in a section the last row blocks, the longest ones of
+     * a causal call, come first, so that no long block starts late. */
+    __device__ explicit BlockPlace(const MmaArgs &args) {
+        int index;
+        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+        const int section = args.per_section.quotient(index), rest = index - section * args.per_section.divisor;
+        const Divider &width = section < args.sections - 1 ? args.width : args.last_width;
+        const int reversed = width.quotient(rest);
+        const int pair = section * args.width.divisor + rest - reversed * width.divisor;
+        row_block = args.row_blocks - 1 - reversed;
+        batch = args.heads.quotient(pair);
+        head = pair - batch * args.heads.divisor;
+    }
+};
+
+/* finish_row() of softmax.cuh with the approximate logarithm and reciprocal (2 ulp): a block of few tiles notices. */
+__device__ __forceinline__ RowResult finish_fast(float maximum, float sum, float sink) {
+    const float joined = fmaxf(maximum, sink * LOG2_E), shift = softmax_shift(joined);
+    const float factor = exp2_fast(maximum - shift), total = sum * factor + exp2_fast(sink * LOG2_E - shift);
+    const float lse = sum == 0.0f ? sink : (joined + __log2f(total)) * LN_2;
+    return {sum == 0.0f ? 0.0f : __fdividef(factor, total), lse};
+}
 
 /* What one warp keeps from tile to tile, and its part of the work. */
 template <class C> struct MmaWarp {
     using T = typename C::T;
     static constexpr int ROW_TILES = C::ROW_TILES, KEYS = C::KEYS, STEPS = C::HEAD_DIM / 16;
     using Tile = Scores<ROW_TILES, KEYS>;
+    using Layout = TileLayout<C::HEAD_DIM>;
 
     float out[ROW_TILES][C::HEAD_DIM / 8][4]; // as Scores, head_dim in place of keys
-    float maximum[ROW_TILES][2];              // of the raw scores that `out` and `sum` refer to; at least max - 8 / scale
-    float sum[ROW_TILES][2];                  // this lane's share
+    float maximum[ROW_TILES][2]; // of the raw scores that `out` and `sum` refer to; at least max - 8 / scale
+    float sum[ROW_TILES][2];     // this lane's share
     uint32_t query[C::QUERY_IN_REGISTERS ? ROW_TILES : 1][C::QUERY_IN_REGISTERS ? STEPS : 1][4];
     BlockAddress<C::HEAD_DIM> query_address;
 
@@ -131,9 +177,10 @@ template <class C> struct MmaWarp {
         }
     }
 
-    /* Turns scores (times `scale`: base 2) into weights and joins them to the sums. The maximum is raised, and the output
-     * rescaled, when some row of the warp has outgrown its maximum by more than 2^8; until then the weights are larger
-     * than 1, which float32 sums and 16-bit weights hold as precisely. The result is the same after normalisation. */
+    /* Turns scores (times `scale`: base 2) into weights and joins them to the sums. The maximum is raised, and the
+     * output rescaled, when some row of the warp has outgrown its maximum by more than 2^8; until then the weights are
+     * larger than 1, which float32 sums and 16-bit weights hold as precisely. The result is the same after
+     * normalisation. */
     __device__ __forceinline__ void weigh(Tile &s, float scale) {
         float highest[ROW_TILES][2];
         bool outgrown = false;
@@ -160,7 +207,8 @@ template <class C> struct MmaWarp {
                     maximum[r][i] = highest[r][i];
                     sum[r][i] *= factor;
 #pragma unroll
-                    for (int j = 0; j < C::HEAD_DIM / 8; ++j) out[r][j][2 * i] *= factor, out[r][j][2 * i + 1] *= factor;
+                    for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+                        out[r][j][2 * i] *= factor, out[r][j][2 * i + 1] *= factor;
                 }
         }
 #pragma unroll
@@ -233,55 +281,59 @@ template <class C> struct MmaWarp {
 #pragma unroll
             for (int j = 0; j < C::HEAD_DIM / 8; ++j)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) out[r][j][e] = out[r][j][e] * mine[e / 2] + *slot * theirs[e / 2], slot += 32;
+                for (int e = 0; e < 4; ++e)
+                    out[r][j][e] = out[r][j][e] * mine[e / 2] + *slot * theirs[e / 2], slot += 32;
         }
     }
 
-    /* Normalises, writes the LSE, and the output through this warp's own rows of the query tile, which it alone reads. */
-    __device__ __forceinline__ void finish(const MmaArgs &args, const ScorePlace &place, uint32_t rows, int lane,
-                                           float scale) {
+    /* Normalises, writes the LSE, and the output through this warp's own rows of the query tile, which it alone reads.
+     */
+    __device__ __forceinline__ void finish(const MmaArgs &args, int warp_m, uint32_t rows, int lane, float scale) {
         const fa_problem &p = args.problem;
-        const int first_query = place.query - lane / 4;
-        const float sink = p.sinks.data
-                               ? load_as_float(p.sinks.data, p.sinks_dtype, place.head * p.sinks.stride[0])
-                               : -INFINITY;
+        const BlockPlace place(args);
+        const int first_query = place.row_block * C::TILE_M + warp_m * C::WARP_ROWS;
+        const int queries = min(C::WARP_ROWS, int(p.seq_q) - first_query);
+        const float sink =
+            p.sinks.data ? load_as_float(p.sinks.data, p.sinks_dtype, place.head * p.sinks.stride[0]) : -INFINITY;
+        float *lse =
+            static_cast<float *>(p.lse) + (int64_t(place.batch) * p.heads + place.head) * p.seq_q + first_query;
         __syncwarp();
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                RowState state;
-                state.maximum = maximum[r][i] * scale;
-                state.sum = sum[r][i];
-                state.sum += __shfl_xor_sync(~0u, state.sum, 1);
-                state.sum += __shfl_xor_sync(~0u, state.sum, 2);
-                const RowResult result = finish_row(state, sink);
-                const int query = place.query_of(r, i), row = query - first_query;
-                if (p.lse && lane % 4 == 0 && query < p.seq_q)
-                    static_cast<float *>(p.lse)[(place.batch * p.heads + place.head) * p.seq_q + query] = result.lse;
+                float total = sum[r][i];
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                const RowResult result = finish_fast(maximum[r][i] * scale, total, sink);
+                const int row = r * 16 + i * 8 + lane / 4;
+                if (p.lse && lane % 4 == 0 && row < queries) lse[row] = result.lse;
 #pragma unroll
                 for (int j = 0; j < C::HEAD_DIM / 8; ++j)
-                    store_shared(rows + TileLayout<C::HEAD_DIM>::offset(row, j) + lane % 4 * 4,
+                    store_shared(rows + Layout::offset(row, j) + lane % 4 * 4,
                                  pack<T>(out[r][j][2 * i] * result.factor, out[r][j][2 * i + 1] * result.factor));
             }
         __syncwarp();
         T *to = row_of<T>(p.out, place.batch, place.head, first_query);
-        const int queries = min(C::WARP_ROWS, int(p.seq_q) - first_query);
-        constexpr int CHUNKS = C::HEAD_DIM / 8;
-#pragma unroll 4
-        for (int n = lane; n < C::WARP_ROWS * CHUNKS; n += 32) {
-            const int row = n / CHUNKS, column = n % CHUNKS * 8;
-            if (row >= queries || column >= p.head_dim_v) continue;
-            const uint4 chunk = load_shared_16(rows + TileLayout<C::HEAD_DIM>::offset(row, column / 8));
-            T *at = to + row * p.out.stride[2] + column * p.out.stride[3];
-            if (args.chunks_o) {
-                *reinterpret_cast<uint4 *>(at) = chunk;
-            } else {
-                const uint32_t word[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+        constexpr int CHUNKS = Layout::PERIOD, GROUPS = C::HEAD_DIM / 8 / CHUNKS; // of a row; as RowLoader splits them
+        if (args.chunks_o) {
 #pragma unroll
-                for (int e = 0; e < 8; ++e)
-                    if (column + e < p.head_dim_v)
-                        reinterpret_cast<uint16_t *>(at)[e * p.out.stride[3]] = uint16_t(word[e / 2] >> e % 2 * 16);
+            for (int n = 0; n < C::WARP_ROWS * CHUNKS / 32; ++n)
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g) {
+                    const int row = n * (32 / CHUNKS) + lane / CHUNKS, chunk = g * CHUNKS + lane % CHUNKS;
+                    const uint4 x = load_shared_16(rows + Layout::offset(row, chunk));
+                    if (row < queries && chunk * 8 < p.head_dim_v)
+                        reinterpret_cast<uint4 *>(to + row * p.out.stride[2])[chunk] = x;
+                }
+        } else {
+#pragma unroll 1
+            for (int n = lane; n < queries * (C::HEAD_DIM / 2); n += 32) {
+                const int row = n / (C::HEAD_DIM / 2), column = n % (C::HEAD_DIM / 2) * 2;
+                const uint32_t x = load_shared_4(rows + Layout::offset(row, column / 8) + column % 8 * 2);
+                uint16_t *at = reinterpret_cast<uint16_t *>(to + row * p.out.stride[2] + column * p.out.stride[3]);
+                if (column < p.head_dim_v) *at = uint16_t(x);
+                if (column + 1 < p.head_dim_v) at[p.out.stride[3]] = uint16_t(x >> 16);
             }
         }
     }
@@ -296,19 +348,15 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     const Visibility &visible = args.visible;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % C::WARPS_M, warp_n = warp / C::WARPS_M;
 
-    // Sections of heads whose K and V fit the L2 cache together; in a section the last row blocks, the longest ones of a
-    // causal call, come first, so that no long block starts late.
-    const int per_section = args.section * args.row_blocks, first_pair = blockIdx.x / per_section * args.section;
-    const int rest = blockIdx.x % per_section, width = min(args.section, args.pairs - first_pair);
-    const int pair = first_pair + rest % width, row_block = args.row_blocks - 1 - rest / width;
-    const int batch = pair / args.heads, head = pair % args.heads, head_kv = head / args.group;
-
-    // Keys that the block's rows see, as tiles [tile_begin, tile_end); the warp's own: all of its rows, some of its rows.
-    const int block_query = row_block * C::TILE_M, block_last = min(block_query + C::TILE_M, int(p.seq_q)) - 1;
+    const BlockPlace block(args);
+    // Keys that the block's rows see, as tiles [tile_begin, tile_end); the warp's own: all of its rows, some of its
+    // rows.
+    const int block_query = block.row_block * C::TILE_M, block_last = min(block_query + C::TILE_M, int(p.seq_q)) - 1;
     const int keys_begin = visible.begin(block_query), keys_end = visible.end(block_last);
     const int tile_begin = keys_begin / C::TILE_N;
     const int tile_end = keys_begin < keys_end ? (keys_end + C::TILE_N - 1) / C::TILE_N : tile_begin;
-    const int warp_query = block_query + warp_m * C::WARP_ROWS, warp_last = min(warp_query + C::WARP_ROWS - 1, block_last);
+    const int warp_query = block_query + warp_m * C::WARP_ROWS,
+              warp_last = min(warp_query + C::WARP_ROWS - 1, block_last);
     const int warp_begin = visible.begin(warp_query), warp_end = warp_query <= warp_last ? visible.end(warp_last) : 0;
     const int whole_begin = visible.begin(warp_last), whole_end = visible.end(warp_query);
 
@@ -318,20 +366,22 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     const uint32_t warp_key_rows = warp_n * C::KEYS * C::ROW_BYTES; // in each tile
 
     using Loader = RowLoader<C::HEAD_DIM, C::THREADS, C::TILE_N>;
-    Loader key_loader(row_of<T>(p.k, batch, head_kv, 0), p.k.stride, visible.key_begin, visible.key_end, p.head_dim);
-    Loader value_loader(row_of<T>(p.v, batch, head_kv, 0), p.v.stride, visible.key_begin, visible.key_end, p.head_dim_v);
-    key_loader.seek((tile_end - 1) * C::TILE_N);
-    value_loader.seek((tile_end - 1) * C::TILE_N);
-    auto load_keys = [&](int stage) {
-        key_loader.copy(key_tiles + stage * C::TILE_BYTES, !C::GENERAL || args.chunks_k);
+    const int last_tile = (tile_end - 1) * C::TILE_N;
+    const int head_kv = args.group.quotient(block.head);
+    Loader key_loader(row_of<T>(p.k, block.batch, head_kv, 0), p.k.stride, p.head_dim, visible.key_begin,
+                      visible.key_end, last_tile);
+    Loader value_loader(row_of<T>(p.v, block.batch, head_kv, 0), p.v.stride, p.head_dim_v, visible.key_begin,
+                        visible.key_end, last_tile);
+    auto load_keys = [&](int tile, int stage) {
+        key_loader.copy(key_tiles + stage * C::TILE_BYTES, tile * C::TILE_N, !C::GENERAL || args.chunks_k);
     };
-    auto load_values = [&](int stage) {
-        value_loader.copy(value_tiles + stage * C::TILE_BYTES, !C::GENERAL || args.chunks_v);
+    auto load_values = [&](int tile, int stage) {
+        value_loader.copy(value_tiles + stage * C::TILE_BYTES, tile * C::TILE_N, !C::GENERAL || args.chunks_v);
     };
 
     MmaWarp<C> mine(warp_query_rows, lane);
     const float scale = C::GENERAL ? 1.0f : args.score.scale_log2;
-    ScorePlace place{batch, head, warp_query + lane / 4, 0};
+    ScorePlace place{block.batch, block.head, warp_query + lane / 4, 0};
     typename MmaWarp<C>::Tile s;
 
     auto first_product = [&](int tile, int stage) {
@@ -350,16 +400,15 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     };
 
     if (tile_begin < tile_end) {
-        RowLoader<C::HEAD_DIM, C::THREADS, C::TILE_M> query_loader(row_of<T>(p.q, batch, head, 0), p.q.stride, 0,
-                                                                   int(p.seq_q), p.head_dim);
-        query_loader.seek(block_query);
-        query_loader.copy(query_tile, !C::GENERAL || args.chunks_q);
+        RowLoader<C::HEAD_DIM, C::THREADS, C::TILE_M> query_loader(
+            row_of<T>(p.q, block.batch, block.head, 0), p.q.stride, p.head_dim, 0, int(p.seq_q), block_query);
+        query_loader.copy(query_tile, block_query, !C::GENERAL || args.chunks_q);
         cp_async_commit();
     }
 
     if constexpr (C::STAGES == 1) {
         if (tile_begin < tile_end) {
-            load_keys(0);
+            load_keys(tile_end - 1, 0);
             cp_async_commit();
             cp_async_wait<1>();
             __syncthreads();
@@ -371,12 +420,12 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
             const bool masked = key < whole_begin || key + C::KEYS > whole_end;
             cp_async_wait<0>();
             __syncthreads();
-            load_values(0);
+            load_values(tile, 0);
             cp_async_commit();
             if (some) first_product(tile, 0);
             cp_async_wait<0>();
             __syncthreads();
-            if (tile > tile_begin) load_keys(0);
+            if (tile > tile_begin) load_keys(tile - 1, 0);
             cp_async_commit();
             if (some) {
                 scores_to_weights(key, masked);
@@ -387,7 +436,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         if (tile_begin < tile_end) {
 #pragma unroll
             for (int n = 0; n < C::STAGES - 1; ++n) {
-                if (tile_end - 1 - n >= tile_begin) load_keys(n), load_values(n);
+                if (tile_end - 1 - n >= tile_begin) load_keys(tile_end - 1 - n, n), load_values(tile_end - 1 - n, n);
                 cp_async_commit();
             }
             cp_async_wait<C::STAGES - 1>();
@@ -402,7 +451,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
             cp_async_wait<C::STAGES - 2>();
             __syncthreads();
             const int next = tile - (C::STAGES - 1), free = stage == 0 ? C::STAGES - 1 : stage - 1;
-            if (next >= tile_begin) load_keys(free), load_values(free);
+            if (next >= tile_begin) load_keys(next, free), load_values(next, free);
             cp_async_commit();
             if (some) {
                 first_product(tile, stage);
@@ -422,7 +471,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         if (warp_n > 0) return;
         for (int part = 1; part < C::WARPS_N; ++part) mine.take(slot(part), lane, scale);
     }
-    mine.finish(args, place, warp_query_rows, lane, scale);
+    mine.finish(args, warp_m, warp_query_rows, lane, scale);
 }
 
 } // namespace fa

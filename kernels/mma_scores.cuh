@@ -1,8 +1,9 @@
-/* Scores of one warp, in the registers where mma.sync leaves them: which query and key each belongs to, masking, softcap,
- * bias.
+/* Scores of one warp, in the registers where mma.sync leaves them: which query and key each belongs to, masking,
+ * softcap, bias.
  *
  * `Scores<R, N>` holds 16 R queries by N keys. Element [r][j][2 i + e] of lane l is query 16 r + 8 i + l / 4 and key
- * 8 j + 2 (l % 4) + e: a thread has two queries of each of its R row tiles, and four neighbouring lanes share a query. */
+ * 8 j + 2 (l % 4) + e: a thread has two queries of each of its R row tiles, and four neighbouring lanes share a query.
+ */
 #ifndef FA_MMA_SCORES_CUH
 #define FA_MMA_SCORES_CUH
 
@@ -90,8 +91,8 @@ __device__ __forceinline__ void transform_scores(Scores<ROW_TILES, KEYS> &s, con
 #pragma unroll
                     for (int e = 0; e < 2; ++e)
                         if (8 * j + e >= begin && 8 * j + e < end)
-                            s[r][j][2 * i + e] += LOG2_E * load_as_float(p.bias.data, p.bias_dtype,
-                                                                         row + (8 * j + e) * p.bias.stride[3]);
+                            s[r][j][2 * i + e] +=
+                                LOG2_E * load_as_float(p.bias.data, p.bias_dtype, row + (8 * j + e) * p.bias.stride[3]);
             }
             if (p.mask.data) {
                 const uint8_t *row = mask_row(p, place.batch, place.head, query) + place.key * p.mask.stride[3];

@@ -1,15 +1,13 @@
 /* mma_sm80: the tensor-core kernel of every NVIDIA GPU from Ampere on, in the manner of FlashAttention-2.
  *
- * Float16 and bfloat16, float32 accumulation, mma.sync m16n8k16, head_dim and head_dim_v from 1 to 256 (padded with zeros
- * to the next of 64, 96, 128, 192, 256). The kernel and its maths stand in mma_attention.cuh; what else is here:
- * mma_tile.cuh (swizzled tiles, loads), mma_scores.cuh (masks, softcap, bias in registers), sm80_ptx.cuh (instructions).
+ * Float16 and bfloat16, float32 accumulation, mma.sync m16n8k16, head_dim and head_dim_v from 1 to 256 (padded with
+ * zeros to the next of 64, 96, 128, 192, 256). The kernel and its maths stand in mma_attention.cuh; what else is here:
+ * mma_tile.cuh (swizzled tiles, loads), mma_scores.cuh (masks, softcap, bias in registers), sm80_ptx.cuh
+ * (instructions).
  *
- * Three instances for each padded head_dim and dtype:
- *   large    rows of 16-byte chunks, scale > 0, any of causal, window, sinks, GQA, ragged lengths
- *   small    the same for grids that would leave multiprocessors idle: fewer rows a block, several warps a row
- *   general  softcap, bias, boolean mask, scale <= 0, and operands of any alignment
- *
- * Every instance fits the 99 KB of shared memory that a block has on sm_86 and sm_89.
+ * Several tile shapes for each padded head_dim and dtype (`Kind` below): for grids that fill the device, by the shared
+ * memory of its multiprocessors; for smaller grids; and one that does everything else. Each fits the 99 KB of shared
+ * memory that a block has on sm_86 and sm_89. Figures of speed are for the H200; sm_80, 86 and 89 are built, not run.
  *
  *     python -m bench measure --preset paper --rows mma_sm80
  *
@@ -31,48 +29,49 @@ namespace {
 
 using fa::MmaArgs;
 using fa::MmaConfig;
+using fa::MmaShape;
 
-enum Kind { LARGE, SMALL, GENERAL, KINDS };
+/* Instances of one head_dim and dtype, by what they are for. */
+enum Kind {
+    LARGE,   // grids that fill the device
+    MEDIUM,  // the same where two blocks of LARGE do not fit the shared memory of a multiprocessor (sm_80)
+    COMPACT, // the same where two of MEDIUM do not (sm_86, sm_89)
+    SMALL,   // grids that do not: 64 rows a block, two warps a row
+    TINY,    // fewer still: 32 rows a block
+    GENERAL, // softcap, bias, boolean mask, scale <= 0, operands of any alignment
+    KINDS
+};
 
-/* MmaConfig<T, head_dim, row tiles, warps over rows, warps over keys, keys, stages, Q in registers, blocks, general>. */
-template <typename T, int HEAD_DIM, Kind KIND> struct Choose;
-#ifdef FA_MMA_TUNE // row tiles, warps over rows, warps over keys, keys, stages, Q in registers, blocks per multiprocessor
-template <typename T, int D> struct Choose<T, D, LARGE> {
-    using Config = MmaConfig<T, D, FA_MMA_TUNE, false>;
-};
-#else
-template <typename T> struct Choose<T, 64, LARGE> {
-    using Config = MmaConfig<T, 64, 2, 4, 1, 64, 2, true, 2, false>;
-};
-template <typename T> struct Choose<T, 96, LARGE> {
-    using Config = MmaConfig<T, 96, 2, 4, 1, 64, 1, false, 2, false>;
-};
-template <typename T> struct Choose<T, 128, LARGE> {
-    using Config = MmaConfig<T, 128, 2, 4, 1, 64, 1, false, 2, false>;
-};
-template <typename T> struct Choose<T, 192, LARGE> {
-    using Config = MmaConfig<T, 192, 1, 4, 1, 64, 1, false, 2, false>;
-};
-template <typename T> struct Choose<T, 256, LARGE> {
-    using Config = MmaConfig<T, 256, 1, 4, 1, 64, 1, false, 2, false>;
-};
+/* Row tiles a warp, warps over rows, warps over keys, keys a warp, stages, Q in registers, blocks a multiprocessor.
+ * Measured on the H200: 16-row warps are bound by shared memory and lose 5 to 25%; 32 keys lose 10% to 64; a second
+ * stage gains 5% at head_dim 64 and 3% at 128; at 256, 8 warps in one block lose 6% to two blocks of 4. */
+constexpr MmaShape shape_of(int head_dim, Kind kind) {
+#ifdef FA_MMA_TUNE // the shape of the kind that FA_MMA_FORCE names
+    if (kind == FA_MMA_FORCE) return FA_MMA_TUNE;
 #endif
-#ifdef FA_MMA_TUNE_SMALL
-template <typename T, int D> struct Choose<T, D, SMALL> {
-    using Config = MmaConfig<T, D, FA_MMA_TUNE_SMALL, false>;
-};
-#else
-template <typename T, int D> struct Choose<T, D, SMALL> {
-    using Config = MmaConfig<T, D, 1, 2, D <= 128 ? 4 : 2, 32, D <= 64 ? 2 : 1, D <= 128, 1, false>;
-};
-#endif
-template <typename T, int D> struct Choose<T, D, GENERAL> {
-    using Config = MmaConfig<T, D, 1, 4, 1, 32, 1, false, 2, true>;
-};
+    if (kind == GENERAL) return {1, 4, 1, 32, 1, false, 2};
+    if (kind == SMALL && head_dim <= 128) return {1, 4, 2, 64, 1, true, 1};
+    if (kind == TINY) return {1, 2, 2, head_dim <= 128 ? 64 : 32, head_dim <= 64 ? 2 : 1, head_dim <= 128, 1};
+    switch (head_dim) {
+    case 64: return {2, 4, 1, 64, 2, true, 2};                      // 48 KB
+    case 96: return {2, 4, 1, 64, kind == LARGE ? 2 : 1, false, 2}; // 72, 48 KB
+    case 128:
+        if (kind == COMPACT) return {2, 4, 1, 32, 1, false, 2};         // 48 KB
+        return {2, 4, 1, 64, kind == LARGE ? 2 : 1, false, 2};          // 96, 64 KB
+    case 192: return {1, 4, 1, kind == COMPACT ? 32 : 64, 1, false, 2}; // 72, 48 KB
+    default:
+        if (kind == LARGE || kind == SMALL) return {1, 4, 1, 64, 1, false, 2}; // 96 KB
+        return {1, 8, 1, 32, 1, false, 1};                    // 96 KB, eight warps in the one block that fits
+    }
+}
+
+template <typename T, int HEAD_DIM, Kind KIND>
+using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, KIND), KIND == GENERAL>;
 
 } // namespace
 
-/* Launches one kind of instance for the dtype of the problem; one such function a padded head_dim, in its own object. */
+/* Launches one kind of instance for the dtype of the problem; one such function a padded head_dim, in its own object.
+ */
 #define FA_MMA_JOIN(head_dim) fa_mma_sm80_launch_d##head_dim
 #define FA_MMA_LAUNCH(head_dim)                                                                                        \
     fa_code FA_MMA_JOIN(head_dim)(const MmaArgs &args, int kind, unsigned blocks, cudaStream_t stream,                 \
@@ -94,9 +93,14 @@ template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, c
 template <typename T>
 fa_code launch_kind(const MmaArgs &args, int kind, unsigned blocks, cudaStream_t stream, fa_status *status) {
     constexpr int D = FA_MMA_HEAD_DIM;
-    if (kind == LARGE) return launch_config<typename Choose<T, D, LARGE>::Config>(args, blocks, stream, status);
-    if (kind == SMALL) return launch_config<typename Choose<T, D, SMALL>::Config>(args, blocks, stream, status);
-    return launch_config<typename Choose<T, D, GENERAL>::Config>(args, blocks, stream, status);
+    switch (kind) {
+    case LARGE: return launch_config<Choose<T, D, LARGE>>(args, blocks, stream, status);
+    case MEDIUM: return launch_config<Choose<T, D, MEDIUM>>(args, blocks, stream, status);
+    case COMPACT: return launch_config<Choose<T, D, COMPACT>>(args, blocks, stream, status);
+    case SMALL: return launch_config<Choose<T, D, SMALL>>(args, blocks, stream, status);
+    case TINY: return launch_config<Choose<T, D, TINY>>(args, blocks, stream, status);
+    default: return launch_config<Choose<T, D, GENERAL>>(args, blocks, stream, status);
+    }
 }
 
 } // namespace
@@ -113,32 +117,33 @@ FA_MMA_HEAD_DIMS(FA_MMA_DECLARE)
 
 namespace {
 
-constexpr int64_t MAX_LENGTH = int64_t(1) << 28;        // queries or keys: the kernel adds up to four such numbers in 32 bits
+constexpr int64_t MAX_LENGTH = int64_t(1) << 28; // queries or keys: the kernel adds up to four such numbers in 32 bits
 constexpr int64_t MAX_BLOCKS = (int64_t(1) << 31) - 1;
 
-struct Shape {
-    int tile_m, tile_n, stages, threads;
+struct Tile {
+    int tile_m, tile_n, stages, threads, blocks_per_sm;
     size_t shared_bytes;
 };
 
-template <class C> constexpr Shape shape_of() {
-#if !defined(FA_MMA_TUNE) && !defined(FA_MMA_TUNE_SMALL)
+template <class C> constexpr Tile tile_of() {
+#ifndef FA_MMA_TUNE
     static_assert(C::SHARED_BYTES <= 99 * 1024, "fits a block of sm_86 and sm_89");
 #endif
-    return {C::TILE_M, C::TILE_N, C::STAGES, C::THREADS, C::SHARED_BYTES};
+    return {C::TILE_M, C::TILE_N, C::STAGES, C::THREADS, C::BLOCKS_PER_SM, C::SHARED_BYTES};
 }
 
 struct Instance {
     int head_dim;
     fa_code (*launch)(const MmaArgs &, int kind, unsigned blocks, cudaStream_t, fa_status *);
-    Shape shape[KINDS];
+    Tile tile[KINDS];
 };
 
 #define FA_MMA_INSTANCE(D)                                                                                             \
     {D,                                                                                                                \
      FA_MMA_JOIN(D),                                                                                                   \
-     {shape_of<Choose<__half, D, LARGE>::Config>(), shape_of<Choose<__half, D, SMALL>::Config>(),                      \
-      shape_of<Choose<__half, D, GENERAL>::Config>()}},
+     {tile_of<Choose<__half, D, LARGE>>(), tile_of<Choose<__half, D, MEDIUM>>(),                                       \
+      tile_of<Choose<__half, D, COMPACT>>(), tile_of<Choose<__half, D, SMALL>>(), tile_of<Choose<__half, D, TINY>>(),  \
+      tile_of<Choose<__half, D, GENERAL>>()}},
 constexpr Instance INSTANCES[] = {FA_MMA_HEAD_DIMS(FA_MMA_INSTANCE)};
 
 /* Index of the narrowest instance that holds both head dims; -1: none in this build. */
@@ -157,14 +162,29 @@ bool has_chunks(const fa_operand &x, int columns) {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+int64_t blocks_of(const fa_problem *p, const Tile &tile) {
+    return divide_up(p->seq_q, tile.tile_m) * p->batch * p->heads;
+}
+
 Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &instance) {
     // A folded scale multiplies -inf, so it is neither 0 nor rounded to 0.
     const bool folds = p->scale > 1e-30 && p->scale < 1e30;
     if (!folds || p->softcap > 0 || p->bias.data || p->mask.data || !has_chunks(p->q, p->head_dim) ||
         !has_chunks(p->k, p->head_dim) || !has_chunks(p->v, p->head_dim_v))
         return GENERAL;
-    const int64_t blocks = divide_up(p->seq_q, instance.shape[LARGE].tile_m) * p->batch * p->heads;
-    return blocks < device->sm_count && !p->batch_invariant ? SMALL : LARGE;
+#ifdef FA_MMA_FORCE
+    return FA_MMA_FORCE;
+#endif
+    const auto blocks = [&](Kind kind) { return blocks_of(p, instance.tile[kind]); };
+    const auto fits = [&](Kind kind) {
+        const Tile &tile = instance.tile[kind];
+        return tile.blocks_per_sm * (tile.shared_bytes + 1024) <= device->smem_per_sm; // 1 KB a block is CUDA's own
+    };
+    if (!p->batch_invariant) {
+        if (blocks(TINY) <= device->sm_count) return TINY;
+        if (blocks(SMALL) <= device->sm_count) return SMALL;
+    }
+    return fits(LARGE) ? LARGE : fits(MEDIUM) ? MEDIUM : COMPACT;
 }
 
 const char *rejects(const fa_problem *p, const fa_device_info *device) {
@@ -173,24 +193,24 @@ const char *rejects(const fa_problem *p, const fa_device_info *device) {
     const int index = instance_of(p);
     if (index < 0) return "this build leaves out the instance for that head_dim";
     if (p->seq_q > MAX_LENGTH || p->seq_k > MAX_LENGTH) return "takes at most 2^28 queries and keys";
-    const Shape &shape = INSTANCES[index].shape[kind_of(p, device, INSTANCES[index])];
-    if (divide_up(p->seq_q, shape.tile_m) * p->batch * p->heads > MAX_BLOCKS) return "needs more than 2^31 blocks";
-    if (shape.shared_bytes > device->smem_per_block) return "needs 99 KB of shared memory a block";
+    const Tile &tile = INSTANCES[index].tile[kind_of(p, device, INSTANCES[index])];
+    if (blocks_of(p, tile) > MAX_BLOCKS) return "needs more than 2^31 blocks";
+    if (tile.shared_bytes > device->smem_per_block) return "needs 99 KB of shared memory a block";
     return nullptr;
 }
 
 fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *) {
     const int index = instance_of(p);
     const Kind kind = kind_of(p, device, INSTANCES[index]);
-    const Shape &shape = INSTANCES[index].shape[kind];
+    const Tile &tile = INSTANCES[index].tile[kind];
     plan->config = index * KINDS + kind;
-    plan->tile_m = shape.tile_m;
-    plan->tile_n = shape.tile_n;
+    plan->tile_m = tile.tile_m;
+    plan->tile_n = tile.tile_n;
     plan->splits = 1;
-    plan->stages = shape.stages;
-    plan->threads = shape.threads;
-    plan->blocks = divide_up(p->seq_q, shape.tile_m) * p->batch * p->heads;
-    plan->smem_bytes = shape.shared_bytes;
+    plan->stages = tile.stages;
+    plan->threads = tile.threads;
+    plan->blocks = blocks_of(p, tile);
+    plan->smem_bytes = tile.shared_bytes;
 
     // Heads walked together: where row blocks differ in length, as many as half of the L2 cache holds, else one by one.
     const int64_t pairs = p->batch * p->heads, bytes = p->seq_k * (p->head_dim + p->head_dim_v) * 2;
@@ -205,6 +225,8 @@ int clamp_bound(int64_t bound) { return int(bound < 2 * MAX_LENGTH ? bound : 2 *
 
 fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
     if (plan->blocks == 0) return FA_OK;
+    const int64_t pairs = p->batch * p->heads, section = plan->extra[0], sections = divide_up(pairs, section);
+    const int64_t row_blocks = divide_up(p->seq_q, plan->tile_m);
     const MmaArgs args = {
         .problem = *p,
         .score = fa::score_params(*p),
@@ -213,11 +235,13 @@ fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch
                     .diagonal = int(p->diagonal),
                     .key_begin = int(p->key_begin),
                     .key_end = int(p->key_end)},
-        .heads = int(p->heads),
-        .group = int(p->heads / p->heads_kv),
-        .row_blocks = int(divide_up(p->seq_q, plan->tile_m)),
-        .pairs = int(p->batch * p->heads),
-        .section = int(plan->extra[0]),
+        .heads = fa::Divider::of(p->heads),
+        .group = fa::Divider::of(p->heads / p->heads_kv),
+        .per_section = fa::Divider::of(section * row_blocks),
+        .width = fa::Divider::of(section),
+        .last_width = fa::Divider::of(pairs - (sections - 1) * section),
+        .row_blocks = int(row_blocks),
+        .sections = int(sections),
         .chunks_q = has_chunks(p->q, p->head_dim),
         .chunks_k = has_chunks(p->k, p->head_dim),
         .chunks_v = has_chunks(p->v, p->head_dim_v),

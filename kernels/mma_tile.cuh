@@ -2,8 +2,8 @@
  *
  * A tile is ROWS rows of COLUMNS elements, cut into 16-byte chunks. Chunk c of row r lies at position c ^ key(r) of its
  * row. With COLUMNS a multiple of 64 the key is r % 8; a row is then a multiple of 128 bytes, all banks once. Otherwise
- * (32, 96: an odd multiple of 64 bytes) it is r / 2 % 4. Either way the eight rows that one phase of ldmatrix reads, and
- * the chunks that eight neighbouring threads write, fall on eight different groups of four banks. */
+ * (32, 96: an odd multiple of 64 bytes) it is r / 2 % 4. Either way the eight rows that one phase of ldmatrix reads,
+ * and the chunks that eight neighbouring threads write, fall on eight different groups of four banks. */
 #ifndef FA_MMA_TILE_CUH
 #define FA_MMA_TILE_CUH
 
@@ -45,9 +45,9 @@ __device__ __forceinline__ int rows_first_chunk(int lane) { return lane >> 4; }
 __device__ __forceinline__ int columns_first_row(int lane) { return (lane & 7) + (lane >> 4 << 3); }
 __device__ __forceinline__ int columns_first_chunk(int lane) { return lane >> 3 & 1; }
 
-/* Rows of one head of an operand in global memory, as one thread of a block of THREADS copies them into tiles: from
- * `seek` on, each copy takes ROWS rows and the next one the ROWS rows before them. Columns from `columns` to COLUMNS and
- * rows outside [begin, end) become zeros and are not read. */
+/* Rows of one head of an operand in global memory, as one thread of a block of THREADS copies them into tiles of ROWS
+ * rows, from the last tile to the first. Columns from `columns` to COLUMNS and rows outside [begin, end) become zeros
+ * and are not read. */
 template <int COLUMNS, int THREADS, int ROWS> class RowLoader {
     using Layout = TileLayout<COLUMNS>;
     static constexpr int CHUNKS = Layout::PERIOD;         // neighbouring chunks that neighbouring threads take
@@ -56,71 +56,68 @@ template <int COLUMNS, int THREADS, int ROWS> class RowLoader {
     static_assert(STEP % 8 == 0, "a thread's rows share one key");
     static_assert(ROWS % STEP == 0 || ROWS < STEP, "only a thread's first row can lie beyond the tile");
 
-    const char *from; // this thread's first chunk
+    const char *from; // this thread's first chunk of the tile to be copied next
     int64_t row_bytes, element_bytes;
-    int row, rows; // of `from`, counted from `begin`; rows that exist
-    int columns;   // that exist, counted from this thread's first chunk
-    uint32_t to;   // offset in the tile
+    int begin, end;
+    int columns; // that exist, counted from this thread's first chunk
+
+    __device__ static int thread_row() { return threadIdx.x / CHUNKS; }
+    __device__ static int thread_chunk() { return threadIdx.x % CHUNKS; }
 
   public:
-    __device__ RowLoader(const void *head, const int64_t (&stride)[4], int begin, int end, int head_dim) {
-        const int chunk = threadIdx.x % CHUNKS;
-        row = int(threadIdx.x) / CHUNKS - begin;
-        rows = end - begin;
-        columns = head_dim - chunk * 8;
-        row_bytes = stride[2] * 2;
-        element_bytes = stride[3] * 2;
-        from = static_cast<const char *>(head) + threadIdx.x / CHUNKS * row_bytes + chunk * 8 * element_bytes;
-        to = Layout::offset(threadIdx.x / CHUNKS, chunk);
+    /* `first_row`: of the tile that will be copied first. */
+    __device__ RowLoader(const void *head, const int64_t (&stride)[4], int head_dim, int begin, int end, int first_row)
+        : row_bytes(stride[2] * 2), element_bytes(stride[3] * 2), begin(begin), end(end),
+          columns(head_dim - thread_chunk() * 8) {
+        from = static_cast<const char *>(head) + (first_row + thread_row()) * row_bytes +
+               thread_chunk() * 8 * element_bytes;
     }
 
-    /* The next copy takes the rows from `first_row` on; before the first copy only. */
-    __device__ __forceinline__ void seek(int first_row) {
-        row += first_row;
-        from += first_row * row_bytes;
+    /* Starts the copy of rows [row, row + ROWS), which are ROWS before those of the last call. `chunks`: whole 16-byte
+     * aligned chunks of neighbouring elements; otherwise element by element, read when this returns. */
+    __device__ __forceinline__ void copy(uint32_t tile, int row, bool chunks) {
+        const uint32_t to = tile + Layout::offset(thread_row(), thread_chunk());
+        const unsigned first = row + thread_row() - begin, rows = end - begin;
+        if (ROWS >= STEP || thread_row() < ROWS) {
+            if (chunks)
+                copy_chunks(to, first, rows);
+            else
+                copy_elements(to, first, rows);
+        }
+        from -= ROWS * row_bytes;
     }
 
-    /* Starts the copy of the next rows into `tile`. Needs whole 16-byte aligned chunks. */
-    __device__ __forceinline__ void copy(uint32_t tile) {
-        if (ROWS >= STEP || threadIdx.x / CHUNKS < ROWS) {
-            const char *at = from;
+  private:
+    __device__ __forceinline__ void copy_chunks(uint32_t to, unsigned first, unsigned rows) const {
+        const char *at = from;
 #pragma unroll
-            for (int r = 0; r < ROWS; r += STEP) {
-                const bool exists = unsigned(row + r) < unsigned(rows);
+        for (int r = 0; r < ROWS; r += STEP) {
 #pragma unroll
-                for (int g = 0; g < GROUPS; ++g)
-                    cp_async_16(tile + to + r * Layout::ROW_BYTES + g * CHUNKS * 16, at + g * CHUNKS * 16,
-                                exists && g * CHUNKS * 8 < columns);
-                at += STEP * row_bytes;
+            for (int g = 0; g < GROUPS; ++g)
+                cp_async_16(to + r * Layout::ROW_BYTES + g * CHUNKS * 16, at + g * CHUNKS * 16,
+                            first + r < rows && g * CHUNKS * 8 < columns);
+            at += STEP * row_bytes;
+        }
+    }
+
+    __device__ __forceinline__ void copy_elements(uint32_t to, unsigned first, unsigned rows) const {
+#pragma unroll 1
+        for (int r = 0; r < ROWS; r += STEP) {
+#pragma unroll 1
+            for (int g = 0; g < GROUPS; ++g) {
+                const char *at = from + r * row_bytes + g * CHUNKS * 8 * element_bytes;
+                const int count = first + r < rows ? columns - g * CHUNKS * 8 : 0;
+                uint32_t word[4] = {};
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    if (i < count)
+                        word[i / 2] |= uint32_t(*reinterpret_cast<const uint16_t *>(at + i * element_bytes))
+                                       << i % 2 * 16;
+                store_shared(to + r * Layout::ROW_BYTES + g * CHUNKS * 16,
+                             make_uint4(word[0], word[1], word[2], word[3]));
             }
         }
-        seek(-ROWS);
     }
-
-    /* The same for rows of any alignment and element stride, element by element; has read them when it returns. */
-    __device__ __forceinline__ void copy_elements(uint32_t tile) {
-        if (ROWS >= STEP || threadIdx.x / CHUNKS < ROWS) {
-#pragma unroll 1
-            for (int r = 0; r < ROWS; r += STEP) {
-#pragma unroll 1
-                for (int g = 0; g < GROUPS; ++g) {
-                    const char *at = from + r * row_bytes + g * CHUNKS * 8 * element_bytes;
-                    const int count = unsigned(row + r) < unsigned(rows) ? columns - g * CHUNKS * 8 : 0;
-                    uint32_t word[4] = {};
-#pragma unroll
-                    for (int i = 0; i < 8; ++i)
-                        if (i < count)
-                            word[i / 2] |= uint32_t(*reinterpret_cast<const uint16_t *>(at + i * element_bytes))
-                                           << i % 2 * 16;
-                    store_shared(tile + to + r * Layout::ROW_BYTES + g * CHUNKS * 16,
-                                 make_uint4(word[0], word[1], word[2], word[3]));
-                }
-            }
-        }
-        seek(-ROWS);
-    }
-
-    __device__ __forceinline__ void copy(uint32_t tile, bool chunks) { chunks ? copy(tile) : copy_elements(tile); }
 };
 
 } // namespace fa

@@ -1,4 +1,5 @@
-/* The instructions of Ampere and later that a tensor-core kernel needs: cp.async, ldmatrix, mma.sync, packed conversion.
+/* The instructions of Ampere and later that a tensor-core kernel needs: cp.async, ldmatrix, mma.sync, packed
+ * conversion.
  *
  * Shared memory is addressed in bytes of the shared window (uint32_t). Nothing here synchronises by itself. */
 #ifndef FA_SM80_PTX_CUH
@@ -53,6 +54,11 @@ __device__ __forceinline__ void store_shared(uint32_t to, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
 }
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
+    uint32_t x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
 __device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -62,8 +68,8 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t from) {
     return x;
 }
 
-/* d += a b for a 16x8 tile: a (16, 16) row-major, b (16, 8) column-major, float32 accumulators. Of lane l, with g = l / 4
- * and t = 2 (l % 4): a = {(g, t), (g + 8, t), (g, t + 8), (g + 8, t + 8)}, each an element and its right neighbour;
+/* d += a b for a 16x8 tile: a (16, 16) row-major, b (16, 8) column-major, float32 accumulators. Of lane l, with g = l /
+ * 4 and t = 2 (l % 4): a = {(g, t), (g + 8, t), (g, t + 8), (g + 8, t + 8)}, each an element and its right neighbour;
  * b = {(t, g), (t + 8, g)}, each an element and the one below; d = {(g, t), (g, t + 1), (g + 8, t), (g + 8, t + 1)}. */
 template <typename T>
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
