@@ -154,19 +154,20 @@ static fa_code read_out(fa_call *call, fa_status *status) {
     return FA_OK;
 }
 
-static fa_code read_kernel(fa_state *state, PyObject *value, const fa_kernel **row, fa_status *status) {
-    *row = NULL;
+static fa_code read_kernel(fa_state *state, fa_call *call, fa_status *status) {
+    PyObject *value = call->argument[FA_ARG_kernel];
+    call->forced = NULL;
+    call->forced_name = value ? NULL : getenv("FA_EXT_KERNEL");
     if (value) {
-        const char *name = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, NULL) : NULL;
-        if (!name) {
+        call->forced_name = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, NULL) : NULL;
+        if (!call->forced_name) {
             PyErr_Clear();
             return fa_wrong_type("kernel", value, "None or a name of fa_ext.kernels()", status);
         }
-        return fa_row_find(state, "kernel", name, row, status);
+    } else if (!call->forced_name || !*call->forced_name) {
+        return FA_OK;
     }
-    const char *name = getenv("FA_EXT_KERNEL");
-    if (name && *name) return fa_row_find(state, "FA_EXT_KERNEL", name, row, status);
-    return FA_OK;
+    return fa_row_find(state, value ? "kernel" : "FA_EXT_KERNEL", call->forced_name, &call->forced, status);
 }
 
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {
@@ -182,5 +183,5 @@ fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {
     FA_TRY(read_bool("return_lse", arg[FA_ARG_return_lse], &request->return_lse, status));
     FA_TRY(read_bool("batch_invariant", arg[FA_ARG_batch_invariant], &request->batch_invariant, status));
     FA_TRY(read_out(call, status));
-    return read_kernel(state, arg[FA_ARG_kernel], &call->forced, status);
+    return read_kernel(state, call, status);
 }

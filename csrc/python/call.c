@@ -235,7 +235,7 @@ static int add_reason(PyObject *reasons, const fa_kernel *row, const fa_call *ca
     if (refusal)
         text = PyUnicode_FromString(refusal);
     else if (call->forced)
-        text = PyUnicode_FromFormat("could take it, but \"%s\" is forced", call->forced->name);
+        text = PyUnicode_FromFormat("could take it, but \"%s\" is forced", call->forced_name);
     else
         text = PyUnicode_FromFormat("could take it, but comes after \"%s\" in order of preference", chosen);
     int code = text ? PyDict_SetItemString(reasons, row->name, text) : -1;
@@ -250,10 +250,10 @@ static PyObject *explain(const fa_call *call) {
     if (!reasons) return NULL;
     const char *chosen = NULL;
     if (fa_plan_make(&call->problem, call->info, call->forced, &plan, &status) == FA_OK)
-        chosen = plan.kernel->name;
+        chosen = call->forced ? call->forced_name : plan.kernel->name;
     else if (call->forced) {
         PyObject *text = PyUnicode_FromString(status.message);
-        if (!text || PyDict_SetItemString(reasons, call->forced->name, text) < 0) Py_CLEAR(reasons);
+        if (!text || PyDict_SetItemString(reasons, call->forced_name, text) < 0) Py_CLEAR(reasons);
         Py_XDECREF(text);
     }
     for (int n = 0; reasons && n < fa_kernel_count(); n++) {

@@ -29,16 +29,18 @@
     X(q)                                                                                                               \
     X(k)                                                                                                               \
     X(v)                                                                                                               \
-    X(causal) X(scale) X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse) X(stream)          \
-        X(kernel) X(batch_invariant)
+    X(causal)                                                                                                          \
+    X(scale) X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse) X(stream) X(kernel)          \
+        X(batch_invariant)
 
 #define FA_ATTRIBUTES(X)                                                                                               \
     X(__cuda_array_interface__)                                                                                        \
     X(__cuda_stream__)                                                                                                 \
     X(__dlpack__)                                                                                                      \
-    X(__dlpack_device__) X(__dlpack_c_exchange_api__) X(__array_namespace__) X(__mro__) X(__module__) X(__name__)      \
-        X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides) X(typestr)      \
-            X(version) X(max_version) X(from_dlpack) X(itemsize)
+    X(__dlpack_device__)                                                                                               \
+    X(__dlpack_c_exchange_api__) X(__array_namespace__) X(__mro__) X(__module__) X(__name__) X(requires_grad)          \
+        X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version)            \
+            X(max_version) X(from_dlpack) X(itemsize)
 
 typedef enum fa_argument {
 #define FA_ENUM(name) FA_ARG_##name,
@@ -243,6 +245,7 @@ typedef struct fa_call {
     bool pair;                 /* out= is (out, lse) */
     fa_stream stream;
     const fa_kernel *forced;
+    const char *forced_name; /* what it was asked for by: a loaded row may go by another name than its own */
     const fa_device_info *info;
     fa_problem problem;
 } fa_call;

@@ -1,0 +1,525 @@
+"""Bad input at the boundary: a clear error that names the argument, nothing written, and never a crash."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fa_ext
+import producers
+from producers import Producer, exchange_type, interface
+
+PACKAGE = Path(fa_ext.__file__).resolve().parent
+EXPECTED = (ValueError, TypeError, BufferError, MemoryError, fa_ext.CudaError, fa_ext.UnsupportedError)
+
+
+def operands(dtype=np.float32, shape=(1, 2, 4, 8)):
+    random = np.random.default_rng(0)
+    return [random.standard_normal(shape).astype(dtype) for _ in range(3)]
+
+
+def refused(error, match, *arguments, **options):
+    """The call raises ``error`` with a message that matches, and leaves ``out`` alone."""
+    out = options.get("out")
+    before = out.copy() if isinstance(out, np.ndarray) else None
+    for call in (fa_ext.attention, fa_ext.explain):
+        with pytest.raises(error, match=match):
+            call(*arguments, **options)
+    if before is not None:
+        np.testing.assert_array_equal(out, before)
+
+
+# ---- arguments ----
+
+
+def test_arguments():
+    q, k, v = operands()
+    refused(TypeError, "argument v is missing", q, k)
+    refused(TypeError, "4 positional arguments", q, k, v, True)
+    refused(TypeError, "unknown argument casual; accepted: .*causal", q, k, v, casual=True)
+    refused(TypeError, "argument k was given twice", q, k, v=v, k=k)
+    fa_ext.attention(q, v=v, k=k)
+    fa_ext.attention(q, k, v, **{"cau" + "sal": True})  # a keyword that is not interned
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        ({"causal": "left"}, ValueError, 'causal is "left".*top_left'),
+        ({"causal": 1}, TypeError, "causal has type int"),
+        ({"causal": None}, TypeError, "causal has type NoneType"),
+        ({"scale": float("nan")}, ValueError, "scale is nan"),
+        ({"scale": float("inf")}, ValueError, "scale is inf"),
+        ({"scale": "big"}, TypeError, "scale has type str"),
+        ({"scale": 10**400}, ValueError, "scale is too large"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1"),
+        ({"softcap": float("nan")}, ValueError, "softcap is nan"),
+        ({"softcap": None}, TypeError, "softcap has type NoneType"),
+        ({"window": 3}, TypeError, "window has type int"),
+        ({"window": (1,)}, ValueError, "window has 1 items"),
+        ({"window": (1, 2, 3)}, ValueError, "window has 3 items"),
+        ({"window": (-1, 0)}, ValueError, "window's left bound is -1.*None"),
+        ({"window": (0, -5)}, ValueError, "window's right bound is -5.*None"),
+        ({"window": (0.5, 1)}, TypeError, "window's left has type float"),
+        ({"window": (True, 1)}, TypeError, "window's left has type bool"),
+        ({"window": "ab"}, TypeError, "window has type str"),
+        ({"layout": "sbhd"}, ValueError, 'layout is "sbhd".*bhsd'),
+        ({"layout": 3}, TypeError, "layout has type int"),
+        ({"layout": None}, TypeError, "layout has type NoneType"),
+        ({"return_lse": "yes"}, TypeError, "return_lse has type str"),
+        ({"batch_invariant": 2}, TypeError, "batch_invariant has type int"),
+        ({"kernel": "fastest"}, ValueError, r'kernel is "fastest".*cpu_ref'),
+        ({"kernel": 3}, TypeError, "kernel has type int"),
+        ({"kernel": "a\0b"}, (ValueError, TypeError), "kernel"),
+        ({"stream": 0}, ValueError, "stream is 0; pass 1 for the legacy stream or leave stream out"),
+        ({"stream": 1}, ValueError, "stream is given, but q is on the CPU"),
+        ({"stream": -1}, ValueError, "stream does not fit"),
+        ({"stream": 2**70}, ValueError, "stream does not fit"),
+        ({"stream": True}, TypeError, "stream has type bool"),
+        ({"stream": "main"}, TypeError, "stream has type str"),
+        ({"out": (1, 2, 3)}, ValueError, "out has 3 items"),
+        ({"out": (None, None)}, TypeError, "out has type NoneType"),
+        ({"out": 5}, TypeError, "out has type int"),
+        ({"bias": "x"}, TypeError, "bias has type str"),
+        ({"mask": np.ones((4, 4), np.uint8)}, TypeError, "mask has dtype uint8"),
+        ({"mask": np.ones((4, 4), np.float32)}, TypeError, "mask has dtype float32.*bool"),
+        ({"mask": np.ones((3, 4), bool)}, ValueError, r"mask has shape \(3, 4\)"),
+        ({"bias": np.ones((1, 1, 1, 4, 4), np.float32)}, ValueError, "bias has shape"),
+        ({"bias": np.ones((4, 4), np.float64)}, TypeError, "bias has dtype float64"),
+        ({"sinks": np.ones(3, np.float32)}, ValueError, r"sinks has shape \(3,\).*\(2,\)"),
+        ({"sinks": np.ones((2, 1), np.float32)}, ValueError, "sinks has shape"),
+    ],
+)
+def test_options(options, error, match):
+    refused(error, match, *operands(), **options)
+
+
+def test_stream_objects():
+    q, k, v = operands()
+
+    def stream(answer):
+        return type("Stream", (), {"__cuda_stream__": lambda self: answer})()
+
+    for answer in [(1, 5), (0, -1), (0, "x"), (0,), 5, None, (0, 2**70), ("0", 1)]:
+        refused(ValueError, "ill-formed __cuda_stream__", q, k, v, stream=stream(answer))
+    refused(ValueError, "q is on the CPU", q, k, v, stream=stream((0, 7)))
+
+    class Broken:
+        def __cuda_stream__(self):
+            raise KeyError("mine")
+
+    refused(KeyError, "mine", q, k, v, stream=Broken())
+
+
+def test_numpy_booleans_and_numbers_are_accepted():
+    q, k, v = operands()
+    wanted = fa_ext.attention(q, k, v, causal=True, scale=0.5, window=(2, None))
+    given = fa_ext.attention(q, k, v, causal=np.True_, scale=np.float32(0.5), window=[np.int64(2), None])
+    np.testing.assert_array_equal(given, wanted)
+    fa_ext.attention(q, k, v, window=(10**30, 2**63))
+
+
+def test_shapes():
+    q, k, v = operands()
+    refused(ValueError, "q has 3 dimensions.*accepted: 4", q[0], k, v)
+    refused(ValueError, "k has 5 dimensions", q, k[None], v)
+    refused(ValueError, "v has 0 dimensions", q, k, v[0, 0, 0, 0:1].reshape(()))
+    refused(ValueError, "k has batch size 2", q, np.concatenate([k, k]), np.concatenate([v, v]))
+    refused(ValueError, "v has shape", q, k, v[:, :, :3])
+    refused(ValueError, "head_dim", q, k[..., :7], v)
+    refused(ValueError, "q has head_dim 0", q[..., :0], k[..., :0], v)
+    wide = np.zeros((1, 1, 2, 257), np.float32)
+    refused(ValueError, "head_dim 257.*accepted: 1 to 256", wide, wide, wide)
+    three = np.zeros((1, 3, 4, 8), np.float32)
+    refused(ValueError, "3 heads and k has 2", three, k, v)
+    refused(ValueError, "causal=True with seq_q 3 and seq_k 4.*top_left.*bottom_right", q[:, :, :3], k, v, causal=True)
+
+
+def test_dtypes():
+    q, k, v = operands()
+    for dtype in ("int32", "uint8", "complex64", "object", "S4", "M8[s]", "longdouble", "V2"):
+        refused(TypeError, "q has dtype", np.zeros(q.shape, dtype), k, v)
+    refused(TypeError, "k has dtype float64, but q has float32", q, k.astype(np.float64), v)
+    refused(TypeError, "q has dtype bool", q > 0, k, v)
+    refused(BufferError, "q is big-endian", q.astype(">f4"), k, v)
+    refused(TypeError, "v is a masked array", q, k, np.ma.masked_array(v))
+    refused(TypeError, "q has type list", q.tolist(), k, v)
+    refused(TypeError, "k has type NoneType", q, None, v)
+
+
+def test_memory():
+    q, k, v = operands()
+    raw = np.zeros(q.nbytes + 1, np.uint8)
+    refused(BufferError, "q is not aligned", raw[1:].view(np.float32).reshape(q.shape), k, v)
+    record = np.zeros(q.shape, np.dtype([("a", "f4"), ("b", "u1")]))
+    refused(BufferError, "q has a stride of 5 bytes", record["a"], k, v)
+
+
+def test_outputs():
+    q, k, v = operands()
+    out = np.zeros_like(q)
+    refused(ValueError, "out has shape", q, k, v, out=out[:, :, :2])
+    refused(TypeError, "out has dtype float64; accepted: float32", q, k, v, out=out.astype(np.float64))
+    for target, name in ((q, "q"), (k, "k"), (v, "v")):
+        refused(ValueError, f"out overlaps {name}", q, k, v, out=target)
+    both = np.zeros((2, *q.shape), np.float32)
+    refused(ValueError, "out overlaps q", both[0], k, v, out=both.reshape(-1)[8:72].reshape(q.shape))
+    out.flags.writeable = False
+    refused(ValueError, "out is read-only", q, k, v, out=out)
+    refused(ValueError, "read-only|stride 0", q, k, v, out=np.broadcast_to(np.float32(0), q.shape))
+    flat = np.lib.stride_tricks.as_strided(np.zeros(8, np.float32), q.shape, (0, 0, 0, 4))
+    refused(ValueError, "out has stride 0", q, k, v, out=flat)
+    out = np.zeros_like(q)
+    for lse, error, match in [
+        (np.zeros((1, 2, 3), np.float32), ValueError, "lse has shape"),
+        (np.zeros((1, 2, 4), np.float64), TypeError, "lse has dtype"),
+        (np.zeros((1, 2, 8), np.float32)[..., ::2], ValueError, "lse is not C-contiguous"),
+        (out.reshape(-1)[:8].reshape(1, 2, 4), ValueError, "lse overlaps out"),
+    ]:
+        refused(error, match, q, k, v, out=(out, lse))
+
+
+def test_forced_kernel(monkeypatch):
+    q, k, v = operands()
+    name = "cpu_ref"
+    monkeypatch.setenv("FA_EXT_KERNEL", name)
+    assert fa_ext.explain(q, k, v)[0] == name
+    monkeypatch.setenv("FA_EXT_KERNEL", "nothing")
+    refused(ValueError, 'FA_EXT_KERNEL is "nothing"', q, k, v)
+    assert fa_ext.explain(q, k, v, kernel=name)[0] == name  # the argument goes first
+    monkeypatch.setenv("FA_EXT_KERNEL", "")
+    fa_ext.attention(q, k, v)
+    monkeypatch.delenv("FA_EXT_KERNEL")
+    for row, (device, _) in fa_ext._core.build_info()["rows"].items():
+        if device == "cuda":
+            with pytest.raises(fa_ext.UnsupportedError, match=f'kernel "{row}".*on the CPU'):
+                fa_ext.attention(q, k, v, kernel=row)
+
+
+# ---- DLPack ----
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+@pytest.mark.parametrize(
+    "fields, error, match",
+    [
+        ({"shape": (1, 2, -4, 8)}, ValueError, "extent -4"),
+        ({"shape": (1, 2**40, 2**40, 8)}, ValueError, "overflow"),
+        ({"shape": (2**62, 2, 4, 8)}, ValueError, "overflow"),
+        ({"strides": (2**62, 2**62, 2**62, 2**62)}, ValueError, "strides that overflow"),
+        ({"strides": (-(2**63), -(2**63), 1, 1)}, ValueError, "strides that overflow"),
+        ({"ndim": -1}, BufferError, "dimensions is negative"),
+        ({"ndim": 17}, ValueError, "17 dimensions"),
+        ({"shape": None}, BufferError, "shape is NULL"),
+        ({"data": None}, BufferError, "NULL data"),
+        ({"byte_offset": 1}, BufferError, "not aligned"),
+        ({"code": 0}, TypeError, "dtype int32"),
+        ({"code": 1, "bits": 8}, TypeError, "dtype uint8"),
+        ({"code": 5, "bits": 64}, TypeError, "dtype complex64"),
+        ({"code": 2, "bits": 8}, TypeError, "dtype float8"),
+        ({"code": 77}, TypeError, "unknown kind"),
+        ({"lanes": 4}, TypeError, "in vectors"),
+        ({"device_type": 10}, BufferError, "device of DLPack type 10"),
+        ({"device_type": 2, "device_id": -1}, BufferError, "device id is negative"),
+    ],
+)
+def test_dlpack_fields(fields, error, match, versioned):
+    q, k, v = operands()
+    producer = Producer(q, versioned=versioned, **fields)
+    with pytest.raises(error, match=match):
+        fa_ext.attention(producer, k, v)
+    # A capsule that was asked for was consumed, and its deleter ran once.
+    assert producer.deleted == len(producer.capsules)
+    with pytest.raises(error):
+        fa_ext.to_numpy(Producer(q, versioned=versioned, **fields))
+
+
+def test_dlpack_capsule_used_twice():
+    q, k, v = operands()
+    for versioned in (True, False):
+        producer = Producer(q, versioned=versioned, reuse=True)
+        fa_ext.attention(producer, k, v)
+        for _ in range(2):
+            with pytest.raises(BufferError, match="consumed before"):
+                fa_ext.attention(producer, k, v)
+        assert producer.deleted == 1
+
+
+def test_dlpack_of_a_later_major_version():
+    q, k, v = operands()
+    producer = Producer(q, version=(2, 0))
+    with pytest.raises(BufferError, match=r"q is exported as DLPack 2\.0"):
+        fa_ext.attention(producer, k, v)
+    assert producer.deleted == 1
+    fa_ext.attention(Producer(q, version=(1, 99)), k, v)
+
+
+def test_dlpack_methods_that_misbehave():
+    q, k, v = operands()
+
+    class Odd:
+        device, capsule = (1, 0), None
+
+        def __dlpack__(self, **keywords):
+            if isinstance(self.capsule, BaseException):
+                raise self.capsule
+            return self.capsule
+
+        def __dlpack_device__(self):
+            if isinstance(self.device, BaseException):
+                raise self.device
+            return self.device
+
+    odd = Odd()
+    for device in (None, 1, (1,), (1, 0, 0), ("cpu", 0), (2**70, 0), (1.5, 0), [1, 0]):
+        odd.device = device
+        with pytest.raises(BufferError, match="ill-formed.*__dlpack_device__"):
+            fa_ext.attention(odd, k, v)
+    odd.device = KeyError("device")
+    with pytest.raises(KeyError):
+        fa_ext.attention(odd, k, v)
+    odd.device = (1, 0)
+    for capsule in (None, 5, "dltensor", sys.version_info, np.float32(1)):
+        odd.capsule = capsule
+        with pytest.raises(BufferError, match="ill-formed"):
+            fa_ext.attention(odd, k, v)
+    for error in (KeyError("x"), RuntimeError("y"), TypeError("z")):
+        odd.capsule = error
+        with pytest.raises(type(error)):
+            fa_ext.attention(odd, k, v)
+    other = Producer(q)
+    other.__dlpack_device__ = lambda: (1, 0)
+    with pytest.raises(BufferError, match="not that of __dlpack_device__|has no CUDA|no NVIDIA|CUDA"):
+        fa_ext.attention(type("Lies", (Producer,), {"__dlpack_device__": lambda self: (1, 0)})(q, device_type=2), k, v)
+
+
+def test_exchange_tables_that_misbehave():
+    q, k, v = operands()
+    for capsule in (None, 5, producers._new(8, b"other", None)):
+        kind = type("Wrong", (), {"__dlpack_c_exchange_api__": capsule})
+        with pytest.raises(TypeError, match="__dlpack_c_exchange_api__"):
+            fa_ext.attention(kind(), k, v)
+    kind = exchange_type()
+    for name in ("allocate", "managed_from_object", "managed_to_object", "current_stream"):
+        saved = getattr(kind.table, name)
+        setattr(kind.table, name, None)
+        derived = type("Derived", (kind,), {})  # a type that has not been seen
+        with pytest.raises(TypeError, match="q has type Derived"):
+            fa_ext.attention(derived(q), k, v)
+        setattr(kind.table, name, saved)
+    fa_ext.attention(type("Whole", (kind,), {})(q), k, v)
+
+
+# ---- the CUDA Array Interface ----
+
+ILL_FORMED = [
+    ({"shape": ...}, "'shape' must be"),
+    ({"shape": [1, 2, 4, 8]}, "'shape' must be"),
+    ({"shape": (1, 2, 4, 8.0)}, "'shape' must be"),
+    ({"shape": (1, 2, 4, 2**70)}, "'shape' must be"),
+    ({"shape": (1, 2, -4, 8)}, "extent -4"),
+    ({"shape": (2**30, 2**30, 2**30, 8)}, "overflow"),
+    ({"shape": (1,) * 17}, "17 dimensions"),
+    ({"typestr": ...}, "'typestr' must be"),
+    ({"typestr": 5}, "'typestr' must be"),
+    ({"typestr": ""}, "ill-formed typestr"),
+    ({"typestr": "f"}, "ill-formed typestr"),
+    ({"typestr": "<f2" * 50}, "typestr"),
+    ({"typestr": ">f2"}, "big-endian"),
+    ({"typestr": "<i4"}, "typestr"),
+    ({"typestr": "<V2"}, "two-byte void"),
+    ({"typestr": "\ud800"}, "'typestr' must be"),
+    ({"data": ...}, "'data' must be"),
+    ({"data": None}, "'data' must be"),
+    ({"data": 5}, "'data' must be"),
+    ({"data": (5,)}, "'data' must be"),
+    ({"data": ("x", False)}, "pointer in 'data'"),
+    ({"data": (-1, False)}, "pointer in 'data'"),
+    ({"data": (2**70, False)}, "pointer in 'data'"),
+    ({"data": (0, False)}, "NULL data pointer"),
+    ({"data": (0x7F1200000001, False)}, "not aligned"),
+    ({"version": ...}, "'version' must be"),
+    ({"version": "3"}, "'version' must be"),
+    ({"version": 0}, "'version' must be"),
+    ({"version": 2**70}, "'version' must be"),
+    ({"strides": (1, 2)}, "differ in length"),
+    ({"strides": [1, 2, 4, 8]}, "'strides' must be"),
+    ({"strides": (64, 32, 16, 3)}, "stride of 3 bytes"),
+    ({"strides": (0, 2**62, 2**62, 2)}, "strides that overflow"),
+    ({"strides": (0, -(2**63), 0, 2)}, "strides that overflow"),
+    ({"mask": object()}, "masked array"),
+    ({"stream": 0}, "interface stream is 0"),
+    ({"stream": -1}, "interface stream does not fit"),
+    ({"stream": "x"}, "interface stream has type str"),
+]
+
+
+@pytest.mark.parametrize("fields, match", ILL_FORMED)
+@pytest.mark.parametrize("place", ["q", "mask", "out"])
+def test_interface_fields(fields, match, place):
+    q, k, v = operands(np.float16)
+    arguments = {"q": q, "k": k, "v": v, place: interface(**fields)}
+    with pytest.raises((ValueError, TypeError, BufferError), match=re.escape(match)):
+        fa_ext.attention(**arguments)
+    with pytest.raises((ValueError, TypeError, BufferError), match=re.escape(match)):
+        fa_ext.to_numpy(interface(**fields))
+
+
+def test_interface_of_memory_that_cuda_does_not_know():
+    q, k, v = operands(np.float16)
+    with pytest.raises((BufferError, fa_ext.CudaError), match="CUDA"):
+        fa_ext.attention(interface(), k, v)
+    host = interface(data=(q.ctypes.data, False))
+    with pytest.raises((BufferError, fa_ext.CudaError), match="CUDA"):
+        fa_ext.attention(host, host, host)
+
+
+def test_interface_is_no_dict():
+    q, k, v = operands(np.float16)
+    for content in (5, [], "x", (1, 2)):
+        with pytest.raises(BufferError, match="must be a dict"):
+            fa_ext.attention(producers.Interface(content), k, v)
+
+    class Raises:
+        @property
+        def __cuda_array_interface__(self):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fa_ext.attention(Raises(), k, v)
+
+
+# ---- fuzz ----
+
+hypothesis = pytest.importorskip("hypothesis")
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+numbers = st.one_of(st.integers(-(2**65), 2**65), st.integers(-3, 20), st.sampled_from([0, 1, 2**31, 2**63, -(2**63)]))
+junk = st.one_of(st.none(), numbers, st.floats(), st.text(max_size=4), st.binary(max_size=4), st.booleans())
+tuples = st.lists(st.one_of(numbers, junk), max_size=18).map(tuple)
+#: Shapes and pointers of arrays that are not there: 0 or an address that CUDA does not know, never readable host memory.
+interfaces = st.fixed_dictionaries(
+    {},
+    optional={
+        "shape": st.one_of(tuples, junk),
+        "typestr": st.one_of(st.sampled_from(["<f2", "<f4", "|b1", "<V2", ">f4", "<c8", "=f2"]), junk),
+        "data": st.one_of(st.tuples(st.sampled_from([0, 8, 0x7F1200000000, -1, 2**64]), st.booleans()), tuples, junk),
+        "version": st.one_of(st.integers(0, 4), junk),
+        "strides": st.one_of(tuples, junk),
+        "mask": junk,
+        "stream": junk,
+        "descr": junk,
+    },
+)
+places = st.sampled_from(["q", "k", "v", "bias", "mask", "sinks", "out"])
+
+
+@given(content=st.one_of(interfaces, junk), place=places)
+def test_fuzz_interface(content, place):
+    q, k, v = operands(np.float16)
+    with pytest.raises(EXPECTED):
+        fa_ext.attention(**{"q": q, "k": k, "v": v, place: producers.Interface(content)})
+
+
+int64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(
+    versioned=st.booleans(),
+    shape=st.lists(st.one_of(st.integers(-2, 9), int64), min_size=4, max_size=6),
+    strides=st.one_of(st.none(), st.lists(int64, min_size=6, max_size=6)),
+    fields=st.fixed_dictionaries(
+        {},
+        optional={
+            "ndim": st.integers(-(2**31), 2**31 - 1),
+            "code": st.integers(0, 255),
+            "bits": st.integers(0, 255),
+            "lanes": st.integers(0, 65535),
+            "device_type": st.integers(0, 20).filter(lambda kind: kind not in (1, 3)),
+            "device_id": st.integers(-(2**31), 2**31 - 1),
+        },
+    ),
+    place=places,
+)
+def test_fuzz_dlpack(versioned, shape, strides, fields, place):
+    q, k, v = operands()
+    if "ndim" in fields and 0 <= fields["ndim"] <= 16:
+        fields["ndim"] = min(fields["ndim"], len(shape))
+    producer = Producer(q, versioned=versioned, shape=shape, strides=strides, **fields)
+    # Memory that exists is described only where nothing can be read of it: by an empty or a refused array.
+    producer.fields["data"] = None
+    arguments = {"q": q, "k": k, "v": v, place: producer}
+    try:
+        fa_ext.attention(**arguments)
+    except EXPECTED:
+        pass
+    assert producer.deleted == len(producer.capsules)
+
+
+@given(options=st.dictionaries(st.sampled_from(["causal", "scale", "window", "softcap", "bias", "mask", "sinks", "layout",
+       "out", "return_lse", "stream", "kernel", "batch_invariant", "unknown"]), st.one_of(junk, tuples, st.lists(junk))))  # fmt: skip
+def test_fuzz_options(options):
+    q, k, v = operands()
+    try:
+        out = fa_ext.attention(q, k, v, **options)
+    except EXPECTED:
+        return
+    assert np.isfinite(out[0] if isinstance(out, tuple) else out).all() or "scale" in options
+
+
+# ---- rows loaded at run time ----
+
+
+def test_load(tmp_path):
+    core = fa_ext._core
+    with pytest.raises(ValueError, match="path: .*nowhere"):
+        core.load(tmp_path / "nowhere.so")
+    (tmp_path / "text.so").write_text("no library")
+    with pytest.raises(ValueError, match="path"):
+        core.load(os.fspath(tmp_path / "text.so"))
+    with pytest.raises(ValueError, match="does not export fa_row__core"):
+        core.load(core.__file__)
+    for arguments in [(), (1,), (core.__file__, 3), (core.__file__, "a", "b")]:
+        with pytest.raises(TypeError):
+            core.load(*arguments)
+    with pytest.raises(TypeError, match="accepted: load"):
+        core.load(core.__file__, name="x")
+
+
+def test_load_a_row(tmp_path):
+    """A row that was built alone runs beside the build's own row of the same name, and only when it is forced."""
+    library = tmp_path / "cpu_ref.v1.so"
+    script = [sys.executable, os.fspath(PACKAGE / "_build.py"), "cpu_ref", "-o", os.fspath(library)]
+    built = subprocess.run(script, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    before = fa_ext.kernels()
+    name = fa_ext._core.load(library)
+    assert name.startswith("cpu_ref@") and fa_ext._core.load(library) == name
+    assert fa_ext._core.load(library, row="cpu_ref") == name
+    assert fa_ext.kernels() == before and fa_ext._core.loaded()[name][0] == os.fspath(library)
+    q, k, v = operands()
+    np.testing.assert_array_equal(
+        fa_ext.attention(q, k, v, kernel=name), fa_ext.attention(q, k, v, kernel="cpu_ref")
+    )
+    chosen, reasons = fa_ext.explain(q, k, v, kernel=name)
+    assert chosen == name and set(reasons) == set(before)
+    assert fa_ext.explain(q, k, v)[0] != name
+    with pytest.raises(ValueError, match=name):
+        fa_ext.attention(q, k, v, kernel="nothing")
+
+
+def test_time_launches():
+    q, k, v = operands()
+    assert 0 < fa_ext._core.time_launches(3, q, k, v, causal=True) < 1
+    for count in (0, -1):
+        with pytest.raises(ValueError, match="count"):
+            fa_ext._core.time_launches(count, q, k, v)
+    with pytest.raises(TypeError):
+        fa_ext._core.time_launches("x", q, k, v)
+    with pytest.raises(ValueError, match="count"):
+        fa_ext._core.time_launches()
