@@ -2,14 +2,14 @@
  * Dao et al. 2022).
  *
  * A task is a tile of query rows of one (batch, key/value head); OpenMP threads take tasks in turn. Inside a task the
- * lanes of a vector are query rows (simd_tile.h), so any head_dim, stride and mask costs the same kernel. float16 and
+ * lanes of a vector are query rows (simd_gemm.h), so any head_dim, stride and mask costs the same kernel. float16 and
  * bfloat16 are converted to float32 as tiles are read; sums are float32, for float64 input float64 throughout.
  * Which task a thread takes changes no bit of the result.
  *
  * Instances: AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, and the compiler's own vectors elsewhere, each for float and
  * double. The best one this CPU has is taken; FA_EXT_CPU_ISA=avx512|avx2|generic in the environment forces one.
  *
- * Bench: python -m bench run --kernel cpu_simd
+ * Bench: python -m bench measure --preset cpu --rows cpu_simd
  *
  * @flags -fopenmp -ffp-contract=fast
  * @instance avx512_f32 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=4
@@ -69,6 +69,7 @@ FA_CPU_PRAGMA(GCC target(FA_CPU_TARGET))
 
 #else /* the host part */
 
+#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -162,8 +163,6 @@ static void run_task(const fa_problem *p, const fa_plan *plan, int64_t index, vo
     };
     instance_of(plan->config, p->dtype)->attend(p, &task, scratch);
 }
-
-#include <omp.h>
 
 static fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
     (void)status;

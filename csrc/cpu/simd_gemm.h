@@ -25,8 +25,10 @@ INLINE void score_block(const int mr, const int nr, const real *restrict q, cons
                         int head_dim, real *restrict s, real *restrict maximum) {
     vreal sum[NR_LARGEST][FA_CPU_MR];
     UNROLL
-    for (int n = 0; n < nr; n++) UNROLL
-    for (int m = 0; m < mr; m++) sum[n][m] = v_set1(0);
+    for (int n = 0; n < nr; n++) {
+        UNROLL
+        for (int m = 0; m < mr; m++) sum[n][m] = v_set1(0);
+    }
     for (int d = 0; d < head_dim; d++) {
         vreal rows[FA_CPU_MR];
         UNROLL
@@ -56,8 +58,10 @@ INLINE void value_block(const int mr, const int nr, const real *restrict p, cons
                         int keys, real *restrict o, const real *restrict decay) {
     vreal sum[NR_LARGEST][FA_CPU_MR];
     UNROLL
-    for (int c = 0; c < nr; c++) UNROLL
-    for (int m = 0; m < mr; m++) sum[c][m] = v_set1(0);
+    for (int c = 0; c < nr; c++) {
+        UNROLL
+        for (int m = 0; m < mr; m++) sum[c][m] = v_set1(0);
+    }
     for (int n = 0; n < keys; n++, v += v_pitch) {
         vreal rows[FA_CPU_MR];
         UNROLL

@@ -30,26 +30,25 @@ static inline void store_one(char *to, fa_dtype dtype, int64_t index, real value
     }
 }
 
-#define CONVERT_LOOP(expression)                                                                                       \
-    for (; n + LANES <= count; n += LANES) v_store(to + n, expression)
+/* LANES consecutive elements from `index` on. */
+INLINE vreal load_lanes(const char *from, fa_dtype dtype, int64_t index) {
+    switch (dtype) {
+#if FA_CPU_REAL_BYTES == 4
+    case FA_F16: return v_load_f16((const uint16_t *)from + index);
+    case FA_BF16: return v_load_bf16((const uint16_t *)from + index);
+    case FA_F32: return v_load((const float *)from + index);
+#else
+    case FA_F32: return v_load_f32((const float *)from + index);
+    case FA_F64: return v_load((const double *)from + index);
+#endif
+    default: return v_load_mask((const uint8_t *)from + index);
+    }
+}
 
 /* to[n] = from[n * stride] as a real; a boolean becomes 0 (set) or -inf (zero). */
 static void read_row(real *to, const char *from, fa_dtype dtype, int64_t stride, int count) {
     int n = 0;
-    if (stride == 1) {
-        switch (dtype) {
-#if FA_CPU_REAL_BYTES == 4
-        case FA_F16: CONVERT_LOOP(v_load_f16((const uint16_t *)from + n)); break;
-        case FA_BF16: CONVERT_LOOP(v_load_bf16((const uint16_t *)from + n)); break;
-        case FA_F32: CONVERT_LOOP(v_load((const float *)from + n)); break;
-#else
-        case FA_F32: CONVERT_LOOP(v_load_f32((const float *)from + n)); break;
-        case FA_F64: CONVERT_LOOP(v_load((const double *)from + n)); break;
-#endif
-        case FA_BOOL: CONVERT_LOOP(v_load_mask((const uint8_t *)from + n)); break;
-        default: break;
-        }
-    }
+    for (; stride == 1 && n + LANES <= count; n += LANES) v_store(to + n, load_lanes(from, dtype, n));
     for (; n < count; n++) to[n] = load_one(from, dtype, n * stride);
 }
 
@@ -84,10 +83,14 @@ static void read_transposed(real *to, int pitch, const char *const rows[LANES], 
         for (int c = 0; c < count; c++) v_store(to + c * pitch, v_set1(factor * buffer[c]));
         return;
     }
-    for (int lane = 0; lane < LANES; lane++) read_row(buffer + lane * width, rows[lane], dtype, stride, count);
+    const int whole = stride == 1 ? count / LANES * LANES : 0; /* columns that need no buffer */
+    for (int lane = 0; lane < LANES && whole < count; lane++)
+        read_row(buffer + lane * width + whole, rows[lane] + whole * (int)fa_dtype_size(dtype), dtype, stride,
+                 count - whole);
     for (int first = 0; first < count; first += LANES) {
         vreal tile[LANES];
-        for (int lane = 0; lane < LANES; lane++) tile[lane] = v_load(buffer + lane * width + first);
+        for (int lane = 0; lane < LANES; lane++)
+            tile[lane] = first < whole ? load_lanes(rows[lane], dtype, first) : v_load(buffer + lane * width + first);
         v_transpose(tile);
         const int columns = count - first < LANES ? count - first : LANES;
         for (int c = 0; c < columns; c++) v_store(to + (first + c) * pitch, tile[c] * factor);

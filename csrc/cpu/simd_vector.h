@@ -125,14 +125,21 @@ INLINE vreal v_ldexp(vreal y, vpower power) { return y * (vreal)power; }
 
 /* ---- loads and stores that convert ---- */
 
-typedef uint8_t vbytes __attribute__((vector_size(LANES)));
+/* GCC's __builtin_convertvector widens integers lane by lane, hence the intrinsics. */
+
 #if FA_CPU_REAL_BYTES == 4
 typedef uint16_t vhalf __attribute__((vector_size(2 * LANES)));
 
 INLINE vreal v_load_bf16(const uint16_t *from) {
+#if FA_CPU_VECTOR_BYTES == 64
+    return (vreal)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif FA_CPU_VECTOR_BYTES == 32
+    return (vreal)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
     vhalf half;
     memcpy(&half, from, sizeof half);
     return (vreal)(__builtin_convertvector(half, vbits) << 16);
+#endif
 }
 
 INLINE void v_store_bf16(uint16_t *to, vreal value) {
@@ -178,9 +185,26 @@ INLINE vreal v_load_f32(const float *from) {
 
 /* 0 where the byte is set, -inf where it is zero. */
 INLINE vreal v_load_mask(const uint8_t *from) {
-    vbytes bytes;
+    const real excluded = -(real)INFINITY;
+#if FA_CPU_VECTOR_BYTES == 64 && FA_CPU_REAL_BYTES == 4
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
+    return (vreal)_mm512_maskz_mov_ps(_mm_testn_epi8_mask(bytes, bytes), (__m512)v_set1(excluded));
+#elif FA_CPU_VECTOR_BYTES == 64
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)from);
+    return (vreal)_mm512_maskz_mov_pd((__mmask8)_mm_testn_epi8_mask(bytes, bytes), (__m512d)v_set1(excluded));
+#elif FA_CPU_VECTOR_BYTES == 32 && FA_CPU_REAL_BYTES == 4
+    const vint wide = (vint)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+    return v_select(wide == 0, v_set1(excluded), v_set1(0));
+#elif FA_CPU_VECTOR_BYTES == 32
+    int32_t bytes;
     memcpy(&bytes, from, sizeof bytes);
-    return v_select(__builtin_convertvector(bytes, vint) == 0, v_set1(-(real)INFINITY), v_set1(0));
+    const vint wide = (vint)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bytes));
+    return v_select(wide == 0, v_set1(excluded), v_set1(0));
+#else
+    vreal value;
+    for (int n = 0; n < LANES; n++) value[n] = from[n] ? 0 : excluded;
+    return value;
+#endif
 }
 
 /* ---- transposition ---- */

@@ -1,0 +1,240 @@
+/* A block of query rows, FA_CPU_MR vectors wide, and its online softmax. For each tile of keys:
+ *   S^T = K Q^T                     (simd_gemm.h; Q holds the scale, so S is in units of log2)
+ *   softcap, bias, mask, window     (only where there are any)
+ *   m' = max(m, max S);  P = 2^(S - m');  l = l 2^(m - m') + sum P;  O^T = O^T 2^(m - m') + V^T P^T
+ * and at the end O / l and LSE = m ln 2 + ln l. A sink enters as a key of score sink and value 0 before the first.
+ *
+ * Each row's sums run over the keys in order within a tile, and a key that the row does not see adds an exact zero.
+ */
+#ifndef FA_CPU_SIMD_BLOCK_H
+#define FA_CPU_SIMD_BLOCK_H
+
+#include "cpu/cpu_simd.h"
+#include "cpu/simd_gemm.h"
+#include "cpu/simd_math.h"
+#include "cpu/simd_pack.h"
+
+#define BLOCK_ROWS (FA_CPU_MR * LANES)
+#define LOG2E      1.4426950408889634
+#define LN2        0.6931471805599453
+
+/* Rows [first_row, first_row + rows) of the task's numbering, in `mr` vectors; pitch of its arrays: mr * LANES. */
+typedef struct block {
+    int64_t first_row;
+    int rows, mr;
+    int64_t query[BLOCK_ROWS], head[BLOCK_ROWS]; /* of each lane; lanes past `rows` repeat the last row */
+    int64_t first_query, last_query;
+    int64_t key_begin, key_end; /* union of what its rows see through causal and window */
+    real *q;                    /* (D, pitch), times q_factor */
+    real *o;                    /* (Dv, pitch) */
+    real maximum[BLOCK_ROWS], sum[BLOCK_ROWS];
+} block;
+
+/* One thread's view of a task. The arrays below `block` lie in its scratch. */
+typedef struct work {
+    const fa_problem *p;
+    int64_t batch, head_kv, group;
+    bool contained; /* keep NaN and Inf of excluded keys away from each row, at some cost */
+    real q_factor;  /* folded into Q: the scores leave the product in log2 units, or ready for tanh */
+    real cap;       /* softcap in log2 units; 0: none */
+    int blocks;
+    block *block;      /* [blocks] */
+    real *scores;      /* (TILE_N, BLOCK_ROWS): S^T, then P^T */
+    real *bias, *mask; /* (TILE_N, BLOCK_ROWS) */
+    real *k, *v;       /* (TILE_N, D), (TILE_N, Dv): keys and values where they cannot be used in place */
+    real *buffer;      /* for simd_pack.h: LANES rows of max(D, Dv, TILE_N) */
+} work;
+
+/* One key tile as the products read it. */
+typedef struct key_tile {
+    int64_t begin, end;
+    const real *k, *v;
+    int64_t k_pitch, v_pitch;
+} key_tile;
+
+static const char *element(const fa_operand *operand, fa_dtype dtype, int64_t a, int64_t b, int64_t c) {
+    const int64_t *s = operand->stride;
+    return (const char *)operand->data + (a * s[0] + b * s[1] + c * s[2]) * (int64_t)fa_dtype_size(dtype);
+}
+
+/* ---- where a block begins and what it sees ---- */
+
+static const char *row_of(const work *w, const block *b, int lane, const fa_operand *operand, fa_dtype dtype) {
+    return element(operand, dtype, w->batch, b->head[lane], b->query[lane]);
+}
+
+static void block_begin(const work *w, block *b) {
+    const fa_problem *p = w->p;
+    const int pitch = b->mr * LANES;
+    for (int lane = 0; lane < pitch; lane++) {
+        const int64_t row = b->first_row + (lane < b->rows ? lane : b->rows - 1);
+        b->query[lane] = row / w->group;
+        b->head[lane] = w->head_kv * w->group + row % w->group;
+    }
+    b->first_query = b->query[0];
+    b->last_query = b->query[b->rows - 1];
+    const int64_t low = b->first_query + p->diagonal - p->left, high = b->last_query + p->diagonal + p->right + 1;
+    b->key_begin = low > p->key_begin ? low : p->key_begin;
+    b->key_end = high < p->key_end ? high : p->key_end;
+    for (int m = 0; m < b->mr; m++) {
+        const char *rows[LANES];
+        for (int lane = 0; lane < LANES; lane++) rows[lane] = row_of(w, b, m * LANES + lane, &p->q, p->dtype);
+        read_transposed(b->q + m * LANES, pitch, rows, p->dtype, p->q.stride[3], p->head_dim, w->q_factor, w->buffer);
+    }
+    memset(b->o, 0, (size_t)p->head_dim_v * (size_t)pitch * sizeof(real));
+    for (int lane = 0; lane < pitch; lane++) {
+        b->maximum[lane] = -(real)INFINITY;
+        b->sum[lane] = 0;
+        if (!p->sinks.data) continue;
+        const real sink = load_one(p->sinks.data, p->sinks_dtype, b->head[lane] * p->sinks.stride[0]);
+        b->maximum[lane] = sink * (real)LOG2E;
+        b->sum[lane] = sink == -(real)INFINITY ? 0 : 1;
+    }
+}
+
+/* ---- what is added to the scores ---- */
+
+/* (keys, pitch) of bias or mask under the block; a mask reads as 0 and -inf. */
+static void read_score_operand(const work *w, const block *b, const key_tile *t, const fa_operand *operand,
+                               fa_dtype dtype, real *to) {
+    const int64_t offset = t->begin * operand->stride[3] * (int64_t)fa_dtype_size(dtype);
+    for (int m = 0; m < b->mr; m++) {
+        const char *rows[LANES];
+        for (int lane = 0; lane < LANES; lane++) rows[lane] = row_of(w, b, m * LANES + lane, operand, dtype) + offset;
+        read_transposed(to + m * LANES, b->mr * LANES, rows, dtype, operand->stride[3], (int)(t->end - t->begin), 1,
+                        w->buffer);
+    }
+}
+
+static bool all_excluded(const real *mask, int count) {
+    vint seen = {0};
+    for (int n = 0; n < count; n += LANES) seen |= v_load(mask + n) == 0;
+    return !v_any(seen);
+}
+
+/* Applies softcap, bias, mask and window to S^T in place and gives the tile's maximum of each row. */
+static void adjust_scores(const work *w, const block *b, const key_tile *t, bool windowed, real *maximum) {
+    const fa_problem *p = w->p;
+    const int pitch = b->mr * LANES, keys = (int)(t->end - t->begin);
+    const vreal nothing = v_set1(-(real)INFINITY);
+    for (int m = 0; m < b->mr; m++) {
+        vint low = {0}, high = {0}; /* a lane sees keys [low, high) of the tile */
+        for (int lane = 0; lane < LANES && windowed; lane++) {
+            const int64_t centre = b->query[m * LANES + lane] + p->diagonal - t->begin;
+            const int64_t from = centre - p->left, to = centre + p->right + 1;
+            low[lane] = (integer)(from < 0 ? 0 : from > keys ? keys : from);
+            high[lane] = (integer)(to < 0 ? 0 : to > keys ? keys : to);
+        }
+        vreal top = nothing;
+        for (int n = 0; n < keys; n++) {
+            real *at = w->scores + n * pitch + m * LANES;
+            vreal s = v_load(at);
+            if (w->cap > 0) s = v_tanh_scaled(s) * w->cap;
+            if (p->bias.data) {
+                const vreal bias = v_load(w->bias + n * pitch + m * LANES);
+                s = v_select(bias == nothing, nothing, v_fma(bias, v_set1((real)LOG2E), s));
+            }
+            if (p->mask.data) s = v_select(v_load(w->mask + n * pitch + m * LANES) == 0, s, nothing);
+            if (windowed) s = v_select((low <= (integer)n) & (high > (integer)n), s, nothing);
+            top = v_max(s, top);
+            v_store(at, s);
+        }
+        v_store(maximum + m * LANES, top);
+    }
+}
+
+/* ---- one key tile against one block ---- */
+
+/* S^T -> P^T in place; m and l move on; decay[lane] is what O must be multiplied by. `maximum` is the tile's. */
+INLINE void soften(const int mr, block *b, real *scores, int keys, const real *maximum, real *decay, bool contained) {
+    vreal origin[FA_CPU_MR], sum[FA_CPU_MR];
+    UNROLL
+    for (int m = 0; m < mr; m++) {
+        const vreal before = v_load(b->maximum + m * LANES), top = v_max(v_load(maximum + m * LANES), before);
+        origin[m] = v_select(top == -(real)INFINITY, v_set1(0), top); /* a row without a key yet */
+        v_store(b->maximum + m * LANES, top);
+        v_store(decay + m * LANES, v_exp2(before - origin[m]));
+        sum[m] = v_set1(0);
+    }
+    for (int n = 0; n < keys; n++) {
+        UNROLL
+        for (int m = 0; m < mr; m++) {
+            real *at = scores + (n * mr + m) * LANES;
+            const vreal s = v_load(at);
+            vreal p = v_exp2(s - origin[m]);
+            if (contained) p = v_select(s == -(real)INFINITY, v_set1(-(real)0), p);
+            sum[m] += p;
+            v_store(at, p);
+        }
+    }
+    UNROLL
+    for (int m = 0; m < mr; m++)
+        v_store(b->sum + m * LANES, v_fma(v_load(b->sum + m * LANES), v_load(decay + m * LANES), sum[m]));
+}
+
+INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile *t, bool windowed) {
+    const fa_problem *p = w->p;
+    const int keys = (int)(t->end - t->begin), pitch = mr * LANES;
+    real maximum[BLOCK_ROWS], decay[BLOCK_ROWS];
+    for (int lane = 0; lane < pitch; lane++) maximum[lane] = -(real)INFINITY;
+    if (p->mask.data) {
+        read_score_operand(w, b, t, &p->mask, FA_BOOL, w->mask);
+        if (all_excluded(w->mask, keys * pitch)) return;
+    }
+    multiply_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scores, maximum);
+    if (p->bias.data) read_score_operand(w, b, t, &p->bias, p->bias_dtype, w->bias);
+    if (windowed || w->cap > 0 || p->bias.data || p->mask.data) adjust_scores(w, b, t, windowed, maximum);
+    if (w->contained) {
+        soften(mr, b, w->scores, keys, maximum, decay, true);
+        multiply_values_contained(mr, w->scores, t->v, t->v_pitch, keys, p->head_dim_v, b->o, decay);
+    } else {
+        soften(mr, b, w->scores, keys, maximum, decay, false);
+        multiply_values(mr, w->scores, t->v, t->v_pitch, keys, p->head_dim_v, b->o, decay);
+    }
+}
+
+static void block_step(const work *w, block *b, const key_tile *t, bool windowed) {
+    switch (b->mr) {
+#if FA_CPU_MR >= 4
+    case 4: block_step_of(4, w, b, t, windowed); break;
+#endif
+#if FA_CPU_MR >= 3
+    case 3: block_step_of(3, w, b, t, windowed); break;
+#endif
+#if FA_CPU_MR >= 2
+    case 2: block_step_of(2, w, b, t, windowed); break;
+#endif
+    default: block_step_of(1, w, b, t, windowed);
+    }
+}
+
+/* ---- results ---- */
+
+/* Normalises and writes a block. True when a NaN was met. */
+static bool block_end(const work *w, block *b) {
+    const fa_problem *p = w->p;
+    const int pitch = b->mr * LANES;
+    vint nan = {0};
+    for (int m = 0; m < b->mr; m++) {
+        const vreal sum = v_load(b->sum + m * LANES);
+        for (int c = 0; c < p->head_dim_v; c++) {
+            real *at = b->o + c * pitch + m * LANES;
+            const vreal value = v_select(sum == 0, v_set1(0), v_load(at) / sum);
+            nan |= value != value;
+            v_store(at, value);
+        }
+    }
+    for (int m = 0; m * LANES < b->rows; m++) {
+        const int lanes = b->rows - m * LANES < LANES ? b->rows - m * LANES : LANES;
+        char *rows[LANES];
+        for (int lane = 0; lane < lanes; lane++) rows[lane] = (char *)row_of(w, b, m * LANES + lane, &p->out, p->dtype);
+        write_transposed(rows, lanes, p->dtype, p->out.stride[3], b->o + m * LANES, pitch, p->head_dim_v, w->buffer);
+    }
+    for (int lane = 0; lane < b->rows && p->lse; lane++) {
+        const double lse = b->sum[lane] == 0 ? -INFINITY : b->maximum[lane] * LN2 + log(b->sum[lane]);
+        ((real *)p->lse)[(w->batch * p->heads + b->head[lane]) * p->seq_q + b->query[lane]] = (real)lse;
+    }
+    return v_any(nan);
+}
+
+#endif
