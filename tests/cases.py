@@ -291,7 +291,7 @@ def _hopper(case):
 
 
 def _hopper_split(case):
-    return _hopper(case) and case.head_dim <= 128 and case.seq_q <= 4 and not (case.window or case.softcap or case.sinks)
+    return _hopper(case) and case.head_dim <= 128 and case.visible_pairs() > 0
 
 
 _MUST_ACCEPT = {
