@@ -8,7 +8,7 @@ import sys
 
 from bench import report
 
-COMMANDS = ("gate",)
+COMMANDS = ("measure", "gate", "score", "references", "tune", "evidence")
 
 
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:

@@ -172,21 +172,17 @@ def _import_function(path: str, attribute: str) -> Callable:
         raise report.UsageError(f"candidate {path}:{attribute}: {error}") from error
 
 
-def build_row(source: Path, defines: dict[str, str] | None = None, target: Path | None = None) -> Path:
-    """Compiles one row's source file into a shared library of its own under build/bench, unless it is there already."""
+def build_row(source: Path, flags: tuple[str, ...] = (), folder: Path | None = None) -> Path:
+    """Compiles one row's source file into a shared library of its own (default: under build/bench); reuses what is up
+    to date. ``flags`` such as ``-DBLOCK_M=32`` make another variant, in a folder of its own."""
     from fa_ext import _build
 
     options = _build.options_from_environment()
-    options.defines = dict(defines or {})
     if source.suffix == ".cu" and options.nvcc is None:
         raise report.UsageError(f"{source} needs nvcc: set CUDA_HOME or put nvcc on PATH")
-    key = hashlib.sha256(source.read_bytes() + repr(sorted(options.defines.items())).encode()).hexdigest()[:12]
-    folder = ROOT / "build" / "bench" / f"{source.stem}-{key}"
-    target = target or folder / f"{source.stem}.so"
-    objects = [_build.compile_unit(unit, folder, options) for unit in _build.units_of(source.resolve())]
-    if not target.exists() or any(o.stat().st_mtime_ns > target.stat().st_mtime_ns for o in objects):
-        _build.link_shared(objects, target, options)
-    return target
+    key = hashlib.sha256(repr((str(source.resolve()), sorted(flags), options.archs)).encode()).hexdigest()[:12]
+    target = (folder or ROOT / "build" / "bench") / f"{source.stem}-{key}" / f"{source.stem}.so"
+    return _build.build_row(source.resolve(), target.resolve(), options, flags)
 
 
 def load_row(shared: Path) -> str:
@@ -195,5 +191,4 @@ def load_row(shared: Path) -> str:
         from fa_ext import _core
     except ImportError as error:
         raise report.UsageError(f"loading {shared} needs the compiled module: {error}") from error
-    loaded = _core.load(os.fspath(shared.resolve()))
-    return loaded if isinstance(loaded, str) else loaded[0]
+    return _core.load(os.fspath(shared.resolve()))

@@ -144,7 +144,7 @@ def _seeded(case: Case, seed: int) -> Case:
 
 def _watched(entrant: Contender, case: Case, device: Cpu | Cuda, cold: bool, bound: float, seed: int):
     watch, slots, results = _watch(entrant, case, device, cold, seed)
-    return watch, Keeper(slots, results, bound, seed)
+    return watch, Keeper(watch, slots, results, bound, seed)
 
 
 class Keeper:
@@ -153,27 +153,30 @@ class Keeper:
     # Slots looked at after a sample; drawn anew each time.
     LOOKS = 2
 
-    def __init__(self, slots: list[Operands], results: list[Any], bound: float, seed: int):
-        self.slots, self.results, self.bound = slots, results, bound
+    def __init__(self, watch: timer.Stopwatch, slots: list[Operands], results: list[Any], bound: float, seed: int):
+        self.watch, self.slots, self.results, self.bound = watch, slots, results, bound
         self.rng = np.random.default_rng([seed, 5])
         self.signs = [1.0] * len(slots)
         self.failures: list[str] = []
         self.samples = 0
-        self.expected: dict[int, np.ndarray] = {}
-        self.drawn: list[int] = []
-        for i in self.rng.choice(len(slots), size=min(8, len(slots)), replace=False):
-            slots[i].device.synchronize()
-            self.expected[int(i)] = to_host(results[i]).astype(np.float32)
-            judged = slots[i].judge(results[i])
-            if not judged.passed:
-                self.failures.append(f"first timed calls: {'; '.join(judged.failures)}")
+        self.expected: list[np.ndarray] = []
+        if watch.clock == "graph":
+            watch.launch()  # results of captured calls live in the graph's own memory
+        for i, operands in enumerate(slots):
+            if watch.clock != "graph":
+                watch.slots[i]()
+            operands.device.synchronize()
+            self.expected.append(to_host(results[i]).astype(np.float32))
+            judged = operands.judge(results[i])
+            if not judged.passed and not self.failures:
+                self.failures.append(f"before timing: {'; '.join(judged.failures)}")
 
     def around(self, sample: Callable[[], tuple[float, float]]) -> tuple[float, float]:
         """Poisons, flips the sign of V in a slot or two, takes the sample, looks at the results."""
-        watched = list(self.expected)
-        drawn = [watched[i] for i in self.rng.choice(len(watched), size=min(self.LOOKS, len(watched)), replace=False)]
+        upcoming = self.watch.upcoming()
+        drawn = self.rng.choice(upcoming, size=min(self.LOOKS, len(upcoming)), replace=False)
         for i in drawn:
-            if self.rng.random() < 0.5:
+            if self.samples == 0 or self.rng.random() < 0.5:
                 self.slots[i].negate_values()
                 self.signs[i] = -self.signs[i]
             self.slots[i].poison()

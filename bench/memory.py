@@ -23,11 +23,11 @@ LARGE_BYTE = 0x7B
 
 
 class Block:
-    """`nbytes` bytes on a device between two guard zones."""
+    """`nbytes` bytes on a device between two guard zones of at least `guard` bytes."""
 
-    def __init__(self, nbytes: int, device: Cpu | Cuda, guard_byte: int = NAN_BYTE):
+    def __init__(self, nbytes: int, device: Cpu | Cuda, guard_byte: int = NAN_BYTE, guard: int = GUARD_BYTES):
         self.nbytes, self.device, self.guard_byte = nbytes, device, guard_byte
-        total = nbytes + 2 * GUARD_BYTES + ALIGNMENT
+        total = nbytes + 2 * guard + ALIGNMENT
         if device.kind == "cpu":
             self.raw: Any = np.empty(total, np.uint8)
             address = self.raw.ctypes.data
@@ -37,7 +37,7 @@ class Block:
         else:
             self.raw = device.cupy.empty(total, dtype=np.uint8)
             address = self.raw.data.ptr
-        self.begin = GUARD_BYTES + (-(address + GUARD_BYTES)) % ALIGNMENT
+        self.begin = guard + (-(address + guard)) % ALIGNMENT
         self.end = self.begin + nbytes
         self.fill_guards(guard_byte)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.device import Cpu, Cuda
-from bench.memory import NAN_BYTE, Block, numpy_dtype, to_host
+from bench.memory import GUARD_BYTES, NAN_BYTE, Block, numpy_dtype, to_host
 from bench.problems import Case
 
 if TYPE_CHECKING:
@@ -26,13 +26,14 @@ class Operands:
     With `on_device` the inputs are drawn on the GPU (normal values, no bias, mask or sinks): for timing large problems.
     """
 
-    def __init__(self, case: Case, device: Cpu | Cuda, guard_byte: int = NAN_BYTE, on_device: bool = False):
-        self.case, self.device = case, device
+    def __init__(self, case: Case, device: Cpu | Cuda, guard_byte: int = NAN_BYTE, on_device: bool = False,
+                 guard: int = GUARD_BYTES):  # fmt: skip
+        self.case, self.device, self.guard = case, device, guard
         self.on_device = on_device and device.kind == "cuda" and not (case.bias or case.mask or case.sinks)
         self.blocks: dict[str, Block] = {}
         self.shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-        self.host: dict[str, np.ndarray] = {}
         self._views: dict[tuple[str, str], Any] = {}
+        self._judged_by: Any = None
         if self.on_device:
             for name, shape in (("q", case.q_shape), ("k", case.k_shape), ("v", case.v_shape)):
                 self._new(name, shape, case.dtype, guard_byte)
@@ -44,7 +45,7 @@ class Operands:
 
     def _new(self, name: str, shape: tuple[int, ...], dtype: str, guard_byte: int) -> None:
         nbytes = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
-        self.blocks[name] = Block(nbytes, self.device, guard_byte)
+        self.blocks[name] = Block(nbytes, self.device, guard_byte, self.guard)
         self.shapes[name] = (tuple(shape), dtype)
 
     # ---- contents ----
@@ -54,11 +55,10 @@ class Operands:
         self.case = dataclasses.replace(self.case, seed=seed, values=values or self.case.values)
         if self.on_device:
             _fill_normal(self, seed)
-            self.host = {}
         else:
-            self.host = _host_arrays(self.case)
-            for name, array in self.host.items():
+            for name, array in _host_arrays(self.case).items():
                 self.blocks[name].fill(array)
+        self._judged_by = None
         self.poison()
         self.digests = {name: block.digest() for name, block in self._inputs()} if not self.on_device else {}
 
@@ -76,6 +76,7 @@ class Operands:
         raw = self.blocks["v"].inside
         sign = raw[size - 1 :: size]  # the byte that holds the sign, little-endian
         sign ^= 0x80
+        self._judged_by = None
         if self.digests:
             self.digests["v"] = self.blocks["v"].digest()
 
@@ -106,48 +107,53 @@ class Operands:
 
     # ---- the judge ----
 
-    def judge(self, result: Any, seed: int = 0) -> Report:
+    def judge(self, result: Any) -> Report:
         """`result`, an array of any library in the case's layout, against float64 on the current inputs."""
-        from fa_ext import reference
-        from fa_ext.verify import judge, spread
+        from fa_ext.verify import judge
 
-        case = self.case
-        on_gpu = self.device.kind == "cuda" and self.device.cupy is not None
-        rows = self._drawn_rows(seed, CHECK_FLOPS_GPU if on_gpu else CHECK_FLOPS_CPU)
-        if on_gpu:
-            xp = self.device.cupy
-            inputs = {name: self._as_cupy(name) for name, _ in self._inputs()}
-            got = _values_on_gpu(result, case.dtype, xp)
-        else:
-            xp = np
-            inputs = self.host or {name: self._as_numpy(name) for name, _ in self._inputs()}
-            got = to_host(result)
+        case, xp = self.case, self._xp()
+        got = _values_on_gpu(result, case.dtype, xp) if xp is not np else to_host(result)
         if tuple(got.shape) != tuple(case.out_shape):
             raise WrongResult(f"the result has shape {tuple(got.shape)}, the problem asks for {tuple(case.out_shape)}")
-        options = case.options()
-        arrays = {name: inputs[name] for name in ("q", "k", "v")}
-        extra = {name: inputs[name] for name in ("bias", "mask", "sinks") if name in inputs}
-        truth = reference.attention(*arrays.values(), **extra, **options, rows=rows, xp=xp)
-        plain = reference.plain(*arrays.values(), **extra, **options, rows=rows, xp=xp, dtype=case.dtype)
-        exempt = None
+        rows, truth, plain, exempt = self._truth()
         if rows is not None:
             # Only drawn rows meet the reference; all others must at least have been written.
             if case.values == "normal" and not bool(xp.isfinite(got.astype(xp.float32)).all()):
                 raise WrongResult("the result holds NaN or Inf (unwritten?)")
-            axis = 1 if case.layout == "bshd" else 2
-            got = xp.take(got, xp.asarray(rows), axis=axis)
-        elif case.values in ("nan_tail", "nan_outside"):
-            exempt = spread(inputs["k"].astype(xp.float32), inputs["v"].astype(xp.float32), truth[0], case.layout,
-                                   case.causal, case.window)  # fmt: skip
+            got = xp.take(got, xp.asarray(rows), axis=1 if case.layout == "bshd" else 2)
         return judge(got, None, truth, plain, case.dtype, layout=case.layout, exempt=exempt)
 
-    def _drawn_rows(self, seed: int, budget: float):
+    def _xp(self) -> Any:
+        """The module in which the reference is computed."""
+        return self.device.cupy if self.device.kind == "cuda" and self.device.cupy else np
+
+    def _truth(self) -> tuple[Any, Any, Any, Any]:
+        """(queries drawn or None for all, reference, plain, exempt) of the current inputs, computed once."""
+        if self._judged_by is None:
+            from fa_ext import reference
+            from fa_ext.verify import spread
+
+            case, xp = self.case, self._xp()
+            as_array = self._as_numpy if xp is np else self._as_cupy
+            inputs = {name: as_array(name) for name, _ in self._inputs()}
+            rows = self._drawn_rows(CHECK_FLOPS_CPU if xp is np else CHECK_FLOPS_GPU)
+            options = case.options()
+            truth = reference.attention(**inputs, **options, rows=rows, xp=xp)
+            plain = reference.plain(**inputs, **options, rows=rows, xp=xp, dtype=case.dtype)
+            exempt = None
+            if rows is None and case.values in ("nan_tail", "nan_outside"):
+                k, v = (inputs[name].astype(xp.float32) for name in "kv")
+                exempt = spread(k, v, truth[0], case.layout, case.causal, case.window)
+            self._judged_by = (rows, truth, plain, exempt)
+        return self._judged_by
+
+    def _drawn_rows(self, budget: float) -> np.ndarray | None:
         case = self.case
         per_row = 4.0 * case.batch * case.heads * max(case.seq_k, 1) * (case.head_dim + case.head_dim_v)
         count = int(budget / max(per_row, 1.0))
         if count >= case.seq_q:
             return None
-        rng = np.random.default_rng([seed, 11])
+        rng = np.random.default_rng([case.seed, 11])
         drawn = rng.choice(case.seq_q, size=max(16, min(count, case.seq_q)), replace=False)
         return np.unique(np.concatenate((drawn, [0, case.seq_q - 1])))
 

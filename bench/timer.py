@@ -28,7 +28,6 @@ class Stopwatch:
                  sample_seconds: float | None = None):  # fmt: skip
         self.slots, self.device = list(slots), device
         self.note: str | None = None
-        self.calls = len(self.slots)
         self._replay: Any = None
         if device.kind == "cpu" or timing == "wall":
             self.clock = "host clock"
@@ -38,25 +37,29 @@ class Stopwatch:
             self.clock = "graph"
         once = self._warm_up()
         target = sample_seconds or SAMPLE_SECONDS[self.clock]
-        turns = max(1, round(target / max(once, 1e-7)))
+        wanted = max(1, round(target / max(once, 1e-7)))
+        self.calls, self.turns, self._next = wanted, 1, 0
         if self.clock == "graph":
-            self.calls = max(1, min(MAX_GRAPH_CALLS // len(self.slots), turns // len(self.slots))) * len(self.slots)
+            # Every slot is in the graph, so that each replay goes through all of them.
+            count = len(self.slots)
+            self.calls = count * max(1, min(MAX_GRAPH_CALLS, wanted) // count)
             self._capture()
-            once = self._warm_up_graph() if self._replay else once
-        self.turns = max(1, round(target / max(once * self.calls, 1e-7)))
-        if self.clock != "graph":
-            self.calls, self.turns = max(len(self.slots), turns), 1
+        if self._replay:
+            self.turns = max(1, round(target / max(self._warm_up_graph() * self.calls, 1e-7)))
+        else:
+            self.calls = wanted
 
     def _warm_up(self) -> float:
-        """Calls every slot twice and returns the seconds a call takes the second time."""
+        """Calls the slots (on the CPU one of them) twice and returns the seconds a call takes the second time."""
+        slots = self.slots if self.device.kind == "cuda" else self.slots[:1]
         seconds = 0.0
         for _ in range(2):
             self.device.synchronize()
             began = _now()
-            for slot in self.slots:
+            for slot in slots:
                 slot()
             self.device.synchronize()
-            seconds = (_now() - began) * 1e-9 / len(self.slots)
+            seconds = (_now() - began) * 1e-9 / len(slots)
         return seconds
 
     def _capture(self) -> None:
@@ -85,9 +88,16 @@ class Stopwatch:
             for _ in range(self.turns):
                 self._replay()
             return
-        slots, count = self.slots, len(self.slots)
-        for i in range(self.calls):
+        slots, count, begin = self.slots, len(self.slots), self._next
+        for i in range(begin, begin + self.calls):
             slots[i % count]()
+        self._next = (begin + self.calls) % count
+
+    def upcoming(self) -> list[int]:
+        """Slots that the next sample will call."""
+        if self._replay:
+            return list(range(len(self.slots)))
+        return sorted({i % len(self.slots) for i in range(self._next, self._next + min(self.calls, len(self.slots)))})
 
     @property
     def launches(self) -> int:

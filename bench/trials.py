@@ -74,7 +74,7 @@ def run_trial(contender: Contender, operands: Operands, found: Checked) -> list[
         if device.kind == "cuda":
             # Its own stream alone: what still runs elsewhere is late, and is seen as unwritten.
             device.wait_for_stream()
-        judged = operands.judge(result, operands.case.seed)
+        judged = operands.judge(result)
     except WrongResult as error:
         return [str(error)]
     except Exception as error:  # a candidate may raise anything; that is its result

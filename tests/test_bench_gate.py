@@ -13,6 +13,13 @@ CASE = "B1,H2,S80x90,D32,float32"
 QUICK = {"rounds": 24, "seconds": 3.0, "seed": 3}
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Tiny problems: threads of the workers' libraries would only wait for each other."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+
+
 def judge(name, case=CASE, baselines=("numpy",), limit=0.95, time_limit=60.0, **options):
     return gate.judge_one(f"{CHEATS}:{name}", case, "cpu", list(baselines), limit, time_limit, **{**QUICK, **options})
 

@@ -1,0 +1,86 @@
+"""What this machine reaches on plain work: a large matrix product by dtype, a large copy. Measured, not looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench import device as devices
+from bench.device import Cpu, Cuda
+from bench.timer import Stopwatch
+
+SAMPLES = 12
+
+
+def measure(device: str, dtypes: list[str], tell: Callable[[Any], None] = print) -> dict[str, Any]:
+    """{"gemm_tflops": {dtype: best of 12 samples}, "copy_gbs": read plus written, "read_gbs": a sum}."""
+    target = devices.open_device(device)
+    found: dict[str, Any] = {"gemm_tflops": {}}
+    with target.working():
+        for dtype in dtypes:
+            size, product = _product(target, dtype)
+            if product:
+                found["gemm_tflops"][dtype] = 2 * size**3 / _best(product, target) / 1e12
+        nbytes = (1 << 30) if device == "cuda" else (1 << 27)
+        copy, read = _streams(target, nbytes)
+        found["copy_gbs"] = 2 * nbytes / _best(copy, target) / 1e9
+        found["read_gbs"] = nbytes / _best(read, target) / 1e9
+    return found
+
+
+def _best(work: Callable[[], Any], device: Cpu | Cuda) -> float:
+    watch = Stopwatch([work], device)
+    return min(watch.sample() for _ in range(SAMPLES))
+
+
+def _product(device: Cpu | Cuda, dtype: str) -> tuple[int, Callable[[], Any] | None]:
+    if device.kind == "cpu":
+        size = 1024
+        if dtype not in ("float32", "float64"):
+            return size, None
+        a, b = (np.random.default_rng(i).standard_normal((size, size)).astype(dtype) for i in range(2))
+        c = np.empty_like(a)
+        return size, lambda: np.matmul(a, b, out=c)
+    size = 4096 if dtype == "float32" else 8192
+    if device.torch:
+        torch = device.torch
+        x, y = (torch.randn(size, size, device="cuda", dtype=getattr(torch, dtype)) for _ in range(2))
+        z = torch.empty_like(x)
+        return size, lambda: torch.matmul(x, y, out=z)
+    if dtype == "bfloat16":
+        return size, None
+    xp = device.cupy
+    p, q = (xp.random.standard_normal((size, size), dtype=xp.float32).astype(dtype) for _ in range(2))
+    r = xp.empty_like(p)
+    return size, lambda: xp.matmul(p, q, out=r)
+
+
+def _streams(device: Cpu | Cuda, nbytes: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    count = nbytes // 4
+    if device.kind == "cpu":
+        source = np.ones(count, np.float32)
+        target = np.empty_like(source)
+        return lambda: np.copyto(target, source), source.sum
+    if device.torch:
+        torch = device.torch
+        held = torch.ones(count, device="cuda")
+        copied = torch.empty_like(held)
+        return lambda: copied.copy_(held), held.sum
+    xp = device.cupy
+    held = xp.ones(count, np.float32)
+    copied = xp.empty_like(held)
+    return lambda: xp.copyto(copied, held), held.sum
+
+
+def share(case: Any, seconds: float, ceilings: dict[str, Any]) -> tuple[float, str] | None:
+    """(share of the ceiling that binds, "gemm" or "copy"): the larger of the two. None where nothing was measured."""
+    shares = []
+    gemm = ceilings.get("gemm_tflops", {}).get(case.dtype)
+    if gemm:
+        shares.append((case.flops() / seconds / 1e12 / gemm, "gemm"))
+    bandwidth = max(ceilings.get("copy_gbs") or 0, ceilings.get("read_gbs") or 0)
+    if bandwidth:
+        shares.append((case.bytes() / seconds / 1e9 / bandwidth, "bandwidth"))
+    return max(shares, default=None)

@@ -1,0 +1,114 @@
+"""Which reference is off, and by how much? Each framework backend against float64 on the same inputs.
+
+A kernel that "differs from SDPA" may be the one that is right. This prints, for the versions installed, the largest and
+the relative Frobenius error of every backend, and whether it keeps to the bounds that rows of fa_ext are held to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import contender, isolation, machine, peers, problems, report
+from bench import device as devices
+from bench.operands import Operands, WrongResult
+from bench.problems import Case
+
+SUMMARY = "errors of each framework backend against float64"
+# Ordinary inputs, and those on which implementations part: large scores, a common offset of V, growing maxima.
+VALUES = ("normal", "large", "offset", "sorted")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", action="append", help="a problem by its line (repeatable)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    parser.add_argument("--rows", action="store_true", help="rows of fa_ext beside the peers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="write the errors to this JSON file")
+
+
+def default_cases(device: str) -> list[Case]:
+    dtypes = ("float16", "bfloat16", "float32")
+    sizes = ((1, 8, 512, 64), (2, 8, 1024, 128)) if device == "cuda" else ((1, 4, 256, 64),)
+    return [
+        Case(b, h, h, s, s, d, dtype=t, causal=causal)
+        for b, h, s, d in sizes for t in dtypes for causal in (False, True)
+    ]  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    device = args.device or ("cuda" if devices.has_gpu() else "cpu")
+    cases = [problems.parse(text) for text in args.case] if args.case else None
+    document = collect(device, cases, args.rows, args.seed, args.json)
+    if args.output:
+        report.write_json(args.output, document)
+    if args.json:
+        report.print_json(document)
+    else:
+        show(document)
+    return 0
+
+
+def collect(device: str, cases: list[Case] | None = None, rows: bool = False, seed: int = 0, quiet: bool = False) -> dict:
+    """{"errors": [one entry a problem, inputs and backend], "versions": ...}."""
+    target = devices.open_device(device)
+    found, missing = peers.available(target)
+    names = [p.name for p in found] + (list(contender.compiled_rows(target)) if rows else [])
+    document: dict[str, Any] = {"context": machine.context(device), "missing_peers": missing, "errors": []}
+    cases = cases or default_cases(device)
+    progress = report.Progress(len(cases), quiet)
+    with isolation.Worker() as worker:
+        for case in cases:
+            arguments = {"case": str(case), "device": device, "names": names, "seed": seed}
+            outcome = worker.call("bench.references:errors", arguments, 300)
+            document["errors"] += outcome.value if outcome.ok else [{"case": str(case), "refused": outcome.reason}]
+            progress.step(str(case))
+    return document
+
+
+def errors(case: str, device: str, names: list[str], seed: int, tell: Callable[[Any], None] = print) -> list[dict]:
+    """One problem with each kind of inputs: what each contender errs by."""
+    target = devices.open_device(device)
+    found = []
+    for values in VALUES:
+        with target.working():
+            operands = Operands(dataclasses.replace(Case.parse(case), values=values, seed=seed), target)
+            for name in names:
+                entrant = contender.open_contender(name, target)
+                entry: dict[str, Any] = {"case": case, "values": values, "name": name}
+                found.append(entry)
+                refusal = entrant.refuses(operands.case)
+                if refusal:
+                    entry["refused"] = refusal
+                    continue
+                try:
+                    operands.poison()
+                    result = entrant.bind(operands)()
+                    target.synchronize()
+                    judged = operands.judge(result)
+                except WrongResult as error:
+                    entry["refused"] = f"WRONG: {error}"
+                except Exception as error:  # libraries say "not supported" with whatever exception they like
+                    entry["refused"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+                else:
+                    entry |= {"max_abs": judged.max_abs, "bound": judged.max_abs_bound, "frobenius": judged.frobenius,
+                              "plain": judged.plain_frobenius, "within": judged.passed,
+                              "worst": judged.worst}  # fmt: skip
+    return found
+
+
+def show(document: dict) -> None:
+    rows = [
+        [e["case"], e["values"], e["name"], e["frobenius"], e["max_abs"], e["bound"], e["plain"],
+         "yes" if e["within"] else "NO"]
+        for e in document["errors"] if "frobenius" in e
+    ]  # fmt: skip
+    columns = ("problem", "inputs", "backend", "Frobenius", "max abs", "bound", "plain's Frobenius", "within")
+    versions = ", ".join(f"{k} {v}" for k, v in document["context"]["versions"].items())
+    report.table(f"errors against float64 ({versions})", columns, rows)
+    for e in document["errors"]:
+        if "refused" in e and e.get("values", "normal") == "normal":
+            print(f"  {e.get('name', '')} {e['case']}: {e['refused']}")

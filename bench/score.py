@@ -1,0 +1,133 @@
+"""KernelBench's measure over attention problems: fast_p is the share that is correct and more than p times as fast.
+
+108 problems (head_dim 64, 80, 96 and 128; full and causal; float16, bfloat16, float32; 36 of them with at least 1024
+queries). A problem counts as correct when all five trials pass, with fresh seeds, fresh pointers, poisoned outputs and
+hashed inputs, when every checked timed call gave the right result, and when the trials pass again after timing. Beside
+the bounds of the contract, a problem whose judge would accept zeros or the mean of V is refused as meaningless. fast_p
+uses a strict >, p in 0, 0.5, 0.8, 1, 1.5, 2; the baseline is the fastest of those that run the problem.
+
+  python -m bench score cpu_simd --filter S128
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import device as devices
+from bench import gate, isolation, machine, problems, report
+from bench.operands import Operands, trivial_answers
+from bench.problems import Case
+
+SUMMARY = "KernelBench's fast_p over 108 attention problems"
+THRESHOLDS = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
+# Five trials, as KernelBench runs; two kinds of inputs on which shortcuts show.
+TRIALS = ["normal", "normal", "sorted", "normal", "large"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("candidate", help="as in bench gate")
+    parser.add_argument("--baseline", action="append", help="contender to compare with (repeatable; the fastest counts)")
+    parser.add_argument("--filter", default="", help="regular expression that a problem's line must contain")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th problem")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for the rounds of one problem (1)")
+    parser.add_argument("--time-limit", type=float, default=120.0, help="seconds until a problem counts as hung (120)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    parser.add_argument("--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes")
+    parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same sources and candidate")
+    parser.add_argument("--fresh", action="store_true", help="do not resume")
+
+
+def run(args: argparse.Namespace) -> int:
+    device = args.device or ("cuda" if devices.has_gpu() else "cpu")
+    chosen = [c for c in problems.scored(device) if re.search(args.filter, str(c))][:: args.every]
+    if not chosen:
+        raise report.UsageError(f"no problem matches {args.filter!r}")
+    document = score(
+        args.candidate, device, chosen, args.baseline or gate.default_baselines(device), args.seconds, args.time_limit,
+        args.seed, args.arrays, args.output, args.fresh, quiet=args.json,
+    )  # fmt: skip
+    if args.json:
+        report.print_json(document)
+    else:
+        show(document)
+    return 0
+
+
+def score(
+    candidate: str, device: str, chosen: list[Case], baselines: list[str], seconds: float, time_limit: float, seed: int = 0,
+    arrays: str | None = None, output: Path | None = None, fresh: bool = False, quiet: bool = False,
+) -> dict:  # fmt: skip
+    """Scores every problem that `output` does not hold yet. A crash or a hang costs its own problem only."""
+    context = machine.context(device)
+    identity = {"command": "score", "candidate": candidate, "content": _content(candidate), "digest": context["digest"],
+                "device": device, "baselines": baselines, "seed": seed}  # fmt: skip
+    results = report.Results(output, identity, context, fresh)
+    todo = [case for case in chosen if str(case) not in results.cells]
+    progress = report.Progress(len(todo), quiet)
+    for case in todo:
+        found = score_one(candidate, str(case), device, baselines, seconds, time_limit, seed, arrays)
+        results.add(str(case), found)
+        speedup = f", {found['speedup']:.2f}x" if found["speedup"] else ""
+        progress.step(f"{case}: {'correct' if found['correct'] else 'WRONG: ' + found['failures'][0]}{speedup}")
+    document = results.document
+    document["fast"] = fast_p([document["cells"][str(case)] for case in chosen])
+    results.save()
+    return document
+
+
+def score_one(candidate: str, case: str, device: str, baselines: list[str], seconds: float, time_limit: float, seed: int,
+              arrays: str | None = None) -> dict:  # fmt: skip
+    """{correct, failures, speedup over the fastest baseline or None, baseline, microseconds}."""
+    meaning = isolation.call_once("bench.score:meaningless", {"case": case, "device": device, "seed": seed}, time_limit)
+    if not meaning.ok or meaning.value:
+        why = meaning.value or meaning.reason
+        return {"case": case, "correct": False, "failures": [f"meaningless problem: {why}"], "speedup": None, "us": None}
+    # A worker of its own each time: what a candidate did to its process must not reach the next problem.
+    found = gate.judge_one(candidate, case, device, baselines, 1.0, time_limit, arrays=arrays, rounds=100,
+                           seconds=seconds, seed=seed, values=TRIALS, cold=device == "cuda")  # fmt: skip
+    times, base = found.get("seconds", {}), found["baseline"]
+    speedup = times[base] / times[candidate] if found["correct"] and base else None
+    return {"case": case, "correct": found["correct"], "failures": found["failures"], "speedup": speedup, "baseline": base,
+            "us": {name: s * 1e6 for name, s in times.items()}, "ratio": found.get("ratios", {}).get(base)}  # fmt: skip
+
+
+def meaningless(case: str, device: str, seed: int, tell: Callable[[Any], None] = print) -> str | None:
+    """Which answer that needs no attention the judge would accept; None when it refuses them all."""
+    import dataclasses
+
+    target = devices.open_device("cpu")
+    del device  # the judge is the same on both
+    operands = Operands(dataclasses.replace(problems.parse(case), seed=seed, heads=1, heads_kv=1, batch=1), target)
+    accepted = [name for name, answer in trivial_answers(operands).items() if operands.judge(answer).passed]
+    return ", ".join(accepted) or None
+
+
+def fast_p(scored: list[dict]) -> dict[str, float]:
+    """Share of problems that are correct with a speedup strictly over p; p = 0 counts every correct one."""
+    total = max(1, len(scored))
+    return {
+        f"fast_{p:g}": sum(s["correct"] and (p == 0 or (s["speedup"] or 0.0) > p) for s in scored) / total
+        for p in THRESHOLDS
+    }
+
+
+def _content(candidate: str) -> str | None:
+    """A hash of the candidate's file, so that an edited candidate is scored anew."""
+    import hashlib
+
+    path = Path(candidate.rpartition(":")[0] if ".py:" in candidate else candidate)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else None
+
+
+def show(document: dict) -> None:
+    cells = list(document["cells"].values())
+    rows = [[c["case"], "yes" if c["correct"] else "NO", c["speedup"], c.get("baseline"),
+             "" if c["correct"] else c["failures"][0][:90]] for c in cells]  # fmt: skip
+    candidate = document["identity"]["candidate"]
+    report.table(f"{candidate} on {len(cells)} problems", ("problem", "correct", "speedup", "baseline", "why not"), rows)
+    print("  ".join(f"{name} {100 * share:.1f}%" for name, share in document["fast"].items()))

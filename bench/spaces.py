@@ -1,0 +1,125 @@
+"""What the tuner may vary: for each row its macros, their values, and what rules a combination out before it is compiled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.machine import ROOT
+
+Config = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Space:
+    """The search space of one row. `limits` are (what it says, what must hold)."""
+
+    row: str
+    source: Path
+    device: str
+    parameters: dict[str, tuple[int, ...]]
+    hand_set: Config  # the source's own choice for `case`: where the search starts and what it must beat
+    case: str
+    fixed: Config = field(default_factory=dict)
+    limits: tuple[tuple[str, Callable[[Config], bool]], ...] = ()
+
+    def excluded(self, config: Config) -> str | None:
+        """Which limit a configuration breaks; None when it may be compiled."""
+        return next((text for text, holds in self.limits if not holds({**self.fixed, **config})), None)
+
+    def configs(self) -> list[Config]:
+        """Every configuration within the limits."""
+        every = (dict(zip(self.parameters, values)) for values in itertools.product(*self.parameters.values()))
+        return [config for config in every if self.excluded(config) is None]
+
+    def flags(self, config: Config) -> tuple[str, ...]:
+        return tuple(f"-D{name}={value}" for name, value in {**self.fixed, **config}.items())
+
+
+def label(config: Config) -> str:
+    """``BLOCK_M=64 BLOCK_N=32``."""
+    return " ".join(f"{name}={value}" for name, value in config.items())
+
+
+# ---- simt ----
+
+
+def _simt_shared_bytes(c: Config) -> int:
+    row = c["HEAD_DIM"] + 4
+    group = (2 if c["SYNC_POLICY"] & 1 else 1) * c["BLOCK_N"] * row + c["BLOCK_M"] * (c["BLOCK_N"] + 4)
+    group += c["BLOCK_M"] * 8 if c["REDUCE"] else 0
+    return 4 * (c["BLOCK_M"] * row + c["KEY_GROUPS"] * group)
+
+
+def _simt_lane(c: Config) -> tuple[int, int, int]:
+    """Query rows, keys and groups of four output columns that one lane holds."""
+    return c["BLOCK_M"] // (c["NUM_WARPS"] // c["KEY_GROUPS"]) // 4, c["BLOCK_N"] // 8, c["HEAD_DIM"] // 32
+
+
+def _simt_registers(c: Config) -> int:
+    """Accumulators of a lane, and about 60 for addresses, state and operands."""
+    rows, keys, quads = _simt_lane(c)
+    return rows * keys + 4 * rows * quads + 2 * rows + 60
+
+
+SIMT = Space(
+    row="simt",
+    source=ROOT / "kernels" / "simt.cu",
+    device="cuda",
+    case="B1,H8,S512,D64,float16",
+    parameters={
+        "BLOCK_M": (16, 32, 64, 128),
+        "BLOCK_N": (16, 32, 64, 128),
+        "NUM_WARPS": (2, 4, 8),
+        "KEY_GROUPS": (1, 2, 4),
+        "SYNC_POLICY": (0, 1, 2, 3),
+        "VEC_WIDTH": (0, 4),
+        "REDUCE": (0, 1),
+        "MIN_BLOCKS": (1, 2, 3),
+    },
+    hand_set={"BLOCK_M": 32, "BLOCK_N": 64, "NUM_WARPS": 4, "KEY_GROUPS": 1, "SYNC_POLICY": 3, "VEC_WIDTH": 0, "REDUCE": 0,
+              "MIN_BLOCKS": 1},
+    fixed={"HEAD_DIM": 64},
+    limits=(
+        ("KEY_GROUPS divides NUM_WARPS", lambda c: c["NUM_WARPS"] % c["KEY_GROUPS"] == 0),
+        (
+            "BLOCK_M is a multiple of 4 NUM_WARPS / KEY_GROUPS",
+            lambda c: c["BLOCK_M"] % (4 * c["NUM_WARPS"] // c["KEY_GROUPS"]) == 0,
+        ),
+        ("at most 1024 threads", lambda c: c["NUM_WARPS"] * 32 <= 1024),
+        ("at most 227 KB of shared memory", lambda c: _simt_shared_bytes(c) <= 227 * 1024),
+        (
+            "registers of MIN_BLOCKS thread blocks fit a multiprocessor, at most 255 a thread",
+            lambda c: _simt_registers(c) <= min(255, 65536 // (32 * c["NUM_WARPS"] * c["MIN_BLOCKS"])),
+        ),
+        ("shared memory of MIN_BLOCKS thread blocks fits", lambda c: c["MIN_BLOCKS"] * _simt_shared_bytes(c) <= 227 * 1024),
+        ("at least two rows a lane", lambda c: _simt_lane(c)[0] >= 2),
+    ),
+)
+
+# ---- cpu_simd ----
+
+CPU_SIMD = Space(
+    row="cpu_simd",
+    source=ROOT / "csrc" / "cpu" / "cpu_simd.c",
+    device="cpu",
+    case="B1,H8,S512,D64,float32",
+    parameters={
+        "FA_CPU_MR": (1, 2, 3, 4),
+        "FA_CPU_NR": (2, 3, 4, 6, 8, 12),
+        "FA_CPU_TILE_N": (32, 48, 64, 96, 128, 192),
+        "FA_CPU_TILE_M": (64, 128, 256, 512),
+    },
+    hand_set={"FA_CPU_MR": 4, "FA_CPU_NR": 6, "FA_CPU_TILE_N": 96, "FA_CPU_TILE_M": 256},
+    limits=(
+        ("a register block fits 32 vector registers", lambda c: c["FA_CPU_MR"] * (c["FA_CPU_NR"] + 1) + 1 <= 32),
+        (
+            "scores of a block and a tile of keys share 48 KB (float32, head_dim 64)",
+            lambda c: 4 * c["FA_CPU_TILE_N"] * (16 * c["FA_CPU_MR"] + 64) <= 2 * 48 * 1024,
+        ),
+    ),
+)
+
+SPACES = {space.row: space for space in (SIMT, CPU_SIMD)}

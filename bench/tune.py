@@ -1,0 +1,197 @@
+"""Search over a row's compile-time parameters: build, check against float64, time beside the hand-set configuration.
+
+Combinations that cannot work (shared memory, registers, threads) are ruled out before they are compiled. Each variant is
+checked and timed in a worker with a time limit, so that one that crashes or hangs is a counted failure. Evaluations are
+cached by sources, flags, compiler, driver and machine, and a run that was interrupted carries on. The best three are
+timed again at length against the hand-set configuration; it is replaced only by one that is surely faster.
+
+  python -m bench tune cpu_simd --evaluations 40
+  python -m bench tune simt --build variants --sample 40        (on a machine with nvcc)
+  python -m bench tune simt --measure variants                  (on a machine with a GPU)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from bench import device as devices
+from bench import isolation, machine, report, search, variants
+from bench.spaces import SPACES, Config, Space, label
+
+SUMMARY = "search over a row's compile-time parameters"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("row", choices=sorted(SPACES), help="the row to tune")
+    parser.add_argument("--strategy", default="genetic_algorithm", help="a strategy of kernel_tuner (genetic_algorithm)")
+    parser.add_argument("--evaluations", type=int, default=48, help="variants at most (48)")
+    parser.add_argument("--time", type=float, default=3600.0, help="seconds at most (3600)")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds until a variant counts as hung (60)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="paired rounds of one variant (2)")
+    parser.add_argument("--final-seconds", type=float, default=10.0, help="paired rounds of each of the best three (10)")
+    parser.add_argument("--case", help="the problem to tune for (default: the row's own)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--build", type=Path, metavar="FOLDER", help="only compile, into this folder")
+    parser.add_argument("--sample", type=int, help="with --build: so many random configurations instead of all")
+    parser.add_argument("--measure", type=Path, metavar="FOLDER", help="only measure what --build left in this folder")
+    parser.add_argument("--output", type=Path, help="history as JSON (default build/bench/tune-<row>.json); resumed")
+    parser.add_argument("--fresh", action="store_true", help="do not resume")
+    parser.add_argument("--write", type=Path, metavar="HEADER", help="write the winner as a table the source can include")
+
+
+def run(args: argparse.Namespace) -> int:
+    space = SPACES[args.row]
+    if args.build:
+        return build_only(space, args.build, args.sample, args.seed, args.json)
+    if not args.measure and space.device == "cuda" and not devices.has_gpu():
+        raise report.UsageError(f"{space.row} needs a GPU to measure on; --build compiles its variants without one")
+    case = args.case or space.case
+    found = variants.identity(space, case, space.device)
+    if args.measure:  # the compiler of another machine made them
+        found |= {"compiler": "as built", "archs": []}
+    output = args.output or machine.ROOT / "build" / "bench" / f"tune-{space.row}.json"
+    results = report.Results(output, found, machine.context(space.device), args.fresh)
+    with isolation.Worker() as worker:
+        session = Session(space, case, results, worker, args)
+        searched = search.search(space, session.configs, args.strategy, args.evaluations, args.time, session.evaluate,
+                                 args.seed)  # fmt: skip
+        document = results.document
+        document |= {"strategy": args.strategy, "seed": args.seed, "evaluated": len(searched), "row": space.row,
+                     "date": document["context"]["date"], "space": len(session.configs), "hand_set": space.hand_set,
+                     "where": (document["context"].get("gpu") or {}).get("name") or document["context"]["cpu"],
+                     "failures": dict(Counter(c["error"] for c in results.cells.values() if "error" in c)),
+                     "pareto": search.pareto(list(results.cells.values()))}  # fmt: skip
+        document |= session.finals()
+    results.save()
+    if args.write and document.get("final"):
+        variants.write_table(space, document["winner"], args.write, document)
+    if args.json:
+        report.print_json(document)
+    else:
+        show(document)
+    return 0
+
+
+class Session:
+    """Builds and evaluates configurations, each once, and remembers them in the results file."""
+
+    def __init__(self, space: Space, case: str, results: report.Results, worker: isolation.Worker, args: argparse.Namespace):
+        self.space, self.case, self.results, self.worker, self.args = space, case, results, worker, args
+        self.libraries: dict[str, variants.Built] = {}
+        if args.measure:
+            manifest = json.loads((args.measure / "manifest.json").read_text())
+            if manifest["sources"] != variants.sources_digest(space):
+                raise report.UsageError(f"{args.measure} was built from other sources: run --build again")
+            self.configs: list[Config] = [entry["config"] for entry in manifest["variants"]]
+            for entry in manifest["variants"]:
+                library = args.measure / entry["library"] if entry["library"] else None
+                self.libraries[label(entry["config"])] = variants.Built(library, entry["reason"], entry["notes"])
+        else:
+            self.configs = space.configs()
+        self.progress = report.Progress(min(args.evaluations, len(self.configs)), quiet=args.json)
+        anchor = self._built([space.hand_set])[0]
+        if anchor.library is None:
+            raise report.UsageError(f"the hand-set configuration does not build: {anchor.reason}")
+        self.anchor = anchor.library
+
+    def _built(self, configs: list[Config]) -> list[variants.Built]:
+        missing = [c for c in configs if label(c) not in self.libraries]
+        if missing:
+            self.libraries |= variants.build_all(self.space, missing)
+        return [self.libraries[label(c)] for c in configs]
+
+    def evaluate(self, configs: list[Config]) -> list[dict[str, Any]]:
+        """One step of the search: what the cache does not hold is compiled side by side, then measured one by one."""
+        unknown = [c for c in configs if label(c) not in self.results.cells]
+        for config, built in zip(unknown, self._built(unknown)):
+            cell: dict[str, Any] = {"config": config, "notes": built.notes}
+            if built.library is None:
+                cell["error"] = f"does not compile: {built.reason}"
+            else:
+                cell |= self._measured(built.library, self.args.seconds, 60)
+            self.results.add(label(config), cell)
+            said = cell.get("error") or f"{cell['ratio']['ratio']:.3f} of the hand-set time, {cell['us']:.4g} us"
+            self.progress.step(f"{label(config)}: {said}")
+        cells = [self.results.cells[label(c)] for c in configs]
+        return [{"error": c["error"]} if "error" in c else {"objective": c["ratio"]["ratio"]} for c in cells]
+
+    def _measured(self, library: Path, seconds: float, rounds: int) -> dict[str, Any]:
+        arguments = {"library": str(library), "anchor": str(self.anchor), "case": self.case, "device": self.space.device,
+                     "rounds": rounds, "seconds": seconds, "seed": self.args.seed}  # fmt: skip
+        stages: list[str] = []
+        outcome = self.worker.call("bench.variants:evaluate", arguments, self.args.time_limit,
+                                   lambda message, at: stages.append(message["stage"]))  # fmt: skip
+        if outcome.ok:
+            return outcome.value
+        return {"error": f"{outcome.status} during {stages[-1] if stages else 'load'}: {outcome.reason[:200]}"}
+
+    def finals(self) -> dict[str, Any]:
+        """{"winner", "final", "finalists"}: the best three again, at length; the hand-set one unless surely beaten."""
+        good = sorted((c for c in self.results.cells.values() if "ratio" in c), key=lambda c: c["ratio"]["ratio"])
+        finalists = []
+        for cell in [c for c in good if c["config"] != self.space.hand_set][:3]:
+            library = self._built([cell["config"]])[0].library
+            again = self._measured(library, self.args.final_seconds, 240) if library else {"error": "gone"}
+            finalists.append({"config": cell["config"], **again})
+        better = [f for f in finalists if "ratio" in f and f["ratio"]["high"] < 1.0]
+        if better:
+            final = min(better, key=lambda f: f["ratio"]["ratio"])
+        else:
+            final = {"config": self.space.hand_set, **self._measured(self.anchor, self.args.final_seconds, 60)}
+        return {"winner": final["config"], "final": final if "ratio" in final else None, "finalists": finalists}
+
+
+def build_only(space: Space, folder: Path, sample: int | None, seed: int, quiet: bool) -> int:
+    """Compiles configurations into `folder` with a manifest that --measure reads; the hand-set one is always there."""
+    configs = space.configs()
+    if sample and sample < len(configs):
+        configs = random.Random(seed).sample(configs, sample)
+    configs = [space.hand_set, *(c for c in configs if c != space.hand_set)]
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = report.Progress(len(configs), quiet)
+    found = variants.build_all(space, configs, folder / "objects", lambda config, built: progress.step(
+        f"{label(config)}: {built.reason or built.notes or 'built'}"))  # fmt: skip
+    entries = []
+    for i, config in enumerate(configs):
+        built = found[label(config)]
+        # Loading takes the row's name from a file's name up to its first dot.
+        name = f"{i}/{space.row}.so" if built.library else None
+        if built.library and name:
+            (folder / str(i)).mkdir(exist_ok=True)
+            shutil.copyfile(built.library, folder / name)
+            os.chmod(folder / name, 0o755)
+        entries.append({"config": config, "library": name, "reason": built.reason, "notes": built.notes})
+    manifest = {"row": space.row, "sources": variants.sources_digest(space), "variants": entries}
+    report.write_json(folder / "manifest.json", manifest)
+    if quiet:
+        report.print_json(manifest)
+    else:
+        failed = sum(not e["library"] for e in entries)
+        print(f"{folder}: {len(entries) - failed} variants of {space.row} built, {failed} failed")
+    return 0
+
+
+def show(document: dict) -> None:
+    cells = sorted((c for c in document["cells"].values() if "ratio" in c), key=lambda c: c["ratio"]["ratio"])
+    rows = [[label(c["config"]), c["us"], c["ratio"]["ratio"], c["ratio"]["low"], c["ratio"]["high"], c["frobenius"],
+             c["notes"]] for c in cells[:12]]  # fmt: skip
+    report.table(f"{document['row']} on {document['where']}, {document['identity']['case']}: {document['evaluated']} of "
+                 f"{document['space']} configurations, by {document['strategy']}",
+                 ("configuration", "us", "of hand-set", "low", "high", "error vs float64", "compiler"), rows)  # fmt: skip
+    if document["failures"]:
+        report.table("failures", ("count", "reason"), [[n, why] for why, n in document["failures"].items()])
+    front = ", ".join(f"{label(c['config'])} ({c['ratio']['ratio']:.3f}, {c['frobenius']:.2e})" for c in document["pareto"])
+    print(f"Pareto front of time and error: {front or 'empty'}")
+    final = document.get("final")
+    if final:
+        r = final["ratio"]
+        kept = " (the hand-set one stands)" if document["winner"] == document["hand_set"] else ""
+        print(f"winner: {label(document['winner'])}{kept}: {final['us']:.4g} us, {r['ratio']:.3f} "
+              f"[{r['low']:.3f}, {r['high']:.3f}] of the hand-set time")  # fmt: skip

@@ -1,0 +1,134 @@
+"""Variants of a row for the tuner: built with other macros, and evaluated in a worker beside the hand-set build."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import contender, machine, timer, trials
+from bench import device as devices
+from bench.operands import Operands
+from bench.problems import Case
+from bench.rounds import take_turns
+from bench.spaces import Config, Space, label
+
+# Inputs that a variant must survive before it is timed.
+VALUES = ("normal", "sorted", "large")
+_alive: list[Any] = []
+
+
+@dataclass(frozen=True)
+class Built:
+    """A shared library, or why there is none. `notes` are spills and the like from the compiler's report."""
+
+    library: Path | None
+    reason: str = ""
+    notes: str = ""
+
+
+def sources_digest(space: Space) -> str:
+    """Hash of everything a variant of this row is compiled from."""
+    files = [space.source, machine.ROOT / "fa_ext" / "_build.py"]
+    for folder in ("csrc", "kernels"):
+        files += [f for f in (machine.ROOT / folder).rglob("*") if f.suffix in (".h", ".cuh")]
+    return hashlib.sha256(b"".join(f.read_bytes() for f in sorted(files))).hexdigest()[:16]
+
+
+def build(space: Space, config: Config, folder: Path | None = None) -> Built:
+    """Compiles one configuration; a compiler's refusal is a result."""
+    from fa_ext import _build
+
+    try:
+        library = contender.build_row(space.source, space.flags(config), folder)
+    except _build.BuildError as error:
+        lines = [line for line in str(error).splitlines() if re.search(r"error|assert", line, re.IGNORECASE)]
+        return Built(None, (lines or str(error).splitlines() or ["compiler failed"])[-1].strip()[:300])
+    spills = 0
+    for log in library.with_suffix(".objects").glob("*.log"):
+        spills += sum(int(n) for n in re.findall(r"(\d+) bytes spill", log.read_text()))
+    return Built(library, notes=f"{spills} bytes of spills" if spills else "")
+
+
+def build_all(space: Space, configs: Iterable[Config], folder: Path | None = None,
+              done: Callable[[Config, Built], None] = lambda config, built: None) -> dict[str, Built]:  # fmt: skip
+    """{label: Built}, compiled side by side. One variant compiles its own units in turn."""
+    configs = list(configs)
+    before = os.environ.get("MAX_JOBS")
+    os.environ["MAX_JOBS"] = "1"
+    try:
+        with ThreadPoolExecutor(max_workers=int(before or devices.cores())) as pool:
+            found = {}
+            for config, built in zip(configs, pool.map(lambda c: build(space, c, folder), configs)):
+                found[label(config)] = built
+                done(config, built)
+            return found
+    finally:
+        os.environ.pop("MAX_JOBS") if before is None else os.environ.__setitem__("MAX_JOBS", before)
+
+
+def evaluate(library: str, anchor: str, case: str, device: str, rounds: int, seconds: float, seed: int,
+             tell: Callable[[Any], None] = print) -> dict[str, Any]:  # fmt: skip
+    """Inside the worker: checks the variant, then times it in turns with the anchor (the hand-set build).
+
+    {us, anchor_us, ratio: interval, frobenius, max_abs} or {error}. Ratios to an anchor of the same rounds compare
+    across hours and clocks; microseconds do not.
+    """
+    if not _alive:
+        _alive.append(devices.open_device(device))
+    target, problem = _alive[0], Case.parse(case)
+    entrants = {}
+    for name, path in (("anchor", anchor), ("variant", library)):
+        entrants[name] = contender.Row(contender.load_row(Path(path)), target.default_arrays, shown=name)
+    tell({"stage": "trials"})
+    checked = trials.check(entrants["variant"], problem, target, seed, VALUES)
+    if not checked.passed:
+        return {"error": checked.failures[0]}
+    tell({"stage": "timing"})
+    with target.working():
+        operands = Operands(problem, target)
+        watches = {name: timer.Stopwatch([e.bind(operands)], target, e.timing) for name, e in entrants.items()}
+        samples = take_turns(watches, rounds, seconds, seed, tight=0.004, against="anchor")
+    return {
+        "us": float(np.median(samples.seconds["variant"])) * 1e6,
+        "anchor_us": float(np.median(samples.seconds["anchor"])) * 1e6,
+        "ratio": samples.interval("variant", "anchor").as_dict(),
+        "clock": watches["variant"].clock,
+        "frobenius": checked.frobenius,
+        "max_abs": checked.max_abs,
+    }
+
+
+def identity(space: Space, case: str, device: str) -> dict[str, Any]:
+    """What a cached evaluation depends on: sources, flags, compiler, driver, machine, problem."""
+    from fa_ext import _build
+
+    context = machine.context(device)
+    options = _build.options_from_environment()
+    return {
+        "command": "tune", "row": space.row, "case": case, "sources": sources_digest(space), "fixed": space.fixed,
+        "archs": list(options.archs), "compiler": context.get("nvcc") or context["gcc"], "cpu": context["cpu"],
+        "threads": context["threads"], "gpu": context.get("gpu"),
+    }  # fmt: skip
+
+
+def write_table(space: Space, config: Config, path: Path, document: dict) -> None:
+    """The winner as a header that the row's configuration can include, with the measurement that justifies it."""
+    final = document["final"]
+    ratio = final["ratio"]
+    lines = [
+        f"/* {space.row}: found by `python -m bench tune {space.row}` on {document['where']}, {document['date']}.",
+        f" * {document['identity']['case']}: {final['us']:.4g} us, {ratio['ratio']:.3f} [{ratio['low']:.3f}, "
+        f"{ratio['high']:.3f}] of the hand-set configuration's time,",
+        f" * error against float64 {final['frobenius']:.2e}; {document['evaluated']} configurations were tried. */",
+    ]
+    for name, value in config.items():
+        lines += [f"#ifndef {name}", f"#define {name} {value}", "#endif"]
+    path.write_text("\n".join(lines) + "\n")
