@@ -3,6 +3,7 @@
 ``str(case)`` names a case in one line, and the line runs it again::
 
     python tests/cases.py "B1,H4/2,S113x203,D64,bfloat16,causal=top_left,mask=rows" --kernel simt --on cupy
+    python tests/cases.py --sweep 1000 --seed 7 --kernel simt
 
 Grids: ``contract`` (what each row is judged on), ``sanitize`` (the subset for compute-sanitizer), ``random_cases``
 (sweeps of any length), ``PRESETS`` (what the benchmarks measure). ``must_accept`` says which cases a row may not reject.
@@ -11,9 +12,11 @@ Grids: ``contract`` (what each row is judged on), ``sanitize`` (the subset for c
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
 import random
 import sys
+import time
 
 from case import BIASES, DTYPES, HALVES, MASKS, SINKS, STRIDES, VALUES, Case
 
@@ -312,20 +315,65 @@ def must_accept(row: str, case: Case) -> bool:
     return _MUST_ACCEPT[row](case)
 
 
-# ---- one case from the command line ----
+# ---- from the command line ----
 
 
 def main(arguments=None) -> int:
-    parser = argparse.ArgumentParser(description="Runs one case and judges it by float64.")
-    parser.add_argument("case", help="the name of a case, as the tests print it")
+    parser = argparse.ArgumentParser(description="Runs one case, or a sweep of random ones, and judges it by float64.")
+    parser.add_argument("case", nargs="?", help="the name of a case, as the tests print it")
     parser.add_argument("--kernel", help="row to force; default: the library's choice")
-    parser.add_argument("--on", default="numpy", choices=("numpy", "cupy", "torch"), help="library of the arrays")
+    parser.add_argument("--on", default="numpy", choices=("numpy", "cupy", "torch"), help="library of a case's arrays")
+    parser.add_argument("--load", help="shared library of a row that was built alone; becomes the row to force")
+    parser.add_argument("--sweep", type=int, default=0, help="this many random cases on the row instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the sweep")
+    parser.add_argument("--limit", type=float, default=1e8, help="FLOPs of a sweep's largest case")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="a sweep begins no new case after these")
     given = parser.parse_args(arguments)
     import fa_ext
 
-    report = fa_ext.verify(**Case.parse(given.case).make_inputs(given.on), kernel=given.kernel)
+    row = fa_ext._core.load(given.load) if given.load else given.kernel
+    if given.sweep:
+        return sweep(row or fa_ext.kernels()[-1], random_cases(given.seed, given.sweep, given.limit), given.seconds)
+    if not given.case:
+        parser.error("give the name of a case, or --sweep N")
+    report = fa_ext.verify(**Case.parse(given.case).make_inputs(given.on), kernel=row)
     print(report)
     return 0 if report else 1
+
+
+def sweep(row: str, problems, seconds: float) -> int:
+    """Judges ``problems`` on a row; prints each failure with the line that runs it again, and at last the counts."""
+    import fa_ext
+    import rows
+    from operands import Unplaceable
+
+    judged = failed = 0
+    refusals: collections.Counter = collections.Counter()
+    ends = time.monotonic() + seconds
+    for case in problems:
+        if time.monotonic() > ends:
+            break
+        try:
+            report = rows.verdict(row, case)
+            judged += 1
+            failed += not report
+            found = "" if report else str(report)
+        except Unplaceable as error:
+            refusals[str(error)] += 1
+            found = ""
+        except fa_ext.UnsupportedError as error:
+            refusals[str(error)] += 1
+            found = f"must accept, but: {error}" if must_accept(rows.listed_name(row), case) else ""
+            failed += bool(found)
+        except (AssertionError, RuntimeError, ValueError, BufferError) as error:
+            failed += 1
+            found = repr(error)
+        if found:
+            print(f'{found}\n  python tests/cases.py "{case}" --kernel {row} --on {rows.library_for(row, case)}', flush=True)
+    print(f"{row}: {judged} judged, {failed} failed, {refusals.total()} not taken")
+    for reason, count in refusals.most_common():
+        print(f"  {count} {reason}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
