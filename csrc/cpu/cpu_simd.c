@@ -32,11 +32,13 @@
 #endif
 #endif
 /* FA_CPU_NR, keys (value columns) in a register block: by default what fits the registers, simd_gemm.h. */
-/* Keys a tile: scores of a block and a tile of K or V share the first-level cache. */
+/* Keys a tile: scores of a block and a tile of K or V share the first-level cache. Flat: 48 to 192 keys stay within 2%
+ * (Zen 5, float32, head_dim 64 to 256). */
 #ifndef FA_CPU_TILE_N
 #define FA_CPU_TILE_N 96
 #endif
-/* Query rows a task at most: they share each conversion of K and V, and its way from the outer caches. */
+/* Query rows a task at most: they share each conversion of K and V, and its way from the outer caches. Zen 5, bfloat16,
+ * head_dim 64: 230, 242, 249, 252 GFLOP/s a core with 64, 128, 256, 512 rows; float32 255 with any. */
 #ifndef FA_CPU_TILE_M
 #define FA_CPU_TILE_M 256
 #endif

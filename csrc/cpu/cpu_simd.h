@@ -14,7 +14,7 @@ typedef struct fa_simd_task {
 } fa_simd_task;
 
 typedef struct fa_simd_instance {
-    int block_rows; /* rows of one register-blocked block; tiles are multiples of it */
+    int block_rows; /* rows of one register-blocked block: the step in which tile_m shrinks */
     int tile_m;     /* largest tile worth having, in rows */
     int tile_n;     /* keys a tile */
     /* Bytes of scratch one thread needs for tiles of tile_m rows; a multiple of 256. */
