@@ -30,7 +30,8 @@
     X(k)                                                                                                               \
     X(v)                                                                                                               \
     X(causal)                                                                                                          \
-    X(scale) X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse) X(stream) X(kernel)          \
+    X(scale)                                                                                                           \
+    X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse) X(stream) X(kernel)                   \
         X(batch_invariant)
 
 #define FA_ATTRIBUTES(X)                                                                                               \
@@ -38,9 +39,9 @@
     X(__cuda_stream__)                                                                                                 \
     X(__dlpack__)                                                                                                      \
     X(__dlpack_device__)                                                                                               \
-    X(__dlpack_c_exchange_api__) X(__array_namespace__) X(__mro__) X(__module__) X(__name__) X(requires_grad)          \
-        X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version)            \
-            X(max_version) X(from_dlpack) X(itemsize)
+    X(__dlpack_c_exchange_api__)                                                                                       \
+    X(__array_namespace__) X(__mro__) X(__module__) X(__name__) X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr)   \
+        X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(__objclass__)
 
 typedef enum fa_argument {
 #define FA_ENUM(name) FA_ARG_##name,
@@ -71,20 +72,21 @@ typedef enum fa_protocol {
 /* Libraries whose results are made in a way of their own. */
 typedef enum fa_library { FA_LIB_OTHER, FA_LIB_CUPY, FA_LIB_JAX, FA_LIB_NUMBA, FA_LIB_TORCH } fa_library;
 
-/* A method that takes only self: `function` is NULL for one that is not written in C. */
-typedef struct fa_method {
-    PyObject *method;
-    PyCFunction function;
-} fa_method;
+/* A flag that instances of a type have, as an attribute or as a method without arguments; name NULL: they have not. */
+typedef struct fa_flag {
+    PyObject *name;            /* borrowed from fa_names */
+    const PyGetSetDef *getter; /* of an attribute that C code answers, or NULL */
+    PyCFunction function;      /* of a method that C code answers, or NULL */
+    bool is_method;
+} fa_flag;
 
 typedef struct fa_type {
     PyTypeObject *type; /* strong, so that the address is not reused while cached */
     fa_protocol protocol;
     fa_library library;
-    bool masked;              /* numpy.ma.MaskedArray */
-    bool has_grad;            /* instances have requires_grad */
-    fa_method lazy[2];        /* is_neg and is_conj, where there are */
-    PyObject *maker;          /* cupy.empty, jax.dlpack.from_dlpack, numba.cuda.as_cuda_array, torch.empty; or NULL */
+    bool masked; /* numpy.ma.MaskedArray */
+    fa_flag requires_grad, is_neg, is_conj;
+    PyObject *maker;          /* cupy.ndarray, jax.dlpack.from_dlpack, numba.cuda.as_cuda_array, torch.empty; or NULL */
     PyObject *current_stream; /* cupy.cuda.get_current_stream, or NULL */
     const DLExchange *exchange;
 } fa_type;

@@ -7,25 +7,27 @@ static fa_code ill_formed(const fa_array *array, const char *what, fa_status *st
     return fa_fail(status, FA_EBUFFER, "%s has an ill-formed __cuda_array_interface__: %s", array->name, what);
 }
 
+static fa_code not_ints(const fa_array *array, const char *key, fa_status *status) {
+    char text[100];
+    snprintf(text, sizeof text, "'%s' must be a tuple of ints that fit 64 bits", key);
+    return ill_formed(array, text, status);
+}
+
 /* A tuple of at most FA_MAX_NDIM ints; `count` is -1 before it is known. */
 static fa_code read_ints(const fa_array *array, PyObject *tuple, const char *key, int64_t *values, int *count,
                          fa_status *status) {
-    char text[100];
-    snprintf(text, sizeof text, "'%s' must be a tuple of ints that fit 64 bits", key);
-    if (!tuple || !PyTuple_Check(tuple)) return ill_formed(array, text, status);
+    if (!tuple || !PyTuple_Check(tuple)) return not_ints(array, key, status);
     Py_ssize_t size = PyTuple_Size(tuple);
     if (size > FA_MAX_NDIM)
         return fa_fail(status, FA_EVALUE, "%s has %zd dimensions; accepted: 4", array->name, (ssize_t)size);
     if (*count >= 0 && size != *count) return ill_formed(array, "'strides' and 'shape' differ in length", status);
     for (Py_ssize_t n = 0; n < size; n++) {
         PyObject *item = PyTuple_GetItem(tuple, n);
-        long long number = PyLong_Check(item) ? PyLong_AsLongLong(item) : -1;
-        bool wrong = !PyLong_Check(item) || PyErr_Occurred();
-        if (wrong) {
+        values[n] = PyLong_Check(item) ? PyLong_AsLongLong(item) : -1;
+        if (values[n] == -1 && (!PyLong_Check(item) || PyErr_Occurred())) {
             PyErr_Clear();
-            return ill_formed(array, text, status);
+            return not_ints(array, key, status);
         }
-        values[n] = number;
     }
     *count = (int)size;
     return FA_OK;

@@ -105,7 +105,6 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg) {
     int count = atomic_load(&state->type_count);
     for (int n = 0; n < count; n++) {
         Py_VISIT(state->types[n].type);
-        for (int m = 0; m < 2; m++) Py_VISIT(state->types[n].lazy[m].method);
         Py_VISIT(state->types[n].maker);
         Py_VISIT(state->types[n].current_stream);
     }

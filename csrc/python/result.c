@@ -19,7 +19,7 @@ static fa_code read_address(PyObject *number, void **data, fa_status *status) {
     return FA_OK;
 }
 
-/* cupy.empty(shape, dtype): from CuPy's pool of the current device and stream. */
+/* cupy.ndarray(shape, dtype), which cupy.empty comes down to: from CuPy's pool of the current device and stream. */
 static fa_code make_cupy(fa_state *state, const fa_array *like, int ndim, const int64_t *shape, fa_dtype dtype,
                          fa_result *result, fa_status *status) {
     PyObject *extents = shape_tuple(ndim, shape);
