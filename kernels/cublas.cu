@@ -27,7 +27,7 @@ namespace {
 using fa::cublas::Chunk;
 using fa::cublas::Matrix;
 
-constexpr int64_t BOUNDED_ROWS = 1024;  // rows a chunk with causal or a window: its keys are clipped to what they see
+constexpr int64_t BOUNDED_ROWS = 512;   // rows a chunk with causal or a window: its keys are clipped to what they see
 constexpr int64_t MAX_LENGTH = 1 << 29; // of a sequence, so that 32-bit indices hold
 constexpr size_t LIBRARY_BYTES_SM90 = 32 << 20; // workspace for cuBLAS, as its documentation recommends
 constexpr size_t LIBRARY_BYTES = 4 << 20;
@@ -47,7 +47,7 @@ bool make_tiling(const fa_problem *p, const fa_device_info *device, Tiling *t) {
     const int64_t group = p->heads_kv ? p->heads / p->heads_kv : 1;
     const bool bounded = p->left != FA_UNBOUNDED || p->right != FA_UNBOUNDED;
     *t = {p->seq_q, p->heads, 1, 0};
-    if (bounded && t->rows > BOUNDED_ROWS) t->rows = BOUNDED_ROWS;
+    if (bounded && t->rows > 2 * BOUNDED_ROWS) t->rows = BOUNDED_ROWS;
     int64_t keys = p->key_end - p->key_begin;
     const int64_t seen = t->rows + p->left + p->right; // by the rows of a chunk, from the first to the last
     if (seen < keys) keys = seen;
@@ -82,8 +82,9 @@ const char *rejects(const fa_problem *p, const fa_device_info *device) {
     if (device->cublas_error) return device->cublas_error;
     if (p->dtype == FA_F64) return "takes float16, bfloat16 and float32, not float64";
     if (p->seq_q > MAX_LENGTH || p->seq_k > MAX_LENGTH) return "takes sequences of up to 2^29 rows";
-    if (!expressible(p->q, p->seq_q, p->head_dim) || !expressible(p->k, p->seq_k, p->head_dim) ||
-        !expressible(p->v, p->seq_k, p->head_dim_v) || !expressible(p->out, p->seq_q, p->head_dim_v))
+    const bool multiplies = p->batch > 0 && p->heads > 0 && p->seq_q > 0 && p->key_end > p->key_begin;
+    if (multiplies && (!expressible(p->q, p->seq_q, p->head_dim) || !expressible(p->k, p->seq_k, p->head_dim) ||
+                       !expressible(p->v, p->seq_k, p->head_dim_v) || !expressible(p->out, p->seq_q, p->head_dim_v)))
         return "needs q, k, v and out with a contiguous sequence or head_dim axis, the other one's stride at least as "
                "long and less than 2^31: a leading dimension cannot express other strides";
     if (!make_tiling(p, device, &tiling)) return "one row of scores does not fit into FA_EXT_WORKSPACE_MB";

@@ -43,13 +43,21 @@ struct Params {
 fa_code launch_64(const fa_problem *p, const fa_plan *plan, cudaStream_t stream, fa_status *status);
 fa_code launch_128(const fa_problem *p, const fa_plan *plan, cudaStream_t stream, fa_status *status);
 
-/* Block shape for a padded head_dim. Figures: bench/LOG.md. */
-template <int HEAD_DIM> struct Config;
+/* Block shapes for a padded head_dim: consumer warps, 16-row tiles a warp, TILE_N, blocks wanted on a multiprocessor,
+ * query fragments in registers or loaded anew for each key tile. One block of many consumers keeps one producer busy
+ * and every register in use; where that leaves multiprocessors without a block, and where its shared memory does not
+ * fit (99 KB on sm_86 and sm_89), the small shape runs. */
 #ifndef FA_WMMA_64
-#define FA_WMMA_64 4, 2, 64, 2, false
+#define FA_WMMA_64 4, 1, 64, 3, false
+#endif
+#ifndef FA_WMMA_64_WIDE
+#define FA_WMMA_64_WIDE 15, 1, 64, 1, false
 #endif
 #ifndef FA_WMMA_128
-#define FA_WMMA_128 4, 1, 64, 2, false
+#define FA_WMMA_128 5, 1, 48, 2, false
+#endif
+#ifndef FA_WMMA_128_WIDE
+#define FA_WMMA_128_WIDE 10, 1, 64, 1, false
 #endif
 
 template <int HEAD_DIM_, int CONSUMERS_, int ROW_TILES_, int TILE_N_, int BLOCKS_, bool QREG_> struct Shape {
@@ -63,8 +71,9 @@ template <int HEAD_DIM_, int CONSUMERS_, int ROW_TILES_, int TILE_N_, int BLOCKS
     static constexpr int TILE_M = CONSUMERS * STRIP_ROWS;
     static constexpr int THREADS = (CONSUMERS + 1) * WARP;
     static constexpr bool QUERY_IN_REGISTERS = QREG_;
-    static constexpr int SCORE_PITCH = TILE_N + 4;                // floats; rows 4 banks apart
-    static constexpr int OUT_COLUMNS = 64 < TILE_N ? 64 : TILE_N; // of the output that pass through a strip at a time
+    static constexpr int SCORE_PITCH = wmma_row::SCORE_PITCH<TILE_N>; // floats
+    static constexpr int WEIGHT_PITCH = PITCH<TILE_N>;
+    static constexpr int OUT_COLUMNS = TILE_N < 64 ? 32 : 64; // of the output that pass through a strip at a time
 
     struct Shared {
         alignas(128) char k[STAGES][TILE_N * PITCH<HEAD_DIM> * 2];
@@ -78,8 +87,16 @@ template <int HEAD_DIM_, int CONSUMERS_, int ROW_TILES_, int TILE_N_, int BLOCKS
     static_assert(HEAD_DIM % OUT_COLUMNS == 0 && TILE_N % 16 == 0);
     static_assert(!QUERY_IN_REGISTERS || SCORE_PITCH * 4 >= PITCH<HEAD_DIM> * 2, "the strip must hold the query rows");
 };
-template <> struct Config<64> : Shape<64, FA_WMMA_64> {};
-template <> struct Config<128> : Shape<128, FA_WMMA_128> {};
+
+template <int HEAD_DIM, bool WIDE> struct Config;
+template <> struct Config<64, false> : Shape<64, FA_WMMA_64> {};
+template <> struct Config<64, true> : Shape<64, FA_WMMA_64_WIDE> {};
+template <> struct Config<128, false> : Shape<128, FA_WMMA_128> {};
+template <> struct Config<128, true> : Shape<128, FA_WMMA_128_WIDE> {};
+static_assert(sizeof(Config<64, false>::Shared) <= 99 << 10 && sizeof(Config<128, false>::Shared) <= 99 << 10,
+              "a small shape runs everywhere");
+static_assert(sizeof(Config<64, true>::Shared) <= 163 << 10 && sizeof(Config<128, true>::Shared) <= 163 << 10,
+              "a wide shape fits sm_80");
 
 #ifdef FA_INSTANCE
 
@@ -185,8 +202,8 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
         if (lane == 0) barrier_arrive(&shared.k_empty[at.slot]);
         if (needed) {
             const bool all_visible = common.begin <= key && key + C::TILE_N <= common.end;
-            const float rescale = softmax_strip<T, C::STRIP_ROWS, C::TILE_N, SIMPLE>(
-                p, params.score, batch, head, owned, strip, C::SCORE_PITCH, key, all_visible, lane);
+            const float rescale = softmax_strip<T, C::STRIP_ROWS, C::TILE_N, C::WEIGHT_PITCH, SIMPLE>(
+                p, params.score, batch, head, owned, strip, key, all_visible, lane);
             if (lane < C::STRIP_ROWS) factor[lane] = rescale;
             const bool changed = __any_sync(~0u, rescale != 1.0f);
             __syncwarp();
@@ -200,7 +217,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
                 Left<T> left[ROW_TILES];
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r)
-                    load_block(left[r], weights + 16 * r * C::SCORE_PITCH * 2 + 16 * n, C::SCORE_PITCH * 2);
+                    load_block(left[r], weights + 16 * r * C::WEIGHT_PITCH + 16 * n, C::WEIGHT_PITCH);
 #pragma unroll
                 for (int d = 0; d < STEPS; ++d) {
                     Right<T> block;
@@ -274,19 +291,17 @@ fa_code launch_as(const Params &params, const fa_plan *plan, cudaStream_t stream
     return FA_OK;
 }
 
-#define FA_JOIN_(a, b) a##b
-#define FA_JOIN(a, b)  FA_JOIN_(a, b)
-
-fa_code FA_JOIN(launch_, FA_WMMA_HEAD_DIM)(const fa_problem *p, const fa_plan *plan, cudaStream_t stream,
-                                           fa_status *status) {
-    using C = Config<FA_WMMA_HEAD_DIM>;
-    const Params params = {*p,
-                           score_params(*p),
-                           unsigned((p->seq_q + C::TILE_M - 1) / C::TILE_M),
-                           rows_aligned<__half>(p->q, p->head_dim),
-                           rows_aligned<__half>(p->k, p->head_dim),
-                           rows_aligned<__half>(p->v, p->head_dim_v),
-                           rows_aligned<__half>(p->out, p->head_dim_v)};
+template <class C>
+fa_code launch_shape(const fa_problem *p, const fa_plan *plan, cudaStream_t stream, fa_status *status) {
+    const Params params = {
+        .p = *p,
+        .score = score_params(*p),
+        .tiles_m = unsigned((p->seq_q + C::TILE_M - 1) / C::TILE_M),
+        .q_aligned = rows_aligned<__half>(p->q, p->head_dim),
+        .k_aligned = rows_aligned<__half>(p->k, p->head_dim),
+        .v_aligned = rows_aligned<__half>(p->v, p->head_dim_v),
+        .out_aligned = rows_aligned<__half>(p->out, p->head_dim_v),
+    };
     const bool simple = p->scale > 0 && p->softcap == 0 && !p->bias.data && !p->mask.data;
     if (p->dtype == FA_F16)
         return simple ? launch_as<__half, C, true>(params, plan, stream, status)
@@ -295,17 +310,27 @@ fa_code FA_JOIN(launch_, FA_WMMA_HEAD_DIM)(const fa_problem *p, const fa_plan *p
                   : launch_as<__nv_bfloat16, C, false>(params, plan, stream, status);
 }
 
+#define FA_JOIN_(a, b) a##b
+#define FA_JOIN(a, b)  FA_JOIN_(a, b)
+
+fa_code FA_JOIN(launch_, FA_WMMA_HEAD_DIM)(const fa_problem *p, const fa_plan *plan, cudaStream_t stream,
+                                           fa_status *status) {
+    return plan->config ? launch_shape<Config<FA_WMMA_HEAD_DIM, true>>(p, plan, stream, status)
+                        : launch_shape<Config<FA_WMMA_HEAD_DIM, false>>(p, plan, stream, status);
+}
+
 #else
 
 namespace {
 
 constexpr int MAX_HEAD_DIM = 128;
-constexpr int64_t MAX_LENGTH = 1 << 30; // so that 32-bit row and key numbers hold
+constexpr int64_t MAX_LENGTH = 1 << 30;  // so that 32-bit row and key numbers hold
+constexpr int64_t WIDE_FROM_KEYS = 1024; // batch_invariant: the shape follows from seq_k alone
 
 int padded(const fa_problem *p) { return (p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v) <= 64 ? 64 : 128; }
 
-size_t shared_bytes(const fa_problem *p) {
-    return padded(p) == 64 ? sizeof(Config<64>::Shared) : sizeof(Config<128>::Shared);
+template <class C> int64_t blocks_of(const fa_problem *p) {
+    return (p->seq_q + C::TILE_M - 1) / C::TILE_M * p->heads * p->batch;
 }
 
 const char *rejects(const fa_problem *p, const fa_device_info *device) {
@@ -313,33 +338,40 @@ const char *rejects(const fa_problem *p, const fa_device_info *device) {
     if (p->dtype != FA_F16 && p->dtype != FA_BF16) return "takes float16 and bfloat16";
     if (p->head_dim > MAX_HEAD_DIM || p->head_dim_v > MAX_HEAD_DIM) return "takes head_dim and head_dim_v up to 128";
     if (p->seq_q > MAX_LENGTH || p->seq_k > MAX_LENGTH) return "takes sequences of up to 2^30 rows";
-    if (shared_bytes(p) > device->smem_per_block) return "needs more shared memory than this device has";
-    const int64_t rows = padded(p) == 64 ? Config<64>::TILE_M : Config<128>::TILE_M;
-    if (p->seq_q > 0 && p->batch * p->heads > INT32_MAX / ((p->seq_q + rows - 1) / rows))
-        return "has more than 2^31 tiles of queries";
+    const int64_t blocks = padded(p) == 64 ? blocks_of<Config<64, false>>(p) : blocks_of<Config<128, false>>(p);
+    if (blocks > INT32_MAX) return "takes up to 2^31 tiles of queries";
     return nullptr;
 }
 
-template <class C> fa_code plan_as(const fa_problem *p, fa_plan *plan) {
+template <class C> fa_code plan_shape(const fa_problem *p, int config, fa_plan *plan) {
+    plan->config = config;
     plan->tile_m = C::TILE_M;
     plan->tile_n = C::TILE_N;
     plan->splits = 1;
     plan->stages = C::STAGES;
     plan->threads = C::THREADS;
-    plan->blocks = (p->seq_q + C::TILE_M - 1) / C::TILE_M * p->heads * p->batch;
+    plan->blocks = blocks_of<C>(p);
     plan->smem_bytes = sizeof(typename C::Shared);
     return FA_OK;
 }
 
-fa_code plan(const fa_problem *p, const fa_device_info *, fa_plan *plan, fa_status *) {
-    plan->config = padded(p);
-    return padded(p) == 64 ? plan_as<Config<64>>(p, plan) : plan_as<Config<128>>(p, plan);
+/* The wide shape from three quarters of a block a multiprocessor on. */
+template <int HEAD_DIM> fa_code plan_dim(const fa_problem *p, const fa_device_info *device, fa_plan *plan) {
+    using Wide = Config<HEAD_DIM, true>;
+    const bool enough =
+        p->batch_invariant ? p->seq_k >= WIDE_FROM_KEYS : 4 * blocks_of<Wide>(p) >= 3 * int64_t(device->sm_count);
+    if (enough && sizeof(typename Wide::Shared) <= device->smem_per_block) return plan_shape<Wide>(p, 1, plan);
+    return plan_shape<Config<HEAD_DIM, false>>(p, 0, plan);
+}
+
+fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *) {
+    return padded(p) == 64 ? plan_dim<64>(p, device, plan) : plan_dim<128>(p, device, plan);
 }
 
 fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
     cudaStream_t stream = static_cast<cudaStream_t>(launch->stream);
     if (plan->blocks == 0) return FA_OK;
-    return plan->config == 64 ? launch_64(p, plan, stream, status) : launch_128(p, plan, stream, status);
+    return padded(p) == 64 ? launch_64(p, plan, stream, status) : launch_128(p, plan, stream, status);
 }
 
 } // namespace

@@ -38,22 +38,27 @@ struct OwnedRow {
     RowState state;
 };
 
-/* Turns ROWS x COLUMNS products, of the keys from `key` on, into weights of type T over their own memory: the weights
- * of a row start where its products did (`pitch` floats from row to row). Returns the factor for what the row
- * accumulated before. SIMPLE: scale > 0 and neither softcap, bias nor mask. `all_visible`: every row sees every key of
- * the tile. */
-template <typename T, int ROWS, int COLUMNS, bool SIMPLE>
+/* Pitch of a strip of scores, in floats: rows 8 banks apart, so that a fragment's pairs of floats store without
+ * conflicts. Rows 0..3 and 4..7 of the eight that load 16 bytes at a time would then meet: the latter read every two
+ * neighbouring chunks in the other order. Weights have rows 4 banks apart, which suits both who writes and who reads.
+ */
+template <int COLUMNS> constexpr int SCORE_PITCH = COLUMNS + 8;
+
+/* Turns ROWS x COLUMNS products (pitch SCORE_PITCH), of the keys from `key` on, into weights of type T (pitch
+ * WEIGHT_PITCH) in the same memory. Returns the factor for what the row accumulated before. SIMPLE: scale > 0 and
+ * neither softcap, bias nor mask. `all_visible`: every row sees every key of the tile. */
+template <typename T, int ROWS, int COLUMNS, int WEIGHT_PITCH, bool SIMPLE>
 __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreParams &params, int64_t batch,
-                                               int64_t head, OwnedRow &owned, float *strip, int pitch, int key,
-                                               bool all_visible, int lane) {
+                                               int64_t head, OwnedRow &owned, float *strip, int key, bool all_visible,
+                                               int lane) {
     constexpr int SHARERS = 32 / ROWS, MINE = COLUMNS / SHARERS; // columns of this lane
     static_assert(MINE % 8 == 0, "weights are written eight at a time");
-    const int first = lane / ROWS * MINE;
-    float *row = strip + lane % ROWS * pitch;
+    const int first = lane / ROWS * MINE, swap = lane & 4; // s[i] belongs to column first + (i ^ swap)
+    const float *row = strip + lane % ROWS * SCORE_PITCH<COLUMNS> + first;
     float s[MINE];
 #pragma unroll
     for (int i = 0; i < MINE; i += 4) {
-        const float4 read = *reinterpret_cast<const float4 *>(row + first + i);
+        const float4 read = *reinterpret_cast<const float4 *>(row + (i ^ swap));
         s[i] = read.x, s[i + 1] = read.y, s[i + 2] = read.z, s[i + 3] = read.w;
     }
     const int from = key + first, low = owned.keys.begin - from, high = owned.keys.end - from;
@@ -62,15 +67,17 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreP
         const uint8_t *mask = p.mask.data ? mask_row(p, batch, head, owned.row) : nullptr;
 #pragma unroll
         for (int i = 0; i < MINE; ++i) {
+            const int column = i ^ swap;
             s[i] = score_of(params, s[i]);
-            const bool visible = i >= low && i < high && (!mask || mask[int64_t(from + i) * p.mask.stride[3]]);
-            if (visible && p.bias.data) s[i] += bias_of(p, bias, from + i);
+            const bool visible =
+                column >= low && column < high && (!mask || mask[int64_t(from + column) * p.mask.stride[3]]);
+            if (visible && p.bias.data) s[i] += bias_of(p, bias, from + column);
             if (!visible) s[i] = -INFINITY;
         }
     } else if (!all_visible) {
 #pragma unroll
         for (int i = 0; i < MINE; ++i)
-            if (i < low || i >= high) s[i] = -INFINITY;
+            if ((i ^ swap) < low || (i ^ swap) >= high) s[i] = -INFINITY;
     }
 
     float largest[4] = {s[0], s[1], s[2], s[3]};
@@ -83,18 +90,24 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreP
     const float shift = softmax_shift(owned.state.maximum);
 
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    uint4 *weights = reinterpret_cast<uint4 *>(reinterpret_cast<T *>(row) + first);
-    __syncwarp(); // both sharers of a row have read it
+    T *weights = reinterpret_cast<T *>(strip) + lane % ROWS * WEIGHT_PITCH + first;
+    __syncwarp(); // every row of the strip has been read
 #pragma unroll
     for (int i = 0; i < MINE; i += 8) {
-        float w[8];
+        uint32_t packed[4];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            w[j] = exp2_fast(SIMPLE ? fmaf(s[i + j], params.scale_log2, -shift) : s[i + j] - shift);
-            sum[j % 4] += w[j];
+        for (int j = 0; j < 8; j += 2) {
+            float w[2];
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float x = s[i + j + n];
+                w[n] = exp2_fast(SIMPLE ? fmaf(x, params.scale_log2, -shift) : x - shift);
+                sum[(j + n) % 4] += w[n];
+            }
+            packed[j / 2] = pack(w[0], w[1], T());
         }
-        weights[i / 8] =
-            make_uint4(pack(w[0], w[1], T()), pack(w[2], w[3], T()), pack(w[4], w[5], T()), pack(w[6], w[7], T()));
+        *reinterpret_cast<uint4 *>(weights + i) = swap ? make_uint4(packed[2], packed[3], packed[0], packed[1])
+                                                       : make_uint4(packed[0], packed[1], packed[2], packed[3]);
     }
     owned.state.sum += (sum[0] + sum[1]) + (sum[2] + sum[3]); // of this lane's columns alone
     return factor;
