@@ -109,6 +109,8 @@ static fa_code cuda_fail(fa_status *status, cudaError_t error, const char *what)
         if (try_error != cudaSuccess) return cuda_fail((status), try_error, #call);                                    \
     } while (0)
 
+int fa_cuda_toolkit(void) { return CUDART_VERSION; }
+
 fa_code fa_device_count(fa_context *context, int *count, fa_status *status) {
     (void)context;
     *count = 0;
@@ -305,6 +307,8 @@ static void free_cuda(fa_context *context) {
 static fa_code no_cuda(fa_status *status) {
     return fa_fail(status, FA_ECUDA, "this build of fa_ext has no CUDA kernels; rebuild it where nvcc is installed");
 }
+
+int fa_cuda_toolkit(void) { return 0; }
 
 fa_code fa_device_count(fa_context *context, int *count, fa_status *status) {
     (void)context;

@@ -13,6 +13,9 @@ extern "C" {
 fa_context *fa_context_new(void); /* NULL: out of memory */
 void fa_context_free(fa_context *context);
 
+/* CUDA toolkit of this build, as CUDA counts (13000 is 13.0); 0 for a build without CUDA. */
+int fa_cuda_toolkit(void);
+
 /* Number of CUDA devices. FA_ECUDA with the reason ("no NVIDIA driver", "needs R580 or newer, found ...", "built
  * without CUDA") when there is none to use. */
 fa_code fa_device_count(fa_context *context, int *count, fa_status *status);

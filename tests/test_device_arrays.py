@@ -92,6 +92,14 @@ def test_copies(dtype):
         np.testing.assert_array_equal(fa_ext.to_numpy(fa_ext.to_device(view)), view)
 
 
+def test_copies_of_far_strides(cupy):
+    """Elements gigabytes apart are fetched without what lies between them."""
+    memory = cupy.zeros((3, 1 << 29), np.float16)
+    memory[:, :5] = cupy.arange(15, dtype=np.float16).reshape(3, 5)
+    for view in (memory[:, :5], memory[::-1, :5], memory[:, 4::-2], memory[:, 3], memory[1:2, :5].T):
+        np.testing.assert_array_equal(fa_ext.to_numpy(view), view.get())
+
+
 def test_float64_stays_on_the_cpu(host):
     arrays = [fa_ext.to_device(array.astype(np.float64)) for array in host]
     with pytest.raises(fa_ext.UnsupportedError, match="float64 runs on the CPU only"):

@@ -2,6 +2,7 @@
 #include "core.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 static fa_code parse_device(PyObject *object, int *device, fa_status *status) {
     *device = 0;
@@ -79,36 +80,76 @@ done:
     return fa_raise(state, &status);
 }
 
-/* Copies the span of memory that a device array covers, and its elements out of that. */
-static fa_code copy_from(fa_state *state, const fa_array *array, PyObject **copy, fa_status *status) {
-    fa_view view = array->view;
-    int64_t low = 0, high = 0, size = (int64_t)fa_dtype_size(view.dtype);
-    for (int axis = 0; axis < view.ndim; axis++) {
-        int64_t reach = view.shape[axis] > 1 ? (view.shape[axis] - 1) * view.strides[axis] : 0;
-        if (reach < 0)
-            low += reach;
-        else
-            high += reach;
+/* Scatters what was copied: the elements of `view`, read at `from`, to C-contiguous memory. */
+static char *pack(const fa_view *view, int axis, const char *from, char *to) {
+    const size_t size = fa_dtype_size(view->dtype);
+    if (axis == view->ndim) {
+        memcpy(to, from, size);
+        return to + size;
     }
-    const bool empty = fa_view_elements(&view) == 0;
-    size_t bytes = empty ? 0 : (size_t)((high - low + 1) * size);
-    char *host = malloc(bytes ? bytes : 1);
-    if (!host) return fa_fail(status, FA_EMEMORY, "no host memory for %zu bytes", bytes);
+    if (axis == view->ndim - 1 && view->strides[axis] == 1) {
+        memcpy(to, from, (size_t)view->shape[axis] * size);
+        return to + (size_t)view->shape[axis] * size;
+    }
+    for (int64_t n = 0; n < view->shape[axis]; n++)
+        to = pack(view, axis + 1, from + n * view->strides[axis] * (int64_t)size, to);
+    return to;
+}
+
+/* Elements from the first to the last that a view reaches, and how far below its pointer the lowest lies. */
+static int64_t span_of(const fa_view *view, int64_t *low) {
+    int64_t high = *low = 0;
+    for (int axis = 0; axis < view->ndim; axis++) {
+        int64_t reach = view->shape[axis] > 1 ? (view->shape[axis] - 1) * view->strides[axis] : 0;
+        *(reach < 0 ? low : &high) += reach;
+    }
+    return high - *low + 1;
+}
+
+/* Copies a device view that is not empty to C-contiguous host memory: as one span, or, where that would fetch far more
+ * than there is, the parts along its first axis. */
+static fa_code fetch(const fa_view *view, int axis, const char *from, char *to, void *stream, fa_status *status) {
+    const int64_t size = (int64_t)fa_dtype_size(view->dtype);
+    fa_view part = *view;
+    part.ndim = view->ndim - axis;
+    memmove(part.shape, view->shape + axis, (size_t)part.ndim * sizeof *part.shape);
+    memmove(part.strides, view->strides + axis, (size_t)part.ndim * sizeof *part.strides);
+    int64_t low, span = span_of(&part, &low), elements = fa_view_elements(&part);
+    if (span > 4 * elements + 65536 && part.ndim > 0) {
+        const int64_t step = elements / part.shape[0] * size;
+        for (int64_t n = 0; n < part.shape[0]; n++)
+            FA_TRY(fetch(view, axis + 1, from + n * part.strides[0] * size, to + n * step, stream, status));
+        return FA_OK;
+    }
+    fa_view plain = part;
+    fa_view_contiguous(&plain);
+    bool contiguous = true;
+    for (int n = 0; n < part.ndim; n++)
+        contiguous = contiguous && (part.shape[n] == 1 || part.strides[n] == plain.strides[n]);
+    if (contiguous) return fa_memory_copy(to, from, (size_t)(span * size), stream, status);
+    char *scratch = malloc((size_t)(span * size));
+    if (!scratch) return fa_fail(status, FA_EMEMORY, "no host memory for %lld bytes", (long long)(span * size));
+    fa_code code = fa_memory_copy(scratch, from + low * size, (size_t)(span * size), stream, status);
+    if (code == FA_OK) pack(&part, 0, scratch - low * size, to);
+    free(scratch);
+    return code;
+}
+
+static fa_code copy_from(fa_state *state, const fa_array *array, PyObject **copy, fa_status *status) {
+    const fa_view *view = &array->view;
+    void *to;
     int previous;
-    fa_code code = fa_device_enter(state->context, view.device, &previous, status);
-    if (code == FA_OK && !empty) {
+    FA_TRY(fa_device_enter(state->context, view->device, &previous, status));
+    fa_code code = FA_OK;
+    *copy = fa_numpy_empty(state, view->ndim, view->shape, view->dtype, &to);
+    if (!*copy) code = fa_python_error(status);
+    if (code == FA_OK && fa_view_elements(view) > 0) {
         void *stream = array->has_stream ? array->stream : FA_STREAM_PER_THREAD;
-        const char *from = (const char *)view.data + low * size;
-        Py_BEGIN_ALLOW_THREADS code = fa_memory_copy(host, from, bytes, stream, status);
+        Py_BEGIN_ALLOW_THREADS code = fetch(view, 0, view->data, to, stream, status);
         Py_END_ALLOW_THREADS
     }
-    if (code == FA_OK) {
-        view.data = empty ? host : host - low * size;
-        *copy = fa_numpy_copy_of(state, &view);
-        if (!*copy) code = fa_python_error(status);
-    }
-    fa_device_leave(view.device, previous);
-    free(host);
+    fa_device_leave(view->device, previous);
+    if (code != FA_OK) Py_CLEAR(*copy);
     return code;
 }
 

@@ -31,8 +31,7 @@
     X(v)                                                                                                               \
     X(causal)                                                                                                          \
     X(scale)                                                                                                           \
-    X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse) X(stream) X(kernel)                   \
-        X(batch_invariant)
+    X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse) X(stream) X(kernel) X(batch_invariant)
 
 #define FA_ATTRIBUTES(X)                                                                                               \
     X(__cuda_array_interface__)                                                                                        \
@@ -40,8 +39,9 @@
     X(__dlpack__)                                                                                                      \
     X(__dlpack_device__)                                                                                               \
     X(__dlpack_c_exchange_api__)                                                                                       \
-    X(__array_namespace__) X(__mro__) X(__module__) X(__name__) X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr)   \
-        X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(__objclass__)
+    X(__array_namespace__)                                                                                             \
+    X(__mro__) X(__module__) X(__name__) X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype)    \
+        X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(__objclass__)
 
 typedef enum fa_argument {
 #define FA_ENUM(name) FA_ARG_##name,
@@ -158,6 +158,9 @@ void fa_array_release(fa_array *array);
 /* The way to speak to objects of a type; NULL with an exception. `space` is used when the cache is full. */
 const fa_type *fa_type_of(fa_state *state, PyObject *object, fa_type *space);
 void fa_types_clear(fa_state *state);
+void fa_type_drop(fa_type *entry);
+/* 1, 0, or -1 with an exception. */
+int fa_flag_ask(const fa_flag *flag, PyObject *object);
 
 /* What any description is checked for, with strides in elements: extents that are not negative, products and offsets
  * that fit 64 bits, aligned data. */

@@ -176,16 +176,9 @@ void fa_cublas_seek(fa_state *state) {
 PyObject *fa_build_info(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
-#ifdef FA_HAVE_CUDA
-    PyObject *cuda = Py_True;
-#else
-    PyObject *cuda = Py_False;
-#endif
-#ifdef FA_CUDA_TOOLKIT
-    const char *toolkit = FA_CUDA_TOOLKIT;
-#else
-    const char *toolkit = NULL;
-#endif
+    const int version = fa_cuda_toolkit();
+    char toolkit[32];
+    snprintf(toolkit, sizeof toolkit, "%d.%d", version / 1000, version % 1000 / 10);
     PyObject *rows = PyDict_New();
     for (int n = 0; rows && n < fa_kernel_count(); n++) {
         const fa_kernel *row = fa_kernel_at(n);
@@ -194,7 +187,8 @@ PyObject *fa_build_info(PyObject *module, PyObject *unused) {
         Py_XDECREF(value);
     }
     if (!rows) return NULL;
-    return Py_BuildValue("{s:s,s:O,s:z,s:N}", "version", FA_VERSION, "cuda", cuda, "toolkit", toolkit, "rows", rows);
+    return Py_BuildValue("{s:s,s:O,s:z,s:N}", "version", FA_VERSION, "cuda", version ? Py_True : Py_False, "toolkit",
+                         version ? toolkit : NULL, "rows", rows);
 }
 
 PyObject *fa_cpu_info(PyObject *module, PyObject *unused) {
