@@ -232,7 +232,12 @@ fa_code fa_device_enter(fa_context *context, fa_device device, int *previous, fa
     if (device.kind == FA_CPU) return FA_OK;
     FA_TRY(check_fork(status));
     TRY_CUDA(status, cudaGetDevice(previous));
-    if (*previous != device.id) TRY_CUDA(status, cudaSetDevice(device.id));
+    /* A thread that has made no CUDA call yet has a device, but no current context, which driver calls need. */
+    static _Thread_local int bound = -1;
+    if (*previous != device.id || bound != device.id) {
+        TRY_CUDA(status, cudaSetDevice(device.id));
+        bound = device.id;
+    }
     return FA_OK;
 }
 

@@ -24,6 +24,9 @@ __all__ = ["Report", "judge", "spread", "verify"]
 
 ABSOLUTE = {"float16": 2e-4, "bfloat16": 2e-3, "float32": 2e-6, "float64": 1e-10}
 FROBENIUS = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5, "float64": 1e-10}
+# FLOPs of Q K^T from which CuPy, with the seconds it takes to compile its kernels, is faster than NumPy.
+_WORTH_A_DEVICE = 2e10
+
 LSE_ABSOLUTE = {"float64": 1e-10}
 LSE_RELATIVE = {"float64": 1e-10}
 
@@ -147,7 +150,7 @@ def verify(
 
     Accepts what ``fa_ext.attention`` accepts, arrays of any library on any device. ``out`` may be given as there (it is
     overwritten, with NaN first); with ``return_lse`` (the default here) the LSE is judged too. Raises what the call
-    raises. On a device the reference runs through CuPy if the program has imported it, else through NumPy.
+    raises. The reference of a large call on a device runs through CuPy if the program has imported it, else NumPy.
     """
     import fa_ext
 
@@ -168,7 +171,8 @@ def verify(
     got, lse = result if return_lse else (result, None)
     got, lse = fa_ext.to_numpy(got), None if lse is None else fa_ext.to_numpy(lse)
 
-    xp = sys.modules.get("cupy", numpy) if device is not None else numpy
+    large = 2 * host[0].size * host[1].shape[1 if layout == "bshd" else 2] > _WORTH_A_DEVICE
+    xp = sys.modules.get("cupy", numpy) if device is not None and large else numpy
     if xp is not numpy:
         host = [_upload(xp, x) for x in host]
         host_arrays = {name: None if x is None else _upload(xp, x) for name, x in host_arrays.items()}
