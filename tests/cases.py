@@ -303,8 +303,8 @@ _MUST_ACCEPT = {
     "simt": _is_device_case,
     "minimal": _minimal,
     "cublas": lambda case: _is_device_case(case) and case.strides in (*_ALIGNED, "odd"),
-    "wmma": lambda case: _is_fast_case(case, 128) and not case.bias,
-    "mma_sm80": lambda case: _is_fast_case(case, 256),
+    "wmma": lambda case: case.dtype in HALVES and max(case.head_dim, case.head_dim_v) <= 128,
+    "mma_sm80": lambda case: case.dtype in HALVES,
     "wgmma_sm90": _hopper,
     "wgmma_split_sm90": _hopper_split,
 }
