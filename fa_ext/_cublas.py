@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import importlib
 import re
 
 
@@ -22,12 +23,9 @@ def _loaded() -> str | None:
 def _installed() -> str | None:
     """cuBLAS of the nvidia wheels, of conda or of the system, by cuda-pathfinder where it is installed."""
     try:
-        from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    try:
-        return load_nvidia_dynamic_lib("cublas").abs_path
-    except Exception:  # its errors differ from version to version; the loader's own search remains
+        pathfinder = importlib.import_module("cuda.pathfinder")
+        return pathfinder.load_nvidia_dynamic_lib("cublas").abs_path
+    except Exception:  # not installed, or nothing found: its errors differ by version, and the loader's search remains
         return None
 
 

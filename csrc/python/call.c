@@ -124,16 +124,20 @@ static bool must_wait(const fa_call *call) {
 static fa_code launch(fa_state *state, fa_call *call, const fa_plan *plan, fa_status *status) {
     if (call->problem.device.kind == FA_CPU) {
         fa_code code;
-        Py_BEGIN_ALLOW_THREADS code = fa_plan_run(&call->problem, plan, state->context, call->info, NULL, status);
-        Py_END_ALLOW_THREADS return code;
+        PyThreadState *thread = PyEval_SaveThread();
+        code = fa_plan_run(&call->problem, plan, state->context, call->info, NULL, status);
+        PyEval_RestoreThread(thread);
+        return code;
     }
     void *stream = call->stream.handle;
     FA_TRY(fa_stream_join(call->array, FA_ARRAYS, stream, true, status));
     const bool wait = must_wait(call);
     fa_code code;
-    Py_BEGIN_ALLOW_THREADS code = fa_plan_run(&call->problem, plan, state->context, call->info, stream, status);
+    PyThreadState *thread = PyEval_SaveThread();
+    code = fa_plan_run(&call->problem, plan, state->context, call->info, stream, status);
     if (code == FA_OK && wait) code = fa_stream_synchronize(stream, status);
-    Py_END_ALLOW_THREADS fa_status second;
+    PyEval_RestoreThread(thread);
+    fa_status second;
     fa_code joined = fa_stream_join(call->array, FA_ARRAYS, stream, false, code == FA_OK ? status : &second);
     return code == FA_OK ? joined : code;
 }
@@ -217,8 +221,9 @@ PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t c
     FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
     code = make_outputs(state, &call, results, &status);
     if (code == FA_OK) {
-        Py_BEGIN_ALLOW_THREADS code = burst(state, &call, &plan, repeats, &seconds, &status);
-        Py_END_ALLOW_THREADS
+        PyThreadState *thread = PyEval_SaveThread();
+        code = burst(state, &call, &plan, repeats, &seconds, &status);
+        PyEval_RestoreThread(thread);
     }
     fa_device_leave(call.problem.device, previous);
 done:

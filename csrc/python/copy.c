@@ -29,8 +29,9 @@ static fa_code copy_to(fa_state *state, const fa_array *source, int index, fa_re
     fa_code code = fa_device_array_make(state, device, view->ndim, view->shape, view->dtype, &stream, result, status);
     size_t bytes = (size_t)fa_view_elements(view) * fa_dtype_size(view->dtype);
     if (code == FA_OK && bytes) {
-        Py_BEGIN_ALLOW_THREADS code = fa_memory_copy(result->data, view->data, bytes, stream.handle, status);
-        Py_END_ALLOW_THREADS
+        PyThreadState *thread = PyEval_SaveThread();
+        code = fa_memory_copy(result->data, view->data, bytes, stream.handle, status);
+        PyEval_RestoreThread(thread);
     }
     fa_device_leave(device, previous);
     return code;
@@ -128,7 +129,7 @@ static fa_code fetch(const fa_view *view, int axis, const char *from, char *to, 
         contiguous = contiguous && (part.shape[n] == 1 || part.strides[n] == plain.strides[n]);
     if (contiguous) return fa_memory_copy(to, from, (size_t)(span * size), stream, status);
     char *scratch = malloc((size_t)(span * size));
-    if (!scratch) return fa_fail(status, FA_EMEMORY, "no host memory for %lld bytes", (long long)(span * size));
+    if (!scratch) return fa_fail(status, FA_EMEMORY, "no host memory for %zu bytes", (size_t)span * (size_t)size);
     fa_code code = fa_memory_copy(scratch, from + low * size, (size_t)(span * size), stream, status);
     if (code == FA_OK) pack(&part, 0, scratch - low * size, to);
     free(scratch);
@@ -145,8 +146,9 @@ static fa_code copy_from(fa_state *state, const fa_array *array, PyObject **copy
     if (!*copy) code = fa_python_error(status);
     if (code == FA_OK && fa_view_elements(view) > 0) {
         void *stream = array->has_stream ? array->stream : FA_STREAM_PER_THREAD;
-        Py_BEGIN_ALLOW_THREADS code = fetch(view, 0, view->data, to, stream, status);
-        Py_END_ALLOW_THREADS
+        PyThreadState *thread = PyEval_SaveThread();
+        code = fetch(view, 0, view->data, to, stream, status);
+        PyEval_RestoreThread(thread);
     }
     fa_device_leave(view->device, previous);
     if (code != FA_OK) Py_CLEAR(*copy);

@@ -99,9 +99,10 @@ static fa_code read_dict(fa_state *state, fa_array *array, PyObject *interface, 
     }
     PyObject *strides = PyDict_GetItemWithError(interface, names->strides);
     int64_t byte_strides[FA_MAX_NDIM];
-    bool strided = strides && strides != Py_None;
-    if (strided) FA_TRY(read_ints(array, strides, "strides", byte_strides, &view->ndim, status));
-    if (strided) return fa_view_byte_strides(array->name, view, byte_strides, status);
+    if (strides && strides != Py_None) {
+        FA_TRY(read_ints(array, strides, "strides", byte_strides, &view->ndim, status));
+        return fa_view_byte_strides(array->name, view, byte_strides, status);
+    }
     fa_view_contiguous(view);
     return fa_view_check(array->name, view, status);
 }
