@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib
+import importlib.util
 import re
+from pathlib import Path
 
 
 def _loaded() -> str | None:
@@ -25,10 +26,19 @@ def _installed() -> str | None:
     try:
         pathfinder = importlib.import_module("cuda.pathfinder")
         return pathfinder.load_nvidia_dynamic_lib("cublas").abs_path
-    except Exception:  # not installed, or nothing found: its errors differ by version, and the loader's search remains
+    except Exception:  # not installed, or nothing found: its errors differ by version
         return None
 
 
+def _wheels() -> str | None:
+    """cuBLAS of the nvidia wheels, which other packages bring: nvidia/cu13/lib, or nvidia/cublas/lib for CUDA 12."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for found in sorted(Path(folder).glob("*/lib/libcublas.so.1[23]"), reverse=True):
+            return str(found)
+    return None
+
+
 def find() -> str | None:
-    """Path or soname of cuBLAS 13 or 12, or None, which leaves the search to the dynamic loader."""
-    return _loaded() or _installed() or ctypes.util.find_library("cublas")
+    """Path of cuBLAS 13 or 12, or None, which leaves the search to the dynamic loader."""
+    return _loaded() or _installed() or _wheels()
