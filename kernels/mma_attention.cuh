@@ -40,6 +40,8 @@ template <typename T_, int HEAD_DIM_, MmaShape SHAPE, bool GENERAL_> struct MmaC
     static constexpr int WARPS_M = SHAPE.warps_m, WARPS_N = SHAPE.warps_n, BLOCKS_PER_SM = SHAPE.blocks_per_sm;
     static constexpr bool QUERY_IN_REGISTERS = SHAPE.query_in_registers, GENERAL = GENERAL_;
 
+    static constexpr bool KEEP_ADDRESSES = ROW_TILES * HEAD_DIM < 256; // else the output takes the registers
+
     static constexpr int THREADS = WARPS_M * WARPS_N * 32;
     static constexpr int WARP_ROWS = 16 * ROW_TILES;
     static constexpr int TILE_M = WARPS_M * WARP_ROWS;
@@ -100,11 +102,14 @@ struct BlockPlace {
     }
 };
 
+/* The shift of a row that has seen no key: below every score, yet finite, so that 2^(-inf - shift) is 0, not NaN. */
+constexpr float NO_SHIFT = -1.7e38f;
+
 /* finish_row() of softmax.cuh with the approximate logarithm and reciprocal (2 ulp): a block of few tiles notices. */
-__device__ __forceinline__ RowResult finish_fast(float maximum, float sum, float sink) {
-    const float joined = fmaxf(maximum, sink * LOG2_E), shift = softmax_shift(joined);
-    const float factor = exp2_fast(maximum - shift), total = sum * factor + exp2_fast(sink * LOG2_E - shift);
-    const float lse = sum == 0.0f ? sink : (joined + __log2f(total)) * LN_2;
+__device__ __forceinline__ RowResult finish_fast(float shift, float sum, float sink) {
+    const float raised = fmaxf(shift, sink * LOG2_E), factor = exp2_fast(shift - raised);
+    const float total = sum * factor + exp2_fast(sink * LOG2_E - raised);
+    const float lse = sum == 0.0f ? sink : (raised + __log2f(total)) * LN_2;
     return {sum == 0.0f ? 0.0f : __fdividef(factor, total), lse};
 }
 
@@ -114,19 +119,21 @@ template <class C> struct MmaWarp {
     static constexpr int ROW_TILES = C::ROW_TILES, KEYS = C::KEYS, STEPS = C::HEAD_DIM / 16;
     using Tile = Scores<ROW_TILES, KEYS>;
     using Layout = TileLayout<C::HEAD_DIM>;
+    using RowsAddress = BlockAddress<C::HEAD_DIM, BlockOrder::ROWS_FIRST>;
+    using KeysAddress = BlockAddress<C::HEAD_DIM, BlockOrder::COLUMNS_FIRST>;
 
     float out[ROW_TILES][C::HEAD_DIM / 8][4]; // as Scores, head_dim in place of keys
-    float maximum[ROW_TILES][2]; // of the raw scores that `out` and `sum` refer to; at least max - 8 / scale
-    float sum[ROW_TILES][2];     // this lane's share
+    float shift[ROW_TILES][2];                // `out` and `sum` are of weights 2^(score - shift); see weigh()
+    float sum[ROW_TILES][2];                  // this lane's share
+    float highest[ROW_TILES][2];              // this lane's highest product of the tile
     uint32_t query[C::QUERY_IN_REGISTERS ? ROW_TILES : 1][C::QUERY_IN_REGISTERS ? STEPS : 1][4];
-    BlockAddress<C::HEAD_DIM> query_address;
+    RowsAddress query_address;
 
-    __device__ explicit MmaWarp(uint32_t query_rows, int lane)
-        : query_address(query_rows, rows_first_row(lane), rows_first_chunk(lane)) {
+    __device__ explicit MmaWarp(uint32_t query_rows, int lane) : query_address(query_rows, lane) {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) maximum[r][i] = -INFINITY, sum[r][i] = 0.0f;
+            for (int i = 0; i < 2; ++i) shift[r][i] = NO_SHIFT, sum[r][i] = 0.0f;
 #pragma unroll
             for (int j = 0; j < C::HEAD_DIM / 8; ++j)
 #pragma unroll
@@ -134,77 +141,92 @@ template <class C> struct MmaWarp {
         }
     }
 
+    __device__ __forceinline__ void load_query_block(uint32_t (&a)[4], int row_tile, int step) const {
+        ldmatrix_x4(a, query_address.at(step) + row_tile * 16 * C::ROW_BYTES);
+    }
+
     __device__ __forceinline__ void load_query() {
         if constexpr (C::QUERY_IN_REGISTERS) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-                    ldmatrix_x4(query[r][step], query_address.at(step) + r * 16 * C::ROW_BYTES);
+                for (int r = 0; r < ROW_TILES; ++r) load_query_block(query[r][step], r, step);
         }
     }
 
-    /* s = Q K^T for this warp's KEYS key rows. */
-    __device__ __forceinline__ void multiply_keys(Tile &s, const BlockAddress<C::HEAD_DIM> &keys) {
+    /* s = Q K^T for this warp's KEYS key rows. MAXIMA: sets `highest` too, in two passes over the keys, so that the
+     * maxima of the first are found while the second multiplies. Without the query in registers each pass would read it
+     * anew. */
+    static constexpr bool TWO_PASSES = C::QUERY_IN_REGISTERS && ROW_TILES > 1 && KEYS % 32 == 0 && !C::GENERAL;
+    template <bool MAXIMA> __device__ __forceinline__ void multiply_keys(Tile &s, const KeysAddress &keys) {
+        constexpr int PASS = MAXIMA ? KEYS / 2 : KEYS;
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int first = 0; first < KEYS; first += PASS) {
 #pragma unroll
-            for (int j = 0; j < KEYS / 8; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[r][j][e] = 0.0f;
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            uint32_t a[ROW_TILES][4];
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
-                if constexpr (C::QUERY_IN_REGISTERS) {
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) a[r][e] = query[r][step][e];
-                } else {
-                    ldmatrix_x4(a[r], query_address.at(step) + r * 16 * C::ROW_BYTES);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < KEYS / 16; ++n) {
-                uint32_t b[4];
-                ldmatrix_x4(b, keys.at(step) + n * 16 * C::ROW_BYTES);
+            for (int step = 0; step < STEPS; ++step) {
+                uint32_t a[ROW_TILES][4];
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) {
-                    mma_16x8x16<T>(s[r][2 * n], a[r], b[0], b[1]);
-                    mma_16x8x16<T>(s[r][2 * n + 1], a[r], b[2], b[3]);
+                    if constexpr (C::QUERY_IN_REGISTERS) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) a[r][e] = query[r][step][e];
+                    } else {
+                        load_query_block(a[r], r, step);
+                    }
+                }
+#pragma unroll
+                for (int n = first / 16; n < (first + PASS) / 16; ++n) {
+                    uint32_t b[4];
+                    ldmatrix_x4(b, keys.at(step) + n * 16 * C::ROW_BYTES);
+#pragma unroll
+                    for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+                        for (int e = 0; e < 4; ++e)
+                            if (step == 0) s[r][2 * n][e] = s[r][2 * n + 1][e] = 0.0f;
+                        mma_16x8x16<T>(s[r][2 * n], a[r], b[0], b[1]);
+                        mma_16x8x16<T>(s[r][2 * n + 1], a[r], b[2], b[3]);
+                    }
                 }
             }
+            if constexpr (MAXIMA) find_highest(s, first, first + PASS);
         }
     }
 
-    /* Turns scores (times `scale`: base 2) into weights and joins them to the sums. The maximum is raised, and the
-     * output rescaled, when some row of the warp has outgrown its maximum by more than 2^8; until then the weights are
-     * larger than 1, which float32 sums and 16-bit weights hold as precisely. The result is the same after
-     * normalisation. */
-    __device__ __forceinline__ void weigh(Tile &s, float scale) {
-        float highest[ROW_TILES][2];
-        bool outgrown = false;
+    /* Takes the keys [begin, end) of the tile into `highest`. */
+    __device__ __forceinline__ void find_highest(const Tile &s, int begin, int end) {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float m = maximum[r][i];
+                float m = begin == 0 ? fmaxf(s[r][0][2 * i], s[r][0][2 * i + 1]) : highest[r][i];
 #pragma unroll
-                for (int j = 0; j < KEYS / 8; ++j) m = fmaxf(m, fmaxf(s[r][j][2 * i], s[r][j][2 * i + 1]));
-                m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-                m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+                for (int j = begin == 0 ? 1 : begin / 8; j < end / 8; ++j)
+                    m = fmaxf(m, fmaxf(s[r][j][2 * i], s[r][j][2 * i + 1]));
                 highest[r][i] = m;
-                outgrown |= (m - maximum[r][i]) * scale > 8.0f;
             }
+    }
+
+    /* Turns products (times `scale`: scores in base 2) into weights 2^(score - shift) and joins them to the sums. The
+     * shift of a row is its maximum of some earlier moment. It is raised to the present one, and the output rescaled,
+     * when some score of the warp exceeds its row's by more than 8; until then no lane needs to know the others'
+     * maxima, and weights up to 2^8 are held by float32 sums and 16-bit operands as precisely as weights up to 1. */
+    __device__ __forceinline__ void weigh(Tile &s, float scale) {
+        bool outgrown = false;
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) outgrown |= highest[r][i] * scale - shift[r][i] > 8.0f;
         if (__any_sync(~0u, outgrown)) {
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    // The products are rounded as those below are, so that old and new weights agree.
-                    const float shift = __fmul_rn(softmax_shift(highest[r][i]), scale);
-                    const float factor = exp2_fast(__fmul_rn(maximum[r][i], scale) - shift);
-                    maximum[r][i] = highest[r][i];
+                    float m = highest[r][i];
+                    m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+                    m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+                    const float raised = fmaxf(shift[r][i], __fmul_rn(m, scale));
+                    const float factor = exp2_fast(shift[r][i] - raised);
+                    shift[r][i] = raised;
                     sum[r][i] *= factor;
 #pragma unroll
                     for (int j = 0; j < C::HEAD_DIM / 8; ++j)
@@ -214,21 +236,17 @@ template <class C> struct MmaWarp {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float shift = __fmul_rn(softmax_shift(maximum[r][i]), scale);
+            for (int i = 0; i < 2; ++i)
 #pragma unroll
-                for (int j = 0; j < KEYS / 8; ++j)
+                for (int j = 0; j < KEYS / 8; ++j) {
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const float weight = exp2_fast(s[r][j][2 * i + e] * scale - shift);
-                        s[r][j][2 * i + e] = weight;
-                        sum[r][i] += weight;
-                    }
-            }
+                    for (int e = 2 * i; e < 2 * i + 2; ++e) s[r][j][e] = exp2_fast(s[r][j][e] * scale - shift[r][i]);
+                    sum[r][i] += s[r][j][2 * i] + s[r][j][2 * i + 1];
+                }
     }
 
     /* out += P V for this warp's KEYS value rows. */
-    __device__ __forceinline__ void multiply_values(const Tile &s, const BlockAddress<C::HEAD_DIM> &values) {
+    __device__ __forceinline__ void multiply_values(const Tile &s, const RowsAddress &values) {
 #pragma unroll
         for (int n = 0; n < KEYS / 16; ++n) {
             uint32_t a[ROW_TILES][4];
@@ -257,24 +275,24 @@ template <class C> struct MmaWarp {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) *slot = maximum[r][i], slot[32] = sum[r][i], slot += 64;
+            for (int i = 0; i < 2; ++i) *slot = shift[r][i], slot[32] = sum[r][i], slot += 64;
 #pragma unroll
             for (int j = 0; j < C::HEAD_DIM / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) *slot = out[r][j][e], slot += 32;
         }
     }
-    __device__ __forceinline__ void take(const float *slot, int lane, float scale) {
+    __device__ __forceinline__ void take(const float *slot, int lane) {
         slot += lane;
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r) {
             float mine[2], theirs[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float other = *slot, shift = softmax_shift(fmaxf(maximum[r][i], other));
-                mine[i] = exp2_fast((maximum[r][i] - shift) * scale);
-                theirs[i] = exp2_fast((other - shift) * scale);
-                maximum[r][i] = fmaxf(maximum[r][i], other);
+                const float other = *slot, raised = fmaxf(shift[r][i], other);
+                mine[i] = exp2_fast(shift[r][i] - raised);
+                theirs[i] = exp2_fast(other - raised);
+                shift[r][i] = raised;
                 sum[r][i] = sum[r][i] * mine[i] + slot[32] * theirs[i];
                 slot += 64;
             }
@@ -288,7 +306,7 @@ template <class C> struct MmaWarp {
 
     /* Normalises, writes the LSE, and the output through this warp's own rows of the query tile, which it alone reads.
      */
-    __device__ __forceinline__ void finish(const MmaArgs &args, int warp_m, uint32_t rows, int lane, float scale) {
+    __device__ __forceinline__ void finish(const MmaArgs &args, int warp_m, uint32_t rows, int lane) {
         const fa_problem &p = args.problem;
         const BlockPlace place(args);
         const int first_query = place.row_block * C::TILE_M + warp_m * C::WARP_ROWS;
@@ -305,7 +323,7 @@ template <class C> struct MmaWarp {
                 float total = sum[r][i];
                 total += __shfl_xor_sync(~0u, total, 1);
                 total += __shfl_xor_sync(~0u, total, 2);
-                const RowResult result = finish_fast(maximum[r][i] * scale, total, sink);
+                const RowResult result = finish_fast(shift[r][i], total, sink);
                 const int row = r * 16 + i * 8 + lane / 4;
                 if (p.lse && lane % 4 == 0 && row < queries) lse[row] = result.lse;
 #pragma unroll
@@ -343,7 +361,6 @@ template <class C>
 __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const __grid_constant__ MmaArgs args) {
     extern __shared__ __align__(128) unsigned char shared[];
     using T = typename C::T;
-    using Address = BlockAddress<C::HEAD_DIM>;
     const fa_problem &p = args.problem;
     const Visibility &visible = args.visible;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % C::WARPS_M, warp_n = warp / C::WARPS_M;
@@ -384,19 +401,21 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     ScorePlace place{block.batch, block.head, warp_query + lane / 4, 0};
     typename MmaWarp<C>::Tile s;
 
-    auto first_product = [&](int tile, int stage) {
-        mine.multiply_keys(s, Address(key_tiles + stage * C::TILE_BYTES + warp_key_rows, columns_first_row(lane),
-                                      columns_first_chunk(lane)));
-    };
-    auto second_product = [&](int stage) {
-        mine.multiply_values(s, Address(value_tiles + stage * C::TILE_BYTES + warp_key_rows, rows_first_row(lane),
-                                        rows_first_chunk(lane)));
-    };
-    auto scores_to_weights = [&](int key, bool masked) {
+    typename MmaWarp<C>::KeysAddress key_address(key_tiles + warp_key_rows, lane);
+    typename MmaWarp<C>::RowsAddress value_address(value_tiles + warp_key_rows, lane);
+    if (C::KEEP_ADDRESSES) key_address.keep(), value_address.keep();
+    auto second_product = [&](int stage) { mine.multiply_values(s, value_address.shifted(stage * C::TILE_BYTES)); };
+    auto scores = [&](int key, bool masked, int stage) {
+        const auto keys = key_address.shifted(stage * C::TILE_BYTES);
+        if (MmaWarp<C>::TWO_PASSES && !masked) {
+            mine.template multiply_keys<true>(s, keys);
+            return;
+        }
+        mine.template multiply_keys<false>(s, keys);
         place.key = key + lane % 4 * 2;
         if constexpr (C::GENERAL) transform_scores<C::ROW_TILES, C::KEYS>(s, p, args.score, visible, place);
         if (masked) mask_scores<C::ROW_TILES, C::KEYS>(s, visible, place);
-        mine.weigh(s, scale);
+        mine.find_highest(s, 0, C::KEYS);
     };
 
     if (tile_begin < tile_end) {
@@ -422,15 +441,20 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
             __syncthreads();
             load_values(tile, 0);
             cp_async_commit();
-            if (some) first_product(tile, 0);
-            cp_async_wait<0>();
-            __syncthreads();
-            if (tile > tile_begin) load_keys(tile - 1, 0);
-            cp_async_commit();
-            if (some) {
-                scores_to_weights(key, masked);
-                second_product(0);
-            }
+            auto next_keys = [&] {
+                cp_async_wait<0>();
+                __syncthreads();
+                if (tile > tile_begin) load_keys(tile - 1, 0);
+                cp_async_commit();
+            };
+            // The earlier the better, but addresses beside the scores and output of two row tiles are too many
+            // registers.
+            constexpr bool EARLY = C::ROW_TILES == 1;
+            if (some) scores(key, masked, 0);
+            if (EARLY) next_keys();
+            if (some) mine.weigh(s, scale);
+            if (!EARLY) next_keys();
+            if (some) second_product(0);
         }
     } else {
         if (tile_begin < tile_end) {
@@ -454,8 +478,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
             if (next >= tile_begin) load_keys(next, free), load_values(next, free);
             cp_async_commit();
             if (some) {
-                first_product(tile, stage);
-                scores_to_weights(key, masked);
+                scores(key, masked, stage);
+                mine.weigh(s, scale);
                 second_product(stage);
             }
             stage = stage == C::STAGES - 1 ? 0 : stage + 1;
@@ -469,9 +493,9 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         if (warp_n > 0) mine.give(slot(warp_n), lane);
         __syncthreads();
         if (warp_n > 0) return;
-        for (int part = 1; part < C::WARPS_N; ++part) mine.take(slot(part), lane, scale);
+        for (int part = 1; part < C::WARPS_N; ++part) mine.take(slot(part), lane);
     }
-    mine.finish(args, warp_m, warp_query_rows, lane, scale);
+    mine.finish(args, warp_m, warp_query_rows, lane);
 }
 
 } // namespace fa

@@ -36,8 +36,7 @@ enum Kind {
     LARGE,   // grids that fill the device
     MEDIUM,  // the same where two blocks of LARGE do not fit the shared memory of a multiprocessor (sm_80)
     COMPACT, // the same where two of MEDIUM do not (sm_86, sm_89)
-    SMALL,   // grids that do not: 64 rows a block, two warps a row
-    TINY,    // fewer still: 32 rows a block
+    SMALL,   // grids that do not: 32 rows a block, two warps a row
     GENERAL, // softcap, bias, boolean mask, scale <= 0, operands of any alignment
     KINDS
 };
@@ -50,8 +49,8 @@ constexpr MmaShape shape_of(int head_dim, Kind kind) {
     if (kind == FA_MMA_FORCE) return FA_MMA_TUNE;
 #endif
     if (kind == GENERAL) return {1, 4, 1, 32, 1, false, 2};
-    if (kind == SMALL && head_dim <= 128) return {1, 4, 2, 64, 1, true, 1};
-    if (kind == TINY) return {1, 2, 2, head_dim <= 128 ? 64 : 32, head_dim <= 64 ? 2 : 1, head_dim <= 128, 1};
+    if (kind == SMALL && head_dim == 64) return {1, 2, 2, 64, 2, true, 3};
+    if (kind == SMALL) return {1, 2, 2, head_dim <= 128 ? 64 : 32, 1, head_dim <= 128, 2};
     switch (head_dim) {
     case 64: return {2, 4, 1, 64, 2, true, 2};                      // 48 KB
     case 96: return {2, 4, 1, 64, kind == LARGE ? 2 : 1, false, 2}; // 72, 48 KB
@@ -60,7 +59,7 @@ constexpr MmaShape shape_of(int head_dim, Kind kind) {
         return {2, 4, 1, 64, kind == LARGE ? 2 : 1, false, 2};          // 96, 64 KB
     case 192: return {1, 4, 1, kind == COMPACT ? 32 : 64, 1, false, 2}; // 72, 48 KB
     default:
-        if (kind == LARGE || kind == SMALL) return {1, 4, 1, 64, 1, false, 2}; // 96 KB
+        if (kind == LARGE) return {1, 4, 1, 64, 1, false, 2}; // 96 KB
         return {1, 8, 1, 32, 1, false, 1};                    // 96 KB, eight warps in the one block that fits
     }
 }
@@ -98,7 +97,6 @@ fa_code launch_kind(const MmaArgs &args, int kind, unsigned blocks, cudaStream_t
     case MEDIUM: return launch_config<Choose<T, D, MEDIUM>>(args, blocks, stream, status);
     case COMPACT: return launch_config<Choose<T, D, COMPACT>>(args, blocks, stream, status);
     case SMALL: return launch_config<Choose<T, D, SMALL>>(args, blocks, stream, status);
-    case TINY: return launch_config<Choose<T, D, TINY>>(args, blocks, stream, status);
     default: return launch_config<Choose<T, D, GENERAL>>(args, blocks, stream, status);
     }
 }
@@ -142,7 +140,7 @@ struct Instance {
     {D,                                                                                                                \
      FA_MMA_JOIN(D),                                                                                                   \
      {tile_of<Choose<__half, D, LARGE>>(), tile_of<Choose<__half, D, MEDIUM>>(),                                       \
-      tile_of<Choose<__half, D, COMPACT>>(), tile_of<Choose<__half, D, SMALL>>(), tile_of<Choose<__half, D, TINY>>(),  \
+      tile_of<Choose<__half, D, COMPACT>>(), tile_of<Choose<__half, D, SMALL>>(),                                      \
       tile_of<Choose<__half, D, GENERAL>>()}},
 constexpr Instance INSTANCES[] = {FA_MMA_HEAD_DIMS(FA_MMA_INSTANCE)};
 
@@ -180,10 +178,9 @@ Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &
         const Tile &tile = instance.tile[kind];
         return tile.blocks_per_sm * (tile.shared_bytes + 1024) <= device->smem_per_sm; // 1 KB a block is CUDA's own
     };
-    if (!p->batch_invariant) {
-        if (blocks(TINY) <= device->sm_count) return TINY;
-        if (blocks(SMALL) <= device->sm_count) return SMALL;
-    }
+    // While all SMALL blocks are resident at once, and twice as many where most of them are short.
+    const int64_t resident = int64_t(device->sm_count) * instance.tile[SMALL].blocks_per_sm;
+    if (!p->batch_invariant && blocks(SMALL) <= (p->right != FA_UNBOUNDED ? 2 : 1) * resident) return SMALL;
     return fits(LARGE) ? LARGE : fits(MEDIUM) ? MEDIUM : COMPACT;
 }
 

@@ -22,28 +22,39 @@ template <int COLUMNS> struct TileLayout {
     __device__ static uint32_t offset(int row, int chunk) { return row * ROW_BYTES + ((chunk ^ key(row)) << 4); }
 };
 
+/* In which order ldmatrix delivers the 8x8 matrices of a 16x16 block, so that the registers are an operand of
+ * mma_16x8x16 as they come (an operand is consecutive registers: any other order costs moves). */
+enum class BlockOrder {
+    ROWS_FIRST,    // (0, 0), (8, 0), (0, 8), (8, 8): query rows as operand a; value rows, transposed, as two operands b
+    COLUMNS_FIRST, // (0, 0), (0, 8), (8, 0), (8, 8): key rows as two operands b
+};
+
 /* The address that a lane gives to ldmatrix for a 16x16 block at (row, column), both multiples of 16, is
  * `at(column / 16) + row * ROW_BYTES`. The lane's own row and chunk inside the block are in `base`; the key depends on
  * the lane alone, and column / 16 enters its XOR through PERIOD / 2 values: the rest are immediate offsets. */
-template <int COLUMNS> struct BlockAddress {
+template <int COLUMNS, BlockOrder ORDER> class BlockAddress {
     using Layout = TileLayout<COLUMNS>;
     uint32_t base;
 
-    __device__ BlockAddress(uint32_t tile, int lane_row, int lane_chunk)
-        : base(tile + Layout::offset(lane_row, lane_chunk)) {}
+  public:
+    __device__ BlockAddress(uint32_t tile, int lane) {
+        const int low = lane >> 3 & 1, high = lane >> 4;
+        base = tile + (ORDER == BlockOrder::ROWS_FIRST ? Layout::offset((lane & 7) + low * 8, high)
+                                                       : Layout::offset((lane & 7) + high * 8, low));
+    }
+    __device__ BlockAddress shifted(uint32_t bytes) const {
+        BlockAddress moved = *this;
+        moved.base += bytes;
+        return moved;
+    }
+    /* Makes the compiler keep the address in a register: it would compute it anew for each tile, 20 instructions. */
+    __device__ void keep() { asm volatile("" : "+r"(base)); }
+
     __device__ uint32_t at(int block) const {
         constexpr int period = Layout::PERIOD / 2;
         return (base ^ (block % period * 32)) + block / period * (period * 32);
     }
 };
-
-/* Lane's row and chunk for operand a (query rows) and, transposed, for operand b of weights times values: matrices in
- * the order (0, 0), (8, 0), (0, 8), (8, 8) of the block. */
-__device__ __forceinline__ int rows_first_row(int lane) { return lane & 15; }
-__device__ __forceinline__ int rows_first_chunk(int lane) { return lane >> 4; }
-/* For operand b of query times key: (0, 0), (0, 8), (8, 0), (8, 8), so that registers 0, 1 belong to keys 0..7. */
-__device__ __forceinline__ int columns_first_row(int lane) { return (lane & 7) + (lane >> 4 << 3); }
-__device__ __forceinline__ int columns_first_chunk(int lane) { return lane >> 3 & 1; }
 
 /* Rows of one head of an operand in global memory, as one thread of a block of THREADS copies them into tiles of ROWS
  * rows, from the last tile to the first. Columns from `columns` to COLUMNS and rows outside [begin, end) become zeros
