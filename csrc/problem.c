@@ -234,20 +234,13 @@ static byte_range range_of(const fa_view *view) {
                         (uintptr_t)view->data + (uintptr_t)((high + 1) * size)};
 }
 
-static fa_code check_disjoint(const char *name, const fa_view *view, const char *other_name, const fa_view *other,
+static fa_code check_disjoint(const char *name, byte_range range, const char *other_name, const fa_view *other,
                               fa_status *status) {
-    if (!other || !view) return FA_OK;
-    byte_range a = range_of(view), b = range_of(other);
-    if (a.begin < b.end && b.begin < a.end && a.begin != a.end && b.begin != b.end)
+    if (!other) return FA_OK;
+    byte_range b = range_of(other);
+    if (range.begin < b.end && b.begin < range.end && range.begin != range.end && b.begin != b.end)
         return fa_fail(status, FA_EVALUE, "%s overlaps %s in memory; give it memory of its own", name, other_name);
     return FA_OK;
-}
-
-/* Strides of empty arrays carry no meaning; NumPy sets them to 0. */
-static bool is_empty(const fa_view *view) {
-    for (int axis = 0; axis < view->ndim; axis++)
-        if (view->shape[axis] == 0) return true;
-    return false;
 }
 
 static fa_code check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, fa_dtype dtype,
@@ -274,8 +267,9 @@ static fa_code check_output(const char *name, const fa_view *view, const int64_t
         {"q", request->q},       {"k", request->k},       {"v", request->v},
         {"bias", request->bias}, {"mask", request->mask}, {"sinks", request->sinks},
     };
+    const byte_range range = range_of(view);
     for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
-        FA_TRY(check_disjoint(name, view, inputs[n].name, inputs[n].view, status));
+        FA_TRY(check_disjoint(name, range, inputs[n].name, inputs[n].view, status));
     return FA_OK;
 }
 
@@ -289,7 +283,7 @@ static fa_code check_lse(const fa_view *lse, const fa_problem *p, const fa_reque
                            show(shape, 3).text);
         expected *= lse->shape[axis] ? lse->shape[axis] : 1;
     }
-    return check_disjoint("lse", lse, "out", request->out, status);
+    return check_disjoint("lse", range_of(lse), "out", request->out, status);
 }
 
 /* Strides of a new C-contiguous output in the user's layout. */

@@ -40,8 +40,9 @@
     X(__dlpack_device__)                                                                                               \
     X(__dlpack_c_exchange_api__)                                                                                       \
     X(__array_namespace__)                                                                                             \
-    X(__mro__) X(__module__) X(__name__) X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype)    \
-        X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(__objclass__)
+    X(__mro__)                                                                                                         \
+    X(__module__) X(__name__) X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape)      \
+        X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(__objclass__) X(_c_contiguous)
 
 typedef enum fa_argument {
 #define FA_ENUM(name) FA_ARG_##name,
@@ -86,6 +87,7 @@ typedef struct fa_type {
     fa_library library;
     bool masked; /* numpy.ma.MaskedArray */
     fa_flag requires_grad, is_neg, is_conj;
+    fa_flag contiguous;       /* CuPy's _c_contiguous: cheaper than its strides */
     PyObject *maker;          /* cupy.ndarray, jax.dlpack.from_dlpack, numba.cuda.as_cuda_array, torch.empty; or NULL */
     PyObject *current_stream; /* cupy.cuda.get_current_stream, or NULL */
     const DLExchange *exchange;

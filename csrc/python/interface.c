@@ -164,7 +164,9 @@ fa_code fa_cupy_read(fa_state *state, fa_array *array, const fa_array *first, fa
     int64_t byte_strides[FA_MAX_NDIM];
     view->ndim = -1;
     FA_TRY(read_tuple_attribute(array, names->shape, "shape", view->shape, &view->ndim, status));
-    FA_TRY(read_tuple_attribute(array, names->strides, "strides", byte_strides, &view->ndim, status));
+    const int contiguous = array->type->contiguous.name ? fa_flag_ask(&array->type->contiguous, array->object) : 0;
+    if (contiguous < 0) return fa_python_error(status);
+    if (!contiguous) FA_TRY(read_tuple_attribute(array, names->strides, "strides", byte_strides, &view->ndim, status));
     PyObject *dtype = PyObject_GetAttr(array->object, names->dtype);
     if (!dtype) return fa_python_error(status);
     fa_code code = fa_numpy_dtype_read(state, array->name, dtype, &view->dtype, status);
@@ -184,5 +186,9 @@ fa_code fa_cupy_read(fa_state *state, fa_array *array, const fa_array *first, fa
         array->stream = first->stream;
     else
         FA_TRY(cupy_stream(state, array->type, &array->stream, status));
+    if (contiguous) {
+        fa_view_contiguous(view);
+        return fa_view_check(array->name, view, status);
+    }
     return fa_view_byte_strides(array->name, view, byte_strides, status);
 }

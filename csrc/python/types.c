@@ -132,6 +132,8 @@ static fa_code classify(fa_state *state, PyObject *object, fa_type *entry, fa_st
         find_flag(state, object, names->is_neg, &entry->is_neg) < 0 ||
         find_flag(state, object, names->is_conj, &entry->is_conj) < 0)
         return fa_python_error(status);
+    if (entry->library == FA_LIB_CUPY && find_flag(state, object, names->_c_contiguous, &entry->contiguous) < 0)
+        return fa_python_error(status);
 
     int has = fa_optional_attribute(class, names->__dlpack_c_exchange_api__, &found);
     if (has < 0) return fa_python_error(status);
