@@ -8,7 +8,7 @@ import sys
 
 from bench import report
 
-COMMANDS = ("measure", "gate", "score", "references", "tune", "evidence")
+COMMANDS = ("measure", "gate", "score", "references", "tune", "profile", "plot", "overhead", "evidence")
 
 
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,10 +165,6 @@ def _last_level_cache() -> int:
         if found:
             sizes.append(int(found.group(1)) << (10 if found.group(2) == "K" else 20))
     return max(sizes, default=32 << 20)
-
-
-def pause(seconds: float) -> None:
-    time.sleep(seconds)
 
 
 def cores() -> int:

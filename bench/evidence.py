@@ -135,7 +135,7 @@ def _sanitizer(record: Record, args: argparse.Namespace, ends: float) -> None:
 
 
 def _overhead(record: Record, args: argparse.Namespace, ends: float) -> None:
-    if record.has("overhead", "figures") or not (machine.ROOT / "bench" / "overhead.py").exists():
+    if record.device != "cuda" or record.has("overhead", "figures"):
         return
     done = subprocess.run([sys.executable, "-m", "bench", "overhead", "--json"], cwd=machine.ROOT, capture_output=True,
                           text=True, timeout=600)  # fmt: skip

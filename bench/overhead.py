@@ -137,6 +137,30 @@ def measure(calls: int = CALLS, bursts: int = BURSTS, kernel: str | None = None)
     }
 
 
+SUMMARY = "host time of a call on tiny arrays, beside torch's"
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--kernel", help="force a row (default: the library's choice)")
+
+
+def run(args) -> int:
+    """``python -m bench overhead``: exit status 1 when a bar is missed."""
+    from bench import device, report
+
+    if not device.has_gpu():
+        raise report.UsageError("needs a GPU: the figures are those of device arrays")
+    result = measure(kernel=args.kernel)
+    if args.json:
+        report.print_json(result)
+    else:
+        held = result["held"]
+        rows = [[name, us, BARS.get(name), {True: "yes", False: "NO"}.get(held.get(name))]
+                for name, us in result["microseconds"].items()]  # fmt: skip
+        report.table(f"microseconds a call, {SHAPE} float16", ("call", "us", "bar", "held"), rows)
+    return 0 if all(result["held"].values()) else 1
+
+
 def main(arguments: list[str]) -> int:
     """Prints the figures as JSON; an argument forces a kernel."""
     result = measure(kernel=arguments[0] if arguments else None)

@@ -16,6 +16,9 @@ import numpy as np
 from bench import report
 from bench.spaces import Config, Space
 
+# Configurations that are compiled side by side between looks at the budget.
+STEP = 8
+
 Evaluate = Callable[[list[Config]], list[dict[str, Any]]]
 
 
@@ -67,10 +70,13 @@ def search(space: Space, configs: list[Config], strategy: str, evaluations: int,
             elements = [tuple(element) for element in parameter_space]
             fresh = list(dict.fromkeys(e for e in elements if e not in self.known))
             fresh = fresh[: max(0, tuning_options.budget.get_evaluations_remaining())]
-            if fresh and not tuning_options.budget.is_done():
-                for element, found in zip(fresh, evaluate([dict(zip(names, e)) for e in fresh])):
+            for i in range(0, len(fresh), STEP):
+                if tuning_options.budget.is_done():
+                    break
+                step = fresh[i : i + STEP]
+                for element, found in zip(step, evaluate([dict(zip(names, e)) for e in step])):
                     self.known[element] = self._as_result(element, found)
-                tuning_options.budget.add_evaluations(len(fresh))
+                tuning_options.budget.add_evaluations(len(step))
             return [dict(self.known[e]) if e in self.known else None for e in elements]
 
         def _as_result(self, element, found):
@@ -90,14 +96,16 @@ def search(space: Space, configs: list[Config], strategy: str, evaluations: int,
     start = tuple(space.hand_set[name] for name in names)
     if start in allowed and strategy in ("genetic_algorithm", "greedy_ils", "mls", "simulated_annealing", "pso",
                                          "diff_evo", "firefly_algorithm", "greedy_mls", "ordered_greedy_mls"):  # fmt: skip
-        options["x0"] = start
+        options["x0"] = list(start)
     if strategy == "genetic_algorithm":
         options["popsize"] = popsize
+    budget = util.TuningBudget(time_limit, options["max_fevals"])
+    if strategy == "brute_force":  # takes no options, not even a budget
+        options = {}
     tuning = interface.Options(
         tune_params=tune_params, restrictions=searchspace._modified_restrictions, strategy_options=interface.Options(options),
         objective=["time"], objective_higher_is_better=[False], verbose=False, metrics=None, cache={}, cachefile=None,
-        simulated_time=0, budget=util.TuningBudget(time_limit, options["max_fevals"]), max_fevals=options["max_fevals"],
-        time_limit=time_limit, verify=None, observers=None,
+        simulated_time=0, budget=budget, max_fevals=budget.max_fevals, time_limit=time_limit, verify=None, observers=None,
     )  # fmt: skip
     runner = OurRunner()
     try:

@@ -1,0 +1,206 @@
+"""Charts from any JSON of the laboratory, as PNG and SVG.
+
+  grid    TFLOP/s by sequence length, one panel a head_dim and mask, rows beside peers, the ceiling drawn in
+  ladder  the rows from slowest to fastest on one problem, beside the fastest peer
+  errors  relative Frobenius errors of rows and peers against float64
+
+  python -m bench plot bench/evidence/nvidia-h200.json --kind grid --output bench/evidence/grid
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from bench import problems, report
+
+SUMMARY = "PNG and SVG charts from any JSON of the laboratory"
+KINDS = ("grid", "ladder", "errors")
+# Okabe and Ito's palette: distinct for every common kind of colour blindness. Markers differ as well.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+MARKERS = "osD^vP*X"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, nargs="+", help="JSON of measure, evidence, gate, references or tune")
+    parser.add_argument("--kind", choices=KINDS, default="grid", help="which chart (grid)")
+    parser.add_argument("--filter", default="", help="regular expression that a problem's line must contain")
+    parser.add_argument("--only", default="", help="regular expression of contenders to draw")
+    parser.add_argument("--output", type=Path, default=Path("chart"), help="name without suffix (chart.png, chart.svg)")
+
+
+def run(args: argparse.Namespace) -> int:
+    documents = []
+    for path in args.source:
+        try:
+            documents.append(json.loads(path.read_text()))
+        except (OSError, ValueError) as error:
+            raise report.UsageError(f"{path}: {error}") from None
+    written = draw(documents, args.kind, args.output, args.filter, args.only)
+    if args.json:
+        report.print_json({"written": written})
+    else:
+        print("\n".join(written))
+    return 0
+
+
+def draw(documents: list[dict], kind: str, output: Path, pattern: str = "", only: str = "") -> list[str]:
+    """Draws one chart into `output`.png and .svg and returns both paths."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise report.UsageError(f"plotting needs matplotlib (pip install matplotlib): {error}") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "fa"})
+    cells = [c for d in documents for c in measured(d) if re.search(pattern, c["case"])]
+    for cell in cells:
+        cell["contenders"] = {n: f for n, f in cell["contenders"].items() if re.search(only, n)}
+    where = _where(documents[0])
+    figure = {"grid": _grid, "ladder": _ladder, "errors": _errors}[kind](plt, cells, documents, where)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for suffix in (".png", ".svg"):
+        path = output.parent / (output.name + suffix)
+        figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Date": None} if suffix == ".svg" else None)
+        written.append(str(path))
+    plt.close(figure)
+    return written
+
+
+def measured(document: dict) -> list[dict[str, Any]]:
+    """Cells of a measure or evidence document that hold timings."""
+    found = document.get("cells") or document.get("parts", {}).get("measure", {}).get("cells", {})
+    cells = found.values() if isinstance(found, dict) else found
+    return [dict(cell) for cell in cells if cell.get("contenders")]
+
+
+def _where(document: dict) -> str:
+    context = document.get("context", {})
+    return (context.get("gpu") or {}).get("name") or context.get("cpu", "")
+
+
+def _ceilings(documents: list[dict]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for document in documents:
+        for context in (document.get("context", {}), document.get("parts", {}).get("measure", {}).get("context", {})):
+            found |= context.get("ceilings", {}).get("gemm_tflops", {})
+    return found
+
+
+def _is_row(name: str) -> bool:
+    from bench import peers
+
+    return name not in peers.PEERS
+
+
+def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Rows solid and in front, peers dashed."""
+    ordered = sorted(names, key=lambda n: (not _is_row(n), n))
+    return {
+        name: {"color": PALETTE[i % len(PALETTE)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4,
+               "linestyle": "-" if _is_row(name) else "--", "linewidth": 1.8 if _is_row(name) else 1.1}
+        for i, name in enumerate(ordered)
+    }  # fmt: skip
+
+
+def _grid(plt, cells, documents, where):
+    panels: dict[tuple, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+    for cell in cells:
+        case = problems.parse(cell["case"])
+        key = (case.head_dim, "causal" if case.causal else "full", case.dtype, cell["cache"])
+        for name, figures in cell["contenders"].items():
+            panels[key][name].append((case.seq_q, figures["tflops"]))
+    if not panels:
+        raise report.UsageError("no measured problem fits this chart")
+    names = sorted({name for panel in panels.values() for name in panel})
+    styles, ceilings = _styles(names), _ceilings(documents)
+    columns = 2 if len(panels) > 1 else 1
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(5.2 * columns, 3.0 * lines), squeeze=False)
+    for axis, (key, panel) in zip(axes.flat, sorted(panels.items())):
+        head_dim, mask, dtype, cache = key
+        for name in names:
+            if name in panel:
+                points = sorted(panel[name])
+                axis.plot([p[0] for p in points], [p[1] for p in points], label=name, **styles[name])
+        if dtype in ceilings:
+            axis.axhline(ceilings[dtype], color="0.4", linewidth=1, linestyle=":")
+            axis.annotate(f"matrix product {ceilings[dtype]:.3g}", (0.02, ceilings[dtype]), fontsize=7, color="0.3",
+                          xycoords=("axes fraction", "data"), va="bottom")  # fmt: skip
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        ticks = sorted({p[0] for points in panel.values() for p in points})
+        axis.set_xticks(ticks, [f"{t // 1024}k" if t % 1024 == 0 else str(t) for t in ticks])
+        axis.set_title(f"head_dim {head_dim}, {mask}, {dtype}, {cache}", fontsize=9)
+        axis.set_xlabel("sequence length (tokens)")
+        axis.set_ylabel("TFLOP/s")
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.axis("off")
+    handles = {}
+    for axis in axes.flat:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels())))
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=min(5, len(handles)), fontsize=8,
+                  bbox_to_anchor=(0.5, 1.0), frameon=False)  # fmt: skip
+    figure.text(0.01, -0.01, f"{where}; FLOPs count 4 B H S S D, half of it when causal", fontsize=7, color="0.3")
+    figure.tight_layout()
+    return figure
+
+
+def _ladder(plt, cells, documents, where):
+    if not cells:
+        raise report.UsageError("no measured problem fits this chart")
+    cell = max(cells, key=lambda c: (sum(_is_row(n) for n in c["contenders"]), problems.parse(c["case"]).flops()))
+    steps = sorted(cell["contenders"].items(), key=lambda item: -item[1]["us"])
+    figure, axis = plt.subplots(figsize=(7, 0.42 * len(steps) + 1.3))
+    colours = [PALETTE[0] if _is_row(name) else "#999999" for name, _ in steps]
+    bars = axis.barh([name for name, _ in steps], [f["tflops"] for _, f in steps], color=colours, height=0.65)
+    for bar, (_, figures) in zip(bars, steps):
+        axis.annotate(f" {_time(figures['us'])}, {figures['tflops']:.3g} TFLOP/s", (bar.get_width(), bar.get_y() + 0.33),
+                      va="center", fontsize=8)  # fmt: skip
+    axis.set_xlim(0, 1.45 * max(f["tflops"] for _, f in steps))
+    axis.set_xlabel("TFLOP/s (rows of fa_ext in blue, peers in grey)")
+    axis.set_title(f"{cell['case']}, {cell['cache']}; {where}", fontsize=9)
+    axis.grid(axis="y", visible=False)
+    figure.tight_layout()
+    return figure
+
+
+def _time(us: float) -> str:
+    return f"{us:.3g} us" if us < 1000 else f"{us / 1000:.3g} ms" if us < 1e6 else f"{us / 1e6:.3g} s"
+
+
+def _errors(plt, cells, documents, where):
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for cell in cells:
+        dtype = problems.parse(cell["case"]).dtype
+        for name, figures in cell["contenders"].items():
+            found[dtype, name].append(figures["frobenius"])
+    for document in documents:
+        for entry in document.get("errors") or document.get("parts", {}).get("references", {}).get("errors", {}).get("errors", []):
+            if "frobenius" in entry:
+                found[problems.parse(entry["case"]).dtype, entry["name"]].append(entry["frobenius"])
+    found = {key: [v for v in values if isinstance(v, float) and v > 0] for key, values in found.items()}
+    found = {key: values for key, values in found.items() if values}
+    if not found:
+        raise report.UsageError("no errors in these files")
+    dtypes = sorted({dtype for dtype, _ in found})
+    figure, axes = plt.subplots(1, len(dtypes), figsize=(4.2 * len(dtypes), 3.4), squeeze=False)
+    for axis, dtype in zip(axes.flat, dtypes):
+        names = sorted({n for d, n in found if d == dtype}, key=lambda n: (not _is_row(n), n))
+        axis.boxplot([found[dtype, n] for n in names], tick_labels=names, widths=0.5, whis=(0, 100),
+                     medianprops={"color": PALETTE[1]})  # fmt: skip
+        for i, name in enumerate(names, 1):
+            axis.plot([i] * len(found[dtype, name]), found[dtype, name], ".", color=PALETTE[0], markersize=3, alpha=0.6)
+        axis.set_yscale("log")
+        axis.set_title(dtype, fontsize=9)
+        axis.set_ylabel("relative error against float64")
+        axis.tick_params(axis="x", rotation=60)
+    figure.suptitle(f"Frobenius norm of the error over that of the reference; {where}", fontsize=8)
+    figure.tight_layout()
+    return figure

@@ -1,0 +1,400 @@
+"""Every command of the laboratory runs for real on the CPU, resumes, and says clearly what it cannot do."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import device, evidence, machine, measure, memory, operands, plot, problems, profile, report, score, search, spaces
+from bench.__main__ import main
+
+ROOT = Path(__file__).resolve().parent.parent
+CHEATS = Path(__file__).with_name("cheats.py")
+EXAMPLE = ROOT / "bench" / "examples" / "candidate.py"
+SMALL = "B1,H2,S96,D32,float32"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Tiny problems: threads of the workers' libraries would only wait for each other."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+
+
+def command(capfd, *arguments):
+    """(exit status, JSON that the command printed)."""
+    status = main([*map(str, arguments), "--json"])
+    return status, json.loads(capfd.readouterr().out)
+
+
+# ---- measure ----
+
+
+def test_measure_times_rows_and_peers_and_resumes(tmp_path, capfd):
+    output = tmp_path / "measure.json"
+    arguments = ["measure", "--device", "cpu", "--case", SMALL, "--rows", "cpu_simd", "--peers", "numpy", "--cache", "both",
+                 "--seconds", "0.3", "--output", output]  # fmt: skip
+    status, document = command(capfd, *arguments)
+    assert status == 0 and set(document["cells"]) == {f"{SMALL} hot", f"{SMALL} cold"}
+    for cell in document["cells"].values():
+        row, peer = cell["contenders"]["cpu_simd"], cell["contenders"]["numpy"]
+        assert cell["baseline"] == "numpy" and row["clock"] == "host clock" and row["rounds"] >= 3
+        assert 0 < row["frobenius"] < 1e-5 and row["ratio"]["low"] <= row["ratio"]["ratio"] <= row["ratio"]["high"]
+        flops = problems.parse(SMALL).flops()
+        assert row["tflops"] == pytest.approx(flops / row["us"] / 1e6) and peer["us"] > 0
+    assert document["cells"][f"{SMALL} cold"]["slots"] > 1
+    before = output.read_text()
+    assert command(capfd, *arguments)[1]["cells"] == document["cells"] and output.read_text() == before
+    # Another set of rows is another run.
+    again = command(capfd, *[a if a != "cpu_simd" else "cpu_ref" for a in arguments])[1]
+    assert "cpu_simd" not in again["cells"][f"{SMALL} hot"]["contenders"]
+
+
+def test_measure_does_not_time_what_is_wrong(capfd):
+    document = command(capfd, "measure", "--device", "cpu", "--case", SMALL, "--rows", "none", "--peers", "numpy", "--seconds",
+                       "0.2", "--candidate", f"{CHEATS}:zeros")[1]  # fmt: skip
+    cell = document["cells"][f"{SMALL} hot"]
+    assert list(cell["contenders"]) == ["numpy"] and cell["refused"][f"{CHEATS}:zeros"].startswith("WRONG")
+
+
+def test_measure_survives_a_crash(capfd):
+    document = command(capfd, "measure", "--device", "cpu", "--case", SMALL, "--case", "B1,H1,S64,D32,float32", "--rows", "none",
+                       "--peers", "numpy", "--seconds", "0.2", "--candidate", f"{CHEATS}:crashes")[1]  # fmt: skip
+    assert len(document["cells"]) == 2
+    assert all("SIGSEGV" in cell["error"] for cell in document["cells"].values())
+
+
+def test_an_interrupted_measure_leaves_a_valid_file(tmp_path, monkeypatch, capfd):
+    output = tmp_path / "measure.json"
+    call = measure.isolation.Worker.call
+    calls = []
+
+    def interrupt(self, function, *args, **options):
+        calls.append(function)
+        if calls.count("bench.measure:cell") == 2:
+            raise KeyboardInterrupt
+        return call(self, function, *args, **options)
+
+    arguments = ["measure", "--device", "cpu", "--case", SMALL, "--case", "B1,H1,S64,D32,float32", "--rows", "none", "--peers",
+                 "numpy", "--seconds", "0.2", "--output", str(output)]  # fmt: skip
+    monkeypatch.setattr(measure.isolation.Worker, "call", interrupt)
+    assert main(arguments) == 130
+    assert list(json.loads(output.read_text())["cells"]) == [f"{SMALL} hot"]
+    monkeypatch.undo()
+    assert main(arguments) == 0 and len(json.loads(output.read_text())["cells"]) == 2
+    capfd.readouterr()
+
+
+# ---- score ----
+
+
+def test_score_counts_strictly_and_refuses_zeros(tmp_path, capfd):
+    lines = "S128,D64,float32$"
+    common = ["--device", "cpu", "--baseline", "numpy", "--filter", lines, "--seconds", "0.3"]
+    status, honest = command(capfd, "score", f"{CHEATS}:honest", *common, "--output", tmp_path / "score.json")
+    assert status == 0 and honest["fast"]["fast_0"] == 1.0
+    assert command(capfd, "score", f"{CHEATS}:honest", *common, "--output", tmp_path / "score.json")[1] == honest
+    zeros = command(capfd, "score", f"{CHEATS}:zeros", *common)[1]
+    assert set(zeros["fast"].values()) == {0.0}
+
+
+def test_fast_p_is_strict():
+    scored = [{"correct": c, "speedup": s} for c, s in ((True, 1.0), (True, 1.5), (True, 3.0), (False, 9.0), (True, None))]
+    assert score.fast_p(scored) == {"fast_0": 0.8, "fast_0.5": 0.6, "fast_0.8": 0.6, "fast_1": 0.4, "fast_1.5": 0.2,
+                                    "fast_2": 0.2}  # fmt: skip
+
+
+def test_scored_problems():
+    for kind in ("cpu", "cuda"):
+        found = problems.scored(kind)
+        assert len(set(found)) == len(found) >= 100
+        assert sum(c.seq_q >= 1024 for c in found) >= 30
+        assert {c.dtype for c in found} == {"float16", "bfloat16", "float32"} and {bool(c.causal) for c in found} == {False, True}
+
+
+@pytest.mark.parametrize("case", [str(c) for c in problems.scored("cpu")[::9]])
+def test_no_scored_problem_accepts_a_trivial_answer(case):
+    assert score.meaningless(case, "cpu", 0) is None
+
+
+# ---- references ----
+
+
+def test_references_judges_every_backend(capfd):
+    status, document = command(capfd, "references", "--device", "cpu", "--case", SMALL, "--rows")
+    found = {e["name"] for e in document["errors"] if e.get("within")}
+    assert status == 0 and {"numpy", "cpu_ref", "cpu_simd"} <= found
+    assert {e["values"] for e in document["errors"]} == {"normal", "large", "offset", "sorted"}
+
+
+# ---- tune ----
+
+TUNE = ["tune", "cpu_simd", "--case", "B1,H1,S64,D32,float32", "--seconds", "0.2", "--final-seconds", "0.3", "--seed", "2"]
+
+
+def test_tuner_runs_its_whole_loop(tmp_path, capfd):
+    pytest.importorskip("kernel_tuner")
+    output, header = tmp_path / "tune.json", tmp_path / "tuned.h"
+    arguments = [*TUNE, "--evaluations", "3", "--output", output, "--write", header]
+    status, document = command(capfd, *arguments)
+    assert status == 0 and document["evaluated"] == 3 and len(document["cells"]) == 3
+    assert document["hand_set"] in [c["config"] for c in document["cells"].values()]
+    assert document["final"]["ratio"]["low"] < 1.0 or document["winner"] == document["hand_set"]
+    assert document["pareto"] and all(c["frobenius"] < 1e-5 for c in document["pareto"])
+    text = header.read_text()
+    assert "of the hand-set configuration's time" in text
+    assert all(f"#define {name} {value}" in text for name, value in document["winner"].items())
+    # Resumed: nothing is evaluated anew.
+    assert command(capfd, *arguments)[1]["cells"] == document["cells"]
+
+
+def test_build_and_measure_apart(tmp_path, capfd, monkeypatch):
+    pytest.importorskip("kernel_tuner")
+    status, manifest = command(capfd, "tune", "cpu_simd", "--build", tmp_path / "variants", "--sample", "2")
+    assert status == 0 and manifest["variants"][0]["config"] == spaces.CPU_SIMD.hand_set
+    assert all(v["library"] for v in manifest["variants"])
+    document = command(capfd, *TUNE, "--measure", tmp_path / "variants", "--strategy", "brute_force", "--output",
+                       tmp_path / "t.json")[1]  # fmt: skip
+    assert document["evaluated"] == len(manifest["variants"]) and not document["failures"]
+    monkeypatch.setattr("bench.variants.sources_digest", lambda space: "other")
+    assert main([*TUNE, "--measure", str(tmp_path / "variants"), "--output", str(tmp_path / "t.json")]) == 3
+    assert "built from other sources" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["genetic_algorithm", "random_sample", "brute_force", "simulated_annealing", "greedy_ils",
+                                      "pso", "diff_evo"])  # fmt: skip
+def test_strategies_find_a_planted_optimum(strategy):
+    pytest.importorskip("kernel_tuner")
+    space = spaces.CPU_SIMD
+    seen = []
+
+    def evaluate(configs):
+        seen.extend(configs)
+        assert all(space.excluded(c) is None for c in configs)
+        return [{"error": "planted failure"} if c["FA_CPU_MR"] == 3 else
+                {"objective": abs(c["FA_CPU_TILE_N"] - 64) / 64 + abs(c["FA_CPU_NR"] - 4) + abs(c["FA_CPU_MR"] - 4) + 1}
+                for c in configs]  # fmt: skip
+
+    budget = len(space.configs()) if strategy == "brute_force" else 250
+    found = search.search(space, space.configs(), strategy, budget, 60.0, evaluate, seed=1)
+    assert len(found) == len(seen) <= budget and len({tuple(c.values()) for c in seen}) == len(seen)
+    best = min(r["time"] for r in found if "time" in r)
+    assert best < 1.6
+    if strategy == "genetic_algorithm":
+        assert space.hand_set in seen[:30]
+
+
+def test_limits_rule_out_before_compilation():
+    simt = spaces.SIMT
+    assert simt.excluded(simt.hand_set) is None and spaces.CPU_SIMD.excluded(spaces.CPU_SIMD.hand_set) is None
+    assert "BLOCK_M" in simt.excluded({**simt.hand_set, "BLOCK_M": 16, "NUM_WARPS": 8})
+    assert "divides" in simt.excluded({**simt.hand_set, "NUM_WARPS": 2, "KEY_GROUPS": 4})
+    assert "shared memory" in simt.excluded({**simt.hand_set, "BLOCK_M": 128, "BLOCK_N": 128, "NUM_WARPS": 8, "KEY_GROUPS": 4,
+                                             "MIN_BLOCKS": 1})  # fmt: skip
+
+
+def test_variant_that_does_not_compile_is_a_result(tmp_path):
+    from bench import variants
+
+    built = variants.build(spaces.CPU_SIMD, {**spaces.CPU_SIMD.hand_set, "FA_CPU_MR": 9}, tmp_path)
+    assert built.library is None and "FA_CPU_MR" in built.reason
+
+
+def test_pareto():
+    def result(ratio, error):
+        return {"ratio": {"ratio": ratio}, "frobenius": error}
+
+    points = [result(1.0, 3e-7), result(0.9, 5e-7), result(1.1, 4e-7), result(0.95, 5e-7), {"error": "x"}]
+    assert search.pareto(points) == [points[1], points[0]]
+
+
+# ---- profile ----
+
+RAW = '''==PROF== Connected
+"ID","Process ID","Process Name","Host Name","Kernel Name","gpu__time_duration.sum","sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active","launch__registers_per_thread","smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio","launch__waves_per_multiprocessor"
+"","","","","","ns","%","register/thread","inst","inst",""
+"0","1","python","h","fill","1,500","0","16","0","1","1"
+"1","1","python","h","attend","120,000","71.5","240","3.25","1.5","8.0"
+'''  # fmt: skip
+
+
+def test_profile_reads_ncu_reports():
+    long, short = profile.parse(RAW)
+    assert (long["name"], short["name"]) == ("attend", "fill")
+    assert long["figures"]["time"] == pytest.approx(120.0) and long["figures"]["registers a thread"] == 240
+    assert list(long["stalls"]) == ["gmma", "wait"]
+    assert long["reading"] == "limited by tensor pipe (72% of its peak); warps wait most on gmma (3.2 a slot)"
+    assert profile.parse("no csv") == []
+
+
+@pytest.mark.parametrize("figures, words", [
+    ({"tensor pipe": 20.0, "issue slots": 30.0, "waves": 4.0}, "limited by latency"),
+    ({"tensor pipe": 20.0, "waves": 0.3}, "too few blocks"),
+    ({}, "no utilisation"),
+])  # fmt: skip
+def test_profile_reading(figures, words):
+    assert words in profile.reading(figures, {})
+
+
+def test_profile_without_ncu_says_so(capfd):
+    assert main(["profile", "simt", "--ncu", "no-such-profiler"]) == 3
+    assert "no-such-profiler is not installed" in capfd.readouterr().err
+    assert "administrator rights" in profile.refusal("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+
+
+# ---- plot ----
+
+
+@pytest.mark.parametrize("kind", plot.KINDS)
+def test_plots_are_drawn(kind, tmp_path, capfd):
+    pytest.importorskip("matplotlib")
+
+    def cell(seq, causal):
+        case = f"B1,H4,S{seq},D64,float16" + (",causal=True" if causal else "")
+        figures = {n: {"us": 10.0 * i, "tflops": 5.0 / i, "frobenius": 2e-4 * i} for i, n in enumerate(("simt", "torch-cudnn"), 1)}
+        return {"case": case, "cache": "hot", "contenders": figures}
+
+    document = {"context": {"cpu": "test", "ceilings": {"gemm_tflops": {"float16": 9.0}}},
+                "cells": {f"{s}{c}": cell(s, c) for s in (512, 1024, 2048) for c in (False, True)}}  # fmt: skip
+    source = tmp_path / "m.json"
+    report.write_json(source, document)
+    status, written = command(capfd, "plot", source, "--kind", kind, "--output", tmp_path / "chart")
+    assert status == 0
+    png, svg = map(Path, written["written"])
+    assert png.read_bytes().startswith(b"\x89PNG") and "</svg>" in svg.read_text()
+    assert "simt" in svg.read_text() and "torch-cudnn" in svg.read_text()
+
+
+def test_plot_of_nothing_is_an_error(tmp_path, capfd):
+    pytest.importorskip("matplotlib")
+    report.write_json(tmp_path / "m.json", {"cells": {}})
+    assert main(["plot", str(tmp_path / "m.json"), "--output", str(tmp_path / "c")]) == 3
+    assert main(["plot", str(tmp_path / "absent.json")]) == 3
+    assert "no measured problem" in capfd.readouterr().err
+
+
+# ---- evidence ----
+
+
+def test_evidence_is_fresh_until_a_source_changes(tmp_path, monkeypatch, capfd):
+    output = tmp_path / "machine.json"
+    arguments = ["evidence", "--device", "cpu", "--parts", "tests,sanitizer,overhead,measure", "--filter",
+                 r"test_import|S512,D64,float32$", "--rows", "cpu_simd", "--seconds", "0.3", "--output", str(output)]  # fmt: skip
+    assert main(arguments) == 0
+    document = json.loads(output.read_text())
+    assert document["parts"]["tests"]["test_import.py"]["failed"] == 0 and document["parts"]["tests"]["test_import.py"]["passed"]
+    assert "B1,H8,S512,D64,float32 hot" in document["parts"]["measure"]["cells"]
+    capfd.readouterr()
+    assert evidence.check(strict=True, folder=tmp_path) == 0
+    assert capfd.readouterr().out.startswith("evidence machine.json: fresh: ")
+    assert list(evidence.cells(tmp_path)) == ["machine B1,H8,S512,D64,float32 hot"]
+    hashes = machine.source_hashes()
+    hashes["csrc/cpu/cpu_simd.c"] = "changed"
+    monkeypatch.setattr(machine, "source_hashes", lambda root=ROOT: hashes)
+    assert evidence.check(strict=True, folder=tmp_path) == 1 and evidence.check(strict=False, folder=tmp_path) == 0
+    assert "stale: changed since: csrc/cpu/cpu_simd.c" in capfd.readouterr().out
+
+
+def test_evidence_without_files_is_stale(tmp_path, capfd):
+    assert evidence.check(strict=True, folder=tmp_path) == 1
+    assert "stale: no file" in capfd.readouterr().out
+
+
+def test_junit_is_counted():
+    text = """<testsuites><testsuite><testcase classname="t" name="a"/><testcase classname="t" name="b"><failure message="boom
+    more"/></testcase><testcase classname="t" name="c"><skipped message="no GPU"/></testcase>
+    <testcase classname="t" name="d"><error message="setup"/></testcase></testsuite></testsuites>"""
+    found = evidence.parse_junit(text)
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    assert found["failures"][0].startswith("t.b: boom") and found["reasons"] == {"no GPU": 1}
+
+
+def test_sanitizer_summary():
+    assert evidence.sanitizer_result("x\n========= ERROR SUMMARY: 0 errors\n") == "0 errors"
+    assert evidence.sanitizer_result("RACECHECK SUMMARY: 2 hazards displayed") == "2 hazards displayed"
+    assert evidence.sanitizer_result("") == "no summary printed"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["gate", "--help"], ["tune", "--help"], ["evidence", "--check"]])
+def test_help_and_check_need_no_compiled_module(arguments):
+    """As on a fresh clone: fa_ext._core cannot be imported."""
+    code = f"import sys; sys.modules['fa_ext._core'] = None; from bench.__main__ import main; sys.exit(main({arguments}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+# ---- the example and the parts ----
+
+
+@pytest.mark.parametrize("case", ["B2,H4/2,S200,D64,float32", "B1,H2,S130x300,D40,float16,causal=bottom_right",
+                                  "B1,H2,S300,D64,bfloat16,causal=True"])  # fmt: skip
+def test_example_candidate_is_right(case, capfd):
+    status, document = command(capfd, "gate", f"{EXAMPLE}:attention", "--case", case, "--device", "cpu", "--baseline", "numpy",
+                               "--rounds", "24", "--seconds", "0.5", "--limit", "100")  # fmt: skip
+    assert document["gates"][0]["correct"], document["gates"][0]["failures"]
+    assert status == 0
+
+
+def test_candidate_from_source_and_from_a_library(capfd):
+    """A row's source file is compiled and loaded; so is the shared library that came of it."""
+    from bench import contender
+
+    source = ROOT / "csrc" / "cpu" / "cpu_ref.c"
+    library = contender.build_row(source)
+    for text in (source, library):
+        document = command(capfd, "gate", text, "--case", SMALL, "--device", "cpu", "--baseline", "numpy", "--rounds", "24",
+                           "--seconds", "1")[1]  # fmt: skip
+        assert document["gates"][0]["correct"], document["gates"][0]["failures"]
+
+
+def test_guard_zones_notice_writes_and_poison_is_nan():
+    cpu = device.Cpu()
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        block = memory.Block(64 * 8, cpu)
+        array = block.view((64 * 8 // memory.numpy_dtype(dtype).itemsize,), dtype, "numpy")
+        block.poison()
+        assert np.isnan(array.astype(np.float64)).all() and array.ctypes.data % memory.ALIGNMENT == 0
+        array[:] = 1
+        assert block.guards_intact()
+        block.raw[block.end + 3] = 0
+        assert not block.guards_intact()
+
+
+def test_negating_values_flips_exactly_the_sign():
+    cpu = device.Cpu()
+    for dtype in ("float16", "bfloat16", "float32"):
+        held = operands.Operands(problems.parse(f"B1,H2,S17,D8,{dtype}"), cpu)
+        before = held.array("v", "numpy").copy()
+        held.negate_values()
+        assert (held.array("v", "numpy") == -before).all() and held.changed_inputs() == []
+
+
+def test_tables_are_plain_when_not_a_terminal(capsys):
+    report.table("title", ("name", "value"), [["a", 1.5], ["long name", 1e-9], ["none", None]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["title", "  name          value", "  a             1.500", "  long name  1.00e-09", "  none"]
+
+
+def test_results_of_another_identity_are_not_resumed(tmp_path):
+    path = tmp_path / "r.json"
+    report.Results(path, {"digest": "a"}, {}).add("k", {"v": np.float32(1.5), "bad": float("nan")})
+    assert report.Results(path, {"digest": "a"}, {}).cells == {"k": {"v": 1.5, "bad": "nan"}}
+    assert report.Results(path, {"digest": "b"}, {}).cells == {}
+    path.write_text("{ half a")
+    assert report.Results(path, {"digest": "a"}, {}).cells == {}
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["measure", "--preset", "nothing"], "preset is 'nothing'; accepted: history"),
+    (["measure", "--case", "B1,H2"], "accepted: lines such as"),
+    (["measure", "--case", SMALL, "--peers", "nobody"], "peers are nobody"),
+    (["measure", "--case", SMALL, "--filter", "D999"], "no problem matches"),
+    (["score", "cpu_ref", "--filter", "D999"], "no problem matches"),
+    (["evidence", "--parts", "nothing"], "parts are nothing"),
+])  # fmt: skip
+def test_bad_usage_is_named(arguments, words, capfd):
+    assert main([*arguments, "--device", "cpu"]) == 3
+    assert words in capfd.readouterr().err
