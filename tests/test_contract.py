@@ -427,6 +427,21 @@ def test_the_call_runs_on_its_stream(cuda_row):
 
 
 @pytest.mark.gpu
+def test_the_call_runs_on_the_device_of_q(cuda_row):
+    cupy = pytest.importorskip("cupy")
+    count = cupy.cuda.runtime.getDeviceCount()
+    if count < 2:
+        pytest.skip("needs two CUDA devices")
+    case = Case(2, 4, 2, 130, 203, 64, causal="bottom_right")
+    for device in (count - 1, 0, count - 1):
+        with cupy.cuda.Device(device):
+            inputs = case.make_inputs("cupy")
+        out, lse = fa_ext.attention(**inputs, kernel=cuda_row, return_lse=True)
+        assert out.device.id == device and cupy.cuda.Device().id == 0
+        assert rows.judged(cuda_row, case, out.get(), lse.get())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("library", ["torch", "fa_ext"])
 def test_other_libraries(cuda_row, library):
     for dtype in ("float16", "float32", "bfloat16"):
