@@ -243,6 +243,13 @@ static fa_code check_disjoint(const char *name, byte_range range, const char *ot
     return FA_OK;
 }
 
+/* Strides of empty arrays carry no meaning; NumPy sets them to 0. */
+static bool is_empty(const fa_view *view) {
+    for (int axis = 0; axis < view->ndim; axis++)
+        if (view->shape[axis] == 0) return true;
+    return false;
+}
+
 static fa_code check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, fa_dtype dtype,
                             const fa_request *request, fa_status *status) {
     bool same = view->ndim == ndim && memcmp(view->shape, shape, (size_t)ndim * sizeof *shape) == 0;
