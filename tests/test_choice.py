@@ -1,0 +1,51 @@
+"""``kernel=None``: the row that the library takes by itself, held against what was measured."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fa_ext
+import rows
+from case import Case
+
+EVIDENCE = Path(__file__).resolve().parent.parent / "bench" / "evidence"
+
+
+def _recorded():
+    """{(file, problem and cache): {row: microseconds}} from the committed evidence."""
+    cells = {}
+    for path in sorted(EVIDENCE.glob("*.json")):
+        for name, cell in json.loads(path.read_text())["parts"].get("measure", {}).get("cells", {}).items():
+            cells[path.name, name] = {row: c["us"] for row, c in cell.get("contenders", {}).items()}
+    return cells
+
+
+@pytest.mark.gpu
+def test_the_pick_is_within_5_percent_of_the_best_recorded_row():
+    """Of the rows of this build, in every cell that was recorded on a GPU."""
+    slow, seen = [], 0
+    for (file, name), times in _recorded().items():
+        case = Case.parse(name.split()[0])
+        times = {row: us for row, us in times.items() if row in fa_ext.kernels() and rows.device_of(row) == "cuda"}
+        if len(times) < 2:
+            continue
+        seen += 1
+        pick, _ = fa_ext.explain(**_shapes_only(case))
+        best = min(times, key=times.get)
+        if times.get(pick, np.inf) > 1.05 * times[best]:
+            slow.append(f"{file}: {name}: {pick} ({times.get(pick)} us), {best} takes {times[best]} us")
+    if not seen:
+        pytest.skip("no evidence of two rows is committed")
+    assert not slow, "\n".join(slow)
+
+
+def _shapes_only(case):
+    """A case's arguments with device memory that holds nothing in particular; k and v share it."""
+    library = "torch" if case.dtype == "bfloat16" and rows.has("torch") else "cupy"
+    largest = max(map(math.prod, (case.q_shape, case.k_shape, case.v_shape)))
+    memory = rows.filled(library, largest, case.dtype, 0)
+    shapes = {"q": case.q_shape, "k": case.k_shape, "v": case.v_shape}
+    return {n: memory[: math.prod(s)].reshape(s) for n, s in shapes.items()} | case.options()
