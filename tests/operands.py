@@ -59,7 +59,7 @@ def strided(x: np.ndarray, kind: str, shared: bool = False) -> np.ndarray:
         wild = [s if n != 1 else x.itemsize * w for s, n, w in zip(view.strides, x.shape, (-3, 1 << 40, 7, -12345))]
         view = np.lib.stride_tricks.as_strided(view, x.shape, wild)
     else:
-        raise ValueError(f"strides is {kind!r}; accepted: {", ".join(LAYOUTS)}")
+        raise ValueError(f"strides is {kind!r}; accepted: {', '.join(LAYOUTS)}")
     view[...] = x
     return view
 
