@@ -302,6 +302,11 @@ fa_code fa_stream_synchronize(void *stream, fa_status *status) {
     return FA_OK;
 }
 
+fa_code fa_device_synchronize(fa_device device, fa_status *status) {
+    if (device.kind == FA_CUDA) TRY_CUDA(status, cudaDeviceSynchronize());
+    return FA_OK;
+}
+
 /* Pools are left to the driver: at exit the runtime may already be gone. */
 static void free_cuda(fa_context *context) {
     for (int id = 0; id < MAX_DEVICES; id++) free(context->cuda[id]);
@@ -366,6 +371,10 @@ fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status) {
 fa_code fa_stream_synchronize(void *stream, fa_status *status) {
     (void)stream;
     return no_cuda(status);
+}
+
+fa_code fa_device_synchronize(fa_device device, fa_status *status) {
+    return device.kind == FA_CPU ? FA_OK : no_cuda(status);
 }
 
 static void free_cuda(fa_context *context) { (void)context; }

@@ -44,6 +44,8 @@ fa_code fa_memory_copy(void *to, const void *from, size_t bytes, void *stream, f
  */
 fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status);
 fa_code fa_stream_synchronize(void *stream, fa_status *status);
+/* Waits for all work on the current device, which is `device`; nothing on the CPU. */
+fa_code fa_device_synchronize(fa_device device, fa_status *status);
 
 /* cuBLAS, loaded at run time: `path` is tried first on the next use (fa_ext/_cublas.py finds it); NULL: the loader's.
  */

@@ -41,8 +41,10 @@
     X(__dlpack_c_exchange_api__)                                                                                       \
     X(__array_namespace__)                                                                                             \
     X(__mro__)                                                                                                         \
-    X(__module__) X(__name__) X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape)      \
-        X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(__objclass__) X(_c_contiguous)
+    X(__module__)                                                                                                      \
+    X(__name__)                                                                                                        \
+    X(requires_grad) X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides) X(typestr)          \
+        X(version) X(max_version) X(from_dlpack) X(__objclass__) X(_c_contiguous)
 
 typedef enum fa_argument {
 #define FA_ENUM(name) FA_ARG_##name,
@@ -240,6 +242,8 @@ PyTypeObject *fa_device_array_new_type(PyObject *module);
 fa_code fa_device_array_make(fa_state *state, fa_device device, int ndim, const int64_t *shape, fa_dtype dtype,
                              const fa_stream *stream, fa_result *result, fa_status *status);
 void fa_device_array_read(PyObject *object, fa_array *array);
+/* The library that took the array through DLPack keeps its stream for as long as the process lives. */
+void fa_device_array_outlived(PyObject *object);
 
 /* ---- a call ---- */
 

@@ -6,12 +6,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define SEVERAL ((void *)UINTPTR_MAX)
+
 typedef struct device_array {
     PyObject_HEAD fa_view view;
     void *stream;           /* the work that fills the memory is queued here */
     unsigned long thread;   /* that made it: the per-thread stream is another one elsewhere */
     PyObject *stream_owner; /* keeps `stream` alive, or NULL */
-    void *consumer;         /* stream of the last library it was handed to, or NULL */
+    void *consumer;         /* stream of the library it was handed to, NULL or SEVERAL */
+    bool consumer_lives;    /* that stream outlives the array, so that it may be named when the memory is freed */
 } device_array;
 
 static fa_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
@@ -58,6 +61,24 @@ void fa_device_array_read(PyObject *object, fa_array *array) {
     array->stream = own_stream(source);
 }
 
+void fa_device_array_outlived(PyObject *object) {
+    device_array *array = as_array(object);
+    array->consumer_lives = array->consumer != SEVERAL;
+}
+
+/* What a library that took the array has queued must end before the memory is used again. Its stream may be gone by
+ * now; then the whole device is waited for. */
+static void await_consumer(const device_array *array, void *stream) {
+    fa_status ignored;
+    if (!array->consumer) return;
+    if (array->consumer == FA_STREAM_LEGACY || array->consumer == FA_STREAM_PER_THREAD) /* blocking streams */
+        fa_stream_wait(stream, FA_STREAM_LEGACY, &ignored);
+    else if (array->consumer_lives)
+        fa_stream_wait(stream, array->consumer, &ignored);
+    else
+        fa_device_synchronize(array->view.device, &ignored);
+}
+
 static void array_dealloc(PyObject *self) {
     device_array *array = as_array(self);
     PyTypeObject *type = Py_TYPE(self);
@@ -66,12 +87,13 @@ static void array_dealloc(PyObject *self) {
     int previous;
     if (array->view.data && fa_device_enter(state->context, array->view.device, &previous, &ignored) == FA_OK) {
         void *stream = own_stream(array);
-        if (array->consumer) fa_stream_wait(stream, array->consumer, &ignored);
+        await_consumer(array, stream);
         fa_memory_free(array->view.device, array->view.data, stream, &ignored);
         fa_device_leave(array->view.device, previous);
     }
     Py_XDECREF(array->stream_owner);
-    PyObject_Free(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
     Py_DECREF((PyObject *)type);
 }
 
@@ -213,7 +235,8 @@ static fa_code order_consumer(PyObject *self, PyObject *stream, fa_status *statu
     FA_TRY(fa_device_enter(state_of(self)->context, array->view.device, &previous, status));
     fa_code code = fa_stream_wait(consumer, own_stream(array), status);
     fa_device_leave(array->view.device, previous);
-    array->consumer = consumer;
+    array->consumer = array->consumer && array->consumer != consumer ? SEVERAL : consumer;
+    array->consumer_lives = false;
     return code;
 }
 

@@ -100,9 +100,10 @@ PyObject *fa_result_finish(fa_state *state, const fa_array *like, fa_result *res
     result->object = NULL;
     if (Py_TYPE(array) != state->device_array || like->type->protocol == FA_BY_OWN) return array;
     PyObject *maker = like->type->maker;
-    if (like->type->library == FA_LIB_JAX && maker)
+    if (like->type->library == FA_LIB_JAX && maker) {
         made = PyObject_CallFunctionObjArgs(maker, array, NULL);
-    else if (like->type->library == FA_LIB_NUMBA && maker && like->view.device.kind == FA_CUDA)
+        fa_device_array_outlived(array);
+    } else if (like->type->library == FA_LIB_NUMBA && maker && like->view.device.kind == FA_CUDA)
         made = into_numba(maker, array);
     else
         made = into_namespace(state, like->object, array);
