@@ -138,13 +138,14 @@ static PyObject *get_device(PyObject *self, void *unused) {
 static PyObject *get_interface(PyObject *self, void *unused) {
     (void)unused;
     static const char *const typestrs[FA_DTYPE_COUNT] = {"<f2", "<V2", "<f4", "<f8", "|b1"};
-    const device_array *array = as_array(self);
+    device_array *array = as_array(self);
     if (array->view.device.kind != FA_CUDA) {
         PyErr_SetString(PyExc_AttributeError, "__cuda_array_interface__: the array is on the CPU");
         return NULL;
     }
     PyObject *shape = shape_tuple(&array->view);
     if (!shape) return NULL;
+    if (!array->consumer) array->consumer = FA_STREAM_LEGACY; /* the interface does not tell who asks */
     return Py_BuildValue("{s:N,s:s,s:(KO),s:O,s:i,s:K}", "shape", shape, "typestr", typestrs[array->view.dtype], "data",
                          (unsigned long long)(uintptr_t)array->view.data, Py_False, "strides", Py_None, "version", 3,
                          "stream", (unsigned long long)(uintptr_t)own_stream(array));
@@ -227,7 +228,10 @@ static fa_code order_consumer(PyObject *self, PyObject *stream, fa_status *statu
     }
     void *consumer = FA_STREAM_LEGACY;
     if (stream != Py_None) {
-        if (PyLong_Check(stream) && PyLong_AsLong(stream) == -1 && !PyErr_Occurred()) return FA_OK;
+        if (PyLong_Check(stream) && PyLong_AsLong(stream) == -1 && !PyErr_Occurred()) {
+            array->consumer = SEVERAL;
+            return FA_OK;
+        }
         PyErr_Clear();
         FA_TRY(fa_stream_number("stream", stream, &consumer, status));
     }
