@@ -53,8 +53,8 @@ def test_heads_that_share_keys(heads, heads_kv, seq_q, layout):
     assert report, report
 
 
-# Scores of one head of the first case are 1 MiB: whole heads and parts of heads, on devices whose cuBLAS gets 4 MiB and on
-# those where it gets 32.
+# Scores of one head are 1 to 4 MB: whole heads and parts of heads, on devices whose cuBLAS gets 4 MiB and on those
+# where it gets 32.
 CHUNKED = (
     Case(2, 12, 4, 512, 512, 64, causal="bottom_right"),
     Case(2, 12, 4, 512, 512, 64, layout="bshd", mask="rows", sinks="float32"),

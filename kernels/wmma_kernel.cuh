@@ -1,0 +1,208 @@
+/* The wmma kernel: one producer warp that fetches key and value tiles, consumer warps that own query rows. */
+#ifndef FA_WMMA_KERNEL_CUH
+#define FA_WMMA_KERNEL_CUH
+
+#include "fa.h"              // fa_problem
+#include "mask.cuh"          // tile_keys, tile_common_keys
+#include "score.cuh"         // ScoreParams
+#include "softmax.cuh"       // finish_row
+#include "wmma_fragment.cuh" // load_block, scale_rows
+#include "wmma_pipeline.cuh" // barriers, RingIndex
+#include "wmma_shape.cuh"    // Shape
+#include "wmma_softmax.cuh"  // softmax_strip
+#include "wmma_tile.cuh"     // load_tile, store_rows
+
+namespace fa::wmma_row {
+
+/* What a launch adds to the problem. */
+struct Params {
+    fa_problem p;
+    ScoreParams score;
+    unsigned tiles_m;
+    bool q_aligned, k_aligned, v_aligned, out_aligned;
+};
+
+template <typename T, class C>
+__device__ __forceinline__ void produce(const Params &params, typename C::Shared &shared, int64_t batch,
+                                        int64_t head_kv, const Keys &keys, int lane) {
+    const fa_problem &p = params.p;
+    const HeadRows<T> k = {row_of<T>(p.k, batch, head_kv, 0), p.k.stride[2], p.k.stride[3], p.head_dim,
+                           params.k_aligned};
+    const HeadRows<T> v = {row_of<T>(p.v, batch, head_kv, 0), p.v.stride[2], p.v.stride[3], p.head_dim_v,
+                           params.v_aligned};
+    const auto fetch = [&](const HeadRows<T> &rows, char *slot, uint64_t *full, int key) {
+        load_tile<C::TILE_N, C::HEAD_DIM>(reinterpret_cast<T *>(slot), rows, key, p.key_begin, p.key_end, lane);
+        if (rows.aligned)
+            barrier_arrive_after_copies(full);
+        else
+            barrier_arrive(full);
+    };
+    RingIndex<C::STAGES> at;
+    for (int key = keys.begin; key < keys.end; key += C::TILE_N, at.advance()) {
+        barrier_wait(&shared.k_empty[at.slot], at.parity ^ 1);
+        fetch(k, shared.k[at.slot], &shared.k_full[at.slot], key);
+        barrier_wait(&shared.v_empty[at.slot], at.parity ^ 1);
+        fetch(v, shared.v[at.slot], &shared.v_full[at.slot], key);
+    }
+    wait_copies();
+}
+
+template <typename T, class C, bool SIMPLE>
+__device__ __forceinline__ void consume(const Params &params, typename C::Shared &shared, int64_t batch, int64_t head,
+                                        int first_row, const Keys &keys, int warp, int lane) {
+    constexpr int STEPS = C::HEAD_DIM / 16, BLOCKS_N = C::TILE_N / 16, ROW_TILES = C::ROW_TILES;
+    const fa_problem &p = params.p;
+    float *strip = shared.strip[warp], *factor = shared.factor[warp];
+    T *const q_tile = reinterpret_cast<T *>(C::QUERY_IN_REGISTERS ? reinterpret_cast<char *>(strip) : shared.q[warp]);
+    const int warp_row = first_row + warp * C::STRIP_ROWS;
+
+    OwnedRow owned = {warp_row + lane % C::STRIP_ROWS, {0, 0}, {}};
+    if (owned.row < p.seq_q) owned.keys = row_keys(p, owned.row);
+    const int end_row = min(warp_row + C::STRIP_ROWS, int(p.seq_q));
+    Keys seen = {0, 0}, common = {0, 0};
+    if (warp_row < p.seq_q) {
+        const HeadRows<T> q = {row_of<T>(p.q, batch, head, 0), p.q.stride[2], p.q.stride[3], p.head_dim,
+                               params.q_aligned};
+        load_tile<C::STRIP_ROWS, C::HEAD_DIM>(q_tile, q, warp_row, 0, p.seq_q, lane);
+        seen = tile_keys(p, warp_row, end_row);
+        common = tile_common_keys(p, warp_row, end_row);
+        wait_copies();
+    }
+    __syncwarp();
+    Left<T> query[ROW_TILES][C::QUERY_IN_REGISTERS ? STEPS : 1];
+    if constexpr (C::QUERY_IN_REGISTERS) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int d = 0; d < STEPS; ++d)
+                load_block(query[r][d], q_tile + 16 * r * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
+        __syncwarp();
+    }
+
+    Accumulator out[ROW_TILES][STEPS];
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int d = 0; d < STEPS; ++d) wmma::fill_fragment(out[r][d], 0.0f);
+
+    RingIndex<C::STAGES> at;
+    for (int key = keys.begin; key < keys.end; key += C::TILE_N, at.advance()) {
+        const bool needed = key < seen.end && key + C::TILE_N > seen.begin;
+        const T *k = reinterpret_cast<const T *>(shared.k[at.slot]),
+                *v = reinterpret_cast<const T *>(shared.v[at.slot]);
+        barrier_wait(&shared.k_full[at.slot], at.parity);
+        if (needed) {
+            Accumulator scores[ROW_TILES][BLOCKS_N];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int n = 0; n < BLOCKS_N; ++n) wmma::fill_fragment(scores[r][n], 0.0f);
+#pragma unroll
+            for (int d = 0; d < STEPS; ++d) {
+                if constexpr (!C::QUERY_IN_REGISTERS) {
+#pragma unroll
+                    for (int r = 0; r < ROW_TILES; ++r)
+                        load_block(query[r][0], q_tile + 16 * r * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
+                }
+#pragma unroll
+                for (int n = 0; n < BLOCKS_N; ++n) {
+                    RightTransposed<T> block;
+                    load_block(block, k + 16 * n * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
+#pragma unroll
+                    for (int r = 0; r < ROW_TILES; ++r)
+                        wmma::mma_sync(scores[r][n], query[r][C::QUERY_IN_REGISTERS ? d : 0], block, scores[r][n]);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int n = 0; n < BLOCKS_N; ++n)
+                    wmma::store_matrix_sync(strip + 16 * r * C::SCORE_PITCH + 16 * n, scores[r][n], C::SCORE_PITCH,
+                                            wmma::mem_row_major);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&shared.k_empty[at.slot]);
+        if (needed) {
+            const bool all_visible = common.begin <= key && key + C::TILE_N <= common.end;
+            const float rescale = softmax_strip<T, C::STRIP_ROWS, C::TILE_N, C::WEIGHT_PITCH, SIMPLE>(
+                p, params.score, batch, head, owned, strip, key, all_visible, lane);
+            if (lane < C::STRIP_ROWS) factor[lane] = rescale;
+            const bool changed = __any_sync(~0u, rescale != 1.0f);
+            __syncwarp();
+            if (changed) scale_rows(out, factor);
+        }
+        barrier_wait(&shared.v_full[at.slot], at.parity);
+        if (needed) {
+            const T *weights = reinterpret_cast<const T *>(strip);
+#pragma unroll
+            for (int n = 0; n < BLOCKS_N; ++n) {
+                Left<T> left[ROW_TILES];
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r)
+                    load_block(left[r], weights + 16 * r * C::WEIGHT_PITCH + 16 * n, C::WEIGHT_PITCH);
+#pragma unroll
+                for (int d = 0; d < STEPS; ++d) {
+                    Right<T> block;
+                    load_block(block, v + 16 * n * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
+#pragma unroll
+                    for (int r = 0; r < ROW_TILES; ++r) wmma::mma_sync(out[r][d], left[r], block, out[r][d]);
+                }
+            }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&shared.v_empty[at.slot]);
+    }
+
+    if constexpr (ROW_TILES == 1) owned.state.sum += __shfl_xor_sync(~0u, owned.state.sum, 16);
+    const RowResult result = finish_row(p, head, owned.state);
+    if (lane < C::STRIP_ROWS) factor[lane] = result.factor;
+    if (p.lse && lane < C::STRIP_ROWS && owned.row < p.seq_q)
+        static_cast<float *>(p.lse)[(batch * p.heads + head) * p.seq_q + owned.row] = result.lse;
+    __syncwarp();
+    scale_rows(out, factor);
+    constexpr int PARTS = C::OUT_COLUMNS / 16;
+#pragma unroll
+    for (int d = 0; d < STEPS; d += PARTS) {
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int i = 0; i < PARTS; ++i)
+                wmma::store_matrix_sync(strip + 16 * r * C::SCORE_PITCH + 16 * i, out[r][d + i], C::SCORE_PITCH,
+                                        wmma::mem_row_major);
+        __syncwarp();
+        store_rows<C::STRIP_ROWS, C::OUT_COLUMNS>(row_of<T>(p.out, batch, head, 0), p.out.stride[2], p.out.stride[3],
+                                                  params.out_aligned, p.head_dim_v, 16 * d, warp_row, p.seq_q, strip,
+                                                  C::SCORE_PITCH, lane);
+    }
+}
+
+template <typename T, class C, bool SIMPLE>
+__global__ void __launch_bounds__(C::THREADS, C::BLOCKS) wmma_kernel(const __grid_constant__ Params params) {
+    extern __shared__ __align__(128) char memory[];
+    typename C::Shared &shared = *reinterpret_cast<typename C::Shared *>(memory);
+    const fa_problem &p = params.p;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const unsigned tiles = params.tiles_m, unit = blockIdx.x / tiles, heads = p.heads;
+    const int first_row = int(tiles - 1 - blockIdx.x % tiles) * C::TILE_M; // causal: the longest first
+    const int64_t head = unit % heads, batch = unit / heads;
+    const Keys keys = tile_keys(p, first_row, min(first_row + C::TILE_M, int(p.seq_q)));
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < C::STAGES; ++s) {
+            barrier_init(&shared.k_full[s], WARP);
+            barrier_init(&shared.v_full[s], WARP);
+            barrier_init(&shared.k_empty[s], C::CONSUMERS);
+            barrier_init(&shared.v_empty[s], C::CONSUMERS);
+        }
+    }
+    __syncthreads();
+    if (warp == C::CONSUMERS)
+        produce<T, C>(params, shared, batch, head / (p.heads / p.heads_kv), keys, lane);
+    else
+        consume<T, C, SIMPLE>(params, shared, batch, head, first_row, keys, warp, lane);
+}
+
+} // namespace fa::wmma_row
+
+#endif
