@@ -93,19 +93,27 @@ fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bo
 
 /* ---- one array ---- */
 
-/* What takes part in autograd, or stands for the negative of its memory, would lose that silently. */
-static fa_code refuse_lazy(const fa_array *array, fa_status *status) {
-    const fa_type *type = array->type;
-    int truth = type->requires_grad.name ? fa_flag_ask(&type->requires_grad, array->object) : 0;
-    if (truth > 0)
-        return fa_fail(status, FA_EVALUE,
-                       "%s requires grad, and there is no backward pass: gradients would be lost silently; pass "
-                       "%s.detach()",
-                       array->name, array->name);
-    if (truth == 0 && type->is_neg.name) truth = fa_flag_ask(&type->is_neg, array->object);
-    if (truth > 0)
-        return fa_fail(status, FA_EVALUE, "%s is a negative view; pass %s.resolve_neg()", array->name, array->name);
-    return truth < 0 ? fa_python_error(status) : FA_OK;
+/* What takes part in autograd would lose its gradients silently. */
+static fa_code refuse_grad(const fa_array *array, fa_status *status) {
+    int truth = fa_flag_ask(&array->type->requires_grad, array->object);
+    if (truth == 0) return FA_OK;
+    if (truth < 0) return fa_python_error(status);
+    return fa_fail(
+        status, FA_EVALUE,
+        "%s requires grad, and there is no backward pass: gradients would be lost silently; pass %s.detach()",
+        array->name, array->name);
+}
+
+/* A tensor that stands for the negative of its memory. One is the imaginary part of a conjugate, whose elements lie two
+ * apart: where a stride is odd there is no need to ask, which takes longer than all the rest of reading a tensor. */
+static fa_code refuse_negative(const fa_array *array, fa_status *status) {
+    const fa_view *view = &array->view;
+    for (int axis = view->ndim - 1; axis >= 0 && !array->needs_stream; axis--)
+        if (view->shape[axis] > 1 && (view->strides[axis] & 1)) return FA_OK;
+    int truth = fa_flag_ask(&array->type->is_neg, array->object);
+    if (truth == 0) return FA_OK;
+    if (truth < 0) return fa_python_error(status);
+    return fa_fail(status, FA_EVALUE, "%s is a negative view; pass %s.resolve_neg()", array->name, array->name);
 }
 
 /* Conjugate views are complex, so that their dtype has been refused; this says it better. */
@@ -157,8 +165,9 @@ fa_code fa_array_read(fa_state *state, fa_array *array, const char *name, PyObje
     array->view.readonly = false;
     array->type = fa_type_of(state, object, &array->type_uncached);
     if (!array->type) return fa_python_error(status);
-    FA_TRY(refuse_lazy(array, status));
+    if (array->type->requires_grad.name) FA_TRY(refuse_grad(array, status));
     fa_code code = read_memory(state, array, first, status);
+    if (code == FA_OK && array->type->is_neg.name) return refuse_negative(array, status);
     return code == FA_ETYPE && array->type->is_conj.name ? refuse_conjugate(array, status) : code;
 }
 

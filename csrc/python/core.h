@@ -44,7 +44,8 @@
     X(__module__)                                                                                                      \
     X(__name__)                                                                                                        \
     X(requires_grad)                                                                                                   \
-    X(is_neg) X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) \
+    X(is_neg)                                                                                                          \
+    X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version)           \
         X(from_dlpack) X(__objclass__) X(_c_contiguous)
 
 typedef enum fa_argument {
