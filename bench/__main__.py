@@ -8,16 +8,18 @@ import sys
 
 from bench import report
 
-COMMANDS = ("measure", "gate", "score", "references", "tune", "profile", "plot", "overhead", "evidence")
+# command: its module
+COMMANDS = {name: name for name in ("measure", "gate", "score", "references", "tune", "plot", "overhead", "evidence")}
+COMMANDS["profile"] = "ncu"  # a module named profile would hide the standard library's in a notebook started here
 
 
-def build_parser(argv: list[str]) -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description="Measure, gate, score, tune and profile attention kernels."
     )
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name in COMMANDS:
-        module = importlib.import_module(f"bench.{name}")
+    for name, module_name in COMMANDS.items():
+        module = importlib.import_module(f"bench.{module_name}")
         sub = subparsers.add_parser(
             name,
             help=module.SUMMARY,
@@ -33,7 +35,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Exit status: the command's own; 3 for bad usage of a command, 130 after Ctrl-C (partial results are kept)."""
     argv = sys.argv[1:] if argv is None else argv
-    args = build_parser(argv).parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         return int(args.run(args) or 0)
     except report.UsageError as error:

@@ -175,14 +175,14 @@ def _import_function(path: str, attribute: str) -> Callable:
 def build_row(source: Path, flags: tuple[str, ...] = (), folder: Path | None = None) -> Path:
     """Compiles one row's source file into a shared library of its own (default: under build/bench); reuses what is up
     to date. ``flags`` such as ``-DBLOCK_M=32`` make another variant, in a folder of its own."""
-    from fa_ext import _build
+    from bench.build import rules
 
-    options = _build.options_from_environment()
+    options = rules.options_from_environment()
     if source.suffix == ".cu" and options.nvcc is None:
         raise report.UsageError(f"{source} needs nvcc: set CUDA_HOME or put nvcc on PATH")
     key = hashlib.sha256(repr((str(source.resolve()), sorted(flags), options.archs)).encode()).hexdigest()[:12]
     target = (folder or ROOT / "build" / "bench") / f"{source.stem}-{key}" / f"{source.stem}.so"
-    return _build.build_row(source.resolve(), target.resolve(), options, flags)
+    return rules.build_row(source.resolve(), target.resolve(), options, flags)
 
 
 def load_row(shared: Path) -> str:

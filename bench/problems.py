@@ -11,7 +11,8 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 if not (TESTS / "cases.py").exists():
     raise report.UsageError(f"{TESTS / 'cases.py'} is missing: the laboratory needs a source checkout")
 if str(TESTS) not in sys.path:
-    sys.path.append(str(TESTS))
+    # In front, since some of its modules have namesakes here and a notebook runs with this folder on its path.
+    sys.path.insert(0, str(TESTS))
 
 import cases  # noqa: E402  (lies beside the tests, which import it by the same name)
 

@@ -44,11 +44,11 @@ def sources_digest(space: Space) -> str:
 
 def build(space: Space, config: Config, folder: Path | None = None) -> Built:
     """Compiles one configuration; a compiler's refusal is a result."""
-    from fa_ext import _build
+    from bench.build import rules
 
     try:
         library = contender.build_row(space.source, space.flags(config), folder)
-    except _build.BuildError as error:
+    except rules.BuildError as error:
         lines = [line for line in str(error).splitlines() if re.search(r"error|assert", line, re.IGNORECASE)]
         return Built(None, (lines or str(error).splitlines() or ["compiler failed"])[-1].strip()[:300])
     spills = 0
@@ -108,10 +108,10 @@ def evaluate(library: str, anchor: str, case: str, device: str, rounds: int, sec
 
 def identity(space: Space, case: str, device: str) -> dict[str, Any]:
     """What a cached evaluation depends on: sources, flags, compiler, driver, machine, problem."""
-    from fa_ext import _build
+    from bench.build import rules
 
     context = machine.context(device)
-    options = _build.options_from_environment()
+    options = rules.options_from_environment()
     return {
         "command": "tune", "row": space.row, "case": case, "sources": sources_digest(space), "fixed": space.fixed,
         "archs": list(options.archs), "compiler": context.get("nvcc") or context["gcc"], "cpu": context["cpu"],

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import device, evidence, machine, measure, memory, operands, plot, problems, profile, report, score, search, spaces
+from bench import device, evidence, machine, measure, memory, ncu, operands, plot, problems, report, score, search, spaces
 from bench.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -222,12 +222,12 @@ RAW = '''==PROF== Connected
 
 
 def test_profile_reads_ncu_reports():
-    long, short = profile.parse(RAW)
+    long, short = ncu.parse(RAW)
     assert (long["name"], short["name"]) == ("attend", "fill")
     assert long["figures"]["time"] == pytest.approx(120.0) and long["figures"]["registers a thread"] == 240
     assert list(long["stalls"]) == ["gmma", "wait"]
     assert long["reading"] == "limited by tensor pipe (72% of its peak); warps wait most on gmma (3.2 a slot)"
-    assert profile.parse("no csv") == []
+    assert ncu.parse("no csv") == []
 
 
 @pytest.mark.parametrize("figures, words", [
@@ -236,13 +236,13 @@ def test_profile_reads_ncu_reports():
     ({}, "no utilisation"),
 ])  # fmt: skip
 def test_profile_reading(figures, words):
-    assert words in profile.reading(figures, {})
+    assert words in ncu.reading(figures, {})
 
 
 def test_profile_without_ncu_says_so(capfd):
     assert main(["profile", "simt", "--ncu", "no-such-profiler"]) == 3
     assert "no-such-profiler is not installed" in capfd.readouterr().err
-    assert "administrator rights" in profile.refusal("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+    assert "administrator rights" in ncu.refusal("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
 
 
 # ---- plot ----

@@ -83,7 +83,7 @@ def profile(candidate: str, case: str, ncu: str = "ncu", kernel: str = "", keep:
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "report"
         argv = [path, "--clock-control", "none", "--profile-from-start", "off", "--metrics", ",".join(metrics), "--export",
-                str(saved), "--force-overwrite", sys.executable, "-m", "bench.profile", candidate, case]  # fmt: skip
+                str(saved), "--force-overwrite", sys.executable, "-m", "bench.ncu", candidate, case]  # fmt: skip
         try:
             done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit)
         except subprocess.TimeoutExpired:
