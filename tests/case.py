@@ -191,7 +191,8 @@ class Case:
         ramp = np.linspace(-12, 12, self.seq_k, dtype=np.float32)[:, None]
         if self.values in ("sorted", "descending", "dominant", "negative"):
             q = toward * dim**0.5 + q / 8
-        if self.values == "large":  # exp() overflows without its maximum; float32 keeps scores it can still resolve
+        # Scores beyond the range of exp(); in float32 no larger than it resolves to the bound that it is held to.
+        if self.values == "large":
             factor = 8 if self.dtype == "float32" else 20
             q, k = q * factor, k * factor
         elif self.values == "tiny":
@@ -205,7 +206,7 @@ class Case:
         elif self.values == "zeros":
             q[:] = 0
         elif self.values == "negative":
-            k = k / 8 - toward * 700
+            k = k / 8 - toward * (150 if self.dtype == "float32" else 700)
         elif self.values == "offset":
             v += 40
         elif self.values == "nan_outside":
