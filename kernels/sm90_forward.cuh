@@ -48,17 +48,38 @@ template <class C> struct ForwardSmem {
     alignas(1024) char v[C::kStages][kKeyBytes];
     uint64_t q_full[C::kQueryStages][C::kConsumers], q_empty[C::kQueryStages][C::kConsumers];
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
+    uint64_t tile_full[2], tile_empty[2]; // the producer tells the consumers the next tile (masked kernels)
+    uint32_t tile[2];
 };
 
 template <class C> __device__ __forceinline__ void forward_produce(const ForwardParams &p, ForwardSmem<C> &smem) {
     using Smem = ForwardSmem<C>;
     RingState<C::kStages> k_ring(1), v_ring(1);
     RingState<C::kQueryStages> q_ring(1);
-    for (uint32_t round = 0, index; (index = tile_index(p.schedule, round)) < p.schedule.tiles; ++round) {
+    RingState<2> tile_ring(1);
+    auto next_tile = [&](uint32_t round) {
+        if (!C::kMasked || !p.schedule.counter) return static_tile(p.schedule, round);
+        return dynamic_tile(p.schedule, round);
+    };
+    auto announce = [&](uint32_t index) {
+        if constexpr (C::kMasked) {
+            mbarrier_wait(&smem.tile_empty[tile_ring.stage], tile_ring.parity);
+            smem.tile[tile_ring.stage] = index;
+            mbarrier_arrive(&smem.tile_full[tile_ring.stage]);
+            tile_ring.advance();
+        }
+    };
+    uint32_t index = next_tile(0), next;
+    announce(index);
+    for (uint32_t round = 1; index < p.schedule.tiles; ++round, index = next) {
+        next = next_tile(round); // early: the counter answers while this tile is loaded
         const Tile tile = tile_at(p.schedule, index, C::kTileM);
         const KeyBlocks blocks =
             key_blocks<C::kMasked, C::kTileN>(p.visibility, tile.row, min(tile.row + C::kTileM, p.seq_q));
-        if (blocks.count == 0) continue;
+        if (blocks.count == 0) {
+            announce(next);
+            continue;
+        }
         const int kv_head = tile.head / p.group;
         const int k_head = kv_head * p.k_step[0], k_batch = tile.batch * p.k_step[1];
         const int v_head = kv_head * p.v_step[0], v_batch = tile.batch * p.v_step[1];
@@ -85,6 +106,7 @@ template <class C> __device__ __forceinline__ void forward_produce(const Forward
                                            tile.head * p.q_step[0], tile.batch * p.q_step[1], kEvictFirst);
         }
         q_ring.advance();
+        announce(next);
         for (int block = 1; block < blocks.count; ++block) {
             load_keys(block);
             load_values(block - 1);
@@ -112,7 +134,17 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     };
     if (C::kPingPong && wg == C::kConsumers - 1) turn_pass();
 
-    for (uint32_t round = 0, index; (index = tile_index(p.schedule, round)) < p.schedule.tiles; ++round) {
+    RingState<2> tile_ring(0);
+    auto next_tile = [&](uint32_t round) {
+        if constexpr (!C::kMasked) return static_tile(p.schedule, round);
+        mbarrier_wait(&smem.tile_full[tile_ring.stage], tile_ring.parity);
+        const uint32_t index = smem.tile[tile_ring.stage];
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_ring.stage]);
+        tile_ring.advance();
+        return index;
+    };
+    for (uint32_t round = 0, index; (index = next_tile(round)) < p.schedule.tiles; ++round) {
         const Tile tile = tile_at(p.schedule, index, C::kTileM);
         const KeyBlocks blocks =
             key_blocks<C::kMasked, kTileN>(p.visibility, tile.row, min(tile.row + C::kTileM, p.seq_q));
@@ -129,7 +161,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                                         smem_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
                 wgmma_commit();
             };
-            auto issue_pv = [&](int accumulate) {
+            auto issue_pv = [&](auto &weights, int accumulate) {
                 gemm_pv<T>(out, weights, smem_address(smem.v[v_ring.stage]), Smem::kKeySlabBytes, accumulate);
                 wgmma_commit();
             };
@@ -160,29 +192,61 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 }
                 mask_scores(scores, low, high, 2 * (lane % 4));
             };
-            /* Scores of `block` are in registers once its products and nothing older is pending. */
-            auto step = [&]<bool kMaskBlock>(int block, std::bool_constant<kMaskBlock>) {
+            /* One block: `old` holds the weights of the block before, `fresh` gets this block's. */
+            auto step = [&]<bool kMaskBlock>(int block, auto &old, auto &fresh, std::bool_constant<kMaskBlock>) {
                 mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
                 turn_wait();
                 wgmma_fence();
                 issue_qk();
                 mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
                 wgmma_fence();
-                issue_pv(block > 1);
+                issue_pv(old, block > 1);
                 turn_pass();
                 wgmma_wait<1>();
                 wgmma_pin(scores);
                 free_keys(block + 1 == blocks.count);
                 cap();
                 if constexpr (kMaskBlock) mask(block);
-                const bool raised = softmax.template absorb < false,
-                           kMaskBlock ? 0 : C::kPolynomialEvery > (scores, p.score_factor, C::kRescaleThreshold);
-                wgmma_wait<0>();
-                wgmma_pin(out);
-                wgmma_pin(weights);
-                free_values();
-                pack_scores<T>(weights, scores);
-                if (raised) softmax.rescale_output(out);
+                if constexpr (!C::kOverlap) {
+                    wgmma_wait<0>();
+                    wgmma_pin(out);
+                    wgmma_pin(old);
+                    free_values();
+                }
+                if (!softmax.try_absorb<T>(fresh, scores, p.score_factor)) {
+                    softmax.absorb<false>(scores, p.score_factor);
+                    pack_scores<T>(fresh, scores);
+                    if constexpr (C::kOverlap) {
+                        wgmma_wait<0>();
+                        wgmma_pin(out);
+                    }
+                    softmax.rescale_output(out);
+                }
+                if constexpr (C::kOverlap) {
+                    wgmma_wait<0>();
+                    wgmma_pin(out);
+                    wgmma_pin(old);
+                    free_values();
+                }
+            };
+            /* Blocks [block, end). With overlap the weights go to and fro between two sets of registers. */
+            auto steps = [&](int block, int end, auto mask_block) {
+                if constexpr (C::kOverlap) {
+                    uint32_t spare[kTileN / 4];
+                    for (; block + 1 < end; block += 2) {
+                        step(block, weights, spare, mask_block);
+                        step(block + 1, spare, weights, mask_block);
+                    }
+                    if (block < end) {
+                        step(block, weights, spare, mask_block);
+#pragma unroll
+                        for (int i = 0; i < kTileN / 4; ++i) weights[i] = spare[i];
+                        ++block;
+                    }
+                } else {
+                    for (; block < end; ++block) step(block, weights, weights, mask_block);
+                }
+                return block;
             };
 
             mbarrier_wait(&smem.q_full[q_ring.stage][wg], q_ring.parity);
@@ -194,7 +258,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
             free_keys(blocks.count == 1);
             cap();
             if (C::kMasked || blocks.end > p.visibility.seq_k) mask(0);
-            softmax.template absorb<true, 0>(scores, p.score_factor, C::kRescaleThreshold);
+            softmax.absorb<true>(scores, p.score_factor);
             pack_scores<T>(weights, scores);
 
             int block = 1;
@@ -205,17 +269,17 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 const int low = max(0, wg_row + 63 + p.visibility.lower);
                 const int plain = max(1, (blocks.end - high + kTileN - 1) / kTileN);
                 const int plain_end = blocks.end > low ? (blocks.end - low) / kTileN : 0;
-                for (; block < min(plain, blocks.count); ++block) step(block, std::true_type());
-                for (; block < min(plain_end, blocks.count); ++block) step(block, std::false_type());
-                for (; block < blocks.count; ++block) step(block, std::true_type());
+                block = steps(block, min(plain, blocks.count), std::true_type());
+                block = steps(block, min(plain_end, blocks.count), std::false_type());
+                steps(block, blocks.count, std::true_type());
             } else {
-                for (; block < blocks.count; ++block) step(block, std::false_type());
+                steps(block, blocks.count, std::false_type());
             }
             q_ring.advance();
 
             mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
             wgmma_fence();
-            issue_pv(blocks.count > 1);
+            issue_pv(weights, blocks.count > 1);
             wgmma_wait<0>();
             wgmma_pin(out);
             wgmma_pin(weights);
@@ -256,6 +320,10 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) forward(const __
                 mbarrier_init(&smem.q_full[stage][consumer], 1);
                 mbarrier_init(&smem.q_empty[stage][consumer], 1);
             }
+        for (int stage = 0; stage < 2; ++stage) {
+            mbarrier_init(&smem.tile_full[stage], 1);
+            mbarrier_init(&smem.tile_empty[stage], C::kConsumers * 4);
+        }
         for (int stage = 0; stage < C::kStages; ++stage) {
             mbarrier_init(&smem.k_full[stage], 1);
             mbarrier_init(&smem.v_full[stage], 1);

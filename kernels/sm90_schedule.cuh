@@ -1,6 +1,4 @@
-/* Which output tile a persistent CTA computes in which round, and which key blocks that tile needs (pure arithmetic, so
- * that the producer and the consumers agree without talking and a launch needs no counter in memory).
- */
+/* Which output tiles a persistent CTA computes, in which order, and which key blocks a tile needs. */
 #pragma once
 #include <cstdint>
 
@@ -8,12 +6,14 @@ namespace fa::sm90 {
 
 /* Tiles of a call. Plain order: query tiles of one head follow each other, so that CTAs in flight share few heads'
  * keys. Longest-first order (causal): heads go in sections whose keys and values fit in L2, each section from its last
- * query tile to its first, and every second round runs backwards, which evens out the sums of the CTAs. */
+ * query tile to its first. CTAs then take the next tile from a counter, or, without one, every gridDim.x-th tile with
+ * each second round backwards, which evens out their sums as long as there is one section. */
 struct Schedule {
     uint32_t tiles;         // query tiles * heads * batch
     uint32_t query_tiles;   // of one head
     uint32_t heads;         // query heads of one batch entry
     uint32_t section_heads; // (batch, head) pairs a section; 0: plain order
+    uint32_t *counter;      // zero at launch; NULL: static order
 };
 
 struct Tile {
@@ -39,10 +39,15 @@ __device__ __forceinline__ Tile tile_at(const Schedule &s, uint32_t index, int t
     return {int(query_tile) * tile_m, int(pair - batch * s.heads), int(batch)};
 }
 
-/* Index of this CTA's tile in `round`; at or past s.tiles: none (and none in later rounds). */
-__device__ __forceinline__ uint32_t tile_index(const Schedule &s, uint32_t round) {
+/* Index of this CTA's tile in `round` of the static order; at or past s.tiles: none (and none in later rounds). */
+__device__ __forceinline__ uint32_t static_tile(const Schedule &s, uint32_t round) {
     const bool backwards = s.section_heads != 0 && (round & 1);
     return round * gridDim.x + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
+/* The same from the counter: round 0 needs none. One thread a CTA. */
+__device__ __forceinline__ uint32_t dynamic_tile(const Schedule &s, uint32_t round) {
+    return round == 0 ? blockIdx.x : gridDim.x + atomicAdd(s.counter, 1);
 }
 
 /* Visibility, with keys counted from the call's first visible one: row i sees keys j, max(0, i + lower) <= j <

@@ -1,9 +1,11 @@
 /* The online softmax of 64 x N scores in wgmma accumulators: each thread holds parts of two rows, four threads a row.
  *
  * weight = 2^(s * factor - maximum * factor), one FFMA and one ex2 a score: `maximum` is kept in units of the raw
- * product, which is why the scale must be positive. The maximum is raised only when a score would otherwise exceed
- * 2^threshold times the weight 1: any maximum gives the same quotient, and while no row of the warp raises it, the
- * accumulated output needs no rescaling. float16 weights hold 2^threshold for threshold <= 15.
+ * product, which is why the scale must be positive. Any shift gives the same quotient as long as nothing over- or
+ * underflows. So after a tile's first block the maximum is not looked for: weights are computed with the old one, and
+ * their sums, which are needed anyway, tell whether a row outgrew it (kWeightSum). Only then are the scores, still
+ * there, searched for the new maximum and everything before rescaled. Underflow cannot happen: the maximum is that of
+ * keys already counted.
  */
 #pragma once
 #include "score.cuh"
@@ -68,55 +70,69 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
+/* Largest sum of a thread's weights of one row and block under a stale maximum: float16 holds them, and no accumulator
+ * comes near its range. */
+inline constexpr float kWeightSum = 4096.0f;
+
 /* State of a thread's two rows. */
 struct OnlineSoftmax {
     float maximum[2] = {-INFINITY, -INFINITY}; // raw products
     float sum[2] = {0.0f, 0.0f};               // of this thread's weights; quad_sum() gives the row's
     float rescale[2];                          // factor for what was accumulated, when absorb() returned true
 
-    /* Turns a block's scores into weights. True (for the whole warp) when the accumulated output must be multiplied by
-     * rescale[row]. `PolynomialEvery` n > 0: every n-th exponential on the FMA pipe. */
-    template <bool First, int PolynomialEvery, int Count>
-    __device__ __forceinline__ bool absorb(float (&scores)[Count], float factor, float threshold) {
+    /* Weights of a block under the present maximum. False, for the whole warp and with the state unchanged, when some
+     * row has no maximum yet or outgrew it, or when something is NaN: absorb() then takes the block. */
+    template <class T, int Count>
+    __device__ __forceinline__ bool try_absorb(uint32_t (&weights)[Count / 2], const float (&scores)[Count],
+                                               float factor) {
+        const float shift[2] = {-maximum[0] * factor, -maximum[1] * factor};
+        float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+#pragma unroll
+        for (int i = 0; i < Count; i += 2) {
+            const int r = (i >> 1) & 1, chain = (i >> 2) & 1;
+            const float low = exp2_fast(fmaf(scores[i], factor, shift[r]));
+            const float high = exp2_fast(fmaf(scores[i + 1], factor, shift[r]));
+            part[r][chain] += low;
+            part[r][chain] += high;
+            weights[i / 2] = pack_pair<T>(low, high);
+        }
+        const float block[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
+        if (!__all_sync(0xffffffff, block[0] <= kWeightSum && block[1] <= kWeightSum)) return false;
+        sum[0] += block[0];
+        sum[1] += block[1];
+        return true;
+    }
+
+    /* Turns a block's scores into weights under the true maximum. True (for the whole warp) when the accumulated output
+     * must be multiplied by rescale[row]; never for the `First` block of a tile. */
+    template <bool First, int Count> __device__ __forceinline__ bool absorb(float (&scores)[Count], float factor) {
         float block[2][2] = {{maximum[0], maximum[0]}, {maximum[1], maximum[1]}};
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             float &m = block[(i >> 1) & 1][(i >> 2) & 1];
             m = fmaxf(m, scores[i]);
         }
-        float top[2];
+        float shift[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) top[r] = quad_max(fmaxf(block[r][0], block[r][1]));
-        bool raised = false;
-        if constexpr (First) {
-            maximum[0] = top[0];
-            maximum[1] = top[1];
-        } else {
-            // -inf - -inf is NaN, and NaN > threshold is false: a row without visible keys raises nothing.
-            const bool raise = (top[0] - maximum[0]) * factor > threshold || (top[1] - maximum[1]) * factor > threshold;
-            raised = __any_sync(0xffffffff, raise);
-            if (raised) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    rescale[r] = exp2_fast((maximum[r] - softmax_shift(top[r])) * factor);
-                    maximum[r] = top[r];
-                    sum[r] *= rescale[r];
-                }
+        for (int r = 0; r < 2; ++r) {
+            const float top = quad_max(fmaxf(block[r][0], block[r][1]));
+            shift[r] = softmax_shift(top) * factor;
+            if constexpr (!First) {
+                rescale[r] = exp2_fast(maximum[r] * factor - shift[r]);
+                sum[r] *= rescale[r];
             }
+            maximum[r] = top;
         }
-        const float shift[2] = {-softmax_shift(maximum[0]) * factor, -softmax_shift(maximum[1]) * factor};
         float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             const int r = (i >> 1) & 1;
-            const float x = fmaf(scores[i], factor, shift[r]);
-            const bool polynomial = PolynomialEvery > 0 && i % (PolynomialEvery > 0 ? PolynomialEvery : 1) == 0;
-            scores[i] = polynomial ? exp2_polynomial(x) : exp2_fast(x);
-            part[r][i & 1] += scores[i];
+            scores[i] = exp2_fast(fmaf(scores[i], factor, -shift[r]));
+            part[r][(i >> 2) & 1] += scores[i];
         }
         sum[0] += part[0][0] + part[0][1];
         sum[1] += part[1][0] + part[1][1];
-        return raised;
+        return !First;
     }
 
     template <int Count> __device__ __forceinline__ void rescale_output(float (&out)[Count]) const {

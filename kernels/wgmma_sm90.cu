@@ -58,7 +58,7 @@ struct Tiling {
 };
 
 constexpr Tiling tiling(int head_dim, int kind) {
-    Tiling t = head_dim <= 64    ? Tiling{3, 128, 2, 2}
+    Tiling t = head_dim <= 64    ? Tiling{3, kind == FA_CAPPED ? 112 : 128, 4, 2}
                : head_dim <= 96  ? Tiling{2, kind == FA_FULL ? 160 : 128, 2, 1}
                : head_dim <= 128 ? Tiling{2, kind == FA_FULL ? 160 : 128, 2, 2}
                : head_dim <= 192 ? Tiling{2, 112, 2, 1}
@@ -87,6 +87,9 @@ constexpr Tiling tiling(int head_dim, int kind) {
 #ifndef FA_POLYNOMIAL_EVERY // every n-th exponential by polynomial; 0: none
 #define FA_POLYNOMIAL_EVERY 0
 #endif
+#ifndef FA_DYNAMIC // tiles from a counter where their lengths differ
+#define FA_DYNAMIC 1
+#endif
 #ifndef FA_SECTION_MIB // keys and values of the heads in flight, longest-first order
 #define FA_SECTION_MIB 32
 #endif
@@ -99,6 +102,10 @@ template <class T, int HeadDim, int Kind> struct Config {
                          kTileN = kTiling.tile_n, kStages = kTiling.stages, kQueryStages = kTiling.query_stages;
     static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED,
                           kPingPong = kConsumers > 1 && FA_PING_PONG;
+#ifndef FA_OVERLAP
+#define FA_OVERLAP 0
+#endif
+    static constexpr bool kOverlap = FA_OVERLAP;
     static constexpr int kPolynomialEvery = FA_POLYNOMIAL_EVERY;
     static constexpr float kRescaleThreshold = FA_RESCALE_THRESHOLD;
     // 64 Ki registers: what the consumers leave is the producer's.
@@ -211,7 +218,9 @@ static fa_code plan(const fa_problem *problem, const fa_device_info *device, fa_
     plan->blocks = tiles < device->sm_count ? tiles : device->sm_count;
     const int64_t slabs = (kHeadDims[index] + kSlabColumns - 1) / kSlabColumns;
     plan->smem_bytes = slabs * kSlabRowBytes * (t.query_stages * plan->tile_m + 2 * t.stages * t.tile_n);
-    plan->workspace_bytes = 0;
+    plan->workspace_bytes = FA_DYNAMIC && kind != FA_FULL && p.right < FA_UNBOUNDED && tiles > plan->blocks
+                                ? sizeof(uint32_t)
+                                : 0; // the counter
     return FA_OK;
 }
 
@@ -255,6 +264,11 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
                       fit = head_bytes ? (int64_t{FA_SECTION_MIB} << 20) / head_bytes : 1;
         const int64_t pairs = (fit > 1 ? fit : 1) * params.group, all = p.heads * p.batch;
         params.schedule.section_heads = static_cast<uint32_t>(pairs < all ? pairs : all);
+    }
+    if (plan->workspace_bytes) {
+        params.schedule.counter = static_cast<uint32_t *>(context->workspace);
+        FA_CUDA_TRY(status, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
+                                            static_cast<cudaStream_t>(context->stream)));
     }
     const int64_t first = p.diagonal - p.key_begin;
     params.visibility = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};
