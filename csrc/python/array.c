@@ -12,6 +12,15 @@ int64_t fa_view_elements(const fa_view *view) {
     return elements;
 }
 
+PyObject *fa_shape_tuple(int ndim, const int64_t *shape) {
+    PyObject *tuple = PyTuple_New(ndim);
+    for (int axis = 0; tuple && axis < ndim; axis++) {
+        PyObject *extent = PyLong_FromLongLong(shape[axis]);
+        if (!extent || PyTuple_SetItem(tuple, axis, extent) < 0) Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
 void fa_view_contiguous(fa_view *view) {
     uint64_t stride = 1; /* may wrap for shapes that fa_view_check() refuses */
     for (int axis = view->ndim - 1; axis >= 0; axis--) {

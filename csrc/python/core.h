@@ -45,8 +45,9 @@
     X(__name__)                                                                                                        \
     X(requires_grad)                                                                                                   \
     X(is_neg)                                                                                                          \
-    X(is_conj) X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version)           \
-        X(from_dlpack) X(__objclass__) X(_c_contiguous)
+    X(is_conj)                                                                                                         \
+    X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack)       \
+        X(__objclass__) X(_c_contiguous)
 
 typedef enum fa_argument {
 #define FA_ENUM(name) FA_ARG_##name,
@@ -175,6 +176,7 @@ fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status);
 fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byte_strides, fa_status *status);
 void fa_view_contiguous(fa_view *view);
 int64_t fa_view_elements(const fa_view *view);
+PyObject *fa_shape_tuple(int ndim, const int64_t *shape);
 /* Reads a type string such as "<f2". *unclear is set for the two-byte void that stands for bfloat16 in places. */
 fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bool *unclear, fa_status *status);
 

@@ -99,18 +99,9 @@ static void array_dealloc(PyObject *self) {
 
 /* ---- attributes ---- */
 
-static PyObject *shape_tuple(const fa_view *view) {
-    PyObject *shape = PyTuple_New(view->ndim);
-    for (int axis = 0; shape && axis < view->ndim; axis++) {
-        PyObject *extent = PyLong_FromLongLong(view->shape[axis]);
-        if (!extent || PyTuple_SetItem(shape, axis, extent) < 0) Py_CLEAR(shape);
-    }
-    return shape;
-}
-
 static PyObject *get_shape(PyObject *self, void *unused) {
     (void)unused;
-    return shape_tuple(&as_array(self)->view);
+    return fa_shape_tuple(as_array(self)->view.ndim, as_array(self)->view.shape);
 }
 
 static PyObject *get_dtype(PyObject *self, void *unused) {
@@ -143,7 +134,7 @@ static PyObject *get_interface(PyObject *self, void *unused) {
         PyErr_SetString(PyExc_AttributeError, "__cuda_array_interface__: the array is on the CPU");
         return NULL;
     }
-    PyObject *shape = shape_tuple(&array->view);
+    PyObject *shape = fa_shape_tuple(array->view.ndim, array->view.shape);
     if (!shape) return NULL;
     if (!array->consumer) array->consumer = FA_STREAM_LEGACY; /* the interface does not tell who asks */
     return Py_BuildValue("{s:N,s:s,s:(KO),s:O,s:i,s:K}", "shape", shape, "typestr", typestrs[array->view.dtype], "data",

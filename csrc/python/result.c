@@ -1,15 +1,6 @@
 /* Results in the caller's own kind: who allocates, and how the array is handed over. */
 #include "core.h"
 
-static PyObject *shape_tuple(int ndim, const int64_t *shape) {
-    PyObject *tuple = PyTuple_New(ndim);
-    for (int axis = 0; tuple && axis < ndim; axis++) {
-        PyObject *extent = PyLong_FromLongLong(shape[axis]);
-        if (!extent || PyTuple_SetItem(tuple, axis, extent) < 0) Py_CLEAR(tuple);
-    }
-    return tuple;
-}
-
 static fa_code read_address(PyObject *number, void **data, fa_status *status) {
     if (!number) return fa_python_error(status);
     unsigned long long address = PyLong_AsUnsignedLongLong(number);
@@ -22,7 +13,7 @@ static fa_code read_address(PyObject *number, void **data, fa_status *status) {
 /* cupy.ndarray(shape, dtype), which cupy.empty comes down to: from CuPy's pool of the current device and stream. */
 static fa_code make_cupy(fa_state *state, const fa_array *like, int ndim, const int64_t *shape, fa_dtype dtype,
                          fa_result *result, fa_status *status) {
-    PyObject *extents = shape_tuple(ndim, shape);
+    PyObject *extents = fa_shape_tuple(ndim, shape);
     PyObject *type =
         dtype == like->view.dtype ? PyObject_GetAttr(like->object, state->names.dtype) : fa_numpy_dtype(state, dtype);
     if (extents && type) result->object = PyObject_CallFunctionObjArgs(like->type->maker, extents, type, NULL);
@@ -44,7 +35,7 @@ static fa_code make_torch(fa_state *state, const fa_array *like, int ndim, const
         type = PyObject_GetAttr(like->object, state->names.dtype);
     else if (module)
         type = PyObject_GetAttrString(module, fa_dtype_name(dtype));
-    PyObject *args = module && type && device ? Py_BuildValue("(N)", shape_tuple(ndim, shape)) : NULL;
+    PyObject *args = module && type && device ? Py_BuildValue("(N)", fa_shape_tuple(ndim, shape)) : NULL;
     PyObject *keywords = args ? Py_BuildValue("{s:O,s:O}", "dtype", type, "device", device) : NULL;
     if (keywords) result->object = PyObject_Call(like->type->maker, args, keywords);
     Py_XDECREF(keywords);
