@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -217,6 +218,39 @@ def test_requires_grad_neg_conj():
         fa_ext.attention(q, k, conjugate(v.astype(np.complex64)))
     plain = exchange_type(requires_grad=False, is_neg=lambda self: False, is_conj=lambda self: False)
     fa_ext.attention(plain(q), k, v)
+
+
+def test_torch_without_the_exchange_api(monkeypatch):
+    """An older torch, played by a module of the same name: results are made by torch.empty."""
+
+    class Tensor(Producer):
+        __module__ = "torch"
+        requires_grad = False
+        device, dtype = "cpu", "the dtype of q"
+
+        def is_neg(self):
+            return False
+
+        def data_ptr(self):
+            return self.array.ctypes.data
+
+    def empty(shape, *, dtype, device):
+        assert device == "cpu" and dtype in ("the dtype of q", "torch's float32")
+        return Tensor(np.empty(shape, np.float16 if dtype == "the dtype of q" else np.float32))
+
+    module = types.ModuleType("torch")
+    module.empty, module.float32 = empty, "torch's float32"
+    monkeypatch.setitem(sys.modules, "torch", module)
+    arrays = operands(np.float16)
+    out, lse = fa_ext.attention(*map(Tensor, arrays), return_lse=True)
+    assert type(out) is Tensor and type(lse) is Tensor
+    wanted, wanted_lse = fa_ext.attention(*arrays, return_lse=True)
+    np.testing.assert_array_equal(out.array, wanted)
+    np.testing.assert_array_equal(lse.array, wanted_lse)
+    grad = Tensor(arrays[0])
+    grad.requires_grad = True
+    with pytest.raises(ValueError, match="q requires grad"):
+        fa_ext.attention(grad, *arrays[1:])
 
 
 def test_many_types():

@@ -210,6 +210,30 @@ def test_torch_graph(torch, host, wanted):
         close(new, wanted[0])
 
 
+def test_torch_without_the_exchange_api(torch, host, wanted):
+    class Hidden:
+        def __get__(self, object, owner):
+            raise AttributeError("not in this version")
+
+    class Older(torch.Tensor):
+        __dlpack_c_exchange_api__ = Hidden()
+
+    arrays = [torch.from_numpy(array).cuda().as_subclass(Older) for array in host]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(CYCLES)
+        shifted = [array + 0 for array in arrays]
+        out, lse = fa_ext.attention(*shifted, return_lse=True)
+        seen = out.clone()
+    side.synchronize()
+    assert isinstance(out, torch.Tensor) and out.dtype == torch.float16 and lse.dtype == torch.float32
+    close(seen.as_subclass(torch.Tensor), wanted[0])
+    into = torch.empty_like(arrays[0])
+    assert fa_ext.attention(*arrays, out=into) is into
+    close(into.as_subclass(torch.Tensor), wanted[0])
+
+
 def test_torch_memory_is_reused(torch, host):
     """Results come from torch's own allocator, and go back to it."""
     arrays = [torch.from_numpy(array).cuda() for array in host]
