@@ -158,11 +158,11 @@ def test_what_nobody_sees_changes_nothing(row, dtype, band):
 
 
 @pytest.mark.parametrize("dtype", (*cases.DTYPES, "float64"))
-def test_cpu_ref_contains_nan_by_the_row(dtype):
-    if "cpu_ref" not in fa_ext.kernels():
-        pytest.skip("cpu_ref is not in this build")
+def test_cpu_ref_contains_nan_by_the_row(row, dtype):
+    if rows.listed_name(row) != "cpu_ref":
+        pytest.skip("other rows may spread a visible NaN to queries of its tile")
     for option in ({"causal": "bottom_right"}, {"mask": "one"}, {"window": (9, 3)}):
-        taken("cpu_ref", Case(1, 2, 1, 60, 90, 40, dtype=dtype, values="nan_tail", **option))
+        taken(row, Case(1, 2, 1, 60, 90, 40, dtype=dtype, values="nan_tail", **option))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
