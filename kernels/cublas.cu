@@ -3,14 +3,15 @@
  *     scores = scale Q K^T      weights = softmax(scores)      out = weights V
  *
  * The products are strided-batched cuBLAS GEMMs with float32 accumulation; cuBLAS is found at run time, never linked.
- * The scores stay float32 (16-bit scores would miss the LSE's bound by far) and live in workspace, one chunk at a time:
- * some batch entries, some heads of one, or some query rows, whatever fits the limit. With causal or a window a chunk
- * has few rows and its products only the keys that its rows see. The softmax turns a chunk into weights in place. Query
- * heads that share a key head are extra rows of one product where the strides allow it, else products of their own.
+ * The scores stay float32 (rounded to bfloat16, one just under 4 is off by up to 0.008, four times what the LSE may be)
+ * and live in workspace, one chunk at a time: some batch entries, some heads of one, or some query rows, whatever fits
+ * the limit. With causal or a window a chunk has few rows and its products only the keys that its rows see. The softmax
+ * turns a chunk into weights in place. Query heads that share a key head are extra rows of one product where the
+ * strides allow it, else products of their own.
  *
  * Float16, bfloat16 and float32, everything a call can ask for, and any strides that a leading dimension can express.
- * cuBLAS itself cannot be called from inside a kernel: each chunk is three launches, and the scores cross memory twice
- * each way. That traffic is what the fused rows save.
+ * cuBLAS cannot be called from inside a kernel, on tiles in shared memory: it is a library of kernels that the host
+ * launches. So each chunk is three launches, and its scores cross memory; that traffic is what the fused rows save.
  *
  *     python -m bench measure --preset history --rows cublas
  */

@@ -121,7 +121,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
                                             wmma::mem_row_major);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.k_empty[at.slot]);
+        barrier_arrive(&shared.k_empty[at.slot]);
         if (needed) {
             const bool all_visible = common.begin <= key && key + C::TILE_N <= common.end;
             const float rescale = softmax_strip<T, C::STRIP_ROWS, C::TILE_N, C::WEIGHT_PITCH, SIMPLE>(
@@ -150,7 +150,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(&shared.v_empty[at.slot]);
+        barrier_arrive(&shared.v_empty[at.slot]);
     }
 
     if constexpr (ROW_TILES == 1) owned.state.sum += __shfl_xor_sync(~0u, owned.state.sum, 16);
@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS) wmma_kernel(const __gri
         for (int s = 0; s < C::STAGES; ++s) {
             barrier_init(&shared.k_full[s], WARP);
             barrier_init(&shared.v_full[s], WARP);
-            barrier_init(&shared.k_empty[s], C::CONSUMERS);
-            barrier_init(&shared.v_empty[s], C::CONSUMERS);
+            barrier_init(&shared.k_empty[s], C::CONSUMERS * WARP);
+            barrier_init(&shared.v_empty[s], C::CONSUMERS * WARP);
         }
     }
     __syncthreads();
