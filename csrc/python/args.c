@@ -154,20 +154,28 @@ static fa_code read_out(fa_call *call, fa_status *status) {
     return FA_OK;
 }
 
+/* FA_EXT_KERNEL as os.environ has it: a look into its dict, which takes a third of the time of getenv(). */
+static const char *kernel_of_environment(fa_state *state) {
+    if (!state->environment) return getenv("FA_EXT_KERNEL");
+    PyObject *value = PyDict_GetItemWithError(state->environment, state->names.kernel_variable); /* borrowed */
+    return value && PyBytes_Check(value) ? PyBytes_AsString(value) : NULL;
+}
+
 static fa_code read_kernel(fa_state *state, fa_call *call, fa_status *status) {
     PyObject *value = call->argument[FA_ARG_kernel];
+    const char *name;
     call->forced = NULL;
-    call->forced_name = value ? NULL : getenv("FA_EXT_KERNEL");
     if (value) {
-        call->forced_name = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, NULL) : NULL;
-        if (!call->forced_name) {
+        name = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, NULL) : NULL;
+        if (!name) {
             PyErr_Clear();
             return fa_wrong_type("kernel", value, "None or a name of fa_ext.kernels()", status);
         }
-    } else if (!call->forced_name || !*call->forced_name) {
-        return FA_OK;
+    } else {
+        name = kernel_of_environment(state);
+        if (!name || !*name) return FA_OK;
     }
-    return fa_row_find(state, value ? "kernel" : "FA_EXT_KERNEL", call->forced_name, &call->forced, status);
+    return fa_row_find(state, value ? "kernel" : "FA_EXT_KERNEL", name, &call->forced, &call->forced_name, status);
 }
 
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {

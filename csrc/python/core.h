@@ -46,8 +46,10 @@
     X(requires_grad)                                                                                                   \
     X(is_neg)                                                                                                          \
     X(is_conj)                                                                                                         \
-    X(data) X(ptr) X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack)       \
-        X(__objclass__) X(_c_contiguous)
+    X(data)                                                                                                            \
+    X(ptr)                                                                                                             \
+    X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(__objclass__)      \
+        X(_c_contiguous)
 
 typedef enum fa_argument {
 #define FA_ENUM(name) FA_ARG_##name,
@@ -61,7 +63,8 @@ typedef struct fa_names {
 #define FA_FIELD(name) PyObject *name;
     FA_ATTRIBUTES(FA_FIELD)
 #undef FA_FIELD
-    PyObject *dlpack_version; /* (1, 3), what max_version= gets */
+    PyObject *dlpack_version;  /* (1, 3), what max_version= gets */
+    PyObject *kernel_variable; /* b"FA_EXT_KERNEL" */
 } fa_names;
 
 /* ---- types: how the arrays of a type are read and made, found out once per type ---- */
@@ -112,6 +115,7 @@ typedef struct fa_state {
     fa_context *context;
     fa_names names;
     PyObject *unsupported_error, *cuda_error; /* exception types */
+    PyObject *environment;                    /* the dict of bytes behind os.environ, or NULL */
     PyTypeObject *device_array;               /* fa_ext.DeviceArray */
     /* Types seen so far: entries below type_count never change, so readers need no lock. */
     fa_type types[FA_TYPES_MAX];
@@ -287,8 +291,9 @@ PyObject *fa_build_info(PyObject *module, PyObject *unused);
 PyObject *fa_cpu_info(PyObject *module, PyObject *unused);
 PyObject *fa_device_info_py(PyObject *module, PyObject *index);
 PyObject *fa_device_count_py(PyObject *module, PyObject *unused);
-/* A row by name, compiled or loaded; a ValueError that lists the names. */
-fa_code fa_row_find(fa_state *state, const char *argument, const char *name, const fa_kernel **row, fa_status *status);
+/* A row by name, compiled or loaded, and its name in lasting storage; a ValueError that lists the names. */
+fa_code fa_row_find(fa_state *state, const char *argument, const char *name, const fa_kernel **row,
+                    const char **listed_name, fa_status *status);
 void fa_loaded_clear(fa_state *state);
 /* Finds cuBLAS through fa_ext._cublas once, before the first CUDA call. */
 void fa_cublas_seek(fa_state *state);

@@ -65,7 +65,22 @@ static int add_names(fa_names *names) {
     FA_ATTRIBUTES(FA_INTERN)
 #undef FA_INTERN
     names->dlpack_version = Py_BuildValue("(ii)", DLPACK_MAJOR, DLPACK_MINOR);
-    return names->dlpack_version ? 0 : -1;
+    names->kernel_variable = PyBytes_FromString("FA_EXT_KERNEL");
+    return names->dlpack_version && names->kernel_variable ? 0 : -1;
+}
+
+/* os.environ keeps what it shows in a dict of bytes; where it does not, getenv() serves. */
+static void find_environment(fa_state *state) {
+    PyObject *os = PyImport_ImportModule("os");
+    PyObject *shown = os ? PyObject_GetAttrString(os, "environ") : NULL;
+    PyObject *data = shown ? PyObject_GetAttrString(shown, "_data") : NULL;
+    Py_XDECREF(shown);
+    Py_XDECREF(os);
+    if (!data) PyErr_Clear();
+    if (data && PyDict_CheckExact(data))
+        state->environment = data;
+    else
+        Py_XDECREF(data);
 }
 
 static int add_exception(PyObject *module, const char *name, const char *text, PyObject **slot) {
@@ -81,6 +96,7 @@ static int core_exec(PyObject *module) {
     atomic_init(&state->bfloat16_number, -1);
     pthread_mutex_init(&state->lock, NULL);
     if (fa_numpy_import() < 0 || add_names(&state->names) < 0) return -1;
+    find_environment(state);
     if (add_exception(module, "UnsupportedError", "No kernel takes the call, or the one asked for rejects it.",
                       &state->unsupported_error) < 0 ||
         add_exception(module, "CudaError", "CUDA is not there, or one of its calls failed.", &state->cuda_error) < 0)
@@ -102,6 +118,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg) {
     Py_VISIT(state->unsupported_error);
     Py_VISIT(state->cuda_error);
     Py_VISIT(state->device_array);
+    Py_VISIT(state->environment);
     int count = atomic_load(&state->type_count);
     for (int n = 0; n < count; n++) {
         Py_VISIT(state->types[n].type);
@@ -118,6 +135,7 @@ static int core_clear(PyObject *module) {
     Py_CLEAR(state->unsupported_error);
     Py_CLEAR(state->cuda_error);
     Py_CLEAR(state->device_array);
+    Py_CLEAR(state->environment);
     return 0;
 }
 
@@ -130,6 +148,7 @@ static void core_free(void *module) {
     FA_ATTRIBUTES(FA_DROP)
 #undef FA_DROP
     Py_CLEAR(state->names.dlpack_version);
+    Py_CLEAR(state->names.kernel_variable);
     fa_loaded_clear(state);
     if (state->context) fa_context_free(state->context);
     state->context = NULL;

@@ -22,12 +22,17 @@ static const fa_loaded *find_loaded(fa_state *state, const char *name) {
     return entry;
 }
 
-fa_code fa_row_find(fa_state *state, const char *argument, const char *name, const fa_kernel **row, fa_status *status) {
+fa_code fa_row_find(fa_state *state, const char *argument, const char *name, const fa_kernel **row,
+                    const char **listed_name, fa_status *status) {
     *row = fa_kernel_find(name);
-    if (*row) return FA_OK;
+    if (*row) {
+        *listed_name = (*row)->name;
+        return FA_OK;
+    }
     const fa_loaded *found = find_loaded(state, name);
     if (found) {
         *row = found->row;
+        *listed_name = found->name;
         return FA_OK;
     }
     char names[1024] = "";
