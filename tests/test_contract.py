@@ -94,7 +94,9 @@ def test_random_cases(row):
     for case in cases.random_cases(20, 60, limit=3e7):
         try:
             report = rows.verdict(row, case)
-        except (fa_ext.UnsupportedError, Unplaceable):
+        except Unplaceable:
+            continue
+        except fa_ext.UnsupportedError:
             assert not cases.must_accept(rows.listed_name(row), case), f"{row} must accept {case}"
             continue
         assert report, f"{report}\n{repro(row, case)}"
@@ -108,6 +110,8 @@ def test_long_sequences(row):
         case = Case(1, 1, 1, 4224, 4224, 64, dtype=dtype, causal=causal)
         try:
             report = rows.verdict(row, case)
+        except Unplaceable:
+            continue
         except fa_ext.UnsupportedError:
             assert not cases.must_accept(rows.listed_name(row), case)
             continue
