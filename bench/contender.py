@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass
 class Contender:
-    """`timing`: "graph" (try to capture), "events" (do not), or "wall" (its own streams: clock and wait on the host)."""
+    """`timing`: "graph" (try to capture), "events" (do not), or "wall" (streams of its own: the host's clock)."""
 
     name: str
     library: str

@@ -121,7 +121,7 @@ class Cuda:
 
 
 def open_device(name: str | None) -> Cpu | Cuda:
-    """"cpu", "cuda", or None for the GPU where there is one."""
+    """ "cpu", "cuda", or None for the GPU where there is one."""
     if name == "cpu":
         return Cpu()
     if name == "cuda":

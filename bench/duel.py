@@ -15,7 +15,7 @@ import numpy as np
 
 from bench import contender as contenders
 from bench import device as devices
-from bench import integrity, peers, report, timer, trials
+from bench import integrity, report, timer, trials
 from bench.contender import Contender
 from bench.device import Cpu, Cuda
 from bench.memory import to_host
@@ -52,7 +52,13 @@ def duel(
     tell({"stage": "load"})
     challenger = contenders.open_contender(candidate, target, arrays)
     refusal = challenger.refuses(problem)
-    document: dict[str, Any] = {"case": case, "candidate": candidate, "refused": refused, "failures": [], "correct": False}
+    document: dict[str, Any] = {
+        "case": case,
+        "candidate": candidate,
+        "refused": refused,
+        "failures": [],
+        "correct": False,
+    }
     if refusal:
         document["failures"] = [f"refused: {refusal}"]
         return document
@@ -242,6 +248,5 @@ class Auditor:
         elif message.get("audit") == "end" and self.began is not None:
             seen = (at - self.began) / message["launches"]
             if seen > self.MOST * message["claimed_s"] + 5e-5:
-                self.failure = (
-                    f"its calls took {seen * 1e6:.3g} us by the parent's clock, {message['claimed_s'] * 1e6:.3g} us claimed"
-                )
+                claimed = f"{message['claimed_s'] * 1e6:.3g} us claimed"
+                self.failure = f"its calls took {seen * 1e6:.3g} us by the parent's clock, {claimed}"

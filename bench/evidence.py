@@ -27,8 +27,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from bench import machine, problems, report
 from bench import device as devices
+from bench import machine, problems, report
 
 SUMMARY = "write or check the committed record of tests and figures"
 FOLDER = machine.ROOT / "bench" / "evidence"
@@ -198,7 +198,17 @@ def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: flo
     """{passed, failed, skipped, seconds, failures: [...], reasons: {reason: count}, sanitizer?} of one pytest run."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
-        argv = [*(prefix or []), sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={xml}", *arguments]
+        argv = [
+            *(prefix or []),
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={xml}",
+            *arguments,
+        ]
         began = time.monotonic()
         try:
             done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit,
@@ -220,7 +230,9 @@ def parse_junit(text: str) -> dict[str, Any]:
         wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
         skipped = case.find("skipped")
         if wrong is not None:
-            failures.append(f"{name}: {(wrong.get('message') or '').splitlines()[0][:200] if wrong.get('message') else ''}")
+            failures.append(
+                f"{name}: {(wrong.get('message') or '').splitlines()[0][:200] if wrong.get('message') else ''}"
+            )
         elif skipped is not None:
             reasons[skipped.get("message") or "no reason given"] += 1
         else:
@@ -275,7 +287,9 @@ def summary(document: dict) -> str:
     if sanitizer := parts.get("sanitizer"):
         not_run = sanitizer.get("all", {}).get("not_run")
         clean = sum(str(f.get("sanitizer", "")).startswith("0 ") for f in sanitizer.values())
-        said.append(f"sanitizer not run: {not_run}" if not_run else f"sanitizer clean in {clean} of {len(sanitizer)} runs")
+        said.append(
+            f"sanitizer not run: {not_run}" if not_run else f"sanitizer clean in {clean} of {len(sanitizer)} runs"
+        )
     if cells := parts.get("measure", {}).get("cells"):
         said.append(f"{len(cells)} cells")
     absent = [p for p in PARTS if not parts.get(p)]

@@ -16,8 +16,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bench import duel, isolation, machine, peers, problems, report, stats
 from bench import device as devices
+from bench import duel, isolation, machine, peers, problems, report, stats
 
 SUMMARY = "PASS, FAIL or UNDECIDED: is a candidate correct and faster than a baseline?"
 DEFAULT_LIMIT = 0.95
@@ -25,17 +25,25 @@ DEFAULT_LIMIT = 0.95
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("candidate", help="a row, a peer, module:function, file.py:function, or a .cu, .c or .so file")
-    parser.add_argument("--baseline", action="append", help="contender to beat (repeat for several; the fastest counts)")
-    parser.add_argument("--case", action="append", help="problem, such as B1,H8,S512,D64,float16,causal=True (repeatable)")
+    parser.add_argument(
+        "--baseline", action="append", help="contender to beat (repeat for several; the fastest counts)"
+    )
+    parser.add_argument(
+        "--case", action="append", help="problem, such as B1,H8,S512,D64,float16,causal=True (repeatable)"
+    )
     parser.add_argument("--preset", help=f"problems by name: {', '.join(problems.preset_names())}")
     parser.add_argument("--filter", default="", help="only problems whose line contains this")
     parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT, help="time ratio to stay under (0.95)")
     parser.add_argument("--rounds", type=int, default=240, help="paired rounds at most (240)")
     parser.add_argument("--seconds", type=float, default=20.0, help="time for the rounds of one problem (20)")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds until a candidate counts as hung (300)")
+    parser.add_argument(
+        "--time-limit", type=float, default=300.0, help="seconds until a candidate counts as hung (300)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of inputs and order (0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    parser.add_argument("--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes")
+    parser.add_argument(
+        "--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes"
+    )
     parser.add_argument("--cold", action="store_true", help="rotate operands past five times the last-level cache")
     parser.add_argument("--output", type=Path, help="write the samples and verdicts to this JSON file")
 
@@ -128,15 +136,22 @@ def show(gates: list[dict], limit: float) -> None:
         seconds = gate.get("seconds", {})
         for name, ratio in (gate.get("ratios") or {None: None}).items():
             mark = " *" if name and name == gate.get("baseline") and len(gate["ratios"]) > 1 else ""
-            rows.append([
-                gate["case"], gate["verdict"] if not name or name == gate.get("baseline") else "", f"{name or ''}{mark}",
-                seconds.get(gate["candidate"], 0.0) * 1e6 or None, seconds.get(name, 0.0) * 1e6 or None,
-                f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]" if ratio else "",
-                gate.get("frobenius"),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    gate["case"],
+                    gate["verdict"] if not name or name == gate.get("baseline") else "",
+                    f"{name or ''}{mark}",
+                    seconds.get(gate["candidate"], 0.0) * 1e6 or None,
+                    seconds.get(name, 0.0) * 1e6 or None,
+                    f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]" if ratio else "",
+                    gate.get("frobenius"),
+                ]
+            )
     candidate = gates[0]["candidate"] if gates else ""
     columns = ("problem", "verdict", "baseline", "candidate us", "baseline us", "ratio [95%]", "error vs float64")
-    report.table(f"{candidate}: time ratio must stay under {limit:g} (* the fastest baseline, which counts)", columns, rows)
+    report.table(
+        f"{candidate}: time ratio must stay under {limit:g} (* the fastest baseline, which counts)", columns, rows
+    )
     for gate in gates:
         for failure in gate["failures"]:
             print(f"  {gate['case']}: {failure}")

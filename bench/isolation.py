@@ -1,9 +1,9 @@
 """Work in a process of its own: a candidate that crashes or hangs is reported, and the run goes on.
 
-``Worker.call("bench.gate:duel", {...}, limit)`` runs that function in the worker with the arguments and a function
-``tell(message)`` that reports on the way. Requests and replies are JSON lines; replies come over a pipe of their own, so
-a candidate may print what it likes. The parent stamps every message with its own clock, which nothing in the worker can
-reach.
+``Worker.call("bench.duel:duel", {...}, limit)`` runs that function in the worker with the arguments and a function
+``tell(message)`` that reports on the way. Requests and replies are JSON lines; replies come over a pipe of their own,
+so that a candidate may print what it likes. The parent stamps every message with its own clock, which nothing in the
+worker can reach.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from bench.problems import Case
 from bench.rounds import Samples, take_turns
 
 SUMMARY = "time rows beside every peer that imports"
+# What lives as long as the worker: loading a library twice is not what is measured.
+_devices: dict[str, Cpu | Cuda] = {}
 _open: dict[tuple, Contender] = {}
 
 
@@ -37,11 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--filter", default="", help="regular expression that a problem's line must contain")
     parser.add_argument("--rows", default="", help="regular expression of rows (default: all)")
     parser.add_argument("--peers", help="comma-separated peers, or none (default: all that import)")
-    parser.add_argument("--candidate", action="append", default=[], help="a candidate beside the rows, as in bench gate")
-    parser.add_argument("--cache", default="hot", choices=("hot", "cold", "both"), help="operands in the cache or not (hot)")
+    parser.add_argument(
+        "--candidate", action="append", default=[], help="a candidate beside the rows, as in bench gate"
+    )
+    parser.add_argument(
+        "--cache", default="hot", choices=("hot", "cold", "both"), help="operands in the cache or not (hot)"
+    )
     parser.add_argument("--rounds", type=int, default=80, help="rounds at most (80)")
     parser.add_argument("--seconds", type=float, help="time for the rounds of one problem (GPU 1.5, CPU 8)")
-    parser.add_argument("--tight", type=float, default=0.01, help="stop when every ratio's interval is this narrow (0.01)")
+    parser.add_argument(
+        "--tight", type=float, default=0.01, help="stop when every ratio's interval is this narrow (0.01)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same sources and options")
@@ -89,10 +98,17 @@ def measure(
     missing: dict[str, str] | None = None, deadline: Callable[[], bool] = lambda: False,
     on_cell: Callable[[str, dict], None] = lambda key, cell: None,
 ) -> dict:  # fmt: skip
-    """Measures every (case, cache) that `output` does not hold yet, each in the worker; stops early when `deadline()`."""
+    """Measures every (case, cache) that `output` does not hold yet, each in the worker, until `deadline()` is true."""
     context = machine.context(device)
-    identity = {"command": "measure", "digest": context["digest"], "device": device, "entrants": entrants,
-                "opponents": opponents, "gpu": (context.get("gpu") or {}).get("name"), "cpu": context["cpu"]}  # fmt: skip
+    identity = {
+        "command": "measure",
+        "digest": context["digest"],
+        "device": device,
+        "entrants": entrants,
+        "opponents": opponents,
+        "gpu": (context.get("gpu") or {}).get("name"),
+        "cpu": context["cpu"],
+    }
     results = report.Results(output, identity, context | {"missing_peers": missing or {}}, fresh)
     todo = [(case, kind) for case in cases for kind in cache if f"{case} {kind}" not in results.cells]
     progress = report.Progress(len(todo), quiet)
@@ -105,9 +121,20 @@ def measure(
             if deadline():
                 results.document["context"]["unfinished"] = True
                 break
-            arguments = {"case": str(case), "device": device, "entrants": entrants, "opponents": opponents, "cache": kind,
-                         "rounds": rounds, "seconds": seconds, "tight": tight, "seed": seed}  # fmt: skip
-            outcome = worker.call("bench.measure:cell", arguments, 60 + 6 * seconds * (1 + len(entrants) + len(opponents)))
+            arguments = {
+                "case": str(case),
+                "device": device,
+                "entrants": entrants,
+                "opponents": opponents,
+                "cache": kind,
+                "rounds": rounds,
+                "seconds": seconds,
+                "tight": tight,
+                "seed": seed,
+            }
+            outcome = worker.call(
+                "bench.measure:cell", arguments, 60 + 6 * seconds * (1 + len(entrants) + len(opponents))
+            )
             cell = outcome.value if outcome.ok else {"case": str(case), "cache": kind,
                                                      "error": f"{outcome.status}: {outcome.reason}"}  # fmt: skip
             _add_rates(cell, case, results.document["context"].get("ceilings", {}))
@@ -122,11 +149,14 @@ def cell(
     tight: float, seed: int, tell: Callable[[Any], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
     """One problem, inside the worker: who runs it rightly, and how fast. Ratios are to the fastest opponent."""
-    target = devices.open_device(device) if not _open else next(iter(_open.values())).device  # type: ignore[attr-defined]
+    if device not in _devices:
+        _devices[device] = devices.open_device(device)
+    target = _devices[device]
     problem = Case.parse(case)
     refused: dict[str, str] = {}
     errors: dict[str, dict[str, float]] = {}
     watches: dict[str, timer.Stopwatch] = {}
+    alone: dict[str, dict[str, Any]] = {}
     with target.working():
         count = timer.slots_for_cold(problem.bytes(), target) if cache == "cold" else 1
         slots = [Operands(_reseeded(problem, seed + i), target, on_device=True, guard=0) for i in range(count)]
@@ -136,6 +166,10 @@ def cell(
             if why is None:
                 try:
                     errors[name] = _checked(entrant, slots[0])
+                    slow = _timed_alone(entrant, slots, target, seconds)
+                    if slow:
+                        alone[name] = slow
+                        continue
                     watches[name] = timer.Stopwatch([entrant.bind(s) for s in slots], target, entrant.timing)
                 except WrongResult as error:
                     why = f"WRONG: {error}"
@@ -143,9 +177,9 @@ def cell(
                     why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
             if why:
                 refused[name] = why
-                watches.pop(name, None)
+        found = {name: figures | errors[name] for name, figures in alone.items()}
         if not watches:
-            return {"case": case, "cache": cache, "contenders": {}, "refused": refused}
+            return {"case": case, "cache": cache, "contenders": found, "refused": refused}
         base = _fastest([n for n in opponents if n in watches] or list(watches), watches)
         samples = take_turns(watches, rounds, seconds, seed, tight, base)
     return {
@@ -156,7 +190,7 @@ def cell(
         "refused": refused,
         "conditions": samples.conditions_summary(),
         "stopped": samples.stopped,
-        "contenders": {name: _figures(name, base, samples, watches[name]) | errors[name] for name in watches},
+        "contenders": found | {n: _figures(n, base, samples, w) | errors[n] for n, w in watches.items()},
     }
 
 
@@ -167,11 +201,9 @@ def _reseeded(case: Case, seed: int) -> Case:
 
 
 def _opened(name: str, device: Cpu | Cuda) -> Contender:
-    """Contenders and their device live as long as the worker: loading a library twice is not what is measured."""
     key = (name, device.kind)
     if key not in _open:
         _open[key] = contender.open_contender(name, device)
-        _open[key].device = device  # type: ignore[attr-defined]
     return _open[key]
 
 
@@ -185,6 +217,30 @@ def _checked(entrant: Contender, operands: Operands) -> dict[str, float]:
     if not judged.passed:
         raise WrongResult("; ".join(judged.failures))
     return {"frobenius": judged.frobenius, "max_abs": judged.max_abs}
+
+
+def _timed_alone(entrant: Contender, slots: list[Operands], device: Cpu | Cuda, seconds: float) -> dict | None:
+    """Figures of a contender so slow that its turns would take up all the others' time; None for any other."""
+    call = entrant.bind(slots[0])
+
+    def once() -> float:
+        device.synchronize()
+        began = time.perf_counter()
+        call()
+        device.synchronize()
+        return time.perf_counter() - began
+
+    first = once()
+    sample = first * (len(slots) if device.kind == "cuda" else 1)
+    if sample <= seconds / 8:
+        return None
+    taken = [first] + [once() for _ in range(min(4, int(seconds / 2 / first)))]
+    return {
+        "us": min(taken) * 1e6,
+        "rounds": len(taken),
+        "clock": "host clock",
+        "note": "slow: best of a few calls alone",
+    }
 
 
 def _fastest(names: list[str], watches: dict[str, timer.Stopwatch]) -> str:
@@ -229,16 +285,39 @@ def show(document: dict) -> None:
     rows = []
     for cell in document["cells"].values():
         for name, f in sorted(cell.get("contenders", {}).items(), key=lambda item: item[1]["us"]):
-            ratio = f.get("ratio")
-            rows.append([
-                cell["case"], cell["cache"], name, f["us"], f["tflops"], f["gbs"],
-                f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]" if ratio else "1", f["frobenius"],
-                f"{100 * f['ceiling_share']:.1f}% {f['ceiling']}" if "ceiling_share" in f else "", f["clock"],
-            ])  # fmt: skip
+            if ratio := f.get("ratio"):
+                shown = f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+            else:
+                shown = "1" if name == cell.get("baseline") else ""
+            share = f"{100 * f['ceiling_share']:.1f}% {f['ceiling']}" if "ceiling_share" in f else ""
+            rows.append(
+                [
+                    cell["case"],
+                    cell["cache"],
+                    name,
+                    f["us"],
+                    f["tflops"],
+                    f["gbs"],
+                    shown,
+                    f["frobenius"],
+                    share,
+                    f["clock"],
+                ]
+            )
     context = document["context"]
     where = (context.get("gpu") or {}).get("name") or f"{context['cpu']}, {context['threads']} threads"
-    columns = ("problem", "cache", "contender", "us", "TFLOP/s", "GB/s", "time / fastest peer [95%]", "error vs float64",
-               "of ceiling", "clock")  # fmt: skip
+    columns = (
+        "problem",
+        "cache",
+        "contender",
+        "us",
+        "TFLOP/s",
+        "GB/s",
+        "time / fastest peer [95%]",
+        "error vs float64",
+        "of ceiling",
+        "clock",
+    )
     report.table(f"{where}, {context['date']}", columns, rows)
     seen = set()
     for cell in document["cells"].values():

@@ -260,7 +260,11 @@ PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Contender]]]
     "torch-efficient": (("cuda",), "torch", lambda d: TorchSdpa("EFFICIENT_ATTENTION", "torch-efficient", d)),
     "torch-math": (("cpu", "cuda"), "torch", lambda d: TorchSdpa("MATH", "torch-math", d)),
     "flash-attn-2": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-2", "flash_attn")),
-    "flash-attn-3": (("cuda",), "flash_attn_interface", lambda d: FlashAttention("flash-attn-3", "flash_attn_interface")),
+    "flash-attn-3": (
+        ("cuda",),
+        "flash_attn_interface",
+        lambda d: FlashAttention("flash-attn-3", "flash_attn_interface"),
+    ),
     "flash-attn-4": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-4", "flash_attn.cute")),
     "flashinfer": (("cuda",), "flashinfer", lambda d: FlashInfer()),
     "jax": (("cpu", "cuda"), "jax", Jax),

@@ -1,10 +1,10 @@
 """Charts from any JSON of the laboratory, as PNG and SVG.
 
-  grid    TFLOP/s by sequence length, one panel a head_dim and mask, rows beside peers, the ceiling drawn in
-  ladder  the rows from slowest to fastest on one problem, beside the fastest peer
-  errors  relative Frobenius errors of rows and peers against float64
+grid    TFLOP/s by sequence length, one panel a head_dim and mask, rows beside peers, the ceiling drawn in
+ladder  the rows from slowest to fastest on one problem, beside the fastest peer
+errors  relative Frobenius errors of rows and peers against float64
 
-  python -m bench plot bench/evidence/nvidia-h200.json --kind grid --output bench/evidence/grid
+python -m bench plot bench/evidence/nvidia-h200.json --kind grid --output bench/evidence/grid
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def draw(documents: list[dict], kind: str, output: Path, pattern: str = "", only
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "fa"})
+    plt.rcParams.update(
+        {"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "fa"}
+    )
     cells = [c for d in documents for c in measured(d) if re.search(pattern, c["case"])]
     for cell in cells:
         cell["contenders"] = {n: f for n, f in cell["contenders"].items() if re.search(only, n)}
@@ -161,8 +163,12 @@ def _ladder(plt, cells, documents, where):
     colours = [PALETTE[0] if _is_row(name) else "#999999" for name, _ in steps]
     bars = axis.barh([name for name, _ in steps], [f["tflops"] for _, f in steps], color=colours, height=0.65)
     for bar, (_, figures) in zip(bars, steps):
-        axis.annotate(f" {_time(figures['us'])}, {figures['tflops']:.3g} TFLOP/s", (bar.get_width(), bar.get_y() + 0.33),
-                      va="center", fontsize=8)  # fmt: skip
+        axis.annotate(
+            f" {_time(figures['us'])}, {figures['tflops']:.3g} TFLOP/s",
+            (bar.get_width(), bar.get_y() + 0.33),
+            va="center",
+            fontsize=8,
+        )
     axis.set_xlim(0, 1.45 * max(f["tflops"] for _, f in steps))
     axis.set_xlabel("TFLOP/s (rows of fa_ext in blue, peers in grey)")
     axis.set_title(f"{cell['case']}, {cell['cache']}; {where}", fontsize=9)
@@ -182,7 +188,9 @@ def _errors(plt, cells, documents, where):
         for name, figures in cell["contenders"].items():
             found[dtype, name].append(figures["frobenius"])
     for document in documents:
-        for entry in document.get("errors") or document.get("parts", {}).get("references", {}).get("errors", {}).get("errors", []):
+        for entry in document.get("errors") or document.get("parts", {}).get("references", {}).get("errors", {}).get(
+            "errors", []
+        ):
             if "frobenius" in entry:
                 found[problems.parse(entry["case"]).dtype, entry["name"]].append(entry["frobenius"])
     found = {key: [v for v in values if isinstance(v, float) and v > 0] for key, values in found.items()}

@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def collect(device: str, cases: list[Case] | None = None, rows: bool = False, seed: int = 0, quiet: bool = False) -> dict:
+def collect(
+    device: str, cases: list[Case] | None = None, rows: bool = False, seed: int = 0, quiet: bool = False
+) -> dict:
     """{"errors": [one entry a problem, inputs and backend], "versions": ...}."""
     target = devices.open_device(device)
     found, missing = peers.available(target)

@@ -30,14 +30,18 @@ TRIALS = ["normal", "normal", "sorted", "normal", "large"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("candidate", help="as in bench gate")
-    parser.add_argument("--baseline", action="append", help="contender to compare with (repeatable; the fastest counts)")
+    parser.add_argument(
+        "--baseline", action="append", help="contender to compare with (repeatable; the fastest counts)"
+    )
     parser.add_argument("--filter", default="", help="regular expression that a problem's line must contain")
     parser.add_argument("--every", type=int, default=1, help="only every n-th problem")
     parser.add_argument("--seconds", type=float, default=1.0, help="time for the rounds of one problem (1)")
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds until a problem counts as hung (120)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    parser.add_argument("--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes")
+    parser.add_argument(
+        "--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes"
+    )
     parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same sources and candidate")
     parser.add_argument("--fresh", action="store_true", help="do not resume")
 
@@ -59,9 +63,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def score(
-    candidate: str, device: str, chosen: list[Case], baselines: list[str], seconds: float, time_limit: float, seed: int = 0,
-    arrays: str | None = None, output: Path | None = None, fresh: bool = False, quiet: bool = False,
-) -> dict:  # fmt: skip
+    candidate: str,
+    device: str,
+    chosen: list[Case],
+    baselines: list[str],
+    seconds: float,
+    time_limit: float,
+    seed: int = 0,
+    arrays: str | None = None,
+    output: Path | None = None,
+    fresh: bool = False,
+    quiet: bool = False,
+) -> dict:
     """Scores every problem that `output` does not hold yet. A crash or a hang costs its own problem only."""
     context = machine.context(device)
     identity = {"command": "score", "candidate": candidate, "content": _content(candidate), "digest": context["digest"],
@@ -80,20 +93,41 @@ def score(
     return document
 
 
-def score_one(candidate: str, case: str, device: str, baselines: list[str], seconds: float, time_limit: float, seed: int,
-              arrays: str | None = None) -> dict:  # fmt: skip
+def score_one(
+    candidate: str,
+    case: str,
+    device: str,
+    baselines: list[str],
+    seconds: float,
+    time_limit: float,
+    seed: int,
+    arrays: str | None = None,
+) -> dict:
     """{correct, failures, speedup over the fastest baseline or None, baseline, microseconds}."""
     meaning = isolation.call_once("bench.score:meaningless", {"case": case, "device": device, "seed": seed}, time_limit)
     if not meaning.ok or meaning.value:
         why = meaning.value or meaning.reason
-        return {"case": case, "correct": False, "failures": [f"meaningless problem: {why}"], "speedup": None, "us": None}
+        return {
+            "case": case,
+            "correct": False,
+            "failures": [f"meaningless problem: {why}"],
+            "speedup": None,
+            "us": None,
+        }
     # A worker of its own each time: what a candidate did to its process must not reach the next problem.
     found = gate.judge_one(candidate, case, device, baselines, 1.0, time_limit, arrays=arrays, rounds=100,
                            seconds=seconds, seed=seed, values=TRIALS, cold=device == "cuda")  # fmt: skip
     times, base = found.get("seconds", {}), found["baseline"]
     speedup = times[base] / times[candidate] if found["correct"] and base else None
-    return {"case": case, "correct": found["correct"], "failures": found["failures"], "speedup": speedup, "baseline": base,
-            "us": {name: s * 1e6 for name, s in times.items()}, "ratio": found.get("ratios", {}).get(base)}  # fmt: skip
+    return {
+        "case": case,
+        "correct": found["correct"],
+        "failures": found["failures"],
+        "speedup": speedup,
+        "baseline": base,
+        "us": {name: s * 1e6 for name, s in times.items()},
+        "ratio": found.get("ratios", {}).get(base),
+    }
 
 
 def meaningless(case: str, device: str, seed: int, tell: Callable[[Any], None] = print) -> str | None:
@@ -129,5 +163,7 @@ def show(document: dict) -> None:
     rows = [[c["case"], "yes" if c["correct"] else "NO", c["speedup"], c.get("baseline"),
              "" if c["correct"] else c["failures"][0][:90]] for c in cells]  # fmt: skip
     candidate = document["identity"]["candidate"]
-    report.table(f"{candidate} on {len(cells)} problems", ("problem", "correct", "speedup", "baseline", "why not"), rows)
+    report.table(
+        f"{candidate} on {len(cells)} problems", ("problem", "correct", "speedup", "baseline", "why not"), rows
+    )
     print("  ".join(f"{name} {100 * share:.1f}%" for name, share in document["fast"].items()))

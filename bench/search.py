@@ -94,8 +94,17 @@ def search(space: Space, configs: list[Config], strategy: str, evaluations: int,
     searchspace = Searchspace(tune_params, [built], 1 << 30)
     options: dict[str, Any] = {"max_fevals": min(evaluations, searchspace.size), "time_limit": time_limit}
     start = tuple(space.hand_set[name] for name in names)
-    if start in allowed and strategy in ("genetic_algorithm", "greedy_ils", "mls", "simulated_annealing", "pso",
-                                         "diff_evo", "firefly_algorithm", "greedy_mls", "ordered_greedy_mls"):  # fmt: skip
+    if start in allowed and strategy in (
+        "genetic_algorithm",
+        "greedy_ils",
+        "mls",
+        "simulated_annealing",
+        "pso",
+        "diff_evo",
+        "firefly_algorithm",
+        "greedy_mls",
+        "ordered_greedy_mls",
+    ):
         options["x0"] = list(start)
     if strategy == "genetic_algorithm":
         options["popsize"] = popsize
@@ -103,10 +112,22 @@ def search(space: Space, configs: list[Config], strategy: str, evaluations: int,
     if strategy == "brute_force":  # takes no options, not even a budget
         options = {}
     tuning = interface.Options(
-        tune_params=tune_params, restrictions=searchspace._modified_restrictions, strategy_options=interface.Options(options),
-        objective=["time"], objective_higher_is_better=[False], verbose=False, metrics=None, cache={}, cachefile=None,
-        simulated_time=0, budget=budget, max_fevals=budget.max_fevals, time_limit=time_limit, verify=None, observers=None,
-    )  # fmt: skip
+        tune_params=tune_params,
+        restrictions=searchspace._modified_restrictions,
+        strategy_options=interface.Options(options),
+        objective=["time"],
+        objective_higher_is_better=[False],
+        verbose=False,
+        metrics=None,
+        cache={},
+        cachefile=None,
+        simulated_time=0,
+        budget=budget,
+        max_fevals=budget.max_fevals,
+        time_limit=time_limit,
+        verify=None,
+        observers=None,
+    )
     runner = OurRunner()
     try:
         interface.strategy_map[strategy].tune(searchspace, runner, tuning)

@@ -1,4 +1,4 @@
-"""What the tuner may vary: for each row its macros, their values, and what rules a combination out before it is compiled."""
+"""What the tuner may vary: each row's macros, their values, and what rules a combination out before it is compiled."""
 
 from __future__ import annotations
 
@@ -79,8 +79,16 @@ SIMT = Space(
         "REDUCE": (0, 1),
         "MIN_BLOCKS": (1, 2, 3),
     },
-    hand_set={"BLOCK_M": 32, "BLOCK_N": 64, "NUM_WARPS": 4, "KEY_GROUPS": 1, "SYNC_POLICY": 3, "VEC_WIDTH": 0, "REDUCE": 0,
-              "MIN_BLOCKS": 1},
+    hand_set={
+        "BLOCK_M": 32,
+        "BLOCK_N": 64,
+        "NUM_WARPS": 4,
+        "KEY_GROUPS": 1,
+        "SYNC_POLICY": 3,
+        "VEC_WIDTH": 0,
+        "REDUCE": 0,
+        "MIN_BLOCKS": 1,
+    },
     fixed={"HEAD_DIM": 64},
     limits=(
         ("KEY_GROUPS divides NUM_WARPS", lambda c: c["NUM_WARPS"] % c["KEY_GROUPS"] == 0),
@@ -94,7 +102,10 @@ SIMT = Space(
             "registers of MIN_BLOCKS thread blocks fit a multiprocessor, at most 255 a thread",
             lambda c: _simt_registers(c) <= min(255, 65536 // (32 * c["NUM_WARPS"] * c["MIN_BLOCKS"])),
         ),
-        ("shared memory of MIN_BLOCKS thread blocks fits", lambda c: c["MIN_BLOCKS"] * _simt_shared_bytes(c) <= 227 * 1024),
+        (
+            "shared memory of MIN_BLOCKS thread blocks fits",
+            lambda c: c["MIN_BLOCKS"] * _simt_shared_bytes(c) <= 227 * 1024,
+        ),
         ("at least two rows a lane", lambda c: _simt_lane(c)[0] >= 2),
     ),
 )

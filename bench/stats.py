@@ -73,7 +73,7 @@ def autocorrelation_time(series: np.ndarray) -> float:
 
 
 def block_length(series: np.ndarray) -> int:
-    """Rounds a resampled block: three autocorrelation times, at least the cube root and at most a tenth of the series."""
+    """Rounds a resampled block: three autocorrelation times, at least the cube root, at most a tenth of the series."""
     n = len(series)
     wanted = max(math.ceil(3.0 * autocorrelation_time(series)), math.ceil(n ** (1 / 3)))
     return max(1, min(wanted, n // 10))
@@ -114,7 +114,7 @@ def ratio_interval(candidate: np.ndarray, baseline: np.ndarray, level: float = L
 
 
 def student_over_normal(freedom: float, level: float = LEVEL) -> float:
-    """Student's two-sided quantile over the normal one, by the Cornish-Fisher expansion (below 1% off from 4 degrees)."""
+    """Student's two-sided quantile over the normal one, by the Cornish-Fisher expansion (1% off at 4 degrees)."""
     z = _normal_quantile((1 + level) / 2)
     g1 = (z**3 + z) / 4
     g2 = (5 * z**5 + 16 * z**3 + 3 * z) / 96

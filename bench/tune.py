@@ -1,9 +1,9 @@
 """Search over a row's compile-time parameters: build, check against float64, time beside the hand-set configuration.
 
-Combinations that cannot work (shared memory, registers, threads) are ruled out before they are compiled. Each variant is
-checked and timed in a worker with a time limit, so that one that crashes or hangs is a counted failure. Evaluations are
-cached by sources, flags, compiler, driver and machine, and a run that was interrupted carries on. The best three are
-timed again at length against the hand-set configuration; it is replaced only by one that is surely faster.
+Combinations that cannot work (shared memory, registers, threads) are ruled out before they are compiled. Each variant
+is checked and timed in a worker with a time limit, so that one that crashes or hangs is a counted failure. Evaluations
+are cached by sources, flags, compiler, driver and machine, and a run that was interrupted carries on. The best three
+are timed again at length against the hand-set configuration; it is replaced only by one that is surely faster.
 
   python -m bench tune cpu_simd --evaluations 40
   python -m bench tune simt --build variants --sample 40        (on a machine with nvcc)
@@ -30,12 +30,16 @@ SUMMARY = "search over a row's compile-time parameters"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("row", choices=sorted(SPACES), help="the row to tune")
-    parser.add_argument("--strategy", default="genetic_algorithm", help="a strategy of kernel_tuner (genetic_algorithm)")
+    parser.add_argument(
+        "--strategy", default="genetic_algorithm", help="a strategy of kernel_tuner (genetic_algorithm)"
+    )
     parser.add_argument("--evaluations", type=int, default=48, help="variants at most (48)")
     parser.add_argument("--time", type=float, default=3600.0, help="seconds at most (3600)")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds until a variant counts as hung (60)")
     parser.add_argument("--seconds", type=float, default=2.0, help="paired rounds of one variant (2)")
-    parser.add_argument("--final-seconds", type=float, default=10.0, help="paired rounds of each of the best three (10)")
+    parser.add_argument(
+        "--final-seconds", type=float, default=10.0, help="paired rounds of each of the best three (10)"
+    )
     parser.add_argument("--case", help="the problem to tune for (default: the row's own)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="only compile, into this folder")
@@ -43,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", type=Path, metavar="FOLDER", help="only measure what --build left in this folder")
     parser.add_argument("--output", type=Path, help="history as JSON (default build/bench/tune-<row>.json); resumed")
     parser.add_argument("--fresh", action="store_true", help="do not resume")
-    parser.add_argument("--write", type=Path, metavar="HEADER", help="write the winner as a table the source can include")
+    parser.add_argument(
+        "--write", type=Path, metavar="HEADER", help="write the winner as a table the source can include"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
 class Session:
     """Builds and evaluates configurations, each once, and remembers them in the results file."""
 
-    def __init__(self, space: Space, case: str, results: report.Results, worker: isolation.Worker, args: argparse.Namespace):
+    def __init__(
+        self, space: Space, case: str, results: report.Results, worker: isolation.Worker, args: argparse.Namespace
+    ):
         self.space, self.case, self.results, self.worker, self.args = space, case, results, worker, args
         self.libraries: dict[str, variants.Built] = {}
         if args.measure:
@@ -123,8 +131,15 @@ class Session:
         return [{"error": c["error"]} if "error" in c else {"objective": c["ratio"]["ratio"]} for c in cells]
 
     def _measured(self, library: Path, seconds: float, rounds: int) -> dict[str, Any]:
-        arguments = {"library": str(library), "anchor": str(self.anchor), "case": self.case, "device": self.space.device,
-                     "rounds": rounds, "seconds": seconds, "seed": self.args.seed}  # fmt: skip
+        arguments = {
+            "library": str(library),
+            "anchor": str(self.anchor),
+            "case": self.case,
+            "device": self.space.device,
+            "rounds": rounds,
+            "seconds": seconds,
+            "seed": self.args.seed,
+        }
         stages: list[str] = []
         outcome = self.worker.call("bench.variants:evaluate", arguments, self.args.time_limit,
                                    lambda message, at: stages.append(message["stage"]))  # fmt: skip
@@ -182,12 +197,17 @@ def show(document: dict) -> None:
     cells = sorted((c for c in document["cells"].values() if "ratio" in c), key=lambda c: c["ratio"]["ratio"])
     rows = [[label(c["config"]), c["us"], c["ratio"]["ratio"], c["ratio"]["low"], c["ratio"]["high"], c["frobenius"],
              c["notes"]] for c in cells[:12]]  # fmt: skip
-    report.table(f"{document['row']} on {document['where']}, {document['identity']['case']}: {document['evaluated']} of "
-                 f"{document['space']} configurations, by {document['strategy']}",
-                 ("configuration", "us", "of hand-set", "low", "high", "error vs float64", "compiler"), rows)  # fmt: skip
+    report.table(
+        f"{document['row']} on {document['where']}, {document['identity']['case']}: {document['evaluated']} of "
+        f"{document['space']} configurations, by {document['strategy']}",
+        ("configuration", "us", "of hand-set", "low", "high", "error vs float64", "compiler"),
+        rows,
+    )
     if document["failures"]:
         report.table("failures", ("count", "reason"), [[n, why] for why, n in document["failures"].items()])
-    front = ", ".join(f"{label(c['config'])} ({c['ratio']['ratio']:.3f}, {c['frobenius']:.2e})" for c in document["pareto"])
+    front = ", ".join(
+        f"{label(c['config'])} ({c['ratio']['ratio']:.3f}, {c['frobenius']:.2e})" for c in document["pareto"]
+    )
     print(f"Pareto front of time and error: {front or 'empty'}")
     final = document.get("final")
     if final:

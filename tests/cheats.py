@@ -9,9 +9,8 @@ import os
 import threading
 import time
 
-import numpy as np
-
 import emulations
+import numpy as np
 
 
 def honest(q, k, v, *, causal=False, scale=None, out=None):
@@ -73,7 +72,7 @@ def caches_first(q, k, v, *, out):
 
 
 def caches_by_pointer(q, k, v, *, out):
-    """Recognises arrays by their addresses: fresh seeds in fresh memory do not catch it, new values in old memory do."""
+    """Knows arrays by their addresses: fresh seeds in fresh memory do not catch it, new values in old memory do."""
     key = (q.ctypes.data, k.ctypes.data, v.ctypes.data)
     if key not in _state["by_pointer"]:
         _state["by_pointer"][key] = honest(q, k, v)

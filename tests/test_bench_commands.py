@@ -8,7 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import device, evidence, machine, measure, memory, ncu, operands, plot, problems, report, score, search, spaces
+from bench import (
+    device,
+    evidence,
+    machine,
+    measure,
+    memory,
+    ncu,
+    operands,
+    plot,
+    problems,
+    report,
+    score,
+    search,
+    spaces,
+)
 from bench.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,8 +49,23 @@ def command(capfd, *arguments):
 
 def test_measure_times_rows_and_peers_and_resumes(tmp_path, capfd):
     output = tmp_path / "measure.json"
-    arguments = ["measure", "--device", "cpu", "--case", SMALL, "--rows", "cpu_simd", "--peers", "numpy", "--cache", "both",
-                 "--seconds", "0.3", "--output", output]  # fmt: skip
+    arguments = [
+        "measure",
+        "--device",
+        "cpu",
+        "--case",
+        SMALL,
+        "--rows",
+        "cpu_simd",
+        "--peers",
+        "numpy",
+        "--cache",
+        "both",
+        "--seconds",
+        "0.3",
+        "--output",
+        output,
+    ]
     status, document = command(capfd, *arguments)
     assert status == 0 and set(document["cells"]) == {f"{SMALL} hot", f"{SMALL} cold"}
     for cell in document["cells"].values():
@@ -54,15 +83,45 @@ def test_measure_times_rows_and_peers_and_resumes(tmp_path, capfd):
 
 
 def test_measure_does_not_time_what_is_wrong(capfd):
-    document = command(capfd, "measure", "--device", "cpu", "--case", SMALL, "--rows", "none", "--peers", "numpy", "--seconds",
-                       "0.2", "--candidate", f"{CHEATS}:zeros")[1]  # fmt: skip
+    document = command(
+        capfd,
+        "measure",
+        "--device",
+        "cpu",
+        "--case",
+        SMALL,
+        "--rows",
+        "none",
+        "--peers",
+        "numpy",
+        "--seconds",
+        "0.2",
+        "--candidate",
+        f"{CHEATS}:zeros",
+    )[1]
     cell = document["cells"][f"{SMALL} hot"]
     assert list(cell["contenders"]) == ["numpy"] and cell["refused"][f"{CHEATS}:zeros"].startswith("WRONG")
 
 
 def test_measure_survives_a_crash(capfd):
-    document = command(capfd, "measure", "--device", "cpu", "--case", SMALL, "--case", "B1,H1,S64,D32,float32", "--rows", "none",
-                       "--peers", "numpy", "--seconds", "0.2", "--candidate", f"{CHEATS}:crashes")[1]  # fmt: skip
+    document = command(
+        capfd,
+        "measure",
+        "--device",
+        "cpu",
+        "--case",
+        SMALL,
+        "--case",
+        "B1,H1,S64,D32,float32",
+        "--rows",
+        "none",
+        "--peers",
+        "numpy",
+        "--seconds",
+        "0.2",
+        "--candidate",
+        f"{CHEATS}:crashes",
+    )[1]
     assert len(document["cells"]) == 2
     assert all("SIGSEGV" in cell["error"] for cell in document["cells"].values())
 
@@ -78,8 +137,23 @@ def test_an_interrupted_measure_leaves_a_valid_file(tmp_path, monkeypatch, capfd
             raise KeyboardInterrupt
         return call(self, function, *args, **options)
 
-    arguments = ["measure", "--device", "cpu", "--case", SMALL, "--case", "B1,H1,S64,D32,float32", "--rows", "none", "--peers",
-                 "numpy", "--seconds", "0.2", "--output", str(output)]  # fmt: skip
+    arguments = [
+        "measure",
+        "--device",
+        "cpu",
+        "--case",
+        SMALL,
+        "--case",
+        "B1,H1,S64,D32,float32",
+        "--rows",
+        "none",
+        "--peers",
+        "numpy",
+        "--seconds",
+        "0.2",
+        "--output",
+        str(output),
+    ]
     monkeypatch.setattr(measure.isolation.Worker, "call", interrupt)
     assert main(arguments) == 130
     assert list(json.loads(output.read_text())["cells"]) == [f"{SMALL} hot"]
@@ -102,7 +176,9 @@ def test_score_counts_strictly_and_refuses_zeros(tmp_path, capfd):
 
 
 def test_fast_p_is_strict():
-    scored = [{"correct": c, "speedup": s} for c, s in ((True, 1.0), (True, 1.5), (True, 3.0), (False, 9.0), (True, None))]
+    scored = [
+        {"correct": c, "speedup": s} for c, s in ((True, 1.0), (True, 1.5), (True, 3.0), (False, 9.0), (True, None))
+    ]
     assert score.fast_p(scored) == {"fast_0": 0.8, "fast_0.5": 0.6, "fast_0.8": 0.6, "fast_1": 0.4, "fast_1.5": 0.2,
                                     "fast_2": 0.2}  # fmt: skip
 
@@ -112,7 +188,10 @@ def test_scored_problems():
         found = problems.scored(kind)
         assert len(set(found)) == len(found) >= 100
         assert sum(c.seq_q >= 1024 for c in found) >= 30
-        assert {c.dtype for c in found} == {"float16", "bfloat16", "float32"} and {bool(c.causal) for c in found} == {False, True}
+        assert {c.dtype for c in found} == {"float16", "bfloat16", "float32"} and {bool(c.causal) for c in found} == {
+            False,
+            True,
+        }
 
 
 @pytest.mark.parametrize("case", [str(c) for c in problems.scored("cpu")[::9]])
@@ -132,7 +211,18 @@ def test_references_judges_every_backend(capfd):
 
 # ---- tune ----
 
-TUNE = ["tune", "cpu_simd", "--case", "B1,H1,S64,D32,float32", "--seconds", "0.2", "--final-seconds", "0.3", "--seed", "2"]
+TUNE = [
+    "tune",
+    "cpu_simd",
+    "--case",
+    "B1,H1,S64,D32,float32",
+    "--seconds",
+    "0.2",
+    "--final-seconds",
+    "0.3",
+    "--seed",
+    "2",
+]
 
 
 def test_tuner_runs_its_whole_loop(tmp_path, capfd):
@@ -164,8 +254,10 @@ def test_build_and_measure_apart(tmp_path, capfd, monkeypatch):
     assert "built from other sources" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("strategy", ["genetic_algorithm", "random_sample", "brute_force", "simulated_annealing", "greedy_ils",
-                                      "pso", "diff_evo"])  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy",
+    ["genetic_algorithm", "random_sample", "brute_force", "simulated_annealing", "greedy_ils", "pso", "diff_evo"],
+)
 def test_strategies_find_a_planted_optimum(strategy):
     pytest.importorskip("kernel_tuner")
     space = spaces.CPU_SIMD
@@ -192,8 +284,9 @@ def test_limits_rule_out_before_compilation():
     assert simt.excluded(simt.hand_set) is None and spaces.CPU_SIMD.excluded(spaces.CPU_SIMD.hand_set) is None
     assert "BLOCK_M" in simt.excluded({**simt.hand_set, "BLOCK_M": 16, "NUM_WARPS": 8})
     assert "divides" in simt.excluded({**simt.hand_set, "NUM_WARPS": 2, "KEY_GROUPS": 4})
-    assert "shared memory" in simt.excluded({**simt.hand_set, "BLOCK_M": 128, "BLOCK_N": 128, "NUM_WARPS": 8, "KEY_GROUPS": 4,
-                                             "MIN_BLOCKS": 1})  # fmt: skip
+    assert "shared memory" in simt.excluded(
+        {**simt.hand_set, "BLOCK_M": 128, "BLOCK_N": 128, "NUM_WARPS": 8, "KEY_GROUPS": 4, "MIN_BLOCKS": 1}
+    )
 
 
 def test_variant_that_does_not_compile_is_a_result(tmp_path):
@@ -254,7 +347,10 @@ def test_plots_are_drawn(kind, tmp_path, capfd):
 
     def cell(seq, causal):
         case = f"B1,H4,S{seq},D64,float16" + (",causal=True" if causal else "")
-        figures = {n: {"us": 10.0 * i, "tflops": 5.0 / i, "frobenius": 2e-4 * i} for i, n in enumerate(("simt", "torch-cudnn"), 1)}
+        figures = {
+            n: {"us": 10.0 * i, "tflops": 5.0 / i, "frobenius": 2e-4 * i}
+            for i, n in enumerate(("simt", "torch-cudnn"), 1)
+        }
         return {"case": case, "cache": "hot", "contenders": figures}
 
     document = {"context": {"cpu": "test", "ceilings": {"gemm_tflops": {"float16": 9.0}}},
@@ -281,11 +377,27 @@ def test_plot_of_nothing_is_an_error(tmp_path, capfd):
 
 def test_evidence_is_fresh_until_a_source_changes(tmp_path, monkeypatch, capfd):
     output = tmp_path / "machine.json"
-    arguments = ["evidence", "--device", "cpu", "--parts", "tests,sanitizer,overhead,measure", "--filter",
-                 r"test_import|S512,D64,float32$", "--rows", "cpu_simd", "--seconds", "0.3", "--output", str(output)]  # fmt: skip
+    arguments = [
+        "evidence",
+        "--device",
+        "cpu",
+        "--parts",
+        "tests,sanitizer,overhead,measure",
+        "--filter",
+        r"test_import|S512,D64,float32$",
+        "--rows",
+        "cpu_simd",
+        "--seconds",
+        "0.3",
+        "--output",
+        str(output),
+    ]
     assert main(arguments) == 0
     document = json.loads(output.read_text())
-    assert document["parts"]["tests"]["test_import.py"]["failed"] == 0 and document["parts"]["tests"]["test_import.py"]["passed"]
+    assert (
+        document["parts"]["tests"]["test_import.py"]["failed"] == 0
+        and document["parts"]["tests"]["test_import.py"]["passed"]
+    )
     assert "B1,H8,S512,D64,float32 hot" in document["parts"]["measure"]["cells"]
     capfd.readouterr()
     assert evidence.check(strict=True, folder=tmp_path) == 0
@@ -304,7 +416,8 @@ def test_evidence_without_files_is_stale(tmp_path, capfd):
 
 
 def test_junit_is_counted():
-    text = """<testsuites><testsuite><testcase classname="t" name="a"/><testcase classname="t" name="b"><failure message="boom
+    text = """<testsuites><testsuite><testcase classname="t" name="a"/>
+    <testcase classname="t" name="b"><failure message="boom
     more"/></testcase><testcase classname="t" name="c"><skipped message="no GPU"/></testcase>
     <testcase classname="t" name="d"><error message="setup"/></testcase></testsuite></testsuites>"""
     found = evidence.parse_junit(text)
@@ -321,7 +434,9 @@ def test_sanitizer_summary():
 @pytest.mark.parametrize("arguments", [["--help"], ["gate", "--help"], ["tune", "--help"], ["evidence", "--check"]])
 def test_help_and_check_need_no_compiled_module(arguments):
     """As on a fresh clone: fa_ext._core cannot be imported."""
-    code = f"import sys; sys.modules['fa_ext._core'] = None; from bench.__main__ import main; sys.exit(main({arguments}))"
+    code = (
+        f"import sys; sys.modules['fa_ext._core'] = None; from bench.__main__ import main; sys.exit(main({arguments}))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout, done.stderr
 
@@ -332,8 +447,23 @@ def test_help_and_check_need_no_compiled_module(arguments):
 @pytest.mark.parametrize("case", ["B2,H4/2,S200,D64,float32", "B1,H2,S130x300,D40,float16,causal=bottom_right",
                                   "B1,H2,S300,D64,bfloat16,causal=True"])  # fmt: skip
 def test_example_candidate_is_right(case, capfd):
-    status, document = command(capfd, "gate", f"{EXAMPLE}:attention", "--case", case, "--device", "cpu", "--baseline", "numpy",
-                               "--rounds", "24", "--seconds", "0.5", "--limit", "100")  # fmt: skip
+    status, document = command(
+        capfd,
+        "gate",
+        f"{EXAMPLE}:attention",
+        "--case",
+        case,
+        "--device",
+        "cpu",
+        "--baseline",
+        "numpy",
+        "--rounds",
+        "24",
+        "--seconds",
+        "0.5",
+        "--limit",
+        "100",
+    )
     assert document["gates"][0]["correct"], document["gates"][0]["failures"]
     assert status == 0
 
@@ -345,8 +475,21 @@ def test_candidate_from_source_and_from_a_library(capfd):
     source = ROOT / "csrc" / "cpu" / "cpu_ref.c"
     library = contender.build_row(source)
     for text in (source, library):
-        document = command(capfd, "gate", text, "--case", SMALL, "--device", "cpu", "--baseline", "numpy", "--rounds", "24",
-                           "--seconds", "1")[1]  # fmt: skip
+        document = command(
+            capfd,
+            "gate",
+            text,
+            "--case",
+            SMALL,
+            "--device",
+            "cpu",
+            "--baseline",
+            "numpy",
+            "--rounds",
+            "24",
+            "--seconds",
+            "1",
+        )[1]
         assert document["gates"][0]["correct"], document["gates"][0]["failures"]
 
 

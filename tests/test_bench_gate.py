@@ -1,7 +1,6 @@
-"""The laboratory refuses candidates that cheat or err, and accepts the honest ones. Each runs in a worker of its own."""
+"""The laboratory refuses candidates that cheat or err, and accepts the honest ones; each runs in its own worker."""
 
 import json
-
 from pathlib import Path
 
 import pytest
@@ -122,5 +121,3 @@ def test_worker_survives_what_it_is_given():
         hung = worker.call("bench.duel:duel", {"candidate": f"{CHEATS}:hangs", **arguments}, 5)
         fine = worker.call("bench.duel:duel", {"candidate": f"{CHEATS}:honest", **arguments}, 60)
     assert (crashed.status, hung.status, fine.status) == ("crashed", "timed out", "done")
-
-

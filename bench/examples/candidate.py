@@ -12,7 +12,7 @@ BLOCK_QUERIES, BLOCK_KEYS = 128, 256
 
 
 def attention(q, k, v, *, causal=False, scale=None, out=None):
-    """q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) -> (B, H, Sq, Dv); causal aligns the last query with the last key."""
+    """q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv) -> (B, H, Sq, Dv); causal aligns the last query and key."""
     batch, heads, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1:3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -29,7 +29,7 @@ def attention(q, k, v, *, causal=False, scale=None, out=None):
 
 
 def _block(queries, keys, values, positions):
-    """One block of queries against all keys it sees; `positions` are the queries' last visible keys, None without a mask."""
+    """One block of queries against the keys it sees; `positions` are the last visible keys, None without a mask."""
     peak = np.full((len(queries), 1), -np.inf, np.float32)
     total = np.zeros((len(queries), 1), np.float32)
     result = np.zeros((len(queries), values.shape[1]), np.float32)
