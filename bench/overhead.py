@@ -27,17 +27,29 @@ BARS = {"torch out=": 3.0, "torch": 4.0, "cupy out=": 6.0, "cupy": 8.0}
 ABOVE_BARE = 1.0
 
 
-def _median(burst: Callable[[list[None]], None], synchronize: Callable[[], None], calls: int, bursts: int) -> float:
-    """Host microseconds a call: the median over bursts, each from an empty queue, after three to warm up."""
-    repeats = [None] * calls
-    figures = []
-    for _ in range(bursts + 3):
-        synchronize()
+def _timed(burst: Callable[[list[None]], None]) -> Callable[[int], float]:
+    """Host microseconds a call, of a function that makes one call for each item of a list."""
+
+    def time_burst(calls: int) -> float:
+        repeats = [None] * calls
         begun = time.perf_counter_ns()
         burst(repeats)
-        figures.append((time.perf_counter_ns() - begun) / calls / 1000)
+        return (time.perf_counter_ns() - begun) / calls / 1000
+
+    return time_burst
+
+
+def _medians(
+    subjects: dict[str, Callable[[int], float]], synchronize: Callable[[], None], calls: int, bursts: int
+) -> dict[str, float]:
+    """Medians over bursts, each from an empty queue. The subjects take turns, so that drift meets all of them alike."""
+    figures: dict[str, list[float]] = {name: [] for name in subjects}
+    for _ in range(bursts + 3):
+        for name, subject in subjects.items():
+            synchronize()
+            figures[name].append(subject(calls))
     synchronize()
-    return statistics.median(figures[3:])
+    return {name: statistics.median(values[3:]) for name, values in figures.items()}
 
 
 def _torch(calls: int, bursts: int) -> dict[str, float]:
@@ -45,7 +57,7 @@ def _torch(calls: int, bursts: int) -> dict[str, float]:
 
     import fa_ext
 
-    attention = fa_ext.attention
+    attention, time_launches = fa_ext.attention, fa_ext._core.time_launches
     sdpa = torch.nn.functional.scaled_dot_product_attention
     q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.float16) for _ in range(3))
     out = torch.empty_like(q)
@@ -62,12 +74,14 @@ def _torch(calls: int, bursts: int) -> dict[str, float]:
         for _ in repeats:
             sdpa(q, k, v)
 
-    subjects = {"torch out=": into, "torch": new, "torch SDPA": peer}
+    subjects = {
+        "torch out=": _timed(into),
+        "bare launch": lambda count: 1e6 * time_launches(count, q, k, v, out=out),
+        "torch": _timed(new),
+        "torch SDPA": _timed(peer),
+    }
     with torch.no_grad():
-        figures = {name: _median(burst, torch.cuda.synchronize, calls, bursts) for name, burst in subjects.items()}
-    launches = [1e6 * fa_ext._core.time_launches(calls, q, k, v, out=out) for _ in range(bursts + 3)]
-    figures["bare launch"] = statistics.median(launches[3:])
-    return figures
+        return _medians(subjects, torch.cuda.synchronize, calls, bursts)
 
 
 def _cupy(calls: int, bursts: int) -> dict[str, float]:
@@ -89,7 +103,7 @@ def _cupy(calls: int, bursts: int) -> dict[str, float]:
             attention(q, k, v)
 
     wait = cupy.cuda.get_current_stream().synchronize
-    return {name: _median(burst, wait, calls, bursts) for name, burst in (("cupy out=", into), ("cupy", new))}
+    return _medians({"cupy out=": _timed(into), "cupy": _timed(new)}, wait, calls, bursts)
 
 
 @contextlib.contextmanager
