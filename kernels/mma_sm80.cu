@@ -84,7 +84,10 @@ template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, c
     auto kernel = fa::mma_kernel<C>;
     if (C::SHARED_BYTES > 48 * 1024)
         FA_CUDA_TRY(status, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::SHARED_BYTES));
-    kernel<<<blocks, C::THREADS, C::SHARED_BYTES, stream>>>(args);
+    kernel<<<dim3(blocks, args.splits), C::THREADS, C::SHARED_BYTES, stream>>>(args);
+    FA_CUDA_TRY(status, cudaGetLastError());
+    if (args.splits == 1) return FA_OK;
+    fa::combine_splits<typename C::T, C::HEAD_DIM><<<unsigned((args.rows() + 3) / 4), 128, 0, stream>>>(args);
     FA_CUDA_TRY(status, cudaGetLastError());
     return FA_OK;
 }
@@ -178,13 +181,33 @@ Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &
         const Tile &tile = instance.tile[kind];
         return tile.blocks_per_sm * (tile.shared_bytes + 1024) <= device->smem_per_sm; // 1 KB a block is CUDA's own
     };
-    // While all SMALL blocks are resident at once, and twice as many where most of them are short.
-    const int64_t resident = int64_t(device->sm_count) * instance.tile[SMALL].blocks_per_sm;
-    if (!p->batch_invariant && blocks(SMALL) <= (p->right != FA_UNBOUNDED ? 2 : 1) * resident) return SMALL;
+    // SMALL gains while all its blocks run at once; four a multiprocessor where the lengths of blocks differ and LARGE
+    // would wait for its longest one.
+    const int per_sm = p->right != FA_UNBOUNDED ? 4 : instance.head_dim > 128 ? 1 : instance.tile[SMALL].blocks_per_sm;
+    if (!p->batch_invariant && blocks(SMALL) <= int64_t(device->sm_count) * per_sm) return SMALL;
     return fits(LARGE) ? LARGE : fits(MEDIUM) ? MEDIUM : COMPACT;
 }
 
-const char *rejects(const fa_problem *p, const fa_device_info *device) {
+/* With one query a head, the query heads that share a K/V head become the rows of one head, so that K and V are read
+ * once for all of them. The one query's visible keys are exactly [key_begin, key_end). */
+fa_problem fold_heads(const fa_problem &problem) {
+    fa_problem p = problem;
+    if (p.seq_q != 1 || p.heads_kv == 0 || p.heads == p.heads_kv) return p;
+    const int64_t group = p.heads / p.heads_kv;
+    for (fa_operand *x : {&p.q, &p.out, &p.bias, &p.mask}) {
+        x->stride[2] = x->stride[1];
+        x->stride[1] *= group;
+    }
+    p.sinks.stride[0] *= group;
+    p.heads = p.heads_kv;
+    p.seq_q = group;
+    p.left = p.right = FA_UNBOUNDED;
+    p.diagonal = 0;
+    return p;
+}
+
+const char *rejects(const fa_problem *problem, const fa_device_info *device) {
+    const fa_problem folded = fold_heads(*problem), *p = &folded;
     if (device->cc < 80) return "needs compute capability 8.0 (Ampere) or newer";
     if (p->dtype != FA_F16 && p->dtype != FA_BF16) return "takes float16 and bfloat16 only";
     const int index = instance_of(p);
@@ -196,21 +219,43 @@ const char *rejects(const fa_problem *p, const fa_device_info *device) {
     return nullptr;
 }
 
-fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *) {
+/* Parts that the keys are split into: enough to fill the device, each of two tiles or more, if that shortens the
+ * longest block by at least four tiles, which the second kernel is worth. */
+int64_t splits_of(const fa_problem *p, const fa_device_info *device, Kind kind, const Instance &instance) {
+    const Tile &tile = instance.tile[kind];
+    if ((kind != SMALL && kind != GENERAL) || p->batch_invariant) return 1;
+    const int64_t resident = int64_t(device->sm_count) * tile.blocks_per_sm;
+    const int64_t tiles = divide_up(p->key_end - p->key_begin, tile.tile_n), blocks = blocks_of(p, tile);
+    const int64_t row_bytes = p->batch * p->heads * p->seq_q * (instance.head_dim + 2) * 4;
+    int64_t splits = resident / (blocks > 0 ? blocks : 1);
+    if (splits > tiles / 2) splits = tiles / 2;
+    if (row_bytes > 0 && splits > int64_t(device->workspace_limit) / row_bytes)
+        splits = int64_t(device->workspace_limit) / row_bytes;
+    if (splits < 2) return 1;
+    const int64_t share = divide_up(tiles, splits);
+    return tiles - share < 4 ? 1 : divide_up(tiles, share);
+}
+
+fa_code plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_status *) {
+    const fa_problem folded = fold_heads(*problem), *p = &folded;
     const int index = instance_of(p);
-    const Kind kind = kind_of(p, device, INSTANCES[index]);
-    const Tile &tile = INSTANCES[index].tile[kind];
+    const Instance &instance = INSTANCES[index];
+    const Kind kind = kind_of(p, device, instance);
+    const Tile &tile = instance.tile[kind];
     plan->config = index * KINDS + kind;
     plan->tile_m = tile.tile_m;
     plan->tile_n = tile.tile_n;
-    plan->splits = 1;
+    plan->splits = int(splits_of(p, device, kind, instance));
     plan->stages = tile.stages;
     plan->threads = tile.threads;
-    plan->blocks = blocks_of(p, tile);
+    plan->blocks = blocks_of(p, tile) * plan->splits;
     plan->smem_bytes = tile.shared_bytes;
+    if (plan->blocks == 0) return FA_OK;
+    const int64_t pairs = p->batch * p->heads;
+    if (plan->splits > 1) plan->workspace_bytes = size_t(plan->splits * pairs * p->seq_q * (instance.head_dim + 2)) * 4;
 
     // Heads walked together: where row blocks differ in length, as many as half of the L2 cache holds, else one by one.
-    const int64_t pairs = p->batch * p->heads, bytes = p->seq_k * (p->head_dim + p->head_dim_v) * 2;
+    const int64_t bytes = p->seq_k * (p->head_dim + p->head_dim_v) * 2;
     int64_t section = 1;
     if (p->right != FA_UNBOUNDED && bytes > 0)
         section = int64_t(device->l2_bytes / 2) / bytes * (p->heads / p->heads_kv);
@@ -220,8 +265,9 @@ fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, f
 
 int clamp_bound(int64_t bound) { return int(bound < 2 * MAX_LENGTH ? bound : 2 * MAX_LENGTH); }
 
-fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
     if (plan->blocks == 0) return FA_OK;
+    const fa_problem folded = fold_heads(*problem), *p = &folded;
     const int64_t pairs = p->batch * p->heads, section = plan->extra[0], sections = divide_up(pairs, section);
     const int64_t row_blocks = divide_up(p->seq_q, plan->tile_m);
     const MmaArgs args = {
@@ -243,8 +289,11 @@ fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch
         .chunks_k = has_chunks(p->k, p->head_dim),
         .chunks_v = has_chunks(p->v, p->head_dim_v),
         .chunks_o = has_chunks(p->out, p->head_dim_v),
+        .sink_row = p->heads != problem->heads ? problem->sinks.stride[0] : 0,
+        .splits = plan->splits,
+        .partial = static_cast<float *>(launch->workspace),
     };
-    return INSTANCES[plan->config / KINDS].launch(args, plan->config % KINDS, unsigned(plan->blocks),
+    return INSTANCES[plan->config / KINDS].launch(args, plan->config % KINDS, unsigned(plan->blocks / plan->splits),
                                                   static_cast<cudaStream_t>(launch->stream), status);
 }
 
