@@ -19,19 +19,22 @@ struct KeyRange {
     __host__ __device__ bool contains(int64_t key) const { return begin <= key && key < end; }
 };
 
-/* Keys that query `row` sees (the boolean mask aside). */
-__host__ __device__ __forceinline__ KeyRange row_keys(const fa_problem &p, int64_t row) {
+/* Keys that query `row` sees (the boolean mask aside). `Problem` is fa_problem, or what has its members left, right,
+ * diagonal, key_begin and key_end. */
+template <class Problem> __host__ __device__ __forceinline__ KeyRange row_keys(const Problem &p, int64_t row) {
     int64_t begin = row + p.diagonal - p.left, end = row + p.diagonal + p.right + 1;
     return {begin > p.key_begin ? begin : p.key_begin, end < p.key_end ? end : p.key_end};
 }
 
 /* Smallest range that holds every key that some query of the non-empty tile [row_begin, row_end) sees. */
-__host__ __device__ __forceinline__ KeyRange tile_keys(const fa_problem &p, int64_t row_begin, int64_t row_end) {
+template <class Problem>
+__host__ __device__ __forceinline__ KeyRange tile_keys(const Problem &p, int64_t row_begin, int64_t row_end) {
     return {row_keys(p, row_begin).begin, row_keys(p, row_end - 1).end};
 }
 
 /* Keys that every query of the non-empty tile sees: key blocks inside need no test. May be empty. */
-__host__ __device__ __forceinline__ KeyRange tile_common_keys(const fa_problem &p, int64_t row_begin, int64_t row_end) {
+template <class Problem>
+__host__ __device__ __forceinline__ KeyRange tile_common_keys(const Problem &p, int64_t row_begin, int64_t row_end) {
     return {row_keys(p, row_end - 1).begin, row_keys(p, row_begin).end};
 }
 

@@ -10,12 +10,18 @@ __device__ __forceinline__ uint32_t cluster_rank() {
     return rank;
 }
 
-/* All threads of all blocks of the cluster: what each wrote to shared memory before is visible to all after. */
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
+__device__ __forceinline__ uint32_t cluster_index() {
+    uint32_t index;
+    asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+    return index;
 }
+
+/* Halves of a barrier of all threads of the cluster: nobody passes the wait before all have arrived. Arriving orders no
+ * memory access but what a fence before it orders (mbarrier_init_fence). */
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 /* Address, in the cluster's shared window, of `address` (this block's shared window) in the block of rank `rank`. */
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
@@ -24,19 +30,19 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t r
     return mapped;
 }
 
-__device__ __forceinline__ float2 cluster_load_float2(uint32_t address) {
-    float2 x;
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ float4 cluster_load_float4(uint32_t address) {
-    float4 x;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(address)
+/* Sends to block `rank` of the cluster, to where this block has `to`; the bytes count on that block's `barrier`. */
+__device__ __forceinline__ void cluster_send(void *to, uint64_t *barrier, uint32_t rank, float2 x) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(
+                     cluster_address(smem_address(to), rank)),
+                 "r"(cluster_address(smem_address(barrier), rank)), "f"(x.x), "f"(x.y)
                  : "memory");
-    return x;
+}
+__device__ __forceinline__ void cluster_send(void *to, uint64_t *barrier, uint32_t rank, float4 x) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
+            cluster_address(smem_address(to), rank)),
+        "r"(cluster_address(smem_address(barrier), rank)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+        : "memory");
 }
 
 /* A launch with programmatic stream serialisation may start while the kernel before it still runs: nothing of global
