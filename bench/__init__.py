@@ -1,4 +1,18 @@
 """The laboratory: measure, gate, score, tune and profile attention kernels; ``python -m bench --help`` lists commands.
 
+A command is a module (`measure`, `gate`, `score`, `references`, `tune`, `ncu`, `plot`, `overhead`, `evidence`) with
+SUMMARY, add_arguments and run. Beneath them, from the bottom up:
+
+    report, machine     tables, JSON, resumable results; where a figure was taken
+    device, memory      the CPU or GPU 0; arrays between guard zones, as any library sees them
+    problems, operands  cases from tests/cases.py; the arrays of one call, refilled, hashed and judged by float64
+    contender, peers    rows, candidates and other libraries behind one interface: operands -> thunk
+    timer, rounds       host clock, events or graph replay; contenders take turns in random order
+    stats               log-ratios, block bootstrap, verdict
+    trials, integrity   correctness with fresh seeds and pointers; were the clock or the judge tampered with
+    isolation, duel     a worker process with a time limit; a candidate against baselines inside it
+    spaces, variants,
+    search              what the tuner varies, builds and evaluates, and kernel_tuner's strategies over it
+
 Nothing here is imported by ``fa_ext``, and heavy dependencies are imported where they are used.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,13 @@ class Space:
         """Every configuration within the limits."""
         every = (dict(zip(self.parameters, values)) for values in itertools.product(*self.parameters.values()))
         return [config for config in every if self.excluded(config) is None]
+
+    def sample(self, count: int, seed: int) -> list[Config]:
+        """The hand-set configuration, those that differ from it in one parameter, and random others, `count` in all."""
+        every = self.configs()
+        random.Random(seed).shuffle(every)
+        every.sort(key=lambda c: min(2, sum(c[name] != self.hand_set[name] for name in c)))  # stable
+        return every[:count]
 
     def flags(self, config: Config) -> tuple[str, ...]:
         return tuple(f"-D{name}={value}" for name, value in {**self.fixed, **config}.items())
@@ -72,8 +80,8 @@ SIMT = Space(
     parameters={
         "BLOCK_M": (16, 32, 64, 128),
         "BLOCK_N": (16, 32, 64, 128),
-        "NUM_WARPS": (2, 4, 8),
-        "KEY_GROUPS": (1, 2, 4),
+        "NUM_WARPS": (2, 4, 8, 16),
+        "KEY_GROUPS": (1, 2, 4, 8),
         "SYNC_POLICY": (0, 1, 2, 3),
         "VEC_WIDTH": (0, 4),
         "REDUCE": (0, 1),
@@ -81,9 +89,9 @@ SIMT = Space(
     },
     hand_set={
         "BLOCK_M": 32,
-        "BLOCK_N": 64,
-        "NUM_WARPS": 4,
-        "KEY_GROUPS": 1,
+        "BLOCK_N": 32,
+        "NUM_WARPS": 8,
+        "KEY_GROUPS": 4,
         "SYNC_POLICY": 3,
         "VEC_WIDTH": 0,
         "REDUCE": 0,

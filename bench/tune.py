@@ -15,9 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", help="the problem to tune for (default: the row's own)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="only compile, into this folder")
-    parser.add_argument("--sample", type=int, help="with --build: so many random configurations instead of all")
+    parser.add_argument(
+        "--sample",
+        type=int,
+        help="with --build: the hand-set configuration's neighbours and random ones, so many in all",
+    )
     parser.add_argument("--measure", type=Path, metavar="FOLDER", help="only measure what --build left in this folder")
     parser.add_argument("--output", type=Path, help="history as JSON (default build/bench/tune-<row>.json); resumed")
     parser.add_argument("--fresh", action="store_true", help="do not resume")
@@ -104,21 +108,24 @@ class Session:
         else:
             self.configs = space.configs()
         self.progress = report.Progress(min(args.evaluations, len(self.configs)), quiet=args.json)
-        anchor = self._built([space.hand_set])[0]
+        _, anchor = next(self._each([space.hand_set]))
         if anchor.library is None:
             raise report.UsageError(f"the hand-set configuration does not build: {anchor.reason}")
         self.anchor = anchor.library
 
-    def _built(self, configs: list[Config]) -> list[variants.Built]:
+    def _each(self, configs: list[Config]) -> Iterator[tuple[Config, variants.Built]]:
+        """Each configuration with its library; those that are not built yet compile while the caller works."""
         missing = [c for c in configs if label(c) not in self.libraries]
-        if missing:
-            self.libraries |= variants.build_all(self.space, missing)
-        return [self.libraries[label(c)] for c in configs]
+        building = variants.build_each(self.space, missing) if missing else iter(())
+        for config in configs:
+            while label(config) not in self.libraries:
+                built_config, built = next(building)
+                self.libraries[label(built_config)] = built
+            yield config, self.libraries[label(config)]
 
     def evaluate(self, configs: list[Config]) -> list[dict[str, Any]]:
-        """One step of the search: what the cache does not hold is compiled side by side, then measured one by one."""
-        unknown = [c for c in configs if label(c) not in self.results.cells]
-        for config, built in zip(unknown, self._built(unknown)):
+        """One step of the search: what the cache does not hold compiles side by side and is measured one by one."""
+        for config, built in self._each([c for c in configs if label(c) not in self.results.cells]):
             cell: dict[str, Any] = {"config": config, "notes": built.notes}
             if built.library is None:
                 cell["error"] = f"does not compile: {built.reason}"
@@ -152,7 +159,8 @@ class Session:
         good = sorted((c for c in self.results.cells.values() if "ratio" in c), key=lambda c: c["ratio"]["ratio"])
         finalists = []
         for cell in [c for c in good if c["config"] != self.space.hand_set][:3]:
-            library = self._built([cell["config"]])[0].library
+            _, built = next(self._each([cell["config"]]))
+            library = built.library
             again = self._measured(library, self.args.final_seconds, 240) if library else {"error": "gone"}
             finalists.append({"config": cell["config"], **again})
         better = [f for f in finalists if "ratio" in f and f["ratio"]["high"] < 1.0]
@@ -165,17 +173,11 @@ class Session:
 
 def build_only(space: Space, folder: Path, sample: int | None, seed: int, quiet: bool) -> int:
     """Compiles configurations into `folder` with a manifest that --measure reads; the hand-set one is always there."""
-    configs = space.configs()
-    if sample and sample < len(configs):
-        configs = random.Random(seed).sample(configs, sample)
-    configs = [space.hand_set, *(c for c in configs if c != space.hand_set)]
+    configs = space.sample(sample or len(space.configs()), seed)
     folder.mkdir(parents=True, exist_ok=True)
     progress = report.Progress(len(configs), quiet)
-    found = variants.build_all(space, configs, folder / "objects", lambda config, built: progress.step(
-        f"{label(config)}: {built.reason or built.notes or 'built'}"))  # fmt: skip
-    entries = []
-    for i, config in enumerate(configs):
-        built = found[label(config)]
+    entries: list[dict[str, Any]] = []
+    for i, (config, built) in enumerate(variants.build_each(space, configs, folder / "objects")):
         # Loading takes the row's name from a file's name up to its first dot.
         name = f"{i}/{space.row}.so" if built.library else None
         if built.library and name:
@@ -183,6 +185,7 @@ def build_only(space: Space, folder: Path, sample: int | None, seed: int, quiet:
             shutil.copyfile(built.library, folder / name)
             os.chmod(folder / name, 0o755)
         entries.append({"config": config, "library": name, "reason": built.reason, "notes": built.notes})
+        progress.step(f"{label(config)}: {built.reason or built.notes or 'built'}")
     manifest = {"row": space.row, "sources": variants.sources_digest(space), "variants": entries}
     report.write_json(folder / "manifest.json", manifest)
     if quiet:

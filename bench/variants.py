@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,21 +57,20 @@ def build(space: Space, config: Config, folder: Path | None = None) -> Built:
     return Built(library, notes=f"{spills} bytes of spills" if spills else "")
 
 
-def build_all(space: Space, configs: Iterable[Config], folder: Path | None = None,
-              done: Callable[[Config, Built], None] = lambda config, built: None) -> dict[str, Built]:  # fmt: skip
-    """{label: Built}, compiled side by side. One variant compiles its own units in turn."""
+def build_each(space: Space, configs: Iterable[Config], folder: Path | None = None) -> Iterator[tuple[Config, Built]]:
+    """Compiles side by side and yields in order, each as soon as it is there: the caller measures while the rest still
+    compile. One variant compiles its own units in turn."""
     configs = list(configs)
-    before = os.environ.get("MAX_JOBS")
+    jobs = os.environ.get("MAX_JOBS")
     os.environ["MAX_JOBS"] = "1"
     try:
-        with ThreadPoolExecutor(max_workers=int(before or devices.cores())) as pool:
-            found = {}
-            for config, built in zip(configs, pool.map(lambda c: build(space, c, folder), configs)):
-                found[label(config)] = built
-                done(config, built)
-            return found
+        with ThreadPoolExecutor(max_workers=int(jobs or devices.cores())) as pool:
+            yield from zip(configs, pool.map(lambda config: build(space, config, folder), configs), strict=True)
     finally:
-        os.environ.pop("MAX_JOBS") if before is None else os.environ.__setitem__("MAX_JOBS", before)
+        if jobs is None:
+            os.environ.pop("MAX_JOBS", None)
+        else:
+            os.environ["MAX_JOBS"] = jobs
 
 
 def evaluate(library: str, anchor: str, case: str, device: str, rounds: int, seconds: float, seed: int,

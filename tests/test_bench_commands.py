@@ -280,13 +280,16 @@ def test_strategies_find_a_planted_optimum(strategy):
 
 
 def test_limits_rule_out_before_compilation():
+    for space in spaces.SPACES.values():
+        assert space.excluded(space.hand_set) is None and space.hand_set in space.configs()
+        assert space.sample(10, 0)[0] == space.hand_set
     simt = spaces.SIMT
-    assert simt.excluded(simt.hand_set) is None and spaces.CPU_SIMD.excluded(spaces.CPU_SIMD.hand_set) is None
-    assert "BLOCK_M" in simt.excluded({**simt.hand_set, "BLOCK_M": 16, "NUM_WARPS": 8})
-    assert "divides" in simt.excluded({**simt.hand_set, "NUM_WARPS": 2, "KEY_GROUPS": 4})
-    assert "shared memory" in simt.excluded(
-        {**simt.hand_set, "BLOCK_M": 128, "BLOCK_N": 128, "NUM_WARPS": 8, "KEY_GROUPS": 4, "MIN_BLOCKS": 1}
-    )
+    base = {**simt.hand_set, "BLOCK_N": 32, "SYNC_POLICY": 0, "REDUCE": 0, "MIN_BLOCKS": 1}
+    assert "BLOCK_M" in simt.excluded({**base, "BLOCK_M": 16, "NUM_WARPS": 8, "KEY_GROUPS": 1})
+    assert "divides" in simt.excluded({**base, "NUM_WARPS": 2, "KEY_GROUPS": 4})
+    large = {"BLOCK_M": 128, "BLOCK_N": 128, "NUM_WARPS": 16, "KEY_GROUPS": 4}
+    assert "shared memory" in simt.excluded({**base, **large})
+    assert "registers" in simt.excluded({**base, "BLOCK_M": 128, "BLOCK_N": 128, "NUM_WARPS": 2, "KEY_GROUPS": 1})
 
 
 def test_variant_that_does_not_compile_is_a_result(tmp_path):
