@@ -25,7 +25,7 @@ constexpr int R_32F = 0, R_16F = 2, R_16BF = 14;    // cudaDataType_t
 constexpr int COMPUTE_32F = 68;                     // cublasComputeType_t: float32 throughout, never TF32
 constexpr int GEMM_DEFAULT = -1;                    // cublasGemmAlgo_t
 constexpr int MATH_DISALLOW_REDUCED_PRECISION = 16; // cublasMath_t: partial sums are float32, too
-constexpr int STATUS_NOT_INITIALIZED = 1, STATUS_ALLOC_FAILED = 3; // cublasStatus_t
+constexpr int STATUS_ALLOC_FAILED = 3;              // cublasStatus_t
 
 inline int data_type(fa_dtype dtype) { return dtype == FA_F16 ? R_16F : dtype == FA_BF16 ? R_16BF : R_32F; }
 
