@@ -305,7 +305,8 @@ static void contiguous_out(fa_problem *p, fa_layout layout) {
 
 fa_code fa_problem_build(const fa_request *request, fa_problem *problem, fa_status *status) {
     fa_problem *p = problem;
-    memset(p, 0, sizeof *p);
+    p->bias = p->mask = p->sinks = (fa_operand){0}; /* what is absent; all other fields are set below */
+    p->out.data = p->lse = NULL;
     p->dtype = p->bias_dtype = p->sinks_dtype = request->q->dtype;
     p->device = request->q->device;
     p->wants_lse = request->return_lse || request->lse;

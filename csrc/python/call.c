@@ -41,10 +41,16 @@ static fa_code settle_stream(fa_state *state, fa_call *call, fa_status *status) 
         if (array[n].object && array[n].needs_stream)
             FA_TRY(fa_dlpack_read(state, &array[n], call->stream.handle, status));
     const fa_array *known = NULL;
-    for (int n = FA_ARRAYS - 1; n >= 0; n--)
-        if (array[n].object && !array[n].device_unknown && array[n].view.device.kind == FA_CUDA) known = &array[n];
-    for (int n = 0; n < FA_ARRAYS; n++)
-        if (array[n].object && array[n].device_unknown && known) array[n].view.device = known->view.device;
+    bool unknown = false;
+    call->joins = false;
+    for (int n = FA_ARRAYS - 1; n >= 0; n--) {
+        if (!array[n].object) continue;
+        unknown |= array[n].device_unknown;
+        call->joins |= array[n].has_stream && array[n].stream != call->stream.handle;
+        if (!array[n].device_unknown && array[n].view.device.kind == FA_CUDA) known = &array[n];
+    }
+    for (int n = 0; n < FA_ARRAYS && unknown && known; n++)
+        if (array[n].object && array[n].device_unknown) array[n].view.device = known->view.device;
     return FA_OK;
 }
 
@@ -85,7 +91,8 @@ static void begin(fa_call *call) {
 }
 
 static void end(fa_call *call) {
-    for (int n = 0; n < FA_ARRAYS; n++) fa_array_release(&call->array[n]);
+    for (int n = 0; n < FA_ARRAYS; n++)
+        if (call->array[n].type) fa_array_release(&call->array[n]);
 }
 
 /* Outputs that the caller did not give. The device is current. */
@@ -130,13 +137,14 @@ static fa_code launch(fa_state *state, fa_call *call, const fa_plan *plan, fa_st
         return code;
     }
     void *stream = call->stream.handle;
-    FA_TRY(fa_stream_join(call->array, FA_ARRAYS, stream, true, status));
+    if (call->joins) FA_TRY(fa_stream_join(call->array, FA_ARRAYS, stream, true, status));
     const bool wait = must_wait(call);
     fa_code code;
     PyThreadState *thread = PyEval_SaveThread();
     code = fa_plan_run(&call->problem, plan, state->context, call->info, stream, status);
     if (code == FA_OK && wait) code = fa_stream_synchronize(stream, status);
     PyEval_RestoreThread(thread);
+    if (!call->joins) return code;
     fa_status second;
     fa_code joined = fa_stream_join(call->array, FA_ARRAYS, stream, false, code == FA_OK ? status : &second);
     return code == FA_OK ? joined : code;

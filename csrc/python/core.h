@@ -48,8 +48,8 @@
     X(is_conj)                                                                                                         \
     X(data)                                                                                                            \
     X(ptr)                                                                                                             \
-    X(device_id) X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(__objclass__)      \
-        X(_c_contiguous)
+    X(device_id)                                                                                                       \
+    X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(__objclass__) X(_c_contiguous)
 
 typedef enum fa_argument {
 #define FA_ENUM(name) FA_ARG_##name,
@@ -263,6 +263,7 @@ typedef struct fa_call {
     fa_array array[FA_ARRAYS]; /* object NULL when absent */
     bool pair;                 /* out= is (out, lse) */
     fa_stream stream;
+    bool joins; /* some library works on another stream than the call */
     const fa_kernel *forced;
     const char *forced_name; /* what it was asked for by: a loaded row may go by another name than its own */
     const fa_device_info *info;
