@@ -216,3 +216,14 @@ def free_memory(library: str):
         import torch
 
         torch.cuda.empty_cache()
+
+
+def free_bytes(library: str) -> int:
+    """Free memory of the current device."""
+    if library == "cupy":
+        import cupy
+
+        return cupy.cuda.Device().mem_info[0]
+    import torch
+
+    return torch.cuda.mem_get_info()[0]
