@@ -26,7 +26,8 @@ from bench.rounds import take_turns
 # Work the host saw beyond the contender's clock, as a share of the clocked time, that is no longer an accident.
 HIDDEN_SHARE = 0.5
 HIDDEN_SECONDS = 2e-4
-AUDIT_SECONDS = 0.25
+AUDITS = 3
+AUDIT_SECONDS = 0.15
 _now = time.perf_counter
 
 
@@ -79,7 +80,7 @@ def duel(
             keeper.around(sample) if name == candidate else sample()))  # fmt: skip
         failures = list(keeper.failures)
         failures += _hidden_work(samples.hidden[candidate], samples.seconds[candidate], watch)
-        _audit(watch, float(np.median(samples.seconds[candidate])), tell)
+        _audit(watch, tell)
         failures += [f"after timing: wrote to its inputs: {n}" for s in keeper.slots for n in s.changed_inputs()]
         failures += [f"after timing: wrote beside {n}" for s in keeper.slots for n in s.broken_guards()]
 
@@ -218,27 +219,28 @@ def _hidden_work(hidden: np.ndarray, seconds: np.ndarray, watch: timer.Stopwatch
     return []
 
 
-def _audit(watch: timer.Stopwatch, claimed: float, tell: Callable[[Any], None]) -> None:
-    """Lets the parent hold a claim against its own clock: launches between two messages, and what they should take."""
-    watch.device.synchronize()
-    tell({"audit": "begin"})
-    launches, began = 0, _now()
-    while launches == 0 or (_now() - began < AUDIT_SECONDS and launches < 1_000_000):
-        watch.launch()
-        launches += watch.launches
+def _audit(watch: timer.Stopwatch, tell: Callable[[Any], None]) -> None:
+    """Takes samples between two messages, a few times over: the parent holds what they claim against its own clock."""
+    for _ in range(AUDITS):
         watch.device.synchronize()
-    tell({"audit": "end", "launches": launches, "claimed_s": claimed})
+        tell({"audit": "begin"})
+        claimed, samples, began = 0.0, 0, _now()
+        while samples == 0 or (_now() - began < AUDIT_SECONDS and samples < 100_000):
+            claimed += watch.sample() * watch.launches
+            samples += 1
+        tell({"audit": "end", "claimed_s": claimed})
 
 
 class Auditor:
     """The parent's side of the audit: ``on_message`` for ``Worker.call``."""
 
-    # The parent may see more time than claimed (start-up, waiting), not much less and not many times more.
-    MOST = 3.0
+    # More than the claim passes between two messages (waiting, starting clocks), but never so much more each time.
+    MOST = 1.7
+    SLACK_SECONDS = 0.01
 
     def __init__(self):
         self.began: float | None = None
-        self.failure: str | None = None
+        self.seen: list[tuple[float, float]] = []
         self.stage = "start"
 
     def __call__(self, message: Any, at: float) -> None:
@@ -246,7 +248,12 @@ class Auditor:
         if message.get("audit") == "begin":
             self.began = at
         elif message.get("audit") == "end" and self.began is not None:
-            seen = (at - self.began) / message["launches"]
-            if seen > self.MOST * message["claimed_s"] + 5e-5:
-                claimed = f"{message['claimed_s'] * 1e6:.3g} us claimed"
-                self.failure = f"its calls took {seen * 1e6:.3g} us by the parent's clock, {claimed}"
+            self.seen.append((at - self.began, message["claimed_s"]))
+
+    @property
+    def failure(self) -> str | None:
+        """Why the claims cannot be true; None when one of the audits bears them out."""
+        if not self.seen or any(seen <= self.MOST * claimed + self.SLACK_SECONDS for seen, claimed in self.seen):
+            return None
+        seen, claimed = min(self.seen, key=lambda pair: pair[0] / max(pair[1], 1e-9))
+        return f"its calls took {seen:.3g} s by the parent's clock where {claimed:.3g} s were claimed"

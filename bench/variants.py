@@ -18,7 +18,7 @@ from bench import device as devices
 from bench.operands import Operands
 from bench.problems import Case
 from bench.rounds import take_turns
-from bench.spaces import Config, Space, label
+from bench.spaces import Config, Space
 
 # Inputs that a variant must survive before it is timed.
 VALUES = ("normal", "sorted", "large")

@@ -8,21 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import (
-    device,
-    evidence,
-    machine,
-    measure,
-    memory,
-    ncu,
-    operands,
-    plot,
-    problems,
-    report,
-    score,
-    search,
-    spaces,
-)
+from bench import device, evidence, machine, measure, memory, ncu, operands, plot, problems, report, score
 from bench.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,104 +193,6 @@ def test_references_judges_every_backend(capfd):
     found = {e["name"] for e in document["errors"] if e.get("within")}
     assert status == 0 and {"numpy", "cpu_ref", "cpu_simd"} <= found
     assert {e["values"] for e in document["errors"]} == {"normal", "large", "offset", "sorted"}
-
-
-# ---- tune ----
-
-TUNE = [
-    "tune",
-    "cpu_simd",
-    "--case",
-    "B1,H1,S64,D32,float32",
-    "--seconds",
-    "0.2",
-    "--final-seconds",
-    "0.3",
-    "--seed",
-    "2",
-]
-
-
-def test_tuner_runs_its_whole_loop(tmp_path, capfd):
-    pytest.importorskip("kernel_tuner")
-    output, header = tmp_path / "tune.json", tmp_path / "tuned.h"
-    arguments = [*TUNE, "--evaluations", "3", "--output", output, "--write", header]
-    status, document = command(capfd, *arguments)
-    assert status == 0 and document["evaluated"] == 3 and len(document["cells"]) == 3
-    assert document["hand_set"] in [c["config"] for c in document["cells"].values()]
-    assert document["final"]["ratio"]["low"] < 1.0 or document["winner"] == document["hand_set"]
-    assert document["pareto"] and all(c["frobenius"] < 1e-5 for c in document["pareto"])
-    text = header.read_text()
-    assert "of the hand-set configuration's time" in text
-    assert all(f"#define {name} {value}" in text for name, value in document["winner"].items())
-    # Resumed: nothing is evaluated anew.
-    assert command(capfd, *arguments)[1]["cells"] == document["cells"]
-
-
-def test_build_and_measure_apart(tmp_path, capfd, monkeypatch):
-    pytest.importorskip("kernel_tuner")
-    status, manifest = command(capfd, "tune", "cpu_simd", "--build", tmp_path / "variants", "--sample", "2")
-    assert status == 0 and manifest["variants"][0]["config"] == spaces.CPU_SIMD.hand_set
-    assert all(v["library"] for v in manifest["variants"])
-    document = command(capfd, *TUNE, "--measure", tmp_path / "variants", "--strategy", "brute_force", "--output",
-                       tmp_path / "t.json")[1]  # fmt: skip
-    assert document["evaluated"] == len(manifest["variants"]) and not document["failures"]
-    monkeypatch.setattr("bench.variants.sources_digest", lambda space: "other")
-    assert main([*TUNE, "--measure", str(tmp_path / "variants"), "--output", str(tmp_path / "t.json")]) == 3
-    assert "built from other sources" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    ["genetic_algorithm", "random_sample", "brute_force", "simulated_annealing", "greedy_ils", "pso", "diff_evo"],
-)
-def test_strategies_find_a_planted_optimum(strategy):
-    pytest.importorskip("kernel_tuner")
-    space = spaces.CPU_SIMD
-    seen = []
-
-    def evaluate(configs):
-        seen.extend(configs)
-        assert all(space.excluded(c) is None for c in configs)
-        return [{"error": "planted failure"} if c["FA_CPU_MR"] == 3 else
-                {"objective": abs(c["FA_CPU_TILE_N"] - 64) / 64 + abs(c["FA_CPU_NR"] - 4) + abs(c["FA_CPU_MR"] - 4) + 1}
-                for c in configs]  # fmt: skip
-
-    budget = len(space.configs()) if strategy == "brute_force" else 250
-    found = search.search(space, space.configs(), strategy, budget, 60.0, evaluate, seed=1)
-    assert len(found) == len(seen) <= budget and len({tuple(c.values()) for c in seen}) == len(seen)
-    best = min(r["time"] for r in found if "time" in r)
-    assert best < 1.6
-    if strategy == "genetic_algorithm":
-        assert space.hand_set in seen[:30]
-
-
-def test_limits_rule_out_before_compilation():
-    for space in spaces.SPACES.values():
-        assert space.excluded(space.hand_set) is None and space.hand_set in space.configs()
-        assert space.sample(10, 0)[0] == space.hand_set
-    simt = spaces.SIMT
-    base = {**simt.hand_set, "BLOCK_N": 32, "SYNC_POLICY": 0, "REDUCE": 0, "MIN_BLOCKS": 1}
-    assert "BLOCK_M" in simt.excluded({**base, "BLOCK_M": 16, "NUM_WARPS": 8, "KEY_GROUPS": 1})
-    assert "divides" in simt.excluded({**base, "NUM_WARPS": 2, "KEY_GROUPS": 4})
-    large = {"BLOCK_M": 128, "BLOCK_N": 128, "NUM_WARPS": 16, "KEY_GROUPS": 4}
-    assert "shared memory" in simt.excluded({**base, **large})
-    assert "registers" in simt.excluded({**base, "BLOCK_M": 128, "BLOCK_N": 128, "NUM_WARPS": 2, "KEY_GROUPS": 1})
-
-
-def test_variant_that_does_not_compile_is_a_result(tmp_path):
-    from bench import variants
-
-    built = variants.build(spaces.CPU_SIMD, {**spaces.CPU_SIMD.hand_set, "FA_CPU_MR": 9}, tmp_path)
-    assert built.library is None and "FA_CPU_MR" in built.reason
-
-
-def test_pareto():
-    def result(ratio, error):
-        return {"ratio": {"ratio": ratio}, "frobenius": error}
-
-    points = [result(1.0, 3e-7), result(0.9, 5e-7), result(1.1, 4e-7), result(0.95, 5e-7), {"error": "x"}]
-    assert search.pareto(points) == [points[1], points[0]]
 
 
 # ---- profile ----

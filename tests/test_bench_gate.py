@@ -1,11 +1,12 @@
 """The laboratory refuses candidates that cheat or err, and accepts the honest ones; each runs in its own worker."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from bench import gate, isolation, report
+from bench import duel, gate, isolation, report
 
 CHEATS = Path(__file__).with_name("cheats.py")
 CASE = "B1,H2,S80x90,D32,float32"
@@ -23,14 +24,14 @@ def judge(name, case=CASE, baselines=("numpy",), limit=0.95, time_limit=60.0, **
     return gate.judge_one(f"{CHEATS}:{name}", case, "cpu", list(baselines), limit, time_limit, **{**QUICK, **options})
 
 
-# candidate: words that the reasons must contain
+# candidate: what the reasons must match
 CAUGHT = {
     "zeros": "Frobenius",
     "mean_of_values": "Frobenius",
     "right_mean": "Frobenius",
     "first_seed_only": "trial 2",
     "caches_first": "trial 2",
-    "caches_by_pointer": "changed under its pointers",
+    "caches_by_pointer": "changed under its pointers|before timing|seed",
     "lazy_after_warm_up": "unwritten",
     "works_only_before_and_after": "unwritten",
     "writes_part": "NaN",
@@ -56,7 +57,7 @@ CAUGHT = {
 def test_caught(name):
     found = judge(name)
     assert found["verdict"] == "FAIL" and not found["correct"]
-    assert CAUGHT[name] in " ".join(found["failures"]), found["failures"]
+    assert re.search(CAUGHT[name], " ".join(found["failures"])), found["failures"]
 
 
 def test_patched_judge_is_noticed():
@@ -77,13 +78,13 @@ def test_hang_is_ended():
 def test_honest_is_correct(name, case):
     found = judge(name, case)
     assert found["correct"], found["failures"]
-    assert found["verdict"] in ("PASS", "FAIL", "UNDECIDED") and found["ratios"]["numpy"]["rounds"] == QUICK["rounds"]
+    assert 0 < found["ratios"]["numpy"]["rounds"] <= QUICK["rounds"] and found["baseline"] == "numpy"
 
 
 def test_a_sure_win_passes_and_a_sure_loss_fails():
     """NumPy against itself: far under the limit 20, and surely not under 0.05."""
-    assert judge("honest", limit=20.0)["verdict"] == "PASS"
-    assert judge("honest", limit=0.05)["verdict"] == "FAIL"
+    assert judge("honest", limit=50.0, seconds=30.0)["verdict"] == "PASS"
+    assert judge("honest", limit=0.02, seconds=30.0)["verdict"] == "FAIL"
 
 
 def test_without_a_baseline_nothing_is_decided():
@@ -121,3 +122,15 @@ def test_worker_survives_what_it_is_given():
         hung = worker.call("bench.duel:duel", {"candidate": f"{CHEATS}:hangs", **arguments}, 5)
         fine = worker.call("bench.duel:duel", {"candidate": f"{CHEATS}:honest", **arguments}, 60)
     assert (crashed.status, hung.status, fine.status) == ("crashed", "timed out", "done")
+
+
+def test_parent_clock_contradicts_false_claims():
+    """What the worker says its samples took is held against the parent's clock, whatever was patched in the worker."""
+    auditor = duel.Auditor()
+    for begin, end, claimed in ((0.0, 0.3, 0.1), (1.0, 1.4, 0.15), (2.0, 2.3, 0.15)):
+        auditor({"audit": "begin"}, begin)
+        auditor({"audit": "end", "claimed_s": claimed}, end)
+    assert "0.15 s were claimed" in auditor.failure
+    auditor({"audit": "begin"}, 3.0)
+    auditor({"audit": "end", "claimed_s": 0.25}, 3.3)
+    assert auditor.failure is None
