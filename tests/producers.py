@@ -9,7 +9,14 @@ import numpy as np
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 READ_ONLY, IS_COPIED = 1, 2
-CODES = {"float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16), "bool": (6, 8), "complex64": (5, 64)}
+CODES = {
+    "float16": (2, 16),
+    "float32": (2, 32),
+    "float64": (2, 64),
+    "bfloat16": (4, 16),
+    "bool": (6, 8),
+    "complex64": (5, 64),
+}
 
 
 class DLTensor(c.Structure):
@@ -76,7 +83,9 @@ class Producer:
     ``deleted`` counts the deleter's calls; ``asked`` lists the keywords of the calls of ``__dlpack__``.
     """
 
-    def __init__(self, array, *, versioned=True, version=(1, 0), flags=0, deleter=True, reuse=False, old=False, **fields):
+    def __init__(
+        self, array, *, versioned=True, version=(1, 0), flags=0, deleter=True, reuse=False, old=False, **fields
+    ):
         self.array, self.versioned, self.version, self.flags = array, versioned, version, flags
         self.has_deleter, self.reuse, self.old, self.fields = deleter, reuse, old, fields
         self.deleted, self.asked, self.capsules, self._keep = 0, [], [], []

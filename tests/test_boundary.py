@@ -230,9 +230,7 @@ def test_load_a_row(tmp_path):
     assert fa_ext._core.load(library, row="cpu_ref") == name
     assert fa_ext.kernels() == before and fa_ext._core.loaded()[name][0] == os.fspath(library)
     q, k, v = operands()
-    np.testing.assert_array_equal(
-        fa_ext.attention(q, k, v, kernel=name), fa_ext.attention(q, k, v, kernel="cpu_ref")
-    )
+    np.testing.assert_array_equal(fa_ext.attention(q, k, v, kernel=name), fa_ext.attention(q, k, v, kernel="cpu_ref"))
     chosen, reasons = fa_ext.explain(q, k, v, kernel=name)
     assert chosen == name and set(reasons) == set(before)
     assert fa_ext.explain(q, k, v)[0] != name

@@ -73,7 +73,7 @@ def test_errors_in_all_threads():
 
     def work(n):
         for _ in range(200):
-            with pytest.raises(ValueError, match=f"kernel is \"none{n}\""):
+            with pytest.raises(ValueError, match=f'kernel is "none{n}"'):
                 fa_ext.attention(q, k, v, kernel=f"none{n}")
 
     together(work)
