@@ -109,7 +109,9 @@ def test_student_quantiles():
         assert stats.student_over_normal(freedom) == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.parametrize("bad", [([1.0, 2.0], [1.0]), ([1.0], [1.0]), ([1.0, 0.0], [1.0, 1.0]), ([1.0, np.nan], [1, 1])])
+@pytest.mark.parametrize(
+    "bad", [([1.0, 2.0], [1.0]), ([1.0], [1.0]), ([1.0, 0.0], [1.0, 1.0]), ([1.0, np.nan], [1, 1])]
+)
 def test_bad_samples_are_refused(bad):
     with pytest.raises(ValueError, match="samples"):
         stats.ratio_interval(np.array(bad[0]), np.array(bad[1]))
