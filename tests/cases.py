@@ -60,6 +60,12 @@ def contract() -> list[Case]:
     for seq_q, seq_k, heads, kv in ((1, 1024, 8, 2), (1, 777, 4, 4), (4, 2048, 8, 1), (2, 515, 4, 2)):
         for t, d in itertools.product(HALVES, (64, 128)):
             cases.append(Case(2, heads, kv, seq_q, seq_k, d, dtype=t, causal="bottom_right" if d == 64 else False))
+    # So many keys that they are split over blocks, with what the merge of the parts has to respect.
+    for t in HALVES:
+        for option in ({}, {"sinks": "large"}, {"window": (3000, None)}, {"softcap": 8.0, "values": "large"}, {"mask": "one"},
+                       {"values": "sorted"}, {"values": "dominant", "sinks": "small"}):  # fmt: skip
+            cases.append(Case(1, 8, 2, 1, 8200, 128, dtype=t, **option))
+            cases.append(Case(1, 6, 1, 3, 5001, 64, dtype=t, causal="bottom_right", layout="bshd", **option))
 
     # Options one by one.
     small = dict(batch=2, heads=4, heads_kv=2, seq_q=113, seq_k=203)
@@ -187,6 +193,8 @@ def _random_case(rng: random.Random, seed: int) -> Case:
     heads_kv = rng.choice((1, 1, 2, 3))
     seq_q = sometimes(0.01, lambda: 0, length())
     seq_k = sometimes(0.3, lambda: seq_q, sometimes(0.01, lambda: 0, length()))
+    if seq_q <= 8 and rng.random() < 0.4:
+        seq_k = rng.randint(1, 9000)
     d = width()
     dv = sometimes(0.15, width, d)
     causal = rng.choice((False, "top_left", "bottom_right", True if seq_q == seq_k else False))
