@@ -7,6 +7,7 @@
 fa_code fa_fail(fa_status *status, fa_code code, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
+    /* cppcheck-suppress ctuuninitvar ; the message is an output */
     vsnprintf(status->message, sizeof status->message, format, arguments);
     va_end(arguments);
     status->code = code;

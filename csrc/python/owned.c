@@ -261,7 +261,7 @@ static PyObject *array_dlpack(PyObject *self, PyObject *args, PyObject *keywords
         PyErr_SetString(PyExc_BufferError, "copy=True: the array can only be exported without a copy");
         return NULL;
     }
-    fa_status status = {FA_OK, ""};
+    fa_status status;
     if (order_consumer(self, stream, &status) != FA_OK) return fa_raise(state_of(self), &status);
     return export(self, major >= 1);
 }
