@@ -270,31 +270,40 @@ __device__ __forceinline__ void publish(const float (&out)[C::kColumns / 2], con
     }
 }
 
-/* Joins the states [part][row] of one row: weights[part][row] are the factors of the partial results. */
-__device__ __forceinline__ RowState weigh(int parts, int rows, int row, const float2 *states, float *weights) {
-    RowState total;
-#pragma unroll 4
-    for (int part = 0; part < parts; ++part) total.maximum = fmaxf(total.maximum, states[part * rows + row].x);
-#pragma unroll 4
-    for (int part = 0; part < parts; ++part) {
-        const float2 state = states[part * rows + row];
-        const float weight = total.weight(state.x);
-        total.sum += weight * state.y;
-        weights[part * rows + row] = weight;
-    }
-    return total;
+/* The end of a row without a sink: finish_row() with the fast reciprocal and logarithm, good to 2^-22. The sum is at
+ * least 1 where a key is visible. */
+__device__ __forceinline__ RowResult finish_fast(const RowState &total) {
+    if (total.sum == 0.0f) return {0.0f, -INFINITY};
+    return {__fdividef(1.0f, total.sum), (total.maximum + __log2f(total.sum)) * LN_2};
 }
 
-/* The last step of weigh(): normalises the row's weights and writes its LSE. `row` is the call's, `local` the weights'.
- */
-__device__ __forceinline__ void finish(const Params &params, const RowState &total, int parts, int rows, int local,
-                                       int row, float *weights) {
-    const float sink =
-        params.sinks ? load_as_float(params.sinks, params.sinks_dtype, blockIdx.y * params.sinks_stride) : -INFINITY;
-    const RowResult result = finish_row(total, sink);
-    for (int part = 0; part < parts; ++part) weights[part * rows + local] *= result.factor;
-    if (params.lse && row < params.seq_q)
-        params.lse[(int64_t(blockIdx.z) * params.heads + blockIdx.y) * params.seq_q + row] = result.lse;
+/* Joins the states [part][row] of row `local`; weights[part][row] become the factors of the partial results: so that
+ * their sum is normalised, and the LSE is written, where `Final`. `row` is the call's. */
+template <bool Final>
+__device__ __forceinline__ RowState weigh(const Params &params, int parts, int rows, int local, int row,
+                                          const float2 *states, float *weights) {
+    RowState total;
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part) total.maximum = fmaxf(total.maximum, states[part * rows + local].x);
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part) {
+        const float2 state = states[part * rows + local];
+        total.sum += total.weight(state.x) * state.y;
+    }
+    float factor = 1;
+    if constexpr (Final) {
+        const RowResult result =
+            params.sinks
+                ? finish_row(total, load_as_float(params.sinks, params.sinks_dtype, blockIdx.y * params.sinks_stride))
+                : finish_fast(total);
+        factor = result.factor;
+        if (params.lse && row < params.seq_q)
+            params.lse[(int64_t(blockIdx.z) * params.heads + blockIdx.y) * params.seq_q + row] = result.lse;
+    }
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part)
+        weights[part * rows + local] = total.weight(states[part * rows + local].x) * factor;
+    return total;
 }
 
 /* Calls store(row, column, x) with the weighted sum of the partial results [part][row][column], 4 columns at a time. */
@@ -333,10 +342,7 @@ __device__ __forceinline__ void merge_block(const Params &params, const Work &wo
                                             const float2 *states, float *weights) {
     __syncthreads();
     const int row = threadIdx.x;
-    if (row < kTileM) {
-        const RowState total = weigh(C::kWarpgroups, kTileM, row, states, weights);
-        finish(params, total, C::kWarpgroups, kTileM, row, work.row + row, weights);
-    }
+    if (row < kTileM) weigh<true>(params, C::kWarpgroups, kTileM, row, work.row + row, states, weights);
     __syncthreads();
     write_rows<T, C>(params, work.row, C::kWarpgroups, kTileM, partials, weights);
 }
@@ -353,7 +359,7 @@ __device__ __forceinline__ void merge_cluster(const Params &params, const Work &
     const int row = threadIdx.x, rows = params.rows, rank = static_cast<int>(cluster_rank());
     RowState joined;
     if (row == 0) mbarrier_arrive_expect(arrived, kTileM * (C::kColumns * 4 + 8));
-    if (row < kTileM) joined = weigh(C::kWarpgroups, kTileM, row, states, weights);
+    if (row < kTileM) joined = weigh<false>(params, C::kWarpgroups, kTileM, row, 0, states, weights);
     __syncthreads();
     cluster_wait(); // everybody's rings are free
     if (row < kTileM)
@@ -366,10 +372,7 @@ __device__ __forceinline__ void merge_cluster(const Params &params, const Work &
     __syncthreads(); // the weights are read
     mbarrier_wait(arrived, 0);
     const int first = work.row + rank * rows;
-    if (row < rows) {
-        const RowState total = weigh(params.splits, rows, row, landing_states, weights);
-        finish(params, total, params.splits, rows, row, first + row, weights);
-    }
+    if (row < rows) weigh<true>(params, params.splits, rows, row, first + row, landing_states, weights);
     __syncthreads();
     write_rows<T, C>(params, first, params.splits, rows, landing, weights);
 }
