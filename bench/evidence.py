@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="say whether the files fit the sources, and stop")
     parser.add_argument("--strict", action="store_true", help="with --check: exit status 1 unless fresh")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated: {', '.join(PARTS)}")
-    parser.add_argument("--filter", default="", help="regular expression: test files, sanitizer rows, problems")
+    parser.add_argument("--filter", default="", help="regular expression of test files and of problems to measure")
     parser.add_argument("--rows", default="", help="regular expression of rows for tests, sanitizer and measure")
     parser.add_argument("--presets", help="comma-separated presets to measure (default: all of the device's)")
     parser.add_argument("--within", type=float, default=3600.0, help="seconds after which no new piece is begun")
@@ -125,7 +125,7 @@ def _sanitizer(record: Record, args: argparse.Namespace, ends: float) -> None:
     for row in contender.compiled_rows(devices.open_device("cuda")):
         for tool in SANITIZERS:
             key = f"{tool} {row}"
-            if not re.search(args.filter or args.rows, row) or record.has("sanitizer", key) or time.monotonic() > ends:
+            if not re.search(args.rows, row) or record.has("sanitizer", key) or time.monotonic() > ends:
                 continue
             prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
             found = run_pytest(["tests", "-m", "sanitize", *_rows_option(f"^{row}$")], prefix,

@@ -178,8 +178,9 @@ def cell(
             if why:
                 refused[name] = why
         found = {name: figures | errors[name] for name, figures in alone.items()}
+        picked = _picked(slots[0])
         if not watches:
-            return {"case": case, "cache": cache, "contenders": found, "refused": refused}
+            return {"case": case, "cache": cache, "contenders": found, "refused": refused, "picked": picked}
         base = _fastest([n for n in opponents if n in watches] or list(watches), watches)
         samples = take_turns(watches, rounds, seconds, seed, tight, base)
     return {
@@ -187,6 +188,7 @@ def cell(
         "cache": cache,
         "slots": count,
         "baseline": base,
+        "picked": picked,
         "refused": refused,
         "conditions": samples.conditions_summary(),
         "stopped": samples.stopped,
@@ -217,6 +219,15 @@ def _checked(entrant: Contender, operands: Operands) -> dict[str, float]:
     if not judged.passed:
         raise WrongResult("; ".join(judged.failures))
     return {"frobenius": judged.frobenius, "max_abs": judged.max_abs}
+
+
+def _picked(operands: Operands) -> str | None:
+    """The row that ``fa_ext.attention`` takes by itself for this problem."""
+    try:
+        import fa_ext
+    except ImportError:
+        return None
+    return fa_ext.explain(**operands.arguments(operands.device.default_arrays))[0]
 
 
 def _timed_alone(entrant: Contender, slots: list[Operands], device: Cpu | Cuda, seconds: float) -> dict | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import device, evidence, machine, measure, memory, ncu, operands, plot, problems, report, score
+from bench import device, evidence, machine, measure, memory, ncu, operands, peers, plot, problems, report, score
 from bench.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +60,7 @@ def test_measure_times_rows_and_peers_and_resumes(tmp_path, capfd):
         assert 0 < row["frobenius"] < 1e-5 and row["ratio"]["low"] <= row["ratio"]["ratio"] <= row["ratio"]["high"]
         flops = problems.parse(SMALL).flops()
         assert row["tflops"] == pytest.approx(flops / row["us"] / 1e6) and peer["us"] > 0
+        assert cell["picked"] == "cpu_simd"
     assert document["cells"][f"{SMALL} cold"]["slots"] > 1
     before = output.read_text()
     assert command(capfd, *arguments)[1]["cells"] == document["cells"] and output.read_text() == before
@@ -299,6 +300,19 @@ def test_evidence_is_fresh_until_a_source_changes(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(machine, "source_hashes", lambda root=ROOT: hashes)
     assert evidence.check(strict=True, folder=tmp_path) == 1 and evidence.check(strict=False, folder=tmp_path) == 0
     assert "stale: changed since: csrc/cpu/cpu_simd.c" in capfd.readouterr().out
+
+
+def test_the_pick_is_close_to_the_best_recorded_row():
+    """In every committed cell the row that the library takes is within 5% of the fastest one measured there."""
+    found = {key: cell for key, cell in evidence.cells().items() if cell.get("picked")}
+    if not found:
+        pytest.skip("no committed measurement")
+    late = {}
+    for key, cell in found.items():
+        rows = {n: f["us"] for n, f in cell["contenders"].items() if n not in peers.PEERS}
+        if cell["picked"] in rows and rows[cell["picked"]] > 1.05 * min(rows.values()):
+            late[key] = (cell["picked"], {n: round(us, 2) for n, us in rows.items()})
+    assert not late
 
 
 def test_evidence_without_files_is_stale(tmp_path, capfd):
