@@ -47,14 +47,15 @@ template <class C>
 fa_code launch_shape(const fa_problem *p, const fa_plan *plan, cudaStream_t stream, fa_status *status) {
     const Params params = {
         .p = *p,
-        .score = score_params(*p),
+        .options = {score_params(*p), in_fours(p->bias, int(fa_dtype_size(p->bias_dtype))), in_fours(p->mask, 1)},
         .tiles_m = unsigned((p->seq_q + C::TILE_M - 1) / C::TILE_M),
         .q_aligned = rows_aligned<__half>(p->q, p->head_dim),
         .k_aligned = rows_aligned<__half>(p->k, p->head_dim),
         .v_aligned = rows_aligned<__half>(p->v, p->head_dim_v),
         .out_aligned = rows_aligned<__half>(p->out, p->head_dim_v),
     };
-    const bool simple = p->scale > 0 && p->softcap == 0 && !p->bias.data && !p->mask.data;
+    // -inf times a scale that rounds to 0 would be NaN
+    const bool simple = params.options.score.scale_log2 > 1e-30f && p->softcap == 0 && !p->bias.data && !p->mask.data;
     if (p->dtype == FA_F16)
         return simple ? launch_as<__half, C, true>(params, plan, stream, status)
                       : launch_as<__half, C, false>(params, plan, stream, status);
@@ -107,12 +108,13 @@ template <class C> fa_code plan_shape(const fa_problem *p, int config, fa_plan *
     return FA_OK;
 }
 
-/* The wide shape where it fits and its blocks, one a multiprocessor at a time, leave at most three tenths of the rows
- * of their rounds empty. (B2 H8 S1024 D128 is just there: 49 us against 52 in the small shape.) */
+/* The wide shape where it fits and its blocks, one a multiprocessor at a time, leave at most a quarter of the rows of
+ * their rounds empty. (With three tenths, B2 S1024, D64 H16 takes 62 us against 57 in the small shape and D128 H8 49
+ * against 52.) */
 template <int HEAD_DIM> fa_code plan_dim(const fa_problem *p, const fa_device_info *device, fa_plan *plan) {
     using Wide = Config<HEAD_DIM, true>;
     const int64_t sms = device->sm_count, rounds = (blocks_of<Wide>(p) + sms - 1) / sms;
-    const bool full = 10 * p->seq_q * p->heads * p->batch >= 7 * rounds * sms * Wide::TILE_M;
+    const bool full = 4 * p->seq_q * p->heads * p->batch >= 3 * rounds * sms * Wide::TILE_M;
     const bool wide = p->batch_invariant ? p->seq_k >= WIDE_FROM_KEYS : full;
     if (wide && sizeof(typename Wide::Shared) <= device->smem_per_block) return plan_shape<Wide>(p, 1, plan);
     return plan_shape<Config<HEAD_DIM, false>>(p, 0, plan);

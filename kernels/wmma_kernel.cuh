@@ -17,7 +17,7 @@ namespace fa::wmma_row {
 /* What a launch adds to the problem. */
 struct Params {
     fa_problem p;
-    ScoreParams score;
+    ScoreOptions options;
     unsigned tiles_m;
     bool q_aligned, k_aligned, v_aligned, out_aligned;
 };
@@ -125,7 +125,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
         if (needed) {
             const bool all_visible = common.begin <= key && key + C::TILE_N <= common.end;
             const float rescale = softmax_strip<T, C::STRIP_ROWS, C::TILE_N, C::WEIGHT_PITCH, SIMPLE>(
-                p, params.score, batch, head, owned, strip, key, all_visible, lane);
+                p, params.options, batch, head, owned, strip, key, all_visible, lane);
             if (lane < C::STRIP_ROWS) factor[lane] = rescale;
             const bool changed = __any_sync(~0u, rescale != 1.0f);
             __syncwarp();
@@ -177,8 +177,10 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
     }
 }
 
+/* Where three blocks share a multiprocessor, bias and mask take the registers of the third. */
 template <typename T, class C, bool SIMPLE>
-__global__ void __launch_bounds__(C::THREADS, C::BLOCKS) wmma_kernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(C::THREADS, !SIMPLE && C::BLOCKS > 2 ? 2 : C::BLOCKS)
+    wmma_kernel(const __grid_constant__ Params params) {
     extern __shared__ __align__(128) char memory[];
     typename C::Shared &shared = *reinterpret_cast<typename C::Shared *>(memory);
     const fa_problem &p = params.p;
@@ -186,7 +188,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS) wmma_kernel(const __gri
     const unsigned tiles = params.tiles_m, unit = blockIdx.x / tiles, heads = p.heads;
     const int first_row = int(tiles - 1 - blockIdx.x % tiles) * C::TILE_M; // causal: the longest first
     const int64_t head = unit % heads, batch = unit / heads;
-    const Keys keys = tile_keys(p, first_row, min(first_row + C::TILE_M, int(p.seq_q)));
+    Keys keys = tile_keys(p, first_row, min(first_row + C::TILE_M, int(p.seq_q)));
+    keys.begin &= ~3; // bias and mask are read by fours
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < C::STAGES; ++s) {

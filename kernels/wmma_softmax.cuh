@@ -5,11 +5,12 @@
 
 #include <stdint.h> // int64_t
 
-#include "convert.cuh" // Chunk
-#include "fa.h"        // fa_problem
-#include "mask.cuh"    // KeyRange, mask_row
-#include "score.cuh"   // ScoreParams, score_of, bias_of
-#include "softmax.cuh" // RowState
+#include "convert.cuh"    // Chunk
+#include "fa.h"           // fa_problem
+#include "mask.cuh"       // KeyRange, mask_row
+#include "mma_scores.cuh" // tanh_fast
+#include "score.cuh"      // ScoreParams, bias_row
+#include "softmax.cuh"    // RowState
 
 namespace fa::wmma_row {
 
@@ -44,11 +45,60 @@ struct OwnedRow {
  */
 template <int COLUMNS> constexpr int SCORE_PITCH = COLUMNS + 8;
 
+/* Options that change single scores, and whether four neighbours of their last axis are one aligned load. */
+struct ScoreOptions {
+    ScoreParams score;
+    bool bias_vectors, mask_vectors;
+};
+
+/* Host: whether every four elements of `bytes` each, from a multiple of four on, are contiguous and aligned. */
+inline bool in_fours(const fa_operand &x, int bytes) {
+    if (x.stride[3] != 1 || reinterpret_cast<uintptr_t>(x.data) % (4 * bytes)) return false;
+    return x.stride[0] % 4 == 0 && x.stride[1] % 4 == 0 && x.stride[2] % 4 == 0;
+}
+
+template <typename T> __device__ __forceinline__ void load_four(const void *data, int64_t at, float (&x)[4]) {
+    const auto read = *reinterpret_cast<const Chunk<T, 4> *>(static_cast<const T *>(data) + at);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[j] = to_float(read.element[j]);
+}
+
+/* Bias of the keys [key, key + 4) from `row` (bias_row()) on; 0 past the last key. */
+__device__ __forceinline__ void load_bias(const fa_problem &p, bool vectors, int64_t row, int key, float (&bias)[4]) {
+    const bool whole = vectors && key + 4 <= p.seq_k;
+    if (whole && p.bias_dtype == FA_F32) {
+        load_four<float>(p.bias.data, row + key, bias);
+    } else if (whole && p.bias_dtype == FA_F16) {
+        load_four<__half>(p.bias.data, row + key, bias);
+    } else if (whole) {
+        load_four<__nv_bfloat16>(p.bias.data, row + key, bias);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            bias[j] =
+                key + j < p.seq_k ? load_as_float(p.bias.data, p.bias_dtype, row + (key + j) * p.bias.stride[3]) : 0.0f;
+    }
+}
+
+/* -inf for the scores of the keys [key, key + 4) that the mask's row does not let through. */
+__device__ __forceinline__ void apply_mask(const fa_problem &p, bool vectors, const uint8_t *row, int key, float *s) {
+    if (vectors && key + 4 <= p.seq_k) {
+        const uint32_t read = *reinterpret_cast<const uint32_t *>(row + key);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (!(read & 0xffu << 8 * j)) s[j] = -INFINITY;
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (key + j < p.seq_k && !row[(key + j) * p.mask.stride[3]]) s[j] = -INFINITY;
+    }
+}
+
 /* Turns ROWS x COLUMNS products (pitch SCORE_PITCH), of the keys from `key` on, into weights of type T (pitch
  * WEIGHT_PITCH) in the same memory. Returns the factor for what the row accumulated before. SIMPLE: scale > 0 and
- * neither softcap, bias nor mask. `all_visible`: every row sees every key of the tile. */
+ * neither softcap, bias nor mask. `all_visible`: every row sees every key of the tile. `key` is a multiple of 4. */
 template <typename T, int ROWS, int COLUMNS, int WEIGHT_PITCH, bool SIMPLE>
-__device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreParams &params, int64_t batch,
+__device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreOptions &options, int64_t batch,
                                                int64_t head, OwnedRow &owned, float *strip, int key, bool all_visible,
                                                int lane) {
     constexpr int SHARERS = 32 / ROWS, MINE = COLUMNS / SHARERS; // columns of this lane
@@ -63,18 +113,31 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreP
     }
     const int from = key + first, low = owned.keys.begin - from, high = owned.keys.end - from;
     if constexpr (!SIMPLE) {
-        const int64_t bias = p.bias.data ? bias_row(p, batch, head, owned.row) : 0;
-        const uint8_t *mask = p.mask.data ? mask_row(p, batch, head, owned.row) : nullptr;
+        const int64_t last = min(int64_t(owned.row), p.seq_q - 1); // rows past the end read a row that exists
+        if (options.score.cap_log2 > 0) {
 #pragma unroll
-        for (int i = 0; i < MINE; ++i) {
-            const int column = i ^ swap;
-            s[i] = score_of(params, s[i]);
-            const bool visible =
-                column >= low && column < high && (!mask || mask[int64_t(from + column) * p.mask.stride[3]]);
-            if (visible && p.bias.data) s[i] += bias_of(p, bias, from + column);
-            if (!visible) s[i] = -INFINITY;
+            for (int i = 0; i < MINE; ++i) s[i] = options.score.cap_log2 * tanh_fast(s[i] * options.score.scale_cap);
+        } else {
+#pragma unroll
+            for (int i = 0; i < MINE; ++i) s[i] *= options.score.scale_log2;
         }
-    } else if (!all_visible) {
+        if (p.bias.data) {
+            const int64_t bias_at = bias_row(p, batch, head, last);
+#pragma unroll
+            for (int i = 0; i < MINE; i += 4) {
+                float bias[4];
+                load_bias(p, options.bias_vectors, bias_at, from + (i ^ swap), bias);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) s[i + j] += bias[j] * LOG2_E;
+            }
+        }
+        if (p.mask.data) {
+            const uint8_t *mask = mask_row(p, batch, head, last);
+#pragma unroll
+            for (int i = 0; i < MINE; i += 4) apply_mask(p, options.mask_vectors, mask, from + (i ^ swap), s + i);
+        }
+    }
+    if (!all_visible) {
 #pragma unroll
         for (int i = 0; i < MINE; ++i)
             if ((i ^ swap) < low || (i ^ swap) >= high) s[i] = -INFINITY;
@@ -84,7 +147,7 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreP
 #pragma unroll
     for (int i = 4; i < MINE; ++i) largest[i % 4] = fmaxf(largest[i % 4], s[i]);
     float maximum = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    if constexpr (SIMPLE) maximum *= params.scale_log2;
+    if constexpr (SIMPLE) maximum *= options.score.scale_log2;
     if constexpr (SHARERS == 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 16));
     const float factor = owned.state.raise(maximum);
     const float shift = softmax_shift(owned.state.maximum);
@@ -101,7 +164,7 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreP
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const float x = s[i + j + n];
-                w[n] = exp2_fast(SIMPLE ? fmaf(x, params.scale_log2, -shift) : x - shift);
+                w[n] = exp2_fast(SIMPLE ? fmaf(x, options.score.scale_log2, -shift) : x - shift);
                 sum[(j + n) % 4] += w[n];
             }
             packed[j / 2] = pack(w[0], w[1], T());
