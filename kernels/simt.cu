@@ -13,13 +13,13 @@
  * Limits: no tensor cores, so at most the float32 rate; keys are not divided over thread blocks, so that a few query
  * rows against many keys leave most of the GPU idle.
  *
+ * @flags --compress-mode=size
  * @instance f16 -DSIMT_TYPE=__half
  * @instance bf16 -DSIMT_TYPE=__nv_bfloat16
  * @instance f32 -DSIMT_TYPE=float
  *
  *     python -m bench measure --preset history --rows simt
- *     python fa_ext/_build.py simt -o variant.so -DHEAD_DIM=64 -DBLOCK_M=64 -DNUM_WARPS=2     (a tile of your own
- * alone)
+ *     python fa_ext/_build.py simt -o variant.so -DHEAD_DIM=64 -DBLOCK_M=64 -DNUM_WARPS=2     (one tile alone)
  */
 #include "convert.cuh"   // takes_chunks
 #include "fa.h"          // fa_problem, fa_kernel
@@ -70,13 +70,23 @@ constexpr Tile TILES[] = {tile(HEAD_DIM, BLOCK_M, BLOCK_N, NUM_WARPS, KEY_GROUPS
 
 #else
 
-/* By head_dim, and within it by falling BLOCK_M: a tile for many query rows, tiles that fill the GPU with fewer, and
- * one for a handful. Each fits the 99 KB a thread block that sm_86 and sm_89 have. */
+/* By head_dim, and within it by falling BLOCK_M: for many query rows, then those that fill the GPU with fewer, last one
+ * for a handful. For each use there is one within the 99 KB a thread block of sm_86 and sm_89. */
 constexpr Tile TILES[] = {
-    tile(64, 128, 64, 4, 1, 2, 2), tile(64, 64, 64, 8, 2, 2, 1),  tile(64, 32, 32, 8, 4, 3, 1),
-    tile(64, 4, 32, 8, 8, 2, 1),   tile(128, 64, 64, 4, 1, 0, 2), tile(128, 32, 32, 4, 1, 0, 4),
-    tile(128, 4, 32, 4, 4, 2, 3),  tile(256, 64, 32, 4, 1, 0, 2), tile(256, 32, 32, 4, 1, 0, 3),
-    tile(256, 4, 16, 4, 4, 2, 2),
+    // head_dim, BLOCK_M, BLOCK_N, NUM_WARPS, KEY_GROUPS, SYNC_POLICY, MIN_BLOCKS
+    tile(64, 128, 64, 4, 1, 2, 2),  //  85 KB
+    tile(64, 64, 64, 8, 2, 2, 1),   //  85 KB
+    tile(64, 32, 32, 8, 4, 2, 1),   //  60 KB
+    tile(64, 4, 32, 8, 8, 2, 1),    //  74 KB
+    tile(128, 128, 64, 8, 1, 2, 1), // 133 KB
+    tile(128, 64, 64, 4, 1, 2, 2),  //  83 KB
+    tile(128, 64, 64, 8, 2, 2, 1),  // 133 KB
+    tile(128, 32, 32, 8, 2, 2, 1),  //  59 KB
+    tile(128, 4, 16, 8, 8, 2, 2),   //  71 KB
+    tile(256, 64, 32, 8, 2, 0, 1),  // 148 KB
+    tile(256, 32, 32, 4, 1, 0, 3),  //  70 KB
+    tile(256, 32, 32, 8, 4, 0, 1),  // 181 KB
+    tile(256, 4, 16, 4, 4, 2, 2),   //  71 KB
 };
 
 #endif
@@ -145,7 +155,8 @@ using simt::TILES;
 int64_t tiles_m(const fa_problem *p, int tile) { return (p->seq_q + TILES[tile].block_m - 1) / TILES[tile].block_m; }
 
 /* The tile to use, -1 if none of this build fits. Within the smallest head_dim that will do, the first tile whose rows
- * are used and that has work for the multiprocessors; a tile for a handful of rows only where there are so few. With
+ * are used and that fills 3/4 of the places for thread blocks (1.5 times their number when later rows see more keys:
+ * unequal tiles balance only if there are many); a tile for a handful of rows only where there are so few. With
  * batch_invariant the choice looks at head_dim alone, so that a batch entry's bits do not depend on the others. */
 int choose_tile(const fa_problem *p, const fa_device_info *device) {
     const int head_dim = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
@@ -156,7 +167,8 @@ int choose_tile(const fa_problem *p, const fa_device_info *device) {
         if (chosen >= 0) {
             const simt::Tile &before = TILES[chosen];
             const bool rows_idle = p->seq_q <= before.block_m / 4;
-            const bool sms_idle = 4 * p->batch * p->heads * tiles_m(p, chosen) < 3 * device->sm_count * before.blocks;
+            const int64_t tiles = p->batch * p->heads * tiles_m(p, chosen), slots = device->sm_count * before.blocks;
+            const bool sms_idle = 4 * tiles < (p->right != FA_UNBOUNDED ? 6 : 3) * slots;
             if (p->batch_invariant || t.head_dim != before.head_dim) break;
             if (!rows_idle && (!sms_idle || t.block_m < 16)) break;
         }

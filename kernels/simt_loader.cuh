@@ -87,11 +87,11 @@ template <typename T, Tile t, int ROWS, int THREADS> struct Loader {
 };
 
 /* A block of K or V rows on its way. With SYNC_PREFETCH it leaves global memory at fetch() and waits in registers,
- * where chunks can be loaded and the registers suffice: with 128 accumulators, 32 registers of float32 cost 5% where 16
- * of float16 gained 10%. Else all happens in store(). */
+ * where chunks can be loaded and the registers suffice (64 are for addresses and the like); else all happens in
+ * store(). On the 128x64 tile the 16 registers of float16 gain 10%, where the 32 of float32 lost 5%. */
 template <Tile t, typename L> struct NextBlock {
     static constexpr int WORDS = L::ITEMS * sizeof(typename L::Raw) / sizeof(float);
-    static constexpr bool PREFETCH = t.prefetch() && WORDS + t.accumulators() <= 144;
+    static constexpr bool PREFETCH = t.prefetch() && WORDS + t.accumulators() + 4 * t.lane_rows() + 64 <= t.registers();
     typename L::Raw raw[PREFETCH ? L::ITEMS : 1];
 
     __device__ void fetch(const L &loader, int64_t first, int64_t end) {

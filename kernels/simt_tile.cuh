@@ -37,6 +37,7 @@ struct Tile {
     constexpr int lane_rows() const { return block_m / group_warps() / ROW_GROUPS; }
     constexpr int lane_keys() const { return block_n / COLUMN_GROUPS; }
     constexpr int lane_quads() const { return head_dim / 32; } // of four head_dim columns
+    constexpr int registers() const { return 65536 / (threads() * blocks) < 255 ? 65536 / (threads() * blocks) : 255; }
     constexpr int accumulators() const { return lane_rows() * (lane_keys() + 4 * lane_quads()); } // of S and O, a lane
     constexpr bool separate() const { return sync & SYNC_SEPARATE; }
     constexpr bool prefetch() const { return sync & SYNC_PREFETCH; }
