@@ -24,6 +24,8 @@ class Cpu:
 
     kind = "cpu"
     default_arrays = "numpy"
+    torch: Any = None
+    cupy: Any = None
 
     def __init__(self):
         self.cache_bytes = _last_level_cache()

@@ -184,7 +184,7 @@ def _measure(record: Record, args: argparse.Namespace, ends: float) -> None:
 
 def _complete(cell: dict | None, rows: list[str]) -> bool:
     """Whether a recorded cell holds an answer for every row."""
-    return bool(cell) and "error" not in cell and set(rows) <= {*cell.get("contenders", {}), *cell.get("refused", {})}
+    return cell is not None and "error" not in cell and set(rows) <= {*cell.get("contenders", {}), *cell.get("refused", {})}
 
 
 # ---- running tests ----
@@ -224,7 +224,8 @@ def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: flo
 
 def parse_junit(text: str) -> dict[str, Any]:
     """Counts, failures and reasons of skips of a JUnit file."""
-    passed, failures, reasons = 0, [], Counter()
+    passed, failures = 0, []
+    reasons: Counter[str] = Counter()
     for case in ElementTree.fromstring(text).iter("testcase"):
         name = f"{case.get('classname')}.{case.get('name')}"
         wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
@@ -279,7 +280,7 @@ def summary(document: dict) -> str:
     where = (context.get("gpu") or {}).get("name") or context["cpu"]
     said = [f"{where}, {context['date']}"]
     if tests := parts.get("tests"):
-        total = Counter()
+        total: Counter[str] = Counter()
         for found in tests.values():
             total.update({k: found.get(k, 0) for k in ("passed", "failed", "skipped")})
             total["failed"] += "error" in found

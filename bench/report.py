@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -17,11 +18,12 @@ class UsageError(Exception):
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], stream=None) -> None:
-    """Prints a table: with rich on a terminal, as aligned text otherwise. Numbers are right-aligned."""
+    """Prints a table: with rich on a terminal that is wide enough, as aligned text otherwise. Numbers stand right."""
     stream = stream or sys.stdout
     cells = [[_text(value) for value in row] for row in rows]
     numeric = [all(_is_number(row[i]) for row in cells if row[i]) and bool(cells) for i in range(len(columns))]
-    if stream.isatty():
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
+    if stream.isatty() and sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns:
         try:
             from rich.console import Console
             from rich.table import Table
@@ -29,14 +31,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], str
             pass
         else:
             drawn = Table(title=title, title_justify="left")
-            for name, right in zip(columns, numeric):
-                drawn.add_column(name, justify="right" if right else "left")
+            for name, right in zip(columns, numeric, strict=True):
+                drawn.add_column(name, justify="right" if right else "left", no_wrap=True)
             for row in cells:
                 drawn.add_row(*row)
             Console(file=stream).print(drawn)
             return
-    widths = [max(len(columns[i]), *(len(row[i]) for row in cells)) if cells else len(columns[i])
-              for i in range(len(columns))]  # fmt: skip
     print(title, file=stream)
     for row in [list(columns), *cells]:
         aligned = (c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, numeric))
