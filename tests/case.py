@@ -206,7 +206,7 @@ class Case:
         elif self.values == "zeros":
             q[:] = 0
         elif self.values == "negative":
-            k = k / 8 - toward * (150 if self.dtype == "float32" else 700)
+            k = k / 8 - toward * (110 if self.dtype == "float32" else 700)
         elif self.values == "offset":
             v += 40
         elif self.values == "nan_outside":
