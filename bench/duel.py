@@ -226,7 +226,7 @@ def _audit(watch: timer.Stopwatch, tell: Callable[[Any], None]) -> None:
         tell({"audit": "begin"})
         claimed, samples, began = 0.0, 0, _now()
         while samples == 0 or (_now() - began < AUDIT_SECONDS and samples < 100_000):
-            claimed += watch.sample() * watch.launches
+            claimed += watch.sample_both()[1] * watch.launches
             samples += 1
         tell({"audit": "end", "claimed_s": claimed})
 

@@ -82,11 +82,14 @@ def score(
     results = report.Results(output, identity, context, fresh)
     todo = [case for case in chosen if str(case) not in results.cells]
     progress = report.Progress(len(todo), quiet)
+    shared = isolation.Worker() if _is_ours(candidate) else None
     for case in todo:
-        found = score_one(candidate, str(case), device, baselines, seconds, time_limit, seed, arrays)
+        found = score_one(candidate, str(case), device, baselines, seconds, time_limit, seed, arrays, shared)
         results.add(str(case), found)
         speedup = f", {found['speedup']:.2f}x" if found["speedup"] else ""
         progress.step(f"{case}: {'correct' if found['correct'] else 'WRONG: ' + found['failures'][0]}{speedup}")
+    if shared:
+        shared.close()
     document = results.document
     document["fast"] = fast_p([document["cells"][str(case)] for case in chosen])
     results.save()
@@ -102,9 +105,14 @@ def score_one(
     time_limit: float,
     seed: int,
     arrays: str | None = None,
+    worker: isolation.Worker | None = None,
 ) -> dict:
     """{correct, failures, speedup over the fastest baseline or None, baseline, microseconds}."""
-    meaning = isolation.call_once("bench.score:meaningless", {"case": case, "device": device, "seed": seed}, time_limit)
+    arguments = {"case": case, "seed": seed}
+    if worker:
+        meaning = worker.call("bench.score:meaningless", arguments, time_limit)
+    else:
+        meaning = isolation.call_once("bench.score:meaningless", arguments, time_limit)
     if not meaning.ok or meaning.value:
         why = meaning.value or meaning.reason
         return {
@@ -114,8 +122,8 @@ def score_one(
             "speedup": None,
             "us": None,
         }
-    # A worker of its own each time: what a candidate did to its process must not reach the next problem.
-    found = gate.judge_one(candidate, case, device, baselines, 1.0, time_limit, arrays=arrays, rounds=100,
+    # Without a shared worker one of its own: what a candidate did to its process must not reach the next problem.
+    found = gate.judge_one(candidate, case, device, baselines, 1.0, time_limit, worker, arrays=arrays, rounds=100,
                            seconds=seconds, seed=seed, values=TRIALS, cold=device == "cuda")  # fmt: skip
     times, base = found.get("seconds", {}), found["baseline"]
     speedup = times[base] / times[candidate] if found["correct"] and base else None
@@ -130,12 +138,16 @@ def score_one(
     }
 
 
-def meaningless(case: str, device: str, seed: int, tell: Callable[[Any], None] = print) -> str | None:
+def _is_ours(candidate: str) -> bool:
+    """Rows and peers do not tamper with the process, and may keep it from problem to problem."""
+    return ":" not in candidate and not Path(candidate).suffix
+
+
+def meaningless(case: str, seed: int, tell: Callable[[Any], None] = print) -> str | None:
     """Which answer that needs no attention the judge would accept; None when it refuses them all."""
     import dataclasses
 
     target = devices.open_device("cpu")
-    del device  # the judge is the same on both
     operands = Operands(dataclasses.replace(problems.parse(case), seed=seed, heads=1, heads_kv=1, batch=1), target)
     accepted = [name for name, answer in trivial_answers(operands).items() if operands.judge(answer).passed]
     return ", ".join(accepted) or None

@@ -183,7 +183,7 @@ def test_scored_problems():
 
 @pytest.mark.parametrize("case", [str(c) for c in problems.scored("cpu")[::9]])
 def test_no_scored_problem_accepts_a_trivial_answer(case):
-    assert score.meaningless(case, "cpu", 0) is None
+    assert score.meaningless(case, 0) is None
 
 
 # ---- references ----
