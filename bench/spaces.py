@@ -92,7 +92,7 @@ SIMT = Space(
         "BLOCK_N": 32,
         "NUM_WARPS": 8,
         "KEY_GROUPS": 4,
-        "SYNC_POLICY": 3,
+        "SYNC_POLICY": 2,
         "VEC_WIDTH": 0,
         "REDUCE": 0,
         "MIN_BLOCKS": 1,
