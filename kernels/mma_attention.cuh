@@ -1,14 +1,16 @@
 /* The attention kernel on mma.sync: one block takes TILE_M query rows of one head and walks over the keys they see.
  *
- *     S = Q K^T        a = query fragments (registers or ldmatrix), b = ldmatrix of the key rows as they lie
- *     P = 2^(c S - m)  in the registers of S; rounded to T, two neighbouring 8-key columns of S are operand a again
+ *     S = Q K^T            a = query fragments (registers or ldmatrix), b = ldmatrix of the key rows as they lie
+ *     P = 2^(c S - shift)  in the registers of S; rounded to T, two neighbouring 8-key columns of S are operand a again
  *     O = O 2^(..) + P V   b = ldmatrix.trans of the value rows
  *
  * Warps: WARPS_M groups of 16 ROW_TILES query rows; WARPS_N warps share a group's rows and split each key tile, each
- * with its own maximum, sum and output, merged in shared memory at the end (small grids: more warps a row). Key tiles
+ * with its own shift, sum and output, merged in shared memory at the end (small grids: more warps a row). Where even so
+ * the grid is small and keys are many, blocks split the keys as well, and combine_splits() joins their parts. Key tiles
  * are walked from the last to the first, so that the masked ones of a causal call come first, in the shadow of the
- * first loads. K and V: a ring of STAGES tiles filled by cp.async, one barrier a tile; with STAGES 1 the next K is
- * fetched while P V runs and V while Q K^T runs, two barriers a tile. */
+ * first loads; a tile that a warp's rows see whole is not masked, one that they do not see is not multiplied. K and V:
+ * a ring of STAGES tiles filled by cp.async, one barrier a tile; with STAGES 1 the next K is fetched while P V runs and
+ * V while Q K^T runs, two barriers a tile. */
 #ifndef FA_MMA_ATTENTION_CUH
 #define FA_MMA_ATTENTION_CUH
 
@@ -31,8 +33,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % C::WARPS_M, warp_n = warp / C::WARPS_M;
 
     const BlockPlace block(args);
-    // Keys that the block's rows see, as tiles [tile_begin, tile_end); the warp's own: all of its rows, some of its
-    // rows.
+    // Keys that the block's rows see, as tiles [tile_begin, tile_end).
     const int block_query = block.row_block * C::TILE_M, block_last = min(block_query + C::TILE_M, int(p.seq_q)) - 1;
     const int keys_begin = visible.begin(block_query), keys_end = visible.end(block_last);
     int tile_begin = keys_begin / C::TILE_N;
@@ -43,6 +44,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         tile_begin = min(tile_begin + int(blockIdx.y) * share, tile_end);
         tile_end = min(tile_begin + share, tile_end);
     }
+    // Of the warp: keys [warp_begin, warp_end) that some of its rows see, [whole_begin, whole_end) that all of them
+    // see.
     const int warp_query = block_query + warp_m * C::WARP_ROWS,
               warp_last = min(warp_query + C::WARP_ROWS - 1, block_last);
     const int warp_begin = visible.begin(warp_query), warp_end = warp_query <= warp_last ? visible.end(warp_last) : 0;
@@ -79,9 +82,12 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         mine.multiply_values(weights, value_address.shifted(stage * C::TILE_BYTES));
     };
     auto scores = [&](int key, bool masked, int stage) {
-        mine.multiply_keys(s, key_address.shifted(stage * C::TILE_BYTES));
         place.key = key + lane % 4 * 2;
-        if constexpr (C::GENERAL) transform_scores<C::ROW_TILES, C::KEYS>(s, p, args.score, visible, place);
+        typename MmaWarp<C>::Tile added;
+        const bool adds = C::GENERAL && (p.bias.data || p.mask.data);
+        mine.multiply_keys(s, key_address.shifted(stage * C::TILE_BYTES));
+        if (adds) fetch_added<C::ROW_TILES, C::KEYS>(added, p, args.pairs_bias, args.pairs_mask, visible, place);
+        if constexpr (C::GENERAL) transform_scores<C::ROW_TILES, C::KEYS>(s, args.score, added, adds);
         if (masked) mask_scores<C::ROW_TILES, C::KEYS>(s, visible, place);
     };
 

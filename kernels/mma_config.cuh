@@ -71,6 +71,7 @@ struct MmaArgs {
     int row_blocks;                         // tiles of TILE_M queries a head
     int sections;
     bool chunks_q, chunks_k, chunks_v, chunks_o; // whether 16-byte chunks are aligned
+    bool pairs_bias, pairs_mask;                 // whether an even key and the next are one aligned word
     int64_t sink_row;                            // distance of the sinks of neighbouring rows: 0, or heads are rows
     int splits;                                  // parts of the keys; with more than 1, each writes to `partial`
     float *partial;                              // (splits, rows, HEAD_DIM) output, then (splits, rows, 2) shift, sum

@@ -1,8 +1,8 @@
 /* mma_sm80: the tensor-core kernel of every NVIDIA GPU from Ampere on, in the manner of FlashAttention-2.
  *
  * Float16 and bfloat16, float32 accumulation, mma.sync m16n8k16, head_dim and head_dim_v from 1 to 256 (padded with
- * zeros to the next of 64, 96, 128, 192, 256). The kernel and its maths stand in mma_attention.cuh; what else is here:
- * mma_tile.cuh (swizzled tiles, loads), mma_scores.cuh (masks, softcap, bias in registers), sm80_ptx.cuh
+ * zeros to the next of 32, 64, 96, 128, 192, 256). The kernel and its maths stand in mma_attention.cuh; what else is
+ * here: mma_tile.cuh (swizzled tiles, loads), mma_scores.cuh (masks, softcap, bias in registers), sm80_ptx.cuh
  * (instructions).
  *
  * Several tile shapes for each padded head_dim and dtype (`Kind` below): for grids that fill the device, by the shared
@@ -11,6 +11,7 @@
  *
  *     python -m bench measure --preset paper --rows mma_sm80
  *
+ * @instance d32  -DFA_MMA_HEAD_DIM=32
  * @instance d64  -DFA_MMA_HEAD_DIM=64
  * @instance d96  -DFA_MMA_HEAD_DIM=96
  * @instance d128 -DFA_MMA_HEAD_DIM=128
@@ -22,7 +23,7 @@
 #include "mma_attention.cuh" // mma_kernel, MmaConfig, MmaArgs
 
 #ifndef FA_MMA_HEAD_DIMS // all instances of a build, ascending
-#define FA_MMA_HEAD_DIMS(X) X(64) X(96) X(128) X(192) X(256)
+#define FA_MMA_HEAD_DIMS(X) X(32) X(64) X(96) X(128) X(192) X(256)
 #endif
 
 namespace {
@@ -43,15 +44,17 @@ enum Kind {
 
 /* Row tiles a warp, warps over rows, warps over keys, keys a warp, stages, Q in registers, blocks a multiprocessor.
  * Measured on the H200: 16-row warps are bound by shared memory and lose 5 to 25%; 32 keys lose 10% to 64; a second
- * stage gains 5% at head_dim 64 and 3% at 128; at 256, 8 warps in one block lose 6% to two blocks of 4. */
+ * stage gains 5% at head_dim 64 and 3% at 128; at 256, 8 warps in one block lose 6% to two blocks of 4. GENERAL waits
+ * on loads and tanh: as many warps as fit. */
 constexpr MmaShape shape_of(int head_dim, Kind kind) {
 #ifdef FA_MMA_TUNE // the shape of the kind that FA_MMA_FORCE names
     if (kind == FA_MMA_FORCE) return FA_MMA_TUNE;
 #endif
-    if (kind == GENERAL) return {1, 4, 1, 32, 1, false, 2};
-    if (kind == SMALL && head_dim == 64) return {1, 2, 2, 64, 2, true, 3};
+    if (kind == GENERAL) return {1, 4, 1, 32, 1, false, head_dim <= 64 ? 4 : head_dim <= 128 ? 3 : 2};
+    if (kind == SMALL && head_dim <= 64) return {1, 2, 2, 64, 2, true, 3};
     if (kind == SMALL) return {1, 2, 2, head_dim <= 128 ? 64 : 32, 1, head_dim <= 128, 2};
     switch (head_dim) {
+    case 32:
     case 64: return {2, 4, 1, 64, 2, true, 2};                      // 48 KB
     case 96: return {2, 4, 1, 64, kind == LARGE ? 2 : 1, false, 2}; // 72, 48 KB
     case 128:
@@ -289,6 +292,8 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .chunks_k = has_chunks(p->k, p->head_dim),
         .chunks_v = has_chunks(p->v, p->head_dim_v),
         .chunks_o = has_chunks(p->out, p->head_dim_v),
+        .pairs_bias = fa::has_pairs(p->bias, p->bias_dtype == FA_F32 ? 4 : 2),
+        .pairs_mask = fa::has_pairs(p->mask, 1),
         .sink_row = p->heads != problem->heads ? problem->sinks.stride[0] : 0,
         .splits = plan->splits,
         .partial = static_cast<float *>(launch->workspace),
