@@ -22,11 +22,6 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(f
     return __float2bfloat16_rn(x);
 }
 
-template <typename T> inline constexpr fa_dtype dtype_of = FA_F64; // no kernel computes in float64
-template <> inline constexpr fa_dtype dtype_of<__half> = FA_F16;
-template <> inline constexpr fa_dtype dtype_of<__nv_bfloat16> = FA_BF16;
-template <> inline constexpr fa_dtype dtype_of<float> = FA_F32;
-
 /* Element `index` of an array whose dtype is known at run time only (bias, sinks): float16, bfloat16 or float32. */
 __device__ __forceinline__ float load_as_float(const void *data, fa_dtype dtype, int64_t index) {
     if (dtype == FA_F32) return static_cast<const float *>(data)[index];

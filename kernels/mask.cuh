@@ -16,7 +16,6 @@ struct KeyRange {
     int64_t begin, end;
 
     __host__ __device__ bool empty() const { return end <= begin; }
-    __host__ __device__ bool contains(int64_t key) const { return begin <= key && key < end; }
 };
 
 /* Keys that query `row` sees (the boolean mask aside). `Problem` is fa_problem, or what has its members left, right,

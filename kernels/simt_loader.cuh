@@ -11,7 +11,7 @@
 namespace simt {
 
 /* threadIdx.x, in a way that keeps the compiler from holding the addresses made of it in registers over the key loop:
- * they cost the 64-wide tile 86 registers of 254, and spilled. */
+ * with them the 32x64 tile took 168 registers instead of 128, and the 128x64 tile spilled. */
 __device__ __forceinline__ int thread_index() {
     int t = threadIdx.x;
     asm volatile("" : "+r"(t));
