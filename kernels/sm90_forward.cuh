@@ -3,14 +3,13 @@
  * The producer fills rings of key and value blocks and each warpgroup's own queries by TMA. A warpgroup computes
  * S = Q K^T into registers, turns it into weights there, and feeds them back as the A operand of O += P V:
  *
- *     issue S(b) = Q K(b)          \  tensor cores work on these two ...
- *     issue O += P(b-1) V(b-1)     /
- *     wait for S(b); weights(b)       ... while the other units make weights of S(b)
- *     wait for O; rescale; P(b) = pack(weights(b))
+ *     issue S(b) = Q K(b), then O += P(b-1) V(b-1)
+ *     wait for S(b); P(b) = weights of S(b)       with C::kOverlap under the second product
+ *     wait for O; where S(b) outgrew the maximum: rescale O
  *
- * With C::kPingPong the warpgroups issue their products in turns, so that one's products run under another's
- * exponentials. Shared memory: queries [stage][warpgroup][slab][64][64], keys and values [stage][slab][tile_n][64],
- * 16-bit, swizzled.
+ * With C::kTurns the warpgroups issue their products in turns, so that one's run under another's exponentials. What
+ * limits is the path of instructions of one warpgroup (sm90_softmax.cuh shortens it), then power.
+ * Shared memory, 16-bit, swizzled: queries [stage][warpgroup][slab][64][64], keys and values [stage][slab][tile_n][64].
  */
 #pragma once
 #include "sm90_epilogue.cuh"
@@ -127,12 +126,12 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     RingState<C::kQueryStages> q_ring(0);
 
     auto turn_wait = [&] {
-        if constexpr (C::kPingPong) named_barrier_sync(1 + wg, kTurnThreads);
+        if constexpr (C::kTurns) named_barrier_sync(1 + wg, kTurnThreads);
     };
     auto turn_pass = [&] {
-        if constexpr (C::kPingPong) named_barrier_arrive(1 + (wg + 1 == C::kConsumers ? 0 : wg + 1), kTurnThreads);
+        if constexpr (C::kTurns) named_barrier_arrive(1 + (wg + 1 == C::kConsumers ? 0 : wg + 1), kTurnThreads);
     };
-    if (C::kPingPong && wg == C::kConsumers - 1) turn_pass();
+    if (C::kTurns && wg == C::kConsumers - 1) turn_pass();
 
     RingState<2> tile_ring(0);
     auto next_tile = [&](uint32_t round) {
@@ -155,6 +154,13 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
         if (blocks.count > 0) {
             float scores[kTileN / 2];
             uint32_t weights[kTileN / 4];
+            // The warpgroup skips blocks past the last key that one of its rows sees: it begins with `first`.
+            int seen_end = 0, first = 0;
+            if constexpr (C::kMasked) {
+                if (wg_row < p.seq_q)
+                    seen_end = min(p.visibility.seq_k, min(wg_row + 64, p.seq_q) - 1 + p.visibility.upper);
+                if (blocks.end > seen_end) first = min(blocks.count, (blocks.end - seen_end) / kTileN);
+            }
 
             auto issue_qk = [&] {
                 gemm_qk<T, C::kHeadDim>(scores, smem_address(smem.q[q_ring.stage][wg]), Smem::kQuerySlabBytes,
@@ -174,13 +180,15 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 if (elected) mbarrier_arrive(&smem.v_empty[v_ring.stage]);
                 v_ring.advance();
             };
-            auto cap = [&] {
-                if constexpr (C::kSoftcap) {
-#pragma unroll
-                    for (int i = 0; i < kTileN / 2; ++i) scores[i] = tanh_fast(scores[i] * p.cap_factor);
-                }
+            auto skip_values = [&] {
+                mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
+                free_values();
             };
-            auto mask = [&](int block) {
+            auto cap = [&](auto &scores) {
+                if constexpr (C::kSoftcap)
+                    for (float &score : scores) score = tanh_fast(score * p.cap_factor);
+            };
+            auto mask = [&](auto &scores, int block) {
                 const int first_key = blocks.end - (block + 1) * kTileN;
                 int low[2], high[2];
 #pragma unroll
@@ -200,13 +208,13 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 issue_qk();
                 mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
                 wgmma_fence();
-                issue_pv(old, block > 1);
+                issue_pv(old, block > first + 1);
                 turn_pass();
                 wgmma_wait<1>();
                 wgmma_pin(scores);
                 free_keys(block + 1 == blocks.count);
-                cap();
-                if constexpr (kMaskBlock) mask(block);
+                cap(scores);
+                if constexpr (kMaskBlock) mask(scores, block);
                 if constexpr (!C::kOverlap) {
                     wgmma_wait<0>();
                     wgmma_pin(out);
@@ -249,41 +257,76 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 return block;
             };
 
-            mbarrier_wait(&smem.q_full[q_ring.stage][wg], q_ring.parity);
-            mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
-            wgmma_fence();
-            issue_qk();
-            wgmma_wait<0>();
-            wgmma_pin(scores);
-            free_keys(blocks.count == 1);
-            cap();
-            if (C::kMasked || blocks.end > p.visibility.seq_k) mask(0);
-            softmax.absorb<true>(scores, p.score_factor);
-            pack_scores<T>(weights, scores);
+            /* Weights of the first block; with `half`, this warpgroup sees none of its later keys. */
+            auto begin = [&]<bool kHalf>(std::bool_constant<kHalf>) {
+                constexpr int kColumns = kHalf ? kTileN / 2 : kTileN;
+                auto &part = reinterpret_cast<float(&)[kColumns / 2]>(scores);
+                auto &part_weights = reinterpret_cast<uint32_t(&)[kColumns / 4]>(weights);
+                wgmma_fence();
+                gemm_qk<T, C::kHeadDim>(part, smem_address(smem.q[q_ring.stage][wg]), Smem::kQuerySlabBytes,
+                                        smem_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
+                wgmma_commit();
+                wgmma_wait<0>();
+                wgmma_pin(part);
+                free_keys(first + 1 == blocks.count);
+                cap(part);
+                if (C::kMasked || blocks.end > p.visibility.seq_k) mask(part, first);
+                softmax.absorb<true>(part, p.score_factor);
+                pack_scores<T>(part_weights, part);
+#pragma unroll
+                for (int i = kColumns / 4; i < kTileN / 4; ++i) weights[i] = 0;
+            };
 
-            int block = 1;
-            if constexpr (C::kMasked) {
-                // Blocks that reach past the last key of this warpgroup's first row, then plain ones, then those that
-                // begin before the first key of its last row.
-                const int high = min(p.visibility.seq_k, wg_row + p.visibility.upper);
-                const int low = max(0, wg_row + 63 + p.visibility.lower);
-                const int plain = max(1, (blocks.end - high + kTileN - 1) / kTileN);
-                const int plain_end = blocks.end > low ? (blocks.end - low) / kTileN : 0;
-                block = steps(block, min(plain, blocks.count), std::true_type());
-                block = steps(block, min(plain_end, blocks.count), std::false_type());
-                steps(block, blocks.count, std::true_type());
-            } else {
-                steps(block, blocks.count, std::false_type());
+            mbarrier_wait(&smem.q_full[q_ring.stage][wg], q_ring.parity);
+            for (int block = 0; block < first; ++block) { // the others' blocks, in turn
+                mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
+                if (block > 0) {
+                    turn_wait();
+                    turn_pass();
+                }
+                free_keys(block + 1 == blocks.count);
+                if (block > 0) skip_values(); // no later: the producer loads them before more keys
+            }
+            if (first < blocks.count) {
+                mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
+                if (first > 0) {
+                    turn_wait();
+                    turn_pass();
+                }
+                if constexpr (C::kHalfBlocks) {
+                    if (seen_end - (blocks.end - (first + 1) * kTileN) <= kTileN / 2)
+                        begin(std::true_type());
+                    else
+                        begin(std::false_type());
+                } else {
+                    begin(std::false_type());
+                }
+            }
+            if (first > 0) skip_values();
+            if (first < blocks.count) {
+                int block = first + 1;
+                if constexpr (C::kMasked) {
+                    // Blocks that reach past the last key of this warpgroup's first row, then plain ones, then those
+                    // that begin before the first key of its last row.
+                    const int high = min(p.visibility.seq_k, wg_row + p.visibility.upper);
+                    const int low = max(0, wg_row + 63 + p.visibility.lower);
+                    const int plain = (blocks.end - high + kTileN - 1) / kTileN;
+                    const int plain_end = blocks.end > low ? (blocks.end - low) / kTileN : 0;
+                    block = steps(block, min(plain, blocks.count), std::true_type());
+                    block = steps(block, min(plain_end, blocks.count), std::false_type());
+                    steps(block, blocks.count, std::true_type());
+                } else {
+                    steps(block, blocks.count, std::false_type());
+                }
+                mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
+                wgmma_fence();
+                issue_pv(weights, blocks.count - first > 1);
+                wgmma_wait<0>();
+                wgmma_pin(out);
+                wgmma_pin(weights);
+                free_values();
             }
             q_ring.advance();
-
-            mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
-            wgmma_fence();
-            issue_pv(weights, blocks.count > 1);
-            wgmma_wait<0>();
-            wgmma_pin(out);
-            wgmma_pin(weights);
-            free_values();
         } // without keys every factor below is 0, which store_rows() writes as 0
 
         float factor[2];

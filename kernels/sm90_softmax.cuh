@@ -39,17 +39,6 @@ __device__ __forceinline__ float tanh_fast(float x) {
     return y;
 }
 
-/* 2^x on the FMA pipe, relative error under 9e-5 (float16 and bfloat16 round coarser): x = n + f, a cubic for 2^f, n
- * into the exponent; x <= 16, -inf gives 0. Relieves the MUFU unit, which does 16 ex2 a clock an SM. */
-__device__ __forceinline__ float exp2_polynomial(float x) {
-    constexpr float kRound = 12582912.0f; // 2^23 + 2^22: adding it leaves the integer part in the low bits
-    x = fmaxf(x, -127.0f);                // whose result is exactly 0
-    const float shifted = __fadd_rd(x, kRound);
-    const float f = x - (shifted - kRound);
-    const float y = fmaf(fmaf(fmaf(0.0771190897f, f, 0.2275643945f), f, 0.6951461434f), f, 1.0f);
-    return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
-}
-
 /* Excludes the scores of row r (0, 1) at block columns outside [low[r], high[r]); `lane_column` is 2 * (lane % 4). */
 template <int Count>
 __device__ __forceinline__ void mask_scores(float (&scores)[Count], const int (&low)[2], const int (&high)[2],

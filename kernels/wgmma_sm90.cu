@@ -3,8 +3,9 @@
  * What:   float16 and bfloat16; head_dim a multiple of 8 up to 256, computed at 64, 96, 128, 192 or 256 columns (TMA
  *         fills with zeros); grouped heads; ragged lengths; causal, two-sided windows, softcap, sinks; LSE.
  * How:    sm90_forward.cuh. Three kinds of kernel: full (no exclusions but the end of the keys), masked (a range of
- * keys a row) and capped (masked, with softcap). Layout: any strides of 16-byte multiples with a contiguous head_dim
- * axis, which covers "bhsd", "bshd" and slices. Limits: no bias, no boolean mask, scale > 0, head_dim_v = head_dim.
+ *         keys a row) and capped (masked, with softcap).
+ * Layout: any strides of 16-byte multiples with a contiguous head_dim axis: "bhsd", "bshd" and slices of them.
+ * Limits: no bias, no boolean mask, scale > 0, head_dim_v = head_dim.
  * Bench:  python -m bench run --rows wgmma_sm90
  *
  * @arch sm_90a
@@ -45,25 +46,31 @@
 
 /* ---- configuration ---- */
 
-#define FA_FULL   0
-#define FA_MASKED 1
-#define FA_CAPPED 2
+#define FA_FULL   0 // no key is excluded but by the end of the keys
+#define FA_MASKED 1 // a range of keys a row: causal, window
+#define FA_CAPPED 2 // the same, with softcap
 
 namespace fa::sm90 {
 
-/* Shape of a kernel: `consumers` warpgroups of 64 query rows, key blocks of `tile_n`, rings of `stages` key and value
- * blocks, `query_stages` query tiles. */
+/* Shape of a kernel. */
 struct Tiling {
-    int consumers, tile_n, stages, query_stages;
+    int consumers;    // warpgroups of 64 query rows
+    int tile_n;       // keys a block
+    int stages;       // of the rings of key and of value blocks
+    int query_stages; // query tiles
+    bool turns;       // the warpgroups issue their products in turns
+    bool overlap;     // a block's exponentials run under P V of the block before, with two sets of weights
+    bool half;        // a warpgroup that sees only half of its first block multiplies that half alone
 };
 
+/* Measured on an H200; shared memory (227 KiB) and registers bound tile_n. */
 constexpr Tiling tiling(int head_dim, int kind) {
-    Tiling t = head_dim <= 64    ? Tiling{3, kind == FA_CAPPED ? 112 : 128, 4, 2}
-               : head_dim <= 96  ? Tiling{2, kind == FA_FULL ? 160 : 128, 2, 1}
-               : head_dim <= 128 ? Tiling{2, kind == FA_FULL ? 160 : 128, 2, 2}
-               : head_dim <= 192 ? Tiling{2, 112, 2, 1}
-                                 : Tiling{2, 80, 2, 1};
-#ifdef FA_CONSUMERS // a tuner's choice
+    Tiling t = head_dim <= 64    ? Tiling{3, kind == FA_CAPPED ? 96 : 128, 4, 2, true, false, kind == FA_MASKED}
+               : head_dim <= 96  ? Tiling{2, 128, 2, 2, true, true, false}
+               : head_dim <= 128 ? Tiling{2, 128, 2, 2, true, true, false}
+               : head_dim <= 192 ? Tiling{2, kind == FA_FULL ? 96 : 112, 2, 1, true, kind == FA_FULL, false}
+                                 : Tiling{2, kind == FA_FULL ? 80 : 64, 2, 1, true, false, false};
+#ifdef FA_CONSUMERS // from here on: a tuner's choice
     t.consumers = FA_CONSUMERS;
 #endif
 #ifdef FA_TILE_N
@@ -75,44 +82,47 @@ constexpr Tiling tiling(int head_dim, int kind) {
 #ifdef FA_QUERY_STAGES
     t.query_stages = FA_QUERY_STAGES;
 #endif
+#ifdef FA_TURNS
+    t.turns = FA_TURNS;
+#endif
+#ifdef FA_OVERLAP
+    t.overlap = FA_OVERLAP;
+#endif
+#ifdef FA_HALF
+    t.half = FA_HALF;
+#endif
     return t;
 }
 
-#ifndef FA_PING_PONG // products of the warpgroups in turns
-#define FA_PING_PONG (head_dim <= 128)
-#endif
-#ifndef FA_RESCALE_THRESHOLD // log2 of the largest weight before the maximum is raised
-#define FA_RESCALE_THRESHOLD 8.0f
-#endif
-#ifndef FA_POLYNOMIAL_EVERY // every n-th exponential by polynomial; 0: none
-#define FA_POLYNOMIAL_EVERY 0
-#endif
 #ifndef FA_DYNAMIC // tiles from a counter where their lengths differ
-#define FA_DYNAMIC 1
+#define FA_DYNAMIC true
 #endif
-#ifndef FA_SECTION_MIB // keys and values of the heads in flight, longest-first order
-#define FA_SECTION_MIB 32
+/* MiB of keys and values that a section of the longest-first order holds, given those of one head in bytes. Short heads
+ * gain from L2 (50 MiB), long ones from many tiles of like length. Measured at head_dim 128 and 256, 512 to 16k keys.
+ */
+constexpr int64_t section_mib(int64_t head_bytes) {
+#ifdef FA_SECTION_MIB
+    return FA_SECTION_MIB;
+#else
+    return head_bytes <= 256 << 10 ? 16 : head_bytes <= 1 << 20 ? 32 : 64;
 #endif
+}
 
 template <class T, int HeadDim, int Kind> struct Config {
     static constexpr Tiling kTiling = tiling(HeadDim, Kind);
-    static constexpr int head_dim = HeadDim;
     using Element = T;
     static constexpr int kHeadDim = HeadDim, kConsumers = kTiling.consumers, kTileM = 64 * kConsumers,
                          kTileN = kTiling.tile_n, kStages = kTiling.stages, kQueryStages = kTiling.query_stages;
     static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED,
-                          kPingPong = kConsumers > 1 && FA_PING_PONG;
-#ifndef FA_OVERLAP
-#define FA_OVERLAP 0
-#endif
-    static constexpr bool kOverlap = FA_OVERLAP;
-    static constexpr int kPolynomialEvery = FA_POLYNOMIAL_EVERY;
-    static constexpr float kRescaleThreshold = FA_RESCALE_THRESHOLD;
+                          kTurns = kConsumers > 1 && kTiling.turns, kOverlap = kTiling.overlap,
+                          kHalfBlocks = kMasked && kTiling.half;
     // 64 Ki registers: what the consumers leave is the producer's.
     static constexpr int kConsumerRegisters = kConsumers == 1 ? 256 : kConsumers == 2 ? 240 : 160;
     static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 24 : 32;
-    static_assert(kTileN % 16 == 0 && kTileN <= 256 && HeadDim % 16 == 0 && HeadDim <= FA_MAX_HEAD_DIM);
-    static_assert(kTileN / 2 + kTileN / 4 + HeadDim / 2 + 24 <= kConsumerRegisters, "scores, weights and output");
+    static_assert(kTileN % (kHalfBlocks ? 32 : 16) == 0 && kTileN <= 256);
+    static_assert(HeadDim % 16 == 0 && HeadDim <= FA_MAX_HEAD_DIM);
+    static_assert(kTileN / 2 + (kOverlap ? 2 : 1) * kTileN / 4 + HeadDim / 2 + 24 <= kConsumerRegisters,
+                  "scores, weights and output");
 };
 
 /* ---- instances: one kernel a compilation ---- */
@@ -142,29 +152,28 @@ fa_code FA_PASTE(wgmma_sm90_, FA_INSTANCE)(const ForwardParams &params, int64_t 
 #else
 
 // A tuner links single instances: those left out are null.
-#define FA_DECLARE(d, kind, type) __attribute__((weak)) Launch wgmma_sm90_d##d##_##kind##_##type;
+#define FA_DECLARE(d, kind) __attribute__((weak)) Launch wgmma_sm90_d##d##_##kind##_f16, wgmma_sm90_d##d##_##kind##_bf16
 #define FA_DECLARE_ALL(d)                                                                                              \
-    FA_DECLARE(d, full, f16)                                                                                           \
-    FA_DECLARE(d, full, bf16)                                                                                          \
-    FA_DECLARE(d, masked, f16)                                                                                         \
-    FA_DECLARE(d, masked, bf16)                                                                                        \
-    FA_DECLARE(d, capped, f16)                                                                                         \
-    FA_DECLARE(d, capped, bf16)
-FA_DECLARE_ALL(64)
-FA_DECLARE_ALL(96)
-FA_DECLARE_ALL(128)
-FA_DECLARE_ALL(192)
-FA_DECLARE_ALL(256)
+    FA_DECLARE(d, full);                                                                                               \
+    FA_DECLARE(d, masked);                                                                                             \
+    FA_DECLARE(d, capped)
+FA_DECLARE_ALL(64);
+FA_DECLARE_ALL(96);
+FA_DECLARE_ALL(128);
+FA_DECLARE_ALL(192);
+FA_DECLARE_ALL(256);
 
-#define FA_ENTRIES(d)                                                                                                  \
-    {                                                                                                                  \
-        {wgmma_sm90_d##d##_full_f16, wgmma_sm90_d##d##_full_bf16},                                                     \
-            {wgmma_sm90_d##d##_masked_f16, wgmma_sm90_d##d##_masked_bf16},                                             \
-            {wgmma_sm90_d##d##_capped_f16, wgmma_sm90_d##d##_capped_bf16},                                             \
-    }
+#define FA_ENTRY(d, kind)                                                                                              \
+    { wgmma_sm90_d##d##_##kind##_f16, wgmma_sm90_d##d##_##kind##_bf16 }
 static constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
-static Launch *const kLaunches[][3][2] = {FA_ENTRIES(64), FA_ENTRIES(96), FA_ENTRIES(128), FA_ENTRIES(192),
-                                          FA_ENTRIES(256)}; // [head_dim][kind][float16, bfloat16]
+static Launch *const kLaunches[][3][2] = {
+    // [head_dim][kind][float16, bfloat16]
+    {FA_ENTRY(64, full), FA_ENTRY(64, masked), FA_ENTRY(64, capped)},
+    {FA_ENTRY(96, full), FA_ENTRY(96, masked), FA_ENTRY(96, capped)},
+    {FA_ENTRY(128, full), FA_ENTRY(128, masked), FA_ENTRY(128, capped)},
+    {FA_ENTRY(192, full), FA_ENTRY(192, masked), FA_ENTRY(192, capped)},
+    {FA_ENTRY(256, full), FA_ENTRY(256, masked), FA_ENTRY(256, capped)},
+};
 
 /* ---- rejects, plan, launch ---- */
 
@@ -259,9 +268,9 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     params.schedule.heads = static_cast<uint32_t>(p.heads);
     params.schedule.tiles = static_cast<uint32_t>(params.schedule.query_tiles * p.heads * p.batch);
     params.group = p.heads_kv > 0 ? static_cast<int>(p.heads / p.heads_kv) : 1;
-    if (p.right < FA_UNBOUNDED && FA_SECTION_MIB > 0) {
+    if (p.right < FA_UNBOUNDED) {
         const int64_t head_bytes = 4 * keys * p.head_dim,
-                      fit = head_bytes ? (int64_t{FA_SECTION_MIB} << 20) / head_bytes : 1;
+                      fit = head_bytes ? (section_mib(head_bytes) << 20) / head_bytes : 1;
         const int64_t pairs = (fit > 1 ? fit : 1) * params.group, all = p.heads * p.batch;
         params.schedule.section_heads = static_cast<uint32_t>(pairs < all ? pairs : all);
     }
