@@ -44,10 +44,4 @@ __device__ __forceinline__ void store_rows(T *const (&row)[2], const float (&out
     }
 }
 
-/* Zeros to columns below `columns` of a row that four threads share. */
-template <class T> __device__ __forceinline__ void store_zeros(T *row, int columns, int lane) {
-    for (int column = 8 * (lane % 4); column < columns; column += 32)
-        *reinterpret_cast<uint4 *>(row + column) = make_uint4(0, 0, 0, 0);
-}
-
 } // namespace fa::sm90

@@ -46,7 +46,4 @@ __device__ __forceinline__ void tma_load_tile(void *to, const CUtensorMap *map, 
 template <int Columns, int Rows>
 inline constexpr int kTileBytes = (Columns + kSlabColumns - 1) / kSlabColumns *Rows *kSlabRowBytes;
 
-/* Orders this thread's ordinary shared-memory accesses before later accesses by TMA and wgmma. */
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 } // namespace fa::sm90
