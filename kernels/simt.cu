@@ -13,7 +13,6 @@
  * Limits: no tensor cores, so at most the float32 rate; keys are not divided over thread blocks, so that a few query
  * rows against many keys leave most of the GPU idle.
  *
- * @flags --compress-mode=size
  * @instance f16 -DSIMT_TYPE=__half
  * @instance bf16 -DSIMT_TYPE=__nv_bfloat16
  * @instance f32 -DSIMT_TYPE=float
