@@ -151,7 +151,7 @@ def table(found) -> str:
 
 def main(arguments=None) -> int:
     """Prints the survey; 1 if a stage failed."""
-    parser = argparse.ArgumentParser(prog="python -m fa_ext", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m fa_ext", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", action="store_true", help="print the survey as JSON")
     given = parser.parse_args(arguments)
     found = survey()

@@ -12,7 +12,6 @@ A file with instances is compiled once for each and once without FA_INSTANCE (it
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import re
@@ -59,6 +58,7 @@ class Options:
     """What the environment asks of a build. See ``options_from_environment``."""
 
     nvcc: str | None = None
+    nvcc_release: tuple[int, int] = (0, 0)
     archs: tuple[str, ...] = ()
     only: str | None = None
     debug: bool = False
@@ -79,8 +79,7 @@ def find_nvcc() -> str | None:
     return str(default) if default.exists() else None
 
 
-@functools.cache
-def nvcc_version(nvcc: str) -> tuple[int, int]:
+def nvcc_release(nvcc: str) -> tuple[int, int]:
     """(major, minor) of a compiler, such as (13, 0)."""
     printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     found = re.search(r"release (\d+)\.(\d+)", printed)
@@ -100,6 +99,7 @@ def options_from_environment() -> Options:
         raise BuildError("FA_CUDA=1, but nvcc was not found: set CUDA_HOME, or put nvcc on PATH")
     return Options(
         nvcc=nvcc,
+        nvcc_release=nvcc_release(nvcc) if nvcc else (0, 0),
         archs=tuple(re.split(r"[\s;,]+", env["FA_ARCHS"].strip())) if env.get("FA_ARCHS", "").strip() else (),
         only=env.get("FA_ONLY") or None,
         debug=env.get("FA_DEBUG", "0") == "1",
@@ -174,7 +174,7 @@ def command(unit: Unit, target: Path, options: Options) -> list[str]:
         assert options.nvcc
         archs = unit.archs or options.archs or DEFAULT_ARCHS
         mode = ["-G", "-g"] if options.debug else ["-O3", "-lineinfo"]
-        if nvcc_version(options.nvcc) >= (12, 8):
+        if options.nvcc_release >= (12, 8):
             mode.append("--compress-mode=size")  # the sm_90 build with line tables: 37 MB without, 6 MB with
         return [options.nvcc, "-std=c++20", *mode, "--expt-relaxed-constexpr", "-Xptxas", "-v", *_gencode(archs),
                 "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", *defines, *includes, *unit.flags, *dependencies,
