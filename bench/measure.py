@@ -243,7 +243,7 @@ def _timed_alone(entrant: Contender, slots: list[Operands], device: Cpu | Cuda, 
 
     first = once()
     sample = first * (len(slots) if device.kind == "cuda" else 1)
-    if sample <= seconds / 8:
+    if sample <= seconds / 20:
         return None
     taken = [first] + [once() for _ in range(min(4, int(seconds / 2 / first)))]
     return {
