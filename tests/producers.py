@@ -4,6 +4,8 @@ They can lie in every field, which no real library does on purpose.
 """
 
 import ctypes as c
+import subprocess
+import sys
 
 import numpy as np
 
@@ -223,3 +225,16 @@ def interface(**fields):
     made = {"shape": (1, 2, 4, 8), "typestr": "<f2", "data": (0x7F1200000000, False), "version": 3}
     made.update(fields)
     return Interface({name: value for name, value in made.items() if value is not ...})
+
+
+def ran_alone(request):
+    """Runs the test in a process of its own where JAX, torch or CuPy are loaded, whose threads a fork may deadlock on.
+
+    True if it did, and passed there; False where the test can run right here.
+    """
+    if not {"jax", "torch", "cupy"} & set(sys.modules):
+        return False
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
+    done = subprocess.run(command, cwd=request.config.rootpath, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return True

