@@ -4,6 +4,7 @@ They can lie in every field, which no real library does on purpose.
 """
 
 import ctypes as c
+import os
 import subprocess
 import sys
 
@@ -232,9 +233,12 @@ def ran_alone(request):
 
     True if it did, and passed there; False where the test can run right here.
     """
-    if not {"jax", "torch", "cupy"} & set(sys.modules):
+    if "ALONE" in os.environ or not {"jax", "torch", "cupy"} & set(sys.modules):
         return False
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
-    done = subprocess.run(command, cwd=request.config.rootpath, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"ALONE": "1"}
+    done = subprocess.run(
+        command, cwd=request.config.rootpath, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return True
