@@ -100,6 +100,7 @@ int64_t query_tiles(const fa_problem *p) { return p->batch * p->heads * ((p->seq
 const char *declines(const fa_problem *p, const fa_device_info *device) {
     if (p->batch_invariant) return "batch_invariant: the choice of this row depends on the batch";
     if (query_tiles(p) > device->sm_count) return "slower here than wgmma_sm90: the query tiles fill the machine";
+    if (p->seq_q <= 16) return "slower here than mma_sm80: a few queries leave most of a 64-row tile empty";
     return nullptr;
 }
 
