@@ -18,7 +18,7 @@ def _recorded():
     """{(file, problem and cache): {row: microseconds}} from the committed evidence."""
     cells = {}
     for path in sorted(EVIDENCE.glob("*.json")):
-        for name, cell in json.loads(path.read_text())["parts"].get("measure", {}).get("cells", {}).items():
+        for name, cell in json.loads(path.read_text()).get("parts", {}).get("measure", {}).get("cells", {}).items():
             cells[path.name, name] = {row: c["us"] for row, c in cell.get("contenders", {}).items()}
     return cells
 
