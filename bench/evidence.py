@@ -1,7 +1,7 @@
 """What was run where, on which sources: one JSON file a machine under bench/evidence/, made in parts.
 
   tests      pytest, one test file after another: passed, failed, skipped with reasons
-  sanitizer  compute-sanitizer memcheck and racecheck on the tests marked `sanitize`, row by row
+  sanitizer  compute-sanitizer memcheck, racecheck and synccheck on the tests marked `sanitize`, row by row
   overhead   python -m bench overhead
   references each framework backend against float64
   measure    rows beside peers, preset by preset
@@ -35,7 +35,7 @@ FOLDER = machine.ROOT / "bench" / "evidence"
 PARTS = ("tests", "sanitizer", "overhead", "references", "measure")
 GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "paper": "hot"}
 CPU_PRESETS = {"cpu": "hot"}
-SANITIZERS = ("memcheck", "racecheck")
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
