@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import device as devices
-from bench import machine, problems, report
+from bench import machine, report
 
 SUMMARY = "write or check the committed record of tests and figures"
 FOLDER = machine.ROOT / "bench" / "evidence"
@@ -154,7 +154,7 @@ def _references(record: Record, args: argparse.Namespace, ends: float) -> None:
 
 
 def _measure(record: Record, args: argparse.Namespace, ends: float) -> None:
-    from bench import contender, measure, peers
+    from bench import contender, measure, peers, problems
 
     target = devices.open_device(record.device)
     rows = [name for name in contender.compiled_rows(target) if re.search(args.rows, name)]
