@@ -175,7 +175,7 @@ def command(unit: Unit, target: Path, options: Options) -> list[str]:
         archs = unit.archs or options.archs or DEFAULT_ARCHS
         mode = ["-G", "-g"] if options.debug else ["-O3", "-lineinfo"]
         if options.nvcc_release >= (12, 8):
-            mode.append("--compress-mode=size")  # 37 MB (sm_90 alone) without, 11.5 MB (all) with
+            mode.append("--compress-mode=size")  # a third of the size and less
         return [options.nvcc, "-std=c++20", *mode, "--expt-relaxed-constexpr", "-Xptxas", "-v", *_gencode(archs),
                 "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", *defines, *includes, *unit.flags, *dependencies,
                 "-c", str(unit.source), "-o", str(target)]  # fmt: skip
