@@ -2,6 +2,7 @@
 
   tests      pytest, one test file after another: passed, failed, skipped with reasons
   sanitizer  compute-sanitizer memcheck, racecheck and synccheck on the tests marked `sanitize`, row by row
+  sweep      random problems, each judged by float64, row by row
   overhead   python -m bench overhead
   references each framework backend against float64
   measure    rows beside peers, preset by preset
@@ -32,10 +33,14 @@ from bench import machine, report
 
 SUMMARY = "write or check the committed record of tests and figures"
 FOLDER = machine.ROOT / "bench" / "evidence"
-PARTS = ("tests", "sanitizer", "overhead", "references", "measure")
-GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "paper": "hot"}
+PARTS = ("tests", "sanitizer", "sweep", "overhead", "references", "measure")
+GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "paper": "hot"}
 CPU_PRESETS = {"cpu": "hot"}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
+# The sweep of a row: processes side by side, each with a seed of its own, and random problems for each of them.
+SWEEP_SEEDS = range(11, 17)
+SWEEP_PROBLEMS = 1600
+SWEEP_FLOPS = 6e7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +137,22 @@ def _sanitizer(record: Record, args: argparse.Namespace, ends: float) -> None:
                                max(60.0, ends - time.monotonic()))  # fmt: skip
             record.add("sanitizer", key, found)
             print(f"sanitizer {key}: {found.get('sanitizer') or _counts(found)}", file=sys.stderr, flush=True)
+
+
+def _sweep(record: Record, args: argparse.Namespace, ends: float) -> None:
+    if record.device != "cuda":
+        return
+    from bench import contender
+
+    for row in contender.compiled_rows(devices.open_device("cuda")):
+        if not re.search(args.rows, row) or record.has("sweep", row) or time.monotonic() > ends:
+            continue
+        lines = [[sys.executable, "tests/cases.py", "--sweep", str(SWEEP_PROBLEMS), "--seed", str(seed), "--kernel", row,
+                  "--limit", str(SWEEP_FLOPS), "--seconds", str(ends - time.monotonic())] for seed in SWEEP_SEEDS]  # fmt: skip
+        running = [subprocess.Popen(line, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True) for line in lines]
+        found = sweep_result([process.communicate()[0] for process in running])
+        record.add("sweep", row, found)
+        print(f"sweep {row}: {found['judged']} judged, {found['failed']} failed", file=sys.stderr, flush=True)
 
 
 def _overhead(record: Record, args: argparse.Namespace, ends: float) -> None:
@@ -242,6 +263,21 @@ def parse_junit(text: str) -> dict[str, Any]:
             "reasons": dict(reasons)}  # fmt: skip
 
 
+def sweep_result(printed: list[str]) -> dict[str, Any]:
+    """{judged, failed, not_taken, failures} of what the processes of a sweep printed; one that died counts as failed."""
+    total: Counter[str] = Counter(judged=0, failed=0, not_taken=0)
+    failures = []
+    for text in printed:
+        counts = re.search(r"^\S+: (\d+) judged, (\d+) failed, (\d+) not taken$", text, re.MULTILINE)
+        if not counts:
+            total["failed"] += 1
+            failures.append(f"ended early: {text[-300:]}")
+            continue
+        total.update(dict(zip(("judged", "failed", "not_taken"), map(int, counts.groups()), strict=True)))
+        failures += [line.strip() for line in text.splitlines() if line.startswith("  python ")]
+    return {**total, "failures": failures}
+
+
 def sanitizer_unusable() -> str | None:
     """Why compute-sanitizer cannot be used here; None when a trivial kernel runs under it."""
     if shutil.which("compute-sanitizer") is None:
@@ -291,6 +327,9 @@ def summary(document: dict) -> str:
         said.append(
             f"sanitizer not run: {not_run}" if not_run else f"sanitizer clean in {clean} of {len(sanitizer)} runs"
         )
+    if sweep := parts.get("sweep"):
+        judged, failed = (sum(found[k] for found in sweep.values()) for k in ("judged", "failed"))
+        said.append(f"{judged} random problems judged, {failed} failed")
     if cells := parts.get("measure", {}).get("cells"):
         said.append(f"{len(cells)} cells")
     absent = [p for p in PARTS if not parts.get(p)]

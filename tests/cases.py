@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import itertools
 import random
 import sys
@@ -255,6 +256,15 @@ def _decode():
     return [Case(b, 32, hk, 1, s, 128, dtype="bfloat16", layout="bshd") for b, s in sizes for hk in (32, 8)]
 
 
+def _options():
+    """What softcap, sinks and windows cost at 4096 keys, and the head dims between those of the paper's grid."""
+    plain = [Case(4, 2048 // d, 2048 // d, 4096, 4096, d, dtype="bfloat16", layout="bshd") for d in (64, 128, 256)]
+    kinds = ({"softcap": 30.0}, {"sinks": "same"}, {"causal": True, "sinks": "same"}, {"window": (1024, 0)}, {"window": (512, 512)})
+    between = [Case(4, 16, 16, 4096, 4096, d, dtype="bfloat16", causal=causal, layout="bshd")
+               for d in (96, 192) for causal in (False, True)]  # fmt: skip
+    return [dataclasses.replace(case, **kind) for case in plain for kind in kinds] + between
+
+
 def _cpu():
     return [
         Case(1, h, h, s, s, d, dtype=t, causal=causal)
@@ -269,6 +279,7 @@ PRESETS = {
     "small": _small(),
     "gqa": _gqa(),
     "decode": _decode(),
+    "options": _options(),
     "cpu": _cpu(),
 }
 
