@@ -9,7 +9,7 @@ import sys
 from bench import report
 
 # command: its module
-COMMANDS = {name: name for name in ("measure", "gate", "score", "references", "tune", "plot", "overhead", "evidence")}
+COMMANDS = {name: name for name in ("measure", "gate", "score", "references", "tune", "plot", "overhead", "evidence", "tables")}
 COMMANDS["profile"] = "ncu"  # a module named profile would hide the standard library's in a notebook started here
 
 

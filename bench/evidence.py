@@ -332,7 +332,8 @@ def summary(document: dict) -> str:
         said.append(f"{judged} random problems judged, {failed} failed")
     if cells := parts.get("measure", {}).get("cells"):
         said.append(f"{len(cells)} cells")
-    absent = [p for p in PARTS if not parts.get(p)]
+    needed = PARTS if context.get("device") == "cuda" else ("tests", "measure")
+    absent = [p for p in needed if not parts.get(p)]
     if absent:
         said.append(f"without {', '.join(absent)}")
     return "; ".join(said)

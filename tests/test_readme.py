@@ -40,3 +40,12 @@ def test_readme_examples_run(monkeypatch):
 @pytest.mark.parametrize("name", ["install", "test"])
 def test_readme_marks_the_commands_of_ci(name):
     assert re.search(rf"<!-- ci: {name} -->\n```sh\n\.?\S", README.read_text())
+
+
+def test_the_figures_are_those_of_the_records():
+    from bench import tables
+
+    text = tables.README.read_text()
+    assert tables.rendered(text) == text, "python -m bench tables"
+    missing = [name for name in tables.BLOCKS if f"<!-- figures: {name} -->" not in text]
+    assert not missing

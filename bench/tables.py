@@ -1,0 +1,283 @@
+"""The figures in README.md, written from the committed evidence so that neither can drift from the other.
+
+Each block of the file between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by what the records under
+bench/evidence/ hold now; what stands outside the blocks is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import machine, report
+
+SUMMARY = "write the figures of README.md from the committed evidence"
+README = machine.ROOT / "README.md"
+GPU_RECORD = machine.ROOT / "bench" / "evidence" / "nvidia-h200.json"
+CPU_RECORD = machine.ROOT / "bench" / "evidence" / "amd-epyc.json"
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+HOPPER, AMPERE, CUDNN, FLASH = "wgmma_sm90", "mma_sm80", "torch-cudnn", "torch-flash"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--file", type=Path, default=README, help="default: README.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the file would change")
+
+
+def run(args: argparse.Namespace) -> int:
+    text = args.file.read_text()
+    fresh = rendered(text)
+    if args.check:
+        print(f"{args.file.name}: {'agrees' if fresh == text else 'differs from the records'}")
+        return int(fresh != text)
+    args.file.write_text(fresh)
+    return 0
+
+
+def rendered(text: str) -> str:
+    """`text` with its blocks as the records have them."""
+    records = {"gpu": json.loads(GPU_RECORD.read_text()), "cpu": json.loads(CPU_RECORD.read_text())}
+
+    def fill(found: re.Match) -> str:
+        if found[2] not in BLOCKS:
+            raise report.UsageError(f"block {found[2]!r} is unknown; accepted: {', '.join(BLOCKS)}")
+        return f"{found[1]}{BLOCKS[found[2]](records)}\n{found[3]}"
+
+    return BLOCK.sub(fill, text)
+
+
+# ---- reading a record ----
+
+
+def _cell(record: dict, case: str, cache: str = "hot") -> dict | None:
+    return record["parts"].get("measure", {}).get("cells", {}).get(f"{case} {cache}")
+
+
+def _value(cell: dict | None, name: str, figure: str = "us") -> float | None:
+    return (cell or {}).get("contenders", {}).get(name, {}).get(figure)
+
+
+def _over(cell: dict | None, ours: str, peer: str) -> float | None:
+    """How many times faster than `peer`."""
+    mine, theirs = _value(cell, ours), _value(cell, peer)
+    return theirs / mine if mine and theirs else None
+
+
+def _paper_case(head_dim: int, mask: str, length: int) -> str:
+    causal = ",causal=True" if mask == "causal" else ""
+    return f"B{16384 // length},H{2048 // head_dim},S{length},D{head_dim},bfloat16{causal},layout=bshd"
+
+
+def _mean(ratios: Iterable[float | None]) -> str:
+    """Geometric mean."""
+    known = [r for r in ratios if r]
+    return f"{math.exp(sum(map(math.log, known)) / len(known)):.2f}" if known else "-"
+
+
+def _microseconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 20 else f"{value:.1f}" if value < 200 else f"{value:,.0f}"
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+# ---- the blocks ----
+
+
+def _where(records: dict) -> str:
+    record = records["gpu"]
+    context, ceilings = record["context"], record["parts"]["measure"]["context"].get("ceilings", {})
+    versions, gemm = context["versions"], ceilings.get("gemm_tflops", {}).get("bfloat16")
+    nvcc = re.search(r"release ([\d.]+)", context["nvcc"])
+    return (
+        f"One {context['gpu']['name']} (driver {context['gpu']['driver']}, CUDA {nvcc[1] if nvcc else '?'}), torch"
+        f" {versions['torch']} with cuDNN {versions['nvidia-cudnn-cu13']}, {context['date'][:10]}. A matrix product in"
+        f" bfloat16 reaches {gemm:.0f} TFLOP/s there."
+    )
+
+
+def _paper(records: dict) -> str:
+    cells = {
+        (d, mask, s): _cell(records["gpu"], _paper_case(d, mask, s))
+        for d in (64, 128, 256) for mask in ("full", "causal") for s in LENGTHS
+    }  # fmt: skip
+    summary = _markdown(
+        [
+            "head_dim",
+            "`wgmma_sm90` / cuDNN, full",
+            "causal",
+            "least cell",
+            "`mma_sm80` / FlashAttention-2",
+            "least cell",
+        ],
+        [
+            [
+                d,
+                *(_mean(_over(cells[d, mask, s], HOPPER, CUDNN) for s in LENGTHS) for mask in ("full", "causal")),
+                _least(cells, d, HOPPER, CUDNN),
+                _mean(_over(cells[d, mask, s], AMPERE, FLASH) for mask in ("full", "causal") for s in LENGTHS),
+                _least(cells, d, AMPERE, FLASH),
+            ]
+            for d in (64, 128, 256)
+        ],
+    )
+
+    def rate(cell: dict | None, name: str) -> str:
+        value = _value(cell, name, "tflops")
+        return f"{value:.0f}" if value else "-"
+
+    def line(key: tuple) -> list:
+        ratio = _over(cells[key], HOPPER, CUDNN)
+        rates = [rate(cells[key], name) for name in (HOPPER, AMPERE, CUDNN, FLASH)]
+        return [*key, *rates, f"{ratio:.2f}" if ratio else "-"]
+
+    columns = ["D", "mask", "S", "`wgmma_sm90`", "`mma_sm80`", "cuDNN", "FlashAttention-2 (torch)", "ours / cuDNN"]
+    return f"{summary}\n\n{_markdown(columns, [line(key) for key in cells if key[2] in (512, 2048, 16384)])}"
+
+
+def _least(cells: dict, head_dim: int, ours: str, peer: str) -> str:
+    ratios = {key[1:]: _over(cell, ours, peer) for key, cell in cells.items() if key[0] == head_dim}
+    known = {key: ratio for key, ratio in ratios.items() if ratio}
+    if not known:
+        return "-"
+    mask, length = min(known, key=known.__getitem__)
+    return f"{known[mask, length]:.2f} ({mask}, S {length})"
+
+
+def _small(records: dict) -> str:
+    lines = []
+    for shape in (
+        "1 8 512 64",
+        "1 8 128 64",
+        "1 8 1024 64",
+        "2 8 512 64",
+        "1 16 512 128",
+        "8 16 512 64",
+        "1 32 2048 128",
+    ):
+        b, h, s, d = shape.split()
+        for mask, causal in (("full", ""), ("causal", ",causal=True")):
+            cell = _cell(records["gpu"], f"B{b},H{h},S{s},D{d},float16{causal},layout=bshd")
+            picked = (cell or {}).get("picked")
+            peers = [_value(cell, f"torch-{name}") for name in ("cudnn", "flash", "efficient", "math")]
+            lines.append([shape, mask, f"`{picked}`", *map(_microseconds, [_value(cell, picked or ""), *peers])])
+    columns = ["B H S D, float16", "mask", "fa_ext takes", "us", "cuDNN", "FlashAttention-2", "efficient", "math"]
+    return _markdown(columns, lines)
+
+
+LADDER = (
+    "minimal",
+    "simt",
+    "cublas",
+    "wmma",
+    AMPERE,
+    HOPPER,
+    "wgmma_split_sm90",
+    "torch-math",
+    "torch-efficient",
+    FLASH,
+    CUDNN,
+)
+
+
+def _ladder(records: dict) -> str:
+    record = records["gpu"]
+    shapes = {
+        "B1 H8 S512 D64 float16": "B1,H8,S512,D64,float16",
+        "B8 H32 S2048 D64 bfloat16": _paper_case(64, "full", 2048),
+        "B8 H16 S2048 D128 bfloat16": _paper_case(128, "full", 2048),
+    }
+    cells = {title: _cell(record, case) for title, case in shapes.items()}
+    gemm = record["parts"]["measure"]["context"].get("ceilings", {}).get("gemm_tflops", {}).get("bfloat16")
+    last = list(shapes)[-1]
+
+    def line(name: str) -> list:
+        rate, error = _value(cells[last], name, "tflops"), _value(cells[last], name, "frobenius")
+        shown = name.replace("torch-", "torch ") if name.startswith("torch") else f"`{name}`"
+        return [
+            shown, *(_microseconds(_value(cell, name)) for cell in cells.values()), f"{rate:.0f}" if rate else "-",
+            f"{100 * rate / gemm:.0f}%" if rate and gemm else "-", f"{error:.1e}" if error else "-",
+        ]  # fmt: skip
+
+    columns = ["row", *(f"{title}, us" for title in shapes), "TFLOP/s (last shape)", "of the matrix product", "error"]
+    return _markdown(columns, [line(name) for name in LADDER])
+
+
+def _options(records: dict) -> str:
+    def cells(head_dim: int, option: str) -> dict | None:
+        return _cell(records["gpu"], f"B4,H{2048 // head_dim},S4096,D{head_dim},bfloat16{option},layout=bshd")
+
+    def line(head_dim: int) -> list:
+        plain = cells(head_dim, "")
+        costs = [_cost(cells(head_dim, option), plain) for option in (",softcap=30.0", ",sinks=same")]
+        rates = [_value(cell, HOPPER, "tflops") for cell in (plain, cells(head_dim, ",window=1024:0"))]
+        return [head_dim, *costs, *(f"{rate:.0f}" if rate else "-" for rate in rates)]
+
+    between = [
+        (d, mask, _cell(records["gpu"], f"B4,H16,S4096,D{d},bfloat16{causal},layout=bshd"))
+        for d in (96, 192) for mask, causal in (("full", ""), ("causal", ",causal=True"))
+    ]  # fmt: skip
+    rates = [f"{d} {mask} {rate:.0f}" for d, mask, cell in between if (rate := _value(cell, HOPPER, "tflops"))]
+    columns = ["head_dim", "softcap", "sinks", "plain TFLOP/s", "window of 1024 keys back, TFLOP/s of what it leaves"]
+    table = _markdown(columns, [line(d) for d in (64, 128, 256)])
+    return f"{table}\n\nOther head dims at S 4096, TFLOP/s: {', '.join(rates) or '-'}."
+
+
+def _cost(cell: dict | None, plain: dict | None) -> str:
+    taken, without = _value(cell, HOPPER), _value(plain, HOPPER)
+    return f"{100 * (taken / without - 1):+.0f}%" if taken and without else "-"
+
+
+def _decode(records: dict) -> str:
+    lines = []
+    for b, s in ((1, 4096), (1, 32768), (1, 131072), (16, 4096), (64, 8192), (128, 2048)):
+        for heads in ("32", "32/8"):
+            cell = _cell(records["gpu"], f"B{b},H{heads},S1x{s},D128,bfloat16,layout=bshd", "cold")
+            times = [_value(cell, name) for name in (AMPERE, CUDNN, FLASH)]
+            lines.append([f"{b}, {heads}, {s}", *map(_microseconds, times)])
+    return _markdown(["B, heads, keys", "`mma_sm80` us", "cuDNN", "FlashAttention-2"], lines)
+
+
+def _overhead(records: dict) -> str:
+    taken = records["gpu"]["parts"]["overhead"]["figures"]["microseconds"]
+    columns = [name for name in taken if name != "bare launch"]
+    return _markdown(
+        ["", *columns, "bare launch"], [["us a call", *(f"{taken[n]:.1f}" for n in (*columns, "bare launch"))]]
+    )
+
+
+def _cpu(records: dict) -> str:
+    lines = []
+    for case in ("B1,H8,S512,D64", "B1,H8,S2048,D64", "B1,H8,S16384,D64", "B1,H16,S2048,D128"):
+        cell = _cell(records["cpu"], f"{case},float32")
+        causal, half = (_cell(records["cpu"], f"{case},{kind}") for kind in ("float32,causal=True", "bfloat16"))
+        if cell is None:
+            continue
+        ratio, rate = _over(cell, "cpu_simd", "numpy"), _value(cell, "cpu_simd", "tflops")
+        times = [_value(cell, "cpu_simd"), _value(causal, "cpu_simd"), _value(half, "cpu_simd"), _value(cell, "numpy")]
+        shown = [f"{t / 1e3:.1f}" if t else "-" for t in times]
+        lines.append([case, *shown, f"{ratio:.1f}" if ratio else "-", f"{1e3 * rate:.0f}" if rate else "-"])
+    columns = ["shape", "`cpu_simd` float32, ms", "causal", "bfloat16", "NumPy float32, ms", "NumPy / ours", "GFLOP/s"]
+    return _markdown(columns, lines)
+
+
+def _tested(records: dict) -> str:
+    from bench import evidence
+
+    return "\n".join(f"- {evidence.summary(record)}" for record in records.values())
+
+
+BLOCKS: dict[str, Callable[[dict], str]] = {
+    "where": _where, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "decode": _decode,
+    "overhead": _overhead, "cpu": _cpu, "tested": _tested,
+}  # fmt: skip
