@@ -37,6 +37,8 @@ PARTS = ("tests", "sanitizer", "sweep", "overhead", "references", "measure")
 GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "paper": "hot"}
 CPU_PRESETS = {"cpu": "hot"}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
+# Of the bitwise tests on a GPU.
+REPEATS = 250
 # The sweep of a row: processes side by side, each with a seed of its own, and random problems for each of them.
 SWEEP_SEEDS = range(11, 17)
 SWEEP_PROBLEMS = 1600
@@ -111,7 +113,9 @@ def _tests(record: Record, args: argparse.Namespace, ends: float) -> None:
     for file in sorted((machine.ROOT / "tests").glob("test_*.py")):
         if not re.search(args.filter, file.name) or record.has("tests", file.name) or time.monotonic() > ends:
             continue
-        found = run_pytest([str(file), *_rows_option(args.rows)], limit=max(30.0, ends - time.monotonic()))
+        repeats = {"repeats": REPEATS} if record.device == "cuda" else {}
+        options = [*_rows_option(args.rows), *(f"--{name}={value}" for name, value in repeats.items())]
+        found = run_pytest([str(file), *options], limit=max(30.0, ends - time.monotonic())) | repeats
         record.add("tests", file.name, found)
         print(f"tests {file.name}: {_counts(found)}", file=sys.stderr, flush=True)
 
@@ -205,7 +209,11 @@ def _measure(record: Record, args: argparse.Namespace, ends: float) -> None:
 
 def _complete(cell: dict | None, rows: list[str]) -> bool:
     """Whether a recorded cell holds an answer for every row."""
-    return cell is not None and "error" not in cell and set(rows) <= {*cell.get("contenders", {}), *cell.get("refused", {})}
+    return (
+        cell is not None
+        and "error" not in cell
+        and set(rows) <= {*cell.get("contenders", {}), *cell.get("refused", {})}
+    )
 
 
 # ---- running tests ----
