@@ -46,10 +46,10 @@ class Contender:
 
 
 class Row(Contender):
-    """One row of the kernel table, called through ``fa_ext.attention(..., kernel=name, out=...)``."""
+    """One row of the kernel table through ``fa_ext.attention(..., kernel=name, out=...)``; None: the library's choice."""
 
-    def __init__(self, name: str, library: str, shown: str | None = None):
-        super().__init__(shown or name, library)
+    def __init__(self, name: str | None, library: str, shown: str | None = None):
+        super().__init__(shown or name or "fa_ext", library)
         self.row = name
 
     def refuses(self, case: Case) -> str | None:
@@ -130,7 +130,7 @@ class Function(Contender):
 
 
 def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None) -> Contender:
-    """What `text` names: a peer, a row, ``module:function``, ``file.py:function``, a .cu or .c source of a row (built
+    """What `text` names: a peer, a row, fa_ext (the row it chooses itself), ``module:function``, ``file.py:function``, a .cu or .c source of a row (built
     here), or a shared library that exports a row."""
     from bench import peers
 
@@ -149,8 +149,11 @@ def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None) -> 
     rows = compiled_rows(device)
     if text in rows:
         return Row(text, library)
+    if text == "fa_ext" and rows:
+        return Row(None, library)
     raise report.UsageError(
-        f"candidate is {text!r}; accepted: a row ({', '.join(rows) or 'none compiled for this device'}), a peer "
+        f"candidate is {text!r}; accepted: a row ({', '.join(rows) or 'none compiled for this device'}), fa_ext (its choice "
+        f"of row), a peer "
         f"({', '.join(peers.PEERS)}), module:function, file.py:function, a .cu, .c or .so file"
     )
 

@@ -12,26 +12,47 @@ import importlib.util
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from bench import report
 
+# Bound before any candidate is imported: patching the module `time` later does not reach it.
+_now, _sleep = time.perf_counter, time.sleep
+
 
 class Cpu:
-    """Work is done when a call returns."""
+    """Work is done when a call returns, but for worker threads that go on spinning: see ``settle``."""
 
     kind = "cpu"
+    # OpenBLAS workers spin for 100 ms after a product, libgomp's for 15 (2 cores, Zen 5).
+    SETTLE_SECONDS = 0.5
+    SETTLE_LOOKS = 3  # a millisecond apart
     default_arrays = "numpy"
     torch: Any = None
     cupy: Any = None
+    factors: Any = None
 
     def __init__(self):
         self.cache_bytes = _last_level_cache()
 
     def synchronize(self) -> None:
         pass
+
+    def settle(self) -> float:
+        """Waits until no other thread of this process runs in three looks, at most half a second; returns the seconds.
+
+        Workers of a thread pool spin for a while after a call returned, on the cores of whoever comes next. Called
+        before every sample of every contender, so that each begins on the same idle machine.
+        """
+        began, quiet = _now(), 0
+        while quiet < self.SETTLE_LOOKS and _now() - began < self.SETTLE_SECONDS:
+            quiet = 0 if others_run() else quiet + 1
+            _sleep(1e-3)
+        return _now() - began
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -63,12 +84,17 @@ class Cuda:
             self.name = self.cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
             self._stream = self.cupy.cuda.Stream(non_blocking=True)
             self.pointer = self._stream.ptr
+        self.factors: Any = None  # of bench.memory's hash
         # Held from before any candidate is loaded, so that patching a library later changes nothing here.
         self._synchronize = self.torch.cuda.synchronize if self.torch else self.cupy.cuda.runtime.deviceSynchronize
 
     def synchronize(self) -> None:
         """Waits for the whole device, other streams included."""
         self._synchronize()
+
+    def settle(self) -> float:
+        """A sample begins with an idle device already: nothing to wait for."""
+        return 0.0
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -167,6 +193,18 @@ def _last_level_cache() -> int:
         if found:
             sizes.append(int(found.group(1)) << (10 if found.group(2) == "K" else 20))
     return max(sizes, default=32 << 20)
+
+
+def others_run() -> bool:
+    """Whether another thread of this process is running or ready to (Linux; False where the kernel does not tell)."""
+    own = str(threading.get_native_id())
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            if task.name != own and (task / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+        except OSError:  # ended meanwhile
+            continue
+    return False
 
 
 def cores() -> int:

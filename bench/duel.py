@@ -7,6 +7,7 @@ with seeds it has not seen.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from bench import device as devices
 from bench import integrity, report, timer, trials
 from bench.contender import Contender
 from bench.device import Cpu, Cuda
-from bench.memory import to_host
+from bench.memory import GUARD_BYTES
 from bench.operands import Operands
 from bench.problems import Case
 from bench.rounds import take_turns
@@ -42,9 +43,14 @@ def duel(
     seed: int = 0,
     cold: bool = False,
     values: list[str] | None = None,
+    audit_seconds: float = AUDIT_SECONDS,
     tell: Callable[[Any], None] = print,
 ) -> dict[str, Any]:
-    """Judges and times; returns a JSON document with `correct`, `failures` and, per baseline, samples and interval."""
+    """Judges and times; returns a JSON document with `correct`, `failures` and, per baseline, samples and interval.
+
+    What is timed works on ordinary inputs, drawn on the GPU where there is one: the candidate on arrays of its own between
+    guard zones, the baselines on others that they share.
+    """
     target = devices.open_device(device)
     problem = Case.parse(case)
     values = list(values or trials.HARD)
@@ -72,15 +78,20 @@ def duel(
 
     tell({"stage": "timing"})
     with target.working():
-        watch, keeper = _watched(challenger, problem, target, cold, first.bound, seed)
-        watches = {candidate: watch}
+        count = timer.slots_for_cold(problem.bytes(), target) if cold else 1
+        slots, shared = (
+            [Operands(_seeded(problem, seed + i), target, guard=guard) for i in range(count)]
+            for guard in (GUARD_BYTES, 0)
+        )
+        keeper = Keeper(challenger, slots, target, first.bound, seed)
+        watches = {candidate: keeper.watch}
         for opponent in opponents:
-            watches[opponent.name] = _watch(opponent, problem, target, cold, seed)[0]
+            watches[opponent.name] = timer.Stopwatch([opponent.bind(s) for s in shared], target, opponent.timing)
         samples = take_turns(watches, rounds, seconds, seed, around=lambda name, sample: (
             keeper.around(sample) if name == candidate else sample()))  # fmt: skip
         failures = list(keeper.failures)
-        failures += _hidden_work(samples.hidden[candidate], samples.seconds[candidate], watch)
-        _audit(watch, tell)
+        failures += _hidden_work(samples.hidden[candidate], samples.seconds[candidate], keeper.watch)
+        _audit(keeper.watch, audit_seconds, tell)
         failures += [f"after timing: wrote to its inputs: {n}" for s in keeper.slots for n in s.changed_inputs()]
         failures += [f"after timing: wrote beside {n}" for s in keeper.slots for n in s.broken_guards()]
 
@@ -124,18 +135,6 @@ def _usable(names: list[str], case: Case, device: Cpu | Cuda, seed: int) -> tupl
     return usable, refused
 
 
-def _watch(entrant: Contender, case: Case, device: Cpu | Cuda, cold: bool, seed: int, on_device: bool = False,
-           sample_seconds: float | None = None) -> tuple[timer.Stopwatch, list[Operands], list[Any]]:  # fmt: skip
-    """(stopwatch, operands of each slot, the latest result of each slot)."""
-    count = timer.slots_for_cold(case.bytes(), device) if cold else 1
-    slots = [Operands(_seeded(case, seed + i), device, on_device=on_device) for i in range(count)]
-    results: list[Any] = [None] * count
-    thunks = []
-    for i, operands in enumerate(slots):
-        thunks.append(_keeping(entrant.bind(operands), results, i))
-    return timer.Stopwatch(thunks, device, entrant.timing, sample_seconds), slots, results
-
-
 def _keeping(thunk: contenders.Thunk, results: list[Any], i: int) -> contenders.Thunk:
     def call():
         results[i] = thunk()
@@ -144,14 +143,7 @@ def _keeping(thunk: contenders.Thunk, results: list[Any], i: int) -> contenders.
 
 
 def _seeded(case: Case, seed: int) -> Case:
-    import dataclasses
-
     return dataclasses.replace(case, seed=seed, values="normal")
-
-
-def _watched(entrant: Contender, case: Case, device: Cpu | Cuda, cold: bool, bound: float, seed: int):
-    watch, slots, results = _watch(entrant, case, device, cold, seed)
-    return watch, Keeper(watch, slots, results, bound, seed)
 
 
 class Keeper:
@@ -161,23 +153,30 @@ class Keeper:
     WATCHED = 12
     LOOKS = 2
 
-    def __init__(self, watch: timer.Stopwatch, slots: list[Operands], results: list[Any], bound: float, seed: int):
-        self.watch, self.slots, self.results, self.bound = watch, slots, results, bound
+    def __init__(self, entrant: Contender, slots: list[Operands], device: Cpu | Cuda, bound: float, seed: int):
+        self.slots, self.bound = slots, bound
+        self.results: list[Any] = [None] * len(slots)
+        thunks = [_keeping(entrant.bind(operands), self.results, i) for i, operands in enumerate(slots)]
+        self.watch = timer.Stopwatch(thunks, device, entrant.timing)
         self.rng = np.random.default_rng([seed, 5])
         self.signs = [1.0] * len(slots)
         self.failures: list[str] = []
         self.samples = 0
-        self.expected: dict[int, np.ndarray] = {}
-        if watch.clock == "graph":
-            watch.launch()  # results of captured calls live in the graph's own memory
+        self.expected: dict[int, Any] = {}
+        if self.watch.clock == "graph":
+            self.watch.launch()  # results of captured calls live in the graph's own memory
         for i in self.rng.choice(len(slots), size=min(self.WATCHED, len(slots)), replace=False).tolist():
-            if watch.clock != "graph":
-                watch.slots[i]()
-            slots[i].device.synchronize()
-            self.expected[i] = to_host(results[i]).astype(np.float32)
-            judged = slots[i].judge(results[i])
+            if self.watch.clock != "graph":
+                thunks[i]()
+            device.synchronize()
+            self.expected[i] = self._values(i)
+            judged = slots[i].judge(self.results[i])
             if not judged.passed and not self.failures:
                 self.failures.append(f"before timing: {'; '.join(judged.failures)}")
+
+    def _values(self, i: int) -> Any:
+        """The latest result of a slot in float32, where the judge computes."""
+        return self.slots[i].values_of(self.results[i]).astype(np.float32)
 
     def around(self, sample: Callable[[], tuple[float, float]]) -> tuple[float, float]:
         """Poisons, flips the sign of V in a slot or two, takes the sample, looks at the results."""
@@ -192,11 +191,11 @@ class Keeper:
         taken = sample()
         self.samples += 1
         for i in drawn if not self.failures else ():
-            got = to_host(self.results[i]).astype(np.float32)
-            error = np.abs(got - self.signs[i] * self.expected[i])
+            got = self._values(i)
+            error = abs(got - self.signs[i] * self.expected[i])
             # Both calls may err by the bound, in opposite directions.
             if not bool((error <= 2 * self.bound).all()):
-                unwritten = int(np.isnan(got).sum())
+                unwritten = int((got != got).sum())
                 what = f"{unwritten} elements unwritten" if unwritten else f"off by {float(error.max()):.3g}"
                 self.failures.append(f"timed sample {self.samples}: {what} after the inputs changed under its pointers")
         return taken
@@ -219,13 +218,13 @@ def _hidden_work(hidden: np.ndarray, seconds: np.ndarray, watch: timer.Stopwatch
     return []
 
 
-def _audit(watch: timer.Stopwatch, tell: Callable[[Any], None]) -> None:
+def _audit(watch: timer.Stopwatch, seconds: float, tell: Callable[[Any], None]) -> None:
     """Takes samples between two messages, a few times over: the parent holds what they claim against its own clock."""
     for _ in range(AUDITS):
         watch.device.synchronize()
         tell({"audit": "begin"})
         claimed, samples, began = 0.0, 0, _now()
-        while samples == 0 or (_now() - began < AUDIT_SECONDS and samples < 100_000):
+        while samples == 0 or (_now() - began < seconds and samples < 100_000):
             claimed += watch.sample_both()[1] * watch.launches
             samples += 1
         tell({"audit": "end", "claimed_s": claimed})

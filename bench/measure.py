@@ -2,7 +2,9 @@
 
 A contender is checked against float64 before it is timed; one that is wrong is reported and not timed. GPU work is
 replayed from a CUDA graph where the contender can be captured, else bracketed by events; the table says which. "hot"
-calls one set of operands, "cold" rotates through as many as exceed five times the last-level cache. With --output a
+calls one set of operands, "cold" rotates through as many as exceed five times the last-level cache. On the CPU each
+sample begins once no thread of the process runs any more: pools go on spinning after a call, and would slow whoever
+comes next. With --output a
 run that was interrupted carries on where it stopped.
 
   python -m bench measure --preset cpu
@@ -12,6 +14,7 @@ run that was interrupted carries on where it stopped.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import time
 from collections.abc import Callable
@@ -29,6 +32,15 @@ from bench.problems import Case
 from bench.rounds import Samples, take_turns
 
 SUMMARY = "time rows beside every peer that imports"
+# How the figures of a document came about, kept in it.
+METHOD = {
+    "cpu": "turns in random order; a sample begins when no other thread of the process has run in three looks a "
+    "millisecond apart (at most 0.5 s are waited); median of the samples by the host's clock",
+    "cuda": "turns in random order; a sample begins with an idle device; median of the samples by graph replay, events or "
+    "the host's clock, as `clock` says; samples under throttling are left out",
+}
+# On the CPU a problem of more work than this is tried with fewer queries first, so that nobody holds up a run for hours.
+LARGE_FLOPS = 1e11
 # What lives as long as the worker: loading a library twice is not what is measured.
 _devices: dict[str, Cpu | Cuda] = {}
 _open: dict[tuple, Contender] = {}
@@ -109,7 +121,8 @@ def measure(
         "gpu": (context.get("gpu") or {}).get("name"),
         "cpu": context["cpu"],
     }
-    results = report.Results(output, identity, context | {"missing_peers": missing or {}}, fresh)
+    about = {"method": METHOD[device], "missing_peers": missing or {}}
+    results = report.Results(output, identity, context | about, fresh)
     todo = [(case, kind) for case in cases for kind in cache if f"{case} {kind}" not in results.cells]
     progress = report.Progress(len(todo), quiet)
     with isolation.Worker() as worker:
@@ -159,12 +172,16 @@ def cell(
     alone: dict[str, dict[str, Any]] = {}
     with target.working():
         count = timer.slots_for_cold(problem.bytes(), target) if cache == "cold" else 1
-        slots = [Operands(_reseeded(problem, seed + i), target, on_device=True, guard=0) for i in range(count)]
+        slots = [Operands(_reseeded(problem, seed + i), target, guard=0) for i in range(count)]
         for name in [*entrants, *opponents]:
             entrant = _opened(name, target)
             why = entrant.refuses(problem)
             if why is None:
                 try:
+                    why = _too_slow(entrant, problem, target, seconds)
+                    if why:
+                        refused[name] = why
+                        continue
                     errors[name] = _checked(entrant, slots[0])
                     slow = _timed_alone(entrant, slots, target, seconds)
                     if slow:
@@ -197,8 +214,6 @@ def cell(
 
 
 def _reseeded(case: Case, seed: int) -> Case:
-    import dataclasses
-
     return dataclasses.replace(case, seed=seed)
 
 
@@ -207,6 +222,19 @@ def _opened(name: str, device: Cpu | Cuda) -> Contender:
     if key not in _open:
         _open[key] = contender.open_contender(name, device)
     return _open[key]
+
+
+def _too_slow(entrant: Contender, case: Case, device: Cpu | Cuda, seconds: float) -> str | None:
+    """Why a large problem is not begun on the CPU: a 64th of its queries says that a call would outlast the rounds."""
+    if device.kind == "cuda" or case.flops() < LARGE_FLOPS or case.seq_q < 1024:
+        return None
+    share = 64
+    part = Operands(dataclasses.replace(case, seq_q=case.seq_q // share, causal=False, mask=None, bias=None), device)
+    call = entrant.bind(part)
+    began = time.perf_counter()
+    call()
+    expected = share * (time.perf_counter() - began)
+    return f"too slow here: a call would take about {expected:.0f} s" if expected > 4 * seconds else None
 
 
 def _checked(entrant: Contender, operands: Operands) -> dict[str, float]:
@@ -236,6 +264,7 @@ def _timed_alone(entrant: Contender, slots: list[Operands], device: Cpu | Cuda, 
 
     def once() -> float:
         device.synchronize()
+        device.settle()
         began = time.perf_counter()
         call()
         device.synchronize()
@@ -247,10 +276,10 @@ def _timed_alone(entrant: Contender, slots: list[Operands], device: Cpu | Cuda, 
         return None
     taken = [first] + [once() for _ in range(min(4, int(seconds / 2 / first)))]
     return {
-        "us": min(taken) * 1e6,
+        "us": float(np.median(taken)) * 1e6,
         "rounds": len(taken),
         "clock": "host clock",
-        "note": "slow: best of a few calls alone",
+        "note": "slow: median of a few calls alone",
     }
 
 

@@ -78,7 +78,20 @@ class Block:
             self.inside.set(data)
 
     def digest(self) -> str:
-        return hashlib.blake2b(self.host_bytes(), digest_size=16).hexdigest()
+        """A hash of the inside: BLAKE2 on the CPU, on a GPU a sum of 8-byte words times random odd factors, modulo 2^64."""
+        if self.device.kind == "cpu":
+            return hashlib.blake2b(self.host_bytes(), digest_size=16).hexdigest()
+        words = self.raw[self.begin : self.begin + -(-self.nbytes // 8) * 8]  # the last may take in some guard bytes
+        words = words.view(self.device.torch.int64 if self.device.torch else np.int64)
+        return f"{int((words * self._factors(len(words))).sum()) & (2**64 - 1):016x}"
+
+    def _factors(self, count: int) -> Any:
+        held = self.device.factors
+        if held is None or len(held) < count:
+            drawn = np.random.default_rng(2).integers(0, 2**63, max(count, 1 << 20), np.int64) | 1
+            held = self.device.torch.from_numpy(drawn).cuda() if self.device.torch else self.device.cupy.asarray(drawn)
+            self.device.factors = held
+        return held[:count]
 
     def view(self, shape: tuple[int, ...], dtype: str, library: str) -> Any:
         """The inside as a C-contiguous array of `library` (numpy, torch, cupy or jax), sharing memory."""

@@ -226,7 +226,7 @@ def _drive(candidate: str, case: str) -> None:
 
     target = devices.Cuda()
     with target.working():
-        operands = Operands(problems.parse(case), target, on_device=True)
+        operands = Operands(problems.parse(case), target)
         call = contender.open_contender(candidate, target).bind(operands)
         call()
         call()

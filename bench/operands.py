@@ -1,4 +1,4 @@
-"""The arrays of one call of one problem: filled, guarded, hashed, refilled under the same pointers, and judged."""
+"""The arrays of one call of one problem: filled, guarded, hashed, and judged by float64."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ CHECK_FLOPS_GPU = 2e11
 class Operands:
     """Inputs and output of one call, each in guarded memory of its own, C-contiguous in the case's layout.
 
-    With `on_device` the inputs are drawn on the GPU (normal values, no bias, mask or sinks): for timing large problems.
+    Ordinary inputs (normal values, no bias, mask or sinks) of a GPU are drawn there. Without guard zones inputs are not
+    hashed either.
     """
 
-    def __init__(self, case: Case, device: Cpu | Cuda, guard_byte: int = NAN_BYTE, on_device: bool = False,
-                 guard: int = GUARD_BYTES):  # fmt: skip
+    def __init__(self, case: Case, device: Cpu | Cuda, guard_byte: int = NAN_BYTE, guard: int = GUARD_BYTES):
         self.case, self.device, self.guard = case, device, guard
-        self.on_device = on_device and device.kind == "cuda" and not (case.bias or case.mask or case.sinks)
         self.blocks: dict[str, Block] = {}
         self.shapes: dict[str, tuple[tuple[int, ...], str]] = {}
         self._views: dict[tuple[str, str], Any] = {}
         self._judged_by: Any = None
-        if self.on_device:
+        self._new("out", case.out_shape, case.dtype, guard_byte)
+        if device.kind == "cuda" and not (case.bias or case.mask or case.sinks) and case.values == "normal":
             for name, shape in (("q", case.q_shape), ("k", case.k_shape), ("v", case.v_shape)):
                 self._new(name, shape, case.dtype, guard_byte)
+            _fill_normal(self, case.seed)
         else:
             for name, array in _host_arrays(case).items():
                 self._new(name, array.shape, array.dtype.name, guard_byte)
-        self._new("out", case.out_shape, case.dtype, guard_byte)
-        self.refill(case.seed)
+                self.blocks[name].fill(array)
+        self.poison()
+        self.digests = {name: block.digest() for name, block in self._inputs()} if guard else {}
 
     def _new(self, name: str, shape: tuple[int, ...], dtype: str, guard_byte: int) -> None:
         nbytes = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
@@ -49,18 +51,6 @@ class Operands:
         self.shapes[name] = (tuple(shape), dtype)
 
     # ---- contents ----
-
-    def refill(self, seed: int, values: str | None = None) -> None:
-        """New inputs in the same memory, and a poisoned output."""
-        self.case = dataclasses.replace(self.case, seed=seed, values=values or self.case.values)
-        if self.on_device:
-            _fill_normal(self, seed)
-        else:
-            for name, array in _host_arrays(self.case).items():
-                self.blocks[name].fill(array)
-        self._judged_by = None
-        self.poison()
-        self.digests = {name: block.digest() for name, block in self._inputs()} if not self.on_device else {}
 
     def _inputs(self):
         return ((name, block) for name, block in self.blocks.items() if name in INPUTS)
@@ -112,7 +102,7 @@ class Operands:
         from fa_ext.verify import judge
 
         case, xp = self.case, self._xp()
-        got = _values_on_gpu(result, case.dtype, xp) if xp is not np else to_host(result)
+        got = self.values_of(result)
         if tuple(got.shape) != tuple(case.out_shape):
             raise WrongResult(f"the result has shape {tuple(got.shape)}, the problem asks for {tuple(case.out_shape)}")
         rows, truth, plain, exempt = self._truth()
@@ -122,6 +112,10 @@ class Operands:
                 raise WrongResult("the result holds NaN or Inf (unwritten?)")
             got = xp.take(got, xp.asarray(rows), axis=1 if case.layout == "bshd" else 2)
         return judge(got, None, truth, plain, case.dtype, layout=case.layout, exempt=exempt)
+
+    def values_of(self, result: Any) -> Any:
+        """`result` as an array of the module in which the reference is computed; bfloat16 becomes float32 on a GPU."""
+        return to_host(result) if self._xp() is np else _values_on_gpu(result, self.case.dtype, self._xp())
 
     def _xp(self) -> Any:
         """The module in which the reference is computed."""

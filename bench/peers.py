@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,13 @@ class NumPy(Peer):
     def __init__(self):
         super().__init__("numpy", "numpy", "wall")
 
+    def refuses(self, case: Case) -> str | None:
+        scores = 4 * case.batch * case.heads * case.seq_q * case.seq_k
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if 3 * scores > free:  # the scores, a temporary of theirs, and room
+            return f"{scores / 1e9:.3g} GB of scores do not fit {free / 1e9:.3g} GB of free memory three times"
+        return super().refuses(case)
+
     def bind(self, operands: Operands) -> Thunk:
         case = operands.case
         q, k, v = (bhsd(operands, name, "numpy") for name in "qkv")
@@ -78,14 +86,12 @@ class NumPy(Peer):
 
 
 class TorchSdpa(Peer):
-    """``torch.nn.functional.scaled_dot_product_attention`` held to one backend."""
+    """``torch.nn.functional.scaled_dot_product_attention`` held to one backend, or (None) left to its choice."""
 
-    def __init__(self, backend: str, name: str, device: Cpu | Cuda):
+    def __init__(self, backend: str | None, name: str, device: Cpu | Cuda):
         super().__init__(name, "torch", "graph" if device.kind == "cuda" else "wall")
         self.backend = backend
-        if backend == "MATH" or device.kind == "cpu":
-            self.dtypes = frozenset({"float16", "bfloat16", "float32"})
-        if backend == "EFFICIENT_ATTENTION":
+        if backend in (None, "MATH", "EFFICIENT_ATTENTION") or device.kind == "cpu":
             self.dtypes = frozenset({"float16", "bfloat16", "float32"})
         if backend != "FLASH_ATTENTION":
             self.extras = frozenset({"window", "mask"})
@@ -104,7 +110,7 @@ class TorchSdpa(Peer):
         if case.mask:
             given = operands.array("mask", "torch")
             mask = given if mask is None else mask & given
-        backend = getattr(SDPBackend, self.backend)
+        choose = functools.partial(sdpa_kernel, getattr(SDPBackend, self.backend)) if self.backend else nullcontext
         attend = functools.partial(
             torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=is_causal,
             scale=case.scale, enable_gqa=case.heads != case.heads_kv,
@@ -112,7 +118,7 @@ class TorchSdpa(Peer):
         swap = case.layout == "bshd"
 
         def call():
-            with sdpa_kernel(backend), torch.no_grad():
+            with choose(), torch.no_grad():
                 out = attend()
             return out.swapaxes(1, 2) if swap else out
 
@@ -262,6 +268,7 @@ PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Contender]]]
     "torch-cudnn": (("cuda",), "torch", lambda d: TorchSdpa("CUDNN_ATTENTION", "torch-cudnn", d)),
     "torch-efficient": (("cuda",), "torch", lambda d: TorchSdpa("EFFICIENT_ATTENTION", "torch-efficient", d)),
     "torch-math": (("cpu", "cuda"), "torch", lambda d: TorchSdpa("MATH", "torch-math", d)),
+    "torch-sdpa": (("cpu", "cuda"), "torch", lambda d: TorchSdpa(None, "torch-sdpa", d)),
     "flash-attn-2": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-2", "flash_attn")),
     "flash-attn-3": (
         ("cuda",),
@@ -274,6 +281,8 @@ PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Contender]]]
     "xformers": (("cuda",), "xformers", lambda d: Xformers()),
     "numpy": (("cpu",), "numpy", lambda d: NumPy()),
 }
+# One of the others under another name: only where it is asked for.
+REPEATED = ("torch-sdpa",)
 SDPA = ("torch-flash", "torch-cudnn", "torch-efficient", "torch-math")
 
 
@@ -292,9 +301,8 @@ def open_peer(name: str, device: Cpu | Cuda) -> Contender:
 def available(device: Cpu | Cuda, wanted: list[str] | None = None) -> tuple[list[Contender], dict[str, str]]:
     """(peers that load, {peer: why not}) for a device; `wanted` names are taken instead of all that fit the device."""
     found, missing = [], {}
-    for name, (devices, _, _) in PEERS.items():
-        if (wanted is not None and name not in wanted) or (wanted is None and device.kind not in devices):
-            continue
+    fitting = [name for name, (devices, _, _) in PEERS.items() if device.kind in devices and name not in REPEATED]
+    for name in fitting if wanted is None else wanted:
         try:
             found.append(open_peer(name, device))
         except report.UsageError as error:

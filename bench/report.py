@@ -121,7 +121,7 @@ class Results:
     """Finished pieces of a long run, by key, on disk after each one; a second run of the same thing carries on.
 
     `identity` says what the pieces depend on (sources, device, options). A file with another identity is not resumed:
-    it is started over.
+    it is started over. `context`, where and when the figures were taken, stays that of the first run.
     """
 
     def __init__(self, path: Path | None, identity: dict, context: dict, fresh: bool = False):
@@ -134,7 +134,7 @@ class Results:
             except ValueError:
                 earlier = {}
             if earlier.get("identity") == self.document["identity"]:
-                self.document["cells"] = earlier.get("cells", {})
+                self.document |= {"context": earlier["context"], "cells": earlier.get("cells", {})}
                 self.resumed = len(self.cells)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ LOOK_EVERY = 12
 @dataclass
 class Samples:
     """Seconds a call, by contender; entry i of each was taken in round i. `hidden` counts seconds a call that the host
-    saw beyond the contender's own clock. `conditions` are clocks and power, one entry a round with a GPU."""
+    saw beyond the contender's own clock, `settling` the seconds of waiting for an idle machine after each sample.
+    `conditions` are clocks and power, one entry a round with a GPU."""
 
     seconds: dict[str, np.ndarray]
     hidden: dict[str, np.ndarray]
+    settling: dict[str, list[float]] = field(default_factory=dict)
     conditions: list[dict] = field(default_factory=list)
     stopped: str = "rounds"
 
@@ -37,9 +40,11 @@ class Samples:
         return good if good.sum() >= max(stats.MIN_ROUNDS, count // 2) else np.ones(count, bool)
 
     def conditions_summary(self) -> dict[str, Any] | None:
-        """Median clock and power, and the share of rounds under each reason to throttle."""
+        """On a GPU median clock and power, and the share of rounds under each reason to throttle; on the CPU the median
+        of the milliseconds for which threads went on running after a sample, by contender."""
         if not self.conditions:
-            return None
+            waited = {n: float(np.median(w)) * 1e3 for n, w in self.settling.items() if w and max(w) > 0}
+            return {"settling_ms": waited} if waited else None
         clocks = [c["sm_clock_mhz"] for c in self.conditions if c["sm_clock_mhz"] is not None]
         powers = [c["power_w"] for c in self.conditions if c["power_w"] is not None]
         reasons: dict[str, float] = {}
@@ -64,6 +69,7 @@ def take_turns(
 ) -> Samples:
     """Samples `watches` until `rounds` are done, `seconds` have passed (but at least MIN_ROUNDS rounds, unless three
     times as long has passed), or every ratio to `against` is known within a relative interval width of `tight`.
+    Before each sample the device settles, so that nobody runs beside the threads that another left spinning.
 
     `around(name, sample)` may wrap each sample with checks. Widths do not favour either side of a limit, so stopping by
     them does not bias a verdict; stopping by the verdict would.
@@ -72,14 +78,17 @@ def take_turns(
     names = list(watches)
     taken: dict[str, list[float]] = {name: [] for name in names}
     hidden: dict[str, list[float]] = {name: [] for name in names}
+    settling: dict[str, list[float]] = {name: [] for name in names}
+    previous = names[0]
     monitor = machine.Monitor() if any(w.device.kind == "cuda" for w in watches.values()) else None
     result = Samples({}, {})
     began = time.perf_counter()
     for done in range(1, rounds + 1):
         for i in rng.permutation(len(names)):
             name = names[i]
-            sample = watches[name].sample_both
+            sample = functools.partial(_settled_sample, watches[name], settling[previous])
             clock, host = around(name, sample) if around else sample()
+            previous = name
             taken[name].append(clock)
             hidden[name].append(max(0.0, host - clock))
         if monitor and monitor.handle:
@@ -95,4 +104,10 @@ def take_turns(
                 break
     result.seconds = {name: np.array(values) for name, values in taken.items()}
     result.hidden = {name: np.array(values) for name, values in hidden.items()}
+    result.settling = settling
     return result
+
+
+def _settled_sample(watch: Stopwatch, waits: list[float]) -> tuple[float, float]:
+    waits.append(watch.device.settle())
+    return watch.sample_both()

@@ -43,7 +43,6 @@ def check(
     device: Cpu | Cuda,
     seed: int,
     values: Sequence[str] = HARD,
-    on_device: bool = False,
     keep_going: bool = False,
 ) -> Checked:
     """Runs one trial for each entry of `values`. Stops at the first failure unless `keep_going`.
@@ -56,7 +55,7 @@ def check(
         guard = NAN_BYTE if i % 2 == 0 else LARGE_BYTE
         trial = dataclasses.replace(case, seed=seed + i, values=kind)
         with device.working():
-            operands = Operands(trial, device, guard, on_device)
+            operands = Operands(trial, device, guard)
             held.append(operands)
             failures = run_trial(contender, operands, found)
         found.trials += 1

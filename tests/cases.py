@@ -270,7 +270,7 @@ def _cpu():
         Case(1, h, h, s, s, d, dtype=t, causal=causal)
         for h, s, d in ((8, 512, 64), (8, 2048, 64), (16, 2048, 128))
         for t, causal in (("float32", False), ("float32", True), ("bfloat16", False))
-    ]  # fmt: skip
+    ] + [Case(1, 8, 8, 16384, 16384, 64, dtype="float32")]  # fmt: skip
 
 
 PRESETS = {

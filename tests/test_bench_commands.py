@@ -1,14 +1,16 @@
 """Every command of the laboratory runs for real on the CPU, resumes, and says clearly what it cannot do."""
 
+import hashlib
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench import device, evidence, machine, measure, memory, ncu, operands, peers, plot, problems, report, score
+from bench import device, evidence, machine, measure, memory, ncu, operands, peers, plot, problems, report, rounds, score, timer
 from bench.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,6 +149,47 @@ def test_an_interrupted_measure_leaves_a_valid_file(tmp_path, monkeypatch, capfd
     monkeypatch.undo()
     assert main(arguments) == 0 and len(json.loads(output.read_text())["cells"]) == 2
     capfd.readouterr()
+
+
+def test_a_sample_waits_for_threads_that_still_run(monkeypatch):
+    """A pool's workers go on spinning after a call has returned; the next contender begins when they have stopped."""
+    monkeypatch.setattr(device.Cpu, "SETTLE_SECONDS", 60.0)
+    load, done = bytes(1 << 27), threading.Event()
+    spinning = threading.Thread(target=lambda: (hashlib.sha256(load).digest(), done.set()))  # outside the GIL
+    cpu = device.Cpu()
+    spinning.start()
+    waited = cpu.settle()
+    assert done.is_set() and waited > 0.003
+    spinning.join()
+    assert cpu.settle() < waited
+
+
+def test_settling_has_a_bound(monkeypatch):
+    monkeypatch.setattr(device, "others_run", lambda: True)
+    monkeypatch.setattr(device.Cpu, "SETTLE_SECONDS", 0.05)
+    assert 0.05 <= device.Cpu().settle() < 1.0
+
+
+def test_every_sample_of_every_contender_settles_first(monkeypatch):
+    events = []
+    cpu = device.Cpu()
+    monkeypatch.setattr(cpu, "settle", lambda: events.append("settle") or 0.25)
+    watches = {n: timer.Stopwatch([lambda n=n: events.append(n)], cpu, sample_seconds=1e-9) for n in ("a", "b")}
+    events.clear()
+    found = rounds.take_turns(watches, rounds=30, seconds=10.0)
+    assert events[::2] == ["settle"] * 60 and set(events[1::2]) == {"a", "b"}
+    assert found.conditions_summary() == {"settling_ms": {"a": 250.0, "b": 250.0}}
+
+
+def test_measure_does_not_begin_what_would_take_too_long(capfd, monkeypatch):
+    case = "B1,H8,S16384,D64,float32"
+    assert case in map(str, problems.preset("cpu"))
+    monkeypatch.setattr(measure, "LARGE_FLOPS", 1e6)
+    cpu, slow = device.Cpu(), "B1,H2,S2048,D32,float32"
+    entrant = measure._opened("cpu_ref", cpu)
+    assert "a call would take about" in measure._too_slow(entrant, problems.parse(slow), cpu, seconds=1e-6)
+    assert measure._too_slow(entrant, problems.parse(slow), cpu, seconds=1e6) is None
+    assert "GB of scores" in peers.NumPy().refuses(problems.parse(case.replace("H8", "H800")))
 
 
 # ---- score ----
