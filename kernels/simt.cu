@@ -20,10 +20,11 @@
  *     python -m bench measure --preset history --rows simt
  *     python fa_ext/_build.py simt -o variant.so -DHEAD_DIM=64 -DBLOCK_M=64 -DNUM_WARPS=2     (one tile alone)
  */
-#include "convert.cuh"   // takes_chunks
-#include "fa.h"          // fa_problem, fa_kernel
-#include "launch.cuh"    // FA_CUDA_TRY
-#include "simt_tile.cuh" // Tile, Options
+#include "convert.cuh"    // takes_chunks
+#include "fa.h"           // fa_problem, fa_kernel
+#include "launch.cuh"     // FA_CUDA_TRY
+#include "simt_tile.cuh"  // Tile, Options
+#include "simt_tuned.cuh" // TUNED_64
 
 /* ---- configuration ---- */
 
@@ -70,11 +71,13 @@ constexpr Tile TILES[] = {tile(HEAD_DIM, BLOCK_M, BLOCK_N, NUM_WARPS, KEY_GROUPS
 #else
 
 /* By head_dim, and within it by falling BLOCK_M: for many query rows, then those that fill the GPU with fewer, last one
- * for a handful. For each use there is one within the 99 KB a thread block of sm_86 and sm_89. */
+ * for a handful. For each use there is one within the 99 KB a thread block of sm_86 and sm_89: where two tiles have the
+ * same rows and groups, the second is for them. */
 constexpr Tile TILES[] = {
     // head_dim, BLOCK_M, BLOCK_N, NUM_WARPS, KEY_GROUPS, SYNC_POLICY, MIN_BLOCKS
     tile(64, 128, 64, 4, 1, 2, 2),  //  85 KB
     tile(64, 64, 64, 8, 2, 2, 1),   //  85 KB
+    TUNED_64,                       // the tuner's, for few query rows
     tile(64, 32, 32, 8, 4, 2, 1),   //  60 KB
     tile(64, 4, 32, 8, 8, 2, 1),    //  74 KB
     tile(128, 128, 64, 8, 1, 2, 1), // 133 KB
@@ -169,6 +172,7 @@ int choose_tile(const fa_problem *p, const fa_device_info *device) {
             const int64_t tiles = p->batch * p->heads * tiles_m(p, chosen), slots = device->sm_count * before.blocks;
             const bool sms_idle = 4 * tiles < (p->right != FA_UNBOUNDED ? 6 : 3) * slots;
             if (p->batch_invariant || t.head_dim != before.head_dim) break;
+            if (t.block_m == before.block_m && t.groups == before.groups) continue; // for less shared memory
             if (!rows_idle && (!sms_idle || t.block_m < 16)) break;
         }
         chosen = i;
