@@ -16,8 +16,9 @@
 
 #include "convert.cuh"    // from_float, row_of
 #include "fa.h"           // fa_problem
+#include "mma_bias.cuh"   // BiasTiles
 #include "mma_config.cuh" // MmaArgs, BlockPlace
-#include "mma_scores.cuh" // mask_scores, transform_scores
+#include "mma_scores.cuh" // mask_scores, scale_scores
 #include "mma_tile.cuh"   // RowLoader
 #include "mma_warp.cuh"   // MmaWarp
 #include "sm80_ptx.cuh"   // cp_async_commit, cp_async_wait
@@ -56,6 +57,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     const uint32_t warp_query_rows = query_tile + warp_m * C::WARP_ROWS * C::ROW_BYTES;
     const uint32_t warp_key_rows = warp_n * C::KEYS * C::ROW_BYTES; // in each tile
 
+    const uint32_t bias_tile = query_tile + args.bias_at, mask_tile = query_tile + args.mask_at; // of GENERAL
+
     using Loader = RowLoader<C::HEAD_DIM, C::THREADS, C::TILE_N>;
     const int last_tile = (tile_end - 1) * C::TILE_N;
     const int head_kv = args.group.quotient(block.head);
@@ -65,14 +68,16 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
                         visible.key_end, last_tile);
     auto load_keys = [&](int tile, int stage) {
         key_loader.copy(key_tiles + stage * C::TILE_BYTES, tile * C::TILE_N, !C::GENERAL || args.chunks_k);
+        if constexpr (C::GENERAL)
+            BiasTiles<C>::copy(args, bias_tile, mask_tile, block.batch, block.head, block_query, tile * C::TILE_N);
     };
     auto load_values = [&](int tile, int stage) {
         value_loader.copy(value_tiles + stage * C::TILE_BYTES, tile * C::TILE_N, !C::GENERAL || args.chunks_v);
     };
 
     MmaWarp<C> mine(warp_query_rows, lane);
-    const float scale = C::GENERAL ? 1.0f : args.score.scale_log2;
-    ScorePlace place{block.batch, block.head, warp_query + lane / 4, 0};
+    const float scale = C::GENERAL || C::CAPPED ? 1.0f : args.score.scale_log2;
+    ScorePlace place{warp_query + lane / 4, 0};
     typename MmaWarp<C>::Tile s;
 
     typename MmaWarp<C>::KeysAddress key_address(key_tiles + warp_key_rows, lane);
@@ -83,11 +88,12 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     };
     auto scores = [&](int key, bool masked, int stage) {
         place.key = key + lane % 4 * 2;
-        typename MmaWarp<C>::Tile added;
-        const bool adds = C::GENERAL && (p.bias.data || p.mask.data);
         mine.multiply_keys(s, key_address.shifted(stage * C::TILE_BYTES));
-        if (adds) fetch_added<C::ROW_TILES, C::KEYS>(added, p, args.pairs_bias, args.pairs_mask, visible, place);
-        if constexpr (C::GENERAL) transform_scores<C::ROW_TILES, C::KEYS>(s, args.score, added, adds);
+        if constexpr (C::CAPPED) cap_scores<C::ROW_TILES, C::KEYS>(s, args.score);
+        if constexpr (C::GENERAL) {
+            scale_scores<C::ROW_TILES, C::KEYS>(s, args.score);
+            BiasTiles<C>::apply(p, bias_tile, mask_tile, warp_m * C::WARP_ROWS, lane, s);
+        }
         if (masked) mask_scores<C::ROW_TILES, C::KEYS>(s, visible, place);
     };
 

@@ -2,8 +2,8 @@
  *
  * Float16 and bfloat16, float32 accumulation, mma.sync m16n8k16, head_dim and head_dim_v from 1 to 256 (padded with
  * zeros to the next of 32, 64, 96, 128, 192, 256). The kernel and its maths stand in mma_attention.cuh; what else is
- * here: mma_tile.cuh (swizzled tiles, loads), mma_scores.cuh (masks, softcap, bias in registers), sm80_ptx.cuh
- * (instructions).
+ * here: mma_tile.cuh (swizzled tiles, loads), mma_scores.cuh (masks, softcap), mma_bias.cuh (bias and boolean mask),
+ * sm80_ptx.cuh (instructions).
  *
  * Several tile shapes for each padded head_dim and dtype (`Kind` below): for grids that fill the device, by the shared
  * memory of its multiprocessors; for smaller grids; and one that does everything else. Each fits the 99 KB of shared
@@ -38,6 +38,7 @@ enum Kind {
     MEDIUM,  // the same where two blocks of LARGE do not fit the shared memory of a multiprocessor (sm_80)
     COMPACT, // the same where two of MEDIUM do not (sm_86, sm_89)
     SMALL,   // grids that do not: 32 rows a block, two warps a row
+    CAPPED,  // softcap alone, in grids that fill the device; GENERAL's instance from head_dim 192 on
     GENERAL, // softcap, bias, boolean mask, scale <= 0, operands of any alignment
     KINDS
 };
@@ -50,7 +51,8 @@ constexpr MmaShape shape_of(int head_dim, Kind kind) {
 #ifdef FA_MMA_TUNE // the shape of the kind that FA_MMA_FORCE names
     if (kind == FA_MMA_FORCE) return FA_MMA_TUNE;
 #endif
-    if (kind == GENERAL) return {1, 4, 1, 32, 1, false, head_dim <= 64 ? 4 : head_dim <= 128 ? 3 : 2};
+    if (kind == GENERAL) return {1, 4, 1, head_dim <= 192 ? 64 : 32, 1, false, head_dim <= 128 ? 3 : 2};
+    if (kind == CAPPED) return {2, 4, 1, head_dim <= 96 ? 64 : 32, 1, head_dim <= 64, 2};
     if (kind == SMALL && head_dim <= 64) return {1, 2, 2, 64, 2, true, 3};
     if (kind == SMALL) return {1, 2, 2, head_dim <= 128 ? 64 : 32, 1, head_dim <= 128, 2};
     switch (head_dim) {
@@ -67,8 +69,14 @@ constexpr MmaShape shape_of(int head_dim, Kind kind) {
     }
 }
 
+constexpr Kind built(int head_dim, Kind kind) { return kind == CAPPED && head_dim > 128 ? GENERAL : kind; }
+
+constexpr fa::Scoring scoring_of(Kind kind) {
+    return kind == GENERAL ? fa::Scoring::GENERAL : kind == CAPPED ? fa::Scoring::CAPPED : fa::Scoring::FOLDED;
+}
+
 template <typename T, int HEAD_DIM, Kind KIND>
-using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, KIND), KIND == GENERAL>;
+using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, built(HEAD_DIM, KIND)), scoring_of(built(HEAD_DIM, KIND))>;
 
 } // namespace
 
@@ -85,9 +93,9 @@ namespace {
 
 template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, cudaStream_t stream, fa_status *status) {
     auto kernel = fa::mma_kernel<C>;
-    if (C::SHARED_BYTES > 48 * 1024)
-        FA_CUDA_TRY(status, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::SHARED_BYTES));
-    kernel<<<dim3(blocks, args.splits), C::THREADS, C::SHARED_BYTES, stream>>>(args);
+    if (args.shared_bytes > 48 * 1024)
+        FA_CUDA_TRY(status, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, args.shared_bytes));
+    kernel<<<dim3(blocks, args.splits), C::THREADS, args.shared_bytes, stream>>>(args);
     FA_CUDA_TRY(status, cudaGetLastError());
     if (args.splits == 1) return FA_OK;
     fa::combine_splits<typename C::T, C::HEAD_DIM><<<unsigned((args.rows() + 3) / 4), 128, 0, stream>>>(args);
@@ -103,6 +111,7 @@ fa_code launch_kind(const MmaArgs &args, int kind, unsigned blocks, cudaStream_t
     case MEDIUM: return launch_config<Choose<T, D, MEDIUM>>(args, blocks, stream, status);
     case COMPACT: return launch_config<Choose<T, D, COMPACT>>(args, blocks, stream, status);
     case SMALL: return launch_config<Choose<T, D, SMALL>>(args, blocks, stream, status);
+    case CAPPED: return launch_config<Choose<T, D, CAPPED>>(args, blocks, stream, status);
     default: return launch_config<Choose<T, D, GENERAL>>(args, blocks, stream, status);
     }
 }
@@ -126,14 +135,16 @@ constexpr int64_t MAX_BLOCKS = (int64_t(1) << 31) - 1;
 
 struct Tile {
     int tile_m, tile_n, stages, threads, blocks_per_sm;
-    size_t shared_bytes;
+    int shared_bytes, wide_bytes, half_bytes, mask_bytes; // of Q, K and V; of a bias of 4 or 2 bytes, of a mask
 };
 
 template <class C> constexpr Tile tile_of() {
-#ifndef FA_MMA_TUNE
-    static_assert(C::SHARED_BYTES <= 99 * 1024, "fits a block of sm_86 and sm_89");
-#endif
-    return {C::TILE_M, C::TILE_N, C::STAGES, C::THREADS, C::BLOCKS_PER_SM, C::SHARED_BYTES};
+    Tile tile = {C::TILE_M, C::TILE_N, C::STAGES, C::THREADS, C::BLOCKS_PER_SM, C::SHARED_BYTES, 0, 0, 0};
+    if constexpr (C::GENERAL) {
+        using Bias = fa::BiasTiles<C>;
+        tile.wide_bytes = Bias::WIDE_BYTES, tile.half_bytes = Bias::HALF_BYTES, tile.mask_bytes = Bias::MASK_BYTES;
+    }
+    return tile;
 }
 
 struct Instance {
@@ -147,8 +158,18 @@ struct Instance {
      FA_MMA_JOIN(D),                                                                                                   \
      {tile_of<Choose<__half, D, LARGE>>(), tile_of<Choose<__half, D, MEDIUM>>(),                                       \
       tile_of<Choose<__half, D, COMPACT>>(), tile_of<Choose<__half, D, SMALL>>(),                                      \
-      tile_of<Choose<__half, D, GENERAL>>()}},
+      tile_of<Choose<__half, D, CAPPED>>(), tile_of<Choose<__half, D, GENERAL>>()}},
 constexpr Instance INSTANCES[] = {FA_MMA_HEAD_DIMS(FA_MMA_INSTANCE)};
+
+#ifndef FA_MMA_TUNE
+constexpr bool all_fit() {
+    for (const Instance &instance : INSTANCES)
+        for (const Tile &tile : instance.tile)
+            if (tile.shared_bytes + tile.wide_bytes + tile.mask_bytes > 99 * 1024) return false;
+    return true;
+}
+static_assert(all_fit(), "every kind fits the shared memory of a block of sm_86 and sm_89");
+#endif
 
 /* Index of the narrowest instance that holds both head dims; -1: none in this build. */
 int instance_of(const fa_problem *p) {
@@ -173,22 +194,39 @@ int64_t blocks_of(const fa_problem *p, const Tile &tile) {
 Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &instance) {
     // A folded scale multiplies -inf, so it is neither 0 nor rounded to 0.
     const bool folds = p->scale > 1e-30 && p->scale < 1e30;
-    if (!folds || p->softcap > 0 || p->bias.data || p->mask.data || !has_chunks(p->q, p->head_dim) ||
-        !has_chunks(p->k, p->head_dim) || !has_chunks(p->v, p->head_dim_v))
+    const auto blocks = [&](Kind kind) { return blocks_of(p, instance.tile[kind]); };
+    const int64_t sms = device->sm_count;
+    if (p->bias.data || p->mask.data || !has_chunks(p->q, p->head_dim) || !has_chunks(p->k, p->head_dim) ||
+        !has_chunks(p->v, p->head_dim_v))
         return GENERAL;
+    if (p->softcap > 0) {
+        const bool at_once = blocks(GENERAL) <= sms * instance.tile[GENERAL].blocks_per_sm;
+        return instance.head_dim > 128 || (at_once && !p->batch_invariant) ? GENERAL : CAPPED;
+    }
+    if (!folds) return GENERAL;
 #ifdef FA_MMA_FORCE
     return FA_MMA_FORCE;
 #endif
-    const auto blocks = [&](Kind kind) { return blocks_of(p, instance.tile[kind]); };
     const auto fits = [&](Kind kind) {
         const Tile &tile = instance.tile[kind];
-        return tile.blocks_per_sm * (tile.shared_bytes + 1024) <= device->smem_per_sm; // 1 KB a block is CUDA's own
+        return size_t(tile.blocks_per_sm) * (tile.shared_bytes + 1024) <= device->smem_per_sm; // 1 KB a block is CUDA's own
     };
     // SMALL gains while all its blocks run at once; four a multiprocessor where the lengths of blocks differ and LARGE
     // would wait for its longest one.
     const int per_sm = p->right != FA_UNBOUNDED ? 4 : instance.head_dim > 128 ? 1 : instance.tile[SMALL].blocks_per_sm;
-    if (!p->batch_invariant && blocks(SMALL) <= int64_t(device->sm_count) * per_sm) return SMALL;
+    if (!p->batch_invariant && blocks(SMALL) <= sms * per_sm) return SMALL;
     return fits(LARGE) ? LARGE : fits(MEDIUM) ? MEDIUM : COMPACT;
+}
+
+/* Shared memory of a launch: Q, K and V, then the bias, then the mask. */
+struct SharedLayout {
+    int bias, mask, bytes;
+};
+
+SharedLayout shared_layout(const fa_problem *p, const Tile &tile) {
+    const int bias_bytes = !p->bias.data ? 0 : p->bias_dtype == FA_F32 ? tile.wide_bytes : tile.half_bytes;
+    const int mask = tile.shared_bytes + bias_bytes;
+    return {tile.shared_bytes, mask, mask + (p->mask.data ? tile.mask_bytes : 0)};
 }
 
 /* With one query a head, the query heads that share a K/V head become the rows of one head, so that K and V are read
@@ -218,7 +256,7 @@ const char *rejects(const fa_problem *problem, const fa_device_info *device) {
     if (p->seq_q > MAX_LENGTH || p->seq_k > MAX_LENGTH) return "takes at most 2^28 queries and keys";
     const Tile &tile = INSTANCES[index].tile[kind_of(p, device, INSTANCES[index])];
     if (blocks_of(p, tile) > MAX_BLOCKS) return "needs more than 2^31 blocks";
-    if (tile.shared_bytes > device->smem_per_block) return "needs 99 KB of shared memory a block";
+    if (size_t(shared_layout(p, tile).bytes) > device->smem_per_block) return "needs 99 KB of shared memory a block";
     return nullptr;
 }
 
@@ -252,7 +290,7 @@ fa_code plan(const fa_problem *problem, const fa_device_info *device, fa_plan *p
     plan->stages = tile.stages;
     plan->threads = tile.threads;
     plan->blocks = blocks_of(p, tile) * plan->splits;
-    plan->smem_bytes = tile.shared_bytes;
+    plan->smem_bytes = shared_layout(p, tile).bytes;
     if (plan->blocks == 0) return FA_OK;
     const int64_t pairs = p->batch * p->heads;
     if (plan->splits > 1) plan->workspace_bytes = size_t(plan->splits * pairs * p->seq_q * (instance.head_dim + 2)) * 4;
@@ -273,6 +311,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
     const fa_problem folded = fold_heads(*problem), *p = &folded;
     const int64_t pairs = p->batch * p->heads, section = plan->extra[0], sections = divide_up(pairs, section);
     const int64_t row_blocks = divide_up(p->seq_q, plan->tile_m);
+    const SharedLayout shared = shared_layout(p, INSTANCES[plan->config / KINDS].tile[plan->config % KINDS]);
     const MmaArgs args = {
         .problem = *p,
         .score = fa::score_params(*p),
@@ -292,8 +331,11 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .chunks_k = has_chunks(p->k, p->head_dim),
         .chunks_v = has_chunks(p->v, p->head_dim_v),
         .chunks_o = has_chunks(p->out, p->head_dim_v),
-        .pairs_bias = fa::has_pairs(p->bias, p->bias_dtype == FA_F32 ? 4 : 2),
-        .pairs_mask = fa::has_pairs(p->mask, 1),
+        .chunks_bias = fa::has_chunks(p->bias, p->bias_dtype == FA_F32 ? 4 : 2),
+        .chunks_mask = fa::has_chunks(p->mask, 1),
+        .bias_at = shared.bias,
+        .mask_at = shared.mask,
+        .shared_bytes = shared.bytes,
         .sink_row = p->heads != problem->heads ? problem->sinks.stride[0] : 0,
         .splits = plan->splits,
         .partial = static_cast<float *>(launch->workspace),

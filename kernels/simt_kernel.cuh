@@ -115,7 +115,9 @@ template <typename T, Tile t> struct LaneTile {
             asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(t.group_threads()) : "memory");
     }
 
-    /* s = Q K^T */
+    /* s = Q K^T. Float32 sums four products at a time: with one chain over head_dim, scores in the hundreds come out
+     * twice as far off, which float32 alone is precise enough to show. */
+    static constexpr bool BY_FOURS = sizeof(T) == 4;
     __device__ __forceinline__ void multiply_keys(float (&s)[TM][TN], int head_dim) const {
 #pragma unroll
         for (int i = 0; i < TM; ++i)
@@ -131,10 +133,11 @@ template <typename T, Tile t> struct LaneTile {
                 const float4 b = load4(k + (column + COLUMN_GROUPS * j) * STRIDE + d);
 #pragma unroll
                 for (int i = 0; i < TM; ++i) {
-                    s[i][j] = fmaf(a[i].x, b.x, s[i][j]);
-                    s[i][j] = fmaf(a[i].y, b.y, s[i][j]);
-                    s[i][j] = fmaf(a[i].z, b.z, s[i][j]);
-                    s[i][j] = fmaf(a[i].w, b.w, s[i][j]);
+                    float sum = BY_FOURS ? a[i].x * b.x : fmaf(a[i].x, b.x, s[i][j]);
+                    sum = fmaf(a[i].y, b.y, sum);
+                    sum = fmaf(a[i].z, b.z, sum);
+                    sum = fmaf(a[i].w, b.w, sum);
+                    s[i][j] = BY_FOURS ? s[i][j] + sum : sum;
                 }
             }
         }
@@ -371,7 +374,10 @@ __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
             if constexpr (!t.separate()) lane.sync_group(); // every warp is done with V
         }
 
-        if constexpr (t.groups > 1) lane.merge_groups(smem);
+        if constexpr (t.groups > 1) {
+            if constexpr (t.separate()) lane.sync_group(); // every warp is done with V, as above; racecheck asks for it
+            lane.merge_groups(smem);
+        }
         if (lane.group == 0) lane.finish(p, o, batch, head, row0);
     }
 }

@@ -26,6 +26,11 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, bool 
                  : "memory");
 }
 
+/* The same of the first `bytes` of 16; the rest become zeros and are not read. */
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, uint32_t bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 /* Closes the group of the copies that this thread started since the last one. */
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -53,6 +58,16 @@ __device__ __forceinline__ void store_shared(uint32_t to, uint32_t x) {
 __device__ __forceinline__ void store_shared(uint32_t to, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
+}
+__device__ __forceinline__ uint32_t load_shared_2(uint32_t from) {
+    uint16_t x;
+    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+    return x;
+}
+__device__ __forceinline__ float2 load_shared_pair(uint32_t from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
 }
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
     uint32_t x;
@@ -100,6 +115,15 @@ template <> __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, f
     uint32_t x;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
     return x;
+}
+
+/* Two 16-bit elements as floats, the low half first. */
+template <typename T> __device__ __forceinline__ float2 unpack(uint32_t x);
+template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t x) {
+    return __half22float2(*reinterpret_cast<const __half2 *>(&x));
+}
+template <> __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t x) {
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
 }
 
 } // namespace fa

@@ -1,0 +1,162 @@
+/* Bias and boolean mask on their way to the scores: from global to shared memory with the keys of their tile, and from
+ * there to the registers that hold the tile's products.
+ *
+ * Read element by element where the scores are, both cost more than the two products: a warp's scores lie eight rows
+ * apart, so that each load touches eight lines for 64 elements. A tile is therefore copied in rows, 16 bytes a thread,
+ * one key tile ahead. It has a row a query and lies in the layout of mma_tile.cuh, in which 16-bit elements are the
+ * accumulators of mma.sync as ldmatrix delivers them. */
+#ifndef FA_MMA_BIAS_CUH
+#define FA_MMA_BIAS_CUH
+
+#include <math.h>      // INFINITY
+#include <stdint.h>    // int64_t, uint8_t, uintptr_t
+#include <type_traits> // conditional_t
+
+#include "convert.cuh"    // to_float
+#include "fa.h"           // fa_problem, fa_operand
+#include "mma_config.cuh" // MmaArgs
+#include "mma_scores.cuh" // Scores
+#include "mma_tile.cuh"   // TileLayout, BlockAddress
+#include "score.cuh"      // LOG2_E
+#include "sm80_ptx.cuh"   // cp_async_16, ldmatrix_x4, store_shared
+
+namespace fa {
+
+/* A tile of QUERIES x KEYS elements of BYTES bytes. A row takes at least 64 bytes, half of them unused where a mask is
+ * 32 keys wide. */
+template <int BYTES, int QUERIES, int KEYS> struct BiasTile {
+    static constexpr int ELEMENTS = 16 / BYTES;      // of a chunk
+    static constexpr int CHUNKS = KEYS / ELEMENTS;   // of a row
+    static constexpr int COLUMNS = KEYS * BYTES / 2; // 16-bit units of a row
+    using Layout = TileLayout<COLUMNS < 32 ? 32 : COLUMNS>;
+    static constexpr int ROW_BYTES = Layout::ROW_BYTES, TILE_BYTES = QUERIES * ROW_BYTES;
+    using Bits = std::conditional_t<BYTES == 1, uint8_t, std::conditional_t<BYTES == 2, uint16_t, uint32_t>>;
+
+    /* Starts the copy of the elements of the queries [query, query + QUERIES) that are below `queries` and the keys
+     * [key, key + KEYS) that are below `keys`; the others become zeros and are not read. `chunks`: as has_chunks() says;
+     * otherwise the elements are read when this returns. */
+    template <int THREADS>
+    __device__ static void copy(uint32_t tile, const fa_operand &x, int64_t batch, int64_t head, int query, int queries,
+                                int key, int keys, bool chunks) {
+        constexpr int STEP = THREADS / CHUNKS; // rows between two chunks of a thread
+        static_assert(STEP % 8 == 0 && QUERIES % STEP == 0, "a thread's rows share one key of the layout");
+        const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, first = key + chunk * ELEMENTS;
+        const int count = min(max(keys - first, 0), ELEMENTS);
+        const uint32_t to = tile + Layout::offset(row, chunk);
+        const Bits *from = static_cast<const Bits *>(x.data) + batch * x.stride[0] + head * x.stride[1] +
+                           (query + row) * x.stride[2] + first * x.stride[3];
+        if (chunks) {
+#pragma unroll
+            for (int r = 0; r < QUERIES; r += STEP, from += STEP * x.stride[2])
+                cp_async_16(to + r * ROW_BYTES, from, query + row + r < queries ? uint32_t(count * BYTES) : 0);
+        } else {
+#pragma unroll 1
+            for (int r = 0; r < QUERIES; r += STEP, from += STEP * x.stride[2]) {
+                const int there = query + row + r < queries ? count : 0;
+                uint32_t word[4] = {};
+#pragma unroll
+                for (int i = 0; i < ELEMENTS; ++i)
+                    if (i < there) word[i * BYTES / 4] |= uint32_t(from[i * x.stride[3]]) << i * BYTES % 4 * 8;
+                store_shared(to + r * ROW_BYTES, make_uint4(word[0], word[1], word[2], word[3]));
+            }
+        }
+    }
+};
+
+/* Whether rows consist of whole 16-byte aligned chunks, but for the last one of each, of neighbouring elements. */
+inline bool has_chunks(const fa_operand &x, size_t element_bytes) {
+    const int64_t elements = 16 / int64_t(element_bytes);
+    return x.stride[3] == 1 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[0] % elements == 0 &&
+           x.stride[1] % elements == 0 && x.stride[2] % elements == 0;
+}
+
+/* Both tiles of a block of configuration C; either may be absent. */
+template <class C> class BiasTiles {
+    using T = typename C::T;
+    using Wide = BiasTile<4, C::TILE_M, C::TILE_N>;
+    using Half = BiasTile<2, C::TILE_M, C::TILE_N>;
+    using Mask = BiasTile<1, C::TILE_M, C::TILE_N>;
+    static_assert(C::WARPS_N == 1, "a warp reads whole rows");
+
+  public:
+    static constexpr int WIDE_BYTES = Wide::TILE_BYTES, HALF_BYTES = Half::TILE_BYTES, MASK_BYTES = Mask::TILE_BYTES;
+
+    /* Starts the copies for the tile of keys that starts at `key`. `bias` and `mask`: where the tiles lie. */
+    __device__ static __forceinline__ void copy(const MmaArgs &args, uint32_t bias, uint32_t mask, int64_t batch,
+                                                int64_t head, int query, int key) {
+        const fa_problem &p = args.problem;
+        const int queries = int(p.seq_q), keys = args.visible.key_end;
+        if (p.bias.data) {
+            if (p.bias_dtype == FA_F32)
+                Wide::template copy<C::THREADS>(bias, p.bias, batch, head, query, queries, key, keys, args.chunks_bias);
+            else
+                Half::template copy<C::THREADS>(bias, p.bias, batch, head, query, queries, key, keys, args.chunks_bias);
+        }
+        if (p.mask.data)
+            Mask::template copy<C::THREADS>(mask, p.mask, batch, head, query, queries, key, keys, args.chunks_mask);
+    }
+
+    /* Adds the bias in base 2 to this lane's scores and excludes what the mask does. `row`: the warp's first in the
+     * tiles. */
+    __device__ static __forceinline__ void apply(const fa_problem &p, uint32_t bias, uint32_t mask, int row, int lane,
+                                                 Scores<C::ROW_TILES, C::KEYS> &s) {
+        if (p.bias.data) {
+            if (p.bias_dtype == FA_F32)
+                add_wide(bias + row * Wide::ROW_BYTES, lane, s);
+            else
+                add_half(bias + row * Half::ROW_BYTES, lane, s);
+        }
+        if (p.mask.data) exclude(mask + row * Mask::ROW_BYTES, lane, s);
+    }
+
+  private:
+    __device__ static __forceinline__ void add_pair(float &low, float &high, float2 bias) {
+        low = fmaf(bias.x, LOG2_E, low);
+        high = fmaf(bias.y, LOG2_E, high);
+    }
+
+    __device__ static __forceinline__ void add_half(uint32_t rows, int lane, Scores<C::ROW_TILES, C::KEYS> &s) {
+        const BlockAddress<C::TILE_N, BlockOrder::ROWS_FIRST> address(rows, lane);
+#pragma unroll
+        for (int r = 0; r < C::ROW_TILES; ++r)
+#pragma unroll
+            for (int n = 0; n < C::KEYS / 16; ++n) {
+                uint32_t x[4];
+                ldmatrix_x4(x, address.at(n) + r * 16 * Half::ROW_BYTES);
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    add_pair(s[r][2 * n + i / 2][i % 2 * 2], s[r][2 * n + i / 2][i % 2 * 2 + 1], unpack<T>(x[i]));
+            }
+    }
+
+    __device__ static __forceinline__ void add_wide(uint32_t rows, int lane, Scores<C::ROW_TILES, C::KEYS> &s) {
+#pragma unroll
+        for (int r = 0; r < C::ROW_TILES; ++r)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int j = 0; j < C::KEYS / 8; ++j) {
+                    const uint32_t at =
+                        rows + (r * 16 + i * 8) * Wide::ROW_BYTES + Wide::Layout::offset(lane / 4, 2 * j + lane % 4 / 2);
+                    add_pair(s[r][j][2 * i], s[r][j][2 * i + 1], load_shared_pair(at + lane % 2 * 8));
+                }
+    }
+
+    __device__ static __forceinline__ void exclude(uint32_t rows, int lane, Scores<C::ROW_TILES, C::KEYS> &s) {
+#pragma unroll
+        for (int r = 0; r < C::ROW_TILES; ++r)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int j = 0; j < C::KEYS / 8; ++j) {
+                    const uint32_t at = rows + (r * 16 + i * 8) * Mask::ROW_BYTES + Mask::Layout::offset(lane / 4, j / 2);
+                    const uint32_t attend = load_shared_2(at + j % 2 * 8 + lane % 4 * 2);
+                    if (!(attend & 0xff)) s[r][j][2 * i] = -INFINITY;
+                    if (!(attend & 0xff00)) s[r][j][2 * i + 1] = -INFINITY;
+                }
+    }
+};
+
+} // namespace fa
+
+#endif
