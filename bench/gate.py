@@ -123,15 +123,12 @@ def run(args: argparse.Namespace) -> int:
             if args.output:
                 report.write_json(args.output, document)
     finally:
-        if args.json:
-            report.print_json(document)
-        else:
-            show(document["gates"], args.limit)
+        report.deliver(document, args.json, show)
     return max((stats.Verdict[g["verdict"]].value for g in document["gates"]), key=(0, 2, 1).index)
 
 
-def show(gates: list[dict], limit: float) -> None:
-    rows = []
+def show(document: dict) -> None:
+    gates, rows = document["gates"], []
     for gate in gates:
         seconds = gate.get("seconds", {})
         for name, ratio in (gate.get("ratios") or {None: None}).items():
@@ -150,7 +147,7 @@ def show(gates: list[dict], limit: float) -> None:
     candidate = gates[0]["candidate"] if gates else ""
     columns = ("problem", "verdict", "baseline", "candidate us", "baseline us", "ratio [95%]", "error vs float64")
     report.table(
-        f"{candidate}: time ratio must stay under {limit:g} (* the fastest baseline, which counts)", columns, rows
+        f"{candidate}: time ratio must stay under {document['limit']:g} (* the fastest baseline, which counts)", columns, rows
     )
     for gate in gates:
         for failure in gate["failures"]:

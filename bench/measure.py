@@ -83,10 +83,7 @@ def run(args: argparse.Namespace) -> int:
         args.seconds or (1.5 if device == "cuda" else 8.0), args.tight, args.seed, args.output, args.fresh,
         quiet=args.json, missing=missing,
     )  # fmt: skip
-    if args.json:
-        report.print_json(document)
-    else:
-        show(document)
+    report.deliver(document, args.json, show)
     return 0
 
 

@@ -26,12 +26,13 @@ SUMMARY = "one row and problem under Nsight Compute, as a short table"
 # metric: (what it is called here, unit)
 METRICS = {
     "gpu__time_duration.sum": ("time", "us"),
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": ("tensor pipe", "%"),
+    "smsp__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": ("tensor pipe", "%"),  # wgmma counts by cycles
     "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active": ("MUFU pipe", "%"),
     "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active": ("FMA pipe", "%"),
     "sm__inst_executed.avg.pct_of_peak_sustained_active": ("issue slots", "%"),
     "lts__t_sectors.avg.pct_of_peak_sustained_elapsed": ("L2", "%"),
     "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("DRAM", "%"),
+    "dram__bytes.sum": ("DRAM traffic", "MB"),
     "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_active": ("shared memory", "%"),
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": ("bank conflicts", ""),
     "sm__warps_active.avg.pct_of_peak_sustained_active": ("occupancy", "%"),
@@ -75,6 +76,9 @@ _TO_UNIT = {
     ("byte/block", "KB"): 1 / 1024,
     ("Kbyte/block", "KB"): 1.0,
     ("byte", "KB"): 1 / 1024,
+    ("byte", "MB"): 1e-6,
+    ("Kbyte", "MB"): 1e-3,
+    ("Gbyte", "MB"): 1e3,
 }
 
 
@@ -91,12 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     problems.parse(args.case)
     document = profile(args.candidate, args.case, args.ncu, args.kernel, args.keep, args.limit)
-    if args.output:
-        report.write_json(args.output, document)
-    if args.json:
-        report.print_json(document)
-    else:
-        show(document)
+    report.deliver(document, args.json, show, args.output)
     return 0
 
 

@@ -1,8 +1,9 @@
-"""What a call costs on the host: ``fa_ext.attention`` on tiny arrays, beside torch's SDPA and a bare launch.
+"""What a call costs on the host: ``fa_ext.attention`` on tiny arrays, beside torch's SDPA and two floors.
 
 Bursts of calls from an empty queue at B1 H8 S64 D64 float16; the time until the last call of a burst has returned,
-divided by the calls; the median of the bursts. ``measure()`` returns microseconds by subject, for those libraries that
-are installed. ``python -m bench.overhead`` prints them.
+divided by the calls; the median of the bursts. The floors: "bare launch" is the same call prepared once and launched
+again and again from C, "torch empty" is torch making (and dropping) an array like the result. ``measure()`` returns
+microseconds by subject, for those libraries that are installed. ``python -m bench.overhead`` prints them.
 """
 
 from __future__ import annotations
@@ -52,15 +53,11 @@ def _medians(
     return {name: statistics.median(values[3:]) for name, values in figures.items()}
 
 
-def _torch(calls: int, bursts: int) -> dict[str, float]:
-    import torch
-
+def _attention(library: str, q, k, v, out) -> dict[str, Callable[[int], float]]:
+    """Calls with and without ``out``, spelt out in their loops: passing arguments on would be timed too."""
     import fa_ext
 
-    attention, time_launches = fa_ext.attention, fa_ext._core.time_launches
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.float16) for _ in range(3))
-    out = torch.empty_like(q)
+    attention = fa_ext.attention
 
     def into(repeats):
         for _ in repeats:
@@ -70,15 +67,31 @@ def _torch(calls: int, bursts: int) -> dict[str, float]:
         for _ in repeats:
             attention(q, k, v)
 
+    return {f"{library} out=": _timed(into), library: _timed(new)}
+
+
+def _torch(calls: int, bursts: int) -> dict[str, float]:
+    import torch
+
+    import fa_ext
+
+    time_launches, empty_like = fa_ext._core.time_launches, torch.empty_like
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.float16) for _ in range(3))
+    out = torch.empty_like(q)
+
     def peer(repeats):
         for _ in repeats:
             sdpa(q, k, v)
 
-    subjects = {
-        "torch out=": _timed(into),
-        "bare launch": lambda count: 1e6 * time_launches(count, q, k, v, out=out),
-        "torch": _timed(new),
+    def empty(repeats):
+        for _ in repeats:
+            empty_like(q)
+
+    subjects = _attention("torch", q, k, v, out) | {
         "torch SDPA": _timed(peer),
+        "torch empty": _timed(empty),
+        "bare launch": lambda count: 1e6 * time_launches(count, q, k, v, out=out),
     }
     with torch.no_grad():
         return _medians(subjects, torch.cuda.synchronize, calls, bursts)
@@ -87,23 +100,10 @@ def _torch(calls: int, bursts: int) -> dict[str, float]:
 def _cupy(calls: int, bursts: int) -> dict[str, float]:
     import cupy
 
-    import fa_ext
-
-    attention = fa_ext.attention
     random = cupy.random.default_rng(0)
     q, k, v = (random.standard_normal(SHAPE, dtype="float32").astype("float16") for _ in range(3))
-    out = cupy.empty_like(q)
-
-    def into(repeats):
-        for _ in repeats:
-            attention(q, k, v, out=out)
-
-    def new(repeats):
-        for _ in repeats:
-            attention(q, k, v)
-
     wait = cupy.cuda.get_current_stream().synchronize
-    return _medians({"cupy out=": _timed(into), "cupy": _timed(new)}, wait, calls, bursts)
+    return _medians(_attention("cupy", q, k, v, cupy.empty_like(q)), wait, calls, bursts)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ python -m bench plot bench/evidence/nvidia-h200.json --kind grid --output bench/
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -34,17 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    documents = []
-    for path in args.source:
-        try:
-            documents.append(json.loads(path.read_text()))
-        except (OSError, ValueError) as error:
-            raise report.UsageError(f"{path}: {error}") from None
+    documents = [report.read_json(path) for path in args.source]
     written = draw(documents, args.kind, args.output, args.filter, args.only)
-    if args.json:
-        report.print_json({"written": written})
-    else:
-        print("\n".join(written))
+    report.deliver({"written": written}, args.json, lambda document: print("\n".join(document["written"])))
     return 0
 
 

@@ -1,13 +1,15 @@
 """Which reference is off, and by how much? Each framework backend against float64 on the same inputs.
 
 A kernel that "differs from SDPA" may be the one that is right. This prints, for the versions installed, the largest and
-the relative Frobenius error of every backend, and whether it keeps to the bounds that rows of fa_ext are held to.
+the relative Frobenius error of every backend, whether it keeps to the bounds that rows of fa_ext are held to, and at the
+end for each backend and dtype how its error compares with that of matmul, softmax, matmul in the same precision.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,12 +45,7 @@ def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if devices.has_gpu() else "cpu")
     cases = [problems.parse(text) for text in args.case] if args.case else None
     document = collect(device, cases, args.rows, args.seed, args.json)
-    if args.output:
-        report.write_json(args.output, document)
-    if args.json:
-        report.print_json(document)
-    else:
-        show(document)
+    report.deliver(document, args.json, show, args.output)
     return 0
 
 
@@ -68,7 +65,25 @@ def collect(
             outcome = worker.call("bench.references:errors", arguments, 300)
             document["errors"] += outcome.value if outcome.ok else [{"case": str(case), "refused": outcome.reason}]
             progress.step(str(case))
+    document["summary"] = summarize(document["errors"])
     return document
+
+
+def summarize(errors: list[dict]) -> list[dict]:
+    """For each backend and dtype: problems judged, how many outside the bounds, and the median and largest of its relative
+    Frobenius error over that of a plain computation in the same precision."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for e in errors:
+        if "frobenius" in e:
+            groups.setdefault((e["name"], Case.parse(e["case"]).dtype), []).append(e)
+    found = []
+    for (name, dtype), entries in groups.items():
+        ratios = [e["frobenius"] / max(e["plain"], 1e-300) for e in entries]
+        worst = entries[ratios.index(max(ratios))]
+        found.append({"name": name, "dtype": dtype, "judged": len(entries), "outside": sum(not e["within"] for e in entries),
+                      "median": statistics.median(ratios), "largest": max(ratios),
+                      "at": f"{worst['case']}, {worst['values']} inputs"})  # fmt: skip
+    return found
 
 
 def errors(case: str, device: str, names: list[str], seed: int, tell: Callable[[Any], None] = print) -> list[dict]:
@@ -111,6 +126,9 @@ def show(document: dict) -> None:
     columns = ("problem", "inputs", "backend", "Frobenius", "max abs", "bound", "plain's Frobenius", "within")
     versions = ", ".join(f"{k} {v}" for k, v in document["context"]["versions"].items())
     report.table(f"errors against float64 ({versions})", columns, rows)
+    columns = ("backend", "dtype", "judged", "outside the bounds", "error / plain's: median", "largest", "at")
+    report.table("in short: relative Frobenius errors over those of a plain computation in the same precision", columns,
+                 [list(s.values()) for s in document["summary"]])  # fmt: skip
     for e in document["errors"]:
         if "refused" in e and e.get("values", "normal") == "normal":
             print(f"  {e.get('name', '')} {e['case']}: {e['refused']}")

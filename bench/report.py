@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,24 @@ def write_json(path: Path, document: Any) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(plain(document), indent=1) + "\n")
     os.replace(temporary, path)
+
+
+def read_json(path: Path) -> Any:
+    """A document that a command wrote; a file that holds none is bad usage."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def deliver(document: Any, as_json: bool, show: Callable[[Any], None], output: Path | None = None) -> None:
+    """The end of a command: writes the document to `output` if given, and prints it as JSON or as ``show`` has it."""
+    if output:
+        write_json(output, document)
+    if as_json:
+        print_json(document)
+    else:
+        show(document)
 
 
 def print_json(document: Any) -> None:

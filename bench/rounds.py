@@ -13,8 +13,9 @@ import numpy as np
 from bench import machine, stats
 from bench.timer import Stopwatch
 
-# Between looks at the confidence interval.
+# Rounds between looks at the confidence interval, seconds between looks at clocks and power (a look takes 8 ms).
 LOOK_EVERY = 12
+CONDITIONS_EVERY = 0.05
 
 
 @dataclass
@@ -81,6 +82,8 @@ def take_turns(
     settling: dict[str, list[float]] = {name: [] for name in names}
     previous = names[0]
     monitor = machine.Monitor() if any(w.device.kind == "cuda" for w in watches.values()) else None
+    condition: dict[str, Any] = {}
+    due = 0.0
     result = Samples({}, {})
     began = time.perf_counter()
     for done in range(1, rounds + 1):
@@ -91,9 +94,11 @@ def take_turns(
             previous = name
             taken[name].append(clock)
             hidden[name].append(max(0.0, host - clock))
-        if monitor and monitor.handle:
-            result.conditions.append(monitor.read() or {})
         elapsed = time.perf_counter() - began
+        if monitor and monitor.handle:
+            if elapsed >= due:
+                condition, due = monitor.read() or {}, elapsed + CONDITIONS_EVERY
+            result.conditions.append(condition)
         if elapsed > 3 * seconds or (elapsed > seconds and done >= stats.MIN_ROUNDS):
             result.stopped = "time"
             break

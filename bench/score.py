@@ -59,10 +59,7 @@ def run(args: argparse.Namespace) -> int:
         args.candidate, device, chosen, baselines, args.seconds or (0.2 if device == "cuda" else 1.0), args.time_limit,
         args.seed, args.arrays, args.output, args.fresh, quiet=args.json,
     )  # fmt: skip
-    if args.json:
-        report.print_json(document)
-    else:
-        show(document)
+    report.deliver(document, args.json, show)
     return 0
 
 
@@ -120,7 +117,7 @@ def score_one(
     """{correct, failures, speedup over the fastest baseline or None, baseline, microseconds}."""
     found = gate.judge_one(
         candidate, case, device, baselines, 1.0, time_limit, worker, arrays=arrays, rounds=100, seconds=seconds, seed=seed,
-        values=TRIALS, cold=device == "cuda", audit_seconds=0.05,
+        values=TRIALS, cold=device == "cuda", audit_seconds=0.02,
     )  # fmt: skip
     times, base = found.get("seconds", {}), found["baseline"]
     speedup = times[base] / times[candidate] if found["correct"] and base else None

@@ -137,10 +137,14 @@ def search(space: Space, configs: list[Config], strategy: str, evaluations: int,
 
 
 def pareto(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results that no other beats in both time ratio and error, by rising ratio."""
-    good = sorted((r for r in results if "ratio" in r), key=lambda r: (r["ratio"]["ratio"], r["frobenius"]))
+    """Results that no other beats in time ratio, error and the objective's further factors at once, by rising ratio."""
+
+    def costs(result: dict[str, Any]) -> tuple[float, ...]:
+        return (result["ratio"]["ratio"], result["frobenius"], *result.get("factors", {}).values())
+
+    good = sorted((r for r in results if "ratio" in r), key=costs)
     front: list[dict[str, Any]] = []
     for result in good:
-        if not front or result["frobenius"] < front[-1]["frobenius"]:
+        if not any(all(a <= b for a, b in zip(costs(kept), costs(result))) for kept in front):
             front.append(result)
     return front

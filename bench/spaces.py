@@ -21,8 +21,10 @@ class Space:
     source: Path
     device: str
     parameters: dict[str, tuple[int, ...]]
-    hand_set: Config  # the source's own choice for `case`: where the search starts and what it must beat
+    hand_set: Config  # what was set by hand for `case`: where the search starts and what it must beat
     case: str
+    table: Path  # the header that holds the winner, which the row's configuration includes
+    render: Callable[[Config], list[str]]  # a configuration as that header's lines
     fixed: Config = field(default_factory=dict)
     limits: tuple[tuple[str, Callable[[Config], bool]], ...] = ()
 
@@ -72,11 +74,27 @@ def _simt_registers(c: Config) -> int:
     return rows * keys + 4 * rows * quads + 2 * rows + 60
 
 
+def _simt_table(c: Config) -> list[str]:
+    names = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "KEY_GROUPS", "SYNC_POLICY", "MIN_BLOCKS", "VEC_WIDTH", "REDUCE")
+    return [
+        '#include "simt_tile.cuh" // Tile',
+        "",
+        "namespace simt {",
+        "",
+        f"// {', '.join(names)}",
+        f"constexpr Tile TUNED_{c['HEAD_DIM']} = {{{', '.join(str(c[name]) for name in names)}}};",
+        "",
+        "} // namespace simt",
+    ]
+
+
 SIMT = Space(
     row="simt",
     source=ROOT / "kernels" / "simt.cu",
     device="cuda",
     case="B1,H8,S512,D64,float16",
+    table=ROOT / "kernels" / "simt_tuned.cuh",
+    render=_simt_table,
     parameters={
         "BLOCK_M": (16, 32, 64, 128),
         "BLOCK_N": (16, 32, 64, 128),
@@ -115,16 +133,29 @@ SIMT = Space(
             lambda c: c["MIN_BLOCKS"] * _simt_shared_bytes(c) <= 227 * 1024,
         ),
         ("at least two rows a lane", lambda c: _simt_lane(c)[0] >= 2),
+        (
+            "groups of warps keep K and V in one buffer (racecheck reports the two of several groups)",
+            lambda c: c["KEY_GROUPS"] == 1 or not c["SYNC_POLICY"] & 1,
+        ),
     ),
 )
 
 # ---- cpu_simd ----
+
+def _cpu_table(c: Config) -> list[str]:
+    lines = ["#if FA_CPU_VECTOR_BYTES == 64 && FA_CPU_REAL_BYTES == 4"]
+    for name, value in c.items():
+        lines += [f"#ifndef {name}", f"#define {name} {value}", "#endif"]
+    return [*lines, "#endif"]
+
 
 CPU_SIMD = Space(
     row="cpu_simd",
     source=ROOT / "csrc" / "cpu" / "cpu_simd.c",
     device="cpu",
     case="B1,H8,S512,D64,float32",
+    table=ROOT / "csrc" / "cpu" / "simd_tuned.h",
+    render=_cpu_table,
     parameters={
         "FA_CPU_MR": (1, 2, 3, 4),
         "FA_CPU_NR": (2, 3, 4, 6, 8, 12),

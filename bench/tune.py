@@ -3,9 +3,12 @@
 Combinations that cannot work (shared memory, registers, threads) are ruled out before they are compiled. Each variant
 is checked and timed in a worker with a time limit, so that one that crashes or hangs is a counted failure. Evaluations
 are cached by sources, flags, compiler, driver and machine, and a run that was interrupted carries on. The best three
-are timed again at length against the hand-set configuration; it is replaced only by one that is surely faster.
+are timed again at length against the hand-set configuration; it is replaced only by one that is surely better. With an
+objective such as ``time*dram_traffic`` each variant also runs under Nsight Compute, as in bench profile.
 
-  python -m bench tune cpu_simd --evaluations 40
+--write keeps the winner as a header that the row's configuration includes, with the measurement that justifies it.
+
+  python -m bench tune cpu_simd --evaluations 40 --output bench/evidence/tune-cpu_simd.json --write
   python -m bench tune simt --build variants --sample 40        (on a machine with nvcc)
   python -m bench tune simt --measure variants                  (on a machine with a GPU)
 """
@@ -16,13 +19,14 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench import device as devices
-from bench import isolation, machine, report, search, variants
+from bench import isolation, machine, ncu, objective, report, search, variants
 from bench.spaces import SPACES, Config, Space, label
 
 SUMMARY = "search over a row's compile-time parameters"
@@ -32,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("row", choices=sorted(SPACES), help="the row to tune")
     parser.add_argument(
         "--strategy", default="genetic_algorithm", help="a strategy of kernel_tuner (genetic_algorithm)"
+    )
+    parser.add_argument(
+        "--objective", default="time", help=f"time, or with figures of ncu time*NAME/NAME, of {', '.join(objective.FIGURES)}"
     )
     parser.add_argument("--evaluations", type=int, default=48, help="variants at most (48)")
     parser.add_argument("--time", type=float, default=3600.0, help="seconds at most (3600)")
@@ -51,9 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", type=Path, metavar="FOLDER", help="only measure what --build left in this folder")
     parser.add_argument("--output", type=Path, help="history as JSON (default build/bench/tune-<row>.json); resumed")
     parser.add_argument("--fresh", action="store_true", help="do not resume")
-    parser.add_argument(
-        "--write", type=Path, metavar="HEADER", help="write the winner as a table the source can include"
-    )
+    parser.add_argument("--write", action="store_true", help="write the winner as the header that the row includes")
+    parser.add_argument("--from", dest="finished", type=Path, metavar="FILE", help="write that of a finished run, and stop")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,8 +68,12 @@ def run(args: argparse.Namespace) -> int:
         return build_only(space, args.build, args.sample, args.seed, args.json)
     if not args.measure and space.device == "cuda" and not devices.has_gpu():
         raise report.UsageError(f"{space.row} needs a GPU to measure on; --build compiles its variants without one")
+    if args.finished:
+        return write(space, report.read_json(args.finished))
+    if objective.parse(args.objective) and space.device == "cpu":
+        raise report.UsageError(f"objective is {args.objective!r}: the figures are a GPU's, {space.row} runs on the CPU")
     case = args.case or space.case
-    found = variants.identity(space, case, space.device)
+    found = variants.identity(space, case, space.device) | {"objective": args.objective}
     if args.measure:  # the compiler of another machine made them
         found |= {"compiler": "as built", "archs": []}
     output = args.output or machine.ROOT / "build" / "bench" / f"tune-{space.row}.json"
@@ -81,11 +91,15 @@ def run(args: argparse.Namespace) -> int:
         document |= session.finals()
     results.save()
     if args.write and document.get("final"):
-        variants.write_table(space, document["winner"], args.write, document)
-    if args.json:
-        report.print_json(document)
-    else:
-        show(document)
+        write(space, document)
+    report.deliver(document, args.json, show)
+    return 0
+
+
+def write(space: Space, document: dict[str, Any]) -> int:
+    """The winner of a run becomes the row's choice, from the next build on."""
+    space.table.write_text(variants.table(space, document))
+    print(f"{space.table}: {label(document['winner'])}", file=sys.stderr)
     return 0
 
 
@@ -96,6 +110,8 @@ class Session:
         self, space: Space, case: str, results: report.Results, worker: isolation.Worker, args: argparse.Namespace
     ):
         self.space, self.case, self.results, self.worker, self.args = space, case, results, worker, args
+        self.aim = objective.parse(args.objective)
+        self.anchor_figures: dict[str, float] = {}
         self.libraries: dict[str, variants.Built] = {}
         if args.measure:
             manifest = json.loads((args.measure / "manifest.json").read_text())
@@ -133,12 +149,14 @@ class Session:
             if built.library is None:
                 cell["error"] = f"does not compile: {built.reason}"
             else:
-                cell |= self._measured(built.library, self.args.seconds, 60)
+                found = self._measured(built.library, self.args.seconds, 60)
+                found |= {} if "error" in found else self._profiled(built.library)
+                cell |= {"error": found["error"]} if "error" in found else found
             self.results.add(label(config), cell)
             said = cell.get("error") or f"{cell['ratio']['ratio']:.3f} of the hand-set time, {cell['us']:.4g} us"
             self.progress.step(f"{label(config)}: {said}")
         cells = [self.results.cells[label(c)] for c in configs]
-        return [{"error": c["error"]} if "error" in c else {"objective": c["ratio"]["ratio"]} for c in cells]
+        return [{"error": c["error"]} if "error" in c else {"objective": objective.value(c)} for c in cells]
 
     def _measured(self, library: Path, seconds: float, rounds: int) -> dict[str, Any]:
         arguments = {
@@ -157,18 +175,35 @@ class Session:
             return outcome.value
         return {"error": f"{outcome.status} during {stages[-1] if stages else 'load'}: {outcome.reason[:200]}"}
 
+    def _profiled(self, library: Path) -> dict[str, Any]:
+        """{"figures" of the longest kernel under ncu, "factors" of the objective}; empty for an objective of time alone."""
+        if not self.aim:
+            return {}
+
+        def figures_of(path: Path) -> dict[str, float]:
+            return ncu.profile(str(path), self.case, limit=self.args.time_limit)["kernels"][0]["figures"]
+
+        try:
+            self.anchor_figures = self.anchor_figures or figures_of(self.anchor)
+            figures = self.anchor_figures if library == self.anchor else figures_of(library)
+            return {"figures": figures, "factors": self.aim.factors(figures, self.anchor_figures)}
+        except report.UsageError as error:
+            return {"error": f"during profiling: {error}"}
+
     def finals(self) -> dict[str, Any]:
         """{"winner", "final", "finalists"}: the best three again, at length; the hand-set one unless surely beaten."""
-        good = sorted((c for c in self.results.cells.values() if "ratio" in c), key=lambda c: c["ratio"]["ratio"])
+        good = sorted((c for c in self.results.cells.values() if "ratio" in c), key=objective.value)
         finalists = []
         for cell in [c for c in good if c["config"] != self.space.hand_set][:3]:
             _, built = next(self._each([cell["config"]]))
             library = built.library
             again = self._measured(library, self.args.final_seconds, 240) if library else {"error": "gone"}
-            finalists.append({"config": cell["config"], **again})
-        better = [f for f in finalists if "ratio" in f and f["ratio"]["high"] < 1.0]
+            known = {name: cell[name] for name in ("figures", "factors") if name in cell}
+            finalists.append({"config": cell["config"], **again, **known})
+        better = [f for f in finalists
+                  if "ratio" in f and objective.value(f) * f["ratio"]["high"] / f["ratio"]["ratio"] < 1.0]  # fmt: skip
         if better:
-            final = min(better, key=lambda f: f["ratio"]["ratio"])
+            final = min(better, key=objective.value)
         else:
             final = {"config": self.space.hand_set, **self._measured(self.anchor, self.args.final_seconds, 60)}
         return {"winner": final["config"], "final": final if "ratio" in final else None, "finalists": finalists}
@@ -200,13 +235,14 @@ def build_only(space: Space, folder: Path, sample: int | None, seed: int, quiet:
 
 
 def show(document: dict) -> None:
-    cells = sorted((c for c in document["cells"].values() if "ratio" in c), key=lambda c: c["ratio"]["ratio"])
-    rows = [[label(c["config"]), c["us"], c["ratio"]["ratio"], c["ratio"]["low"], c["ratio"]["high"], c["frobenius"],
-             c["notes"]] for c in cells[:12]]  # fmt: skip
+    cells = sorted((c for c in document["cells"].values() if "ratio" in c), key=objective.value)
+    factors = list(cells[0].get("factors", {})) if cells else []
+    rows = [[label(c["config"]), c["us"], c["ratio"]["ratio"], c["ratio"]["low"], c["ratio"]["high"],
+             *(c["factors"][name] for name in factors), c["frobenius"], c["notes"]] for c in cells[:12]]  # fmt: skip
     report.table(
         f"{document['row']} on {document['where']}, {document['identity']['case']}: {document['evaluated']} of "
         f"{document['space']} configurations, by {document['strategy']}",
-        ("configuration", "us", "of hand-set", "low", "high", "error vs float64", "compiler"),
+        ("configuration", "us", "of hand-set", "low", "high", *factors, "error vs float64", "compiler"),
         rows,
     )
     if document["failures"]:

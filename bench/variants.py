@@ -18,7 +18,7 @@ from bench import device as devices
 from bench.operands import Operands
 from bench.problems import Case
 from bench.rounds import take_turns
-from bench.spaces import Config, Space
+from bench.spaces import SPACES, Config, Space
 
 # Inputs that a variant must survive before it is timed.
 VALUES = ("normal", "sorted", "large")
@@ -35,10 +35,11 @@ class Built:
 
 
 def sources_digest(space: Space) -> str:
-    """Hash of everything a variant of this row is compiled from."""
+    """Hash of everything a variant of this row is compiled from; a variant does not see what the tuner wrote."""
+    tables = {other.table for other in SPACES.values()}
     files = [space.source, machine.ROOT / "fa_ext" / "_build.py"]
-    for folder in ("csrc", "kernels"):
-        files += [f for f in (machine.ROOT / folder).rglob("*") if f.suffix in (".h", ".cuh")]
+    for folder in ("csrc", "kernels") if space.device == "cuda" else ("csrc",):
+        files += [f for f in (machine.ROOT / folder).rglob("*") if f.suffix in (".h", ".cuh") and f not in tables]
     return hashlib.sha256(b"".join(f.read_bytes() for f in sorted(files))).hexdigest()[:16]
 
 
@@ -118,16 +119,17 @@ def identity(space: Space, case: str, device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_table(space: Space, config: Config, path: Path, document: dict) -> None:
-    """The winner as a header that the row's configuration can include, with the measurement that justifies it."""
-    final = document["final"]
-    ratio = final["ratio"]
-    lines = [
-        f"/* {space.row}: found by `python -m bench tune {space.row}` on {document['where']}, {document['date']}.",
-        f" * {document['identity']['case']}: {final['us']:.4g} us, {ratio['ratio']:.3f} [{ratio['low']:.3f}, "
-        f"{ratio['high']:.3f}] of the hand-set configuration's time,",
-        f" * error against float64 {final['frobenius']:.2e}; {document['evaluated']} configurations were tried. */",
-    ]
-    for name, value in config.items():
-        lines += [f"#ifndef {name}", f"#define {name} {value}", "#endif"]
-    path.write_text("\n".join(lines) + "\n")
+def table(space: Space, document: dict[str, Any]) -> str:
+    """The winner of a run as the header that the row's configuration includes, with the measurement that justifies it."""
+    final, ratio = document["final"], document["final"]["ratio"]
+    kept = ", which stands" if document["winner"] == document["hand_set"] else ""
+    guard = "FA_" + re.sub(r"[^A-Z0-9]", "_", space.table.name.upper())
+    return "\n".join([
+        f"/* Written by `python -m bench tune {space.row} --write`, from bench/evidence/tune-{space.row}.json: not by hand.",
+        f" * {document['identity']['case']} on {document['where']}, {document['date']}: {final['us']:.4g} us,",
+        f" * {ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] of the time of the configuration set by hand{kept};",
+        f" * error against float64 {final['frobenius']:.2e}; {document['evaluated']} of {document['space']} configurations tried; "
+        f"sources {document['identity']['sources']}. */",
+        f"#ifndef {guard}", f"#define {guard}", "",
+        *space.render({**space.fixed, **document["winner"]}), "", "#endif", "",
+    ])  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import device, evidence, machine, measure, memory, ncu, operands, peers, plot, problems, report, rounds, score, timer
+from bench import device, evidence, machine, measure, memory, ncu, operands, peers, plot, problems, references, report, rounds, score, timer
 from bench.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -237,12 +237,23 @@ def test_references_judges_every_backend(capfd):
     found = {e["name"] for e in document["errors"] if e.get("within")}
     assert status == 0 and {"numpy", "cpu_ref", "cpu_simd"} <= found
     assert {e["values"] for e in document["errors"]} == {"normal", "large", "offset", "sorted"}
+    short = {s["name"]: s for s in document["summary"]}
+    assert short["cpu_simd"]["judged"] == 4 and short["cpu_simd"]["outside"] == 0 < short["cpu_simd"]["median"] < 2
+
+
+def test_references_names_a_backend_that_is_off():
+    case = "B1,H1,S8,D8,float16"
+    entries = [{"case": case, "values": v, "name": n, "frobenius": f, "plain": 1e-4, "within": f < 3e-4}
+               for v, n, f in (("normal", "good", 1e-4), ("large", "good", 2e-4), ("normal", "off", 9e-4))]  # fmt: skip
+    good, off = references.summarize([*entries, {"case": case, "name": "absent", "refused": "no"}])
+    assert (good["outside"], good["largest"], good["at"]) == (0, pytest.approx(2.0), f"{case}, large inputs")
+    assert (off["judged"], off["outside"], off["median"]) == (1, 1, pytest.approx(9.0))
 
 
 # ---- profile ----
 
 RAW = '''==PROF== Connected
-"ID","Process ID","Process Name","Host Name","Kernel Name","gpu__time_duration.sum","sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active","launch__registers_per_thread","smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio","launch__waves_per_multiprocessor"
+"ID","Process ID","Process Name","Host Name","Kernel Name","gpu__time_duration.sum","smsp__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","launch__registers_per_thread","smsp__average_warps_issue_stalled_gmma_per_issue_active.ratio","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio","launch__waves_per_multiprocessor"
 "","","","","","ns","%","register/thread","inst","inst",""
 "0","1","python","h","fill","1,500","0","16","0","1","1"
 "1","1","python","h","attend","120,000","71.5","240","3.25","1.5","8.0"

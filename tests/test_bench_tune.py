@@ -1,11 +1,14 @@
 """The tuner: its whole loop on cpu_simd, builds and measurements apart, kernel_tuner's strategies, limits."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
-from bench import search, spaces
+from bench import isolation, objective, report, search, spaces, tune, variants
 from bench.__main__ import main
+from bench.evidence import FOLDER
 
 
 @pytest.fixture(autouse=True)
@@ -35,20 +38,90 @@ TUNE = [
 ]
 
 
-def test_tuner_runs_its_whole_loop(tmp_path, capfd):
+def test_tuner_runs_its_whole_loop(tmp_path, capfd, monkeypatch):
     pytest.importorskip("kernel_tuner")
-    output, header = tmp_path / "tune.json", tmp_path / "tuned.h"
-    arguments = [*TUNE, "--evaluations", "3", "--output", output, "--write", header]
+    output, header = tmp_path / "tune.json", tmp_path / "simd_tuned.h"
+    monkeypatch.setitem(spaces.SPACES, "cpu_simd", dataclasses.replace(spaces.CPU_SIMD, table=header))
+    arguments = [*TUNE, "--evaluations", "3", "--output", output, "--write"]
     status, document = command(capfd, *arguments)
     assert status == 0 and document["evaluated"] == 3 and len(document["cells"]) == 3
     assert document["hand_set"] in [c["config"] for c in document["cells"].values()]
     assert document["final"]["ratio"]["low"] < 1.0 or document["winner"] == document["hand_set"]
     assert document["pareto"] and all(c["frobenius"] < 1e-5 for c in document["pareto"])
     text = header.read_text()
-    assert "of the hand-set configuration's time" in text
-    assert all(f"#define {name} {value}" in text for name, value in document["winner"].items())
-    # Resumed: nothing is evaluated anew.
+    assert all(f"#define {name} {value}\n" in text for name, value in document["winner"].items())
+    # Resumed: nothing is evaluated anew. The table of a finished run is the same.
     assert command(capfd, *arguments)[1]["cells"] == document["cells"]
+    document = json.loads(output.read_text())
+    assert main([*TUNE, "--from", str(output)]) == 0 and header.read_text() == variants.table(spaces.CPU_SIMD, document)
+
+
+@pytest.mark.parametrize("tuned", spaces.SPACES)
+def test_the_table_of_the_tree_is_that_of_the_recorded_run(tuned):
+    """`python -m bench tune ROW --from bench/evidence/tune-ROW.json` changes nothing, and the winner is no worse than what
+    was set by hand."""
+    space = spaces.SPACES[tuned]
+    document = json.loads((FOLDER / f"tune-{tuned}.json").read_text())
+    assert space.table.read_text() == variants.table(space, document)
+    assert space.excluded(document["winner"]) is None and document["hand_set"] == space.hand_set
+    assert document["final"]["ratio"]["low"] < 1.0
+
+
+def test_a_variant_does_not_see_the_table(tmp_path, monkeypatch):
+    """What was measured still counts after the winner was written."""
+    before = variants.sources_digest(spaces.CPU_SIMD)
+    assert spaces.CPU_SIMD.table.name in spaces.CPU_SIMD.source.read_text()
+    table = spaces.CPU_SIMD.table
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: b"" if self == table else read(self))
+    assert variants.sources_digest(spaces.CPU_SIMD) == before
+
+
+# ---- objectives with figures of ncu ----
+
+
+def test_objective_is_relative_to_the_hand_set_configuration():
+    aim = objective.parse("time*registers_a_thread/tensor_pipe")
+    assert aim.powers == {"registers_a_thread": 1, "tensor_pipe": -1} and not objective.parse("time")
+    factors = aim.factors({"registers a thread": 120, "tensor pipe": 80}, {"registers a thread": 240, "tensor pipe": 40})
+    assert factors == {"registers_a_thread": 0.5, "tensor_pipe": 0.5}
+    cell = {"ratio": {"ratio": 1.2}, "frobenius": 1e-4, "factors": factors}
+    assert objective.value(cell) == pytest.approx(0.3)
+    with pytest.raises(report.UsageError, match="ncu gave no DRAM"):
+        objective.parse("time*dram").factors({}, {"DRAM": 1.0})
+
+
+@pytest.mark.parametrize("text", ["", "registers_a_thread", "time*", "time+dram", "time*nothing", "time*dram*dram", "time dram"])
+def test_bad_objectives_are_named(text):
+    with pytest.raises(report.UsageError, match="accepted: time"):
+        objective.parse(text)
+
+
+def test_figures_of_ncu_belong_to_a_gpu(capfd):
+    assert main([*TUNE, "--objective", "time*dram_traffic"]) == 3
+    assert "cpu_simd runs on the CPU" in capfd.readouterr().err
+
+
+def test_a_variant_is_profiled_for_its_objective(tmp_path, monkeypatch):
+    """The whole loop with ncu replaced: the slower variant wins, since it moves a tenth of the bytes."""
+    pytest.importorskip("kernel_tuner")
+    monkeypatch.setattr(tune, "SPACES", {"cpu_simd": dataclasses.replace(spaces.CPU_SIMD, device="cuda")})
+    monkeypatch.setattr("bench.device.has_gpu", lambda: True)
+    profiled = []
+
+    def profile(candidate, case, limit):
+        profiled.append(candidate)
+        return {"kernels": [{"figures": {"DRAM traffic": 10.0 if len(profiled) == 1 else 1.0}}]}
+
+    call = isolation.Worker.call
+    monkeypatch.setattr(tune.ncu, "profile", profile)
+    monkeypatch.setattr(isolation.Worker, "call", lambda self, f, arguments, *rest: call(
+        self, f, arguments | {"device": "cpu"}, *rest))  # fmt: skip
+    output = tmp_path / "t.json"
+    assert main([*TUNE, "--objective", "time*dram_traffic", "--evaluations", "2", "--output", str(output), "--json"]) == 0
+    document = json.loads(output.read_text())
+    assert document["identity"]["objective"] == "time*dram_traffic"
+    assert document["winner"] != document["hand_set"] and document["final"]["factors"] == {"dram_traffic": 0.1}
 
 
 def test_build_and_measure_apart(tmp_path, capfd, monkeypatch):
@@ -113,5 +186,10 @@ def test_pareto():
     def result(ratio, error):
         return {"ratio": {"ratio": ratio}, "frobenius": error}
 
+    def dear(ratio, error, factor):
+        return result(ratio, error) | {"factors": {"dram": factor}}
+
+    both = [dear(0.9, 1.0, 2.0), dear(0.95, 1.0, 1.0), dear(0.96, 1.0, 1.5)]
+    assert search.pareto(both) == both[:2]
     points = [result(1.0, 3e-7), result(0.9, 5e-7), result(1.1, 4e-7), result(0.95, 5e-7), {"error": "x"}]
     assert search.pareto(points) == [points[1], points[0]]

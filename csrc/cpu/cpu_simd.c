@@ -21,7 +21,9 @@
  */
 #ifdef FA_INSTANCE
 
-/* ---- configuration of an instance ---- */
+/* ---- configuration of an instance: the tuner's where it has run, else these ---- */
+
+#include "cpu/simd_tuned.h"
 
 /* Vectors of query rows in a register block. */
 #ifndef FA_CPU_MR
