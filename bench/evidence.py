@@ -358,6 +358,12 @@ def check(strict: bool = False, as_json: bool = False, folder: Path = FOLDER) ->
         except ValueError as error:
             found.append({"file": path.name, "state": "stale", "why": f"not JSON: {error}"})
             continue
+        if document.get("identity", {}).get("command") == "score":
+            fresh = document["identity"]["digest"] == now
+            shares = "  ".join(f"{name} {100 * share:.1f}%" for name, share in document["fast"].items())
+            found.append({"file": path.name, "state": "fresh" if fresh else "stale",
+                          "why": f"{document['identity']['candidate']} on {len(document['cells'])} problems: {shares}"
+                          + ("" if fresh else "; sources have changed since")})  # fmt: skip
         if "digest" not in document or "parts" not in document:
             continue
         recorded = document.get("sources", {})

@@ -66,7 +66,7 @@ class NumPy(Peer):
 
     def bind(self, operands: Operands) -> Thunk:
         case = operands.case
-        q, k, v = (bhsd(operands, name, "numpy") for name in "qkv")
+        q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
         work = np.float64 if case.dtype == "float64" else np.float32
         seen = None if not case.causal else _band(case)
         group, scale = case.heads // case.heads_kv, work(scale_of(case))
@@ -101,7 +101,7 @@ class TorchSdpa(Peer):
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         case = operands.case
-        q, k, v = (bhsd(operands, name, "torch") for name in "qkv")
+        q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
         square = case.seq_q == case.seq_k or case.causal == "top_left"
         is_causal = bool(case.causal) and square and not case.window and not case.mask
         mask = None
@@ -126,12 +126,14 @@ class TorchSdpa(Peer):
 
 
 class FlashAttention(Peer):
-    """FlashAttention-2 (package flash_attn), -3 (flash_attn_interface) or -4 (flash_attn.cute)."""
+    """FlashAttention-2 (package flash_attn), -3 (flash_attn_interface) or -4 (flash_attn.cute). `unbounded` is what they
+    take for a side of the window that has no end."""
 
     extras = frozenset({"window", "softcap"})
 
-    def __init__(self, name: str, module: str):
+    def __init__(self, name: str, module: str, unbounded: int | None = -1):
         super().__init__(name, "torch")
+        self.unbounded = unbounded
         self.attend = importlib.import_module(module).flash_attn_func
 
     def refuses(self, case: Case) -> str | None:
@@ -141,10 +143,10 @@ class FlashAttention(Peer):
 
     def bind(self, operands: Operands) -> Thunk:
         case = operands.case
-        q, k, v = (bshd(operands, name, "torch") for name in "qkv")
+        q, k, v = (bshd(operands, name, self.library) for name in "qkv")
         options: dict[str, Any] = {"softmax_scale": case.scale, "causal": bool(case.causal)}
         if case.window:
-            options["window_size"] = tuple(-1 if side is None else side for side in case.window)
+            options["window_size"] = tuple(self.unbounded if side is None else side for side in case.window)
         if case.softcap:
             options["softcap"] = case.softcap
         attend, swap = self.attend, case.layout == "bhsd"
@@ -175,7 +177,7 @@ class FlashInfer(Peer):
 
     def bind(self, operands: Operands) -> Thunk:
         case = operands.case
-        q, k, v = (bshd(operands, name, "torch")[0] for name in "qkv")
+        q, k, v = (bshd(operands, name, self.library)[0] for name in "qkv")
         attend, swap = self.attend, case.layout == "bhsd"
         options = {"causal": bool(case.causal), "sm_scale": scale_of(case), "logits_soft_cap": case.softcap or None}
 
@@ -208,7 +210,7 @@ class Jax(Peer):
         import jax
 
         case = operands.case
-        q, k, v = (bshd(operands, name, "jax") for name in "qkv")
+        q, k, v = (bshd(operands, name, self.library) for name in "qkv")
         key = (case.scale, bool(case.causal), case.layout)
         if key not in self.compiled:
             attend = functools.partial(jax.nn.dot_product_attention, scale=case.scale, is_causal=bool(case.causal),
@@ -244,7 +246,7 @@ class Xformers(Peer):
 
     def bind(self, operands: Operands) -> Thunk:
         case = operands.case
-        q, k, v = (bshd(operands, name, "torch") for name in "qkv")
+        q, k, v = (bshd(operands, name, self.library) for name in "qkv")
         bias = self.ops.LowerTriangularMask() if case.causal else None
         attend, swap = self.ops.memory_efficient_attention, case.layout == "bhsd"
 
@@ -275,7 +277,7 @@ PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Contender]]]
         "flash_attn_interface",
         lambda d: FlashAttention("flash-attn-3", "flash_attn_interface"),
     ),
-    "flash-attn-4": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-4", "flash_attn.cute")),
+    "flash-attn-4": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-4", "flash_attn.cute", None)),
     "flashinfer": (("cuda",), "flashinfer", lambda d: FlashInfer()),
     "jax": (("cpu", "cuda"), "jax", Jax),
     "xformers": (("cuda",), "xformers", lambda d: Xformers()),

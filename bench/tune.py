@@ -64,12 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     space = SPACES[args.row]
+    if args.finished:
+        return write(space, report.read_json(args.finished))
     if args.build:
         return build_only(space, args.build, args.sample, args.seed, args.json)
     if not args.measure and space.device == "cuda" and not devices.has_gpu():
         raise report.UsageError(f"{space.row} needs a GPU to measure on; --build compiles its variants without one")
-    if args.finished:
-        return write(space, report.read_json(args.finished))
     if objective.parse(args.objective) and space.device == "cpu":
         raise report.UsageError(f"objective is {args.objective!r}: the figures are a GPU's, {space.row} runs on the CPU")
     case = args.case or space.case

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import device, evidence, machine, measure, memory, ncu, operands, peers, plot, problems, references, report, rounds, score, timer
+from bench import device, evidence, machine, measure, memory, ncu, operands, peers, plot, problems, report, rounds, timer
 from bench.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,64 +190,6 @@ def test_measure_does_not_begin_what_would_take_too_long(capfd, monkeypatch):
     assert "a call would take about" in measure._too_slow(entrant, problems.parse(slow), cpu, seconds=1e-6)
     assert measure._too_slow(entrant, problems.parse(slow), cpu, seconds=1e6) is None
     assert "GB of scores" in peers.NumPy().refuses(problems.parse(case.replace("H8", "H800")))
-
-
-# ---- score ----
-
-
-def test_score_counts_strictly_and_refuses_zeros(tmp_path, capfd):
-    lines = "S128,D64,float32$"
-    common = ["--device", "cpu", "--baseline", "numpy", "--filter", lines, "--seconds", "0.3"]
-    status, honest = command(capfd, "score", f"{CHEATS}:honest", *common, "--output", tmp_path / "score.json")
-    assert status == 0 and honest["fast"]["fast_0"] == 1.0
-    assert command(capfd, "score", f"{CHEATS}:honest", *common, "--output", tmp_path / "score.json")[1] == honest
-    zeros = command(capfd, "score", f"{CHEATS}:zeros", *common)[1]
-    assert set(zeros["fast"].values()) == {0.0}
-
-
-def test_fast_p_is_strict():
-    scored = [
-        {"correct": c, "speedup": s} for c, s in ((True, 1.0), (True, 1.5), (True, 3.0), (False, 9.0), (True, None))
-    ]
-    assert score.fast_p(scored) == {"fast_0": 0.8, "fast_0.5": 0.6, "fast_0.8": 0.6, "fast_1": 0.4, "fast_1.5": 0.2,
-                                    "fast_2": 0.2}  # fmt: skip
-
-
-def test_scored_problems():
-    for kind in ("cpu", "cuda"):
-        found = problems.scored(kind)
-        assert len(set(found)) == len(found) >= 100
-        assert sum(c.seq_q >= 1024 for c in found) >= 30
-        assert {c.dtype for c in found} == {"float16", "bfloat16", "float32"} and {bool(c.causal) for c in found} == {
-            False,
-            True,
-        }
-
-
-@pytest.mark.parametrize("case", [str(c) for c in problems.scored("cpu")[::9]])
-def test_no_scored_problem_accepts_a_trivial_answer(case):
-    assert score.meaningless(case, 0) is None
-
-
-# ---- references ----
-
-
-def test_references_judges_every_backend(capfd):
-    status, document = command(capfd, "references", "--device", "cpu", "--case", SMALL, "--rows")
-    found = {e["name"] for e in document["errors"] if e.get("within")}
-    assert status == 0 and {"numpy", "cpu_ref", "cpu_simd"} <= found
-    assert {e["values"] for e in document["errors"]} == {"normal", "large", "offset", "sorted"}
-    short = {s["name"]: s for s in document["summary"]}
-    assert short["cpu_simd"]["judged"] == 4 and short["cpu_simd"]["outside"] == 0 < short["cpu_simd"]["median"] < 2
-
-
-def test_references_names_a_backend_that_is_off():
-    case = "B1,H1,S8,D8,float16"
-    entries = [{"case": case, "values": v, "name": n, "frobenius": f, "plain": 1e-4, "within": f < 3e-4}
-               for v, n, f in (("normal", "good", 1e-4), ("large", "good", 2e-4), ("normal", "off", 9e-4))]  # fmt: skip
-    good, off = references.summarize([*entries, {"case": case, "name": "absent", "refused": "no"}])
-    assert (good["outside"], good["largest"], good["at"]) == (0, pytest.approx(2.0), f"{case}, large inputs")
-    assert (off["judged"], off["outside"], off["median"]) == (1, 1, pytest.approx(9.0))
 
 
 # ---- profile ----

@@ -1,0 +1,143 @@
+"""The adapters of libraries that are not installed here: each is given a stand-in with the library's own signature and
+conventions, computed by the float64 reference, and must make of a problem what the library understands."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from bench import device, operands, peers, problems
+from fa_ext import reference
+
+CPU = device.Cpu()
+
+
+def attend(q, k, v, **options):
+    """(B, S, H, D) -> (B, S, H, D), in the dtype of q."""
+    assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0]
+    return reference.attention(q, k, v, layout="bshd", **options)[0].astype(q.dtype)
+
+
+def stand_in(monkeypatch, name, **functions):
+    """Puts a module of that name, and the packages above it, where an import finds them."""
+    for end in [i for i, c in enumerate(f"{name}.") if c == "."]:
+        module = types.ModuleType(name[:end])
+        module.__spec__ = types.SimpleNamespace(name=name[:end])
+        monkeypatch.setitem(sys.modules, name[:end], module)
+    vars(sys.modules[name]).update(functions)
+
+
+def window_of(window, unbounded):
+    assert len(window) == 2 and all(side == unbounded or side >= 0 for side in window)
+    sides = tuple(None if side == unbounded else side for side in window)
+    return None if sides == (None, None) else sides
+
+
+def flash_attn_2(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                 alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
+    return attend(q, k, v, scale=softmax_scale, causal="bottom_right" if causal else False,
+                  window=window_of(window_size, -1), softcap=softcap)  # fmt: skip
+
+
+def flash_attn_3(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+                 window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+                 sm_margin=0):  # fmt: skip
+    return flash_attn_2(q, k, v, 0.0, softmax_scale, causal, window_size, softcap), "lse"
+
+
+def flash_attn_4(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),
+                 learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None):  # fmt: skip
+    return attend(q, k, v, scale=softmax_scale, causal="bottom_right" if causal else False,
+                  window=window_of(window_size, None), softcap=softcap), "lse"  # fmt: skip
+
+
+def single_prefill(q, k, v, custom_mask=None, packed_custom_mask=None, causal=False, kv_layout="NHD",
+                   pos_encoding_mode="NONE", use_fp16_qk_reduction=False, sm_scale=None, window_left=-1,
+                   logits_soft_cap=None, return_lse=False):  # fmt: skip
+    assert q.ndim == k.ndim == v.ndim == 3 and kv_layout == "NHD"
+    return attend(q[None], k[None], v[None], scale=sm_scale, causal="bottom_right" if causal else False,
+                  softcap=logits_soft_cap or 0.0)[0]  # fmt: skip
+
+
+class LowerTriangularMask:
+    """Aligned to the top left, as xformers has it."""
+
+
+def memory_efficient(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
+    assert query.shape[2] == key.shape[2], "xformers takes no grouped heads in four dimensions"
+    assert attn_bias is None or isinstance(attn_bias, LowerTriangularMask)
+    return attend(query, key, value, scale=scale, causal="top_left" if attn_bias else False)
+
+
+# peer: (module, its functions)
+STAND_INS = {
+    "flash-attn-2": ("flash_attn", {"flash_attn_func": flash_attn_2}),
+    "flash-attn-3": ("flash_attn_interface", {"flash_attn_func": flash_attn_3}),
+    "flash-attn-4": ("flash_attn.cute", {"flash_attn_func": flash_attn_4}),
+    "flashinfer": ("flashinfer", {"single_prefill_with_kv_cache": single_prefill}),
+    "xformers": ("xformers.ops", {"memory_efficient_attention": memory_efficient,
+                                  "LowerTriangularMask": LowerTriangularMask}),
+}  # fmt: skip
+PLAIN = "B1,H2,S40,D16,float16"
+CASES = [PLAIN, f"{PLAIN},causal=True", f"{PLAIN},layout=bshd,causal=True", "B2,H2,S40,D16,bfloat16,scale=0.3",
+         "B1,H4/2,S40,D16,float16", "B1,H4/2,S24x40,D16,float16,causal=bottom_right,layout=bshd",
+         "B1,H2,S24x40,D16,float16,causal=top_left", f"{PLAIN},softcap=2.0", f"{PLAIN},window=5:none,causal=True",
+         "B1,H2,S24x40,D16,float16,window=5:7", f"{PLAIN},mask=keys", "B1,H2,S40,D16,float32"]  # fmt: skip
+
+
+def opened(monkeypatch, name):
+    """The peer on its stand-in, computing on NumPy arrays."""
+    module, functions = STAND_INS[name]
+    stand_in(monkeypatch, module, **functions)
+    peer = peers.PEERS[name][2](CPU)
+    monkeypatch.setattr(peer, "library", "numpy")
+    return peer
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", STAND_INS)
+def test_adapter_asks_for_what_the_problem_says(name, case, monkeypatch):
+    peer, problem = opened(monkeypatch, name), problems.parse(case)
+    refusal = peer.refuses(problem)
+    if refusal:
+        return
+    held = operands.Operands(problem, CPU)
+    judged = held.judge(peer.bind(held)())
+    assert judged.passed, judged.failures
+
+
+def test_refusals(monkeypatch):
+    """Which of the cases above each library cannot be asked, and why; all others ran."""
+    refused = {name: {case: why for case in CASES if (why := opened(monkeypatch, name).refuses(problems.parse(case)))}
+               for name in STAND_INS}  # fmt: skip
+    everywhere = {f"{PLAIN},mask=keys": "no mask", "B1,H2,S40,D16,float32": "no float32"}
+    top_left = {"B1,H2,S24x40,D16,float16,causal=top_left": "no top_left causal mask"}
+    for name in ("flash-attn-2", "flash-attn-3", "flash-attn-4"):
+        assert refused[name] == everywhere | top_left
+    windows = {case: "no window" for case in CASES if "window" in case}
+    batches = {"B2,H2,S40,D16,bfloat16,scale=0.3": "single-request kernel: batch 1 only"}
+    assert refused["flashinfer"] == everywhere | top_left | windows | batches
+    assert set(refused["xformers"]) == {case for case in CASES if "4/2" in case or "x40" in case and "causal" in case
+                                        or "softcap" in case or "window" in case or "mask" in case}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_what_is_installed_is_found_and_what_breaks_is_named(name, monkeypatch):
+    gpu = types.SimpleNamespace(kind="cuda")
+    module, functions = STAND_INS[name]
+    stand_in(monkeypatch, module, **functions)
+    found, missing = peers.available(gpu, [name])
+    assert [p.name for p in found] == [name] and not missing and found[0].library == "torch"
+    stand_in(monkeypatch, module)  # a release without the function
+    found, missing = peers.available(gpu, [name])
+    assert name == "xformers" or (not found and "does not load" in missing[name])
+
+
+def test_torch_itself_is_measured_once():
+    """torch's own choice is one of the backends beside it: only on request."""
+    _, missing = peers.available(types.SimpleNamespace(kind="cuda"))
+    assert "torch-sdpa" in peers.PEERS and "torch-sdpa" not in missing
+    _, missing = peers.available(CPU, ["torch-sdpa", "numpy"])
+    assert set(missing) <= {"torch-sdpa"}
+    assert np.dtype("float32").name in peers.TorchSdpa(None, "torch-sdpa", CPU).dtypes
