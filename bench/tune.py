@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
                                  args.seed)  # fmt: skip
         document = results.document
         document |= {"strategy": args.strategy, "seed": args.seed, "evaluated": len(searched), "row": space.row,
-                     "date": document["context"]["date"], "space": len(session.configs), "hand_set": space.hand_set,
+                     "date": document["context"]["date"], "space": len(space.configs()), "hand_set": space.hand_set,
                      "where": (document["context"].get("gpu") or {}).get("name") or document["context"]["cpu"],
                      "failures": dict(Counter(c["error"] for c in results.cells.values() if "error" in c)),
                      "pareto": search.pareto(list(results.cells.values()))}  # fmt: skip
