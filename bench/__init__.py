@@ -12,7 +12,7 @@ SUMMARY, add_arguments and run. Beneath them, from the bottom up:
     trials, integrity   correctness with fresh seeds and pointers; were the clock or the judge tampered with
     isolation, duel     a worker process with a time limit; a candidate against baselines inside it
     spaces, variants,
-    search              what the tuner varies, builds and evaluates, and kernel_tuner's strategies over it
+    objective, search   what the tuner varies, builds, evaluates and minimises, and kernel_tuner's strategies over it
 
 Nothing here is imported by ``fa_ext``, and heavy dependencies are imported where they are used.
 """
