@@ -44,6 +44,7 @@ def duel(
     cold: bool = False,
     values: list[str] | None = None,
     audit_seconds: float = AUDIT_SECONDS,
+    sample_seconds: float | None = None,
     tell: Callable[[Any], None] = print,
 ) -> dict[str, Any]:
     """Judges and times; returns a JSON document with `correct`, `failures` and, per baseline, samples and interval.
@@ -83,10 +84,11 @@ def duel(
             [Operands(_seeded(problem, seed + i), target, guard=guard) for i in range(count)]
             for guard in (GUARD_BYTES, 0)
         )
-        keeper = Keeper(challenger, slots, target, first.bound, seed)
+        keeper = Keeper(challenger, slots, target, first.bound, seed, sample_seconds)
         watches = {candidate: keeper.watch}
         for opponent in opponents:
-            watches[opponent.name] = timer.Stopwatch([opponent.bind(s) for s in shared], target, opponent.timing)
+            thunks = [opponent.bind(operands) for operands in shared]
+            watches[opponent.name] = timer.Stopwatch(thunks, target, opponent.timing, sample_seconds)
         samples = take_turns(watches, rounds, seconds, seed, around=lambda name, sample: (
             keeper.around(sample) if name == candidate else sample()))  # fmt: skip
         failures = list(keeper.failures)
@@ -153,11 +155,12 @@ class Keeper:
     WATCHED = 12
     LOOKS = 2
 
-    def __init__(self, entrant: Contender, slots: list[Operands], device: Cpu | Cuda, bound: float, seed: int):
+    def __init__(self, entrant: Contender, slots: list[Operands], device: Cpu | Cuda, bound: float, seed: int,
+                 sample_seconds: float | None = None):  # fmt: skip
         self.slots, self.bound = slots, bound
         self.results: list[Any] = [None] * len(slots)
         thunks = [_keeping(entrant.bind(operands), self.results, i) for i, operands in enumerate(slots)]
-        self.watch = timer.Stopwatch(thunks, device, entrant.timing)
+        self.watch = timer.Stopwatch(thunks, device, entrant.timing, sample_seconds)
         self.rng = np.random.default_rng([seed, 5])
         self.signs = [1.0] * len(slots)
         self.failures: list[str] = []

@@ -13,7 +13,7 @@ import numpy as np
 from bench import machine, stats
 from bench.timer import Stopwatch
 
-# Rounds between looks at the confidence interval, seconds between looks at clocks and power (a look takes 8 ms).
+# Rounds between looks at the confidence interval, seconds between looks at clocks and power.
 LOOK_EVERY = 12
 CONDITIONS_EVERY = 0.05
 
