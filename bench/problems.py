@@ -54,7 +54,7 @@ def scored(device: str) -> list[Case]:
             for dim in (64, 128):
                 problems.append(Case(1, small, None, seq, None, dim, dtype=dtype))
                 problems.append(Case(1, small, None, seq, None, dim, dtype=dtype, causal=True))
-        for seq_q, seq_k, dim in ((113, 203, 64), (1, 512, 128), (256, 64, 96), (200, 200, 80)):
+        for seq_q, seq_k, dim in ((113, 203, 64), (1, 512, 128), (64, 256, 96), (200, 200, 80)):
             problems.append(Case(2, small, None, seq_q, seq_k, dim, dtype=dtype, causal="bottom_right"))
             problems.append(Case(2, 2 * small, small, seq_q, seq_k, dim, dtype=dtype))
         for seq in (1024, 1536, 2048):
