@@ -45,19 +45,28 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         tile_begin = min(tile_begin + int(blockIdx.y) * share, tile_end);
         tile_end = min(tile_begin + share, tile_end);
     }
-    // Of the warp: keys [warp_begin, warp_end) that some of its rows see, [whole_begin, whole_end) that all of them
-    // see.
-    const int warp_query = block_query + warp_m * C::WARP_ROWS,
-              warp_last = min(warp_query + C::WARP_ROWS - 1, block_last);
-    const int warp_begin = visible.begin(warp_query), warp_end = warp_query <= warp_last ? visible.end(warp_last) : 0;
-    const int whole_begin = visible.begin(warp_last), whole_end = visible.end(warp_query);
+    // Of a warp whose rows start at `first`: keys [begin, end) that some of its rows see, [whole_begin, whole_end) that
+    // all of them see.
+    struct Sight {
+        int begin, end, whole_begin, whole_end;
+    };
+    auto sight_of = [&](int first) -> Sight {
+        const int last = min(first + C::WARP_ROWS, int(p.seq_q)) - 1;
+        return {visible.begin(first), first <= last ? visible.end(last) : 0, visible.begin(last), visible.end(first)};
+    };
+    const int warp_query = block_query + warp_m * C::WARP_ROWS;
+    const Sight kept = sight_of(warp_query);
+    auto sight = [&]() -> Sight {
+        if (!C::GENERAL) return kept;
+        int first = warp_query;
+        asm volatile("" : "+r"(first)); // worked out anew for each tile: the registers are needed
+        return sight_of(first);
+    };
 
     const uint32_t query_tile = shared_address(shared), key_tiles = query_tile + C::QUERY_BYTES;
     const uint32_t value_tiles = key_tiles + C::STAGES * C::TILE_BYTES;
     const uint32_t warp_query_rows = query_tile + warp_m * C::WARP_ROWS * C::ROW_BYTES;
     const uint32_t warp_key_rows = warp_n * C::KEYS * C::ROW_BYTES; // in each tile
-
-    const uint32_t bias_tile = query_tile + args.bias_at, mask_tile = query_tile + args.mask_at; // of GENERAL
 
     using Loader = RowLoader<C::HEAD_DIM, C::THREADS, C::TILE_N>;
     const int last_tile = (tile_end - 1) * C::TILE_N;
@@ -68,15 +77,14 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
                         visible.key_end, last_tile);
     auto load_keys = [&](int tile, int stage) {
         key_loader.copy(key_tiles + stage * C::TILE_BYTES, tile * C::TILE_N, !C::GENERAL || args.chunks_k);
-        if constexpr (C::GENERAL)
-            BiasTiles<C>::copy(args, bias_tile, mask_tile, block.batch, block.head, block_query, tile * C::TILE_N);
+        if constexpr (C::GENERAL) BiasTiles<C>::copy(args, query_tile, tile * C::TILE_N);
     };
     auto load_values = [&](int tile, int stage) {
         value_loader.copy(value_tiles + stage * C::TILE_BYTES, tile * C::TILE_N, !C::GENERAL || args.chunks_v);
     };
 
     MmaWarp<C> mine(warp_query_rows, lane);
-    const float scale = C::GENERAL || C::CAPPED ? 1.0f : args.score.scale_log2;
+    const float scale = C::GENERAL ? 1.0f : args.score.scale_log2;
     ScorePlace place{warp_query + lane / 4, 0};
     typename MmaWarp<C>::Tile s;
 
@@ -89,10 +97,9 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     auto scores = [&](int key, bool masked, int stage) {
         place.key = key + lane % 4 * 2;
         mine.multiply_keys(s, key_address.shifted(stage * C::TILE_BYTES));
-        if constexpr (C::CAPPED) cap_scores<C::ROW_TILES, C::KEYS>(s, args.score);
         if constexpr (C::GENERAL) {
             scale_scores<C::ROW_TILES, C::KEYS>(s, args.score);
-            BiasTiles<C>::apply(p, bias_tile, mask_tile, warp_m * C::WARP_ROWS, lane, s);
+            BiasTiles<C>::apply(args, query_tile, warp_m * C::WARP_ROWS, lane, s);
         }
         if (masked) mask_scores<C::ROW_TILES, C::KEYS>(s, visible, place);
     };
@@ -114,8 +121,9 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         }
         for (int tile = tile_end - 1; tile >= tile_begin; --tile) {
             const int key = tile * C::TILE_N + warp_n * C::KEYS;
-            const bool some = key < warp_end && key + C::KEYS > warp_begin;
-            const bool masked = key < whole_begin || key + C::KEYS > whole_end;
+            const Sight seen = sight();
+            const bool some = key < seen.end && key + C::KEYS > seen.begin;
+            const bool masked = key < seen.whole_begin || key + C::KEYS > seen.whole_end;
             cp_async_wait<0>();
             __syncthreads();
             load_values(tile, 0);
@@ -157,8 +165,9 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         int stage = 0;
         for (int tile = tile_end - 1; tile >= tile_begin; --tile) {
             const int key = tile * C::TILE_N + warp_n * C::KEYS;
-            const bool some = key < warp_end && key + C::KEYS > warp_begin;
-            const bool masked = key < whole_begin || key + C::KEYS > whole_end;
+            const Sight seen = sight();
+            const bool some = key < seen.end && key + C::KEYS > seen.begin;
+            const bool masked = key < seen.whole_begin || key + C::KEYS > seen.whole_end;
             cp_async_wait<C::STAGES - 2>();
             __syncthreads();
             const int next = tile - (C::STAGES - 1), free = stage == 0 ? C::STAGES - 1 : stage - 1;

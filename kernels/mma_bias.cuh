@@ -14,7 +14,7 @@
 
 #include "convert.cuh"    // to_float
 #include "fa.h"           // fa_problem, fa_operand
-#include "mma_config.cuh" // MmaArgs
+#include "mma_config.cuh" // MmaArgs, BlockPlace
 #include "mma_scores.cuh" // Scores
 #include "mma_tile.cuh"   // TileLayout, BlockAddress
 #include "score.cuh"      // LOG2_E
@@ -28,13 +28,13 @@ template <int BYTES, int QUERIES, int KEYS> struct BiasTile {
     static constexpr int ELEMENTS = 16 / BYTES;      // of a chunk
     static constexpr int CHUNKS = KEYS / ELEMENTS;   // of a row
     static constexpr int COLUMNS = KEYS * BYTES / 2; // 16-bit units of a row
-    using Layout = TileLayout<COLUMNS < 32 ? 32 : COLUMNS>;
+    using Layout = TileLayout<(COLUMNS < 32 ? 32 : COLUMNS)>;
     static constexpr int ROW_BYTES = Layout::ROW_BYTES, TILE_BYTES = QUERIES * ROW_BYTES;
     using Bits = std::conditional_t<BYTES == 1, uint8_t, std::conditional_t<BYTES == 2, uint16_t, uint32_t>>;
 
     /* Starts the copy of the elements of the queries [query, query + QUERIES) that are below `queries` and the keys
-     * [key, key + KEYS) that are below `keys`; the others become zeros and are not read. `chunks`: as has_chunks() says;
-     * otherwise the elements are read when this returns. */
+     * [key, key + KEYS) that are below `keys`; the others become zeros and are not read. `chunks`: as has_chunks()
+     * says; otherwise the elements are read when this returns. */
     template <int THREADS>
     __device__ static void copy(uint32_t tile, const fa_operand &x, int64_t batch, int64_t head, int query, int queries,
                                 int key, int keys, bool chunks) {
@@ -81,32 +81,36 @@ template <class C> class BiasTiles {
   public:
     static constexpr int WIDE_BYTES = Wide::TILE_BYTES, HALF_BYTES = Half::TILE_BYTES, MASK_BYTES = Mask::TILE_BYTES;
 
-    /* Starts the copies for the tile of keys that starts at `key`. `bias` and `mask`: where the tiles lie. */
-    __device__ static __forceinline__ void copy(const MmaArgs &args, uint32_t bias, uint32_t mask, int64_t batch,
-                                                int64_t head, int query, int key) {
+    /* Starts the copies for the tile of keys that starts at `key`. `shared`: where the block's shared memory begins. */
+    __device__ static __forceinline__ void copy(const MmaArgs &args, uint32_t shared, int key) {
         const fa_problem &p = args.problem;
-        const int queries = int(p.seq_q), keys = args.visible.key_end;
+        if (!p.bias.data && !p.mask.data) return;
+        const BlockPlace place(args); // anew: registers are scarcer than instructions
+        const auto copy_tile = [&](auto tile, uint32_t to, const fa_operand &x, bool chunks) {
+            tile.template copy<C::THREADS>(to, x, place.batch, place.head, place.row_block * C::TILE_M, int(p.seq_q),
+                                           key, args.visible.key_end, chunks);
+        };
         if (p.bias.data) {
             if (p.bias_dtype == FA_F32)
-                Wide::template copy<C::THREADS>(bias, p.bias, batch, head, query, queries, key, keys, args.chunks_bias);
+                copy_tile(Wide(), shared + args.bias_at, p.bias, args.chunks_bias);
             else
-                Half::template copy<C::THREADS>(bias, p.bias, batch, head, query, queries, key, keys, args.chunks_bias);
+                copy_tile(Half(), shared + args.bias_at, p.bias, args.chunks_bias);
         }
-        if (p.mask.data)
-            Mask::template copy<C::THREADS>(mask, p.mask, batch, head, query, queries, key, keys, args.chunks_mask);
+        if (p.mask.data) copy_tile(Mask(), shared + args.mask_at, p.mask, args.chunks_mask);
     }
 
     /* Adds the bias in base 2 to this lane's scores and excludes what the mask does. `row`: the warp's first in the
      * tiles. */
-    __device__ static __forceinline__ void apply(const fa_problem &p, uint32_t bias, uint32_t mask, int row, int lane,
+    __device__ static __forceinline__ void apply(const MmaArgs &args, uint32_t shared, int row, int lane,
                                                  Scores<C::ROW_TILES, C::KEYS> &s) {
+        const fa_problem &p = args.problem;
         if (p.bias.data) {
             if (p.bias_dtype == FA_F32)
-                add_wide(bias + row * Wide::ROW_BYTES, lane, s);
+                add_wide(shared + args.bias_at + row * Wide::ROW_BYTES, lane, s);
             else
-                add_half(bias + row * Half::ROW_BYTES, lane, s);
+                add_half(shared + args.bias_at + row * Half::ROW_BYTES, lane, s);
         }
-        if (p.mask.data) exclude(mask + row * Mask::ROW_BYTES, lane, s);
+        if (p.mask.data) exclude(shared + args.mask_at + row * Mask::ROW_BYTES, lane, s);
     }
 
   private:
@@ -136,8 +140,8 @@ template <class C> class BiasTiles {
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < C::KEYS / 8; ++j) {
-                    const uint32_t at =
-                        rows + (r * 16 + i * 8) * Wide::ROW_BYTES + Wide::Layout::offset(lane / 4, 2 * j + lane % 4 / 2);
+                    const uint32_t at = rows + (r * 16 + i * 8) * Wide::ROW_BYTES +
+                                        Wide::Layout::offset(lane / 4, 2 * j + lane % 4 / 2);
                     add_pair(s[r][j][2 * i], s[r][j][2 * i + 1], load_shared_pair(at + lane % 2 * 8));
                 }
     }
@@ -149,7 +153,8 @@ template <class C> class BiasTiles {
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < C::KEYS / 8; ++j) {
-                    const uint32_t at = rows + (r * 16 + i * 8) * Mask::ROW_BYTES + Mask::Layout::offset(lane / 4, j / 2);
+                    const uint32_t at =
+                        rows + (r * 16 + i * 8) * Mask::ROW_BYTES + Mask::Layout::offset(lane / 4, j / 2);
                     const uint32_t attend = load_shared_2(at + j % 2 * 8 + lane % 4 * 2);
                     if (!(attend & 0xff)) s[r][j][2 * i] = -INFINITY;
                     if (!(attend & 0xff00)) s[r][j][2 * i + 1] = -INFINITY;

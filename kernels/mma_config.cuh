@@ -21,21 +21,16 @@ struct MmaShape {
     int blocks_per_sm;       // that registers are to allow
 };
 
-/* How products become scores, and what the operands may be. */
-enum class Scoring {
-    FOLDED,  // the scale (> 0) is folded into the exponent; rows of Q, K and V are 16-byte chunks
-    CAPPED,  // softcap alone; rows as before
-    GENERAL, // scale of any sign, softcap, bias, boolean mask; rows of any alignment
-};
-
-/* HEAD_DIM: of Q, K and V, padded. */
-template <typename T_, int HEAD_DIM_, MmaShape SHAPE, Scoring SCORING> struct MmaConfig {
+/* GENERAL: scores pass through scale, softcap, bias and boolean mask one by one, and operands may have any alignment;
+ * otherwise the scale (> 0) is folded into the exponent and rows are 16-byte chunks. HEAD_DIM: of Q, K and V, padded.
+ */
+template <typename T_, int HEAD_DIM_, MmaShape SHAPE, bool GENERAL_> struct MmaConfig {
     using T = T_;
     static constexpr int HEAD_DIM = HEAD_DIM_, ROW_TILES = SHAPE.row_tiles, KEYS = SHAPE.keys, STAGES = SHAPE.stages;
     static constexpr int WARPS_M = SHAPE.warps_m, WARPS_N = SHAPE.warps_n, BLOCKS_PER_SM = SHAPE.blocks_per_sm;
-    static constexpr bool QUERY_IN_REGISTERS = SHAPE.query_in_registers;
-    static constexpr bool CAPPED = SCORING == Scoring::CAPPED, GENERAL = SCORING == Scoring::GENERAL;
-    static constexpr bool SPLITS = GENERAL || WARPS_N > 1; // whether blocks may share a row's keys
+    static constexpr bool QUERY_IN_REGISTERS = SHAPE.query_in_registers, GENERAL = GENERAL_;
+    // Whether blocks may share a row's keys: not in shapes for grids that fill the device.
+    static constexpr bool SPLITS = (GENERAL && ROW_TILES == 1) || WARPS_N > 1;
 
     static constexpr bool KEEP_ADDRESSES = ROW_TILES * HEAD_DIM < 256; // else the output takes the registers
 
@@ -81,9 +76,9 @@ struct MmaArgs {
     bool chunks_bias, chunks_mask;               // the same of what GENERAL stages
     int bias_at, mask_at;                        // where in shared memory
     int shared_bytes;
-    int64_t sink_row;                            // distance of the sinks of neighbouring rows: 0, or heads are rows
-    int splits;                                  // parts of the keys; with more than 1, each writes to `partial`
-    float *partial;                              // (splits, rows, HEAD_DIM) output, then (splits, rows, 2) shift, sum
+    int64_t sink_row; // distance of the sinks of neighbouring rows: 0, or heads are rows
+    int splits;       // parts of the keys; with more than 1, each writes to `partial`
+    float *partial;   // (splits, rows, HEAD_DIM) output, then (splits, rows, 2) shift, sum
 
     __host__ __device__ int64_t rows() const { return problem.batch * problem.heads * problem.seq_q; }
 };

@@ -64,10 +64,10 @@ __device__ __forceinline__ float tanh_fast(float x) {
     return fabsf(x) < 0.25f ? series : closed;
 }
 
-/* Softcap of products: scores in base 2, before bias. tanh by its closed form, whose absolute error of 3e-7 is nothing
- * to a cap of up to 256; larger caps need the series near 0. */
+/* Products to scores in base 2, before bias: scale or softcap. tanh by its closed form, whose absolute error of 3e-7 is
+ * nothing to a cap of up to 256; larger caps need the series near 0. */
 template <int ROW_TILES, int KEYS>
-__device__ __forceinline__ void cap_scores(Scores<ROW_TILES, KEYS> &s, const ScoreParams &params) {
+__device__ __forceinline__ void scale_scores(Scores<ROW_TILES, KEYS> &s, const ScoreParams &params) {
     const auto each = [&](auto &&body) {
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r)
@@ -77,24 +77,14 @@ __device__ __forceinline__ void cap_scores(Scores<ROW_TILES, KEYS> &s, const Sco
                 for (int e = 0; e < 4; ++e) body(s[r][j][e]);
     };
     const float cap = params.cap_log2;
-    if (cap <= 256.0f * LOG2_E) {
+    if (cap == 0) {
+        each([&](float &x) { x *= params.scale_log2; });
+    } else if (cap <= 256.0f * LOG2_E) {
         const float scale = params.scale_cap * (2.0f * LOG2_E);
         each([&](float &x) { x = cap - 2.0f * cap * reciprocal_fast(exp2_fast(x * scale) + 1.0f); });
     } else {
         each([&](float &x) { x = cap * tanh_fast(x * params.scale_cap); });
     }
-}
-
-/* Products to scores in base 2, before bias. */
-template <int ROW_TILES, int KEYS>
-__device__ __forceinline__ void scale_scores(Scores<ROW_TILES, KEYS> &s, const ScoreParams &params) {
-    if (params.cap_log2 > 0) return cap_scores<ROW_TILES, KEYS>(s, params);
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; ++j)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[r][j][e] *= params.scale_log2;
 }
 
 } // namespace fa

@@ -6,8 +6,9 @@
  * sm80_ptx.cuh (instructions).
  *
  * Several tile shapes for each padded head_dim and dtype (`Kind` below): for grids that fill the device, by the shared
- * memory of its multiprocessors; for smaller grids; and one that does everything else. Each fits the 99 KB of shared
- * memory that a block has on sm_86 and sm_89. Figures of speed are for the H200; sm_80, 86 and 89 are built, not run.
+ * memory of its multiprocessors; for smaller grids; one that does everything else, and one that does it faster for bias
+ * and mask in large grids. Each but the last fits the 99 KB of shared memory that a block has on sm_86 and sm_89.
+ * Figures of speed are for the H200; sm_80, 86 and 89 are built, not run.
  *
  *     python -m bench measure --preset paper --rows mma_sm80
  *
@@ -38,21 +39,22 @@ enum Kind {
     MEDIUM,  // the same where two blocks of LARGE do not fit the shared memory of a multiprocessor (sm_80)
     COMPACT, // the same where two of MEDIUM do not (sm_86, sm_89)
     SMALL,   // grids that do not: 32 rows a block, two warps a row
-    CAPPED,  // softcap alone, in grids that fill the device; GENERAL's instance from head_dim 192 on
     GENERAL, // softcap, bias, boolean mask, scale <= 0, operands of any alignment
+    BIASED,  // bias or mask in grids that fill the device; GENERAL's instance from head_dim 192 on
     KINDS
 };
 
 /* Row tiles a warp, warps over rows, warps over keys, keys a warp, stages, Q in registers, blocks a multiprocessor.
  * Measured on the H200: 16-row warps are bound by shared memory and lose 5 to 25%; 32 keys lose 10% to 64; a second
- * stage gains 5% at head_dim 64 and 3% at 128; at 256, 8 warps in one block lose 6% to two blocks of 4. GENERAL waits
- * on loads and tanh: as many warps as fit. */
+ * stage gains 5% at head_dim 64 and 3% at 128; at 256, 8 warps in one block lose 6% to two blocks of 4. Under softcap
+ * 12 warps of 16 rows do as well as 8 of 32, and better in small grids; under bias and mask they lose 10%. Q in
+ * registers gains 4% there at head_dim 64. */
 constexpr MmaShape shape_of(int head_dim, Kind kind) {
 #ifdef FA_MMA_TUNE // the shape of the kind that FA_MMA_FORCE names
     if (kind == FA_MMA_FORCE) return FA_MMA_TUNE;
 #endif
-    if (kind == GENERAL) return {1, 4, 1, head_dim <= 192 ? 64 : 32, 1, false, head_dim <= 128 ? 3 : 2};
-    if (kind == CAPPED) return {2, 4, 1, head_dim <= 96 ? 64 : 32, 1, head_dim <= 64, 2};
+    if (kind == GENERAL) return {1, 4, 1, head_dim <= 192 ? 64 : 32, 1, head_dim <= 64, head_dim <= 128 ? 3 : 2};
+    if (kind == BIASED) return {2, 4, 1, 64, 1, head_dim <= 64, 2};
     if (kind == SMALL && head_dim <= 64) return {1, 2, 2, 64, 2, true, 3};
     if (kind == SMALL) return {1, 2, 2, head_dim <= 128 ? 64 : 32, 1, head_dim <= 128, 2};
     switch (head_dim) {
@@ -69,14 +71,10 @@ constexpr MmaShape shape_of(int head_dim, Kind kind) {
     }
 }
 
-constexpr Kind built(int head_dim, Kind kind) { return kind == CAPPED && head_dim > 128 ? GENERAL : kind; }
-
-constexpr fa::Scoring scoring_of(Kind kind) {
-    return kind == GENERAL ? fa::Scoring::GENERAL : kind == CAPPED ? fa::Scoring::CAPPED : fa::Scoring::FOLDED;
-}
+constexpr Kind built(int head_dim, Kind kind) { return kind == BIASED && head_dim > 128 ? GENERAL : kind; }
 
 template <typename T, int HEAD_DIM, Kind KIND>
-using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, built(HEAD_DIM, KIND)), scoring_of(built(HEAD_DIM, KIND))>;
+using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, built(HEAD_DIM, KIND)), (KIND >= GENERAL)>;
 
 } // namespace
 
@@ -94,7 +92,8 @@ namespace {
 template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, cudaStream_t stream, fa_status *status) {
     auto kernel = fa::mma_kernel<C>;
     if (args.shared_bytes > 48 * 1024)
-        FA_CUDA_TRY(status, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, args.shared_bytes));
+        FA_CUDA_TRY(status,
+                    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, args.shared_bytes));
     kernel<<<dim3(blocks, args.splits), C::THREADS, args.shared_bytes, stream>>>(args);
     FA_CUDA_TRY(status, cudaGetLastError());
     if (args.splits == 1) return FA_OK;
@@ -111,7 +110,7 @@ fa_code launch_kind(const MmaArgs &args, int kind, unsigned blocks, cudaStream_t
     case MEDIUM: return launch_config<Choose<T, D, MEDIUM>>(args, blocks, stream, status);
     case COMPACT: return launch_config<Choose<T, D, COMPACT>>(args, blocks, stream, status);
     case SMALL: return launch_config<Choose<T, D, SMALL>>(args, blocks, stream, status);
-    case CAPPED: return launch_config<Choose<T, D, CAPPED>>(args, blocks, stream, status);
+    case BIASED: return launch_config<Choose<T, D, BIASED>>(args, blocks, stream, status);
     default: return launch_config<Choose<T, D, GENERAL>>(args, blocks, stream, status);
     }
 }
@@ -158,17 +157,19 @@ struct Instance {
      FA_MMA_JOIN(D),                                                                                                   \
      {tile_of<Choose<__half, D, LARGE>>(), tile_of<Choose<__half, D, MEDIUM>>(),                                       \
       tile_of<Choose<__half, D, COMPACT>>(), tile_of<Choose<__half, D, SMALL>>(),                                      \
-      tile_of<Choose<__half, D, CAPPED>>(), tile_of<Choose<__half, D, GENERAL>>()}},
+      tile_of<Choose<__half, D, GENERAL>>(), tile_of<Choose<__half, D, BIASED>>()}},
 constexpr Instance INSTANCES[] = {FA_MMA_HEAD_DIMS(FA_MMA_INSTANCE)};
 
 #ifndef FA_MMA_TUNE
 constexpr bool all_fit() {
     for (const Instance &instance : INSTANCES)
-        for (const Tile &tile : instance.tile)
+        for (int kind = 0; kind < BIASED; ++kind) {
+            const Tile &tile = instance.tile[kind];
             if (tile.shared_bytes + tile.wide_bytes + tile.mask_bytes > 99 * 1024) return false;
+        }
     return true;
 }
-static_assert(all_fit(), "every kind fits the shared memory of a block of sm_86 and sm_89");
+static_assert(all_fit(), "every kind but BIASED fits the shared memory of a block of sm_86 and sm_89");
 #endif
 
 /* Index of the narrowest instance that holds both head dims; -1: none in this build. */
@@ -191,33 +192,6 @@ int64_t blocks_of(const fa_problem *p, const Tile &tile) {
     return divide_up(p->seq_q, tile.tile_m) * p->batch * p->heads;
 }
 
-Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &instance) {
-    // A folded scale multiplies -inf, so it is neither 0 nor rounded to 0.
-    const bool folds = p->scale > 1e-30 && p->scale < 1e30;
-    const auto blocks = [&](Kind kind) { return blocks_of(p, instance.tile[kind]); };
-    const int64_t sms = device->sm_count;
-    if (p->bias.data || p->mask.data || !has_chunks(p->q, p->head_dim) || !has_chunks(p->k, p->head_dim) ||
-        !has_chunks(p->v, p->head_dim_v))
-        return GENERAL;
-    if (p->softcap > 0) {
-        const bool at_once = blocks(GENERAL) <= sms * instance.tile[GENERAL].blocks_per_sm;
-        return instance.head_dim > 128 || (at_once && !p->batch_invariant) ? GENERAL : CAPPED;
-    }
-    if (!folds) return GENERAL;
-#ifdef FA_MMA_FORCE
-    return FA_MMA_FORCE;
-#endif
-    const auto fits = [&](Kind kind) {
-        const Tile &tile = instance.tile[kind];
-        return size_t(tile.blocks_per_sm) * (tile.shared_bytes + 1024) <= device->smem_per_sm; // 1 KB a block is CUDA's own
-    };
-    // SMALL gains while all its blocks run at once; four a multiprocessor where the lengths of blocks differ and LARGE
-    // would wait for its longest one.
-    const int per_sm = p->right != FA_UNBOUNDED ? 4 : instance.head_dim > 128 ? 1 : instance.tile[SMALL].blocks_per_sm;
-    if (!p->batch_invariant && blocks(SMALL) <= sms * per_sm) return SMALL;
-    return fits(LARGE) ? LARGE : fits(MEDIUM) ? MEDIUM : COMPACT;
-}
-
 /* Shared memory of a launch: Q, K and V, then the bias, then the mask. */
 struct SharedLayout {
     int bias, mask, bytes;
@@ -227,6 +201,38 @@ SharedLayout shared_layout(const fa_problem *p, const Tile &tile) {
     const int bias_bytes = !p->bias.data ? 0 : p->bias_dtype == FA_F32 ? tile.wide_bytes : tile.half_bytes;
     const int mask = tile.shared_bytes + bias_bytes;
     return {tile.shared_bytes, mask, mask + (p->mask.data ? tile.mask_bytes : 0)};
+}
+
+Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &instance) {
+    // A folded scale multiplies -inf, so it is neither 0 nor rounded to 0.
+    const bool folds = p->scale > 1e-30 && p->scale < 1e30;
+    const int64_t sms = device->sm_count;
+    const auto blocks = [&](Kind kind) { return blocks_of(p, instance.tile[kind]); };
+    const auto fits = [&](Kind kind) {
+        const Tile &tile = instance.tile[kind];
+        const size_t bytes = shared_layout(p, tile).bytes + 1024; // 1 KB a block is CUDA's own
+        return tile.blocks_per_sm * bytes <= device->smem_per_sm;
+    };
+    if (p->bias.data || p->mask.data) {
+#ifdef FA_MMA_FORCE
+        return FA_MMA_FORCE;
+#endif
+        // GENERAL gains while all its blocks run at once; and two rounds of them, where the lengths of blocks differ.
+        const int64_t at_once = sms * instance.tile[GENERAL].blocks_per_sm;
+        const bool fills = blocks(GENERAL) > (p->right != FA_UNBOUNDED ? 2 : 1) * at_once;
+        return (fills || p->batch_invariant) && fits(BIASED) ? BIASED : GENERAL;
+    }
+    if (!folds || p->softcap > 0 || !has_chunks(p->q, p->head_dim) || !has_chunks(p->k, p->head_dim) ||
+        !has_chunks(p->v, p->head_dim_v))
+        return GENERAL;
+#ifdef FA_MMA_FORCE
+    return FA_MMA_FORCE;
+#endif
+    // SMALL gains while all its blocks run at once; four a multiprocessor where the lengths of blocks differ and LARGE
+    // would wait for its longest one.
+    const int per_sm = p->right != FA_UNBOUNDED ? 4 : instance.head_dim > 128 ? 1 : instance.tile[SMALL].blocks_per_sm;
+    if (!p->batch_invariant && blocks(SMALL) <= sms * per_sm) return SMALL;
+    return fits(LARGE) ? LARGE : fits(MEDIUM) ? MEDIUM : COMPACT;
 }
 
 /* With one query a head, the query heads that share a K/V head become the rows of one head, so that K and V are read
@@ -300,7 +306,8 @@ fa_code plan(const fa_problem *problem, const fa_device_info *device, fa_plan *p
     int64_t section = 1;
     if (p->right != FA_UNBOUNDED && bytes > 0)
         section = int64_t(device->l2_bytes / 2) / bytes * (p->heads / p->heads_kv);
-    plan->extra[0] = section < 1 ? 1 : section < pairs ? section : pairs;
+    const int64_t sections = section > 0 && pairs > section ? pairs / section : 1; // none is much smaller than others
+    plan->extra[0] = section < 1 ? 1 : divide_up(pairs, sections);
     return FA_OK;
 }
 

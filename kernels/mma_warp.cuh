@@ -193,6 +193,12 @@ template <class C> struct MmaWarp {
         }
     }
 
+    /* The whole sum of a row, in each of the four lanes that share it. */
+    __device__ __forceinline__ float row_sum(int row_tile, int half) const {
+        const float pair = sum[row_tile][half] + __shfl_xor_sync(~0u, sum[row_tile][half], 1);
+        return pair + __shfl_xor_sync(~0u, pair, 2);
+    }
+
     /* The warps of key parts > 0 put what they have at `slot` (MERGE_VALUES columns of 32 floats); the warp of part 0
      * takes it in, part by part in a fixed order. */
     __device__ __forceinline__ void give(float *slot, int lane) const {
@@ -240,9 +246,7 @@ template <class C> struct MmaWarp {
         for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float total = sum[r][i];
-                total += __shfl_xor_sync(~0u, total, 1);
-                total += __shfl_xor_sync(~0u, total, 2);
+                const float total = row_sum(r, i);
                 const int query = first_query + r * 16 + i * 8 + lane / 4;
                 if (query >= args.problem.seq_q) continue;
                 if (lane % 4 == 0)
@@ -268,9 +272,7 @@ template <class C> struct MmaWarp {
         for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float total = sum[r][i];
-                total += __shfl_xor_sync(~0u, total, 1);
-                total += __shfl_xor_sync(~0u, total, 2);
+                const float total = row_sum(r, i);
                 const int row = r * 16 + i * 8 + lane / 4;
                 const RowResult result = finish_fast(shift[r][i], total, sink_of(args, place.head, first_query + row));
                 if (p.lse && lane % 4 == 0 && row < queries) lse[row] = result.lse;

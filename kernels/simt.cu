@@ -216,7 +216,7 @@ fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch
     o.tiles_m = tiles_m(p, plan->config);
     o.tiles = p->batch * p->heads * o.tiles_m;
     o.longest_first = p->right != FA_UNBOUNDED;
-    o.general = p->softcap > 0 || p->bias.data || p->mask.data;
+    o.general = p->softcap > 0 || p->bias.data || p->mask.data || o.score.scale_log2 == 0;
     cudaStream_t stream = static_cast<cudaStream_t>(launch->stream);
     if (p->dtype == FA_F16) {
         find_chunks<__half>(p, &o);

@@ -37,8 +37,11 @@ struct RowState {
         return factor;
     }
 
-    /* Weight of a score under the present maximum. */
+    /* Weight of a score under the present maximum; of the score `scale` times `product`. */
     __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - softmax_shift(maximum)); }
+    __device__ __forceinline__ float weight(float product, float scale) const {
+        return exp2_fast(fmaf(product, scale, -softmax_shift(maximum)));
+    }
 };
 
 /* The end of a row: factor for the accumulated output, and the LSE (natural logarithm). */
