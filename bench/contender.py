@@ -130,8 +130,8 @@ class Function(Contender):
 
 
 def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None) -> Contender:
-    """What `text` names: a peer, a row, fa_ext (the row it chooses itself), ``module:function``, ``file.py:function``, a .cu or .c source of a row (built
-    here), or a shared library that exports a row."""
+    """What `text` names: a peer, a row, fa_ext (the row it takes by itself), ``module:function``, ``file.py:function``,
+    a .cu or .c source of a row (built here), or a shared library that exports a row."""
     from bench import peers
 
     library = arrays or device.default_arrays
@@ -152,8 +152,8 @@ def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None) -> 
     if text == "fa_ext" and rows:
         return Row(None, library)
     raise report.UsageError(
-        f"candidate is {text!r}; accepted: a row ({', '.join(rows) or 'none compiled for this device'}), fa_ext (its choice "
-        f"of row), a peer "
+        f"candidate is {text!r}; accepted: a row ({', '.join(rows) or 'none compiled for this device'}), fa_ext (the row "
+        "that it takes by itself), a peer "
         f"({', '.join(peers.PEERS)}), module:function, file.py:function, a .cu, .c or .so file"
     )
 

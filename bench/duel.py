@@ -49,8 +49,8 @@ def duel(
 ) -> dict[str, Any]:
     """Judges and times; returns a JSON document with `correct`, `failures` and, per baseline, samples and interval.
 
-    What is timed works on ordinary inputs, drawn on the GPU where there is one: the candidate on arrays of its own between
-    guard zones, the baselines on others that they share.
+    What is timed works on ordinary inputs, drawn on the GPU where there is one: the candidate on arrays of its own
+    between guard zones, the baselines on others that they share.
     """
     target = devices.open_device(device)
     problem = Case.parse(case)

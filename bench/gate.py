@@ -147,7 +147,9 @@ def show(document: dict) -> None:
     candidate = gates[0]["candidate"] if gates else ""
     columns = ("problem", "verdict", "baseline", "candidate us", "baseline us", "ratio [95%]", "error vs float64")
     report.table(
-        f"{candidate}: time ratio must stay under {document['limit']:g} (* the fastest baseline, which counts)", columns, rows
+        f"{candidate}: time ratio must stay under {document['limit']:g} (* the fastest baseline, which counts)",
+        columns,
+        rows,
     )
     for gate in gates:
         for failure in gate["failures"]:

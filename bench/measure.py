@@ -36,10 +36,10 @@ SUMMARY = "time rows beside every peer that imports"
 METHOD = {
     "cpu": "turns in random order; a sample begins when no other thread of the process has run in three looks a "
     "millisecond apart (at most 0.5 s are waited); median of the samples by the host's clock",
-    "cuda": "turns in random order; a sample begins with an idle device; median of the samples by graph replay, events or "
-    "the host's clock, as `clock` says; samples under throttling are left out",
+    "cuda": "turns in random order; a sample begins with an idle device; median of the samples by graph replay, events "
+    "or the host's clock, as `clock` says; samples under throttling are left out",
 }
-# On the CPU a problem of more work than this is tried with fewer queries first, so that nobody holds up a run for hours.
+# On the CPU a problem of more work than this is tried with fewer queries first: nobody holds up a run for hours.
 LARGE_FLOPS = 1e11
 # What lives as long as the worker: loading a library twice is not what is measured.
 _devices: dict[str, Cpu | Cuda] = {}

@@ -78,7 +78,7 @@ class Block:
             self.inside.set(data)
 
     def digest(self) -> str:
-        """A hash of the inside: BLAKE2 on the CPU, on a GPU a sum of 8-byte words times random odd factors, modulo 2^64."""
+        """A hash of the inside: BLAKE2 on the CPU, on a GPU a sum of 8-byte words times random factors, modulo 2^64."""
         if self.device.kind == "cpu":
             return hashlib.blake2b(self.host_bytes(), digest_size=16).hexdigest()
         words = self.raw[self.begin : self.begin + -(-self.nbytes // 8) * 8]  # the last may take in some guard bytes

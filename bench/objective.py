@@ -23,7 +23,7 @@ class Objective:
     powers: dict[str, int]
 
     def factors(self, figures: dict[str, float], anchor: dict[str, float]) -> dict[str, float]:
-        """{name: the variant's figure over the anchor's, or the inverse}, from figures as ``bench profile`` names them."""
+        """{name: the variant's figure over the anchor's, or the inverse}; both as ``bench profile`` names them."""
         found = {}
         for name, power in self.powers.items():
             mine, other = figures.get(FIGURES[name]), anchor.get(FIGURES[name])
@@ -43,8 +43,8 @@ def parse(text: str) -> Objective:
     powers = {name: 1 if sign == "*" else -1 for sign, name in terms}
     if text != "time" + "".join(map("".join, terms)) or len(powers) < len(terms) or set(powers) - set(FIGURES):
         raise report.UsageError(
-            f"objective is {text!r}; accepted: time, then *NAME for what should be small or /NAME for what should be large, "
-            f"each once, of {', '.join(FIGURES)}"
+            f"objective is {text!r}; accepted: time, then *NAME for what should be small or /NAME for what should be "
+            f"large, each once, of {', '.join(FIGURES)}"
         )
     return Objective(powers)
 

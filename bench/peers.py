@@ -126,8 +126,8 @@ class TorchSdpa(Peer):
 
 
 class FlashAttention(Peer):
-    """FlashAttention-2 (package flash_attn), -3 (flash_attn_interface) or -4 (flash_attn.cute). `unbounded` is what they
-    take for a side of the window that has no end."""
+    """FlashAttention-2 (package flash_attn), -3 (flash_attn_interface) or -4 (flash_attn.cute). `unbounded` is what
+    they take for a side of the window that has no end."""
 
     extras = frozenset({"window", "softcap"})
 

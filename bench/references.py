@@ -70,8 +70,8 @@ def collect(
 
 
 def summarize(errors: list[dict]) -> list[dict]:
-    """For each backend and dtype: problems judged, how many outside the bounds, and the median and largest of its relative
-    Frobenius error over that of a plain computation in the same precision."""
+    """For each backend and dtype: problems judged, how many outside the bounds, and the median and largest of its
+    relative Frobenius error over that of a plain computation in the same precision."""
     groups: dict[tuple[str, str], list[dict]] = {}
     for e in errors:
         if "frobenius" in e:
@@ -80,7 +80,8 @@ def summarize(errors: list[dict]) -> list[dict]:
     for (name, dtype), entries in groups.items():
         ratios = [e["frobenius"] / max(e["plain"], 1e-300) for e in entries]
         worst = entries[ratios.index(max(ratios))]
-        found.append({"name": name, "dtype": dtype, "judged": len(entries), "outside": sum(not e["within"] for e in entries),
+        outside = sum(not e["within"] for e in entries)
+        found.append({"name": name, "dtype": dtype, "judged": len(entries), "outside": outside,
                       "median": statistics.median(ratios), "largest": max(ratios),
                       "at": f"{worst['case']}, {worst['values']} inputs"})  # fmt: skip
     return found

@@ -75,7 +75,8 @@ def _simt_registers(c: Config) -> int:
 
 
 def _simt_table(c: Config) -> list[str]:
-    names = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "KEY_GROUPS", "SYNC_POLICY", "MIN_BLOCKS", "VEC_WIDTH", "REDUCE")
+    names = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "KEY_GROUPS", "SYNC_POLICY", "MIN_BLOCKS", "VEC_WIDTH",
+             "REDUCE")  # fmt: skip
     return [
         '#include "simt_tile.cuh" // Tile',
         "",
@@ -141,6 +142,7 @@ SIMT = Space(
 )
 
 # ---- cpu_simd ----
+
 
 def _cpu_table(c: Config) -> list[str]:
     lines = ["#if FA_CPU_VECTOR_BYTES == 64 && FA_CPU_REAL_BYTES == 4"]

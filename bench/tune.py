@@ -37,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy", default="genetic_algorithm", help="a strategy of kernel_tuner (genetic_algorithm)"
     )
+    figures = ", ".join(objective.FIGURES)
     parser.add_argument(
-        "--objective", default="time", help=f"time, or with figures of ncu time*NAME/NAME, of {', '.join(objective.FIGURES)}"
+        "--objective", default="time", help=f"time, or with figures of ncu time*NAME/NAME, of {figures}"
     )
     parser.add_argument("--evaluations", type=int, default=48, help="variants at most (48)")
     parser.add_argument("--time", type=float, default=3600.0, help="seconds at most (3600)")
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="history as JSON (default build/bench/tune-<row>.json); resumed")
     parser.add_argument("--fresh", action="store_true", help="do not resume")
     parser.add_argument("--write", action="store_true", help="write the winner as the header that the row includes")
-    parser.add_argument("--from", dest="finished", type=Path, metavar="FILE", help="write that of a finished run, and stop")
+    parser.add_argument("--from", dest="finished", type=Path, metavar="FILE", help="write that of a finished run")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.measure and space.device == "cuda" and not devices.has_gpu():
         raise report.UsageError(f"{space.row} needs a GPU to measure on; --build compiles its variants without one")
     if objective.parse(args.objective) and space.device == "cpu":
-        raise report.UsageError(f"objective is {args.objective!r}: the figures are a GPU's, {space.row} runs on the CPU")
+        raise report.UsageError(
+            f"objective is {args.objective!r}: its figures are a GPU's, {space.row} runs on the CPU"
+        )
     case = args.case or space.case
     found = variants.identity(space, case, space.device) | {"objective": args.objective}
     if args.measure:  # the compiler of another machine made them
@@ -176,7 +179,7 @@ class Session:
         return {"error": f"{outcome.status} during {stages[-1] if stages else 'load'}: {outcome.reason[:200]}"}
 
     def _profiled(self, library: Path) -> dict[str, Any]:
-        """{"figures" of the longest kernel under ncu, "factors" of the objective}; empty for an objective of time alone."""
+        """{"figures" of the longest kernel under ncu, "factors" of the objective}; empty where time alone counts."""
         if not self.aim:
             return {}
 

@@ -120,16 +120,18 @@ def identity(space: Space, case: str, device: str) -> dict[str, Any]:
 
 
 def table(space: Space, document: dict[str, Any]) -> str:
-    """The winner of a run as the header that the row's configuration includes, with the measurement that justifies it."""
+    """The winner of a run as the header that the row's configuration includes, with the measurement behind it."""
     final, ratio = document["final"], document["final"]["ratio"]
     kept = ", which stands" if document["winner"] == document["hand_set"] else ""
     guard = "FA_" + re.sub(r"[^A-Z0-9]", "_", space.table.name.upper())
     return "\n".join([
-        f"/* Written by `python -m bench tune {space.row} --write`, from bench/evidence/tune-{space.row}.json: not by hand.",
+        f"/* Written by `python -m bench tune {space.row} --write`, not by hand; the run: "
+        f"bench/evidence/tune-{space.row}.json.",
         f" * {document['identity']['case']} on {document['where']}, {document['date']}: {final['us']:.4g} us,",
-        f" * {ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] of the time of the configuration set by hand{kept};",
-        f" * error against float64 {final['frobenius']:.2e}; {document['evaluated']} of {document['space']} configurations tried; "
-        f"sources {document['identity']['sources']}. */",
+        f" * {ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] of the time of the configuration set by "
+        f"hand{kept};",
+        f" * error against float64 {final['frobenius']:.2e}; {document['evaluated']} of {document['space']} "
+        f"configurations tried; sources {document['identity']['sources']}. */",
         f"#ifndef {guard}", f"#define {guard}", "",
         *space.render({**space.fixed, **document["winner"]}), "", "#endif", "",
     ])  # fmt: skip

@@ -10,7 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import device, evidence, machine, measure, memory, ncu, operands, peers, plot, problems, report, rounds, timer
+from bench import (
+    device,
+    evidence,
+    machine,
+    measure,
+    memory,
+    ncu,
+    operands,
+    peers,
+    plot,
+    problems,
+    report,
+    rounds,
+    timer,
+)
 from bench.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -309,7 +323,7 @@ def test_the_pick_is_close_to_the_best_recorded_row():
 
 
 def test_a_sweep_adds_up_its_processes_and_counts_a_dead_one_as_failed():
-    whole = "a mismatch\n  python tests/cases.py \"X\" --kernel simt --on cupy\nsimt: 7 judged, 1 failed, 2 not taken\n  2 why\n"
+    whole = 'a mismatch\n  python tests/cases.py "X" --kernel simt --on cupy\nsimt: 7 judged, 1 failed, 2 not taken\n  2 why\n'
     found = evidence.sweep_result([whole, "simt: 5 judged, 0 failed, 0 not taken\n", "Segmentation"])
     assert (found["judged"], found["failed"], found["not_taken"]) == (12, 2, 2)
     assert found["failures"] == ['python tests/cases.py "X" --kernel simt --on cupy', "ended early: Segmentation"]

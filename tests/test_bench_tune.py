@@ -83,7 +83,9 @@ def test_a_variant_does_not_see_the_table(tmp_path, monkeypatch):
 def test_objective_is_relative_to_the_hand_set_configuration():
     aim = objective.parse("time*registers_a_thread/tensor_pipe")
     assert aim.powers == {"registers_a_thread": 1, "tensor_pipe": -1} and not objective.parse("time")
-    factors = aim.factors({"registers a thread": 120, "tensor pipe": 80}, {"registers a thread": 240, "tensor pipe": 40})
+    factors = aim.factors(
+        {"registers a thread": 120, "tensor pipe": 80}, {"registers a thread": 240, "tensor pipe": 40}
+    )
     assert factors == {"registers_a_thread": 0.5, "tensor_pipe": 0.5}
     cell = {"ratio": {"ratio": 1.2}, "frobenius": 1e-4, "factors": factors}
     assert objective.value(cell) == pytest.approx(0.3)
@@ -91,7 +93,9 @@ def test_objective_is_relative_to_the_hand_set_configuration():
         objective.parse("time*dram").factors({}, {"DRAM": 1.0})
 
 
-@pytest.mark.parametrize("text", ["", "registers_a_thread", "time*", "time+dram", "time*nothing", "time*dram*dram", "time dram"])
+@pytest.mark.parametrize(
+    "text", ["", "registers_a_thread", "time*", "time+dram", "time*nothing", "time*dram*dram", "time dram"]
+)
 def test_bad_objectives_are_named(text):
     with pytest.raises(report.UsageError, match="accepted: time"):
         objective.parse(text)
@@ -118,7 +122,9 @@ def test_a_variant_is_profiled_for_its_objective(tmp_path, monkeypatch):
     monkeypatch.setattr(isolation.Worker, "call", lambda self, f, arguments, *rest: call(
         self, f, arguments | {"device": "cpu"}, *rest))  # fmt: skip
     output = tmp_path / "t.json"
-    assert main([*TUNE, "--objective", "time*dram_traffic", "--evaluations", "2", "--output", str(output), "--json"]) == 0
+    assert (
+        main([*TUNE, "--objective", "time*dram_traffic", "--evaluations", "2", "--output", str(output), "--json"]) == 0
+    )
     document = json.loads(output.read_text())
     assert document["identity"]["objective"] == "time*dram_traffic"
     assert document["winner"] != document["hand_set"] and document["final"]["factors"] == {"dram_traffic": 0.1}
