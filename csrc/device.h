@@ -12,6 +12,8 @@ extern "C" {
 /* One context per module: capabilities, cuBLAS handles; behind a lock. */
 fa_context *fa_context_new(void); /* NULL: out of memory */
 void fa_context_free(fa_context *context);
+/* A number > 0 that no other context of the process has or had. */
+unsigned long fa_context_serial(const fa_context *context);
 
 /* CUDA toolkit of this build, as CUDA counts (13000 is 13.0); 0 for a build without CUDA. */
 int fa_cuda_toolkit(void);

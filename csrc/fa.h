@@ -72,12 +72,12 @@ typedef struct fa_device {
 /* One array as its library describes it. Strides count elements; strides of size-1 axes carry no meaning. */
 typedef struct fa_view {
     void *data;
-    int64_t shape[FA_MAX_NDIM];
-    int64_t strides[FA_MAX_NDIM];
     int ndim;
     fa_dtype dtype;
     fa_device device;
     bool readonly;
+    int64_t shape[FA_MAX_NDIM];
+    int64_t strides[FA_MAX_NDIM];
 } fa_view;
 
 /* ---- request: what the user passed, before any of it is validated against the rest ---- */

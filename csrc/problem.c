@@ -218,19 +218,26 @@ typedef struct byte_range {
     uintptr_t begin, end; /* empty when equal */
 } byte_range;
 
-static byte_range range_of(const fa_view *view) {
-    int64_t low = 0, high = 0;
+void fa_view_range(const fa_view *view, int64_t *low, int64_t *high) {
+    int64_t first = 0, end = 1;
+    *low = *high = 0;
     for (int axis = 0; axis < view->ndim; axis++) {
-        if (view->shape[axis] == 0) return (byte_range){0, 0};
+        if (view->shape[axis] == 0) return;
         int64_t reach = (view->shape[axis] - 1) * view->strides[axis];
         if (reach < 0)
-            low += reach;
+            first += reach;
         else
-            high += reach;
+            end += reach;
     }
     int64_t size = (int64_t)fa_dtype_size(view->dtype);
-    return (byte_range){(uintptr_t)view->data + (uintptr_t)(low * size),
-                        (uintptr_t)view->data + (uintptr_t)((high + 1) * size)};
+    *low = first * size;
+    *high = end * size;
+}
+
+static byte_range range_of(const fa_view *view) {
+    int64_t low, high;
+    fa_view_range(view, &low, &high);
+    return (byte_range){(uintptr_t)view->data + (uintptr_t)low, (uintptr_t)view->data + (uintptr_t)high};
 }
 
 static fa_code check_disjoint(const char *name, byte_range range, const char *other_name, const fa_view *other,

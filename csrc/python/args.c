@@ -7,11 +7,12 @@
 
 static int argument_of(fa_state *state, PyObject *keyword) {
     PyObject *const *names = state->names.argument;
-    for (int n = 0; n < FA_ARG_COUNT; n++) /* keywords in source code are interned */
-        if (names[n] == keyword) return n;
-    for (int n = 0; n < FA_ARG_COUNT; n++)
-        if (PyUnicode_Compare(names[n], keyword) == 0) return n;
-    return -1;
+    int slot = -1;
+    for (int n = 0; n < FA_ARG_COUNT; n++) /* keywords in source code are interned; no exit to mispredict */
+        slot = names[n] == keyword ? n : slot;
+    for (int n = 0; n < FA_ARG_COUNT && slot < 0; n++)
+        if (PyUnicode_Compare(names[n], keyword) == 0) slot = n;
+    return slot;
 }
 
 static const char *text_of(PyObject *object) {
@@ -128,15 +129,16 @@ static fa_code read_window(PyObject *value, int64_t *left, int64_t *right, fa_st
     if (!PyTuple_Check(value) && !PyList_Check(value)) return fa_wrong_type("window", value, accepted, status);
     Py_ssize_t size = PySequence_Size(value);
     if (size != 2) return fa_fail(status, FA_EVALUE, "window has %zd items; accepted: %s", (ssize_t)size, accepted);
-    PyObject *items[2] = {PySequence_GetItem(value, 0), PySequence_GetItem(value, 1)};
-    fa_code code = FA_OK;
-    if (!items[0] || !items[1])
-        code = fa_python_error(status);
-    else if ((code = read_window_side("left", items[0], left, status)) == FA_OK)
-        code = read_window_side("right", items[1], right, status);
-    Py_XDECREF(items[0]);
-    Py_XDECREF(items[1]);
-    return code;
+    const char *const sides[2] = {"left", "right"};
+    int64_t *const bounds[2] = {left, right};
+    for (int n = 0; n < 2; n++) {
+        PyObject *item = PySequence_GetItem(value, n);
+        if (!item) return fa_python_error(status);
+        fa_code code = read_window_side(sides[n], item, bounds[n], status);
+        Py_DECREF(item);
+        FA_TRY(code);
+    }
+    return FA_OK;
 }
 
 /* out= is one array, or the pair (out, lse). */
@@ -155,27 +157,28 @@ static fa_code read_out(fa_call *call, fa_status *status) {
 }
 
 /* FA_EXT_KERNEL as os.environ has it: a look into its dict, which takes a third of the time of getenv(). */
-static const char *kernel_of_environment(fa_state *state) {
-    if (!state->environment) return getenv("FA_EXT_KERNEL");
-    PyObject *value = PyDict_GetItemWithError(state->environment, state->names.kernel_variable); /* borrowed */
-    return value && PyBytes_Check(value) ? PyBytes_AsString(value) : NULL;
+static fa_code read_environment(fa_state *state, fa_call *call, fa_status *status) {
+    PyObject *value = NULL;
+    const char *name = NULL;
+    if (!state->environment)
+        name = getenv("FA_EXT_KERNEL");
+    else if (fa_dict_get(state->environment, state->names.kernel_variable, &value) < 0)
+        return fa_python_error(status);
+    if (value && PyBytes_Check(value)) name = PyBytes_AsString(value);
+    fa_code code = FA_OK;
+    if (name && *name) code = fa_row_find(state, "FA_EXT_KERNEL", name, &call->forced, &call->forced_name, status);
+    Py_XDECREF(value);
+    return code;
 }
 
 static fa_code read_kernel(fa_state *state, fa_call *call, fa_status *status) {
     PyObject *value = call->argument[FA_ARG_kernel];
-    const char *name;
     call->forced = NULL;
-    if (value) {
-        name = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, NULL) : NULL;
-        if (!name) {
-            PyErr_Clear();
-            return fa_wrong_type("kernel", value, "None or a name of fa_ext.kernels()", status);
-        }
-    } else {
-        name = kernel_of_environment(state);
-        if (!name || !*name) return FA_OK;
-    }
-    return fa_row_find(state, value ? "kernel" : "FA_EXT_KERNEL", name, &call->forced, &call->forced_name, status);
+    if (!value) return read_environment(state, call, status);
+    const char *name = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, NULL) : NULL;
+    if (name) return fa_row_find(state, "kernel", name, &call->forced, &call->forced_name, status);
+    PyErr_Clear();
+    return fa_wrong_type("kernel", value, "None or a name of fa_ext.kernels()", status);
 }
 
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {

@@ -180,12 +180,20 @@ fa_code fa_array_read(fa_state *state, fa_array *array, const char *name, PyObje
     return code == FA_ETYPE && array->type->is_conj.name ? refuse_conjugate(array, status) : code;
 }
 
-void fa_array_release(fa_array *array) {
+/* Gives capsules back. Their deleters may run Python code, which must not meet the exception of a failed call. */
+static void release_managed(fa_array *array) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
     if (array->managed && array->managed->deleter) array->managed->deleter(array->managed);
     if (array->managed_versioned && array->managed_versioned->deleter)
         array->managed_versioned->deleter(array->managed_versioned);
     array->managed = NULL;
     array->managed_versioned = NULL;
+    PyErr_Restore(type, value, traceback);
+}
+
+void fa_array_release(fa_array *array) {
+    if (array->managed || array->managed_versioned) release_managed(array);
     if (array->type == &array->type_uncached) fa_type_drop(&array->type_uncached);
     array->type = NULL;
 }

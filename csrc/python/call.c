@@ -56,8 +56,9 @@ static fa_code settle_stream(fa_state *state, fa_call *call, fa_status *status) 
 
 static const fa_view *view_or_null(const fa_array *array) { return array->object ? &array->view : NULL; }
 
-static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
-                       fa_status *status) {
+/* Arguments -> request. */
+static fa_code read_call(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
+                         fa_status *status) {
     fa_array *array = call->array;
     FA_TRY(fa_args_bind(state, args, count, keywords, call, status));
     FA_TRY(fa_args_options(state, call, status));
@@ -73,10 +74,16 @@ static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count,
     request->sinks = view_or_null(&array[FA_SINKS]);
     request->out = view_or_null(&array[FA_OUT]);
     request->lse = view_or_null(&array[FA_LSE]);
-    FA_TRY(fa_problem_build(request, &call->problem, status));
-    if (call->problem.device.kind == FA_CUDA && !atomic_load_explicit(&state->cublas_sought, memory_order_acquire))
+    if (request->q->device.kind == FA_CUDA && !atomic_load_explicit(&state->cublas_sought, memory_order_acquire))
         fa_cublas_seek(state);
-    return fa_device_info_get(state->context, call->problem.device, &call->info, status);
+    return FA_OK;
+}
+
+/* Arguments -> problem and plan. */
+static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
+                       fa_plan *plan, fa_status *status) {
+    FA_TRY(read_call(state, args, count, keywords, call, status));
+    return fa_dispatch(state->context, &call->request, call->forced, &call->problem, &call->info, plan, status);
 }
 
 static void begin(fa_call *call) {
@@ -173,8 +180,7 @@ PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count
     PyObject *returned = NULL;
     fa_code code;
     begin(&call);
-    FA_TRY_GOTO(code, prepare(state, args, count, keywords, &call, &status), done);
-    FA_TRY_GOTO(code, fa_plan_make(&call.problem, call.info, call.forced, &plan, &status), done);
+    FA_TRY_GOTO(code, prepare(state, args, count, keywords, &call, &plan, &status), done);
     int previous;
     FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
     code = make_outputs(state, &call, results, &status);
@@ -224,8 +230,7 @@ PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t c
             fa_fail(&status, FA_EVALUE, "count is %ld; accepted: an int >= 1, then attention()'s arguments", repeats);
         goto done;
     }
-    FA_TRY_GOTO(code, prepare(state, args + 1, count - 1, keywords, &call, &status), done);
-    FA_TRY_GOTO(code, fa_plan_make(&call.problem, call.info, call.forced, &plan, &status), done);
+    FA_TRY_GOTO(code, prepare(state, args + 1, count - 1, keywords, &call, &plan, &status), done);
     FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
     code = make_outputs(state, &call, results, &status);
     if (code == FA_OK) {
@@ -283,7 +288,9 @@ PyObject *fa_explain(PyObject *module, PyObject *const *args, Py_ssize_t count, 
     fa_call call;
     fa_status status;
     begin(&call);
-    fa_code code = prepare(state, args, count, keywords, &call, &status);
+    fa_code code = read_call(state, args, count, keywords, &call, &status);
+    if (code == FA_OK) code = fa_problem_build(&call.request, &call.problem, &status);
+    if (code == FA_OK) code = fa_device_info_get(state->context, call.problem.device, &call.info, &status);
     PyObject *answer = code == FA_OK ? explain(&call) : NULL;
     end(&call);
     return code == FA_OK ? answer : fa_raise(state, &status);

@@ -17,6 +17,7 @@
 #include <stdio.h>
 
 #include "device.h"
+#include "dispatch.h"
 #include "dlpack_abi.h"
 #include "fa.h"
 #include "problem.h"
@@ -145,21 +146,23 @@ const char *fa_type_name(PyObject *object, char buffer[80]);
 bool fa_text_equals(PyObject *object, const char *text);
 /* Optional attribute: 1 and a new reference, 0 when it has none, -1 with an exception (AttributeError is cleared). */
 int fa_optional_attribute(PyObject *object, PyObject *name, PyObject **value);
+/* Value of a dict: 1 and a new reference, 0 when it has none, -1 with an exception. */
+int fa_dict_get(PyObject *dict, PyObject *key, PyObject **value);
 
 /* ---- arrays of a call ---- */
 
 typedef struct fa_array {
     const char *name; /* of the argument, for messages */
     PyObject *object; /* borrowed */
-    fa_view view;
     const fa_type *type;
-    fa_type type_uncached; /* what `type` points to when the cache is full */
-    bool has_stream;       /* its library works on `stream` */
-    void *stream;
-    bool device_unknown; /* an empty array without a pointer: on whichever device the others are */
-    DLManaged *managed;  /* DLPack capsules taken over: released after the launch */
+    DLManaged *managed; /* DLPack capsules taken over: released after the launch */
     DLManagedVersioned *managed_versioned;
-    bool needs_stream; /* to be read by fa_array_read_dlpack() once the stream of the call is known */
+    void *stream;
+    bool has_stream;     /* its library works on `stream` */
+    bool device_unknown; /* an empty array without a pointer: on whichever device the others are */
+    bool needs_stream;   /* to be read by fa_dlpack_read() once the stream of the call is known */
+    fa_view view;
+    fa_type type_uncached; /* what `type` points to when the cache is full */
 } fa_array;
 
 /* Describes `object`. An array that can only be asked through __dlpack__(stream=) is left with needs_stream set. */

@@ -57,54 +57,73 @@ static fa_code find_device(fa_state *state, fa_array *array, fa_status *status) 
     return code == FA_OK ? FA_OK : fa_fail(status, code, "%s: %.2000s", array->name, inner.message);
 }
 
-static fa_code read_dict(fa_state *state, fa_array *array, PyObject *interface, bool *unclear, fa_status *status) {
+/* The values that are read, borrowed from the dict. */
+typedef struct entries {
+    PyObject *version, *shape, *typestr, *data, *mask, *stream, *strides;
+} entries;
+
+static bool look_up(PyObject *dict, PyObject *key, PyObject **value) {
+    *value = PyDict_GetItemWithError(dict, key);
+    return *value || !PyErr_Occurred();
+}
+
+static fa_code read_entries(fa_array *array, const entries *e, bool *unclear, fa_status *status) {
     fa_view *view = &array->view;
-    const fa_names *names = &state->names;
-    if (!PyDict_Check(interface)) return ill_formed(array, "it must be a dict", status);
-    PyObject *version = PyDict_GetItemWithError(interface, names->version);
-    long number = version && PyLong_Check(version) ? PyLong_AsLong(version) : -1;
+    long number = e->version && PyLong_Check(e->version) ? PyLong_AsLong(e->version) : -1;
     if (PyErr_Occurred() || number < 1) {
         PyErr_Clear();
         return ill_formed(array, "'version' must be an int >= 1", status);
     }
     view->ndim = -1;
-    FA_TRY(
-        read_ints(array, PyDict_GetItemWithError(interface, names->shape), "shape", view->shape, &view->ndim, status));
-    PyObject *typestr = PyDict_GetItemWithError(interface, names->typestr);
-    const char *text = typestr && PyUnicode_Check(typestr) ? PyUnicode_AsUTF8AndSize(typestr, NULL) : NULL;
+    FA_TRY(read_ints(array, e->shape, "shape", view->shape, &view->ndim, status));
+    const char *text = e->typestr && PyUnicode_Check(e->typestr) ? PyUnicode_AsUTF8AndSize(e->typestr, NULL) : NULL;
     if (!text) {
         PyErr_Clear();
         return ill_formed(array, "'typestr' must be a str", status);
     }
     FA_TRY(fa_typestr_parse(array->name, text, &view->dtype, unclear, status));
 
-    PyObject *data = PyDict_GetItemWithError(interface, names->data);
-    if (!data || !PyTuple_Check(data) || PyTuple_Size(data) != 2)
+    if (!e->data || !PyTuple_Check(e->data) || PyTuple_Size(e->data) != 2)
         return ill_formed(array, "'data' must be a pair (pointer, readonly)", status);
-    FA_TRY(read_pointer(array, PyTuple_GetItem(data, 0), &view->data, status));
-    int readonly = PyObject_IsTrue(PyTuple_GetItem(data, 1));
+    FA_TRY(read_pointer(array, PyTuple_GetItem(e->data, 0), &view->data, status));
+    int readonly = PyObject_IsTrue(PyTuple_GetItem(e->data, 1));
     if (readonly < 0) return fa_python_error(status);
     view->readonly = readonly;
 
-    PyObject *mask = PyDict_GetItemString(interface, "mask"); /* borrowed */
-    if (mask && mask != Py_None)
+    if (e->mask && e->mask != Py_None)
         return fa_fail(status, FA_ETYPE, "%s is a masked array; pass plain data, and mask= for what to leave out",
                        array->name);
-    PyObject *stream = PyDict_GetItemWithError(interface, names->argument[FA_ARG_stream]);
-    if (stream && stream != Py_None) {
+    if (e->stream && e->stream != Py_None) {
         char label[64];
         snprintf(label, sizeof label, "%s's interface stream", array->name);
-        FA_TRY(fa_stream_number(label, stream, &array->stream, status));
+        FA_TRY(fa_stream_number(label, e->stream, &array->stream, status));
         array->has_stream = true;
     }
-    PyObject *strides = PyDict_GetItemWithError(interface, names->strides);
     int64_t byte_strides[FA_MAX_NDIM];
-    if (strides && strides != Py_None) {
-        FA_TRY(read_ints(array, strides, "strides", byte_strides, &view->ndim, status));
+    if (e->strides && e->strides != Py_None) {
+        FA_TRY(read_ints(array, e->strides, "strides", byte_strides, &view->ndim, status));
         return fa_view_byte_strides(array->name, view, byte_strides, status);
     }
     fa_view_contiguous(view);
     return fa_view_check(array->name, view, status);
+}
+
+static fa_code read_dict(fa_state *state, fa_array *array, PyObject *interface, bool *unclear, fa_status *status) {
+    const fa_names *names = &state->names;
+    if (!PyDict_Check(interface)) return ill_formed(array, "it must be a dict", status);
+    PyObject *own = PyDict_Copy(interface); /* theirs may change while it is read */
+    if (!own) return fa_python_error(status);
+    entries e;
+    fa_code code;
+    if (look_up(own, names->version, &e.version) && look_up(own, names->shape, &e.shape) &&
+        look_up(own, names->typestr, &e.typestr) && look_up(own, names->data, &e.data) &&
+        look_up(own, names->argument[FA_ARG_mask], &e.mask) &&
+        look_up(own, names->argument[FA_ARG_stream], &e.stream) && look_up(own, names->strides, &e.strides))
+        code = read_entries(array, &e, unclear, status);
+    else
+        code = fa_python_error(status);
+    Py_DECREF(own);
+    return code;
 }
 
 /* Two-byte voids are what bfloat16 is exported as, where it is: the dtype attribute, or DLPack, must confirm it. */

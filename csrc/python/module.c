@@ -55,6 +55,15 @@ int fa_optional_attribute(PyObject *object, PyObject *name, PyObject **value) {
     return 0;
 }
 
+int fa_dict_get(PyObject *dict, PyObject *key, PyObject **value) {
+#ifdef Py_GIL_DISABLED /* another thread may drop the value between the look-up and the reference */
+    return PyDict_GetItemRef(dict, key, value);
+#else
+    *value = Py_XNewRef(PyDict_GetItemWithError(dict, key));
+    return *value ? 1 : PyErr_Occurred() ? -1 : 0;
+#endif
+}
+
 static int add_names(fa_names *names) {
 #define FA_INTERN(name)                                                                                                \
     if (!(names->argument[FA_ARG_##name] = PyUnicode_InternFromString(#name))) return -1;

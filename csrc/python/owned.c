@@ -10,11 +10,11 @@
 
 typedef struct device_array {
     PyObject_HEAD fa_view view;
-    void *stream;           /* the work that fills the memory is queued here */
-    unsigned long thread;   /* that made it: the per-thread stream is another one elsewhere */
-    PyObject *stream_owner; /* keeps `stream` alive, or NULL */
-    void *consumer;         /* stream of the library it was handed to, NULL or SEVERAL */
-    bool consumer_lives;    /* that stream outlives the array, so that it may be named when the memory is freed */
+    void *stream;               /* the work that fills the memory is queued here */
+    unsigned long thread;       /* that made it: the per-thread stream is another one elsewhere */
+    PyObject *stream_owner;     /* keeps `stream` alive, or NULL */
+    _Atomic(void *) consumer;   /* stream of the library it was handed to, NULL or SEVERAL */
+    atomic_bool consumer_lives; /* that stream outlives the array, so that it may be named when the memory is freed */
 } device_array;
 
 static fa_state *state_of(PyObject *self) { return PyType_GetModuleState(Py_TYPE(self)); }
@@ -66,15 +66,22 @@ void fa_device_array_outlived(PyObject *object) {
     array->consumer_lives = array->consumer != SEVERAL;
 }
 
+static void add_consumer(device_array *array, void *stream) {
+    void *before = NULL;
+    if (!atomic_compare_exchange_strong(&array->consumer, &before, stream) && before != stream)
+        array->consumer = SEVERAL;
+}
+
 /* What a library that took the array has queued must end before the memory is used again. Its stream may be gone by
  * now; then the whole device is waited for. */
 static void await_consumer(const device_array *array, void *stream) {
     fa_status ignored;
-    if (!array->consumer) return;
-    if (array->consumer == FA_STREAM_LEGACY || array->consumer == FA_STREAM_PER_THREAD) /* blocking streams */
+    void *consumer = array->consumer;
+    if (!consumer) return;
+    if (consumer == FA_STREAM_LEGACY || consumer == FA_STREAM_PER_THREAD) /* blocking streams */
         fa_stream_wait(stream, FA_STREAM_LEGACY, &ignored);
     else if (array->consumer_lives)
-        fa_stream_wait(stream, array->consumer, &ignored);
+        fa_stream_wait(stream, consumer, &ignored);
     else
         fa_device_synchronize(array->view.device, &ignored);
 }
@@ -136,7 +143,8 @@ static PyObject *get_interface(PyObject *self, void *unused) {
     }
     PyObject *shape = fa_shape_tuple(array->view.ndim, array->view.shape);
     if (!shape) return NULL;
-    if (!array->consumer) array->consumer = FA_STREAM_LEGACY; /* the interface does not tell who asks */
+    void *nobody = NULL;
+    atomic_compare_exchange_strong(&array->consumer, &nobody, FA_STREAM_LEGACY); /* it does not tell who asks */
     return Py_BuildValue("{s:N,s:s,s:(KO),s:O,s:i,s:K}", "shape", shape, "typestr", typestrs[array->view.dtype], "data",
                          (unsigned long long)(uintptr_t)array->view.data, Py_False, "strides", Py_None, "version", 3,
                          "stream", (unsigned long long)(uintptr_t)own_stream(array));
@@ -230,7 +238,7 @@ static fa_code order_consumer(PyObject *self, PyObject *stream, fa_status *statu
     FA_TRY(fa_device_enter(state_of(self)->context, array->view.device, &previous, status));
     fa_code code = fa_stream_wait(consumer, own_stream(array), status);
     fa_device_leave(array->view.device, previous);
-    array->consumer = array->consumer && array->consumer != consumer ? SEVERAL : consumer;
+    add_consumer(array, consumer);
     array->consumer_lives = false;
     return code;
 }

@@ -78,6 +78,26 @@ static char *free_name(fa_state *state, const char *name) {
     return strdup(text);
 }
 
+static void drop_loaded(fa_loaded *entry) {
+    free(entry->name);
+    free(entry->path);
+    free(entry);
+}
+
+/* An entry to come before the others; NULL: out of memory. With the lock held. */
+static fa_loaded *new_loaded(fa_state *state, const char *path, void *handle, const fa_kernel *row) {
+    fa_loaded *entry = calloc(1, sizeof *entry);
+    if (!entry) return NULL;
+    entry->name = free_name(state, row->name);
+    entry->path = strdup(path);
+    entry->handle = handle;
+    entry->row = row;
+    entry->next = atomic_load_explicit(&state->loaded, memory_order_relaxed);
+    if (entry->name && entry->path) return entry;
+    drop_loaded(entry);
+    return NULL;
+}
+
 static fa_code load_row(fa_state *state, const char *path, const char *row, const char **name, fa_status *status) {
     void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!handle) return fa_fail(status, FA_EVALUE, "path: %.1500s", dlerror());
@@ -95,18 +115,14 @@ static fa_code load_row(fa_state *state, const char *path, const char *row, cons
     if (entry) { /* the same library again */
         dlclose(handle);
     } else {
-        entry = calloc(1, sizeof *entry);
-        if (entry) {
-            entry->name = free_name(state, found->name);
-            entry->path = strdup(path);
-            entry->handle = handle;
-            entry->row = found;
-            entry->next = atomic_load_explicit(&state->loaded, memory_order_relaxed);
+        entry = new_loaded(state, path, handle, found);
+        if (entry)
             atomic_store_explicit(&state->loaded, entry, memory_order_release);
-        }
+        else
+            dlclose(handle);
     }
     pthread_mutex_unlock(&state->lock);
-    if (!entry || !entry->name || !entry->path) return fa_fail(status, FA_EMEMORY, "no memory for a loaded row");
+    if (!entry) return fa_fail(status, FA_EMEMORY, "no memory for a loaded row");
     *name = entry->name;
     return FA_OK;
 }
@@ -158,9 +174,7 @@ void fa_loaded_clear(fa_state *state) {
     fa_loaded *entry = atomic_exchange(&state->loaded, NULL);
     while (entry) {
         fa_loaded *next = entry->next;
-        free(entry->name);
-        free(entry->path);
-        free(entry);
+        drop_loaded(entry);
         entry = next;
     }
 }

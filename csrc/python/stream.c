@@ -69,10 +69,12 @@ fa_code fa_stream_join(const fa_array *arrays, int count, void *stream, bool bef
 /* torch.cuda.current_stream(device).cuda_stream, if torch has been imported. */
 fa_code fa_torch_stream(int device, void **stream, bool *found, fa_status *status) {
     *found = false;
-    PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
-    PyObject *cuda = modules ? PyDict_GetItemString(modules, "torch.cuda") : NULL;
-    if (!cuda) return FA_OK;
+    PyObject *name = PyUnicode_FromString("torch.cuda");
+    PyObject *cuda = name ? PyImport_GetModule(name) : NULL;
+    Py_XDECREF(name);
+    if (!cuda) return PyErr_Occurred() ? fa_python_error(status) : FA_OK;
     PyObject *current = PyObject_CallMethod(cuda, "current_stream", "i", device);
+    Py_DECREF(cuda);
     PyObject *number = current ? PyObject_GetAttrString(current, "cuda_stream") : NULL;
     Py_XDECREF(current);
     unsigned long long value = number ? PyLong_AsUnsignedLongLong(number) : 0;

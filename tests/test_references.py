@@ -1,0 +1,146 @@
+"""What a call holds: references and capsules go back whether it succeeds or fails, and no exception is left behind."""
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+
+import fa_ext
+from producers import Interface, Producer, exchange_type, interface
+
+
+class Raises:
+    """Looks like the text of a dict's key until it is compared."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __hash__(self):
+        return hash(self.text)
+
+    def __eq__(self, other):
+        raise ZeroDivisionError(f"{self.text} compared")
+
+
+class Array:
+    """Speaks DLPack until one of its methods raises."""
+
+    def __init__(self, array, raising):
+        self.array, self.raising = array, raising
+
+    def __dlpack_device__(self):
+        if self.raising == "device":
+            raise ZeroDivisionError("device")
+        return (1, 0)
+
+    def __dlpack__(self, **keywords):
+        raise ZeroDivisionError("capsule")
+
+
+def operands(dtype=np.float32):
+    return [np.random.default_rng(n).standard_normal((1, 2, 4, 8)).astype(dtype) for n in range(3)]
+
+
+q, k, v = operands()
+kind, failing = exchange_type(requires_grad=False), exchange_type(requires_grad=False, failing=True)
+window, unusual, pair = (3, None), [1.5, None], (np.empty_like(q), np.empty((1, 2, 4), np.float32))
+capsules = [Producer(array) for array in (q, k, v)]
+tensors, refused = [kind(array) for array in (q, k, v)], failing(q)
+late, early, dtype, bad = Array(k, "capsule"), Array(k, "device"), q.astype(np.int32), interface(typestr="<i4")
+
+CALLS = {
+    "plain": (lambda: fa_ext.attention(q, k, v), None),
+    "options": (lambda: fa_ext.attention(q, k, v, window=window, mask=np.ones((4, 4), bool), return_lse=True), None),
+    "pair": (lambda: fa_ext.attention(q, k, v, out=pair), None),
+    "exchange": (lambda: fa_ext.attention(*tensors, return_lse=True), None),
+    "capsules": (lambda: fa_ext.attention(*capsules), None),
+    "explain": (lambda: fa_ext.explain(q, k, v), None),
+    "to_numpy": (lambda: fa_ext.to_numpy(tensors[0]), None),
+    "a capsule too few": (lambda: fa_ext.attention(capsules[0], late, v), ZeroDivisionError),
+    "no device": (lambda: fa_ext.attention(capsules[0], early, v), ZeroDivisionError),
+    "allocator": (lambda: fa_ext.attention(refused, k, v), MemoryError),
+    "dtype": (lambda: fa_ext.attention(q, dtype, v), TypeError),
+    "window": (lambda: fa_ext.attention(q, k, v, window=unusual), TypeError),
+    "shape": (lambda: fa_ext.attention(capsules[0], k[:, :, :3], v), ValueError),
+    "keyword": (lambda: fa_ext.attention(q, k, v, nothing=window), TypeError),
+    "interface": (lambda: fa_ext.attention(q, bad, v), TypeError),
+    "kernel": (lambda: fa_ext.attention(q, k, v, kernel="none"), ValueError),
+    "overlap": (lambda: fa_ext.attention(q, k, v, out=q), ValueError),
+    "to_device": (lambda: fa_ext.to_device(q, device="0"), TypeError),
+}
+HELD = [q, k, v, kind, failing, window, unusual, pair, *pair, *tensors, refused, late, early, dtype, bad, q.dtype]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_references_go_back(name):
+    call, error = CALLS[name]
+
+    def run():
+        if error is None:
+            call()
+        else:
+            with pytest.raises(error):
+                call()
+
+    def count():
+        gc.collect()
+        held = [sys.getrefcount(HELD[n]) for n in range(len(HELD))]
+        made, deleted = sum(len(c.capsules) for c in capsules), sum(c.deleted for c in capsules)
+        read = sum(k.calls.count("tensor_from_object") for k in (kind, failing))
+        return held, made, deleted, read, sum(len(k.alive) for k in (kind, failing))
+
+    run()
+    before, made_before, deleted_before, read_before, alive_before = count()
+    for _ in range(20):
+        run()
+    held, made, deleted, read, alive = count()
+    assert deleted - deleted_before == made - made_before
+    assert alive == alive_before
+    # The producers keep their arrays for each capsule and tensor that they made: what they gained there is not ours.
+    gained = [held[n] - before[n] for n in range(len(HELD))]
+    assert sum(gained) <= made - made_before + read - read_before
+    assert not any(gained[n] for n in range(len(HELD)) if not isinstance(HELD[n], np.ndarray))
+
+
+def test_deleters_do_not_meet_the_exception(recwarn):
+    """The deleter of a tensor that was taken over is Python code here, and runs after another array has failed."""
+    first = Producer(q)
+    with pytest.raises(ZeroDivisionError, match="capsule"):
+        fa_ext.attention(first, Array(k, "capsule"), v)
+    assert first.deleted == 1 and not recwarn.list
+
+
+@pytest.mark.parametrize("key", ["version", "shape", "data", "mask", "stream", "strides"])
+def test_keys_that_raise(key):
+    content = dict(interface().__cuda_array_interface__)
+    content.pop(key, None)
+    content[Raises(key)] = None
+    with pytest.raises(ZeroDivisionError, match=f"{key} compared"):
+        fa_ext.attention(q, Interface(content), v)
+
+
+def test_dict_that_changes_while_it_is_read():
+    class Clears:
+        def __bool__(self):
+            content.clear()
+            gc.collect()
+            return False
+
+    content = dict(interface(strides=(128, 64, 16, 2)).__cuda_array_interface__)
+    content["data"] = (content["data"][0], Clears())
+    with pytest.raises((BufferError, fa_ext.CudaError)):
+        fa_ext.attention(q, Interface(content), v)
+    assert not content
+
+
+def test_numbers_that_raise():
+    class Number:
+        def __index__(self):
+            raise ZeroDivisionError
+
+        __float__ = __index__
+
+    for options in ({"scale": Number()}, {"softcap": Number()}, {"window": (Number(), 1)}, {"window": [1, Number()]}):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            fa_ext.attention(q, k, v, **options)
