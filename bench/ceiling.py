@@ -37,7 +37,7 @@ def _best(work: Callable[[], Any], device: Cpu | Cuda) -> float:
 
 def _product(device: Cpu | Cuda, dtype: str) -> tuple[int, Callable[[], Any] | None]:
     if device.kind == "cpu":
-        size = 1024
+        size = 2048
         if dtype not in ("float32", "float64"):
             return size, None
         a, b = (np.random.default_rng(i).standard_normal((size, size)).astype(dtype) for i in range(2))
