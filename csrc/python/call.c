@@ -185,11 +185,11 @@ PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count
     FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
     code = make_outputs(state, &call, results, &status);
     if (code == FA_OK) code = launch(state, &call, &plan, &status);
-    fa_device_leave(call.problem.device, previous);
     if (code == FA_OK) {
         returned = hand_over(state, &call, results);
         if (!returned) code = fa_python_error(&status);
     }
+    fa_device_leave(call.problem.device, previous);
 done:
     Py_XDECREF(results[0].object);
     Py_XDECREF(results[1].object);

@@ -245,7 +245,8 @@ typedef struct fa_result {
 /* A new C-contiguous array of the kind of `like`. With the device current. */
 fa_code fa_result_make(fa_state *state, const fa_array *like, int ndim, const int64_t *shape, fa_dtype dtype,
                        const fa_stream *stream, fa_result *result, fa_status *status);
-/* Hands the array over to `like`'s library once the work is queued; steals result->object. NULL with an exception. */
+/* Hands the array over to `like`'s library once the work is queued; steals result->object. With the device current.
+ * NULL with an exception. */
 PyObject *fa_result_finish(fa_state *state, const fa_array *like, fa_result *result);
 
 /* owned.c: fa_ext.DeviceArray */

@@ -216,12 +216,20 @@ static fa_code consume(fa_array *array, PyObject *capsule, const DLTensor **tens
 
 fa_code fa_dlpack_read(fa_state *state, fa_array *array, void *stream, fa_status *status) {
     const fa_device device = array->view.device;
+    const fa_device_info *info;
+    int previous;
+    FA_TRY(fa_device_info_get(state->context, device, &info, status)); /* there is such a device */
     PyObject *number = device.kind == FA_CUDA ? PyLong_FromVoidPtr(stream) : Py_NewRef(Py_None);
-    PyObject *capsule = number ? ask(state, array->object, number) : NULL;
-    Py_XDECREF(number);
+    if (!number) return fa_python_error(status);
+    /* The streams 1 and 2 are those of the current device. */
+    fa_code code = fa_device_enter(state->context, device, &previous, status);
+    PyObject *capsule = code == FA_OK ? ask(state, array->object, number) : NULL;
+    if (code == FA_OK) fa_device_leave(device, previous);
+    Py_DECREF(number);
+    FA_TRY(code);
     if (!capsule) return fa_python_error(status);
     const DLTensor *tensor = NULL;
-    fa_code code = consume(array, capsule, &tensor, status);
+    code = consume(array, capsule, &tensor, status);
     Py_DECREF(capsule);
     FA_TRY(code);
     FA_TRY(read_tensor(array, tensor, status));

@@ -166,9 +166,11 @@ static fa_code read_number_attribute(PyObject *object, PyObject *name, long long
     return *number == -1 && PyErr_Occurred() ? fa_python_error(status) : FA_OK;
 }
 
-/* cupy.cuda.get_current_stream().ptr; 0 is the legacy stream. */
-static fa_code cupy_stream(fa_state *state, const fa_type *type, void **stream, fa_status *status) {
-    PyObject *current = PyObject_CallNoArgs(type->current_stream);
+/* cupy.cuda.get_current_stream(device).ptr; 0 is the legacy stream. Each device has a current stream of its own. */
+static fa_code cupy_stream(fa_state *state, const fa_array *array, void **stream, fa_status *status) {
+    PyObject *device = PyLong_FromLong(array->device_unknown ? -1 : array->view.device.id);
+    PyObject *current = device ? PyObject_CallFunctionObjArgs(array->type->current_stream, device, NULL) : NULL;
+    Py_XDECREF(device);
     long long address;
     fa_code code = read_number_attribute(current, state->names.ptr, &address, status);
     Py_XDECREF(current);
@@ -204,7 +206,7 @@ fa_code fa_cupy_read(fa_state *state, fa_array *array, const fa_array *first, fa
     if (first && first->type == array->type && first->has_stream)
         array->stream = first->stream;
     else
-        FA_TRY(cupy_stream(state, array->type, &array->stream, status));
+        FA_TRY(cupy_stream(state, array, &array->stream, status));
     if (contiguous) {
         fa_view_contiguous(view);
         return fa_view_check(array->name, view, status);
