@@ -414,22 +414,6 @@ def test_interfaces_that_lie(cupy, host):
     assert bool((cupy.asarray(host[0]) == q).all())
 
 
-def test_current_device_is_restored(cupy, host):
-    if fa_ext._core.device_count() < 2:
-        pytest.skip("needs two devices")
-    with cupy.cuda.Device(1):
-        arrays = [cupy.asarray(array) for array in host]
-    with cupy.cuda.Device(0):
-        out = fa_ext.attention(*arrays)
-        assert cupy.cuda.runtime.getDevice() == 0 and out.device.id == 1
-        own = [fa_ext.to_device(array, device=1) for array in host]
-        assert cupy.cuda.runtime.getDevice() == 0 and own[0].device == "cuda:1"
-        np.testing.assert_array_equal(fa_ext.to_numpy(fa_ext.attention(*own)), out.get())
-        with pytest.raises(ValueError, match="CUDA device 0, but q is on CUDA device 1"):
-            fa_ext.attention(arrays[0], cupy.asarray(host[1]), arrays[2])
-        assert cupy.cuda.runtime.getDevice() == 0
-
-
 def test_threads(torch, cupy, host):
     """Torch and CuPy callers side by side, each with a stream of its own."""
     tensors = [torch.from_numpy(array).cuda() for array in host]
