@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -130,8 +131,16 @@ def test_instance(isa, case, force):
 def test_an_unknown_instruction_set_is_an_error_that_lists_the_known(monkeypatch):
     monkeypatch.setenv("FA_EXT_CPU_ISA", "mmx")
     q = np.zeros((1, 1, 4, 8), np.float32)
-    with pytest.raises(ValueError, match='FA_EXT_CPU_ISA is "mmx"; accepted.*generic'):
-        fa_ext.attention(q, q, q, kernel=ROW)
+    match = 'FA_EXT_CPU_ISA is "mmx"; accepted.*generic'
+    for call in (fa_ext.attention, fa_ext.verify):
+        with pytest.raises(ValueError, match=match):
+            call(q, q, q, kernel=ROW)
+    chosen, reasons = fa_ext.explain(q, q, q, kernel=ROW)
+    assert chosen is None and reasons[ROW].startswith('FA_EXT_CPU_ISA is "mmx"')
+    if ROW == next(row for row in fa_ext.kernels() if rows.device_of(row) == "cpu"):  # the one that is chosen
+        for call in (fa_ext.attention, fa_ext.explain, fa_ext.verify):
+            with pytest.raises(ValueError, match=match):
+                call(q, q, q)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -217,6 +226,23 @@ def script(text, **env):
 def test_omp_num_threads_is_respected(count):
     started = script("before = tasks(); run(); print(tasks() - before)", OMP_NUM_THREADS=str(count))
     assert int(started) == count - 1
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("gcc"), reason="counts threads in /proc, needs gcc")
+def test_a_call_inside_a_parallel_region_starts_no_threads(tmp_path):
+    source = "void team(void (*call)(void)) {\n#pragma omp parallel num_threads(2)\n    call();\n}\n"
+    (tmp_path / "team.c").write_text(source)
+    built = ["gcc", "-shared", "-fPIC", "-fopenmp", "team.c", "-o", "team.so"]
+    subprocess.run(built, cwd=tmp_path, check=True)
+    text = """
+        import ctypes
+        before, ran = tasks(), []
+        team = ctypes.CDLL(os.environ["TEAM"]).team
+        team(ctypes.CFUNCTYPE(None)(lambda: ran.append(run().shape)))
+        print(len(ran), tasks() - before)
+    """
+    printed = script(text, TEAM=str(tmp_path / "team.so"), OMP_NUM_THREADS="3", OMP_MAX_ACTIVE_LEVELS="2")
+    assert printed == "2 1"  # the region's own second thread
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

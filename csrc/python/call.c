@@ -261,15 +261,24 @@ static int add_reason(PyObject *reasons, const fa_kernel *row, const fa_call *ca
     return code;
 }
 
-static PyObject *explain(const fa_call *call) {
+/* Whether a row takes the call; declining is not refusing. */
+static bool some_row_takes(const fa_call *call) {
+    for (int n = 0; n < fa_kernel_count(); n++)
+        if (!fa_kernel_refusal(fa_kernel_at(n), &call->problem, call->info, false)) return true;
+    return false;
+}
+
+static PyObject *explain(fa_state *state, const fa_call *call) {
     fa_plan plan;
     fa_status status;
-    PyObject *reasons = PyDict_New();
-    if (!reasons) return NULL;
     const char *chosen = NULL;
     if (fa_plan_make(&call->problem, call->info, call->forced, &plan, &status) == FA_OK)
         chosen = call->forced ? call->forced_name : plan.kernel->name;
-    else if (call->forced) {
+    else if (!call->forced && some_row_takes(call)) /* it was chosen, and its plan failed, as it would for a call */
+        return fa_raise(state, &status);
+    PyObject *reasons = PyDict_New();
+    if (!reasons) return NULL;
+    if (!chosen && call->forced) {
         PyObject *text = PyUnicode_FromString(status.message);
         if (!text || PyDict_SetItemString(reasons, call->forced_name, text) < 0) Py_CLEAR(reasons);
         Py_XDECREF(text);
@@ -291,7 +300,7 @@ PyObject *fa_explain(PyObject *module, PyObject *const *args, Py_ssize_t count, 
     fa_code code = read_call(state, args, count, keywords, &call, &status);
     if (code == FA_OK) code = fa_problem_build(&call.request, &call.problem, &status);
     if (code == FA_OK) code = fa_device_info_get(state->context, call.problem.device, &call.info, &status);
-    PyObject *answer = code == FA_OK ? explain(&call) : NULL;
+    PyObject *answer = code == FA_OK ? explain(state, &call) : NULL;
     end(&call);
     return code == FA_OK ? answer : fa_raise(state, &status);
 }
