@@ -12,6 +12,7 @@ float64, which plain computes exactly, is held to 1e-10 in each.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -150,12 +151,17 @@ def verify(
 
     Accepts what ``fa_ext.attention`` accepts, arrays of any library on any device. ``out`` may be given as there (it is
     overwritten, with NaN first); with ``return_lse`` (the default here) the LSE is judged too. Raises what the call
-    raises. The reference of a large call on a device runs through CuPy if the program has imported it, else NumPy.
+    raises, with nothing written. The reference of a large call on a device runs through CuPy if the program has imported
+    it, else NumPy.
     """
     import fa_ext
 
     options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
     arrays: dict[str, Any] = {"bias": bias, "mask": mask, "sinks": sinks}
+    call = dict(options, **arrays, return_lse=return_lse, stream=stream, kernel=kernel, batch_invariant=batch_invariant)
+    ran, _ = fa_ext.explain(q, k, v, **call, out=out)
+    if ran is None:
+        fa_ext.attention(q, k, v, **call, out=out)  # raises: no row takes the call, or the forced one does not
     host: list[Any] = [fa_ext.to_numpy(x) for x in (q, k, v)]
     host_arrays: dict[str, Any] = {name: None if x is None else fa_ext.to_numpy(x) for name, x in arrays.items()}
     dtype = host[0].dtype.name
@@ -163,12 +169,9 @@ def verify(
     if out is None:
         out = _poisoned_outputs(host, layout, device, return_lse)
     else:
-        for array in out if isinstance(out, tuple) else (out,):
-            array[...] = float("nan")
-    call = dict(options, **arrays, out=out, return_lse=return_lse, stream=stream, batch_invariant=batch_invariant)
-    ran = kernel or fa_ext.explain(q, k, v, **call)[0]
-    result = fa_ext.attention(q, k, v, **call, kernel=kernel)
-    got, lse = result if return_lse else (result, None)
+        _poison(out, host, layout, device, stream)
+    result = fa_ext.attention(q, k, v, **call, out=out)
+    got, lse = result if isinstance(result, tuple) else (result, None)
     got, lse = fa_ext.to_numpy(got), None if lse is None else fa_ext.to_numpy(lse)
 
     large = 2 * host[0].size * host[1].shape[1 if layout == "bshd" else 2] > _WORTH_A_DEVICE
@@ -248,6 +251,29 @@ def _poisoned_outputs(host, layout, device, return_lse):
     if device is not None:
         out, lse = fa_ext.to_device(out, device=device), fa_ext.to_device(lse, device=device)
     return (out, lse) if return_lse else out
+
+
+def _poison(out, host, layout, device, stream):
+    """Fills the caller's outputs with NaN. Arrays without item assignment are written by the plainest row that takes
+    them, from queries of NaN, which every row hands on."""
+    import fa_ext
+
+    outputs = out if isinstance(out, tuple) else (out,)
+    if all(hasattr(type(array), "__setitem__") for array in outputs):
+        for array in outputs:
+            array[...] = float("nan")
+        return
+    q, k, v = host
+    axis = 1 if layout == "bshd" else 2
+    one_key = [numpy.zeros([1 if n == axis else size for n, size in enumerate(x.shape)], x.dtype) for x in (k, v)]
+    nan = [numpy.full(q.shape, numpy.nan, q.dtype), *one_key]
+    if device is not None:
+        nan = [fa_ext.to_device(x, device=device) for x in nan]
+    for row in reversed(fa_ext.kernels()):
+        with contextlib.suppress(fa_ext.UnsupportedError):
+            fa_ext.attention(*nan, layout=layout, out=out, stream=stream, kernel=row)
+            return
+    raise TypeError("out has no item assignment, and no row can fill it with NaN; leave it out")
 
 
 def _upload(xp, x):

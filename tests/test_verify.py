@@ -46,6 +46,92 @@ def test_given_outputs_are_used_and_overwritten():
     assert fa_ext.verify(**arguments(), out=out, return_lse=False)
 
 
+class Opaque:
+    """An array of the CPU without item assignment, as ``fa_ext.DeviceArray`` is one of a device."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_outputs_without_item_assignment(monkeypatch, layout):
+    shape = (2, 33, 4, 24) if layout == "bshd" else (2, 4, 33, 24)
+    out, lse = np.full(shape, 3, np.float16), np.full((2, 4, 33), 3, np.float32)
+    inputs = arguments(layout=layout)
+    assert fa_ext.verify(**inputs, out=(Opaque(out), Opaque(lse)))
+    np.testing.assert_array_equal(out, fa_ext.attention(**inputs))
+
+    calls = []
+
+    def idle(*arrays, **options):
+        """Writes what poisons the outputs, and nothing in the call that is judged."""
+        calls.append(options)
+        return fa_ext._core.attention(*arrays, **options) if options["kernel"] else options["out"]
+
+    monkeypatch.setattr(fa_ext, "attention", idle)
+    report = fa_ext.verify(**inputs, out=(Opaque(out), Opaque(lse)))
+    assert not report and report.max_abs == np.inf and len(calls) == 2
+    assert np.isnan(out).all() and np.isnan(lse).all()
+
+
+@pytest.mark.gpu
+def test_a_device_array_as_output():
+    q, k, v, out = (fa_ext.to_device(np.ones((1, 2, 16, 64), np.float16)) for _ in range(4))
+    assert fa_ext.verify(q, k, v, out=out)
+    np.testing.assert_array_equal(fa_ext.to_numpy(out), np.ones((1, 2, 16, 64), np.float16))
+
+
+def test_a_pair_of_outputs_says_that_the_lse_is_wanted():
+    out, lse = np.empty((2, 4, 33, 24), np.float16), np.empty((2, 4, 33), np.float32)
+    report = fa_ext.verify(**arguments(), out=(out, lse), return_lse=False)
+    assert report and report.lse_max_abs is not None
+
+
+def plain(shape=(1, 2, 4, 8)):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape, np.float32) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda q, k, v: dict(q=q, k=k, v=v, out=q), ValueError, "out overlaps q"),
+        (lambda q, k, v: dict(q=q, k=k, v=v, out=(np.empty_like(q), v)), ValueError, "lse has shape"),
+        (lambda q, k, v: dict(q=q, k=k, v=v, out=[q, k]), TypeError, "out has type list"),
+        (lambda q, k, v: dict(q=q, k=k, v=v[0], out=np.zeros_like(q)), ValueError, "v has 3 dimensions"),
+        (lambda q, k, v: dict(q=q.tolist(), k=k, v=v, out=np.zeros_like(q)), TypeError, "q has type list"),
+        (lambda q, k, v: dict(q=q.astype(np.int64), k=k, v=v, out=np.zeros_like(q)), TypeError, "q has dtype int64"),
+        (lambda q, k, v: dict(q=q, k=k, v=v, mask=[True], out=np.zeros_like(q)), TypeError, "mask has type list"),
+        (lambda q, k, v: dict(q=q, k=k, v=v, stream=0, out=np.zeros_like(q)), ValueError, "stream is 0"),
+    ],
+)
+def test_a_refused_call_raises_what_attention_raises_and_writes_nothing(change, error, match):
+    given = change(*plain())
+    before = {name: x.copy() for name, x in given.items() if isinstance(x, np.ndarray)}
+    for call in (fa_ext.attention, fa_ext.verify):
+        with pytest.raises(error, match=match):
+            call(**given)
+    for name, x in before.items():
+        np.testing.assert_array_equal(given[name], x)
+
+
+def test_outputs_survive_a_forced_row_that_refuses():
+    cuda = [row for row, (device, _) in fa_ext._core.build_info()["rows"].items() if device == "cuda"]
+    if not cuda:
+        pytest.skip("no CUDA row is built")
+    q, k, v = plain()
+    out = np.full_like(q, 3)
+    with pytest.raises(fa_ext.UnsupportedError, match=cuda[0]):
+        fa_ext.verify(q, k, v, out=out, kernel=cuda[0])
+    assert (out == 3).all()
+
+
 def test_elements_that_are_not_written_are_noticed(monkeypatch):
     def forgetful(q, k, v, **options):
         out, lse = options["out"]
