@@ -1,6 +1,7 @@
 """``python -m fa_ext``: the table, the JSON, the exit status, and that a broken row is noticed."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -22,7 +23,7 @@ def test_every_row_is_shown_with_every_stage(found):
     assert [row["row"] for row in found["rows"]] == list(fa_ext.kernels())
     for row in found["rows"]:
         assert list(row["stages"]) == ["build", "load", "launch", "sanity", "correctness", "time"]
-        assert row["status"] in ("ok", "absent", "refuses") and (row["note"] or row["status"] == "ok")
+        assert row["status"] in ("ok", "absent") and (row["note"] or row["status"] == "ok")
         if row["status"] == "ok":
             assert row["us"] > 0 and 0 <= row["max_abs"] <= row["max_abs_bound"]
 
@@ -88,6 +89,80 @@ def test_a_wrong_result_fails_at_correctness(monkeypatch):
 def test_a_missing_device_is_no_failure():
     result = command.check_row("simt", "cuda", fa_ext, "no NVIDIA driver")
     assert result["status"] == "absent" and result["note"] == "no NVIDIA driver"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"),
+    [
+        ("needs an sm_90 GPU (H100, H200)", "absent"),
+        ("needs compute capability 8.0 (Ampere) or newer", "absent"),
+        ("the driver has no cuTensorMapEncodeTiled", "absent"),
+        ("cuBLAS was not found (libcublas.so.12: cannot open shared object file)", "absent"),
+        ("needs 99 KB of shared memory a block", "absent"),
+        ("this build leaves out the instance for that head_dim", "refuses"),
+        ("no tile of this build takes this head_dim in the device's shared memory", "refuses"),
+        ("takes float32 only", "refuses"),
+    ],
+)
+def test_what_a_refusal_is_about(refusal, status):
+    package = Package(fa_ext.attention)
+    package.to_device = lambda x: x
+    package.explain = lambda *arrays, **options: (None, {"simt": refusal})
+    result = command.check_row("simt", "cuda", package, None)
+    assert result["status"] == status and result["note"] == refusal
+
+
+def outcome(*states):
+    return command.passes([{"row": "simt", "status": state} for state in states])
+
+
+def test_a_row_that_refuses_fails_and_so_does_a_build_that_can_run_none():
+    assert outcome("ok") and outcome("absent", "ok")
+    assert not outcome("ok", "refuses") and not outcome("ok", "FAILED")
+    assert not outcome() and not outcome("absent")
+
+
+def test_a_build_without_rows_says_so(found, monkeypatch, capsys):
+    monkeypatch.setattr(fa_ext, "kernels", lambda: ())
+    assert command.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAILED: this build has no row"
+    absent = found | {"rows": [found["rows"][-1] | {"status": "absent"}], "passed": False}
+    assert command.table(absent).splitlines()[-1] == "FAILED: no row of this build can run here"
+
+
+def test_the_cpu_is_named(found):
+    assert found["cpu"]["name"] not in ("", "CPU")
+    line = next(line for line in command.table(found).splitlines() if line.startswith("CPU: "))
+    assert found["cpu"]["name"] in line
+    if "cpu_simd" in fa_ext.kernels():
+        assert re.search(r"cpu_simd with (avx512|avx2|generic)$", line)
+
+
+def test_the_instruction_set_is_the_one_that_runs(monkeypatch):
+    if "cpu_simd" not in fa_ext.kernels():
+        pytest.skip("this build has no cpu_simd")
+    q, k, v = command.inputs(command.RAGGED)
+    arrays = [x.astype(np.float32) for x in (q, k, v)]
+    chosen = fa_ext.attention(*arrays, causal="bottom_right", kernel="cpu_simd")
+    monkeypatch.setenv("FA_EXT_CPU_ISA", command.instruction_set())
+    np.testing.assert_array_equal(fa_ext.attention(*arrays, causal="bottom_right", kernel="cpu_simd"), chosen)
+
+
+def test_the_cpu_has_a_name_without_proc(monkeypatch):
+    def unreadable(self, **options):
+        raise OSError
+
+    monkeypatch.setattr(command.Path, "read_text", unreadable)
+    assert command.cpu_model()
+
+
+def test_an_interrupt_is_quiet(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "survey", interrupted)
+    assert command.main([]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_exit_status_is_1_when_a_row_fails(found, monkeypatch, capsys):
