@@ -13,10 +13,11 @@
 #include <cuda_runtime_api.h> /* the static CUDA runtime; libcuda is found by it at run time */
 #endif
 
-#define MAX_DEVICES            64
-#define DEFAULT_WORKSPACE_MB   512
-#define ALIGNMENT              256
-#define DEFAULT_WORKSPACE_NAME "FA_EXT_WORKSPACE_MB"
+#define MAX_DEVICES          64
+#define WORKSPACE_VARIABLE   "FA_EXT_WORKSPACE_MB"
+#define DEFAULT_WORKSPACE_MB 512
+#define MAX_WORKSPACE_MB     (1 << 24)
+#define ALIGNMENT            256
 
 struct fa_context {
     unsigned long serial;
@@ -28,16 +29,29 @@ struct fa_context {
     int (*current_context)(void **);   /* cuCtxGetCurrent; set before the first of `primary` */
     char *cublas_path;
     char cublas_error[512];
+    char workspace_error[192]; /* what is wrong with FA_EXT_WORKSPACE_MB, or empty */
     void *slot;
     void (*free_slot)(void *);
 };
 
-static size_t workspace_limit(void) {
-    const char *text = getenv(DEFAULT_WORKSPACE_NAME);
-    char *end = NULL;
-    unsigned long long megabytes = text ? strtoull(text, &end, 10) : 0;
-    if (!text || end == text || *end || megabytes == 0 || megabytes > 1ull << 24) megabytes = DEFAULT_WORKSPACE_MB;
-    return (size_t)megabytes << 20;
+/* Reads FA_EXT_WORKSPACE_MB, once a context. */
+static void read_workspace_limit(fa_context *context) {
+    const char *text = getenv(WORKSPACE_VARIABLE);
+    unsigned long long megabytes = DEFAULT_WORKSPACE_MB;
+    if (text && *text) {
+        char *end = NULL;
+        megabytes = *text >= '0' && *text <= '9' ? strtoull(text, &end, 10) : 0; /* which takes blanks and signs too */
+        if (megabytes < 1 || megabytes > MAX_WORKSPACE_MB || *end)
+            snprintf(context->workspace_error, sizeof context->workspace_error,
+                     WORKSPACE_VARIABLE " was \"%.80s\" when fa_ext was imported; accepted: megabytes, 1 to %d", text,
+                     MAX_WORKSPACE_MB);
+    }
+    context->cpu.workspace_limit = (size_t)megabytes << 20;
+}
+
+static fa_code check_workspace_limit(const fa_context *context, fa_status *status) {
+    if (!*context->workspace_error) return FA_OK;
+    return fa_fail(status, FA_EVALUE, "%s", context->workspace_error);
 }
 
 static void describe_cpu(fa_device_info *info) {
@@ -46,7 +60,6 @@ static void describe_cpu(fa_device_info *info) {
     long threads = sysconf(_SC_NPROCESSORS_ONLN), pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
     info->sm_count = threads > 0 ? (int)threads : 1;
     info->memory_bytes = pages > 0 && page > 0 ? (size_t)pages * (size_t)page : 0;
-    info->workspace_limit = workspace_limit();
     info->cublas_error = "cuBLAS runs on CUDA devices";
 }
 
@@ -57,6 +70,7 @@ fa_context *fa_context_new(void) {
     context->serial = atomic_fetch_add(&contexts, 1) + 1;
     pthread_mutex_init(&context->lock, NULL);
     describe_cpu(&context->cpu);
+    read_workspace_limit(context);
     return context;
 }
 
@@ -155,14 +169,14 @@ static const char *probe_cublas(fa_context *context) {
     return context->cublas_error;
 }
 
-static fa_code create_pool(int id, void **pool, fa_status *status) {
+static fa_code create_pool(fa_context *context, int id, fa_status *status) {
     struct cudaMemPoolProps properties = {.allocType = cudaMemAllocationTypePinned,
                                           .location = {.type = cudaMemLocationTypeDevice, .id = id}};
     cudaMemPool_t made;
     TRY_CUDA(status, cudaMemPoolCreate(&made, &properties));
-    uint64_t keep = workspace_limit(); /* what stays cached between calls */
+    uint64_t keep = context->cpu.workspace_limit; /* what stays cached between calls */
     TRY_CUDA(status, cudaMemPoolSetAttribute(made, cudaMemPoolAttrReleaseThreshold, &keep));
-    *pool = made;
+    context->pools[id] = made;
     return FA_OK;
 }
 
@@ -190,7 +204,7 @@ static fa_code describe_cuda(fa_context *context, int id, fa_device_info *info, 
     info->smem_per_sm = properties.sharedMemPerMultiprocessor;
     info->l2_bytes = (size_t)properties.l2CacheSize;
     info->memory_bytes = properties.totalGlobalMem;
-    info->workspace_limit = workspace_limit();
+    info->workspace_limit = context->cpu.workspace_limit;
     TRY_CUDA(status, cudaDriverGetVersion(&info->driver_version));
     TRY_CUDA(status, cudaRuntimeGetVersion(&info->runtime_version));
     info->encode_tensor_map = driver_function("cuTensorMapEncodeTiled");
@@ -214,7 +228,7 @@ static fa_code info_create(fa_context *context, int id, fa_status *status) {
     fa_code code = fa_device_enter(context, device, &previous, status);
     if (code == FA_OK) {
         code = describe_cuda(context, id, info, status);
-        if (code == FA_OK) code = create_pool(id, &context->pools[id], status);
+        if (code == FA_OK) code = create_pool(context, id, status);
         if (code == FA_OK) find_primary(context, id);
         fa_device_leave(device, previous);
     }
@@ -227,11 +241,12 @@ static fa_code info_create(fa_context *context, int id, fa_status *status) {
 
 fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_device_info **info, fa_status *status) {
     *info = &context->cpu;
-    if (device.kind == FA_CPU) return FA_OK;
+    if (device.kind == FA_CPU) return check_workspace_limit(context, status);
     if (device.id >= 0 && device.id < MAX_DEVICES) {
         *info = __atomic_load_n(&context->cuda[device.id], __ATOMIC_ACQUIRE);
         if (*info) return FA_OK;
     }
+    FA_TRY(check_workspace_limit(context, status));
     int count = 0;
     FA_TRY(fa_device_count(context, &count, status));
     if (device.id < 0 || device.id >= count || device.id >= MAX_DEVICES)
@@ -345,7 +360,7 @@ fa_code fa_device_count(fa_context *context, int *count, fa_status *status) {
 
 fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_device_info **info, fa_status *status) {
     *info = &context->cpu;
-    return device.kind == FA_CPU ? FA_OK : no_cuda(status);
+    return device.kind == FA_CPU ? check_workspace_limit(context, status) : no_cuda(status);
 }
 
 fa_code fa_device_enter(fa_context *context, fa_device device, int *previous, fa_status *status) {

@@ -22,7 +22,8 @@ int fa_cuda_toolkit(void);
  * without CUDA") when there is none to use. */
 fa_code fa_device_count(fa_context *context, int *count, fa_status *status);
 
-/* Capabilities of a device, cached; *info stays valid as long as the context. Never fails on the CPU. */
+/* Capabilities of a device, cached; *info stays valid as long as the context. On the CPU it fails only for a bad
+ * FA_EXT_WORKSPACE_MB, which is read when the context is made. */
 fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_device_info **info, fa_status *status);
 
 /* Makes `device` current on this thread and says which was; leave with the value it gave. Both are no-ops on the CPU.

@@ -61,6 +61,9 @@ def test_arguments():
         ({"window": (1, 2, 3)}, ValueError, "window has 3 items"),
         ({"window": (-1, 0)}, ValueError, "window's left bound is -1.*None"),
         ({"window": (0, -5)}, ValueError, "window's right bound is -5.*None"),
+        ({"window": (-(2**63) - 1, 0)}, ValueError, "window's left bound is -9223372036854775809;"),
+        ({"window": (0, -(2**70))}, ValueError, "window's right bound is -1180591620717411303424;"),
+        ({"window": (-(10**5000), 0)}, ValueError, "window's left bound is a negative number.*None"),
         ({"window": (0.5, 1)}, TypeError, "window's left has type float"),
         ({"window": (True, 1)}, TypeError, "window's left has type bool"),
         ({"window": "ab"}, TypeError, "window has type str"),
@@ -130,7 +133,14 @@ def test_shapes():
     refused(ValueError, "head_dim", q, k[..., :7], v)
     refused(ValueError, "q has head_dim 0", q[..., :0], k[..., :0], v)
     wide = np.zeros((1, 1, 2, 257), np.float32)
-    refused(ValueError, "head_dim 257.*accepted: 1 to 256", wide, wide, wide)
+    refused(ValueError, "q has head_dim 257.*accepted: 1 to 256", wide, wide, wide)
+    refused(ValueError, "v has head_dim 257.*accepted: 1 to 256", q, k, np.zeros((1, 2, 4, 257), np.float32))
+    refused(ValueError, "v has head_dim 0.*accepted: 1 to 256", q, k, v[..., :0])
+    refused(ValueError, "q has 0 heads and k has 2", q[:, :0], k, v)
+    refused(ValueError, "q has 2 heads and k has 0", q, k[:, :0], v[:, :0])
+    refused(ValueError, "q has 0 heads and k has 4", q[:, :, :0], k, v, layout="bshd")
+    refused(ValueError, "q has 4 heads and k has 0", q, k[:, :, :0], v[:, :, :0], layout="bshd")
+    assert fa_ext.attention(q[:, :0], k[:, :0], v[:, :0]).shape == (1, 0, 4, 8)
     three = np.zeros((1, 3, 4, 8), np.float32)
     refused(ValueError, "3 heads and k has 2", three, k, v)
     refused(ValueError, "causal=True with seq_q 3 and seq_k 4.*top_left.*bottom_right", q[:, :, :3], k, v, causal=True)
@@ -141,7 +151,9 @@ def test_dtypes():
     for dtype in ("int32", "uint8", "complex64", "object", "S4", "M8[s]", "longdouble", "V2"):
         refused(TypeError, "q has dtype", np.zeros(q.shape, dtype), k, v)
     refused(TypeError, "k has dtype float64, but q has float32", q, k.astype(np.float64), v)
+    refused(TypeError, "v has dtype float16, but q has float32", q, k, v.astype(np.float16))
     refused(TypeError, "q has dtype bool", q > 0, k, v)
+    refused(TypeError, "v has dtype bool", q, k, v > 0)
     refused(BufferError, "q is big-endian", q.astype(">f4"), k, v)
     refused(TypeError, "v is a masked array", q, k, np.ma.masked_array(v))
     refused(TypeError, "q has type list", q.tolist(), k, v)
@@ -180,6 +192,49 @@ def test_outputs():
         refused(error, match, q, k, v, out=(out, lse))
 
 
+def bytes_of(out, count, dtype, at=0):
+    """``count`` elements that lie in the memory of ``out``, from its byte ``at`` on."""
+    size = np.dtype(dtype).itemsize
+    return out.view(np.uint8).reshape(-1)[at : at + count * size].view(dtype)
+
+
+def test_outputs_that_overlap_a_bias_a_mask_or_sinks():
+    q, k, v = operands()
+    out, lse = np.zeros_like(q), np.zeros((1, 2, 4), np.float32)
+    for target, result, last in ((out, out, out.nbytes), (lse, (out, lse), lse.nbytes)):
+        name = "out" if target is out else "lse"
+        for at in (0, last - 4):  # the first bytes; the last alone
+            bias = bytes_of(target, 1, np.float32, at).reshape(1, 1)
+            mask = bytes_of(target, 4, bool, at).reshape(1, 4)
+            sinks = np.lib.stride_tricks.as_strided(bytes_of(target, 1, np.float32, at), (2,), (0,))
+            refused(ValueError, f"{name} overlaps bias", q, k, v, bias=bias, out=result)
+            refused(ValueError, f"{name} overlaps mask", q, k, v, mask=mask, out=result)
+            refused(ValueError, f"{name} overlaps sinks", q, k, v, sinks=sinks, out=result)
+    whole = np.zeros(64 + 16, np.float32)  # side by side is apart
+    fa_ext.attention(q, k, v, bias=whole[64:].reshape(4, 4), out=whole[:64].reshape(q.shape))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_outputs_that_overlap_an_input_with_negative_strides(name):
+    """64 elements each in memory of 128; what is reversed begins at its end."""
+    arrays = dict(zip("qkv", operands()))
+    shape = arrays["q"].shape
+    memory = np.zeros(128, np.float32)
+    for target, given in [
+        (memory[32:96], memory[127:63:-1]),
+        (memory[:64], memory[126:62:-1]),  # one element
+        (memory[95:31:-1], memory[64:]),
+        (memory[64:0:-1], memory[63::-1]),
+        (memory[64:0:-1], memory[64:]),  # one element
+    ]:
+        changed = arrays | {name: given.reshape(shape)}
+        assert np.shares_memory(changed[name], memory)
+        refused(ValueError, f"out overlaps {name}", **changed, out=target.reshape(shape))
+    for target, given in [(memory[:64], memory[127:63:-1]), (memory[127:63:-1], memory[:64])]:  # apart
+        arrays[name] = given.reshape(shape)
+        fa_ext.attention(**arrays, out=target.reshape(shape))
+
+
 def test_forced_kernel(monkeypatch):
     q, k, v = operands()
     name = "cpu_ref"
@@ -202,8 +257,9 @@ def test_forced_kernel(monkeypatch):
 
 def test_load(tmp_path):
     core = fa_ext._core
-    with pytest.raises(ValueError, match="path: .*nowhere"):
-        core.load(tmp_path / "nowhere.so")
+    for missing in (tmp_path / "nowhere.so", "nowhere.so", "libm.so.6"):  # never what the library path has
+        with pytest.raises(ValueError, match=f"path: {missing}: No such file"):
+            core.load(missing)
     (tmp_path / "text.so").write_text("no library")
     with pytest.raises(ValueError, match="path"):
         core.load(os.fspath(tmp_path / "text.so"))
@@ -216,7 +272,7 @@ def test_load(tmp_path):
         core.load(core.__file__, name="x")
 
 
-def test_load_a_row(tmp_path):
+def test_load_a_row(tmp_path, monkeypatch):
     """A row that was built alone runs beside the build's own row of the same name, and only when it is forced."""
     if not (PACKAGE.parent / "csrc").is_dir() or not shutil.which("gcc"):
         pytest.skip("the sources, or a compiler, are not here")
@@ -228,6 +284,8 @@ def test_load_a_row(tmp_path):
     name = fa_ext._core.load(library)
     assert name.startswith("cpu_ref@") and fa_ext._core.load(library) == name
     assert fa_ext._core.load(library, row="cpu_ref") == name
+    monkeypatch.chdir(tmp_path)
+    assert fa_ext._core.load(library.name) == fa_ext._core.load(f"./{library.name}") == name
     assert fa_ext.kernels() == before and fa_ext._core.loaded()[name][0] == os.fspath(library)
     q, k, v = operands()
     np.testing.assert_array_equal(fa_ext.attention(q, k, v, kernel=name), fa_ext.attention(q, k, v, kernel="cpu_ref"))
@@ -236,6 +294,36 @@ def test_load_a_row(tmp_path):
     assert fa_ext.explain(q, k, v)[0] != name
     with pytest.raises(ValueError, match=name):
         fa_ext.attention(q, k, v, kernel="nothing")
+
+
+# ---- the environment ----
+
+
+@pytest.mark.parametrize("given", ["banana", "0", "-5", "+5", " 7", "12MB", "1e3", "16777217", "9" * 30])
+def test_a_bad_bound_of_the_workspace(given):
+    code = """
+import numpy as np, fa_ext
+q = np.zeros((1, 1, 4, 8), np.float32)
+for call in (fa_ext.attention, fa_ext.explain, fa_ext.verify):
+    try:
+        call(q, q, q)
+    except ValueError as error:
+        print(error)
+"""
+    environment = os.environ | {"FA_EXT_WORKSPACE_MB": given, "PYTHONPATH": os.fspath(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    line = f'FA_EXT_WORKSPACE_MB was "{given}" when fa_ext was imported; accepted: megabytes, 1 to 16777216'
+    assert done.stdout.splitlines() == [line] * 3, done.stderr
+    shown = subprocess.run([sys.executable, "-m", "fa_ext"], capture_output=True, text=True, env=environment)
+    assert shown.returncode == 1 and shown.stderr.splitlines() == [f"fa_ext: {line}"]
+
+
+@pytest.mark.parametrize(("given", "megabytes"), [("", 512), ("1", 1), ("2048", 2048), ("16777216", 1 << 24)])
+def test_the_bound_of_the_workspace(given, megabytes):
+    code = "import fa_ext; print(fa_ext._core.cpu_info()['workspace_limit'])"
+    environment = os.environ | {"FA_EXT_WORKSPACE_MB": given, "PYTHONPATH": os.fspath(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == str(megabytes << 20), done.stderr
 
 
 def test_time_launches():

@@ -101,6 +101,15 @@ static fa_code read_number(const char *name, PyObject *value, double *number, fa
     return fa_wrong_type(name, value, "a float", status);
 }
 
+static fa_code refuse_window_side(const char *name, PyObject *number, fa_status *status) {
+    PyObject *shown = PyObject_Str(number); /* fails beyond sys.get_int_max_str_digits() */
+    if (!shown) PyErr_Clear();
+    fa_fail(status, FA_EVALUE, "%s bound is %.200s; accepted: an int >= 0, or None for unbounded (not -1)", name,
+            shown ? text_of(shown) : "a negative number of thousands of digits");
+    Py_XDECREF(shown);
+    return status->code;
+}
+
 static fa_code read_window_side(const char *side, PyObject *value, int64_t *bound, fa_status *status) {
     *bound = FA_UNBOUNDED;
     if (value == Py_None) return FA_OK;
@@ -113,13 +122,13 @@ static fa_code read_window_side(const char *side, PyObject *value, int64_t *boun
     }
     int overflow = 0;
     long long number = PyLong_AsLongLongAndOverflow(index, &overflow);
+    fa_code code = FA_OK;
+    if (overflow < 0 || (!overflow && number < 0))
+        code = refuse_window_side(name, index, status);
+    else
+        *bound = overflow || number > FA_UNBOUNDED ? FA_UNBOUNDED : number;
     Py_DECREF(index);
-    if (overflow > 0 || number > FA_UNBOUNDED) number = FA_UNBOUNDED;
-    if (overflow < 0 || number < 0)
-        return fa_fail(status, FA_EVALUE, "%s bound is %lld; accepted: an int >= 0, or None for unbounded (not -1)",
-                       name, overflow < 0 ? INT64_MIN : number);
-    *bound = number;
-    return FA_OK;
+    return code;
 }
 
 static fa_code read_window(PyObject *value, int64_t *left, int64_t *right, fa_status *status) {

@@ -2,6 +2,7 @@
 #include "core.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -98,6 +99,7 @@ static fa_loaded *new_loaded(fa_state *state, const char *path, void *handle, co
     return NULL;
 }
 
+/* `path` is absolute: dlopen() would look for a bare file name on the library path. */
 static fa_code load_row(fa_state *state, const char *path, const char *row, const char **name, fa_status *status) {
     void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!handle) return fa_fail(status, FA_EVALUE, "path: %.1500s", dlerror());
@@ -150,8 +152,15 @@ PyObject *fa_load(PyObject *module, PyObject *const *args, Py_ssize_t count, PyO
     const char *name = NULL;
     char derived[160];
     if (!row) row_of_path(path_text, derived, sizeof derived);
-    fa_code code = row && !row_text ? fa_python_error(&status)
-                                    : load_row(state, path_text, row ? row_text : derived, &name, &status);
+    char *absolute = realpath(path_text, NULL);
+    fa_code code;
+    if (row && !row_text)
+        code = fa_python_error(&status);
+    else if (!absolute)
+        code = fa_fail(&status, FA_EVALUE, "path: %.1500s: %s", path_text, strerror(errno));
+    else
+        code = load_row(state, absolute, row ? row_text : derived, &name, &status);
+    free(absolute);
     Py_DECREF(encoded);
     return code == FA_OK ? PyUnicode_FromString(name) : fa_raise(state, &status);
 }
