@@ -24,6 +24,14 @@ LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 class BuildExt(build_ext):
     def build_extension(self, ext):
+        try:
+            self.build_core(ext)
+        except build.OptionError as error:
+            raise SystemExit(f"fa_ext: {error}") from None
+        except build.BuildError as error:
+            raise SystemExit(f"fa_ext: the build failed\n{error}") from None
+
+    def build_core(self, ext):
         options = build.options_from_environment()
         units, defines = build.plan_units(options)
         options.defines = {
@@ -40,11 +48,8 @@ class BuildExt(build_ext):
         # Not build_temp, which an editable install throws away: objects are kept and reused while they are up to date.
         kind = "-".join(filter(None, ["objects", "debug" if options.debug else "", options.sanitize.replace(",", "-")]))
         folder = ROOT / "build" / kind / (sysconfig.get_config_var("SOABI") or "abi")
-        try:
-            objects = build.compile_all(units, folder, options)
-            build.link_shared(objects, Path(self.get_ext_fullpath(ext.name)).resolve(), options)
-        except build.BuildError as error:
-            raise SystemExit(f"fa_ext: the build failed\n{error}") from None
+        objects = build.compile_all(units, folder, options)
+        build.link_shared(objects, Path(self.get_ext_fullpath(ext.name)).resolve(), options)
 
 
 setup(

@@ -29,10 +29,15 @@ CSRC = ROOT / "csrc"
 KERNELS = ROOT / "kernels"
 DEFAULT_ARCHS = ("sm_80", "sm_90", "compute_80")
 _DIRECTIVE = re.compile(r"@(arch|flags|instance)[ \t]+([^\n*]+)")
+_ARCH = re.compile(r"(sm|compute)_\d{2,3}[af]?")
 
 
 class BuildError(RuntimeError):
     """A compiler failed; the message holds the command and what it printed."""
+
+
+class OptionError(BuildError):
+    """A variable of the environment cannot be honoured; one line names it, what was given and what is accepted."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Options:
     only: str | None = None
     debug: bool = False
     sanitize: str = ""
+    jobs: int = 1
     defines: dict[str, str] = field(default_factory=dict)
     include_dirs: tuple[str, ...] = ()
 
@@ -81,30 +87,81 @@ def find_nvcc() -> str | None:
 
 def nvcc_release(nvcc: str) -> tuple[int, int]:
     """(major, minor) of a compiler, such as (13, 0)."""
-    printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    printed = _run([nvcc, "--version"], "CUDA_HOME").stdout
     found = re.search(r"release (\d+)\.(\d+)", printed)
     if not found:
         raise BuildError(f"{nvcc} --version printed no release: {printed!r}")
     return int(found[1]), int(found[2])
 
 
+def _switch(name: str, meanings: str) -> bool | None:
+    """True for 1, False for 0, None where the variable is unset or empty."""
+    given = os.environ.get(name, "")
+    if given not in ("", "0", "1"):
+        raise OptionError(f"{name} is {given!r}; accepted: {meanings}")
+    return None if given == "" else given == "1"
+
+
+def _archs() -> tuple[str, ...]:
+    given = os.environ.get("FA_ARCHS", "")
+    archs = tuple(re.findall(r"[^\s;,]+", given))
+    if not all(map(_ARCH.fullmatch, archs)):
+        raise OptionError(f"FA_ARCHS is {given!r}; accepted: architectures of nvcc such as 'sm_80 sm_90a compute_80'")
+    return archs
+
+
+def _rows_wanted() -> str | None:
+    given = os.environ.get("FA_ONLY", "")
+    try:
+        re.compile(given)
+    except re.error as error:
+        raise OptionError(f"FA_ONLY is {given!r} ({error}); accepted: a regular expression of row names") from None
+    return given or None
+
+
+def _jobs() -> int:
+    given = os.environ.get("MAX_JOBS", "")
+    if given and not (given.isdecimal() and int(given) > 0):
+        raise OptionError(f"MAX_JOBS is {given!r}; accepted: a number of parallel compilations >= 1, unset (one a core)")
+    return int(given) if given else len(os.sched_getaffinity(0))
+
+
 def options_from_environment() -> Options:
-    """FA_CUDA=0|1, FA_ARCHS="sm_90 compute_80", FA_ONLY=<regex of rows>, FA_DEBUG=1, FA_SANITIZE=address,undefined."""
-    env = os.environ
-    cuda = env.get("FA_CUDA", "")
-    if cuda not in ("", "0", "1"):
-        raise BuildError(f"FA_CUDA is {cuda!r}; accepted: 0 (without CUDA), 1 (with CUDA), unset (if nvcc is found)")
-    nvcc = None if cuda == "0" else find_nvcc()
-    if cuda == "1" and nvcc is None:
-        raise BuildError("FA_CUDA=1, but nvcc was not found: set CUDA_HOME, or put nvcc on PATH")
+    """FA_CUDA=0|1, FA_ARCHS="sm_90 compute_80", FA_ONLY=<regex of rows>, FA_DEBUG=1, FA_SANITIZE=address,undefined,
+    MAX_JOBS. Raises OptionError for what none of them means."""
+    cuda = _switch("FA_CUDA", "0 (without CUDA), 1 (with CUDA), unset (with CUDA if nvcc is found)")
+    nvcc = None if cuda is False else find_nvcc()
+    if cuda and nvcc is None:
+        raise OptionError("FA_CUDA is '1', but nvcc was not found: set CUDA_HOME, or put nvcc on PATH")
     return Options(
         nvcc=nvcc,
         nvcc_release=nvcc_release(nvcc) if nvcc else (0, 0),
-        archs=tuple(re.split(r"[\s;,]+", env["FA_ARCHS"].strip())) if env.get("FA_ARCHS", "").strip() else (),
-        only=env.get("FA_ONLY") or None,
-        debug=env.get("FA_DEBUG", "0") == "1",
-        sanitize=env.get("FA_SANITIZE", ""),
+        archs=_archs(),
+        only=_rows_wanted(),
+        debug=bool(_switch("FA_DEBUG", "0 (optimised), 1 (for a debugger)")),
+        sanitize=os.environ.get("FA_SANITIZE", ""),
+        jobs=_jobs(),
     )
+
+
+def _compiler(variable: str, default: str) -> list[str]:
+    """The words of CC or CXX, or the default."""
+    given = os.environ.get(variable, "").strip()
+    try:
+        return shlex.split(given) or [default]
+    except ValueError as error:
+        raise OptionError(f"{variable} is {given!r} ({error}); accepted: a compiler's command") from None
+
+
+def _run(argv: list[str], variable: str) -> subprocess.CompletedProcess[str]:
+    """Runs a compiler that ``variable`` can name."""
+    try:
+        return subprocess.run(argv, capture_output=True, text=True)
+    except OSError as error:
+        given = os.environ.get(variable)
+        source = f"{variable} is {given!r}" if given else f"{variable} is unset"
+        why = "was not found" if isinstance(error, FileNotFoundError) else f"does not run ({error.strerror})"
+        raise OptionError(f"{source}, but {argv[0]!r} {why}; accepted: a compiler that is installed") from None
 
 
 def listed_rows() -> list[str]:
@@ -179,7 +236,7 @@ def command(unit: Unit, target: Path, options: Options) -> list[str]:
         return [options.nvcc, "-std=c++20", *mode, "--expt-relaxed-constexpr", "-Xptxas", "-v", *_gencode(archs),
                 "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", *defines, *includes, *unit.flags, *dependencies,
                 "-c", str(unit.source), "-o", str(target)]  # fmt: skip
-    compiler = shlex.split(os.environ.get("CC", "gcc"))
+    compiler = _compiler("CC", "gcc")
     mode = ["-O0", "-g"] if options.debug else ["-O2", "-g1"]
     sanitize = [f"-fsanitize={options.sanitize}", "-fno-omit-frame-pointer"] if options.sanitize else []
     python = [f"-I{sysconfig.get_path('include')}", *(f"-I{d}" for d in options.include_dirs)]
@@ -212,7 +269,7 @@ def compile_unit(unit: Unit, folder: Path, options: Options) -> Path:
     if _is_current(target, stamp, digest):
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(argv, capture_output=True, text=True)
+    done = _run(argv, "CUDA_HOME" if unit.is_cuda else "CC")
     printed = done.stdout + done.stderr
     target.with_suffix(".log").write_text(printed)
     if done.returncode:
@@ -226,9 +283,8 @@ def compile_unit(unit: Unit, folder: Path, options: Options) -> Path:
 
 
 def compile_all(units: list[Unit], folder: Path, options: Options) -> list[Path]:
-    """Compiles the units in parallel, one process a core."""
-    jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+    """Compiles the units, ``options.jobs`` at a time."""
+    with ThreadPoolExecutor(max_workers=options.jobs) as pool:
         return list(pool.map(lambda unit: compile_unit(unit, folder, options), units))
 
 
@@ -247,9 +303,9 @@ def link_flags(options: Options) -> list[str]:
 def link_shared(objects: list[Path], target: Path, options: Options) -> Path:
     """Links objects into a shared library with g++ (nvcc's host objects need its runtime)."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    argv = [*shlex.split(os.environ.get("CXX", "g++")), "-shared", *map(str, objects), "-o", str(target),
+    argv = [*_compiler("CXX", "g++"), "-shared", *map(str, objects), "-o", str(target),
             "-static-libstdc++", "-static-libgcc", *link_flags(options)]  # fmt: skip
-    done = subprocess.run(argv, capture_output=True, text=True)
+    done = _run(argv, "CXX")
     if done.returncode:
         raise BuildError(f"{shlex.join(argv)}\n{done.stdout}{done.stderr}")
     return target
@@ -283,8 +339,10 @@ def main() -> None:
     if source is None:
         parser.error(f"no kernel file for {parsed.row!r}")
     target = parsed.target or ROOT / "build" / "rows" / f"{source.stem}.so"
-    options = options_from_environment()
-    build_row(source.resolve(), target.resolve(), options, tuple(extra))
+    try:
+        build_row(source.resolve(), target.resolve(), options_from_environment(), tuple(extra))
+    except BuildError as error:
+        raise SystemExit(f"fa_ext: {error}") from None
     for log in sorted(target.resolve().with_suffix(".objects").glob("*.log")):
         sys.stdout.write(log.read_text())
     print(target)

@@ -1,0 +1,63 @@
+"""What the build says to a variable of the environment that it cannot honour: one line, never a traceback."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fa_ext
+
+ROOT = Path(fa_ext.__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="the sources are not here")
+
+BAD = [
+    ("FA_CUDA", "2", "accepted: 0 (without CUDA), 1 (with CUDA), unset"),
+    ("FA_CUDA", "yes", "accepted: 0 (without CUDA), 1 (with CUDA), unset"),
+    ("FA_ARCHS", "foo", "accepted: architectures of nvcc such as 'sm_80"),
+    ("FA_ARCHS", "sm_90;sm90", "accepted: architectures of nvcc such as 'sm_80"),
+    ("FA_ONLY", "(", "accepted: a regular expression of row names"),
+    ("FA_DEBUG", "on", "accepted: 0 (optimised), 1 (for a debugger)"),
+    ("MAX_JOBS", "x", "accepted: a number of parallel compilations >= 1"),
+    ("MAX_JOBS", "0", "accepted: a number of parallel compilations >= 1"),
+    ("MAX_JOBS", "-2", "accepted: a number of parallel compilations >= 1"),
+]
+BAD_COMPILERS = [
+    ("CC", "nogcc", "'nogcc' was not found; accepted: a compiler that is installed"),
+    ("CC", "/dev/null -O1", "'/dev/null' does not run"),
+    ("CC", 'gcc "', "accepted: a compiler's command"),
+    ("CXX", "nog++", "'nog++' was not found; accepted: a compiler that is installed"),
+]
+
+
+def said(arguments, variable, given):
+    """The last line of standard error of a build that must fail."""
+    environment = os.environ | {"FA_CUDA": "0", variable: given}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("variable", "given", "accepted"), BAD + BAD_COMPILERS)
+def test_one_row_alone(variable, given, accepted, tmp_path):
+    line = said(["fa_ext/_build.py", "cpu_ref", "-o", str(tmp_path / "row.so")], variable, given)
+    assert line.startswith(f"fa_ext: {variable} is {given!r}") and accepted in line
+
+
+@pytest.mark.skipif(importlib.util.find_spec("setuptools") is None, reason="setuptools is not installed")
+@pytest.mark.parametrize(("variable", "given", "accepted"), BAD)
+def test_the_extension(variable, given, accepted, tmp_path):
+    folders = ["--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
+    line = said(["setup.py", "-q", "build_ext", *folders], variable, given)
+    assert line.startswith(f"fa_ext: {variable} is {given!r}") and accepted in line
+
+
+@pytest.mark.parametrize("given", ["sm_90", "sm_80 sm_90a, compute_80", "sm_100f;sm_120", ""])
+def test_architectures(given, monkeypatch):
+    from fa_ext import _build
+
+    monkeypatch.setenv("FA_ARCHS", given)
+    monkeypatch.setenv("FA_CUDA", "0")
+    assert len(_build.options_from_environment().archs) == {"sm_90": 1, "": 0, "sm_100f;sm_120": 2}.get(given, 3)
