@@ -25,8 +25,8 @@ except ImportError as error:
     if error.name != f"{__name__}._core":
         raise
     raise ImportError(
-        "fa_ext is not compiled here; build it with 'pip install -e .' in the directory that holds setup.py "
-        "(or 'python setup.py build_ext --inplace')",
+        "fa_ext is not compiled here; run 'pip install -e .' in the directory that holds setup.py "
+        "('pip install .' serves programs that run elsewhere)",
         name=error.name,
     ) from None
 
