@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
 
@@ -175,6 +176,12 @@ def test_spawn():
     process.start()
     process.join(60)
     assert process.exitcode == 0
+
+
+def test_the_gil_stays_off():
+    if not sysconfig.get_config_var("Py_GIL_DISABLED") or os.environ.get("PYTHON_GIL") == "1":
+        pytest.skip("this Python has a GIL")
+    assert not sys._is_gil_enabled()
 
 
 def test_sub_interpreters_are_refused():
