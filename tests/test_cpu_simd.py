@@ -235,14 +235,23 @@ def test_a_call_inside_a_parallel_region_starts_no_threads(tmp_path):
     built = ["gcc", "-shared", "-fPIC", "-fopenmp", "team.c", "-o", "team.so"]
     subprocess.run(built, cwd=tmp_path, check=True)
     text = """
-        import ctypes
-        before, ran = tasks(), []
+        import ctypes, threading
+        before, most, ran, done = tasks(), [], [], threading.Event()
+
+        def watch():  # the threads of an inner team end with it
+            while not done.is_set():
+                most.append(tasks())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
         team = ctypes.CDLL(os.environ["TEAM"]).team
-        team(ctypes.CFUNCTYPE(None)(lambda: ran.append(run().shape)))
-        print(len(ran), tasks() - before)
+        team(ctypes.CFUNCTYPE(None)(lambda: ran.append([run().shape for _ in range(20)])))
+        done.set()
+        watcher.join()
+        print(len(ran), max(most) - before)
     """
     printed = script(text, TEAM=str(tmp_path / "team.so"), OMP_NUM_THREADS="3", OMP_MAX_ACTIVE_LEVELS="2")
-    assert printed == "2 1"  # the region's own second thread
+    assert printed == "2 2"  # the watcher and the region's own second thread
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
