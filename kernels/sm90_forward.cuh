@@ -8,8 +8,11 @@
  *     wait for O; where S(b) outgrew the maximum: rescale O
  *
  * With C::kTurns the warpgroups issue their products in turns, so that one's run under another's exponentials. What
- * limits is the path of instructions of one warpgroup (sm90_softmax.cuh shortens it), then power.
- * Shared memory, 16-bit, swizzled: queries [stage][warpgroup][slab][64][64], keys and values [stage][slab][tile_n][64].
+ * limits is the path of instructions of one warpgroup (sm90_softmax.cuh shortens it), then power. Short sequences feel
+ * what a tile costs besides its blocks: on an H200 at head_dim 128 some 390 cycles to its first product, 590 for that,
+ * 1500 for the first weights, 700 for the last product and 1000 for the output; a block takes 2090.
+ * Shared memory, 16-bit, swizzled: queries [stage][warpgroup][slab][64][64], keys and values [stage][slab][tile_n][64],
+ * with C::kStaged the output [warpgroup][warp][slab][16][64].
  */
 #pragma once
 #include "sm90_epilogue.cuh"
@@ -21,7 +24,8 @@ namespace fa::sm90 {
 
 struct ForwardParams {
     CUtensorMap q, k, v;   // k and v cover the call's visible keys alone
-    void *out;             // (B, H, Sq, D)
+    CUtensorMap out_map;   // of out, boxes of 16 rows; with C::kStaged
+    void *out;             // (B, H, Sq, D); without
     int64_t out_stride[3]; // elements, of B, H, Sq
     float *lse;            // (B, H, Sq) or NULL
     const void *sinks;     // (H) or NULL
@@ -41,42 +45,42 @@ template <class C> struct ForwardSmem {
     static constexpr int kKeySlabBytes = C::kTileN * kSlabRowBytes;
     static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes; // of one warpgroup
     static constexpr int kKeyBytes = kSlabs * kKeySlabBytes;
+    static constexpr int kTileStages = 4; // of tile[]: at least this tile, the next and the one after; a power of 2
 
     alignas(1024) char q[C::kQueryStages][C::kConsumers][kQueryBytes];
     alignas(1024) char k[C::kStages][kKeyBytes];
     alignas(1024) char v[C::kStages][kKeyBytes];
+    alignas(C::kStaged ? 1024 : 16) char out[C::kStaged ? C::kConsumers : 1][4][C::kStaged ? kQueryBytes / 4 : 16];
+    alignas(16) Tile tile[kTileStages];
     uint64_t q_full[C::kQueryStages][C::kConsumers], q_empty[C::kQueryStages][C::kConsumers];
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
-    uint64_t tile_full[2], tile_empty[2]; // the producer tells the consumers the next tile (masked kernels)
-    uint32_t tile[2];
+    uint64_t tile_full[kTileStages], tile_empty[kTileStages]; // the producer tells the consumers their tiles
 };
 
 template <class C> __device__ __forceinline__ void forward_produce(const ForwardParams &p, ForwardSmem<C> &smem) {
     using Smem = ForwardSmem<C>;
     RingState<C::kStages> k_ring(1), v_ring(1);
     RingState<C::kQueryStages> q_ring(1);
-    RingState<2> tile_ring(1);
+    RingState<Smem::kTileStages> tile_ring(1);
     auto next_tile = [&](uint32_t round) {
         if (!C::kMasked || !p.schedule.counter) return static_tile(p.schedule, round);
         return dynamic_tile(p.schedule, round);
     };
     auto announce = [&](uint32_t index) {
-        if constexpr (C::kMasked) {
-            mbarrier_wait(&smem.tile_empty[tile_ring.stage], tile_ring.parity);
-            smem.tile[tile_ring.stage] = index;
-            mbarrier_arrive(&smem.tile_full[tile_ring.stage]);
-            tile_ring.advance();
-        }
-    };
-    uint32_t index = next_tile(0), next;
-    announce(index);
-    for (uint32_t round = 1; index < p.schedule.tiles; ++round, index = next) {
-        next = next_tile(round); // early: the counter answers while this tile is loaded
         const Tile tile = tile_at(p.schedule, index, C::kTileM);
+        mbarrier_wait(&smem.tile_empty[tile_ring.stage], tile_ring.parity);
+        smem.tile[tile_ring.stage] = tile;
+        mbarrier_arrive(&smem.tile_full[tile_ring.stage]);
+        tile_ring.advance();
+        return tile;
+    };
+    Tile tile = announce(next_tile(0)), next;
+    for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
+        const uint32_t next_index = next_tile(round); // early: the counter answers while this tile is loaded
         const KeyBlocks blocks =
             key_blocks<C::kMasked, C::kTileN>(p.visibility, tile.row, min(tile.row + C::kTileM, p.seq_q));
         if (blocks.count == 0) {
-            announce(next);
+            next = announce(next_index);
             continue;
         }
         const int kv_head = tile.head / p.group;
@@ -105,7 +109,7 @@ template <class C> __device__ __forceinline__ void forward_produce(const Forward
                                            tile.head * p.q_step[0], tile.batch * p.q_step[1], kEvictFirst);
         }
         q_ring.advance();
-        announce(next);
+        next = announce(next_index);
         for (int block = 1; block < blocks.count; ++block) {
             load_keys(block);
             load_values(block - 1);
@@ -133,21 +137,15 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     };
     if (C::kTurns && wg == C::kConsumers - 1) turn_pass();
 
-    RingState<2> tile_ring(0);
-    auto next_tile = [&](uint32_t round) {
-        if constexpr (!C::kMasked) return static_tile(p.schedule, round);
-        mbarrier_wait(&smem.tile_full[tile_ring.stage], tile_ring.parity);
-        const uint32_t index = smem.tile[tile_ring.stage];
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_ring.stage]);
-        tile_ring.advance();
-        return index;
+    auto tile_row_of = [&](uint32_t round) {
+        mbarrier_wait(&smem.tile_full[round % Smem::kTileStages], round / Smem::kTileStages % 2);
+        return __shfl_sync(0xffffffff, smem.tile[round % Smem::kTileStages].row, 0); // uniform for the compiler too
     };
-    for (uint32_t round = 0, index; (index = next_tile(round)) < p.schedule.tiles; ++round) {
-        const Tile tile = tile_at(p.schedule, index, C::kTileM);
+    int tile_row;
+    for (uint32_t round = 0; (tile_row = tile_row_of(round)) >= 0; ++round) {
         const KeyBlocks blocks =
-            key_blocks<C::kMasked, kTileN>(p.visibility, tile.row, min(tile.row + C::kTileM, p.seq_q));
-        const int wg_row = tile.row + wg * 64, row = wg_row + warp * 16 + lane / 4; // this thread's rows: row, row + 8
+            key_blocks<C::kMasked, kTileN>(p.visibility, tile_row, min(tile_row + C::kTileM, p.seq_q));
+        const int wg_row = tile_row + wg * 64, row = wg_row + warp * 16 + lane / 4; // this thread's rows: row, row + 8
         OnlineSoftmax softmax;
         float out[C::kHeadDim / 2];
 
@@ -202,6 +200,12 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
             };
             /* One block: `old` holds the weights of the block before, `fresh` gets this block's. */
             auto step = [&]<bool kMaskBlock>(int block, auto &old, auto &fresh, std::bool_constant<kMaskBlock>) {
+                auto wait_out = [&] {
+                    wgmma_wait<0>();
+                    wgmma_pin(out);
+                    wgmma_pin(old);
+                    free_values();
+                };
                 mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
                 turn_wait();
                 wgmma_fence();
@@ -209,18 +213,14 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
                 wgmma_fence();
                 issue_pv(old, block > first + 1);
-                turn_pass();
+                if constexpr (!C::kLateTurns) turn_pass();
                 wgmma_wait<1>();
                 wgmma_pin(scores);
+                if constexpr (C::kLateTurns) turn_pass();
                 free_keys(block + 1 == blocks.count);
                 cap(scores);
                 if constexpr (kMaskBlock) mask(scores, block);
-                if constexpr (!C::kOverlap) {
-                    wgmma_wait<0>();
-                    wgmma_pin(out);
-                    wgmma_pin(old);
-                    free_values();
-                }
+                if constexpr (!C::kOverlap) wait_out();
                 if (!softmax.try_absorb<T>(fresh, scores, p.score_factor)) {
                     softmax.absorb<false>(scores, p.score_factor);
                     pack_scores<T>(fresh, scores);
@@ -230,12 +230,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     }
                     softmax.rescale_output(out);
                 }
-                if constexpr (C::kOverlap) {
-                    wgmma_wait<0>();
-                    wgmma_pin(out);
-                    wgmma_pin(old);
-                    free_values();
-                }
+                if constexpr (C::kOverlap) wait_out();
             };
             /* Blocks [block, end). With overlap the weights go to and fro between two sets of registers. */
             auto steps = [&](int block, int end, auto mask_block) {
@@ -327,25 +322,47 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 free_values();
             }
             q_ring.advance();
-        } // without keys every factor below is 0, which store_rows() writes as 0
+        } // without keys every factor below is 0, and so is what is written
 
+        const Tile tile = smem.tile[round % Smem::kTileStages];
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(&smem.tile_empty[round % Smem::kTileStages]);
         float factor[2];
         float sink = -INFINITY;
         if (p.sinks) sink = load_as_float(p.sinks, p.sinks_dtype, tile.head * p.sinks_stride);
-        T *target[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int i = row + 8 * r;
             const RowResult result = softmax.finish(r, p.score_factor, sink);
             factor[r] = result.factor;
-            target[r] = i < p.seq_q ? static_cast<T *>(p.out) + tile.batch * p.out_stride[0] +
-                                          tile.head * p.out_stride[1] + i * p.out_stride[2]
-                                    : nullptr;
             if (p.lse && i < p.seq_q && lane % 4 == 0)
                 p.lse[(int64_t(tile.batch) * p.schedule.heads + tile.head) * p.seq_q + i] = result.lse;
         }
-        store_rows(target, out, factor, p.head_dim, lane);
+        if constexpr (C::kStaged) {
+            if (__any_sync(0xffffffff, factor[0] == 0.0f || factor[1] == 0.0f)) clear_rows(out, factor);
+            auto &staged = smem.out[wg][warp];
+            if (lane == 0) tma_store_wait_read();
+            __syncwarp();
+            stage_rows<T>(staged, out, factor, lane);
+            tma_store_fence();
+            __syncwarp();
+            if (lane == 0) {
+                for (int slab = 0; slab < Smem::kSlabs; ++slab)
+                    tma_store(&p.out_map, &staged[slab * 16 * kSlabRowBytes], slab * kSlabColumns, wg_row + warp * 16,
+                              tile.head, tile.batch);
+                tma_store_commit();
+            }
+        } else {
+            T *target[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                target[r] = row + 8 * r < p.seq_q ? static_cast<T *>(p.out) + tile.batch * p.out_stride[0] +
+                                                        tile.head * p.out_stride[1] + (row + 8 * r) * p.out_stride[2]
+                                                  : nullptr;
+            store_rows(target, out, factor, p.head_dim, lane);
+        }
     }
+    if (C::kStaged && lane == 0) tma_store_wait();
 }
 
 template <class C>
@@ -358,12 +375,13 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) forward(const __
         tensor_map_prefetch(&p.q);
         tensor_map_prefetch(&p.k);
         tensor_map_prefetch(&p.v);
+        if (C::kStaged) tensor_map_prefetch(&p.out_map);
         for (int stage = 0; stage < C::kQueryStages; ++stage)
             for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
                 mbarrier_init(&smem.q_full[stage][consumer], 1);
                 mbarrier_init(&smem.q_empty[stage][consumer], 1);
             }
-        for (int stage = 0; stage < 2; ++stage) {
+        for (int stage = 0; stage < ForwardSmem<C>::kTileStages; ++stage) {
             mbarrier_init(&smem.tile_full[stage], 1);
             mbarrier_init(&smem.tile_empty[stage], C::kConsumers * 4);
         }

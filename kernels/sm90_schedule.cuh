@@ -7,7 +7,7 @@ namespace fa::sm90 {
 /* Tiles of a call. Plain order: query tiles of one head follow each other, so that CTAs in flight share few heads'
  * keys. Longest-first order (causal): heads go in sections whose keys and values fit in L2, each section from its last
  * query tile to its first. CTAs then take the next tile from a counter, or, without one, every gridDim.x-th tile with
- * each second round backwards, which evens out their sums as long as there is one section. */
+ * each second round backwards, which evens out their sums where a section is a whole number of pairs of rounds. */
 struct Schedule {
     uint32_t tiles;         // query tiles * heads * batch
     uint32_t query_tiles;   // of one head
@@ -16,12 +16,14 @@ struct Schedule {
     uint32_t *counter;      // zero at launch; NULL: static order
 };
 
-struct Tile {
-    int row; // first query row
+struct alignas(16) Tile {
+    int row; // first query row; negative: no more tiles
     int head, batch;
+    int unused;
 };
 
 __device__ __forceinline__ Tile tile_at(const Schedule &s, uint32_t index, int tile_m) {
+    if (index >= s.tiles) return {-1};
     uint32_t query_tile, pair;
     if (s.section_heads == 0) {
         pair = index / s.query_tiles;
@@ -36,7 +38,7 @@ __device__ __forceinline__ Tile tile_at(const Schedule &s, uint32_t index, int t
         pair = section * s.section_heads + inside - step * width;
     }
     const uint32_t batch = pair / s.heads;
-    return {int(query_tile) * tile_m, int(pair - batch * s.heads), int(batch)};
+    return {int(query_tile) * tile_m, int(pair - batch * s.heads), int(batch), 0};
 }
 
 /* Index of this CTA's tile in `round` of the static order; at or past s.tiles: none (and none in later rounds). */

@@ -42,6 +42,22 @@ __device__ __forceinline__ void tma_load_tile(void *to, const CUtensorMap *map, 
                  batch, policy);
 }
 
+/* Makes this thread's writes to shared memory visible to TMA; then a barrier, then one thread stores. */
+__device__ __forceinline__ void tma_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/* One box from shared memory, what lies outside the tensor left out. One thread, always the same one: it commits its
+ * stores as a group and waits until they have read (`tma_store_wait_read`) before the memory is written again. */
+__device__ __forceinline__ void tma_store(const CUtensorMap *map, const void *from, int column, int row, int head,
+                                          int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(smem_address(from)), "r"(column), "r"(row), "r"(head), "r"(batch)
+                 : "memory");
+}
+__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+/* Waits until this thread's stores are done: before the CTA ends. */
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 /* Bytes that tma_load_tile delivers. */
 template <int Columns, int Rows>
 inline constexpr int kTileBytes = (Columns + kSlabColumns - 1) / kSlabColumns *Rows *kSlabRowBytes;

@@ -43,6 +43,8 @@
 #include "launch.cuh"
 #include "sm90_forward.cuh"
 #include "sm90_tensor_map.h"
+#include <algorithm> // min, max
+#include <numeric>   // gcd
 
 /* ---- configuration ---- */
 
@@ -61,15 +63,27 @@ struct Tiling {
     bool turns;       // the warpgroups issue their products in turns
     bool overlap;     // a block's exponentials run under P V of the block before, with two sets of weights
     bool half;        // a warpgroup that sees only half of its first block multiplies that half alone
+    bool late;        // a turn passes when its scores are there, not when its products are issued
+    bool staged;      // the output goes through shared memory of its own
+    bool counter;     // tiles of unequal length always come from a counter
 };
 
 /* Measured on an H200; shared memory (227 KiB) and registers bound tile_n. */
 constexpr Tiling tiling(int head_dim, int kind) {
-    Tiling t = head_dim <= 64    ? Tiling{3, kind == FA_CAPPED ? 96 : 128, 4, 2, true, false, kind == FA_MASKED}
-               : head_dim <= 96  ? Tiling{2, 128, 2, 2, true, true, false}
-               : head_dim <= 128 ? Tiling{2, 128, 2, 2, true, true, false}
-               : head_dim <= 192 ? Tiling{2, kind == FA_FULL ? 96 : 112, 2, 1, true, kind == FA_FULL, false}
-                                 : Tiling{2, kind == FA_FULL ? 80 : 64, 2, 1, true, false, false};
+    const bool full = kind == FA_FULL, masked = kind == FA_MASKED, capped = kind == FA_CAPPED;
+    Tiling t = {};
+    t.consumers = 2, t.tile_n = 128, t.stages = 2, t.query_stages = head_dim <= 128 ? 2 : 1, t.turns = true;
+    t.staged = head_dim <= 128;
+    if (head_dim <= 64) {
+        t.consumers = 3, t.tile_n = capped ? 96 : 128, t.stages = 4;
+        t.half = masked, t.late = !masked, t.counter = true;
+    } else if (head_dim <= 128) {
+        t.overlap = true;
+    } else if (head_dim <= 192) {
+        t.tile_n = full ? 96 : 112, t.overlap = full;
+    } else {
+        t.tile_n = full ? 80 : 64, t.late = full;
+    }
 #ifdef FA_CONSUMERS // from here on: a tuner's choice
     t.consumers = FA_CONSUMERS;
 #endif
@@ -91,12 +105,18 @@ constexpr Tiling tiling(int head_dim, int kind) {
 #ifdef FA_HALF
     t.half = FA_HALF;
 #endif
+#ifdef FA_LATE
+    t.late = FA_LATE;
+#endif
+#ifdef FA_STAGED
+    t.staged = FA_STAGED;
+#endif
+#ifdef FA_COUNTER
+    t.counter = FA_COUNTER;
+#endif
     return t;
 }
 
-#ifndef FA_DYNAMIC // tiles from a counter where their lengths differ
-#define FA_DYNAMIC true
-#endif
 /* MiB of keys and values that a section of the longest-first order holds, given those of one head in bytes. Short heads
  * gain from L2 (50 MiB), long ones from many tiles of like length. Measured at head_dim 128 and 256, 512 to 16k keys.
  */
@@ -115,7 +135,8 @@ template <class T, int HeadDim, int Kind> struct Config {
                          kTileN = kTiling.tile_n, kStages = kTiling.stages, kQueryStages = kTiling.query_stages;
     static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED,
                           kTurns = kConsumers > 1 && kTiling.turns, kOverlap = kTiling.overlap,
-                          kHalfBlocks = kMasked && kTiling.half;
+                          kHalfBlocks = kMasked && kTiling.half, kLateTurns = kTurns && kTiling.late,
+                          kStaged = kTiling.staged;
     // 64 Ki registers: what the consumers leave is the producer's.
     static constexpr int kConsumerRegisters = kConsumers == 1 ? 256 : kConsumers == 2 ? 240 : 160;
     static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 24 : 32;
@@ -217,6 +238,21 @@ static const char *declines(const fa_problem *p, const fa_device_info *) {
     return p->seq_q <= 16 ? "slower here than mma_sm80: a few queries leave most of a tile empty" : nullptr;
 }
 
+/* Tiles of unequal length go longest first, in sections of plan->extra[0] heads (Schedule). The static order serves
+ * where sections of heads fill a whole number of pairs of rounds over the CTAs and stay within three times the bytes
+ * asked for, or where there is one section. Else a counter deals the tiles, which costs a memset and the workspace. */
+static void order(const fa_problem &p, bool counter, fa_plan *plan) {
+    const int64_t query_tiles = (p.seq_q + plan->tile_m - 1) / plan->tile_m, heads = p.heads * p.batch;
+    if (p.right >= FA_UNBOUNDED || query_tiles * heads <= plan->blocks) return;
+    const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1;
+    const int64_t head_bytes = 4 * (p.key_end - p.key_begin) * p.head_dim, bytes = section_mib(head_bytes) << 20;
+    const int64_t fit = head_bytes > 0 && bytes > head_bytes ? bytes / head_bytes * group : group;
+    const int64_t even = std::min(heads, 2 * plan->blocks / std::gcd(2 * plan->blocks, query_tiles));
+    const bool balanced = !counter && even <= 3 * fit;
+    plan->extra[0] = std::min(heads, balanced ? std::max(even, fit / even * even) : fit);
+    if (!balanced) plan->workspace_bytes = sizeof(uint32_t);
+}
+
 static fa_code plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_status *) {
     const fa_problem &p = *problem;
     const int index = head_dim_index(p), kind = kind_of(p);
@@ -230,10 +266,8 @@ static fa_code plan(const fa_problem *problem, const fa_device_info *device, fa_
     const int64_t tiles = (p.seq_q + plan->tile_m - 1) / plan->tile_m * p.heads * p.batch;
     plan->blocks = tiles < device->sm_count ? tiles : device->sm_count;
     const int64_t slabs = (kHeadDims[index] + kSlabColumns - 1) / kSlabColumns;
-    plan->smem_bytes = slabs * kSlabRowBytes * (t.query_stages * plan->tile_m + 2 * t.stages * t.tile_n);
-    plan->workspace_bytes = FA_DYNAMIC && kind != FA_FULL && p.right < FA_UNBOUNDED && tiles > plan->blocks
-                                ? sizeof(uint32_t)
-                                : 0; // the counter
+    plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * plan->tile_m + 2 * t.stages * t.tile_n);
+    order(p, t.counter, plan);
     return FA_OK;
 }
 
@@ -262,6 +296,9 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
         FA_TRY(tensor_map_encode(&params.v, encode, visible(p.v, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
                                  p.batch, plan->tile_n, "v", status));
     }
+    if (tiling(kHeadDims[head_dim_index(p)], kind_of(p)).staged)
+        FA_TRY(tensor_map_encode(&params.out_map, encode, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16,
+                                 "out", status));
     params.out = p.out.data;
     for (int axis = 0; axis < 3; ++axis) params.out_stride[axis] = p.out.stride[axis];
     params.lse = static_cast<float *>(p.lse);
@@ -272,16 +309,13 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     params.schedule.heads = static_cast<uint32_t>(p.heads);
     params.schedule.tiles = static_cast<uint32_t>(params.schedule.query_tiles * p.heads * p.batch);
     params.group = p.heads_kv > 0 ? static_cast<int>(p.heads / p.heads_kv) : 1;
-    if (p.right < FA_UNBOUNDED) {
-        const int64_t head_bytes = 4 * keys * p.head_dim,
-                      fit = head_bytes ? (section_mib(head_bytes) << 20) / head_bytes : 1;
-        const int64_t pairs = (fit > 1 ? fit : 1) * params.group, all = p.heads * p.batch;
-        params.schedule.section_heads = static_cast<uint32_t>(pairs < all ? pairs : all);
-    }
+    params.schedule.section_heads = static_cast<uint32_t>(plan->extra[0]);
     if (plan->workspace_bytes) {
         params.schedule.counter = static_cast<uint32_t *>(context->workspace);
+#ifndef FA_SELF_RESET
         FA_CUDA_TRY(status, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
                                             static_cast<cudaStream_t>(context->stream)));
+#endif
     }
     const int64_t first = p.diagonal - p.key_begin;
     params.visibility = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};

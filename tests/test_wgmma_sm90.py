@@ -39,7 +39,7 @@ def test_outgrown_maximum(head_dim, values, causal):
 @pytest.mark.parametrize("causal, softcap", ((False, 0.0), ("top_left", 0.0), ("bottom_right", 20.0)))
 @pytest.mark.parametrize("head_dim", (*HEAD_DIMS, 40, 136))
 def test_more_tiles_than_multiprocessors(head_dim, causal, softcap, dtype):
-    """Each CTA computes several tiles: rings of stages wrap, and tiles of unequal length come from the counter."""
+    """Each CTA computes several tiles: rings of stages wrap; tiles of unequal length in the static order or from the counter."""
     accept(Case(2, 40, 20, 330, 290, head_dim, dtype=dtype, causal=causal, softcap=softcap, layout="bshd"))
 
 
