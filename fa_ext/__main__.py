@@ -1,8 +1,8 @@
 """``python -m fa_ext``: what this build has, which devices it sees, and whether each row works here.
 
 Per row the stages build -> load -> launch -> sanity -> correctness -> time, on real input: B1 H8 S512 D64 float16, and
-for correctness a ragged causal GQA call as well. Exit status 1 if a stage fails, if a row refuses that input on the device
-it is made for, or if no row could run; a row whose device is not here is shown as absent and is no failure.
+for correctness a ragged causal GQA call as well. Exit status 1 if a stage fails, if a row refuses that input on the
+device it is made for, or if no row could run; a row whose device is not here is shown as absent and is no failure.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ def table(found) -> str:
     widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
     for line in (head, *body):
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
-    notes = [f"{row['row']}: {row['note']}" for row in found["rows"] if row["note"] and row["note"] != found["no_device"]]
+    notes = [
+        f"{row['row']}: {row['note']}" for row in found["rows"] if row["note"] and row["note"] != found["no_device"]
+    ]
     lines += ["", *notes] if notes else []
     lines += ["", verdict(found)]
     return "\n".join(lines)

@@ -122,7 +122,9 @@ def _rows_wanted() -> str | None:
 def _jobs() -> int:
     given = os.environ.get("MAX_JOBS", "")
     if given and not (given.isdecimal() and int(given) > 0):
-        raise OptionError(f"MAX_JOBS is {given!r}; accepted: a number of parallel compilations >= 1, unset (one a core)")
+        raise OptionError(
+            f"MAX_JOBS is {given!r}; accepted: a number of compilations at a time >= 1, unset (one a core)"
+        )
     return int(given) if given else len(os.sched_getaffinity(0))
 
 

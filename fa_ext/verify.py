@@ -151,8 +151,8 @@ def verify(
 
     Accepts what ``fa_ext.attention`` accepts, arrays of any library on any device. ``out`` may be given as there (it is
     overwritten, with NaN first); with ``return_lse`` (the default here) the LSE is judged too. Raises what the call
-    raises, with nothing written. The reference of a large call on a device runs through CuPy if the program has imported
-    it, else NumPy.
+    raises, with nothing written. The reference of a large call on a device runs through CuPy if the program has
+    imported it, else NumPy.
     """
     import fa_ext
 

@@ -20,9 +20,9 @@ BAD = [
     ("FA_ARCHS", "sm_90;sm90", "accepted: architectures of nvcc such as 'sm_80"),
     ("FA_ONLY", "(", "accepted: a regular expression of row names"),
     ("FA_DEBUG", "on", "accepted: 0 (optimised), 1 (for a debugger)"),
-    ("MAX_JOBS", "x", "accepted: a number of parallel compilations >= 1"),
-    ("MAX_JOBS", "0", "accepted: a number of parallel compilations >= 1"),
-    ("MAX_JOBS", "-2", "accepted: a number of parallel compilations >= 1"),
+    ("MAX_JOBS", "x", "accepted: a number of compilations at a time >= 1"),
+    ("MAX_JOBS", "0", "accepted: a number of compilations at a time >= 1"),
+    ("MAX_JOBS", "-2", "accepted: a number of compilations at a time >= 1"),
 ]
 BAD_COMPILERS = [
     ("CC", "nogcc", "'nogcc' was not found; accepted: a compiler that is installed"),
