@@ -106,6 +106,12 @@ typedef struct fa_request {
 
 #define FA_MAX_HEAD_DIM 256
 
+/* A scale, and finite bias and sinks, beyond +-this count as +-this (the latter if q is float64). Times log2(e) it is
+ * just below the largest number of the arithmetic: in base 2 the usual bias of a padding mask, the lowest finite
+ * float32, would become -inf. */
+#define FA_LIMIT        2.35865e38f
+#define FA_LIMIT_F64    1.24606e308
+
 /* Data and element strides of one operand, its axes in the order named where it is used. */
 typedef struct fa_operand {
     void *data;

@@ -6,7 +6,13 @@
 #include <string.h>
 
 /* Extents beyond this cannot be real data; below it index arithmetic with FA_UNBOUNDED stays inside 64 bits. */
-#define MAX_EXTENT (INT64_C(1) << 47)
+#define MAX_EXTENT       (INT64_C(1) << 47)
+
+/* A softcap of LARGEST_SOFTCAP changes no score below 1e22 in float64, nor below 1e26 in float32, and is none. Scores
+ * within +-SMALLEST_SOFTCAP have the exponential 1 to the last bit of float64, and what is smaller is raised to it.
+ * Beyond both, kernels would multiply 0 by what is infinite in float32. */
+#define LARGEST_SOFTCAP  1e30
+#define SMALLEST_SOFTCAP 1e-20
 
 typedef struct shape_text {
     char text[200];
@@ -121,6 +127,12 @@ static fa_code check_sizes(const fa_request *request, fa_problem *p, fa_status *
     return FA_OK;
 }
 
+/* A scale whose product with log2(e) is finite in the arithmetic of the call: infinity times 0 would be NaN. */
+static double limited(double scale, fa_dtype dtype) {
+    const double limit = dtype == FA_F64 ? FA_LIMIT_F64 : FA_LIMIT;
+    return fabs(scale) > limit ? copysign(limit, scale) : scale;
+}
+
 static fa_code check_options(const fa_request *request, fa_problem *p, fa_status *status) {
     if (request->has_scale && !isfinite(request->scale))
         return fa_fail(status, FA_EVALUE, "scale is %g; accepted: a finite number, or None for 1/sqrt(head_dim)",
@@ -136,8 +148,9 @@ static fa_code check_options(const fa_request *request, fa_problem *p, fa_status
                        "causal=True with seq_q %lld and seq_k %lld is ambiguous; say causal=\"top_left\" (query i sees "
                        "keys j <= i) or causal=\"bottom_right\" (the last query sees every key)",
                        (long long)p->seq_q, (long long)p->seq_k);
-    p->scale = request->has_scale ? request->scale : 1.0 / sqrt((double)p->head_dim);
-    p->softcap = request->softcap;
+    p->scale = request->has_scale ? limited(request->scale, p->dtype) : 1.0 / sqrt((double)p->head_dim);
+    p->softcap = request->softcap >= LARGEST_SOFTCAP ? 0 : request->softcap;
+    if (p->softcap > 0 && p->softcap < SMALLEST_SOFTCAP) p->softcap = SMALLEST_SOFTCAP;
     return FA_OK;
 }
 

@@ -20,6 +20,11 @@ __all__ = ["attention", "band", "plain", "round_to", "visible_keys"]
 _CHUNK_SCORES_CPU = 1 << 20
 _CHUNK_SCORES_GPU = 1 << 26
 
+# A scale, or finite bias or sinks, beyond this count as this: times log2(e) it just fits float32, in float64 calls float64.
+_LIMIT, _LIMIT_F64 = 2.35865e38, 1.24606e308
+# Softcaps that no score feels are none, and those that leave every exponential at 1 are alike.
+_LARGEST_SOFTCAP, _SMALLEST_SOFTCAP = 1e30, 1e-20
+
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 
 
@@ -100,12 +105,15 @@ def _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, row
     heads_kv, seq_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     group = heads // heads_kv if heads_kv else 1
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    limit = _LIMIT_F64 if q.dtype == xp.float64 else _LIMIT
+    scale = min(max(scale, -limit), limit)
+    softcap = 0.0 if softcap >= _LARGEST_SOFTCAP else max(softcap, _SMALLEST_SOFTCAP) if softcap > 0 else 0.0
     positions = xp.arange(seq_q) if rows is None else xp.asarray(rows)
     count = len(positions)
 
     out = xp.zeros((batch * heads_kv, group, count, head_dim_v), xp.float64)
     lse = xp.full((batch * heads_kv, group, count), -math.inf, xp.float64)
-    call = _Call(xp, work, dtype, scale, softcap, out, lse)
+    call = _Call(xp, work, dtype, scale, softcap, limit, out, lse)
     if out.size or lse.size:
         call.q = xp.ascontiguousarray(q.astype(work)).reshape(batch * heads_kv, group, seq_q, head_dim)
         call.k = xp.ascontiguousarray(k.astype(work)).reshape(batch * heads_kv, 1, seq_k, head_dim)
@@ -113,7 +121,7 @@ def _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, row
         shape = (batch, heads, seq_q, seq_k)
         call.bias = None if bias is None else xp.broadcast_to(bias, shape)
         call.mask = None if mask is None else xp.broadcast_to(mask, shape)
-        call.sinks = None if sinks is None else sinks.astype(work).reshape(heads_kv, group)
+        call.sinks = None if sinks is None else call.bounded(sinks).reshape(heads_kv, group)
         call.heads_kv, call.band = heads_kv, band(seq_q, seq_k, causal, window)
         budget = _CHUNK_SCORES_CPU if xp is numpy else _CHUNK_SCORES_GPU
         step_q = max(1, min(count, budget // max(1, group * seq_k)))
@@ -138,10 +146,15 @@ class _Call:
     heads_kv: int
     band: tuple
 
-    def __init__(self, xp, work, dtype, scale, softcap, out, lse):
-        self.xp, self.work, self.dtype = xp, work, dtype
+    def __init__(self, xp, work, dtype, scale, softcap, limit, out, lse):
+        self.xp, self.work, self.dtype, self.limit = xp, work, dtype, limit
         self.scale, self.softcap = work(scale), work(softcap)
         self.out, self.lse = out, lse
+
+    def bounded(self, added):
+        """Bias or sinks in the dtype of the evaluation, finite ones limited; NaN and infinities as they are."""
+        xp, added = self.xp, added.astype(self.work)
+        return xp.where(xp.isinf(added), added, xp.clip(added, -self.limit, self.limit))
 
     def chunk(self, pairs, queries, positions):
         """Fills out[pairs, :, queries] and lse[pairs, :, queries]; ``positions`` are the queries' indices."""
@@ -200,7 +213,7 @@ class _Call:
         if self.softcap > 0:
             s = self.softcap * xp.tanh(s / self.softcap)
         if self.bias is not None:
-            bias = self.bias[:, :, :, keys][b[..., None], h[..., None], positions].astype(self.work)
+            bias = self.bounded(self.bias[:, :, :, keys][b[..., None], h[..., None], positions])
             s = xp.where(bias == -math.inf, bias, s + bias)  # excludes like a mask, whatever the score is
         if self.dtype in ("float16", "bfloat16"):
             limit = self.work(_LARGEST[self.dtype])

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include "cpu/half.h"
+#include "cpu/limit.h"
 #include "fa.h"
 
 static double load(const void *data, fa_dtype dtype, int64_t index) {
@@ -53,7 +54,7 @@ static double score(const fa_problem *p, const row *r, int64_t key) {
         const double bias =
             load(p->bias.data, p->bias_dtype, r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]);
         if (bias == -INFINITY) return -INFINITY; /* excludes like a mask: a NaN score does not get through */
-        value += bias;
+        value += fa_bounded(bias, p->dtype);
     }
     return value;
 }
@@ -63,7 +64,8 @@ static double attend(const fa_problem *p, row *r, double *scores) {
     const int64_t centre = r->query + p->diagonal;
     const int64_t first = centre - p->left > p->key_begin ? centre - p->left : p->key_begin;
     const int64_t end = centre + p->right + 1 < p->key_end ? centre + p->right + 1 : p->key_end;
-    const double sink = p->sinks.data ? load(p->sinks.data, p->sinks_dtype, r->head * p->sinks.stride[0]) : -INFINITY;
+    double sink = -INFINITY;
+    if (p->sinks.data) sink = fa_bounded(load(p->sinks.data, p->sinks_dtype, r->head * p->sinks.stride[0]), p->dtype);
     double maximum = sink, sum = 0;
     for (int64_t key = first; key < end; key++) {
         double value = excluded(p, r, key) ? -INFINITY : score(p, r, key);

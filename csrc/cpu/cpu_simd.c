@@ -73,6 +73,7 @@ FA_CPU_PRAGMA(GCC target(FA_CPU_TARGET))
 
 #else /* the host part */
 
+#include <math.h>
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
@@ -127,7 +128,11 @@ static fa_code choose_isa(int *index, fa_status *status) {
 
 static const char *rejects(const fa_problem *problem, const fa_device_info *device) {
     (void)device;
-    return problem->dtype > FA_F64 ? "takes float16, bfloat16, float32 and float64" : NULL;
+    if (problem->dtype > FA_F64) return "takes float16, bfloat16, float32 and float64";
+    const double factor = fabs(problem->softcap > 0 ? problem->scale / problem->softcap : problem->scale);
+    if (factor > (problem->dtype == FA_F64 ? 1e300 : 1e30)) /* its product with q shall stay finite */
+        return "takes a scale, divided by the softcap if there is one, of up to 1e30 (float64: 1e300)";
+    return NULL;
 }
 
 /* A thread is worth waking for this many multiplications (about 20 us of one core's). */

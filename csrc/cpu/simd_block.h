@@ -10,6 +10,7 @@
 #define FA_CPU_SIMD_BLOCK_H
 
 #include "cpu/cpu_simd.h"
+#include "cpu/limit.h"
 #include "cpu/simd_gemm.h"
 #include "cpu/simd_math.h"
 #include "cpu/simd_pack.h"
@@ -86,7 +87,8 @@ static void block_begin(const work *w, block *b) {
         b->maximum[lane] = -(real)INFINITY;
         b->sum[lane] = 0;
         if (!p->sinks.data) continue;
-        const real sink = load_one(p->sinks.data, p->sinks_dtype, b->head[lane] * p->sinks.stride[0]);
+        const real given = load_one(p->sinks.data, p->sinks_dtype, b->head[lane] * p->sinks.stride[0]);
+        const real sink = (real)fa_bounded(given, REAL_DTYPE);
         b->maximum[lane] = sink * (real)LOG2E;
         b->sum[lane] = sink == -(real)INFINITY ? 0 : 1;
     }
@@ -104,6 +106,13 @@ static void read_score_operand(const work *w, const block *b, const key_tile *t,
         read_transposed(to + m * LANES, b->mr * LANES, rows, dtype, operand->stride[3], (int)(t->end - t->begin), 1,
                         w->buffer);
     }
+}
+
+/* A bias within what base 2 can hold; infinities and NaN as they are. */
+INLINE vreal v_bounded(vreal bias) {
+    const real limit = FA_CPU_REAL_BYTES == 4 ? (real)FA_LIMIT : (real)FA_LIMIT_F64;
+    bias = v_select((bias < -limit) & (bias > -(real)INFINITY), v_set1(-limit), bias);
+    return v_select((bias > limit) & (bias < (real)INFINITY), v_set1(limit), bias);
 }
 
 static bool all_excluded(const real *mask, int count) {
@@ -132,7 +141,7 @@ static void adjust_scores(const work *w, const block *b, const key_tile *t, bool
             if (w->cap > 0) s = v_tanh_scaled(s) * w->cap;
             if (p->bias.data) {
                 const vreal bias = v_load(w->bias + n * pitch + m * LANES);
-                s = v_select(bias == nothing, nothing, v_fma(bias, v_set1((real)LOG2E), s));
+                s = v_select(bias == nothing, nothing, v_fma(v_bounded(bias), v_set1((real)LOG2E), s));
             }
             if (p->mask.data) s = v_select(v_load(w->mask + n * pitch + m * LANES) == 0, s, nothing);
             if (windowed) s = v_select((low <= (integer)n) & (high > (integer)n), s, nothing);
