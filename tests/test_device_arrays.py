@@ -132,6 +132,24 @@ def test_torch(torch, host, wanted, dtype, tolerance):
     assert torch.equal(pair[0], out) and torch.equal(pair[1], lse)
 
 
+def test_torch_results_are_contiguous(torch, host, wanted):
+    """Whatever the strides of q are."""
+    q, k, v = (torch.from_numpy(array).cuda() for array in host)
+    wide = torch.cat([q, q], dim=-1)
+    for given in (q, wide[..., :64], q.transpose(1, 2).contiguous().transpose(1, 2), torch.nn.Parameter(q, False)):
+        out = fa_ext.attention(given, k, v)
+        assert type(out) is torch.Tensor and out.is_contiguous()
+        close(out, wanted[0])
+    narrow = fa_ext.attention(q, k, v[..., :16])
+    assert narrow.shape == (*SHAPE[:3], 16) and narrow.is_contiguous()
+    close(narrow, wanted[0][..., :16])
+    one = fa_ext.attention(q[:1, :1], k[:1, :1], v[:1, :1])
+    assert one.is_contiguous()
+    close(one, wanted[0][:1, :1])
+    with torch.inference_mode():
+        assert fa_ext.attention(q, k, v).is_inference()
+
+
 def test_torch_refused(torch, host):
     q, k, v = (torch.from_numpy(array).cuda().float() for array in host)
     grad = q.clone().requires_grad_()
