@@ -37,6 +37,7 @@ struct ForwardParams {
     int q_step[2], k_step[2], v_step[2]; // factors 0 or 1 of the head and batch coordinates
     float score_factor;                  // 2^(score_factor * s): scale or softcap, times log2(e)
     float cap_factor;                    // softcap: s = tanh(cap_factor * product)
+    CapPolynomial cap_polynomial;        // the same below a limit, without the MUFU
 };
 
 template <class C> struct ForwardSmem {
@@ -198,8 +199,10 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 }
                 mask_scores(scores, low, high, 2 * (lane % 4));
             };
+            bool near = true; // with softcap, until a product of this tile lay beyond the polynomial's limit
             /* One block: `old` holds the weights of the block before, `fresh` gets this block's. */
             auto step = [&]<bool kMaskBlock>(int block, auto &old, auto &fresh, std::bool_constant<kMaskBlock>) {
+                constexpr bool kPolynomial = C::kPolynomial && !kMaskBlock;
                 auto wait_out = [&] {
                     wgmma_wait<0>();
                     wgmma_pin(out);
@@ -218,10 +221,15 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 wgmma_pin(scores);
                 if constexpr (C::kLateTurns) turn_pass();
                 free_keys(block + 1 == blocks.count);
-                cap(scores);
+                if constexpr (!kPolynomial) cap(scores);
                 if constexpr (kMaskBlock) mask(scores, block);
                 if constexpr (!C::kOverlap) wait_out();
-                if (!softmax.try_absorb<T>(fresh, scores, p.score_factor)) {
+                bool done = false;
+                if constexpr (kPolynomial) {
+                    if (near) done = softmax.try_absorb_near<T>(fresh, scores, p.score_factor, p.cap_polynomial, near);
+                    if (!done) cap(scores);
+                }
+                if (!done && !softmax.try_absorb<T>(fresh, scores, p.score_factor)) {
                     softmax.absorb<false>(scores, p.score_factor);
                     pack_scores<T>(fresh, scores);
                     if constexpr (C::kOverlap) {

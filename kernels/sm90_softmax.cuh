@@ -79,6 +79,14 @@ __device__ __forceinline__ float quad_sum(float x) {
  * exceed 1024; at 64 the rows of a causal diagonal, which see few keys, would cost 5% at 512 keys. */
 inline constexpr float kWeightSum = 1024.0f;
 
+/* A softcap's score of a product s in base 2 where |s| < limit: s * at(s * s - limit * limit). */
+struct CapPolynomial {
+    float limit_squared, coefficient[3];
+    __device__ __forceinline__ float at(float w) const {
+        return fmaf(w, fmaf(w, coefficient[2], coefficient[1]), coefficient[0]);
+    }
+};
+
 /* State of a thread's two rows. */
 struct OnlineSoftmax {
     float maximum[2] = {-INFINITY, -INFINITY}; // raw products
@@ -103,6 +111,37 @@ struct OnlineSoftmax {
         }
         const float block[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
         if (!__all_sync(0xffffffff, block[0] <= kWeightSum && block[1] <= kWeightSum)) return false;
+        sum[0] += block[0];
+        sum[1] += block[1];
+        return true;
+    }
+
+    /* The same of raw products under a softcap, by the polynomial. `near` becomes false where a product of the warp lay
+     * beyond its limit: then, too, the state is unchanged. */
+    template <class T, int Count>
+    __device__ __forceinline__ bool try_absorb_near(uint32_t (&weights)[Count / 2], const float (&products)[Count],
+                                                    float factor, const CapPolynomial &cap, bool &near) {
+        const float shift[2] = {-maximum[0] * factor, -maximum[1] * factor};
+        float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+        uint32_t inside = 0xffffffff; // sign bit: that of all differences
+#pragma unroll
+        for (int i = 0; i < Count; i += 2) {
+            const int r = (i >> 1) & 1, chain = (i >> 2) & 1;
+            const float w0 = fmaf(products[i], products[i], -cap.limit_squared);
+            const float w1 = fmaf(products[i + 1], products[i + 1], -cap.limit_squared);
+            inside &= __float_as_uint(w0) & __float_as_uint(w1);
+            const float low = exp2_fast(fmaf(products[i], cap.at(w0), shift[r]));
+            const float high = exp2_fast(fmaf(products[i + 1], cap.at(w1), shift[r]));
+            part[r][chain] += low;
+            part[r][chain] += high;
+            weights[i / 2] = pack_pair<T>(low, high);
+        }
+        const bool all_inside = static_cast<int32_t>(inside) < 0;
+        const float block[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
+        if (!__all_sync(0xffffffff, block[0] <= kWeightSum && block[1] <= kWeightSum && all_inside)) {
+            near = __all_sync(0xffffffff, all_inside);
+            return false;
+        }
         sum[0] += block[0];
         sum[1] += block[1];
         return true;

@@ -3,7 +3,7 @@
  * What:   float16 and bfloat16; head_dim a multiple of 8 up to 256, computed at 64, 96, 128, 192 or 256 columns (TMA
  *         fills with zeros); grouped heads; ragged lengths; causal, two-sided windows, softcap, sinks; LSE.
  * How:    sm90_forward.cuh. Three kinds of kernel: full (no exclusions but the end of the keys), masked (a range of
- *         keys a row) and capped (masked, with softcap).
+ *         keys a row) and capped (masked, with softcap; up to head_dim 96 scores below half the cap cost less).
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis: "bhsd", "bshd" and slices of them.
  * Limits: no bias, no boolean mask, scale > 0, head_dim_v = head_dim.
  * Bench:  python -m bench run --rows wgmma_sm90
@@ -64,6 +64,7 @@ struct Tiling {
     bool overlap;     // a block's exponentials run under P V of the block before, with two sets of weights
     bool half;        // a warpgroup that sees only half of its first block multiplies that half alone
     bool late;        // a turn passes when its scores are there, not when its products are issued
+    bool polynomial;  // softcap by a polynomial where the scores allow, instead of the MUFU
     bool staged;      // the output goes through shared memory of its own
     bool counter;     // tiles of unequal length always come from a counter
 };
@@ -74,11 +75,12 @@ constexpr Tiling tiling(int head_dim, int kind) {
     Tiling t = {};
     t.consumers = 2, t.tile_n = 128, t.stages = 2, t.query_stages = head_dim <= 128 ? 2 : 1, t.turns = true;
     t.staged = head_dim <= 128;
+    t.polynomial = capped && head_dim <= 96;
     if (head_dim <= 64) {
         t.consumers = 3, t.tile_n = capped ? 96 : 128, t.stages = 4;
         t.half = masked, t.late = !masked, t.counter = true;
     } else if (head_dim <= 128) {
-        t.overlap = true;
+        t.overlap = !t.polynomial;
     } else if (head_dim <= 192) {
         t.tile_n = full ? 96 : 112, t.overlap = full;
     } else {
@@ -108,6 +110,9 @@ constexpr Tiling tiling(int head_dim, int kind) {
 #ifdef FA_LATE
     t.late = FA_LATE;
 #endif
+#ifdef FA_POLYNOMIAL
+    t.polynomial = FA_POLYNOMIAL;
+#endif
 #ifdef FA_STAGED
     t.staged = FA_STAGED;
 #endif
@@ -136,7 +141,7 @@ template <class T, int HeadDim, int Kind> struct Config {
     static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED,
                           kTurns = kConsumers > 1 && kTiling.turns, kOverlap = kTiling.overlap,
                           kHalfBlocks = kMasked && kTiling.half, kLateTurns = kTurns && kTiling.late,
-                          kStaged = kTiling.staged;
+                          kPolynomial = kSoftcap && kTiling.polynomial, kStaged = kTiling.staged;
     // 64 Ki registers: what the consumers leave is the producer's.
     static constexpr int kConsumerRegisters = kConsumers == 1 ? 256 : kConsumers == 2 ? 240 : 160;
     static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 24 : 32;
@@ -283,6 +288,21 @@ static int clamp_bound(int64_t x) {
     return static_cast<int>(x < -kFar ? -kFar : x > kFar ? kFar : x);
 }
 
+/* tanh(x) = x * (1 + c1 x^2 + c2 x^4) for |x| < 1/2, the best such polynomial: off by at most 9e-6 and relatively by
+ * 3.7e-5. The MUFU's tanh is good to 4.9e-4 relatively, with errors that differ from key to key; a smooth error of half
+ * that size added up to 3e-3 in the LSE at scores of 16. Here x = factor * product, in powers of the product's square
+ * less the limit's, and times what turns x / factor into the score in base 2. The limit in products is bounded, so that
+ * no power that matters underflows under a huge softcap. */
+static CapPolynomial cap_polynomial(double score_factor, double factor) {
+    constexpr double kC1 = -0.33185113, kC2 = 0.115442204;
+    const double square = factor * factor, limit_squared = std::min(0.25 / square, 1e10), x2 = square * limit_squared;
+    if (!(score_factor * square * square < 1e37)) return {-1.0f, {}}; // no product is below this limit
+    return {static_cast<float>(limit_squared),
+            {static_cast<float>(score_factor * (1 + x2 * (kC1 + x2 * kC2))),
+             static_cast<float>(score_factor * square * (kC1 + 2 * x2 * kC2)),
+             static_cast<float>(score_factor * square * square * kC2)}};
+}
+
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *context, fa_status *status) {
     const fa_problem &p = *problem;
     if (plan->blocks == 0) return FA_OK;
@@ -330,6 +350,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     constexpr double kLog2E = 1.4426950408889634;
     params.score_factor = static_cast<float>((p.softcap > 0 ? p.softcap : p.scale) * kLog2E);
     params.cap_factor = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;
+    if (p.softcap > 0) params.cap_polynomial = cap_polynomial(p.scale * kLog2E, p.scale / p.softcap);
     return launch_of(p)(params, plan->blocks, context->stream, status);
 }
 
