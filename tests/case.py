@@ -15,8 +15,8 @@ STRIDES = (*LAYOUTS, "packed", "mixed")
 VALUES = ("normal", "large", "tiny", "sorted", "descending", "dominant", "equal", "zeros", "negative", "offset",
           "nan_outside", "nan_tail")  # fmt: skip
 MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "strided")
-BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided")
-SINKS = ("same", "float32", "large", "small")
+BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max")
+SINKS = ("same", "float32", "large", "small", "strided", "huge")
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,16 @@ class Case:
             bias = rng.standard_normal((h, sq, sk))
             bias[(rng.random((h, sq, sk)) < 0.3) | (rng.random((h, sq, 1)) < 0.2)] = -np.inf
             return bias.astype(dtype)
+        if self.bias in ("finfo_min", "finfo_max"):  # padding: a number instead of -inf, in some columns and whole rows
+            wide = np.dtype(np.float32) if self.dtype == "float16" else dtype  # which holds what base 2 does not
+            largest = 3.3895313892515355e38 if self.dtype == "bfloat16" else np.finfo(wide).max
+            bias = rng.standard_normal((b, 1, sq, sk))
+            kind = rng.random((b, 1, sq, 1))
+            bias = np.where(rng.random((b, 1, 1, sk)) < 0.3, -largest, bias)
+            bias = np.where(kind < 0.2, -largest, np.where(kind < 0.4, -1e30, bias))
+            if self.bias == "finfo_max":  # some keys take all
+                bias = np.where(rng.random((b, 1, 1, sk)) < 0.05, largest, bias)
+            return bias.astype(wide)
         if self.bias == "strided":
             return rng.standard_normal((sk, 1, h, sq)).transpose(1, 2, 3, 0).astype(dtype, order="K")[:, :, ::-1]
         raise ValueError(f"bias is {self.bias!r}; accepted: {', '.join(BIASES)}")
@@ -273,4 +283,10 @@ class Case:
         if self.sinks in ("large", "small"):
             sinks = sinks + (40 if self.sinks == "large" else -80)
         wide = np.float64 if self.dtype == "float64" else np.float32
+        if self.sinks == "huge":  # takes all, or nothing
+            return np.where(np.arange(self.heads) % 2, np.finfo(wide).min, np.finfo(wide).max).astype(wide)
+        if self.sinks == "strided":
+            memory = np.full(2 * self.heads, np.nan, wide)
+            memory[::2] = sinks
+            return memory[::2]
         return sinks.astype(dtype_of(self.dtype) if self.sinks == "same" else wide)

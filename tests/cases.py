@@ -106,6 +106,9 @@ def contract() -> list[Case]:
     for t in DTYPES:
         cases.append(Case(1, 2, 1, 70, 300, 64, dtype=t, values="nan_outside", causal="top_left"))
         cases.append(Case(1, 2, 1, 70, 300, 64, dtype=t, values="large", softcap=30.0))
+        # Factors that float32 cannot hold.
+        cases += [Case(1, 2, 1, 70, 300, 64, dtype=t, softcap=cap) for cap in (1e-40, 1e39, 1e300)]
+        cases.append(Case(1, 2, 1, 70, 300, 64, dtype=t, values="zeros", scale=1e300, sinks="same"))
 
     # Rows that see nothing.
     for t in DTYPES:
@@ -119,7 +122,7 @@ def contract() -> list[Case]:
     # Everything at once.
     for i, (t, d) in enumerate(itertools.product(DTYPES, (64, 128, 59, 256))):
         cases.append(Case(2, 4, 2, 130, 203, d, 64 if i % 2 else d, dtype=t, causal=aligns(), window=(90, 20), softcap=5.0,
-                          bias=BIASES[i % len(BIASES)], mask=MASKS[i % 2], sinks=SINKS[i % 4], scale=0.3, layout=layout(),
+                          bias=BIASES[i % 7], mask=MASKS[i % 2], sinks=SINKS[i % 4], scale=0.3, layout=layout(),
                           strides=STRIDES[i % 9], seed=i))  # fmt: skip
     return _unique(cases) + float64()
 
@@ -141,6 +144,8 @@ def float64() -> list[Case]:
     return [Case(**small, causal=c, layout=l) for c in (False, "top_left", "bottom_right") for l in ("bhsd", "bshd")] + [
         Case(**small, head_dim=40, head_dim_v=59, window=(9, 4), softcap=2.0, bias="full32", mask="rows", sinks="same"),
         Case(**small, bias="holes", strides="negative"),
+        Case(**small, bias="finfo_min", causal="top_left"),
+        Case(**small, bias="finfo_max", sinks="huge", softcap=1e-300),
         Case(**small, values="large"),
         Case(**small, values="nan_outside", causal="top_left", window=(5, 5)),
         Case(1, 2, 1, 5, 0, 32, dtype="float64", sinks="same"),
@@ -301,7 +306,7 @@ def _is_fast_case(case, largest):
         case.dtype in HALVES
         and all(d % 8 == 0 and 16 <= d <= largest for d in dims)
         and case.strides in _ALIGNED
-        and (case.scale is None or case.scale > 0)
+        and (case.scale is None or 0 < case.scale < 1e30)
         and min(case.batch, case.heads, case.seq_q, case.seq_k) > 0
     )
 
@@ -321,7 +326,7 @@ def _hopper_split(case):
 
 _MUST_ACCEPT = {
     "cpu_ref": lambda case: True,
-    "cpu_simd": lambda case: True,
+    "cpu_simd": lambda case: abs(case.scale or 1) / (case.softcap or 1) <= 1e30,
     "simt": _is_device_case,
     "minimal": _minimal,
     "cublas": lambda case: _is_device_case(case) and case.strides in (*_ALIGNED, "odd"),
