@@ -12,7 +12,7 @@
 #include "convert.cuh" // from_float
 #include "fa.h"        // fa_problem
 #include "mask.cuh"    // row_keys, mask_row
-#include "score.cuh"   // ScoreParams, bias_of
+#include "score.cuh"   // ScoreParams, bias_of, add_bias_or_exclude
 #include "softmax.cuh" // RowState, finish_row
 
 namespace fa::cublas {
@@ -81,7 +81,7 @@ template <typename T> struct Row {
             const int64_t at = bias_row(p, batch, head, row);
 #pragma unroll
             for (int i = 0; i < STEP; ++i)
-                if (first + i < end) s[i] += bias_of(p, at, chunk.key_begin + first + i);
+                if (first + i < end) s[i] = add_bias_or_exclude(s[i], bias_of(p, at, chunk.key_begin + first + i));
         }
         if (p.mask.data) {
             const uint8_t *mask = mask_row(p, batch, head, row);

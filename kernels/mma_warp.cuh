@@ -3,6 +3,7 @@
 #ifndef FA_MMA_WARP_CUH
 #define FA_MMA_WARP_CUH
 
+#include <float.h>     // FLT_MAX
 #include <type_traits> // is_same_v
 
 #include "convert.cuh"    // load_as_float, row_of
@@ -10,13 +11,15 @@
 #include "mma_config.cuh" // MmaConfig, MmaArgs, BlockPlace
 #include "mma_scores.cuh" // Scores
 #include "mma_tile.cuh"   // BlockAddress
+#include "score.cuh"      // bounded
 #include "sm80_ptx.cuh"   // ldmatrix_x4, mma_16x8x16, pack
 #include "softmax.cuh"    // exp2_fast, RowResult
 
 namespace fa {
 
-/* The shift of a row that has seen no key: below every score, yet finite, so that 2^(-inf - shift) is 0, not NaN. */
-constexpr float NO_SHIFT = -1.7e38f;
+/* The shift of a row that has seen no key: no score is lower (see add_bias), yet finite, so that 2^(-inf - shift) is 0,
+ * not NaN. */
+constexpr float NO_SHIFT = -FLT_MAX;
 
 /* finish_row() of softmax.cuh with the approximate logarithm and reciprocal (2 ulp): a block of few tiles notices. */
 __device__ __forceinline__ RowResult finish_fast(float shift, float sum, float sink) {
@@ -31,7 +34,7 @@ __device__ __forceinline__ float sink_of(const MmaArgs &args, int64_t head, int 
     const fa_problem &p = args.problem;
     if (!p.sinks.data) return -INFINITY;
     const int64_t row = min(query, int(p.seq_q) - 1);
-    return load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0] + row * args.sink_row);
+    return bounded(load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0] + row * args.sink_row));
 }
 
 /* What one warp keeps from tile to tile, and its part of the work. */

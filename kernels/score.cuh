@@ -4,6 +4,7 @@
 #ifndef FA_SCORE_CUH
 #define FA_SCORE_CUH
 
+#include <math.h>   // INFINITY, fmin, fmax
 #include <stdint.h> // int64_t
 
 #include "convert.cuh" // load_as_float
@@ -23,8 +24,9 @@ struct ScoreParams {
 
 inline ScoreParams score_params(const fa_problem &p) {
     constexpr double log2_e = 1.4426950408889634;
-    bool capped = p.softcap > 0;
-    return {static_cast<float>(p.scale * log2_e), capped ? static_cast<float>(p.scale / p.softcap) : 0.0f,
+    constexpr double largest = 1e37; // times 2 log2(e) it is finite: infinity would make NaN of a product that is 0
+    const double cap = p.softcap > 0 ? p.scale / p.softcap : 0;
+    return {static_cast<float>(p.scale * log2_e), static_cast<float>(fmin(fmax(cap, -largest), largest)),
             static_cast<float>(p.softcap * log2_e)};
 }
 
@@ -39,9 +41,23 @@ __device__ __forceinline__ int64_t bias_row(const fa_problem &p, int64_t batch, 
     return batch * p.bias.stride[0] + head * p.bias.stride[1] + row * p.bias.stride[2];
 }
 
-/* Bias in base 2; -inf excludes the key, NaN propagates. `row` is bias_row(); p.bias.data is not NULL. */
+/* Bias of a key, as it is stored. `row` is bias_row(); p.bias.data is not NULL. */
 __device__ __forceinline__ float bias_of(const fa_problem &p, int64_t row, int64_t key) {
-    return load_as_float(p.bias.data, p.bias_dtype, row + key * p.bias.stride[3]) * LOG2_E;
+    return load_as_float(p.bias.data, p.bias_dtype, row + key * p.bias.stride[3]);
+}
+
+/* Score in base 2 with its bias. Rounded toward zero, a finite bias whose product with log2(e) is beyond float32 stays
+ * finite (FA_LIMIT) at no cost: keys that all have the smallest float32 remain visible. NaN propagates. */
+__device__ __forceinline__ float add_bias(float score, float bias) { return __fmaf_rz(bias, LOG2_E, score); }
+
+/* The same; a bias of -inf excludes the key whatever its score is. */
+__device__ __forceinline__ float add_bias_or_exclude(float score, float bias) {
+    return bias == -INFINITY ? bias : add_bias(score, bias);
+}
+
+/* Bias or sink with FA_LIMIT in place of what is finite but larger. */
+__device__ __forceinline__ float bounded(float x) {
+    return fabsf(x) > FA_LIMIT && fabsf(x) < INFINITY ? copysignf(FA_LIMIT, x) : x;
 }
 
 } // namespace fa

@@ -9,7 +9,7 @@
 #include <math.h> // INFINITY
 
 #include "convert.cuh" // load_as_float
-#include "score.cuh"   // LOG2_E, LN_2
+#include "score.cuh"   // LOG2_E, LN_2, bounded
 
 namespace fa {
 
@@ -23,6 +23,9 @@ __device__ __forceinline__ float exp2_fast(float x) {
 /* What is subtracted from scores for the maximum m: m itself, but 0 while no key was visible, since -inf - -inf is NaN.
  */
 __device__ __forceinline__ float softmax_shift(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
+
+/* Score of a product for raise(), where weights come from weight(product, scale) or coarse_weight(). */
+__device__ __forceinline__ float scaled_down(float product, float scale) { return __fmul_rd(product, scale); }
 
 struct RowState {
     float maximum = -INFINITY; // base 2, over the keys so far
@@ -42,6 +45,16 @@ struct RowState {
     __device__ __forceinline__ float weight(float product, float scale) const {
         return exp2_fast(fmaf(product, scale, -softmax_shift(maximum)));
     }
+
+    /* The latter takes back the rounding of the maximum, which is nothing to speak of below 2^24, but up to 2^103 where
+     * all keys of a row have a bias like -1e30. There the maximum must have been rounded down (scaled_down()), and this
+     * weight, of at most 2^64, take its place. */
+    __device__ __forceinline__ bool coarse() const { return fabsf(maximum) > 0x1p24f; }
+    __device__ __forceinline__ float coarse_weight(float product, float scale) const {
+        float x = fmaf(product, scale, -softmax_shift(maximum));
+        asm("min.NaN.f32 %0, %0, 0f42800000;" : "+f"(x)); // 64
+        return exp2_fast(x);
+    }
 };
 
 /* The end of a row: factor for the accumulated output, and the LSE (natural logarithm). */
@@ -58,6 +71,7 @@ __device__ __forceinline__ RowResult finish_row(const RowState &state) {
 /* The sink joins the denominator with exp(sink), unscaled. A sink of -inf adds nothing. */
 __device__ __forceinline__ RowResult finish_row(const RowState &state, float sink) {
     if (sink == -INFINITY) return finish_row(state);
+    sink = bounded(sink);
     RowState joined;
     joined.maximum = fmaxf(state.maximum, sink * LOG2_E);
     float factor = exp2_fast(state.maximum - softmax_shift(joined.maximum));
