@@ -9,8 +9,8 @@
  * the grid is small and keys are many, blocks split the keys as well, and combine_splits() joins their parts. Key tiles
  * are walked from the last to the first, so that the masked ones of a causal call come first, in the shadow of the
  * first loads; a tile that a warp's rows see whole is not masked, one that they do not see is not multiplied. K and V:
- * a ring of STAGES tiles filled by cp.async, one barrier a tile; with STAGES 1 the next K is fetched while P V runs and
- * V while Q K^T runs, two barriers a tile. */
+ * a ring of STAGES tiles filled by cp.async, one barrier a tile; with STAGES 1 the next K is fetched while P V runs,
+ * and with it the tile's bias and mask, and V while Q K^T runs, two barriers a tile. */
 #ifndef FA_MMA_ATTENTION_CUH
 #define FA_MMA_ATTENTION_CUH
 
@@ -56,11 +56,10 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     };
     const int warp_query = block_query + warp_m * C::WARP_ROWS;
     const Sight kept = sight_of(warp_query);
-    auto sight = [&]() -> Sight {
-        if (!C::GENERAL) return kept;
-        int first = warp_query;
-        asm volatile("" : "+r"(first)); // worked out anew for each tile: the registers are needed
-        return sight_of(first);
+    // What is made of again(x) is made anew for each tile.
+    auto again = [](int x) {
+        asm volatile("" : "+r"(x));
+        return x;
     };
 
     const uint32_t query_tile = shared_address(shared), key_tiles = query_tile + C::QUERY_BYTES;
@@ -77,14 +76,14 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
                         visible.key_end, last_tile);
     auto load_keys = [&](int tile, int stage) {
         key_loader.copy(key_tiles + stage * C::TILE_BYTES, tile * C::TILE_N, !C::GENERAL || args.chunks_k);
-        if constexpr (C::GENERAL) BiasTiles<C>::copy(args, query_tile, tile * C::TILE_N);
+        if constexpr (!C::PLAIN) BiasTiles<C>::copy(args, block, query_tile, tile * C::TILE_N);
     };
     auto load_values = [&](int tile, int stage) {
         value_loader.copy(value_tiles + stage * C::TILE_BYTES, tile * C::TILE_N, !C::GENERAL || args.chunks_v);
     };
 
     MmaWarp<C> mine(warp_query_rows, lane);
-    const float scale = C::GENERAL ? 1.0f : args.score.scale_log2;
+    const float scale = C::PLAIN ? args.score.scale_log2 : 1.0f;
     ScorePlace place{warp_query + lane / 4, 0};
     typename MmaWarp<C>::Tile s;
 
@@ -97,10 +96,11 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     auto scores = [&](int key, bool masked, int stage) {
         place.key = key + lane % 4 * 2;
         mine.multiply_keys(s, key_address.shifted(stage * C::TILE_BYTES));
-        if constexpr (C::GENERAL) {
-            scale_scores<C::ROW_TILES, C::KEYS>(s, args.score);
+        if constexpr (!C::PLAIN) {
+            scale_scores<C::ROW_TILES, C::KEYS, C::GENERAL>(s, args.score);
             BiasTiles<C>::apply(args, query_tile, warp_m * C::WARP_ROWS, lane, s);
         }
+        if (C::SHORT) place.query = again(warp_query) + lane / 4;
         if (masked) mask_scores<C::ROW_TILES, C::KEYS>(s, visible, place);
     };
 
@@ -112,21 +112,30 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     }
 
     if constexpr (C::STAGES == 1) {
-        if (tile_begin < tile_end) {
-            load_keys(tile_end - 1, 0);
-            cp_async_commit();
-            cp_async_wait<1>();
-            __syncthreads();
-            mine.load_query();
+        int tile = tile_end - 1;
+        if constexpr (C::PLAIN) {
+            if (tile_begin < tile_end) {
+                load_keys(tile, 0);
+                cp_async_commit();
+                cp_async_wait<1>();
+                __syncthreads();
+                mine.load_query();
+            }
+        } else if (tile_begin < tile_end) {
+            tile = tile_end; // a first round that only loads: the copies of bias and mask are long, once is enough
         }
-        for (int tile = tile_end - 1; tile >= tile_begin; --tile) {
+        for (; tile >= tile_begin; --tile) {
+            const bool there = C::PLAIN || tile < tile_end;
             const int key = tile * C::TILE_N + warp_n * C::KEYS;
-            const Sight seen = sight();
-            const bool some = key < seen.end && key + C::KEYS > seen.begin;
+            const Sight seen = C::SHORT ? sight_of(again(warp_query)) : kept;
+            const bool some = there && key < seen.end && key + C::KEYS > seen.begin;
             const bool masked = key < seen.whole_begin || key + C::KEYS > seen.whole_end;
             cp_async_wait<0>();
             __syncthreads();
-            load_values(tile, 0);
+            if (there)
+                load_values(tile, 0);
+            else
+                mine.load_query();
             cp_async_commit();
             auto next_keys = [&] {
                 cp_async_wait<0>();
@@ -165,7 +174,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         int stage = 0;
         for (int tile = tile_end - 1; tile >= tile_begin; --tile) {
             const int key = tile * C::TILE_N + warp_n * C::KEYS;
-            const Sight seen = sight();
+            const Sight seen = C::SHORT ? sight_of(again(warp_query)) : kept;
             const bool some = key < seen.end && key + C::KEYS > seen.begin;
             const bool masked = key < seen.whole_begin || key + C::KEYS > seen.whole_end;
             cp_async_wait<C::STAGES - 2>();

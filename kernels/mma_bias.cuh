@@ -17,7 +17,7 @@
 #include "mma_config.cuh" // MmaArgs, BlockPlace
 #include "mma_scores.cuh" // Scores
 #include "mma_tile.cuh"   // TileLayout, BlockAddress
-#include "score.cuh"      // LOG2_E
+#include "score.cuh"      // add_bias
 #include "sm80_ptx.cuh"   // cp_async_16, ldmatrix_x4, store_shared
 
 namespace fa {
@@ -34,40 +34,52 @@ template <int BYTES, int QUERIES, int KEYS> struct BiasTile {
 
     /* Starts the copy of the elements of the queries [query, query + QUERIES) that are below `queries` and the keys
      * [key, key + KEYS) that are below `keys`; the others become zeros and are not read. `chunks`: as has_chunks()
-     * says; otherwise the elements are read when this returns. */
-    template <int THREADS>
-    __device__ static void copy(uint32_t tile, const fa_operand &x, int64_t batch, int64_t head, int query, int queries,
-                                int key, int keys, bool chunks) {
+     * says, as ALIGNED knows, and `keys` is a whole number of chunks; otherwise the elements are read when this
+     * returns. */
+    template <int THREADS, bool ALIGNED>
+    __device__ static __forceinline__ void copy(uint32_t tile, const fa_operand &x, int64_t batch, int64_t head,
+                                                int query, int queries, int key, int keys, bool chunks) {
         constexpr int STEP = THREADS / CHUNKS; // rows between two chunks of a thread
         static_assert(STEP % 8 == 0 && QUERIES % STEP == 0, "a thread's rows share one key of the layout");
         const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, first = key + chunk * ELEMENTS;
-        const int count = min(max(keys - first, 0), ELEMENTS);
+        const int count = min(max(keys - first, 0), ELEMENTS), rows = queries - query - row;
         const uint32_t to = tile + Layout::offset(row, chunk);
         const Bits *from = static_cast<const Bits *>(x.data) + batch * x.stride[0] + head * x.stride[1] +
                            (query + row) * x.stride[2] + first * x.stride[3];
-        if (chunks) {
-#pragma unroll
+        if (ALIGNED || chunks) {
+#pragma unroll 4
             for (int r = 0; r < QUERIES; r += STEP, from += STEP * x.stride[2])
-                cp_async_16(to + r * ROW_BYTES, from, query + row + r < queries ? uint32_t(count * BYTES) : 0);
+                cp_async_16(to + r * ROW_BYTES, from, r < rows && count > 0);
         } else {
+            constexpr int BATCH = BYTES == 1 || QUERIES / STEP < 2 ? 1 : 2; // rows whose loads overlap
 #pragma unroll 1
-            for (int r = 0; r < QUERIES; r += STEP, from += STEP * x.stride[2]) {
-                const int there = query + row + r < queries ? count : 0;
-                uint32_t word[4] = {};
+            for (int r = 0; r < QUERIES; r += BATCH * STEP, from += BATCH * STEP * x.stride[2]) {
+                uint32_t word[BATCH][4] = {};
 #pragma unroll
-                for (int i = 0; i < ELEMENTS; ++i)
-                    if (i < there) word[i * BYTES / 4] |= uint32_t(from[i * x.stride[3]]) << i * BYTES % 4 * 8;
-                store_shared(to + r * ROW_BYTES, make_uint4(word[0], word[1], word[2], word[3]));
+                for (int e = 0; e < 4 / BYTES; ++e) // of the elements in a word
+#pragma unroll
+                    for (int n = 0; n < BATCH; ++n)
+#pragma unroll
+                        for (int w = 0; w < 4; ++w) {
+                            const int i = w * (4 / BYTES) + e;
+                            if (r + n * STEP < rows && i < count)
+                                word[n][w] |= uint32_t(from[n * STEP * x.stride[2] + i * x.stride[3]]) << e * BYTES * 8;
+                        }
+#pragma unroll
+                for (int n = 0; n < BATCH; ++n)
+                    store_shared(to + (r + n * STEP) * ROW_BYTES,
+                                 make_uint4(word[n][0], word[n][1], word[n][2], word[n][3]));
             }
         }
     }
 };
 
-/* Whether rows consist of whole 16-byte aligned chunks, but for the last one of each, of neighbouring elements. */
-inline bool has_chunks(const fa_operand &x, size_t element_bytes) {
+/* Whether rows consist of whole 16-byte aligned chunks of neighbouring elements. What is absent does. */
+inline bool has_chunks(const fa_operand &x, int64_t seq_k, size_t element_bytes) {
+    if (!x.data) return true;
     const int64_t elements = 16 / int64_t(element_bytes);
-    return x.stride[3] == 1 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[0] % elements == 0 &&
-           x.stride[1] % elements == 0 && x.stride[2] % elements == 0;
+    return x.stride[3] == 1 && seq_k % elements == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
+           x.stride[0] % elements == 0 && x.stride[1] % elements == 0 && x.stride[2] % elements == 0;
 }
 
 /* Both tiles of a block of configuration C; either may be absent. */
@@ -82,13 +94,14 @@ template <class C> class BiasTiles {
     static constexpr int WIDE_BYTES = Wide::TILE_BYTES, HALF_BYTES = Half::TILE_BYTES, MASK_BYTES = Mask::TILE_BYTES;
 
     /* Starts the copies for the tile of keys that starts at `key`. `shared`: where the block's shared memory begins. */
-    __device__ static __forceinline__ void copy(const MmaArgs &args, uint32_t shared, int key) {
+    __device__ static __forceinline__ void copy(const MmaArgs &args, const BlockPlace &block, uint32_t shared,
+                                                int key) {
         const fa_problem &p = args.problem;
         if (!p.bias.data && !p.mask.data) return;
-        const BlockPlace place(args); // anew: registers are scarcer than instructions
+        const BlockPlace place = C::SHORT ? BlockPlace(args) : block;
         const auto copy_tile = [&](auto tile, uint32_t to, const fa_operand &x, bool chunks) {
-            tile.template copy<C::THREADS>(to, x, place.batch, place.head, place.row_block * C::TILE_M, int(p.seq_q),
-                                           key, args.visible.key_end, chunks);
+            tile.template copy<C::THREADS, !C::GENERAL>(to, x, place.batch, place.head, place.row_block * C::TILE_M,
+                                                        int(p.seq_q), key, int(p.seq_k), chunks);
         };
         if (p.bias.data) {
             if (p.bias_dtype == FA_F32)
@@ -115,8 +128,8 @@ template <class C> class BiasTiles {
 
   private:
     __device__ static __forceinline__ void add_pair(float &low, float &high, float2 bias) {
-        low = fmaf(bias.x, LOG2_E, low);
-        high = fmaf(bias.y, LOG2_E, high);
+        low = add_bias(low, bias.x);
+        high = add_bias(high, bias.y);
     }
 
     __device__ static __forceinline__ void add_half(uint32_t rows, int lane, Scores<C::ROW_TILES, C::KEYS> &s) {

@@ -21,16 +21,22 @@ struct MmaShape {
     int blocks_per_sm;       // that registers are to allow
 };
 
-/* GENERAL: scores pass through scale, softcap, bias and boolean mask one by one, and operands may have any alignment;
- * otherwise the scale (> 0) is folded into the exponent and rows are 16-byte chunks. HEAD_DIM: of Q, K and V, padded.
- */
-template <typename T_, int HEAD_DIM_, MmaShape SHAPE, bool GENERAL_> struct MmaConfig {
+/* What an instance takes. */
+enum class Surface {
+    PLAIN,   // scores are products: the scale (> 0) is folded into the exponent; rows of Q, K and V are 16-byte chunks
+    BIASED,  // scale of any sign, softcap up to MAX_FAST_CAP, bias, boolean mask; rows of all are chunks
+    GENERAL, // the same with any softcap and rows of any alignment
+};
+
+/* HEAD_DIM: of Q, K and V, padded. */
+template <typename T_, int HEAD_DIM_, MmaShape SHAPE, Surface SURFACE> struct MmaConfig {
     using T = T_;
     static constexpr int HEAD_DIM = HEAD_DIM_, ROW_TILES = SHAPE.row_tiles, KEYS = SHAPE.keys, STAGES = SHAPE.stages;
     static constexpr int WARPS_M = SHAPE.warps_m, WARPS_N = SHAPE.warps_n, BLOCKS_PER_SM = SHAPE.blocks_per_sm;
-    static constexpr bool QUERY_IN_REGISTERS = SHAPE.query_in_registers, GENERAL = GENERAL_;
-    // Whether blocks may share a row's keys: not in shapes for grids that fill the device.
-    static constexpr bool SPLITS = (GENERAL && ROW_TILES == 1) || WARPS_N > 1;
+    static constexpr bool QUERY_IN_REGISTERS = SHAPE.query_in_registers;
+    static constexpr bool PLAIN = SURFACE == Surface::PLAIN, GENERAL = SURFACE == Surface::GENERAL;
+    static constexpr bool SHORT = !PLAIN && ROW_TILES > 1; // of registers: what is cheap is worked out for each tile
+    static constexpr bool SPLITS = GENERAL || WARPS_N > 1; // whether blocks may share a row's keys
 
     static constexpr bool KEEP_ADDRESSES = ROW_TILES * HEAD_DIM < 256; // else the output takes the registers
 
@@ -47,7 +53,7 @@ template <typename T_, int HEAD_DIM_, MmaShape SHAPE, bool GENERAL_> struct MmaC
     static constexpr int MERGE_VALUES = ROW_TILES * (HEAD_DIM / 2 + 4);
     static_assert((WARPS_N - 1) * WARPS_M * MERGE_VALUES * 32 * 4 <= 2 * STAGES * TILE_BYTES,
                   "the merge reuses the K and V tiles");
-    static_assert(!GENERAL || (STAGES == 1 && WARPS_N == 1), "one tile of bias and mask, in whole rows of a warp");
+    static_assert(PLAIN || (STAGES == 1 && WARPS_N == 1), "one tile of bias and mask, in whole rows of a warp");
     static_assert(KEYS % 16 == 0 && HEAD_DIM % 32 == 0, "mma.sync tiles of 16");
 };
 
@@ -73,7 +79,7 @@ struct MmaArgs {
     int row_blocks;                         // tiles of TILE_M queries a head
     int sections;
     bool chunks_q, chunks_k, chunks_v, chunks_o; // whether 16-byte chunks are aligned
-    bool chunks_bias, chunks_mask;               // the same of what GENERAL stages
+    bool chunks_bias, chunks_mask;               // the same of bias and mask
     int bias_at, mask_at;                        // where in shared memory
     int shared_bytes;
     int64_t sink_row; // distance of the sinks of neighbouring rows: 0, or heads are rows

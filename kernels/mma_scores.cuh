@@ -64,9 +64,12 @@ __device__ __forceinline__ float tanh_fast(float x) {
     return fabsf(x) < 0.25f ? series : closed;
 }
 
-/* Products to scores in base 2, before bias: scale or softcap. tanh by its closed form, whose absolute error of 3e-7 is
- * nothing to a cap of up to 256; larger caps need the series near 0. */
-template <int ROW_TILES, int KEYS>
+/* The closed form of tanh is 3e-7 off, absolutely: nothing to a cap of up to this. Larger ones need the series near 0.
+ */
+constexpr float MAX_FAST_CAP = 256.0f;
+
+/* Products to scores in base 2, before bias: scale or softcap. ANY_CAP: the cap may be above MAX_FAST_CAP. */
+template <int ROW_TILES, int KEYS, bool ANY_CAP>
 __device__ __forceinline__ void scale_scores(Scores<ROW_TILES, KEYS> &s, const ScoreParams &params) {
     const auto each = [&](auto &&body) {
 #pragma unroll
@@ -79,7 +82,7 @@ __device__ __forceinline__ void scale_scores(Scores<ROW_TILES, KEYS> &s, const S
     const float cap = params.cap_log2;
     if (cap == 0) {
         each([&](float &x) { x *= params.scale_log2; });
-    } else if (cap <= 256.0f * LOG2_E) {
+    } else if (!ANY_CAP || cap <= MAX_FAST_CAP * LOG2_E) {
         const float scale = params.scale_cap * (2.0f * LOG2_E);
         each([&](float &x) { x = cap - 2.0f * cap * reciprocal_fast(exp2_fast(x * scale) + 1.0f); });
     } else {

@@ -40,7 +40,7 @@ enum Kind {
     COMPACT, // the same where two of MEDIUM do not (sm_86, sm_89)
     SMALL,   // grids that do not: 32 rows a block, two warps a row
     GENERAL, // softcap, bias, boolean mask, scale <= 0, operands of any alignment
-    BIASED,  // bias or mask in grids that fill the device; GENERAL's instance from head_dim 192 on
+    BIASED,  // bias or mask, all aligned, in grids that fill the device; of its own at head_dim 64 and 128 alone
     KINDS
 };
 
@@ -71,10 +71,17 @@ constexpr MmaShape shape_of(int head_dim, Kind kind) {
     }
 }
 
-constexpr Kind built(int head_dim, Kind kind) { return kind == BIASED && head_dim > 128 ? GENERAL : kind; }
+/* The kind whose instance does the work of another. */
+constexpr Kind built(int head_dim, Kind kind) {
+    return kind == BIASED && head_dim != 64 && head_dim != 128 ? GENERAL : kind;
+}
+
+constexpr fa::Surface surface_of(Kind kind) {
+    return kind == GENERAL ? fa::Surface::GENERAL : kind == BIASED ? fa::Surface::BIASED : fa::Surface::PLAIN;
+}
 
 template <typename T, int HEAD_DIM, Kind KIND>
-using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, built(HEAD_DIM, KIND)), (KIND >= GENERAL)>;
+using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, built(HEAD_DIM, KIND)), surface_of(built(HEAD_DIM, KIND))>;
 
 } // namespace
 
@@ -139,7 +146,7 @@ struct Tile {
 
 template <class C> constexpr Tile tile_of() {
     Tile tile = {C::TILE_M, C::TILE_N, C::STAGES, C::THREADS, C::BLOCKS_PER_SM, C::SHARED_BYTES, 0, 0, 0};
-    if constexpr (C::GENERAL) {
+    if constexpr (!C::PLAIN) {
         using Bias = fa::BiasTiles<C>;
         tile.wide_bytes = Bias::WIDE_BYTES, tile.half_bytes = Bias::HALF_BYTES, tile.mask_bytes = Bias::MASK_BYTES;
     }
@@ -186,6 +193,9 @@ bool has_chunks(const fa_operand &x, int columns) {
            x.stride[0] % 8 == 0 && x.stride[1] % 8 == 0 && x.stride[2] % 8 == 0;
 }
 
+bool has_bias_chunks(const fa_problem *p) { return fa::has_chunks(p->bias, p->seq_k, p->bias_dtype == FA_F32 ? 4 : 2); }
+bool has_mask_chunks(const fa_problem *p) { return fa::has_chunks(p->mask, p->seq_k, 1); }
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t blocks_of(const fa_problem *p, const Tile &tile) {
@@ -213,7 +223,10 @@ Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &
         const size_t bytes = shared_layout(p, tile).bytes + 1024; // 1 KB a block is CUDA's own
         return tile.blocks_per_sm * bytes <= device->smem_per_sm;
     };
-    if (p->bias.data || p->mask.data) {
+    const bool chunks =
+        has_chunks(p->q, p->head_dim) && has_chunks(p->k, p->head_dim) && has_chunks(p->v, p->head_dim_v);
+    if ((p->bias.data || p->mask.data) && chunks && has_bias_chunks(p) && has_mask_chunks(p) &&
+        p->softcap <= fa::MAX_FAST_CAP) {
 #ifdef FA_MMA_FORCE
         return FA_MMA_FORCE;
 #endif
@@ -222,9 +235,7 @@ Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &
         const bool fills = blocks(GENERAL) > (p->right != FA_UNBOUNDED ? 2 : 1) * at_once;
         return (fills || p->batch_invariant) && fits(BIASED) ? BIASED : GENERAL;
     }
-    if (!folds || p->softcap > 0 || !has_chunks(p->q, p->head_dim) || !has_chunks(p->k, p->head_dim) ||
-        !has_chunks(p->v, p->head_dim_v))
-        return GENERAL;
+    if (!folds || p->softcap > 0 || p->bias.data || p->mask.data || !chunks) return GENERAL;
 #ifdef FA_MMA_FORCE
     return FA_MMA_FORCE;
 #endif
@@ -338,8 +349,8 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .chunks_k = has_chunks(p->k, p->head_dim),
         .chunks_v = has_chunks(p->v, p->head_dim_v),
         .chunks_o = has_chunks(p->out, p->head_dim_v),
-        .chunks_bias = fa::has_chunks(p->bias, p->bias_dtype == FA_F32 ? 4 : 2),
-        .chunks_mask = fa::has_chunks(p->mask, 1),
+        .chunks_bias = has_bias_chunks(p),
+        .chunks_mask = has_mask_chunks(p),
         .bias_at = shared.bias,
         .mask_at = shared.mask,
         .shared_bytes = shared.bytes,

@@ -26,11 +26,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, bool 
                  : "memory");
 }
 
-/* The same of the first `bytes` of 16; the rest become zeros and are not read. */
-__device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, uint32_t bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
 /* Closes the group of the copies that this thread started since the last one. */
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
