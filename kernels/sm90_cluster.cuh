@@ -30,18 +30,16 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t r
     return mapped;
 }
 
-/* Sends to block `rank` of the cluster, to where this block has `to`; the bytes count on that block's `barrier`. */
-__device__ __forceinline__ void cluster_send(void *to, uint64_t *barrier, uint32_t rank, float2 x) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(
-                     cluster_address(smem_address(to), rank)),
-                 "r"(cluster_address(smem_address(barrier), rank)), "f"(x.x), "f"(x.y)
+/* Sends to the cluster-window address `to` of another block; the bytes count on `barrier`, a barrier of that block. */
+__device__ __forceinline__ void cluster_send(uint32_t to, uint32_t barrier, float2 x) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(to),
+                 "r"(barrier), "f"(x.x), "f"(x.y)
                  : "memory");
 }
-__device__ __forceinline__ void cluster_send(void *to, uint64_t *barrier, uint32_t rank, float4 x) {
+__device__ __forceinline__ void cluster_send(uint32_t to, uint32_t barrier, float4 x) {
     asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(
-            cluster_address(smem_address(to), rank)),
-        "r"(cluster_address(smem_address(barrier), rank)), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
+        "r"(barrier), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
         : "memory");
 }
 

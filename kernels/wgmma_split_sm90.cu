@@ -25,25 +25,20 @@
 
 /* ---- configuration ----
  *
- * Three shapes of a block: head_dim up to 64; the same from FA_SPLIT_LONG_KEYS keys a block on; head_dim up to 128. */
+ * Four shapes of a block. Head_dim up to 64: two warpgroups that hold all their keys, in two short or two long blocks;
+ * four with a ring for more keys. Head_dim up to 128: two with a ring. */
 
-#ifndef FA_SPLIT_64_WARPGROUPS
-#define FA_SPLIT_64_WARPGROUPS 2 // warpgroups a block
-#endif
 #ifndef FA_SPLIT_64_TILE_N
-#define FA_SPLIT_64_TILE_N 128 // keys a block of K and of V
-#endif
-#ifndef FA_SPLIT_64_STAGES
-#define FA_SPLIT_64_STAGES 1 // such blocks in flight for each warpgroup
+#define FA_SPLIT_64_TILE_N 64 // keys a block of K and of V; two warpgroups of two such blocks
 #endif
 #ifndef FA_SPLIT_LONG_WARPGROUPS
-#define FA_SPLIT_LONG_WARPGROUPS 4
+#define FA_SPLIT_LONG_WARPGROUPS 4 // warpgroups a block
 #endif
 #ifndef FA_SPLIT_LONG_TILE_N
 #define FA_SPLIT_LONG_TILE_N 64
 #endif
 #ifndef FA_SPLIT_LONG_STAGES
-#define FA_SPLIT_LONG_STAGES 1
+#define FA_SPLIT_LONG_STAGES 1 // blocks of keys in flight for each warpgroup
 #endif
 #ifndef FA_SPLIT_128_WARPGROUPS
 #define FA_SPLIT_128_WARPGROUPS 2
@@ -53,9 +48,6 @@
 #endif
 #ifndef FA_SPLIT_128_STAGES
 #define FA_SPLIT_128_STAGES 1
-#endif
-#ifndef FA_SPLIT_LONG_KEYS
-#define FA_SPLIT_LONG_KEYS 768
 #endif
 #ifndef FA_SPLIT_DEPENDENT_LAUNCH
 #define FA_SPLIT_DEPENDENT_LAUNCH 1
@@ -67,9 +59,10 @@ using namespace fa;
 using namespace fa::sm90;
 using namespace fa::sm90::split;
 
-using Short64 = Config<64, FA_SPLIT_64_WARPGROUPS, FA_SPLIT_64_TILE_N, FA_SPLIT_64_STAGES>;
-using Long64 = Config<64, FA_SPLIT_LONG_WARPGROUPS, FA_SPLIT_LONG_TILE_N, FA_SPLIT_LONG_STAGES>;
-using Any128 = Config<128, FA_SPLIT_128_WARPGROUPS, FA_SPLIT_128_TILE_N, FA_SPLIT_128_STAGES>;
+using Short64 = Config<64, 2, FA_SPLIT_64_TILE_N, 2, true>;
+using Middle64 = Config<64, 2, 2 * FA_SPLIT_64_TILE_N, 2, true>;
+using Long64 = Config<64, FA_SPLIT_LONG_WARPGROUPS, FA_SPLIT_LONG_TILE_N, FA_SPLIT_LONG_STAGES, false>;
+using Any128 = Config<128, FA_SPLIT_128_WARPGROUPS, FA_SPLIT_128_TILE_N, FA_SPLIT_128_STAGES, false>;
 
 /* ---- rejects, plan, launch ---- */
 
@@ -123,20 +116,24 @@ fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, f
     while (!p->batch_invariant && splits < kMaxCluster && tiles * splits * 2 <= device->sm_count &&
            int64_t(share) * splits < keys)
         splits *= 2;
+    const int64_t blocks = (keys + int64_t(share) * splits - 1) / (int64_t(share) * splits); // a warpgroup
     if (p->head_dim > 64)
-        fill_plan<Any128>(tiles, 2, splits, plan);
-    else if (keys >= int64_t(FA_SPLIT_LONG_KEYS) * splits)
-        fill_plan<Long64>(tiles, 1, splits, plan);
-    else
+        fill_plan<Any128>(tiles, 3, splits, plan);
+    else if (blocks <= 2)
         fill_plan<Short64>(tiles, 0, splits, plan);
+    else if (blocks <= 4)
+        fill_plan<Middle64>(tiles, 1, splits, plan);
+    else
+        fill_plan<Long64>(tiles, 2, splits, plan);
     return FA_OK;
 }
 
 using Kernel = void (*)(Params);
 
 template <class T> Kernel kernel_of(int config, bool capped) {
-    static constexpr Kernel kernels[3][2] = {
+    static constexpr Kernel kernels[4][2] = {
         {wgmma_split_sm90_kernel<T, Short64, false>, wgmma_split_sm90_kernel<T, Short64, true>},
+        {wgmma_split_sm90_kernel<T, Middle64, false>, wgmma_split_sm90_kernel<T, Middle64, true>},
         {wgmma_split_sm90_kernel<T, Long64, false>, wgmma_split_sm90_kernel<T, Long64, true>},
         {wgmma_split_sm90_kernel<T, Any128, false>, wgmma_split_sm90_kernel<T, Any128, true>}};
     return kernels[config][capped];
@@ -157,8 +154,8 @@ void fill_params(Params *params, const fa_problem *p, int splits) {
     params->diagonal = static_cast<int>(p->diagonal);
     params->left = static_cast<int>(std::min(p->left, 2 * kMaxRows));
     params->right = static_cast<int>(std::min(p->right, 2 * kMaxRows));
-    params->splits = splits;
-    params->rows = kTileM / splits;
+    params->split_shift = 0;
+    while (1 << params->split_shift < splits) ++params->split_shift;
     params->group = static_cast<int>(p->heads / p->heads_kv);
     params->head_dim = p->head_dim;
     params->q_batch = p->q.stride[0], params->q_head = p->q.stride[1];
