@@ -219,8 +219,9 @@ __device__ __forceinline__ void finish(const Params &params, int row, const Land
     if (warp < units && lane % 4 == 0) store_lse(params, query, result.lse);
 }
 
-/* The same for a block that has the tile to itself and head_dim over 64: partial results by rows, the weights once a
- * row, so that a warp writes whole rows. Measured: 6.9 us against 7.8 at B1 H16 S512 D128, but 2% slower at D64. */
+/* The same for a block that has the tile to itself and head_dim over 64: partial results by rows, weights once a row,
+ * so that a warp writes whole rows. Measured: 7.3 us against 7.5 at B1 H16 S512 D128, but 7.6 against 7.4 at B1 H8
+ * S1024 D64. */
 template <class T, class C>
 __device__ __forceinline__ void merge_rows(const Params &params, const Work &work, const float (&out)[C::kColumns / 2],
                                            const RowState (&state)[2], float *partials, float2 *states,
