@@ -230,7 +230,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     if (!done) cap(scores);
                 }
                 if (!done && !softmax.try_absorb<T>(fresh, scores, p.score_factor)) {
-                    softmax.absorb<false>(scores, p.score_factor);
+                    softmax.absorb<false, T>(scores, p.score_factor);
                     pack_scores<T>(fresh, scores);
                     if constexpr (C::kOverlap) {
                         wgmma_wait<0>();
@@ -274,7 +274,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 free_keys(first + 1 == blocks.count);
                 cap(part);
                 if (C::kMasked || blocks.end > p.visibility.seq_k) mask(part, first);
-                softmax.absorb<true>(part, p.score_factor);
+                softmax.absorb<true, T>(part, p.score_factor);
                 pack_scores<T>(part_weights, part);
 #pragma unroll
                 for (int i = kColumns / 4; i < kTileN / 4; ++i) weights[i] = 0;

@@ -74,9 +74,8 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 /* Largest sum of a thread's weights of one row and block under a stale maximum: float16 holds them, and no accumulator
- * comes near its range. A key that outweighs all others by more has the weight 1, which rounds to itself: with 4096 a
- * float16 output that is one key's value was now and then 1 ulp off. Of blocks of N(0, 1) scores fewer than 1 in 1000
- * exceed 1024; at 64 the rows of a causal diagonal, which see few keys, would cost 5% at 512 keys. */
+ * comes near its range. Low, so that keys which alone decide a row get weights of about 1; at 1024 fewer than 1 in 1000
+ * blocks of N(0, 1) scores exceed it, at 64 the rows of a causal diagonal, which see few keys, cost 5% at 512 keys. */
 inline constexpr float kWeightSum = 1024.0f;
 
 /* A softcap's score of a product s in base 2 where |s| < limit: s * at(s * s - limit * limit). */
@@ -148,8 +147,11 @@ struct OnlineSoftmax {
     }
 
     /* Turns a block's scores into weights under the true maximum. True (for the whole warp) when the accumulated output
-     * must be multiplied by rescale[row]; never for the `First` block of a tile. */
-    template <bool First, int Count> __device__ __forceinline__ bool absorb(float (&scores)[Count], float factor) {
+     * must be multiplied by rescale[row]; never for the `First` block of a tile. The largest weight is 1 but for the
+     * rounding of maximum * factor, which counts at scores in the thousands: float16 weights are summed as they are
+     * rounded for P V, so that a row of one key is that key's value. */
+    template <bool First, class T, int Count>
+    __device__ __forceinline__ bool absorb(float (&scores)[Count], float factor) {
         float block[2][2] = {{maximum[0], maximum[0]}, {maximum[1], maximum[1]}};
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
@@ -172,6 +174,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < Count; ++i) {
             const int r = (i >> 1) & 1;
             scores[i] = exp2_fast(fmaf(scores[i], factor, -shift[r]));
+            if constexpr (std::is_same_v<T, __half>) scores[i] = __half2float(__float2half_rn(scores[i]));
             part[r][(i >> 2) & 1] += scores[i];
         }
         sum[0] += part[0][0] + part[0][1];

@@ -245,7 +245,8 @@ static const char *declines(const fa_problem *p, const fa_device_info *) {
 
 /* Tiles of unequal length go longest first, in sections of plan->extra[0] heads (Schedule). The static order serves
  * where sections of heads fill a whole number of pairs of rounds over the CTAs and stay within three times the bytes
- * asked for, or where there is one section. Else a counter deals the tiles, which costs a memset and the workspace. */
+ * asked for, or where there is one section, and no tile is partial. Else a counter deals the tiles, which costs a
+ * memset and the workspace. */
 static void order(const fa_problem &p, bool counter, fa_plan *plan) {
     const int64_t query_tiles = (p.seq_q + plan->tile_m - 1) / plan->tile_m, heads = p.heads * p.batch;
     if (p.right >= FA_UNBOUNDED || query_tiles * heads <= plan->blocks) return;
@@ -253,7 +254,7 @@ static void order(const fa_problem &p, bool counter, fa_plan *plan) {
     const int64_t head_bytes = 4 * (p.key_end - p.key_begin) * p.head_dim, bytes = section_mib(head_bytes) << 20;
     const int64_t fit = head_bytes > 0 && bytes > head_bytes ? bytes / head_bytes * group : group;
     const int64_t even = std::min(heads, 2 * plan->blocks / std::gcd(2 * plan->blocks, query_tiles));
-    const bool balanced = !counter && even <= 3 * fit;
+    const bool balanced = !counter && p.seq_q % plan->tile_m == 0 && even <= 3 * fit;
     plan->extra[0] = std::min(heads, balanced ? std::max(even, fit / even * even) : fit);
     if (!balanced) plan->workspace_bytes = sizeof(uint32_t);
 }
