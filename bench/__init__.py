@@ -1,8 +1,9 @@
 """The laboratory: measure, gate, score, tune and profile attention kernels; ``python -m bench --help`` lists commands.
 
-A command is a module (`measure`, `gate`, `score`, `references`, `tune`, `ncu`, `plot`, `overhead`, `evidence`) with
-SUMMARY, add_arguments and run. Beneath them, from the bottom up:
+A command is a module (`measure`, `gate`, `score`, `references`, `tune`, `ncu`, `plot`, `overhead`, `evidence`,
+`tables`) with SUMMARY, add_arguments and run. Beneath them, from the bottom up:
 
+    arguments           what options accept; bad usage exits with 3
     report, machine     tables, JSON, resumable results; where a figure was taken
     device, memory      the CPU or GPU 0; arrays between guard zones, as any library sees them
     problems, operands  cases from tests/cases.py; the arrays of one call, refilled, hashed and judged by float64

@@ -23,6 +23,8 @@ from bench.operands import Operands
 from bench.problems import Case
 
 Thunk = Callable[[], Any]
+# Array libraries whose arrays reach the memory of a device.
+ARRAYS = {"cpu": ("numpy", "torch", "jax"), "cuda": ("torch", "cupy", "jax")}
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -129,15 +131,18 @@ class Function(Contender):
 # ---- from a name on the command line ----
 
 
-def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None) -> Contender:
+def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None, role: str = "candidate") -> Contender:
     """What `text` names: a peer, a row, fa_ext (the row it takes by itself), ``module:function``, ``file.py:function``,
-    a .cu or .c source of a row (built here), or a shared library that exports a row."""
+    a .cu or .c source of a row (built here), or a shared library that exports a row. `role` is for messages."""
     from bench import peers
 
     library = arrays or device.default_arrays
+    require_arrays(library, device)
     path, _, attribute = text.rpartition(":")
     if path:
-        return Function(_import_function(path, attribute), text, library)
+        function = Function(_import_function(path, attribute), text, library)
+        require_arrays(function.library, device)
+        return function
     suffix = Path(text).suffix
     if suffix in (".cu", ".c", ".so"):
         if not Path(text).exists():
@@ -152,10 +157,17 @@ def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None) -> 
     if text == "fa_ext" and rows:
         return Row(None, library)
     raise report.UsageError(
-        f"candidate is {text!r}; accepted: a row ({', '.join(rows) or 'none compiled for this device'}), fa_ext (the row "
+        f"{role} is {text!r}; accepted: a row ({', '.join(rows) or 'none compiled for this device'}), fa_ext (the row "
         "that it takes by itself), a peer "
         f"({', '.join(peers.PEERS)}), module:function, file.py:function, a .cu, .c or .so file"
     )
+
+
+def require_arrays(library: str, device: Cpu | Cuda) -> None:
+    """UsageError unless arrays of `library` can hold the operands on this device."""
+    able = [name for name in ARRAYS[device.kind] if importlib.util.find_spec(name) is not None]
+    if library not in able:
+        raise report.UsageError(f"arrays are {library!r}; accepted on the {device.kind} here: {', '.join(able)}")
 
 
 def _import_function(path: str, attribute: str) -> Callable:

@@ -16,7 +16,7 @@ import numpy as np
 
 from bench import contender as contenders
 from bench import device as devices
-from bench import integrity, report, timer, trials
+from bench import integrity, peers, report, timer, trials
 from bench.contender import Contender
 from bench.device import Cpu, Cuda
 from bench.memory import GUARD_BYTES
@@ -122,8 +122,10 @@ def _usable(names: list[str], case: Case, device: Cpu | Cuda, seed: int) -> tupl
     usable, refused = [], {}
     for name in names:
         try:
-            opponent = contenders.open_contender(name, device)
+            opponent = contenders.open_contender(name, device, role="baseline")
         except report.UsageError as error:
+            if name not in peers.PEERS:  # a typing error, not a library that is not installed
+                raise
             refused[name] = str(error)
             continue
         why = opponent.refuses(case)

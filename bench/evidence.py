@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import device as devices
-from bench import machine, report
+from bench import arguments, machine, report
 
 SUMMARY = "write or check the committed record of tests and figures"
 FOLDER = machine.ROOT / "bench" / "evidence"
@@ -49,11 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="say whether the files fit the sources, and stop")
     parser.add_argument("--strict", action="store_true", help="with --check: exit status 1 unless fresh")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated: {', '.join(PARTS)}")
-    parser.add_argument("--filter", default="", help="regular expression of test files and of problems to measure")
-    parser.add_argument("--rows", default="", help="regular expression of rows for tests, sanitizer and measure")
+    parser.add_argument(
+        "--filter",
+        type=arguments.pattern,
+        default="",
+        help="regular expression of test files and of problems to measure",
+    )
+    parser.add_argument(
+        "--rows", type=arguments.pattern, default="", help="regular expression of rows for tests, sanitizer and measure"
+    )
     parser.add_argument("--presets", help="comma-separated presets to measure (default: all of the device's)")
     parser.add_argument("--within", type=float, default=3600.0, help="seconds after which no new piece is begun")
-    parser.add_argument("--seconds", type=float, help="rounds of one measured problem (GPU 1, CPU 8)")
+    parser.add_argument("--seconds", type=arguments.positive, help="rounds of one measured problem (GPU 1, CPU 8)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--output", type=Path, help="default: bench/evidence/<machine>.json")
     parser.add_argument("--fresh", action="store_true", help="redo pieces that are there already")

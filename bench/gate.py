@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import device as devices
-from bench import duel, isolation, machine, peers, problems, report, stats
+from bench import arguments, duel, isolation, machine, peers, problems, report, stats
 
 SUMMARY = "PASS, FAIL or UNDECIDED: is a candidate correct and faster than a baseline?"
 DEFAULT_LIMIT = 0.95
@@ -33,11 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--preset", help=f"problems by name: {', '.join(problems.preset_names())}")
     parser.add_argument("--filter", default="", help="only problems whose line contains this")
-    parser.add_argument("--limit", type=float, default=DEFAULT_LIMIT, help="time ratio to stay under (0.95)")
-    parser.add_argument("--rounds", type=int, default=240, help="paired rounds at most (240)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="time for the rounds of one problem (20)")
     parser.add_argument(
-        "--time-limit", type=float, default=300.0, help="seconds until a candidate counts as hung (300)"
+        "--limit", type=arguments.positive, default=DEFAULT_LIMIT, help="time ratio to stay under (0.95)"
+    )
+    parser.add_argument("--rounds", type=arguments.count, default=240, help="paired rounds at most (240)")
+    parser.add_argument(
+        "--seconds", type=arguments.positive, default=20.0, help="time for the rounds of one problem (20)"
+    )
+    parser.add_argument(
+        "--time-limit", type=arguments.positive, default=300.0, help="seconds until a candidate counts as hung (300)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of inputs and order (0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
@@ -123,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
             if args.output:
                 report.write_json(args.output, document)
     finally:
-        report.deliver(document, args.json, show)
+        if document["gates"]:
+            report.deliver(document, args.json, show)
     return max((stats.Verdict[g["verdict"]].value for g in document["gates"]), key=(0, 2, 1).index)
 
 

@@ -4,8 +4,8 @@ A contender is checked against float64 before it is timed; one that is wrong is 
 replayed from a CUDA graph where the contender can be captured, else bracketed by events; the table says which. "hot"
 calls one set of operands, "cold" rotates through as many as exceed five times the last-level cache. On the CPU each
 sample begins once no thread of the process runs any more: pools go on spinning after a call, and would slow whoever
-comes next. With --output a
-run that was interrupted carries on where it stopped.
+comes next. With --output a run that was interrupted carries on where it stopped. The exit status is 1 when a problem
+ended in an error or nobody ran it.
 
   python -m bench measure --preset cpu
   python -m bench measure --preset paper --filter D128 --rows wgmma --output paper.json
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import ceiling, contender, isolation, machine, peers, problems, report, timer
+from bench import arguments, ceiling, contender, isolation, machine, peers, problems, report, timer
 from bench import device as devices
 from bench.contender import Contender
 from bench.device import Cpu, Cuda
@@ -49,8 +49,10 @@ _open: dict[tuple, Contender] = {}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", action="append", help=f"repeatable: {', '.join(problems.preset_names())}")
     parser.add_argument("--case", action="append", default=[], help="a problem by its line (repeatable)")
-    parser.add_argument("--filter", default="", help="regular expression that a problem's line must contain")
-    parser.add_argument("--rows", default="", help="regular expression of rows (default: all)")
+    parser.add_argument(
+        "--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain"
+    )
+    parser.add_argument("--rows", type=arguments.pattern, default="", help="regular expression of rows (default: all)")
     parser.add_argument("--peers", help="comma-separated peers, or none (default: all that import)")
     parser.add_argument(
         "--candidate", action="append", default=[], help="a candidate beside the rows, as in bench gate"
@@ -58,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", default="hot", choices=("hot", "cold", "both"), help="operands in the cache or not (hot)"
     )
-    parser.add_argument("--rounds", type=int, default=80, help="rounds at most (80)")
-    parser.add_argument("--seconds", type=float, help="time for the rounds of one problem (GPU 1.5, CPU 8)")
+    parser.add_argument("--rounds", type=arguments.count, default=80, help="rounds at most (80)")
+    parser.add_argument(
+        "--seconds", type=arguments.positive, help="time for the rounds of one problem (GPU 1.5, CPU 8)"
+    )
     parser.add_argument(
         "--tight", type=float, default=0.01, help="stop when every ratio's interval is this narrow (0.01)"
     )
@@ -77,6 +81,11 @@ def run(args: argparse.Namespace) -> int:
     if unknown := set(wanted or ()) - set(peers.PEERS):
         raise report.UsageError(f"peers are {', '.join(sorted(unknown))}; accepted: none, {', '.join(peers.PEERS)}")
     found, missing = peers.available(target, wanted)
+    if not (rows or args.candidate or found):
+        raise report.UsageError(
+            f"nothing to measure: no row matches {args.rows!r}, and no peer is left"
+            f" (rows: {', '.join(contender.compiled_rows(target)) or 'none compiled'})"
+        )
     cases = chosen(args.preset, args.case, args.filter, device)
     document = measure(
         device, cases, rows + args.candidate, [p.name for p in found], caches(args.cache), args.rounds,
@@ -84,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         quiet=args.json, missing=missing,
     )  # fmt: skip
     report.deliver(document, args.json, show)
-    return 0
+    return int(any(not cell.get("contenders") for cell in document["cells"].values()))
 
 
 def chosen(presets: list[str] | None, lines: list[str], pattern: str, device: str) -> list[Case]:
@@ -115,6 +124,10 @@ def measure(
         "device": device,
         "entrants": entrants,
         "opponents": opponents,
+        "rounds": rounds,
+        "seconds": seconds,
+        "tight": tight,
+        "seed": seed,
         "gpu": (context.get("gpu") or {}).get("name"),
         "cpu": context["cpu"],
     }

@@ -3,7 +3,7 @@
 Bursts of calls from an empty queue at B1 H8 S64 D64 float16; the time until the last call of a burst has returned,
 divided by the calls; the median of the bursts. The floors: "bare launch" is the same call prepared once and launched
 again and again from C, "torch empty" is torch making (and dropping) an array like the result. ``measure()`` returns
-microseconds by subject, for those libraries that are installed. ``python -m bench.overhead`` prints them.
+microseconds by subject, for those libraries that are installed. ``python -m bench overhead`` prints them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from bench import problems, report
+from bench import arguments, problems, report
 
 SUMMARY = "PNG and SVG charts from any JSON of the laboratory"
 KINDS = ("grid", "ladder", "errors")
@@ -27,8 +27,10 @@ MARKERS = "osD^vP*X"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, nargs="+", help="JSON of measure, evidence, gate, references or tune")
     parser.add_argument("--kind", choices=KINDS, default="grid", help="which chart (grid)")
-    parser.add_argument("--filter", default="", help="regular expression that a problem's line must contain")
-    parser.add_argument("--only", default="", help="regular expression of contenders to draw")
+    parser.add_argument(
+        "--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain"
+    )
+    parser.add_argument("--only", type=arguments.pattern, default="", help="regular expression of contenders to draw")
     parser.add_argument("--output", type=Path, default=Path("chart"), help="name without suffix (chart.png, chart.svg)")
 
 
@@ -172,6 +174,14 @@ def _time(us: float) -> str:
     return f"{us:.3g} us" if us < 1000 else f"{us / 1000:.3g} ms" if us < 1e6 else f"{us / 1e6:.3g} s"
 
 
+def _reference_errors(document: dict) -> list[dict]:
+    """Entries of bench references, from its own file or from a record."""
+    part = document.get("parts", {}).get("references", {}).get("errors", document)
+    cells = part.get("cells", {})
+    listed = [cell.get("errors", []) for cell in (cells.values() if isinstance(cells, dict) else cells)]
+    return part.get("errors") or [entry for errors in listed for entry in errors]
+
+
 def _errors(plt, cells, documents, where):
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for cell in cells:
@@ -179,9 +189,7 @@ def _errors(plt, cells, documents, where):
         for name, figures in cell["contenders"].items():
             found[dtype, name].append(figures["frobenius"])
     for document in documents:
-        for entry in document.get("errors") or document.get("parts", {}).get("references", {}).get("errors", {}).get(
-            "errors", []
-        ):
+        for entry in _reference_errors(document):
             if "frobenius" in entry:
                 found[problems.parse(entry["case"]).dtype, entry["name"]].append(entry["frobenius"])
     found = {key: [v for v in values if isinstance(v, float) and v > 0] for key, values in found.items()}

@@ -17,6 +17,7 @@ if str(TESTS) not in sys.path:
 import cases  # noqa: E402  (lies beside the tests, which import it by the same name)
 
 Case = cases.Case
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def preset(name: str) -> list[Case]:
@@ -34,7 +35,10 @@ def preset_names() -> tuple[str, ...]:
 def parse(text: str) -> Case:
     """A case as ``str(case)`` writes it, such as ``B1,H8,S512,D64,float16,causal=True``."""
     try:
-        return Case.parse(text)
+        case = Case.parse(text)
+        if case.dtype not in DTYPES:
+            raise ValueError(f"dtype {case.dtype}; accepted: {', '.join(DTYPES)}")
+        return case
     except (ValueError, TypeError, IndexError) as error:
         example = "B1,H8,S512,D64,float16,causal=True"
         raise report.UsageError(f"case is {text!r} ({error}); accepted: lines such as {example!r}") from None

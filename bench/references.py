@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--rows", action="store_true", help="rows of fa_ext beside the peers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="write the errors to this JSON file")
+    parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same sources and options")
+    parser.add_argument("--fresh", action="store_true", help="do not resume")
 
 
 def default_cases(device: str) -> list[Case]:
@@ -44,29 +45,46 @@ def default_cases(device: str) -> list[Case]:
 def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if devices.has_gpu() else "cpu")
     cases = [problems.parse(text) for text in args.case] if args.case else None
-    document = collect(device, cases, args.rows, args.seed, args.json)
-    report.deliver(document, args.json, show, args.output)
+    report.deliver(collect(device, cases, args.rows, args.seed, args.json, args.output, args.fresh), args.json, show)
     return 0
 
 
 def collect(
-    device: str, cases: list[Case] | None = None, rows: bool = False, seed: int = 0, quiet: bool = False
-) -> dict:
-    """{"errors": [one entry a problem, inputs and backend], "versions": ...}."""
+    device: str, cases: list[Case] | None = None, rows: bool = False, seed: int = 0, quiet: bool = False,
+    output: Path | None = None, fresh: bool = False,
+) -> dict:  # fmt: skip
+    """{"cells": {problem: {"errors": [one entry for each kind of inputs and backend]}}, "summary", "context", ...}.
+
+    Problems that `output` holds already are not run again; a problem whose worker ended early is.
+    """
     target = devices.open_device(device)
     found, missing = peers.available(target)
     names = [p.name for p in found] + (list(contender.compiled_rows(target)) if rows else [])
-    document: dict[str, Any] = {"context": machine.context(device), "missing_peers": missing, "errors": []}
-    cases = cases or default_cases(device)
-    progress = report.Progress(len(cases), quiet)
+    context = machine.context(device)
+    identity = {"command": "references", "digest": context["digest"], "versions": context["versions"],
+                "device": device, "names": names, "seed": seed}  # fmt: skip
+    results = report.Results(output, identity, context | {"missing_peers": missing}, fresh)
+    todo = [case for case in cases or default_cases(device) if not judged_already(results.cells.get(str(case)))]
+    progress = report.Progress(len(todo), quiet)
     with isolation.Worker() as worker:
-        for case in cases:
+        for case in todo:
             arguments = {"case": str(case), "device": device, "names": names, "seed": seed}
             outcome = worker.call("bench.references:errors", arguments, 300)
-            document["errors"] += outcome.value if outcome.ok else [{"case": str(case), "refused": outcome.reason}]
+            found = outcome.value if outcome.ok else [{"case": str(case), "refused": outcome.reason}]
+            results.add(str(case), {"errors": found})
             progress.step(str(case))
-    document["summary"] = summarize(document["errors"])
-    return document
+    results.document["summary"] = summarize(every_entry(results.document))
+    results.save()
+    return results.document
+
+
+def judged_already(cell: dict | None) -> bool:
+    return cell is not None and all("name" in entry for entry in cell["errors"])
+
+
+def every_entry(document: dict) -> list[dict]:
+    """Every entry of a document of this command, in the order of its problems."""
+    return [entry for cell in document["cells"].values() for entry in cell["errors"]]
 
 
 def summarize(errors: list[dict]) -> list[dict]:
@@ -122,7 +140,7 @@ def show(document: dict) -> None:
     rows = [
         [e["case"], e["values"], e["name"], e["frobenius"], e["max_abs"], e["bound"], e["plain"],
          "yes" if e["within"] else "NO"]
-        for e in document["errors"] if "frobenius" in e
+        for e in every_entry(document) if "frobenius" in e
     ]  # fmt: skip
     columns = ("problem", "inputs", "backend", "Frobenius", "max abs", "bound", "plain's Frobenius", "within")
     versions = ", ".join(f"{k} {v}" for k, v in document["context"]["versions"].items())
@@ -130,6 +148,6 @@ def show(document: dict) -> None:
     columns = ("backend", "dtype", "judged", "outside the bounds", "error / plain's: median", "largest", "at")
     report.table("in short: relative Frobenius errors over those of a plain computation in the same precision", columns,
                  [list(s.values()) for s in document["summary"]])  # fmt: skip
-    for e in document["errors"]:
+    for e in every_entry(document):
         if "refused" in e and e.get("values", "normal") == "normal":
             print(f"  {e.get('name', '')} {e['case']}: {e['refused']}")

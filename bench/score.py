@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import device as devices
-from bench import gate, isolation, machine, problems, report
+from bench import arguments, gate, isolation, machine, problems, report
 from bench.operands import Operands, trivial_answers
 from bench.problems import Case
 
@@ -38,16 +38,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline", action="append", help="contender to compare with (repeatable; the fastest counts)"
     )
-    parser.add_argument("--filter", default="", help="regular expression that a problem's line must contain")
-    parser.add_argument("--every", type=int, default=1, help="only every n-th problem")
-    parser.add_argument("--seconds", type=float, help="time for the rounds of one problem (GPU 0.2, CPU 1)")
-    parser.add_argument("--time-limit", type=float, default=120.0, help="seconds until a problem counts as hung (120)")
+    parser.add_argument(
+        "--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain"
+    )
+    parser.add_argument("--every", type=arguments.count, default=1, help="only every n-th problem")
+    parser.add_argument(
+        "--seconds", type=arguments.positive, help="time for the rounds of one problem (GPU 0.2, CPU 1)"
+    )
+    parser.add_argument(
+        "--time-limit", type=arguments.positive, default=120.0, help="seconds until a problem counts as hung (120)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument(
         "--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes"
     )
-    parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same sources and candidate")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file; resumed if it is of the same sources, candidate and options"
+    )
     parser.add_argument("--fresh", action="store_true", help="do not resume")
 
 
@@ -81,7 +89,7 @@ def score(
     """Scores every problem that `output` does not hold yet. A crash or a hang costs its own problem only."""
     context = machine.context(device)
     identity = {"command": "score", "candidate": candidate, "content": _content(candidate), "digest": context["digest"],
-                "device": device, "baselines": baselines, "seed": seed}  # fmt: skip
+                "device": device, "baselines": baselines, "seconds": seconds, "arrays": arrays, "seed": seed}  # fmt: skip
     results = report.Results(output, identity, context, fresh)
     todo = [case for case in chosen if str(case) not in results.cells]
     document = results.document

@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     text = args.file.read_text()
     fresh = rendered(text)
     if args.check:
-        print(f"{args.file.name}: {'agrees' if fresh == text else 'differs from the records'}")
+        found = {"file": str(args.file), "agrees": fresh == text}
+        said = "agrees" if found["agrees"] else "differs from the records"
+        report.deliver(found, args.json, lambda document: print(f"{args.file.name}: {said}"))
         return int(fresh != text)
     args.file.write_text(fresh)
     return 0

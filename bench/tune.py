@@ -16,7 +16,6 @@ objective such as ``time*dram_traffic`` each variant also runs under Nsight Comp
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import device as devices
-from bench import isolation, machine, ncu, objective, report, search, variants
+from bench import arguments, isolation, machine, ncu, objective, report, search, variants
 from bench.spaces import SPACES, Config, Space, label
 
 SUMMARY = "search over a row's compile-time parameters"
@@ -41,19 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objective", default="time", help=f"time, or with figures of ncu time*NAME/NAME, of {figures}"
     )
-    parser.add_argument("--evaluations", type=int, default=48, help="variants at most (48)")
-    parser.add_argument("--time", type=float, default=3600.0, help="seconds at most (3600)")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds until a variant counts as hung (60)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="paired rounds of one variant (2)")
+    parser.add_argument("--evaluations", type=arguments.count, default=48, help="variants at most (48)")
+    parser.add_argument("--time", type=arguments.positive, default=3600.0, help="seconds at most (3600)")
     parser.add_argument(
-        "--final-seconds", type=float, default=10.0, help="paired rounds of each of the best three (10)"
+        "--time-limit", type=arguments.positive, default=60.0, help="seconds until a variant counts as hung (60)"
+    )
+    parser.add_argument("--seconds", type=arguments.positive, default=2.0, help="paired rounds of one variant (2)")
+    parser.add_argument(
+        "--final-seconds", type=arguments.positive, default=10.0, help="paired rounds of each of the best three (10)"
     )
     parser.add_argument("--case", help="the problem to tune for (default: the row's own)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="only compile, into this folder")
     parser.add_argument(
         "--sample",
-        type=int,
+        type=arguments.count,
         help="with --build: the hand-set configuration's neighbours and random ones, so many in all",
     )
     parser.add_argument("--measure", type=Path, metavar="FOLDER", help="only measure what --build left in this folder")
@@ -117,7 +118,7 @@ class Session:
         self.anchor_figures: dict[str, float] = {}
         self.libraries: dict[str, variants.Built] = {}
         if args.measure:
-            manifest = json.loads((args.measure / "manifest.json").read_text())
+            manifest = report.read_json(args.measure / "manifest.json")
             if manifest["sources"] != variants.sources_digest(space):
                 raise report.UsageError(f"{args.measure} was built from other sources: run --build again")
             self.configs: list[Config] = [entry["config"] for entry in manifest["variants"]]

@@ -447,16 +447,3 @@ def test_results_of_another_identity_are_not_resumed(tmp_path):
     assert report.Results(path, {"digest": "b"}, {}).cells == {}
     path.write_text("{ half a")
     assert report.Results(path, {"digest": "a"}, {}).cells == {}
-
-
-@pytest.mark.parametrize("arguments, words", [
-    (["measure", "--preset", "nothing"], "preset is 'nothing'; accepted: history"),
-    (["measure", "--case", "B1,H2"], "accepted: lines such as"),
-    (["measure", "--case", SMALL, "--peers", "nobody"], "peers are nobody"),
-    (["measure", "--case", SMALL, "--filter", "D999"], "no problem matches"),
-    (["score", "cpu_ref", "--filter", "D999"], "no problem matches"),
-    (["evidence", "--parts", "nothing"], "parts are nothing"),
-])  # fmt: skip
-def test_bad_usage_is_named(arguments, words, capfd):
-    assert main([*arguments, "--device", "cpu"]) == 3
-    assert words in capfd.readouterr().err
