@@ -1,7 +1,8 @@
 """Is a candidate correct, and faster than a baseline? One verdict a problem, exit status 0 PASS, 1 FAIL, 2 UNDECIDED.
 
 PASS: correct, and the upper bound of the 95% interval of candidate / baseline time is under the limit (0.95).
-FAIL: incorrect, or the lower bound is at or over the limit. UNDECIDED: everything else.
+FAIL: incorrect, or the lower bound is at or over the limit. UNDECIDED: everything else, and a correct candidate on CPU
+cores of which other processes took more than a quarter meanwhile.
 
 The default baseline on a GPU is the fastest backend of torch's scaled_dot_product_attention, timed beside the others;
 on the CPU it is torch if it imports, else NumPy. Several problems: the worst verdict counts.
@@ -21,6 +22,9 @@ from bench import arguments, duel, isolation, machine, peers, problems, report, 
 
 SUMMARY = "PASS, FAIL or UNDECIDED: is a candidate correct and faster than a baseline?"
 DEFAULT_LIMIT = 0.95
+# Share of the CPU cores that other processes may take during the rounds of a verdict on times. Turns do not cancel what
+# they cost: whoever uses more threads loses more to them (cpu_simd on cores that were held: 10.3 [4.8, 21.4]).
+OTHERS = 0.25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,10 +90,21 @@ def judge_one(candidate: str, case: str, device: str, baselines: list[str], limi
         against = min(document["ratios"], key=lambda name: document["seconds"][name])
         interval = stats.Interval(**document["ratios"][against])
     verdict = stats.decide(document["correct"], interval, limit)
-    document |= {"verdict": verdict.name, "baseline": against}
     if document["correct"] and interval is None:
         document["failures"].append("no baseline runs this problem")
-    return document
+    elif document["correct"] and (why := crowded(document.get("conditions"))):
+        verdict = stats.Verdict.UNDECIDED
+        document["failures"].append(why)
+    return document | {"verdict": verdict.name, "baseline": against}
+
+
+def crowded(conditions: dict[str, Any] | None) -> str | None:
+    """Why times taken under these conditions decide nothing; None where they do."""
+    others = (conditions or {}).get("others") or 0.0
+    if others <= OTHERS:
+        return None
+    return (f"other processes took {100 * others:.0f}% of the cores during the rounds, {100 * OTHERS:.0f}% are accepted "
+            f"(load average {conditions['load_average']:.1f}): measure on an idle machine")  # fmt: skip
 
 
 class _borrowed:

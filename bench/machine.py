@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,34 @@ def context(device: str) -> dict[str, Any]:
         found["gpu"] = gpu()
         found["nvcc"] = compiler("nvcc")
     return found
+
+
+class Cores:
+    """CPU time that other processes take, from construction on, on the cores that this one may use (Linux)."""
+
+    def __init__(self):
+        self.cores = os.sched_getaffinity(0)
+        self.began = self._read()
+
+    def _read(self) -> tuple[float, float, float]:
+        """Seconds that the cores spent at all and at work, and those that this process worked."""
+        total = busy = 0.0
+        try:
+            for line in Path("/proc/stat").read_text().splitlines():
+                name, *ticks = line.split()
+                if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in self.cores:
+                    # user, nice, system, idle, iowait, irq, softirq, steal; guests are part of user and nice
+                    spent = [int(t) / os.sysconf("SC_CLK_TCK") for t in ticks[:8]]
+                    total += sum(spent)
+                    busy += sum(spent) - sum(spent[3:5])
+        except OSError:
+            pass
+        return total, busy, time.process_time()
+
+    def others(self) -> float | None:
+        """Share of the cores' time since then that others took, 0 to 1; None where the kernel does not tell."""
+        total, busy, own = (now - then for now, then in zip(self._read(), self.began))
+        return min(1.0, max(0.0, busy - own) / total) if total > 0 else None
 
 
 class Monitor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,13 +23,17 @@ CONDITIONS_EVERY = 0.05
 class Samples:
     """Seconds a call, by contender; entry i of each was taken in round i. `hidden` counts seconds a call that the host
     saw beyond the contender's own clock, `settling` the seconds of waiting for an idle machine after each sample.
-    `conditions` are clocks and power, one entry a round with a GPU."""
+    `conditions` are clocks and power, one entry a round with a GPU; on the CPU `load_average` is that of the last
+    minute and `others` the share of the cores' time that other processes took during the rounds (None where the kernel
+    does not tell, or they were too short)."""
 
     seconds: dict[str, np.ndarray]
     hidden: dict[str, np.ndarray]
     settling: dict[str, list[float]] = field(default_factory=dict)
     conditions: list[dict] = field(default_factory=list)
     stopped: str = "rounds"
+    load_average: float | None = None
+    others: float | None = None
 
     def interval(self, candidate: str, baseline: str) -> stats.Interval:
         """Interval of candidate / baseline over the rounds that were not throttled (all, if most were)."""
@@ -41,11 +46,14 @@ class Samples:
         return good if good.sum() >= max(stats.MIN_ROUNDS, count // 2) else np.ones(count, bool)
 
     def conditions_summary(self) -> dict[str, Any] | None:
-        """On a GPU median clock and power, and the share of rounds under each reason to throttle; on the CPU the median
-        of the milliseconds for which threads went on running after a sample, by contender."""
+        """On a GPU median clock and power, and the share of rounds under each reason to throttle; on the CPU what others
+        took of its cores, the load average of the last minute, and the median of the milliseconds for which threads went
+        on running after a sample, by contender."""
         if not self.conditions:
+            if self.load_average is None:
+                return None
             waited = {n: float(np.median(w)) * 1e3 for n, w in self.settling.items() if w and max(w) > 0}
-            return {"settling_ms": waited} if waited else None
+            return {"others": self.others, "load_average": self.load_average, "settling_ms": waited}
         clocks = [c["sm_clock_mhz"] for c in self.conditions if c["sm_clock_mhz"] is not None]
         powers = [c["power_w"] for c in self.conditions if c["power_w"] is not None]
         reasons: dict[str, float] = {}
@@ -81,7 +89,9 @@ def take_turns(
     hidden: dict[str, list[float]] = {name: [] for name in names}
     settling: dict[str, list[float]] = {name: [] for name in names}
     previous = names[0]
-    monitor = machine.Monitor() if any(w.device.kind == "cuda" for w in watches.values()) else None
+    on_gpu = any(w.device.kind == "cuda" for w in watches.values())
+    monitor = machine.Monitor() if on_gpu else None
+    cores = None if on_gpu else machine.Cores()
     condition: dict[str, Any] = {}
     due = 0.0
     result = Samples({}, {})
@@ -110,6 +120,8 @@ def take_turns(
     result.seconds = {name: np.array(values) for name, values in taken.items()}
     result.hidden = {name: np.array(values) for name, values in hidden.items()}
     result.settling = settling
+    if cores:
+        result.load_average, result.others = os.getloadavg()[0], cores.others()
     return result
 
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from bench import (
+    ceiling,
     device,
     evidence,
+    gate,
     machine,
     measure,
     memory,
@@ -38,6 +40,7 @@ def one_thread(monkeypatch):
     """Tiny problems: threads of the workers' libraries would only wait for each other."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(gate, "OTHERS", 1.0)  # whatever else the machine does while it tests
 
 
 def command(capfd, *arguments):
@@ -192,7 +195,9 @@ def test_every_sample_of_every_contender_settles_first(monkeypatch):
     events.clear()
     found = rounds.take_turns(watches, rounds=30, seconds=10.0)
     assert events[::2] == ["settle"] * 60 and set(events[1::2]) == {"a", "b"}
-    assert found.conditions_summary() == {"settling_ms": {"a": 250.0, "b": 250.0}}
+    conditions = found.conditions_summary()
+    assert conditions["settling_ms"] == {"a": 250.0, "b": 250.0}
+    assert 0 <= (conditions["others"] or 0.0) <= 1 and conditions["load_average"] >= 0
 
 
 def test_measure_does_not_begin_what_would_take_too_long(capfd, monkeypatch):
@@ -204,6 +209,24 @@ def test_measure_does_not_begin_what_would_take_too_long(capfd, monkeypatch):
     assert "a call would take about" in measure._too_slow(entrant, problems.parse(slow), cpu, seconds=1e-6)
     assert measure._too_slow(entrant, problems.parse(slow), cpu, seconds=1e6) is None
     assert "GB of scores" in peers.NumPy().refuses(problems.parse(case.replace("H8", "H800")))
+
+
+def test_the_ceiling_is_the_fastest_of_several_products(monkeypatch):
+    seconds = {32: 4e-6, 64: 5e-6, 48: 5e-6}
+    monkeypatch.setattr(ceiling, "sizes", lambda device, dtype: tuple(seconds))
+    monkeypatch.setattr(ceiling, "_best", lambda work, device: seconds.get(len(np.atleast_1d(work())), 1.0))
+    found = ceiling.measure("cpu", ["float32", "bfloat16"])
+    assert found["gemm_tflops"] == {"float32": pytest.approx(2 * 64**3 / 5e-6 / 1e12)}
+    assert found["gemm_size"] == {"float32": 64} and found["read_gbs"] > 0 and found["copy_gbs"] > 0
+    monkeypatch.undo()
+    assert all(len(ceiling.sizes(kind, dtype)) >= 2 for kind in ("cpu", "cuda") for dtype in ("float16", "float32"))
+
+
+def test_the_ceiling_of_a_slow_machine_takes_three_samples(monkeypatch):
+    calls = []
+    monkeypatch.setattr(ceiling, "SECONDS", 0.0)
+    monkeypatch.setattr(timer.Stopwatch, "sample", lambda watch: calls.append(1) or 1.0 / len(calls))
+    assert ceiling._best(lambda: None, device.Cpu()) == pytest.approx(1 / 3) and len(calls) == 3
 
 
 # ---- profile ----

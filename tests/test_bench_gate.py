@@ -1,12 +1,15 @@
 """The laboratory refuses candidates that cheat or err, and accepts the honest ones; each runs in its own worker."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from bench import duel, gate, isolation, report
+from bench import duel, gate, isolation, machine, report
 
 CHEATS = Path(__file__).with_name("cheats.py")
 CASE = "B1,H2,S80x90,D32,float32"
@@ -18,6 +21,7 @@ def one_thread(monkeypatch):
     """Tiny problems: threads of the workers' libraries would only wait for each other."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(gate, "OTHERS", 1.0)  # whatever else the machine does while it tests
 
 
 def judge(name, case=CASE, baselines=("numpy",), limit=0.95, time_limit=60.0, **options):
@@ -90,6 +94,39 @@ def test_a_sure_win_passes_and_a_sure_loss_fails():
 def test_without_a_baseline_nothing_is_decided():
     found = judge("honest", "B1,H2,S64,D32,float32,values=normal", baselines=["torch-cudnn"])
     assert found["verdict"] == "UNDECIDED" and "torch-cudnn" in found["refused"]
+
+
+@pytest.mark.parametrize("ratio, others, failures, verdict", [
+    (0.5, 0.1, [], "PASS"), (2.0, 0.1, [], "FAIL"), (0.5, 0.6, [], "UNDECIDED"), (2.0, 0.6, [], "UNDECIDED"),
+    (0.5, None, [], "PASS"), (0.5, 0.6, ["wrong"], "FAIL"),
+])  # fmt: skip
+def test_times_on_crowded_cores_decide_nothing(ratio, others, failures, verdict, monkeypatch):
+    """Whichever way they point; a wrong result stays wrong."""
+    monkeypatch.undo()
+    interval = {"ratio": ratio, "low": 0.9 * ratio, "high": 1.1 * ratio, "rounds": 240, "block": 7}
+    found = {"failures": failures, "ratios": {"numpy": interval}, "seconds": {"numpy": 1.0},
+             "conditions": {"others": others, "load_average": 3.25, "settling_ms": {}}}  # fmt: skip
+    monkeypatch.setattr(isolation.Worker, "call", lambda *args: isolation.Outcome("done", found))
+    judged = gate.judge_one("any", CASE, "cpu", ["numpy"])
+    assert judged["verdict"] == verdict
+    crowded = verdict == "UNDECIDED"
+    assert any("60% of the cores" in text and "load average 3.2" in text for text in judged["failures"]) == crowded
+
+
+def test_what_others_take_of_the_cores_is_seen():
+    """As many busy processes as cores; what this process does itself is not counted."""
+    cores = machine.Cores()
+    spin = "import time\nend = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in os.sched_getaffinity(0)]
+    for process in busy:
+        process.wait()
+    assert cores.others() > 0.5
+    before, after = (100.0, 40.0, 7.0), (110.0, 48.0, 12.0)  # total, busy and own seconds
+    cores.began = before
+    cores._read = lambda: after
+    assert cores.others() == pytest.approx(0.3)
+    cores._read = lambda: (100.0, 40.0, 9.0)
+    assert cores.others() is None
 
 
 def test_candidate_that_cannot_be_called_for_the_problem_says_so():
