@@ -13,7 +13,7 @@
 #include "mask.cuh"        // tile_keys, key_band, mask_row
 #include "score.cuh"       // bias_row, LOG2_E
 #include "simt_loader.cuh" // Loader, NextBlock
-#include "softmax.cuh"     // RowState, finish_row
+#include "softmax.cuh"     // RowState, finish_row, scaled_down
 
 namespace simt {
 
@@ -67,10 +67,12 @@ __device__ __noinline__ void general_scores(const fa_problem &p, const Options &
         each([&](bool sees, float sum, int row, int column) {
             if (column >= KEYS) return;
             float &score = scores[row * STRIDE + column];
-            if (!sees)
+            if (!sees || sum == -INFINITY) {
                 score = -INFINITY;
-            else
-                score = cap > 0 ? fmaf(cap, tanhf(score * o.score.scale_cap), sum) : fmaf(score, scale, sum);
+                return;
+            }
+            asm("max.NaN.f32 %0, %0, %1;" : "+f"(sum) : "f"(-FA_LIMIT)); // larger ones saturate by themselves
+            score = cap > 0 ? fmaf(cap, tanhf(score * o.score.scale_cap), sum) : fmaf(score, scale, sum);
         });
     }
 }
@@ -188,14 +190,16 @@ template <typename T, Tile t> struct LaneTile {
     }
 
     /* Takes the base-2 scores `scale` s into the row states, leaves the weights P in shared memory, rescales the
-     * output. The product with the scale is not rounded before the maximum is subtracted. */
-    __device__ __forceinline__ void absorb(const float (&s)[TM][TN], float scale) {
+     * output. The product with the scale is not rounded before the maximum is subtracted. GENERAL: it may be as large
+     * as bias makes it. */
+    template <bool GENERAL> __device__ __forceinline__ void absorb(const float (&s)[TM][TN], float scale) {
+        const auto scaled = [&](float x) { return GENERAL ? fa::scaled_down(x, scale) : x * scale; };
         float maximum[TM];
 #pragma unroll
         for (int i = 0; i < TM; ++i) {
-            maximum[i] = s[i][0] * scale;
+            maximum[i] = scaled(s[i][0]);
 #pragma unroll
-            for (int j = 1; j < TN; ++j) maximum[i] = fmaxf(maximum[i], s[i][j] * scale);
+            for (int j = 1; j < TN; ++j) maximum[i] = fmaxf(maximum[i], scaled(s[i][j]));
         }
         row_maximum(maximum);
 #pragma unroll
@@ -203,7 +207,8 @@ template <typename T, Tile t> struct LaneTile {
             const float factor = state[i].raise(maximum[i]);
 #pragma unroll
             for (int j = 0; j < TN; ++j) {
-                const float weight = state[i].weight(s[i][j], scale);
+                const float weight =
+                    GENERAL ? state[i].bounded_weight(s[i][j], scale) : state[i].weight(s[i][j], scale);
                 state[i].sum += weight;
                 score_at(i, j) = weight;
             }
@@ -371,11 +376,15 @@ __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
             float s[lane.TM][lane.TN];
             lane.multiply_keys(s, p.head_dim);
             next.fetch(v_loader, key0, keys.end);
-            if (o.general)
+            if (o.general) {
                 lane.score_general(s, p, o, batch, head, row0, key0);
-            else if (key0 < common.begin || key0 + t.block_n > common.end)
-                lane.exclude(s, fa::key_band(p, row0 + lane.row, key0), o.score.scale_log2 > 0 ? -INFINITY : INFINITY);
-            lane.absorb(s, o.general ? fa::LOG2_E : o.score.scale_log2);
+                lane.template absorb<true>(s, fa::LOG2_E);
+            } else {
+                if (key0 < common.begin || key0 + t.block_n > common.end)
+                    lane.exclude(s, fa::key_band(p, row0 + lane.row, key0),
+                                 o.score.scale_log2 > 0 ? -INFINITY : INFINITY);
+                lane.template absorb<false>(s, o.score.scale_log2);
+            }
 
             if constexpr (!t.separate()) lane.sync_group(); // every warp is done with K
             next.store(v_loader, lane.v, key0, keys.end);

@@ -24,7 +24,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
  */
 __device__ __forceinline__ float softmax_shift(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-/* Score of a product for raise(), where weights come from weight(product, scale) or coarse_weight(). */
+/* Score of a product for raise(), where weights come from bounded_weight(). */
 __device__ __forceinline__ float scaled_down(float product, float scale) { return __fmul_rd(product, scale); }
 
 struct RowState {
@@ -47,10 +47,9 @@ struct RowState {
     }
 
     /* The latter takes back the rounding of the maximum, which is nothing to speak of below 2^24, but up to 2^103 where
-     * all keys of a row have a bias like -1e30. There the maximum must have been rounded down (scaled_down()), and this
-     * weight, of at most 2^64, take its place. */
-    __device__ __forceinline__ bool coarse() const { return fabsf(maximum) > 0x1p24f; }
-    __device__ __forceinline__ float coarse_weight(float product, float scale) const {
+     * all keys of a row have a bias like -1e30. Where that can be, the maximum must have been rounded down
+     * (scaled_down()), and this weight, of at most 2^64, take its place. */
+    __device__ __forceinline__ float bounded_weight(float product, float scale) const {
         float x = fmaf(product, scale, -softmax_shift(maximum));
         asm("min.NaN.f32 %0, %0, 0f42800000;" : "+f"(x)); // 64
         return exp2_fast(x);

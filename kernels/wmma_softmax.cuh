@@ -9,7 +9,7 @@
 #include "fa.h"           // fa_problem
 #include "mask.cuh"       // KeyRange, mask_row
 #include "mma_scores.cuh" // tanh_fast
-#include "score.cuh"      // ScoreParams, bias_row, add_bias_or_exclude
+#include "score.cuh"      // ScoreParams, bias_row, add_bias
 #include "softmax.cuh"    // RowState
 
 namespace fa::wmma_row {
@@ -128,7 +128,7 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreO
                 float bias[4];
                 load_bias(p, options.bias_vectors, bias_at, from + (i ^ swap), bias);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) s[i + j] = add_bias_or_exclude(s[i + j], bias[j]);
+                for (int j = 0; j < 4; ++j) s[i + j] = add_bias(s[i + j], bias[j]);
             }
         }
         if (p.mask.data) {
