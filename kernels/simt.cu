@@ -126,9 +126,7 @@ fa_code launch_tile(const fa_problem &p, const Options &o, const fa_plan &plan, 
     if constexpr (INDEX < TILE_COUNT) {
         if (plan.config != INDEX) return launch_tile<T, INDEX + 1>(p, o, plan, stream, status);
         auto kernel = simt_kernel<T, Config<INDEX>>;
-        if (plan.smem_bytes > 48 * 1024)
-            FA_CUDA_TRY(status, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                     static_cast<int>(plan.smem_bytes)));
+        if (plan.smem_bytes > 48 * 1024) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, status));
         kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes, stream>>>(p, o);
         FA_CUDA_TRY(status, cudaGetLastError());
         return FA_OK;

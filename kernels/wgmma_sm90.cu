@@ -166,7 +166,7 @@ fa_code FA_PASTE(wgmma_sm90_, FA_INSTANCE)(const ForwardParams &params, int64_t 
     using Instance = Config<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
     constexpr int kBytes = sizeof(ForwardSmem<Instance>);
     static_assert(kBytes <= 227 * 1024, "shared memory of a block");
-    FA_CUDA_TRY(status, cudaFuncSetAttribute(forward<Instance>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    FA_TRY(fa_allow_smem(forward<Instance>, kBytes, status));
     forward<Instance><<<static_cast<unsigned>(blocks), 128 * (Instance::kConsumers + 1), kBytes,
                         static_cast<cudaStream_t>(stream)>>>(params);
     FA_CUDA_TRY(status, cudaGetLastError());

@@ -183,8 +183,7 @@ fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch
     const bool capped = p->softcap > 0;
     const Kernel kernel =
         p->dtype == FA_F16 ? kernel_of<__half>(plan->config, capped) : kernel_of<__nv_bfloat16>(plan->config, capped);
-    FA_CUDA_TRY(status, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             static_cast<int>(plan->smem_bytes)));
+    FA_TRY(fa_allow_smem(kernel, plan->smem_bytes, status));
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = static_cast<unsigned>(plan->splits);
