@@ -1,6 +1,7 @@
 """Charts from any JSON of the laboratory, as PNG and SVG.
 
-grid    TFLOP/s by sequence length, one panel a head_dim and mask, rows beside peers, the ceiling drawn in
+grid    TFLOP/s by sequence length, rows beside peers, the ceiling drawn in: a panel for each series of at least three
+        lengths at the same heads, head_dim, options and tokens (or batch); other problems are left out
 ladder  the rows from slowest to fastest on one problem, beside the fastest peer
 errors  relative Frobenius errors of rows and peers against float64
 
@@ -10,8 +11,10 @@ python -m bench plot bench/evidence/nvidia-h200.json --kind grid --output bench/
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,41 +101,73 @@ def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
     """Rows solid and in front, peers dashed."""
     ordered = sorted(names, key=lambda n: (not _is_row(n), n))
     return {
-        name: {"color": PALETTE[i % len(PALETTE)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4,
+        name: {"color": PALETTE[i % len(PALETTE)], "markersize": 4,
+               "marker": MARKERS[(i + i // len(PALETTE)) % len(MARKERS)],
                "linestyle": "-" if _is_row(name) else "--", "linewidth": 1.8 if _is_row(name) else 1.1}
         for i, name in enumerate(ordered)
     }  # fmt: skip
 
 
-def _grid(plt, cells, documents, where):
-    panels: dict[tuple, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+def series(cells: list[dict]) -> dict[tuple, dict[int, dict]]:
+    """{(head_dim, what its problems share, size, mask): {sequence length: cell}}, each of at least three lengths.
+
+    The problems of a series differ in the length and, where the tokens stay the same, in the batch. A cell belongs to
+    the longest series that it fits into.
+    """
+    found: dict[tuple, dict[int, dict]] = defaultdict(dict)
     for cell in cells:
         case = problems.parse(cell["case"])
-        key = (case.head_dim, "causal" if case.causal else "full", case.dtype, cell["cache"])
-        for name, figures in cell["contenders"].items():
-            panels[key][name].append((case.seq_q, figures["tflops"]))
+        if case.seq_q != case.seq_k or not cell["contenders"]:
+            continue
+        one = dataclasses.replace(case, batch=1, seq_q=1, seq_k=1, causal=False)
+        _, heads, _, *others = str(one).split(",")
+        shared = ", ".join([heads, *others, cell["cache"]])
+        for size in (f"{case.batch * case.seq_q} tokens", f"batch {case.batch}"):
+            found[case.head_dim, shared, size, "causal" if case.causal else "full"][case.seq_q] = cell
+    kept: dict[tuple, dict[int, dict]] = {}
+    drawn: set[int] = set()
+    for key, lengths in sorted(found.items(), key=lambda item: -len(item[1])):
+        left = {length: cell for length, cell in lengths.items() if id(cell) not in drawn}
+        if len(left) >= 3:
+            kept[key] = left
+            drawn |= {id(cell) for cell in left.values()}
+    return dict(sorted(kept.items(), key=lambda item: (*item[0][:3], item[0][3] == "causal")))
+
+
+def _length_ticks(lengths: Iterable[int]) -> dict[int, str]:
+    """{length: label}; of lengths within a fifth of each other the first one alone, so that labels do not touch."""
+    ticks: dict[int, str] = {}
+    for length in sorted(lengths):
+        if not ticks or length > 1.2 * max(ticks):
+            ticks[length] = f"{length // 1024}k" if length % 1024 == 0 else str(length)
+    return ticks
+
+
+def _grid(plt, cells, documents, where):
+    panels = series(cells)
     if not panels:
-        raise report.UsageError("no measured problem fits this chart")
-    names = sorted({name for panel in panels.values() for name in panel})
+        raise report.UsageError("no measured problem fits this chart: it needs three lengths of one problem")
+    names = sorted({name for panel in panels.values() for cell in panel.values() for name in cell["contenders"]})
     styles, ceilings = _styles(names), _ceilings(documents)
     columns = 2 if len(panels) > 1 else 1
     lines = -(-len(panels) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(5.2 * columns, 3.0 * lines), squeeze=False)
-    for axis, (key, panel) in zip(axes.flat, sorted(panels.items())):
-        head_dim, mask, dtype, cache = key
+    for axis, ((_, shared, size, mask), panel) in zip(axes.flat, panels.items()):
         for name in names:
-            if name in panel:
-                points = sorted(panel[name])
-                axis.plot([p[0] for p in points], [p[1] for p in points], label=name, **styles[name])
+            points = [(s, c["contenders"][name]["tflops"]) for s, c in sorted(panel.items()) if name in c["contenders"]]
+            if points:
+                axis.plot(*zip(*points), label=name, **styles[name])
+        dtype = problems.parse(next(iter(panel.values()))["case"]).dtype
         if dtype in ceilings:
             axis.axhline(ceilings[dtype], color="0.4", linewidth=1, linestyle=":")
             axis.annotate(f"matrix product {ceilings[dtype]:.3g}", (0.02, ceilings[dtype]), fontsize=7, color="0.3",
                           xycoords=("axes fraction", "data"), va="bottom")  # fmt: skip
         axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
-        ticks = sorted({p[0] for points in panel.values() for p in points})
-        axis.set_xticks(ticks, [f"{t // 1024}k" if t % 1024 == 0 else str(t) for t in ticks])
-        axis.set_title(f"head_dim {head_dim}, {mask}, {dtype}, {cache}", fontsize=9)
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])  # room for the line's label
+        ticks = _length_ticks(panel)
+        axis.set_xticks(list(ticks), list(ticks.values()))
+        axis.minorticks_off()
+        axis.set_title(f"{mask}, {shared}, {size}", fontsize=9)
         axis.set_xlabel("sequence length (tokens)")
         axis.set_ylabel("TFLOP/s")
     for axis in list(axes.flat)[len(panels) :]:
@@ -148,6 +183,7 @@ def _grid(plt, cells, documents, where):
 
 
 def _ladder(plt, cells, documents, where):
+    cells = [cell for cell in cells if cell["contenders"]]
     if not cells:
         raise report.UsageError("no measured problem fits this chart")
     cell = max(cells, key=lambda c: (sum(_is_row(n) for n in c["contenders"]), problems.parse(c["case"]).flops()))
@@ -207,7 +243,8 @@ def _errors(plt, cells, documents, where):
         axis.set_yscale("log")
         axis.set_title(dtype, fontsize=9)
         axis.set_ylabel("relative error against float64")
-        axis.tick_params(axis="x", rotation=60)
+        for label in axis.get_xticklabels():
+            label.set(rotation=50, ha="right", rotation_mode="anchor")
     figure.suptitle(f"Frobenius norm of the error over that of the reference; {where}", fontsize=8)
     figure.tight_layout()
     return figure
