@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -94,7 +95,13 @@ class TorchSdpa(Peer):
         if backend in (None, "MATH", "EFFICIENT_ATTENTION") or device.kind == "cpu":
             self.dtypes = frozenset({"float16", "bfloat16", "float32"})
         if backend != "FLASH_ATTENTION":
-            self.extras = frozenset({"window", "mask"})
+            self.extras = frozenset({"window", "mask", "bias"})
+
+    def refuses(self, case: Case) -> str | None:
+        why = super().refuses(case)
+        if why is None and case.bias and _bias_dtype(case) != case.dtype:
+            return f"no {_bias_dtype(case)} bias of {case.dtype} inputs"
+        return why
 
     def bind(self, operands: Operands) -> Thunk:
         import torch
@@ -103,13 +110,19 @@ class TorchSdpa(Peer):
         case = operands.case
         q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
         square = case.seq_q == case.seq_k or case.causal == "top_left"
-        is_causal = bool(case.causal) and square and not case.window and not case.mask
+        is_causal = bool(case.causal) and square and not (case.window or case.mask or case.bias)
         mask = None
         if (case.causal or case.window) and not is_causal:
             mask = torch.from_numpy(_band(case)).to(q.device)
         if case.mask:
-            given = operands.array("mask", "torch")
+            given = operands.array("mask", self.library)
             mask = given if mask is None else mask & given
+        if case.bias:
+            bias = operands.array("bias", self.library)
+            if mask is None and bias.shape[-1] != case.seq_k:  # fused backends want the keys' stride to be 1
+                mask = torch.from_numpy(np.ones(case.seq_k, bool)).to(q.device)
+            mask = bias if mask is None else torch.where(mask, bias, -math.inf)
+            mask = torch.broadcast_to(mask, (case.batch, case.heads, case.seq_q, case.seq_k))
         choose = functools.partial(sdpa_kernel, getattr(SDPBackend, self.backend)) if self.backend else nullcontext
         attend = functools.partial(
             torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=is_causal,
@@ -255,6 +268,11 @@ class Xformers(Peer):
             return out.swapaxes(1, 2) if swap else out
 
         return call
+
+
+def _bias_dtype(case: Case) -> str:
+    """Name of the dtype that the case's kind of bias has, from one of a single key."""
+    return dataclasses.replace(case, batch=1, seq_q=1, seq_k=1, mask=None).host_inputs()["bias"].dtype.name
 
 
 def _band(case: Case) -> np.ndarray:

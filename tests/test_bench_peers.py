@@ -1,6 +1,7 @@
 """The adapters of libraries that are not installed here: each is given a stand-in with the library's own signature and
 conventions, computed by the float64 reference, and must make of a problem what the library understands."""
 
+import contextlib
 import sys
 import types
 
@@ -132,6 +133,80 @@ def test_what_is_installed_is_found_and_what_breaks_is_named(name, monkeypatch):
     stand_in(monkeypatch, module)  # a release without the function
     found, missing = peers.available(gpu, [name])
     assert name == "xformers" or (not found and "does not load" in missing[name])
+
+
+# ---- torch ----
+
+
+class Tensor(np.ndarray):
+    """What of a torch tensor the adapter asks for beyond NumPy's arrays."""
+
+    def to(self, device):
+        return self
+
+
+def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+                                 enable_gqa=False):  # fmt: skip
+    """Aligned to the top left, a mask of booleans or of the queries' dtype, and never both."""
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert attn_mask is None or not is_causal
+    options = {"scale": scale, "causal": "top_left" if is_causal else False}
+    if attn_mask is not None and attn_mask.dtype != bool:
+        assert attn_mask.dtype == query.dtype and attn_mask.ndim == 4 and attn_mask.strides[3] == attn_mask.itemsize
+        options["bias"] = attn_mask
+    elif attn_mask is not None:
+        options["mask"] = attn_mask
+    return reference.attention(query, key, value, **options)[0].astype(query.dtype)
+
+
+def torch_peer(monkeypatch, backend):
+    """TorchSdpa on a stand-in for torch, computing on NumPy arrays."""
+    names = types.SimpleNamespace(MATH=1, FLASH_ATTENTION=2, EFFICIENT_ATTENTION=3, CUDNN_ATTENTION=4)
+    stand_in(monkeypatch, "torch.nn.attention", SDPBackend=names, sdpa_kernel=lambda backend: contextlib.nullcontext())
+    functional = types.SimpleNamespace(scaled_dot_product_attention=scaled_dot_product_attention)
+    sys.modules["torch"].nn = types.SimpleNamespace(functional=functional)
+    vars(sys.modules["torch"]).update(
+        from_numpy=lambda array: array.view(Tensor), where=np.where, broadcast_to=np.broadcast_to,
+        no_grad=contextlib.nullcontext,
+    )  # fmt: skip
+    peer = peers.TorchSdpa(backend, "torch", CPU)
+    monkeypatch.setattr(peer, "library", "numpy")
+    return peer
+
+
+BIASED = [f"B2,H4/2,S24x40,D16,float16,{options}" for options in (
+    "bias=full", "bias=keys", "bias=queries", "bias=alibi", "causal=bottom_right,bias=full", "causal=top_left,bias=queries",
+    "window=5:7,bias=keys", "bias=full,mask=keys", "causal=bottom_right,window=9:none,bias=alibi,mask=batch,layout=bshd",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*CASES, *BIASED, "B1,H2,S40,D16,float32,bias=full32"])
+def test_torch_is_asked_for_what_the_problem_says(case, monkeypatch):
+    peer, problem = torch_peer(monkeypatch, "MATH"), problems.parse(case)
+    if "softcap" in case:
+        assert peer.refuses(problem) == "no softcap"
+        return
+    assert peer.refuses(problem) is None
+    held = operands.Operands(problem, CPU)
+    judged = held.judge(peer.bind(held)())
+    assert judged.passed, judged.failures
+
+
+def test_torch_refuses_biases_it_cannot_take(monkeypatch):
+    case = "B2,H4,S24,D16,float16,bias="
+    assert torch_peer(monkeypatch, "FLASH_ATTENTION").refuses(problems.parse(f"{case}full")) == "no bias"
+    for kind in ("full32", "finfo_min"):
+        why = torch_peer(monkeypatch, "MATH").refuses(problems.parse(case + kind))
+        assert why == "no float32 bias of float16 inputs"
+
+
+@pytest.mark.parametrize("case", [*BIASED, "B1,H2,S40,D16,bfloat16,bias=full"])
+@pytest.mark.parametrize("backend", ["MATH", None])
+def test_bias_on_torch_itself(backend, case):
+    pytest.importorskip("torch")
+    held = operands.Operands(problems.parse(case), CPU)
+    judged = held.judge(peers.TorchSdpa(backend, "torch", CPU).bind(held)())
+    assert judged.passed, judged.failures
 
 
 def test_torch_itself_is_measured_once():
