@@ -22,7 +22,7 @@ from bench.device import Cpu, Cuda
 from bench.memory import GUARD_BYTES
 from bench.operands import Operands
 from bench.problems import Case
-from bench.rounds import take_turns
+from bench.rounds import Samples, take_turns
 
 # Work the host saw beyond the contender's clock, as a share of the clocked time, that is no longer an accident.
 HIDDEN_SHARE = 0.5
@@ -102,9 +102,15 @@ def duel(
     failures += [f"after timing: {text}" for text in again.failures]
     failures += [f"tampered with {name}" for name in integrity.tampered(before)]
 
-    document |= {
-        "failures": failures,
-        "correct": not failures,
+    document |= {"failures": failures, "correct": not failures}
+    return document | _figures(candidate, [o.name for o in opponents], watches, samples)
+
+
+def _figures(
+    candidate: str, baselines: list[str], watches: dict[str, timer.Stopwatch], samples: Samples
+) -> dict[str, Any]:
+    """How it was timed, every sample, and the interval of candidate / baseline for each baseline."""
+    return {
         "clock": {name: w.clock for name, w in watches.items()},
         "notes": {name: w.note for name, w in watches.items() if w.note},
         "rounds": len(samples.seconds[candidate]),
@@ -112,9 +118,8 @@ def duel(
         "conditions": samples.conditions_summary(),
         "seconds": {name: float(np.median(s)) for name, s in samples.seconds.items()},
         "samples": {name: s.tolist() for name, s in samples.seconds.items()},
-        "ratios": {o.name: samples.interval(candidate, o.name).as_dict() for o in opponents},
-    }  # fmt: skip
-    return document
+        "ratios": {name: samples.interval(candidate, name).as_dict() for name in baselines},
+    }
 
 
 def _usable(names: list[str], case: Case, device: Cpu | Cuda, seed: int) -> tuple[list[Contender], dict[str, str]]:

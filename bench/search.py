@@ -18,6 +18,9 @@ from bench.spaces import Config, Space
 
 # Configurations that are compiled side by side between looks at the budget.
 STEP = 8
+# Strategies that can begin at the hand-set configuration.
+STARTED = ("genetic_algorithm", "greedy_ils", "mls", "simulated_annealing", "pso", "diff_evo", "firefly_algorithm",
+           "greedy_mls", "ordered_greedy_mls")  # fmt: skip
 
 Evaluate = Callable[[list[Config]], list[dict[str, Any]]]
 
@@ -47,15 +50,56 @@ def search(space: Space, configs: list[Config], strategy: str, evaluations: int,
         raise report.UsageError(f"strategy is {strategy!r}; accepted: {', '.join(interface.strategy_map)}")
     from constraint import FunctionConstraint  # python-constraint2, which kernel_tuner installs
     from kernel_tuner import util
-    from kernel_tuner.runners.runner import Runner
     from kernel_tuner.searchspace import Searchspace
 
     names = list(space.parameters)
     allowed = {tuple(config[name] for name in names) for config in configs}
+    random.seed(seed)
+    np.random.seed(seed)
+    tune_params = {name: sorted({c[name] for c in configs}) for name in names}
+    # A constraint object: kernel_tuner would take a bare function apart for its source text.
+    built = FunctionConstraint(lambda *values: values in allowed, names)
+    searchspace = Searchspace(tune_params, [built], 1 << 30)
+    options: dict[str, Any] = {"max_fevals": min(evaluations, searchspace.size), "time_limit": time_limit}
+    start = tuple(space.hand_set[name] for name in names)
+    if start in allowed and strategy in STARTED:
+        options["x0"] = list(start)
+    if strategy == "genetic_algorithm":
+        options["popsize"] = popsize
+    budget = util.TuningBudget(time_limit, options["max_fevals"])
+    if strategy == "brute_force":  # takes no options, not even a budget
+        options = {}
+    tuning = interface.Options(
+        tune_params=tune_params,
+        restrictions=searchspace._modified_restrictions,
+        strategy_options=interface.Options(options),
+        objective=["time"],
+        objective_higher_is_better=[False],
+        verbose=False,
+        metrics=None,
+        cache={},
+        cachefile=None,
+        simulated_time=0,
+        budget=budget,
+        max_fevals=budget.max_fevals,
+        time_limit=time_limit,
+        verify=None,
+        observers=None,
+    )
+    runner = _runner(names, evaluate)
+    try:
+        interface.strategy_map[strategy].tune(searchspace, runner, tuning)
+    except util.StopCriterionReached:
+        pass  # the budget ended outside the strategy's own handler
+    return list(runner.known.values())
+
+
+def _runner(names: list[str], evaluate: Evaluate) -> Any:
+    """A runner of kernel_tuner that evaluates through `evaluate`; an answer that is known is not evaluated again."""
+    from kernel_tuner import util
+    from kernel_tuner.runners.runner import Runner
 
     class OurRunner(Runner):
-        """Evaluates through `evaluate`; an answer that is known is not evaluated again."""
-
         def __init__(self):
             super().__init__()
             self.known: dict[tuple, dict[str, Any]] = {}
@@ -86,54 +130,7 @@ def search(space: Space, configs: list[Config], strategy: str, evaluations: int,
                 return result | {"__error__": util.RuntimeFailedConfig(), "reason": found["error"]}
             return result | {"time": found["objective"]}
 
-    random.seed(seed)
-    np.random.seed(seed)
-    tune_params = {name: sorted({c[name] for c in configs}) for name in names}
-    # A constraint object: kernel_tuner would take a bare function apart for its source text.
-    built = FunctionConstraint(lambda *values: values in allowed, names)
-    searchspace = Searchspace(tune_params, [built], 1 << 30)
-    options: dict[str, Any] = {"max_fevals": min(evaluations, searchspace.size), "time_limit": time_limit}
-    start = tuple(space.hand_set[name] for name in names)
-    if start in allowed and strategy in (
-        "genetic_algorithm",
-        "greedy_ils",
-        "mls",
-        "simulated_annealing",
-        "pso",
-        "diff_evo",
-        "firefly_algorithm",
-        "greedy_mls",
-        "ordered_greedy_mls",
-    ):
-        options["x0"] = list(start)
-    if strategy == "genetic_algorithm":
-        options["popsize"] = popsize
-    budget = util.TuningBudget(time_limit, options["max_fevals"])
-    if strategy == "brute_force":  # takes no options, not even a budget
-        options = {}
-    tuning = interface.Options(
-        tune_params=tune_params,
-        restrictions=searchspace._modified_restrictions,
-        strategy_options=interface.Options(options),
-        objective=["time"],
-        objective_higher_is_better=[False],
-        verbose=False,
-        metrics=None,
-        cache={},
-        cachefile=None,
-        simulated_time=0,
-        budget=budget,
-        max_fevals=budget.max_fevals,
-        time_limit=time_limit,
-        verify=None,
-        observers=None,
-    )
-    runner = OurRunner()
-    try:
-        interface.strategy_map[strategy].tune(searchspace, runner, tuning)
-    except util.StopCriterionReached:
-        pass  # the budget ended outside the strategy's own handler
-    return list(runner.known.values())
+    return OurRunner()
 
 
 def pareto(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
