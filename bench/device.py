@@ -54,6 +54,16 @@ class Cpu:
             _sleep(1e-3)
         return _now() - began
 
+    def waited_for_cores(self) -> float:
+        """Seconds for which threads of this process were ready to run and had no core, so far (Linux; else 0)."""
+        waited = 0
+        for task in Path("/proc/self/task").glob("*/schedstat"):
+            try:
+                waited += int(task.read_text().split()[1])
+            except (OSError, IndexError):  # ended meanwhile, or not counted by this kernel
+                continue
+        return waited * 1e-9
+
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         yield
@@ -94,6 +104,10 @@ class Cuda:
 
     def settle(self) -> float:
         """A sample begins with an idle device already: nothing to wait for."""
+        return 0.0
+
+    def waited_for_cores(self) -> float:
+        """Not what a GPU's times depend on."""
         return 0.0
 
     @contextlib.contextmanager

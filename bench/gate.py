@@ -1,8 +1,9 @@
 """Is a candidate correct, and faster than a baseline? One verdict a problem, exit status 0 PASS, 1 FAIL, 2 UNDECIDED.
 
 PASS: correct, and the upper bound of the 95% interval of candidate / baseline time is under the limit (0.95).
-FAIL: incorrect, or the lower bound is at or over the limit. UNDECIDED: everything else, and a correct candidate on CPU
-cores of which other processes took more than a quarter meanwhile.
+FAIL: incorrect, or the lower bound is at or over the limit. UNDECIDED: everything else, and on the CPU a
+verdict on times while other processes took more than a quarter of the cores, or while the threads of the side that lost
+waited for a core for more than a quarter of its samples.
 
 The default baseline on a GPU is the fastest backend of torch's scaled_dot_product_attention, timed beside the others;
 on the CPU it is torch if it imports, else NumPy. Several problems: the worst verdict counts.
@@ -22,9 +23,12 @@ from bench import arguments, duel, isolation, machine, peers, problems, report, 
 
 SUMMARY = "PASS, FAIL or UNDECIDED: is a candidate correct and faster than a baseline?"
 DEFAULT_LIMIT = 0.95
-# Share of the CPU cores that other processes may take during the rounds of a verdict on times. Turns do not cancel what
-# they cost: whoever uses more threads loses more to them (cpu_simd on cores that were held: 10.3 [4.8, 21.4]).
+# On the CPU: the share of the cores that other processes may take during the rounds of a verdict on times, and the share
+# of the samples for which threads of the slower side may wait for a core. Taking turns cancels neither. With two OpenMP
+# threads woken on one of two cores cpu_simd took 9 to 31 times NumPy's time at B1,H2,S128,D64 (84% to 95% waiting, none
+# of it for others), and 0.35 of it with OMP_WAIT_POLICY=passive.
 OTHERS = 0.25
+WAITING = 0.25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,19 +96,24 @@ def judge_one(candidate: str, case: str, device: str, baselines: list[str], limi
     verdict = stats.decide(document["correct"], interval, limit)
     if document["correct"] and interval is None:
         document["failures"].append("no baseline runs this problem")
-    elif document["correct"] and (why := crowded(document.get("conditions"))):
+    elif document["correct"] and (why := crowded(verdict, candidate, against, document.get("conditions") or {})):
         verdict = stats.Verdict.UNDECIDED
         document["failures"].append(why)
     return document | {"verdict": verdict.name, "baseline": against}
 
 
-def crowded(conditions: dict[str, Any] | None) -> str | None:
-    """Why times taken under these conditions decide nothing; None where they do."""
-    others = (conditions or {}).get("others") or 0.0
-    if others <= OTHERS:
-        return None
-    return (f"other processes took {100 * others:.0f}% of the cores during the rounds, {100 * OTHERS:.0f}% are accepted "
-            f"(load average {conditions['load_average']:.1f}): measure on an idle machine")  # fmt: skip
+def crowded(verdict: stats.Verdict, candidate: str, baseline: str | None, conditions: dict[str, Any]) -> str | None:
+    """Why times taken under these conditions do not bear the verdict out; None where they do."""
+    others = conditions.get("others") or 0.0
+    if others > OTHERS:
+        return (f"other processes took {100 * others:.0f}% of the cores during the rounds, {100 * OTHERS:.0f}% are "
+                f"accepted (load average {conditions['load_average']:.1f}): measure on an idle machine")  # fmt: skip
+    slower = {stats.Verdict.PASS: baseline, stats.Verdict.FAIL: candidate}.get(verdict)
+    waiting = conditions.get("waiting", {}).get(slower, 0.0)
+    if waiting > WAITING:
+        return (f"threads of {slower} waited for a core for {100 * waiting:.0f}% of its samples, {100 * WAITING:.0f}% are "
+                "accepted: two of them shared one, or other processes held it; try OMP_WAIT_POLICY=passive")  # fmt: skip
+    return None
 
 
 class _borrowed:

@@ -22,7 +22,8 @@ CONDITIONS_EVERY = 0.05
 @dataclass
 class Samples:
     """Seconds a call, by contender; entry i of each was taken in round i. `hidden` counts seconds a call that the host
-    saw beyond the contender's own clock, `settling` the seconds of waiting for an idle machine after each sample.
+    saw beyond the contender's own clock, `settling` the seconds of waiting for an idle machine after each sample,
+    `waiting` the share of each sample for which threads were ready to run and had no core (0.5: one thread half of it).
     `conditions` are clocks and power, one entry a round with a GPU; on the CPU `load_average` is that of the last
     minute and `others` the share of the cores' time that other processes took during the rounds (None where the kernel
     does not tell, or they were too short)."""
@@ -31,6 +32,7 @@ class Samples:
     hidden: dict[str, np.ndarray]
     settling: dict[str, list[float]] = field(default_factory=dict)
     conditions: list[dict] = field(default_factory=list)
+    waiting: dict[str, list[float]] = field(default_factory=dict)
     stopped: str = "rounds"
     load_average: float | None = None
     others: float | None = None
@@ -47,13 +49,14 @@ class Samples:
 
     def conditions_summary(self) -> dict[str, Any] | None:
         """On a GPU median clock and power, and the share of rounds under each reason to throttle; on the CPU what others
-        took of its cores, the load average of the last minute, and the median of the milliseconds for which threads went
-        on running after a sample, by contender."""
+        took of the cores, the load average, and by contender the mean of `waiting` and the median of the milliseconds for
+        which threads went on running after a sample."""
         if not self.conditions:
             if self.load_average is None:
                 return None
             waited = {n: float(np.median(w)) * 1e3 for n, w in self.settling.items() if w and max(w) > 0}
-            return {"others": self.others, "load_average": self.load_average, "settling_ms": waited}
+            waiting = {n: float(np.mean(w)) for n, w in self.waiting.items()}
+            return {"others": self.others, "load_average": self.load_average, "waiting": waiting, "settling_ms": waited}
         clocks = [c["sm_clock_mhz"] for c in self.conditions if c["sm_clock_mhz"] is not None]
         powers = [c["power_w"] for c in self.conditions if c["power_w"] is not None]
         reasons: dict[str, float] = {}
@@ -88,6 +91,7 @@ def take_turns(
     taken: dict[str, list[float]] = {name: [] for name in names}
     hidden: dict[str, list[float]] = {name: [] for name in names}
     settling: dict[str, list[float]] = {name: [] for name in names}
+    waiting: dict[str, list[float]] = {name: [] for name in names}
     previous = names[0]
     on_gpu = any(w.device.kind == "cuda" for w in watches.values())
     monitor = machine.Monitor() if on_gpu else None
@@ -99,7 +103,7 @@ def take_turns(
     for done in range(1, rounds + 1):
         for i in rng.permutation(len(names)):
             name = names[i]
-            sample = functools.partial(_settled_sample, watches[name], settling[previous])
+            sample = functools.partial(_settled_sample, watches[name], settling[previous], waiting[name])
             clock, host = around(name, sample) if around else sample()
             previous = name
             taken[name].append(clock)
@@ -119,12 +123,15 @@ def take_turns(
                 break
     result.seconds = {name: np.array(values) for name, values in taken.items()}
     result.hidden = {name: np.array(values) for name, values in hidden.items()}
-    result.settling = settling
+    result.settling, result.waiting = settling, waiting
     if cores:
         result.load_average, result.others = os.getloadavg()[0], cores.others()
     return result
 
 
-def _settled_sample(watch: Stopwatch, waits: list[float]) -> tuple[float, float]:
-    waits.append(watch.device.settle())
-    return watch.sample_both()
+def _settled_sample(watch: Stopwatch, settling: list[float], waiting: list[float]) -> tuple[float, float]:
+    settling.append(watch.device.settle())
+    before = watch.device.waited_for_cores()
+    clock, host = watch.sample_both()
+    waiting.append(max(0.0, watch.device.waited_for_cores() - before) / max(host * watch.launches, 1e-9))
+    return clock, host

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -40,7 +41,8 @@ def one_thread(monkeypatch):
     """Tiny problems: threads of the workers' libraries would only wait for each other."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(gate, "OTHERS", 1.0)  # whatever else the machine does while it tests
+    for name in ("OTHERS", "WAITING"):  # whatever else the machine does while it tests
+        monkeypatch.setattr(gate, name, float("inf"))
 
 
 def command(capfd, *arguments):
@@ -181,6 +183,30 @@ def test_a_sample_waits_for_threads_that_still_run(monkeypatch):
     assert cpu.settle() < waited
 
 
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count")
+def test_threads_that_wait_for_a_core_are_seen():
+    """Two threads outside the GIL on one core: each waits for half of the time."""
+    load, cores, cpu = bytes(1 << 27), os.sched_getaffinity(0), device.Cpu()
+    hashed, measured = threading.Barrier(3), threading.Event()
+
+    def work():
+        hashlib.sha256(load).digest()
+        hashed.wait(60)
+        measured.wait(60)  # a thread that has ended is not counted any more
+
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        before = cpu.waited_for_cores()
+        for thread in threads:
+            thread.start()
+        hashed.wait(60)
+        assert cpu.waited_for_cores() - before > 0.01
+    finally:
+        measured.set()
+        os.sched_setaffinity(0, cores)
+
+
 def test_settling_has_a_bound(monkeypatch):
     monkeypatch.setattr(device, "others_run", lambda: True)
     monkeypatch.setattr(device.Cpu, "SETTLE_SECONDS", 0.05)
@@ -197,7 +223,11 @@ def test_every_sample_of_every_contender_settles_first(monkeypatch):
     assert events[::2] == ["settle"] * 60 and set(events[1::2]) == {"a", "b"}
     conditions = found.conditions_summary()
     assert conditions["settling_ms"] == {"a": 250.0, "b": 250.0}
-    assert 0 <= (conditions["others"] or 0.0) <= 1 and conditions["load_average"] >= 0
+    assert (
+        set(conditions["waiting"]) == {"a", "b"}
+        and 0 <= (conditions["others"] or 0.0) <= 1
+        and conditions["load_average"] >= 0
+    )
 
 
 def test_measure_does_not_begin_what_would_take_too_long(capfd, monkeypatch):
