@@ -23,8 +23,8 @@ from bench import arguments, duel, isolation, machine, peers, problems, report, 
 
 SUMMARY = "PASS, FAIL or UNDECIDED: is a candidate correct and faster than a baseline?"
 DEFAULT_LIMIT = 0.95
-# On the CPU: the share of the cores that other processes may take during the rounds of a verdict on times, and the share
-# of the samples for which threads of the slower side may wait for a core. Taking turns cancels neither. With two OpenMP
+# On the CPU: the share of the cores that other processes may take during the rounds of a verdict on times, and that of
+# the samples for which threads of the slower side may wait for a core. Taking turns cancels neither. With two OpenMP
 # threads woken on one of two cores cpu_simd took 9 to 31 times NumPy's time at B1,H2,S128,D64 (84% to 95% waiting, none
 # of it for others), and 0.35 of it with OMP_WAIT_POLICY=passive.
 OTHERS = 0.25
@@ -111,8 +111,9 @@ def crowded(verdict: stats.Verdict, candidate: str, baseline: str | None, condit
     slower = {stats.Verdict.PASS: baseline, stats.Verdict.FAIL: candidate}.get(verdict)
     waiting = conditions.get("waiting", {}).get(slower, 0.0)
     if waiting > WAITING:
-        return (f"threads of {slower} waited for a core for {100 * waiting:.0f}% of its samples, {100 * WAITING:.0f}% are "
-                "accepted: two of them shared one, or other processes held it; try OMP_WAIT_POLICY=passive")  # fmt: skip
+        return (f"threads of {slower} waited for a core for {100 * waiting:.0f}% of its samples, {100 * WAITING:.0f}% "
+                "are accepted: two of them shared one, or other processes held it; try "
+                "OMP_WAIT_POLICY=passive")  # fmt: skip
     return None
 
 

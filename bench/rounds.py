@@ -48,9 +48,9 @@ class Samples:
         return good if good.sum() >= max(stats.MIN_ROUNDS, count // 2) else np.ones(count, bool)
 
     def conditions_summary(self) -> dict[str, Any] | None:
-        """On a GPU median clock and power, and the share of rounds under each reason to throttle; on the CPU what others
-        took of the cores, the load average, and by contender the mean of `waiting` and the median of the milliseconds for
-        which threads went on running after a sample."""
+        """On a GPU median clock and power, and the share of rounds under each reason to throttle; on the CPU what
+        others took of the cores, the load average, and by contender the mean of `waiting` and the median of the
+        milliseconds for which threads went on running after a sample."""
         if not self.conditions:
             if self.load_average is None:
                 return None

@@ -1,18 +1,14 @@
 """Every command of the laboratory runs for real on the CPU, resumes, and says clearly what it cannot do."""
 
-import hashlib
 import json
-import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench import (
-    ceiling,
     device,
     evidence,
     gate,
@@ -22,11 +18,8 @@ from bench import (
     ncu,
     operands,
     peers,
-    plot,
     problems,
     report,
-    rounds,
-    timer,
 )
 from bench.__main__ import main
 
@@ -170,66 +163,6 @@ def test_an_interrupted_measure_leaves_a_valid_file(tmp_path, monkeypatch, capfd
     capfd.readouterr()
 
 
-def test_a_sample_waits_for_threads_that_still_run(monkeypatch):
-    """A pool's workers go on spinning after a call has returned; the next contender begins when they have stopped."""
-    monkeypatch.setattr(device.Cpu, "SETTLE_SECONDS", 60.0)
-    load, done = bytes(1 << 27), threading.Event()
-    spinning = threading.Thread(target=lambda: (hashlib.sha256(load).digest(), done.set()))  # outside the GIL
-    cpu = device.Cpu()
-    spinning.start()
-    waited = cpu.settle()
-    assert done.is_set() and waited > 0.003
-    spinning.join()
-    assert cpu.settle() < waited
-
-
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count")
-def test_threads_that_wait_for_a_core_are_seen():
-    """Two threads outside the GIL on one core: each waits for half of the time."""
-    load, cores, cpu = bytes(1 << 27), os.sched_getaffinity(0), device.Cpu()
-    hashed, measured = threading.Barrier(3), threading.Event()
-
-    def work():
-        hashlib.sha256(load).digest()
-        hashed.wait(60)
-        measured.wait(60)  # a thread that has ended is not counted any more
-
-    try:
-        os.sched_setaffinity(0, {min(cores)})
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        before = cpu.waited_for_cores()
-        for thread in threads:
-            thread.start()
-        hashed.wait(60)
-        assert cpu.waited_for_cores() - before > 0.01
-    finally:
-        measured.set()
-        os.sched_setaffinity(0, cores)
-
-
-def test_settling_has_a_bound(monkeypatch):
-    monkeypatch.setattr(device, "others_run", lambda: True)
-    monkeypatch.setattr(device.Cpu, "SETTLE_SECONDS", 0.05)
-    assert 0.05 <= device.Cpu().settle() < 1.0
-
-
-def test_every_sample_of_every_contender_settles_first(monkeypatch):
-    events = []
-    cpu = device.Cpu()
-    monkeypatch.setattr(cpu, "settle", lambda: events.append("settle") or 0.25)
-    watches = {n: timer.Stopwatch([lambda n=n: events.append(n)], cpu, sample_seconds=1e-9) for n in ("a", "b")}
-    events.clear()
-    found = rounds.take_turns(watches, rounds=30, seconds=10.0)
-    assert events[::2] == ["settle"] * 60 and set(events[1::2]) == {"a", "b"}
-    conditions = found.conditions_summary()
-    assert conditions["settling_ms"] == {"a": 250.0, "b": 250.0}
-    assert (
-        set(conditions["waiting"]) == {"a", "b"}
-        and 0 <= (conditions["others"] or 0.0) <= 1
-        and conditions["load_average"] >= 0
-    )
-
-
 def test_measure_does_not_begin_what_would_take_too_long(capfd, monkeypatch):
     case = "B1,H8,S16384,D64,float32"
     assert case in map(str, problems.preset("cpu"))
@@ -239,24 +172,6 @@ def test_measure_does_not_begin_what_would_take_too_long(capfd, monkeypatch):
     assert "a call would take about" in measure._too_slow(entrant, problems.parse(slow), cpu, seconds=1e-6)
     assert measure._too_slow(entrant, problems.parse(slow), cpu, seconds=1e6) is None
     assert "GB of scores" in peers.NumPy().refuses(problems.parse(case.replace("H8", "H800")))
-
-
-def test_the_ceiling_is_the_fastest_of_several_products(monkeypatch):
-    seconds = {32: 4e-6, 64: 5e-6, 48: 5e-6}
-    monkeypatch.setattr(ceiling, "sizes", lambda device, dtype: tuple(seconds))
-    monkeypatch.setattr(ceiling, "_best", lambda work, device: seconds.get(len(np.atleast_1d(work())), 1.0))
-    found = ceiling.measure("cpu", ["float32", "bfloat16"])
-    assert found["gemm_tflops"] == {"float32": pytest.approx(2 * 64**3 / 5e-6 / 1e12)}
-    assert found["gemm_size"] == {"float32": 64} and found["read_gbs"] > 0 and found["copy_gbs"] > 0
-    monkeypatch.undo()
-    assert all(len(ceiling.sizes(kind, dtype)) >= 2 for kind in ("cpu", "cuda") for dtype in ("float16", "float32"))
-
-
-def test_the_ceiling_of_a_slow_machine_takes_three_samples(monkeypatch):
-    calls = []
-    monkeypatch.setattr(ceiling, "SECONDS", 0.0)
-    monkeypatch.setattr(timer.Stopwatch, "sample", lambda watch: calls.append(1) or 1.0 / len(calls))
-    assert ceiling._best(lambda: None, device.Cpu()) == pytest.approx(1 / 3) and len(calls) == 3
 
 
 # ---- profile ----
@@ -291,77 +206,6 @@ def test_profile_without_ncu_says_so(capfd):
     assert main(["profile", "simt", "--ncu", "no-such-profiler"]) == 3
     assert "no-such-profiler is not installed" in capfd.readouterr().err
     assert "administrator rights" in ncu.refusal("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
-
-
-# ---- plot ----
-
-
-@pytest.mark.parametrize("kind", plot.KINDS)
-def test_plots_are_drawn(kind, tmp_path, capfd):
-    pytest.importorskip("matplotlib")
-
-    def cell(seq, causal):
-        case = f"B1,H4,S{seq},D64,float16" + (",causal=True" if causal else "")
-        figures = {
-            n: {"us": 10.0 * i, "tflops": 5.0 / i, "frobenius": 2e-4 * i}
-            for i, n in enumerate(("simt", "torch-cudnn"), 1)
-        }
-        return {"case": case, "cache": "hot", "contenders": figures}
-
-    document = {"context": {"cpu": "test", "ceilings": {"gemm_tflops": {"float16": 9.0}}},
-                "cells": {f"{s}{c}": cell(s, c) for s in (512, 1024, 2048) for c in (False, True)}}  # fmt: skip
-    source = tmp_path / "m.json"
-    report.write_json(source, document)
-    status, written = command(capfd, "plot", source, "--kind", kind, "--output", tmp_path / "chart")
-    assert status == 0
-    png, svg = map(Path, written["written"])
-    assert png.read_bytes().startswith(b"\x89PNG") and "</svg>" in svg.read_text()
-    assert "simt" in svg.read_text() and "torch-cudnn" in svg.read_text()
-
-
-def test_a_grid_draws_series_of_lengths_and_nothing_else():
-    """The longest series that a problem fits into, with one cell a length; other heads, options or one length apart."""
-    paper = [f"B{16384 // s},H16,S{s},D128,bfloat16,layout=bshd" for s in (512, 1024, 2048, 4096)]
-    others = ["B4,H16,S4000,D128,bfloat16,layout=bshd", "B4,H32,S512,D64,bfloat16", "B4,H32/8,S1024,D64,bfloat16",
-              "B1,H16,S1x4096,D128,bfloat16,layout=bshd", *(f"B1,H8,S{s},D64,float16" for s in (128, 512, 2048))]  # fmt: skip
-    cells = [{"case": case, "cache": "hot", "contenders": {"simt": {"tflops": 1.0}}} for case in [*others, *paper]]
-    found = plot.series(cells)
-    assert [[cell["case"] for _, cell in sorted(lengths.items())] for lengths in found.values()] == [others[-3:], paper]
-    assert [key[1:] for key in found] == [("H8, D64, float16, hot", "batch 1", "full"),
-                                          ("H16, D128, bfloat16, layout=bshd, hot", "16384 tokens", "full")]  # fmt: skip
-    assert plot.series(cells[:6]) == {}
-    assert plot._length_ticks([4096, 4000, 512, 16384]) == {512: "512", 4000: "4000", 16384: "16k"}
-
-
-def test_a_ladder_of_a_problem_that_others_are_filtered_out_of(tmp_path, capfd):
-    pytest.importorskip("matplotlib")
-    one, two = ("B8,H16,S2048,D128,bfloat16,layout=bshd", "B8,H16,S2048,D128,bfloat16,causal=True,layout=bshd")
-    figures = {"us": 10.0, "tflops": 5.0, "frobenius": 2e-4}
-    cells = {one: {"case": one, "cache": "hot", "contenders": {"wmma": figures, "torch-math": figures}},
-             two: {"case": two, "cache": "hot", "contenders": {"simt": figures}}}  # fmt: skip
-    source = tmp_path / "m.json"
-    report.write_json(source, {"context": {"cpu": "test"}, "cells": cells})
-    common = ["plot", str(source), "--kind", "ladder", "--output", str(tmp_path / "ladder"), "--filter",
-              "B8,H16,S2048,D128,bfloat16", "--only"]  # fmt: skip
-    assert main([*common, "wmma|torch"]) == 0
-    assert one in (tmp_path / "ladder.svg").read_text()
-    assert main([*common, "nobody"]) == 3 and "no measured problem" in capfd.readouterr().err
-
-
-def test_errors_of_references_are_drawn_from_its_file_and_from_a_record():
-    cells = {"x": {"errors": [{"name": "numpy"}]}, "y": {"errors": [{"name": "simt"}]}}
-    entries = [{"name": "numpy"}, {"name": "simt"}]
-    assert plot._reference_errors({"cells": cells}) == entries
-    assert plot._reference_errors({"parts": {"references": {"errors": {"cells": cells}}}}) == entries
-    assert plot._reference_errors({"parts": {"measure": {"cells": {}}}}) == []
-
-
-def test_plot_of_nothing_is_an_error(tmp_path, capfd):
-    pytest.importorskip("matplotlib")
-    report.write_json(tmp_path / "m.json", {"cells": {}})
-    assert main(["plot", str(tmp_path / "m.json"), "--output", str(tmp_path / "c")]) == 3
-    assert main(["plot", str(tmp_path / "absent.json")]) == 3
-    assert "no measured problem" in capfd.readouterr().err
 
 
 # ---- evidence ----

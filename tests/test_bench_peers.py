@@ -175,8 +175,9 @@ def torch_peer(monkeypatch, backend):
 
 
 BIASED = [f"B2,H4/2,S24x40,D16,float16,{options}" for options in (
-    "bias=full", "bias=keys", "bias=queries", "bias=alibi", "causal=bottom_right,bias=full", "causal=top_left,bias=queries",
-    "window=5:7,bias=keys", "bias=full,mask=keys", "causal=bottom_right,window=9:none,bias=alibi,mask=batch,layout=bshd",
+    "bias=full", "bias=keys", "bias=queries", "bias=alibi", "causal=bottom_right,bias=full",
+    "causal=top_left,bias=queries", "window=5:7,bias=keys", "bias=full,mask=keys",
+    "causal=bottom_right,window=9:none,bias=alibi,mask=batch,layout=bshd",
 )]  # fmt: skip
 
 

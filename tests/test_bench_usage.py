@@ -1,4 +1,4 @@
-"""Bad usage of the laboratory exits with 3 and says what is accepted; failed work exits with 1; Ctrl-C loses nothing."""
+"""Bad usage of the laboratory exits with 3 and says what is accepted, failed work with 1; Ctrl-C tells what it kept."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ def status_of(arguments):
     (["measure", "--case", SMALL, "--rows", "zzz", "--peers", "none"], "no row matches 'zzz'"),
     (["score", "cpu_ref", "--filter", "D999"], "no problem matches"),
     (["score", "cpu_ref", "--every", "0"], "whole numbers from 1 on"),
-    (["score", "cpu_ref", "--filter", "S128,D64,float32$", "--baseline", "nope"], "baseline is 'nope'; accepted: a row"),
+    (["score", "cpu_ref", "--filter", "S128,D64,float32$", "--baseline", "nope"], "baseline is 'nope'; accepted"),
     (["evidence", "--parts", "nothing"], "parts are nothing"),
     (["gate"], "arguments are required: candidate"),
     (["gate", "cpu_ref", "--bogus"], "unrecognized arguments: --bogus"),
