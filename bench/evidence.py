@@ -34,7 +34,10 @@ from bench import arguments, machine, report
 SUMMARY = "write or check the committed record of tests and figures"
 FOLDER = machine.ROOT / "bench" / "evidence"
 PARTS = ("tests", "sanitizer", "sweep", "overhead", "references", "measure")
-GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "paper": "hot"}
+GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "extras": "hot",
+               "paper": "hot"}  # fmt: skip
+# Measured without peers: what an option costs shows only where the call with it and the one without run at like power.
+ALONE = ("options",)
 CPU_PRESETS = {"cpu": "hot"}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 # Of the bitwise tests on a GPU.
@@ -206,8 +209,9 @@ def _measure(record: Record, args: argparse.Namespace, ends: float) -> None:
             if not cases or time.monotonic() > ends:
                 continue
             seconds = args.seconds or (1.0 if record.device == "cuda" else 8.0)
+            opponents = [] if preset in ALONE else [p.name for p in found]
             document = measure.measure(
-                record.device, cases, rows, [p.name for p in found], [kind], 60, seconds, 0.01, missing=missing,
+                record.device, cases, rows, opponents, [kind], 60, seconds, 0.01, missing=missing,
                 deadline=lambda: time.monotonic() > ends, on_cell=keep,
             )  # fmt: skip
             record.part("measure")["context"] = document["context"]

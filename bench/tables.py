@@ -216,23 +216,28 @@ def _ladder(records: dict) -> str:
 
 
 def _options(records: dict) -> str:
-    def cells(head_dim: int, option: str) -> dict | None:
-        return _cell(records["gpu"], f"B4,H{2048 // head_dim},S4096,D{head_dim},bfloat16{option},layout=bshd")
+    def cell(head_dim: int, option: str) -> dict | None:
+        return _cell(records["gpu"], f"B4,H{2048 // head_dim},S4096,D{head_dim},bfloat16{option}")
 
     def line(head_dim: int) -> list:
-        plain = cells(head_dim, "")
-        costs = [_cost(cells(head_dim, option), plain) for option in (",softcap=30.0", ",sinks=same")]
-        rates = [_value(cell, HOPPER, "tflops") for cell in (plain, cells(head_dim, ",window=1024:0"))]
-        return [head_dim, *costs, *(f"{rate:.0f}" if rate else "-" for rate in rates)]
+        plain, causal = cell(head_dim, ""), cell(head_dim, ",causal=True")
+        rates = [_value(c, HOPPER, "tflops") for c in (plain, causal, cell(head_dim, ",window=1024:0"))]
+        costs = [_cost(cell(head_dim, ",softcap=30.0"), plain), _cost(cell(head_dim, ",sinks=same"), plain),
+                 _cost(cell(head_dim, ",causal=True,sinks=same"), causal)]  # fmt: skip
+        return [head_dim, *(f"{rate:.0f}" if rate else "-" for rate in rates), *costs]
 
-    between = [
-        (d, mask, _cell(records["gpu"], f"B4,H16,S4096,D{d},bfloat16{causal},layout=bshd"))
-        for d in (96, 192) for mask, causal in (("full", ""), ("causal", ",causal=True"))
-    ]  # fmt: skip
-    rates = [f"{d} {mask} {rate:.0f}" for d, mask, cell in between if (rate := _value(cell, HOPPER, "tflops"))]
-    columns = ["head_dim", "softcap", "sinks", "plain TFLOP/s", "window of 1024 keys back, TFLOP/s of what it leaves"]
-    table = _markdown(columns, [line(d) for d in (64, 128, 256)])
-    return f"{table}\n\nOther head dims at S 4096, TFLOP/s: {', '.join(rates) or '-'}."
+    columns = ["head_dim", "full", "causal", "window of 1024 keys back", "softcap", "sinks", "sinks, causal"]
+    return _markdown(columns, [line(d) for d in (64, 96, 128, 192, 256)])
+
+
+def _extras(records: dict) -> str:
+    lines = []
+    for d, s in ((64, 2048), (128, 2048), (128, 4096)):
+        for option in ("bias", "mask"):
+            cell = _cell(records["gpu"], f"B4,H16,S{s},D{d},bfloat16,{option}=full")
+            times = [_value(cell, name) for name in (AMPERE, "wmma", CUDNN, "torch-efficient")]
+            lines.append([f"4 16 {s} {d}", option, *map(_microseconds, times)])
+    return _markdown(["B H S D, bfloat16", "", "`mma_sm80` us", "`wmma`", "cuDNN", "efficient"], lines)
 
 
 def _cost(cell: dict | None, plain: dict | None) -> str:
@@ -280,6 +285,6 @@ def _tested(records: dict) -> str:
 
 
 BLOCKS: dict[str, Callable[[dict], str]] = {
-    "where": _where, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "decode": _decode,
+    "where": _where, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "extras": _extras, "decode": _decode,
     "overhead": _overhead, "cpu": _cpu, "tested": _tested,
 }  # fmt: skip

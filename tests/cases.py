@@ -50,7 +50,18 @@ def contract() -> list[Case]:
     # Head dims.
     for d in (1, 2, 8, 16, 32, 40, 59, 64, 72, 80, 96, 104, 111, 128, 160, 192, 224, 256):
         cases += [Case(1, 2, 1, 113, 239, d, dtype=t, causal=d % 3 == 1 and "bottom_right") for t in DTYPES]
-    for d, dv in ((64, 128), (128, 64), (192, 128), (40, 56), (40, 59), (256, 1), (1, 256), (96, 32), (16, 256), (256, 64)):
+    for d, dv in (
+        (64, 128),
+        (128, 64),
+        (192, 128),
+        (40, 56),
+        (40, 59),
+        (256, 1),
+        (1, 256),
+        (96, 32),
+        (16, 256),
+        (256, 64),
+    ):
         cases += [Case(1, 2, 2, 113, 129, d, dv, dtype=t, causal="top_left", layout=layout()) for t in DTYPES]
 
     # Heads, batches.
@@ -141,7 +152,9 @@ def zero_sizes() -> list[Case]:
 def float64() -> list[Case]:
     """float64 runs on the CPU alone."""
     small = dict(batch=2, heads=4, heads_kv=2, seq_q=61, seq_k=83, dtype="float64")
-    return [Case(**small, causal=c, layout=l) for c in (False, "top_left", "bottom_right") for l in ("bhsd", "bshd")] + [
+    return [
+        Case(**small, causal=c, layout=l) for c in (False, "top_left", "bottom_right") for l in ("bhsd", "bshd")
+    ] + [
         Case(**small, head_dim=40, head_dim_v=59, window=(9, 4), softcap=2.0, bias="full32", mask="rows", sinks="same"),
         Case(**small, bias="holes", strides="negative"),
         Case(**small, bias="finfo_min", causal="top_left"),
@@ -171,7 +184,10 @@ def sanitize() -> list[Case]:
             Case(1, 2, 1, 5, 0, 32, dtype=t),
             Case(1, 2, 1, 70, 300, 64, dtype=t, values="nan_outside", causal="top_left"),
         ]
-    cases += [Case(2, 2, 1, 65, 129, 64, bias="alibi", dtype="float32", mask="batch"), Case(1, 1, 1, 1, 1, 1, dtype="float32")]
+    cases += [
+        Case(2, 2, 1, 65, 129, 64, bias="alibi", dtype="float32", mask="batch"),
+        Case(1, 1, 1, 1, 1, 1, dtype="float32"),
+    ]
     return _unique(cases)
 
 
@@ -263,11 +279,18 @@ def _decode():
 
 def _options():
     """What softcap, sinks and windows cost at 4096 keys, and the head dims between those of the paper's grid."""
-    plain = [Case(4, 2048 // d, 2048 // d, 4096, 4096, d, dtype="bfloat16", layout="bshd") for d in (64, 128, 256)]
-    kinds = ({"softcap": 30.0}, {"sinks": "same"}, {"causal": True, "sinks": "same"}, {"window": (1024, 0)}, {"window": (512, 512)})
-    between = [Case(4, 16, 16, 4096, 4096, d, dtype="bfloat16", causal=causal, layout="bshd")
-               for d in (96, 192) for causal in (False, True)]  # fmt: skip
-    return [dataclasses.replace(case, **kind) for case in plain for kind in kinds] + between
+    plain = [Case(4, 2048 // d, 2048 // d, 4096, 4096, d, dtype="bfloat16") for d in (64, 96, 128, 192, 256)]
+    kinds = ({}, {"causal": True}, {"softcap": 30.0}, {"sinks": "same"}, {"causal": True, "sinks": "same"},
+             {"window": (1024, 0)}, {"window": (512, 512)})  # fmt: skip
+    return [dataclasses.replace(case, **kind) for case in plain for kind in kinds]
+
+
+def _extras():
+    """Additive bias and boolean mask."""
+    return [
+        dataclasses.replace(Case(4, 16, 16, s, s, d, dtype="bfloat16"), **kind)
+        for d, s in ((64, 2048), (128, 2048), (128, 4096)) for kind in ({"bias": "full"}, {"mask": "full"})
+    ]  # fmt: skip
 
 
 def _cpu():
@@ -285,6 +308,7 @@ PRESETS = {
     "gqa": _gqa(),
     "decode": _decode(),
     "options": _options(),
+    "extras": _extras(),
     "cpu": _cpu(),
 }
 
@@ -396,7 +420,10 @@ def sweep(row: str, problems, seconds: float) -> int:
             failed += 1
             found = repr(error)
         if found:
-            print(f'{found}\n  python tests/cases.py "{case}" --kernel {row} --on {rows.library_for(row, case)}', flush=True)
+            print(
+                f'{found}\n  python tests/cases.py "{case}" --kernel {row} --on {rows.library_for(row, case)}',
+                flush=True,
+            )
     print(f"{row}: {judged} judged, {failed} failed, {refusals.total()} not taken")
     for reason, count in refusals.most_common():
         print(f"  {count} {reason}")

@@ -406,13 +406,13 @@ def test_own_array_into_other_libraries(torch, cupy, host):
 
 
 def test_own_memory_is_freed(cupy):
-    free = []
-    for _ in range(3):
-        for _ in range(20):
-            fa_ext.to_device(np.zeros(1 << 24, np.float32))  # 64 MiB
+    host, free = np.zeros(1 << 24, np.float32), []  # 64 MiB
+    for _ in range(2):
+        for _ in range(100):
+            fa_ext.to_device(host)
         cupy.cuda.Device().synchronize()
         free.append(cupy.cuda.runtime.memGetInfo()[0])
-    assert abs(free[2] - free[1]) < 1 << 28
+    assert free[0] - free[1] < 50 << 26  # other processes of the GPU may take some
 
 
 def test_interfaces_that_lie(cupy, host):
