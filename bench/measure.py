@@ -365,7 +365,7 @@ def show(document: dict) -> None:
         "GB/s",
         "time / fastest peer [95%]",
         "error vs float64",
-        "of ceiling",
+        "of product or stream",
         "clock",
     )
     report.table(f"{where}, {context['date']}", columns, rows)
