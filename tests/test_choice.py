@@ -48,4 +48,9 @@ def _shapes_only(case):
     largest = max(map(math.prod, (case.q_shape, case.k_shape, case.v_shape)))
     memory = rows.filled(library, largest, case.dtype, 0)
     shapes = {"q": case.q_shape, "k": case.k_shape, "v": case.v_shape}
-    return {n: memory[: math.prod(s)].reshape(s) for n, s in shapes.items()} | case.options()
+    arrays = {n: memory[: math.prod(s)].reshape(s) for n, s in shapes.items()}
+    scores = (case.batch, case.heads, case.seq_q, case.seq_k)
+    for name, dtype in (("bias", case.dtype), ("mask", "bool")):
+        if getattr(case, name):
+            arrays[name] = rows.filled(library, math.prod(scores), dtype, 0).reshape(scores)
+    return arrays | case.options()
