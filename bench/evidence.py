@@ -255,11 +255,17 @@ def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: flo
                                   env={**os.environ, "CI": "1"})  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"error": f"not finished after {limit:.0f} s", "seconds": round(time.monotonic() - began, 1)}
-        found = parse_junit(xml.read_text()) if xml.exists() else {"error": (done.stdout + done.stderr).strip()[-500:]}
+        found = parse_junit(xml.read_text()) if xml.exists() else {"error": _last_words(done.stdout + done.stderr)}
         found["seconds"] = round(time.monotonic() - began, 1)
         if prefix:
             found["sanitizer"] = sanitizer_result(done.stdout + done.stderr)
         return found
+
+
+def _last_words(printed: str) -> str:
+    """What a process that died said: from the interpreter's own report of it on, else the end."""
+    fatal = printed.find("Fatal Python error")
+    return printed[fatal : fatal + 2000] if fatal >= 0 else printed.strip()[-500:]
 
 
 def parse_junit(text: str) -> dict[str, Any]:

@@ -263,6 +263,12 @@ def test_a_sweep_adds_up_its_processes_and_counts_a_dead_one_as_failed():
     assert found["failures"] == ['python tests/cases.py "X" --kernel simt --on cupy', "ended early: Segmentation"]
 
 
+def test_the_record_keeps_why_a_process_died():
+    words = evidence._last_words("." * 5000 + "Fatal Python error: Segmentation fault\n  File x" + "\nmodule" * 5000)
+    assert words.startswith("Fatal Python error: Segmentation fault") and len(words) == 2000
+    assert evidence._last_words("." * 5000 + "usage: pytest") == "." * 487 + "usage: pytest"
+
+
 def test_evidence_without_files_is_stale(tmp_path, capfd):
     assert evidence.check(strict=True, folder=tmp_path) == 1
     assert "stale: no file" in capfd.readouterr().out

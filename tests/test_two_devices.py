@@ -4,6 +4,9 @@ Runs on a machine with two GPUs; device 0 is current throughout, unless a test s
 """
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -193,18 +196,30 @@ def test_cupy(cupy, torch, host, wanted):
     close(seen_new, wanted)
 
 
-def test_jax(host, wanted):
-    jax = pytest.importorskip("jax")
-    if jax.default_backend() != "gpu" or len(jax.devices()) < 2:
-        pytest.skip("JAX has no two GPUs")
-    there = jax.devices()[1]
-    arrays = [jax.device_put(array, there) for array in host]
-    busy = jax.device_put(np.ones((4096, 4096), np.float32), there)
-    late = jax.jit(lambda x, y: x + (y @ y @ y @ y * 0)[0, 0].astype(x.dtype))
-    for _ in range(20):
-        out = fa_ext.attention(*(late(array, busy) for array in arrays), causal=True)
-        assert out.devices() == {there}
-        close(out, wanted)
+JAX_ON_THE_SECOND_DEVICE = """
+import numpy as np, jax, fa_ext
+assert jax.default_backend() == "gpu" and len(jax.devices()) > 1
+random = np.random.default_rng(0)
+host = [random.standard_normal((2, 4, 160, 128)).astype(np.float16) for _ in range(3)]
+wanted = fa_ext.attention(*(array.astype(np.float32) for array in host), causal=True)
+there = jax.devices()[1]
+arrays = [jax.device_put(array, there) for array in host]
+busy = jax.device_put(np.ones((4096, 4096), np.float32), there)
+late = jax.jit(lambda x, y: x + (y @ y @ y @ y * 0)[0, 0].astype(x.dtype))
+for _ in range(20):
+    out = fa_ext.attention(*(late(array, busy) for array in arrays), causal=True)
+    assert out.devices() == {there}
+    np.testing.assert_allclose(fa_ext.to_numpy(out).astype(np.float32), wanted, rtol=0, atol=2e-3)
+"""
+
+
+def test_jax():
+    """In a process of its own, so that a crash there is this test's failure alone."""
+    pytest.importorskip("jax")
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", JAX_ON_THE_SECOND_DEVICE], capture_output=True,
+                          text=True, timeout=300, env=environment)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_numba(host, wanted):
