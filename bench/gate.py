@@ -24,9 +24,8 @@ from bench import arguments, duel, isolation, machine, peers, problems, report, 
 SUMMARY = "PASS, FAIL or UNDECIDED: is a candidate correct and faster than a baseline?"
 DEFAULT_LIMIT = 0.95
 # On the CPU: the share of the cores that other processes may take during the rounds of a verdict on times, and that of
-# the samples for which threads of the slower side may wait for a core. Taking turns cancels neither. With two OpenMP
-# threads woken on one of two cores cpu_simd took 9 to 31 times NumPy's time at B1,H2,S128,D64 (84% to 95% waiting, none
-# of it for others), and 0.35 of it with OMP_WAIT_POLICY=passive.
+# the samples for which threads of the slower side may wait for a core. Taking turns cancels neither: in the record of the
+# CPU cpu_simd's two threads wait for up to 46% of a sample on an otherwise idle machine.
 OTHERS = 0.25
 WAITING = 0.25
 

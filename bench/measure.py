@@ -182,7 +182,8 @@ def cell(
     alone: dict[str, dict[str, Any]] = {}
     with target.working():
         count = timer.slots_for_cold(problem.bytes(), target) if cache == "cold" else 1
-        slots = [Operands(_reseeded(problem, seed + i), target, guard=0) for i in range(count)]
+        seeded = (dataclasses.replace(problem, seed=seed + i) for i in range(count))
+        slots = [Operands(case, target, guard=0) for case in seeded]
         for name in [*entrants, *opponents]:
             entrant = _opened(name, target)
             why = entrant.refuses(problem)
@@ -221,10 +222,6 @@ def cell(
         "stopped": samples.stopped,
         "contenders": found | {n: _figures(n, base, samples, w) | errors[n] for n, w in watches.items()},
     }
-
-
-def _reseeded(case: Case, seed: int) -> Case:
-    return dataclasses.replace(case, seed=seed)
 
 
 def _opened(name: str, device: Cpu | Cuda) -> Contender:

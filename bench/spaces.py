@@ -134,10 +134,6 @@ SIMT = Space(
             lambda c: c["MIN_BLOCKS"] * _simt_shared_bytes(c) <= 227 * 1024,
         ),
         ("at least two rows a lane", lambda c: _simt_lane(c)[0] >= 2),
-        (
-            "groups of warps keep K and V in one buffer (racecheck reports the two of several groups)",
-            lambda c: c["KEY_GROUPS"] == 1 or not c["SYNC_POLICY"] & 1,
-        ),
     ),
 )
 

@@ -61,3 +61,19 @@ def pytest_runtest_setup(item):
         reason = rows.no_device() or reason
     if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    """For tiny problems: threads of the laboratory's workers would only wait for each other."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+
+
+@pytest.fixture
+def any_load(monkeypatch):
+    """Verdicts on times, whatever else the machine does while it tests."""
+    from bench import gate
+
+    for name in ("OTHERS", "WAITING"):
+        monkeypatch.setattr(gate, name, float("inf"))

@@ -11,7 +11,6 @@ import pytest
 from bench import (
     device,
     evidence,
-    gate,
     machine,
     measure,
     memory,
@@ -22,26 +21,14 @@ from bench import (
     report,
 )
 from bench.__main__ import main
+from laboratory import CHEATS, SMALL, command
+
+pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
 
 ROOT = Path(__file__).resolve().parent.parent
-CHEATS = Path(__file__).with_name("cheats.py")
 EXAMPLE = ROOT / "bench" / "examples" / "candidate.py"
-SMALL = "B1,H2,S96,D32,float32"
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny problems: threads of the workers' libraries would only wait for each other."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
-    for name in ("OTHERS", "WAITING"):  # whatever else the machine does while it tests
-        monkeypatch.setattr(gate, name, float("inf"))
-
-
-def command(capfd, *arguments):
-    """(exit status, JSON that the command printed)."""
-    status = main([*map(str, arguments), "--json"])
-    return status, json.loads(capfd.readouterr().out)
+SMALLER = "B1,H1,S64,D32,float32"
+BESIDE_NUMPY = ["measure", "--device", "cpu", "--rows", "none", "--peers", "numpy", "--seconds", "0.2"]
 
 
 # ---- measure ----
@@ -84,45 +71,13 @@ def test_measure_times_rows_and_peers_and_resumes(tmp_path, capfd):
 
 
 def test_measure_does_not_time_what_is_wrong(capfd):
-    document = command(
-        capfd,
-        "measure",
-        "--device",
-        "cpu",
-        "--case",
-        SMALL,
-        "--rows",
-        "none",
-        "--peers",
-        "numpy",
-        "--seconds",
-        "0.2",
-        "--candidate",
-        f"{CHEATS}:zeros",
-    )[1]
+    document = command(capfd, *BESIDE_NUMPY, "--case", SMALL, "--candidate", f"{CHEATS}:zeros")[1]
     cell = document["cells"][f"{SMALL} hot"]
     assert list(cell["contenders"]) == ["numpy"] and cell["refused"][f"{CHEATS}:zeros"].startswith("WRONG")
 
 
 def test_measure_survives_a_crash(capfd):
-    document = command(
-        capfd,
-        "measure",
-        "--device",
-        "cpu",
-        "--case",
-        SMALL,
-        "--case",
-        "B1,H1,S64,D32,float32",
-        "--rows",
-        "none",
-        "--peers",
-        "numpy",
-        "--seconds",
-        "0.2",
-        "--candidate",
-        f"{CHEATS}:crashes",
-    )[1]
+    document = command(capfd, *BESIDE_NUMPY, "--case", SMALL, "--case", SMALLER, "--candidate", f"{CHEATS}:crashes")[1]
     assert len(document["cells"]) == 2
     assert all("SIGSEGV" in cell["error"] for cell in document["cells"].values())
 
@@ -138,27 +93,11 @@ def test_an_interrupted_measure_leaves_a_valid_file(tmp_path, monkeypatch, capfd
             raise KeyboardInterrupt
         return call(self, function, *args, **options)
 
-    arguments = [
-        "measure",
-        "--device",
-        "cpu",
-        "--case",
-        SMALL,
-        "--case",
-        "B1,H1,S64,D32,float32",
-        "--rows",
-        "none",
-        "--peers",
-        "numpy",
-        "--seconds",
-        "0.2",
-        "--output",
-        str(output),
-    ]
+    arguments = [*BESIDE_NUMPY, "--case", SMALL, "--case", SMALLER, "--output", str(output)]
     monkeypatch.setattr(measure.isolation.Worker, "call", interrupt)
     assert main(arguments) == 130
     assert list(json.loads(output.read_text())["cells"]) == [f"{SMALL} hot"]
-    monkeypatch.undo()
+    monkeypatch.setattr(measure.isolation.Worker, "call", call)
     assert main(arguments) == 0 and len(json.loads(output.read_text())["cells"]) == 2
     capfd.readouterr()
 

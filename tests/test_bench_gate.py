@@ -5,24 +5,16 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from bench import duel, gate, isolation, machine, report
+from laboratory import CHEATS
 
-CHEATS = Path(__file__).with_name("cheats.py")
+pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
+
 CASE = "B1,H2,S80x90,D32,float32"
 QUICK = {"rounds": 24, "seconds": 3.0, "seed": 3}
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny problems: threads of the workers' libraries would only wait for each other."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
-    for name in ("OTHERS", "WAITING"):  # whatever else the machine does while it tests
-        monkeypatch.setattr(gate, name, float("inf"))
 
 
 def judge(name, case=CASE, baselines=("numpy",), limit=0.95, time_limit=60.0, **options):

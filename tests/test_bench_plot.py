@@ -1,18 +1,12 @@
 """Charts: which problems make a series, which contenders a ladder, and that both are drawn."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from bench import plot, report
 from bench.__main__ import main
-
-
-def command(capfd, *arguments):
-    """(exit status, JSON that the command printed)."""
-    status = main([*map(str, arguments), "--json"])
-    return status, json.loads(capfd.readouterr().out)
+from laboratory import command
 
 
 @pytest.mark.parametrize("kind", plot.KINDS)

@@ -1,28 +1,14 @@
 """``bench score`` and ``bench references``: what counts as correct and faster, and which backend is off."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from bench import problems, references, score
 from bench.__main__ import main
+from laboratory import CHEATS, SMALL, command
 
-CHEATS = Path(__file__).with_name("cheats.py")
-SMALL = "B1,H2,S96,D32,float32"
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny problems: threads of the workers' libraries would only wait for each other."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
-
-
-def command(capfd, *arguments):
-    """(exit status, JSON that the command printed)."""
-    status = main([*map(str, arguments), "--json"])
-    return status, json.loads(capfd.readouterr().out)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- score ----

@@ -9,19 +9,9 @@ import pytest
 from bench import isolation, objective, report, search, spaces, tune, variants
 from bench.__main__ import main
 from bench.evidence import FOLDER
+from laboratory import command
 
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny problems: threads of the workers' libraries would only wait for each other."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
-
-
-def command(capfd, *arguments):
-    """(exit status, JSON that the command printed)."""
-    status = main([*map(str, arguments), "--json"])
-    return status, json.loads(capfd.readouterr().out)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 TUNE = [

@@ -9,17 +9,11 @@ import pytest
 
 from bench import isolation, references
 from bench.__main__ import main
+from laboratory import CHEATS, SMALL
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parent.parent
-CHEATS = Path(__file__).with_name("cheats.py")
-SMALL = "B1,H2,S96,D32,float32"
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """Tiny problems: threads of the workers' libraries would only wait for each other."""
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
 
 
 def status_of(arguments):
