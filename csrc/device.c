@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #if FA_HAVE_CUDA
+#include <cuda.h>             /* codes of the driver */
 #include <cuda_runtime_api.h> /* the static CUDA runtime; libcuda is found by it at run time */
 #endif
 
@@ -26,7 +27,13 @@ struct fa_context {
     fa_device_info *cuda[MAX_DEVICES]; /* filled once each, under the lock, then only read */
     void *pools[MAX_DEVICES];          /* cudaMemPool_t */
     void *primary[MAX_DEVICES];        /* the primary contexts, CUcontext; NULL while unknown */
-    int (*current_context)(void **);   /* cuCtxGetCurrent; set before the first of `primary` */
+    struct {
+        int (*context)(void **);                /* cuCtxGetCurrent */
+        int (*push)(void *);                    /* cuCtxPushCurrent */
+        int (*pop)(void **);                    /* cuCtxPopCurrent */
+        int (*device)(int *);                   /* cuCtxGetDevice */
+        int (*stream_context)(void *, void **); /* cuStreamGetCtx */
+    } driver;                                   /* set before the first of `primary`; NULL where the driver has none */
     char *cublas_path;
     char cublas_error[512];
     char workspace_error[192]; /* what is wrong with FA_EXT_WORKSPACE_MB, or empty */
@@ -214,9 +221,15 @@ static fa_code describe_cuda(fa_context *context, int id, fa_device_info *info, 
 
 /* With the device current. */
 static void find_primary(fa_context *context, int id) {
-    if (!context->current_context) context->current_context = (int (*)(void **))driver_function("cuCtxGetCurrent");
+    if (!context->driver.context) {
+        context->driver.push = (int (*)(void *))driver_function("cuCtxPushCurrent");
+        context->driver.pop = (int (*)(void **))driver_function("cuCtxPopCurrent");
+        context->driver.device = (int (*)(int *))driver_function("cuCtxGetDevice");
+        context->driver.stream_context = (int (*)(void *, void **))driver_function("cuStreamGetCtx");
+        context->driver.context = (int (*)(void **))driver_function("cuCtxGetCurrent");
+    }
     void *primary = NULL;
-    if (context->current_context && context->current_context(&primary) == 0)
+    if (context->driver.context && context->driver.context(&primary) == CUDA_SUCCESS)
         __atomic_store_n(&context->primary[id], primary, __ATOMIC_RELEASE);
 }
 
@@ -265,7 +278,7 @@ fa_code fa_device_enter(fa_context *context, fa_device device, int *previous, fa
     /* The usual case, in a third of the time of cudaGetDevice(): the device's primary context is current. */
     if (device.id >= 0 && device.id < MAX_DEVICES) {
         void *primary = __atomic_load_n(&context->primary[device.id], __ATOMIC_ACQUIRE), *current;
-        if (primary && context->current_context(&current) == 0 && current == primary) return FA_OK;
+        if (primary && context->driver.context(&current) == CUDA_SUCCESS && current == primary) return FA_OK;
     }
     TRY_CUDA(status, cudaGetDevice(previous));
     /* Also where it is that device already: a thread that has made no CUDA call has a device, but no context. */
@@ -319,12 +332,40 @@ fa_code fa_memory_copy(void *to, const void *from, size_t bytes, void *stream, f
     return FA_OK;
 }
 
+/* The device of a CUcontext; `otherwise` where the driver does not say. */
+static int context_device(const fa_context *context, void *owner, int otherwise) {
+    int id = otherwise;
+    void *popped;
+    if (!context->driver.push || !context->driver.pop || !context->driver.device) return otherwise;
+    if (context->driver.push(owner) != CUDA_SUCCESS) return otherwise;
+    if (context->driver.device(&id) != CUDA_SUCCESS) id = otherwise;
+    context->driver.pop(&popped);
+    return id;
+}
+
+fa_code fa_stream_check(fa_context *context, fa_device device, const char *name, void *stream, fa_status *status) {
+    if (stream == FA_STREAM_LEGACY || stream == FA_STREAM_PER_THREAD || !context->driver.stream_context) return FA_OK;
+    void *owner = NULL;
+    const int error = context->driver.stream_context(stream, &owner);
+    if (error == CUDA_ERROR_INVALID_HANDLE)
+        return fa_fail(status, FA_EVALUE, "%s is %p, which is no stream of this process; accepted: a CUDA stream", name,
+                       stream);
+    if (error != CUDA_SUCCESS || owner == __atomic_load_n(&context->primary[device.id], __ATOMIC_ACQUIRE)) return FA_OK;
+    const int id = context_device(context, owner, device.id);
+    if (id == device.id) return FA_OK;
+    return fa_fail(status, FA_EVALUE, "%s belongs to CUDA device %d, but q is on CUDA device %d", name, id, device.id);
+}
+
 fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status) {
     if (waiter == producer) return FA_OK;
     cudaEvent_t event;
     TRY_CUDA(status, cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
     cudaError_t error = cudaEventRecord(event, producer);
     if (error == cudaSuccess) error = cudaStreamWaitEvent(waiter, event, 0);
+    if (error == cudaErrorInvalidResourceHandle) { /* the producer is of another device, whose events are not these */
+        cudaGetLastError();
+        error = cudaStreamSynchronize(producer);
+    }
     cudaEventDestroy(event);
     return error == cudaSuccess ? FA_OK : cuda_fail(status, error, "ordering two streams");
 }
@@ -397,6 +438,11 @@ fa_code fa_memory_copy(void *to, const void *from, size_t bytes, void *stream, f
 
 fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status) {
     (void)waiter, (void)producer;
+    return no_cuda(status);
+}
+
+fa_code fa_stream_check(fa_context *context, fa_device device, const char *name, void *stream, fa_status *status) {
+    (void)context, (void)device, (void)name, (void)stream;
     return no_cuda(status);
 }
 

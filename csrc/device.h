@@ -43,8 +43,12 @@ fa_code fa_memory_free(fa_device device, void *pointer, void *stream, fa_status 
 /* Blocking copy between host and the current device in either direction, ordered after the work on `stream`. */
 fa_code fa_memory_copy(void *to, const void *from, size_t bytes, void *stream, fa_status *status);
 
+/* FA_EVALUE where a stream that somebody else names as `name` is no stream, or one of another device than `device`,
+ * which q is on: CUDA may take it for a launch, whose first access over there ends the process's use of CUDA. Needs
+ * fa_device_info_get(). */
+fa_code fa_stream_check(fa_context *context, fa_device device, const char *name, void *stream, fa_status *status);
 /* Makes work queued on `waiter` from now on wait for what is queued on `producer` until now; nothing if they are equal.
- */
+ * A producer of another device than the current one is waited for on the host. */
 fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status);
 fa_code fa_stream_synchronize(void *stream, fa_status *status);
 /* Waits for all work on the current device, which is `device`; nothing on the CPU. */

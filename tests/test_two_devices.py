@@ -98,12 +98,54 @@ def test_a_failing_call_restores_it(torch, host):
         fa_ext.attention(q, k, v, out=first)
     with pytest.raises(fa_ext.UnsupportedError):
         fa_ext.attention(q, k, v, softcap=1.0, kernel="minimal")
-    side = torch.cuda.Stream(device=0)
-    with pytest.raises(fa_ext.CudaError):  # a stream of the other device
-        fa_ext.attention(q, k, v, stream=side)
     assert torch.cuda.current_device() == 0
     fa_ext.attention(q, k, v)
     torch.cuda.synchronize(1)
+
+
+class Foreign:
+    """An array of another library, which names a stream."""
+
+    def __init__(self, array, stream):
+        self.array = array
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream}
+
+
+def test_a_stream_of_the_other_device(torch, host, wanted):
+    """CUDA would run the kernel over there, on memory that device cannot reach."""
+    _, (q, k, v) = on_both(host)
+    out = fa_ext.attention(q, k, v)
+    before = fa_ext.to_numpy(out)
+    torch.cuda.synchronize(1)
+    other, own = torch.cuda.Stream(device=0), torch.cuda.Stream(device=1)
+    for stream in (other, other.cuda_stream):
+        with pytest.raises(ValueError, match="stream belongs to CUDA device 0, but q is on CUDA device 1"):
+            fa_ext.attention(q, k, v, causal=True, out=out, stream=stream)
+    with pytest.raises(ValueError, match="q's interface stream belongs to CUDA device 0, but q is on CUDA device 1"):
+        fa_ext.attention(Foreign(q, other.cuda_stream), k, v, causal=True, out=out)
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    np.testing.assert_array_equal(fa_ext.to_numpy(out), before)
+    for stream in (own, own.cuda_stream):
+        close(fa_ext.attention(q, k, v, causal=True, stream=stream), wanted)
+    close(fa_ext.attention(Foreign(q, own.cuda_stream), k, v, causal=True), wanted)
+    torch.cuda.synchronize(1)
+
+
+def test_an_input_filled_by_a_stream_of_the_other_device(torch, host, wanted):
+    """It is waited for on the host: its device has no events that the stream of the call could wait for."""
+    sources = [torch.from_numpy(array).to("cuda:1") for array in host]
+    keys = torch.zeros_like(sources[1])
+    other, own = torch.cuda.Stream(device=0), torch.cuda.Stream(device=1)
+    torch.cuda.synchronize(1)
+    near = torch.from_numpy(host[1]).to("cuda:0")
+    torch.cuda.synchronize(0)
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(CYCLES)
+        keys.copy_(near, non_blocking=True)
+    out = fa_ext.attention(sources[0], Foreign(keys, other.cuda_stream), sources[2], causal=True, stream=own)
+    own.synchronize()
+    close(out, wanted)
 
 
 def test_each_row_on_both_devices(cuda_row, host):
@@ -214,7 +256,7 @@ for _ in range(20):
 
 
 def test_jax():
-    """In a process of its own, so that a crash there is this test's failure alone."""
+    """In a process of its own: JAX keeps a client on every device until the process ends."""
     pytest.importorskip("jax")
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", JAX_ON_THE_SECOND_DEVICE], capture_output=True,

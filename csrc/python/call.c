@@ -79,11 +79,22 @@ static fa_code read_call(fa_state *state, PyObject *const *args, Py_ssize_t coun
     return FA_OK;
 }
 
+/* A stream that no library of the arrays keeps for their device, but the caller or an interface names. */
+static fa_code check_stream(fa_state *state, const fa_call *call, fa_status *status) {
+    const fa_array *q = &call->array[FA_Q];
+    const bool described = q->type->protocol == FA_BY_INTERFACE || q->type->protocol == FA_BY_UNKNOWN;
+    const bool named = described && q->has_stream && q->type->library != FA_LIB_CUPY;
+    if (call->problem.device.kind == FA_CPU || !(call->stream.given || named)) return FA_OK;
+    return fa_stream_check(state->context, call->problem.device, call->stream.given ? "stream" : "q's interface stream",
+                           call->stream.handle, status);
+}
+
 /* Arguments -> problem and plan. */
 static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
                        fa_plan *plan, fa_status *status) {
     FA_TRY(read_call(state, args, count, keywords, call, status));
-    return fa_dispatch(state->context, &call->request, call->forced, &call->problem, &call->info, plan, status);
+    FA_TRY(fa_dispatch(state->context, &call->request, call->forced, &call->problem, &call->info, plan, status));
+    return check_stream(state, call, status);
 }
 
 static void begin(fa_call *call) {
