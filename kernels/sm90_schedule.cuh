@@ -19,7 +19,6 @@ struct Schedule {
 struct alignas(16) Tile {
     int row; // first query row; negative: no more tiles
     int head, batch;
-    int unused;
 };
 
 __device__ __forceinline__ Tile tile_at(const Schedule &s, uint32_t index, int tile_m) {

@@ -33,6 +33,7 @@ __device__ __forceinline__ void pack_scores(uint32_t (&words)[Count / 2], const 
     for (int i = 0; i < Count / 2; ++i) words[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
 }
 
+/* tanh by the MUFU, up to 4.9e-4 off relatively: the softcap's error in a score is that times the score. */
 __device__ __forceinline__ float tanh_fast(float x) {
     float y;
     asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -44,6 +44,7 @@
 #include "sm90_forward.cuh"
 #include "sm90_tensor_map.h"
 #include <algorithm> // min, max
+#include <numbers>   // log2e
 #include <numeric>   // gcd
 
 /* ---- configuration ---- */
@@ -333,10 +334,8 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     params.schedule.section_heads = static_cast<uint32_t>(plan->extra[0]);
     if (plan->workspace_bytes) {
         params.schedule.counter = static_cast<uint32_t *>(context->workspace);
-#ifndef FA_SELF_RESET
         FA_CUDA_TRY(status, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
                                             static_cast<cudaStream_t>(context->stream)));
-#endif
     }
     const int64_t first = p.diagonal - p.key_begin;
     params.visibility = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};
@@ -348,10 +347,9 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
         steps[i][0] = operands[i]->stride[1] != 0;
         steps[i][1] = operands[i]->stride[0] != 0;
     }
-    constexpr double kLog2E = 1.4426950408889634;
-    params.score_factor = static_cast<float>((p.softcap > 0 ? p.softcap : p.scale) * kLog2E);
+    params.score_factor = static_cast<float>((p.softcap > 0 ? p.softcap : p.scale) * std::numbers::log2e);
     params.cap_factor = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;
-    if (p.softcap > 0) params.cap_polynomial = cap_polynomial(p.scale * kLog2E, p.scale / p.softcap);
+    if (p.softcap > 0) params.cap_polynomial = cap_polynomial(p.scale * std::numbers::log2e, p.scale / p.softcap);
     return launch_of(p)(params, plan->blocks, context->stream, status);
 }
 
