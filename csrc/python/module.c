@@ -202,7 +202,7 @@ PyDoc_STRVAR(attention_doc,
              "return_lse : bool\n"
              "    Also return the LSE.\n"
              "stream : int, object with __cuda_stream__, or None\n"
-             "    CUDA stream of the call, of q's device; None: the current stream of q's library, else the per-thread one.\n"
+             "    Of q's device; None: the current stream of q's library, else the per-thread stream.\n"
              "    A stream given here outlives a DeviceArray that the call returns, and arrays that are only\n"
              "    reachable through __dlpack__ outlive the work on it.\n"
              "kernel : str or None\n"
