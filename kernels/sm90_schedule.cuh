@@ -37,7 +37,7 @@ __device__ __forceinline__ Tile tile_at(const Schedule &s, uint32_t index, int t
         pair = section * s.section_heads + inside - step * width;
     }
     const uint32_t batch = pair / s.heads;
-    return {int(query_tile) * tile_m, int(pair - batch * s.heads), int(batch), 0};
+    return {int(query_tile) * tile_m, int(pair - batch * s.heads), int(batch)};
 }
 
 /* Index of this CTA's tile in `round` of the static order; at or past s.tiles: none (and none in later rounds). */
