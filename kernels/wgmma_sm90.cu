@@ -311,16 +311,16 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     const int64_t keys = p.key_end - p.key_begin;
     ForwardParams params = {};
     void *encode = context->device->encode_tensor_map;
-    FA_TRY(tensor_map_encode(&params.q, encode, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, "q", status));
+    FA_TRY(tensor_map_encode(&params.q, encode, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, 0, status));
     if (keys > 0) { // without keys no tile touches these maps
         FA_TRY(tensor_map_encode(&params.k, encode, visible(p.k, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
-                                 p.batch, plan->tile_n, "k", status));
+                                 p.batch, plan->tile_n, 1, status));
         FA_TRY(tensor_map_encode(&params.v, encode, visible(p.v, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
-                                 p.batch, plan->tile_n, "v", status));
+                                 p.batch, plan->tile_n, 2, status));
     }
     if (tiling(kHeadDims[head_dim_index(p)], kind_of(p)).staged)
-        FA_TRY(tensor_map_encode(&params.out_map, encode, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16,
-                                 "out", status));
+        FA_TRY(tensor_map_encode(&params.out_map, encode, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16, 3,
+                                 status));
     params.out = p.out.data;
     for (int axis = 0; axis < 3; ++axis) params.out_stride[axis] = p.out.stride[axis];
     params.lse = static_cast<float *>(p.lse);

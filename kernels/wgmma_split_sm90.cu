@@ -140,8 +140,8 @@ template <class T> Kernel kernel_of(int config, bool capped) {
 }
 
 /* The rows [key_begin, key_end) of k or v. */
-fa_code encode_keys(CUtensorMap *map, const fa_problem *p, fa_operand x, const fa_plan *plan, void *encode,
-                    const char *name, fa_status *status) {
+fa_code encode_keys(CUtensorMap *map, const fa_problem *p, fa_operand x, const fa_plan *plan, void *encode, int name,
+                    fa_status *status) {
     x.data = static_cast<char *>(x.data) + p->key_begin * x.stride[2] * 2;
     return tensor_map_encode(map, encode, x, p->dtype, p->head_dim, p->key_end - p->key_begin, p->heads_kv, p->batch,
                              plan->tile_n, name, status);
@@ -174,10 +174,10 @@ void fill_params(Params *params, const fa_problem *p, int splits) {
 fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
     Params params;
     void *encode = launch->device->encode_tensor_map;
-    FA_TRY(tensor_map_encode(&params.q, encode, p->q, p->dtype, p->head_dim, p->seq_q, p->heads, p->batch, kTileM, "q",
+    FA_TRY(tensor_map_encode(&params.q, encode, p->q, p->dtype, p->head_dim, p->seq_q, p->heads, p->batch, kTileM, 0,
                              status));
-    FA_TRY(encode_keys(&params.k, p, p->k, plan, encode, "k", status));
-    FA_TRY(encode_keys(&params.v, p, p->v, plan, encode, "v", status));
+    FA_TRY(encode_keys(&params.k, p, p->k, plan, encode, 1, status));
+    FA_TRY(encode_keys(&params.v, p, p->v, plan, encode, 2, status));
     fill_params(&params, p, plan->splits);
 
     const bool capped = p->softcap > 0;
