@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import fa_ext
+from producers import Interface
 
 pytestmark = pytest.mark.gpu
 SHAPE = (2, 4, 160, 128)
@@ -103,12 +104,9 @@ def test_a_failing_call_restores_it(torch, host):
     torch.cuda.synchronize(1)
 
 
-class Foreign:
-    """An array of another library, which names a stream."""
-
-    def __init__(self, array, stream):
-        self.array = array
-        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream}
+def on_stream(array, stream):
+    """The array as another library would show it that works on this stream."""
+    return Interface({**array.__cuda_array_interface__, "stream": stream})
 
 
 def test_a_stream_of_the_other_device(torch, host, wanted):
@@ -122,13 +120,13 @@ def test_a_stream_of_the_other_device(torch, host, wanted):
         with pytest.raises(ValueError, match="stream belongs to CUDA device 0, but q is on CUDA device 1"):
             fa_ext.attention(q, k, v, causal=True, out=out, stream=stream)
     with pytest.raises(ValueError, match="q's interface stream belongs to CUDA device 0, but q is on CUDA device 1"):
-        fa_ext.attention(Foreign(q, other.cuda_stream), k, v, causal=True, out=out)
+        fa_ext.attention(on_stream(q, other.cuda_stream), k, v, causal=True, out=out)
     torch.cuda.synchronize(0)
     torch.cuda.synchronize(1)
     np.testing.assert_array_equal(fa_ext.to_numpy(out), before)
     for stream in (own, own.cuda_stream):
         close(fa_ext.attention(q, k, v, causal=True, stream=stream), wanted)
-    close(fa_ext.attention(Foreign(q, own.cuda_stream), k, v, causal=True), wanted)
+    close(fa_ext.attention(on_stream(q, own.cuda_stream), k, v, causal=True), wanted)
     torch.cuda.synchronize(1)
 
 
@@ -143,7 +141,7 @@ def test_an_input_filled_by_a_stream_of_the_other_device(torch, host, wanted):
     with torch.cuda.stream(other):
         torch.cuda._sleep(CYCLES)
         keys.copy_(near, non_blocking=True)
-    out = fa_ext.attention(sources[0], Foreign(keys, other.cuda_stream), sources[2], causal=True, stream=own)
+    out = fa_ext.attention(sources[0], on_stream(keys, other.cuda_stream), sources[2], causal=True, stream=own)
     own.synchronize()
     close(out, wanted)
 
