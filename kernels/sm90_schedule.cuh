@@ -19,6 +19,7 @@ struct Schedule {
 struct alignas(16) Tile {
     int row; // first query row; negative: no more tiles
     int head, batch;
+    int padding; // explicit, so that the tile is written to shared memory in one access
 };
 
 __device__ __forceinline__ Tile tile_at(const Schedule &s, uint32_t index, int tile_m) {
@@ -37,7 +38,7 @@ __device__ __forceinline__ Tile tile_at(const Schedule &s, uint32_t index, int t
         pair = section * s.section_heads + inside - step * width;
     }
     const uint32_t batch = pair / s.heads;
-    return {int(query_tile) * tile_m, int(pair - batch * s.heads), int(batch)};
+    return {int(query_tile) * tile_m, int(pair - batch * s.heads), int(batch), 0};
 }
 
 /* Index of this CTA's tile in `round` of the static order; at or past s.tiles: none (and none in later rounds). */
