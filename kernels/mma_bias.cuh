@@ -139,39 +139,39 @@ template <class C> class BiasTiles {
 #pragma unroll
             for (int n = 0; n < C::KEYS / 16; ++n) {
                 uint32_t x[4];
-                ldmatrix_x4(x, address.at(n) + r * 16 * Half::ROW_BYTES);
+                ldmatrix_x4<false>(x, address.at(n) + r * 16 * Half::ROW_BYTES);
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     add_pair(s[r][2 * n + i / 2][i % 2 * 2], s[r][2 * n + i / 2][i % 2 * 2 + 1], unpack<T>(x[i]));
             }
     }
 
-    __device__ static __forceinline__ void add_wide(uint32_t rows, int lane, Scores<C::ROW_TILES, C::KEYS> &s) {
+    /* Calls body(low, high, row, j) for this lane's scores of each query, pair by pair: those of row `row` + lane / 4
+     * of the warp's, keys 8 j + 2 (lane % 4) + {0, 1}. */
+    template <class Body>
+    __device__ static __forceinline__ void each_pair(Scores<C::ROW_TILES, C::KEYS> &s, Body &&body) {
 #pragma unroll
         for (int r = 0; r < C::ROW_TILES; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
-                for (int j = 0; j < C::KEYS / 8; ++j) {
-                    const uint32_t at = rows + (r * 16 + i * 8) * Wide::ROW_BYTES +
-                                        Wide::Layout::offset(lane / 4, 2 * j + lane % 4 / 2);
-                    add_pair(s[r][j][2 * i], s[r][j][2 * i + 1], load_shared_pair(at + lane % 2 * 8));
-                }
+                for (int j = 0; j < C::KEYS / 8; ++j) body(s[r][j][2 * i], s[r][j][2 * i + 1], r * 16 + i * 8, j);
+    }
+
+    __device__ static __forceinline__ void add_wide(uint32_t rows, int lane, Scores<C::ROW_TILES, C::KEYS> &s) {
+        each_pair(s, [&](float &low, float &high, int row, int j) {
+            const uint32_t chunk = rows + row * Wide::ROW_BYTES + Wide::Layout::offset(lane / 4, 2 * j + lane % 4 / 2);
+            add_pair(low, high, load_shared_pair(chunk + lane % 2 * 8));
+        });
     }
 
     __device__ static __forceinline__ void exclude(uint32_t rows, int lane, Scores<C::ROW_TILES, C::KEYS> &s) {
-#pragma unroll
-        for (int r = 0; r < C::ROW_TILES; ++r)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int j = 0; j < C::KEYS / 8; ++j) {
-                    const uint32_t at =
-                        rows + (r * 16 + i * 8) * Mask::ROW_BYTES + Mask::Layout::offset(lane / 4, j / 2);
-                    const uint32_t attend = load_shared_2(at + j % 2 * 8 + lane % 4 * 2);
-                    if (!(attend & 0xff)) s[r][j][2 * i] = -INFINITY;
-                    if (!(attend & 0xff00)) s[r][j][2 * i + 1] = -INFINITY;
-                }
+        each_pair(s, [&](float &low, float &high, int row, int j) {
+            const uint32_t chunk = rows + row * Mask::ROW_BYTES + Mask::Layout::offset(lane / 4, j / 2);
+            const uint32_t attend = load_shared_2(chunk + j % 2 * 8 + lane % 4 * 2);
+            if (!(attend & 0xff)) low = -INFINITY;
+            if (!(attend & 0xff00)) high = -INFINITY;
+        });
     }
 };
 

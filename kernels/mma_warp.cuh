@@ -65,7 +65,7 @@ template <class C> struct MmaWarp {
     }
 
     __device__ __forceinline__ void load_query_block(uint32_t (&a)[4], int row_tile, int step) const {
-        ldmatrix_x4(a, query_address.at(step) + row_tile * 16 * C::ROW_BYTES);
+        ldmatrix_x4<false>(a, query_address.at(step) + row_tile * 16 * C::ROW_BYTES);
     }
 
     __device__ __forceinline__ void load_query() {
@@ -74,6 +74,21 @@ template <class C> struct MmaWarp {
             for (int step = 0; step < STEPS; ++step)
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; ++r) load_query_block(query[r][step], r, step);
+        }
+    }
+
+    using Operand = uint32_t[ROW_TILES][4]; // a of mma_16x8x16, 16 columns of a row tile each
+
+    /* Columns [16 j, 16 j + 16) of d += a b. `address`: what this lane gives to ldmatrix for b, a 16x16 block. */
+    template <bool TRANSPOSED, int TILES>
+    __device__ static __forceinline__ void multiply_block(float (&d)[ROW_TILES][TILES][4], int j, const Operand &a,
+                                                          uint32_t address) {
+        uint32_t b[4];
+        ldmatrix_x4<TRANSPOSED>(b, address);
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) {
+            mma_16x8x16<T>(d[r][2 * j], a[r], b[0], b[1]);
+            mma_16x8x16<T>(d[r][2 * j + 1], a[r], b[2], b[3]);
         }
     }
 
@@ -87,7 +102,7 @@ template <class C> struct MmaWarp {
                 for (int e = 0; e < 4; ++e) s[r][j][e] = 0.0f;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            uint32_t a[ROW_TILES][4];
+            Operand a;
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
                 if constexpr (C::QUERY_IN_REGISTERS) {
@@ -98,15 +113,7 @@ template <class C> struct MmaWarp {
                 }
             }
 #pragma unroll
-            for (int n = 0; n < KEYS / 16; ++n) {
-                uint32_t b[4];
-                ldmatrix_x4(b, keys.at(step) + n * 16 * C::ROW_BYTES);
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) {
-                    mma_16x8x16<T>(s[r][2 * n], a[r], b[0], b[1]);
-                    mma_16x8x16<T>(s[r][2 * n + 1], a[r], b[2], b[3]);
-                }
-            }
+            for (int n = 0; n < KEYS / 16; ++n) multiply_block<false>(s, n, a, keys.at(step) + n * 16 * C::ROW_BYTES);
         }
     }
 
@@ -173,7 +180,7 @@ template <class C> struct MmaWarp {
     template <typename W> __device__ __forceinline__ void multiply_values(const W &weights, const RowsAddress &values) {
 #pragma unroll
         for (int n = 0; n < KEYS / 16; ++n) {
-            uint32_t a[ROW_TILES][4];
+            Operand a;
 #pragma unroll
             for (int r = 0; r < ROW_TILES; ++r) {
                 if constexpr (std::is_same_v<W, Tile>) {
@@ -184,15 +191,8 @@ template <class C> struct MmaWarp {
                 }
             }
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                uint32_t b[4];
-                ldmatrix_x4_trans(b, values.at(step) + n * 16 * C::ROW_BYTES);
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) {
-                    mma_16x8x16<T>(out[r][2 * step], a[r], b[0], b[1]);
-                    mma_16x8x16<T>(out[r][2 * step + 1], a[r], b[2], b[3]);
-                }
-            }
+            for (int step = 0; step < STEPS; ++step)
+                multiply_block<true>(out, step, a, values.at(step) + n * 16 * C::ROW_BYTES);
         }
     }
 

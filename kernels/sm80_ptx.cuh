@@ -36,15 +36,15 @@ template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
 
 /* Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Lane l receives in r[i]
  * the elements (l / 4, 2 (l % 4) + {0, 1}) of matrix i; transposed, the elements (2 (l % 4) + {0, 1}, l / 4). */
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(row));
-}
-__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(row));
+template <bool TRANSPOSED> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(row));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(row));
 }
 
 __device__ __forceinline__ void store_shared(uint32_t to, uint32_t x) {
