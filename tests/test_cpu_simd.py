@@ -36,14 +36,17 @@ def apply(isa, function, x):
 
 
 @pytest.fixture
-def force(monkeypatch):
+def force():
     """force(isa): calls take that instance; skips where this CPU lacks it."""
+    call = ctypes.CDLL(_core.__file__).fa_cpu_simd_force
+    call.restype, call.argtypes = None, [ctypes.c_char_p]
 
     def chosen(isa):
         apply(isa, "exp2", np.zeros(1, np.float32))
-        monkeypatch.setenv("FA_EXT_CPU_ISA", isa)
+        call(isa.encode())
 
-    return chosen
+    yield chosen
+    call((os.environ.get("FA_EXT_CPU_ISA") or "").encode())
 
 
 # ---- the vector functions ----
@@ -128,21 +131,6 @@ def test_instance(isa, case, force):
     assert report, str(report)
 
 
-def test_an_unknown_instruction_set_is_an_error_that_lists_the_known(monkeypatch):
-    monkeypatch.setenv("FA_EXT_CPU_ISA", "mmx")
-    q = np.zeros((1, 1, 4, 8), np.float32)
-    match = 'FA_EXT_CPU_ISA is "mmx"; accepted.*generic'
-    for call in (fa_ext.attention, fa_ext.verify):
-        with pytest.raises(ValueError, match=match):
-            call(q, q, q, kernel=ROW)
-    chosen, reasons = fa_ext.explain(q, q, q, kernel=ROW)
-    assert chosen is None and reasons[ROW].startswith('FA_EXT_CPU_ISA is "mmx"')
-    if ROW == next(row for row in fa_ext.kernels() if rows.device_of(row) == "cpu"):  # the one that is chosen
-        for call in (fa_ext.attention, fa_ext.explain, fa_ext.verify):
-            with pytest.raises(ValueError, match=match):
-                call(q, q, q)
-
-
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("poison", ["k", "v"])
 def test_a_row_is_safe_from_nan_in_keys_that_it_does_not_see(isa, poison, force):
@@ -208,6 +196,11 @@ PRELUDE = """
     q = np.random.default_rng(0).standard_normal((1, 8, 512, 64), dtype=np.float32)
     run = lambda: fa_ext.attention(q, q, q, kernel="cpu_simd")
     tasks = lambda: len(os.listdir("/proc/self/task"))
+
+    def helpers():  # thread ids, once they wait for work
+        before = set(os.listdir("/proc/self/task"))
+        run()
+        return sorted(map(int, set(os.listdir("/proc/self/task")) - before))
 """
 
 
@@ -221,11 +214,174 @@ def script(text, **env):
     return done.stdout.strip()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-@pytest.mark.parametrize("count", [1, 3])
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at threads in /proc")
+
+
+@linux
+@pytest.mark.parametrize("count", [1, 3, 9])
 def test_omp_num_threads_is_respected(count):
-    started = script("before = tasks(); run(); print(tasks() - before)", OMP_NUM_THREADS=str(count))
-    assert int(started) == count - 1
+    assert script("print(len(helpers()))", OMP_NUM_THREADS=str(count)) == str(count - 1)
+
+
+@linux
+def test_omp_thread_limit_is_respected():
+    assert script("print(len(helpers()))", OMP_NUM_THREADS="7", OMP_THREAD_LIMIT="3") == "2"
+
+
+@linux
+@pytest.mark.parametrize("nonsense", ["0", "-2", "many", "99999999999999999999"])
+def test_nonsense_in_omp_num_threads_is_as_if_it_were_unset(nonsense):
+    cores = len(os.sched_getaffinity(0))
+    assert script("print(len(helpers()))", OMP_NUM_THREADS=nonsense) == str(min(cores, 135) - 1)
+
+
+@linux
+def test_tiny_calls_wake_nobody():
+    text = """
+        before, shown = tasks(), []
+        for length in (16, 32, 64):
+            x = np.ascontiguousarray(q[:, :, :length])
+            fa_ext.attention(x, x, x, kernel="cpu_simd")
+            shown.append(tasks() - before)
+        fa_ext.attention(q, q, q, window=(1, 1), kernel="cpu_simd")
+        print(*shown, tasks() - before)
+    """
+    assert script(text, OMP_NUM_THREADS="9") == "0 0 2 2"  # 1 + work / 2e6 threads, work being 0.26, 1.0, 4.2 and 1.6e6
+
+
+@linux
+def test_a_call_does_not_wait_for_a_helper_without_a_core():
+    """All threads on one core, the helper below everybody: a team of OpenMP took its milliseconds of each call."""
+    text = """
+        import time
+        (helper,) = helpers()
+        x = np.ascontiguousarray(q[:, :, :64])
+        core = {min(os.sched_getaffinity(0))}
+        for task in (0, helper):
+            os.sched_setaffinity(task, core)
+        os.sched_setscheduler(helper, os.SCHED_IDLE, os.sched_param(0))
+
+        def fastest(sample):
+            begun = time.perf_counter()
+            fa_ext.attention(*sample, kernel="cpu_simd")
+            return time.perf_counter() - begun
+
+        alone, both = (np.ascontiguousarray(q[:, :, :44]),) * 3, (x,) * 3  # one thread, two
+        quick = min(fastest(alone) for _ in range(200))
+        print(sum(fastest(both) < 20 * quick for _ in range(200)))
+    """
+    assert int(script(text, OMP_NUM_THREADS="2")) > 100
+
+
+@linux
+def test_helpers_run_on_all_cores_of_openmp_and_take_no_signals():
+    text = """
+        masks, blocked = set(), []
+        for helper in helpers():
+            masks.add(frozenset(os.sched_getaffinity(helper)))
+            status = open(f"/proc/self/task/{helper}/status").read()
+            blocked.append(int(status.split("SigBlk:")[1].split()[0], 16))
+        print(len(blocked), masks == {frozenset(MINE)}, all(mask >> 1 & 1 and mask >> 14 & 1 for mask in blocked))
+    """
+    text = textwrap.dedent(text)
+    whole = repr(set(os.sched_getaffinity(0)))
+    for bind in ("false", "true"):  # bound, the first thread has one core to itself
+        assert script(text.replace("MINE", whole), OMP_NUM_THREADS="3", OMP_PROC_BIND=bind) == "2 True True"
+
+
+@linux
+def test_helpers_round_as_their_caller_does():
+    text = """
+        import ctypes, platform
+        upward = {"x86_64": 0x800, "aarch64": 0x400000}.get(platform.machine())
+        want = run()
+        omp, libm = ctypes.CDLL("libgomp.so.1"), ctypes.CDLL("libm.so.6")
+        assert upward is None or libm.fesetround(upward) == 0
+        omp.omp_set_num_threads(1)
+        alone = run()
+        omp.omp_set_num_threads(3)
+        print(upward is None or not np.array_equal(alone, want), all(np.array_equal(run(), alone) for _ in range(50)))
+    """
+    assert script(text, OMP_NUM_THREADS="3") == "True True"
+
+
+def test_callers_share_helpers():
+    text = """
+        import threading
+        shapes = [(1, 3, 300, 40), (2, 2, 150, 64), (1, 1, 700, 16), (4, 4, 64, 64)]
+        inputs = [np.random.default_rng(n).standard_normal(shapes[n % 4], dtype=np.float32) for n in range(8)]
+        call = lambda x: fa_ext.attention(x, x, x, causal=True, kernel="cpu_simd")
+        want, wrong = [call(x) for x in inputs], []
+
+        def work(n):
+            for _ in range(200):
+                if not np.array_equal(call(inputs[n]), want[n]):
+                    wrong.append(n)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        print(wrong)
+    """
+    assert script(text, OMP_NUM_THREADS="5") == "[]"
+
+
+# ---- the environment ----
+
+
+def test_an_unknown_instruction_set_is_an_error_that_lists_the_known():
+    text = """
+        for call in (fa_ext.attention, fa_ext.verify):
+            try:
+                call(q, q, q, kernel="cpu_simd")
+            except ValueError as error:
+                print(error)
+        print(fa_ext.explain(q, q, q, kernel="cpu_simd"))
+        first = next(row for row in fa_ext.kernels() if row.startswith("cpu"))
+        try:
+            print("ran", first)
+            fa_ext.attention(q, q, q)
+        except ValueError as error:
+            print(error)
+    """
+    lines = script(text, FA_EXT_CPU_ISA="mmx").splitlines()
+    message = 'FA_EXT_CPU_ISA was "mmx" when fa_ext was imported; accepted on this platform: '
+    assert len(lines) >= 4 and lines[0] == lines[1] and lines[0].startswith(message) and lines[0].endswith("generic")
+    assert lines[2].startswith("(None, {") and message in lines[2]
+    assert lines[4:] == lines[:1] if lines[3] == f"ran {ROW}" else len(lines) == 4  # the one that is chosen
+
+
+def test_the_instruction_set_is_read_once():
+    text = """
+        os.environ["FA_EXT_CPU_ISA"] = "mmx"
+        print(run().shape == q.shape)
+    """
+    assert script(text, FA_EXT_CPU_ISA="generic") == "True"
+
+
+@pytest.mark.parametrize(
+    "limited, shape, dtype",
+    [(ROW, (2, 4, 300, 256), "float64"), (ROW, (1, 1, 9000, 8), "float32"), ("cpu_ref", (1, 1, 200_000, 1), "float32")],
+)
+def test_the_workspace_limit_changes_no_bit(limited, shape, dtype):
+    text = f"""
+        import hashlib
+        shape = {shape}
+        k = np.random.default_rng(0).standard_normal(shape).astype("{dtype}")
+        x = k if "{limited}" == "cpu_simd" else k[:, :, :3].copy()
+        before = tasks()
+        out, lse = fa_ext.attention(x, k, k, return_lse=True, kernel="{limited}")
+        print(hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest(), tasks() - before)
+    """
+    (bits, many), (same, few) = (
+        script(text, OMP_NUM_THREADS="6", FA_EXT_WORKSPACE_MB=mb).split() for mb in ("512", "1")
+    )
+    assert bits == same and int(few) <= int(many)
+    if dtype == "float64" and sys.platform == "linux":
+        assert (int(many), int(few)) == (5, 0)  # six times 0.7 MB and more do not fit
+
+
+# ---- processes ----
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("gcc"), reason="counts threads in /proc, needs gcc")

@@ -1,6 +1,8 @@
 """``python -m fa_ext``: the table, the JSON, the exit status, and that a broken row is noticed."""
 
+import ctypes
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import pytest
 
 import fa_ext
 from fa_ext import __main__ as command
+from fa_ext import _core
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +141,18 @@ def test_the_cpu_is_named(found):
         assert re.search(r"cpu_simd with (avx512|avx2|generic)$", line)
 
 
-def test_the_instruction_set_is_the_one_that_runs(monkeypatch):
+def test_the_instruction_set_is_the_one_that_runs():
     if "cpu_simd" not in fa_ext.kernels():
         pytest.skip("this build has no cpu_simd")
     q, k, v = command.inputs(command.RAGGED)
     arrays = [x.astype(np.float32) for x in (q, k, v)]
     chosen = fa_ext.attention(*arrays, causal="bottom_right", kernel="cpu_simd")
-    monkeypatch.setenv("FA_EXT_CPU_ISA", command.instruction_set())
-    np.testing.assert_array_equal(fa_ext.attention(*arrays, causal="bottom_right", kernel="cpu_simd"), chosen)
+    force = ctypes.CDLL(_core.__file__).fa_cpu_simd_force
+    try:
+        force(command.instruction_set().encode())
+        np.testing.assert_array_equal(fa_ext.attention(*arrays, causal="bottom_right", kernel="cpu_simd"), chosen)
+    finally:
+        force((os.environ.get("FA_EXT_CPU_ISA") or "").encode())
 
 
 def test_the_cpu_has_a_name_without_proc(monkeypatch):

@@ -59,8 +59,12 @@ static double score(const fa_problem *p, const row *r, int64_t key) {
     return value;
 }
 
-/* Fills r->out and returns the LSE. `scores` holds key_end - key_begin values. */
-static double attend(const fa_problem *p, row *r, double *scores) {
+static double visible_score(const fa_problem *p, const row *r, int64_t key) {
+    return excluded(p, r, key) ? -INFINITY : score(p, r, key);
+}
+
+/* Fills r->out and returns the LSE. `scores` has room for the first `kept` keys; the others' are computed twice. */
+static double attend(const fa_problem *p, row *r, double *scores, int64_t kept) {
     const int64_t centre = r->query + p->diagonal;
     const int64_t first = centre - p->left > p->key_begin ? centre - p->left : p->key_begin;
     const int64_t end = centre + p->right + 1 < p->key_end ? centre + p->right + 1 : p->key_end;
@@ -68,17 +72,18 @@ static double attend(const fa_problem *p, row *r, double *scores) {
     if (p->sinks.data) sink = fa_bounded(load(p->sinks.data, p->sinks_dtype, r->head * p->sinks.stride[0]), p->dtype);
     double maximum = sink, sum = 0;
     for (int64_t key = first; key < end; key++) {
-        double value = excluded(p, r, key) ? -INFINITY : score(p, r, key);
-        scores[key - first] = value;
+        const double value = visible_score(p, r, key);
+        if (key - first < kept) scores[key - first] = value;
         if (value > maximum) maximum = value;
     }
     const double origin = maximum == -INFINITY ? 0 : maximum;
     if (p->sinks.data) sum = exp(sink - origin);
     for (int d = 0; d < p->head_dim_v; d++) r->out[d] = 0;
     for (int64_t key = first; key < end; key++) {
-        if (scores[key - first] == -INFINITY) continue;
+        const double value = key - first < kept ? scores[key - first] : visible_score(p, r, key);
+        if (value == -INFINITY) continue;
         const int64_t base = r->batch * p->v.stride[0] + r->head_kv * p->v.stride[1] + key * p->v.stride[2];
-        const double weight = exp(scores[key - first] - origin);
+        const double weight = exp(value - origin);
         sum += weight;
         for (int d = 0; d < p->head_dim_v; d++)
             r->out[d] += weight * load(p->v.data, p->dtype, base + d * p->v.stride[3]);
@@ -93,14 +98,16 @@ static const char *rejects(const fa_problem *problem, const fa_device_info *devi
 }
 
 static fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *status) {
-    (void)device, (void)status;
+    (void)status;
+    const int64_t keys = p->key_end - p->key_begin, fitting = (int64_t)(device->workspace_limit / sizeof(double));
     plan->tile_m = plan->tile_n = plan->threads = 1;
-    plan->workspace_bytes = (size_t)(p->key_end - p->key_begin + 1) * sizeof(double);
+    plan->extra[0] = keys < fitting ? keys : fitting;
+    plan->workspace_bytes = (size_t)plan->extra[0] * sizeof(double);
     return FA_OK;
 }
 
 static fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
-    (void)plan, (void)status;
+    (void)status;
     row r;
     for (r.batch = 0; r.batch < p->batch; r.batch++)
         for (r.head = 0; r.head < p->heads; r.head++)
@@ -108,7 +115,7 @@ static fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch 
                 r.head_kv = r.head / (p->heads / p->heads_kv);
                 const int64_t base = r.batch * p->q.stride[0] + r.head * p->q.stride[1] + r.query * p->q.stride[2];
                 for (int d = 0; d < p->head_dim; d++) r.q[d] = load(p->q.data, p->dtype, base + d * p->q.stride[3]);
-                const double lse = attend(p, &r, (double *)launch->workspace);
+                const double lse = attend(p, &r, (double *)launch->workspace, plan->extra[0]);
                 const int64_t to = r.batch * p->out.stride[0] + r.head * p->out.stride[1] + r.query * p->out.stride[2];
                 for (int d = 0; d < p->head_dim_v; d++)
                     store(p->out.data, p->dtype, to + d * p->out.stride[3], r.out[d]);

@@ -1,17 +1,18 @@
 /* cpu_simd: attention on vector units and cores, one pass over the keys (online softmax; Milakov & Gimelshein 2018,
  * Dao et al. 2022).
  *
- * A task is a tile of query rows of one (batch, key/value head); OpenMP threads take tasks in turn. Inside a task the
+ * A task is a tile of query rows of one (batch, key/value head); threads take tasks in turn. Inside a task the
  * lanes of a vector are query rows (simd_gemm.h), so any head_dim, stride and mask costs the same kernel. float16 and
  * bfloat16 are converted to float32 as tiles are read; sums are float32, for float64 input float64 throughout.
  * Which task a thread takes changes no bit of the result.
  *
  * Instances: AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, and the compiler's own vectors elsewhere, each for float and
- * double. The best one this CPU has is taken; FA_EXT_CPU_ISA=avx512|avx2|generic in the environment forces one.
+ * double. The best one this CPU has is taken; FA_EXT_CPU_ISA=avx512|avx2|generic in the environment, as it is when the
+ * library is loaded, forces one.
  *
  * Bench: python -m bench measure --preset cpu --rows cpu_simd
  *
- * @flags -fopenmp -ffp-contract=fast
+ * @flags -ffp-contract=fast
  * @instance avx512_f32 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=4
  * @instance avx512_f64 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=8
  * @instance avx2_f32 -DFA_CPU_VECTOR_BYTES=32 -DFA_CPU_REAL_BYTES=4
@@ -74,7 +75,7 @@ FA_CPU_PRAGMA(GCC target(FA_CPU_TARGET))
 #else /* the host part */
 
 #include <math.h>
-#include <omp.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -112,15 +113,24 @@ static const fa_simd_instance *instance_of(int index, fa_dtype dtype) {
     return dtype == FA_F64 ? isas[index].twice : isas[index].single;
 }
 
+/* FA_EXT_CPU_ISA when the library was loaded, or empty: getenv() in a call would race with another thread's setenv().
+ */
+static char forced[64];
+
+static void force(const char *isa_name) { snprintf(forced, sizeof forced, "%s", isa_name ? isa_name : ""); }
+
+__attribute__((constructor)) static void read_environment(void) { force(getenv("FA_EXT_CPU_ISA")); }
+
 static fa_code choose_isa(int *index, fa_status *status) {
-    const char *forced = getenv("FA_EXT_CPU_ISA");
     for (*index = 0; *index < ISA_COUNT; ++*index)
-        if (forced && *forced ? strcmp(forced, isas[*index].name) == 0 : has_isa(*index)) break;
+        if (*forced ? strcmp(forced, isas[*index].name) == 0 : has_isa(*index)) break;
     if (*index == ISA_COUNT)
-        return fa_fail(status, FA_EVALUE, "FA_EXT_CPU_ISA is \"%s\"; accepted on this platform: %s", forced,
+        return fa_fail(status, FA_EVALUE,
+                       "FA_EXT_CPU_ISA was \"%s\" when fa_ext was imported; accepted on this platform: %s", forced,
                        ISA_COUNT > 1 ? "avx512, avx2, generic" : "generic");
     if (!has_isa(*index))
-        return fa_fail(status, FA_EUNSUPPORTED, "FA_EXT_CPU_ISA is \"%s\", which this CPU does not have", forced);
+        return fa_fail(status, FA_EUNSUPPORTED,
+                       "FA_EXT_CPU_ISA was \"%s\" when fa_ext was imported, which this CPU does not have", forced);
     return FA_OK;
 }
 
@@ -135,17 +145,24 @@ static const char *rejects(const fa_problem *problem, const fa_device_info *devi
     return NULL;
 }
 
-/* A thread is worth waking for this many multiplications (about 20 us of one core's). */
+/* A thread more is worth waking for this many multiplications, about 20 us of one core's. Two threads against one, B1
+ * H8 D64 float32 on 2 idle cores, Zen 5: 1.04 of the time at seq 32 (1.0e6), 0.87 at 48 (2.4e6), 0.77 at 64 (4.2e6). */
 #define WORK_PER_THREAD 2e6
 
+/* Multiplications of a call whose rows all see as many keys as the query in the middle. */
+static double work_of(const fa_problem *p) {
+    const int64_t centre = p->seq_q / 2 + p->diagonal, low = centre - p->left, high = centre + p->right + 1;
+    const int64_t begin = low > p->key_begin ? low : p->key_begin, end = high < p->key_end ? high : p->key_end;
+    const double rows = (double)p->batch * (double)p->heads * (double)p->seq_q;
+    return end > begin ? rows * (double)(end - begin) * (p->head_dim + p->head_dim_v) : 0;
+}
+
 static fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *status) {
-    (void)device;
     FA_TRY(choose_isa(&plan->config, status));
     const fa_simd_instance *instance = instance_of(plan->config, p->dtype);
     if (p->batch == 0 || p->heads == 0 || p->seq_q == 0) return FA_OK;
     const int64_t rows = p->heads / p->heads_kv * p->seq_q, groups = p->batch * p->heads_kv;
-    const double work = (double)(groups * rows) * (double)(p->key_end - p->key_begin) * (p->head_dim + p->head_dim_v);
-    const double useful = 1 + work / WORK_PER_THREAD;
+    const double useful = 1 + work_of(p) / WORK_PER_THREAD;
     plan->threads = fa_cpu_threads();
     if (plan->threads > useful) plan->threads = (int)useful;
     /* The largest tile that leaves each thread a few tasks. */
@@ -153,15 +170,30 @@ static fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *
     while (plan->tile_m > instance->block_rows &&
            groups * ((rows + plan->tile_m - 1) / plan->tile_m) < (int64_t)4 * plan->threads)
         plan->tile_m -= instance->block_rows;
+    /* The smallest tile has scratch below a megabyte, the least that the limit can be. */
+    while (plan->tile_m > instance->block_rows && instance->scratch_bytes(p, plan->tile_m) > device->workspace_limit)
+        plan->tile_m -= instance->block_rows;
     if (plan->tile_m > rows) plan->tile_m = (int)rows;
     plan->tile_n = instance->tile_n;
     plan->blocks = groups * ((rows + plan->tile_m - 1) / plan->tile_m);
     if (plan->threads > plan->blocks) plan->threads = (int)plan->blocks;
-    plan->workspace_bytes = (size_t)plan->threads * instance->scratch_bytes(p, plan->tile_m);
+    const size_t scratch = instance->scratch_bytes(p, plan->tile_m), fitting = device->workspace_limit / scratch;
+    if ((size_t)plan->threads > fitting) plan->threads = fitting ? (int)fitting : 1;
+    plan->workspace_bytes = (size_t)plan->threads * scratch;
     return FA_OK;
 }
 
-static void run_task(const fa_problem *p, const fa_plan *plan, int64_t index, void *scratch) {
+/* What the threads of a launch share. */
+typedef struct shared {
+    const fa_problem *problem;
+    const fa_plan *plan;
+    char *workspace;
+} shared;
+
+static void run_task(const void *context, int64_t index, int worker) {
+    const shared *s = context;
+    const fa_problem *p = s->problem;
+    const fa_plan *plan = s->plan;
     const int64_t rows = p->heads / p->heads_kv * p->seq_q, tiles = (rows + plan->tile_m - 1) / plan->tile_m;
     const int64_t group = index / tiles, first = (tiles - 1 - index % tiles) * plan->tile_m;
     const fa_simd_task task = {
@@ -170,23 +202,22 @@ static void run_task(const fa_problem *p, const fa_plan *plan, int64_t index, vo
         .first_row = first,
         .rows = (int)(rows - first < plan->tile_m ? rows - first : plan->tile_m),
     };
-    instance_of(plan->config, p->dtype)->attend(p, &task, scratch);
+    const size_t share = plan->workspace_bytes / (size_t)plan->threads;
+    instance_of(plan->config, p->dtype)->attend(p, &task, s->workspace + (size_t)worker * share);
 }
 
 static fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
     (void)status;
-    char *workspace = launch->workspace;
-    if (plan->threads <= 1) { /* not even a team of one: it would touch what a forked child must not */
-        for (int64_t n = 0; n < plan->blocks; n++) run_task(p, plan, n, workspace);
-        return FA_OK;
-    }
-    const size_t share = plan->workspace_bytes / (size_t)plan->threads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(plan->threads)
-    for (int64_t n = 0; n < plan->blocks; n++) run_task(p, plan, n, workspace + (size_t)omp_get_thread_num() * share);
+    const shared s = {p, plan, launch->workspace};
+    fa_cpu_loop(plan->threads, plan->blocks, run_task, &s);
     return FA_OK;
 }
 
-/* ---- the vector functions alone, for tests ---- */
+/* ---- for tests ---- */
+
+/* What FA_EXT_CPU_ISA does, for the calls from now on; "" or NULL: nothing. No other call may run meanwhile. */
+FA_EXPORT void fa_cpu_simd_force(const char *isa_name);
+void fa_cpu_simd_force(const char *isa_name) { force(isa_name); }
 
 /* y = 2^x or tanh(x) by one instance; false when this platform or CPU lacks it. `count` is a multiple of 16. */
 FA_EXPORT bool fa_cpu_simd_apply(const char *isa_name, const char *function, bool twice, const void *x, void *y,
@@ -208,7 +239,7 @@ FA_EXPORT const fa_kernel fa_row_cpu_simd = {
     .abi = FA_ROW_ABI,
     .device = FA_CPU,
     .name = "cpu_simd",
-    .summary = "AVX-512, AVX2 or portable vectors and OpenMP threads, online softmax",
+    .summary = "AVX-512, AVX2 or portable vectors on all cores, online softmax",
     .rejects = rejects,
     .plan = plan,
     .launch = launch,
