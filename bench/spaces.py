@@ -141,9 +141,15 @@ SIMT = Space(
 
 
 def _cpu_table(c: Config) -> list[str]:
+    """What differs from the row's own configuration, so that no number stands twice."""
+    differs = {name for name, value in c.items() if value != CPU_SIMD.hand_set[name]}
+    if not differs:
+        return ["/* Nothing differs from the configuration set by hand, in cpu_simd.c. */"]
+    if "FA_CPU_MR" in differs:
+        differs.add("FA_CPU_NR")  # by default what fits beside FA_CPU_MR
     lines = ["#if FA_CPU_VECTOR_BYTES == 64 && FA_CPU_REAL_BYTES == 4"]
-    for name, value in c.items():
-        lines += [f"#ifndef {name}", f"#define {name} {value}", "#endif"]
+    for name in (name for name in c if name in differs):
+        lines += [f"#ifndef {name}", f"#define {name} {c[name]}", "#endif"]
     return [*lines, "#endif"]
 
 

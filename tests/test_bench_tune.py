@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import platform
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,7 +43,8 @@ def test_tuner_runs_its_whole_loop(tmp_path, capfd, monkeypatch):
     assert document["final"]["ratio"]["low"] < 1.0 or document["winner"] == document["hand_set"]
     assert document["pareto"] and all(c["frobenius"] < 1e-5 for c in document["pareto"])
     text = header.read_text()
-    assert all(f"#define {name} {value}\n" in text for name, value in document["winner"].items())
+    for name, value in document["winner"].items():
+        assert f"#define {name} {value}\n" in text or value == document["hand_set"][name]
     # Resumed: nothing is evaluated anew. The table of a finished run is the same.
     assert command(capfd, *arguments)[1]["cells"] == document["cells"]
     document = json.loads(output.read_text())
@@ -55,6 +60,36 @@ def test_the_table_of_the_tree_is_that_of_the_recorded_run(tuned):
     assert space.table.read_text() == variants.table(space, document)
     assert space.excluded(document["winner"]) is None and document["hand_set"] == space.hand_set
     assert document["final"]["ratio"]["low"] < 1.0
+
+
+def is_configured(folder, config):
+    """Whether cpu_simd's tuned instance has this configuration when `folder` holds the table."""
+    source = spaces.CPU_SIMD.source
+    held = " && ".join(f"{'NR(FA_CPU_MR)' if name == 'FA_CPU_NR' else name} == {n}" for name, n in config.items())
+    probe = folder / "probe.c"
+    probe.write_text(f'#include "{source}"\n_Static_assert({held}, "another one");\n')
+    flags = "-DFA_INSTANCE=x -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=4 -fsyntax-only"
+    command = ["gcc", f"-I{folder}", f"-I{source.parent.parent}", *flags.split(), str(probe)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 or "another one" in done.stderr, done.stderr
+    return done.returncode == 0
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("gcc"), reason="needs gcc for x86-64")
+@pytest.mark.parametrize(
+    "changed", [{}, {"FA_CPU_MR": 3}, {"FA_CPU_NR": 4, "FA_CPU_TILE_N": 64}, {"FA_CPU_TILE_M": 512}]
+)
+def test_the_table_holds_what_differs_from_the_source(tmp_path, changed):
+    """With an empty table the source's own numbers are the hand-set configuration of the search."""
+    table, hand_set = tmp_path / "cpu" / "simd_tuned.h", spaces.CPU_SIMD.hand_set
+    table.parent.mkdir()
+    winner = hand_set | changed
+    document = json.loads((FOLDER / "tune-cpu_simd.json").read_text()) | {"winner": winner}
+    table.write_text(variants.table(spaces.CPU_SIMD, document))
+    given = set(re.findall("define (FA_CPU_[A-Z_]+) ", table.read_text()))
+    assert given == changed.keys() | ({"FA_CPU_NR"} if "FA_CPU_MR" in changed else set())
+    assert is_configured(tmp_path, winner)
+    assert is_configured(tmp_path, hand_set) == (not changed)
 
 
 def test_a_variant_does_not_see_the_table(tmp_path, monkeypatch):

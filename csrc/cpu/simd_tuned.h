@@ -5,19 +5,6 @@
 #ifndef FA_SIMD_TUNED_H
 #define FA_SIMD_TUNED_H
 
-#if FA_CPU_VECTOR_BYTES == 64 && FA_CPU_REAL_BYTES == 4
-#ifndef FA_CPU_MR
-#define FA_CPU_MR 4
-#endif
-#ifndef FA_CPU_NR
-#define FA_CPU_NR 6
-#endif
-#ifndef FA_CPU_TILE_N
-#define FA_CPU_TILE_N 96
-#endif
-#ifndef FA_CPU_TILE_M
-#define FA_CPU_TILE_M 256
-#endif
-#endif
+/* Nothing differs from the configuration set by hand, in cpu_simd.c. */
 
 #endif
