@@ -145,8 +145,9 @@ static const char *rejects(const fa_problem *problem, const fa_device_info *devi
     return NULL;
 }
 
-/* A thread more is worth waking for this many multiplications, about 20 us of one core's. Two threads against one, B1
- * H8 D64 float32 on 2 idle cores, Zen 5: 1.04 of the time at seq 32 (1.0e6), 0.87 at 48 (2.4e6), 0.77 at 64 (4.2e6). */
+/* A thread more is worth waking for this many multiplications, about 20 us of one core's. Two threads took of the time
+ * of one, B1 H8 D64 float32 on 2 idle Zen 5 cores, in a row / after 20 ms without a call: 1.02 / 1.22 at seq 32
+ * (1.0e6), 0.87 / 0.99 at 40 (1.6e6), 0.89 / 0.90 at 48 (2.4e6), 0.76 / 0.69 at 64 (4.2e6). */
 #define WORK_PER_THREAD 2e6
 
 /* Multiplications of a call whose rows all see as many keys as the query in the middle. */
