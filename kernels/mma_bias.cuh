@@ -9,7 +9,7 @@
 #define FA_MMA_BIAS_CUH
 
 #include <math.h>      // INFINITY
-#include <stdint.h>    // int64_t, uint8_t, uintptr_t
+#include <stdint.h>    // int64_t, uint8_t
 #include <type_traits> // conditional_t
 
 #include "convert.cuh"    // to_float
@@ -33,9 +33,9 @@ template <int BYTES, int QUERIES, int KEYS> struct BiasTile {
     using Bits = std::conditional_t<BYTES == 1, uint8_t, std::conditional_t<BYTES == 2, uint16_t, uint32_t>>;
 
     /* Starts the copy of the elements of the queries [query, query + QUERIES) that are below `queries` and the keys
-     * [key, key + KEYS) that are below `keys`; the others become zeros and are not read. `chunks`: as has_chunks()
-     * says, as ALIGNED knows, and `keys` is a whole number of chunks; otherwise the elements are read when this
-     * returns. */
+     * [key, key + KEYS) that are below `keys`; the others become zeros and are not read. `chunks`: rows are
+     * whole 16-byte aligned chunks of neighbouring elements, as ALIGNED knows, and so are `keys`; otherwise the
+     * elements are read when this returns. */
     template <int THREADS, bool ALIGNED>
     __device__ static __forceinline__ void copy(uint32_t tile, const fa_operand &x, int64_t batch, int64_t head,
                                                 int query, int queries, int key, int keys, bool chunks) {
@@ -73,14 +73,6 @@ template <int BYTES, int QUERIES, int KEYS> struct BiasTile {
         }
     }
 };
-
-/* Whether rows consist of whole 16-byte aligned chunks of neighbouring elements. What is absent does. */
-inline bool has_chunks(const fa_operand &x, int64_t seq_k, size_t element_bytes) {
-    if (!x.data) return true;
-    const int64_t elements = 16 / int64_t(element_bytes);
-    return x.stride[3] == 1 && seq_k % elements == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
-           x.stride[0] % elements == 0 && x.stride[1] % elements == 0 && x.stride[2] % elements == 0;
-}
 
 /* Both tiles of a block of configuration C; either may be absent. */
 template <class C> class BiasTiles {

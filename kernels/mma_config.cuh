@@ -57,7 +57,7 @@ template <typename T_, int HEAD_DIM_, MmaShape SHAPE, Surface SURFACE> struct Mm
     static_assert(KEYS % 16 == 0 && HEAD_DIM % 32 == 0, "mma.sync tiles of 16");
 };
 
-/* Division of numbers below 2^31 by one multiplication: the start of a block has five of them in a row. */
+/* Division of numbers below 2^31 by one multiplication: the start of a block has four of them in a row. */
 struct Divider {
     uint32_t divisor, multiplier, shift;
 

@@ -19,13 +19,14 @@
  * @instance d192 -DFA_MMA_HEAD_DIM=192
  * @instance d256 -DFA_MMA_HEAD_DIM=256
  */
+#include <iterator> // std::size
+
+#include "convert.cuh"       // takes_chunks
 #include "fa.h"              // fa_problem, fa_kernel
 #include "launch.cuh"        // FA_CUDA_TRY
 #include "mma_attention.cuh" // mma_kernel, MmaConfig, MmaArgs
 
-#ifndef FA_MMA_HEAD_DIMS // all instances of a build, ascending
-#define FA_MMA_HEAD_DIMS(X) X(32) X(64) X(96) X(128) X(192) X(256)
-#endif
+#define FA_MMA_HEAD_DIMS(X) X(32) X(64) X(96) X(128) X(192) X(256) // all instances, ascending
 
 namespace {
 
@@ -50,9 +51,6 @@ enum Kind {
  * 12 warps of 16 rows do as well as 8 of 32, and better in small grids; under bias and mask they lose 10%. Q in
  * registers gains 4% there at head_dim 64. */
 constexpr MmaShape shape_of(int head_dim, Kind kind) {
-#ifdef FA_MMA_TUNE // the shape of the kind that FA_MMA_FORCE names
-    if (kind == FA_MMA_FORCE) return FA_MMA_TUNE;
-#endif
     if (kind == GENERAL) return {1, 4, 1, head_dim <= 192 ? 64 : 32, 1, head_dim <= 64, head_dim <= 128 ? 3 : 2};
     if (kind == BIASED) return {2, 4, 1, 64, 1, head_dim <= 64, 2};
     if (kind == SMALL && head_dim <= 64) return {1, 2, 2, 64, 2, true, 3};
@@ -165,7 +163,6 @@ struct Instance {
       tile_of<Choose<__half, D, GENERAL>>(), tile_of<Choose<__half, D, BIASED>>()}},
 constexpr Instance INSTANCES[] = {FA_MMA_HEAD_DIMS(FA_MMA_INSTANCE)};
 
-#ifndef FA_MMA_TUNE
 constexpr bool all_fit() {
     for (const Instance &instance : INSTANCES)
         for (int kind = 0; kind < BIASED; ++kind) {
@@ -175,24 +172,24 @@ constexpr bool all_fit() {
     return true;
 }
 static_assert(all_fit(), "every kind but BIASED fits the shared memory of a block of sm_86 and sm_89");
-#endif
+static_assert(INSTANCES[std::size(INSTANCES) - 1].head_dim == FA_MAX_HEAD_DIM, "an instance for every head_dim");
 
-/* Index of the narrowest instance that holds both head dims; -1: none in this build. */
+/* Index of the narrowest instance that holds both head dims. */
 int instance_of(const fa_problem *p) {
     const int wanted = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
-    for (int i = 0; i < int(sizeof(INSTANCES) / sizeof(*INSTANCES)); ++i)
-        if (INSTANCES[i].head_dim >= wanted) return i;
-    return -1;
+    int index = 0;
+    while (INSTANCES[index].head_dim < wanted) ++index;
+    return index;
 }
 
-/* Whether rows consist of whole 16-byte aligned chunks of neighbouring elements. */
-bool has_chunks(const fa_operand &x, int columns) {
-    return x.stride[3] == 1 && columns % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 &&
-           x.stride[0] % 8 == 0 && x.stride[1] % 8 == 0 && x.stride[2] % 8 == 0;
+/* Whether rows consist of whole 16-byte aligned chunks of neighbouring elements. What is absent does. */
+bool has_chunks(const fa_operand &x, int columns) { return fa::takes_chunks<uint16_t>(x, columns, 8); }
+bool has_bias_chunks(const fa_problem *p) {
+    if (!p->bias.data) return true;
+    return p->bias_dtype == FA_F32 ? fa::takes_chunks<float>(p->bias, p->seq_k, 4)
+                                   : fa::takes_chunks<uint16_t>(p->bias, p->seq_k, 8);
 }
-
-bool has_bias_chunks(const fa_problem *p) { return fa::has_chunks(p->bias, p->seq_k, p->bias_dtype == FA_F32 ? 4 : 2); }
-bool has_mask_chunks(const fa_problem *p) { return fa::has_chunks(p->mask, p->seq_k, 1); }
+bool has_mask_chunks(const fa_problem *p) { return !p->mask.data || fa::takes_chunks<uint8_t>(p->mask, p->seq_k, 16); }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -225,18 +222,12 @@ Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &
         has_chunks(p->q, p->head_dim) && has_chunks(p->k, p->head_dim) && has_chunks(p->v, p->head_dim_v);
     if ((p->bias.data || p->mask.data) && chunks && has_bias_chunks(p) && has_mask_chunks(p) &&
         p->softcap <= fa::MAX_FAST_CAP) {
-#ifdef FA_MMA_FORCE
-        return FA_MMA_FORCE;
-#endif
         // GENERAL gains while all its blocks run at once; and two rounds of them, where the lengths of blocks differ.
         const int64_t at_once = sms * instance.tile[GENERAL].blocks_per_sm;
         const bool fills = blocks(GENERAL) > (p->right != FA_UNBOUNDED ? 2 : 1) * at_once;
         return (fills || p->batch_invariant) && fits(BIASED) ? BIASED : GENERAL;
     }
     if (!folds || p->softcap > 0 || p->bias.data || p->mask.data || !chunks) return GENERAL;
-#ifdef FA_MMA_FORCE
-    return FA_MMA_FORCE;
-#endif
     // SMALL gains while all its blocks run at once; four a multiprocessor where the lengths of blocks differ and LARGE
     // would wait for its longest one.
     const int per_sm = p->right != FA_UNBOUNDED ? 4 : instance.head_dim > 128 ? 1 : instance.tile[SMALL].blocks_per_sm;
@@ -266,10 +257,9 @@ const char *rejects(const fa_problem *problem, const fa_device_info *device) {
     const fa_problem folded = fold_heads(*problem), *p = &folded;
     if (device->cc < 80) return "needs compute capability 8.0 (Ampere) or newer";
     if (p->dtype != FA_F16 && p->dtype != FA_BF16) return "takes float16 and bfloat16 only";
-    const int index = instance_of(p);
-    if (index < 0) return "this build leaves out the instance for that head_dim";
     if (p->seq_q > MAX_LENGTH || p->seq_k > MAX_LENGTH) return "takes at most 2^28 queries and keys";
-    const Tile &tile = INSTANCES[index].tile[kind_of(p, device, INSTANCES[index])];
+    const Instance &instance = INSTANCES[instance_of(p)];
+    const Tile &tile = instance.tile[kind_of(p, device, instance)];
     if (blocks_of(p, tile) > MAX_BLOCKS) return "needs more than 2^31 blocks";
     if (size_t(shared_layout(p, tile).bytes) > device->smem_per_block) return "needs 99 KB of shared memory a block";
     return nullptr;

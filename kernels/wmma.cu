@@ -48,10 +48,10 @@ fa_code launch_shape(const fa_problem *p, const fa_plan *plan, cudaStream_t stre
         .p = *p,
         .options = {score_params(*p), in_fours(p->bias, int(fa_dtype_size(p->bias_dtype))), in_fours(p->mask, 1)},
         .tiles_m = unsigned((p->seq_q + C::TILE_M - 1) / C::TILE_M),
-        .q_aligned = rows_aligned<__half>(p->q, p->head_dim),
-        .k_aligned = rows_aligned<__half>(p->k, p->head_dim),
-        .v_aligned = rows_aligned<__half>(p->v, p->head_dim_v),
-        .out_aligned = rows_aligned<__half>(p->out, p->head_dim_v),
+        .q_aligned = rows_aligned(p->q, p->head_dim),
+        .k_aligned = rows_aligned(p->k, p->head_dim),
+        .v_aligned = rows_aligned(p->v, p->head_dim_v),
+        .out_aligned = rows_aligned(p->out, p->head_dim_v),
     };
     // -inf times a scale that rounds to 0 would be NaN
     const bool simple = params.options.score.scale_log2 > 1e-30f && p->softcap == 0 && !p->bias.data && !p->mask.data;

@@ -6,13 +6,11 @@
 #ifndef FA_WMMA_PIPELINE_CUH
 #define FA_WMMA_PIPELINE_CUH
 
-#include <stdint.h> // uint32_t, uint64_t
+#include <stdint.h> // uint64_t
+
+#include "sm80_ptx.cuh" // shared_address
 
 namespace fa::wmma_row {
-
-__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 __device__ __forceinline__ void barrier_init(uint64_t *barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");

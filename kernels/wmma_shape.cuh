@@ -9,24 +9,8 @@
 
 namespace fa::wmma_row {
 
-/* Block shapes for a padded head_dim: consumer warps, 16-row tiles a warp, TILE_N, blocks wanted on a multiprocessor,
- * query fragments in registers or loaded anew for each key tile. One block of many consumers keeps one producer busy
- * and every register in use; where that leaves multiprocessors without a block, and where its shared memory does not
- * fit (99 KB on sm_86 and sm_89), the small shape runs. */
-#ifndef FA_WMMA_64
-#define FA_WMMA_64 4, 1, 64, 3, false
-#endif
-#ifndef FA_WMMA_64_WIDE
-#define FA_WMMA_64_WIDE 11, 1, 64, 1, true
-#endif
-#ifndef FA_WMMA_128
-#define FA_WMMA_128 5, 1, 48, 2, false
-#endif
-#ifndef FA_WMMA_128_WIDE
-#define FA_WMMA_128_WIDE 11, 1, 64, 1, false
-#endif
-
-template <int HEAD_DIM_, int CONSUMERS_, int ROW_TILES_, int TILE_N_, int BLOCKS_, bool QREG_> struct Shape {
+template <int HEAD_DIM_, int CONSUMERS_, int ROW_TILES_, int TILE_N_, int BLOCKS_, bool QUERY_IN_REGISTERS_>
+struct Shape {
     static constexpr int HEAD_DIM = HEAD_DIM_;
     static constexpr int CONSUMERS = CONSUMERS_; // warps
     static constexpr int ROW_TILES = ROW_TILES_; // 16-row tiles a consumer
@@ -36,7 +20,7 @@ template <int HEAD_DIM_, int CONSUMERS_, int ROW_TILES_, int TILE_N_, int BLOCKS
     static constexpr int STRIP_ROWS = 16 * ROW_TILES;
     static constexpr int TILE_M = CONSUMERS * STRIP_ROWS;
     static constexpr int THREADS = (CONSUMERS + 1) * WARP;
-    static constexpr bool QUERY_IN_REGISTERS = QREG_;
+    static constexpr bool QUERY_IN_REGISTERS = QUERY_IN_REGISTERS_;   // else loaded anew for each key tile
     static constexpr int SCORE_PITCH = wmma_row::SCORE_PITCH<TILE_N>; // floats
     static constexpr int WEIGHT_PITCH = PITCH<TILE_N>;
     static constexpr int OUT_COLUMNS = TILE_N < 64 ? 32 : 64; // of the output that pass through a strip at a time
@@ -54,11 +38,14 @@ template <int HEAD_DIM_, int CONSUMERS_, int ROW_TILES_, int TILE_N_, int BLOCKS
     static_assert(!QUERY_IN_REGISTERS || SCORE_PITCH * 4 >= PITCH<HEAD_DIM> * 2, "the strip must hold the query rows");
 };
 
+/* The shapes of a padded head_dim. One block of many consumers keeps one producer busy and every register in use; where
+ * that leaves multiprocessors without a block, and where its shared memory does not fit (99 KB on sm_86 and sm_89), the
+ * small shape runs. */
 template <int HEAD_DIM, bool WIDE> struct Config;
-template <> struct Config<64, false> : Shape<64, FA_WMMA_64> {};
-template <> struct Config<64, true> : Shape<64, FA_WMMA_64_WIDE> {};
-template <> struct Config<128, false> : Shape<128, FA_WMMA_128> {};
-template <> struct Config<128, true> : Shape<128, FA_WMMA_128_WIDE> {};
+template <> struct Config<64, false> : Shape<64, 4, 1, 64, 3, false> {};
+template <> struct Config<64, true> : Shape<64, 11, 1, 64, 1, true> {};
+template <> struct Config<128, false> : Shape<128, 5, 1, 48, 2, false> {};
+template <> struct Config<128, true> : Shape<128, 11, 1, 64, 1, false> {};
 static_assert(sizeof(Config<64, false>::Shared) <= 99 << 10 && sizeof(Config<128, false>::Shared) <= 99 << 10,
               "a small shape runs everywhere");
 

@@ -8,20 +8,12 @@
 #include "convert.cuh"    // Chunk
 #include "fa.h"           // fa_problem
 #include "mask.cuh"       // KeyRange, mask_row
-#include "mma_scores.cuh" // tanh_fast
+#include "mma_scores.cuh" // tanh_by_exp2
 #include "score.cuh"      // ScoreParams, bias_row, add_bias
+#include "sm80_ptx.cuh"   // pack
 #include "softmax.cuh"    // RowState
 
 namespace fa::wmma_row {
-
-__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t *>(&pair);
-}
-__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t *>(&pair);
-}
 
 /* Keys [begin, end) in 32 bits; none when end <= begin. */
 struct Keys {
@@ -116,7 +108,7 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreO
         const int64_t last = min(int64_t(owned.row), p.seq_q - 1); // rows past the end read a row that exists
         if (options.score.cap_log2 > 0) {
 #pragma unroll
-            for (int i = 0; i < MINE; ++i) s[i] = options.score.cap_log2 * tanh_fast(s[i] * options.score.scale_cap);
+            for (int i = 0; i < MINE; ++i) s[i] = options.score.cap_log2 * tanh_by_exp2(s[i] * options.score.scale_cap);
         } else {
 #pragma unroll
             for (int i = 0; i < MINE; ++i) s[i] *= options.score.scale_log2;
@@ -167,7 +159,7 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreO
                 w[n] = exp2_fast(SIMPLE ? fmaf(x, options.score.scale_log2, -shift) : x - shift);
                 sum[(j + n) % 4] += w[n];
             }
-            packed[j / 2] = pack(w[0], w[1], T());
+            packed[j / 2] = pack<T>(w[0], w[1]);
         }
         *reinterpret_cast<uint4 *>(weights + i) = swap ? make_uint4(packed[2], packed[3], packed[0], packed[1])
                                                        : make_uint4(packed[0], packed[1], packed[2], packed[3]);

@@ -25,7 +25,7 @@ template <typename T> struct HeadRows {
 };
 
 /* Host: whether HeadRows of this operand are aligned. */
-template <typename T> inline bool rows_aligned(const fa_operand &x, int columns) {
+inline bool rows_aligned(const fa_operand &x, int columns) {
     return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && (x.stride[3] == 1 || columns == 1) &&
            x.stride[0] % CHUNK == 0 && x.stride[1] % CHUNK == 0 && x.stride[2] % CHUNK == 0;
 }
