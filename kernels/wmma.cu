@@ -1,10 +1,10 @@
 /* wmma: fused attention through nvcuda::wmma, the tensor-core interface of CUDA C++, for Ampere and newer.
  *
  * A block takes TILE_M query rows of one head and walks over the keys TILE_N at a time. One producer warp copies K and
- * V into a ring of two slots each with cp.async; consumer warps own 16 or 32 query rows each and, per key tile,
+ * V into a ring of two slots each with cp.async; consumer warps own 16 query rows each and, per key tile,
  *
  *     1. multiply Q K^T into accumulator fragments and store them to a strip of shared memory of their own,
- *     2. run the online softmax there, one owner a row, and leave the weights in the strip, rounded to 16 bits,
+ *     2. run the online softmax there, two lanes a row, and leave the weights in the strip, rounded to 16 bits,
  *     3. rescale the output fragments and add weights times V.
  *
  * The warps meet at the ring's barriers alone. WMMA hides which element of a fragment a thread holds, so a factor a row

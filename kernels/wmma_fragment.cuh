@@ -35,18 +35,14 @@ FA_WMMA_LOAD_BF16(RightTransposed, "b", "col")
 FA_WMMA_LOAD_BF16(Right, "b", "row")
 #undef FA_WMMA_LOAD_BF16
 
-/* Multiplies every row of the fragments by its factor, one float a row in shared memory. */
-template <int ROW_TILES, int COUNT>
-__device__ __forceinline__ void scale_rows(Accumulator (&out)[ROW_TILES][COUNT], const float *factor) {
+/* Multiplies every row of fragments side by side by its factor, one float a row in shared memory. */
+template <int COUNT> __device__ __forceinline__ void scale_rows(Accumulator (&out)[COUNT], const float *factor) {
+    Accumulator rows;
+    wmma::load_matrix_sync(rows, factor, 0, wmma::mem_col_major);
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r) {
-        Accumulator rows;
-        wmma::load_matrix_sync(rows, factor + 16 * r, 0, wmma::mem_col_major);
+    for (int d = 0; d < COUNT; ++d)
 #pragma unroll
-        for (int d = 0; d < COUNT; ++d)
-#pragma unroll
-            for (int i = 0; i < rows.num_elements; ++i) out[r][d].x[i] *= rows.x[i];
-    }
+        for (int i = 0; i < rows.num_elements; ++i) out[d].x[i] *= rows.x[i];
 }
 
 } // namespace fa::wmma_row

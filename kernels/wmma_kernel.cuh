@@ -47,134 +47,130 @@ __device__ __forceinline__ void produce(const Params &params, typename C::Shared
     wait_copies();
 }
 
+/* Q of a warp in fragments, or room for one of them that is loaded anew for each key tile. */
+template <typename T, class C> using Query = Left<T>[C::QUERY_IN_REGISTERS ? C::STEPS : 1];
+
+/* strip = Q K^T for the keys of a tile `k`; `q_tile`: the warp's query rows, read where fragments do not hold them. */
+template <typename T, class C>
+__device__ __forceinline__ void multiply_keys(float *strip, Query<T, C> &query, const T *q_tile, const T *k) {
+    constexpr int BLOCKS_N = C::TILE_N / 16;
+    Accumulator scores[BLOCKS_N];
+#pragma unroll
+    for (int n = 0; n < BLOCKS_N; ++n) wmma::fill_fragment(scores[n], 0.0f);
+#pragma unroll
+    for (int d = 0; d < C::STEPS; ++d) {
+        if constexpr (!C::QUERY_IN_REGISTERS) load_block(query[0], q_tile + 16 * d, PITCH<C::HEAD_DIM>);
+#pragma unroll
+        for (int n = 0; n < BLOCKS_N; ++n) {
+            RightTransposed<T> block;
+            load_block(block, k + 16 * n * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
+            wmma::mma_sync(scores[n], query[C::QUERY_IN_REGISTERS ? d : 0], block, scores[n]);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < BLOCKS_N; ++n)
+        wmma::store_matrix_sync(strip + 16 * n, scores[n], C::SCORE_PITCH, wmma::mem_row_major);
+}
+
+/* out += P V for the values of a tile `v`. */
+template <typename T, class C>
+__device__ __forceinline__ void multiply_values(Accumulator (&out)[C::STEPS], const T *weights, const T *v) {
+#pragma unroll
+    for (int n = 0; n < C::TILE_N / 16; ++n) {
+        Left<T> left;
+        load_block(left, weights + 16 * n, C::WEIGHT_PITCH);
+#pragma unroll
+        for (int d = 0; d < C::STEPS; ++d) {
+            Right<T> block;
+            load_block(block, v + 16 * n * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
+            wmma::mma_sync(out[d], left, block, out[d]);
+        }
+    }
+}
+
+/* Writes the normalised output of a warp's rows from `warp_row` on, by way of its strip. */
+template <typename T, class C>
+__device__ __forceinline__ void write_output(const Params &params, int64_t batch, int64_t head, int warp_row,
+                                             const Accumulator (&out)[C::STEPS], float *strip, int lane) {
+    const fa_problem &p = params.p;
+    constexpr int PARTS = C::OUT_COLUMNS / 16;
+#pragma unroll
+    for (int d = 0; d < C::STEPS; d += PARTS) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i)
+            wmma::store_matrix_sync(strip + 16 * i, out[d + i], C::SCORE_PITCH, wmma::mem_row_major);
+        __syncwarp();
+        store_rows<STRIP_ROWS, C::OUT_COLUMNS>(row_of<T>(p.out, batch, head, 0), p.out.stride[2], p.out.stride[3],
+                                               params.out_aligned, p.head_dim_v, 16 * d, warp_row, p.seq_q, strip,
+                                               C::SCORE_PITCH, lane);
+    }
+}
+
 template <typename T, class C, bool SIMPLE>
 __device__ __forceinline__ void consume(const Params &params, typename C::Shared &shared, int64_t batch, int64_t head,
                                         int first_row, const Keys &keys, int warp, int lane) {
-    constexpr int STEPS = C::HEAD_DIM / 16, BLOCKS_N = C::TILE_N / 16, ROW_TILES = C::ROW_TILES;
     const fa_problem &p = params.p;
     float *strip = shared.strip[warp], *factor = shared.factor[warp];
     T *const q_tile = reinterpret_cast<T *>(C::QUERY_IN_REGISTERS ? reinterpret_cast<char *>(strip) : shared.q[warp]);
-    const int warp_row = first_row + warp * C::STRIP_ROWS;
+    const int warp_row = first_row + warp * STRIP_ROWS;
 
-    OwnedRow owned = {warp_row + lane % C::STRIP_ROWS, {0, 0}, {}};
+    OwnedRow owned = {warp_row + lane % STRIP_ROWS, {0, 0}, {}};
     if (owned.row < p.seq_q) owned.keys = row_keys(p, owned.row);
-    const int end_row = min(warp_row + C::STRIP_ROWS, int(p.seq_q));
+    const int end_row = min(warp_row + STRIP_ROWS, int(p.seq_q));
     Keys seen = {0, 0}, common = {0, 0};
     if (warp_row < p.seq_q) {
         const HeadRows<T> q = {row_of<T>(p.q, batch, head, 0), p.q.stride[2], p.q.stride[3], p.head_dim,
                                params.q_aligned};
-        load_tile<C::STRIP_ROWS, C::HEAD_DIM>(q_tile, q, warp_row, 0, p.seq_q, lane);
+        load_tile<STRIP_ROWS, C::HEAD_DIM>(q_tile, q, warp_row, 0, p.seq_q, lane);
         seen = tile_keys(p, warp_row, end_row);
         common = tile_common_keys(p, warp_row, end_row);
         wait_copies();
     }
     __syncwarp();
-    Left<T> query[ROW_TILES][C::QUERY_IN_REGISTERS ? STEPS : 1];
+    Query<T, C> query;
     if constexpr (C::QUERY_IN_REGISTERS) {
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-            for (int d = 0; d < STEPS; ++d)
-                load_block(query[r][d], q_tile + 16 * r * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
+        for (int d = 0; d < C::STEPS; ++d) load_block(query[d], q_tile + 16 * d, PITCH<C::HEAD_DIM>);
         __syncwarp();
     }
 
-    Accumulator out[ROW_TILES][STEPS];
+    Accumulator out[C::STEPS];
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-        for (int d = 0; d < STEPS; ++d) wmma::fill_fragment(out[r][d], 0.0f);
+    for (int d = 0; d < C::STEPS; ++d) wmma::fill_fragment(out[d], 0.0f);
 
     RingIndex<C::STAGES> at;
     for (int key = keys.begin; key < keys.end; key += C::TILE_N, at.advance()) {
         const bool needed = key < seen.end && key + C::TILE_N > seen.begin;
-        const T *k = reinterpret_cast<const T *>(shared.k[at.slot]),
-                *v = reinterpret_cast<const T *>(shared.v[at.slot]);
         barrier_wait(&shared.k_full[at.slot], at.parity);
-        if (needed) {
-            Accumulator scores[ROW_TILES][BLOCKS_N];
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                for (int n = 0; n < BLOCKS_N; ++n) wmma::fill_fragment(scores[r][n], 0.0f);
-#pragma unroll
-            for (int d = 0; d < STEPS; ++d) {
-                if constexpr (!C::QUERY_IN_REGISTERS) {
-#pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r)
-                        load_block(query[r][0], q_tile + 16 * r * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
-                }
-#pragma unroll
-                for (int n = 0; n < BLOCKS_N; ++n) {
-                    RightTransposed<T> block;
-                    load_block(block, k + 16 * n * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
-#pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r)
-                        wmma::mma_sync(scores[r][n], query[r][C::QUERY_IN_REGISTERS ? d : 0], block, scores[r][n]);
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-                for (int n = 0; n < BLOCKS_N; ++n)
-                    wmma::store_matrix_sync(strip + 16 * r * C::SCORE_PITCH + 16 * n, scores[r][n], C::SCORE_PITCH,
-                                            wmma::mem_row_major);
-        }
+        if (needed) multiply_keys<T, C>(strip, query, q_tile, reinterpret_cast<const T *>(shared.k[at.slot]));
         __syncwarp();
         barrier_arrive(&shared.k_empty[at.slot]);
         if (needed) {
             const bool all_visible = common.begin <= key && key + C::TILE_N <= common.end;
-            const float rescale = softmax_strip<T, C::STRIP_ROWS, C::TILE_N, C::WEIGHT_PITCH, SIMPLE>(
+            const float rescale = softmax_strip<T, C::TILE_N, C::WEIGHT_PITCH, SIMPLE>(
                 p, params.options, batch, head, owned, strip, key, all_visible, lane);
-            if (lane < C::STRIP_ROWS) factor[lane] = rescale;
+            if (lane < STRIP_ROWS) factor[lane] = rescale;
             const bool changed = __any_sync(~0u, rescale != 1.0f);
             __syncwarp();
             if (changed) scale_rows(out, factor);
         }
         barrier_wait(&shared.v_full[at.slot], at.parity);
-        if (needed) {
-            const T *weights = reinterpret_cast<const T *>(strip);
-#pragma unroll
-            for (int n = 0; n < BLOCKS_N; ++n) {
-                Left<T> left[ROW_TILES];
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r)
-                    load_block(left[r], weights + 16 * r * C::WEIGHT_PITCH + 16 * n, C::WEIGHT_PITCH);
-#pragma unroll
-                for (int d = 0; d < STEPS; ++d) {
-                    Right<T> block;
-                    load_block(block, v + 16 * n * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
-#pragma unroll
-                    for (int r = 0; r < ROW_TILES; ++r) wmma::mma_sync(out[r][d], left[r], block, out[r][d]);
-                }
-            }
-        }
+        if (needed)
+            multiply_values<T, C>(out, reinterpret_cast<const T *>(strip),
+                                  reinterpret_cast<const T *>(shared.v[at.slot]));
         __syncwarp();
         barrier_arrive(&shared.v_empty[at.slot]);
     }
 
-    if constexpr (ROW_TILES == 1) owned.state.sum += __shfl_xor_sync(~0u, owned.state.sum, 16);
+    owned.state.sum += __shfl_xor_sync(~0u, owned.state.sum, 16);
     const RowResult result = finish_row(p, head, owned.state);
-    if (lane < C::STRIP_ROWS) factor[lane] = result.factor;
-    if (p.lse && lane < C::STRIP_ROWS && owned.row < p.seq_q)
+    if (lane < STRIP_ROWS) factor[lane] = result.factor;
+    if (p.lse && lane < STRIP_ROWS && owned.row < p.seq_q)
         static_cast<float *>(p.lse)[(batch * p.heads + head) * p.seq_q + owned.row] = result.lse;
     __syncwarp();
     scale_rows(out, factor);
-    constexpr int PARTS = C::OUT_COLUMNS / 16;
-#pragma unroll
-    for (int d = 0; d < STEPS; d += PARTS) {
-        __syncwarp();
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
-#pragma unroll
-            for (int i = 0; i < PARTS; ++i)
-                wmma::store_matrix_sync(strip + 16 * r * C::SCORE_PITCH + 16 * i, out[r][d + i], C::SCORE_PITCH,
-                                        wmma::mem_row_major);
-        __syncwarp();
-        store_rows<C::STRIP_ROWS, C::OUT_COLUMNS>(row_of<T>(p.out, batch, head, 0), p.out.stride[2], p.out.stride[3],
-                                                  params.out_aligned, p.head_dim_v, 16 * d, warp_row, p.seq_q, strip,
-                                                  C::SCORE_PITCH, lane);
-    }
+    write_output<T, C>(params, batch, head, warp_row, out, strip, lane);
 }
 
 /* Where three blocks share a multiprocessor, bias and mask take the registers of the third. */

@@ -1,5 +1,5 @@
-/* The softmax of a warp's strip of scores in shared memory. Every row has one owner, which keeps its maximum and sum: a
- * lane where the strip has 32 rows, a pair of lanes (half of the columns each) where it has 16. */
+/* The softmax of a warp's strip of scores in shared memory, 16 rows. A pair of lanes, l and l + 16, owns row l: each
+ * takes half of the columns and keeps the row's maximum and its part of the sum. */
 #ifndef FA_WMMA_SOFTMAX_CUH
 #define FA_WMMA_SOFTMAX_CUH
 
@@ -24,7 +24,9 @@ struct Keys {
         : begin(int(range.empty() ? 0 : range.begin)), end(int(range.empty() ? 0 : range.end)) {}
 };
 
-/* What one owner lane knows of its row. */
+constexpr int STRIP_ROWS = 16;
+
+/* What an owner lane knows of its row. */
 struct OwnedRow {
     int row;
     Keys keys; // that the row sees; none for a row past the end
@@ -86,17 +88,17 @@ __device__ __forceinline__ void apply_mask(const fa_problem &p, bool vectors, co
     }
 }
 
-/* Turns ROWS x COLUMNS products (pitch SCORE_PITCH), of the keys from `key` on, into weights of type T (pitch
+/* Turns STRIP_ROWS x COLUMNS products (pitch SCORE_PITCH), of the keys from `key` on, into weights of type T (pitch
  * WEIGHT_PITCH) in the same memory. Returns the factor for what the row accumulated before. SIMPLE: scale > 0 and
  * neither softcap, bias nor mask. `all_visible`: every row sees every key of the tile. `key` is a multiple of 4. */
-template <typename T, int ROWS, int COLUMNS, int WEIGHT_PITCH, bool SIMPLE>
+template <typename T, int COLUMNS, int WEIGHT_PITCH, bool SIMPLE>
 __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreOptions &options, int64_t batch,
                                                int64_t head, OwnedRow &owned, float *strip, int key, bool all_visible,
                                                int lane) {
-    constexpr int SHARERS = 32 / ROWS, MINE = COLUMNS / SHARERS; // columns of this lane
+    constexpr int MINE = COLUMNS / 2; // columns of this lane
     static_assert(MINE % 8 == 0, "weights are written eight at a time");
-    const int first = lane / ROWS * MINE, swap = lane & 4; // s[i] belongs to column first + (i ^ swap)
-    const float *row = strip + lane % ROWS * SCORE_PITCH<COLUMNS> + first;
+    const int first = lane / STRIP_ROWS * MINE, swap = lane & 4; // s[i] belongs to column first + (i ^ swap)
+    const float *row = strip + lane % STRIP_ROWS * SCORE_PITCH<COLUMNS> + first;
     float s[MINE];
 #pragma unroll
     for (int i = 0; i < MINE; i += 4) {
@@ -140,12 +142,12 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreO
     for (int i = 4; i < MINE; ++i) largest[i % 4] = fmaxf(largest[i % 4], s[i]);
     float maximum = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
     if constexpr (SIMPLE) maximum *= options.score.scale_log2;
-    if constexpr (SHARERS == 2) maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 16));
+    maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 16));
     const float factor = owned.state.raise(maximum);
     const float shift = softmax_shift(owned.state.maximum);
 
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    T *weights = reinterpret_cast<T *>(strip) + lane % ROWS * WEIGHT_PITCH + first;
+    T *weights = reinterpret_cast<T *>(strip) + lane % STRIP_ROWS * WEIGHT_PITCH + first;
     __syncwarp(); // every row of the strip has been read
 #pragma unroll
     for (int i = 0; i < MINE; i += 8) {
