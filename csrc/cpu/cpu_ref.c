@@ -79,15 +79,18 @@ static double attend(const fa_problem *p, row *r, double *scores, int64_t kept) 
     const double origin = maximum == -INFINITY ? 0 : maximum;
     if (p->sinks.data) sum = exp(sink - origin);
     for (int d = 0; d < p->head_dim_v; d++) r->out[d] = 0;
+    bool seen = false;
     for (int64_t key = first; key < end; key++) {
         const double value = key - first < kept ? scores[key - first] : visible_score(p, r, key);
         if (value == -INFINITY) continue;
         const int64_t base = r->batch * p->v.stride[0] + r->head_kv * p->v.stride[1] + key * p->v.stride[2];
         const double weight = exp(value - origin);
+        seen = true;
         sum += weight;
         for (int d = 0; d < p->head_dim_v; d++)
             r->out[d] += weight * load(p->v.data, p->dtype, base + d * p->v.stride[3]);
     }
+    if (!seen) return sink; /* whatever it is; the sum of one that is infinite is NaN */
     for (int d = 0; d < p->head_dim_v && sum != 0; d++) r->out[d] /= sum;
     return sum == 0 ? -INFINITY : origin + log(sum);
 }

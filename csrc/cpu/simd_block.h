@@ -159,10 +159,12 @@ INLINE void soften(const int mr, block *b, real *scores, int keys, const real *m
     vreal origin[FA_CPU_MR], sum[FA_CPU_MR];
     UNROLL
     for (int m = 0; m < mr; m++) {
-        const vreal before = v_load(b->maximum + m * LANES), top = v_max(v_load(maximum + m * LANES), before);
-        origin[m] = v_select(top == -(real)INFINITY, v_set1(0), top); /* a row without a key yet */
+        const vreal before = v_load(b->maximum + m * LANES), highest = v_load(maximum + m * LANES);
+        const vreal top = v_max(highest, before);
+        const vint none = highest == -(real)INFINITY; /* of these keys; `before` can be a sink that is not finite */
+        origin[m] = v_select(none, v_set1(0), top);
         v_store(b->maximum + m * LANES, top);
-        v_store(decay + m * LANES, v_exp2(before - origin[m]));
+        v_store(decay + m * LANES, v_select(none, v_set1(1), v_exp2(before - origin[m])));
         sum[m] = v_set1(0);
     }
     for (int n = 0; n < keys; n++) {
