@@ -13,7 +13,7 @@
 #include "mma_tile.cuh"   // BlockAddress
 #include "score.cuh"      // bounded
 #include "sm80_ptx.cuh"   // ldmatrix_x4, mma_16x8x16, pack
-#include "softmax.cuh"    // exp2_fast, RowResult
+#include "softmax.cuh"    // exp2_fast, weight_rounding, RowResult
 
 namespace fa {
 
@@ -142,10 +142,12 @@ template <class C> struct MmaWarp {
                     float m = highest[r][i];
                     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
                     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-                    const float raised = fmaxf(shift[r][i], __fmul_rn(m, scale));
+                    const float top = __fmul_rn(m, scale), raised = fmaxf(shift[r][i], top);
                     const float factor = exp2_fast(shift[r][i] - raised);
                     shift[r][i] = raised;
                     sum[r][i] *= factor;
+                    if (C::PLAIN && top == raised) // each of four lanes a quarter
+                        sum[r][i] += 0.25f * weight_rounding<T>(m, scale, raised);
 #pragma unroll
                     for (int j = 0; j < C::HEAD_DIM / 8; ++j)
                         out[r][j][2 * i] *= factor, out[r][j][2 * i + 1] *= factor;

@@ -8,7 +8,7 @@
 
 #include <math.h> // INFINITY
 
-#include "convert.cuh" // load_as_float
+#include "convert.cuh" // from_float, load_as_float, to_float
 #include "score.cuh"   // LOG2_E, LN_2, bounded
 
 namespace fa {
@@ -18,6 +18,14 @@ __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+/* What rounding to T adds to the weight 2^(product scale - shift) of a row's highest score, of which the shift is made.
+ * P V takes weights rounded. This one is 1 but for the rounding of the shift, which in float16 counts where scores
+ * exceed 5,700. Taken into the sum, it makes of a row that one key decides that key's value. */
+template <typename T> __device__ __forceinline__ float weight_rounding(float product, float scale, float shift) {
+    const float weight = exp2_fast(fmaf(product, scale, -shift));
+    return to_float(from_float<T>(weight)) - weight;
 }
 
 /* What is subtracted from scores for the maximum m: m itself, but 0 while no key was visible, since -inf - -inf is NaN.

@@ -5,7 +5,7 @@
 #include "fa.h"              // fa_problem
 #include "mask.cuh"          // tile_keys, tile_common_keys
 #include "score.cuh"         // ScoreParams
-#include "softmax.cuh"       // finish_row
+#include "softmax.cuh"       // finish_row, softmax_shift, weight_rounding
 #include "wmma_fragment.cuh" // load_block, scale_rows
 #include "wmma_pipeline.cuh" // barriers, RingIndex
 #include "wmma_shape.cuh"    // Shape
@@ -115,7 +115,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
     T *const q_tile = reinterpret_cast<T *>(C::QUERY_IN_REGISTERS ? reinterpret_cast<char *>(strip) : shared.q[warp]);
     const int warp_row = first_row + warp * STRIP_ROWS;
 
-    OwnedRow owned = {warp_row + lane % STRIP_ROWS, {0, 0}, {}};
+    OwnedRow owned = {.row = warp_row + lane % STRIP_ROWS, .keys = {0, 0}};
     if (owned.row < p.seq_q) owned.keys = row_keys(p, owned.row);
     const int end_row = min(warp_row + STRIP_ROWS, int(p.seq_q));
     Keys seen = {0, 0}, common = {0, 0};
@@ -164,6 +164,9 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
     }
 
     owned.state.sum += __shfl_xor_sync(~0u, owned.state.sum, 16);
+    if constexpr (SIMPLE)
+        owned.state.sum +=
+            weight_rounding<T>(owned.highest, params.options.score.scale_log2, softmax_shift(owned.state.maximum));
     const RowResult result = finish_row(p, head, owned.state);
     if (lane < STRIP_ROWS) factor[lane] = result.factor;
     if (p.lse && lane < STRIP_ROWS && owned.row < p.seq_q)

@@ -31,6 +31,7 @@ struct OwnedRow {
     int row;
     Keys keys; // that the row sees; none for a row past the end
     RowState state;
+    float highest = -INFINITY; // of the products, where the scale is folded into the exponent (SIMPLE)
 };
 
 /* Pitch of a strip of scores, in floats: rows 8 banks apart, so that a fragment's pairs of floats store without
@@ -140,10 +141,10 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreO
     float largest[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
     for (int i = 4; i < MINE; ++i) largest[i % 4] = fmaxf(largest[i % 4], s[i]);
-    float maximum = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    if constexpr (SIMPLE) maximum *= options.score.scale_log2;
-    maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 16));
-    const float factor = owned.state.raise(maximum);
+    float highest = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 16));
+    if constexpr (SIMPLE) owned.highest = fmaxf(owned.highest, highest);
+    const float factor = owned.state.raise(SIMPLE ? highest * options.score.scale_log2 : highest);
     const float shift = softmax_shift(owned.state.maximum);
 
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
