@@ -49,8 +49,8 @@ typedef struct loop {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t posted = PTHREAD_COND_INITIALIZER;
-static loop *loops; /* that helpers may join, the oldest first */
-static int helpers, idle;
+static loop *loops;             /* that helpers may join, the oldest first */
+static int helpers, idle, busy; /* all, those that sleep, those in a loop */
 
 static void take_steps(loop *l, int worker) {
     for (int64_t n; (n = atomic_fetch_add_explicit(&l->taken, 1, memory_order_relaxed)) < l->count;)
@@ -71,11 +71,13 @@ static void *help(void *unused) {
         }
         l->room--;
         l->inside++;
+        busy++;
         const int worker = ++l->joined;
         pthread_mutex_unlock(&lock);
         fesetenv(&l->arithmetic);
         take_steps(l, worker);
         pthread_mutex_lock(&lock);
+        busy--;
         l->room = 0; /* no step is left */
         if (--l->inside == 0) pthread_cond_signal(&l->left);
     }
@@ -113,10 +115,12 @@ static void hire(int wanted) {
 
 static void post(loop *l) {
     pthread_mutex_lock(&lock);
-    hire(l->room);
+    int wanted = busy + l->room, most = omp_get_num_procs() - 1;
     loop **end = &loops;
-    while (*end) end = &(*end)->next;
+    for (; *end; end = &(*end)->next) wanted += (*end)->room;
     *end = l;
+    if (most < l->room) most = l->room; /* several callers share the cores, one may ask for more */
+    hire(wanted < most ? wanted : most);
     const int woken = idle < l->room ? idle : l->room;
     pthread_mutex_unlock(&lock);
     for (int n = 0; n < woken; n++) pthread_cond_signal(&posted);
