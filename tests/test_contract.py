@@ -302,6 +302,23 @@ def test_batch_invariant_entries_do_not_depend_on_the_others(row, case_r):
             np.testing.assert_array_equal(rows.bits(a[:1]), rows.bits(b[:1]), err_msg=repro(row, case_r))
 
 
+@pytest.mark.parametrize("case_r", REPEATED + [Case(1, 2, 2, 64, 1500, 64)], ids=_ids)
+def test_batch_invariance_is_not_inherited_from_the_call_before(row, case_r):
+    taken(row, case_r)
+    inputs = rows.prepared(case_r, rows.library_for(row, case_r)).inputs
+    results = {}
+
+    def work(*options):
+        for option in options:
+            results[option, len(options)] = rows.bits(fa_ext.attention(**inputs, kernel=row, batch_invariant=option))
+
+    for options in ((True,), (False, True)):  # each thread remembers calls of its own
+        thread = threading.Thread(target=work, args=options)
+        thread.start()
+        thread.join()
+    np.testing.assert_array_equal(results[True, 1], results[True, 2], err_msg=repro(row, case_r))
+
+
 # ---- outputs ----
 
 
