@@ -55,12 +55,13 @@ inline fa_code tensor_map_encode(CUtensorMap *map, void *encode, const fa_operan
     using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                                 const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-    TensorMapKey key = {x.data,
-                        {cuuint64_t(columns), cuuint64_t(rows), x.stride[1] ? cuuint64_t(heads) : 1,
-                         x.stride[0] ? cuuint64_t(batch) : 1},
-                        {},
-                        cuuint32_t(box_rows),
-                        dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16};
+    TensorMapKey key = {
+        x.data,
+        {cuuint64_t(columns), cuuint64_t(rows), x.stride[1] ? cuuint64_t(heads) : 1,
+         x.stride[0] ? cuuint64_t(batch) : 1},
+        {},
+        cuuint32_t(box_rows),
+        cuuint32_t(dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16)};
     for (int axis = 0; axis < 3; ++axis) // an axis of one element never uses its stride
         key.stride[axis] = x.stride[2 - axis] ? cuuint64_t(x.stride[2 - axis]) * 2 : 16;
     TensorMapMemo &memo = tensor_map_memo[name];
