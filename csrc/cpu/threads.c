@@ -81,6 +81,7 @@ static void *help(void *unused) {
         l->room = 0; /* no step is left */
         if (--l->inside == 0) pthread_cond_signal(&l->left);
     }
+    return NULL;
 }
 
 /* Helpers may run where OpenMP's threads may: the caller can be bound to one core (OMP_PROC_BIND). */
