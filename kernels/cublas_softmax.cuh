@@ -12,7 +12,7 @@
 #include "convert.cuh" // from_float
 #include "fa.h"        // fa_problem
 #include "mask.cuh"    // row_keys, mask_row
-#include "score.cuh"   // ScoreParams, bias_of, add_bias_or_exclude
+#include "score.cuh"   // bias_row, bias_of, add_bias_or_exclude
 #include "softmax.cuh" // RowState, finish_row
 
 namespace fa::cublas {

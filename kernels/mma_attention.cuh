@@ -22,6 +22,7 @@
 #include "mma_tile.cuh"   // RowLoader
 #include "mma_warp.cuh"   // MmaWarp
 #include "sm80_ptx.cuh"   // cp_async_commit, cp_async_wait
+#include "softmax.cuh"    // exp2_fast, RowResult
 
 namespace fa {
 

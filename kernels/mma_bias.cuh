@@ -12,13 +12,12 @@
 #include <stdint.h>    // int64_t, uint8_t
 #include <type_traits> // conditional_t
 
-#include "convert.cuh"    // to_float
 #include "fa.h"           // fa_problem, fa_operand
 #include "mma_config.cuh" // MmaArgs, BlockPlace
 #include "mma_scores.cuh" // Scores
 #include "mma_tile.cuh"   // TileLayout, BlockAddress
 #include "score.cuh"      // add_bias
-#include "sm80_ptx.cuh"   // cp_async_16, ldmatrix_x4, store_shared
+#include "sm80_ptx.cuh"   // cp_async_16, ldmatrix_x4, store_shared, unpack
 
 namespace fa {
 

@@ -25,6 +25,7 @@
 #include "fa.h"              // fa_problem, fa_kernel
 #include "launch.cuh"        // FA_CUDA_TRY
 #include "mma_attention.cuh" // mma_kernel, MmaConfig, MmaArgs
+#include "score.cuh"         // score_params
 
 #define FA_MMA_HEAD_DIMS(X) X(32) X(64) X(96) X(128) X(192) X(256) // all instances, ascending
 

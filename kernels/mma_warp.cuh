@@ -8,7 +8,7 @@
 
 #include "convert.cuh"    // load_as_float, row_of
 #include "fa.h"           // fa_problem
-#include "mma_config.cuh" // MmaConfig, MmaArgs, BlockPlace
+#include "mma_config.cuh" // MmaArgs, BlockPlace
 #include "mma_scores.cuh" // Scores
 #include "mma_tile.cuh"   // BlockAddress
 #include "score.cuh"      // bounded

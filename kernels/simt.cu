@@ -23,6 +23,7 @@
 #include "convert.cuh"    // takes_chunks
 #include "fa.h"           // fa_problem, fa_kernel
 #include "launch.cuh"     // FA_CUDA_TRY
+#include "score.cuh"      // score_params
 #include "simt_tile.cuh"  // Tile, Options
 #include "simt_tuned.cuh" // TUNED_64
 
@@ -88,7 +89,7 @@ constexpr Tile TILES[] = {
     tile(256, 64, 32, 8, 2, 0, 1),  // 148 KB
     tile(256, 32, 32, 4, 1, 0, 3),  //  70 KB
     tile(256, 32, 32, 8, 4, 0, 1),  // 181 KB
-    tile(256, 4, 16, 4, 4, 2, 2),   //  71 KB
+    tile(256, 4, 16, 4, 4, 2, 2),   //  70 KB
 };
 
 #endif
@@ -199,8 +200,8 @@ fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, f
     return FA_OK;
 }
 
-template <typename T> void find_chunks(const fa_problem *p, simt::Options *o) {
-    constexpr int width = simt::chunk_width<T>(TILES[0]);
+template <typename T> void find_chunks(const fa_problem *p, const simt::Tile &tile, simt::Options *o) {
+    const int width = simt::chunk_width<T>(tile);
     o->q_chunks = fa::takes_chunks<T>(p->q, p->head_dim, width);
     o->k_chunks = fa::takes_chunks<T>(p->k, p->head_dim, width);
     o->v_chunks = fa::takes_chunks<T>(p->v, p->head_dim_v, width);
@@ -209,6 +210,7 @@ template <typename T> void find_chunks(const fa_problem *p, simt::Options *o) {
 
 fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
     if (plan->blocks == 0) return FA_OK;
+    const simt::Tile &tile = TILES[plan->config];
     simt::Options o = {};
     o.score = fa::score_params(*p);
     o.tiles_m = tiles_m(p, plan->config);
@@ -217,14 +219,14 @@ fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch
     o.general = p->softcap > 0 || p->bias.data || p->mask.data || o.score.scale_log2 == 0;
     cudaStream_t stream = static_cast<cudaStream_t>(launch->stream);
     if (p->dtype == FA_F16) {
-        find_chunks<__half>(p, &o);
+        find_chunks<__half>(p, tile, &o);
         return simt::launch_f16(*p, o, *plan, stream, status);
     }
     if (p->dtype == FA_BF16) {
-        find_chunks<__nv_bfloat16>(p, &o);
+        find_chunks<__nv_bfloat16>(p, tile, &o);
         return simt::launch_bf16(*p, o, *plan, stream, status);
     }
-    find_chunks<float>(p, &o);
+    find_chunks<float>(p, tile, &o);
     return simt::launch_f32(*p, o, *plan, stream, status);
 }
 

@@ -2,13 +2,12 @@
 #ifndef FA_WMMA_KERNEL_CUH
 #define FA_WMMA_KERNEL_CUH
 
+#include "convert.cuh"       // row_of
 #include "fa.h"              // fa_problem
 #include "mask.cuh"          // tile_keys, tile_common_keys
-#include "score.cuh"         // ScoreParams
 #include "softmax.cuh"       // finish_row, softmax_shift, weight_rounding
 #include "wmma_fragment.cuh" // load_block, scale_rows
 #include "wmma_pipeline.cuh" // barriers, RingIndex
-#include "wmma_shape.cuh"    // Shape
 #include "wmma_softmax.cuh"  // softmax_strip
 #include "wmma_tile.cuh"     // load_tile, store_rows
 

@@ -89,6 +89,34 @@ __device__ __forceinline__ void apply_mask(const fa_problem &p, bool vectors, co
     }
 }
 
+/* Softcap or scale, bias and mask for a lane's products of `row`: s[i] belongs to key from + (i ^ swap). */
+template <int MINE>
+__device__ __forceinline__ void score_products(const fa_problem &p, const ScoreOptions &options, int64_t batch,
+                                               int64_t head, int64_t row, int from, int swap, float (&s)[MINE]) {
+    if (options.score.cap_log2 > 0) {
+#pragma unroll
+        for (int i = 0; i < MINE; ++i) s[i] = options.score.cap_log2 * tanh_by_exp2(s[i] * options.score.scale_cap);
+    } else {
+#pragma unroll
+        for (int i = 0; i < MINE; ++i) s[i] *= options.score.scale_log2;
+    }
+    if (p.bias.data) {
+        const int64_t bias_at = bias_row(p, batch, head, row);
+#pragma unroll
+        for (int i = 0; i < MINE; i += 4) {
+            float bias[4];
+            load_bias(p, options.bias_vectors, bias_at, from + (i ^ swap), bias);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) s[i + j] = add_bias(s[i + j], bias[j]);
+        }
+    }
+    if (p.mask.data) {
+        const uint8_t *mask = mask_row(p, batch, head, row);
+#pragma unroll
+        for (int i = 0; i < MINE; i += 4) apply_mask(p, options.mask_vectors, mask, from + (i ^ swap), s + i);
+    }
+}
+
 /* Turns STRIP_ROWS x COLUMNS products (pitch SCORE_PITCH), of the keys from `key` on, into weights of type T (pitch
  * WEIGHT_PITCH) in the same memory. Returns the factor for what the row accumulated before. SIMPLE: scale > 0 and
  * neither softcap, bias nor mask. `all_visible`: every row sees every key of the tile. `key` is a multiple of 4. */
@@ -107,31 +135,8 @@ __device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreO
         s[i] = read.x, s[i + 1] = read.y, s[i + 2] = read.z, s[i + 3] = read.w;
     }
     const int from = key + first, low = owned.keys.begin - from, high = owned.keys.end - from;
-    if constexpr (!SIMPLE) {
-        const int64_t last = min(int64_t(owned.row), p.seq_q - 1); // rows past the end read a row that exists
-        if (options.score.cap_log2 > 0) {
-#pragma unroll
-            for (int i = 0; i < MINE; ++i) s[i] = options.score.cap_log2 * tanh_by_exp2(s[i] * options.score.scale_cap);
-        } else {
-#pragma unroll
-            for (int i = 0; i < MINE; ++i) s[i] *= options.score.scale_log2;
-        }
-        if (p.bias.data) {
-            const int64_t bias_at = bias_row(p, batch, head, last);
-#pragma unroll
-            for (int i = 0; i < MINE; i += 4) {
-                float bias[4];
-                load_bias(p, options.bias_vectors, bias_at, from + (i ^ swap), bias);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) s[i + j] = add_bias(s[i + j], bias[j]);
-            }
-        }
-        if (p.mask.data) {
-            const uint8_t *mask = mask_row(p, batch, head, last);
-#pragma unroll
-            for (int i = 0; i < MINE; i += 4) apply_mask(p, options.mask_vectors, mask, from + (i ^ swap), s + i);
-        }
-    }
+    if constexpr (!SIMPLE) // rows past the end read a row that exists
+        score_products(p, options, batch, head, min(int64_t(owned.row), p.seq_q - 1), from, swap, s);
     if (!all_visible) {
 #pragma unroll
         for (int i = 0; i < MINE; ++i)
