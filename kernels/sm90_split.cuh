@@ -42,11 +42,12 @@ template <class C> struct Ring {
     }
 };
 
-/* One block of keys: raises the states and turns scores into weights, in place. Returns the factors for what was
- * accumulated before. Both rows and two accumulators each go side by side: a warp has nobody to hide the latency of a
- * single chain. */
+/* One block of keys: raises the states, and the highest scores, and turns scores into weights, in place. Returns the
+ * factors for what was accumulated before. Both rows and two accumulators each go side by side: a warp has nobody to
+ * hide the latency of a single chain. */
 template <int Count>
-__device__ __forceinline__ float2 soften(float (&scores)[Count], RowState (&state)[2], float multiplier) {
+__device__ __forceinline__ float2 soften(float (&scores)[Count], RowState (&state)[2], float (&highest)[2],
+                                         float multiplier) {
     float maximum[4] = {scores[0], scores[1], scores[2], scores[3]};
 #pragma unroll
     for (int i = 4; i < Count; ++i) maximum[i & 3] = fmaxf(maximum[i & 3], scores[i]);
@@ -54,6 +55,7 @@ __device__ __forceinline__ float2 soften(float (&scores)[Count], RowState (&stat
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float row = quad_max(fmaxf(maximum[2 * half], maximum[2 * half + 1]));
+        highest[half] = fmaxf(highest[half], row);
         factor[half] = state[half].raise(row * multiplier);
         shift[half] = softmax_shift(state[half].maximum);
     }
@@ -75,7 +77,7 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
     constexpr int kScores = C::kTileN / 2;
     const float multiplier = Capped ? 1.0f : params.score.scale_log2;
     const int row = work.row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    float scores[kScores];
+    float scores[kScores], highest[2] = {-INFINITY, -INFINITY};
     uint32_t weights[kScores / 2];
 
     const auto start_scores = [&](float(&scores)[kScores], int step) {
@@ -103,7 +105,7 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
             mask_scores(scores, {low.begin - first, high.begin - first}, {low.end - first, high.end - first},
                         2 * (threadIdx.x % 4));
         }
-        return soften(scores, state, multiplier);
+        return soften(scores, state, highest, multiplier);
     };
     const auto rescale = [&](float2 factor) {
 #pragma unroll
@@ -163,10 +165,14 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
         }
     }
     start_out(last);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        state[half].sum = quad_sum(state[half].sum);
+        if constexpr (!Capped) // whose highest weight is 1
+            state[half].sum += weight_rounding<T>(highest[half], multiplier, softmax_shift(state[half].maximum));
+    }
     wgmma_wait<0>();
     wgmma_pin(out);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) state[half].sum = quad_sum(state[half].sum);
 }
 
 template <class T, class C, bool Capped>
