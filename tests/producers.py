@@ -139,11 +139,11 @@ class Exchange(c.Structure):
     ]
 
 
-def exchange_type(*, version=(1, 3), previous=None, borrowed=True, failing=False, **attributes):
+def exchange_type(*, version=(1, 3), previous=None, borrowed=True, failing=False, flags=0, **attributes):
     """A class whose instances hold a NumPy array in ``.array`` and speak the C exchange API.
 
-    ``calls`` of the class lists what was called. ``borrowed=False`` leaves the optional function out; ``failing`` makes
-    the allocator report an error.
+    ``calls`` of the class lists what was called. ``borrowed=False`` leaves the optional function out, so that tensors
+    come with ``flags``; ``failing`` makes the allocator report an error.
     """
     calls, alive = [], {}
 
@@ -162,6 +162,7 @@ def exchange_type(*, version=(1, 3), previous=None, borrowed=True, failing=False
     def managed(array):
         made, keep = Versioned(), []
         made.major, made.minor = version
+        made.flags = flags
         _fill(made.tensor, array, keep)
         deleter = _DELETER(lambda address: alive.pop(address) and None)
         made.deleter = c.cast(deleter, c.c_void_p)

@@ -180,6 +180,16 @@ def test_exchange(borrowed):
     np.testing.assert_array_equal(into.array, wanted)
 
 
+def test_exchange_of_what_is_read_only():
+    arrays = operands()
+    kind = exchange_type(borrowed=False, flags=producers.READ_ONLY)
+    fa_ext.attention(*map(kind, arrays))
+    out = np.zeros_like(arrays[0])
+    with pytest.raises(ValueError, match="out is read-only"):
+        fa_ext.attention(*arrays, out=kind(out))
+    assert not out.any()
+
+
 def test_exchange_through_an_older_table():
     inner = exchange_type()
     import ctypes
