@@ -38,6 +38,7 @@ template <int HEAD_DIM_, int CONSUMERS_, int TILE_N_, int BLOCKS_, bool QUERY_IN
  * that leaves multiprocessors without a block, and where its shared memory does not fit (99 KB on sm_86 and sm_89), the
  * small shape runs. */
 template <int HEAD_DIM, bool WIDE> struct Config;
+// head_dim, consumers, tile_n, blocks, query in registers
 template <> struct Config<64, false> : Shape<64, 4, 64, 3, false> {};
 template <> struct Config<64, true> : Shape<64, 11, 64, 1, true> {};
 template <> struct Config<128, false> : Shape<128, 5, 48, 2, false> {};
