@@ -79,12 +79,12 @@ __device__ __forceinline__ RowResult finish_row(const RowState &state) {
 __device__ __forceinline__ RowResult finish_row(const RowState &state, float sink) {
     if (sink == -INFINITY) return finish_row(state);
     sink = bounded(sink);
+    if (state.sum == 0.0f) return {0.0f, sink}; // exactly, not through base 2, and also where it is not finite
     RowState joined;
     joined.maximum = fmaxf(state.maximum, sink * LOG2_E);
     float factor = exp2_fast(state.maximum - softmax_shift(joined.maximum));
     joined.sum = state.sum * factor + joined.weight(sink * LOG2_E);
     RowResult result = finish_row(joined);
-    if (state.sum == 0.0f) result.lse = sink; // exactly, not through base 2
     result.factor *= factor;
     return result;
 }
