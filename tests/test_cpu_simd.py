@@ -211,7 +211,7 @@ PRELUDE = """
     run = lambda: fa_ext.attention(q, q, q, kernel="cpu_simd")
     tasks = lambda: len(os.listdir("/proc/self/task"))
 
-    def helpers():  # thread ids, once they wait for work
+    def helpers():  # thread ids of those that a call starts
         before = set(os.listdir("/proc/self/task"))
         run()
         return sorted(map(int, set(os.listdir("/proc/self/task")) - before))
@@ -275,14 +275,14 @@ def test_a_call_does_not_wait_for_a_helper_without_a_core():
             os.sched_setaffinity(task, core)
         os.sched_setscheduler(helper, os.SCHED_IDLE, os.sched_param(0))
 
-        def fastest(sample):
+        def seconds(sample):
             begun = time.perf_counter()
             fa_ext.attention(*sample, kernel="cpu_simd")
             return time.perf_counter() - begun
 
         alone, both = (np.ascontiguousarray(q[:, :, :44]),) * 3, (x,) * 3  # one thread, two
-        quick = min(fastest(alone) for _ in range(200))
-        print(sum(fastest(both) < 20 * quick for _ in range(200)))
+        quick = min(seconds(alone) for _ in range(200))
+        print(sum(seconds(both) < 20 * quick for _ in range(200)))
     """
     assert int(script(text, OMP_NUM_THREADS="2")) > 100
 
