@@ -202,7 +202,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
             bool near = true; // with softcap, until a product of this tile lay beyond the polynomial's limit
             /* One block: `old` holds the weights of the block before, `fresh` gets this block's. */
             auto step = [&]<bool kMaskBlock>(int block, auto &old, auto &fresh, std::bool_constant<kMaskBlock>) {
-                constexpr bool kPolynomial = C::kPolynomial && !kMaskBlock;
+                constexpr bool kPolynomial = C::kCapTerms > 0 && !kMaskBlock;
                 auto wait_out = [&] {
                     wgmma_wait<0>();
                     wgmma_pin(out);
@@ -226,7 +226,9 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 if constexpr (!C::kOverlap) wait_out();
                 bool done = false;
                 if constexpr (kPolynomial) {
-                    if (near) done = softmax.try_absorb_near<T>(fresh, scores, p.score_factor, p.cap_polynomial, near);
+                    if (near)
+                        done = softmax.try_absorb_near<T, C::kCapTerms>(fresh, scores, p.score_factor, p.cap_polynomial,
+                                                                        near);
                     if (!done) cap(scores);
                 }
                 if (!done && !softmax.try_absorb<T>(fresh, scores, p.score_factor)) {

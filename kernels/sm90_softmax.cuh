@@ -79,11 +79,12 @@ __device__ __forceinline__ float quad_sum(float x) {
  * blocks of N(0, 1) scores exceed it, at 64 the rows of a causal diagonal, which see few keys, cost 5% at 512 keys. */
 inline constexpr float kWeightSum = 1024.0f;
 
-/* A softcap's score of a product s in base 2 where |s| < limit: s * at(s * s - limit * limit). */
+/* A softcap's score of a product s in base 2 where |s| < limit: s * at(s * s - limit * limit), in 2 or 3 terms. */
 struct CapPolynomial {
     float limit_squared, coefficient[3];
-    __device__ __forceinline__ float at(float w) const {
-        return fmaf(w, fmaf(w, coefficient[2], coefficient[1]), coefficient[0]);
+    template <int Terms> __device__ __forceinline__ float at(float w) const {
+        static_assert(Terms == 2 || Terms == 3);
+        return fmaf(w, Terms == 2 ? coefficient[1] : fmaf(w, coefficient[2], coefficient[1]), coefficient[0]);
     }
 };
 
@@ -118,7 +119,7 @@ struct OnlineSoftmax {
 
     /* The same of raw products under a softcap, by the polynomial. `near` becomes false where a product of the warp lay
      * beyond its limit: then, too, the state is unchanged. */
-    template <class T, int Count>
+    template <class T, int Terms, int Count>
     __device__ __forceinline__ bool try_absorb_near(uint32_t (&weights)[Count / 2], const float (&products)[Count],
                                                     float factor, const CapPolynomial &cap, bool &near) {
         const float shift[2] = {-maximum[0] * factor, -maximum[1] * factor};
@@ -130,8 +131,8 @@ struct OnlineSoftmax {
             const float w0 = fmaf(products[i], products[i], -cap.limit_squared);
             const float w1 = fmaf(products[i + 1], products[i + 1], -cap.limit_squared);
             inside &= __float_as_uint(w0) & __float_as_uint(w1);
-            const float low = exp2_fast(fmaf(products[i], cap.at(w0), shift[r]));
-            const float high = exp2_fast(fmaf(products[i + 1], cap.at(w1), shift[r]));
+            const float low = exp2_fast(fmaf(products[i], cap.at<Terms>(w0), shift[r]));
+            const float high = exp2_fast(fmaf(products[i + 1], cap.at<Terms>(w1), shift[r]));
             part[r][chain] += low;
             part[r][chain] += high;
             weights[i / 2] = pack_pair<T>(low, high);

@@ -3,7 +3,8 @@
  * What:   float16 and bfloat16; head_dim a multiple of 8 up to 256, computed at 64, 96, 128, 192 or 256 columns (TMA
  *         fills with zeros); grouped heads; ragged lengths; causal, two-sided windows, softcap, sinks; LSE.
  * How:    sm90_forward.cuh. Three kinds of kernel: full (no exclusions but the end of the keys), masked (a range of
- *         keys a row) and capped (masked, with softcap; up to head_dim 96 scores below half the cap cost less).
+ *         keys a row) and capped (masked, with softcap; up to head_dim 128 scores that are small beside the cap cost
+ *         less, see cap_polynomial).
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis: "bhsd", "bshd" and slices of them.
  * Limits: no bias, no boolean mask, scale > 0, head_dim_v = head_dim.
  * Bench:  python -m bench run --rows wgmma_sm90
@@ -44,6 +45,7 @@
 #include "sm90_forward.cuh"
 #include "sm90_tensor_map.h"
 #include <algorithm> // min, max
+#include <cmath>     // pow
 #include <numbers>   // log2e
 #include <numeric>   // gcd
 
@@ -65,7 +67,7 @@ struct Tiling {
     bool overlap;     // a block's exponentials run under P V of the block before, with two sets of weights
     bool half;        // a warpgroup that sees only half of its first block multiplies that half alone
     bool late;        // a turn passes when its scores are there, not when its products are issued
-    bool polynomial;  // softcap by a polynomial where the scores allow, instead of the MUFU
+    int cap_terms;    // softcap by a polynomial of 2 or 3 terms where the scores allow; 0: by the MUFU alone
     bool staged;      // the output goes through shared memory of its own
     bool counter;     // tiles of unequal length always come from a counter
 };
@@ -76,12 +78,12 @@ constexpr Tiling tiling(int head_dim, int kind) {
     Tiling t = {};
     t.consumers = 2, t.tile_n = 128, t.stages = 2, t.query_stages = head_dim <= 128 ? 2 : 1, t.turns = true;
     t.staged = head_dim <= 128;
-    t.polynomial = capped && head_dim <= 96;
+    t.cap_terms = !capped || head_dim > 128 ? 0 : head_dim > 96 ? 2 : 3;
     if (head_dim <= 64) {
         t.consumers = 3, t.tile_n = capped ? 96 : 128, t.stages = 4;
         t.half = masked, t.late = !masked, t.counter = true;
     } else if (head_dim <= 128) {
-        t.overlap = !t.polynomial;
+        t.overlap = t.cap_terms != 3;
     } else if (head_dim <= 192) {
         t.tile_n = full ? 96 : 112, t.overlap = full;
     } else {
@@ -111,8 +113,8 @@ constexpr Tiling tiling(int head_dim, int kind) {
 #ifdef FA_LATE
     t.late = FA_LATE;
 #endif
-#ifdef FA_POLYNOMIAL
-    t.polynomial = FA_POLYNOMIAL;
+#ifdef FA_CAP_TERMS
+    t.cap_terms = FA_CAP_TERMS;
 #endif
 #ifdef FA_STAGED
     t.staged = FA_STAGED;
@@ -142,7 +144,8 @@ template <class T, int HeadDim, int Kind> struct Config {
     static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED,
                           kTurns = kConsumers > 1 && kTiling.turns, kOverlap = kTiling.overlap,
                           kHalfBlocks = kMasked && kTiling.half, kLateTurns = kTurns && kTiling.late,
-                          kPolynomial = kSoftcap && kTiling.polynomial, kStaged = kTiling.staged;
+                          kStaged = kTiling.staged;
+    static constexpr int kCapTerms = kSoftcap ? kTiling.cap_terms : 0;
     // 64 Ki registers: what the consumers leave is the producer's.
     static constexpr int kConsumerRegisters = kConsumers == 1 ? 256 : kConsumers == 2 ? 240 : 160;
     static constexpr int kProducerRegisters = kConsumers == 1 ? 56 : kConsumers == 2 ? 24 : 32;
@@ -290,19 +293,33 @@ static int clamp_bound(int64_t x) {
     return static_cast<int>(x < -kFar ? -kFar : x > kFar ? kFar : x);
 }
 
-/* tanh(x) = x * (1 + c1 x^2 + c2 x^4) for |x| < 1/2, the best such polynomial: off by at most 9e-6 and relatively by
- * 3.7e-5. The MUFU's tanh is good to 4.9e-4 relatively, with errors that differ from key to key; a smooth error of half
- * that size added up to 3e-3 in the LSE at scores of 16. Here x = factor * product, in powers of the product's square
- * less the limit's, and times what turns x / factor into the score in base 2. The limit in products is bounded, so that
- * no power that matters underflows under a huge softcap. */
-static CapPolynomial cap_polynomial(double score_factor, double factor) {
-    constexpr double kC1 = -0.33185113, kC2 = 0.115442204;
-    const double square = factor * factor, limit_squared = std::min(0.25 / square, 1e10), x2 = square * limit_squared;
+/* tanh(x) by an odd polynomial for |x| below a limit, here with x = factor * product, in powers of the product's square
+ * less the limit's, and times what turns x / factor into the score in base 2.
+ *   3 terms: x * (1 + c1 x^2 + c2 x^4) for |x| < 1/2, the best such polynomial: off by at most 9e-6 and relatively by
+ *            3.7e-5.
+ *   2 terms: x * (c0 + c1 x^2), Taylor's series with x^7 and x^5 replaced by the best lower powers up to the limit: off
+ *            by 2/15 limit^5 / 16. The limit keeps that below 8e-4 in the score: scores up to 9.5 under a softcap of
+ *            30, up to 14 under one of 50.
+ * The MUFU's tanh is good to 4.9e-4 relatively, with errors that differ from key to key; a smooth error of half that
+ * size added up to 3e-3 in the LSE at scores of 16. The limit in products is bounded, so that no power that matters
+ * underflows under a huge softcap. */
+static CapPolynomial cap_polynomial(int terms, double scale, double softcap) {
+    constexpr double kT3 = -1.0 / 3, kT5 = 2.0 / 15, kT7 = -17.0 / 315; // tanh(x) = x + t3 x^3 + t5 x^5 + t7 x^7
+    double limit = 0.5, c0 = 1, c1 = -0.33185113, c2 = 0.115442204;
+    if (terms == 2) {
+        limit = std::min(limit, std::pow(8e-4 * 16 / kT5 / softcap, 0.2));
+        const double u = limit * limit, t5 = kT5 + kT7 * 7 / 4 * u;
+        c0 = 1 + kT7 * 7 / 64 * u * u * u - t5 * 5 / 16 * u * u;
+        c1 = kT3 - kT7 * 7 / 8 * u * u + t5 * 5 / 4 * u;
+        c2 = 0;
+    }
+    const double factor = scale / softcap, square = factor * factor, score_factor = scale * std::numbers::log2e;
+    const double limit_squared = std::min(limit * limit / square, 1e10), x2 = square * limit_squared;
     if (!(score_factor * square * square < 1e37)) return {-1.0f, {}}; // no product is below this limit
     return {static_cast<float>(limit_squared),
-            {static_cast<float>(score_factor * (1 + x2 * (kC1 + x2 * kC2))),
-             static_cast<float>(score_factor * square * (kC1 + 2 * x2 * kC2)),
-             static_cast<float>(score_factor * square * square * kC2)}};
+            {static_cast<float>(score_factor * (c0 + x2 * (c1 + x2 * c2))),
+             static_cast<float>(score_factor * square * (c1 + 2 * x2 * c2)),
+             static_cast<float>(score_factor * square * square * c2)}};
 }
 
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *context, fa_status *status) {
@@ -318,7 +335,8 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
         FA_TRY(tensor_map_encode(&params.v, encode, visible(p.v, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
                                  p.batch, plan->tile_n, 2, status));
     }
-    if (tiling(kHeadDims[head_dim_index(p)], kind_of(p)).staged)
+    const Tiling t = tiling(kHeadDims[head_dim_index(p)], kind_of(p));
+    if (t.staged)
         FA_TRY(tensor_map_encode(&params.out_map, encode, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16, 3,
                                  status));
     params.out = p.out.data;
@@ -349,7 +367,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     }
     params.score_factor = static_cast<float>((p.softcap > 0 ? p.softcap : p.scale) * std::numbers::log2e);
     params.cap_factor = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;
-    if (p.softcap > 0) params.cap_polynomial = cap_polynomial(p.scale * std::numbers::log2e, p.scale / p.softcap);
+    if (p.softcap > 0) params.cap_polynomial = cap_polynomial(t.cap_terms, p.scale, p.softcap);
     return launch_of(p)(params, plan->blocks, context->stream, status);
 }
 
