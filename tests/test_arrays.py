@@ -153,6 +153,10 @@ def test_device_array_on_the_cpu():
     ]:
         with pytest.raises(error):
             again.__dlpack__(**keywords)
+    references = sys.getrefcount(again)
+    for version in (None, (1, 0)):  # a capsule that nobody takes lets go of the array
+        again.__dlpack__(max_version=version)
+    assert sys.getrefcount(again) == references
     assert producers.name_of(again.__dlpack__()) == "dltensor"
     assert producers.name_of(again.__dlpack__(max_version=(1, 0))) == "dltensor_versioned"
     with pytest.raises(AttributeError):
