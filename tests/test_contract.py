@@ -4,6 +4,7 @@ A row that rejects a case it must accept (``cases.must_accept``) fails; any othe
 A failure names a line that runs it again: ``python tests/cases.py CASE --kernel ROW --on LIBRARY``.
 """
 
+import dataclasses
 import itertools
 import mmap
 import threading
@@ -127,6 +128,19 @@ def test_rows_without_a_key_are_zero_and_their_lse_is_the_sink(row, dtype, sinks
     else:
         want = case.host_inputs()["sinks"].astype(np.float64)[None, :, None]
         assert np.abs(lse[:, :, empty] - want).max() <= 1e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("blind", [{"causal": "bottom_right"}, {"window": (0, 2)}], ids=str)
+def test_a_row_without_a_key_is_zero_whatever_its_sink(row, dtype, blind):
+    """-inf is no sink, infinity and NaN are its LSE."""
+    case = Case(1, 5, 5, 130, 50, 64, dtype=dtype, **blind)
+    taken(row, dataclasses.replace(case, sinks="float32"))
+    sinks = np.array([-np.inf, np.inf, np.nan, 2, -3], np.float32)
+    out, lse = rows.run(row, case, sinks=place(sinks, rows.library_for(row, case)))
+    empty = slice(0, 80 if "causal" in blind else 78)
+    assert (out[:, :, empty] == 0).all()
+    np.testing.assert_allclose(lse[:, :, empty], np.broadcast_to(sinks[:, None], lse[:, :, empty].shape), rtol=1e-6)
 
 
 # ---- clause 2 ----
