@@ -211,7 +211,7 @@ PRELUDE = """
     run = lambda: fa_ext.attention(q, q, q, kernel="cpu_simd")
     tasks = lambda: len(os.listdir("/proc/self/task"))
 
-    def helpers():  # thread ids of those that a call starts
+    def helpers():  # ids of the threads that a call starts
         before = set(os.listdir("/proc/self/task"))
         run()
         return sorted(map(int, set(os.listdir("/proc/self/task")) - before))
@@ -264,47 +264,7 @@ def test_tiny_calls_wake_nobody():
 
 
 @linux
-def test_a_call_does_not_wait_for_a_helper_without_a_core():
-    """All threads on one core, the helper below everybody: a team of OpenMP took its milliseconds of each call."""
-    text = """
-        import time
-        (helper,) = helpers()
-        x = np.ascontiguousarray(q[:, :, :64])
-        core = {min(os.sched_getaffinity(0))}
-        for task in (0, helper):
-            os.sched_setaffinity(task, core)
-        os.sched_setscheduler(helper, os.SCHED_IDLE, os.sched_param(0))
-
-        def seconds(sample):
-            begun = time.perf_counter()
-            fa_ext.attention(*sample, kernel="cpu_simd")
-            return time.perf_counter() - begun
-
-        alone, both = (np.ascontiguousarray(q[:, :, :44]),) * 3, (x,) * 3  # one thread, two
-        quick = min(seconds(alone) for _ in range(200))
-        print(sum(seconds(both) < 20 * quick for _ in range(200)))
-    """
-    assert int(script(text, OMP_NUM_THREADS="2")) > 100
-
-
-@linux
-def test_helpers_run_on_all_cores_of_openmp_and_take_no_signals():
-    text = """
-        masks, blocked = set(), []
-        for helper in helpers():
-            masks.add(frozenset(os.sched_getaffinity(helper)))
-            status = open(f"/proc/self/task/{helper}/status").read()
-            blocked.append(int(status.split("SigBlk:")[1].split()[0], 16))
-        print(len(blocked), masks == {frozenset(MINE)}, all(mask >> 1 & 1 and mask >> 14 & 1 for mask in blocked))
-    """
-    text = textwrap.dedent(text)
-    whole = repr(set(os.sched_getaffinity(0)))
-    for bind in ("false", "true"):  # bound, the first thread has one core to itself
-        assert script(text.replace("MINE", whole), OMP_NUM_THREADS="3", OMP_PROC_BIND=bind) == "2 True True"
-
-
-@linux
-def test_helpers_round_as_their_caller_does():
+def test_all_threads_round_as_the_caller_does():
     text = """
         import ctypes, platform
         upward = {"x86_64": 0x800, "aarch64": 0x400000}.get(platform.machine())
@@ -319,7 +279,7 @@ def test_helpers_round_as_their_caller_does():
     assert script(text, OMP_NUM_THREADS="3") == "True True"
 
 
-def test_callers_share_helpers():
+def test_callers_in_many_threads():
     text = """
         import threading
         shapes = [(1, 3, 300, 40), (2, 2, 150, 64), (1, 1, 700, 16), (4, 4, 64, 64)]
