@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+import cases
 import fa_ext
 import rows
 from case import DTYPES, Case
@@ -96,3 +97,34 @@ def test_a_nan_makes_nan_of_its_tile_or_nothing(row, dtype, option):
     # A mask's tiles all hold queries that see the keys; cublas multiplies whole rows of weights.
     if option != "mask" and rows.listed_name(row) != "cublas":
         assert right[:, :, :80].all(), "a NaN spreads beyond its tile"
+
+
+def test_any_byte_but_zero_is_a_true_mask(row):
+    """A boolean array may be a view of bytes that are neither 0 nor 1."""
+    case = Case(1, 2, 1, 130, 140, 64, mask="full")
+    inputs = case.host_inputs()
+    some = np.random.default_rng(0).choice(np.array([1, 2, 4, 128, 255], np.uint8), inputs["mask"].shape)
+    library = rows.library_for(row, case)
+    placed = {n: place(x, library) for n, x in inputs.items()}
+    odd = place((inputs["mask"] * some).view(bool), library)
+    try:
+        wanted = fa_ext.attention(**placed, kernel=row)
+    except fa_ext.UnsupportedError as error:
+        pytest.skip(str(error))
+    given = fa_ext.attention(**placed | {"mask": odd}, kernel=row)
+    np.testing.assert_array_equal(rows.bits(given), rows.bits(wanted))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [3e4, 1e-4])
+def test_a_scale_far_from_one(row, dtype, scale):
+    """Large and small scales with inputs that make up for them; what a row must accept reaches up to 1e30."""
+    case = Case(1, 2, 1, 130, 140, 64, dtype=dtype, scale=scale, values="tiny" if scale > 1 else "large")
+    try:
+        report = rows.verdict(row, case)
+    except Unplaceable as error:
+        pytest.skip(str(error))
+    except fa_ext.UnsupportedError as error:
+        assert not cases.must_accept(rows.listed_name(row), case), error
+        pytest.skip(str(error))
+    assert report, str(report)
