@@ -321,7 +321,7 @@ def build_row(source: Path, target: Path, options: Options, extra: tuple[str, ..
     units = [Unit(u.source, u.name, (*u.flags, *extra), u.archs) for u in units_of(source)]
     units.append(Unit(CSRC / "status.c", "status"))
     if source.suffix == ".c":
-        units.append(Unit(CSRC / "cpu" / "threads.c", "threads"))
+        units += units_of(CSRC / "cpu" / "threads.c")
     else:
         units.append(Unit(CSRC / "device.c", "device", ("-DFA_HAVE_CUDA=1",)))
     objects = compile_all(units, target.with_suffix(".objects"), options)

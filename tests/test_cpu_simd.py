@@ -253,14 +253,14 @@ def test_nonsense_in_omp_num_threads_means_all_cores(nonsense):
 def test_tiny_calls_wake_nobody():
     text = """
         before, shown = tasks(), []
-        for length in (16, 32, 64):
+        for length in (32, 64, 128):
             x = np.ascontiguousarray(q[:, :, :length])
             fa_ext.attention(x, x, x, kernel="cpu_simd")
             shown.append(tasks() - before)
         fa_ext.attention(q, q, q, window=(1, 1), kernel="cpu_simd")
         print(*shown, tasks() - before)
     """
-    assert script(text, OMP_NUM_THREADS="9") == "0 0 2 2"  # 1 + work / 2e6 threads, work being 0.26, 1.0, 4.2 and 1.6e6
+    assert script(text, OMP_NUM_THREADS="9") == "0 0 2 2"  # 1 + work / 8e6 threads, work being 1.0, 4.2, 16.8 and 1.6e6
 
 
 @linux

@@ -145,10 +145,11 @@ static const char *rejects(const fa_problem *problem, const fa_device_info *devi
     return NULL;
 }
 
-/* A thread more is worth waking for this many multiplications, about 20 us of one core's. Two threads took of the time
- * of one, B1 H8 D64 float32 on 2 idle Zen 5 cores, in a row / after 20 ms without a call: 1.02 / 1.22 at seq 32
- * (1.0e6), 0.87 / 0.99 at 40 (1.6e6), 0.89 / 0.90 at 48 (2.4e6), 0.76 / 0.69 at 64 (4.2e6). */
-#define WORK_PER_THREAD 2e6
+/* A thread more is worth waking for this many multiplications, some 90 us of one core's. Two threads took of the time of
+ * one, calls in a row, B1 H8 D64 float32 on 2 Zen 5 cores: 0.73 at seq 48 (2.4e6), 0.74 at 64 (4.2e6), 0.51 at 96 and at
+ * 128 (9.4e6, 16.8e6). Where the other core is busy, a team's end can wait 8 ms for a thread: smaller calls gain too
+ * little for that. */
+#define WORK_PER_THREAD 8e6
 
 /* Multiplications of a call whose rows all see as many keys as the query in the middle. */
 static double work_of(const fa_problem *p) {
