@@ -145,10 +145,10 @@ static const char *rejects(const fa_problem *problem, const fa_device_info *devi
     return NULL;
 }
 
-/* A thread more is worth waking for this many multiplications, some 90 us of one core's. Two threads took of the time of
- * one, calls in a row, B1 H8 D64 float32 on 2 Zen 5 cores: 0.73 at seq 48 (2.4e6), 0.74 at 64 (4.2e6), 0.51 at 96 and at
- * 128 (9.4e6, 16.8e6). Where the other core is busy, a team's end can wait 8 ms for a thread: smaller calls gain too
- * little for that. */
+/* A thread more is worth waking for this many multiplications, some 90 us of one core's. Two threads took of the time
+ * of one, calls in a row, B1 H8 D64 float32 on 2 Zen 5 cores: 0.73 at seq 48 (2.4e6), 0.74 at 64 (4.2e6), 0.51 at 96
+ * and at 128 (9.4e6, 16.8e6). Where the other core is busy, a team's end can wait 8 ms for a thread: smaller calls gain
+ * too little for that. */
 #define WORK_PER_THREAD 8e6
 
 /* Multiplications of a call whose rows all see as many keys as the query in the middle. */
