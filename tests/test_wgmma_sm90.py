@@ -1,4 +1,4 @@
-"""The wgmma_sm90 row alone: the stale maximum, more tiles than multiprocessors, skipped key blocks, what it refuses."""
+"""The wgmma_sm90 row alone: the stale maximum, more tiles than multiprocessors, skipped key blocks, softcap, what it refuses."""
 
 import pytest
 
@@ -50,6 +50,16 @@ def test_more_tiles_than_multiprocessors(head_dim, causal, softcap, dtype):
 def test_blocks_that_a_warpgroup_skips(head_dim, seq_q, seq_k, window):
     """Windows leave a warpgroup's rows without keys in some of its tile's blocks, or in all of them."""
     accept(Case(1, 2, 1, seq_q, seq_k, head_dim, window=window, sinks="float32"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", (0.1, 2.0, 8.0))
+@pytest.mark.parametrize("softcap", (1.0, 30.0, 1e4))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_softcap_of_small_and_large_scores(head_dim, softcap, scale):
+    """A polynomial serves while all products of a block are small beside the cap: some tiles never leave it, some do."""
+    dtype = "bfloat16" if softcap > 10 else "float16"
+    accept(Case(1, 2, 1, 201, 700, head_dim, dtype=dtype, softcap=softcap, scale=scale / head_dim**0.5))
 
 
 @pytest.mark.gpu
