@@ -10,8 +10,8 @@ namespace fa::sm90 {
 inline constexpr const char *operand_names[] = {"q", "k", "v", "out"};
 
 /* Why TMA cannot address a 16-bit (batch, heads, rows, columns) operand, as text that names it, or NULL. `name` is an
- * index into operand_names. Extents are those of the operand itself; a stride of 0 is
- * accepted for batch and heads (the coordinate is then multiplied by 0). */
+ * index into operand_names. Extents are those of the operand itself; a stride of 0 is accepted for batch and heads (the
+ * coordinate is then multiplied by 0). */
 inline const char *tma_refusal(const fa_operand &x, int name, int64_t columns, int64_t rows) {
     static const char *const alignment[] = {"q is not 16-byte aligned", "k is not 16-byte aligned",
                                             "v is not 16-byte aligned", "out is not 16-byte aligned"};
