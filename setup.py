@@ -18,6 +18,9 @@ build = importlib.util.module_from_spec(_spec)
 sys.modules["fa_ext_build"] = build
 _spec.loader.exec_module(build)
 
+# What a source distribution must hold.
+SOURCES = sorted(str(f.relative_to(ROOT)) for top in ("csrc", "kernels") for f in (ROOT / top).rglob("*") if f.is_file())
+
 # Free-threaded CPython has no stable ABI before 3.15: there the same source builds for one version.
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
@@ -53,7 +56,9 @@ class BuildExt(build_ext):
 
 
 setup(
-    ext_modules=[Extension("fa_ext._core", sources=["csrc/python/module.c"], py_limited_api=LIMITED)],
+    ext_modules=[
+        Extension("fa_ext._core", sources=["csrc/python/module.c"], depends=SOURCES, py_limited_api=LIMITED),
+    ],
     cmdclass={"build_ext": BuildExt},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
 )

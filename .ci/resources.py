@@ -36,7 +36,7 @@ def kernels(text):
         if match := ENTRY.search(line):
             entry, stack, spill = match.groups(), 0, 0
         elif (match := STACK.search(line)) and entry:
-            stack, spill = int(match[1]), int(match[2]) + int(match[3])
+            stack, spill = stack + int(match[1]), spill + int(match[2]) + int(match[3])  # and of functions it calls
         elif (match := USED.search(line)) and entry:
             yield *entry, stack, spill, int(match[1])
             entry = None

@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* Extents beyond this cannot be real data; below it index arithmetic with FA_UNBOUNDED stays inside 64 bits. */
@@ -269,6 +270,23 @@ static bool is_empty(const fa_view *view) {
     return false;
 }
 
+/* Each element has memory of its own: along every axis a step leads beyond all that the axes of smaller steps span. */
+static fa_code check_distinct(const char *name, const fa_view *view, fa_status *status) {
+    for (int axis = 0; axis < view->ndim; axis++) {
+        if (view->shape[axis] == 1) continue;
+        const int64_t step = llabs(view->strides[axis]);
+        int64_t span = 0;
+        for (int other = 0; other < view->ndim; other++)
+            if (other != axis &&
+                (llabs(view->strides[other]) < step || (llabs(view->strides[other]) == step && other > axis)))
+                span += (view->shape[other] - 1) * llabs(view->strides[other]);
+        if (step <= span || step == 0)
+            return fa_fail(status, FA_EVALUE, "%s has strides %s; its elements must be distinct", name,
+                           show(view->strides, view->ndim).text);
+    }
+    return FA_OK;
+}
+
 static fa_code check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, fa_dtype dtype,
                             const fa_request *request, fa_status *status) {
     bool same = view->ndim == ndim;
@@ -281,12 +299,7 @@ static fa_code check_output(const char *name, const fa_view *view, const int64_t
                        fa_dtype_name(dtype));
     FA_TRY(check_device(name, view, request->q, status));
     if (view->readonly) return fa_fail(status, FA_EVALUE, "%s is read-only; accepted: a writable array", name);
-    const bool empty = is_empty(view);
-    for (int axis = 0; axis < ndim && !empty; axis++)
-        if (view->shape[axis] > 1 && view->strides[axis] == 0)
-            return fa_fail(status, FA_EVALUE,
-                           "%s has stride 0 on axis %d of extent %lld; its elements must be distinct", name, axis,
-                           (long long)view->shape[axis]);
+    if (!is_empty(view)) FA_TRY(check_distinct(name, view, status));
     const struct {
         const char *name;
         const fa_view *view;

@@ -189,8 +189,12 @@ class _Call:
         total = p.sum(axis=-1, keepdims=True)
         if sink is not None:
             total = total + xp.exp(sink - shift)
-        self.lse[pairs, :, queries] = (shift + xp.log(total))[..., 0].astype(xp.float64)
+        lse = shift + xp.log(total)
         p = p / xp.where(total == 0, self.work(1), total)
+        if sink is not None:  # a query without keys: 0, and the sink as it is, be it infinite or NaN
+            empty = ~seen.any(axis=-1, keepdims=True)
+            lse, p = xp.where(empty, sink, lse), xp.where(empty, self.work(0), p)
+        self.lse[pairs, :, queries] = lse[..., 0].astype(xp.float64)
         if self.dtype:
             p = round_to(p, self.dtype, xp)
         o = self._times_values(p, seen, self.v[pairs, :, keys])

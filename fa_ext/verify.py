@@ -82,7 +82,7 @@ def judge(out, lse, reference, plain, dtype, *, layout="bhsd", kernel=None, exem
     out: the result; lse: (B, H, Sq) or None; reference: (out, lse) of ``reference.attention``; plain: out, or
     (out, lse), of ``reference.plain``; dtype: "float16", "bfloat16", "float32" or "float64". All are NumPy or all are
     CuPy arrays; all but the LSE in ``layout``. exempt: boolean array that broadcasts to out; True where NaN and Inf of the inputs may
-    spread (elements there are not judged). kernel: the name to report.
+    spread (elements there may also be not finite). kernel: the name to report.
     """
     want, want_lse = reference
     plain = plain[0] if isinstance(plain, tuple) else plain
@@ -96,7 +96,7 @@ def judge(out, lse, reference, plain, dtype, *, layout="bhsd", kernel=None, exem
     failures = []
     with numpy.errstate(all="ignore"):
         got = out.astype(xp.float64)
-        judged = xp.ones(want.shape, bool) if exempt is None else xp.broadcast_to(~exempt, want.shape)
+        judged = xp.ones(want.shape, bool) if exempt is None else xp.isfinite(got) | ~exempt
         finite = xp.isfinite(want)
         error = xp.where(finite, xp.abs(got - want), 0.0)
         wrong = xp.isfinite(got) != finite

@@ -70,6 +70,8 @@ def test_arguments():
         ({"layout": "sbhd"}, ValueError, 'layout is "sbhd".*bhsd'),
         ({"layout": 3}, TypeError, "layout has type int"),
         ({"layout": None}, TypeError, "layout has type NoneType"),
+        ({"layout": "日" * 60}, ValueError, 'layout is "日.*accepted'),  # cut inside a character
+        ({"日": 1}, TypeError, "日"),
         ({"return_lse": "yes"}, TypeError, "return_lse has type str"),
         ({"batch_invariant": 2}, TypeError, "batch_invariant has type int"),
         ({"kernel": "fastest"}, ValueError, r'kernel is "fastest".*cpu_ref'),
@@ -179,9 +181,11 @@ def test_outputs():
     refused(ValueError, "out overlaps q", both[0], k, v, out=both.reshape(-1)[8:72].reshape(q.shape))
     out.flags.writeable = False
     refused(ValueError, "out is read-only", q, k, v, out=out)
-    refused(ValueError, "read-only|stride 0", q, k, v, out=np.broadcast_to(np.float32(0), q.shape))
+    refused(ValueError, "read-only|distinct", q, k, v, out=np.broadcast_to(np.float32(0), q.shape))
     flat = np.lib.stride_tricks.as_strided(np.zeros(8, np.float32), q.shape, (0, 0, 0, 4))
-    refused(ValueError, "out has stride 0", q, k, v, out=flat)
+    refused(ValueError, r"out has strides \(.*\); its elements must be distinct", q, k, v, out=flat)
+    rows_that_meet = np.lib.stride_tricks.as_strided(np.zeros(64, np.float32), q.shape, (128, 64, 8, 4))
+    refused(ValueError, r"out has strides \(32, 16, 2, 1\); its elements must be distinct", q, k, v, out=rows_that_meet)
     out = np.zeros_like(q)
     for lse, error, match in [
         (np.zeros((1, 2, 3), np.float32), ValueError, "lse has shape"),

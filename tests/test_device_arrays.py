@@ -174,6 +174,13 @@ def test_torch_refused(torch, host):
             fa_ext.attention(odd, k, v)
 
 
+def test_torch_tensors_without_memory(torch):
+    dense = torch.zeros((1, 2, 8, 8), device="cuda", dtype=torch.float16)
+    for odd in (dense.to_sparse(), torch.empty_like(dense, device="meta")):
+        with pytest.raises(BufferError, match="k cannot be read"):
+            fa_ext.attention(dense, odd, dense)
+
+
 def test_torch_streams(torch, host, wanted):
     """What another stream still computes is waited for, and what comes after waits for the call."""
     sources = [torch.from_numpy(array).cuda() for array in host]

@@ -29,8 +29,11 @@ static fa_code read_dtype(const fa_array *array, DLDataType given, fa_dtype *dty
     static const char *const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
     return fa_fail(status, FA_ETYPE,
                    "%s has dtype %s%d%s; accepted: float16, bfloat16, float32, float64 on the CPU, and bool for a mask",
-                   array->name, given.code < 7 ? kinds[given.code] : "of an unknown kind, bits ", given.bits,
-                   given.lanes == 1 ? "" : " in vectors");
+                   array->name,
+                   given.code < 7                       ? kinds[given.code]
+                   : given.code < 15 && given.bits == 8 ? "float" /* e3m4 to e8m0fnu */
+                                                        : "of an unknown kind, bits ",
+                   given.bits, given.lanes == 1 ? "" : " in vectors");
 }
 
 static fa_code read_device(const fa_array *array, DLDevice given, fa_device *device, fa_status *status) {
@@ -89,18 +92,36 @@ static fa_code current_stream(const fa_array *array, void **stream, fa_status *s
     return FA_OK;
 }
 
+/* The array's library raised; an error of ours says which argument it is about, with the first line of its message. */
+static fa_code cannot_read(const fa_array *array, fa_status *status) {
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_BufferError))
+        return fa_python_error(status);
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *shown = value ? PyObject_Str(value) : NULL;
+    const char *text = shown ? PyUnicode_AsUTF8AndSize(shown, NULL) : NULL;
+    PyErr_Clear();
+    if (!text) text = "no reason given";
+    fa_fail(status, FA_EBUFFER, "%s cannot be read: %.*s", array->name, (int)strcspn(text, "\n"), text);
+    Py_XDECREF(shown);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    return FA_EBUFFER;
+}
+
 fa_code fa_exchange_read(fa_state *state, fa_array *array, const fa_array *first, fa_status *status) {
     (void)state;
     const DLExchange *exchange = array->type->exchange;
     if (exchange->tensor_from_object) {
         DLTensor tensor;
-        if (exchange->tensor_from_object(array->object, &tensor) != 0) return fa_python_error(status);
+        if (exchange->tensor_from_object(array->object, &tensor) != 0) return cannot_read(array, status);
         FA_TRY(read_tensor(array, &tensor, status));
     } else {
         if (exchange->managed_from_object(array->object, &array->managed_versioned) != 0 || !array->managed_versioned)
-            return fa_python_error(status);
+            return cannot_read(array, status);
         FA_TRY(read_tensor(array, &array->managed_versioned->tensor, status));
-        array->view.readonly = array->managed_versioned->flags & DLPACK_READ_ONLY;
+        array->view.readonly = array->managed_versioned->flags & (DLPACK_READ_ONLY | DLPACK_IS_COPIED);
     }
     if (array->view.device.kind != FA_CUDA) return FA_OK;
     array->has_stream = true;
