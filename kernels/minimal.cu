@@ -22,7 +22,8 @@
 namespace {
 
 constexpr int WARP = 32;
-constexpr int WARPS = 8; // rows a block
+constexpr int WARPS = 8;  // rows a block
+constexpr int CHUNK = 64; // keys summed apart: one sum over thousands of keys would be off by its many roundings
 
 /* LANE_DIMS: elements of a row that a lane holds, the larger of head_dim and head_dim_v over 32, rounded up. */
 template <typename T, int LANE_DIMS>
@@ -44,24 +45,31 @@ __global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_const
 
         fa::RowState state;
         const fa::KeyRange keys = fa::row_keys(p, row);
-        for (int64_t key = keys.begin; key < keys.end; ++key) {
-            const T *k = fa::row_of<T>(p.k, batch, head_kv, key);
-            float product = 0.0f;
-            for (int i = 0; i < LANE_DIMS; ++i) {
-                int d = lane + i * WARP;
-                if (d < p.head_dim) product += query[i] * fa::to_float(k[d * p.k.stride[3]]);
-            }
-            for (int offset = WARP / 2; offset; offset /= 2) product += __shfl_xor_sync(~0u, product, offset);
+        for (int64_t first = keys.begin; first < keys.end; first += CHUNK) {
+            const int64_t end = first + CHUNK < keys.end ? first + CHUNK : keys.end;
+            float chunk[LANE_DIMS] = {}, chunk_sum = 0.0f;
+            for (int64_t key = first; key < end; ++key) {
+                const T *k = fa::row_of<T>(p.k, batch, head_kv, key);
+                float product = 0.0f;
+                for (int i = 0; i < LANE_DIMS; ++i) {
+                    int d = lane + i * WARP;
+                    if (d < p.head_dim) product += query[i] * fa::to_float(k[d * p.k.stride[3]]);
+                }
+                for (int offset = WARP / 2; offset; offset /= 2) product += __shfl_xor_sync(~0u, product, offset);
 
-            const float score = product * scale_log2;
-            const float factor = state.raise(score), weight = state.weight(score);
-            state.sum += weight;
+                const float score = product * scale_log2;
+                const float factor = state.raise(score), weight = state.weight(score);
+                chunk_sum = chunk_sum * factor + weight;
 
-            const T *v = fa::row_of<T>(p.v, batch, head_kv, key);
-            for (int i = 0; i < LANE_DIMS; ++i) {
-                int d = lane + i * WARP;
-                if (d < p.head_dim_v) out[i] = out[i] * factor + weight * fa::to_float(v[d * p.v.stride[3]]);
+                const T *v = fa::row_of<T>(p.v, batch, head_kv, key);
+                for (int i = 0; i < LANE_DIMS; ++i) {
+                    int d = lane + i * WARP;
+                    out[i] *= factor;
+                    if (d < p.head_dim_v) chunk[i] = chunk[i] * factor + weight * fa::to_float(v[d * p.v.stride[3]]);
+                }
             }
+            state.sum += chunk_sum;
+            for (int i = 0; i < LANE_DIMS; ++i) out[i] += chunk[i];
         }
 
         const fa::RowResult result = fa::finish_row(state);
