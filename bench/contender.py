@@ -7,8 +7,6 @@ queues (or, on the CPU, does) the work and returns the output array.
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -23,8 +21,6 @@ from bench.operands import Operands
 from bench.problems import Case
 
 Thunk = Callable[[], Any]
-# Array libraries whose arrays reach the memory of a device.
-ARRAYS = {"cpu": ("numpy", "torch", "jax"), "cuda": ("torch", "cupy", "jax")}
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -128,63 +124,7 @@ class Function(Contender):
         return call
 
 
-# ---- from a name on the command line ----
-
-
-def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None, role: str = "candidate") -> Contender:
-    """What `text` names: a peer, a row, fa_ext (the row it takes by itself), ``module:function``, ``file.py:function``,
-    a .cu or .c source of a row (built here), or a shared library that exports a row. `role` is for messages."""
-    from bench import peers
-
-    library = arrays or device.default_arrays
-    require_arrays(library, device)
-    path, _, attribute = text.rpartition(":")
-    if path:
-        function = Function(_import_function(path, attribute), text, library)
-        require_arrays(function.library, device)
-        return function
-    suffix = Path(text).suffix
-    if suffix in (".cu", ".c", ".so"):
-        if not Path(text).exists():
-            raise report.UsageError(f"candidate {text}: there is no such file")
-        shared = Path(text) if suffix == ".so" else build_row(Path(text))
-        return Row(load_row(shared), library, shown=Path(text).name)
-    if text in peers.PEERS:
-        return peers.open_peer(text, device)
-    rows = compiled_rows(device)
-    if text in rows:
-        return Row(text, library)
-    if text == "fa_ext" and rows:
-        return Row(None, library)
-    raise report.UsageError(
-        f"{role} is {text!r}; accepted: a row ({', '.join(rows) or 'none compiled for this device'}), fa_ext (the row "
-        "that it takes by itself), a peer "
-        f"({', '.join(peers.PEERS)}), module:function, file.py:function, a .cu, .c or .so file"
-    )
-
-
-def require_arrays(library: str, device: Cpu | Cuda) -> None:
-    """UsageError unless arrays of `library` can hold the operands on this device."""
-    able = [name for name in ARRAYS[device.kind] if importlib.util.find_spec(name) is not None]
-    if library not in able:
-        raise report.UsageError(f"arrays are {library!r}; accepted on the {device.kind} here: {', '.join(able)}")
-
-
-def _import_function(path: str, attribute: str) -> Callable:
-    try:
-        if path.endswith(".py"):
-            name = f"candidate_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
-            spec = importlib.util.spec_from_file_location(name, path)
-            if spec is None or spec.loader is None or not Path(path).exists():
-                raise report.UsageError(f"candidate {path}: there is no such file")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(path)
-        return getattr(module, attribute)
-    except (ImportError, AttributeError) as error:
-        raise report.UsageError(f"candidate {path}:{attribute}: {error}") from error
+# ---- rows built and loaded here ----
 
 
 def build_row(source: Path, flags: tuple[str, ...] = (), folder: Path | None = None) -> Path:

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from bench import contender as contenders
 from bench import device as devices
-from bench import integrity, peers, report, timer, trials
-from bench.contender import Contender
+from bench import integrity, named, peers, report, timer, trials
+from bench.contender import Contender, Thunk
 from bench.device import Cpu, Cuda
 from bench.memory import GUARD_BYTES
 from bench.operands import Operands
@@ -58,7 +57,7 @@ def duel(
     opponents, refused = _usable(baselines, problem, target, seed)
     before = integrity.snapshot()
     tell({"stage": "load"})
-    challenger = contenders.open_contender(candidate, target, arrays)
+    challenger = named.open_contender(candidate, target, arrays)
     refusal = challenger.refuses(problem)
     document: dict[str, Any] = {
         "case": case,
@@ -127,7 +126,7 @@ def _usable(names: list[str], case: Case, device: Cpu | Cuda, seed: int) -> tupl
     usable, refused = [], {}
     for name in names:
         try:
-            opponent = contenders.open_contender(name, device, role="baseline")
+            opponent = named.open_contender(name, device, role="baseline")
         except report.UsageError as error:
             if name not in peers.PEERS:  # a typing error, not a library that is not installed
                 raise
@@ -144,7 +143,7 @@ def _usable(names: list[str], case: Case, device: Cpu | Cuda, seed: int) -> tupl
     return usable, refused
 
 
-def _keeping(thunk: contenders.Thunk, results: list[Any], i: int) -> contenders.Thunk:
+def _keeping(thunk: Thunk, results: list[Any], i: int) -> Thunk:
     def call():
         results[i] = thunk()
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import arguments, ceiling, contender, isolation, machine, peers, problems, report, timer
+from bench import arguments, ceiling, contender, isolation, machine, named, peers, problems, report, timer
 from bench import device as devices
 from bench.contender import Contender
 from bench.device import Cpu, Cuda
@@ -227,7 +227,7 @@ def cell(
 def _opened(name: str, device: Cpu | Cuda) -> Contender:
     key = (name, device.kind)
     if key not in _open:
-        _open[key] = contender.open_contender(name, device)
+        _open[key] = named.open_contender(name, device)
     return _open[key]
 
 

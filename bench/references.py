@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import contender, isolation, machine, peers, problems, report
+from bench import contender, isolation, machine, named, peers, problems, report
 from bench import device as devices
 from bench.operands import Operands, WrongResult
 from bench.problems import Case
@@ -113,7 +113,7 @@ def errors(case: str, device: str, names: list[str], seed: int, tell: Callable[[
         with target.working():
             operands = Operands(dataclasses.replace(Case.parse(case), values=values, seed=seed), target)
             for name in names:
-                entrant = contender.open_contender(name, target)
+                entrant = named.open_contender(name, target)
                 entry: dict[str, Any] = {"case": case, "values": values, "name": name}
                 found.append(entry)
                 refusal = entrant.refuses(operands.case)
