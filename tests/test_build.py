@@ -1,9 +1,11 @@
-"""What the build says to a variable of the environment that it cannot honour: one line, never a traceback."""
+"""What the build says to a variable of the environment that it cannot honour: one line, never a traceback; and what goes
+into a row built alone and into a source distribution."""
 
 import importlib.metadata
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,28 @@ def test_architectures(given, monkeypatch):
     monkeypatch.setenv("FA_ARCHS", given)
     monkeypatch.setenv("FA_CUDA", "0")
     assert len(_build.options_from_environment().archs) == {"sm_90": 1, "": 0, "sm_100f;sm_120": 2}.get(given, 3)
+
+
+def test_a_cpu_row_alone_has_its_threads(monkeypatch, tmp_path):
+    """The file that starts them is compiled with its own flags, as in the whole build."""
+    from fa_ext import _build
+
+    compiled = []
+    monkeypatch.setattr(_build, "compile_all", lambda units, *_: compiled.extend(units) or [])
+    monkeypatch.setattr(_build, "link_shared", lambda objects, target, options: target)
+    monkeypatch.setenv("FA_CUDA", "0")
+    _build.build_row(ROOT / "csrc" / "cpu" / "cpu_simd.c", tmp_path / "row.so", _build.options_from_environment())
+    (threads,) = [unit for unit in compiled if unit.name == "threads"]
+    assert "-fopenmp" in threads.flags
+
+
+@pytest.mark.skipif(not has_setuptools(), reason="setuptools 77 or newer is not installed")
+def test_a_source_distribution_holds_the_sources(tmp_path):
+    metadata = ["egg_info", "--egg-base", str(tmp_path)]
+    command = [sys.executable, "setup.py", "-q", *metadata, "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"FA_CUDA": "0"}, capture_output=True, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as held:
+        names = {name.partition("/")[2] for name in held.getnames()}
+    sources = {p.relative_to(ROOT).as_posix() for top in ("csrc", "kernels") for p in (ROOT / top).rglob("*.[ch]*")}
+    assert sources and sources <= names
