@@ -156,6 +156,15 @@ def test_nan_and_inf_reach_only_the_queries_that_see_them():
     assert (out[..., 0] == -np.inf).all() and np.isfinite(out[..., 1:]).all()
 
 
+def test_a_query_without_keys_is_zero_whatever_its_sink():
+    q, kv = np.ones((1, 5, 7, 8)), np.ones((1, 5, 3, 8))
+    sinks = np.array([-np.inf, np.inf, np.nan, 2, -3])
+    out, lse = reference.attention(q, kv, kv, causal="bottom_right", sinks=sinks)
+    assert (out[:, :, :4] == 0).all()
+    np.testing.assert_array_equal(lse[0, :, :4], np.broadcast_to(sinks[:, None], (5, 4)))
+    assert (out[0, [0, 3, 4], 4:] > 0).all()
+
+
 def test_extreme_logits_stay_finite():
     q, k, v = inputs(seq_q=8, seq_k=8)
     out, lse = reference.attention(q * 1e5, k * 1e5, v)

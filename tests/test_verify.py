@@ -5,7 +5,7 @@ import pytest
 
 import fa_ext
 from case import Case
-from fa_ext.verify import Report
+from fa_ext.verify import Report, judge
 
 
 def arguments(**changes):
@@ -161,6 +161,16 @@ def test_nan_at_hidden_keys_and_at_visible_ones():
         except (fa_ext.UnsupportedError, fa_ext.CudaError):
             continue
         assert report, str(report)
+
+
+def test_a_wrong_number_is_noticed_where_nan_may_spread():
+    want, exempt = np.ones((1, 1, 2, 4)), np.ones((1, 1, 2, 1), bool)
+    out = np.ones((1, 1, 2, 4), np.float32)
+    out[0, 0, 1] = np.nan
+    assert judge(out, None, (want, np.zeros((1, 1, 2))), want, "float32", exempt=exempt)
+    assert not judge(out, None, (want, np.zeros((1, 1, 2))), want, "float32")
+    out[0, 0, 0, 2] = 1.5
+    assert not judge(out, None, (want, np.zeros((1, 1, 2))), want, "float32", exempt=exempt)
 
 
 def test_an_empty_result():
