@@ -1,5 +1,5 @@
 """What this machine reaches on plain work: the fastest of some large matrix products by dtype, a large copy. Measured,
-not looked up: a yardstick, not a bound; on an H200 attention reached up to 1.05 of the product in bfloat16."""
+not looked up: a yardstick, not a bound: under the power limit long calls of attention may pass the product."""
 
 from __future__ import annotations
 

@@ -144,20 +144,6 @@ def test_a_row_is_safe_from_nan_in_keys_that_it_does_not_see(isa, poison, force)
     assert np.isnan(out[:, :, 30:]).any(-1).all()
 
 
-@pytest.mark.parametrize("name", [name for name in fa_ext.kernels() if name.startswith("cpu")])
-@pytest.mark.parametrize("keys", [0, 3])
-def test_a_row_without_keys_is_zero_whatever_its_sink(name, keys):
-    """Seven queries of which the first four see nothing, or all."""
-    q, kv = np.ones((1, 5, 7, 8), np.float32), np.ones((1, 5, keys, 8), np.float32)
-    sinks = np.array([-np.inf, np.inf, np.nan, 2, 3e38], np.float32)
-    out, lse = fa_ext.attention(q, kv, kv, causal="bottom_right", sinks=sinks, return_lse=True, kernel=name)
-    blind = 7 - keys
-    assert (out[:, :, :blind] == 0).all()
-    wanted = np.minimum(sinks, np.float32(2.35865e38))  # the largest that counts, but for infinity
-    wanted[1] = np.inf
-    np.testing.assert_allclose(lse[:, :, :blind], np.broadcast_to(wanted[:, None], (1, 5, blind)), rtol=1e-6)
-
-
 # ---- bits ----
 
 
