@@ -1,6 +1,7 @@
 """Builds the extension ``fa_ext._core``: C by the C compiler, each CUDA file by nvcc, in parallel, linked with g++.
 
-Environment: FA_CUDA=0|1, FA_ARCHS, FA_ONLY=<regex of rows>, FA_DEBUG=1, FA_SANITIZE=address,undefined, MAX_JOBS, CC, CXX.
+Environment: FA_CUDA=0|1, FA_ARCHS, FA_ONLY=<regex of rows>, FA_DEBUG=1, FA_SANITIZE=address,undefined, FA_CHAOS=1,
+MAX_JOBS, CC, CXX.
 """
 
 import importlib.util
@@ -49,7 +50,7 @@ class BuildExt(build_ext):
         print(f"fa_ext: {'with ' + options.nvcc if options.nvcc else 'CPU only (no nvcc, or FA_CUDA=0)'}; "
               f"{len(units)} compilations", flush=True)  # fmt: skip
         # Not build_temp, which an editable install throws away: objects are kept and reused while they are up to date.
-        kind = "-".join(filter(None, ["objects", "debug" if options.debug else "", options.sanitize.replace(",", "-")]))
+        kind = "-".join(filter(None, ["objects", "debug" if options.debug else "", "chaos" if options.chaos else "", options.sanitize.replace(",", "-")]))
         folder = ROOT / "build" / kind / (sysconfig.get_config_var("SOABI") or "abi")
         objects = build.compile_all(units, folder, options)
         build.link_shared(objects, Path(self.get_ext_fullpath(ext.name)).resolve(), options)

@@ -10,7 +10,7 @@ from bench import arguments, report
 
 # command: its module
 COMMANDS = {
-    name: name for name in ("measure", "gate", "score", "references", "tune", "plot", "overhead", "evidence", "tables")
+    name: name for name in ("measure", "gate", "score", "references", "tune", "plot", "overhead", "chaos", "evidence", "tables")
 }
 COMMANDS["profile"] = "ncu"  # a module named profile would hide the standard library's in a notebook started here
 

@@ -68,6 +68,7 @@ class Options:
     only: str | None = None
     debug: bool = False
     sanitize: str = ""
+    chaos: bool = False
     jobs: int = 1
     defines: dict[str, str] = field(default_factory=dict)
     include_dirs: tuple[str, ...] = ()
@@ -130,7 +131,7 @@ def _jobs() -> int:
 
 def options_from_environment() -> Options:
     """FA_CUDA=0|1, FA_ARCHS="sm_90 compute_80", FA_ONLY=<regex of rows>, FA_DEBUG=1, FA_SANITIZE=address,undefined,
-    MAX_JOBS. Raises OptionError for what none of them means."""
+    FA_CHAOS=1, MAX_JOBS. Raises OptionError for what none of them means."""
     cuda = _switch("FA_CUDA", "0 (without CUDA), 1 (with CUDA), unset (with CUDA if nvcc is found)")
     nvcc = None if cuda is False else find_nvcc()
     if cuda and nvcc is None:
@@ -142,6 +143,7 @@ def options_from_environment() -> Options:
         only=_rows_wanted(),
         debug=bool(_switch("FA_DEBUG", "0 (optimised), 1 (for a debugger)")),
         sanitize=os.environ.get("FA_SANITIZE", ""),
+        chaos=bool(_switch("FA_CHAOS", "0 (as it is), 1 (random delays where kernels synchronise)")),
         jobs=_jobs(),
     )
 
@@ -209,6 +211,8 @@ def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:
     defines = {f"FA_HAVE_{row}": str(int(row in compiled)) for row in rows}
     if options.nvcc:
         defines["FA_HAVE_CUDA"] = "1"
+    if options.chaos:
+        defines["FA_HAVE_CHAOS"] = "1"
     units = [u for f in kernel_files for u in units_of(f)]
     units += [u for folder in (CSRC, CSRC / "python") for f in sorted(folder.glob("*.c")) for u in units_of(f)]
     # The longest compilations first, so that the last of them does not run alone.
@@ -233,6 +237,8 @@ def command(unit: Unit, target: Path, options: Options) -> list[str]:
         assert options.nvcc
         archs = unit.archs or options.archs or DEFAULT_ARCHS
         mode = ["-G", "-g"] if options.debug else ["-O3", "-lineinfo"]
+        if options.chaos:
+            mode += ["-DFA_CHAOS=1", "-include", str(KERNELS / "chaos.cuh")]
         if options.nvcc_release >= (12, 8):
             mode.append("--compress-mode=size")  # a third of the size and less
         return [options.nvcc, "-std=c++20", *mode, "--expt-relaxed-constexpr", "-Xptxas", "-v", *_gencode(archs),

@@ -143,6 +143,7 @@ fa_code run_chunk(const fa::cublas::Session &session, const fa_problem *p, const
                                      {in_group, p->q.stride[1], 0, head_scores}},
                                     status));
     }
+    FA_CHAOS_ARM(stream, status);
     if (p->dtype == FA_F16)
         FA_CUDA_TRY(status, fa::cublas::softmax<__half>(*p, chunk, score.cap_log2, stream));
     else if (p->dtype == FA_BF16)

@@ -9,6 +9,7 @@
 
 #include <stdint.h> // int64_t
 
+#include "chaos.cuh"
 #include "convert.cuh" // from_float
 #include "fa.h"        // fa_problem
 #include "mask.cuh"    // row_keys, mask_row
@@ -107,6 +108,7 @@ template <typename T> struct Row {
 template <typename T, int THREADS, bool HELD>
 __global__ void __launch_bounds__(THREADS < 128 ? 128 : THREADS)
     softmax_kernel(const __grid_constant__ fa_problem p, const __grid_constant__ Chunk chunk, float cap_log2) {
+    FA_CHAOS_BEGIN();
     __shared__ float shared[2][32];
     const unsigned n = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS;
     const int thread = threadIdx.x % THREADS, keys = int(chunk.keys);

@@ -7,7 +7,8 @@
 
 #include <cuda_runtime.h> // cudaError_t, cudaGetErrorName, cudaGetLastError
 
-#include "fa.h" // fa_status, fa_fail
+#include "chaos.cuh" // FA_CHAOS_ARM
+#include "fa.h"      // fa_status, fa_fail
 
 /* Turns a CUDA error into FA_ECUDA with its name and the call that failed, and clears CUDA's last error. A context that
  * is lost (illegal address, launch failure ...) keeps failing, which the message says. */

@@ -28,6 +28,7 @@ namespace fa {
 
 template <class C>
 __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const __grid_constant__ MmaArgs args) {
+    FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) unsigned char shared[];
     using T = typename C::T;
     const fa_problem &p = args.problem;

@@ -9,6 +9,7 @@
 #ifndef FA_SIMT_KERNEL_CUH
 #define FA_SIMT_KERNEL_CUH
 
+#include "chaos.cuh"
 #include "convert.cuh"     // Chunk, store_chunk
 #include "mask.cuh"        // tile_keys, key_band, mask_row
 #include "score.cuh"       // bias_row, LOG2_E
@@ -118,8 +119,10 @@ template <typename T, Tile t> struct LaneTile {
             __syncthreads();
         else if constexpr (t.group_warps() == 1)
             __syncwarp();
-        else
+        else {
+            FA_CHAOS_POINT(__LINE__);
             asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(t.group_threads()) : "memory");
+        }
     }
 
     /* s = Q K^T. Float32 sums eight products at a time: with one chain over head_dim, scores in the hundreds come out
@@ -342,6 +345,7 @@ template <typename T, Tile t> struct LaneTile {
 template <typename T, typename CONFIG>
 __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
     simt_kernel(const __grid_constant__ fa_problem p, const __grid_constant__ Options o) {
+    FA_CHAOS_BEGIN();
     constexpr Tile t = CONFIG::tile;
     using KeyLoader = Loader<T, t, t.block_n, t.group_threads()>;
     extern __shared__ float4 shared[];

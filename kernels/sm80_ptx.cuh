@@ -5,6 +5,7 @@
 #ifndef FA_SM80_PTX_CUH
 #define FA_SM80_PTX_CUH
 
+#include "chaos.cuh"
 #include <cuda_bf16.h> // __nv_bfloat16
 #include <cuda_fp16.h> // __half
 #include <stdint.h>    // uint32_t
@@ -27,10 +28,14 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void *from, bool 
 }
 
 /* Closes the group of the copies that this thread started since the last one. */
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 /* Waits until all but the latest PENDING groups of this thread have landed. */
-template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
+template <int PENDING> __device__ __forceinline__ void cp_async_wait(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 

@@ -3,9 +3,11 @@
  * Protocol of a ring of stages: `full` counts one arrival (the producer's arrive_expect) plus the bytes that TMA
  * delivers, `empty` one arrival for each consumer. A waiter passes the parity of the phase that it waits to end:
  * consumers start at 0, producers at 1 (a fresh barrier reads as if the phase before had ended), both flip when the
- * ring wraps; `RingState` keeps count. With -DFA_BOUND_WAITS a wait that never ends traps instead of hanging.
+ * ring wraps; `RingState` keeps count. `site` is the caller's line, for
+ * a chaos build (chaos.cuh).
  */
 #pragma once
+#include "chaos.cuh"
 #include <cstdint>
 
 namespace fa::sm90 {
@@ -24,12 +26,14 @@ __device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void mbarrier_arrive(uint64_t *barrier) {
+__device__ __forceinline__ void mbarrier_arrive(uint64_t *barrier, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
 /* Arrives and adds `bytes` to what the phase waits for. One thread, before it issues the copies. */
-__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t *barrier, uint32_t bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t *barrier, uint32_t bytes, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
                  : "memory");
 }
@@ -47,10 +51,11 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t *barrier, uint32_t pa
     return done != 0;
 }
 
-__device__ __forceinline__ void mbarrier_wait(uint64_t *barrier, uint32_t parity) {
-#ifdef FA_BOUND_WAITS
-    for (uint32_t spins = 0; !mbarrier_try_wait(barrier, parity); ++spins)
-        if (spins > (1u << 22)) __trap();
+__device__ __forceinline__ void mbarrier_wait(uint64_t *barrier, uint32_t parity, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+#ifdef FA_CHAOS
+    const uint32_t begun = chaos::now();
+    while (!mbarrier_try_wait(barrier, parity)) chaos::limit(begun, site, parity);
 #else
     while (!mbarrier_try_wait(barrier, parity)) {
     }
@@ -71,10 +76,12 @@ template <int Stages> struct RingState {
 };
 
 /* Named barriers 1..15 (0 is __syncthreads). `threads` counts those that sync plus those that only arrive. */
-__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads) {
+__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads) {
+__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 

@@ -18,10 +18,14 @@ __device__ __forceinline__ uint32_t cluster_index() {
 
 /* Halves of a barrier of all threads of the cluster: nobody passes the wait before all have arrived. Arriving orders no
  * memory access but what a fence before it orders (mbarrier_init_fence). */
-__device__ __forceinline__ void cluster_arrive_relaxed() {
+__device__ __forceinline__ void cluster_arrive_relaxed(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 /* Address, in the cluster's shared window, of `address` (this block's shared window) in the block of rank `rank`. */
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
@@ -31,12 +35,14 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t r
 }
 
 /* Sends to the cluster-window address `to` of another block; the bytes count on `barrier`, a barrier of that block. */
-__device__ __forceinline__ void cluster_send(uint32_t to, uint32_t barrier, float2 x) {
+__device__ __forceinline__ void cluster_send(uint32_t to, uint32_t barrier, float2 x, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(to),
                  "r"(barrier), "f"(x.x), "f"(x.y)
                  : "memory");
 }
-__device__ __forceinline__ void cluster_send(uint32_t to, uint32_t barrier, float4 x) {
+__device__ __forceinline__ void cluster_send(uint32_t to, uint32_t barrier, float4 x, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
         "r"(barrier), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
@@ -45,7 +51,13 @@ __device__ __forceinline__ void cluster_send(uint32_t to, uint32_t barrier, floa
 
 /* A launch with programmatic stream serialisation may start while the kernel before it still runs: nothing of global
  * memory may be read or written before dependency_wait(). dependency_release() lets the next such launch start. */
-__device__ __forceinline__ void dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void dependency_release() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void dependency_wait(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void dependency_release(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("griddepcontrol.launch_dependents;");
+}
 
 } // namespace fa::sm90

@@ -30,6 +30,7 @@ template <class T, int Count>
 __device__ __forceinline__ void store_rows(T *const (&row)[2], const float (&out)[Count], const float (&factor)[2],
                                            int columns, int lane) {
     static_assert(Count % 16 == 0);
+    FA_CHAOS_POINT(__LINE__);
 #pragma unroll
     for (int g = 0; g < Count / 4; g += 4) {
 #pragma unroll
@@ -60,6 +61,7 @@ template <int Count> __device__ __forceinline__ void clear_rows(float (&out)[Cou
 template <class T, int Count>
 __device__ __forceinline__ void stage_rows(void *boxes, const float (&out)[Count], const float (&factor)[2], int lane) {
     static_assert(Count % 8 == 0);
+    FA_CHAOS_POINT(__LINE__);
     // Lanes give the addresses of the rows of four 8 x 8 matrices: two below each other, then the next eight columns.
     const uint32_t row = smem_address(boxes) + lane % 16 * kSlabRowBytes;
     const uint32_t chunk = lane / 16 ^ lane % 8;

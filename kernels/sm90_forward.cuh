@@ -11,6 +11,25 @@
  * limits is the path of instructions of one warpgroup (sm90_softmax.cuh shortens it), then power. Short sequences feel
  * what a tile costs besides its blocks: on an H200 at head_dim 128 some 390 cycles to its first product, 590 for that,
  * 1500 for the first weights, 700 for the last product and 1000 for the output; a block takes 2090.
+ *
+ * Why no waiter falls two phases behind. A wait names a parity, so a barrier that has moved on by two phases looks as
+ * if it had not moved, and who waits then waits for ever. So no phase of a barrier may end before everybody who waits
+ * for the phase before it has passed:
+ *
+ *   k_full, v_full, q_full: all warps of the consumers wait. The next phase ends after the producer's arrive_expect,
+ *   and that after its wait for `empty`. There one thread a warpgroup arrives, when its four warps have passed `full`:
+ *   where the block is multiplied, wgmma has joined them (it runs once all four warps have issued it; PTX does not
+ *   promise that, CUTLASS and FlashAttention-3 rely on it too), and where the block is skipped, join_warps() has.
+ *
+ *   k_empty, v_empty, q_empty, tile_empty: only the producer's thread waits, and its own arrival allows what follows.
+ *
+ *   tile_full: all warps of the consumers wait. The producer waits for tile_empty, where each warp arrives for itself.
+ *
+ *   Turns, named barriers 1 to kConsumers: a warpgroup arrives for its neighbour again after a turn of its own. That
+ *   turn has come round through the neighbour, all of whose warps had left the barrier to pass it on.
+ *
+ *   join_warps, the named barriers above those: only the warpgroup's own 128 threads, and all of them wait.
+ *
  * Shared memory, 16-bit, swizzled: queries [stage][warpgroup][slab][64][64], keys and values [stage][slab][tile_n][64],
  * with C::kStaged the output [warpgroup][warp][slab][16][64].
  */
@@ -126,13 +145,14 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     constexpr int kTileN = C::kTileN;
     constexpr uint32_t kTurnThreads = 256; // the warpgroup whose turn it is, and the one before, which arrives
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
-    const bool elected = threadIdx.x % 128 == 0; // one thread a warpgroup frees stages
+    const bool elected = threadIdx.x % 128 == 0; // one thread a warpgroup frees stages, once its warps are joined
     RingState<C::kStages> k_ring(0), v_ring(0);
     RingState<C::kQueryStages> q_ring(0);
 
     auto turn_wait = [&] {
         if constexpr (C::kTurns) named_barrier_sync(1 + wg, kTurnThreads);
     };
+    auto join_warps = [&] { named_barrier_sync(1 + C::kConsumers + wg, 128); };
     auto turn_pass = [&] {
         if constexpr (C::kTurns) named_barrier_arrive(1 + (wg + 1 == C::kConsumers ? 0 : wg + 1), kTurnThreads);
     };
@@ -181,6 +201,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
             };
             auto skip_values = [&] {
                 mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
+                join_warps();
                 free_values();
             };
             auto cap = [&](auto &scores) {
@@ -289,6 +310,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     turn_wait();
                     turn_pass();
                 }
+                join_warps();
                 free_keys(block + 1 == blocks.count);
                 if (block > 0) skip_values(); // no later: the producer loads them before more keys
             }
@@ -377,6 +399,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
 
 template <class C>
 __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) forward(const __grid_constant__ ForwardParams p) {
+    FA_CHAOS_BEGIN();
     extern __shared__ __align__(1024) char raw[];
     auto &smem = *reinterpret_cast<ForwardSmem<C> *>(raw);
     const int wg = __shfl_sync(0xffffffff, threadIdx.x / 128, 0); // uniform for the compiler too

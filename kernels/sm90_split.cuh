@@ -178,6 +178,7 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
 template <class T, class C, bool Capped>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     wgmma_split_sm90_kernel(const __grid_constant__ Params params) {
+    FA_CHAOS_BEGIN();
     extern __shared__ __align__(1024) char queries[];
     char *rings = queries + C::kQueryBytes;
     float4 *partials = reinterpret_cast<float4 *>(rings + C::kWarpgroups * C::kRingBytes);

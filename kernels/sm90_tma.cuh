@@ -25,6 +25,7 @@ __device__ __forceinline__ void tensor_map_prefetch(const CUtensorMap *map) {
 /* One slab to shared memory; completes on `barrier`. One thread. */
 __device__ __forceinline__ void tma_load(void *to, const CUtensorMap *map, uint64_t *barrier, int column, int row,
                                          int head, int batch, uint64_t policy) {
+    FA_CHAOS_POINT(__LINE__);
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_address(to)),
                  "l"(map), "r"(smem_address(barrier)), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
@@ -48,15 +49,25 @@ __device__ __forceinline__ void tma_store_fence() { asm volatile("fence.proxy.as
 /* One box from shared memory, what lies outside the tensor left out. One thread, always the same one: it commits its
  * stores as a group and waits until they have read (`tma_store_wait_read`) before the memory is written again. */
 __device__ __forceinline__ void tma_store(const CUtensorMap *map, const void *from, int column, int row, int head,
-                                          int batch) {
+                                          int batch, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(smem_address(from)), "r"(column), "r"(row), "r"(head), "r"(batch)
                  : "memory");
 }
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_commit(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void tma_store_wait_read(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 /* Waits until this thread's stores are done: before the CTA ends. */
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
 /* Bytes that tma_load_tile delivers. */
 template <int Columns, int Rows>

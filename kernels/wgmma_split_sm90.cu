@@ -198,6 +198,7 @@ fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch
     config.stream = static_cast<cudaStream_t>(launch->stream);
     config.attrs = attributes;
     config.numAttrs = 2;
+    FA_CHAOS_ARM(launch->stream, status);
     FA_CUDA_TRY(status, cudaLaunchKernelEx(&config, kernel, params));
     return FA_OK;
 }

@@ -37,6 +37,7 @@ template <typename T, class C, bool SIMPLE>
 fa_code launch_as(const Params &params, const fa_plan *plan, cudaStream_t stream, fa_status *status) {
     const auto kernel = wmma_kernel<T, C, SIMPLE>;
     FA_TRY(fa_allow_smem(kernel, plan->smem_bytes, status));
+    FA_CHAOS_ARM(stream, status);
     kernel<<<unsigned(plan->blocks), C::THREADS, plan->smem_bytes, stream>>>(params);
     FA_CUDA_TRY(status, cudaGetLastError());
     return FA_OK;

@@ -179,6 +179,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
 template <typename T, class C, bool SIMPLE>
 __global__ void __launch_bounds__(C::THREADS, !SIMPLE && C::BLOCKS > 2 ? 2 : C::BLOCKS)
     wmma_kernel(const __grid_constant__ Params params) {
+    FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) char memory[];
     typename C::Shared &shared = *reinterpret_cast<typename C::Shared *>(memory);
     const fa_problem &p = params.p;

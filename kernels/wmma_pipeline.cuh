@@ -17,31 +17,45 @@ __device__ __forceinline__ void barrier_init(uint64_t *barrier, int arrivals) {
 }
 
 /* This thread has written, or read, what it had to; everything before is visible to who waits. */
-__device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
+__device__ __forceinline__ void barrier_arrive(uint64_t *barrier, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier))
                  : "memory");
 }
 
 /* The same, once this thread's asynchronous copies so far have landed. Does not wait. */
-__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t *barrier) {
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t *barrier, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t *barrier, int parity) {
+/* Whether the phase of this parity has ended; on sm_90 the question sleeps a while for it. */
+__device__ __forceinline__ bool barrier_try_wait(uint64_t *barrier, int parity) {
+    uint32_t done;
     asm volatile("{\n"
                  ".reg .pred done;\n"
-                 "WAIT:\n"
 #if __CUDA_ARCH__ >= 900
-                 "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n" // sleeps until the phase ends, or a while
+                 "mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n"
 #else
-                 "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+                 "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
 #endif
-                 "@done bra DONE;\n"
-                 "bra WAIT;\n"
-                 "DONE:\n"
-                 "}" ::"r"(shared_address(barrier)),
-                 "r"(parity)
+                 "selp.u32 %0, 1, 0, done;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
                  : "memory");
+    return done != 0;
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t *barrier, int parity, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+#ifdef FA_CHAOS
+    const uint32_t begun = chaos::now();
+    while (!barrier_try_wait(barrier, parity)) chaos::limit(begun, site, parity);
+#else
+    while (!barrier_try_wait(barrier, parity)) {
+    }
+#endif
 }
 
 /* Copies 16 bytes to shared memory, of which the first `bytes` come from global memory and the rest are 0; with 0 bytes
@@ -51,7 +65,10 @@ __device__ __forceinline__ void copy_16_async(void *to, const void *from, int by
                  : "memory");
 }
 
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void wait_copies(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
 /* Position in a ring of STAGES slots. */
 template <int STAGES> struct RingIndex {

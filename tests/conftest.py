@@ -1,9 +1,10 @@
 """Options, the ``row`` parameter and hypothesis profiles.
 
 ``--rows REGEX`` restricts tests to some rows; ``--load FILE.so`` adds a row that was built alone
-(``python fa_ext/_build.py ROW -o FILE.so``); ``--repeats N`` sets how often bitwise tests repeat.
+(``python fa_ext/_build.py ROW -o FILE.so``); ``--repeats N`` sets how often bitwise tests repeat; ``--shard I/N`` runs every N-th test, from the I-th on.
 """
 
+import json
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 def pytest_addoption(parser):
     parser.addoption("--rows", default="", help="regular expression of the rows to test (default: all)")
     parser.addoption("--load", action="append", default=[], help="shared library of one row to test as well")
+    parser.addoption("--shard", default="0/1", help="I/N: every N-th test, from the I-th (0 to N - 1) on")
     parser.addoption("--repeats", type=int, default=20, help="repeats of the bitwise tests")
 
 
@@ -38,6 +40,21 @@ def pytest_generate_tests(metafunc):
 
         names = [row for row in _rows(metafunc.config) if rows.device_of(row) == "cuda"]
         metafunc.parametrize("cuda_row", names or [pytest.param(None, marks=pytest.mark.skip("no CUDA row is built"))])
+
+
+def pytest_collection_modifyitems(config, items):
+    first, count = map(int, config.getoption("--shard").split("/"))
+    config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % count != first])
+    items[:] = items[first::count]
+
+
+def pytest_sessionfinish():
+    """Tells `bench chaos`, which started this process, of a wait that ended."""
+    if path := os.environ.get("FA_CHAOS_HUNG"):
+        import chaos
+
+        if found := chaos.hung():
+            Path(path).write_text(json.dumps(found))
 
 
 def _rows(config):

@@ -273,7 +273,8 @@ static PyMethodDef core_methods[] = {
     {"loaded", fa_loaded_rows, METH_NOARGS,
      "loaded($module, /)\n--\n\nRows loaded at run time: {name: (path, summary)}."},
     {"build_info", fa_build_info, METH_NOARGS,
-     "build_info($module, /)\n--\n\nWhat this build has: version, cuda, toolkit, rows ({name: (device, summary)})."},
+     "build_info($module, /)\n--\n\nWhat this build has: version, cuda, chaos, toolkit, rows ({name: (device, "
+     "summary)})."},
     {"cpu_info", fa_cpu_info, METH_NOARGS, "cpu_info($module, /)\n--\n\nThe CPU as kernels see it."},
     {"device_count", fa_device_count_py, METH_NOARGS,
      "device_count($module, /)\n--\n\nNumber of CUDA devices. CudaError says why there are none to use."},

@@ -215,8 +215,13 @@ PyObject *fa_build_info(PyObject *module, PyObject *unused) {
         Py_XDECREF(value);
     }
     if (!rows) return NULL;
-    return Py_BuildValue("{s:s,s:O,s:z,s:N}", "version", FA_VERSION, "cuda", version ? Py_True : Py_False, "toolkit",
-                         version ? toolkit : NULL, "rows", rows);
+#ifdef FA_HAVE_CHAOS
+    PyObject *chaos = Py_True;
+#else
+    PyObject *chaos = Py_False;
+#endif
+    return Py_BuildValue("{s:s,s:O,s:O,s:z,s:N}", "version", FA_VERSION, "cuda", version ? Py_True : Py_False, "chaos",
+                         chaos, "toolkit", version ? toolkit : NULL, "rows", rows);
 }
 
 PyObject *fa_cpu_info(PyObject *module, PyObject *unused) {

@@ -1,0 +1,56 @@
+"""Shapes where warps of one kernel run far apart, called again and again: the same bits, judged once.
+
+They are the ones where a warpgroup of a specialised kernel skips key blocks: rows past seq_q, tiles of one block that a
+warpgroup does not see, more tiles than multiprocessors so that barriers are used again. On an idle GPU they pass with a
+wrong protocol too; `python -m bench chaos` runs them in a chaos build, `python -m bench soak` beside other work.
+"""
+
+import numpy as np
+import pytest
+
+import chaos
+import fa_ext
+import rows
+from case import Case
+
+# Each has more tiles than a large GPU has multiprocessors, but for those of one tile a head.
+CASES = [
+    Case(1, 50, 50, 512, 512, 64, dtype="bfloat16", causal=True),
+    Case(1, 25, 25, 1024, 1024, 64, dtype="bfloat16", causal=True),
+    Case(1, 150, 150, 128, 128, 64, dtype="bfloat16", causal=True),
+    Case(1, 18, 9, 900, 900, 256, dtype="bfloat16", causal=True),
+    Case(1, 150, 50, 64, 64, 256, dtype="bfloat16", causal=True),
+    Case(1, 24, 24, 700, 700, 128, dtype="bfloat16", causal=True),
+    Case(1, 150, 150, 64, 128, 128, dtype="bfloat16", causal="bottom_right"),
+    Case(1, 50, 50, 330, 330, 96, dtype="float16", causal=True, sinks="float32"),
+    Case(1, 50, 50, 330, 330, 192, dtype="float16", causal=True),
+    Case(2, 40, 20, 450, 300, 128, dtype="float16", causal="bottom_right", window=(130, None)),
+    Case(2, 40, 20, 330, 500, 64, dtype="float16", window=(70, 3), softcap=20.0),
+    Case(1, 40, 40, 400, 100, 256, dtype="bfloat16", causal="top_left", softcap=30.0),
+    Case(1, 8, 8, 512, 512, 64, dtype="float16", causal=True),
+    Case(1, 8, 2, 1000, 1000, 128, dtype="float16"),
+    Case(1, 8, 4, 300, 1300, 128, dtype="float16", causal="bottom_right", bias="full", mask="keys"),
+    Case(2, 4, 2, 300, 500, 64, dtype="float32", causal="bottom_right"),
+    Case(1, 8, 1, 1, 3000, 128, dtype="bfloat16"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_warps_far_apart(cuda_row, case, request):
+    try:
+        first = rows.run(cuda_row, case)
+    except fa_ext.UnsupportedError as error:
+        pytest.skip(str(error))
+    report = rows.judged(cuda_row, case, *first)
+    assert report, report
+    for _ in range(4 * request.config.getoption("--repeats")):
+        for a, b in zip(rows.run(cuda_row, case), first):
+            np.testing.assert_array_equal(rows.bits(a), rows.bits(b), err_msg=str(case))
+
+
+@pytest.mark.gpu
+def test_no_wait_has_ended():
+    """Last in this file: a wait that ended has lost the context, and says where it stood."""
+    assert chaos.hung() is None
