@@ -22,6 +22,7 @@ BAD = [
     ("FA_ARCHS", "sm_90;sm90", "accepted: architectures of nvcc such as 'sm_80"),
     ("FA_ONLY", "(", "accepted: a regular expression of row names"),
     ("FA_DEBUG", "on", "accepted: 0 (optimised), 1 (for a debugger)"),
+    ("FA_CHAOS", "yes", "accepted: 0 (as it is), 1 (random delays where kernels synchronise)"),
     ("MAX_JOBS", "x", "accepted: a number of compilations at a time >= 1"),
     ("MAX_JOBS", "0", "accepted: a number of compilations at a time >= 1"),
     ("MAX_JOBS", "-2", "accepted: a number of compilations at a time >= 1"),
