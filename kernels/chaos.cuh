@@ -2,131 +2,18 @@
  *
  * A race between warps shows only where one of them is held up at the wrong moment. In a chaos build every wait,
  * arrival, TMA issue, named barrier and step of an epilogue begins with FA_CHAOS_POINT: one lane of the warp draws a
- * delay from (seed, launch, block, warp, site, visit), and the warp waits for it. 15 of 16 visits draw none, the others
- * 1 to 20 us, one in 1,000 0.2 to 2 ms: rare and long finds what dense and short averages out. A wait on an mbarrier
- * that lasts 2 s writes where it stands into host memory (fa_chaos_report) and traps, so that a hang is an error of the
- * call. In any other build all of this is empty.
+ * delay from (seed, time of the block's start, block, warp, site, visit), and the warp waits for it. 15 of 16 visits
+ * draw none, the others 1 to 20 us, one in 1,000 0.2 to 2 ms: rare and long finds what dense and short averages out. A
+ * wait on an mbarrier that lasts 2 s writes where it stands into host memory (fa_chaos_report) and traps, so that a
+ * hang is an error of the call. In any other build all of this is empty.
  *
- * The build passes this header to every CUDA compilation of a chaos build before anything else (-include), so that
- * __syncthreads and __syncwarp are points too. A site is a source line; the kernel that runs is known to who started
- * it. */
+ * A site is a source line; the kernel that runs is known to who started it. How it is done: chaos_delay.cuh. */
 #pragma once
-#include <stdint.h> // uint32_t
 
-/* Where a wait ended that lasted too long. `hung` is written last. */
-struct fa_chaos_report_t {
-    uint32_t site, block[3], warp, lane, phase, hung;
-};
-
-#ifndef FA_CHAOS
-
+#ifdef FA_CHAOS
+#include "chaos_delay.cuh"
+#else
 #define FA_CHAOS_POINT(site)         ((void)(site))
 #define FA_CHAOS_BEGIN()             ((void)0)
 #define FA_CHAOS_ARM(stream, status) ((void)0)
-
-#else
-
-// Before __syncthreads becomes a macro: headers that call it.
-#include <atomic>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <mma.h>
-
-namespace fa::chaos {
-
-struct State {
-    fa_chaos_report_t *report; // mapped host memory
-    uint32_t seed;
-};
-static __constant__ State state;
-
-constexpr uint32_t kLongestWait = 2'000'000'000; // ns
-
-__device__ __forceinline__ uint32_t now() { // ns, of 4.3 s
-    uint32_t ns;
-    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(ns));
-    return ns;
-}
-
-__device__ __forceinline__ uint32_t warp_index() { return threadIdx.x / 32; } // blocks have one axis
-
-__device__ __forceinline__ uint32_t mixed(uint32_t x) { // the finaliser of MurmurHash3
-    x = (x ^ x >> 16) * 0x85ebca6bu;
-    x = (x ^ x >> 13) * 0xc2b2ae35u;
-    return x ^ x >> 16;
-}
-
-/* Visits of this block's warps, in shared memory. */
-__device__ __forceinline__ uint32_t *visits() {
-    __shared__ uint32_t counts[32];
-    return counts;
-}
-
-__device__ __forceinline__ void begin() {
-    if (threadIdx.x < 32) visits()[threadIdx.x] = 0;
-    __syncthreads();
-}
-
-/* Few registers: these stand between products of a kernel that has none to spare. */
-__device__ __forceinline__ void point(uint32_t site) {
-    const unsigned active = __activemask();
-    uint32_t draw = 0;
-    if ((active & ((1u << threadIdx.x % 32) - 1)) == 0) { // the first of the active lanes
-        const uint32_t warp = warp_index();
-        draw = mixed(state.seed + blockIdx.x + (blockIdx.y << 12) + (blockIdx.z << 20));
-        draw = mixed(draw + (warp << 16 | site));
-        draw = mixed(draw + atomicAdd(visits() + warp, 1u));
-    }
-    draw = __reduce_or_sync(active, draw);
-    const uint32_t kind = draw % 16'000, begun = now(), amount = mixed(draw);
-    if (kind < 16) {
-        while (now() - begun < 200'000 + amount % 1'800'000) __nanosleep(500);
-    } else if (kind < 1'016) {
-        while (now() - begun < 1'000 + amount % 19'000) {
-        }
-    }
-    __syncwarp(active);
-}
-
-/* For a loop that waits since `begun`: ends the kernel where it has done so for too long. */
-__device__ __forceinline__ void limit(uint32_t begun, uint32_t site, uint32_t phase) {
-    if (now() - begun < kLongestWait) return;
-    if (fa_chaos_report_t *report = state.report) {
-        report->site = site, report->warp = warp_index(), report->phase = phase;
-        report->lane = threadIdx.x % 32;
-        report->block[0] = blockIdx.x, report->block[1] = blockIdx.y, report->block[2] = blockIdx.z;
-        __threadfence_system();
-        report->hung = 1;
-        __threadfence_system();
-    }
-    __trap();
-}
-
-} // namespace fa::chaos
-
-/* kernels/chaos.cu: the seed of this process (FA_CHAOS_SEED) and where reports go. */
-extern "C" cudaError_t fa_chaos_settings(uint32_t *seed, fa_chaos_report_t **report);
-
-namespace fa::chaos {
-
-/* Gives the kernels of this compilation the report and a seed of the launch that follows on `stream`. */
-inline cudaError_t arm(cudaStream_t stream) {
-    static State host; // a captured copy reads it again when its graph is launched
-    static std::atomic<uint32_t> launches;
-    uint32_t seed;
-    if (cudaError_t error = fa_chaos_settings(&seed, &host.report)) return error;
-    host.seed = seed * 0x9e3779b9u + launches++;
-    return cudaMemcpyToSymbolAsync(state, &host, sizeof host, 0, cudaMemcpyHostToDevice, stream);
-}
-
-} // namespace fa::chaos
-
-#define FA_CHAOS_POINT(site)         fa::chaos::point(site)
-#define FA_CHAOS_BEGIN()             fa::chaos::begin()
-#define FA_CHAOS_ARM(stream, status) FA_CUDA_TRY(status, fa::chaos::arm(static_cast<cudaStream_t>(stream)))
-
-#define __syncthreads()              (fa::chaos::point(__LINE__), __syncthreads())
-#define __syncwarp(...)              (fa::chaos::point(__LINE__), __syncwarp(__VA_ARGS__))
-
 #endif

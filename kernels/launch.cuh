@@ -29,6 +29,13 @@ inline fa_code fa_cuda_fail(fa_status *status, cudaError_t error, const char *wh
         if (fa_cuda_error != cudaSuccess) return fa_cuda_fail((status), fa_cuda_error, #call);                         \
     } while (0)
 
+/* Bytes of dynamic shared memory that a block may use without fa_allow_smem; a chaos build takes some itself. */
+#ifdef FA_CHAOS
+constexpr size_t FA_SMEM_FREE = 47 * 1024;
+#else
+constexpr size_t FA_SMEM_FREE = 48 * 1024;
+#endif
+
 /* Shared memory that kernels have been allowed, by kernel and device: asking costs a tenth of setting it again (25 and
  * 210 ns on an H200's host). Entries are added under the lock, never change their key and only grow their bytes. */
 struct fa_smem_entry {

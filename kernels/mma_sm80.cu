@@ -97,7 +97,7 @@ namespace {
 
 template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, cudaStream_t stream, fa_status *status) {
     auto kernel = fa::mma_kernel<C>;
-    if (args.shared_bytes > 48 * 1024) FA_TRY(fa_allow_smem(kernel, args.shared_bytes, status));
+    if (args.shared_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, args.shared_bytes, status));
     FA_CHAOS_ARM(stream, status);
     kernel<<<dim3(blocks, args.splits), C::THREADS, args.shared_bytes, stream>>>(args);
     FA_CUDA_TRY(status, cudaGetLastError());

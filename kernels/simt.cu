@@ -127,7 +127,7 @@ fa_code launch_tile(const fa_problem &p, const Options &o, const fa_plan &plan, 
     if constexpr (INDEX < TILE_COUNT) {
         if (plan.config != INDEX) return launch_tile<T, INDEX + 1>(p, o, plan, stream, status);
         auto kernel = simt_kernel<T, Config<INDEX>>;
-        if (plan.smem_bytes > 48 * 1024) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, status));
+        if (plan.smem_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, status));
         FA_CHAOS_ARM(stream, status);
         kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes, stream>>>(p, o);
         FA_CUDA_TRY(status, cudaGetLastError());

@@ -18,8 +18,9 @@
  *
  *   k_full, v_full, q_full: all warps of the consumers wait. The next phase ends after the producer's arrive_expect,
  *   and that after its wait for `empty`. There one thread a warpgroup arrives, when its four warps have passed `full`:
- *   where the block is multiplied, wgmma has joined them (it runs once all four warps have issued it; PTX does not
- *   promise that, CUTLASS and FlashAttention-3 rely on it too), and where the block is skipped, join_warps() has.
+ *   where the block is multiplied, wgmma has joined them (it runs once all four warps have issued it, and is done
+ *   when it has read for all four; PTX does not promise that, CUTLASS and FlashAttention-3 rely on it too), and where
+ *   the block is skipped, join_warps() has.
  *
  *   k_empty, v_empty, q_empty, tile_empty: only the producer's thread waits, and its own arrival allows what follows.
  *
