@@ -153,6 +153,7 @@ class Run:
         self.place = [0] * len(self.names)
         self.arrivals = dict.fromkeys(model.counts, 0)
         self.taken: list[tuple[int, int]] = []
+        self.asleep: dict[str, list[int]] = {}
         index = {name: i for i, name in enumerate(self.names)}
         self.before = {
             (index[second.actor], second.index): [(index[first.actor], first.index) for first in firsts]
@@ -196,14 +197,16 @@ class Run:
                     )
         return "ready"
 
-    def take(self, actor: int) -> None:
-        """The actor's next operation, which must be ready."""
+    def take(self, actor: int) -> list[int]:
+        """The actor's next operation, which must be ready. Returns whom it wakes (see settle)."""
         place = self.place[actor]
         kind, barrier, _, _ = self.programs[actor][place]
-        if kind == "arrive":
-            self.arrivals[barrier] += 1
         self.place[actor] = place + 1
         self.taken.append((actor, place))
+        if kind != "arrive":
+            return []
+        self.arrivals[barrier] += 1
+        return self.asleep.pop(barrier, [])
 
     def unfinished(self) -> int | None:
         """An actor that is not done."""
@@ -214,20 +217,20 @@ class Run:
         actor = self.unfinished()
         return None if actor is None else self.violation("deadlock", actor, "nobody can move")
 
-    def settle(self, held: int) -> Violation | None:
-        """Everybody but `held` goes as far as they can."""
-        moved = True
-        while moved:
-            moved = False
-            for actor in range(len(self.names)):
-                while actor != held:
-                    state = self.look(actor)
-                    if isinstance(state, Violation):
-                        return state
-                    if state != "ready":
-                        break
-                    self.take(actor)
-                    moved = True
+    def settle(self, awake: list[int]) -> Violation | None:
+        """Those that `awake` names, and whom they wake, go as far as they can. Who is blocked sleeps at the barrier."""
+        while awake:
+            actor = awake.pop()
+            while True:
+                state = self.look(actor)
+                if isinstance(state, Violation):
+                    return state
+                if state == "ready":
+                    awake += self.take(actor)
+                    continue
+                if state == "blocked":
+                    self.asleep.setdefault(self.programs[actor][self.place[actor]].barrier, []).append(actor)
+                break
         return None
 
 
@@ -238,8 +241,9 @@ def slowest_actors(model: Model, among: tuple[str, ...] | None = None) -> Violat
         if among is not None and names[slow] not in among:
             continue
         run = Run(model)
+        awake = [actor for actor in range(len(names)) if actor != slow]
         while True:
-            found = run.settle(slow)
+            found = run.settle(awake)
             if found:
                 return found
             state = run.look(slow)
@@ -247,7 +251,7 @@ def slowest_actors(model: Model, among: tuple[str, ...] | None = None) -> Violat
                 return state
             if state != "ready":
                 break
-            run.take(slow)
+            awake = run.take(slow)
         found = run.stuck()
         if found:
             return found
@@ -289,17 +293,16 @@ class Explored(NamedTuple):
 
 
 def all_schedules(model: Model, limit: int) -> Explored:
-    """Every order, up to `limit` states. A state is the actors' places, on which all else depends. Reduction: an
-    operation that nobody can see out of order (a step, or one on an exact barrier, that no `precede` names) commutes
-    with all others and is taken as soon as it is ready."""
+    """Every order, up to `limit` states. A state is the actors' places, on which all else depends. Reduction: what
+    commutes with all others and cannot itself be in time or late (`_unseen`) is taken as soon as it is ready."""
     run = Run(model)
-    named = set(run.before) | {first for firsts in run.before.values() for first in firsts}
+    unseen = _unseen(run)
     seen: set[tuple[int, ...]] = set()
     stack: list[tuple[list[int], dict[str, int]]] = [(list(run.place), dict(run.arrivals))]
     while stack:
         run.place, run.arrivals = stack.pop()
         run.taken = []
-        ready = _settle_unseen(run, named)
+        ready = _settle_unseen(run, unseen)
         if isinstance(ready, Violation):
             return Explored(ready, len(seen), True)
         key = tuple(run.place)
@@ -318,19 +321,39 @@ def all_schedules(model: Model, limit: int) -> Explored:
     return Explored(None, len(seen), True)
 
 
-def _settle_unseen(run: Run, named: set[tuple[int, int]]) -> list[int] | Violation:
+def _unseen(run: Run) -> set[tuple[int, int]]:
+    """Operations that no check looks at: steps, waits on exact barriers, what belongs to the one phase of a barrier that
+    has no other, and waits whose phase is neither followed by another nor preceded by one; less what `precede` names.
+    """
+    model, total = run.model, dict.fromkeys(run.model.counts, 0)
+    for op in (op for program in run.programs for op in program if op.kind == "arrive"):
+        total[op.barrier] += 1
+    single = {name for name, count in model.counts.items() if total[name] <= count}
+    named = set(run.before) | {first for firsts in run.before.values() for first in firsts}
+    unseen = set()
+    for actor, program in enumerate(run.programs):
+        for place, (kind, barrier, phase, _) in enumerate(program):
+            hidden = kind == "step" or (barrier in single and phase == 0)
+            if kind == "wait":
+                last = phase <= 0 and total[barrier] // model.counts[barrier] < phase + 2
+                hidden = hidden or last or barrier not in model.parity
+            if hidden and (actor, place) not in named:
+                unseen.add((actor, place))
+    return unseen
+
+
+def _settle_unseen(run: Run, unseen: set[tuple[int, int]]) -> list[int] | Violation:
     """Takes what need not be ordered; returns the actors that are ready then."""
     while True:
         ready, moved = [], False
-        for actor, program in enumerate(run.programs):
+        for actor in range(len(run.programs)):
             while True:
                 state = run.look(actor)
                 if isinstance(state, Violation):
                     return state
                 if state != "ready":
                     break
-                place = run.place[actor]
-                if program[place].barrier in run.model.parity or (actor, place) in named:
+                if (actor, run.place[actor]) not in unseen:
                     ready.append(actor)
                     break
                 run.take(actor)

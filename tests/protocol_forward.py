@@ -5,9 +5,8 @@ warpgroup has two warps here unless asked for four: the elected one, whose threa
 not. The others of the real four do as the second, and where all must arrive one that is missing holds up as well as
 three.
 
-Assumption (`wgmma_joins`), which PTX does not promise and CUTLASS and FlashAttention-3 share: a wgmma group that one
-warp has seen complete was issued by all four warps of the warpgroup and has read its shared operands for all four.
-Without it every release after wgmma_wait would need a barrier too.
+With `wgmma_joins` the assumption of protocol_parts.py holds; without it every release after wgmma_wait would need a
+barrier too.
 
 Why no waiter is two phases behind. A barrier's phase n + 1 completes only after some actor has passed its wait of phase
 n on the partner barrier; the question is whether that actor spoke for every waiter of phase n.
@@ -33,7 +32,8 @@ turns            Named barriers: generations, not parities. A warp arrives again
 from dataclasses import dataclass
 from itertools import product
 
-from protocol import Actor, Event, Model, Ring
+from protocol import Model, Ring
+from protocol_parts import Buffers, TensorCore, Wgmma
 
 TILE_STAGES = 4
 
@@ -60,6 +60,7 @@ class Forward:
     joins: frozenset[str] = frozenset("kvq")
     wgmma_joins: bool = True
     mistakes: frozenset[str] = frozenset()
+    data: bool = True  # whether what the buffers hold is followed too
 
     @property
     def consumers(self) -> int:
@@ -79,68 +80,45 @@ def tiles_of(counts: tuple[int, ...], consumers: int = 2) -> list[Tile]:
     return sorted(kinds, key=lambda tile: (tile.count, tile.first))
 
 
-class Builder:
-    """A model of `Forward` in the making: where each buffer is written and read."""
-
-    def __init__(self, shape: Forward) -> None:
-        self.shape, self.model = shape, Model()
-        self.consumer_names = [[f"wg{g}.warp{w}" for w in range(shape.warps)] for g in range(shape.consumers)]
-        self.written: dict[tuple[str, int], tuple[Event, Event]] = {}  # (buffer, use): refill begins, bytes are there
-        self.read: dict[tuple[str, int], list[tuple[Event, Event]]] = {}  # begins, ends
-        barrier = self.model.barrier
-        for s in range(shape.stages):
-            for x in "kv":
-                barrier(f"{x}_full[{s}]", 2, parity=True)  # the producer's arrival and the bytes
-                barrier(f"{x}_empty[{s}]", shape.consumers, parity=True)
-        for s, g in product(range(shape.query_stages), range(shape.consumers)):
-            barrier(f"q_full[{s}][{g}]", 2, parity=True)
-            barrier(f"q_empty[{s}][{g}]", 1, parity=True)
-        for s in range(TILE_STAGES):
-            barrier(f"tile_full[{s}]", 1, parity=True)
-            barrier(f"tile_empty[{s}]", shape.consumers * shape.warps, parity=True)
-        for g in range(shape.consumers):
-            barrier(f"turn[{g}]", 2 * shape.warps)
-            barrier(f"join[{g}]", shape.warps)
-
-    def load(self, producer: Actor, buffer: str, ring: Ring, stages: int, full: str, site: str) -> None:
-        """arrive_expect and the copy, an actor of its own from there on."""
-        issued = self.model.barrier(f"issued {buffer} {ring.use}", 1)
-        begins = producer.arrive(full, ring.phase, f"{site}: arrive_expect")
-        producer.arrive(issued, 0, f"{site}: tma_load_tile")
-        copy = self.model.actor(f"TMA {buffer} {ring.use}")
-        copy.wait(issued, 0, site)
-        self.written[buffer, ring.use] = begins, copy.arrive(full, ring.phase, f"{site}: bytes are there")
-
-    def link(self) -> Model:
-        """Every read lies between the write of its use and the next write of its stage."""
-        shape = self.shape
-        for (buffer, use), reads in self.read.items():
-            stages = {"t": TILE_STAGES, "q": shape.query_stages}.get(buffer[0], shape.stages)
-            for begins, ends in reads:
-                self.model.precede(self.written[buffer, use][1], begins)
-                if (buffer, use + stages) in self.written:
-                    self.model.precede(ends, self.written[buffer, use + stages][0])
-        return self.model
+def _declare(shape: Forward) -> Buffers:
+    """The barriers and buffers of ForwardSmem."""
+    model = Model()
+    buffers = Buffers(model)
+    buffers.stages = {"k": shape.stages, "v": shape.stages, "tile": TILE_STAGES}
+    for s, x in product(range(shape.stages), "kv"):
+        model.barrier(f"{x}_full[{s}]", 2, parity=True)  # the producer's arrival and the bytes
+        model.barrier(f"{x}_empty[{s}]", shape.consumers, parity=True)
+    for s in range(TILE_STAGES):
+        model.barrier(f"tile_full[{s}]", 1, parity=True)
+        model.barrier(f"tile_empty[{s}]", shape.consumers * shape.warps, parity=True)
+    for g in range(shape.consumers):
+        buffers.stages[f"q{g}"] = shape.query_stages
+        for s in range(shape.query_stages):
+            model.barrier(f"q_full[{s}][{g}]", 2, parity=True)
+            model.barrier(f"q_empty[{s}][{g}]", 1, parity=True)
+        model.barrier(f"turn[{g}]", 2 * shape.warps)
+        model.barrier(f"join[{g}]", shape.warps)
+    return buffers
 
 
 def forward_model(shape: Forward) -> Model:
     """Mistakes: "no k_empty", "no v_empty", "no q_empty", "no tile_empty" (the producer does not wait), "no v_full"
     (the last product does not), "no turn first" (nobody has the first turn), "free twice" (keys, in the last block),
     "free early" (keys, before the product is waited for), "tile by one" (one warp frees the tile for all)."""
-    build = Builder(shape)
-    _produce(build)
+    buffers = _declare(shape)
+    _produce(shape, buffers)
     for g in range(shape.consumers):
-        tensors = [_TensorCore(build, f"wg{g}.tensor", shape.warps)] * shape.warps
+        tensors = [TensorCore(buffers, f"wg{g}.tensor", shape.warps)] * shape.warps
         if not shape.wgmma_joins:
-            tensors = [_TensorCore(build, f"wg{g}.tensor{w}", 1) for w in range(shape.warps)]
+            tensors = [TensorCore(buffers, f"wg{g}.tensor{w}", 1) for w in range(shape.warps)]
         for w in range(shape.warps):
-            _Consumer(build, g, w, tensors[w]).consume()
-    return build.link()
+            _Consumer(shape, buffers, g, w, tensors[w]).consume()
+    return buffers.link() if shape.data else buffers.model
 
 
-def _produce(build: Builder) -> None:
+def _produce(shape: Forward, buffers: Buffers) -> None:
     """forward_produce."""
-    shape, producer = build.shape, build.model.actor("producer")
+    producer = buffers.model.actor("producer")
     k_ring, v_ring, q_ring = Ring(shape.stages), Ring(shape.stages), Ring(shape.query_stages)
     tile_ring = Ring(TILE_STAGES)
 
@@ -152,13 +130,18 @@ def _produce(build: Builder) -> None:
         s, site = tile_ring.stage, f"announce tile {tile_ring.use}"
         wait_empty("tile", f"tile_empty[{s}]", tile_ring, site)
         begins = producer.step(f"{site}: write")
-        build.written["tile", tile_ring.use] = begins, producer.arrive(f"tile_full[{s}]", tile_ring.phase, site)
+        there = producer.arrive(f"tile_full[{s}]", tile_ring.phase, site)
+        buffers.fill("tile", tile_ring.use, begins, there)
         tile_ring.advance()
+
+    def load(buffer: str, ring: Ring, full: str, site: str) -> None:
+        producer.arrive(full, ring.phase, f"{site}: arrive_expect")
+        buffers.copy(producer, buffer, ring.use, full, ring.phase, site)
 
     def load_block(kind: str, ring: Ring, site: str) -> None:
         s = ring.stage
         wait_empty(kind, f"{kind}_empty[{s}]", ring, site)
-        build.load(producer, kind, ring, shape.stages, f"{kind}_full[{s}]", site)
+        load(kind, ring, f"{kind}_full[{s}]", site)
         ring.advance()
 
     announce()
@@ -170,8 +153,7 @@ def _produce(build: Builder) -> None:
         load_block("k", k_ring, f"{at} keys 0")
         for g in range(shape.consumers):
             wait_empty("q", f"q_empty[{q_ring.stage}][{g}]", q_ring, f"{at} queries {g}")
-            full = f"q_full[{q_ring.stage}][{g}]"
-            build.load(producer, f"q{g}", q_ring, shape.query_stages, full, f"{at} queries {g}")
+            load(f"q{g}", q_ring, f"q_full[{q_ring.stage}][{g}]", f"{at} queries {g}")
         q_ring.advance()
         announce()
         for block in range(1, tile.count):
@@ -180,37 +162,14 @@ def _produce(build: Builder) -> None:
         load_block("v", v_ring, f"{at} values {tile.count - 1}")
 
 
-class _TensorCore:
-    """The wgmma groups of a warpgroup (of one warp without the assumption), in order."""
-
-    def __init__(self, build: Builder, name: str, warps: int) -> None:
-        self.build, self.actor, self.warps = build, build.model.actor(name), warps
-        self.groups = 0
-
-    def group(self, number: int, reads: list[tuple[str, int]], site: str) -> None:
-        """Group `number`, once, though each of the warps issues it."""
-        if number < self.groups:
-            return
-        assert number == self.groups
-        self.groups += 1
-        name = self.actor.name
-        issued = self.build.model.barrier(f"{name} issued {number}", self.warps)
-        done = self.build.model.barrier(f"{name} done {number}", 1)
-        begins = self.actor.wait(issued, 0, site)
-        ends = self.actor.arrive(done, 0, site)
-        for read in reads:
-            self.build.read.setdefault(read, []).append((begins, ends))
-
-
 class _Consumer:
     """forward_consume of one warp."""
 
-    def __init__(self, build: Builder, g: int, w: int, tensor: _TensorCore) -> None:
-        self.build, self.shape, self.g, self.tensor = build, build.shape, g, tensor
-        self.actor, self.elected = build.model.actor(build.consumer_names[g][w]), w == 0
-        stages = build.shape.stages
-        self.k_ring, self.v_ring, self.q_ring = Ring(stages), Ring(stages), Ring(build.shape.query_stages)
-        self.issued = 0
+    def __init__(self, shape: Forward, buffers: Buffers, g: int, w: int, tensor: TensorCore) -> None:
+        self.shape, self.buffers, self.g, self.elected = shape, buffers, g, w == 0
+        self.actor = buffers.model.actor(f"wg{g}.warp{w}")
+        self.wgmma = Wgmma(self.actor, tensor)
+        self.k_ring, self.v_ring, self.q_ring = Ring(shape.stages), Ring(shape.stages), Ring(shape.query_stages)
         self.at = ""
 
     def consume(self) -> None:
@@ -223,11 +182,11 @@ class _Consumer:
             if tile.count > 0:
                 self.attend(number, tile)
             read = actor.step(f"tile {number}: read the tile")
-            self.build.read.setdefault(("tile", number), []).append((read, read))
+            self.buffers.read("tile", number, read, read)
             if "tile by one" not in shape.mistakes:
                 actor.arrive(f"tile_empty[{s}]", phase, f"tile {number}")
             elif self.elected:
-                for _ in range(shape.consumers * shape.warps // shape.consumers):
+                for _ in range(shape.warps):
                     actor.arrive(f"tile_empty[{s}]", phase, f"tile {number}")
             actor.step(f"tile {number}: epilogue")  # wait for the stores of the tile before, write this one
         number = len(shape.tiles)
@@ -289,26 +248,17 @@ class _Consumer:
             self.join()
         self.free_values()
 
-    def issue(self, *reads: tuple[str, Ring]) -> None:
-        number = self.issued
-        self.issued += 1
-        self.tensor.group(number, [(buffer, ring.use) for buffer, ring in reads], f"{self.at}: wgmma {number}")
-        self.actor.arrive(f"{self.tensor.actor.name} issued {number}", 0, f"{self.at}: issue")
-
-    def wgmma_wait(self, pending: int) -> None:
-        self.actor.wait(f"{self.tensor.actor.name} done {self.issued - 1 - pending}", 0, f"{self.at}: wgmma_wait")
-
     def issue_qk(self) -> None:
-        self.issue((f"q{self.g}", self.q_ring), ("k", self.k_ring))
+        self.wgmma.issue([(f"q{self.g}", self.q_ring.use), ("k", self.k_ring.use)], f"{self.at}: Q K")
 
     def issue_pv(self) -> None:
-        self.issue(("v", self.v_ring))
+        self.wgmma.issue([("v", self.v_ring.use)], f"{self.at}: P V")
 
     def begin(self, last: bool) -> None:
         self.issue_qk()
         if "free early" in self.shape.mistakes:
             self.free_keys(last)
-        self.wgmma_wait(0)
+        self.wgmma.wait(0, self.at)
         if "free early" not in self.shape.mistakes:
             self.free_keys(last)
 
@@ -320,11 +270,11 @@ class _Consumer:
         self.issue_pv()
         if not self.shape.late_turns:
             self.turn_pass()
-        self.wgmma_wait(1)
+        self.wgmma.wait(1, self.at)
         if self.shape.late_turns:
             self.turn_pass()
         self.free_keys(last)
-        self.wgmma_wait(0)
+        self.wgmma.wait(0, self.at)
         self.free_values()
 
     def attend(self, number: int, tile: Tile) -> None:
@@ -358,6 +308,6 @@ class _Consumer:
             if "no v_full" not in self.shape.mistakes:
                 self.wait_full("v", self.v_ring)
             self.issue_pv()
-            self.wgmma_wait(0)
+            self.wgmma.wait(0, self.at)
             self.free_values()
         q.advance()
