@@ -42,10 +42,10 @@ class Op(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Operation `index` of an actor."""
+    """Operation number `place` of an actor."""
 
     actor: str
-    index: int
+    place: int
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Run:
         self.asleep: dict[str, list[int]] = {}
         index = {name: i for i, name in enumerate(self.names)}
         self.before = {
-            (index[second.actor], second.index): [(index[first.actor], first.index) for first in firsts]
+            (index[second.actor], second.place): [(index[first.actor], first.place) for first in firsts]
             for second, firsts in model.before.items()
         }
 
@@ -190,11 +190,10 @@ class Run:
 
     def _ordered(self, actor: int) -> "State | Violation":
         if not self.trusting:
-            for other, index in self.before.get((actor, self.place[actor]), ()):
-                if self.place[other] <= index:
-                    return self.violation(
-                        "order", actor, f"before {self.names[other]} at '{self.programs[other][index].site}'"
-                    )
+            for other, place in self.before.get((actor, self.place[actor]), ()):
+                if self.place[other] <= place:
+                    site = self.programs[other][place].site
+                    return self.violation("order", actor, f"before {self.names[other]} at '{site}'")
         return "ready"
 
     def take(self, actor: int) -> list[int]:
@@ -322,9 +321,8 @@ def all_schedules(model: Model, limit: int) -> Explored:
 
 
 def _unseen(run: Run) -> set[tuple[int, int]]:
-    """Operations that no check looks at: steps, waits on exact barriers, what belongs to the one phase of a barrier that
-    has no other, and waits whose phase is neither followed by another nor preceded by one; less what `precede` names.
-    """
+    """Operations that no check looks at: steps, waits on exact barriers, what belongs to the only phase of a barrier,
+    and waits whose phase is neither followed by another nor preceded by one; less what `precede` names."""
     model, total = run.model, dict.fromkeys(run.model.counts, 0)
     for op in (op for program in run.programs for op in program if op.kind == "arrive"):
         total[op.barrier] += 1

@@ -5,6 +5,8 @@ warpgroup has two warps here unless asked for four: the elected one, whose threa
 not. The others of the real four do as the second, and where all must arrive one that is missing holds up as well as
 three.
 
+The epilogue is a step like any other: a warp may pause in it for as long as anybody else can move.
+
 With `wgmma_joins` the assumption of protocol_parts.py holds; without it every release after wgmma_wait would need a
 barrier too.
 

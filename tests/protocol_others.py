@@ -80,9 +80,9 @@ def split_model(
         block = model.actor(f"block{c}")
         block.wait(f"exit[{c}]", 0, "all warps are done")
         gone = block.step("shared memory is gone")
-        for owner, sent, there in landings:
+        for owner, send, there in landings:
             if owner == c:
-                model.precede(inits[c], sent)
+                model.precede(inits[c], send)
                 model.precede(there, gone)
                 for merging, merge in merges:
                     if merging == c:
