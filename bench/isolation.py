@@ -27,11 +27,14 @@ from typing import Any
 from bench import report
 
 ROOT = Path(__file__).resolve().parent.parent
+# Seconds between two looks at whether a call has stalled.
+LOOK = 0.25
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status`: done, failed (a Python exception), usage (a UsageError), crashed (the process died) or "timed out"."""
+    """`status`: done, failed (a Python exception), usage (a UsageError), crashed (the process died), "timed out" or
+    "stalled" (the caller's own judgement)."""
 
     status: str
     value: Any = None
@@ -67,9 +70,11 @@ class Worker:
         self.buffer = b""
 
     def call(
-        self, function: str, arguments: dict, limit_s: float, on_message: Callable[[Any, float], None] | None = None
-    ) -> Outcome:
-        """Runs ``module:function`` in the worker. `on_message(message, seconds by this process's clock)`."""
+        self, function: str, arguments: dict, limit_s: float, on_message: Callable[[Any, float], None] | None = None,
+        stalled: Callable[[], bool] = lambda: False,
+    ) -> Outcome:  # fmt: skip
+        """Runs ``module:function`` in the worker. `on_message(message, seconds by this process's clock)`; the worker is
+        ended when `stalled()`, asked several times a second, is true."""
         if self.process is None or self.process.poll() is not None:
             self.close()
             self._start()
@@ -82,9 +87,11 @@ class Worker:
         except BrokenPipeError:
             return self._died()
         while True:
-            line = self._line(deadline)
+            line = self._line(deadline, stalled)
             if line is None:
                 self._kill()
+                if time.monotonic() < deadline:
+                    return Outcome("stalled", reason=f"no progress{self._tail()}")
                 return Outcome("timed out", reason=f"no answer within {limit_s:g} s{self._tail()}")
             if line == b"":
                 return self._died()
@@ -95,12 +102,14 @@ class Worker:
                 continue
             return Outcome(reply["kind"], reply.get("value"), reply.get("reason", ""))
 
-    def _line(self, deadline: float) -> bytes | None:
-        """The next reply; b"" at the end of the pipe, None when the time is up."""
+    def _line(self, deadline: float, stalled: Callable[[], bool]) -> bytes | None:
+        """The next reply; b"" at the end of the pipe, None when the time is up or the call has stalled."""
         while b"\n" not in self.buffer:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.replies], [], [], left)[0]:
+            if left <= 0 or stalled():
                 return None
+            if not select.select([self.replies], [], [], min(left, LOOK))[0]:
+                continue
             piece = os.read(self.replies, 1 << 16)
             if not piece:
                 return b""
