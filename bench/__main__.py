@@ -10,7 +10,8 @@ from bench import arguments, report
 
 # command: its module
 COMMANDS = {
-    name: name for name in ("measure", "gate", "score", "references", "tune", "plot", "overhead", "chaos", "evidence", "tables")
+    name: name
+    for name in ("measure", "gate", "score", "references", "tune", "plot", "overhead", "soak", "chaos", "evidence", "tables")
 }
 COMMANDS["profile"] = "ncu"  # a module named profile would hide the standard library's in a notebook started here
 
@@ -18,7 +19,7 @@ COMMANDS["profile"] = "ncu"  # a module named profile would hide the standard li
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands, or of one: its module alone is imported then, so ``evidence --check`` needs nothing."""
     parser = arguments.Parser(
-        prog="python -m bench", description="Measure, gate, score, tune and profile attention kernels."
+        prog="python -m bench", description="Measure, gate, score, tune, profile and soak attention kernels."
     )
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, module_name in COMMANDS.items() if only is None else [(only, COMMANDS[only])]:
