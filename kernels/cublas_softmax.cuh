@@ -3,7 +3,8 @@
  * A chunk of scores is (heads of the chunk, rows, ld) float32, already multiplied by the scale (in base 2, or divided
  * by the softcap). The weights of a row, normalised and rounded to the dtype of V, replace it from its first byte on: a
  * row of weights has ld * 4 / sizeof(T) elements from one to the next. Weight j lies at or before score j, so that a
- * group which reads scores from the left, and writes what it has read, overwrites nothing it still needs. */
+ * group which reads scores from the left, and writes what it has read, overwrites nothing it still needs. Warps that
+ * share a row meet at __syncthreads; products and softmax follow each other in the stream. */
 #ifndef FA_CUBLAS_SOFTMAX_CUH
 #define FA_CUBLAS_SOFTMAX_CUH
 

@@ -10,7 +10,10 @@
  * are walked from the last to the first, so that the masked ones of a causal call come first, in the shadow of the
  * first loads; a tile that a warp's rows see whole is not masked, one that they do not see is not multiplied. K and V:
  * a ring of STAGES tiles filled by cp.async, one barrier a tile; with STAGES 1 the next K is fetched while P V runs,
- * and with it the tile's bias and mask, and V while Q K^T runs, two barriers a tile. */
+ * and with it the tile's bias and mask, and V while Q K^T runs, two barriers a tile.
+ *
+ * No phases are counted: a thread waits for its own copies (cp.async groups, in their order), then __syncthreads joins
+ * all warps, both that every copy of the tile is there and that nobody reads the stage which is filled next. */
 #ifndef FA_MMA_ATTENTION_CUH
 #define FA_MMA_ATTENTION_CUH
 

@@ -5,7 +5,10 @@
  * block_m / group_warps rows alone, so that P and the row states never cross warps. A warp's lanes form a grid of
  * 4 row groups x 8 column groups: a lane holds the rows rg + 4i, the key columns cg + 8j of S and the head_dim columns
  * 4cg + 32c + {0..3} of O. Lane bits are dealt so that neighbours at distance 1 share K and V addresses and neighbours
- * at distance 2 share Q and P addresses; rows are padded by 16 bytes: 16-byte loads then meet no bank conflict. */
+ * at distance 2 share Q and P addresses; rows are padded by 16 bytes: 16-byte loads then meet no bank conflict.
+ *
+ * No phases are counted: groups meet at __syncthreads alone, the warps of a group at a named barrier of their own that
+ * all of them wait at, before a buffer is read and before it is written again. */
 #ifndef FA_SIMT_KERNEL_CUH
 #define FA_SIMT_KERNEL_CUH
 

@@ -1,5 +1,16 @@
 /* The device side of wgmma_split_sm90: a tile's keys dealt to the warpgroups of a cluster. See wgmma_split_sm90.cu; the
- * merge of what they find is in sm90_split_merge.cuh. */
+ * merge of what they find is in sm90_split_merge.cuh.
+ *
+ * Why no waiter falls two phases behind (see sm90_forward.cuh):
+ *
+ *   full_q, arrived: one phase a launch.
+ *
+ *   full of a ring: all four warps of a warpgroup wait; the next phase ends after the refill of the stage, and that
+ *   comes after a named barrier of the same warps (Ring::refill).
+ *
+ * Nobody sends to a block that has not begun or has ended: the cluster's barrier comes before every send, and a block
+ * ends after `arrived`, which counts the bytes of all others. dependency_wait() comes before every access to memory and
+ * before every way out, so a launch that follows one that has not ended knows that those before it have. */
 #pragma once
 #include "score.cuh"
 #include "sm90_cluster.cuh"

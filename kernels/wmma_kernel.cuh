@@ -1,4 +1,9 @@
-/* The wmma kernel: one producer warp that fetches key and value tiles, consumer warps that own query rows. */
+/* The wmma kernel: one producer warp that fetches key and value tiles, consumer warps that own query rows.
+ *
+ * No waiter falls two phases behind: each lane waits for itself and arrives for itself. A phase of `full` ends with an
+ * arrival of all 32 lanes of the producer, each after its own wait for `empty`; a phase of `empty` with one of every
+ * lane of every consumer, each after its own wait for `full`. A lane that arrived for its warp would need the warp
+ * joined first. */
 #ifndef FA_WMMA_KERNEL_CUH
 #define FA_WMMA_KERNEL_CUH
 
