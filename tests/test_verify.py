@@ -108,7 +108,7 @@ def plain(shape=(1, 2, 4, 8)):
         (lambda q, k, v: dict(q=q.tolist(), k=k, v=v, out=np.zeros_like(q)), TypeError, "q has type list"),
         (lambda q, k, v: dict(q=q.astype(np.int64), k=k, v=v, out=np.zeros_like(q)), TypeError, "q has dtype int64"),
         (lambda q, k, v: dict(q=q, k=k, v=v, mask=[True], out=np.zeros_like(q)), TypeError, "mask has type list"),
-        (lambda q, k, v: dict(q=q, k=k, v=v, stream=0, out=np.zeros_like(q)), ValueError, "stream is 0"),
+        (lambda q, k, v: dict(q=q, k=k, v=v, stream=0, out=np.zeros_like(q)), ValueError, "stream is given"),
     ],
 )
 def test_a_refused_call_raises_what_attention_raises_and_writes_nothing(change, error, match):
@@ -176,3 +176,16 @@ def test_a_wrong_number_is_noticed_where_nan_may_spread():
 def test_an_empty_result():
     report = fa_ext.verify(**arguments(batch=0))
     assert report and report.worst is None and str(report)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_table_says_of_the_lse_what_the_verdict_says(broken):
+    """The largest LSE error belongs to an entry with a wide bound; another one, or none, leaves its own."""
+    want, lse = np.zeros((1, 1, 3, 4)), np.array([[[0.0, 5000.0, -np.inf]]])
+    got = lse + [[[1e-3 if not broken else 3e-3, 2e-2, 0.0]]]
+    report = judge(want.astype(np.float32), got, (want, lse), want, "float32")
+    assert report.passed is not broken and report.lse_max_abs == pytest.approx(2e-2)
+    assert report.lse_bound == pytest.approx(2e-3) and report.worst_lse == (0, 0, 0)
+    assert ("FAILED" in str(report)) is broken
+    (line,) = [line for line in str(report).splitlines() if line.startswith("  LSE max abs")]
+    assert "0.02 " in line and ("FAILED" in line) is broken and "0.002, at (0, 0, 0)" in line
