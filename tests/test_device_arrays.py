@@ -211,10 +211,23 @@ def test_torch_streams(torch, host, wanted):
             seen = out.clone()  # on `side`, which waits for `other`
         side.synchronize()
         close(seen, wanted[0])
-    with pytest.raises(ValueError, match="stream is 0"):
-        fa_ext.attention(*arrays, stream=0)
-    close(fa_ext.attention(*sources, stream=1), wanted[0])
-    close(fa_ext.attention(*sources, stream=2), wanted[0])
+    for given in (0, 1, 2, torch.cuda.current_stream().cuda_stream):  # the last is 0, on the default stream
+        close(fa_ext.attention(*sources, stream=given), wanted[0])
+
+
+def test_stream_0_is_the_legacy_stream(torch, host, wanted):
+    """The call waits for what the default stream holds, though no library of its arrays tells of that stream."""
+    sources = [torch.from_numpy(array).cuda() for array in host]
+    arrays = [fa_ext.to_device(np.zeros_like(array)) for array in host]
+    views = [torch.from_dlpack(array) for array in arrays]
+    out = fa_ext.to_device(np.full(SHAPE, np.nan, np.float16))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    for view, source in zip(views, sources, strict=True):
+        view.copy_(source)
+    fa_ext.attention(*arrays, out=out, stream=torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    close(out, wanted[0])
 
 
 def test_torch_graph(torch, host, wanted):

@@ -226,9 +226,9 @@ typedef struct fa_stream {
     PyObject *owner; /* borrowed: the object given as stream=, or NULL */
 } fa_stream;
 
-/* Reads stream=; a handle of NULL with given set never happens. */
+/* Reads stream=, where 0 is the legacy stream; a handle of NULL with given set never happens. */
 fa_code fa_stream_parse(fa_state *state, PyObject *object, fa_stream *stream, fa_status *status);
-/* Number -> handle; refuses 0 and negative numbers. */
+/* Number of an interface or of __dlpack__ -> handle; refuses 0, as their specifications do, and negative numbers. */
 fa_code fa_stream_number(const char *name, PyObject *number, void **handle, fa_status *status);
 /* Orders `stream` after the streams of the arrays' libraries (before the launch), and those after it (afterwards). */
 fa_code fa_stream_join(const fa_array *arrays, int count, void *stream, bool before, fa_status *status);

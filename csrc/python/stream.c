@@ -1,7 +1,8 @@
 /* Streams: what stream= accepts, and the order between the stream of a call and those of the arrays' libraries. */
 #include "core.h"
 
-fa_code fa_stream_number(const char *name, PyObject *number, void **handle, fa_status *status) {
+/* Number -> address; 0 stays 0. */
+static fa_code read_address(const char *name, PyObject *number, void **handle, fa_status *status) {
     if (!PyLong_Check(number) || PyBool_Check(number))
         return fa_wrong_type(name, number, "an int (a CUDA stream's address), or an object with __cuda_stream__",
                              status);
@@ -13,10 +14,17 @@ fa_code fa_stream_number(const char *name, PyObject *number, void **handle, fa_s
                        "or 2 (per-thread)",
                        name);
     }
-    if (value == 0)
-        return fa_fail(status, FA_EVALUE, "%s is 0; pass 1 for the legacy stream or leave stream out", name);
     *handle = (void *)(uintptr_t)value;
     return FA_OK;
+}
+
+fa_code fa_stream_number(const char *name, PyObject *number, void **handle, fa_status *status) {
+    FA_TRY(read_address(name, number, handle, status));
+    if (*handle) return FA_OK;
+    return fa_fail(status, FA_EVALUE,
+                   "%s is 0, which does not tell the default streams apart; accepted: a CUDA stream's address, "
+                   "1 (legacy) or 2 (per-thread)",
+                   name);
 }
 
 /* __cuda_stream__ is a method that returns (version, handle); version is 0. A handle of 0 is the default stream. */
@@ -43,7 +51,11 @@ static fa_code read_protocol(PyObject *found, fa_stream *stream, fa_status *stat
 fa_code fa_stream_parse(fa_state *state, PyObject *object, fa_stream *stream, fa_status *status) {
     *stream = (fa_stream){NULL, object != NULL, object};
     if (!object) return FA_OK;
-    if (PyLong_Check(object)) return fa_stream_number("stream", object, &stream->handle, status);
+    if (PyLong_Check(object)) {
+        FA_TRY(read_address("stream", object, &stream->handle, status));
+        if (!stream->handle) stream->handle = FA_STREAM_LEGACY; /* what libraries call the default stream */
+        return FA_OK;
+    }
     PyObject *found;
     int has = fa_optional_attribute(object, state->names.__cuda_stream__, &found);
     if (has < 0) return fa_python_error(status);
