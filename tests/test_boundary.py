@@ -76,7 +76,13 @@ def test_arguments():
         ({"batch_invariant": 2}, TypeError, "batch_invariant has type int"),
         ({"kernel": "fastest"}, ValueError, r'kernel is "fastest".*cpu_ref'),
         ({"kernel": 3}, TypeError, "kernel has type int"),
-        ({"kernel": "a\0b"}, (ValueError, TypeError), "kernel"),
+        ({"kernel": "cpu_ref\0x"}, ValueError, r'kernel is "cpu_ref\\x00x".*accepted: .*cpu_ref'),
+        ({"kernel": "\ud800"}, ValueError, r'kernel is "\\ud800".*accepted: .*cpu_ref'),
+        ({"kernel": b"cpu_ref"}, TypeError, "kernel has type bytes"),
+        ({"layout": "bhsd\0"}, ValueError, r'layout is "bhsd\\x00".*bshd'),
+        ({"layout": "\ud800"}, ValueError, r'layout is "\\ud800".*bshd'),
+        ({"causal": "top_left\0"}, ValueError, r'causal is "top_left\\x00".*bottom_right'),
+        ({"cau\0sal": True}, TypeError, r"unknown argument cau\\x00sal; accepted"),
         ({"stream": 0}, ValueError, "stream is given, but q is on the CPU"),
         ({"stream": False}, TypeError, "stream has type bool"),
         ({"stream": 1}, ValueError, "stream is given, but q is on the CPU"),
@@ -124,6 +130,45 @@ def test_numpy_booleans_and_numbers_are_accepted():
     given = fa_ext.attention(q, k, v, causal=np.True_, scale=np.float32(0.5), window=[np.int64(2), None])
     np.testing.assert_array_equal(given, wanted)
     fa_ext.attention(q, k, v, window=(10**30, 2**63))
+
+
+class Raises:
+    """Its conversions to numbers raise ``error``."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def convert(self):
+        raise self.error
+
+    __float__ = __index__ = convert
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, RuntimeError, ZeroDivisionError])
+def test_what_a_conversion_raises_is_raised(error):
+    q, k, v = operands()
+    value = Raises(error("mine"))
+    for options in ({"scale": value}, {"softcap": value}, {"window": (value, 0)}, {"window": (0, value)}):
+        refused(error, "mine", q, k, v, **options)
+    for call in (lambda: fa_ext.to_device(q, value), lambda: fa_ext._core.time_launches(value, q, k, v),
+                 lambda: fa_ext._core.device_info(value)):  # fmt: skip
+        with pytest.raises(error, match="mine"):
+            call()
+    refused(TypeError, "scale has type Raises", q, k, v, scale=Raises(TypeError()))
+    refused(TypeError, "window's left has type Raises", q, k, v, window=(Raises(TypeError()), 0))
+
+
+def test_indices():
+    q, k, v = operands()
+    for call, name in ((lambda x: fa_ext.to_device(q, x), "device"), (fa_ext._core.device_info, "index"),
+                       (lambda x: fa_ext._core.time_launches(x, q, k, v), "count")):  # fmt: skip
+        for value in (-1, 2**70, -(2**70)):
+            with pytest.raises(ValueError, match=f"{name} is out of range; accepted"):
+                call(value)
+        for value in ("x", 1.0, None, True):
+            with pytest.raises(TypeError, match=f"{name} has type {type(value).__name__}; accepted"):
+                call(value)
+    assert fa_ext._core.time_launches(np.int64(1), q, k, v) > 0
 
 
 def test_shapes():
@@ -273,6 +318,9 @@ def test_load(tmp_path):
     for arguments in [(), (1,), (core.__file__, 3), (core.__file__, "a", "b")]:
         with pytest.raises(TypeError):
             core.load(*arguments)
+    for row in ("cpu_ref\0x", "\ud800"):
+        with pytest.raises(ValueError, match=r"does not export fa_row_(cpu_ref\\x00x|\\ud800)"):
+            core.load(core.__file__, row=row)
     with pytest.raises(TypeError, match="accepted: load"):
         core.load(core.__file__, name="x")
 

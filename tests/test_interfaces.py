@@ -104,6 +104,11 @@ def test_dlpack_methods_that_misbehave():
     odd.device = KeyError("device")
     with pytest.raises(KeyError):
         fa_ext.attention(odd, k, v)
+    for error in (KeyboardInterrupt, SystemExit, MemoryError):
+        kind = type("Index", (), {"__index__": lambda self, error=error: (_ for _ in ()).throw(error)})
+        for odd.device in ((kind(), 0), (1, kind())):
+            with pytest.raises(error):
+                fa_ext.attention(odd, k, v)
     odd.device = (1, 0)
     for capsule in (None, 5, "dltensor", sys.version_info, np.float32(1)):
         odd.capsule = capsule
@@ -117,6 +122,20 @@ def test_dlpack_methods_that_misbehave():
     other.__dlpack_device__ = lambda: (1, 0)
     with pytest.raises(BufferError, match="not that of __dlpack_device__|has no CUDA|no NVIDIA|CUDA"):
         fa_ext.attention(type("Lies", (Producer,), {"__dlpack_device__": lambda self: (1, 0)})(q, device_type=2), k, v)
+
+
+def test_an_interrupt_while_a_library_is_looked_up_is_raised(monkeypatch):
+    class Interrupts:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "numba":
+                raise KeyboardInterrupt
+
+    q, k, v = operands()
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "numba"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(KeyboardInterrupt):
+        fa_ext.attention(type("Array", (Producer,), {"__module__": "numba.cuda"})(q), k, v)
 
 
 def test_exchange_tables_that_misbehave():

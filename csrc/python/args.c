@@ -15,14 +15,25 @@ static int argument_of(fa_state *state, PyObject *keyword) {
     return slot;
 }
 
-static const char *text_of(PyObject *object) {
-    const char *text = PyUnicode_AsUTF8AndSize(object, NULL);
-    if (!text) PyErr_Clear();
-    return text ? text : "?";
+fa_code fa_index_read(const char *name, PyObject *value, long low, long high, const char *accepted, long *number,
+                      fa_status *status) {
+    PyObject *index = PyBool_Check(value) ? NULL : PyNumber_Index(value);
+    if (!index) {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) return fa_python_error(status);
+        PyErr_Clear();
+        return fa_wrong_type(name, value, accepted, status);
+    }
+    int overflow;
+    *number = PyLong_AsLongAndOverflow(index, &overflow);
+    Py_DECREF(index);
+    if (overflow || *number < low || *number > high)
+        return fa_fail(status, FA_EVALUE, "%s is out of range; accepted: %s", name, accepted);
+    return FA_OK;
 }
 
 fa_code fa_args_bind(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
                      fa_status *status) {
+    char shown[160];
     memset(call->argument, 0, sizeof call->argument);
     if (count > 3)
         return fa_fail(status, FA_ETYPE, "%zd positional arguments given; accepted: q, k, v; the rest by keyword",
@@ -36,14 +47,14 @@ fa_code fa_args_bind(fa_state *state, PyObject *const *args, Py_ssize_t count, P
             return fa_fail(status, FA_ETYPE,
                            "unknown argument %.80s; accepted: q, k, v, causal, scale, window, softcap, bias, mask, "
                            "sinks, layout, out, return_lse, stream, kernel, batch_invariant",
-                           text_of(keyword));
-        if (slot < count) return fa_fail(status, FA_ETYPE, "argument %s was given twice", text_of(keyword));
+                           fa_shown(keyword, shown));
+        if (slot < count) return fa_fail(status, FA_ETYPE, "argument %s was given twice", fa_shown(keyword, shown));
         call->argument[slot] = args[count + n];
     }
     for (int n = FA_ARG_q; n <= FA_ARG_v; n++)
         if (!call->argument[n])
             return fa_fail(status, FA_ETYPE, "argument %s is missing; accepted: an array",
-                           text_of(state->names.argument[n]));
+                           fa_shown(state->names.argument[n], shown));
     static const fa_argument optional[] = {FA_ARG_scale, FA_ARG_window, FA_ARG_bias,   FA_ARG_mask,
                                            FA_ARG_sinks, FA_ARG_out,    FA_ARG_stream, FA_ARG_kernel};
     for (size_t n = 0; n < sizeof optional / sizeof *optional; n++)
@@ -59,13 +70,14 @@ static fa_code read_causal(PyObject *value, fa_causal *causal, fa_status *status
         *causal = FA_CAUSAL_TRUE;
         return FA_OK;
     }
+    char shown[160];
     if (PyUnicode_Check(value)) {
         if (fa_text_equals(value, "top_left"))
             *causal = FA_CAUSAL_TOP_LEFT;
         else if (fa_text_equals(value, "bottom_right"))
             *causal = FA_CAUSAL_BOTTOM_RIGHT;
         else
-            return fa_fail(status, FA_EVALUE, "causal is \"%.80s\"; accepted: %s", text_of(value), accepted);
+            return fa_fail(status, FA_EVALUE, "causal is \"%.80s\"; accepted: %s", fa_shown(value, shown), accepted);
         return FA_OK;
     }
     int truth = fa_numpy_boolean(value);
@@ -79,8 +91,9 @@ static fa_code read_layout(PyObject *value, fa_layout *layout, fa_status *status
     if (!value || fa_text_equals(value, "bhsd")) return FA_OK;
     *layout = FA_BSHD;
     if (fa_text_equals(value, "bshd")) return FA_OK;
+    char shown[160];
     if (!PyUnicode_Check(value)) return fa_wrong_type("layout", value, "\"bhsd\" or \"bshd\"", status);
-    return fa_fail(status, FA_EVALUE, "layout is \"%.80s\"; accepted: \"bhsd\" or \"bshd\"", text_of(value));
+    return fa_fail(status, FA_EVALUE, "layout is \"%.80s\"; accepted: \"bhsd\" or \"bshd\"", fa_shown(value, shown));
 }
 
 static fa_code read_bool(const char *name, PyObject *value, bool *result, fa_status *status) {
@@ -95,17 +108,19 @@ static fa_code read_bool(const char *name, PyObject *value, bool *result, fa_sta
 static fa_code read_number(const char *name, PyObject *value, double *number, fa_status *status) {
     *number = PyFloat_AsDouble(value);
     if (*number != -1.0 || !PyErr_Occurred()) return FA_OK;
-    bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
+    const bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
+    if (!overflow && !PyErr_ExceptionMatches(PyExc_TypeError)) return fa_python_error(status); /* raised by __float__ */
     PyErr_Clear();
     if (overflow) return fa_fail(status, FA_EVALUE, "%s is too large for a float", name);
     return fa_wrong_type(name, value, "a float", status);
 }
 
 static fa_code refuse_window_side(const char *name, PyObject *number, fa_status *status) {
+    char buffer[160];
     PyObject *shown = PyObject_Str(number); /* fails beyond sys.get_int_max_str_digits() */
     if (!shown) PyErr_Clear();
     fa_fail(status, FA_EVALUE, "%s bound is %.200s; accepted: an int >= 0, or None for unbounded (not -1)", name,
-            shown ? text_of(shown) : "a negative number of thousands of digits");
+            shown ? fa_shown(shown, buffer) : "a negative number of thousands of digits");
     Py_XDECREF(shown);
     return status->code;
 }
@@ -117,6 +132,7 @@ static fa_code read_window_side(const char *side, PyObject *value, int64_t *boun
     snprintf(name, sizeof name, "window's %s", side);
     PyObject *index = PyBool_Check(value) ? NULL : PyNumber_Index(value);
     if (!index) {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) return fa_python_error(status);
         PyErr_Clear();
         return fa_wrong_type(name, value, "an int >= 0, or None for unbounded", status);
     }
@@ -184,10 +200,9 @@ static fa_code read_kernel(fa_state *state, fa_call *call, fa_status *status) {
     PyObject *value = call->argument[FA_ARG_kernel];
     call->forced = NULL;
     if (!value) return read_environment(state, call, status);
-    const char *name = PyUnicode_Check(value) ? PyUnicode_AsUTF8AndSize(value, NULL) : NULL;
-    if (name) return fa_row_find(state, "kernel", name, &call->forced, &call->forced_name, status);
-    PyErr_Clear();
-    return fa_wrong_type("kernel", value, "None or a name of fa_ext.kernels()", status);
+    if (!PyUnicode_Check(value)) return fa_wrong_type("kernel", value, "None or a name of fa_ext.kernels()", status);
+    char shown[160];
+    return fa_row_find(state, "kernel", fa_shown(value, shown), &call->forced, &call->forced_name, status);
 }
 
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {

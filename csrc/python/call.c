@@ -2,6 +2,7 @@
  * validation and selection have ended. */
 #include "core.h"
 
+#include <limits.h>
 #include <time.h>
 
 static fa_code read_arrays(fa_state *state, fa_call *call, fa_status *status) {
@@ -233,14 +234,12 @@ PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t c
     double seconds = 0;
     int previous;
     fa_code code;
-    long repeats = count > 0 ? PyLong_AsLong(args[0]) : 0;
-    if (repeats == -1 && PyErr_Occurred()) return NULL;
+    long repeats;
+    const char *accepted = "an int >= 1, then attention()'s arguments";
     begin(&call);
-    if (repeats < 1) {
-        code =
-            fa_fail(&status, FA_EVALUE, "count is %ld; accepted: an int >= 1, then attention()'s arguments", repeats);
-        goto done;
-    }
+    code = count > 0 ? fa_index_read("count", args[0], 1, LONG_MAX, accepted, &repeats, &status)
+                     : fa_fail(&status, FA_EVALUE, "count is missing; accepted: %s", accepted);
+    if (code != FA_OK) goto done;
     FA_TRY_GOTO(code, prepare(state, args + 1, count - 1, keywords, &call, &plan, &status), done);
     FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
     code = make_outputs(state, &call, results, &status);

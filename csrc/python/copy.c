@@ -4,20 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static fa_code parse_device(PyObject *object, int *device, fa_status *status) {
-    *device = 0;
-    if (!object) return FA_OK;
-    if (!PyLong_Check(object) || PyBool_Check(object))
-        return fa_wrong_type("device", object, "the index of a CUDA device", status);
-    long index = PyLong_AsLong(object);
-    if (PyErr_Occurred() || index < 0 || index > 4095) {
-        PyErr_Clear();
-        return fa_fail(status, FA_EVALUE, "device is out of range; accepted: the index of a CUDA device, from 0");
-    }
-    *device = (int)index;
-    return FA_OK;
-}
-
 static fa_code copy_to(fa_state *state, const fa_array *source, int index, fa_result *result, fa_status *status) {
     const fa_device device = {FA_CUDA, index};
     const fa_device_info *info;
@@ -59,8 +45,11 @@ PyObject *fa_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count
     fa_array array = {0};
     fa_result result = {NULL, NULL};
     PyObject *contiguous = NULL;
-    int index;
-    FA_TRY_GOTO(code, parse_device(device, &index, &status), done);
+    long index = 0;
+    if (device)
+        FA_TRY_GOTO(code,
+                    fa_index_read("device", device, 0, 4095, "the index of a CUDA device, from 0", &index, &status),
+                    done);
     FA_TRY_GOTO(code, fa_array_read(state, &array, "array", source, NULL, &status), done);
     if (array.type->protocol != FA_BY_NUMPY) {
         code = fa_wrong_type("array", source, "a NumPy array", &status);
@@ -72,7 +61,7 @@ PyObject *fa_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count
         goto done;
     }
     FA_TRY_GOTO(code, fa_array_read(state, &array, "array", contiguous, NULL, &status), done);
-    code = copy_to(state, &array, index, &result, &status);
+    code = copy_to(state, &array, (int)index, &result, &status);
 done:
     fa_array_release(&array);
     Py_XDECREF(contiguous);

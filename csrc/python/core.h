@@ -138,10 +138,16 @@ static inline fa_code fa_python_error(fa_status *status) {
     return FA_EPYTHON;
 }
 
+/* Clears an exception that an error of ours replaces, or that means that something is not there. False where it is
+ * neither (KeyboardInterrupt, SystemExit, MemoryError): it stays set. */
+bool fa_forget_error(void);
 /* Error for a value of the wrong type: "scale is a str; accepted: ..." */
 fa_code fa_wrong_type(const char *name, PyObject *value, const char *accepted, fa_status *status);
 /* Name of an object's type, for messages, cut to fit. */
 const char *fa_type_name(PyObject *object, char buffer[80]);
+/* A str for messages: itself, or, where it has no UTF-8 or holds NUL, escaped and cut to fit, so that it equals no
+ * name. */
+const char *fa_shown(PyObject *text, char buffer[160]);
 /* Compares a str with ASCII text. */
 bool fa_text_equals(PyObject *object, const char *text);
 /* Optional attribute: 1 and a new reference, 0 when it has none, -1 with an exception (AttributeError is cleared). */
@@ -277,6 +283,9 @@ typedef struct fa_call {
 /* Binds the arguments of a METH_FASTCALL | METH_KEYWORDS function to the names of attention(). */
 fa_code fa_args_bind(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
                      fa_status *status);
+/* An int within [low, high]; booleans are none. */
+fa_code fa_index_read(const char *name, PyObject *value, long low, long high, const char *accepted, long *number,
+                      fa_status *status);
 /* Options into the request; needs fa_args_bind(). */
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status);
 

@@ -173,13 +173,14 @@ fa_code fa_dlpack_device(fa_state *state, fa_array *array, fa_status *status) {
     fa_code code = FA_OK;
     long type = -1, id = -1;
     if (PyTuple_Check(pair) && PyTuple_Size(pair) == 2) {
-        type = PyLong_AsLong(PyTuple_GetItem(pair, 0)); /* an IntEnum counts */
+        long given = PyLong_AsLong(PyTuple_GetItem(pair, 0)); /* an IntEnum counts */
         if (!PyErr_Occurred()) id = PyLong_AsLong(PyTuple_GetItem(pair, 1));
+        if (!PyErr_Occurred()) type = given;
     }
-    if (PyErr_Occurred() || type < 0 || type > INT32_MAX || id < INT32_MIN || id > INT32_MAX) {
-        PyErr_Clear();
+    if (!fa_forget_error())
+        code = fa_python_error(status);
+    else if (type < 0 || type > INT32_MAX || id < INT32_MIN || id > INT32_MAX)
         code = ill_formed(array, "__dlpack_device__() must return (device type, device id)", status);
-    }
     Py_DECREF(pair);
     FA_TRY(code);
     FA_TRY(read_device(array, (DLDevice){(int32_t)type, (int32_t)id}, &array->view.device, status));

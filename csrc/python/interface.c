@@ -134,8 +134,8 @@ static fa_code confirm_bfloat16(fa_state *state, fa_array *array, fa_status *sta
     if (has) shown = PyObject_Str(dtype);
     Py_XDECREF(dtype);
     bool confirmed = shown && (fa_text_equals(shown, "bfloat16") || fa_text_equals(shown, "torch.bfloat16"));
-    PyErr_Clear();
     Py_XDECREF(shown);
+    if (!fa_forget_error()) return fa_python_error(status);
     if (confirmed) return FA_OK;
     return fa_fail(status, FA_ETYPE,
                    "%s has a two-byte void dtype; accepted: float16, bfloat16, float32, and bool for a mask",

@@ -41,6 +41,25 @@ fa_code fa_wrong_type(const char *name, PyObject *value, const char *accepted, f
     return fa_fail(status, FA_ETYPE, "%s has type %s; accepted: %s", name, fa_type_name(value, given), accepted);
 }
 
+bool fa_forget_error(void) {
+    if (PyErr_Occurred() && (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError)))
+        return false;
+    PyErr_Clear();
+    return true;
+}
+
+const char *fa_shown(PyObject *text, char buffer[160]) {
+    Py_ssize_t size;
+    const char *plain = PyUnicode_AsUTF8AndSize(text, &size);
+    if (plain && strlen(plain) == (size_t)size) return plain;
+    PyErr_Clear();
+    PyObject *escaped = PyUnicode_AsUnicodeEscapeString(text);
+    if (!escaped) PyErr_Clear();
+    snprintf(buffer, 160, "%s", escaped ? PyBytes_AsString(escaped) : "?");
+    Py_XDECREF(escaped);
+    return buffer;
+}
+
 bool fa_text_equals(PyObject *object, const char *text) {
     Py_ssize_t size;
     const char *given = PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &size) : NULL;

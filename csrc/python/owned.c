@@ -245,7 +245,7 @@ static fa_code order_consumer(PyObject *self, PyObject *stream, fa_status *statu
 
 static bool parse_pair(const char *name, PyObject *pair, int *first, int *second) {
     if (PyTuple_Check(pair) && PyArg_ParseTuple(pair, "ii", first, second)) return true;
-    PyErr_Clear();
+    if (!fa_forget_error()) return false;
     PyErr_Format(PyExc_TypeError, "%s is %R; accepted: a pair of ints", name, pair);
     return false;
 }

@@ -148,18 +148,16 @@ PyObject *fa_load(PyObject *module, PyObject *const *args, Py_ssize_t count, PyO
     }
     if (!PyUnicode_FSConverter(path, &encoded)) return NULL;
     const char *path_text = PyBytes_AsString(encoded);
-    const char *row_text = row ? PyUnicode_AsUTF8AndSize(row, NULL) : NULL;
     const char *name = NULL;
     char derived[160];
+    const char *row_text = row ? fa_shown(row, derived) : derived;
     if (!row) row_of_path(path_text, derived, sizeof derived);
     char *absolute = realpath(path_text, NULL);
     fa_code code;
-    if (row && !row_text)
-        code = fa_python_error(&status);
-    else if (!absolute)
+    if (!absolute)
         code = fa_fail(&status, FA_EVALUE, "path: %.1500s: %s", path_text, strerror(errno));
     else
-        code = load_row(state, absolute, row ? row_text : derived, &name, &status);
+        code = load_row(state, absolute, row_text, &name, &status);
     free(absolute);
     Py_DECREF(encoded);
     return code == FA_OK ? PyUnicode_FromString(name) : fa_raise(state, &status);
@@ -249,13 +247,10 @@ PyObject *fa_device_info_py(PyObject *module, PyObject *index) {
     fa_state *state = PyModule_GetState(module);
     fa_status status;
     const fa_device_info *info;
-    long number = PyLong_AsLong(index);
-    if (number == -1 && PyErr_Occurred()) return NULL;
-    if (!atomic_load(&state->cublas_sought)) fa_cublas_seek(state);
-    if (number < 0 || number > 4095) {
-        fa_fail(&status, FA_EVALUE, "index is %ld; accepted: the index of a CUDA device, from 0", number);
+    long number;
+    if (fa_index_read("index", index, 0, 4095, "the index of a CUDA device, from 0", &number, &status) != FA_OK)
         return fa_raise(state, &status);
-    }
+    if (!atomic_load(&state->cublas_sought)) fa_cublas_seek(state);
     if (fa_device_info_get(state->context, (fa_device){FA_CUDA, (int)number}, &info, &status) != FA_OK)
         return fa_raise(state, &status);
     return Py_BuildValue(

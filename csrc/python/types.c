@@ -27,17 +27,16 @@ static int derives_from(fa_state *state, PyTypeObject *type, const char *package
     return found;
 }
 
-/* A function of a library that has been imported: there is an array of its. NULL, without an exception, if it lacks it.
- */
-static PyObject *function_of(const char *module_name, const char *name) {
+/* A function of a library that has been imported: there is an array of its. NULL, without an exception, if it lacks it;
+ * false with an exception. */
+static bool find_function(const char *module_name, const char *name, PyObject **function) {
     PyObject *module = module_name ? PyImport_ImportModule(module_name) : NULL;
-    PyObject *function = module ? PyObject_GetAttrString(module, name) : NULL;
+    *function = module ? PyObject_GetAttrString(module, name) : NULL;
     Py_XDECREF(module);
-    if (!function) PyErr_Clear();
-    return function;
+    return *function || fa_forget_error();
 }
 
-static void find_functions(fa_type *entry) {
+static bool find_functions(fa_type *entry) {
     static const char *const makers[][2] = {
         [FA_LIB_OTHER] = {NULL, NULL},
         [FA_LIB_CUPY] = {"cupy", "ndarray"},
@@ -45,12 +44,14 @@ static void find_functions(fa_type *entry) {
         [FA_LIB_NUMBA] = {"numba.cuda", "as_cuda_array"},
         [FA_LIB_TORCH] = {"torch", "empty"},
     };
-    entry->maker = function_of(makers[entry->library][0], makers[entry->library][1]);
-    if (entry->library == FA_LIB_CUPY) entry->current_stream = function_of("cupy.cuda", "get_current_stream");
+    if (!find_function(makers[entry->library][0], makers[entry->library][1], &entry->maker)) return false;
+    if (entry->library == FA_LIB_CUPY && !find_function("cupy.cuda", "get_current_stream", &entry->current_stream))
+        return false;
     if (entry->library == FA_LIB_CUPY && !(entry->maker && entry->current_stream)) entry->library = FA_LIB_OTHER;
+    return true;
 }
 
-static fa_library library_of(fa_state *state, PyTypeObject *type) {
+static bool find_library(fa_state *state, PyTypeObject *type, fa_library *library) {
     static const struct {
         const char *package, *name;
         fa_library library;
@@ -60,10 +61,12 @@ static fa_library library_of(fa_state *state, PyTypeObject *type) {
     };
     for (size_t n = 0; n < sizeof known / sizeof *known; n++) {
         int found = derives_from(state, type, known[n].package, known[n].name);
-        if (found > 0) return known[n].library;
-        if (found < 0) PyErr_Clear();
+        if (found > 0) *library = known[n].library;
+        if (found > 0) return true;
+        if (found < 0 && !fa_forget_error()) return false;
     }
-    return FA_LIB_OTHER;
+    *library = FA_LIB_OTHER;
+    return true;
 }
 
 /* Flags of an array are asked for on the way of each call. Where C code answers, it is called directly, which saves 25
@@ -126,9 +129,8 @@ static fa_code classify(fa_state *state, PyObject *object, fa_type *entry, fa_st
         if (PyErr_Occurred()) return fa_python_error(status);
         return FA_OK;
     }
-    entry->library = library_of(state, type);
-    find_functions(entry);
-    if (find_flag(state, object, names->requires_grad, &entry->requires_grad) < 0 ||
+    if (!find_library(state, type, &entry->library) || !find_functions(entry) ||
+        find_flag(state, object, names->requires_grad, &entry->requires_grad) < 0 ||
         find_flag(state, object, names->is_neg, &entry->is_neg) < 0 ||
         find_flag(state, object, names->is_conj, &entry->is_conj) < 0)
         return fa_python_error(status);
