@@ -60,6 +60,15 @@ def test_dlpack_fields(fields, error, match, versioned):
         fa_ext.to_numpy(Producer(q, versioned=versioned, **fields))
 
 
+@pytest.mark.parametrize("name, accepted", [("mask", "bool [^,]*$"), ("bias", "q's dtype or float32$")])
+def test_a_dtype_that_an_extra_cannot_have(name, accepted):
+    q, k, v = operands()
+    for given in (Producer(np.ones((4, 4), np.float32), code=1, bits=8), interface(typestr="|u1"),
+                  interface(typestr="<V2")):  # fmt: skip
+        with pytest.raises(TypeError, match=f"{name} has .*; accepted( dtypes)?: {accepted}"):
+            fa_ext.attention(q, k, v, **{name: given})
+
+
 def test_dlpack_capsule_used_twice():
     q, k, v = operands()
     for versioned in (True, False):

@@ -73,6 +73,19 @@ fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byt
     return fa_view_check(name, view, status);
 }
 
+const char *fa_accepted_dtypes(const char *name) {
+    static const char *const accepted[][2] = {
+        {"mask", "bool (True: attend)"},
+        {"bias", "q's dtype or float32"},
+        {"sinks", "q's dtype or float32"},
+        {"lse", "float32 (float64 for float64 q)"},
+        {"array", "float16, bfloat16 (ml_dtypes), float32, float64 and bool"},
+    };
+    for (size_t n = 0; n < sizeof accepted / sizeof *accepted; n++)
+        if (strcmp(name, accepted[n][0]) == 0) return accepted[n][1];
+    return "float16, bfloat16 (ml_dtypes), float32, and float64 on the CPU";
+}
+
 fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bool *unclear, fa_status *status) {
     static const struct {
         const char *text;
@@ -94,10 +107,8 @@ fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bo
         *unclear = true;
         return FA_OK;
     }
-    return fa_fail(status, FA_ETYPE,
-                   "%s has the typestr \"%.40s\"; accepted dtypes: float16, bfloat16, float32, float64 on the CPU, and "
-                   "bool for a mask",
-                   name, text);
+    return fa_fail(status, FA_ETYPE, "%s has the typestr \"%.40s\"; accepted dtypes: %s", name, text,
+                   fa_accepted_dtypes(name));
 }
 
 /* ---- one array ---- */

@@ -190,6 +190,8 @@ fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byt
 void fa_view_contiguous(fa_view *view);
 int64_t fa_view_elements(const fa_view *view);
 PyObject *fa_shape_tuple(int ndim, const int64_t *shape);
+/* What an argument of this name may hold, for messages. */
+const char *fa_accepted_dtypes(const char *name);
 /* Reads a type string such as "<f2". *unclear is set for the two-byte void that stands for bfloat16 in places. */
 fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bool *unclear, fa_status *status);
 

@@ -27,13 +27,11 @@ static fa_code read_dtype(const fa_array *array, DLDataType given, fa_dtype *dty
         }
     }
     static const char *const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
-    return fa_fail(status, FA_ETYPE,
-                   "%s has dtype %s%d%s; accepted: float16, bfloat16, float32, float64 on the CPU, and bool for a mask",
-                   array->name,
+    return fa_fail(status, FA_ETYPE, "%s has dtype %s%d%s; accepted: %s", array->name,
                    given.code < 7                       ? kinds[given.code]
                    : given.code < 15 && given.bits == 8 ? "float" /* e3m4 to e8m0fnu */
                                                         : "of an unknown kind, bits ",
-                   given.bits, given.lanes == 1 ? "" : " in vectors");
+                   given.bits, given.lanes == 1 ? "" : " in vectors", fa_accepted_dtypes(array->name));
 }
 
 static fa_code read_device(const fa_array *array, DLDevice given, fa_device *device, fa_status *status) {

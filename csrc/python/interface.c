@@ -137,9 +137,8 @@ static fa_code confirm_bfloat16(fa_state *state, fa_array *array, fa_status *sta
     Py_XDECREF(shown);
     if (!fa_forget_error()) return fa_python_error(status);
     if (confirmed) return FA_OK;
-    return fa_fail(status, FA_ETYPE,
-                   "%s has a two-byte void dtype; accepted: float16, bfloat16, float32, and bool for a mask",
-                   array->name);
+    return fa_fail(status, FA_ETYPE, "%s has a two-byte void dtype; accepted: %s", array->name,
+                   fa_accepted_dtypes(array->name));
 }
 
 fa_code fa_interface_read(fa_state *state, fa_array *array, PyObject *interface, fa_status *status) {

@@ -45,10 +45,8 @@ static fa_code dtype_of(fa_state *state, const char *name, PyArray_Descr *descr,
         PyObject *shown = PyObject_Str((PyObject *)descr);
         const char *text = shown ? PyUnicode_AsUTF8AndSize(shown, NULL) : NULL;
         if (!text) PyErr_Clear();
-        fa_fail(status, FA_ETYPE,
-                "%s has dtype %.60s; accepted: float16, bfloat16 (ml_dtypes), float32, float64 on the CPU, and bool "
-                "for a mask",
-                name, text ? text : "?");
+        fa_fail(status, FA_ETYPE, "%s has dtype %.60s; accepted: %s", name, text ? text : "?",
+                fa_accepted_dtypes(name));
         Py_XDECREF(shown);
         return FA_ETYPE;
     }
