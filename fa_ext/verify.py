@@ -170,7 +170,11 @@ def verify(
     if ran is None:
         fa_ext.attention(q, k, v, **call, out=out)  # raises: no row takes the call, or the forced one does not
     host: list[Any] = [fa_ext.to_numpy(x) for x in (q, k, v)]
-    host_arrays: dict[str, Any] = {name: None if x is None else fa_ext.to_numpy(x) for name, x in arrays.items()}
+    scalar = (bool, int, float, numpy.generic)  # which a bias and a mask may be
+    host_arrays: dict[str, Any] = {
+        name: x if x is None else numpy.asarray(x) if isinstance(x, scalar) else fa_ext.to_numpy(x)
+        for name, x in arrays.items()
+    }
     dtype = host[0].dtype.name
     device = _device_of(q)
     if out is None:

@@ -165,6 +165,114 @@ def test_device_array_on_the_cpu():
         fa_ext.DeviceArray()
 
 
+class Resizes(Producer):
+    """Its ``__dlpack__`` gives other arrays less memory, which frees or moves what they had."""
+
+    def __init__(self, array, others, shape):
+        super().__init__(array)
+        self.others, self.shape = others, shape
+
+    def __dlpack__(self, **keywords):
+        for other in self.others:
+            if isinstance(other, np.ndarray):
+                other.resize(self.shape, refcheck=False)
+            else:
+                other.array = other.array[:, :, : self.shape[2]].copy()
+        return super().__dlpack__(**keywords)
+
+
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize("place", ["q", "k", "v", "bias", "mask"])
+def test_arrays_are_read_after_the_last_python_code_has_run(place, exchange):
+    """Read before, the others would be used where their memory was: megabytes that are unmapped when they shrink."""
+    large, small = (1, 2, 4096, 64), (1, 2, 5, 64)
+    kind = exchange_type()
+
+    def make():
+        array = np.random.default_rng(3).standard_normal(large, np.float32)
+        return array if not exchange else kind(array)
+
+    arrays = {name: make() for name in ("q", "k", "v") if name != place}
+    own = {"bias": np.zeros((5, 5), np.float32), "mask": np.ones((5, 5), bool)}
+    given = own.get(place, np.random.default_rng(0).standard_normal(small, np.float32))
+    out = fa_ext.attention(**arrays, **{place: Resizes(given, arrays.values(), small)})
+    plain = {name: array.array if exchange else array for name, array in arrays.items()}
+    wanted = fa_ext.attention(**plain, **{place: given})
+    assert wanted.shape == small
+    np.testing.assert_array_equal(out.array if isinstance(out, kind) else fa_ext.to_numpy(out), wanted)
+    if place in "kv" and not exchange:  # what no longer fits is refused
+        arrays["q"].resize(large, refcheck=False)
+        other = arrays["v" if place == "k" else "k"]
+        with pytest.raises(ValueError, match="must be the same"):
+            fa_ext.attention(**arrays, **{place: Resizes(given, [other], (1, 2, 4, 64))})
+
+
+def test_an_output_is_read_after_the_last_python_code_has_run():
+    q, k, v = (np.ones((1, 2, 5, 64), np.float32) for _ in range(3))
+    out = np.full((1, 2, 4096, 64), np.nan, np.float32)
+    assert fa_ext.attention(Resizes(q, [out], q.shape), k, v, out=out) is out
+    np.testing.assert_array_equal(out, fa_ext.attention(q, k, v))
+
+
+# ---- scalars ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scalars_are_arrays_without_axes(dtype):
+    q, k, v = operands(dtype)
+    everything, sinks = fa_ext.attention(q, k, v), np.zeros(4, np.float32)
+    nothing, lse = fa_ext.attention(q, k, v, mask=np.zeros((), bool), return_lse=True)
+    assert not nothing.astype(np.float32).any() and (lse == -np.inf).all()
+    for truth in (True, np.True_):
+        np.testing.assert_array_equal(fa_ext.attention(q, k, v, mask=truth), everything)
+    for truth in (False, np.False_):
+        np.testing.assert_array_equal(fa_ext.attention(q, k, v, mask=truth), nothing)
+    wide = np.float64 if dtype is np.float64 else np.float32
+    for value in (2, -3, 0.5, 0.1, -1e300, float("-inf"), float("nan")):
+        with np.errstate(over="ignore"):
+            array = np.array(max(value, -3.4e38) if wide is np.float32 and -np.inf < value else value, wide)
+        wanted = fa_ext.attention(q, k, v, bias=array, sinks=sinks, return_lse=True)
+        for given in (value, wide(array)):
+            got = fa_ext.attention(q, k, v, bias=given, sinks=sinks, return_lse=True)
+            for x, y in zip(got, wanted, strict=True):
+                np.testing.assert_array_equal(x.astype(np.float64), y.astype(np.float64))
+    own = np.dtype(dtype).type(0.25)
+    np.testing.assert_array_equal(fa_ext.attention(q, k, v, bias=own), fa_ext.attention(q, k, v, bias=np.asarray(own)))
+    assert fa_ext.explain(q, k, v, mask=True, bias=1)[0] == fa_ext.explain(q, k, v, mask=np.ones((), bool), bias=own)[0]
+    producers_too = fa_ext.attention(Producer(q), k, v, bias=0.5, mask=np.True_)  # the dtype of q is read last
+    np.testing.assert_array_equal(fa_ext.to_numpy(producers_too).astype(np.float64),
+                                  fa_ext.attention(q, k, v, bias=0.5).astype(np.float64))  # fmt: skip
+
+
+def test_scalars_that_are_refused():
+    q, k, v = operands()
+    for options, error, match in [
+        ({"mask": 1}, TypeError, "mask has type int; accepted: a bool array, True or False"),
+        ({"mask": 1.0}, TypeError, "mask has type float; accepted: a bool array, True or False"),
+        ({"mask": np.uint8(1)}, TypeError, "mask has dtype uint8; accepted: bool"),
+        ({"bias": True}, TypeError, "bias has dtype bool; accepted: q's dtype"),
+        ({"bias": np.float64(1)}, TypeError, "bias has dtype float64; accepted: q's dtype"),
+        ({"bias": np.int64(1)}, TypeError, "bias has dtype int64; accepted: q's dtype"),
+        ({"bias": 10**400}, ValueError, "bias is too large"),
+        ({"bias": 1j}, TypeError, "bias has type complex"),
+        ({"bias": np.str_("x")}, TypeError, "bias has dtype <U1"),
+        ({"sinks": 0.0}, TypeError, "sinks has type float"),
+        ({"sinks": np.float32(0)}, TypeError, "sinks has type float32"),
+        ({"out": np.float32(0)}, TypeError, "out has type float32"),
+    ]:
+        for call in (fa_ext.attention, fa_ext.explain):
+            with pytest.raises(error, match=match):
+                call(q, k, v, **options)
+    for position in range(3):
+        for scalar in (1.0, np.float32(1), True):
+            arrays = [scalar if n == position else x for n, x in enumerate((q, k, v))]
+            with pytest.raises(TypeError, match=f"{'qkv'[position]} has type .*an array"):
+                fa_ext.attention(*arrays)
+    for call in (fa_ext.to_numpy, fa_ext.to_device):
+        with pytest.raises(TypeError, match="array has type float"):
+            call(np.float32(1))
+
+
 # ---- the C exchange API ----
 
 

@@ -38,6 +38,12 @@ def test_without_lse():
     assert report and report.lse_max_abs is None and "LSE" not in str(report)
 
 
+@pytest.mark.parametrize("options", [{"mask": False}, {"mask": np.True_}, {"bias": 0.5}, {"bias": np.float32(-2), "mask": True}])
+def test_scalars(options):
+    report = fa_ext.verify(**arguments(sinks="same"), **options)
+    assert report, str(report)
+
+
 def test_given_outputs_are_used_and_overwritten():
     out, lse = np.full((2, 4, 33, 24), 3, np.float16), np.full((2, 4, 33), 3, np.float32)
     assert fa_ext.verify(**arguments(), out=(out, lse))

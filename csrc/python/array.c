@@ -164,9 +164,20 @@ static fa_code read_unknown(fa_state *state, fa_array *array, fa_status *status)
                          "an array: NumPy, or an object with __cuda_array_interface__ or __dlpack__", status);
 }
 
+/* Scalars broadcast, which a mask and a bias may. */
+static fa_code read_scalar(fa_state *state, fa_array *array, fa_status *status) {
+    if (strcmp(array->name, "bias") == 0) return FA_OK;
+    if (strcmp(array->name, "mask") != 0) return read_unknown(state, array, status);
+    PyTypeObject *type = Py_TYPE(array->object);
+    if (type == &PyLong_Type || type == &PyFloat_Type)
+        return fa_wrong_type("mask", array->object, "a bool array, True or False", status);
+    return FA_OK;
+}
+
 static fa_code read_memory(fa_state *state, fa_array *array, const fa_array *first, fa_status *status) {
     switch (array->type->protocol) {
-    case FA_BY_NUMPY: return fa_numpy_read(state, array, status);
+    case FA_BY_NUMPY: return FA_OK;
+    case FA_BY_SCALAR: return read_scalar(state, array, status);
     case FA_BY_OWN: fa_device_array_read(array->object, array); return FA_OK;
     case FA_BY_EXCHANGE: return fa_exchange_read(state, array, first, status);
     case FA_BY_DLPACK: return fa_dlpack_device(state, array, status);
@@ -183,12 +194,33 @@ fa_code fa_array_read(fa_state *state, fa_array *array, const char *name, PyObje
     array->object = object;
     array->has_stream = array->device_unknown = array->needs_stream = false;
     array->view.readonly = false;
+    array->view.device = (fa_device){FA_CPU, 0};
     array->type = fa_type_of(state, object, &array->type_uncached);
     if (!array->type) return fa_python_error(status);
     if (array->type->requires_grad.name) FA_TRY(refuse_grad(array, status));
     fa_code code = read_memory(state, array, first, status);
     if (code == FA_OK && array->type->is_neg.name) return refuse_negative(array, status);
     return code == FA_ETYPE && array->type->is_conj.name ? refuse_conjugate(array, status) : code;
+}
+
+fa_code fa_arrays_settle(fa_state *state, fa_array *arrays, int count, void *stream, fa_status *status) {
+    bool asked = false;
+    for (int n = 0; n < count; n++) {
+        if (!arrays[n].object || !arrays[n].needs_stream) continue;
+        asked = true;
+        FA_TRY(fa_dlpack_read(state, &arrays[n], stream, status));
+    }
+    for (int n = 0; n < count && asked; n++) /* what is only borrowed may have moved meanwhile */
+        if (arrays[n].object && arrays[n].type->protocol == FA_BY_EXCHANGE && !arrays[n].managed_versioned)
+            FA_TRY(fa_exchange_read(state, &arrays[n], n ? &arrays[0] : NULL, status));
+    for (int n = 0; n < count; n++) {
+        if (!arrays[n].object) continue;
+        const fa_protocol protocol = arrays[n].type->protocol;
+        if (protocol == FA_BY_SCALAR)
+            FA_TRY(fa_numpy_of_scalar(arrays[n].object, arrays[0].view.dtype, &arrays[n].made, status));
+        if (protocol == FA_BY_SCALAR || protocol == FA_BY_NUMPY) FA_TRY(fa_numpy_read(state, &arrays[n], status));
+    }
+    return FA_OK;
 }
 
 /* Gives capsules back. Their deleters may run Python code, which must not meet the exception of a failed call. */
@@ -205,6 +237,7 @@ static void release_managed(fa_array *array) {
 
 void fa_array_release(fa_array *array) {
     if (array->managed || array->managed_versioned) release_managed(array);
+    Py_CLEAR(array->made);
     if (array->type == &array->type_uncached) fa_type_drop(&array->type_uncached);
     array->type = NULL;
 }

@@ -38,9 +38,7 @@ static fa_code settle_stream(fa_state *state, fa_call *call, fa_status *status) 
     if (call->stream.given && array[FA_Q].view.device.kind == FA_CPU)
         return fa_fail(status, FA_EVALUE, "stream is given, but q is on the CPU; accepted there: None");
     if (!call->stream.given) call->stream.handle = array[FA_Q].has_stream ? array[FA_Q].stream : FA_STREAM_PER_THREAD;
-    for (int n = 0; n < FA_ARRAYS; n++)
-        if (array[n].object && array[n].needs_stream)
-            FA_TRY(fa_dlpack_read(state, &array[n], call->stream.handle, status));
+    FA_TRY(fa_arrays_settle(state, array, FA_ARRAYS, call->stream.handle, status));
     const fa_array *known = NULL;
     bool unknown = false;
     call->joins = false;
@@ -105,6 +103,7 @@ static void begin(fa_call *call) {
         array->type = NULL;
         array->managed = NULL;
         array->managed_versioned = NULL;
+        array->made = NULL;
         array->has_stream = array->needs_stream = false;
     }
 }

@@ -55,12 +55,14 @@ PyObject *fa_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count
         code = fa_wrong_type("array", source, "a NumPy array", &status);
         goto done;
     }
+    FA_TRY_GOTO(code, fa_arrays_settle(state, &array, 1, NULL, &status), done);
     contiguous = fa_numpy_contiguous(source);
     if (!contiguous) {
         code = fa_python_error(&status);
         goto done;
     }
     FA_TRY_GOTO(code, fa_array_read(state, &array, "array", contiguous, NULL, &status), done);
+    FA_TRY_GOTO(code, fa_arrays_settle(state, &array, 1, NULL, &status), done);
     code = copy_to(state, &array, (int)index, &result, &status);
 done:
     fa_array_release(&array);
@@ -150,8 +152,8 @@ PyObject *fa_to_numpy(PyObject *module, PyObject *object) {
     fa_array array = {0};
     PyObject *copy = NULL;
     fa_code code = fa_array_read(state, &array, "array", object, NULL, &status);
-    if (code == FA_OK && array.needs_stream)
-        code = fa_dlpack_read(state, &array, array.has_stream ? array.stream : FA_STREAM_PER_THREAD, &status);
+    if (code == FA_OK)
+        code = fa_arrays_settle(state, &array, 1, array.has_stream ? array.stream : FA_STREAM_PER_THREAD, &status);
     if (code == FA_OK && array.view.device.kind == FA_CUDA)
         code = copy_from(state, &array, &copy, &status);
     else if (code == FA_OK) {

@@ -72,6 +72,7 @@ typedef struct fa_names {
 
 typedef enum fa_protocol {
     FA_BY_NUMPY,     /* the NumPy C API */
+    FA_BY_SCALAR,    /* Python's bool, int and float, and NumPy's scalars */
     FA_BY_OWN,       /* fa_ext.DeviceArray */
     FA_BY_EXCHANGE,  /* DLPack's C exchange API: torch >= 2.10 */
     FA_BY_INTERFACE, /* __cuda_array_interface__, else __dlpack__ */
@@ -167,13 +168,18 @@ typedef struct fa_array {
     bool has_stream;     /* its library works on `stream` */
     bool device_unknown; /* an empty array without a pointer: on whichever device the others are */
     bool needs_stream;   /* to be read by fa_dlpack_read() once the stream of the call is known */
+    PyObject *made;      /* strong: the 0-d array of a scalar, or NULL */
     fa_view view;
     fa_type type_uncached; /* what `type` points to when the cache is full */
 } fa_array;
 
-/* Describes `object`. An array that can only be asked through __dlpack__(stream=) is left with needs_stream set. */
+/* Describes `object`, all but what fa_arrays_settle() reads: arrays that can only be asked through __dlpack__(stream=),
+ * left with needs_stream set, and NumPy's. A mask or a bias may be a scalar. */
 fa_code fa_array_read(fa_state *state, fa_array *array, const char *name, PyObject *object, const fa_array *first,
                       fa_status *status);
+/* Reads the rest of the arrays of a call, of which the first is q; NumPy's come last, since Python code that runs until
+ * then may resize them. */
+fa_code fa_arrays_settle(fa_state *state, fa_array *arrays, int count, void *stream, fa_status *status);
 void fa_array_release(fa_array *array);
 /* The way to speak to objects of a type; NULL with an exception. `space` is used when the cache is full. */
 const fa_type *fa_type_of(fa_state *state, PyObject *object, fa_type *space);
@@ -198,6 +204,9 @@ fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bo
 /* numpy.c: the only file that includes NumPy's headers. */
 int fa_numpy_import(void);
 bool fa_numpy_is_array_type(PyTypeObject *type);
+bool fa_numpy_is_scalar_type(PyTypeObject *type);
+/* A 0-d array of a scalar; of Python's numbers as float64 if that is the dtype of q, else float32. */
+fa_code fa_numpy_of_scalar(PyObject *scalar, fa_dtype q_dtype, PyObject **made, fa_status *status);
 fa_code fa_numpy_read(fa_state *state, fa_array *array, fa_status *status);
 PyObject *fa_numpy_empty(fa_state *state, int ndim, const int64_t *shape, fa_dtype dtype, void **data);
 PyObject *fa_numpy_dtype(fa_state *state, fa_dtype dtype);

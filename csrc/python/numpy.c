@@ -4,10 +4,38 @@
 #include <numpy/arrayobject.h>
 #include <numpy/arrayscalars.h>
 
+#include <float.h>
+#include <math.h>
+
 int fa_numpy_import(void) { return PyArray_ImportNumPyAPI(); }
 
 bool fa_numpy_is_array_type(PyTypeObject *type) {
     return type == &PyArray_Type || PyType_IsSubtype(type, &PyArray_Type);
+}
+
+bool fa_numpy_is_scalar_type(PyTypeObject *type) {
+    return type == &PyBool_Type || type == &PyLong_Type || type == &PyFloat_Type ||
+           PyType_IsSubtype(type, &PyGenericArrType_Type);
+}
+
+fa_code fa_numpy_of_scalar(PyObject *scalar, fa_dtype q_dtype, PyObject **made, fa_status *status) {
+    if (PyLong_CheckExact(scalar) || PyFloat_CheckExact(scalar)) {
+        double value = PyFloat_AsDouble(scalar);
+        if (PyErr_Occurred()) { /* an int beyond float64 */
+            PyErr_Clear();
+            return fa_fail(status, FA_EVALUE, "bias is too large for a float");
+        }
+        const bool wide = q_dtype == FA_F64;
+        if (!wide && isfinite(value) && fabs(value) > FLT_MAX) value = copysign(FLT_MAX, value);
+        *made = PyArray_ZEROS(0, NULL, wide ? NPY_DOUBLE : NPY_FLOAT, 0);
+        if (*made && wide)
+            *(double *)PyArray_DATA((PyArrayObject *)*made) = value;
+        else if (*made)
+            *(float *)PyArray_DATA((PyArrayObject *)*made) = (float)value;
+    } else {
+        *made = PyArray_FromAny(scalar, NULL, 0, 0, 0, NULL);
+    }
+    return *made ? FA_OK : fa_python_error(status);
 }
 
 int fa_numpy_boolean(PyObject *object) {
@@ -60,7 +88,7 @@ fa_code fa_numpy_dtype_read(fa_state *state, const char *name, PyObject *dtype, 
 }
 
 fa_code fa_numpy_read(fa_state *state, fa_array *array, fa_status *status) {
-    PyArrayObject *source = (PyArrayObject *)array->object;
+    PyArrayObject *source = (PyArrayObject *)(array->made ? array->made : array->object);
     fa_view *view = &array->view;
     if (array->type->masked)
         return fa_fail(status, FA_ETYPE, "%s is a masked array; pass plain data, and mask= for what to leave out",

@@ -119,6 +119,10 @@ static fa_code classify(fa_state *state, PyObject *object, fa_type *entry, fa_st
     PyObject *class = (PyObject *)type, *found;
     memset(entry, 0, sizeof *entry);
     entry->type = type;
+    if (fa_numpy_is_scalar_type(type)) {
+        entry->protocol = FA_BY_SCALAR;
+        return FA_OK;
+    }
     if (type == state->device_array) {
         entry->protocol = FA_BY_OWN;
         return FA_OK;
