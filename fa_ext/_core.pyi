@@ -1,3 +1,4 @@
+import sys
 from os import PathLike
 from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
@@ -31,6 +32,9 @@ class DeviceArray:
         copy: bool | None = None,
     ) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]: ...
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
 
 _Array = TypeVar("_Array")
 _Out = TypeVar("_Out")

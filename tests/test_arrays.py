@@ -131,40 +131,6 @@ def test_dlpack_output():
             fa_ext.attention(q, k, v, out=Producer(out, flags=flags))
 
 
-def test_device_array_on_the_cpu():
-    q, k, v = operands()
-    out = fa_ext.attention(Producer(q), k, v)
-    taken = np.from_dlpack(out)
-    wanted = fa_ext.attention(q, k, v)
-    assert out.__dlpack_device__() == (producers.CPU, 0)
-    assert (out.dtype, out.ndim, out.nbytes, out.device) == ("float32", 4, wanted.nbytes, "cpu")
-    assert repr(out) == "<fa_ext.DeviceArray float32 (2, 4, 9, 16) on cpu>"
-    del out
-    gc.collect()
-    np.testing.assert_array_equal(taken, wanted)
-    again = fa_ext.attention(Producer(q), k, v)
-    assert isinstance(fa_ext.attention(again, k, v), fa_ext.DeviceArray)
-    for keywords, error in [
-        ({"stream": 1}, BufferError),
-        ({"copy": True}, BufferError),
-        ({"dl_device": (2, 0)}, BufferError),
-        ({"max_version": "1.0"}, TypeError),
-        ({"unknown": 1}, TypeError),
-    ]:
-        with pytest.raises(error):
-            again.__dlpack__(**keywords)
-    references = sys.getrefcount(again)
-    for version in (None, (1, 0)):  # a capsule that nobody takes lets go of the array
-        again.__dlpack__(max_version=version)
-    assert sys.getrefcount(again) == references
-    assert producers.name_of(again.__dlpack__()) == "dltensor"
-    assert producers.name_of(again.__dlpack__(max_version=(1, 0))) == "dltensor_versioned"
-    with pytest.raises(AttributeError):
-        again.__cuda_array_interface__  # noqa: B018
-    with pytest.raises(TypeError):
-        fa_ext.DeviceArray()
-
-
 class Resizes(Producer):
     """Its ``__dlpack__`` gives other arrays less memory, which frees or moves what they had."""
 

@@ -215,21 +215,6 @@ def test_torch_streams(torch, host, wanted):
         close(fa_ext.attention(*sources, stream=given), wanted[0])
 
 
-def test_stream_0_is_the_legacy_stream(torch, host, wanted):
-    """The call waits for what the default stream holds, though no library of its arrays tells of that stream."""
-    sources = [torch.from_numpy(array).cuda() for array in host]
-    arrays = [fa_ext.to_device(np.zeros_like(array)) for array in host]
-    views = [torch.from_dlpack(array) for array in arrays]
-    out = fa_ext.to_device(np.full(SHAPE, np.nan, np.float16))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(CYCLES)
-    for view, source in zip(views, sources, strict=True):
-        view.copy_(source)
-    fa_ext.attention(*arrays, out=out, stream=torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-    close(out, wanted[0])
-
-
 def test_torch_graph(torch, host, wanted):
     arrays = [torch.from_numpy(array).cuda() for array in host]
     out = torch.empty_like(arrays[0])

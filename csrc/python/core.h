@@ -212,8 +212,12 @@ PyObject *fa_numpy_empty(fa_state *state, int ndim, const int64_t *shape, fa_dty
 PyObject *fa_numpy_dtype(fa_state *state, fa_dtype dtype);
 /* dtype of a numpy.dtype object; FA_ETYPE for one that is not ours. */
 fa_code fa_numpy_dtype_read(fa_state *state, const char *name, PyObject *dtype, fa_dtype *out, fa_status *status);
-/* A NumPy array over a description of host memory, copied: strides may be any. */
+/* A writable NumPy array over host memory, which `owner` keeps alive. */
+PyObject *fa_numpy_over(fa_state *state, const fa_view *view, PyObject *owner);
+/* A copy of it, C-contiguous: strides may be any. */
 PyObject *fa_numpy_copy_of(fa_state *state, const fa_view *view);
+/* What __array__(dtype, copy) makes of an array: itself, or a copy; NULL with an exception. Steals it. */
+PyObject *fa_numpy_converted(PyObject *array, PyObject *dtype, PyObject *copy);
 /* C-contiguous NumPy array of what `object` holds (a new reference, maybe `object` itself). */
 PyObject *fa_numpy_contiguous(PyObject *object);
 /* True or False for True, False and NumPy's booleans; -1, without an exception, for anything else. */

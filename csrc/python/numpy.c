@@ -139,7 +139,7 @@ PyObject *fa_numpy_empty(fa_state *state, int ndim, const int64_t *shape, fa_dty
     return made;
 }
 
-PyObject *fa_numpy_copy_of(fa_state *state, const fa_view *view) {
+PyObject *fa_numpy_over(fa_state *state, const fa_view *view, PyObject *owner) {
     PyArray_Descr *descr = (PyArray_Descr *)fa_numpy_dtype(state, view->dtype);
     if (!descr) return NULL;
     npy_intp shape[FA_MAX_NDIM], strides[FA_MAX_NDIM];
@@ -147,11 +147,38 @@ PyObject *fa_numpy_copy_of(fa_state *state, const fa_view *view) {
         shape[axis] = (npy_intp)view->shape[axis];
         strides[axis] = (npy_intp)(view->strides[axis] * (int64_t)fa_dtype_size(view->dtype));
     }
-    PyObject *borrowed = PyArray_NewFromDescr(&PyArray_Type, descr, view->ndim, shape, strides, view->data, 0, NULL);
-    if (!borrowed) return NULL;
-    PyObject *copy = PyArray_NewCopy((PyArrayObject *)borrowed, NPY_CORDER);
-    Py_DECREF(borrowed);
+    PyObject *made =
+        PyArray_NewFromDescr(&PyArray_Type, descr, view->ndim, shape, strides, view->data, NPY_ARRAY_WRITEABLE, NULL);
+    if (made && owner && view->data && PyArray_SetBaseObject((PyArrayObject *)made, Py_NewRef(owner)) < 0)
+        Py_CLEAR(made);
+    return made;
+}
+
+PyObject *fa_numpy_copy_of(fa_state *state, const fa_view *view) {
+    PyObject *borrowed = fa_numpy_over(state, view, NULL);
+    PyObject *copy = borrowed ? PyArray_NewCopy((PyArrayObject *)borrowed, NPY_CORDER) : NULL;
+    Py_XDECREF(borrowed);
     return copy;
+}
+
+PyObject *fa_numpy_converted(PyObject *array, PyObject *dtype, PyObject *copy) {
+    PyArrayObject *source = (PyArrayObject *)array;
+    PyArray_Descr *wanted = NULL;
+    PyObject *made = NULL;
+    const int copies = copy == Py_None ? 0 : PyObject_IsTrue(copy);
+    if (copies < 0 || PyArray_DescrConverter2(dtype, &wanted) != NPY_SUCCEED) goto done;
+    if (wanted && !PyArray_EquivTypes(wanted, PyArray_DESCR(source))) {
+        if (copy != Py_None && !copies)
+            PyErr_SetString(PyExc_ValueError, "copy=False, but another dtype than the array's own needs a copy");
+        else
+            made = PyArray_CastToType(source, (PyArray_Descr *)Py_NewRef((PyObject *)wanted), 0);
+    } else {
+        made = copies ? PyArray_NewCopy(source, NPY_CORDER) : Py_NewRef(array);
+    }
+done:
+    Py_XDECREF((PyObject *)wanted);
+    Py_DECREF(array);
+    return made;
 }
 
 PyObject *fa_numpy_contiguous(PyObject *object) {

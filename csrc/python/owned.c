@@ -1,6 +1,6 @@
 /* fa_ext.DeviceArray: memory of ours, for results whose library has no allocator that we could ask, and for
- * to_device(). C-contiguous, on a CUDA device or the CPU; speaks the CUDA Array Interface and DLPack; freed in stream
- * order. */
+ * to_device(). C-contiguous, on a CUDA device or the CPU; speaks DLPack, the CUDA Array Interface and, on the CPU,
+ * Python's buffer protocol and __array__(); freed in stream order. */
 #include "core.h"
 
 #include <stdlib.h>
@@ -10,7 +10,8 @@
 
 typedef struct device_array {
     PyObject_HEAD fa_view view;
-    void *stream;               /* the work that fills the memory is queued here */
+    Py_ssize_t extents[FA_MAX_NDIM], byte_strides[FA_MAX_NDIM]; /* what buffers point to */
+    void *stream;                                               /* the work that fills the memory is queued here */
     unsigned long thread;       /* that made it: the per-thread stream is another one elsewhere */
     PyObject *stream_owner;     /* keeps `stream` alive, or NULL */
     _Atomic(void *) consumer;   /* stream of the library it was handed to, NULL or SEVERAL */
@@ -38,6 +39,10 @@ fa_code fa_device_array_make(fa_state *state, fa_device device, int ndim, const 
     view->ndim = ndim;
     memcpy(view->shape, shape, (size_t)ndim * sizeof *shape);
     fa_view_contiguous(view);
+    for (int axis = 0; axis < ndim; axis++) {
+        array->extents[axis] = (Py_ssize_t)shape[axis];
+        array->byte_strides[axis] = (Py_ssize_t)(view->strides[axis] * (int64_t)fa_dtype_size(dtype));
+    }
     array->stream = stream->handle;
     array->thread = PyThread_get_thread_ident();
     array->stream_owner = Py_XNewRef(stream->owner);
@@ -158,6 +163,60 @@ static PyObject *array_repr(PyObject *self) {
     Py_XDECREF(shape);
     Py_XDECREF(device);
     return text;
+}
+
+/* ---- the CPU's protocols ---- */
+
+static bool on_host(PyObject *self, PyObject *error) {
+    fa_device device = as_array(self)->view.device;
+    if (device.kind == FA_CPU) return true;
+    PyErr_Format(error, "the array is on CUDA device %d; fa_ext.to_numpy(array) copies it to the CPU", device.id);
+    return false;
+}
+
+static bool is_f_contiguous(const fa_view *view) {
+    int long_axes = 0;
+    for (int axis = 0; axis < view->ndim; axis++) long_axes += view->shape[axis] != 1;
+    return long_axes <= 1 || fa_view_elements(view) == 0;
+}
+
+static int array_get_buffer(PyObject *self, Py_buffer *buffer, int flags) {
+    static const char *const formats[FA_DTYPE_COUNT] = {"e", NULL, "f", "d", "?"};
+    static char nothing; /* an empty buffer has an address, too */
+    device_array *array = as_array(self);
+    const fa_view *view = &array->view;
+    buffer->obj = NULL;
+    if (!on_host(self, PyExc_BufferError)) return -1;
+    const char *refusal = NULL;
+    if ((flags & PyBUF_FORMAT) && !formats[view->dtype])
+        refusal = "the buffer protocol has no format for bfloat16; numpy.asarray(array) reads it, with ml_dtypes";
+    else if ((flags & PyBUF_F_CONTIGUOUS) == PyBUF_F_CONTIGUOUS && !is_f_contiguous(view))
+        refusal = "the array is C-contiguous, not Fortran-contiguous";
+    if (refusal) {
+        PyErr_SetString(PyExc_BufferError, refusal);
+        return -1;
+    }
+    const Py_ssize_t size = (Py_ssize_t)fa_dtype_size(view->dtype);
+    *buffer = (Py_buffer){
+        .buf = view->data ? view->data : &nothing,
+        .obj = Py_NewRef(self),
+        .len = (Py_ssize_t)fa_view_elements(view) * size,
+        .itemsize = size,
+        .ndim = view->ndim,
+        .format = (flags & PyBUF_FORMAT) ? (char *)formats[view->dtype] : NULL,
+        .shape = (flags & PyBUF_ND) == PyBUF_ND ? array->extents : NULL,
+        .strides = (flags & PyBUF_STRIDES) == PyBUF_STRIDES ? array->byte_strides : NULL,
+    };
+    return 0;
+}
+
+static PyObject *array_array(PyObject *self, PyObject *args, PyObject *keywords) {
+    static char *names[] = {"dtype", "copy", NULL};
+    PyObject *dtype = Py_None, *copy = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|OO:__array__", names, &dtype, &copy)) return NULL;
+    if (!on_host(self, PyExc_TypeError)) return NULL;
+    PyObject *array = fa_numpy_over(state_of(self), &as_array(self)->view, self);
+    return array ? fa_numpy_converted(array, dtype, copy) : NULL;
 }
 
 /* ---- DLPack out ---- */
@@ -285,6 +344,8 @@ static PyMethodDef array_methods[] = {
      "__dlpack__($self, /, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\nDLPack capsule."},
     {"__dlpack_device__", array_dlpack_device, METH_NOARGS,
      "__dlpack_device__($self, /)\n--\n\n(DLPack device type, device id)."},
+    {"__array__", (PyCFunction)(void (*)(void))array_array, METH_VARARGS | METH_KEYWORDS,
+     "__array__($self, /, dtype=None, copy=None)\n--\n\nNumPy array over the same memory; on the CPU only."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -304,8 +365,11 @@ PyTypeObject *fa_device_array_new_type(PyObject *module) {
         {Py_tp_repr, array_repr},
         {Py_tp_methods, array_methods},
         {Py_tp_getset, array_attributes},
-        {Py_tp_doc, "A C-contiguous array of fa_ext's own, on a CUDA device or the CPU.\n\n"
-                    "Any library takes it through __dlpack__ or __cuda_array_interface__; to_numpy() copies it."},
+        {Py_bf_getbuffer, array_get_buffer},
+        {Py_tp_doc,
+         "A C-contiguous array of fa_ext's own, on a CUDA device or the CPU.\n\n"
+         "Any library takes it through __dlpack__ or __cuda_array_interface__; to_numpy() copies it. On the\n"
+         "CPU numpy.asarray() and memoryview() share its memory."},
         {0, NULL},
     };
     static PyType_Spec spec = {
