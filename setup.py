@@ -52,7 +52,7 @@ class BuildExt(build_ext):
         # Not build_temp, which an editable install throws away: objects are kept and reused while they are up to date.
         kind = "-".join(filter(None, ["objects", "debug" if options.debug else "", "chaos" if options.chaos else "", options.sanitize.replace(",", "-")]))
         folder = ROOT / "build" / kind / (sysconfig.get_config_var("SOABI") or "abi")
-        objects = build.compile_all(units, folder, options)
+        objects = build.compile_all(units, folder, options, progress=True)
         build.link_shared(objects, Path(self.get_ext_fullpath(ext.name)).resolve(), options)
 
 

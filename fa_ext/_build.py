@@ -12,6 +12,7 @@ A file with instances is compiled once for each and once without FA_INSTANCE (it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -20,7 +21,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -290,10 +292,62 @@ def compile_unit(unit: Unit, folder: Path, options: Options) -> Path:
     return target
 
 
-def compile_all(units: list[Unit], folder: Path, options: Options) -> list[Path]:
-    """Compiles the units, ``options.jobs`` at a time."""
+def compile_all(units: list[Unit], folder: Path, options: Options, progress: bool = False) -> list[Path]:
+    """Compiles the units, ``options.jobs`` at a time; with ``progress`` a line says how far it is."""
     with ThreadPoolExecutor(max_workers=options.jobs) as pool:
-        return list(pool.map(lambda unit: compile_unit(unit, folder, options), units))
+        futures = [pool.submit(compile_unit, unit, folder, options) for unit in units]
+        try:
+            if progress:
+                _show_progress(futures)
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+#: Seconds between two lines of progress where there is no terminal.
+LOG_EVERY = 10.0
+
+
+def _terminal() -> int | None:
+    """The terminal of this process, which pip leaves alone when it keeps what a build prints, as a file descriptor; None
+    where there is none, or where this process runs in its background (writing there may stop it)."""
+    try:
+        terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):
+        if os.tcgetpgrp(terminal) == os.getpgrp():
+            return terminal
+    os.close(terminal)
+    return None
+
+
+def _show_progress(futures: list[Future[Path]]) -> None:
+    """Waits for compilations until all have ended or one has failed. Says each second how many have ended: on the
+    terminal, in a line that is wiped in the end; without one, on standard output, every ten seconds."""
+    begun = logged = time.monotonic()
+    terminal = _terminal()
+
+    def write(text: str) -> None:
+        if terminal is not None:
+            with contextlib.suppress(OSError):  # it may have been closed
+                os.write(terminal, text.encode())
+
+    while True:
+        done, waiting = wait(futures, timeout=1, return_when=FIRST_EXCEPTION)
+        if not waiting or any(future.exception() for future in done):
+            break
+        now = time.monotonic()
+        line = f"fa_ext: {len(done)} of {len(futures)} files compiled, {now - begun:.0f} s"
+        if terminal is not None:
+            write(f"\r{line}")
+        elif now - logged >= LOG_EVERY:
+            logged = now
+            print(line, flush=True)
+    if terminal is not None:
+        write("\r\x1b[K")
+        os.close(terminal)
 
 
 def link_flags(options: Options) -> list[str]:
@@ -319,7 +373,9 @@ def link_shared(objects: list[Path], target: Path, options: Options) -> Path:
     return target
 
 
-def build_row(source: Path, target: Path, options: Options, extra: tuple[str, ...] = ()) -> Path:
+def build_row(
+    source: Path, target: Path, options: Options, extra: tuple[str, ...] = (), progress: bool = False
+) -> Path:
     """Builds one row alone as a shared library that exports its ``fa_row_<name>``; ``fa_ext._core.load`` takes it.
 
     ``source`` is a kernel file (.c or .cu) and ``extra`` are flags such as ``-DBLOCK_M=32`` for all its compilations.
@@ -330,7 +386,7 @@ def build_row(source: Path, target: Path, options: Options, extra: tuple[str, ..
         units += units_of(CSRC / "cpu" / "threads.c")
     else:
         units.append(Unit(CSRC / "device.c", "device", ("-DFA_HAVE_CUDA=1",)))
-    objects = compile_all(units, target.with_suffix(".objects"), options)
+    objects = compile_all(units, target.with_suffix(".objects"), options, progress)
     return link_shared(objects, target, options)
 
 
@@ -348,7 +404,7 @@ def main() -> None:
         parser.error(f"no kernel file for {parsed.row!r}")
     target = parsed.target or ROOT / "build" / "rows" / f"{source.stem}.so"
     try:
-        build_row(source.resolve(), target.resolve(), options_from_environment(), tuple(extra))
+        build_row(source.resolve(), target.resolve(), options_from_environment(), tuple(extra), progress=True)
     except BuildError as error:
         raise SystemExit(f"fa_ext: {error}") from None
     for log in sorted(target.resolve().with_suffix(".objects").glob("*.log")):

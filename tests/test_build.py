@@ -1,8 +1,10 @@
 """What the build says to a variable of the environment that it cannot honour: one line, never a traceback; and what goes
 into a row built alone and into a source distribution."""
 
+import contextlib
 import importlib.metadata
 import os
+import pty
 import subprocess
 import sys
 import tarfile
@@ -85,6 +87,60 @@ def test_a_cpu_row_alone_has_its_threads(monkeypatch, tmp_path):
     _build.build_row(ROOT / "csrc" / "cpu" / "cpu_simd.c", tmp_path / "row.so", _build.options_from_environment())
     (threads,) = [unit for unit in compiled if unit.name == "threads"]
     assert "-fopenmp" in threads.flags
+
+
+SLOW_BUILD = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from fa_ext import _build
+_build.LOG_EVERY = 1
+_build.compile_unit = lambda unit, folder, options: time.sleep(unit) or {fails}
+print(_build.compile_all([0, 0, 1.6, 1.6], None, _build.Options(jobs=1), {progress}))
+"""
+
+
+def slow_build(log, leave=None, fails="unit", progress=True):
+    """(what a slow build shows on its terminal, what it prints); ``leave`` takes it out of the terminal's foreground."""
+    script = SLOW_BUILD.format(root=str(ROOT), fails=fails, progress=progress)
+    child, master = pty.fork()
+    if child == 0:
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            if leave and os.fork():  # a process that leads its session cannot leave
+                os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+            if leave:
+                leave()
+            os.execv(sys.executable, [sys.executable, "-c", script])
+        finally:
+            os._exit(99)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while piece := os.read(master, 4096):
+            shown += piece
+    os.close(master)
+    os.waitpid(child, 0)
+    return shown.decode(), Path(log).read_text()
+
+
+def test_progress_goes_to_the_terminal_though_the_output_is_kept(tmp_path):
+    shown, printed = slow_build(tmp_path / "log")
+    assert "\rfa_ext: 2 of 4 files compiled, 1 s\rfa_ext: 3 of 4 files compiled, 2 s" in shown
+    assert shown.endswith("\r\x1b[K") and printed == "[0, 0, 1.6, 1.6]\n"
+
+
+@pytest.mark.parametrize("leave", [os.setsid, os.setpgrp])
+def test_progress_without_a_terminal_or_in_its_background_is_printed(leave, tmp_path):
+    shown, printed = slow_build(tmp_path / "log", leave)
+    assert shown == "" and printed.startswith("fa_ext: 2 of 4 files compiled, 1 s\nfa_ext: 3 of 4 files compiled, 2 s\n")
+    assert printed.endswith("\n[0, 0, 1.6, 1.6]\n")
+
+
+def test_progress_of_what_fails_and_of_what_is_quiet(tmp_path):
+    shown, printed = slow_build(tmp_path / "log", fails="1 / unit")
+    assert shown in ("", "\r\x1b[K") and printed.splitlines()[-1].startswith("ZeroDivisionError")
+    assert slow_build(tmp_path / "log", progress=False) == ("", "[0, 0, 1.6, 1.6]\n")
 
 
 @pytest.mark.skipif(not has_setuptools(), reason="setuptools 77 or newer is not installed")
