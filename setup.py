@@ -9,6 +9,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # it takes the licence in pyproject.toml for a mistake
+    raise SystemExit(
+        f"fa_ext: setuptools {setuptools.__version__} is too old for setup.py; accepted: 77 or newer "
+        "(pip install 'setuptools>=77' numpy), or pip install -e ., which brings its own"
+    )
+
 import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -18,9 +26,6 @@ _spec = importlib.util.spec_from_file_location("fa_ext_build", ROOT / "fa_ext" /
 build = importlib.util.module_from_spec(_spec)
 sys.modules["fa_ext_build"] = build
 _spec.loader.exec_module(build)
-
-# What a source distribution must hold.
-SOURCES = sorted(str(f.relative_to(ROOT)) for top in ("csrc", "kernels") for f in (ROOT / top).rglob("*") if f.is_file())
 
 # Free-threaded CPython has no stable ABI before 3.15: there the same source builds for one version.
 LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -58,7 +63,7 @@ class BuildExt(build_ext):
 
 setup(
     ext_modules=[
-        Extension("fa_ext._core", sources=["csrc/python/module.c"], depends=SOURCES, py_limited_api=LIMITED),
+        Extension("fa_ext._core", sources=["csrc/python/module.c"], py_limited_api=LIMITED),
     ],
     cmdclass={"build_ext": BuildExt},
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if LIMITED else {},
