@@ -1,7 +1,8 @@
 """``python -m fa_ext``: what this build has, which devices it sees, and whether each row works here.
 
-Per row the stages build -> load -> launch -> sanity -> correctness -> time, on real input: B1 H8 S512 D64 float16, and
-for correctness a ragged causal GQA call as well. Exit status 1 if a stage fails, if a row refuses that input on the
+Per row the stages build -> load -> launch -> sanity -> correctness -> time, on real input: B1 H8 S512 D64 float16 (S128
+for a row that is slow on this machine), and for correctness a ragged causal GQA call as well. A line on the terminal says
+which stage of which row is under way. Exit status 1 if a stage fails, if a row refuses that input on the
 device it is made for, or if no row could run; a row whose device is not here is shown as absent and is no failure.
 """
 
@@ -22,6 +23,9 @@ import numpy
 
 STAGES = ("build", "load", "launch", "sanity", "correctness", "time")
 TIMED = dict(batch=1, heads=8, heads_kv=8, seq_q=512, seq_k=512, head_dim=64)
+SMALL = TIMED | dict(seq_q=128, seq_k=128)
+#: Seconds of a call on SMALL from which a row is checked on that alone: the same row takes 16 times as long on TIMED.
+SLOW = 0.004
 RAGGED = dict(batch=2, heads=4, heads_kv=2, seq_q=113, seq_k=203, head_dim=64)
 # A refusal in these words is about the machine, not about the row.
 _ABOUT_THE_MACHINE = re.compile(
@@ -41,8 +45,53 @@ class Failed(Exception):
     """A stage's own finding; the message says what was wrong."""
 
 
-def check_row(row, device, fa_ext, no_device):
-    """The stages of one row: {"row", "device", "status", "stages": {stage: text}, "note", "us", "max_abs", ...}."""
+def name_of(size):
+    """Such as "B1 H8 S512 D64 float16"."""
+    return f"B{size['batch']} H{size['heads']} S{size['seq_q']} D{size['head_dim']} float16"
+
+
+class Progress:
+    """One line on the terminal, wiped in the end; nothing where standard error is no terminal."""
+
+    def __init__(self, stream=None):
+        self.stream = sys.stderr if stream is None else stream
+        self.shown = self.stream.isatty()
+
+    def __call__(self, text):
+        if self.shown:
+            self.stream.write(f"\r\x1b[K{text}")
+            self.stream.flush()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self("")
+
+
+def launched(row, size, put, fa_ext):
+    """(the arguments of a call, its out and LSE, poisoned before)."""
+    q, k, v = (put(x) for x in inputs(size))
+    out, lse = (put(numpy.full(shape, numpy.nan, dtype)) for shape, dtype in ((q.shape, "f2"), (q.shape[:3], "f4")))
+    fa_ext.attention(q, k, v, out=(out, lse), kernel=row)
+    return (q, k, v), out, lse
+
+
+def right_size(row, put, fa_ext):
+    """TIMED, or SMALL for a slow row."""
+    arrays, out, lse = launched(row, SMALL, put, fa_ext)  # the first call also loads the row
+    taken = []
+    for _ in range(2):
+        start = time.perf_counter()
+        fa_ext.attention(*arrays, out=(out, lse), kernel=row)
+        fa_ext.to_numpy(lse)
+        taken.append(time.perf_counter() - start)
+    return SMALL if min(taken) > SLOW else TIMED
+
+
+def check_row(row, device, fa_ext, no_device, show=lambda stage: None):
+    """The stages of one row: {"row", "device", "status", "stages": {stage: text}, "note", "input", "us", "max_abs", ...};
+    ``show`` hears of each stage that begins."""
     result = {"row": row, "device": device, "status": "ok", "stages": dict.fromkeys(STAGES, "-"), "note": ""}
     stages = result["stages"]
     stages["build"] = "ok"
@@ -50,6 +99,7 @@ def check_row(row, device, fa_ext, no_device):
         return result | {"status": "absent", "note": no_device}
     put = fa_ext.to_device if device == "cuda" else lambda x: x
     stage = "load"
+    show(stage)
     try:
         q, k, v = (put(x) for x in inputs(TIMED))
         refusal = fa_ext.explain(q, k, v, return_lse=True, kernel=row)[1].get(row) if device == "cuda" else None
@@ -58,21 +108,21 @@ def check_row(row, device, fa_ext, no_device):
             return result | {"status": "absent" if absent else "refuses", "note": refusal}
         stages["load"] = "ok"
 
-        stage = "launch"
-        nan = numpy.full(q.shape, numpy.nan, numpy.float16)
-        out, lse = put(nan), put(numpy.full(q.shape[:3], numpy.nan, numpy.float32))
-        fa_ext.attention(q, k, v, out=(out, lse), kernel=row)
+        show(stage := "launch")
+        size = right_size(row, put, fa_ext)
+        (q, k, v), out, lse = launched(row, size, put, fa_ext)
+        result["input"] = name_of(size)
         host_out, host_lse = fa_ext.to_numpy(out), fa_ext.to_numpy(lse)
         stages["launch"] = "ok"
 
-        stage = "sanity"
+        show(stage := "sanity")
         for name, array in (("out", host_out), ("the LSE", host_lse)):
             bad = int((~numpy.isfinite(array)).sum())
             if bad:
                 raise Failed(f"{bad} of {array.size} elements of {name} are not written or not finite")
         stages["sanity"] = "ok"
 
-        stage = "correctness"
+        show(stage := "correctness")
         reports = [fa_ext.verify(q, k, v, kernel=row)]
         reports.append(fa_ext.verify(*(put(x) for x in inputs(RAGGED, 1)), causal="bottom_right", kernel=row))
         worst = max(reports, key=lambda report: (not report.passed, report.max_abs / report.max_abs_bound))
@@ -81,9 +131,9 @@ def check_row(row, device, fa_ext, no_device):
             raise Failed("; ".join(worst.failures))
         stages["correctness"] = f"{worst.max_abs:.1e} <= {worst.max_abs_bound:.1e}"
 
-        stage = "time"
+        show(stage := "time")
         result["us"] = time_call(lambda: fa_ext.attention(q, k, v, out=out, kernel=row), lambda: fa_ext.to_numpy(lse))
-        stages["time"] = f"{result['us']:.1f} us"
+        stages["time"] = f"{result['us']:.1f} us{' at S128' if size is SMALL else ''}"
     except fa_ext.UnsupportedError as error:
         reason = str(error)
         absent = stage in ("load", "launch") and _ABOUT_THE_MACHINE.search(reason)
@@ -95,7 +145,8 @@ def check_row(row, device, fa_ext, no_device):
 
 
 def time_call(call, wait):
-    """Microseconds a call: bursts of n and 2n calls differ by n calls, whatever it costs to wait for the last."""
+    """Microseconds a call: bursts of n and 2n calls differ by n calls, whatever it costs to wait for the last. The median
+    of five such differences, or of what a second holds."""
 
     def burst(count):
         start = time.perf_counter()
@@ -107,7 +158,10 @@ def time_call(call, wait):
     once = max(burst(1), 1e-6)
     count = max(1, min(200, int(0.03 / once)))
     burst(count)
-    taken = statistics.median((burst(2 * count) - burst(count)) / count for _ in range(5))
+    differences, begun = [], time.perf_counter()
+    while not differences or (len(differences) < 5 and time.perf_counter() - begun < 1):
+        differences.append((burst(2 * count) - burst(count)) / count)
+    taken = statistics.median(differences)
     return 1e6 * (taken if taken > 0 else burst(count) / count)  # <= 0: others held the machine meanwhile
 
 
@@ -146,11 +200,18 @@ def survey():
         no_device = None if devices else "no CUDA device"
     except fa_ext.CudaError as error:
         no_device = str(error)
-    rows = [check_row(row, build["rows"][row][0], fa_ext, no_device) for row in fa_ext.kernels()]
+    rows = []
+    with Progress() as progress:
+        for number, row in enumerate(fa_ext.kernels(), 1):
+
+            def show(stage, shown=f"fa_ext: {row}, {number} of {len(fa_ext.kernels())} rows: "):
+                progress(shown + stage)
+
+            rows.append(check_row(row, build["rows"][row][0], fa_ext, no_device, show))
     return {
         "version": build["version"], "python": platform.python_version(), "numpy": numpy.__version__,
         "cuda": build["cuda"], "toolkit": build["toolkit"], "cpu": cpu, "devices": devices, "no_device": no_device,
-        "input": "B1 H8 S512 D64 float16", "rows": rows, "passed": passes(rows),
+        "input": name_of(TIMED), "rows": rows, "passed": passes(rows),
     }  # fmt: skip
 
 

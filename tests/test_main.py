@@ -1,11 +1,13 @@
 """``python -m fa_ext``: the table, the JSON, the exit status, and that a broken row is noticed."""
 
 import ctypes
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -76,6 +78,46 @@ def test_a_broken_row_fails_at_its_stage(how, stage):
     row = fa_ext.kernels()[-1]
     result = command.check_row(row, "cpu", Package(broken(how)), None)
     assert result["status"] == "FAILED" and result["stages"][stage] == "FAILED" and result["note"]
+
+
+@pytest.mark.parametrize(("seconds", "size"), [(0, command.TIMED), (2 * command.SLOW, command.SMALL)])
+def test_a_slow_row_is_checked_on_a_smaller_problem(seconds, size, monkeypatch):
+    def attention(q, k, v, **options):
+        seen.append(q.shape)
+        time.sleep(seconds)
+        return fa_ext.attention(q, k, v, **options)
+
+    seen, shown = [], []
+    monkeypatch.setattr(command, "SLOW", command.SLOW if seconds else 60)
+    result = command.check_row(fa_ext.kernels()[0], "cpu", Package(attention), None, shown.append)
+    assert result["status"] == "ok" and result["input"] == command.name_of(size)
+    assert ("at S128" in result["stages"]["time"]) is (size is command.SMALL)
+    assert seen[0][2] == 128 and {shape[2] for shape in seen[3:]} == {size["seq_q"]}
+    assert shown == ["load", "launch", "sanity", "correctness", "time"]
+    assert len(seen) < 1100
+
+
+def test_timing_ends_after_a_second():
+    calls = []
+    assert command.time_call(lambda: (calls.append(1), time.sleep(0.3)), lambda: None) >= 0.2e6
+    assert len(calls) <= 9
+
+
+def test_progress_is_one_line_of_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal, pipe = Terminal(), io.StringIO()
+    monkeypatch.setattr(command, "check_row", lambda row, *_: _[-1]("launch") or {"row": row, "status": "ok"})
+    monkeypatch.setattr(sys, "stderr", terminal)
+    command.survey()
+    names = fa_ext.kernels()
+    lines = [f"fa_ext: {row}, {number} of {len(names)} rows: launch" for number, row in enumerate(names, 1)]
+    assert terminal.getvalue() == "".join(f"\r\x1b[K{line}" for line in [*lines, ""])
+    monkeypatch.setattr(sys, "stderr", pipe)
+    command.survey()
+    assert pipe.getvalue() == ""
 
 
 def test_a_wrong_result_fails_at_correctness(monkeypatch):
