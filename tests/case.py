@@ -17,6 +17,11 @@ VALUES = ("normal", "large", "tiny", "sorted", "descending", "dominant", "equal"
 MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "strided")
 BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max")
 SINKS = ("same", "float32", "large", "small", "strided", "huge")
+#: The words that an option of a case's name may be.
+ACCEPTED = {
+    "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": BIASES, "sinks": SINKS,
+    "layout": ("bhsd", "bshd"), "strides": STRIDES, "values": VALUES,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,21 +74,42 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """The case that ``str`` named."""
-        batch, heads, seq, dim, dtype, *options = text.strip().split(",")
-        values: dict = {"batch": int(batch[1:]), "dtype": dtype}
-        for word, mark, names in ((heads, "/", ("heads", "heads_kv")), (seq, "x", ("seq_q", "seq_k")),
-                                  (dim, "/", ("head_dim", "head_dim_v"))):  # fmt: skip
-            values.update(zip(names, map(int, word[1:].split(mark))))
-        for option in options:
+        """The case that ``str`` named. ValueError says which word is none of its."""
+        words = text.strip().split(",")
+        if len(words) < 5:
+            raise ValueError("batch, heads, sequence, head_dim and dtype are needed")
+        values: dict = {"dtype": words[4]}
+        for word, letter, mark, names in ((words[0], "B", None, ("batch",)), (words[1], "H", "/", ("heads", "heads_kv")),
+                                          (words[2], "S", "x", ("seq_q", "seq_k")),
+                                          (words[3], "D", "/", ("head_dim", "head_dim_v"))):  # fmt: skip
+            numbers = word[1:].split(mark)
+            if word[:1] != letter or len(numbers) > len(names) or not all(x.isdecimal() and x.isascii() for x in numbers):
+                raise ValueError(f"{word!r} is not {letter} and a number{f', or two with {mark} between them' if mark else ''}")
+            values.update(zip(names, map(int, numbers)))
+        for option in words[5:]:
             name, _, value = option.partition("=")
-            if name == "window":
-                values[name] = tuple(None if x == "none" else int(x) for x in value.split(":"))
-            elif name == "causal":
-                values[name] = {"True": True, "False": False}.get(value, value)
-            else:
-                values[name] = {"seed": int, "softcap": float, "scale": float}.get(name, str)(value)
+            values[name] = cls._option(name, value)
         return cls(**values)
+
+    @classmethod
+    def _option(cls, name: str, value: str):
+        """The value of a field that is written as name=value."""
+        names = [field.name for field in dataclasses.fields(cls)[8:]]
+        if name not in names:
+            raise ValueError(f"{name!r} is no option; accepted: {', '.join(names)}")
+        accepted = ACCEPTED.get(name)
+        if accepted and value not in accepted:
+            raise ValueError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
+        try:
+            if name == "window":
+                left, right = (None if x == "none" else int(x) for x in value.split(":"))
+                return left, right
+            if name == "causal":
+                return {"True": True, "False": False}.get(value, value)
+            return {"seed": int, "softcap": float, "scale": float}.get(name, str)(value)
+        except ValueError:
+            kind = {"window": "left:right, each a number or none", "seed": "a whole number"}.get(name, "a number")
+            raise ValueError(f"{name} is {value!r}; accepted: {kind}") from None
 
     # ---- the size ----
 
