@@ -4,6 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fa_ext
@@ -49,3 +50,23 @@ def test_the_figures_are_those_of_the_records():
     assert tables.rendered(text) == text, "python -m bench tables"
     missing = [name for name in tables.BLOCKS if f"<!-- figures: {name} -->" not in text]
     assert not missing
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_largest_bias_and_sink_that_count_are_those_that_it_names(dtype):
+    found = re.search(r"beyond ±([\d.e]+) \(±([\d.e]+) in a float64 call\) count as that", README.read_text())
+    limit = float(found[2] if dtype == "float64" else found[1])
+    wide = "f8" if dtype == "float64" else "f4"
+    q, keys, values = np.zeros((1, 1, 2, 8), dtype), np.zeros((1, 1, 3, 8), dtype), np.ones((1, 1, 3, 8), dtype)
+    values[0, 0, 1] = 4
+    for row, (device, _) in fa_ext._core.build_info()["rows"].items():
+        if device == "cuda":
+            continue
+        for given in (np.finfo(wide).min, np.finfo(wide).max, -limit * 1.01, limit * 0.5):
+            counts = np.clip(given, -limit, limit)
+            given = np.array([[given]], wide)
+            out, lse = fa_ext.attention(q, keys, values, bias=given, kernel=row, return_lse=True)
+            np.testing.assert_allclose(lse, counts, rtol=1e-5)
+            np.testing.assert_allclose(out, 2, rtol=1e-3)
+            lse = fa_ext.attention(q, keys[:, :, :0], values[:, :, :0], sinks=given[0], kernel=row, return_lse=True)[1]
+            np.testing.assert_allclose(lse, counts, rtol=1e-5)
