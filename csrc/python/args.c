@@ -106,6 +106,8 @@ static fa_code read_bool(const char *name, PyObject *value, bool *result, fa_sta
 }
 
 static fa_code read_number(const char *name, PyObject *value, double *number, fa_status *status) {
+    if (fa_numpy_boolean(value) >= 0)
+        return fa_wrong_type(name, value, "a float", status); /* scale=True is no factor */
     *number = PyFloat_AsDouble(value);
     if (*number != -1.0 || !PyErr_Occurred()) return FA_OK;
     const bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
