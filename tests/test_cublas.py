@@ -96,3 +96,28 @@ for name in {names!r}:
 def test_too_little_workspace_is_said():
     done = in_a_process(1, f"import rows; print(rows.verdict({ROW!r}, rows.SIMPLEST))")
     assert "FA_EXT_WORKSPACE_MB" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_an_interrupted_search_is_made_again():
+    script = """
+import sys, types
+import fa_ext
+def find():
+    asked.append(1)
+    if len(asked) == 1:
+        raise KeyboardInterrupt
+    return None
+asked, module = [], types.ModuleType("fa_ext._cublas")
+module.find = find
+sys.modules["fa_ext._cublas"] = module
+try:
+    fa_ext._core.device_info(0)
+except KeyboardInterrupt:
+    print("interrupted")
+for _ in range(2):
+    fa_ext._core.device_info(0)
+print(len(asked))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=TESTS.parent)
+    assert done.stdout == "interrupted\n2\n", done.stderr

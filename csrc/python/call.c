@@ -73,8 +73,9 @@ static fa_code read_call(fa_state *state, PyObject *const *args, Py_ssize_t coun
     request->sinks = view_or_null(&array[FA_SINKS]);
     request->out = view_or_null(&array[FA_OUT]);
     request->lse = view_or_null(&array[FA_LSE]);
-    if (request->q->device.kind == FA_CUDA && !atomic_load_explicit(&state->cublas_sought, memory_order_acquire))
-        fa_cublas_seek(state);
+    if (request->q->device.kind == FA_CUDA && !atomic_load_explicit(&state->cublas_sought, memory_order_acquire) &&
+        !fa_cublas_seek(state))
+        return fa_python_error(status);
     return FA_OK;
 }
 

@@ -324,7 +324,7 @@ PyObject *fa_device_count_py(PyObject *module, PyObject *unused);
 fa_code fa_row_find(fa_state *state, const char *argument, const char *name, const fa_kernel **row,
                     const char **listed_name, fa_status *status);
 void fa_loaded_clear(fa_state *state);
-/* Finds cuBLAS through fa_ext._cublas once, before the first CUDA call. */
-void fa_cublas_seek(fa_state *state);
+/* Finds cuBLAS through fa_ext._cublas once, before the first CUDA call. False with an exception: it was interrupted. */
+bool fa_cublas_seek(fa_state *state);
 
 #endif

@@ -188,15 +188,17 @@ void fa_loaded_clear(fa_state *state) {
 
 /* ---- what there is ---- */
 
-void fa_cublas_seek(fa_state *state) {
-    if (atomic_exchange(&state->cublas_sought, true) || !fa_kernel_find("cublas")) return;
+bool fa_cublas_seek(fa_state *state) {
+    if (atomic_exchange(&state->cublas_sought, true) || !fa_kernel_find("cublas")) return true;
     PyObject *module = PyImport_ImportModule("fa_ext._cublas");
     PyObject *found = module ? PyObject_CallMethod(module, "find", NULL) : NULL;
     const char *path = found && found != Py_None ? PyUnicode_AsUTF8AndSize(found, NULL) : NULL;
     if (path) fa_cublas_set_path(state->context, path);
-    if (PyErr_Occurred()) PyErr_Clear(); /* the loader's own search remains */
+    const bool told = fa_forget_error(); /* the loader's own search remains */
     Py_XDECREF(found);
     Py_XDECREF(module);
+    if (!told) atomic_store(&state->cublas_sought, false);
+    return told;
 }
 
 PyObject *fa_build_info(PyObject *module, PyObject *unused) {
@@ -250,7 +252,7 @@ PyObject *fa_device_info_py(PyObject *module, PyObject *index) {
     long number;
     if (fa_index_read("index", index, 0, 4095, "the index of a CUDA device, from 0", &number, &status) != FA_OK)
         return fa_raise(state, &status);
-    if (!atomic_load(&state->cublas_sought)) fa_cublas_seek(state);
+    if (!atomic_load(&state->cublas_sought) && !fa_cublas_seek(state)) return NULL;
     if (fa_device_info_get(state->context, (fa_device){FA_CUDA, (int)number}, &info, &status) != FA_OK)
         return fa_raise(state, &status);
     return Py_BuildValue(
