@@ -55,9 +55,11 @@ class BuildExt(build_ext):
         print(f"fa_ext: {'with ' + options.nvcc if options.nvcc else 'CPU only (no nvcc, or FA_CUDA=0)'}; "
               f"{len(units)} compilations", flush=True)  # fmt: skip
         # Not build_temp, which an editable install throws away: objects are kept and reused while they are up to date.
-        kind = "-".join(filter(None, ["objects", "debug" if options.debug else "", "chaos" if options.chaos else "", options.sanitize.replace(",", "-")]))
+        kinds = ["debug" if options.debug else "", "chaos" if options.chaos else "", options.sanitize.replace(",", "-")]
+        kind = "-".join(filter(None, ["objects", *kinds]))
         folder = ROOT / "build" / kind / (sysconfig.get_config_var("SOABI") or "abi")
         objects = build.compile_all(units, folder, options, progress=True)
+        objects.append(build.digests_object(units, objects, folder, options))
         build.link_shared(objects, Path(self.get_ext_fullpath(ext.name)).resolve(), options)
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
+import json
 import os
 import re
 import shlex
@@ -21,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -32,6 +35,20 @@ KERNELS = ROOT / "kernels"
 DEFAULT_ARCHS = ("sm_80", "sm_90", "compute_80")
 _DIRECTIVE = re.compile(r"@(arch|flags|instance)[ \t]+([^\n*]+)")
 _ARCH = re.compile(r"(sm|compute)_\d{2,3}[af]?")
+
+
+def _load_digests():
+    """``_digests.py``, by its path: this file is also run as a script and loaded where ``fa_ext`` cannot be imported."""
+    name = "fa_ext_digests"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("_digests.py"))
+        assert spec and spec.loader
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+digests = _load_digests()
 
 
 class BuildError(RuntimeError):
@@ -206,7 +223,7 @@ def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:
     rows = listed_rows()
     kernel_files = sorted((CSRC / "cpu").glob("*.c"))
     if options.nvcc:
-        kernel_files += sorted(KERNELS.glob("*.cu"))
+        kernel_files += [f for f in sorted(KERNELS.glob("*.cu")) if options.chaos or f.stem != "chaos"]
     if options.only:
         kernel_files = [f for f in kernel_files if f.stem not in rows or re.search(options.only, f.stem)]
     compiled = {f.stem for f in kernel_files}
@@ -259,13 +276,9 @@ def command(unit: Unit, target: Path, options: Options) -> list[str]:
 def _is_current(target: Path, stamp: Path, digest: str) -> bool:
     if not (target.exists() and stamp.exists() and stamp.read_text() == digest):
         return False
-    depfile = target.with_suffix(".d")
-    if not depfile.exists():
-        return False
     made = target.stat().st_mtime_ns
-    names = depfile.read_text().replace("\\\n", " ").split(":", 1)[-1].split()
     try:
-        return all(os.stat(name).st_mtime_ns <= made for name in names)
+        return all(os.stat(name).st_mtime_ns <= made for name in digests.dependencies(target))
     except OSError:
         return False
 
@@ -276,10 +289,10 @@ def compile_unit(unit: Unit, folder: Path, options: Options) -> Path:
     argv = command(unit, target, options)
     digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
     stamp = target.with_suffix(".cmd")
-    if _is_current(target, stamp, digest):
+    if _is_current(target, stamp, digest) and (not unit.is_cuda or digests.device_file(target).exists()):
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    done = _run(argv, "CUDA_HOME" if unit.is_cuda else "CC")
+    done = _compile_cuda(argv, target) if unit.is_cuda else _run(argv, "CC")
     printed = done.stdout + done.stderr
     target.with_suffix(".log").write_text(printed)
     if done.returncode:
@@ -290,6 +303,16 @@ def compile_unit(unit: Unit, folder: Path, options: Options) -> Path:
         print("\n".join(printed.splitlines()), file=sys.stderr)
     stamp.write_text(digest)
     return target
+
+
+def _compile_cuda(argv: list[str], target: Path) -> subprocess.CompletedProcess[str]:
+    """Runs nvcc and writes the labels of the device code beside the object, which holds that code compressed."""
+    with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", dir=target.parent) as kept:
+        done = _run([*argv, "--keep", "--keep-dir", kept], "CUDA_HOME")
+        if not done.returncode:
+            found = digests.device_labels(sorted(Path(kept).glob("*.cubin")))
+            digests.device_file(target).write_text(json.dumps(found))
+    return done
 
 
 def compile_all(units: list[Unit], folder: Path, options: Options, progress: bool = False) -> list[Path]:
@@ -348,6 +371,40 @@ def _show_progress(futures: list[Future[Path]]) -> None:
     if terminal is not None:
         write("\r\x1b[K")
         os.close(terminal)
+
+
+def groups_of(units: list[Unit], objects: list[Path]) -> dict[str, list[Path]]:
+    """{kernel: its objects}, and the rest as ``core``. A file beside kernels that is none belongs to each of them."""
+    kernels = {unit.source for unit in units if unit.row in listed_rows()}
+    groups: dict[str, list[Path]] = {digests.CORE: [], **{source.stem: [] for source in kernels}}
+    for unit, target in zip(units, objects, strict=True):
+        beside = [source.stem for source in kernels if source.parent == unit.source.parent]
+        for name in [unit.row] if unit.source in kernels else beside or [digests.CORE]:
+            groups[name].append(target)
+    return groups
+
+
+def digests_object(units: list[Unit], objects: list[Path], folder: Path, options: Options) -> Path:
+    """An object that carries the digests of all the others into the extension, for ``digests.read``."""
+    document = {
+        "format": digests.FORMAT,
+        "build": {
+            "cuda": bool(options.nvcc), "archs": " ".join(options.archs), "only": options.only or "",
+            "debug": options.debug, "chaos": options.chaos, "sanitize": options.sanitize,
+        },
+        "compilers": ", ".join(_release(argv) for argv in (_compiler("CC", "gcc"), [options.nvcc]) if argv[0]),
+        "groups": digests.describe(groups_of(units, objects), ROOT, ("setup.py", "fa_ext/_build.py")),
+    }  # fmt: skip
+    source, text = folder / "digests.c", digests.as_c(document)
+    if not source.exists() or source.read_text() != text:
+        source.write_text(text)
+    return compile_unit(Unit(source, "digests"), folder, options)
+
+
+def _release(argv: list[str]) -> str:
+    """The line of ``<compiler> --version`` that names its release."""
+    lines = _run([*argv, "--version"], "CC").stdout.strip().splitlines() or [argv[0]]
+    return next((line for line in lines if "release" in line), lines[0])
 
 
 def link_flags(options: Options) -> list[str]:
