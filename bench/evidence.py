@@ -1,39 +1,44 @@
-"""What was run where, on which sources: one JSON file a machine under bench/evidence/, made in parts.
+"""What was run where, on which machine code: one record a machine under bench/evidence/, made in parts.
 
-  tests      pytest, one test file after another: passed, failed, skipped with reasons
-  sanitizer  compute-sanitizer memcheck, racecheck and synccheck on the tests marked `sanitize`, row by row
-  sweep      random problems, each judged by float64, row by row
+  tests      pytest: the tests of each kernel, then those of no kernel (called core)
+  sanitizer  compute-sanitizer memcheck, racecheck and synccheck on the tests marked `sanitize`, kernel by kernel
+  sweep      random problems, each judged by float64, kernel by kernel
   overhead   python -m bench overhead
   references each framework backend against float64
-  measure    rows beside peers, preset by preset
+  measure    kernels beside peers, preset by preset
+  soak       on demand: each kernel on many streams beside other work, watched for hangs
+  chaos      on demand, from a build with delays in it: --merge FILE
 
-A part that is there for the same sources is kept, so a run may be split (--parts, --filter, --within) and resumed; when
-the sources changed, the file is started anew. --check compares the files with the sources and needs neither a GPU nor
-the compiled module.
+Each piece belongs to the machine code of its kernel, or of the core (`bench/record.py`). What is there for the code of this
+build is kept, so the same line redoes just what a change made stale, and a run may be split (--parts, --rows, --filter,
+--within) and resumed. --refresh adds nothing new: parts that the record has, and in each cell the kernels that are in it.
+--check says for each kernel whether its figures belong to these sources; it needs neither a GPU
+nor a compiled module, but without a build it cannot tell what an edit did to the machine code; --renew, with a build,
+notes the sources of today where it did nothing. --merge adds what was measured elsewhere on the same machine code.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from bench import device as devices
-from bench import arguments, machine, report
+from bench import arguments, machine, record, report, suites
+from bench.record import CORE, FOLDER, Record
 
 SUMMARY = "write or check the committed record of tests and figures"
-FOLDER = machine.ROOT / "bench" / "evidence"
 PARTS = ("tests", "sanitizer", "sweep", "overhead", "references", "measure")
+ON_DEMAND = ("soak", "chaos")
+# What a record of a device is not whole without.
+NEEDED = {"cuda": PARTS, "cpu": ("tests", "measure")}
 GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "extras": "hot",
                "paper": "hot"}  # fmt: skip
 # Measured without peers: what an option costs shows only where the call with it and the one without run at like power.
@@ -42,310 +47,239 @@ CPU_PRESETS = {"cpu": "hot"}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 # Of the bitwise tests on a GPU.
 REPEATS = 250
-# The sweep of a row: processes side by side, each with a seed of its own, and random problems for each of them.
+# The sweep of a kernel: processes side by side, each with a seed of its own, and random problems for each of them.
 SWEEP_SEEDS = range(11, 17)
 SWEEP_PROBLEMS = 1600
 SWEEP_FLOPS = 6e7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="say whether the files fit the sources, and stop")
-    parser.add_argument("--strict", action="store_true", help="with --check: exit status 1 unless fresh")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated: {', '.join(PARTS)}")
+    parser.add_argument("--check", action="store_true", help="say whether the records fit the machine code, and stop")
+    parser.add_argument("--strict", action="store_true", help="with --check: exit status 1 unless all is fresh")
+    parser.add_argument("--renew", action="store_true", help="note the sources of today beside unchanged machine code, and stop")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add pieces measured elsewhere, and stop")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help=f"comma-separated: {', '.join(PARTS)}; on demand {', '.join(ON_DEMAND)}"
+    )
     parser.add_argument(
         "--filter",
         type=arguments.pattern,
         default="",
         help="regular expression of test files and of problems to measure",
     )
-    parser.add_argument(
-        "--rows", type=arguments.pattern, default="", help="regular expression of rows for tests, sanitizer and measure"
-    )
+    parser.add_argument("--rows", type=arguments.pattern, default="", help="regular expression of kernels, and of core")
     parser.add_argument("--presets", help="comma-separated presets to measure (default: all of the device's)")
     parser.add_argument("--within", type=float, default=3600.0, help="seconds after which no new piece is begun")
     parser.add_argument("--seconds", type=arguments.positive, help="rounds of one measured problem (GPU 1, CPU 8)")
+    parser.add_argument("--minutes", type=arguments.positive, default=1.0, help="soak of one kernel (1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--output", type=Path, help="default: bench/evidence/<machine>.json")
+    parser.add_argument("--refresh", action="store_true", help="only what the record has, where it is no longer fresh")
     parser.add_argument("--fresh", action="store_true", help="redo pieces that are there already")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.check:
         return check(args.strict, args.json)
-    unknown = set(parts := [p for p in args.parts.split(",") if p]) - set(PARTS)
+    if args.renew:
+        return renew()
+    if args.merge:
+        return merge(args.merge, args.output)
+    unknown = set(parts := [p for p in args.parts.split(",") if p]) - {*PARTS, *ON_DEMAND}
     if unknown:
-        raise report.UsageError(f"parts are {', '.join(sorted(unknown))}; accepted: {', '.join(PARTS)}")
-    device = args.device or ("cuda" if devices.has_gpu() else "cpu")
-    record = Record(args.output, device, args.fresh)
-    ends = time.monotonic() + args.within
+        raise report.UsageError(f"parts are {', '.join(sorted(unknown))}; accepted: {', '.join(PARTS + ON_DEMAND)}")
+    taking = Run(args)
     for part in parts:
-        globals()[f"_{part}"](record, args, ends)
+        if not args.refresh or taking.record.part(part) or part == "measure":
+            getattr(taking, part)()
     if args.json:
-        report.print_json(record.document)
+        report.print_json(taking.record.document)
     else:
-        print(f"{record.path}: {summary(record.document)}")
+        print(f"{taking.record.path}: {summary(taking.record.document)}")
     return 0
 
 
-class Record:
-    """The document of one machine, on disk after every piece."""
-
-    def __init__(self, path: Path | None, device: str, fresh: bool = False):
-        context = machine.context(device)
-        name = (context.get("gpu") or {}).get("name") or context["cpu"]
-        self.device, self.fresh = device, fresh
-        self.path = path or FOLDER / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
-        self.document: dict[str, Any] = {"digest": context["digest"], "sources": machine.source_hashes(),
-                                         "context": context, "parts": {}}  # fmt: skip
-        if self.path.exists():
-            earlier = json.loads(self.path.read_text())
-            if earlier.get("digest") == context["digest"] and earlier.get("context", {}).get("device") == device:
-                self.document["parts"] = earlier["parts"]
-            else:
-                print(f"{self.path.name}: the sources changed; its parts are measured anew", file=sys.stderr)
-
-    def part(self, name: str) -> dict[str, Any]:
-        return self.document["parts"].setdefault(name, {})
-
-    def has(self, part: str, key: str) -> bool:
-        return key in self.part(part) and not self.fresh
-
-    def add(self, part: str, key: str, piece: Any) -> None:
-        piece = dict(piece, date=machine.context("cpu")["date"]) if isinstance(piece, dict) else piece
-        self.part(part)[key] = report.plain(piece)
-        report.write_json(self.path, self.document)
+def place_of(where: dict[str, str]) -> Path:
+    """The record of a machine {"device", "name"}."""
+    return FOLDER / f"{re.sub(r'[^a-z0-9]+', '-', where['name'].lower()).strip('-')}.json"
 
 
-# ---- the parts ----
+class Run:
+    """One run of the command: the pieces it has to make, each on disk as soon as it is there."""
 
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.ends = args, time.monotonic() + args.within
+        self.device = args.device or ("cuda" if devices.has_gpu() else "cpu")
+        self.context = machine.context(self.device)
+        where = {"device": self.device, "name": (self.context.get("gpu") or {}).get("name") or self.context["cpu"]}
+        self.record = Record(args.output or place_of(where), where)
 
-def _tests(record: Record, args: argparse.Namespace, ends: float) -> None:
-    for file in sorted((machine.ROOT / "tests").glob("test_*.py")):
-        if not re.search(args.filter, file.name) or record.has("tests", file.name) or time.monotonic() > ends:
-            continue
-        repeats = {"repeats": REPEATS} if record.device == "cuda" else {}
-        options = [*_rows_option(args.rows), *(f"--{name}={value}" for name, value in repeats.items())]
-        found = run_pytest([str(file), *options], limit=max(30.0, ends - time.monotonic())) | repeats
-        record.add("tests", file.name, found)
-        print(f"tests {file.name}: {_counts(found)}", file=sys.stderr, flush=True)
+    def kernels(self) -> list[str]:
+        """The wanted kernels of the device."""
+        from bench import contender
 
+        return [k for k in contender.compiled_rows(devices.open_device(self.device)) if re.search(self.args.rows, k)]
 
-def _sanitizer(record: Record, args: argparse.Namespace, ends: float) -> None:
-    if record.device != "cuda":
-        return
-    why = sanitizer_unusable()
-    if why:
-        record.add("sanitizer", "all", {"not_run": why})
-        print(f"sanitizer: not run: {why}", file=sys.stderr)
-        return
-    record.part("sanitizer").pop("all", None)
-    from bench import contender
+    def has(self, part: str, key: str, kernel: str | None = None) -> bool:
+        """Whether a piece is there, ended as it should, and of the machine code that is here."""
+        piece = self.record.part(part).get(key)
+        there = piece is not None and "error" not in piece and not self.args.fresh
+        return there and (kernel is None or self.record.covers(piece, kernel))
 
-    for row in contender.compiled_rows(devices.open_device("cuda")):
-        for tool in SANITIZERS:
-            key = f"{tool} {row}"
-            if not re.search(args.rows, row) or record.has("sanitizer", key) or time.monotonic() > ends:
+    def late(self) -> bool:
+        return time.monotonic() > self.ends
+
+    def left(self, least: float) -> float:
+        """Seconds that a piece may take."""
+        return max(least, self.ends - time.monotonic())
+
+    def add(self, part: str, key: str, piece: dict, kernels: list[str], said: str = "") -> None:
+        about = {"code": self.record.of_kernels(kernels), "context": self.record.context(self.context)}
+        self.record.put(part, key, report.plain(piece | about | {"date": machine.now()}))
+        self.record.save()
+        print(f"{part} {key}{': ' * bool(said)}{said}", file=sys.stderr, flush=True)
+
+    # ---- the parts ----
+
+    def tests(self) -> None:
+        for kernel in self._untested():
+            if self.late():
+                break
+            files = sorted(str(f) for f in (machine.ROOT / "tests").rglob("test_*.py") if re.search(self.args.filter, f.name))
+            about: dict[str, Any] = {"files": self.args.filter} if self.args.filter else {}
+            if self.device == "cuda":
+                about["repeats"] = REPEATS
+            options = [f"--of={kernel}", *([f"--repeats={REPEATS}"] if self.device == "cuda" else [])]
+            found = suites.run_pytest([*files, *options], limit=self.left(30)) | about
+            self.add("tests", kernel, found, [kernel], suites.counts(found))
+
+    def _untested(self) -> list[str]:
+        """Kernels, and core, whose tests have to be run; also those that share a piece with one, since that piece ends."""
+        pieces = [p for p in self.record.part("tests").values()
+                  if "error" not in p and p.get("files", "") in ("", self.args.filter)]  # fmt: skip
+        wanted = [*self.kernels(), *([CORE] if re.search(self.args.rows, CORE) else [])]
+        lacking = {k for k in wanted if self.args.fresh or not any(self.record.covers(p, k) for p in pieces)}
+        ending = [of for p in pieces if len(of := self.record.kernels_of(p)) > 1 and of & lacking]
+        return [k for k in wanted if k in lacking or any(k in of for of in ending)]
+
+    def sanitizer(self) -> None:
+        if self.device != "cuda":
+            return
+        why = suites.sanitizer_unusable()
+        if why:
+            self.add("sanitizer", "all", {"not_run": why}, [], f"not run: {why}")
+            return
+        self.record.part("sanitizer").pop("all", None)
+        for kernel in self.kernels():
+            for tool in SANITIZERS:
+                key = f"{tool} {kernel}"
+                if self.late() or self.has("sanitizer", key, kernel):
+                    continue
+                prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
+                found = suites.run_pytest(["tests", "-m", "sanitize", f"--of={kernel}"], prefix, self.left(60))
+                self.add("sanitizer", key, found, [kernel], found.get("sanitizer") or suites.counts(found))
+
+    def sweep(self) -> None:
+        for kernel in self.kernels() if self.device == "cuda" else []:
+            if self.late() or self.has("sweep", kernel, kernel):
                 continue
-            prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
-            found = run_pytest(["tests", "-m", "sanitize", *_rows_option(f"^{row}$")], prefix,
-                               max(60.0, ends - time.monotonic()))  # fmt: skip
-            record.add("sanitizer", key, found)
-            print(f"sanitizer {key}: {found.get('sanitizer') or _counts(found)}", file=sys.stderr, flush=True)
+            lines = [[sys.executable, "tests/cases.py", "--sweep", str(SWEEP_PROBLEMS), "--seed", str(seed), "--kernel", kernel,
+                      "--limit", str(SWEEP_FLOPS), "--seconds", str(self.left(0))] for seed in SWEEP_SEEDS]  # fmt: skip
+            running = [subprocess.Popen(line, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True) for line in lines]
+            found = suites.sweep_result([process.communicate()[0] for process in running])
+            self.add("sweep", kernel, found, [kernel], f"{found['judged']} judged, {found['failed']} failed")
 
-
-def _sweep(record: Record, args: argparse.Namespace, ends: float) -> None:
-    if record.device != "cuda":
-        return
-    from bench import contender
-
-    for row in contender.compiled_rows(devices.open_device("cuda")):
-        if not re.search(args.rows, row) or record.has("sweep", row) or time.monotonic() > ends:
-            continue
-        lines = [[sys.executable, "tests/cases.py", "--sweep", str(SWEEP_PROBLEMS), "--seed", str(seed), "--kernel", row,
-                  "--limit", str(SWEEP_FLOPS), "--seconds", str(ends - time.monotonic())] for seed in SWEEP_SEEDS]  # fmt: skip
-        running = [subprocess.Popen(line, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True) for line in lines]
-        found = sweep_result([process.communicate()[0] for process in running])
-        record.add("sweep", row, found)
-        print(f"sweep {row}: {found['judged']} judged, {found['failed']} failed", file=sys.stderr, flush=True)
-
-
-def _overhead(record: Record, args: argparse.Namespace, ends: float) -> None:
-    if record.device != "cuda" or record.has("overhead", "figures"):
-        return
-    done = subprocess.run([sys.executable, "-m", "bench", "overhead", "--json"], cwd=machine.ROOT, capture_output=True,
-                          text=True, timeout=600)  # fmt: skip
-    try:
-        figures = json.loads(done.stdout)
-    except ValueError:
-        figures = {"error": (done.stderr or done.stdout).strip()[-500:]}
-    record.add("overhead", "figures", figures if isinstance(figures, dict) else {"figures": figures})
-
-
-def _references(record: Record, args: argparse.Namespace, ends: float) -> None:
-    from bench import references
-
-    if not record.has("references", "errors"):
-        record.add("references", "errors", references.collect(record.device, quiet=True))
-
-
-def _measure(record: Record, args: argparse.Namespace, ends: float) -> None:
-    from bench import contender, measure, peers, problems
-
-    target = devices.open_device(record.device)
-    rows = [name for name in contender.compiled_rows(target) if re.search(args.rows, name)]
-    found, missing = peers.available(target)
-    every = GPU_PRESETS if record.device == "cuda" else CPU_PRESETS
-    wanted = {name: every.get(name, "hot") for name in args.presets.split(",")} if args.presets else every
-    cells = record.part("measure").setdefault("cells", {})
-
-    def keep(key: str, cell: dict) -> None:
-        cells[key] = report.plain(cell)
-        report.write_json(record.path, record.document)
-
-    for preset, cache in wanted.items():
-        for kind in measure.caches(cache):
-            cases = [c for c in problems.preset(preset) if re.search(args.filter, str(c))
-                     and (args.fresh or not _complete(cells.get(f"{c} {kind}"), rows))]  # fmt: skip
-            if not cases or time.monotonic() > ends:
-                continue
-            seconds = args.seconds or (1.0 if record.device == "cuda" else 8.0)
-            opponents = [] if preset in ALONE else [p.name for p in found]
-            document = measure.measure(
-                record.device, cases, rows, opponents, [kind], 60, seconds, 0.01, missing=missing,
-                deadline=lambda: time.monotonic() > ends, on_cell=keep,
-            )  # fmt: skip
-            record.part("measure")["context"] = document["context"]
-            report.write_json(record.path, record.document)
-
-
-def _complete(cell: dict | None, rows: list[str]) -> bool:
-    """Whether a recorded cell holds an answer for every row."""
-    return (
-        cell is not None
-        and "error" not in cell
-        and set(rows) <= {*cell.get("contenders", {}), *cell.get("refused", {})}
-    )
-
-
-# ---- running tests ----
-
-
-def _rows_option(pattern: str) -> list[str]:
-    return ["--rows", pattern] if pattern else []
-
-
-def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: float = 600.0) -> dict[str, Any]:
-    """{passed, failed, skipped, seconds, failures: [...], reasons: {reason: count}, sanitizer?} of one pytest run."""
-    with tempfile.TemporaryDirectory() as folder:
-        xml = Path(folder) / "results.xml"
-        argv = [
-            *(prefix or []),
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={xml}",
-            *arguments,
-        ]
-        began = time.monotonic()
+    def overhead(self) -> None:
+        if self.device != "cuda" or self.late() or self.has("overhead", "figures", CORE):
+            return
+        done = subprocess.run([sys.executable, "-m", "bench", "overhead", "--json"], cwd=machine.ROOT,
+                              capture_output=True, text=True, timeout=600)  # fmt: skip
         try:
-            done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit,
-                                  env={**os.environ, "CI": "1"})  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return {"error": f"not finished after {limit:.0f} s", "seconds": round(time.monotonic() - began, 1)}
-        found = parse_junit(xml.read_text()) if xml.exists() else {"error": _last_words(done.stdout + done.stderr)}
-        found["seconds"] = round(time.monotonic() - began, 1)
-        if prefix:
-            found["sanitizer"] = sanitizer_result(done.stdout + done.stderr)
-        return found
+            figures = json.loads(done.stdout)
+        except ValueError:
+            figures = {"error": (done.stderr or done.stdout).strip()[-500:]}
+        self.add("overhead", "figures", figures if isinstance(figures, dict) else {"figures": figures}, [CORE])
 
+    def references(self) -> None:
+        from bench import references
 
-def _last_words(printed: str) -> str:
-    """What a process that died said: from the interpreter's own report of it on, else the end."""
-    fatal = printed.find("Fatal Python error")
-    return printed[fatal : fatal + 2000] if fatal >= 0 else printed.strip()[-500:]
+        if not self.late() and not self.has("references", "errors"):
+            found = references.collect(self.device, quiet=True)
+            self.add("references", "errors", {k: v for k, v in found.items() if k not in ("context", "identity")}, [])
 
+    def soak(self) -> None:
+        try:
+            from bench import soak
+        except ImportError:
+            raise report.UsageError("this laboratory has no soak") from None
+        for kernel in self.kernels():
+            if not self.late() and not self.has("soak", kernel, kernel):
+                self.add("soak", kernel, soak.soak_piece(kernel=f"^{kernel}$", minutes=self.args.minutes), [kernel])
 
-def parse_junit(text: str) -> dict[str, Any]:
-    """Counts, failures and reasons of skips of a JUnit file."""
-    passed, failures = 0, []
-    reasons: Counter[str] = Counter()
-    for case in ElementTree.fromstring(text).iter("testcase"):
-        name = f"{case.get('classname')}.{case.get('name')}"
-        wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
-        skipped = case.find("skipped")
-        if wrong is not None:
-            failures.append(
-                f"{name}: {(wrong.get('message') or '').splitlines()[0][:200] if wrong.get('message') else ''}"
+    def chaos(self) -> None:
+        raise report.UsageError("chaos runs on a build of its own, which writes a file: add that by --merge FILE")
+
+    def measure(self) -> None:
+        from bench import measure, peers
+
+        kernels = self.kernels()
+        found, missing = peers.available(devices.open_device(self.device))
+        for preset, kind, cases, entrants in self._unmeasured(kernels):
+            if self.late():
+                break
+
+            def keep(key: str, cell: dict, context: dict, entrants: list[str] = entrants) -> None:
+                about = {"code": self.record.of_kernels(entrants), "context": self.record.context(context)}
+                self.record.put_run(key, report.plain(record.as_run(cell) | about | {"date": machine.now()}))
+                self.record.save()
+
+            measure.measure(
+                self.device, cases, entrants, [] if preset in ALONE else [p.name for p in found], [kind], 60,
+                self.args.seconds or (1.0 if self.device == "cuda" else 8.0), 0.01, missing=missing, deadline=self.late,
+                on_cell=keep,
+            )  # fmt: skip
+
+    def _unmeasured(self, kernels: list[str]) -> Iterator[tuple[str, str, list, list[str]]]:
+        """(preset, cache, problems, the kernels of which they need new figures): those that lack the same go together."""
+        from bench import measure, problems
+
+        every = GPU_PRESETS if self.device == "cuda" else CPU_PRESETS
+        presets = self.args.presets.split(",") if self.args.presets else every
+        for preset in presets:
+            for kind in measure.caches(every.get(preset, "hot")):
+                lacking: dict[tuple[str, ...], list] = {}
+                for case in problems.preset(preset):
+                    if re.search(self.args.filter, str(case)) and (names := self._lacks(f"{case} {kind}", kernels)):
+                        lacking.setdefault(tuple(names), []).append(case)
+                yield from ((preset, kind, cases, list(names)) for names, cases in lacking.items())
+
+    def _lacks(self, key: str, kernels: list[str]) -> list[str]:
+        """Kernels without figures of their code of today in a cell; a refusal is an answer too."""
+        runs = [r for r in self.record.cells.get(key, []) if "error" not in r]
+        if self.args.refresh:
+            kernels = [k for k in kernels if any(k in self.record.kernels_of(r) for r in self.record.cells.get(key, []))]
+        return [
+            kernel for kernel in kernels
+            if self.args.fresh or not any(
+                self.record.covers(run, kernel) and kernel in {*run["contenders"], *run.get("refused", {})} for run in runs
             )
-        elif skipped is not None:
-            reasons[skipped.get("message") or "no reason given"] += 1
-        else:
-            passed += 1
-    return {"passed": passed, "failed": len(failures), "skipped": sum(reasons.values()), "failures": failures,
-            "reasons": dict(reasons)}  # fmt: skip
-
-
-def sweep_result(printed: list[str]) -> dict[str, Any]:
-    """{judged, failed, not_taken, failures} of what the processes of a sweep printed; one that died counts as failed."""
-    total: Counter[str] = Counter(judged=0, failed=0, not_taken=0)
-    failures = []
-    for text in printed:
-        counts = re.search(r"^\S+: (\d+) judged, (\d+) failed, (\d+) not taken$", text, re.MULTILINE)
-        if not counts:
-            total["failed"] += 1
-            failures.append(f"ended early: {text[-300:]}")
-            continue
-        total.update(dict(zip(("judged", "failed", "not_taken"), map(int, counts.groups()), strict=True)))
-        failures += [line.strip() for line in text.splitlines() if line.startswith("  python ")]
-    return {**total, "failures": failures}
-
-
-def sanitizer_unusable() -> str | None:
-    """Why compute-sanitizer cannot be used here; None when a trivial kernel runs under it."""
-    if shutil.which("compute-sanitizer") is None:
-        return "compute-sanitizer is not installed"
-    probe = "import numpy, fa_ext; fa_ext.to_numpy(fa_ext.to_device(numpy.ones(8, numpy.float32)))"
-    try:
-        done = subprocess.run(["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-c", probe], timeout=120,
-                              cwd=machine.ROOT, capture_output=True, text=True)  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return "a trivial program did not end under it within 120 s"
-    if done.returncode == 0:
-        return None
-    lines = [line.strip(" =") for line in (done.stdout + done.stderr).splitlines() if line.strip(" =")]
-    telling = [line for line in lines if re.search(r"not supported|rror", line)]
-    return (telling or lines or [f"exit status {done.returncode}"])[0][:300]
-
-
-def sanitizer_result(printed: str) -> str:
-    """The tool's own summary line."""
-    found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", printed)
-    return found[-1].strip() if found else "no summary printed"
+        ]  # fmt: skip
 
 
 # ---- reading ----
 
 
-def _counts(found: dict) -> str:
-    if "error" in found:
-        return f"error: {found['error'].splitlines()[-1] if found['error'] else ''}"
-    return f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped"
-
-
 def summary(document: dict) -> str:
-    """One line: machine, date, tests, sanitizer, cells."""
-    parts, context = document["parts"], document["context"]
-    where = (context.get("gpu") or {}).get("name") or context["cpu"]
-    said = [f"{where}, {context['date']}"]
+    """One line: machine, date, tests, sanitizer, sweep, cells."""
+    parts = document["parts"]
+    dates = [holder["date"] for _, holder in record.holders(document)]
+    said = [f"{document['machine']['name']}, {max(dates)}" if dates else document["machine"]["name"]]
     if tests := parts.get("tests"):
         total: Counter[str] = Counter()
         for found in tests.values():
             total.update({k: found.get(k, 0) for k in ("passed", "failed", "skipped")})
             total["failed"] += "error" in found
-        said.append(_counts(total))
+        said.append(suites.counts(total))
     if sanitizer := parts.get("sanitizer"):
         not_run = sanitizer.get("all", {}).get("not_run")
         clean = sum(str(f.get("sanitizer", "")).startswith("0 ") for f in sanitizer.values())
@@ -355,56 +289,109 @@ def summary(document: dict) -> str:
     if sweep := parts.get("sweep"):
         judged, failed = (sum(found[k] for found in sweep.values()) for k in ("judged", "failed"))
         said.append(f"{judged} random problems judged, {failed} failed")
-    if cells := parts.get("measure", {}).get("cells"):
+    said += [f"{name}: {len(parts[name])} kernels" for name in ON_DEMAND if parts.get(name)]
+    if cells := document["cells"]:
         said.append(f"{len(cells)} cells")
-    needed = PARTS if context.get("device") == "cuda" else ("tests", "measure")
-    absent = [p for p in needed if not parts.get(p)]
+    absent = [p for p in NEEDED[document["machine"]["device"]] if not (cells if p == "measure" else parts.get(p))]
     if absent:
         said.append(f"without {', '.join(absent)}")
     return "; ".join(said)
 
 
 def check(strict: bool = False, as_json: bool = False, folder: Path = FOLDER) -> int:
-    """Prints one line a file: fresh, or stale and why."""
-    sources = machine.source_hashes()
-    now = machine.digest(sources)
-    found = []
+    """Prints a line for each record and for each of its kernels: fresh, stale or unknown, and why."""
+    built, found = machine.built_codes(), []
+    records, codes = {}, {}
     for path in sorted(folder.glob("*.json")):
         try:
             document = json.loads(path.read_text())
         except ValueError as error:
-            found.append({"file": path.name, "state": "stale", "why": f"not JSON: {error}"})
+            found.append({"file": path.name, "state": "stale", "why": f"not JSON: {error}", "kernels": {}})
             continue
-        if document.get("identity", {}).get("command") == "score":
-            fresh = document["identity"]["digest"] == now
+        records[path] = document
+        codes |= document.get("codes", {})
+    for path, document in records.items():
+        if document.get("format") == record.FORMAT:
+            kernels = record.states(document, built)
+            found.append({"file": path.name, "state": _worst(kernels), "why": summary(document), "kernels": kernels})
+        elif document.get("identity", {}).get("command") == "score":
+            kernels = _score_states(document, codes, built)
             shares = "  ".join(f"{name} {100 * share:.1f}%" for name, share in document["fast"].items())
-            found.append({"file": path.name, "state": "fresh" if fresh else "stale",
-                          "why": f"{document['identity']['candidate']} on {len(document['cells'])} problems: {shares}"
-                          + ("" if fresh else "; sources have changed since")})  # fmt: skip
-        if "digest" not in document or "parts" not in document:
-            continue
-        recorded = document.get("sources", {})
-        changed = sorted(k for k in {*sources, *recorded} if sources.get(k) != recorded.get(k))
-        fresh = document["digest"] == now
-        why = summary(document) if fresh else f"changed since: {', '.join(changed[:6])}" + (
-            f" and {len(changed) - 6} more" if len(changed) > 6 else "")  # fmt: skip
-        found.append({"file": path.name, "state": "fresh" if fresh else "stale", "why": why})
+            why = f"{document['identity']['candidate']} on {len(document['cells'])} problems: {shares}"
+            found.append({"file": path.name, "state": _worst(kernels), "why": why, "kernels": kernels})
     if not found:
-        found.append({"file": "", "state": "stale", "why": f"no file in {folder.relative_to(machine.ROOT)}"
-                      if folder.is_relative_to(machine.ROOT) else f"no file in {folder}"})  # fmt: skip
+        where = folder.relative_to(machine.ROOT) if folder.is_relative_to(machine.ROOT) else folder
+        found.append({"file": "", "state": "stale", "why": f"no file in {where}", "kernels": {}})
     if as_json:
         report.print_json(found)
-    else:
-        for entry in found:
-            print(f"evidence {entry['file']}: {entry['state']}: {entry['why']}".replace(" :", ":"))
+    for entry in [] if as_json else found:
+        print(f"evidence {entry['file']}: {entry['state']}: {entry['why']}".replace(" :", ":"))
+        for kernel, said in entry["kernels"].items():
+            held = ", ".join(f"{count} {part}" for part, count in sorted(said["parts"].items()))
+            print(f"  {kernel}: {said['state']}: {said['why']}{f' ({held})' if held else ''}")
     return int(strict and any(entry["state"] != "fresh" for entry in found))
 
 
-def cells(folder: Path = FOLDER) -> dict[str, dict]:
-    """{"<file> <problem> <cache>": cell} of every committed measurement."""
+def _worst(kernels: dict[str, dict]) -> str:
+    return min((entry["state"] for entry in kernels.values()), key=record.STATES.index, default="stale")
+
+
+def _score_states(document: dict, codes: dict[str, dict], built: dict[str, dict]) -> dict[str, dict]:
+    """States of the kernels that a score was made with: any of them may have been the library's choice."""
     found = {}
-    for path in sorted(folder.glob("*.json")):
-        document = json.loads(path.read_text())
-        for key, cell in document.get("parts", {}).get("measure", {}).get("cells", {}).items():
-            found[f"{path.stem} {key}"] = cell
+    codes_then = document["context"].get("codes", {}).items()
+    for kernel, key in ((k, key) for k, key in codes_then if record.is_of(k, document["identity"]["device"])):
+        same = built.get(kernel, {}).get("id") == key
+        unknown = ("fresh", "the same machine code") if same else ("unknown", "of machine code that no record describes")
+        state, why = record.freshness(codes[key], built) if key in codes else unknown
+        found[kernel] = {"state": state, "why": why, "parts": {}}
     return found
+
+
+def renew(folder: Path = FOLDER) -> int:
+    """After an edit that left the machine code as it was: prints whose sources each record now names anew."""
+    for path in sorted(folder.glob("*.json")):
+        if document := record.read(path):
+            target = Record(path, document["machine"])
+            renewed = target.renew_sources()
+            target.save()
+            print(f"{path.name}: {', '.join(renewed) or 'nothing to renew'}")
+    return 0
+
+
+# ---- merging ----
+
+
+def merge(files: list[Path], output: Path | None = None) -> int:
+    """Adds the pieces of `files` to the record of their machine. Exit status 1 where a piece is of other machine code."""
+    refused = []
+    for file in files:
+        document = report.read_json(file)
+        where = document.get("machine") if isinstance(document, dict) else None
+        if not where or not ("pieces" in document or document.get("format") == record.FORMAT):
+            raise report.UsageError(f"{file} holds neither a record nor pieces of one part")
+        target = Record(output or place_of(where), where)
+        add: Callable[[Record, dict], list[str]] = _merge_pieces if "pieces" in document else record.merge
+        refused += [f"{file.name}: {why}" for why in add(target, document)]
+        target.save()
+        print(f"{target.path}: {summary(target.document)}")
+    for why in refused:
+        print(f"not merged: {why}", file=sys.stderr)
+    return int(bool(refused))
+
+
+def _merge_pieces(target: Record, document: dict) -> list[str]:
+    """Pieces made with another build of the same sources, such as one with delays in it: {"part", "machine", "date",
+    "sources": machine.source_hashes() there, "pieces": {kernel: piece}}."""
+    if document["part"] not in ON_DEMAND:
+        raise report.UsageError(f"pieces of {document['part']}; accepted: {', '.join(ON_DEMAND)}")
+    refused = []
+    for kernel, piece in document["pieces"].items():
+        known = target.built.get(kernel, {"sources": {}})["sources"]
+        texts = {path: text for path, text in known.items() if path.startswith(("csrc/", "kernels/"))}
+        other = [path for path, text in texts.items() if document["sources"].get(path) != text]
+        if other or not texts:
+            refused.append(f"{document['part']} {kernel}: of other sources than the build here: {', '.join(other) or 'none built'}")
+        else:
+            target.put(document["part"], kernel, piece | {"code": target.of_kernels([kernel]), "date": document["date"]})
+    return refused

@@ -1,10 +1,12 @@
-"""Where a figure was taken: processor, GPU, driver, toolkit, versions, a digest of the sources, clocks and power."""
+"""Where a figure was taken: processor, GPU, driver, toolkit, versions, a digest of the machine code, clocks and power."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib.machinery
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -14,21 +16,42 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import build
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numpy", "torch", "cupy-cuda13x", "cupy-cuda12x", "jax", "flash-attn", "flash-attn-3", "flashinfer-python",
             "xformers", "kernel-tuner", "ml_dtypes", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # fmt: skip
-_SOURCE_SUFFIXES = {".c", ".h", ".cu", ".cuh", ".def"}
 
 
-def source_hashes(root: Path = ROOT) -> dict[str, str]:
-    """{path: hash} of every source of the compiled module, from csrc/ and kernels/."""
-    files = (f for folder in ("csrc", "kernels") for f in (root / folder).rglob("*") if f.suffix in _SOURCE_SUFFIXES)
-    return {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest()[:16] for f in sorted(files)}
+def built_codes() -> dict[str, dict[str, Any]]:
+    """{kernel or ``core``: its machine code} of the extension in this tree, from what ``setup.py`` linked into it.
+
+    A code is {"id", "kernel", "scheme", "device", "host", "compilers", "sources": {path: hash}}; `fa_ext/_digests.py` says
+    what the digests of a scheme cover. {} where there is no extension, and where it is built for a debugger, a sanitizer or
+    chaos.
+    """
+    places = (ROOT / "fa_ext" / f"_core{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    found = next((build.rules.digests.read(place) for place in places if place.exists()), None)
+    if not found or found["debug"] or found["sanitize"] or found["chaos"]:
+        return {}
+    codes = {}
+    for kernel, group in found["groups"].items():
+        if group["host"]:
+            digests = {"kernel": kernel, "scheme": found["format"], "device": group["device"], "host": group["host"]}
+            about = {name: group[name] for name in ("compilers", "sources")}
+            codes[kernel] = digests | about | {"id": short_hash(digests)}
+    return codes
 
 
-def digest(hashes: dict[str, str]) -> str:
-    """One hash of all sources."""
-    return hashlib.sha256("".join(f"{k}:{v}\n" for k, v in sorted(hashes.items())).encode()).hexdigest()[:16]
+def source_hashes(root: Path = ROOT) -> dict[str, str | None]:
+    """{path: hash} of every source of the compiled module, from csrc/ and kernels/, as a code's `sources` have it."""
+    files = (f for folder in ("csrc", "kernels") for f in (root / folder).rglob("*") if f.is_file())
+    return {str(f.relative_to(root)): build.rules.digests.text_hash(f) for f in sorted(files)}
+
+
+def short_hash(value: Any) -> str:
+    """An id of twelve digits for a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def processor() -> str:
@@ -73,18 +96,23 @@ def gpu() -> dict[str, Any] | None:
     return monitor.describe() if monitor.handle else None
 
 
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
 def context(device: str) -> dict[str, Any]:
     """Everything that a reader needs to judge a figure."""
-    hashes = source_hashes()
+    codes = {kernel: code["id"] for kernel, code in built_codes().items()}
     found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": now(),
         "device": device,
         "cpu": processor(),
         "threads": threads(),
         "python": platform.python_version(),
         "versions": versions(),
         "gcc": compiler("gcc"),
-        "digest": digest(hashes),
+        "codes": codes,
+        "digest": short_hash(codes),
     }
     if device == "cuda":
         found["gpu"] = gpu()

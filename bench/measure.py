@@ -114,7 +114,7 @@ def measure(
     device: str, cases: list[Case], entrants: list[str], opponents: list[str], cache: list[str], rounds: int,
     seconds: float, tight: float, seed: int = 0, output: Path | None = None, fresh: bool = False, quiet: bool = False,
     missing: dict[str, str] | None = None, deadline: Callable[[], bool] = lambda: False,
-    on_cell: Callable[[str, dict], None] = lambda key, cell: None,
+    on_cell: Callable[[str, dict, dict], None] = lambda key, cell, context: None,
 ) -> dict:  # fmt: skip
     """Measures every (case, cache) that `output` does not hold yet, each in the worker, until `deadline()` is true."""
     context = machine.context(device)
@@ -162,7 +162,7 @@ def measure(
                                                      "error": f"{outcome.status}: {outcome.reason}"}  # fmt: skip
             _add_rates(cell, case, results.document["context"].get("ceilings", {}))
             results.add(f"{case} {kind}", cell)
-            on_cell(f"{case} {kind}", cell)
+            on_cell(f"{case} {kind}", cell, results.document["context"])
             progress.step(f"{case} {kind}: {_best_line(cell)}")
     return results.document
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench import arguments, problems, report
+from bench import arguments, problems, record, report
 
 SUMMARY = "PNG and SVG charts from any JSON of the laboratory"
 KINDS = ("grid", "ladder", "errors")
@@ -73,12 +73,16 @@ def draw(documents: list[dict], kind: str, output: Path, pattern: str = "", only
 
 def measured(document: dict) -> list[dict[str, Any]]:
     """Cells of a measure or evidence document that hold timings."""
-    found = document.get("cells") or document.get("parts", {}).get("measure", {}).get("cells", {})
+    found = document.get("cells", {})
+    if document.get("format") == record.FORMAT:
+        found = {key: record.cell(key, runs) for key, runs in found.items()}
     cells = found.values() if isinstance(found, dict) else found
     return [dict(cell) for cell in cells if cell.get("contenders")]
 
 
 def _where(document: dict) -> str:
+    if "machine" in document:
+        return document["machine"]["name"]
     context = document.get("context", {})
     return (context.get("gpu") or {}).get("name") or context.get("cpu", "")
 
@@ -86,7 +90,7 @@ def _where(document: dict) -> str:
 def _ceilings(documents: list[dict]) -> dict[str, float]:
     found: dict[str, float] = {}
     for document in documents:
-        for context in (document.get("context", {}), document.get("parts", {}).get("measure", {}).get("context", {})):
+        for context in (document.get("context", {}), *document.get("contexts", {}).values()):
             found |= context.get("ceilings", {}).get("gemm_tflops", {})
     return found
 

@@ -107,9 +107,14 @@ def plain(value: Any) -> Any:
 
 def write_json(path: Path, document: Any) -> None:
     """Writes through a temporary file and a rename: a reader, or Ctrl-C, never sees half a file."""
+    write_text(path, json.dumps(plain(document), indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """As ``write_json``, for a document that is text already."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(plain(document), indent=1) + "\n")
+    temporary.write_text(text)
     os.replace(temporary, path)
 
 

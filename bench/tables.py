@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import machine, report
+from bench import evidence, machine, record, report
 
 SUMMARY = "write the figures of README.md from the committed evidence"
 README = machine.ROOT / "README.md"
@@ -57,18 +57,27 @@ def rendered(text: str) -> str:
 # ---- reading a record ----
 
 
-def _cell(record: dict, case: str, cache: str = "hot") -> dict | None:
-    return record["parts"].get("measure", {}).get("cells", {}).get(f"{case} {cache}")
+def _cell(document: dict, case: str, cache: str = "hot") -> list[dict]:
+    """The runs of a problem, the newest last."""
+    return document["cells"].get(f"{case} {cache}", [])
 
 
-def _value(cell: dict | None, name: str, figure: str = "us") -> float | None:
-    return (cell or {}).get("contenders", {}).get(name, {}).get(figure)
+def _value(cell: list[dict], name: str, figure: str = "us") -> float | None:
+    """The newest figure of a contender."""
+    run = record.newest(cell, name)
+    return run["contenders"][name].get(figure) if run else None
 
 
-def _over(cell: dict | None, ours: str, peer: str) -> float | None:
-    """How many times faster than `peer`."""
-    mine, theirs = _value(cell, ours), _value(cell, peer)
-    return theirs / mine if mine and theirs else None
+def _over(cell: list[dict], ours: str, peer: str) -> float | None:
+    """How many times faster than `peer` in the newest run of `ours`; the peer's figure of another run would not do."""
+    run = record.newest(cell, ours)
+    return _value([run], peer) / _value([run], ours) if run and peer in run["contenders"] else None
+
+
+def _gemm(document: dict) -> float | None:
+    """TFLOP/s of a matrix product in bfloat16 beside the newest run."""
+    ceilings = record.context_of(document, "measure").get("ceilings", {})
+    return ceilings.get("gemm_tflops", {}).get("bfloat16")
 
 
 def _paper_case(head_dim: int, mask: str, length: int) -> str:
@@ -97,9 +106,8 @@ def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _where(records: dict) -> str:
-    record = records["gpu"]
-    context, ceilings = record["context"], record["parts"]["measure"]["context"].get("ceilings", {})
-    versions, gemm = context["versions"], ceilings.get("gemm_tflops", {}).get("bfloat16")
+    context = record.context_of(records["gpu"], "measure")
+    versions, gemm = context["versions"], _gemm(records["gpu"])
     nvcc = re.search(r"release ([\d.]+)", context["nvcc"])
     return (
         f"One {context['gpu']['name']} (driver {context['gpu']['driver']}, CUDA {nvcc[1] if nvcc else '?'}), torch"
@@ -134,7 +142,7 @@ def _paper(records: dict) -> str:
         ],
     )
 
-    def rate(cell: dict | None, name: str) -> str:
+    def rate(cell: list[dict], name: str) -> str:
         value = _value(cell, name, "tflops")
         return f"{value:.0f}" if value else "-"
 
@@ -170,7 +178,7 @@ def _small(records: dict) -> str:
         b, h, s, d = shape.split()
         for mask, causal in (("full", ""), ("causal", ",causal=True")):
             cell = _cell(records["gpu"], f"B{b},H{h},S{s},D{d},float16{causal},layout=bshd")
-            picked = (cell or {}).get("picked")
+            picked = cell[-1].get("picked") if cell else None
             peers = [_value(cell, f"torch-{name}") for name in ("cudnn", "flash", "efficient", "math")]
             lines.append([shape, mask, f"`{picked}`", *map(_microseconds, [_value(cell, picked or ""), *peers])])
     columns = ["B H S D, float16", "mask", "fa_ext takes", "us", "cuDNN", "FlashAttention-2", "efficient", "math"]
@@ -193,14 +201,13 @@ LADDER = (
 
 
 def _ladder(records: dict) -> str:
-    record = records["gpu"]
     shapes = {
         "B1 H8 S512 D64 float16": "B1,H8,S512,D64,float16",
         "B8 H32 S2048 D64 bfloat16": _paper_case(64, "full", 2048),
         "B8 H16 S2048 D128 bfloat16": _paper_case(128, "full", 2048),
     }
-    cells = {title: _cell(record, case) for title, case in shapes.items()}
-    gemm = record["parts"]["measure"]["context"].get("ceilings", {}).get("gemm_tflops", {}).get("bfloat16")
+    cells = {title: _cell(records["gpu"], case) for title, case in shapes.items()}
+    gemm = _gemm(records["gpu"])
     last = list(shapes)[-1]
 
     def line(name: str) -> list:
@@ -216,7 +223,7 @@ def _ladder(records: dict) -> str:
 
 
 def _options(records: dict) -> str:
-    def cell(head_dim: int, option: str) -> dict | None:
+    def cell(head_dim: int, option: str) -> list[dict]:
         return _cell(records["gpu"], f"B4,H{2048 // head_dim},S4096,D{head_dim},bfloat16{option}")
 
     def line(head_dim: int) -> list:
@@ -240,7 +247,7 @@ def _extras(records: dict) -> str:
     return _markdown(["B H S D, bfloat16", "", "`mma_sm80` us", "`wmma`", "cuDNN", "efficient"], lines)
 
 
-def _cost(cell: dict | None, plain: dict | None) -> str:
+def _cost(cell: list[dict], plain: list[dict]) -> str:
     taken, without = _value(cell, HOPPER), _value(plain, HOPPER)
     return f"{100 * (taken / without - 1):+.0f}%" if taken and without else "-"
 
@@ -255,12 +262,13 @@ def _decode(records: dict) -> str:
     return _markdown(["B, heads, keys", "`mma_sm80` us", "cuDNN", "FlashAttention-2"], lines)
 
 
+CALLS = ("torch out=", "torch", "torch SDPA", "torch empty", "cupy out=", "cupy", "bare launch")
+
+
 def _overhead(records: dict) -> str:
     taken = records["gpu"]["parts"]["overhead"]["figures"]["microseconds"]
-    columns = [name for name in taken if name != "bare launch"]
-    return _markdown(
-        ["", *columns, "bare launch"], [["us a call", *(f"{taken[n]:.1f}" for n in (*columns, "bare launch"))]]
-    )
+    columns = [name for name in CALLS if name in taken]
+    return _markdown(["", *columns], [["us a call", *(f"{taken[name]:.1f}" for name in columns)]])
 
 
 def _cpu(records: dict) -> str:
@@ -268,7 +276,7 @@ def _cpu(records: dict) -> str:
     for case in ("B1,H8,S512,D64", "B1,H8,S2048,D64", "B1,H8,S16384,D64", "B1,H16,S2048,D128"):
         cell = _cell(records["cpu"], f"{case},float32")
         causal, half = (_cell(records["cpu"], f"{case},{kind}") for kind in ("float32,causal=True", "bfloat16"))
-        if cell is None:
+        if not cell:
             continue
         ratio, rate = _over(cell, "cpu_simd", "numpy"), _value(cell, "cpu_simd", "tflops")
         times = [_value(cell, "cpu_simd"), _value(causal, "cpu_simd"), _value(half, "cpu_simd"), _value(cell, "numpy")]
@@ -279,9 +287,7 @@ def _cpu(records: dict) -> str:
 
 
 def _tested(records: dict) -> str:
-    from bench import evidence
-
-    return "\n".join(f"- {evidence.summary(record)}" for record in records.values())
+    return "\n".join(f"- {evidence.summary(document)}" for document in records.values())
 
 
 BLOCKS: dict[str, Callable[[dict], str]] = {

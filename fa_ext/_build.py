@@ -386,15 +386,17 @@ def groups_of(units: list[Unit], objects: list[Path]) -> dict[str, list[Path]]:
 
 def digests_object(units: list[Unit], objects: list[Path], folder: Path, options: Options) -> Path:
     """An object that carries the digests of all the others into the extension, for ``digests.read``."""
-    document = {
-        "format": digests.FORMAT,
-        "build": {
-            "cuda": bool(options.nvcc), "archs": " ".join(options.archs), "only": options.only or "",
-            "debug": options.debug, "chaos": options.chaos, "sanitize": options.sanitize,
-        },
-        "compilers": ", ".join(_release(argv) for argv in (_compiler("CC", "gcc"), [options.nvcc]) if argv[0]),
-        "groups": digests.describe(groups_of(units, objects), ROOT, ("setup.py", "fa_ext/_build.py")),
-    }  # fmt: skip
+    c_compiler = _release(_compiler("CC", "gcc"))
+    cuda = _release([options.nvcc]) if options.nvcc else ""
+    for_core = (c_compiler, "with CUDA" if cuda else "", f"FA_ONLY={options.only}" if options.only else "")
+    for_cuda = (c_compiler, cuda, f"FA_ARCHS={' '.join(options.archs)}" if options.archs else "")
+    groups = groups_of(units, objects)
+    described = digests.describe(groups, ROOT, ("setup.py", "fa_ext/_build.py"))
+    for name in groups:
+        made = for_core if name == digests.CORE else for_cuda if described[name]["device"] else (c_compiler,)
+        described[name]["compilers"] = ", ".join(filter(None, made))
+    document = {"format": digests.FORMAT, "debug": options.debug, "chaos": options.chaos,
+                "sanitize": options.sanitize, "groups": described}  # fmt: skip
     source, text = folder / "digests.c", digests.as_c(document)
     if not source.exists() or source.read_text() != text:
         source.write_text(text)

@@ -89,7 +89,7 @@ class Elf:
         data = path.read_bytes()
         try:
             self._read(data)
-        except (struct.error, IndexError, ValueError) as error:
+        except (struct.error, IndexError, ValueError, OverflowError) as error:
             raise Unreadable(f"{path}: {error}") from None
 
     def _read(self, data: bytes) -> None:
@@ -305,7 +305,8 @@ def text_hash(path: Path) -> str | None:
 
 def dependencies(target: Path) -> list[str]:
     """Files that a compiler read for an object, from what it wrote with -MD."""
-    return target.with_suffix(".d").read_text().replace("\\\n", " ").partition(":")[2].split()
+    names = target.with_suffix(".d").read_text().replace("\\\n", " ").partition(": ")[2]
+    return [name.replace("\\ ", " ") for name in re.split(r"(?<!\\)\s+", names.strip())]
 
 
 def as_c(document: dict) -> str:

@@ -1,7 +1,9 @@
 """Options, the ``row`` parameter and hypothesis profiles.
 
 ``--rows REGEX`` restricts tests to some rows; ``--load FILE.so`` adds a row that was built alone
-(``python fa_ext/_build.py ROW -o FILE.so``); ``--repeats N`` sets how often bitwise tests repeat; ``--shard I/N`` runs every N-th test, from the I-th on.
+(``python fa_ext/_build.py ROW -o FILE.so``); ``--repeats N`` sets how often bitwise tests repeat; ``--of ROW`` runs the
+tests of one row alone, and ``--of core`` those of no row: together they are all tests, each once; ``--shard I/N`` runs every
+N-th test, from the I-th on.
 """
 
 import json
@@ -17,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 def pytest_addoption(parser):
     parser.addoption("--rows", default="", help="regular expression of the rows to test (default: all)")
+    parser.addoption("--of", default="", help="only the tests of this row, or only those of no row: core")
     parser.addoption("--load", action="append", default=[], help="shared library of one row to test as well")
     parser.addoption("--shard", default="0/1", help="I/N: every N-th test, from the I-th (0 to N - 1) on")
     parser.addoption("--repeats", type=int, default=20, help="repeats of the bitwise tests")
@@ -43,9 +46,35 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
+    wanted = config.getoption("--of")
+    if wanted:
+        if wanted not in (*_rows(config), "core"):
+            raise pytest.UsageError(f"--of is {wanted!r}; accepted: core, {', '.join(_all_rows())}")
+        left_out = [item for item in items if _tested(item) != wanted]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _tested(item) == wanted]
     first, count = map(int, config.getoption("--shard").split("/"))
     config.hook.pytest_deselected(items=[item for n, item in enumerate(items) if n % count != first])
     items[:] = items[first::count]
+
+
+def _row_of(item):
+    """The row that a test is given, or None."""
+    callspec = getattr(item, "callspec", None)
+    params = callspec.params if callspec else {}
+    return params.get("row") or params.get("cuda_row")
+
+
+def _tested(item):
+    """The row whose test this is, by its parameter or by the name of its file; core for all others."""
+    name = item.path.stem.removeprefix("test_")
+    return _row_of(item) or (name if name in _all_rows() else "core")
+
+
+def _all_rows():
+    from fa_ext import _core
+
+    return _core.build_info()["rows"]
 
 
 def pytest_sessionfinish():
@@ -62,7 +91,10 @@ def _rows(config):
         from fa_ext import _core, kernels
 
         loaded = [_core.load(path) for path in config.getoption("--load")]
-        config.fa_rows = [row for row in (*kernels(), *loaded) if re.search(config.getoption("--rows"), row)]
+        wanted = [config.getoption("--rows")]
+        if config.getoption("--of") not in ("", "core"):
+            wanted.append(f"^{re.escape(config.getoption('--of'))}$")
+        config.fa_rows = [row for row in (*kernels(), *loaded) if all(re.search(one, row) for one in wanted)]
     return config.fa_rows
 
 
@@ -70,9 +102,7 @@ def pytest_runtest_setup(item):
     """Skips what this machine cannot run, with the reason."""
     import rows
 
-    callspec = getattr(item, "callspec", None)
-    params = callspec.params if callspec else {}
-    row = params.get("row") or params.get("cuda_row")
+    row = _row_of(item)
     reason = rows.absent(row) if row else None
     if item.get_closest_marker("gpu"):
         reason = rows.no_device() or reason

@@ -10,8 +10,6 @@ import pytest
 
 from bench import (
     device,
-    evidence,
-    machine,
     measure,
     memory,
     ncu,
@@ -147,86 +145,7 @@ def test_profile_without_ncu_says_so(capfd):
     assert "administrator rights" in ncu.refusal("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
 
 
-# ---- evidence ----
-
-
-def test_evidence_is_fresh_until_a_source_changes(tmp_path, monkeypatch, capfd):
-    output = tmp_path / "machine.json"
-    arguments = [
-        "evidence",
-        "--device",
-        "cpu",
-        "--parts",
-        "tests,sanitizer,overhead,measure",
-        "--filter",
-        r"test_import|S512,D64,float32$",
-        "--rows",
-        "cpu_simd",
-        "--seconds",
-        "0.3",
-        "--output",
-        str(output),
-    ]
-    assert main(arguments) == 0
-    document = json.loads(output.read_text())
-    assert document["parts"]["tests"]["test_import.py"]["passed"] > 5
-    assert "B1,H8,S512,D64,float32 hot" in document["parts"]["measure"]["cells"]
-    capfd.readouterr()
-    assert evidence.check(strict=True, folder=tmp_path) == 0
-    assert capfd.readouterr().out.startswith("evidence machine.json: fresh: ")
-    assert list(evidence.cells(tmp_path)) == ["machine B1,H8,S512,D64,float32 hot"]
-    hashes = machine.source_hashes()
-    hashes["csrc/cpu/cpu_simd.c"] = "changed"
-    monkeypatch.setattr(machine, "source_hashes", lambda root=ROOT: hashes)
-    assert evidence.check(strict=True, folder=tmp_path) == 1 and evidence.check(strict=False, folder=tmp_path) == 0
-    assert "stale: changed since: csrc/cpu/cpu_simd.c" in capfd.readouterr().out
-
-
-def test_the_pick_is_close_to_the_best_recorded_row():
-    """In every committed cell the row that the library takes is within 5% of the fastest one measured there."""
-    found = {key: cell for key, cell in evidence.cells().items() if cell.get("picked")}
-    if not found:
-        pytest.skip("no committed measurement")
-    late = {}
-    for key, cell in found.items():
-        rows = {n: f["us"] for n, f in cell["contenders"].items() if n not in peers.PEERS}
-        if cell["picked"] in rows and rows[cell["picked"]] > 1.05 * min(rows.values()):
-            late[key] = (cell["picked"], {n: round(us, 2) for n, us in rows.items()})
-    assert not late
-
-
-def test_a_sweep_adds_up_its_processes_and_counts_a_dead_one_as_failed():
-    whole = 'a mismatch\n  python tests/cases.py "X" --kernel simt --on cupy\nsimt: 7 judged, 1 failed, 2 not taken\n  2 why\n'
-    found = evidence.sweep_result([whole, "simt: 5 judged, 0 failed, 0 not taken\n", "Segmentation"])
-    assert (found["judged"], found["failed"], found["not_taken"]) == (12, 2, 2)
-    assert found["failures"] == ['python tests/cases.py "X" --kernel simt --on cupy', "ended early: Segmentation"]
-
-
-def test_the_record_keeps_why_a_process_died():
-    words = evidence._last_words("." * 5000 + "Fatal Python error: Segmentation fault\n  File x" + "\nmodule" * 5000)
-    assert words.startswith("Fatal Python error: Segmentation fault") and len(words) == 2000
-    assert evidence._last_words("." * 5000 + "usage: pytest") == "." * 487 + "usage: pytest"
-
-
-def test_evidence_without_files_is_stale(tmp_path, capfd):
-    assert evidence.check(strict=True, folder=tmp_path) == 1
-    assert "stale: no file" in capfd.readouterr().out
-
-
-def test_junit_is_counted():
-    text = """<testsuites><testsuite><testcase classname="t" name="a"/>
-    <testcase classname="t" name="b"><failure message="boom
-    more"/></testcase><testcase classname="t" name="c"><skipped message="no GPU"/></testcase>
-    <testcase classname="t" name="d"><error message="setup"/></testcase></testsuite></testsuites>"""
-    found = evidence.parse_junit(text)
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
-    assert found["failures"][0].startswith("t.b: boom") and found["reasons"] == {"no GPU": 1}
-
-
-def test_sanitizer_summary():
-    assert evidence.sanitizer_result("x\n========= ERROR SUMMARY: 0 errors\n") == "0 errors"
-    assert evidence.sanitizer_result("RACECHECK SUMMARY: 2 hazards displayed") == "2 hazards displayed"
-    assert evidence.sanitizer_result("") == "no summary printed"
+# ---- without a build ----
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["gate", "--help"], ["tune", "--help"], ["evidence", "--check"]])

@@ -1,34 +1,28 @@
 """``kernel=None``: the row that the library takes by itself, held against what was measured."""
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import fa_ext
 import rows
+from bench import record
 from case import Case
-
-EVIDENCE = Path(__file__).resolve().parent.parent / "bench" / "evidence"
 
 
 def _recorded():
-    """{(file, problem and cache): {row: microseconds}} from the committed evidence."""
-    cells = {}
-    for path in sorted(EVIDENCE.glob("*.json")):
-        for name, cell in json.loads(path.read_text()).get("parts", {}).get("measure", {}).get("cells", {}).items():
-            cells[path.name, name] = {row: c["us"] for row, c in cell.get("contenders", {}).items()}
-    return cells
+    """{"<file> <problem> <cache>": {row: microseconds}} from the committed evidence."""
+    cells = record.cells()
+    return {key: {row: figures["us"] for row, figures in cell["contenders"].items()} for key, cell in cells.items()}
 
 
 @pytest.mark.gpu
 def test_the_pick_is_within_5_percent_of_the_best_recorded_row():
     """Of the rows of this build, in every cell that was recorded on a GPU."""
     slow, seen = [], 0
-    for (file, name), times in _recorded().items():
-        case = Case.parse(name.split()[0])
+    for name, times in _recorded().items():
+        case = Case.parse(name.split()[1])
         times = {row: us for row, us in times.items() if row in fa_ext.kernels() and rows.device_of(row) == "cuda"}
         if len(times) < 2:
             continue
@@ -36,7 +30,7 @@ def test_the_pick_is_within_5_percent_of_the_best_recorded_row():
         pick, _ = fa_ext.explain(**_shapes_only(case))
         best = min(times, key=times.get)
         if times.get(pick, np.inf) > 1.05 * times[best]:
-            slow.append(f"{file}: {name}: {pick} ({times.get(pick)} us), {best} takes {times[best]} us")
+            slow.append(f"{name}: {pick} ({times.get(pick)} us), {best} takes {times[best]} us")
     if not seen:
         pytest.skip("no evidence of two rows is committed")
     assert not slow, "\n".join(slow)

@@ -1,0 +1,116 @@
+"""Running the tests, under a sanitizer or alone, and reading what pytest, the sanitizers and the sweeps say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from bench import machine
+
+
+def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: float = 600.0) -> dict[str, Any]:
+    """{passed, failed, skipped, seconds, failures: [...], reasons: {reason: count}, sanitizer?} of one pytest run."""
+    with tempfile.TemporaryDirectory() as folder:
+        xml = Path(folder) / "results.xml"
+        argv = [
+            *(prefix or []),
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={xml}",
+            *arguments,
+        ]
+        began = time.monotonic()
+        try:
+            done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit,
+                                  env={**os.environ, "CI": "1"})  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"error": f"not finished after {limit:.0f} s", "seconds": round(time.monotonic() - began, 1)}
+        found = parse_junit(xml.read_text()) if xml.exists() else {"error": _last_words(done.stdout + done.stderr)}
+        found["seconds"] = round(time.monotonic() - began, 1)
+        if prefix:
+            found["sanitizer"] = sanitizer_result(done.stdout + done.stderr)
+        return found
+
+
+def _last_words(printed: str) -> str:
+    """What a process that died said: from the interpreter's own report of it on, else the end."""
+    fatal = printed.find("Fatal Python error")
+    return printed[fatal : fatal + 2000] if fatal >= 0 else printed.strip()[-500:]
+
+
+def parse_junit(text: str) -> dict[str, Any]:
+    """Counts, failures and reasons of skips of a JUnit file."""
+    passed, failures = 0, []
+    reasons: Counter[str] = Counter()
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        name = f"{case.get('classname')}.{case.get('name')}"
+        wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
+        skipped = case.find("skipped")
+        if wrong is not None:
+            failures.append(
+                f"{name}: {(wrong.get('message') or '').splitlines()[0][:200] if wrong.get('message') else ''}"
+            )
+        elif skipped is not None:
+            reasons[skipped.get("message") or "no reason given"] += 1
+        else:
+            passed += 1
+    return {"passed": passed, "failed": len(failures), "skipped": sum(reasons.values()), "failures": failures,
+            "reasons": dict(reasons)}  # fmt: skip
+
+
+def sweep_result(printed: list[str]) -> dict[str, Any]:
+    """{judged, failed, not_taken, failures} of what the processes of a sweep printed; one that died counts as failed."""
+    total: Counter[str] = Counter(judged=0, failed=0, not_taken=0)
+    failures = []
+    for text in printed:
+        counts = re.search(r"^\S+: (\d+) judged, (\d+) failed, (\d+) not taken$", text, re.MULTILINE)
+        if not counts:
+            total["failed"] += 1
+            failures.append(f"ended early: {text[-300:]}")
+            continue
+        total.update(dict(zip(("judged", "failed", "not_taken"), map(int, counts.groups()), strict=True)))
+        failures += [line.strip() for line in text.splitlines() if line.startswith("  python ")]
+    return {**total, "failures": failures}
+
+
+def sanitizer_unusable() -> str | None:
+    """Why compute-sanitizer cannot be used here; None when a trivial kernel runs under it."""
+    if shutil.which("compute-sanitizer") is None:
+        return "compute-sanitizer is not installed"
+    probe = "import numpy, fa_ext; fa_ext.to_numpy(fa_ext.to_device(numpy.ones(8, numpy.float32)))"
+    try:
+        done = subprocess.run(["compute-sanitizer", "--error-exitcode", "9", sys.executable, "-c", probe], timeout=120,
+                              cwd=machine.ROOT, capture_output=True, text=True)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "a trivial program did not end under it within 120 s"
+    if done.returncode == 0:
+        return None
+    lines = [line.strip(" =") for line in (done.stdout + done.stderr).splitlines() if line.strip(" =")]
+    telling = [line for line in lines if re.search(r"not supported|rror", line)]
+    return (telling or lines or [f"exit status {done.returncode}"])[0][:300]
+
+
+def sanitizer_result(printed: str) -> str:
+    """The tool's own summary line."""
+    found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", printed)
+    return found[-1].strip() if found else "no summary printed"
+
+
+def counts(found: dict) -> str:
+    """What pytest found, in words."""
+    if "error" in found:
+        return f"error: {found['error'].splitlines()[-1] if found['error'] else ''}"
+    return f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped"
