@@ -151,12 +151,13 @@ class Run:
                 about["repeats"] = REPEATS
             options = [f"--of={kernel}", *([f"--repeats={REPEATS}"] if self.device == "cuda" else [])]
             found = suites.run_pytest([*files, *options], limit=self.left(30)) | about
-            self.add("tests", kernel, found, [kernel], suites.counts(found))
+            self.add("tests", f"{kernel} {self.args.filter}".strip(), found, [kernel], suites.counts(found))
 
     def _untested(self) -> list[str]:
-        """Kernels, and core, whose tests have to be run; also those that share a piece with one, since that piece ends."""
+        """Kernels, and core, whose tests have to be run; also those that share a piece with one, since that piece ends.
+        What a run of some files found (--filter) stands beside the piece of all: it may be of another machine's GPUs."""
         pieces = [p for p in self.record.part("tests").values()
-                  if "error" not in p and p.get("files", "") in ("", self.args.filter)]  # fmt: skip
+                  if "error" not in p and p.get("files", "") == self.args.filter]  # fmt: skip
         wanted = [*self.kernels(), *([CORE] if re.search(self.args.rows, CORE) else [])]
         lacking = {k for k in wanted if self.args.fresh or not any(self.record.covers(p, k) for p in pieces)}
         ending = [of for p in pieces if len(of := self.record.kernels_of(p)) > 1 and of & lacking]
@@ -275,11 +276,12 @@ def summary(document: dict) -> str:
     dates = [holder["date"] for _, holder in record.holders(document)]
     said = [f"{document['machine']['name']}, {max(dates)}" if dates else document["machine"]["name"]]
     if tests := parts.get("tests"):
-        total: Counter[str] = Counter()
+        total: dict[str, Counter[str]] = {}
         for found in tests.values():
-            total.update({k: found.get(k, 0) for k in ("passed", "failed", "skipped")})
-            total["failed"] += "error" in found
-        said.append(suites.counts(total))
+            counted = total.setdefault(found.get("files", ""), Counter())
+            counted.update({k: found.get(k, 0) for k in ("passed", "failed", "skipped")})
+            counted["failed"] += "error" in found
+        said += [suites.counts(counted) + (f" of {files}" if files else "") for files, counted in sorted(total.items())]
     if sanitizer := parts.get("sanitizer"):
         not_run = sanitizer.get("all", {}).get("not_run")
         clean = sum(str(f.get("sanitizer", "")).startswith("0 ") for f in sanitizer.values())

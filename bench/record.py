@@ -129,10 +129,10 @@ class Record:
 
     def put(self, part: str, key: str, piece: dict) -> None:
         """Adds a piece, which has `code`, `context` and `date`. One of several kernels, such as a run of all tests at once,
-        ends when one of them gets a piece of its own, since its counts cannot be taken apart."""
+        ends when one of them gets a whole piece of its own, since its counts cannot be taken apart."""
         pieces, kernels = self.part(part), self.kernels_of(piece)
         for other, found in list(pieces.items()):
-            if len(found["code"]) > 1 and kernels & self.kernels_of(found):
+            if len(found["code"]) > 1 and kernels & self.kernels_of(found) and is_whole(piece):
                 del pieces[other]
         pieces[key] = rounded(piece)
 
@@ -287,12 +287,18 @@ def gaps(document: dict) -> dict[str, list[str]]:
     """{kernel of the record's device, or core: parts that speak of others of its kind and not of it}."""
     held: dict[str, set[str]] = {}
     for part, holder in holders(document):
-        held.setdefault(part, set()).update(document["codes"][code]["kernel"] for code in holder["code"])
+        if is_whole(holder):
+            held.setdefault(part, set()).update(document["codes"][code]["kernel"] for code in holder["code"])
     kernels = [k for k in build.rules.listed_rows() if is_of(k, document["machine"]["device"])]
     asked = {part for part, names in held.items() if any(name in names for name in kernels)}
     found = {kernel: sorted(part for part in asked if kernel not in held[part]) for kernel in kernels}
     found[CORE] = [part for part in ("tests",) if part in held and CORE not in held[part]]
     return {kernel: parts for kernel, parts in found.items() if parts}
+
+
+def is_whole(holder: dict) -> bool:
+    """Whether a piece speaks of all tests, and not of some files."""
+    return "files" not in holder
 
 
 def is_of(kernel: str, device: str) -> bool:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--rows", action="store_true", help="rows of fa_ext beside the peers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same sources and options")
+    parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same machine code and options")
     parser.add_argument("--fresh", action="store_true", help="do not resume")
 
 

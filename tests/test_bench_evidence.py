@@ -122,7 +122,11 @@ def test_one_kernel_is_refreshed_alone_beside_the_peers_of_its_own_run(empty):
 
 
 def test_a_piece_of_several_kernels_ends_with_the_first_of_its_own(empty):
-    empty.put("tests", "all", piece(empty, ["simt", "wmma", "core"], passed=9))
+    empty.put("tests", "all", piece(empty, ["simt", "wmma", "core"], passed=9, failed=0, skipped=0))
+    empty.put("tests", "core test_x", piece(empty, ["core"], files="test_x", passed=1, failed=0, skipped=0))
+    assert set(empty.part("tests")) == {"all", "core test_x"}  # some files only: it stands beside the whole
+    assert "9 passed, 0 failed, 0 skipped; 1 passed, 0 failed, 0 skipped of test_x" in evidence.summary(empty.document)
+    del empty.part("tests")["core test_x"]
     empty.put("tests", "wmma", piece(empty, ["wmma"], passed=3))
     assert list(empty.part("tests")) == ["wmma"]
     empty.put("tests", "simt", piece(empty, ["simt"], passed=3))
@@ -269,8 +273,9 @@ def test_evidence_is_made_kept_and_redone_for_one_kernel(tmp_path, monkeypatch, 
             r"test_import|S512,D64,float32$", "--rows", "cpu|core", "--seconds", "0.3", "--output", str(output)]  # fmt: skip
     assert main(line) == 0
     document = json.loads(output.read_text())
-    assert document["parts"]["tests"]["core"]["passed"] > 5 and document["parts"]["tests"]["core"]["files"]
-    key = "B1,H8,S512,D64,float32 hot"
+    (key,) = (key for key in document["parts"]["tests"] if key.startswith("core "))
+    assert document["parts"]["tests"][key]["passed"] > 5 and document["parts"]["tests"][key]["files"]
+    tests, key = key, "B1,H8,S512,D64,float32 hot"
     assert {"cpu_simd", "numpy"} <= set(document["cells"][key][0]["contenders"])
     assert evidence.check(strict=True, folder=tmp_path) == 0
     printed = capfd.readouterr().out
@@ -288,10 +293,10 @@ def test_evidence_is_made_kept_and_redone_for_one_kernel(tmp_path, monkeypatch, 
     printed = capfd.readouterr().out
     assert "  cpu_simd: stale: other host code; changed: csrc/cpu/cpu_simd.c (1 measure, 1 tests)" in printed
     assert "  cpu_ref: fresh" in printed and "  core: fresh" in printed
-    assert main(line) == 0
+    assert main([*line, "--refresh"]) == 0
     again = json.loads(output.read_text())
     assert evidence.check(strict=True, folder=tmp_path) == 0
-    assert again["parts"]["tests"]["core"] == document["parts"]["tests"]["core"]
+    assert again["parts"]["tests"][tests] == document["parts"]["tests"][tests]
     assert [set(run["contenders"]) for run in again["cells"][key]][-1] == {"cpu_simd", "numpy"}
 
 
