@@ -20,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench import arguments, device as devices, evidence, machine, report
+from bench import arguments, build, machine, report, suites
+from bench import device as devices
 
 SUMMARY = "run the kernels of a chaos build (FA_CHAOS=1) under random delays"
 FILES = ("test_contract.py", "test_chaos.py")
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         for (kernel, seed, *_), found in zip(batches, pool.map(lambda batch: run_batch(*batch, limit=args.limit), batches)):
             add(results.setdefault(kernel, empty()), seed, found)
-    report.deliver({"context": machine.context("cuda"), "chaos": results}, args.json, show, args.output)
+    document = {"context": machine.context("cuda"), "sources": sources(kernels), "chaos": results}
+    report.deliver(document, args.json, show, args.output)
     return int(any(piece["failed"] for piece in results.values()))
 
 
@@ -62,6 +64,14 @@ def chosen(pattern: str) -> list[str]:
     if not found:
         raise report.UsageError(f"no kernel matches {pattern!r}; accepted: {', '.join(cuda)}")
     return found
+
+
+def sources(kernels: list[str]) -> dict[str, dict[str, str]]:
+    """{kernel: {path: hash}} of the files that the compilers read for this build."""
+    from fa_ext import _core
+
+    found = build.rules.digests.read(Path(_core.__file__))
+    return {kernel: found["groups"][kernel]["sources"] for kernel in kernels} if found else {}
 
 
 def plan(kernels: list[str], tests: str, seeds: int, batches: int) -> Iterator[tuple[str, int, str, int, int]]:
@@ -86,7 +96,7 @@ def run_batch(kernel: str, seed: int, file: str, batch: int, batches: int, limit
         environment.setdefault("OMP_NUM_THREADS", "2")
         try:
             done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit, env=environment)
-            found = evidence.parse_junit(xml.read_text()) if xml.exists() else ended_early(done.stdout + done.stderr)
+            found = suites.parse_junit(xml.read_text()) if xml.exists() else ended_early(done.stdout + done.stderr)
         except subprocess.TimeoutExpired:
             found = ended_early(f"not finished after {limit:.0f} s")
         found["hung"] = json.loads(hung.read_text()) if hung.exists() else None
