@@ -210,8 +210,8 @@ def survey():
             rows.append(check_row(row, build["rows"][row][0], fa_ext, no_device, show))
     return {
         "version": build["version"], "python": platform.python_version(), "numpy": numpy.__version__,
-        "cuda": build["cuda"], "toolkit": build["toolkit"], "cpu": cpu, "devices": devices, "no_device": no_device,
-        "input": name_of(TIMED), "rows": rows, "passed": passes(rows),
+        "cuda": build["cuda"], "chaos": build["chaos"], "toolkit": build["toolkit"], "cpu": cpu, "devices": devices,
+        "no_device": no_device, "input": name_of(TIMED), "rows": rows, "passed": passes(rows),
     }  # fmt: skip
 
 
@@ -236,6 +236,8 @@ def table(found) -> str:
     """The survey as text."""
     with_cuda = f"CUDA {found['toolkit']}" if found["cuda"] else "without CUDA"
     lines = [f"fa_ext {found['version']}, {with_cuda}, Python {found['python']}, NumPy {found['numpy']}"]
+    if found["chaos"]:
+        lines.append("A chaos build: its CUDA kernels wait at random, and no time means anything")
     simd = f", cpu_simd with {found['cpu']['cpu_simd']}" if found["cpu"]["cpu_simd"] else ""
     lines.append(f"CPU: {found['cpu']['name']}, {found['cpu']['threads']} threads{simd}")
     for device in found["devices"]:

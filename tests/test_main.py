@@ -38,6 +38,11 @@ def test_cpu_rows_run_everywhere(found):
     assert cpu and all(row["status"] == "ok" for row in cpu)
 
 
+def test_a_chaos_build_says_so(found):
+    assert "A chaos build" in command.table(found | {"chaos": True})
+    assert "A chaos build" not in command.table(found | {"chaos": False})
+
+
 def test_the_table_is_readable(found):
     text = command.table(found)
     for row in found["rows"]:
