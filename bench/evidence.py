@@ -56,7 +56,7 @@ SWEEP_FLOPS = 6e7
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="say whether the records fit the machine code, and stop")
     parser.add_argument("--strict", action="store_true", help="with --check: exit status 1 unless all is fresh")
-    parser.add_argument("--renew", action="store_true", help="note the sources of today beside unchanged machine code, and stop")
+    parser.add_argument("--renew", action="store_true", help="note today's sources beside unchanged machine code, and stop")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add pieces measured elsewhere, and stop")
     parser.add_argument(
         "--parts", default=",".join(PARTS), help=f"comma-separated: {', '.join(PARTS)}; on demand {', '.join(ON_DEMAND)}"
@@ -403,7 +403,8 @@ def _merge_pieces(target: Record, document: dict) -> list[str]:
         texts = {path: text for path, text in known.items() if path.startswith(("csrc/", "kernels/"))}
         other = [path for path, text in texts.items() if document["sources"].get(path) != text]
         if other or not texts:
-            refused.append(f"{document['part']} {kernel}: of other sources than the build here: {', '.join(other) or 'none built'}")
+            why = f"of other sources than the build here: {', '.join(other) or 'none built'}"
+            refused.append(f"{document['part']} {kernel}: {why}")
         else:
             target.put(document["part"], kernel, piece | {"code": target.of_kernels([kernel]), "date": document["date"]})
     return refused

@@ -13,8 +13,9 @@ choice, the time of a call) belongs to the code called ``core``: a change there 
 needs to be built. Otherwise it takes the digests inside the built extension; without a build of these sources by the
 recorded compilers it answers "unknown", never "stale".
 
-A piece that shares a kernel with a newer one of its key or part gives way to it; a run of a cell keeps the kernels that no
-newer run measured. So two records of one machine can be merged in any order. Files are sorted, with one line a piece or contender.
+A piece gives way to a newer one of its key, and one of all kernels at once to newer ones of a single kernel; a run of a cell
+keeps the kernels that no newer run measured. So two records of one machine can be merged in any order. Files are sorted,
+with a line for each piece or contender.
 """
 
 from __future__ import annotations
@@ -127,29 +128,31 @@ class Record:
     def kernels_of(self, holder: dict) -> set[str]:
         return {self.document["codes"][code]["kernel"] for code in holder["code"]}
 
+    def excludes(self, one: dict, other: dict) -> bool:
+        """Whether two pieces of a part cannot stand together: a whole one of several kernels, such as a run of all tests at
+        once, and a whole one of a kernel among them, since its counts cannot be taken apart."""
+        several = max(len(one["code"]), len(other["code"])) > 1 and is_whole(one) and is_whole(other)
+        return several and bool(self.kernels_of(one) & self.kernels_of(other))
+
     def put(self, part: str, key: str, piece: dict) -> None:
-        """Adds a piece, which has `code`, `context` and `date`. One of several kernels, such as a run of all tests at once,
-        ends when one of them gets a whole piece of its own, since its counts cannot be taken apart."""
-        pieces, kernels = self.part(part), self.kernels_of(piece)
-        for other, found in list(pieces.items()):
-            if len(found["code"]) > 1 and kernels & self.kernels_of(found) and is_whole(piece):
-                del pieces[other]
+        """Adds a piece, which has `code`, `context` and `date`, in place of those that it excludes."""
+        pieces = self.part(part)
+        for name in [name for name, found in pieces.items() if self.excludes(found, piece)]:
+            del pieces[name]
         pieces[key] = rounded(piece)
 
     def put_run(self, key: str, run: dict) -> None:
-        """Adds a run of a cell, which has `code`, `context`, `date` and `contenders`; older ones lose its kernels."""
-        newer = self.kernels_of(run)
-        kept = []
-        for other in self.cells.get(key, []):
-            left = {name for name in self.kernels_of(other) if name not in newer}
-            if left:
-                gone = self.kernels_of(other) - left
-                kept.append(other | {
-                    "code": [c for c in other["code"] if self.document["codes"][c]["kernel"] in left],
-                    "contenders": {n: f for n, f in other["contenders"].items() if n not in gone},
-                    "refused": {n: why for n, why in other.get("refused", {}).items() if n not in gone},
-                })  # fmt: skip
-        self.cells[key] = sorted([*kept, rounded(run)], key=lambda one: one["date"])
+        """Adds a run of a cell, which has `code`, `context`, `date` and `contenders`; the other runs lose its kernels."""
+        left = [self.without(other, self.kernels_of(run)) for other in self.cells.get(key, [])]
+        self.cells[key] = sorted([*(other for other in left if other["code"]), rounded(run)], key=lambda one: one["date"])
+
+    def without(self, run: dict, kernels: set[str]) -> dict:
+        """A run without some of its kernels; their peers stay."""
+        return run | {
+            "code": [code for code in run["code"] if self.document["codes"][code]["kernel"] not in kernels],
+            "contenders": {name: figures for name, figures in run["contenders"].items() if name not in kernels},
+            "refused": {name: why for name, why in run.get("refused", {}).items() if name not in kernels},
+        }
 
     def renew_sources(self) -> list[str]:
         """Notes the sources of today beside codes that are the machine code built here: a reader without a build then finds
@@ -312,21 +315,21 @@ def merge(record: Record, other: dict) -> list[str]:
     record.document["codes"] = other["codes"] | record.document["codes"]
     record.document["contexts"] = other["contexts"] | record.document["contexts"]
 
-    def stale(holder: dict) -> bool:
-        return any(record.state(code) == "stale" for code in holder["code"])
+    def admitted(name: str, holder: dict) -> bool:
+        stale = any(record.state(code) == "stale" for code in holder["code"])
+        refused.extend([f"{name}: of other machine code than is here"] * stale)
+        return not stale
 
     for part, pieces in other["parts"].items():
         for key, piece in pieces.items():
-            mine = record.part(part).get(key)
-            if stale(piece):
-                refused.append(f"{part} {key}: of other machine code than is here")
-            elif mine is None or mine["date"] <= piece["date"]:
+            rivals = [mine for name, mine in record.part(part).items() if name == key or record.excludes(mine, piece)]
+            if admitted(f"{part} {key}", piece) and all(rival["date"] <= piece["date"] for rival in rivals):
                 record.put(part, key, piece)
     for key, runs in other["cells"].items():
         for run in runs:
-            newer = {name for mine in record.cells.get(key, []) if mine["date"] > run["date"] for name in record.kernels_of(mine)}
-            if stale(run):
-                refused.append(f"measure {key}: of other machine code than is here")
-            elif not record.kernels_of(run) <= newer:
-                record.put_run(key, run)
+            newer = [mine for mine in record.cells.get(key, []) if mine["date"] > run["date"]]
+            measured = {name for mine in newer for name in record.kernels_of(mine)}
+            left = record.without(run, measured)
+            if admitted(f"measure {key}", run) and left["code"]:
+                record.put_run(key, left)
     return refused

@@ -4,8 +4,8 @@ A digest covers what runs and nothing else: the bytes of code and data sections,
 each relocation points to, and a kernel's registers and limits. It does not cover names: a section stands for its contents
 and for the contents of what it points to, so a renamed function, template or file changes nothing; nor debug
 information, line tables, or the order in which sections lie. Sections are labelled by their bytes and then, ``ROUNDS``
-times, by their label and the labels that their relocations lead to (Weisfeiler and Lehman's refinement, "A reduction of a graph to a canonical form", 1968); the
-digest is a hash of the sorted labels.
+times, by their label and the labels that their relocations lead to (the refinement of Weisfeiler and Lehman, "A reduction
+of a graph to a canonical form and an algebra arising during this reduction", 1968); the digest is a hash of the sorted labels.
 
 * device: the cubins of all architectures. PTX is left out: it is the text from which the sm_80 cubin is made, and it
   holds names and lines.

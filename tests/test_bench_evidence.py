@@ -215,11 +215,11 @@ def test_sources_are_renewed_beside_unchanged_machine_code(empty, tree):
 
 def test_records_merge_in_any_order(tree, tmp_path):
     parts = []
-    for number, (kernel, day) in enumerate([("simt", 1), ("simt", 2), ("wmma", 1), ("wmma", 3)]):
-        one = record.Record(tmp_path / f"{number}.json", WHERE, codes_of(tree), tree)
+    for day, kernels in enumerate([["simt", "wmma"], ["simt"], ["simt", "wmma"], ["wmma"]], 1):
+        one = record.Record(tmp_path / f"{day}.json", WHERE, codes_of(tree), tree)
         date = f"2026-01-0{day} 00:00 UTC"
-        one.put("sweep", kernel, piece(one, [kernel], date, judged=number))
-        one.put_run(KEY, ran(one, [kernel], float(day), date))
+        one.put("sweep", kernels[0], piece(one, kernels[:1], date, judged=day))
+        one.put_run(KEY, ran(one, kernels, float(day), date))
         parts.append(one.document)
     found = []
     for order in itertools.permutations(parts):
@@ -230,9 +230,21 @@ def test_records_merge_in_any_order(tree, tmp_path):
         merged.path.unlink()
     assert len(set(found)) == 1
     document = json.loads(found[0])
-    assert {k: p["judged"] for k, p in document["parts"]["sweep"].items()} == {"simt": 1, "wmma": 3}
+    assert {k: p["judged"] for k, p in document["parts"]["sweep"].items()} == {"simt": 3, "wmma": 4}
     assert {n: f["us"] for n, f in record.cell(KEY, document["cells"][KEY])["contenders"].items()} == {
-        "simt": 2.0, "wmma": 3.0, "torch-flash": 3.0}  # fmt: skip
+        "simt": 3.0, "wmma": 4.0, "torch-flash": 4.0}  # fmt: skip
+
+
+def test_a_piece_of_all_kernels_and_newer_ones_of_one_merge_in_any_order(tree, tmp_path):
+    whole = record.Record(tmp_path / "whole.json", WHERE, codes_of(tree), tree)
+    whole.put("tests", "all", piece(whole, ["simt", "wmma", "core"], "2026-01-01 00:00 UTC"))
+    one = record.Record(tmp_path / "one.json", WHERE, codes_of(tree), tree)
+    one.put("tests", "simt", piece(one, ["simt"], "2026-01-02 00:00 UTC"))
+    for order in ((whole, one), (one, whole)):
+        merged = record.Record(tmp_path / "merged.json", WHERE, codes_of(tree), tree)
+        for other in order:
+            assert record.merge(merged, copy.deepcopy(other.document)) == []
+        assert list(merged.part("tests")) == ["simt"]
 
 
 def test_pieces_of_other_machine_code_are_not_merged(empty, tree, tmp_path):
