@@ -59,7 +59,7 @@ def chosen(pattern: str) -> list[str]:
         raise report.UsageError("this is no chaos build: build with FA_CHAOS=1")
     if not devices.has_gpu():
         raise report.UsageError("there is no GPU here")
-    cuda = [name for name, (device, _) in info["rows"].items() if device == "cuda"]
+    cuda = [name for name, (device, _) in info["kernels"].items() if device == "cuda"]
     found = [name for name in cuda if re.search(pattern, name)]
     if not found:
         raise report.UsageError(f"no kernel matches {pattern!r}; accepted: {', '.join(cuda)}")

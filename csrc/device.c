@@ -1,13 +1,14 @@
 /* Devices, streams and memory. See device.h. */
 #include "device.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+#include "library.h"
 
 #if FA_HAVE_CUDA
 #include <cuda.h>             /* codes of the driver */
@@ -19,6 +20,14 @@
 #define DEFAULT_WORKSPACE_MB 512
 #define MAX_WORKSPACE_MB     (1 << 24)
 #define ALIGNMENT            256
+
+/* A place that fa_context_slot() gave. */
+typedef struct slot {
+    const void *key;
+    void *state;
+    void (*free_state)(void *state);
+    struct slot *next;
+} slot;
 
 struct fa_context {
     unsigned long serial;
@@ -33,12 +42,10 @@ struct fa_context {
         int (*pop)(void **);                    /* cuCtxPopCurrent */
         int (*device)(int *);                   /* cuCtxGetDevice */
         int (*stream_context)(void *, void **); /* cuStreamGetCtx */
-    } driver;                                   /* set before the first of `primary`; NULL where the driver has none */
-    char *cublas_path;
-    char cublas_error[512];
-    char workspace_error[192]; /* what is wrong with FA_EXT_WORKSPACE_MB, or empty */
-    void *slot;
-    void (*free_slot)(void *);
+        void *encode_tensor_map;                /* cuTensorMapEncodeTiled */
+    } driver;                                   /* set before the first of `cuda`; NULL where the driver has none */
+    char workspace_error[192];                  /* what is wrong with FA_EXT_WORKSPACE_MB, or empty */
+    slot *slots;
 };
 
 /* Reads FA_EXT_WORKSPACE_MB, once a context. */
@@ -67,7 +74,8 @@ static void describe_cpu(fa_device_info *info) {
     long threads = sysconf(_SC_NPROCESSORS_ONLN), pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
     info->sm_count = threads > 0 ? (int)threads : 1;
     info->memory_bytes = pages > 0 && page > 0 ? (size_t)pages * (size_t)page : 0;
-    info->cublas_error = "cuBLAS runs on CUDA devices";
+    const char *isa = getenv("FA_EXT_CPU_ISA"); /* once: in a call it would race with another thread's setenv() */
+    snprintf(info->cpu_isa, sizeof info->cpu_isa, "%s", isa ? isa : "");
 }
 
 fa_context *fa_context_new(void) {
@@ -83,18 +91,15 @@ fa_context *fa_context_new(void) {
 
 unsigned long fa_context_serial(const fa_context *context) { return context->serial; }
 
-void fa_cublas_set_path(fa_context *context, const char *path) {
-    pthread_mutex_lock(&context->lock);
-    free(context->cublas_path);
-    context->cublas_path = path ? strdup(path) : NULL;
-    pthread_mutex_unlock(&context->lock);
-}
-
-const char *fa_cublas_path(fa_context *context) { return context->cublas_path; }
-
-void **fa_context_slot(fa_context *context, void (*free_slot)(void *state)) {
-    context->free_slot = free_slot;
-    return &context->slot;
+void **fa_context_slot(fa_context *context, const void *key, void (*free_slot)(void *state)) {
+    slot *found = context->slots;
+    while (found && found->key != key) found = found->next;
+    if (found) return &found->state;
+    found = calloc(1, sizeof *found);
+    if (!found) return NULL;
+    *found = (slot){.key = key, .free_state = free_slot, .next = context->slots};
+    context->slots = found;
+    return &found->state;
 }
 
 void fa_context_lock(fa_context *context) { pthread_mutex_lock(&context->lock); }
@@ -162,20 +167,6 @@ fa_code fa_device_count(fa_context *context, int *count, fa_status *status) {
     return cuda_fail(status, error, "cudaGetDeviceCount");
 }
 
-/* Why cuBLAS cannot be loaded, or NULL. */
-static const char *probe_cublas(fa_context *context) {
-    const char *names[] = {context->cublas_path, "libcublas.so.13", "libcublas.so.12"};
-    for (size_t n = 0; n < sizeof names / sizeof *names; n++) {
-        void *library = names[n] ? dlopen(names[n], RTLD_LAZY | RTLD_LOCAL) : NULL;
-        if (!library) continue;
-        dlclose(library);
-        return NULL;
-    }
-    const char *error = dlerror();
-    snprintf(context->cublas_error, sizeof context->cublas_error, "cuBLAS was not found (%s)", error ? error : "?");
-    return context->cublas_error;
-}
-
 static fa_code create_pool(fa_context *context, int id, fa_status *status) {
     struct cudaMemPoolProps properties = {.allocType = cudaMemAllocationTypePinned,
                                           .location = {.type = cudaMemLocationTypeDevice, .id = id}};
@@ -214,8 +205,10 @@ static fa_code describe_cuda(fa_context *context, int id, fa_device_info *info, 
     info->workspace_limit = context->cpu.workspace_limit;
     TRY_CUDA(status, cudaDriverGetVersion(&info->driver_version));
     TRY_CUDA(status, cudaRuntimeGetVersion(&info->runtime_version));
-    info->encode_tensor_map = driver_function("cuTensorMapEncodeTiled");
-    info->cublas_error = probe_cublas(context);
+    if (!context->driver.encode_tensor_map)
+        context->driver.encode_tensor_map = driver_function("cuTensorMapEncodeTiled");
+    info->tensor_maps = context->driver.encode_tensor_map != NULL;
+    for (int n = 0; n < FA_LIBRARY_COUNT; n++) info->library_error[n] = fa_library_error(context, (fa_library_name)n);
     return FA_OK;
 }
 
@@ -269,6 +262,10 @@ fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_devic
     pthread_mutex_unlock(&context->lock);
     *info = context->cuda[device.id];
     return code;
+}
+
+void *fa_device_tensor_maps(const fa_context *context, fa_device device) {
+    return device.kind == FA_CUDA ? context->driver.encode_tensor_map : NULL;
 }
 
 fa_code fa_device_enter(fa_context *context, fa_device device, int *previous, fa_status *status) {
@@ -404,6 +401,11 @@ fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_devic
     return device.kind == FA_CPU ? check_workspace_limit(context, status) : no_cuda(status);
 }
 
+void *fa_device_tensor_maps(const fa_context *context, fa_device device) {
+    (void)context, (void)device;
+    return NULL;
+}
+
 fa_code fa_device_enter(fa_context *context, fa_device device, int *previous, fa_status *status) {
     (void)context;
     *previous = device.id;
@@ -461,9 +463,13 @@ static void free_cuda(fa_context *context) { (void)context; }
 
 void fa_context_free(fa_context *context) {
     if (!context) return;
-    if (context->free_slot && context->slot) context->free_slot(context->slot);
+    while (context->slots) {
+        slot *first = context->slots;
+        context->slots = first->next;
+        if (first->state) first->free_state(first->state);
+        free(first);
+    }
     free_cuda(context);
-    free(context->cublas_path);
     pthread_mutex_destroy(&context->lock);
     free(context);
 }

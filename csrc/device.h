@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-/* One context per module: capabilities, cuBLAS handles; behind a lock. */
+/* One context per module: capabilities, slots; behind a lock. */
 fa_context *fa_context_new(void); /* NULL: out of memory */
 void fa_context_free(fa_context *context);
 /* A number > 0 that no other context of the process has or had. */
@@ -25,6 +25,9 @@ fa_code fa_device_count(fa_context *context, int *count, fa_status *status);
 /* Capabilities of a device, cached; *info stays valid as long as the context. On the CPU it fails only for a bad
  * FA_EXT_WORKSPACE_MB, which is read when the context is made. */
 fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_device_info **info, fa_status *status);
+
+/* cuTensorMapEncodeTiled, once the device has been described, or NULL where the driver has none. */
+void *fa_device_tensor_maps(const fa_context *context, fa_device device);
 
 /* Makes `device` current on this thread and says which was; leave with the value it gave. Both are no-ops on the CPU.
  * In a forked child of a process that used CUDA, entering fails saying to use the spawn start method. */
@@ -54,14 +57,9 @@ fa_code fa_stream_synchronize(void *stream, fa_status *status);
 /* Waits for all work on the current device, which is `device`; nothing on the CPU. */
 fa_code fa_device_synchronize(fa_device device, fa_status *status);
 
-/* cuBLAS, loaded at run time: `path` is tried first on the next use (fa_ext/_cublas.py finds it); NULL: the loader's.
- */
-void fa_cublas_set_path(fa_context *context, const char *path);
-const char *fa_cublas_path(fa_context *context); /* NULL when none was set */
-
-/* A place in the context for the cuBLAS row's own state: NULL at first; `free_slot` runs on what is there when the
- * context goes. The caller locks with fa_context_lock / fa_context_unlock. */
-void **fa_context_slot(fa_context *context, void (*free_slot)(void *state));
+/* A place in the context for somebody's own state, by an address of theirs as key: NULL at first; `free_slot` runs on
+ * what is there when the context goes. NULL: out of memory. Call it, and use what is there, with the lock held. */
+void **fa_context_slot(fa_context *context, const void *key, void (*free_slot)(void *state));
 void fa_context_lock(fa_context *context);
 void fa_context_unlock(fa_context *context);
 

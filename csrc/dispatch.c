@@ -2,22 +2,25 @@
  *
  * Calls come in loops that differ in their pointers alone, so each thread keeps what its last call came to. A call that
  * is the same in all that validation, choice and plan look at takes it over and sets its own pointers: a tenth of a
- * microsecond less. What is looked at: options, extents, strides, dtypes, devices, the forced row, how pointers are
+ * microsecond less. What is looked at: options, extents, strides, dtypes, devices, the forced kernel, how pointers are
  * aligned, and whether `out` meets an input. Calls with a bias, a mask, sinks or an `lse` are made anew each time, and
- * so are plans of CPU rows, which depend on the threads of the moment. */
+ * so are plans that do not ask to be kept, such as those that depend on the threads of the moment. */
 #include "dispatch.h"
 
+#include <string.h>
+
+#include "cpu/threads.h"
 #include "problem.h"
 #include "registry.h"
 
 enum { MEMO_VIEWS = 4 }; /* q, k, v, out */
 
-/* Rows look at the alignment of a pointer up to this many bytes. */
+/* Kernels look at the alignment of a pointer up to this many bytes. */
 #define ALIGNMENT 256
 
 typedef struct memo {
     unsigned long serial; /* of the context; 0: nothing remembered */
-    fa_request request;   /* its pointers say only which arrays there were */
+    fa_request request;   /* its pointers say only whether there was an output */
     const fa_kernel *forced;
     fa_view view[MEMO_VIEWS];
     int64_t low[MEMO_VIEWS], high[MEMO_VIEWS]; /* bytes from the pointer that the view covers; equal when empty */
@@ -29,9 +32,7 @@ typedef struct memo {
 static _Thread_local memo last;
 
 static bool same_options(const fa_request *a, const fa_request *b) {
-    return a->layout == b->layout && a->causal == b->causal && a->has_scale == b->has_scale && a->scale == b->scale &&
-           a->softcap == b->softcap && a->window_left == b->window_left && a->window_right == b->window_right &&
-           a->return_lse == b->return_lse && a->batch_invariant == b->batch_invariant && !a->out == !b->out;
+    return memcmp(&a->options, &b->options, sizeof a->options) == 0 && !a->out == !b->out;
 }
 
 static bool same_view(const fa_view *a, const fa_view *b) {
@@ -88,15 +89,20 @@ fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_ker
     const unsigned long serial = fa_context_serial(context);
     if (is_remembered(serial, request, forced)) {
         *problem = last.problem;
-        problem->q.data = request->q->data;
-        problem->k.data = request->k->data;
-        problem->v.data = request->v->data;
-        if (request->out) problem->out.data = request->out->data;
+        fa_forward *forward = &problem->forward;
+        forward->q.data = request->q->data;
+        forward->k.data = request->k->data;
+        forward->v.data = request->v->data;
+        if (request->out) forward->out.data = request->out->data;
         *info = last.info;
-        *plan = last.plan;
-        return problem->device.kind == FA_CPU ? fa_plan_make(problem, *info, forced, plan, status) : FA_OK;
+        if (last.plan.keep) {
+            *plan = last.plan;
+            return FA_OK;
+        }
+        if (problem->device.kind == FA_CPU) problem->threads = fa_cpu_threads();
+        return fa_plan_make(problem, *info, forced, plan, status);
     }
-    FA_TRY(fa_problem_build(request, problem, status));
+    FA_TRY(fa_forward_build(request, problem, status));
     FA_TRY(fa_device_info_get(context, problem->device, info, status));
     FA_TRY(fa_plan_make(problem, *info, forced, plan, status));
     remember(serial, request, forced, problem, *info, plan);

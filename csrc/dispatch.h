@@ -1,11 +1,12 @@
-/* Request -> problem and plan: validation, choice of a row and its plan, remembered for the next call of the thread. */
+/* Request -> problem and plan: validation, choice of a kernel and its plan, remembered for the next call of the thread.
+ */
 #ifndef FA_DISPATCH_H
 #define FA_DISPATCH_H
 
 #include "device.h"
 #include "fa.h"
 
-/* As fa_problem_build(), fa_device_info_get() and fa_plan_make() one after another. `forced` as there. */
+/* As fa_forward_build(), fa_device_info_get() and fa_plan_make() one after another. `forced` as there. */
 fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_kernel *forced, fa_problem *problem,
                     const fa_device_info **info, fa_plan *plan, fa_status *status);
 

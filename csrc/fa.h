@@ -1,4 +1,4 @@
-/* Every type that the stages of a call share: view -> problem -> plan -> launch -> status.
+/* Every type that the stages of a call share: view -> request -> problem -> plan -> launch -> status.
  *
  * Valid C11 and C++20; includes neither Python.h nor a CUDA header, so that a kernel, the front end and a test harness
  * can all include it. Each struct is filled by one stage and const for the stages after it.
@@ -58,7 +58,11 @@ fa_code fa_fail(fa_status *status, fa_code code, const char *format, ...)
 typedef enum fa_dtype { FA_F16, FA_BF16, FA_F32, FA_F64, FA_BOOL, FA_DTYPE_COUNT } fa_dtype;
 
 const char *fa_dtype_name(fa_dtype dtype); /* "float16", ... */
-size_t fa_dtype_size(fa_dtype dtype);      /* bytes */
+
+/* Bytes of an element. */
+static inline size_t fa_dtype_size(fa_dtype dtype) {
+    return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype == FA_BOOL ? 1 : 2;
+}
 
 typedef enum fa_device_kind { FA_CPU, FA_CUDA } fa_device_kind;
 
@@ -85,18 +89,23 @@ typedef struct fa_view {
 typedef enum fa_layout { FA_BHSD, FA_BSHD } fa_layout;
 typedef enum fa_causal { FA_CAUSAL_NONE, FA_CAUSAL_TRUE, FA_CAUSAL_TOP_LEFT, FA_CAUSAL_BOTTOM_RIGHT } fa_causal;
 
+/* What is no array. Zeroed before it is filled: two calls have the same options if these bytes are the same. */
+typedef struct fa_options {
+    double scale;
+    double softcap;
+    int64_t window_left, window_right; /* FA_UNBOUNDED for None */
+    fa_layout layout;
+    fa_causal causal;
+    bool has_scale;
+    bool return_lse;
+    bool batch_invariant;
+} fa_options;
+
 typedef struct fa_request {
     const fa_view *q, *k, *v;
     const fa_view *bias, *mask, *sinks; /* NULL when absent */
     const fa_view *out, *lse;           /* NULL when the front end allocates them */
-    fa_layout layout;
-    fa_causal causal;
-    bool has_scale;
-    double scale;
-    double softcap;
-    int64_t window_left, window_right; /* FA_UNBOUNDED for None */
-    bool return_lse;
-    bool batch_invariant;
+    fa_options options;
 } fa_request;
 
 /* ---- problem: the validated call ---- */
@@ -118,12 +127,12 @@ typedef struct fa_operand {
     int64_t stride[4];
 } fa_operand;
 
-/* Strides are in elements and in the axis order shown, whatever the user's layout; a size-1 or broadcast axis has
- * stride 0. Key j is visible to query i iff key_begin <= j < key_end, -left <= j - (i + diagonal) <= right and, where
- * there is a mask, mask[b,h,i,j] != 0. Causal is folded into `right`; a bound that excludes nothing is FA_UNBOUNDED.
- * [key_begin, key_end) is the union of what the queries see through causal and window; it is (0, 0) when that is empty.
- */
-typedef struct fa_problem {
+/* Attention. Strides are in elements and in the axis order shown, whatever the user's layout; a size-1 or broadcast
+ * axis has stride 0. Key j is visible to query i iff key_begin <= j < key_end, -left <= j - (i + diagonal) <= right
+ * and, where there is a mask, mask[b,h,i,j] != 0. Causal is folded into `right`; a bound that excludes nothing is
+ * FA_UNBOUNDED. [key_begin, key_end) is the union of what the queries see through causal and window; it is (0, 0) when
+ * that is empty. Kernels on a device take the struct by value. */
+typedef struct fa_forward {
     fa_operand q;     /* (B, H, Sq, D) */
     fa_operand k;     /* (B, Hk, Sk, D) */
     fa_operand v;     /* (B, Hk, Sk, Dv) */
@@ -131,25 +140,65 @@ typedef struct fa_problem {
     fa_operand bias;  /* (B, H, Sq, Sk); data NULL: none */
     fa_operand mask;  /* (B, H, Sq, Sk), bytes; data NULL: none */
     fa_operand sinks; /* (H) in stride[0]; data NULL: none */
-    void *lse;        /* (B, H, Sq) contiguous, float32 (float64 for float64 input); NULL: not wanted */
+    void *lse;        /* (B, H, Sq) contiguous; NULL: not wanted, or not there while only planning */
     int64_t batch, heads, heads_kv, seq_q, seq_k;
     int64_t left, right, diagonal;
     int64_t key_begin, key_end;
     double scale;   /* finite; of any sign */
     double softcap; /* 0: none */
     int head_dim, head_dim_v;
-    fa_dtype dtype; /* of q, k, v and out */
+    fa_dtype dtype; /* of q, k and v */
     fa_dtype bias_dtype, sinks_dtype;
+    fa_dtype out_dtype, lse_dtype;
+    bool wants_lse; /* the caller wants the LSE */
+} fa_forward;
+
+/* Operations. A kernel is of one; the order of kernels.def counts within an operation. */
+typedef enum fa_op { FA_FORWARD, FA_OP_COUNT } fa_op;
+
+/* What a problem may ask for that a kernel may lack: a bit each, and the words after "takes no". A kernel takes what
+ * its `takes` names and nothing else, so that every kernel refuses a new bit until its author adds it. */
+#define FA_FEATURES(X)                                                                                                 \
+    X(BIAS, "bias")                                                                                                    \
+    X(MASK, "boolean mask")                                                                                            \
+    X(SINKS, "sinks")                                                                                                  \
+    X(SOFTCAP, "softcap")                                                                                              \
+    X(WINDOW, "window to the left") /* a bound to the right is what causal is, too: every kernel has it */             \
+    X(HEAD_DIM_V, "head_dim of v other than q's")
+
+enum fa_feature_number {
+#define FA_NUMBER(name, words) FA_NUMBER_##name,
+    FA_FEATURES(FA_NUMBER)
+#undef FA_NUMBER
+        FA_FEATURE_COUNT
+};
+enum fa_feature {
+#define FA_BIT(name, words) FA_WITH_##name = 1 << FA_NUMBER_##name,
+    FA_FEATURES(FA_BIT)
+#undef FA_BIT
+};
+
+/* What every operation has, then its own. */
+typedef struct fa_problem {
+    fa_op op;
     fa_device device;
-    bool wants_lse; /* the caller wants the LSE (lse itself may still be NULL while planning) */
-    bool batch_invariant;
+    uint32_t features;    /* FA_WITH_... */
+    int threads;          /* that a kernel on the CPU may use at this moment; 0 on a device */
+    bool batch_invariant; /* the bits of a batch entry do not depend on the others */
+    bool empty;           /* the result has no elements: there is nothing to launch */
+    union {
+        fa_forward forward;
+    };
 } fa_problem;
 
-/* ---- device, plan, kernel row ---- */
+/* ---- device ---- */
 
 typedef struct fa_context fa_context; /* device.h */
 
-/* What a row may ask about the device of the call. */
+/* Libraries that are opened at run time, where they are installed. */
+typedef enum fa_library_name { FA_CUBLAS, FA_LIBRARY_COUNT } fa_library_name;
+
+/* What a plan may ask about a device. Plain values: the description of a device that is not here serves as well. */
 typedef struct fa_device_info {
     fa_device device;
     char name[128];
@@ -162,52 +211,122 @@ typedef struct fa_device_info {
     size_t workspace_limit; /* bytes a plan may ask for: FA_EXT_WORKSPACE_MB */
     int driver_version;     /* as CUDA counts: 13000 is 13.0 */
     int runtime_version;
-    void *encode_tensor_map;  /* cuTensorMapEncodeTiled, or NULL where the driver has none */
-    const char *cublas_error; /* NULL when cuBLAS can be loaded, else why not */
+    bool tensor_maps;                            /* the driver encodes tensor maps (TMA) */
+    const char *library_error[FA_LIBRARY_COUNT]; /* NULL when it can be opened, else why not */
+    char cpu_isa[64];                            /* FA_EXT_CPU_ISA when the library was loaded, or empty */
 } fa_device_info;
+
+/* ---- plan: the one decision ---- */
 
 typedef struct fa_kernel fa_kernel;
 
-/* How a call is done. The row's own `plan` fills what its `launch` reads; nothing here points into the problem. */
+typedef enum fa_answer {
+    FA_TAKES,    /* may be chosen */
+    FA_DECLINES, /* could, but another kernel is faster there: runs when it is forced, or when no other takes the call
+                  */
+    FA_REFUSES,  /* cannot, on any machine */
+    FA_NOT_HERE, /* this machine lacks what the kernel needs: another could */
+    FA_FAILS,    /* the environment asks for what is not there: an error of the call if the kernel's turn comes */
+} fa_answer;
+
+/* Why a kernel does not take a problem: why.def has the words, made only when somebody asks. */
+typedef enum fa_reason {
+#define FA_WHY(name, words) FA_WHY_##name,
+#include "why.def"
+#undef FA_WHY
+} fa_reason;
+
+typedef struct fa_why {
+    fa_reason reason;
+    int64_t value[3]; /* what the words name */
+} fa_why;
+
+/* Operands as a reason names them. */
+typedef enum fa_operand_name { FA_OPERAND_Q, FA_OPERAND_K, FA_OPERAND_V, FA_OPERAND_OUT } fa_operand_name;
+
+#define FA_PLAN_OWN 128 /* bytes */
+
+#ifdef __cplusplus
+#define FA_ALIGNED(bytes) alignas(bytes)
+#else
+#define FA_ALIGNED(bytes) _Alignas(bytes)
+#endif
+
+/* How a call is done. Nothing here points into the problem. */
 typedef struct fa_plan {
     const fa_kernel *kernel;
-    int config;         /* index into the row's table of instances */
-    int tile_m, tile_n; /* query and key rows a tile */
-    int splits;         /* parts that the keys are split into, >= 1 */
-    int stages;
-    int threads;            /* a block */
-    int64_t blocks;         /* grid size */
-    size_t smem_bytes;      /* dynamic shared memory a block */
-    size_t workspace_bytes; /* allocated in stream order before launch, contents undefined */
-    int64_t extra[4];       /* the row's own */
+    size_t workspace_bytes;              /* allocated in stream order before launch, contents undefined */
+    size_t smem_bytes;                   /* dynamic shared memory a block */
+    int64_t blocks;                      /* grid size, or tasks on the CPU */
+    int threads;                         /* a block, or at work on the CPU */
+    bool keep;                           /* good for a call that differs in pointers alone (not in their alignment) */
+    FA_ALIGNED(8) char own[FA_PLAN_OWN]; /* a struct of the kernel's own */
 } fa_plan;
+
+/* ---- launch ---- */
+
+typedef void (*fa_cpu_step)(const void *context, int64_t index, int worker);
+
+/* Functions of the library for kernels, which so link nothing of ours. */
+typedef struct fa_host {
+    /* Formats the message into `status`, sets its code and returns it. */
+    fa_code (*fail)(fa_status *status, fa_code code, const char *format, ...)
+#if defined(__GNUC__)
+        __attribute__((format(printf, 3, 4)))
+#endif
+        ;
+    /* A place in the context for a kernel's own state, by an address of the kernel's own as key: NULL at first;
+     * `free_slot` runs on what is there when the context goes. Call it, and use what is there, with the lock held.
+     * Returns NULL when memory is out. */
+    void **(*slot)(fa_context *context, const void *key, void (*free_slot)(void *state));
+    void (*lock)(fa_context *context);
+    void (*unlock)(fa_context *context);
+    /* A handle for dlsym() that stays open. */
+    fa_code (*open_library)(fa_context *context, fa_library_name library, void **handle, fa_status *status);
+    /* CPU: calls step(context, index, worker) once for each index below `count`, in no order, on at most `threads`
+     * threads with the caller's rounding, and returns when all have ended. `worker` is below `threads`, and no two
+     * steps run at a time under one number. */
+    void (*loop)(int threads, int64_t count, fa_cpu_step step, const void *context);
+} fa_host;
 
 /* What a launch gets beside the problem and the plan. */
 typedef struct fa_launch {
+    const fa_host *host;
     fa_context *context;
     const fa_device_info *device;
-    void *workspace; /* plan->workspace_bytes, 256-byte aligned; NULL when 0 */
-    void *stream;    /* cudaStream_t; NULL on the CPU. The device is already current. */
+    void *workspace;         /* plan->workspace_bytes, 256-byte aligned; NULL when 0 */
+    void *stream;            /* cudaStream_t; NULL on the CPU. The device is already current. */
+    void *encode_tensor_map; /* cuTensorMapEncodeTiled where the device has tensor maps */
+    fa_status *status;       /* filled by host->fail */
 } fa_launch;
 
-/* Grows whenever fa_problem, fa_plan, fa_launch, fa_device_info or fa_kernel change their layout. */
-#define FA_ROW_ABI 1
+/* Grows whenever a struct that a kernel sees changes its layout. */
+#define FA_KERNEL_ABI 2
 
-/* One row of the kernel table. `rejects` and `declines` return NULL or a reason in words a user understands, of static
- * storage. A row that rejects cannot run the problem; a row that declines could, but another row is faster there: it is
- * passed over when the library chooses, and runs when it is forced by name. */
+/* One kernel of the table. The registry compares `device`, `dtypes`, `takes` and compute capabilities; `plan` is asked
+ * only where they fit. It answers; fills `plan`, zeroed before, if it takes or declines, and `why` unless it takes.
+ * `launch` runs a plan that it filled, on a problem whose result has elements, and decides nothing again. */
 struct fa_kernel {
-    int abi; /* FA_ROW_ABI */
+    int abi; /* FA_KERNEL_ABI */
+    fa_op op;
     fa_device_kind device;
     const char *name;
     const char *summary; /* one line */
-    const char *(*rejects)(const fa_problem *problem, const fa_device_info *device);
-    const char *(*declines)(const fa_problem *problem, const fa_device_info *device); /* may be NULL */
-    fa_code (*plan)(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_status *status);
-    fa_code (*launch)(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, fa_status *status);
+    int cc_from, cc_to;  /* compute capabilities of the device, both included; cc_to 0: no bound; 0, 0 on the CPU */
+    uint32_t dtypes;     /* 1 << fa_dtype */
+    uint32_t takes;      /* FA_WITH_... */
+    fa_answer (*plan)(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why);
+    fa_code (*launch)(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch);
 };
 
-/* A row defined in a kernel file is `FA_EXPORT const fa_kernel fa_row_<name> = {...};` after including this header. */
+/* `return fa_because(why, FA_REFUSES, FA_WHY_..., value, ...);` */
+static inline fa_answer fa_because(fa_why *why, fa_answer answer, fa_reason reason, int64_t a, int64_t b, int64_t c) {
+    why->reason = reason;
+    why->value[0] = a, why->value[1] = b, why->value[2] = c;
+    return answer;
+}
+
+/* A kernel file ends in `FA_EXPORT const fa_kernel fa_kernel_<name> = {...};`. */
 #if defined(__GNUC__)
 #define FA_EXPORT __attribute__((visibility("default")))
 #else

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cpu/threads.h"
+
 /* Extents beyond this cannot be real data; below it index arithmetic with FA_UNBOUNDED stays inside 64 bits. */
 #define MAX_EXTENT       (INT64_C(1) << 47)
 
@@ -66,8 +68,8 @@ static fa_code check_qkv(const char *name, const fa_view *view, const fa_request
     const fa_view *q = request->q;
     if (view->ndim != 4)
         return fa_fail(status, FA_EVALUE, "%s has %d dimensions, shape %s; accepted: 4, %s with layout=\"%s\"", name,
-                       view->ndim, show(view->shape, view->ndim).text, layout_axes(request->layout, view != q),
-                       request->layout == FA_BHSD ? "bhsd" : "bshd");
+                       view->ndim, show(view->shape, view->ndim).text, layout_axes(request->options.layout, view != q),
+                       request->options.layout == FA_BHSD ? "bhsd" : "bshd");
     if (view->dtype == FA_BOOL)
         return fa_fail(status, FA_ETYPE,
                        "%s has dtype bool; accepted: float16, bfloat16, float32, and float64 on the CPU", name);
@@ -92,9 +94,9 @@ static void fill_operand(fa_operand *operand, const fa_view *view, fa_layout lay
     }
 }
 
-static fa_code check_sizes(const fa_request *request, fa_problem *p, fa_status *status) {
+static fa_code check_sizes(const fa_request *request, fa_forward *p, fa_status *status) {
     const fa_view *q = request->q, *k = request->k, *v = request->v;
-    const int heads = axis_of(request->layout, 1), seq = axis_of(request->layout, 2);
+    const int heads = axis_of(request->options.layout, 1), seq = axis_of(request->options.layout, 2);
     p->batch = q->shape[0];
     p->heads = q->shape[heads];
     p->seq_q = q->shape[seq];
@@ -122,7 +124,8 @@ static fa_code check_sizes(const fa_request *request, fa_problem *p, fa_status *
         return fa_fail(status, FA_EVALUE,
                        "q has %lld heads and k has %lld; the heads of q must be a multiple of those of k "
                        "(both 0 only together; is layout=\"%s\" right?)",
-                       (long long)p->heads, (long long)p->heads_kv, request->layout == FA_BHSD ? "bhsd" : "bshd");
+                       (long long)p->heads, (long long)p->heads_kv,
+                       request->options.layout == FA_BHSD ? "bhsd" : "bshd");
     p->head_dim = (int)q->shape[3];
     p->head_dim_v = (int)v->shape[3];
     return FA_OK;
@@ -134,32 +137,33 @@ static double limited(double scale, fa_dtype dtype) {
     return fabs(scale) > limit ? copysign(limit, scale) : scale;
 }
 
-static fa_code check_options(const fa_request *request, fa_problem *p, fa_status *status) {
-    if (request->has_scale && !isfinite(request->scale))
+static fa_code check_options(const fa_request *request, fa_forward *p, fa_status *status) {
+    if (request->options.has_scale && !isfinite(request->options.scale))
         return fa_fail(status, FA_EVALUE, "scale is %g; accepted: a finite number, or None for 1/sqrt(head_dim)",
-                       request->scale);
-    if (!isfinite(request->softcap) || request->softcap < 0)
-        return fa_fail(status, FA_EVALUE, "softcap is %g; accepted: a finite number >= 0 (0: none)", request->softcap);
-    if (request->window_left < 0 || request->window_right < 0)
+                       request->options.scale);
+    if (!isfinite(request->options.softcap) || request->options.softcap < 0)
+        return fa_fail(status, FA_EVALUE, "softcap is %g; accepted: a finite number >= 0 (0: none)",
+                       request->options.softcap);
+    if (request->options.window_left < 0 || request->options.window_right < 0)
         return fa_fail(status, FA_EVALUE,
                        "window is (%lld, %lld); accepted: each side an int >= 0, or None for unbounded (not -1)",
-                       (long long)request->window_left, (long long)request->window_right);
-    if (request->causal == FA_CAUSAL_TRUE && p->seq_q != p->seq_k)
+                       (long long)request->options.window_left, (long long)request->options.window_right);
+    if (request->options.causal == FA_CAUSAL_TRUE && p->seq_q != p->seq_k)
         return fa_fail(status, FA_EVALUE,
                        "causal=True with seq_q %lld and seq_k %lld is ambiguous; say causal=\"top_left\" (query i sees "
                        "keys j <= i) or causal=\"bottom_right\" (the last query sees every key)",
                        (long long)p->seq_q, (long long)p->seq_k);
-    p->scale = request->has_scale ? limited(request->scale, p->dtype) : 1.0 / sqrt((double)p->head_dim);
-    p->softcap = request->softcap >= LARGEST_SOFTCAP ? 0 : request->softcap;
+    p->scale = request->options.has_scale ? limited(request->options.scale, p->dtype) : 1.0 / sqrt((double)p->head_dim);
+    p->softcap = request->options.softcap >= LARGEST_SOFTCAP ? 0 : request->options.softcap;
     if (p->softcap > 0 && p->softcap < SMALLEST_SOFTCAP) p->softcap = SMALLEST_SOFTCAP;
     return FA_OK;
 }
 
 /* Folds causal and window into left/right, drops bounds that exclude nothing, and clips the key range. */
-static void resolve_visibility(const fa_request *request, fa_problem *p) {
-    p->diagonal = request->causal == FA_CAUSAL_TOP_LEFT ? 0 : p->seq_k - p->seq_q;
-    p->left = request->window_left;
-    p->right = request->causal == FA_CAUSAL_NONE ? request->window_right : 0;
+static void resolve_visibility(const fa_request *request, fa_forward *p) {
+    p->diagonal = request->options.causal == FA_CAUSAL_TOP_LEFT ? 0 : p->seq_k - p->seq_q;
+    p->left = request->options.window_left;
+    p->right = request->options.causal == FA_CAUSAL_NONE ? request->options.window_right : 0;
     if (p->left >= p->seq_q - 1 + p->diagonal) p->left = FA_UNBOUNDED;
     if (p->right >= p->seq_k - 1 - p->diagonal) p->right = FA_UNBOUNDED;
     p->key_begin = 0;
@@ -171,7 +175,7 @@ static void resolve_visibility(const fa_request *request, fa_problem *p) {
 }
 
 /* bias and mask: right-aligned broadcast to (B, H, Sq, Sk). */
-static fa_code broadcast(const char *name, const fa_view *view, const fa_problem *p, const fa_view *q,
+static fa_code broadcast(const char *name, const fa_view *view, const fa_forward *p, const fa_view *q,
                          fa_operand *operand, fa_status *status) {
     const int64_t target[4] = {p->batch, p->heads, p->seq_q, p->seq_k};
     FA_TRY(check_device(name, view, q, status));
@@ -197,7 +201,7 @@ static fa_code check_extra_dtype(const char *name, const fa_view *view, const fa
                    fa_dtype_name(view->dtype), fa_dtype_name(q->dtype));
 }
 
-static fa_code check_extras(const fa_request *request, fa_problem *p, fa_status *status) {
+static fa_code check_extras(const fa_request *request, fa_forward *p, fa_status *status) {
     const fa_view *q = request->q;
     static char all_absent; /* data of a zero-sized mask or bias: never read, but not NULL, which means none */
     if (request->bias) {
@@ -313,9 +317,9 @@ static fa_code check_output(const char *name, const fa_view *view, const int64_t
     return FA_OK;
 }
 
-static fa_code check_lse(const fa_view *lse, const fa_problem *p, const fa_request *request, fa_status *status) {
+static fa_code check_lse(const fa_view *lse, const fa_forward *p, const fa_request *request, fa_status *status) {
     const int64_t shape[3] = {p->batch, p->heads, p->seq_q};
-    FA_TRY(check_output("lse", lse, shape, 3, p->dtype == FA_F64 ? FA_F64 : FA_F32, request, status));
+    FA_TRY(check_output("lse", lse, shape, 3, p->lse_dtype, request, status));
     int64_t expected = 1;
     for (int axis = 2; axis >= 0 && !is_empty(lse); axis--) {
         if (lse->shape[axis] > 1 && lse->strides[axis] != expected)
@@ -327,64 +331,76 @@ static fa_code check_lse(const fa_view *lse, const fa_problem *p, const fa_reque
 }
 
 /* Strides of a new C-contiguous output in the user's layout. */
-static void contiguous_out(fa_problem *p, fa_layout layout) {
+static void contiguous_out(fa_forward *p, fa_layout layout) {
     int64_t shape[4], stride = 1;
-    fa_problem_out_shape(p, layout, shape);
+    fa_forward_out_shape(p, layout, shape);
     for (int axis = 3; axis >= 0; axis--) {
         p->out.stride[axis_of(layout, axis)] = shape[axis] == 1 ? 0 : stride;
         stride *= shape[axis] ? shape[axis] : 1;
     }
 }
 
-fa_code fa_problem_build(const fa_request *request, fa_problem *problem, fa_status *status) {
-    fa_problem *p = problem;
+/* What the call asks for that a kernel may lack. */
+static uint32_t features_of(const fa_forward *p) {
+    return (p->bias.data ? FA_WITH_BIAS : 0) | (p->mask.data ? FA_WITH_MASK : 0) | (p->sinks.data ? FA_WITH_SINKS : 0) |
+           (p->softcap > 0 ? FA_WITH_SOFTCAP : 0) | (p->left != FA_UNBOUNDED ? FA_WITH_WINDOW : 0) |
+           (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0);
+}
+
+fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_status *status) {
+    fa_forward *p = &problem->forward;
+    problem->op = FA_FORWARD;
+    problem->device = request->q->device;
+    problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
+    problem->batch_invariant = request->options.batch_invariant;
     p->bias = p->mask = p->sinks = (fa_operand){0}; /* what is absent; all other fields are set below */
     p->out.data = p->lse = NULL;
-    p->dtype = p->bias_dtype = p->sinks_dtype = request->q->dtype;
-    p->device = request->q->device;
-    p->wants_lse = request->return_lse || request->lse;
-    p->batch_invariant = request->batch_invariant;
+    p->dtype = p->bias_dtype = p->sinks_dtype = p->out_dtype = request->q->dtype;
+    p->lse_dtype = p->dtype == FA_F64 ? FA_F64 : FA_F32;
+    p->wants_lse = request->options.return_lse || request->lse;
     FA_TRY(check_qkv("q", request->q, request, status));
     FA_TRY(check_qkv("k", request->k, request, status));
     FA_TRY(check_qkv("v", request->v, request, status));
     FA_TRY(check_sizes(request, p, status));
     FA_TRY(check_options(request, p, status));
     resolve_visibility(request, p);
-    fill_operand(&p->q, request->q, request->layout);
-    fill_operand(&p->k, request->k, request->layout);
-    fill_operand(&p->v, request->v, request->layout);
+    fill_operand(&p->q, request->q, request->options.layout);
+    fill_operand(&p->k, request->k, request->options.layout);
+    fill_operand(&p->v, request->v, request->options.layout);
     FA_TRY(check_extras(request, p, status));
 
     int64_t shape[4], elements = 1;
-    fa_problem_out_shape(p, request->layout, shape);
+    fa_forward_out_shape(p, request->options.layout, shape);
     for (int axis = 0; axis < 4; axis++)
         if (__builtin_mul_overflow(elements, shape[axis] ? shape[axis] : 1, &elements) || elements > MAX_EXTENT)
             return fa_fail(status, FA_EVALUE, "the output would have shape %s, which is too large to address",
                            show(shape, 4).text);
     if (request->out) {
-        FA_TRY(check_output("out", request->out, shape, 4, p->dtype, request, status));
-        fill_operand(&p->out, request->out, request->layout);
+        FA_TRY(check_output("out", request->out, shape, 4, p->out_dtype, request, status));
+        fill_operand(&p->out, request->out, request->options.layout);
     } else {
-        contiguous_out(p, request->layout);
+        contiguous_out(p, request->options.layout);
     }
     if (request->lse) {
         FA_TRY(check_lse(request->lse, p, request, status));
         p->lse = request->lse->data;
     }
-    if (p->device.kind == FA_CUDA && p->dtype == FA_F64)
+    if (problem->device.kind == FA_CUDA && p->dtype == FA_F64)
         return fa_fail(status, FA_EUNSUPPORTED,
                        "float64 runs on the CPU only; accepted on a CUDA device: float16, bfloat16, float32");
+    problem->features = features_of(p);
+    problem->empty = p->batch == 0 || p->heads == 0 || p->seq_q == 0;
     return FA_OK;
 }
 
-void fa_problem_out_shape(const fa_problem *problem, fa_layout layout, int64_t shape[4]) {
+void fa_forward_out_shape(const fa_forward *problem, fa_layout layout, int64_t shape[4]) {
     shape[0] = problem->batch;
     shape[axis_of(layout, 1)] = problem->heads;
     shape[axis_of(layout, 2)] = problem->seq_q;
     shape[3] = problem->head_dim_v;
 }
 
-void fa_problem_set_outputs(fa_problem *problem, void *out, void *lse) {
+void fa_forward_set_outputs(fa_forward *problem, void *out, void *lse) {
     problem->out.data = out;
     problem->lse = lse;
 }

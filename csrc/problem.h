@@ -5,17 +5,17 @@
 #include "fa.h"
 
 /* Validates `request` and fills `problem`. Absent outputs get the strides of a new C-contiguous array in the request's
- * layout and NULL data; fa_problem_set_outputs() supplies the memory later. Every failure names the argument, what was
+ * layout and NULL data; fa_forward_set_outputs() supplies the memory later. Every failure names the argument, what was
  * given and what is accepted. */
-fa_code fa_problem_build(const fa_request *request, fa_problem *problem, fa_status *status);
+fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_status *status);
 
 /* Bytes from view->data to the first that the view covers and past the last; both 0 when it is empty. */
 void fa_view_range(const fa_view *view, int64_t *low, int64_t *high);
 
 /* Shape of a new output in `layout`: (B, H, Sq, Dv) or (B, Sq, H, Dv). */
-void fa_problem_out_shape(const fa_problem *problem, fa_layout layout, int64_t shape[4]);
+void fa_forward_out_shape(const fa_forward *problem, fa_layout layout, int64_t shape[4]);
 
-/* Gives `problem` the memory of outputs allocated after fa_problem_build() (C-contiguous in the request's layout). */
-void fa_problem_set_outputs(fa_problem *problem, void *out, void *lse);
+/* Gives `problem` the memory of outputs allocated after fa_forward_build() (C-contiguous in the request's layout). */
+void fa_forward_set_outputs(fa_forward *problem, void *out, void *lse);
 
 #endif

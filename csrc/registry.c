@@ -4,89 +4,128 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "cpu/threads.h"
 #include "device.h"
+#include "library.h"
+#include "why.h"
 
 #define FA_JOIN_(a, b) a##b
 #define FA_JOIN(a, b)  FA_JOIN_(a, b)
-#define FA_ROW_0(row)
-#define FA_ROW(name)  FA_JOIN(FA_ROW_, FA_JOIN(FA_HAVE_, name))(fa_row_##name)
+#define FA_KERNEL_0(kernel)
+#define FA_KERNEL(op, name) FA_JOIN(FA_KERNEL_, FA_JOIN(FA_HAVE_, name))(fa_kernel_##name)
 
-#define FA_ROW_1(row) extern const fa_kernel row;
+#define FA_KERNEL_1(kernel) extern const fa_kernel kernel;
 #include "kernels.def"
-#undef FA_ROW_1
+#undef FA_KERNEL_1
 
-#define FA_ROW_1(row) &row,
-static const fa_kernel *const rows[] = {
+#define FA_KERNEL_1(kernel) &kernel,
+static const fa_kernel *const kernels[] = {
 #include "kernels.def"
-    NULL, /* a build may hold no row at all */
+    NULL,
 };
 
-int fa_kernel_count(void) { return (int)(sizeof rows / sizeof *rows) - 1; }
+static const fa_host host = {
+    .fail = fa_fail,
+    .slot = fa_context_slot,
+    .lock = fa_context_lock,
+    .unlock = fa_context_unlock,
+    .open_library = fa_library_open,
+    .loop = fa_cpu_loop,
+};
 
-const fa_kernel *fa_kernel_at(int index) { return rows[index]; }
+const fa_kernel *fa_kernel_at(int index) { return kernels[index]; }
 
-const fa_kernel *fa_kernel_find(const char *name) {
-    for (int n = 0; n < fa_kernel_count(); n++)
-        if (strcmp(rows[n]->name, name) == 0) return rows[n];
+const fa_kernel *fa_kernel_find(fa_op op, const char *name) {
+    for (int n = 0; kernels[n]; n++)
+        if (kernels[n]->op == op && strcmp(kernels[n]->name, name) == 0) return kernels[n];
     return NULL;
 }
 
-const char *fa_kernel_refusal(const fa_kernel *row, const fa_problem *problem, const fa_device_info *device,
-                              bool choosing) {
-    if (row->device != problem->device.kind)
-        return row->device == FA_CPU ? "runs on the CPU, the arrays are on a CUDA device"
-                                     : "runs on a CUDA device, the arrays are on the CPU";
-    const char *reason = row->rejects(problem, device);
-    if (!reason && choosing && row->declines) reason = row->declines(problem, device);
-    return reason;
+static fa_dtype dtype_of(const fa_problem *problem) { return problem->forward.dtype; }
+
+fa_answer fa_kernel_ask(const fa_kernel *kernel, const fa_problem *problem, const fa_device_info *device, fa_plan *plan,
+                        fa_why *why) {
+    const fa_dtype dtype = dtype_of(problem);
+    if (kernel->device != problem->device.kind)
+        return fa_because(why, FA_REFUSES, FA_WHY_DEVICE, kernel->device, problem->device.kind, 0);
+    if (!(kernel->dtypes >> dtype & 1)) return fa_because(why, FA_REFUSES, FA_WHY_DTYPE, kernel->dtypes, dtype, 0);
+    if (problem->features & ~kernel->takes)
+        return fa_because(why, FA_REFUSES, FA_WHY_FEATURES, problem->features & ~kernel->takes, 0, 0);
+    if (device->cc < kernel->cc_from || (kernel->cc_to && device->cc > kernel->cc_to))
+        return fa_because(why, FA_NOT_HERE, FA_WHY_CAPABILITY, kernel->cc_from, kernel->cc_to, device->cc);
+    memset(plan, 0, sizeof *plan);
+    plan->kernel = kernel;
+    fa_because(why, FA_TAKES, FA_WHY_NONE, 0, 0, 0);
+    return kernel->plan(problem, device, plan, why);
+}
+
+static bool is_candidate(const fa_kernel *kernel, const fa_problem *problem) {
+    return kernel->op == problem->op && kernel->device == problem->device.kind;
+}
+
+static fa_code fail_because(const fa_why *why, const fa_device_info *device, fa_status *status) {
+    char text[512];
+    return fa_fail(status, FA_EVALUE, "%s", fa_why_text(why, device, text, sizeof text));
 }
 
 /* "no kernel takes this call: simt: needs ...; minimal: ..." */
 static fa_code fail_unsupported(const fa_problem *problem, const fa_device_info *device, fa_status *status) {
-    char reasons[1800] = "";
+    char reasons[1800] = "", text[512];
     size_t used = 0;
-    for (int n = 0; n < fa_kernel_count() && used < sizeof reasons; n++)
-        if (rows[n]->device == problem->device.kind)
-            used += (size_t)snprintf(reasons + used, sizeof reasons - used, "%s%s: %s", used ? "; " : "", rows[n]->name,
-                                     fa_kernel_refusal(rows[n], problem, device, false));
+    fa_plan plan;
+    fa_why why;
+    for (int n = 0; kernels[n] && used < sizeof reasons; n++) {
+        if (!is_candidate(kernels[n], problem)) continue;
+        fa_kernel_ask(kernels[n], problem, device, &plan, &why);
+        used += (size_t)snprintf(reasons + used, sizeof reasons - used, "%s%s: %s", used ? "; " : "", kernels[n]->name,
+                                 fa_why_text(&why, device, text, sizeof text));
+    }
     if (!used)
         return fa_fail(status, FA_EUNSUPPORTED, "this build has no kernel for arrays on %s",
                        problem->device.kind == FA_CPU ? "the CPU" : "a CUDA device (it was built without CUDA)");
     return fa_fail(status, FA_EUNSUPPORTED, "no kernel takes this call: %s", reasons);
 }
 
-static const fa_kernel *choose(const fa_problem *problem, const fa_device_info *device) {
-    for (int choosing = 1; choosing >= 0; choosing--) /* a row that only declined beats none */
-        for (int n = 0; n < fa_kernel_count(); n++)
-            if (!fa_kernel_refusal(rows[n], problem, device, choosing)) return rows[n];
-    return NULL;
+static fa_code force(const fa_kernel *kernel, const fa_problem *problem, const fa_device_info *device, fa_plan *plan,
+                     fa_status *status) {
+    char text[512];
+    fa_why why;
+    const fa_answer answer = fa_kernel_ask(kernel, problem, device, plan, &why);
+    if (answer == FA_TAKES || answer == FA_DECLINES) return FA_OK;
+    if (answer == FA_FAILS) return fail_because(&why, device, status);
+    return fa_fail(status, FA_EUNSUPPORTED, "kernel \"%s\" cannot take this call: %s", kernel->name,
+                   fa_why_text(&why, device, text, sizeof text));
 }
 
 fa_code fa_plan_make(const fa_problem *problem, const fa_device_info *device, const fa_kernel *forced, fa_plan *plan,
                      fa_status *status) {
-    const fa_kernel *row = forced;
-    if (forced) {
-        const char *reason = fa_kernel_refusal(forced, problem, device, false);
-        if (reason)
-            return fa_fail(status, FA_EUNSUPPORTED, "kernel \"%s\" cannot take this call: %s", forced->name, reason);
-    } else {
-        row = choose(problem, device);
-        if (!row) return fail_unsupported(problem, device, status);
+    if (forced) return force(forced, problem, device, plan, status);
+    const fa_kernel *declined = NULL; /* the first: it beats none */
+    for (int n = 0; kernels[n]; n++) {
+        if (!is_candidate(kernels[n], problem)) continue;
+        fa_why why;
+        const fa_answer answer = fa_kernel_ask(kernels[n], problem, device, plan, &why);
+        if (answer == FA_TAKES) return FA_OK;
+        if (answer == FA_FAILS) return fail_because(&why, device, status);
+        if (answer == FA_DECLINES && !declined) declined = kernels[n];
     }
-    memset(plan, 0, sizeof *plan);
-    plan->splits = 1;
-    FA_TRY(row->plan(problem, device, plan, status));
-    plan->kernel = row;
-    return FA_OK;
+    return declined ? force(declined, problem, device, plan, status) : fail_unsupported(problem, device, status);
 }
 
 fa_code fa_plan_run(const fa_problem *problem, const fa_plan *plan, fa_context *context, const fa_device_info *device,
                     void *stream, fa_status *status) {
-    if (problem->batch == 0 || problem->heads == 0 || problem->seq_q == 0) return FA_OK;
-    fa_launch launch = {.context = context, .device = device, .stream = stream};
+    if (problem->empty) return FA_OK;
+    fa_launch launch = {
+        .host = &host,
+        .context = context,
+        .device = device,
+        .stream = stream,
+        .encode_tensor_map = fa_device_tensor_maps(context, problem->device),
+        .status = status,
+    };
     if (plan->workspace_bytes)
         FA_TRY(fa_memory_alloc(context, device->device, plan->workspace_bytes, stream, &launch.workspace, status));
-    fa_code code = plan->kernel->launch(problem, plan, &launch, status);
+    fa_code code = plan->kernel->launch(problem, plan, &launch);
     if (launch.workspace) {
         fa_status ignored;
         fa_code freed = fa_memory_free(device->device, launch.workspace, stream, code == FA_OK ? status : &ignored);

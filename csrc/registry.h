@@ -1,22 +1,21 @@
-/* The kernel table: choose a row for a problem, explain the choice, run it. */
+/* The kernel table: ask a kernel, choose one for a problem, run a plan. */
 #ifndef FA_REGISTRY_H
 #define FA_REGISTRY_H
 
 #include "fa.h"
 
-/* Rows of this build in order of preference. */
-int fa_kernel_count(void);
+/* Kernels of this build, of every operation, in order of preference; index from 0. NULL past the last. */
 const fa_kernel *fa_kernel_at(int index);
-/* NULL when no row has that name. */
-const fa_kernel *fa_kernel_find(const char *name);
+/* NULL when no kernel of the operation has that name. */
+const fa_kernel *fa_kernel_find(fa_op op, const char *name);
 
-/* Why `row` does not take `problem`: NULL when it can. With `choosing`, also its reason to decline. A row of another
- * kind of device says so. */
-const char *fa_kernel_refusal(const fa_kernel *row, const fa_problem *problem, const fa_device_info *device,
-                              bool choosing);
+/* What `kernel` says to `problem` on a device such as `device`: `plan` is filled if it takes or declines, `why` unless
+ * it takes. The one place where `device`, `dtypes`, `takes` and compute capabilities of a kernel are applied. */
+fa_answer fa_kernel_ask(const fa_kernel *kernel, const fa_problem *problem, const fa_device_info *device, fa_plan *plan,
+                        fa_why *why);
 
-/* Chooses and plans. `forced` is NULL for the first row that takes the problem; a row that is forced and rejects is
- * FA_EUNSUPPORTED with its reason. */
+/* Chooses and plans. `forced` is NULL for the first kernel that takes the problem, or declines it if none takes it; one
+ * that is forced and cannot is FA_EUNSUPPORTED with its reason. */
 fa_code fa_plan_make(const fa_problem *problem, const fa_device_info *device, const fa_kernel *forced, fa_plan *plan,
                      fa_status *status);
 

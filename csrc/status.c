@@ -18,8 +18,3 @@ const char *fa_dtype_name(fa_dtype dtype) {
     static const char *const names[FA_DTYPE_COUNT] = {"float16", "bfloat16", "float32", "float64", "bool"};
     return (unsigned)dtype < FA_DTYPE_COUNT ? names[dtype] : "unknown";
 }
-
-size_t fa_dtype_size(fa_dtype dtype) {
-    static const size_t sizes[FA_DTYPE_COUNT] = {2, 2, 4, 8, 1};
-    return (unsigned)dtype < FA_DTYPE_COUNT ? sizes[dtype] : 0;
-}

@@ -27,10 +27,6 @@ SMALL = TIMED | dict(seq_q=128, seq_k=128)
 #: Seconds of a call on SMALL from which a row is checked on that alone: the same row takes 16 times as long on TIMED.
 SLOW = 0.004
 RAGGED = dict(batch=2, heads=4, heads_kv=2, seq_q=113, seq_k=203, head_dim=64)
-# A refusal in these words is about the machine, not about the row.
-_ABOUT_THE_MACHINE = re.compile(
-    r"sm_\d\d|compute capability|cuTensorMapEncodeTiled|cuBLAS was not found|KB of shared memory a block"
-)
 
 
 def inputs(size, seed=0):
@@ -102,10 +98,9 @@ def check_row(row, device, fa_ext, no_device, show=lambda stage: None):
     show(stage)
     try:
         q, k, v = (put(x) for x in inputs(TIMED))
-        refusal = fa_ext.explain(q, k, v, return_lse=True, kernel=row)[1].get(row) if device == "cuda" else None
-        if refusal:
-            absent = _ABOUT_THE_MACHINE.search(refusal)
-            return result | {"status": "absent" if absent else "refuses", "note": refusal}
+        answer, reason, _ = fa_ext._core.answers(q, k, v, return_lse=True, kernel=row)[row]
+        if answer in ("refuses", "not here"):
+            return result | {"status": "absent" if answer == "not here" else "refuses", "note": reason}
         stages["load"] = "ok"
 
         show(stage := "launch")
@@ -134,10 +129,6 @@ def check_row(row, device, fa_ext, no_device, show=lambda stage: None):
         show(stage := "time")
         result["us"] = time_call(lambda: fa_ext.attention(q, k, v, out=out, kernel=row), lambda: fa_ext.to_numpy(lse))
         stages["time"] = f"{result['us']:.1f} us{' at S128' if size is SMALL else ''}"
-    except fa_ext.UnsupportedError as error:
-        reason = str(error)
-        absent = stage in ("load", "launch") and _ABOUT_THE_MACHINE.search(reason)
-        result |= {"status": "absent" if absent else "FAILED", "note": reason}
     except (Failed, RuntimeError, ValueError, TypeError, BufferError, MemoryError) as error:
         stages[stage] = "FAILED"
         result |= {"status": "FAILED", "note": f"{type(error).__name__}: {error}".removeprefix("Failed: ")}
@@ -207,7 +198,7 @@ def survey():
             def show(stage, shown=f"fa_ext: {row}, {number} of {len(fa_ext.kernels())} rows: "):
                 progress(shown + stage)
 
-            rows.append(check_row(row, build["rows"][row][0], fa_ext, no_device, show))
+            rows.append(check_row(row, build["kernels"][row][0], fa_ext, no_device, show))
     return {
         "version": build["version"], "python": platform.python_version(), "numpy": numpy.__version__,
         "cuda": build["cuda"], "chaos": build["chaos"], "toolkit": build["toolkit"], "cpu": cpu, "devices": devices,

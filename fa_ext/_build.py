@@ -188,8 +188,13 @@ def _run(argv: list[str], variable: str) -> subprocess.CompletedProcess[str]:
 
 
 def listed_rows() -> list[str]:
-    """Rows of ``csrc/kernels.def`` in order of preference."""
-    return re.findall(r"^FA_ROW\((\w+)\)", (CSRC / "kernels.def").read_text(), re.MULTILINE)
+    """Kernels of ``csrc/kernels.def`` in order of preference."""
+    return [name for _, name in listed_kernels()]
+
+
+def listed_kernels() -> list[tuple[str, str]]:
+    """(operation, name) of each kernel of ``csrc/kernels.def`` in order of preference."""
+    return re.findall(r"^FA_KERNEL\((\w+), (\w+)\)", (CSRC / "kernels.def").read_text(), re.MULTILINE)
 
 
 def directives(source: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ...]]]:
@@ -435,16 +440,11 @@ def link_shared(objects: list[Path], target: Path, options: Options) -> Path:
 def build_row(
     source: Path, target: Path, options: Options, extra: tuple[str, ...] = (), progress: bool = False
 ) -> Path:
-    """Builds one row alone as a shared library that exports its ``fa_row_<name>``; ``fa_ext._core.load`` takes it.
+    """Builds one kernel alone as a shared library that exports ``fa_kernel_<name>``; ``fa_ext._core.load`` takes it.
 
     ``source`` is a kernel file (.c or .cu) and ``extra`` are flags such as ``-DBLOCK_M=32`` for all its compilations.
     """
     units = [Unit(u.source, u.name, (*u.flags, *extra), u.archs) for u in units_of(source)]
-    units.append(Unit(CSRC / "status.c", "status"))
-    if source.suffix == ".c":
-        units += units_of(CSRC / "cpu" / "threads.c")
-    else:
-        units.append(Unit(CSRC / "device.c", "device", ("-DFA_HAVE_CUDA=1",)))
     objects = compile_all(units, target.with_suffix(".objects"), options, progress)
     return link_shared(objects, target, options)
 

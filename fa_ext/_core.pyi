@@ -1,4 +1,5 @@
 import sys
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
@@ -142,12 +143,34 @@ def explain(
     stream: Any = None,
     kernel: str | None = None,
     batch_invariant: bool = False,
+    device: Mapping[str, Any] | None = None,
 ) -> tuple[str | None, dict[str, str]]: ...
+def answers(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: _Causal = False,
+    scale: float | None = None,
+    window: _Window | None = None,
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    sinks: Any = None,
+    layout: _Layout = "bhsd",
+    out: Any = None,
+    return_lse: bool = False,
+    stream: Any = None,
+    kernel: str | None = None,
+    batch_invariant: bool = False,
+    device: Mapping[str, Any] | None = None,
+    features: int = 0,
+) -> dict[str, tuple[str, str, dict[str, Any] | None]]: ...
 def kernels() -> tuple[str, ...]: ...
 def to_device(array: np.ndarray[Any, Any], device: int = 0) -> DeviceArray: ...
 def to_numpy(array: Any, /) -> np.ndarray[Any, Any]: ...
 def time_launches(count: int, /, q: Any, k: Any, v: Any, **options: Any) -> float: ...
-def load(path: str | PathLike[str], row: str | None = None) -> str: ...
+def load(path: str | PathLike[str], kernel: str | None = None) -> str: ...
 def loaded() -> dict[str, tuple[str, str]]: ...
 def build_info() -> dict[str, Any]: ...
 def cpu_info() -> dict[str, Any]: ...

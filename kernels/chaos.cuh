@@ -15,5 +15,5 @@
 #else
 #define FA_CHAOS_POINT(site)         ((void)(site))
 #define FA_CHAOS_BEGIN()             ((void)0)
-#define FA_CHAOS_ARM(stream, status) ((void)0)
+#define FA_CHAOS_ARM(stream, launch) ((void)0)
 #endif

@@ -112,7 +112,7 @@ inline cudaError_t arm(cudaStream_t stream) {
 
 #define FA_CHAOS_POINT(site)         fa::chaos::point(site)
 #define FA_CHAOS_BEGIN()             fa::chaos::begin()
-#define FA_CHAOS_ARM(stream, status) FA_CUDA_TRY(status, fa::chaos::arm(static_cast<cudaStream_t>(stream)))
+#define FA_CHAOS_ARM(stream, launch) FA_CUDA_TRY(launch, fa::chaos::arm(static_cast<cudaStream_t>(stream)))
 
 #define __syncthreads()              (fa::chaos::point(__LINE__), __syncthreads())
 #define __syncwarp(...)              (fa::chaos::point(__LINE__), __syncwarp(__VA_ARGS__))

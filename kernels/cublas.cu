@@ -18,7 +18,7 @@
 #include "cublas_api.cuh"     // Session
 #include "cublas_gemm.cuh"    // multiply
 #include "cublas_softmax.cuh" // softmax, Chunk
-#include "fa.h"               // fa_problem, fa_kernel
+#include "fa.h"               // fa_forward, fa_kernel
 #include "launch.cuh"         // FA_CUDA_TRY
 #include "mask.cuh"           // tile_keys
 #include "score.cuh"          // score_params
@@ -28,15 +28,15 @@ namespace {
 using fa::cublas::Chunk;
 using fa::cublas::Matrix;
 
-constexpr int64_t BOUNDED_ROWS = 512;   // rows a chunk with causal or a window: its keys are clipped to what they see
-constexpr int64_t MAX_LENGTH = 1 << 29; // of a sequence, so that 32-bit indices hold
+constexpr int64_t BOUNDED_ROWS = 512; // rows a chunk with causal or a window: its keys are clipped to what they see
+constexpr int MAX_LENGTH_BITS = 29;   // of a sequence, so that 32-bit indices hold
 constexpr size_t LIBRARY_BYTES_SM90 = 32 << 20; // workspace for cuBLAS, as its documentation recommends
 constexpr size_t LIBRARY_BYTES = 4 << 20;
 
 size_t library_bytes(const fa_device_info *device) { return device->cc >= 90 ? LIBRARY_BYTES_SM90 : LIBRARY_BYTES; }
 
-/* What a chunk covers at most. Either all heads of `batches` entries, or `heads` of one: whole groups of query heads
- * that share a key head, or a divisor of a group. */
+/* What a chunk covers at most, the plan's own part. Either all heads of `batches` entries, or `heads` of one: whole
+ * groups of query heads that share a key head, or a divisor of a group. */
 struct Tiling {
     int64_t rows, heads, batches, ld;
 
@@ -44,20 +44,21 @@ struct Tiling {
 };
 
 /* False when not even one row of scores fits the limit. Follows from one batch entry where the call asks for that. */
-bool make_tiling(const fa_problem *p, const fa_device_info *device, Tiling *t) {
-    const int64_t group = p->heads_kv ? p->heads / p->heads_kv : 1;
-    const bool bounded = p->left != FA_UNBOUNDED || p->right != FA_UNBOUNDED;
-    *t = {p->seq_q, p->heads, 1, 0};
+bool make_tiling(const fa_problem *problem, const fa_device_info *device, Tiling *t) {
+    const fa_forward &p = problem->forward;
+    const int64_t group = p.heads_kv ? p.heads / p.heads_kv : 1;
+    const bool bounded = p.left != FA_UNBOUNDED || p.right != FA_UNBOUNDED;
+    *t = {p.seq_q, p.heads, 1, 0};
     if (bounded && t->rows > 2 * BOUNDED_ROWS) t->rows = BOUNDED_ROWS;
-    int64_t keys = p->key_end - p->key_begin;
-    const int64_t seen = t->rows + p->left + p->right; // by the rows of a chunk, from the first to the last
+    int64_t keys = p.key_end - p.key_begin;
+    const int64_t seen = t->rows + p.left + p.right; // by the rows of a chunk, from the first to the last
     if (seen < keys) keys = seen;
     t->ld = (keys + 7) / 8 * 8;
 
     const int64_t limit = int64_t(device->workspace_limit) - int64_t(library_bytes(device));
     if (t->bytes() <= limit) {
-        if (t->bytes() > 0 && !p->batch_invariant) t->batches = limit / t->bytes();
-        if (t->batches > p->batch) t->batches = p->batch;
+        if (t->bytes() > 0 && !problem->batch_invariant) t->batches = limit / t->bytes();
+        if (t->batches > p.batch) t->batches = p.batch;
         return true;
     }
     const int64_t head_bytes = t->bytes() / t->heads;
@@ -77,43 +78,34 @@ bool expressible(const fa_operand &x, int64_t rows, int64_t columns) {
     return fa::cublas::express(x.stride[2], x.stride[3], rows, columns, &form);
 }
 
-const char *rejects(const fa_problem *p, const fa_device_info *device) {
-    Tiling tiling;
-    if (device->cc < 80) return "needs compute capability 8.0 (Ampere) or newer";
-    if (device->cublas_error) return device->cublas_error;
-    if (p->dtype == FA_F64) return "takes float16, bfloat16 and float32, not float64";
-    if (p->seq_q > MAX_LENGTH || p->seq_k > MAX_LENGTH) return "takes sequences of up to 2^29 rows";
-    const bool multiplies = p->batch > 0 && p->heads > 0 && p->seq_q > 0 && p->key_end > p->key_begin;
-    if (multiplies && (!expressible(p->q, p->seq_q, p->head_dim) || !expressible(p->k, p->seq_k, p->head_dim) ||
-                       !expressible(p->v, p->seq_k, p->head_dim_v) || !expressible(p->out, p->seq_q, p->head_dim_v)))
-        return "needs q, k, v and out with a contiguous sequence or head_dim axis, the other one's stride at least as "
-               "long and less than 2^31: a leading dimension cannot express other strides";
-    if (!make_tiling(p, device, &tiling)) return "one row of scores does not fit into FA_EXT_WORKSPACE_MB";
-    return nullptr;
+/* Float32, microseconds on an H200 (this kernel, simt): B4 H16 S2048 D64 2449, 1949; D128 3731, 3854; D128 causal 2838,
+ * 2045; decoding 4096 keys at D128: B1 H32 48, 244, but B16 H32/8 1391, 573. The 16-bit kernels come before this one.
+ */
+fa_answer judge(const fa_forward &p, fa_why *why) {
+    if (p.dtype != FA_F32) return FA_TAKES;
+    const int dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+    const bool bounded = p.left != FA_UNBOUNDED || p.right != FA_UNBOUNDED;
+    if (p.seq_q == 1)
+        return p.heads == p.heads_kv ? FA_TAKES : fa_because(why, FA_DECLINES, FA_WHY_SHARED_HEADS, 0, 0, 0);
+    if (dim <= 64) return fa_because(why, FA_DECLINES, FA_WHY_NARROW, 0, 0, 0);
+    if (bounded && dim <= 128) return fa_because(why, FA_DECLINES, FA_WHY_BOUNDED, 0, 0, 0);
+    return FA_TAKES;
 }
 
-/* Float32, microseconds on an H200 (this row, simt): B4 H16 S2048 D64 2449, 1949; D128 3731, 3854; D128 causal 2838,
- * 2045; decoding 4096 keys at D128: B1 H32 48, 244, but B16 H32/8 1391, 573. The 16-bit rows come before this one. */
-const char *declines(const fa_problem *p, const fa_device_info *) {
-    if (p->dtype != FA_F32) return nullptr;
-    const int dim = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
-    const bool bounded = p->left != FA_UNBOUNDED || p->right != FA_UNBOUNDED;
-    if (p->seq_q == 1) return p->heads == p->heads_kv ? nullptr : "simt is faster for one query with shared key heads";
-    if (dim <= 64) return "simt is faster for float32 with head_dim up to 64";
-    if (bounded && dim <= 128) return "simt is faster for float32 with causal or a window and head_dim up to 128";
-    return nullptr;
-}
-
-fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *) {
-    Tiling t;
-    make_tiling(p, device, &t);
-    plan->tile_m = int(t.rows);
-    plan->tile_n = int(t.ld);
-    plan->splits = 1;
-    plan->stages = 1;
-    plan->extra[0] = t.rows, plan->extra[1] = t.heads, plan->extra[2] = t.batches, plan->extra[3] = t.ld;
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_forward &p = problem->forward;
+    Tiling &t = fa_own<Tiling>(plan);
+    plan->keep = true;
+    if (device->library_error[FA_CUBLAS]) return fa_because(why, FA_NOT_HERE, FA_WHY_LIBRARY, FA_CUBLAS, 0, 0);
+    if ((p.seq_q > p.seq_k ? p.seq_q : p.seq_k) >> MAX_LENGTH_BITS)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, MAX_LENGTH_BITS, 0, 0);
+    if (problem->empty) return judge(p, why);
+    const bool expressed = expressible(p.q, p.seq_q, p.head_dim) && expressible(p.k, p.seq_k, p.head_dim) &&
+                           expressible(p.v, p.seq_k, p.head_dim_v) && expressible(p.out, p.seq_q, p.head_dim_v);
+    if (p.key_end > p.key_begin && !expressed) return fa_because(why, FA_REFUSES, FA_WHY_LEADING_DIMENSION, 0, 0, 0);
+    if (!make_tiling(problem, device, &t)) return fa_because(why, FA_REFUSES, FA_WHY_WORKSPACE, 0, 0, 0);
     plan->workspace_bytes = library_bytes(device) + t.bytes();
-    return FA_OK;
+    return judge(p, why);
 }
 
 Matrix matrix_of(const fa_operand &x, fa_dtype dtype, int64_t batch, int64_t head, int64_t row) {
@@ -123,9 +115,10 @@ Matrix matrix_of(const fa_operand &x, fa_dtype dtype, int64_t batch, int64_t hea
 }
 
 /* One chunk: product, softmax, product. */
-fa_code run_chunk(const fa::cublas::Session &session, const fa_problem *p, const Chunk &chunk, int64_t batches,
-                  cudaStream_t stream, fa_status *status) {
+fa_code run_chunk(const fa::cublas::Session &session, const fa_forward *p, const Chunk &chunk, int64_t batches,
+                  const fa_launch &launch) {
     const fa::ScoreParams score = fa::score_params(*p);
+    cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
     const int64_t group = p->heads / p->heads_kv, in_group = chunk.heads < group ? chunk.heads : group;
     const int64_t groups = chunk.heads / in_group, head_kv = chunk.head / group;
     const int type = fa::cublas::data_type(p->dtype), bytes = int(fa_dtype_size(p->dtype));
@@ -140,16 +133,15 @@ fa_code run_chunk(const fa::cublas::Session &session, const fa_problem *p, const
                                     score.cap_log2 > 0 ? score.scale_cap : score.scale_log2,
                                     {{batches, p->q.stride[0], p->k.stride[0], chunk.heads * head_scores},
                                      {groups, in_group * p->q.stride[1], p->k.stride[1], in_group * head_scores},
-                                     {in_group, p->q.stride[1], 0, head_scores}},
-                                    status));
+                                     {in_group, p->q.stride[1], 0, head_scores}}));
     }
-    FA_CHAOS_ARM(stream, status);
+    FA_CHAOS_ARM(stream, launch);
     if (p->dtype == FA_F16)
-        FA_CUDA_TRY(status, fa::cublas::softmax<__half>(*p, chunk, score.cap_log2, stream));
+        FA_CUDA_TRY(launch, fa::cublas::softmax<__half>(*p, chunk, score.cap_log2, stream));
     else if (p->dtype == FA_BF16)
-        FA_CUDA_TRY(status, fa::cublas::softmax<__nv_bfloat16>(*p, chunk, score.cap_log2, stream));
+        FA_CUDA_TRY(launch, fa::cublas::softmax<__nv_bfloat16>(*p, chunk, score.cap_log2, stream));
     else
-        FA_CUDA_TRY(status, fa::cublas::softmax<float>(*p, chunk, score.cap_log2, stream));
+        FA_CUDA_TRY(launch, fa::cublas::softmax<float>(*p, chunk, score.cap_log2, stream));
     if (chunk.keys == 0) return FA_OK;
 
     const Matrix weights = {workspace, type, bytes, chunk.ld * shrink, 1};
@@ -158,19 +150,17 @@ fa_code run_chunk(const fa::cublas::Session &session, const fa_problem *p, const
                                 p->head_dim_v, chunk.keys, 1.0f,
                                 {{batches, chunk.heads * head_scores * shrink, p->v.stride[0], p->out.stride[0]},
                                  {groups, in_group * head_scores * shrink, p->v.stride[1], in_group * p->out.stride[1]},
-                                 {in_group, head_scores * shrink, 0, p->out.stride[1]}},
-                                status);
+                                 {in_group, head_scores * shrink, 0, p->out.stride[1]}});
 }
 
-fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
-    const Tiling t = {plan->extra[0], plan->extra[1], plan->extra[2], plan->extra[3]};
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward *p = &problem->forward;
+    const Tiling &t = fa_own<Tiling>(plan);
     const size_t library = library_bytes(launch->device);
-    cudaStream_t stream = static_cast<cudaStream_t>(launch->stream);
     char *workspace = static_cast<char *>(launch->workspace);
-    if (p->batch == 0 || p->heads == 0 || p->seq_q == 0) return FA_OK;
 
-    fa::cublas::Session session;
-    FA_TRY(session.open(launch->context, launch->device->device.id, stream, workspace, library, status));
+    fa::cublas::Session session(*launch);
+    FA_TRY(session.open(workspace, library));
     for (int64_t row = 0; row < p->seq_q; row += t.rows) {
         const int64_t rows = p->seq_q - row < t.rows ? p->seq_q - row : t.rows;
         const fa::KeyRange keys = fa::tile_keys(*p, row, row + rows);
@@ -190,7 +180,7 @@ fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch
                     .heads = heads,
                     .count = batches * heads * rows,
                 };
-                FA_TRY(run_chunk(session, p, chunk, batches, stream, status));
+                FA_TRY(run_chunk(session, p, chunk, batches, *launch));
             }
         }
     }
@@ -199,14 +189,17 @@ fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch
 
 } // namespace
 
-extern "C" FA_EXPORT const fa_kernel fa_row_cublas;
-const fa_kernel fa_row_cublas = {
-    .abi = FA_ROW_ABI,
+extern "C" FA_EXPORT const fa_kernel fa_kernel_cublas;
+const fa_kernel fa_kernel_cublas = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
     .device = FA_CUDA,
     .name = "cublas",
     .summary = "two cuBLAS products with a softmax between them",
-    .rejects = rejects,
-    .declines = declines,
+    .cc_from = 80,
+    .cc_to = 0,
+    .dtypes = FA_FLOAT_BITS,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
     .plan = plan,
     .launch = launch,
 };

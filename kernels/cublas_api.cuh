@@ -9,12 +9,11 @@
 #define FA_CUBLAS_API_CUH
 
 #include <cuda_runtime.h> // cudaStream_t
-#include <dlfcn.h>        // dlopen, dlsym
+#include <dlfcn.h>        // dlsym
 #include <stdlib.h>       // calloc, free
 #include <unistd.h>       // getpid
 
-#include "device.h" // fa_context_slot, fa_cublas_path
-#include "fa.h"     // fa_status
+#include "fa.h" // fa_host, fa_launch
 
 namespace fa::cublas {
 
@@ -30,7 +29,6 @@ constexpr int STATUS_ALLOC_FAILED = 3;              // cublasStatus_t
 inline int data_type(fa_dtype dtype) { return dtype == FA_F16 ? R_16F : dtype == FA_BF16 ? R_16BF : R_32F; }
 
 struct Library {
-    void *handle;
     int (*create)(Handle *);
     int (*destroy)(Handle);
     int (*set_stream)(Handle, cudaStream_t);
@@ -65,13 +63,10 @@ inline void free_state(void *slot) {
     free(state); // the library stays loaded: others in the process may use it
 }
 
-/* Fills `library` from the context's path, or the names the loader knows. */
-inline fa_code load_library(const char *path, Library *library, fa_status *status) {
-    const char *names[] = {path, "libcublas.so.13", "libcublas.so.12"};
-    for (const char *name : names) {
-        if (!library->handle && name) library->handle = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
-    }
-    if (!library->handle) return fa_fail(status, FA_EUNSUPPORTED, "cuBLAS cannot be loaded: %s", dlerror());
+/* Finds the functions of cuBLAS. */
+inline fa_code load_library(const fa_launch &launch, Library *library) {
+    void *handle;
+    FA_TRY(launch.host->open_library(launch.context, FA_CUBLAS, &handle, launch.status));
     struct {
         const char *name;
         void *target;
@@ -82,8 +77,9 @@ inline fa_code load_library(const char *path, Library *library, fa_status *statu
         {"cublasGetStatusName", &library->status_name},
     };
     for (const auto &function : wanted) {
-        void *found = dlsym(library->handle, function.name);
-        if (!found) return fa_fail(status, FA_EUNSUPPORTED, "cuBLAS is too old: it has no %s", function.name);
+        void *found = dlsym(handle, function.name);
+        if (!found)
+            return launch.host->fail(launch.status, FA_EUNSUPPORTED, "cuBLAS is too old: it has no %s", function.name);
         *static_cast<void **>(function.target) = found;
     }
     return FA_OK;
@@ -91,75 +87,87 @@ inline fa_code load_library(const char *path, Library *library, fa_status *statu
 
 /* One launch's exclusive use of a handle of the current device; returned when the object goes. */
 class Session {
-    fa_context *context = nullptr;
+    const fa_launch &launch;
     State *state = nullptr;
     IdleHandle *taken = nullptr;
     cudaStreamCaptureMode outer_mode = cudaStreamCaptureModeRelaxed;
     bool mode_exchanged = false;
 
-    fa_code check(int code, const char *what, fa_status *status) const {
+    fa_code check(int code, const char *what) const {
         if (code == 0) return FA_OK;
         fa_code kind = code == STATUS_ALLOC_FAILED ? FA_EMEMORY : FA_ECUDA;
-        return fa_fail(status, kind, "cuBLAS: %s failed with %s", what, state->library.status_name(code));
+        return launch.host->fail(launch.status, kind, "cuBLAS: %s failed with %s", what,
+                                 state->library.status_name(code));
     }
 
-    /* Takes the context's state, made on first use, and an idle handle of `device`, if there is one. */
-    fa_code take(int device, fa_status *status) {
-        fa_code code = FA_OK;
-        fa_context_lock(context);
-        void **slot = fa_context_slot(context, free_state);
-        if (!*slot) {
-            State *made = static_cast<State *>(calloc(1, sizeof(State)));
-            code = made ? load_library(fa_cublas_path(context), &made->library, status)
-                        : fa_fail(status, FA_EMEMORY, "out of memory");
-            if (code == FA_OK) {
-                made->owner = getpid();
-                *slot = made;
-            } else {
-                free(made);
-            }
-        }
-        state = static_cast<State *>(*slot);
-        for (IdleHandle **link = state ? &state->idle : nullptr; link && *link; link = &(*link)->next) {
-            if ((*link)->device != device) continue;
+    /* The context's state; a new one becomes it unless there is one. NULL: none, or out of memory. */
+    State *keep_state(State *made) const {
+        static const char key = 0;
+        launch.host->lock(launch.context);
+        void **slot = launch.host->slot(launch.context, &key, free_state);
+        if (slot && !*slot) *slot = made;
+        State *kept = slot ? static_cast<State *>(*slot) : nullptr;
+        launch.host->unlock(launch.context);
+        return kept;
+    }
+
+    fa_code find_state() {
+        state = keep_state(nullptr);
+        if (state) return FA_OK;
+        State *made = static_cast<State *>(calloc(1, sizeof(State)));
+        if (!made) return fail(FA_EMEMORY, "out of memory");
+        made->owner = getpid();
+        fa_code code = load_library(launch, &made->library);
+        if (code == FA_OK) state = keep_state(made);
+        if (state != made) free(made); // another thread's came first
+        return code == FA_OK && !state ? fail(FA_EMEMORY, "out of memory") : code;
+    }
+
+    /* Takes an idle handle of the device, if there is one. */
+    void take() {
+        launch.host->lock(launch.context);
+        for (IdleHandle **link = &state->idle; *link; link = &(*link)->next) {
+            if ((*link)->device != launch.device->device.id) continue;
             taken = *link;
             *link = taken->next;
             break;
         }
-        fa_context_unlock(context);
-        return code;
+        launch.host->unlock(launch.context);
     }
 
   public:
-    Session() = default;
+    explicit Session(const fa_launch &of) : launch(of) {}
     Session(const Session &) = delete;
 
-    /* Queues on `stream` from now on, with `workspace` for cuBLAS. Creating a handle allocates and cuBLAS may load
-     * code, which a capture of another stream must not forbid: this thread is in relaxed capture mode meanwhile. */
-    fa_code open(fa_context *owner, int device, cudaStream_t stream, void *workspace, size_t bytes, fa_status *status) {
-        context = owner;
+    fa_code fail(fa_code code, const char *text) const { return launch.host->fail(launch.status, code, "%s", text); }
+
+    /* Queues on the launch's stream from now on, with `workspace` for cuBLAS. Creating a handle allocates and cuBLAS
+     * may load code, which a capture of another stream must not forbid: this thread is in relaxed capture mode
+     * meanwhile. */
+    fa_code open(void *workspace, size_t bytes) {
         mode_exchanged = cudaThreadExchangeStreamCaptureMode(&outer_mode) == cudaSuccess;
-        FA_TRY(take(device, status));
+        FA_TRY(find_state());
+        take();
         const Library &library = state->library;
         if (!taken) {
             taken = static_cast<IdleHandle *>(calloc(1, sizeof(IdleHandle)));
-            if (!taken) return fa_fail(status, FA_EMEMORY, "out of memory");
-            taken->device = device;
-            FA_TRY(check(library.create(&taken->handle), "cublasCreate", status));
-            FA_TRY(check(library.set_math_mode(taken->handle, MATH_DISALLOW_REDUCED_PRECISION), "cublasSetMathMode",
-                         status));
+            if (!taken) return fail(FA_EMEMORY, "out of memory");
+            taken->device = launch.device->device.id;
+            FA_TRY(check(library.create(&taken->handle), "cublasCreate"));
+            FA_TRY(check(library.set_math_mode(taken->handle, MATH_DISALLOW_REDUCED_PRECISION), "cublasSetMathMode"));
         }
-        FA_TRY(check(library.set_stream(taken->handle, stream), "cublasSetStream", status));
-        return check(library.set_workspace(taken->handle, workspace, bytes), "cublasSetWorkspace", status);
+        cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
+        FA_TRY(check(library.set_stream(taken->handle, stream), "cublasSetStream"));
+        return check(library.set_workspace(taken->handle, workspace, bytes), "cublasSetWorkspace");
     }
 
     ~Session() {
         if (mode_exchanged) cudaThreadExchangeStreamCaptureMode(&outer_mode);
         if (taken && taken->handle) {
-            fa_context_lock(context);
+            launch.host->lock(launch.context);
             taken->next = state->idle;
             state->idle = taken;
-            fa_context_unlock(context);
+            launch.host->unlock(launch.context);
         } else {
             free(taken);
         }
@@ -168,12 +176,12 @@ class Session {
     /* cublasGemmStridedBatchedEx with beta = 0 and float32 arithmetic. */
     fa_code gemm(int op_a, int op_b, int m, int n, int k, float alpha, const void *a, int a_type, int a_ld,
                  int64_t a_stride, const void *b, int b_type, int b_ld, int64_t b_stride, void *c, int c_type, int c_ld,
-                 int64_t c_stride, int count, fa_status *status) const {
+                 int64_t c_stride, int count) const {
         const float beta = 0.0f;
         return check(state->library.gemm(taken->handle, op_a, op_b, m, n, k, &alpha, a, a_type, a_ld, a_stride, b,
                                          b_type, b_ld, b_stride, &beta, c, c_type, c_ld, c_stride, count, COMPUTE_32F,
                                          GEMM_DEFAULT),
-                     "cublasGemmStridedBatchedEx", status);
+                     "cublasGemmStridedBatchedEx");
     }
 };
 

@@ -7,7 +7,7 @@
 #include <utility>  // std::swap
 
 #include "cublas_api.cuh" // Session
-#include "fa.h"           // fa_status
+#include "fa.h"           // fa_code
 
 namespace fa::cublas {
 
@@ -58,7 +58,7 @@ inline bool fold_rows(const Axis &axis, Matrix *a, Matrix *c, int64_t *m, int64_
 /* C (m x n) = alpha A (m x k) B (k x n) for every index of the batch axes, outermost first: axes become rows where they
  * can, neighbouring axes become one, the longest that is left is cuBLAS's batch, and calls go over the others. */
 inline fa_code multiply(const Session &session, Matrix a, Matrix b, Matrix c, int64_t m, int64_t n, int64_t k,
-                        float alpha, const Axis (&axes)[3], fa_status *status) {
+                        float alpha, const Axis (&axes)[3]) {
     int innermost = 2;
     while (innermost >= 0 && (axes[innermost].count == 1 || fold_rows(axes[innermost], &a, &c, &m, n, k))) --innermost;
 
@@ -94,7 +94,7 @@ inline fa_code multiply(const Session &session, Matrix a, Matrix b, Matrix c, in
     }
     if (!express(a.row, a.column, m, k, &form_a) || !express(b.row, b.column, k, n, &form_b) ||
         !express(c.row, c.column, m, n, &form_c) || form_c.op != OP_N)
-        return fa_fail(status, FA_EUNSUPPORTED, "cublas: no leading dimension can express the strides");
+        return session.fail(FA_EUNSUPPORTED, "cublas: no leading dimension can express the strides");
 
     for (int64_t call = 0; call < calls; ++call) {
         int64_t at_a = 0, at_b = 0, at_c = 0, rest = call;
@@ -105,7 +105,7 @@ inline fa_code multiply(const Session &session, Matrix a, Matrix b, Matrix c, in
         }
         FA_TRY(session.gemm(form_a.op, form_b.op, int(m), int(n), int(k), alpha, a.data + at_a * a.bytes, a.type,
                             int(form_a.ld), batch.a, b.data + at_b * b.bytes, b.type, int(form_b.ld), batch.b,
-                            c.data + at_c * c.bytes, c.type, int(form_c.ld), batch.c, int(batch.count), status));
+                            c.data + at_c * c.bytes, c.type, int(form_c.ld), batch.c, int(batch.count)));
     }
     return FA_OK;
 }

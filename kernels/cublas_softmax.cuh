@@ -12,7 +12,7 @@
 
 #include "chaos.cuh"
 #include "convert.cuh" // from_float
-#include "fa.h"        // fa_problem
+#include "fa.h"        // fa_forward
 #include "mask.cuh"    // row_keys, mask_row
 #include "score.cuh"   // bias_row, bias_of, add_bias_or_exclude
 #include "softmax.cuh" // RowState, finish_row
@@ -49,13 +49,13 @@ template <int THREADS, class Combine> __device__ __forceinline__ float reduce(fl
 
 /* One row of scores: where it lies in the call, and what a thread does with STEP scores of it. */
 template <typename T> struct Row {
-    const fa_problem &p;
+    const fa_forward &p;
     const Chunk &chunk;
     float cap_log2;
     int64_t batch, head, row;
     int begin, end; // visible keys, relative to the chunk's first
 
-    __device__ Row(const fa_problem &problem, const Chunk &c, float cap, unsigned n)
+    __device__ Row(const fa_forward &problem, const Chunk &c, float cap, unsigned n)
         : p(problem), chunk(c), cap_log2(cap) {
         const unsigned unit = n / unsigned(c.rows);
         row = c.row_begin + n % unsigned(c.rows);
@@ -108,7 +108,7 @@ template <typename T> struct Row {
  * the row is read twice. A block has `blockDim.x / THREADS` rows, and all its warps have work or leave together. */
 template <typename T, int THREADS, bool HELD>
 __global__ void __launch_bounds__(THREADS < 128 ? 128 : THREADS)
-    softmax_kernel(const __grid_constant__ fa_problem p, const __grid_constant__ Chunk chunk, float cap_log2) {
+    softmax_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Chunk chunk, float cap_log2) {
     FA_CHAOS_BEGIN();
     __shared__ float shared[2][32];
     const unsigned n = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(THREADS < 128 ? 128 : THREADS)
 
 /* Rows of queries that see no key at all: output 0, LSE the sink or -inf. One thread an output element. */
 template <typename T>
-__global__ void empty_rows_kernel(const __grid_constant__ fa_problem p, const __grid_constant__ Chunk chunk) {
+__global__ void empty_rows_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Chunk chunk) {
     const int64_t total = chunk.count * p.head_dim_v;
     for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < total; n += int64_t(gridDim.x) * blockDim.x) {
         const Row<T> row(p, chunk, 0.0f, unsigned(n / p.head_dim_v));
@@ -189,7 +189,7 @@ __global__ void empty_rows_kernel(const __grid_constant__ fa_problem p, const __
 
 /* Queues the softmax of a chunk; a chunk without keys gets its output here and needs no product. */
 template <typename T>
-cudaError_t softmax(const fa_problem &p, const Chunk &chunk, float cap_log2, cudaStream_t stream) {
+cudaError_t softmax(const fa_forward &p, const Chunk &chunk, float cap_log2, cudaStream_t stream) {
     constexpr int HELD = STEP * HELD_STEPS;
     const auto blocks = [&](int per_block) { return unsigned((chunk.count + per_block - 1) / per_block); };
     if (chunk.keys == 0)

@@ -1,32 +1,44 @@
-/* Host side of a launch: CUDA errors become text in the fa_status. */
+/* Host side of a kernel: its plan inside the fa_plan, CUDA errors as text in the fa_status, shared memory. */
 #ifndef FA_LAUNCH_CUH
 #define FA_LAUNCH_CUH
 
 #include <atomic>
+#include <climits> // INT32_MAX
 #include <mutex>
+#include <type_traits> // std::is_trivially_copyable_v
 
 #include <cuda_runtime.h> // cudaError_t, cudaGetErrorName, cudaGetLastError
 
 #include "chaos.cuh" // FA_CHAOS_ARM
-#include "fa.h"      // fa_status, fa_fail
+#include "fa.h"      // fa_plan, fa_launch
+
+constexpr uint32_t FA_FLOAT16_BITS = 1 << FA_F16 | 1 << FA_BF16, FA_FLOAT_BITS = FA_FLOAT16_BITS | 1 << FA_F32;
+
+/* The kernel's own part of a plan, a struct of values. */
+template <class Own> Own &fa_own(fa_plan *plan) {
+    static_assert(sizeof(Own) <= FA_PLAN_OWN && alignof(Own) <= 8 && std::is_trivially_copyable_v<Own>);
+    return *reinterpret_cast<Own *>(plan->own);
+}
+template <class Own> const Own &fa_own(const fa_plan *plan) { return fa_own<Own>(const_cast<fa_plan *>(plan)); }
 
 /* Turns a CUDA error into FA_ECUDA with its name and the call that failed, and clears CUDA's last error. A context that
  * is lost (illegal address, launch failure ...) keeps failing, which the message says. */
-inline fa_code fa_cuda_fail(fa_status *status, cudaError_t error, const char *what) {
+inline fa_code fa_cuda_fail(const fa_launch &launch, cudaError_t error, const char *what) {
     cudaGetLastError();
     bool lost = error == cudaErrorIllegalAddress || error == cudaErrorLaunchFailure || error == cudaErrorAssert ||
                 error == cudaErrorHardwareStackError || error == cudaErrorIllegalInstruction ||
                 error == cudaErrorMisalignedAddress || error == cudaErrorInvalidPc || error == cudaErrorLaunchTimeout;
     fa_code code = error == cudaErrorMemoryAllocation ? FA_EMEMORY : FA_ECUDA;
-    return fa_fail(status, code, "%s: %s (%s)%s", what, cudaGetErrorName(error), cudaGetErrorString(error),
-                   lost ? "; this process's CUDA context is lost, restart the process" : "");
+    return launch.host->fail(launch.status, code, "%s: %s (%s)%s", what, cudaGetErrorName(error),
+                             cudaGetErrorString(error),
+                             lost ? "; this process's CUDA context is lost, restart the process" : "");
 }
 
 /* Evaluates a call that returns cudaError_t; leaves the enclosing function with FA_ECUDA unless it succeeded. */
-#define FA_CUDA_TRY(status, call)                                                                                      \
+#define FA_CUDA_TRY(launch, call)                                                                                      \
     do {                                                                                                               \
         cudaError_t fa_cuda_error = (call);                                                                            \
-        if (fa_cuda_error != cudaSuccess) return fa_cuda_fail((status), fa_cuda_error, #call);                         \
+        if (fa_cuda_error != cudaSuccess) return fa_cuda_fail((launch), fa_cuda_error, #call);                         \
     } while (0)
 
 /* Bytes of dynamic shared memory that a block may use without fa_allow_smem; a chaos build takes some itself. */
@@ -58,9 +70,9 @@ inline fa_smem_entry *fa_smem_find(uint64_t key) {
 }
 
 /* Lets a kernel use `bytes` of dynamic shared memory a block on the current device, once for each device. */
-template <class Kernel> fa_code fa_allow_smem(Kernel *kernel, size_t bytes, fa_status *status) {
+template <class Kernel> fa_code fa_allow_smem(Kernel *kernel, size_t bytes, const fa_launch &launch) {
     int device;
-    FA_CUDA_TRY(status, cudaGetDevice(&device));
+    FA_CUDA_TRY(launch, cudaGetDevice(&device));
     const uint64_t key = reinterpret_cast<uintptr_t>(kernel) << 8 | static_cast<uint8_t>(device + 1);
     const int wanted = static_cast<int>(bytes);
     fa_smem_entry *entry = fa_smem_find(key);
@@ -70,7 +82,7 @@ template <class Kernel> fa_code fa_allow_smem(Kernel *kernel, size_t bytes, fa_s
     const std::lock_guard<std::mutex> guard(fa_smem_lock);
     entry = fa_smem_find(key); // another thread may have added it
     if (entry && entry->key.load(std::memory_order_relaxed) == key && entry->bytes.load() >= wanted) return FA_OK;
-    FA_CUDA_TRY(status, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wanted));
+    FA_CUDA_TRY(launch, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, wanted));
     if (entry) {
         entry->bytes.store(wanted, std::memory_order_release);
         entry->key.store(key, std::memory_order_release);

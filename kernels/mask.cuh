@@ -7,7 +7,7 @@
 
 #include <stdint.h> // int64_t
 
-#include "fa.h" // fa_problem
+#include "fa.h" // fa_forward
 
 namespace fa {
 
@@ -18,7 +18,7 @@ struct KeyRange {
     __host__ __device__ bool empty() const { return end <= begin; }
 };
 
-/* Keys that query `row` sees (the boolean mask aside). `Problem` is fa_problem, or what has its members left, right,
+/* Keys that query `row` sees (the boolean mask aside). `Problem` is fa_forward, or what has its members left, right,
  * diagonal, key_begin and key_end. */
 template <class Problem> __host__ __device__ __forceinline__ KeyRange row_keys(const Problem &p, int64_t row) {
     int64_t begin = row + p.diagonal - p.left, end = row + p.diagonal + p.right + 1;
@@ -47,7 +47,7 @@ struct KeyBand {
     }
 };
 
-__host__ __device__ __forceinline__ KeyBand key_band(const fa_problem &p, int64_t row, int64_t key0) {
+__host__ __device__ __forceinline__ KeyBand key_band(const fa_forward &p, int64_t row, int64_t key0) {
     constexpr int64_t FAR = 1 << 29;
     auto clamp = [](int64_t x) { return static_cast<int>(x < -FAR ? -FAR : x > FAR ? FAR : x); };
     const int64_t centre = row + p.diagonal - key0;
@@ -55,7 +55,7 @@ __host__ __device__ __forceinline__ KeyBand key_band(const fa_problem &p, int64_
 }
 
 /* Row of the boolean mask for one query; element `key` lies at mask_row[key * p.mask.stride[3]], not 0 = attend. */
-__device__ __forceinline__ const uint8_t *mask_row(const fa_problem &p, int64_t batch, int64_t head, int64_t row) {
+__device__ __forceinline__ const uint8_t *mask_row(const fa_forward &p, int64_t batch, int64_t head, int64_t row) {
     return static_cast<const uint8_t *>(p.mask.data) + batch * p.mask.stride[0] + head * p.mask.stride[1] +
            row * p.mask.stride[2];
 }

@@ -13,8 +13,8 @@
  *     python -m bench measure --preset history --rows minimal,simt
  */
 #include "convert.cuh" // to_float, from_float, row_of
-#include "fa.h"        // fa_problem, fa_kernel
-#include "launch.cuh"  // FA_CUDA_TRY
+#include "fa.h"        // fa_forward, fa_kernel
+#include "launch.cuh"  // fa_own, FA_CUDA_TRY
 #include "mask.cuh"    // row_keys
 #include "score.cuh"   // score_params
 #include "softmax.cuh" // RowState, finish_row
@@ -27,7 +27,7 @@ constexpr int CHUNK = 64; // keys summed apart: one sum over thousands of keys w
 
 /* LANE_DIMS: elements of a row that a lane holds, the larger of head_dim and head_dim_v over 32, rounded up. */
 template <typename T, int LANE_DIMS>
-__global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_constant__ fa_problem p, float scale_log2) {
+__global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_constant__ fa_forward p, float scale_log2) {
     const int lane = threadIdx.x % WARP;
     const int64_t rows = p.batch * p.heads * p.seq_q;
 
@@ -82,54 +82,49 @@ __global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_const
     }
 }
 
-const char *rejects(const fa_problem *p, const fa_device_info *device) {
-    if (device->cc < 80) return "needs compute capability 8.0 (Ampere) or newer";
-    if (p->dtype == FA_F64) return "takes float16, bfloat16 and float32, not float64";
-    if (p->left != FA_UNBOUNDED) return "has no window to the left";
-    if (p->softcap > 0) return "has no softcap";
-    if (p->bias.data) return "has no bias";
-    if (p->mask.data) return "has no boolean mask";
-    if (p->sinks.data) return "has no sinks";
-    return nullptr;
-}
+/* The plan's own part. */
+struct Own {
+    bool wide; // head_dim or head_dim_v over 64
+};
 
-fa_code plan(const fa_problem *p, const fa_device_info *, fa_plan *plan, fa_status *) {
-    const int64_t rows = p->batch * p->heads * p->seq_q, blocks = (rows + WARPS - 1) / WARPS;
-    plan->config = (p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v) > 64;
-    plan->tile_m = WARPS;
-    plan->tile_n = 1;
-    plan->splits = 1;
-    plan->stages = 1;
+fa_answer plan(const fa_problem *problem, const fa_device_info *, fa_plan *plan, fa_why *) {
+    const fa_forward &p = problem->forward;
+    const int64_t rows = p.batch * p.heads * p.seq_q, blocks = (rows + WARPS - 1) / WARPS;
+    fa_own<Own>(plan).wide = (p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v) > 64;
     plan->threads = WARP * WARPS;
     plan->blocks = blocks < INT32_MAX ? blocks : INT32_MAX; // the kernel strides over the rest
+    plan->keep = true;
+    return FA_TAKES;
+}
+
+template <typename T> fa_code launch_as(const fa_forward &p, const fa_plan *plan, const fa_launch &launch) {
+    auto kernel = fa_own<Own>(plan).wide ? minimal_kernel<T, FA_MAX_HEAD_DIM / WARP> : minimal_kernel<T, 64 / WARP>;
+    cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
+    kernel<<<unsigned(plan->blocks), plan->threads, 0, stream>>>(p, fa::score_params(p).scale_log2);
+    FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }
 
-template <typename T> fa_code launch_as(const fa_problem *p, const fa_plan *plan, cudaStream_t stream, fa_status *st) {
-    auto kernel = plan->config ? minimal_kernel<T, FA_MAX_HEAD_DIM / WARP> : minimal_kernel<T, 64 / WARP>;
-    kernel<<<unsigned(plan->blocks), plan->threads, 0, stream>>>(*p, fa::score_params(*p).scale_log2);
-    FA_CUDA_TRY(st, cudaGetLastError());
-    return FA_OK;
-}
-
-fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
-    cudaStream_t stream = static_cast<cudaStream_t>(launch->stream);
-    if (plan->blocks == 0) return FA_OK;
-    if (p->dtype == FA_F16) return launch_as<__half>(p, plan, stream, status);
-    if (p->dtype == FA_BF16) return launch_as<__nv_bfloat16>(p, plan, stream, status);
-    return launch_as<float>(p, plan, stream, status);
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward &p = problem->forward;
+    if (p.dtype == FA_F16) return launch_as<__half>(p, plan, *launch);
+    if (p.dtype == FA_BF16) return launch_as<__nv_bfloat16>(p, plan, *launch);
+    return launch_as<float>(p, plan, *launch);
 }
 
 } // namespace
 
-extern "C" FA_EXPORT const fa_kernel fa_row_minimal;
-const fa_kernel fa_row_minimal = {
-    .abi = FA_ROW_ABI,
+extern "C" FA_EXPORT const fa_kernel fa_kernel_minimal;
+const fa_kernel fa_kernel_minimal = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
     .device = FA_CUDA,
     .name = "minimal",
     .summary = "one warp a query row: the shortest fused kernel, to read first",
-    .rejects = rejects,
-    .declines = nullptr,
+    .cc_from = 80,
+    .cc_to = 0,
+    .dtypes = FA_FLOAT_BITS,
+    .takes = FA_WITH_HEAD_DIM_V,
     .plan = plan,
     .launch = launch,
 };

@@ -18,7 +18,7 @@
 #define FA_MMA_ATTENTION_CUH
 
 #include "convert.cuh"    // from_float, row_of
-#include "fa.h"           // fa_problem
+#include "fa.h"           // fa_forward
 #include "mma_bias.cuh"   // BiasTiles
 #include "mma_config.cuh" // MmaArgs, BlockPlace
 #include "mma_scores.cuh" // mask_scores, scale_scores
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) unsigned char shared[];
     using T = typename C::T;
-    const fa_problem &p = args.problem;
+    const fa_forward &p = args.problem;
     const Visibility &visible = args.visible;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % C::WARPS_M, warp_n = warp / C::WARPS_M;
 
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
 template <typename T, int HEAD_DIM>
 __global__ void __launch_bounds__(128) combine_splits(const __grid_constant__ MmaArgs args) {
     constexpr int COLUMNS = HEAD_DIM / 32; // of a lane: every 32nd
-    const fa_problem &p = args.problem;
+    const fa_forward &p = args.problem;
     const int64_t rows = args.rows(), row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (row >= rows) return;

@@ -12,7 +12,7 @@
 #include <stdint.h>    // int64_t, uint8_t
 #include <type_traits> // conditional_t
 
-#include "fa.h"           // fa_problem, fa_operand
+#include "fa.h"           // fa_forward, fa_operand
 #include "mma_config.cuh" // MmaArgs, BlockPlace
 #include "mma_scores.cuh" // Scores
 #include "mma_tile.cuh"   // TileLayout, BlockAddress
@@ -87,7 +87,7 @@ template <class C> class BiasTiles {
     /* Starts the copies for the tile of keys that starts at `key`. `shared`: where the block's shared memory begins. */
     __device__ static __forceinline__ void copy(const MmaArgs &args, const BlockPlace &block, uint32_t shared,
                                                 int key) {
-        const fa_problem &p = args.problem;
+        const fa_forward &p = args.problem;
         if (!p.bias.data && !p.mask.data) return;
         const BlockPlace place = C::SHORT ? BlockPlace(args) : block;
         const auto copy_tile = [&](auto tile, uint32_t to, const fa_operand &x, bool chunks) {
@@ -107,7 +107,7 @@ template <class C> class BiasTiles {
      * tiles. */
     __device__ static __forceinline__ void apply(const MmaArgs &args, uint32_t shared, int row, int lane,
                                                  Scores<C::ROW_TILES, C::KEYS> &s) {
-        const fa_problem &p = args.problem;
+        const fa_forward &p = args.problem;
         if (p.bias.data) {
             if (p.bias_dtype == FA_F32)
                 add_wide(shared + args.bias_at + row * Wide::ROW_BYTES, lane, s);

@@ -5,7 +5,7 @@
 
 #include <stdint.h> // int64_t, uint32_t
 
-#include "fa.h"           // fa_problem
+#include "fa.h"           // fa_forward
 #include "mma_scores.cuh" // Visibility
 #include "score.cuh"      // ScoreParams
 
@@ -71,7 +71,7 @@ struct Divider {
 
 /* A launch. The sequence lengths, and so every row and key index, fit in 28 bits. */
 struct MmaArgs {
-    fa_problem problem;
+    fa_forward problem;
     ScoreParams score;
     Visibility visible;
     Divider heads, group;                   // query heads a batch entry, a K/V head

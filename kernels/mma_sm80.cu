@@ -22,8 +22,8 @@
 #include <iterator> // std::size
 
 #include "convert.cuh"       // takes_chunks
-#include "fa.h"              // fa_problem, fa_kernel
-#include "launch.cuh"        // FA_CUDA_TRY
+#include "fa.h"              // fa_forward, fa_kernel
+#include "launch.cuh"        // fa_own, FA_CUDA_TRY
 #include "mma_attention.cuh" // mma_kernel, MmaConfig, MmaArgs
 #include "score.cuh"         // score_params
 
@@ -88,43 +88,42 @@ using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, built(HEAD_DIM, KIND)),
  */
 #define FA_MMA_JOIN(head_dim) fa_mma_sm80_launch_d##head_dim
 #define FA_MMA_LAUNCH(head_dim)                                                                                        \
-    fa_code FA_MMA_JOIN(head_dim)(const MmaArgs &args, int kind, unsigned blocks, cudaStream_t stream,                 \
-                                  fa_status *status)
+    fa_code FA_MMA_JOIN(head_dim)(const MmaArgs &args, int kind, unsigned blocks, const fa_launch &launch)
 
 #ifdef FA_INSTANCE
 
 namespace {
 
-template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, cudaStream_t stream, fa_status *status) {
+template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, const fa_launch &launch) {
     auto kernel = fa::mma_kernel<C>;
-    if (args.shared_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, args.shared_bytes, status));
-    FA_CHAOS_ARM(stream, status);
+    cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
+    if (args.shared_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, args.shared_bytes, launch));
+    FA_CHAOS_ARM(stream, launch);
     kernel<<<dim3(blocks, args.splits), C::THREADS, args.shared_bytes, stream>>>(args);
-    FA_CUDA_TRY(status, cudaGetLastError());
+    FA_CUDA_TRY(launch, cudaGetLastError());
     if (args.splits == 1) return FA_OK;
     fa::combine_splits<typename C::T, C::HEAD_DIM><<<unsigned((args.rows() + 3) / 4), 128, 0, stream>>>(args);
-    FA_CUDA_TRY(status, cudaGetLastError());
+    FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }
 
-template <typename T>
-fa_code launch_kind(const MmaArgs &args, int kind, unsigned blocks, cudaStream_t stream, fa_status *status) {
+template <typename T> fa_code launch_kind(const MmaArgs &args, int kind, unsigned blocks, const fa_launch &launch) {
     constexpr int D = FA_MMA_HEAD_DIM;
     switch (kind) {
-    case LARGE: return launch_config<Choose<T, D, LARGE>>(args, blocks, stream, status);
-    case MEDIUM: return launch_config<Choose<T, D, MEDIUM>>(args, blocks, stream, status);
-    case COMPACT: return launch_config<Choose<T, D, COMPACT>>(args, blocks, stream, status);
-    case SMALL: return launch_config<Choose<T, D, SMALL>>(args, blocks, stream, status);
-    case BIASED: return launch_config<Choose<T, D, BIASED>>(args, blocks, stream, status);
-    default: return launch_config<Choose<T, D, GENERAL>>(args, blocks, stream, status);
+    case LARGE: return launch_config<Choose<T, D, LARGE>>(args, blocks, launch);
+    case MEDIUM: return launch_config<Choose<T, D, MEDIUM>>(args, blocks, launch);
+    case COMPACT: return launch_config<Choose<T, D, COMPACT>>(args, blocks, launch);
+    case SMALL: return launch_config<Choose<T, D, SMALL>>(args, blocks, launch);
+    case BIASED: return launch_config<Choose<T, D, BIASED>>(args, blocks, launch);
+    default: return launch_config<Choose<T, D, GENERAL>>(args, blocks, launch);
     }
 }
 
 } // namespace
 
 FA_MMA_LAUNCH(FA_MMA_HEAD_DIM) {
-    if (args.problem.dtype == FA_F16) return launch_kind<__half>(args, kind, blocks, stream, status);
-    return launch_kind<__nv_bfloat16>(args, kind, blocks, stream, status);
+    if (args.problem.dtype == FA_F16) return launch_kind<__half>(args, kind, blocks, launch);
+    return launch_kind<__nv_bfloat16>(args, kind, blocks, launch);
 }
 
 #else // the host part
@@ -134,8 +133,8 @@ FA_MMA_HEAD_DIMS(FA_MMA_DECLARE)
 
 namespace {
 
-constexpr int64_t MAX_LENGTH = int64_t(1) << 28; // queries or keys: the kernel adds up to four such numbers in 32 bits
-constexpr int64_t MAX_BLOCKS = (int64_t(1) << 31) - 1;
+constexpr int MAX_LENGTH_BITS = 28; // of queries or keys: the kernel adds up to four such numbers in 32 bits
+constexpr int MAX_BLOCKS_BITS = 31;
 
 struct Tile {
     int tile_m, tile_n, stages, threads, blocks_per_sm;
@@ -153,7 +152,7 @@ template <class C> constexpr Tile tile_of() {
 
 struct Instance {
     int head_dim;
-    fa_code (*launch)(const MmaArgs &, int kind, unsigned blocks, cudaStream_t, fa_status *);
+    fa_code (*launch)(const MmaArgs &, int kind, unsigned blocks, const fa_launch &);
     Tile tile[KINDS];
 };
 
@@ -176,26 +175,39 @@ constexpr bool all_fit() {
 static_assert(all_fit(), "every kind but BIASED fits the shared memory of a block of sm_86 and sm_89");
 static_assert(INSTANCES[std::size(INSTANCES) - 1].head_dim == FA_MAX_HEAD_DIM, "an instance for every head_dim");
 
+/* The plan's own part. */
+struct Own {
+    int index; // of INSTANCES
+    Kind kind;
+    int splits;
+    bool folded; // the query heads of a K/V head are its rows
+    bool chunks_q, chunks_k, chunks_v, chunks_o, chunks_bias, chunks_mask;
+    int bias_at, mask_at; // in shared memory
+    int64_t section;      // heads walked together
+    int row_blocks;       // tiles of queries a head
+};
+
 /* Index of the narrowest instance that holds both head dims. */
-int instance_of(const fa_problem *p) {
+int instance_of(const fa_forward *p) {
     const int wanted = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
     int index = 0;
     while (INSTANCES[index].head_dim < wanted) ++index;
     return index;
 }
 
-/* Whether rows consist of whole 16-byte aligned chunks of neighbouring elements. What is absent does. */
+/* Whether rows consist of whole 16-byte aligned chunks of neighbouring elements. A bias or mask that is absent passes.
+ */
 bool has_chunks(const fa_operand &x, int columns) { return fa::takes_chunks<uint16_t>(x, columns, 8); }
-bool has_bias_chunks(const fa_problem *p) {
+bool has_bias_chunks(const fa_forward *p) {
     if (!p->bias.data) return true;
     return p->bias_dtype == FA_F32 ? fa::takes_chunks<float>(p->bias, p->seq_k, 4)
                                    : fa::takes_chunks<uint16_t>(p->bias, p->seq_k, 8);
 }
-bool has_mask_chunks(const fa_problem *p) { return !p->mask.data || fa::takes_chunks<uint8_t>(p->mask, p->seq_k, 16); }
+bool has_mask_chunks(const fa_forward *p) { return !p->mask.data || fa::takes_chunks<uint8_t>(p->mask, p->seq_k, 16); }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int64_t blocks_of(const fa_problem *p, const Tile &tile) {
+int64_t blocks_of(const fa_forward *p, const Tile &tile) {
     return divide_up(p->seq_q, tile.tile_m) * p->batch * p->heads;
 }
 
@@ -204,13 +216,13 @@ struct SharedLayout {
     int bias, mask, bytes;
 };
 
-SharedLayout shared_layout(const fa_problem *p, const Tile &tile) {
+SharedLayout shared_layout(const fa_forward *p, const Tile &tile) {
     const int bias_bytes = !p->bias.data ? 0 : p->bias_dtype == FA_F32 ? tile.wide_bytes : tile.half_bytes;
     const int mask = tile.shared_bytes + bias_bytes;
     return {tile.shared_bytes, mask, mask + (p->mask.data ? tile.mask_bytes : 0)};
 }
 
-Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &instance) {
+Kind kind_of(const fa_forward *p, bool batch_invariant, const fa_device_info *device, const Instance &instance) {
     // A folded scale multiplies -inf, so it is neither 0 nor rounded to 0.
     const bool folds = p->scale > 1e-30 && p->scale < 1e30;
     const int64_t sms = device->sm_count;
@@ -227,21 +239,22 @@ Kind kind_of(const fa_problem *p, const fa_device_info *device, const Instance &
         // GENERAL gains while all its blocks run at once; and two rounds of them, where the lengths of blocks differ.
         const int64_t at_once = sms * instance.tile[GENERAL].blocks_per_sm;
         const bool fills = blocks(GENERAL) > (p->right != FA_UNBOUNDED ? 2 : 1) * at_once;
-        return (fills || p->batch_invariant) && fits(BIASED) ? BIASED : GENERAL;
+        return (fills || batch_invariant) && fits(BIASED) ? BIASED : GENERAL;
     }
     if (!folds || p->softcap > 0 || p->bias.data || p->mask.data || !chunks) return GENERAL;
     // SMALL gains while all its blocks run at once; four a multiprocessor where the lengths of blocks differ and LARGE
     // would wait for its longest one.
     const int per_sm = p->right != FA_UNBOUNDED ? 4 : instance.head_dim > 128 ? 1 : instance.tile[SMALL].blocks_per_sm;
-    if (!p->batch_invariant && blocks(SMALL) <= sms * per_sm) return SMALL;
+    if (!batch_invariant && blocks(SMALL) <= sms * per_sm) return SMALL;
     return fits(LARGE) ? LARGE : fits(MEDIUM) ? MEDIUM : COMPACT;
 }
 
 /* With one query a head, the query heads that share a K/V head become the rows of one head, so that K and V are read
  * once for all of them. The one query's visible keys are exactly [key_begin, key_end). */
-fa_problem fold_heads(const fa_problem &problem) {
-    fa_problem p = problem;
-    if (p.seq_q != 1 || p.heads_kv == 0 || p.heads == p.heads_kv) return p;
+bool folds_heads(const fa_forward &p) { return p.seq_q == 1 && p.heads_kv > 0 && p.heads > p.heads_kv; }
+
+fa_forward fold_heads(const fa_forward &problem) {
+    fa_forward p = problem;
     const int64_t group = p.heads / p.heads_kv;
     for (fa_operand *x : {&p.q, &p.out, &p.bias, &p.mask}) {
         x->stride[2] = x->stride[1];
@@ -255,26 +268,12 @@ fa_problem fold_heads(const fa_problem &problem) {
     return p;
 }
 
-const char *rejects(const fa_problem *problem, const fa_device_info *device) {
-    const fa_problem folded = fold_heads(*problem), *p = &folded;
-    if (device->cc < 80) return "needs compute capability 8.0 (Ampere) or newer";
-    if (p->dtype != FA_F16 && p->dtype != FA_BF16) return "takes float16 and bfloat16 only";
-    if (p->seq_q > MAX_LENGTH || p->seq_k > MAX_LENGTH) return "takes at most 2^28 queries and keys";
-    const Instance &instance = INSTANCES[instance_of(p)];
-    const Tile &tile = instance.tile[kind_of(p, device, instance)];
-    if (blocks_of(p, tile) > MAX_BLOCKS) return "needs more than 2^31 blocks";
-    if (size_t(shared_layout(p, tile).bytes) > device->smem_per_block) return "needs 99 KB of shared memory a block";
-    return nullptr;
-}
-
 /* Parts that the keys are split into: enough to fill the device, each of two tiles or more, if that shortens the
  * longest block by at least four tiles, which the second kernel is worth. */
-int64_t splits_of(const fa_problem *p, const fa_device_info *device, Kind kind, const Instance &instance) {
-    const Tile &tile = instance.tile[kind];
-    if ((kind != SMALL && kind != GENERAL) || p->batch_invariant) return 1;
+int64_t splits_of(const fa_forward *p, const fa_device_info *device, const Tile &tile, int head_dim) {
     const int64_t resident = int64_t(device->sm_count) * tile.blocks_per_sm;
     const int64_t tiles = divide_up(p->key_end - p->key_begin, tile.tile_n), blocks = blocks_of(p, tile);
-    const int64_t row_bytes = p->batch * p->heads * p->seq_q * (instance.head_dim + 2) * 4;
+    const int64_t row_bytes = p->batch * p->heads * p->seq_q * (head_dim + 2) * 4;
     int64_t splits = resident / (blocks > 0 ? blocks : 1);
     if (splits > tiles / 2) splits = tiles / 2;
     if (row_bytes > 0 && splits > int64_t(device->workspace_limit) / row_bytes)
@@ -284,42 +283,66 @@ int64_t splits_of(const fa_problem *p, const fa_device_info *device, Kind kind, 
     return tiles - share < 4 ? 1 : divide_up(tiles, share);
 }
 
-fa_code plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_status *) {
-    const fa_problem folded = fold_heads(*problem), *p = &folded;
-    const int index = instance_of(p);
-    const Instance &instance = INSTANCES[index];
-    const Kind kind = kind_of(p, device, instance);
-    const Tile &tile = instance.tile[kind];
-    plan->config = index * KINDS + kind;
-    plan->tile_m = tile.tile_m;
-    plan->tile_n = tile.tile_n;
-    plan->splits = int(splits_of(p, device, kind, instance));
-    plan->stages = tile.stages;
-    plan->threads = tile.threads;
-    plan->blocks = blocks_of(p, tile) * plan->splits;
-    plan->smem_bytes = shared_layout(p, tile).bytes;
-    if (plan->blocks == 0) return FA_OK;
-    const int64_t pairs = p->batch * p->heads;
-    if (plan->splits > 1) plan->workspace_bytes = size_t(plan->splits * pairs * p->seq_q * (instance.head_dim + 2)) * 4;
-
-    // Heads walked together: where row blocks differ in length, as many as half of the L2 cache holds, else one by one.
-    const int64_t bytes = p->seq_k * (p->head_dim + p->head_dim_v) * 2;
+/* Heads walked together: where row blocks differ in length, as many as half of the L2 cache holds, else one by one. */
+int64_t section_of(const fa_forward *p, const fa_device_info *device) {
+    const int64_t bytes = p->seq_k * (p->head_dim + p->head_dim_v) * 2, pairs = p->batch * p->heads;
     int64_t section = 1;
     if (p->right != FA_UNBOUNDED && bytes > 0)
         section = int64_t(device->l2_bytes / 2) / bytes * (p->heads / p->heads_kv);
     const int64_t sections = section > 0 && pairs > section ? pairs / section : 1; // none is much smaller than others
-    plan->extra[0] = section < 1 ? 1 : divide_up(pairs, sections);
-    return FA_OK;
+    return section < 1 ? 1 : divide_up(pairs, sections);
 }
 
-int clamp_bound(int64_t bound) { return int(bound < 2 * MAX_LENGTH ? bound : 2 * MAX_LENGTH); }
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const bool folded = folds_heads(problem->forward);
+    const fa_forward forward = folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
+    if ((p->seq_q > p->seq_k ? p->seq_q : p->seq_k) >> MAX_LENGTH_BITS)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, MAX_LENGTH_BITS, 0, 0);
+    const int index = instance_of(p);
+    const Instance &instance = INSTANCES[index];
+    const Kind kind = kind_of(p, problem->batch_invariant, device, instance);
+    const Tile &tile = instance.tile[kind];
+    const SharedLayout shared = shared_layout(p, tile);
+    const int64_t blocks = blocks_of(p, tile);
+    if (blocks >> MAX_BLOCKS_BITS) return fa_because(why, FA_REFUSES, FA_WHY_TILES, MAX_BLOCKS_BITS, 0, 0);
+    if (size_t(shared.bytes) > device->smem_per_block)
+        return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, shared.bytes, int64_t(device->smem_per_block), 0);
+    const bool splits = (kind == SMALL || kind == GENERAL) && !problem->batch_invariant;
+    Own &own = fa_own<Own>(plan);
+    own = {
+        .index = index,
+        .kind = kind,
+        .splits = splits ? int(splits_of(p, device, tile, instance.head_dim)) : 1,
+        .folded = folded,
+        .chunks_q = has_chunks(p->q, p->head_dim),
+        .chunks_k = has_chunks(p->k, p->head_dim),
+        .chunks_v = has_chunks(p->v, p->head_dim_v),
+        .chunks_o = has_chunks(p->out, p->head_dim_v),
+        .chunks_bias = has_bias_chunks(p),
+        .chunks_mask = has_mask_chunks(p),
+        .bias_at = shared.bias,
+        .mask_at = shared.mask,
+        .section = problem->empty ? 1 : section_of(p, device),
+        .row_blocks = int(divide_up(p->seq_q, tile.tile_m)),
+    };
+    plan->threads = tile.threads;
+    plan->blocks = blocks * own.splits;
+    plan->smem_bytes = shared.bytes;
+    if (own.splits > 1)
+        plan->workspace_bytes = size_t(own.splits * p->batch * p->heads * p->seq_q * (instance.head_dim + 2)) * 4;
+    plan->keep = true;
+    return FA_TAKES;
+}
 
-fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
-    if (plan->blocks == 0) return FA_OK;
-    const fa_problem folded = fold_heads(*problem), *p = &folded;
-    const int64_t pairs = p->batch * p->heads, section = plan->extra[0], sections = divide_up(pairs, section);
-    const int64_t row_blocks = divide_up(p->seq_q, plan->tile_m);
-    const SharedLayout shared = shared_layout(p, INSTANCES[plan->config / KINDS].tile[plan->config % KINDS]);
+int clamp_bound(int64_t bound) {
+    constexpr int64_t kFar = int64_t(2) << MAX_LENGTH_BITS;
+    return int(bound < kFar ? bound : kFar);
+}
+
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const Own &own = fa_own<Own>(plan);
+    const fa_forward forward = own.folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
+    const int64_t pairs = p->batch * p->heads, sections = divide_up(pairs, own.section);
     const MmaArgs args = {
         .problem = *p,
         .score = fa::score_params(*p),
@@ -330,38 +353,40 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
                     .key_end = int(p->key_end)},
         .heads = fa::Divider::of(p->heads),
         .group = fa::Divider::of(p->heads / p->heads_kv),
-        .per_section = fa::Divider::of(section * row_blocks),
-        .width = fa::Divider::of(section),
-        .last_width = fa::Divider::of(pairs - (sections - 1) * section),
-        .row_blocks = int(row_blocks),
+        .per_section = fa::Divider::of(own.section * own.row_blocks),
+        .width = fa::Divider::of(own.section),
+        .last_width = fa::Divider::of(pairs - (sections - 1) * own.section),
+        .row_blocks = own.row_blocks,
         .sections = int(sections),
-        .chunks_q = has_chunks(p->q, p->head_dim),
-        .chunks_k = has_chunks(p->k, p->head_dim),
-        .chunks_v = has_chunks(p->v, p->head_dim_v),
-        .chunks_o = has_chunks(p->out, p->head_dim_v),
-        .chunks_bias = has_bias_chunks(p),
-        .chunks_mask = has_mask_chunks(p),
-        .bias_at = shared.bias,
-        .mask_at = shared.mask,
-        .shared_bytes = shared.bytes,
-        .sink_row = p->heads != problem->heads ? problem->sinks.stride[0] : 0,
-        .splits = plan->splits,
+        .chunks_q = own.chunks_q,
+        .chunks_k = own.chunks_k,
+        .chunks_v = own.chunks_v,
+        .chunks_o = own.chunks_o,
+        .chunks_bias = own.chunks_bias,
+        .chunks_mask = own.chunks_mask,
+        .bias_at = own.bias_at,
+        .mask_at = own.mask_at,
+        .shared_bytes = int(plan->smem_bytes),
+        .sink_row = own.folded ? problem->forward.sinks.stride[0] : 0,
+        .splits = own.splits,
         .partial = static_cast<float *>(launch->workspace),
     };
-    return INSTANCES[plan->config / KINDS].launch(args, plan->config % KINDS, unsigned(plan->blocks / plan->splits),
-                                                  static_cast<cudaStream_t>(launch->stream), status);
+    return INSTANCES[own.index].launch(args, own.kind, unsigned(plan->blocks / own.splits), *launch);
 }
 
 } // namespace
 
-extern "C" FA_EXPORT const fa_kernel fa_row_mma_sm80;
-const fa_kernel fa_row_mma_sm80 = {
-    .abi = FA_ROW_ABI,
+extern "C" FA_EXPORT const fa_kernel fa_kernel_mma_sm80;
+const fa_kernel fa_kernel_mma_sm80 = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
     .device = FA_CUDA,
     .name = "mma_sm80",
     .summary = "mma.sync tensor cores with cp.async pipelines, from Ampere on",
-    .rejects = rejects,
-    .declines = nullptr,
+    .cc_from = 80,
+    .cc_to = 0,
+    .dtypes = FA_FLOAT16_BITS,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
     .plan = plan,
     .launch = launch,
 };

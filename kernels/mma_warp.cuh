@@ -7,7 +7,7 @@
 #include <type_traits> // is_same_v
 
 #include "convert.cuh"    // load_as_float, row_of
-#include "fa.h"           // fa_problem
+#include "fa.h"           // fa_forward
 #include "mma_config.cuh" // MmaArgs, BlockPlace
 #include "mma_scores.cuh" // Scores
 #include "mma_tile.cuh"   // BlockAddress
@@ -31,7 +31,7 @@ __device__ __forceinline__ RowResult finish_fast(float shift, float sum, float s
 
 /* The sink of a row, or -inf. Rows beyond the last query may look at any head's. */
 __device__ __forceinline__ float sink_of(const MmaArgs &args, int64_t head, int query) {
-    const fa_problem &p = args.problem;
+    const fa_forward &p = args.problem;
     if (!p.sinks.data) return -INFINITY;
     const int64_t row = min(query, int(p.seq_q) - 1);
     return bounded(load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0] + row * args.sink_row));
@@ -266,7 +266,7 @@ template <class C> struct MmaWarp {
     /* Normalises, writes the LSE, and the output through this warp's own rows of the query tile, which it alone reads.
      */
     __device__ __forceinline__ void finish(const MmaArgs &args, int warp_m, uint32_t rows, int lane) {
-        const fa_problem &p = args.problem;
+        const fa_forward &p = args.problem;
         const BlockPlace place(args);
         const int first_query = place.row_block * C::TILE_M + warp_m * C::WARP_ROWS;
         const int queries = min(C::WARP_ROWS, int(p.seq_q) - first_query);

@@ -8,7 +8,7 @@
 #include <stdint.h> // int64_t
 
 #include "convert.cuh" // load_as_float
-#include "fa.h"        // fa_problem
+#include "fa.h"        // fa_forward
 
 namespace fa {
 
@@ -22,7 +22,7 @@ struct ScoreParams {
     float cap_log2;   // softcap * log2(e); 0: no softcap
 };
 
-inline ScoreParams score_params(const fa_problem &p) {
+inline ScoreParams score_params(const fa_forward &p) {
     constexpr double log2_e = 1.4426950408889634;
     constexpr double largest = 1e37; // times 2 log2(e) it is finite: infinity would make NaN of a product that is 0
     const double cap = p.softcap > 0 ? p.scale / p.softcap : 0;
@@ -37,12 +37,12 @@ __device__ __forceinline__ float score_of(const ScoreParams &s, float product) {
 }
 
 /* Where the bias of one query starts: element `key` lies `key * p.bias.stride[3]` further on. */
-__device__ __forceinline__ int64_t bias_row(const fa_problem &p, int64_t batch, int64_t head, int64_t row) {
+__device__ __forceinline__ int64_t bias_row(const fa_forward &p, int64_t batch, int64_t head, int64_t row) {
     return batch * p.bias.stride[0] + head * p.bias.stride[1] + row * p.bias.stride[2];
 }
 
 /* Bias of a key, as it is stored. `row` is bias_row(); p.bias.data is not NULL. */
-__device__ __forceinline__ float bias_of(const fa_problem &p, int64_t row, int64_t key) {
+__device__ __forceinline__ float bias_of(const fa_forward &p, int64_t row, int64_t key) {
     return load_as_float(p.bias.data, p.bias_dtype, row + key * p.bias.stride[3]);
 }
 

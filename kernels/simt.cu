@@ -21,8 +21,8 @@
  *     python fa_ext/_build.py simt -o variant.so -DHEAD_DIM=64 -DBLOCK_M=64 -DNUM_WARPS=2     (one tile alone)
  */
 #include "convert.cuh"    // takes_chunks
-#include "fa.h"           // fa_problem, fa_kernel
-#include "launch.cuh"     // FA_CUDA_TRY
+#include "fa.h"           // fa_forward, fa_kernel
+#include "launch.cuh"     // fa_own, FA_CUDA_TRY
 #include "score.cuh"      // score_params
 #include "simt_tile.cuh"  // Tile, Options
 #include "simt_tuned.cuh" // TUNED_64
@@ -106,8 +106,14 @@ static_assert(tiles_are_valid(), "BLOCK_M must be a multiple of 4 NUM_WARPS / KE
                                  "REDUCE 0..1, VEC_WIDTH 0, 1, 2, 4 or 8; the tile must fit 227 KB of shared memory");
 
 /* One a dtype, each compiled as an instance of this file. */
-using Launcher = fa_code(const fa_problem &, const Options &, const fa_plan &, cudaStream_t, fa_status *);
+using Launcher = fa_code(const fa_forward &, const fa_plan &, const fa_launch &);
 Launcher launch_f16, launch_bf16, launch_f32;
+
+/* The plan's own part. */
+struct Own {
+    int tile; // of TILES
+    Options options;
+};
 
 } // namespace simt
 
@@ -122,56 +128,55 @@ namespace simt {
 template <int INDEX> struct Config { static constexpr Tile tile = TILES[INDEX]; };
 
 template <typename T, int INDEX>
-fa_code launch_tile(const fa_problem &p, const Options &o, const fa_plan &plan, cudaStream_t stream,
-                    fa_status *status) {
+fa_code launch_tile(const fa_forward &p, const fa_plan &plan, const fa_launch &launch) {
     if constexpr (INDEX < TILE_COUNT) {
-        if (plan.config != INDEX) return launch_tile<T, INDEX + 1>(p, o, plan, stream, status);
+        const Own &own = fa_own<Own>(&plan);
+        if (own.tile != INDEX) return launch_tile<T, INDEX + 1>(p, plan, launch);
         auto kernel = simt_kernel<T, Config<INDEX>>;
-        if (plan.smem_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, status));
-        FA_CHAOS_ARM(stream, status);
-        kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes, stream>>>(p, o);
-        FA_CUDA_TRY(status, cudaGetLastError());
-        return FA_OK;
-    } else {
-        return fa_fail(status, FA_EUNSUPPORTED, "simt has no tile %d", plan.config);
+        if (plan.smem_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
+        FA_CHAOS_ARM(launch.stream, launch);
+        kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
+                 static_cast<cudaStream_t>(launch.stream)>>>(p, own.options);
+        FA_CUDA_TRY(launch, cudaGetLastError());
     }
+    return FA_OK;
 }
 
 #define SIMT_JOIN(a, b)         a##b
 #define SIMT_LAUNCHER(instance) SIMT_JOIN(launch_, instance)
-fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_problem &p, const Options &o, const fa_plan &plan, cudaStream_t stream,
-                                   fa_status *status) {
-    return launch_tile<SIMT_TYPE, 0>(p, o, plan, stream, status);
+fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_forward &p, const fa_plan &plan, const fa_launch &launch) {
+    return launch_tile<SIMT_TYPE, 0>(p, plan, launch);
 }
 
 } // namespace simt
 
 #else
 
-/* ---- host: rejects, plan, launch ---- */
+/* ---- host: plan, launch ---- */
 
 namespace {
 
 using simt::TILES;
 
-int64_t tiles_m(const fa_problem *p, int tile) { return (p->seq_q + TILES[tile].block_m - 1) / TILES[tile].block_m; }
+int64_t tiles_m(const fa_forward &p, int tile) { return (p.seq_q + TILES[tile].block_m - 1) / TILES[tile].block_m; }
 
 /* The tile to use, -1 if none of this build fits. Within the smallest head_dim that will do, the first tile whose rows
  * are used and that fills 3/4 of the places for thread blocks (1.5 times their number when later rows see more keys:
  * unequal tiles balance only if there are many); a tile for a handful of rows only where there are so few. With
  * batch_invariant the choice looks at head_dim alone, so that a batch entry's bits do not depend on the others. */
-int choose_tile(const fa_problem *p, const fa_device_info *device) {
-    const int head_dim = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
+int choose_tile(const fa_problem *problem, const fa_device_info *device) {
+    const fa_forward &p = problem->forward;
+    const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
     int chosen = -1;
     for (int i = 0; i < simt::TILE_COUNT; ++i) {
         const simt::Tile &t = TILES[i];
         if (t.head_dim < head_dim || t.smem_bytes() > device->smem_per_block) continue;
         if (chosen >= 0) {
             const simt::Tile &before = TILES[chosen];
-            const bool rows_idle = p->seq_q <= before.block_m / 4;
-            const int64_t tiles = p->batch * p->heads * tiles_m(p, chosen), slots = device->sm_count * before.blocks;
-            const bool sms_idle = 4 * tiles < (p->right != FA_UNBOUNDED ? 6 : 3) * slots;
-            if (p->batch_invariant || t.head_dim != before.head_dim) break;
+            const bool rows_idle = p.seq_q <= before.block_m / 4;
+            const int64_t tiles = p.batch * p.heads * tiles_m(p, chosen), slots = device->sm_count * before.blocks;
+            const bool sms_idle = 4 * tiles < (p.right != FA_UNBOUNDED ? 6 : 3) * slots;
+            if (problem->batch_invariant || t.head_dim != before.head_dim) break;
             if (t.block_m == before.block_m && t.groups == before.groups) continue; // for less shared memory
             if (!rows_idle && (!sms_idle || t.block_m < 16)) break;
         }
@@ -180,67 +185,71 @@ int choose_tile(const fa_problem *p, const fa_device_info *device) {
     return chosen;
 }
 
-const char *rejects(const fa_problem *p, const fa_device_info *device) {
-    if (device->cc < 80) return "needs compute capability 8.0 (Ampere) or newer";
-    if (p->dtype == FA_F64) return "takes float16, bfloat16 and float32, not float64";
-    if (choose_tile(p, device) < 0) return "no tile of this build takes this head_dim in the device's shared memory";
-    return nullptr;
+/* Why there is no tile: a build for a tuner has one alone, and a device may have little shared memory. */
+fa_answer refuse(const fa_forward &p, const fa_device_info *device, fa_why *why) {
+    const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+    int widest = 0;
+    size_t least = SIZE_MAX;
+    for (const simt::Tile &t : TILES) {
+        if (t.head_dim > widest) widest = t.head_dim;
+        if (t.head_dim >= head_dim && t.smem_bytes() < least) least = t.smem_bytes();
+    }
+    if (widest < head_dim) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, widest, 0, 0);
+    return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, int64_t(least), int64_t(device->smem_per_block), 0);
 }
 
-fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *) {
-    const int tile = choose_tile(p, device);
-    const int64_t tiles = p->batch * p->heads * tiles_m(p, tile);
-    plan->config = tile;
-    plan->tile_m = TILES[tile].block_m;
-    plan->tile_n = TILES[tile].block_n;
-    plan->splits = 1;
-    plan->stages = 1;
-    plan->threads = TILES[tile].threads();
-    plan->blocks = tiles < INT32_MAX ? tiles : INT32_MAX; // the kernel strides over the rest
-    plan->smem_bytes = TILES[tile].smem_bytes();
-    return FA_OK;
-}
-
-template <typename T> void find_chunks(const fa_problem *p, const simt::Tile &tile, simt::Options *o) {
+template <typename T> void find_chunks(const fa_forward &p, const simt::Tile &tile, simt::Options *o) {
     const int width = simt::chunk_width<T>(tile);
-    o->q_chunks = fa::takes_chunks<T>(p->q, p->head_dim, width);
-    o->k_chunks = fa::takes_chunks<T>(p->k, p->head_dim, width);
-    o->v_chunks = fa::takes_chunks<T>(p->v, p->head_dim_v, width);
-    o->out_chunks = fa::takes_chunks<T>(p->out, p->head_dim_v, 4);
+    o->q_chunks = fa::takes_chunks<T>(p.q, p.head_dim, width);
+    o->k_chunks = fa::takes_chunks<T>(p.k, p.head_dim, width);
+    o->v_chunks = fa::takes_chunks<T>(p.v, p.head_dim_v, width);
+    o->out_chunks = fa::takes_chunks<T>(p.out, p.head_dim_v, 4);
 }
 
-fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
-    if (plan->blocks == 0) return FA_OK;
-    const simt::Tile &tile = TILES[plan->config];
-    simt::Options o = {};
-    o.score = fa::score_params(*p);
-    o.tiles_m = tiles_m(p, plan->config);
-    o.tiles = p->batch * p->heads * o.tiles_m;
-    o.longest_first = p->right != FA_UNBOUNDED;
-    o.general = p->softcap > 0 || p->bias.data || p->mask.data || o.score.scale_log2 == 0;
-    cudaStream_t stream = static_cast<cudaStream_t>(launch->stream);
-    if (p->dtype == FA_F16) {
-        find_chunks<__half>(p, tile, &o);
-        return simt::launch_f16(*p, o, *plan, stream, status);
-    }
-    if (p->dtype == FA_BF16) {
-        find_chunks<__nv_bfloat16>(p, tile, &o);
-        return simt::launch_bf16(*p, o, *plan, stream, status);
-    }
-    find_chunks<float>(p, tile, &o);
-    return simt::launch_f32(*p, o, *plan, stream, status);
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_forward &p = problem->forward;
+    const int chosen = choose_tile(problem, device);
+    if (chosen < 0) return refuse(p, device, why);
+    const simt::Tile &tile = TILES[chosen];
+    simt::Own &own = fa_own<simt::Own>(plan);
+    own.tile = chosen;
+    simt::Options &o = own.options;
+    o.score = fa::score_params(p);
+    o.tiles_m = tiles_m(p, chosen);
+    o.tiles = p.batch * p.heads * o.tiles_m;
+    o.longest_first = p.right != FA_UNBOUNDED;
+    o.general = p.softcap > 0 || p.bias.data || p.mask.data || o.score.scale_log2 == 0;
+    if (fa_dtype_size(p.dtype) == 2)
+        find_chunks<uint16_t>(p, tile, &o);
+    else
+        find_chunks<float>(p, tile, &o);
+    plan->threads = tile.threads();
+    plan->blocks = o.tiles < INT32_MAX ? o.tiles : INT32_MAX; // the kernel strides over the rest
+    plan->smem_bytes = tile.smem_bytes();
+    plan->keep = true;
+    return FA_TAKES;
+}
+
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward &p = problem->forward;
+    if (p.dtype == FA_F16) return simt::launch_f16(p, *plan, *launch);
+    if (p.dtype == FA_BF16) return simt::launch_bf16(p, *plan, *launch);
+    return simt::launch_f32(p, *plan, *launch);
 }
 
 } // namespace
 
-extern "C" FA_EXPORT const fa_kernel fa_row_simt;
-const fa_kernel fa_row_simt = {
-    .abi = FA_ROW_ABI,
+extern "C" FA_EXPORT const fa_kernel fa_kernel_simt;
+const fa_kernel fa_kernel_simt = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
     .device = FA_CUDA,
     .name = "simt",
     .summary = "tiled online softmax without tensor cores: takes every call on float types",
-    .rejects = rejects,
-    .declines = nullptr,
+    .cc_from = 80,
+    .cc_to = 0,
+    .dtypes = FA_FLOAT_BITS,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
     .plan = plan,
     .launch = launch,
 };

@@ -27,7 +27,7 @@ __device__ __forceinline__ float4 load4(const float *p) { return *reinterpret_ca
  * base 2, whose logarithm of e would be one more rounding). Lanes lie along the keys, so that bias and mask are read in
  * order, four rows at a time, so that reads overlap. */
 template <typename T, int ROWS, int KEYS, int STRIDE>
-__device__ __noinline__ void general_scores(const fa_problem &p, const Options &o, float *scores, int64_t batch,
+__device__ __noinline__ void general_scores(const fa_forward &p, const Options &o, float *scores, int64_t batch,
                                             int64_t head, int64_t row0, int64_t key0) {
     constexpr int BATCH = 4, COLUMNS = (KEYS + WARP - 1) / WARP;
     static_assert(ROWS % BATCH == 0);
@@ -170,7 +170,7 @@ template <typename T, Tile t> struct LaneTile {
     }
 
     /* Products to scores by way of shared memory, where softcap, bias or mask take part. */
-    __device__ __forceinline__ void score_general(float (&s)[TM][TN], const fa_problem &p, const Options &o,
+    __device__ __forceinline__ void score_general(float (&s)[TM][TN], const fa_forward &p, const Options &o,
                                                   int64_t batch, int64_t head, int64_t row0, int64_t key0) const {
 #pragma unroll
         for (int i = 0; i < TM; ++i)
@@ -296,7 +296,7 @@ template <typename T, Tile t> struct LaneTile {
     }
 
     /* Normalises and writes the rows and their LSE. */
-    __device__ __forceinline__ void finish(const fa_problem &p, const Options &o, int64_t batch, int64_t head,
+    __device__ __forceinline__ void finish(const fa_forward &p, const Options &o, int64_t batch, int64_t head,
                                            int64_t row0) {
 #pragma unroll
         for (int i = 0; i < TM; ++i) {
@@ -347,7 +347,7 @@ template <typename T, Tile t> struct LaneTile {
 /* CONFIG::tile is the tile: nvcc takes no class values as arguments of a __global__ template. */
 template <typename T, typename CONFIG>
 __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
-    simt_kernel(const __grid_constant__ fa_problem p, const __grid_constant__ Options o) {
+    simt_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Options o) {
     FA_CHAOS_BEGIN();
     constexpr Tile t = CONFIG::tile;
     using KeyLoader = Loader<T, t, t.block_n, t.group_threads()>;

@@ -7,27 +7,19 @@
 
 namespace fa::sm90 {
 
-inline constexpr const char *operand_names[] = {"q", "k", "v", "out"};
+inline constexpr const char *operand_names[] = {"q", "k", "v", "out"}; // by fa_operand_name
 
-/* Why TMA cannot address a 16-bit (batch, heads, rows, columns) operand, as text that names it, or NULL. `name` is an
- * index into operand_names. Extents are those of the operand itself; a stride of 0 is accepted for batch and heads (the
- * coordinate is then multiplied by 0). */
-inline const char *tma_refusal(const fa_operand &x, int name, int64_t columns, int64_t rows) {
-    static const char *const alignment[] = {"q is not 16-byte aligned", "k is not 16-byte aligned",
-                                            "v is not 16-byte aligned", "out is not 16-byte aligned"};
-    static const char *const inner[] = {"q's head_dim axis is not contiguous", "k's head_dim axis is not contiguous",
-                                        "v's head_dim axis is not contiguous", "out's head_dim axis is not contiguous"};
-    static const char *const strides[] = {
-        "q has a stride that is negative, zero along seq or no multiple of 16 bytes",
-        "k has a stride that is negative, zero along seq or no multiple of 16 bytes",
-        "v has a stride that is negative, zero along seq or no multiple of 16 bytes",
-        "out has a stride that is negative, zero along seq or no multiple of 16 bytes"};
-    if (reinterpret_cast<uintptr_t>(x.data) % 16) return alignment[name];
-    if (columns > 1 && x.stride[3] != 1) return inner[name];
-    if (rows > 1 && x.stride[2] == 0) return strides[name];
+/* Whether TMA can address a 16-bit (batch, heads, rows, columns) operand; if not, `why` names it. Extents are those of
+ * the operand itself; a stride of 0 is accepted for batch and heads (the coordinate is then multiplied by 0). */
+inline bool takes_tensor_map(const fa_operand &x, fa_operand_name name, int64_t columns, int64_t rows, fa_why *why) {
+    fa_reason reason = FA_WHY_NONE;
     for (int axis = 0; axis < 3; ++axis)
-        if (x.stride[axis] % 8 || x.stride[axis] < 0 || x.stride[axis] >= INT64_C(1) << 38) return strides[name];
-    return nullptr;
+        if (x.stride[axis] % 8 || x.stride[axis] < 0 || x.stride[axis] >= INT64_C(1) << 38) reason = FA_WHY_STRIDES;
+    if (rows > 1 && x.stride[2] == 0) reason = FA_WHY_STRIDES;
+    if (columns > 1 && x.stride[3] != 1) reason = FA_WHY_NOT_CONTIGUOUS;
+    if (reinterpret_cast<uintptr_t>(x.data) % 16) reason = FA_WHY_UNALIGNED;
+    if (reason != FA_WHY_NONE) fa_because(why, FA_REFUSES, reason, name, 0, 0);
+    return reason == FA_WHY_NONE;
 }
 
 /* What a map is made of. Every bit counts: compared by memcmp(). */
@@ -47,11 +39,10 @@ struct TensorMapMemo {
 inline thread_local TensorMapMemo tensor_map_memo[4];
 
 /* Encodes the map of a 16-bit operand, axes (columns, rows, heads, batch), boxes of 64 columns x `box_rows` rows (at
- * most 256), 128-byte swizzle. An axis of stride 0 gets extent 1: pass coordinate 0 there. `encode` is
- * fa_device_info::encode_tensor_map; `name` as for tma_refusal(). */
-inline fa_code tensor_map_encode(CUtensorMap *map, void *encode, const fa_operand &x, fa_dtype dtype, int64_t columns,
-                                 int64_t rows, int64_t heads, int64_t batch, int box_rows, int name,
-                                 fa_status *status) {
+ * most 256), 128-byte swizzle. An axis of stride 0 gets extent 1: pass coordinate 0 there. */
+inline fa_code tensor_map_encode(CUtensorMap *map, const fa_launch &launch, const fa_operand &x, fa_dtype dtype,
+                                 int64_t columns, int64_t rows, int64_t heads, int64_t batch, int box_rows,
+                                 fa_operand_name name) {
     using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                                 const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -67,15 +58,16 @@ inline fa_code tensor_map_encode(CUtensorMap *map, void *encode, const fa_operan
     TensorMapMemo &memo = tensor_map_memo[name];
     if (std::memcmp(&memo.key, &key, sizeof key) != 0) {
         const cuuint32_t box[4] = {64, key.box_rows, 1, 1}, step[4] = {1, 1, 1, 1};
-        const CUresult result =
-            reinterpret_cast<Encode>(encode)(map, CUtensorMapDataType(key.dtype), 4, key.data, key.extent, key.stride,
-                                             box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        const CUresult result = reinterpret_cast<Encode>(launch.encode_tensor_map)(
+            map, CUtensorMapDataType(key.dtype), 4, key.data, key.extent, key.stride, box, step,
+            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (result != CUDA_SUCCESS)
-            return fa_fail(status, FA_ECUDA,
-                           "cuTensorMapEncodeTiled failed for %s with CUresult %d (shape %lld x %lld x %lld x %lld)",
-                           operand_names[name], int(result), (long long)batch, (long long)heads, (long long)rows,
-                           (long long)columns);
+            return launch.host->fail(
+                launch.status, FA_ECUDA,
+                "cuTensorMapEncodeTiled failed for %s with CUresult %d (shape %lld x %lld x %lld x %lld)",
+                operand_names[name], int(result), (long long)batch, (long long)heads, (long long)rows,
+                (long long)columns);
         memo.map = *map;
         memo.key = key;
     }

@@ -90,7 +90,7 @@ __device__ __forceinline__ RowResult finish_row(const RowState &state, float sin
 }
 
 /* The two in one: `sinks` of a problem, or none. */
-__device__ __forceinline__ RowResult finish_row(const fa_problem &p, int64_t head, const RowState &state) {
+__device__ __forceinline__ RowResult finish_row(const fa_forward &p, int64_t head, const RowState &state) {
     if (!p.sinks.data) return finish_row(state);
     return finish_row(state, load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0]));
 }

@@ -164,7 +164,7 @@ template <class T, int HeadDim, int Kind> struct Config {
 
 /* ---- instances: one kernel a compilation ---- */
 
-using Launch = fa_code(const ForwardParams &, int64_t blocks, void *stream, fa_status *);
+using Launch = fa_code(const ForwardParams &, int64_t blocks, const fa_launch &);
 
 #ifdef FA_INSTANCE
 
@@ -172,16 +172,15 @@ using Launch = fa_code(const ForwardParams &, int64_t blocks, void *stream, fa_s
 #define FA_PASTE(a, b)  FA_PASTE_(a, b)
 
 Launch FA_PASTE(wgmma_sm90_, FA_INSTANCE);
-fa_code FA_PASTE(wgmma_sm90_, FA_INSTANCE)(const ForwardParams &params, int64_t blocks, void *stream,
-                                           fa_status *status) {
+fa_code FA_PASTE(wgmma_sm90_, FA_INSTANCE)(const ForwardParams &params, int64_t blocks, const fa_launch &launch) {
     using Instance = Config<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
     constexpr int kBytes = sizeof(ForwardSmem<Instance>);
     static_assert(kBytes <= 227 * 1024, "shared memory of a block");
-    FA_TRY(fa_allow_smem(forward<Instance>, kBytes, status));
-    FA_CHAOS_ARM(stream, status);
+    FA_TRY(fa_allow_smem(forward<Instance>, kBytes, launch));
+    FA_CHAOS_ARM(launch.stream, launch);
     forward<Instance><<<static_cast<unsigned>(blocks), 128 * (Instance::kConsumers + 1), kBytes,
-                        static_cast<cudaStream_t>(stream)>>>(params);
-    FA_CUDA_TRY(status, cudaGetLastError());
+                        static_cast<cudaStream_t>(launch.stream)>>>(params);
+    FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }
 
@@ -213,80 +212,80 @@ static Launch *const kLaunches[][3][2] = {
     {FA_ENTRY(256, full), FA_ENTRY(256, masked), FA_ENTRY(256, capped)},
 };
 
-/* ---- rejects, plan, launch ---- */
+/* ---- plan, launch ---- */
 
-static int head_dim_index(const fa_problem &p) {
+/* The plan's own part. */
+struct Own {
+    int index, kind; // of kLaunches
+    int tile_m, tile_n;
+    int cap_terms;
+    bool staged;
+    uint32_t query_tiles;   // a head
+    uint32_t section_heads; // of the longest-first order; 0: tiles go in the order of heads
+};
+
+static int head_dim_index(const fa_forward &p) {
     int i = 0;
     while (kHeadDims[i] < p.head_dim) ++i;
     return i;
 }
 
-static int kind_of(const fa_problem &p) {
+static int kind_of(const fa_forward &p) {
     if (p.softcap > 0) return FA_CAPPED;
     return p.left >= FA_UNBOUNDED && p.right >= FA_UNBOUNDED ? FA_FULL : FA_MASKED;
 }
 
-static Launch *launch_of(const fa_problem &p) { return kLaunches[head_dim_index(p)][kind_of(p)][p.dtype == FA_BF16]; }
-
-static const char *rejects(const fa_problem *problem, const fa_device_info *device) {
-    const fa_problem &p = *problem;
-    if (device->cc != 90) return "needs an sm_90 GPU (H100, H200)";
-    if (!device->encode_tensor_map) return "the driver has no cuTensorMapEncodeTiled";
-    if (p.dtype != FA_F16 && p.dtype != FA_BF16) return "needs float16 or bfloat16";
-    if (p.bias.data) return "takes no bias";
-    if (p.mask.data) return "takes no mask";
-    if (p.head_dim % 8 || p.head_dim < 8) return "head_dim must be a multiple of 8";
-    if (p.head_dim_v != p.head_dim) return "needs head_dim of v equal to that of q";
-    if (!(static_cast<float>(p.scale) > 1e-30f && p.scale < 1e30)) return "needs scale > 0";
-    constexpr int64_t kMaxLength = 1 << 30;
-    if (p.seq_q >= kMaxLength || p.seq_k >= kMaxLength) return "takes sequences below 2^30";
-    if ((p.seq_q + 63) / 64 > (INT64_C(1) << 31) / (p.heads * p.batch > 0 ? p.heads * p.batch : 1))
-        return "takes fewer than 2^31 tiles of 64 queries";
-    const int64_t keys = p.key_end - p.key_begin;
-    if (const char *why = tma_refusal(p.q, 0, p.head_dim, p.seq_q)) return why;
-    if (const char *why = tma_refusal(p.k, 1, p.head_dim, keys)) return why;
-    if (const char *why = tma_refusal(p.v, 2, p.head_dim, keys)) return why;
-    if (const char *why = tma_refusal(p.out, 3, p.head_dim, p.seq_q)) return why;
-    if (!launch_of(p)) return "this build lacks the instance";
-    return nullptr;
-}
-
-static const char *declines(const fa_problem *p, const fa_device_info *) {
-    return p->seq_q <= 16 ? "slower here than mma_sm80: a few queries leave most of a tile empty" : nullptr;
-}
-
-/* Tiles of unequal length go longest first, in sections of plan->extra[0] heads (Schedule). The static order serves
- * where sections of heads fill a whole number of pairs of rounds over the CTAs and stay within three times the bytes
- * asked for, or where there is one section, and no tile is partial. Else a counter deals the tiles, which costs a
- * memset and the workspace. */
-static void order(const fa_problem &p, bool counter, fa_plan *plan) {
-    const int64_t query_tiles = (p.seq_q + plan->tile_m - 1) / plan->tile_m, heads = p.heads * p.batch;
+/* Tiles of unequal length go longest first, in sections of heads (Schedule). The static order serves where sections of
+ * heads fill a whole number of pairs of rounds over the CTAs and stay within three times the bytes asked for, or where
+ * there is one section, and no tile is partial. Else a counter deals the tiles, which costs a memset and the workspace.
+ */
+static void order(const fa_forward &p, bool counter, fa_plan *plan) {
+    Own &own = fa_own<Own>(plan);
+    const int64_t query_tiles = own.query_tiles, heads = p.heads * p.batch;
     if (p.right >= FA_UNBOUNDED || query_tiles * heads <= plan->blocks) return;
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1;
     const int64_t head_bytes = 4 * (p.key_end - p.key_begin) * p.head_dim, bytes = section_mib(head_bytes) << 20;
     const int64_t fit = head_bytes > 0 && bytes > head_bytes ? bytes / head_bytes * group : group;
     const int64_t even = std::min(heads, 2 * plan->blocks / std::gcd(2 * plan->blocks, query_tiles));
-    const bool balanced = !counter && p.seq_q % plan->tile_m == 0 && even <= 3 * fit;
-    plan->extra[0] = std::min(heads, balanced ? std::max(even, fit / even * even) : fit);
+    const bool balanced = !counter && p.seq_q % own.tile_m == 0 && even <= 3 * fit;
+    own.section_heads = static_cast<uint32_t>(std::min(heads, balanced ? std::max(even, fit / even * even) : fit));
     if (!balanced) plan->workspace_bytes = sizeof(uint32_t);
 }
 
-static fa_code plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_status *) {
-    const fa_problem &p = *problem;
-    const int index = head_dim_index(p), kind = kind_of(p);
+static void fill_plan(const fa_forward &p, int index, int kind, const fa_device_info *device, fa_plan *plan) {
     const Tiling t = tiling(kHeadDims[index], kind);
-    plan->config = 3 * index + kind;
-    plan->tile_m = 64 * t.consumers;
-    plan->tile_n = t.tile_n;
-    plan->splits = 1;
-    plan->stages = t.stages;
+    const int tile_m = 64 * t.consumers;
+    const int64_t query_tiles = (p.seq_q + tile_m - 1) / tile_m, tiles = query_tiles * p.heads * p.batch;
+    fa_own<Own>(plan) = {index, kind, tile_m, t.tile_n, t.cap_terms, t.staged, static_cast<uint32_t>(query_tiles), 0};
     plan->threads = 128 * (t.consumers + 1);
-    const int64_t tiles = (p.seq_q + plan->tile_m - 1) / plan->tile_m * p.heads * p.batch;
     plan->blocks = tiles < device->sm_count ? tiles : device->sm_count;
     const int64_t slabs = (kHeadDims[index] + kSlabColumns - 1) / kSlabColumns;
-    plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * plan->tile_m + 2 * t.stages * t.tile_n);
+    plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * tile_m + 2 * t.stages * t.tile_n);
+    plan->keep = true;
     order(p, t.counter, plan);
-    return FA_OK;
+}
+
+static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    constexpr int kMaxRowsBits = 30, kMaxTilesBits = 31;
+    const fa_forward &p = problem->forward;
+    if (p.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (!(static_cast<float>(p.scale) > 1e-30f && p.scale < 1e30))
+        return fa_because(why, FA_REFUSES, FA_WHY_SCALE, 0, 0, 0);
+    if (std::max(p.seq_q, p.seq_k) >> kMaxRowsBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if ((p.seq_q + 63) / 64 > (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(p.heads * p.batch, 1))
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
+    const int64_t keys = p.key_end - p.key_begin;
+    if (!takes_tensor_map(p.q, FA_OPERAND_Q, p.head_dim, p.seq_q, why) ||
+        !takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, keys, why) ||
+        !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, keys, why) ||
+        !takes_tensor_map(p.out, FA_OPERAND_OUT, p.head_dim, p.seq_q, why))
+        return FA_REFUSES;
+    if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+    const int index = head_dim_index(p), kind = kind_of(p);
+    if (!kLaunches[index][kind][p.dtype == FA_BF16]) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    fill_plan(p, index, kind, device, plan);
+    return p.seq_q <= 16 ? fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0) : FA_TAKES;
 }
 
 /* K or V over the visible keys alone, so that TMA reads zeros beyond them. */
@@ -330,38 +329,37 @@ static CapPolynomial cap_polynomial(int terms, double scale, double softcap) {
              static_cast<float>(score_factor * square * square * c2)}};
 }
 
-static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *context, fa_status *status) {
-    const fa_problem &p = *problem;
-    if (plan->blocks == 0) return FA_OK;
+static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward &p = problem->forward;
+    const Own &own = fa_own<Own>(plan);
     const int64_t keys = p.key_end - p.key_begin;
     ForwardParams params = {};
-    void *encode = context->device->encode_tensor_map;
-    FA_TRY(tensor_map_encode(&params.q, encode, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, 0, status));
+    FA_TRY(
+        tensor_map_encode(&params.q, *launch, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, FA_OPERAND_Q));
     if (keys > 0) { // without keys no tile touches these maps
-        FA_TRY(tensor_map_encode(&params.k, encode, visible(p.k, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
-                                 p.batch, plan->tile_n, 1, status));
-        FA_TRY(tensor_map_encode(&params.v, encode, visible(p.v, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
-                                 p.batch, plan->tile_n, 2, status));
+        FA_TRY(tensor_map_encode(&params.k, *launch, visible(p.k, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
+                                 p.batch, own.tile_n, FA_OPERAND_K));
+        FA_TRY(tensor_map_encode(&params.v, *launch, visible(p.v, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
+                                 p.batch, own.tile_n, FA_OPERAND_V));
     }
-    const Tiling t = tiling(kHeadDims[head_dim_index(p)], kind_of(p));
-    if (t.staged)
-        FA_TRY(tensor_map_encode(&params.out_map, encode, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16, 3,
-                                 status));
+    if (own.staged)
+        FA_TRY(tensor_map_encode(&params.out_map, *launch, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16,
+                                 FA_OPERAND_OUT));
     params.out = p.out.data;
     for (int axis = 0; axis < 3; ++axis) params.out_stride[axis] = p.out.stride[axis];
     params.lse = static_cast<float *>(p.lse);
     params.sinks = p.sinks.data;
     params.sinks_stride = p.sinks.stride[0];
     params.sinks_dtype = p.sinks_dtype;
-    params.schedule.query_tiles = static_cast<uint32_t>((p.seq_q + plan->tile_m - 1) / plan->tile_m);
+    params.schedule.query_tiles = own.query_tiles;
     params.schedule.heads = static_cast<uint32_t>(p.heads);
-    params.schedule.tiles = static_cast<uint32_t>(params.schedule.query_tiles * p.heads * p.batch);
-    params.group = p.heads_kv > 0 ? static_cast<int>(p.heads / p.heads_kv) : 1;
-    params.schedule.section_heads = static_cast<uint32_t>(plan->extra[0]);
+    params.schedule.tiles = static_cast<uint32_t>(own.query_tiles * p.heads * p.batch);
+    params.group = static_cast<int>(p.heads / p.heads_kv);
+    params.schedule.section_heads = own.section_heads;
     if (plan->workspace_bytes) {
-        params.schedule.counter = static_cast<uint32_t *>(context->workspace);
-        FA_CUDA_TRY(status, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
-                                            static_cast<cudaStream_t>(context->stream)));
+        params.schedule.counter = static_cast<uint32_t *>(launch->workspace);
+        FA_CUDA_TRY(*launch, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
+                                             static_cast<cudaStream_t>(launch->stream)));
     }
     const int64_t first = p.diagonal - p.key_begin;
     params.visibility = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};
@@ -375,19 +373,26 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     }
     params.score_factor = static_cast<float>((p.softcap > 0 ? p.softcap : p.scale) * std::numbers::log2e);
     params.cap_factor = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;
-    if (p.softcap > 0) params.cap_polynomial = cap_polynomial(t.cap_terms, p.scale, p.softcap);
-    return launch_of(p)(params, plan->blocks, context->stream, status);
+    if (p.softcap > 0) params.cap_polynomial = cap_polynomial(own.cap_terms, p.scale, p.softcap);
+    return kLaunches[own.index][own.kind][p.dtype == FA_BF16](params, plan->blocks, *launch);
 }
 
 } // namespace fa::sm90
 
 extern "C" {
-extern FA_EXPORT const fa_kernel fa_row_wgmma_sm90;
-const fa_kernel fa_row_wgmma_sm90 = {
-    FA_ROW_ABI,        FA_CUDA,
-    "wgmma_sm90",      "Hopper: TMA, wgmma and warp specialisation, float16 and bfloat16",
-    fa::sm90::rejects, fa::sm90::declines,
-    fa::sm90::plan,    fa::sm90::launch,
+extern FA_EXPORT const fa_kernel fa_kernel_wgmma_sm90;
+const fa_kernel fa_kernel_wgmma_sm90 = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
+    .device = FA_CUDA,
+    .name = "wgmma_sm90",
+    .summary = "Hopper: TMA, wgmma and warp specialisation, float16 and bfloat16",
+    .cc_from = 90,
+    .cc_to = 90,
+    .dtypes = FA_FLOAT16_BITS,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW,
+    .plan = fa::sm90::plan,
+    .launch = fa::sm90::launch,
 };
 }
 

@@ -15,7 +15,7 @@
  * Bench: python -m bench measure --preset small --rows wgmma_split_sm90
  * @arch sm_90a
  */
-#include <algorithm> // std::min
+#include <algorithm> // std::max, std::min
 #include <cuda_runtime.h>
 
 #include "fa.h"
@@ -64,68 +64,74 @@ using Middle64 = Config<64, 2, 2 * FA_SPLIT_64_TILE_N, 2, true>;
 using Long64 = Config<64, FA_SPLIT_LONG_WARPGROUPS, FA_SPLIT_LONG_TILE_N, FA_SPLIT_LONG_STAGES, false>;
 using Any128 = Config<128, FA_SPLIT_128_WARPGROUPS, FA_SPLIT_128_TILE_N, FA_SPLIT_128_STAGES, false>;
 
-/* ---- rejects, plan, launch ---- */
+/* ---- plan, launch ---- */
 
-constexpr int64_t kMaxRows = INT64_C(1) << 28; // sums of four such numbers fit in an int
+constexpr int kMaxRowsBits = 28; // sums of four such numbers fit in an int
+constexpr int64_t kMaxGrid = 65535;
 
-const char *rejects(const fa_problem *p, const fa_device_info *device) {
-    if (device->cc / 10 != 9) return "needs compute capability 9.0 (Hopper)";
-    if (!device->encode_tensor_map) return "the driver has no tensor maps (cuTensorMapEncodeTiled)";
-    if (p->dtype != FA_F16 && p->dtype != FA_BF16) return "takes float16 and bfloat16 only";
-    if (p->head_dim > 128) return "head_dim is over 128";
-    if (p->head_dim % 8) return "head_dim is no multiple of 8";
-    if (p->head_dim_v != p->head_dim) return "head_dim of v differs from that of q and k";
-    if (p->bias.data) return "takes no bias";
-    if (p->mask.data) return "takes no boolean mask";
-    if (!(p->scale > 0)) return "scale is not positive";
-    if (p->key_end == 0) return "no query sees a key";
-    if (p->seq_q >= kMaxRows || p->seq_k >= kMaxRows) return "a sequence has 2^28 rows or more";
-    if (p->heads > 65535 || p->batch > 65535) return "batch or heads is over 65535";
-    const char *reason = tma_refusal(p->q, 0, p->head_dim, p->seq_q);
-    if (!reason) reason = tma_refusal(p->k, 1, p->head_dim, p->seq_k);
-    if (!reason) reason = tma_refusal(p->v, 2, p->head_dim, p->seq_k);
-    if (!reason) reason = tma_refusal(p->out, 3, p->head_dim, p->seq_q);
-    return reason;
-}
+/* The plan's own part. */
+struct Own {
+    int config;
+    int tile_n;
+    int splits;      // blocks of a cluster
+    int query_tiles; // of a head
+};
 
-int64_t query_tiles(const fa_problem *p) { return p->batch * p->heads * ((p->seq_q + kTileM - 1) / kTileM); }
-
-const char *declines(const fa_problem *p, const fa_device_info *device) {
-    if (p->batch_invariant) return "batch_invariant: the choice of this row depends on the batch";
-    if (query_tiles(p) > device->sm_count) return "slower here than wgmma_sm90: the query tiles fill the machine";
-    if (p->seq_q <= 16) return "slower here than mma_sm80: a few queries leave most of a 64-row tile empty";
-    return nullptr;
-}
-
-template <class C> void fill_plan(int64_t tiles, int config, int splits, fa_plan *plan) {
-    plan->config = config;
-    plan->tile_m = kTileM;
-    plan->tile_n = C::kTileN;
-    plan->stages = C::kStages;
-    plan->splits = splits;
+template <class C> void fill_plan(int64_t tiles, int config, fa_plan *plan) {
+    Own &own = fa_own<Own>(plan);
+    own.config = config;
+    own.tile_n = C::kTileN;
     plan->threads = C::kThreads;
-    plan->blocks = tiles * splits;
+    plan->blocks = tiles * own.splits;
     plan->smem_bytes = C::kSharedBytes;
 }
 
 /* The largest cluster that the machine holds at once and that leaves every warpgroup a block of keys. */
-fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *) {
-    const int64_t tiles = query_tiles(p), keys = p->key_end - p->key_begin;
-    const int share = p->head_dim <= 64 ? Short64::kWarpgroups * Short64::kTileN : Any128::kWarpgroups * Any128::kTileN;
-    int splits = 1;
-    while (!p->batch_invariant && splits < kMaxCluster && tiles * splits * 2 <= device->sm_count &&
-           int64_t(share) * splits < keys)
+void choose(const fa_problem *problem, const fa_device_info *device, int64_t tiles, fa_plan *plan) {
+    const fa_forward &p = problem->forward;
+    const int64_t keys = p.key_end - p.key_begin;
+    const int64_t share =
+        p.head_dim <= 64 ? Short64::kWarpgroups * Short64::kTileN : Any128::kWarpgroups * Any128::kTileN;
+    int &splits = fa_own<Own>(plan).splits;
+    splits = 1;
+    while (!problem->batch_invariant && splits < kMaxCluster && tiles * splits * 2 <= device->sm_count &&
+           share * splits < keys)
         splits *= 2;
-    const int64_t blocks = (keys + int64_t(share) * splits - 1) / (int64_t(share) * splits); // a warpgroup
-    if (p->head_dim > 64)
-        fill_plan<Any128>(tiles, 3, splits, plan);
+    const int64_t blocks = (keys + share * splits - 1) / (share * splits); // a warpgroup
+    if (p.head_dim > 64)
+        fill_plan<Any128>(tiles, 3, plan);
     else if (blocks <= 2)
-        fill_plan<Short64>(tiles, 0, splits, plan);
+        fill_plan<Short64>(tiles, 0, plan);
     else if (blocks <= 4)
-        fill_plan<Middle64>(tiles, 1, splits, plan);
+        fill_plan<Middle64>(tiles, 1, plan);
     else
-        fill_plan<Long64>(tiles, 2, splits, plan);
-    return FA_OK;
+        fill_plan<Long64>(tiles, 2, plan);
+}
+
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_forward &p = problem->forward;
+    if (p.head_dim > 128) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 128, 0, 0);
+    if (p.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (!(p.scale > 0)) return fa_because(why, FA_REFUSES, FA_WHY_SCALE, 0, 0, 0);
+    if (p.key_end == 0) return fa_because(why, FA_REFUSES, FA_WHY_NO_KEYS, 0, 0, 0);
+    if (std::max(p.seq_q, p.seq_k) >> kMaxRowsBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if (std::max(p.heads, p.batch) > kMaxGrid) return fa_because(why, FA_REFUSES, FA_WHY_GRID, kMaxGrid, 0, 0);
+    if (!takes_tensor_map(p.q, FA_OPERAND_Q, p.head_dim, p.seq_q, why) ||
+        !takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, p.seq_k, why) ||
+        !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, p.seq_k, why) ||
+        !takes_tensor_map(p.out, FA_OPERAND_OUT, p.head_dim, p.seq_q, why))
+        return FA_REFUSES;
+    if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+
+    const int64_t query_tiles = (p.seq_q + kTileM - 1) / kTileM, tiles = p.batch * p.heads * query_tiles;
+    choose(problem, device, tiles, plan);
+    fa_own<Own>(plan).query_tiles = static_cast<int>(query_tiles);
+    plan->keep = true;
+    if (problem->batch_invariant) return fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0);
+    if (tiles > device->sm_count) return fa_because(why, FA_DECLINES, FA_WHY_FULL, 0, 0, 0);
+    if (p.seq_q <= 16) return fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0);
+    return FA_TAKES;
 }
 
 using Kernel = void (*)(Params);
@@ -140,20 +146,21 @@ template <class T> Kernel kernel_of(int config, bool capped) {
 }
 
 /* The rows [key_begin, key_end) of k or v. */
-fa_code encode_keys(CUtensorMap *map, const fa_problem *p, fa_operand x, const fa_plan *plan, void *encode, int name,
-                    fa_status *status) {
+fa_code encode_keys(CUtensorMap *map, const fa_forward *p, fa_operand x, int tile_n, fa_operand_name name,
+                    const fa_launch &launch) {
     x.data = static_cast<char *>(x.data) + p->key_begin * x.stride[2] * 2;
-    return tensor_map_encode(map, encode, x, p->dtype, p->head_dim, p->key_end - p->key_begin, p->heads_kv, p->batch,
-                             plan->tile_n, name, status);
+    return tensor_map_encode(map, launch, x, p->dtype, p->head_dim, p->key_end - p->key_begin, p->heads_kv, p->batch,
+                             tile_n, name);
 }
 
-void fill_params(Params *params, const fa_problem *p, int splits) {
+void fill_params(Params *params, const fa_forward *p, int splits) {
+    constexpr int64_t kFar = INT64_C(2) << kMaxRowsBits;
     params->seq_q = static_cast<int>(p->seq_q);
     params->key_begin = static_cast<int>(p->key_begin);
     params->key_end = static_cast<int>(p->key_end);
     params->diagonal = static_cast<int>(p->diagonal);
-    params->left = static_cast<int>(std::min(p->left, 2 * kMaxRows));
-    params->right = static_cast<int>(std::min(p->right, 2 * kMaxRows));
+    params->left = static_cast<int>(std::min(p->left, kFar));
+    params->right = static_cast<int>(std::min(p->right, kFar));
     params->split_shift = 0;
     while (1 << params->split_shift < splits) ++params->split_shift;
     params->group = static_cast<int>(p->heads / p->heads_kv);
@@ -171,49 +178,53 @@ void fill_params(Params *params, const fa_problem *p, int splits) {
     params->heads = static_cast<int>(p->heads);
 }
 
-fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward *p = &problem->forward;
+    const Own &own = fa_own<Own>(plan);
     Params params;
-    void *encode = launch->device->encode_tensor_map;
-    FA_TRY(tensor_map_encode(&params.q, encode, p->q, p->dtype, p->head_dim, p->seq_q, p->heads, p->batch, kTileM, 0,
-                             status));
-    FA_TRY(encode_keys(&params.k, p, p->k, plan, encode, 1, status));
-    FA_TRY(encode_keys(&params.v, p, p->v, plan, encode, 2, status));
-    fill_params(&params, p, plan->splits);
+    FA_TRY(tensor_map_encode(&params.q, *launch, p->q, p->dtype, p->head_dim, p->seq_q, p->heads, p->batch, kTileM,
+                             FA_OPERAND_Q));
+    FA_TRY(encode_keys(&params.k, p, p->k, own.tile_n, FA_OPERAND_K, *launch));
+    FA_TRY(encode_keys(&params.v, p, p->v, own.tile_n, FA_OPERAND_V, *launch));
+    fill_params(&params, p, own.splits);
 
     const bool capped = p->softcap > 0;
     const Kernel kernel =
-        p->dtype == FA_F16 ? kernel_of<__half>(plan->config, capped) : kernel_of<__nv_bfloat16>(plan->config, capped);
-    FA_TRY(fa_allow_smem(kernel, plan->smem_bytes, status));
+        p->dtype == FA_F16 ? kernel_of<__half>(own.config, capped) : kernel_of<__nv_bfloat16>(own.config, capped);
+    FA_TRY(fa_allow_smem(kernel, plan->smem_bytes, *launch));
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = static_cast<unsigned>(plan->splits);
+    attributes[0].val.clusterDim.x = static_cast<unsigned>(own.splits);
     attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = FA_SPLIT_DEPENDENT_LAUNCH;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>((p->seq_q + kTileM - 1) / kTileM * plan->splits),
-                          static_cast<unsigned>(p->heads), static_cast<unsigned>(p->batch));
+    config.gridDim = dim3(static_cast<unsigned>(own.query_tiles * own.splits), static_cast<unsigned>(p->heads),
+                          static_cast<unsigned>(p->batch));
     config.blockDim = dim3(static_cast<unsigned>(plan->threads));
     config.dynamicSmemBytes = plan->smem_bytes;
     config.stream = static_cast<cudaStream_t>(launch->stream);
     config.attrs = attributes;
     config.numAttrs = 2;
-    FA_CHAOS_ARM(launch->stream, status);
-    FA_CUDA_TRY(status, cudaLaunchKernelEx(&config, kernel, params));
+    FA_CHAOS_ARM(launch->stream, *launch);
+    FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&config, kernel, params));
     return FA_OK;
 }
 
 } // namespace
 
 extern "C" {
-extern const fa_kernel fa_row_wgmma_split_sm90;
-FA_EXPORT const fa_kernel fa_row_wgmma_split_sm90 = {
-    .abi = FA_ROW_ABI,
+extern const fa_kernel fa_kernel_wgmma_split_sm90;
+FA_EXPORT const fa_kernel fa_kernel_wgmma_split_sm90 = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
     .device = FA_CUDA,
     .name = "wgmma_split_sm90",
     .summary = "Hopper, few query tiles: keys split over warpgroups and a cluster, merged in shared memory",
-    .rejects = rejects,
-    .declines = declines,
+    .cc_from = 90,
+    .cc_to = 90,
+    .dtypes = FA_FLOAT16_BITS,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW,
     .plan = plan,
     .launch = launch,
 };

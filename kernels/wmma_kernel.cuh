@@ -8,7 +8,7 @@
 #define FA_WMMA_KERNEL_CUH
 
 #include "convert.cuh"       // row_of
-#include "fa.h"              // fa_problem
+#include "fa.h"              // fa_forward
 #include "mask.cuh"          // tile_keys, tile_common_keys
 #include "softmax.cuh"       // finish_row, softmax_shift, weight_rounding
 #include "wmma_fragment.cuh" // load_block, scale_rows
@@ -20,7 +20,7 @@ namespace fa::wmma_row {
 
 /* What a launch adds to the problem. */
 struct Params {
-    fa_problem p;
+    fa_forward p;
     ScoreOptions options;
     unsigned tiles_m;
     bool q_aligned, k_aligned, v_aligned, out_aligned;
@@ -29,7 +29,7 @@ struct Params {
 template <typename T, class C>
 __device__ __forceinline__ void produce(const Params &params, typename C::Shared &shared, int64_t batch,
                                         int64_t head_kv, const Keys &keys, int lane) {
-    const fa_problem &p = params.p;
+    const fa_forward &p = params.p;
     const HeadRows<T> k = {row_of<T>(p.k, batch, head_kv, 0), p.k.stride[2], p.k.stride[3], p.head_dim,
                            params.k_aligned};
     const HeadRows<T> v = {row_of<T>(p.v, batch, head_kv, 0), p.v.stride[2], p.v.stride[3], p.head_dim_v,
@@ -96,7 +96,7 @@ __device__ __forceinline__ void multiply_values(Accumulator (&out)[C::STEPS], co
 template <typename T, class C>
 __device__ __forceinline__ void write_output(const Params &params, int64_t batch, int64_t head, int warp_row,
                                              const Accumulator (&out)[C::STEPS], float *strip, int lane) {
-    const fa_problem &p = params.p;
+    const fa_forward &p = params.p;
     constexpr int PARTS = C::OUT_COLUMNS / 16;
 #pragma unroll
     for (int d = 0; d < C::STEPS; d += PARTS) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void write_output(const Params &params, int64_t batch
 template <typename T, class C, bool SIMPLE>
 __device__ __forceinline__ void consume(const Params &params, typename C::Shared &shared, int64_t batch, int64_t head,
                                         int first_row, const Keys &keys, int warp, int lane) {
-    const fa_problem &p = params.p;
+    const fa_forward &p = params.p;
     float *strip = shared.strip[warp], *factor = shared.factor[warp];
     T *const q_tile = reinterpret_cast<T *>(C::QUERY_IN_REGISTERS ? reinterpret_cast<char *>(strip) : shared.q[warp]);
     const int warp_row = first_row + warp * STRIP_ROWS;
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(C::THREADS, !SIMPLE && C::BLOCKS > 2 ? 2 : C::
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) char memory[];
     typename C::Shared &shared = *reinterpret_cast<typename C::Shared *>(memory);
-    const fa_problem &p = params.p;
+    const fa_forward &p = params.p;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const unsigned tiles = params.tiles_m, unit = blockIdx.x / tiles, heads = p.heads;
     const int first_row = int(tiles - 1 - blockIdx.x % tiles) * C::TILE_M; // causal: the longest first

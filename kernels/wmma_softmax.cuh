@@ -6,7 +6,7 @@
 #include <stdint.h> // int64_t
 
 #include "convert.cuh"    // Chunk
-#include "fa.h"           // fa_problem
+#include "fa.h"           // fa_forward
 #include "mask.cuh"       // KeyRange, mask_row
 #include "mma_scores.cuh" // tanh_by_exp2
 #include "score.cuh"      // ScoreParams, bias_row, add_bias
@@ -59,7 +59,7 @@ template <typename T> __device__ __forceinline__ void load_four(const void *data
 }
 
 /* Bias of the keys [key, key + 4) from `row` (bias_row()) on; 0 past the last key. */
-__device__ __forceinline__ void load_bias(const fa_problem &p, bool vectors, int64_t row, int key, float (&bias)[4]) {
+__device__ __forceinline__ void load_bias(const fa_forward &p, bool vectors, int64_t row, int key, float (&bias)[4]) {
     const bool whole = vectors && key + 4 <= p.seq_k;
     if (whole && p.bias_dtype == FA_F32) {
         load_four<float>(p.bias.data, row + key, bias);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_bias(const fa_problem &p, bool vectors, int
 }
 
 /* -inf for the scores of the keys [key, key + 4) that the mask's row does not let through. */
-__device__ __forceinline__ void apply_mask(const fa_problem &p, bool vectors, const uint8_t *row, int key, float *s) {
+__device__ __forceinline__ void apply_mask(const fa_forward &p, bool vectors, const uint8_t *row, int key, float *s) {
     if (vectors && key + 4 <= p.seq_k) {
         const uint32_t read = *reinterpret_cast<const uint32_t *>(row + key);
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ void apply_mask(const fa_problem &p, bool vectors, co
 
 /* Softcap or scale, bias and mask for a lane's products of `row`: s[i] belongs to key from + (i ^ swap). */
 template <int MINE>
-__device__ __forceinline__ void score_products(const fa_problem &p, const ScoreOptions &options, int64_t batch,
+__device__ __forceinline__ void score_products(const fa_forward &p, const ScoreOptions &options, int64_t batch,
                                                int64_t head, int64_t row, int from, int swap, float (&s)[MINE]) {
     if (options.score.cap_log2 > 0) {
 #pragma unroll
@@ -121,7 +121,7 @@ __device__ __forceinline__ void score_products(const fa_problem &p, const ScoreO
  * WEIGHT_PITCH) in the same memory. Returns the factor for what the row accumulated before. SIMPLE: scale > 0 and
  * neither softcap, bias nor mask. `all_visible`: every row sees every key of the tile. `key` is a multiple of 4. */
 template <typename T, int COLUMNS, int WEIGHT_PITCH, bool SIMPLE>
-__device__ __forceinline__ float softmax_strip(const fa_problem &p, const ScoreOptions &options, int64_t batch,
+__device__ __forceinline__ float softmax_strip(const fa_forward &p, const ScoreOptions &options, int64_t batch,
                                                int64_t head, OwnedRow &owned, float *strip, int key, bool all_visible,
                                                int lane) {
     constexpr int MINE = COLUMNS / 2; // columns of this lane

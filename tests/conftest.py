@@ -72,9 +72,9 @@ def _tested(item):
 
 
 def _all_rows():
-    from fa_ext import _core
+    from fa_ext import kernels
 
-    return _core.build_info()["rows"]
+    return kernels()
 
 
 def pytest_sessionfinish():

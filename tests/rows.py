@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,8 @@ SIMPLEST = Case(1, 1, 1, 64, 64, 64)
 
 def device_of(row: str) -> str:
     """ "cpu" or "cuda"."""
-    rows = _core.build_info()["rows"]
-    return rows[row][0] if row in rows else ("cpu" if row.startswith("cpu") else "cuda")
+    built = _core.build_info()["kernels"]
+    return built[row][0] if row in built else ("cpu" if row.startswith("cpu") else "cuda")
 
 
 def listed_name(row: str) -> str:
@@ -63,11 +62,8 @@ def absent(row: str) -> str | None:
     if reason:
         return reason
     inputs = SIMPLEST.make_inputs(library_for(row, SIMPLEST))
-    try:
-        fa_ext.attention(**inputs, kernel=row)
-    except fa_ext.UnsupportedError as error:
-        return str(error) if re.search(r"sm_\d\d|compute capability|cuBLAS", str(error)) else None
-    return None
+    answer, reason, _ = _core.answers(**inputs, kernel=row)[row]
+    return reason if answer == "not here" else None
 
 
 @functools.cache

@@ -303,7 +303,7 @@ def test_forced_kernel(monkeypatch):
     monkeypatch.setenv("FA_EXT_KERNEL", "")
     fa_ext.attention(q, k, v)
     monkeypatch.delenv("FA_EXT_KERNEL")
-    for row, (device, _) in fa_ext._core.build_info()["rows"].items():
+    for row, (device, _) in fa_ext._core.build_info()["kernels"].items():
         if device == "cuda":
             with pytest.raises(fa_ext.UnsupportedError, match=f'kernel "{row}".*on the CPU'):
                 fa_ext.attention(q, k, v, kernel=row)
@@ -320,14 +320,14 @@ def test_load(tmp_path):
     (tmp_path / "text.so").write_text("no library")
     with pytest.raises(ValueError, match="path"):
         core.load(os.fspath(tmp_path / "text.so"))
-    with pytest.raises(ValueError, match="does not export fa_row__core"):
+    with pytest.raises(ValueError, match="does not export fa_kernel__core"):
         core.load(core.__file__)
     for arguments in [(), (1,), (core.__file__, 3), (core.__file__, "a", "b")]:
         with pytest.raises(TypeError):
             core.load(*arguments)
     for row in ("cpu_ref\0x", "\ud800"):
-        with pytest.raises(ValueError, match=r"does not export fa_row_(cpu_ref\\x00x|\\ud800)"):
-            core.load(core.__file__, row=row)
+        with pytest.raises(ValueError, match=r"does not export fa_kernel_(cpu_ref\\x00x|\\ud800)"):
+            core.load(core.__file__, kernel=row)
     with pytest.raises(TypeError, match="accepted: load"):
         core.load(core.__file__, name="x")
 
@@ -343,7 +343,7 @@ def test_load_a_row(tmp_path, monkeypatch):
     before = fa_ext.kernels()
     name = fa_ext._core.load(library)
     assert name.startswith("cpu_ref@") and fa_ext._core.load(library) == name
-    assert fa_ext._core.load(library, row="cpu_ref") == name
+    assert fa_ext._core.load(library, kernel="cpu_ref") == name
     monkeypatch.chdir(tmp_path)
     assert fa_ext._core.load(library.name) == fa_ext._core.load(f"./{library.name}") == name
     assert fa_ext.kernels() == before and fa_ext._core.loaded()[name][0] == os.fspath(library)

@@ -117,7 +117,7 @@ def test_device_code_counts_and_names_do_not(tmp_path):
 
 def test_the_extension_carries_digests_of_all_that_is_built():
     found = _digests.read(Path(_core.__file__))
-    rows = _core.build_info()["rows"]
+    rows = _core.build_info()["kernels"]
     assert set(found["groups"]) == {*rows, "core"}
     for name, group in found["groups"].items():
         assert "unreadable" not in group and group["host"] and group["compilers"] and group["sources"]

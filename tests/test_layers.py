@@ -110,13 +110,13 @@ def test_every_row_has_its_file_or_is_not_in_the_build():
     assert [row for row in listed if row in built] == list(built), "kernels() is not in the order of kernels.def"
     for row in built:
         assert row in files, f"{row} is in the build, but neither kernels/{row}.cu nor csrc/cpu/{row}.c is there"
-        assert f"fa_row_{row}" in files[row].read_text(), f"{name(files[row])} does not end in its row"
+        assert f"fa_kernel_{row}" in files[row].read_text(), f"{name(files[row])} does not end in its kernel"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.cu")) + sorted((ROOT / "csrc" / "cpu").glob("*.c")), ids=name)
 def test_a_row_file_says_what_it_is_and_is_listed(path):
     text = path.read_text()
-    if "fa_row_" not in text:
+    if "FA_KERNEL_ABI" not in text:
         return
     assert text.lstrip().startswith(("/*", "//")), f"{name(path)} begins without a header comment"
-    assert path.stem in _build.listed_rows(), f"{name(path)} defines a row that csrc/kernels.def does not list"
+    assert path.stem in _build.listed_rows(), f"{name(path)} defines a kernel that csrc/kernels.def does not list"

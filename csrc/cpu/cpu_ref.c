@@ -37,13 +37,13 @@ typedef struct row {
     double q[FA_MAX_HEAD_DIM], out[FA_MAX_HEAD_DIM];
 } row;
 
-static bool excluded(const fa_problem *p, const row *r, int64_t key) {
+static bool excluded(const fa_forward *p, const row *r, int64_t key) {
     if (!p->mask.data) return false;
     const int64_t *s = p->mask.stride;
     return !((const uint8_t *)p->mask.data)[r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]];
 }
 
-static double score(const fa_problem *p, const row *r, int64_t key) {
+static double score(const fa_forward *p, const row *r, int64_t key) {
     const int64_t base = r->batch * p->k.stride[0] + r->head_kv * p->k.stride[1] + key * p->k.stride[2];
     double sum = 0;
     for (int d = 0; d < p->head_dim; d++) sum += r->q[d] * load(p->k.data, p->dtype, base + d * p->k.stride[3]);
@@ -59,12 +59,12 @@ static double score(const fa_problem *p, const row *r, int64_t key) {
     return value;
 }
 
-static double visible_score(const fa_problem *p, const row *r, int64_t key) {
+static double visible_score(const fa_forward *p, const row *r, int64_t key) {
     return excluded(p, r, key) ? -INFINITY : score(p, r, key);
 }
 
 /* Fills r->out and returns the LSE. `scores` has room for the first `kept` keys; the others' are computed twice. */
-static double attend(const fa_problem *p, row *r, double *scores, int64_t kept) {
+static double attend(const fa_forward *p, row *r, double *scores, int64_t kept) {
     const int64_t centre = r->query + p->diagonal;
     const int64_t first = centre - p->left > p->key_begin ? centre - p->left : p->key_begin;
     const int64_t end = centre + p->right + 1 < p->key_end ? centre + p->right + 1 : p->key_end;
@@ -95,22 +95,28 @@ static double attend(const fa_problem *p, row *r, double *scores, int64_t kept) 
     return sum == 0 ? -INFINITY : origin + log(sum);
 }
 
-static const char *rejects(const fa_problem *problem, const fa_device_info *device) {
-    (void)problem, (void)device;
-    return NULL;
-}
+/* The plan's own part. */
+typedef struct own {
+    int64_t kept; /* scores that the workspace holds */
+} own;
+_Static_assert(sizeof(own) <= FA_PLAN_OWN, "");
 
-static fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *status) {
-    (void)status;
+static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    (void)why;
+    const fa_forward *p = &problem->forward;
     const int64_t keys = p->key_end - p->key_begin, fitting = (int64_t)(device->workspace_limit / sizeof(double));
-    plan->tile_m = plan->tile_n = plan->threads = 1;
-    plan->extra[0] = keys < fitting ? keys : fitting;
-    plan->workspace_bytes = (size_t)plan->extra[0] * sizeof(double);
-    return FA_OK;
+    own *mine = (own *)plan->own;
+    mine->kept = keys < fitting ? keys : fitting;
+    plan->threads = 1;
+    plan->blocks = 1;
+    plan->workspace_bytes = (size_t)mine->kept * sizeof(double);
+    plan->keep = true;
+    return FA_TAKES;
 }
 
-static fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
-    (void)status;
+static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward *p = &problem->forward;
+    const own *mine = (const own *)plan->own;
     row r;
     for (r.batch = 0; r.batch < p->batch; r.batch++)
         for (r.head = 0; r.head < p->heads; r.head++)
@@ -118,24 +124,24 @@ static fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch 
                 r.head_kv = r.head / (p->heads / p->heads_kv);
                 const int64_t base = r.batch * p->q.stride[0] + r.head * p->q.stride[1] + r.query * p->q.stride[2];
                 for (int d = 0; d < p->head_dim; d++) r.q[d] = load(p->q.data, p->dtype, base + d * p->q.stride[3]);
-                const double lse = attend(p, &r, (double *)launch->workspace, plan->extra[0]);
+                const double lse = attend(p, &r, (double *)launch->workspace, mine->kept);
                 const int64_t to = r.batch * p->out.stride[0] + r.head * p->out.stride[1] + r.query * p->out.stride[2];
                 for (int d = 0; d < p->head_dim_v; d++)
-                    store(p->out.data, p->dtype, to + d * p->out.stride[3], r.out[d]);
-                if (p->lse)
-                    store(p->lse, p->dtype == FA_F64 ? FA_F64 : FA_F32,
-                          (r.batch * p->heads + r.head) * p->seq_q + r.query, lse);
+                    store(p->out.data, p->out_dtype, to + d * p->out.stride[3], r.out[d]);
+                if (p->lse) store(p->lse, p->lse_dtype, (r.batch * p->heads + r.head) * p->seq_q + r.query, lse);
             }
     return FA_OK;
 }
 
-extern const fa_kernel fa_row_cpu_ref;
-FA_EXPORT const fa_kernel fa_row_cpu_ref = {
-    .abi = FA_ROW_ABI,
+extern const fa_kernel fa_kernel_cpu_ref;
+FA_EXPORT const fa_kernel fa_kernel_cpu_ref = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
     .device = FA_CPU,
     .name = "cpu_ref",
     .summary = "portable C, float64 sums, one query row at a time",
-    .rejects = rejects,
+    .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
     .plan = plan,
     .launch = launch,
 };

@@ -7,8 +7,8 @@
  * Which task a thread takes changes no bit of the result.
  *
  * Instances: AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, and the compiler's own vectors elsewhere, each for float and
- * double. The best one this CPU has is taken; FA_EXT_CPU_ISA=avx512|avx2|generic in the environment, as it is when the
- * library is loaded, forces one.
+ * double. The best one this CPU has is taken; FA_EXT_CPU_ISA=avx512|avx2|generic in the environment, as it is when
+ * fa_ext is imported, forces one.
  *
  * Bench: python -m bench measure --preset cpu --rows cpu_simd
  *
@@ -80,7 +80,6 @@ FA_CPU_PRAGMA(GCC target(FA_CPU_TARGET))
 #include <string.h>
 
 #include "cpu/cpu_simd.h"
-#include "cpu/threads.h"
 
 /* ---- instruction sets ---- */
 
@@ -113,37 +112,29 @@ static const fa_simd_instance *instance_of(int index, fa_dtype dtype) {
     return dtype == FA_F64 ? isas[index].twice : isas[index].single;
 }
 
-/* FA_EXT_CPU_ISA when the library was loaded, or empty: getenv() in a call would race with another thread's setenv().
- */
+/* What a test forces instead of FA_EXT_CPU_ISA. */
 static char forced[64];
 
-static void force(const char *isa_name) { snprintf(forced, sizeof forced, "%s", isa_name ? isa_name : ""); }
-
-__attribute__((constructor)) static void read_environment(void) { force(getenv("FA_EXT_CPU_ISA")); }
-
-static fa_code choose_isa(int *index, fa_status *status) {
+/* Index of the instruction set that calls take. */
+static fa_answer choose_isa(const fa_device_info *device, int *index, fa_why *why) {
+    const char *wanted = *forced ? forced : device->cpu_isa;
     for (*index = 0; *index < ISA_COUNT; ++*index)
-        if (*forced ? strcmp(forced, isas[*index].name) == 0 : has_isa(*index)) break;
-    if (*index == ISA_COUNT)
-        return fa_fail(status, FA_EVALUE,
-                       "FA_EXT_CPU_ISA was \"%s\" when fa_ext was imported; accepted on this platform: %s", forced,
-                       ISA_COUNT > 1 ? "avx512, avx2, generic" : "generic");
-    if (!has_isa(*index))
-        return fa_fail(status, FA_EUNSUPPORTED,
-                       "FA_EXT_CPU_ISA was \"%s\" when fa_ext was imported, which this CPU does not have", forced);
-    return FA_OK;
+        if (*wanted ? strcmp(wanted, isas[*index].name) == 0 : has_isa(*index)) break;
+    if (*index == ISA_COUNT) return fa_because(why, FA_FAILS, FA_WHY_UNKNOWN_ISA, 0, 0, 0);
+    if (!has_isa(*index)) return fa_because(why, FA_FAILS, FA_WHY_LACKING_ISA, 0, 0, 0);
+    return FA_TAKES;
 }
 
-/* ---- rejects, plan, launch ---- */
+/* ---- plan, launch ---- */
 
-static const char *rejects(const fa_problem *problem, const fa_device_info *device) {
-    (void)device;
-    if (problem->dtype > FA_F64) return "takes float16, bfloat16, float32 and float64";
-    const double factor = fabs(problem->softcap > 0 ? problem->scale / problem->softcap : problem->scale);
-    if (factor > (problem->dtype == FA_F64 ? 1e300 : 1e30)) /* its product with q shall stay finite */
-        return "takes a scale, divided by the softcap if there is one, of up to 1e30 (float64: 1e300)";
-    return NULL;
-}
+/* The plan's own part. */
+typedef struct own {
+    int isa;
+    int tile_m;
+    int64_t tiles;  /* of a key/value head */
+    size_t scratch; /* bytes a thread */
+} own;
+_Static_assert(sizeof(own) <= FA_PLAN_OWN, "");
 
 /* A thread more is worth waking for this many multiplications, some 90 us of one core's. Two threads took of the time
  * of one, calls in a row, B1 H8 D64 float32 on 2 Zen 5 cores: 0.73 at seq 48 (2.4e6), 0.74 at 64 (4.2e6), 0.51 at 96
@@ -152,66 +143,75 @@ static const char *rejects(const fa_problem *problem, const fa_device_info *devi
 #define WORK_PER_THREAD 8e6
 
 /* Multiplications of a call whose rows all see as many keys as the query in the middle. */
-static double work_of(const fa_problem *p) {
+static double work_of(const fa_forward *p) {
     const int64_t centre = p->seq_q / 2 + p->diagonal, low = centre - p->left, high = centre + p->right + 1;
     const int64_t begin = low > p->key_begin ? low : p->key_begin, end = high < p->key_end ? high : p->key_end;
     const double rows = (double)p->batch * (double)p->heads * (double)p->seq_q;
     return end > begin ? rows * (double)(end - begin) * (p->head_dim + p->head_dim_v) : 0;
 }
 
-static fa_code plan(const fa_problem *p, const fa_device_info *device, fa_plan *plan, fa_status *status) {
-    FA_TRY(choose_isa(&plan->config, status));
-    const fa_simd_instance *instance = instance_of(plan->config, p->dtype);
-    if (p->batch == 0 || p->heads == 0 || p->seq_q == 0) return FA_OK;
+/* |scale / softcap| beyond 10^this: its product with q shall stay finite. */
+static int scale_limit(const fa_forward *p) {
+    const double factor = fabs(p->softcap > 0 ? p->scale / p->softcap : p->scale);
+    if (p->dtype == FA_F64) return factor > 1e300 ? 300 : 0;
+    return factor > 1e30 ? 30 : 0;
+}
+
+static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_forward *p = &problem->forward;
+    own *mine = (own *)plan->own;
+    const int limit = scale_limit(p);
+    if (limit) return fa_because(why, FA_REFUSES, FA_WHY_SCALE_LIMIT, limit, 0, 0);
+    const fa_answer answer = choose_isa(device, &mine->isa, why);
+    if (answer != FA_TAKES || problem->empty) return answer;
+    const fa_simd_instance *instance = instance_of(mine->isa, p->dtype);
     const int64_t rows = p->heads / p->heads_kv * p->seq_q, groups = p->batch * p->heads_kv;
     const double useful = 1 + work_of(p) / WORK_PER_THREAD;
-    plan->threads = fa_cpu_threads();
-    if (plan->threads > useful) plan->threads = (int)useful;
+    int threads = problem->threads, tile_m = instance->tile_m;
+    if (threads > useful) threads = (int)useful;
     /* The largest tile that leaves each thread a few tasks. */
-    plan->tile_m = instance->tile_m;
-    while (plan->tile_m > instance->block_rows &&
-           groups * ((rows + plan->tile_m - 1) / plan->tile_m) < (int64_t)4 * plan->threads)
-        plan->tile_m -= instance->block_rows;
+    while (tile_m > instance->block_rows && groups * ((rows + tile_m - 1) / tile_m) < (int64_t)4 * threads)
+        tile_m -= instance->block_rows;
     /* The smallest tile has scratch below a megabyte, the least that the limit can be. */
-    while (plan->tile_m > instance->block_rows && instance->scratch_bytes(p, plan->tile_m) > device->workspace_limit)
-        plan->tile_m -= instance->block_rows;
-    if (plan->tile_m > rows) plan->tile_m = (int)rows;
-    plan->tile_n = instance->tile_n;
-    plan->blocks = groups * ((rows + plan->tile_m - 1) / plan->tile_m);
-    if (plan->threads > plan->blocks) plan->threads = (int)plan->blocks;
-    const size_t scratch = instance->scratch_bytes(p, plan->tile_m), fitting = device->workspace_limit / scratch;
-    if ((size_t)plan->threads > fitting) plan->threads = fitting ? (int)fitting : 1;
-    plan->workspace_bytes = (size_t)plan->threads * scratch;
-    return FA_OK;
+    while (tile_m > instance->block_rows && instance->scratch_bytes(p, tile_m) > device->workspace_limit)
+        tile_m -= instance->block_rows;
+    mine->tile_m = tile_m < rows ? tile_m : (int)rows;
+    mine->tiles = (rows + mine->tile_m - 1) / mine->tile_m;
+    mine->scratch = instance->scratch_bytes(p, mine->tile_m);
+    plan->blocks = groups * mine->tiles;
+    if (threads > plan->blocks) threads = (int)plan->blocks;
+    const size_t fitting = device->workspace_limit / mine->scratch;
+    if ((size_t)threads > fitting) threads = fitting ? (int)fitting : 1;
+    plan->threads = threads;
+    plan->workspace_bytes = (size_t)threads * mine->scratch;
+    return FA_TAKES;
 }
 
 /* What the threads of a launch share. */
 typedef struct shared {
-    const fa_problem *problem;
-    const fa_plan *plan;
+    const fa_forward *problem;
+    const own *own;
     char *workspace;
 } shared;
 
 static void run_task(const void *context, int64_t index, int worker) {
     const shared *s = context;
-    const fa_problem *p = s->problem;
-    const fa_plan *plan = s->plan;
-    const int64_t rows = p->heads / p->heads_kv * p->seq_q, tiles = (rows + plan->tile_m - 1) / plan->tile_m;
-    const int64_t group = index / tiles, first = (tiles - 1 - index % tiles) * plan->tile_m;
+    const fa_forward *p = s->problem;
+    const own *mine = s->own;
+    const int64_t rows = p->heads / p->heads_kv * p->seq_q;
+    const int64_t group = index / mine->tiles, first = (mine->tiles - 1 - index % mine->tiles) * mine->tile_m;
     const fa_simd_task task = {
         .batch = group / p->heads_kv,
         .head_kv = group % p->heads_kv,
         .first_row = first,
-        .rows = (int)(rows - first < plan->tile_m ? rows - first : plan->tile_m),
+        .rows = (int)(rows - first < mine->tile_m ? rows - first : mine->tile_m),
     };
-    const size_t share = plan->workspace_bytes / (size_t)plan->threads;
-    instance_of(plan->config, p->dtype)->attend(p, &task, s->workspace + (size_t)worker * share);
+    instance_of(mine->isa, p->dtype)->attend(p, &task, s->workspace + (size_t)worker * mine->scratch);
 }
 
-static fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch *launch, fa_status *status) {
-    (void)status;
-    const shared s = {p, plan, launch->workspace};
-    fa_cpu_loop(plan->threads, plan->blocks, run_task, &s);
+static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const shared s = {&problem->forward, (const own *)plan->own, launch->workspace};
+    launch->host->loop(plan->threads, plan->blocks, run_task, &s);
     return FA_OK;
 }
 
@@ -219,7 +219,7 @@ static fa_code launch(const fa_problem *p, const fa_plan *plan, const fa_launch 
 
 /* What FA_EXT_CPU_ISA does, for the calls from now on; "" or NULL: nothing. No other call may run meanwhile. */
 FA_EXPORT void fa_cpu_simd_force(const char *isa_name);
-void fa_cpu_simd_force(const char *isa_name) { force(isa_name); }
+void fa_cpu_simd_force(const char *isa_name) { snprintf(forced, sizeof forced, "%s", isa_name ? isa_name : ""); }
 
 /* y = 2^x or tanh(x) by one instance; false when this platform or CPU lacks it. `count` is a multiple of 16. */
 FA_EXPORT bool fa_cpu_simd_apply(const char *isa_name, const char *function, bool twice, const void *x, void *y,
@@ -234,15 +234,17 @@ bool fa_cpu_simd_apply(const char *isa_name, const char *function, bool twice, c
     return false;
 }
 
-/* ---- the row ---- */
+/* ---- the kernel ---- */
 
-extern const fa_kernel fa_row_cpu_simd;
-FA_EXPORT const fa_kernel fa_row_cpu_simd = {
-    .abi = FA_ROW_ABI,
+extern const fa_kernel fa_kernel_cpu_simd;
+FA_EXPORT const fa_kernel fa_kernel_cpu_simd = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
     .device = FA_CPU,
     .name = "cpu_simd",
     .summary = "AVX-512, AVX2 or portable vectors on all cores, online softmax",
-    .rejects = rejects,
+    .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
     .plan = plan,
     .launch = launch,
 };

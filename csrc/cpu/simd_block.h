@@ -33,7 +33,7 @@ typedef struct block {
 
 /* One thread's view of a task. The arrays below `block` lie in its scratch. */
 typedef struct work {
-    const fa_problem *p;
+    const fa_forward *p;
     int64_t batch, head_kv, group;
     bool contained; /* keep NaN and Inf of excluded keys away from each row, at some cost */
     real q_factor;  /* folded into Q: the scores leave the product in log2 units, or ready for tanh */
@@ -65,7 +65,7 @@ static const char *row_of(const work *w, const block *b, int lane, const fa_oper
 }
 
 static void block_begin(const work *w, block *b) {
-    const fa_problem *p = w->p;
+    const fa_forward *p = w->p;
     const int pitch = b->mr * LANES;
     for (int lane = 0; lane < pitch; lane++) {
         const int64_t row = b->first_row + (lane < b->rows ? lane : b->rows - 1);
@@ -123,7 +123,7 @@ static bool all_excluded(const real *mask, int count) {
 
 /* Applies softcap, bias, mask and window to S^T in place and gives the tile's maximum of each row. */
 static void adjust_scores(const work *w, const block *b, const key_tile *t, bool windowed, real *maximum) {
-    const fa_problem *p = w->p;
+    const fa_forward *p = w->p;
     const int pitch = b->mr * LANES, keys = (int)(t->end - t->begin);
     const vreal nothing = v_set1(-(real)INFINITY);
     for (int m = 0; m < b->mr; m++) {
@@ -184,7 +184,7 @@ INLINE void soften(const int mr, block *b, real *scores, int keys, const real *m
 }
 
 INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile *t, bool windowed) {
-    const fa_problem *p = w->p;
+    const fa_forward *p = w->p;
     const int keys = (int)(t->end - t->begin), pitch = mr * LANES;
     real maximum[BLOCK_ROWS], decay[BLOCK_ROWS];
     for (int lane = 0; lane < pitch; lane++) maximum[lane] = -(real)INFINITY;
@@ -223,7 +223,7 @@ static void block_step(const work *w, block *b, const key_tile *t, bool windowed
 
 /* Normalises and writes a block. True when a NaN was met. */
 static bool block_end(const work *w, block *b) {
-    const fa_problem *p = w->p;
+    const fa_forward *p = w->p;
     const int pitch = b->mr * LANES;
     vint nan = {0};
     for (int m = 0; m < b->mr; m++) {

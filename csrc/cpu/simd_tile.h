@@ -28,7 +28,7 @@ static const real *key_rows(const work *w, const fa_operand *operand, int64_t be
 }
 
 static void tile_step(work *w, int64_t begin, int64_t end) {
-    const fa_problem *p = w->p;
+    const fa_forward *p = w->p;
     int64_t k_pitch, v_pitch;
     const real *k = key_rows(w, &p->k, begin, end, p->head_dim, w->k, &k_pitch);
     const real *v = key_rows(w, &p->v, begin, end, p->head_dim_v, w->v, &v_pitch);
@@ -63,7 +63,7 @@ static void *take(arena *a, size_t count, size_t size) {
     return piece;
 }
 
-static void lay_out(arena *a, work *w, const fa_problem *p, int tile_m) {
+static void lay_out(arena *a, work *w, const fa_forward *p, int tile_m) {
     const int blocks = (tile_m + BLOCK_ROWS - 1) / BLOCK_ROWS;
     int widest = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
     if (widest < FA_CPU_TILE_N) widest = FA_CPU_TILE_N;
@@ -82,7 +82,7 @@ static void lay_out(arena *a, work *w, const fa_problem *p, int tile_m) {
     }
 }
 
-static size_t scratch_bytes(const fa_problem *p, int tile_m) {
+static size_t scratch_bytes(const fa_forward *p, int tile_m) {
     arena a = {NULL, 0};
     work w;
     lay_out(&a, &w, p, tile_m);
@@ -91,7 +91,7 @@ static size_t scratch_bytes(const fa_problem *p, int tile_m) {
 
 /* Runs the blocks over all their key tiles. True when a NaN was met. */
 static bool run(work *w, const fa_simd_task *task) {
-    const fa_problem *p = w->p;
+    const fa_forward *p = w->p;
     int64_t begin = p->key_end, end = p->key_begin;
     for (int n = 0; n < w->blocks; n++) {
         block *b = &w->block[n];
@@ -113,7 +113,7 @@ static bool run(work *w, const fa_simd_task *task) {
     return nan;
 }
 
-static void attend(const fa_problem *p, const fa_simd_task *task, void *scratch) {
+static void attend(const fa_forward *p, const fa_simd_task *task, void *scratch) {
     work w = {.p = p, .batch = task->batch, .head_kv = task->head_kv, .group = p->heads / p->heads_kv};
     arena a = {scratch, 0};
     lay_out(&a, &w, p, task->rows);

@@ -1,4 +1,4 @@
-/* Threads of the CPU rows. See threads.h.  @flags -fopenmp */
+/* Threads of the CPU kernels. See threads.h.  @flags -fopenmp */
 #include "cpu/threads.h"
 
 #include <fenv.h>

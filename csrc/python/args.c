@@ -193,7 +193,8 @@ static fa_code read_environment(fa_state *state, fa_call *call, fa_status *statu
         return fa_python_error(status);
     if (value && PyBytes_Check(value)) name = PyBytes_AsString(value);
     fa_code code = FA_OK;
-    if (name && *name) code = fa_row_find(state, "FA_EXT_KERNEL", name, &call->forced, &call->forced_name, status);
+    if (name && *name)
+        code = fa_kernel_named(state, FA_FORWARD, "FA_EXT_KERNEL", name, &call->forced, &call->forced_name, status);
     Py_XDECREF(value);
     return code;
 }
@@ -204,21 +205,22 @@ static fa_code read_kernel(fa_state *state, fa_call *call, fa_status *status) {
     if (!value) return read_environment(state, call, status);
     if (!PyUnicode_Check(value)) return fa_wrong_type("kernel", value, "None or a name of fa_ext.kernels()", status);
     char shown[160];
-    return fa_row_find(state, "kernel", fa_shown(value, shown), &call->forced, &call->forced_name, status);
+    return fa_kernel_named(state, FA_FORWARD, "kernel", fa_shown(value, shown), &call->forced, &call->forced_name,
+                           status);
 }
 
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {
     PyObject *const *arg = call->argument;
-    fa_request *request = &call->request;
-    request->has_scale = arg[FA_ARG_scale] != NULL;
-    request->scale = request->softcap = 0.0;
-    FA_TRY(read_causal(arg[FA_ARG_causal], &request->causal, status));
-    if (request->has_scale) FA_TRY(read_number("scale", arg[FA_ARG_scale], &request->scale, status));
-    FA_TRY(read_window(arg[FA_ARG_window], &request->window_left, &request->window_right, status));
-    if (arg[FA_ARG_softcap]) FA_TRY(read_number("softcap", arg[FA_ARG_softcap], &request->softcap, status));
-    FA_TRY(read_layout(arg[FA_ARG_layout], &request->layout, status));
-    FA_TRY(read_bool("return_lse", arg[FA_ARG_return_lse], &request->return_lse, status));
-    FA_TRY(read_bool("batch_invariant", arg[FA_ARG_batch_invariant], &request->batch_invariant, status));
+    fa_options *options = &call->request.options;
+    memset(options, 0, sizeof *options);
+    options->has_scale = arg[FA_ARG_scale] != NULL;
+    FA_TRY(read_causal(arg[FA_ARG_causal], &options->causal, status));
+    if (options->has_scale) FA_TRY(read_number("scale", arg[FA_ARG_scale], &options->scale, status));
+    FA_TRY(read_window(arg[FA_ARG_window], &options->window_left, &options->window_right, status));
+    if (arg[FA_ARG_softcap]) FA_TRY(read_number("softcap", arg[FA_ARG_softcap], &options->softcap, status));
+    FA_TRY(read_layout(arg[FA_ARG_layout], &options->layout, status));
+    FA_TRY(read_bool("return_lse", arg[FA_ARG_return_lse], &options->return_lse, status));
+    FA_TRY(read_bool("batch_invariant", arg[FA_ARG_batch_invariant], &options->batch_invariant, status));
     FA_TRY(read_out(call, status));
     return read_kernel(state, call, status);
 }

@@ -1,4 +1,4 @@
-/* attention() and explain(): arguments -> views -> problem -> plan -> launch. Nothing is allocated or written before
+/* attention(): arguments -> views -> problem -> plan -> launch. Nothing is allocated or written before
  * validation and selection have ended. */
 #include "core.h"
 
@@ -55,9 +55,8 @@ static fa_code settle_stream(fa_state *state, fa_call *call, fa_status *status) 
 
 static const fa_view *view_or_null(const fa_array *array) { return array->object ? &array->view : NULL; }
 
-/* Arguments -> request. */
-static fa_code read_call(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
-                         fa_status *status) {
+fa_code fa_call_read(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
+                     fa_status *status) {
     fa_array *array = call->array;
     FA_TRY(fa_args_bind(state, args, count, keywords, call, status));
     FA_TRY(fa_args_options(state, call, status));
@@ -92,12 +91,12 @@ static fa_code check_stream(fa_state *state, const fa_call *call, fa_status *sta
 /* Arguments -> problem and plan. */
 static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
                        fa_plan *plan, fa_status *status) {
-    FA_TRY(read_call(state, args, count, keywords, call, status));
+    FA_TRY(fa_call_read(state, args, count, keywords, call, status));
     FA_TRY(fa_dispatch(state->context, &call->request, call->forced, &call->problem, &call->info, plan, status));
     return check_stream(state, call, status);
 }
 
-static void begin(fa_call *call) {
+void fa_call_begin(fa_call *call) {
     for (int n = 0; n < FA_ARRAYS; n++) {
         fa_array *array = &call->array[n];
         array->object = NULL;
@@ -109,32 +108,31 @@ static void begin(fa_call *call) {
     }
 }
 
-static void end(fa_call *call) {
+void fa_call_end(fa_call *call) {
     for (int n = 0; n < FA_ARRAYS; n++)
         if (call->array[n].type) fa_array_release(&call->array[n]);
 }
 
 /* Outputs that the caller did not give. The device is current. */
 static fa_code make_outputs(fa_state *state, fa_call *call, fa_result results[2], fa_status *status) {
-    fa_problem *problem = &call->problem;
+    fa_forward *problem = &call->problem.forward;
     const fa_array *q = &call->array[FA_Q];
-    const bool on_device = problem->device.kind == FA_CUDA;
+    const bool on_device = call->problem.device.kind == FA_CUDA;
     fa_stream stream = on_device ? call->stream : (fa_stream){NULL, false, NULL};
     void *out = call->array[FA_OUT].object ? call->array[FA_OUT].view.data : NULL;
     void *lse = call->array[FA_LSE].object ? call->array[FA_LSE].view.data : NULL;
     if (!call->array[FA_OUT].object) {
         int64_t shape[4];
-        fa_problem_out_shape(problem, call->request.layout, shape);
-        FA_TRY(fa_result_make(state, q, 4, shape, problem->dtype, &stream, &results[0], status));
+        fa_forward_out_shape(problem, call->request.options.layout, shape);
+        FA_TRY(fa_result_make(state, q, 4, shape, problem->out_dtype, &stream, &results[0], status));
         out = results[0].data;
     }
     if (problem->wants_lse && !call->array[FA_LSE].object) {
         const int64_t shape[3] = {problem->batch, problem->heads, problem->seq_q};
-        fa_dtype dtype = problem->dtype == FA_F64 ? FA_F64 : FA_F32;
-        FA_TRY(fa_result_make(state, q, 3, shape, dtype, &stream, &results[1], status));
+        FA_TRY(fa_result_make(state, q, 3, shape, problem->lse_dtype, &stream, &results[1], status));
         lse = results[1].data;
     }
-    fa_problem_set_outputs(problem, out, lse);
+    fa_forward_set_outputs(problem, out, lse);
     return FA_OK;
 }
 
@@ -175,7 +173,7 @@ static PyObject *hand_over(fa_state *state, fa_call *call, fa_result results[2])
     const fa_array *q = &call->array[FA_Q];
     PyObject *out =
         call->array[FA_OUT].object ? Py_NewRef(call->array[FA_OUT].object) : fa_result_finish(state, q, &results[0]);
-    if (!out || !call->problem.wants_lse) return out;
+    if (!out || !call->problem.forward.wants_lse) return out;
     PyObject *lse = fa_result_finish(state, q, &results[1]);
     PyObject *both = lse ? PyTuple_Pack(2, out, lse) : NULL;
     Py_DECREF(out);
@@ -191,7 +189,7 @@ PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count
     fa_result results[2] = {{NULL, NULL}, {NULL, NULL}};
     PyObject *returned = NULL;
     fa_code code;
-    begin(&call);
+    fa_call_begin(&call);
     FA_TRY_GOTO(code, prepare(state, args, count, keywords, &call, &plan, &status), done);
     int previous;
     FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
@@ -205,7 +203,7 @@ PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count
 done:
     Py_XDECREF(results[0].object);
     Py_XDECREF(results[1].object);
-    end(&call);
+    fa_call_end(&call);
     return code == FA_OK ? returned : fa_raise(state, &status);
 }
 
@@ -236,7 +234,7 @@ PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t c
     fa_code code;
     long repeats;
     const char *accepted = "an int >= 1, then attention()'s arguments";
-    begin(&call);
+    fa_call_begin(&call);
     code = count > 0 ? fa_index_read("count", args[0], 1, LONG_MAX, accepted, &repeats, &status)
                      : fa_fail(&status, FA_EVALUE, "count is missing; accepted: %s", accepted);
     if (code != FA_OK) goto done;
@@ -252,65 +250,6 @@ PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t c
 done:
     Py_XDECREF(results[0].object);
     Py_XDECREF(results[1].object);
-    end(&call);
+    fa_call_end(&call);
     return code == FA_OK ? PyFloat_FromDouble(seconds) : fa_raise(state, &status);
-}
-
-/* Why `row` is not the one that runs. */
-static int add_reason(PyObject *reasons, const fa_kernel *row, const fa_call *call, const char *chosen) {
-    const char *refusal = fa_kernel_refusal(row, &call->problem, call->info, true);
-    PyObject *text;
-    if (refusal)
-        text = PyUnicode_FromString(refusal);
-    else if (call->forced)
-        text = PyUnicode_FromFormat("could take it, but \"%s\" is forced", call->forced_name);
-    else
-        text = PyUnicode_FromFormat("could take it, but comes after \"%s\" in order of preference", chosen);
-    int code = text ? PyDict_SetItemString(reasons, row->name, text) : -1;
-    Py_XDECREF(text);
-    return code;
-}
-
-/* Whether a row takes the call; declining is not refusing. */
-static bool some_row_takes(const fa_call *call) {
-    for (int n = 0; n < fa_kernel_count(); n++)
-        if (!fa_kernel_refusal(fa_kernel_at(n), &call->problem, call->info, false)) return true;
-    return false;
-}
-
-static PyObject *explain(fa_state *state, const fa_call *call) {
-    fa_plan plan;
-    fa_status status;
-    const char *chosen = NULL;
-    if (fa_plan_make(&call->problem, call->info, call->forced, &plan, &status) == FA_OK)
-        chosen = call->forced ? call->forced_name : plan.kernel->name;
-    else if (!call->forced && some_row_takes(call)) /* it was chosen, and its plan failed, as it would for a call */
-        return fa_raise(state, &status);
-    PyObject *reasons = PyDict_New();
-    if (!reasons) return NULL;
-    if (!chosen && call->forced) {
-        PyObject *text = PyUnicode_FromString(status.message);
-        if (!text || PyDict_SetItemString(reasons, call->forced_name, text) < 0) Py_CLEAR(reasons);
-        Py_XDECREF(text);
-    }
-    for (int n = 0; reasons && n < fa_kernel_count(); n++) {
-        const fa_kernel *row = fa_kernel_at(n);
-        if (row == call->forced || (chosen && row == plan.kernel)) continue;
-        if (add_reason(reasons, row, call, chosen) < 0) Py_CLEAR(reasons);
-    }
-    if (!reasons) return NULL;
-    return Py_BuildValue("(zN)", chosen, reasons);
-}
-
-PyObject *fa_explain(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    fa_state *state = PyModule_GetState(module);
-    fa_call call;
-    fa_status status;
-    begin(&call);
-    fa_code code = read_call(state, args, count, keywords, &call, &status);
-    if (code == FA_OK) code = fa_problem_build(&call.request, &call.problem, &status);
-    if (code == FA_OK) code = fa_device_info_get(state->context, call.problem.device, &call.info, &status);
-    PyObject *answer = code == FA_OK ? explain(state, &call) : NULL;
-    end(&call);
-    return code == FA_OK ? answer : fa_raise(state, &status);
 }

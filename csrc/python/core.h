@@ -20,8 +20,10 @@
 #include "dispatch.h"
 #include "dlpack_abi.h"
 #include "fa.h"
+#include "library.h"
 #include "problem.h"
 #include "registry.h"
+#include "why.h"
 
 /* ---- names: interned once, compared by pointer ---- */
 
@@ -109,7 +111,7 @@ typedef struct fa_loaded {
     char *name;
     char *path;
     void *handle;
-    const fa_kernel *row;
+    const fa_kernel *kernel;
     struct fa_loaded *next;
 } fa_loaded;
 
@@ -122,7 +124,7 @@ typedef struct fa_state {
     /* Types seen so far: entries below type_count never change, so readers need no lock. */
     fa_type types[FA_TYPES_MAX];
     atomic_int type_count;
-    pthread_mutex_t lock; /* held while types and loaded rows are added; never across Python code */
+    pthread_mutex_t lock; /* held while types and loaded kernels are added; never across Python code */
     _Atomic(fa_loaded *) loaded;
     atomic_int bfloat16_number; /* NumPy's number of ml_dtypes.bfloat16, or -1 while unseen */
     atomic_bool cublas_sought;
@@ -290,7 +292,7 @@ typedef struct fa_call {
     fa_stream stream;
     bool joins; /* some library works on another stream than the call */
     const fa_kernel *forced;
-    const char *forced_name; /* what it was asked for by: a loaded row may go by another name than its own */
+    const char *forced_name; /* what it was asked for by: a loaded kernel may go by another name than its own */
     const fa_device_info *info;
     fa_problem problem;
 } fa_call;
@@ -304,9 +306,18 @@ fa_code fa_index_read(const char *name, PyObject *value, long low, long high, co
 /* Options into the request; needs fa_args_bind(). */
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status);
 
+/* The stages of a call up to the request: fa_call_begin(), fa_call_read(), and fa_call_end() whatever came between. */
+void fa_call_begin(fa_call *call);
+fa_code fa_call_read(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
+                     fa_status *status);
+void fa_call_end(fa_call *call);
+
 PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+
+/* explain.c */
 PyObject *fa_explain(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+PyObject *fa_answers(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 
 /* copy.c */
 PyObject *fa_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
@@ -315,14 +326,15 @@ PyObject *fa_to_numpy(PyObject *module, PyObject *object);
 /* rows.c */
 PyObject *fa_kernels(PyObject *module, PyObject *unused);
 PyObject *fa_load(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
-PyObject *fa_loaded_rows(PyObject *module, PyObject *unused);
+PyObject *fa_loaded_kernels(PyObject *module, PyObject *unused);
 PyObject *fa_build_info(PyObject *module, PyObject *unused);
 PyObject *fa_cpu_info(PyObject *module, PyObject *unused);
 PyObject *fa_device_info_py(PyObject *module, PyObject *index);
 PyObject *fa_device_count_py(PyObject *module, PyObject *unused);
-/* A row by name, compiled or loaded, and its name in lasting storage; a ValueError that lists the names. */
-fa_code fa_row_find(fa_state *state, const char *argument, const char *name, const fa_kernel **row,
-                    const char **listed_name, fa_status *status);
+/* A kernel of an operation by name, compiled or loaded, and its name in lasting storage; a ValueError that lists the
+ * operation's names. */
+fa_code fa_kernel_named(fa_state *state, fa_op op, const char *argument, const char *name, const fa_kernel **kernel,
+                        const char **listed_name, fa_status *status);
 void fa_loaded_clear(fa_state *state);
 /* Finds cuBLAS through fa_ext._cublas once, before the first CUDA call. False with an exception: it was interrupted. */
 bool fa_cublas_seek(fa_state *state);

@@ -129,7 +129,7 @@ static int core_exec(PyObject *module) {
     pthread_mutex_init(&state->lock, NULL);
     if (fa_numpy_import() < 0 || add_names(&state->names) < 0) return -1;
     find_environment(state);
-    if (add_exception(module, "UnsupportedError", "No kernel takes the call, or the one asked for rejects it.",
+    if (add_exception(module, "UnsupportedError", "No kernel takes the call, or the one asked for refuses it.",
                       &state->unsupported_error) < 0 ||
         add_exception(module, "CudaError", "CUDA is not there, or one of its calls failed.", &state->cuda_error) < 0)
         return -1;
@@ -186,9 +186,10 @@ static void core_free(void *module) {
     state->context = NULL;
 }
 
-#define FA_CALL_SIGNATURE                                                                                              \
+#define FA_CALL_PARAMETERS                                                                                             \
     "(q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, "              \
-    "layout='bhsd', out=None, return_lse=False, stream=None, kernel=None, batch_invariant=False)\n--\n\n"
+    "layout='bhsd', out=None, return_lse=False, stream=None, kernel=None, batch_invariant=False"
+#define FA_CALL_SIGNATURE FA_CALL_PARAMETERS ")\n--\n\n"
 
 PyDoc_STRVAR(attention_doc,
              "attention" FA_CALL_SIGNATURE
@@ -230,7 +231,7 @@ PyDoc_STRVAR(attention_doc,
              "    A stream given here outlives a DeviceArray that the call returns, and arrays that are only\n"
              "    reachable through __dlpack__ outlive the work on it.\n"
              "kernel : str or None\n"
-             "    A name of kernels() forces that row; the environment variable FA_EXT_KERNEL does the same.\n"
+             "    A name of kernels() forces that kernel; the environment variable FA_EXT_KERNEL does the same.\n"
              "batch_invariant : bool\n"
              "    The bits of a batch entry do not depend on the other entries.\n"
              "\n"
@@ -247,15 +248,29 @@ PyDoc_STRVAR(attention_doc,
              "ValueError, TypeError, BufferError\n"
              "    An argument is not accepted; the message names it, what was given and what is accepted.\n"
              "UnsupportedError\n"
-             "    No kernel takes the call, or the forced one rejects it, with its reason.\n"
+             "    No kernel takes the call, or the forced one refuses it, with its reason.\n"
              "CudaError, MemoryError\n"
              "    CUDA is missing or failed; memory ran out.");
 
-PyDoc_STRVAR(explain_doc, "explain" FA_CALL_SIGNATURE
-                          "Which kernel attention() would run for these arguments, and why not each other.\n"
-                          "\n"
-                          "Runs nothing. Returns (name, {other name: reason}); name is None when no kernel takes the\n"
-                          "call. Raises what attention() raises for arguments that are not accepted.");
+PyDoc_STRVAR(
+    explain_doc,
+    "explain" FA_CALL_PARAMETERS ", device=None)\n--\n\n"
+    "Which kernel attention() would run for these arguments, and why not each other.\n"
+    "\n"
+    "Runs nothing. Returns (name, {other name: reason}); name is None when no kernel takes the call. Raises\n"
+    "what attention() raises for arguments that are not accepted. With a description of a CUDA device, a dict\n"
+    "such as _core.device_info() returns, it says what would run there: the arrays may be NumPy's, and no\n"
+    "GPU is needed.");
+
+PyDoc_STRVAR(
+    answers_doc,
+    "answers" FA_CALL_PARAMETERS ", device=None, features=0)\n--\n\n"
+    "What each kernel says to a call: {name: (answer, reason, plan)}; a loaded kernel that is forced included.\n"
+    "\n"
+    "`answer` is 'takes', 'declines' (could, but another kernel is faster), 'refuses' (cannot), 'not here'\n"
+    "(this machine lacks what it needs) or 'fails' (the environment asks for what is not there). `plan` is\n"
+    "None unless the kernel takes or declines: blocks, threads, smem_bytes, workspace_bytes, keep, own (bytes).\n"
+    "`device` as for explain(); `features` are bits that the problem shall have besides its own.");
 
 PyDoc_STRVAR(kernels_doc, "kernels($module, /)\n--\n\n"
                           "Names of the kernels compiled into this build, in order of preference.");
@@ -275,25 +290,27 @@ PyDoc_STRVAR(time_launches_doc, "time_launches($module, count, /, q, k, v, **opt
                                 "Host seconds a bare launch takes: one call, prepared once and launched `count` times\n"
                                 "from an empty queue. What attention() costs above it is the front end's.");
 
-PyDoc_STRVAR(load_doc, "load(path, row=None)\n--\n\n"
-                       "Loads a shared library that exports one kernel row, fa_row_<row>, for kernel=<name>.\n"
-                       "\n"
-                       "`row` defaults to the file's name up to its first dot. Returns the name to force it by: the\n"
-                       "row's own, or <row>@<n> where that is taken. Loaded rows are never chosen by themselves. A\n"
-                       "path is loaded once; a rebuilt library needs a new path.");
+PyDoc_STRVAR(load_doc,
+             "load(path, kernel=None)\n--\n\n"
+             "Loads a shared library that exports one kernel, fa_kernel_<kernel>, for kernel=<name>.\n"
+             "\n"
+             "`kernel` defaults to the file's name up to its first dot. Returns the name to force it by: the\n"
+             "kernel's own, or <kernel>@<n> where that is taken. Loaded kernels are never chosen by\n"
+             "themselves. A path is loaded once; a rebuilt library needs a new path.");
 
 static PyMethodDef core_methods[] = {
     {"attention", (PyCFunction)(void (*)(void))fa_attention, METH_FASTCALL | METH_KEYWORDS, attention_doc},
     {"explain", (PyCFunction)(void (*)(void))fa_explain, METH_FASTCALL | METH_KEYWORDS, explain_doc},
+    {"answers", (PyCFunction)(void (*)(void))fa_answers, METH_FASTCALL | METH_KEYWORDS, answers_doc},
     {"kernels", fa_kernels, METH_NOARGS, kernels_doc},
     {"to_device", (PyCFunction)(void (*)(void))fa_to_device, METH_FASTCALL | METH_KEYWORDS, to_device_doc},
     {"to_numpy", fa_to_numpy, METH_O, to_numpy_doc},
     {"time_launches", (PyCFunction)(void (*)(void))fa_time_launches, METH_FASTCALL | METH_KEYWORDS, time_launches_doc},
     {"load", (PyCFunction)(void (*)(void))fa_load, METH_FASTCALL | METH_KEYWORDS, load_doc},
-    {"loaded", fa_loaded_rows, METH_NOARGS,
-     "loaded($module, /)\n--\n\nRows loaded at run time: {name: (path, summary)}."},
+    {"loaded", fa_loaded_kernels, METH_NOARGS,
+     "loaded($module, /)\n--\n\nKernels loaded at run time: {name: (path, summary)}."},
     {"build_info", fa_build_info, METH_NOARGS,
-     "build_info($module, /)\n--\n\nWhat this build has: version, cuda, chaos, toolkit, rows ({name: (device, "
+     "build_info($module, /)\n--\n\nWhat this build has: version, cuda, chaos, toolkit, kernels ({name: (device, "
      "summary)})."},
     {"cpu_info", fa_cpu_info, METH_NOARGS, "cpu_info($module, /)\n--\n\nThe CPU as kernels see it."},
     {"device_count", fa_device_count_py, METH_NOARGS,

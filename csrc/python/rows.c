@@ -1,4 +1,4 @@
-/* The kernel table as Python sees it: names, rows loaded at run time, and what the build and its devices have. */
+/* The kernel table as Python sees it: names, kernels loaded at run time, and what the build and its devices have. */
 #include "core.h"
 
 #include <dlfcn.h>
@@ -9,12 +9,16 @@
 PyObject *fa_kernels(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
-    PyObject *names = PyTuple_New(fa_kernel_count());
-    for (int n = 0; names && n < fa_kernel_count(); n++) {
+    PyObject *names = PyList_New(0);
+    for (int n = 0; names && fa_kernel_at(n); n++) {
+        if (fa_kernel_at(n)->op != FA_FORWARD) continue;
         PyObject *name = PyUnicode_FromString(fa_kernel_at(n)->name);
-        if (!name || PyTuple_SetItem(names, n, name) < 0) Py_CLEAR(names);
+        if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
+        Py_XDECREF(name);
     }
-    return names;
+    PyObject *fixed = names ? PyList_AsTuple(names) : NULL;
+    Py_XDECREF(names);
+    return fixed;
 }
 
 static const fa_loaded *find_loaded(fa_state *state, const char *name) {
@@ -23,59 +27,63 @@ static const fa_loaded *find_loaded(fa_state *state, const char *name) {
     return entry;
 }
 
-fa_code fa_row_find(fa_state *state, const char *argument, const char *name, const fa_kernel **row,
-                    const char **listed_name, fa_status *status) {
-    *row = fa_kernel_find(name);
-    if (*row) {
-        *listed_name = (*row)->name;
+fa_code fa_kernel_named(fa_state *state, fa_op op, const char *argument, const char *name, const fa_kernel **kernel,
+                        const char **listed_name, fa_status *status) {
+    *kernel = fa_kernel_find(op, name);
+    if (*kernel) {
+        *listed_name = (*kernel)->name;
         return FA_OK;
     }
     const fa_loaded *found = find_loaded(state, name);
-    if (found) {
-        *row = found->row;
+    if (found && found->kernel->op == op) {
+        *kernel = found->kernel;
         *listed_name = found->name;
         return FA_OK;
     }
     char names[1024] = "";
     size_t used = 0;
-    for (int n = 0; n < fa_kernel_count() && used < sizeof names; n++)
-        used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", n ? ", " : "", fa_kernel_at(n)->name);
+    for (int n = 0; fa_kernel_at(n) && used < sizeof names; n++)
+        if (fa_kernel_at(n)->op == op)
+            used +=
+                (size_t)snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", fa_kernel_at(n)->name);
     const fa_loaded *entry = atomic_load_explicit(&state->loaded, memory_order_acquire);
     for (; entry && used < sizeof names; entry = entry->next)
-        used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", entry->name);
+        if (entry->kernel->op == op)
+            used += (size_t)snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", entry->name);
     return fa_fail(status, FA_EVALUE, "%s is \"%.80s\", which names no kernel of this build; accepted: %s", argument,
                    name, names);
 }
 
-/* ---- rows loaded at run time ---- */
+/* ---- kernels loaded at run time ---- */
 
 /* "/tmp/simt.v3.so" -> "simt" */
-static void row_of_path(const char *path, char *row, size_t size) {
+static void name_of_path(const char *path, char *name, size_t size) {
     const char *slash = strrchr(path, '/');
-    snprintf(row, size, "%s", slash ? slash + 1 : path);
-    row[strcspn(row, ".")] = 0;
+    snprintf(name, size, "%s", slash ? slash + 1 : path);
+    name[strcspn(name, ".")] = 0;
 }
 
-static fa_code check_row(const char *path, const char *row, const fa_kernel *found, fa_status *status) {
+static fa_code check_kernel(const char *path, const char *name, const fa_kernel *found, fa_status *status) {
     if (!found)
-        return fa_fail(status, FA_EVALUE,
-                       "path: %.500s does not export fa_row_%.100s; accepted: a library that exports "
-                       "that row, or another name as row=",
-                       path, row);
-    if (found->abi != FA_ROW_ABI)
-        return fa_fail(status, FA_EVALUE, "path: %.500s was built for row ABI %d; accepted: %d, build it again", path,
-                       found->abi, FA_ROW_ABI);
-    if (!found->name || !found->summary || !found->rejects || !found->plan || !found->launch)
-        return fa_fail(status, FA_EVALUE, "path: fa_row_%.100s in %.500s is incomplete", row, path);
+        return fa_fail(
+            status, FA_EVALUE,
+            "path: %.500s does not export fa_kernel_%.100s; accepted: a library that exports that kernel, or "
+            "another name as kernel=",
+            path, name);
+    if (found->abi != FA_KERNEL_ABI)
+        return fa_fail(status, FA_EVALUE, "path: %.500s was built for kernel ABI %d; accepted: %d, build it again",
+                       path, found->abi, FA_KERNEL_ABI);
+    if (!found->name || !found->summary || !found->plan || !found->launch || (unsigned)found->op >= FA_OP_COUNT)
+        return fa_fail(status, FA_EVALUE, "path: fa_kernel_%.100s in %.500s is incomplete", name, path);
     return FA_OK;
 }
 
-/* The row's name, or <name>@<n> where that is taken. With the lock held. */
-static char *free_name(fa_state *state, const char *name) {
+/* The kernel's name, or <name>@<n> where that is taken. With the lock held. */
+static char *free_name(fa_state *state, const fa_kernel *kernel) {
     char text[160];
-    snprintf(text, sizeof text, "%.120s", name);
-    for (int n = 1; fa_kernel_find(text) || find_loaded(state, text); n++)
-        snprintf(text, sizeof text, "%.120s@%d", name, n);
+    snprintf(text, sizeof text, "%.120s", kernel->name);
+    for (int n = 1; fa_kernel_find(kernel->op, text) || find_loaded(state, text); n++)
+        snprintf(text, sizeof text, "%.120s@%d", kernel->name, n);
     return strdup(text);
 }
 
@@ -85,14 +93,14 @@ static void drop_loaded(fa_loaded *entry) {
     free(entry);
 }
 
-/* An entry to come before the others; NULL: out of memory. With the lock held. */
-static fa_loaded *new_loaded(fa_state *state, const char *path, void *handle, const fa_kernel *row) {
+/* An entry that will stand first in the list; NULL: out of memory. With the lock held. */
+static fa_loaded *new_loaded(fa_state *state, const char *path, void *handle, const fa_kernel *kernel) {
     fa_loaded *entry = calloc(1, sizeof *entry);
     if (!entry) return NULL;
-    entry->name = free_name(state, row->name);
+    entry->name = free_name(state, kernel);
     entry->path = strdup(path);
     entry->handle = handle;
-    entry->row = row;
+    entry->kernel = kernel;
     entry->next = atomic_load_explicit(&state->loaded, memory_order_relaxed);
     if (entry->name && entry->path) return entry;
     drop_loaded(entry);
@@ -100,20 +108,21 @@ static fa_loaded *new_loaded(fa_state *state, const char *path, void *handle, co
 }
 
 /* `path` is absolute: dlopen() would look for a bare file name on the library path. */
-static fa_code load_row(fa_state *state, const char *path, const char *row, const char **name, fa_status *status) {
+static fa_code load_kernel(fa_state *state, const char *path, const char *kernel, const char **name,
+                           fa_status *status) {
     void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!handle) return fa_fail(status, FA_EVALUE, "path: %.1500s", dlerror());
     char symbol[160];
-    snprintf(symbol, sizeof symbol, "fa_row_%.120s", row);
+    snprintf(symbol, sizeof symbol, "fa_kernel_%.120s", kernel);
     const fa_kernel *found = dlsym(handle, symbol);
-    fa_code code = check_row(path, row, found, status);
+    fa_code code = check_kernel(path, kernel, found, status);
     if (code != FA_OK) {
         dlclose(handle);
         return code;
     }
     pthread_mutex_lock(&state->lock);
     fa_loaded *entry = atomic_load_explicit(&state->loaded, memory_order_relaxed);
-    while (entry && entry->row != found) entry = entry->next;
+    while (entry && entry->kernel != found) entry = entry->next;
     if (entry) { /* the same library again */
         dlclose(handle);
     } else {
@@ -124,7 +133,7 @@ static fa_code load_row(fa_state *state, const char *path, const char *row, cons
             dlclose(handle);
     }
     pthread_mutex_unlock(&state->lock);
-    if (!entry) return fa_fail(status, FA_EMEMORY, "no memory for a loaded row");
+    if (!entry) return fa_fail(status, FA_EMEMORY, "no memory for a loaded kernel");
     *name = entry->name;
     return FA_OK;
 }
@@ -132,48 +141,48 @@ static fa_code load_row(fa_state *state, const char *path, const char *row, cons
 PyObject *fa_load(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     fa_state *state = PyModule_GetState(module);
     fa_status status;
-    PyObject *path = count > 0 ? args[0] : NULL, *row = count > 1 ? args[1] : NULL, *encoded = NULL;
+    PyObject *path = count > 0 ? args[0] : NULL, *kernel = count > 1 ? args[1] : NULL, *encoded = NULL;
     Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
     bool wrong = count > 2 || !path;
     for (Py_ssize_t n = 0; n < named; n++) {
-        if (fa_text_equals(PyTuple_GetItem(keywords, n), "row") && !row)
-            row = args[count + n];
+        if (fa_text_equals(PyTuple_GetItem(keywords, n), "kernel") && !kernel)
+            kernel = args[count + n];
         else
             wrong = true;
     }
-    if (row == Py_None) row = NULL;
-    if (wrong || (row && !PyUnicode_Check(row))) {
-        fa_fail(&status, FA_ETYPE, "accepted: load(path, row=None), with row a str");
+    if (kernel == Py_None) kernel = NULL;
+    if (wrong || (kernel && !PyUnicode_Check(kernel))) {
+        fa_fail(&status, FA_ETYPE, "accepted: load(path, kernel=None), with kernel a str");
         return fa_raise(state, &status);
     }
     if (!PyUnicode_FSConverter(path, &encoded)) return NULL;
     const char *path_text = PyBytes_AsString(encoded);
     const char *name = NULL;
     char derived[160];
-    const char *row_text = row ? fa_shown(row, derived) : derived;
-    if (!row) row_of_path(path_text, derived, sizeof derived);
+    const char *kernel_text = kernel ? fa_shown(kernel, derived) : derived;
+    if (!kernel) name_of_path(path_text, derived, sizeof derived);
     char *absolute = realpath(path_text, NULL);
     fa_code code;
     if (!absolute)
         code = fa_fail(&status, FA_EVALUE, "path: %.1500s: %s", path_text, strerror(errno));
     else
-        code = load_row(state, absolute, row_text, &name, &status);
+        code = load_kernel(state, absolute, kernel_text, &name, &status);
     free(absolute);
     Py_DECREF(encoded);
     return code == FA_OK ? PyUnicode_FromString(name) : fa_raise(state, &status);
 }
 
-PyObject *fa_loaded_rows(PyObject *module, PyObject *unused) {
+PyObject *fa_loaded_kernels(PyObject *module, PyObject *unused) {
     (void)unused;
     fa_state *state = PyModule_GetState(module);
-    PyObject *rows = PyDict_New();
+    PyObject *kernels = PyDict_New();
     const fa_loaded *entry = atomic_load_explicit(&state->loaded, memory_order_acquire);
-    for (; rows && entry; entry = entry->next) {
-        PyObject *value = Py_BuildValue("(ss)", entry->path, entry->row->summary);
-        if (!value || PyDict_SetItemString(rows, entry->name, value) < 0) Py_CLEAR(rows);
+    for (; kernels && entry; entry = entry->next) {
+        PyObject *value = Py_BuildValue("(ss)", entry->path, entry->kernel->summary);
+        if (!value || PyDict_SetItemString(kernels, entry->name, value) < 0) Py_CLEAR(kernels);
         Py_XDECREF(value);
     }
-    return rows;
+    return kernels;
 }
 
 /* Libraries stay open: a plan elsewhere may still point into them. */
@@ -189,11 +198,11 @@ void fa_loaded_clear(fa_state *state) {
 /* ---- what there is ---- */
 
 bool fa_cublas_seek(fa_state *state) {
-    if (atomic_exchange(&state->cublas_sought, true) || !fa_kernel_find("cublas")) return true;
+    if (atomic_exchange(&state->cublas_sought, true) || !fa_kernel_find(FA_FORWARD, "cublas")) return true;
     PyObject *module = PyImport_ImportModule("fa_ext._cublas");
     PyObject *found = module ? PyObject_CallMethod(module, "find", NULL) : NULL;
     const char *path = found && found != Py_None ? PyUnicode_AsUTF8AndSize(found, NULL) : NULL;
-    if (path) fa_cublas_set_path(state->context, path);
+    if (path) fa_library_set_path(state->context, FA_CUBLAS, path);
     const bool told = fa_forget_error(); /* the loader's own search remains */
     Py_XDECREF(found);
     Py_XDECREF(module);
@@ -207,21 +216,21 @@ PyObject *fa_build_info(PyObject *module, PyObject *unused) {
     const int version = fa_cuda_toolkit();
     char toolkit[32];
     snprintf(toolkit, sizeof toolkit, "%d.%d", version / 1000, version % 1000 / 10);
-    PyObject *rows = PyDict_New();
-    for (int n = 0; rows && n < fa_kernel_count(); n++) {
-        const fa_kernel *row = fa_kernel_at(n);
-        PyObject *value = Py_BuildValue("(ss)", row->device == FA_CPU ? "cpu" : "cuda", row->summary);
-        if (!value || PyDict_SetItemString(rows, row->name, value) < 0) Py_CLEAR(rows);
+    PyObject *kernels = PyDict_New();
+    for (int n = 0; kernels && fa_kernel_at(n); n++) {
+        const fa_kernel *kernel = fa_kernel_at(n);
+        PyObject *value = Py_BuildValue("(ss)", kernel->device == FA_CPU ? "cpu" : "cuda", kernel->summary);
+        if (!value || PyDict_SetItemString(kernels, kernel->name, value) < 0) Py_CLEAR(kernels);
         Py_XDECREF(value);
     }
-    if (!rows) return NULL;
+    if (!kernels) return NULL;
 #ifdef FA_HAVE_CHAOS
     PyObject *chaos = Py_True;
 #else
     PyObject *chaos = Py_False;
 #endif
     return Py_BuildValue("{s:s,s:O,s:O,s:z,s:N}", "version", FA_VERSION, "cuda", version ? Py_True : Py_False, "chaos",
-                         chaos, "toolkit", version ? toolkit : NULL, "rows", rows);
+                         chaos, "toolkit", version ? toolkit : NULL, "kernels", kernels);
 }
 
 PyObject *fa_cpu_info(PyObject *module, PyObject *unused) {
@@ -261,5 +270,5 @@ PyObject *fa_device_info_py(PyObject *module, PyObject *index) {
         (unsigned long long)info->smem_per_sm, "l2_bytes", (unsigned long long)info->l2_bytes, "memory_bytes",
         (unsigned long long)info->memory_bytes, "workspace_limit", (unsigned long long)info->workspace_limit,
         "driver_version", info->driver_version, "runtime_version", info->runtime_version, "tensor_maps",
-        info->encode_tensor_map ? Py_True : Py_False, "cublas_error", info->cublas_error);
+        info->tensor_maps ? Py_True : Py_False, "cublas_error", info->library_error[FA_CUBLAS]);
 }
