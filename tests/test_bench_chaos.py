@@ -15,7 +15,7 @@ from fa_ext import _core
 def chaos_build(monkeypatch):
     info = _core.build_info()
     rows = {"one_sm90": ("cuda", ""), "two_sm90": ("cuda", ""), "cpu_ref": ("cpu", "")}
-    monkeypatch.setattr(_core, "build_info", lambda: info | {"chaos": True, "rows": rows})
+    monkeypatch.setattr(_core, "build_info", lambda: info | {"chaos": True, "kernels": rows})
 
 
 @pytest.mark.skipif(tests_chaos.is_chaos(), reason="this is a chaos build")

@@ -1,50 +1,173 @@
-"""``kernel=None``: the row that the library takes by itself, held against what was measured."""
-
-import math
+"""What the CUDA kernels answer and plan, and which one the library takes, on devices that are only described."""
 
 import numpy as np
 import pytest
 
+import cases
 import fa_ext
 import rows
 from bench import record
 from case import Case
+from devices import DEVICES, shapes_only
+from fa_ext import _core
+
+CUDA = [name for name in fa_ext.kernels() if rows.device_of(name) == "cuda"]
+HOPPER = {"wgmma_split_sm90", "wgmma_sm90"}
+
+pytestmark = pytest.mark.skipif(not CUDA, reason="no CUDA kernel is built")
+
+
+def runs_on(kernel: str, device: str) -> bool:
+    """Whether a kernel is made for a device."""
+    return kernel not in HOPPER or DEVICES[device]["cc"] == 90
+
+
+@pytest.fixture(scope="module")
+def grid():
+    """The contract's cases for a device, and the arguments of each; their elements do not matter here."""
+    return [(case, case.host_inputs()) for case in cases.contract() if case.dtype != "float64"]
+
+
+# ---- answers and plans over the whole grid ----
+
+
+def check_plan(plan, device):
+    """What holds of the plan of any kernel."""
+    described = DEVICES[device]
+    assert 32 <= plan["threads"] <= 1024 and plan["threads"] % 32 == 0 or plan["blocks"] == 0
+    assert plan["smem_bytes"] <= described["smem_per_block"]
+    assert plan["workspace_bytes"] <= described["workspace_limit"]
+    assert plan["keep"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_answers_and_plans(grid, device):
+    """A kernel takes what it must; a plan fits the device; a reason is said; the first that takes is chosen."""
+    wrong = []
+    for case, inputs in grid:
+        answers = _core.answers(**inputs, device=DEVICES[device])
+        assert list(answers) == list(fa_ext.kernels())
+        for kernel in CUDA:
+            answer, reason, plan = answers[kernel]
+            if not runs_on(kernel, device):
+                expected = ("not here", "refuses")
+            elif cases.must_accept(kernel, case):
+                expected = ("takes", "declines")
+            else:
+                expected = ("takes", "declines", "refuses")
+            if answer not in expected:
+                wrong.append(f"{case}: {kernel} {answer}: {reason}")
+            assert bool(reason) == (answer != "takes") and bool(plan) == (answer in ("takes", "declines"))
+            if plan:
+                check_plan(plan, device)
+        takes = [kernel for kernel in CUDA if answers[kernel][0] == "takes"]
+        declines = [kernel for kernel in CUDA if answers[kernel][0] == "declines"]
+        chosen, reasons = fa_ext.explain(**inputs, device=DEVICES[device])
+        assert chosen == (takes + declines)[0], f"{case}: {chosen}"
+        for kernel in set(CUDA) - {chosen}:
+            assert reasons[kernel] == (answers[kernel][1] or reasons[kernel]) and reasons[kernel]
+        assert all("on a CUDA device" in reasons[name] for name in fa_ext.kernels() if name not in CUDA)
+    assert not wrong, "\n".join(wrong[:20])
+
+
+def elsewhere(x):
+    """A copy of an array's strides at another address that is as well aligned."""
+    if not isinstance(x, np.ndarray) or x.size == 0:
+        return x
+    low = sum(min(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
+    high = sum(max(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True)) + x.itemsize
+    memory = np.zeros(high - low + 4096, np.uint8)
+    base = memory[(x.ctypes.data + low - memory.ctypes.data) % 1024 :]
+    return np.ndarray(x.shape, x.dtype, base, -low, x.strides)
+
+
+def test_a_plan_is_the_same_at_other_addresses_of_the_same_alignment():
+    """What ``keep`` promises."""
+    for case in (*cases.sanitize(), *list(cases.random_cases(7, 40))):
+        inputs = case.host_inputs()
+        moved = {name: elsewhere(x) for name, x in inputs.items()}
+        for device in DEVICES.values():
+            assert _core.answers(**inputs, device=device) == _core.answers(**moved, device=device), str(case)
+
+
+# ---- what is missing on the machine ----
+
+
+def test_what_a_device_lacks_is_not_here():
+    inputs = shapes_only(Case(1, 8, 8, 512, 512, 64))
+    older = DEVICES["a100"] | {"cc": 75}
+    for kernel, (answer, reason, _) in _core.answers(**inputs, device=older).items():
+        if kernel in CUDA:
+            assert answer == "not here" and "compute capability" in reason and "7.5" in reason, (kernel, reason)
+    bare = DEVICES["h200"] | {"tensor_maps": False, "cublas_error": "no such file"}
+    answers = _core.answers(**inputs, device=bare)
+    for kernel in {*HOPPER, "cublas"} & set(CUDA):
+        assert answers[kernel][0] == "not here", answers[kernel]
+    small = DEVICES["a100"] | {"smem_per_block": 16 << 10, "smem_per_sm": 32 << 10}
+    answers = _core.answers(**inputs, device=small)
+    for kernel in {"simt", "mma_sm80"} & set(CUDA):
+        assert answers[kernel][0] == "not here" and "shared memory" in answers[kernel][1]
+
+
+def test_a_device_must_be_described():
+    inputs = shapes_only(Case())
+    for wrong, error, word in (
+        ({}, ValueError, '"cc"'),
+        (3, TypeError, "device"),
+        ("h200", TypeError, "device"),
+        (DEVICES["h200"] | {"sm_count": "132"}, TypeError, '"sm_count"'),
+        (DEVICES["h200"] | {"cc": -1}, TypeError, '"cc"'),
+    ):
+        with pytest.raises(error, match=word):
+            fa_ext.explain(**inputs, device=wrong)
+    with pytest.raises(TypeError, match="device"):
+        fa_ext.attention(**Case().host_inputs(), device=DEVICES["h200"])
+
+
+# ---- the choice ----
+
+
+@pytest.mark.parametrize(
+    "case, chosen",
+    [
+        (Case(1, 8, 8, 512, 512, 64), {"h": "wgmma_split_sm90", "a": "mma_sm80"}),
+        (Case(8, 16, 16, 2048, 2048, 128, dtype="bfloat16"), {"h": "wgmma_sm90", "a": "mma_sm80"}),
+        (Case(8, 16, 16, 2048, 2048, 128, softcap=30.0, sinks="same"), {"h": "wgmma_sm90", "a": "mma_sm80"}),
+        (Case(1, 32, 8, 1, 4096, 128), {"h": "mma_sm80", "a": "mma_sm80"}),
+        (Case(4, 16, 16, 2048, 2048, 128, bias="full"), {"h": "mma_sm80", "a": "mma_sm80"}),
+        (Case(4, 16, 16, 2048, 2048, 192, 128), {"h": "mma_sm80", "a": "mma_sm80"}),
+        (Case(4, 16, 16, 2048, 2048, 64, dtype="float32"), {"h": "simt", "a": "simt"}),
+        (Case(4, 16, 16, 2048, 2048, 128, dtype="float32"), {"h": "cublas", "a": "cublas"}),
+        (Case(16, 32, 8, 1, 4096, 128, dtype="float32"), {"h": "simt", "a": "simt"}),
+    ],
+    ids=str,
+)
+def test_which_kernel_is_chosen(case, chosen):
+    for device, described in DEVICES.items():
+        wanted = chosen["h" if described["cc"] == 90 else "a"]
+        if wanted in CUDA:
+            assert fa_ext.explain(**shapes_only(case), device=described)[0] == wanted, device
 
 
 def _recorded():
-    """{"<file> <problem> <cache>": {row: microseconds}} from the committed evidence."""
+    """{"<file> <problem> <cache>": {kernel: microseconds}} from the committed evidence."""
     cells = record.cells()
-    return {key: {row: figures["us"] for row, figures in cell["contenders"].items()} for key, cell in cells.items()}
+    return {key: {name: figures["us"] for name, figures in cell["contenders"].items()} for key, cell in cells.items()}
 
 
-@pytest.mark.gpu
-def test_the_pick_is_within_5_percent_of_the_best_recorded_row():
-    """Of the rows of this build, in every cell that was recorded on a GPU."""
+def test_the_pick_is_within_5_percent_of_the_best_recorded_kernel():
+    """Of the kernels of this build, in every cell that was recorded on an H200."""
     slow, seen = [], 0
     for name, times in _recorded().items():
         case = Case.parse(name.split()[1])
-        times = {row: us for row, us in times.items() if row in fa_ext.kernels() and rows.device_of(row) == "cuda"}
-        if len(times) < 2:
+        times = {kernel: us for kernel, us in times.items() if kernel in CUDA}
+        if len(times) < 2 or "h200" not in name.split()[0]:
             continue
         seen += 1
-        pick, _ = fa_ext.explain(**_shapes_only(case))
+        pick, _ = fa_ext.explain(**shapes_only(case), device=DEVICES["h200"])
         best = min(times, key=times.get)
         if times.get(pick, np.inf) > 1.05 * times[best]:
             slow.append(f"{name}: {pick} ({times.get(pick)} us), {best} takes {times[best]} us")
     if not seen:
-        pytest.skip("no evidence of two rows is committed")
+        pytest.skip("no evidence of two kernels is committed")
     assert not slow, "\n".join(slow)
-
-
-def _shapes_only(case):
-    """A case's arguments with device memory that holds nothing in particular; k and v share it."""
-    library = "torch" if case.dtype == "bfloat16" and rows.has("torch") else "cupy"
-    largest = max(map(math.prod, (case.q_shape, case.k_shape, case.v_shape)))
-    memory = rows.filled(library, largest, case.dtype, 0)
-    shapes = {"q": case.q_shape, "k": case.k_shape, "v": case.v_shape}
-    arrays = {n: memory[: math.prod(s)].reshape(s) for n, s in shapes.items()}
-    scores = (case.batch, case.heads, case.seq_q, case.seq_k)
-    for name, dtype in (("bias", case.dtype), ("mask", "bool")):
-        if getattr(case, name):
-            arrays[name] = rows.filled(library, math.prod(scores), dtype, 0).reshape(scores)
-    return arrays | case.options()

@@ -1,0 +1,80 @@
+"""What a kernel does not name, it refuses: one allow-list, applied in one wording."""
+
+import numpy as np
+import pytest
+
+import fa_ext
+import rows
+from case import Case
+from devices import DEVICES
+from fa_ext import _core
+
+#: A call that asks for each feature alone. Bits as fa.h counts them.
+FEATURES = {
+    "bias": dict(bias="full"),
+    "boolean mask": dict(mask="full"),
+    "sinks": dict(sinks="same"),
+    "softcap": dict(softcap=5.0),
+    "window to the left": dict(window=(3, None)),
+    "head_dim of v other than q's": dict(head_dim_v=32),
+}
+LACKS = {
+    "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),
+    "wgmma_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
+    "wgmma_split_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
+}
+
+
+def answers(case, **extra):
+    """{kernel: (answer, reason)} of every kernel of the build, each on the kind of device that it runs on."""
+    found = {}
+    for device in (None, DEVICES["h200"]):
+        for kernel, (answer, reason, _) in _core.answers(**case.host_inputs(), **extra, device=device).items():
+            if (rows.device_of(kernel) == "cpu") == (device is None):
+                found[kernel] = answer, reason
+    assert set(found) == set(fa_ext.kernels())
+    return found
+
+
+@pytest.mark.parametrize("bit", [len(FEATURES), 31])
+def test_a_feature_that_nobody_takes_is_refused_by_every_kernel_in_one_wording(bit):
+    refused = answers(rows.SIMPLEST, features=1 << bit)
+    assert {answer for answer, _ in refused.values()} == {"refuses"}
+    assert len({reason for _, reason in refused.values()}) == 1
+    assert len(refused) == len(fa_ext.kernels())
+    assert all(answer in ("takes", "declines") for answer, _ in answers(rows.SIMPLEST).values())
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_a_kernel_lacks(feature):
+    case = Case(**{**dict(batch=1, heads=1, heads_kv=1, seq_q=64, seq_k=64, head_dim=64), **FEATURES[feature]})
+    for kernel, (answer, reason) in answers(case).items():
+        if feature in LACKS.get(kernel, ()):
+            assert answer == "refuses" and reason == f"takes no {feature}", (kernel, reason)
+        else:
+            assert answer in ("takes", "declines"), (kernel, reason)
+
+
+def test_several_are_named_at_once():
+    case = Case(1, 1, 1, 64, 64, 64, bias="full", mask="full", softcap=3.0)
+    found = answers(case)
+    if "minimal" in found:
+        assert found["minimal"] == ("refuses", "takes no bias, no boolean mask and no softcap")
+
+
+def test_a_dtype_that_is_not_named_is_refused():
+    for kernel, (answer, reason) in answers(Case(1, 1, 1, 8, 8, 16, dtype="float32")).items():
+        if kernel in ("wmma", "mma_sm80", "wgmma_sm90", "wgmma_split_sm90"):
+            assert (answer, reason) == ("refuses", "takes float16 and bfloat16, not float32")
+        else:
+            assert answer in ("takes", "declines"), (kernel, reason)
+
+
+def test_a_kernel_of_another_kind_of_device_says_so():
+    array = np.zeros((1, 1, 4, 8), np.float32)
+    for kernel, (answer, reason, _) in _core.answers(array, array, array).items():
+        if rows.device_of(kernel) == "cuda":
+            assert (answer, reason) == ("refuses", "runs on a CUDA device, the arrays are on the CPU")
+    for kernel, (answer, reason, _) in _core.answers(array, array, array, device=DEVICES["h200"]).items():
+        if rows.device_of(kernel) == "cpu":
+            assert (answer, reason) == ("refuses", "runs on the CPU, the arrays are on a CUDA device")
