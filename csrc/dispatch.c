@@ -9,6 +9,7 @@
 
 #include <string.h>
 
+#include "check.h"
 #include "cpu/threads.h"
 #include "problem.h"
 #include "registry.h"

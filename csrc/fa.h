@@ -153,8 +153,27 @@ typedef struct fa_forward {
     bool wants_lse; /* the caller wants the LSE */
 } fa_forward;
 
+/* One result of attention over a part of the keys. */
+typedef struct fa_part {
+    fa_operand out; /* (B, H, S, D), normalised */
+    fa_operand lse; /* (B, H, S); -inf or +inf: the row saw no key of the part, and its out is not read */
+} fa_part;
+
+/* Parts -> the result over all their keys. Strides as in fa_forward; a packed result is one batch entry. */
+typedef struct fa_merge {
+    const fa_part *parts; /* `count` >= 1 of them, on the host, there until the launch returns */
+    fa_operand out;       /* (B, H, S, D); data may be NULL while only planning; may be that of the first part */
+    fa_operand lse;       /* (B, H, S); the same */
+    fa_operand sinks;     /* (H) in stride[0]; data NULL: none */
+    int64_t batch, heads, seq;
+    int count;
+    int head_dim;
+    fa_dtype dtype; /* of the parts' out */
+    fa_dtype out_dtype, lse_dtype, sinks_dtype;
+} fa_merge;
+
 /* Operations. A kernel is of one; the order of kernels.def counts within an operation. */
-typedef enum fa_op { FA_FORWARD, FA_OP_COUNT } fa_op;
+typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_OP_COUNT } fa_op;
 
 /* What a problem may ask for that a kernel may lack: a bit each, and the words after "takes no". A kernel takes what
  * its `takes` names and nothing else, so that every kernel refuses a new bit until its author adds it. */
@@ -188,6 +207,7 @@ typedef struct fa_problem {
     bool empty;           /* the result has no elements: there is nothing to launch */
     union {
         fa_forward forward;
+        fa_merge merge;
     };
 } fa_problem;
 

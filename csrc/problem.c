@@ -6,58 +6,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "check.h"
 #include "cpu/threads.h"
-
-/* Extents beyond this cannot be real data; below it index arithmetic with FA_UNBOUNDED stays inside 64 bits. */
-#define MAX_EXTENT       (INT64_C(1) << 47)
 
 /* A softcap of LARGEST_SOFTCAP changes no score below 1e22 in float64, nor below 1e26 in float32, and is none. Scores
  * within +-SMALLEST_SOFTCAP have the exponential 1 to the last bit of float64, and what is smaller is raised to it.
  * Beyond both, kernels would multiply 0 by what is infinite in float32. */
 #define LARGEST_SOFTCAP  1e30
 #define SMALLEST_SOFTCAP 1e-20
-
-typedef struct shape_text {
-    char text[200];
-} shape_text;
-
-/* "(2, 8, 512, 64)" */
-static shape_text show(const int64_t *shape, int ndim) {
-    shape_text shown = {"("};
-    size_t used = 1;
-    for (int axis = 0; axis < ndim && used < sizeof shown.text; axis++)
-        used += (size_t)snprintf(shown.text + used, sizeof shown.text - used, axis ? ", %lld" : "%lld",
-                                 (long long)shape[axis]);
-    if (used < sizeof shown.text) snprintf(shown.text + used, sizeof shown.text - used, ndim == 1 ? ",)" : ")");
-    return shown;
-}
-
-static const char *device_text(fa_device device, char buffer[32]) {
-    if (device.kind == FA_CPU) return "the CPU";
-    snprintf(buffer, 32, "CUDA device %d", device.id);
-    return buffer;
-}
-
-static bool same_device(fa_device a, fa_device b) { return a.kind == b.kind && a.id == b.id; }
-
-static fa_code check_device(const char *name, const fa_view *view, const fa_view *q, fa_status *status) {
-    if (same_device(view->device, q->device)) return FA_OK;
-    char given[32], wanted[32];
-    return fa_fail(status, FA_EVALUE, "%s is on %s, but q is on %s; all arrays of a call must be on one device", name,
-                   device_text(view->device, given), device_text(q->device, wanted));
-}
-
-static fa_code check_extents(const char *name, const fa_view *view, fa_status *status) {
-    int64_t elements = 1;
-    for (int axis = 0; axis < view->ndim; axis++) {
-        int64_t extent = view->shape[axis];
-        if (extent < 0) return fa_fail(status, FA_EVALUE, "%s has a negative extent on axis %d", name, axis);
-        if (extent > MAX_EXTENT || __builtin_mul_overflow(elements, extent ? extent : 1, &elements))
-            return fa_fail(status, FA_EVALUE, "%s has shape %s, which is too large to address", name,
-                           show(view->shape, view->ndim).text);
-    }
-    return FA_OK;
-}
 
 static const char *layout_axes(fa_layout layout, bool kv) {
     if (layout == FA_BHSD) return kv ? "(batch, heads_kv, seq_k, head_dim)" : "(batch, heads, seq_q, head_dim)";
@@ -68,7 +24,8 @@ static fa_code check_qkv(const char *name, const fa_view *view, const fa_request
     const fa_view *q = request->q;
     if (view->ndim != 4)
         return fa_fail(status, FA_EVALUE, "%s has %d dimensions, shape %s; accepted: 4, %s with layout=\"%s\"", name,
-                       view->ndim, show(view->shape, view->ndim).text, layout_axes(request->options.layout, view != q),
+                       view->ndim, fa_show_shape(view->shape, view->ndim).text,
+                       layout_axes(request->options.layout, view != q),
                        request->options.layout == FA_BHSD ? "bhsd" : "bshd");
     if (view->dtype == FA_BOOL)
         return fa_fail(status, FA_ETYPE,
@@ -76,27 +33,13 @@ static fa_code check_qkv(const char *name, const fa_view *view, const fa_request
     if (view->dtype != q->dtype)
         return fa_fail(status, FA_ETYPE, "%s has dtype %s, but q has %s; q, k and v must share one dtype", name,
                        fa_dtype_name(view->dtype), fa_dtype_name(q->dtype));
-    FA_TRY(check_device(name, view, q, status));
-    return check_extents(name, view, status);
-}
-
-/* Axis of batch, head, sequence or head_dim (0..3) in the user's layout. */
-static int axis_of(fa_layout layout, int axis) {
-    static const int bshd[4] = {0, 2, 1, 3};
-    return layout == FA_BHSD ? axis : bshd[axis];
-}
-
-static void fill_operand(fa_operand *operand, const fa_view *view, fa_layout layout) {
-    operand->data = view->data;
-    for (int axis = 0; axis < 4; axis++) {
-        int source = axis_of(layout, axis);
-        operand->stride[axis] = view->shape[source] == 1 ? 0 : view->strides[source];
-    }
+    FA_TRY(fa_check_device(name, view, "q", q, status));
+    return fa_check_extents(name, view, status);
 }
 
 static fa_code check_sizes(const fa_request *request, fa_forward *p, fa_status *status) {
     const fa_view *q = request->q, *k = request->k, *v = request->v;
-    const int heads = axis_of(request->options.layout, 1), seq = axis_of(request->options.layout, 2);
+    const int heads = fa_axis_of(request->options.layout, 1), seq = fa_axis_of(request->options.layout, 2);
     p->batch = q->shape[0];
     p->heads = q->shape[heads];
     p->seq_q = q->shape[seq];
@@ -104,22 +47,22 @@ static fa_code check_sizes(const fa_request *request, fa_forward *p, fa_status *
     p->seq_k = k->shape[seq];
     if (k->shape[0] != p->batch)
         return fa_fail(status, FA_EVALUE, "k has batch size %lld, shape %s, but q has %lld", (long long)k->shape[0],
-                       show(k->shape, 4).text, (long long)p->batch);
+                       fa_show_shape(k->shape, 4).text, (long long)p->batch);
     const int shared[3] = {0, heads, seq};
     for (int n = 0; n < 3; n++)
         if (v->shape[shared[n]] != k->shape[shared[n]])
             return fa_fail(status, FA_EVALUE,
                            "v has shape %s, but k has shape %s; batch, heads_kv and seq_k must be the same",
-                           show(v->shape, 4).text, show(k->shape, 4).text);
+                           fa_show_shape(v->shape, 4).text, fa_show_shape(k->shape, 4).text);
     if (q->shape[3] < 1 || q->shape[3] > FA_MAX_HEAD_DIM)
         return fa_fail(status, FA_EVALUE, "q has head_dim %lld, shape %s; accepted: 1 to %d", (long long)q->shape[3],
-                       show(q->shape, 4).text, FA_MAX_HEAD_DIM);
+                       fa_show_shape(q->shape, 4).text, FA_MAX_HEAD_DIM);
     if (k->shape[3] != q->shape[3])
         return fa_fail(status, FA_EVALUE, "k has head_dim %lld, shape %s, but q has %lld", (long long)k->shape[3],
-                       show(k->shape, 4).text, (long long)q->shape[3]);
+                       fa_show_shape(k->shape, 4).text, (long long)q->shape[3]);
     if (v->shape[3] < 1 || v->shape[3] > FA_MAX_HEAD_DIM)
         return fa_fail(status, FA_EVALUE, "v has head_dim %lld, shape %s; accepted: 1 to %d", (long long)v->shape[3],
-                       show(v->shape, 4).text, FA_MAX_HEAD_DIM);
+                       fa_show_shape(v->shape, 4).text, FA_MAX_HEAD_DIM);
     if (p->heads_kv ? p->heads % p->heads_kv != 0 || p->heads == 0 : p->heads != 0)
         return fa_fail(status, FA_EVALUE,
                        "q has %lld heads and k has %lld; the heads of q must be a multiple of those of k "
@@ -178,8 +121,8 @@ static void resolve_visibility(const fa_request *request, fa_forward *p) {
 static fa_code broadcast(const char *name, const fa_view *view, const fa_forward *p, const fa_view *q,
                          fa_operand *operand, fa_status *status) {
     const int64_t target[4] = {p->batch, p->heads, p->seq_q, p->seq_k};
-    FA_TRY(check_device(name, view, q, status));
-    FA_TRY(check_extents(name, view, status));
+    FA_TRY(fa_check_device(name, view, "q", q, status));
+    FA_TRY(fa_check_extents(name, view, status));
     bool fits = view->ndim <= 4;
     operand->data = view->data;
     for (int axis = 0; fits && axis < 4; axis++) {
@@ -191,21 +134,15 @@ static fa_code broadcast(const char *name, const fa_view *view, const fa_forward
     if (!fits)
         return fa_fail(status, FA_EVALUE,
                        "%s has shape %s; accepted: what broadcasts to (batch, heads, seq_q, seq_k) = %s", name,
-                       show(view->shape, view->ndim).text, show(target, 4).text);
+                       fa_show_shape(view->shape, view->ndim).text, fa_show_shape(target, 4).text);
     return FA_OK;
-}
-
-static fa_code check_extra_dtype(const char *name, const fa_view *view, const fa_view *q, fa_status *status) {
-    if (view->dtype == q->dtype || view->dtype == FA_F32) return FA_OK;
-    return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: q's dtype (%s) or float32", name,
-                   fa_dtype_name(view->dtype), fa_dtype_name(q->dtype));
 }
 
 static fa_code check_extras(const fa_request *request, fa_forward *p, fa_status *status) {
     const fa_view *q = request->q;
     static char all_absent; /* data of a zero-sized mask or bias: never read, but not NULL, which means none */
     if (request->bias) {
-        FA_TRY(check_extra_dtype("bias", request->bias, q, status));
+        FA_TRY(fa_check_extra_dtype("bias", request->bias, "q", q, status));
         FA_TRY(broadcast("bias", request->bias, p, q, &p->bias, status));
         p->bias_dtype = request->bias->dtype;
         if (!p->bias.data) p->bias.data = &all_absent;
@@ -218,92 +155,13 @@ static fa_code check_extras(const fa_request *request, fa_forward *p, fa_status 
         FA_TRY(broadcast("mask", request->mask, p, q, &p->mask, status));
         if (!p->mask.data) p->mask.data = &all_absent;
     }
-    if (request->sinks) {
-        const fa_view *sinks = request->sinks;
-        FA_TRY(check_extra_dtype("sinks", sinks, q, status));
-        FA_TRY(check_device("sinks", sinks, q, status));
-        if (sinks->ndim != 1 || sinks->shape[0] != p->heads)
-            return fa_fail(status, FA_EVALUE, "sinks has shape %s; accepted: (heads,) = (%lld,)",
-                           show(sinks->shape, sinks->ndim).text, (long long)p->heads);
-        p->sinks.data = sinks->data ? sinks->data : &all_absent;
-        p->sinks.stride[0] = sinks->shape[0] == 1 ? 0 : sinks->strides[0];
-        p->sinks_dtype = sinks->dtype;
-    }
+    if (request->sinks) FA_TRY(fa_check_sinks(request->sinks, p->heads, "q", q, &p->sinks, &p->sinks_dtype, status));
     return FA_OK;
 }
 
-typedef struct byte_range {
-    uintptr_t begin, end; /* empty when equal */
-} byte_range;
-
-void fa_view_range(const fa_view *view, int64_t *low, int64_t *high) {
-    int64_t first = 0, end = 1;
-    *low = *high = 0;
-    for (int axis = 0; axis < view->ndim; axis++) {
-        if (view->shape[axis] == 0) return;
-        int64_t reach = (view->shape[axis] - 1) * view->strides[axis];
-        if (reach < 0)
-            first += reach;
-        else
-            end += reach;
-    }
-    int64_t size = (int64_t)fa_dtype_size(view->dtype);
-    *low = first * size;
-    *high = end * size;
-}
-
-static byte_range range_of(const fa_view *view) {
-    int64_t low, high;
-    fa_view_range(view, &low, &high);
-    return (byte_range){(uintptr_t)view->data + (uintptr_t)low, (uintptr_t)view->data + (uintptr_t)high};
-}
-
-static fa_code check_disjoint(const char *name, byte_range range, const char *other_name, const fa_view *other,
-                              fa_status *status) {
-    if (!other) return FA_OK;
-    byte_range b = range_of(other);
-    if (range.begin < b.end && b.begin < range.end && range.begin != range.end && b.begin != b.end)
-        return fa_fail(status, FA_EVALUE, "%s overlaps %s in memory; give it memory of its own", name, other_name);
-    return FA_OK;
-}
-
-/* Strides of empty arrays carry no meaning; NumPy sets them to 0. */
-static bool is_empty(const fa_view *view) {
-    for (int axis = 0; axis < view->ndim; axis++)
-        if (view->shape[axis] == 0) return true;
-    return false;
-}
-
-/* Each element has memory of its own: along every axis a step leads beyond all that the axes of smaller steps span. */
-static fa_code check_distinct(const char *name, const fa_view *view, fa_status *status) {
-    for (int axis = 0; axis < view->ndim; axis++) {
-        if (view->shape[axis] == 1) continue;
-        const int64_t step = llabs(view->strides[axis]);
-        int64_t span = 0;
-        for (int other = 0; other < view->ndim; other++)
-            if (other != axis &&
-                (llabs(view->strides[other]) < step || (llabs(view->strides[other]) == step && other > axis)))
-                span += (view->shape[other] - 1) * llabs(view->strides[other]);
-        if (step <= span || step == 0)
-            return fa_fail(status, FA_EVALUE, "%s has strides %s; its elements must be distinct", name,
-                           show(view->strides, view->ndim).text);
-    }
-    return FA_OK;
-}
-
-static fa_code check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, fa_dtype dtype,
+static fa_code check_result(const char *name, const fa_view *view, const int64_t *shape, int ndim, fa_dtype dtype,
                             const fa_request *request, fa_status *status) {
-    bool same = view->ndim == ndim;
-    for (int axis = 0; axis < ndim && same; axis++) same = view->shape[axis] == shape[axis];
-    if (!same)
-        return fa_fail(status, FA_EVALUE, "%s has shape %s; accepted: %s", name, show(view->shape, view->ndim).text,
-                       show(shape, ndim).text);
-    if (view->dtype != dtype)
-        return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: %s", name, fa_dtype_name(view->dtype),
-                       fa_dtype_name(dtype));
-    FA_TRY(check_device(name, view, request->q, status));
-    if (view->readonly) return fa_fail(status, FA_EVALUE, "%s is read-only; accepted: a writable array", name);
-    if (!is_empty(view)) FA_TRY(check_distinct(name, view, status));
+    FA_TRY(fa_check_output(name, view, shape, ndim, 1u << dtype, "q", request->q, status));
     const struct {
         const char *name;
         const fa_view *view;
@@ -311,23 +169,22 @@ static fa_code check_output(const char *name, const fa_view *view, const int64_t
         {"q", request->q},       {"k", request->k},       {"v", request->v},
         {"bias", request->bias}, {"mask", request->mask}, {"sinks", request->sinks},
     };
-    const byte_range range = range_of(view);
     for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
-        FA_TRY(check_disjoint(name, range, inputs[n].name, inputs[n].view, status));
+        FA_TRY(fa_check_disjoint(name, view, inputs[n].name, inputs[n].view, status));
     return FA_OK;
 }
 
 static fa_code check_lse(const fa_view *lse, const fa_forward *p, const fa_request *request, fa_status *status) {
     const int64_t shape[3] = {p->batch, p->heads, p->seq_q};
-    FA_TRY(check_output("lse", lse, shape, 3, p->lse_dtype, request, status));
+    FA_TRY(check_result("lse", lse, shape, 3, p->lse_dtype, request, status));
     int64_t expected = 1;
-    for (int axis = 2; axis >= 0 && !is_empty(lse); axis--) {
+    for (int axis = 2; axis >= 0 && !fa_view_empty(lse); axis--) {
         if (lse->shape[axis] > 1 && lse->strides[axis] != expected)
             return fa_fail(status, FA_EVALUE, "lse is not C-contiguous; accepted: a C-contiguous array of shape %s",
-                           show(shape, 3).text);
+                           fa_show_shape(shape, 3).text);
         expected *= lse->shape[axis] ? lse->shape[axis] : 1;
     }
-    return check_disjoint("lse", range_of(lse), "out", request->out, status);
+    return fa_check_disjoint("lse", lse, "out", request->out, status);
 }
 
 /* Strides of a new C-contiguous output in the user's layout. */
@@ -335,7 +192,7 @@ static void contiguous_out(fa_forward *p, fa_layout layout) {
     int64_t shape[4], stride = 1;
     fa_forward_out_shape(p, layout, shape);
     for (int axis = 3; axis >= 0; axis--) {
-        p->out.stride[axis_of(layout, axis)] = shape[axis] == 1 ? 0 : stride;
+        p->out.stride[fa_axis_of(layout, axis)] = shape[axis] == 1 ? 0 : stride;
         stride *= shape[axis] ? shape[axis] : 1;
     }
 }
@@ -364,20 +221,20 @@ fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_stat
     FA_TRY(check_sizes(request, p, status));
     FA_TRY(check_options(request, p, status));
     resolve_visibility(request, p);
-    fill_operand(&p->q, request->q, request->options.layout);
-    fill_operand(&p->k, request->k, request->options.layout);
-    fill_operand(&p->v, request->v, request->options.layout);
+    fa_view_operand(&p->q, request->q, request->options.layout);
+    fa_view_operand(&p->k, request->k, request->options.layout);
+    fa_view_operand(&p->v, request->v, request->options.layout);
     FA_TRY(check_extras(request, p, status));
 
     int64_t shape[4], elements = 1;
     fa_forward_out_shape(p, request->options.layout, shape);
     for (int axis = 0; axis < 4; axis++)
-        if (__builtin_mul_overflow(elements, shape[axis] ? shape[axis] : 1, &elements) || elements > MAX_EXTENT)
+        if (__builtin_mul_overflow(elements, shape[axis] ? shape[axis] : 1, &elements) || elements > FA_MAX_EXTENT)
             return fa_fail(status, FA_EVALUE, "the output would have shape %s, which is too large to address",
-                           show(shape, 4).text);
+                           fa_show_shape(shape, 4).text);
     if (request->out) {
-        FA_TRY(check_output("out", request->out, shape, 4, p->out_dtype, request, status));
-        fill_operand(&p->out, request->out, request->options.layout);
+        FA_TRY(check_result("out", request->out, shape, 4, p->out_dtype, request, status));
+        fa_view_operand(&p->out, request->out, request->options.layout);
     } else {
         contiguous_out(p, request->options.layout);
     }
@@ -395,8 +252,8 @@ fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_stat
 
 void fa_forward_out_shape(const fa_forward *problem, fa_layout layout, int64_t shape[4]) {
     shape[0] = problem->batch;
-    shape[axis_of(layout, 1)] = problem->heads;
-    shape[axis_of(layout, 2)] = problem->seq_q;
+    shape[fa_axis_of(layout, 1)] = problem->heads;
+    shape[fa_axis_of(layout, 2)] = problem->seq_q;
     shape[3] = problem->head_dim_v;
 }
 

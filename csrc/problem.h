@@ -9,9 +9,6 @@
  * given and what is accepted. */
 fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_status *status);
 
-/* Bytes from view->data to the first that the view covers and past the last; both 0 when it is empty. */
-void fa_view_range(const fa_view *view, int64_t *low, int64_t *high);
-
 /* Shape of a new output in `layout`: (B, H, Sq, Dv) or (B, Sq, H, Dv). */
 void fa_forward_out_shape(const fa_forward *problem, fa_layout layout, int64_t shape[4]);
 

@@ -41,7 +41,9 @@ const fa_kernel *fa_kernel_find(fa_op op, const char *name) {
     return NULL;
 }
 
-static fa_dtype dtype_of(const fa_problem *problem) { return problem->forward.dtype; }
+static fa_dtype dtype_of(const fa_problem *problem) {
+    return problem->op == FA_MERGE ? problem->merge.dtype : problem->forward.dtype;
+}
 
 fa_answer fa_kernel_ask(const fa_kernel *kernel, const fa_problem *problem, const fa_device_info *device, fa_plan *plan,
                         fa_why *why) {

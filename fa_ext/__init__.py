@@ -2,7 +2,7 @@
 
 ``attention(q, k, v, ...)`` runs hand-written C and CUDA kernels on the arrays it is given and returns the result in the
 caller's own kind. ``kernels()`` and ``explain()`` say which kernels there are and which one a call takes, ``verify()``
-holds a call against float64, ``to_device()`` and ``to_numpy()`` copy.
+holds a call against float64, ``merge()`` joins results over parts of the keys, ``to_device()`` and ``to_numpy()`` copy.
 """
 
 import importlib
@@ -17,7 +17,9 @@ try:
         __version__,
         attention,
         explain,
+        explain_merge,
         kernels,
+        merge,
         to_device,
         to_numpy,
     )
@@ -37,19 +39,23 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "explain_merge",
     "kernels",
+    "merge",
     "to_device",
     "to_numpy",
     "verify",
+    "verify_merge",
 ]
 
 
 class _Package(types.ModuleType):
-    """Binds ``fa_ext.verify`` to the function, whichever way its module of the same name is first imported."""
+    """Binds ``fa_ext.verify`` and ``fa_ext.verify_merge`` to the functions, whichever way their modules of the same name
+    are first imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "verify" and isinstance(value, types.ModuleType):
-            value = value.verify
+        if name in ("verify", "verify_merge") and isinstance(value, types.ModuleType):
+            value = getattr(value, name)
         super().__setattr__(name, value)
 
 
@@ -57,8 +63,8 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str):
-    """``verify`` and ``reference`` load on first use: a call needs neither."""
-    if name in ("verify", "reference"):
+    """``verify``, ``verify_merge`` and ``reference`` load on first use: a call needs none of them."""
+    if name in ("verify", "verify_merge", "reference"):
         importlib.import_module(f".{name}", __name__)  # binds the name
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

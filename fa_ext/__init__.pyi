@@ -5,10 +5,13 @@ from ._core import UnsupportedError as UnsupportedError
 from ._core import __version__ as __version__
 from ._core import attention as attention
 from ._core import explain as explain
+from ._core import explain_merge as explain_merge
 from ._core import kernels as kernels
+from ._core import merge as merge
 from ._core import to_device as to_device
 from ._core import to_numpy as to_numpy
 from .verify import verify as verify
+from .verify_merge import verify_merge as verify_merge
 
 __all__ = [
     "CudaError",
@@ -17,8 +20,11 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "explain_merge",
     "kernels",
+    "merge",
     "to_device",
     "to_numpy",
     "verify",
+    "verify_merge",
 ]

@@ -1,5 +1,5 @@
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
@@ -143,7 +143,7 @@ def explain(
     stream: Any = None,
     kernel: str | None = None,
     batch_invariant: bool = False,
-    device: Mapping[str, Any] | None = None,
+    device: dict[str, Any] | None = None,
 ) -> tuple[str | None, dict[str, str]]: ...
 def answers(
     q: Any,
@@ -163,10 +163,30 @@ def answers(
     stream: Any = None,
     kernel: str | None = None,
     batch_invariant: bool = False,
-    device: Mapping[str, Any] | None = None,
+    device: dict[str, Any] | None = None,
     features: int = 0,
 ) -> dict[str, tuple[str, str, dict[str, Any] | None]]: ...
-def kernels() -> tuple[str, ...]: ...
+def merge(
+    outs: Sequence[_Array],
+    lses: Sequence[Any],
+    *,
+    sinks: Any = None,
+    layout: _Layout | None = None,
+    out: Any = None,
+    stream: Any = None,
+    kernel: str | None = None,
+) -> tuple[_Array, _Array]: ...
+def explain_merge(
+    outs: Sequence[Any],
+    lses: Sequence[Any],
+    *,
+    sinks: Any = None,
+    layout: _Layout | None = None,
+    out: Any = None,
+    stream: Any = None,
+    kernel: str | None = None,
+) -> tuple[str | None, dict[str, str]]: ...
+def kernels(operation: Literal["attention", "merge"] = "attention") -> tuple[str, ...]: ...
 def to_device(array: np.ndarray[Any, Any], device: int = 0) -> DeviceArray: ...
 def to_numpy(array: Any, /) -> np.ndarray[Any, Any]: ...
 def time_launches(count: int, /, q: Any, k: Any, v: Any, **options: Any) -> float: ...

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-__all__ = ["attention", "band", "plain", "round_to", "visible_keys"]
+__all__ = ["attention", "band", "merge", "plain", "round_to", "visible_keys"]
 
 # Scores held at once: cache-sized pieces for NumPy, pieces that fill a GPU for CuPy.
 _CHUNK_SCORES_CPU = 1 << 20
@@ -57,6 +57,41 @@ def plain(
     Returns (out, lse) like ``attention``; out holds values of ``dtype`` as float64.
     """
     return _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, rows, xp, dtype or q.dtype.name)
+
+
+def merge(outs, lses, *, sinks=None, layout=None, xp=None):
+    """Results over parts of the keys -> the result over all of them, in float64.
+
+    outs: (B, H, S, D), (B, S, H, D) with ``layout`` "bshd", or packed (T, H, D); lses: (B, H, S), or (H, T); sinks:
+    (H,) or None. A part is empty at a row where its LSE is -inf or +inf; its out does not matter there. NumPy or CuPy.
+
+    Returns (out, lse), both float64, shaped as outs[0] and lses[0].
+    """
+    xp = xp or sys.modules[type(outs[0]).__module__.partition(".")[0]]
+    packed = outs[0].ndim == 3
+    if layout not in (None, "bhsd", "bshd"):
+        raise ValueError(f"layout is {layout!r}; accepted: 'bhsd', 'bshd', None")
+    lses = xp.stack([x.astype(xp.float64) for x in lses])
+    # (parts, ..., heads, rows, D), as the lses have it
+    swapped = packed or layout == "bshd"
+    parts = xp.stack([(xp.swapaxes(x, -3, -2) if swapped else x).astype(xp.float64) for x in outs])
+    empty = xp.isinf(lses)
+    sink = xp.full((1,), -math.inf)
+    if sinks is not None:
+        limit = _LIMIT_F64 if outs[0].dtype == xp.float64 else _LIMIT
+        sink = sinks.astype(xp.float64)
+        sink = xp.where(xp.isinf(sink), sink, xp.clip(sink, -limit, limit))
+    sink = xp.broadcast_to(sink.reshape((-1, 1) if packed else (1, -1, 1)), lses.shape[1:])
+    with numpy.errstate(all="ignore"):
+        seen = xp.where(empty, -math.inf, lses)
+        peak = xp.maximum(xp.max(seen, axis=0), sink)
+        weights = xp.where(empty, 0.0, xp.exp(seen - peak))
+        total = weights.sum(axis=0) + xp.where(sink == -math.inf, 0.0, xp.where(sink == peak, 1.0, xp.exp(sink - peak)))
+        out = (weights[..., None] * xp.where(empty[..., None], 0.0, parts)).sum(axis=0) / total[..., None]
+        lse = peak + xp.log(total)
+    nothing = empty.all(axis=0)
+    out, lse = xp.where(nothing[..., None], 0.0, out), xp.where(nothing, sink, lse)
+    return (xp.swapaxes(out, -3, -2) if swapped else out), lse
 
 
 def visible_keys(rows, seq_q, seq_k, causal=False, window=None, xp=numpy):

@@ -45,6 +45,8 @@ def operands(dtype=np.float32):
 q, k, v = operands()
 kind, failing = exchange_type(requires_grad=False), exchange_type(requires_grad=False, failing=True)
 window, unusual, pair = (3, None), [1.5, None], (np.empty_like(q), np.empty((1, 2, 4), np.float32))
+lses = [np.zeros((1, 2, 4), np.float32) for _ in range(2)]
+device = {"cc": 90, "sm_count": 132, "smem_per_block": 232448, "smem_per_sm": 233472, "l2_bytes": 50 << 20, "tensor_maps": True}
 capsules = [Producer(array) for array in (q, k, v)]
 tensors, refused = [kind(array) for array in (q, k, v)], failing(q)
 late, early, dtype, bad = Array(k, "capsule"), Array(k, "device"), q.astype(np.int32), interface(typestr="<i4")
@@ -56,6 +58,16 @@ CALLS = {
     "exchange": (lambda: fa_ext.attention(*tensors, return_lse=True), None),
     "capsules": (lambda: fa_ext.attention(*capsules), None),
     "explain": (lambda: fa_ext.explain(q, k, v), None),
+    "described": (lambda: fa_ext.explain(q, k, v, device=device), None),
+    "answers": (lambda: fa_ext._core.answers(q, k, v, device=device, features=0, kernel="cpu_ref"), None),
+    "no such device": (lambda: fa_ext.explain(q, k, v, device=window), TypeError),
+    "merge": (lambda: fa_ext.merge([q, k], lses), None),
+    "merge, out": (lambda: fa_ext.merge((q, k), lses, out=pair, sinks=np.zeros(2, np.float32)), None),
+    "merge, capsules": (lambda: fa_ext.merge(capsules[:2], lses), TypeError),
+    "merge, explained": (lambda: fa_ext.explain_merge([q, k], lses, kernel="cpu_merge"), None),
+    "merge, shape": (lambda: fa_ext.merge([q, k[:, :1]], lses), ValueError),
+    "merge, keyword": (lambda: fa_ext.merge([q, k], lses, nothing=window), TypeError),
+    "merge, overlap": (lambda: fa_ext.merge([q, k], lses, out=k), ValueError),
     "to_numpy": (lambda: fa_ext.to_numpy(tensors[0]), None),
     "a capsule too few": (lambda: fa_ext.attention(capsules[0], late, v), ZeroDivisionError),
     "no device": (lambda: fa_ext.attention(capsules[0], early, v), ZeroDivisionError),
@@ -69,7 +81,7 @@ CALLS = {
     "overlap": (lambda: fa_ext.attention(q, k, v, out=q), ValueError),
     "to_device": (lambda: fa_ext.to_device(q, device="0"), TypeError),
 }
-HELD = [q, k, v, kind, failing, window, unusual, pair, *pair, *tensors, refused, late, early, dtype, bad, q.dtype]
+HELD = [q, k, v, *lses, kind, failing, window, unusual, pair, *pair, *tensors, refused, late, early, dtype, bad, q.dtype]
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -9,27 +9,9 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "cpu/half.h"
+#include "cpu/element.h"
 #include "cpu/limit.h"
 #include "fa.h"
-
-static double load(const void *data, fa_dtype dtype, int64_t index) {
-    switch (dtype) {
-    case FA_F16: return fa_float_from_f16(((const uint16_t *)data)[index]);
-    case FA_BF16: return fa_float_from_bf16(((const uint16_t *)data)[index]);
-    case FA_F32: return ((const float *)data)[index];
-    default: return ((const double *)data)[index];
-    }
-}
-
-static void store(void *data, fa_dtype dtype, int64_t index, double value) {
-    switch (dtype) {
-    case FA_F16: ((uint16_t *)data)[index] = fa_f16_from_float((float)value); break;
-    case FA_BF16: ((uint16_t *)data)[index] = fa_bf16_from_float((float)value); break;
-    case FA_F32: ((float *)data)[index] = (float)value; break;
-    default: ((double *)data)[index] = value;
-    }
-}
 
 /* The query row at work. */
 typedef struct row {
@@ -46,13 +28,13 @@ static bool excluded(const fa_forward *p, const row *r, int64_t key) {
 static double score(const fa_forward *p, const row *r, int64_t key) {
     const int64_t base = r->batch * p->k.stride[0] + r->head_kv * p->k.stride[1] + key * p->k.stride[2];
     double sum = 0;
-    for (int d = 0; d < p->head_dim; d++) sum += r->q[d] * load(p->k.data, p->dtype, base + d * p->k.stride[3]);
+    for (int d = 0; d < p->head_dim; d++) sum += r->q[d] * fa_load(p->k.data, p->dtype, base + d * p->k.stride[3]);
     double value = p->scale * sum;
     if (p->softcap > 0) value = p->softcap * tanh(value / p->softcap);
     if (p->bias.data) {
         const int64_t *s = p->bias.stride;
         const double bias =
-            load(p->bias.data, p->bias_dtype, r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]);
+            fa_load(p->bias.data, p->bias_dtype, r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]);
         if (bias == -INFINITY) return -INFINITY; /* excludes like a mask: a NaN score does not get through */
         value += fa_bounded(bias, p->dtype);
     }
@@ -69,7 +51,8 @@ static double attend(const fa_forward *p, row *r, double *scores, int64_t kept) 
     const int64_t first = centre - p->left > p->key_begin ? centre - p->left : p->key_begin;
     const int64_t end = centre + p->right + 1 < p->key_end ? centre + p->right + 1 : p->key_end;
     double sink = -INFINITY;
-    if (p->sinks.data) sink = fa_bounded(load(p->sinks.data, p->sinks_dtype, r->head * p->sinks.stride[0]), p->dtype);
+    if (p->sinks.data)
+        sink = fa_bounded(fa_load(p->sinks.data, p->sinks_dtype, r->head * p->sinks.stride[0]), p->dtype);
     double maximum = sink, sum = 0;
     for (int64_t key = first; key < end; key++) {
         const double value = visible_score(p, r, key);
@@ -88,7 +71,7 @@ static double attend(const fa_forward *p, row *r, double *scores, int64_t kept) 
         seen = true;
         sum += weight;
         for (int d = 0; d < p->head_dim_v; d++)
-            r->out[d] += weight * load(p->v.data, p->dtype, base + d * p->v.stride[3]);
+            r->out[d] += weight * fa_load(p->v.data, p->dtype, base + d * p->v.stride[3]);
     }
     if (!seen) return sink; /* whatever it is; the sum of one that is infinite is NaN */
     for (int d = 0; d < p->head_dim_v && sum != 0; d++) r->out[d] /= sum;
@@ -123,12 +106,12 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
             for (r.query = 0; r.query < p->seq_q; r.query++) {
                 r.head_kv = r.head / (p->heads / p->heads_kv);
                 const int64_t base = r.batch * p->q.stride[0] + r.head * p->q.stride[1] + r.query * p->q.stride[2];
-                for (int d = 0; d < p->head_dim; d++) r.q[d] = load(p->q.data, p->dtype, base + d * p->q.stride[3]);
+                for (int d = 0; d < p->head_dim; d++) r.q[d] = fa_load(p->q.data, p->dtype, base + d * p->q.stride[3]);
                 const double lse = attend(p, &r, (double *)launch->workspace, mine->kept);
                 const int64_t to = r.batch * p->out.stride[0] + r.head * p->out.stride[1] + r.query * p->out.stride[2];
                 for (int d = 0; d < p->head_dim_v; d++)
-                    store(p->out.data, p->out_dtype, to + d * p->out.stride[3], r.out[d]);
-                if (p->lse) store(p->lse, p->lse_dtype, (r.batch * p->heads + r.head) * p->seq_q + r.query, lse);
+                    fa_store(p->out.data, p->out_dtype, to + d * p->out.stride[3], r.out[d]);
+                if (p->lse) fa_store(p->lse, p->lse_dtype, (r.batch * p->heads + r.head) * p->seq_q + r.query, lse);
             }
     return FA_OK;
 }

@@ -86,7 +86,7 @@ static fa_code read_causal(PyObject *value, fa_causal *causal, fa_status *status
     return FA_OK;
 }
 
-static fa_code read_layout(PyObject *value, fa_layout *layout, fa_status *status) {
+fa_code fa_args_layout(PyObject *value, fa_layout *layout, fa_status *status) {
     *layout = FA_BHSD;
     if (!value || fa_text_equals(value, "bhsd")) return FA_OK;
     *layout = FA_BSHD;
@@ -168,45 +168,49 @@ static fa_code read_window(PyObject *value, int64_t *left, int64_t *right, fa_st
     return FA_OK;
 }
 
-/* out= is one array, or the pair (out, lse). */
-static fa_code read_out(fa_call *call, fa_status *status) {
-    PyObject *value = call->argument[FA_ARG_out];
-    call->pair = value && PyTuple_Check(value);
-    call->array[FA_OUT].object = call->pair ? NULL : value;
-    call->array[FA_LSE].object = NULL;
-    if (!call->pair) return FA_OK;
+fa_code fa_args_out(PyObject *value, PyObject **out, PyObject **lse, fa_status *status) {
+    const bool pair = value && PyTuple_Check(value);
+    *out = pair ? NULL : value;
+    *lse = NULL;
+    if (!pair) return FA_OK;
     Py_ssize_t size = PyTuple_Size(value);
     if (size != 2)
         return fa_fail(status, FA_EVALUE, "out has %zd items; accepted: an array, or a pair (out, lse)", (ssize_t)size);
-    call->array[FA_OUT].object = PyTuple_GetItem(value, 0);
-    call->array[FA_LSE].object = PyTuple_GetItem(value, 1);
+    *out = PyTuple_GetItem(value, 0);
+    *lse = PyTuple_GetItem(value, 1);
     return FA_OK;
 }
 
-/* FA_EXT_KERNEL as os.environ has it: a look into its dict, which takes a third of the time of getenv(). */
-static fa_code read_environment(fa_state *state, fa_call *call, fa_status *status) {
+static fa_code read_out(fa_call *call, fa_status *status) {
+    PyObject *value = call->argument[FA_ARG_out];
+    call->pair = value && PyTuple_Check(value);
+    return fa_args_out(value, &call->array[FA_OUT].object, &call->array[FA_LSE].object, status);
+}
+
+/* The operation's variable as os.environ has it: a look into its dict, which takes a third of the time of getenv(). */
+static fa_code read_environment(fa_state *state, fa_op op, const fa_kernel **kernel, const char **listed_name,
+                                fa_status *status) {
+    static const char *const variables[FA_OP_COUNT] = FA_KERNEL_VARIABLES;
     PyObject *value = NULL;
     const char *name = NULL;
     if (!state->environment)
-        name = getenv("FA_EXT_KERNEL");
-    else if (fa_dict_get(state->environment, state->names.kernel_variable, &value) < 0)
+        name = getenv(variables[op]);
+    else if (fa_dict_get(state->environment, state->names.kernel_variable[op], &value) < 0)
         return fa_python_error(status);
     if (value && PyBytes_Check(value)) name = PyBytes_AsString(value);
     fa_code code = FA_OK;
-    if (name && *name)
-        code = fa_kernel_named(state, FA_FORWARD, "FA_EXT_KERNEL", name, &call->forced, &call->forced_name, status);
+    if (name && *name) code = fa_kernel_named(state, op, variables[op], name, kernel, listed_name, status);
     Py_XDECREF(value);
     return code;
 }
 
-static fa_code read_kernel(fa_state *state, fa_call *call, fa_status *status) {
-    PyObject *value = call->argument[FA_ARG_kernel];
-    call->forced = NULL;
-    if (!value) return read_environment(state, call, status);
+fa_code fa_args_kernel(fa_state *state, fa_op op, PyObject *value, const fa_kernel **kernel, const char **listed_name,
+                       fa_status *status) {
+    *kernel = NULL;
+    if (!value) return read_environment(state, op, kernel, listed_name, status);
     if (!PyUnicode_Check(value)) return fa_wrong_type("kernel", value, "None or a name of fa_ext.kernels()", status);
     char shown[160];
-    return fa_kernel_named(state, FA_FORWARD, "kernel", fa_shown(value, shown), &call->forced, &call->forced_name,
-                           status);
+    return fa_kernel_named(state, op, "kernel", fa_shown(value, shown), kernel, listed_name, status);
 }
 
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {
@@ -218,9 +222,9 @@ fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {
     if (options->has_scale) FA_TRY(read_number("scale", arg[FA_ARG_scale], &options->scale, status));
     FA_TRY(read_window(arg[FA_ARG_window], &options->window_left, &options->window_right, status));
     if (arg[FA_ARG_softcap]) FA_TRY(read_number("softcap", arg[FA_ARG_softcap], &options->softcap, status));
-    FA_TRY(read_layout(arg[FA_ARG_layout], &options->layout, status));
+    FA_TRY(fa_args_layout(arg[FA_ARG_layout], &options->layout, status));
     FA_TRY(read_bool("return_lse", arg[FA_ARG_return_lse], &options->return_lse, status));
     FA_TRY(read_bool("batch_invariant", arg[FA_ARG_batch_invariant], &options->batch_invariant, status));
     FA_TRY(read_out(call, status));
-    return read_kernel(state, call, status);
+    return fa_args_kernel(state, FA_FORWARD, arg[FA_ARG_kernel], &call->forced, &call->forced_name, status);
 }

@@ -32,27 +32,6 @@ static fa_code read_arrays(fa_state *state, fa_call *call, fa_status *status) {
     return FA_OK;
 }
 
-/* The stream of the call, and then what could only be read knowing it. */
-static fa_code settle_stream(fa_state *state, fa_call *call, fa_status *status) {
-    fa_array *array = call->array;
-    if (call->stream.given && array[FA_Q].view.device.kind == FA_CPU)
-        return fa_fail(status, FA_EVALUE, "stream is given, but q is on the CPU; accepted there: None");
-    if (!call->stream.given) call->stream.handle = array[FA_Q].has_stream ? array[FA_Q].stream : FA_STREAM_PER_THREAD;
-    FA_TRY(fa_arrays_settle(state, array, FA_ARRAYS, call->stream.handle, status));
-    const fa_array *known = NULL;
-    bool unknown = false;
-    call->joins = false;
-    for (int n = FA_ARRAYS - 1; n >= 0; n--) {
-        if (!array[n].object) continue;
-        unknown |= array[n].device_unknown;
-        call->joins |= array[n].has_stream && array[n].stream != call->stream.handle;
-        if (!array[n].device_unknown && array[n].view.device.kind == FA_CUDA) known = &array[n];
-    }
-    for (int n = 0; n < FA_ARRAYS && unknown && known; n++)
-        if (array[n].object && array[n].device_unknown) array[n].view.device = known->view.device;
-    return FA_OK;
-}
-
 static const fa_view *view_or_null(const fa_array *array) { return array->object ? &array->view : NULL; }
 
 fa_code fa_call_read(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
@@ -62,7 +41,7 @@ fa_code fa_call_read(fa_state *state, PyObject *const *args, Py_ssize_t count, P
     FA_TRY(fa_args_options(state, call, status));
     FA_TRY(fa_stream_parse(state, call->argument[FA_ARG_stream], &call->stream, status));
     FA_TRY(read_arrays(state, call, status));
-    FA_TRY(settle_stream(state, call, status));
+    FA_TRY(fa_arrays_stream(state, call->array, FA_ARRAYS, &call->stream, &call->joins, status));
     fa_request *request = &call->request;
     request->q = &array[FA_Q].view;
     request->k = &array[FA_K].view;
@@ -78,22 +57,12 @@ fa_code fa_call_read(fa_state *state, PyObject *const *args, Py_ssize_t count, P
     return FA_OK;
 }
 
-/* A stream that no library of the arrays keeps for their device, but the caller or an interface names. */
-static fa_code check_stream(fa_state *state, const fa_call *call, fa_status *status) {
-    const fa_array *q = &call->array[FA_Q];
-    const bool described = q->type->protocol == FA_BY_INTERFACE || q->type->protocol == FA_BY_UNKNOWN;
-    const bool named = described && q->has_stream && q->type->library != FA_LIB_CUPY;
-    if (call->problem.device.kind == FA_CPU || !(call->stream.given || named)) return FA_OK;
-    return fa_stream_check(state->context, call->problem.device, call->stream.given ? "stream" : "q's interface stream",
-                           call->stream.handle, status);
-}
-
 /* Arguments -> problem and plan. */
 static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
                        fa_plan *plan, fa_status *status) {
     FA_TRY(fa_call_read(state, args, count, keywords, call, status));
     FA_TRY(fa_dispatch(state->context, &call->request, call->forced, &call->problem, &call->info, plan, status));
-    return check_stream(state, call, status);
+    return fa_arrays_check_stream(state, &call->array[FA_Q], &call->problem, &call->stream, status);
 }
 
 void fa_call_begin(fa_call *call) {
@@ -136,37 +105,6 @@ static fa_code make_outputs(fa_state *state, fa_call *call, fa_result results[2]
     return FA_OK;
 }
 
-/* Memory that came through __dlpack__ goes back to its library when the call returns, and that library knows nothing
- * of our stream: wait, unless the caller named a stream and with it took charge of lifetimes. */
-static bool must_wait(const fa_call *call) {
-    if (call->stream.given) return false;
-    for (int n = 0; n < FA_ARRAYS; n++)
-        if (call->array[n].object && call->array[n].needs_stream && !call->array[n].has_stream) return true;
-    return false;
-}
-
-static fa_code launch(fa_state *state, fa_call *call, const fa_plan *plan, fa_status *status) {
-    if (call->problem.device.kind == FA_CPU) {
-        fa_code code;
-        PyThreadState *thread = PyEval_SaveThread();
-        code = fa_plan_run(&call->problem, plan, state->context, call->info, NULL, status);
-        PyEval_RestoreThread(thread);
-        return code;
-    }
-    void *stream = call->stream.handle;
-    if (call->joins) FA_TRY(fa_stream_join(call->array, FA_ARRAYS, stream, true, status));
-    const bool wait = must_wait(call);
-    fa_code code;
-    PyThreadState *thread = PyEval_SaveThread();
-    code = fa_plan_run(&call->problem, plan, state->context, call->info, stream, status);
-    if (code == FA_OK && wait) code = fa_stream_synchronize(stream, status);
-    PyEval_RestoreThread(thread);
-    if (!call->joins) return code;
-    fa_status second;
-    fa_code joined = fa_stream_join(call->array, FA_ARRAYS, stream, false, code == FA_OK ? status : &second);
-    return code == FA_OK ? joined : code;
-}
-
 /* out, or (out, lse): the caller's own objects where given. */
 static PyObject *hand_over(fa_state *state, fa_call *call, fa_result results[2]) {
     if (call->pair) return Py_NewRef(call->argument[FA_ARG_out]);
@@ -194,7 +132,9 @@ PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count
     int previous;
     FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
     code = make_outputs(state, &call, results, &status);
-    if (code == FA_OK) code = launch(state, &call, &plan, &status);
+    if (code == FA_OK)
+        code = fa_arrays_run(state, call.array, FA_ARRAYS, &call.problem, &plan, call.info, &call.stream, call.joins,
+                             &status);
     if (code == FA_OK) {
         returned = hand_over(state, &call, results);
         if (!returned) code = fa_python_error(&status);

@@ -61,13 +61,17 @@ typedef enum fa_argument {
         FA_ARG_COUNT
 } fa_argument;
 
+/* The environment variables that force a kernel, by fa_op. */
+#define FA_KERNEL_VARIABLES                                                                                            \
+    { "FA_EXT_KERNEL", "FA_EXT_KERNEL_MERGE" }
+
 typedef struct fa_names {
     PyObject *argument[FA_ARG_COUNT];
 #define FA_FIELD(name) PyObject *name;
     FA_ATTRIBUTES(FA_FIELD)
 #undef FA_FIELD
-    PyObject *dlpack_version;  /* (1, 3), what max_version= gets */
-    PyObject *kernel_variable; /* b"FA_EXT_KERNEL" */
+    PyObject *dlpack_version;               /* (1, 3), what max_version= gets */
+    PyObject *kernel_variable[FA_OP_COUNT]; /* b"FA_EXT_KERNEL", ... */
 } fa_names;
 
 /* ---- types: how the arrays of a type are read and made, found out once per type ---- */
@@ -258,6 +262,17 @@ fa_code fa_stream_join(const fa_array *arrays, int count, void *stream, bool bef
 /* torch's current stream without the exchange API. */
 fa_code fa_torch_stream(int device, void **stream, bool *found, fa_status *status);
 
+/* run.c. The first array decides for the call. Arrays without an object are absent. */
+/* The stream of the call, and then what could only be read knowing it; *joins: some library works on another stream. */
+fa_code fa_arrays_stream(fa_state *state, fa_array *array, int count, fa_stream *stream, bool *joins,
+                         fa_status *status);
+/* Refuses a stream that the caller or an interface names and that is none of the problem's device. */
+fa_code fa_arrays_check_stream(fa_state *state, const fa_array *first, const fa_problem *problem,
+                               const fa_stream *stream, fa_status *status);
+/* Launches without the GIL, after the streams of the arrays' libraries and before what comes on them. */
+fa_code fa_arrays_run(fa_state *state, const fa_array *array, int count, const fa_problem *problem, const fa_plan *plan,
+                      const fa_device_info *info, const fa_stream *stream, bool joins, fa_status *status);
+
 /* ---- results ---- */
 
 typedef struct fa_result {
@@ -303,6 +318,13 @@ fa_code fa_args_bind(fa_state *state, PyObject *const *args, Py_ssize_t count, P
 /* An int within [low, high]; booleans are none. */
 fa_code fa_index_read(const char *name, PyObject *value, long low, long high, const char *accepted, long *number,
                       fa_status *status);
+/* Reads layout= (NULL: "bhsd"). */
+fa_code fa_args_layout(PyObject *value, fa_layout *layout, fa_status *status);
+/* Reads kernel=, or where it is NULL the environment variable of the operation; *kernel is NULL if none is forced. */
+fa_code fa_args_kernel(fa_state *state, fa_op op, PyObject *value, const fa_kernel **kernel, const char **listed_name,
+                       fa_status *status);
+/* Splits out=: an array, or the pair (out, lse). Borrowed references, NULL where absent. */
+fa_code fa_args_out(PyObject *value, PyObject **out, PyObject **lse, fa_status *status);
 /* Options into the request; needs fa_args_bind(). */
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status);
 
@@ -319,12 +341,20 @@ PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t c
 PyObject *fa_explain(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 PyObject *fa_answers(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 
+/* What the other operations' functions for a question have in common: {name: reason} beside the kernel that runs. */
+PyObject *fa_explain_problem(fa_state *state, const fa_problem *problem, const fa_device_info *device,
+                             const fa_kernel *forced, const char *forced_name);
+
+/* merge.c */
+PyObject *fa_merge_py(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+PyObject *fa_explain_merge(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+
 /* copy.c */
 PyObject *fa_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 PyObject *fa_to_numpy(PyObject *module, PyObject *object);
 
 /* rows.c */
-PyObject *fa_kernels(PyObject *module, PyObject *unused);
+PyObject *fa_kernels(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 PyObject *fa_load(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 PyObject *fa_loaded_kernels(PyObject *module, PyObject *unused);
 PyObject *fa_build_info(PyObject *module, PyObject *unused);

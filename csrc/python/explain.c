@@ -28,7 +28,7 @@ static fa_code read_size(PyObject *given, const char *key, bool required, size_t
 /* The keys that plans ask about; cuBLAS is there unless "cublas_error" says otherwise. */
 static fa_code read_device(PyObject *given, fa_device_info *info, fa_status *status) {
     size_t cc = 0, sm_count = 0, tensor_maps = 0;
-    if (!PyMapping_Check(given) || PyUnicode_Check(given))
+    if (!PyDict_Check(given))
         return fa_wrong_type("device", given, "None, or a dict such as _core.device_info() returns", status);
     info->device = (fa_device){FA_CUDA, 0};
     FA_TRY(read_size(given, "cc", true, &cc, status));
@@ -100,54 +100,49 @@ static fa_code ask(fa_state *state, PyObject *const *args, Py_ssize_t count, PyO
     return FA_OK;
 }
 
-static const char *reason_of(const fa_kernel *kernel, const question *q, fa_answer *answer, fa_plan *plan, char *text,
-                             size_t size) {
-    fa_why why;
-    *answer = fa_kernel_ask(kernel, &q->call.problem, q->device, plan, &why);
-    return fa_why_text(&why, q->device, text, size);
-}
-
 /* ---- explain() ---- */
 
-/* Why `kernel` is not the one that runs. */
-static int add_reason(PyObject *reasons, const fa_kernel *kernel, const question *q, const char *chosen) {
-    fa_answer answer;
+/* Why `kernel` is not the one that runs: `forced`, or `chosen`. */
+static int add_reason(PyObject *reasons, const fa_kernel *kernel, const fa_problem *problem,
+                      const fa_device_info *device, const char *forced, const char *chosen) {
     fa_plan plan;
+    fa_why why;
     char reason[512];
     PyObject *text;
-    reason_of(kernel, q, &answer, &plan, reason, sizeof reason);
-    if (answer != FA_TAKES)
+    if (fa_kernel_ask(kernel, problem, device, &plan, &why) != FA_TAKES) {
+        fa_why_text(&why, device, reason, sizeof reason);
         text = PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace");
-    else if (q->call.forced)
-        text = PyUnicode_FromFormat("could take it, but \"%s\" is forced", q->call.forced_name);
-    else
+    } else if (forced) {
+        text = PyUnicode_FromFormat("could take it, but \"%s\" is forced", forced);
+    } else {
         text = PyUnicode_FromFormat("could take it, but comes after \"%s\" in order of preference", chosen);
+    }
     int code = text ? PyDict_SetItemString(reasons, kernel->name, text) : -1;
     Py_XDECREF(text);
     return code;
 }
 
-static PyObject *explain(fa_state *state, const question *q) {
-    const fa_call *call = &q->call;
+PyObject *fa_explain_problem(fa_state *state, const fa_problem *problem, const fa_device_info *device,
+                             const fa_kernel *forced, const char *forced_name) {
     fa_plan plan;
     fa_status status;
     const char *chosen = NULL;
-    const fa_code code = fa_plan_make(&call->problem, q->device, call->forced, &plan, &status);
+    const fa_code code = fa_plan_make(problem, device, forced, &plan, &status);
     if (code == FA_OK)
-        chosen = call->forced ? call->forced_name : plan.kernel->name;
-    else if (!call->forced && code != FA_EUNSUPPORTED) /* an error of the call, too */
+        chosen = forced ? forced_name : plan.kernel->name;
+    else if (!forced && code != FA_EUNSUPPORTED) /* an error of the call, too */
         return fa_raise(state, &status);
     PyObject *reasons = PyDict_New();
     if (!reasons) return NULL;
-    if (!chosen && call->forced) {
+    if (!chosen && forced) {
         PyObject *text = PyUnicode_DecodeUTF8(status.message, (Py_ssize_t)strlen(status.message), "replace");
-        if (!text || PyDict_SetItemString(reasons, call->forced_name, text) < 0) Py_CLEAR(reasons);
+        if (!text || PyDict_SetItemString(reasons, forced_name, text) < 0) Py_CLEAR(reasons);
         Py_XDECREF(text);
     }
     for (int n = 0; reasons && fa_kernel_at(n); n++) {
         const fa_kernel *kernel = fa_kernel_at(n);
-        if (kernel->op != call->problem.op || kernel == call->forced || (chosen && kernel == plan.kernel)) continue;
-        if (add_reason(reasons, kernel, q, chosen) < 0) Py_CLEAR(reasons);
+        if (kernel->op != problem->op || kernel == forced || (chosen && kernel == plan.kernel)) continue;
+        if (add_reason(reasons, kernel, problem, device, forced ? forced_name : NULL, chosen) < 0) Py_CLEAR(reasons);
     }
     if (!reasons) return NULL;
     return Py_BuildValue("(zN)", chosen, reasons);
@@ -166,8 +161,10 @@ static int add_answer(PyObject *answers, const fa_kernel *kernel, const char *na
     static const char *const words[] = {"takes", "declines", "refuses", "not here", "fails"};
     fa_answer answer;
     fa_plan plan;
+    fa_why why;
     char reason[512];
-    reason_of(kernel, q, &answer, &plan, reason, sizeof reason);
+    answer = fa_kernel_ask(kernel, &q->call.problem, q->device, &plan, &why);
+    fa_why_text(&why, q->device, reason, sizeof reason);
     PyObject *planned = answer == FA_TAKES || answer == FA_DECLINES ? plan_dict(&plan) : Py_NewRef(Py_None);
     PyObject *text = PyUnicode_DecodeUTF8(reason, (Py_ssize_t)strlen(reason), "replace");
     PyObject *entry = planned && text ? Py_BuildValue("(sOO)", words[answer], text, planned) : NULL;
@@ -209,7 +206,9 @@ static PyObject *respond(PyObject *module, PyObject *const *args, Py_ssize_t cou
         q.call.problem.features |= (uint32_t)PyLong_AsUnsignedLongMask(features);
         if (PyErr_Occurred()) code = fa_python_error(&status);
     }
-    if (code == FA_OK) result = all ? answers(&q) : explain(state, &q);
+    if (code == FA_OK)
+        result =
+            all ? answers(&q) : fa_explain_problem(state, &q.call.problem, q.device, q.call.forced, q.call.forced_name);
     fa_call_end(&q.call);
     Py_XDECREF(keywords);
     return code == FA_OK ? result : fa_raise(state, &status);

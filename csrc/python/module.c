@@ -97,8 +97,10 @@ static int add_names(fa_names *names) {
     FA_ATTRIBUTES(FA_INTERN)
 #undef FA_INTERN
     names->dlpack_version = Py_BuildValue("(ii)", DLPACK_MAJOR, DLPACK_MINOR);
-    names->kernel_variable = PyBytes_FromString("FA_EXT_KERNEL");
-    return names->dlpack_version && names->kernel_variable ? 0 : -1;
+    static const char *const variables[FA_OP_COUNT] = FA_KERNEL_VARIABLES;
+    for (int op = 0; op < FA_OP_COUNT; op++)
+        if (!(names->kernel_variable[op] = PyBytes_FromString(variables[op]))) return -1;
+    return names->dlpack_version ? 0 : -1;
 }
 
 /* os.environ keeps what it shows in a dict of bytes; where it does not, getenv() serves. */
@@ -180,7 +182,7 @@ static void core_free(void *module) {
     FA_ATTRIBUTES(FA_DROP)
 #undef FA_DROP
     Py_CLEAR(state->names.dlpack_version);
-    Py_CLEAR(state->names.kernel_variable);
+    for (int op = 0; op < FA_OP_COUNT; op++) Py_CLEAR(state->names.kernel_variable[op]);
     fa_loaded_clear(state);
     if (state->context) fa_context_free(state->context);
     state->context = NULL;
@@ -272,8 +274,50 @@ PyDoc_STRVAR(
     "None unless the kernel takes or declines: blocks, threads, smem_bytes, workspace_bytes, keep, own (bytes).\n"
     "`device` as for explain(); `features` are bits that the problem shall have besides its own.");
 
-PyDoc_STRVAR(kernels_doc, "kernels($module, /)\n--\n\n"
-                          "Names of the kernels compiled into this build, in order of preference.");
+#define FA_MERGE_SIGNATURE "(outs, lses, *, sinks=None, layout=None, out=None, stream=None, kernel=None)\n--\n\n"
+
+PyDoc_STRVAR(
+    merge_doc,
+    "merge" FA_MERGE_SIGNATURE "Results of attention over parts of the keys -> the result over all of them.\n"
+    "\n"
+    "m = max(lse_i, sink), w_i = exp(lse_i - m), W = sum w_i + exp(sink - m): out = sum w_i out_i / W and\n"
+    "lse = m + log W, in float32 in the order of the lists (float64 for float64). A part whose LSE is -inf or\n"
+    "+inf at a row is empty there, and its out is not read; where all are, out is 0 and lse the sink or -inf.\n"
+    "\n"
+    "Parameters\n"
+    "----------\n"
+    "outs : list of arrays, (B, H, S, D), or (B, S, H, D) with layout='bshd', or packed (T, H, D)\n"
+    "    What attention() returned for each part: one shape, dtype, library and device.\n"
+    "lses : list of arrays, (B, H, S), or (H, T) for packed ones; float32, float64 for float64\n"
+    "    Their LSEs, any strides.\n"
+    "sinks : array, (H,), or None\n"
+    "    Logits that join the denominator once, for parts that were computed without; outs' dtype or float32.\n"
+    "layout : 'bhsd', 'bshd' or None\n"
+    "    Axis order of outs and out of four axes; None: 'bhsd'.\n"
+    "out : array or (array, array)\n"
+    "    Where the result goes: outs' shape; float16, bfloat16 or float32 (float64 for float64); a pair also\n"
+    "    takes the LSE. Each may be the first part's own.\n"
+    "stream, kernel\n"
+    "    As for attention(); kernel is a name of kernels('merge'), FA_EXT_KERNEL_MERGE the variable.\n"
+    "\n"
+    "Returns\n"
+    "-------\n"
+    "out, lse : arrays of outs' kind\n"
+    "    One part without sinks comes back bit for bit.\n"
+    "\n"
+    "Raises\n"
+    "------\n"
+    "ValueError, TypeError, BufferError, UnsupportedError, CudaError, MemoryError\n"
+    "    As attention(). Nothing is written then.");
+
+PyDoc_STRVAR(explain_merge_doc, "explain_merge" FA_MERGE_SIGNATURE
+                                "Which kernel merge() would run for these arguments, and why not each other; see "
+                                "explain().");
+
+PyDoc_STRVAR(kernels_doc, "kernels(operation='attention')\n--\n\n"
+                          "Names of an operation's kernels compiled into this build, in order of preference.\n"
+                          "\n"
+                          "`operation` is 'attention' or 'merge'.");
 
 PyDoc_STRVAR(to_device_doc,
              "to_device(array, device=0)\n--\n\n"
@@ -302,7 +346,9 @@ static PyMethodDef core_methods[] = {
     {"attention", (PyCFunction)(void (*)(void))fa_attention, METH_FASTCALL | METH_KEYWORDS, attention_doc},
     {"explain", (PyCFunction)(void (*)(void))fa_explain, METH_FASTCALL | METH_KEYWORDS, explain_doc},
     {"answers", (PyCFunction)(void (*)(void))fa_answers, METH_FASTCALL | METH_KEYWORDS, answers_doc},
-    {"kernels", fa_kernels, METH_NOARGS, kernels_doc},
+    {"merge", (PyCFunction)(void (*)(void))fa_merge_py, METH_FASTCALL | METH_KEYWORDS, merge_doc},
+    {"explain_merge", (PyCFunction)(void (*)(void))fa_explain_merge, METH_FASTCALL | METH_KEYWORDS, explain_merge_doc},
+    {"kernels", (PyCFunction)(void (*)(void))fa_kernels, METH_FASTCALL | METH_KEYWORDS, kernels_doc},
     {"to_device", (PyCFunction)(void (*)(void))fa_to_device, METH_FASTCALL | METH_KEYWORDS, to_device_doc},
     {"to_numpy", fa_to_numpy, METH_O, to_numpy_doc},
     {"time_launches", (PyCFunction)(void (*)(void))fa_time_launches, METH_FASTCALL | METH_KEYWORDS, time_launches_doc},

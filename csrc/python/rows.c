@@ -6,12 +6,30 @@
 #include <stdlib.h>
 #include <string.h>
 
-PyObject *fa_kernels(PyObject *module, PyObject *unused) {
-    (void)module;
-    (void)unused;
+static fa_code read_operation(PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_op *op,
+                              fa_status *status) {
+    static const char *const names[FA_OP_COUNT] = {"attention", "merge"};
+    const Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+    *op = FA_FORWARD;
+    if (count + named == 0) return FA_OK;
+    if (count + named > 1 || (named && !fa_text_equals(PyTuple_GetItem(keywords, 0), "operation")))
+        return fa_fail(status, FA_ETYPE, "accepted: kernels(operation='attention')");
+    for (int n = 0; n < FA_OP_COUNT; n++) {
+        *op = (fa_op)n;
+        if (fa_text_equals(args[0], names[n])) return FA_OK;
+    }
+    if (!PyUnicode_Check(args[0])) return fa_wrong_type("operation", args[0], "'attention' or 'merge'", status);
+    return fa_fail(status, FA_EVALUE, "operation is none of this build; accepted: 'attention' or 'merge'");
+}
+
+PyObject *fa_kernels(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    fa_op op;
+    fa_status status;
+    if (read_operation(args, count, keywords, &op, &status) != FA_OK)
+        return fa_raise(PyModule_GetState(module), &status);
     PyObject *names = PyList_New(0);
     for (int n = 0; names && fa_kernel_at(n); n++) {
-        if (fa_kernel_at(n)->op != FA_FORWARD) continue;
+        if (fa_kernel_at(n)->op != op) continue;
         PyObject *name = PyUnicode_FromString(fa_kernel_at(n)->name);
         if (!name || PyList_Append(names, name) < 0) Py_CLEAR(names);
         Py_XDECREF(name);

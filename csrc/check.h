@@ -1,0 +1,45 @@
+/* What the validation of every operation shares. Each failure names the argument, what was given and what is accepted;
+ * `first` is the array that decides for the call, and `first_name` the argument it is. */
+#ifndef FA_CHECK_H
+#define FA_CHECK_H
+
+#include "fa.h"
+
+/* Extents beyond this cannot be real data; below it index arithmetic with FA_UNBOUNDED stays inside 64 bits. */
+#define FA_MAX_EXTENT (INT64_C(1) << 47)
+
+typedef struct fa_shape_text {
+    char text[200];
+} fa_shape_text;
+
+/* "(2, 8, 512, 64)" */
+fa_shape_text fa_show_shape(const int64_t *shape, int ndim);
+
+/* Axis of batch, head, sequence or head_dim (0..3) in the user's layout. */
+static inline int fa_axis_of(fa_layout layout, int axis) {
+    return layout == FA_BSHD && (axis == 1 || axis == 2) ? 3 - axis : axis;
+}
+
+/* A view of four axes as an operand of (batch, heads, sequence, head_dim). */
+void fa_view_operand(fa_operand *operand, const fa_view *view, fa_layout layout);
+
+/* Bytes from view->data to the first that the view covers and past the last; both 0 when it is empty. */
+void fa_view_range(const fa_view *view, int64_t *low, int64_t *high);
+bool fa_view_empty(const fa_view *view);
+
+fa_code fa_check_device(const char *name, const fa_view *view, const char *first_name, const fa_view *first,
+                        fa_status *status);
+fa_code fa_check_extents(const char *name, const fa_view *view, fa_status *status);
+/* The dtype of bias and sinks. */
+fa_code fa_check_extra_dtype(const char *name, const fa_view *view, const char *first_name, const fa_view *first,
+                             fa_status *status);
+/* Shape, dtype (a set of bits), device, writable, each element with memory of its own. */
+fa_code fa_check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
+                        const char *first_name, const fa_view *first, fa_status *status);
+/* `other` may be NULL. */
+fa_code fa_check_disjoint(const char *name, const fa_view *view, const char *other_name, const fa_view *other,
+                          fa_status *status);
+fa_code fa_check_sinks(const fa_view *sinks, int64_t heads, const char *first_name, const fa_view *first,
+                       fa_operand *operand, fa_dtype *dtype, fa_status *status);
+
+#endif

@@ -1,0 +1,181 @@
+/* Request of merge() -> problem. See problem_merge.h. */
+#include "problem_merge.h"
+
+#include <stdio.h>
+
+#include "check.h"
+#include "cpu/threads.h"
+
+#define FIRST "outs[0]"
+
+typedef struct name {
+    char text[32];
+} name;
+
+/* "outs[3]" */
+static name name_of(const char *list, int index) {
+    name made;
+    snprintf(made.text, sizeof made.text, "%s[%d]", list, index);
+    return made;
+}
+
+static bool same_shape(const fa_view *view, const int64_t *shape, int ndim) {
+    bool same = view->ndim == ndim;
+    for (int axis = 0; same && axis < ndim; axis++) same = view->shape[axis] == shape[axis];
+    return same;
+}
+
+/* A view of an lse, (B, H, S) or packed (H, T), as (B, H, S). */
+static void lse_operand(fa_operand *operand, const fa_view *view) {
+    operand->data = view->data;
+    operand->stride[0] = 0;
+    for (int axis = 0; axis < view->ndim; axis++)
+        operand->stride[axis + 3 - view->ndim] = view->shape[axis] == 1 ? 0 : view->strides[axis];
+}
+
+/* A view of an out, (B, H, S, D), (B, S, H, D) or packed (T, H, D), as (B, H, S, D). */
+static void out_operand(fa_operand *operand, const fa_view *view, fa_layout layout) {
+    if (view->ndim == 4) {
+        fa_view_operand(operand, view, layout);
+        return;
+    }
+    static const int source[4] = {-1, 1, 0, 2};
+    operand->data = view->data;
+    for (int axis = 0; axis < 4; axis++)
+        operand->stride[axis] = source[axis] < 0 || view->shape[source[axis]] == 1 ? 0 : view->strides[source[axis]];
+}
+
+/* The first part, whose shape, dtype and device the others share. */
+static fa_code check_first(const fa_merge_request *request, fa_merge *p, fa_status *status) {
+    const fa_view *first = request->outs[0];
+    if (first->ndim != 3 && first->ndim != 4)
+        return fa_fail(status, FA_EVALUE,
+                       FIRST " has %d dimensions, shape %s; accepted: 4, or 3 for packed results (tokens, heads, "
+                             "head_dim)",
+                       first->ndim, fa_show_shape(first->shape, first->ndim).text);
+    if (first->dtype == FA_BOOL)
+        return fa_fail(status, FA_ETYPE,
+                       FIRST " has dtype bool; accepted: float16, bfloat16, float32, and float64 on the CPU");
+    FA_TRY(fa_check_extents(FIRST, first, status));
+    const int64_t head_dim = first->shape[first->ndim - 1];
+    if (head_dim < 1 || head_dim > FA_MAX_HEAD_DIM)
+        return fa_fail(status, FA_EVALUE, FIRST " has head_dim %lld, shape %s; accepted: 1 to %d", (long long)head_dim,
+                       fa_show_shape(first->shape, first->ndim).text, FA_MAX_HEAD_DIM);
+    const bool packed = first->ndim == 3;
+    p->batch = packed ? 1 : first->shape[0];
+    p->heads = first->shape[packed ? 1 : fa_axis_of(request->layout, 1)];
+    p->seq = first->shape[packed ? 0 : fa_axis_of(request->layout, 2)];
+    p->head_dim = (int)head_dim;
+    p->dtype = p->out_dtype = p->sinks_dtype = first->dtype;
+    p->lse_dtype = first->dtype == FA_F64 ? FA_F64 : FA_F32;
+    return FA_OK;
+}
+
+/* Extents of the lse of a part. */
+static int lse_shape(const fa_merge_request *request, const fa_merge *p, int64_t shape[3]) {
+    const bool packed = request->outs[0]->ndim == 3;
+    shape[0] = packed ? p->heads : p->batch;
+    shape[1] = packed ? p->seq : p->heads;
+    shape[2] = p->seq;
+    return packed ? 2 : 3;
+}
+
+static fa_code check_part(const fa_merge_request *request, const fa_merge *p, int n, fa_status *status) {
+    const fa_view *first = request->outs[0], *out = request->outs[n], *lse = request->lses[n];
+    const name out_name = name_of("outs", n), lse_name = name_of("lses", n);
+    int64_t shape[3];
+    const int ndim = lse_shape(request, p, shape);
+    if (!same_shape(out, first->shape, first->ndim))
+        return fa_fail(status, FA_EVALUE, "%s has shape %s, but " FIRST " has %s; the parts must have one shape",
+                       out_name.text, fa_show_shape(out->shape, out->ndim).text,
+                       fa_show_shape(first->shape, first->ndim).text);
+    if (out->dtype != first->dtype)
+        return fa_fail(status, FA_ETYPE, "%s has dtype %s, but " FIRST " has %s; the parts must share one dtype",
+                       out_name.text, fa_dtype_name(out->dtype), fa_dtype_name(first->dtype));
+    FA_TRY(fa_check_device(out_name.text, out, FIRST, first, status));
+    if (!same_shape(lse, shape, ndim))
+        return fa_fail(status, FA_EVALUE, "%s has shape %s; accepted: %s = %s", lse_name.text,
+                       fa_show_shape(lse->shape, lse->ndim).text, ndim == 2 ? "(heads, tokens)" : "(batch, heads, seq)",
+                       fa_show_shape(shape, ndim).text);
+    if (lse->dtype != p->lse_dtype)
+        return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: %s", lse_name.text, fa_dtype_name(lse->dtype),
+                       fa_dtype_name(p->lse_dtype));
+    return fa_check_device(lse_name.text, lse, FIRST, first, status);
+}
+
+/* Whether a result is the first part itself: each element is read before it is written. */
+static bool is_itself(const fa_view *result, const fa_view *part) {
+    bool same = result->data == part->data && result->dtype == part->dtype;
+    for (int axis = 0; same && axis < part->ndim; axis++)
+        same = part->shape[axis] == 1 || result->strides[axis] == part->strides[axis];
+    return same;
+}
+
+/* `result` may be `own`, the first part's, and meets nothing else. */
+static fa_code check_apart(const char *name_given, const fa_view *result, const fa_view *own,
+                           const fa_merge_request *request, fa_status *status) {
+    for (int n = 0; n < request->count; n++) {
+        const struct {
+            const char *list;
+            const fa_view *view;
+        } inputs[2] = {{"outs", request->outs[n]}, {"lses", request->lses[n]}};
+        for (int i = 0; i < 2; i++)
+            if (inputs[i].view != own || !is_itself(result, own))
+                FA_TRY(fa_check_disjoint(name_given, result, name_of(inputs[i].list, n).text, inputs[i].view, status));
+    }
+    return fa_check_disjoint(name_given, result, "sinks", request->sinks, status);
+}
+
+static void contiguous(fa_view *view) {
+    int64_t stride = 1;
+    for (int axis = view->ndim - 1; axis >= 0; axis--) {
+        view->strides[axis] = stride;
+        stride *= view->shape[axis] ? view->shape[axis] : 1;
+    }
+}
+
+static fa_code check_results(const fa_merge_request *request, fa_merge *p, fa_status *status) {
+    const fa_view *first = request->outs[0], *out = request->out, *lse = request->lse;
+    const uint32_t dtypes = p->dtype == FA_F64 ? 1u << FA_F64 : 1u << FA_F16 | 1u << FA_BF16 | 1u << FA_F32;
+    fa_view made_out = *first, made_lse = *request->lses[0];
+    contiguous(&made_out);
+    contiguous(&made_lse);
+    made_out.data = made_lse.data = NULL;
+    if (out) {
+        FA_TRY(fa_check_output("out", out, first->shape, first->ndim, dtypes, FIRST, first, status));
+        FA_TRY(check_apart("out", out, first, request, status));
+        p->out_dtype = out->dtype;
+    }
+    if (lse) {
+        FA_TRY(fa_check_output("lse", lse, made_lse.shape, made_lse.ndim, 1u << p->lse_dtype, FIRST, first, status));
+        FA_TRY(check_apart("lse", lse, request->lses[0], request, status));
+        FA_TRY(fa_check_disjoint("lse", lse, "out", out, status));
+    }
+    out_operand(&p->out, out ? out : &made_out, request->layout);
+    lse_operand(&p->lse, lse ? lse : &made_lse);
+    return FA_OK;
+}
+
+fa_code fa_merge_build(const fa_merge_request *request, fa_part *parts, fa_problem *problem, fa_status *status) {
+    const fa_view *first = request->outs[0];
+    fa_merge *p = &problem->merge;
+    *problem = (fa_problem){.op = FA_MERGE, .device = first->device};
+    problem->threads = first->device.kind == FA_CPU ? fa_cpu_threads() : 0;
+    FA_TRY(check_first(request, p, status));
+    for (int n = 0; n < request->count; n++) {
+        FA_TRY(check_part(request, p, n, status));
+        out_operand(&parts[n].out, request->outs[n], request->layout);
+        lse_operand(&parts[n].lse, request->lses[n]);
+    }
+    p->parts = parts;
+    p->count = request->count;
+    if (request->sinks)
+        FA_TRY(fa_check_sinks(request->sinks, p->heads, FIRST, first, &p->sinks, &p->sinks_dtype, status));
+    FA_TRY(check_results(request, p, status));
+    if (problem->device.kind == FA_CUDA && p->dtype == FA_F64)
+        return fa_fail(status, FA_EUNSUPPORTED,
+                       "float64 runs on the CPU only; accepted on a CUDA device: float16, bfloat16, float32");
+    problem->features = p->sinks.data ? FA_WITH_SINKS : 0;
+    problem->empty = p->batch == 0 || p->heads == 0 || p->seq == 0;
+    return FA_OK;
+}
