@@ -19,6 +19,9 @@ __all__ = ["attention", "band", "merge", "plain", "round_to", "visible_keys"]
 # Scores held at once: cache-sized pieces for NumPy, pieces that fill a GPU for CuPy.
 _CHUNK_SCORES_CPU = 1 << 20
 _CHUNK_SCORES_GPU = 1 << 26
+# Sums that ``_by_eights`` has at work at once.
+_BLOCK_CPU = 1 << 16
+_BLOCK_GPU = 1 << 24
 
 # A scale, or finite bias or sinks, beyond this count as this: times log2(e) it just fits float32, in float64 calls float64.
 _LIMIT, _LIMIT_F64 = 2.35865e38, 1.24606e308
@@ -53,6 +56,11 @@ def plain(
     S = Q K^T is accumulated in float32 and the final scores are rounded to the dtype (saturating), the softmax runs in
     float32, P and the result are rounded to the dtype. For float64 everything is float64. ``dtype`` is a name
     ("bfloat16"), for arrays that hold values of a dtype their module does not know.
+
+    The sums of both products have an order of their own, ``_by_eights``, so that the error, and with it the bound that
+    is made of it, does not depend on a BLAS. In S of float32 each product joins its sum by a fused multiply-add, as in
+    the kernels: with large scores few keys decide a row, and what rounding does to these is a matter of luck that only
+    the same roundings share. (Products of 16-bit numbers are exact in float32: fused or not, their sums are the same.)
 
     Returns (out, lse) like ``attention``; out holds values of ``dtype`` as float64.
     """
@@ -127,6 +135,42 @@ def band(seq_q, seq_k, causal, window):
     left = math.inf if left is None else left
     right = math.inf if right is None else right
     return left, min(right, 0) if causal else right, 0 if causal == "top_left" else seq_k - seq_q
+
+
+def _by_eights(xp, a, b, fused=False):
+    """a @ b in float32, (..., M, N) from (..., M, K) and (..., K, N), with this order of the sums over K:
+
+    eight consecutive products are summed one after the other, and the sum joins the total of the eights before. The
+    last eight is filled up with zeros. ``fused``: a product is not rounded before it joins the sum of its eight. This is
+    computed in float64, where products of float32 are exact and a sum is rounded to 53 bits before it is to 24, which
+    differs from a fused multiply-add once in some 2^29 additions.
+    """
+    if a.shape[-2] > b.shape[-1]:  # the long axis last, where it is contiguous
+        return xp.swapaxes(_by_eights(xp, xp.swapaxes(b, -1, -2), xp.swapaxes(a, -1, -2), fused), -1, -2)
+    terms, eights = a.shape[-1], -(-a.shape[-1] // 8)
+
+    def split(x):  # (..., K, W) -> (..., K / 8, 8, W)
+        padded = xp.zeros((*x.shape[:-2], 8 * eights, x.shape[-1]), xp.float64 if fused else xp.float32)
+        padded[..., :terms, :] = x
+        return padded.reshape(*x.shape[:-2], eights, 8, x.shape[-1])
+
+    x, y = split(xp.swapaxes(a, -1, -2))[..., None], split(b)[..., None, :]
+    total = xp.zeros((*numpy.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), xp.float32)
+    block, row = _BLOCK_CPU if xp is numpy else _BLOCK_GPU, max(1, total.size // max(1, a.shape[-2]))
+    rows = min(a.shape[-2], max(1, block // row))
+    step = max(1, block // max(1, row * rows))
+    for begin in range(0, a.shape[-2], max(1, rows)):
+        some = slice(begin, begin + rows)
+        for first in range(0, eights, step):
+            left, right = x[..., first : first + step, :, some, :], y[..., first : first + step, :, :, :]
+            product = left[..., 0, :, :] * right[..., 0, :, :]
+            part = product.astype(xp.float32)
+            for n in range(1, 8):
+                xp.multiply(left[..., n, :, :], right[..., n, :, :], out=product)
+                xp.add(product, part, out=part)
+            for n in range(part.shape[-3]):
+                total[..., some, :] += part[..., n, :, :]
+    return total
 
 
 def _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, rows, xp, dtype):
@@ -248,7 +292,8 @@ class _Call:
 
     def _scores(self, pairs, b, h, positions, keys):
         xp = self.xp
-        s = xp.matmul(self.q[pairs][:, :, positions], xp.swapaxes(self.k[pairs, :, keys], -1, -2)) * self.scale
+        s = self._product(self.q[pairs][:, :, positions], xp.swapaxes(self.k[pairs, :, keys], -1, -2), fused=True)
+        s = s * self.scale
         if self.softcap > 0:
             s = self.softcap * xp.tanh(s / self.softcap)
         if self.bias is not None:
@@ -260,13 +305,18 @@ class _Call:
             s = xp.where(xp.isinf(s), s, rounded)
         return s
 
+    def _product(self, a, b, fused=False):
+        if self.work == self.xp.float64:
+            return self.xp.matmul(a, b)
+        return _by_eights(self.xp, a, b, fused and self.dtype == "float32")
+
     def _times_values(self, p, seen, v):
         """p @ v, where a NaN or Inf in v reaches only the queries that see its key: 0 * NaN is no longer 0."""
         xp = self.xp
         finite = xp.isfinite(v)
         if bool(finite.all()):
-            return xp.matmul(p, v)
-        o = xp.matmul(p, xp.where(finite, v, self.work(0)))
+            return self._product(p, v)
+        o = self._product(p, xp.where(finite, v, self.work(0)))
         broken = xp.where(finite, self.work(0), v)
         somewhere = (~finite).any(axis=(0, 1, 3)) & xp.broadcast_to(seen, p.shape).any(axis=(0, 1, 2))
         for j in xp.nonzero(somewhere)[0].tolist():

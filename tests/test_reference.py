@@ -199,10 +199,59 @@ def test_plain_is_close_and_costs_what_the_dtype_costs():
         assert (named[0] == out).all()
 
 
+def in_order(a, b, fused):
+    """One element of a @ b: float32 sums of eight, fused or not, each added to the total of those before."""
+    total = np.float32(0)
+    for first in range(0, len(a), 8):
+        part = np.float32(0)
+        for x, y in zip(a[first : first + 8], b[first : first + 8]):
+            part = np.float32(np.float64(x) * np.float64(y) + np.float64(part)) if fused else part + x * y
+        total = total + part
+    return total
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "terms", "columns"),
+    [(3, 128, 5), (5, 13, 3), (1, 8, 9), (9, 7, 1), (2, 1, 2), (1, 250, 1), (4, 16, 4), (2, 0, 3), (0, 5, 3)],
+)
+@pytest.mark.parametrize("block", [1, 40, 1 << 16])
+def test_sums_have_an_order_of_our_own(rows, terms, columns, block, fused, monkeypatch):
+    monkeypatch.setattr(reference, "_BLOCK_CPU", block)
+    rng = np.random.default_rng(rows * 1000 + terms)
+    a = rng.standard_normal((2, 3, rows, terms)).astype(np.float32)
+    b = rng.standard_normal((2, 1, terms, columns)).astype(np.float32)
+    got = reference._by_eights(np, a, b, fused)
+    assert got.shape == (2, 3, rows, columns) and got.dtype == np.float32
+    for n, g, i, j in np.ndindex(got.shape):
+        assert got[n, g, i, j] == in_order(a[n, g, i], b[n, 0, :, j], fused)
+
+
+def test_the_order_of_sums_shows():
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((50, 128), (128, 50)))
+    sums = [reference._by_eights(np, a, b, fused) for fused in (False, True)]
+    assert (sums[0] != sums[1]).any() and np.abs(sums[0] - sums[1]).max() < 1e-4
+    halves = a.astype(np.float16).astype(np.float32), b.astype(np.float16).astype(np.float32)
+    np.testing.assert_array_equal(*(reference._by_eights(np, *halves, fused) for fused in (False, True)))
+
+
 def test_plain_in_float64_is_the_reference():
     q, k, v = inputs()
     for a, b in zip(reference.plain(q, k, v, softcap=2.0), reference.attention(q, k, v, softcap=2.0)):
         np.testing.assert_allclose(a, b, rtol=1e-13)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_plain_sums_alike_on_every_machine(dtype):
+    """The products and sums themselves: the same bits from CuPy, whose exponentials may differ in the last place."""
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(4)
+    a, b = (rng.standard_normal(s).astype(dtype).astype(np.float32) for s in ((2, 3, 65, 77), (2, 1, 77, 130)))
+    for fused in (False, True):
+        there = reference._by_eights(cupy, cupy.asarray(a), cupy.asarray(b), fused)
+        np.testing.assert_array_equal(there.get(), reference._by_eights(np, a, b, fused))
 
 
 @pytest.mark.gpu
