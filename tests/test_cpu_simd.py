@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import fa_ext
+import large_logits
 import rows
 from case import Case
 from fa_ext import _core
@@ -129,6 +130,15 @@ def test_instance(isa, case, force):
     force(isa)
     report = rows.verdict(ROW, case)
     assert report, str(report)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("head_dim", [13, *large_logits.HEAD_DIMS])
+def test_large_scores(isa, head_dim, force):
+    force(isa)
+    for amplitude in large_logits.AMPLITUDES:
+        counted = large_logits.count([ROW], range(6), head_dim, amplitude)[ROW]
+        assert counted.seeds == 6 and not counted.over and counted.worst < 0.6, (amplitude, counted)
 
 
 @pytest.mark.parametrize("isa", ISAS)

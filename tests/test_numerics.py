@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import emulations
+import fa_ext
+import large_logits
 from case import Case
 from fa_ext import reference
 from fa_ext.verify import judge
@@ -74,6 +76,50 @@ def test_some_mistake_would_pass_if_only_one_input_were_tried(name):
     """No input catches all by itself, except by the output: the grid needs each kind of input."""
     caught = [mistake.__name__ for mistake in emulations.MISTAKES if not emulated(mistake, ADVERSARIAL[name])]
     assert len(caught) < len(emulations.MISTAKES), caught
+
+
+# ---- large scores ----
+
+# Rows whose float32 sums are a library's: their counts are what `python tests/large_logits.py` prints.
+LIBRARY_SUMS = {"cublas"}
+
+
+@pytest.mark.parametrize("amplitude", large_logits.AMPLITUDES)
+@pytest.mark.parametrize("head_dim", large_logits.HEAD_DIMS)
+def test_large_scores_stay_within_the_bounds(row, head_dim, amplitude):
+    if row in LIBRARY_SUMS:
+        pytest.skip("the order of its sums is not ours")
+    try:
+        counted = large_logits.count([row], range(8), head_dim, amplitude)[row]
+    except fa_ext.UnsupportedError as error:
+        pytest.skip(str(error))
+    assert counted.seeds == 8 and not counted.over, counted
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_large_scores_of_halves_stay_within_the_bounds(row, dtype):
+    amplitude = 40 if dtype == "float16" else 90  # scores of some 8,000
+    for head_dim in large_logits.HEAD_DIMS:
+        try:
+            counted = large_logits.count([row], range(8), head_dim, amplitude, dtype)[row]
+        except fa_ext.UnsupportedError as error:
+            pytest.skip(str(error))
+        assert counted.seeds == 8 and not counted.over, (head_dim, counted)
+
+
+def test_sums_in_another_order_would_not():
+    """The counter notices what it is there for: the scale in the operand, and one sum over head_dim."""
+    over = 0
+    for seed in range(40):
+        q, k, v = large_logits.problem(seed, 128, 10)
+        s = np.zeros((1, 4, 16, 16), np.float32)
+        folded = q * np.float32(128**-0.5 * np.log2(np.e))
+        for d in range(128):
+            s += folded[..., d, None] * k[..., None, :, d]
+        p = np.exp2(s - s.max(-1, keepdims=True))
+        out = (p / p.sum(-1, keepdims=True)) @ v
+        over += not judge(out, None, reference.attention(q, k, v), reference.plain(q, k, v), "float32")
+    assert over > 4, over
 
 
 # ---- the verifier ----

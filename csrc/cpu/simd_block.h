@@ -1,8 +1,8 @@
 /* A block of query rows, FA_CPU_MR vectors wide, and its online softmax. For each tile of keys:
- *   S^T = K Q^T                     (simd_gemm.h; Q holds the scale, so S is in units of log2)
+ *   S^T = K Q^T                     (simd_gemm.h; times the scale)
  *   softcap, bias, mask, window     (only where there are any)
- *   m' = max(m, max S);  P = 2^(S - m');  l = l 2^(m - m') + sum P;  O^T = O^T 2^(m - m') + V^T P^T
- * and at the end O / l and LSE = m ln 2 + ln l. A sink enters as a key of score sink and value 0 before the first.
+ *   m' = max(m, max S);  P = e^(S - m');  l = l e^(m - m') + sum P;  O^T = O^T e^(m - m') + V^T P^T
+ * and at the end O / l and LSE = m + ln l. A sink enters as a key of score sink and value 0 before the first.
  *
  * Each row's sums run over the keys in order within a tile, and a key that the row does not see adds an exact zero.
  */
@@ -17,7 +17,6 @@
 
 #define BLOCK_ROWS (FA_CPU_MR * LANES)
 #define LOG2E      1.4426950408889634
-#define LN2        0.6931471805599453
 
 /* Rows [first_row, first_row + rows) of the task's numbering, in `mr` vectors; pitch of its arrays: mr * LANES. */
 typedef struct block {
@@ -26,7 +25,7 @@ typedef struct block {
     int64_t query[BLOCK_ROWS], head[BLOCK_ROWS]; /* of each lane; lanes past `rows` repeat the last row */
     int64_t first_query, last_query;
     int64_t key_begin, key_end; /* union of what its rows see through causal and window */
-    real *q;                    /* (D, pitch), times q_factor */
+    real *q;                    /* (D, pitch) */
     real *o;                    /* (Dv, pitch) */
     real maximum[BLOCK_ROWS], sum[BLOCK_ROWS];
 } block;
@@ -36,8 +35,8 @@ typedef struct work {
     const fa_forward *p;
     int64_t batch, head_kv, group;
     bool contained; /* keep NaN and Inf of excluded keys away from each row, at some cost */
-    real q_factor;  /* folded into Q: the scores leave the product in log2 units, or ready for tanh */
-    real cap;       /* softcap in log2 units; 0: none */
+    real scale;
+    real cap, cap_factor; /* softcap, 0: none; what makes of a score what v_tanh_scaled() takes */
     int blocks;
     block *block;      /* [blocks] */
     real *scores;      /* (TILE_N, BLOCK_ROWS): S^T, then P^T */
@@ -80,7 +79,7 @@ static void block_begin(const work *w, block *b) {
     for (int m = 0; m < b->mr; m++) {
         const char *rows[LANES];
         for (int lane = 0; lane < LANES; lane++) rows[lane] = row_of(w, b, m * LANES + lane, &p->q, p->dtype);
-        read_transposed(b->q + m * LANES, pitch, rows, p->dtype, p->q.stride[3], p->head_dim, w->q_factor, w->buffer);
+        read_transposed(b->q + m * LANES, pitch, rows, p->dtype, p->q.stride[3], p->head_dim, w->buffer);
     }
     memset(b->o, 0, (size_t)p->head_dim_v * (size_t)pitch * sizeof(real));
     for (int lane = 0; lane < pitch; lane++) {
@@ -89,7 +88,7 @@ static void block_begin(const work *w, block *b) {
         if (!p->sinks.data) continue;
         const real given = load_one(p->sinks.data, p->sinks_dtype, b->head[lane] * p->sinks.stride[0]);
         const real sink = (real)fa_bounded(given, REAL_DTYPE);
-        b->maximum[lane] = sink * (real)LOG2E;
+        b->maximum[lane] = sink;
         b->sum[lane] = sink == -(real)INFINITY ? 0 : 1;
     }
 }
@@ -103,12 +102,12 @@ static void read_score_operand(const work *w, const block *b, const key_tile *t,
     for (int m = 0; m < b->mr; m++) {
         const char *rows[LANES];
         for (int lane = 0; lane < LANES; lane++) rows[lane] = row_of(w, b, m * LANES + lane, operand, dtype) + offset;
-        read_transposed(to + m * LANES, b->mr * LANES, rows, dtype, operand->stride[3], (int)(t->end - t->begin), 1,
+        read_transposed(to + m * LANES, b->mr * LANES, rows, dtype, operand->stride[3], (int)(t->end - t->begin),
                         w->buffer);
     }
 }
 
-/* A bias within what base 2 can hold; infinities and NaN as they are. */
+/* A bias whose difference from a score fits its type in base 2 too; infinities and NaN as they are. */
 INLINE vreal v_bounded(vreal bias) {
     const real limit = FA_CPU_REAL_BYTES == 4 ? (real)FA_LIMIT : (real)FA_LIMIT_F64;
     bias = v_select((bias < -limit) & (bias > -(real)INFINITY), v_set1(-limit), bias);
@@ -138,10 +137,10 @@ static void adjust_scores(const work *w, const block *b, const key_tile *t, bool
         for (int n = 0; n < keys; n++) {
             real *at = w->scores + n * pitch + m * LANES;
             vreal s = v_load(at);
-            if (w->cap > 0) s = v_tanh_scaled(s) * w->cap;
+            if (w->cap > 0) s = v_tanh_scaled(s * w->cap_factor) * w->cap;
             if (p->bias.data) {
                 const vreal bias = v_load(w->bias + n * pitch + m * LANES);
-                s = v_select(bias == nothing, nothing, v_fma(v_bounded(bias), v_set1((real)LOG2E), s));
+                s = v_select(bias == nothing, nothing, v_bounded(bias) + s);
             }
             if (p->mask.data) s = v_select(v_load(w->mask + n * pitch + m * LANES) == 0, s, nothing);
             if (windowed) s = v_select((low <= (integer)n) & (high > (integer)n), s, nothing);
@@ -154,33 +153,28 @@ static void adjust_scores(const work *w, const block *b, const key_tile *t, bool
 
 /* ---- one key tile against one block ---- */
 
-/* S^T -> P^T in place; m and l move on; decay[lane] is what O must be multiplied by. `maximum` is the tile's. */
+/* S^T -> P^T in place; m and l move on; decay[lane] is what O must be multiplied by. `maximum` is the tile's. One
+ * vector of rows at a time: the constants of v_exp2() leave no registers for a second. */
 INLINE void soften(const int mr, block *b, real *scores, int keys, const real *maximum, real *decay, bool contained) {
-    vreal origin[FA_CPU_MR], sum[FA_CPU_MR];
-    UNROLL
     for (int m = 0; m < mr; m++) {
         const vreal before = v_load(b->maximum + m * LANES), highest = v_load(maximum + m * LANES);
         const vreal top = v_max(highest, before);
         const vint none = highest == -(real)INFINITY; /* of these keys; `before` can be a sink that is not finite */
-        origin[m] = v_select(none, v_set1(0), top);
-        v_store(b->maximum + m * LANES, top);
-        v_store(decay + m * LANES, v_select(none, v_set1(1), v_exp2(before - origin[m])));
-        sum[m] = v_set1(0);
-    }
-    for (int n = 0; n < keys; n++) {
-        UNROLL
-        for (int m = 0; m < mr; m++) {
+        const vreal origin = v_select(none, v_set1(0), top);
+        const vreal factor = v_select(none, v_set1(1), v_exp2((before - origin) * (real)LOG2E));
+        vreal sum = v_set1(0);
+        for (int n = 0; n < keys; n++) {
             real *at = scores + (n * mr + m) * LANES;
             const vreal s = v_load(at);
-            vreal p = v_exp2(s - origin[m]);
+            vreal p = v_exp2((s - origin) * (real)LOG2E);
             if (contained) p = v_select(s == -(real)INFINITY, v_set1(-(real)0), p);
-            sum[m] += p;
+            sum += p;
             v_store(at, p);
         }
+        v_store(b->maximum + m * LANES, top);
+        v_store(decay + m * LANES, factor);
+        v_store(b->sum + m * LANES, v_fma(v_load(b->sum + m * LANES), factor, sum));
     }
-    UNROLL
-    for (int m = 0; m < mr; m++)
-        v_store(b->sum + m * LANES, v_fma(v_load(b->sum + m * LANES), v_load(decay + m * LANES), sum[m]));
 }
 
 INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile *t, bool windowed) {
@@ -192,7 +186,7 @@ INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile 
         read_score_operand(w, b, t, &p->mask, FA_BOOL, w->mask);
         if (all_excluded(w->mask, keys * pitch)) return;
     }
-    multiply_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scores, maximum);
+    multiply_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scale, w->scores, maximum);
     if (p->bias.data) read_score_operand(w, b, t, &p->bias, p->bias_dtype, w->bias);
     if (windowed || w->cap > 0 || p->bias.data || p->mask.data) adjust_scores(w, b, t, windowed, maximum);
     if (w->contained) {
@@ -242,7 +236,7 @@ static bool block_end(const work *w, block *b) {
         write_transposed(rows, lanes, p->dtype, p->out.stride[3], b->o + m * LANES, pitch, p->head_dim_v, w->buffer);
     }
     for (int lane = 0; lane < b->rows && p->lse; lane++) {
-        const double lse = b->sum[lane] == 0 ? -INFINITY : b->maximum[lane] * LN2 + log(b->sum[lane]);
+        const double lse = b->sum[lane] == 0 ? -INFINITY : b->maximum[lane] + log(b->sum[lane]);
         ((real *)p->lse)[(w->batch * p->heads + b->head[lane]) * p->seq_q + b->query[lane]] = (real)lse;
     }
     return v_any(nan);

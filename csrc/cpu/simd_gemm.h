@@ -17,27 +17,52 @@
 #else
 #define NR(mr) NR_FITTING(mr)
 #endif
-#define NR_LARGEST 16
+#define NR_LARGEST   16
 
-/* s[n * mr * LANES + lane] = sum over d of k[n * k_pitch + d] q[d * mr * LANES + lane] for n < nr;
- * maximum[lane] rises to the largest of them. */
+/* Keys against a block of queries: a score holds two registers, the sum of eight products and the total. */
+#define SCORE_NR(mr) ((VECTOR_REGISTERS - 1 - (mr)) / (2 * (mr)) < 8 ? (VECTOR_REGISTERS - 1 - (mr)) / (2 * (mr)) : 8)
+
+/* Products of a score that are summed apart from the others. */
+#define EIGHT        8
+
+/* s[n * mr * LANES + lane] = scale * sum over d of k[n * k_pitch + d] q[d * mr * LANES + lane] for n < nr;
+ * maximum[lane] rises to the largest of them.
+ *
+ * Products are summed by eights: eight in order, then their sum joins the total. The total is rounded before it is
+ * scaled. These are the sums of the plain formula (fa_ext/reference.py), rounding by rounding: where scores are large
+ * few keys decide a row, and sums in another order would be off elsewhere, if no further. */
 INLINE void score_block(const int mr, const int nr, const real *restrict q, const real *restrict k, int64_t k_pitch,
-                        int head_dim, real *restrict s, real *restrict maximum) {
-    vreal sum[NR_LARGEST][FA_CPU_MR];
+                        int head_dim, real scale, real *restrict s, real *restrict maximum) {
+    vreal total[NR_LARGEST][FA_CPU_MR];
     UNROLL
     for (int n = 0; n < nr; n++) {
         UNROLL
-        for (int m = 0; m < mr; m++) sum[n][m] = v_set1(0);
+        for (int m = 0; m < mr; m++) total[n][m] = v_set1(0);
     }
-    for (int d = 0; d < head_dim; d++) {
-        vreal rows[FA_CPU_MR];
-        UNROLL
-        for (int m = 0; m < mr; m++) rows[m] = v_load(q + (d * mr + m) * LANES);
+    for (int d = 0; d < head_dim;) {
+        const int end = head_dim - d < EIGHT ? head_dim : d + EIGHT;
+        vreal sum[NR_LARGEST][FA_CPU_MR];
         UNROLL
         for (int n = 0; n < nr; n++) {
-            const vreal key = v_set1(k[n * k_pitch + d]);
             UNROLL
-            for (int m = 0; m < mr; m++) sum[n][m] = v_fma(rows[m], key, sum[n][m]);
+            for (int m = 0; m < mr; m++) sum[n][m] = v_set1(0);
+        }
+        UNROLL_FOUR
+        for (; d < end; d++) {
+            vreal rows[FA_CPU_MR];
+            UNROLL
+            for (int m = 0; m < mr; m++) rows[m] = v_load(q + (d * mr + m) * LANES);
+            UNROLL
+            for (int n = 0; n < nr; n++) {
+                const vreal key = v_set1(k[n * k_pitch + d]);
+                UNROLL
+                for (int m = 0; m < mr; m++) sum[n][m] = v_fma_once(rows[m], key, sum[n][m]);
+            }
+        }
+        UNROLL
+        for (int n = 0; n < nr; n++) {
+            UNROLL
+            for (int m = 0; m < mr; m++) total[n][m] += sum[n][m];
         }
     }
     UNROLL
@@ -45,8 +70,9 @@ INLINE void score_block(const int mr, const int nr, const real *restrict q, cons
         vreal top = v_load(maximum + m * LANES);
         UNROLL
         for (int n = 0; n < nr; n++) {
-            top = v_max(sum[n][m], top);
-            v_store(s + (n * mr + m) * LANES, sum[n][m]);
+            const vreal score = total[n][m] * scale;
+            top = v_max(score, top);
+            v_store(s + (n * mr + m) * LANES, score);
         }
         v_store(maximum + m * LANES, top);
     }
@@ -84,27 +110,27 @@ INLINE void value_block(const int mr, const int nr, const real *restrict p, cons
     }
 }
 
-/* Calls BLOCK(nr) for consecutive runs of nr rows that cover [0, count), advancing `at`. */
-#define FOR_RUNS(mr, at, count, BLOCK)                                                                                 \
+/* Calls BLOCK(nr) for consecutive runs of nr <= most rows that cover [0, count), advancing `at`. */
+#define FOR_RUNS(most, at, count, BLOCK)                                                                               \
     do {                                                                                                               \
-        for (; at + NR(mr) <= count; at += NR(mr)) BLOCK(NR(mr));                                                      \
-        for (; NR(mr) > 8 && at + 8 <= count; at += 8) BLOCK(8);                                                       \
-        if (NR(mr) > 4 && at + 4 <= count) {                                                                           \
+        for (; at + (most) <= count; at += (most)) BLOCK(most);                                                        \
+        for (; (most) > 8 && at + 8 <= count; at += 8) BLOCK(8);                                                       \
+        if ((most) > 4 && at + 4 <= count) {                                                                           \
             BLOCK(4);                                                                                                  \
             at += 4;                                                                                                   \
         }                                                                                                              \
-        if (NR(mr) > 2 && at + 2 <= count) {                                                                           \
+        if ((most) > 2 && at + 2 <= count) {                                                                           \
             BLOCK(2);                                                                                                  \
             at += 2;                                                                                                   \
         }                                                                                                              \
-        if (NR(mr) > 1 && at < count) BLOCK(1);                                                                        \
+        if ((most) > 1 && at < count) BLOCK(1);                                                                        \
     } while (0)
 
 INLINE void multiply_scores(const int mr, const real *q, const real *k, int64_t k_pitch, int head_dim, int keys,
-                            real *s, real *maximum) {
+                            real scale, real *s, real *maximum) {
     int n = 0;
-#define SCORE_RUN(nr) score_block(mr, nr, q, k + n * k_pitch, k_pitch, head_dim, s + n * mr * LANES, maximum)
-    FOR_RUNS(mr, n, keys, SCORE_RUN);
+#define SCORE_RUN(nr) score_block(mr, nr, q, k + n * k_pitch, k_pitch, head_dim, scale, s + n * mr * LANES, maximum)
+    FOR_RUNS(SCORE_NR(mr), n, keys, SCORE_RUN);
 #undef SCORE_RUN
 }
 
@@ -112,7 +138,7 @@ INLINE void multiply_values(const int mr, const real *p, const real *v, int64_t 
                             real *o, const real *decay) {
     int c = 0;
 #define VALUE_RUN(nr) value_block(mr, nr, p, v + c, v_pitch, keys, o + c * mr * LANES, decay)
-    FOR_RUNS(mr, c, head_dim_v, VALUE_RUN);
+    FOR_RUNS(NR(mr), c, head_dim_v, VALUE_RUN);
 #undef VALUE_RUN
 }
 

@@ -71,16 +71,16 @@ static void write_row(char *to, fa_dtype dtype, int64_t stride, const real *from
 /* Row pitch of the buffers that the transposing functions work in. */
 static inline int padded(int count) { return (count + LANES - 1) / LANES * LANES; }
 
-/* to[c * pitch + lane] = factor * rows[lane][c * stride] for c < count: LANES rows become one lane each. `buffer` holds
+/* to[c * pitch + lane] = rows[lane][c * stride] for c < count: LANES rows become one lane each. `buffer` holds
  * LANES * padded(count) values. */
 static void read_transposed(real *to, int pitch, const char *const rows[LANES], fa_dtype dtype, int64_t stride,
-                            int count, real factor, real *buffer) {
+                            int count, real *buffer) {
     const int width = padded(count);
     bool same = true;
     for (int lane = 1; lane < LANES; lane++) same &= rows[lane] == rows[0];
     if (same) {
         read_row(buffer, rows[0], dtype, stride, count);
-        for (int c = 0; c < count; c++) v_store(to + c * pitch, v_set1(factor * buffer[c]));
+        for (int c = 0; c < count; c++) v_store(to + c * pitch, v_set1(buffer[c]));
         return;
     }
     const int whole = stride == 1 ? count / LANES * LANES : 0; /* columns that need no buffer */
@@ -93,7 +93,7 @@ static void read_transposed(real *to, int pitch, const char *const rows[LANES], 
             tile[lane] = first < whole ? load_lanes(rows[lane], dtype, first) : v_load(buffer + lane * width + first);
         v_transpose(tile);
         const int columns = count - first < LANES ? count - first : LANES;
-        for (int c = 0; c < columns; c++) v_store(to + (first + c) * pitch, tile[c] * factor);
+        for (int c = 0; c < columns; c++) v_store(to + (first + c) * pitch, tile[c]);
     }
 }
 

@@ -118,8 +118,9 @@ static void attend(const fa_forward *p, const fa_simd_task *task, void *scratch)
     arena a = {scratch, 0};
     lay_out(&a, &w, p, task->rows);
     w.blocks = (task->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    w.cap = (real)(p->softcap * LOG2E);
-    w.q_factor = (real)(p->softcap > 0 ? p->scale / p->softcap * 2 * LOG2E : p->scale * LOG2E);
+    w.scale = (real)p->scale;
+    w.cap = (real)p->softcap;
+    w.cap_factor = p->softcap > 0 ? (real)(2 * LOG2E / p->softcap) : 0;
     const bool excludes = p->mask.data || p->bias.data || p->left < FA_UNBOUNDED || p->right < FA_UNBOUNDED;
     if (run(&w, task) && excludes) {
         w.contained = true;

@@ -18,9 +18,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
-#define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL      _Pragma("clang loop unroll(full)")
+#define UNROLL_FOUR _Pragma("clang loop unroll_count(4)")
 #else
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL      _Pragma("GCC unroll 16")
+#define UNROLL_FOUR _Pragma("GCC unroll 4")
 #endif
 
 #define LANES (FA_CPU_VECTOR_BYTES / FA_CPU_REAL_BYTES)
@@ -65,7 +67,8 @@ INLINE bool v_any(vint condition) {
     return any != 0;
 }
 
-/* a * b + c, rounded once where the machine can. v_max(a, b) is b where either is NaN, like x86's. */
+/* a * b + c, rounded once where the machine can; v_fma_once(): in float always. v_max(a, b) is b where either is NaN,
+ * like x86's. */
 #if FA_CPU_VECTOR_BYTES == 64 && FA_CPU_REAL_BYTES == 4
 INLINE vreal v_fma(vreal a, vreal b, vreal c) { return (vreal)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE vreal v_max(vreal a, vreal b) { return (vreal)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -81,6 +84,17 @@ INLINE vreal v_max(vreal a, vreal b) { return (vreal)_mm256_max_pd((__m256d)a, (
 #else
 INLINE vreal v_fma(vreal a, vreal b, vreal c) { return a * b + c; }
 INLINE vreal v_max(vreal a, vreal b) { return v_select(a > b, a, b); }
+#endif
+
+#if FA_CPU_VECTOR_BYTES > 16 || FA_CPU_REAL_BYTES == 8 || defined(__aarch64__)
+#define v_fma_once v_fma
+#else
+/* By way of double, in which the product is exact: slow, for machines without the instruction. */
+typedef double vdouble __attribute__((vector_size(8 * LANES)));
+INLINE vreal v_fma_once(vreal a, vreal b, vreal c) {
+    const vdouble product = __builtin_convertvector(a, vdouble) * __builtin_convertvector(b, vdouble);
+    return __builtin_convertvector(product + __builtin_convertvector(c, vdouble), vreal);
+}
 #endif
 
 /* ---- rounding to an integer n, and multiplication by 2^n ---- */
