@@ -76,7 +76,8 @@ __device__ __noinline__ void general_scores(const fa_forward &p, const Options &
                 return;
             }
             asm("max.NaN.f32 %0, %0, %1;" : "+f"(sum) : "f"(-FA_LIMIT)); // larger ones saturate by themselves
-            score = cap > 0 ? fmaf(cap, tanhf(score * o.score.scale_cap), sum) : fmaf(score, scale, sum);
+            score =
+                cap > 0 ? fmaf(cap, tanhf(score * o.score.scale_cap), sum) : __fadd_rn(__fmul_rn(score, scale), sum);
         });
     }
 }
@@ -128,9 +129,10 @@ template <typename T, Tile t> struct LaneTile {
         }
     }
 
-    /* s = Q K^T. Float32 sums eight products at a time: with one chain over head_dim, scores in the hundreds come out
-     * two to three times as far off, which float32 alone is precise enough to show. It then takes half of the rows at a
-     * time, since registers hold no more; 6% slower with 8 rows a lane at head_dim 64, no slower elsewhere. */
+    /* s = Q K^T. Float32 sums eight products at a time, in the order of the plain formula (fa_ext/reference.py): with
+     * one chain over head_dim, scores in the hundreds come out two to three times as far off, which float32 alone is
+     * precise enough to show. It then takes half of the rows at a time, since registers hold no more; 6% slower with 8
+     * rows a lane at head_dim 64, no slower elsewhere. */
     __device__ __forceinline__ void multiply_keys(float (&s)[TM][TN], int head_dim) const {
         constexpr int QUADS = sizeof(T) == 4 ? 2 : 1, ROWS = QUADS > 1 && TM > 4 && TM % 2 == 0 ? TM / 2 : TM;
 #pragma unroll
@@ -186,7 +188,17 @@ template <typename T, Tile t> struct LaneTile {
             for (int j = 0; j < TN; ++j) s[i][j] = score_at(i, j);
     }
 
-    /* Without any of these: products stay as they are, those of keys that a row does not see become `excluded`. */
+    /* Products times the scale, rounded as the plain formula rounds them: an unrounded score is closer to the truth,
+     * but not to plain, whose own rounding may bring it closer by luck; 5 of 6,000 problems of large scores then leave
+     * the bound that plain's error makes. */
+    __device__ __forceinline__ static void scale_products(float (&s)[TM][TN], float scale) {
+#pragma unroll
+        for (int i = 0; i < TM; ++i)
+#pragma unroll
+            for (int j = 0; j < TN; ++j) s[i][j] = __fmul_rn(s[i][j], scale);
+    }
+
+    /* Without softcap, bias and mask: what belongs to keys that a row does not see becomes `excluded`. */
     __device__ __forceinline__ void exclude(float (&s)[TM][TN], const fa::KeyBand &band, float excluded) const {
 #pragma unroll
         for (int i = 0; i < TM; ++i)
@@ -387,10 +399,12 @@ __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
                 lane.score_general(s, p, o, batch, head, row0, key0);
                 lane.template absorb<true>(s, fa::LOG2_E);
             } else {
+                constexpr bool SCALED = sizeof(T) == 4;
+                const float to_log2 = SCALED ? fa::LOG2_E : o.score.scale_log2;
+                if constexpr (SCALED) lane.scale_products(s, static_cast<float>(p.scale));
                 if (key0 < common.begin || key0 + t.block_n > common.end)
-                    lane.exclude(s, fa::key_band(p, row0 + lane.row, key0),
-                                 o.score.scale_log2 > 0 ? -INFINITY : INFINITY);
-                lane.template absorb<false>(s, o.score.scale_log2);
+                    lane.exclude(s, fa::key_band(p, row0 + lane.row, key0), to_log2 > 0 ? -INFINITY : INFINITY);
+                lane.template absorb<false>(s, to_log2);
             }
 
             if constexpr (!t.separate()) lane.sync_group(); // every warp is done with K
