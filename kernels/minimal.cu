@@ -6,9 +6,11 @@
  *     s = scale * (q . k_j)
  *     m' = max(m, s)      l' = l 2^(m - m') + 2^(s - m')      o' = o 2^(m - m') + 2^(s - m') v_j      (base-2 scores)
  *
- * and at the end out = o / l, LSE = (m + log2 l) ln 2. Lane t holds the elements t, t + 32, t + 64, ... of q and o.
- * Float16, bfloat16 and float32 with float32 arithmetic; any strides, GQA, causal, scale, LSE, head_dim up to 256.
- * Each key is read from cache once for every row: the row is a baseline to understand, not one to use.
+ * and at the end out = o / l, LSE = (m + log2 l) ln 2. Lane t holds eight elements of q, from 8t on, whose products it
+ * sums; the lanes' sums are then added in order, as the plain formula adds them (fa_ext/reference.py). Of o it holds
+ * the elements t, t + 32, t + 64, ... Float16, bfloat16 and float32 with float32 arithmetic; any strides, GQA, causal,
+ * scale, LSE, head_dim up to 256. Each key is read from cache once for every row: the row is a baseline to understand,
+ * not one to use.
  *
  *     python -m bench measure --preset history --rows minimal,simt
  */
@@ -16,18 +18,21 @@
 #include "fa.h"        // fa_forward, fa_kernel
 #include "launch.cuh"  // fa_own, FA_CUDA_TRY
 #include "mask.cuh"    // row_keys
-#include "score.cuh"   // score_params
-#include "softmax.cuh" // RowState, finish_row
+#include "score.cuh"   // LOG2_E
+#include "softmax.cuh" // RowState, scaled_down, finish_row
 
 namespace {
 
 constexpr int WARP = 32;
 constexpr int WARPS = 8;  // rows a block
+constexpr int EIGHT = 8;  // products of a score that a lane sums
 constexpr int CHUNK = 64; // keys summed apart: one sum over thousands of keys would be off by its many roundings
 
-/* LANE_DIMS: elements of a row that a lane holds, the larger of head_dim and head_dim_v over 32, rounded up. */
+static_assert(WARP * EIGHT >= FA_MAX_HEAD_DIM);
+
+/* LANE_DIMS: elements of an output row that a lane holds, head_dim_v over 32, rounded up. */
 template <typename T, int LANE_DIMS>
-__global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_constant__ fa_forward p, float scale_log2) {
+__global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_constant__ fa_forward p, float scale) {
     const int lane = threadIdx.x % WARP;
     const int64_t rows = p.batch * p.heads * p.seq_q;
 
@@ -36,11 +41,10 @@ __global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_const
         const int64_t head_kv = head / (p.heads / p.heads_kv);
         const T *q = fa::row_of<T>(p.q, batch, head, row);
 
-        float query[LANE_DIMS], out[LANE_DIMS];
-        for (int i = 0; i < LANE_DIMS; ++i) {
-            int d = lane + i * WARP;
+        float query[EIGHT], out[LANE_DIMS] = {};
+        for (int i = 0; i < EIGHT; ++i) {
+            int d = lane * EIGHT + i;
             query[i] = d < p.head_dim ? fa::to_float(q[d * p.q.stride[3]]) : 0.0f;
-            out[i] = 0.0f;
         }
 
         fa::RowState state;
@@ -50,15 +54,16 @@ __global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_const
             float chunk[LANE_DIMS] = {}, chunk_sum = 0.0f;
             for (int64_t key = first; key < end; ++key) {
                 const T *k = fa::row_of<T>(p.k, batch, head_kv, key);
-                float product = 0.0f;
-                for (int i = 0; i < LANE_DIMS; ++i) {
-                    int d = lane + i * WARP;
-                    if (d < p.head_dim) product += query[i] * fa::to_float(k[d * p.k.stride[3]]);
+                float sum = 0.0f, product = 0.0f;
+                for (int i = 0; i < EIGHT; ++i) {
+                    int d = lane * EIGHT + i;
+                    if (d < p.head_dim) sum = fmaf(query[i], fa::to_float(k[d * p.k.stride[3]]), sum);
                 }
-                for (int offset = WARP / 2; offset; offset /= 2) product += __shfl_xor_sync(~0u, product, offset);
+                for (int t = 0; t * EIGHT < p.head_dim; ++t) product += __shfl_sync(~0u, sum, t);
 
-                const float score = product * scale_log2;
-                const float factor = state.raise(score), weight = state.weight(score);
+                const float score = product * scale;
+                const float factor = state.raise(fa::scaled_down(score, fa::LOG2_E));
+                const float weight = state.bounded_weight(score, fa::LOG2_E);
                 chunk_sum = chunk_sum * factor + weight;
 
                 const T *v = fa::row_of<T>(p.v, batch, head_kv, key);
@@ -84,13 +89,13 @@ __global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_const
 
 /* The plan's own part. */
 struct Own {
-    bool wide; // head_dim or head_dim_v over 64
+    bool wide; // head_dim_v over 64
 };
 
 fa_answer plan(const fa_problem *problem, const fa_device_info *, fa_plan *plan, fa_why *) {
     const fa_forward &p = problem->forward;
     const int64_t rows = p.batch * p.heads * p.seq_q, blocks = (rows + WARPS - 1) / WARPS;
-    fa_own<Own>(plan).wide = (p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v) > 64;
+    fa_own<Own>(plan).wide = p.head_dim_v > 64;
     plan->threads = WARP * WARPS;
     plan->blocks = blocks < INT32_MAX ? blocks : INT32_MAX; // the kernel strides over the rest
     plan->keep = true;
@@ -100,7 +105,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *, fa_plan *plan,
 template <typename T> fa_code launch_as(const fa_forward &p, const fa_plan *plan, const fa_launch &launch) {
     auto kernel = fa_own<Own>(plan).wide ? minimal_kernel<T, FA_MAX_HEAD_DIM / WARP> : minimal_kernel<T, 64 / WARP>;
     cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
-    kernel<<<unsigned(plan->blocks), plan->threads, 0, stream>>>(p, fa::score_params(p).scale_log2);
+    kernel<<<unsigned(plan->blocks), plan->threads, 0, stream>>>(p, static_cast<float>(p.scale));
     FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }
