@@ -19,12 +19,8 @@ static const real exp2_coefficients[] = {0x1.62e42fefa39efp-1,  0x1.ebfbdff82c59
 #endif
 #define EXP2_DEGREE ((int)(sizeof exp2_coefficients / sizeof *exp2_coefficients) - 1)
 
-/* Arguments below this give 0 (or, with AVX-512, down to the smallest subnormal, what is left of 2^x). */
-#if FA_CPU_VECTOR_BYTES == 64
-#define EXP2_LOWEST ((real)(FA_CPU_REAL_BYTES == 4 ? -160 : -1100))
-#else
-#define EXP2_LOWEST ((real)(FA_CPU_REAL_BYTES == 4 ? -127 : -1023))
-#endif
+/* Arguments below this give 0. */
+#define EXP2_LOWEST ((real)-EXPONENT_BIAS)
 
 /* Q(r) for r in [-1/2, 1/2]. */
 INLINE vreal v_exp2_polynomial(vreal r) {

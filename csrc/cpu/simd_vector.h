@@ -99,26 +99,10 @@ INLINE vreal v_fma_once(vreal a, vreal b, vreal c) {
 
 /* ---- rounding to an integer n, and multiplication by 2^n ---- */
 
-/* v_round(x, &power) gives x rounded to the nearest integer n; v_ldexp(y, power) gives y * 2^n. */
-#if FA_CPU_VECTOR_BYTES == 64
-typedef vreal vpower;
-INLINE vreal v_round(vreal x, vpower *power) {
-#if FA_CPU_REAL_BYTES == 4
-    return *power = (vreal)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-    return *power = (vreal)_mm512_roundscale_pd((__m512d)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#endif
-}
-INLINE vreal v_ldexp(vreal y, vpower power) {
-#if FA_CPU_REAL_BYTES == 4
-    return (vreal)_mm512_scalef_ps((__m512)y, (__m512)power);
-#else
-    return (vreal)_mm512_scalef_pd((__m512d)y, (__m512d)power);
-#endif
-}
-#else
-/* Adding 1.5 * 2^mantissa rounds x at the last bit, and leaves n in the low bits of the sum: shifted to the exponent's
- * place it is 2^n for -bias < n, and zero for n = -bias. */
+/* v_round(x, &power) gives x rounded to the nearest integer n; v_ldexp(y, power) gives y * 2^n for -bias < n, 0 for
+ * n = -bias. Adding 1.5 * 2^mantissa rounds x at the last bit, and leaves n in the low bits of the sum: shifted to the
+ * exponent's place it is 2^n, or zero for n = -bias. No result is subnormal on the way to a weight of 0, which excluded
+ * keys have. */
 typedef vbits vpower;
 #if FA_CPU_REAL_BYTES == 4
 #define ROUNDER       0x1.8p23f
@@ -135,7 +119,6 @@ INLINE vreal v_round(vreal x, vpower *power) {
     return sum - ROUNDER;
 }
 INLINE vreal v_ldexp(vreal y, vpower power) { return y * (vreal)power; }
-#endif
 
 /* ---- loads and stores that convert ---- */
 
