@@ -15,6 +15,7 @@ import large_logits
 import rows
 from case import Case
 from fa_ext import _core
+from operands import dtype_of
 
 ROW = "cpu_simd"
 pytestmark = pytest.mark.skipif(ROW not in fa_ext.kernels(), reason="this build has no cpu_simd")
@@ -196,6 +197,62 @@ def test_a_row_has_the_same_bits_in_any_company(isa, force):
     np.testing.assert_array_equal(whole[1:], entry)
     last = fa_ext.attention(q[:, :, -5:], k, v, causal="bottom_right", kernel=ROW)
     np.testing.assert_array_equal(whole[:, :, -5:], last)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize(
+    ("heads_kv", "options"),
+    [(4, {}), (2, {}), (4, {"causal": "bottom_right"}), (4, {"window": (70, 3)}), (2, {"window": (0, 0)}), (4, {"sinks": [3, -1, np.inf, 0]})],
+    ids=str,
+)  # fmt: skip
+def test_a_row_has_the_same_bits_alone(isa, dtype, heads_kv, options, force):
+    """Few rows, as in decoding, take a way of their own; a mask that hides nothing keeps them from it."""
+    force(isa)
+    rng = np.random.default_rng(10)
+    shapes = (2, 4, 7, 64), (2, heads_kv, 413, 64), (2, heads_kv, 413, 48)
+    q, k, v = (rng.standard_normal(shape).astype(dtype_of(dtype)) for shape in shapes)
+    if "sinks" in options:
+        options = {"sinks": np.array(options["sinks"], q.dtype)}
+    mask = np.ones((1, 413), bool)
+    whole = fa_ext.attention(q, k, v, **options, mask=mask, return_lse=True, kernel=ROW)
+    for count in range(1, 8):
+        few = fa_ext.attention(q[:, :, 7 - count :], k, v, **options, return_lse=True, kernel=ROW)
+        for one, other in zip(whole, few):
+            np.testing.assert_array_equal(rows.bits(one[:, :, 7 - count :]), rows.bits(other))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_one_query_is_safe_from_what_it_does_not_see(isa, force):
+    force(isa)
+    rng = np.random.default_rng(11)
+    q, k, v = (rng.standard_normal((1, 3, n, 32), dtype=np.float32) for n in (1, 300, 300))
+    clean = fa_ext.attention(q, k[:, :, 100:], v[:, :, 100:], kernel=ROW)
+    k[:, :, :100], v[:, :, :100] = np.nan, np.inf
+    np.testing.assert_allclose(fa_ext.attention(q, k, v, window=(199, None), kernel=ROW), clean, rtol=1e-5, atol=1e-6)
+    v[:, :, 299, 5] = np.nan
+    out = fa_ext.attention(q, k, v, window=(199, None), kernel=ROW)
+    assert np.isnan(out[..., 5]).all() and np.isfinite(out[..., :5]).all()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 5, 5, 1, 1023, 64, dtype="float32", values="large"),
+        Case(2, 8, 2, 1, 799, 128, 32, dtype="float32", strides="mixed", sinks="same"),
+        Case(1, 2, 2, 3, 113, 96, dtype="float64", causal="bottom_right"),
+        Case(1, 3, 3, 2, 239, 256, dtype="bfloat16", window=(17, 0)),
+        Case(3, 2, 1, 1, 5, 16, dtype="float16", layout="bshd"),
+        Case(1, 2, 2, 2, 1, 64, dtype="float32", causal="bottom_right"),
+        Case(1, 2, 2, 1, 0, 64, dtype="float32", sinks="float32"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("isa", ISAS)
+def test_few_rows(isa, case, force):
+    force(isa)
+    report = rows.verdict(ROW, case)
+    assert report, str(report)
 
 
 # ---- threads and processes ----

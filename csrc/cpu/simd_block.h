@@ -63,6 +63,12 @@ static const char *row_of(const work *w, const block *b, int lane, const fa_oper
     return element(operand, dtype, w->batch, b->head[lane], b->query[lane]);
 }
 
+/* A row's maximum before its first key: the sink of its head, or -inf. */
+static real first_maximum(const fa_forward *p, int64_t head) {
+    if (!p->sinks.data) return -(real)INFINITY;
+    return (real)fa_bounded(load_one(p->sinks.data, p->sinks_dtype, head * p->sinks.stride[0]), REAL_DTYPE);
+}
+
 static void block_begin(const work *w, block *b) {
     const fa_forward *p = w->p;
     const int pitch = b->mr * LANES;
@@ -83,13 +89,8 @@ static void block_begin(const work *w, block *b) {
     }
     memset(b->o, 0, (size_t)p->head_dim_v * (size_t)pitch * sizeof(real));
     for (int lane = 0; lane < pitch; lane++) {
-        b->maximum[lane] = -(real)INFINITY;
-        b->sum[lane] = 0;
-        if (!p->sinks.data) continue;
-        const real given = load_one(p->sinks.data, p->sinks_dtype, b->head[lane] * p->sinks.stride[0]);
-        const real sink = (real)fa_bounded(given, REAL_DTYPE);
-        b->maximum[lane] = sink;
-        b->sum[lane] = sink == -(real)INFINITY ? 0 : 1;
+        b->maximum[lane] = first_maximum(p, b->head[lane]);
+        b->sum[lane] = b->maximum[lane] == -(real)INFINITY ? 0 : 1;
     }
 }
 
@@ -215,6 +216,12 @@ static void block_step(const work *w, block *b, const key_tile *t, bool windowed
 
 /* ---- results ---- */
 
+static void write_lse(const work *w, int64_t head, int64_t query, real maximum, real sum) {
+    const fa_forward *p = w->p;
+    ((real *)p->lse)[(w->batch * p->heads + head) * p->seq_q + query] =
+        sum == 0 ? -(real)INFINITY : (real)(maximum + log(sum));
+}
+
 /* Normalises and writes a block. True when a NaN was met. */
 static bool block_end(const work *w, block *b) {
     const fa_forward *p = w->p;
@@ -235,10 +242,8 @@ static bool block_end(const work *w, block *b) {
         for (int lane = 0; lane < lanes; lane++) rows[lane] = (char *)row_of(w, b, m * LANES + lane, &p->out, p->dtype);
         write_transposed(rows, lanes, p->dtype, p->out.stride[3], b->o + m * LANES, pitch, p->head_dim_v, w->buffer);
     }
-    for (int lane = 0; lane < b->rows && p->lse; lane++) {
-        const double lse = b->sum[lane] == 0 ? -INFINITY : b->maximum[lane] + log(b->sum[lane]);
-        ((real *)p->lse)[(w->batch * p->heads + b->head[lane]) * p->seq_q + b->query[lane]] = (real)lse;
-    }
+    for (int lane = 0; lane < b->rows && p->lse; lane++)
+        write_lse(w, b->head[lane], b->query[lane], b->maximum[lane], b->sum[lane]);
     return v_any(nan);
 }
 

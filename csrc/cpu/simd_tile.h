@@ -6,7 +6,7 @@
 #ifndef FA_CPU_SIMD_TILE_H
 #define FA_CPU_SIMD_TILE_H
 
-#include "cpu/simd_block.h"
+#include "cpu/simd_narrow.h"
 
 /* ---- key tiles ---- */
 
@@ -27,20 +27,32 @@ static const real *key_rows(const work *w, const fa_operand *operand, int64_t be
     return copy;
 }
 
+/* The part of a tile that lies in [begin, end). */
+static key_tile clipped(const key_tile *tile, int64_t begin, int64_t end) {
+    key_tile t = *tile;
+    if (begin > t.begin) t.begin = begin;
+    if (end < t.end) t.end = end;
+    t.k += (t.begin - tile->begin) * t.k_pitch;
+    t.v += (t.begin - tile->begin) * t.v_pitch;
+    return t;
+}
+
+/* Keys [begin, end) as the products read them. */
+static key_tile read_tile(const work *w, int64_t begin, int64_t end) {
+    const fa_forward *p = w->p;
+    key_tile t = {.begin = begin, .end = end};
+    t.k = key_rows(w, &p->k, begin, end, p->head_dim, w->k, &t.k_pitch);
+    t.v = key_rows(w, &p->v, begin, end, p->head_dim_v, w->v, &t.v_pitch);
+    return t;
+}
+
 static void tile_step(work *w, int64_t begin, int64_t end) {
     const fa_forward *p = w->p;
-    int64_t k_pitch, v_pitch;
-    const real *k = key_rows(w, &p->k, begin, end, p->head_dim, w->k, &k_pitch);
-    const real *v = key_rows(w, &p->v, begin, end, p->head_dim_v, w->v, &v_pitch);
+    const key_tile tile = read_tile(w, begin, end);
     for (int n = 0; n < w->blocks; n++) {
         block *b = &w->block[n];
-        key_tile t = {.begin = begin > b->key_begin ? begin : b->key_begin,
-                      .end = end < b->key_end ? end : b->key_end,
-                      .k_pitch = k_pitch,
-                      .v_pitch = v_pitch};
+        const key_tile t = clipped(&tile, b->key_begin, b->key_end);
         if (t.begin >= t.end) continue;
-        t.k = k + (t.begin - begin) * k_pitch;
-        t.v = v + (t.begin - begin) * v_pitch;
         const bool windowed =
             b->last_query + p->diagonal - p->left > t.begin || b->first_query + p->diagonal + p->right + 1 < t.end;
         block_step(w, b, &t, windowed);
@@ -48,6 +60,12 @@ static void tile_step(work *w, int64_t begin, int64_t end) {
 }
 
 /* ---- a task ---- */
+
+/* Where the tile of keys that begins at `begin` ends. */
+static int64_t tile_end(int64_t begin, int64_t end) {
+    const int64_t grid = (begin / FA_CPU_TILE_N + 1) * FA_CPU_TILE_N;
+    return grid < end ? grid : end;
+}
 
 static size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -103,14 +121,39 @@ static bool run(work *w, const fa_simd_task *task) {
         if (b->key_begin < begin) begin = b->key_begin;
         if (b->key_end > end) end = b->key_end;
     }
-    while (begin < end) {
-        const int64_t grid = (begin / FA_CPU_TILE_N + 1) * FA_CPU_TILE_N, stop = grid < end ? grid : end;
+    for (int64_t stop; begin < end; begin = stop) {
+        stop = tile_end(begin, end);
         tile_step(w, begin, stop);
-        begin = stop;
     }
     bool nan = false;
     for (int n = 0; n < w->blocks; n++) nan |= block_end(w, &w->block[n]);
     return nan;
+}
+
+/* Runs the rows of a narrow task over all their key tiles. */
+static void run_narrow(work *w, const fa_simd_task *task) {
+    const fa_forward *p = w->p;
+    narrow_row rows[NARROW_ROWS];
+    int64_t begin = p->key_end, end = p->key_begin;
+    for (int n = 0; n < task->rows; n++) {
+        narrow_row *r = &rows[n];
+        r->query = (task->first_row + n) / w->group;
+        r->head = w->head_kv * w->group + (task->first_row + n) % w->group;
+        r->q = w->block->q + n * p->head_dim;
+        r->o = w->block->o + n * p->head_dim_v;
+        narrow_begin(w, r);
+        if (r->key_begin < begin) begin = r->key_begin;
+        if (r->key_end > end) end = r->key_end;
+    }
+    for (int64_t stop; begin < end; begin = stop) {
+        stop = tile_end(begin, end);
+        const key_tile tile = read_tile(w, begin, stop);
+        for (int n = 0; n < task->rows; n++) {
+            const key_tile t = clipped(&tile, rows[n].key_begin, rows[n].key_end);
+            if (t.begin < t.end) narrow_step(w, &rows[n], &t);
+        }
+    }
+    for (int n = 0; n < task->rows; n++) narrow_end(w, &rows[n]);
 }
 
 static void attend(const fa_forward *p, const fa_simd_task *task, void *scratch) {
@@ -121,6 +164,10 @@ static void attend(const fa_forward *p, const fa_simd_task *task, void *scratch)
     w.scale = (real)p->scale;
     w.cap = (real)p->softcap;
     w.cap_factor = p->softcap > 0 ? (real)(2 * LOG2E / p->softcap) : 0;
+    if (is_narrow(p, task)) {
+        run_narrow(&w, task);
+        return;
+    }
     const bool excludes = p->mask.data || p->bias.data || p->left < FA_UNBOUNDED || p->right < FA_UNBOUNDED;
     if (run(&w, task) && excludes) {
         w.contained = true;

@@ -225,6 +225,28 @@ INLINE vreal v_load_mask(const uint8_t *from) {
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vint){__VA_ARGS__})
 #endif
 
+#if LANES == 8 && FA_CPU_VECTOR_BYTES == 32
+/* Transposes 8 x 8: by pairs of rows, by pairs of pairs, by halves, each with one instruction a vector. */
+INLINE void v_transpose(vreal rows[LANES]) {
+    vreal pairs[LANES], fours[LANES];
+    UNROLL
+    for (int n = 0; n < 8; n += 2) {
+        pairs[n] = SHUFFLE(rows[n], rows[n + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        pairs[n + 1] = SHUFFLE(rows[n], rows[n + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+    UNROLL
+    for (int n = 0; n < 8; n++) {
+        const vreal low = pairs[n / 4 * 4 + n % 4 / 2], high = pairs[n / 4 * 4 + n % 4 / 2 + 2];
+        fours[n] =
+            n % 2 ? SHUFFLE(low, high, 2, 3, 10, 11, 6, 7, 14, 15) : SHUFFLE(low, high, 0, 1, 8, 9, 4, 5, 12, 13);
+    }
+    UNROLL
+    for (int n = 0; n < 4; n++) {
+        rows[n] = SHUFFLE(fours[n], fours[n + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        rows[n + 4] = SHUFFLE(fours[n], fours[n + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+#else
 /* Transposes LANES x LANES: each round interleaves row n with row n + LANES / 2 (a perfect shuffle of the index bits),
  * and log2(LANES) rounds exchange rows and columns. */
 INLINE void v_transpose(vreal rows[LANES]) {
@@ -240,5 +262,6 @@ INLINE void v_transpose(vreal rows[LANES]) {
         for (int n = 0; n < LANES; n++) rows[n] = shuffled[n];
     }
 }
+#endif
 
 #endif
