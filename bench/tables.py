@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import evidence, machine, record, report
+from bench import evidence, machine, problems, record, report
 
 SUMMARY = "write the figures of README.md from the committed evidence"
 README = machine.ROOT / "README.md"
@@ -272,17 +272,19 @@ def _overhead(records: dict) -> str:
 
 
 def _cpu(records: dict) -> str:
+    """Every problem of the record's preset, beside NumPy and the faster of torch's two ways."""
     lines = []
-    for case in ("B1,H8,S512,D64", "B1,H8,S2048,D64", "B1,H8,S16384,D64", "B1,H16,S2048,D128"):
-        cell = _cell(records["cpu"], f"{case},float32")
-        causal, half = (_cell(records["cpu"], f"{case},{kind}") for kind in ("float32,causal=True", "bfloat16"))
+    for case in problems.preset("cpu"):
+        cell = _cell(records["cpu"], str(case))
         if not cell:
             continue
-        ratio, rate = _over(cell, "cpu_simd", "numpy"), _value(cell, "cpu_simd", "tflops")
-        times = [_value(cell, "cpu_simd"), _value(causal, "cpu_simd"), _value(half, "cpu_simd"), _value(cell, "numpy")]
-        shown = [f"{t / 1e3:.1f}" if t else "-" for t in times]
-        lines.append([case, *shown, f"{ratio:.1f}" if ratio else "-", f"{1e3 * rate:.0f}" if rate else "-"])
-    columns = ["shape", "`cpu_simd` float32, ms", "causal", "bfloat16", "NumPy float32, ms", "NumPy / ours", "GFLOP/s"]
+        ours, numpy = _value(cell, "cpu_simd"), _value(cell, "numpy")
+        torch = min((t for t in (_value(cell, name) for name in ("torch-flash", "torch-math")) if t), default=None)
+        shown = ["-" if not t else f"{t / 1e3:.3g}" if t < 1e6 else f"{t / 1e3:,.0f}" for t in (ours, numpy, torch)]
+        ratios = [f"{t / ours:.2f}" if t and ours else "-" for t in (numpy, torch)]
+        rate = _value(cell, "cpu_simd", "tflops")
+        lines.append([case, *shown, *ratios, f"{1e3 * rate:.0f}" if rate else "-"])
+    columns = ["problem", "`cpu_simd` ms", "NumPy ms", "torch ms", "NumPy / ours", "torch / ours", "GFLOP/s"]
     return _markdown(columns, lines)
 
 

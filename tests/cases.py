@@ -304,11 +304,15 @@ def _extras():
 
 
 def _cpu():
-    return [
+    """Whole sequences; causal calls so short that what a mask costs shows; decoding steps."""
+    kinds = (("float32", False), ("float32", True), ("bfloat16", False))
+    whole = [
         Case(1, h, h, s, s, d, dtype=t, causal=causal)
-        for h, s, d in ((8, 512, 64), (8, 2048, 64), (16, 2048, 128))
-        for t, causal in (("float32", False), ("float32", True), ("bfloat16", False))
-    ] + [Case(1, 8, 8, 16384, 16384, 64, dtype="float32")]  # fmt: skip
+        for h, s, d in ((8, 512, 64), (8, 2048, 64), (16, 2048, 128)) for t, causal in kinds
+    ]  # fmt: skip
+    short = [Case(1, 8, 8, s, s, 64, dtype="float32", causal=causal) for s in (32, 64, 128) for causal in (False, True)]
+    decode = [Case(1, 32, hk, 1, 8192, 128, dtype=t) for hk, t in ((32, "float32"), (8, "float32"), (32, "bfloat16"))]
+    return [*whole, Case(1, 8, 8, 16384, 16384, 64, dtype="float32"), *short, *decode]
 
 
 PRESETS = {
