@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench import arguments, build, machine, report, suites
+from bench import arguments, machine, report, suites
 from bench import device as devices
 
 SUMMARY = "run the kernels of a chaos build (FA_CHAOS=1) under random delays"
@@ -45,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         for (kernel, seed, *_), found in zip(batches, pool.map(lambda batch: run_batch(*batch, limit=args.limit), batches)):
             add(results.setdefault(kernel, empty()), seed, found)
-    document = {"context": machine.context("cuda"), "sources": sources(kernels), "chaos": results}
+    context = machine.context("cuda")
+    where = {"device": "cuda", "name": (context["gpu"] or {}).get("name", "an unknown GPU")}
+    document = {"part": "chaos", "machine": where, "context": context, "date": machine.now(),
+                "sources": machine.source_hashes(), "pieces": results}  # fmt: skip
     report.deliver(document, args.json, show, args.output)
     return int(any(piece["failed"] for piece in results.values()))
 
@@ -64,14 +67,6 @@ def chosen(pattern: str) -> list[str]:
     if not found:
         raise report.UsageError(f"no kernel matches {pattern!r}; accepted: {', '.join(cuda)}")
     return found
-
-
-def sources(kernels: list[str]) -> dict[str, dict[str, str]]:
-    """{kernel: {path: hash}} of the files that the compilers read for this build."""
-    from fa_ext import _core
-
-    found = build.rules.digests.read(Path(_core.__file__))
-    return {kernel: found["groups"][kernel]["sources"] for kernel in kernels} if found else {}
 
 
 def plan(kernels: list[str], tests: str, seeds: int, batches: int) -> Iterator[tuple[str, int, str, int, int]]:
@@ -127,5 +122,5 @@ def add(piece: dict[str, Any], seed: int, found: dict[str, Any]) -> None:
 def show(document: dict[str, Any]) -> None:
     rows = [(kernel, p["passed"], p["failed"], p["skipped"], len(p["seeds"]), len(p["hangs"]),
              "; ".join(f"line {h['site']}, warp {h['warp']}, block {h['block']}, phase {h['phase']}" for h in p["hangs"]))
-            for kernel, p in document["chaos"].items()]  # fmt: skip
+            for kernel, p in document["pieces"].items()]  # fmt: skip
     report.table("Under random delays", ("kernel", "passed", "failed", "skipped", "seeds", "hangs", "waits that ended"), rows)

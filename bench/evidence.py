@@ -7,7 +7,7 @@
   references each framework backend against float64
   measure    kernels beside peers, preset by preset
   soak       on demand: each kernel on many streams beside other work, watched for hangs
-  chaos      on demand, what `bench chaos --output FILE` found in a build with delays of the same sources: --chaos FILE
+  chaos      on demand, what `bench chaos --output FILE` found in a build with delays of the same sources: --merge FILE
 
 Each piece belongs to the machine code of its kernel, or of the core (`bench/record.py`). What is there for the code of this
 build is kept, so the same line redoes just what a change made stale, and a run may be split (--parts, --rows, --filter,
@@ -71,8 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--presets", help="comma-separated presets to measure (default: all of the device's)")
     parser.add_argument("--within", type=float, default=3600.0, help="seconds after which no new piece is begun")
     parser.add_argument("--seconds", type=arguments.positive, help="rounds of one measured problem (GPU 1, CPU 8)")
-    parser.add_argument("--minutes", type=arguments.positive, default=1.0, help="soak of one kernel (1)")
-    parser.add_argument("--chaos", type=Path, metavar="FILE", help="what `bench chaos --output` wrote, for the part chaos")
+    parser.add_argument("--minutes", type=arguments.positive, default=1.0, help="soak of one kernel (1); the problems that hung once take one each")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--output", type=Path, help="default: bench/evidence/<machine>.json")
     parser.add_argument("--refresh", action="store_true", help="only what the record has, where it is no longer fresh")
@@ -210,25 +209,17 @@ class Run:
             self.add("references", "errors", {k: v for k, v in found.items() if k not in ("context", "identity")}, [])
 
     def soak(self) -> None:
-        try:
-            from bench import soak
-        except ImportError:
-            raise report.UsageError("this laboratory has no soak") from None
+        from bench import soak
+
         for kernel in self.kernels():
             if not self.late() and not self.has("soak", kernel, kernel):
                 self.add("soak", kernel, soak.soak_piece(kernel=f"^{kernel}$", minutes=self.args.minutes), [kernel])
+            key = f"{kernel} hang"
+            if re.search(soak.HANG_KERNEL, kernel) and not self.late() and not self.has("soak", key, kernel):
+                self.add("soak", key, soak.soak_piece(preset="hang", kernel=f"^{kernel}$"), [kernel])
 
     def chaos(self) -> None:
-        if not self.args.chaos:
-            raise report.UsageError("the part chaos needs --chaos FILE, which `bench chaos` wrote in a build with FA_CHAOS=1")
-        found = report.read_json(self.args.chaos)
-        for kernel, piece in found["chaos"].items():
-            read, here = found["sources"].get(kernel, {}), self.record.built.get(kernel, {"sources": {}})["sources"]
-            other = [path for path, text in here.items() if read.get(path) != text]
-            if other or not here:
-                raise report.UsageError(f"{self.args.chaos} ran other sources of {kernel} than this build: {', '.join(other)}")
-            said = f"{piece['passed']} passed, {piece['failed']} failed, {len(piece['hangs'])} hung"
-            self.add("chaos", kernel, piece, [kernel], said)
+        raise report.UsageError("chaos runs on a build of its own, which writes a file: add that by --merge FILE")
 
     def measure(self) -> None:
         from bench import measure, peers

@@ -76,25 +76,6 @@ def test_a_process_counts_its_tests_and_gets_seed_kernel_and_shard(monkeypatch):
     assert (piece["passed"], piece["failed"], piece["seeds"], len(piece["hangs"])) == (2, 2, [9], 2)
 
 
-def test_the_record_takes_what_ran_on_its_sources_alone(tmp_path, monkeypatch):
-    from bench import evidence, report
-
-    built = {"minimal": {"sources": {"kernels/minimal.cu": "1", "csrc/fa.h": "2"}}}
-    added = []
-    run = evidence.Run.__new__(evidence.Run)
-    run.record = type("Record", (), {"built": built})()
-    run.args = type("Arguments", (), {"chaos": tmp_path / "chaos.json"})()
-    monkeypatch.setattr(evidence.Run, "add", lambda self, *arguments: added.append(arguments))
-    piece = chaos.empty() | {"passed": 4}
-    read = {"kernels/minimal.cu": "1", "csrc/fa.h": "2", "kernels/chaos_delay.cuh": "3"}
-    report.write_json(run.args.chaos, {"sources": {"minimal": read}, "chaos": {"minimal": piece}})
-    run.chaos()
-    assert added == [("chaos", "minimal", piece, ["minimal"], "4 passed, 0 failed, 0 hung")]
-    report.write_json(run.args.chaos, {"sources": {"minimal": read | {"csrc/fa.h": "5"}}, "chaos": {"minimal": piece}})
-    with pytest.raises(report.UsageError, match="other sources of minimal than this build: csrc/fa.h"):
-        run.chaos()
-
-
 def test_shards_are_every_nth_test():
     def count(shard):
         argv = [sys.executable, "-m", "pytest", "--collect-only", "tests/test_bench_chaos.py", "--shard", shard]
