@@ -85,6 +85,14 @@ fa_code fa_check_disjoint(const char *name, const fa_view *view, const char *oth
     return FA_OK;
 }
 
+void fa_view_contiguous(fa_view *view) {
+    uint64_t stride = 1; /* may wrap for shapes that are refused later */
+    for (int axis = view->ndim - 1; axis >= 0; axis--) {
+        view->strides[axis] = (int64_t)stride;
+        stride *= view->shape[axis] > 0 ? (uint64_t)view->shape[axis] : 1;
+    }
+}
+
 /* Strides of empty arrays carry no meaning; NumPy sets them to 0. */
 bool fa_view_empty(const fa_view *view) {
     for (int axis = 0; axis < view->ndim; axis++)

@@ -26,6 +26,8 @@ void fa_view_operand(fa_operand *operand, const fa_view *view, fa_layout layout)
 /* Bytes from view->data to the first that the view covers and past the last; both 0 when it is empty. */
 void fa_view_range(const fa_view *view, int64_t *low, int64_t *high);
 bool fa_view_empty(const fa_view *view);
+/* Gives a view the strides of a C-contiguous array. */
+void fa_view_contiguous(fa_view *view);
 
 fa_code fa_check_device(const char *name, const fa_view *view, const char *first_name, const fa_view *first,
                         fa_status *status);

@@ -189,12 +189,10 @@ static fa_code check_lse(const fa_view *lse, const fa_forward *p, const fa_reque
 
 /* Strides of a new C-contiguous output in the user's layout. */
 static void contiguous_out(fa_forward *p, fa_layout layout) {
-    int64_t shape[4], stride = 1;
-    fa_forward_out_shape(p, layout, shape);
-    for (int axis = 3; axis >= 0; axis--) {
-        p->out.stride[fa_axis_of(layout, axis)] = shape[axis] == 1 ? 0 : stride;
-        stride *= shape[axis] ? shape[axis] : 1;
-    }
+    fa_view view = {.ndim = 4};
+    fa_forward_out_shape(p, layout, view.shape);
+    fa_view_contiguous(&view);
+    fa_view_operand(&p->out, &view, layout);
 }
 
 /* What the call asks for that a kernel may lack. */

@@ -126,20 +126,12 @@ static fa_code check_apart(const char *name_given, const fa_view *result, const 
     return fa_check_disjoint(name_given, result, "sinks", request->sinks, status);
 }
 
-static void contiguous(fa_view *view) {
-    int64_t stride = 1;
-    for (int axis = view->ndim - 1; axis >= 0; axis--) {
-        view->strides[axis] = stride;
-        stride *= view->shape[axis] ? view->shape[axis] : 1;
-    }
-}
-
 static fa_code check_results(const fa_merge_request *request, fa_merge *p, fa_status *status) {
     const fa_view *first = request->outs[0], *out = request->out, *lse = request->lse;
     const uint32_t dtypes = p->dtype == FA_F64 ? 1u << FA_F64 : 1u << FA_F16 | 1u << FA_BF16 | 1u << FA_F32;
     fa_view made_out = *first, made_lse = *request->lses[0];
-    contiguous(&made_out);
-    contiguous(&made_lse);
+    fa_view_contiguous(&made_out);
+    fa_view_contiguous(&made_lse);
     made_out.data = made_lse.data = NULL;
     if (out) {
         FA_TRY(fa_check_output("out", out, first->shape, first->ndim, dtypes, FIRST, first, status));

@@ -30,10 +30,17 @@ static void add(writer *w, const char *text) {
     w->text[w->used] = 0;
 }
 
-static void add_number(writer *w, const char *format, long long a, long long b) {
-    char text[48];
-    snprintf(text, sizeof text, format, a, b);
+static void add_number(writer *w, int64_t number) {
+    char text[24];
+    snprintf(text, sizeof text, "%lld", (long long)number);
     add(w, text);
+}
+
+/* A compute capability: "8.9" */
+static void add_capability(writer *w, int64_t cc) {
+    add_number(w, cc / 10);
+    add(w, ".");
+    add_number(w, cc % 10);
 }
 
 /* "a", "a and b", "a, b and c": the names of the bits that are set. */
@@ -61,14 +68,15 @@ static const char *feature_name(int n) {
 static void add_mark(writer *w, char mark, const int64_t **value, const fa_device_info *device) {
     const int64_t v = mark == 'i' ? 0 : *(*value)++;
     switch (mark) {
-    case 'n': add_number(w, "%lld", v, 0); break;
-    case 'k': add_number(w, "%lld", (v + 1023) / 1024, 0); break;
-    case 'c': add_number(w, "%lld.%lld", v / 10, v % 10); break;
+    case 'n': add_number(w, v); break;
+    case 'k': add_number(w, (v + 1023) / 1024); break;
+    case 'c': add_capability(w, v); break;
     case 'r': {
         const int64_t to = *(*value)++;
-        add_number(w, "%lld.%lld", v / 10, v % 10);
+        add_capability(w, v);
+        if (to > v) add(w, " to ");
+        if (to > v) add_capability(w, to);
         if (!to) add(w, " or newer");
-        if (to > v) add_number(w, " to %lld.%lld", to / 10, to % 10);
         break;
     }
     case 'd': add(w, dtype_name((int)v)); break;

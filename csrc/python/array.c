@@ -21,14 +21,6 @@ PyObject *fa_shape_tuple(int ndim, const int64_t *shape) {
     return tuple;
 }
 
-void fa_view_contiguous(fa_view *view) {
-    uint64_t stride = 1; /* may wrap for shapes that fa_view_check() refuses */
-    for (int axis = view->ndim - 1; axis >= 0; axis--) {
-        view->strides[axis] = (int64_t)stride;
-        stride *= view->shape[axis] > 0 ? (uint64_t)view->shape[axis] : 1;
-    }
-}
-
 /* Largest |offset| of an element, in bytes, that a description may reach. */
 #define REACH_MAX (INT64_C(1) << 62)
 

@@ -16,6 +16,7 @@
 #include <stdbool.h>
 #include <stdio.h>
 
+#include "check.h"
 #include "device.h"
 #include "dispatch.h"
 #include "dlpack_abi.h"
@@ -199,7 +200,6 @@ int fa_flag_ask(const fa_flag *flag, PyObject *object);
 fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status);
 /* Strides in bytes, multiples of the item size, -> elements; and fa_view_check(). */
 fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byte_strides, fa_status *status);
-void fa_view_contiguous(fa_view *view);
 int64_t fa_view_elements(const fa_view *view);
 PyObject *fa_shape_tuple(int ndim, const int64_t *shape);
 /* What an argument of this name may hold, for messages. */
