@@ -216,11 +216,13 @@ def directives(source: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str
 def units_of(source: Path) -> list[Unit]:
     """The compilations of one source file, the slow instances first and the host part last."""
     archs, flags, instances = directives(source)
+    # A kernel and the front end of its operation may share a name, and all objects lie in one folder.
+    own = f"python-{source.stem}" if source.parent == CSRC / "python" else source.stem
     units = [
-        Unit(source, f"{source.stem}.{name}", (*flags, f"-DFA_INSTANCE={name}", *extra), archs)
+        Unit(source, f"{own}.{name}", (*flags, f"-DFA_INSTANCE={name}", *extra), archs)
         for name, extra in instances.items()
     ]
-    return [*units, Unit(source, source.stem, flags, archs)]
+    return [*units, Unit(source, own, flags, archs)]
 
 
 def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import fa_ext
+from fa_ext import _build
 
 ROOT = Path(fa_ext.__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="the sources are not here")
@@ -171,3 +172,10 @@ def test_an_old_setuptools_is_named(tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("fa_ext: setuptools 66.1.1 is too old for setup.py; accepted: 77 or newer") and "pip install -e ." in line
+
+
+@pytest.mark.parametrize("nvcc", (None, "nvcc"))
+def test_every_object_has_a_name_of_its_own(nvcc):
+    units, _ = _build.plan_units(_build.Options(nvcc=nvcc))
+    names = [unit.name for unit in units]
+    assert len(names) == len(set(names)) > 20
