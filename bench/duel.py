@@ -1,117 +1,364 @@
-"""A candidate against baselines on one problem, inside a worker: trials, paired timing, trials again.
+"""A candidate against baselines on one problem: trials, timing in turns, trials again. All of it happens here, in the
+judge's process; contenders live in workers, which are told what to call and are believed nothing.
 
-Everything a candidate could lean on is changed while the clock is off: outputs are poisoned before each sample and
-looked at after it, V changes its sign between samples under the same pointers, and afterwards the trials are repeated
-with seeds it has not seen.
+Results are read from memory that the judge shares with a worker, expected ones exist here alone, and time is what passes
+by the judge's clock from before a worker goes on until all of it stands still again. Everybody whose turn it is not
+stands still.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from bench import device as devices
-from bench import integrity, named, peers, report, timer, trials
-from bench.contender import Contender, Thunk
+from bench import isolation, peers, processes, report, trials
 from bench.device import Cpu, Cuda
-from bench.memory import GUARD_BYTES
-from bench.operands import Operands
+from bench.operands import WrongResult
+from bench.pool import Pool, SharedOperands
 from bench.problems import Case
 from bench.rounds import Samples, take_turns
+from bench.shared import DeviceRegion
+from bench.trials import Lost
 
-# Work the host saw beyond the contender's clock, as a share of the clocked time, that is no longer an accident.
-HIDDEN_SHARE = 0.5
-HIDDEN_SECONDS = 2e-4
-AUDITS = 3
-AUDIT_SECONDS = 0.15
-_now = time.perf_counter
+# A sample is long beside the 50 microseconds that waking a worker and stopping it take.
+SAMPLE_SECONDS = {"cpu": 2e-2, "cuda": 1e-2}
+# Samples of a baseline alone, before the candidate is loaded and after it has ended.
+ALONE = 3
+# A worker's clock reads less than the judge's by what a baseline's does; three times that, and this share, are accepted.
+CLAIM_SHARE = 0.3
+# Seconds until a GPU answers on which nobody's work runs any more.
+IDLE_SECONDS = 1e-3
+Say = Callable[[str], None]
+
+
+class Table:
+    """The judge's device, what it shares with workers, and the workers of baselines, which go from problem to problem."""
+
+    def __init__(self, device: str):
+        self.home: Cpu | Cuda = devices.open_device(device)
+        self.kind = device
+        self.workers: dict[str, isolation.Worker] = {}
+        self.on_device = device == "cuda" and self._shares()
+        if device == "cuda" and not self.on_device:
+            self.home = devices.open_device("cpu")
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+    def worker(self, name: str) -> isolation.Worker:
+        return self.workers.setdefault(name, isolation.Worker())
+
+    def _shares(self) -> bool:
+        """Whether another process can open device memory of this one: not in every container."""
+        try:
+            region = DeviceRegion(256, self.home)
+        except OSError:
+            return False
+        with isolation.Worker() as worker:
+            seen = worker.call("bench.contestant:probe", {"region": region.description()}, 120.0)
+        region.close()
+        return seen.ok and seen.value is True
+
+
+class Remote:
+    """A contender in a worker. `judged`: it fills outputs that are looked at, as the candidate does."""
+
+    def __init__(self, name: str, worker: isolation.Worker, table: Table, time_limit: float, judged: bool):
+        self.name, self.worker, self.table, self.limit, self.judged = name, worker, table, time_limit, judged
+        self.device = self  # of which take_turns asks what it asks a device
+        self.kind = table.kind
+        self.calls, self.clock, self.note = 1, "calls", None
+        self.observed: list[float] = []
+        self.claimed: list[Any] = []
+        self.held: list[SharedOperands] = []
+        self.check: Callable[[Remote], None] = lambda remote: None
+
+    # ---- what take_turns asks ----
+
+    @property
+    def launches(self) -> int:
+        return self.calls
+
+    def settle(self) -> float:
+        """Nobody else runs: there is nothing to wait for."""
+        return 0.0
+
+    def waited_for_cores(self) -> float:
+        return processes.waited_for_cores(self.worker.pid) if self.kind == "cpu" else 0.0
+
+    def sample(self) -> float:
+        """Seconds a call of one sample, on inputs that nobody has seen."""
+        self.pool.refill(self.calls)
+        if self.judged:
+            self.pool.poison()
+        self.pool.settle()
+        self._transfer("load")
+        outcome, seconds = self.worker.timed("bench.contestant:sample", {"calls": self.calls}, self.limit)
+        self._require(outcome)
+        self.observed.append(seconds)
+        self.claimed.append(outcome.value)
+        self._transfer("store")
+        self.check(self)
+        return seconds / self.calls
+
+    # ---- off the clock ----
+
+    def ask(self, function: str, fds: list[int] | tuple = (), **arguments: Any) -> Any:
+        """Calls a function of ``contestant``; afterwards the worker stands still."""
+        outcome = self.worker.call(f"bench.contestant:{function}", arguments, self.limit, fds=fds)
+        if outcome.status == "usage" and function == "load":
+            raise report.UsageError(outcome.reason)
+        self._require(outcome)
+        self.worker.freeze()
+        return outcome.value
+
+    def _require(self, outcome: isolation.Outcome) -> None:
+        if outcome.status in ("failed", "usage"):
+            self.worker.freeze()
+            kind, _, text = outcome.reason.partition(": ")
+            raise WrongResult(text if kind == "WrongResult" else f"raised {outcome.reason}")
+        if not outcome.ok:
+            raise Lost(f"{outcome.status}: {outcome.reason}")
+
+    def load(self, arrays: str | None, role: str, case: Case) -> str | None:
+        """Opens it in its worker. -> why it cannot do the problem."""
+        self.ask("load", name=self.name, device=self.kind, arrays=arrays, role=role)
+        refusal = self.ask("refuses", case=str(case))
+        return None if refusal is None else str(refusal)
+
+    def trials(self, case: Case, seed: int, values: Sequence[str], say: Say = lambda text: None) -> trials.Checked:
+        def make(trial: Case, guard_byte: int) -> SharedOperands:
+            self.held.append(SharedOperands(trial, self.table.home, guard_byte, self.table.on_device))
+            return self.held[-1]
+
+        def attempt(operands: Any) -> Any:
+            regions, slot, fds = operands.description()
+            self.ask("trial", fds, case=str(operands.case), regions=regions, slot=slot)
+            return operands.array("result", self.table.home.default_arrays)
+
+        return trials.run(attempt, make, case, seed, values, say)
+
+    def join(self, pool: Pool, seconds: float) -> None:
+        """Attaches the pool and finds how many calls make a sample of that many seconds."""
+        self.pool = pool
+        regions, slots, fds = pool.description(self.judged)
+        self.ask("prepare", fds, case=str(pool.case), regions=regions, slots=slots, kept=self.judged)
+        self.calls = 1
+        for _ in range(4):
+            arranged = self.ask("arrange", calls=self.calls)
+            self.clock, self.note = str(arranged["clock"]), arranged["note"]
+            took = min(self.sample() for _ in range(2)) * self.calls
+            wanted = max(1, min(pool.slots, math.ceil(self.calls * seconds / max(took, 1e-6))))
+            if self.calls == wanted or took > 0.7 * seconds:
+                break
+            self.calls = wanted
+        self.observed, self.claimed = [], []
+
+    def alone(self) -> float:
+        """Median seconds a call of a few samples that do not count."""
+        seen = len(self.observed)
+        found = float(np.median([self.sample() for _ in range(ALONE)]))
+        del self.observed[seen:], self.claimed[seen:]
+        return found
+
+    def leave(self) -> None:
+        """Lets the worker go of the problem's memory, unless it has ended, and gives that back."""
+        if self.worker.process and self.worker.process.poll() is None:
+            with contextlib.suppress(Lost, WrongResult):
+                self.ask("leave")
+        for operands in self.held:
+            operands.close()
+        self.held = []
+
+    def behind(self) -> float:
+        """Median seconds by which its own clock read less than the judge's; NaN where it read nonsense."""
+        claims = [c if isinstance(c, float) else math.nan for c in self.claimed]
+        return float(np.median(np.subtract(self.observed, claims)))
+
+    def _transfer(self, direction: str) -> None:
+        if self.kind == "cuda" and not self.table.on_device:
+            self.ask("transfer", direction=direction)
 
 
 def duel(
     candidate: str,
     baselines: list[str],
     case: str,
-    device: str,
+    table: Table,
+    worker: isolation.Worker | None = None,
     arrays: str | None = None,
     rounds: int = 240,
     seconds: float = 20.0,
     seed: int = 0,
     cold: bool = False,
     values: list[str] | None = None,
-    audit_seconds: float = AUDIT_SECONDS,
     sample_seconds: float | None = None,
-    tell: Callable[[Any], None] = print,
+    time_limit: float = 300.0,
+    say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """Judges and times; returns a JSON document with `correct`, `failures` and, per baseline, samples and interval.
 
-    What is timed works on ordinary inputs, drawn on the GPU where there is one: the candidate on arrays of its own
-    between guard zones, the baselines on others that they share.
+    What is timed works on ordinary inputs. `worker` runs the candidate and goes on afterwards; by default it gets one of
+    its own. `seconds` bounds the rounds, `time_limit` every single call of a worker.
     """
-    target = devices.open_device(device)
     problem = Case.parse(case)
-    values = list(values or trials.HARD)
-    opponents, refused = _usable(baselines, problem, target, seed)
-    before = integrity.snapshot()
-    tell({"stage": "load"})
-    challenger = named.open_contender(candidate, target, arrays)
-    refusal = challenger.refuses(problem)
-    document: dict[str, Any] = {
-        "case": case,
-        "candidate": candidate,
-        "refused": refused,
-        "failures": [],
-        "correct": False,
-    }
-    if refusal:
-        document["failures"] = [f"refused: {refusal}"]
-        return document
-
-    tell({"stage": "trials"})
-    first = trials.check(challenger, problem, target, seed + 100, values)
-    document |= {"frobenius": first.frobenius, "max_abs": first.max_abs, "failures": first.failures}
-    if not first.passed:
-        return document
-
-    tell({"stage": "timing"})
-    with target.working():
-        count = timer.slots_for_cold(problem.bytes(), target) if cold else 1
-        slots, shared = (
-            [Operands(_seeded(problem, seed + i), target, guard=guard) for i in range(count)]
-            for guard in (GUARD_BYTES, 0)
-        )
-        keeper = Keeper(challenger, slots, target, first.bound, seed, sample_seconds)
-        watches = {candidate: keeper.watch}
-        for opponent in opponents:
-            thunks = [opponent.bind(operands) for operands in shared]
-            watches[opponent.name] = timer.Stopwatch(thunks, target, opponent.timing, sample_seconds)
-        samples = take_turns(watches, rounds, seconds, seed, around=lambda name, sample: (
-            keeper.around(sample) if name == candidate else sample()))  # fmt: skip
-        failures = list(keeper.failures)
-        failures += _hidden_work(samples.hidden[candidate], samples.seconds[candidate], keeper.watch)
-        _audit(keeper.watch, audit_seconds, tell)
-        failures += [f"after timing: wrote to its inputs: {n}" for s in keeper.slots for n in s.changed_inputs()]
-        failures += [f"after timing: wrote beside {n}" for s in keeper.slots for n in s.broken_guards()]
-
-    tell({"stage": "trials again"})
-    again = trials.check(challenger, problem, target, seed + 7919, values[:3])
-    failures += [f"after timing: {text}" for text in again.failures]
-    failures += [f"tampered with {name}" for name in integrity.tampered(before)]
-
-    document |= {"failures": failures, "correct": not failures}
-    return document | _figures(candidate, [o.name for o in opponents], watches, samples)
+    document: dict[str, Any] = {"case": case, "candidate": candidate, "failures": [], "correct": False}
+    match = _Match(problem, table, seed, cold, sample_seconds or SAMPLE_SECONDS[table.kind], time_limit, say)
+    challenger = Remote(candidate, worker or isolation.Worker(confined=True), table, time_limit, judged=True)
+    try:
+        document["refused"] = match.invite(baselines)
+        with processes.hidden():
+            try:
+                match.judge(challenger, document, arrays, list(values or trials.HARD), rounds, seconds)
+            except Lost as error:
+                status, _, reason = str(error).partition(": ")
+                document["failures"].append(f"{status} during {match.stage}: {reason}")
+            except WrongResult as error:
+                document["failures"].append(str(error))
+            finally:
+                if worker is None:
+                    challenger.worker.close()
+        document["correct"] = not document["failures"]
+        if document["correct"]:
+            document["conditions"] = (document["conditions"] or {}) | {"slowed": match.slowed()}
+    finally:
+        challenger.leave()
+        match.close()
+    return document
 
 
-def _figures(
-    candidate: str, baselines: list[str], watches: dict[str, timer.Stopwatch], samples: Samples
-) -> dict[str, Any]:
+class _Match:
+    """One problem: its pool, the baselines that run it, and what happens to a challenger."""
+
+    def __init__(self, problem: Case, table: Table, seed: int, cold: bool, sample_seconds: float, time_limit: float,
+                 say: Say):  # fmt: skip
+        self.problem, self.table, self.seed = problem, table, seed
+        self.sample_seconds, self.limit, self._say = sample_seconds, time_limit, say
+        self.pool = Pool(problem, table.home, seed, table.on_device, cold)
+        self.opponents: list[Remote] = []
+        self.before: dict[str, float] = {}
+        self.answers: list[float] = []
+        self.stage = "start"
+
+    def begin(self, stage: str) -> None:
+        self.stage = stage
+        self._say(stage)
+
+    def within(self, text: str) -> None:
+        self._say(f"{self.stage}: {text}")
+
+    def invite(self, baselines: list[str]) -> dict[str, str]:
+        """Keeps those that run the problem rightly, and times each alone. -> {baseline: why it does not}."""
+        self.begin("baselines")
+        refused: dict[str, str] = {}
+        for name in baselines:
+            opponent = Remote(name, self.table.worker(name), self.table, self.limit, judged=False)
+            self.opponents.append(opponent)
+            try:
+                why = opponent.load(None, "baseline", self.problem)
+                if why is None:
+                    checked = opponent.trials(self.problem, self.seed + 50, ("normal",))
+                    why = None if checked.passed else checked.failures[0]
+                if why is None:
+                    opponent.join(self.pool, self.sample_seconds)
+                    self.before[name] = opponent.alone()
+            except report.UsageError as error:
+                if name not in peers.PEERS:  # a typing error, not a library that is not installed
+                    raise
+                why = str(error)
+            except (Lost, WrongResult) as error:
+                why = str(error)
+            if why is not None:
+                self.opponents.remove(opponent)
+                opponent.leave()
+                refused[name] = why
+        return refused
+
+    def judge(self, challenger: Remote, document: dict[str, Any], arrays: str | None, values: list[str], rounds: int,
+              seconds: float) -> None:  # fmt: skip
+        """Adds to `document`; returns at the first failure, or raises it."""
+        self.begin("load")
+        if refusal := challenger.load(arrays, "candidate", self.problem):
+            document["failures"].append(f"refused: {refusal}")
+            return
+        self.begin("trials")
+        first = challenger.trials(self.problem, self.seed + 100, values, self.within)
+        document |= {"frobenius": first.frobenius, "max_abs": first.max_abs, "failures": first.failures}
+        if not first.passed:
+            return
+        self.begin("timing")
+        treated = {o.name: processes.favour(o.worker.pid) for o in self.opponents}
+        challenger.check = lambda remote: self._check(remote, first, treated)
+        challenger.join(self.pool, self.sample_seconds)
+        self.answers.clear()
+        watches = {r.name: r for r in (challenger, *self.opponents)}
+        samples = take_turns(watches, rounds, seconds, self.seed, workers=[r.worker.pid for r in watches.values()],
+                             say=self.within)  # fmt: skip
+        failures = document["failures"]
+        if self.pool.broken_fences():
+            failures.append("after timing: wrote beside its outputs")
+        if why := self._contradiction(challenger):
+            failures.append(why)
+        if self.answers and np.median(self.answers) > IDLE_SECONDS:
+            failures.append("the GPU was still at work after its calls had returned")
+        self.begin("trials again")
+        again = challenger.trials(self.problem, self.seed + 7919, values[:3], self.within)
+        failures += [f"after timing: {text}" for text in again.failures]
+        document |= _figures(challenger.name, [o.name for o in self.opponents], watches, samples)
+
+    def _check(self, challenger: Remote, bounds: trials.Checked, treated: dict[str, Any]) -> None:
+        """After each of the challenger's samples, while nobody runs: WrongResult when something is not as it should be."""
+        number = len(challenger.observed)
+        if moving := challenger.worker.moving():
+            raise WrongResult(f"timed sample {number}: processes that it started went on after its calls had returned: "
+                              f"{len(moving)}")  # fmt: skip
+        for opponent in self.opponents:
+            was, now = treated[opponent.name] or {}, processes.favour(opponent.worker.pid) or {}
+            if any(now.get(thread, how) != how for thread, how in was.items()):
+                raise WrongResult(f"timed sample {number}: cores or priority of {opponent.name} were changed")
+        if self.table.on_device:
+            self.answers.append(self.pool.answer_seconds())
+        if wrong := self.pool.look(bounds.bound, bounds.frobenius_bound):
+            raise WrongResult(f"timed sample {number}: {wrong}")
+
+    def _contradiction(self, challenger: Remote) -> str | None:
+        """Why the times that its worker reported cannot be true."""
+        behind, seen = challenger.behind(), float(np.median(challenger.observed))
+        usual = max([o.behind() for o in self.opponents], default=seen)
+        if -1e-4 <= behind <= 3 * usual + CLAIM_SHARE * seen:
+            return None
+        return (f"its samples took {seen:.3g} s by the judge's clock, its own read {behind:.3g} s less "
+                f"(a baseline's {usual:.3g} s)")  # fmt: skip
+
+    def slowed(self) -> dict[str, float]:
+        """By baseline: its time beside the challenger over that alone, before and after (the slower of both)."""
+        found = {}
+        for opponent in self.opponents:
+            beside = float(np.median(opponent.observed)) / opponent.calls
+            found[opponent.name] = beside / max(self.before[opponent.name], opponent.alone())
+        return found
+
+    def close(self) -> None:
+        for opponent in self.opponents:
+            opponent.leave()
+        self.pool.close()
+
+
+def _figures(candidate: str, baselines: list[str], watches: dict[str, Remote], samples: Samples) -> dict[str, Any]:
     """How it was timed, every sample, and the interval of candidate / baseline for each baseline."""
     return {
         "clock": {name: w.clock for name, w in watches.items()},
         "notes": {name: w.note for name, w in watches.items() if w.note},
+        "calls": {name: w.calls for name, w in watches.items()},
         "rounds": len(samples.seconds[candidate]),
         "stopped": samples.stopped,
         "conditions": samples.conditions_summary(),
@@ -119,149 +366,3 @@ def _figures(
         "samples": {name: s.tolist() for name, s in samples.seconds.items()},
         "ratios": {name: samples.interval(candidate, name).as_dict() for name in baselines},
     }
-
-
-def _usable(names: list[str], case: Case, device: Cpu | Cuda, seed: int) -> tuple[list[Contender], dict[str, str]]:
-    """(baselines that run this problem correctly, {baseline: why not})."""
-    usable, refused = [], {}
-    for name in names:
-        try:
-            opponent = named.open_contender(name, device, role="baseline")
-        except report.UsageError as error:
-            if name not in peers.PEERS:  # a typing error, not a library that is not installed
-                raise
-            refused[name] = str(error)
-            continue
-        why = opponent.refuses(case)
-        if why is None:
-            checked = trials.check(opponent, case, device, seed + 50, ("normal",))
-            why = None if checked.passed else checked.failures[0]
-        if why:
-            refused[name] = why
-        else:
-            usable.append(opponent)
-    return usable, refused
-
-
-def _keeping(thunk: Thunk, results: list[Any], i: int) -> Thunk:
-    def call():
-        results[i] = thunk()
-
-    return call
-
-
-def _seeded(case: Case, seed: int) -> Case:
-    return dataclasses.replace(case, seed=seed, values="normal")
-
-
-class Keeper:
-    """Holds what each slot's right result is, and checks after every sample that the timed calls gave it."""
-
-    # Slots whose right result is known, and how many of them are looked at after a sample; drawn anew each time.
-    WATCHED = 12
-    LOOKS = 2
-
-    def __init__(self, entrant: Contender, slots: list[Operands], device: Cpu | Cuda, bound: float, seed: int,
-                 sample_seconds: float | None = None):  # fmt: skip
-        self.slots, self.bound = slots, bound
-        self.results: list[Any] = [None] * len(slots)
-        thunks = [_keeping(entrant.bind(operands), self.results, i) for i, operands in enumerate(slots)]
-        self.watch = timer.Stopwatch(thunks, device, entrant.timing, sample_seconds)
-        self.rng = np.random.default_rng([seed, 5])
-        self.signs = [1.0] * len(slots)
-        self.failures: list[str] = []
-        self.samples = 0
-        self.expected: dict[int, Any] = {}
-        if self.watch.clock == "graph":
-            self.watch.launch()  # results of captured calls live in the graph's own memory
-        for i in self.rng.choice(len(slots), size=min(self.WATCHED, len(slots)), replace=False).tolist():
-            if self.watch.clock != "graph":
-                thunks[i]()
-            device.synchronize()
-            self.expected[i] = self._values(i)
-            judged = slots[i].judge(self.results[i])
-            if not judged.passed and not self.failures:
-                self.failures.append(f"before timing: {'; '.join(judged.failures)}")
-
-    def _values(self, i: int) -> Any:
-        """The latest result of a slot in float32, where the judge computes."""
-        return self.slots[i].values_of(self.results[i]).astype(np.float32)
-
-    def around(self, sample: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-        """Poisons, flips the sign of V in a slot or two, takes the sample, looks at the results."""
-        upcoming = [i for i in self.watch.upcoming() if i in self.expected]
-        drawn = self.rng.choice(upcoming, size=min(self.LOOKS, len(upcoming)), replace=False) if upcoming else ()
-        for i in drawn:
-            if self.samples == 0 or self.rng.random() < 0.5:
-                self.slots[i].negate_values()
-                self.signs[i] = -self.signs[i]
-            self.slots[i].poison()
-            _fill_nan(self.results[i])
-        taken = sample()
-        self.samples += 1
-        for i in drawn if not self.failures else ():
-            got = self._values(i)
-            error = abs(got - self.signs[i] * self.expected[i])
-            # Both calls may err by the bound, in opposite directions.
-            if not bool((error <= 2 * self.bound).all()):
-                unwritten = int((got != got).sum())
-                what = f"{unwritten} elements unwritten" if unwritten else f"off by {float(error.max()):.3g}"
-                self.failures.append(f"timed sample {self.samples}: {what} after the inputs changed under its pointers")
-        return taken
-
-
-def _fill_nan(array: Any) -> None:
-    """Poisons a result that the contender allocated itself, where it can be written to."""
-    if type(array).__module__.partition(".")[0] in ("numpy", "torch", "cupy"):
-        try:
-            array[...] = float("nan")
-        except (ValueError, TypeError, RuntimeError):  # a read-only view
-            pass
-
-
-def _hidden_work(hidden: np.ndarray, seconds: np.ndarray, watch: timer.Stopwatch) -> list[str]:
-    """Time that passed until the device was idle, but not on the stream that was timed."""
-    extra, clocked = float(np.median(hidden)) * watch.launches, float(np.median(seconds)) * watch.launches
-    if extra > HIDDEN_SHARE * clocked + HIDDEN_SECONDS:
-        return [f"{extra * 1e3:.3g} ms of work a sample lie outside the timed stream (clocked: {clocked * 1e3:.3g} ms)"]
-    return []
-
-
-def _audit(watch: timer.Stopwatch, seconds: float, tell: Callable[[Any], None]) -> None:
-    """Takes samples between two messages, a few times over: the parent holds what they claim against its own clock."""
-    for _ in range(AUDITS):
-        watch.device.synchronize()
-        tell({"audit": "begin"})
-        claimed, samples, began = 0.0, 0, _now()
-        while samples == 0 or (_now() - began < seconds and samples < 100_000):
-            claimed += watch.sample_both()[1] * watch.launches
-            samples += 1
-        tell({"audit": "end", "claimed_s": claimed})
-
-
-class Auditor:
-    """The parent's side of the audit: ``on_message`` for ``Worker.call``."""
-
-    # More than the claim passes between two messages (waiting, starting clocks), but never so much more each time.
-    MOST = 1.7
-    SLACK_SECONDS = 0.01
-
-    def __init__(self):
-        self.began: float | None = None
-        self.seen: list[tuple[float, float]] = []
-        self.stage = "start"
-
-    def __call__(self, message: Any, at: float) -> None:
-        self.stage = message.get("stage", self.stage)
-        if message.get("audit") == "begin":
-            self.began = at
-        elif message.get("audit") == "end" and self.began is not None:
-            self.seen.append((at - self.began, message["claimed_s"]))
-
-    @property
-    def failure(self) -> str | None:
-        """Why the claims cannot be true; None when one of the audits bears them out."""
-        if not self.seen or any(seen <= self.MOST * claimed + self.SLACK_SECONDS for seen, claimed in self.seen):
-            return None
-        seen, claimed = min(self.seen, key=lambda pair: pair[0] / max(pair[1], 1e-9))
-        return f"its calls took {seen:.3g} s by the parent's clock where {claimed:.3g} s were claimed"

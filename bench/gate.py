@@ -15,19 +15,18 @@ on the CPU it is torch if it imports, else NumPy. Several problems: the worst ve
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from bench import device as devices
-from bench import arguments, duel, isolation, machine, peers, problems, report, stats
+from bench import arguments, conditions, duel, isolation, machine, peers, problems, report, stats
 
 SUMMARY = "PASS, FAIL or UNDECIDED: is a candidate correct and faster than a baseline?"
 DEFAULT_LIMIT = 0.95
-# On the CPU: the share of the cores that other processes may take during the rounds of a verdict on times, and that of
-# the samples for which threads of the slower side may wait for a core. Taking turns cancels neither: in the record of the
-# CPU cpu_simd's two threads wait for up to 46% of a sample on an otherwise idle machine.
-OTHERS = 0.25
-WAITING = 0.25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,28 +65,17 @@ def default_case(device: str) -> str:
 def default_baselines(device: str) -> list[str]:
     if device == "cuda":
         return list(peers.SDPA)
-    import importlib.util
-
     return ["torch-flash"] if importlib.util.find_spec("torch") else ["numpy"]
 
 
 def judge_one(candidate: str, case: str, device: str, baselines: list[str], limit: float = DEFAULT_LIMIT,
-              time_limit: float = 300.0, worker: isolation.Worker | None = None, **options: Any) -> dict:  # fmt: skip
-    """The duel in a worker and what follows from it: a JSON document with `verdict` and `reasons`."""
-    auditor = duel.Auditor()
-    arguments = {"candidate": candidate, "baselines": baselines, "case": case, "device": device, **options}
-    with isolation.Worker() if worker is None else _borrowed(worker) as process:
-        outcome = process.call("bench.duel:duel", arguments, time_limit, auditor)
-    document: dict[str, Any] = {"case": case, "candidate": candidate, "limit": limit, "failures": [], "correct": False}
-    if outcome.status == "usage":
-        raise report.UsageError(outcome.reason)
-    if outcome.ok:
-        document |= outcome.value
-    else:
-        document["failures"] = [f"{outcome.status} during {auditor.stage}: {outcome.reason}"]
-    if auditor.failure:
-        document["failures"] = [*document["failures"], auditor.failure]
-    document["correct"] = not document["failures"]
+              time_limit: float = 300.0, worker: isolation.Worker | None = None, table: duel.Table | None = None,
+              say: duel.Say = lambda text: None, **options: Any) -> dict:  # fmt: skip
+    """The duel and what follows from it: a JSON document with `verdict` and `reasons`. `worker` and `table` outlive the
+    call; by default it has its own."""
+    with contextlib.nullcontext(table) if table else duel.Table(device) as own:
+        found = duel.duel(candidate, baselines, case, own, worker, time_limit=time_limit, say=say, **options)
+    document: dict[str, Any] = {"limit": limit, **found}
     interval, against = None, None
     if document.get("ratios"):
         against = min(document["ratios"], key=lambda name: document["seconds"][name])
@@ -95,38 +83,12 @@ def judge_one(candidate: str, case: str, device: str, baselines: list[str], limi
     verdict = stats.decide(document["correct"], interval, limit)
     if document["correct"] and interval is None:
         document["failures"].append("no baseline runs this problem")
-    elif document["correct"] and (why := crowded(verdict, candidate, against, document.get("conditions") or {})):
-        verdict = stats.Verdict.UNDECIDED
-        document["failures"].append(why)
+    elif document["correct"]:
+        why = conditions.crowded(verdict, candidate, against, document.get("conditions") or {})
+        if why:
+            verdict = stats.Verdict.UNDECIDED
+            document["failures"].append(why)
     return document | {"verdict": verdict.name, "baseline": against}
-
-
-def crowded(verdict: stats.Verdict, candidate: str, baseline: str | None, conditions: dict[str, Any]) -> str | None:
-    """Why times taken under these conditions do not bear the verdict out; None where they do."""
-    others = conditions.get("others") or 0.0
-    if others > OTHERS:
-        return (f"other processes took {100 * others:.0f}% of the cores during the rounds, {100 * OTHERS:.0f}% are "
-                f"accepted (load average {conditions['load_average']:.1f}): measure on an idle machine")  # fmt: skip
-    slower = {stats.Verdict.PASS: baseline, stats.Verdict.FAIL: candidate}.get(verdict)
-    waiting = conditions.get("waiting", {}).get(slower, 0.0)
-    if waiting > WAITING:
-        return (f"threads of {slower} waited for a core for {100 * waiting:.0f}% of its samples, {100 * WAITING:.0f}% "
-                "are accepted: two of them shared one, or other processes held it; try "
-                "OMP_WAIT_POLICY=passive")  # fmt: skip
-    return None
-
-
-class _borrowed:
-    """A worker that outlives the call."""
-
-    def __init__(self, worker: isolation.Worker):
-        self.worker = worker
-
-    def __enter__(self) -> isolation.Worker:
-        return self.worker
-
-    def __exit__(self, *exc) -> None:
-        pass
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,20 +102,49 @@ def run(args: argparse.Namespace) -> int:
     baselines = args.baseline or default_baselines(device)
     document: dict[str, Any] = {"command": "gate", "context": machine.context(device), "limit": args.limit, "gates": []}
     progress = report.Progress(len(wanted), quiet=args.json or len(wanted) == 1)
+    stages = Stages(quiet=args.json)
     try:
-        for case in wanted:
-            found = judge_one(
-                args.candidate, case, device, baselines, args.limit, args.time_limit, arrays=args.arrays,
-                rounds=args.rounds, seconds=args.seconds, seed=args.seed, cold=args.cold,
-            )  # fmt: skip
-            document["gates"].append(found)
-            progress.step(f"{case}: {found['verdict']}")
-            if args.output:
-                report.write_json(args.output, document)
+        with duel.Table(device) as table:
+            for case in wanted:
+                stages.begin(case)
+                found = judge_one(
+                    args.candidate, case, device, baselines, args.limit, args.time_limit, table=table, say=stages,
+                    arrays=args.arrays, rounds=args.rounds, seconds=args.seconds, seed=args.seed, cold=args.cold,
+                )  # fmt: skip
+                stages.clear()
+                document["gates"].append(found)
+                progress.step(f"{case}: {found['verdict']}")
+                if args.output:
+                    report.write_json(args.output, document)
     finally:
         if document["gates"]:
             report.deliver(document, args.json, show)
     return max((stats.Verdict[g["verdict"]].value for g in document["gates"]), key=(0, 2, 1).index)
+
+
+class Stages:
+    """Says on stderr how far the problem under way is: a live line on a terminal, otherwise a line a stage."""
+
+    def __init__(self, quiet: bool = False, stream=None):
+        self.quiet, self.stream = quiet, stream or sys.stderr
+        self.begin("")
+
+    def begin(self, case: str) -> None:
+        self.case, self.stage, self.began = case, "", time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        if self.quiet:
+            return
+        line = f"{self.case}: {text} ({time.perf_counter() - self.began:.0f}s)"
+        if self.stream.isatty():
+            print(f"\r\033[K{line}", end="", file=self.stream, flush=True)
+        elif (stage := text.partition(":")[0]) != self.stage:
+            self.stage = stage
+            print(line, file=self.stream, flush=True)
+
+    def clear(self) -> None:
+        if not self.quiet and self.stream.isatty():
+            print("\r\033[K", end="", file=self.stream, flush=True)
 
 
 def show(document: dict) -> None:
@@ -183,3 +174,5 @@ def show(document: dict) -> None:
     for gate in gates:
         for failure in gate["failures"]:
             print(f"  {gate['case']}: {failure}")
+        if line := conditions.load_line(gate.get("conditions")):
+            print(f"  {gate['case']}: {line}")

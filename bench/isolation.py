@@ -1,9 +1,10 @@
 """Work in a process of its own: a candidate that crashes or hangs is reported, and the run goes on.
 
-``Worker.call("bench.duel:duel", {...}, limit)`` runs that function in the worker with the arguments and a function
-``tell(message)`` that reports on the way. Requests and replies are JSON lines; replies come over a pipe of their own,
-so that a candidate may print what it likes. The parent stamps every message with its own clock, which nothing in the
-worker can reach.
+``Worker.call("bench.measure:cell", {...}, limit)`` runs that function in the worker with the arguments and a function
+``tell(message)`` that reports on the way. Requests and replies are JSON lines over a socket of their own, so that a
+candidate may print what it likes. A reply counts only with the token of its request, which did not exist before. A
+worker can be made to stand still; ``timed`` takes the time of a call from the outside, from before the worker goes on
+until all of it stands still again. Nothing that a worker says is a measurement or a verdict.
 """
 
 from __future__ import annotations
@@ -12,29 +13,35 @@ import contextlib
 import importlib
 import json
 import os
+import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import processes, report
 
 ROOT = Path(__file__).resolve().parent.parent
+# No reply of ours is longer; descriptors that one request may carry.
+LONGEST_REPLY = 1 << 26
+MOST_FDS = 250
+KINDS = ("done", "failed", "usage")
 # Seconds between two looks at whether a call has stalled.
 LOOK = 0.25
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status`: done, failed (a Python exception), usage (a UsageError), crashed (the process died), "timed out" or
-    "stalled" (the caller's own judgement)."""
+    """`status`: done, failed (a Python exception), usage (a UsageError), crashed (the process died), "timed out",
+    "stalled" (the caller's own judgement) or forged (the reply does not belong to the request)."""
 
     status: str
     value: Any = None
@@ -46,11 +53,17 @@ class Outcome:
 
 
 class Worker:
-    """A child process that serves calls one after another; a new one takes over after a crash or a time-out."""
+    """A child process that serves calls one after another; a new one takes over after a crash or a time-out.
 
-    def __init__(self, env: dict[str, str] | None = None):
-        self.env = env or {}
+    `confined` is for processes that run a candidate, others keep their memory to themselves; see ``processes``.
+    """
+
+    living: set[int] = set()
+
+    def __init__(self, env: dict[str, str] | None = None, confined: bool = False):
+        self.env, self.confined = env or {}, confined
         self.process: subprocess.Popen | None = None
+        self.started = 0
 
     def __enter__(self) -> Worker:
         return self
@@ -58,99 +71,178 @@ class Worker:
     def __exit__(self, *exc) -> None:
         self.close()
 
-    def _start(self) -> None:
-        self.replies, child_end = os.pipe()
+    @property
+    def pid(self) -> int:
+        assert self.process
+        return self.process.pid
+
+    def start(self) -> None:
+        """Starts the process unless it runs. `started` counts how often that was necessary."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        self.close()
+        processes.adopt_orphans()
+        self.earlier = processes.children(os.getpid())
+        self.socket, child_end = socket.socketpair()
         self.printed = tempfile.TemporaryFile()
         env = {**os.environ, **self.env, "PYTHONUNBUFFERED": "1"}
+        role = "confined" if self.confined else "hidden"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.isolation", str(child_end)], cwd=ROOT, env=env, stdin=subprocess.PIPE,
-            stdout=self.printed, stderr=subprocess.STDOUT, pass_fds=(child_end,), start_new_session=True,
+            [sys.executable, "-m", "bench.isolation", str(child_end.fileno()), role], cwd=ROOT, env=env,
+            stdin=subprocess.DEVNULL, stdout=self.printed, stderr=subprocess.STDOUT, pass_fds=(child_end.fileno(),),
+            start_new_session=True,
         )  # fmt: skip
-        os.close(child_end)
-        self.buffer = b""
+        child_end.close()
+        Worker.living.add(self.process.pid)
+        self.buffer, self.frozen, self.halted = b"", False, set()
+        self.started += 1
 
     def call(
         self, function: str, arguments: dict, limit_s: float, on_message: Callable[[Any, float], None] | None = None,
-        stalled: Callable[[], bool] = lambda: False,
+        fds: Sequence[int] = (), stalled: Callable[[], bool] = lambda: False,
     ) -> Outcome:  # fmt: skip
-        """Runs ``module:function`` in the worker. `on_message(message, seconds by this process's clock)`; the worker is
-        ended when `stalled()`, asked several times a second, is true."""
-        if self.process is None or self.process.poll() is not None:
-            self.close()
-            self._start()
-        assert self.process and self.process.stdin
-        request = json.dumps({"function": function, "arguments": report.plain(arguments)}).encode() + b"\n"
+        """Runs ``module:function`` in the worker. `on_message(message, seconds by this process's clock)`. `fds` are
+        handed over as the argument of that name. The worker is ended when `stalled()`, asked several times a second, is
+        true."""
+        self.start()
+        self.thaw()
+        return self._exchange(function, arguments, limit_s, on_message, fds, stalled)
+
+    def timed(self, function: str, arguments: dict, limit_s: float) -> tuple[Outcome, float]:
+        """A call of a worker that stands still before and afterwards, and the seconds between."""
+        self.freeze()
+        began = time.perf_counter()
+        self._go_on()
+        outcome = self._exchange(function, arguments, limit_s, None, ())
+        self._stop()
+        return outcome, time.perf_counter() - began
+
+    def _exchange(self, function: str, arguments: dict, limit_s: float, on_message: Callable[[Any, float], None] | None,
+                  fds: Sequence[int], stalled: Callable[[], bool] = lambda: False) -> Outcome:  # fmt: skip
+        token = secrets.token_hex(8)
+        request = {"function": function, "arguments": report.plain(arguments), "token": token, "fds": len(fds)}
         deadline = time.monotonic() + limit_s
         try:
-            self.process.stdin.write(request)
-            self.process.stdin.flush()
-        except BrokenPipeError:
+            _send(self.socket, json.dumps(request).encode() + b"\n", fds)
+        except (BrokenPipeError, ConnectionResetError):
             return self._died()
         while True:
             line = self._line(deadline, stalled)
             if line is None:
-                self._kill()
+                self.kill()
                 if time.monotonic() < deadline:
                     return Outcome("stalled", reason=f"no progress{self._tail()}")
                 return Outcome("timed out", reason=f"no answer within {limit_s:g} s{self._tail()}")
             if line == b"":
                 return self._died()
-            reply = json.loads(line)
-            if reply["kind"] == "message":
-                if on_message:
-                    on_message(reply["value"], time.perf_counter())
-                continue
-            return Outcome(reply["kind"], reply.get("value"), reply.get("reason", ""))
+            reply = _parsed(line, token)
+            if reply is None:
+                self.kill()
+                return Outcome("forged", reason=f"a reply that does not belong to the request: {printable(line[:120])}")
+            if reply["kind"] != "message":
+                return Outcome(reply["kind"], reply.get("value"), printable(str(reply.get("reason", ""))))
+            if on_message:
+                on_message(reply.get("value"), time.perf_counter())
 
     def _line(self, deadline: float, stalled: Callable[[], bool]) -> bytes | None:
-        """The next reply; b"" at the end of the pipe, None when the time is up or the call has stalled."""
-        while b"\n" not in self.buffer:
+        """The next reply; b"" at the end of the stream, None when the time is up or the call has stalled."""
+        while b"\n" not in self.buffer and len(self.buffer) < LONGEST_REPLY:
             left = deadline - time.monotonic()
             if left <= 0 or stalled():
                 return None
-            if not select.select([self.replies], [], [], min(left, LOOK))[0]:
+            if not select.select([self.socket], [], [], min(left, LOOK))[0]:
                 continue
-            piece = os.read(self.replies, 1 << 16)
+            try:
+                piece = self.socket.recv(1 << 16)
+            except ConnectionResetError:
+                piece = b""
             if not piece:
                 return b""
             self.buffer += piece
         line, _, self.buffer = self.buffer.partition(b"\n")
-        return line
+        return line or b" "
 
     def _died(self) -> Outcome:
         assert self.process
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
-        self._kill()
-        code = self.process.returncode
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        code = self.process.poll()
+        self.kill()
+        how = "closed its connection" if code is None else f"exit status {code}"
+        if code is not None and code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
         return Outcome("crashed", reason=how + self._tail())
 
     def _tail(self) -> str:
         """The last lines that the process printed."""
         self.printed.seek(0)
-        lines = self.printed.read().decode(errors="replace").strip().splitlines()[-6:]
-        return (": " + " | ".join(lines)) if lines else ""
+        lines = printable(self.printed.read()[-4096:]).splitlines()
+        return (": " + " | ".join(lines[-6:])) if lines else ""
 
-    def _kill(self) -> None:
-        """Ends the worker and what it started; its process group is its own."""
+    # ---- standing still ----
+
+    def freeze(self) -> None:
+        """Stops the worker and whatever it started; what it started stays so until the next ``call``."""
+        self._stop()
+        self.halted |= self.offspring()
+        processes.halt(self.halted)
+
+    def _stop(self) -> None:
+        if self.process and not self.frozen:
+            processes.stop(self.process.pid)
+            self.frozen = True
+
+    def _go_on(self) -> None:
+        processes.go_on(self.pid)
+        self.frozen = False
+
+    def thaw(self) -> None:
+        if self.frozen:
+            for pid in self.halted:
+                processes.go_on(pid)
+            self.halted = set()
+            self._go_on()
+
+    def offspring(self) -> set[int]:
+        """What the worker started and what is left of that, without what has ended."""
+        if self.process is None:
+            return set()
+        orphaned = processes.orphans(Worker.living, self.earlier)
+        return processes.alive(processes.descendants(self.pid).union(orphaned, *map(processes.descendants, orphaned)))
+
+    def moving(self) -> set[int]:
+        """Processes of a worker that stands still which do not."""
+        return {pid for pid in self.offspring() if pid not in self.halted or processes.state(pid) not in ("T", "t")}
+
+    # ---- the end ----
+
+    def kill(self) -> None:
+        """Ends the worker and everything that it started, whatever session that is in."""
         assert self.process
+        if self.process.poll() is None:
+            self._stop()
+        # What is killed cannot start anything, but its children may have, until none is left.
+        for _ in range(100):
+            if not (left := self.offspring()):
+                break
+            processes.halt(left)
+            processes.end(left)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        processes.end(processes.orphans(Worker.living, self.earlier))
+        Worker.living.discard(self.process.pid)
 
     def close(self) -> None:
         if self.process is None:
             return
-        if self.process.poll() is None:
-            assert self.process.stdin
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
-            try:
+        if self.process.poll() is None and not self.confined:
+            self.thaw()
+            self.socket.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
-            except subprocess.TimeoutExpired:
-                self._kill()
-        os.close(self.replies)
+        self.kill()
+        self.socket.close()
         self.printed.close()
         self.process = None
 
@@ -161,25 +253,57 @@ def call_once(function: str, arguments: dict, limit_s: float, on_message=None, e
         return worker.call(function, arguments, limit_s, on_message)
 
 
-def _serve(replies: int) -> None:
-    def send(reply: dict) -> None:
-        os.write(replies, json.dumps(report.plain(reply)).encode() + b"\n")
+def printable(text: bytes | str) -> str:
+    """What a candidate wrote, without what a terminal would obey."""
+    text = text.decode(errors="replace") if isinstance(text, bytes) else text
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text).strip()
 
-    for line in sys.stdin:
+
+def _parsed(line: bytes, token: str) -> dict | None:
+    """A reply to the request of that token; None for anything else."""
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(reply, dict) or reply.get("token") != token or reply.get("kind") not in (*KINDS, "message"):
+        return None
+    return reply
+
+
+def _send(channel: socket.socket, line: bytes, fds: Sequence[int]) -> None:
+    sent = socket.send_fds(channel, [line], list(fds)) if fds else 0
+    channel.sendall(line[sent:])
+
+
+def _serve(channel: socket.socket) -> None:
+    def send(reply: dict) -> None:
+        channel.sendall(json.dumps({**report.plain(reply), "token": request["token"]}).encode() + b"\n")
+
+    buffer, received = b"", []
+    while True:
+        while b"\n" not in buffer:
+            piece, fds, _, _ = socket.recv_fds(channel, 1 << 16, MOST_FDS)
+            received += fds
+            if not piece:
+                return
+            buffer += piece
+        line, _, buffer = buffer.partition(b"\n")
         request = json.loads(line)
+        arguments = request["arguments"]
+        if request["fds"]:
+            arguments["fds"], received = received, []
         try:
             module, _, name = request["function"].partition(":")
             function = getattr(importlib.import_module(module), name)
-            value = function(**request["arguments"], tell=lambda m: send({"kind": "message", "value": m}))
-            reply = {"kind": "done", "value": value}
+            reply = {"kind": "done", "value": function(**arguments, tell=lambda m: send({"kind": "message", "value": m}))}
         except report.UsageError as error:
             reply = {"kind": "usage", "reason": str(error)}
         except BaseException as error:  # whatever a candidate raises, SystemExit included, is its result
             traceback.print_exc()
-            first = str(error).splitlines()[0] if str(error) else ""
-            reply = {"kind": "failed", "reason": f"{type(error).__name__}: {first}"}
+            reply = {"kind": "failed", "reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
         send(reply)
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    {"confined": processes.confine, "hidden": processes.hide}[sys.argv[2]]()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,14 +122,16 @@ def context(device: str) -> dict[str, Any]:
 
 
 class Cores:
-    """CPU time that other processes take, from construction on, on the cores that this one may use (Linux)."""
+    """CPU time that others than this process and `workers` take, from construction on, on the cores that it may use
+    (Linux)."""
 
-    def __init__(self):
+    def __init__(self, workers: Sequence[int] = ()):
+        self.workers = tuple(workers)
         self.cores = os.sched_getaffinity(0)
         self.began = self._read()
 
     def _read(self) -> tuple[float, float, float]:
-        """Seconds that the cores spent at all and at work, and those that this process worked."""
+        """Seconds that the cores spent at all and at work, and those that this process and its workers worked."""
         total = busy = 0.0
         try:
             for line in Path("/proc/stat").read_text().splitlines():
@@ -140,12 +143,21 @@ class Cores:
                     busy += sum(spent) - sum(spent[3:5])
         except OSError:
             pass
-        return total, busy, time.process_time()
+        return total, busy, time.process_time() + sum(map(_worked, self.workers))
 
     def others(self) -> float | None:
         """Share of the cores' time since then that others took, 0 to 1; None where the kernel does not tell."""
         total, busy, own = (now - then for now, then in zip(self._read(), self.began))
         return min(1.0, max(0.0, busy - own) / total) if total > 0 else None
+
+
+def _worked(pid: int) -> float:
+    """Seconds of CPU time of a process so far; 0 when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Monitor:

@@ -8,6 +8,8 @@ that reads past its tensors computes with NaN, and one that does not write leave
 from __future__ import annotations
 
 import hashlib
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,21 +27,23 @@ LARGE_BYTE = 0x7B
 class Block:
     """`nbytes` bytes on a device between two guard zones of at least `guard` bytes."""
 
-    def __init__(self, nbytes: int, device: Cpu | Cuda, guard_byte: int = NAN_BYTE, guard: int = GUARD_BYTES):
+    def __init__(self, nbytes: int, device: Cpu | Cuda, guard_byte: int = NAN_BYTE, guard: int = GUARD_BYTES,
+                 allocate: Callable[[int], Any] | None = None):  # fmt: skip
+        """`allocate(bytes)` gives the memory as a uint8 array of the device's library; default: the library's own."""
         self.nbytes, self.device, self.guard_byte = nbytes, device, guard_byte
         total = nbytes + 2 * guard + ALIGNMENT
-        if device.kind == "cpu":
-            self.raw: Any = np.empty(total, np.uint8)
-            address = self.raw.ctypes.data
-        elif device.torch:
-            self.raw = device.torch.empty(total, dtype=device.torch.uint8, device="cuda")
-            address = self.raw.data_ptr()
-        else:
-            self.raw = device.cupy.empty(total, dtype=np.uint8)
-            address = self.raw.data.ptr
-        self.begin = guard + (-(address + guard)) % ALIGNMENT
+        self.raw: Any = allocate(total) if allocate else empty_bytes(total, device)
+        self.begin = guard + (-(address_of(self.raw) + guard)) % ALIGNMENT
         self.end = self.begin + nbytes
         self.fill_guards(guard_byte)
+
+    @classmethod
+    def over(cls, raw: Any, begin: int, nbytes: int, device: Cpu | Cuda) -> Block:
+        """Bytes `begin` to `begin + nbytes` of memory that is somebody else's: nothing is written."""
+        block = cls.__new__(cls)
+        block.nbytes, block.device, block.guard_byte = nbytes, device, NAN_BYTE
+        block.raw, block.begin, block.end = raw, begin, begin + nbytes
+        return block
 
     @property
     def inside(self) -> Any:
@@ -102,7 +106,7 @@ class Block:
         if library == "torch":
             import torch
 
-            raw = torch.from_numpy(self.inside) if self.device.kind == "cpu" else self._as_torch()
+            raw = _from_numpy(self.inside) if self.device.kind == "cpu" else self._as_torch()
             return raw.view(getattr(torch, dtype)).view(shape)
         if library == "cupy":
             import cupy
@@ -114,8 +118,9 @@ class Block:
         if library == "jax":
             import jax
 
-            source = self.view(shape, dtype, "numpy" if self.device.kind == "cpu" else "torch")
-            return jax.numpy.asarray(source) if self.device.kind == "cpu" else jax.dlpack.from_dlpack(source)
+            if self.device.kind == "cpu":
+                return jax.device_put(self.view(shape, dtype, "numpy"), jax.devices("cpu")[0], may_alias=True)
+            return jax.dlpack.from_dlpack(self.view(shape, dtype, "torch" if self.device.torch else "cupy"))
         raise ValueError(f"array library is {library!r}; accepted: numpy, torch, cupy, jax")
 
     def _as_torch(self) -> Any:
@@ -124,6 +129,33 @@ class Block:
         import torch
 
         return torch.from_dlpack(self.inside)
+
+
+def empty_bytes(nbytes: int, device: Cpu | Cuda) -> Any:
+    """Memory of this process as a uint8 array of the library that drives the device."""
+    if device.kind == "cpu":
+        return np.empty(nbytes, np.uint8)
+    if device.torch:
+        return device.torch.empty(nbytes, dtype=device.torch.uint8, device="cuda")
+    return device.cupy.empty(nbytes, dtype=np.uint8)
+
+
+def address_of(array: Any) -> int:
+    """Where an array of any library begins."""
+    library = type(array).__module__.partition(".")[0]
+    if library == "numpy":
+        return array.ctypes.data
+    if library == "torch":
+        return array.data_ptr()
+    return array.data.ptr if library == "cupy" else array.unsafe_buffer_pointer()
+
+
+def _from_numpy(array: np.ndarray) -> Any:
+    import torch
+
+    with warnings.catch_warnings():  # that writing to memory which is mapped for reading ends the process
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)
 
 
 def numpy_dtype(name: str) -> np.dtype:

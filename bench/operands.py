@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.device import Cpu, Cuda
-from bench.memory import GUARD_BYTES, NAN_BYTE, Block, numpy_dtype, to_host
+from bench.memory import GUARD_BYTES, NAN_BYTE, Block, address_of, numpy_dtype, to_host
 from bench.problems import Case
 
 if TYPE_CHECKING:
@@ -19,67 +21,15 @@ CHECK_FLOPS_CPU = 3e9
 CHECK_FLOPS_GPU = 2e11
 
 
-class Operands:
-    """Inputs and output of one call, each in guarded memory of its own, C-contiguous in the case's layout.
+class Arrays:
+    """The arrays of one call in memory that somebody else fills and judges: all that a contender is given."""
 
-    Ordinary inputs (normal values, no bias, mask or sinks) of a GPU are drawn there. Without guard zones inputs are not
-    hashed either.
-    """
-
-    def __init__(self, case: Case, device: Cpu | Cuda, guard_byte: int = NAN_BYTE, guard: int = GUARD_BYTES):
-        self.case, self.device, self.guard = case, device, guard
-        self.blocks: dict[str, Block] = {}
-        self.shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    def __init__(self, case: Case, device: Cpu | Cuda, blocks: dict[str, Block] | None = None,
+                 shapes: dict[str, tuple[tuple[int, ...], str]] | None = None):  # fmt: skip
+        self.case, self.device = case, device
+        self.blocks: dict[str, Block] = blocks or {}
+        self.shapes: dict[str, tuple[tuple[int, ...], str]] = shapes or {}
         self._views: dict[tuple[str, str], Any] = {}
-        self._judged_by: Any = None
-        self._new("out", case.out_shape, case.dtype, guard_byte)
-        if device.kind == "cuda" and not (case.bias or case.mask or case.sinks) and case.values == "normal":
-            for name, shape in (("q", case.q_shape), ("k", case.k_shape), ("v", case.v_shape)):
-                self._new(name, shape, case.dtype, guard_byte)
-            _fill_normal(self, case.seed)
-        else:
-            for name, array in _host_arrays(case).items():
-                self._new(name, array.shape, array.dtype.name, guard_byte)
-                self.blocks[name].fill(array)
-        self.poison()
-        self.digests = {name: block.digest() for name, block in self._inputs()} if guard else {}
-
-    def _new(self, name: str, shape: tuple[int, ...], dtype: str, guard_byte: int) -> None:
-        nbytes = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
-        self.blocks[name] = Block(nbytes, self.device, guard_byte, self.guard)
-        self.shapes[name] = (tuple(shape), dtype)
-
-    # ---- contents ----
-
-    def _inputs(self):
-        return ((name, block) for name, block in self.blocks.items() if name in INPUTS)
-
-    def poison(self) -> None:
-        """Fills the output with NaN."""
-        self.blocks["out"].poison()
-
-    def negate_values(self) -> None:
-        """Flips the sign of V in place: the right result is then exactly the negated one, a replayed one is not."""
-        dtype = self.shapes["v"][1]
-        size = numpy_dtype(dtype).itemsize
-        raw = self.blocks["v"].inside
-        sign = raw[size - 1 :: size]  # the byte that holds the sign, little-endian
-        sign ^= 0x80
-        self._judged_by = None
-        if self.digests:
-            self.digests["v"] = self.blocks["v"].digest()
-
-    # ---- checks of memory ----
-
-    def changed_inputs(self) -> list[str]:
-        """Names of inputs that somebody wrote to."""
-        return [name for name, block in self._inputs() if self.digests and block.digest() != self.digests[name]]
-
-    def broken_guards(self) -> list[str]:
-        """Names of operands around which somebody wrote."""
-        return [name for name, block in self.blocks.items() if not block.guards_intact()]
-
-    # ---- views ----
 
     def array(self, name: str, library: str) -> Any:
         """The operand as an array of `library`; the same object each time."""
@@ -93,6 +43,66 @@ class Operands:
         """q, k, v, what the case adds, and its options, as ``fa_ext.attention`` takes them (without `out`)."""
         arrays = {name: self.array(name, library) for name in self.blocks if name in INPUTS}
         return arrays | self.case.options()
+
+    def copied(self, library: str) -> bool:
+        """Whether `library` copied an input instead of sharing its memory: what is written there later is not seen."""
+        return any(address_of(self.array(name, library)) != address_of(block.inside)
+                   for name, block in self.blocks.items() if name in INPUTS)  # fmt: skip
+
+    def renew(self) -> None:
+        """Makes the next arrays anew, from what the memory holds then."""
+        self._views.clear()
+
+
+class Operands(Arrays):
+    """Inputs and output of one call, each in guarded memory of its own, C-contiguous in the case's layout.
+
+    Ordinary inputs (normal values, no bias, mask or sinks) of a GPU are drawn there. Without guard zones inputs are not
+    hashed either. `allocate(name, bytes)` gives the memory of each; default: the device's library.
+    """
+
+    def __init__(self, case: Case, device: Cpu | Cuda, guard_byte: int = NAN_BYTE, guard: int = GUARD_BYTES,
+                 allocate: Callable[[str, int], Any] | None = None):  # fmt: skip
+        super().__init__(case, device)
+        self.guard, self._allocate = guard, allocate
+        self._judged_by: Any = None
+        self._new("out", case.out_shape, case.dtype, guard_byte)
+        if device.kind == "cuda" and not (case.bias or case.mask or case.sinks) and case.values == "normal":
+            for name, shape in (("q", case.q_shape), ("k", case.k_shape), ("v", case.v_shape)):
+                self._new(name, shape, case.dtype, guard_byte)
+            for i, name in enumerate("qkv"):
+                fill_normal(self.blocks[name].inside, case.dtype, device, case.seed * 3 + i)
+        else:
+            for name, array in host_arrays(case).items():
+                self._new(name, array.shape, array.dtype.name, guard_byte)
+                self.blocks[name].fill(array)
+        self.poison()
+        self.digests = {name: block.digest() for name, block in self._inputs()} if guard else {}
+
+    def _new(self, name: str, shape: tuple[int, ...], dtype: str, guard_byte: int) -> None:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
+        allocate = functools.partial(self._allocate, name) if self._allocate else None
+        self.blocks[name] = Block(nbytes, self.device, guard_byte, self.guard, allocate)
+        self.shapes[name] = (tuple(shape), dtype)
+
+    # ---- contents ----
+
+    def _inputs(self):
+        return ((name, block) for name, block in self.blocks.items() if name in INPUTS)
+
+    def poison(self) -> None:
+        """Fills the output with NaN."""
+        self.blocks["out"].poison()
+
+    # ---- checks of memory ----
+
+    def changed_inputs(self) -> list[str]:
+        """Names of inputs that somebody wrote to."""
+        return [name for name, block in self._inputs() if self.digests and block.digest() != self.digests[name]]
+
+    def broken_guards(self) -> list[str]:
+        """Names of operands around which somebody wrote."""
+        return [name for name, block in self.blocks.items() if not block.guards_intact()]
 
     # ---- the judge ----
 
@@ -176,22 +186,34 @@ def trivial_answers(operands: Operands) -> dict[str, np.ndarray]:
     return {"zeros": np.zeros(case.out_shape, dtype), "the mean of V": mean.astype(dtype)}
 
 
-def _host_arrays(case: Case) -> dict[str, np.ndarray]:
+def host_arrays(case: Case) -> dict[str, np.ndarray]:
+    """The case's arrays by name, C-contiguous."""
     made = case.host_inputs()
     return {name: np.ascontiguousarray(made[name]) for name in INPUTS if name in made}
 
 
-def _fill_normal(operands: Operands, seed: int) -> None:
-    device = operands.device
-    for i, name in enumerate(("q", "k", "v")):
-        shape, dtype = operands.shapes[name]
-        if device.torch:
-            generator = device.torch.Generator(device="cuda").manual_seed(seed * 3 + i)
-            operands.array(name, "torch").normal_(generator=generator)
-        else:
-            xp = device.cupy
-            normal = xp.random.RandomState(seed * 3 + i).standard_normal(shape, dtype=xp.float32)
-            operands.blocks[name].inside[:] = _narrow(normal, dtype, xp).view(xp.uint8).ravel()
+def fill_normal(raw: Any, dtype: str, device: Cpu | Cuda, seed: int) -> None:
+    """Fills bytes of the device's library with random normal numbers of a dtype."""
+    if device.kind == "cpu":
+        wide = np.float64 if dtype == "float64" else np.float32
+        numbers = raw.view(numpy_dtype(dtype))
+        piece = 1 << 20  # numbers drawn at once
+        rng = np.random.Generator(np.random.SFC64(seed))
+        for i in range(0, len(numbers), piece):
+            numbers[i : i + piece] = rng.standard_normal(len(numbers[i : i + piece]), wide)
+    elif device.torch:
+        generator = device.torch.Generator(device="cuda").manual_seed(seed)
+        raw.view(getattr(device.torch, dtype)).normal_(generator=generator)
+    else:
+        xp = device.cupy
+        count = len(raw) // numpy_dtype(dtype).itemsize
+        normal = xp.random.RandomState(seed).standard_normal(count, dtype=xp.float32)
+        raw[:] = _narrow(normal, dtype, xp).view(xp.uint8).ravel()
+
+
+def to_values(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Host bytes as an array."""
+    return raw.view(numpy_dtype(dtype)).reshape(shape)
 
 
 def _widen(raw: Any, shape: tuple[int, ...], dtype: str, xp: Any) -> Any:

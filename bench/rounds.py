@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from bench import machine, stats
-from bench.timer import Stopwatch
 
 # Rounds between looks at the confidence interval, seconds between looks at clocks and power.
 LOOK_EVERY = 12
@@ -21,15 +19,13 @@ CONDITIONS_EVERY = 0.05
 
 @dataclass
 class Samples:
-    """Seconds a call, by contender; entry i of each was taken in round i. `hidden` counts seconds a call that the host
-    saw beyond the contender's own clock, `settling` the seconds of waiting for an idle machine after each sample,
+    """Seconds a call, by contender; entry i of each was taken in round i. `settling` counts the seconds of waiting for an idle machine after each sample,
     `waiting` the share of each sample for which threads were ready to run and had no core (0.5: one thread half of it).
     `conditions` are clocks and power, one entry a round with a GPU; on the CPU `load_average` is that of the last
     minute and `others` the share of the cores' time that other processes took during the rounds (None where the kernel
     does not tell, or they were too short)."""
 
     seconds: dict[str, np.ndarray]
-    hidden: dict[str, np.ndarray]
     settling: dict[str, list[float]] = field(default_factory=dict)
     conditions: list[dict] = field(default_factory=list)
     waiting: dict[str, list[float]] = field(default_factory=dict)
@@ -70,44 +66,53 @@ class Samples:
         }
 
 
+class Watch(Protocol):
+    """What takes samples of one contender: ``timer.Stopwatch`` here, ``duel.Remote`` in a process of its own."""
+
+    device: Any
+
+    @property
+    def launches(self) -> int: ...
+
+    def sample(self) -> float: ...
+
+
 def take_turns(
-    watches: Mapping[str, Stopwatch],
+    watches: Mapping[str, Watch],
     rounds: int,
     seconds: float,
     seed: int = 0,
     tight: float | None = None,
     against: str | None = None,
-    around: Callable[[str, Callable[[], tuple[float, float]]], tuple[float, float]] | None = None,
+    workers: Sequence[int] = (),
+    say: Callable[[str], None] = lambda text: None,
 ) -> Samples:
     """Samples `watches` until `rounds` are done, `seconds` have passed (but at least MIN_ROUNDS rounds, unless three
     times as long has passed), or every ratio to `against` is known within a relative interval width of `tight`.
     Before each sample the device settles, so that nobody runs beside the threads that another left spinning.
 
-    `around(name, sample)` may wrap each sample with checks. Widths do not favour either side of a limit, so stopping by
-    them does not bias a verdict; stopping by the verdict would.
+    `workers` are processes whose work is the contenders'. `say` hears about every round. Widths do not favour either
+    side of a limit, so stopping by them does not bias a verdict; stopping by the verdict would.
     """
     rng = np.random.default_rng(seed)
     names = list(watches)
     taken: dict[str, list[float]] = {name: [] for name in names}
-    hidden: dict[str, list[float]] = {name: [] for name in names}
     settling: dict[str, list[float]] = {name: [] for name in names}
     waiting: dict[str, list[float]] = {name: [] for name in names}
     previous = names[0]
     on_gpu = any(w.device.kind == "cuda" for w in watches.values())
     monitor = machine.Monitor() if on_gpu else None
-    cores = None if on_gpu else machine.Cores()
+    cores = None if on_gpu else machine.Cores(workers)
     condition: dict[str, Any] = {}
     due = 0.0
-    result = Samples({}, {})
+    result = Samples({})
     began = time.perf_counter()
     for done in range(1, rounds + 1):
         for i in rng.permutation(len(names)):
             name = names[i]
-            sample = functools.partial(_settled_sample, watches[name], settling[previous], waiting[name])
-            clock, host = around(name, sample) if around else sample()
+            taken[name].append(_settled_sample(watches[name], settling[previous], waiting[name]))
             previous = name
-            taken[name].append(clock)
-            hidden[name].append(max(0.0, host - clock))
+        say(f"round {done} of at most {rounds}")
         elapsed = time.perf_counter() - began
         if monitor and monitor.handle:
             if elapsed >= due:
@@ -122,16 +127,17 @@ def take_turns(
                 result.stopped = "tight"
                 break
     result.seconds = {name: np.array(values) for name, values in taken.items()}
-    result.hidden = {name: np.array(values) for name, values in hidden.items()}
     result.settling, result.waiting = settling, waiting
     if cores:
         result.load_average, result.others = os.getloadavg()[0], cores.others()
     return result
 
 
-def _settled_sample(watch: Stopwatch, settling: list[float], waiting: list[float]) -> tuple[float, float]:
+def _settled_sample(watch: Watch, settling: list[float], waiting: list[float]) -> float:
     settling.append(watch.device.settle())
-    before = watch.device.waited_for_cores()
-    clock, host = watch.sample_both()
-    waiting.append(max(0.0, watch.device.waited_for_cores() - before) / max(host * watch.launches, 1e-9))
-    return clock, host
+    before, began = watch.device.waited_for_cores(), time.perf_counter()
+    seconds = watch.sample()
+    # Of what the calls took: a watch may do more, such as looking at results.
+    took = min(seconds * watch.launches, time.perf_counter() - began)
+    waiting.append(max(0.0, watch.device.waited_for_cores() - before) / max(took, 1e-9))
+    return seconds

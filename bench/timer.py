@@ -96,12 +96,6 @@ class Stopwatch:
             slots[i % count]()
         self._next = (begin + self.calls) % count
 
-    def upcoming(self) -> list[int]:
-        """Slots that the next sample will call."""
-        if self._replay:
-            return list(range(len(self.slots)))
-        return sorted({i % len(self.slots) for i in range(self._next, self._next + min(self.calls, len(self.slots)))})
-
     @property
     def launches(self) -> int:
         """Calls of the contender that one sample holds."""
@@ -109,29 +103,20 @@ class Stopwatch:
 
     def sample(self) -> float:
         """Seconds a call, over one sample."""
-        return self.sample_both()[0]
-
-    def sample_both(self) -> tuple[float, float]:
-        """(seconds a call by this clock, seconds a call by the host's clock until the whole device is idle).
-
-        The second covers work that a contender hides from its stream or leaves to a thread that the device waits for.
-        """
         device = self.device
         if self.clock == "host clock":
             began = _now()
             self.launch()
             device.synchronize()
-            seconds = (_now() - began) * 1e-9 / self.launches
-            return seconds, seconds
+            return (_now() - began) * 1e-9 / self.launches
         device.synchronize()
         first, last = device.event(), device.event()
-        began = _now()
         device.record(first)
         self.launch()
         device.record(last)
         seconds = device.seconds_between(first, last) / self.launches
         device.synchronize()
-        return seconds, (_now() - began) * 1e-9 / self.launches
+        return seconds
 
 
 def slots_for_cold(bytes_a_call: int, device: Cpu | Cuda, memory_limit: float = 8e9) -> int:
