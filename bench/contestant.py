@@ -171,7 +171,10 @@ class Slot:
         self.entrant: Contender = me.entrant
         blocks, shapes = {}, {}
         for name, (region, begin, nbytes, shape, dtype) in tensors.items():
-            blocks[name] = Block.over(regions[region].bytes(), begin, nbytes, me.device)
+            if region is None:
+                blocks[name] = Block(nbytes, me.device, guard=0)
+            else:
+                blocks[name] = Block.over(regions[region].bytes(), begin, nbytes, me.device)
             shapes[name] = (tuple(shape), dtype)
         self.arrays = Arrays(case, me.device, blocks, shapes)
         self.target = target

@@ -110,6 +110,7 @@ class Worker:
 
     def timed(self, function: str, arguments: dict, limit_s: float) -> tuple[Outcome, float]:
         """A call of a worker that stands still before and afterwards, and the seconds between."""
+        self.start()
         self.freeze()
         began = time.perf_counter()
         self._go_on()

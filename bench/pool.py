@@ -98,7 +98,7 @@ class Pool:
     # ---- for the workers ----
 
     def description(self, with_out: bool) -> tuple[list[dict], list[dict[str, list]], list[int]]:
-        """(regions, slots, file descriptors) for ``contestant.prepare``; baselines get an output region of nobody."""
+        """(regions, slots, file descriptors) for ``contestant.prepare``; baselines fill outputs of their own."""
         regions = [self.inputs, *(region for region, _ in self.extras.values())] + ([self.out] if with_out else [])
         out_shape, dtype = list(self.case.out_shape), self.case.dtype
         slots = []
@@ -107,8 +107,8 @@ class Pool:
                     for name, shape in self.shapes.items()}  # fmt: skip
             for j, (name, (_, array)) in enumerate(self.extras.items()):
                 slot[name] = [1 + j, 0, array.nbytes, list(array.shape), array.dtype.name]
-            if with_out:
-                slot["out"] = [len(regions) - 1, FENCE + i * self.out_step, self.out_bytes, out_shape, dtype]
+            place = [len(regions) - 1, FENCE + i * self.out_step] if with_out else [None, 0]
+            slot["out"] = [*place, self.out_bytes, out_shape, dtype]
             slots.append(slot)
         return [r.description() for r in regions], slots, [r.fd for r in regions if r.fd >= 0]
 

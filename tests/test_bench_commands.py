@@ -223,15 +223,6 @@ def test_guard_zones_notice_writes_and_poison_is_nan():
         assert not block.guards_intact()
 
 
-def test_negating_values_flips_exactly_the_sign():
-    cpu = device.Cpu()
-    for dtype in ("float16", "bfloat16", "float32"):
-        held = operands.Operands(problems.parse(f"B1,H2,S17,D8,{dtype}"), cpu)
-        before = held.array("v", "numpy").copy()
-        held.negate_values()
-        assert (held.array("v", "numpy") == -before).all() and held.changed_inputs() == []
-
-
 def test_tables_are_plain_when_not_a_terminal(capsys):
     report.table("title", ("name", "value"), [["a", 1.5], ["long name", 1e-9], ["none", None]])
     lines = capsys.readouterr().out.splitlines()

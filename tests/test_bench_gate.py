@@ -1,14 +1,20 @@
 """The laboratory refuses candidates that cheat or err, and accepts the honest ones; each runs in its own worker."""
 
 import json
+import mmap
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from bench import duel, gate, isolation, machine, report
+from bench import device, duel, gate, isolation, machine, problems, processes, report, shared
+from bench.__main__ import main
+from bench.pool import Pool
+from fa_ext import reference
 from laboratory import CHEATS
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
@@ -28,15 +34,35 @@ CAUGHT = {
     "right_mean": "Frobenius",
     "first_seed_only": "trial 2",
     "caches_first": "trial 2",
-    "caches_by_pointer": "changed under its pointers|before timing|seed",
-    "lazy_after_warm_up": "unwritten",
-    "works_only_before_and_after": "unwritten",
+    "caches_by_pointer": "timed sample 1: call 1 of 1: off by",
+    "lazy_after_warm_up": "timed sample .* (unwritten|off by)",
+    "works_only_before_and_after": "timed sample .* (unwritten|off by)",
     "writes_part": "NaN",
     "returns_early": "NaN",
     "low_precision": "error",
-    "patches_timer": "tampered with bench.timer.Stopwatch.sample_both",
-    "patches_time": "tampered with time.perf_counter_ns",
-    "mutates_inputs": "wrote to its inputs: q",
+    "patches_timer": "by the judge's clock",
+    "patches_time": "by the judge's clock",
+    "edits_stopwatch": "by the judge's clock",
+    "patches_judge": "Frobenius",
+    "forges_verdict": "forged during trials: a reply that does not belong to the request",
+    "forges_with_token": "NaN",
+    "floods_replies": "forged during trials",
+    "answers_early": "timed sample .* (unwritten|off by)|forged",
+    "copies_expected": "Frobenius",
+    "writes_parent_memory": "raised PermissionError",
+    "makes_inputs_easy": "Frobenius",
+    "shrinks_memory": "Frobenius",
+    "leaves_process": "processes that it started went on",
+    "returns_unless_poisoned": "timed sample .* off by",
+    "lazy_object": "the result is a .*_Promise, not an array of numpy",
+    "lazy_subclass": "the result is a .*_Later, not an array of numpy",
+    "caches_queries": "timed sample .* off by",
+    "computes_ahead": "timed sample .* off by",
+    "half_precision_when_timed": "timed sample .* off by",
+    "skips_a_head_when_timed": "timed sample .* off by",
+    "ends_when_timed": "crashed during timing: exit status 0: .\\[32mPASS",
+    "mutates_inputs": "read-only",
+    "mutates_memory": "crashed during trials: killed by SIGSEGV",
     "writes_past_out": "wrote outside its memory, beside out",
     "reads_past_keys": "finite",
     "crashes": "crashed during trials: killed by SIGSEGV",
@@ -57,12 +83,26 @@ def test_caught(name):
     assert re.search(CAUGHT[name], " ".join(found["failures"])), found["failures"]
 
 
-def test_patched_judge_is_noticed():
-    """A candidate that replaces what judges it may pass the trials, but not unnoticed."""
-    found = judge("patches_judge")
-    assert found["verdict"] == "FAIL"
-    reasons = " ".join(found["failures"])
-    assert "tampered with numpy.linalg.norm" in reasons or "NaN" in reasons or "error" in reasons
+def test_a_baseline_is_not_slowed_down():
+    """Root's candidates lack the privilege to lower another process's priority; here one has it."""
+    with isolation.Worker() as worker:
+        found = judge("slows_baseline", worker=worker)
+    assert found["verdict"] == "FAIL" and "cores or priority of numpy were changed" in found["failures"][0]
+
+
+def test_caching_by_content_gains_nothing():
+    """No timed call repeats the inputs of another: the cache is right, and empty. With it the ratio would be 0.1."""
+    case = "B1,H2,S384,D32,float32"
+    found = judge("caches_content", case, baselines=[f"{CHEATS}:honest"], limit=0.4, seconds=10.0)
+    assert found["correct"] and found["verdict"] == "FAIL", found
+
+
+def test_what_a_candidate_started_ends_with_it(tmp_path, monkeypatch):
+    """Even a daemon: a grandchild in a session of its own whose parent has ended."""
+    file = tmp_path / "pid"
+    monkeypatch.setenv("FA_TEST_PID_FILE", str(file))
+    assert judge("leaves_daemon")["verdict"] == "FAIL"
+    assert not Path(f"/proc/{file.read_text()}").exists()
 
 
 def test_hang_is_ended():
@@ -102,7 +142,8 @@ def test_times_on_crowded_cores_decide_nothing(ratio, others, waiting, failures,
     interval = {"ratio": ratio, "low": 0.9 * ratio, "high": 1.1 * ratio, "rounds": 240, "block": 7}
     found = {"failures": failures, "ratios": {"numpy": interval}, "seconds": {"numpy": 1.0},
              "conditions": {"others": others, "load_average": 3.25, "waiting": waiting}}  # fmt: skip
-    monkeypatch.setattr(isolation.Worker, "call", lambda *args: isolation.Outcome("done", found))
+    found |= {"correct": not failures, "candidate": "any", "case": CASE}
+    monkeypatch.setattr(duel, "duel", lambda *args, **options: dict(found))
     judged = gate.judge_one("any", CASE, "cpu", ["numpy"])
     assert judged["verdict"] == verdict
     why = (
@@ -135,8 +176,6 @@ def test_candidate_that_cannot_be_called_for_the_problem_says_so():
 
 
 def test_command_line(tmp_path, capfd):
-    from bench.__main__ import main
-
     output = tmp_path / "gate.json"
     status = main(["gate", f"{CHEATS}:zeros", "--case", CASE, "--device", "cpu", "--baseline", "numpy", "--json",
                    "--output", str(output)])  # fmt: skip
@@ -153,21 +192,79 @@ def test_unknown_candidates_are_named(text):
 
 def test_worker_survives_what_it_is_given():
     """After a crash and a time-out the next call gets a new process."""
-    with isolation.Worker() as worker:
-        arguments = {"baselines": ["numpy"], "case": CASE, "device": "cpu", **QUICK}
-        crashed = worker.call("bench.duel:duel", {"candidate": f"{CHEATS}:crashes", **arguments}, 60)
-        hung = worker.call("bench.duel:duel", {"candidate": f"{CHEATS}:hangs", **arguments}, 5)
-        fine = worker.call("bench.duel:duel", {"candidate": f"{CHEATS}:honest", **arguments}, 60)
-    assert (crashed.status, hung.status, fine.status) == ("crashed", "timed out", "done")
+    with duel.Table("cpu") as table, isolation.Worker(confined=True) as worker:
+        common = {"baselines": [], "case": CASE, "table": table, "worker": worker, "values": ["normal"], **QUICK}
+        crashed, hung, fine = (duel.duel(f"{CHEATS}:{name}", time_limit=limit, **common)["failures"]
+                               for name, limit in (("crashes", 60), ("hangs", 6), ("honest", 60)))  # fmt: skip
+    assert "crashed during trials" in crashed[0] and "timed out during trials" in hung[0] and not fine
+    assert worker.started == 3
 
 
-def test_parent_clock_contradicts_false_claims():
-    """What the worker says its samples took is held against the parent's clock, whatever was patched in the worker."""
-    auditor = duel.Auditor()
-    for begin, end, claimed in ((0.0, 0.3, 0.1), (1.0, 1.4, 0.15), (2.0, 2.3, 0.15)):
-        auditor({"audit": "begin"}, begin)
-        auditor({"audit": "end", "claimed_s": claimed}, end)
-    assert "0.15 s were claimed" in auditor.failure
-    auditor({"audit": "begin"}, 3.0)
-    auditor({"audit": "end", "claimed_s": 0.25}, 3.3)
-    assert auditor.failure is None
+def test_false_claims_contradict_the_judges_clock():
+    """What a worker says its samples took is held against the judge's clock; nonsense too."""
+    def remote(observed, claimed):
+        found = object.__new__(duel.Remote)
+        found.observed, found.claimed = observed, claimed
+        return found
+
+    match = object.__new__(duel._Match)
+    match.opponents = [remote([0.0203] * 30, [0.0201] * 30)]
+    assert match._contradiction(remote([0.021] * 30, [0.0204] * 30)) is None
+    assert match._contradiction(remote([0.5, *[0.021] * 29], [0.0204] * 30)) is None
+    for claims in ([0.01] * 30, [0.0] * 30, [0.03] * 30, ["0.02"] * 30, [None] * 30, [float("nan")] * 30):
+        assert "by the judge's clock" in match._contradiction(remote([0.021] * 30, claims))
+
+
+def test_a_worker_stands_still_between_timed_calls():
+    with isolation.Worker(confined=True) as worker:
+        outcome, seconds = worker.timed("time:sleep", {}, 10)  # refuses its arguments
+        assert outcome.status == "failed" and 0 < seconds < 5 and processes.state(worker.pid) == "T"
+        assert worker.moving() == set()
+
+
+def test_sealed_memory_cannot_be_written_by_anyone_else():
+    region = shared.HostRegion(5000, writable=False)
+    region.raw[:] = 7
+    if not region.sealed:
+        pytest.skip("this kernel does not know F_SEAL_FUTURE_WRITE")
+    seen = shared.attach(region.description(), os.dup(region.fd), device.Cpu())
+    region.raw[4999] = 9
+    assert seen[4999] == 9 and not seen.flags.writeable
+    for attempt in (lambda: os.pwrite(region.fd, b"x", 0), lambda: mmap.mmap(region.fd, 5000),
+                    lambda: os.truncate(region.fd, 0)):  # fmt: skip
+        with pytest.raises(PermissionError):
+            attempt()
+
+
+def test_timed_inputs_never_repeat_and_stay_the_judges_own():
+    """Two windows of the store have no row in common; the judge computes from its own copy, whatever the memory holds."""
+    case = problems.parse("B2,H4/2,S33x40,D8,float16,causal=bottom_right,layout=bshd,mask=full,sinks=float32")
+    table = device.Cpu()
+    pool = Pool(case, table, 1, False)
+    rows = set()
+    for _ in range(5):
+        pool.refill(4)
+        before = len(rows)
+        seen = pool.inputs.raw[: 4 * pool.step].view(np.uint64).reshape(-1, 2)
+        rows |= {row.tobytes() for row in seen}
+        assert len(rows) > before + 0.9 * len(seen)
+    pool.inputs.raw[:] = 0
+    for i in range(4):
+        inputs = {name: np.concatenate([np.concatenate([pool._input(i, name, b, h) for h in range(heads)], 1)
+                                        for b in range(2)]) for name, heads in (("q", 4), ("k", 2), ("v", 2))}  # fmt: skip
+        extras = {name: array for name, (_, array) in pool.extras.items()}
+        truth = reference.attention(**inputs, **extras, causal="bottom_right")[0]
+        pool._out(i)[:] = np.ascontiguousarray(truth.swapaxes(1, 2).astype(np.float16)).view(np.uint8).ravel()
+    assert all(pool.look(2e-3, 2e-3) is None for _ in range(10)) and not pool.broken_fences()
+    pool._out(2)[5 * 32 : 6 * 32] = 0  # one query of one batch entry of one slot
+    assert any(pool.look(2e-3, 2e-3) for _ in range(300))
+    pool.out.raw[3] = 0
+    assert pool.broken_fences()
+    pool.close()
+
+
+def test_progress_of_a_single_problem(capfd):
+    assert main(["gate", f"{CHEATS}:zeros", "--case", CASE, "--device", "cpu", "--baseline", "numpy"]) == 1
+    printed = capfd.readouterr()
+    assert [stage in printed.err for stage in ("baselines", "load", "trials")] == [True] * 3
+    assert "Frobenius" in printed.out

@@ -148,7 +148,7 @@ def test_interrupted_references_carry_on(tmp_path, monkeypatch, capfd):
 def test_an_interrupted_gate_says_what_is_lost(tmp_path, monkeypatch, capfd):
     output = tmp_path / "gate.json"
     arguments = ["gate", f"{CHEATS}:zeros", "--device", "cpu", "--baseline", "numpy", "--output", str(output)]
-    interrupt_at(monkeypatch, "bench.duel:duel", 2)
+    interrupt_at(monkeypatch, "bench.contestant:refuses", 2)
     assert main([*arguments, "--case", SMALL, "--case", "B1,H1,S64,D32,float32"]) == 130
     printed = capfd.readouterr()
     assert f"have a verdict are in {output}; the one under way is lost" in printed.err and "FAIL" in printed.out
@@ -178,7 +178,7 @@ def test_measure_does_not_resume_under_other_options(changed, tmp_path, monkeypa
 def test_score_does_not_resume_under_other_options(changed, tmp_path, monkeypatch, capfd):
     arguments = ["score", "cpu_ref", "--device", "cpu", "--baseline", "numpy", "--filter", "S128,D64,float32$",
                  "--seconds", "0.2", "--output", str(tmp_path / "score.json")]  # fmt: skip
-    calls = interrupt_at(monkeypatch, "bench.duel:duel")
+    calls = interrupt_at(monkeypatch, "bench.contestant:refuses")
     for line in (arguments, arguments, [*arguments, *changed]):
         assert main(line) == 0
-    assert calls.count("bench.duel:duel") == 2
+    assert calls.count("bench.contestant:refuses") == 2
