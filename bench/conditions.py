@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from bench import stats
@@ -28,6 +29,24 @@ def load_line(conditions: dict[str, Any] | None) -> str | None:
     share = "an unknown share" if others is None else f"{100 * others:.0f}%"
     mark = f": more than {100 * OTHERS:.0f}%, so these figures are of a busy machine" if busy(conditions) else ""
     return f"other processes took {share} of the cores (load average {conditions['load_average']:.1f}){mark}"
+
+
+def mark(cell: dict[str, Any]) -> str:
+    """What a table says beside a figure: the share of the cores that others took, and "busy" where that is too much."""
+    others = (cell.get("conditions") or {}).get("others")
+    if others is None:
+        return ""
+    return f"{100 * others:.0f}%" + (" busy" if busy(cell["conditions"]) else "")
+
+
+def summary(cells: Iterable[dict[str, Any]]) -> str | None:
+    """The load line of the cell under the most load, and how many of the figures a busy machine gave."""
+    taken = [cell["conditions"] for cell in cells if load_line(cell.get("conditions"))]
+    if not taken:
+        return None
+    count = sum(map(busy, taken))
+    return (f"{count} of {len(taken)} problems were timed on a busy machine; at most, "
+            + str(load_line(max(taken, key=lambda c: c.get("others") or 0.0))))  # fmt: skip
 
 
 def crowded(verdict: stats.Verdict, candidate: str, baseline: str | None, conditions: dict[str, Any]) -> str | None:

@@ -112,7 +112,8 @@ def prepare(case: str, regions: list[dict], slots: list[dict[str, list]], kept: 
 
 
 def arrange(calls: int, tell: Callable[[Any], None]) -> dict[str, Any]:
-    """Makes ready for samples of that many calls. -> {clock, note}: on a GPU a graph of them where it can be."""
+    """Makes ready for samples of that many calls: on a GPU as a graph of them where it can be. -> {clock, note, seconds
+    of a call}."""
     me = _kept[0]
     device, entrant, note = me.device, me.entrant, None
     with device.working():
@@ -121,10 +122,10 @@ def arrange(calls: int, tell: Callable[[Any], None]) -> dict[str, Any]:
             region.load()
         for slot in slots:
             slot.bound = slot.bind()
-        for _ in range(2):
-            for slot in slots if device.kind == "cuda" else slots[:1]:
-                slot.bound()
-            device.synchronize()
+        for slot in slots:
+            slot.bound()
+        device.synchronize()
+        seconds = _median_call(slots[0], device)
         me.replay = None
         if device.kind == "cuda" and entrant.timing == "graph" and calls <= MAX_GRAPH_CALLS:
             try:
@@ -132,7 +133,18 @@ def arrange(calls: int, tell: Callable[[Any], None]) -> dict[str, Any]:
             except Exception as error:  # what cannot be captured is called, and the table says so
                 device.synchronize()
                 note = f"not captured: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return {"clock": "graph" if me.replay else "calls", "note": note}
+    return {"clock": "graph" if me.replay else "calls", "note": note, "seconds": seconds}
+
+
+def _median_call(slot: Slot, device: Cpu | Cuda) -> float:
+    """What a call takes here, over a few in a row: how many make a sample follows from it, nothing else."""
+    taken: list[float] = []
+    while len(taken) < 3 or (sum(taken) < 0.03 and len(taken) < 50):
+        began = _now()
+        slot.bound()
+        device.synchronize()
+        taken.append(_now() - began)
+    return float(np.median(taken))
 
 
 def sample(calls: int, tell: Callable[[Any], None]) -> float:

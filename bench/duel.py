@@ -152,24 +152,28 @@ class Remote:
         self.pool = pool
         regions, slots, fds = pool.description(self.judged)
         self.ask("prepare", fds, case=str(pool.case), regions=regions, slots=slots, kept=self.judged)
-        self.calls = 1
-        for _ in range(4):
-            arranged = self.ask("arrange", calls=self.calls)
-            if not isinstance(arranged, dict) or arranged.get("clock") not in ("graph", "calls"):
-                raise Lost("forged: a reply that answers another question")
-            self.clock, self.note = arranged["clock"], arranged.get("note")
-            took = min(self._work() for _ in range(2))
-            wanted = max(1, min(pool.slots, math.ceil(self.calls * seconds / max(took, 1e-6))))
-            if self.calls == wanted or took > 0.7 * seconds:
-                break
-            self.calls = wanted
+        one = self._arrange(1)
+        self._arrange(self._fitting(pool, seconds / max(one, 1e-7)))
+        # Graphs take less than the calls that they are made of; a call may know its inputs, and take less than in samples.
+        took = min(self.sample() for _ in range(2)) * self.calls
+        if not 0.5 * seconds < took < 4 * seconds:
+            self._arrange(self._fitting(pool, self.calls * seconds / max(took, 1e-7)))
+            self.sample()
         self.observed, self.claimed = [], []
 
-    def _work(self) -> float:
-        """Seconds of a sample, without waiting for a core where the worker tells: a lie makes its own samples long."""
-        seen = self.sample() * self.calls
-        claim = self.claimed[-1]
-        return claim if isinstance(claim, float) and 0 < claim < seen else seen
+    def _arrange(self, calls: int) -> float:
+        """-> seconds of a call, as the worker tells: a lie makes its own samples too short or too long."""
+        self.calls = calls
+        arranged = self.ask("arrange", calls=calls)
+        if not isinstance(arranged, dict) or arranged.get("clock") not in ("graph", "calls"):
+            raise Lost("forged: a reply that answers another question")
+        self.clock, self.note = arranged["clock"], arranged.get("note")
+        told = arranged.get("seconds")
+        return told if isinstance(told, float) and told > 0 else math.inf
+
+    @staticmethod
+    def _fitting(pool: Pool, calls: float) -> int:
+        return max(1, min(pool.slots, round(calls)))
 
     def alone(self) -> float:
         """Median seconds a call of a few samples that do not count."""

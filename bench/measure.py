@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import arguments, ceiling, contender, isolation, machine, named, peers, problems, report, timer
+from bench import arguments, ceiling, conditions, contender, isolation, machine, named, peers, problems, report, timer
 from bench import device as devices
 from bench.contender import Contender
 from bench.device import Cpu, Cuda
@@ -324,7 +324,8 @@ def _best_line(cell: dict) -> str:
     if not cell.get("contenders"):
         return cell.get("error") or "; ".join(f"{k}: {v}" for k, v in cell.get("refused", {}).items()) or "nothing ran"
     name, figures = min(cell["contenders"].items(), key=lambda item: item[1]["us"])
-    return f"{name} {figures['us']:.4g} us, {figures['tflops']:.3g} TFLOP/s"
+    busy = ", on a busy machine" if conditions.busy(cell.get("conditions")) else ""
+    return f"{name} {figures['us']:.4g} us, {figures['tflops']:.3g} TFLOP/s{busy}"
 
 
 def show(document: dict) -> None:
@@ -349,6 +350,7 @@ def show(document: dict) -> None:
                     f["frobenius"],
                     share,
                     f["clock"],
+                    conditions.mark(cell),
                 ]
             )
     context = document["context"]
@@ -364,8 +366,11 @@ def show(document: dict) -> None:
         "error vs float64",
         "of product or stream",
         "clock",
+        "load",
     )
     report.table(f"{where}, {context['date']}", columns, rows)
+    if line := conditions.summary(document["cells"].values()):
+        print(line)
     seen = set()
     for cell in document["cells"].values():
         if "error" in cell:

@@ -87,8 +87,8 @@ def take_turns(
     workers: Sequence[int] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Samples:
-    """Samples `watches` until `rounds` are done, `seconds` have passed (but at least MIN_ROUNDS rounds, unless three
-    times as long has passed), or every ratio to `against` is known within a relative interval width of `tight`.
+    """Samples `watches` until `rounds` are done, `seconds` have passed (but at least MIN_ROUNDS rounds, or two when
+    three times as long has passed), or every ratio to `against` is known within a relative interval width of `tight`.
     Before each sample the device settles, so that nobody runs beside the threads that another left spinning.
 
     `workers` are processes whose work is the contenders'. `say` hears about every round. Widths do not favour either
@@ -118,7 +118,7 @@ def take_turns(
             if elapsed >= due:
                 condition, due = monitor.read() or {}, elapsed + CONDITIONS_EVERY
             result.conditions.append(condition)
-        if elapsed > 3 * seconds or (elapsed > seconds and done >= stats.MIN_ROUNDS):
+        if (elapsed > 3 * seconds and done > 1) or (elapsed > seconds and done >= stats.MIN_ROUNDS):
             result.stopped = "time"
             break
         if tight and against and done >= stats.MIN_ROUNDS and done % LOOK_EVERY == 0:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import device as devices
-from bench import arguments, gate, isolation, machine, problems, report
+from bench import arguments, conditions, duel, gate, isolation, machine, problems, report
 from bench.operands import Operands, trivial_answers
 from bench.problems import Case
 
@@ -94,7 +94,7 @@ def score(
     todo = [case for case in chosen if str(case) not in results.cells]
     document = results.document
     progress = report.Progress(len(todo), quiet)
-    with isolation.Worker() as own, isolation.Worker() as shared:
+    with isolation.Worker() as own, isolation.Worker(confined=True) as shared, duel.Table(device) as table:
         for case in todo:
             meaning = own.call("bench.score:meaningless", {"case": str(case), "seed": seed}, time_limit)
             if not meaning.ok or meaning.value:
@@ -103,11 +103,15 @@ def score(
             else:
                 # A candidate gets a process for each problem: what it did to one must not reach the next.
                 worker = shared if _is_ours(candidate) else None
-                found = score_one(candidate, str(case), device, baselines, seconds, time_limit, seed, arrays, worker)
+                found = score_one(candidate, str(case), device, baselines, seconds, time_limit, seed, arrays, worker,
+                                  table)  # fmt: skip
             document["fast"] = fast_p([*results.cells.values(), found])
             results.add(str(case), found)
             speedup = f", {found['speedup']:.2f}x" if found["speedup"] else ""
-            progress.step(f"{case}: {'correct' if found['correct'] else 'WRONG: ' + found['failures'][0]}{speedup}")
+            busy = ", on a busy machine" if conditions.busy(found.get("conditions")) else ""
+            progress.step(
+                f"{case}: {'correct' if found['correct'] else 'WRONG: ' + found['failures'][0]}{speedup}{busy}"
+            )
     document["fast"] = fast_p([document["cells"][str(case)] for case in chosen])
     results.save()
     return document
@@ -123,11 +127,12 @@ def score_one(
     seed: int,
     arrays: str | None = None,
     worker: isolation.Worker | None = None,
+    table: duel.Table | None = None,
 ) -> dict:
-    """{correct, failures, speedup over the fastest baseline or None, baseline, microseconds}."""
+    """{correct, failures, speedup over the fastest baseline or None, baseline, microseconds, conditions}."""
     quick = {"cold": True, "sample_seconds": GPU_SAMPLE_SECONDS} if device == "cuda" else {}
-    found = gate.judge_one(candidate, case, device, baselines, 1.0, time_limit, worker, arrays=arrays, rounds=100,
-                           seconds=seconds, seed=seed, values=TRIALS, audit_seconds=0.02, **quick)  # fmt: skip
+    found = gate.judge_one(candidate, case, device, baselines, 1.0, time_limit, worker, table, arrays=arrays,
+                           rounds=100, seconds=seconds, seed=seed, values=TRIALS, **quick)  # fmt: skip
     times, base = found.get("seconds", {}), found["baseline"]
     speedup = times[base] / times[candidate] if found["correct"] and base else None
     return {
@@ -138,6 +143,7 @@ def score_one(
         "baseline": base,
         "us": {name: s * 1e6 for name, s in times.items()},
         "ratio": found.get("ratios", {}).get(base),
+        "conditions": found.get("conditions"),
     }
 
 
@@ -175,10 +181,12 @@ def _content(candidate: str) -> str | None:
 
 def show(document: dict) -> None:
     cells = list(document["cells"].values())
-    rows = [[c["case"], "yes" if c["correct"] else "NO", c["speedup"], c.get("baseline"),
+    rows = [[c["case"], "yes" if c["correct"] else "NO", c["speedup"], c.get("baseline"), conditions.mark(c),
              "" if c["correct"] else c["failures"][0][:90]] for c in cells]  # fmt: skip
     candidate = document["identity"]["candidate"]
     report.table(
-        f"{candidate} on {len(cells)} problems", ("problem", "correct", "speedup", "baseline", "why not"), rows
+        f"{candidate} on {len(cells)} problems", ("problem", "correct", "speedup", "baseline", "load", "why not"), rows
     )
+    if line := conditions.summary(cells):
+        print(line)
     print("  ".join(f"{name} {100 * share:.1f}%" for name, share in document["fast"].items()))
