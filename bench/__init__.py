@@ -6,12 +6,15 @@ A command is a module (`measure`, `gate`, `score`, `references`, `tune`, `ncu`, 
     arguments           what options accept; bad usage exits with 3
     report, machine     tables, JSON, resumable results; where a figure was taken
     device, memory      the CPU or GPU 0; arrays between guard zones, as any library sees them
-    problems, operands  cases from tests/cases.py; the arrays of one call, refilled, hashed and judged by float64
+    problems, operands  cases from tests/cases.py; the arrays of one call, filled, hashed and judged by float64
     contender, peers    rows, candidates and other libraries behind one interface: operands -> thunk
     timer, rounds       host clock, events or graph replay; contenders take turns in random order
-    stats               log-ratios, block bootstrap, verdict
-    trials, integrity   correctness with fresh seeds and pointers; were the clock or the judge tampered with
-    isolation, duel     a worker process with a time limit; a candidate against baselines inside it
+    stats, conditions   log-ratios, block bootstrap, verdict; do the times bear it out, or was the machine busy
+    trials              correctness with fresh seeds and pointers
+    processes, shared   what Linux offers to hold a process; memory that two processes see, and one of them writes
+    isolation           a worker process with a time limit, which stands still when it is not its turn
+    pool, contestant    the memory of timed calls, on the judge's side; what calls the candidate, on the worker's
+    duel                a candidate against baselines: what the judge alone knows, measures and concludes
     spaces, variants,
     objective, search   what the tuner varies, builds, evaluates and minimises, and kernel_tuner's strategies over it
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench import report
 from bench.device import Cpu, Cuda
-from bench.operands import Operands
+from bench.operands import Arrays
 from bench.problems import Case
 
 Thunk = Callable[[], Any]
@@ -36,7 +36,11 @@ class Contender:
         """Why it cannot do the problem, before anything runs; None when it can try."""
         raise NotImplementedError
 
-    def bind(self, operands: Operands) -> Thunk:
+    def rearranges(self, case: Case) -> bool:
+        """Whether binding views the operands in another order of axes: JAX copies then."""
+        return True
+
+    def bind(self, operands: Arrays) -> Thunk:
         raise NotImplementedError
 
 
@@ -53,7 +57,10 @@ class Row(Contender):
     def refuses(self, case: Case) -> str | None:
         return None
 
-    def bind(self, operands: Operands) -> Thunk:
+    def rearranges(self, case: Case) -> bool:
+        return False
+
+    def bind(self, operands: Arrays) -> Thunk:
         import fa_ext
 
         arguments = operands.arguments(self.library)
@@ -89,7 +96,8 @@ class Function(Contender):
     """
 
     def __init__(self, function: Callable, name: str, library: str):
-        super().__init__(name, getattr(function, "arrays", None) or library)
+        library = getattr(function, "arrays", None) or library
+        super().__init__(name, library, "wall" if library == "jax" else "graph")  # JAX has streams of its own
         self.function = function
         parameters = inspect.signature(function).parameters
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -104,11 +112,14 @@ class Function(Contender):
         missing = [n for n in needed if not self.takes(n)]
         return f"{self.name} takes no argument {', '.join(missing)}" if missing else None
 
-    def bind(self, operands: Operands) -> Thunk:
+    def rearranges(self, case: Case) -> bool:
+        return case.layout == "bshd" and not self.takes("layout")
+
+    def bind(self, operands: Arrays) -> Thunk:
         arguments = operands.arguments(self.library)
         q, k, v = (arguments.pop(name) for name in "qkv")
         out = operands.array("out", self.library)
-        swap = operands.case.layout == "bshd" and not self.takes("layout")
+        swap = self.rearranges(operands.case)
         if swap:
             arguments.pop("layout", None)
             q, k, v, out = (x.swapaxes(1, 2) for x in (q, k, v, out))

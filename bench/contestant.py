@@ -122,18 +122,22 @@ def arrange(calls: int, tell: Callable[[Any], None]) -> dict[str, Any]:
             region.load()
         for slot in slots:
             slot.bound = slot.bind()
-        for slot in slots:
-            slot.bound()
+        _call_each(slots)
         device.synchronize()
         seconds = _median_call(slots[0], device)
         me.replay = None
         if device.kind == "cuda" and entrant.timing == "graph" and calls <= MAX_GRAPH_CALLS:
             try:
-                me.replay = device.capture(lambda: [slot.bound() for slot in slots])
+                me.replay = device.capture(lambda: _call_each(slots))
             except Exception as error:  # what cannot be captured is called, and the table says so
                 device.synchronize()
                 note = f"not captured: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return {"clock": "graph" if me.replay else "calls", "note": note, "seconds": seconds}
+
+
+def _call_each(slots: list[Slot]) -> None:
+    for slot in slots:
+        slot.bound()
 
 
 def _median_call(slot: Slot, device: Cpu | Cuda) -> float:
@@ -170,6 +174,7 @@ def transfer(direction: str, tell: Callable[[Any], None]) -> None:
 def leave(tell: Callable[[Any], None]) -> None:
     """Lets go of the memory of the last problem."""
     me = _kept[0]
+    me.device.synchronize()
     regions = me.regions + [region for _, attached in me.trials for region in attached]
     me.slots, me.regions, me.trials, me.replay = [], [], [], None
     for region in regions:
@@ -191,8 +196,9 @@ class Slot:
         self.arrays = Arrays(case, me.device, blocks, shapes)
         self.target = target
         self.bound: Callable[[], Any] = self.bind
-        # Arrays that cannot be written to are made anew for each call where the library copied what they are made of.
-        self.renewed = self.entrant.library == "jax" and target == "out" and self.arrays.copied("jax")
+        # Arrays of JAX are made anew for each call where it does not share the judge's memory, but copied it.
+        copied = self.entrant.library == "jax" and (self.entrant.rearranges(case) or self.arrays.copied("jax"))
+        self.renewed = copied and target == "out"
 
     def bind(self) -> Callable[[], Any]:
         call, entrant, target, arrays = self.entrant.bind(self.arrays), self.entrant, self.target, self.arrays

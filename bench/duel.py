@@ -9,6 +9,7 @@ stands still.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,12 +41,12 @@ class Table:
     """The judge's device, what it shares with workers, and the workers of baselines, which go from problem to problem."""
 
     def __init__(self, device: str):
-        self.home: Cpu | Cuda = devices.open_device(device)
+        self.home = _home(device)
         self.kind = device
         self.workers: dict[str, isolation.Worker] = {}
         self.on_device = device == "cuda" and self._shares()
         if device == "cuda" and not self.on_device:
-            self.home = devices.open_device("cpu")
+            self.home = _home("cpu")
 
     def __enter__(self) -> Table:
         return self
@@ -58,15 +59,25 @@ class Table:
         return self.workers.setdefault(name, isolation.Worker())
 
     def _shares(self) -> bool:
-        """Whether another process can open device memory of this one: not in every container."""
-        try:
-            region = DeviceRegion(256, self.home)
-        except OSError:
-            return False
-        with isolation.Worker() as worker:
-            seen = worker.call("bench.contestant:probe", {"region": region.description()}, 120.0)
-        region.close()
-        return seen.ok and seen.value is True
+        return _device_memory_is_shared(self.home)
+
+
+@functools.cache
+def _device_memory_is_shared(home: Cuda) -> bool:
+    """Whether another process can open device memory of this one: not in every container."""
+    try:
+        region = DeviceRegion(1, home)
+    except OSError:
+        return False
+    with processes.hidden(), isolation.Worker(confined=True) as worker:  # as it will be
+        seen = worker.call("bench.contestant:probe", {"region": region.description()}, 120.0)
+    region.close()
+    return seen.ok and seen.value is True
+
+
+@functools.cache
+def _home(device: str) -> Cpu | Cuda:
+    return devices.open_device(device)
 
 
 class Remote:
@@ -224,6 +235,8 @@ def duel(
     What is timed works on ordinary inputs. `worker` runs the candidate and goes on afterwards; by default it gets one of
     its own. `seconds` bounds the rounds, `time_limit` every single call of a worker.
     """
+    if candidate in baselines:
+        raise report.UsageError(f"baseline is {candidate!r}, which is the candidate; accepted: any other contender")
     problem = Case.parse(case)
     document: dict[str, Any] = {"case": case, "candidate": candidate, "failures": [], "correct": False}
     match = _Match(problem, table, seed, cold, sample_seconds or SAMPLE_SECONDS[table.kind], time_limit, say)

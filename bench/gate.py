@@ -1,5 +1,7 @@
 """Is a candidate correct, and faster than a baseline? One verdict a problem, exit status 0 PASS, 1 FAIL, 2 UNDECIDED.
 
+The candidate runs in a process of its own and is believed nothing; README says what that contains and what it does not.
+
 PASS: correct, and the upper bound of the 95% interval of candidate / baseline time is under the limit (0.95).
 FAIL: incorrect, or the lower bound is at or over the limit. UNDECIDED: everything else, and on the CPU a
 verdict on times while other processes took more than a quarter of the cores, or while the threads of the side that lost
@@ -47,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=arguments.positive, default=20.0, help="time for the rounds of one problem (20)"
     )
     parser.add_argument(
-        "--time-limit", type=arguments.positive, default=300.0, help="seconds until a candidate counts as hung (300)"
+        "--time-limit", type=arguments.positive, default=300.0, help="seconds until one call counts as hung (300)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of inputs and order (0)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument(
         "--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes"
     )
-    parser.add_argument("--cold", action="store_true", help="rotate operands past five times the last-level cache")
+    parser.add_argument("--cold", action="store_true", help="write five times the last-level cache before each sample")
     parser.add_argument("--output", type=Path, help="write the samples and verdicts to this JSON file")
 
 

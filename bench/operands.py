@@ -206,9 +206,11 @@ def fill_normal(raw: Any, dtype: str, device: Cpu | Cuda, seed: int) -> None:
         raw.view(getattr(device.torch, dtype)).normal_(generator=generator)
     else:
         xp = device.cupy
-        count = len(raw) // numpy_dtype(dtype).itemsize
-        normal = xp.random.RandomState(seed).standard_normal(count, dtype=xp.float32)
-        raw[:] = _narrow(normal, dtype, xp).view(xp.uint8).ravel()
+        rng, piece = xp.random.RandomState(seed), 1 << 27  # bytes filled at once
+        for i in range(0, len(raw), piece):
+            part = raw[i : i + piece]
+            normal = rng.standard_normal(len(part) // numpy_dtype(dtype).itemsize, dtype=xp.float32)
+            part[:] = _narrow(normal, dtype, xp).view(xp.uint8).ravel()
 
 
 def to_values(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -127,8 +127,7 @@ class Pool:
         drawn = self.rng.random()
         self.pattern = NAN_BYTE if drawn < 0.5 else LARGE_BYTE if drawn < 0.75 else None
         if self.pattern is not None:
-            for i in range(self.filled):
-                self._out(i)[:] = self.pattern
+            self._outputs(self.out.raw, 1)[:] = self.pattern
 
     def settle(self) -> None:
         """Ends the preparation: what was written has arrived; for a cold sample the caches hold something else."""
@@ -147,9 +146,11 @@ class Pool:
 
     def look(self, max_abs: float, frobenius: float) -> str | None:
         """What is wrong with the results; None when nothing that was drawn is. The bounds are those of the trials."""
-        for i in range(self.filled):
-            if self.pattern is not None and (unwritten := self._unwritten(i)):
-                return f"call {i + 1} of {self.filled}: {unwritten} elements unwritten"
+        if self.pattern is not None:
+            counts = self._unwritten()
+            if counts.any():
+                i = int(counts.argmax())
+                return f"call {i + 1} of {self.filled}: {int(counts[i])} elements unwritten"
         count = LOOKS if self.step <= 1 << 24 else 1
         for i in self.rng.choice(self.filled, size=min(count, self.filled), replace=False).tolist():
             error, norm, largest, finite = self._compare(i)
@@ -178,13 +179,18 @@ class Pool:
         begin = FENCE + i * self.out_step
         return self.out.raw[begin : begin + self.out_bytes]
 
-    def _unwritten(self, i: int) -> int:
+    def _outputs(self, raw: Any, size: int) -> Any:
+        """Outputs of the slots that were refilled as rows of a matrix, from all outputs in words of `size` bytes."""
+        words = raw[FENCE // size : (FENCE + self.filled * self.out_step) // size]
+        return words.reshape(self.filled, self.out_step // size)[:, : self.out_bytes // size]
+
+    def _unwritten(self) -> np.ndarray:
+        """Elements of each output that still hold the pattern."""
         word = {2: np.int16, 4: np.int32, 8: np.int64}[self.size]
         pattern = int(np.frombuffer(bytes([self.pattern or 0] * self.size), word)[0])
-        raw = self._out(i)
-        if type(raw).__module__.partition(".")[0] == "torch":
-            return int((raw.view(getattr(self.home.torch, np.dtype(word).name)) == pattern).sum())
-        return int((raw.view(word) == pattern).sum())
+        torch = self.home.torch
+        found = self._outputs(self.out.raw.view(getattr(torch, np.dtype(word).name) if torch else word), self.size) == pattern
+        return _host(found.sum(1))
 
     def _compare(self, i: int) -> tuple[float, float, float, bool]:
         """(norm of the error, norm of the reference, largest error, all finite) of drawn queries of a drawn head."""

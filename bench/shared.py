@@ -17,6 +17,8 @@ import numpy as np
 
 from bench.device import Cpu, Cuda
 
+# What the driver deals out at least: an allocation of its own, and nothing else's bytes behind a handle.
+_BLOCK = 2 << 20
 _F_SEAL_FUTURE_WRITE = 0x10  # not named by every Python that runs here
 
 
@@ -57,7 +59,7 @@ class DeviceRegion:
     sealed = False
 
     def __init__(self, nbytes: int, device: Cuda):
-        self.nbytes = max(256, nbytes)
+        self.nbytes = -(-max(1, nbytes) // _BLOCK) * _BLOCK
         pointer, handle = ctypes.c_uint64(), _Handle()
         _driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(self.nbytes))
         self.pointer = pointer.value

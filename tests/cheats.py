@@ -38,26 +38,6 @@ def _scores(q, k, causal, scale):
     return s.astype(np.float32)
 
 
-def tenth_slower(q, k, v, *, causal=False, scale=None, out=None):
-    """Honest, and 15% slower."""
-    began = time.perf_counter()
-    result = honest(q, k, v, causal=causal, scale=scale, out=out)
-    _spin(0.15 * (time.perf_counter() - began))
-    return result
-
-
-def twice(q, k, v, *, causal=False, scale=None, out=None):
-    """Honest, and takes twice as long."""
-    honest(q, k, v, causal=causal, scale=scale)
-    return honest(q, k, v, causal=causal, scale=scale, out=out)
-
-
-def _spin(seconds):
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        pass
-
-
 # ---- answers without attention ----
 
 

@@ -1,10 +1,13 @@
 """Candidates for ``bench gate`` on a GPU, on torch tensors (B, H, S, D): one honest, the others must be refused."""
 
+import json
 import math
+import os
+import sys
 
 import torch
 
-_state = {"stream": None, "by_pointer": {}, "patched": False}
+_state = {"stream": None, "by_pointer": {}, "patched": False, "calls": 0}
 
 
 def honest(q, k, v, *, causal=False, scale=None):
@@ -40,10 +43,58 @@ def writes_past_out(q, k, v, *, out):
     flat.zero_()
 
 
-def patches_events(q, k, v, *, out):
-    """Halves what an event reads."""
+def patches_clock(q, k, v, *, out):
+    """Halves what the worker's clock reads."""
     if not _state["patched"]:
-        elapsed = torch.cuda.Event.elapsed_time
-        torch.cuda.Event.elapsed_time = lambda self, other: elapsed(self, other) / 2
+        from bench import contestant
+
+        now, begun = contestant._now, contestant._now()
+        contestant._now = lambda: begun + (now() - begun) / 2
         _state["patched"] = True
     out.copy_(honest(q, k, v))
+
+
+def makes_inputs_easy_when_timed(q, k, v, *, out):
+    """Makes V zero in the judge's memory, which is not protected on a GPU, so that zeros are right."""
+    _state["calls"] += 1
+    if _state["calls"] <= 7:
+        out.copy_(honest(q, k, v))
+    else:
+        v.zero_()
+        out.zero_()
+
+
+def writes_to_inputs(q, k, v, *, out):
+    out.copy_(honest(q, k, v))
+    q.mul_(0.5)
+
+
+def returns_unless_poisoned(q, k, v, *, out):
+    """Asks the device on each call, so it cannot be captured."""
+    if bool(out.flatten()[0].isnan()):
+        out.copy_(honest(q, k, v))
+
+
+def half_precision_inside(q, k, v, *, out):
+    """Eight bits of the queries, once it is timed."""
+    _state["calls"] += 1
+    out.copy_(honest(q if _state["calls"] <= 7 else q.to(torch.float8_e4m3fn).to(q.dtype), k, v))
+
+
+class _Promise:
+    def __init__(self, *arguments):
+        self.arguments, self.shape, self.dtype = arguments, arguments[0].shape, arguments[0].dtype
+
+
+def lazy_object(q, k, v):
+    return _Promise(q, k, v)
+
+
+def forges_with_token(q, k, v, *, out):
+    """The reply of a finished call, with its token, from inside the call."""
+    frame = sys._getframe()
+    while not isinstance(frame.f_locals.get("request"), dict):
+        frame = frame.f_back
+    reply = json.dumps({"kind": "done", "value": 1e-6, "token": frame.f_locals["request"]["token"]}).encode()
+    frame.f_locals["channel"].sendall(reply + b"\n")
+    os._exit(0)

@@ -53,7 +53,7 @@ CAUGHT = {
     "makes_inputs_easy": "Frobenius",
     "shrinks_memory": "Frobenius",
     "leaves_process": "processes that it started went on",
-    "returns_unless_poisoned": "timed sample .* off by",
+    "returns_unless_poisoned": "timed sample .* (unwritten|off by)",
     "lazy_object": "the result is a .*_Promise, not an array of numpy",
     "lazy_subclass": "the result is a .*_Later, not an array of numpy",
     "caches_queries": "timed sample .* off by",

@@ -52,6 +52,7 @@ def status_of(arguments):
     (["gate"], "arguments are required: candidate"),
     (["gate", "cpu_ref", "--bogus"], "unrecognized arguments: --bogus"),
     (["gate", "cpu_ref", "--case", SMALL, "--baseline", "nope"], "baseline is 'nope'; accepted: a row (cpu_simd"),
+    (["gate", "cpu_ref", "--case", SMALL, "--baseline", "cpu_ref"], "baseline is 'cpu_ref', which is the candidate"),
     (["gate", "cpu_ref", "--case", SMALL, "--arrays", "cupy"], "arrays are 'cupy'; accepted on the cpu here: numpy"),
 ])  # fmt: skip
 def test_bad_usage_is_named(arguments, words, capfd):
