@@ -88,9 +88,9 @@ class Worker:
         env = {**os.environ, **self.env, "PYTHONUNBUFFERED": "1"}
         role = "confined" if self.confined else "hidden"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.isolation", str(child_end.fileno()), role], cwd=ROOT, env=env,
-            stdin=subprocess.DEVNULL, stdout=self.printed, stderr=subprocess.STDOUT, pass_fds=(child_end.fileno(),),
-            start_new_session=True,
+            [sys.executable, "-m", "bench.isolation", str(child_end.fileno()), role, str(os.getpid())], cwd=ROOT,
+            env=env, stdin=subprocess.DEVNULL, stdout=self.printed, stderr=subprocess.STDOUT,
+            pass_fds=(child_end.fileno(),), start_new_session=True,
         )  # fmt: skip
         child_end.close()
         Worker.living.add(self.process.pid)
@@ -306,5 +306,6 @@ def _serve(channel: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    processes.end_with(int(sys.argv[3]))
     {"confined": processes.confine, "hidden": processes.hide}[sys.argv[2]]()
     _serve(socket.socket(fileno=int(sys.argv[1])))

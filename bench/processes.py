@@ -28,12 +28,15 @@ def _prctl(option: int, argument: int = 0) -> int:
     return _libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0)
 
 
-def confine() -> None:
-    """For a worker, before it loads a candidate. What this kernel does not know is left out."""
-    parent = os.getppid()
+def end_with(parent: int) -> None:
+    """For a worker, which may stand still: it ends when its parent does, however that ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
+
+
+def confine() -> None:
+    """For a worker, before it loads a candidate. What this kernel does not know is left out."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable of capabilities 0 to 31, then of 32 to 63
