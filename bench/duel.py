@@ -26,8 +26,11 @@ from bench.rounds import Samples, take_turns
 from bench.shared import DeviceRegion
 from bench.trials import Lost
 
-# A sample is long beside the 50 microseconds that waking a worker and stopping it take.
+# A sample is long beside waking a worker and stopping it, which took 40 microseconds where it was looked at (2 cores, Zen 5).
 SAMPLE_SECONDS = {"cpu": 2e-2, "cuda": 1e-2}
+# Samples hold as many calls of each contender as of the fastest, unless they get so many times as long: waking a worker
+# then costs each call of them the same.
+LONGER = 5
 # Samples of a baseline alone, before the candidate is loaded and after it has ended.
 ALONE = 3
 # A worker's clock reads less than the judge's by what a baseline's does; three times that, and this share, are accepted.
@@ -168,7 +171,13 @@ class Remote:
         # Graphs take less than the calls that they are made of; a call may know its inputs, and take less than in samples.
         took = min(self.sample() for _ in range(2)) * self.calls
         if not 0.5 * seconds < took < 4 * seconds:
-            self._arrange(self._fitting(pool, self.calls * seconds / max(took, 1e-7)))
+            self.lengthen(self._fitting(pool, self.calls * seconds / max(took, 1e-7)))
+        self.observed, self.claimed = [], []
+
+    def lengthen(self, calls: int) -> None:
+        """Makes samples of that many calls."""
+        if calls != self.calls:
+            self._arrange(calls)
             self.sample()
         self.observed, self.claimed = [], []
 
@@ -326,8 +335,11 @@ class _Match:
         self.begin("timing")
         challenger.check = lambda remote: self._check(remote, first, treated)
         challenger.join(self.pool, self.sample_seconds)
-        self.answers.clear()
         watches = {r.name: r for r in (challenger, *self.opponents)}
+        most = max(remote.calls for remote in watches.values())
+        for remote in watches.values():
+            remote.lengthen(min(most, LONGER * remote.calls))
+        self.answers.clear()
         samples = take_turns(watches, rounds, seconds, self.seed, workers=[r.worker.pid for r in watches.values()],
                              say=self.within)  # fmt: skip
         failures = document["failures"]

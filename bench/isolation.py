@@ -31,7 +31,7 @@ from bench import processes, report
 
 ROOT = Path(__file__).resolve().parent.parent
 # No reply of ours is longer; descriptors that one request may carry.
-LONGEST_REPLY = 1 << 26
+LONGEST_REPLY = 1 << 23
 MOST_FDS = 250
 KINDS = ("done", "failed", "usage")
 # Seconds between two looks at whether a call has stalled.
@@ -129,7 +129,7 @@ class Worker:
             return self._died()
         while True:
             line = self._line(deadline, stalled)
-            if line is None:
+            if line is None or time.monotonic() > deadline:
                 self.kill()
                 if time.monotonic() < deadline:
                     return Outcome("stalled", reason=f"no progress{self._tail()}")

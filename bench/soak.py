@@ -173,7 +173,7 @@ def soak(
              "loads": list(loads), "slowest": slowest, "backend": backend}  # fmt: skip
     environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
     with isolation.Worker(environment) as worker:
-        outcome = worker.call("bench.lanes:soak", given, seconds + SETUP_SECONDS, watchdog.hear, watchdog.stalled)
+        outcome = worker.call("bench.lanes:soak", given, seconds + SETUP_SECONDS, watchdog.hear, stalled=watchdog.stalled)
     if outcome.status == "usage":
         raise report.UsageError(outcome.reason)
     found = {"kernel": kernel, "seconds": seconds} | summed(outcome.value or {}, watchdog.lanes, cases)

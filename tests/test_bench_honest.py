@@ -38,22 +38,28 @@ def test_honest_is_correct(library, case):
     assert found["correct"], found["failures"]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_faster_passes_and_slower_fails(library):
-    """Half the work against all of it; and the reverse."""
-    faster = judge(f"{library}_", f"twice_{library}")
-    assert faster["verdict"] == "PASS", summary(faster)
-    slower = judge(f"twice_{library}", f"{library}_")
-    assert slower["correct"] and slower["verdict"] == "FAIL", summary(slower)
+def require(found, verdict):
+    """Skips what other processes left undecided; the opposite is a failure under any load."""
+    assert found["correct"], found["failures"]
+    if found["verdict"] == "UNDECIDED" and found["conditions"]["others"] > 0.25:
+        pytest.skip(f"other processes took {100 * found['conditions']['others']:.0f}% of the cores")
+    assert found["verdict"] == verdict, summary(found)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_tenth_slower_does_not_pass(library):
-    """15% more time: FAIL, or UNDECIDED where other processes widen the interval over the 10% to the limit."""
-    found = judge(f"tenth_{library}", f"{library}_", rounds=240, seconds=8.0)
-    assert found["correct"] and found["verdict"] in ("FAIL", "UNDECIDED"), summary(found)
-    ratio = next(iter(found["ratios"].values()))
-    assert ratio["high"] > 1.0 and (found["verdict"] == "FAIL" or ratio["low"] < 0.95), summary(found)
+def test_faster_passes(library):
+    """Half the work against all of it."""
+    require(judge(f"{library}_", f"twice_{library}"), "PASS")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_slower_fails(library):
+    require(judge(f"twice_{library}", f"{library}_"), "FAIL")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_tenth_slower_fails(library):
+    require(judge(f"tenth_{library}", f"{library}_", rounds=240, seconds=8.0), "FAIL")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
