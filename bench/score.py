@@ -2,9 +2,9 @@
 
 108 problems (head_dim 64, 80, 96 and 128; full and causal; float16, bfloat16, float32; 36 of them with at least 1024
 queries). A problem counts as correct when all five trials pass, with fresh seeds, fresh pointers, poisoned outputs and
-hashed inputs, when every timed call that was looked at gave the right result, and when the trials pass again after timing. Beside
-the bounds of the contract, a problem whose judge would accept zeros or the mean of V is refused as meaningless. fast_p
-uses a strict >, p in 0, 0.5, 0.8, 1, 1.5, 2. The baseline is the fastest of those that run the problem: on a GPU, as in
+hashed inputs, when every timed call that was looked at gave the right result, and when the trials pass again after
+timing. Beside the bounds of the contract, a problem whose judge would accept zeros or the mean of V is refused as
+meaningless. fast_p uses a strict >, p in 0, 0.5, 0.8, 1, 1.5, 2. The baseline is the fastest of those that run the problem: on a GPU, as in
 KernelBench, torch's scaled_dot_product_attention with the backend that torch chooses; on the CPU as in bench gate. GPU
 operands are cold: five times the last-level cache is written before each sample. What the candidate refuses counts as not
 correct.
