@@ -2,9 +2,10 @@
  * Dao et al. 2022).
  *
  * A task is a tile of query rows of one (batch, key/value head); threads take tasks in turn. Inside a task the
- * lanes of a vector are query rows (simd_gemm.h), so any head_dim, stride and mask costs the same kernel. float16 and
- * bfloat16 are converted to float32 as tiles are read; sums are float32, for float64 input float64 throughout.
- * Which task a thread takes changes no bit of the result.
+ * lanes of a vector are query rows (simd_gemm.h), so any head_dim, stride and mask costs the same kernel; tasks of few
+ * rows, as in decoding, read K and V along their rows instead (simd_narrow.h). float16 and bfloat16 are converted to
+ * float32 as tiles are read; sums are float32, for float64 input float64 throughout. Neither the task that a row falls
+ * into nor the thread that takes it changes a bit of the result.
  *
  * Instances: AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, and the compiler's own vectors elsewhere, each for float and
  * double. The best one this CPU has is taken; FA_EXT_CPU_ISA=avx512|avx2|generic in the environment, as it is when
@@ -34,7 +35,7 @@
 #define FA_CPU_MR 2
 #endif
 #endif
-/* FA_CPU_NR, keys (value columns) in a register block: by default what fits the registers, simd_gemm.h. */
+/* FA_CPU_NR, value columns in a register block: by default what fits the registers, simd_gemm.h. */
 /* Keys a tile: scores of a block and a tile of K or V share the first-level cache. Flat: 48 to 192 keys stay within 2%
  * (Zen 5, float32, head_dim 64 to 256). */
 #ifndef FA_CPU_TILE_N
@@ -48,7 +49,7 @@
 _Static_assert(FA_CPU_MR >= 1 && FA_CPU_MR <= 4, "FA_CPU_MR is 1 to 4 vectors");
 _Static_assert(FA_CPU_TILE_N >= 1 && FA_CPU_TILE_N <= 4096, "FA_CPU_TILE_N is 1 to 4096 keys");
 #ifdef FA_CPU_NR
-_Static_assert(FA_CPU_NR >= 1 && FA_CPU_NR <= 16, "FA_CPU_NR is 1 to 16 keys");
+_Static_assert(FA_CPU_NR >= 1 && FA_CPU_NR <= 16, "FA_CPU_NR is 1 to 16 value columns");
 #endif
 
 #if FA_CPU_VECTOR_BYTES == 16 || defined(__x86_64__)

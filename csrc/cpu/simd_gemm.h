@@ -2,15 +2,17 @@
  * vector of rows times one broadcast number of K or V, so that K and V are read where they lie, in their own order, and
  * the softmax needs no reduction across lanes.
  *
- * `mr` is the width of a block in vectors, `nr` how many keys (or value columns) stand against it in registers: mr * nr
- * sums, mr operands and one broadcast. Both are compile-time constants wherever these functions are expanded.
+ * `mr` is the width of a block in vectors, `nr` how many value columns stand against it in registers: mr * nr sums, mr
+ * operands and one broadcast; of keys, whose sums have two parts, there are half as many. Both are compile-time
+ * constants wherever these functions are expanded.
  */
 #ifndef FA_CPU_SIMD_GEMM_H
 #define FA_CPU_SIMD_GEMM_H
 
 #include "cpu/simd_vector.h"
 
-/* What fits the registers beside the operands, at most 8: (32 - 1 - 4) / 4 = 6 keys against 4 vectors with AVX-512. */
+/* What fits the registers beside the operands, at most 8: (32 - 1 - 4) / 4 = 6 columns against 4 vectors with AVX-512.
+ */
 #define NR_FITTING(mr) ((VECTOR_REGISTERS - 1 - (mr)) / (mr) < 8 ? (VECTOR_REGISTERS - 1 - (mr)) / (mr) : 8)
 #ifdef FA_CPU_NR
 #define NR(mr) ((mr) == FA_CPU_MR ? FA_CPU_NR : NR_FITTING(mr))
