@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench import arguments, machine, report, suites
+from bench import arguments, machine, record, report, suites
 from bench import device as devices
 
 SUMMARY = "run the kernels of a chaos build (FA_CHAOS=1) under random delays"
@@ -62,7 +62,8 @@ def chosen(pattern: str) -> list[str]:
         raise report.UsageError("this is no chaos build: build with FA_CHAOS=1")
     if not devices.has_gpu():
         raise report.UsageError("there is no GPU here")
-    cuda = [name for name, (device, _) in info["kernels"].items() if device == "cuda"]
+    others = record.other_kernels("cuda")  # which have no contract of attention to run, and no barrier between warps
+    cuda = [name for name, (device, _) in info["kernels"].items() if device == "cuda" and name not in others]
     found = [name for name in cuda if re.search(pattern, name)]
     if not found:
         raise report.UsageError(f"no kernel matches {pattern!r}; accepted: {', '.join(cuda)}")

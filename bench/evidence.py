@@ -151,7 +151,8 @@ class Run:
                 about["repeats"] = REPEATS
             options = [f"--of={kernel}", *([f"--repeats={REPEATS}"] if self.device == "cuda" else [])]
             found = suites.run_pytest([*files, *options], limit=self.left(30)) | about
-            self.add("tests", f"{kernel} {self.args.filter}".strip(), found, [kernel], suites.counts(found))
+            tested = [CORE, *record.other_kernels(self.device)] if kernel == CORE else [kernel]
+            self.add("tests", f"{kernel} {self.args.filter}".strip(), found, tested, suites.counts(found))
 
     def _untested(self) -> list[str]:
         """Kernels, and core, whose tests have to be run; also those that share a piece with one, since that piece ends.

@@ -292,16 +292,24 @@ def gaps(document: dict) -> dict[str, list[str]]:
     for part, holder in holders(document):
         if is_whole(holder):
             held.setdefault(part, set()).update(document["codes"][code]["kernel"] for code in holder["code"])
-    kernels = [k for k in build.rules.listed_rows() if is_of(k, document["machine"]["device"])]
+    device = document["machine"]["device"]
+    others = other_kernels(device)
+    kernels = [k for k in build.rules.listed_rows() if is_of(k, device) and k not in others]
     asked = {part for part, names in held.items() if any(name in names for name in kernels)}
     found = {kernel: sorted(part for part in asked if kernel not in held[part]) for kernel in kernels}
-    found[CORE] = [part for part in ("tests",) if part in held and CORE not in held[part]]
+    for name in (CORE, *others):
+        found[name] = [part for part in ("tests",) if part in held and name not in held[part]]
     return {kernel: parts for kernel, parts in found.items() if parts}
 
 
 def is_whole(holder: dict) -> bool:
     """Whether a piece speaks of all tests, and not of some files."""
     return "files" not in holder
+
+
+def other_kernels(device: str) -> list[str]:
+    """Kernels of a device for other operations than the forward; the tests of the core are theirs too."""
+    return [name for operation, name in build.rules.listed_kernels() if operation != "FORWARD" and is_of(name, device)]
 
 
 def is_of(kernel: str, device: str) -> bool:
