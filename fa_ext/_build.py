@@ -382,7 +382,7 @@ def _show_progress(futures: list[Future[Path]]) -> None:
 
 def groups_of(units: list[Unit], objects: list[Path]) -> dict[str, list[Path]]:
     """{kernel: its objects}, and the rest as ``core``. A file beside kernels that is none belongs to each of them."""
-    kernels = {unit.source for unit in units if unit.row in listed_rows()}
+    kernels = {u.source for u in units if u.row in listed_rows() and u.source.parent != CSRC / "python"}
     groups: dict[str, list[Path]] = {digests.CORE: [], **{source.stem: [] for source in kernels}}
     for unit, target in zip(units, objects, strict=True):
         beside = [source.stem for source in kernels if source.parent == unit.source.parent]

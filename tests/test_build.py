@@ -78,17 +78,17 @@ def test_architectures(given, monkeypatch):
     assert len(_build.options_from_environment().archs) == {"sm_90": 1, "": 0, "sm_100f;sm_120": 2}.get(given, 3)
 
 
-def test_a_cpu_row_alone_has_its_threads(monkeypatch, tmp_path):
-    """The file that starts them is compiled with its own flags, as in the whole build."""
+@pytest.mark.parametrize("source", ["csrc/cpu/cpu_simd.c", "kernels/minimal.cu"])
+def test_a_kernel_alone_links_nothing_of_the_library(monkeypatch, tmp_path, source):
+    """It reaches the library through the functions that a launch hands to it."""
     from fa_ext import _build
 
     compiled = []
     monkeypatch.setattr(_build, "compile_all", lambda units, *_: compiled.extend(units) or [])
     monkeypatch.setattr(_build, "link_shared", lambda objects, target, options: target)
     monkeypatch.setenv("FA_CUDA", "0")
-    _build.build_row(ROOT / "csrc" / "cpu" / "cpu_simd.c", tmp_path / "row.so", _build.options_from_environment())
-    (threads,) = [unit for unit in compiled if unit.name == "threads"]
-    assert "-fopenmp" in threads.flags
+    _build.build_row(ROOT / source, tmp_path / "row.so", _build.options_from_environment())
+    assert compiled and {unit.source for unit in compiled} == {ROOT / source}
 
 
 SLOW_BUILD = """

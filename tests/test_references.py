@@ -154,5 +154,5 @@ def test_numbers_that_raise():
         __float__ = __index__
 
     for options in ({"scale": Number()}, {"softcap": Number()}, {"window": (Number(), 1)}, {"window": [1, Number()]}):
-        with pytest.raises(TypeError, match=next(iter(options))):
+        with pytest.raises(ZeroDivisionError):
             fa_ext.attention(q, k, v, **options)
