@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -18,6 +19,9 @@ from operands import BFLOAT16, Unplaceable, dtype_of
 
 # Elements around each output that no kernel may touch; keeps the output's alignment.
 _GUARD = 256
+
+# Rows whose float32 sums are a library's, and how many times the bound their errors may be.
+LIBRARY_SUMS, LIBRARY_SLACK = {"cublas"}, 8
 
 # A call that every row takes on the devices it is made for.
 SIMPLEST = Case(1, 1, 1, 64, 64, 64)
@@ -179,10 +183,18 @@ def verdict(row: str, case: Case, **extra) -> Report:
 
 
 def judged(row: str, case: Case, out: np.ndarray, lse: np.ndarray | None) -> Report:
-    """What float64 says to a result of a row."""
+    """What float64 says to a result of a row. Where the sums of float32 are a library's, whose order is not plain's, the
+    errors may be LIBRARY_SLACK times the bound: how often they exceed it, `tests/large_logits.py` counts."""
     _, truth, ordinary, exempt = known(case)
     exempt = None if listed_name(row) == "cpu_ref" else exempt
-    return judge(out, lse, truth, ordinary, case.dtype, layout=case.layout, kernel=row, exempt=exempt)
+    report = judge(out, lse, truth, ordinary, case.dtype, layout=case.layout, kernel=row, exempt=exempt)
+    if report or case.dtype != "float32" or listed_name(row) not in LIBRARY_SUMS:
+        return report
+    by_size = [f for f in report.failures if f.startswith(("max |error|", "relative Frobenius"))]
+    near = report.max_abs <= LIBRARY_SLACK * report.max_abs_bound and (
+        report.frobenius <= LIBRARY_SLACK * report.frobenius_bound
+    )
+    return dataclasses.replace(report, passed=near and len(by_size) == len(report.failures))
 
 
 def bits(x) -> np.ndarray:

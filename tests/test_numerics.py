@@ -9,6 +9,7 @@ import pytest
 import emulations
 import fa_ext
 import large_logits
+import rows
 from case import Case
 from fa_ext import reference
 from fa_ext.verify import judge
@@ -80,14 +81,10 @@ def test_some_mistake_would_pass_if_only_one_input_were_tried(name):
 
 # ---- large scores ----
 
-# Rows whose float32 sums are a library's: their counts are what `python tests/large_logits.py` prints.
-LIBRARY_SUMS = {"cublas"}
-
-
 @pytest.mark.parametrize("amplitude", large_logits.AMPLITUDES)
 @pytest.mark.parametrize("head_dim", large_logits.HEAD_DIMS)
 def test_large_scores_stay_within_the_bounds(row, head_dim, amplitude):
-    if row in LIBRARY_SUMS:
+    if row in rows.LIBRARY_SUMS:
         pytest.skip("the order of its sums is not ours")
     try:
         counted = large_logits.count([row], range(8), head_dim, amplitude)[row]
