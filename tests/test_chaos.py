@@ -13,6 +13,7 @@ import fa_ext
 import rows
 from case import Case
 
+REPEATS = 32
 # Each has more tiles than a large GPU has multiprocessors, but for those of one tile a head.
 CASES = [
     Case(1, 50, 50, 512, 512, 64, dtype="bfloat16", causal=True),
@@ -38,14 +39,14 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_warps_far_apart(cuda_row, case, request):
+def test_warps_far_apart(cuda_row, case):
     try:
         first = rows.run(cuda_row, case)
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
     report = rows.judged(cuda_row, case, *first)
     assert report, report
-    for _ in range(4 * request.config.getoption("--repeats")):
+    for _ in range(REPEATS):
         for a, b in zip(rows.run(cuda_row, case), first):
             np.testing.assert_array_equal(rows.bits(a), rows.bits(b), err_msg=str(case))
 
