@@ -100,9 +100,9 @@ bool fa_view_empty(const fa_view *view) {
     return false;
 }
 
-/* Each element has memory of its own: along every axis a step leads beyond all that the axes of smaller steps span. */
-static fa_code check_distinct(const char *name, const fa_view *view, fa_status *status) {
-    for (int axis = 0; axis < view->ndim; axis++) {
+/* Along every axis a step leads beyond all that the axes of smaller steps span. */
+bool fa_view_distinct(const fa_view *view) {
+    for (int axis = 0; axis < view->ndim && !fa_view_empty(view); axis++) {
         if (view->shape[axis] == 1) continue;
         const int64_t step = llabs(view->strides[axis]);
         int64_t span = 0;
@@ -110,11 +110,9 @@ static fa_code check_distinct(const char *name, const fa_view *view, fa_status *
             if (other != axis &&
                 (llabs(view->strides[other]) < step || (llabs(view->strides[other]) == step && other > axis)))
                 span += (view->shape[other] - 1) * llabs(view->strides[other]);
-        if (step <= span || step == 0)
-            return fa_fail(status, FA_EVALUE, "%s has strides %s; its elements must be distinct", name,
-                           fa_show_shape(view->strides, view->ndim).text);
+        if (step <= span || step == 0) return false;
     }
-    return FA_OK;
+    return true;
 }
 
 fa_code fa_check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
@@ -134,7 +132,10 @@ fa_code fa_check_output(const char *name, const fa_view *view, const int64_t *sh
     }
     FA_TRY(fa_check_device(name, view, first_name, first, status));
     if (view->readonly) return fa_fail(status, FA_EVALUE, "%s is read-only; accepted: a writable array", name);
-    return fa_view_empty(view) ? FA_OK : check_distinct(name, view, status);
+    if (!fa_view_distinct(view))
+        return fa_fail(status, FA_EVALUE, "%s has strides %s; its elements must be distinct", name,
+                       fa_show_shape(view->strides, view->ndim).text);
+    return FA_OK;
 }
 
 fa_code fa_check_sinks(const fa_view *sinks, int64_t heads, const char *first_name, const fa_view *first,

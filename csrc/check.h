@@ -28,6 +28,8 @@ void fa_view_range(const fa_view *view, int64_t *low, int64_t *high);
 bool fa_view_empty(const fa_view *view);
 /* Gives a view the strides of a C-contiguous array. */
 void fa_view_contiguous(fa_view *view);
+/* Each element has memory of its own. */
+bool fa_view_distinct(const fa_view *view);
 
 fa_code fa_check_device(const char *name, const fa_view *view, const char *first_name, const fa_view *first,
                         fa_status *status);

@@ -16,8 +16,11 @@
 
 enum { MEMO_VIEWS = 4 }; /* q, k, v, out */
 
+/* A problem up to the end of its forward: other operations have more. */
+#define FORWARD_BYTES (offsetof(fa_problem, forward) + sizeof(fa_forward))
+
 /* Kernels look at the alignment of a pointer up to this many bytes. */
-#define ALIGNMENT 256
+#define ALIGNMENT     256
 
 typedef struct memo {
     unsigned long serial; /* of the context; 0: nothing remembered */
@@ -79,7 +82,7 @@ static void remember(unsigned long serial, const fa_request *request, const fa_k
     }
     last.request = *request;
     last.forced = forced;
-    last.problem = *problem;
+    memcpy(&last.problem, problem, FORWARD_BYTES);
     last.info = info;
     last.plan = *plan;
     last.serial = serial;
@@ -89,7 +92,7 @@ fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_ker
                     const fa_device_info **info, fa_plan *plan, fa_status *status) {
     const unsigned long serial = fa_context_serial(context);
     if (is_remembered(serial, request, forced)) {
-        *problem = last.problem;
+        memcpy(problem, &last.problem, FORWARD_BYTES);
         fa_forward *forward = &problem->forward;
         forward->q.data = request->q->data;
         forward->k.data = request->k->data;

@@ -172,8 +172,28 @@ typedef struct fa_merge {
     fa_dtype out_dtype, lse_dtype, sinks_dtype;
 } fa_merge;
 
+/* What the backward pass can differentiate by. */
+typedef enum fa_grad { FA_GRAD_Q, FA_GRAD_K, FA_GRAD_V, FA_GRAD_BIAS, FA_GRAD_SINKS, FA_GRAD_COUNT } fa_grad;
+
+/* Gradients of attention. P = exp(s - lse) is never renormalised: with the lse and out of all keys, a call over some of
+ * the keys gives their share. A gradient that is not wanted has no operand; one that is wanted is written in whole,
+ * also where it is 0, or added to what is there. */
+typedef struct fa_backward {
+    fa_forward forward; /* the call that made `out`, which is an input here, as is `lse` below; its own lse is NULL */
+    fa_operand dout;    /* (B, H, Sq, Dv), forward.dtype; data NULL: zeros */
+    fa_operand lse;     /* (B, H, Sq), forward.lse_dtype */
+    fa_operand dlse;    /* the same; data NULL: zeros */
+    fa_operand
+        grad[FA_GRAD_COUNT]; /* as q, k, v, (B, H, Sq, Sk) and (H) in stride[0]; data may be NULL while planning */
+    fa_dtype grad_dtype[FA_GRAD_COUNT];
+    uint32_t wants;     /* 1 << fa_grad */
+    uint32_t bias_sums; /* 1 << axis of (B, H, Sq, Sk): the bias has extent 1 there, and its gradient sums over it */
+    bool accumulate;    /* grad = round(grad + g), g in float32 (float64) */
+    bool ordered;       /* the same bits from run to run */
+} fa_backward;
+
 /* Operations. A kernel is of one; the order of kernels.def counts within an operation. */
-typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_OP_COUNT } fa_op;
+typedef enum fa_op { FA_FORWARD, FA_BACKWARD, FA_MERGE, FA_OP_COUNT } fa_op;
 
 /* What a problem may ask for that a kernel may lack: a bit each, and the words after "takes no". A kernel takes what
  * its `takes` names and nothing else, so that every kernel refuses a new bit until its author adds it. */
@@ -183,7 +203,12 @@ typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_OP_COUNT } fa_op;
     X(SINKS, "sinks")                                                                                                  \
     X(SOFTCAP, "softcap")                                                                                              \
     X(WINDOW, "window to the left") /* a bound to the right is what causal is, too: every kernel has it */             \
-    X(HEAD_DIM_V, "head_dim of v other than q's")
+    X(HEAD_DIM_V, "head_dim of v other than q's")                                                                      \
+    X(DLSE, "gradient through the LSE")                                                                                \
+    X(DBIAS, "gradient of the bias")                                                                                   \
+    X(DSINKS, "gradient of the sinks")                                                                                 \
+    X(ACCUMULATE, "accumulation into gradients")                                                                       \
+    X(ORDERED, "order of its sums: deterministic=True")
 
 enum fa_feature_number {
 #define FA_NUMBER(name, words) FA_NUMBER_##name,
@@ -206,7 +231,8 @@ typedef struct fa_problem {
     bool batch_invariant; /* the bits of a batch entry do not depend on the others */
     bool empty;           /* the result has no elements: there is nothing to launch */
     union {
-        fa_forward forward;
+        fa_forward forward; /* also the beginning of `backward` */
+        fa_backward backward;
         fa_merge merge;
     };
 } fa_problem;

@@ -202,9 +202,8 @@ static uint32_t features_of(const fa_forward *p) {
            (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0);
 }
 
-fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_status *status) {
+fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status) {
     fa_forward *p = &problem->forward;
-    problem->op = FA_FORWARD;
     problem->device = request->q->device;
     problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     problem->batch_invariant = request->options.batch_invariant;
@@ -223,7 +222,14 @@ fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_stat
     fa_view_operand(&p->k, request->k, request->options.layout);
     fa_view_operand(&p->v, request->v, request->options.layout);
     FA_TRY(check_extras(request, p, status));
+    problem->features = features_of(p);
+    return FA_OK;
+}
 
+fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_status *status) {
+    fa_forward *p = &problem->forward;
+    problem->op = FA_FORWARD;
+    FA_TRY(fa_forward_inputs(request, problem, status));
     int64_t shape[4], elements = 1;
     fa_forward_out_shape(p, request->options.layout, shape);
     for (int axis = 0; axis < 4; axis++)
@@ -243,7 +249,6 @@ fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_stat
     if (problem->device.kind == FA_CUDA && p->dtype == FA_F64)
         return fa_fail(status, FA_EUNSUPPORTED,
                        "float64 runs on the CPU only; accepted on a CUDA device: float16, bfloat16, float32");
-    problem->features = features_of(p);
     problem->empty = p->batch == 0 || p->heads == 0 || p->seq_q == 0;
     return FA_OK;
 }

@@ -1,7 +1,7 @@
 """Attention for any array library: NumPy, CuPy, PyTorch, JAX, Numba, and whatever speaks DLPack.
 
 ``attention(q, k, v, ...)`` runs hand-written C and CUDA kernels on the arrays it is given and returns the result in the
-caller's own kind. ``kernels()`` and ``explain()`` say which kernels there are and which one a call takes, ``verify()``
+caller's own kind; ``attention_backward(dout, q, k, v, out, lse, ...)`` its gradients. ``kernels()`` and ``explain()`` say which kernels there are and which one a call takes, ``verify()``
 holds a call against float64, ``merge()`` joins results over parts of the keys, ``to_device()`` and ``to_numpy()`` copy.
 """
 
@@ -16,7 +16,9 @@ try:
         UnsupportedError,
         __version__,
         attention,
+        attention_backward,
         explain,
+        explain_backward,
         explain_merge,
         kernels,
         merge,
@@ -38,23 +40,26 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attention",
+    "attention_backward",
     "explain",
+    "explain_backward",
     "explain_merge",
     "kernels",
     "merge",
     "to_device",
     "to_numpy",
     "verify",
+    "verify_backward",
     "verify_merge",
 ]
 
 
 class _Package(types.ModuleType):
-    """Binds ``fa_ext.verify`` and ``fa_ext.verify_merge`` to the functions, whichever way their modules of the same name
-    are first imported."""
+    """Binds ``fa_ext.verify``, ``verify_backward`` and ``verify_merge`` to the functions, whichever way their modules of
+    the same name are first imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in ("verify", "verify_merge") and isinstance(value, types.ModuleType):
+        if name in ("verify", "verify_backward", "verify_merge") and isinstance(value, types.ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
@@ -63,8 +68,8 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str):
-    """``verify``, ``verify_merge`` and ``reference`` load on first use: a call needs none of them."""
-    if name in ("verify", "verify_merge", "reference"):
+    """Verifiers and references load on first use: a call needs none of them."""
+    if name in ("verify", "verify_backward", "verify_merge", "reference", "reference_backward"):
         importlib.import_module(f".{name}", __name__)  # binds the name
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,16 +1,20 @@
 from . import reference as reference
+from . import reference_backward as reference_backward
 from ._core import CudaError as CudaError
 from ._core import DeviceArray as DeviceArray
 from ._core import UnsupportedError as UnsupportedError
 from ._core import __version__ as __version__
 from ._core import attention as attention
+from ._core import attention_backward as attention_backward
 from ._core import explain as explain
+from ._core import explain_backward as explain_backward
 from ._core import explain_merge as explain_merge
 from ._core import kernels as kernels
 from ._core import merge as merge
 from ._core import to_device as to_device
 from ._core import to_numpy as to_numpy
 from .verify import verify as verify
+from .verify_backward import verify_backward as verify_backward
 from .verify_merge import verify_merge as verify_merge
 
 __all__ = [
@@ -19,12 +23,15 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "attention",
+    "attention_backward",
     "explain",
+    "explain_backward",
     "explain_merge",
     "kernels",
     "merge",
     "to_device",
     "to_numpy",
     "verify",
+    "verify_backward",
     "verify_merge",
 ]

@@ -83,7 +83,10 @@ def test_signatures():
     )
     assert str(inspect.signature(fa_ext.attention)) == wanted + ")"
     assert str(inspect.signature(fa_ext.explain)) == wanted + ", device=None)"
-    for name in ("attention", "explain", "explain_merge", "kernels", "merge", "to_device", "to_numpy", "verify", "verify_merge"):
+    assert str(inspect.signature(fa_ext.explain_backward)) == str(inspect.signature(fa_ext.attention_backward))[:-1] + ", device=None)"
+    for name in fa_ext.__all__:
+        if name.startswith("__"):
+            continue
         assert inspect.getdoc(getattr(fa_ext, name))
     for word in ("Parameters", "Returns", "Raises", "float16", "(B, H, Sq, D)", "natural logarithm"):
         assert word in fa_ext.attention.__doc__
@@ -96,7 +99,7 @@ def test_attention_is_the_c_function():
 def test_build_info():
     info = fa_ext._core.build_info()
     assert info["version"] == fa_ext.__version__
-    assert tuple(info["kernels"]) == fa_ext.kernels() + fa_ext.kernels("merge")
+    assert tuple(info["kernels"]) == fa_ext.kernels() + fa_ext.kernels("backward") + fa_ext.kernels("merge")
     assert all(device in ("cpu", "cuda") and summary for device, summary in info["kernels"].values())
     if not info["cuda"]:
         assert {device for device, _ in info["kernels"].values()} == {"cpu"}

@@ -46,6 +46,7 @@ q, k, v = operands()
 kind, failing = exchange_type(requires_grad=False), exchange_type(requires_grad=False, failing=True)
 window, unusual, pair = (3, None), [1.5, None], (np.empty_like(q), np.empty((1, 2, 4), np.float32))
 lses = [np.zeros((1, 2, 4), np.float32) for _ in range(2)]
+row_lse, sink, names = lses[0], np.zeros(2, np.float32), ("v", "q", "k")
 device = {"cc": 90, "sm_count": 132, "smem_per_block": 232448, "smem_per_sm": 233472, "l2_bytes": 50 << 20, "tensor_maps": True}
 capsules = [Producer(array) for array in (q, k, v)]
 tensors, refused = [kind(array) for array in (q, k, v)], failing(q)
@@ -68,6 +69,15 @@ CALLS = {
     "merge, shape": (lambda: fa_ext.merge([q, k[:, :1]], lses), ValueError),
     "merge, keyword": (lambda: fa_ext.merge([q, k], lses, nothing=window), TypeError),
     "merge, overlap": (lambda: fa_ext.merge([q, k], lses, out=k), ValueError),
+    "backward": (lambda: fa_ext.attention_backward(q, q, k, v, q, row_lse, wrt=names, grads=[None, pair[0], None]), None),
+    "backward, sinks": (lambda: fa_ext.attention_backward(None, q, k, v, q, row_lse, dlse=row_lse, sinks=sink, wrt=["sinks"]), None),
+    "backward, capsules": (lambda: fa_ext.attention_backward(q, *capsules, q, row_lse), None),
+    "backward, explained": (lambda: fa_ext.explain_backward(q, q, k, v, q, row_lse, kernel="cpu_ref_backward"), None),
+    "backward, described": (lambda: fa_ext.explain_backward(q, q, k, v, q, row_lse, device=device), None),
+    "backward, wrt": (lambda: fa_ext.attention_backward(q, q, k, v, q, row_lse, wrt=["q", window]), TypeError),
+    "backward, grads": (lambda: fa_ext.attention_backward(q, q, k, v, q, row_lse, grads=[None, q, None]), ValueError),
+    "backward, allocator": (lambda: fa_ext.attention_backward(q, refused, k, v, q, row_lse), MemoryError),
+    "backward, keyword": (lambda: fa_ext.attention_backward(q, q, k, v, q, row_lse, nothing=window), TypeError),
     "to_numpy": (lambda: fa_ext.to_numpy(tensors[0]), None),
     "a capsule too few": (lambda: fa_ext.attention(capsules[0], late, v), ZeroDivisionError),
     "no device": (lambda: fa_ext.attention(capsules[0], early, v), ZeroDivisionError),
@@ -81,7 +91,7 @@ CALLS = {
     "overlap": (lambda: fa_ext.attention(q, k, v, out=q), ValueError),
     "to_device": (lambda: fa_ext.to_device(q, device="0"), TypeError),
 }
-HELD = [q, k, v, *lses, kind, failing, window, unusual, pair, *pair, *tensors, refused, late, early, dtype, bad, q.dtype]
+HELD = [q, k, v, *lses, sink, names, kind, failing, window, unusual, pair, *pair, *tensors, refused, late, early, dtype, bad, q.dtype]
 
 
 @pytest.mark.parametrize("name", CALLS)

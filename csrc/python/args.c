@@ -96,7 +96,7 @@ fa_code fa_args_layout(PyObject *value, fa_layout *layout, fa_status *status) {
     return fa_fail(status, FA_EVALUE, "layout is \"%.80s\"; accepted: \"bhsd\" or \"bshd\"", fa_shown(value, shown));
 }
 
-static fa_code read_bool(const char *name, PyObject *value, bool *result, fa_status *status) {
+fa_code fa_args_bool(const char *name, PyObject *value, bool *result, fa_status *status) {
     *result = false;
     if (!value || value == Py_False) return FA_OK;
     int truth = fa_numpy_boolean(value);
@@ -213,9 +213,7 @@ fa_code fa_args_kernel(fa_state *state, fa_op op, PyObject *value, const fa_kern
     return fa_kernel_named(state, op, "kernel", fa_shown(value, shown), kernel, listed_name, status);
 }
 
-fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {
-    PyObject *const *arg = call->argument;
-    fa_options *options = &call->request.options;
+fa_code fa_args_values(PyObject *const *arg, fa_options *options, fa_status *status) {
     memset(options, 0, sizeof *options);
     options->has_scale = arg[FA_ARG_scale] != NULL;
     FA_TRY(read_causal(arg[FA_ARG_causal], &options->causal, status));
@@ -223,8 +221,13 @@ fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {
     FA_TRY(read_window(arg[FA_ARG_window], &options->window_left, &options->window_right, status));
     if (arg[FA_ARG_softcap]) FA_TRY(read_number("softcap", arg[FA_ARG_softcap], &options->softcap, status));
     FA_TRY(fa_args_layout(arg[FA_ARG_layout], &options->layout, status));
-    FA_TRY(read_bool("return_lse", arg[FA_ARG_return_lse], &options->return_lse, status));
-    FA_TRY(read_bool("batch_invariant", arg[FA_ARG_batch_invariant], &options->batch_invariant, status));
+    FA_TRY(fa_args_bool("return_lse", arg[FA_ARG_return_lse], &options->return_lse, status));
+    return fa_args_bool("batch_invariant", arg[FA_ARG_batch_invariant], &options->batch_invariant, status);
+}
+
+fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status) {
+    PyObject *const *arg = call->argument;
+    FA_TRY(fa_args_values(arg, &call->request.options, status));
     FA_TRY(read_out(call, status));
     return fa_args_kernel(state, FA_FORWARD, arg[FA_ARG_kernel], &call->forced, &call->forced_name, status);
 }

@@ -112,7 +112,7 @@ static fa_code refuse_grad(const fa_array *array, fa_status *status) {
     if (truth < 0) return fa_python_error(status);
     return fa_fail(
         status, FA_EVALUE,
-        "%s requires grad, and there is no backward pass: gradients would be lost silently; pass %s.detach()",
+        "%s requires grad, and autograd does not see this call: gradients would be lost silently; pass %s.detach()",
         array->name, array->name);
 }
 

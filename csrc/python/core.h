@@ -64,7 +64,7 @@ typedef enum fa_argument {
 
 /* The environment variables that force a kernel, by fa_op. */
 #define FA_KERNEL_VARIABLES                                                                                            \
-    { "FA_EXT_KERNEL", "FA_EXT_KERNEL_MERGE" }
+    { "FA_EXT_KERNEL", "FA_EXT_KERNEL_BACKWARD", "FA_EXT_KERNEL_MERGE" }
 
 typedef struct fa_names {
     PyObject *argument[FA_ARG_COUNT];
@@ -325,6 +325,10 @@ fa_code fa_args_kernel(fa_state *state, fa_op op, PyObject *value, const fa_kern
                        fa_status *status);
 /* Splits out=: an array, or the pair (out, lse). Borrowed references, NULL where absent. */
 fa_code fa_args_out(PyObject *value, PyObject **out, PyObject **lse, fa_status *status);
+/* Reads True or False (NULL: False). */
+fa_code fa_args_bool(const char *name, PyObject *value, bool *result, fa_status *status);
+/* The options among `argument`, by fa_argument; NULL where absent. */
+fa_code fa_args_values(PyObject *const *argument, fa_options *options, fa_status *status);
 /* Options into the request; needs fa_args_bind(). */
 fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status);
 
@@ -344,6 +348,13 @@ PyObject *fa_answers(PyObject *module, PyObject *const *args, Py_ssize_t count, 
 /* What the other operations' functions for a question have in common: {name: reason} beside the kernel that runs. */
 PyObject *fa_explain_problem(fa_state *state, const fa_problem *problem, const fa_device_info *device,
                              const fa_kernel *forced, const char *forced_name);
+
+/* A device that a dict describes. */
+fa_code fa_explain_device(fa_state *state, PyObject *given, fa_device_info *described, fa_status *status);
+
+/* backward.c */
+PyObject *fa_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+PyObject *fa_explain_backward(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 
 /* merge.c */
 PyObject *fa_merge_py(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);

@@ -48,6 +48,13 @@ static fa_code read_device(PyObject *given, fa_device_info *info, fa_status *sta
     return FA_OK;
 }
 
+fa_code fa_explain_device(fa_state *state, PyObject *given, fa_device_info *described, fa_status *status) {
+    const fa_device_info *here;
+    FA_TRY(fa_device_info_get(state->context, (fa_device){FA_CPU, 0}, &here, status));
+    *described = (fa_device_info){.workspace_limit = here->workspace_limit};
+    return read_device(given, described, status);
+}
+
 /* ---- a question ---- */
 
 enum { MAX_ARGUMENTS = FA_ARG_COUNT + 2 };
@@ -88,10 +95,7 @@ static fa_code ask(fa_state *state, PyObject *const *args, Py_ssize_t count, PyO
     FA_TRY(fa_call_read(state, args, count, keywords, call, status));
     q->device = &q->described;
     if (device && device != Py_None) {
-        FA_TRY(fa_device_info_get(state->context, (fa_device){FA_CPU, 0}, &q->device, status));
-        q->described = (fa_device_info){.workspace_limit = q->device->workspace_limit};
-        q->device = &q->described;
-        FA_TRY(read_device(device, &q->described, status));
+        FA_TRY(fa_explain_device(state, device, &q->described, status));
         for (int n = 0; n < FA_ARRAYS; n++) call->array[n].view.device = q->described.device;
     }
     FA_TRY(fa_forward_build(&call->request, &call->problem, status));

@@ -274,6 +274,61 @@ PyDoc_STRVAR(
     "None unless the kernel takes or declines: blocks, threads, smem_bytes, workspace_bytes, keep, own (bytes).\n"
     "`device` as for explain(); `features` are bits that the problem shall have besides its own.");
 
+#define FA_BACKWARD_PARAMETERS                                                                                         \
+    "(dout, q, k, v, out, lse, *, dlse=None, causal=False, scale=None, window=None, softcap=0.0, bias=None, "          \
+    "mask=None, sinks=None, layout='bhsd', wrt=('q', 'k', 'v'), grads=None, accumulate=False, deterministic=True, "    \
+    "stream=None, kernel=None, batch_invariant=False"
+
+PyDoc_STRVAR(
+    attention_backward_doc,
+    "attention_backward" FA_BACKWARD_PARAMETERS ")\n--\n\n"
+    "Gradients of attention().\n"
+    "\n"
+    "P = exp(s - lse), delta = dout . out - dlse, dS = P (dout . v - delta), dT = dS (1 - (c / softcap)^2):\n"
+    "dv = P^T dout, dk = scale dT^T q, dq = scale dT k, dbias = dS, dsinks = -sum exp(sink - lse) delta\n"
+    "(FlashAttention-2's formulas, Dao 2023, with softcap, bias, sinks and LSE). P is never renormalised:\n"
+    "a call over a block of the keys, with the out and lse of all of them, gives the block's exact share.\n"
+    "\n"
+    "Parameters\n"
+    "----------\n"
+    "dout : array, (B, H, Sq, Dv) in `layout`, or None\n"
+    "    Gradient of out, q's dtype; None: zeros, which needs dlse. Any strides, 0 included, as for all inputs.\n"
+    "q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout\n"
+    "    Those of the call of attention() that made out and lse.\n"
+    "out, lse : arrays\n"
+    "    What it returned.\n"
+    "dlse : array, (B, H, Sq), or None\n"
+    "    Gradient of lse, of its dtype.\n"
+    "wrt : tuple\n"
+    "    Which gradients: names out of 'q', 'k', 'v', 'bias', 'sinks'. Only what they need is computed.\n"
+    "    The scale's own gradient is sum(dq * q) / scale.\n"
+    "grads : tuple or None\n"
+    "    Where they go, aligned with wrt: None, or a writable array of the gradient's shape, of its dtype or\n"
+    "    float32, that meets no other array of the call.\n"
+    "accumulate : bool\n"
+    "    Add to what `grads` hold, all of which must be given: round(old + g), g in float32 (float64).\n"
+    "deterministic : bool\n"
+    "    True: the same bits from run to run. False: the order of sums is free.\n"
+    "stream, kernel, batch_invariant\n"
+    "    As for attention(); kernel is a name of kernels('backward'), FA_EXT_KERNEL_BACKWARD the variable.\n"
+    "    Gradients of bias and sinks that sum over the batch depend on all of it.\n"
+    "\n"
+    "Returns\n"
+    "-------\n"
+    "tuple of arrays of q's kind, in the order of wrt\n"
+    "    dq, dk, dv: shape of q, k, v, q's dtype. dbias, dsinks: shape and dtype of bias and sinks; dbias sums\n"
+    "    over axes of size 1. C-contiguous where they are new. A query that sees no key gets and gives 0.\n"
+    "    Where |lse| is so large that float32 does not resolve it to a part of 1, P is as coarse.\n"
+    "\n"
+    "Raises\n"
+    "------\n"
+    "ValueError, TypeError, BufferError, UnsupportedError, CudaError, MemoryError\n"
+    "    As attention(). Nothing is written then.");
+
+PyDoc_STRVAR(explain_backward_doc, "explain_backward" FA_BACKWARD_PARAMETERS ", device=None)\n--\n\n"
+                                   "Which kernel attention_backward() would run for these arguments, and why not each "
+                                   "other; see explain().");
+
 #define FA_MERGE_SIGNATURE "(outs, lses, *, sinks=None, layout=None, out=None, stream=None, kernel=None)\n--\n\n"
 
 PyDoc_STRVAR(
@@ -317,7 +372,7 @@ PyDoc_STRVAR(explain_merge_doc, "explain_merge" FA_MERGE_SIGNATURE
 PyDoc_STRVAR(kernels_doc, "kernels(operation='attention')\n--\n\n"
                           "Names of an operation's kernels compiled into this build, in order of preference.\n"
                           "\n"
-                          "`operation` is 'attention' or 'merge'.");
+                          "`operation` is 'attention', 'backward' or 'merge'.");
 
 PyDoc_STRVAR(to_device_doc,
              "to_device(array, device=0)\n--\n\n"
@@ -346,6 +401,10 @@ static PyMethodDef core_methods[] = {
     {"attention", (PyCFunction)(void (*)(void))fa_attention, METH_FASTCALL | METH_KEYWORDS, attention_doc},
     {"explain", (PyCFunction)(void (*)(void))fa_explain, METH_FASTCALL | METH_KEYWORDS, explain_doc},
     {"answers", (PyCFunction)(void (*)(void))fa_answers, METH_FASTCALL | METH_KEYWORDS, answers_doc},
+    {"attention_backward", (PyCFunction)(void (*)(void))fa_attention_backward, METH_FASTCALL | METH_KEYWORDS,
+     attention_backward_doc},
+    {"explain_backward", (PyCFunction)(void (*)(void))fa_explain_backward, METH_FASTCALL | METH_KEYWORDS,
+     explain_backward_doc},
     {"merge", (PyCFunction)(void (*)(void))fa_merge_py, METH_FASTCALL | METH_KEYWORDS, merge_doc},
     {"explain_merge", (PyCFunction)(void (*)(void))fa_explain_merge, METH_FASTCALL | METH_KEYWORDS, explain_merge_doc},
     {"kernels", (PyCFunction)(void (*)(void))fa_kernels, METH_FASTCALL | METH_KEYWORDS, kernels_doc},

@@ -8,7 +8,7 @@
 
 static fa_code read_operation(PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_op *op,
                               fa_status *status) {
-    static const char *const names[FA_OP_COUNT] = {"attention", "merge"};
+    static const char *const names[FA_OP_COUNT] = {"attention", "backward", "merge"};
     const Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
     *op = FA_FORWARD;
     if (count + named == 0) return FA_OK;
@@ -18,8 +18,9 @@ static fa_code read_operation(PyObject *const *args, Py_ssize_t count, PyObject 
         *op = (fa_op)n;
         if (fa_text_equals(args[0], names[n])) return FA_OK;
     }
-    if (!PyUnicode_Check(args[0])) return fa_wrong_type("operation", args[0], "'attention' or 'merge'", status);
-    return fa_fail(status, FA_EVALUE, "operation is none of this build; accepted: 'attention' or 'merge'");
+    if (!PyUnicode_Check(args[0]))
+        return fa_wrong_type("operation", args[0], "'attention', 'backward' or 'merge'", status);
+    return fa_fail(status, FA_EVALUE, "operation is none of this build; accepted: 'attention', 'backward' or 'merge'");
 }
 
 PyObject *fa_kernels(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {

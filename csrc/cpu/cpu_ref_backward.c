@@ -1,0 +1,322 @@
+/* cpu_ref_backward: the gradients of attention as they are defined, pair by pair, in portable C.
+ *
+ *   P = exp(s - lse)   delta = dout . out - dlse   dS = P (dout . v - delta)   dT = dS (1 - tanh^2)
+ *   dq_i = scale sum_j dT k_j   dk_j = scale sum_hi dT q_i   dv_j = sum_hi P dout_i   dbias = dS   dsinks = -sum
+ * exp(sink - lse) delta
+ *
+ * Every sum is float64 and belongs to one task, in a fixed order: the bits do not depend on the threads. Hidden pairs
+ * are skipped, so that what they hold never matters. Scores are worked out anew for each gradient that needs them: no
+ * memory beyond a few rows. Takes everything the API accepts on the CPU; the safety net under faster kernels.
+ */
+#include <math.h>
+
+#include "cpu/element.h"
+#include "cpu/limit.h"
+#include "fa.h"
+
+enum { TILE = 8 }; /* rows or keys that a task owns */
+
+/* Another thread is woken for so many multiplications a pass, some tenths of a millisecond. */
+#define PRODUCTS_PER_THREAD 2e5
+
+/* A query with its row of dout, and a key with its value. */
+typedef struct query {
+    int64_t batch, head, index;
+    double q[FA_MAX_HEAD_DIM], dout[FA_MAX_HEAD_DIM];
+    double lse, delta;
+} query;
+
+typedef struct key {
+    int64_t index;
+    double k[FA_MAX_HEAD_DIM], v[FA_MAX_HEAD_DIM];
+} key;
+
+/* What one pair contributes. */
+typedef struct pair {
+    double weight, ds, dt; /* P, dS, dT */
+} pair;
+
+static void load_row(const fa_operand *x, fa_dtype dtype, int64_t b, int64_t h, int64_t i, int length, double *row) {
+    const int64_t base = b * x->stride[0] + h * x->stride[1] + i * x->stride[2];
+    for (int d = 0; d < length; d++) row[d] = fa_load(x->data, dtype, base + d * x->stride[3]);
+}
+
+static double dot(const double *a, const double *b, int length) {
+    double sum = 0;
+    for (int d = 0; d < length; d++) sum += a[d] * b[d];
+    return sum;
+}
+
+static double dlse_of(const fa_backward *p, int64_t b, int64_t h, int64_t i) {
+    if (!p->dlse.data) return 0;
+    const int64_t *s = p->dlse.stride;
+    return fa_load(p->dlse.data, p->forward.lse_dtype, b * s[0] + h * s[1] + i * s[2]);
+}
+
+static void load_query(const fa_backward *p, int64_t b, int64_t h, int64_t i, query *x) {
+    const fa_forward *f = &p->forward;
+    double out[FA_MAX_HEAD_DIM];
+    x->batch = b, x->head = h, x->index = i;
+    load_row(&f->q, f->dtype, b, h, i, f->head_dim, x->q);
+    for (int d = 0; d < f->head_dim_v; d++) x->dout[d] = 0;
+    x->delta = -dlse_of(p, b, h, i);
+    if (p->dout.data) {
+        load_row(&p->dout, f->dtype, b, h, i, f->head_dim_v, x->dout);
+        load_row(&f->out, f->out_dtype, b, h, i, f->head_dim_v, out);
+        x->delta += dot(x->dout, out, f->head_dim_v);
+    }
+    const int64_t *s = p->lse.stride;
+    x->lse = fa_load(p->lse.data, f->lse_dtype, b * s[0] + h * s[1] + i * s[2]);
+}
+
+static void load_key(const fa_backward *p, int64_t b, int64_t h_kv, int64_t j, key *y) {
+    const fa_forward *f = &p->forward;
+    y->index = j;
+    load_row(&f->k, f->dtype, b, h_kv, j, f->head_dim, y->k);
+    load_row(&f->v, f->dtype, b, h_kv, j, f->head_dim_v, y->v);
+}
+
+static int64_t at(const fa_operand *x, int64_t b, int64_t h, int64_t i, int64_t j) {
+    return b * x->stride[0] + h * x->stride[1] + i * x->stride[2] + j * x->stride[3];
+}
+
+/* Keys [begin, end) that query i may see through causal and window. */
+static int64_t first_key(const fa_forward *f, int64_t i) {
+    const int64_t first = i + f->diagonal - f->left;
+    return first > f->key_begin ? first : f->key_begin;
+}
+static int64_t end_key(const fa_forward *f, int64_t i) {
+    const int64_t end = i + f->diagonal + f->right + 1;
+    return end < f->key_end ? end : f->key_end;
+}
+
+/* Whether mask and bias leave a pair, and its bias. */
+static bool shown(const fa_forward *f, int64_t b, int64_t h, int64_t i, int64_t j, double *bias) {
+    *bias = 0;
+    if (f->mask.data && !((const uint8_t *)f->mask.data)[at(&f->mask, b, h, i, j)]) return false;
+    if (!f->bias.data) return true;
+    *bias = fa_load(f->bias.data, f->bias_dtype, at(&f->bias, b, h, i, j));
+    if (*bias == -INFINITY) return false;
+    *bias = fa_bounded(*bias, f->dtype);
+    return true;
+}
+
+/* False: the query does not see the key. */
+static bool weigh(const fa_backward *p, const query *x, const key *y, pair *r) {
+    const fa_forward *f = &p->forward;
+    double bias, slope = 1;
+    if (y->index < first_key(f, x->index) || y->index >= end_key(f, x->index)) return false;
+    if (!shown(f, x->batch, x->head, x->index, y->index, &bias)) return false;
+    double score = f->scale * dot(x->q, y->k, f->head_dim);
+    if (f->softcap > 0) {
+        const double capped = tanh(score / f->softcap);
+        score = f->softcap * capped;
+        slope = 1 - capped * capped;
+    }
+    r->weight = exp(score + bias - x->lse);
+    r->ds = r->weight * (dot(x->dout, y->v, f->head_dim_v) - x->delta);
+    r->dt = r->ds * slope;
+    return true;
+}
+
+/* Element `index` of a gradient. */
+static void write(const fa_backward *p, fa_grad grad, int64_t index, double value) {
+    void *data = p->grad[grad].data;
+    const fa_dtype dtype = p->grad_dtype[grad];
+    fa_store(data, dtype, index, p->accumulate ? fa_load(data, dtype, index) + value : value);
+}
+
+static void write_row(const fa_backward *p, fa_grad grad, int64_t b, int64_t h, int64_t i, const double *row,
+                      double factor, int length) {
+    const int64_t base = at(&p->grad[grad], b, h, i, 0);
+    for (int d = 0; d < length; d++) write(p, grad, base + d * p->grad[grad].stride[3], factor * row[d]);
+}
+
+static void add_row(double *sum, double factor, const double *row, int length) {
+    for (int d = 0; d < length; d++) sum[d] += factor * row[d];
+}
+
+static int64_t tiles(int64_t length) { return (length + TILE - 1) / TILE; }
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* dq of a tile of queries of one head. */
+static void queries_task(const void *context, int64_t index, int worker) {
+    (void)worker;
+    const fa_backward *p = context;
+    const fa_forward *f = &p->forward;
+    const int64_t first = index % tiles(f->seq_q) * TILE, head = index / tiles(f->seq_q) % f->heads;
+    const int64_t b = index / tiles(f->seq_q) / f->heads, count = least(TILE, f->seq_q - first);
+    query x[TILE];
+    key y;
+    pair r;
+    double sum[TILE][FA_MAX_HEAD_DIM] = {{0}};
+    for (int64_t n = 0; n < count; n++) load_query(p, b, head, first + n, &x[n]);
+    for (int64_t j = first_key(f, first); j < end_key(f, first + count - 1); j++) {
+        load_key(p, b, head / (f->heads / f->heads_kv), j, &y);
+        for (int64_t n = 0; n < count; n++)
+            if (weigh(p, &x[n], &y, &r)) add_row(sum[n], r.dt, y.k, f->head_dim);
+    }
+    for (int64_t n = 0; n < count; n++) write_row(p, FA_GRAD_Q, b, head, first + n, sum[n], f->scale, f->head_dim);
+}
+
+/* dk and dv of a tile of keys of one kv head. */
+static void keys_task(const void *context, int64_t index, int worker) {
+    (void)worker;
+    const fa_backward *p = context;
+    const fa_forward *f = &p->forward;
+    const int64_t first = index % tiles(f->seq_k) * TILE, h_kv = index / tiles(f->seq_k) % f->heads_kv;
+    const int64_t b = index / tiles(f->seq_k) / f->heads_kv, group = f->heads / f->heads_kv;
+    const int64_t last = least(first + TILE, f->seq_k) - 1;
+    key y[TILE];
+    query x;
+    pair r;
+    double dk[TILE][FA_MAX_HEAD_DIM] = {{0}}, dv[TILE][FA_MAX_HEAD_DIM] = {{0}};
+    const int64_t from = most(first, f->key_begin),
+                  to = least(last + 1, f->key_end); /* what no query sees is not read */
+    for (int64_t j = from; j < to; j++) load_key(p, b, h_kv, j, &y[j - first]);
+    const int64_t row_begin = most(0, from - f->diagonal - f->right);
+    const int64_t row_end = from < to ? least(f->seq_q, to - f->diagonal + f->left) : 0;
+    for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++)
+        for (int64_t i = row_begin; i < row_end; i++) {
+            load_query(p, b, h, i, &x);
+            for (int64_t j = from; j < to; j++) {
+                if (!weigh(p, &x, &y[j - first], &r)) continue;
+                add_row(dk[j - first], r.dt, x.q, f->head_dim);
+                add_row(dv[j - first], r.weight, x.dout, f->head_dim_v);
+            }
+        }
+    for (int64_t j = first; j <= last; j++) {
+        if (p->wants >> FA_GRAD_K & 1) write_row(p, FA_GRAD_K, b, h_kv, j, dk[j - first], f->scale, f->head_dim);
+        if (p->wants >> FA_GRAD_V & 1) write_row(p, FA_GRAD_V, b, h_kv, j, dv[j - first], 1, f->head_dim_v);
+    }
+}
+
+/* Indices [begin, end) of an axis that an element of dbias sums over: all, or its own. */
+typedef struct span {
+    int64_t begin, end;
+} span;
+
+static span span_of(const fa_backward *p, int axis, int64_t own, int64_t extent) {
+    return p->bias_sums >> axis & 1 ? (span){0, extent} : (span){own, own + 1};
+}
+
+/* Extents of dbias. */
+static void bias_extents(const fa_backward *p, int64_t extent[4]) {
+    const fa_forward *f = &p->forward;
+    const int64_t whole[4] = {f->batch, f->heads, f->seq_q, f->seq_k};
+    for (int axis = 0; axis < 4; axis++) extent[axis] = p->bias_sums >> axis & 1 ? 1 : whole[axis];
+}
+
+/* Adds the pairs of one head and one tile of keys [first, end) to sum, an element a key or one for all. */
+static void add_bias(const fa_backward *p, int64_t b, int64_t h, span rows, int64_t first, int64_t end, double *sum) {
+    const fa_forward *f = &p->forward;
+    key y[TILE];
+    query x;
+    pair r;
+    for (int64_t j = first; j < end; j++) load_key(p, b, h / (f->heads / f->heads_kv), j, &y[j - first]);
+    for (int64_t i = rows.begin; i < rows.end; i++) {
+        if (first_key(f, i) >= end || end_key(f, i) <= first) continue;
+        load_query(p, b, h, i, &x);
+        for (int64_t j = first; j < end; j++)
+            if (weigh(p, &x, &y[j - first], &r)) sum[p->bias_sums >> 3 & 1 ? 0 : j - first] += r.ds;
+    }
+}
+
+/* A tile of elements of dbias along its last axis. */
+static void bias_task(const void *context, int64_t index, int worker) {
+    (void)worker;
+    const fa_backward *p = context;
+    const fa_forward *f = &p->forward;
+    int64_t extent[4], own[4];
+    bias_extents(p, extent);
+    own[3] = index % tiles(extent[3]) * TILE, index /= tiles(extent[3]);
+    for (int axis = 2; axis >= 0; axis--) own[axis] = index % extent[axis], index /= extent[axis];
+    const span batches = span_of(p, 0, own[0], f->batch), heads = span_of(p, 1, own[1], f->heads);
+    const span rows = span_of(p, 2, own[2], f->seq_q);
+    const bool whole_row = p->bias_sums >> 3 & 1;
+    double sum[TILE] = {0};
+    const int64_t from = most(whole_row ? 0 : own[3], f->key_begin);
+    const int64_t to = least(whole_row ? f->seq_k : own[3] + TILE, f->key_end);
+    for (int64_t b = batches.begin; b < batches.end; b++)
+        for (int64_t h = heads.begin; h < heads.end; h++) {
+            if (whole_row)
+                for (int64_t j = from; j < to; j += TILE) add_bias(p, b, h, rows, j, least(j + TILE, to), sum);
+            else if (from < to)
+                add_bias(p, b, h, rows, from, to, sum + (from - own[3]));
+        }
+    for (int64_t n = 0; n < TILE && own[3] + n < extent[3]; n++)
+        write(p, FA_GRAD_BIAS, at(&p->grad[FA_GRAD_BIAS], own[0], own[1], own[2], own[3] + n), sum[n]);
+}
+
+static bool sees_nothing(const fa_forward *f, int64_t b, int64_t h, int64_t i) {
+    double bias;
+    for (int64_t j = first_key(f, i); j < end_key(f, i); j++)
+        if (shown(f, b, h, i, j, &bias)) return false;
+    return true;
+}
+
+/* dsinks of one head. Where a query sees no key, the sink has all the weight, and its out and dout do not matter. */
+static void sinks_task(const void *context, int64_t h, int worker) {
+    (void)worker;
+    const fa_backward *p = context;
+    const fa_forward *f = &p->forward;
+    const double sink = fa_bounded(fa_load(f->sinks.data, f->sinks_dtype, h * f->sinks.stride[0]), f->dtype);
+    query x;
+    double sum = 0;
+    for (int64_t b = 0; b < f->batch && sink != -INFINITY; b++)
+        for (int64_t i = 0; i < f->seq_q; i++) {
+            if (sees_nothing(f, b, h, i)) {
+                sum += dlse_of(p, b, h, i);
+            } else {
+                load_query(p, b, h, i, &x);
+                sum -= exp(sink - x.lse) * x.delta;
+            }
+        }
+    write(p, FA_GRAD_SINKS, h * p->grad[FA_GRAD_SINKS].stride[0], sum);
+}
+
+static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    (void)device, (void)why;
+    const fa_forward *f = &problem->backward.forward;
+    const double products = (double)f->batch * (double)f->heads * (double)f->seq_q *
+                            (double)(f->key_end - f->key_begin) * (f->head_dim + f->head_dim_v);
+    const double worth = 1 + products / PRODUCTS_PER_THREAD;
+    plan->threads = worth < problem->threads ? (int)worth : problem->threads;
+    plan->blocks = plan->threads;
+    return FA_TAKES;
+}
+
+static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_backward *p = &problem->backward;
+    const fa_forward *f = &p->forward;
+    int64_t extent[4];
+    bias_extents(p, extent);
+    const struct {
+        uint32_t wants;
+        int64_t count;
+        fa_cpu_step step;
+    } passes[] = {
+        {1 << FA_GRAD_Q, f->batch * f->heads * tiles(f->seq_q), queries_task},
+        {1 << FA_GRAD_K | 1 << FA_GRAD_V, f->batch * f->heads_kv * tiles(f->seq_k), keys_task},
+        {1 << FA_GRAD_BIAS, extent[0] * extent[1] * extent[2] * tiles(extent[3]), bias_task},
+        {1 << FA_GRAD_SINKS, f->heads, sinks_task},
+    };
+    for (size_t n = 0; n < sizeof passes / sizeof *passes; n++)
+        if (p->wants & passes[n].wants) launch->host->loop(plan->threads, passes[n].count, passes[n].step, p);
+    return FA_OK;
+}
+
+extern const fa_kernel fa_kernel_cpu_ref_backward;
+FA_EXPORT const fa_kernel fa_kernel_cpu_ref_backward = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_BACKWARD,
+    .device = FA_CPU,
+    .name = "cpu_ref_backward",
+    .summary = "every gradient, pair by pair, in portable C with float64 sums",
+    .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
+             FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
+    .plan = plan,
+    .launch = launch,
+};

@@ -1,0 +1,186 @@
+/* Request of attention_backward() -> problem. See problem_backward.h. */
+#include "problem_backward.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "check.h"
+#include "problem.h"
+
+const char *fa_grad_name(fa_grad grad) {
+    static const char *const names[FA_GRAD_COUNT] = {"q", "k", "v", "bias", "sinks"};
+    return names[grad];
+}
+
+/* The argument that a gradient is of. */
+static const fa_view *subject(const fa_backward_request *request, fa_grad grad) {
+    const fa_view *const views[FA_GRAD_COUNT] = {request->forward.q, request->forward.k, request->forward.v,
+                                                 request->forward.bias, request->forward.sinks};
+    return views[grad];
+}
+
+/* An input of a fixed shape and set of dtypes on q's device. */
+static fa_code check_input(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
+                           const fa_view *q, fa_status *status) {
+    bool same = view->ndim == ndim;
+    for (int axis = 0; axis < ndim && same; axis++) same = view->shape[axis] == shape[axis];
+    if (!same)
+        return fa_fail(status, FA_EVALUE, "%s has shape %s; accepted: %s", name,
+                       fa_show_shape(view->shape, view->ndim).text, fa_show_shape(shape, ndim).text);
+    if (!(dtypes >> view->dtype & 1)) {
+        char accepted[64] = "";
+        for (int n = 0; n < FA_DTYPE_COUNT; n++)
+            if (dtypes >> n & 1)
+                snprintf(accepted + strlen(accepted), sizeof accepted - strlen(accepted), "%s%s",
+                         *accepted ? " or " : "", fa_dtype_name((fa_dtype)n));
+        return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: %s", name, fa_dtype_name(view->dtype), accepted);
+    }
+    return fa_check_device(name, view, "q", q, status);
+}
+
+/* A view of (B, H, Sq) as an operand. */
+static void row_operand(fa_operand *operand, const fa_view *view) {
+    operand->data = view->data;
+    operand->stride[3] = 0;
+    for (int axis = 0; axis < 3; axis++) operand->stride[axis] = view->shape[axis] == 1 ? 0 : view->strides[axis];
+}
+
+/* out, lse, dout, dlse. */
+static fa_code check_inputs(const fa_backward_request *request, fa_backward *p, fa_status *status) {
+    fa_forward *forward = &p->forward;
+    const fa_view *q = request->forward.q, *out = request->forward.out, *lse = request->forward.lse;
+    const uint32_t own = 1u << forward->dtype, of_lse = 1u << forward->lse_dtype;
+    const uint32_t of_out = forward->dtype == FA_F64 ? own : own | 1u << FA_F32;
+    const int64_t rows[3] = {forward->batch, forward->heads, forward->seq_q};
+    int64_t shape[4];
+    fa_forward_out_shape(forward, request->forward.options.layout, shape);
+    FA_TRY(check_input("out", out, shape, 4, of_out, q, status));
+    FA_TRY(check_input("lse", lse, rows, 3, of_lse, q, status));
+    fa_view_operand(&forward->out, out, request->forward.options.layout);
+    forward->out_dtype = out->dtype;
+    row_operand(&p->lse, lse);
+    if (request->dout) {
+        FA_TRY(check_input("dout", request->dout, shape, 4, own, q, status));
+        fa_view_operand(&p->dout, request->dout, request->forward.options.layout);
+    }
+    if (request->dlse) {
+        FA_TRY(check_input("dlse", request->dlse, rows, 3, of_lse, q, status));
+        row_operand(&p->dlse, request->dlse);
+    }
+    if (!request->dout && !request->dlse)
+        return fa_fail(status, FA_EVALUE, "dout is None and dlse is not given; accepted: dout, dlse or both");
+    return FA_OK;
+}
+
+static fa_code check_wants(const fa_backward_request *request, fa_status *status) {
+    if (request->wants == 0) return fa_fail(status, FA_EVALUE, "wrt is empty; accepted: at least one name");
+    for (int n = FA_GRAD_BIAS; n < FA_GRAD_COUNT; n++)
+        if ((request->wants >> n & 1) && !subject(request, (fa_grad)n))
+            return fa_fail(status, FA_EVALUE, "wrt names \"%s\", but no %s is given", fa_grad_name((fa_grad)n),
+                           fa_grad_name((fa_grad)n));
+    for (int n = 0; n < FA_GRAD_COUNT && request->accumulate; n++)
+        if ((request->wants >> n & 1) && !request->grad[n])
+            return fa_fail(
+                status, FA_EVALUE,
+                "accumulate=True, but grads has no array for \"%s\"; accepted: an array for each name of wrt",
+                fa_grad_name((fa_grad)n));
+    return FA_OK;
+}
+
+/* A gradient that is given meets no input and no other gradient. */
+static fa_code check_apart(const char *name, const fa_backward_request *request, fa_grad grad, fa_status *status) {
+    const fa_request *forward = &request->forward;
+    const struct {
+        const char *name;
+        const fa_view *view;
+    } inputs[] = {
+        {"q", forward->q},       {"k", forward->k},         {"v", forward->v},     {"bias", forward->bias},
+        {"mask", forward->mask}, {"sinks", forward->sinks}, {"out", forward->out}, {"lse", forward->lse},
+        {"dout", request->dout}, {"dlse", request->dlse},
+    };
+    for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
+        FA_TRY(fa_check_disjoint(name, request->grad[grad], inputs[n].name, inputs[n].view, status));
+    for (int n = 0; n < (int)grad; n++) {
+        char other[40];
+        snprintf(other, sizeof other, "grads[\"%s\"]", fa_grad_name((fa_grad)n));
+        FA_TRY(fa_check_disjoint(name, request->grad[grad], other, request->grad[n], status));
+    }
+    return FA_OK;
+}
+
+static fa_code check_given(const fa_backward_request *request, fa_grad grad, fa_status *status) {
+    const fa_view *given = request->grad[grad], *of = subject(request, grad);
+    char name[40];
+    snprintf(name, sizeof name, "grads[\"%s\"]", fa_grad_name(grad));
+    const uint32_t dtypes = 1u << of->dtype | 1u << FA_F32;
+    if (given->ndim == of->ndim && !fa_view_distinct(given))
+        return fa_fail(status, FA_EBUFFER, "%s has strides %s, so that it overlaps itself; accepted: distinct elements",
+                       name, fa_show_shape(given->strides, given->ndim).text);
+    FA_TRY(fa_check_output(name, given, of->shape, of->ndim, dtypes, "q", request->forward.q, status));
+    return check_apart(name, request, grad, status);
+}
+
+/* The strides of `view`, of the shape of what the gradient is of, in the order of the operand's axes. */
+static void grad_operand(fa_operand *operand, const fa_view *view, fa_grad grad, fa_layout layout) {
+    if (grad < FA_GRAD_BIAS) {
+        fa_view_operand(operand, view, layout);
+        return;
+    }
+    *operand = (fa_operand){.data = view->data};
+    for (int axis = 0; axis < view->ndim; axis++) {
+        const int to = grad == FA_GRAD_BIAS ? axis + 4 - view->ndim : axis;
+        operand->stride[to] = view->shape[axis] == 1 ? 0 : view->strides[axis];
+    }
+}
+
+static fa_code check_gradients(const fa_backward_request *request, fa_backward *p, fa_status *status) {
+    for (int n = 0; n < FA_GRAD_COUNT; n++) {
+        const fa_grad grad = (fa_grad)n;
+        if (!(request->wants >> n & 1)) continue;
+        fa_view made = *subject(request, grad);
+        made.data = NULL;
+        fa_view_contiguous(&made);
+        if (request->grad[n]) FA_TRY(check_given(request, grad, status));
+        p->grad_dtype[n] = request->grad[n] ? request->grad[n]->dtype : made.dtype;
+        grad_operand(&p->grad[n], request->grad[n] ? request->grad[n] : &made, grad, request->forward.options.layout);
+    }
+    if (request->forward.bias)
+        for (int axis = 0; axis < 4; axis++) {
+            const int source = axis - (4 - request->forward.bias->ndim);
+            if (source < 0 || request->forward.bias->shape[source] == 1) p->bias_sums |= 1u << axis;
+        }
+    return FA_OK;
+}
+
+/* No gradient has an element. */
+static bool nothing_to_write(const fa_backward_request *request) {
+    for (int n = 0; n < FA_GRAD_COUNT; n++)
+        if ((request->wants >> n & 1) && !fa_view_empty(subject(request, (fa_grad)n))) return false;
+    return true;
+}
+
+fa_code fa_backward_build(const fa_backward_request *request, fa_problem *problem, fa_status *status) {
+    fa_backward *p = &problem->backward;
+    const fa_view *q = request->forward.q;
+    *problem = (fa_problem){.op = FA_BACKWARD};
+    if (q->ndim == 3)
+        return fa_fail(status, FA_EVALUE,
+                       "q has 3 dimensions, shape %s; accepted: 4: no backward for packed or paged sequences in this "
+                       "release",
+                       fa_show_shape(q->shape, 3).text);
+    FA_TRY(fa_forward_inputs(&request->forward, problem, status));
+    FA_TRY(check_inputs(request, p, status));
+    FA_TRY(check_wants(request, status));
+    FA_TRY(check_gradients(request, p, status));
+    if (problem->device.kind == FA_CUDA && p->forward.dtype == FA_F64)
+        return fa_fail(status, FA_EUNSUPPORTED,
+                       "float64 runs on the CPU only; accepted on a CUDA device: float16, bfloat16, float32");
+    p->wants = request->wants;
+    p->accumulate = request->accumulate;
+    p->ordered = request->deterministic;
+    problem->features |= (request->dlse ? FA_WITH_DLSE : 0) | (p->wants >> FA_GRAD_BIAS & 1 ? FA_WITH_DBIAS : 0) |
+                         (p->wants >> FA_GRAD_SINKS & 1 ? FA_WITH_DSINKS : 0) |
+                         (p->accumulate ? FA_WITH_ACCUMULATE : 0) | (p->ordered ? FA_WITH_ORDERED : 0);
+    problem->empty = nothing_to_write(request);
+    return FA_OK;
+}

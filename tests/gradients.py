@@ -1,0 +1,155 @@
+"""Running the backward pass on cases: its kernels, inputs with out and LSE of the reference, guarded results, the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+import cases
+import fa_ext
+import rows
+from case import Case
+from fa_ext import reference
+from fa_ext.reference_backward import gradients
+from fa_ext.verify_backward import BackwardReport, judge_backward, spread_backward, zeros_of
+from operands import dtype_of, place
+
+KERNELS = fa_ext.kernels("backward")
+NAMES = ("q", "k", "v", "bias", "sinks")
+_GUARD = 256
+
+
+@functools.cache
+def absent(kernel: str) -> str | None:
+    """Why a backward kernel cannot run on this machine, or None."""
+    if rows.device_of(kernel) == "cpu":
+        return None
+    if rows.no_device():
+        return rows.no_device()
+    problem = make(Case(1, 1, 1, 8, 8, 16, dtype="float32"))
+    chosen, reasons = fa_ext.explain_backward(**placed(problem, kernel), kernel=kernel)
+    return None if chosen else reasons[kernel]
+
+
+@dataclass
+class Problem:
+    """One call: its inputs on the host (``grads`` apart), and the case that q, k, v and the options come from."""
+
+    case: Case
+    inputs: dict  #: dout, q, k, v, out, lse, dlse and options, as fa_ext.attention_backward takes them
+    wrt: tuple[str, ...]
+
+    @functools.cached_property
+    def truth(self):
+        return self.judgement(None)
+
+    @functools.cached_property
+    def plain(self):
+        return self.judgement(self.case.dtype)
+
+    def judgement(self, dtype):
+        options = {n: x for n, x in self.inputs.items() if n not in ("out", "lse")}
+        return gradients(**options, wrt=self.wrt, dtype=dtype)
+
+
+def make(case: Case, *, dlse=True, wrt=None, dout="normal", seed=5) -> Problem:
+    """A problem of a case. out and LSE are the reference's, rounded, so that no forward kernel has a part in it.
+
+    dout: "normal", "none", "ones" (one element, strides 0) or an array.
+    """
+    inputs = case.host_inputs()
+    rng = np.random.default_rng([case.seed, seed])
+    exact, exact_lse = reference.attention(**inputs)
+    wide = np.float64 if case.dtype == "float64" else np.float32
+    with np.errstate(over="ignore"):
+        out, lse = exact.astype(dtype_of(case.dtype)), exact_lse.astype(wide)
+    if isinstance(dout, str):
+        draws = rng.standard_normal(exact.shape)
+        ones = np.broadcast_to(np.ones((), dtype_of(case.dtype)), exact.shape)
+        dout = {"normal": draws.astype(dtype_of(case.dtype)), "none": None, "ones": ones}[dout]
+    if wrt is None:
+        wrt = tuple(n for n in NAMES if n in inputs)
+    made = {"dout": dout, "q": inputs.pop("q"), "k": inputs.pop("k"), "v": inputs.pop("v"), "out": out, "lse": lse, **inputs}
+    if dlse is True:
+        dlse = rng.standard_normal(lse.shape).astype(wide)
+    if dlse is not False and dlse is not None:
+        made["dlse"] = dlse
+    return Problem(case, made, wrt)
+
+
+def placed(problem: Problem, kernel: str) -> dict:
+    """The inputs on the kernel's device."""
+    library = rows.library_for(kernel, problem.case)
+    return {n: place(x, library) if isinstance(x, np.ndarray) else x for n, x in problem.inputs.items()}
+
+
+def results(problem: Problem, kernel: str, dtype=None):
+    """({name: memory}, grads aligned with wrt): arrays filled with NaN, inside memory that is NaN too."""
+    library = rows.library_for(kernel, problem.case)
+    memory, grads = {}, []
+    for name in problem.wrt:
+        like = problem.inputs[name]
+        count = like.size
+        memory[name] = rows.filled(library, count + 2 * _GUARD, dtype or like.dtype.name, np.nan)
+        grads.append(memory[name][_GUARD : _GUARD + count].reshape(like.shape))
+    return memory, tuple(grads)
+
+
+def run(kernel: str, problem: Problem, **extra) -> dict:
+    """{name: gradient on the host}; fails where something around a result was written."""
+    memory, grads = results(problem, kernel)
+    returned = fa_ext.attention_backward(**placed(problem, kernel), wrt=problem.wrt, grads=grads, kernel=kernel, **extra)
+    assert all(a is b for a, b in zip(returned, grads, strict=True))
+    found = {}
+    for name, held in memory.items():
+        host = rows.to_host(held)
+        shape = problem.inputs[name].shape
+        count = math.prod(shape)
+        assert np.isnan(np.concatenate((host[:_GUARD], host[_GUARD + count :])).astype(np.float32)).all(), f"beside d{name}"
+        found[name] = host[_GUARD : _GUARD + count].reshape(shape)
+    return found
+
+
+def judged(kernel: str, problem: Problem, got: dict) -> BackwardReport:
+    """What float64 says to gradients."""
+    inputs, case = problem.inputs, problem.case
+    band = dict(layout=case.layout, causal=case.causal, window=case.window)
+    exempt = None
+    if rows.listed_name(kernel) != "cpu_ref_backward":
+        arrays = [inputs[n] for n in ("dout", "q", "k", "v", "out", "lse")]
+        exempt = spread_backward(problem.truth, *arrays, inputs.get("dlse"), **band)
+    zero = zeros_of(problem.truth, inputs["q"], inputs["k"], **band)
+    return judge_backward(got, problem.truth, problem.plain, case.dtype, kernel=kernel, exempt=exempt, zero=zero)
+
+
+def verdict(kernel: str, problem: Problem, **extra) -> BackwardReport:
+    """Runs and judges. UnsupportedError when the kernel refuses."""
+    return judged(kernel, problem, run(kernel, problem, **extra))
+
+
+def shrunk(case: Case, factor: int) -> Case:
+    """The case with a ``factor``-th of its sequence lengths, for kernels that take their time."""
+
+    def small(length):
+        return length if length < 8 else length // factor + 1
+
+    return dataclasses.replace(case, seq_q=small(case.seq_q), seq_k=small(case.seq_k))
+
+
+def contract(kernel: str) -> list[Case]:
+    """The forward's contract with what a backward pass can be held to.
+
+    A bias of finfo.min on whole rows is left out, since their LSE in float32 no longer holds how many keys they have, and so
+    are scales whose gradients exceed float32.
+    """
+    every = [case for case in cases.contract() if case.bias not in ("finfo_min", "finfo_max") and abs(case.scale or 1) < 1e9]
+    if rows.device_of(kernel) == "cuda":
+        return [case for case in every if case.dtype != "float64"]
+    some = random.Random(3).sample(every, 200)
+    return [shrunk(case, 20 if case.seq_k > 2000 else 5) for case in some]
+

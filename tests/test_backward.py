@@ -1,0 +1,299 @@
+"""Every backward kernel held against float64: options, sizes, dtypes, strides, memory; what it must do bit for bit."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import cases
+import fa_ext
+import gradients
+import rows
+from case import Case
+from gradients import KERNELS, judged, make, placed, run, verdict
+from operands import Unplaceable, dtype_of, place
+
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    reason = gradients.absent(request.param)
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
+def failures(kernel, problems):
+    """The verdicts that are not as they should be, one line each."""
+    wrong, ran = [], 0
+    for problem in problems:
+        try:
+            report = verdict(kernel, problem)
+        except Unplaceable:
+            continue
+        ran += 1
+        if not report:
+            wrong.append(f"{problem.case}: {report}")
+    assert ran
+    return wrong
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_the_contract(kernel, part):
+    chosen = gradients.contract(kernel)[part::8]
+    wrong = failures(kernel, (make(case, dlse=n % 2 == 0) for n, case in enumerate(chosen)))
+    assert not wrong, "\n".join(wrong[:5])
+
+
+def test_float64():
+    chosen = [case for case in cases.float64() if not (case.bias or "").startswith("finfo")]
+    wrong = failures("cpu_ref_backward", (make(gradients.shrunk(case, 3)) for case in chosen))
+    assert not wrong, "\n".join(wrong[:5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_problems(kernel, dtype):
+    found = [case for case in cases.random_cases(11, 60) if case.dtype == dtype and not (case.bias or "").startswith("finfo")]
+    wrong = failures(kernel, [make(gradients.shrunk(case, 6), dlse=n % 2 == 0) for n, case in enumerate(found)])
+    assert not wrong, "\n".join(wrong[:5])
+
+
+# ---- which gradients ----
+
+
+@pytest.mark.parametrize("bias", list(itertools.product((0, 1), repeat=4)), ids=lambda p: "".join(map(str, p)))
+def test_dbias_of_every_broadcast_pattern(kernel, bias):
+    """1: the axis is there; 0: it has extent 1 and is summed over."""
+    sizes = (2, 4, 29, 43)
+    rng = np.random.default_rng(bias)
+    for dtype, kind in (("float32", "float32"), ("bfloat16", "float32"), ("float16", "float16")):
+        problem = make(Case(2, 4, 2, 29, 43, 24, dtype=dtype, causal="bottom_right", mask="rows"), wrt=("bias",))
+        shape = tuple(n if there else 1 for n, there in zip(sizes, bias, strict=True))
+        problem = rebiased(problem, rng.standard_normal(shape).astype(dtype_of(kind)))
+        assert verdict(kernel, problem)
+
+
+def rebiased(problem, bias):
+    """The problem with another bias, and out and LSE that belong to it."""
+    from fa_ext import reference
+
+    inputs = problem.inputs | {"bias": bias}
+    out, lse = reference.attention(**{n: x for n, x in inputs.items() if n not in ("dout", "dlse", "out", "lse")})
+    inputs |= {"out": out.astype(inputs["out"].dtype), "lse": lse.astype(inputs["lse"].dtype)}
+    return gradients.Problem(problem.case, inputs, problem.wrt)
+
+
+def test_dbias_of_fewer_axes_and_of_views(kernel):
+    rng = np.random.default_rng(3)
+    base = make(Case(2, 4, 2, 19, 361, 16, dtype="float32"), wrt=("bias",))
+    wide = rng.standard_normal((2, 4, 19, 361)).astype(np.float32)
+    views = [wide[0, 0], wide[0, 0, 0], np.float32(0.5).reshape(()), wide[:, :, :, ::-1],
+             np.broadcast_to(wide[:1, :, :1], wide.shape), wide.transpose(1, 0, 3, 2).copy().transpose(1, 0, 3, 2)]  # fmt: skip
+    for bias in views:
+        problem = rebiased(base, bias)
+        try:
+            assert verdict(kernel, problem), bias.shape
+        except Unplaceable:
+            continue
+
+
+@pytest.mark.parametrize("wrt", [("v",), ("k",), ("q",), ("sinks",), ("bias",), ("v", "q"), ("sinks", "k", "bias"), ("bias", "q")])
+def test_wrt_alone_and_in_any_order(kernel, wrt):
+    case = Case(2, 4, 2, 31, 37, 24, 40, dtype="float32", bias="full", sinks="same", causal="top_left")
+    problem = make(case)
+    whole, some = run(kernel, problem), run(kernel, gradients.Problem(case, problem.inputs, wrt))
+    for name in wrt:
+        np.testing.assert_array_equal(rows.bits(some[name]), rows.bits(whole[name]), name)
+
+
+def test_new_results_have_the_kind_shape_and_dtype_of_their_arguments(kernel):
+    case = Case(2, 4, 2, 9, 13, 24, 8, dtype="float16", layout="bshd", bias="full32", sinks="float32")
+    problem = make(case)
+    arrays = placed(problem, kernel)
+    made = fa_ext.attention_backward(**arrays, wrt=problem.wrt, kernel=kernel)
+    assert isinstance(made, tuple) and len(made) == 5
+    for name, gradient in zip(problem.wrt, made, strict=True):
+        assert type(gradient) is type(arrays["q"]) and gradient.shape == arrays[name].shape
+        assert str(gradient.dtype) == str(arrays[name].dtype)
+        assert rows.to_host(gradient).flags.c_contiguous
+    assert judged(kernel, problem, dict(zip(problem.wrt, map(rows.to_host, made), strict=True)))
+    assert len(fa_ext.attention_backward(**arrays, kernel=kernel)) == 3
+
+
+# ---- LSE ----
+
+
+def test_dlse_alone_and_with_dout(kernel):
+    for sinks, mask in itertools.product((None, "same"), (None, "rows")):
+        case = Case(2, 4, 2, 29, 41, 32, dtype="float32", sinks=sinks, mask=mask, causal="bottom_right")
+        for dout, dlse in (("none", True), ("normal", True), ("normal", False), ("ones", True)):
+            assert verdict(kernel, make(case, dout=dout, dlse=dlse))
+
+
+def test_strided_lse_and_dlse(kernel):
+    problem = make(Case(2, 3, 3, 17, 19, 16, dtype="float32"))
+    want = run(kernel, problem)
+    for name in ("lse", "dlse", "out", "dout"):
+        x = problem.inputs[name]
+        problem.inputs[name] = np.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan, x.dtype)[..., ::2]
+        problem.inputs[name][...] = x
+    problem.inputs["dlse"] = problem.inputs["dlse"].copy(order="F")
+    got = run(kernel, problem)
+    for name in want:
+        np.testing.assert_array_equal(rows.bits(got[name]), rows.bits(want[name]))
+
+
+def test_float32_out_of_half_inputs(kernel):
+    problem = make(Case(1, 2, 1, 33, 47, 32, dtype="float16"))
+    problem.inputs["out"] = problem.inputs["out"].astype(np.float32)
+    assert verdict(kernel, problem)
+
+
+# ---- zero sizes, small sizes ----
+
+
+def test_zero_sizes(kernel):
+    wrong = failures(kernel, (make(case) for case in cases.zero_sizes()))
+    biased = [Case(b, h, h, sq, sk, 16, dtype="float32", sinks="same") for b, h, sq, sk in ((0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4), (1, 2, 3, 0))]  # fmt: skip
+    for case in biased:
+        for shape in ((case.batch, case.heads, case.seq_q, case.seq_k), (1, 1, case.seq_q, case.seq_k), (case.seq_k,), (1, 1, 1, 1)):
+            problem = make(case)
+            problem = gradients.Problem(case, problem.inputs, ("q", "k", "v", "bias", "sinks"))
+            problem.inputs["bias"] = np.ones(shape, np.float32)
+            report = verdict(kernel, problem)
+            if not report:
+                wrong.append(f"{case}, bias {shape}: {report}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_queries_than_keys(kernel, dtype):
+    sizes = [(76, 1), (34, 1), (146, 1), (1, 1), (1, 9), (9, 1), (2, 1), (130, 3)]
+    for (sq, sk), causal in itertools.product(sizes, (False, "top_left", "bottom_right")):
+        assert verdict(kernel, make(Case(1, 2, 1, sq, sk, 32, dtype=dtype, causal=causal)))
+    for window in ((0, 0), (3, 2), (None, 0)):
+        assert verdict(kernel, make(Case(1, 2, 1, 40, 9, 32, dtype=dtype, causal="top_left", window=window, sinks="same")))
+
+
+# ---- grads, accumulate ----
+
+
+def test_gradients_with_any_strides(kernel):
+    problem = make(Case(2, 4, 2, 21, 18, 24, dtype="float32", bias="full", sinks="same"))
+    want = run(kernel, problem)
+    library = rows.library_for(kernel, problem.case)
+    given = []
+    for name in problem.wrt:
+        shape = problem.inputs[name].shape
+        wide = np.full([2 * n for n in shape[::-1]], np.nan, np.float32).transpose()
+        given.append(wide[tuple(slice(None, None, -2) for _ in shape)] if library != "torch" else wide[tuple(slice(None, None, 2) for _ in shape)])
+    grads = tuple(place(x, library) for x in given)
+    fa_ext.attention_backward(**placed(problem, kernel), wrt=problem.wrt, grads=grads, kernel=kernel)
+    for name, gradient in zip(problem.wrt, grads, strict=True):
+        np.testing.assert_array_equal(rows.to_host(gradient), want[name], name)
+
+
+def test_some_grads_given(kernel):
+    problem = make(Case(1, 2, 2, 9, 11, 16, dtype="float32"))
+    library = rows.library_for(kernel, problem.case)
+    dk = place(np.full(problem.inputs["k"].shape, np.nan, np.float32), library)
+    dq, same, dv = fa_ext.attention_backward(**placed(problem, kernel), grads=(None, dk, None), kernel=kernel)
+    assert same is dk
+    assert judged(kernel, problem, {"q": rows.to_host(dq), "k": rows.to_host(dk), "v": rows.to_host(dv)})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_halves_of_the_keys_with_the_global_lse_are_one_call(kernel, dtype):
+    """Ring attention: float32 gradients take the halves without rounding between."""
+    case = Case(2, 4, 2, 37, 64, 32, dtype=dtype, bias="full", mask="rows", sinks="same")
+    problem = make(case, wrt=("q", "k", "v", "bias"))
+    _, grads = gradients.results(problem, kernel, "float32")
+    zero = [rows.filled(rows.library_for(kernel, case), int(np.prod(g.shape)), "float32", 0).reshape(g.shape) for g in grads]
+    dq, dk, dv, dbias = zero
+    arrays = placed(problem, kernel)
+    for half in (slice(0, 32), slice(32, 64)):
+        part = arrays | {n: arrays[n][:, :, half] for n in "kv"} | {n: arrays[n][..., half] for n in ("bias", "mask")}
+        fa_ext.attention_backward(**part, wrt=problem.wrt, grads=(dq, dk[:, :, half], dv[:, :, half], dbias[..., half]),
+                                  accumulate=True, kernel=kernel)  # fmt: skip
+    got = dict(zip(problem.wrt, map(rows.to_host, (dq, dk, dv, dbias)), strict=True))
+    assert judged(kernel, problem, got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulate_adds_before_it_rounds(kernel, dtype):
+    case = Case(1, 4, 2, 23, 31, 16, dtype=dtype, bias="full", sinks="same", causal="bottom_right")
+    arrays = placed(make(case), kernel)
+    rng = np.random.default_rng(1)
+    wrt = ("q", "k", "v", "bias", "sinks")
+    for kind in {dtype, "float32"}:
+        old = [rng.standard_normal(arrays[n].shape).astype(dtype_of(kind)) for n in wrt]
+        grads = tuple(place(x, rows.library_for(kernel, case)) for x in old)
+        report = fa_ext.verify_backward(**arrays, wrt=wrt, grads=grads, accumulate=True, kernel=kernel)
+        assert report, report
+
+
+# ---- bits ----
+
+
+def test_repeats_give_the_same_bits(kernel):
+    for dtype, dim in itertools.product(DTYPES, (64, 256)):
+        problem = make(Case(2, 4, 2, 61, 77, dim, dtype=dtype, bias="keys", sinks="same", window=(20, 3), causal="bottom_right"))
+        first = run(kernel, problem)
+        for _ in range(3):
+            again = run(kernel, problem)
+            for name in first:
+                np.testing.assert_array_equal(rows.bits(first[name]), rows.bits(again[name]), name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_twice_dout_is_twice_the_gradient(kernel, dtype):
+    problem = make(Case(2, 4, 2, 33, 45, 32, dtype=dtype, bias="full", sinks="same", softcap=3.0, mask="rows"))
+    once = run(kernel, problem)
+    twice = run(kernel, gradients.Problem(problem.case, problem.inputs | {n: 2 * problem.inputs[n] for n in ("dout", "dlse")}, problem.wrt))
+    nothing = run(kernel, gradients.Problem(problem.case, problem.inputs | {n: 0 * problem.inputs[n] for n in ("dout", "dlse")}, problem.wrt))
+    for name in once:
+        np.testing.assert_array_equal(2 * once[name], twice[name], name)
+        assert (nothing[name] == 0).all()
+
+
+def test_permuted_batch_and_heads_give_permuted_gradients(kernel):
+    problem = make(Case(3, 6, 3, 21, 34, 16, dtype="float32", causal="bottom_right"))
+    want = run(kernel, problem)
+    order, heads_kv = [2, 0, 1], [1, 2, 0]
+    heads = [2 * h + n for h in heads_kv for n in (0, 1)]
+    moved = {}
+    for name, x in problem.inputs.items():
+        if isinstance(x, np.ndarray):
+            moved[name] = np.ascontiguousarray(x[order][:, heads_kv if name in "kv" else heads])
+    got = run(kernel, gradients.Problem(problem.case, problem.inputs | moved, problem.wrt))
+    for name in "qkv":
+        np.testing.assert_array_equal(got[name], want[name][order][:, heads if name == "q" else heads_kv])
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_grouped_heads_are_repeated_heads_summed(kernel, group):
+    case = Case(1, 2 * group, 2, 19, 23, 16, dtype="float32")
+    assert verdict(kernel, make(case))
+
+
+def test_batch_invariance(kernel):
+    problem = make(Case(3, 4, 2, 33, 29, 32, dtype="float32"))
+    whole = run(kernel, problem, batch_invariant=True)
+    alone = {n: x[1:2] if isinstance(x, np.ndarray) else x for n, x in problem.inputs.items()}
+    one = run(kernel, gradients.Problem(problem.case, alone, problem.wrt), batch_invariant=True)
+    for name in "qkv":
+        np.testing.assert_array_equal(whole[name][1:2], one[name])
+
+
+def test_sums_in_any_order_are_within_the_bound_too(kernel):
+    assert verdict(kernel, make(Case(2, 4, 2, 33, 47, 32, dtype="bfloat16", causal="bottom_right")), deterministic=False)
+
+
+def test_inputs_are_left_alone(kernel):
+    problem = make(Case(1, 4, 2, 19, 23, 16, dtype="float32", bias="full", mask="rows", sinks="same"))
+    arrays = placed(problem, kernel)
+    before = {n: rows.bits(x).copy() for n, x in arrays.items() if hasattr(x, "shape")}
+    fa_ext.attention_backward(**arrays, wrt=problem.wrt, kernel=kernel)
+    for name, bits in before.items():
+        np.testing.assert_array_equal(rows.bits(arrays[name]), bits, name)
