@@ -37,6 +37,14 @@ __host__ __device__ __forceinline__ KeyRange tile_common_keys(const Problem &p, 
     return {row_keys(p, row_end - 1).begin, row_keys(p, row_begin).end};
 }
 
+/* Smallest range of queries that holds every one that sees some key of the tile `keys`; none for an empty tile. */
+template <class Problem>
+__host__ __device__ __forceinline__ KeyRange tile_queries(const Problem &p, const KeyRange &keys) {
+    if (keys.empty()) return {0, 0};
+    const int64_t begin = keys.begin - p.diagonal - p.right, end = keys.end - p.diagonal + p.left;
+    return {begin > 0 ? begin : 0, end < p.seq_q ? end : p.seq_q};
+}
+
 /* The same test inside one block of keys, in 32-bit arithmetic relative to a query `row` and a key `key0` that is not
  * before key_begin: query row + i sees key0 + c iff begin <= c - i < end and c < limit. |i| and c stay below 2^28. */
 struct KeyBand {
