@@ -193,7 +193,7 @@ typedef struct fa_backward {
 } fa_backward;
 
 /* Operations. A kernel is of one; the order of kernels.def counts within an operation. */
-typedef enum fa_op { FA_FORWARD, FA_BACKWARD, FA_MERGE, FA_OP_COUNT } fa_op;
+typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_BACKWARD, FA_OP_COUNT } fa_op;
 
 /* What a problem may ask for that a kernel may lack: a bit each, and the words after "takes no". A kernel takes what
  * its `takes` names and nothing else, so that every kernel refuses a new bit until its author adds it. */

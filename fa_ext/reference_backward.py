@@ -25,6 +25,10 @@ __all__ = ["Gradients", "attention_backward", "gradients", "plain_backward"]
 _NAMES = ("q", "k", "v", "bias", "sinks")
 
 
+# Twice the smallest normal float32.
+_FAINT = 2.0**-125
+
+
 class Gradients(dict):
     """{name: float64 array} for the names of ``wrt``.
 
@@ -32,12 +36,14 @@ class Gradients(dict):
     of what the gradient adds up, that is its formula with every product and difference replaced by the sum of the
     magnitudes; the largest over the elements (an array (H,) for "sinks", where the differences stay as they are).
     ``largest_score``: the largest |LSE| of a query that sees a key, or sum of the magnitudes of the products of a score
-    that is seen, of the exact evaluation.
+    that is seen, of the exact evaluation. ``faint``: (H,), the part of ``terms["sinks"]`` whose weight exp(sink - LSE)
+    lies below twice the smallest normal float32: hardware may take such a weight for 0.
     """
 
     empty: Any
     terms: dict
     largest_score: float
+    faint: Any
 
 
 def attention_backward(dout, q, k, v, *, wrt=("q", "k", "v"), **options):
@@ -117,7 +123,7 @@ class _Backward(reference._Call):
         self.dq, self.dk, self.dv = (xp.zeros(x.shape, work) for x in (self.q, self.k, self.v))
         self.bias_shape = (1,) * (4 - bias.ndim) + bias.shape if bias is not None else ()
         self.dbias = xp.zeros(self.bias_shape, work) if "bias" in wrt else None
-        self.dsinks, self.sink_terms = xp.zeros(self.heads, work), xp.zeros(self.heads, work)
+        self.dsinks, self.sink_terms, self.faint = (xp.zeros(self.heads, work) for _ in range(3))
         self.terms, self.largest_score = dict.fromkeys(("q", "bias"), 0.0), 0.0
         self.terms_k, self.terms_v = (xp.zeros(x.shape if dtype is None else (), work) for x in (self.k, self.v))
         self.empty = xp.ones((pairs, self.group, self.seq_q), bool)
@@ -265,6 +271,7 @@ class _Backward(reference._Call):
             heads = slice(g * self.group, (g + 1) * self.group)
             self.dsinks[heads] += terms[n].sum(axis=-1)
             self.sink_terms[heads] += xp.abs(terms[n]).sum(axis=-1)
+            self.faint[heads] += xp.where(weight[n, ..., 0] < _FAINT, xp.abs(terms[n]), 0).sum(axis=-1)
 
     def _add_bias(self, pair, queries, keys, ds):
         """dS (n, g, i, j) summed over the axes of size 1 of the bias."""
@@ -297,6 +304,7 @@ class _Backward(reference._Call):
                 found[name] = total.astype(xp.float64)
         found.empty = self.empty.reshape(self.batch, self.heads, self.seq_q)
         found.largest_score = self.largest_score
+        found.faint = self.faint.astype(xp.float64)
         scale = abs(float(self.scale))
         found.terms = {"q": scale * self.terms["q"], "bias": self.terms["bias"], "sinks": self.sink_terms.astype(xp.float64)}
         for name, terms in (("k", scale * self.terms_k), ("v", self.terms_v)):

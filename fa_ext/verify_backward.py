@@ -9,7 +9,8 @@ magnitude of the reference:
 * finite where the reference is finite, and not finite where it is not;
 * exactly 0 for queries without a visible key, and for keys that causal, window and seq_k hide from every query.
 
-dsinks: |error| <= 2 max |plain's error| + the same constant times the sum of the magnitudes of that head's terms.
+dsinks: |error| <= 2 max |plain's error| + the same constant times the sum of the magnitudes of that head's terms, of which
+those with a weight near or below the smallest normal float32 may be missing.
 
 Gradients are linear in dout and dlse, and so is every bound: no verdict changes when both are scaled by a power of two.
 A gradient may be 0 because its terms cancel (one key: P = 1 and dS = 0); no sum in floating point gives that 0, so each
@@ -125,6 +126,7 @@ def _judge(name, got, truth, plain, dtype, exempt, zero, before) -> GradientRepo
         floor = 2 * (2.0**-52 if dtype == "float64" else 2.0**-23) * terms
         if name == "sinks":
             bound = 2 * plain_max + (ABSOLUTE[dtype] + resolution) * terms
+            bound += truth.faint if dtype != "float64" else 0.0
             error_bound = float(bound[int((error - bound).argmax())]) if want.size else 0.0
         else:
             bound = error_bound = 2 * plain_max + (ABSOLUTE[dtype] + resolution) * _largest(xp, size) + floor

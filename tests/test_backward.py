@@ -88,7 +88,7 @@ def test_dbias_of_fewer_axes_and_of_views(kernel):
     rng = np.random.default_rng(3)
     base = make(Case(2, 4, 2, 19, 361, 16, dtype="float32"), wrt=("bias",))
     wide = rng.standard_normal((2, 4, 19, 361)).astype(np.float32)
-    views = [wide[0, 0], wide[0, 0, 0], np.float32(0.5).reshape(()), wide[:, :, :, ::-1],
+    views = [wide[0, 0], wide[0, 0, 0], np.array(0.5, np.float32), wide[:, :, :, ::-1],
              np.broadcast_to(wide[:1, :, :1], wide.shape), wide.transpose(1, 0, 3, 2).copy().transpose(1, 0, 3, 2)]  # fmt: skip
     for bias in views:
         problem = rebiased(base, bias)

@@ -64,7 +64,7 @@ typedef enum fa_argument {
 
 /* The environment variables that force a kernel, by fa_op. */
 #define FA_KERNEL_VARIABLES                                                                                            \
-    { "FA_EXT_KERNEL", "FA_EXT_KERNEL_BACKWARD", "FA_EXT_KERNEL_MERGE" }
+    { "FA_EXT_KERNEL", "FA_EXT_KERNEL_MERGE", "FA_EXT_KERNEL_BACKWARD" }
 
 typedef struct fa_names {
     PyObject *argument[FA_ARG_COUNT];

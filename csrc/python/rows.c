@@ -8,7 +8,7 @@
 
 static fa_code read_operation(PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_op *op,
                               fa_status *status) {
-    static const char *const names[FA_OP_COUNT] = {"attention", "backward", "merge"};
+    static const char *const names[FA_OP_COUNT] = {"attention", "merge", "backward"};
     const Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
     *op = FA_FORWARD;
     if (count + named == 0) return FA_OK;
