@@ -24,6 +24,9 @@ from . import reference
 __all__ = ["Report", "judge", "spread", "verify"]
 
 ABSOLUTE = {"float16": 2e-4, "bfloat16": 2e-3, "float32": 2e-6, "float64": 1e-10}
+# Where scores are large, few keys decide a row and what rounding does to their scores is a matter of luck: float32 sums in
+# another order than plain's, such as a library's, may exceed plain's error more than twice.
+OTHER_ORDER = 8.0
 FROBENIUS = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5, "float64": 1e-10}
 # FLOPs of Q K^T from which CuPy, with the seconds it takes to compile its kernels, is faster than NumPy.
 _WORTH_A_DEVICE = 2e10
@@ -83,13 +86,14 @@ class Report:
         return "\n".join(lines + [f"  {failure}" for failure in self.failures])
 
 
-def judge(out, lse, reference, plain, dtype, *, layout="bhsd", kernel=None, exempt=None) -> Report:
+def judge(out, lse, reference, plain, dtype, *, layout="bhsd", kernel=None, exempt=None, slack=1.0) -> Report:
     """Applies the pass rule of the contract.
 
     out: the result; lse: (B, H, Sq) or None; reference: (out, lse) of ``reference.attention``; plain: out, or
     (out, lse), of ``reference.plain``; dtype: "float16", "bfloat16", "float32" or "float64". All are NumPy or all are
     CuPy arrays; all but the LSE in ``layout``. exempt: boolean array that broadcasts to out; True where NaN and Inf of the inputs may
-    spread (elements there may also be not finite). kernel: the name to report.
+    spread (elements there may also be not finite). kernel: the name to report. slack: how many times the bounds of out count
+    (``OTHER_ORDER`` for float32 sums in another order than plain's; the contract's own rule is 1).
     """
     want, want_lse = reference
     plain = plain[0] if isinstance(plain, tuple) else plain
@@ -118,8 +122,8 @@ def judge(out, lse, reference, plain, dtype, *, layout="bhsd", kernel=None, exem
         plain_frobenius = _ratio(float(xp.linalg.norm(plain_error)), norm)
         large = xp.abs(truth) >= max(1e-3 * _largest(xp, xp.abs(truth)), 1e-300)
         max_rel = _largest(xp, xp.where(large, error / xp.where(large, xp.abs(truth), 1.0), 0.0))
-        max_abs_bound = 2 * plain_max + ABSOLUTE[dtype] * size
-        frobenius_bound = max(FROBENIUS[dtype], 2 * plain_frobenius)
+        max_abs_bound = slack * (2 * plain_max + ABSOLUTE[dtype] * size)
+        frobenius_bound = slack * max(FROBENIUS[dtype], 2 * plain_frobenius)
 
         count = int(wrong[judged].sum())
         if count:
