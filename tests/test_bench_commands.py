@@ -177,7 +177,7 @@ def test_example_candidate_is_right(case, capfd):
         "--rounds",
         "24",
         "--seconds",
-        "0.5",
+        "3",
         "--limit",
         "100",
     )
