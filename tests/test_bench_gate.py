@@ -90,6 +90,14 @@ def test_a_baseline_is_not_slowed_down():
     assert found["verdict"] == "FAIL" and "cores or priority of numpy were changed" in found["failures"][0]
 
 
+def test_what_a_contender_frees_stays_with_its_process():
+    """Whatever sizes it has freed before: else two processes pay differently for the same work."""
+    calls, arrays, nbytes = 50, 3, 3 << 20  # glibc gives back from twice the largest array freed on
+    with isolation.Worker() as worker:
+        faults = worker.call("tests.faults:of_arrays", {"calls": calls, "arrays": arrays, "nbytes": nbytes}, 60.0)
+    assert faults.ok and faults.value < calls * arrays * nbytes // 4096 // 10, faults
+
+
 def test_caching_by_content_gains_nothing():
     """No timed call repeats the inputs of another: the cache is right, and empty. With it the ratio would be 0.1."""
     case = "B1,H2,S384,D32,float32"
