@@ -1,6 +1,6 @@
-"""The figures in README.md, written from the committed evidence so that neither can drift from the other.
+"""The figures in README.md and FIGURES.md, written from the committed evidence so that neither can drift from the other.
 
-Each block of the file between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by what the records under
+Each block of a file between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by what the records under
 bench/evidence/ hold now; what stands outside the blocks is left alone.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from bench import evidence, machine, problems, record, report
 
-SUMMARY = "write the figures of README.md from the committed evidence"
-README = machine.ROOT / "README.md"
+SUMMARY = "write the figures of README.md and bench/FIGURES.md from the committed evidence"
+FILES = (machine.ROOT / "README.md", machine.ROOT / "bench" / "FIGURES.md")
 GPU_RECORD = machine.ROOT / "bench" / "evidence" / "nvidia-h200.json"
 CPU_RECORD = machine.ROOT / "bench" / "evidence" / "amd-epyc.json"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -26,20 +26,25 @@ HOPPER, AMPERE, CUDNN, FLASH = "wgmma_sm90", "mma_sm80", "torch-cudnn", "torch-f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", type=Path, default=README, help="default: README.md")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the file would change")
+    parser.add_argument("--file", type=Path, action="append", help="repeatable; default: README.md and bench/FIGURES.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file would change")
 
 
 def run(args: argparse.Namespace) -> int:
-    text = args.file.read_text()
-    fresh = rendered(text)
-    if args.check:
-        found = {"file": str(args.file), "agrees": fresh == text}
-        said = "agrees" if found["agrees"] else "differs from the records"
-        report.deliver(found, args.json, lambda document: print(f"{args.file.name}: {said}"))
-        return int(fresh != text)
-    args.file.write_text(fresh)
-    return 0
+    files = args.file or FILES
+    fresh = {file: rendered(file.read_text()) for file in files}
+    if not args.check:
+        for file, text in fresh.items():
+            file.write_text(text)
+        return 0
+    agrees = {str(file): text == file.read_text() for file, text in fresh.items()}
+
+    def show(document: dict) -> None:
+        for name, same in document["agrees"].items():
+            print(f"{Path(name).name}: {'agrees' if same else 'differs from the records'}")
+
+    report.deliver({"agrees": agrees}, args.json, show)
+    return int(not all(agrees.values()))
 
 
 def rendered(text: str) -> str:
@@ -116,31 +121,32 @@ def _where(records: dict) -> str:
     )
 
 
-def _paper(records: dict) -> str:
-    cells = {
+def _paper_cells(records: dict) -> dict[tuple, list[dict]]:
+    """{(head_dim, mask, S): runs}."""
+    return {
         (d, mask, s): _cell(records["gpu"], _paper_case(d, mask, s))
         for d in (64, 128, 256) for mask in ("full", "causal") for s in LENGTHS
     }  # fmt: skip
-    summary = _markdown(
+
+
+def _means(records: dict) -> str:
+    cells = _paper_cells(records)
+    columns = ["head_dim", "`wgmma_sm90` / cuDNN, full", "causal", "least cell", "`mma_sm80` / FlashAttention-2", "least cell"]
+    lines = [
         [
-            "head_dim",
-            "`wgmma_sm90` / cuDNN, full",
-            "causal",
-            "least cell",
-            "`mma_sm80` / FlashAttention-2",
-            "least cell",
-        ],
-        [
-            [
-                d,
-                *(_mean(_over(cells[d, mask, s], HOPPER, CUDNN) for s in LENGTHS) for mask in ("full", "causal")),
-                _least(cells, d, HOPPER, CUDNN),
-                _mean(_over(cells[d, mask, s], AMPERE, FLASH) for mask in ("full", "causal") for s in LENGTHS),
-                _least(cells, d, AMPERE, FLASH),
-            ]
-            for d in (64, 128, 256)
-        ],
-    )
+            d,
+            *(_mean(_over(cells[d, mask, s], HOPPER, CUDNN) for s in LENGTHS) for mask in ("full", "causal")),
+            _least(cells, d, HOPPER, CUDNN),
+            _mean(_over(cells[d, mask, s], AMPERE, FLASH) for mask in ("full", "causal") for s in LENGTHS),
+            _least(cells, d, AMPERE, FLASH),
+        ]
+        for d in (64, 128, 256)
+    ]
+    return _markdown(columns, lines)
+
+
+def _paper(records: dict) -> str:
+    cells = _paper_cells(records)
 
     def rate(cell: list[dict], name: str) -> str:
         value = _value(cell, name, "tflops")
@@ -152,7 +158,7 @@ def _paper(records: dict) -> str:
         return [*key, *rates, f"{ratio:.2f}" if ratio else "-"]
 
     columns = ["D", "mask", "S", "`wgmma_sm90`", "`mma_sm80`", "cuDNN", "FlashAttention-2 (torch)", "ours / cuDNN"]
-    return f"{summary}\n\n{_markdown(columns, [line(key) for key in cells if key[2] in (512, 2048, 16384)])}"
+    return _markdown(columns, [line(key) for key in cells if key[2] in (512, 2048, 16384)])
 
 
 def _least(cells: dict, head_dim: int, ours: str, peer: str) -> str:
@@ -293,6 +299,6 @@ def _tested(records: dict) -> str:
 
 
 BLOCKS: dict[str, Callable[[dict], str]] = {
-    "where": _where, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "extras": _extras, "decode": _decode,
+    "where": _where, "means": _means, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "extras": _extras, "decode": _decode,
     "overhead": _overhead, "cpu": _cpu, "tested": _tested,
 }  # fmt: skip

@@ -110,7 +110,7 @@ def test_tables_check_as_json(capfd, tmp_path):
     file = tmp_path / "text.md"
     file.write_text("no figures\n")
     assert main(["tables", "--check", "--json", "--file", str(file)]) == 0
-    assert json.loads(capfd.readouterr().out) == {"file": str(file), "agrees": True}
+    assert json.loads(capfd.readouterr().out) == {"agrees": {str(file): True}}
 
 
 # ---- Ctrl-C ----

@@ -46,9 +46,10 @@ def test_readme_marks_the_commands_of_ci(name):
 def test_the_figures_are_those_of_the_records():
     from bench import tables
 
-    text = tables.README.read_text()
-    assert tables.rendered(text) == text, "python -m bench tables"
-    missing = [name for name in tables.BLOCKS if f"<!-- figures: {name} -->" not in text]
+    texts = [file.read_text() for file in tables.FILES]
+    for file, text in zip(tables.FILES, texts):
+        assert tables.rendered(text) == text, f"{file.name}: python -m bench tables"
+    missing = [name for name in tables.BLOCKS if f"<!-- figures: {name} -->" not in "".join(texts)]
     assert not missing
 
 
