@@ -432,7 +432,7 @@ def link_shared(objects: list[Path], target: Path, options: Options) -> Path:
     """Links objects into a shared library with g++ (nvcc's host objects need its runtime)."""
     target.parent.mkdir(parents=True, exist_ok=True)
     argv = [*_compiler("CXX", "g++"), "-shared", *map(str, objects), "-o", str(target),
-            "-static-libstdc++", "-static-libgcc", *link_flags(options)]  # fmt: skip
+            *link_flags(options)]  # fmt: skip
     done = _run(argv, "CXX")
     if done.returncode:
         raise BuildError(f"{shlex.join(argv)}\n{done.stdout}{done.stderr}")
