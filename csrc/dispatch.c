@@ -3,8 +3,9 @@
  * Calls come in loops that differ in their pointers alone, so each thread keeps what its last call came to. A call that
  * is the same in all that validation, choice and plan look at takes it over and sets its own pointers: a tenth of a
  * microsecond less. What is looked at: options, extents, strides, dtypes, devices, the forced kernel, how pointers are
- * aligned, and whether `out` meets an input. Calls with a bias, a mask, sinks or an `lse` are made anew each time, and
- * so are plans that do not ask to be kept, such as those that depend on the threads of the moment. */
+ * aligned, and whether `out` meets an input. Options are compared as bytes, and a call that has any array besides q, k,
+ * v and `out` is made anew each time: what a request gains is looked at without a word here. Plans that do not ask to
+ * be kept, such as those that depend on the threads of the moment, are made anew, too. */
 #include "dispatch.h"
 
 #include <string.h>
@@ -15,6 +16,11 @@
 #include "registry.h"
 
 enum { MEMO_VIEWS = 4 }; /* q, k, v, out */
+
+/* Where a request has the arrays that few calls have. */
+#define FEW_BEGIN offsetof(fa_request, bias)
+#define FEW_BYTES (offsetof(fa_request, options) - FEW_BEGIN)
+_Static_assert(FEW_BEGIN == MEMO_VIEWS * sizeof(fa_view *), "q, k, v and out come first, then what few calls have");
 
 /* A problem up to the end of its forward: other operations have more. */
 #define FORWARD_BYTES (offsetof(fa_problem, forward) + sizeof(fa_forward))
@@ -39,6 +45,11 @@ static bool same_options(const fa_request *a, const fa_request *b) {
     return memcmp(&a->options, &b->options, sizeof a->options) == 0 && !a->out == !b->out;
 }
 
+static bool has_more(const fa_request *request) {
+    static const char none[FEW_BYTES];
+    return memcmp((const char *)request + FEW_BEGIN, none, FEW_BYTES) != 0;
+}
+
 static bool same_view(const fa_view *a, const fa_view *b) {
     if (a->ndim != b->ndim || a->dtype != b->dtype || a->device.kind != b->device.kind ||
         a->device.id != b->device.id || a->readonly != b->readonly)
@@ -59,8 +70,8 @@ static bool meets(const fa_view *out, const fa_view *input, int n) {
 }
 
 static bool is_remembered(unsigned long serial, const fa_request *request, const fa_kernel *forced) {
-    if (last.serial != serial || last.forced != forced || !same_options(request, &last.request)) return false;
-    if (request->bias || request->mask || request->sinks || request->lse) return false;
+    if (last.serial != serial || last.forced != forced || !same_options(request, &last.request) || has_more(request))
+        return false;
     const fa_view *const views[MEMO_VIEWS] = {request->q, request->k, request->v, request->out};
     for (int n = 0; n < MEMO_VIEWS; n++) {
         if (!views[n]) continue;
@@ -73,7 +84,7 @@ static bool is_remembered(unsigned long serial, const fa_request *request, const
 static void remember(unsigned long serial, const fa_request *request, const fa_kernel *forced,
                      const fa_problem *problem, const fa_device_info *info, const fa_plan *plan) {
     last.serial = 0;
-    if (request->bias || request->mask || request->sinks || request->lse) return;
+    if (has_more(request)) return;
     const fa_view *const views[MEMO_VIEWS] = {request->q, request->k, request->v, request->out};
     for (int n = 0; n < MEMO_VIEWS; n++) {
         if (!views[n]) continue;

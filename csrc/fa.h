@@ -103,8 +103,9 @@ typedef struct fa_options {
 
 typedef struct fa_request {
     const fa_view *q, *k, *v;
-    const fa_view *bias, *mask, *sinks; /* NULL when absent */
-    const fa_view *out, *lse;           /* NULL when the front end allocates them */
+    const fa_view *out;                 /* NULL when the front end allocates it; so is lse */
+    const fa_view *bias, *mask, *sinks; /* NULL when absent; between `out` and `options` stands what few calls have */
+    const fa_view *lse;
     fa_options options;
 } fa_request;
 

@@ -328,7 +328,7 @@ def test_load(tmp_path):
     for row in ("cpu_ref\0x", "\ud800"):
         with pytest.raises(ValueError, match=r"does not export fa_kernel_(cpu_ref\\x00x|\\ud800)"):
             core.load(core.__file__, kernel=row)
-    with pytest.raises(TypeError, match="accepted: load"):
+    with pytest.raises(TypeError, match="unknown argument name; accepted: path, kernel"):
         core.load(core.__file__, name="x")
 
 

@@ -327,7 +327,7 @@ def test_bad_input():
         ((outs, lses), {"out": (good[0], lses[2])}, ValueError, r"lse overlaps lses\[2\]"),
         ((outs, lses), {"kernel": "cpu_ref"}, ValueError, "accepted: .*cpu_merge"),
         ((outs, lses), {"stream": 1}, ValueError, r"stream is given, but outs\[0\] is on the CPU"),
-        ((outs, lses), {"scale": 1}, TypeError, "no argument 'scale'"),
+        ((outs, lses), {"scale": 1}, TypeError, "unknown argument scale; accepted: outs, lses"),
     ]
     before = [x.copy() for x in (*outs, *lses, *good)]
     for args, options, error, match in bad:

@@ -1,195 +1,130 @@
-/* attention(): arguments -> views -> problem -> plan -> launch. Nothing is allocated or written before
- * validation and selection have ended. */
+/* What calls of all operations have in common: arrays, kernel and stream, and the way from a plan to the results. */
 #include "core.h"
 
-#include <limits.h>
-#include <time.h>
+#include <stdlib.h>
 
-static fa_code read_arrays(fa_state *state, fa_call *call, fa_status *status) {
-    static const struct {
-        int slot;
-        fa_argument argument;
-        const char *name;
-    } inputs[] = {
-        {FA_Q, FA_ARG_q, "q"},          {FA_K, FA_ARG_k, "k"},          {FA_V, FA_ARG_v, "v"},
-        {FA_BIAS, FA_ARG_bias, "bias"}, {FA_MASK, FA_ARG_mask, "mask"}, {FA_SINKS, FA_ARG_sinks, "sinks"},
-    };
-    fa_array *array = call->array;
-    for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++) {
-        PyObject *object = call->argument[inputs[n].argument];
-        if (object)
-            FA_TRY(
-                fa_array_read(state, &array[inputs[n].slot], inputs[n].name, object, n ? &array[FA_Q] : NULL, status));
-    }
-    static const char *const outputs[] = {"out", "lse"};
-    for (int n = 0; n < 2; n++) {
-        fa_array *output = &array[FA_OUT + n];
-        if (!output->object) continue;
-        FA_TRY(fa_array_read(state, output, outputs[n], output->object, &array[FA_Q], status));
-        if (output->type->library == FA_LIB_JAX)
-            return fa_fail(status, FA_EBUFFER, "%s is a JAX array, which is immutable; leave it out", outputs[n]);
+/* ---- arrays ---- */
+
+fa_code fa_call_array(fa_state *state, fa_call *call, const char *name, PyObject *object, const fa_view **view,
+                      fa_status *status) {
+    fa_array *array = &call->array[call->count++];
+    array->type = NULL;
+    array->managed = NULL;
+    array->managed_versioned = NULL;
+    array->made = NULL;
+    *view = &array->view;
+    return fa_array_read(state, array, name, object, call->count > 1 ? &call->array[0] : NULL, status);
+}
+
+fa_code fa_call_output(fa_state *state, fa_call *call, const char *name, PyObject *object, const fa_view **view,
+                       fa_status *status) {
+    FA_TRY(fa_call_array(state, call, name, object, view, status));
+    if (call->array[call->count - 1].type->library != FA_LIB_JAX) return FA_OK;
+    return fa_fail(status, FA_EBUFFER, "%s is a JAX array, which is immutable; leave it out", name);
+}
+
+fa_code fa_call_outputs(fa_state *state, fa_call *call, PyObject *given, const fa_view **out, const fa_view **lse,
+                        fa_status *status) {
+    if (!given) return FA_OK;
+    if (!PyTuple_Check(given)) return fa_call_output(state, call, "out", given, out, status);
+    const Py_ssize_t size = PyTuple_Size(given);
+    if (size != 2)
+        return fa_fail(status, FA_EVALUE, "out has %zd items; accepted: an array, or a pair (out, lse)", (ssize_t)size);
+    FA_TRY(fa_call_output(state, call, "out", PyTuple_GetItem(given, 0), out, status));
+    return fa_call_output(state, call, "lse", PyTuple_GetItem(given, 1), lse, status);
+}
+
+fa_code fa_call_arrays(fa_state *state, fa_call *call, fa_argument first, void *request, fa_status *status) {
+    const fa_bound *bound = &call->bound;
+    uint64_t left = bound->given & fa_array_arguments;
+    for (fa_argument argument = first; left; argument = fa_first_of(left)) {
+        const fa_parameter *p = &fa_parameters[argument];
+        left &= ~(UINT64_C(1) << argument);
+        const fa_view **view = (const fa_view **)((char *)request + p->field);
+        FA_TRY(fa_call_array(state, call, p->name, bound->value[argument], view, status));
+        if (!left) break;
     }
     return FA_OK;
 }
 
-static const fa_view *view_or_null(const fa_array *array) { return array->object ? &array->view : NULL; }
-
-fa_code fa_call_read(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
-                     fa_status *status) {
-    fa_array *array = call->array;
-    FA_TRY(fa_args_bind(state, args, count, keywords, call, status));
-    FA_TRY(fa_args_options(state, call, status));
-    FA_TRY(fa_stream_parse(state, call->argument[FA_ARG_stream], &call->stream, status));
-    FA_TRY(read_arrays(state, call, status));
-    FA_TRY(fa_arrays_stream(state, call->array, FA_ARRAYS, &call->stream, &call->joins, status));
-    fa_request *request = &call->request;
-    request->q = &array[FA_Q].view;
-    request->k = &array[FA_K].view;
-    request->v = &array[FA_V].view;
-    request->bias = view_or_null(&array[FA_BIAS]);
-    request->mask = view_or_null(&array[FA_MASK]);
-    request->sinks = view_or_null(&array[FA_SINKS]);
-    request->out = view_or_null(&array[FA_OUT]);
-    request->lse = view_or_null(&array[FA_LSE]);
-    if (request->q->device.kind == FA_CUDA && !atomic_load_explicit(&state->cublas_sought, memory_order_acquire) &&
-        !fa_cublas_seek(state))
-        return fa_python_error(status);
+fa_code fa_call_describe(fa_state *state, fa_call *call, PyObject *device, fa_device_info *described,
+                         fa_status *status) {
+    FA_TRY(fa_device_described(state, device, described, status));
+    for (int n = 0; n < call->count; n++) call->array[n].view.device = described->device;
+    call->info = described;
     return FA_OK;
-}
-
-/* Arguments -> problem and plan. */
-static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
-                       fa_plan *plan, fa_status *status) {
-    FA_TRY(fa_call_read(state, args, count, keywords, call, status));
-    FA_TRY(fa_dispatch(state->context, &call->request, call->forced, &call->problem, &call->info, plan, status));
-    return fa_arrays_check_stream(state, &call->array[FA_Q], &call->problem, &call->stream, status);
-}
-
-void fa_call_begin(fa_call *call) {
-    for (int n = 0; n < FA_ARRAYS; n++) {
-        fa_array *array = &call->array[n];
-        array->object = NULL;
-        array->type = NULL;
-        array->managed = NULL;
-        array->managed_versioned = NULL;
-        array->made = NULL;
-        array->has_stream = array->needs_stream = false;
-    }
 }
 
 void fa_call_end(fa_call *call) {
-    for (int n = 0; n < FA_ARRAYS; n++)
+    for (int n = 0; n < call->count; n++)
         if (call->array[n].type) fa_array_release(&call->array[n]);
 }
 
-/* Outputs that the caller did not give. The device is current. */
-static fa_code make_outputs(fa_state *state, fa_call *call, fa_result results[2], fa_status *status) {
-    fa_forward *problem = &call->problem.forward;
-    const fa_array *q = &call->array[FA_Q];
-    const bool on_device = call->problem.device.kind == FA_CUDA;
-    fa_stream stream = on_device ? call->stream : (fa_stream){NULL, false, NULL};
-    void *out = call->array[FA_OUT].object ? call->array[FA_OUT].view.data : NULL;
-    void *lse = call->array[FA_LSE].object ? call->array[FA_LSE].view.data : NULL;
-    if (!call->array[FA_OUT].object) {
-        int64_t shape[4];
-        fa_forward_out_shape(problem, call->request.options.layout, shape);
-        FA_TRY(fa_result_make(state, q, 4, shape, problem->out_dtype, &stream, &results[0], status));
-        out = results[0].data;
-    }
-    if (problem->wants_lse && !call->array[FA_LSE].object) {
-        const int64_t shape[3] = {problem->batch, problem->heads, problem->seq_q};
-        FA_TRY(fa_result_make(state, q, 3, shape, problem->lse_dtype, &stream, &results[1], status));
-        lse = results[1].data;
-    }
-    fa_forward_set_outputs(problem, out, lse);
-    return FA_OK;
+/* ---- kernel and stream ---- */
+
+/* The operation's variable as os.environ has it: a look into its dict, which takes a third of the time of getenv(). */
+static fa_code read_environment(fa_state *state, fa_op op, fa_call *call, fa_status *status) {
+    static const char *const variables[FA_OP_COUNT] = FA_KERNEL_VARIABLES;
+    PyObject *value = NULL;
+    const char *name = NULL;
+    if (!state->environment)
+        name = getenv(variables[op]);
+    else if (fa_dict_get(state->environment, state->names.kernel_variable[op], &value) < 0)
+        return fa_python_error(status);
+    if (value && PyBytes_Check(value)) name = PyBytes_AsString(value);
+    fa_code code = FA_OK;
+    if (name && *name)
+        code = fa_kernel_named(state, op, variables[op], name, &call->forced, &call->forced_name, status);
+    Py_XDECREF(value);
+    return code;
 }
 
-/* out, or (out, lse): the caller's own objects where given. */
-static PyObject *hand_over(fa_state *state, fa_call *call, fa_result results[2]) {
-    if (call->pair) return Py_NewRef(call->argument[FA_ARG_out]);
-    const fa_array *q = &call->array[FA_Q];
-    PyObject *out =
-        call->array[FA_OUT].object ? Py_NewRef(call->array[FA_OUT].object) : fa_result_finish(state, q, &results[0]);
-    if (!out || !call->problem.forward.wants_lse) return out;
-    PyObject *lse = fa_result_finish(state, q, &results[1]);
+static fa_code read_kernel(fa_state *state, fa_op op, fa_call *call, fa_status *status) {
+    PyObject *value = fa_given(&call->bound, FA_ARG_kernel);
+    call->forced = NULL;
+    if (!value) return read_environment(state, op, call, status);
+    if (!PyUnicode_Check(value)) return fa_wrong_type("kernel", value, "None or a name of fa_ext.kernels()", status);
+    char shown[160];
+    return fa_kernel_named(state, op, "kernel", fa_shown(value, shown), &call->forced, &call->forced_name, status);
+}
+
+fa_code fa_call_place(fa_state *state, fa_op op, fa_call *call, fa_status *status) {
+    FA_TRY(read_kernel(state, op, call, status));
+    return fa_stream_parse(state, fa_given(&call->bound, FA_ARG_stream), &call->stream, status);
+}
+
+/* ---- from a plan to the results ---- */
+
+fa_stream fa_call_result_stream(const fa_call *call) {
+    return call->problem.device.kind == FA_CUDA ? call->stream : (fa_stream){NULL, false, NULL};
+}
+
+PyObject *fa_call_run(fa_state *state, fa_call *call, const fa_plan *plan, const fa_ending *ending, fa_status *status) {
+    fa_result results[FA_RESULTS] = {{NULL, NULL}};
+    PyObject *returned = NULL;
+    int previous;
+    if (fa_device_enter(state->context, call->problem.device, &previous, status) != FA_OK) return NULL;
+    fa_code code = ending->make(state, call, results, status);
+    if (code == FA_OK)
+        code = fa_arrays_run(state, call->array, call->count, &call->problem, plan, call->info, &call->stream,
+                             call->joins, status);
+    if (code == FA_OK) {
+        returned = ending->give(state, call, results);
+        if (!returned) fa_python_error(status);
+    }
+    fa_device_leave(call->problem.device, previous);
+    for (int n = 0; n < FA_RESULTS; n++) Py_XDECREF(results[n].object);
+    return returned;
+}
+
+PyObject *fa_call_give(fa_state *state, const fa_call *call, PyObject *given, bool wants_lse, fa_result *results) {
+    const fa_array *first = &call->array[0];
+    if (given && PyTuple_Check(given)) return Py_NewRef(given);
+    PyObject *out = given ? Py_NewRef(given) : fa_result_finish(state, first, &results[0]);
+    if (!out || !wants_lse) return out;
+    PyObject *lse = fa_result_finish(state, first, &results[1]);
     PyObject *both = lse ? PyTuple_Pack(2, out, lse) : NULL;
     Py_DECREF(out);
     Py_XDECREF(lse);
     return both;
-}
-
-PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    fa_state *state = PyModule_GetState(module);
-    fa_call call;
-    fa_plan plan;
-    fa_status status;
-    fa_result results[2] = {{NULL, NULL}, {NULL, NULL}};
-    PyObject *returned = NULL;
-    fa_code code;
-    fa_call_begin(&call);
-    FA_TRY_GOTO(code, prepare(state, args, count, keywords, &call, &plan, &status), done);
-    int previous;
-    FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
-    code = make_outputs(state, &call, results, &status);
-    if (code == FA_OK)
-        code = fa_arrays_run(state, call.array, FA_ARRAYS, &call.problem, &plan, call.info, &call.stream, call.joins,
-                             &status);
-    if (code == FA_OK) {
-        returned = hand_over(state, &call, results);
-        if (!returned) code = fa_python_error(&status);
-    }
-    fa_device_leave(call.problem.device, previous);
-done:
-    Py_XDECREF(results[0].object);
-    Py_XDECREF(results[1].object);
-    fa_call_end(&call);
-    return code == FA_OK ? returned : fa_raise(state, &status);
-}
-
-/* Launches one prepared call `count` times from an empty queue; host seconds a launch. */
-static fa_code burst(fa_state *state, fa_call *call, const fa_plan *plan, long count, double *seconds,
-                     fa_status *status) {
-    const bool on_device = call->problem.device.kind == FA_CUDA;
-    void *stream = on_device ? call->stream.handle : NULL;
-    struct timespec begun, ended;
-    fa_code code = on_device ? fa_stream_synchronize(stream, status) : FA_OK;
-    clock_gettime(CLOCK_MONOTONIC, &begun);
-    for (long n = 0; n < count && code == FA_OK; n++)
-        code = fa_plan_run(&call->problem, plan, state->context, call->info, stream, status);
-    clock_gettime(CLOCK_MONOTONIC, &ended);
-    *seconds = ((double)(ended.tv_sec - begun.tv_sec) + 1e-9 * (double)(ended.tv_nsec - begun.tv_nsec)) / (double)count;
-    if (code == FA_OK && on_device) code = fa_stream_synchronize(stream, status);
-    return code;
-}
-
-PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    fa_state *state = PyModule_GetState(module);
-    fa_call call;
-    fa_plan plan;
-    fa_status status;
-    fa_result results[2] = {{NULL, NULL}, {NULL, NULL}};
-    double seconds = 0;
-    int previous;
-    fa_code code;
-    long repeats;
-    const char *accepted = "an int >= 1, then attention()'s arguments";
-    fa_call_begin(&call);
-    code = count > 0 ? fa_index_read("count", args[0], 1, LONG_MAX, accepted, &repeats, &status)
-                     : fa_fail(&status, FA_EVALUE, "count is missing; accepted: %s", accepted);
-    if (code != FA_OK) goto done;
-    FA_TRY_GOTO(code, prepare(state, args + 1, count - 1, keywords, &call, &plan, &status), done);
-    FA_TRY_GOTO(code, fa_device_enter(state->context, call.problem.device, &previous, &status), done);
-    code = make_outputs(state, &call, results, &status);
-    if (code == FA_OK) {
-        PyThreadState *thread = PyEval_SaveThread();
-        code = burst(state, &call, &plan, repeats, &seconds, &status);
-        PyEval_RestoreThread(thread);
-    }
-    fa_device_leave(call.problem.device, previous);
-done:
-    Py_XDECREF(results[0].object);
-    Py_XDECREF(results[1].object);
-    fa_call_end(&call);
-    return code == FA_OK ? PyFloat_FromDouble(seconds) : fa_raise(state, &status);
 }

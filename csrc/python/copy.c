@@ -23,24 +23,13 @@ static fa_code copy_to(fa_state *state, const fa_array *source, int index, fa_re
     return code;
 }
 
-PyObject *fa_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+PyObject *fa_py_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     fa_state *state = PyModule_GetState(module);
     fa_status status;
-    fa_code code = FA_OK;
-    PyObject *source = count > 0 ? args[0] : NULL, *device = count > 1 ? args[1] : NULL;
-    Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
-    for (Py_ssize_t n = 0; n < named; n++) {
-        PyObject *keyword = PyTuple_GetItem(keywords, n);
-        if (fa_text_equals(keyword, "device") && !device)
-            device = args[count + n];
-        else if (fa_text_equals(keyword, "array") && !source)
-            source = args[count + n];
-        else
-            code = fa_fail(&status, FA_ETYPE, "accepted: to_device(array, device=0)");
-    }
-    if (code == FA_OK && (!source || count > 2))
-        code = fa_fail(&status, FA_ETYPE, "accepted: to_device(array, device=0)");
+    fa_bound bound;
+    fa_code code = fa_bind(&state->signature[FA_FN_to_device], args, count, keywords, &bound, &status);
     if (code != FA_OK) return fa_raise(state, &status);
+    PyObject *source = fa_given(&bound, FA_ARG_host_array), *device = fa_given(&bound, FA_ARG_ordinal);
 
     fa_array array = {0};
     fa_result result = {NULL, NULL};
@@ -48,7 +37,7 @@ PyObject *fa_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count
     long index = 0;
     if (device)
         FA_TRY_GOTO(code,
-                    fa_index_read("device", device, 0, 4095, "the index of a CUDA device, from 0", &index, &status),
+                    fa_read_index("device", device, 0, 4095, "the index of a CUDA device, from 0", &index, &status),
                     done);
     FA_TRY_GOTO(code, fa_array_read(state, &array, "array", source, NULL, &status), done);
     if (array.type->protocol != FA_BY_NUMPY) {

@@ -24,18 +24,10 @@
 #include "library.h"
 #include "problem.h"
 #include "registry.h"
+#include "signature.h"
 #include "why.h"
 
 /* ---- names: interned once, compared by pointer ---- */
-
-/* Arguments of attention() in the order of its signature. */
-#define FA_ARGUMENTS(X)                                                                                                \
-    X(q)                                                                                                               \
-    X(k)                                                                                                               \
-    X(v)                                                                                                               \
-    X(causal)                                                                                                          \
-    X(scale)                                                                                                           \
-    X(window) X(softcap) X(bias) X(mask) X(sinks) X(layout) X(out) X(return_lse) X(stream) X(kernel) X(batch_invariant)
 
 #define FA_ATTRIBUTES(X)                                                                                               \
     X(__cuda_array_interface__)                                                                                        \
@@ -53,21 +45,15 @@
     X(data)                                                                                                            \
     X(ptr)                                                                                                             \
     X(device_id)                                                                                                       \
-    X(dtype) X(shape) X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(__objclass__) X(_c_contiguous)
-
-typedef enum fa_argument {
-#define FA_ENUM(name) FA_ARG_##name,
-    FA_ARGUMENTS(FA_ENUM)
-#undef FA_ENUM
-        FA_ARG_COUNT
-} fa_argument;
+    X(dtype)                                                                                                           \
+    X(shape)                                                                                                           \
+    X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(mask) X(stream) X(__objclass__) X(_c_contiguous)
 
 /* The environment variables that force a kernel, by fa_op. */
 #define FA_KERNEL_VARIABLES                                                                                            \
     { "FA_EXT_KERNEL", "FA_EXT_KERNEL_MERGE", "FA_EXT_KERNEL_BACKWARD" }
 
 typedef struct fa_names {
-    PyObject *argument[FA_ARG_COUNT];
 #define FA_FIELD(name) PyObject *name;
     FA_ATTRIBUTES(FA_FIELD)
 #undef FA_FIELD
@@ -123,6 +109,7 @@ typedef struct fa_loaded {
 typedef struct fa_state {
     fa_context *context;
     fa_names names;
+    fa_signature signature[FA_FN_COUNT];
     PyObject *unsupported_error, *cuda_error; /* exception types */
     PyObject *environment;                    /* the dict of bytes behind os.environ, or NULL */
     PyTypeObject *device_array;               /* fa_ext.DeviceArray */
@@ -136,6 +123,8 @@ typedef struct fa_state {
 } fa_state;
 
 extern PyModuleDef fa_core_module;
+
+/* ---- object.c ---- */
 
 /* Sets the exception that `status` stands for. Always returns NULL. */
 PyObject *fa_raise(fa_state *state, const fa_status *status);
@@ -295,15 +284,32 @@ void fa_device_array_read(PyObject *object, fa_array *array);
 /* The library that took the array through DLPack keeps its stream for as long as the process lives. */
 void fa_device_array_outlived(PyObject *object);
 
+/* ---- arguments ---- */
+
+/* args.c. Readers of options: `field` is what to fill, of the type that the kind of signature.def has. */
+fa_code fa_read_causal(const char *name, PyObject *value, void *field, fa_status *status);
+fa_code fa_read_scale(const char *name, PyObject *value, void *field, fa_status *status);
+fa_code fa_read_window(const char *name, PyObject *value, void *field, fa_status *status);
+fa_code fa_read_number(const char *name, PyObject *value, void *field, fa_status *status);
+fa_code fa_read_layout(const char *name, PyObject *value, void *field, fa_status *status);
+fa_code fa_read_boolean(const char *name, PyObject *value, void *field, fa_status *status);
+/* An int within [low, high]; booleans are none. */
+fa_code fa_read_index(const char *name, PyObject *value, long low, long high, const char *accepted, long *number,
+                      fa_status *status);
+
+/* docs.c: a docstring, with its signature; NULL: memory is out. */
+char *fa_doc_new(fa_function function);
+
+/* described.c: a device that a dict describes. */
+fa_code fa_device_described(fa_state *state, PyObject *given, fa_device_info *described, fa_status *status);
+
 /* ---- a call ---- */
 
-enum { FA_Q, FA_K, FA_V, FA_BIAS, FA_MASK, FA_SINKS, FA_OUT, FA_LSE, FA_ARRAYS };
-
+/* What calls of all operations have. A struct of an operation's own begins with it. */
 typedef struct fa_call {
-    PyObject *argument[FA_ARG_COUNT]; /* borrowed; NULL when absent */
-    fa_request request;
-    fa_array array[FA_ARRAYS]; /* object NULL when absent */
-    bool pair;                 /* out= is (out, lse) */
+    fa_bound bound;
+    fa_array *array; /* those that are there; the first decides for the others */
+    int count;
     fa_stream stream;
     bool joins; /* some library works on another stream than the call */
     const fa_kernel *forced;
@@ -312,61 +318,79 @@ typedef struct fa_call {
     fa_problem problem;
 } fa_call;
 
-/* Binds the arguments of a METH_FASTCALL | METH_KEYWORDS function to the names of attention(). */
-fa_code fa_args_bind(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
-                     fa_status *status);
-/* An int within [low, high]; booleans are none. */
-fa_code fa_index_read(const char *name, PyObject *value, long low, long high, const char *accepted, long *number,
-                      fa_status *status);
-/* Reads layout= (NULL: "bhsd"). */
-fa_code fa_args_layout(PyObject *value, fa_layout *layout, fa_status *status);
-/* Reads kernel=, or where it is NULL the environment variable of the operation; *kernel is NULL if none is forced. */
-fa_code fa_args_kernel(fa_state *state, fa_op op, PyObject *value, const fa_kernel **kernel, const char **listed_name,
-                       fa_status *status);
-/* Splits out=: an array, or the pair (out, lse). Borrowed references, NULL where absent. */
-fa_code fa_args_out(PyObject *value, PyObject **out, PyObject **lse, fa_status *status);
-/* Reads True or False (NULL: False). */
-fa_code fa_args_bool(const char *name, PyObject *value, bool *result, fa_status *status);
-/* The options among `argument`, by fa_argument; NULL where absent. */
-fa_code fa_args_values(PyObject *const *argument, fa_options *options, fa_status *status);
-/* Options into the request; needs fa_args_bind(). */
-fa_code fa_args_options(fa_state *state, fa_call *call, fa_status *status);
+enum { FA_RESULTS = 8 }; /* at most of a call */
 
-/* The stages of a call up to the request: fa_call_begin(), fa_call_read(), and fa_call_end() whatever came between. */
-void fa_call_begin(fa_call *call);
-fa_code fa_call_read(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_call *call,
-                     fa_status *status);
+/* Without arrays: what fa_call_end() may be called on. */
+static inline void fa_call_begin(fa_call *call, fa_array *array) {
+    call->array = array;
+    call->count = 0;
+}
 void fa_call_end(fa_call *call);
+/* Reads one more array and sets *view to its view. */
+fa_code fa_call_array(fa_state *state, fa_call *call, const char *name, PyObject *object, const fa_view **view,
+                      fa_status *status);
+/* The same for one that will be written. */
+fa_code fa_call_output(fa_state *state, fa_call *call, const char *name, PyObject *object, const fa_view **view,
+                       fa_status *status);
+/* out=, an array or the pair (out, lse), or NULL; what is absent stays as it is. */
+fa_code fa_call_outputs(fa_state *state, fa_call *call, PyObject *given, const fa_view **out, const fa_view **lse,
+                        fa_status *status);
+/* Reads the arrays that are given into the function's request. `first` decides for the others. */
+fa_code fa_call_arrays(fa_state *state, fa_call *call, fa_argument first, void *request, fa_status *status);
+/* Reads kernel=, or where it is absent the environment variable of the operation, and stream=. */
+fa_code fa_call_place(fa_state *state, fa_op op, fa_call *call, fa_status *status);
+/* Puts the arrays on a device that a dict describes, and the call with them. */
+fa_code fa_call_describe(fa_state *state, fa_call *call, PyObject *device, fa_device_info *described,
+                         fa_status *status);
+/* The stream that results are made on. */
+fa_stream fa_call_result_stream(const fa_call *call);
 
-PyObject *fa_attention(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+/* What an operation does about its results, all NULL at first: makes those that are absent, with the device current;
+ * hands over what the caller gets. */
+typedef struct fa_ending {
+    fa_code (*make)(fa_state *state, fa_call *call, fa_result *results, fa_status *status);
+    PyObject *(*give)(fa_state *state, fa_call *call, fa_result *results);
+} fa_ending;
+
+/* Runs a planned call to its end: what the caller gets, or NULL with `status` filled. */
+PyObject *fa_call_run(fa_state *state, fa_call *call, const fa_plan *plan, const fa_ending *ending, fa_status *status);
+
+/* out, or (out, lse), of which results[0] and results[1] hold what the caller did not give as out=. */
+PyObject *fa_call_give(fa_state *state, const fa_call *call, PyObject *given, bool wants_lse, fa_result *results);
+
+/* attention.c */
+enum {
+#define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \
+    +(FA_KIND_##kind == FA_KIND_array && ((functions)&IN_FORWARD))
+    FA_FORWARD_ARRAYS = 2 /* out, lse */
+#include "signature.def"
+#undef FA_PARAMETER
+};
+
+typedef struct fa_attention {
+    fa_call call;
+    fa_request request;
+    fa_array array[FA_FORWARD_ARRAYS];
+} fa_attention;
+
+/* Arguments -> request. `function` is attention, explain or answers. fa_call_end() whatever comes back. */
+fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const *args, Py_ssize_t count,
+                          PyObject *keywords, fa_attention *a, fa_status *status);
+
+/* explain.c. What functions for a question have in common: {name: reason} beside the kernel that runs. */
+PyObject *fa_explain_problem(fa_state *state, const fa_call *call);
+
+/* Functions of the module that signature.def describes. */
+#define FA_DECLARE(name)                                                                                               \
+    PyObject *fa_py_##name(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+FA_FUNCTIONS(FA_DECLARE)
+#undef FA_DECLARE
 PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 
-/* explain.c */
-PyObject *fa_explain(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
-PyObject *fa_answers(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
-
-/* What the other operations' functions for a question have in common: {name: reason} beside the kernel that runs. */
-PyObject *fa_explain_problem(fa_state *state, const fa_problem *problem, const fa_device_info *device,
-                             const fa_kernel *forced, const char *forced_name);
-
-/* A device that a dict describes. */
-fa_code fa_explain_device(fa_state *state, PyObject *given, fa_device_info *described, fa_status *status);
-
-/* backward.c */
-PyObject *fa_attention_backward(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
-PyObject *fa_explain_backward(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
-
-/* merge.c */
-PyObject *fa_merge_py(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
-PyObject *fa_explain_merge(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
-
 /* copy.c */
-PyObject *fa_to_device(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 PyObject *fa_to_numpy(PyObject *module, PyObject *object);
 
 /* rows.c */
-PyObject *fa_kernels(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
-PyObject *fa_load(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 PyObject *fa_loaded_kernels(PyObject *module, PyObject *unused);
 PyObject *fa_build_info(PyObject *module, PyObject *unused);
 PyObject *fa_cpu_info(PyObject *module, PyObject *unused);

@@ -192,7 +192,7 @@ static PyObject *ask(fa_state *state, PyObject *object, PyObject *stream) {
     const fa_names *names = &state->names;
     PyObject *method = PyObject_GetAttr(object, names->__dlpack__);
     PyObject *empty = method ? PyTuple_New(0) : NULL, *keywords = empty ? PyDict_New() : NULL, *capsule = NULL;
-    if (keywords && (stream == Py_None || PyDict_SetItem(keywords, names->argument[FA_ARG_stream], stream) == 0) &&
+    if (keywords && (stream == Py_None || PyDict_SetItem(keywords, names->stream, stream) == 0) &&
         PyDict_SetItem(keywords, names->max_version, names->dlpack_version) == 0) {
         capsule = PyObject_Call(method, empty, keywords);
         if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) { /* older than DLPack 1.0 */

@@ -117,8 +117,8 @@ static fa_code read_dict(fa_state *state, fa_array *array, PyObject *interface, 
     fa_code code;
     if (look_up(own, names->version, &e.version) && look_up(own, names->shape, &e.shape) &&
         look_up(own, names->typestr, &e.typestr) && look_up(own, names->data, &e.data) &&
-        look_up(own, names->argument[FA_ARG_mask], &e.mask) &&
-        look_up(own, names->argument[FA_ARG_stream], &e.stream) && look_up(own, names->strides, &e.strides))
+        look_up(own, names->mask, &e.mask) && look_up(own, names->stream, &e.stream) &&
+        look_up(own, names->strides, &e.strides))
         code = read_entries(array, &e, unclear, status);
     else
         code = fa_python_error(status);

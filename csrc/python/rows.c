@@ -6,28 +6,28 @@
 #include <stdlib.h>
 #include <string.h>
 
-static fa_code read_operation(PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_op *op,
-                              fa_status *status) {
+static fa_code read_operation(PyObject *value, fa_op *op, fa_status *status) {
     static const char *const names[FA_OP_COUNT] = {"attention", "merge", "backward"};
-    const Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
+    const char *accepted = fa_parameters[FA_ARG_operation].doc;
     *op = FA_FORWARD;
-    if (count + named == 0) return FA_OK;
-    if (count + named > 1 || (named && !fa_text_equals(PyTuple_GetItem(keywords, 0), "operation")))
-        return fa_fail(status, FA_ETYPE, "accepted: kernels(operation='attention')");
-    for (int n = 0; n < FA_OP_COUNT; n++) {
+    for (int n = 0; n < FA_OP_COUNT && value; n++) {
         *op = (fa_op)n;
-        if (fa_text_equals(args[0], names[n])) return FA_OK;
+        if (fa_text_equals(value, names[n])) return FA_OK;
     }
-    if (!PyUnicode_Check(args[0]))
-        return fa_wrong_type("operation", args[0], "'attention', 'backward' or 'merge'", status);
-    return fa_fail(status, FA_EVALUE, "operation is none of this build; accepted: 'attention', 'backward' or 'merge'");
+    if (!value) return FA_OK;
+    if (!PyUnicode_Check(value)) return fa_wrong_type("operation", value, accepted, status);
+    char shown[160];
+    return fa_fail(status, FA_EVALUE, "operation is \"%.80s\"; accepted: %s", fa_shown(value, shown), accepted);
 }
 
-PyObject *fa_kernels(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+PyObject *fa_py_kernels(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    fa_state *state = PyModule_GetState(module);
     fa_op op;
+    fa_bound bound;
     fa_status status;
-    if (read_operation(args, count, keywords, &op, &status) != FA_OK)
-        return fa_raise(PyModule_GetState(module), &status);
+    if (fa_bind(&state->signature[FA_FN_kernels], args, count, keywords, &bound, &status) != FA_OK ||
+        read_operation(fa_given(&bound, FA_ARG_operation), &op, &status) != FA_OK)
+        return fa_raise(state, &status);
     PyObject *names = PyList_New(0);
     for (int n = 0; names && fa_kernel_at(n); n++) {
         if (fa_kernel_at(n)->op != op) continue;
@@ -157,21 +157,15 @@ static fa_code load_kernel(fa_state *state, const char *path, const char *kernel
     return FA_OK;
 }
 
-PyObject *fa_load(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+PyObject *fa_py_load(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     fa_state *state = PyModule_GetState(module);
     fa_status status;
-    PyObject *path = count > 0 ? args[0] : NULL, *kernel = count > 1 ? args[1] : NULL, *encoded = NULL;
-    Py_ssize_t named = keywords ? PyTuple_Size(keywords) : 0;
-    bool wrong = count > 2 || !path;
-    for (Py_ssize_t n = 0; n < named; n++) {
-        if (fa_text_equals(PyTuple_GetItem(keywords, n), "kernel") && !kernel)
-            kernel = args[count + n];
-        else
-            wrong = true;
-    }
-    if (kernel == Py_None) kernel = NULL;
-    if (wrong || (kernel && !PyUnicode_Check(kernel))) {
-        fa_fail(&status, FA_ETYPE, "accepted: load(path, kernel=None), with kernel a str");
+    fa_bound bound;
+    if (fa_bind(&state->signature[FA_FN_load], args, count, keywords, &bound, &status) != FA_OK)
+        return fa_raise(state, &status);
+    PyObject *path = fa_given(&bound, FA_ARG_path), *kernel = fa_given(&bound, FA_ARG_exported), *encoded = NULL;
+    if (kernel && !PyUnicode_Check(kernel)) {
+        fa_wrong_type("kernel", kernel, fa_parameters[FA_ARG_exported].doc, &status);
         return fa_raise(state, &status);
     }
     if (!PyUnicode_FSConverter(path, &encoded)) return NULL;
@@ -278,7 +272,7 @@ PyObject *fa_device_info_py(PyObject *module, PyObject *index) {
     fa_status status;
     const fa_device_info *info;
     long number;
-    if (fa_index_read("index", index, 0, 4095, "the index of a CUDA device, from 0", &number, &status) != FA_OK)
+    if (fa_read_index("index", index, 0, 4095, "the index of a CUDA device, from 0", &number, &status) != FA_OK)
         return fa_raise(state, &status);
     if (!atomic_load(&state->cublas_sought) && !fa_cublas_seek(state)) return NULL;
     if (fa_device_info_get(state->context, (fa_device){FA_CUDA, (int)number}, &info, &status) != FA_OK)
