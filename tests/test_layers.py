@@ -77,6 +77,29 @@ def test_no_file_is_too_long(path):
     assert lines <= LONGEST, f"{name(path)} has {lines} lines; split what is over {LONGEST}"
 
 
+def calls_between(files):
+    """{file: the files whose functions and tables it names}, of the library's own names fa_..."""
+    code = {path: code_of(path) for path in files}
+    function = re.compile(r"^(?!static|extern|typedef|enum)\w[\w *]*?\b(fa_\w+)\s*\([^;{]*\)\s*\{", re.MULTILINE)
+    table = re.compile(r"^(?:const )?\w+ \*?(fa_\w+)(?:\[\w*\])? = ", re.MULTILINE)
+    homes = {name: path for path, text in code.items() for name in function.findall(text) + table.findall(text)}
+    named = {path: set(re.findall(r"\bfa_\w+", text)) & homes.keys() for path, text in code.items()}
+    return {path: {homes[name] for name in names} - {path} for path, names in named.items()}
+
+
+def test_no_circle_among_the_c_files():
+    """What needs each other is one file; what is needed lies below."""
+    #: A device's description says why its libraries cannot be opened; libraries are kept in the device's context.
+    known = {ROOT / "csrc" / "library.c": {ROOT / "csrc" / "device.c"}}
+    below = calls_between([path for path in C_FILES if path.suffix == ".c" and path.is_relative_to(ROOT / "csrc")])
+    assert sum(map(len, below.values())) > 50, "the calls are not found"
+    below = {path: needed - known.get(path, set()) for path, needed in below.items()}
+    while ground := [path for path, needed in below.items() if not needed & below.keys()]:
+        for path in ground:
+            del below[path]
+    assert not below, f"a circle lies in {sorted(map(name, below))}"
+
+
 def test_kernels_include_nobody_elses_templates():
     for path in C_FILES:
         foreign = [h for h in includes(path) if re.match(r"(cutlass|cute|torch|ATen|c10|pybind11|nanobind|cudnn|flash)", h)]

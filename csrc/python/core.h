@@ -184,7 +184,7 @@ void fa_type_drop(fa_type *entry);
 /* 1, 0, or -1 with an exception. */
 int fa_flag_ask(const fa_flag *flag, PyObject *object);
 
-/* What any description is checked for, with strides in elements: extents that are not negative, products and offsets
+/* view.c. What any description is checked for, with strides in elements: extents that are not negative, products and offsets
  * that fit 64 bits, aligned data. */
 fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status);
 /* Strides in bytes, multiples of the item size, -> elements; and fa_view_check(). */

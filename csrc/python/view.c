@@ -1,0 +1,101 @@
+/* The checks that every description of memory is held to, whichever protocol it came by. */
+#include "core.h"
+
+#include <string.h>
+
+int64_t fa_view_elements(const fa_view *view) {
+    int64_t elements = 1;
+    for (int axis = 0; axis < view->ndim; axis++) elements *= view->shape[axis];
+    return elements;
+}
+
+PyObject *fa_shape_tuple(int ndim, const int64_t *shape) {
+    PyObject *tuple = PyTuple_New(ndim);
+    for (int axis = 0; tuple && axis < ndim; axis++) {
+        PyObject *extent = PyLong_FromLongLong(shape[axis]);
+        if (!extent || PyTuple_SetItem(tuple, axis, extent) < 0) Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+/* Largest |offset| of an element, in bytes, that a description may reach. */
+#define REACH_MAX (INT64_C(1) << 62)
+
+fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status) {
+    const int64_t size = (int64_t)fa_dtype_size(view->dtype);
+    int64_t bytes = size, reach = 0, span;
+    bool empty = false;
+    for (int axis = 0; axis < view->ndim; axis++) {
+        int64_t extent = view->shape[axis], stride = view->strides[axis];
+        if (extent < 0)
+            return fa_fail(status, FA_EVALUE, "%s has extent %lld on axis %d; accepted: extents >= 0", name,
+                           (long long)extent, axis);
+        if (extent == 0) empty = true;
+        if (extent && (__builtin_mul_overflow(bytes, extent, &bytes) || bytes > REACH_MAX))
+            return fa_fail(status, FA_EVALUE, "%s has extents whose product overflows 64 bits", name);
+        if (extent > 1 &&
+            (stride < -REACH_MAX || __builtin_mul_overflow(stride < 0 ? -stride : stride, extent, &span) ||
+             __builtin_mul_overflow(span, size, &span) || __builtin_add_overflow(reach, span, &reach) ||
+             reach > REACH_MAX))
+            return fa_fail(status, FA_EVALUE, "%s has strides that overflow 64 bits", name);
+    }
+    if (empty) return FA_OK;
+    if (((uintptr_t)view->data & (uintptr_t)(size - 1)) != 0)
+        return fa_fail(status, FA_EBUFFER, "%s is not aligned in memory; accepted: a multiple of the item size, %lld",
+                       name, (long long)size);
+    if (!view->data) return fa_fail(status, FA_EBUFFER, "%s has a NULL data pointer, but it is not empty", name);
+    return FA_OK;
+}
+
+fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byte_strides, fa_status *status) {
+    const int64_t size = (int64_t)fa_dtype_size(view->dtype);
+    const int shift = __builtin_ctzll((unsigned long long)size); /* item sizes are powers of two */
+    bool empty = false;
+    for (int axis = 0; axis < view->ndim; axis++) empty |= view->shape[axis] == 0;
+    for (int axis = 0; axis < view->ndim; axis++) {
+        view->strides[axis] = byte_strides[axis] >> shift;
+        if ((byte_strides[axis] & (size - 1)) != 0 && view->shape[axis] > 1 && !empty) /* else it means nothing */
+            return fa_fail(status, FA_EBUFFER,
+                           "%s has a stride of %lld bytes on axis %d; accepted: multiples of the item size, %lld", name,
+                           (long long)byte_strides[axis], axis, (long long)size);
+    }
+    return fa_view_check(name, view, status);
+}
+
+const char *fa_accepted_dtypes(const char *name) {
+    static const char *const accepted[][2] = {
+        {"mask", "bool (True: attend)"},
+        {"bias", "q's dtype or float32"},
+        {"sinks", "q's dtype or float32"},
+        {"lse", "float32 (float64 for float64 q)"},
+        {"array", "float16, bfloat16 (ml_dtypes), float32, float64 and bool"},
+    };
+    for (size_t n = 0; n < sizeof accepted / sizeof *accepted; n++)
+        if (strcmp(name, accepted[n][0]) == 0) return accepted[n][1];
+    return "float16, bfloat16 (ml_dtypes), float32, and float64 on the CPU";
+}
+
+fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bool *unclear, fa_status *status) {
+    static const struct {
+        const char *text;
+        fa_dtype dtype;
+    } known[] = {{"f2", FA_F16}, {"f4", FA_F32}, {"f8", FA_F64}, {"b1", FA_BOOL}};
+    *unclear = false;
+    if (strlen(text) < 3 || !strchr("<>|=", text[0]))
+        return fa_fail(status, FA_EBUFFER, "%s has the ill-formed typestr \"%.40s\"; accepted: such as \"<f2\"", name,
+                       text);
+    for (size_t n = 0; n < sizeof known / sizeof *known; n++)
+        if (strcmp(text + 1, known[n].text) == 0) {
+            if (text[0] == '>' && known[n].dtype != FA_BOOL)
+                return fa_fail(status, FA_EBUFFER, "%s is big-endian; accepted: little-endian arrays", name);
+            *dtype = known[n].dtype;
+            return FA_OK;
+        }
+    if (strcmp(text + 1, "V2") == 0) {
+        *dtype = FA_BF16;
+        *unclear = true;
+        return FA_OK;
+    }
+    return fa_fail(status, FA_ETYPE, "%s has the typestr \"%.40s\"; accepted dtypes: %s", name, text,
+                   fa_accepted_dtypes(name));
+}
