@@ -22,7 +22,7 @@ enum { MEMO_VIEWS = 4 }; /* q, k, v, out */
 #define FEW_BYTES (offsetof(fa_request, options) - FEW_BEGIN)
 _Static_assert(FEW_BEGIN == MEMO_VIEWS * sizeof(fa_view *), "q, k, v and out come first, then what few calls have");
 
-/* A problem up to the end of its forward: other operations have more. */
+/* A problem up to the end of its forward: other operations have more there. Its `extra` follows. */
 #define FORWARD_BYTES (offsetof(fa_problem, forward) + sizeof(fa_forward))
 
 /* Kernels look at the alignment of a pointer up to this many bytes. */
@@ -94,6 +94,7 @@ static void remember(unsigned long serial, const fa_request *request, const fa_k
     last.request = *request;
     last.forced = forced;
     memcpy(&last.problem, problem, FORWARD_BYTES);
+    last.problem.extra = problem->extra;
     last.info = info;
     last.plan = *plan;
     last.serial = serial;
@@ -104,6 +105,7 @@ fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_ker
     const unsigned long serial = fa_context_serial(context);
     if (is_remembered(serial, request, forced)) {
         memcpy(problem, &last.problem, FORWARD_BYTES);
+        problem->extra = last.problem.extra;
         fa_forward *forward = &problem->forward;
         forward->q.data = request->q->data;
         forward->k.data = request->k->data;

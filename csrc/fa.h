@@ -103,9 +103,10 @@ typedef struct fa_options {
 
 typedef struct fa_request {
     const fa_view *q, *k, *v;
-    const fa_view *out;                 /* NULL when the front end allocates it; so is lse */
-    const fa_view *bias, *mask, *sinks; /* NULL when absent; between `out` and `options` stands what few calls have */
-    const fa_view *lse;
+    const fa_view *out; /* NULL when the front end allocates it; so is lse */
+    const fa_view *bias, *mask,
+        *sinks; /* NULL when absent, as alibi; between `out` and `options` stands what few calls have */
+    const fa_view *alibi, *lse;
     fa_options options;
 } fa_request;
 
@@ -209,7 +210,8 @@ typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_BACKWARD, FA_OP_COUNT } fa_op;
     X(DBIAS, "gradient of the bias")                                                                                   \
     X(DSINKS, "gradient of the sinks")                                                                                 \
     X(ACCUMULATE, "accumulation into gradients")                                                                       \
-    X(ORDERED, "order of its sums: deterministic=True")
+    X(ORDERED, "order of its sums: deterministic=True")                                                                \
+    X(ALIBI, "ALiBi slopes")
 
 enum fa_feature_number {
 #define FA_NUMBER(name, words) FA_NUMBER_##name,
@@ -222,6 +224,11 @@ enum fa_feature {
     FA_FEATURES(FA_BIT)
 #undef FA_BIT
 };
+
+/* What attention and its gradients have beside fa_forward, whose layout compiled kernels hold on to. */
+typedef struct fa_extra {
+    fa_operand alibi; /* (B, H) slopes, float32; data NULL: none */
+} fa_extra;
 
 /* What every operation has, then its own. */
 typedef struct fa_problem {
@@ -236,6 +243,7 @@ typedef struct fa_problem {
         fa_backward backward;
         fa_merge merge;
     };
+    fa_extra extra;
 } fa_problem;
 
 /* ---- device ---- */

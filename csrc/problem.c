@@ -138,7 +138,29 @@ static fa_code broadcast(const char *name, const fa_view *view, const fa_forward
     return FA_OK;
 }
 
-static fa_code check_extras(const fa_request *request, fa_forward *p, fa_status *status) {
+/* Slopes (H) or (B, H). */
+static fa_code check_alibi(const fa_request *request, const fa_forward *p, fa_operand *operand, fa_status *status) {
+    static char none; /* data of slopes for no head: never read, but not NULL */
+    const fa_view *slopes = request->alibi;
+    const int64_t shape[2] = {p->batch, p->heads};
+    if (slopes->dtype != FA_F32)
+        return fa_fail(status, FA_ETYPE, "alibi has dtype %s; accepted: float32", fa_dtype_name(slopes->dtype));
+    FA_TRY(fa_check_device("alibi", slopes, "q", request->q, status));
+    bool fits = slopes->ndim == 1 || slopes->ndim == 2;
+    for (int axis = 0; axis < slopes->ndim && fits; axis++)
+        fits = slopes->shape[axis] == shape[axis + 2 - slopes->ndim];
+    if (!fits)
+        return fa_fail(status, FA_EVALUE, "alibi has shape %s; accepted: (heads,) = (%lld,) or (batch, heads) = %s",
+                       fa_show_shape(slopes->shape, slopes->ndim).text, (long long)p->heads,
+                       fa_show_shape(shape, 2).text);
+    operand->data = slopes->data ? slopes->data : &none;
+    for (int axis = 0; axis < slopes->ndim; axis++)
+        operand->stride[axis + 2 - slopes->ndim] = slopes->shape[axis] == 1 ? 0 : slopes->strides[axis];
+    return FA_OK;
+}
+
+static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_status *status) {
+    fa_forward *p = &problem->forward;
     const fa_view *q = request->q;
     static char all_absent; /* data of a zero-sized mask or bias: never read, but not NULL, which means none */
     if (request->bias) {
@@ -156,22 +178,26 @@ static fa_code check_extras(const fa_request *request, fa_forward *p, fa_status 
         if (!p->mask.data) p->mask.data = &all_absent;
     }
     if (request->sinks) FA_TRY(fa_check_sinks(request->sinks, p->heads, "q", q, &p->sinks, &p->sinks_dtype, status));
+    return request->alibi ? check_alibi(request, p, &problem->extra.alibi, status) : FA_OK;
+}
+
+fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request *request, fa_status *status) {
+    const struct {
+        const char *name;
+        const fa_view *view;
+    } inputs[] = {
+        {"q", request->q},       {"k", request->k},         {"v", request->v},         {"bias", request->bias},
+        {"mask", request->mask}, {"sinks", request->sinks}, {"alibi", request->alibi},
+    };
+    for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
+        FA_TRY(fa_check_disjoint(name, view, inputs[n].name, inputs[n].view, status));
     return FA_OK;
 }
 
 static fa_code check_result(const char *name, const fa_view *view, const int64_t *shape, int ndim, fa_dtype dtype,
                             const fa_request *request, fa_status *status) {
     FA_TRY(fa_check_output(name, view, shape, ndim, 1u << dtype, "q", request->q, status));
-    const struct {
-        const char *name;
-        const fa_view *view;
-    } inputs[] = {
-        {"q", request->q},       {"k", request->k},       {"v", request->v},
-        {"bias", request->bias}, {"mask", request->mask}, {"sinks", request->sinks},
-    };
-    for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
-        FA_TRY(fa_check_disjoint(name, view, inputs[n].name, inputs[n].view, status));
-    return FA_OK;
+    return fa_forward_apart(name, view, request, status);
 }
 
 static fa_code check_lse(const fa_view *lse, const fa_forward *p, const fa_request *request, fa_status *status) {
@@ -196,10 +222,11 @@ static void contiguous_out(fa_forward *p, fa_layout layout) {
 }
 
 /* What the call asks for that a kernel may lack. */
-static uint32_t features_of(const fa_forward *p) {
+static uint32_t features_of(const fa_problem *problem) {
+    const fa_forward *p = &problem->forward;
     return (p->bias.data ? FA_WITH_BIAS : 0) | (p->mask.data ? FA_WITH_MASK : 0) | (p->sinks.data ? FA_WITH_SINKS : 0) |
            (p->softcap > 0 ? FA_WITH_SOFTCAP : 0) | (p->left != FA_UNBOUNDED ? FA_WITH_WINDOW : 0) |
-           (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0);
+           (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0) | (problem->extra.alibi.data ? FA_WITH_ALIBI : 0);
 }
 
 fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status) {
@@ -208,6 +235,7 @@ fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_sta
     problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     problem->batch_invariant = request->options.batch_invariant;
     p->bias = p->mask = p->sinks = (fa_operand){0}; /* what is absent; all other fields are set below */
+    problem->extra = (fa_extra){{0}};
     p->out.data = p->lse = NULL;
     p->dtype = p->bias_dtype = p->sinks_dtype = p->out_dtype = request->q->dtype;
     p->lse_dtype = p->dtype == FA_F64 ? FA_F64 : FA_F32;
@@ -221,8 +249,8 @@ fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_sta
     fa_view_operand(&p->q, request->q, request->options.layout);
     fa_view_operand(&p->k, request->k, request->options.layout);
     fa_view_operand(&p->v, request->v, request->options.layout);
-    FA_TRY(check_extras(request, p, status));
-    problem->features = features_of(p);
+    FA_TRY(check_extras(request, problem, status));
+    problem->features = features_of(problem);
     return FA_OK;
 }
 

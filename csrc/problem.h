@@ -9,8 +9,11 @@
  * given and what is accepted. */
 fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_status *status);
 
-/* The part of it that concerns q, k, v, bias, mask, sinks and the options; leaves out and lse absent. */
+/* The part of it that concerns inputs and options; leaves out and lse absent. */
 fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status);
+
+/* Refuses an output that meets an input of attention(). */
+fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request *request, fa_status *status);
 
 /* Shape of a new output in `layout`: (B, H, Sq, Dv) or (B, Sq, H, Dv). */
 void fa_forward_out_shape(const fa_forward *problem, fa_layout layout, int64_t shape[4]);

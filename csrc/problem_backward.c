@@ -93,11 +93,8 @@ static fa_code check_apart(const char *name, const fa_backward_request *request,
     const struct {
         const char *name;
         const fa_view *view;
-    } inputs[] = {
-        {"q", forward->q},       {"k", forward->k},         {"v", forward->v},     {"bias", forward->bias},
-        {"mask", forward->mask}, {"sinks", forward->sinks}, {"out", forward->out}, {"lse", forward->lse},
-        {"dout", request->dout}, {"dlse", request->dlse},
-    };
+    } inputs[] = {{"out", forward->out}, {"lse", forward->lse}, {"dout", request->dout}, {"dlse", request->dlse}};
+    FA_TRY(fa_forward_apart(name, request->grad[grad], forward, status));
     for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
         FA_TRY(fa_check_disjoint(name, request->grad[grad], inputs[n].name, inputs[n].view, status));
     for (int n = 0; n < (int)grad; n++) {

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 
-__all__ = ["attention", "band", "merge", "plain", "round_to", "visible_keys"]
+__all__ = ["Options", "attention", "band", "merge", "plain", "round_to", "visible_keys"]
 
 # Scores held at once: cache-sized pieces for NumPy, pieces that fill a GPU for CuPy.
 _CHUNK_SCORES_CPU = 1 << 20
@@ -31,26 +33,43 @@ _LARGEST_SOFTCAP, _SMALLEST_SOFTCAP = 1e30, 1e-20
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 
 
-def attention(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, layout="bhsd",
-    rows=None, xp=None,
-):  # fmt: skip
+@dataclass(frozen=True)
+class Options:
+    """What a call of ``fa_ext.attention`` may say besides q, k and v, with its defaults. The verifiers and the tests' cases
+    speak of options by this class, so that a new one is a field here and its meaning below."""
+
+    causal: bool | str = False
+    scale: float | None = None
+    window: Any = None
+    softcap: float = 0.0
+    bias: Any = None
+    mask: Any = None
+    sinks: Any = None
+    alibi: Any = None
+    layout: str = "bhsd"
+
+    ARRAYS = ("bias", "mask", "sinks", "alibi")
+
+    def converted(self, convert: Callable[[Any], Any]) -> Options:
+        """With ``convert`` applied to each array that is there."""
+        arrays = {name: getattr(self, name) for name in self.ARRAYS}
+        return replace(self, **{name: convert(x) for name, x in arrays.items() if x is not None})
+
+
+def attention(q, k, v, *, rows=None, xp=None, **options):
     """Softmax attention in float64.
 
-    Arguments as in ``fa_ext.attention``, as NumPy or CuPy arrays of any real dtype. ``rows`` restricts the result to
-    these query indices (their positions still count from the start of the sequence). ``xp`` is the array module,
+    Arguments as in ``fa_ext.attention`` (``Options``), as NumPy or CuPy arrays of any real dtype. ``rows`` restricts the
+    result to these query indices (their positions still count from the start of the sequence). ``xp`` is the array module,
     NumPy or CuPy; inferred from q.
 
     Returns (out, lse), both float64: out (B, H, Sq, Dv) or (B, Sq, H, Dv) as ``layout`` says, lse (B, H, Sq).
     NaN and Inf at a key reach only the queries that see the key; a bias of -inf hides a key like the mask does.
     """
-    return _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, rows, xp, None)
+    return _run(q, k, v, Options(**options), rows, xp, None)
 
 
-def plain(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, layout="bhsd",
-    rows=None, xp=None, dtype=None,
-):  # fmt: skip
+def plain(q, k, v, *, rows=None, xp=None, dtype=None, **options):
     """The same formula as an unfused computation in ``dtype`` (default: q's) would evaluate it.
 
     S = Q K^T is accumulated in float32 and the final scores are rounded to the dtype (saturating), the softmax runs in
@@ -65,7 +84,7 @@ def plain(
 
     Returns (out, lse) like ``attention``; out holds values of ``dtype`` as float64.
     """
-    return _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, rows, xp, dtype or q.dtype.name)
+    return _run(q, k, v, Options(**options), rows, xp, dtype or q.dtype.name)
 
 
 def merge(outs, lses, *, sinks=None, layout=None, xp=None):
@@ -174,8 +193,9 @@ def _by_eights(xp, a, b, fused=False):
     return total
 
 
-def _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, rows, xp, dtype):
+def _run(q, k, v, options: Options, rows, xp, dtype):
     xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
+    layout = options.layout
     if layout == "bshd":
         q, k, v = (xp.swapaxes(x, 1, 2) for x in (q, k, v))
     elif layout != "bhsd":
@@ -184,25 +204,17 @@ def _run(q, k, v, causal, scale, window, softcap, bias, mask, sinks, layout, row
     batch, heads, seq_q, head_dim = q.shape
     heads_kv, seq_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
     group = heads // heads_kv if heads_kv else 1
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    limit = _LIMIT_F64 if q.dtype == xp.float64 else _LIMIT
-    scale = min(max(scale, -limit), limit)
-    softcap = 0.0 if softcap >= _LARGEST_SOFTCAP else max(softcap, _SMALLEST_SOFTCAP) if softcap > 0 else 0.0
     positions = xp.arange(seq_q) if rows is None else xp.asarray(rows)
     count = len(positions)
 
     out = xp.zeros((batch * heads_kv, group, count, head_dim_v), xp.float64)
     lse = xp.full((batch * heads_kv, group, count), -math.inf, xp.float64)
-    call = _Call(xp, work, dtype, scale, softcap, limit, out, lse)
+    call = _Call(xp, work, dtype, options, q, k)
+    call.out, call.lse = out, lse
     if out.size or lse.size:
         call.q = xp.ascontiguousarray(q.astype(work)).reshape(batch * heads_kv, group, seq_q, head_dim)
         call.k = xp.ascontiguousarray(k.astype(work)).reshape(batch * heads_kv, 1, seq_k, head_dim)
         call.v = xp.ascontiguousarray(v.astype(work)).reshape(batch * heads_kv, 1, seq_k, head_dim_v)
-        shape = (batch, heads, seq_q, seq_k)
-        call.bias = None if bias is None else xp.broadcast_to(bias, shape)
-        call.mask = None if mask is None else xp.broadcast_to(mask, shape)
-        call.sinks = None if sinks is None else call.bounded(sinks).reshape(heads_kv, group)
-        call.heads_kv, call.band = heads_kv, band(seq_q, seq_k, causal, window)
         budget = _CHUNK_SCORES_CPU if xp is numpy else _CHUNK_SCORES_GPU
         step_q = max(1, min(count, budget // max(1, group * seq_k)))
         step_n = max(1, budget // max(1, group * seq_k * step_q))
@@ -220,21 +232,34 @@ class _Call:
     q: Any
     k: Any
     v: Any
-    bias: Any
-    mask: Any
-    sinks: Any
-    heads_kv: int
-    band: tuple
+    out: Any
+    lse: Any
 
-    def __init__(self, xp, work, dtype, scale, softcap, limit, out, lse):
-        self.xp, self.work, self.dtype, self.limit = xp, work, dtype, limit
-        self.scale, self.softcap = work(scale), work(softcap)
-        self.out, self.lse = out, lse
+    def __init__(self, xp, work, dtype, options: Options, q, k):
+        """q and k as (B, H, S, D), for their shapes and q's dtype."""
+        self.xp, self.work, self.dtype = xp, work, dtype
+        self.limit = _LIMIT_F64 if q.dtype == xp.float64 else _LIMIT
+        scale = 1 / math.sqrt(q.shape[3]) if options.scale is None else options.scale
+        self.scale = work(min(max(scale, -self.limit), self.limit))
+        softcap = 0.0 if options.softcap >= _LARGEST_SOFTCAP else options.softcap
+        self.softcap = work(max(softcap, _SMALLEST_SOFTCAP) if softcap > 0 else 0.0)
+        batch, heads, seq_q, _ = q.shape
+        self.heads_kv, seq_k = k.shape[1], k.shape[2]
+        shape = (batch, heads, seq_q, seq_k)
+        self.bias = None if options.bias is None else xp.broadcast_to(options.bias, shape)
+        self.mask = None if options.mask is None else xp.broadcast_to(options.mask, shape)
+        group = heads // self.heads_kv if self.heads_kv else 1
+        self.sinks = None if options.sinks is None else self.bounded(options.sinks).reshape(self.heads_kv, group)
+        self.slopes = None if options.alibi is None else xp.broadcast_to(options.alibi, shape[:2]).astype(xp.float64)
+        self.band = band(seq_q, seq_k, options.causal, options.window)
 
     def bounded(self, added):
         """Bias or sinks in the dtype of the evaluation, finite ones limited; NaN and infinities as they are."""
-        xp, added = self.xp, added.astype(self.work)
-        return xp.where(xp.isinf(added), added, xp.clip(added, -self.limit, self.limit))
+        return self._limited(added.astype(self.work))
+
+    def _limited(self, x):
+        xp = self.xp
+        return xp.where(xp.isinf(x), x, xp.clip(x, -self.limit, self.limit))
 
     def chunk(self, pairs, queries, positions):
         """Fills out[pairs, :, queries] and lse[pairs, :, queries]; ``positions`` are the queries' indices."""
@@ -297,14 +322,30 @@ class _Call:
         s = s * self.scale
         if self.softcap > 0:
             s = self.softcap * xp.tanh(s / self.softcap)
+        added = None
         if self.bias is not None:
-            bias = self.bounded(self.bias[:, :, :, keys][b[..., None], h[..., None], positions])
-            s = xp.where(bias == -math.inf, bias, s + bias)  # excludes like a mask, whatever the score is
+            added = self.bounded(self.bias[:, :, :, keys][b[..., None], h[..., None], positions])
+        if self.slopes is not None:
+            added = self._with_alibi(added, self.slopes[b, h], positions, keys)
+        if added is not None:
+            s = xp.where(added == -math.inf, added, s + added)  # excludes like a mask, whatever the score is
         if self.dtype in ("float16", "bfloat16"):
             limit = self.work(_LARGEST[self.dtype])
             rounded = round_to(xp.clip(s, -limit, limit), self.dtype, xp)
             s = xp.where(xp.isinf(s), s, rounded)
         return s
+
+    def _with_alibi(self, bias, slopes, positions, keys):
+        """bias - slope |j - (i + diagonal)|: product and difference are rounded to the dtype of the evaluation, and
+        limited as the bias is. A slope that is not finite gives NaN; a bias of -inf stays."""
+        xp = self.xp
+        distance = xp.abs(xp.arange(keys.start, keys.stop)[None, :] - (positions[:, None] + self.band[2]))
+        slopes = xp.where(xp.isfinite(slopes), slopes, math.nan)[:, :, None, None]
+        product = xp.clip(slopes * distance, -self.limit, self.limit).astype(self.work).astype(xp.float64)
+        if bias is None:
+            return -product.astype(self.work)
+        difference = self._limited(bias.astype(xp.float64) - product)
+        return xp.where(bias == -math.inf, bias, difference).astype(self.work)
 
     def _product(self, a, b, fused=False):
         if self.work == self.xp.float64:

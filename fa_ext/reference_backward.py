@@ -62,27 +62,26 @@ def plain_backward(dout, q, k, v, *, wrt=("q", "k", "v"), dtype=None, **options)
     return tuple(found[name] for name in wrt)
 
 
-def gradients(
-    dout, q, k, v, *, dlse=None, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None,
-    layout="bhsd", wrt=("q", "k", "v"), xp=None, dtype=None,
-) -> Gradients:  # fmt: skip
+def gradients(dout, q, k, v, *, dlse=None, wrt=("q", "k", "v"), xp=None, dtype=None, **options) -> Gradients:
     """Both evaluations: exact for ``dtype`` None, else plain in the dtype of that name.
 
-    Arguments as in ``fa_ext.attention_backward``, as NumPy or CuPy arrays of any real dtype; ``dout`` may be None (zeros).
-    ``xp`` is the array module; inferred from q. NaN and Inf of a query or a key reach only what the pairs that see each
-    other touch; a query without a visible key touches nothing.
+    Arguments as in ``fa_ext.attention_backward`` (``reference.Options``), as NumPy or CuPy arrays of any real dtype;
+    ``dout`` may be None (zeros). ``xp`` is the array module; inferred from q. NaN and Inf of a query or a key reach only
+    what the pairs that see each other touch; a query without a visible key touches nothing.
     """
     xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
     for name in wrt:
         if name not in _NAMES:
             raise ValueError(f"wrt names {name!r}; accepted: {', '.join(_NAMES)}")
+    given = reference.Options(**options)
+    layout = given.layout
     if layout == "bshd":
         q, k, v = (xp.swapaxes(x, 1, 2) for x in (q, k, v))
         dout = None if dout is None else xp.swapaxes(dout, 1, 2)
     elif layout != "bhsd":
         raise ValueError(f"layout is {layout!r}; accepted: 'bhsd', 'bshd'")
-    call = _Backward(xp, q, k, v, dout, dlse, bias, mask, sinks, scale, softcap, wrt, dtype)
-    call.run(reference.band(q.shape[2], k.shape[2], causal, window))
+    call = _Backward(xp, q, k, v, dout, dlse, given, wrt, dtype)
+    call.run()
     found = call.results()
     if layout == "bshd":
         for name in "qkv":
@@ -97,15 +96,11 @@ class _Backward(reference._Call):
     given: dict[str, Any]
     dbias: Any
 
-    def __init__(self, xp, q, k, v, dout, dlse, bias, mask, sinks, scale, softcap, wrt, dtype):
+    def __init__(self, xp, q, k, v, dout, dlse, options: reference.Options, wrt, dtype):
         work = xp.float64 if dtype in (None, "float64") else xp.float32
-        limit = reference._LIMIT_F64 if q.dtype == xp.float64 else reference._LIMIT
-        scale = 1 / math.sqrt(q.shape[3]) if scale is None else min(max(scale, -limit), limit)
-        softcap = 0.0 if softcap >= reference._LARGEST_SOFTCAP else softcap
-        softcap = max(softcap, reference._SMALLEST_SOFTCAP) if softcap > 0 else 0.0
-        super().__init__(xp, work, dtype, scale, softcap, limit, None, None)
+        super().__init__(xp, work, dtype, options, q, k)
         self.batch, self.heads, self.seq_q, self.head_dim = q.shape
-        self.heads_kv, self.seq_k, self.head_dim_v = k.shape[1], k.shape[2], v.shape[3]
+        self.seq_k, self.head_dim_v = k.shape[2], v.shape[3]
         self.group = self.heads // self.heads_kv if self.heads_kv else 1
         self.wrt = wrt
         pairs = self.batch * self.heads_kv
@@ -114,11 +109,8 @@ class _Backward(reference._Call):
         zeros = xp.zeros((self.batch, self.heads, self.seq_q, 1), work)
         self.dout = self._pairs(xp.broadcast_to(zeros, (*q.shape[:3], v.shape[3])) if dout is None else dout, pairs, self.group)
         self.dlse = self._pairs(zeros if dlse is None else dlse[..., None], pairs, self.group)
-        shape = (self.batch, self.heads, self.seq_q, self.seq_k)
-        self.bias = None if bias is None else xp.broadcast_to(bias, shape)
-        self.mask = None if mask is None else xp.broadcast_to(mask, shape)
-        self.sinks = None if sinks is None else self.bounded(sinks).reshape(self.heads_kv, self.group)
-        self.given = {"bias": bias, "sinks": sinks}
+        bias = options.bias
+        self.given = {"bias": bias, "sinks": options.sinks}
 
         self.dq, self.dk, self.dv = (xp.zeros(x.shape, work) for x in (self.q, self.k, self.v))
         self.bias_shape = (1,) * (4 - bias.ndim) + bias.shape if bias is not None else ()
@@ -132,8 +124,7 @@ class _Backward(reference._Call):
         """(B, H, S, D) -> (B * Hk, H / Hk, S, D) in the dtype of the evaluation."""
         return self.xp.ascontiguousarray(x.astype(self.work)).reshape(pairs, heads, *x.shape[2:])
 
-    def run(self, band):
-        self.band = band
+    def run(self):
         xp = self.xp
         budget = reference._CHUNK_SCORES_CPU if xp is numpy else reference._CHUNK_SCORES_GPU
         per_query = max(1, self.group * self.seq_k)

@@ -155,30 +155,27 @@ def judge(out, lse, reference, plain, dtype, *, layout="bhsd", kernel=None, exem
 
 
 def verify(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, layout="bhsd",
-    out=None, return_lse=True, stream=None, kernel=None, batch_invariant=False,
+    q, k, v, *, out=None, return_lse=True, stream=None, kernel=None, batch_invariant=False, **options: Any
 ) -> Report:  # fmt: skip
     """Runs ``fa_ext.attention`` with these arguments on outputs poisoned with NaN, and judges it against float64.
 
-    Accepts what ``fa_ext.attention`` accepts, arrays of any library on any device. ``out`` may be given as there (it is
-    overwritten, with NaN first); with ``return_lse`` (the default here) the LSE is judged too. Raises what the call
+    Accepts what ``fa_ext.attention`` accepts (``options``: ``reference.Options``), arrays of any library on any device.
+    ``out`` may be given as there (it is overwritten, with NaN first); with ``return_lse`` (the default here) the LSE is judged too. Raises what the call
     raises, with nothing written. The reference of a large call on a device runs through CuPy if the program has
     imported it, else NumPy.
     """
     import fa_ext
 
-    options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
-    arrays: dict[str, Any] = {"bias": bias, "mask": mask, "sinks": sinks}
-    call = dict(options, **arrays, return_lse=return_lse, stream=stream, kernel=kernel, batch_invariant=batch_invariant)
+    asked = reference.Options(**options)
+    layout = asked.layout
+    call: dict[str, Any] = dict(
+        options, return_lse=return_lse, stream=stream, kernel=kernel, batch_invariant=batch_invariant
+    )
     ran, _ = fa_ext.explain(q, k, v, **call, out=out)
     if ran is None:
         fa_ext.attention(q, k, v, **call, out=out)  # raises: no row takes the call, or the forced one does not
     host: list[Any] = [fa_ext.to_numpy(x) for x in (q, k, v)]
-    scalar = (bool, int, float, numpy.generic)  # which a bias and a mask may be
-    host_arrays: dict[str, Any] = {
-        name: x if x is None else numpy.asarray(x) if isinstance(x, scalar) else fa_ext.to_numpy(x)
-        for name, x in arrays.items()
-    }
+    asked = asked.converted(on_host)
     dtype = host[0].dtype.name
     device = _device_of(q)
     if out is None:
@@ -193,12 +190,19 @@ def verify(
     xp = sys.modules.get("cupy", numpy) if device is not None and large else numpy
     if xp is not numpy:
         host = [_upload(xp, x) for x in host]
-        host_arrays = {name: None if x is None else _upload(xp, x) for name, x in host_arrays.items()}
+        asked = asked.converted(lambda x: _upload(xp, x))
         got, lse = _upload(xp, got), None if lse is None else xp.asarray(lse)
-    truth = reference.attention(host[0], host[1], host[2], **options, **host_arrays, xp=xp)
-    ordinary = reference.plain(host[0], host[1], host[2], **options, **host_arrays, xp=xp, dtype=dtype)
-    exempt = None if ran == "cpu_ref" else spread(host[1], host[2], truth[0], layout, causal, window)
+    truth = reference.attention(host[0], host[1], host[2], **vars(asked), xp=xp)
+    ordinary = reference.plain(host[0], host[1], host[2], **vars(asked), xp=xp, dtype=dtype)
+    exempt = None if ran == "cpu_ref" else spread(host[1], host[2], truth[0], layout, asked.causal, asked.window)
     return judge(got, lse, truth, ordinary, dtype, layout=layout, kernel=ran, exempt=exempt)
+
+
+def on_host(x):
+    """An array of any library, or a scalar that a bias or a mask may be, as a NumPy array."""
+    import fa_ext
+
+    return numpy.asarray(x) if isinstance(x, (bool, int, float, numpy.generic)) else fa_ext.to_numpy(x)
 
 
 def _judge_lse(xp, lse, want, judged, dtype, failures):

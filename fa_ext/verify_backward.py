@@ -30,7 +30,7 @@ import numpy
 
 from . import reference
 from .reference_backward import gradients
-from .verify import ABSOLUTE, _device_of, _largest, _upload
+from .verify import ABSOLUTE, _device_of, _largest, _upload, on_host
 from .verify_merge import half_ulp
 
 __all__ = ["BackwardReport", "GradientReport", "judge_backward", "verify_backward"]
@@ -203,29 +203,29 @@ def spread_backward(truth, dout, q, k, v, out, lse, dlse, layout, causal, window
 
 
 def verify_backward(
-    dout, q, k, v, out, lse, *, dlse=None, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None,
-    sinks=None, layout="bhsd", wrt=("q", "k", "v"), grads=None, accumulate=False, deterministic=True, stream=None,
-    kernel=None, batch_invariant=False,
+    dout, q, k, v, out, lse, *, dlse=None, wrt=("q", "k", "v"), grads=None, accumulate=False, deterministic=True, stream=None,
+    kernel=None, batch_invariant=False, **options: Any,
 ) -> BackwardReport:  # fmt: skip
     """Runs ``fa_ext.attention_backward`` with these arguments and judges its gradients against float64.
 
-    Accepts what ``fa_ext.attention_backward`` accepts. Results are poisoned with NaN first; given ``grads`` are overwritten,
-    or with ``accumulate`` compared with what they held plus the gradient. Raises what the call raises, with nothing
+    Accepts what ``fa_ext.attention_backward`` accepts (``options``: ``reference.Options``). Results are poisoned with NaN
+    first; given ``grads`` are overwritten, or with ``accumulate`` compared with what they held plus the gradient. Raises what the call raises, with nothing
     written. The reference of a large call on a device runs through CuPy if the program has imported it, else NumPy.
     """
     import fa_ext
 
-    options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "layout": layout}
-    arrays: dict[str, Any] = {"bias": bias, "mask": mask, "sinks": sinks, "dlse": dlse}
-    call = dict(options, **arrays, wrt=wrt, accumulate=accumulate, deterministic=deterministic, stream=stream,
-                kernel=kernel, batch_invariant=batch_invariant)  # fmt: skip
+    asked = reference.Options(**options)
+    layout = asked.layout
+    call: dict[str, Any] = dict(options, dlse=dlse, wrt=wrt, accumulate=accumulate, deterministic=deterministic,
+                                stream=stream, kernel=kernel, batch_invariant=batch_invariant)  # fmt: skip
     inputs = (dout, q, k, v, out, lse)
     ran, _ = fa_ext.explain_backward(*inputs, **call, grads=grads)
     if ran is None:
         fa_ext.attention_backward(*inputs, **call, grads=grads)  # raises
     host: list[Any] = [None if x is None else fa_ext.to_numpy(x) for x in inputs]
-    host_arrays: dict[str, Any] = {name: None if x is None else fa_ext.to_numpy(x) for name, x in arrays.items()}
-    of: dict[str, Any] = dict(zip(("q", "k", "v", "bias", "sinks"), (*host[1:4], host_arrays["bias"], host_arrays["sinks"]), strict=True))
+    host.append(None if dlse is None else fa_ext.to_numpy(dlse))
+    asked = asked.converted(on_host)
+    of: dict[str, Any] = dict(zip(("q", "k", "v", "bias", "sinks"), (*host[1:4], asked.bias, asked.sinks), strict=True))
     given = grads or (None,) * len(wrt)
     old = {n: fa_ext.to_numpy(g) for n, g in zip(wrt, given, strict=True)} if accumulate else None
     if not accumulate:
@@ -239,17 +239,17 @@ def verify_backward(
     if large and _device_of(q) is not None and "cupy" in sys.modules:
         xp = sys.modules["cupy"]
         host = [None if x is None else _upload(xp, x) for x in host]
-        host_arrays = {name: None if x is None else _upload(xp, x) for name, x in host_arrays.items()}
+        asked = asked.converted(lambda x: _upload(xp, x))
         got = {n: _upload(xp, g) for n, g in got.items()}
         old = old and {n: _upload(xp, g) for n, g in old.items()}
-    x_dout, x_q, x_k, x_v, x_out, x_lse = host
+    x_dout, x_q, x_k, x_v, x_out, x_lse, x_dlse = host
     truth, ordinary = (
-        gradients(x_dout, x_q, x_k, x_v, **options, **host_arrays, wrt=wrt, dtype=d) for d in (None, dtype)
+        gradients(x_dout, x_q, x_k, x_v, dlse=x_dlse, **vars(asked), wrt=wrt, dtype=d) for d in (None, dtype)
     )
-    band: dict[str, Any] = dict(layout=layout, causal=causal, window=window)
+    band: dict[str, Any] = dict(layout=layout, causal=asked.causal, window=asked.window)
     exempt = None
     if ran != "cpu_ref_backward":
-        exempt = spread_backward(truth, x_dout, x_q, x_k, x_v, x_out, x_lse, host_arrays["dlse"], **band)
+        exempt = spread_backward(truth, x_dout, x_q, x_k, x_v, x_out, x_lse, x_dlse, **band)
     zero = zeros_of(truth, x_q, x_k, **band)
     return judge_backward(got, truth, ordinary, dtype, kernel=ran, exempt=exempt, zero=zero, old=old, widths=widths)
 

@@ -1,7 +1,7 @@
 /* cpu_ref: attention as it is defined, one query row at a time, in portable C.
  *
- *   s_j = softcap(scale * q . k_j) + bias_j for each visible key j;  o = sum_j exp(s_j - m) v_j / (sum_j exp(s_j - m) +
- * exp(sink - m))
+ *   s_j = softcap(scale * q . k_j) + bias_j - slope |j - position| for each visible key j;  o = sum_j exp(s_j - m) v_j
+ * / (sum_j exp(s_j - m) + exp(sink - m))
  *
  * Every sum is float64, whatever the dtype. Excluded keys are skipped, so that what they hold never matters to the row.
  * Takes everything the API accepts on the CPU; the safety net under the faster CPU rows. One thread.
@@ -9,6 +9,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "cpu/alibi.h"
 #include "cpu/element.h"
 #include "cpu/limit.h"
 #include "fa.h"
@@ -16,6 +17,7 @@
 /* The query row at work. */
 typedef struct row {
     int64_t batch, head, head_kv, query;
+    double slope;
     double q[FA_MAX_HEAD_DIM], out[FA_MAX_HEAD_DIM];
 } row;
 
@@ -31,14 +33,15 @@ static double score(const fa_forward *p, const row *r, int64_t key) {
     for (int d = 0; d < p->head_dim; d++) sum += r->q[d] * fa_load(p->k.data, p->dtype, base + d * p->k.stride[3]);
     double value = p->scale * sum;
     if (p->softcap > 0) value = p->softcap * tanh(value / p->softcap);
+    double bias = 0;
     if (p->bias.data) {
         const int64_t *s = p->bias.stride;
-        const double bias =
-            fa_load(p->bias.data, p->bias_dtype, r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]);
+        bias = fa_load(p->bias.data, p->bias_dtype, r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]);
         if (bias == -INFINITY) return -INFINITY; /* excludes like a mask: a NaN score does not get through */
-        value += fa_bounded(bias, p->dtype);
+        bias = fa_bounded(bias, p->dtype);
     }
-    return value;
+    if (r->slope != 0) bias = fa_with_alibi(bias, r->slope, key - r->query - p->diagonal, p->dtype);
+    return value + bias;
 }
 
 static double visible_score(const fa_forward *p, const row *r, int64_t key) {
@@ -105,6 +108,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
         for (r.head = 0; r.head < p->heads; r.head++)
             for (r.query = 0; r.query < p->seq_q; r.query++) {
                 r.head_kv = r.head / (p->heads / p->heads_kv);
+                r.slope = fa_slope(&problem->extra, r.batch, r.head);
                 const int64_t base = r.batch * p->q.stride[0] + r.head * p->q.stride[1] + r.query * p->q.stride[2];
                 for (int d = 0; d < p->head_dim; d++) r.q[d] = fa_load(p->q.data, p->dtype, base + d * p->q.stride[3]);
                 const double lse = attend(p, &r, (double *)launch->workspace, mine->kept);
@@ -124,7 +128,8 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_ref = {
     .name = "cpu_ref",
     .summary = "portable C, float64 sums, one query row at a time",
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
-    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
+             FA_WITH_ALIBI,
     .plan = plan,
     .launch = launch,
 };

@@ -10,6 +10,7 @@
  */
 #include <math.h>
 
+#include "cpu/alibi.h"
 #include "cpu/element.h"
 #include "cpu/limit.h"
 #include "fa.h"
@@ -90,23 +91,27 @@ static int64_t end_key(const fa_forward *f, int64_t i) {
     return end < f->key_end ? end : f->key_end;
 }
 
-/* Whether mask and bias leave a pair, and its bias. */
-static bool shown(const fa_forward *f, int64_t b, int64_t h, int64_t i, int64_t j, double *bias) {
+/* Whether mask and bias leave a pair, and what bias and ALiBi add to its score. */
+static bool shown(const fa_problem *problem, int64_t b, int64_t h, int64_t i, int64_t j, double *bias) {
+    const fa_forward *f = &problem->forward;
+    const double slope = fa_slope(&problem->extra, b, h);
     *bias = 0;
     if (f->mask.data && !((const uint8_t *)f->mask.data)[at(&f->mask, b, h, i, j)]) return false;
-    if (!f->bias.data) return true;
-    *bias = fa_load(f->bias.data, f->bias_dtype, at(&f->bias, b, h, i, j));
-    if (*bias == -INFINITY) return false;
-    *bias = fa_bounded(*bias, f->dtype);
+    if (f->bias.data) {
+        *bias = fa_load(f->bias.data, f->bias_dtype, at(&f->bias, b, h, i, j));
+        if (*bias == -INFINITY) return false;
+        *bias = fa_bounded(*bias, f->dtype);
+    }
+    if (slope != 0) *bias = fa_with_alibi(*bias, slope, j - i - f->diagonal, f->dtype);
     return true;
 }
 
 /* False: the query does not see the key. */
-static bool weigh(const fa_backward *p, const query *x, const key *y, pair *r) {
-    const fa_forward *f = &p->forward;
+static bool weigh(const fa_problem *problem, const query *x, const key *y, pair *r) {
+    const fa_forward *f = &problem->forward;
     double bias, slope = 1;
     if (y->index < first_key(f, x->index) || y->index >= end_key(f, x->index)) return false;
-    if (!shown(f, x->batch, x->head, x->index, y->index, &bias)) return false;
+    if (!shown(problem, x->batch, x->head, x->index, y->index, &bias)) return false;
     double score = f->scale * dot(x->q, y->k, f->head_dim);
     if (f->softcap > 0) {
         const double capped = tanh(score / f->softcap);
@@ -143,7 +148,8 @@ static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 /* dq of a tile of queries of one head. */
 static void queries_task(const void *context, int64_t index, int worker) {
     (void)worker;
-    const fa_backward *p = context;
+    const fa_problem *problem = context;
+    const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
     const int64_t first = index % tiles(f->seq_q) * TILE, head = index / tiles(f->seq_q) % f->heads;
     const int64_t b = index / tiles(f->seq_q) / f->heads, count = least(TILE, f->seq_q - first);
@@ -155,7 +161,7 @@ static void queries_task(const void *context, int64_t index, int worker) {
     for (int64_t j = first_key(f, first); j < end_key(f, first + count - 1); j++) {
         load_key(p, b, head / (f->heads / f->heads_kv), j, &y);
         for (int64_t n = 0; n < count; n++)
-            if (weigh(p, &x[n], &y, &r)) add_row(sum[n], r.dt, y.k, f->head_dim);
+            if (weigh(problem, &x[n], &y, &r)) add_row(sum[n], r.dt, y.k, f->head_dim);
     }
     for (int64_t n = 0; n < count; n++) write_row(p, FA_GRAD_Q, b, head, first + n, sum[n], f->scale, f->head_dim);
 }
@@ -163,7 +169,8 @@ static void queries_task(const void *context, int64_t index, int worker) {
 /* dk and dv of a tile of keys of one kv head. */
 static void keys_task(const void *context, int64_t index, int worker) {
     (void)worker;
-    const fa_backward *p = context;
+    const fa_problem *problem = context;
+    const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
     const int64_t first = index % tiles(f->seq_k) * TILE, h_kv = index / tiles(f->seq_k) % f->heads_kv;
     const int64_t b = index / tiles(f->seq_k) / f->heads_kv, group = f->heads / f->heads_kv;
@@ -181,7 +188,7 @@ static void keys_task(const void *context, int64_t index, int worker) {
         for (int64_t i = row_begin; i < row_end; i++) {
             load_query(p, b, h, i, &x);
             for (int64_t j = from; j < to; j++) {
-                if (!weigh(p, &x, &y[j - first], &r)) continue;
+                if (!weigh(problem, &x, &y[j - first], &r)) continue;
                 add_row(dk[j - first], r.dt, x.q, f->head_dim);
                 add_row(dv[j - first], r.weight, x.dout, f->head_dim_v);
             }
@@ -209,7 +216,9 @@ static void bias_extents(const fa_backward *p, int64_t extent[4]) {
 }
 
 /* Adds the pairs of one head and one tile of keys [first, end) to sum, an element a key or one for all. */
-static void add_bias(const fa_backward *p, int64_t b, int64_t h, span rows, int64_t first, int64_t end, double *sum) {
+static void add_bias(const fa_problem *problem, int64_t b, int64_t h, span rows, int64_t first, int64_t end,
+                     double *sum) {
+    const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
     key y[TILE];
     query x;
@@ -219,14 +228,15 @@ static void add_bias(const fa_backward *p, int64_t b, int64_t h, span rows, int6
         if (first_key(f, i) >= end || end_key(f, i) <= first) continue;
         load_query(p, b, h, i, &x);
         for (int64_t j = first; j < end; j++)
-            if (weigh(p, &x, &y[j - first], &r)) sum[p->bias_sums >> 3 & 1 ? 0 : j - first] += r.ds;
+            if (weigh(problem, &x, &y[j - first], &r)) sum[p->bias_sums >> 3 & 1 ? 0 : j - first] += r.ds;
     }
 }
 
 /* A tile of elements of dbias along its last axis. */
 static void bias_task(const void *context, int64_t index, int worker) {
     (void)worker;
-    const fa_backward *p = context;
+    const fa_problem *problem = context;
+    const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
     int64_t extent[4], own[4];
     bias_extents(p, extent);
@@ -241,32 +251,34 @@ static void bias_task(const void *context, int64_t index, int worker) {
     for (int64_t b = batches.begin; b < batches.end; b++)
         for (int64_t h = heads.begin; h < heads.end; h++) {
             if (whole_row)
-                for (int64_t j = from; j < to; j += TILE) add_bias(p, b, h, rows, j, least(j + TILE, to), sum);
+                for (int64_t j = from; j < to; j += TILE) add_bias(problem, b, h, rows, j, least(j + TILE, to), sum);
             else if (from < to)
-                add_bias(p, b, h, rows, from, to, sum + (from - own[3]));
+                add_bias(problem, b, h, rows, from, to, sum + (from - own[3]));
         }
     for (int64_t n = 0; n < TILE && own[3] + n < extent[3]; n++)
         write(p, FA_GRAD_BIAS, at(&p->grad[FA_GRAD_BIAS], own[0], own[1], own[2], own[3] + n), sum[n]);
 }
 
-static bool sees_nothing(const fa_forward *f, int64_t b, int64_t h, int64_t i) {
+static bool sees_nothing(const fa_problem *problem, int64_t b, int64_t h, int64_t i) {
+    const fa_forward *f = &problem->forward;
     double bias;
     for (int64_t j = first_key(f, i); j < end_key(f, i); j++)
-        if (shown(f, b, h, i, j, &bias)) return false;
+        if (shown(problem, b, h, i, j, &bias)) return false;
     return true;
 }
 
 /* dsinks of one head. Where a query sees no key, the sink has all the weight, and its out and dout do not matter. */
 static void sinks_task(const void *context, int64_t h, int worker) {
     (void)worker;
-    const fa_backward *p = context;
+    const fa_problem *problem = context;
+    const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
     const double sink = fa_bounded(fa_load(f->sinks.data, f->sinks_dtype, h * f->sinks.stride[0]), f->dtype);
     query x;
     double sum = 0;
     for (int64_t b = 0; b < f->batch && sink != -INFINITY; b++)
         for (int64_t i = 0; i < f->seq_q; i++) {
-            if (sees_nothing(f, b, h, i)) {
+            if (sees_nothing(problem, b, h, i)) {
                 sum += dlse_of(p, b, h, i);
             } else {
                 load_query(p, b, h, i, &x);
@@ -303,7 +315,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
         {1 << FA_GRAD_SINKS, f->heads, sinks_task},
     };
     for (size_t n = 0; n < sizeof passes / sizeof *passes; n++)
-        if (p->wants & passes[n].wants) launch->host->loop(plan->threads, passes[n].count, passes[n].step, p);
+        if (p->wants & passes[n].wants) launch->host->loop(plan->threads, passes[n].count, passes[n].step, problem);
     return FA_OK;
 }
 
@@ -316,7 +328,7 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_ref_backward = {
     .summary = "every gradient, pair by pair, in portable C with float64 sums",
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
+             FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_ALIBI,
     .plan = plan,
     .launch = launch,
 };

@@ -174,11 +174,11 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     while (tile_m > instance->block_rows && groups * ((rows + tile_m - 1) / tile_m) < (int64_t)4 * threads)
         tile_m -= instance->block_rows;
     /* The smallest tile has scratch below a megabyte, the least that the limit can be. */
-    while (tile_m > instance->block_rows && instance->scratch_bytes(p, tile_m) > device->workspace_limit)
+    while (tile_m > instance->block_rows && instance->scratch_bytes(problem, tile_m) > device->workspace_limit)
         tile_m -= instance->block_rows;
     mine->tile_m = tile_m < rows ? tile_m : (int)rows;
     mine->tiles = (rows + mine->tile_m - 1) / mine->tile_m;
-    mine->scratch = instance->scratch_bytes(p, mine->tile_m);
+    mine->scratch = instance->scratch_bytes(problem, mine->tile_m);
     plan->blocks = groups * mine->tiles;
     if (threads > plan->blocks) threads = (int)plan->blocks;
     const size_t fitting = device->workspace_limit / mine->scratch;
@@ -190,14 +190,14 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
 
 /* What the threads of a launch share. */
 typedef struct shared {
-    const fa_forward *problem;
+    const fa_problem *problem;
     const own *own;
     char *workspace;
 } shared;
 
 static void run_task(const void *context, int64_t index, int worker) {
     const shared *s = context;
-    const fa_forward *p = s->problem;
+    const fa_forward *p = &s->problem->forward;
     const own *mine = s->own;
     const int64_t rows = p->heads / p->heads_kv * p->seq_q;
     const int64_t group = index / mine->tiles, first = (mine->tiles - 1 - index % mine->tiles) * mine->tile_m;
@@ -207,11 +207,11 @@ static void run_task(const void *context, int64_t index, int worker) {
         .first_row = first,
         .rows = (int)(rows - first < mine->tile_m ? rows - first : mine->tile_m),
     };
-    instance_of(mine->isa, p->dtype)->attend(p, &task, s->workspace + (size_t)worker * mine->scratch);
+    instance_of(mine->isa, p->dtype)->attend(s->problem, &task, s->workspace + (size_t)worker * mine->scratch);
 }
 
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    const shared s = {&problem->forward, (const own *)plan->own, launch->workspace};
+    const shared s = {problem, (const own *)plan->own, launch->workspace};
     launch->host->loop(plan->threads, plan->blocks, run_task, &s);
     return FA_OK;
 }
@@ -245,7 +245,8 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_simd = {
     .name = "cpu_simd",
     .summary = "AVX-512, AVX2 or portable vectors on all cores, online softmax",
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
-    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
+             FA_WITH_ALIBI,
     .plan = plan,
     .launch = launch,
 };

@@ -18,9 +18,9 @@ typedef struct fa_simd_instance {
     int tile_m;     /* largest tile worth having, in rows */
     int tile_n;     /* keys a tile */
     /* Bytes of scratch one thread needs for tiles of tile_m rows; a multiple of 256. */
-    size_t (*scratch_bytes)(const fa_forward *problem, int tile_m);
+    size_t (*scratch_bytes)(const fa_problem *problem, int tile_m);
     /* Computes and writes the rows of one task. A row's bits depend on neither tile_m nor the other rows. */
-    void (*attend)(const fa_forward *problem, const fa_simd_task *task, void *scratch);
+    void (*attend)(const fa_problem *problem, const fa_simd_task *task, void *scratch);
     /* The vector functions, for tests: y = 2^x for x <= 127 (float) or 1023 (double), y = tanh(x). */
     void (*exp2)(const void *x, void *y, size_t count);
     void (*tanh)(const void *x, void *y, size_t count);

@@ -1,6 +1,6 @@
 /* A block of query rows, FA_CPU_MR vectors wide, and its online softmax. For each tile of keys:
  *   S^T = K Q^T                     (simd_gemm.h; times the scale)
- *   softcap, bias, mask, window     (only where there are any)
+ *   softcap, bias, ALiBi, mask, window     (only where there are any)
  *   m' = max(m, max S);  P = e^(S - m');  l = l e^(m - m') + sum P;  O^T = O^T e^(m - m') + V^T P^T
  * and at the end O / l and LSE = m + ln l. A sink enters as a key of score sink and value 0 before the first.
  *
@@ -9,6 +9,7 @@
 #ifndef FA_CPU_SIMD_BLOCK_H
 #define FA_CPU_SIMD_BLOCK_H
 
+#include "cpu/alibi.h"
 #include "cpu/cpu_simd.h"
 #include "cpu/limit.h"
 #include "cpu/simd_gemm.h"
@@ -33,7 +34,9 @@ typedef struct block {
 /* One thread's view of a task. The arrays below `block` lie in its scratch. */
 typedef struct work {
     const fa_forward *p;
+    const fa_extra *extra;
     int64_t batch, head_kv, group;
+    bool biased;    /* by a bias or by ALiBi, which becomes a part of it */
     bool contained; /* keep NaN and Inf of excluded keys away from each row, at some cost */
     real scale;
     real cap, cap_factor; /* softcap, 0: none; what makes of a score what v_tanh_scaled() takes */
@@ -115,6 +118,32 @@ INLINE vreal v_bounded(vreal bias) {
     return v_select((bias > limit) & (bias < (real)INFINITY), v_set1(limit), bias);
 }
 
+static bool is_biased(const fa_problem *problem) { return problem->forward.bias.data || problem->extra.alibi.data; }
+
+/* The block's bias, or 0, less slope * |key - position|. Product and difference stay within the limit: the difference
+ * is made of halves, which do not overflow. */
+static void add_alibi(const work *w, const block *b, const key_tile *t) {
+    const int pitch = b->mr * LANES, keys = (int)(t->end - t->begin);
+    const vreal limit = v_set1(FA_CPU_REAL_BYTES == 4 ? (real)FA_LIMIT : (real)FA_LIMIT_F64), halved = limit / 2;
+    for (int m = 0; m < b->mr; m++) {
+        vreal slope, first; /* of each lane: its distance to the first key */
+        for (int lane = 0; lane < LANES; lane++) {
+            slope[lane] = (real)fa_slope(w->extra, w->batch, b->head[m * LANES + lane]);
+            first[lane] = (real)(t->begin - b->query[m * LANES + lane] - w->p->diagonal);
+        }
+        for (int n = 0; n < keys; n++) {
+            real *at = w->bias + n * pitch + m * LANES;
+            const vreal distance = first + (real)n, bias = w->p->bias.data ? v_bounded(v_load(at)) : v_set1(0);
+            vreal product = slope * v_select(distance < 0, -distance, distance);
+            product = v_select(product > limit, limit, v_select(product < -limit, -limit, product));
+            vreal half = bias * (real)0.5 - product * (real)0.5;
+            half = v_select(half > halved, halved, v_select(half < -halved, -halved, half));
+            const vint kept = (bias == -(real)INFINITY) | ((bias == (real)INFINITY) & (product == product));
+            v_store(at, v_select(kept, bias, half * 2));
+        }
+    }
+}
+
 static bool all_excluded(const real *mask, int count) {
     vint seen = {0};
     for (int n = 0; n < count; n += LANES) seen |= v_load(mask + n) == 0;
@@ -139,7 +168,7 @@ static void adjust_scores(const work *w, const block *b, const key_tile *t, bool
             real *at = w->scores + n * pitch + m * LANES;
             vreal s = v_load(at);
             if (w->cap > 0) s = v_tanh_scaled(s * w->cap_factor) * w->cap;
-            if (p->bias.data) {
+            if (w->biased) {
                 const vreal bias = v_load(w->bias + n * pitch + m * LANES);
                 s = v_select(bias == nothing, nothing, v_bounded(bias) + s);
             }
@@ -189,7 +218,8 @@ INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile 
     }
     multiply_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scale, w->scores, maximum);
     if (p->bias.data) read_score_operand(w, b, t, &p->bias, p->bias_dtype, w->bias);
-    if (windowed || w->cap > 0 || p->bias.data || p->mask.data) adjust_scores(w, b, t, windowed, maximum);
+    if (w->extra->alibi.data) add_alibi(w, b, t);
+    if (windowed || w->cap > 0 || w->biased || p->mask.data) adjust_scores(w, b, t, windowed, maximum);
     if (w->contained) {
         soften(mr, b, w->scores, keys, maximum, decay, true);
         multiply_values_contained(mr, w->scores, t->v, t->v_pitch, keys, p->head_dim_v, b->o, decay);

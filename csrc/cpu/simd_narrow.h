@@ -24,9 +24,10 @@ typedef struct narrow_row {
     real maximum, sum;
 } narrow_row;
 
-static bool is_narrow(const fa_forward *p, const fa_simd_task *task) {
+static bool is_narrow(const work *w, const fa_simd_task *task) {
+    const fa_forward *p = w->p;
     return task->rows <= NARROW_ROWS && p->head_dim % LANES == 0 && p->head_dim_v % LANES == 0 && p->softcap <= 0 &&
-           !p->bias.data && !p->mask.data;
+           !w->biased && !p->mask.data;
 }
 
 static void narrow_begin(const work *w, narrow_row *r) {

@@ -81,14 +81,15 @@ static void *take(arena *a, size_t count, size_t size) {
     return piece;
 }
 
-static void lay_out(arena *a, work *w, const fa_forward *p, int tile_m) {
+static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
+    const fa_forward *p = &problem->forward;
     const int blocks = (tile_m + BLOCK_ROWS - 1) / BLOCK_ROWS;
     int widest = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
     if (widest < FA_CPU_TILE_N) widest = FA_CPU_TILE_N;
     const size_t scores = (size_t)FA_CPU_TILE_N * BLOCK_ROWS;
     w->block = take(a, (size_t)blocks, sizeof *w->block);
     w->scores = take(a, scores, sizeof(real));
-    w->bias = take(a, p->bias.data ? scores : 0, sizeof(real));
+    w->bias = take(a, is_biased(problem) ? scores : 0, sizeof(real));
     w->mask = take(a, p->mask.data ? scores : 0, sizeof(real));
     w->k = take(a, (size_t)FA_CPU_TILE_N * (size_t)p->head_dim, sizeof(real));
     w->v = take(a, (size_t)FA_CPU_TILE_N * (size_t)p->head_dim_v, sizeof(real));
@@ -100,10 +101,10 @@ static void lay_out(arena *a, work *w, const fa_forward *p, int tile_m) {
     }
 }
 
-static size_t scratch_bytes(const fa_forward *p, int tile_m) {
+static size_t scratch_bytes(const fa_problem *problem, int tile_m) {
     arena a = {NULL, 0};
     work w;
-    lay_out(&a, &w, p, tile_m);
+    lay_out(&a, &w, problem, tile_m);
     return a.used;
 }
 
@@ -156,19 +157,25 @@ static void run_narrow(work *w, const fa_simd_task *task) {
     for (int n = 0; n < task->rows; n++) narrow_end(w, &rows[n]);
 }
 
-static void attend(const fa_forward *p, const fa_simd_task *task, void *scratch) {
-    work w = {.p = p, .batch = task->batch, .head_kv = task->head_kv, .group = p->heads / p->heads_kv};
+static void attend(const fa_problem *problem, const fa_simd_task *task, void *scratch) {
+    const fa_forward *p = &problem->forward;
+    work w = {.p = p,
+              .extra = &problem->extra,
+              .biased = is_biased(problem),
+              .batch = task->batch,
+              .head_kv = task->head_kv,
+              .group = p->heads / p->heads_kv};
     arena a = {scratch, 0};
-    lay_out(&a, &w, p, task->rows);
+    lay_out(&a, &w, problem, task->rows);
     w.blocks = (task->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     w.scale = (real)p->scale;
     w.cap = (real)p->softcap;
     w.cap_factor = p->softcap > 0 ? (real)(2 * LOG2E / p->softcap) : 0;
-    if (is_narrow(p, task)) {
+    if (is_narrow(&w, task)) {
         run_narrow(&w, task);
         return;
     }
-    const bool excludes = p->mask.data || p->bias.data || p->left < FA_UNBOUNDED || p->right < FA_UNBOUNDED;
+    const bool excludes = p->mask.data || w.biased || p->left < FA_UNBOUNDED || p->right < FA_UNBOUNDED;
     if (run(&w, task) && excludes) {
         w.contained = true;
         run(&w, task);

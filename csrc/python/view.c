@@ -67,6 +67,7 @@ const char *fa_accepted_dtypes(const char *name) {
         {"mask", "bool (True: attend)"},
         {"bias", "q's dtype or float32"},
         {"sinks", "q's dtype or float32"},
+        {"alibi", "float32"},
         {"lse", "float32 (float64 for float64 q)"},
         {"array", "float16, bfloat16 (ml_dtypes), float32, float64 and bool"},
     };
