@@ -31,6 +31,35 @@ fa_code fa_check_device(const char *name, const fa_view *view, const char *first
                    device_text(view->device, given), first_name, device_text(first->device, wanted));
 }
 
+/* Largest |offset| of an element, in bytes, that a description may reach. */
+#define REACH_MAX (INT64_C(1) << 62)
+
+fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status) {
+    const int64_t size = (int64_t)fa_dtype_size(view->dtype);
+    int64_t bytes = size, reach = 0, span;
+    bool empty = false;
+    for (int axis = 0; axis < view->ndim; axis++) {
+        int64_t extent = view->shape[axis], stride = view->strides[axis];
+        if (extent < 0)
+            return fa_fail(status, FA_EVALUE, "%s has extent %lld on axis %d; accepted: extents >= 0", name,
+                           (long long)extent, axis);
+        if (extent == 0) empty = true;
+        if (extent && (__builtin_mul_overflow(bytes, extent, &bytes) || bytes > REACH_MAX))
+            return fa_fail(status, FA_EVALUE, "%s has extents whose product overflows 64 bits", name);
+        if (extent > 1 &&
+            (stride < -REACH_MAX || __builtin_mul_overflow(stride < 0 ? -stride : stride, extent, &span) ||
+             __builtin_mul_overflow(span, size, &span) || __builtin_add_overflow(reach, span, &reach) ||
+             reach > REACH_MAX))
+            return fa_fail(status, FA_EVALUE, "%s has strides that overflow 64 bits", name);
+    }
+    if (empty) return FA_OK;
+    if (((uintptr_t)view->data & (uintptr_t)(size - 1)) != 0)
+        return fa_fail(status, FA_EBUFFER, "%s is not aligned in memory; accepted: a multiple of the item size, %lld",
+                       name, (long long)size);
+    if (!view->data) return fa_fail(status, FA_EBUFFER, "%s has a NULL data pointer, but it is not empty", name);
+    return FA_OK;
+}
+
 fa_code fa_check_extents(const char *name, const fa_view *view, fa_status *status) {
     int64_t elements = 1;
     for (int axis = 0; axis < view->ndim; axis++) {

@@ -31,6 +31,9 @@ void fa_view_contiguous(fa_view *view);
 /* Each element has memory of its own. */
 bool fa_view_distinct(const fa_view *view);
 
+/* What any description is checked for, with strides in elements: extents that are not negative, products and offsets
+ * that fit 64 bits, aligned data. */
+fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status);
 fa_code fa_check_device(const char *name, const fa_view *view, const char *first_name, const fa_view *first,
                         fa_status *status);
 fa_code fa_check_extents(const char *name, const fa_view *view, fa_status *status);

@@ -31,6 +31,7 @@ typedef struct slot {
 
 struct fa_context {
     unsigned long serial;
+    atomic_int holders;
     pthread_mutex_t lock;
     fa_device_info cpu;
     fa_device_info *cuda[MAX_DEVICES]; /* filled once each, under the lock, then only read */
@@ -83,6 +84,7 @@ fa_context *fa_context_new(void) {
     fa_context *context = calloc(1, sizeof *context);
     if (!context) return NULL;
     context->serial = atomic_fetch_add(&contexts, 1) + 1;
+    atomic_init(&context->holders, 1);
     pthread_mutex_init(&context->lock, NULL);
     describe_cpu(&context->cpu);
     read_workspace_limit(context);
@@ -461,8 +463,10 @@ static void free_cuda(fa_context *context) { (void)context; }
 
 #endif
 
+void fa_context_hold(fa_context *context) { atomic_fetch_add(&context->holders, 1); }
+
 void fa_context_free(fa_context *context) {
-    if (!context) return;
+    if (!context || atomic_fetch_sub(&context->holders, 1) > 1) return;
     while (context->slots) {
         slot *first = context->slots;
         context->slots = first->next;

@@ -114,23 +114,30 @@ fa_code fa_plan_make(const fa_problem *problem, const fa_device_info *device, co
     return declined ? force(declined, problem, device, plan, status) : fail_unsupported(problem, device, status);
 }
 
-fa_code fa_plan_run(const fa_problem *problem, const fa_plan *plan, fa_context *context, const fa_device_info *device,
-                    void *stream, fa_status *status) {
+fa_code fa_plan_launch(const fa_problem *problem, const fa_plan *plan, fa_context *context,
+                       const fa_device_info *device, void *stream, void *workspace, fa_status *status) {
     if (problem->empty) return FA_OK;
-    fa_launch launch = {
+    const fa_launch launch = {
         .host = &host,
         .context = context,
         .device = device,
+        .workspace = workspace,
         .stream = stream,
         .encode_tensor_map = fa_device_tensor_maps(context, problem->device),
         .status = status,
     };
-    if (plan->workspace_bytes)
-        FA_TRY(fa_memory_alloc(context, device->device, plan->workspace_bytes, stream, &launch.workspace, status));
-    fa_code code = plan->kernel->launch(problem, plan, &launch);
-    if (launch.workspace) {
+    return plan->kernel->launch(problem, plan, &launch);
+}
+
+fa_code fa_plan_run(const fa_problem *problem, const fa_plan *plan, fa_context *context, const fa_device_info *device,
+                    void *stream, fa_status *status) {
+    void *workspace = NULL;
+    if (plan->workspace_bytes && !problem->empty)
+        FA_TRY(fa_memory_alloc(context, device->device, plan->workspace_bytes, stream, &workspace, status));
+    fa_code code = fa_plan_launch(problem, plan, context, device, stream, workspace, status);
+    if (workspace) {
         fa_status ignored;
-        fa_code freed = fa_memory_free(device->device, launch.workspace, stream, code == FA_OK ? status : &ignored);
+        fa_code freed = fa_memory_free(device->device, workspace, stream, code == FA_OK ? status : &ignored);
         if (code == FA_OK) code = freed;
     }
     return code;

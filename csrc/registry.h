@@ -23,4 +23,8 @@ fa_code fa_plan_make(const fa_problem *problem, const fa_device_info *device, co
 fa_code fa_plan_run(const fa_problem *problem, const fa_plan *plan, fa_context *context, const fa_device_info *device,
                     void *stream, fa_status *status);
 
+/* Launch alone, with plan->workspace_bytes at `workspace`, 256-byte aligned; NULL when there are none. */
+fa_code fa_plan_launch(const fa_problem *problem, const fa_plan *plan, fa_context *context,
+                       const fa_device_info *device, void *stream, void *workspace, fa_status *status);
+
 #endif

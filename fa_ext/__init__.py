@@ -8,6 +8,7 @@ holds a call against float64, ``merge()`` joins results over parts of the keys, 
 import importlib
 import sys
 import types
+from pathlib import Path
 
 try:
     from ._core import (
@@ -44,6 +45,7 @@ __all__ = [
     "explain",
     "explain_backward",
     "explain_merge",
+    "get_include",
     "kernels",
     "merge",
     "to_device",
@@ -65,6 +67,11 @@ class _Package(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+
+def get_include() -> str:
+    """The directory of ``fa_ext.h``, the C interface, for a compiler's ``-I``."""
+    return str(Path(__file__).with_name("include"))
 
 
 def __getattr__(name: str):

@@ -27,6 +27,7 @@ __all__ = [
     "explain",
     "explain_backward",
     "explain_merge",
+    "get_include",
     "kernels",
     "merge",
     "to_device",
@@ -35,3 +36,5 @@ __all__ = [
     "verify_backward",
     "verify_merge",
 ]
+
+def get_include() -> str: ...

@@ -32,6 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 KERNELS = ROOT / "kernels"
+INCLUDE = ROOT / "fa_ext" / "include"
 DEFAULT_ARCHS = ("sm_80", "sm_90", "compute_80")
 _DIRECTIVE = re.compile(r"@(arch|flags|instance)[ \t]+([^\n*]+)")
 _ARCH = re.compile(r"(sm|compute)_\d{2,3}[af]?")
@@ -276,7 +277,7 @@ def command(unit: Unit, target: Path, options: Options) -> list[str]:
     python = [f"-I{sysconfig.get_path('include')}", *(f"-I{d}" for d in options.include_dirs)]
     cuda = [f"-I{Path(options.nvcc).resolve().parent.parent / 'include'}"] if options.nvcc else []
     return [*compiler, "-std=c11", "-D_GNU_SOURCE", *mode, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
-            *sanitize, *defines, *includes, *python, *cuda, *unit.flags, *dependencies,
+            *sanitize, *defines, *includes, f"-I{INCLUDE}", *python, *cuda, *unit.flags, *dependencies,
             "-c", str(unit.source), "-o", str(target)]  # fmt: skip
 
 

@@ -184,9 +184,7 @@ void fa_type_drop(fa_type *entry);
 /* 1, 0, or -1 with an exception. */
 int fa_flag_ask(const fa_flag *flag, PyObject *object);
 
-/* view.c. What any description is checked for, with strides in elements: extents that are not negative, products and offsets
- * that fit 64 bits, aligned data. */
-fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status);
+/* view.c */
 /* Strides in bytes, multiples of the item size, -> elements; and fa_view_check(). */
 fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byte_strides, fa_status *status);
 int64_t fa_view_elements(const fa_view *view);
@@ -386,6 +384,9 @@ PyObject *fa_explain_problem(fa_state *state, const fa_call *call);
 FA_FUNCTIONS(FA_DECLARE)
 #undef FA_DECLARE
 PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+
+/* capsule.c: _C_API */
+int fa_capsules_add(PyObject *module, fa_context *context);
 
 /* copy.c */
 PyObject *fa_to_numpy(PyObject *module, PyObject *object);

@@ -55,6 +55,7 @@ static int core_exec(PyObject *module) {
         PyErr_NoMemory();
         return -1;
     }
+    if (fa_capsules_add(module, state->context) < 0) return -1;
     return PyModule_AddStringConstant(module, "__version__", FA_VERSION);
 }
 

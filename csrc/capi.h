@@ -1,0 +1,17 @@
+/* The C interface: what the table of fa_ext/include/fa_ext.h does. Front ends in C use it as programs do. */
+#ifndef FA_CAPI_H
+#define FA_CAPI_H
+
+#include "device.h"
+#include "fa_ext.h"
+
+/* The table. Its functions work in the context that the first call of the process gives, which is then never freed. */
+const fa_ext_api *fa_capi_table(fa_context *context);
+
+/* The same once fa_capi_table() has been called. */
+extern const fa_ext_api fa_capi;
+
+/* fa_ext_array.device of memory that CUDA knows; FA_EXT_CPU for host memory. */
+fa_code fa_capi_device(const void *pointer, int32_t *device, fa_status *status);
+
+#endif

@@ -1,0 +1,187 @@
+/* The C interface of fa_ext: attention, its gradients and merging, for programs in C11 or C++17.
+ *
+ * The functions are in a table that the extension exports as the capsule "fa_ext._core._C_API"; nothing is linked. A
+ * program that includes Python.h defines FA_EXT_IMPORT before this header and gets the table from fa_ext_import(), with
+ * the GIL held. Any other is handed the table's address. fa_ext.get_include() is the directory of this file.
+ *
+ *     fa_ext_forward call = {.size = sizeof call, .q = &q, .k = &k, .v = &v, .out = &out};
+ *     char message[512];
+ *     fa_ext_run run = {.size = sizeof run, .message = message, .message_bytes = sizeof message};
+ *     if (api->forward(&call, &run) != FA_EXT_OK) puts(message);
+ *
+ * What a call means (shapes, dtypes, options, results) is what fa_ext.attention(), attention_backward() and merge()
+ * say in Python, with these differences: the caller owns all memory, results too; the environment variables that force
+ * a kernel are not read; kernels that fa_ext._core.load() added are not known.
+ *
+ * Every function may be called from any thread, and none needs or takes the GIL. On a CUDA device a call queues work on
+ * a stream and returns. A function returns FA_EXT_OK or the code of the error, with words in the caller's buffer;
+ * nothing is written then unless the launch itself failed. The table lives as long as the process.
+ *
+ * Versions: a struct of arguments begins with its size and only ever grows at its end, where 0 is the default, so clear
+ * it before filling it. The table grows at its end alone: FA_EXT_HAS(api, merge) says whether the running version has
+ * an entry. FA_EXT_ABI changes when the meaning of an entry does. */
+#ifndef FA_EXT_H
+#define FA_EXT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FA_EXT_ABI 1
+
+/* What functions return, and the exception of Python that stands for it. */
+enum fa_ext_code {
+    FA_EXT_OK = 0,
+    FA_EXT_EVALUE = 1,       /* ValueError: an argument is not accepted */
+    FA_EXT_ETYPE = 2,        /* TypeError: a dtype is not accepted */
+    FA_EXT_EBUFFER = 3,      /* BufferError: memory is not aligned, NULL, or overlaps itself */
+    FA_EXT_EMEMORY = 4,      /* MemoryError */
+    FA_EXT_EUNSUPPORTED = 5, /* fa_ext.UnsupportedError: no kernel takes the call, or the one asked for refuses it */
+    FA_EXT_ECUDA = 6         /* fa_ext.CudaError */
+};
+
+enum fa_ext_dtype {
+    FA_EXT_FLOAT16 = 1,
+    FA_EXT_BFLOAT16 = 2,
+    FA_EXT_FLOAT32 = 3,
+    FA_EXT_FLOAT64 = 4, /* on the CPU */
+    FA_EXT_BOOL = 5     /* a byte */
+};
+
+#define FA_EXT_CPU           0
+#define FA_EXT_CUDA(ordinal) ((int32_t)(ordinal) + 1)
+
+#define FA_EXT_MAX_NDIM      16
+
+typedef struct fa_ext_array {
+    void *data;             /* aligned to the item; may be NULL where there are no elements */
+    int32_t dtype;          /* fa_ext_dtype */
+    int32_t device;         /* FA_EXT_CPU or FA_EXT_CUDA(ordinal) */
+    int32_t ndim;           /* 0 to FA_EXT_MAX_NDIM */
+    int32_t reserved;       /* 0 */
+    const int64_t *shape;   /* `ndim` extents */
+    const int64_t *strides; /* `ndim` steps in elements; NULL: C-contiguous */
+} fa_ext_array;
+
+enum fa_ext_layout {
+    FA_EXT_BHSD = 0, /* (batch, heads, sequence, head_dim) */
+    FA_EXT_BSHD = 1  /* (batch, sequence, heads, head_dim) */
+};
+
+enum fa_ext_causal {
+    FA_EXT_CAUSAL_NONE = 0,
+    FA_EXT_CAUSAL = 1, /* needs as many queries as keys */
+    FA_EXT_CAUSAL_TOP_LEFT = 2,
+    FA_EXT_CAUSAL_BOTTOM_RIGHT = 3
+};
+
+/* Fields that 0 does not leave out: they count where their bit is set in `given`. */
+enum fa_ext_given {
+    FA_EXT_SCALE = 1,       /* else 1 / sqrt(head_dim) */
+    FA_EXT_WINDOW_LEFT = 2, /* else unbounded */
+    FA_EXT_WINDOW_RIGHT = 4
+};
+
+typedef struct fa_ext_options {
+    size_t size;             /* sizeof(fa_ext_options) */
+    uint32_t given;          /* fa_ext_given */
+    int32_t causal;          /* fa_ext_causal */
+    int32_t layout;          /* fa_ext_layout, of all arrays of four axes but bias and mask */
+    int32_t batch_invariant; /* not 0: the bits of a batch entry do not depend on the others */
+    double scale;
+    double softcap; /* 0: none */
+    int64_t window_left, window_right;
+} fa_ext_options;
+
+/* Arrays that are NULL are absent; `out` is needed, and an `lse` is written where it is given. */
+typedef struct fa_ext_forward {
+    size_t size;                     /* sizeof(fa_ext_forward) */
+    const fa_ext_array *q, *k, *v;   /* (B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv), or as `layout` says */
+    const fa_ext_array *bias, *mask; /* what broadcasts to (B, H, Sq, Sk); bool the latter: not 0 attends */
+    const fa_ext_array *sinks;       /* (H,) */
+    const fa_ext_array *out;         /* result: (B, H, Sq, Dv), or as `layout` says */
+    const fa_ext_array *lse;         /* result: (B, H, Sq), C-contiguous */
+    const fa_ext_options *options;   /* NULL: the defaults */
+} fa_ext_forward;
+
+/* Gradients that are NULL are not computed; one at least is needed, and so is `dout` or `dlse`. */
+typedef struct fa_ext_backward {
+    size_t size;                                       /* sizeof(fa_ext_backward) */
+    const fa_ext_array *dout;                          /* NULL: zeros */
+    const fa_ext_array *q, *k, *v, *out, *lse;         /* the arguments and results of the forward call */
+    const fa_ext_array *dlse;                          /* NULL: zeros */
+    const fa_ext_array *bias, *mask, *sinks;           /* those of the forward call */
+    const fa_ext_array *dq, *dk, *dv, *dbias, *dsinks; /* results: of the shape and dtype of q, ..., or float32 */
+    const fa_ext_options *options;                     /* those of the forward call */
+    int32_t accumulate;                                /* not 0: add to what the results hold */
+    int32_t unordered;                                 /* not 0: the order of sums is free, and so are the bits */
+} fa_ext_backward;
+
+typedef struct fa_ext_merge {
+    size_t size;                     /* sizeof(fa_ext_merge) */
+    const fa_ext_array *outs, *lses; /* `count` of each: the results over parts of the keys */
+    size_t count;                    /* at least 1 */
+    const fa_ext_array *sinks;       /* NULL: none */
+    const fa_ext_array *out, *lse;   /* results, both needed */
+    int32_t layout;                  /* fa_ext_layout, of results of four axes */
+    int32_t reserved;                /* 0 */
+} fa_ext_merge;
+
+/* How a call runs; NULL stands for one that is all defaults. */
+typedef struct fa_ext_run {
+    size_t size;        /* sizeof(fa_ext_run) */
+    void *stream;       /* cudaStream_t of the arrays' device; NULL: its legacy default stream. On the CPU: NULL */
+    const char *kernel; /* a name of fa_ext.kernels() forces that kernel; NULL: the first that takes the call */
+    void *workspace;    /* memory of the arrays' device, of any alignment, in use until the work is done; NULL: the */
+    size_t workspace_bytes; /* library's own. Too little is an error. */
+    char *message;          /* where an error's words go, cut to fit and ended by 0; NULL: nowhere */
+    size_t message_bytes;
+} fa_ext_run;
+
+enum fa_ext_operation { FA_EXT_FORWARD = 0, FA_EXT_BACKWARD = 1, FA_EXT_MERGE = 2 };
+
+/* Entries come in this order for ever. Those for appending to a cache (append), for the keep mask of dropout
+ * (dropout_keep) and for faults of device code (faults) follow in this order once the library has what they do. */
+typedef struct fa_ext_api {
+    uint32_t abi;        /* FA_EXT_ABI of the running version */
+    uint32_t size;       /* bytes of its table */
+    const char *version; /* fa_ext.__version__ */
+    int (*forward)(const fa_ext_forward *arguments, const fa_ext_run *run);
+    int (*backward)(const fa_ext_backward *arguments, const fa_ext_run *run);
+    /* Bytes that `run->workspace` needs for a call with these arguments: a fa_ext_forward, fa_ext_backward or
+     * fa_ext_merge. Validates them as the call does, but reads no pointer to data: any may be NULL. The answer is the
+     * largest for data at multiples of 256 bytes, of the item's size and of what is between; for the kernel, the
+     * machine and (on the CPU) the number of threads of this moment. 0: none is needed. */
+    int (*workspace)(int operation, const void *arguments, const fa_ext_run *run, size_t *bytes);
+    int (*merge)(const fa_ext_merge *arguments, const fa_ext_run *run);
+} fa_ext_api;
+
+/* Whether the running version's table has an entry. */
+#define FA_EXT_HAS(api, entry) ((api)->size >= offsetof(fa_ext_api, entry) + sizeof((api)->entry))
+
+#ifdef __cplusplus
+}
+#endif
+
+#ifdef FA_EXT_IMPORT
+#include <Python.h>
+
+/* The table, or NULL with an exception. Once a program is enough; with the GIL held. */
+static inline const fa_ext_api *fa_ext_import(void) {
+    const fa_ext_api *api = (const fa_ext_api *)PyCapsule_Import("fa_ext._core._C_API", 0);
+    if (api && (api->abi != FA_EXT_ABI || !FA_EXT_HAS(api, merge))) {
+        PyErr_Format(
+            PyExc_ImportError,
+            "this program was compiled for ABI %d of fa_ext's C interface, but fa_ext %s has ABI %u; compile it "
+            "again with the header that fa_ext.get_include() names",
+            FA_EXT_ABI, api->version, (unsigned)api->abi);
+        return NULL;
+    }
+    return api;
+}
+#endif
+
+#endif
