@@ -4,15 +4,23 @@
 
 #include <string.h>
 
-/* What takes part in autograd would lose its gradients silently. */
+/* What takes part in autograd would lose its gradients silently, unless gradients are off. */
 static fa_code refuse_grad(const fa_array *array, fa_status *status) {
     int truth = fa_flag_ask(&array->type->requires_grad, array->object);
     if (truth == 0) return FA_OK;
     if (truth < 0) return fa_python_error(status);
-    return fa_fail(
-        status, FA_EVALUE,
-        "%s requires grad, and autograd does not see this call: gradients would be lost silently; pass %s.detach()",
-        array->name, array->name);
+    if (array->type->grad_enabled) {
+        PyObject *enabled = PyObject_CallNoArgs(array->type->grad_enabled);
+        if (!enabled) return fa_python_error(status);
+        truth = PyObject_IsTrue(enabled);
+        Py_DECREF(enabled);
+        if (truth == 0) return FA_OK;
+        if (truth < 0) return fa_python_error(status);
+    }
+    return fa_fail(status, FA_EVALUE,
+                   "%s requires grad, and autograd does not see this call: gradients would be lost silently; call "
+                   "fa_ext.torch.attention, which is differentiable, or pass %s.detach()",
+                   array->name, array->name);
 }
 
 /* A tensor that stands for the negative of its memory. One is the imaginary part of a conjugate, whose elements lie two

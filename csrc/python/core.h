@@ -93,6 +93,7 @@ typedef struct fa_type {
     fa_flag contiguous;       /* CuPy's _c_contiguous: cheaper than its strides */
     PyObject *maker;          /* cupy.ndarray, jax.dlpack.from_dlpack, numba.cuda.as_cuda_array, torch.empty; or NULL */
     PyObject *current_stream; /* cupy.cuda.get_current_stream, or NULL */
+    PyObject *grad_enabled;   /* torch.is_grad_enabled, or NULL: requires_grad always counts */
     const DLExchange *exchange;
 } fa_type;
 

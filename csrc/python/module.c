@@ -71,6 +71,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg) {
         Py_VISIT(state->types[n].type);
         Py_VISIT(state->types[n].maker);
         Py_VISIT(state->types[n].current_stream);
+        Py_VISIT(state->types[n].grad_enabled);
     }
     return 0;
 }

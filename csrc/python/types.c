@@ -48,6 +48,8 @@ static bool find_functions(fa_type *entry) {
     if (entry->library == FA_LIB_CUPY && !find_function("cupy.cuda", "get_current_stream", &entry->current_stream))
         return false;
     if (entry->library == FA_LIB_CUPY && !(entry->maker && entry->current_stream)) entry->library = FA_LIB_OTHER;
+    if (entry->library == FA_LIB_TORCH && !find_function("torch", "is_grad_enabled", &entry->grad_enabled))
+        return false;
     return true;
 }
 
@@ -164,6 +166,7 @@ static fa_code classify(fa_state *state, PyObject *object, fa_type *entry, fa_st
 void fa_type_drop(fa_type *entry) {
     Py_CLEAR(entry->maker);
     Py_CLEAR(entry->current_stream);
+    Py_CLEAR(entry->grad_enabled);
 }
 
 const fa_type *fa_type_of(fa_state *state, PyObject *object, fa_type *space) {
