@@ -1,0 +1,27 @@
+"""fa_ext in PyTorch: attention with gradients, under torch.compile, autocast, checkpointing and torch.func.
+
+``attention`` takes every option of ``fa_ext.attention`` and is differentiable; ``scaled_dot_product_attention`` has
+torch's own signature and meaning, and ``with sdpa():`` puts it in the place of torch's; ``explain`` says what runs a call
+of it, and why; ``register_transformers`` makes it an attention implementation of Hugging Face transformers, "fa_ext".
+Nothing of torch is patched. Needs PyTorch 2.10 or newer.
+"""
+
+try:
+    import torch
+except ImportError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError(
+        "fa_ext.torch needs PyTorch 2.10 or newer, which is not installed; run: pip install 'torch>=2.10'", name="torch"
+    ) from None
+
+if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
+    raise ImportError(
+        f"fa_ext.torch needs PyTorch 2.10 or newer, found {torch.__version__}; run: pip install 'torch>=2.10'", name="torch"
+    )
+
+from ._attention import attention
+from ._sdpa import explain, scaled_dot_product_attention, sdpa
+from ._transformers import register_transformers
+
+__all__ = ["attention", "explain", "register_transformers", "scaled_dot_product_attention", "sdpa"]

@@ -1,0 +1,143 @@
+"""attention(): the differentiable call, and the way each call takes."""
+
+import torch
+from torch.autograd import forward_ad
+
+from .. import UnsupportedError
+from . import _ops
+from ._eager import _transformed, differentiable
+from ._options import HAS_DROPOUT, Options, bounds, forward
+
+_AUTOCAST = ("cpu", "cuda")
+_HALVES = (torch.float16, torch.bfloat16)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def attention(
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, layout="bhsd",
+    return_lse=False, dropout_p=0.0, deterministic=None, kernel=None, batch_invariant=False,
+):  # fmt: skip
+    """Attention with gradients in q, k, v, bias and sinks, also through the LSE.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        (B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv), or with axes 1 and 2 swapped for ``layout="bshd"``; float16,
+        bfloat16, float32, or float64 on the CPU. H is a multiple of Hk.
+    causal, scale, window, softcap, bias, mask, sinks, layout, kernel, batch_invariant
+        As in ``fa_ext.attention``. ``kernel`` names the forward kernel; FA_EXT_KERNEL_BACKWARD that of the backward pass.
+    return_lse : bool
+        Also return the natural logarithm of the sum of exponentials, (B, H, Sq), float32 (float64 for float64).
+    dropout_p : float
+        Probability that a weight is dropped, 0 to 1. The state is drawn from torch's generator of q's device.
+    deterministic : bool or None
+        Whether gradients have the same bits from run to run; None follows ``torch.are_deterministic_algorithms_enabled()``.
+
+    Returns
+    -------
+    Tensor, or (Tensor, Tensor) with ``return_lse``
+        (B, H, Sq, Dv) or (B, Sq, H, Dv), q's dtype, C-contiguous.
+
+    Raises
+    ------
+    ValueError, TypeError, BufferError
+        As ``fa_ext.attention``: for arguments that do not fit, before anything is computed.
+    fa_ext.UnsupportedError
+        Where no kernel takes the call, or this build has no dropout.
+    NotImplementedError
+        For forward-mode derivatives (jvp).
+
+    Under autocast q, k and v are cast to its dtype; bias and sinks stay. The backward pass runs without autocast. A second
+    derivative is composed of torch's operations and takes memory for every pair of query and key. Under torch.compile the
+    call is the operator ``torch.ops.fa_ext.attention``.
+    """
+    kind = q.device.type
+    if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
+        q, k, v, bias, sinks = _autocast(q, k, v, bias, sinks)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    state = _dropout_state(dropout_p, q.device) if dropout_p else None
+    if mask is not None:
+        mask = _narrowed(mask)
+    if torch.compiler.is_compiling() or _is_traced(q, k, v):
+        queries = 1 if layout == "bshd" else 2
+        left, right, diagonal = bounds(causal, window, q.shape[queries], k.shape[queries])
+        out, lse = _ops.attention(
+            q, k, v, None if bias is None else _narrowed(bias), mask, sinks, state, left, right, diagonal, scale,
+            softcap, layout, dropout_p, kernel, batch_invariant, deterministic,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+    if bias is not None:
+        bias = _reduced(bias)
+    options = Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
+    if not _is_differentiated(q, k, v, bias, sinks):
+        return forward(q, k, v, bias, mask, sinks, state, options, return_lse)
+    out, lse = differentiable(q, k, v, bias, mask, sinks, state, options)
+    return (out, lse) if return_lse else out
+
+
+def _is_traced(q, k, v):
+    """Whether something looks at the operators of the call: a dispatch mode (fake tensors, selective checkpointing,
+    counters), a subclass of Tensor, or the meta device."""
+    return (
+        _dispatch_modes() > 0
+        or type(q) not in _PLAIN
+        or type(k) not in _PLAIN
+        or type(v) not in _PLAIN
+        or q.is_meta
+    )  # fmt: skip
+
+
+def _is_differentiated(q, k, v, bias, sinks):
+    if _transformed() or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+    )
+
+
+def _autocast(q, k, v, bias, sinks):
+    """q, k, v in autocast's dtype. A bias or sinks of another half type become float32, which holds them exactly."""
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x.to(dtype) if x.dtype == torch.float32 or x.dtype in _HALVES else x for x in (q, k, v))
+    bias, sinks = (x.float() if x is not None and x.dtype in _HALVES and x.dtype != q.dtype else x for x in (bias, sinks))
+    return q, k, v, bias, sinks
+
+
+def _dropout_state(p, device):
+    """The core's 32 bytes of state: a seed from torch's generator, offset, origin and heads 0."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout_p is {p}; accepted: 0 to 1")
+    if not HAS_DROPOUT:
+        raise UnsupportedError(f"dropout_p is {p}, but the kernels of this build of fa_ext have no dropout; accepted: 0.0")
+    seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
+    return torch.nn.functional.pad(seed, (0, 3))
+
+
+def _narrowed(x):
+    """Axes of stride 0 as axes of size 1, so that a gradient is summed over them in the kernel."""
+    for axis in range(x.dim()):
+        if x.stride(axis) == 0 and x.size(axis) > 1:
+            x = x.narrow(axis, 0, 1)
+    return x
+
+
+def _reduced(bias):
+    """``_narrowed`` for a bias that may have a gradient, whose size would come back in the gradient of ``narrow``: the
+    narrow view is taken of the tensor that was expanded. Where the gradient of the expanded tensor itself is wanted,
+    it has its full size."""
+    shape = [1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+    if shape == list(bias.shape):
+        return bias
+    if not (bias.requires_grad and torch.is_grad_enabled()) and not _transformed():
+        return _narrowed(bias)
+    base = bias._base
+    plain = base is not None and base.requires_grad and base.dtype == bias.dtype and not _transformed()
+    if not plain or bias.is_leaf or bias.retains_grad or bias._backward_hooks:
+        return bias
+    return base.as_strided(shape, bias.stride(), bias.storage_offset())

@@ -1,0 +1,158 @@
+"""The eager path: autograd functions straight over the core.
+
+There are two of each: torch's ``setup_context`` form, which torch.func needs, binds its arguments by
+``inspect.signature`` at every call (85 us here), so plain autograd has the older form.
+"""
+
+import warnings
+
+import torch
+from torch.autograd import Function
+
+from . import _math
+from ._options import NAMES, backward, forward
+from ._vmap import map_backward, map_forward
+
+_transformed = torch._C._are_functorch_transforms_active
+
+
+def differentiable(*args):
+    """(out, lse) of (q, k, v, bias, mask, sinks, state, options), with gradients."""
+    return (_MappedForward if _transformed() else _Forward).apply(*args)
+
+
+def _refuse_jvp(ctx, *tangents):
+    raise NotImplementedError(
+        "fa_ext.torch.attention has no forward-mode derivative (jvp); reverse mode (backward, torch.func.grad, vjp) works"
+    )
+
+
+def _keep_forward(ctx, q, k, v, bias, mask, sinks, state, options, out, lse):
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, bias, mask, sinks, state)
+    ctx.options = options
+
+
+class _Forward(Function):
+    @staticmethod
+    def forward(ctx, *args):
+        out, lse = forward(*args)
+        _keep_forward(ctx, *args, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        found = [None] * 8
+        if dout is None and dlse is None:
+            return tuple(found)
+        needs = ctx.needs_input_grad
+        places = [n for n in (0, 1, 2, 3, 5) if needs[n]]
+        wrt = tuple([_NAMED[n] for n in places])
+        args = (dout, dlse, *ctx.saved_tensors, ctx.options, wrt)
+        if _transformed():
+            grads = _MappedBackward.apply(*args)
+        elif torch.is_grad_enabled():
+            grads = _Backward.apply(*args)
+        else:
+            grads = backward(*args)
+        for n, grad in zip(places, grads, strict=True):
+            found[n] = grad
+        return tuple(found)
+
+    jvp = staticmethod(_refuse_jvp)
+
+
+#: The names of the arguments of ``_Forward`` that can have a gradient.
+_NAMED = dict(zip((0, 1, 2, 3, 5), NAMES, strict=True))
+
+
+class _MappedForward(_Forward):
+    @staticmethod
+    def forward(q, k, v, bias, mask, sinks, state, options):
+        return forward(q, k, v, bias, mask, sinks, state, options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _keep_forward(ctx, *inputs, *output)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return map_forward(differentiable, info, in_dims, *args)
+
+
+def _keep_backward(ctx, dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, options, wrt):
+    ctx.save_for_backward(dout, dlse, q, k, v, bias, mask, sinks, state)
+    ctx.options, ctx.wrt = options, wrt
+
+
+class _Backward(Function):
+    """The gradients as a function of their own, which has a derivative again: composed of torch's operations, and only
+    when it is asked for."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        _keep_backward(ctx, *args)
+        return backward(*args)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        _warn_of_memory()
+        dout, dlse, q, k, v, bias, mask, sinks, state = ctx.saved_tensors
+        given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
+        given = {name: x for name, x in given.items() if x is not None}
+        keep = _math.dropped(q, k, state, ctx.options)
+
+        def gradients(*values):
+            return _composed(dict(zip(given, values, strict=True)), mask, keep, ctx.options, ctx.wrt)
+
+        with torch.autocast(q.device.type, enabled=False):
+            second = dict(zip(given, torch.func.vjp(gradients, *given.values())[1](cotangents), strict=True))
+        of = second.get
+        found = of("dout"), of("dlse"), of("q"), of("k"), of("v"), None, None, of("bias"), None, of("sinks"), None, None, None
+        return tuple(x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=True))
+
+    jvp = staticmethod(_refuse_jvp)
+
+
+class _MappedBackward(_Backward):
+    @staticmethod
+    def forward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, options, wrt):
+        return backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, options, wrt)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _keep_backward(ctx, *inputs)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        def call(*args):
+            return (_MappedBackward if _transformed() else _Backward).apply(*args)
+
+        sums = not {"bias", "sinks"}.isdisjoint(args[-1])
+        return map_backward(call, info, (*in_dims[:-1], None), *args, sums=sums)
+
+
+def _composed(given, mask, keep, options, wrt):
+    """The gradients named by ``wrt``, of differentiable operations."""
+
+    def attention(*values):
+        now = given | dict(zip(wrt, values, strict=True))
+        return _math.attention(now["q"], now["k"], now["v"], now.get("bias"), mask, now.get("sinks"), keep, options)
+
+    (out, lse), pull = torch.func.vjp(attention, *(given[name] for name in wrt))
+    cotangents = given.get("dout"), given.get("dlse")
+    return pull(tuple(torch.zeros_like(x) if c is None else c for c, x in zip(cotangents, (out, lse), strict=True)))
+
+
+_warned = False
+
+
+def _warn_of_memory():
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "fa_ext.torch.attention is differentiated twice: its second derivative takes memory for every pair of query and "
+            "key (this is said once)",
+            stacklevel=2,
+        )

@@ -1,0 +1,87 @@
+"""Attention composed of torch's own differentiable operations: what derivatives of derivatives are taken of.
+
+Takes memory for every pair of query and key, several times. ``attention`` means what ``fa_ext.attention`` means; it adds
+up in float32 (float64 for float64).
+"""
+
+import math
+
+import torch
+
+from .. import _core
+
+
+def attention(q, k, v, bias, mask, sinks, keep, options):
+    """(out, lse) of tensors as ``fa_ext.torch.attention`` takes them; ``keep``: boolean (B, H, Sq, Sk), or None."""
+    shared, dtype = options.shared, q.dtype
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    packed = shared["layout"] == "bshd"
+    q, k, v = ((x.transpose(1, 2) if packed else x).to(work) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scale = 1 / math.sqrt(q.shape[3]) if shared["scale"] is None else shared["scale"]
+    scores = scale * (q @ k.transpose(2, 3))
+    if shared["softcap"]:
+        scores = shared["softcap"] * torch.tanh(scores / shared["softcap"])
+    visible = _band(q.shape[2], k.shape[2], shared["causal"], shared["window"], q.device)
+    if mask is not None:
+        visible = visible & mask
+    if bias is not None:
+        excluded = bias == -math.inf
+        visible = visible & ~excluded
+        scores = scores + bias.to(work).masked_fill(excluded, 0)
+    sinks = None if sinks is None else sinks.to(work)[:, None, None]
+    weights, lse = _softmax(scores, visible, sinks)
+    if keep is not None:
+        weights = torch.where(keep, weights, 0) / _keep_probability(options.dropout_p)
+    out = (weights @ v).to(dtype)
+    return out.transpose(1, 2) if packed else out, lse
+
+
+def dropped(q, k, state, options):
+    """The weights that dropout keeps: boolean (B, H, Sq, Sk), or None without dropout."""
+    if state is None:
+        return None
+    heads, queries = (2, 1) if options.shared["layout"] == "bshd" else (1, 2)
+    keep = torch.empty(q.shape[0], q.shape[heads], q.shape[queries], k.shape[queries], dtype=torch.bool, device=q.device)
+    _core.dropout_keep(*keep.shape, (options.dropout_p, state), out=keep)
+    return keep
+
+
+def _keep_probability(p):
+    """Of the core's 16-bit draws. Where nothing is kept, what it divides is 0."""
+    return (65536 - math.floor(65536 * p + 0.5)) / 65536 or 1.0
+
+
+def _band(seq_q, seq_k, causal, window, device):
+    """Boolean (Sq, Sk): what causal and window show."""
+    shift = 0 if causal is True or causal == "top_left" else seq_k - seq_q
+    distance = torch.arange(seq_k, device=device) - torch.arange(seq_q, device=device)[:, None] - shift
+    left, right = (None, None) if window is None else window
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        visible = visible & (distance <= 0)
+    if left is not None:
+        visible = visible & (distance >= -left)
+    if right is not None:
+        visible = visible & (distance <= right)
+    return visible
+
+
+def _softmax(scores, visible, sinks):
+    """Weights, 0 where nothing is visible, and the LSE. What is not visible is selected away before each exponential, so
+    that no derivative multiplies 0 by infinity."""
+    hidden = ~visible
+    shown = scores.detach().masked_fill(hidden, -math.inf)
+    peak = shown.amax(-1, keepdim=True) if scores.shape[-1] else shown.new_full((*shown.shape[:-1], 1), -math.inf)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks.detach())
+    peak = torch.where(peak == -math.inf, 0, peak)
+    exponentials = torch.exp((scores - peak).masked_fill(hidden, 0)).masked_fill(hidden, 0)
+    total = exponentials.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - peak)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    lse = (peak + torch.log(total)).masked_fill(empty, -math.inf)
+    return exponentials / total, lse.squeeze(-1)

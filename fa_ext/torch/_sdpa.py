@@ -1,0 +1,190 @@
+"""scaled_dot_product_attention() with torch's meaning, the mode that puts it in torch's place, and what it leaves to torch."""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from .. import UnsupportedError, _core
+from ._attention import _PLAIN, attention
+from ._options import HAS_DROPOUT
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_torchs = F.scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):  # fmt: skip
+    """``torch.nn.functional.scaled_dot_product_attention``, computed by fa_ext where it can be and by torch elsewhere.
+
+    Parameters
+    ----------
+    query, key, value : Tensor
+        (..., Hq, L, E), (..., H, S, E), (..., H, S, Ev); leading axes broadcast.
+    attn_mask : Tensor or None
+        Broadcasts to (..., Hq, L, S): boolean, True takes part; or floating, added to the scores, with a gradient.
+    dropout_p : float
+        Probability that a weight is dropped.
+    is_causal : bool
+        Query i sees the keys 0 to i (the diagonal starts top left, also where L is not S).
+    scale : float or None
+        Default 1/sqrt(E).
+    enable_gqa : bool
+        Hq is a multiple of H: query head h uses head h // (Hq // H) of key and value.
+
+    Returns
+    -------
+    Tensor
+        (..., Hq, L, Ev), query's dtype. A query that sees no key gets zeros.
+
+    Raises
+    ------
+    RuntimeError
+        Torch's own errors: calls that do not fit go to torch. ``explain`` says why a call went there.
+    """
+    call = _prepared(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(call, str):
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    arrays, options, shape = call
+    try:
+        out = attention(*arrays, **options)
+    except UnsupportedError:
+        return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out if shape is None else out.reshape(shape)
+
+
+def explain(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """What runs a call of ``scaled_dot_product_attention`` with these arguments: (kernel, reasons).
+
+    ``kernel`` is the name of fa_ext's kernel, and ``reasons`` says of each that stands before it why it refused; or
+    ``kernel`` is None, torch's own runs, and ``reasons["fa_ext"]`` says why.
+    """
+    call = _prepared(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if isinstance(call, str):
+        return None, {"fa_ext": call}
+    arrays, options, _ = call
+    options = {name: x for name, x in options.items() if name != "dropout_p"}
+    tensors = {name: options[name] for name in ("bias", "mask") if name in options}
+    with torch.no_grad():
+        kernel, reasons = _core.explain(*arrays, **options | {name: x.detach() for name, x in tensors.items()})
+    return kernel, reasons if kernel else {"fa_ext": f"no kernel takes the call: {reasons}"}
+
+
+class sdpa(TorchFunctionMode):  # noqa: N801
+    """``with fa_ext.torch.sdpa():`` calls of ``torch.nn.functional.scaled_dot_product_attention`` inside, also those in
+    torch's modules, are calls of ``fa_ext.torch.scaled_dot_product_attention``."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is _torchs:
+            func = scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+def _prepared(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    """(q, k, v), options and the shape of the result (None: as it is) of ``attention``; or why torch's own is to run."""
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    reason = _unfit(tensors, attn_mask is not None, dropout_p, is_causal, scale)
+    if reason:
+        return reason
+    options = {"causal": "top_left"} if is_causal else {}
+    if scale is not None:
+        options["scale"] = scale
+    if dropout_p:
+        options["dropout_p"] = dropout_p
+    name = "mask" if attn_mask is not None and attn_mask.dtype == torch.bool else "bias"
+    heads, heads_k, heads_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
+    grouped = enable_gqa and heads != heads_k
+    if enable_gqa and (heads_k != heads_v or (heads % heads_k if heads_k else heads)):
+        return f"query has {heads} heads, key {heads_k} and value {heads_v}; accepted: key and value with equally many, that divide query's"
+    lead = query.shape[:-3] if grouped else query.shape[:-2]
+    skip = 3 if grouped else 2
+    if query.dim() == 4 and key.shape[:-skip] == lead and value.shape[:-skip] == lead:
+        arrays, shape = (query, key, value), None
+    else:
+        arrays, shape = _flattened(query, key, value, skip, lead)
+        if arrays is None:
+            return shape
+    if attn_mask is not None:
+        options[name] = attn_mask if query.dim() == 4 else _flattened_mask(attn_mask, shape[:-1], key.shape[-2])
+        if attn_mask.dim() > max(len(shape or query.shape), 4):
+            return f"attn_mask has {attn_mask.dim()} axes and query {query.dim()}; accepted: no more than query has"
+    return arrays, options, shape
+
+
+def _unfit(tensors, masked, dropout_p, is_causal, scale):
+    """Why torch's own is to run, as far as it shows before shapes are matched; or None."""
+    if not all(isinstance(x, torch.Tensor) for x in tensors):
+        return "query, key, value and attn_mask are not all tensors"
+    query, key, value = tensors[:3]
+    if type(query) not in _PLAIN and torch.overrides.has_torch_function(tensors):
+        return f"query is a {type(query).__name__}; accepted: torch.Tensor"
+    if any(x.layout != torch.strided or x.is_nested for x in tensors):
+        return "a tensor is sparse or nested; accepted: strided tensors"
+    if any(x.device != query.device for x in tensors):
+        return f"tensors are on {', '.join(sorted({str(x.device) for x in tensors}))}; accepted: one device"
+    if query.dtype not in _DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"dtypes are {query.dtype}, {key.dtype} and {value.dtype}; accepted: one of float16, bfloat16, float32, float64"
+    if any(x.is_neg() for x in tensors):
+        return "a tensor is a negative view; accepted: resolve_neg() of it"
+    if masked and is_causal:
+        return "both attn_mask and is_causal are given; accepted: one of them"
+    if masked and tensors[3].dtype not in (torch.bool, torch.float32, query.dtype):
+        return f"attn_mask is {tensors[3].dtype}; accepted: bool, float32 or query's dtype"
+    if any(x.dim() < 2 for x in (query, key, value)) or query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        return f"shapes are {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}; accepted: (..., L, E), (..., S, E), (..., S, Ev)"
+    if not (1 <= query.shape[-1] <= 256 and 1 <= value.shape[-1] <= 256):
+        return f"head_dim is {query.shape[-1]} and that of value {value.shape[-1]}; accepted: 1 to 256"
+    if scale is not None and not math.isfinite(scale):
+        return f"scale is {scale}; accepted: finite numbers"
+    if dropout_p and not (HAS_DROPOUT and 0 <= dropout_p <= 1):
+        return f"dropout_p is {dropout_p}; accepted: {'0 to 1' if HAS_DROPOUT else '0.0, as this build has no dropout'}"
+    return _no_device(query.device.type, query.device.index, query.dtype == torch.float64)
+
+
+def _no_device(kind, index, double):
+    """Why no kernel runs on a device, or None."""
+    if kind in ("cpu", "meta"):
+        return None
+    if kind != "cuda":
+        return f"the device is {kind}; accepted: cpu, cuda"
+    if double:
+        return "float64 on a GPU; accepted: float16, bfloat16, float32"
+    return _no_gpu(index)
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _no_gpu(index):
+    if not _core.build_info()["cuda"]:
+        return "this build of fa_ext has no CUDA kernels"
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if major >= 8 else f"the GPU has compute capability {major}.{minor}; accepted: 8.0 and later"
+
+
+def _flattened(query, key, value, skip, lead):
+    """Tensors of 4 axes, the leading ones broadcast and flattened into one, and the shape of the result; or None and why."""
+    leads = [x.shape[:-skip] for x in (query, key, value)]
+    try:
+        lead = torch.broadcast_shapes(*leads)
+    except RuntimeError:
+        return None, f"leading axes {', '.join(str(tuple(one)) for one in leads)} do not broadcast"
+    arrays = []
+    for x in (query, key, value):
+        x = x.expand(*lead, *x.shape[-skip:])
+        x = x.unsqueeze(-3) if x.dim() == 2 else x
+        arrays.append(x.reshape(-1, *x.shape[-3:]) if x.dim() != 3 else x.unsqueeze(0 if skip == 3 or len(lead) else 0))
+    heads = query.shape[-3:-2] if skip == 3 else ()
+    return tuple(arrays), (*lead, *heads, query.shape[-2], value.shape[-1])
+
+
+def _flattened_mask(mask, rows, seq_k):
+    """A mask of ``rows`` = (..., Hq, L) queries, with leading axes flattened; axes that broadcast stay of size 1 where the
+    flattened ones all do."""
+    if mask.dim() <= 3 or all(size == 1 for size in mask.shape[:-3]):
+        return mask.reshape(mask.shape[-3:]) if mask.dim() > 3 else mask
+    lead = rows[:-2]
+    mask = mask.expand(*lead, *mask.shape[-3:])
+    return mask.reshape(-1, *mask.shape[-3:])

@@ -1,0 +1,67 @@
+"""torch.func.vmap: the mapped axis joins the batch, or the call is made once an element where it cannot."""
+
+import torch
+
+
+def map_forward(call, info, in_dims, *args):
+    """``call(q, k, v, bias, mask, sinks, state, *rest)`` -> (out, lse), mapped.
+
+    Sinks have no batch, and one state of dropout would draw other weights for each element of a longer batch: those
+    calls are made one by one.
+    """
+    if in_dims[5] is not None or args[6] is not None:
+        return _each(call, info, in_dims, args)
+    size, batch = info.batch_size, _batch(args[0], in_dims[0])
+    q, k, v = (_fold(x, dim, size) for x, dim in zip(args[:3], in_dims, strict=False))
+    bias, mask = (_fold_broadcast(x, dim, size, batch) for x, dim in zip(args[3:5], in_dims[3:5], strict=True))
+    out, lse = call(q, k, v, bias, mask, *args[5:])
+    return (_unfold(out, size, batch), _unfold(lse, size, batch)), (0, 0)
+
+
+def map_backward(call, info, in_dims, *args, sums):
+    """``call(dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, *rest)`` -> gradients, mapped. ``sums``: a gradient
+    that is a sum over the batch, of bias or sinks, is asked for; those calls are made one by one too."""
+    if sums or in_dims[9] is not None or args[10] is not None:
+        return _each(call, info, in_dims, args)
+    size, batch = info.batch_size, _batch(args[2], in_dims[2])
+    folded = (_fold(x, dim, size) for x, dim in zip(args[:7], in_dims, strict=False))
+    bias, mask = (_fold_broadcast(x, dim, size, batch) for x, dim in zip(args[7:9], in_dims[7:9], strict=True))
+    grads = call(*folded, bias, mask, *args[9:])
+    asked = [grad.dim() > 1 for grad in grads]  # the operator gives shape (0,) for what is not
+    return (
+        tuple(_unfold(grad, size, batch) if one else grad for grad, one in zip(grads, asked, strict=True)),
+        tuple(0 if one else None for one in asked),
+    )
+
+
+def _batch(x, dim):
+    return x.shape[0 if dim is None or dim > 0 else 1]
+
+
+def _each(call, info, in_dims, args):
+    results = []
+    for n in range(info.batch_size):
+        chosen = (x if dim is None else x.select(dim, n) for x, dim in zip(args, in_dims, strict=True))
+        results.append(call(*chosen))
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+def _fold(x, dim, size):
+    """The mapped axis and the batch as one first axis."""
+    if x is None:
+        return None
+    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+
+def _fold_broadcast(x, dim, size, batch):
+    """As ``_fold`` for what broadcasts to (B, H, Sq, Sk); what is the same for all elements stays as it is."""
+    if x is None or (dim is None and (x.dim() < 4 or x.shape[0] == 1)):
+        return x
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    x = x.reshape(size, *(1,) * (5 - x.dim()), *x.shape[1:])
+    return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+
+
+def _unfold(x, size, batch):
+    return x.unflatten(0, (size, batch))

@@ -1,0 +1,347 @@
+"""fa_ext.torch.attention: values and gradients over all options, what needs a gradient, modes of autograd, strides."""
+
+import itertools
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fa_ext  # noqa: E402
+import fa_ext.torch as ft  # noqa: E402
+from fa_ext.torch import _attention  # noqa: E402
+from torch_calls import CALLS, DEVICES, gradients, make, math_attention, scalar  # noqa: E402
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def dtype_for(device):
+    """The widest that its kernels take."""
+    return torch.float64 if device == "cpu" else torch.float32
+
+
+def attend(tensors, options, **more):
+    tensors = dict(tensors)
+    return ft.attention(tensors.pop("q"), tensors.pop("k"), tensors.pop("v"), **tensors, **options, return_lse=True, **more)
+
+
+def agree(got, wanted, dtype):
+    assert got.keys() == wanted.keys()
+    for name in got:
+        bound = CLOSE[dtype] * max(1.0, float(wanted[name].abs().max()))
+        torch.testing.assert_close(got[name].double(), wanted[name].double(), rtol=0, atol=bound, msg=lambda m: f"d{name}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_values_and_gradients(device, name):
+    dtype = dtype_for(device)
+    tensors, options = make(name, device, dtype)
+    out, lse = attend(tensors, options)
+    wanted, wanted_lse = math_attention({n: x.double() for n, x in tensors.items() if n != "mask"} | only_mask(tensors), options)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=CLOSE[dtype])
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=CLOSE[dtype])
+    assert out.is_contiguous() and out.dtype == dtype and lse.dtype == dtype
+    agree(gradients(scalar(out, lse), tensors), gradients(scalar(wanted, wanted_lse), tensors), dtype)
+
+
+def only_mask(tensors):
+    return {"mask": tensors["mask"]} if "mask" in tensors else {}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradcheck(device, name):
+    if device != "cpu":
+        pytest.skip("float64 is the CPU's")
+    tensors, options = make(name, SQ=3, SK=4, D=3, DV=2)
+    names = [n for n in tensors if n != "mask"]
+
+    def call(*values):
+        out, lse = attend(dict(zip(names, values, strict=True)) | only_mask(tensors), options)
+        return out, torch.where(torch.isfinite(lse), lse, 0)
+
+    assert torch.autograd.gradcheck(call, [tensors[n] for n in names], eps=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["plain", "all", "bottom_right"])
+def test_halves(device, name, dtype):
+    tensors, options = make(name, device, dtype, SQ=33, SK=65, D=32, DV=16)
+    out, lse = attend(tensors, options)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    wide = {n: x.detach().double().requires_grad_() for n, x in tensors.items() if n != "mask"}
+    wanted, wanted_lse = math_attention(wide | only_mask(tensors), options)
+    got = gradients(scalar(out, lse), tensors)
+    assert all(got[n].dtype == dtype for n in got)
+    agree(got, gradients(scalar(wanted, wanted_lse), wide), dtype)
+
+
+def test_every_subset_of_what_requires_grad(device):
+    tensors, options = make("all", device, torch.float32)
+    names = [n for n in tensors if n != "mask"]
+    whole = gradients(scalar(*attend(tensors, options)), tensors)
+    for count in range(len(names) + 1):
+        for subset in itertools.combinations(names, count):
+            some = {n: x.detach().requires_grad_(n in subset) for n, x in tensors.items() if n != "mask"}
+            out, lse = attend(some | only_mask(tensors), options)
+            assert out.requires_grad == lse.requires_grad == bool(subset)
+            if subset:
+                got = gradients(scalar(out, lse), some)
+                assert set(got) == set(subset)
+                for n in subset:
+                    torch.testing.assert_close(got[n], whole[n], rtol=1e-5, atol=1e-6)
+
+
+def test_only_what_is_asked_for_is_computed(device, monkeypatch):
+    asked = []
+
+    def spy(*args, **keywords):
+        asked.append(keywords["wrt"])
+        return fa_ext.attention_backward(*args, **keywords)
+
+    tensors, options = make("all", device, torch.float32)
+    monkeypatch.setattr(fa_ext._core, "attention_backward", spy)
+    for wanted in (("k",), ("bias",), ("q", "sinks")):
+        some = {n: x.detach().requires_grad_(n in wanted) for n, x in tensors.items() if n != "mask"}
+        out, lse = attend(some | only_mask(tensors), options)
+        scalar(out, lse).backward()
+        assert asked.pop() == wanted and not asked
+
+
+def test_an_output_that_is_not_used_stays_none(device, monkeypatch):
+    seen = []
+
+    def spy(dout, *args, dlse, **keywords):
+        seen.append((dout is None, dlse is None))
+        return fa_ext.attention_backward(dout, *args, dlse=dlse, **keywords)
+
+    monkeypatch.setattr(fa_ext._core, "attention_backward", spy)
+    tensors, options = make("plain", device, torch.float32)
+    out, lse = attend(tensors, options)
+    out.sum().backward(retain_graph=True)
+    lse.sum().backward(retain_graph=True)
+    (out.sum() + lse.sum()).backward()
+    assert seen == [(False, True), (True, False), (False, False)]
+
+
+def test_through_the_lse_alone(device):
+    tensors, options = make("sinks", device, torch.float32)
+    got = torch.autograd.grad(attend(tensors, options)[1].square().sum(), [tensors[n] for n in ("q", "k", "sinks")])
+    wanted = torch.autograd.grad(math_attention(tensors, options)[1].square().sum(), [tensors[n] for n in ("q", "k", "sinks")])
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(device, mode):
+    tensors, options = make("all", device, torch.float32)
+    with mode():
+        out, lse = attend(tensors, options)
+        alone = ft.attention(*(tensors[n] for n in "qkv"), layout="bshd")
+    assert not out.requires_grad and not lse.requires_grad and out.is_inference() == (mode is torch.inference_mode)
+    wanted, _ = attend(tensors, options)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0)
+    assert isinstance(alone, torch.Tensor)
+
+
+def test_the_core_refuses_what_requires_grad_while_grad_mode_is_on(device):
+    tensors, _ = make("plain", device, torch.float32)
+    qkv = [tensors[n] for n in "qkv"]
+    with pytest.raises(ValueError, match=r"q requires grad.*fa_ext\.torch\.attention.*q\.detach\(\)"):
+        fa_ext.attention(*qkv)
+    with torch.no_grad():
+        out = fa_ext.attention(*qkv)
+    with torch.inference_mode():
+        torch.testing.assert_close(fa_ext.attention(*qkv), out, rtol=0, atol=0)
+
+
+def test_gradients_of_any_strides(device):
+    tensors, options = make("plain", device, torch.float32)
+    out, _ = attend(tensors, options)
+    base = torch.randn(*out.shape[:3], 2 * out.shape[3], device=device)
+    for dout in (base[..., ::2], torch.randn(out.shape[::-1], device=device).permute(3, 2, 1, 0), torch.ones(1, device=device).expand_as(out)):
+        got = torch.autograd.grad(out, [tensors[n] for n in "qkv"], dout, retain_graph=True)
+        wanted = torch.autograd.grad(out, [tensors[n] for n in "qkv"], dout.contiguous(), retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_inputs_of_any_strides(device):
+    tensors, options = make("plain", device, torch.float32)
+    wanted = gradients(scalar(*attend(tensors, options)), tensors)
+    leaves = {n: tensors[n].detach().permute(3, 1, 0, 2).contiguous().requires_grad_() for n in "qkv"}
+    views = {n: x.permute(2, 1, 3, 0) for n, x in leaves.items()}
+    scalar(*attend(views, options)).backward()
+    for n in "qkv":
+        torch.testing.assert_close(leaves[n].grad.permute(2, 1, 3, 0), wanted[n], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape, expanded", [((1, 4, 1, 7), (2, 4, 5, 7)), ((4, 1, 1), (2, 4, 5, 7)), ((1,), (5, 7)), ((2, 1, 5, 1), (2, 4, 5, 7))])  # fmt: skip
+def test_an_expanded_bias_is_reduced_in_the_kernel(device, shape, expanded, monkeypatch):
+    sizes = []
+
+    def spy(*args, **keywords):
+        sizes.append(keywords["bias"].numel())
+        return fa_ext.attention_backward(*args, **keywords)
+
+    tensors, options = make("plain", device, torch.float32)
+    monkeypatch.setattr(fa_ext._core, "attention_backward", spy)
+    bias = torch.randn(shape, device=device, requires_grad=True)
+    scalar(*attend(tensors | {"bias": bias.expand(expanded)}, options)).backward()
+    assert sizes == [bias.numel()]
+    wanted = torch.autograd.grad(scalar(*math_attention(tensors | {"bias": bias}, options)), bias)[0]
+    torch.testing.assert_close(bias.grad, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_expanded_bias_whose_own_gradient_is_wanted(device):
+    tensors, options = make("plain", device, torch.float32)
+    bias = torch.randn(4, 1, 1, device=device, requires_grad=True)
+    kept = bias.expand(2, 4, 5, 7)
+    kept.retain_grad()
+    scalar(*attend(tensors | {"bias": kept}, options)).backward()
+    full = bias.detach().expand(2, 4, 5, 7).contiguous().requires_grad_()
+    scalar(*math_attention(tensors | {"bias": full}, options)).backward()
+    torch.testing.assert_close(kept.grad, full.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(bias.grad, full.grad.sum((0, 2, 3))[:, None, None], rtol=1e-4, atol=1e-5)
+
+
+def test_an_expanded_mask_and_a_bias_without_gradient_are_narrow(device, monkeypatch):
+    given = []
+
+    def spy(*args, **keywords):
+        given.append((keywords["bias"].shape, keywords["mask"].shape))
+        return fa_ext.attention(*args, **keywords)
+
+    tensors, options = make("mask", device, torch.float32)
+    monkeypatch.setattr(fa_ext._core, "attention", spy)
+    bias = torch.randn(4, 1, 1, device=device)
+    out, _ = attend(tensors | {"bias": bias.expand(2, 4, 5, 7), "mask": tensors["mask"].expand(2, 4, 5, 7)}, options)
+    assert given == [((1, 4, 1, 1), (2, 1, 5, 7))]
+    wanted, _ = attend(tensors | {"bias": bias}, options)
+    assert torch.equal(out, wanted)
+
+
+def test_deterministic_follows_torch(device, monkeypatch):
+    given = []
+
+    def spy(*args, **keywords):
+        given.append(keywords["deterministic"])
+        return fa_ext.attention_backward(*args, **keywords)
+
+    monkeypatch.setattr(fa_ext._core, "attention_backward", spy)
+    tensors, options = make("plain", device, torch.float32)
+    try:
+        for flag, asked, wanted in ((False, None, False), (True, None, True), (True, False, False), (False, True, True)):
+            torch.use_deterministic_algorithms(flag)
+            attend(tensors, options, deterministic=asked)[0].sum().backward()
+            assert given.pop() is wanted
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_autocast(device):
+    tensors, options = make("all", device, torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        out, lse = attend(tensors, options)
+        assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+        loss = scalar(out.float(), lse)
+    got = gradients(loss, tensors)
+    assert all(got[n].dtype == torch.float32 for n in got)
+    low = {n: x.detach().bfloat16().requires_grad_() if n in "qkv" else x for n, x in tensors.items()}
+    wanted, wanted_lse = attend(low, options)
+    assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+    agree(got, gradients(scalar(wanted.float(), wanted_lse), low), torch.bfloat16)
+    with torch.autocast(device, torch.bfloat16, enabled=False):
+        assert attend(tensors, options)[0].dtype == torch.float32
+    with torch.autocast(device, torch.bfloat16):  # a bias of the other half type has no place in the call as it is
+        half = ft.attention(*(tensors[n] for n in "qkv"), layout="bshd", bias=torch.zeros(5, 7, dtype=torch.float16, device=device))
+        assert half.dtype == torch.bfloat16
+    if device == "cpu":
+        wide, _ = make("plain", device, torch.float64)
+        with torch.autocast(device, torch.bfloat16):
+            assert ft.attention(*(wide[n] for n in "qkv")).dtype == torch.float64
+
+
+def test_backward_under_autocast(device):
+    tensors, options = make("plain", device, torch.float32)
+    wanted = gradients(scalar(*attend(tensors, options)), tensors)
+    loss = scalar(*attend(tensors, options))
+    with torch.autocast(device, torch.bfloat16):
+        got = gradients(loss, tensors)
+    assert all(torch.equal(got[n], wanted[n]) for n in wanted)
+
+
+def test_saved_tensors_hooks(device):
+    packed = []
+
+    def pack(x):
+        packed.append(x.shape)
+        return x.clone()
+
+    tensors, options = make("all", device, torch.float32)
+    wanted = gradients(scalar(*attend(tensors, options)), tensors)
+    for hooks in (torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)):
+        with hooks:
+            loss = scalar(*attend(tensors, options))
+        got = gradients(loss, tensors)
+        assert all(torch.equal(got[n], wanted[n]) for n in wanted)
+    assert packed
+
+
+def test_saved_tensors_may_not_change(device):
+    tensors, options = make("plain", device, torch.float32)
+    q = tensors["q"] * 1
+    out, _ = attend(tensors | {"q": q}, options)
+    q.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_memory_is_freed_and_used_once(device):
+    tensors, options = make("plain", device, torch.float32)
+    out, _ = attend(tensors, options)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        ({"causal": True}, ValueError, "top_left"),
+        ({"causal": "lower"}, ValueError, "lower"),
+        ({"window": (-1, 0)}, ValueError, "None"),
+        ({"layout": "sbhd"}, ValueError, "sbhd"),
+        ({"kernel": "nothing"}, ValueError, "nothing"),
+        ({"dropout_p": 1.5}, ValueError, r"dropout_p is 1\.5; accepted: 0 to 1"),
+        ({"softcap": -1.0}, ValueError, "softcap"),
+        ({"bias": (1, 2)}, (TypeError, AttributeError), "tuple|bias"),
+    ],
+)
+def test_bad_arguments(device, options, error, match):
+    tensors, _ = make("plain", device, torch.float32)
+    with pytest.raises(error, match=match):
+        ft.attention(*(tensors[n] for n in "qkv"), **options)
+
+
+def test_dropout_without_kernels_for_it_says_so(device):
+    if _attention.HAS_DROPOUT:
+        pytest.skip("this build has it")
+    tensors, _ = make("plain", device, torch.float32)
+    with pytest.raises(fa_ext.UnsupportedError, match=r"dropout_p is 0\.1, but .* accepted: 0\.0"):
+        ft.attention(*(tensors[n] for n in "qkv"), dropout_p=0.1)
+
+
+def test_empty_sizes(device):
+    for extents in ({"B": 0}, {"SQ": 0}, {"SK": 0}):
+        tensors, options = make("sinks", device, torch.float32, **extents)
+        out, lse = attend(tensors, options)
+        (out.sum() + lse.sum()).backward()
+        for x in tensors.values():
+            assert x.grad.shape == x.shape and bool(torch.isfinite(x.grad).all())
+
+
+def test_no_warning_is_given(device):
+    tensors, options = make("all", device, torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scalar(*attend(tensors, options)).backward()
