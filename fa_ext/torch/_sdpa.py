@@ -2,6 +2,7 @@
 
 import functools
 import math
+import types
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ def scaled_dot_product_attention(
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     arrays, options, shape = call
     try:
-        out = attention(*arrays, **options)
+        out = attention(*(x.resolve_neg() for x in arrays), **options)
     except UnsupportedError:
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return out if shape is None else out.reshape(shape)
@@ -77,10 +78,21 @@ class sdpa(TorchFunctionMode):  # noqa: N801
     """``with fa_ext.torch.sdpa():`` calls of ``torch.nn.functional.scaled_dot_product_attention`` inside, also those in
     torch's modules, are calls of ``fa_ext.torch.scaled_dot_product_attention``."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, kinds, args=(), kwargs=None):
         if func is _torchs:
             func = scaled_dot_product_attention
+        elif func is F.multi_head_attention_forward:
+            func = _multi_head_attention_forward
         return func(*args, **(kwargs or {}))
+
+
+#: Of torch's functions that a mode sees as one call, with no mode inside, this one calls scaled_dot_product_attention, by
+#: its name in torch.nn.functional: a copy of the function, whose name stands for ours.
+_multi_head_attention_forward = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    vars(F) | {"scaled_dot_product_attention": scaled_dot_product_attention},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
 
 
 def _prepared(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
@@ -94,23 +106,21 @@ def _prepared(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_
         options["scale"] = scale
     if dropout_p:
         options["dropout_p"] = dropout_p
-    name = "mask" if attn_mask is not None and attn_mask.dtype == torch.bool else "bias"
     heads, heads_k, heads_v = (x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value))
-    grouped = enable_gqa and heads != heads_k
-    if enable_gqa and (heads_k != heads_v or (heads % heads_k if heads_k else heads)):
-        return f"query has {heads} heads, key {heads_k} and value {heads_v}; accepted: key and value with equally many, that divide query's"
-    lead = query.shape[:-3] if grouped else query.shape[:-2]
-    skip = 3 if grouped else 2
-    if query.dim() == 4 and key.shape[:-skip] == lead and value.shape[:-skip] == lead:
-        arrays, shape = (query, key, value), None
-    else:
-        arrays, shape = _flattened(query, key, value, skip, lead)
+    grouped = enable_gqa and not heads == heads_k == heads_v
+    if grouped and (heads_k != heads_v or heads_k == 0 or heads % heads_k):
+        return f"{heads} heads of query, {heads_k} of key, {heads_v} of value; accepted: as many of key as of value, dividing query's"
+    arrays, shape = (query, key, value), None
+    if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
+            and (grouped or heads == heads_k == heads_v)):  # fmt: skip
+        arrays, shape = _flattened(query, key, value, grouped)
         if arrays is None:
             return shape
     if attn_mask is not None:
-        options[name] = attn_mask if query.dim() == 4 else _flattened_mask(attn_mask, shape[:-1], key.shape[-2])
-        if attn_mask.dim() > max(len(shape or query.shape), 4):
-            return f"attn_mask has {attn_mask.dim()} axes and query {query.dim()}; accepted: no more than query has"
+        rows = (query.shape if shape is None else shape)[:-1]
+        if not _broadcasts(attn_mask.shape, (*rows, key.shape[-2])):
+            return f"attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {(*rows, key.shape[-2])}"
+        options["mask" if attn_mask.dtype == torch.bool else "bias"] = _flattened_mask(attn_mask.resolve_neg(), rows)
     return arrays, options, shape
 
 
@@ -127,8 +137,6 @@ def _unfit(tensors, masked, dropout_p, is_causal, scale):
         return f"tensors are on {', '.join(sorted({str(x.device) for x in tensors}))}; accepted: one device"
     if query.dtype not in _DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         return f"dtypes are {query.dtype}, {key.dtype} and {value.dtype}; accepted: one of float16, bfloat16, float32, float64"
-    if any(x.is_neg() for x in tensors):
-        return "a tensor is a negative view; accepted: resolve_neg() of it"
     if masked and is_causal:
         return "both attn_mask and is_causal are given; accepted: one of them"
     if masked and tensors[3].dtype not in (torch.bool, torch.float32, query.dtype):
@@ -164,27 +172,36 @@ def _no_gpu(index):
     return None if major >= 8 else f"the GPU has compute capability {major}.{minor}; accepted: 8.0 and later"
 
 
-def _flattened(query, key, value, skip, lead):
-    """Tensors of 4 axes, the leading ones broadcast and flattened into one, and the shape of the result; or None and why."""
+def _flattened(query, key, value, grouped):
+    """Tensors of 4 axes, the leading ones broadcast and flattened into one, and the shape of the result; or None and why
+    not. Without groups the heads are one of the leading axes."""
+    skip = 3 if grouped else 2
     leads = [x.shape[:-skip] for x in (query, key, value)]
     try:
-        lead = torch.broadcast_shapes(*leads)
+        lead = tuple(torch.broadcast_shapes(*leads))
     except RuntimeError:
         return None, f"leading axes {', '.join(str(tuple(one)) for one in leads)} do not broadcast"
     arrays = []
     for x in (query, key, value):
         x = x.expand(*lead, *x.shape[-skip:])
-        x = x.unsqueeze(-3) if x.dim() == 2 else x
-        arrays.append(x.reshape(-1, *x.shape[-3:]) if x.dim() != 3 else x.unsqueeze(0 if skip == 3 or len(lead) else 0))
-    heads = query.shape[-3:-2] if skip == 3 else ()
-    return tuple(arrays), (*lead, *heads, query.shape[-2], value.shape[-1])
+        x = x.unsqueeze(0) if x.dim() == 2 else x
+        arrays.append(x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]))
+    return tuple(arrays), (*lead, *query.shape[-skip:-1], value.shape[-1])
 
 
-def _flattened_mask(mask, rows, seq_k):
-    """A mask of ``rows`` = (..., Hq, L) queries, with leading axes flattened; axes that broadcast stay of size 1 where the
-    flattened ones all do."""
-    if mask.dim() <= 3 or all(size == 1 for size in mask.shape[:-3]):
-        return mask.reshape(mask.shape[-3:]) if mask.dim() > 3 else mask
-    lead = rows[:-2]
-    mask = mask.expand(*lead, *mask.shape[-3:])
-    return mask.reshape(-1, *mask.shape[-3:])
+def _broadcasts(shape, wanted):
+    """Whether a shape broadcasts to another without making it larger."""
+    if len(shape) > len(wanted):
+        return False
+    return all(size == 1 or size == full for size, full in zip(reversed(shape), reversed(wanted), strict=False))
+
+
+def _flattened_mask(mask, rows):
+    """A mask whose queries are ``rows`` = (..., Hq, L), with leading axes flattened; where each of them broadcasts, the
+    flattened one does."""
+    if mask.dim() <= 3 or len(rows) <= 3:
+        return mask
+    if all(size == 1 for size in mask.shape[:-3]):
+        return mask.reshape(mask.shape[-3:])
+    mask = mask.expand(*rows[:-2], *mask.shape[-3:])
+    return mask.reshape(math.prod(rows[:-2]), *mask.shape[-3:])
