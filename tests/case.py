@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fa_ext.reference import Options
 from operands import LAYOUTS, dtype_of, place, strided
 
 HALVES = ("float16", "bfloat16")
@@ -17,9 +18,10 @@ VALUES = ("normal", "large", "tiny", "sorted", "descending", "dominant", "equal"
 MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "strided")
 BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max")
 SINKS = ("same", "float32", "large", "small", "strided", "huge")
+ALIBIS = ("heads", "batch", "strided", "steep")
 #: The words that an option of a case's name may be.
 ACCEPTED = {
-    "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": BIASES, "sinks": SINKS,
+    "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": BIASES, "sinks": SINKS, "alibi": ALIBIS,
     "layout": ("bhsd", "bshd"), "strides": STRIDES, "values": VALUES,
 }  # fmt: skip
 
@@ -28,7 +30,7 @@ ACCEPTED = {
 class Case:
     """One call of ``fa_ext.attention``; heads_kv, seq_k and head_dim_v default to heads, seq_q and head_dim.
 
-    mask, bias and sinks name kinds (MASKS, BIASES, SINKS); strides and values name how q, k and v lie in memory and
+    mask, bias, sinks and alibi name kinds (MASKS, BIASES, SINKS, ALIBIS); strides and values name how q, k and v lie in memory and
     what they hold (STRIDES, VALUES).
     """
 
@@ -46,6 +48,7 @@ class Case:
     bias: str | None = None
     mask: str | None = None
     sinks: str | None = None
+    alibi: str | None = None
     scale: float | None = None
     layout: str = "bhsd"
     strides: str = "contiguous"
@@ -163,9 +166,8 @@ class Case:
 
     def options(self) -> dict:
         """The arguments of the call that are not arrays, defaults left out."""
-        names = ("causal", "window", "softcap", "scale", "layout")
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        return {n: getattr(self, n) for n in names if getattr(self, n) != defaults[n]}
+        options = [f for f in dataclasses.fields(Options) if f.name not in Options.ARRAYS]
+        return {f.name: getattr(self, f.name) for f in options if getattr(self, f.name) != f.default}
 
     def make_inputs(self, xp="numpy") -> dict:
         """Arguments for ``fa_ext.attention``: q, k, v, what the case adds, and ``options()``.
@@ -197,7 +199,8 @@ class Case:
             else:
                 inputs[name] = strided(x, kinds[name], shared=name != "q")
         rng = np.random.default_rng([self.seed, 7])
-        for name, value in (("bias", self._bias(rng)), ("mask", self._mask(rng)), ("sinks", self._sinks(rng))):
+        for name in Options.ARRAYS:
+            value = getattr(self, f"_{name}")(rng)
             if value is not None:
                 inputs[name] = value
         return inputs | self.options()
@@ -317,3 +320,19 @@ class Case:
             memory[::2] = sinks
             return memory[::2]
         return sinks.astype(dtype_of(self.dtype) if self.sinks == "same" else wide)
+
+    def _alibi(self, rng):
+        """Slopes of the paper, 2^(-8 n / heads), in float32 whatever the dtype; steep: some beyond what float32 holds once
+        they are multiplied, some negative."""
+        if self.alibi is None:
+            return None
+        slopes = 2.0 ** (-8 * np.arange(1, self.heads + 1) / max(self.heads, 1))
+        if self.alibi == "batch":
+            slopes = slopes * rng.uniform(0.5, 1.5, (self.batch, 1))
+        elif self.alibi == "strided":
+            memory = np.full((2 * self.heads, 3), np.nan, np.float32)
+            memory[::-2, 1] = slopes
+            return memory[::-2, 1]
+        elif self.alibi == "steep":
+            slopes = slopes * np.resize((1e37, -0.01, 3.0), self.heads)
+        return slopes.astype(np.float32)

@@ -47,6 +47,8 @@ def shapes_only(case: Case) -> dict:
         arrays["mask"] = like(scores, bool)
     if case.sinks:
         arrays["sinks"] = like((case.heads,), dtype)
+    if case.alibi:
+        arrays["alibi"] = like((case.heads,), np.float32)
     return arrays | case.options()
 
 
