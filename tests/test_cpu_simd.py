@@ -13,7 +13,7 @@ import pytest
 import fa_ext
 import large_logits
 import rows
-from case import Case
+from case import ALIBIS, Case
 from fa_ext import _core
 from operands import dtype_of
 
@@ -153,6 +153,16 @@ def test_a_row_is_safe_from_nan_in_keys_that_it_does_not_see(isa, poison, force)
     out = fa_ext.attention(**inputs, causal=True, kernel=ROW)
     np.testing.assert_array_equal(out[:, :, :30], clean[:, :, :30])
     assert np.isnan(out[:, :, 30:]).any(-1).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_alibi_on_every_instance(isa, dtype, force):
+    force(isa)
+    for kind in ALIBIS:
+        for seq_q, seq_k, d in ((1, 799, 64), (113, 239, 59), (3, 1023, 128)):
+            case = Case(2, 4, 2, seq_q, seq_k, d, dtype=dtype, alibi=kind, causal="bottom_right")
+            assert (report := rows.verdict(ROW, case)), str(report)
 
 
 # ---- bits ----

@@ -1,5 +1,6 @@
 """The table of parameters and what is made from it: the stub, signatures, docstrings, binding, the reading of options."""
 
+import dataclasses
 import inspect
 import threading
 
@@ -8,7 +9,8 @@ import pytest
 
 import fa_ext
 import stub
-from fa_ext import _core
+from case import Case
+from fa_ext import _core, reference
 
 TABLE = stub.parameters()
 FUNCTIONS = tuple(stub.RESULTS)
@@ -33,6 +35,17 @@ def arguments(function):
 
 def test_the_stub_is_what_the_table_says():
     assert stub.stub(stub.STUB.read_text()) == stub.STUB.read_text(), "python tests/stub.py writes it"
+
+
+def test_the_options_of_reference_and_verifiers_are_those_of_the_table():
+    own = ("q", "k", "v", "out", "return_lse", "stream", "kernel", "batch_invariant")
+    table = {p.name: p for p in of("attention") if p.name not in own}
+    fields = {f.name: f for f in dataclasses.fields(reference.Options)}
+    assert list(fields) == list(table)
+    assert all(repr(f.default) == table[name].default for name, f in fields.items())
+    assert reference.Options.ARRAYS == tuple(name for name, p in table.items() if p.kind == "array")
+    cases = {f.name: f.default for f in dataclasses.fields(Case)}
+    assert all(cases[name] == f.default for name, f in fields.items()), "a case can say every option"
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
