@@ -1,0 +1,196 @@
+"""fa_ext as an attention implementation of transformers: tiny models of random weights against eager."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, ModernBertConfig, masking_utils  # noqa: E402
+
+import fa_ext.torch as ft  # noqa: E402
+from fa_ext.torch import _transformers  # noqa: E402
+from torch_calls import DEVICES  # noqa: E402
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+SMALL = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None)  # fmt: skip
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SMALL),
+    "gemma2": lambda: Gemma2Config(**SMALL, head_dim=8, query_pre_attn_scalar=8, sliding_window=5, attn_logit_softcapping=3.0),
+    "gpt-oss": lambda: GptOssConfig(**SMALL, head_dim=8, sliding_window=5, num_local_experts=2, num_experts_per_tok=1,
+                                    initializer_range=0.3),
+    "mistral": lambda: MistralConfig(**SMALL, sliding_window=4),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    ft.register_transformers()
+    torch.manual_seed(0)
+
+
+def models(name, device):
+    """(eager, ours) of the same weights, away from their initial values."""
+    config = CONFIGS[name]()
+    config._attn_implementation = "eager"
+    eager = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(device)
+    with torch.no_grad():
+        for parameter in eager.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("fa_ext")
+    assert ours.config._attn_implementation == "fa_ext" and eager.config._attn_implementation == "eager"
+    return eager, ours
+
+
+def batch(padding, device):
+    ids = torch.randint(2, 99, (3, 13), device=device)
+    mask = torch.ones_like(ids)
+    for row, count in enumerate((0, 4, 9)):
+        if padding == "left":
+            mask[row, :count] = 0
+        elif padding == "right":
+            mask[row, 13 - count :] = 0
+    # What a token of padding predicts is nobody's: it sees nothing here, and a mean of everything in eager.
+    before = torch.cat((mask[:, :1], mask[:, :-1]), 1)
+    labels = torch.where((mask == 1) & (before == 1), ids, -100)
+    return {"input_ids": ids, "labels": labels} | ({"attention_mask": mask} if padding != "absent" else {})
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    """The shapes of the masks that attention is given."""
+    shapes = []
+
+    def spy(*args, **keywords):
+        mask = keywords["mask"]
+        shapes.append(None if mask is None else tuple(mask.shape))
+        return ft.attention(*args, **keywords)
+
+    monkeypatch.setattr(_transformers, "attention", spy)
+    return shapes
+
+
+@pytest.mark.parametrize("padding", ["absent", "none", "left", "right"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_and_gradients_are_those_of_eager(device, name, padding, masks):
+    eager, ours = models(name, device)
+    inputs = batch(padding, device)
+    wanted, got = eager(**inputs).loss, ours(**inputs).loss
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    wanted.backward(), got.backward()
+    for (label, a), b in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), label
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=2e-5, msg=lambda m: f"{label}: {m}")  # noqa: B023
+    assert set(masks) == {None if padding in ("absent", "none") else (3, 1, 1, 13)}
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static", None])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generates_the_same_tokens(device, name, cache, padding):
+    eager, ours = models(name, device)
+    inputs = {n: x for n, x in batch(padding, device).items() if n != "labels"}
+    options = dict(max_new_tokens=12, do_sample=False, use_cache=cache is not None, disable_compile=True)
+    if cache:
+        options["cache_implementation"] = cache
+    wanted, got = (model.eval().generate(**inputs, **options) for model in (eager, ours))
+    assert torch.equal(got, wanted) and got.shape[1] == 25
+
+
+def test_packed_sequences(device, masks):
+    eager, ours = models("llama", device)
+    ids = torch.randint(2, 99, (2, 12), device=device)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3], list(range(12))], device=device)
+    wanted, got = (model(input_ids=ids, position_ids=positions, use_cache=False).logits for model in (eager, ours))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert set(masks) == {(2, 1, 12, 12)}
+
+
+@pytest.mark.parametrize("floating", [False, True])
+def test_a_mask_of_the_user(device, floating):
+    eager, ours = models("llama", device)
+    ids = torch.randint(2, 99, (2, 9), device=device)
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool, device=device).tril().clone()
+    mask[:, :, 5:, 1] = False
+    additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    wanted = eager(input_ids=ids, attention_mask=additive).logits
+    got = ours(input_ids=ids, attention_mask=additive if floating else mask).logits
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_bidirectional_windows(device):
+    config = ModernBertConfig(**{n: x for n, x in SMALL.items() if n != "num_key_value_heads"}, local_attention=4,
+                              global_attn_every_n_layers=2, cls_token_id=2, sep_token_id=3)  # fmt: skip
+    eager = transformers.AutoModel.from_config(config, attn_implementation="eager").to(device).eval()
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("fa_ext")
+    for padding in ("none", "left", "right"):
+        inputs = {n: x for n, x in batch(padding, device).items() if n != "labels"}
+        wanted, got = (model(**inputs).last_hidden_state for model in (eager, ours))
+        seen = inputs["attention_mask"].bool()
+        torch.testing.assert_close(got[seen], wanted[seen], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+def test_compiled(device, name):
+    torch._dynamo.reset()
+    eager, ours = models(name, device)
+    if name == "gpt-oss":  # its experts of the CPU cannot be traced whole
+        eager, ours = eager.model.layers[0].self_attn, ours.model.layers[0].self_attn
+        x, cos = torch.randn(2, 9, 32, device=device), torch.randn(2, 9, 4, device=device)
+        inputs = dict(hidden_states=x, position_embeddings=(cos, cos.flip(1)), attention_mask=None)
+        ours.config._attn_implementation = "fa_ext"
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")(**inputs)[0]
+        torch.testing.assert_close(compiled, ours(**inputs)[0], rtol=1e-4, atol=1e-4)
+        return
+    for padding in ("none", "left"):
+        inputs = batch(padding, device)
+        loss = torch.compile(ours, fullgraph=True, backend="aot_eager")(**inputs).loss
+        torch.testing.assert_close(loss, eager(**inputs).loss, rtol=1e-4, atol=1e-4)
+        loss.backward()
+
+
+def test_half_models(device):
+    _, ours = models("gpt-oss", device)
+    loss = ours.bfloat16()(**batch("left", device)).loss
+    loss.backward()
+    sinks = ours.model.layers[0].self_attn.sinks
+    assert loss.isfinite() and sinks.grad.isfinite().all() and bool(sinks.grad.any())
+
+
+def test_patterns_of_masks(device):
+    """None where the call says it all; padding alone as (B, Sk); everything else in full."""
+    causal, sliding = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function
+    sizes = dict(batch_size=2, q_length=6, kv_length=6, device=device)
+    ones, padded = torch.ones(2, 6, dtype=torch.bool, device=device), torch.ones(2, 6, dtype=torch.bool, device=device)
+    padded[1, :2] = False
+    assert _transformers._mask(**sizes, mask_function=causal) is None
+    assert _transformers._mask(**sizes, mask_function=sliding(3), local_size=3, attention_mask=ones) is None
+    assert torch.equal(_transformers._mask(**sizes, mask_function=causal, attention_mask=padded), padded)
+    for more in (
+        dict(mask_function=sliding(3), local_size=4),  # not the window that the module has
+        dict(mask_function=sliding(3)),
+        dict(mask_function=masking_utils.and_masks(causal, lambda b, h, i, j: j != 1)),
+        dict(mask_function=causal, allow_is_causal_skip=False),
+        dict(mask_function=causal, q_offset=torch.tensor(0, device=device)),
+        dict(mask_function=masking_utils.bidirectional_mask_function),
+    ):
+        got = _transformers._mask(**sizes | more)
+        assert torch.equal(got, masking_utils.sdpa_mask(**sizes | more | {"allow_is_causal_skip": False}))
+    beyond = _transformers._mask(**sizes | {"kv_length": 9}, mask_function=causal)
+    assert beyond.shape == (2, 1, 6, 9)
+    later = _transformers._mask(**sizes | {"kv_length": 9}, q_offset=3, mask_function=causal)
+    assert later is None
+    window = _transformers._mask(2, 1, 4, q_offset=7, kv_offset=4, mask_function=sliding(4), local_size=4, attention_mask=torch.ones(2, 8, dtype=torch.bool))  # fmt: skip
+    assert window is None
+
+
+def test_without_transformers(device, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ImportError, match="transformers>=5"):
+        ft.register_transformers()
