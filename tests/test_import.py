@@ -50,6 +50,15 @@ def test_without_the_compiled_module(tmp_path):
     assert "During handling" not in done.stderr
 
 
+@pytest.mark.parametrize("found", ["None", "types.SimpleNamespace(__version__='2.9.1')"])
+def test_the_module_of_a_framework_that_is_not_there(found):
+    prepare = f"import sys, types; sys.modules['torch'] = {found}"
+    done = python(f"{prepare}; import fa_ext; fa_ext.attention; import fa_ext.torch", check=False)
+    assert done.returncode and "ImportError: fa_ext.torch needs PyTorch 2.10 or newer" in done.stderr
+    assert "pip install 'torch>=2.10'" in done.stderr and ("2.9.1" in done.stderr) == ("2.9.1" in found)
+    assert "During handling" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -106,7 +115,7 @@ def test_stubs():
     """mypy's stubtest: the stubs say what the modules have."""
     pytest.importorskip("mypy")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy.stubtest", "fa_ext", "--ignore-missing-stub"],
+        [sys.executable, "-m", "mypy.stubtest", "fa_ext", "--ignore-missing-stub", "--mypy-config-file", "pyproject.toml"],
         capture_output=True,
         text=True,
         cwd=PACKAGE.parent,

@@ -15,7 +15,7 @@ except ImportError as error:
         "fa_ext.torch needs PyTorch 2.10 or newer, which is not installed; run: pip install 'torch>=2.10'", name="torch"
     ) from None
 
-if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
     raise ImportError(
         f"fa_ext.torch needs PyTorch 2.10 or newer, found {torch.__version__}; run: pip install 'torch>=2.10'", name="torch"
     )

@@ -1,6 +1,7 @@
 """The options of a call, listed once: as the core takes them, and as the custom operators carry them."""
 
 import inspect
+from typing import Any
 
 from .. import _core
 
@@ -21,7 +22,7 @@ class Options:
     __slots__ = ("deterministic", "dropout_p", "kernel", "shared")
 
     def __init__(self, causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic):
-        self.shared = {
+        self.shared: dict[str, Any] = {
             "causal": causal,
             "scale": scale,
             "window": window,
@@ -36,7 +37,7 @@ class Options:
 
 def forward(q, k, v, bias, mask, sinks, state, options, return_lse=True):
     """The core's forward pass: (out, lse), or out alone."""
-    more = {} if state is None else {"dropout": (options.dropout_p, state)}
+    more: dict[str, Any] = {} if state is None else {"dropout": (options.dropout_p, state)}
     return _core.attention(
         q, k, v, bias=bias, mask=mask, sinks=sinks, return_lse=return_lse, kernel=options.kernel, **options.shared, **more
     )  # fmt: skip
@@ -44,7 +45,7 @@ def forward(q, k, v, bias, mask, sinks, state, options, return_lse=True):
 
 def backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, options, wrt):
     """The core's gradients, in the order of ``wrt``."""
-    more = {} if state is None else {"dropout": (options.dropout_p, state)}
+    more: dict[str, Any] = {} if state is None else {"dropout": (options.dropout_p, state)}
     return _core.attention_backward(
         dout, q, k, v, out, lse, dlse=dlse, bias=bias, mask=mask, sinks=sinks, wrt=wrt,
         deterministic=options.deterministic, **options.shared, **more
