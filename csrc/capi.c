@@ -15,6 +15,8 @@
 #define LARGEST_STRUCT 4096 /* bytes; a size beyond is no size of a struct */
 #define WORKSPACE_UNIT 256  /* bytes that kernels want their workspace aligned to */
 
+_Static_assert(FA_EXT_EVALUE == (int)FA_EVALUE && FA_EXT_ECUDA == (int)FA_ECUDA, "a code is a code");
+
 static _Atomic(fa_context *) shared;
 
 typedef struct call {

@@ -241,7 +241,7 @@ def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:
     if options.chaos:
         defines["FA_HAVE_CHAOS"] = "1"
     units = [u for f in kernel_files for u in units_of(f)]
-    units += [u for folder in (CSRC, CSRC / "python") for f in sorted(folder.glob("*.c")) for u in units_of(f)]
+    units += [u for folder in (CSRC, CSRC / "xla", CSRC / "python") for f in sorted(folder.glob("*.c")) for u in units_of(f)]
     # The longest compilations first, so that the last of them does not run alone.
     units.sort(key=lambda u: (not u.is_cuda, "." not in u.name))
     return units, defines

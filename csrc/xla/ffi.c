@@ -1,0 +1,210 @@
+/* Call frame of XLA -> a call of the C interface. See ffi.h. */
+#include "xla/ffi.h"
+
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "capi.h"
+
+enum { INPUTS = 10, GRADIENTS = 5 };
+
+typedef struct frame_call {
+    const xla_frame *frame;
+    int64_t next_argument, next_result;
+    int32_t device;
+    fa_ext_options options;
+    int32_t given, wants, unordered;
+    char kernel[80];
+    fa_ext_run run;
+    fa_status status;
+} frame_call;
+
+/* ---- what the frame holds ---- */
+
+static const void *attribute(const xla_frame *frame, const char *name, int type) {
+    const xla_attributes *all = &frame->attributes;
+    const size_t length = strlen(name);
+    for (int64_t n = 0; n < all->count; n++)
+        if (all->types[n] == type && all->names[n]->length == length && memcmp(all->names[n]->text, name, length) == 0)
+            return all->items[n];
+    return NULL;
+}
+
+static fa_code read_scalar(frame_call *c, const char *name, int dtype, void *value) {
+    const xla_scalar *scalar = attribute(c->frame, name, XLA_SCALAR);
+    if (!scalar || scalar->dtype != dtype)
+        return fa_fail(&c->status, FA_EVALUE, "attribute %s is missing, or not of XLA's type %d", name, dtype);
+    memcpy(value, scalar->value, dtype == XLA_S32 ? 4 : 8);
+    return FA_OK;
+}
+
+static fa_code read_attributes(frame_call *c, bool backward) {
+    fa_ext_options *o = &c->options;
+    const struct {
+        const char *name;
+        int dtype;
+        void *value;
+    } scalars[] = {
+        {"given", XLA_S32, &c->given},
+        {"options_given", XLA_S32, &o->given},
+        {"causal", XLA_S32, &o->causal},
+        {"layout", XLA_S32, &o->layout},
+        {"batch_invariant", XLA_S32, &o->batch_invariant},
+        {"scale", XLA_F64, &o->scale},
+        {"softcap", XLA_F64, &o->softcap},
+        {"window_left", XLA_S64, &o->window_left},
+        {"window_right", XLA_S64, &o->window_right},
+        {"wants", XLA_S32, &c->wants},
+        {"unordered", XLA_S32, &c->unordered},
+    };
+    const size_t count = sizeof scalars / sizeof *scalars - (backward ? 0 : 2);
+    o->size = sizeof *o;
+    for (size_t n = 0; n < count; n++) FA_TRY(read_scalar(c, scalars[n].name, scalars[n].dtype, scalars[n].value));
+    const xla_span *kernel = attribute(c->frame, "kernel", XLA_STRING);
+    if (!kernel || kernel->length >= sizeof c->kernel)
+        return fa_fail(&c->status, FA_EVALUE, "attribute kernel is missing or too long");
+    memcpy(c->kernel, kernel->text, kernel->length);
+    c->run.kernel = kernel->length ? c->kernel : NULL;
+    return FA_OK;
+}
+
+static fa_code take(frame_call *c, const xla_buffers *from, int64_t *next, const xla_buffer **buffer) {
+    if (*next >= from->count || from->types[*next] != XLA_BUFFER)
+        return fa_fail(&c->status, FA_EVALUE, "%s %lld is missing, or no array",
+                       from == &c->frame->results ? "result" : "operand", (long long)*next);
+    *buffer = from->items[(*next)++];
+    return FA_OK;
+}
+
+/* The next operand or result as an array; `present` false: none, NULL. */
+static fa_code take_array(frame_call *c, bool present, bool is_result, fa_ext_array *space,
+                          const fa_ext_array **array) {
+    static const struct {
+        int theirs, ours;
+    } dtypes[] = {{XLA_F16, FA_EXT_FLOAT16},
+                  {XLA_BF16, FA_EXT_BFLOAT16},
+                  {XLA_F32, FA_EXT_FLOAT32},
+                  {XLA_F64, FA_EXT_FLOAT64},
+                  {XLA_PRED, FA_EXT_BOOL}};
+    const xla_buffer *buffer = NULL;
+    *array = NULL;
+    if (!present) return FA_OK;
+    FA_TRY(take(c, is_result ? &c->frame->results : &c->frame->arguments,
+                is_result ? &c->next_result : &c->next_argument, &buffer));
+    *space =
+        (fa_ext_array){.data = buffer->data, .device = c->device, .ndim = (int32_t)buffer->rank, .shape = buffer->dims};
+    for (size_t n = 0; n < sizeof dtypes / sizeof *dtypes; n++)
+        if (dtypes[n].theirs == buffer->dtype) space->dtype = dtypes[n].ours;
+    *array = space;
+    return FA_OK;
+}
+
+static bool is_empty(const xla_buffer *buffer) {
+    for (int64_t axis = 0; axis < buffer->rank; axis++)
+        if (buffer->dims[axis] == 0) return true;
+    return false;
+}
+
+/* The device of the results, whose last is the workspace; *idle: they have no elements, and nothing is to be done. */
+static fa_code find_device(frame_call *c, bool *idle) {
+    const xla_buffers *results = &c->frame->results;
+    const void *memory = NULL;
+    for (int64_t n = 0; n + 1 < results->count && !memory; n++) {
+        const xla_buffer *buffer = results->items[n];
+        if (results->types[n] == XLA_BUFFER && !is_empty(buffer)) memory = buffer->data;
+    }
+    *idle = !memory;
+    return memory ? fa_capi_device(memory, &c->device, &c->status) : FA_OK;
+}
+
+/* The last result. Of the CPU's the library takes its own: the number of threads may have changed since it was asked.
+ */
+static fa_code take_workspace(frame_call *c) {
+    const xla_buffer *buffer = NULL;
+    static char none;
+    FA_TRY(take(c, &c->frame->results, &c->next_result, &buffer));
+    if (c->device == FA_EXT_CPU) return FA_OK;
+    c->run.workspace_bytes = (size_t)(buffer->rank == 1 ? buffer->dims[0] : 0);
+    c->run.workspace = c->run.workspace_bytes ? buffer->data : &none;
+    return FA_OK;
+}
+
+/* ---- the operations ---- */
+
+static fa_code run_forward(frame_call *c) {
+    fa_ext_array space[8];
+    fa_ext_forward call = {.size = sizeof call, .options = &c->options};
+    const fa_ext_array **const inputs[6] = {&call.q, &call.k, &call.v, &call.bias, &call.mask, &call.sinks};
+    static const int optional[6] = {0, 0, 0, FA_XLA_BIAS, FA_XLA_MASK, FA_XLA_SINKS};
+    for (int n = 0; n < 6; n++)
+        FA_TRY(take_array(c, !optional[n] || (c->given & optional[n]), false, &space[n], inputs[n]));
+    FA_TRY(take_array(c, true, true, &space[6], &call.out));
+    FA_TRY(take_array(c, c->frame->results.count == 3, true, &space[7], &call.lse));
+    FA_TRY(take_workspace(c));
+    return (fa_code)fa_capi.forward(&call, &c->run);
+}
+
+static fa_code run_backward(frame_call *c) {
+    fa_ext_array space[INPUTS + GRADIENTS];
+    fa_ext_backward call = {.size = sizeof call, .options = &c->options, .unordered = c->unordered};
+    const fa_ext_array **const inputs[INPUTS] = {&call.q,    &call.k,    &call.v,    &call.out,  &call.lse,
+                                                 &call.dout, &call.dlse, &call.bias, &call.mask, &call.sinks};
+    static const int optional[INPUTS] = {0,           0,           0,           0,           0,
+                                         FA_XLA_DOUT, FA_XLA_DLSE, FA_XLA_BIAS, FA_XLA_MASK, FA_XLA_SINKS};
+    const fa_ext_array **const gradients[GRADIENTS] = {&call.dq, &call.dk, &call.dv, &call.dbias, &call.dsinks};
+    for (int n = 0; n < INPUTS; n++)
+        FA_TRY(take_array(c, !optional[n] || (c->given & optional[n]), false, &space[n], inputs[n]));
+    for (int n = 0; n < GRADIENTS; n++)
+        FA_TRY(take_array(c, c->wants >> n & 1, true, &space[INPUTS + n], gradients[n]));
+    FA_TRY(take_workspace(c));
+    return (fa_code)fa_capi.backward(&call, &c->run);
+}
+
+/* ---- handlers ---- */
+
+static xla_error *fail(const xla_frame *frame, const fa_status *status) {
+    static const int codes[] = {[FA_EVALUE] = XLA_INVALID_ARGUMENT,    [FA_ETYPE] = XLA_INVALID_ARGUMENT,
+                                [FA_EBUFFER] = XLA_INVALID_ARGUMENT,   [FA_EMEMORY] = XLA_RESOURCE_EXHAUSTED,
+                                [FA_EUNSUPPORTED] = XLA_UNIMPLEMENTED, [FA_ECUDA] = XLA_INTERNAL};
+    char message[sizeof status->message + 16];
+    snprintf(message, sizeof message, "fa_ext: %s", status->message);
+    xla_error_create made = {sizeof made, NULL, message, codes[status->code]};
+    return frame->api->error_create(&made);
+}
+
+/* The first call of a handler: which API it was written for. Of those in which all that it uses has the same place, the
+ * one that is running, since XLA refuses what is older than its minimum and what is newer than itself; minor 1, which
+ * jaxlib 0.5.0 has, does not say. */
+static bool is_asked_for_metadata(xla_frame *frame) {
+    if (!frame->extension || frame->extension->type != XLA_EXTENSION_METADATA) return false;
+    xla_metadata *metadata = ((xla_metadata_extension *)frame->extension)->metadata;
+    const int running = frame->api ? frame->api->version.minor : 1;
+    metadata->version =
+        (xla_version){sizeof metadata->version, NULL, XLA_MAJOR, running < XLA_MINOR ? running : XLA_MINOR};
+    metadata->traits = XLA_TRAIT_COMMAND_BUFFER;
+    return true;
+}
+
+static xla_error *handle(xla_frame *frame, bool on_cuda, bool backward) {
+    if (is_asked_for_metadata(frame) || frame->stage != XLA_EXECUTE) return NULL;
+    frame_call c = {.frame = frame, .run = {.size = sizeof c.run}};
+    c.run.message = c.status.message, c.run.message_bytes = sizeof c.status.message;
+    bool idle = false;
+    if (on_cuda) {
+        xla_stream_get asked = {sizeof asked, NULL, frame->context, NULL};
+        xla_error *error = frame->api->stream_get(&asked);
+        if (error) return error;
+        c.run.stream = asked.stream;
+    }
+    fa_code code = read_attributes(&c, backward);
+    if (code == FA_OK && on_cuda) code = find_device(&c, &idle);
+    if (code == FA_OK && !idle) code = backward ? run_backward(&c) : run_forward(&c);
+    c.status.code = code;
+    return code == FA_OK ? NULL : fail(frame, &c.status);
+}
+
+xla_error *fa_xla_attention_cpu(xla_frame *frame) { return handle(frame, false, false); }
+xla_error *fa_xla_attention_cuda(xla_frame *frame) { return handle(frame, true, false); }
+xla_error *fa_xla_backward_cpu(xla_frame *frame) { return handle(frame, false, true); }
+xla_error *fa_xla_backward_cuda(xla_frame *frame) { return handle(frame, true, true); }

@@ -1,0 +1,144 @@
+"""The custom calls: what identifies one, the shapes of its results, its attributes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from .. import CudaError, UnsupportedError, _core
+
+#: Operands and results in the order of the handlers (csrc/xla/ffi.h); ``given`` has these bits.
+FORWARD = ("q", "k", "v", "bias", "mask", "sinks")
+BACKWARD = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "mask", "sinks")
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
+GIVEN = {"bias": 1, "mask": 2, "sinks": 4, "dout": 8, "dlse": 16}
+
+_CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
+_LAYOUTS = {"bhsd": 0, "bshd": 1}
+_TARGETS = {False: "fa_ext_attention", True: "fa_ext_attention_backward"}
+_CPU = -1
+
+for _backward, _target in _TARGETS.items():
+    _name = "xla_attention_backward" if _backward else "xla_attention"
+    for _platform in ("cpu", "cuda"):
+        _handler = getattr(_core, f"{_name}_{_platform}")
+        jax.ffi.register_ffi_target(_target, _handler, platform={"cpu": "cpu", "cuda": "CUDA"}[_platform])
+
+
+@dataclass(frozen=True)
+class Options:
+    """What of a call is no array, as ``attention`` takes it."""
+
+    causal: bool | str = False
+    scale: float | None = None
+    window: tuple[int | None, int | None] | None = None
+    softcap: float = 0.0
+    layout: str = "bhsd"
+    deterministic: bool = True
+    kernel: str | None = None
+    kernel_backward: str | None = None
+    batch_invariant: bool = False
+
+    def fields(self) -> tuple:
+        """As ``_core.xla_workspace`` takes them."""
+        left, right = self.window or (None, None)
+        given = (self.scale is not None) + 2 * (left is not None) + 4 * (right is not None)
+        return (given, _CAUSAL[self.causal], _LAYOUTS[self.layout], int(self.batch_invariant), self.scale or 0.0,
+                self.softcap, left or 0, right or 0, int(not self.deterministic))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation with the names of its operands and results; ``operands`` are in the order of ``names``."""
+
+    options: Options
+    names: tuple[str, ...]
+    results: tuple[str, ...]
+
+    @property
+    def backward(self) -> bool:
+        return "lse" in self.names
+
+    @property
+    def heads_axis(self) -> int:
+        return 1 if self.options.layout == "bhsd" else 2
+
+    @property
+    def kernel(self) -> str:
+        return (self.options.kernel_backward if self.backward else self.options.kernel) or ""
+
+    def shapes(self, operands) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """(shape, dtype) of each result."""
+        named = dict(zip(self.names, operands, strict=True))
+        q, v = named["q"], named["v"]
+        rows = (q.shape[0], q.shape[self.heads_axis], q.shape[3 - self.heads_axis])
+        made = {"out": ((*q.shape[:3], v.shape[3]), q.dtype),
+                "lse": (rows, np.dtype(np.float64 if q.dtype == np.float64 else np.float32))}  # fmt: skip
+        made |= {f"d{name}": (named[name].shape, named[name].dtype) for name in named}
+        return {name: made[name] for name in self.results}
+
+    def workspace(self, operands, device: int) -> int:
+        """Bytes on a CUDA device, or of the CPU where ``device`` is -1. Raises what the call would raise."""
+        known = {n: (x.dtype.name, tuple(x.shape)) for n, x in zip(self.names, operands, strict=True)}
+        known |= {n: (dtype.name, tuple(shape)) for n, (shape, dtype) in self.shapes(operands).items()}
+        order = (*BACKWARD, *GRADIENTS) if self.backward else (*FORWARD, "out", "lse")
+        arrays = tuple(known.get(name) for name in order)
+        return _core.xla_workspace(self.backward, device, arrays, self.options.fields(), self.kernel)
+
+    def attributes(self) -> dict:
+        given, causal, layout, invariant, scale, softcap, left, right, unordered = self.options.fields()
+        made = {"given": np.int32(sum(bit for name, bit in GIVEN.items() if name in self.names)),
+                "options_given": np.int32(given), "causal": np.int32(causal), "layout": np.int32(layout),
+                "batch_invariant": np.int32(invariant), "scale": np.float64(scale), "softcap": np.float64(softcap),
+                "window_left": np.int64(left), "window_right": np.int64(right), "kernel": self.kernel}  # fmt: skip
+        if self.backward:
+            made["wants"] = np.int32(sum(1 << GRADIENTS.index(name) for name in self.results))
+            made["unordered"] = np.int32(unordered)
+        return made
+
+
+def check(options: Options, names, operands) -> None:
+    """Raises what the forward call of these operands would raise, before anything is traced."""
+    any_kernel = replace(options, kernel=None)  # whose device is only known when it runs
+    Call(any_kernel, tuple(names), ("out",)).workspace(operands, _CPU)
+
+
+@functools.cache
+def _cuda_ordinal() -> int | None:
+    """The CUDA device whose workspace counts: the first of JAX's, if this build has CUDA kernels."""
+    if not _core.build_info()["cuda"]:
+        return None
+    try:
+        return int(jax.local_devices(backend="cuda")[0].local_hardware_id)
+    except RuntimeError:  # JAX has no such backend here
+        return None
+
+
+def _workspace(call: Call, operands) -> int:
+    ordinal = _cuda_ordinal()
+    if ordinal is None:
+        return 0
+    try:
+        return call.workspace(operands, ordinal)
+    except (CudaError, UnsupportedError):  # the call may be for the CPU; on the device it says why
+        return 0
+
+
+def _like(x, shape, dtype):
+    """The type of a result that varies over the manual mesh axes that ``x`` varies over."""
+    vma = getattr(jax.typeof(x), "vma", None) if hasattr(jax, "typeof") else None
+    if vma:
+        return jax.typeof(x).update(shape=shape, dtype=np.dtype(dtype), sharding=None, weak_type=False)
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def run(call: Call, *operands):
+    """The custom call itself: the results in the order of ``call.results``."""
+    q = operands[0]
+    types = [_like(q, shape, dtype) for shape, dtype in call.shapes(operands).values()]
+    types.append(_like(q, (_workspace(call, operands),), np.uint8))
+    made = jax.ffi.ffi_call(_TARGETS[call.backward], types)(*operands, **call.attributes())
+    return tuple(made[:-1])

@@ -1,0 +1,231 @@
+"""How a call is mapped (vmap) and split over devices (sharded jit)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ._calls import Call, run
+
+_SCORES = ("bias", "mask", "dbias")  #: of (B, H, Sq, Sk), each axis that or 1
+_HEADS = ("sinks", "dsinks")  #: of (H,)
+_ROWS = ("lse", "dlse")  #: of (B, H, Sq)
+_RULES = inspect.signature(custom_partitioning.def_partition).parameters
+
+
+@functools.cache
+def operation(call: Call):
+    """A function of the operands of a call that can be mapped and partitioned; a tuple of results."""
+
+    @custom_vmap
+    def mapped(*operands):
+        if _inside_shard_map() or any(0 in x.shape for x in operands):
+            return run(call, *operands)
+        return _partitioned(call, _groups(call, operands))(*operands)
+
+    @mapped.def_vmap
+    def rule(size, batched, *operands):
+        results = _one_by_one if _needs_each(call, batched, operands) else _folded
+        made = results(call, size, batched, operands)
+        return made, (True,) * len(made)
+
+    # Of the forward too: it makes what the backward pass reads. Its own derivative is the custom_vjp around it.
+    once = jax.custom_jvp(mapped)
+
+    @once.defjvp
+    def refuse(primals, tangents):
+        raise NotImplementedError(
+            "fa_ext.jax.attention has no second derivatives: its gradient cannot be differentiated; use "
+            "jax.nn.dot_product_attention where you need them"
+        )
+
+    return once
+
+
+# ---- vmap ----
+
+
+def _needs_each(call, batched, operands) -> bool:
+    """Whether elements of the mapped axis need calls of their own: the batch shares the sinks, and sums what a gradient's
+    subject has once."""
+    shapes = {name: x.shape[mapped:] for name, x, mapped in zip(call.names, operands, batched, strict=True)}
+    if dict(zip(call.names, batched, strict=True)).get("sinks") or "dsinks" in call.results:
+        return True
+    return "dbias" in call.results and shapes["bias"][0] == 1 and shapes["q"][0] != 1
+
+
+def _one_by_one(call, size, batched, operands):
+    def one(slices):
+        left = iter(slices)
+        return operation(call)(*(next(left) if mapped else x for x, mapped in zip(operands, batched, strict=True)))
+
+    return jax.lax.map(one, tuple(x for x, mapped in zip(operands, batched, strict=True) if mapped))
+
+
+def _folded(call, size, batched, operands):
+    """One call whose batch is the mapped axis and the batch."""
+    batch = operands[0].shape[batched[0]]
+
+    def fold(name, x, mapped):
+        if name in _HEADS:
+            return x
+        if name in _SCORES:
+            if not mapped and x.shape[0] == 1 and f"d{name}" not in call.results:
+                return x
+            x = jnp.broadcast_to(x if mapped else x[None], (size, batch, *x.shape[1 + mapped :]))
+        elif not mapped:
+            x = jnp.broadcast_to(x[None], (size, *x.shape))
+        return x.reshape(size * batch, *x.shape[2:])
+
+    made = operation(call)(*map(fold, call.names, operands, batched))
+    return tuple(x.reshape(size, batch, *x.shape[1:]) for x in made)
+
+
+# ---- sharding ----
+
+
+def _inside_shard_map() -> bool:
+    """Whether mesh axes are manual here: the operands are shards already."""
+    found = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
+    return bool(getattr(found, "manual_axes", ()))
+
+
+def _groups(call, operands) -> tuple[int, int]:
+    """(heads_kv, query heads that share one)"""
+    named = dict(zip(call.names, operands, strict=True))
+    heads_kv = named["k"].shape[call.heads_axis]
+    return heads_kv, named["q"].shape[call.heads_axis] // heads_kv
+
+
+def _kind(name: str) -> str:
+    """What an array is like: q, k, v, out, or itself."""
+    return {"dq": "q", "dk": "k", "dv": "v", "dout": "out", "dlse": "lse", "dbias": "bias", "dsinks": "sinks"}.get(name, name)
+
+
+def _rule(call, groups, shapes) -> tuple[str, dict]:
+    """Shardy's rule: heads are (g r), g those of k and v; b, s, t the batch and the sequences; d, e head_dims."""
+    heads = "(g r)" if groups[1] > 1 else "g"
+    ones = iter(range(1000))
+
+    def factors(name, shape):
+        kind = _kind(name)
+        if kind in _HEADS:
+            return heads
+        if kind in _SCORES:
+            axes = ("b", heads, "s", "t")
+            return " ".join(axis if extent > 1 else f"x{next(ones)}" for axis, extent in zip(axes, shape, strict=True))
+        if kind in _ROWS:
+            return f"b {heads} s"
+        own = ["b", "g" if kind in "kv" else heads, "t" if kind in "kv" else "s", "e" if kind in ("v", "out") else "d"]
+        if call.heads_axis == 2:
+            own[1], own[2] = own[2], own[1]
+        return " ".join(own)
+
+    named = [factors(name, shape) for name, shape in zip((*call.names, *call.results), shapes, strict=True)]
+    text = f"{', '.join(named[: len(call.names)])} -> {', '.join(named[len(call.names) :])}"
+    return text, {"g": groups[0], "r": groups[1]} if groups[1] > 1 else {}
+
+
+class _Split:
+    """The mesh axes that the batch and the heads of a call are split over; nothing else is."""
+
+    def __init__(self, call, groups, shardings, shapes):
+        self.call = call
+        self.batch, self.heads = (), ()
+        sizes = dict(zip(call.names, shapes, strict=True))
+        for name, sharding in zip(call.names, shardings, strict=True):
+            batch, heads = self._places(name)
+            if batch is not None and not self.batch and sizes[name][batch] > 1:
+                self.batch = self._axes(sharding, batch, sizes["q"][0])
+            if heads is not None and not self.heads and sizes[name][heads] > 1:
+                self.heads = self._axes(sharding, heads, groups[0])
+        self.heads = () if set(self.heads) & set(self.batch) else self.heads
+
+    def _places(self, name):
+        """The axes of batch and heads of an array, None where it has none."""
+        kind = _kind(name)
+        if kind in _HEADS:
+            return None, 0
+        return 0, 1 if kind in _SCORES + _ROWS else self.call.heads_axis
+
+    @staticmethod
+    def _axes(sharding, axis, extent):
+        """Names of the mesh axes that an axis is split over, if they divide its extent."""
+        spec = getattr(sharding, "spec", ())
+        entry = spec[axis] if axis < len(spec) else None
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        parts = math.prod(sharding.mesh.shape[name] for name in names)
+        return names if parts > 1 and extent % parts == 0 else ()
+
+    def spec(self, name, shape) -> PartitionSpec:
+        entries = [None] * len(shape)
+        for place, names in zip(self._places(name), (self.batch, self.heads), strict=True):
+            if place is not None and names and shape[place] > 1:
+                entries[place] = names
+        return PartitionSpec(*entries)
+
+    def summed(self, name, shape) -> tuple[str, ...]:
+        """Mesh axes over which shards of a gradient are to be added."""
+        kind = _kind(name)
+        if kind == "sinks":
+            return self.batch
+        if kind != "bias":
+            return ()
+        return (self.batch if shape[0] == 1 else ()) + (self.heads if shape[1] == 1 else ())
+
+
+@functools.cache
+def _partitioned(call: Call, groups):
+    """The call as a function that XLA's partitioner splits over batch and heads, whatever else is sharded."""
+
+    def function(*operands):
+        return run(call, *operands)
+
+    def specs(split, operands, results):
+        return ([split.spec(n, x.shape) for n, x in zip(call.names, operands, strict=True)],
+                [split.spec(n, x.shape) for n, x in zip(call.results, results, strict=True)])  # fmt: skip
+
+    def split_of(operands):
+        return _Split(call, groups, [x.sharding for x in operands], [x.shape for x in operands])
+
+    def infer(mesh, operands, results):
+        return tuple(NamedSharding(mesh, spec) for spec in specs(split_of(operands), operands, results)[1])
+
+    def partition(mesh, operands, results):
+        split = split_of(operands)
+        arguments, made = specs(split, operands, results)
+        totals = [split.summed(name, x.shape) for name, x in zip(call.results, results, strict=True)]
+
+        def shard(*shards):
+            return tuple(_total(x, axes) for x, axes in zip(run(call, *shards), totals, strict=True))
+
+        return (mesh, shard, tuple(NamedSharding(mesh, spec) for spec in made),
+                tuple(NamedSharding(mesh, spec) for spec in arguments))  # fmt: skip
+
+    def rule(mesh, operands, results):
+        return _sdy_rule(*_rule(call, groups, [tuple(x.shape) for x in (*operands, *results)]))
+
+    made = custom_partitioning(function)
+    shardy = {"sharding_rule": rule} if "factor_sizes" in _RULES else {}
+    made.def_partition(partition, infer_sharding_from_operands=infer, **shardy)
+    return made
+
+
+def _sdy_rule(text, sizes):
+    from jax.experimental.custom_partitioning import str_to_sdy_sharding_rule
+
+    return str_to_sdy_sharding_rule(text, **sizes)
+
+
+def _total(x, axes):
+    """The sum over mesh axes, of half precision in float32."""
+    if not axes:
+        return x
+    return jax.lax.psum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes).astype(x.dtype)

@@ -1,0 +1,55 @@
+"""What the tests of fa_ext.jax share: problems of the backward tests as JAX calls, and float64 switched on and off."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import gradients
+from case import Case
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def wide(on=True):
+    """A context in which JAX has 64-bit types, or has none."""
+    import jax
+
+    return jax.enable_x64(on) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(on)
+
+
+def needs(case: Case):
+    """The context in which JAX holds the arrays of a case."""
+    return wide() if case.dtype == "float64" else contextlib.nullcontext()
+
+
+OPTIONS = ("causal", "scale", "window", "softcap", "layout")
+
+
+def split(problem: gradients.Problem):
+    """({name: array that JAX differentiates by}, {other keyword arguments}) of fa_ext.jax.attention"""
+    inputs = problem.inputs
+    arrays = {name: inputs[name] for name in gradients.NAMES if name in inputs}
+    rest = {name: inputs[name] for name in ("mask", *OPTIONS) if name in inputs}
+    return arrays, rest
+
+
+def cotangents(problem: gradients.Problem, results):
+    """(dout, dlse), zeros where the problem has none."""
+    made = (problem.inputs.get("dout"), problem.inputs.get("dlse"))
+    return tuple(np.zeros(x.shape, x.dtype) if d is None else d for x, d in zip(results, made))
+
+
+def alone(script: str, *, devices=4, **environment):
+    """Runs a script in a process of its own, where the CPU counts as several devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    known = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=known, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
