@@ -107,8 +107,7 @@ class Function(Contender):
         return self.takes_all or name in self.named
 
     def refuses(self, case: Case) -> str | None:
-        needed = [n for n in case.options() if n != "layout"]
-        needed += [n for n in ("bias", "mask", "sinks") if getattr(case, n)]
+        needed = [n for n in case.options() if n != "layout"] + case.arrays()
         missing = [n for n in needed if not self.takes(n)]
         return f"{self.name} takes no argument {', '.join(missing)}" if missing else None
 

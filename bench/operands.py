@@ -10,12 +10,12 @@ import numpy as np
 
 from bench.device import Cpu, Cuda
 from bench.memory import GUARD_BYTES, NAN_BYTE, Block, address_of, numpy_dtype, to_host
-from bench.problems import Case
+from bench.problems import ARRAYS, Case
 
 if TYPE_CHECKING:
     from fa_ext.verify import Report
 
-INPUTS = ("q", "k", "v", "bias", "mask", "sinks")
+INPUTS = ("q", "k", "v", *ARRAYS)
 # Work that one float64 check may cost; larger problems are checked on randomly drawn queries.
 CHECK_FLOPS_CPU = 3e9
 CHECK_FLOPS_GPU = 2e11
@@ -57,7 +57,7 @@ class Arrays:
 class Operands(Arrays):
     """Inputs and output of one call, each in guarded memory of its own, C-contiguous in the case's layout.
 
-    Ordinary inputs (normal values, no bias, mask or sinks) of a GPU are drawn there. Without guard zones inputs are not
+    Ordinary inputs (normal values, no arrays besides) of a GPU are drawn there. Without guard zones inputs are not
     hashed either. `allocate(name, bytes)` gives the memory of each; default: the device's library.
     """
 
@@ -67,7 +67,7 @@ class Operands(Arrays):
         self.guard, self._allocate = guard, allocate
         self._judged_by: Any = None
         self._new("out", case.out_shape, case.dtype, guard_byte)
-        if device.kind == "cuda" and not (case.bias or case.mask or case.sinks) and case.values == "normal":
+        if device.kind == "cuda" and not case.arrays() and case.values == "normal":
             for name, shape in (("q", case.q_shape), ("k", case.k_shape), ("v", case.v_shape)):
                 self._new(name, shape, case.dtype, guard_byte)
             for i, name in enumerate("qkv"):

@@ -82,7 +82,7 @@ class Pool:
         self.inputs = allocate(self.slots * self.step, False)
         self.out = allocate(self.slots * self.out_step + FENCE, True)
         self.extras = {}
-        if case.bias or case.mask or case.sinks:
+        if case.arrays():
             for name, array in host_arrays(case).items():
                 if name not in TIMED:
                     region = allocate(array.nbytes, False)
@@ -203,8 +203,8 @@ class Pool:
         q, k, v = (self._input(i, name, batch, h) for name, h in (("q", head), ("k", head_kv), ("v", head_kv)))
         extras = {}
         for name, (_, array) in self.extras.items():
-            if name == "sinks":
-                extras[name] = array[head : head + 1]
+            if name in ("sinks", "alibi"):
+                extras[name] = np.broadcast_to(array, (case.batch, case.heads))[batch, head : head + 1]
             else:
                 whole = np.broadcast_to(array, (case.batch, case.heads, case.seq_q, case.seq_k))
                 extras[name] = whole[batch : batch + 1, head : head + 1]

@@ -15,6 +15,7 @@ if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))
 
 import cases  # noqa: E402  (lies beside the tests, which import it by the same name)
+from case import ARRAYS  # noqa: E402, F401
 
 Case = cases.Case
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fa_ext.reference import Options
 from operands import LAYOUTS, dtype_of, place, strided
 
 HALVES = ("float16", "bfloat16")
@@ -19,6 +18,8 @@ MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "
 BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max")
 SINKS = ("same", "float32", "large", "small", "strided", "huge")
 ALIBIS = ("heads", "batch", "strided", "steep")
+#: What a case may add to q, k and v: a field that names a kind, and a method _<name> that makes it.
+ARRAYS = ("bias", "mask", "sinks", "alibi")
 #: The words that an option of a case's name may be.
 ACCEPTED = {
     "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": BIASES, "sinks": SINKS, "alibi": ALIBIS,
@@ -166,8 +167,13 @@ class Case:
 
     def options(self) -> dict:
         """The arguments of the call that are not arrays, defaults left out."""
-        options = [f for f in dataclasses.fields(Options) if f.name not in Options.ARRAYS]
+        own = (*ARRAYS, "strides", "values", "seed")
+        options = [f for f in dataclasses.fields(self)[8:] if f.name not in own]
         return {f.name: getattr(self, f.name) for f in options if getattr(self, f.name) != f.default}
+
+    def arrays(self) -> list[str]:
+        """The arrays that the case adds to q, k and v."""
+        return [name for name in ARRAYS if getattr(self, name)]
 
     def make_inputs(self, xp="numpy") -> dict:
         """Arguments for ``fa_ext.attention``: q, k, v, what the case adds, and ``options()``.
@@ -199,7 +205,7 @@ class Case:
             else:
                 inputs[name] = strided(x, kinds[name], shared=name != "q")
         rng = np.random.default_rng([self.seed, 7])
-        for name in Options.ARRAYS:
+        for name in ARRAYS:
             value = getattr(self, f"_{name}")(rng)
             if value is not None:
                 inputs[name] = value
