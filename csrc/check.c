@@ -144,8 +144,8 @@ bool fa_view_distinct(const fa_view *view) {
     return true;
 }
 
-fa_code fa_check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
-                        const char *first_name, const fa_view *first, fa_status *status) {
+fa_code fa_check_array(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
+                       const char *first_name, const fa_view *first, fa_status *status) {
     bool same = view->ndim == ndim;
     for (int axis = 0; axis < ndim && same; axis++) same = view->shape[axis] == shape[axis];
     if (!same)
@@ -159,7 +159,12 @@ fa_code fa_check_output(const char *name, const fa_view *view, const int64_t *sh
                          fa_dtype_name((fa_dtype)n));
         return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: %s", name, fa_dtype_name(view->dtype), accepted);
     }
-    FA_TRY(fa_check_device(name, view, first_name, first, status));
+    return fa_check_device(name, view, first_name, first, status);
+}
+
+fa_code fa_check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
+                        const char *first_name, const fa_view *first, fa_status *status) {
+    FA_TRY(fa_check_array(name, view, shape, ndim, dtypes, first_name, first, status));
     if (view->readonly) return fa_fail(status, FA_EVALUE, "%s is read-only; accepted: a writable array", name);
     if (!fa_view_distinct(view))
         return fa_fail(status, FA_EVALUE, "%s has strides %s; its elements must be distinct", name,

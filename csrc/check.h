@@ -40,7 +40,10 @@ fa_code fa_check_extents(const char *name, const fa_view *view, fa_status *statu
 /* The dtype of bias and sinks. */
 fa_code fa_check_extra_dtype(const char *name, const fa_view *view, const char *first_name, const fa_view *first,
                              fa_status *status);
-/* Shape, dtype (a set of bits), device, writable, each element with memory of its own. */
+/* Shape, dtype (a set of bits), device. */
+fa_code fa_check_array(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
+                       const char *first_name, const fa_view *first, fa_status *status);
+/* The same, and writable, each element with memory of its own. */
 fa_code fa_check_output(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
                         const char *first_name, const fa_view *first, fa_status *status);
 /* `other` may be NULL. */

@@ -19,25 +19,6 @@ static const fa_view *subject(const fa_backward_request *request, fa_grad grad) 
     return views[grad];
 }
 
-/* An input of a fixed shape and set of dtypes on q's device. */
-static fa_code check_input(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
-                           const fa_view *q, fa_status *status) {
-    bool same = view->ndim == ndim;
-    for (int axis = 0; axis < ndim && same; axis++) same = view->shape[axis] == shape[axis];
-    if (!same)
-        return fa_fail(status, FA_EVALUE, "%s has shape %s; accepted: %s", name,
-                       fa_show_shape(view->shape, view->ndim).text, fa_show_shape(shape, ndim).text);
-    if (!(dtypes >> view->dtype & 1)) {
-        char accepted[64] = "";
-        for (int n = 0; n < FA_DTYPE_COUNT; n++)
-            if (dtypes >> n & 1)
-                snprintf(accepted + strlen(accepted), sizeof accepted - strlen(accepted), "%s%s",
-                         *accepted ? " or " : "", fa_dtype_name((fa_dtype)n));
-        return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: %s", name, fa_dtype_name(view->dtype), accepted);
-    }
-    return fa_check_device(name, view, "q", q, status);
-}
-
 /* A view of (B, H, Sq) as an operand. */
 static void row_operand(fa_operand *operand, const fa_view *view) {
     operand->data = view->data;
@@ -54,17 +35,17 @@ static fa_code check_inputs(const fa_backward_request *request, fa_backward *p, 
     const int64_t rows[3] = {forward->batch, forward->heads, forward->seq_q};
     int64_t shape[4];
     fa_forward_out_shape(forward, request->forward.options.layout, shape);
-    FA_TRY(check_input("out", out, shape, 4, of_out, q, status));
-    FA_TRY(check_input("lse", lse, rows, 3, of_lse, q, status));
+    FA_TRY(fa_check_array("out", out, shape, 4, of_out, "q", q, status));
+    FA_TRY(fa_check_array("lse", lse, rows, 3, of_lse, "q", q, status));
     fa_view_operand(&forward->out, out, request->forward.options.layout);
     forward->out_dtype = out->dtype;
     row_operand(&p->lse, lse);
     if (request->dout) {
-        FA_TRY(check_input("dout", request->dout, shape, 4, own, q, status));
+        FA_TRY(fa_check_array("dout", request->dout, shape, 4, own, "q", q, status));
         fa_view_operand(&p->dout, request->dout, request->forward.options.layout);
     }
     if (request->dlse) {
-        FA_TRY(check_input("dlse", request->dlse, rows, 3, of_lse, q, status));
+        FA_TRY(fa_check_array("dlse", request->dlse, rows, 3, of_lse, "q", q, status));
         row_operand(&p->dlse, request->dlse);
     }
     if (!request->dout && !request->dlse)
