@@ -9,9 +9,7 @@ device it is made for, or if no row could run; a row whose device is not here is
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
 import platform
 import re
 import statistics
@@ -166,26 +164,13 @@ def cpu_model() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine() or "unknown CPU"
 
 
-def instruction_set() -> str | None:
-    """The instance that ``cpu_simd`` takes unless ``FA_EXT_CPU_ISA`` names one; None in a build without the row."""
-    from fa_ext import _core
-
-    has = getattr(ctypes.CDLL(_core.__file__), "fa_cpu_simd_apply", None)
-    if has is None:
-        return None
-    has.restype = ctypes.c_bool
-    has.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    sets = ("avx512", "avx2", "generic")
-    return next((name for name in sets if has(name.encode(), b"exp2", False, None, None, 0)), None)
-
-
 def survey():
     """Everything the command shows, as plain values for JSON."""
     import fa_ext
     from fa_ext import _core
 
     build, devices, no_device = _core.build_info(), [], None
-    cpu = _core.cpu_info() | {"name": cpu_model(), "cpu_simd": os.environ.get("FA_EXT_CPU_ISA") or instruction_set()}
+    cpu = _core.cpu_info() | {"name": cpu_model()}
     try:
         devices = [_core.device_info(i) for i in range(_core.device_count())]
         no_device = None if devices else "no CUDA device"

@@ -184,7 +184,7 @@ def test_the_instruction_set_is_the_one_that_runs():
     chosen = fa_ext.attention(*arrays, causal="bottom_right", kernel="cpu_simd")
     force = ctypes.CDLL(_core.__file__).fa_cpu_simd_force
     try:
-        force(command.instruction_set().encode())
+        force(_core.cpu_info()["cpu_simd"].encode())
         np.testing.assert_array_equal(fa_ext.attention(*arrays, causal="bottom_right", kernel="cpu_simd"), chosen)
     finally:
         force((os.environ.get("FA_EXT_CPU_ISA") or "").encode())

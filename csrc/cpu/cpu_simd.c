@@ -126,6 +126,12 @@ static fa_answer choose_isa(const fa_device_info *device, int *index, fa_why *wh
     return FA_TAKES;
 }
 
+const char *fa_cpu_simd_isa(const fa_device_info *cpu) {
+    int index;
+    fa_why why;
+    return choose_isa(cpu, &index, &why) == FA_TAKES ? isas[index].name : NULL;
+}
+
 /* ---- plan, launch ---- */
 
 /* The plan's own part. */

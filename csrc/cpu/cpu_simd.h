@@ -26,6 +26,9 @@ typedef struct fa_simd_instance {
     void (*tanh)(const void *x, void *y, size_t count);
 } fa_simd_instance;
 
+/* Name of the instruction set that calls take; NULL: the environment asks for one that is not there. */
+const char *fa_cpu_simd_isa(const fa_device_info *cpu);
+
 #if defined(__x86_64__)
 extern const fa_simd_instance fa_simd_avx512_f32, fa_simd_avx512_f64, fa_simd_avx2_f32, fa_simd_avx2_f64;
 #endif

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cpu/cpu_simd.h"
+
 static fa_code read_operation(PyObject *value, fa_op *op, fa_status *status) {
     static const char *const names[FA_OP_COUNT] = {"attention", "merge", "backward"};
     const char *accepted = fa_parameters[FA_ARG_operation].doc;
@@ -253,8 +255,12 @@ PyObject *fa_cpu_info(PyObject *module, PyObject *unused) {
     const fa_device_info *info;
     if (fa_device_info_get(state->context, (fa_device){FA_CPU, 0}, &info, &status) != FA_OK)
         return fa_raise(state, &status);
-    return Py_BuildValue("{s:s,s:i,s:K,s:K}", "name", info->name, "threads", info->sm_count, "memory_bytes",
-                         (unsigned long long)info->memory_bytes, "workspace_limit",
+    const char *isa = NULL;
+#if FA_HAVE_cpu_simd
+    isa = fa_cpu_simd_isa(info);
+#endif
+    return Py_BuildValue("{s:s,s:z,s:i,s:K,s:K}", "name", info->name, "cpu_simd", isa, "threads", info->sm_count,
+                         "memory_bytes", (unsigned long long)info->memory_bytes, "workspace_limit",
                          (unsigned long long)info->workspace_limit);
 }
 
