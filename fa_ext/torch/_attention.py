@@ -11,6 +11,7 @@ from ._options import HAS_DROPOUT, Options, bounds, forward
 _AUTOCAST = ("cpu", "cuda")
 _HALVES = (torch.float16, torch.bfloat16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -52,15 +53,15 @@ def attention(
     derivative is composed of torch's operations and takes memory for every pair of query and key. Under torch.compile the
     call is the operator ``torch.ops.fa_ext.attention``.
     """
-    kind = q.device.type
-    if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
+    compiling = torch.compiler.is_compiling()
+    if compiling or _any_autocast():
         q, k, v, bias, sinks = _autocast(q, k, v, bias, sinks)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     state = _dropout_state(dropout_p, q.device) if dropout_p else None
     if mask is not None:
         mask = _narrowed(mask)
-    if torch.compiler.is_compiling() or _is_traced(q, k, v):
+    if compiling or _is_traced(q, k, v):
         queries = 1 if layout == "bshd" else 2
         left, right, diagonal = bounds(causal, window, q.shape[queries], k.shape[queries])
         out, lse = _ops.attention(
@@ -102,8 +103,12 @@ def _is_differentiated(q, k, v, bias, sinks):
 
 
 def _autocast(q, k, v, bias, sinks):
-    """q, k, v in autocast's dtype. A bias or sinks of another half type become float32, which holds them exactly."""
-    dtype = torch.get_autocast_dtype(q.device.type)
+    """Where autocast is on for the device: q, k, v in its dtype; a bias or sinks of another half type in float32, which
+    holds them exactly."""
+    kind = q.device.type
+    if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
+        return q, k, v, bias, sinks
+    dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x.to(dtype) if x.dtype == torch.float32 or x.dtype in _HALVES else x for x in (q, k, v))
     bias, sinks = (x.float() if x is not None and x.dtype in _HALVES and x.dtype != q.dtype else x for x in (bias, sinks))
     return q, k, v, bias, sinks

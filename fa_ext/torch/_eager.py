@@ -4,6 +4,7 @@ There are two of each: torch's ``setup_context`` form, which torch.func needs, b
 ``inspect.signature`` at every call (85 us here), so plain autograd has the older form.
 """
 
+import functools
 import warnings
 
 import torch
@@ -42,12 +43,9 @@ class _Forward(Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        found = [None] * 8
         if dout is None and dlse is None:
-            return tuple(found)
-        needs = ctx.needs_input_grad
-        places = [n for n in (0, 1, 2, 3, 5) if needs[n]]
-        wrt = tuple([_NAMED[n] for n in places])
+            return (None,) * 8
+        places, wrt = _asked(ctx.needs_input_grad)
         args = (dout, dlse, *ctx.saved_tensors, ctx.options, wrt)
         if _transformed():
             grads = _MappedBackward.apply(*args)
@@ -55,15 +53,19 @@ class _Forward(Function):
             grads = _Backward.apply(*args)
         else:
             grads = backward(*args)
-        for n, grad in zip(places, grads, strict=True):
-            found[n] = grad
-        return tuple(found)
+        if places == (0, 1, 2):
+            return *grads, None, None, None, None, None
+        found = dict(zip(places, grads, strict=True))
+        return tuple([found.get(n) for n in range(8)])
 
     jvp = staticmethod(_refuse_jvp)
 
 
-#: The names of the arguments of ``_Forward`` that can have a gradient.
-_NAMED = dict(zip((0, 1, 2, 3, 5), NAMES, strict=True))
+@functools.cache
+def _asked(needs):
+    """The places and the names of the arguments of ``_Forward`` whose gradients are needed."""
+    asked = [(n, name) for n, name in zip((0, 1, 2, 3, 5), NAMES, strict=True) if needs[n]]
+    return tuple(n for n, _ in asked), tuple(name for _, name in asked)
 
 
 class _MappedForward(_Forward):
