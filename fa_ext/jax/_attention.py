@@ -11,7 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .. import kernels
-from ._calls import BACKWARD, FORWARD, Call, Options, check
+from ._calls import BACKWARD, FORWARD, Call, Options, check, varying
 from ._rules import operation
 
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
@@ -113,17 +113,15 @@ def _window(window):
 def _vary_alike(arrays):
     """Inside shard_map with checked types: arrays that vary over the same mesh axes, so that JAX sums the gradients of those
     that all shards share."""
-    if not hasattr(jax, "typeof"):
-        return arrays
-    every = frozenset().union(*(getattr(jax.typeof(x), "vma", frozenset()) for x in arrays))
+    every = frozenset().union(*map(varying, arrays))
 
     def vary(x):
-        missing = tuple(sorted(every - jax.typeof(x).vma))
+        missing = tuple(sorted(every - varying(x)))
         if not missing:
             return x
         return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
 
-    return [vary(x) for x in arrays] if every else arrays
+    return [vary(x) for x in arrays]
 
 
 @functools.cache

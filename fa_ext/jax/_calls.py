@@ -127,11 +127,17 @@ def _workspace(call: Call, operands) -> int:
         return 0
 
 
+def varying(x) -> frozenset[str]:
+    """The manual mesh axes that an array varies over, as shard_map checks them; none where JAX does not know of them."""
+    found = jax.typeof(x) if hasattr(jax, "typeof") else None
+    kind = getattr(found, "manual_axis_type", None)  # 0.10; `vma` before
+    return frozenset(kind.varying if kind is not None else getattr(found, "vma", ()))
+
+
 def _like(x, shape, dtype):
-    """The type of a result that varies over the manual mesh axes that ``x`` varies over."""
-    vma = getattr(jax.typeof(x), "vma", None) if hasattr(jax, "typeof") else None
-    if vma:
-        return jax.typeof(x).update(shape=shape, dtype=np.dtype(dtype), sharding=None, weak_type=False)
+    """The type of a result that varies over the mesh axes that ``x`` varies over."""
+    if varying(x):
+        return jax.typeof(x).update(shape=shape, dtype=np.dtype(dtype), weak_type=False)
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

@@ -17,7 +17,8 @@ from ._calls import Call, run
 _SCORES = ("bias", "mask", "dbias")  #: of (B, H, Sq, Sk), each axis that or 1
 _HEADS = ("sinks", "dsinks")  #: of (H,)
 _ROWS = ("lse", "dlse")  #: of (B, H, Sq)
-_RULES = inspect.signature(custom_partitioning.def_partition).parameters
+#: Whether rules of Shardy may name the sizes of factors; where not, GSPMD is the partitioner.
+_TAKES_SIZES = "factor_sizes" in inspect.signature(custom_partitioning.def_partition).parameters
 
 
 @functools.cache
@@ -28,7 +29,9 @@ def operation(call: Call):
     def mapped(*operands):
         if _inside_shard_map() or any(0 in x.shape for x in operands):
             return run(call, *operands)
-        return _partitioned(call, _groups(call, operands))(*operands)
+        groups = _groups(call, operands)
+        shapes = [*(x.shape for x in operands), *(shape for shape, _ in call.shapes(operands).values())]
+        return _partitioned(call, groups, _rule(call, groups, shapes))(*operands)
 
     @mapped.def_vmap
     def rule(size, batched, *operands):
@@ -109,9 +112,9 @@ def _kind(name: str) -> str:
     return {"dq": "q", "dk": "k", "dv": "v", "dout": "out", "dlse": "lse", "dbias": "bias", "dsinks": "sinks"}.get(name, name)
 
 
-def _rule(call, groups, shapes) -> tuple[str, dict]:
+def _rule(call, groups, shapes) -> str:
     """Shardy's rule: heads are (g r), g those of k and v; b, s, t the batch and the sequences; d, e head_dims."""
-    heads = "(g r)" if groups[1] > 1 else "g"
+    heads = "g" if groups[1] == 1 else "r" if groups[0] == 1 else "(g r)"  # Shardy has no products with a factor of 1
     ones = iter(range(1000))
 
     def factors(name, shape):
@@ -129,8 +132,7 @@ def _rule(call, groups, shapes) -> tuple[str, dict]:
         return " ".join(own)
 
     named = [factors(name, shape) for name, shape in zip((*call.names, *call.results), shapes, strict=True)]
-    text = f"{', '.join(named[: len(call.names)])} -> {', '.join(named[len(call.names) :])}"
-    return text, {"g": groups[0], "r": groups[1]} if groups[1] > 1 else {}
+    return f"{', '.join(named[: len(call.names)])} -> {', '.join(named[len(call.names) :])}"
 
 
 class _Split:
@@ -182,7 +184,7 @@ class _Split:
 
 
 @functools.cache
-def _partitioned(call: Call, groups):
+def _partitioned(call: Call, groups, rule: str):
     """The call as a function that XLA's partitioner splits over batch and heads, whatever else is sharded."""
 
     def function(*operands):
@@ -209,19 +211,11 @@ def _partitioned(call: Call, groups):
         return (mesh, shard, tuple(NamedSharding(mesh, spec) for spec in made),
                 tuple(NamedSharding(mesh, spec) for spec in arguments))  # fmt: skip
 
-    def rule(mesh, operands, results):
-        return _sdy_rule(*_rule(call, groups, [tuple(x.shape) for x in (*operands, *results)]))
-
     made = custom_partitioning(function)
-    shardy = {"sharding_rule": rule} if "factor_sizes" in _RULES else {}
+    sizes = {"r": groups[1]} if min(groups) > 1 else {}  # g is an axis of k
+    shardy = {"sharding_rule": rule, **sizes} if _TAKES_SIZES else {}
     made.def_partition(partition, infer_sharding_from_operands=infer, **shardy)
     return made
-
-
-def _sdy_rule(text, sizes):
-    from jax.experimental.custom_partitioning import str_to_sdy_sharding_rule
-
-    return str_to_sdy_sharding_rule(text, **sizes)
 
 
 def _total(x, axes):
