@@ -56,7 +56,8 @@ def plain_backward(dout, q, k, v, *, wrt=("q", "k", "v"), dtype=None, **options)
     """Gradients as an unfused computation in ``dtype`` (a name; default: q's) finds them, a tuple of float64 arrays.
 
     out and LSE are those of the plain forward; S, P, dP, dS and the results are rounded to the dtype; delta and all sums
-    are float32 (float64 for float64). dbias and dsinks are rounded to the dtype of their argument.
+    are float32 (float64 for float64), those of float32 products by eights as in ``reference.plain``. dbias and dsinks are
+    rounded to the dtype of their argument.
     """
     found = gradients(dout, q, k, v, wrt=wrt, dtype=dtype or q.dtype.name, **options)
     return tuple(found[name] for name in wrt)
@@ -160,7 +161,7 @@ class _Backward(reference._Call):
         p, of_sink, lse = self._probabilities(s, seen, empty, sink)
         k, v = self.k[pairs, :, keys], self.v[pairs, :, keys]
         out = self._rounded(self._selected_product(p, seen, v))
-        dp = self._rounded(xp.matmul(dout, xp.swapaxes(v, -1, -2)))
+        dp = self._rounded(self._product(dout, xp.swapaxes(v, -1, -2)))
         delta = xp.where(empty, self.work(0), (dout * out).sum(axis=-1, keepdims=True)) - dlse
         ds = xp.where(seen, self._rounded(p * (dp - delta)), self.work(0))
         if sink is not None:
@@ -227,7 +228,7 @@ class _Backward(reference._Call):
         xp = self.xp
         if self.softcap == 0:
             return self.work(1)
-        t = xp.matmul(self.q[pairs, :, queries], xp.swapaxes(self.k[pairs, :, keys], -1, -2)) * self.scale
+        t = self._product(self.q[pairs, :, queries], xp.swapaxes(self.k[pairs, :, keys], -1, -2), fused=True) * self.scale
         return 1 - xp.tanh(t / self.softcap) ** 2
 
     def _selected_product(self, w, seen, x):
@@ -235,8 +236,8 @@ class _Backward(reference._Call):
         xp = self.xp
         finite = xp.isfinite(x)
         if bool(finite.all()):
-            return xp.matmul(w, x)
-        result = xp.matmul(w, xp.where(finite, x, self.work(0)))
+            return self._product(w, x)
+        result = self._product(w, xp.where(finite, x, self.work(0)))
         broken = xp.where(finite, self.work(0), x)
         seen = xp.broadcast_to(seen, w.shape)
         somewhere = (~finite).any(axis=(0, 1, 3)) & seen.any(axis=(0, 1, 2))

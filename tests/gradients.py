@@ -23,7 +23,7 @@ KERNELS = fa_ext.kernels("backward")
 NAMES = ("q", "k", "v", "bias", "sinks")
 _GUARD = 256
 #: The kernels that take slopes.
-WITH_ALIBI = ("cpu_ref_backward",)
+WITH_ALIBI = ("cpu_ref_backward", "cpu_simd_backward")
 
 
 @functools.cache
@@ -154,6 +154,8 @@ def contract(kernel: str) -> list[Case]:
     every = [case for case in every if not case.alibi]
     if rows.device_of(kernel) == "cuda":
         return [case for case in every if case.dtype != "float64"]
+    if kernel == "cpu_simd_backward":
+        return every + sloped
     some = random.Random(3).sample(every, 200) + sloped
     return [shrunk(case, 20 if case.seq_k > 2000 else 5) for case in some]
 

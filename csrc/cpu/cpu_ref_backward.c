@@ -10,10 +10,7 @@
  */
 #include <math.h>
 
-#include "cpu/alibi.h"
-#include "cpu/element.h"
-#include "cpu/limit.h"
-#include "fa.h"
+#include "cpu/gradient.h"
 
 enum { TILE = 8 }; /* rows or keys that a task owns */
 
@@ -48,26 +45,14 @@ static double dot(const double *a, const double *b, int length) {
     return sum;
 }
 
-static double dlse_of(const fa_backward *p, int64_t b, int64_t h, int64_t i) {
-    if (!p->dlse.data) return 0;
-    const int64_t *s = p->dlse.stride;
-    return fa_load(p->dlse.data, p->forward.lse_dtype, b * s[0] + h * s[1] + i * s[2]);
-}
-
 static void load_query(const fa_backward *p, int64_t b, int64_t h, int64_t i, query *x) {
     const fa_forward *f = &p->forward;
-    double out[FA_MAX_HEAD_DIM];
     x->batch = b, x->head = h, x->index = i;
     load_row(&f->q, f->dtype, b, h, i, f->head_dim, x->q);
     for (int d = 0; d < f->head_dim_v; d++) x->dout[d] = 0;
-    x->delta = -dlse_of(p, b, h, i);
-    if (p->dout.data) {
-        load_row(&p->dout, f->dtype, b, h, i, f->head_dim_v, x->dout);
-        load_row(&f->out, f->out_dtype, b, h, i, f->head_dim_v, out);
-        x->delta += dot(x->dout, out, f->head_dim_v);
-    }
-    const int64_t *s = p->lse.stride;
-    x->lse = fa_load(p->lse.data, f->lse_dtype, b * s[0] + h * s[1] + i * s[2]);
+    if (p->dout.data) load_row(&p->dout, f->dtype, b, h, i, f->head_dim_v, x->dout);
+    x->delta = fa_delta(p, b, h, i);
+    x->lse = fa_load(p->lse.data, f->lse_dtype, fa_at(&p->lse, b, h, i, 0));
 }
 
 static void load_key(const fa_backward *p, int64_t b, int64_t h_kv, int64_t j, key *y) {
@@ -77,41 +62,12 @@ static void load_key(const fa_backward *p, int64_t b, int64_t h_kv, int64_t j, k
     load_row(&f->v, f->dtype, b, h_kv, j, f->head_dim_v, y->v);
 }
 
-static int64_t at(const fa_operand *x, int64_t b, int64_t h, int64_t i, int64_t j) {
-    return b * x->stride[0] + h * x->stride[1] + i * x->stride[2] + j * x->stride[3];
-}
-
-/* Keys [begin, end) that query i may see through causal and window. */
-static int64_t first_key(const fa_forward *f, int64_t i) {
-    const int64_t first = i + f->diagonal - f->left;
-    return first > f->key_begin ? first : f->key_begin;
-}
-static int64_t end_key(const fa_forward *f, int64_t i) {
-    const int64_t end = i + f->diagonal + f->right + 1;
-    return end < f->key_end ? end : f->key_end;
-}
-
-/* Whether mask and bias leave a pair, and what bias and ALiBi add to its score. */
-static bool shown(const fa_problem *problem, int64_t b, int64_t h, int64_t i, int64_t j, double *bias) {
-    const fa_forward *f = &problem->forward;
-    const double slope = fa_slope(&problem->extra, b, h);
-    *bias = 0;
-    if (f->mask.data && !((const uint8_t *)f->mask.data)[at(&f->mask, b, h, i, j)]) return false;
-    if (f->bias.data) {
-        *bias = fa_load(f->bias.data, f->bias_dtype, at(&f->bias, b, h, i, j));
-        if (*bias == -INFINITY) return false;
-        *bias = fa_bounded(*bias, f->dtype);
-    }
-    if (slope != 0) *bias = fa_with_alibi(*bias, slope, j - i - f->diagonal, f->dtype);
-    return true;
-}
-
 /* False: the query does not see the key. */
 static bool weigh(const fa_problem *problem, const query *x, const key *y, pair *r) {
     const fa_forward *f = &problem->forward;
     double bias, slope = 1;
-    if (y->index < first_key(f, x->index) || y->index >= end_key(f, x->index)) return false;
-    if (!shown(problem, x->batch, x->head, x->index, y->index, &bias)) return false;
+    if (y->index < fa_first_key(f, x->index) || y->index >= fa_end_key(f, x->index)) return false;
+    if (!fa_shown(problem, x->batch, x->head, x->index, y->index, &bias)) return false;
     double score = f->scale * dot(x->q, y->k, f->head_dim);
     if (f->softcap > 0) {
         const double capped = tanh(score / f->softcap);
@@ -124,17 +80,10 @@ static bool weigh(const fa_problem *problem, const query *x, const key *y, pair 
     return true;
 }
 
-/* Element `index` of a gradient. */
-static void write(const fa_backward *p, fa_grad grad, int64_t index, double value) {
-    void *data = p->grad[grad].data;
-    const fa_dtype dtype = p->grad_dtype[grad];
-    fa_store(data, dtype, index, p->accumulate ? fa_load(data, dtype, index) + value : value);
-}
-
 static void write_row(const fa_backward *p, fa_grad grad, int64_t b, int64_t h, int64_t i, const double *row,
                       double factor, int length) {
-    const int64_t base = at(&p->grad[grad], b, h, i, 0);
-    for (int d = 0; d < length; d++) write(p, grad, base + d * p->grad[grad].stride[3], factor * row[d]);
+    const int64_t base = fa_at(&p->grad[grad], b, h, i, 0);
+    for (int d = 0; d < length; d++) fa_write_gradient(p, grad, base + d * p->grad[grad].stride[3], factor * row[d]);
 }
 
 static void add_row(double *sum, double factor, const double *row, int length) {
@@ -158,8 +107,8 @@ static void queries_task(const void *context, int64_t index, int worker) {
     pair r;
     double sum[TILE][FA_MAX_HEAD_DIM] = {{0}};
     for (int64_t n = 0; n < count; n++) load_query(p, b, head, first + n, &x[n]);
-    for (int64_t j = first_key(f, first); j < end_key(f, first + count - 1); j++) {
-        load_key(p, b, head / (f->heads / f->heads_kv), j, &y);
+    for (int64_t j = fa_first_key(f, first); j < fa_end_key(f, first + count - 1); j++) {
+        load_key(p, b, head / fa_group(f), j, &y);
         for (int64_t n = 0; n < count; n++)
             if (weigh(problem, &x[n], &y, &r)) add_row(sum[n], r.dt, y.k, f->head_dim);
     }
@@ -173,7 +122,7 @@ static void keys_task(const void *context, int64_t index, int worker) {
     const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
     const int64_t first = index % tiles(f->seq_k) * TILE, h_kv = index / tiles(f->seq_k) % f->heads_kv;
-    const int64_t b = index / tiles(f->seq_k) / f->heads_kv, group = f->heads / f->heads_kv;
+    const int64_t b = index / tiles(f->seq_k) / f->heads_kv, group = fa_group(f);
     const int64_t last = least(first + TILE, f->seq_k) - 1;
     key y[TILE];
     query x;
@@ -223,9 +172,9 @@ static void add_bias(const fa_problem *problem, int64_t b, int64_t h, span rows,
     key y[TILE];
     query x;
     pair r;
-    for (int64_t j = first; j < end; j++) load_key(p, b, h / (f->heads / f->heads_kv), j, &y[j - first]);
+    for (int64_t j = first; j < end; j++) load_key(p, b, h / fa_group(f), j, &y[j - first]);
     for (int64_t i = rows.begin; i < rows.end; i++) {
-        if (first_key(f, i) >= end || end_key(f, i) <= first) continue;
+        if (fa_first_key(f, i) >= end || fa_end_key(f, i) <= first) continue;
         load_query(p, b, h, i, &x);
         for (int64_t j = first; j < end; j++)
             if (weigh(problem, &x, &y[j - first], &r)) sum[p->bias_sums >> 3 & 1 ? 0 : j - first] += r.ds;
@@ -256,36 +205,7 @@ static void bias_task(const void *context, int64_t index, int worker) {
                 add_bias(problem, b, h, rows, from, to, sum + (from - own[3]));
         }
     for (int64_t n = 0; n < TILE && own[3] + n < extent[3]; n++)
-        write(p, FA_GRAD_BIAS, at(&p->grad[FA_GRAD_BIAS], own[0], own[1], own[2], own[3] + n), sum[n]);
-}
-
-static bool sees_nothing(const fa_problem *problem, int64_t b, int64_t h, int64_t i) {
-    const fa_forward *f = &problem->forward;
-    double bias;
-    for (int64_t j = first_key(f, i); j < end_key(f, i); j++)
-        if (shown(problem, b, h, i, j, &bias)) return false;
-    return true;
-}
-
-/* dsinks of one head. Where a query sees no key, the sink has all the weight, and its out and dout do not matter. */
-static void sinks_task(const void *context, int64_t h, int worker) {
-    (void)worker;
-    const fa_problem *problem = context;
-    const fa_backward *p = &problem->backward;
-    const fa_forward *f = &p->forward;
-    const double sink = fa_bounded(fa_load(f->sinks.data, f->sinks_dtype, h * f->sinks.stride[0]), f->dtype);
-    query x;
-    double sum = 0;
-    for (int64_t b = 0; b < f->batch && sink != -INFINITY; b++)
-        for (int64_t i = 0; i < f->seq_q; i++) {
-            if (sees_nothing(problem, b, h, i)) {
-                sum += dlse_of(p, b, h, i);
-            } else {
-                load_query(p, b, h, i, &x);
-                sum -= exp(sink - x.lse) * x.delta;
-            }
-        }
-    write(p, FA_GRAD_SINKS, h * p->grad[FA_GRAD_SINKS].stride[0], sum);
+        fa_write_gradient(p, FA_GRAD_BIAS, fa_at(&p->grad[FA_GRAD_BIAS], own[0], own[1], own[2], own[3] + n), sum[n]);
 }
 
 static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
@@ -312,7 +232,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
         {1 << FA_GRAD_Q, f->batch * f->heads * tiles(f->seq_q), queries_task},
         {1 << FA_GRAD_K | 1 << FA_GRAD_V, f->batch * f->heads_kv * tiles(f->seq_k), keys_task},
         {1 << FA_GRAD_BIAS, extent[0] * extent[1] * extent[2] * tiles(extent[3]), bias_task},
-        {1 << FA_GRAD_SINKS, f->heads, sinks_task},
+        {1 << FA_GRAD_SINKS, f->heads, fa_sink_gradient},
     };
     for (size_t n = 0; n < sizeof passes / sizeof *passes; n++)
         if (p->wants & passes[n].wants) launch->host->loop(plan->threads, passes[n].count, passes[n].step, problem);

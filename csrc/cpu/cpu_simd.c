@@ -27,14 +27,6 @@
 
 #include "cpu/simd_tuned.h"
 
-/* Vectors of query rows in a register block. */
-#ifndef FA_CPU_MR
-#if FA_CPU_VECTOR_BYTES == 64 || defined(__aarch64__)
-#define FA_CPU_MR 4
-#else
-#define FA_CPU_MR 2
-#endif
-#endif
 /* FA_CPU_NR, value columns in a register block: by default what fits the registers, simd_gemm.h. */
 /* Keys a tile: scores of a block and a tile of K or V share the first-level cache. Flat: 48 to 192 keys stay within 2%
  * (Zen 5, float32, head_dim 64 to 256). */
@@ -46,85 +38,27 @@
 #ifndef FA_CPU_TILE_M
 #define FA_CPU_TILE_M 256
 #endif
-_Static_assert(FA_CPU_MR >= 1 && FA_CPU_MR <= 4, "FA_CPU_MR is 1 to 4 vectors");
 _Static_assert(FA_CPU_TILE_N >= 1 && FA_CPU_TILE_N <= 4096, "FA_CPU_TILE_N is 1 to 4096 keys");
 #ifdef FA_CPU_NR
 _Static_assert(FA_CPU_NR >= 1 && FA_CPU_NR <= 16, "FA_CPU_NR is 1 to 16 value columns");
 #endif
 
-#if FA_CPU_VECTOR_BYTES == 16 || defined(__x86_64__)
-#if FA_CPU_VECTOR_BYTES == 64
-#define FA_CPU_TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
-#elif FA_CPU_VECTOR_BYTES == 32
-#define FA_CPU_TARGET "avx2,fma,f16c"
-#endif
-#ifdef FA_CPU_TARGET
-#define FA_CPU_PRAGMA_(text) _Pragma(#text)
-#define FA_CPU_PRAGMA(text)  FA_CPU_PRAGMA_(text)
-#ifdef __clang__
-FA_CPU_PRAGMA(clang attribute push(__attribute__((target(FA_CPU_TARGET))), apply_to = function))
-#else
-FA_CPU_PRAGMA(GCC target(FA_CPU_TARGET))
-#endif
-#endif
+#include "cpu/simd_target.h"
+#if FA_CPU_HAS_INSTANCE
 #include "cpu/simd_tile.h"
-#if defined(FA_CPU_TARGET) && defined(__clang__)
-#pragma clang attribute pop
-#endif
+FA_CPU_TARGET_END
 #endif
 
 #else /* the host part */
 
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "cpu/cpu_simd.h"
+#include "cpu/simd_isa.h"
 
-/* ---- instruction sets ---- */
+static const fa_simd_instance *const instances[FA_ISA_COUNT][2] = FA_ISA_TABLE(fa_simd);
 
-typedef struct isa {
-    const char *name;
-    const fa_simd_instance *single, *twice; /* for float arithmetic, for double */
-} isa;
-
-static const isa isas[] = {
-#if defined(__x86_64__)
-    {"avx512", &fa_simd_avx512_f32, &fa_simd_avx512_f64},
-    {"avx2", &fa_simd_avx2_f32, &fa_simd_avx2_f64},
-#endif
-    {"generic", &fa_simd_generic_f32, &fa_simd_generic_f64},
-};
-enum { ISA_COUNT = sizeof isas / sizeof *isas };
-
-static bool has_isa(int index) {
-#if defined(__x86_64__)
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return index == 0 ? avx512 : index == 1 ? avx2 : true;
-#else
-    return index == 0;
-#endif
-}
-
-static const fa_simd_instance *instance_of(int index, fa_dtype dtype) {
-    return dtype == FA_F64 ? isas[index].twice : isas[index].single;
-}
-
-/* What a test forces instead of FA_EXT_CPU_ISA. */
-static char forced[64];
-
-/* Index of the instruction set that calls take. */
-static fa_answer choose_isa(const fa_device_info *device, int *index, fa_why *why) {
-    const char *wanted = *forced ? forced : device->cpu_isa;
-    for (*index = 0; *index < ISA_COUNT; ++*index)
-        if (*wanted ? strcmp(wanted, isas[*index].name) == 0 : has_isa(*index)) break;
-    if (*index == ISA_COUNT) return fa_because(why, FA_FAILS, FA_WHY_UNKNOWN_ISA, 0, 0, 0);
-    if (!has_isa(*index)) return fa_because(why, FA_FAILS, FA_WHY_LACKING_ISA, 0, 0, 0);
-    return FA_TAKES;
-}
+static const fa_simd_instance *instance_of(int isa, fa_dtype dtype) { return instances[isa][dtype == FA_F64]; }
 
 const char *fa_cpu_simd_isa(const fa_device_info *cpu) {
     int index;
@@ -157,19 +91,11 @@ static double work_of(const fa_forward *p) {
     return end > begin ? rows * (double)(end - begin) * (p->head_dim + p->head_dim_v) : 0;
 }
 
-/* |scale / softcap| beyond 10^this: its product with q shall stay finite. */
-static int scale_limit(const fa_forward *p) {
-    const double factor = fabs(p->softcap > 0 ? p->scale / p->softcap : p->scale);
-    if (p->dtype == FA_F64) return factor > 1e300 ? 300 : 0;
-    return factor > 1e30 ? 30 : 0;
-}
-
 static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward *p = &problem->forward;
     own *mine = (own *)plan->own;
-    const int limit = scale_limit(p);
-    if (limit) return fa_because(why, FA_REFUSES, FA_WHY_SCALE_LIMIT, limit, 0, 0);
-    const fa_answer answer = choose_isa(device, &mine->isa, why);
+    if (fa_simd_takes_scale(p, why) != FA_TAKES) return FA_REFUSES;
+    const fa_answer answer = fa_isa_choose(device, &mine->isa, why);
     if (answer != FA_TAKES || problem->empty) return answer;
     const fa_simd_instance *instance = instance_of(mine->isa, p->dtype);
     const int64_t rows = p->heads / p->heads_kv * p->seq_q, groups = p->batch * p->heads_kv;
@@ -224,17 +150,13 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
 
 /* ---- for tests ---- */
 
-/* What FA_EXT_CPU_ISA does, for the calls from now on; "" or NULL: nothing. No other call may run meanwhile. */
-FA_EXPORT void fa_cpu_simd_force(const char *isa_name);
-void fa_cpu_simd_force(const char *isa_name) { snprintf(forced, sizeof forced, "%s", isa_name ? isa_name : ""); }
-
 /* y = 2^x or tanh(x) by one instance; false when this platform or CPU lacks it. `count` is a multiple of 16. */
 FA_EXPORT bool fa_cpu_simd_apply(const char *isa_name, const char *function, bool twice, const void *x, void *y,
                                  size_t count);
 bool fa_cpu_simd_apply(const char *isa_name, const char *function, bool twice, const void *x, void *y, size_t count) {
-    for (int index = 0; index < ISA_COUNT; index++) {
-        if (strcmp(isa_name, isas[index].name) != 0 || !has_isa(index)) continue;
-        const fa_simd_instance *instance = twice ? isas[index].twice : isas[index].single;
+    for (int isa = 0; isa < FA_ISA_COUNT; isa++) {
+        if (strcmp(isa_name, fa_isa_name((fa_isa)isa)) != 0 || !fa_isa_here((fa_isa)isa)) continue;
+        const fa_simd_instance *instance = instances[isa][twice];
         (strcmp(function, "tanh") == 0 ? instance->tanh : instance->exp2)(x, y, count);
         return true;
     }

@@ -14,10 +14,7 @@
 #include "cpu/limit.h"
 #include "cpu/simd_gemm.h"
 #include "cpu/simd_math.h"
-#include "cpu/simd_pack.h"
-
-#define BLOCK_ROWS (FA_CPU_MR * LANES)
-#define LOG2E      1.4426950408889634
+#include "cpu/simd_rows.h"
 
 /* Rows [first_row, first_row + rows) of the task's numbering, in `mr` vectors; pitch of its arrays: mr * LANES. */
 typedef struct block {
@@ -54,11 +51,6 @@ typedef struct key_tile {
     const real *k, *v;
     int64_t k_pitch, v_pitch;
 } key_tile;
-
-static const char *element(const fa_operand *operand, fa_dtype dtype, int64_t a, int64_t b, int64_t c) {
-    const int64_t *s = operand->stride;
-    return (const char *)operand->data + (a * s[0] + b * s[1] + c * s[2]) * (int64_t)fa_dtype_size(dtype);
-}
 
 /* ---- where a block begins and what it sees ---- */
 
@@ -111,20 +103,9 @@ static void read_score_operand(const work *w, const block *b, const key_tile *t,
     }
 }
 
-/* A bias whose difference from a score fits its type in base 2 too; infinities and NaN as they are. */
-INLINE vreal v_bounded(vreal bias) {
-    const real limit = FA_CPU_REAL_BYTES == 4 ? (real)FA_LIMIT : (real)FA_LIMIT_F64;
-    bias = v_select((bias < -limit) & (bias > -(real)INFINITY), v_set1(-limit), bias);
-    return v_select((bias > limit) & (bias < (real)INFINITY), v_set1(limit), bias);
-}
-
-static bool is_biased(const fa_problem *problem) { return problem->forward.bias.data || problem->extra.alibi.data; }
-
-/* The block's bias, or 0, less slope * |key - position|. Product and difference stay within the limit: the difference
- * is made of halves, which do not overflow. */
+/* The block's bias, or 0, less slope * |key - position|. */
 static void add_alibi(const work *w, const block *b, const key_tile *t) {
     const int pitch = b->mr * LANES, keys = (int)(t->end - t->begin);
-    const vreal limit = v_set1(FA_CPU_REAL_BYTES == 4 ? (real)FA_LIMIT : (real)FA_LIMIT_F64), halved = limit / 2;
     for (int m = 0; m < b->mr; m++) {
         vreal slope, first; /* of each lane: its distance to the first key */
         for (int lane = 0; lane < LANES; lane++) {
@@ -133,13 +114,8 @@ static void add_alibi(const work *w, const block *b, const key_tile *t) {
         }
         for (int n = 0; n < keys; n++) {
             real *at = w->bias + n * pitch + m * LANES;
-            const vreal distance = first + (real)n, bias = w->p->bias.data ? v_bounded(v_load(at)) : v_set1(0);
-            vreal product = slope * v_select(distance < 0, -distance, distance);
-            product = v_select(product > limit, limit, v_select(product < -limit, -limit, product));
-            vreal half = bias * (real)0.5 - product * (real)0.5;
-            half = v_select(half > halved, halved, v_select(half < -halved, -halved, half));
-            const vint kept = (bias == -(real)INFINITY) | ((bias == (real)INFINITY) & (product == product));
-            v_store(at, v_select(kept, bias, half * 2));
+            const vreal bias = w->p->bias.data ? v_bounded(v_load(at)) : v_set1(0);
+            v_store(at, v_with_alibi(bias, slope, first + (real)n));
         }
     }
 }
@@ -268,9 +244,10 @@ static bool block_end(const work *w, block *b) {
     }
     for (int m = 0; m * LANES < b->rows; m++) {
         const int lanes = b->rows - m * LANES < LANES ? b->rows - m * LANES : LANES;
-        char *rows[LANES];
-        for (int lane = 0; lane < lanes; lane++) rows[lane] = (char *)row_of(w, b, m * LANES + lane, &p->out, p->dtype);
-        write_transposed(rows, lanes, p->dtype, p->out.stride[3], b->o + m * LANES, pitch, p->head_dim_v, w->buffer);
+        transpose_lanes(b->o + m * LANES, pitch, p->head_dim_v, w->buffer);
+        for (int lane = 0; lane < lanes; lane++)
+            write_row((char *)row_of(w, b, m * LANES + lane, &p->out, p->dtype), p->dtype, p->out.stride[3],
+                      w->buffer + lane * padded(p->head_dim_v), p->head_dim_v);
     }
     for (int lane = 0; lane < b->rows && p->lse; lane++)
         write_lse(w, b->head[lane], b->query[lane], b->maximum[lane], b->sum[lane]);

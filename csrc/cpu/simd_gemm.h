@@ -11,6 +11,9 @@
 
 #include "cpu/simd_vector.h"
 
+/* Lanes of a whole block. */
+#define BLOCK_ROWS     (FA_CPU_MR * LANES)
+
 /* What fits the registers beside the operands, at most 8: (32 - 1 - 4) / 4 = 6 columns against 4 vectors with AVX-512.
  */
 #define NR_FITTING(mr) ((VECTOR_REGISTERS - 1 - (mr)) / (mr) < 8 ? (VECTOR_REGISTERS - 1 - (mr)) / (mr) : 8)

@@ -8,6 +8,8 @@
 
 #include "cpu/simd_vector.h"
 
+#define LOG2E 1.4426950408889634
+
 #if FA_CPU_REAL_BYTES == 4
 static const real exp2_coefficients[] = {0.693147187927f,   0.24022649795f,    0.0555035743365f,
                                          0.00961823749418f, 0.00133907354754f, 0.000154035126187f};

@@ -25,6 +25,8 @@ static inline void store_one(char *to, fa_dtype dtype, int64_t index, real value
 #if FA_CPU_REAL_BYTES == 4
     case FA_F16: ((uint16_t *)to)[index] = fa_f16_from_float(value); break;
     case FA_BF16: ((uint16_t *)to)[index] = fa_bf16_from_float(value); break;
+#else
+    case FA_F32: ((float *)to)[index] = (float)value; break;
 #endif
     default: ((real *)to)[index] = value;
     }
@@ -97,17 +99,14 @@ static void read_transposed(real *to, int pitch, const char *const rows[LANES], 
     }
 }
 
-/* rows[lane][c * stride] = from[c * pitch + lane] for c < count and lane < lanes. `buffer` as above. */
-static void write_transposed(char *const rows[LANES], int lanes, fa_dtype dtype, int64_t stride, const real *from,
-                             int pitch, int count, real *buffer) {
-    const int width = padded(count);
+/* buffer[lane * padded(count) + c] = from[c * pitch + lane] for c < count: one lane each becomes LANES rows. */
+static void transpose_lanes(const real *from, int pitch, int count, real *buffer) {
     for (int first = 0; first < count; first += LANES) {
         vreal tile[LANES];
         for (int c = 0; c < LANES; c++) tile[c] = first + c < count ? v_load(from + (first + c) * pitch) : v_set1(0);
         v_transpose(tile);
-        for (int lane = 0; lane < LANES; lane++) v_store(buffer + lane * width + first, tile[lane]);
+        for (int lane = 0; lane < LANES; lane++) v_store(buffer + lane * padded(count) + first, tile[lane]);
     }
-    for (int lane = 0; lane < lanes; lane++) write_row(rows[lane], dtype, stride, buffer + lane * width, count);
 }
 
 #endif

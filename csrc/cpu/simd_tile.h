@@ -10,23 +10,6 @@
 
 /* ---- key tiles ---- */
 
-/* Rows [begin, end) of K or V: in place where the products can read them, else converted into `copy`. Rows that lie far
- * apart are copied too: at power-of-two distances they would fall into a few sets of the first-level cache. */
-static const real *key_rows(const work *w, const fa_operand *operand, int64_t begin, int64_t end, int dim, real *copy,
-                            int64_t *pitch) {
-    const int64_t stride = operand->stride[2];
-    const fa_dtype dtype = w->p->dtype;
-    const char *from = element(operand, dtype, w->batch, w->head_kv, begin);
-    if (dtype == REAL_DTYPE && (operand->stride[3] == 1 || dim == 1) && stride >= 0 && stride <= 2 * dim) {
-        *pitch = stride;
-        return (const real *)from;
-    }
-    *pitch = dim;
-    for (int64_t n = 0; n < end - begin; n++)
-        read_row(copy + n * dim, from + n * stride * (int64_t)fa_dtype_size(dtype), dtype, operand->stride[3], dim);
-    return copy;
-}
-
 /* The part of a tile that lies in [begin, end). */
 static key_tile clipped(const key_tile *tile, int64_t begin, int64_t end) {
     key_tile t = *tile;
@@ -41,8 +24,8 @@ static key_tile clipped(const key_tile *tile, int64_t begin, int64_t end) {
 static key_tile read_tile(const work *w, int64_t begin, int64_t end) {
     const fa_forward *p = w->p;
     key_tile t = {.begin = begin, .end = end};
-    t.k = key_rows(w, &p->k, begin, end, p->head_dim, w->k, &t.k_pitch);
-    t.v = key_rows(w, &p->v, begin, end, p->head_dim_v, w->v, &t.v_pitch);
+    t.k = rows_of(&p->k, p->dtype, w->batch, w->head_kv, begin, end, p->head_dim, w->k, &t.k_pitch);
+    t.v = rows_of(&p->v, p->dtype, w->batch, w->head_kv, begin, end, p->head_dim_v, w->v, &t.v_pitch);
     return t;
 }
 
@@ -65,20 +48,6 @@ static void tile_step(work *w, int64_t begin, int64_t end) {
 static int64_t tile_end(int64_t begin, int64_t end) {
     const int64_t grid = (begin / FA_CPU_TILE_N + 1) * FA_CPU_TILE_N;
     return grid < end ? grid : end;
-}
-
-static size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-/* Hands out consecutive pieces of the scratch; with base NULL only their sizes add up. */
-typedef struct arena {
-    char *base;
-    size_t used;
-} arena;
-
-static void *take(arena *a, size_t count, size_t size) {
-    void *piece = a->base ? a->base + a->used : NULL;
-    a->used += rounded(count * size);
-    return piece;
 }
 
 static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
