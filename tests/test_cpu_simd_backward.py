@@ -96,7 +96,7 @@ SCRIPT = """
 
 def limited(shape, megabytes, threads):
     path = os.pathsep.join(p for p in sys.path if p)
-    env = os.environ | {"PYTHONPATH": path, "FA_EXT_WORKSPACE_MB": str(megabytes), "OMP_NUM_THREADS": str(threads)}
+    env = os.environ | {"PYTHONPATH": path, "FA_EXT_WORKSPACE_MB": str(megabytes), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
     source = textwrap.dedent(SCRIPT.format(shape=shape))
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
