@@ -1,0 +1,339 @@
+"""Attention over sequences of any length and paged caches in float64: what the serving keywords are judged by.
+
+``attention`` and ``plain`` resolve each sequence of a call to a dense problem for ``fa_ext.reference``: they gather its
+keys, say in a mask what each query sees, and scatter the result. ``append`` writes new keys and values into caches, with
+rotary position embedding. Index arrays with bad contents mean what the contract says: they hide keys or skip writes, and
+are listed as faults. NumPy or CuPy arrays; index arrays are read on the host.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+import numpy
+
+from . import reference
+
+__all__ = ["Fault", "Sequence", "append", "attention", "plain", "resolve", "rotate", "targets"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One bad content of an index array.
+
+    kind: "length", "cu_seqlens", "page", "slot" or "position". sequence: batch entry, -1 where there is none. index: 0 for
+    the lengths of q and 1 for those of k ("length", "cu_seqlens"), the column of the table ("page"), the row of k ("slot",
+    "position"). value: what was there; for a token of ``append`` that has no place, its key.
+    """
+
+    kind: str
+    sequence: int
+    index: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """What one batch entry is: which rows are its queries and keys, and which keys take part.
+
+    first_q, first_k: its first row in a packed array, 0 in a padded one. positions: of its queries among the keys, (seq_q).
+    key_begin, key_end: ``k_range``, clipped. seen_begin, seen_end: the keys somebody may see through causal, window and
+    range; both 0 when nobody sees one. pages: the entries of its row of the table for these keys, by column.
+    """
+
+    seq_q: int
+    seq_k: int
+    first_q: int
+    first_k: int
+    positions: numpy.ndarray
+    key_begin: int
+    key_end: int
+    seen_begin: int
+    seen_end: int
+    pages: dict[int, int]
+
+
+def resolve(
+    batch, rows_q, rows_k, *, causal=False, window=None, cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None,
+    seqlens_k=None, page_table=None, page_size=0, pages=0, k_range=None, positions=None, one_each=False,
+):  # fmt: skip
+    """(sequences, faults) of a call.
+
+    batch: sequences; rows_q, rows_k: rows of the arrays, T or Sq and Tk or Sk (of paged keys unused); one_each: q is
+    (B, H, D) without cu_seqlens_q. The index arrays as in ``fa_ext.attention``, on the host.
+    """
+    faults: list[Fault] = []
+    starts_q = _starts(cu_seqlens_q, rows_q, 0, faults)
+    starts_k = _starts(cu_seqlens_k, rows_k, 1, faults)
+    left, right, _ = reference.band(0, 0, causal, window)
+    begins, ends = (None, None) if k_range is None else k_range
+    sequences = []
+    for b in range(batch):
+        first_q, room_q = _span(starts_q, b, 1 if one_each else rows_q)
+        first_k, room_k = _span(starts_k, b, rows_k)
+        if one_each:
+            first_q = b
+        if page_table is not None:
+            room_k = page_table.shape[1] * page_size
+        seq_q = _used(seqlens_q, b, room_q, 0, faults)
+        seq_k = _used(seqlens_k, b, room_k, 1, faults)
+        begin = 0 if begins is None else min(max(int(begins[b]), 0), seq_k)
+        end = seq_k if ends is None else min(max(int(ends[b]), begin), seq_k)
+        if positions is None:
+            at = numpy.arange(seq_q) + (0 if causal == "top_left" else seq_k - seq_q)
+        else:
+            row = positions if positions.ndim == 1 else positions[b]
+            first = first_q if positions.ndim == 1 else 0
+            at = row[first : first + seq_q].astype(numpy.int64)
+        seen = (0, 0)
+        if seq_q:
+            low, high = max(begin, int(at.min()) - left), min(end, int(at.max()) + right + 1)
+            seen = (int(low), int(high)) if low < high else (0, 0)
+        entries = {}
+        if page_table is not None and seen[0] < seen[1]:
+            for column in range(seen[0] // page_size, (seen[1] - 1) // page_size + 1):
+                entries[column] = int(page_table[b, column])
+                if not 0 <= entries[column] < pages:
+                    faults.append(Fault("page", b, column, entries[column]))
+        sequences.append(Sequence(seq_q, seq_k, first_q, first_k, at, begin, end, *seen, entries))
+    return sequences, faults
+
+
+def attention(q, k, v, **arguments):
+    """Softmax attention in float64 over sequences.
+
+    Arguments as in ``fa_ext.attention``: the options of ``reference.attention`` and alibi, cu_seqlens_q, seqlens_q,
+    cu_seqlens_k, seqlens_k, page_table, k_range, positions.
+
+    Returns (out, lse), both float64: shaped as q with v's head_dim, and (B, H, Sq), or (H, T) for q of three axes. Rows
+    of no sequence are 0 and -inf.
+    """
+    return _run(reference.attention, q, k, v, **arguments)
+
+
+def plain(q, k, v, *, dtype=None, **arguments):
+    """The same formula in the arithmetic of ``reference.plain``."""
+    return _run(reference.plain, q, k, v, dtype=dtype or q.dtype.name, **arguments)
+
+
+def append(
+    k_cache, v_cache, k, v, *, layout, page_table=None, seqlens_k=None, cu_seqlens_q=None, seqlens_q=None, slots=None,
+    q=None, rotary=None, interleaved=False, positions=None,
+):  # fmt: skip
+    """What ``fa_ext.append`` writes, in float64.
+
+    Arguments as there, all of them NumPy arrays. Returns (k_cache, v_cache, q, written, faults): float64 copies with the
+    new rows in place (of two tokens with one place the last), the rotated q or None, a boolean (pages, page_size), or
+    (B, Sk) without a table, that says which rows are new, and the list of faults.
+    """
+    tokens, faults = targets(
+        k_cache, k, layout=layout, page_table=page_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q,
+        seqlens_q=seqlens_q, slots=slots, rotary=rotary, positions=positions,
+    )  # fmt: skip
+    swapped = layout == "bhsd"
+    caches = [None if x is None else _rows_first(x.astype(numpy.float64), swapped) for x in (k_cache, v_cache)]
+    new = [None if x is None else _rows_first(x, swapped) for x in (k, v, q)]
+    rotated = None if q is None else numpy.zeros(new[2].shape, numpy.float64)
+    written = numpy.zeros(caches[0].shape[:2], bool)
+    for token in tokens:
+        value = new[0][token.row]
+        caches[0][token.place] = value if rotary is None else rotate(value, rotary, token.position, interleaved)[0]
+        if caches[1] is not None:
+            caches[1][token.place] = new[1][token.row]
+        if rotated is not None:
+            rotated[token.row] = rotate(new[2][token.row], rotary, token.position, interleaved)[0]
+        written[token.place] = True
+    caches = [None if x is None else _rows_first(x, swapped) for x in caches]
+    return caches[0], caches[1], None if rotated is None else _rows_first(rotated, swapped), written, faults
+
+
+@dataclass(frozen=True)
+class Token:
+    """A new key that is written: row, its index in k ((b, t), or (t,) in a packed array); place, (page, row) in the cache;
+    position, its row of the rotary table."""
+
+    row: tuple[int, ...]
+    place: tuple[int, int]
+    position: int
+
+
+def targets(
+    k_cache, k, *, layout, page_table=None, seqlens_k=None, cu_seqlens_q=None, seqlens_q=None, slots=None, rotary=None,
+    positions=None,
+):  # fmt: skip
+    """(tokens, faults): where each new key of ``append`` goes. Keys with a fault, or without a place, are left out."""
+    pages, page_size = k_cache.shape[0], k_cache.shape[2 if layout == "bhsd" else 1]
+    tokens: list[Token] = []
+    faults: list[Fault] = []
+
+    def add(sequence, row, place, position):
+        if rotary is not None and not 0 <= position < rotary[0].shape[0]:
+            faults.append(Fault("position", sequence, row[-1], position))
+        elif place is not None:
+            tokens.append(Token(row, place, position))
+
+    if slots is not None:
+        for t, slot in enumerate(int(x) for x in slots):
+            if slot >= pages * page_size:
+                faults.append(Fault("slot", -1, t, slot))
+            elif slot >= 0:
+                add(-1, (t,), divmod(slot, page_size), 0 if positions is None else int(positions[t]))
+        return tokens, faults
+
+    packed = k.ndim == 3
+    one_each = packed and cu_seqlens_q is None
+    rows = k.shape[0] if packed else k.shape[2 if layout == "bhsd" else 1]
+    starts = _starts(cu_seqlens_q, rows, 0, faults)
+    for b in range(len(seqlens_k)):
+        first, room = _span(starts, b, 1 if one_each else rows)
+        first = b if one_each else first
+        count = _used(seqlens_q, b, room, 0, faults)
+        capacity = page_size if page_table is None else page_table.shape[1] * page_size
+        for t in range(count):
+            key = int(seqlens_k[b]) - count + t
+            row = (first + t,) if packed else (b, t)
+            if not 0 <= key < capacity:
+                faults.append(Fault("length", b, 1, key))
+                continue
+            place = b, key
+            if page_table is not None:
+                column = key // page_size
+                page = int(page_table[b, column])
+                place = (page, key % page_size) if 0 <= page < pages else None
+                if place is None and Fault("page", b, column, page) not in faults:
+                    faults.append(Fault("page", b, column, page))
+            add(b, row, place, key if positions is None else int(positions[row]))
+    return tokens, faults
+
+
+def rotate(x, rotary, position, interleaved=False):
+    """Rotary position embedding (Su et al. 2021) of the first R columns of x, (..., D), at one position.
+
+    rotary: (cos, sin), each (positions, R / 2). Column pairs are (n, n + R / 2), or (2 n, 2 n + 1) if ``interleaved``.
+    Returns (value, size), both float64: size is |x0 cos| + |x1 sin|, which float32's rounding is relative to, and 0 in the
+    columns that are not rotated.
+    """
+    cos, sin = (table[position].astype(numpy.float64) for table in rotary)
+    half = cos.shape[0]
+    first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(0, half), slice(half, 2 * half))
+    value = x.astype(numpy.float64)
+    size = numpy.zeros_like(value)
+    a, b = value[..., first].copy(), value[..., second].copy()
+    with numpy.errstate(invalid="ignore", over="ignore"):
+        value[..., first], value[..., second] = a * cos - b * sin, b * cos + a * sin
+        size[..., first], size[..., second] = abs(a * cos) + abs(b * sin), abs(b * cos) + abs(a * sin)
+    return value, size
+
+
+def _rows_first(x, swapped):
+    """(batch, rows, heads, D) of (batch, heads, rows, D), and back; packed arrays as they are."""
+    return x.swapaxes(1, 2) if swapped and x.ndim == 4 else x
+
+
+def _starts(cu_seqlens, rows, which, faults):
+    """The running maximum, clipped to [0, rows]; None where there is no array."""
+    if cu_seqlens is None:
+        return None
+    repaired, highest = [], 0
+    for n, value in enumerate(int(x) for x in cu_seqlens):
+        highest = max(highest, min(max(value, 0), rows))
+        if value != highest:
+            faults.append(Fault("cu_seqlens", n, which, value))
+        repaired.append(highest)
+    return repaired
+
+
+def _span(starts, b, rows):
+    """(first row, rows) of sequence b."""
+    return (0, rows) if starts is None else (starts[b], starts[b + 1] - starts[b])
+
+
+def _used(seqlens, b, room, which, faults):
+    if seqlens is None:
+        return room
+    length = int(seqlens[b])
+    if not 0 <= length <= room:
+        faults.append(Fault("length", b, which, length))
+    return min(max(length, 0), room)
+
+
+def _run(
+    compute, q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, alibi=None,
+    cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, page_table=None, k_range=None, positions=None,
+    layout="bhsd", xp=None, **more,
+):  # fmt: skip
+    xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
+    swapped = layout == "bshd"
+    packed_q, packed_k = q.ndim == 3, k.ndim == 3
+    # (B, H, rows, D); of packed arrays B is 1
+    q, k, v = (xp.swapaxes(x[None] if x.ndim == 3 else x, 1, 2) if x.ndim == 3 or swapped else x for x in (q, k, v))
+    cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, positions = (
+        None if x is None else _host(x) for x in (cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, positions)
+    )
+    k_range = None if k_range is None else tuple(None if x is None else _host(x) for x in k_range)
+    one_each = packed_q and cu_seqlens_q is None
+    if page_table is not None:
+        batch = page_table.shape[0]
+    elif packed_k:
+        batch = len(cu_seqlens_k) - 1
+    else:
+        batch = k.shape[0]
+    heads, rows_q, rows_k, dim_v = q.shape[1], q.shape[2], k.shape[2], v.shape[3]
+    sequences, _ = resolve(
+        batch, rows_q, rows_k, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
+        cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, page_size=rows_k, pages=k.shape[0],
+        k_range=k_range, positions=positions, one_each=one_each,
+    )  # fmt: skip
+    out = xp.zeros((*q.shape[:3], dim_v), xp.float64)
+    lse = xp.full(q.shape[:3], -math.inf, xp.float64)
+    left, right, _ = reference.band(0, 0, causal, window)
+    keys = rows_k if page_table is None else page_table.shape[1] * rows_k
+    bias, mask = (None if x is None else xp.broadcast_to(xp.asarray(x), (batch, heads, rows_q, keys)) for x in (bias, mask))
+    slopes = None if alibi is None else xp.broadcast_to(xp.asarray(alibi), (batch, heads))
+    for b, sequence in enumerate(sequences):
+        if not sequence.seq_q:
+            continue
+        at = 0 if packed_q else b
+        rows = slice(sequence.first_q, sequence.first_q + sequence.seq_q)
+        span = slice(sequence.seen_begin, sequence.seen_end)
+        some_k, some_v, held = _gather(xp, k, v, sequence, b, packed_k, page_table is not None, rows_k)
+        offset = xp.arange(span.start, span.stop)[None, :] - xp.asarray(sequence.positions)[:, None]
+        seen = ((offset >= -left) & (offset <= right) & xp.asarray(held)[None, :])[None, None]
+        if mask is not None:
+            seen = seen & (mask[b : b + 1, :, : sequence.seq_q, span] != 0)
+        added = None if bias is None else bias[b : b + 1, :, : sequence.seq_q, span]
+        if slopes is not None:
+            slope = slopes[b].astype(xp.float64)[None, :, None, None] * xp.abs(offset).astype(xp.float64)[None, None]
+            added = -slope if added is None else xp.where(added == -math.inf, -math.inf, added.astype(xp.float64) - slope)
+        some_out, some_lse = compute(
+            q[at : at + 1, :, rows], some_k, some_v, scale=scale, softcap=softcap, bias=added, mask=seen, sinks=sinks, xp=xp,
+            **more,
+        )  # fmt: skip
+        out[at, :, rows], lse[at, :, rows] = some_out[0], some_lse[0]
+    if packed_q:
+        return xp.swapaxes(out, 1, 2)[0], lse[0]
+    return (xp.swapaxes(out, 1, 2) if swapped else out), lse
+
+
+def _gather(xp, k, v, sequence, b, packed, paged, page_size):
+    """(k, v, held): the keys somebody may see, (1, Hk, n, D), and which of them have a page; the others are 0."""
+    begin, end = sequence.seen_begin, sequence.seen_end
+    if not paged:
+        first = sequence.first_k if packed else 0
+        at, rows = 0 if packed else b, slice(first + begin, first + end)
+        return k[at : at + 1, :, rows], v[at : at + 1, :, rows], numpy.ones(end - begin, bool)
+    j = numpy.arange(begin, end)
+    page = numpy.array([sequence.pages[column] for column in (j // page_size).tolist()], numpy.int64)
+    held = (page >= 0) & (page < k.shape[0])
+    pieces = []
+    for x in (k, v):
+        rows = xp.zeros((end - begin, x.shape[1], x.shape[3]), x.dtype)
+        rows[xp.asarray(held)] = x[xp.asarray(page[held]), :, xp.asarray((j % page_size)[held])]
+        pieces.append(xp.swapaxes(rows, 0, 1)[None])
+    return *pieces, held
+
+
+def _host(x):
+    return x.get() if hasattr(x, "get") else numpy.asarray(x)
