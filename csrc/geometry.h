@@ -1,0 +1,144 @@
+/* Which rows are a sequence's queries and keys, where a key lies, and which keys a query sees.
+ *
+ * C11, C++20 and device code; includes nothing of the library. Index arrays may hold anything: what comes out of them
+ * here lies inside the arrays they speak of. All positions and lengths are 64-bit, so that no sum of them overflows.
+ */
+#ifndef FA_GEOMETRY_H
+#define FA_GEOMETRY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#define FA_INLINE static inline __host__ __device__
+#else
+#define FA_INLINE static inline
+#endif
+
+/* A window bound that excludes nothing. Small enough that i + d + right never overflows. */
+#define FA_UNBOUNDED (INT64_C(1) << 60)
+
+/* How the rows of q, or of k and v, belong to sequences. The arrays of indices lie on the device of the call. */
+typedef struct fa_lengths {
+    const int32_t
+        *starts; /* (B + 1): sequence b has rows [starts[b], starts[b + 1]) of a packed array; NULL: not packed */
+    const int32_t *used; /* (B): how many of its rows are used; NULL: all */
+    int64_t rows;        /* of a packed array; else those each sequence has room for */
+} fa_lengths;
+
+/* Pages of keys. Key j of sequence b is row j % size of page table[b * stride + j / size]. */
+typedef struct fa_pages {
+    const int32_t *table; /* (B, width); NULL: keys are not paged */
+    int64_t stride;       /* elements from one row of the table to the next */
+    int64_t width, count; /* columns of the table; pages there are */
+    int64_t size;         /* keys a page */
+} fa_pages;
+
+/* What the sequences of a call are; all 0 in a dense call. */
+typedef struct fa_sequences {
+    fa_lengths q, k; /* of paged keys k.rows is width * size */
+    fa_pages pages;
+    const int32_t *begin, *end; /* (B): only keys [begin, end) take part; NULL: no bound */
+    const int32_t *positions;   /* (T) or (B, Sq): where the queries stand among the keys; NULL: by the diagonal */
+    int64_t positions_stride;   /* of the batch; 0 for packed q */
+    bool given;                 /* the call says any of this, or its q has three axes */
+    bool packed_q, packed_k;    /* q, or k and v, have one axis of rows for all sequences */
+    bool top_left;              /* query i stands at i, not at i + seq_k - seq_q */
+} fa_sequences;
+
+/* A range of rows or keys: empty where end <= begin. */
+typedef struct fa_span {
+    int64_t begin, end;
+} fa_span;
+
+/* One batch entry. Query i is row first_q + i of the operand q, and key j, unless paged, row first_k + j of k and v; it
+ * stands at positions[i], else at i + diagonal. */
+typedef struct fa_entry {
+    int64_t seq_q, seq_k;
+    int64_t first_q, first_k;
+    int64_t diagonal;
+    const int32_t *positions;   /* of its queries, or NULL */
+    int64_t key_begin, key_end; /* keys that take part, whatever the window */
+} fa_entry;
+
+/* A bound for a, where low <= high. */
+FA_INLINE int64_t fa_clamp(int64_t a, int64_t low, int64_t high) { return a < low ? low : a > high ? high : a; }
+
+/* Rows of sequence b. `before` is where the sequence before it ends, 0 for the first: starts that fall count as their
+ * running maximum. */
+FA_INLINE fa_span fa_rows_of(const fa_lengths *lengths, int64_t b, int64_t before, bool packed) {
+    fa_span span = {0, lengths->rows};
+    if (lengths->starts) {
+        const int64_t begin = fa_clamp(lengths->starts[b], 0, lengths->rows);
+        const int64_t end = fa_clamp(lengths->starts[b + 1], 0, lengths->rows);
+        span.begin = begin > before ? begin : before;
+        span.end = end > span.begin ? end : span.begin;
+    } else if (packed) { /* one row each */
+        span.begin = b;
+        span.end = b + 1;
+    }
+    return span;
+}
+
+/* How many of `room` rows sequence b uses. */
+FA_INLINE int64_t fa_used(const fa_lengths *lengths, int64_t b, int64_t room) {
+    return lengths->used ? fa_clamp(lengths->used[b], 0, room) : room;
+}
+
+/* Sequence b, whose rows are those of fa_rows_of(). */
+FA_INLINE fa_entry fa_entry_of(const fa_sequences *s, int64_t b, fa_span rows_q, fa_span rows_k) {
+    fa_entry e;
+    e.seq_q = fa_used(&s->q, b, rows_q.end - rows_q.begin);
+    e.seq_k = fa_used(&s->k, b, rows_k.end - rows_k.begin);
+    e.first_q = rows_q.begin;
+    e.first_k = rows_k.begin;
+    e.diagonal = s->top_left ? 0 : e.seq_k - e.seq_q;
+    e.positions = s->positions ? s->positions + b * s->positions_stride + e.first_q : NULL;
+    e.key_begin = s->begin ? fa_clamp(s->begin[b], 0, e.seq_k) : 0;
+    e.key_end = s->end ? fa_clamp(s->end[b], 0, e.seq_k) : e.seq_k;
+    return e;
+}
+
+FA_INLINE int64_t fa_position(const fa_entry *e, int64_t query) {
+    return e->positions ? (int64_t)e->positions[query] : query + e->diagonal;
+}
+
+/* Keys that some query sees of those that stand from `first` to `last`: the union of their ranges, and what lies
+ * between. */
+FA_INLINE fa_span fa_tile_keys(const fa_entry *e, int64_t left, int64_t right, int64_t first, int64_t last) {
+    const int64_t low = first - left, high = last + right + 1;
+    const fa_span span = {low > e->key_begin ? low : e->key_begin, high < e->key_end ? high : e->key_end};
+    return span;
+}
+
+/* Keys that a query at `position` sees: j with -left <= j - position <= right. */
+FA_INLINE fa_span fa_row_keys(const fa_entry *e, int64_t left, int64_t right, int64_t position) {
+    return fa_tile_keys(e, left, right, position, position);
+}
+
+/* Keys that every query sees of those that stand from `first` to `last`. */
+FA_INLINE fa_span fa_common_keys(const fa_entry *e, int64_t left, int64_t right, int64_t first, int64_t last) {
+    return fa_tile_keys(e, left, right, last, first);
+}
+
+/* Keys that some query of the entry sees; {0, 0} when there is none. */
+FA_INLINE fa_span fa_entry_keys(const fa_entry *e, int64_t left, int64_t right) {
+    fa_span span = {0, 0};
+    if (e->seq_q <= 0) return span;
+    int64_t first = fa_position(e, 0), last = fa_position(e, e->seq_q - 1);
+    for (int64_t i = 0; e->positions && i < e->seq_q; i++) {
+        if (e->positions[i] < first) first = e->positions[i];
+        if (e->positions[i] > last) last = e->positions[i];
+    }
+    const fa_span seen = fa_tile_keys(e, left, right, first, last);
+    return seen.begin < seen.end ? seen : span;
+}
+
+/* The page of column `column` in row b of the table; -1 where its entry is no page. */
+FA_INLINE int64_t fa_page(const fa_pages *pages, int64_t b, int64_t column) {
+    const int64_t page = pages->table[b * pages->stride + column];
+    return page >= 0 && page < pages->count ? page : -1;
+}
+
+#endif
