@@ -89,7 +89,7 @@ static fa_code read_array(const char *name, const fa_ext_array *given, int index
         memcpy(view->strides, given->strides, (size_t)given->ndim * sizeof *view->strides);
     else
         fa_view_contiguous(view);
-    view->data = c->alignment ? made_up(c->alignment, fa_dtype_size(view->dtype), index) : given->data;
+    view->data = c->alignment ? made_up(c->alignment, fa_item_size(view->dtype), index) : given->data;
     return fa_view_check(name, view, status);
 }
 

@@ -35,7 +35,7 @@ fa_code fa_check_device(const char *name, const fa_view *view, const char *first
 #define REACH_MAX (INT64_C(1) << 62)
 
 fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status) {
-    const int64_t size = (int64_t)fa_dtype_size(view->dtype);
+    const int64_t size = (int64_t)fa_item_size(view->dtype);
     int64_t bytes = size, reach = 0, span;
     bool empty = false;
     for (int axis = 0; axis < view->ndim; axis++) {
@@ -94,7 +94,7 @@ void fa_view_range(const fa_view *view, int64_t *low, int64_t *high) {
         else
             end += reach;
     }
-    int64_t size = (int64_t)fa_dtype_size(view->dtype);
+    int64_t size = (int64_t)fa_item_size(view->dtype);
     *low = first * size;
     *high = end * size;
 }
@@ -172,6 +172,25 @@ fa_code fa_check_output(const char *name, const fa_view *view, const int64_t *sh
     return FA_OK;
 }
 
+fa_code fa_check_indices(const char *name, const fa_view *view, const int64_t *shape, int ndim, const char *axes,
+                         const char *first_name, const fa_view *first, fa_status *status) {
+    if (view->dtype == FA_I64)
+        return fa_fail(status, FA_ETYPE, "%s has dtype int64; accepted: int32, such as %s.astype(\"int32\")", name,
+                       name);
+    if (view->dtype != FA_I32)
+        return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: int32", name, fa_dtype_name(view->dtype));
+    FA_TRY(fa_check_device(name, view, first_name, first, status));
+    bool same = view->ndim == ndim;
+    for (int axis = 0; axis < ndim && same; axis++) same = view->shape[axis] == shape[axis];
+    if (!same)
+        return fa_fail(status, FA_EVALUE, "%s has shape %s; accepted: %s = %s", name,
+                       fa_show_shape(view->shape, view->ndim).text, axes, fa_show_shape(shape, ndim).text);
+    if (view->shape[ndim - 1] > 1 && view->strides[ndim - 1] != 1 && !fa_view_empty(view))
+        return fa_fail(status, FA_EVALUE, "%s has strides %s; accepted: 1 along its last axis", name,
+                       fa_show_shape(view->strides, ndim).text);
+    return FA_OK;
+}
+
 fa_code fa_check_sinks(const fa_view *sinks, int64_t heads, const char *first_name, const fa_view *first,
                        fa_operand *operand, fa_dtype *dtype, fa_status *status) {
     static char none; /* data of zero sinks: never read, but not NULL, which means none are given */
@@ -189,7 +208,7 @@ fa_code fa_check_sinks(const fa_view *sinks, int64_t heads, const char *first_na
 void fa_view_operand(fa_operand *operand, const fa_view *view, fa_layout layout) {
     operand->data = view->data;
     for (int axis = 0; axis < 4; axis++) {
-        const int source = fa_axis_of(layout, axis);
-        operand->stride[axis] = view->shape[source] == 1 ? 0 : view->strides[source];
+        const int source = fa_view_axis(view, layout, axis);
+        operand->stride[axis] = source < 0 || view->shape[source] == 1 ? 0 : view->strides[source];
     }
 }

@@ -12,6 +12,11 @@ typedef struct fa_shape_text {
     char text[200];
 } fa_shape_text;
 
+/* Bytes of an element of any dtype. */
+static inline size_t fa_item_size(fa_dtype dtype) {
+    return dtype == FA_I64 ? 8 : dtype == FA_I32 ? 4 : dtype == FA_U8 ? 1 : fa_dtype_size(dtype);
+}
+
 /* "(2, 8, 512, 64)" */
 fa_shape_text fa_show_shape(const int64_t *shape, int ndim);
 
@@ -20,7 +25,19 @@ static inline int fa_axis_of(fa_layout layout, int axis) {
     return layout == FA_BSHD && (axis == 1 || axis == 2) ? 3 - axis : axis;
 }
 
-/* A view of four axes as an operand of (batch, heads, sequence, head_dim). */
+/* Axis of batch, head, row or head_dim (0..3) in a view of four axes, or of three, (rows, heads, head_dim), which has
+ * no batch: -1. */
+static inline int fa_view_axis(const fa_view *view, fa_layout layout, int axis) {
+    static const int packed[4] = {-1, 1, 0, 2};
+    return view->ndim == 3 ? packed[axis] : fa_axis_of(layout, axis);
+}
+
+static inline int64_t fa_view_extent(const fa_view *view, fa_layout layout, int axis) {
+    const int source = fa_view_axis(view, layout, axis);
+    return source < 0 ? 1 : view->shape[source];
+}
+
+/* A view of four axes, or of three, as an operand of (batch, heads, rows, head_dim). */
 void fa_view_operand(fa_operand *operand, const fa_view *view, fa_layout layout);
 
 /* Bytes from view->data to the first that the view covers and past the last; both 0 when it is empty. */
@@ -49,6 +66,9 @@ fa_code fa_check_output(const char *name, const fa_view *view, const int64_t *sh
 /* `other` may be NULL. */
 fa_code fa_check_disjoint(const char *name, const fa_view *view, const char *other_name, const fa_view *other,
                           fa_status *status);
+/* int32, this shape, contiguous along its last axis. `axes` names the extents: "(batch,)". */
+fa_code fa_check_indices(const char *name, const fa_view *view, const int64_t *shape, int ndim, const char *axes,
+                         const char *first_name, const fa_view *first, fa_status *status);
 fa_code fa_check_sinks(const fa_view *sinks, int64_t heads, const char *first_name, const fa_view *first,
                        fa_operand *operand, fa_dtype *dtype, fa_status *status);
 

@@ -84,7 +84,7 @@ static bool is_remembered(unsigned long serial, const fa_request *request, const
 static void remember(unsigned long serial, const fa_request *request, const fa_kernel *forced,
                      const fa_problem *problem, const fa_device_info *info, const fa_plan *plan) {
     last.serial = 0;
-    if (has_more(request)) return;
+    if (has_more(request) || problem->sequences.given) return;
     const fa_view *const views[MEMO_VIEWS] = {request->q, request->k, request->v, request->out};
     for (int n = 0; n < MEMO_VIEWS; n++) {
         if (!views[n]) continue;
@@ -107,6 +107,8 @@ fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_ker
         memcpy(problem, &last.problem, FORWARD_BYTES);
         problem->extra = last.problem.extra;
         fa_forward *forward = &problem->forward;
+        problem->sequences = (fa_sequences){0};
+        problem->workspace = NULL;
         forward->q.data = request->q->data;
         forward->k.data = request->k->data;
         forward->v.data = request->v->data;

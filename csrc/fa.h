@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "geometry.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -55,11 +57,12 @@ fa_code fa_fail(fa_status *status, fa_code code, const char *format, ...)
 
 /* ---- arrays ---- */
 
-typedef enum fa_dtype { FA_F16, FA_BF16, FA_F32, FA_F64, FA_BOOL, FA_DTYPE_COUNT } fa_dtype;
+/* Integers are indices, and bytes a workspace. */
+typedef enum fa_dtype { FA_F16, FA_BF16, FA_F32, FA_F64, FA_BOOL, FA_I32, FA_I64, FA_U8, FA_DTYPE_COUNT } fa_dtype;
 
 const char *fa_dtype_name(fa_dtype dtype); /* "float16", ... */
 
-/* Bytes of an element. */
+/* Bytes of an element that is no integer; check.h has fa_item_size() for all. */
 static inline size_t fa_dtype_size(fa_dtype dtype) {
     return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype == FA_BOOL ? 1 : 2;
 }
@@ -96,24 +99,32 @@ typedef struct fa_options {
     int64_t window_left, window_right; /* FA_UNBOUNDED for None */
     fa_layout layout;
     fa_causal causal;
+    bool has_layout; /* `layout` was given */
     bool has_scale;
     bool return_lse;
     bool batch_invariant;
 } fa_options;
 
+/* The arrays that say what the sequences of a call are; NULL when absent. */
+typedef struct fa_indices {
+    const fa_view *cu_seqlens_q, *seqlens_q, *cu_seqlens_k, *seqlens_k;
+    const fa_view *page_table;
+    const fa_view *key_begin, *key_end; /* k_range */
+    const fa_view *positions;
+} fa_indices;
+
 typedef struct fa_request {
     const fa_view *q, *k, *v;
     const fa_view *out; /* NULL when the front end allocates it; so is lse */
-    const fa_view *bias, *mask,
-        *sinks; /* NULL when absent, as alibi; between `out` and `options` stands what few calls have */
-    const fa_view *alibi, *lse;
+    /* NULL when absent, as all down to `options`: what few calls have. */
+    const fa_view *bias, *mask, *sinks, *alibi;
+    const fa_view *lse;
+    fa_indices indices;
+    const fa_view *workspace;
     fa_options options;
 } fa_request;
 
 /* ---- problem: the validated call ---- */
-
-/* A window bound that excludes nothing. Small enough that i + d + right never overflows. */
-#define FA_UNBOUNDED    (INT64_C(1) << 60)
 
 #define FA_MAX_HEAD_DIM 256
 
@@ -133,7 +144,11 @@ typedef struct fa_operand {
  * axis has stride 0. Key j is visible to query i iff key_begin <= j < key_end, -left <= j - (i + diagonal) <= right
  * and, where there is a mask, mask[b,h,i,j] != 0. Causal is folded into `right`; a bound that excludes nothing is
  * FA_UNBOUNDED. [key_begin, key_end) is the union of what the queries see through causal and window; it is (0, 0) when
- * that is empty. Kernels on a device take the struct by value. */
+ * that is empty. Kernels on a device take the struct by value.
+ *
+ * Where the problem has sequences, seq_q and seq_k are the rows of q, packed ones all together, and the keys that an
+ * entry has room for; diagonal, key_begin and key_end are each entry's own (geometry.h). Packed operands have batch
+ * stride 0 and their lse is (H, T); axis 0 of paged k and v is the page. */
 typedef struct fa_forward {
     fa_operand q;     /* (B, H, Sq, D) */
     fa_operand k;     /* (B, Hk, Sk, D) */
@@ -211,7 +226,12 @@ typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_BACKWARD, FA_OP_COUNT } fa_op;
     X(DSINKS, "gradient of the sinks")                                                                                 \
     X(ACCUMULATE, "accumulation into gradients")                                                                       \
     X(ORDERED, "order of its sums: deterministic=True")                                                                \
-    X(ALIBI, "ALiBi slopes")
+    X(ALIBI, "ALiBi slopes")                                                                                           \
+    X(LENGTHS, "sequences of different lengths")                                                                       \
+    X(PAGES, "paged keys")                                                                                             \
+    X(RANGES, "k_range")                                                                                               \
+    X(POSITIONS, "positions")                                                                                          \
+    X(OUT_FLOAT32, "float32 out of 16-bit inputs")
 
 enum fa_feature_number {
 #define FA_NUMBER(name, words) FA_NUMBER_##name,
@@ -244,6 +264,8 @@ typedef struct fa_problem {
         fa_merge merge;
     };
     fa_extra extra;
+    fa_sequences sequences; /* of a forward and an append: what its batch entries are */
+    void *workspace;        /* the caller's, for the plan's workspace_bytes; NULL: allocated at the launch */
 } fa_problem;
 
 /* ---- device ---- */

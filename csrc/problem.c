@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "cpu/threads.h"
+#include "problem_sequences.h"
 
 /* A softcap of LARGEST_SOFTCAP changes no score below 1e22 in float64, nor below 1e26 in float32, and is none. Scores
  * within +-SMALLEST_SOFTCAP have the exponential 1 to the last bit of float64, and what is smaller is raised to it.
@@ -20,16 +21,20 @@ static const char *layout_axes(fa_layout layout, bool kv) {
     return kv ? "(batch, seq_k, heads_kv, head_dim)" : "(batch, seq_q, heads, head_dim)";
 }
 
-static fa_code check_qkv(const char *name, const fa_view *view, const fa_request *request, fa_status *status) {
+/* `dense`: the operation knows no sequences. */
+static fa_code check_qkv(const char *name, const fa_view *view, const fa_request *request, bool dense,
+                         fa_status *status) {
     const fa_view *q = request->q;
-    if (view->ndim != 4)
-        return fa_fail(status, FA_EVALUE, "%s has %d dimensions, shape %s; accepted: 4, %s with layout=\"%s\"", name,
+    if (view->ndim != 4 && (view->ndim != 3 || dense))
+        return fa_fail(status, FA_EVALUE, "%s has %d dimensions, shape %s; accepted: 4, %s with layout=\"%s\"%s", name,
                        view->ndim, fa_show_shape(view->shape, view->ndim).text,
                        layout_axes(request->options.layout, view != q),
-                       request->options.layout == FA_BHSD ? "bhsd" : "bshd");
-    if (view->dtype == FA_BOOL)
+                       request->options.layout == FA_BHSD ? "bhsd" : "bshd",
+                       dense ? "" : ", or 3, (tokens, heads, head_dim), for packed sequences");
+    if (view->dtype >= FA_BOOL)
         return fa_fail(status, FA_ETYPE,
-                       "%s has dtype bool; accepted: float16, bfloat16, float32, and float64 on the CPU", name);
+                       "%s has dtype %s; accepted: float16, bfloat16, float32, and float64 on the CPU", name,
+                       fa_dtype_name(view->dtype));
     if (view->dtype != q->dtype)
         return fa_fail(status, FA_ETYPE, "%s has dtype %s, but q has %s; q, k and v must share one dtype", name,
                        fa_dtype_name(view->dtype), fa_dtype_name(q->dtype));
@@ -37,40 +42,44 @@ static fa_code check_qkv(const char *name, const fa_view *view, const fa_request
     return fa_check_extents(name, view, status);
 }
 
-static fa_code check_sizes(const fa_request *request, fa_forward *p, fa_status *status) {
+static fa_code check_sizes(const fa_request *request, bool sequences, fa_forward *p, fa_status *status) {
     const fa_view *q = request->q, *k = request->k, *v = request->v;
-    const int heads = fa_axis_of(request->options.layout, 1), seq = fa_axis_of(request->options.layout, 2);
-    p->batch = q->shape[0];
-    p->heads = q->shape[heads];
-    p->seq_q = q->shape[seq];
-    p->heads_kv = k->shape[heads];
-    p->seq_k = k->shape[seq];
-    if (k->shape[0] != p->batch)
+    const fa_layout layout = request->options.layout;
+    const int64_t dim = q->shape[q->ndim - 1], dim_k = k->shape[k->ndim - 1], dim_v = v->shape[v->ndim - 1];
+    p->batch = fa_view_extent(q, layout, 0);
+    p->heads = fa_view_extent(q, layout, 1);
+    p->seq_q = fa_view_extent(q, layout, 2);
+    p->heads_kv = fa_view_extent(k, layout, 1);
+    p->seq_k = fa_view_extent(k, layout, 2);
+    if (!sequences && k->shape[0] != p->batch)
         return fa_fail(status, FA_EVALUE, "k has batch size %lld, shape %s, but q has %lld", (long long)k->shape[0],
                        fa_show_shape(k->shape, 4).text, (long long)p->batch);
-    const int shared[3] = {0, heads, seq};
-    for (int n = 0; n < 3; n++)
-        if (v->shape[shared[n]] != k->shape[shared[n]])
-            return fa_fail(status, FA_EVALUE,
-                           "v has shape %s, but k has shape %s; batch, heads_kv and seq_k must be the same",
-                           fa_show_shape(v->shape, 4).text, fa_show_shape(k->shape, 4).text);
-    if (q->shape[3] < 1 || q->shape[3] > FA_MAX_HEAD_DIM)
-        return fa_fail(status, FA_EVALUE, "q has head_dim %lld, shape %s; accepted: 1 to %d", (long long)q->shape[3],
-                       fa_show_shape(q->shape, 4).text, FA_MAX_HEAD_DIM);
-    if (k->shape[3] != q->shape[3])
-        return fa_fail(status, FA_EVALUE, "k has head_dim %lld, shape %s, but q has %lld", (long long)k->shape[3],
-                       fa_show_shape(k->shape, 4).text, (long long)q->shape[3]);
-    if (v->shape[3] < 1 || v->shape[3] > FA_MAX_HEAD_DIM)
-        return fa_fail(status, FA_EVALUE, "v has head_dim %lld, shape %s; accepted: 1 to %d", (long long)v->shape[3],
-                       fa_show_shape(v->shape, 4).text, FA_MAX_HEAD_DIM);
+    bool same = v->ndim == k->ndim;
+    for (int axis = 0; axis < 3 && same; axis++)
+        same = fa_view_extent(v, layout, axis) == fa_view_extent(k, layout, axis);
+    if (!same)
+        return fa_fail(status, FA_EVALUE, "v has shape %s, but k has shape %s; %s must be the same",
+                       fa_show_shape(v->shape, v->ndim).text, fa_show_shape(k->shape, k->ndim).text,
+                       request->indices.page_table ? "pages, heads_kv and page_size"
+                       : k->ndim == 3              ? "tokens and heads_kv"
+                                                   : "batch, heads_kv and seq_k");
+    if (dim < 1 || dim > FA_MAX_HEAD_DIM)
+        return fa_fail(status, FA_EVALUE, "q has head_dim %lld, shape %s; accepted: 1 to %d", (long long)dim,
+                       fa_show_shape(q->shape, q->ndim).text, FA_MAX_HEAD_DIM);
+    if (dim_k != dim)
+        return fa_fail(status, FA_EVALUE, "k has head_dim %lld, shape %s, but q has %lld", (long long)dim_k,
+                       fa_show_shape(k->shape, k->ndim).text, (long long)dim);
+    if (dim_v < 1 || dim_v > FA_MAX_HEAD_DIM)
+        return fa_fail(status, FA_EVALUE, "v has head_dim %lld, shape %s; accepted: 1 to %d", (long long)dim_v,
+                       fa_show_shape(v->shape, v->ndim).text, FA_MAX_HEAD_DIM);
     if (p->heads_kv ? p->heads % p->heads_kv != 0 || p->heads == 0 : p->heads != 0)
         return fa_fail(status, FA_EVALUE,
                        "q has %lld heads and k has %lld; the heads of q must be a multiple of those of k "
                        "(both 0 only together; is layout=\"%s\" right?)",
                        (long long)p->heads, (long long)p->heads_kv,
                        request->options.layout == FA_BHSD ? "bhsd" : "bshd");
-    p->head_dim = (int)q->shape[3];
-    p->head_dim_v = (int)v->shape[3];
+    p->head_dim = (int)dim;
+    p->head_dim_v = (int)dim_v;
     return FA_OK;
 }
 
@@ -80,7 +89,7 @@ static double limited(double scale, fa_dtype dtype) {
     return fabs(scale) > limit ? copysign(limit, scale) : scale;
 }
 
-static fa_code check_options(const fa_request *request, fa_forward *p, fa_status *status) {
+static fa_code check_options(const fa_request *request, bool sequences, fa_forward *p, fa_status *status) {
     if (request->options.has_scale && !isfinite(request->options.scale))
         return fa_fail(status, FA_EVALUE, "scale is %g; accepted: a finite number, or None for 1/sqrt(head_dim)",
                        request->options.scale);
@@ -91,7 +100,7 @@ static fa_code check_options(const fa_request *request, fa_forward *p, fa_status
         return fa_fail(status, FA_EVALUE,
                        "window is (%lld, %lld); accepted: each side an int >= 0, or None for unbounded (not -1)",
                        (long long)request->options.window_left, (long long)request->options.window_right);
-    if (request->options.causal == FA_CAUSAL_TRUE && p->seq_q != p->seq_k)
+    if (!sequences && request->options.causal == FA_CAUSAL_TRUE && p->seq_q != p->seq_k)
         return fa_fail(status, FA_EVALUE,
                        "causal=True with seq_q %lld and seq_k %lld is ambiguous; say causal=\"top_left\" (query i sees "
                        "keys j <= i) or causal=\"bottom_right\" (the last query sees every key)",
@@ -103,10 +112,11 @@ static fa_code check_options(const fa_request *request, fa_forward *p, fa_status
 }
 
 /* Folds causal and window into left/right, drops bounds that exclude nothing, and clips the key range. */
-static void resolve_visibility(const fa_request *request, fa_forward *p) {
+static void resolve_visibility(const fa_request *request, bool sequences, fa_forward *p) {
     p->diagonal = request->options.causal == FA_CAUSAL_TOP_LEFT ? 0 : p->seq_k - p->seq_q;
     p->left = request->options.window_left;
     p->right = request->options.causal == FA_CAUSAL_NONE ? request->options.window_right : 0;
+    if (sequences) return; /* lengths are not known here */
     if (p->left >= p->seq_q - 1 + p->diagonal) p->left = FA_UNBOUNDED;
     if (p->right >= p->seq_k - 1 - p->diagonal) p->right = FA_UNBOUNDED;
     p->key_begin = 0;
@@ -182,55 +192,74 @@ static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_s
 }
 
 fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request *request, fa_status *status) {
+    const fa_indices *x = &request->indices;
     const struct {
         const char *name;
         const fa_view *view;
     } inputs[] = {
-        {"q", request->q},       {"k", request->k},         {"v", request->v},         {"bias", request->bias},
-        {"mask", request->mask}, {"sinks", request->sinks}, {"alibi", request->alibi},
+        {"q", request->q},
+        {"k", request->k},
+        {"v", request->v},
+        {"bias", request->bias},
+        {"mask", request->mask},
+        {"sinks", request->sinks},
+        {"alibi", request->alibi},
+        {"cu_seqlens_q", x->cu_seqlens_q},
+        {"seqlens_q", x->seqlens_q},
+        {"cu_seqlens_k", x->cu_seqlens_k},
+        {"seqlens_k", x->seqlens_k},
+        {"page_table", x->page_table},
+        {"k_range's begin", x->key_begin},
+        {"k_range's end", x->key_end},
+        {"positions", x->positions},
     };
     for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
         FA_TRY(fa_check_disjoint(name, view, inputs[n].name, inputs[n].view, status));
     return FA_OK;
 }
 
-static fa_code check_result(const char *name, const fa_view *view, const int64_t *shape, int ndim, fa_dtype dtype,
+static fa_code check_result(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
                             const fa_request *request, fa_status *status) {
-    FA_TRY(fa_check_output(name, view, shape, ndim, 1u << dtype, "q", request->q, status));
+    FA_TRY(fa_check_output(name, view, shape, ndim, dtypes, "q", request->q, status));
     return fa_forward_apart(name, view, request, status);
 }
 
-static fa_code check_lse(const fa_view *lse, const fa_forward *p, const fa_request *request, fa_status *status) {
-    const int64_t shape[3] = {p->batch, p->heads, p->seq_q};
-    FA_TRY(check_result("lse", lse, shape, 3, p->lse_dtype, request, status));
-    int64_t expected = 1;
-    for (int axis = 2; axis >= 0 && !fa_view_empty(lse); axis--) {
+static fa_code check_lse(const fa_view *lse, const fa_problem *problem, const fa_request *request, fa_status *status) {
+    int64_t shape[3], expected = 1;
+    const int ndim = fa_forward_lse_shape(problem, shape);
+    FA_TRY(check_result("lse", lse, shape, ndim, 1u << problem->forward.lse_dtype, request, status));
+    for (int axis = ndim - 1; axis >= 0 && !fa_view_empty(lse); axis--) {
         if (lse->shape[axis] > 1 && lse->strides[axis] != expected)
             return fa_fail(status, FA_EVALUE, "lse is not C-contiguous; accepted: a C-contiguous array of shape %s",
-                           fa_show_shape(shape, 3).text);
+                           fa_show_shape(shape, ndim).text);
         expected *= lse->shape[axis] ? lse->shape[axis] : 1;
     }
     return fa_check_disjoint("lse", lse, "out", request->out, status);
 }
 
 /* Strides of a new C-contiguous output in the user's layout. */
-static void contiguous_out(fa_forward *p, fa_layout layout) {
-    fa_view view = {.ndim = 4};
-    fa_forward_out_shape(p, layout, view.shape);
+static void contiguous_out(fa_problem *problem, fa_layout layout) {
+    fa_view view;
+    view.ndim = fa_forward_out_shape(problem, layout, view.shape);
+    view.data = NULL;
     fa_view_contiguous(&view);
-    fa_view_operand(&p->out, &view, layout);
+    fa_view_operand(&problem->forward.out, &view, layout);
 }
 
 /* What the call asks for that a kernel may lack. */
 static uint32_t features_of(const fa_problem *problem) {
     const fa_forward *p = &problem->forward;
-    return (p->bias.data ? FA_WITH_BIAS : 0) | (p->mask.data ? FA_WITH_MASK : 0) | (p->sinks.data ? FA_WITH_SINKS : 0) |
+    return fa_sequences_features(&problem->sequences) | (p->bias.data ? FA_WITH_BIAS : 0) |
+           (p->mask.data ? FA_WITH_MASK : 0) | (p->sinks.data ? FA_WITH_SINKS : 0) |
            (p->softcap > 0 ? FA_WITH_SOFTCAP : 0) | (p->left != FA_UNBOUNDED ? FA_WITH_WINDOW : 0) |
            (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0) | (problem->extra.alibi.data ? FA_WITH_ALIBI : 0);
 }
 
-fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status) {
+static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *problem, fa_status *status) {
     fa_forward *p = &problem->forward;
+    const bool sequences = !dense && fa_sequences_given(request);
+    problem->sequences = (fa_sequences){0};
+    problem->workspace = NULL;
     problem->device = request->q->device;
     problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     problem->batch_invariant = request->options.batch_invariant;
@@ -240,12 +269,13 @@ fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_sta
     p->dtype = p->bias_dtype = p->sinks_dtype = p->out_dtype = request->q->dtype;
     p->lse_dtype = p->dtype == FA_F64 ? FA_F64 : FA_F32;
     p->wants_lse = request->options.return_lse || request->lse;
-    FA_TRY(check_qkv("q", request->q, request, status));
-    FA_TRY(check_qkv("k", request->k, request, status));
-    FA_TRY(check_qkv("v", request->v, request, status));
-    FA_TRY(check_sizes(request, p, status));
-    FA_TRY(check_options(request, p, status));
-    resolve_visibility(request, p);
+    FA_TRY(check_qkv("q", request->q, request, dense, status));
+    FA_TRY(check_qkv("k", request->k, request, dense, status));
+    FA_TRY(check_qkv("v", request->v, request, dense, status));
+    FA_TRY(check_sizes(request, sequences, p, status));
+    if (sequences) FA_TRY(fa_sequences_build(request, problem, status));
+    FA_TRY(check_options(request, sequences, p, status));
+    resolve_visibility(request, sequences, p);
     fa_view_operand(&p->q, request->q, request->options.layout);
     fa_view_operand(&p->k, request->k, request->options.layout);
     fa_view_operand(&p->v, request->v, request->options.layout);
@@ -254,38 +284,89 @@ fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_sta
     return FA_OK;
 }
 
+fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status) {
+    return build_inputs(request, true, problem, status);
+}
+
 fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_status *status) {
     fa_forward *p = &problem->forward;
     problem->op = FA_FORWARD;
-    FA_TRY(fa_forward_inputs(request, problem, status));
+    FA_TRY(build_inputs(request, false, problem, status));
     int64_t shape[4], elements = 1;
-    fa_forward_out_shape(p, request->options.layout, shape);
-    for (int axis = 0; axis < 4; axis++)
+    const int ndim = fa_forward_out_shape(problem, request->options.layout, shape);
+    for (int axis = 0; axis < ndim; axis++)
         if (__builtin_mul_overflow(elements, shape[axis] ? shape[axis] : 1, &elements) || elements > FA_MAX_EXTENT)
             return fa_fail(status, FA_EVALUE, "the output would have shape %s, which is too large to address",
-                           fa_show_shape(shape, 4).text);
+                           fa_show_shape(shape, ndim).text);
     if (request->out) {
-        FA_TRY(check_result("out", request->out, shape, 4, p->out_dtype, request, status));
+        const bool half = p->dtype == FA_F16 || p->dtype == FA_BF16;
+        FA_TRY(
+            check_result("out", request->out, shape, ndim, 1u << p->dtype | (uint32_t)half << FA_F32, request, status));
+        p->out_dtype = request->out->dtype;
+        if (p->out_dtype != p->dtype) problem->features |= FA_WITH_OUT_FLOAT32;
         fa_view_operand(&p->out, request->out, request->options.layout);
     } else {
-        contiguous_out(p, request->options.layout);
+        contiguous_out(problem, request->options.layout);
     }
     if (request->lse) {
-        FA_TRY(check_lse(request->lse, p, request, status));
+        FA_TRY(check_lse(request->lse, problem, request, status));
         p->lse = request->lse->data;
     }
     if (problem->device.kind == FA_CUDA && p->dtype == FA_F64)
         return fa_fail(status, FA_EUNSUPPORTED,
                        "float64 runs on the CPU only; accepted on a CUDA device: float16, bfloat16, float32");
-    problem->empty = p->batch == 0 || p->heads == 0 || p->seq_q == 0;
+    problem->empty = (p->batch == 0 && !problem->sequences.packed_q) || p->heads == 0 || p->seq_q == 0;
     return FA_OK;
 }
 
-void fa_forward_out_shape(const fa_forward *problem, fa_layout layout, int64_t shape[4]) {
-    shape[0] = problem->batch;
-    shape[fa_axis_of(layout, 1)] = problem->heads;
-    shape[fa_axis_of(layout, 2)] = problem->seq_q;
-    shape[3] = problem->head_dim_v;
+fa_code fa_forward_workspace(const fa_request *request, size_t bytes, fa_problem *problem, fa_status *status) {
+    const fa_view *view = request->workspace;
+    if (!view) return FA_OK;
+    fa_view contiguous = *view;
+    int64_t elements = 1;
+    fa_view_contiguous(&contiguous);
+    if (view->dtype != FA_U8)
+        return fa_fail(status, FA_ETYPE, "workspace has dtype %s; accepted: uint8", fa_dtype_name(view->dtype));
+    for (int axis = 0; axis < view->ndim; axis++) {
+        elements *= view->shape[axis];
+        if (view->shape[axis] > 1 && view->strides[axis] != contiguous.strides[axis] && !fa_view_empty(view))
+            return fa_fail(status, FA_EVALUE, "workspace is not C-contiguous; accepted: one piece of memory");
+    }
+    FA_TRY(fa_check_device("workspace", view, "q", request->q, status));
+    if (view->readonly) return fa_fail(status, FA_EVALUE, "workspace is read-only; accepted: a writable array");
+    if ((uint64_t)elements < bytes)
+        return fa_fail(status, FA_EVALUE,
+                       "workspace has %lld bytes; accepted: at least %llu, what workspace_size() says",
+                       (long long)elements, (unsigned long long)bytes);
+    if (bytes && (uintptr_t)view->data % 256)
+        return fa_fail(status, FA_EVALUE, "workspace is not aligned in memory; accepted: a multiple of 256 bytes");
+    FA_TRY(fa_forward_apart("workspace", view, request, status));
+    FA_TRY(fa_check_disjoint("workspace", view, "out", request->out, status));
+    FA_TRY(fa_check_disjoint("workspace", view, "lse", request->lse, status));
+    problem->workspace = bytes ? view->data : NULL;
+    return FA_OK;
+}
+
+int fa_forward_out_shape(const fa_problem *problem, fa_layout layout, int64_t shape[4]) {
+    const fa_forward *p = &problem->forward;
+    if (problem->sequences.packed_q) {
+        shape[0] = p->seq_q, shape[1] = p->heads, shape[2] = p->head_dim_v;
+        return 3;
+    }
+    shape[0] = p->batch;
+    shape[fa_axis_of(layout, 1)] = p->heads;
+    shape[fa_axis_of(layout, 2)] = p->seq_q;
+    shape[3] = p->head_dim_v;
+    return 4;
+}
+
+int fa_forward_lse_shape(const fa_problem *problem, int64_t shape[3]) {
+    const fa_forward *p = &problem->forward;
+    const int packed = problem->sequences.packed_q;
+    shape[0] = p->batch;
+    shape[1 - packed] = p->heads;
+    shape[2 - packed] = p->seq_q;
+    return 3 - packed;
 }
 
 void fa_forward_set_outputs(fa_forward *problem, void *out, void *lse) {

@@ -9,14 +9,19 @@
  * given and what is accepted. */
 fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_status *status);
 
-/* The part of it that concerns inputs and options; leaves out and lse absent. */
+/* The part of it that concerns inputs and options of a dense call; leaves out and lse absent. */
 fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status);
 
-/* Refuses an output that meets an input of attention(). */
+/* Refuses memory that is written and meets an input of attention(). */
 fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request *request, fa_status *status);
 
-/* Shape of a new output in `layout`: (B, H, Sq, Dv) or (B, Sq, H, Dv). */
-void fa_forward_out_shape(const fa_forward *problem, fa_layout layout, int64_t shape[4]);
+/* Shape of a new output in `layout`: (B, H, Sq, Dv) or (B, Sq, H, Dv), for packed q (T, H, Dv). Returns its axes. */
+int fa_forward_out_shape(const fa_problem *problem, fa_layout layout, int64_t shape[4]);
+/* Shape of a new LSE: (B, H, Sq), for packed q (H, T). Returns its axes. */
+int fa_forward_lse_shape(const fa_problem *problem, int64_t shape[3]);
+
+/* Validates workspace=, `bytes` of which the plan needs, and gives it to `problem`. */
+fa_code fa_forward_workspace(const fa_request *request, size_t bytes, fa_problem *problem, fa_status *status);
 
 /* Gives `problem` the memory of outputs allocated after fa_forward_build() (C-contiguous in the request's layout). */
 void fa_forward_set_outputs(fa_forward *problem, void *out, void *lse);

@@ -27,14 +27,15 @@ static void row_operand(fa_operand *operand, const fa_view *view) {
 }
 
 /* out, lse, dout, dlse. */
-static fa_code check_inputs(const fa_backward_request *request, fa_backward *p, fa_status *status) {
+static fa_code check_inputs(const fa_backward_request *request, fa_problem *problem, fa_status *status) {
+    fa_backward *p = &problem->backward;
     fa_forward *forward = &p->forward;
     const fa_view *q = request->forward.q, *out = request->forward.out, *lse = request->forward.lse;
     const uint32_t own = 1u << forward->dtype, of_lse = 1u << forward->lse_dtype;
     const uint32_t of_out = forward->dtype == FA_F64 ? own : own | 1u << FA_F32;
     const int64_t rows[3] = {forward->batch, forward->heads, forward->seq_q};
     int64_t shape[4];
-    fa_forward_out_shape(forward, request->forward.options.layout, shape);
+    fa_forward_out_shape(problem, request->forward.options.layout, shape);
     FA_TRY(fa_check_array("out", out, shape, 4, of_out, "q", q, status));
     FA_TRY(fa_check_array("lse", lse, rows, 3, of_lse, "q", q, status));
     fa_view_operand(&forward->out, out, request->forward.options.layout);
@@ -147,7 +148,7 @@ fa_code fa_backward_build(const fa_backward_request *request, fa_problem *proble
                        "release",
                        fa_show_shape(q->shape, 3).text);
     FA_TRY(fa_forward_inputs(&request->forward, problem, status));
-    FA_TRY(check_inputs(request, p, status));
+    FA_TRY(check_inputs(request, problem, status));
     FA_TRY(check_wants(request, status));
     FA_TRY(check_gradients(request, p, status));
     if (problem->device.kind == FA_CUDA && p->forward.dtype == FA_F64)

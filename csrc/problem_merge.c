@@ -33,18 +33,6 @@ static void lse_operand(fa_operand *operand, const fa_view *view) {
         operand->stride[axis + 3 - view->ndim] = view->shape[axis] == 1 ? 0 : view->strides[axis];
 }
 
-/* A view of an out, (B, H, S, D), (B, S, H, D) or packed (T, H, D), as (B, H, S, D). */
-static void out_operand(fa_operand *operand, const fa_view *view, fa_layout layout) {
-    if (view->ndim == 4) {
-        fa_view_operand(operand, view, layout);
-        return;
-    }
-    static const int source[4] = {-1, 1, 0, 2};
-    operand->data = view->data;
-    for (int axis = 0; axis < 4; axis++)
-        operand->stride[axis] = source[axis] < 0 || view->shape[source[axis]] == 1 ? 0 : view->strides[source[axis]];
-}
-
 /* The first part, whose shape, dtype and device the others share. */
 static fa_code check_first(const fa_merge_request *request, fa_merge *p, fa_status *status) {
     const fa_view *first = request->outs[0];
@@ -53,9 +41,10 @@ static fa_code check_first(const fa_merge_request *request, fa_merge *p, fa_stat
                        FIRST " has %d dimensions, shape %s; accepted: 4, or 3 for packed results (tokens, heads, "
                              "head_dim)",
                        first->ndim, fa_show_shape(first->shape, first->ndim).text);
-    if (first->dtype == FA_BOOL)
+    if (first->dtype >= FA_BOOL)
         return fa_fail(status, FA_ETYPE,
-                       FIRST " has dtype bool; accepted: float16, bfloat16, float32, and float64 on the CPU");
+                       FIRST " has dtype %s; accepted: float16, bfloat16, float32, and float64 on the CPU",
+                       fa_dtype_name(first->dtype));
     FA_TRY(fa_check_extents(FIRST, first, status));
     const int64_t head_dim = first->shape[first->ndim - 1];
     if (head_dim < 1 || head_dim > FA_MAX_HEAD_DIM)
@@ -143,7 +132,7 @@ static fa_code check_results(const fa_merge_request *request, fa_merge *p, fa_st
         FA_TRY(check_apart("lse", lse, request->lses[0], request, status));
         FA_TRY(fa_check_disjoint("lse", lse, "out", out, status));
     }
-    out_operand(&p->out, out ? out : &made_out, request->layout);
+    fa_view_operand(&p->out, out ? out : &made_out, request->layout);
     lse_operand(&p->lse, lse ? lse : &made_lse);
     return FA_OK;
 }
@@ -156,7 +145,7 @@ fa_code fa_merge_build(const fa_merge_request *request, fa_part *parts, fa_probl
     FA_TRY(check_first(request, p, status));
     for (int n = 0; n < request->count; n++) {
         FA_TRY(check_part(request, p, n, status));
-        out_operand(&parts[n].out, request->outs[n], request->layout);
+        fa_view_operand(&parts[n].out, request->outs[n], request->layout);
         lse_operand(&parts[n].lse, request->lses[n]);
     }
     p->parts = parts;
@@ -167,6 +156,7 @@ fa_code fa_merge_build(const fa_merge_request *request, fa_part *parts, fa_probl
     if (problem->device.kind == FA_CUDA && p->dtype == FA_F64)
         return fa_fail(status, FA_EUNSUPPORTED,
                        "float64 runs on the CPU only; accepted on a CUDA device: float16, bfloat16, float32");
+    problem->workspace = NULL;
     problem->features = p->sinks.data ? FA_WITH_SINKS : 0;
     problem->empty = p->batch == 0 || p->heads == 0 || p->seq == 0;
     return FA_OK;

@@ -131,11 +131,11 @@ fa_code fa_plan_launch(const fa_problem *problem, const fa_plan *plan, fa_contex
 
 fa_code fa_plan_run(const fa_problem *problem, const fa_plan *plan, fa_context *context, const fa_device_info *device,
                     void *stream, fa_status *status) {
-    void *workspace = NULL;
-    if (plan->workspace_bytes && !problem->empty)
-        FA_TRY(fa_memory_alloc(context, device->device, plan->workspace_bytes, stream, &workspace, status));
+    void *workspace = plan->workspace_bytes ? problem->workspace : NULL;
+    const bool allocates = plan->workspace_bytes && !workspace && !problem->empty;
+    if (allocates) FA_TRY(fa_memory_alloc(context, device->device, plan->workspace_bytes, stream, &workspace, status));
     fa_code code = fa_plan_launch(problem, plan, context, device, stream, workspace, status);
-    if (workspace) {
+    if (allocates) {
         fa_status ignored;
         fa_code freed = fa_memory_free(device->device, workspace, stream, code == FA_OK ? status : &ignored);
         if (code == FA_OK) code = freed;

@@ -289,6 +289,7 @@ def _run(
     out = xp.zeros((*q.shape[:3], dim_v), xp.float64)
     lse = xp.full(q.shape[:3], -math.inf, xp.float64)
     left, right, _ = reference.band(0, 0, causal, window)
+    limit = reference._LIMIT_F64 if q.dtype == xp.float64 else reference._LIMIT
     keys = rows_k if page_table is None else page_table.shape[1] * rows_k
     bias, mask = (None if x is None else xp.broadcast_to(xp.asarray(x), (batch, heads, rows_q, keys)) for x in (bias, mask))
     slopes = None if alibi is None else xp.broadcast_to(xp.asarray(alibi), (batch, heads))
@@ -305,8 +306,9 @@ def _run(
             seen = seen & (mask[b : b + 1, :, : sequence.seq_q, span] != 0)
         added = None if bias is None else bias[b : b + 1, :, : sequence.seq_q, span]
         if slopes is not None:
-            slope = slopes[b].astype(xp.float64)[None, :, None, None] * xp.abs(offset).astype(xp.float64)[None, None]
-            added = -slope if added is None else xp.where(added == -math.inf, -math.inf, added.astype(xp.float64) - slope)
+            slope = xp.where(xp.isfinite(slopes[b]), slopes[b], math.nan).astype(xp.float64)
+            taken = xp.clip(slope[None, :, None, None] * xp.abs(offset)[None, None], -limit, limit)
+            added = -taken if added is None else xp.where(added == -math.inf, -math.inf, added.astype(xp.float64) - taken)
         some_out, some_lse = compute(
             q[at : at + 1, :, rows], some_k, some_v, scale=scale, softcap=softcap, bias=added, mask=seen, sinks=sinks, xp=xp,
             **more,

@@ -72,7 +72,6 @@ def test_arguments():
         ({"window": "ab"}, TypeError, "window has type str"),
         ({"layout": "sbhd"}, ValueError, 'layout is "sbhd".*bhsd'),
         ({"layout": 3}, TypeError, "layout has type int"),
-        ({"layout": None}, TypeError, "layout has type NoneType"),
         ({"layout": "日" * 60}, ValueError, 'layout is "日.*accepted'),  # cut inside a character
         ({"日": 1}, TypeError, "日"),
         ({"return_lse": "yes"}, TypeError, "return_lse has type str"),
@@ -98,10 +97,10 @@ def test_arguments():
         ({"out": 5}, TypeError, "out has type int"),
         ({"bias": "x"}, TypeError, "bias has type str"),
         ({"mask": np.ones((4, 4), np.uint8)}, TypeError, "mask has dtype uint8; accepted: bool [^,]*$"),
-        ({"bias": np.ones((4, 4), np.int32)}, TypeError, "bias has dtype int32; accepted: q's dtype or float32$"),
-        ({"sinks": np.ones(2, int)}, TypeError, "sinks has dtype int64; accepted: q's dtype or float32$"),
-        ({"out": np.ones((1, 2, 4, 8), int)}, TypeError, "out has dtype int64; accepted: float16, .*float32"),
-        ({"out": (np.ones((1, 2, 4, 8), "f4"), np.ones((1, 2, 4), int))}, TypeError, "lse has dtype .*: float32 .fl"),
+        ({"bias": np.ones((4, 4), np.int32)}, TypeError, r"bias has dtype int32; accepted: q's dtype \(float32\) or float32$"),
+        ({"sinks": np.ones(2, int)}, TypeError, r"sinks has dtype int64; accepted: q's dtype \(float32\) or float32$"),
+        ({"out": np.ones((1, 2, 4, 8), int)}, TypeError, "out has dtype int64; accepted: float32$"),
+        ({"out": (np.ones((1, 2, 4, 8), "f4"), np.ones((1, 2, 4), int))}, TypeError, "lse has dtype int64; accepted: float32$"),
         ({"mask": np.ones((4, 4), np.float32)}, TypeError, "mask has dtype float32.*bool"),
         ({"mask": np.ones((3, 4), bool)}, ValueError, r"mask has shape \(3, 4\)"),
         ({"bias": np.ones((1, 1, 1, 4, 4), np.float32)}, ValueError, "bias has shape"),
@@ -180,7 +179,7 @@ def test_indices():
 
 def test_shapes():
     q, k, v = operands()
-    refused(ValueError, "q has 3 dimensions.*accepted: 4", q[0], k, v)
+    refused(ValueError, "q has 2 dimensions.*accepted: 4, .*or 3, ", q[0, 0], k, v)
     refused(ValueError, "k has 5 dimensions", q, k[None], v)
     refused(ValueError, "v has 0 dimensions", q, k, v[0, 0, 0, 0:1].reshape(()))
     refused(ValueError, "k has batch size 2", q, np.concatenate([k, k]), np.concatenate([v, v]))

@@ -11,24 +11,30 @@
 
 #include "cpu/alibi.h"
 #include "cpu/element.h"
+#include "cpu/entries.h"
 #include "cpu/limit.h"
 #include "fa.h"
 
 /* The query row at work. */
 typedef struct row {
+    const fa_cpu_entry *entry;
     int64_t batch, head, head_kv, query;
+    int64_t position; /* where the query stands among the keys */
     double slope;
     double q[FA_MAX_HEAD_DIM], out[FA_MAX_HEAD_DIM];
 } row;
 
-static bool excluded(const fa_forward *p, const row *r, int64_t key) {
+static bool excluded(const fa_problem *problem, const row *r, int64_t key) {
+    const fa_forward *p = &problem->forward;
+    if (fa_cpu_hidden(problem, r->entry, key)) return true;
     if (!p->mask.data) return false;
     const int64_t *s = p->mask.stride;
     return !((const uint8_t *)p->mask.data)[r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]];
 }
 
-static double score(const fa_forward *p, const row *r, int64_t key) {
-    const int64_t base = r->batch * p->k.stride[0] + r->head_kv * p->k.stride[1] + key * p->k.stride[2];
+static double score(const fa_problem *problem, const row *r, int64_t key) {
+    const fa_forward *p = &problem->forward;
+    const int64_t base = fa_cpu_key_offset(problem, &p->k, r->entry, r->head_kv, key);
     double sum = 0;
     for (int d = 0; d < p->head_dim; d++) sum += r->q[d] * fa_load(p->k.data, p->dtype, base + d * p->k.stride[3]);
     double value = p->scale * sum;
@@ -40,36 +46,36 @@ static double score(const fa_forward *p, const row *r, int64_t key) {
         if (bias == -INFINITY) return -INFINITY; /* excludes like a mask: a NaN score does not get through */
         bias = fa_bounded(bias, p->dtype);
     }
-    if (r->slope != 0) bias = fa_with_alibi(bias, r->slope, key - r->query - p->diagonal, p->dtype);
+    if (r->slope != 0) bias = fa_with_alibi(bias, r->slope, key - r->position, p->dtype);
     return value + bias;
 }
 
-static double visible_score(const fa_forward *p, const row *r, int64_t key) {
-    return excluded(p, r, key) ? -INFINITY : score(p, r, key);
+static double visible_score(const fa_problem *problem, const row *r, int64_t key) {
+    return excluded(problem, r, key) ? -INFINITY : score(problem, r, key);
 }
 
 /* Fills r->out and returns the LSE. `scores` has room for the first `kept` keys; the others' are computed twice. */
-static double attend(const fa_forward *p, row *r, double *scores, int64_t kept) {
-    const int64_t centre = r->query + p->diagonal;
-    const int64_t first = centre - p->left > p->key_begin ? centre - p->left : p->key_begin;
-    const int64_t end = centre + p->right + 1 < p->key_end ? centre + p->right + 1 : p->key_end;
+static double attend(const fa_problem *problem, row *r, double *scores, int64_t kept) {
+    const fa_forward *p = &problem->forward;
+    const fa_entry *e = &r->entry->entry;
+    const fa_span keys = fa_row_keys(e, p->left, p->right, r->position);
     double sink = -INFINITY;
     if (p->sinks.data)
         sink = fa_bounded(fa_load(p->sinks.data, p->sinks_dtype, r->head * p->sinks.stride[0]), p->dtype);
     double maximum = sink, sum = 0;
-    for (int64_t key = first; key < end; key++) {
-        const double value = visible_score(p, r, key);
-        if (key - first < kept) scores[key - first] = value;
+    for (int64_t key = keys.begin; key < keys.end; key++) {
+        const double value = visible_score(problem, r, key);
+        if (key - keys.begin < kept) scores[key - keys.begin] = value;
         if (value > maximum) maximum = value;
     }
     const double origin = maximum == -INFINITY ? 0 : maximum;
     if (p->sinks.data) sum = exp(sink - origin);
     for (int d = 0; d < p->head_dim_v; d++) r->out[d] = 0;
     bool seen = false;
-    for (int64_t key = first; key < end; key++) {
-        const double value = key - first < kept ? scores[key - first] : visible_score(p, r, key);
+    for (int64_t key = keys.begin; key < keys.end; key++) {
+        const double value = key - keys.begin < kept ? scores[key - keys.begin] : visible_score(problem, r, key);
         if (value == -INFINITY) continue;
-        const int64_t base = r->batch * p->v.stride[0] + r->head_kv * p->v.stride[1] + key * p->v.stride[2];
+        const int64_t base = fa_cpu_key_offset(problem, &p->v, r->entry, r->head_kv, key);
         const double weight = exp(value - origin);
         seen = true;
         sum += weight;
@@ -90,7 +96,8 @@ _Static_assert(sizeof(own) <= FA_PLAN_OWN, "");
 static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     (void)why;
     const fa_forward *p = &problem->forward;
-    const int64_t keys = p->key_end - p->key_begin, fitting = (int64_t)(device->workspace_limit / sizeof(double));
+    const int64_t keys = problem->sequences.given ? p->seq_k : p->key_end - p->key_begin;
+    const int64_t fitting = (int64_t)(device->workspace_limit / sizeof(double));
     own *mine = (own *)plan->own;
     mine->kept = keys < fitting ? keys : fitting;
     plan->threads = 1;
@@ -100,23 +107,39 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     return FA_TAKES;
 }
 
+/* Row `row` of out and lse, which is a query of the entry or of no sequence. */
+static void write_row(const fa_problem *problem, row *r, int64_t row, double *scores, int64_t kept) {
+    const fa_forward *p = &problem->forward;
+    const fa_entry *e = &r->entry->entry;
+    double lse = -INFINITY;
+    r->query = row - e->first_q;
+    if (r->query >= 0 && r->query < e->seq_q) {
+        const int64_t base = r->batch * p->q.stride[0] + r->head * p->q.stride[1] + row * p->q.stride[2];
+        for (int d = 0; d < p->head_dim; d++) r->q[d] = fa_load(p->q.data, p->dtype, base + d * p->q.stride[3]);
+        r->position = fa_position(e, r->query);
+        lse = attend(problem, r, scores, kept);
+    } else {
+        for (int d = 0; d < p->head_dim_v; d++) r->out[d] = 0;
+    }
+    const int64_t to = r->batch * p->out.stride[0] + r->head * p->out.stride[1] + row * p->out.stride[2];
+    for (int d = 0; d < p->head_dim_v; d++) fa_store(p->out.data, p->out_dtype, to + d * p->out.stride[3], r->out[d]);
+    if (p->lse) fa_store(p->lse, p->lse_dtype, fa_cpu_lse_index(problem, r->batch, r->head, row), lse);
+}
+
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_forward *p = &problem->forward;
     const own *mine = (const own *)plan->own;
-    row r;
-    for (r.batch = 0; r.batch < p->batch; r.batch++)
-        for (r.head = 0; r.head < p->heads; r.head++)
-            for (r.query = 0; r.query < p->seq_q; r.query++) {
-                r.head_kv = r.head / (p->heads / p->heads_kv);
-                r.slope = fa_slope(&problem->extra, r.batch, r.head);
-                const int64_t base = r.batch * p->q.stride[0] + r.head * p->q.stride[1] + r.query * p->q.stride[2];
-                for (int d = 0; d < p->head_dim; d++) r.q[d] = fa_load(p->q.data, p->dtype, base + d * p->q.stride[3]);
-                const double lse = attend(p, &r, (double *)launch->workspace, mine->kept);
-                const int64_t to = r.batch * p->out.stride[0] + r.head * p->out.stride[1] + r.query * p->out.stride[2];
-                for (int d = 0; d < p->head_dim_v; d++)
-                    fa_store(p->out.data, p->out_dtype, to + d * p->out.stride[3], r.out[d]);
-                if (p->lse) fa_store(p->lse, p->lse_dtype, (r.batch * p->heads + r.head) * p->seq_q + r.query, lse);
-            }
+    fa_cpu_walk walk = {0, 0};
+    for (int64_t b = 0; b < fa_cpu_entries(problem); b++) {
+        const fa_cpu_entry entry = fa_cpu_next(problem, b, &walk);
+        row r = {.entry = &entry, .batch = b};
+        for (r.head = 0; r.head < p->heads; r.head++) {
+            r.head_kv = r.head / (p->heads / p->heads_kv);
+            r.slope = b < p->batch ? fa_slope(&problem->extra, b, r.head) : 0;
+            for (int64_t row = entry.rows.begin; row < entry.rows.end; row++)
+                write_row(problem, &r, row, (double *)launch->workspace, mine->kept);
+        }
+    }
     return FA_OK;
 }
 
@@ -129,7 +152,7 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_ref = {
     .summary = "portable C, float64 sums, one query row at a time",
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_ALIBI,
+             FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_OUT_FLOAT32,
     .plan = plan,
     .launch = launch,
 };

@@ -51,9 +51,11 @@ FA_CPU_TARGET_END
 
 #else /* the host part */
 
+#include <math.h>
 #include <string.h>
 
 #include "cpu/cpu_simd.h"
+#include "cpu/element.h"
 #include "cpu/simd_isa.h"
 
 static const fa_simd_instance *const instances[FA_ISA_COUNT][2] = FA_ISA_TABLE(fa_simd);
@@ -61,9 +63,9 @@ static const fa_simd_instance *const instances[FA_ISA_COUNT][2] = FA_ISA_TABLE(f
 static const fa_simd_instance *instance_of(int isa, fa_dtype dtype) { return instances[isa][dtype == FA_F64]; }
 
 const char *fa_cpu_simd_isa(const fa_device_info *cpu) {
-    int index;
+    int isa;
     fa_why why;
-    return choose_isa(cpu, &index, &why) == FA_TAKES ? isas[index].name : NULL;
+    return fa_isa_choose(cpu, &isa, &why) == FA_TAKES ? fa_isa_name((fa_isa)isa) : NULL;
 }
 
 /* ---- plan, launch ---- */
@@ -71,11 +73,18 @@ const char *fa_cpu_simd_isa(const fa_device_info *cpu) {
 /* The plan's own part. */
 typedef struct own {
     int isa;
-    int tile_m;
-    int64_t tiles;  /* of a key/value head */
+    int tile_m;     /* of sequences: at most */
+    int64_t tiles;  /* of a key/value head; of sequences: known at the launch */
+    size_t queue;   /* bytes of the queue of sequences */
     size_t scratch; /* bytes a thread */
 } own;
 _Static_assert(sizeof(own) <= FA_PLAN_OWN, "");
+
+/* A sequence whose tasks begin with number `first`. */
+typedef struct queued {
+    fa_cpu_entry entry;
+    int64_t first;
+} queued;
 
 /* A thread more is worth waking for this many multiplications, some 90 us of one core's. Two threads took of the time
  * of one, calls in a row, B1 H8 D64 float32 on 2 Zen 5 cores: 0.73 at seq 48 (2.4e6), 0.74 at 64 (4.2e6), 0.51 at 96
@@ -83,13 +92,20 @@ _Static_assert(sizeof(own) <= FA_PLAN_OWN, "");
  * too little for that. */
 #define WORK_PER_THREAD 8e6
 
-/* Multiplications of a call whose rows all see as many keys as the query in the middle. */
-static double work_of(const fa_forward *p) {
-    const int64_t centre = p->seq_q / 2 + p->diagonal, low = centre - p->left, high = centre + p->right + 1;
-    const int64_t begin = low > p->key_begin ? low : p->key_begin, end = high < p->key_end ? high : p->key_end;
-    const double rows = (double)p->batch * (double)p->heads * (double)p->seq_q;
-    return end > begin ? rows * (double)(end - begin) * (p->head_dim + p->head_dim_v) : 0;
+/* Multiplications of an entry whose rows all see as many keys as the query in the middle. */
+static double work_of(const fa_forward *p, const fa_entry *e) {
+    if (e->seq_q <= 0) return 0;
+    const fa_span keys = fa_row_keys(e, p->left, p->right, fa_position(e, e->seq_q / 2));
+    const double rows = (double)p->heads * (double)e->seq_q;
+    return keys.end > keys.begin ? rows * (double)(keys.end - keys.begin) * (p->head_dim + p->head_dim_v) : 0;
 }
+
+static int useful_threads(int threads, double work) {
+    const double useful = 1 + work / WORK_PER_THREAD;
+    return threads > useful ? (int)useful : threads;
+}
+
+static int64_t tiles_of(int64_t rows, int tile_m) { return (rows + tile_m - 1) / tile_m; }
 
 static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward *p = &problem->forward;
@@ -99,24 +115,29 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     if (answer != FA_TAKES || problem->empty) return answer;
     const fa_simd_instance *instance = instance_of(mine->isa, p->dtype);
     const int64_t rows = p->heads / p->heads_kv * p->seq_q, groups = p->batch * p->heads_kv;
-    const double useful = 1 + work_of(p) / WORK_PER_THREAD;
+    const bool sequences = problem->sequences.given; /* how many rows and keys they have is known at the launch */
     int threads = problem->threads, tile_m = instance->tile_m;
-    if (threads > useful) threads = (int)useful;
-    /* The largest tile that leaves each thread a few tasks. */
-    while (tile_m > instance->block_rows && groups * ((rows + tile_m - 1) / tile_m) < (int64_t)4 * threads)
-        tile_m -= instance->block_rows;
+    if (!sequences) {
+        fa_cpu_walk walk = {0, 0};
+        const fa_cpu_entry entry = fa_cpu_next(problem, 0, &walk);
+        threads = useful_threads(threads, (double)p->batch * work_of(p, &entry.entry));
+        /* The largest tile that leaves each thread a few tasks. */
+        while (tile_m > instance->block_rows && groups * tiles_of(rows, tile_m) < (int64_t)4 * threads)
+            tile_m -= instance->block_rows;
+    }
     /* The smallest tile has scratch below a megabyte, the least that the limit can be. */
     while (tile_m > instance->block_rows && instance->scratch_bytes(problem, tile_m) > device->workspace_limit)
         tile_m -= instance->block_rows;
     mine->tile_m = tile_m < rows ? tile_m : (int)rows;
-    mine->tiles = (rows + mine->tile_m - 1) / mine->tile_m;
+    mine->tiles = tiles_of(rows, mine->tile_m);
     mine->scratch = instance->scratch_bytes(problem, mine->tile_m);
+    mine->queue = sequences ? ((size_t)fa_cpu_entries(problem) * sizeof(queued) + 255) / 256 * 256 : 0;
     plan->blocks = groups * mine->tiles;
-    if (threads > plan->blocks) threads = (int)plan->blocks;
+    if (threads > plan->blocks && !sequences) threads = (int)plan->blocks;
     const size_t fitting = device->workspace_limit / mine->scratch;
     if ((size_t)threads > fitting) threads = fitting ? (int)fitting : 1;
     plan->threads = threads;
-    plan->workspace_bytes = (size_t)threads * mine->scratch;
+    plan->workspace_bytes = mine->queue + (size_t)threads * mine->scratch;
     return FA_TAKES;
 }
 
@@ -124,26 +145,99 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
 typedef struct shared {
     const fa_problem *problem;
     const own *own;
-    char *workspace;
+    const queued *queue; /* NULL: a dense call */
+    int64_t entries;
+    int tile_m;
+    char *scratch;
 } shared;
+
+/* The last sequence whose tasks begin at `index` or before: it has that task. */
+static const queued *owner_of(const shared *s, int64_t index) {
+    int64_t low = 0, high = s->entries;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (s->queue[middle].first <= index)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &s->queue[low];
+}
 
 static void run_task(const void *context, int64_t index, int worker) {
     const shared *s = context;
     const fa_forward *p = &s->problem->forward;
-    const own *mine = s->own;
-    const int64_t rows = p->heads / p->heads_kv * p->seq_q;
-    const int64_t group = index / mine->tiles, first = (mine->tiles - 1 - index % mine->tiles) * mine->tile_m;
+    fa_cpu_walk walk = {0, 0};
+    fa_cpu_entry entry;
+    int64_t tiles = s->own->tiles;
+    if (s->queue) {
+        const queued *owner = owner_of(s, index);
+        entry = owner->entry;
+        index -= owner->first;
+        tiles = tiles_of(p->heads / p->heads_kv * entry.entry.seq_q, s->tile_m);
+    } else {
+        entry = fa_cpu_next(s->problem, index / tiles / p->heads_kv, &walk);
+        index -= entry.batch * p->heads_kv * tiles;
+    }
+    const int64_t rows = p->heads / p->heads_kv * entry.entry.seq_q, first = (tiles - 1 - index % tiles) * s->tile_m;
     const fa_simd_task task = {
-        .batch = group / p->heads_kv,
-        .head_kv = group % p->heads_kv,
+        .entry = &entry,
+        .head_kv = index / tiles,
         .first_row = first,
-        .rows = (int)(rows - first < mine->tile_m ? rows - first : mine->tile_m),
+        .rows = (int)(rows - first < s->tile_m ? rows - first : s->tile_m),
     };
-    instance_of(mine->isa, p->dtype)->attend(s->problem, &task, s->workspace + (size_t)worker * mine->scratch);
+    instance_of(s->own->isa, p->dtype)->attend(s->problem, &task, s->scratch + (size_t)worker * s->own->scratch);
+}
+
+/* Rows that are no query: 0 and -inf. */
+static void write_idle_rows(const fa_problem *problem, const fa_cpu_entry *e) {
+    const fa_forward *p = &problem->forward;
+    const int64_t *to = p->out.stride, begin = e->entry.first_q, end = begin + e->entry.seq_q;
+    for (int64_t row = e->rows.begin; row < e->rows.end; row++) {
+        if (row == begin && begin < end) row = end;
+        if (row == e->rows.end) break;
+        for (int64_t head = 0; head < p->heads; head++) {
+            for (int d = 0; d < p->head_dim_v; d++)
+                fa_store(p->out.data, p->out_dtype, e->batch * to[0] + head * to[1] + row * to[2] + d * to[3], 0);
+            if (p->lse) fa_store(p->lse, p->lse_dtype, fa_cpu_lse_index(problem, e->batch, head, row), -INFINITY);
+        }
+    }
+}
+
+/* Sequences: their tasks follow from what they turn out to be. */
+static fa_code launch_sequences(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward *p = &problem->forward;
+    const own *mine = (const own *)plan->own;
+    const int64_t entries = fa_cpu_entries(problem), group = p->heads / p->heads_kv;
+    const int block_rows = instance_of(mine->isa, p->dtype)->block_rows;
+    queued *queue = launch->workspace;
+    fa_cpu_walk walk = {0, 0};
+    double work = 0;
+    for (int64_t b = 0; b < entries; b++) {
+        queue[b].entry = fa_cpu_next(problem, b, &walk);
+        write_idle_rows(problem, &queue[b].entry);
+        work += work_of(p, &queue[b].entry.entry);
+    }
+    const int threads = useful_threads(plan->threads, work);
+    int tile_m = mine->tile_m;
+    int64_t tasks;
+    for (;; tile_m -= block_rows) {
+        tasks = 0;
+        for (int64_t b = 0; b < entries; b++) {
+            queue[b].first = tasks;
+            tasks += p->heads_kv * tiles_of(group * queue[b].entry.entry.seq_q, tile_m);
+        }
+        if (tile_m <= block_rows || tasks >= (int64_t)4 * threads) break;
+    }
+    const shared s = {problem, mine, queue, entries, tile_m, (char *)launch->workspace + mine->queue};
+    launch->host->loop(threads, tasks, run_task, &s);
+    return FA_OK;
 }
 
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    const shared s = {problem, (const own *)plan->own, launch->workspace};
+    const own *mine = (const own *)plan->own;
+    if (problem->sequences.given) return launch_sequences(problem, plan, launch);
+    const shared s = {problem, mine, NULL, 0, mine->tile_m, launch->workspace};
     launch->host->loop(plan->threads, plan->blocks, run_task, &s);
     return FA_OK;
 }
@@ -174,7 +268,7 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_simd = {
     .summary = "AVX-512, AVX2 or portable vectors on all cores, online softmax",
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_ALIBI,
+             FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_OUT_FLOAT32,
     .plan = plan,
     .launch = launch,
 };

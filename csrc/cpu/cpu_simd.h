@@ -2,13 +2,16 @@
 #ifndef FA_CPU_SIMD_H
 #define FA_CPU_SIMD_H
 
+#include "cpu/entries.h"
 #include "fa.h"
 
-/* A query tile. Its rows are (query, head) pairs that share a key/value head, the head running fastest: row r is query
- * r / group of query head head_kv * group + r % group, with group = heads / heads_kv. So a decoding step with grouped
- * heads fills vector lanes, and a block of rows spans few queries, which keeps what causal and window skip exact. */
+/* A query tile of an entry. Its rows are (query, head) pairs that share a key/value head, the head running fastest: row
+ * r is query r / group of query head head_kv * group + r % group, with group = heads / heads_kv. So a decoding step
+ * with grouped heads fills vector lanes, and a block of rows spans few queries, which keeps what causal and window skip
+ * exact. */
 typedef struct fa_simd_task {
-    int64_t batch, head_kv;
+    const fa_cpu_entry *entry;
+    int64_t head_kv;
     int64_t first_row;
     int rows; /* at most the tile_m that the scratch was sized for */
 } fa_simd_task;

@@ -21,18 +21,19 @@ typedef struct block {
     int64_t first_row;
     int rows, mr;
     int64_t query[BLOCK_ROWS], head[BLOCK_ROWS]; /* of each lane; lanes past `rows` repeat the last row */
-    int64_t first_query, last_query;
-    int64_t key_begin, key_end; /* union of what its rows see through causal and window */
-    real *q;                    /* (D, pitch) */
-    real *o;                    /* (Dv, pitch) */
+    int64_t position[BLOCK_ROWS];                /* where the query stands among the keys */
+    fa_span keys, common; /* that some row of it sees through causal and window, that every one does */
+    real *q;              /* (D, pitch) */
+    real *o;              /* (Dv, pitch) */
     real maximum[BLOCK_ROWS], sum[BLOCK_ROWS];
 } block;
 
 /* One thread's view of a task. The arrays below `block` lie in its scratch. */
 typedef struct work {
+    const fa_problem *problem;
     const fa_forward *p;
-    const fa_extra *extra;
-    int64_t batch, head_kv, group;
+    const fa_cpu_entry *entry;
+    int64_t head_kv, group;
     bool biased;    /* by a bias or by ALiBi, which becomes a part of it */
     bool contained; /* keep NaN and Inf of excluded keys away from each row, at some cost */
     real scale;
@@ -55,7 +56,7 @@ typedef struct key_tile {
 /* ---- where a block begins and what it sees ---- */
 
 static const char *row_of(const work *w, const block *b, int lane, const fa_operand *operand, fa_dtype dtype) {
-    return element(operand, dtype, w->batch, b->head[lane], b->query[lane]);
+    return element(operand, dtype, w->entry->batch, b->head[lane], w->entry->entry.first_q + b->query[lane]);
 }
 
 /* A row's maximum before its first key: the sink of its head, or -inf. */
@@ -66,17 +67,19 @@ static real first_maximum(const fa_forward *p, int64_t head) {
 
 static void block_begin(const work *w, block *b) {
     const fa_forward *p = w->p;
+    const fa_entry *e = &w->entry->entry;
     const int pitch = b->mr * LANES;
+    int64_t first = 0, last = 0; /* position */
     for (int lane = 0; lane < pitch; lane++) {
         const int64_t row = b->first_row + (lane < b->rows ? lane : b->rows - 1);
         b->query[lane] = row / w->group;
         b->head[lane] = w->head_kv * w->group + row % w->group;
+        b->position[lane] = fa_position(e, b->query[lane]);
+        if (lane == 0 || b->position[lane] < first) first = b->position[lane];
+        if (lane == 0 || b->position[lane] > last) last = b->position[lane];
     }
-    b->first_query = b->query[0];
-    b->last_query = b->query[b->rows - 1];
-    const int64_t low = b->first_query + p->diagonal - p->left, high = b->last_query + p->diagonal + p->right + 1;
-    b->key_begin = low > p->key_begin ? low : p->key_begin;
-    b->key_end = high < p->key_end ? high : p->key_end;
+    b->keys = fa_tile_keys(e, p->left, p->right, first, last);
+    b->common = fa_common_keys(e, p->left, p->right, first, last);
     for (int m = 0; m < b->mr; m++) {
         const char *rows[LANES];
         for (int lane = 0; lane < LANES; lane++) rows[lane] = row_of(w, b, m * LANES + lane, &p->q, p->dtype);
@@ -109,8 +112,8 @@ static void add_alibi(const work *w, const block *b, const key_tile *t) {
     for (int m = 0; m < b->mr; m++) {
         vreal slope, first; /* of each lane: its distance to the first key */
         for (int lane = 0; lane < LANES; lane++) {
-            slope[lane] = (real)fa_slope(w->extra, w->batch, b->head[m * LANES + lane]);
-            first[lane] = (real)(t->begin - b->query[m * LANES + lane] - w->p->diagonal);
+            slope[lane] = (real)fa_slope(&w->problem->extra, w->entry->batch, b->head[m * LANES + lane]);
+            first[lane] = (real)(t->begin - b->position[m * LANES + lane]);
         }
         for (int n = 0; n < keys; n++) {
             real *at = w->bias + n * pitch + m * LANES;
@@ -134,10 +137,10 @@ static void adjust_scores(const work *w, const block *b, const key_tile *t, bool
     for (int m = 0; m < b->mr; m++) {
         vint low = {0}, high = {0}; /* a lane sees keys [low, high) of the tile */
         for (int lane = 0; lane < LANES && windowed; lane++) {
-            const int64_t centre = b->query[m * LANES + lane] + p->diagonal - t->begin;
-            const int64_t from = centre - p->left, to = centre + p->right + 1;
-            low[lane] = (integer)(from < 0 ? 0 : from > keys ? keys : from);
-            high[lane] = (integer)(to < 0 ? 0 : to > keys ? keys : to);
+            const int64_t position = b->position[m * LANES + lane];
+            const fa_span seen = fa_row_keys(&w->entry->entry, p->left, p->right, position);
+            low[lane] = (integer)fa_clamp(seen.begin - t->begin, 0, keys);
+            high[lane] = (integer)fa_clamp(seen.end - t->begin, 0, keys);
         }
         vreal top = nothing;
         for (int n = 0; n < keys; n++) {
@@ -194,7 +197,7 @@ INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile 
     }
     multiply_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scale, w->scores, maximum);
     if (p->bias.data) read_score_operand(w, b, t, &p->bias, p->bias_dtype, w->bias);
-    if (w->extra->alibi.data) add_alibi(w, b, t);
+    if (w->problem->extra.alibi.data) add_alibi(w, b, t);
     if (windowed || w->cap > 0 || w->biased || p->mask.data) adjust_scores(w, b, t, windowed, maximum);
     if (w->contained) {
         soften(mr, b, w->scores, keys, maximum, decay, true);
@@ -223,8 +226,8 @@ static void block_step(const work *w, block *b, const key_tile *t, bool windowed
 /* ---- results ---- */
 
 static void write_lse(const work *w, int64_t head, int64_t query, real maximum, real sum) {
-    const fa_forward *p = w->p;
-    ((real *)p->lse)[(w->batch * p->heads + head) * p->seq_q + query] =
+    const int64_t row = w->entry->entry.first_q + query;
+    ((real *)w->p->lse)[fa_cpu_lse_index(w->problem, w->entry->batch, head, row)] =
         sum == 0 ? -(real)INFINITY : (real)(maximum + log(sum));
 }
 
@@ -246,7 +249,7 @@ static bool block_end(const work *w, block *b) {
         const int lanes = b->rows - m * LANES < LANES ? b->rows - m * LANES : LANES;
         transpose_lanes(b->o + m * LANES, pitch, p->head_dim_v, w->buffer);
         for (int lane = 0; lane < lanes; lane++)
-            write_row((char *)row_of(w, b, m * LANES + lane, &p->out, p->dtype), p->dtype, p->out.stride[3],
+            write_row((char *)row_of(w, b, m * LANES + lane, &p->out, p->out_dtype), p->out_dtype, p->out.stride[3],
                       w->buffer + lane * padded(p->head_dim_v), p->head_dim_v);
     }
     for (int lane = 0; lane < b->rows && p->lse; lane++)

@@ -19,7 +19,7 @@
 
 typedef struct narrow_row {
     int64_t query, head;
-    int64_t key_begin, key_end;
+    fa_span keys;
     real *q, *o;
     real maximum, sum;
 } narrow_row;
@@ -32,10 +32,10 @@ static bool is_narrow(const work *w, const fa_simd_task *task) {
 
 static void narrow_begin(const work *w, narrow_row *r) {
     const fa_forward *p = w->p;
-    const int64_t low = r->query + p->diagonal - p->left, high = r->query + p->diagonal + p->right + 1;
-    r->key_begin = low > p->key_begin ? low : p->key_begin;
-    r->key_end = high < p->key_end ? high : p->key_end;
-    read_row(r->q, element(&p->q, p->dtype, w->batch, r->head, r->query), p->dtype, p->q.stride[3], p->head_dim);
+    const fa_entry *e = &w->entry->entry;
+    r->keys = fa_row_keys(e, p->left, p->right, fa_position(e, r->query));
+    read_row(r->q, element(&p->q, p->dtype, w->entry->batch, r->head, e->first_q + r->query), p->dtype, p->q.stride[3],
+             p->head_dim);
     memset(r->o, 0, (size_t)p->head_dim_v * sizeof(real));
     const real sink = first_maximum(p, r->head);
     r->maximum = sink;
@@ -118,8 +118,8 @@ static void narrow_step(const work *w, narrow_row *r, const key_tile *t) {
 static void narrow_end(const work *w, narrow_row *r) {
     const fa_forward *p = w->p;
     for (int c = 0; c < p->head_dim_v; c++) r->o[c] = r->sum == 0 ? 0 : r->o[c] / r->sum;
-    char *to = (char *)element(&p->out, p->dtype, w->batch, r->head, r->query);
-    write_row(to, p->dtype, p->out.stride[3], r->o, p->head_dim_v);
+    char *to = (char *)element(&p->out, p->out_dtype, w->entry->batch, r->head, w->entry->entry.first_q + r->query);
+    write_row(to, p->out_dtype, p->out.stride[3], r->o, p->head_dim_v);
     if (p->lse) write_lse(w, r->head, r->query, r->maximum, r->sum);
 }
 

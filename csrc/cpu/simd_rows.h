@@ -9,20 +9,31 @@ static const char *element(const fa_operand *operand, fa_dtype dtype, int64_t a,
     return (const char *)operand->data + (a * s[0] + b * s[1] + c * s[2]) * (int64_t)fa_dtype_size(dtype);
 }
 
-/* Rows [begin, end) of a head: in place where the products can read them, else converted into `copy`. Rows that lie far
- * apart are copied too: at power-of-two distances they would fall into a few sets of the first-level cache. */
-static const real *rows_of(const fa_operand *operand, fa_dtype dtype, int64_t batch, int64_t head, int64_t begin,
-                           int64_t end, int dim, real *copy, int64_t *pitch) {
+/* `count` rows, one stride apart, converted into `copy`. */
+static void copy_rows(const fa_operand *operand, fa_dtype dtype, const char *from, int64_t count, int dim, real *copy) {
+    const int64_t stride = operand->stride[2] * (int64_t)fa_dtype_size(dtype);
+    for (int64_t n = 0; n < count; n++) read_row(copy + n * dim, from + n * stride, dtype, operand->stride[3], dim);
+}
+
+/* `count` rows of a head from `from` on: in place where the products can read them, else converted into `copy`. Rows
+ * that lie far apart are copied too: at power-of-two distances they would fall into a few sets of the first-level
+ * cache. */
+static const real *rows_at(const fa_operand *operand, fa_dtype dtype, const char *from, int64_t count, int dim,
+                           real *copy, int64_t *pitch) {
     const int64_t stride = operand->stride[2];
-    const char *from = element(operand, dtype, batch, head, begin);
     if (dtype == REAL_DTYPE && (operand->stride[3] == 1 || dim == 1) && stride >= 0 && stride <= 2 * dim) {
         *pitch = stride;
         return (const real *)from;
     }
     *pitch = dim;
-    for (int64_t n = 0; n < end - begin; n++)
-        read_row(copy + n * dim, from + n * stride * (int64_t)fa_dtype_size(dtype), dtype, operand->stride[3], dim);
+    copy_rows(operand, dtype, from, count, dim, copy);
     return copy;
+}
+
+/* Rows [begin, end) of a head. */
+INLINE const real *rows_of(const fa_operand *operand, fa_dtype dtype, int64_t batch, int64_t head, int64_t begin,
+                           int64_t end, int dim, real *copy, int64_t *pitch) {
+    return rows_at(operand, dtype, element(operand, dtype, batch, head, begin), end - begin, dim, copy, pitch);
 }
 
 /* A bias whose difference from a score fits its type in base 2 too; infinities and NaN as they are. */

@@ -10,6 +10,33 @@
 
 /* ---- key tiles ---- */
 
+/* How many of the keys [begin, end) lie one stride apart from `begin` on. */
+static int64_t run_of(const work *w, int64_t begin, int64_t end) {
+    const fa_pages *pages = &w->problem->sequences.pages;
+    if (!pages->table) return end - begin;
+    const int64_t left = pages->size - begin % pages->size;
+    return left < end - begin ? left : end - begin;
+}
+
+static const char *key_row(const work *w, const fa_operand *operand, int64_t key) {
+    const int64_t offset = fa_cpu_key_offset(w->problem, operand, w->entry, w->head_kv, key);
+    return (const char *)operand->data + offset * (int64_t)fa_dtype_size(w->p->dtype);
+}
+
+/* Rows [begin, end) of K or V as the products read them; those of several pages are copied. */
+static const real *key_rows(const work *w, const fa_operand *operand, int64_t begin, int64_t end, int dim, real *copy,
+                            int64_t *pitch) {
+    const fa_dtype dtype = w->p->dtype;
+    int64_t run = run_of(w, begin, end);
+    if (run == end - begin) return rows_at(operand, dtype, key_row(w, operand, begin), run, dim, copy, pitch);
+    *pitch = dim;
+    for (int64_t at = begin; at < end; at += run) {
+        run = run_of(w, at, end);
+        copy_rows(operand, dtype, key_row(w, operand, at), run, dim, copy + (at - begin) * dim);
+    }
+    return copy;
+}
+
 /* The part of a tile that lies in [begin, end). */
 static key_tile clipped(const key_tile *tile, int64_t begin, int64_t end) {
     key_tile t = *tile;
@@ -24,30 +51,43 @@ static key_tile clipped(const key_tile *tile, int64_t begin, int64_t end) {
 static key_tile read_tile(const work *w, int64_t begin, int64_t end) {
     const fa_forward *p = w->p;
     key_tile t = {.begin = begin, .end = end};
-    t.k = rows_of(&p->k, p->dtype, w->batch, w->head_kv, begin, end, p->head_dim, w->k, &t.k_pitch);
-    t.v = rows_of(&p->v, p->dtype, w->batch, w->head_kv, begin, end, p->head_dim_v, w->v, &t.v_pitch);
+    t.k = key_rows(w, &p->k, begin, end, p->head_dim, w->k, &t.k_pitch);
+    t.v = key_rows(w, &p->v, begin, end, p->head_dim_v, w->v, &t.v_pitch);
     return t;
 }
 
 static void tile_step(work *w, int64_t begin, int64_t end) {
-    const fa_forward *p = w->p;
     const key_tile tile = read_tile(w, begin, end);
     for (int n = 0; n < w->blocks; n++) {
         block *b = &w->block[n];
-        const key_tile t = clipped(&tile, b->key_begin, b->key_end);
+        const key_tile t = clipped(&tile, b->keys.begin, b->keys.end);
         if (t.begin >= t.end) continue;
-        const bool windowed =
-            b->last_query + p->diagonal - p->left > t.begin || b->first_query + p->diagonal + p->right + 1 < t.end;
-        block_step(w, b, &t, windowed);
+        block_step(w, b, &t, b->common.begin > t.begin || b->common.end < t.end);
     }
 }
 
 /* ---- a task ---- */
 
-/* Where the tile of keys that begins at `begin` ends. */
-static int64_t tile_end(int64_t begin, int64_t end) {
+/* Both ranges and what lies between; b may be empty. */
+static fa_span joined(fa_span a, fa_span b) {
+    if (b.end <= b.begin) return a;
+    return (fa_span){a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
+}
+
+/* Where the tile of keys that begins at `begin` ends: on the grid, or before a page that hides its keys. */
+static int64_t tile_end(const work *w, int64_t begin, int64_t end) {
     const int64_t grid = (begin / FA_CPU_TILE_N + 1) * FA_CPU_TILE_N;
-    return grid < end ? grid : end;
+    if (grid < end) end = grid;
+    if (!w->problem->sequences.pages.table) return end;
+    int64_t at = begin;
+    while (at < end && !fa_cpu_hidden(w->problem, w->entry, at)) at += run_of(w, at, end);
+    return at;
+}
+
+/* The first key from `begin` on that has a page; `end` if there is none. */
+static int64_t next_key(const work *w, int64_t begin, int64_t end) {
+    while (begin < end && fa_cpu_hidden(w->problem, w->entry, begin)) begin += run_of(w, begin, end);
+    return begin;
 }
 
 static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
@@ -79,8 +119,7 @@ static size_t scratch_bytes(const fa_problem *problem, int tile_m) {
 
 /* Runs the blocks over all their key tiles. True when a NaN was met. */
 static bool run(work *w, const fa_simd_task *task) {
-    const fa_forward *p = w->p;
-    int64_t begin = p->key_end, end = p->key_begin;
+    fa_span keys = {w->entry->entry.key_end, w->entry->entry.key_begin};
     for (int n = 0; n < w->blocks; n++) {
         block *b = &w->block[n];
         const int row = n * BLOCK_ROWS, left = task->rows - row;
@@ -88,11 +127,11 @@ static bool run(work *w, const fa_simd_task *task) {
         b->rows = left < BLOCK_ROWS ? left : BLOCK_ROWS;
         b->mr = (b->rows + LANES - 1) / LANES;
         block_begin(w, b);
-        if (b->key_begin < begin) begin = b->key_begin;
-        if (b->key_end > end) end = b->key_end;
+        keys = joined(keys, b->keys);
     }
-    for (int64_t stop; begin < end; begin = stop) {
-        stop = tile_end(begin, end);
+    for (int64_t begin = next_key(w, keys.begin, keys.end), stop; begin < keys.end;
+         begin = next_key(w, stop, keys.end)) {
+        stop = tile_end(w, begin, keys.end);
         tile_step(w, begin, stop);
     }
     bool nan = false;
@@ -104,7 +143,7 @@ static bool run(work *w, const fa_simd_task *task) {
 static void run_narrow(work *w, const fa_simd_task *task) {
     const fa_forward *p = w->p;
     narrow_row rows[NARROW_ROWS];
-    int64_t begin = p->key_end, end = p->key_begin;
+    fa_span keys = {w->entry->entry.key_end, w->entry->entry.key_begin};
     for (int n = 0; n < task->rows; n++) {
         narrow_row *r = &rows[n];
         r->query = (task->first_row + n) / w->group;
@@ -112,14 +151,14 @@ static void run_narrow(work *w, const fa_simd_task *task) {
         r->q = w->block->q + n * p->head_dim;
         r->o = w->block->o + n * p->head_dim_v;
         narrow_begin(w, r);
-        if (r->key_begin < begin) begin = r->key_begin;
-        if (r->key_end > end) end = r->key_end;
+        keys = joined(keys, r->keys);
     }
-    for (int64_t stop; begin < end; begin = stop) {
-        stop = tile_end(begin, end);
+    for (int64_t begin = next_key(w, keys.begin, keys.end), stop; begin < keys.end;
+         begin = next_key(w, stop, keys.end)) {
+        stop = tile_end(w, begin, keys.end);
         const key_tile tile = read_tile(w, begin, stop);
         for (int n = 0; n < task->rows; n++) {
-            const key_tile t = clipped(&tile, rows[n].key_begin, rows[n].key_end);
+            const key_tile t = clipped(&tile, rows[n].keys.begin, rows[n].keys.end);
             if (t.begin < t.end) narrow_step(w, &rows[n], &t);
         }
     }
@@ -128,10 +167,10 @@ static void run_narrow(work *w, const fa_simd_task *task) {
 
 static void attend(const fa_problem *problem, const fa_simd_task *task, void *scratch) {
     const fa_forward *p = &problem->forward;
-    work w = {.p = p,
-              .extra = &problem->extra,
+    work w = {.problem = problem,
+              .p = p,
               .biased = is_biased(problem),
-              .batch = task->batch,
+              .entry = task->entry,
               .head_kv = task->head_kv,
               .group = p->heads / p->heads_kv};
     arena a = {scratch, 0};

@@ -6,6 +6,32 @@
 #include <string.h>
 #include <time.h>
 
+/* k_range=: a pair of arrays, each of which may be None. */
+static fa_code read_range(fa_state *state, fa_attention *a, fa_status *status) {
+    PyObject *range = fa_given(&a->call.bound, FA_ARG_k_range);
+    if (!range) return FA_OK;
+    const char *accepted = "None or a pair (begin, end), each an array (batch,) or None";
+    if (!PyTuple_Check(range) && !PyList_Check(range)) return fa_wrong_type("k_range", range, accepted, status);
+    if (PySequence_Size(range) != 2)
+        return fa_fail(status, FA_EVALUE, "k_range has %zd items; accepted: %s", (ssize_t)PySequence_Size(range),
+                       accepted);
+    static const char *const names[2] = {"k_range's begin", "k_range's end"};
+    const fa_view **views[2] = {&a->request.indices.key_begin, &a->request.indices.key_end};
+    for (int n = 0; n < 2; n++) {
+        PyObject *side = PyTuple_Check(range) ? PyTuple_GetItem(range, n) : PyList_GetItem(range, n);
+        if (side && side != Py_None) FA_TRY(fa_call_array(state, &a->call, names[n], side, views[n], status));
+    }
+    return FA_OK;
+}
+
+static fa_code read_check(fa_attention *a, fa_status *status) {
+    PyObject *given = fa_given(&a->call.bound, FA_ARG_check);
+    bool check = false;
+    if (given) FA_TRY(fa_read_boolean("check", given, &check, status));
+    a->check = given ? check : -1;
+    return FA_OK;
+}
+
 fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const *args, Py_ssize_t count,
                           PyObject *keywords, fa_attention *a, fa_status *status) {
     fa_call *call = &a->call;
@@ -13,14 +39,28 @@ fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const
     FA_TRY(fa_bind(&state->signature[function], args, count, keywords, &call->bound, status));
     memset(&a->request, 0, sizeof a->request);
     a->request.options.window_left = a->request.options.window_right = FA_UNBOUNDED;
+    a->request.options.has_layout = fa_given(&call->bound, FA_ARG_layout) != NULL;
     FA_TRY(fa_read_options(&call->bound, &a->request, status));
+    FA_TRY(read_check(a, status));
     FA_TRY(fa_call_place(state, FA_FORWARD, call, status));
     FA_TRY(fa_call_arrays(state, call, FA_ARG_q, &a->request, status));
+    FA_TRY(read_range(state, a, status));
     FA_TRY(fa_call_outputs(state, call, fa_given(&call->bound, FA_ARG_out), &a->request.out, &a->request.lse, status));
     FA_TRY(fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status));
     if (a->request.q->device.kind == FA_CUDA && !atomic_load_explicit(&state->cublas_sought, memory_order_acquire) &&
         !fa_cublas_seek(state))
         return fa_python_error(status);
+    return FA_OK;
+}
+
+/* Bad contents of index arrays on the CPU: an error, or counted. */
+static fa_code check_contents(fa_state *state, const fa_attention *a, fa_status *status) {
+    const fa_problem *problem = &a->call.problem;
+    if (!problem->sequences.given || problem->device.kind != FA_CPU) return FA_OK;
+    fa_faults faults = {0};
+    fa_forward_faults(problem, &faults);
+    if (a->check) return fa_faults_check(&faults, status);
+    fa_faults_count(state, &faults);
     return FA_OK;
 }
 
@@ -30,7 +70,10 @@ static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count,
     fa_call *call = &a->call;
     FA_TRY(fa_attention_read(state, FA_FN_attention, args, count, keywords, a, status));
     FA_TRY(fa_dispatch(state->context, &a->request, call->forced, &call->problem, &call->info, plan, status));
-    return fa_arrays_check_stream(state, &call->array[0], &call->problem, &call->stream, status);
+    FA_TRY(fa_arrays_check_stream(state, &call->array[0], &call->problem, &call->stream, status));
+    const size_t bytes = call->problem.device.kind == FA_CUDA ? plan->workspace_bytes : 0;
+    FA_TRY(fa_forward_workspace(&a->request, bytes, &call->problem, status));
+    return check_contents(state, a, status);
 }
 
 static fa_code make_outputs(fa_state *state, fa_call *call, fa_result *results, fa_status *status) {
@@ -42,13 +85,14 @@ static fa_code make_outputs(fa_state *state, fa_call *call, fa_result *results, 
     void *lse = request->lse ? request->lse->data : NULL;
     if (!request->out) {
         int64_t shape[4];
-        fa_forward_out_shape(problem, request->options.layout, shape);
-        FA_TRY(fa_result_make(state, q, 4, shape, problem->out_dtype, &stream, &results[0], status));
+        const int ndim = fa_forward_out_shape(&call->problem, request->options.layout, shape);
+        FA_TRY(fa_result_make(state, q, ndim, shape, problem->out_dtype, &stream, &results[0], status));
         out = results[0].data;
     }
     if (problem->wants_lse && !request->lse) {
-        const int64_t shape[3] = {problem->batch, problem->heads, problem->seq_q};
-        FA_TRY(fa_result_make(state, q, 3, shape, problem->lse_dtype, &stream, &results[1], status));
+        int64_t shape[3];
+        const int ndim = fa_forward_lse_shape(&call->problem, shape);
+        FA_TRY(fa_result_make(state, q, ndim, shape, problem->lse_dtype, &stream, &results[1], status));
         lse = results[1].data;
     }
     fa_forward_set_outputs(problem, out, lse);
@@ -70,6 +114,20 @@ PyObject *fa_py_attention(PyObject *module, PyObject *const *args, Py_ssize_t co
         returned = fa_call_run(state, &a.call, &plan, &ending, &status);
     fa_call_end(&a.call);
     return returned ? returned : fa_raise(state, &status);
+}
+
+PyObject *fa_py_workspace_size(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    fa_state *state = PyModule_GetState(module);
+    fa_attention a;
+    fa_call *call = &a.call;
+    fa_plan plan;
+    fa_status status;
+    fa_code code = fa_attention_read(state, FA_FN_workspace_size, args, count, keywords, &a, &status);
+    if (code == FA_OK)
+        code = fa_dispatch(state->context, &a.request, call->forced, &call->problem, &call->info, &plan, &status);
+    fa_call_end(call);
+    if (code != FA_OK) return fa_raise(state, &status);
+    return PyLong_FromSize_t(call->problem.device.kind == FA_CUDA ? plan.workspace_bytes : 0);
 }
 
 /* ---- a bare launch ---- */

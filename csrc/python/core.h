@@ -23,6 +23,7 @@
 #include "fa.h"
 #include "library.h"
 #include "problem.h"
+#include "problem_sequences.h"
 #include "registry.h"
 #include "signature.h"
 #include "why.h"
@@ -113,6 +114,7 @@ typedef struct fa_state {
     fa_signature signature[FA_FN_COUNT];
     PyObject *unsupported_error, *cuda_error; /* exception types */
     PyObject *environment;                    /* the dict of bytes behind os.environ, or NULL */
+    fa_faults cpu_faults;                     /* under `lock` */
     PyTypeObject *device_array;               /* fa_ext.DeviceArray */
     /* Types seen so far: entries below type_count never change, so readers need no lock. */
     fa_type types[FA_TYPES_MAX];
@@ -361,7 +363,7 @@ PyObject *fa_call_give(fa_state *state, const fa_call *call, PyObject *given, bo
 enum {
 #define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \
     +(FA_KIND_##kind == FA_KIND_array && ((functions)&IN_FORWARD))
-    FA_FORWARD_ARRAYS = 2 /* out, lse */
+    FA_FORWARD_ARRAYS = 4 /* out, lse, begin and end of k_range */
 #include "signature.def"
 #undef FA_PARAMETER
 };
@@ -369,12 +371,16 @@ enum {
 typedef struct fa_attention {
     fa_call call;
     fa_request request;
+    int check; /* check=: 1, 0, or -1 for None */
     fa_array array[FA_FORWARD_ARRAYS];
 } fa_attention;
 
 /* Arguments -> request. `function` is attention, explain or answers. fa_call_end() whatever comes back. */
 fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const *args, Py_ssize_t count,
                           PyObject *keywords, fa_attention *a, fa_status *status);
+
+/* faults.c. Adds to what the CPU has met. */
+void fa_faults_count(fa_state *state, const fa_faults *faults);
 
 /* explain.c. What functions for a question have in common: {name: reason} beside the kernel that runs. */
 PyObject *fa_explain_problem(fa_state *state, const fa_call *call);

@@ -115,6 +115,30 @@ static const doc docs[FA_FN_COUNT] = {
         {
             .head = "Which kernel merge() would run for these arguments, and why not each other; see explain().",
         },
+    [FA_FN_workspace_size] =
+        {
+            .head = "Bytes that attention() needs as `workspace` for these arguments; 0 on the CPU.\n"
+                    "\n"
+                    "From shapes, dtypes, options and the device: it is enough for any contents of the index arrays.",
+        },
+    [FA_FN_faults] =
+        {
+            .head = "Bad contents of index arrays that calls with check=False have met, as they were counted so far.\n"
+                    "\n"
+                    "'length': a length is negative or more than its storage holds; it is clamped. 'cu_seqlens': a "
+                    "start falls, or is\n"
+                    "outside the rows there are; it counts as the running maximum. 'page': an entry of the table is no "
+                    "page; its keys\n"
+                    "are hidden. Does not wait for the device.\n",
+            .rest = "",
+            .tail = "\n"
+                    "Returns\n"
+                    "-------\n"
+                    "list of (kind, count, sequence, index, value)\n"
+                    "    Each kind that was met, with the first of its kind: for lengths and starts `index` is 0 for "
+                    "q and 1 for k, for\n"
+                    "    pages the column of the table; `value` is what stood there.",
+        },
     [FA_FN_kernels] =
         {
             .head = "Names of an operation's kernels compiled into this build, in order of preference.\n",

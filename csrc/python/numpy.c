@@ -65,6 +65,10 @@ static fa_code dtype_of(fa_state *state, const char *name, PyArray_Descr *descr,
     case NPY_FLOAT: *dtype = FA_F32; break;
     case NPY_DOUBLE: *dtype = FA_F64; break;
     case NPY_BOOL: *dtype = FA_BOOL; break;
+    case NPY_UBYTE: *dtype = FA_U8; break;
+    case NPY_INT:
+    case NPY_LONG:
+    case NPY_LONGLONG: *dtype = PyDataType_ELSIZE(descr) == 8 ? FA_I64 : FA_I32; break;
     default:
         if (is_bfloat16(state, descr)) {
             *dtype = FA_BF16;
@@ -109,7 +113,8 @@ fa_code fa_numpy_read(fa_state *state, fa_array *array, fa_status *status) {
 }
 
 PyObject *fa_numpy_dtype(fa_state *state, fa_dtype dtype) {
-    static const int numbers[FA_DTYPE_COUNT] = {NPY_HALF, -1, NPY_FLOAT, NPY_DOUBLE, NPY_BOOL};
+    static const int numbers[FA_DTYPE_COUNT] = {NPY_HALF, -1,        NPY_FLOAT, NPY_DOUBLE,
+                                                NPY_BOOL, NPY_INT32, NPY_INT64, NPY_UINT8};
     if (dtype != FA_BF16) return (PyObject *)PyArray_DescrFromType(numbers[dtype]);
     int known = atomic_load_explicit(&state->bfloat16_number, memory_order_relaxed);
     if (known >= 0) return (PyObject *)PyArray_DescrFromType(known);
@@ -145,7 +150,7 @@ PyObject *fa_numpy_over(fa_state *state, const fa_view *view, PyObject *owner) {
     npy_intp shape[FA_MAX_NDIM], strides[FA_MAX_NDIM];
     for (int axis = 0; axis < view->ndim; axis++) {
         shape[axis] = (npy_intp)view->shape[axis];
-        strides[axis] = (npy_intp)(view->strides[axis] * (int64_t)fa_dtype_size(view->dtype));
+        strides[axis] = (npy_intp)(view->strides[axis] * (int64_t)fa_item_size(view->dtype));
     }
     PyObject *made =
         PyArray_NewFromDescr(&PyArray_Type, descr, view->ndim, shape, strides, view->data, NPY_ARRAY_WRITEABLE, NULL);

@@ -12,6 +12,7 @@ _Static_assert(offsetof(fa_backward_request, forward) == 0, "an option of attent
 #define NONE            0
 #define REQUEST(field)  offsetof(fa_request, field)
 #define OPTION(field)   offsetof(fa_request, options.field)
+#define INDEX(field)    offsetof(fa_request, indices.field)
 #define BACKWARD(field) offsetof(fa_backward_request, field)
 #define MERGE(field)    offsetof(fa_merge_request, field)
 

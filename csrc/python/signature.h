@@ -13,6 +13,8 @@
     X(explain_backward)                                                                                                \
     X(merge)                                                                                                           \
     X(explain_merge)                                                                                                   \
+    X(workspace_size)                                                                                                  \
+    X(faults)                                                                                                          \
     X(kernels)                                                                                                         \
     X(to_device)                                                                                                       \
     X(load)
@@ -28,10 +30,11 @@ typedef enum fa_function {
 enum {
     IN_ANSWERS = 1 << FA_FN_answers,
     IN_EXPLAIN = 1 << FA_FN_explain | IN_ANSWERS,
-    IN_FORWARD = 1 << FA_FN_attention | IN_EXPLAIN,
+    IN_FORWARD = 1 << FA_FN_attention | 1 << FA_FN_workspace_size | IN_EXPLAIN,
     IN_EXPLAIN_BACKWARD = 1 << FA_FN_explain_backward,
     IN_BACKWARD = 1 << FA_FN_attention_backward | IN_EXPLAIN_BACKWARD,
     IN_MERGE = 1 << FA_FN_merge | 1 << FA_FN_explain_merge,
+    IN_FAULTS = 1 << FA_FN_faults,
     IN_KERNELS = 1 << FA_FN_kernels,
     IN_TO_DEVICE = 1 << FA_FN_to_device,
     IN_LOAD = 1 << FA_FN_load,

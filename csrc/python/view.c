@@ -19,7 +19,7 @@ PyObject *fa_shape_tuple(int ndim, const int64_t *shape) {
 }
 
 fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byte_strides, fa_status *status) {
-    const int64_t size = (int64_t)fa_dtype_size(view->dtype);
+    const int64_t size = (int64_t)fa_item_size(view->dtype);
     const int shift = __builtin_ctzll((unsigned long long)size); /* item sizes are powers of two */
     bool empty = false;
     for (int axis = 0; axis < view->ndim; axis++) empty |= view->shape[axis] == 0;
@@ -40,7 +40,17 @@ const char *fa_accepted_dtypes(const char *name) {
         {"sinks", "q's dtype or float32"},
         {"alibi", "float32"},
         {"lse", "float32 (float64 for float64 q)"},
-        {"array", "float16, bfloat16 (ml_dtypes), float32, float64 and bool"},
+        {"array", "float16, bfloat16 (ml_dtypes), float32, float64, bool, int32, int64 and uint8"},
+        {"cu_seqlens_q", "int32"},
+        {"seqlens_q", "int32"},
+        {"cu_seqlens_k", "int32"},
+        {"seqlens_k", "int32"},
+        {"page_table", "int32"},
+        {"k_range's begin", "int32"},
+        {"k_range's end", "int32"},
+        {"positions", "int32"},
+        {"slots", "int32 or int64"},
+        {"workspace", "uint8"},
     };
     for (size_t n = 0; n < sizeof accepted / sizeof *accepted; n++)
         if (strcmp(name, accepted[n][0]) == 0) return accepted[n][1];
@@ -51,14 +61,15 @@ fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bo
     static const struct {
         const char *text;
         fa_dtype dtype;
-    } known[] = {{"f2", FA_F16}, {"f4", FA_F32}, {"f8", FA_F64}, {"b1", FA_BOOL}};
+    } known[] = {{"f2", FA_F16}, {"f4", FA_F32}, {"f8", FA_F64}, {"b1", FA_BOOL},
+                 {"i4", FA_I32}, {"i8", FA_I64}, {"u1", FA_U8}};
     *unclear = false;
     if (strlen(text) < 3 || !strchr("<>|=", text[0]))
         return fa_fail(status, FA_EBUFFER, "%s has the ill-formed typestr \"%.40s\"; accepted: such as \"<f2\"", name,
                        text);
     for (size_t n = 0; n < sizeof known / sizeof *known; n++)
         if (strcmp(text + 1, known[n].text) == 0) {
-            if (text[0] == '>' && known[n].dtype != FA_BOOL)
+            if (text[0] == '>' && fa_item_size(known[n].dtype) > 1)
                 return fa_fail(status, FA_EBUFFER, "%s is big-endian; accepted: little-endian arrays", name);
             *dtype = known[n].dtype;
             return FA_OK;

@@ -1,0 +1,252 @@
+/* The sequences of a call. See problem_sequences.h. */
+#include "problem_sequences.h"
+
+#include "check.h"
+
+bool fa_sequences_given(const fa_request *request) {
+    const fa_indices *x = &request->indices;
+    return request->q->ndim == 3 || request->k->ndim == 3 || x->cu_seqlens_q || x->seqlens_q || x->cu_seqlens_k ||
+           x->seqlens_k || x->page_table || x->key_begin || x->key_end || x->positions;
+}
+
+uint32_t fa_sequences_features(const fa_sequences *s) {
+    const bool lengths = s->q.starts || s->q.used || s->k.starts || s->k.used || s->packed_q || s->packed_k;
+    return (lengths ? FA_WITH_LENGTHS : 0) | (s->pages.table ? FA_WITH_PAGES : 0) |
+           (s->begin || s->end ? FA_WITH_RANGES : 0) | (s->positions ? FA_WITH_POSITIONS : 0);
+}
+
+/* How q, k and v are stored must be said once, and fit their axes. */
+static fa_code check_storage(const fa_request *request, fa_status *status) {
+    const fa_indices *x = &request->indices;
+    const fa_view *q = request->q, *k = request->k;
+    if (x->cu_seqlens_q && q->ndim != 3)
+        return fa_fail(status, FA_EVALUE,
+                       "cu_seqlens_q is given, but q has shape %s; accepted: packed q, (tokens, heads, head_dim)",
+                       fa_show_shape(q->shape, q->ndim).text);
+    if (x->page_table && x->cu_seqlens_k)
+        return fa_fail(status, FA_EVALUE,
+                       "page_table and cu_seqlens_k are both given; accepted: one, for paged or for packed k and v");
+    if (x->page_table && k->ndim != 4)
+        return fa_fail(status, FA_EVALUE, "page_table is given, but k has shape %s; accepted: pages, %s",
+                       fa_show_shape(k->shape, k->ndim).text,
+                       request->options.layout == FA_BSHD ? "(pages, page_size, heads_kv, head_dim)"
+                                                          : "(pages, heads_kv, page_size, head_dim)");
+    if (x->page_table && !x->seqlens_k)
+        return fa_fail(status, FA_EVALUE, "page_table needs seqlens_k, how many keys each sequence has");
+    if (x->page_table && !request->options.has_layout)
+        return fa_fail(status, FA_EVALUE,
+                       "page_table needs layout: \"bshd\" for (pages, page_size, heads_kv, head_dim), \"bhsd\" for "
+                       "(pages, heads_kv, page_size, head_dim)");
+    if (x->page_table && fa_view_extent(k, request->options.layout, 2) < 1)
+        return fa_fail(status, FA_EVALUE, "k has shape %s, with a page_size of 0; accepted: 1 or more",
+                       fa_show_shape(k->shape, 4).text);
+    if (k->ndim == 3 && !x->cu_seqlens_k)
+        return fa_fail(
+            status, FA_EVALUE,
+            "k has shape %s and there is no cu_seqlens_k; packed k and v, (tokens, heads_kv, head_dim), need "
+            "it",
+            fa_show_shape(k->shape, 3).text);
+    if (x->cu_seqlens_k && k->ndim != 3)
+        return fa_fail(
+            status, FA_EVALUE,
+            "cu_seqlens_k is given, but k has shape %s; accepted: packed k and v, (tokens, heads_kv, head_dim)",
+            fa_show_shape(k->shape, k->ndim).text);
+    return FA_OK;
+}
+
+/* Options that contradict what is only known on the device. */
+static fa_code check_meaning(const fa_request *request, fa_status *status) {
+    const fa_indices *x = &request->indices;
+    if (request->options.causal == FA_CAUSAL_TRUE)
+        return fa_fail(
+            status, FA_EVALUE,
+            "causal=True needs seq_q == seq_k, which the host cannot see in sequences; say "
+            "causal=\"bottom_right\" (the last query sees every key) or causal=\"top_left\" (query i sees keys "
+            "j <= i)");
+    if (x->positions && request->options.causal == FA_CAUSAL_TOP_LEFT)
+        return fa_fail(
+            status, FA_EVALUE,
+            "positions and causal=\"top_left\" both say where queries stand; accepted with positions: False, "
+            "\"bottom_right\"");
+    const char *extra = request->bias ? "bias" : request->mask ? "mask" : NULL;
+    if (extra && (request->q->ndim == 3 || request->k->ndim == 3))
+        return fa_fail(status, FA_EVALUE,
+                       "%s is given, but %s is packed, shape %s; accepted with %s: q, k and v of 4 axes", extra,
+                       request->q->ndim == 3 ? "q" : "k",
+                       fa_show_shape(request->q->ndim == 3 ? request->q->shape : request->k->shape, 3).text, extra);
+    return FA_OK;
+}
+
+/* An array of starts has one more element than there are sequences. */
+static fa_code count_starts(const char *name, const fa_view *starts, int64_t *count, fa_status *status) {
+    if (starts->ndim != 1 || starts->shape[0] < 1)
+        return fa_fail(status, FA_EVALUE, "%s has shape %s; accepted: (batch + 1,)", name,
+                       fa_show_shape(starts->shape, starts->ndim).text);
+    *count = starts->shape[0] - 1;
+    return FA_OK;
+}
+
+static fa_code count_batch(const fa_request *request, int64_t *batch, fa_status *status) {
+    const fa_indices *x = &request->indices;
+    const fa_view *q = request->q;
+    const char *name_q = x->cu_seqlens_q ? "cu_seqlens_q" : "q";
+    const char *name_k = x->page_table ? "page_table" : x->cu_seqlens_k ? "cu_seqlens_k" : "k";
+    int64_t of_q = q->shape[0];
+    *batch = request->k->shape[0];
+    if (x->page_table && x->page_table->ndim != 2)
+        return fa_fail(status, FA_EVALUE, "page_table has shape %s; accepted: (batch, columns)",
+                       fa_show_shape(x->page_table->shape, x->page_table->ndim).text);
+    if (x->page_table) *batch = x->page_table->shape[0];
+    if (x->cu_seqlens_k) FA_TRY(count_starts("cu_seqlens_k", x->cu_seqlens_k, batch, status));
+    if (x->cu_seqlens_q) FA_TRY(count_starts("cu_seqlens_q", x->cu_seqlens_q, &of_q, status));
+    if (of_q == *batch) return FA_OK;
+    if (q->ndim == 3 && !x->cu_seqlens_q)
+        return fa_fail(status, FA_EVALUE,
+                       "q has shape %s and there is no cu_seqlens_q, which means one query a sequence, but %s has %lld "
+                       "sequences; packed q needs cu_seqlens_q",
+                       fa_show_shape(q->shape, 3).text, name_k, (long long)*batch);
+    return fa_fail(status, FA_EVALUE, "%s has %lld sequences, but %s has %lld", name_k, (long long)*batch, name_q,
+                   (long long)of_q);
+}
+
+static fa_code read_array(const char *name, const fa_view *view, int64_t extent, const char *axes, const fa_view *q,
+                          const int32_t **data, fa_status *status) {
+    if (!view) return FA_OK;
+    FA_TRY(fa_check_indices(name, view, &extent, 1, axes, "q", q, status));
+    *data = view->data;
+    return FA_OK;
+}
+
+static fa_code read_pages(const fa_request *request, fa_problem *problem, fa_status *status) {
+    static const int32_t none; /* data of a table without columns: never read, but not NULL, which means no pages */
+    const fa_view *table = request->indices.page_table;
+    fa_forward *p = &problem->forward;
+    fa_pages *pages = &problem->sequences.pages;
+    if (!table) return FA_OK;
+    FA_TRY(fa_check_indices("page_table", table, table->shape, 2, "(batch, columns)", "q", request->q, status));
+    pages->table = table->data ? table->data : &none;
+    pages->stride = table->shape[0] > 1 ? table->strides[0] : 0;
+    pages->width = table->shape[1];
+    pages->count = request->k->shape[0];
+    pages->size = p->seq_k;
+    if (pages->size > FA_MAX_EXTENT || __builtin_mul_overflow(pages->width, pages->size, &p->seq_k) ||
+        p->seq_k > FA_MAX_EXTENT)
+        return fa_fail(status, FA_EVALUE, "page_table has %lld columns for pages of %lld keys, too many to address",
+                       (long long)pages->width, (long long)pages->size);
+    return FA_OK;
+}
+
+static fa_code read_positions(const fa_request *request, fa_problem *problem, fa_status *status) {
+    const fa_view *positions = request->indices.positions, *q = request->q;
+    const fa_forward *p = &problem->forward;
+    if (!positions) return FA_OK;
+    const bool packed = q->ndim == 3;
+    const int64_t shape[2] = {packed ? p->seq_q : p->batch, p->seq_q};
+    FA_TRY(fa_check_indices("positions", positions, shape, packed ? 1 : 2, packed ? "(tokens,)" : "(batch, seq_q)", "q",
+                            q, status));
+    problem->sequences.positions = positions->data;
+    problem->sequences.positions_stride = packed || positions->shape[0] == 1 ? 0 : positions->strides[0];
+    return FA_OK;
+}
+
+fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_status *status) {
+    const fa_indices *x = &request->indices;
+    const fa_view *q = request->q;
+    fa_forward *p = &problem->forward;
+    fa_sequences *s = &problem->sequences;
+    FA_TRY(check_storage(request, status));
+    FA_TRY(check_meaning(request, status));
+    FA_TRY(count_batch(request, &p->batch, status));
+    s->given = true;
+    s->packed_q = q->ndim == 3;
+    s->packed_k = request->k->ndim == 3;
+    s->top_left = request->options.causal == FA_CAUSAL_TOP_LEFT;
+    const int64_t batch = p->batch;
+    FA_TRY(read_array("cu_seqlens_q", x->cu_seqlens_q, batch + 1, "(batch + 1,)", q, &s->q.starts, status));
+    FA_TRY(read_array("seqlens_q", x->seqlens_q, batch, "(batch,)", q, &s->q.used, status));
+    FA_TRY(read_array("cu_seqlens_k", x->cu_seqlens_k, batch + 1, "(batch + 1,)", q, &s->k.starts, status));
+    FA_TRY(read_array("seqlens_k", x->seqlens_k, batch, "(batch,)", q, &s->k.used, status));
+    FA_TRY(read_array("k_range's begin", x->key_begin, batch, "(batch,)", q, &s->begin, status));
+    FA_TRY(read_array("k_range's end", x->key_end, batch, "(batch,)", q, &s->end, status));
+    FA_TRY(read_pages(request, problem, status));
+    FA_TRY(read_positions(request, problem, status));
+    s->q.rows = p->seq_q;
+    s->k.rows = p->seq_k;
+    return FA_OK;
+}
+
+/* ---- bad contents ---- */
+
+const char *fa_fault_name(fa_fault_kind kind) {
+    static const char *const names[FA_FAULT_COUNT] = {
+#define FA_NAME(name) #name,
+        FA_FAULTS(FA_NAME)
+#undef FA_NAME
+    };
+    return names[kind];
+}
+
+static void add_length(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t index, fa_faults *faults) {
+    if (lengths->starts && b == 0 && lengths->starts[0] != rows.begin)
+        fa_fault_add(faults, FA_FAULT_cu_seqlens, 0, index, lengths->starts[0]);
+    if (lengths->starts && lengths->starts[b + 1] != rows.end)
+        fa_fault_add(faults, FA_FAULT_cu_seqlens, b + 1, index, lengths->starts[b + 1]);
+    if (lengths->used && (lengths->used[b] < 0 || lengths->used[b] > rows.end - rows.begin))
+        fa_fault_add(faults, FA_FAULT_length, b, index, lengths->used[b]);
+}
+
+void fa_sequence_faults(const fa_sequences *s, int64_t b, fa_span q, fa_span k, fa_faults *faults) {
+    add_length(&s->q, b, q, 0, faults);
+    add_length(&s->k, b, k, 1, faults);
+}
+
+void fa_forward_faults(const fa_problem *problem, fa_faults *faults) {
+    const fa_forward *p = &problem->forward;
+    const fa_sequences *s = &problem->sequences;
+    const fa_pages *pages = &s->pages;
+    int64_t end_q = 0, end_k = 0;
+    for (int64_t b = 0; b < p->batch && s->given; b++) {
+        const fa_span q = fa_rows_of(&s->q, b, end_q, s->packed_q), k = fa_rows_of(&s->k, b, end_k, s->packed_k);
+        end_q = q.end, end_k = k.end;
+        fa_sequence_faults(s, b, q, k, faults);
+        if (!pages->table) continue;
+        const fa_entry entry = fa_entry_of(s, b, q, k);
+        const fa_span seen = fa_entry_keys(&entry, p->left, p->right);
+        for (int64_t column = seen.begin / pages->size; column * pages->size < seen.end; column++)
+            if (fa_page(pages, b, column) < 0)
+                fa_fault_add(faults, FA_FAULT_page, b, column, pages->table[b * pages->stride + column]);
+    }
+}
+
+fa_code fa_faults_check(const fa_faults *faults, fa_status *status) {
+    for (int kind = 0; kind < FA_FAULT_COUNT; kind++) {
+        const fa_fault *f = &faults->of[kind];
+        const long long sequence = f->sequence, index = f->index, value = f->value, count = f->count;
+        const char of = f->index ? 'k' : 'q';
+        if (!count) continue;
+        switch ((fa_fault_kind)kind) {
+        case FA_FAULT_length:
+            return fa_fail(
+                status, FA_EVALUE,
+                "seqlens_%c of sequence %lld leads to %lld, which is negative or more than its storage holds "
+                "(%lld such in all)",
+                of, sequence, value, count);
+        case FA_FAULT_cu_seqlens:
+            return fa_fail(status, FA_EVALUE,
+                           "cu_seqlens_%c[%lld] is %lld, which is below an earlier one, or outside the rows there are "
+                           "(%lld such in all)",
+                           of, sequence, value, count);
+        case FA_FAULT_page:
+            return fa_fail(status, FA_EVALUE, "page_table[%lld, %lld] is %lld, which is no page (%lld such in all)",
+                           sequence, index, value, count);
+        case FA_FAULT_slot:
+            return fa_fail(status, FA_EVALUE, "slots[%lld] is %lld, which is beyond the caches (%lld such in all)",
+                           index, value, count);
+        default:
+            return fa_fail(status, FA_EVALUE,
+                           "row %lld of k has position %lld, which is outside rotary's tables (%lld such in all)",
+                           index, value, count);
+        }
+    }
+    return FA_OK;
+}
