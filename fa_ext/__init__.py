@@ -21,10 +21,12 @@ try:
         explain,
         explain_backward,
         explain_merge,
+        faults,
         kernels,
         merge,
         to_device,
         to_numpy,
+        workspace_size,
     )
 except ImportError as error:
     if error.name != f"{__name__}._core":
@@ -45,6 +47,7 @@ __all__ = [
     "explain",
     "explain_backward",
     "explain_merge",
+    "faults",
     "get_include",
     "kernels",
     "merge",
@@ -53,6 +56,7 @@ __all__ = [
     "verify",
     "verify_backward",
     "verify_merge",
+    "workspace_size",
 ]
 
 
@@ -76,7 +80,7 @@ def get_include() -> str:
 
 def __getattr__(name: str):
     """Verifiers and references load on first use: a call needs none of them."""
-    if name in ("verify", "verify_backward", "verify_merge", "reference", "reference_backward"):
+    if name in ("verify", "verify_backward", "verify_merge", "reference", "reference_backward", "reference_serving"):
         importlib.import_module(f".{name}", __name__)  # binds the name
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,6 @@
 from . import reference as reference
 from . import reference_backward as reference_backward
+from . import reference_serving as reference_serving
 from ._core import CudaError as CudaError
 from ._core import DeviceArray as DeviceArray
 from ._core import UnsupportedError as UnsupportedError
@@ -9,10 +10,12 @@ from ._core import attention_backward as attention_backward
 from ._core import explain as explain
 from ._core import explain_backward as explain_backward
 from ._core import explain_merge as explain_merge
+from ._core import faults as faults
 from ._core import kernels as kernels
 from ._core import merge as merge
 from ._core import to_device as to_device
 from ._core import to_numpy as to_numpy
+from ._core import workspace_size as workspace_size
 from .verify import verify as verify
 from .verify_backward import verify_backward as verify_backward
 from .verify_merge import verify_merge as verify_merge
@@ -27,6 +30,7 @@ __all__ = [
     "explain",
     "explain_backward",
     "explain_merge",
+    "faults",
     "get_include",
     "kernels",
     "merge",
@@ -35,6 +39,7 @@ __all__ = [
     "verify",
     "verify_backward",
     "verify_merge",
+    "workspace_size",
 ]
 
 def get_include() -> str: ...

@@ -46,14 +46,34 @@ class Options:
     mask: Any = None
     sinks: Any = None
     alibi: Any = None
+    cu_seqlens_q: Any = None
+    seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqlens_k: Any = None
+    page_table: Any = None
+    k_range: Any = None
+    positions: Any = None
     layout: str = "bhsd"
 
-    ARRAYS = ("bias", "mask", "sinks", "alibi")
+    INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "positions")
+    ARRAYS = ("bias", "mask", "sinks", "alibi", *INDICES)
+
+    def __post_init__(self):
+        if self.layout is None:
+            object.__setattr__(self, "layout", "bhsd")
 
     def converted(self, convert: Callable[[Any], Any]) -> Options:
         """With ``convert`` applied to each array that is there."""
         arrays = {name: getattr(self, name) for name in self.ARRAYS}
-        return replace(self, **{name: convert(x) for name, x in arrays.items() if x is not None})
+        found = {name: convert(x) for name, x in arrays.items() if x is not None}
+        if self.k_range is not None:
+            found["k_range"] = tuple(None if x is None else convert(x) for x in self.k_range)
+        return replace(self, **found)
+
+    def sequences(self, q, k) -> bool:
+        """Whether the call says more than dense arrays do."""
+        indices = (self.k_range, *(getattr(self, name) for name in self.INDICES))
+        return q.ndim == 3 or k.ndim == 3 or any(x is not None for x in indices)
 
 
 def attention(q, k, v, *, rows=None, xp=None, **options):
@@ -63,13 +83,19 @@ def attention(q, k, v, *, rows=None, xp=None, **options):
     result to these query indices (their positions still count from the start of the sequence). ``xp`` is the array module,
     NumPy or CuPy; inferred from q.
 
-    Returns (out, lse), both float64: out (B, H, Sq, Dv) or (B, Sq, H, Dv) as ``layout`` says, lse (B, H, Sq).
+    Returns (out, lse), both float64: out (B, H, Sq, Dv) or (B, Sq, H, Dv) as ``layout`` says, lse (B, H, Sq); for q of three
+    axes (T, H, Dv) and (H, T). What the arguments of sequences mean stands in ``reference_serving``, which this calls.
     NaN and Inf at a key reach only the queries that see the key; a bias of -inf hides a key like the mask does.
     """
-    return _run(q, k, v, Options(**options), rows, xp, None)
+    asked = Options(**options)
+    if asked.sequences(q, k):
+        from . import reference_serving
+
+        return reference_serving.attention(q, k, v, xp=xp, **options)
+    return _run(q, k, v, asked, rows, xp, None, None)
 
 
-def plain(q, k, v, *, rows=None, xp=None, dtype=None, **options):
+def plain(q, k, v, *, rows=None, xp=None, dtype=None, out_dtype=None, **options):
     """The same formula as an unfused computation in ``dtype`` (default: q's) would evaluate it.
 
     S = Q K^T is accumulated in float32 and the final scores are rounded to the dtype (saturating), the softmax runs in
@@ -82,9 +108,14 @@ def plain(q, k, v, *, rows=None, xp=None, dtype=None, **options):
     For 16-bit dtypes both products are summed in float64 and rounded once to float32, which no order shows in: what is
     rounded to 16 bits then errs a thousand times as much, and a BLAS sums a hundred times as fast.
 
-    Returns (out, lse) like ``attention``; out holds values of ``dtype`` as float64.
+    Returns (out, lse) like ``attention``; out holds values of ``out_dtype`` (default: ``dtype``) as float64.
     """
-    return _run(q, k, v, Options(**options), rows, xp, dtype or q.dtype.name)
+    asked, dtype = Options(**options), dtype or q.dtype.name
+    if asked.sequences(q, k):
+        from . import reference_serving
+
+        return reference_serving.plain(q, k, v, xp=xp, dtype=dtype, out_dtype=out_dtype, **options)
+    return _run(q, k, v, asked, rows, xp, dtype, out_dtype or dtype)
 
 
 def merge(outs, lses, *, sinks=None, layout=None, xp=None):
@@ -193,7 +224,7 @@ def _by_eights(xp, a, b, fused=False):
     return total
 
 
-def _run(q, k, v, options: Options, rows, xp, dtype):
+def _run(q, k, v, options: Options, rows, xp, dtype, out_dtype):
     xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
     layout = options.layout
     if layout == "bshd":
@@ -210,7 +241,7 @@ def _run(q, k, v, options: Options, rows, xp, dtype):
     out = xp.zeros((batch * heads_kv, group, count, head_dim_v), xp.float64)
     lse = xp.full((batch * heads_kv, group, count), -math.inf, xp.float64)
     call = _Call(xp, work, dtype, options, q, k)
-    call.out, call.lse = out, lse
+    call.out, call.lse, call.out_dtype = out, lse, out_dtype
     if out.size or lse.size:
         call.q = xp.ascontiguousarray(q.astype(work)).reshape(batch * heads_kv, group, seq_q, head_dim)
         call.k = xp.ascontiguousarray(k.astype(work)).reshape(batch * heads_kv, 1, seq_k, head_dim)
@@ -234,6 +265,7 @@ class _Call:
     v: Any
     out: Any
     lse: Any
+    out_dtype: str | None
 
     def __init__(self, xp, work, dtype, options: Options, q, k):
         """q and k as (B, H, S, D), for their shapes and q's dtype."""
@@ -304,7 +336,7 @@ class _Call:
             p = round_to(p, self.dtype, xp)
         o = self._times_values(p, seen, self.v[pairs, :, keys])
         if self.dtype:
-            o = round_to(o, self.dtype, xp)
+            o = round_to(o, self.out_dtype, xp)
         self.out[pairs, :, queries] = o.astype(xp.float64)
 
     def _visible(self, b, h, positions, keys, diagonal):

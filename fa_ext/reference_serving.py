@@ -16,7 +16,7 @@ import numpy
 
 from . import reference
 
-__all__ = ["Fault", "Sequence", "append", "attention", "plain", "resolve", "rotate", "targets"]
+__all__ = ["Fault", "Sequence", "append", "attention", "plain", "resolve", "rotate", "spread", "targets"]
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,23 @@ def attention(q, k, v, **arguments):
     return _run(reference.attention, q, k, v, **arguments)
 
 
-def plain(q, k, v, *, dtype=None, **arguments):
+def plain(q, k, v, *, dtype=None, out_dtype=None, **arguments):
     """The same formula in the arithmetic of ``reference.plain``."""
-    return _run(reference.plain, q, k, v, dtype=dtype or q.dtype.name, **arguments)
+    more = {"dtype": dtype or q.dtype.name, "out_dtype": out_dtype}
+    return _run(reference.plain, q, k, v, more=more, **arguments)
+
+
+def spread(q, k, v, truth, **options):
+    """Where NaN and Inf in K and V may spread: to every query of a sequence and kv head that has one at a key somebody may see
+    through causal, window and k_range. A boolean array like ``truth``; elements that are not finite there stay judged."""
+    xp = sys.modules[type(truth).__module__.partition(".")[0]]
+    o = reference.Options(**options)
+    broken = xp.zeros(truth.shape, bool)
+    where = _four_axes(xp, broken, o.layout)  # a view
+    for p in _problems(xp, q, k, v, o)[1]:
+        bad = ~(xp.isfinite(p.k).all(axis=(0, 2, 3)) & xp.isfinite(p.v).all(axis=(0, 2, 3)))
+        where[p.at, :, p.rows] = xp.repeat(bad, where.shape[1] // bad.shape[0])[:, None, None]
+    return broken & xp.isfinite(truth)
 
 
 def append(
@@ -259,64 +273,86 @@ def _used(seqlens, b, room, which, faults):
     return min(max(length, 0), room)
 
 
-def _run(
-    compute, q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, alibi=None,
-    cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, page_table=None, k_range=None, positions=None,
-    layout="bhsd", xp=None, **more,
-):  # fmt: skip
-    xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
-    swapped = layout == "bshd"
+@dataclass(frozen=True)
+class _Problem:
+    """A sequence as a dense problem: b, its rows of q, (1, Hk, n, D) of the keys somebody may see, and which have a page."""
+
+    b: int
+    at: int  # of q, out and lse on the batch axis
+    rows: slice
+    sequence: Sequence
+    k: object
+    v: object
+    held: numpy.ndarray
+
+
+def _four_axes(xp, x, layout):
+    """(B, H, rows, D); of packed arrays B is 1."""
+    if x.ndim == 3:
+        return xp.swapaxes(x[None], 1, 2)
+    return xp.swapaxes(x, 1, 2) if layout == "bshd" else x
+
+
+def _problems(xp, q, k, v, o):
+    """The batch size, and the sequences that have queries."""
     packed_q, packed_k = q.ndim == 3, k.ndim == 3
-    # (B, H, rows, D); of packed arrays B is 1
-    q, k, v = (xp.swapaxes(x[None] if x.ndim == 3 else x, 1, 2) if x.ndim == 3 or swapped else x for x in (q, k, v))
-    cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, positions = (
-        None if x is None else _host(x) for x in (cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, positions)
-    )
-    k_range = None if k_range is None else tuple(None if x is None else _host(x) for x in k_range)
-    one_each = packed_q and cu_seqlens_q is None
-    if page_table is not None:
-        batch = page_table.shape[0]
+    q, k, v = (_four_axes(xp, x, o.layout) for x in (q, k, v))
+    index = {name: None if x is None else _host(x) for name, x in ((n, getattr(o, n)) for n in o.INDICES)}
+    table = index["page_table"]
+    batch = k.shape[0]
+    if table is not None:
+        batch = table.shape[0]
     elif packed_k:
-        batch = len(cu_seqlens_k) - 1
-    else:
-        batch = k.shape[0]
-    heads, rows_q, rows_k, dim_v = q.shape[1], q.shape[2], k.shape[2], v.shape[3]
+        batch = len(index["cu_seqlens_k"]) - 1
     sequences, _ = resolve(
-        batch, rows_q, rows_k, causal=causal, window=window, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, page_size=rows_k, pages=k.shape[0],
-        k_range=k_range, positions=positions, one_each=one_each,
+        batch, q.shape[2], k.shape[2], causal=o.causal, window=o.window, page_size=k.shape[2], pages=k.shape[0],
+        k_range=None if o.k_range is None else tuple(None if x is None else _host(x) for x in o.k_range),
+        one_each=packed_q and index["cu_seqlens_q"] is None, **index,
     )  # fmt: skip
+
+    def each():
+        for b, s in enumerate(sequences):
+            if s.seq_q:
+                keys = _gather(xp, k, v, s, b, packed_k, table is not None, k.shape[2])
+                yield _Problem(b, 0 if packed_q else b, slice(s.first_q, s.first_q + s.seq_q), s, *keys)
+
+    return batch, each()
+
+
+def _run(compute, q, k, v, *, xp=None, more=None, **options):
+    xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
+    o = reference.Options(**options)
+    batch, problems = _problems(xp, q, k, v, o)
+    packed_q, dim_v = q.ndim == 3, v.shape[-1]
+    keys = k.shape[1 if o.layout == "bshd" else 2] * (1 if o.page_table is None else o.page_table.shape[1])
+    q = _four_axes(xp, q, o.layout)
+    heads, rows_q = q.shape[1:3]
     out = xp.zeros((*q.shape[:3], dim_v), xp.float64)
     lse = xp.full(q.shape[:3], -math.inf, xp.float64)
-    left, right, _ = reference.band(0, 0, causal, window)
+    left, right, _ = reference.band(0, 0, o.causal, o.window)
     limit = reference._LIMIT_F64 if q.dtype == xp.float64 else reference._LIMIT
-    keys = rows_k if page_table is None else page_table.shape[1] * rows_k
-    bias, mask = (None if x is None else xp.broadcast_to(xp.asarray(x), (batch, heads, rows_q, keys)) for x in (bias, mask))
-    slopes = None if alibi is None else xp.broadcast_to(xp.asarray(alibi), (batch, heads))
-    for b, sequence in enumerate(sequences):
-        if not sequence.seq_q:
-            continue
-        at = 0 if packed_q else b
-        rows = slice(sequence.first_q, sequence.first_q + sequence.seq_q)
-        span = slice(sequence.seen_begin, sequence.seen_end)
-        some_k, some_v, held = _gather(xp, k, v, sequence, b, packed_k, page_table is not None, rows_k)
-        offset = xp.arange(span.start, span.stop)[None, :] - xp.asarray(sequence.positions)[:, None]
-        seen = ((offset >= -left) & (offset <= right) & xp.asarray(held)[None, :])[None, None]
+    shape = (batch, heads, rows_q, keys)
+    bias, mask = (None if x is None else xp.broadcast_to(xp.asarray(x), shape) for x in (o.bias, o.mask))
+    slopes = None if o.alibi is None else xp.broadcast_to(xp.asarray(o.alibi), (batch, heads))
+    for p in problems:
+        span, count = slice(p.sequence.seen_begin, p.sequence.seen_end), p.sequence.seq_q
+        offset = xp.arange(span.start, span.stop)[None, :] - xp.asarray(p.sequence.positions)[:, None]
+        seen = ((offset >= -left) & (offset <= right) & xp.asarray(p.held)[None, :])[None, None]
         if mask is not None:
-            seen = seen & (mask[b : b + 1, :, : sequence.seq_q, span] != 0)
-        added = None if bias is None else bias[b : b + 1, :, : sequence.seq_q, span]
+            seen = seen & (mask[p.b : p.b + 1, :, :count, span] != 0)
+        added = None if bias is None else bias[p.b : p.b + 1, :, :count, span]
         if slopes is not None:
-            slope = xp.where(xp.isfinite(slopes[b]), slopes[b], math.nan).astype(xp.float64)
+            slope = xp.where(xp.isfinite(slopes[p.b]), slopes[p.b], math.nan).astype(xp.float64)
             taken = xp.clip(slope[None, :, None, None] * xp.abs(offset)[None, None], -limit, limit)
             added = -taken if added is None else xp.where(added == -math.inf, -math.inf, added.astype(xp.float64) - taken)
         some_out, some_lse = compute(
-            q[at : at + 1, :, rows], some_k, some_v, scale=scale, softcap=softcap, bias=added, mask=seen, sinks=sinks, xp=xp,
-            **more,
+            q[p.at : p.at + 1, :, p.rows], p.k, p.v, scale=o.scale, softcap=o.softcap, bias=added, mask=seen, sinks=o.sinks,
+            xp=xp, **(more or {}),
         )  # fmt: skip
-        out[at, :, rows], lse[at, :, rows] = some_out[0], some_lse[0]
+        out[p.at, :, p.rows], lse[p.at, :, p.rows] = some_out[0], some_lse[0]
     if packed_q:
         return xp.swapaxes(out, 1, 2)[0], lse[0]
-    return (xp.swapaxes(out, 1, 2) if swapped else out), lse
+    return (xp.swapaxes(out, 1, 2) if o.layout == "bshd" else out), lse
 
 
 def _gather(xp, k, v, sequence, b, packed, paged, page_size):

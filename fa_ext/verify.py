@@ -155,7 +155,8 @@ def judge(out, lse, reference, plain, dtype, *, layout="bhsd", kernel=None, exem
 
 
 def verify(
-    q, k, v, *, out=None, return_lse=True, stream=None, kernel=None, batch_invariant=False, **options: Any
+    q, k, v, *, out=None, return_lse=True, workspace=None, check=None, stream=None, kernel=None, batch_invariant=False,
+    **options: Any,
 ) -> Report:  # fmt: skip
     """Runs ``fa_ext.attention`` with these arguments on outputs poisoned with NaN, and judges it against float64.
 
@@ -169,8 +170,9 @@ def verify(
     asked = reference.Options(**options)
     layout = asked.layout
     call: dict[str, Any] = dict(
-        options, return_lse=return_lse, stream=stream, kernel=kernel, batch_invariant=batch_invariant
-    )
+        options, return_lse=return_lse, workspace=workspace, check=check, stream=stream, kernel=kernel,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     ran, _ = fa_ext.explain(q, k, v, **call, out=out)
     if ran is None:
         fa_ext.attention(q, k, v, **call, out=out)  # raises: no row takes the call, or the forced one does not
@@ -186,15 +188,27 @@ def verify(
     got, lse = result if isinstance(result, tuple) else (result, None)
     got, lse = fa_ext.to_numpy(got), None if lse is None else fa_ext.to_numpy(lse)
 
-    large = 2 * host[0].size * host[1].shape[1 if layout == "bshd" else 2] > _WORTH_A_DEVICE
+    packed, sequences = host[0].ndim == 3, asked.sequences(host[0], host[1])
+    large = not sequences and 2 * host[0].size * host[1].shape[1 if layout == "bshd" else 2] > _WORTH_A_DEVICE
     xp = sys.modules.get("cupy", numpy) if device is not None and large else numpy
     if xp is not numpy:
         host = [_upload(xp, x) for x in host]
         asked = asked.converted(lambda x: _upload(xp, x))
         got, lse = _upload(xp, got), None if lse is None else xp.asarray(lse)
     truth = reference.attention(host[0], host[1], host[2], **vars(asked), xp=xp)
-    ordinary = reference.plain(host[0], host[1], host[2], **vars(asked), xp=xp, dtype=dtype)
-    exempt = None if ran == "cpu_ref" else spread(host[1], host[2], truth[0], layout, asked.causal, asked.window)
+    ordinary = reference.plain(host[0], host[1], host[2], **vars(asked), xp=xp, dtype=dtype, out_dtype=got.dtype.name)
+    if ran == "cpu_ref":
+        exempt = None
+    elif sequences:
+        from . import reference_serving
+
+        exempt = reference_serving.spread(host[0], host[1], host[2], truth[0], **vars(asked))
+    else:
+        exempt = spread(host[1], host[2], truth[0], layout, asked.causal, asked.window)
+    if packed:  # one batch entry of (T, H, Dv)
+        truth, ordinary = tuple(x[None] for x in truth), tuple(x[None] for x in ordinary)
+        got, lse, exempt = (None if x is None else x[None] for x in (got, lse, exempt))
+        layout = "bshd"
     return judge(got, lse, truth, ordinary, dtype, layout=layout, kernel=ran, exempt=exempt)
 
 
@@ -264,9 +278,9 @@ def _poisoned_outputs(host, layout, device, return_lse):
     import fa_ext
 
     q, _, v = host
-    heads, seq_q = q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1])
-    out = numpy.full((*q.shape[:3], v.shape[3]), numpy.nan, q.dtype)
-    lse = numpy.full((q.shape[0], heads, seq_q), numpy.nan, "f8" if q.dtype == numpy.float64 else "f4")
+    rows = q.shape[1::-1] if q.ndim == 3 else q.shape[:3] if layout == "bhsd" else (q.shape[0], q.shape[2], q.shape[1])
+    out = numpy.full((*q.shape[:-1], v.shape[-1]), numpy.nan, q.dtype)
+    lse = numpy.full(rows, numpy.nan, "f8" if q.dtype == numpy.float64 else "f4")
     if device is not None:
         out, lse = fa_ext.to_device(out, device=device), fa_ext.to_device(lse, device=device)
     return (out, lse) if return_lse else out
@@ -283,8 +297,9 @@ def _poison(out, host, layout, device, stream):
             array[...] = float("nan")
         return
     q, k, v = host
-    axis = 1 if layout == "bshd" else 2
-    one_key = [numpy.zeros([1 if n == axis else size for n, size in enumerate(x.shape)], x.dtype) for x in (k, v)]
+    heads_kv = k.shape[2 if layout == "bshd" and k.ndim == 4 else 1]
+    shapes = [(q.shape[0], heads_kv, 1, x.shape[-1]) for x in (k, v)]  # for q of three axes one sequence a row
+    one_key = [numpy.zeros((n, 1, h, d) if layout == "bshd" else (n, h, 1, d), q.dtype) for n, h, _, d in shapes]
     nan = [numpy.full(q.shape, numpy.nan, q.dtype), *one_key]
     if device is not None:
         nan = [fa_ext.to_device(x, device=device) for x in nan]

@@ -1,0 +1,360 @@
+"""Sequences of any length in padded, packed and paged storage, on every kernel that takes them: against float64, bit for bit
+between storages and batches, with garbage wherever nobody may look, and with bad contents of the index arrays."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+import fa_ext
+import rows
+import serving_cases
+from fa_ext import reference_serving
+from operands import BFLOAT16, place
+from serving_cases import CACHES, INT_MAX, INT_MIN, K_STORAGE, Q_STORAGE, ServingCase
+
+SLOWEST = {"cpu_ref": 3e6}  # multiplications of a case that it is held to
+PLAIN = ServingCase()
+
+
+def _takes(kernel):
+    if rows.device_of(kernel) == "cpu":
+        return True
+    inputs = ServingCase(dtype="float16", head_dim=64, head_dim_v=64).arguments()
+    from devices import DEVICES
+
+    answer, _, _ = fa_ext._core.answers(**inputs, device=DEVICES["h200"])[kernel]
+    return answer in ("takes", "declines")
+
+
+KERNELS = [kernel for kernel in fa_ext.kernels() if _takes(kernel)]
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    if rows.device_of(request.param) == "cuda" and rows.no_device():
+        pytest.skip(rows.no_device())
+    return request.param
+
+
+def library(kernel):
+    return "numpy" if rows.device_of(kernel) == "cpu" else "torch" if rows.has("torch") else "cupy"
+
+
+def on(kernel, arguments):
+    def put(x):
+        if isinstance(x, tuple) and any(isinstance(y, np.ndarray) for y in x):
+            return tuple(put(y) for y in x)
+        return place(x, library(kernel)) if isinstance(x, np.ndarray) else x
+
+    return {name: put(x) for name, x in arguments.items()}
+
+
+def attend(kernel, arguments, **options):
+    """(out, lse) on the host, from outputs that were poisoned."""
+    q, v = arguments["q"], arguments["v"]
+    heads_first = q.ndim == 4 and arguments.get("layout") != "bshd"
+    shape = q.shape[1::-1] if q.ndim == 3 else q.shape[:3] if heads_first else (q.shape[0], q.shape[2], q.shape[1])
+    out = place(np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype), library(kernel))
+    lse = place(np.full(shape, np.nan, "f8" if q.dtype == np.float64 else "f4"), library(kernel))
+    fa_ext.attention(**on(kernel, arguments), out=(out, lse), kernel=kernel, **options)
+    return rows.to_host(out), rows.to_host(lse)
+
+
+def skip_slow(case, kernel):
+    if case.dtype == "bfloat16" and BFLOAT16 is None:
+        pytest.skip("bfloat16 needs ml_dtypes")
+    if case.dtype == "float64" and rows.device_of(kernel) == "cuda":
+        pytest.skip("float64 runs on the CPU")
+    work = sum(a * b for a, b in zip(case.n_q, case.n_k)) * case.heads * case.head_dim
+    if work > SLOWEST.get(kernel, 1e12):
+        pytest.skip("slow here; smaller cases hold it")
+
+
+def parts_of(case, arguments, out, lse):
+    """[(out, lse)] of each sequence, (n_q, H, Dv) and (n_q, H), out of a result in whatever storage."""
+    found = []
+    for b, n in enumerate(case.n_q):
+        if arguments["q"].ndim == 3:
+            first = b if case.q == "one" else int(arguments["cu_seqlens_q"][b])
+            found.append((out[first : first + n], lse[:, first : first + n].T))
+        else:
+            mine = out[b] if case.layout == "bshd" else out[b].swapaxes(0, 1)
+            found.append((mine[:n], lse[b, :, :n].T))
+    return found
+
+
+def same_bits(a, b):
+    return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+
+
+# ---- what is computed ----
+
+
+@pytest.mark.parametrize("case", [*serving_cases.grid(), *serving_cases.lengths()], ids=str)
+def test_against_float64(case, kernel):
+    skip_slow(case, kernel)
+    report = fa_ext.verify(**on(kernel, case.arguments()), kernel=kernel)
+    assert report, report
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_sequences(seed, kernel):
+    for case in serving_cases.random_cases(25, seed + 100):
+        if case.dtype == "float64" and rows.device_of(kernel) == "cuda":
+            continue
+        report = fa_ext.verify(**on(kernel, case.arguments()), kernel=kernel)
+        assert report, f"{case}\n{report}"
+
+
+@pytest.mark.parametrize("storage", ["padded", "paged"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_bias_and_mask_with_padded_queries(storage, layout, kernel):
+    case = ServingCase(q="padded", k=storage, layout=layout, causal="bottom_right")
+    arguments = case.arguments()
+    q, k = arguments["q"], arguments["k"]
+    axis = 1 if layout == "bshd" else 2
+    keys = k.shape[axis] * (arguments["page_table"].shape[1] if storage == "paged" else 1)
+    rng = np.random.default_rng(0)
+    bias = rng.standard_normal((len(case.n_q), 1, q.shape[axis], keys)).astype(np.float32)
+    for extra in ({"bias": bias}, {"mask": bias > -0.5}, {"bias": bias, "mask": bias > -0.5}):
+        report = fa_ext.verify(**on(kernel, arguments | extra), kernel=kernel)
+        assert report, report
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_float32_out_is_not_rounded(dtype, kernel):
+    case = ServingCase(dtype=dtype, head_dim=64, head_dim_v=64)
+    skip_slow(case, kernel)
+    dense = {"q": np.stack([case.values()[1][1]] * 2), "k": np.stack([case.values()[1][1]] * 2), "v": np.stack([case.values()[1][2]] * 2)}
+    for arguments in (case.arguments(), dense | {"layout": "bshd"}):
+        out = place(np.full((*arguments["q"].shape[:-1], 64), np.nan, np.float32), library(kernel))
+        report = fa_ext.verify(**on(kernel, arguments), out=out, return_lse=False, kernel=kernel)
+        assert report, report
+        wide = rows.to_host(out)
+        narrow = rows.to_host(fa_ext.attention(**on(kernel, arguments), kernel=kernel))
+        assert (wide.astype(narrow.dtype) == narrow).all() and (wide != narrow.astype(np.float32)).any()
+
+
+# ---- bits ----
+
+
+STORES = [c for c in itertools.product(Q_STORAGE, K_STORAGE) if c[0] != "one"]
+
+
+def test_a_sequence_has_the_same_bits_in_every_storage(kernel):
+    base = ServingCase((1, 3, 0, 70, 17), (5, 133, 4, 97, 300), 4, 2, 64, dtype="float16", causal="bottom_right", seed=3)
+    values, wanted = base.values(), None
+    stores = [dict(q=q, k=k, layout=layout) for (q, k), layout in itertools.product(STORES, ("bshd", "bhsd"))]
+    stores += [dict(page_size=size) for size in (1, 2, 3, 5, 7, 8, 24, 64, 100, 128, 256, 544)]
+    stores += [dict(cache=cache, layout=layout) for cache, layout in itertools.product(CACHES, ("bshd", "bhsd"))]
+    stores += [dict(slack=slack) for slack in (0, 1, 40)]
+    for store in stores:
+        case = dataclasses.replace(base, **store)
+        arguments = case.arguments(values)
+        parts = [x for pair in parts_of(case, arguments, *attend(kernel, arguments)) for x in pair]
+        wanted = wanted or parts
+        assert same_bits(parts, wanted), case
+
+
+def test_a_sequence_has_the_same_bits_in_every_batch(kernel):
+    rng = np.random.default_rng(5)
+    base = ServingCase((2, 9, 1, 40), (50, 9, 200, 333), 4, 1, 64, dtype="bfloat16" if BFLOAT16 else "float16", causal="bottom_right")
+    values = base.values()
+    alone = []
+    for b in range(4):
+        case = dataclasses.replace(base, n_q=base.n_q[b : b + 1], n_k=base.n_k[b : b + 1])
+        arguments = case.arguments(values[b : b + 1])
+        alone.append(parts_of(case, arguments, *attend(kernel, arguments))[0])
+    for _ in range(20):
+        order = rng.integers(0, 4, rng.integers(1, 9))
+        case = dataclasses.replace(base, n_q=tuple(base.n_q[b] for b in order), n_k=tuple(base.n_k[b] for b in order))
+        arguments = case.arguments([values[b] for b in order])
+        parts = parts_of(case, arguments, *attend(kernel, arguments))
+        assert all(same_bits(parts[n], alone[b]) for n, b in enumerate(order))
+
+
+def test_batch_invariant_is_accepted_and_changes_nothing(kernel):
+    arguments = PLAIN.arguments()
+    assert same_bits(attend(kernel, arguments), attend(kernel, arguments, batch_invariant=True))
+
+
+def test_parts_of_the_keys_merge_to_the_whole(kernel):
+    case = ServingCase((1, 3, 2, 7), (90, 33, 64, 7), causal="bottom_right", alibi="heads", window=(40, None))
+    arguments = case.arguments()
+    cut = np.array([50, 0, 64, 3], np.int32)
+    halves = [attend(kernel, arguments | {"k_range": side}) for side in ((None, cut), (cut, None))]
+    out, lse = fa_ext.merge([x[0] for x in halves], [x[1] for x in halves])
+    whole = attend(kernel, arguments)
+    np.testing.assert_allclose(out, whole[0], atol=1e-5)
+    np.testing.assert_allclose(lse, whole[1], atol=1e-5)
+
+
+# ---- what nobody may look at ----
+
+
+def test_garbage_around_the_sequences_changes_no_bit(kernel):
+    case = ServingCase((1, 3, 0, 7), (5, 33, 0, 20), causal="bottom_right", slack=5)
+    clean = case.arguments()
+    for name in ("k", "v"):
+        clean[name] = np.nan_to_num(clean[name], nan=0.25)
+    wanted = attend(kernel, clean)
+    rng = np.random.default_rng(0)
+    for fill in (np.nan, np.inf, -np.inf, 1e30):
+        arguments = case.arguments()
+        for name in ("k", "v"):
+            arguments[name][np.isnan(arguments[name])] = fill
+        needed = -(-np.array(case.n_k) // case.page_size)
+        tail = np.arange(arguments["page_table"].shape[1])[None] >= needed[:, None]
+        arguments["page_table"][tail] = rng.choice([INT_MIN, INT_MAX, -1, 0], tail.sum())
+        assert same_bits(attend(kernel, arguments, check=True if library(kernel) == "numpy" else None), wanted)
+
+
+def test_pages_before_the_window_and_outside_the_range_are_not_looked_up(kernel):
+    case = ServingCase((2, 1), (100, 90), page_size=8, causal="bottom_right", window=(20, 0), slack=0)
+    wanted = attend(kernel, case.arguments())
+    arguments = case.arguments()
+    arguments["page_table"][0, : (100 - 2 - 20) // 8] = INT_MAX
+    arguments["page_table"][1, : (90 - 1 - 20) // 8] = -1
+    options = {"check": True} if library(kernel) == "numpy" else {}
+    assert same_bits(attend(kernel, arguments, **options), wanted)
+    begin, end = np.array([40, 24], np.int32), np.array([56, 60], np.int32)
+    case = dataclasses.replace(case, window=None)
+    wanted = attend(kernel, case.arguments() | {"k_range": (begin, end)})
+    arguments = case.arguments() | {"k_range": (begin, end)}
+    arguments["page_table"][0, :5], arguments["page_table"][0, 7:] = INT_MIN, 99999
+    arguments["page_table"][1, :3], arguments["page_table"][1, 8:] = -7, 12345678
+    assert same_bits(attend(kernel, arguments, **options), wanted)
+
+
+def test_the_table_may_be_a_slice_of_a_wider_one(kernel):
+    arguments = PLAIN.arguments()
+    wanted = attend(kernel, arguments)
+    wide = np.full((len(PLAIN.n_q), arguments["page_table"].shape[1] + 9), INT_MIN, np.int32)
+    wide[:, 4 : 4 + arguments["page_table"].shape[1]] = arguments["page_table"]
+    narrow = place(wide, library(kernel))[:, 4 : 4 + arguments["page_table"].shape[1]]
+    got = fa_ext.attention(**on(kernel, arguments) | {"page_table": narrow}, return_lse=True, kernel=kernel)
+    assert same_bits([rows.to_host(x) for x in got], wanted)
+
+
+def test_nan_stays_in_its_sequence(kernel):
+    case = ServingCase((3, 4, 5), (30, 40, 50))
+    values = case.values()
+    wanted = parts_of(case, case.arguments(values), *attend(kernel, case.arguments(values)))
+    values[1][1][:] = np.nan
+    values[1][2][:] = np.inf
+    got = parts_of(case, case.arguments(values), *attend(kernel, case.arguments(values)))
+    assert np.isnan(got[1][0]).all() and same_bits(got[0], wanted[0]) and same_bits(got[2], wanted[2])
+
+
+# ---- bad contents ----
+
+
+def broken_ones():
+    """(name, arguments' change, [(kind, count, sequence, index, value)])"""
+    packed = ServingCase((2, 3, 1, 4), (20, 40, 9, 17), k="packed", slack=0)
+
+    def change(name, at, value):
+        def apply(arguments):
+            arguments[name] = arguments[name].copy()
+            arguments[name][at] = value
+
+        return apply
+
+    yield "length below", PLAIN, change("seqlens_k", 1, -5), [("length", 1, 1, 1, -5)]
+    yield "length above", PLAIN, change("seqlens_k", 0, INT_MAX), None
+    yield "queries above", dataclasses.replace(PLAIN, q="padded"), change("seqlens_q", 3, 99), [("length", 1, 3, 0, 99)]
+    yield "starts fall", packed, change("cu_seqlens_q", 2, 1), [("cu_seqlens", 1, 2, 0, 1)]
+    yield "starts below 0", packed, change("cu_seqlens_q", 0, -1), [("cu_seqlens", 1, 0, 0, -1)]
+    yield "starts of keys above", packed, change("cu_seqlens_k", 2, INT_MAX), None
+    yield "page below", PLAIN, change("page_table", (1, 0), -1), [("page", 1, 1, 0, -1)]
+    yield "page above", PLAIN, change("page_table", (1, 2), INT_MAX), [("page", 1, 1, 2, INT_MAX)]
+    yield "all pages", PLAIN, change("page_table", slice(None), INT_MIN), None
+
+
+BROKEN = list(broken_ones())
+
+
+@pytest.mark.parametrize(("name", "case", "change", "faults"), BROKEN, ids=[x[0] for x in BROKEN])
+def test_bad_contents_are_counted_and_hide_what_they_reach(name, case, change, faults, kernel):
+    arguments = case.arguments()
+    wanted = parts_of(case, arguments, *attend(kernel, arguments))
+    change(arguments)
+    device = None if library(kernel) == "numpy" else 0
+    q, v = arguments["q"], arguments["v"]
+    out = place(np.full((*q.shape[:-1], v.shape[-1]), 7, q.dtype), library(kernel))
+    with pytest.raises(ValueError, match="such in all"):
+        fa_ext.attention(**on(kernel, arguments), out=out, check=True, kernel=kernel)
+    assert (rows.to_host(out) == 7).all()
+    fa_ext.faults(device)
+    report = fa_ext.verify(**on(kernel, arguments), check=False, kernel=kernel)
+    assert report, report
+    met = fa_ext.faults(device, clear=False)
+    assert met == fa_ext.faults(device) and fa_ext.faults(device) == [] and len(met) >= 1
+    if faults:
+        assert met == faults
+    if name in ("length below", "page below", "page above"):
+        got = parts_of(case, arguments, *attend(kernel, arguments, check=False))
+        assert all(same_bits(a, b) for n, (a, b) in enumerate(zip(got, wanted)) if n != 1)
+    fa_ext.faults(device)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_contents_at_all(seed, kernel):
+    """Index arrays of noise: what the reference makes of them, and never a crash."""
+    rng = np.random.default_rng(seed)
+    for case in serving_cases.random_cases(40, seed + 50, longest=60):
+        if case.dtype in ("float64", "bfloat16"):
+            case = dataclasses.replace(case, dtype="float16")
+        arguments = case.arguments()
+        for name in ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table"):
+            if name in arguments:
+                x = arguments[name]
+                noise = rng.choice([-1, 0, 1, 5, 30, INT_MIN, INT_MAX, 2**30], x.shape).astype(np.int32)
+                arguments[name] = np.where(rng.random(x.shape) < 0.3, noise, x).astype(np.int32)
+        for name in "qkv":
+            arguments[name] = np.nan_to_num(arguments[name], nan=0.5)
+        report = fa_ext.verify(**on(kernel, arguments), check=False, kernel=kernel)
+        assert report, f"{case}\n{report}"
+    fa_ext.faults(None)
+
+
+def test_faults_are_the_references(kernel):
+    if library(kernel) != "numpy":
+        pytest.skip("a device may count a fault more than once")
+    rng = np.random.default_rng(1)
+    fa_ext.faults(None)
+    for case in serving_cases.random_cases(60, 9, longest=60):
+        if not case.n_q:
+            continue
+        arguments = case.arguments()
+        for name in ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table"):
+            if name in arguments:
+                x = arguments[name]
+                arguments[name] = np.where(rng.random(x.shape) < 0.2, rng.choice([-3, 40, INT_MAX], x.shape), x).astype(np.int32)
+        q, k = arguments["q"], arguments["k"]
+        given = {n: arguments.get(n) for n in ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "k_range", "positions", "causal", "window")}
+        rows_of = lambda x: x.shape[0] if x.ndim == 3 else x.shape[1 if case.layout == "bshd" else 2]  # noqa: E731
+        _, faults = reference_serving.resolve(
+            len(case.n_q), rows_of(q), rows_of(k), **given | {"causal": given["causal"] or False}, page_size=rows_of(k),
+            pages=len(k), one_each=case.q == "one",
+        )  # fmt: skip
+        fa_ext.attention(**arguments, check=False, kernel=kernel)
+        wanted = {}
+        for fault in faults:
+            count, first = wanted.get(fault.kind, (0, fault))
+            wanted[fault.kind] = count + 1, first
+        met = {kind: (count, where) for kind, count, *where in fa_ext.faults(None)}
+        assert {kind: count for kind, (count, _) in met.items()} == {kind: count for kind, (count, _) in wanted.items()}, case
+        for kind, (_, first) in wanted.items():
+            if kind != "cu_seqlens":  # q's and k's are met in another order
+                assert met[kind][1] == [first.sequence, first.index, first.value], case
+
+
+def test_faults_arguments():
+    with pytest.raises(TypeError, match="device has type str"):
+        fa_ext.faults("cpu")
+    with pytest.raises(TypeError, match="clear has type int"):
+        fa_ext.faults(None, clear=1)
+    assert fa_ext.faults(device=None) == []
