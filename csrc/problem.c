@@ -272,6 +272,7 @@ static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *p
     FA_TRY(check_qkv("q", request->q, request, dense, status));
     FA_TRY(check_qkv("k", request->k, request, dense, status));
     FA_TRY(check_qkv("v", request->v, request, dense, status));
+    if (sequences) FA_TRY(fa_sequences_check(request, status));
     FA_TRY(check_sizes(request, sequences, p, status));
     if (sequences) FA_TRY(fa_sequences_build(request, problem, status));
     FA_TRY(check_options(request, sequences, p, status));

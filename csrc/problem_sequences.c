@@ -149,13 +149,16 @@ static fa_code read_positions(const fa_request *request, fa_problem *problem, fa
     return FA_OK;
 }
 
+fa_code fa_sequences_check(const fa_request *request, fa_status *status) {
+    FA_TRY(check_storage(request, status));
+    return check_meaning(request, status);
+}
+
 fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_status *status) {
     const fa_indices *x = &request->indices;
     const fa_view *q = request->q;
     fa_forward *p = &problem->forward;
     fa_sequences *s = &problem->sequences;
-    FA_TRY(check_storage(request, status));
-    FA_TRY(check_meaning(request, status));
     FA_TRY(count_batch(request, &p->batch, status));
     s->given = true;
     s->packed_q = q->ndim == 3;

@@ -8,7 +8,10 @@
 /* Whether a request says more than dense arrays do. */
 bool fa_sequences_given(const fa_request *request);
 
-/* Validates what concerns sequences and fills problem->sequences, and of its forward batch and seq_k. q, k and v have
+/* Refuses arguments that contradict each other, or the axes of q, k and v. */
+fa_code fa_sequences_check(const fa_request *request, fa_status *status);
+
+/* Validates what else concerns sequences and fills problem->sequences, and of its forward batch and seq_k. q, k and v have
  * been held against each other. */
 fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_status *status);
 
