@@ -167,7 +167,7 @@ PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t c
     fa_code code;
     const char *accepted = "an int >= 1, then attention()'s arguments";
     b.plan = &plan;
-    fa_call_begin(call, b.attention.array);
+    fa_call_begin(call, NULL); /* nothing is read yet */
     code = count > 0 ? fa_read_index("count", args[0], 1, LONG_MAX, accepted, &b.count, &status)
                      : fa_fail(&status, FA_EVALUE, "count is missing; accepted: %s", accepted);
     if (code != FA_OK) goto done;

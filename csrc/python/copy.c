@@ -61,7 +61,7 @@ done:
     return fa_raise(state, &status);
 }
 
-/* Scatters what was copied: the elements of `view`, read at `from`, to C-contiguous memory. */
+/* Gathers what was copied: the elements of `view`, read at `from`, to C-contiguous memory. */
 static char *pack(const fa_view *view, int axis, const char *from, char *to) {
     const size_t size = fa_item_size(view->dtype);
     if (axis == view->ndim) {
