@@ -136,6 +136,7 @@ static fa_code read_options(const fa_ext_options *given, fa_options *options, fa
     options->window_right = read.given & FA_EXT_WINDOW_RIGHT ? read.window_right : FA_UNBOUNDED;
     options->causal = (fa_causal)read.causal;
     options->layout = (fa_layout)read.layout;
+    options->has_layout = true;
     options->batch_invariant = read.batch_invariant != 0;
     return FA_OK;
 }
@@ -149,17 +150,22 @@ static fa_code plan_call(call *c, fa_status *status) {
 
 static fa_code prepare_forward(const void *arguments, call *c, fa_status *status) {
     fa_ext_forward given;
-    fa_request request;
-    fa_view views[8];
+    fa_request request = {0};
+    fa_view views[9];
     FA_TRY(READ_STRUCT(fa_ext_forward, arguments, &given, status));
-    const slot slots[8] = {
-        {"q", given.q, &request.q, true, false},           {"k", given.k, &request.k, true, false},
-        {"v", given.v, &request.v, true, false},           {"bias", given.bias, &request.bias, false, false},
-        {"mask", given.mask, &request.mask, false, false}, {"sinks", given.sinks, &request.sinks, false, false},
-        {"out", given.out, &request.out, true, true},      {"lse", given.lse, &request.lse, false, true},
+    const slot slots[9] = {
+        {"q", given.q, &request.q, true, false},
+        {"k", given.k, &request.k, true, false},
+        {"v", given.v, &request.v, true, false},
+        {"bias", given.bias, &request.bias, false, false},
+        {"mask", given.mask, &request.mask, false, false},
+        {"sinks", given.sinks, &request.sinks, false, false},
+        {"alibi", given.alibi, &request.alibi, false, false},
+        {"out", given.out, &request.out, true, true},
+        {"lse", given.lse, &request.lse, false, true},
     };
     FA_TRY(read_options(given.options, &request.options, status));
-    FA_TRY(read_arrays(slots, 8, c, views, status));
+    FA_TRY(read_arrays(slots, 9, c, views, status));
     return fa_dispatch(atomic_load(&shared), &request, c->forced, &c->problem, &c->info, &c->plan, status);
 }
 
@@ -167,9 +173,9 @@ static fa_code prepare_backward(const void *arguments, call *c, fa_status *statu
     fa_ext_backward given;
     fa_backward_request request = {0};
     fa_request *forward = &request.forward;
-    fa_view views[15];
+    fa_view views[16];
     FA_TRY(READ_STRUCT(fa_ext_backward, arguments, &given, status));
-    const slot slots[15] = {
+    const slot slots[16] = {
         {"q", given.q, &forward->q, true, false},
         {"k", given.k, &forward->k, true, false},
         {"v", given.v, &forward->v, true, false},
@@ -180,6 +186,7 @@ static fa_code prepare_backward(const void *arguments, call *c, fa_status *statu
         {"bias", given.bias, &forward->bias, false, false},
         {"mask", given.mask, &forward->mask, false, false},
         {"sinks", given.sinks, &forward->sinks, false, false},
+        {"alibi", given.alibi, &forward->alibi, false, false},
         {"dq", given.dq, &request.grad[FA_GRAD_Q], false, true},
         {"dk", given.dk, &request.grad[FA_GRAD_K], false, true},
         {"dv", given.dv, &request.grad[FA_GRAD_V], false, true},
@@ -187,7 +194,7 @@ static fa_code prepare_backward(const void *arguments, call *c, fa_status *statu
         {"dsinks", given.dsinks, &request.grad[FA_GRAD_SINKS], false, true},
     };
     FA_TRY(read_options(given.options, &forward->options, status));
-    FA_TRY(read_arrays(slots, 15, c, views, status));
+    FA_TRY(read_arrays(slots, 16, c, views, status));
     for (int n = 0; n < FA_GRAD_COUNT; n++) request.wants |= request.grad[n] ? 1u << n : 0;
     if (!request.wants)
         return fa_fail(status, FA_EVALUE, "dq, dk, dv, dbias and dsinks are NULL; accepted: at least one array");

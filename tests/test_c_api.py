@@ -197,7 +197,7 @@ def test_workspace_says_what_is_wrong(client, simple):
     [
         ("ndim", 17, EVALUE, "k.ndim is 17; accepted: 0 to 16"),
         ("ndim", -1, EVALUE, "k.ndim is -1; accepted: 0 to 16"),
-        ("ndim", 3, EVALUE, "k has 3 dimensions"),
+        ("ndim", 3, EVALUE, "k has shape (2, 2, 133) and there is no cu_seqlens_k"),
         ("dtype", 0, ETYPE, "k.dtype is 0"),
         ("dtype", 6, ETYPE, "k.dtype is 6"),
         ("dtype", 4, ETYPE, "k has dtype float64, but q has float32"),

@@ -46,7 +46,16 @@ static fa_code read_all(PyObject *arrays, int count, int device, fa_view *views,
 
 static fa_code ask(bool backward, const fa_ext_array **a, const fa_ext_options *options, int unordered,
                    const char *kernel, size_t *bytes, fa_status *status) {
-    const fa_ext_forward forward = {sizeof forward, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], options};
+    const fa_ext_forward forward = {.size = sizeof forward,
+                                    .q = a[0],
+                                    .k = a[1],
+                                    .v = a[2],
+                                    .bias = a[3],
+                                    .mask = a[4],
+                                    .sinks = a[5],
+                                    .out = a[6],
+                                    .lse = a[7],
+                                    .options = options};
     const fa_ext_run run = {.size = sizeof run,
                             .kernel = *kernel ? kernel : NULL,
                             .message = status->message,
