@@ -160,9 +160,9 @@ static fa_code prepare_forward(const void *arguments, call *c, fa_status *status
         {"bias", given.bias, &request.bias, false, false},
         {"mask", given.mask, &request.mask, false, false},
         {"sinks", given.sinks, &request.sinks, false, false},
-        {"alibi", given.alibi, &request.alibi, false, false},
         {"out", given.out, &request.out, true, true},
         {"lse", given.lse, &request.lse, false, true},
+        {"alibi", given.alibi, &request.alibi, false, false},
     };
     FA_TRY(read_options(given.options, &request.options, status));
     FA_TRY(read_arrays(slots, 9, c, views, status));
@@ -186,12 +186,12 @@ static fa_code prepare_backward(const void *arguments, call *c, fa_status *statu
         {"bias", given.bias, &forward->bias, false, false},
         {"mask", given.mask, &forward->mask, false, false},
         {"sinks", given.sinks, &forward->sinks, false, false},
-        {"alibi", given.alibi, &forward->alibi, false, false},
         {"dq", given.dq, &request.grad[FA_GRAD_Q], false, true},
         {"dk", given.dk, &request.grad[FA_GRAD_K], false, true},
         {"dv", given.dv, &request.grad[FA_GRAD_V], false, true},
         {"dbias", given.dbias, &request.grad[FA_GRAD_BIAS], false, true},
         {"dsinks", given.dsinks, &request.grad[FA_GRAD_SINKS], false, true},
+        {"alibi", given.alibi, &forward->alibi, false, false},
     };
     FA_TRY(read_options(given.options, &forward->options, status));
     FA_TRY(read_arrays(slots, 16, c, views, status));

@@ -18,9 +18,9 @@ LANGUAGES = {"c": ("gcc", "-std=c11"), "c++": ("g++", "-std=c++17")}
 OPERATIONS = {"forward": 0, "backward": 1, "merge": 2}
 DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4, "bool": 5}
 CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
-FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi", "out", "lse")
+FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "out", "lse", "alibi")
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dlse", "bias", "mask", "sinks", "alibi", *GRADIENTS)
+BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dlse", "bias", "mask", "sinks", *GRADIENTS, "alibi")
 
 
 class Array(ctypes.Structure):

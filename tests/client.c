@@ -12,19 +12,20 @@
 
 /* ---- calls with arrays that Python made: it holds the results against its own interface ---- */
 
-/* q, k, v, bias, mask, sinks, alibi, out, lse */
+/* q, k, v, bias, mask, sinks, out, lse, alibi */
 static fa_ext_forward forward_of(const fa_ext_array *const *arrays, const fa_ext_options *options) {
     fa_ext_forward call;
     memset(&call, 0, sizeof call);
     call.size = sizeof call;
     call.q = arrays[0], call.k = arrays[1], call.v = arrays[2];
     call.bias = arrays[3], call.mask = arrays[4], call.sinks = arrays[5];
-    call.alibi = arrays[6], call.out = arrays[7], call.lse = arrays[8];
+    call.out = arrays[6], call.lse = arrays[7];
+    call.alibi = arrays[8];
     call.options = options;
     return call;
 }
 
-/* dout, q, k, v, out, lse, dlse, bias, mask, sinks, alibi, dq, dk, dv, dbias, dsinks; flags: 1 accumulate, 2 unordered
+/* dout, q, k, v, out, lse, dlse, bias, mask, sinks, dq, dk, dv, dbias, dsinks, alibi; flags: 1 accumulate, 2 unordered
  */
 static fa_ext_backward backward_of(const fa_ext_array *const *arrays, const fa_ext_options *options, int flags) {
     fa_ext_backward call;
@@ -33,8 +34,8 @@ static fa_ext_backward backward_of(const fa_ext_array *const *arrays, const fa_e
     call.dout = arrays[0], call.q = arrays[1], call.k = arrays[2], call.v = arrays[3];
     call.out = arrays[4], call.lse = arrays[5], call.dlse = arrays[6];
     call.bias = arrays[7], call.mask = arrays[8], call.sinks = arrays[9];
-    call.alibi = arrays[10], call.dq = arrays[11], call.dk = arrays[12], call.dv = arrays[13];
-    call.dbias = arrays[14], call.dsinks = arrays[15];
+    call.dq = arrays[10], call.dk = arrays[11], call.dv = arrays[12], call.dbias = arrays[13], call.dsinks = arrays[14];
+    call.alibi = arrays[15];
     call.options = options;
     call.accumulate = flags & 1;
     call.unordered = flags & 2;

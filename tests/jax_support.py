@@ -35,7 +35,7 @@ def split(problem: gradients.Problem):
     """({name: array that JAX differentiates by}, {other keyword arguments}) of fa_ext.jax.attention"""
     inputs = problem.inputs
     arrays = {name: inputs[name] for name in gradients.NAMES if name in inputs}
-    rest = {name: inputs[name] for name in ("mask", *OPTIONS) if name in inputs}
+    rest = {name: inputs[name] for name in ("mask", "alibi", *OPTIONS) if name in inputs}
     return arrays, rest
 
 

@@ -309,13 +309,13 @@ def described(*arrays):
 def test_workspace_of_the_cpu_is_what_the_plan_has():
     case = Case(2, 4, 2, 100, 133, 64, dtype="float32")
     inputs = case.host_inputs()
-    arrays = described(*(inputs[n] for n in "qkv"), None, None, None, inputs["q"], None)
+    arrays = described(*(inputs[n] for n in "qkv"), None, None, None, None, inputs["q"], None)
     options = (0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
     plan = _core.answers(**inputs)[fa_ext.explain(**inputs)[0]][2]
     assert _core.xla_workspace(False, -1, arrays, options, "") >= plan["workspace_bytes"] > 0
     with pytest.raises(ValueError, match="names no kernel of this build"):
         _core.xla_workspace(False, -1, arrays, options, "none")
-    with pytest.raises(ValueError, match="arrays has 7 items; accepted: 8"):
+    with pytest.raises(ValueError, match="arrays has 8 items; accepted: 9"):
         _core.xla_workspace(False, -1, arrays[1:], options, "")
     with pytest.raises(TypeError, match="dtype int32 is not accepted"):
         _core.xla_workspace(False, -1, (("int32", (1, 1, 1, 1)), *arrays[1:]), options, "")

@@ -31,7 +31,7 @@ def shapes_of(text, target):
 """
 
 BATCH_AND_HEADS = """
-arrays = arrays_of(batch=2, heads=4, heads_kv=2, bias={bias}, sinks={sinks}, layout={layout!r})
+arrays = arrays_of(batch=2, heads=4, heads_kv=2, bias={bias}, sinks={sinks}, alibi={alibi}, layout={layout!r})
 b, h = ("x", "y")
 whole = P(b, h) if {layout!r} == "bhsd" else P(b, None, h)
 specs = dict.fromkeys("qkv", whole)
@@ -41,6 +41,8 @@ if "bias" in arrays:
     specs["bias"] = P(*entries[4 - arrays["bias"].ndim:])
 if "sinks" in arrays:
     specs["sinks"] = P(h)
+if "alibi" in arrays:
+    specs["alibi"] = P(h) if arrays["alibi"].ndim == 1 else P(b, h)
 given = placed(arrays, specs)
 function = jax.value_and_grad(lambda a: loss(a, layout={layout!r}))
 run = compiled(function, given)
@@ -56,13 +58,20 @@ assert "all-gather" not in text, text
 """
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize(
-    "bias, sinks", [(None, False), ((2, 4, 5, 7), True), ((1, 4, 1, 7), False), ((2, 1, 5, 1), True), ((5, 7), False)]
-)
-def test_batch_and_heads_run_on_their_shards(bias, sinks, layout):
+SHARDED = [
+    (None, False, None, "bhsd"),
+    (None, True, (2, 4), "bshd"),
+    ((2, 4, 5, 7), True, (4,), "bhsd"),
+    ((1, 4, 1, 7), False, None, "bshd"),
+    ((2, 1, 5, 1), True, None, "bhsd"),
+    ((5, 7), False, (2, 4), "bhsd"),
+]
+
+
+@pytest.mark.parametrize("bias, sinks, alibi, layout", SHARDED)
+def test_batch_and_heads_run_on_their_shards(bias, sinks, alibi, layout):
     """No operand is gathered, and gradients that all shards share are summed."""
-    alone(COMMON + BATCH_AND_HEADS.format(bias=bias, sinks=sinks, layout=layout))
+    alone(COMMON + BATCH_AND_HEADS.format(bias=bias, sinks=sinks, alibi=alibi, layout=layout))
 
 
 ANY_AXIS = """

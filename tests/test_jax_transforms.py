@@ -15,7 +15,9 @@ from jax_support import wide  # noqa: E402
 NAMES = ("q", "k", "v", "bias", "sinks")
 
 
-def arrays_of(*lead, batch=2, heads=4, heads_kv=2, queries=5, keys=7, dim=8, bias=None, sinks=False, seed=0, layout="bhsd"):
+def arrays_of(
+    *lead, batch=2, heads=4, heads_kv=2, queries=5, keys=7, dim=8, bias=None, sinks=False, alibi=None, seed=0, layout="bhsd"
+):
     """{name: float32 array} with leading axes for vmap."""
     rng = np.random.default_rng(seed)
     shape = {"q": (batch, heads, queries, dim), "k": (batch, heads_kv, keys, dim), "v": (batch, heads_kv, keys, dim)}
@@ -25,6 +27,8 @@ def arrays_of(*lead, batch=2, heads=4, heads_kv=2, queries=5, keys=7, dim=8, bia
         shape["bias"] = bias
     if sinks:
         shape["sinks"] = (heads,)
+    if alibi:
+        shape["alibi"] = alibi
     return {n: rng.standard_normal((*lead, *s)).astype(np.float32) for n, s in shape.items()}
 
 
@@ -40,7 +44,7 @@ def exact(arrays, **options):
     found = exact_gradients(
         2 * out, **arrays, dlse=np.full_like(lse, 0.3), wrt=tuple(n for n in NAMES if n in arrays), dtype=None, **options
     )
-    return (out * out).sum() + 0.3 * lse.sum(), {n: found[n] for n in arrays}
+    return (out * out).sum() + 0.3 * lse.sum(), {n: found[n] for n in arrays if n in NAMES}
 
 
 def close(found, wanted, tolerance=2e-5):
@@ -71,6 +75,10 @@ MAPPED = [
     dict(mapped=("q", "k", "v", "bias"), bias=(7,), batch=1),
     dict(mapped=("k", "v"), bias=(1, 4, 5, 7), batch=1),
     dict(mapped="qkv", options=dict(layout="bshd", window=(2, 1))),
+    dict(mapped=("q", "k"), alibi=(4,)),
+    dict(mapped=("alibi",), alibi=(4,)),
+    dict(mapped=("q", "alibi"), alibi=(2, 4), sinks=True),
+    dict(mapped=("k", "v"), alibi=(2, 4), bias=(1, 4, 1, 7)),
 ]
 
 
@@ -107,7 +115,7 @@ def test_grad_of_vmap(given):
     mapped = jax.vmap(functools.partial(loss, **options), in_axes=(axes,))
     found = jax.jit(jax.grad(lambda a: mapped(a).sum()))(arrays)
     each = [exact(sliced(arrays, axes, n), **options)[1] for n in range(3)]
-    wanted = {name: np.stack([g[name] for g in each]) for name in arrays}
+    wanted = {name: np.stack([g[name] for g in each]) for name in each[0]}
     close(found, {n: x if axes[n] is not None else x.sum(0) for n, x in wanted.items()}, 5e-5)
 
 

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-enum { FORWARD_ARRAYS = 8, BACKWARD_ARRAYS = 15 };
+enum { FORWARD_ARRAYS = 9, BACKWARD_ARRAYS = 16 };
 
 /* (dtype, shape) of an array that need not be there; None: absent. */
 static fa_code read_described(PyObject *item, fa_view *view, fa_ext_array *array, fa_status *status) {
@@ -53,8 +53,9 @@ static fa_code ask(bool backward, const fa_ext_array **a, const fa_ext_options *
                                     .bias = a[3],
                                     .mask = a[4],
                                     .sinks = a[5],
-                                    .out = a[6],
-                                    .lse = a[7],
+                                    .alibi = a[6],
+                                    .out = a[7],
+                                    .lse = a[8],
                                     .options = options};
     const fa_ext_run run = {.size = sizeof run,
                             .kernel = *kernel ? kernel : NULL,
@@ -75,11 +76,12 @@ static fa_code ask(bool backward, const fa_ext_array **a, const fa_ext_options *
                                   .bias = a[7],
                                   .mask = a[8],
                                   .sinks = a[9],
-                                  .dq = a[10],
-                                  .dk = a[11],
-                                  .dv = a[12],
-                                  .dbias = a[13],
-                                  .dsinks = a[14],
+                                  .alibi = a[10],
+                                  .dq = a[11],
+                                  .dk = a[12],
+                                  .dv = a[13],
+                                  .dbias = a[14],
+                                  .dsinks = a[15],
                                   .options = options,
                                   .unordered = unordered};
     status->code = (fa_code)fa_capi.workspace(FA_EXT_BACKWARD, &call, &run, bytes);
@@ -91,9 +93,10 @@ PyDoc_STRVAR(
     "xla_workspace($module, backward, device, arrays, options, kernel, /)\n--\n\n"
     "Bytes of workspace that a custom call of fa_ext.jax needs on a CUDA device; on the CPU where that is -1.\n"
     "\n"
-    "`arrays` are (dtype, shape) or None where absent: q, k, v, bias, mask, sinks, out, lse; of the backward pass\n"
-    "q, k, v, out, lse, dout, dlse, bias, mask, sinks, dq, dk, dv, dbias, dsinks. `options` are the attributes\n"
-    "options_given, causal, layout, batch_invariant, scale, softcap, window_left, window_right, unordered.");
+    "`arrays` are (dtype, shape) or None where absent: q, k, v, bias, mask, sinks, alibi, out, lse; of the backward\n"
+    "pass q, k, v, out, lse, dout, dlse, bias, mask, sinks, alibi, dq, dk, dv, dbias, dsinks. `options` are\n"
+    "the attributes options_given, causal, layout, batch_invariant, scale, softcap, window_left, window_right,\n"
+    "unordered.");
 
 static PyObject *xla_workspace(PyObject *module, PyObject *args) {
     fa_state *state = PyModule_GetState(module);

@@ -392,7 +392,7 @@ FA_FUNCTIONS(FA_DECLARE)
 #undef FA_DECLARE
 PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 
-/* capsule.c: _C_API, xla_handlers, xla_workspace() */
+/* capsule.c: _C_API, xla_attention_cpu and the other handlers, xla_workspace() */
 int fa_capsules_add(PyObject *module, fa_context *context);
 
 /* copy.c */

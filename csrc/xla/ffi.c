@@ -7,7 +7,7 @@
 
 #include "capi.h"
 
-enum { INPUTS = 10, GRADIENTS = 5 };
+enum { INPUTS = 11, GRADIENTS = 5 };
 
 typedef struct frame_call {
     const xla_frame *frame;
@@ -133,14 +133,15 @@ static fa_code take_workspace(frame_call *c) {
 /* ---- the operations ---- */
 
 static fa_code run_forward(frame_call *c) {
-    fa_ext_array space[8];
+    fa_ext_array space[9];
     fa_ext_forward call = {.size = sizeof call, .options = &c->options};
-    const fa_ext_array **const inputs[6] = {&call.q, &call.k, &call.v, &call.bias, &call.mask, &call.sinks};
-    static const int optional[6] = {0, 0, 0, FA_XLA_BIAS, FA_XLA_MASK, FA_XLA_SINKS};
-    for (int n = 0; n < 6; n++)
+    const fa_ext_array **const inputs[7] = {&call.q,    &call.k,     &call.v,    &call.bias,
+                                            &call.mask, &call.sinks, &call.alibi};
+    static const int optional[7] = {0, 0, 0, FA_XLA_BIAS, FA_XLA_MASK, FA_XLA_SINKS, FA_XLA_ALIBI};
+    for (int n = 0; n < 7; n++)
         FA_TRY(take_array(c, !optional[n] || (c->given & optional[n]), false, &space[n], inputs[n]));
-    FA_TRY(take_array(c, true, true, &space[6], &call.out));
-    FA_TRY(take_array(c, c->frame->results.count == 3, true, &space[7], &call.lse));
+    FA_TRY(take_array(c, true, true, &space[7], &call.out));
+    FA_TRY(take_array(c, c->frame->results.count == 3, true, &space[8], &call.lse));
     FA_TRY(take_workspace(c));
     return (fa_code)fa_capi.forward(&call, &c->run);
 }
@@ -148,10 +149,11 @@ static fa_code run_forward(frame_call *c) {
 static fa_code run_backward(frame_call *c) {
     fa_ext_array space[INPUTS + GRADIENTS];
     fa_ext_backward call = {.size = sizeof call, .options = &c->options, .unordered = c->unordered};
-    const fa_ext_array **const inputs[INPUTS] = {&call.q,    &call.k,    &call.v,    &call.out,  &call.lse,
-                                                 &call.dout, &call.dlse, &call.bias, &call.mask, &call.sinks};
-    static const int optional[INPUTS] = {0,           0,           0,           0,           0,
-                                         FA_XLA_DOUT, FA_XLA_DLSE, FA_XLA_BIAS, FA_XLA_MASK, FA_XLA_SINKS};
+    const fa_ext_array **const inputs[INPUTS] = {&call.q,    &call.k,     &call.v,    &call.out,
+                                                 &call.lse,  &call.dout,  &call.dlse, &call.bias,
+                                                 &call.mask, &call.sinks, &call.alibi};
+    static const int optional[INPUTS] = {
+        0, 0, 0, 0, 0, FA_XLA_DOUT, FA_XLA_DLSE, FA_XLA_BIAS, FA_XLA_MASK, FA_XLA_SINKS, FA_XLA_ALIBI};
     const fa_ext_array **const gradients[GRADIENTS] = {&call.dq, &call.dk, &call.dv, &call.dbias, &call.dsinks};
     for (int n = 0; n < INPUTS; n++)
         FA_TRY(take_array(c, !optional[n] || (c->given & optional[n]), false, &space[n], inputs[n]));

@@ -5,14 +5,14 @@
 
 #include "xla/xla_abi.h"
 
-/* A handler of each operation for "cpu" and for "CUDA". Operands, in this order; the attribute `given` has a bit for
- * each that is optional, and the attribute `wants` one for each gradient: forward:  q, k, v, [1: bias], [2: mask], [4:
- * sinks] -> out, [lse], workspace backward: q, k, v, out, lse, [8: dout], [16: dlse], [1: bias], [2: mask], [4: sinks]
- * -> dq, dk, dv, dbias, dsinks of which wants has 1, 2, 4, 8, 16; workspace All arrays are C-contiguous. `workspace` is
- * bytes: on the CPU none is needed. The other attributes are the fields of fa_ext_options, with its `given` as
- * `options_given`, `unordered` of the backward, and `kernel`, a name or "". */
+/* A handler of each operation for "cpu" and for "CUDA". The forward takes q, k, v, then what is there of bias, mask,
+ * sinks, alibi, and makes out, lse where there are three results, workspace; the backward takes q, k, v, out, lse, then
+ * what is there of dout, dlse, bias, mask, sinks, alibi, and makes what is wanted of dq, dk, dv, dbias, dsinks, then
+ * workspace. All are C-contiguous; `workspace` is bytes, of which the CPU needs none. The attribute `given` says what
+ * is there by the bits below, `wants` has bits 1, 2, 4, 8, 16 for the gradients. The others are the fields of
+ * fa_ext_options, its own `given` as `options_given`; `unordered` of the backward; and `kernel`, a name or "". */
 xla_handler fa_xla_attention_cpu, fa_xla_attention_cuda, fa_xla_backward_cpu, fa_xla_backward_cuda;
 
-enum { FA_XLA_BIAS = 1, FA_XLA_MASK = 2, FA_XLA_SINKS = 4, FA_XLA_DOUT = 8, FA_XLA_DLSE = 16 };
+enum { FA_XLA_BIAS = 1, FA_XLA_MASK = 2, FA_XLA_SINKS = 4, FA_XLA_DOUT = 8, FA_XLA_DLSE = 16, FA_XLA_ALIBI = 32 };
 
 #endif

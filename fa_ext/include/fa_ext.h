@@ -102,10 +102,10 @@ typedef struct fa_ext_forward {
     const fa_ext_array *q, *k, *v;   /* (B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv), or as `layout` says */
     const fa_ext_array *bias, *mask; /* what broadcasts to (B, H, Sq, Sk); bool the latter: not 0 attends */
     const fa_ext_array *sinks;       /* (H,) */
-    const fa_ext_array *alibi;       /* (H,) or (B, H), float32 */
     const fa_ext_array *out;         /* result: (B, H, Sq, Dv), or as `layout` says */
     const fa_ext_array *lse;         /* result: (B, H, Sq), C-contiguous */
     const fa_ext_options *options;   /* NULL: the defaults */
+    const fa_ext_array *alibi;       /* (H,) or (B, H), float32: slopes of ALiBi */
 } fa_ext_forward;
 
 /* Gradients that are NULL are not computed; one at least is needed, and so is `dout` or `dlse`. */
@@ -114,11 +114,12 @@ typedef struct fa_ext_backward {
     const fa_ext_array *dout;                          /* NULL: zeros */
     const fa_ext_array *q, *k, *v, *out, *lse;         /* the arguments and results of the forward call */
     const fa_ext_array *dlse;                          /* NULL: zeros */
-    const fa_ext_array *bias, *mask, *sinks, *alibi;   /* those of the forward call */
+    const fa_ext_array *bias, *mask, *sinks;           /* those of the forward call */
     const fa_ext_array *dq, *dk, *dv, *dbias, *dsinks; /* results: of the shape and dtype of q, ..., or float32 */
     const fa_ext_options *options;                     /* those of the forward call */
     int32_t accumulate;                                /* not 0: add to what the results hold */
     int32_t unordered;                                 /* not 0: the order of sums is free, and so are the bits */
+    const fa_ext_array *alibi;                         /* that of the forward call */
 } fa_ext_backward;
 
 typedef struct fa_ext_merge {

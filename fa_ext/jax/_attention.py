@@ -18,8 +18,8 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 
 def attention(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, layout="bhsd",
-    return_lse=False, deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False,
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, alibi=None,
+    layout="bhsd", return_lse=False, deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False,
 ):  # fmt: skip
     """Softmax attention: ``fa_ext.attention`` for JAX arrays and tracers, with gradients.
 
@@ -37,6 +37,8 @@ def attention(
         True: attend. It has no gradient.
     sinks : array, (H,), or None
         Logits that join the softmax's denominator alone; q's dtype or float32.
+    alibi : array, (H,) or (B, H), float32, or None
+        Slopes of ALiBi, as for ``fa_ext.attention``. They have no gradient.
     return_lse : bool
         Also return the LSE, through which gradients flow too.
     deterministic : bool
@@ -73,7 +75,7 @@ def attention(
         causal, None if scale is None else float(scale), None if window is None else _window(window), float(softcap), layout,
         bool(deterministic), kernel, kernel_backward, bool(batch_invariant),
     )  # fmt: skip
-    given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks}
+    given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks, "alibi": alibi}
     arrays = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
     _check_dtypes(arrays)
     check(options, arrays, arrays.values())
@@ -101,7 +103,7 @@ def _check_dtypes(arrays):
     """What the library has no name for."""
     for name, x in arrays.items():
         if x.dtype.name not in ("float16", "bfloat16", "float32", "float64", "bool"):
-            accepted = {"mask": "bool (True: attend)", "bias": "q's dtype or float32", "sinks": "q's dtype or float32"}
+            accepted = {"mask": "bool (True: attend)", "bias": "q's dtype or float32", "sinks": "q's dtype or float32", "alibi": "float32"}
             known = accepted.get(name, "float16, bfloat16, float32, and float64 on the CPU")
             raise TypeError(f"{name} has dtype {x.dtype.name}; accepted: {known}")
 

@@ -11,10 +11,10 @@ import numpy as np
 from .. import CudaError, UnsupportedError, _core
 
 #: Operands and results in the order of the handlers (csrc/xla/ffi.h); ``given`` has these bits.
-FORWARD = ("q", "k", "v", "bias", "mask", "sinks")
-BACKWARD = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "mask", "sinks")
+FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi")
+BACKWARD = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "mask", "sinks", "alibi")
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-GIVEN = {"bias": 1, "mask": 2, "sinks": 4, "dout": 8, "dlse": 16}
+GIVEN = {"bias": 1, "mask": 2, "sinks": 4, "dout": 8, "dlse": 16, "alibi": 32}
 
 _CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
 _LAYOUTS = {"bhsd": 0, "bshd": 1}

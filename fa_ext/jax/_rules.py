@@ -77,8 +77,11 @@ def _folded(call, size, batched, operands):
     batch = operands[0].shape[batched[0]]
 
     def fold(name, x, mapped):
-        if name in _HEADS:
+        if name in _HEADS or (name == "alibi" and not mapped and x.ndim == 1):
             return x
+        if name == "alibi" and x.ndim - mapped == 1:  # slopes that the batch shared
+            x = jnp.broadcast_to(x[:, None], (size, batch, x.shape[1]))
+            return x.reshape(size * batch, x.shape[2])
         if name in _SCORES:
             if not mapped and x.shape[0] == 1 and f"d{name}" not in call.results:
                 return x
@@ -119,8 +122,8 @@ def _rule(call, groups, shapes) -> str:
 
     def factors(name, shape):
         kind = _kind(name)
-        if kind in _HEADS:
-            return heads
+        if kind in _HEADS or kind == "alibi":
+            return heads if len(shape) == 1 else f"b {heads}"
         if kind in _SCORES:
             axes = ("b", heads, "s", "t")
             return " ".join(axis if extent > 1 else f"x{next(ones)}" for axis, extent in zip(axes, shape, strict=True))
@@ -143,19 +146,18 @@ class _Split:
         self.batch, self.heads = (), ()
         sizes = dict(zip(call.names, shapes, strict=True))
         for name, sharding in zip(call.names, shardings, strict=True):
-            batch, heads = self._places(name)
+            batch, heads = self._places(name, len(sizes[name]))
             if batch is not None and not self.batch and sizes[name][batch] > 1:
                 self.batch = self._axes(sharding, batch, sizes["q"][0])
             if heads is not None and not self.heads and sizes[name][heads] > 1:
                 self.heads = self._axes(sharding, heads, groups[0])
         self.heads = () if set(self.heads) & set(self.batch) else self.heads
 
-    def _places(self, name):
+    def _places(self, name, ndim):
         """The axes of batch and heads of an array, None where it has none."""
-        kind = _kind(name)
-        if kind in _HEADS:
+        if ndim == 1:
             return None, 0
-        return 0, 1 if kind in _SCORES + _ROWS else self.call.heads_axis
+        return 0, self.call.heads_axis if _kind(name) in ("q", "k", "v", "out") else 1
 
     @staticmethod
     def _axes(sharding, axis, extent):
@@ -168,7 +170,7 @@ class _Split:
 
     def spec(self, name, shape) -> PartitionSpec:
         entries = [None] * len(shape)
-        for place, names in zip(self._places(name), (self.batch, self.heads), strict=True):
+        for place, names in zip(self._places(name, len(shape)), (self.batch, self.heads), strict=True):
             if place is not None and names and shape[place] > 1:
                 entries[place] = names
         return PartitionSpec(*entries)
