@@ -209,8 +209,28 @@ typedef struct fa_backward {
     bool ordered;       /* the same bits from run to run */
 } fa_backward;
 
+/* New keys and values into caches. Token t of sequence b, one of the problem's sequences.q, becomes key
+ * sequences.k.used[b] - (tokens of b) + t, which is not clamped; with slots, token t becomes row slot % page_size of
+ * page slot / page_size. What has no place is not written (geometry.h). */
+typedef struct fa_append {
+    fa_operand k_cache,
+        v_cache;         /* (pages, Hk, page_size, D) and Dv, or without pages (B, Hk, Sk, D); v data NULL: none */
+    fa_operand k, v;     /* (B, Hk, S, D) and Dv; packed: batch stride 0, S is T */
+    fa_operand q, out;   /* (B, H, S, D): rotated into out, 0 where the token is not written; data NULL: none */
+    fa_operand cos, sin; /* (positions, R / 2) in stride[0] and stride[1]; data NULL: k as it is */
+    const void *slots;   /* (slot_count), NULL: sequences */
+    int64_t slot_count;
+    int64_t batch, heads, heads_kv, rows; /* heads of q; rows of k on its own axis */
+    int64_t pages, page_size;             /* extents of the caches, paged or not */
+    int64_t table_rows;                   /* of cos and sin */
+    int head_dim, head_dim_v;
+    int half; /* R / 2: pairs of columns that are rotated */
+    fa_dtype dtype, rotary_dtype, slots_dtype;
+    bool interleaved; /* pairs are neighbours, not half of R apart */
+} fa_append;
+
 /* Operations. A kernel is of one; the order of kernels.def counts within an operation. */
-typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_BACKWARD, FA_OP_COUNT } fa_op;
+typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_BACKWARD, FA_APPEND, FA_OP_COUNT } fa_op;
 
 /* What a problem may ask for that a kernel may lack: a bit each, and the words after "takes no". A kernel takes what
  * its `takes` names and nothing else, so that every kernel refuses a new bit until its author adds it. */
@@ -231,7 +251,9 @@ typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_BACKWARD, FA_OP_COUNT } fa_op;
     X(PAGES, "paged keys")                                                                                             \
     X(RANGES, "k_range")                                                                                               \
     X(POSITIONS, "positions")                                                                                          \
-    X(OUT_FLOAT32, "float32 out of 16-bit inputs")
+    X(OUT_FLOAT32, "float32 out of 16-bit inputs")                                                                     \
+    X(SLOTS, "slots")                                                                                                  \
+    X(ROTARY, "rotary embedding")
 
 enum fa_feature_number {
 #define FA_NUMBER(name, words) FA_NUMBER_##name,
@@ -262,6 +284,7 @@ typedef struct fa_problem {
         fa_forward forward; /* also the beginning of `backward` */
         fa_backward backward;
         fa_merge merge;
+        fa_append append;
     };
     fa_extra extra;
     fa_sequences sequences; /* of a forward and an append: what its batch entries are */

@@ -189,18 +189,13 @@ const char *fa_fault_name(fa_fault_kind kind) {
     return names[kind];
 }
 
-static void add_length(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t index, fa_faults *faults) {
+void fa_length_faults(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t index, fa_faults *faults) {
     if (lengths->starts && b == 0 && lengths->starts[0] != rows.begin)
         fa_fault_add(faults, FA_FAULT_cu_seqlens, 0, index, lengths->starts[0]);
     if (lengths->starts && lengths->starts[b + 1] != rows.end)
         fa_fault_add(faults, FA_FAULT_cu_seqlens, b + 1, index, lengths->starts[b + 1]);
     if (lengths->used && (lengths->used[b] < 0 || lengths->used[b] > rows.end - rows.begin))
         fa_fault_add(faults, FA_FAULT_length, b, index, lengths->used[b]);
-}
-
-void fa_sequence_faults(const fa_sequences *s, int64_t b, fa_span q, fa_span k, fa_faults *faults) {
-    add_length(&s->q, b, q, 0, faults);
-    add_length(&s->k, b, k, 1, faults);
 }
 
 void fa_forward_faults(const fa_problem *problem, fa_faults *faults) {
@@ -211,7 +206,8 @@ void fa_forward_faults(const fa_problem *problem, fa_faults *faults) {
     for (int64_t b = 0; b < p->batch && s->given; b++) {
         const fa_span q = fa_rows_of(&s->q, b, end_q, s->packed_q), k = fa_rows_of(&s->k, b, end_k, s->packed_k);
         end_q = q.end, end_k = k.end;
-        fa_sequence_faults(s, b, q, k, faults);
+        fa_length_faults(&s->q, b, q, 0, faults);
+        fa_length_faults(&s->k, b, k, 1, faults);
         if (!pages->table) continue;
         const fa_entry entry = fa_entry_of(s, b, q, k);
         const fa_span seen = fa_entry_keys(&entry, p->left, p->right);

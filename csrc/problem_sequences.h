@@ -11,8 +11,8 @@ bool fa_sequences_given(const fa_request *request);
 /* Refuses arguments that contradict each other, or the axes of q, k and v. */
 fa_code fa_sequences_check(const fa_request *request, fa_status *status);
 
-/* Validates what else concerns sequences and fills problem->sequences, and of its forward batch and seq_k. q, k and v have
- * been held against each other. */
+/* Validates what else concerns sequences and fills problem->sequences, and of its forward batch and seq_k. q, k and v
+ * have been held against each other. */
 fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_status *status);
 
 /* FA_WITH_... of them. */
@@ -47,8 +47,8 @@ static inline void fa_fault_add(fa_faults *faults, fa_fault_kind kind, int64_t s
     fault->sequence = sequence, fault->index = index, fault->value = value;
 }
 
-/* Adds the bad lengths and starts of sequence b to `faults`, and gives its rows; spans are as fa_rows_of() has them. */
-void fa_sequence_faults(const fa_sequences *sequences, int64_t b, fa_span q, fa_span k, fa_faults *faults);
+/* Adds what is bad in the lengths and starts of sequence b, whose rows fa_rows_of() has; `index` as in fa_fault. */
+void fa_length_faults(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t index, fa_faults *faults);
 
 /* Adds what is bad in a forward problem on the CPU. Reads lengths, starts, and the entries of the table for keys that
  * somebody may see. */

@@ -42,7 +42,8 @@ const fa_kernel *fa_kernel_find(fa_op op, const char *name) {
 }
 
 static fa_dtype dtype_of(const fa_problem *problem) {
-    return problem->op == FA_MERGE ? problem->merge.dtype : problem->forward.dtype;
+    if (problem->op == FA_MERGE) return problem->merge.dtype;
+    return problem->op == FA_APPEND ? problem->append.dtype : problem->forward.dtype;
 }
 
 fa_answer fa_kernel_ask(const fa_kernel *kernel, const fa_problem *problem, const fa_device_info *device, fa_plan *plan,

@@ -16,9 +16,11 @@ try:
         DeviceArray,
         UnsupportedError,
         __version__,
+        append,
         attention,
         attention_backward,
         explain,
+        explain_append,
         explain_backward,
         explain_merge,
         faults,
@@ -42,9 +44,11 @@ __all__ = [
     "DeviceArray",
     "UnsupportedError",
     "__version__",
+    "append",
     "attention",
     "attention_backward",
     "explain",
+    "explain_append",
     "explain_backward",
     "explain_merge",
     "faults",
@@ -54,6 +58,7 @@ __all__ = [
     "to_device",
     "to_numpy",
     "verify",
+    "verify_append",
     "verify_backward",
     "verify_merge",
     "workspace_size",
@@ -61,11 +66,11 @@ __all__ = [
 
 
 class _Package(types.ModuleType):
-    """Binds ``fa_ext.verify``, ``verify_backward`` and ``verify_merge`` to the functions, whichever way their modules of
+    """Binds ``fa_ext.verify`` and its like of other operations to the functions, whichever way their modules of
     the same name are first imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in ("verify", "verify_backward", "verify_merge") and isinstance(value, types.ModuleType):
+        if name in ("verify", "verify_append", "verify_backward", "verify_merge") and isinstance(value, types.ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
@@ -80,7 +85,7 @@ def get_include() -> str:
 
 def __getattr__(name: str):
     """Verifiers and references load on first use: a call needs none of them."""
-    if name in ("verify", "verify_backward", "verify_merge", "reference", "reference_backward", "reference_serving"):
+    if name in ("verify", "verify_append", "verify_backward", "verify_merge", "reference", "reference_backward", "reference_serving"):
         importlib.import_module(f".{name}", __name__)  # binds the name
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

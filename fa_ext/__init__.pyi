@@ -5,9 +5,11 @@ from ._core import CudaError as CudaError
 from ._core import DeviceArray as DeviceArray
 from ._core import UnsupportedError as UnsupportedError
 from ._core import __version__ as __version__
+from ._core import append as append
 from ._core import attention as attention
 from ._core import attention_backward as attention_backward
 from ._core import explain as explain
+from ._core import explain_append as explain_append
 from ._core import explain_backward as explain_backward
 from ._core import explain_merge as explain_merge
 from ._core import faults as faults
@@ -17,6 +19,7 @@ from ._core import to_device as to_device
 from ._core import to_numpy as to_numpy
 from ._core import workspace_size as workspace_size
 from .verify import verify as verify
+from .verify_append import verify_append as verify_append
 from .verify_backward import verify_backward as verify_backward
 from .verify_merge import verify_merge as verify_merge
 
@@ -25,9 +28,11 @@ __all__ = [
     "DeviceArray",
     "UnsupportedError",
     "__version__",
+    "append",
     "attention",
     "attention_backward",
     "explain",
+    "explain_append",
     "explain_backward",
     "explain_merge",
     "faults",
@@ -37,6 +42,7 @@ __all__ = [
     "to_device",
     "to_numpy",
     "verify",
+    "verify_append",
     "verify_backward",
     "verify_merge",
     "workspace_size",

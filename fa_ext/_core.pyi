@@ -300,6 +300,48 @@ def explain_merge(
     stream: Any = None,
     kernel: str | None = None,
 ) -> tuple[str | None, dict[str, str]]: ...
+def append(
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    seqlens_q: Any = None,
+    seqlens_k: Any = None,
+    page_table: Any = None,
+    positions: Any = None,
+    layout: _Layout | None = None,
+    slots: Any = None,
+    q: Any = None,
+    rotary: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    out: Any = None,
+    check: bool | None = None,
+    stream: Any = None,
+    kernel: str | None = None,
+) -> Any: ...
+def explain_append(
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    seqlens_q: Any = None,
+    seqlens_k: Any = None,
+    page_table: Any = None,
+    positions: Any = None,
+    layout: _Layout | None = None,
+    slots: Any = None,
+    q: Any = None,
+    rotary: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    out: Any = None,
+    check: bool | None = None,
+    stream: Any = None,
+    kernel: str | None = None,
+) -> tuple[str | None, dict[str, str]]: ...
 def workspace_size(
     q: Any,
     k: Any,
@@ -335,7 +377,7 @@ def faults(
     clear: bool = True,
 ) -> list[tuple[str, int, int, int, int]]: ...
 def kernels(
-    operation: Literal["attention", "backward", "merge"] = "attention",
+    operation: Literal["attention", "backward", "merge", "append"] = "attention",
 ) -> tuple[str, ...]: ...
 def to_device(
     array: np.ndarray[Any, Any],

@@ -185,7 +185,7 @@ def targets(
     def add(sequence, row, place, position):
         if rotary is not None and not 0 <= position < rotary[0].shape[0]:
             faults.append(Fault("position", sequence, row[-1], position))
-        elif place is not None:
+        else:
             tokens.append(Token(row, place, position))
 
     if slots is not None:
@@ -215,9 +215,11 @@ def targets(
             if page_table is not None:
                 column = key // page_size
                 page = int(page_table[b, column])
-                place = (page, key % page_size) if 0 <= page < pages else None
-                if place is None and Fault("page", b, column, page) not in faults:
-                    faults.append(Fault("page", b, column, page))
+                if not 0 <= page < pages:
+                    if Fault("page", b, column, page) not in faults:
+                        faults.append(Fault("page", b, column, page))
+                    continue
+                place = page, key % page_size
             add(b, row, place, key if positions is None else int(positions[row]))
     return tokens, faults
 

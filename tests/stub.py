@@ -33,6 +33,8 @@ RESULTS: dict[str, list[tuple[str, dict[str, str]]]] = {
     "explain_backward": [("tuple[str | None, dict[str, str]]", {"q": "Any"})],
     "merge": [("tuple[_Array, _Array]", {})],
     "explain_merge": [("tuple[str | None, dict[str, str]]", {"outs": "Sequence[Any]"})],
+    "append": [("Any", {})],
+    "explain_append": [("tuple[str | None, dict[str, str]]", {})],
     "workspace_size": [("int", {"q": "Any"})],
     "faults": [("list[tuple[str, int, int, int, int]]", {})],
     "kernels": [("tuple[str, ...]", {})],

@@ -129,7 +129,7 @@ def test_every_row_has_its_file_or_is_not_in_the_build():
     files = {path.stem: path for path in (*(ROOT / "kernels").glob("*.cu"), *(ROOT / "csrc" / "cpu").glob("*.c"))}
     listed = _build.listed_rows()
     assert len(listed) == len(set(listed))
-    built = fa_ext.kernels() + fa_ext.kernels("backward") + fa_ext.kernels("merge")
+    built = fa_ext.kernels() + fa_ext.kernels("backward") + fa_ext.kernels("merge") + fa_ext.kernels("append")
     assert [row for row in listed if row in built] == list(built), "kernels() is not in the order of kernels.def"
     for row in built:
         assert row in files, f"{row} is in the build, but neither kernels/{row}.cu nor csrc/cpu/{row}.c is there"

@@ -24,14 +24,6 @@ static fa_code read_range(fa_state *state, fa_attention *a, fa_status *status) {
     return FA_OK;
 }
 
-static fa_code read_check(fa_attention *a, fa_status *status) {
-    PyObject *given = fa_given(&a->call.bound, FA_ARG_check);
-    bool check = false;
-    if (given) FA_TRY(fa_read_boolean("check", given, &check, status));
-    a->check = given ? check : -1;
-    return FA_OK;
-}
-
 fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const *args, Py_ssize_t count,
                           PyObject *keywords, fa_attention *a, fa_status *status) {
     fa_call *call = &a->call;
@@ -41,7 +33,7 @@ fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const
     a->request.options.window_left = a->request.options.window_right = FA_UNBOUNDED;
     a->request.options.has_layout = fa_given(&call->bound, FA_ARG_layout) != NULL;
     FA_TRY(fa_read_options(&call->bound, &a->request, status));
-    FA_TRY(read_check(a, status));
+    FA_TRY(fa_read_check(&call->bound, &a->check, status));
     FA_TRY(fa_call_place(state, FA_FORWARD, call, status));
     FA_TRY(fa_call_arrays(state, call, FA_ARG_q, &a->request, status));
     FA_TRY(read_range(state, a, status));

@@ -52,7 +52,7 @@
 
 /* The environment variables that force a kernel, by fa_op. */
 #define FA_KERNEL_VARIABLES                                                                                            \
-    { "FA_EXT_KERNEL", "FA_EXT_KERNEL_MERGE", "FA_EXT_KERNEL_BACKWARD" }
+    { "FA_EXT_KERNEL", "FA_EXT_KERNEL_MERGE", "FA_EXT_KERNEL_BACKWARD", "FA_EXT_KERNEL_APPEND" }
 
 typedef struct fa_names {
 #define FA_FIELD(name) PyObject *name;
@@ -379,7 +379,9 @@ typedef struct fa_attention {
 fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const *args, Py_ssize_t count,
                           PyObject *keywords, fa_attention *a, fa_status *status);
 
-/* faults.c. Adds to what the CPU has met. */
+/* faults.c. Reads check=: 1, 0, or -1 for None. */
+fa_code fa_read_check(const fa_bound *bound, int *check, fa_status *status);
+/* Adds to what the CPU has met. */
 void fa_faults_count(fa_state *state, const fa_faults *faults);
 
 /* explain.c. What functions for a question have in common: {name: reason} beside the kernel that runs. */

@@ -115,6 +115,33 @@ static const doc docs[FA_FN_COUNT] = {
         {
             .head = "Which kernel merge() would run for these arguments, and why not each other; see explain().",
         },
+    [FA_FN_append] =
+        {
+            .head =
+                "Writes new keys and values into caches, in place, before attention() over the same arrays.\n"
+                "\n"
+                "k and v, (T, Hk, D) and (T, Hk, Dv) or of four axes in `layout`, hold the new tokens of sequences as "
+                "q does in\n"
+                "attention(). seqlens_k counts them: token t of the n of sequence b becomes key seqlens_k[b] - n + t. "
+                "Bytes of the\n"
+                "caches that belong to no new key stay as they are. Of two tokens with one place one is there, "
+                "whole.\n",
+            .there = IN_FORWARD,
+            .rest =
+                "As for attention(), about k in place of q; layout must be said, and one of seqlens_k and slots.\n"
+                "kernel is a name of kernels('append'), FA_EXT_KERNEL_APPEND the variable. A token without a place,\n"
+                "or with a position outside rotary's tables, is a fault where it is none of slots < 0: not written.",
+            .tail = "\n"
+                    "Returns\n"
+                    "-------\n"
+                    "array of q's kind, or None without q\n"
+                    "    The rotated q; 0 where the token is not written.\n" RAISES
+                    "    As attention(). Nothing is written then.",
+        },
+    [FA_FN_explain_append] =
+        {
+            .head = "Which kernel append() would run for these arguments, and why not each other; see explain().",
+        },
     [FA_FN_workspace_size] =
         {
             .head = "Bytes that attention() needs as `workspace` for these arguments; 0 on the CPU.\n"

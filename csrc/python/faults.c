@@ -1,8 +1,17 @@
-/* faults(): what bad contents of index arrays calls have met. Kernels on the CPU leave the counting to the front end.
+/* check= and faults(): bad contents of index arrays that calls meet. Kernels on the CPU leave the counting to the front
+ * end.
  */
 #include "core.h"
 
 #include <string.h>
+
+fa_code fa_read_check(const fa_bound *bound, int *check, fa_status *status) {
+    PyObject *given = fa_given(bound, FA_ARG_check);
+    bool truth = false;
+    if (given) FA_TRY(fa_read_boolean("check", given, &truth, status));
+    *check = given ? truth : -1;
+    return FA_OK;
+}
 
 void fa_faults_count(fa_state *state, const fa_faults *faults) {
     pthread_mutex_lock(&state->lock);

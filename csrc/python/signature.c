@@ -3,9 +3,11 @@
 
 #include <string.h>
 
+#include "problem_append.h"
 #include "problem_backward.h"
 #include "problem_merge.h"
 
+_Static_assert(offsetof(fa_append_request, forward) == 0, "what append() shares with attention() has one offset");
 _Static_assert(offsetof(fa_backward_request, forward) == 0, "an option of attention() has one offset in both requests");
 
 #define REQUIRED        NULL
@@ -14,6 +16,7 @@ _Static_assert(offsetof(fa_backward_request, forward) == 0, "an option of attent
 #define OPTION(field)   offsetof(fa_request, options.field)
 #define INDEX(field)    offsetof(fa_request, indices.field)
 #define BACKWARD(field) offsetof(fa_backward_request, field)
+#define APPEND(field)   offsetof(fa_append_request, field)
 #define MERGE(field)    offsetof(fa_merge_request, field)
 
 const fa_parameter fa_parameters[FA_ARG_COUNT] = {

@@ -1,0 +1,69 @@
+/* Where each new token of an append goes. C11; index arrays may hold anything. */
+#ifndef FA_TOKENS_H
+#define FA_TOKENS_H
+
+#include "problem_sequences.h"
+
+/* A new key: row `row` of batch entry `batch` of k (0 for packed k) to row `place` of page `page`. Not written where
+ * `skipped`; `fault` says why, FA_FAULT_COUNT where it is no fault. */
+typedef struct fa_token {
+    int64_t sequence, batch, row;
+    int64_t page, place, position;
+    bool skipped;
+    fa_fault_kind fault;
+    int64_t index, value; /* of the fault */
+} fa_token;
+
+static inline fa_token fa_token_fault(fa_token token, fa_fault_kind kind, int64_t index, int64_t value) {
+    token.skipped = true;
+    token.fault = kind;
+    token.index = index;
+    token.value = value;
+    return token;
+}
+
+/* What its position makes of a token that has a place. */
+static inline fa_token fa_token_rotated(const fa_append *p, fa_token token) {
+    if (p->cos.data && (token.position < 0 || token.position >= p->table_rows))
+        return fa_token_fault(token, FA_FAULT_position, token.row, token.position);
+    return token;
+}
+
+/* Token t of a call with slots. */
+static inline fa_token fa_token_of_slot(const fa_problem *problem, int64_t t) {
+    const fa_append *p = &problem->append;
+    const int32_t *positions = problem->sequences.positions;
+    fa_token token = {.sequence = -1, .row = t, .skipped = t >= p->slot_count, .fault = FA_FAULT_COUNT};
+    if (token.skipped) return token;
+    const int64_t slot = p->slots_dtype == FA_I64 ? ((const int64_t *)p->slots)[t] : ((const int32_t *)p->slots)[t];
+    token.skipped = slot < 0;
+    if (token.skipped) return token;
+    if (p->page_size == 0 || slot / p->page_size >= p->pages) return fa_token_fault(token, FA_FAULT_slot, t, slot);
+    token.page = slot / p->page_size;
+    token.place = slot % p->page_size;
+    token.position = positions ? positions[t] : 0;
+    return fa_token_rotated(p, token);
+}
+
+/* Token t of the `count` that sequence b has from row `first` on. */
+static inline fa_token fa_token_of_sequence(const fa_problem *problem, int64_t b, int64_t first, int64_t count,
+                                            int64_t t) {
+    const fa_append *p = &problem->append;
+    const fa_sequences *s = &problem->sequences;
+    const int64_t key = (int64_t)s->k.used[b] - count + t;
+    fa_token token = {.sequence = b, .batch = s->packed_q ? 0 : b, .row = first + t, .fault = FA_FAULT_COUNT};
+    if (key < 0 || key >= s->k.rows) return fa_token_fault(token, FA_FAULT_length, 1, key);
+    token.page = b;
+    token.place = key;
+    if (s->pages.table) {
+        const int64_t column = key / s->pages.size;
+        token.page = fa_page(&s->pages, b, column);
+        token.place = key % s->pages.size;
+        if (token.page < 0)
+            return fa_token_fault(token, FA_FAULT_page, column, s->pages.table[b * s->pages.stride + column]);
+    }
+    token.position = s->positions ? s->positions[b * s->positions_stride + token.row] : key;
+    return fa_token_rotated(p, token);
+}
+
+#endif
