@@ -92,11 +92,21 @@ typedef struct fa_view {
 typedef enum fa_layout { FA_BHSD, FA_BSHD } fa_layout;
 typedef enum fa_causal { FA_CAUSAL_NONE, FA_CAUSAL_TRUE, FA_CAUSAL_TOP_LEFT, FA_CAUSAL_BOTTOM_RIGHT } fa_causal;
 
+/* Dropout of weights: philox.h says which are kept. */
+typedef struct fa_dropout {
+    uint32_t threshold; /* of 65536: a weight is kept if its 16 random bits are at least that; 0: no dropout */
+    uint32_t seed[2];   /* low, high */
+    uint32_t offset;
+    uint32_t origin[4]; /* batch entry, head, query and key that the call's first ones are within the whole */
+    uint32_t heads;     /* of the whole; 0 in a request: those of the call */
+} fa_dropout;
+
 /* What is no array. Zeroed before it is filled: two calls have the same options if these bytes are the same. */
 typedef struct fa_options {
     double scale;
     double softcap;
     int64_t window_left, window_right; /* FA_UNBOUNDED for None */
+    fa_dropout dropout;
     fa_layout layout;
     fa_causal causal;
     bool has_layout; /* `layout` was given */
@@ -253,7 +263,8 @@ typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_BACKWARD, FA_APPEND, FA_OP_COUNT }
     X(POSITIONS, "positions")                                                                                          \
     X(OUT_FLOAT32, "float32 out of 16-bit inputs")                                                                     \
     X(SLOTS, "slots")                                                                                                  \
-    X(ROTARY, "rotary embedding")
+    X(ROTARY, "rotary embedding")                                                                                      \
+    X(DROPOUT, "dropout")
 
 enum fa_feature_number {
 #define FA_NUMBER(name, words) FA_NUMBER_##name,
@@ -270,6 +281,7 @@ enum fa_feature {
 /* What attention and its gradients have beside fa_forward, whose layout compiled kernels hold on to. */
 typedef struct fa_extra {
     fa_operand alibi; /* (B, H) slopes, float32; data NULL: none */
+    fa_dropout dropout;
 } fa_extra;
 
 /* What every operation has, then its own. */

@@ -169,6 +169,23 @@ static fa_code check_alibi(const fa_request *request, const fa_forward *p, fa_op
     return FA_OK;
 }
 
+/* The coordinates of the whole stay within what the generator counts. */
+static fa_code set_dropout(const fa_dropout *asked, const fa_forward *p, fa_dropout *dropout, fa_status *status) {
+    const int64_t longest = INT64_C(1) << 31, extent[2] = {p->seq_q, p->seq_k};
+    *dropout = *asked;
+    if (!dropout->heads) dropout->heads = (uint32_t)p->heads;
+    if (asked->origin[1] + p->heads > dropout->heads)
+        return fa_fail(status, FA_EVALUE,
+                       "dropout's heads is %u; accepted: at least origin's h0 and the call's heads, %lld",
+                       (unsigned)dropout->heads, (long long)(asked->origin[1] + p->heads));
+    for (int n = 0; n < 2; n++)
+        if (asked->origin[2 + n] + extent[n] > longest)
+            return fa_fail(status, FA_EVALUE,
+                           "dropout's origin[%d] is %u; accepted: up to 2^31 with the call's own length", 2 + n,
+                           (unsigned)asked->origin[2 + n]);
+    return FA_OK;
+}
+
 static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_status *status) {
     fa_forward *p = &problem->forward;
     const fa_view *q = request->q;
@@ -188,7 +205,8 @@ static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_s
         if (!p->mask.data) p->mask.data = &all_absent;
     }
     if (request->sinks) FA_TRY(fa_check_sinks(request->sinks, p->heads, "q", q, &p->sinks, &p->sinks_dtype, status));
-    return request->alibi ? check_alibi(request, p, &problem->extra.alibi, status) : FA_OK;
+    if (request->alibi) FA_TRY(check_alibi(request, p, &problem->extra.alibi, status));
+    return set_dropout(&request->options.dropout, p, &problem->extra.dropout, status);
 }
 
 fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request *request, fa_status *status) {
@@ -252,7 +270,8 @@ static uint32_t features_of(const fa_problem *problem) {
     return fa_sequences_features(&problem->sequences) | (p->bias.data ? FA_WITH_BIAS : 0) |
            (p->mask.data ? FA_WITH_MASK : 0) | (p->sinks.data ? FA_WITH_SINKS : 0) |
            (p->softcap > 0 ? FA_WITH_SOFTCAP : 0) | (p->left != FA_UNBOUNDED ? FA_WITH_WINDOW : 0) |
-           (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0) | (problem->extra.alibi.data ? FA_WITH_ALIBI : 0);
+           (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0) | (problem->extra.alibi.data ? FA_WITH_ALIBI : 0) |
+           (problem->extra.dropout.threshold ? FA_WITH_DROPOUT : 0);
 }
 
 static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *problem, fa_status *status) {
@@ -264,7 +283,7 @@ static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *p
     problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     problem->batch_invariant = request->options.batch_invariant;
     p->bias = p->mask = p->sinks = (fa_operand){0}; /* what is absent; all other fields are set below */
-    problem->extra = (fa_extra){{0}};
+    problem->extra = (fa_extra){.alibi = {0}};
     p->out.data = p->lse = NULL;
     p->dtype = p->bias_dtype = p->sinks_dtype = p->out_dtype = request->q->dtype;
     p->lse_dtype = p->dtype == FA_F64 ? FA_F64 : FA_F32;

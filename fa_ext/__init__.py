@@ -47,6 +47,7 @@ __all__ = [
     "append",
     "attention",
     "attention_backward",
+    "dropout_keep",
     "explain",
     "explain_append",
     "explain_backward",
@@ -88,6 +89,8 @@ def __getattr__(name: str):
     if name in ("verify", "verify_append", "verify_backward", "verify_merge", "reference", "reference_backward", "reference_serving"):
         importlib.import_module(f".{name}", __name__)  # binds the name
         return globals()[name]
+    if name == "dropout_keep":
+        return importlib.import_module(".dropout", __name__).dropout_keep
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

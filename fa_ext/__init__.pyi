@@ -18,6 +18,7 @@ from ._core import merge as merge
 from ._core import to_device as to_device
 from ._core import to_numpy as to_numpy
 from ._core import workspace_size as workspace_size
+from .dropout import dropout_keep as dropout_keep
 from .verify import verify as verify
 from .verify_append import verify_append as verify_append
 from .verify_backward import verify_backward as verify_backward
@@ -31,6 +32,7 @@ __all__ = [
     "append",
     "attention",
     "attention_backward",
+    "dropout_keep",
     "explain",
     "explain_append",
     "explain_backward",

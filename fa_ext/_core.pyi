@@ -42,6 +42,7 @@ _Out = TypeVar("_Out")
 _Lse = TypeVar("_Lse")
 _Causal: TypeAlias = bool | np.bool_ | Literal["top_left", "bottom_right"]
 _Window: TypeAlias = tuple[int | None, int | None] | list[int | None]
+_Dropout: TypeAlias = tuple[Any, ...] | list[Any]
 _Layout: TypeAlias = Literal["bhsd", "bshd"]
 
 # An array is an object of any library, so that the result has the type of q.
@@ -67,6 +68,7 @@ def attention(
     page_table: Any = None,
     k_range: tuple[Any, Any] | None = None,
     positions: Any = None,
+    dropout: _Dropout | None = None,
     layout: _Layout | None = None,
     out: None = None,
     return_lse: Literal[False] = False,
@@ -97,6 +99,7 @@ def attention(
     page_table: Any = None,
     k_range: tuple[Any, Any] | None = None,
     positions: Any = None,
+    dropout: _Dropout | None = None,
     layout: _Layout | None = None,
     out: None = None,
     return_lse: Literal[True],
@@ -127,6 +130,7 @@ def attention(
     page_table: Any = None,
     k_range: tuple[Any, Any] | None = None,
     positions: Any = None,
+    dropout: _Dropout | None = None,
     layout: _Layout | None = None,
     out: tuple[_Out, _Lse],
     return_lse: bool = False,
@@ -157,6 +161,7 @@ def attention(
     page_table: Any = None,
     k_range: tuple[Any, Any] | None = None,
     positions: Any = None,
+    dropout: _Dropout | None = None,
     layout: _Layout | None = None,
     out: _Out,
     return_lse: bool = False,
@@ -186,6 +191,7 @@ def explain(
     page_table: Any = None,
     k_range: tuple[Any, Any] | None = None,
     positions: Any = None,
+    dropout: _Dropout | None = None,
     layout: _Layout | None = None,
     out: Any = None,
     return_lse: bool = False,
@@ -216,6 +222,7 @@ def answers(
     page_table: Any = None,
     k_range: tuple[Any, Any] | None = None,
     positions: Any = None,
+    dropout: _Dropout | None = None,
     layout: _Layout | None = None,
     out: Any = None,
     return_lse: bool = False,
@@ -244,6 +251,7 @@ def attention_backward(
     mask: Any = None,
     sinks: Any = None,
     alibi: Any = None,
+    dropout: _Dropout | None = None,
     layout: _Layout | None = None,
     wrt: Sequence[Literal["q", "k", "v", "bias", "sinks"]] = ("q", "k", "v"),
     grads: Sequence[Any] | None = None,
@@ -270,6 +278,7 @@ def explain_backward(
     mask: Any = None,
     sinks: Any = None,
     alibi: Any = None,
+    dropout: _Dropout | None = None,
     layout: _Layout | None = None,
     wrt: Sequence[Literal["q", "k", "v", "bias", "sinks"]] = ("q", "k", "v"),
     grads: Sequence[Any] | None = None,
@@ -362,6 +371,7 @@ def workspace_size(
     page_table: Any = None,
     k_range: tuple[Any, Any] | None = None,
     positions: Any = None,
+    dropout: _Dropout | None = None,
     layout: _Layout | None = None,
     out: Any = None,
     return_lse: bool = False,

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy
 
+from .dropout import Dropout
+
 __all__ = ["Options", "attention", "band", "merge", "plain", "round_to", "visible_keys"]
 
 # Scores held at once: cache-sized pieces for NumPy, pieces that fill a GPU for CuPy.
@@ -53,6 +55,7 @@ class Options:
     page_table: Any = None
     k_range: Any = None
     positions: Any = None
+    dropout: Any = None
     layout: str = "bhsd"
 
     INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "positions")
@@ -283,7 +286,16 @@ class _Call:
         group = heads // self.heads_kv if self.heads_kv else 1
         self.sinks = None if options.sinks is None else self.bounded(options.sinks).reshape(self.heads_kv, group)
         self.slopes = None if options.alibi is None else xp.broadcast_to(options.alibi, shape[:2]).astype(xp.float64)
+        self.dropout = Dropout.read(options.dropout, *shape)
         self.band = band(seq_q, seq_k, options.causal, options.window)
+
+    def dropped(self, x, b, h, positions, keys):
+        """x, a number a pair, times dropout's factors."""
+        if self.dropout is None or not self.dropout.threshold:
+            return x
+        xp = self.xp
+        kept = self.dropout.keeps(xp, b[:, :, None, None], h[:, :, None, None], positions[:, None], xp.arange(keys.start, keys.stop))
+        return x * xp.where(kept, self.work(self.dropout.scale), self.work(0))
 
     def bounded(self, added):
         """Bias or sinks in the dtype of the evaluation, finite ones limited; NaN and infinities as they are."""
@@ -332,6 +344,7 @@ class _Call:
             empty = ~seen.any(axis=-1, keepdims=True)
             lse, p = xp.where(empty, sink, lse), xp.where(empty, self.work(0), p)
         self.lse[pairs, :, queries] = lse[..., 0].astype(xp.float64)
+        p = self.dropped(p, b, h, positions, keys)
         if self.dtype:
             p = round_to(p, self.dtype, xp)
         o = self._times_values(p, seen, self.v[pairs, :, keys])

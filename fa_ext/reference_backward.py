@@ -160,8 +160,9 @@ class _Backward(reference._Call):
 
         p, of_sink, lse = self._probabilities(s, seen, empty, sink)
         k, v = self.k[pairs, :, keys], self.v[pairs, :, keys]
-        out = self._rounded(self._selected_product(p, seen, v))
-        dp = self._rounded(self._product(dout, xp.swapaxes(v, -1, -2)))
+        kept = self._rounded(self.dropped(p, b, h, positions, keys))
+        out = self._rounded(self._selected_product(kept, seen, v))
+        dp = self._rounded(self.dropped(self._product(dout, xp.swapaxes(v, -1, -2)), b, h, positions, keys))
         delta = xp.where(empty, self.work(0), (dout * out).sum(axis=-1, keepdims=True)) - dlse
         ds = xp.where(seen, self._rounded(p * (dp - delta)), self.work(0))
         if sink is not None:
@@ -171,22 +172,24 @@ class _Backward(reference._Call):
         dt = xp.where(seen, ds * self._slope(pairs, queries, keys), self.work(0))
         self.dq[pairs, :, queries] = self._selected_product(dt, seen, k)
         self.dk[pairs, 0, keys] += self._over_queries(dt, seen, self.q[pairs, :, queries])
-        self.dv[pairs, 0, keys] += self._over_queries(p, seen, dout)
+        self.dv[pairs, 0, keys] += self._over_queries(kept, seen, dout)
 
         if self.dtype is None:
             sizes = xp.where(empty | ~xp.isfinite(lse), self.work(0), xp.abs(lse))
             self.largest_score = max(self.largest_score, float(sizes.max()) if sizes.size else 0.0)
-            self._add_terms(pairs, queries, keys, seen, p, xp.matmul(xp.abs(dout), xp.swapaxes(xp.abs(v), -1, -2)))
+            products = xp.matmul(xp.abs(dout), xp.swapaxes(xp.abs(v), -1, -2))
+            self._add_terms(pairs, queries, keys, seen, p, kept, self.dropped(products, b, h, positions, keys))
 
-    def _add_terms(self, pairs, queries, keys, seen, p, dp):
-        """Magnitudes of what each gradient adds up. ``dp``: |dout| . |v|. What is not finite has no say."""
+    def _add_terms(self, pairs, queries, keys, seen, p, kept, dp):
+        """Magnitudes of what each gradient adds up. ``dp``: |dout| . |v|, with dropout's factor as ``kept`` has it. What is
+        not finite has no say."""
         xp = self.xp
 
         def finite(x):
             return xp.where(xp.isfinite(x), xp.abs(x), self.work(0))
 
         dp = xp.where(seen, finite(dp), self.work(0))
-        p = finite(p)
+        p, kept = finite(p), finite(kept)
         ds = p * (dp + (p * dp).sum(axis=-1, keepdims=True) + finite(self.dlse[pairs, :, queries]))
         q, k = finite(self.q[pairs, :, queries]), finite(self.k[pairs, :, keys])
         dout = finite(self.dout[pairs, :, queries])
@@ -196,7 +199,7 @@ class _Backward(reference._Call):
         self.terms["q"] = max(self.terms["q"], float(largest.max()) if largest.size else 0.0)
         self.terms["bias"] = max(self.terms["bias"], float(ds.max()) if ds.size else 0.0)
         self.terms_k[pairs, 0, keys] += self._over_queries(ds, seen, q)
-        self.terms_v[pairs, 0, keys] += self._over_queries(p, seen, dout)
+        self.terms_v[pairs, 0, keys] += self._over_queries(kept, seen, dout)
 
     def _rounded(self, x):
         return reference.round_to(x, self.dtype, self.xp) if self.dtype else x

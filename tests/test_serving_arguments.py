@@ -74,6 +74,7 @@ def test_contradictions():
     paged, padded, packed, one = (case.arguments() for case in (PAGED, PADDED, PACKED, ONE))
     for arguments in (paged, padded, packed, one):
         refused(ValueError, 'causal=True.*causal="bottom_right".*causal="top_left"', arguments, causal=True)
+        refused(ValueError, "dropout is given, and so are sequences", arguments, dropout=(0.5, 1))
     refused(ValueError, "cu_seqlens_q is given, but q has shape", padded, cu_seqlens_q=np.zeros(5, np.int32))
     refused(ValueError, "cu_seqlens_k is given, but k has shape", padded, cu_seqlens_k=np.zeros(5, np.int32))
     refused(ValueError, "page_table and cu_seqlens_k are both given", paged, cu_seqlens_k=np.zeros(5, np.int32))

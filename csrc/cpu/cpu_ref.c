@@ -14,6 +14,7 @@
 #include "cpu/entries.h"
 #include "cpu/limit.h"
 #include "fa.h"
+#include "philox.h"
 
 /* The query row at work. */
 typedef struct row {
@@ -77,10 +78,11 @@ static double attend(const fa_problem *problem, row *r, double *scores, int64_t 
         if (value == -INFINITY) continue;
         const int64_t base = fa_cpu_key_offset(problem, &p->v, r->entry, r->head_kv, key);
         const double weight = exp(value - origin);
+        const double left = weight * fa_dropout_factor(&problem->extra.dropout, r->batch, r->head, r->query, key);
         seen = true;
         sum += weight;
         for (int d = 0; d < p->head_dim_v; d++)
-            r->out[d] += weight * fa_load(p->v.data, p->dtype, base + d * p->v.stride[3]);
+            r->out[d] += left * fa_load(p->v.data, p->dtype, base + d * p->v.stride[3]);
     }
     if (!seen) return sink; /* whatever it is; the sum of one that is infinite is NaN */
     for (int d = 0; d < p->head_dim_v && sum != 0; d++) r->out[d] /= sum;
@@ -152,7 +154,8 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_ref = {
     .summary = "portable C, float64 sums, one query row at a time",
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_OUT_FLOAT32,
+             FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS |
+             FA_WITH_OUT_FLOAT32 | FA_WITH_DROPOUT,
     .plan = plan,
     .launch = launch,
 };

@@ -11,6 +11,7 @@
 #include <math.h>
 
 #include "cpu/gradient.h"
+#include "philox.h"
 
 enum { TILE = 8 }; /* rows or keys that a task owns */
 
@@ -31,7 +32,7 @@ typedef struct key {
 
 /* What one pair contributes. */
 typedef struct pair {
-    double weight, ds, dt; /* P, dS, dT */
+    double weight, ds, dt; /* P with dropout's factor, dS, dT */
 } pair;
 
 static void load_row(const fa_operand *x, fa_dtype dtype, int64_t b, int64_t h, int64_t i, int length, double *row) {
@@ -67,15 +68,17 @@ static bool weigh(const fa_problem *problem, const query *x, const key *y, pair 
     const fa_forward *f = &problem->forward;
     double bias, slope = 1;
     if (y->index < fa_first_key(f, x->index) || y->index >= fa_end_key(f, x->index)) return false;
-    if (!fa_shown(problem, x->batch, x->head, x->index, y->index, &bias)) return false;
+    if (!fa_pair_seen(problem, x->batch, x->head, x->index, y->index, &bias)) return false;
     double score = f->scale * dot(x->q, y->k, f->head_dim);
     if (f->softcap > 0) {
         const double capped = tanh(score / f->softcap);
         score = f->softcap * capped;
         slope = 1 - capped * capped;
     }
-    r->weight = exp(score + bias - x->lse);
-    r->ds = r->weight * (dot(x->dout, y->v, f->head_dim_v) - x->delta);
+    const double weight = exp(score + bias - x->lse);
+    const double factor = fa_dropout_factor(&problem->extra.dropout, x->batch, x->head, x->index, y->index);
+    r->weight = weight * factor;
+    r->ds = weight * (factor * dot(x->dout, y->v, f->head_dim_v) - x->delta);
     r->dt = r->ds * slope;
     return true;
 }
@@ -248,7 +251,8 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_ref_backward = {
     .summary = "every gradient, pair by pair, in portable C with float64 sums",
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_ALIBI,
+             FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_ALIBI |
+             FA_WITH_DROPOUT,
     .plan = plan,
     .launch = launch,
 };

@@ -5,7 +5,7 @@ static bool sees_nothing(const fa_problem *problem, int64_t b, int64_t h, int64_
     const fa_forward *f = &problem->forward;
     double bias;
     for (int64_t j = fa_first_key(f, i); j < fa_end_key(f, i); j++)
-        if (fa_shown(problem, b, h, i, j, &bias)) return false;
+        if (fa_pair_seen(problem, b, h, i, j, &bias)) return false;
     return true;
 }
 

@@ -25,7 +25,7 @@ static inline int64_t fa_end_key(const fa_forward *f, int64_t i) {
 }
 
 /* Whether mask and bias leave a pair, and what bias and ALiBi add to its score. */
-static inline bool fa_shown(const fa_problem *problem, int64_t b, int64_t h, int64_t i, int64_t j, double *bias) {
+static inline bool fa_pair_seen(const fa_problem *problem, int64_t b, int64_t h, int64_t i, int64_t j, double *bias) {
     const fa_forward *f = &problem->forward;
     const double slope = fa_slope(&problem->extra, b, h);
     *bias = 0;

@@ -12,6 +12,7 @@
 #include "cpu/alibi.h"
 #include "cpu/cpu_simd.h"
 #include "cpu/limit.h"
+#include "cpu/simd_dropout.h"
 #include "cpu/simd_gemm.h"
 #include "cpu/simd_math.h"
 #include "cpu/simd_rows.h"
@@ -42,6 +43,7 @@ typedef struct work {
     block *block;      /* [blocks] */
     real *scores;      /* (TILE_N, BLOCK_ROWS): S^T, then P^T */
     real *bias, *mask; /* (TILE_N, BLOCK_ROWS) */
+    real *factors;     /* LANES rows for dropout_row(), then (TILE_N, LANES) */
     real *k, *v;       /* (TILE_N, D), (TILE_N, Dv): keys and values where they cannot be used in place */
     real *buffer;      /* for simd_pack.h: LANES rows of max(D, Dv, TILE_N) */
 } work;
@@ -186,6 +188,25 @@ INLINE void soften(const int mr, block *b, real *scores, int keys, const real *m
     }
 }
 
+/* P^T times dropout's factors. A weight of -0.0 stays. */
+static void drop_weights(const work *w, const block *b, const key_tile *t) {
+    const int pitch = b->mr * LANES, keys = (int)(t->end - t->begin);
+    real *turned = w->factors + LANES * DROPOUT_ROOM(FA_CPU_TILE_N);
+    for (int m = 0; m < b->mr; m++) {
+        const char *rows[LANES];
+        for (int lane = 0; lane < LANES; lane++) {
+            const int64_t head = b->head[m * LANES + lane], query = b->query[m * LANES + lane];
+            rows[lane] = (const char *)dropout_row(&w->problem->extra.dropout, w->entry->batch, head, query, t->begin,
+                                                   keys, w->factors + lane * DROPOUT_ROOM(FA_CPU_TILE_N));
+        }
+        read_transposed(turned, LANES, rows, REAL_DTYPE, 1, keys, w->buffer);
+        for (int n = 0; n < keys; n++) {
+            real *at = w->scores + n * pitch + m * LANES;
+            v_store(at, v_load(at) * v_load(turned + n * LANES));
+        }
+    }
+}
+
 INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile *t, bool windowed) {
     const fa_forward *p = w->p;
     const int keys = (int)(t->end - t->begin), pitch = mr * LANES;
@@ -201,9 +222,11 @@ INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile 
     if (windowed || w->cap > 0 || w->biased || p->mask.data) adjust_scores(w, b, t, windowed, maximum);
     if (w->contained) {
         soften(mr, b, w->scores, keys, maximum, decay, true);
+        if (w->problem->extra.dropout.threshold) drop_weights(w, b, t);
         multiply_values_contained(mr, w->scores, t->v, t->v_pitch, keys, p->head_dim_v, b->o, decay);
     } else {
         soften(mr, b, w->scores, keys, maximum, decay, false);
+        if (w->problem->extra.dropout.threshold) drop_weights(w, b, t);
         multiply_values(mr, w->scores, t->v, t->v_pitch, keys, p->head_dim_v, b->o, decay);
     }
 }

@@ -29,6 +29,7 @@ static void lay_out(arena *a, work *w, const fa_problem *problem) {
     w->slope = take(a, tile, sizeof(real));
     w->bias = take(a, is_biased(problem) ? tile : 0, sizeof(real));
     w->mask = take(a, f->mask.data ? tile : 0, sizeof(real));
+    w->factors = take(a, problem->extra.dropout.threshold ? (size_t)TILE * DROPOUT_ROOM(CHUNK) : 0, sizeof(real));
     w->dt = take(a, (size_t)TILE * CHUNK, sizeof(real));
     w->part = take(a, tile, sizeof(real));
     w->buffer = take(a, (size_t)LANES * (size_t)padded(widest(f)), sizeof(real));

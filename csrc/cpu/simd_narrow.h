@@ -27,7 +27,7 @@ typedef struct narrow_row {
 static bool is_narrow(const work *w, const fa_simd_task *task) {
     const fa_forward *p = w->p;
     return task->rows <= NARROW_ROWS && p->head_dim % LANES == 0 && p->head_dim_v % LANES == 0 && p->softcap <= 0 &&
-           !w->biased && !p->mask.data;
+           !w->biased && !w->problem->extra.dropout.threshold && !p->mask.data;
 }
 
 static void narrow_begin(const work *w, narrow_row *r) {

@@ -14,6 +14,7 @@
 #include "cpu/alibi.h"
 #include "cpu/cpu_simd_backward.h"
 #include "cpu/limit.h"
+#include "cpu/simd_dropout.h"
 #include "cpu/simd_gemm.h"
 #include "cpu/simd_math.h"
 #include "cpu/simd_rows.h"
@@ -50,7 +51,9 @@ typedef struct work {
     /* of a block: (TILE, lanes) */
     real *weight, *slope; /* S, then P; dP, then dT */
     real *bias, *mask;
-    real *dt; /* (TILE, CHUNK): dT, or dS for dbias */
+    real *factors;    /* (TILE, DROPOUT_ROOM(CHUNK)): dropout's, from `kept` on those of the chunk's first key */
+    const real *kept; /* NULL: no dropout */
+    real *dt;         /* (TILE, CHUNK): dT, or dS for dbias */
     real *part;
     real *buffer;  /* LANES rows of max(D, Dv, CHUNK) */
     double *total; /* (TILE, CHUNK), for dbias */
@@ -264,7 +267,7 @@ static void read_added(const work *w, int first, int lanes, const fa_operand *op
 static void add_alibi(const work *w, int first, int lanes) {
     const vreal slope = v_set1((real)fa_slope(w->extra, w->batch, w->head));
     for (int m = 0; m < lanes; m += LANES) {
-        vreal key;
+        vreal key = {0};
         for (int lane = 0; lane < LANES; lane++)
             key[lane] = (real)(w->key + first + m + lane - w->row - w->p->forward.diagonal);
         for (int n = 0; n < w->rows; n++) {
@@ -280,14 +283,15 @@ static void add_alibi(const work *w, int first, int lanes) {
 /* The largest power of 2 that v_exp2() is asked for: infinity in float. */
 #define EXP2_HIGHEST ((real)(EXPONENT_BIAS + 1))
 
-/* P and dT of one pair of vectors; P (dP - delta) alone for dbias. */
-INLINE void differentiate(const work *w, const int plain, vint hidden, vreal added, vreal tanh_slope, int n, real *s,
-                          real *dp, real *wide) {
+/* P with dropout's factor, and dT, of one vector of pairs. */
+INLINE void differentiate(const work *w, const int plain, vint hidden, vreal added, vreal tanh_slope, vreal factor,
+                          int n, real *s, real *dp, real *wide) {
     const vreal no = v_set1(-(real)0);
     vreal x = (v_load(s) + added - w->lse[n]) * (real)LOG2E;
     x = v_select(x > EXP2_HIGHEST, v_set1(EXP2_HIGHEST), x);
     vreal p = v_exp2(x);
-    vreal dt = p * (v_load(dp) - w->delta[n]) * tanh_slope + (real)0; /* never -0.0 */
+    vreal dt = p * (v_load(dp) * factor - w->delta[n]) * tanh_slope + (real)0; /* never -0.0 */
+    p *= factor;
     if (!plain) p = v_select(hidden, no, p), dt = v_select(hidden, no, dt);
     v_store(s, p);
     v_store(dp, dt);
@@ -297,7 +301,7 @@ INLINE void differentiate(const work *w, const int plain, vint hidden, vreal add
 /* S, dP -> P, dT in place, and dT beside those of the chunk's other blocks. `windowed`: causal or window hide some. */
 static void weigh(const work *w, int first, int mr, bool windowed) {
     const fa_forward *f = &w->p->forward;
-    const bool plain = !windowed && w->cap <= 0 && !w->biased && !f->mask.data;
+    const bool plain = !windowed && w->cap <= 0 && !w->biased && !f->mask.data && !w->kept;
     for (int m = 0; m < mr; m++) {
         vint low = {0}, high = {0}; /* rows [low, high) of the tile see the key of a lane */
         for (int lane = 0; lane < LANES && windowed; lane++) {
@@ -310,7 +314,7 @@ static void weigh(const work *w, int first, int mr, bool windowed) {
             const int at = (n * mr + m) * LANES;
             real *s = w->weight + at, *dp = w->slope + at, *wide = w->dt + n * CHUNK + first + m * LANES;
             if (plain) {
-                differentiate(w, true, low, v_set1(0), v_set1(1), n, s, dp, wide);
+                differentiate(w, true, low, v_set1(0), v_set1(1), v_set1(1), n, s, dp, wide);
                 continue;
             }
             vint hidden = {0};
@@ -327,7 +331,8 @@ static void weigh(const work *w, int first, int mr, bool windowed) {
                 v_store(s, capped * w->cap);
                 if (!w->dbias) slope = 1 - capped * capped;
             }
-            differentiate(w, false, hidden, added, slope, n, s, dp, wide);
+            const vreal factor = w->kept ? v_load(w->kept + n * DROPOUT_ROOM(CHUNK) + first + m * LANES) : v_set1(1);
+            differentiate(w, false, hidden, added, slope, factor, n, s, dp, wide);
         }
     }
 }
@@ -367,6 +372,12 @@ static bool seen_keys(const work *w, int *begin, int *end) {
 
 /* All blocks of the chunk that the tile sees. */
 static void tile_step(work *w, int begin, int end) {
+    w->kept = NULL;
+    for (int n = 0; n < w->rows && w->extra->dropout.threshold; n++) {
+        const real *row = dropout_row(&w->extra->dropout, w->batch, w->head, w->row + n, w->key, w->keys,
+                                      w->factors + n * DROPOUT_ROOM(CHUNK));
+        if (n == 0) w->kept = row;
+    }
     for (int first = begin; first < end; first += BLOCK_ROWS) block_step(w, first);
 }
 

@@ -100,6 +100,8 @@ static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
     w->scores = take(a, scores, sizeof(real));
     w->bias = take(a, is_biased(problem) ? scores : 0, sizeof(real));
     w->mask = take(a, p->mask.data ? scores : 0, sizeof(real));
+    w->factors = take(a, problem->extra.dropout.threshold ? LANES * (DROPOUT_ROOM(FA_CPU_TILE_N) + FA_CPU_TILE_N) : 0,
+                      sizeof(real));
     w->k = take(a, (size_t)FA_CPU_TILE_N * (size_t)p->head_dim, sizeof(real));
     w->v = take(a, (size_t)FA_CPU_TILE_N * (size_t)p->head_dim_v, sizeof(real));
     w->buffer = take(a, (size_t)LANES * (size_t)padded(widest), sizeof(real));

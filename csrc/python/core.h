@@ -294,6 +294,7 @@ fa_code fa_read_window(const char *name, PyObject *value, void *field, fa_status
 fa_code fa_read_number(const char *name, PyObject *value, void *field, fa_status *status);
 fa_code fa_read_layout(const char *name, PyObject *value, void *field, fa_status *status);
 fa_code fa_read_boolean(const char *name, PyObject *value, void *field, fa_status *status);
+fa_code fa_read_dropout(const char *name, PyObject *value, void *field, fa_status *status);
 /* An int within [low, high]; booleans are none. */
 fa_code fa_read_index(const char *name, PyObject *value, long low, long high, const char *accepted, long *number,
                       fa_status *status);
