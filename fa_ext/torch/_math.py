@@ -13,17 +13,17 @@ from .. import _core
 
 def attention(q, k, v, bias, mask, sinks, keep, options):
     """(out, lse) of tensors as ``fa_ext.torch.attention`` takes them; ``keep``: boolean (B, H, Sq, Sk), or None."""
-    shared, dtype = options.shared, q.dtype
+    dtype = q.dtype
     work = torch.float64 if dtype == torch.float64 else torch.float32
-    packed = shared["layout"] == "bshd"
+    packed = options["layout"] == "bshd"
     q, k, v = ((x.transpose(1, 2) if packed else x).to(work) for x in (q, k, v))
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    scale = 1 / math.sqrt(q.shape[3]) if shared["scale"] is None else shared["scale"]
+    scale = 1 / math.sqrt(q.shape[3]) if options["scale"] is None else options["scale"]
     scores = scale * (q @ k.transpose(2, 3))
-    if shared["softcap"]:
-        scores = shared["softcap"] * torch.tanh(scores / shared["softcap"])
-    visible = _band(q.shape[2], k.shape[2], shared["causal"], shared["window"], q.device)
+    if options["softcap"]:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    visible = _band(q.shape[2], k.shape[2], options["causal"], options["window"], q.device)
     if mask is not None:
         visible = visible & mask
     if bias is not None:
@@ -42,7 +42,7 @@ def dropped(q, k, state, options):
     """The weights that dropout keeps: boolean (B, H, Sq, Sk), or None without dropout."""
     if state is None:
         return None
-    heads, queries = (2, 1) if options.shared["layout"] == "bshd" else (1, 2)
+    heads, queries = (2, 1) if options["layout"] == "bshd" else (1, 2)
     keep = torch.empty(q.shape[0], q.shape[heads], q.shape[queries], k.shape[queries], dtype=torch.bool, device=q.device)
     _core.dropout_keep(*keep.shape, (options.dropout_p, state), out=keep)
     return keep

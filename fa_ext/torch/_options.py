@@ -12,44 +12,72 @@ NAMES = ("q", "k", "v", "bias", "sinks")
 HAS_DROPOUT = "dropout" in inspect.signature(_core.attention).parameters
 
 
+#: What both passes take, by the core's names, and what it is unless it is given.
+SHARED = {"causal": False, "scale": None, "window": None, "softcap": 0.0, "layout": "bhsd", "batch_invariant": False}
+
+
 class Options:
     """The options of one call that are no tensors.
 
-    ``shared``: what both passes take, by the core's names; ``kernel``: of the forward; ``deterministic``: of the backward;
-    ``dropout_p``: the state that goes with it is a tensor, and travels with the tensors.
+    ``shared``: of ``SHARED``, what is not the default, since each keyword costs the core 0.1 us; ``kernel``: of the forward;
+    ``deterministic``: of the backward; ``dropout_p``: the state that goes with it is a tensor, and travels with the tensors.
     """
 
     __slots__ = ("deterministic", "dropout_p", "kernel", "shared")
 
     def __init__(self, causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic):
-        self.shared: dict[str, Any] = {
-            "causal": causal,
-            "scale": scale,
-            "window": window,
-            "softcap": softcap,
-            "layout": layout,
-            "batch_invariant": batch_invariant,
-        }
+        self.shared = shared = {}
+        if causal is not False:
+            shared["causal"] = causal
+        if scale is not None:
+            shared["scale"] = scale
+        if window is not None:
+            shared["window"] = window
+        if softcap != 0.0:
+            shared["softcap"] = softcap
+        if layout != "bhsd":
+            shared["layout"] = layout
+        if batch_invariant is not False:
+            shared["batch_invariant"] = batch_invariant
         self.dropout_p = dropout_p
         self.kernel = kernel
         self.deterministic = deterministic
 
+    def __getitem__(self, name):
+        return self.shared.get(name, SHARED[name])
+
 
 def forward(q, k, v, bias, mask, sinks, state, options, return_lse=True):
     """The core's forward pass: (out, lse), or out alone."""
-    more: dict[str, Any] = {} if state is None else {"dropout": (options.dropout_p, state)}
-    return _core.attention(
-        q, k, v, bias=bias, mask=mask, sinks=sinks, return_lse=return_lse, kernel=options.kernel, **options.shared, **more
-    )  # fmt: skip
+    given = _given(options, bias, mask, sinks, state)
+    if options.kernel is not None:
+        return _core.attention(q, k, v, return_lse=return_lse, kernel=options.kernel, **given)
+    return _core.attention(q, k, v, return_lse=return_lse, **given)
 
 
 def backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, options, wrt):
     """The core's gradients, in the order of ``wrt``."""
-    more: dict[str, Any] = {} if state is None else {"dropout": (options.dropout_p, state)}
-    return _core.attention_backward(
-        dout, q, k, v, out, lse, dlse=dlse, bias=bias, mask=mask, sinks=sinks, wrt=wrt,
-        deterministic=options.deterministic, **options.shared, **more
-    )  # fmt: skip
+    given = _given(options, bias, mask, sinks, state)
+    if dlse is not None:
+        given = given | {"dlse": dlse}
+    return _core.attention_backward(dout, q, k, v, out, lse, wrt=wrt, deterministic=options.deterministic, **given)
+
+
+def _given(options, bias, mask, sinks, state):
+    """The core's keywords for what was given."""
+    given: dict[str, Any] = options.shared
+    if bias is None and mask is None and sinks is None and state is None:
+        return given
+    given = given.copy()
+    if bias is not None:
+        given["bias"] = bias
+    if mask is not None:
+        given["mask"] = mask
+    if sinks is not None:
+        given["sinks"] = sinks
+    if state is not None:
+        given["dropout"] = (options.dropout_p, state)
+    return given
 
 
 def bounds(causal, window, seq_q, seq_k):

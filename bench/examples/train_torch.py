@@ -1,0 +1,171 @@
+"""Trains a small GPT through fa_ext.torch and through every backend of torch's scaled_dot_product_attention.
+
+    python -m bench.examples.train_torch                                  # a tiny one on the CPU, in a minute or two
+    python -m bench.examples.train_torch --device cuda --layers 12 --width 768 --heads 12 --seq 1024 --vocab 50304 \
+        --batch 8 --steps 300                                             # GPT-2 124M
+
+The text is a Markov chain of order 2, which can be learnt. All runs start from the same weights and see the same text.
+At step t the loss of fa_ext, eager and compiled, may differ from that of the reference backend by twice the largest gap
+that any two of torch's backends had at steps 1 to t; and two runs with deterministic algorithms must end with the same bits
+in every parameter. The exit status says whether that holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import re
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fa_ext.torch
+
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, attend):
+        super().__init__()
+        self.heads, self.attend = heads, attend
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        packed = self.into(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = packed.permute(2, 0, 3, 1, 4)
+        x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, args, attend):
+        super().__init__()
+        self.words, self.places = nn.Embedding(args.vocab, args.width), nn.Embedding(args.seq, args.width)
+        self.blocks = nn.ModuleList(Block(args.width, args.heads, attend) for _ in range(args.layers))
+        self.norm = nn.LayerNorm(args.width)
+
+    def forward(self, ids):
+        x = self.words(ids[:, :-1]) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.words.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def text(args, step):
+    """(batch, seq + 1) of a chain: a token follows from the two before it, but for one in ten."""
+    draws = torch.Generator().manual_seed(1000 + step)
+    words = min(args.vocab, 512)
+    ids = torch.randint(words, (args.batch, args.seq + 1), generator=draws)
+    free = torch.rand(ids.shape, generator=draws) < 0.1
+    for n in range(2, args.seq + 1):
+        ids[:, n] = torch.where(free[:, n], ids[:, n], (3 * ids[:, n - 1] + 5 * ids[:, n - 2] + 7) % words)
+    return ids
+
+
+def train(args, attend, *, backend=None, compiled=False):
+    """(losses, median seconds a step, parameters at the end) of one run."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model = GPT(args, attend).to(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, fused=args.device == "cuda")
+    step_of = torch.compile(model, fullgraph=True, backend=args.compiler) if compiled else model
+    losses, seconds = [], []
+    kernel = sdpa_kernel(backend) if backend else contextlib.nullcontext()
+    with kernel:
+        for step in range(args.steps):
+            ids = text(args, step).to(args.device)
+            begun = time.perf_counter()
+            with torch.autocast(args.device, torch.bfloat16, enabled=args.bfloat16):
+                loss = step_of(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())  # waits for the device
+            seconds.append(time.perf_counter() - begun)
+    return losses, statistics.median(seconds), [x.detach() for x in model.parameters()]
+
+
+def runs(args):
+    """{name: losses and seconds}: torch's backends that take the call, then fa_ext."""
+
+    def theirs(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=args.dropout)
+
+    def ours(q, k, v):
+        return fa_ext.torch.attention(q, k, v, causal=True, dropout_p=args.dropout)
+
+    found = {}
+    for name, backend in BACKENDS.items():
+        try:
+            found[name] = train(args, theirs, backend=backend)[:2]
+        except RuntimeError as error:
+            if not re.search("No (available kernel|viable backend)", str(error)):
+                raise
+    found["fa_ext"] = train(args, ours)[:2]
+    found["fa_ext, compiled"] = train(args, ours, compiled=True)[:2]
+    return found
+
+
+def gaps(found):
+    """{name of an fa_ext run: its largest gap to the reference, as a multiple of the largest between backends so far}."""
+    peers = [losses for name, (losses, _) in found.items() if name in BACKENDS]
+    between = [max(abs(a - b) for a, b in itertools.combinations(at, 2)) for at in zip(*peers, strict=True)]
+    bound = list(itertools.accumulate(between, max))
+    ratios = {}
+    for name, (losses, _) in found.items():
+        if name not in BACKENDS:
+            gap = [abs(a - b) for a, b in zip(losses, found["math"][0], strict=True)]
+            ratios[name] = max((g / b if b else float("inf") if g else 0.0) for g, b in zip(gap, bound, strict=True))
+    return ratios
+
+
+def repeats(args):
+    """Whether two runs of fa_ext with deterministic algorithms end with the same bits."""
+
+    def ours(q, k, v):
+        return fa_ext.torch.attention(q, k, v, causal=True, dropout_p=args.dropout)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (train(args, ours)[2] for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m bench.examples.train_torch", description=__doc__.split("\n\n")[0])
+    sizes = {"layers": 2, "width": 64, "heads": 4, "seq": 64, "vocab": 128, "batch": 8, "steps": 40}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of AdamW")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the attention weights")
+    parser.add_argument("--float32", dest="bfloat16", action="store_false", help="without autocast to bfloat16")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--compiler", default="inductor", help="backend of torch.compile")
+    args = parser.parse_args(arguments)
+    found = runs(args)
+    ratios, equal = gaps(found), repeats(args)
+    print(f"{'run':18} {'first loss':>10} {'last loss':>10} {'ms a step':>10} {'gap / gap of backends':>22}")
+    for name, (losses, seconds) in found.items():
+        ratio = f"{ratios[name]:.2f}" if name in ratios else ""
+        print(f"{name:18} {losses[0]:10.4f} {losses[-1]:10.4f} {1e3 * seconds:10.2f} {ratio:>22}")
+    print(f"two deterministic runs: {'equal bits' if equal else 'DIFFERENT BITS'}")
+    return 0 if equal and max(ratios.values()) <= 2 else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
