@@ -13,6 +13,7 @@ from fa_ext.torch import _attention  # noqa: E402
 from torch_calls import CALLS, DEVICES, gradients, make, math_attention, scalar  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
+FIXED = ("mask", "alibi")  # without a gradient
 CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
@@ -38,15 +39,15 @@ def test_values_and_gradients(device, name):
     dtype = dtype_for(device)
     tensors, options = make(name, device, dtype)
     out, lse = attend(tensors, options)
-    wanted, wanted_lse = math_attention({n: x.double() for n, x in tensors.items() if n != "mask"} | only_mask(tensors), options)
+    wanted, wanted_lse = math_attention({n: x.double() for n, x in tensors.items() if n not in FIXED} | fixed(tensors), options)
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=CLOSE[dtype])
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=0, atol=CLOSE[dtype])
     assert out.is_contiguous() and out.dtype == dtype and lse.dtype == dtype
     agree(gradients(scalar(out, lse), tensors), gradients(scalar(wanted, wanted_lse), tensors), dtype)
 
 
-def only_mask(tensors):
-    return {"mask": tensors["mask"]} if "mask" in tensors else {}
+def fixed(tensors):
+    return {n: x for n, x in tensors.items() if n in FIXED}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -54,10 +55,10 @@ def test_gradcheck(device, name):
     if device != "cpu":
         pytest.skip("float64 is the CPU's")
     tensors, options = make(name, SQ=3, SK=4, D=3, DV=2)
-    names = [n for n in tensors if n != "mask"]
+    names = [n for n in tensors if n not in FIXED]
 
     def call(*values):
-        out, lse = attend(dict(zip(names, values, strict=True)) | only_mask(tensors), options)
+        out, lse = attend(dict(zip(names, values, strict=True)) | fixed(tensors), options)
         return out, torch.where(torch.isfinite(lse), lse, 0)
 
     assert torch.autograd.gradcheck(call, [tensors[n] for n in names], eps=1e-6, atol=1e-7)
@@ -69,8 +70,8 @@ def test_halves(device, name, dtype):
     tensors, options = make(name, device, dtype, SQ=33, SK=65, D=32, DV=16)
     out, lse = attend(tensors, options)
     assert out.dtype == dtype and lse.dtype == torch.float32
-    wide = {n: x.detach().double().requires_grad_() for n, x in tensors.items() if n != "mask"}
-    wanted, wanted_lse = math_attention(wide | only_mask(tensors), options)
+    wide = {n: x.detach().double().requires_grad_() for n, x in tensors.items() if n not in FIXED}
+    wanted, wanted_lse = math_attention(wide | fixed(tensors), options)
     got = gradients(scalar(out, lse), tensors)
     assert all(got[n].dtype == dtype for n in got)
     agree(got, gradients(scalar(wanted, wanted_lse), wide), dtype)
@@ -78,12 +79,12 @@ def test_halves(device, name, dtype):
 
 def test_every_subset_of_what_requires_grad(device):
     tensors, options = make("all", device, torch.float32)
-    names = [n for n in tensors if n != "mask"]
+    names = [n for n in tensors if n not in FIXED]
     whole = gradients(scalar(*attend(tensors, options)), tensors)
     for count in range(len(names) + 1):
         for subset in itertools.combinations(names, count):
-            some = {n: x.detach().requires_grad_(n in subset) for n, x in tensors.items() if n != "mask"}
-            out, lse = attend(some | only_mask(tensors), options)
+            some = {n: x.detach().requires_grad_(n in subset) for n, x in tensors.items() if n not in FIXED}
+            out, lse = attend(some | fixed(tensors), options)
             assert out.requires_grad == lse.requires_grad == bool(subset)
             if subset:
                 got = gradients(scalar(out, lse), some)
@@ -102,8 +103,8 @@ def test_only_what_is_asked_for_is_computed(device, monkeypatch):
     tensors, options = make("all", device, torch.float32)
     monkeypatch.setattr(fa_ext._core, "attention_backward", spy)
     for wanted in (("k",), ("bias",), ("q", "sinks")):
-        some = {n: x.detach().requires_grad_(n in wanted) for n, x in tensors.items() if n != "mask"}
-        out, lse = attend(some | only_mask(tensors), options)
+        some = {n: x.detach().requires_grad_(n in wanted) for n, x in tensors.items() if n not in FIXED}
+        out, lse = attend(some | fixed(tensors), options)
         scalar(out, lse).backward()
         assert asked.pop() == wanted and not asked
 
@@ -329,6 +330,15 @@ def test_dropout_without_kernels_for_it_says_so(device):
     tensors, _ = make("plain", device, torch.float32)
     with pytest.raises(fa_ext.UnsupportedError, match=r"dropout_p is 0\.1, but .* accepted: 0\.0"):
         ft.attention(*(tensors[n] for n in "qkv"), dropout_p=0.1)
+
+
+def test_slopes_have_no_gradient(device):
+    tensors, options = make("alibi", device, torch.float32)
+    tensors["alibi"].requires_grad_()
+    with pytest.raises(ValueError, match=r"alibi requires grad.*alibi\.detach\(\)"):
+        attend(tensors, options)
+    with torch.no_grad():
+        attend(tensors, options)
 
 
 def test_empty_sizes(device):

@@ -35,7 +35,7 @@ def operands(name, device):
     left, right = (-1 if bound is None else bound for bound in window)
     causal = options.get("causal", False)
     return (
-        *(tensors.get(n) for n in ("q", "k", "v", "bias", "mask", "sinks")), None, left, 0 if causal else right,
+        *(tensors.get(n) for n in ("q", "k", "v", "bias", "mask", "sinks", "alibi")), None, left, 0 if causal else right,
         int(causal != "top_left"), options.get("scale"), options.get("softcap", 0.0), options.get("layout", "bhsd"), 0.0, None,
         options.get("batch_invariant", False), True,
     )  # fmt: skip
@@ -48,9 +48,9 @@ def test_opcheck_of_the_forward(device, name):
 
 @pytest.mark.parametrize("wrt", [0b00111, 0b00010, 0b11111, 0b11000])
 def test_opcheck_of_the_backward(device, wrt):
-    q, k, v, bias, mask, sinks, state, *rest = (x.detach() if isinstance(x, torch.Tensor) else x for x in operands("all", device))
-    out, lse = torch.ops.fa_ext.attention(q, k, v, bias, mask, sinks, state, *rest)
-    tensors = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, bias, mask, sinks, state
+    q, k, v, bias, mask, sinks, alibi, state, *rest = (x.detach() if isinstance(x, torch.Tensor) else x for x in operands("all", device))
+    out, lse = torch.ops.fa_ext.attention(q, k, v, bias, mask, sinks, alibi, state, *rest)
+    tensors = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, bias, mask, sinks, alibi, state
     torch.library.opcheck(torch.ops.fa_ext.attention_backward.default, (*tensors, *rest[:7], *rest[8:], wrt))
 
 
@@ -149,7 +149,7 @@ def test_checkpoint(device, reentrant, compiled):
     tensors, options = make("all", device, torch.float32)
 
     def block(q, k, v, bias, sinks):
-        return attend({"q": q * 1.5, "k": k, "v": v, "bias": bias, "mask": tensors["mask"], "sinks": sinks}, options)
+        return attend(tensors | {"q": q * 1.5, "k": k, "v": v, "bias": bias, "sinks": sinks}, options)
 
     def step(*leaves):
         return scalar(*checkpoint(block, *leaves, use_reentrant=reentrant))
@@ -202,7 +202,7 @@ def test_fake_and_meta_tensors(device):
         fake_out, fake_lse = attend(fakes, options)
         assert fake_out.shape == out.shape and fake_lse.shape == lse.shape and fake_out.device == out.device
         scalar(fake_out, fake_lse).backward()
-        assert all(fakes[n].grad.shape == tensors[n].shape for n in tensors if n != "mask")
+        assert all(fakes[n].grad.shape == tensors[n].shape for n in tensors if tensors[n].requires_grad)
 
 
 def test_export(device):

@@ -59,7 +59,7 @@ def test_gradgradcheck(device, name):
     if device != "cpu":
         pytest.skip("float64 is the CPU's")
     tensors, options = make(name, SQ=2, SK=3, D=3, DV=2, B=1, H=2, HK=1)
-    names = [n for n in tensors if n != "mask"]
+    names = [n for n in tensors if n not in ("mask", "alibi")]
 
     def call(*values):
         given = dict(zip(names, values, strict=True))
@@ -111,7 +111,7 @@ def test_second_derivative_in_halves_and_under_autocast(device):
 # ---- torch.func ----
 
 
-def leaves_of(name, device, elements=3, mapped=("q", "k", "v", "bias", "mask", "sinks")):
+def leaves_of(name, device, elements=3, mapped=("q", "k", "v", "bias", "mask", "sinks", "alibi")):
     """Tensors with a mapped axis for those in ``mapped``, at different places; and in_dims."""
     tensors, options = make(name, device, wide(device))
     made, dims = {}, {}
@@ -132,7 +132,7 @@ def one_by_one(function, tensors, dims, elements=3):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("mapped", [("q", "k", "v", "bias", "mask", "sinks"), ("q",), ("k", "mask"), ("bias",), ("sinks", "v")])
+@pytest.mark.parametrize("mapped", [("q", "k", "v", "bias", "mask", "sinks", "alibi"), ("q",), ("k", "mask"), ("bias",), ("sinks", "v")])
 def test_vmap(device, name, mapped):
     tensors, dims, options = leaves_of(name, device, mapped=mapped)
     if all(dim is None for dim in dims.values()):
@@ -147,12 +147,12 @@ def test_vmap(device, name, mapped):
 
 
 @pytest.mark.parametrize("name", ["plain", "all", "bias of a key", "sinks"])
-@pytest.mark.parametrize("mapped", [("q", "k", "v", "bias", "mask", "sinks"), ("q",), ("bias",)])
+@pytest.mark.parametrize("mapped", [("q", "k", "v", "bias", "mask", "sinks", "alibi"), ("q",), ("bias",)])
 def test_vmap_of_grad_and_grad_of_vmap(device, name, mapped):
     tensors, dims, options = leaves_of(name, device, mapped=mapped)
     if all(dim is None for dim in dims.values()):
         pytest.skip("nothing of this call is mapped")
-    floating = [n for n in tensors if n != "mask"]
+    floating = [n for n in tensors if n not in ("mask", "alibi")]
 
     def inner(tensors):
         rest = {n: x for n, x in tensors.items() if n not in floating}
@@ -221,10 +221,10 @@ def test_vmap_compiled(device):
 
 def test_vmap_of_the_operators(device):
     def forward(q, k, v):
-        return torch.ops.fa_ext.attention(q, k, v, None, None, None, None, -1, -1, 1, None, 0.0, "bhsd", 0.0, None, False, True)
+        return torch.ops.fa_ext.attention(q, k, v, None, None, None, None, None, -1, -1, 1, None, 0.0, "bhsd", 0.0, None, False, True)
 
     def backward(dout, q, k, v, out, lse):
-        rest = None, None, None, None, -1, -1, 1, None, 0.0, "bhsd", 0.0, False, True, 0b101
+        rest = None, None, None, None, None, -1, -1, 1, None, 0.0, "bhsd", 0.0, False, True, 0b101
         return torch.ops.fa_ext.attention_backward(dout, None, q, k, v, out, lse, *rest)
 
     q, k, v = (torch.randn(3, 2, 4, 5, 8, device=device, dtype=wide(device)) for _ in range(3))

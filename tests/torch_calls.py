@@ -26,10 +26,12 @@ CALLS = {
     "bias of a key": ({}, ("bias_k",)),
     "mask": ({}, ("mask",)),
     "sinks": ({}, ("sinks",)),
+    "alibi": ({"causal": "top_left"}, ("alibi",)),
+    "alibi of a batch": ({"softcap": 0.8}, ("alibi_b",)),
     "layout": ({"layout": "bshd"}, ()),
     "batch_invariant": ({"batch_invariant": True, "deterministic": True}, ()),
     "all": ({"causal": "bottom_right", "window": (4, None), "softcap": 0.9, "scale": 0.5, "layout": "bshd"},
-            ("bias", "mask", "sinks")),
+            ("bias", "mask", "sinks", "alibi")),
 }  # fmt: skip
 
 
@@ -59,6 +61,9 @@ def make(name, device="cpu", dtype=torch.float64, seed=0, **extents):
         tensors["mask"] = mask.to(device)
     if "sinks" in extras:
         tensors["sinks"] = draw(h)
+    if {"alibi", "alibi_b"} & set(extras):
+        slopes = torch.rand(*((h,) if "alibi" in extras else (b, h)), generator=generator)
+        tensors["alibi"] = slopes.to(device)
     return tensors, dict(options)
 
 
@@ -76,6 +81,8 @@ def math_attention(tensors, options):
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])
     if tensors.get("bias") is not None:
         scores = scores + tensors["bias"]
+    if tensors.get("alibi") is not None:
+        scores = scores - tensors["alibi"].to(scores.dtype)[..., None, None] * distances(*scores.shape[2:], options).abs().to(q.device)
     visible = seen(q.shape[2], k.shape[2], options).to(q.device)
     if tensors.get("mask") is not None:
         visible = visible & tensors["mask"]
@@ -91,12 +98,11 @@ def math_attention(tensors, options):
 
 def seen(seq_q, seq_k, options):
     """Boolean (Sq, Sk): what causal and window show, pair by pair."""
-    causal, window = options.get("causal", False), options.get("window") or (None, None)
-    shift = 0 if causal in (True, "top_left") and causal is not False else seq_k - seq_q
+    causal, window, far = options.get("causal", False), options.get("window") or (None, None), distances(seq_q, seq_k, options)
     visible = torch.ones(seq_q, seq_k, dtype=torch.bool)
     for i in range(seq_q):
         for j in range(seq_k):
-            distance = j - (i + shift)
+            distance = int(far[i, j])
             if (
                 (causal and distance > 0)
                 or (window[0] is not None and distance < -window[0])
@@ -104,6 +110,12 @@ def seen(seq_q, seq_k, options):
             ):
                 visible[i, j] = False
     return visible
+
+
+def distances(seq_q, seq_k, options):
+    """(Sq, Sk): j - (i + d)."""
+    shift = 0 if options.get("causal") in (True, "top_left") else seq_k - seq_q
+    return torch.tensor([[j - (i + shift) for j in range(seq_k)] for i in range(seq_q)]).reshape(seq_q, seq_k)
 
 
 def scalar(out, lse):

@@ -16,8 +16,8 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def attention(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, layout="bhsd",
-    return_lse=False, dropout_p=0.0, deterministic=None, kernel=None, batch_invariant=False,
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, alibi=None,
+    layout="bhsd", return_lse=False, dropout_p=0.0, deterministic=None, kernel=None, batch_invariant=False,
 ):  # fmt: skip
     """Attention with gradients in q, k, v, bias and sinks, also through the LSE.
 
@@ -26,8 +26,9 @@ def attention(
     q, k, v : Tensor
         (B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv), or with axes 1 and 2 swapped for ``layout="bshd"``; float16,
         bfloat16, float32, or float64 on the CPU. H is a multiple of Hk.
-    causal, scale, window, softcap, bias, mask, sinks, layout, kernel, batch_invariant
+    causal, scale, window, softcap, bias, mask, sinks, alibi, layout, kernel, batch_invariant
         As in ``fa_ext.attention``. ``kernel`` names the forward kernel; FA_EXT_KERNEL_BACKWARD that of the backward pass.
+        alibi has no gradient.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials, (B, H, Sq), float32 (float64 for float64).
     dropout_p : float
@@ -61,20 +62,22 @@ def attention(
     state = _dropout_state(dropout_p, q.device) if dropout_p else None
     if mask is not None:
         mask = _narrowed(mask)
+    if alibi is not None and alibi.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi requires grad, but has no gradient; pass alibi.detach(), or a bias of slopes and distances")
     if compiling or _is_traced(q, k, v):
         queries = 1 if layout == "bshd" else 2
         left, right, diagonal = bounds(causal, window, q.shape[queries], k.shape[queries])
         out, lse = _ops.attention(
-            q, k, v, None if bias is None else _narrowed(bias), mask, sinks, state, left, right, diagonal, scale,
-            softcap, layout, dropout_p, kernel, batch_invariant, deterministic,
+            q, k, v, None if bias is None else _narrowed(bias), mask, sinks, alibi, state, left, right, diagonal,
+            scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     if bias is not None:
         bias = _reduced(bias)
     options = Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
     if not _is_differentiated(q, k, v, bias, sinks):
-        return forward(q, k, v, bias, mask, sinks, state, options, return_lse)
-    out, lse = differentiable(q, k, v, bias, mask, sinks, state, options)
+        return forward(q, k, v, bias, mask, sinks, alibi, state, options, return_lse)
+    out, lse = differentiable(q, k, v, bias, mask, sinks, alibi, state, options)
     return (out, lse) if return_lse else out
 
 

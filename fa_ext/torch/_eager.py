@@ -18,7 +18,7 @@ _transformed = torch._C._are_functorch_transforms_active
 
 
 def differentiable(*args):
-    """(out, lse) of (q, k, v, bias, mask, sinks, state, options), with gradients."""
+    """(out, lse) of (q, k, v, bias, mask, sinks, alibi, state, options), with gradients."""
     return (_MappedForward if _transformed() else _Forward).apply(*args)
 
 
@@ -28,9 +28,9 @@ def _refuse_jvp(ctx, *tangents):
     )
 
 
-def _keep_forward(ctx, q, k, v, bias, mask, sinks, state, options, out, lse):
+def _keep_forward(ctx, q, k, v, bias, mask, sinks, alibi, state, options, out, lse):
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, bias, mask, sinks, state)
+    ctx.save_for_backward(q, k, v, out, lse, bias, mask, sinks, alibi, state)
     ctx.options = options
 
 
@@ -44,7 +44,7 @@ class _Forward(Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 8
+            return (None,) * 9
         places, wrt = _asked(ctx.needs_input_grad)
         args = (dout, dlse, *ctx.saved_tensors, ctx.options, wrt)
         if _transformed():
@@ -54,9 +54,9 @@ class _Forward(Function):
         else:
             grads = backward(*args)
         if places == (0, 1, 2):
-            return *grads, None, None, None, None, None
+            return *grads, None, None, None, None, None, None
         found = dict(zip(places, grads, strict=True))
-        return tuple([found.get(n) for n in range(8)])
+        return tuple([found.get(n) for n in range(9)])
 
     jvp = staticmethod(_refuse_jvp)
 
@@ -70,8 +70,8 @@ def _asked(needs):
 
 class _MappedForward(_Forward):
     @staticmethod
-    def forward(q, k, v, bias, mask, sinks, state, options):
-        return forward(q, k, v, bias, mask, sinks, state, options)
+    def forward(q, k, v, bias, mask, sinks, alibi, state, options):
+        return forward(q, k, v, bias, mask, sinks, alibi, state, options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -82,8 +82,8 @@ class _MappedForward(_Forward):
         return map_forward(differentiable, info, in_dims, *args)
 
 
-def _keep_backward(ctx, dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, options, wrt):
-    ctx.save_for_backward(dout, dlse, q, k, v, bias, mask, sinks, state)
+def _keep_backward(ctx, dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, wrt):
+    ctx.save_for_backward(dout, dlse, q, k, v, bias, mask, sinks, alibi, state)
     ctx.options, ctx.wrt = options, wrt
 
 
@@ -99,18 +99,18 @@ class _Backward(Function):
     @staticmethod
     def backward(ctx, *cotangents):
         _warn_of_memory()
-        dout, dlse, q, k, v, bias, mask, sinks, state = ctx.saved_tensors
+        dout, dlse, q, k, v, bias, mask, sinks, alibi, state = ctx.saved_tensors
         given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
         given = {name: x for name, x in given.items() if x is not None}
         keep = _math.dropped(q, k, state, ctx.options)
 
         def gradients(*values):
-            return _composed(dict(zip(given, values, strict=True)), mask, keep, ctx.options, ctx.wrt)
+            return _composed(dict(zip(given, values, strict=True)), mask, alibi, keep, ctx.options, ctx.wrt)
 
         with torch.autocast(q.device.type, enabled=False):
             second = dict(zip(given, torch.func.vjp(gradients, *given.values())[1](cotangents), strict=True))
         of = second.get
-        found = of("dout"), of("dlse"), of("q"), of("k"), of("v"), None, None, of("bias"), None, of("sinks"), None, None, None
+        found = of("dout"), of("dlse"), of("q"), of("k"), of("v"), None, None, of("bias"), None, of("sinks"), None, None, None, None
         return tuple(x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=True))
 
     jvp = staticmethod(_refuse_jvp)
@@ -118,8 +118,8 @@ class _Backward(Function):
 
 class _MappedBackward(_Backward):
     @staticmethod
-    def forward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, options, wrt):
-        return backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, options, wrt)
+    def forward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, wrt):
+        return backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, wrt)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -134,12 +134,13 @@ class _MappedBackward(_Backward):
         return map_backward(call, info, (*in_dims[:-1], None), *args, sums=sums)
 
 
-def _composed(given, mask, keep, options, wrt):
+def _composed(given, mask, alibi, keep, options, wrt):
     """The gradients named by ``wrt``, of differentiable operations."""
 
     def attention(*values):
         now = given | dict(zip(wrt, values, strict=True))
-        return _math.attention(now["q"], now["k"], now["v"], now.get("bias"), mask, now.get("sinks"), keep, options)
+        bias, sinks = now.get("bias"), now.get("sinks")
+        return _math.attention(now["q"], now["k"], now["v"], bias, mask, sinks, alibi, keep, options)
 
     (out, lse), pull = torch.func.vjp(attention, *(given[name] for name in wrt))
     cotangents = given.get("dout"), given.get("dlse")

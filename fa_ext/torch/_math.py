@@ -11,7 +11,7 @@ import torch
 from .. import _core
 
 
-def attention(q, k, v, bias, mask, sinks, keep, options):
+def attention(q, k, v, bias, mask, sinks, alibi, keep, options):
     """(out, lse) of tensors as ``fa_ext.torch.attention`` takes them; ``keep``: boolean (B, H, Sq, Sk), or None."""
     dtype = q.dtype
     work = torch.float64 if dtype == torch.float64 else torch.float32
@@ -23,7 +23,10 @@ def attention(q, k, v, bias, mask, sinks, keep, options):
     scores = scale * (q @ k.transpose(2, 3))
     if options["softcap"]:
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-    visible = _band(q.shape[2], k.shape[2], options["causal"], options["window"], q.device)
+    distance = _distance(q.shape[2], k.shape[2], options["causal"], q.device)
+    visible = _band(distance, options["causal"], options["window"])
+    if alibi is not None:
+        scores = scores - alibi.to(work)[..., None, None] * distance.abs()
     if mask is not None:
         visible = visible & mask
     if bias is not None:
@@ -53,10 +56,14 @@ def _keep_probability(p):
     return (65536 - math.floor(65536 * p + 0.5)) / 65536 or 1.0
 
 
-def _band(seq_q, seq_k, causal, window, device):
-    """Boolean (Sq, Sk): what causal and window show."""
+def _distance(seq_q, seq_k, causal, device):
+    """(Sq, Sk): how far a key stands behind the diagonal of its query."""
     shift = 0 if causal is True or causal == "top_left" else seq_k - seq_q
-    distance = torch.arange(seq_k, device=device) - torch.arange(seq_q, device=device)[:, None] - shift
+    return torch.arange(seq_k, device=device) - torch.arange(seq_q, device=device)[:, None] - shift
+
+
+def _band(distance, causal, window):
+    """Boolean (Sq, Sk): what causal and window show."""
     left, right = (None, None) if window is None else window
     visible = torch.ones_like(distance, dtype=torch.bool)
     if causal:

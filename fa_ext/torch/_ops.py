@@ -16,17 +16,17 @@ from ._vmap import map_backward, map_forward
 @torch.library.custom_op("fa_ext::attention", mutates_args=(), device_types=("cpu", "cuda"))
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor],
-    state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float], softcap: float, layout: str,
-    dropout_p: float, kernel: Optional[str], batch_invariant: bool, deterministic: bool,
+    alibi: Optional[Tensor], state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float],
+    softcap: float, layout: str, dropout_p: float, kernel: Optional[str], batch_invariant: bool, deterministic: bool,
 ) -> Tuple[Tensor, Tensor]:  # fmt: skip
     options = from_bounds(
         left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic
     )  # fmt: skip
-    return forward(q, k, v, bias, mask, sinks, state, options)
+    return forward(q, k, v, bias, mask, sinks, alibi, state, options)
 
 
 @attention.register_fake
-def _(q, k, v, bias, mask, sinks, state, left, right, diagonal, scale, softcap, layout, *rest):
+def _(q, k, v, bias, mask, sinks, alibi, state, left, right, diagonal, scale, softcap, layout, *rest):
     batch, heads, queries = q.shape[0], *(q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1]))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(batch, heads, queries, dtype=wide)
@@ -35,16 +35,16 @@ def _(q, k, v, bias, mask, sinks, state, left, right, diagonal, scale, softcap, 
 @torch.library.custom_op("fa_ext::attention_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def attention_backward(
     dout: Optional[Tensor], dlse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor], state: Optional[Tensor], left: int, right: int,
-    diagonal: int, scale: Optional[float], softcap: float, layout: str, dropout_p: float, batch_invariant: bool,
-    deterministic: bool, wrt: int,
+    bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor], alibi: Optional[Tensor],
+    state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float], softcap: float, layout: str,
+    dropout_p: float, batch_invariant: bool, deterministic: bool, wrt: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     options = from_bounds(
         left, right, diagonal, scale, softcap, layout, dropout_p, None, batch_invariant, deterministic
     )  # fmt: skip
     names = tuple(name for n, name in enumerate(NAMES) if wrt >> n & 1)
     grads = dict(
-        zip(names, backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, options, names), strict=True)
+        zip(names, backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, names), strict=True)
     )  # fmt: skip
     return tuple(grads[name] if name in grads else q.new_empty(0) for name in NAMES)
 
@@ -56,14 +56,14 @@ def _(dout, dlse, q, k, v, out, lse, bias, mask, sinks, *rest):
 
 
 def _keep(ctx, inputs, output):
-    *tensors, bias, mask, sinks, state = inputs[:7]
+    q, k, v, *others = inputs[:8]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output, bias, mask, sinks, state)
-    ctx.rest = *inputs[7:14], *inputs[15:]  # without the forward kernel's name
+    ctx.save_for_backward(q, k, v, *output, *others)
+    ctx.rest = *inputs[8:15], *inputs[16:]  # without the forward kernel's name
 
 
 def _differentiate(ctx, dout, dlse):
-    found = [None] * 17
+    found = [None] * 18
     if dout is None and dlse is None:
         return tuple(found)
     places = (0, 1, 2, 3, 5)

@@ -19,7 +19,7 @@ SHARED = {"causal": False, "scale": None, "window": None, "softcap": 0.0, "layou
 class Options:
     """The options of one call that are no tensors.
 
-    ``shared``: of ``SHARED``, what is not the default, since each keyword costs the core 0.1 us; ``kernel``: of the forward;
+    ``shared``: of ``SHARED``, what is not the default, since the core finds each keyword by its name; ``kernel``: of the forward;
     ``deterministic``: of the backward; ``dropout_p``: the state that goes with it is a tensor, and travels with the tensors.
     """
 
@@ -47,26 +47,26 @@ class Options:
         return self.shared.get(name, SHARED[name])
 
 
-def forward(q, k, v, bias, mask, sinks, state, options, return_lse=True):
+def forward(q, k, v, bias, mask, sinks, alibi, state, options, return_lse=True):
     """The core's forward pass: (out, lse), or out alone."""
-    given = _given(options, bias, mask, sinks, state)
+    given = _given(options, bias, mask, sinks, alibi, state)
     if options.kernel is not None:
         return _core.attention(q, k, v, return_lse=return_lse, kernel=options.kernel, **given)
     return _core.attention(q, k, v, return_lse=return_lse, **given)
 
 
-def backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, state, options, wrt):
+def backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, wrt):
     """The core's gradients, in the order of ``wrt``."""
-    given = _given(options, bias, mask, sinks, state)
+    given = _given(options, bias, mask, sinks, alibi, state)
     if dlse is not None:
         given = given | {"dlse": dlse}
     return _core.attention_backward(dout, q, k, v, out, lse, wrt=wrt, deterministic=options.deterministic, **given)
 
 
-def _given(options, bias, mask, sinks, state):
+def _given(options, bias, mask, sinks, alibi, state):
     """The core's keywords for what was given."""
     given: dict[str, Any] = options.shared
-    if bias is None and mask is None and sinks is None and state is None:
+    if bias is None and mask is None and sinks is None and alibi is None and state is None:
         return given
     given = given.copy()
     if bias is not None:
@@ -75,6 +75,8 @@ def _given(options, bias, mask, sinks, state):
         given["mask"] = mask
     if sinks is not None:
         given["sinks"] = sinks
+    if alibi is not None:
+        given["alibi"] = alibi
     if state is not None:
         given["dropout"] = (options.dropout_p, state)
     return given
