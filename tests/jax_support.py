@@ -16,16 +16,36 @@ from case import Case
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@contextlib.contextmanager
 def wide(on=True):
-    """A context in which JAX has 64-bit types, or has none."""
+    """A context in which JAX has 64-bit types, on the CPU, or has none."""
     import jax
 
-    return jax.enable_x64(on) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(on)
+    with jax.enable_x64(on) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(on), on_cpu() if on else unchanged():
+        yield
+
+
+def on_cpu():
+    """A context in which JAX computes on the CPU."""
+    import jax
+
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
+
+
+def unchanged():
+    return contextlib.nullcontext()
 
 
 def needs(case: Case):
     """The context in which JAX holds the arrays of a case."""
-    return wide() if case.dtype == "float64" else contextlib.nullcontext()
+    return wide() if case.dtype == "float64" else unchanged()
+
+
+def backward_kernel(case: Case) -> str:
+    """What computes its gradients, for the places where NaN may spread to."""
+    import jax
+
+    return "cpu_ref_backward" if case.dtype == "float64" or jax.default_backend() == "cpu" else "simt_backward"
 
 
 OPTIONS = ("causal", "scale", "window", "softcap", "layout")

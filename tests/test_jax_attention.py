@@ -14,7 +14,7 @@ from case import Case  # noqa: E402
 from fa_ext import reference  # noqa: E402
 from fa_ext.reference_backward import gradients as exact_gradients  # noqa: E402
 from fa_ext.verify import judge, spread  # noqa: E402
-from jax_support import cotangents, needs, split, wide  # noqa: E402
+from jax_support import backward_kernel, cotangents, needs, on_cpu, split, wide  # noqa: E402
 from operands import Unplaceable  # noqa: E402
 
 
@@ -35,7 +35,7 @@ def compared(problem):
     inputs = {**arrays, **rest}
     exempt = spread(inputs["k"], inputs["v"], reference.attention(**inputs)[0], **{"layout": "bhsd", "causal": False, "window": None, **options})
     report = judge(*forward, reference.attention(**inputs), reference.plain(**inputs), problem.case.dtype, layout=problem.case.layout, exempt=exempt)
-    return report, gradients.judged("cpu_ref_backward" if jax.default_backend() == "cpu" else "simt_backward", problem, got)
+    return report, gradients.judged(backward_kernel(problem.case), problem, got)
 
 
 def chosen():
@@ -81,7 +81,7 @@ def test_cotangents_that_are_zero(dout, dlse):
         return sum((x * w).sum() for x, w in zip(results, weights) if w is not None)
 
     got = jax.jit(jax.grad(loss))(arrays)
-    report = gradients.judged("cpu_ref_backward", problem, {n: np.asarray(x) for n, x in got.items()})
+    report = gradients.judged(backward_kernel(problem.case), problem, {n: np.asarray(x) for n, x in got.items()})
     assert report.passed, report
 
 
@@ -99,18 +99,52 @@ def test_only_what_is_asked_for_is_computed(wrt):
     results = line.rsplit("->", 1)[1]
     assert results.count("tensor<") == len(wrt) + 1  # and the workspace
     got = jax.jit(jax.grad(loss))(inner)
-    report = gradients.judged("cpu_ref_backward", problem, {n: np.asarray(x) for n, x in got.items()})
+    report = gradients.judged(backward_kernel(problem.case), problem, {n: np.asarray(x) for n, x in got.items()})
     assert report.passed, report
 
 
-def test_the_bits_are_those_of_numpy():
-    for kernel in (None, *(k for k in fa_ext.kernels() if rows.device_of(k) == "cpu")):
-        inputs = Case(2, 4, 2, 50, 61, 64, dtype="float32", causal="bottom_right", sinks="same").host_inputs()
-        got = jax.jit(lambda q, k, v, sinks: fa_ext.jax.attention(q, k, v, sinks=sinks, causal="bottom_right", kernel=kernel))(
-            *(inputs[n] for n in ("q", "k", "v", "sinks"))
-        )
-        if jax.default_backend() == "cpu":
-            np.testing.assert_array_equal(np.asarray(got), fa_ext.attention(**inputs, kernel=kernel))
+@pytest.mark.parametrize("kernel", [None, *(k for k in fa_ext.kernels() if rows.device_of(k) == "cpu")])
+def test_the_bits_are_those_of_numpy(kernel):
+    inputs = Case(2, 4, 2, 50, 61, 64, dtype="float32", causal="bottom_right", sinks="same").host_inputs()
+    arrays = {n: inputs[n] for n in ("q", "k", "v", "sinks")}
+    with on_cpu():
+        got = jax.jit(lambda a: fa_ext.jax.attention(**a, causal="bottom_right", kernel=kernel))(arrays)
+    np.testing.assert_array_equal(np.asarray(got), fa_ext.attention(**inputs, kernel=kernel))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_is_an_option_of_the_gradient(deterministic):
+    inputs = Case(1, 2, 1, 20, 20, 16, dtype="float32", causal=True).host_inputs()
+    arrays = {n: inputs[n] for n in "qkv"}
+
+    def loss(arrays):
+        return (fa_ext.jax.attention(**arrays, causal=True, deterministic=deterministic) ** 2).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(arrays).as_text()
+    assert f"unordered = {int(not deterministic)} : i32" in text
+    out, lse = fa_ext.attention(**inputs, return_lse=True)
+    with on_cpu():
+        got = jax.jit(jax.grad(loss))(arrays)
+    wanted = fa_ext.attention_backward(2 * out, **inputs, out=out, lse=lse, deterministic=deterministic)
+    for name, x in zip("qkv", wanted):
+        np.testing.assert_array_equal(np.asarray(got[name]), x)
+
+
+def test_programs_are_exported():
+    """jax.export wants to be told that the custom calls are known where the program runs."""
+    from jax import export
+
+    arrays = {n: x for n, x in Case(1, 2, 1, 9, 9, 16, dtype="float32").host_inputs().items()}
+    function = jax.jit(jax.grad(lambda a: (fa_ext.jax.attention(**a) ** 2).sum()))
+    checks = [export.DisabledSafetyCheck.custom_call(f"fa_ext_attention{kind}") for kind in ("", "_backward")]
+    with on_cpu():
+        with pytest.raises(ValueError, match="fa_ext_attention"):
+            export.export(function, platforms=["cpu"])(arrays)
+        if jax.__version_info__ < (0, 6):
+            pytest.importorskip("absl")  # which exported programs of JAX 0.5 import
+        found = export.export(function, platforms=["cpu"], disabled_checks=checks)(arrays).call(arrays)
+        for name, x in function(arrays).items():
+            np.testing.assert_array_equal(found[name], x)
 
 
 @pytest.mark.parametrize("x64", [False, True])

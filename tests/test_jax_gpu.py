@@ -1,0 +1,135 @@
+"""fa_ext.jax on CUDA devices: the handlers for "CUDA", their workspace, command buffers, several devices."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import fa_ext.jax  # noqa: E402
+import gradients  # noqa: E402
+from case import Case  # noqa: E402
+from fa_ext.jax import _calls  # noqa: E402
+from jax_support import ROOT, cotangents, split  # noqa: E402
+
+
+def cuda_devices():
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not cuda_devices(), reason="JAX has no CUDA device here"),
+]
+
+CASES = [
+    Case(2, 8, 2, 300, 300, 64, dtype="bfloat16", causal=True),
+    Case(1, 4, 4, 513, 511, 128, dtype="float16", causal="bottom_right", window=(100, None)),
+    Case(2, 4, 1, 129, 257, 96, dtype="bfloat16", sinks="wide", softcap=20.0),
+    Case(1, 2, 2, 100, 90, 40, dtype="float32", bias="full", mask="rows"),
+    Case(1, 16, 2, 1, 2000, 128, dtype="bfloat16"),  # split over the keys: with a workspace
+    Case(2, 4, 2, 65, 33, 64, dtype="float16", layout="bshd"),
+    Case(1, 2, 1, 64, 0, 64, dtype="float16"),
+]
+
+
+def vjp(problem):
+    arrays, rest = split(problem)
+    call = jax.jit(lambda a: fa_ext.jax.attention(**a, **rest, return_lse=True))
+    results, pull = jax.vjp(call, arrays)
+    return results, pull(cotangents(problem, results))[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_are_those_of_the_same_kernels(case):
+    """Bit for bit what fa_ext.attention makes of the same arrays, and gradients within the contract."""
+    problem = gradients.make(case)
+    arrays, rest = split(problem)
+    results, found = vjp(problem)
+    assert all(x.devices() == {cuda_devices()[0]} for x in results)
+    held = {n: jax.device_put(x, cuda_devices()[0]) for n, x in arrays.items()}
+    if "mask" in rest:
+        rest["mask"] = jax.device_put(np.ascontiguousarray(rest["mask"]), cuda_devices()[0])
+    wanted = fa_ext.attention(**held, **rest, return_lse=True)
+    for a, b in zip(results, wanted):
+        assert np.asarray(a).tobytes() == fa_ext.to_numpy(b).tobytes()
+    report = gradients.judged("simt_backward", problem, {n: np.asarray(found[n]) for n in problem.wrt})
+    assert report.passed, report
+
+
+def test_workspace_is_a_result():
+    """XLA allocates what a plan needs; too little is an error in words, not an allocation of ours."""
+    case = Case(1, 16, 2, 1, 4000, 128, dtype="bfloat16")
+    inputs = {n: jax.numpy.asarray(x) for n, x in case.host_inputs().items()}
+    call = _calls.Call(_calls.Options(), ("q", "k", "v"), ("out",))
+    operands = [inputs[n] for n in "qkv"]
+    needed = _calls._workspace(call, operands)
+    assert needed > 0
+    text = jax.jit(lambda a: fa_ext.jax.attention(**a)).lower(inputs).as_text()
+    assert f"tensor<{needed}xui8>" in text
+
+
+def test_too_little_workspace_is_refused(monkeypatch):
+    monkeypatch.setattr(_calls, "_workspace", lambda call, operands: 0)
+    inputs = {n: jax.numpy.asarray(x) for n, x in Case(1, 16, 2, 1, 4001, 128, dtype="bfloat16").host_inputs().items()}
+    with pytest.raises(Exception, match="fa_ext: workspace_bytes is 0, but kernel"):
+        jax.block_until_ready(jax.jit(lambda a: fa_ext.jax.attention(**a))(inputs))
+
+
+def test_float64_names_itself():
+    from jax_support import wide
+
+    with wide(), jax.default_device(cuda_devices()[0]):
+        q = np.zeros((1, 1, 4, 8))
+        with pytest.raises(Exception, match="float64 runs on the CPU only"):
+            jax.block_until_ready(jax.jit(lambda q: fa_ext.jax.attention(q, q, q))(q))
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer= ", "--xla_gpu_graph_min_graph_size=1"])
+def test_many_calls_in_one_program(flags):
+    """Layers after layers, again and again: launched one by one and recorded in a CUDA graph, with the same bits."""
+    script = """
+import jax, numpy as np, fa_ext.jax
+from case import Case
+inputs = {n: jax.numpy.asarray(x) for n, x in Case(2, 4, 4, 256, 256, 64, dtype="bfloat16").host_inputs().items()}
+def loss(a):
+    x = a["q"]
+    for n in range(4):
+        x = x + fa_ext.jax.attention(x, a["k"] * (n + 1), a["v"], causal=True)
+    return (x.astype("float32") ** 2).sum()
+step = jax.jit(jax.grad(loss))
+first = jax.tree.map(np.asarray, step(inputs))
+for n in range(20):
+    for name, x in step(inputs).items():
+        assert np.asarray(x).tobytes() == first[name].tobytes(), (n, name)
+    inputs = {n: x + 0 for n, x in inputs.items()}  # other addresses
+one = jax.grad(loss)(inputs)  # call by call
+for name, x in one.items():
+    np.testing.assert_allclose(np.asarray(x, "f4"), first[name].astype("f4"), rtol=0.1, atol=0.1 * np.abs(first[name].astype("f4")).max())
+"""
+    import os
+
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    known = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(), "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=known, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(len(cuda_devices()) < 2, reason="needs two CUDA devices")
+def test_two_devices():
+    """Sharded jit: each device works on its own part, on its own stream."""
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(cuda_devices()[:2]), ("x",))
+    inputs = Case(2, 4, 2, 200, 200, 64, dtype="bfloat16").host_inputs()
+    place = NamedSharding(mesh, PartitionSpec(None, "x"))
+    split_up = {n: jax.device_put(x, place) for n, x in inputs.items()}
+    whole = {n: jax.numpy.asarray(x) for n, x in inputs.items()}
+    function = jax.jit(jax.grad(lambda a: (fa_ext.jax.attention(**a, causal=True).astype("float32") ** 2).sum()))
+    for name, x in function(split_up).items():
+        assert np.asarray(x).tobytes() == np.asarray(function(whole)[name]).tobytes(), name
