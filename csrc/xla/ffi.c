@@ -172,6 +172,7 @@ static xla_error *fail(const xla_frame *frame, const fa_status *status) {
     char message[sizeof status->message + 16];
     snprintf(message, sizeof message, "fa_ext: %s", status->message);
     xla_error_create made = {sizeof made, NULL, message, codes[status->code]};
+    /* cppcheck-suppress returnDanglingLifetime ; XLA copies what it needs */
     return frame->api->error_create(&made);
 }
 
@@ -196,6 +197,7 @@ static xla_error *handle(xla_frame *frame, bool on_cuda, bool backward) {
     if (on_cuda) {
         xla_stream_get asked = {sizeof asked, NULL, frame->context, NULL};
         xla_error *error = frame->api->stream_get(&asked);
+        /* cppcheck-suppress returnDanglingLifetime ; an error is an object of XLA's */
         if (error) return error;
         c.run.stream = asked.stream;
     }
