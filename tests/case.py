@@ -31,8 +31,8 @@ ACCEPTED = {
 class Case:
     """One call of ``fa_ext.attention``; heads_kv, seq_k and head_dim_v default to heads, seq_q and head_dim.
 
-    mask, bias, sinks and alibi name kinds (MASKS, BIASES, SINKS, ALIBIS); strides and values name how q, k and v lie in memory and
-    what they hold (STRIDES, VALUES).
+    mask, bias, sinks and alibi name kinds (MASKS, BIASES, SINKS, ALIBIS); dropout is (p, seed); strides and values name how
+    q, k and v lie in memory and what they hold (STRIDES, VALUES).
     """
 
     batch: int = 1
@@ -50,6 +50,7 @@ class Case:
     mask: str | None = None
     sinks: str | None = None
     alibi: str | None = None
+    dropout: tuple[float, int] | None = None
     scale: float | None = None
     layout: str = "bhsd"
     strides: str = "contiguous"
@@ -72,7 +73,7 @@ class Case:
         for field in dataclasses.fields(self)[8:]:
             value = getattr(self, field.name)
             if value != field.default:
-                text = ":".join("none" if x is None else str(x) for x in value) if field.name == "window" else value
+                text = ":".join("none" if x is None else str(x) for x in value) if isinstance(value, tuple) else value
                 words.append(f"{field.name}={text}")
         return ",".join(words)
 
@@ -108,11 +109,15 @@ class Case:
             if name == "window":
                 left, right = (None if x == "none" else int(x) for x in value.split(":"))
                 return left, right
+            if name == "dropout":
+                p, draw = value.split(":")
+                return float(p), int(draw)
             if name == "causal":
                 return {"True": True, "False": False}.get(value, value)
             return {"seed": int, "softcap": float, "scale": float}.get(name, str)(value)
         except ValueError:
-            kind = {"window": "left:right, each a number or none", "seed": "a whole number"}.get(name, "a number")
+            kind = {"window": "left:right, each a number or none", "seed": "a whole number",
+                    "dropout": "p:seed, a number and a whole number"}.get(name, "a number")  # fmt: skip
             raise ValueError(f"{name} is {value!r}; accepted: {kind}") from None
 
     # ---- the size ----

@@ -150,6 +150,11 @@ def contract() -> list[Case]:
         cases.append(Case(**small, head_dim=dims(), dtype=t, alibi=kind, causal=aligns(), layout=layout()))
         cases.append(Case(1, 4, 1, 3, 1023, 64, dtype=t, alibi=kind, causal=aligns(), window=(700, None), softcap=9.0,
                           bias="holes", sinks="same", mask="rows"))  # fmt: skip
+    # Dropout.
+    for p, t in itertools.product((0.1, 0.5), DTYPES):
+        cases.append(Case(**small, head_dim=dims(), dtype=t, dropout=(p, 7), causal=aligns(), layout=layout()))
+        cases.append(Case(1, 4, 1, 3, 1023, 64, dtype=t, dropout=(p, 1 << 40), causal=aligns(), window=(700, None), softcap=9.0,
+                          bias="holes", sinks="same", mask="rows"))  # fmt: skip
     return _unique(cases) + float64()
 
 
@@ -176,6 +181,7 @@ def float64() -> list[Case]:
         Case(**small, bias="finfo_max", sinks="huge", softcap=1e-300),
         *(Case(**small, alibi=kind, causal="bottom_right") for kind in ALIBIS),
         Case(**small, alibi="steep", bias="finfo_min", softcap=3.0),
+        Case(**small, dropout=(0.3, 5), causal="top_left", sinks="same"),
         Case(**small, values="large"),
         Case(**small, values="nan_outside", causal="top_left", window=(5, 5)),
         Case(1, 2, 1, 5, 0, 32, dtype="float64", sinks="same"),
@@ -380,13 +386,14 @@ _MUST_ACCEPT = {
     "wgmma_sm90": _hopper,
     "wgmma_split_sm90": _hopper_split,
 }
-_WITH_ALIBI = ("cpu_ref", "cpu_simd")
+_WITH_ALIBI = _WITH_DROPOUT = ("cpu_ref", "cpu_simd")
 
 
 def must_accept(row: str, case: Case) -> bool:
     """Whether ``row`` fails the tests by rejecting ``case`` (on a device it runs on). A row that is not listed above is
     held to what ``minimal`` takes."""
-    return _MUST_ACCEPT.get(row, _minimal)(case) and (not case.alibi or row in _WITH_ALIBI)
+    taken = (not case.alibi or row in _WITH_ALIBI) and (not case.dropout or row in _WITH_DROPOUT)
+    return _MUST_ACCEPT.get(row, _minimal)(case) and taken
 
 
 # ---- from the command line ----

@@ -23,7 +23,7 @@ KERNELS = fa_ext.kernels("backward")
 NAMES = ("q", "k", "v", "bias", "sinks")
 _GUARD = 256
 #: The kernels that take slopes.
-WITH_ALIBI = ("cpu_ref_backward", "cpu_simd_backward")
+WITH_ALIBI = WITH_DROPOUT = ("cpu_ref_backward", "cpu_simd_backward")
 
 
 @functools.cache
@@ -150,12 +150,13 @@ def contract(kernel: str) -> list[Case]:
     slopes that are as steep, and scales whose gradients exceed float32.
     """
     every = [case for case in cases.contract() if case.bias not in ("finfo_min", "finfo_max") and abs(case.scale or 1) < 1e9]
-    sloped = [case for case in every if case.alibi and case.alibi != "steep" and rows.listed_name(kernel) in WITH_ALIBI]
-    every = [case for case in every if not case.alibi]
+    special = [case for case in every if case.alibi and case.alibi != "steep" and rows.listed_name(kernel) in WITH_ALIBI]
+    special += [case for case in every if case.dropout and rows.listed_name(kernel) in WITH_DROPOUT]
+    every = [case for case in every if not case.alibi and not case.dropout]
     if rows.device_of(kernel) == "cuda":
         return [case for case in every if case.dtype != "float64"]
     if kernel == "cpu_simd_backward":
-        return every + sloped
-    some = random.Random(3).sample(every, 200) + sloped
+        return every + special
+    some = random.Random(3).sample(every, 200) + special
     return [shrunk(case, 20 if case.seq_k > 2000 else 5) for case in some]
 

@@ -21,10 +21,11 @@ FEATURES = {
     "window to the left": dict(window=(3, None)),
     "head_dim of v other than q's": dict(head_dim_v=32),
     "ALiBi slopes": dict(alibi="heads"),
+    "dropout": dict(dropout=(0.1, 1)),
 }
 #: The first bit that means nothing yet.
 NEXT_BIT = len(re.findall(r"^    X\(", (Path(__file__).parent.parent / "csrc" / "fa.h").read_text(), re.MULTILINE))
-TAKE_ALIBI = ("cpu_ref", "cpu_simd")
+ON_THE_CPU = ("ALiBi slopes", "dropout")
 LACKS = {
     "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),
     "wgmma_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
@@ -56,7 +57,7 @@ def test_a_feature_that_nobody_takes_is_refused_by_every_kernel_in_one_wording(b
 def test_what_a_kernel_lacks(feature):
     case = Case(**{**dict(batch=1, heads=1, heads_kv=1, seq_q=64, seq_k=64, head_dim=64), **FEATURES[feature]})
     for kernel, (answer, reason) in answers(case).items():
-        lacks = kernel not in TAKE_ALIBI if feature == "ALiBi slopes" else feature in LACKS.get(kernel, ())
+        lacks = rows.device_of(kernel) == "cuda" if feature in ON_THE_CPU else feature in LACKS.get(kernel, ())
         if lacks:
             assert answer == "refuses" and reason == f"takes no {feature}", (kernel, reason)
         else:

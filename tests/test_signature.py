@@ -17,8 +17,8 @@ FUNCTIONS = tuple(stub.RESULTS)
 SHARED = [(function, p) for function in FUNCTIONS for p in TABLE if function in p.functions]
 OPTIONS = [p for p in TABLE if "attention" in p.functions and p.kind not in ("own", "array")]
 #: A value of each option that changes the result, its shape or its number.
-OTHER = {"causal": True, "scale": 0.25, "window": (0, 0), "softcap": 0.5, "layout": "bshd", "return_lse": True,
-         "batch_invariant": True}  # fmt: skip
+OTHER = {"causal": True, "scale": 0.25, "window": (0, 0), "softcap": 0.5, "layout": "bshd", "dropout": (0.5, 1),
+         "return_lse": True, "batch_invariant": True}  # fmt: skip
 
 
 def of(function):
