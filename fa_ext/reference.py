@@ -56,7 +56,7 @@ class Options:
     k_range: Any = None
     positions: Any = None
     dropout: Any = None
-    layout: str = "bhsd"
+    layout: str | None = None
 
     INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "positions")
     ARRAYS = ("bias", "mask", "sinks", "alibi", *INDICES)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 
@@ -64,7 +65,7 @@ def resolve(
     batch: sequences; rows_q, rows_k: rows of the arrays, T or Sq and Tk or Sk (of paged keys unused); one_each: q is
     (B, H, D) without cu_seqlens_q. The index arrays as in ``fa_ext.attention``, on the host.
     """
-    faults: list[Fault] = []
+    faults = []
     starts_q = _starts(cu_seqlens_q, rows_q, 0, faults)
     starts_k = _starts(cu_seqlens_k, rows_k, 1, faults)
     left, right, _ = reference.band(0, 0, causal, window)
@@ -147,8 +148,8 @@ def append(
         seqlens_q=seqlens_q, slots=slots, rotary=rotary, positions=positions,
     )  # fmt: skip
     swapped = layout == "bhsd"
-    caches = [None if x is None else _rows_first(x.astype(numpy.float64), swapped) for x in (k_cache, v_cache)]
-    new = [None if x is None else _rows_first(x, swapped) for x in (k, v, q)]
+    caches = [_rows_first(None if x is None else x.astype(numpy.float64), swapped) for x in (k_cache, v_cache)]
+    new = [_rows_first(x, swapped) for x in (k, v, q)]
     rotated = None if q is None else numpy.zeros(new[2].shape, numpy.float64)
     written = numpy.zeros(caches[0].shape[:2], bool)
     for token in tokens:
@@ -159,8 +160,7 @@ def append(
         if rotated is not None:
             rotated[token.row] = rotate(new[2][token.row], rotary, token.position, interleaved)[0]
         written[token.place] = True
-    caches = [None if x is None else _rows_first(x, swapped) for x in caches]
-    return caches[0], caches[1], None if rotated is None else _rows_first(rotated, swapped), written, faults
+    return *(_rows_first(x, swapped) for x in (*caches, rotated)), written, faults
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,13 @@ class Token:
 
 
 def targets(
-    k_cache, k, *, layout, page_table=None, seqlens_k=None, cu_seqlens_q=None, seqlens_q=None, slots=None, rotary=None,
+    k_cache, k, *, layout, page_table: Any = None, seqlens_k: Any = None, cu_seqlens_q=None, seqlens_q=None, slots=None, rotary=None,
     positions=None,
 ):  # fmt: skip
     """(tokens, faults): where each new key of ``append`` goes. Keys with a fault, or without a place, are left out."""
     pages, page_size = k_cache.shape[0], k_cache.shape[2 if layout == "bhsd" else 1]
-    tokens: list[Token] = []
-    faults: list[Fault] = []
+    tokens = []
+    faults = []
 
     def add(sequence, row, place, position):
         if rotary is not None and not 0 <= position < rotary[0].shape[0]:
@@ -243,9 +243,9 @@ def rotate(x, rotary, position, interleaved=False):
     return value, size
 
 
-def _rows_first(x, swapped):
-    """(batch, rows, heads, D) of (batch, heads, rows, D), and back; packed arrays as they are."""
-    return x.swapaxes(1, 2) if swapped and x.ndim == 4 else x
+def _rows_first(x, swapped) -> Any:
+    """(batch, rows, heads, D) of (batch, heads, rows, D), and back; packed arrays and None as they are."""
+    return x.swapaxes(1, 2) if swapped and x is not None and x.ndim == 4 else x
 
 
 def _starts(cu_seqlens, rows, which, faults):
@@ -299,7 +299,7 @@ def _problems(xp, q, k, v, o):
     """The batch size, and the sequences that have queries."""
     packed_q, packed_k = q.ndim == 3, k.ndim == 3
     q, k, v = (_four_axes(xp, x, o.layout) for x in (q, k, v))
-    index = {name: None if x is None else _host(x) for name, x in ((n, getattr(o, n)) for n in o.INDICES)}
+    index = {name: _host(getattr(o, name)) for name in o.INDICES}
     table = index["page_table"]
     batch = k.shape[0]
     if table is not None:
@@ -308,7 +308,7 @@ def _problems(xp, q, k, v, o):
         batch = len(index["cu_seqlens_k"]) - 1
     sequences, _ = resolve(
         batch, q.shape[2], k.shape[2], causal=o.causal, window=o.window, page_size=k.shape[2], pages=k.shape[0],
-        k_range=None if o.k_range is None else tuple(None if x is None else _host(x) for x in o.k_range),
+        k_range=None if o.k_range is None else tuple(_host(x) for x in o.k_range),
         one_each=packed_q and index["cu_seqlens_q"] is None, **index,
     )  # fmt: skip
 
@@ -375,5 +375,5 @@ def _gather(xp, k, v, sequence, b, packed, paged, page_size):
     return *pieces, held
 
 
-def _host(x):
-    return x.get() if hasattr(x, "get") else numpy.asarray(x)
+def _host(x) -> Any:
+    return x if x is None else x.get() if hasattr(x, "get") else numpy.asarray(x)

@@ -168,7 +168,7 @@ def verify(
     import fa_ext
 
     asked = reference.Options(**options)
-    layout = asked.layout
+    layout = asked.layout or "bhsd"
     call: dict[str, Any] = dict(
         options, return_lse=return_lse, workspace=workspace, check=check, stream=stream, kernel=kernel,
         batch_invariant=batch_invariant,

@@ -55,14 +55,14 @@ def judge_append(before, after, k, v, *, rotated=None, layout, q=None, rotary=No
     tokens, _ = reference_serving.targets(before[0], k, layout=layout, rotary=rotary, **indices)
     swapped = layout == "bhsd"
     rows = reference_serving._rows_first
-    old, new = ([None if x is None else rows(x, swapped) for x in pair] for pair in (before, after))
-    k, v, q, rotated = (None if x is None else rows(x, swapped) for x in (k, v, q, rotated))
+    old, new = ([rows(x, swapped) for x in pair] for pair in (before, after))
+    k, v, q, rotated = (rows(x, swapped) for x in (k, v, q, rotated))
     dtype = k.dtype.name
     judge, failures = _Judge(dtype), []
     places: dict[tuple[int, int], list] = {}
     for token in tokens:
         places.setdefault(token.place, []).append(token)
-    untouched = numpy.ones(old[0].shape[:2], bool)
+    untouched = numpy.full(old[0].shape[:2], True)
     for place, candidates in places.items():
         untouched[place] = False
         if not any(
@@ -75,7 +75,7 @@ def judge_append(before, after, k, v, *, rotated=None, layout, q=None, rotary=No
         if a is not None and _bits(a[untouched]) != _bits(b[untouched]):
             failures.append(f"bytes of {name} that belong to no new token have changed")
     if q is not None:
-        idle = numpy.ones(q.shape[: q.ndim - 2], bool)
+        idle = numpy.full(q.shape[: q.ndim - 2], True)
         for token in tokens:
             idle[token.row] = False
             if not judge.fits(rotated[token.row], q[token.row], rotary, token.position, interleaved):
@@ -111,8 +111,8 @@ def verify_append(
         return None if x is None else numpy.array(on_host(x))
 
     before = host(k_cache), host(v_cache)
-    given = host(k), host(v)
-    on = {"q": host(q), "rotary": None if rotary is None else tuple(host(x) for x in rotary)}
+    tokens = host(k), host(v)
+    on: dict[str, Any] = {"q": host(q), "rotary": None if rotary is None else tuple(host(x) for x in rotary)}
     arrays = {name: host(x) for name, x in indices.items()}
     if q is not None and out is None:
         poisoned = numpy.full(on["q"].shape, numpy.nan, on["q"].dtype)
@@ -121,8 +121,9 @@ def verify_append(
     rotated = fa_ext.append(k_cache, v_cache, k, v, **call, out=out)
     after = host(k_cache), host(v_cache)
     return judge_append(
-        before, after, *given, rotated=host(rotated), layout=layout, interleaved=interleaved, kernel=ran, **on, **arrays
-    )
+        before, after, tokens[0], tokens[1], rotated=host(rotated), layout=layout, interleaved=interleaved, kernel=ran, **on,
+        **arrays,
+    )  # fmt: skip
 
 
 def _bits(x) -> bytes:
