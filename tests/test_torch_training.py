@@ -1,0 +1,44 @@
+"""The training example: its text can be learnt, its verdict holds on a tiny model and fails for a wrong attention."""
+
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from bench.examples import train_torch  # noqa: E402
+
+TINY = ["--layers=1", "--width=32", "--heads=2", "--seq=24", "--vocab=32", "--batch=4", "--steps=25",
+        "--compiler=aot_eager", "--rate=0.003"]  # fmt: skip
+
+
+@pytest.fixture
+def one_thread_of_torch():
+    """Tiny steps on a busy machine: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("precision", [[], ["--float32"]])
+def test_the_loss_stays_between_those_of_the_backends(one_thread_of_torch, precision, capsys):
+    assert train_torch.main([*TINY, *precision]) == 0
+    printed = capsys.readouterr().out
+    assert "equal bits" in printed and "fa_ext, compiled" in printed
+    first, last = map(float, next(line for line in printed.splitlines() if line.startswith("fa_ext  ")).split()[1:3])
+    assert last < first - 0.1
+
+
+def test_a_wrong_attention_is_noticed(one_thread_of_torch, monkeypatch, capsys):
+    right = train_torch.fa_ext.torch.attention
+
+    def wrong(q, k, v, **options):
+        return right(q, k, v, **options | {"scale": 1.01 / q.shape[-1] ** 0.5})
+
+    monkeypatch.setattr(train_torch.fa_ext.torch, "attention", wrong)
+    assert train_torch.main([*TINY, "--float32"]) == 1
+
+
+def test_gaps():
+    losses = {"math": [1.0, 2.0, 3.0], "flash": [1.0, 2.1, 3.0], "fa_ext": [1.0, 2.1, 3.15]}
+    assert train_torch.gaps({n: (x, 0.0) for n, x in losses.items()}) == pytest.approx({"fa_ext": 1.5})
