@@ -117,6 +117,21 @@ static fa_code read_arrays(const slot *slots, int count, const call *c, fa_view 
 
 /* ---- options ---- */
 
+static fa_code read_dropout(const fa_ext_options *read, fa_dropout *dropout, fa_status *status) {
+    if (!(read->dropout >= 0 && read->dropout <= 1))
+        return fa_fail(status, FA_EVALUE, "options.dropout is %g; accepted: 0 to 1", read->dropout);
+    if (read->dropout_heads > INT32_MAX)
+        return fa_fail(status, FA_EVALUE, "options.dropout_heads is %u; accepted: 0 to %d",
+                       (unsigned)read->dropout_heads, (int)INT32_MAX);
+    dropout->threshold = (uint32_t)(65536 * read->dropout + 0.5);
+    if (!dropout->threshold) return FA_OK;
+    dropout->seed[0] = (uint32_t)read->dropout_seed, dropout->seed[1] = (uint32_t)(read->dropout_seed >> 32);
+    dropout->offset = read->dropout_offset;
+    dropout->heads = read->dropout_heads;
+    memcpy(dropout->origin, read->dropout_origin, sizeof dropout->origin);
+    return FA_OK;
+}
+
 static fa_code read_options(const fa_ext_options *given, fa_options *options, fa_status *status) {
     fa_ext_options read = {.size = sizeof read};
     memset(options, 0, sizeof *options);
@@ -138,7 +153,7 @@ static fa_code read_options(const fa_ext_options *given, fa_options *options, fa
     options->layout = (fa_layout)read.layout;
     options->has_layout = true;
     options->batch_invariant = read.batch_invariant != 0;
-    return FA_OK;
+    return read_dropout(&read, &options->dropout, status);
 }
 
 /* ---- the operations: arguments -> problem and plan ---- */

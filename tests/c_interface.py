@@ -32,7 +32,8 @@ class Array(ctypes.Structure):
 class Options(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("given", ctypes.c_uint32), ("causal", ctypes.c_int32), ("layout", ctypes.c_int32),
                 ("batch_invariant", ctypes.c_int32), ("scale", ctypes.c_double), ("softcap", ctypes.c_double),
-                ("window_left", ctypes.c_int64), ("window_right", ctypes.c_int64)]  # fmt: skip
+                ("window_left", ctypes.c_int64), ("window_right", ctypes.c_int64), ("dropout", ctypes.c_double),
+                ("seed", ctypes.c_uint64), ("offset", ctypes.c_uint32), ("heads", ctypes.c_uint32), ("origin", ctypes.c_uint32 * 4)]  # fmt: skip
 
 
 class Run(ctypes.Structure):
@@ -82,11 +83,12 @@ def array_of(x, *, device=0, data=True) -> Array:
     return held
 
 
-def options_of(*, causal=False, scale=None, window=None, softcap=0.0, layout="bhsd", batch_invariant=False) -> Options:
+def options_of(*, causal=False, scale=None, window=None, softcap=0.0, layout="bhsd", batch_invariant=False,
+               dropout=(0, 0, 0, (0, 0, 0, 0), 0)) -> Options:  # fmt: skip
     left, right = window or (None, None)
     given = (scale is not None) + 2 * (left is not None) + 4 * (right is not None)
     return Options(ctypes.sizeof(Options), given, CAUSAL[causal], int(layout == "bshd"), batch_invariant, scale or 0, softcap,
-                   left or 0, right or 0)  # fmt: skip
+                   left or 0, right or 0, *dropout[:3], dropout[4], (ctypes.c_uint32 * 4)(*dropout[3]))  # fmt: skip
 
 
 class Client:

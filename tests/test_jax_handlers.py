@@ -134,7 +134,7 @@ class Call:
 def attributes(**changed):
     known = {"given": 0, "options_given": 0, "causal": 0, "layout": 0, "batch_invariant": 0}
     made = {n: np.int32(x) for n, x in known.items()}
-    made |= {"scale": np.float64(0), "softcap": np.float64(0), "window_left": np.int64(0), "window_right": np.int64(0), "kernel": ""}
+    made |= {"scale": np.float64(0), "softcap": np.float64(0), "window_left": np.int64(0), "window_right": np.int64(0), "dropout": np.float64(0), "kernel": ""}
     return made | changed
 
 

@@ -55,6 +55,7 @@ static fa_code read_attributes(frame_call *c, bool backward) {
         {"softcap", XLA_F64, &o->softcap},
         {"window_left", XLA_S64, &o->window_left},
         {"window_right", XLA_S64, &o->window_right},
+        {"dropout", XLA_F64, &o->dropout},
         {"wants", XLA_S32, &c->wants},
         {"unordered", XLA_S32, &c->unordered},
     };
@@ -100,6 +101,24 @@ static fa_code take_array(frame_call *c, bool present, bool is_result, fa_ext_ar
     return FA_OK;
 }
 
+/* The eight words of dropout's state, on the host. */
+static fa_code take_dropout(frame_call *c) {
+    const xla_buffer *buffer = NULL;
+    uint32_t words[8];
+    if (!(c->given & FA_XLA_DROPOUT)) return FA_OK;
+    FA_TRY(take(c, &c->frame->arguments, &c->next_argument, &buffer));
+    if ((buffer->dtype != XLA_U32 && buffer->dtype != XLA_S32) || buffer->rank != 1 || buffer->dims[0] != 8)
+        return fa_fail(&c->status, FA_EVALUE, "dropout's state has another shape or dtype; accepted: (8,) of uint32");
+    if (c->device != FA_EXT_CPU)
+        return fa_fail(&c->status, FA_EUNSUPPORTED, "dropout runs on the CPU only in this release");
+    memcpy(words, buffer->data, sizeof words);
+    c->options.dropout_seed = (uint64_t)words[1] << 32 | words[0];
+    c->options.dropout_offset = words[2];
+    memcpy(c->options.dropout_origin, words + 3, sizeof c->options.dropout_origin);
+    c->options.dropout_heads = words[7];
+    return FA_OK;
+}
+
 static bool is_empty(const xla_buffer *buffer) {
     for (int64_t axis = 0; axis < buffer->rank; axis++)
         if (buffer->dims[axis] == 0) return true;
@@ -140,6 +159,7 @@ static fa_code run_forward(frame_call *c) {
     static const int optional[7] = {0, 0, 0, FA_XLA_BIAS, FA_XLA_MASK, FA_XLA_SINKS, FA_XLA_ALIBI};
     for (int n = 0; n < 7; n++)
         FA_TRY(take_array(c, !optional[n] || (c->given & optional[n]), false, &space[n], inputs[n]));
+    FA_TRY(take_dropout(c));
     FA_TRY(take_array(c, true, true, &space[7], &call.out));
     FA_TRY(take_array(c, c->frame->results.count == 3, true, &space[8], &call.lse));
     FA_TRY(take_workspace(c));
@@ -157,6 +177,7 @@ static fa_code run_backward(frame_call *c) {
     const fa_ext_array **const gradients[GRADIENTS] = {&call.dq, &call.dk, &call.dv, &call.dbias, &call.dsinks};
     for (int n = 0; n < INPUTS; n++)
         FA_TRY(take_array(c, !optional[n] || (c->given & optional[n]), false, &space[n], inputs[n]));
+    FA_TRY(take_dropout(c));
     for (int n = 0; n < GRADIENTS; n++)
         FA_TRY(take_array(c, c->wants >> n & 1, true, &space[INPUTS + n], gradients[n]));
     FA_TRY(take_workspace(c));

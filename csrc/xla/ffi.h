@@ -11,8 +11,18 @@
  * workspace. All are C-contiguous; `workspace` is bytes, of which the CPU needs none. The attribute `given` says what
  * is there by the bits below, `wants` has bits 1, 2, 4, 8, 16 for the gradients. The others are the fields of
  * fa_ext_options, its own `given` as `options_given`; `unordered` of the backward; and `kernel`, a name or "". */
+/* With FA_XLA_DROPOUT the last operand is the state of dropout, the eight words of dropout=(p, state), and the
+ * attribute `dropout` is p. */
 xla_handler fa_xla_attention_cpu, fa_xla_attention_cuda, fa_xla_backward_cpu, fa_xla_backward_cuda;
 
-enum { FA_XLA_BIAS = 1, FA_XLA_MASK = 2, FA_XLA_SINKS = 4, FA_XLA_DOUT = 8, FA_XLA_DLSE = 16, FA_XLA_ALIBI = 32 };
+enum {
+    FA_XLA_BIAS = 1,
+    FA_XLA_MASK = 2,
+    FA_XLA_SINKS = 4,
+    FA_XLA_DOUT = 8,
+    FA_XLA_DLSE = 16,
+    FA_XLA_ALIBI = 32,
+    FA_XLA_DROPOUT = 64
+};
 
 #endif

@@ -94,6 +94,11 @@ typedef struct fa_ext_options {
     double scale;
     double softcap; /* 0: none */
     int64_t window_left, window_right;
+    double dropout; /* probability that a weight becomes 0; on the CPU. The mask follows from: */
+    uint64_t dropout_seed;
+    uint32_t dropout_offset;
+    uint32_t dropout_heads;     /* heads of the whole that the call is a part of; 0: the call's own */
+    uint32_t dropout_origin[4]; /* batch entry, head, query and key of the whole that are the call's first */
 } fa_ext_options;
 
 /* Arrays that are NULL are absent; `out` is needed, and an `lse` is written where it is given. */

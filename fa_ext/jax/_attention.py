@@ -19,7 +19,7 @@ _DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 def attention(
     q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, alibi=None,
-    layout="bhsd", return_lse=False, deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False,
+    dropout=None, layout="bhsd", return_lse=False, deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False,
 ):  # fmt: skip
     """Softmax attention: ``fa_ext.attention`` for JAX arrays and tracers, with gradients.
 
@@ -39,6 +39,11 @@ def attention(
         Logits that join the softmax's denominator alone; q's dtype or float32.
     alibi : array, (H,) or (B, H), float32, or None
         Slopes of ALiBi, as for ``fa_ext.attention``. They have no gradient.
+    dropout : (p, key), (p, state) or None
+        Weights become 0 with probability p, a number, as for ``fa_ext.attention``: on the CPU only, in this release. What is
+        dropped follows from a PRNG key of JAX, or from the eight words of ``fa_ext.attention``'s state, uint32 (8,). The
+        backward pass drops the same, shards of sharded ``jit`` their parts of one mask, and elements that vmap maps with one
+        key the same weights; inside shard_map each shard needs a key of its own.
     return_lse : bool
         Also return the LSE, through which gradients flow too.
     deterministic : bool
@@ -73,7 +78,7 @@ def attention(
             raise ValueError(f"{name} is {given!r}, which names no kernel of this build; accepted: {', '.join(names)}")
     options = Options(
         causal, None if scale is None else float(scale), None if window is None else _window(window), float(softcap), layout,
-        bool(deterministic), kernel, kernel_backward, bool(batch_invariant),
+        bool(deterministic), kernel, kernel_backward, bool(batch_invariant), *_probability(dropout),
     )  # fmt: skip
     given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks, "alibi": alibi}
     arrays = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
@@ -82,6 +87,8 @@ def attention(
     for name in ("bias", "mask"):
         if name in arrays:
             arrays[name] = arrays[name].reshape((1,) * (4 - arrays[name].ndim) + arrays[name].shape)
+    if options.dropout:
+        arrays["dropout"] = _state(dropout[1])
     made = _differentiable(options, tuple(arrays), bool(return_lse))(*_vary_alike(list(arrays.values())))
     return made if return_lse else made[0]
 
@@ -106,6 +113,29 @@ def _check_dtypes(arrays):
             accepted = {"mask": "bool (True: attend)", "bias": "q's dtype or float32", "sinks": "q's dtype or float32", "alibi": "float32"}
             known = accepted.get(name, "float16, bfloat16, float32, and float64 on the CPU")
             raise TypeError(f"{name} has dtype {x.dtype.name}; accepted: {known}")
+
+
+def _probability(dropout):
+    """() or (p,) of dropout="""
+    if dropout is None:
+        return ()
+    if not isinstance(dropout, (tuple, list)) or len(dropout) != 2:
+        raise TypeError(f"dropout is {type(dropout).__name__}; accepted: None, (p, key) or (p, state)")
+    if isinstance(dropout[0], jax.core.Tracer):
+        raise TypeError("dropout's p is traced; accepted: a number that is known while tracing")
+    if not 0 <= float(dropout[0]) <= 1:
+        raise ValueError(f"dropout's p is {dropout[0]}; accepted: 0 to 1")
+    return (float(dropout[0]),)
+
+
+def _state(given):
+    """The eight words {seed low, seed high, offset, b0, h0, i0, j0, heads} that dropout is drawn from."""
+    given = jnp.asarray(given)
+    if given.shape == (8,) and given.dtype in (jnp.uint32, jnp.int32):
+        return given.astype(jnp.uint32)
+    if not (jnp.issubdtype(given.dtype, jax.dtypes.prng_key) and given.shape == ()) and given.shape not in ((2,), (4,)):
+        raise ValueError(f"dropout's key has shape {given.shape}; accepted: one PRNG key, or a state of shape (8,), uint32")
+    return jnp.concatenate([jax.random.bits(given, (2,), jnp.uint32), jnp.zeros(6, jnp.uint32)])
 
 
 def _window(window):

@@ -11,10 +11,10 @@ import numpy as np
 from .. import CudaError, UnsupportedError, _core
 
 #: Operands and results in the order of the handlers (csrc/xla/ffi.h); ``given`` has these bits.
-FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi")
-BACKWARD = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "mask", "sinks", "alibi")
+FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi", "dropout")
+BACKWARD = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "mask", "sinks", "alibi", "dropout")
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-GIVEN = {"bias": 1, "mask": 2, "sinks": 4, "dout": 8, "dlse": 16, "alibi": 32}
+GIVEN = {"bias": 1, "mask": 2, "sinks": 4, "dout": 8, "dlse": 16, "alibi": 32, "dropout": 64}
 
 _CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
 _LAYOUTS = {"bhsd": 0, "bshd": 1}
@@ -41,6 +41,7 @@ class Options:
     kernel: str | None = None
     kernel_backward: str | None = None
     batch_invariant: bool = False
+    dropout: float = 0.0  #: its p; the state is an operand
 
     def fields(self) -> tuple:
         """As ``_core.xla_workspace`` takes them."""
@@ -85,7 +86,7 @@ class Call:
         known = {n: (x.dtype.name, tuple(x.shape)) for n, x in zip(self.names, operands, strict=True)}
         known |= {n: (dtype.name, tuple(shape)) for n, (shape, dtype) in self.shapes(operands).items()}
         order = (*BACKWARD, *GRADIENTS) if self.backward else (*FORWARD, "out", "lse")
-        arrays = tuple(known.get(name) for name in order)
+        arrays = tuple(known.get(name) for name in order if name != "dropout")
         return _core.xla_workspace(self.backward, device, arrays, self.options.fields(), self.kernel)
 
     def attributes(self) -> dict:
@@ -93,7 +94,8 @@ class Call:
         made = {"given": np.int32(sum(bit for name, bit in GIVEN.items() if name in self.names)),
                 "options_given": np.int32(given), "causal": np.int32(causal), "layout": np.int32(layout),
                 "batch_invariant": np.int32(invariant), "scale": np.float64(scale), "softcap": np.float64(softcap),
-                "window_left": np.int64(left), "window_right": np.int64(right), "kernel": self.kernel}  # fmt: skip
+                "window_left": np.int64(left), "window_right": np.int64(right), "dropout": np.float64(self.options.dropout),
+                "kernel": self.kernel}  # fmt: skip
         if self.backward:
             made["wants"] = np.int32(sum(1 << GRADIENTS.index(name) for name in self.results))
             made["unordered"] = np.int32(unordered)

@@ -57,9 +57,9 @@ def operation(call: Call):
 
 def _needs_each(call, batched, operands) -> bool:
     """Whether elements of the mapped axis need calls of their own: the batch shares the sinks, and sums what a gradient's
-    subject has once."""
+    subject has once; what is dropped follows from where in the batch an entry is."""
     shapes = {name: x.shape[mapped:] for name, x, mapped in zip(call.names, operands, batched, strict=True)}
-    if dict(zip(call.names, batched, strict=True)).get("sinks") or "dsinks" in call.results:
+    if dict(zip(call.names, batched, strict=True)).get("sinks") or "dsinks" in call.results or "dropout" in call.names:
         return True
     return "dbias" in call.results and shapes["bias"][0] == 1 and shapes["q"][0] != 1
 
@@ -122,6 +122,8 @@ def _rule(call, groups, shapes) -> str:
 
     def factors(name, shape):
         kind = _kind(name)
+        if kind == "dropout":
+            return "w"
         if kind in _HEADS or kind == "alibi":
             return heads if len(shape) == 1 else f"b {heads}"
         if kind in _SCORES:
@@ -155,6 +157,8 @@ class _Split:
 
     def _places(self, name, ndim):
         """The axes of batch and heads of an array, None where it has none."""
+        if name == "dropout":
+            return None, None
         if ndim == 1:
             return None, 0
         return 0, self.call.heads_axis if _kind(name) in ("q", "k", "v", "out") else 1
@@ -208,6 +212,8 @@ def _partitioned(call: Call, groups, rule: str):
         totals = [split.summed(name, x.shape) for name, x in zip(call.results, results, strict=True)]
 
         def shard(*shards):
+            if "dropout" in call.names:
+                shards = (*shards[:-1], _placed(shards[-1], shards[0], split, call.heads_axis, groups))
             return tuple(_total(x, axes) for x, axes in zip(run(call, *shards), totals, strict=True))
 
         return (mesh, shard, tuple(NamedSharding(mesh, spec) for spec in made),
@@ -218,6 +224,14 @@ def _partitioned(call: Call, groups, rule: str):
     shardy = {"sharding_rule": rule, **sizes} if _TAKES_SIZES else {}
     made.def_partition(partition, infer_sharding_from_operands=infer, **shardy)
     return made
+
+
+def _placed(state, q, split, heads_axis, groups):
+    """The state of dropout of a shard: its part of the mask of the whole."""
+    batch = jax.lax.axis_index(split.batch) * q.shape[0] if split.batch else 0
+    heads = jax.lax.axis_index(split.heads) * q.shape[heads_axis] if split.heads else 0
+    every = jnp.where(state[7] == 0, jnp.asarray(math.prod(groups), state.dtype), state[7])
+    return state.at[3].add(jnp.asarray(batch, state.dtype)).at[4].add(jnp.asarray(heads, state.dtype)).at[7].set(every)
 
 
 def _total(x, axes):
