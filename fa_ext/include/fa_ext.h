@@ -150,8 +150,9 @@ typedef struct fa_ext_run {
 
 enum fa_ext_operation { FA_EXT_FORWARD = 0, FA_EXT_BACKWARD = 1, FA_EXT_MERGE = 2 };
 
-/* Entries come in this order for ever. Those for appending to a cache (append), for the keep mask of dropout
- * (dropout_keep) and for faults of device code (faults) follow in this order once the library has what they do. */
+/* Entries come in this order for ever. This version ends with merge; append (to a cache), dropout_keep (the mask of
+ * dropout) and faults (of index arrays on a device) will follow in this order. Sequences and paged caches are not here
+ * yet either: a call is dense. */
 typedef struct fa_ext_api {
     uint32_t abi;        /* FA_EXT_ABI of the running version */
     uint32_t size;       /* bytes of its table */
