@@ -113,6 +113,8 @@ def _check_dtypes(arrays):
             accepted = {"mask": "bool (True: attend)", "bias": "q's dtype or float32", "sinks": "q's dtype or float32", "alibi": "float32"}
             known = accepted.get(name, "float16, bfloat16, float32, and float64 on the CPU")
             raise TypeError(f"{name} has dtype {x.dtype.name}; accepted: {known}")
+        if name in "qkv" and x.ndim != 4:
+            raise ValueError(f"{name} has {x.ndim} dimensions, shape {x.shape}; accepted: 4, since JAX's calls are dense")
 
 
 def _probability(dropout):
