@@ -39,7 +39,8 @@ class Dropout:
         if dropout is None:
             return None
         if not isinstance(dropout, (tuple, list)) or len(dropout) not in (2, 3, 5):
-            raise (ValueError if isinstance(dropout, (tuple, list)) else TypeError)(f"dropout is {dropout!r}; accepted: {_ACCEPTED}")
+            error = ValueError if isinstance(dropout, (tuple, list)) else TypeError
+            raise error(f"dropout is {dropout!r}; accepted: {_ACCEPTED}")
         p = dropout[0]
         if isinstance(p, (bool, numpy.bool_)) or not isinstance(p, (int, float, numpy.floating, numpy.integer)):
             raise TypeError(f"dropout's p has type {type(p).__name__}; accepted: a float from 0 to 1")
@@ -59,7 +60,8 @@ class Dropout:
                 origin = tuple(_integer(f"origin[{n}]", x, _LONGEST) for n, x in enumerate(dropout[3]))
                 whole = _integer("heads", dropout[4], _LONGEST)
         if origin[1] + heads > whole:
-            raise ValueError(f"dropout's heads is {whole}; accepted: at least origin's h0 and the call's heads, {origin[1] + heads}")
+            least = origin[1] + heads
+            raise ValueError(f"dropout's heads is {whole}; accepted: at least origin's h0 and the call's heads, {least}")
         for n, extent in ((2, seq_q), (3, seq_k)):
             if origin[n] + extent > _LONGEST:
                 raise ValueError(f"dropout's origin[{n}] is {origin[n]}; accepted: up to 2^31 with the call's own length")
@@ -69,13 +71,14 @@ class Dropout:
     def _state(state):
         """(seed, offset, origin, heads) of eight 32-bit words {seed low, seed high, offset, b0, h0, i0, j0, heads}."""
         state = state.get() if hasattr(state, "get") else numpy.asarray(state)
-        good = (state.shape == (8,) and state.dtype in (numpy.uint32, numpy.int32)) or (state.shape == (4,) and state.dtype == numpy.int64)
-        if not good:
+        words = state.shape == (8,) and state.dtype in (numpy.uint32, numpy.int32)
+        if not words and not (state.shape == (4,) and state.dtype == numpy.int64):
             raise ValueError(
-                f"dropout's state has shape {state.shape} and dtype {state.dtype}; accepted: (8,) of uint32 or int32, (4,) of int64"
+                f"dropout's state has shape {state.shape} and dtype {state.dtype}; accepted: (8,) of uint32 or int32, "
+                "(4,) of int64"
             )
-        words = [int(w) for w in numpy.ascontiguousarray(state).view(numpy.uint32)]
-        return words[0] | words[1] << 32, words[2], tuple(words[3:7]), words[7]
+        word = [int(w) for w in numpy.ascontiguousarray(state).view(numpy.uint32)]
+        return word[0] | word[1] << 32, word[2], tuple(word[3:7]), word[7]
 
     def keeps(self, xp, b, h, i, j):
         """Boolean array over index arrays that broadcast against each other: True where a weight is kept."""

@@ -36,6 +36,29 @@ INLINE void v_philox(vword word[4], uint32_t key0, uint32_t key1) {
     }
 }
 
+/* The factors of WORDS calls from `first` on. `even` and `odd` hold 16 bits for keys 2n and 2n + 1, and above them 16
+ * for the keys 8 further on, of call n of four. */
+INLINE void store_factors(real *row, int first, vword even, vword odd, uint32_t threshold, real scale) {
+#if FA_CPU_REAL_BYTES == 4 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    enum { CALLS = WORDS < 4 ? WORDS : 4 }; /* that lie in one run of 16 keys */
+    for (int high = 0; high < 2; high++) {
+        const vword pairs = (even >> 16 * high & 0xffff) | (odd >> 16 * high & 0xffff) << 32;
+        const vreal factors = v_select((vint)pairs < (integer)threshold, v_set1(0), v_set1(scale));
+        for (int n = 0; n < WORDS; n += CALLS)
+            memcpy(row + (first + n) / 4 * 16 + first % 4 * 2 + 8 * high, (const char *)&factors + 8 * n, 8 * CALLS);
+    }
+#else
+    for (int n = 0; n < WORDS; n++) {
+        const uint32_t a = (uint32_t)even[n], b = (uint32_t)odd[n];
+        real *to = row + (first + n) / 4 * 16 + (first + n) % 4 * 2;
+        to[0] = (a & 0xffff) >= threshold ? scale : 0;
+        to[1] = (b & 0xffff) >= threshold ? scale : 0;
+        to[8] = a >> 16 >= threshold ? scale : 0;
+        to[9] = b >> 16 >= threshold ? scale : 0;
+    }
+#endif
+}
+
 /* What the weights of a query and keys [key, key + keys) are multiplied by; returned is where in `row`, which has room
  * for DROPOUT_ROOM(keys), they begin: key % 16 of the whole's keys after its beginning. */
 static const real *dropout_row(const fa_dropout *dropout, int64_t batch, int64_t head, int64_t query, int64_t key,
@@ -51,15 +74,7 @@ static const real *dropout_row(const fa_dropout *dropout, int64_t batch, int64_t
                          (vword){0} + (uint64_t)fa_dropout_head(dropout, batch, head),
                          (vword){0} + (uint64_t)dropout->offset};
         v_philox(word, dropout->seed[0], dropout->seed[1]);
-        const vword even = word[i >> 3 & 1], odd = word[2 + (i >> 3 & 1)];
-        for (int n = 0; n < WORDS; n++) {
-            const uint32_t a = (uint32_t)even[n], b = (uint32_t)odd[n];
-            real *to = row + (first + n) / 4 * 16 + (first + n) % 4 * 2;
-            to[0] = (a & 0xffff) >= threshold ? scale : 0;
-            to[1] = (b & 0xffff) >= threshold ? scale : 0;
-            to[8] = a >> 16 >= threshold ? scale : 0;
-            to[9] = b >> 16 >= threshold ? scale : 0;
-        }
+        store_factors(row, first, word[i >> 3 & 1], word[2 + (i >> 3 & 1)], threshold, scale);
     }
     return row + skipped;
 }
