@@ -257,9 +257,8 @@ static fa_code check_lse(const fa_view *lse, const fa_problem *problem, const fa
 
 /* Strides of a new C-contiguous output in the user's layout. */
 static void contiguous_out(fa_problem *problem, fa_layout layout) {
-    fa_view view;
+    fa_view view = {0};
     view.ndim = fa_forward_out_shape(problem, layout, view.shape);
-    view.data = NULL;
     fa_view_contiguous(&view);
     fa_view_operand(&problem->forward.out, &view, layout);
 }
