@@ -1,0 +1,181 @@
+"""A CPU emulator of CUDA for this project's kernels: their sources as they are, compiled by g++ in place of nvcc.
+
+    PYTHONPATH=tests python -m emulator simt -o /tmp/simt.so -DHEAD_DIM=64
+    PYTHONPATH=tests python -m pytest -p emulator.plugin --emulated /tmp/simt.so tests/test_contract.py -k D64
+
+What is emulated: threads (a fiber each), barriers, warps' collectives, shared memory, atomics, cp.async, ldmatrix,
+mma.sync; of Hopper mbarriers, TMA, wgmma, clusters. ``include/`` stands in for CUDA's headers, ``ptx.py`` for inline PTX,
+``runtime/`` is the machine. What shows:
+
+- a deadlock, with the place of every thread; lanes or threads that meet in different operations;
+- accesses beside shared memory and at addresses that do not exist; more shared memory or threads than a launch may have;
+- reads of shared memory and workspace that nobody wrote: they are NaN;
+- races, by schedule: ``FA_EMULATOR_SEED`` other than 0 holds warps up and moves asynchronous copies and products to other
+  moments. The order of the same seed is the same. Threads change at synchronisation alone, so that two accesses without
+  any between them always run in one piece.
+
+What does not: times, bank conflicts, registers, memory models (fences do nothing), the approximations of the hardware's
+mathematics (but for tanh.approx), accumulation order inside a tensor core. Only x86-64.
+
+Environment of a call: ``FA_EMULATOR_SEED``; ``FA_EMULATOR_SMS``, multiprocessors in place of the described device's: with 1
+or 2, a persistent kernel walks over several tiles a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from . import translate
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+CSRC, KERNELS = ROOT / "csrc", ROOT / "kernels"
+
+_FLAGS = ("-std=gnu++20", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-fno-omit-frame-pointer", "-march=native",
+          "-g1", "-w")  # fmt: skip
+#: Kernels are contracted as nvcc does; the machine itself is compiled for speed.
+_KERNEL_FLAGS = ("-O1", "-ffp-contract=fast", "-fno-threadsafe-statics")
+_RUNTIME_FLAGS = ("-O3",)
+
+
+class EmulationError(RuntimeError):
+    """A kernel could not be translated or compiled; the message says where."""
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+
+
+def _run(argv: list[str], text: str | None = None) -> str:
+    done = subprocess.run(argv, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise EmulationError(f"{shlex.join(argv)}\n{done.stderr[:8000]}")
+    return done.stdout
+
+
+def _defines(device: dict) -> list[str]:
+    """What the plan is told of the emulated device, an entry of devices.json."""
+    planned = ("cc", "sm_count", "smem_per_block", "smem_per_sm", "l2_bytes", "tensor_maps")
+    return [f"-DFA_EMULATED_{key.upper()}={int(device[key])}" for key in planned]
+
+
+def preprocessed(source: Path, flags: tuple[str, ...] = (), cc: int = 90) -> str:
+    """A kernel file as C++ for the host."""
+    includes = [f"-I{HERE / 'include'}", f"-I{CSRC}", f"-I{KERNELS}", f"-I{source.parent}"]
+    stem = source.stem
+    argv = [*_compiler(), "-E", "-std=gnu++20", "-march=native", f"-DFA_EMULATED_ARCH={cc}0", f"-Dfa_kernel_{stem}=fa_emulated_{stem}",
+            "-include", "cuda_runtime.h", "-include", "ptx.h", *includes, *flags, "-x", "c++", str(source)]  # fmt: skip
+    try:
+        return translate.translate(_run(argv))
+    except translate.TranslationError as error:
+        raise EmulationError(str(error)) from None
+
+
+def _compile(target: Path, argv: list[str], text: str | None) -> Path:
+    """Compiles unless the same was compiled from the same text; `text` None: argv ends in a file."""
+    read = text if text is not None else Path(argv[-1]).read_text()
+    if text is None:
+        read += "".join(path.read_text() for path in sorted((HERE / "include").iterdir()) + [HERE / "runtime" / "machine.h", CSRC / "fa.h"])
+    digest = hashlib.sha256("\0".join([*argv, read]).encode()).hexdigest()
+    stamp = target.with_suffix(".digest")
+    if not (target.exists() and stamp.exists() and stamp.read_text() == digest):
+        _run([*argv[:-1], "-o", str(target), argv[-1]], text)
+        stamp.write_text(digest)
+    return target
+
+
+def _missing(objects: list[Path], folder: Path) -> list[Path]:
+    """An object with the functions of instances that were left out: they return FA_EUNSUPPORTED."""
+    defined, wanted = set(), set()
+    for line in _run(["nm", *map(str, objects)]).splitlines():
+        if found := re.fullmatch(r"(?:[0-9a-f]+)?\s+([A-Za-z]) (_Z\w*launch\w*)", line):
+            (wanted if found[1] == "U" else defined).add(found[2])
+    names = sorted(wanted - defined)
+    if not names:
+        return []
+    text = "".join(f"int {name}(void) {{ return 5; }}\n" for name in names)  # FA_EUNSUPPORTED
+    return [_compile(folder / "missing.o", ["gcc", "-fPIC", "-fvisibility=hidden", "-O1", "-x", "c", "-c", "-"], text)]
+
+
+def build(
+    kernel: str | Path,
+    target: Path,
+    flags: tuple[str, ...] = (),
+    instances: str = "",
+    device: dict | None = None,
+    edit=None,
+    jobs: int = 2,
+) -> Path:
+    """Compiles an emulated kernel as a library that ``fa_ext._core.load`` takes, as a kernel for arrays of the CPU.
+
+    kernel: a name of kernels/ or the path of a .cu file. instances: a regular expression; instances that it does not match
+    are left out (a call that needs one raises UnsupportedError). device: an entry of devices.json, the H200 by default.
+    edit: called with the text of each compilation after translation, returns what to compile instead: for mutants.
+    Raises EmulationError.
+    """
+    from fa_ext import _build
+
+    source = Path(kernel) if str(kernel).endswith(".cu") else KERNELS / f"{kernel}.cu"
+    if device is None:
+        from devices import DEVICES
+
+        device = DEVICES["h200"]
+    folder = target.with_suffix(".objects")
+    folder.mkdir(parents=True, exist_ok=True)
+    units = [u for u in _build.units_of(source) if "." not in u.name or re.search(instances, u.name.partition(".")[2])]
+
+    def compile_unit(unit):
+        text = preprocessed(source, (*unit.flags, *flags), device["cc"])
+        text = edit(text) if edit else text
+        argv = [*_compiler(), *_FLAGS, *_KERNEL_FLAGS, "-x", "c++", "-fpreprocessed", "-c", "-"]
+        return _compile(folder / f"{unit.name}.o", argv, text)
+
+    def compile_runtime(path):
+        argv = [*_compiler(), *_FLAGS, *_RUNTIME_FLAGS, f"-I{HERE / 'include'}", f"-I{CSRC}", *_defines(device),
+                f"-DFA_EMULATED_ARCH={device['cc']}0", f"-DFA_EMULATED_NAME={source.stem}", "-c", str(path)]  # fmt: skip
+        # The machine is the same for all kernels; what describes the kernel is not.
+        own = path.stem == "kernel"
+        place = folder if own else target.parent / "emulator.objects"
+        place.mkdir(exist_ok=True)
+        argv = argv if own else [x for x in argv if not x.startswith("-DFA_EMULATED_NAME")]
+        return _compile(place / f"runtime-{path.stem}.o", argv, None)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        objects = list(pool.map(compile_unit, units))
+        objects += pool.map(compile_runtime, sorted((HERE / "runtime").glob("*.cpp")))
+    objects += _missing(objects, folder)
+    _run([*_compiler(), "-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", *map(str, objects), "-o", str(target), "-ldl", "-lm", "-lpthread"])
+    return target
+
+
+def load(path: Path, kernel: str) -> str:
+    """Loads a library of build(); returns the kernel's name in this process."""
+    from fa_ext import _core
+
+    return _core.load(str(path), kernel)
+
+
+def main() -> None:
+    """``python -m emulator KERNEL|FILE -o TARGET [--instances REGEX] [-DNAME=VALUE ...]``"""
+    import argparse
+    import time
+
+    parser = argparse.ArgumentParser(prog="python -m emulator", description="Compiles a CUDA kernel for the emulator.")
+    parser.add_argument("kernel", help="a kernel of kernels/ or the path of a .cu file")
+    parser.add_argument("-o", dest="target", type=Path, required=True, help="shared library to write")
+    parser.add_argument("--instances", default="", help="regular expression: which @instance of the file to compile")
+    parsed, flags = parser.parse_known_args()
+    sys.path.insert(0, str(ROOT))
+    begun = time.monotonic()
+    try:
+        target = build(parsed.kernel, parsed.target.resolve(), tuple(flags), parsed.instances)
+    except EmulationError as error:
+        raise SystemExit(f"emulator: {error}") from None
+    print(f"{target}: {time.monotonic() - begun:.0f} s")

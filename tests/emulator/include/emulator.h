@@ -1,0 +1,129 @@
+/* What emulated device code calls: the running thread, collectives, barriers, shared memory. machine.cpp and its
+ * neighbours do it.
+ *
+ * A thread of a block is a fiber. Fibers run one at a time and change only inside the calls below, so that none of this
+ * needs an atomic or a lock. */
+#pragma once
+#include <array>
+#include <stddef.h>
+#include <stdint.h>
+#include <type_traits>
+#include <utility>
+
+namespace emu {
+
+struct Index {
+    unsigned x, y, z;
+};
+
+/* The thread that runs. */
+struct Thread {
+    Index thread, block; // threadIdx, blockIdx
+    unsigned lane, rank; // rank: of the block in its cluster
+};
+extern Thread *self;
+extern Index block_dim, grid_dim, cluster_dim;
+
+/* Ends the launch with an error whose text says where each thread is. */
+[[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* Lets other threads run, if the seed says so. */
+void perhaps_yield();
+
+/* ---- shared memory ---- */
+
+/* Addresses of the shared window: the block's rank in its cluster from bit 24 on, below it the offset in the block. */
+uint32_t shared_address(const void *pointer);
+/* `bytes` bytes at an address, a multiple of `alignment`; fails where the block has no such memory. */
+void *shared_pointer(uint32_t address, size_t bytes, size_t alignment);
+
+void *dynamic_shared(size_t alignment);
+void *static_shared(const void *key, size_t bytes, size_t alignment);
+template <class T> T &static_shared(const void *key) {
+    return *static_cast<T *>(static_shared(key, sizeof(T), alignof(T)));
+}
+
+template <class T> T load_shared(uint32_t address) {
+    T x;
+    __builtin_memcpy(&x, shared_pointer(address, sizeof(T), sizeof(T)), sizeof(T));
+    return x;
+}
+template <class T> void store_shared(uint32_t address, const T &x) {
+    __builtin_memcpy(shared_pointer(address, sizeof(T), sizeof(T)), &x, sizeof(T));
+}
+
+/* ---- what threads do together ---- */
+
+/* All lanes of `mask` meet: each gives `mine`, the last one calls run(context, lanes' pointers) for all. Lanes that meet
+ * in different operations are an error. */
+using Joint = void(void *context, void *const (&lane)[32]);
+void collective(const char *operation, uint32_t mask, void *mine, Joint *run, void *context);
+
+/* The same with a callable, run([](T *const (&lane)[32]) {...}). */
+template <class T, class Run> void together(const char *operation, uint32_t mask, T &mine, Run run) {
+    collective(
+        operation, mask, &mine,
+        [](void *context, void *const (&lane)[32]) {
+            T *typed[32];
+            for (int l = 0; l < 32; ++l) typed[l] = static_cast<T *>(lane[l]);
+            (*static_cast<Run *>(context))(typed);
+        },
+        &run);
+}
+
+void barrier_sync(unsigned id, unsigned threads);
+void barrier_arrive(unsigned id, unsigned threads);
+void cluster_arrive();
+void cluster_wait();
+/* The sum of `mine` over the block, as __syncthreads_count and its like need it. */
+int barrier_sum(int mine);
+unsigned block_threads();
+
+/* ---- mbarriers ---- */
+
+void mbarrier_init(uint32_t address, uint32_t arrivals);
+void mbarrier_arrive(uint32_t address);
+void mbarrier_expect(uint32_t address, uint32_t bytes); // without arriving
+bool mbarrier_wait(uint32_t address, uint32_t parity);
+void mbarrier_complete(uint32_t address, uint32_t bytes);
+
+/* ---- what happens later ---- */
+
+/* A copy of this thread by cp.async: the first `given` of `bytes` bytes come from `from`, the rest is 0. */
+void copy_async(uint32_t to, const void *from, uint32_t bytes, uint32_t given);
+void copy_commit();
+void copy_wait(unsigned pending);
+void copy_wait_all();
+void copy_arrive(uint32_t barrier);
+
+struct TensorMap;
+void tensor_load(uint32_t to, const void *map, const int *at, int rank, uint32_t barrier);
+void tensor_store(const void *map, const int *at, int rank, uint32_t from);
+void bulk_commit();
+void bulk_wait(unsigned pending);
+void send_async(uint32_t to, uint32_t barrier, const void *data, uint32_t bytes);
+
+/* One instruction of a warpgroup, as one of its threads issues it. */
+struct Wgmma {
+    int n;           // columns
+    bool bf16, a_in_registers, accumulate;
+    int scale_a, scale_b;
+    bool a_mn_major, b_mn_major;
+    uint64_t a, b;   // descriptors
+    uint32_t word[4]; // A in registers
+    float *d;        // n / 2 consecutive accumulators
+};
+void wgmma_issue(const Wgmma &mine);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(unsigned pending);
+
+/* ---- launch ---- */
+
+struct Grid {
+    Index grid, block, cluster;
+    size_t shared;
+};
+void run(const Grid &grid, void (*body)(void *), void *context);
+
+} // namespace emu

@@ -1,0 +1,54 @@
+"""Runs the project's tests on emulated kernels.
+
+    PYTHONPATH=tests python -m pytest -p emulator.plugin --emulated /tmp/simt.so tests/test_contract.py -k D64
+
+Each library of ``python -m emulator`` becomes a kernel of its operation, for arrays of the CPU; with it the tests that take
+every kernel of an operation take this one alone. ``--largest N`` skips cases with more than N scores.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--emulated", action="append", default=[], help="library of an emulated kernel to test")
+    parser.addoption("--largest", type=float, default=float("inf"), help="scores of the largest case to run")
+
+
+def pytest_configure(config):
+    paths = [Path(path).resolve() for path in config.getoption("--emulated")]
+    if paths:
+        adopt([(path, path.name.partition(".")[0]) for path in paths])
+
+
+def adopt(libraries):
+    """Loads (path, kernel) pairs and makes them what fa_ext.kernels() answers for their operation."""
+    import fa_ext
+    import rows
+    from fa_ext import _build
+
+    from . import load
+
+    names = dict((name, operation) for operation, name in _build.listed_kernels())
+    operations = {"FORWARD": "attention", "BACKWARD": "backward", "MERGE": "merge"}
+    emulated: dict[str, list[str]] = {}
+    for path, kernel in libraries:
+        emulated.setdefault(operations[names[kernel]], []).append(load(path, kernel))
+    listed, device_of = fa_ext.kernels, rows.device_of
+    loaded = {name for of_one in emulated.values() for name in of_one}
+
+    def kernels(operation="attention"):
+        return tuple(emulated.get(operation, ())) or listed(operation)
+
+    fa_ext.kernels = kernels
+    rows.device_of = lambda row: "cpu" if row in loaded else device_of(row)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+    if case is not None and case.heads * case.batch * case.seq_q * case.seq_k > item.config.getoption("--largest"):
+        pytest.skip("too large for the emulator")
