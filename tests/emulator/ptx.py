@@ -124,13 +124,12 @@ def _instruction(text: str, operands: list[str]) -> str:
     if guarded := re.match(r"@(!?)(\w+)\s+", text):
         predicate, text = f"if ({guarded[1]}{guarded[2]}) ", text[guarded.end() :]
     name, _, rest = text.partition(" ")
-    rest = rest.replace("|", ",")
-    arguments = [_operand(part, operands) for part in split_outside_brackets(rest)]
     if name == ".reg":
         kind, _, names = rest.partition(" ")
         if kind[1:] not in _REGISTER_TYPES:
             raise UnknownInstruction(text)
         return f"[[maybe_unused]] {_REGISTER_TYPES[kind[1:]]} {names};"
+    arguments = [_operand(part, operands) for part in split_outside_brackets(rest.replace("|", ","))]
     if compared := re.fullmatch(r"setp\.(\w+)\.[usbf]\d+", name):
         to, a, b = arguments
         return f"{to} = {a} {_COMPARISONS[compared[1]]} {b};"

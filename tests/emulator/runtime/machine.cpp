@@ -169,8 +169,7 @@ static void prepare(Fiber &fiber) {
         fiber.stack = static_cast<char *>(memory);
     }
     void **top = reinterpret_cast<void **>(fiber.stack + STACK_BYTES);
-    *--top = nullptr;
-    *--top = nullptr; // where fiber_main() would return to; its stack is aligned as after a call
+    *--top = nullptr; // where fiber_main() would return to: its stack is aligned as after a call
     *--top = reinterpret_cast<void *>(fiber_main);
     for (int n = 0; n < 6; ++n) *--top = nullptr;
     fiber.stack_pointer = top;
