@@ -34,7 +34,8 @@ static void on_signal(int signal, siginfo_t *info, void *opaque) {
     const std::string place = place_of(fiber, nullptr);
     if (signal == SIGVTALRM)
         fail("no end after %d s of processor time: %s\n%s", SECONDS, place.c_str(), places().c_str());
-    fail("access to %s\n%s", describe_address(info->si_addr).c_str(), place.c_str());
+    fail("access to %s\n%s", info->si_code == SI_KERNEL ? "a misaligned address" : describe_address(info->si_addr).c_str(),
+         place.c_str());
 }
 
 /* Signals of a launch, which are the process's own again afterwards. */
