@@ -21,11 +21,18 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     paths = [Path(path).resolve() for path in config.getoption("--emulated")]
     if paths:
-        adopt([(path, path.name.partition(".")[0]) for path in paths])
+        config.emulated = adopt([(path, path.name.partition(".")[0]) for path in paths])
+
+
+def pytest_collection_finish(session):
+    """From here on fa_ext.kernels() is itself again: tests of it are not about the emulated ones."""
+    if hasattr(session.config, "emulated"):
+        session.config.emulated()
 
 
 def adopt(libraries):
-    """Loads (path, kernel) pairs and makes them what fa_ext.kernels() answers for their operation."""
+    """Loads (path, kernel) pairs and makes them what fa_ext.kernels() answers for their operation, until the function that
+    is returned is called."""
     import fa_ext
     import rows
     from fa_ext import _build
@@ -43,8 +50,12 @@ def adopt(libraries):
     def kernels(operation="attention"):
         return tuple(emulated.get(operation, ())) or listed(operation)
 
+    def restore():
+        fa_ext.kernels = listed
+
     fa_ext.kernels = kernels
     rows.device_of = lambda row: "cpu" if row in loaded else device_of(row)
+    return restore
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 #: Instruction -> call; \1 ... are groups of the pattern. Operands follow in the instruction's order.
-_F16 = {"f16": "false", "bf16": "true"}
+_FLAGS = {"f16": "false", "bf16": "true", "row": "false", "col": "true"}
 INSTRUCTIONS = {
     # registers and predicates
     r"mov\.[usbf]\d+": "mov",
@@ -35,7 +35,7 @@ INSTRUCTIONS = {
     r"stmatrix\.sync\.aligned\.m8n8\.x([124])\.shared\.b16": r"stmatrix<\1, false>",
     r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16": "movmatrix_trans",
     r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(f16|bf16)\.\2\.f32": r"mma<\1, \2>",
-    r"wmma\.load\.([ab])\.sync\.aligned\.(row|col)\.m16n16k16\.shared\.b?f16": r"wmma_load_\1_\2",
+    r"wmma\.load\.[ab]\.sync\.aligned\.(row|col)\.m16n16k16\.shared\.b?f16": r"wmma_load<\1>",
     # barriers
     r"bar\.sync": "::emu::barrier_sync",
     r"bar\.arrive": "::emu::barrier_arrive",
@@ -93,6 +93,11 @@ def split_outside_brackets(text: str, separator: str = ",") -> list[str]:
     return [*parts, text[start:].strip()] if text[start:].strip() or parts else []
 
 
+def _register(name: str) -> str:
+    """A name that no variable around the assembly has."""
+    return f"ptx_{name}"
+
+
 def _operand(text: str, operands: list[str]) -> str:
     text = text.strip()
     if text.startswith("{"):
@@ -111,8 +116,10 @@ def _operand(text: str, operands: list[str]) -> str:
         return f"::std::bit_cast<float>(0x{bits[1]}u)"
     if text == "_":
         return "::emu::ptx::ignored"
-    if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)|[A-Za-z]\w*", text):
+    if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)", text):
         return text
+    if re.fullmatch(r"[A-Za-z]\w*", text):
+        return _register(text)
     raise UnknownInstruction(f"operand {text!r}")
 
 
@@ -122,12 +129,13 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 def _instruction(text: str, operands: list[str]) -> str:
     predicate = ""
     if guarded := re.match(r"@(!?)(\w+)\s+", text):
-        predicate, text = f"if ({guarded[1]}{guarded[2]}) ", text[guarded.end() :]
+        predicate, text = f"if ({guarded[1]}{_register(guarded[2])}) ", text[guarded.end() :]
     name, _, rest = text.partition(" ")
     if name == ".reg":
         kind, _, names = rest.partition(" ")
         if kind[1:] not in _REGISTER_TYPES:
             raise UnknownInstruction(text)
+        names = ", ".join(_register(one.strip()) for one in names.split(","))
         return f"[[maybe_unused]] {_REGISTER_TYPES[kind[1:]]} {names};"
     arguments = [_operand(part, operands) for part in split_outside_brackets(rest.replace("|", ","))]
     if compared := re.fullmatch(r"setp\.(\w+)\.[usbf]\d+", name):
@@ -138,7 +146,7 @@ def _instruction(text: str, operands: list[str]) -> str:
         return f"{to} = {which} ? {a} : {b};"
     for pattern, call in INSTRUCTIONS.items():
         if found := re.fullmatch(pattern, name):
-            call = re.sub(r"\\(\d)", lambda n: _F16.get(found[int(n[1])], found[int(n[1])]), call)
+            call = re.sub(r"\\(\d)", lambda n: _FLAGS.get(found[int(n[1])], found[int(n[1])]), call)
             if call.startswith("="):
                 return f"{predicate}{arguments[0]} = {call[1:]}({', '.join(arguments[1:])});"
             return f"{predicate}{call if call.startswith('::') else '::emu::ptx::' + call}({', '.join(arguments)});"

@@ -9,10 +9,7 @@ inline int __syncthreads_count(int predicate) { return emu::barrier_sum(predicat
 inline int __syncthreads_or(int predicate) { return emu::barrier_sum(predicate != 0) != 0; }
 inline int __syncthreads_and(int predicate) { return emu::barrier_sum(predicate == 0) == 0; }
 
-inline void __syncwarp(unsigned mask = ~0u) {
-    char nothing = 0;
-    emu::together("__syncwarp", mask, nothing, [](auto &) {});
-}
+inline void __syncwarp(unsigned mask = ~0u) { emu::meet("__syncwarp", mask); }
 
 namespace emu {
 

@@ -71,6 +71,12 @@ template <class T, class Run> void together(const char *operation, uint32_t mask
         &run);
 }
 
+/* The same without anything to do. */
+inline void meet(const char *operation, uint32_t mask) {
+    char nothing = 0;
+    collective(operation, mask, &nothing, [](void *, void *const (&)[32]) {}, nullptr);
+}
+
 void barrier_sync(unsigned id, unsigned threads);
 void barrier_arrive(unsigned id, unsigned threads);
 void cluster_arrive();

@@ -14,7 +14,7 @@ namespace emu {
 static std::mutex launch_lock;
 static cudaError_t last_error;
 static std::map<const void *, int> allowed_shared;
-constexpr int SECONDS = 60; // of processor time that a launch may take
+constexpr int SECONDS = 30; // of processor time that a launch may take
 
 static void on_signal(int signal, siginfo_t *info, void *opaque) {
     if (!machine.active || !self) {

@@ -67,16 +67,15 @@ static Fiber *pick() {
     return best->fiber[__builtin_ctz(ready)];
 }
 
-/* Runs something that the hardware does by itself; false: there is nothing. */
+/* Runs something that the hardware does by itself; false: nothing was found. */
 static bool run_pending(bool early_only) {
-    std::vector<Pending> &pending = machine.pending;
-    std::vector<size_t> choice;
-    for (size_t n = 0; n < pending.size(); ++n)
-        if (!early_only || pending[n].early) choice.push_back(n);
-    if (choice.empty()) return false;
-    const size_t n = choice[machine.seed ? draw() % choice.size() : 0];
-    const Pending chosen = std::move(pending[n]);
-    pending.erase(pending.begin() + n);
+    std::deque<Pending> &pending = machine.pending;
+    if (pending.empty()) return false;
+    const size_t n = machine.seed ? draw() % pending.size() : 0;
+    if (early_only && !pending[n].early) return false;
+    std::swap(pending[n], pending.front());
+    const Pending chosen = std::move(pending.front());
+    pending.pop_front();
     ++machine.progress;
     chosen.run();
     return true;

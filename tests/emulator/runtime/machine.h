@@ -110,7 +110,7 @@ struct Machine {
     uint64_t progress = 0, starved_at = 0; // what has come about so far
 
     std::map<uint32_t, Mbarrier> mbarriers;
-    std::vector<Pending> pending;
+    std::deque<Pending> pending;
     unsigned cluster_arrived = 0;
     uint64_t cluster_phase = 0;
     std::vector<Fiber *> cluster_waiting;
