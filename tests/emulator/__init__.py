@@ -118,7 +118,7 @@ def build(
     kernel: a name of kernels/ or the path of a .cu file. instances: a regular expression; instances that it does not match
     are left out (a call that needs one raises UnsupportedError). device: an entry of devices.json, the H200 by default.
     edit: called with the text of each compilation after translation, returns what to compile instead: for mutants.
-    Raises EmulationError.
+    A source without a kernel of the table becomes a library that exports what it exports. Raises EmulationError.
     """
     from fa_ext import _build
 
@@ -149,7 +149,9 @@ def build(
 
     with ThreadPoolExecutor(jobs) as pool:
         objects = list(pool.map(compile_unit, units))
-        objects += pool.map(compile_runtime, sorted((HERE / "runtime").glob("*.cpp")))
+        runtime = sorted((HERE / "runtime").glob("*.cpp"))
+        listed = "FA_KERNEL_ABI" in source.read_text()
+        objects += pool.map(compile_runtime, [path for path in runtime if listed or path.stem != "kernel"])
     objects += _missing(objects, folder)
     _run([*_compiler(), "-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", *map(str, objects), "-o", str(target), "-ldl", "-lm", "-lpthread"])
     return target

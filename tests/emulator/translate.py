@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import ptx
 
-HERE = Path(__file__).resolve().parent
+INCLUDE = Path(__file__).resolve().parent / "include"
 
 
 class TranslationError(Exception):
@@ -46,7 +46,7 @@ def translate(text: str) -> str:
 
     for n, marker in enumerate(markers):
         place = (marker[2], int(marker[1]))
-        own = not marker[2].startswith(("<", "/usr/")) and not Path(marker[2]).is_relative_to(HERE)
+        own = not marker[2].startswith(("<", "/usr/")) and not Path(marker[2]).is_relative_to(INCLUDE)
         piece = text[starts[n] : starts[n + 1]]
         if own:
             pending.append((piece, place))

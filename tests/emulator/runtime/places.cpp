@@ -35,8 +35,9 @@ static std::vector<uintptr_t> frames_of(const Fiber &fiber) {
 
 /* "file:line < file:line ..." of the kernel's own files, by address of the first frame. */
 static std::string lines_of(const std::vector<uintptr_t> &frames) {
-    std::string own = __FILE__; // the folder of the emulator
-    for (int up = 0; up < 2; ++up) own.erase(own.rfind('/'));
+    std::string own = __FILE__; // this folder, and include/ beside it
+    own.erase(own.rfind('/'));
+    const std::string shims = own.substr(0, own.rfind('/')) + "/include/";
     Dl_info info;
     if (!dladdr(reinterpret_cast<void *>(&lines_of), &info)) return "?";
     std::string command = "addr2line -i -e '" + std::string(info.dli_fname) + "'";
@@ -50,7 +51,8 @@ static std::string lines_of(const std::vector<uintptr_t> &frames) {
     std::string all;
     while (fgets(text, sizeof text, pipe)) {
         const char *slash = strrchr(text, '/');
-        if (strstr(text, own.c_str()) || strstr(text, "/usr/include/") || text[0] == '?' || text[0] == '<') continue;
+        const bool ours = strstr(text, own.c_str()) || strstr(text, shims.c_str());
+        if (ours || strstr(text, "/usr/include/") || text[0] == '?' || text[0] == '<') continue;
         std::string line = slash ? slash + 1 : text;
         line = line.substr(0, line.find_first_of(" \n"));
         all += (all.empty() ? "" : " < ") + line;

@@ -1,0 +1,281 @@
+"""The emulator of CUDA (tests/emulator): what it runs is right, and what is wrong with a kernel shows.
+
+Kernels are compiled at their smallest: one tile, one dtype. How to run all tests of a kernel on it: emulator/__init__.py.
+"""
+
+import ctypes
+import platform
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+import emulator
+import fa_ext
+import gradients
+import rows
+from case import Case
+from fa_ext import _build
+from fa_ext.verify_merge import judge_merge
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="the emulator is for g++ on x86-64 Linux",
+)
+
+SEEDS = (0, 1, 2)
+SIMT = ("-DHEAD_DIM=64", "-DBLOCK_M=64", "-DBLOCK_N=32", "-DNUM_WARPS=4", "-DKEY_GROUPS=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(scope="module")
+def emulated(folder):
+    """emulated(kernel, tag, **options): the name under which a build of it is loaded, once for each tag."""
+    loaded, device_of = {}, rows.device_of
+
+    def get(kernel, tag="right", **options):
+        if (kernel, tag) not in loaded:
+            target = emulator.build(kernel, folder / f"{kernel}.{tag}.so", **options)
+            loaded[kernel, tag] = emulator.load(target, kernel)
+        return loaded[kernel, tag]
+
+    rows.device_of = lambda row: "cpu" if row in loaded.values() else device_of(row)
+    yield get
+    rows.device_of = device_of
+
+
+@pytest.fixture(params=SEEDS)
+def seed(request, monkeypatch):
+    monkeypatch.setenv("FA_EMULATOR_SEED", str(request.param))
+    return request.param
+
+
+def seeds_that_fail(monkeypatch, run, count=12):
+    """What went wrong under each of the first seeds: the error's text, or "wrong" for a wrong result."""
+    found = []
+    for seed in range(count):
+        monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
+        try:
+            if not run():
+                found.append("wrong")
+        except fa_ext.CudaError as error:
+            found.append(str(error))
+    return found
+
+
+# ---- the machine ----
+
+
+@pytest.fixture(scope="module")
+def selftest(folder):
+    library = ctypes.CDLL(str(emulator.build(emulator.HERE / "selftest.cu", folder / "selftest.so")))
+
+    def run(name):
+        message = ctypes.create_string_buffer(8000)
+        return library.emulator_selftest(name.encode(), message, len(message)), message.value.decode()
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["shuffles", "barriers", "matrices", "products", "copies", "unwritten"])
+def test_what_threads_do_together(selftest, seed, name):
+    assert selftest(name) == (0, "no error")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("unjoined", r"deadlock(.|\n)*threads 0-31: barrier 0, 32 of 64 threads there at selftest\.cu:\d+(.|\n)*threads 32-63: ended"),
+        ("diverged", "lanes of a warp meet in __syncwarp and __any_sync"),
+        ("beyond", r"access to byte 1024 of the 1024 bytes of dynamic shared memory(.|\n)*thread 5 at selftest\.cu:\d+"),
+        ("before", "wrote -4 bytes from the begin of its 1024 bytes of dynamic shared memory"),
+        ("null_pointer", r"access to address (.|\n)*thread 0 at selftest\.cu:\d+"),
+        ("beyond_the_window", r"dynamic byte 4096, 4 bytes aligned to 4: outside the block's shared memory"),
+        ("uninitialised", "was not initialised"),
+        ("too_many_threads", "1 to 1024 threads"),
+    ],
+)  # fmt: skip
+def test_faults_are_named(selftest, monkeypatch, name, words):
+    monkeypatch.setenv("FA_EMULATOR_SEED", "0")
+    failures, message = selftest(name)
+    assert failures == -1 and re.search(words, message), message
+
+
+def test_a_race_shows_under_every_seed(selftest, seed):
+    failures, _ = selftest("race")
+    assert failures > 0
+
+
+@pytest.mark.parametrize("source", sorted(emulator.KERNELS.glob("*.cu")), ids=lambda path: path.stem)
+def test_every_instruction_of_every_kernel_is_known(source):
+    """chaos and cublas are no kernels of their own for a device: they are left out."""
+    if source.stem in ("chaos", "cublas"):
+        pytest.skip("not emulated")
+    for unit in _build.units_of(source)[-2:]:
+        text = emulator.preprocessed(source, unit.flags)
+        assert not re.search(r"\basm volatile\b|<<<|\b__shared__\b", text)
+
+
+def test_an_unknown_instruction_is_an_error_that_names_it(tmp_path):
+    source = tmp_path / "unknown.cu"
+    source.write_text('__global__ void kernel(float x) {\n    asm volatile("sin.approx.f32 %0, %0;" : "+f"(x));\n}\n')
+    with pytest.raises(emulator.EmulationError, match=r"unknown\.cu:2: the emulator does not know sin\.approx\.f32"):
+        emulator.preprocessed(source)
+
+
+# ---- kernels that are right ----
+
+FORWARD = {
+    "minimal": {},
+    "simt": dict(flags=SIMT, instances="^f16$"),
+    "mma_sm80": dict(instances="^d64$"),
+    "wgmma_sm90": dict(instances="^d64_masked_f16$"),
+}
+CASES = [
+    "B1,H1,S3x5,D64,float16",
+    "B1,H2/1,S113x130,D64,float16,causal=bottom_right",
+    "B2,H2,S64x67,D56,float16,window=(9,20),sinks=float32",
+    "B1,H2/1,S66x75,D59,float16,bias=heads,mask=rows,softcap=5.0",
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_forward(emulated, seed, kernel, name):
+    row = emulated(kernel, **FORWARD[kernel])
+    try:
+        report = rows.verdict(row, Case.parse(name))
+    except fa_ext.UnsupportedError as error:
+        pytest.skip(str(error))
+    assert report, report
+
+
+def test_a_persistent_kernel_walks_over_several_tiles(emulated, seed, monkeypatch):
+    monkeypatch.setenv("FA_EMULATOR_SMS", "2")
+    row = emulated("wgmma_sm90", **FORWARD["wgmma_sm90"])
+    assert rows.verdict(row, Case.parse("B1,H3,S201x260,D64,float16,causal=top_left"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "options", "name"),
+    [
+        ("wgmma_sm90", dict(instances="^d128_full_f16$"), "B1,H2,S130x200,D128,float16"),
+        ("wgmma_split_sm90", {}, "B1,H2,S5x700,D64,bfloat16,causal=bottom_right"),
+        ("wmma", dict(instances="^d64$"), "B1,H2,S66x130,D64,bfloat16,mask=rows"),
+    ],
+)
+def test_forward_of_what_takes_long_to_compile(emulated, seed, kernel, options, name):
+    assert rows.verdict(emulated(kernel, "slow", **options), Case.parse(name))
+
+
+BACKWARD = dict(instances="^f32$")
+
+
+@pytest.mark.parametrize("name", [
+    "B1,H1,S3x5,D16,float32",
+    "B2,H4/2,S70x83,D64,float32,causal=bottom_right,sinks=float32",
+    "B1,H2/1,S33x71,D40,Dv24,float32,bias=full,mask=rows,softcap=5.0",
+])  # fmt: skip
+def test_backward(emulated, seed, name):
+    report = gradients.verdict(emulated("simt_backward", **BACKWARD), gradients.make(Case.parse(name)))
+    assert report, report
+
+
+def merged(kernel, parts=3, seed=0, in_place=False):
+    rng = np.random.default_rng(seed)
+    outs = [rng.standard_normal((2, 3, 37, 40)).astype(np.float16) for _ in range(parts)]
+    lses = [rng.standard_normal((2, 3, 37)).astype(np.float32) for _ in range(parts)]
+    copies = [x.copy() for x in outs], [x.copy() for x in lses]
+    into = (outs[0], lses[0]) if in_place else (np.full_like(outs[0], np.nan), np.full_like(lses[0], np.nan))
+    out, lse = fa_ext.merge(outs, lses, out=into, kernel=kernel)
+    return judge_merge(out, lse, *copies, kernel=kernel)
+
+
+@pytest.mark.parametrize("parts", (1, 3, 40))
+@pytest.mark.parametrize("in_place", (False, True))
+def test_merge(emulated, seed, parts, in_place):
+    assert merged(emulated("merge"), parts, seed, in_place)
+
+
+# ---- kernels that are wrong: each mutant fails under some seed, in the way it should ----
+
+
+def replaced(old, new, at=None):
+    """An edit that replaces the only occurrence of a text, or occurrence `at`; where there is none, the unit stays."""
+
+    def edit(text):
+        count = text.count(old)
+        if not count:
+            return text
+        assert at is not None or count == 1, f"{count} times {old!r}"
+        pieces = text.split(old)
+        n = at or 0
+        return old.join(pieces[: n + 1]) + new + old.join(pieces[n + 1 :])
+
+    return edit
+
+
+def fails_of(emulated, monkeypatch, kernel, tag, edit, name, **options):
+    row = emulated(kernel, tag, edit=edit, **options)
+    return seeds_that_fail(monkeypatch, lambda: rows.verdict(row, Case.parse(name)))
+
+
+def test_mutant_last_key_is_not_seen(emulated, monkeypatch):
+    edit = replaced("end = row + p.diagonal + p.right + 1;", "end = row + p.diagonal + p.right;")
+    found = fails_of(emulated, monkeypatch, "minimal", "mask", edit, "B1,H1,S9x11,D16,float32,causal=top_left")
+    assert found == ["wrong"] * 12
+
+
+@pytest.mark.parametrize("barrier", range(4))
+def test_mutant_simt_without_a_barrier(emulated, monkeypatch, barrier):
+    """Of the key loop: Q and K are there, K is read, V and P are there, V is read."""
+    edit = replaced("lane.sync_group();", ";", barrier)
+    name = "B1,H1,S64x200,D64,float16"
+    found = fails_of(emulated, monkeypatch, "simt", f"barrier{barrier}", edit, name, **FORWARD["simt"])
+    assert "wrong" in found
+
+
+def test_mutant_mma_without_a_wait_for_its_copies(emulated, monkeypatch):
+    edit = replaced("cp_async_wait<C::STAGES - 2>();", "")
+    found = fails_of(emulated, monkeypatch, "mma_sm80", "wait", edit, "B1,H1,S64x200,D64,float16", **FORWARD["mma_sm80"])
+    assert "wrong" in found
+
+
+def test_mutant_wgmma_that_frees_stages_before_its_warps_are_joined(emulated, monkeypatch):
+    """A waiter then falls two phases behind, the defect that sm90_forward.cuh is written against."""
+    monkeypatch.setenv("FA_EMULATOR_SMS", "1")
+    edit = replaced("{ named_barrier_sync(1 + C::kConsumers + wg, 128); }", "{}")
+    name = "B1,H1,S300x300,D64,float16,causal=top_left"
+    found = fails_of(emulated, monkeypatch, "wgmma_sm90", "join", edit, name, **FORWARD["wgmma_sm90"])
+    assert found and all("deadlock" in one and "sm90_forward.cuh" in one for one in found), found
+
+
+def test_mutant_wgmma_that_frees_keys_before_they_are_read(emulated, monkeypatch):
+    edit = replaced("wgmma_wait<1>();", "free_keys(block + 1 == blocks.count); wgmma_wait<1>();")
+    removed = replaced("free_keys(block + 1 == blocks.count);", "", 0)
+    name = "B1,H1,S200x900,D64,float16,causal=bottom_right"
+
+    def both(text):
+        return edit(removed(text))
+
+    found = fails_of(emulated, monkeypatch, "wgmma_sm90", "free", both, name, **FORWARD["wgmma_sm90"])
+    assert "wrong" in found
+
+
+def test_mutant_backward_without_a_barrier(emulated, monkeypatch):
+    edit = replaced("if (wants_k && wants_v) __syncthreads();", "")
+    row = emulated("simt_backward", "barrier", edit=edit, **BACKWARD)
+    problem = gradients.make(Case.parse("B1,H1,S70x70,D64,float32"))
+    assert "wrong" in seeds_that_fail(monkeypatch, lambda: gradients.verdict(row, problem))
+
+
+def test_mutant_merge_that_writes_an_lse_others_still_read(emulated, monkeypatch):
+    row = emulated("merge", "sync", edit=replaced("__syncwarp();", ""))
+    assert "wrong" in seeds_that_fail(monkeypatch, lambda: merged(row, in_place=True))
