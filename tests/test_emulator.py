@@ -140,8 +140,8 @@ FORWARD = {
 CASES = [
     "B1,H1,S3x5,D64,float16",
     "B1,H2/1,S113x130,D64,float16,causal=bottom_right",
-    "B2,H2,S64x67,D56,float16,window=(9,20),sinks=float32",
-    "B1,H2/1,S66x75,D59,float16,bias=heads,mask=rows,softcap=5.0",
+    "B2,H2,S64x67,D56,float16,window=9:20,sinks=float32",
+    "B1,H2/1,S66x75,D59,float16,bias=full,mask=rows,softcap=5.0",
 ]
 
 
@@ -181,7 +181,7 @@ BACKWARD = dict(instances="^f32$")
 @pytest.mark.parametrize("name", [
     "B1,H1,S3x5,D16,float32",
     "B2,H4/2,S70x83,D64,float32,causal=bottom_right,sinks=float32",
-    "B1,H2/1,S33x71,D40,Dv24,float32,bias=full,mask=rows,softcap=5.0",
+    "B1,H2/1,S33x71,D40/24,float32,bias=full,mask=rows,softcap=5.0",
 ])  # fmt: skip
 def test_backward(emulated, seed, name):
     report = gradients.verdict(emulated("simt_backward", **BACKWARD), gradients.make(Case.parse(name)))

@@ -165,19 +165,24 @@ def load(path: Path, kernel: str) -> str:
 
 
 def main() -> None:
-    """``python -m emulator KERNEL|FILE -o TARGET [--instances REGEX] [-DNAME=VALUE ...]``"""
+    """``python -m emulator KERNEL|FILE -o TARGET [--instances REGEX] [--device NAME] [-DNAME=VALUE ...]``"""
     import argparse
     import time
 
     parser = argparse.ArgumentParser(prog="python -m emulator", description="Compiles a CUDA kernel for the emulator.")
     parser.add_argument("kernel", help="a kernel of kernels/ or the path of a .cu file")
     parser.add_argument("-o", dest="target", type=Path, required=True, help="shared library to write")
+    parser.add_argument("--device", default="h200", help="the described device, a name of devices.json (default h200)")
     parser.add_argument("--instances", default="", help="regular expression: which @instance of the file to compile")
     parsed, flags = parser.parse_known_args()
     sys.path.insert(0, str(ROOT))
+    from devices import DEVICES
+
+    if parsed.device not in DEVICES:
+        parser.error(f"--device is {parsed.device!r}; accepted: {', '.join(DEVICES)}")
     begun = time.monotonic()
     try:
-        target = build(parsed.kernel, parsed.target.resolve(), tuple(flags), parsed.instances)
+        target = build(parsed.kernel, parsed.target.resolve(), tuple(flags), parsed.instances, DEVICES[parsed.device])
     except EmulationError as error:
         raise SystemExit(f"emulator: {error}") from None
     print(f"{target}: {time.monotonic() - begun:.0f} s")

@@ -8,9 +8,12 @@ every kernel of an operation take this one alone. ``--largest N`` skips cases wi
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
+
+OPERATIONS = ("attention", "merge", "backward")  # by fa_op
 
 
 def pytest_addoption(parser):
@@ -35,15 +38,13 @@ def adopt(libraries):
     is returned is called."""
     import fa_ext
     import rows
-    from fa_ext import _build
 
     from . import load
 
-    names = dict((name, operation) for operation, name in _build.listed_kernels())
-    operations = {"FORWARD": "attention", "BACKWARD": "backward", "MERGE": "merge"}
     emulated: dict[str, list[str]] = {}
     for path, kernel in libraries:
-        emulated.setdefault(operations[names[kernel]], []).append(load(path, kernel))
+        head = (ctypes.c_int * 2).in_dll(ctypes.CDLL(str(path)), f"fa_kernel_{kernel}")  # abi, op
+        emulated.setdefault(OPERATIONS[head[1]], []).append(load(path, kernel))
     listed, device_of = fa_ext.kernels, rows.device_of
     loaded = {name for of_one in emulated.values() for name in of_one}
 

@@ -1,7 +1,7 @@
 /* What the emulator itself is held to: instructions against their definition, and faults that it must name.
  *
- * `emulator_selftest(name, message, size)` runs one of the kernels below; returns how many of its checks fail, or -1 with
- * the emulator's message. */
+ * `emulator_selftest(name, message, size)` runs one of the kernels below; returns how many of its checks fail, or -1
+ * with the emulator's message. */
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdio.h>
@@ -78,8 +78,8 @@ __global__ void matrices() {
     __syncwarp();
     for (int i = lane; i < 256; i += 32) (&x[0][0][0])[i] = 0;
     __syncwarp();
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
-                 "r"(r[2]), "r"(r[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
     __syncwarp();
     for (int i = lane; i < 256; i += 32) expect((&x[0][0][0])[i] == i);

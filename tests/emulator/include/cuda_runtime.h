@@ -17,13 +17,13 @@
 #define __device__
 #define __host__
 #define __grid_constant__
-#define __restrict__      __restrict
-#define __forceinline__   inline __attribute__((always_inline))
-#define __align__(bytes)  alignas(bytes)
+#define __restrict__ __restrict
+#define __forceinline__  inline __attribute__((always_inline))
+#define __align__(bytes) alignas(bytes)
 #define __launch_bounds__(...)
 
-#define threadIdx         (::emu::self->thread)
-#define blockIdx          (::emu::self->block)
+#define threadIdx (::emu::self->thread)
+#define blockIdx  (::emu::self->block)
 inline emu::Index &blockDim = emu::block_dim, &gridDim = emu::grid_dim;
 constexpr int warpSize = 32;
 
@@ -120,7 +120,8 @@ template <class... Params> struct Launcher {
     }
 };
 template <class... Params>
-Launcher<Params...> launcher(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared = 0, cudaStream_t = nullptr) {
+Launcher<Params...> launcher(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared = 0,
+                             cudaStream_t = nullptr) {
     return {kernel, {{grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, {1, 1, 1}, shared}};
 }
 

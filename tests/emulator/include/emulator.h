@@ -54,8 +54,8 @@ template <class T> void store_shared(uint32_t address, const T &x) {
 
 /* ---- what threads do together ---- */
 
-/* All lanes of `mask` meet: each gives `mine`, the last one calls run(context, lanes' pointers) for all. Lanes that meet
- * in different operations are an error. */
+/* All lanes of `mask` meet: each gives `mine`, the last one calls run(context, lanes' pointers) for all. Lanes that
+ * meet in different operations are an error. */
 using Joint = void(void *context, void *const (&lane)[32]);
 void collective(const char *operation, uint32_t mask, void *mine, Joint *run, void *context);
 
@@ -63,7 +63,7 @@ void collective(const char *operation, uint32_t mask, void *mine, Joint *run, vo
 template <class T, class Run> void together(const char *operation, uint32_t mask, T &mine, Run run) {
     collective(
         operation, mask, &mine,
-        [](void *context, void *const (&lane)[32]) {
+        [](void *context, void *const(&lane)[32]) {
             T *typed[32];
             for (int l = 0; l < 32; ++l) typed[l] = static_cast<T *>(lane[l]);
             (*static_cast<Run *>(context))(typed);
@@ -74,7 +74,8 @@ template <class T, class Run> void together(const char *operation, uint32_t mask
 /* The same without anything to do. */
 inline void meet(const char *operation, uint32_t mask) {
     char nothing = 0;
-    collective(operation, mask, &nothing, [](void *, void *const (&)[32]) {}, nullptr);
+    collective(
+        operation, mask, &nothing, [](void *, void *const(&)[32]) {}, nullptr);
 }
 
 void barrier_sync(unsigned id, unsigned threads);
@@ -111,13 +112,13 @@ void send_async(uint32_t to, uint32_t barrier, const void *data, uint32_t bytes)
 
 /* One instruction of a warpgroup, as one of its threads issues it. */
 struct Wgmma {
-    int n;           // columns
+    int n; // columns
     bool bf16, a_in_registers, accumulate;
     int scale_a, scale_b;
     bool a_mn_major, b_mn_major;
-    uint64_t a, b;   // descriptors
+    uint64_t a, b;    // descriptors
     uint32_t word[4]; // A in registers
-    float *d;        // n / 2 consecutive accumulators
+    float *d;         // n / 2 consecutive accumulators
 };
 void wgmma_issue(const Wgmma &mine);
 void wgmma_fence();

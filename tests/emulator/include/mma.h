@@ -1,5 +1,5 @@
-/* nvcuda::wmma for 16x16x16 products of 16-bit elements. Which lane holds which element is the emulator's own: lane l has
- * row l / 2, columns 8 (l % 2) to 8 (l % 2) + 7. */
+/* nvcuda::wmma for 16x16x16 products of 16-bit elements. Which lane holds which element is the emulator's own: lane l
+ * has row l / 2, columns 8 (l % 2) to 8 (l % 2) + 7. */
 #pragma once
 #include <string.h>
 

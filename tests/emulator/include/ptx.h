@@ -46,8 +46,8 @@ inline void cp_async(uint32_t to, const void *from, uint32_t bytes) { copy_async
 inline void cp_async(uint32_t to, const void *from, uint32_t bytes, bool ignores) {
     copy_async(to, from, bytes, ignores ? 0 : bytes);
 }
-template <class Size> requires(!std::is_same_v<Size, bool>)
-void cp_async(uint32_t to, const void *from, uint32_t bytes, Size given) {
+template <class Size>
+requires(!std::is_same_v<Size, bool>) void cp_async(uint32_t to, const void *from, uint32_t bytes, Size given) {
     copy_async(to, from, bytes, static_cast<uint32_t>(given));
 }
 
@@ -66,7 +66,8 @@ template <size_t N, bool TRANSPOSED> void ldmatrix(const std::array<uint32_t *, 
         for (int l = 0; l < 32; ++l)
             for (size_t m = 0; m < N; ++m) {
                 const int r = l / 4, c = l % 4 * 2;
-                const uint32_t low = TRANSPOSED ? x[m][c][r] : x[m][r][c], high = TRANSPOSED ? x[m][c + 1][r] : x[m][r][c + 1];
+                const uint32_t low = TRANSPOSED ? x[m][c][r] : x[m][r][c],
+                               high = TRANSPOSED ? x[m][c + 1][r] : x[m][r][c + 1];
                 *lane[l]->to[m] = low | high << 16;
             }
     });
@@ -117,7 +118,8 @@ void mma_m16n8(const std::array<float *, 4> &d, const std::array<const uint32_t 
         for (int l = 0; l < 32; ++l)
             for (int i = 0; i < K / 4; ++i)
                 for (int h = 0; h < 2; ++h)
-                    x[l / 4 + i % 2 * 8][i / 2 * 8 + l % 4 * 2 + h] = from_bits(uint16_t(lane[l]->a[i] >> 16 * h), BF16);
+                    x[l / 4 + i % 2 * 8][i / 2 * 8 + l % 4 * 2 + h] =
+                        from_bits(uint16_t(lane[l]->a[i] >> 16 * h), BF16);
         for (int l = 0; l < 32; ++l)
             for (int i = 0; i < K / 8; ++i)
                 for (int h = 0; h < 2; ++h)

@@ -11,7 +11,8 @@ namespace emu {
 static Mbarrier &mbarrier_at(uint32_t address) {
     shared_pointer(address, 8, 8);
     const auto found = machine.mbarriers.find(address);
-    if (found == machine.mbarriers.end()) fail("the mbarrier at %#x was not initialised\n%s", address, places().c_str());
+    if (found == machine.mbarriers.end())
+        fail("the mbarrier at %#x was not initialised\n%s", address, places().c_str());
     return found->second;
 }
 
@@ -78,7 +79,8 @@ static void land(std::vector<Copy> &group) {
 void copy_async(uint32_t to, const void *from, uint32_t bytes, uint32_t given) {
     if (given > bytes) fail("cp.async: %u of %u bytes", given, bytes);
     shared_pointer(to, bytes, bytes);
-    if (given && reinterpret_cast<uintptr_t>(from) % bytes) fail("cp.async of %u bytes from %p: not aligned", bytes, from);
+    if (given && reinterpret_cast<uintptr_t>(from) % bytes)
+        fail("cp.async of %u bytes from %p: not aligned", bytes, from);
     const Copy copy = {to, from, bytes, given};
     if (draw_when() == When::NOW)
         perform(copy);

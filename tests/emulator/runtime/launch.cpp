@@ -34,8 +34,8 @@ static void on_signal(int signal, siginfo_t *info, void *opaque) {
     const std::string place = place_of(fiber, nullptr);
     if (signal == SIGVTALRM)
         fail("no end after %d s of processor time: %s\n%s", SECONDS, place.c_str(), places().c_str());
-    fail("access to %s\n%s", info->si_code == SI_KERNEL ? "a misaligned address" : describe_address(info->si_addr).c_str(),
-         place.c_str());
+    fail("access to %s\n%s",
+         info->si_code == SI_KERNEL ? "a misaligned address" : describe_address(info->si_addr).c_str(), place.c_str());
 }
 
 /* Signals of a launch, which are the process's own again afterwards. */
@@ -71,7 +71,8 @@ static const char *refusal(const void *kernel, const Grid &grid) {
     if (!grid.grid.x || !grid.grid.y || !grid.grid.z) return "an empty grid";
     if (grid.grid.y > 65535 || grid.grid.z > 65535 || grid.grid.x > INT32_MAX) return "the grid is too large";
     const unsigned cluster = grid.cluster.x * grid.cluster.y * grid.cluster.z;
-    if (!cluster || cluster > 8 || grid.grid.x % grid.cluster.x || grid.grid.y % grid.cluster.y || grid.grid.z % grid.cluster.z)
+    if (!cluster || cluster > 8 || grid.grid.x % grid.cluster.x || grid.grid.y % grid.cluster.y ||
+        grid.grid.z % grid.cluster.z)
         return "clusters of 1 to 8 blocks divide the grid";
     const auto allowed = allowed_shared.find(kernel);
     if (grid.shared > size_t(allowed == allowed_shared.end() ? 48 << 10 : allowed->second))
@@ -114,6 +115,10 @@ cudaError_t cudaGetLastError() {
     return error;
 }
 const char *cudaGetErrorName(cudaError_t error) {
-    return error == cudaErrorEmulator ? "cudaErrorEmulator" : error == cudaSuccess ? "cudaSuccess" : "cudaErrorInvalidConfiguration";
+    return error == cudaErrorEmulator ? "cudaErrorEmulator"
+           : error == cudaSuccess     ? "cudaSuccess"
+                                      : "cudaErrorInvalidConfiguration";
 }
-const char *cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : emu::machine.error.c_str(); }
+const char *cudaGetErrorString(cudaError_t error) {
+    return error == cudaSuccess ? "no error" : emu::machine.error.c_str();
+}

@@ -44,8 +44,8 @@ When draw_when() { return machine.seed ? static_cast<When>(draw() % 3) : When::L
 /* ---- the order of fibers ---- */
 
 /* With seed 0 warps take turns, each as long as one of its lanes can run, lowest lane first. With another seed the warp
- * of the highest priority runs, and priorities change now and then: one warp is held up for long while the others go on,
- * which is what shows most races (as in probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010). */
+ * of the highest priority runs, and priorities change now and then: one warp is held up for long while the others go
+ * on, which is what shows most races (as in probabilistic concurrency testing: Burckhardt et al., ASPLOS 2010). */
 static Fiber *pick() {
     std::vector<Warp> &warps = machine.warps;
     if (!machine.seed) {
@@ -81,7 +81,8 @@ static bool run_pending(bool early_only) {
     return true;
 }
 
-/* Waits in mbarrier_wait end with "not yet" when nothing else can go on; twice without progress between is a deadlock. */
+/* Waits in mbarrier_wait end with "not yet" when nothing else can go on; twice without progress between is a deadlock.
+ */
 static bool time_out() {
     if (machine.starved_at == machine.progress) return false;
     machine.starved_at = machine.progress;
@@ -98,8 +99,7 @@ static Fiber *next() {
     for (;;) {
         if (Fiber *fiber = pick()) return fiber;
         if (!machine.live) return nullptr;
-        if (!run_pending(false) && !time_out())
-            fail("deadlock: no thread can go on\n%s", places().c_str());
+        if (!run_pending(false) && !time_out()) fail("deadlock: no thread can go on\n%s", places().c_str());
     }
 }
 
@@ -162,7 +162,8 @@ static void fiber_main() {
 /* A fiber that begins in fiber_main(). */
 static void prepare(Fiber &fiber) {
     if (!fiber.stack) {
-        void *memory = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void *memory =
+            mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED) fail("no memory for the stack of a thread");
         mprotect(memory, PAGE, PROT_NONE);
         fiber.stack = static_cast<char *>(memory);
@@ -257,7 +258,8 @@ void fail(const char *format, ...) {
 void collective(const char *operation, uint32_t mask, void *mine, Joint *run, void *context) {
     Fiber &fiber = current();
     Warp &warp = machine.warps[fiber.warp];
-    if (!(mask >> fiber.lane & 1)) fail("%s: the mask %08x lacks the lane itself\n%s", operation, mask, places().c_str());
+    if (!(mask >> fiber.lane & 1))
+        fail("%s: the mask %08x lacks the lane itself\n%s", operation, mask, places().c_str());
     size_t at = 0;
     while (at < warp.meetings.size() && warp.meetings[at].mask != mask) ++at;
     if (at == warp.meetings.size()) {
@@ -293,7 +295,8 @@ static Barrier &arrive(unsigned id, unsigned threads, int mine) {
     if (threads % WARP && threads != block_threads()) fail("barrier %u of %u threads: not whole warps", id, threads);
     Barrier &barrier = current_block().barrier[id];
     if (barrier.arrived && barrier.expected != threads)
-        fail("barrier %u: some wait for %u threads, others for %u\n%s", id, barrier.expected, threads, places().c_str());
+        fail("barrier %u: some wait for %u threads, others for %u\n%s", id, barrier.expected, threads,
+             places().c_str());
     barrier.expected = threads;
     barrier.sum += mine;
     if (++barrier.arrived == threads) {

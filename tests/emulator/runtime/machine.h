@@ -27,7 +27,7 @@ struct Fiber : Thread {
     char *stack; // its lowest byte
     const char *waits_for;
     int64_t waits_detail[2];
-    bool timed; // waits in mbarrier_wait: may be told "not yet"
+    bool timed;                            // waits in mbarrier_wait: may be told "not yet"
     std::vector<std::vector<Copy>> copies; // groups; the last one is open
     uint64_t bulk_group, cluster_phase;
     uint64_t wgmma_issued;
@@ -90,8 +90,8 @@ struct Block {
 /* What the hardware does by itself at some moment. */
 struct Pending {
     std::function<void()> run;
-    bool early;    // may run before a wait asks for it
-    Fiber *owner;  // of a bulk store, with its group
+    bool early;   // may run before a wait asks for it
+    Fiber *owner; // of a bulk store, with its group
     uint64_t group;
     const char *what;
 };
@@ -124,10 +124,10 @@ extern Machine machine;
 inline Fiber &current() { return *static_cast<Fiber *>(self); }
 inline Block &current_block() { return *machine.blocks[self->rank]; }
 
-uint64_t draw();                    // random bits of the seed
-bool one_in(unsigned n);            // never with seed 0
+uint64_t draw();         // random bits of the seed
+bool one_in(unsigned n); // never with seed 0
 enum class When { NOW, EARLY, LATE };
-When draw_when();                   // LATE with seed 0
+When draw_when(); // LATE with seed 0
 
 void wait_for(const char *what, int64_t a = 0, int64_t b = 0); // until somebody wakes this thread
 void wake(Fiber *fiber);

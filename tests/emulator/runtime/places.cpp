@@ -43,7 +43,8 @@ static std::string lines_of(const std::vector<uintptr_t> &frames) {
     std::string command = "addr2line -i -e '" + std::string(info.dli_fname) + "'";
     char text[1024];
     for (const uintptr_t frame : frames) {
-        snprintf(text, sizeof text, " %#lx", static_cast<unsigned long>(frame - reinterpret_cast<uintptr_t>(info.dli_fbase)));
+        snprintf(text, sizeof text, " %#lx",
+                 static_cast<unsigned long>(frame - reinterpret_cast<uintptr_t>(info.dli_fbase)));
         command += text;
     }
     FILE *pipe = popen((command + " 2>/dev/null").c_str(), "r");
@@ -82,7 +83,8 @@ static std::string wait_of(const Fiber &fiber) {
 
 std::string place_of(const Fiber &fiber, const void *instruction) {
     char text[120];
-    snprintf(text, sizeof text, "block (%u, %u, %u) thread %u at ", fiber.block.x, fiber.block.y, fiber.block.z, fiber.linear);
+    snprintf(text, sizeof text, "block (%u, %u, %u) thread %u at ", fiber.block.x, fiber.block.y, fiber.block.z,
+             fiber.linear);
     std::vector<uintptr_t> frames = frames_of(fiber);
     if (instruction) frames.insert(frames.begin(), reinterpret_cast<uintptr_t>(instruction));
     return text + lines_of(frames);
@@ -101,8 +103,8 @@ std::string places() {
         std::vector<uintptr_t> frames;
         if (fiber.state != Fiber::DONE) frames = frames_of(fiber);
         size_t at = 0;
-        while (at < groups.size() && !(groups[at].wait == wait && groups[at].frames == frames &&
-                                       groups[at].fibers[0]->rank == fiber.rank))
+        while (at < groups.size() &&
+               !(groups[at].wait == wait && groups[at].frames == frames && groups[at].fibers[0]->rank == fiber.rank))
             ++at;
         if (at == groups.size()) groups.push_back({wait, frames, {}});
         groups[at].fibers.push_back(&fiber);

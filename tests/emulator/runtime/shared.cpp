@@ -10,7 +10,7 @@ namespace emu {
 /* The window of a block: 1 KB that CUDA keeps, dynamic memory up to 227 KB, static memory. */
 constexpr uint32_t DYNAMIC_AT = 0x400, STATIC_AT = 0x3A000, STATIC_BYTES = 0x6000, RANK_BIT = 24;
 constexpr size_t PAGE = 4096, MAX_DYNAMIC = 227 * 1024, ALIGNMENT = 1024;
-constexpr size_t WINDOW = 58 * PAGE; // pages of dynamic memory, and one that nobody may touch
+constexpr size_t WINDOW = 58 * PAGE;   // pages of dynamic memory, and one that nobody may touch
 constexpr unsigned char POISON = 0xff; // NaN in every floating-point type
 
 static size_t pages_of(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
@@ -19,7 +19,8 @@ static size_t pages_of(size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; 
 void open_shared(Block &block, size_t bytes) {
     if (bytes > MAX_DYNAMIC) fail("%zu bytes of dynamic shared memory: a block has at most %zu", bytes, MAX_DYNAMIC);
     if (!block.window) {
-        void *memory = mmap(nullptr, WINDOW + STATIC_BYTES + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        void *memory =
+            mmap(nullptr, WINDOW + STATIC_BYTES + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED) fail("no memory for shared memory");
         block.window = static_cast<char *>(memory);
         block.statics = block.window + WINDOW;
@@ -50,7 +51,8 @@ void check_shared(const Block &block) {
     }
     for (const char *at = block.statics + block.static_bytes; at < block.statics + STATIC_BYTES; ++at)
         if (static_cast<unsigned char>(*at) != POISON)
-            fail("block (%u, %u, %u) wrote beside its static shared memory", block.index.x, block.index.y, block.index.z);
+            fail("block (%u, %u, %u) wrote beside its static shared memory", block.index.x, block.index.y,
+                 block.index.z);
 }
 
 void *dynamic_shared(size_t alignment) {
@@ -98,8 +100,8 @@ void *shared_pointer(uint32_t address, size_t bytes, size_t alignment) {
         why = "outside the block's shared memory";
     if (at && reinterpret_cast<uintptr_t>(at) % alignment) why = "not aligned";
     if (why)
-        fail("shared address %#x, dynamic byte %d, %zu bytes aligned to %zu: %s\n%s", address, int(offset - DYNAMIC_AT), bytes,
-             alignment, why, self ? place_of(current(), __builtin_return_address(0)).c_str() : "");
+        fail("shared address %#x, dynamic byte %d, %zu bytes aligned to %zu: %s\n%s", address, int(offset - DYNAMIC_AT),
+             bytes, alignment, why, self ? place_of(current(), __builtin_return_address(0)).c_str() : "");
     return at;
 }
 
@@ -113,7 +115,8 @@ std::string describe_address(const void *address) {
             return text;
         }
     for (unsigned n = 0; n < machine.count; ++n)
-        if (at >= machine.fibers[n]->stack && at < machine.fibers[n]->stack + PAGE) return "the end of a thread's stack";
+        if (at >= machine.fibers[n]->stack && at < machine.fibers[n]->stack + PAGE)
+            return "the end of a thread's stack";
     snprintf(text, sizeof text, "address %p", address);
     return text;
 }

@@ -18,14 +18,15 @@ constexpr uint32_t MAGIC = 0x7e45ae0b;
 
 static uint32_t box_of(const TensorMap &map, int axis) { return map.box[axis] + 1u; }
 
-CUresult encode_tensor_map(CUtensorMap *to, CUtensorMapDataType type, cuuint32_t rank, void *data, const cuuint64_t *extent,
-                           const cuuint64_t *stride, const cuuint32_t *box, const cuuint32_t *step,
-                           CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
-                           CUtensorMapFloatOOBfill fill) {
+CUresult encode_tensor_map(CUtensorMap *to, CUtensorMapDataType type, cuuint32_t rank, void *data,
+                           const cuuint64_t *extent, const cuuint64_t *stride, const cuuint32_t *box,
+                           const cuuint32_t *step, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
     static const uint32_t sizes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2};
     TensorMap map = {};
-    if (rank < 1 || rank > 5 || reinterpret_cast<uintptr_t>(data) % 16 || !data || type > CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ||
-        interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+    if (rank < 1 || rank > 5 || reinterpret_cast<uintptr_t>(data) % 16 || !data ||
+        type > CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
+        fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
         return CUDA_ERROR_INVALID_VALUE;
     map.magic = MAGIC, map.element_bytes = sizes[type], map.rank = rank, map.data = static_cast<char *>(data);
     map.swizzle_span = swizzle == CU_TENSOR_MAP_SWIZZLE_NONE ? 16 : 16u << swizzle;

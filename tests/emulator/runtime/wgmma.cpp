@@ -1,6 +1,6 @@
-/* wgmma: an instruction of a warpgroup runs once all its threads have issued it, at a moment of the seed's choice: as the
- * last one issues it, or not before a thread waits for it. Until then nothing is read of shared memory and nothing is
- * written to the accumulators. */
+/* wgmma: an instruction of a warpgroup runs once all its threads have issued it, at a moment of the seed's choice: as
+ * the last one issues it, or not before a thread waits for it. Until then nothing is read of shared memory and nothing
+ * is written to the accumulators. */
 #include "machine.h"
 
 #include "cuda_bf16.h"
@@ -60,7 +60,10 @@ struct Descriptor {
 
     explicit Descriptor(uint64_t bits)
         : start((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4),
-          span(bits >> 62 == 1 ? 128 : bits >> 62 == 2 ? 64 : bits >> 62 == 3 ? 32 : 16) {
+          span(bits >> 62 == 1   ? 128
+               : bits >> 62 == 2 ? 64
+               : bits >> 62 == 3 ? 32
+                                 : 16) {
         if (bits >> 49 & 7) fail("a matrix descriptor with a base offset, which the emulator does not know");
     }
 
@@ -77,9 +80,7 @@ struct Descriptor {
     }
 };
 
-static float element(uint16_t bits, bool bf16) {
-    return bf16 ? __bfloat162float({bits}) : __half2float(__half{bits});
-}
+static float element(uint16_t bits, bool bf16) { return bf16 ? __bfloat162float({bits}) : __half2float(__half{bits}); }
 
 /* Rows [0, count) of an operand, K columns each, as float32. */
 static void read_operand(float *to, uint64_t bits, int count, bool mn_major, bool bf16, int scale, unsigned rank) {
@@ -104,7 +105,8 @@ void execute_wgmma(const WarpgroupOp &op, const Block &block) {
     if (first.a_in_registers) {
         for (int thread = 0; thread < THREADS; ++thread)
             for (int i = 0; i < 8; ++i) {
-                const int r = thread / 32 * 16 + thread % 32 / 4 + (i >> 1 & 1) * 8, c = thread % 4 * 2 + (i & 1) + (i >> 2) * 8;
+                const int r = thread / 32 * 16 + thread % 32 / 4 + (i >> 1 & 1) * 8,
+                          c = thread % 4 * 2 + (i & 1) + (i >> 2) * 8;
                 const uint32_t word = op.thread[thread].word[i / 2];
                 a[r * K + c] = element(uint16_t(i & 1 ? word >> 16 : word), first.bf16) * float(first.scale_a);
             }
