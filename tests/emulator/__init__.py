@@ -42,6 +42,7 @@ _FLAGS = ("-std=gnu++20", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"
           "-g1", "-w")  # fmt: skip
 #: Products and sums are contracted as nvcc does (which GCC counts among the expensive optimisations).
 _KERNEL_FLAGS = ("-O1", "-fexpensive-optimizations", "-ffp-contract=fast", "-fno-threadsafe-statics")
+_RACE_FLAGS = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 _RUNTIME_FLAGS = ("-O3",)
 
 
@@ -110,6 +111,7 @@ def build(
     flags: tuple[str, ...] = (),
     instances: str = "",
     device: dict | None = None,
+    races: bool = False,
     edit=None,
     jobs: int = 2,
 ) -> Path:
@@ -117,6 +119,7 @@ def build(
 
     kernel: a name of kernels/ or the path of a .cu file. instances: a regular expression; instances that it does not match
     are left out (a call that needs one raises UnsupportedError). device: an entry of devices.json, the H200 by default.
+    races: a race in shared memory is an error that names both places; several times slower.
     edit: called with the text of each compilation after translation, returns what to compile instead: for mutants.
     A source without a kernel of the table becomes a library that exports what it exports. Raises EmulationError.
     """
@@ -134,7 +137,8 @@ def build(
     def compile_unit(unit):
         text = preprocessed(source, (*unit.flags, *flags), device["cc"])
         text = edit(text) if edit else text
-        argv = [*_compiler(), *_FLAGS, *_KERNEL_FLAGS, "-x", "c++", "-fpreprocessed", "-c", "-"]
+        checks = _RACE_FLAGS if races else ()
+        argv = [*_compiler(), *_FLAGS, *_KERNEL_FLAGS, *checks, "-x", "c++", "-fpreprocessed", "-c", "-"]
         return _compile(folder / f"{unit.name}.o", argv, text)
 
     def compile_runtime(path):
@@ -165,13 +169,14 @@ def load(path: Path, kernel: str) -> str:
 
 
 def main() -> None:
-    """``python -m emulator KERNEL|FILE -o TARGET [--instances REGEX] [--device NAME] [-DNAME=VALUE ...]``"""
+    """``python -m emulator KERNEL|FILE -o TARGET [--instances REGEX] [--device NAME] [--races] [-DNAME=VALUE ...]``"""
     import argparse
     import time
 
     parser = argparse.ArgumentParser(prog="python -m emulator", description="Compiles a CUDA kernel for the emulator.")
     parser.add_argument("kernel", help="a kernel of kernels/ or the path of a .cu file")
     parser.add_argument("-o", dest="target", type=Path, required=True, help="shared library to write")
+    parser.add_argument("--races", action="store_true", help="check shared memory for races")
     parser.add_argument("--device", default="h200", help="the described device, a name of devices.json (default h200)")
     parser.add_argument("--instances", default="", help="regular expression: which @instance of the file to compile")
     parsed, flags = parser.parse_known_args()
@@ -182,7 +187,7 @@ def main() -> None:
         parser.error(f"--device is {parsed.device!r}; accepted: {', '.join(DEVICES)}")
     begun = time.monotonic()
     try:
-        target = build(parsed.kernel, parsed.target.resolve(), tuple(flags), parsed.instances, DEVICES[parsed.device])
+        target = build(parsed.kernel, parsed.target.resolve(), tuple(flags), parsed.instances, DEVICES[parsed.device], parsed.races)
     except EmulationError as error:
         raise SystemExit(f"emulator: {error}") from None
     print(f"{target}: {time.monotonic() - begun:.0f} s")

@@ -87,28 +87,29 @@ template <class T> T __reduce_min_sync(unsigned mask, T x) {
     return emu::reduce("__reduce_min_sync", mask, x, [](T a, T b) { return b < a ? b : a; });
 }
 
-/* Fibers change only where they say so: an ordinary access is atomic. */
-template <class T> T atomicAdd(T *at, std::type_identity_t<T> x) {
+/* Fibers change only where they say so: an ordinary access is atomic, and no race. */
+#define EMU_UNSEEN __attribute__((no_sanitize("thread"), noinline))
+template <class T> EMU_UNSEEN T atomicAdd(T *at, std::type_identity_t<T> x) {
     emu::perhaps_yield();
     const T old = *at;
     return *at = old + x, old;
 }
-template <class T> T atomicMax(T *at, std::type_identity_t<T> x) {
+template <class T> EMU_UNSEEN T atomicMax(T *at, std::type_identity_t<T> x) {
     emu::perhaps_yield();
     const T old = *at;
     return *at = old < x ? x : old, old;
 }
-template <class T> T atomicMin(T *at, std::type_identity_t<T> x) {
+template <class T> EMU_UNSEEN T atomicMin(T *at, std::type_identity_t<T> x) {
     emu::perhaps_yield();
     const T old = *at;
     return *at = x < old ? x : old, old;
 }
-template <class T> T atomicExch(T *at, std::type_identity_t<T> x) {
+template <class T> EMU_UNSEEN T atomicExch(T *at, std::type_identity_t<T> x) {
     emu::perhaps_yield();
     const T old = *at;
     return *at = x, old;
 }
-template <class T> T atomicCAS(T *at, std::type_identity_t<T> expected, std::type_identity_t<T> x) {
+template <class T> EMU_UNSEEN T atomicCAS(T *at, std::type_identity_t<T> expected, std::type_identity_t<T> x) {
     emu::perhaps_yield();
     const T old = *at;
     if (old == expected) *at = x;

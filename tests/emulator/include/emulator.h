@@ -37,19 +37,14 @@ uint32_t shared_address(const void *pointer);
 /* `bytes` bytes at an address, a multiple of `alignment`; fails where the block has no such memory. */
 void *shared_pointer(uint32_t address, size_t bytes, size_t alignment);
 
+/* Reads or writes as lane `lane` of this warp; `bytes` is also the alignment. */
+void read_shared(unsigned lane, void *to, uint32_t from, size_t bytes);
+void write_shared(unsigned lane, uint32_t to, const void *from, size_t bytes);
+
 void *dynamic_shared(size_t alignment);
 void *static_shared(const void *key, size_t bytes, size_t alignment);
 template <class T> T &static_shared(const void *key) {
     return *static_cast<T *>(static_shared(key, sizeof(T), alignof(T)));
-}
-
-template <class T> T load_shared(uint32_t address) {
-    T x;
-    __builtin_memcpy(&x, shared_pointer(address, sizeof(T), sizeof(T)), sizeof(T));
-    return x;
-}
-template <class T> void store_shared(uint32_t address, const T &x) {
-    __builtin_memcpy(shared_pointer(address, sizeof(T), sizeof(T)), &x, sizeof(T));
 }
 
 /* ---- what threads do together ---- */

@@ -93,8 +93,9 @@ namespace emu::ptx {
 template <bool COLUMNS> void wmma_load(const std::array<uint32_t *, 4> &to, uint32_t from, unsigned pitch) {
     for (int i = 0; i < 8; ++i) {
         const int r = nvcuda::wmma::first_row(), c = nvcuda::wmma::first_column() + i;
-        const uint32_t x = load_shared<uint16_t>(from + 2 * (COLUMNS ? c * pitch + r : r * pitch + c));
-        *to[i / 2] = i % 2 ? *to[i / 2] | x << 16 : x;
+        uint16_t x;
+        read_shared(self->lane, &x, from + 2 * (COLUMNS ? c * pitch + r : r * pitch + c), 2);
+        *to[i / 2] = i % 2 ? *to[i / 2] | uint32_t(x) << 16 : x;
     }
     meet("wmma.load", ~0u);
 }

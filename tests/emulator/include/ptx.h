@@ -29,15 +29,17 @@ template <class To, class From> void mov(To &to, const From &from) { to = static
 
 template <class Unit, size_t N, class T> void st_shared(uint32_t to, const std::array<T *, N> &x) {
     static_assert(sizeof(T) == sizeof(Unit));
-    char *at = static_cast<char *>(shared_pointer(to, N * sizeof(T), N * sizeof(T)));
-    for (size_t n = 0; n < N; ++n) memcpy(at + n * sizeof(T), x[n], sizeof(T));
+    char data[N * sizeof(T)];
+    for (size_t n = 0; n < N; ++n) memcpy(data + n * sizeof(T), x[n], sizeof(T));
+    write_shared(self->lane, to, data, sizeof data);
 }
 template <class Unit, class T> void st_shared(uint32_t to, const T &x) { st_shared<Unit>(to, std::array{&x}); }
 
 template <class Unit, size_t N, class T> void ld_shared(const std::array<T *, N> &x, uint32_t from) {
     static_assert(sizeof(T) == sizeof(Unit));
-    const char *at = static_cast<const char *>(shared_pointer(from, N * sizeof(T), N * sizeof(T)));
-    for (size_t n = 0; n < N; ++n) memcpy(x[n], at + n * sizeof(T), sizeof(T));
+    char data[N * sizeof(T)];
+    read_shared(self->lane, data, from, sizeof data);
+    for (size_t n = 0; n < N; ++n) memcpy(x[n], data + n * sizeof(T), sizeof(T));
 }
 template <class Unit, class T> void ld_shared(T &x, uint32_t from) { ld_shared<Unit>(std::array{&x}, from); }
 
@@ -62,7 +64,7 @@ template <size_t N, bool TRANSPOSED> void ldmatrix(const std::array<uint32_t *, 
     together("ldmatrix", ~0u, slot, [](Slot *const(&lane)[32]) {
         uint16_t x[N][8][8];
         for (size_t m = 0; m < N; ++m)
-            for (int r = 0; r < 8; ++r) memcpy(x[m][r], shared_pointer(lane[8 * m + r]->row, 16, 16), 16);
+            for (int r = 0; r < 8; ++r) read_shared(8 * m + r, x[m][r], lane[8 * m + r]->row, 16);
         for (int l = 0; l < 32; ++l)
             for (size_t m = 0; m < N; ++m) {
                 const int r = l / 4, c = l % 4 * 2;
@@ -85,7 +87,7 @@ template <size_t N, bool TRANSPOSED> void stmatrix(uint32_t row, const std::arra
                     const uint32_t word = TRANSPOSED ? *lane[c * 4 + r / 2]->from[m] : *lane[r * 4 + c / 2]->from[m];
                     x[c] = static_cast<uint16_t>((TRANSPOSED ? r : c) % 2 ? word >> 16 : word);
                 }
-                memcpy(shared_pointer(lane[8 * m + r]->row, 16, 16), x, 16);
+                write_shared(8 * m + r, lane[8 * m + r]->row, x, 16);
             }
     });
 }

@@ -36,6 +36,7 @@ void mbarrier_arrive(uint32_t address) {
     if (!barrier.pending)
         fail("the mbarrier at %#x gets more than its %d arrivals\n%s", address, int(barrier.count), places().c_str());
     --barrier.pending;
+    race_release(barrier.clock);
     settle(barrier);
     perhaps_yield();
 }
@@ -53,14 +54,19 @@ void mbarrier_complete(uint32_t address, uint32_t bytes) {
 bool mbarrier_wait(uint32_t address, uint32_t parity) {
     perhaps_yield();
     Mbarrier &barrier = mbarrier_at(address);
-    if (barrier.phase != (parity & 1)) return true;
+    if (barrier.phase != (parity & 1)) {
+        race_acquire(barrier.clock);
+        return true;
+    }
     Fiber &fiber = current();
     barrier.waiting.push_back(&fiber);
     fiber.timed = true;
     wait_for("mbarrier", address, parity);
     auto &waiting = barrier.waiting;
     waiting.erase(std::remove(waiting.begin(), waiting.end(), &fiber), waiting.end());
-    return barrier.phase != (parity & 1);
+    const bool ended = barrier.phase != (parity & 1);
+    if (ended) race_acquire(barrier.clock);
+    return ended;
 }
 
 /* ---- cp.async ---- */
@@ -81,6 +87,7 @@ void copy_async(uint32_t to, const void *from, uint32_t bytes, uint32_t given) {
     shared_pointer(to, bytes, bytes);
     if (given && reinterpret_cast<uintptr_t>(from) % bytes)
         fail("cp.async of %u bytes from %p: not aligned", bytes, from);
+    race_access(current(), to, bytes, true, __builtin_return_address(0));
     const Copy copy = {to, from, bytes, given};
     if (draw_when() == When::NOW)
         perform(copy);
@@ -113,7 +120,7 @@ void flush_copies(Fiber &fiber) {
 
 /* The arrival, without raising what the barrier expects, once this thread's copies so far have landed. */
 void copy_arrive(uint32_t barrier) {
-    mbarrier_at(barrier);
+    race_release(mbarrier_at(barrier).clock);
     const When when = draw_when();
     Fiber *owner = &current();
     std::vector<Copy> all;

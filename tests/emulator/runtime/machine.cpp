@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/mman.h>
 #if !defined(__x86_64__)
 #error "the emulator's switch between fibers is written for x86-64"
@@ -208,12 +209,14 @@ static bool run_cluster(Index first) {
     machine.mbarriers.clear();
     machine.pending.clear();
     machine.cluster_waiting.clear();
+    machine.cluster_clock.clear();
     const Index size = machine.grid.cluster;
     if (sigsetjmp(machine.main, 1)) return false; // fail()
     for (unsigned z = 0; z < size.z; ++z)
         for (unsigned y = 0; y < size.y; ++y)
             for (unsigned x = 0; x < size.x; ++x)
                 add_block((z * size.y + y) * size.x + x, {first.x + x, first.y + y, first.z + z});
+    race_begin();
     for (Warp &warp : machine.warps) warp.priority = machine.seed ? static_cast<int>(draw() % 1024) : 0;
     Fiber *fiber = next();
     self = fiber;
@@ -280,6 +283,7 @@ void collective(const char *operation, uint32_t mask, void *mine, Joint *run, vo
     const Meeting met = meeting;
     warp.meetings.erase(warp.meetings.begin() + at);
     run(context, met.lane);
+    if (!strcmp(operation, "__syncwarp")) race_meet(warp, mask);
     ++machine.progress;
     for (unsigned lane = 0; lane < WARP; ++lane)
         if (mask >> lane & 1 && lane != fiber.lane) wake(warp.fiber[lane]);
@@ -299,9 +303,12 @@ static Barrier &arrive(unsigned id, unsigned threads, int mine) {
              places().c_str());
     barrier.expected = threads;
     barrier.sum += mine;
+    race_release(barrier.clock);
     if (++barrier.arrived == threads) {
         barrier.result = barrier.sum;
         barrier.arrived = 0, barrier.sum = 0;
+        barrier.ended.swap(barrier.clock);
+        barrier.clock.clear();
         ++barrier.phase;
         ++machine.progress;
         wake_all(barrier.waiting);
@@ -319,6 +326,7 @@ static int sync(unsigned id, unsigned threads, int mine) {
         wait_for("barrier", id, threads);
     }
     const int result = barrier.result;
+    race_acquire(barrier.ended);
     perhaps_yield();
     return result;
 }
@@ -333,6 +341,7 @@ void barrier_arrive(unsigned id, unsigned threads) {
 
 void cluster_arrive() {
     current().cluster_phase = machine.cluster_phase;
+    race_release(machine.cluster_clock);
     if (++machine.cluster_arrived < machine.count) return;
     machine.cluster_arrived = 0;
     ++machine.cluster_phase;
@@ -344,6 +353,7 @@ void cluster_wait() {
         machine.cluster_waiting.push_back(&current());
         wait_for("the cluster's barrier");
     }
+    race_acquire(machine.cluster_clock);
     perhaps_yield();
 }
 

@@ -31,6 +31,8 @@ struct Fiber : Thread {
     std::vector<std::vector<Copy>> copies; // groups; the last one is open
     uint64_t bulk_group, cluster_phase;
     uint64_t wgmma_issued;
+    std::vector<uint32_t> clock; // race.cpp
+    uint16_t number;
     std::vector<uint64_t> wgmma_groups; // instructions issued when each was committed
     void clear();
 };
@@ -53,12 +55,14 @@ struct Barrier {
     unsigned expected = 0, arrived = 0;
     uint64_t phase = 0;
     int sum = 0, result = 0;
+    std::vector<uint32_t> clock, ended; // of who arrives, of the phase that has ended
     std::vector<Fiber *> waiting;
 };
 
 struct Mbarrier {
     int64_t count = 0, pending = 0, bytes = 0;
     uint32_t phase = 0;
+    std::vector<uint32_t> clock;
     std::vector<Fiber *> waiting;
 };
 
@@ -114,6 +118,7 @@ struct Machine {
     unsigned cluster_arrived = 0;
     uint64_t cluster_phase = 0;
     std::vector<Fiber *> cluster_waiting;
+    std::vector<uint32_t> cluster_clock;
 
     void *main_stack_pointer = nullptr;
     sigjmp_buf main;
@@ -135,11 +140,20 @@ void wake_all(std::vector<Fiber *> &fibers);
 
 void open_shared(Block &block, size_t dynamic_bytes);
 void check_shared(const Block &block); // that nobody wrote beside it
+bool inside_shared(const Block &block, const void *pointer, size_t bytes);
 std::string describe_address(const void *address);
 
 void flush_copies(Fiber &fiber);
 void execute_wgmma(const WarpgroupOp &op, const Block &block);
 
+/* Races: nothing is done unless the kernel is built to be checked. */
+void race_begin();
+void race_release(std::vector<uint32_t> &clock);
+void race_acquire(const std::vector<uint32_t> &clock);
+void race_meet(const Warp &warp, uint32_t mask);
+void race_access(const Fiber &fiber, uint32_t address, size_t bytes, bool write, const void *code);
+
+std::string line_of(const void *code);
 std::string places(); // where every thread of the cluster is
 std::string place_of(const Fiber &fiber, const void *instruction);
 

@@ -62,6 +62,8 @@ static std::string lines_of(const std::vector<uintptr_t> &frames) {
     return all.empty() ? "?" : all;
 }
 
+std::string line_of(const void *code) { return lines_of({reinterpret_cast<uintptr_t>(code) - 1}); }
+
 static std::string wait_of(const Fiber &fiber) {
     if (fiber.state == Fiber::DONE) return "ended";
     if (fiber.state == Fiber::READY) return "could run";

@@ -105,11 +105,32 @@ void *shared_pointer(uint32_t address, size_t bytes, size_t alignment) {
     return at;
 }
 
+void read_shared(unsigned lane, void *to, uint32_t from, size_t bytes) {
+    const void *at = shared_pointer(from, bytes, bytes);
+    race_access(*machine.warps[current().warp].fiber[lane], from, bytes, false, __builtin_return_address(0));
+    memcpy(to, at, bytes);
+}
+void write_shared(unsigned lane, uint32_t to, const void *from, size_t bytes) {
+    void *at = shared_pointer(to, bytes, bytes);
+    race_access(*machine.warps[current().warp].fiber[lane], to, bytes, true, __builtin_return_address(0));
+    memcpy(at, from, bytes);
+}
+
+bool inside_shared(const Block &block, const void *pointer, size_t bytes) {
+    const char *at = static_cast<const char *>(pointer);
+    return (at >= block.dynamic && at + bytes <= block.dynamic + block.dynamic_bytes) ||
+           (at >= block.statics && at + bytes <= block.statics + block.static_bytes);
+}
+
 std::string describe_address(const void *address) {
     char text[200];
     const char *at = static_cast<const char *>(address);
     for (const Block *block : machine.blocks)
-        if (at >= block->window && at < block->statics + STATIC_BYTES + PAGE) {
+        if (at >= block->statics && at < block->statics + block->static_bytes) {
+            snprintf(text, sizeof text, "byte %td of the static shared memory of block (%u, %u, %u)",
+                     at - block->statics, block->index.x, block->index.y, block->index.z);
+            return text;
+        } else if (at >= block->window && at < block->statics + STATIC_BYTES + PAGE) {
             snprintf(text, sizeof text, "byte %td of the %zu bytes of dynamic shared memory of block (%u, %u, %u)",
                      at - block->dynamic, block->dynamic_bytes, block->index.x, block->index.y, block->index.z);
             return text;

@@ -1,0 +1,131 @@
+/* Races in shared memory, by happens-before: a build with -fsanitize=thread calls what stands at the end for every
+ * access of the kernel, and each is held against the last accesses of the same byte.
+ *
+ * Vector clocks as in FastTrack (Flanagan and Freund, PLDI 2009). What orders accesses: barriers, __syncwarp,
+ * mbarriers, the cluster's barrier; no other collective of a warp. Of several readers that no order connects, one is
+ * kept, by chance: a race with the others shows at another byte or seed. Copies by TMA and operands of wgmma are not
+ * seen; a cp.async writes as it is issued. */
+#include "machine.h"
+
+#include <algorithm>
+#include <dlfcn.h>
+
+namespace emu {
+
+constexpr size_t WINDOW_BYTES = 0x40000;
+
+/* The last accesses of a byte; epoch 0: none. */
+struct Shadow {
+    uint32_t write_epoch, read_epoch;
+    uint16_t writer, reader;
+    uint32_t write_at, read_at; // code, from the library's begin
+};
+static std::vector<Shadow> shadow; // by rank and offset in the window
+static bool instrumented;
+static const char *library;
+
+static void join(std::vector<uint32_t> &to, const std::vector<uint32_t> &from) {
+    if (to.size() < from.size()) to.resize(from.size());
+    for (size_t n = 0; n < from.size(); ++n) to[n] = std::max(to[n], from[n]);
+}
+
+void race_begin() {
+    if (!instrumented) return;
+    shadow.assign(machine.blocks.size() * WINDOW_BYTES, Shadow());
+    for (unsigned n = 0; n < machine.count; ++n) {
+        Fiber &fiber = *machine.fibers[n];
+        fiber.number = static_cast<uint16_t>(n);
+        fiber.clock.assign(machine.count, 0);
+        fiber.clock[n] = 1;
+    }
+}
+
+void race_release(std::vector<uint32_t> &clock) {
+    if (!instrumented) return;
+    Fiber &fiber = current();
+    join(clock, fiber.clock);
+    ++fiber.clock[fiber.number];
+}
+void race_acquire(const std::vector<uint32_t> &clock) {
+    if (instrumented) join(current().clock, clock);
+}
+void race_meet(const Warp &warp, uint32_t mask) {
+    if (!instrumented) return;
+    std::vector<uint32_t> all;
+    for (unsigned lane = 0; lane < WARP; ++lane)
+        if (mask >> lane & 1) join(all, warp.fiber[lane]->clock);
+    for (unsigned lane = 0; lane < WARP; ++lane)
+        if (mask >> lane & 1) {
+            Fiber &fiber = *warp.fiber[lane];
+            fiber.clock = all;
+            ++fiber.clock[fiber.number];
+        }
+}
+
+[[noreturn]] static void report(uint32_t address, const char *mine, const char *theirs, const Fiber &fiber,
+                                unsigned other, uint32_t at, const void *here) {
+    const Fiber &their = *machine.fibers[other];
+    fail("race: %s is %s by one thread and %s by another, with no barrier "
+         "between\n"
+         "%s\nblock (%u, %u, %u) thread %u at %s",
+         describe_address(shared_pointer(address, 1, 1)).c_str(), theirs, mine, place_of(fiber, here).c_str(),
+         their.block.x, their.block.y, their.block.z, their.linear, line_of(library + at).c_str());
+}
+
+void race_access(const Fiber &fiber, uint32_t address, size_t bytes, bool write, const void *code) {
+    if (!instrumented) return;
+    const uint32_t at = static_cast<uint32_t>(static_cast<const char *>(code) - library);
+    for (size_t n = 0; n < bytes; ++n) {
+        Shadow &s = shadow[(address >> 24) * WINDOW_BYTES + (address & 0xffffff) + n];
+        if (s.write_epoch && s.writer != fiber.number && fiber.clock[s.writer] < s.write_epoch)
+            report(uint32_t(address + n), write ? "written" : "read", "written", fiber, s.writer, s.write_at, code);
+        const bool after_reader = !s.read_epoch || s.reader == fiber.number || fiber.clock[s.reader] >= s.read_epoch;
+        if (write) {
+            if (!after_reader) report(uint32_t(address + n), "written", "read", fiber, s.reader, s.read_at, code);
+            s.write_epoch = fiber.clock[fiber.number], s.writer = fiber.number, s.write_at = at;
+        } else if (after_reader || draw() % 2) {
+            s.read_epoch = fiber.clock[fiber.number], s.reader = fiber.number, s.read_at = at;
+        }
+    }
+}
+
+static void access(const void *pointer, size_t bytes, bool write, const void *code) {
+    if (!self || !machine.active) return;
+    for (unsigned rank = 0; rank < machine.blocks.size(); ++rank) {
+        const char *begin = machine.blocks[rank]->window;
+        if (pointer < begin || pointer >= begin + WINDOW_BYTES) continue;
+        if (inside_shared(*machine.blocks[rank], pointer, bytes))
+            race_access(current(), shared_address(pointer), bytes, write, code);
+    }
+}
+
+} // namespace emu
+
+/* What GCC calls in instrumented code. */
+extern "C" {
+void __tsan_init() {
+    Dl_info info;
+    emu::instrumented = true;
+    if (dladdr(reinterpret_cast<void *>(&__tsan_init), &info)) emu::library = static_cast<const char *>(info.dli_fbase);
+}
+#define EMU_ACCESS(bytes)                                                                                              \
+    void __tsan_read##bytes(void *at) { emu::access(at, bytes, false, __builtin_return_address(0)); }                  \
+    void __tsan_write##bytes(void *at) { emu::access(at, bytes, true, __builtin_return_address(0)); }                  \
+    void __tsan_unaligned_read##bytes(void *at) { emu::access(at, bytes, false, __builtin_return_address(0)); }        \
+    void __tsan_unaligned_write##bytes(void *at) { emu::access(at, bytes, true, __builtin_return_address(0)); }
+EMU_ACCESS(1)
+EMU_ACCESS(2)
+EMU_ACCESS(4)
+EMU_ACCESS(8)
+EMU_ACCESS(16)
+void __tsan_read_range(void *at, size_t bytes) { emu::access(at, bytes, false, __builtin_return_address(0)); }
+void __tsan_write_range(void *at, size_t bytes) { emu::access(at, bytes, true, __builtin_return_address(0)); }
+void __tsan_vptr_update(void **, void *) {}
+void __tsan_func_entry(void *) {}
+void __tsan_func_exit() {}
+/* Of host code: the table of launch.cuh. */
+uint64_t __tsan_atomic64_load(const volatile uint64_t *at, int) { return *at; }
+void __tsan_atomic64_store(volatile uint64_t *at, uint64_t x, int) { *at = x; }
+uint32_t __tsan_atomic32_load(const volatile uint32_t *at, int) { return *at; }
+void __tsan_atomic32_store(volatile uint32_t *at, uint32_t x, int) { *at = x; }
+}
