@@ -69,6 +69,21 @@ def seeds_that_fail(monkeypatch, run, count=12):
     return found
 
 
+def replaced(old, new, at=None):
+    """An edit that replaces the only occurrence of a text, or occurrence `at`; where there is none, the unit stays."""
+
+    def edit(text):
+        count = text.count(old)
+        if not count:
+            return text
+        assert at is not None or count == 1, f"{count} times {old!r}"
+        pieces = text.split(old)
+        n = at or 0
+        return old.join(pieces[: n + 1]) + new + old.join(pieces[n + 1 :])
+
+    return edit
+
+
 # ---- the machine ----
 
 
@@ -204,22 +219,35 @@ def test_merge(emulated, seed, parts, in_place):
     assert merged(emulated("merge"), parts, seed, in_place)
 
 
+# ---- races, by happens-before ----
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "name"),
+    [
+        ("simt", FORWARD["simt"], "B1,H1,S66x75,D59,float16,mask=rows,softcap=5.0"),
+        ("mma_sm80", FORWARD["mma_sm80"], "B1,H1,S66x130,D64,float16,causal=bottom_right"),
+    ],
+)
+def test_what_is_right_has_no_race(emulated, seed, kernel, options, name):
+    assert rows.verdict(emulated(kernel, "races", races=True, **options), Case.parse(name))
+
+
+def test_backward_has_no_race(emulated, seed):
+    row = emulated("simt_backward", "races", races=True, **BACKWARD)
+    name = "B1,H2/1,S33x71,D40/24,float32,bias=full,mask=rows,sinks=float32"
+    assert gradients.verdict(row, gradients.make(Case.parse(name)))
+
+
+def test_a_race_is_named_with_both_places(emulated, monkeypatch):
+    """The last barrier of the key loop: the next keys are stored while some warps still read values."""
+    monkeypatch.setenv("FA_EMULATOR_SEED", "0")
+    row = emulated("simt", "race", races=True, edit=replaced("lane.sync_group();", ";", 3), **FORWARD["simt"])
+    with pytest.raises(fa_ext.CudaError, match=r"race: byte \d+ of (.|\n)*simt_\w+\.cuh:\d+(.|\n)*simt_\w+\.cuh:\d+"):
+        rows.verdict(row, Case.parse("B1,H1,S64x200,D64,float16"))
+
+
 # ---- kernels that are wrong: each mutant fails under some seed, in the way it should ----
-
-
-def replaced(old, new, at=None):
-    """An edit that replaces the only occurrence of a text, or occurrence `at`; where there is none, the unit stays."""
-
-    def edit(text):
-        count = text.count(old)
-        if not count:
-            return text
-        assert at is not None or count == 1, f"{count} times {old!r}"
-        pieces = text.split(old)
-        n = at or 0
-        return old.join(pieces[: n + 1]) + new + old.join(pieces[n + 1 :])
-
-    return edit
 
 
 def fails_of(emulated, monkeypatch, kernel, tag, edit, name, **options):

@@ -12,10 +12,12 @@ mma.sync; of Hopper mbarriers, TMA, wgmma, clusters. ``include/`` stands in for 
 - reads of shared memory and workspace that nobody wrote: they are NaN;
 - races, by schedule: ``FA_EMULATOR_SEED`` other than 0 holds warps up and moves asynchronous copies and products to other
   moments. The order of the same seed is the same. Threads change at synchronisation alone, so that two accesses without
-  any between them always run in one piece.
+  any between them always run in one piece;
+- with ``--races``, races in shared memory by the order that barriers give, whatever the schedule: both places are named.
 
 What does not: times, bank conflicts, registers, memory models (fences do nothing), the approximations of the hardware's
-mathematics (but for tanh.approx), accumulation order inside a tensor core. Only x86-64.
+mathematics (but for tanh.approx), accumulation order inside a tensor core. Products and sums are contracted where nvcc
+contracts them, if the host has FMA. Only x86-64.
 
 Environment of a call: ``FA_EMULATOR_SEED``; ``FA_EMULATOR_SMS``, multiprocessors in place of the described device's: with 1
 or 2, a persistent kernel walks over several tiles a block.
