@@ -2,8 +2,9 @@
 
     PYTHONPATH=tests python -m pytest -p emulator.plugin --emulated /tmp/simt.so tests/test_contract.py -k D64
 
-Each library of ``python -m emulator`` becomes a kernel of its operation, for arrays of the CPU; with it the tests that take
-every kernel of an operation take this one alone. ``--largest N`` skips cases with more than N scores.
+Each library of ``python -m emulator`` becomes a kernel of its operation, for arrays of the CPU. Of the tests that take every
+kernel of an operation those of this one run, and no others. ``--largest N`` skips cases with more than N scores; a case that
+needs an instance which was not compiled is skipped too, and so is float64.
 """
 
 from __future__ import annotations
@@ -24,18 +25,24 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     paths = [Path(path).resolve() for path in config.getoption("--emulated")]
     if paths:
-        config.emulated = adopt([(path, path.name.partition(".")[0]) for path in paths])
+        config.emulated, config.restore_kernels = adopt([(path, path.name.partition(".")[0]) for path in paths])
 
 
-def pytest_collection_finish(session):
-    """From here on fa_ext.kernels() is itself again: tests of it are not about the emulated ones."""
-    if hasattr(session.config, "emulated"):
-        session.config.emulated()
+def pytest_collection_modifyitems(config, items):
+    """Keeps the tests that are given an emulated kernel."""
+    if hasattr(config, "emulated"):
+        kept, others = [], []
+        for item in items:
+            values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            (others if config.emulated.isdisjoint(map(str, values)) else kept).append(item)
+        config.hook.pytest_deselected(items=others)
+        items[:] = kept
+        config.restore_kernels()
 
 
 def adopt(libraries):
-    """Loads (path, kernel) pairs and makes them what fa_ext.kernels() answers for their operation, until the function that
-    is returned is called."""
+    """Loads (path, kernel) pairs and makes them what fa_ext.kernels() answers for their operation; returns their
+    names, and a function that undoes the latter."""
     import fa_ext
     import rows
 
@@ -56,7 +63,7 @@ def adopt(libraries):
 
     fa_ext.kernels = kernels
     rows.device_of = lambda row: "cpu" if row in loaded else device_of(row)
-    return restore
+    return loaded, restore
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,8 +75,9 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item):
-    """A case that needs an instance which was not compiled is skipped."""
+    """Skips what an emulated kernel cannot be held to: instances that were not compiled, and float64."""
     report = (yield).get_result()
-    if report.failed and "lacks the instance" in str(report.longrepr):
-        report.outcome = "skipped"
-        report.longrepr = (str(item.path), item.location[1], "its instance was not compiled")
+    for words in ("lacks the instance", "not float64"):
+        if report.failed and hasattr(item.config, "emulated") and words in str(report.longrepr):
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), item.location[1], words)
