@@ -73,8 +73,9 @@ def preprocessed(source: Path, flags: tuple[str, ...] = (), cc: int = 90) -> str
     """A kernel file as C++ for the host."""
     includes = [f"-I{HERE / 'include'}", f"-I{CSRC}", f"-I{KERNELS}", f"-I{source.parent}"]
     stem = source.stem
-    argv = [*_compiler(), "-E", "-std=gnu++20", "-march=native", f"-DFA_EMULATED_ARCH={cc}0", f"-Dfa_kernel_{stem}=fa_emulated_{stem}",
-            "-include", "cuda_runtime.h", "-include", "ptx.h", *includes, *flags, "-x", "c++", str(source)]  # fmt: skip
+    argv = [*_compiler(), "-E", "-std=gnu++20", "-march=native", f"-DFA_EMULATED_ARCH={cc}0",
+            f"-Dfa_kernel_{stem}=fa_emulated_{stem}", "-include", "cuda_runtime.h", "-include", "ptx.h", *includes, *flags,
+            "-x", "c++", str(source)]  # fmt: skip
     try:
         return translate.translate(_run(argv))
     except translate.TranslationError as error:
@@ -85,7 +86,8 @@ def _compile(target: Path, argv: list[str], text: str | None) -> Path:
     """Compiles unless the same was compiled from the same text; `text` None: argv ends in a file."""
     read = text if text is not None else Path(argv[-1]).read_text()
     if text is None:
-        read += "".join(path.read_text() for path in sorted((HERE / "include").iterdir()) + [HERE / "runtime" / "machine.h", CSRC / "fa.h"])
+        headers = [*sorted((HERE / "include").iterdir()), HERE / "runtime" / "machine.h", CSRC / "fa.h"]
+        read += "".join(path.read_text() for path in headers)
     digest = hashlib.sha256("\0".join([*argv, read]).encode()).hexdigest()
     stamp = target.with_suffix(".digest")
     if not (target.exists() and stamp.exists() and stamp.read_text() == digest):
@@ -159,7 +161,8 @@ def build(
         listed = "FA_KERNEL_ABI" in source.read_text()
         objects += pool.map(compile_runtime, [path for path in runtime if listed or path.stem != "kernel"])
     objects += _missing(objects, folder)
-    _run([*_compiler(), "-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", *map(str, objects), "-o", str(target), "-ldl", "-lm", "-lpthread"])
+    libraries = ("-ldl", "-lm", "-lpthread")
+    _run([*_compiler(), "-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", *map(str, objects), "-o", str(target), *libraries])
     return target
 
 
@@ -189,7 +192,8 @@ def main() -> None:
         parser.error(f"--device is {parsed.device!r}; accepted: {', '.join(DEVICES)}")
     begun = time.monotonic()
     try:
-        target = build(parsed.kernel, parsed.target.resolve(), tuple(flags), parsed.instances, DEVICES[parsed.device], parsed.races)
+        device = DEVICES[parsed.device]
+        target = build(parsed.kernel, parsed.target.resolve(), tuple(flags), parsed.instances, device, parsed.races)
     except EmulationError as error:
         raise SystemExit(f"emulator: {error}") from None
     print(f"{target}: {time.monotonic() - begun:.0f} s")
