@@ -98,7 +98,7 @@ def selftest(folder):
     return run
 
 
-@pytest.mark.parametrize("name", ["shuffles", "barriers", "matrices", "products", "copies", "unwritten"])
+@pytest.mark.parametrize("name", ["shuffles", "barriers", "matrices", "products", "copies", "turns", "unwritten"])
 def test_what_threads_do_together(selftest, seed, name):
     assert selftest(name) == (0, "no error")
 

@@ -15,7 +15,8 @@ mma.sync; of Hopper mbarriers, TMA, wgmma, clusters. ``include/`` stands in for 
   any between them always run in one piece;
 - with ``--races``, races in shared memory by the order that barriers give, whatever the schedule: both places are named.
 
-What does not: times, bank conflicts, registers, memory models (fences do nothing), the approximations of the hardware's
+What does not: blocks that wait for each other (those of a cluster apart, one block runs after another, in an order of the
+seed; a loop that only ends when another block goes on is stopped after 30 s), times, bank conflicts, registers, memory models (fences do nothing), the approximations of the hardware's
 mathematics (but for tanh.approx), accumulation order inside a tensor core. Products and sums are contracted where nvcc
 contracts them, if the host has FMA. Only x86-64.
 
@@ -91,7 +92,9 @@ def _compile(target: Path, argv: list[str], text: str | None) -> Path:
     digest = hashlib.sha256("\0".join([*argv, read]).encode()).hexdigest()
     stamp = target.with_suffix(".digest")
     if not (target.exists() and stamp.exists() and stamp.read_text() == digest):
-        _run([*argv[:-1], "-o", str(target), argv[-1]], text)
+        fresh = target.with_name(f"{target.name}.{os.getpid()}")  # others may compile the same machine beside this
+        _run([*argv[:-1], "-o", str(fresh), argv[-1]], text)
+        fresh.replace(target)
         stamp.write_text(digest)
     return target
 

@@ -120,6 +120,17 @@ __global__ void copies(const uint4 *from) {
     expect(x.x == 31 - threadIdx.x && x.w == (31 - threadIdx.x < 16 ? 7 : 0));
 }
 
+/* Each warp in its turn, last to first. */
+__global__ void turns(int *turn) {
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) {
+        while (atomicAdd(turn, 0) != warp) {
+        }
+        atomicAdd(turn, -1);
+    }
+    __syncwarp();
+}
+
 __global__ void unwritten(float *out) {
     extern __shared__ float x[];
     out[threadIdx.x] = x[threadIdx.x];
@@ -176,6 +187,9 @@ extern "C" __attribute__((visibility("default"))) int emulator_selftest(const ch
     if (is("matrices")) matrices<<<1, 32>>>();
     if (is("products")) products<<<1, 32>>>();
     if (is("copies")) copies<<<1, 32>>>(given);
+    ints[0] = 3;
+    if (is("turns")) turns<<<1, 128>>>(ints);
+    if (is("turns")) failures += ints[0] != -1;
     if (is("unwritten")) unwritten<<<1, 64, 1024>>>(floats);
     if (is("unjoined")) unjoined<<<1, 64>>>();
     if (is("diverged")) diverged<<<1, 32>>>();

@@ -90,27 +90,27 @@ template <class T> T __reduce_min_sync(unsigned mask, T x) {
 /* Fibers change only where they say so: an ordinary access is atomic, and no race. */
 #define EMU_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 template <class T> EMU_UNSEEN T atomicAdd(T *at, std::type_identity_t<T> x) {
-    emu::perhaps_yield();
+    emu::spin();
     const T old = *at;
     return *at = old + x, old;
 }
 template <class T> EMU_UNSEEN T atomicMax(T *at, std::type_identity_t<T> x) {
-    emu::perhaps_yield();
+    emu::spin();
     const T old = *at;
     return *at = old < x ? x : old, old;
 }
 template <class T> EMU_UNSEEN T atomicMin(T *at, std::type_identity_t<T> x) {
-    emu::perhaps_yield();
+    emu::spin();
     const T old = *at;
     return *at = x < old ? x : old, old;
 }
 template <class T> EMU_UNSEEN T atomicExch(T *at, std::type_identity_t<T> x) {
-    emu::perhaps_yield();
+    emu::spin();
     const T old = *at;
     return *at = x, old;
 }
 template <class T> EMU_UNSEEN T atomicCAS(T *at, std::type_identity_t<T> expected, std::type_identity_t<T> x) {
-    emu::perhaps_yield();
+    emu::spin();
     const T old = *at;
     if (old == expected) *at = x;
     return old;
@@ -119,7 +119,7 @@ template <class T> EMU_UNSEEN T atomicCAS(T *at, std::type_identity_t<T> expecte
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
-inline void __nanosleep(unsigned) { emu::perhaps_yield(); }
+inline void __nanosleep(unsigned) { emu::spin(); }
 [[noreturn]] inline void __trap() { emu::fail("__trap()"); }
 template <class T> T __ldg(const T *from) { return *from; }
 template <class T> size_t __cvta_generic_to_shared(T *pointer) { return emu::shared_address(pointer); }

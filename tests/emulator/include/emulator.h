@@ -29,6 +29,8 @@ extern Index block_dim, grid_dim, cluster_dim;
 
 /* Lets other threads run, if the seed says so. */
 void perhaps_yield();
+/* The same where a thread may wait for another in a loop: without a seed, every 16th time. */
+void spin();
 
 /* ---- shared memory ---- */
 

@@ -134,6 +134,13 @@ void perhaps_yield() {
     if (one_in(4)) switch_to(next());
 }
 
+void spin() {
+    if (machine.seed) return perhaps_yield();
+    if (++machine.spins % 16) return;
+    machine.last_warp = (current().warp + 1) % machine.warps.size();
+    switch_to(next());
+}
+
 /* ---- the life of a fiber ---- */
 
 void Fiber::clear() {
