@@ -227,6 +227,7 @@ def test_merge(emulated, seed, parts, in_place):
     [
         ("simt", FORWARD["simt"], "B1,H1,S66x75,D59,float16,mask=rows,softcap=5.0"),
         ("mma_sm80", FORWARD["mma_sm80"], "B1,H1,S66x130,D64,float16,causal=bottom_right"),
+        ("wgmma_sm90", FORWARD["wgmma_sm90"], "B1,H2,S201x260,D64,float16,causal=top_left"),
     ],
 )
 def test_what_is_right_has_no_race(emulated, seed, kernel, options, name):
@@ -286,15 +287,13 @@ def test_mutant_wgmma_that_frees_stages_before_its_warps_are_joined(emulated, mo
 
 
 def test_mutant_wgmma_that_frees_keys_before_they_are_read(emulated, monkeypatch):
-    edit = replaced("wgmma_wait<1>();", "free_keys(block + 1 == blocks.count); wgmma_wait<1>();")
-    removed = replaced("free_keys(block + 1 == blocks.count);", "", 0)
+    free = "free_keys(block + 1 == blocks.count);"
+    early, removed = replaced("wgmma_wait<1>();", f"{free} wgmma_wait<1>();"), replaced(free, "", 0)
     name = "B1,H1,S200x900,D64,float16,causal=bottom_right"
-
-    def both(text):
-        return edit(removed(text))
-
-    found = fails_of(emulated, monkeypatch, "wgmma_sm90", "free", both, name, **FORWARD["wgmma_sm90"])
-    assert "wrong" in found
+    options = FORWARD["wgmma_sm90"] | {"races": True}
+    found = fails_of(emulated, monkeypatch, "wgmma_sm90", "free", lambda text: early(removed(text)), name, **options)
+    words = r"is read by a product of a warpgroup and written by a thread that nobody told of its end(.|\n)*sm90_tma\.cuh"
+    assert len(found) == 12 and all(re.search(words, one) for one in found), found
 
 
 def test_mutant_backward_without_a_barrier(emulated, monkeypatch):

@@ -13,7 +13,8 @@ mma.sync; of Hopper mbarriers, TMA, wgmma, clusters. ``include/`` stands in for 
 - races, by schedule: ``FA_EMULATOR_SEED`` other than 0 holds warps up and moves asynchronous copies and products to other
   moments. The order of the same seed is the same. Threads change at synchronisation alone, so that two accesses without
   any between them always run in one piece;
-- with ``--races``, races in shared memory by the order that barriers give, whatever the schedule: both places are named.
+- with ``--races``, races in shared memory by the order that barriers give, whatever the schedule, those of copies by TMA and
+  of products by wgmma included: both places are named.
 
 What does not: blocks that wait for each other (those of a cluster apart, one block runs after another, in an order of the
 seed; a loop that only ends when another block goes on is stopped after 30 s), times, bank conflicts, registers, memory models (fences do nothing), the approximations of the hardware's

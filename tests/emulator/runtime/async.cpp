@@ -49,6 +49,11 @@ void mbarrier_complete(uint32_t address, uint32_t bytes) {
     settle(barrier);
 }
 
+static void complete(uint32_t address, uint32_t bytes, const std::vector<uint32_t> &launched) {
+    race_land(mbarrier_at(address).clock, launched);
+    mbarrier_complete(address, bytes);
+}
+
 /* Whether the phase of this parity has ended. Waits for some end of a phase if not, and then looks again: by then the
  * barrier may be two phases on. */
 bool mbarrier_wait(uint32_t address, uint32_t parity) {
@@ -159,12 +164,14 @@ void tensor_load(uint32_t to, const void *opaque, const int *at, int rank, uint3
     const TensorMap &map = tensor_map(opaque, rank);
     mbarrier_at(barrier);
     shared_pointer(to, tensor_bytes(map), 128);
+    race_access(current(), to, tensor_bytes(map), true, __builtin_return_address(0));
+    const std::vector<uint32_t> launched = race_launch();
     const std::array<int, 5> place = {at[0], rank > 1 ? at[1] : 0, rank > 2 ? at[2] : 0, rank > 3 ? at[3] : 0,
                                       rank > 4 ? at[4] : 0};
     defer(
-        [&map, place, to, barrier] {
+        [&map, place, to, barrier, launched] {
             tensor_move(map, place.data(), to, false);
-            mbarrier_complete(barrier, tensor_bytes(map));
+            complete(barrier, tensor_bytes(map), launched);
         },
         nullptr, 0, "bulk load");
     perhaps_yield();
@@ -173,6 +180,7 @@ void tensor_load(uint32_t to, const void *opaque, const int *at, int rank, uint3
 void tensor_store(const void *opaque, const int *at, int rank, uint32_t from) {
     const TensorMap &map = tensor_map(opaque, rank);
     shared_pointer(from, tensor_bytes(map), 128);
+    race_access(current(), from, tensor_bytes(map), false, __builtin_return_address(0));
     const std::array<int, 5> place = {at[0], rank > 1 ? at[1] : 0, rank > 2 ? at[2] : 0, rank > 3 ? at[3] : 0,
                                       rank > 4 ? at[4] : 0};
     defer([&map, place, from] { tensor_move(map, place.data(), from, true); }, &current(), current().bulk_group,
@@ -201,12 +209,14 @@ void send_async(uint32_t to, uint32_t barrier, const void *data, uint32_t bytes)
     mbarrier_at(barrier);
     if (to >> 24 != barrier >> 24) fail("st.async: the data goes to another block than its mbarrier's");
     if (!machine.blocks[to >> 24]->live) fail("st.async to a block that has ended");
+    race_access(current(), to, bytes, true, __builtin_return_address(0));
+    const std::vector<uint32_t> launched = race_launch();
     std::array<char, 16> copy;
     memcpy(copy.data(), data, bytes);
     defer(
         [=] {
             memcpy(shared_pointer(to, bytes, bytes), copy.data(), bytes);
-            mbarrier_complete(barrier, bytes);
+            complete(barrier, bytes, launched);
         },
         nullptr, 0, "st.async");
 }

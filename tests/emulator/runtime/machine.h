@@ -69,8 +69,11 @@ struct Mbarrier {
 struct WarpgroupOp {
     int arrivals = 0;
     Wgmma thread[128];
+    std::vector<uint32_t> clock[4]; // of each warp's first lane as it issued this
+    const void *code;
 };
 struct Warpgroup {
+    unsigned number;             // among the actors of a race: after the threads
     std::deque<WarpgroupOp> ops; // from `executed` on
     uint64_t executed = 0;
     std::vector<Fiber *> waiting;
@@ -145,13 +148,19 @@ bool inside_shared(const Block &block, const void *pointer, size_t bytes);
 std::string describe_address(const void *address);
 
 void flush_copies(Fiber &fiber);
-void execute_wgmma(const WarpgroupOp &op, const Block &block);
+void execute_wgmma(const WarpgroupOp &op, const Warpgroup &group, const Block &block);
 
 /* Races: nothing is done unless the kernel is built to be checked. */
 void race_begin();
 void race_release(std::vector<uint32_t> &clock);
 void race_acquire(const std::vector<uint32_t> &clock);
 void race_meet(const Warp &warp, uint32_t mask);
+/* What a thread lets loose here and others acquire later, from the mbarrier that counts it. */
+std::vector<uint32_t> race_launch();
+void race_land(std::vector<uint32_t> &clock, const std::vector<uint32_t> &launched);
+/* A product reads, after all that its four warps had acquired when they issued it. */
+void race_product(const WarpgroupOp &op, const Warpgroup &group, uint32_t address, size_t bytes);
+void race_acquire_products(const Warpgroup &group, uint64_t count);
 void race_access(const Fiber &fiber, uint32_t address, size_t bytes, bool write, const void *code);
 
 std::string line_of(const void *code);

@@ -3,8 +3,9 @@
  *
  * Vector clocks as in FastTrack (Flanagan and Freund, PLDI 2009). What orders accesses: barriers, __syncwarp,
  * mbarriers, the cluster's barrier; no other collective of a warp. Of several readers that no order connects, one is
- * kept, by chance: a race with the others shows at another byte or seed. Copies by TMA and operands of wgmma are not
- * seen; a cp.async writes as it is issued. */
+ * kept, by chance: a race with the others shows at another byte or seed. Asynchronous copies read and write as they
+ * are issued, and who acquires their mbarrier acquires them. The products of a warpgroup are an actor of their own:
+ * they read after what their four warps had acquired, and who waits for them acquires their reads. */
 #include "machine.h"
 
 #include <algorithm>
@@ -32,10 +33,13 @@ static void join(std::vector<uint32_t> &to, const std::vector<uint32_t> &from) {
 void race_begin() {
     if (!instrumented) return;
     shadow.assign(machine.blocks.size() * WINDOW_BYTES, Shadow());
+    unsigned actors = machine.count;
+    for (unsigned rank = 0; rank < cluster_dim.x * cluster_dim.y * cluster_dim.z; ++rank)
+        for (Warpgroup &group : machine.blocks[rank]->warpgroups) group.number = actors++;
     for (unsigned n = 0; n < machine.count; ++n) {
         Fiber &fiber = *machine.fibers[n];
         fiber.number = static_cast<uint16_t>(n);
-        fiber.clock.assign(machine.count, 0);
+        fiber.clock.assign(actors, 0);
         fiber.clock[n] = 1;
     }
 }
@@ -49,6 +53,15 @@ void race_release(std::vector<uint32_t> &clock) {
 void race_acquire(const std::vector<uint32_t> &clock) {
     if (instrumented) join(current().clock, clock);
 }
+std::vector<uint32_t> race_launch() {
+    std::vector<uint32_t> clock;
+    race_release(clock);
+    return clock;
+}
+void race_land(std::vector<uint32_t> &clock, const std::vector<uint32_t> &launched) {
+    if (instrumented) join(clock, launched);
+}
+
 void race_meet(const Warp &warp, uint32_t mask) {
     if (!instrumented) return;
     std::vector<uint32_t> all;
@@ -64,6 +77,9 @@ void race_meet(const Warp &warp, uint32_t mask) {
 
 [[noreturn]] static void report(uint32_t address, const char *mine, const char *theirs, const Fiber &fiber,
                                 unsigned other, uint32_t at, const void *here) {
+    if (other >= machine.count)
+        fail("race: %s is read by a product of a warpgroup and written by a thread that nobody told of its end\n%s",
+             describe_address(shared_pointer(address, 1, 1)).c_str(), place_of(fiber, here).c_str());
     const Fiber &their = *machine.fibers[other];
     fail("race: %s is %s by one thread and %s by another, with no barrier "
          "between\n"
@@ -87,6 +103,24 @@ void race_access(const Fiber &fiber, uint32_t address, size_t bytes, bool write,
             s.read_epoch = fiber.clock[fiber.number], s.reader = fiber.number, s.read_at = at;
         }
     }
+}
+
+void race_product(const WarpgroupOp &op, const Warpgroup &group, uint32_t address, size_t bytes) {
+    if (!instrumented) return;
+    for (size_t n = 0; n < bytes; ++n) {
+        Shadow &s = shadow[(address >> 24) * WINDOW_BYTES + (address & 0xffffff) + n];
+        for (const std::vector<uint32_t> &clock : op.clock)
+            if (s.write_epoch && clock[s.writer] < s.write_epoch)
+                fail("race: %s is read by a product of a warpgroup whose warps did not all wait for who writes it\n%s",
+                     describe_address(shared_pointer(address, 1, 1)).c_str(), line_of(op.code).c_str());
+        s.read_epoch = static_cast<uint32_t>(group.executed + 1), s.reader = static_cast<uint16_t>(group.number);
+        s.read_at = static_cast<uint32_t>(static_cast<const char *>(op.code) - library);
+    }
+}
+void race_acquire_products(const Warpgroup &group, uint64_t count) {
+    if (!instrumented) return;
+    uint32_t &mine = current().clock[group.number];
+    mine = std::max(mine, static_cast<uint32_t>(count));
 }
 
 static void access(const void *pointer, size_t bytes, bool write, const void *code) {

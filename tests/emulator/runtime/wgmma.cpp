@@ -13,7 +13,7 @@ constexpr int M = 64, K = 16, THREADS = 128;
 static Warpgroup &warpgroup() { return current_block().warpgroups[current().linear / THREADS]; }
 
 static void execute_first(Warpgroup &group) {
-    execute_wgmma(group.ops.front(), current_block());
+    execute_wgmma(group.ops.front(), group, current_block());
     group.ops.pop_front();
     ++group.executed;
     ++machine.progress;
@@ -28,6 +28,8 @@ void wgmma_issue(const Wgmma &mine) {
     while (group.ops.size() <= index) group.ops.emplace_back();
     WarpgroupOp &op = group.ops[index];
     op.thread[fiber.linear % THREADS] = mine;
+    op.code = __builtin_return_address(0);
+    if (fiber.lane == 0) op.clock[fiber.linear % THREADS / WARP] = fiber.clock;
     if (++op.arrivals < THREADS) return;
     if (draw_when() == When::NOW)
         while (!group.ops.empty() && group.ops.front().arrivals == THREADS) execute_first(group);
@@ -49,6 +51,7 @@ void wgmma_wait(unsigned pending) {
             wait_for("wgmma.wait_group", pending);
         }
     }
+    race_acquire_products(group, target);
     perhaps_yield();
 }
 
@@ -83,18 +86,20 @@ struct Descriptor {
 static float element(uint16_t bits, bool bf16) { return bf16 ? __bfloat162float({bits}) : __half2float(__half{bits}); }
 
 /* Rows [0, count) of an operand, K columns each, as float32. */
-static void read_operand(float *to, uint64_t bits, int count, bool mn_major, bool bf16, int scale, unsigned rank) {
+static void read_operand(float *to, uint64_t bits, int count, bool mn_major, int scale, const WarpgroupOp &op,
+                         const Warpgroup &group, unsigned rank) {
     const Descriptor descriptor(bits);
     if (mn_major && descriptor.span == 16) fail("wgmma: an MN-major operand without swizzle, which the emulator lacks");
     for (int n = 0; n < count; ++n)
         for (int k = 0; k < K; ++k) {
             const uint32_t address = descriptor.at(n, k, mn_major) | rank << 24;
             const auto *at = static_cast<const uint16_t *>(shared_pointer(address, 2, 2));
-            to[n * K + k] = element(*at, bf16) * float(scale);
+            race_product(op, group, address, 2);
+            to[n * K + k] = element(*at, op.thread[0].bf16) * float(scale);
         }
 }
 
-void execute_wgmma(const WarpgroupOp &op, const Block &block) {
+void execute_wgmma(const WarpgroupOp &op, const Warpgroup &group, const Block &block) {
     const Wgmma &first = op.thread[0];
     for (const Wgmma &mine : op.thread)
         if (mine.n != first.n || mine.bf16 != first.bf16 || mine.a_in_registers != first.a_in_registers ||
@@ -111,9 +116,9 @@ void execute_wgmma(const WarpgroupOp &op, const Block &block) {
                 a[r * K + c] = element(uint16_t(i & 1 ? word >> 16 : word), first.bf16) * float(first.scale_a);
             }
     } else {
-        read_operand(a, first.a, M, first.a_mn_major, first.bf16, first.scale_a, block.rank);
+        read_operand(a, first.a, M, first.a_mn_major, first.scale_a, op, group, block.rank);
     }
-    read_operand(b, first.b, n, first.b_mn_major, first.bf16, first.scale_b, block.rank);
+    read_operand(b, first.b, n, first.b_mn_major, first.scale_b, op, group, block.rank);
     for (int c = 0; c < n; ++c)
         for (int k = 0; k < K; ++k) bt[k * n + c] = b[c * K + k];
     for (int r = 0; r < M; ++r) {
