@@ -9,7 +9,6 @@ torch = pytest.importorskip("torch")
 
 import fa_ext  # noqa: E402
 import fa_ext.torch as ft  # noqa: E402
-from fa_ext.torch import _attention  # noqa: E402
 from torch_calls import CALLS, DEVICES, gradients, make, math_attention, scalar  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -322,14 +321,6 @@ def test_bad_arguments(device, options, error, match):
     tensors, _ = make("plain", device, torch.float32)
     with pytest.raises(error, match=match):
         ft.attention(*(tensors[n] for n in "qkv"), **options)
-
-
-def test_dropout_without_kernels_for_it_says_so(device):
-    if _attention.HAS_DROPOUT:
-        pytest.skip("this build has it")
-    tensors, _ = make("plain", device, torch.float32)
-    with pytest.raises(fa_ext.UnsupportedError, match=r"dropout_p is 0\.1, but .* accepted: 0\.0"):
-        ft.attention(*(tensors[n] for n in "qkv"), dropout_p=0.1)
 
 
 def test_slopes_have_no_gradient(device):

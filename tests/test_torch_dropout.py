@@ -1,7 +1,4 @@
-"""Dropout through fa_ext.torch: its state is a tensor, drawn from torch's generator, the same in every pass.
-
-Where the core drops no weights, an emulation of it in torch stands in for it: what is tested is the way of the state.
-"""
+"""Dropout through fa_ext.torch: its state is a tensor, drawn from torch's generator, the same in every pass."""
 
 import contextlib
 
@@ -13,47 +10,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fa_ext  # noqa: E402
 import fa_ext.torch as ft  # noqa: E402
-from fa_ext.torch import _attention, _eager, _math, _options, _sdpa  # noqa: E402
-
-NEEDED = pytest.mark.skipif(not _attention.HAS_DROPOUT, reason="this build has no dropout")
-
-
-def keep_of(batch, heads, seq_q, seq_k, dropout):
-    p, state = dropout
-    assert state.shape == (4,) and state.dtype == torch.int64 and not state[1:].any()
-    generator = torch.Generator().manual_seed(int(state[0]))
-    return torch.rand(batch, heads, seq_q, seq_k, generator=generator) >= p
-
-
-def emulated(q, k, v, dropout, options):
-    keep = None if dropout is None else keep_of(q.shape[0], q.shape[1], q.shape[2], k.shape[2], dropout)
-    full = _options.Options(**_options.SHARED | options, dropout_p=dropout[0] if dropout else 0.0, kernel=None, deterministic=True)
-    return _math.attention(q, k, v, None, None, None, None, keep, full)
-
-
-def forward(q, k, v, *, return_lse=False, dropout=None, **options):
-    out, lse = emulated(q, k, v, dropout, options)
-    return (out.contiguous(), lse.contiguous()) if return_lse else out
-
-
-def backward(dout, q, k, v, out, lse, *, wrt, deterministic, dlse=None, dropout=None, **options):
-    with torch.enable_grad():
-        leaves = {n: x.detach().requires_grad_() for n, x in zip("qkv", (q, k, v), strict=True)}
-        again = emulated(*leaves.values(), dropout, options)
-        torch.testing.assert_close(again[0], out)
-        given = [(x, g) for x, g in zip(again, (dout, dlse), strict=True) if g is not None]
-        return torch.autograd.grad([x for x, _ in given], [leaves[n] for n in wrt], [g for _, g in given])
-
-
-@pytest.fixture(params=["emulated", pytest.param("core", marks=NEEDED)], autouse=True)
-def core(request, monkeypatch):
-    if request.param == "core":
-        return
-    for module in (_attention, _sdpa):
-        monkeypatch.setattr(module, "HAS_DROPOUT", True)
-    monkeypatch.setattr(fa_ext._core, "attention", forward)
-    monkeypatch.setattr(fa_ext._core, "attention_backward", backward)
-    monkeypatch.setattr(fa_ext._core, "dropout_keep", lambda b, h, i, j, dropout, out: out.copy_(keep_of(b, h, i, j, dropout)), raising=False)  # fmt: skip
+from fa_ext.torch import _eager, _sdpa  # noqa: E402
 
 
 def operands(*shape):
@@ -107,7 +64,7 @@ def test_a_checkpoint_draws_the_same(reentrant):
         torch.testing.assert_close(a, b)
 
 
-def test_compiled(request):
+def test_compiled():
     torch._dynamo.reset()
     q, k, v = operands()
     compiled = torch.compile(lambda q, k, v: ft.attention(q, k, v, dropout_p=0.4).square().sum(), fullgraph=True, backend="aot_eager")
@@ -116,9 +73,8 @@ def test_compiled(request):
         torch.manual_seed(seed)
         losses.append(compiled(q, k, v))
     assert losses[0] == losses[1] != losses[2]
-    if request.node.callspec.params["core"] == "core":  # inside an operator the emulation has no autograd
-        wanted = torch.autograd.grad(seeded(lambda: ft.attention(q, k, v, dropout_p=0.4).square().sum())(), q)[0]
-        torch.testing.assert_close(torch.autograd.grad(losses[0], q)[0], wanted)
+    wanted = torch.autograd.grad(seeded(lambda: ft.attention(q, k, v, dropout_p=0.4).square().sum())(), q)[0]
+    torch.testing.assert_close(torch.autograd.grad(losses[0], q)[0], wanted)
 
 
 @pytest.mark.parametrize("randomness, equal", [("same", True), ("different", False), ("error", None)])
@@ -142,3 +98,24 @@ def test_scaled_dot_product_attention_takes_it(monkeypatch):
 def test_bad_probabilities(p):
     with pytest.raises(ValueError, match=r"dropout_p is .*; accepted: 0 to 1"):
         ft.attention(*operands(), dropout_p=p)
+
+
+def test_the_mask_is_that_of_dropout_keep():
+    """With v the identity out holds the weights themselves: 0 exactly where dropped."""
+    q, k, _ = (x.detach() for x in operands(2, 3, 9, 8))
+    v = torch.eye(9, dtype=torch.float64).expand(2, 3, 9, 9)
+    torch.manual_seed(5)
+    seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64)
+    torch.manual_seed(5)
+    out = ft.attention(q, k, v, dropout_p=0.5)
+    keep = fa_ext.dropout_keep(2, 3, 9, 9, (0.5, int(seed) % 2**64))
+    assert torch.equal(out != 0, torch.from_numpy(keep))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_says_that_it_has_none():
+    q, k, v = (x.detach().half().cuda() for x in operands())
+    with pytest.raises(fa_ext.UnsupportedError, match="no kernel on cuda has dropout"):
+        ft.attention(q, k, v, dropout_p=0.1)
+    kernel, reasons = ft.explain(q, k, v, dropout_p=0.1)
+    assert kernel is None and "dropout_p" in str(reasons)

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from .. import UnsupportedError
 from . import _ops
 from ._eager import _transformed, differentiable
-from ._options import HAS_DROPOUT, Options, bounds, forward
+from ._options import DROPOUT_DEVICES, Options, bounds, forward
 
 _AUTOCAST = ("cpu", "cuda")
 _HALVES = (torch.float16, torch.bfloat16)
@@ -121,8 +121,8 @@ def _dropout_state(p, device):
     """The core's 32 bytes of state: a seed from torch's generator, offset, origin and heads 0."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout_p is {p}; accepted: 0 to 1")
-    if not HAS_DROPOUT:
-        raise UnsupportedError(f"dropout_p is {p}, but the kernels of this build of fa_ext have no dropout; accepted: 0.0")
+    if device.type not in DROPOUT_DEVICES:
+        raise UnsupportedError(f"dropout_p is {p}, but no kernel on {device.type} has dropout in this release; accepted: 0.0")
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
     return torch.nn.functional.pad(seed, (0, 3))
 

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from .. import _core
+from ..dropout import dropout_keep
 
 
 def attention(q, k, v, bias, mask, sinks, alibi, keep, options):
@@ -47,7 +47,7 @@ def dropped(q, k, state, options):
         return None
     heads, queries = (2, 1) if options["layout"] == "bshd" else (1, 2)
     keep = torch.empty(q.shape[0], q.shape[heads], q.shape[queries], k.shape[queries], dtype=torch.bool, device=q.device)
-    _core.dropout_keep(*keep.shape, (options.dropout_p, state), out=keep)
+    dropout_keep(*keep.shape, (options.dropout_p, state.numpy()), out=keep.numpy())
     return keep
 
 

@@ -1,16 +1,14 @@
 """The options of a call, listed once: as the core takes them, and as the custom operators carry them."""
 
-import inspect
 from typing import Any
 
 from .. import _core
 
+#: Where kernels drop weights; on "meta" nothing runs.
+DROPOUT_DEVICES = ("cpu", "meta")
+
 #: What can have a gradient, in the order of the bits of the operators' ``wrt``.
 NAMES = ("q", "k", "v", "bias", "sinks")
-
-#: Whether this build of the core drops weights.
-HAS_DROPOUT = "dropout" in inspect.signature(_core.attention).parameters
-
 
 #: What both passes take, by the core's names, and what it is unless it is given.
 SHARED = {"causal": False, "scale": None, "window": None, "softcap": 0.0, "layout": "bhsd", "batch_invariant": False}
@@ -78,7 +76,7 @@ def _given(options, bias, mask, sinks, alibi, state):
     if alibi is not None:
         given["alibi"] = alibi
     if state is not None:
-        given["dropout"] = (options.dropout_p, state)
+        given["dropout"] = (options.dropout_p, state.numpy())
     return given
 
 

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import UnsupportedError, _core
 from ._attention import _PLAIN, attention
-from ._options import HAS_DROPOUT
+from ._options import DROPOUT_DEVICES
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _torchs = F.scaled_dot_product_attention
@@ -147,8 +147,10 @@ def _unfit(tensors, masked, dropout_p, is_causal, scale):
         return f"head_dim is {query.shape[-1]} and that of value {value.shape[-1]}; accepted: 1 to 256"
     if scale is not None and not math.isfinite(scale):
         return f"scale is {scale}; accepted: finite numbers"
-    if dropout_p and not (HAS_DROPOUT and 0 <= dropout_p <= 1):
-        return f"dropout_p is {dropout_p}; accepted: {'0 to 1' if HAS_DROPOUT else '0.0, as this build has no dropout'}"
+    if dropout_p and not 0 <= dropout_p <= 1:
+        return f"dropout_p is {dropout_p}; accepted: 0 to 1"
+    if dropout_p and query.device.type not in DROPOUT_DEVICES:
+        return f"dropout_p is {dropout_p}; accepted on {query.device.type}: 0.0, as no kernel there has dropout in this release"
     return _no_device(query.device.type, query.device.index, query.dtype == torch.float64)
 
 
