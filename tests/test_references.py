@@ -50,7 +50,7 @@ row_lse, sink, names = lses[0], np.zeros(2, np.float32), ("v", "q", "k")
 device = {"cc": 90, "sm_count": 132, "smem_per_block": 232448, "smem_per_sm": 233472, "l2_bytes": 50 << 20, "tensor_maps": True}
 capsules = [Producer(array) for array in (q, k, v)]
 tensors, refused = [kind(array) for array in (q, k, v)], failing(q)
-late, early, dtype, bad = Array(k, "capsule"), Array(k, "device"), q.astype(np.int32), interface(typestr="<i4")
+late, early, dtype, bad = Array(k, "capsule"), Array(k, "device"), q.astype(np.int16), interface(typestr="<i2")
 
 CALLS = {
     "plain": (lambda: fa_ext.attention(q, k, v), None),
