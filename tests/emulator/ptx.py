@@ -57,6 +57,7 @@ INSTRUCTIONS = {
     r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::cluster\.global(?:\.tile)?\.mbarrier::complete_tx::bytes(?:\.L2::cache_hint)?":
         "tensor_load",
     r"cp\.async\.bulk\.tensor\.[1-5]d\.global\.shared::cta(?:\.tile)?\.bulk_group(?:\.L2::cache_hint)?": "tensor_store",
+    r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes": "::emu::bulk_load",
     r"cp\.async\.bulk\.commit_group": "::emu::bulk_commit",
     r"cp\.async\.bulk\.wait_group(?:\.read)?": "::emu::bulk_wait",
     # wgmma

@@ -168,8 +168,13 @@ void tensor_load(uint32_t to, const void *opaque, const int *at, int rank, uint3
     const std::vector<uint32_t> launched = race_launch();
     const std::array<int, 5> place = {at[0], rank > 1 ? at[1] : 0, rank > 2 ? at[2] : 0, rank > 3 ? at[3] : 0,
                                       rank > 4 ? at[4] : 0};
+    struct alignas(64) Kept {
+        char bytes[128];
+    } kept; // a map is a parameter of the thread, which may end before the copy lands
+    __builtin_memcpy(&kept, opaque, sizeof kept);
     defer(
-        [&map, place, to, barrier, launched] {
+        [kept, place, to, barrier, launched] {
+            const TensorMap &map = *reinterpret_cast<const TensorMap *>(&kept);
             tensor_move(map, place.data(), to, false);
             complete(barrier, tensor_bytes(map), launched);
         },
@@ -185,6 +190,21 @@ void tensor_store(const void *opaque, const int *at, int rank, uint32_t from) {
                                       rank > 4 ? at[4] : 0};
     defer([&map, place, from] { tensor_move(map, place.data(), from, true); }, &current(), current().bulk_group,
           "bulk store");
+}
+
+void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
+    mbarrier_at(barrier);
+    void *const target = shared_pointer(to, bytes, 16);
+    if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) fail("a bulk copy of %u bytes is not aligned", bytes);
+    race_access(current(), to, bytes, true, __builtin_return_address(0));
+    const std::vector<uint32_t> launched = race_launch();
+    defer(
+        [=] {
+            __builtin_memcpy(target, from, bytes);
+            complete(barrier, bytes, launched);
+        },
+        nullptr, 0, "bulk load");
+    perhaps_yield();
 }
 
 void bulk_commit() { ++current().bulk_group; }
