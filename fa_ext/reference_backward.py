@@ -37,13 +37,16 @@ class Gradients(dict):
     magnitudes; the largest over the elements (an array (H,) for "sinks", where the differences stay as they are).
     ``largest_score``: the largest |LSE| of a query that sees a key, or sum of the magnitudes of the products of a score
     that is seen, of the exact evaluation. ``faint``: (H,), the part of ``terms["sinks"]`` whose weight exp(sink - LSE)
-    lies below twice the smallest normal float32: hardware may take such a weight for 0.
+    lies below twice the smallest normal float32: hardware may take such a weight for 0. ``out_terms``: (H,), the sum of
+    the magnitudes of the products of dout and out, each times its row's weight of the sink: what the rounding of out, which
+    a kernel is given, is relative to.
     """
 
     empty: Any
     terms: dict
     largest_score: float
     faint: Any
+    out_terms: Any
 
 
 def attention_backward(dout, q, k, v, *, wrt=("q", "k", "v"), **options):
@@ -116,7 +119,7 @@ class _Backward(reference._Call):
         self.dq, self.dk, self.dv = (xp.zeros(x.shape, work) for x in (self.q, self.k, self.v))
         self.bias_shape = (1,) * (4 - bias.ndim) + bias.shape if bias is not None else ()
         self.dbias = xp.zeros(self.bias_shape, work) if "bias" in wrt else None
-        self.dsinks, self.sink_terms, self.faint = (xp.zeros(self.heads, work) for _ in range(3))
+        self.dsinks, self.sink_terms, self.faint, self.out_terms = (xp.zeros(self.heads, work) for _ in range(4))
         self.terms, self.largest_score = dict.fromkeys(("q", "bias"), 0.0), 0.0
         self.terms_k, self.terms_v = (xp.zeros(x.shape if dtype is None else (), work) for x in (self.k, self.v))
         self.empty = xp.ones((pairs, self.group, self.seq_q), bool)
@@ -148,7 +151,7 @@ class _Backward(reference._Call):
         sink = None if self.sinks is None else self.sinks[pair % self.heads_kv][:, :, None, None]
         if keys.start == keys.stop:
             if sink is not None:
-                self._add_sinks(pair, xp.ones_like(dlse), sink, -dlse)
+                self._add_sinks(pair, xp.ones_like(dlse), sink, -dlse, xp.zeros_like(dlse))
             return
         b = (pair // self.heads_kv)[:, None]
         h = (pair % self.heads_kv)[:, None] * self.group + xp.arange(self.group)[None, :]
@@ -166,7 +169,8 @@ class _Backward(reference._Call):
         delta = xp.where(empty, self.work(0), (dout * out).sum(axis=-1, keepdims=True)) - dlse
         ds = xp.where(seen, self._rounded(p * (dp - delta)), self.work(0))
         if sink is not None:
-            self._add_sinks(pair, of_sink, sink, delta)
+            products = xp.where(empty, self.work(0), xp.abs(dout * out).sum(axis=-1, keepdims=True))
+            self._add_sinks(pair, of_sink, sink, delta, products)
         if self.dbias is not None:
             self._add_bias(pair, queries, keys, ds)
         dt = xp.where(seen, ds * self._slope(pairs, queries, keys), self.work(0))
@@ -258,15 +262,18 @@ class _Backward(reference._Call):
 
         return self._selected_product(turned(w), turned(seen), x.reshape(n, 1, g * i, -1))[:, 0]
 
-    def _add_sinks(self, pair, weight, sink, delta):
-        """dsinks of the query heads of some pairs; a sink of -inf adds nothing, even where delta is NaN."""
+    def _add_sinks(self, pair, weight, sink, delta, products):
+        """dsinks of the query heads of some pairs; a sink of -inf adds nothing, even where delta is NaN. products: the sum
+        of the magnitudes of what delta sums of dout and out."""
         xp = self.xp
         terms = xp.where(sink == -math.inf, self.work(0), -weight * delta)[..., 0]
+        products = xp.where(sink == -math.inf, self.work(0), weight * products)[..., 0]
         for n, g in enumerate((pair % self.heads_kv).tolist()):
             heads = slice(g * self.group, (g + 1) * self.group)
             self.dsinks[heads] += terms[n].sum(axis=-1)
             self.sink_terms[heads] += xp.abs(terms[n]).sum(axis=-1)
             self.faint[heads] += xp.where(weight[n, ..., 0] < _FAINT, xp.abs(terms[n]), 0).sum(axis=-1)
+            self.out_terms[heads] += products[n].sum(axis=-1)
 
     def _add_bias(self, pair, queries, keys, ds):
         """dS (n, g, i, j) summed over the axes of size 1 of the bias."""
@@ -299,7 +306,7 @@ class _Backward(reference._Call):
                 found[name] = total.astype(xp.float64)
         found.empty = self.empty.reshape(self.batch, self.heads, self.seq_q)
         found.largest_score = self.largest_score
-        found.faint = self.faint.astype(xp.float64)
+        found.faint, found.out_terms = self.faint.astype(xp.float64), self.out_terms.astype(xp.float64)
         scale = abs(float(self.scale))
         found.terms = {"q": scale * self.terms["q"], "bias": self.terms["bias"], "sinks": self.sink_terms.astype(xp.float64)}
         for name, terms in (("k", scale * self.terms_k), ("v", self.terms_v)):

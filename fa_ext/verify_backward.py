@@ -10,7 +10,8 @@ magnitude of the reference:
 * exactly 0 for queries without a visible key, and for keys that causal, window and seq_k hide from every query.
 
 dsinks: |error| <= 2 max |plain's error| + the same constant times the sum of the magnitudes of that head's terms, of which
-those with a weight near or below the smallest normal float32 may be missing.
+those with a weight near or below the smallest normal float32 may be missing, + what half an ulp of each element of out makes
+of delta = dout . out: a kernel is given the rounded out.
 
 Gradients are linear in dout and dlse, and so is every bound: no verdict changes when both are scaled by a power of two.
 A gradient may be 0 because its terms cancel (one key: P = 1 and dS = 0); no sum in floating point gives that 0, so each
@@ -36,6 +37,8 @@ from .verify_merge import half_ulp
 __all__ = ["BackwardReport", "GradientReport", "judge_backward", "verify_backward"]
 
 FROBENIUS = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-5, "float64": 1e-10}
+# Of a number, at most, relative to it.
+HALF_ULP = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 # FLOPs of the seven products from which CuPy, with the seconds it takes to compile its kernels, is faster than NumPy.
 _WORTH_A_DEVICE = 2e10
 
@@ -127,6 +130,7 @@ def _judge(name, got, truth, plain, dtype, exempt, zero, before) -> GradientRepo
         if name == "sinks":
             bound = 2 * plain_max + (ABSOLUTE[dtype] + resolution) * terms
             bound += truth.faint if dtype != "float64" else 0.0
+            bound += HALF_ULP[dtype] * truth.out_terms
             error_bound = float(bound[int((error - bound).argmax())]) if want.size else 0.0
         else:
             bound = error_bound = 2 * plain_max + (ABSOLUTE[dtype] + resolution) * _largest(xp, size) + floor

@@ -277,6 +277,20 @@ def test_a_sink_of_minus_infinity_gives_nothing(kernel):
 # ---- threads ----
 
 
+@pytest.mark.parametrize(
+    "case, dlse",
+    [
+        (Case(1, 2, 1, 65, 80, 61, 58, dtype="bfloat16", bias="keys", causal="top_left", sinks="same"), True),
+        (Case(1, 2, 2, 133, 133, 96, dtype="float16", causal="top_left", sinks="same", scale=0.3, seed=741954), False),
+    ],
+    ids=("bfloat16", "float16"),
+)
+def test_the_rounding_of_out_is_no_mistake_of_a_kernel(case, dlse):
+    """What a kernel is given is rounded: exact arithmetic on it is off by more than twice what plain happened to be."""
+    report = verdict("cpu_ref_backward", make(case, dlse=dlse))
+    assert report.passed, report
+
+
 def test_bits_do_not_depend_on_the_threads(kernel):
     if rows.device_of(kernel) != "cpu":
         pytest.skip("a kernel of a device")
