@@ -110,7 +110,7 @@ def plain(shape=(1, 2, 4, 8)):
         (lambda q, k, v: dict(q=q, k=k, v=v, out=q), ValueError, "out overlaps q"),
         (lambda q, k, v: dict(q=q, k=k, v=v, out=(np.empty_like(q), v)), ValueError, "lse has shape"),
         (lambda q, k, v: dict(q=q, k=k, v=v, out=[q, k]), TypeError, "out has type list"),
-        (lambda q, k, v: dict(q=q, k=k, v=v[0], out=np.zeros_like(q)), ValueError, "v has 3 dimensions"),
+        (lambda q, k, v: dict(q=q, k=k, v=v[0], out=np.zeros_like(q)), ValueError, "v has shape .*, but k has shape"),
         (lambda q, k, v: dict(q=q.tolist(), k=k, v=v, out=np.zeros_like(q)), TypeError, "q has type list"),
         (lambda q, k, v: dict(q=q.astype(np.int64), k=k, v=v, out=np.zeros_like(q)), TypeError, "q has dtype int64"),
         (lambda q, k, v: dict(q=q, k=k, v=v, mask=[True], out=np.zeros_like(q)), TypeError, "mask has type list"),
