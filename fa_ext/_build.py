@@ -5,6 +5,7 @@ A kernel file says in its comments how it is built, one directive a line::
     @arch sm_90a                      (CUDA: default is FA_ARCHS, else cubins for sm_80 and sm_90 and PTX for compute_80)
     @flags -fopenmp                   (added to every compilation of the file)
     @instance d128 -DFA_HEAD_DIM=128  (one more compilation, with FA_INSTANCE=d128 and these flags)
+    @beside simd_isa.c                (files of its folder that kernels share: a library of the kernel alone holds them)
 
 A file with instances is compiled once for each and once without FA_INSTANCE (its host part). Imports nothing of
 ``fa_ext``, so that it runs before anything is built.
@@ -35,6 +36,7 @@ KERNELS = ROOT / "kernels"
 INCLUDE = ROOT / "fa_ext" / "include"
 DEFAULT_ARCHS = ("sm_80", "sm_90", "compute_80")
 _DIRECTIVE = re.compile(r"@(arch|flags|instance)[ \t]+([^\n*]+)")
+_BESIDE = re.compile(r"@beside[ \t]+([^\n*]+)")
 _ARCH = re.compile(r"(sm|compute)_\d{2,3}[af]?")
 
 
@@ -212,6 +214,11 @@ def directives(source: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str
         else:
             instances[words[0]] = words[1:]
     return archs, flags, instances
+
+
+def shared_files(source: Path) -> list[Path]:
+    """The files beside a kernel's that it shares with others."""
+    return [source.with_name(name) for names in _BESIDE.findall(source.read_text()) for name in names.split()]
 
 
 def units_of(source: Path) -> list[Unit]:
@@ -447,7 +454,8 @@ def build_row(
 
     ``source`` is a kernel file (.c or .cu) and ``extra`` are flags such as ``-DBLOCK_M=32`` for all its compilations.
     """
-    units = [Unit(u.source, u.name, (*u.flags, *extra), u.archs) for u in units_of(source)]
+    files = [source, *shared_files(source)]
+    units = [Unit(u.source, u.name, (*u.flags, *extra), u.archs) for file in files for u in units_of(file)]
     objects = compile_all(units, target.with_suffix(".objects"), options, progress)
     return link_shared(objects, target, options)
 

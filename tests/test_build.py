@@ -2,6 +2,7 @@
 into a row built alone and into a source distribution."""
 
 import contextlib
+import ctypes
 import importlib.metadata
 import os
 import pty
@@ -78,9 +79,26 @@ def test_architectures(given, monkeypatch):
     assert len(_build.options_from_environment().archs) == {"sm_90": 1, "": 0, "sm_100f;sm_120": 2}.get(given, 3)
 
 
-@pytest.mark.parametrize("source", ["csrc/cpu/cpu_simd.c", "kernels/minimal.cu"])
-def test_a_kernel_alone_links_nothing_of_the_library(monkeypatch, tmp_path, source):
-    """It reaches the library through the functions that a launch hands to it."""
+@pytest.mark.parametrize("kernel", ["cpu_ref", "cpu_ref_backward", "cpu_merge", "cpu_append"])
+def test_a_kernel_alone_lacks_nothing(monkeypatch, tmp_path, kernel):
+    """Loaded at once and not when it is called; the vector kernels, which compile for longer, are loaded by the tuner's tests."""
+    from fa_ext import _build
+
+    monkeypatch.setenv("FA_CUDA", "0")
+    target = _build.build_row(ROOT / f"csrc/cpu/{kernel}.c", tmp_path / f"{kernel}.so", _build.options_from_environment())
+    assert ctypes.CDLL(str(target), os.RTLD_NOW | os.RTLD_LOCAL)[f"fa_kernel_{kernel}"]
+
+
+@pytest.mark.parametrize(
+    "source, beside",
+    [
+        ("csrc/cpu/cpu_simd.c", {"simd_isa.c"}),
+        ("csrc/cpu/cpu_simd_backward.c", {"simd_isa.c", "gradient.c"}),
+        ("kernels/minimal.cu", set()),
+    ],
+)
+def test_a_kernel_alone_links_nothing_of_the_library(monkeypatch, tmp_path, source, beside):
+    """It reaches the library through the functions that a launch hands to it, and holds what kernels share."""
     from fa_ext import _build
 
     compiled = []
@@ -88,7 +106,7 @@ def test_a_kernel_alone_links_nothing_of_the_library(monkeypatch, tmp_path, sour
     monkeypatch.setattr(_build, "link_shared", lambda objects, target, options: target)
     monkeypatch.setenv("FA_CUDA", "0")
     _build.build_row(ROOT / source, tmp_path / "row.so", _build.options_from_environment())
-    assert compiled and {unit.source for unit in compiled} == {ROOT / source}
+    assert compiled and {unit.source for unit in compiled} == {ROOT / source, *((ROOT / source).with_name(n) for n in beside)}
 
 
 SLOW_BUILD = """

@@ -7,6 +7,8 @@
  * Every sum is float64 and belongs to one task, in a fixed order: the bits do not depend on the threads. Hidden pairs
  * are skipped, so that what they hold never matters. Scores are worked out anew for each gradient that needs them: no
  * memory beyond a few rows. Takes everything the API accepts on the CPU; the safety net under faster kernels.
+ *
+ * @beside gradient.c
  */
 #include <math.h>
 

@@ -9,6 +9,7 @@
  *
  * Instances, and what forces one: as cpu_simd.
  *
+ * @beside simd_isa.c gradient.c
  * @flags -ffp-contract=fast
  * @instance avx512_f32 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=4
  * @instance avx512_f64 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=8
