@@ -84,7 +84,9 @@ def array_of(x, *, device=0, data=True) -> Array:
 
 
 def options_of(*, causal=False, scale=None, window=None, softcap=0.0, layout="bhsd", batch_invariant=False,
-               dropout=(0, 0, 0, (0, 0, 0, 0), 0)) -> Options:  # fmt: skip
+               dropout=None) -> Options:  # fmt: skip
+    dropout = tuple(dropout or (0, 0))
+    dropout += (0, (0, 0, 0, 0), 0)[len(dropout) - 2 :]
     left, right = window or (None, None)
     given = (scale is not None) + 2 * (left is not None) + 4 * (right is not None)
     return Options(ctypes.sizeof(Options), given, CAUSAL[causal], int(layout == "bshd"), batch_invariant, scale or 0, softcap,

@@ -22,7 +22,7 @@ from operands import Unplaceable
 pytestmark = pytest.mark.skipif(c_interface.missing_compiler() is not None, reason=str(c_interface.missing_compiler()))
 
 OK, EVALUE, ETYPE, EBUFFER, EMEMORY, EUNSUPPORTED, ECUDA = range(7)
-OPTIONS = ("causal", "scale", "window", "softcap", "layout")
+OPTIONS = ("causal", "scale", "window", "softcap", "layout", "dropout")
 
 
 @pytest.fixture(scope="module")
