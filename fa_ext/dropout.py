@@ -57,7 +57,8 @@ class Dropout:
             if len(dropout) == 5:
                 if not isinstance(dropout[3], (tuple, list)) or len(dropout[3]) != 4:
                     raise ValueError(f"dropout's origin is {dropout[3]!r}; accepted: four ints (b0, h0, i0, j0)")
-                origin = tuple(_integer(f"origin[{n}]", x, _LONGEST) for n, x in enumerate(dropout[3]))
+                b0, h0, i0, j0 = (_integer(f"origin[{n}]", x, _LONGEST) for n, x in enumerate(dropout[3]))
+                origin = b0, h0, i0, j0
                 whole = _integer("heads", dropout[4], _LONGEST)
         if origin[1] + heads > whole:
             least = origin[1] + heads
@@ -78,7 +79,7 @@ class Dropout:
                 "(4,) of int64"
             )
         word = [int(w) for w in numpy.ascontiguousarray(state).view(numpy.uint32)]
-        return word[0] | word[1] << 32, word[2], tuple(word[3:7]), word[7]
+        return word[0] | word[1] << 32, word[2], (word[3], word[4], word[5], word[6]), word[7]
 
     def keeps(self, xp, b, h, i, j):
         """Boolean array over index arrays that broadcast against each other: True where a weight is kept."""

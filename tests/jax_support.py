@@ -56,6 +56,10 @@ def split(problem: gradients.Problem):
     inputs = problem.inputs
     arrays = {name: inputs[name] for name in gradients.NAMES if name in inputs}
     rest = {name: inputs[name] for name in ("mask", "alibi", *OPTIONS) if name in inputs}
+    if inputs.get("dropout"):
+        p, seed, *more = inputs["dropout"]
+        offset, origin, heads = (*more, *(0, (0, 0, 0, 0), 0)[len(more) :])
+        rest["dropout"] = p, np.array([seed % 2**32, seed >> 32, offset, *origin, heads], np.uint32)
     return arrays, rest
 
 

@@ -112,7 +112,7 @@ static void read_score_operand(const work *w, const block *b, const key_tile *t,
 static void add_alibi(const work *w, const block *b, const key_tile *t) {
     const int pitch = b->mr * LANES, keys = (int)(t->end - t->begin);
     for (int m = 0; m < b->mr; m++) {
-        vreal slope, first; /* of each lane: its distance to the first key */
+        vreal slope = {0}, first = {0}; /* of each lane: its distance to the first key */
         for (int lane = 0; lane < LANES; lane++) {
             slope[lane] = (real)fa_slope(&w->problem->extra, w->entry->batch, b->head[m * LANES + lane]);
             first[lane] = (real)(t->begin - b->position[m * LANES + lane]);
