@@ -16,7 +16,7 @@ static const char *const words[] = {
 #undef FA_WHY
 };
 
-static const char *const operands[] = {"q", "k", "v", "out"}; /* fa_operand_name */
+static const char *const operands[] = {"q", "k", "v", "out", "dout"}; /* fa_operand_name */
 
 typedef struct writer {
     char *text;

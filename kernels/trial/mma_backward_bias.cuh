@@ -1,0 +1,184 @@
+/* dbias on mma.sync: dS summed over the axes that the bias is broadcast along.
+ *
+ * A block owns a tile of pairs, or where the bias has extent 1 along queries or keys the tiles of that axis, and walks
+ * over all that its elements are summed over, batch entries and heads among them, adding up in registers. Where so few
+ * blocks would be left that the device is not filled, the walk is cut into parts, whose sums backward_bias_sum() adds
+ * in their order. One tile of each operand, two barriers a tile: before the copies (everybody has done with the last
+ * ones) and after each thread's wait for its own. */
+#ifndef FA_MMA_BACKWARD_BIAS_CUH
+#define FA_MMA_BACKWARD_BIAS_CUH
+
+#include "chaos.cuh"               // FA_CHAOS_BEGIN
+#include "fa.h"                    // fa_backward
+#include "mma_backward.cuh"        // write_gradient
+#include "mma_backward_config.cuh" // BackwardArgs
+#include "mma_backward_score.cuh"  // weigh, load_bias
+#include "mma_backward_tile.cuh"   // RowCopy, WarpProduct
+#include "sm80_ptx.cuh"            // cp_async_commit, cp_async_wait
+
+namespace fa {
+
+template <typename T_, int HEAD_DIM_> struct BiasConfig {
+    using T = T_;
+    static constexpr int HEAD_DIM = HEAD_DIM_, WARPS = 4, THREADS = 32 * WARPS;
+    static constexpr int QUERIES = 16 * WARPS, KEYS = HEAD_DIM <= 192 ? 64 : 32;
+    static constexpr int ROW_BYTES = HEAD_DIM * 2, SUM_FLOATS = KEYS + 4; // of a row, in the end
+    static constexpr int OPERAND_BYTES = 2 * (QUERIES + KEYS) * ROW_BYTES + QUERIES * 8,
+                         SUM_BYTES = QUERIES * SUM_FLOATS * 4;
+    static constexpr int SHARED_BYTES = OPERAND_BYTES > SUM_BYTES ? OPERAND_BYTES : SUM_BYTES;
+    static_assert(SHARED_BYTES <= 99 * 1024, "fits a block of sm_86 and sm_89");
+};
+
+/* Along one axis of (B, H, Sq, Sk), in steps of one or a tile: those of the call, and whether dbias sums over them. */
+struct BiasAxis {
+    int64_t steps;
+    bool summed;
+
+    __host__ __device__ int64_t own() const { return summed ? 1 : steps; }    // that blocks share out
+    __host__ __device__ int64_t walked() const { return summed ? steps : 1; } // that a block walks over
+};
+
+struct BiasAxes {
+    BiasAxis axis[4];
+
+    __host__ __device__ BiasAxes(const fa_backward &p, int queries, int keys) {
+        const fa_forward &f = p.forward;
+        const int64_t steps[4] = {f.batch, f.heads, (f.seq_q + queries - 1) / queries, (f.seq_k + keys - 1) / keys};
+        for (int n = 0; n < 4; ++n) axis[n] = {steps[n], (p.bias_sums >> n & 1) != 0};
+    }
+    __host__ __device__ int64_t tasks() const { return axis[0].own() * axis[1].own() * axis[2].own() * axis[3].own(); }
+    __host__ __device__ int64_t walk() const {
+        return axis[0].walked() * axis[1].walked() * axis[2].walked() * axis[3].walked();
+    }
+};
+
+/* Elements of dbias. */
+__host__ __device__ inline int64_t bias_elements(const fa_backward &p) {
+    const fa_forward &f = p.forward;
+    const int64_t extents[4] = {f.batch, f.heads, f.seq_q, f.seq_k};
+    int64_t count = 1;
+    for (int n = 0; n < 4; ++n) count *= p.bias_sums >> n & 1 ? 1 : extents[n];
+    return count;
+}
+
+/* Writes a tile of sums at (b, h, query, key) of dbias, first added up along its summed axes: to dbias, or as part
+ * `part`. */
+template <class C>
+__device__ __forceinline__ void write_bias(const BackwardArgs &args, float *tile, int part, const int64_t (&at)[4]) {
+    const fa_backward &p = args.problem;
+    const fa_forward &f = p.forward;
+    const bool sum_rows = p.bias_sums >> 2 & 1, sum_keys = p.bias_sums >> 3 & 1;
+    const int n = threadIdx.x;
+    if (sum_keys && n < C::QUERIES)
+        for (int j = 1; j < C::KEYS; ++j) tile[n * C::SUM_FLOATS] += tile[n * C::SUM_FLOATS + j];
+    __syncthreads();
+    if (sum_rows && n < (sum_keys ? 1 : C::KEYS))
+        for (int i = 1; i < C::QUERIES; ++i) tile[n] += tile[i * C::SUM_FLOATS + n];
+    __syncthreads();
+    const int rows = sum_rows ? 1 : C::QUERIES, keys = sum_keys ? 1 : C::KEYS;
+    const int64_t row_end = sum_rows ? 1 : f.seq_q, key_end = sum_keys ? 1 : f.seq_k;
+    const int64_t heads = p.bias_sums >> 1 & 1 ? 1 : f.heads;
+    const fa_operand &x = p.grad[FA_GRAD_BIAS];
+    for (int m = n; m < rows * keys; m += C::THREADS) {
+        const int64_t row = at[2] + m / keys, key = at[3] + m % keys;
+        if (row >= row_end || key >= key_end) continue;
+        const float value = tile[m / keys * C::SUM_FLOATS + m % keys];
+        if (args.parts > 1)
+            args.bias_parts[part * bias_elements(p) + ((at[0] * heads + at[1]) * row_end + row) * key_end + key] =
+                value;
+        else
+            write_gradient(p, FA_GRAD_BIAS,
+                           at[0] * x.stride[0] + at[1] * x.stride[1] + row * x.stride[2] + key * x.stride[3], value);
+    }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::THREADS, 1) backward_bias(const __grid_constant__ BackwardArgs args) {
+    FA_CHAOS_BEGIN();
+    extern __shared__ __align__(128) unsigned char shared[];
+    using T = typename C::T;
+    using Product = WarpProduct<T, C::HEAD_DIM, 1, C::KEYS>;
+    const fa_backward &p = args.problem;
+    const fa_forward &f = p.forward;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, seq_q = int(f.seq_q);
+    const uint32_t queries = shared_address(shared), douts = queries + C::QUERIES * C::ROW_BYTES;
+    const uint32_t keys = douts + C::QUERIES * C::ROW_BYTES, values = keys + C::KEYS * C::ROW_BYTES;
+    const uint32_t rows = values + C::KEYS * C::ROW_BYTES, warp_rows = warp * 16 * C::ROW_BYTES;
+
+    const BiasAxes axes(p, C::QUERIES, C::KEYS);
+    const int part = blockIdx.x % args.parts;
+    int64_t own[4], rest = blockIdx.x / args.parts;
+    for (int n = 3; n >= 0; --n) own[n] = rest % axes.axis[n].own(), rest /= axes.axis[n].own();
+
+    typename Product::Pairs sums;
+    Product::clear(sums);
+    const int64_t walk = axes.walk(), walk_end = walk * (part + 1) / args.parts;
+    for (int64_t at = walk * part / args.parts; at < walk_end; ++at) {
+        int64_t step[4], left = at;
+        for (int n = 3; n >= 0; --n) step[n] = own[n] + left % axes.axis[n].walked(), left /= axes.axis[n].walked();
+        const int64_t b = step[0], h = step[1];
+        const int query = int(step[2]) * C::QUERIES, key = int(step[3]) * C::KEYS;
+        const Sight seen = sight_of<true>(args.visible, query, C::QUERIES, seq_q);
+        if (!seen.meets(key, C::KEYS)) continue;
+
+        __syncthreads();
+        const auto is_query = [&](int row) { return row < seq_q; };
+        const auto is_key = [&](int row) { return row >= args.visible.key_begin && row < args.visible.key_end; };
+        using CopyQueries = RowCopy<C::HEAD_DIM, C::THREADS, C::QUERIES>;
+        using CopyKeys = RowCopy<C::HEAD_DIM, C::THREADS, C::KEYS>;
+        CopyQueries::start(queries, f.q, b, h, query, f.head_dim, args.chunks_q, is_query);
+        CopyQueries::start(douts, p.dout, b, h, query, f.head_dim_v, args.chunks_dout, is_query);
+        CopyKeys::start(keys, f.k, b, h / args.group, key, f.head_dim, args.chunks_k, is_key);
+        CopyKeys::start(values, f.v, b, h / args.group, key, f.head_dim_v, args.chunks_v, is_key);
+        cp_async_commit();
+
+        const PairPlace place = {query + warp * 16 + lane / 4, key + lane % 4 * 2, b, h};
+        if (threadIdx.x < C::QUERIES)
+            store_row(rows + threadIdx.x * 8, args.rows + (b * f.heads + h) * args.pitch, query + threadIdx.x, seq_q);
+        typename Product::Pairs s, g, bias;
+        load_bias<true, 1, C::KEYS>(args, place, bias);
+        cp_async_wait<0>();
+        __syncthreads();
+        const typename Product::OwnAddress a_s(queries + warp_rows, lane), a_p(douts + warp_rows, lane);
+        const typename Product::ColumnAddress b_s(keys, lane), b_p(values, lane);
+        Product::clear(s), Product::clear(g);
+#pragma unroll
+        for (int k = 0; k < C::HEAD_DIM / 16; ++k)
+            Product::add_block(s, a_s, b_s, k), Product::add_block(g, a_p, b_p, k);
+        weigh<true, true, true, true, true, 1, C::KEYS>(args, place, s, g, &bias, rows + (warp * 16 + lane / 4) * 8);
+        each_pair<1, C::KEYS>([&](int r, int j, int e, int, int) { sums[r][j][e] += g[r][j][e]; });
+    }
+
+    __syncthreads();
+    float *tile = reinterpret_cast<float *>(shared);
+    each_pair<1, C::KEYS>([&](int r, int j, int e, int row, int column) {
+        tile[(warp * 16 + lane / 4 + row) * C::SUM_FLOATS + lane % 4 * 2 + column] = sums[r][j][e];
+    });
+    __syncthreads();
+    const int64_t first[4] = {own[0], own[1], own[2] * C::QUERIES, own[3] * C::KEYS};
+    write_bias<C>(args, tile, part, first);
+}
+
+/* dbias of its parts, an element a thread. */
+static __global__ void __launch_bounds__(128) backward_bias_sum(const __grid_constant__ BackwardArgs args) {
+    FA_CHAOS_BEGIN();
+    const fa_backward &p = args.problem;
+    const fa_forward &f = p.forward;
+    const int64_t extents[4] = {f.batch, f.heads, f.seq_q, f.seq_k}, count = bias_elements(p);
+    const fa_operand &x = p.grad[FA_GRAD_BIAS];
+    for (int64_t n = int64_t(blockIdx.x) * 128 + threadIdx.x; n < count; n += int64_t(gridDim.x) * 128) {
+        float sum = 0.0f;
+        for (int part = 0; part < args.parts; ++part) sum += args.bias_parts[part * count + n];
+        int64_t index = 0, rest = n;
+        for (int axis = 3; axis >= 0; --axis) {
+            if (p.bias_sums >> axis & 1) continue;
+            index += rest % extents[axis] * x.stride[axis];
+            rest /= extents[axis];
+        }
+        write_gradient(p, FA_GRAD_BIAS, index, sum);
+    }
+}
+
+} // namespace fa
+
+#endif

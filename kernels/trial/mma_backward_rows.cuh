@@ -1,0 +1,134 @@
+/* What mma_backward_sm80 knows of each query before it walks: LSE and delta = dout . out - dlse; and dsinks, which is a
+ * sum over them. */
+#ifndef FA_MMA_BACKWARD_ROWS_CUH
+#define FA_MMA_BACKWARD_ROWS_CUH
+
+#include <math.h> // INFINITY
+
+#include "chaos.cuh"               // FA_CHAOS_BEGIN
+#include "convert.cuh"             // to_float, load_as_float, row_of, Chunk
+#include "fa.h"                    // fa_backward
+#include "mask.cuh"                // mask_row
+#include "mma_backward.cuh"        // write_gradient
+#include "mma_backward_config.cuh" // BackwardArgs
+#include "score.cuh"               // bias_row, bias_of, bounded, LOG2_E
+#include "softmax.cuh"             // exp2_fast
+
+namespace fa {
+
+constexpr int ROWS_WARPS = 8, SINKS_THREADS = 128;
+
+/* Whether band, mask and bias leave query i no key. For a whole warp. */
+__device__ __forceinline__ bool sees_nothing(const BackwardArgs &args, int64_t b, int64_t h, int i) {
+    const fa_forward &f = args.problem.forward;
+    const int begin = args.visible.begin(i), end = args.visible.end(i);
+    for (int first = begin; first < end; first += 32) {
+        const int j = first + threadIdx.x % 32;
+        bool shown = j < end;
+        if (shown && f.mask.data) shown = mask_row(f, b, h, i)[j * f.mask.stride[3]];
+        if (shown && f.bias.data) shown = bounded(bias_of(f, bias_row(f, b, h, i), j)) != -INFINITY;
+        if (__any_sync(~0u, shown)) return false;
+    }
+    return true;
+}
+
+/* Lanes that share a query, 8 columns each. */
+constexpr int row_lanes(int head_dim) { return head_dim <= 32 ? 4 : head_dim <= 64 ? 8 : head_dim <= 128 ? 16 : 32; }
+
+/* dout . out over this lane's 8 columns, `first` and after. In one order, whatever the strides. */
+template <typename T>
+__device__ __forceinline__ float row_part(const BackwardArgs &args, int64_t b, int64_t h, int64_t i, int first) {
+    const fa_forward &f = args.problem.forward;
+    const fa_operand &x = args.problem.dout;
+    const T *dout = row_of<const T>(x, b, h, i) + first * x.stride[3];
+    const int64_t out = b * f.out.stride[0] + h * f.out.stride[1] + i * f.out.stride[2] + first * f.out.stride[3];
+    float sum = 0.0f;
+    if (args.chunks_dout && args.chunks_out) {
+        if (first >= f.head_dim_v) return sum;
+        const auto y = *reinterpret_cast<const Chunk<T, 8> *>(static_cast<const T *>(f.out.data) + out);
+        const auto dy = *reinterpret_cast<const Chunk<T, 8> *>(dout);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sum = fmaf(to_float(dy.element[n]), to_float(y.element[n]), sum);
+    } else {
+#pragma unroll
+        for (int n = 0; n < 8; ++n)
+            if (first + n < f.head_dim_v)
+                sum = fmaf(to_float(dout[n * x.stride[3]]),
+                           load_as_float(f.out.data, f.out_dtype, out + n * f.out.stride[3]), sum);
+    }
+    return sum;
+}
+
+/* Fills args.rows, `row_lanes` lanes a query. A warp's queries are of one head. */
+template <typename T, int HEAD_DIM>
+__global__ void __launch_bounds__(32 * ROWS_WARPS) backward_rows(const __grid_constant__ BackwardArgs args) {
+    FA_CHAOS_BEGIN();
+    constexpr int LANES = row_lanes(HEAD_DIM), QUERIES = 32 / LANES; // of a warp
+    static_assert(ROWS_MULTIPLE % QUERIES == 0);
+    const fa_backward &p = args.problem;
+    const fa_forward &f = p.forward;
+    const int lane = threadIdx.x % 32, mine = lane / LANES;
+    const int64_t count = int64_t(args.pairs) * args.group * args.pitch;
+    for (int64_t n = (int64_t(blockIdx.x) * ROWS_WARPS + threadIdx.x / 32) * QUERIES; n < count;
+         n += int64_t(gridDim.x) * ROWS_WARPS * QUERIES) {
+        const int64_t local = n / args.pitch, pair = args.first_pair + local / args.group;
+        const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * args.group + local % args.group;
+        const int first = int(n - local * args.pitch), i = first + mine;
+        bool nothing = i >= f.seq_q || args.visible.begin(i) >= args.visible.end(i);
+        if (f.mask.data || f.bias.data)
+            for (int q = 0; q < QUERIES && first + q < f.seq_q; ++q) {
+                const bool empty = sees_nothing(args, b, h, first + q);
+                if (q == mine) nothing = empty;
+            }
+        float sum = !nothing && p.dout.data ? row_part<T>(args, b, h, i, lane % LANES * 8) : 0.0f;
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (lane % LANES > 0) continue;
+        float2 row = make_float2(INFINITY, 0.0f);
+        if (i < f.seq_q) {
+            row.y = p.dlse.data ? sum - *row_of<const float>(p.dlse, b, h, i) : sum;
+            if (!nothing) row.x = *row_of<const float>(p.lse, b, h, i);
+            if (row.x == -INFINITY) row.x = INFINITY; // a weight of 0, not of infinity
+        }
+        args.rows[n + mine] = row;
+    }
+}
+
+/* Part of dsinks of one head and batch entry, a block each. The sink has all the weight of a query without a key. */
+template <typename T>
+__global__ void __launch_bounds__(SINKS_THREADS) backward_sink_parts(const __grid_constant__ BackwardArgs args) {
+    FA_CHAOS_BEGIN();
+    __shared__ double parts[SINKS_THREADS];
+    const fa_forward &f = args.problem.forward;
+    const int local = blockIdx.x, pair = args.first_pair + local / args.group;
+    const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * args.group + local % args.group;
+    const float sink = bounded(load_as_float(f.sinks.data, f.sinks_dtype, h * f.sinks.stride[0]));
+    double sum = 0;
+    for (int64_t i = threadIdx.x; i < f.seq_q && sink != -INFINITY; i += SINKS_THREADS) {
+        const float2 row = args.rows[local * args.pitch + i];
+        const float weight = row.x == INFINITY ? 1.0f : exp2_fast((sink - row.x) * LOG2_E);
+        sum -= weight * row.y;
+    }
+    parts[threadIdx.x] = sum;
+    for (int half = SINKS_THREADS / 2; half; half /= 2) {
+        __syncthreads();
+        if (int(threadIdx.x) < half) parts[threadIdx.x] += parts[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) args.sinks[b * f.heads + h] = parts[0];
+}
+
+/* dsinks of all heads, a thread each, over the batch in its order. */
+static __global__ void __launch_bounds__(SINKS_THREADS) backward_sinks(const __grid_constant__ BackwardArgs args) {
+    FA_CHAOS_BEGIN();
+    const fa_forward &f = args.problem.forward;
+    for (int64_t h = int64_t(blockIdx.x) * SINKS_THREADS + threadIdx.x; h < f.heads;
+         h += int64_t(gridDim.x) * SINKS_THREADS) {
+        double sum = 0;
+        for (int64_t b = 0; b < f.batch; ++b) sum += args.sinks[b * f.heads + h];
+        write_gradient(args.problem, FA_GRAD_SINKS, h * args.problem.grad[FA_GRAD_SINKS].stride[0], float(sum));
+    }
+}
+
+} // namespace fa
+
+#endif

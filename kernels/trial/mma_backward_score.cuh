@@ -1,0 +1,185 @@
+/* From the products of a pair to its weights: S and dP in, P and dT (or dS) out, in the registers of mma.sync.
+ *
+ * A lane's elements are those of Scores (mma_scores.cuh), own rows in place of queries, other rows in place of keys.
+ * An excluded pair is selected, never multiplied away: its exponent is -inf, its weights are 0, whatever its products
+ * are. */
+#ifndef FA_MMA_BACKWARD_SCORE_CUH
+#define FA_MMA_BACKWARD_SCORE_CUH
+
+#include <math.h>      // INFINITY
+#include <type_traits> // remove_cvref_t
+
+#include "convert.cuh"             // to_float, Chunk
+#include "fa.h"                    // fa_forward
+#include "mma_backward_config.cuh" // BackwardArgs, seen_by
+#include "mma_scores.cuh"          // Scores, reciprocal_fast
+#include "score.cuh"               // LOG2_E, bounded
+#include "sm80_ptx.cuh"            // load_shared_16, load_shared_pair, store_shared
+#include "softmax.cuh"             // exp2_fast
+
+namespace fa {
+
+/* Where a lane's elements of a step lie: its element [0][0][0], and the query head. */
+struct PairPlace {
+    int own, other;
+    int64_t batch, head;
+};
+
+/* Calls body(r, j, e, own, other) for each of a lane's elements, with the distance of its rows from those of the first.
+ */
+template <int ROW_TILES, int STEP, class Body> __device__ __forceinline__ void each_pair(Body &&body) {
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+#pragma unroll
+            for (int j = 0; j < STEP / 8; ++j) body(r, j, e, 16 * r + e / 2 * 8, 8 * j + e % 2);
+}
+
+/* What is added to each score: the bias, or -inf where the pair is excluded. */
+template <bool QUERIES, int ROW_TILES, int STEP>
+__device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPlace &place,
+                                          Scores<ROW_TILES, STEP> &bias) {
+    const fa_forward &f = args.problem.forward;
+    const int seq_q = int(f.seq_q);
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const RowSpan span = seen_by<QUERIES>(args.visible, place.own + 16 * r + 8 * i, seq_q);
+            const int begin = span.begin - place.other, end = span.end - place.other;
+#pragma unroll
+            for (int j = 0; j < STEP / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    bias[r][j][2 * i + e] = 8 * j + e >= begin && 8 * j + e < end ? 0.0f : -INFINITY;
+        }
+    const auto visit = [&](const auto *data, const fa_operand &x, bool pairs, auto &&body) {
+        using Element = std::remove_cvref_t<decltype(*data)>;
+        const int64_t own_step = x.stride[QUERIES ? 2 : 3], other_step = x.stride[QUERIES ? 3 : 2];
+        data += place.batch * x.stride[0] + place.head * x.stride[1] + place.own * own_step + place.other * other_step;
+        if (QUERIES && pairs) { // a lane's neighbouring keys in one load
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int j = 0; j < STEP / 8; ++j) {
+                        float &low = bias[r][j][2 * i], &high = bias[r][j][2 * i + 1];
+                        if (low == -INFINITY && high == -INFINITY) continue;
+                        const auto both =
+                            *reinterpret_cast<const Chunk<Element, 2> *>(data + (16 * r + 8 * i) * own_step + 8 * j);
+                        if (low != -INFINITY) low = body(both.element[0]);
+                        if (high != -INFINITY) high = body(both.element[1]);
+                    }
+        } else {
+            each_pair<ROW_TILES, STEP>([&](int r, int j, int e, int own, int other) {
+                float &to = bias[r][j][e];
+                if (to != -INFINITY) to = body(data[own * own_step + other * other_step]);
+            });
+        }
+    };
+    if (f.mask.data)
+        visit(static_cast<const uint8_t *>(f.mask.data), f.mask, args.pairs_mask,
+              [](uint8_t x) { return x ? 0.0f : -INFINITY; });
+    if (!f.bias.data) return;
+    const auto value = [](auto x) { return bounded(to_float(x)); };
+    if (f.bias_dtype == FA_F32)
+        visit(static_cast<const float *>(f.bias.data), f.bias, args.pairs_bias, value);
+    else if (f.bias_dtype == FA_F16)
+        visit(static_cast<const __half *>(f.bias.data), f.bias, args.pairs_bias, value);
+    else
+        visit(static_cast<const __nv_bfloat16 *>(f.bias.data), f.bias, args.pairs_bias, value);
+}
+
+/* tanh, and its slope 1 - tanh^2, which the closed form gives without cancellation: never negative. About 1e-6 off. */
+struct Capped {
+    float value, slope;
+};
+__device__ __forceinline__ Capped tanh_and_slope(float x) {
+    const float square = x * x, part = reciprocal_fast(exp2_fast(x * (2.0f * LOG2_E)) + 1.0f);
+    const float series = x + x * square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315)));
+    if (fabsf(x) < 0.25f) return {series, 1.0f - series * series};
+    return {1.0f - 2.0f * part, 4.0f * part * (1.0f - part)};
+}
+
+/* Puts what args.rows has of a query, (+inf, 0) beyond the last, where weigh() reads it. */
+__device__ __forceinline__ void store_row(uint32_t to, const float2 *rows, int query, int seq_q) {
+    const float2 row = query < seq_q ? rows[query] : make_float2(INFINITY, 0.0f);
+    store_shared(to, __float_as_uint(row.x)), store_shared(to + 4, __float_as_uint(row.y));
+}
+
+/* Turns a step's products into weights: P in `s`, and in `g` dS, multiplied by the slope of the softcap unless DS.
+ *
+ * Exponents are in base e up to the difference from the LSE, so that large scores are rounded once. SELECT: pairs may
+ * be excluded, by `bias` if GENERAL, else by the band. `rows`: where in shared memory LSE and delta of this lane's
+ * first query are; the others follow, 8 bytes each.
+ *
+ * A dropout's weights w would enter here: w dP in place of dP, and w P in `s` once dS is made of P. */
+template <bool QUERIES, bool GENERAL, bool SELECT, bool NEEDS_DS, bool DS, int ROW_TILES, int STEP>
+__device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace &place, Scores<ROW_TILES, STEP> &s,
+                                      Scores<ROW_TILES, STEP> &g, const Scores<ROW_TILES, STEP> *bias, uint32_t rows) {
+    float2 mine[ROW_TILES][2];
+    if constexpr (QUERIES) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) mine[r][i] = load_shared_pair(rows + (16 * r + 8 * i) * 8);
+    }
+    int begin[ROW_TILES][2], end[ROW_TILES][2];
+    if constexpr (SELECT && !GENERAL) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const RowSpan span =
+                    seen_by<QUERIES>(args.visible, place.own + 16 * r + 8 * i, int(args.problem.forward.seq_q));
+                begin[r][i] = span.begin - place.other, end[r][i] = span.end - place.other;
+            }
+    }
+#pragma unroll
+    for (int j = 0; j < STEP / 8; ++j) {
+        float2 column[2] = {};
+        if constexpr (!QUERIES) {
+            const uint4 x = load_shared_16(rows + j * 64);
+            column[0] = make_float2(__uint_as_float(x.x), __uint_as_float(x.y));
+            column[1] = make_float2(__uint_as_float(x.z), __uint_as_float(x.w));
+        }
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float2 query = QUERIES ? mine[r][e / 2] : column[e % 2];
+                float exponent, slope = 1.0f;
+                if constexpr (GENERAL) {
+                    const float extra = (*bias)[r][j][e];
+                    if (args.softcap > 0) {
+                        const Capped capped = tanh_and_slope(s[r][j][e] * args.score.scale_cap);
+                        exponent = fmaf(args.softcap, capped.value, extra) - query.x;
+                        slope = capped.slope;
+                    } else if (args.problem.forward.bias.data) {
+                        exponent = fmaf(s[r][j][e], args.scale, extra) - query.x;
+                    } else {
+                        exponent = fmaf(s[r][j][e], args.scale, -query.x);
+                    }
+                    if (extra == -INFINITY) exponent = -INFINITY;
+                } else {
+                    exponent = fmaf(s[r][j][e], args.scale, -query.x);
+                    if (SELECT && (8 * j + e % 2 < begin[r][e / 2] || 8 * j + e % 2 >= end[r][e / 2]))
+                        exponent = -INFINITY;
+                }
+                const float weight = exp2_fast(exponent * LOG2_E);
+                s[r][j][e] = weight;
+                if constexpr (NEEDS_DS) {
+                    float ds = weight * (g[r][j][e] - query.y);
+                    if (SELECT && exponent == -INFINITY) ds = 0.0f;
+                    if (GENERAL && !DS) ds *= slope;
+                    g[r][j][e] = ds;
+                }
+            }
+    }
+}
+
+} // namespace fa
+
+#endif

@@ -1,0 +1,383 @@
+/* mma_backward_sm80: gradients on the tensor cores of every NVIDIA GPU from Ampere on.
+ *
+ *     rows:     LSE and delta = dout . out - dlse of each query, to workspace   (mma_backward_rows.cuh)
+ *     queries:  dq, a tile of queries a thread block                                            (mma_backward.cuh)
+ *     keys:     dk and dv, a tile of keys of a kv head a thread block, over all query heads of its group
+ *     bias:     dbias, a tile of its own elements a thread block, over all that it is broadcast along
+ *                                                                                          (mma_backward_bias.cuh)
+ *     sinks:    dsinks, of the rows in workspace
+ *
+ * S and dP are worked out anew in each: seven products instead of five, but no sum leaves a block's registers before it
+ * is whole: no atomics, no float32 copy of a gradient, the same bits from run to run and in any batch, and dk, dv of
+ * grouped heads cost nothing more. Kernels follow one another on one stream; what one leaves in memory for the next are
+ * the rows and the parts of dsinks and dbias. Barriers: mma_backward.cuh.
+ *
+ * Float16 and bfloat16, float32 accumulation, head_dim and head_dim_v from 1 to 256 (padded with zeros to the next of
+ * 32, 64, 96, 128, 192, 256), any strides; causal, window, softcap, bias, boolean mask, sinks, gradients of both and
+ * through the LSE, accumulation; zero sizes. Instances a head_dim, dtype and side: by the size of the grid, and one for
+ * softcap, bias, mask and rows that are no aligned chunks. 99 KB of shared memory a block at most. 8 bytes of workspace
+ * a query row, heads in groups where they do not fit. From head_dim 192 on dk and dv are made one after the other.
+ *
+ * @instance d32 -DFA_MMA_HEAD_DIM=32
+ * @instance d64 -DFA_MMA_HEAD_DIM=64
+ * @instance d96 -DFA_MMA_HEAD_DIM=96
+ * @instance d128 -DFA_MMA_HEAD_DIM=128
+ * @instance d192 -DFA_MMA_HEAD_DIM=192
+ * @instance d256 -DFA_MMA_HEAD_DIM=256
+ */
+#include <iterator> // std::size
+
+#include "convert.cuh"           // takes_chunks
+#include "fa.h"                  // fa_backward, fa_kernel
+#include "launch.cuh"            // fa_own, FA_CUDA_TRY
+#include "mma_backward.cuh"      // backward_kernel
+#include "mma_backward_bias.cuh" // backward_bias, BiasAxes
+#include "mma_backward_rows.cuh" // backward_rows, backward_sinks
+#include "score.cuh"             // score_params
+
+namespace {
+
+using fa::BackwardArgs;
+using fa::BackwardConfig;
+using fa::BackwardShape;
+using fa::Role;
+
+/* Whether dk and dv of 16 keys fit the registers of one warp together. */
+constexpr bool has_both(int head_dim) { return head_dim <= 128; }
+
+/* Instances of one side, by what they are for. LARGE and SMALL give the same bits: other rows come in the same tiles
+ * and steps. */
+enum Kind {
+    LARGE,   // grids that fill the device
+    SMALL,   // grids that do not: half the own rows a block, where LARGE has two row tiles
+    GENERAL, // softcap, bias, boolean mask, rows of any alignment
+};
+
+/* Row tiles a warp, warps, other rows a tile and a step, blocks a multiprocessor. A warp of two row tiles reads each
+ * operand b for twice as many products, which shared memory needs (mma_sm80.cu); its gradients must leave room for
+ * that: 64 registers of dq at head_dim 64, 128 of dk and dv. */
+constexpr BackwardShape shape_of(int head_dim, Role role, Kind kind) {
+    constexpr BackwardShape OWN[] = {{2, 4, 0, 0, 2}, {1, 4, 0, 0, 2}, {1, 8, 0, 0, 1}}; // by kind
+    BackwardShape shape = head_dim <= 64 || (role == Role::QUERIES && head_dim <= 128) ? OWN[kind] : OWN[SMALL];
+    shape.tile = head_dim <= 64 ? 64 : head_dim <= 192 || role == Role::VALUE ? 32 : 16;
+    shape.step = shape.tile < 32 ? shape.tile : 32;
+    return shape;
+}
+
+template <typename T, int HEAD_DIM, Role ROLE, Kind KIND>
+using Choose = BackwardConfig<T, HEAD_DIM, ROLE, KIND == GENERAL, shape_of(HEAD_DIM, ROLE, KIND)>;
+
+} // namespace
+
+/* Of a launch: the kinds of the instances whose queries own, and whose keys do. */
+struct fa_mma_kinds {
+    int queries, keys;
+};
+
+/* Launches everything of a group of pairs, or dbias; one such function a padded head_dim, in its own object. */
+#define FA_MMA_BACKWARD_NAME(head_dim) fa_mma_backward_sm80_launch_d##head_dim
+#define FA_MMA_BACKWARD(head_dim)                                                                                      \
+    fa_code FA_MMA_BACKWARD_NAME(head_dim)(const BackwardArgs &args, fa_mma_kinds kinds, bool bias,                    \
+                                           const fa_launch &launch)
+#define FA_MMA_BACKWARD_ALL(X) X(32) X(64) X(96) X(128) X(192) X(256) // all instances, ascending
+
+#ifdef FA_INSTANCE
+
+namespace {
+
+/* Launches a kernel on `blocks` blocks, if there are any. */
+template <class Kernel>
+fa_code start(Kernel *kernel, int64_t blocks, int threads, int shared_bytes, const BackwardArgs &args,
+              const fa_launch &launch) {
+    if (blocks == 0) return FA_OK;
+    if (size_t(shared_bytes) > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, shared_bytes, launch));
+    FA_CHAOS_ARM(launch.stream, launch);
+    const unsigned grid = unsigned(blocks < INT32_MAX ? blocks : INT32_MAX);
+    kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(launch.stream)>>>(args);
+    FA_CUDA_TRY(launch, cudaGetLastError());
+    return FA_OK;
+}
+
+template <class C> fa_code start_role(BackwardArgs args, const fa_launch &launch) {
+    fa::TaskOrder &order = C::QUERIES ? args.queries : args.keys;
+    const int64_t length = C::QUERIES ? args.problem.forward.seq_q : args.problem.forward.seq_k;
+    order.blocks = unsigned((length + C::OWN - 1) / C::OWN);
+    return start(fa::backward_kernel<C>, int64_t(order.blocks) * order.items, C::THREADS, C::SHARED_BYTES, args,
+                 launch);
+}
+
+template <typename T, Role ROLE> fa_code start_kind(const BackwardArgs &args, int kind, const fa_launch &launch) {
+    constexpr int D = FA_MMA_HEAD_DIM;
+    switch (kind) {
+    case LARGE: return start_role<Choose<T, D, ROLE, LARGE>>(args, launch);
+    case SMALL: return start_role<Choose<T, D, ROLE, SMALL>>(args, launch);
+    default: return start_role<Choose<T, D, ROLE, GENERAL>>(args, launch);
+    }
+}
+
+template <typename T> fa_code launch_pairs(const BackwardArgs &args, fa_mma_kinds kinds, const fa_launch &launch) {
+    const uint32_t wants = args.problem.wants;
+    if (wants >> FA_GRAD_Q & 1) FA_TRY((start_kind<T, Role::QUERIES>(args, kinds.queries, launch)));
+    if constexpr (has_both(FA_MMA_HEAD_DIM)) {
+        if (wants >> FA_GRAD_K & 3) FA_TRY((start_kind<T, Role::KEYS>(args, kinds.keys, launch)));
+    } else {
+        if (wants >> FA_GRAD_K & 1) FA_TRY((start_kind<T, Role::KEY>(args, kinds.keys, launch)));
+        if (wants >> FA_GRAD_V & 1) FA_TRY((start_kind<T, Role::VALUE>(args, kinds.keys, launch)));
+    }
+    return FA_OK;
+}
+
+template <typename T>
+fa_code launch_dtype(const BackwardArgs &args, fa_mma_kinds kinds, bool bias, const fa_launch &launch) {
+    const fa_forward &f = args.problem.forward;
+    if (bias) {
+        using C = fa::BiasConfig<T, FA_MMA_HEAD_DIM>;
+        const int64_t tasks = fa::BiasAxes(args.problem, C::QUERIES, C::KEYS).tasks();
+        FA_TRY(start(fa::backward_bias<C>, tasks * args.parts, C::THREADS, C::SHARED_BYTES, args, launch));
+        if (args.parts == 1) return FA_OK;
+        return start(fa::backward_bias_sum, (fa::bias_elements(args.problem) + 127) / 128, 128, 0, args, launch);
+    }
+    const int64_t heads = int64_t(args.pairs) * args.group;
+    constexpr int ROWS = fa::ROWS_WARPS * 32 / fa::row_lanes(FA_MMA_HEAD_DIM); // of a block
+    FA_TRY(start(fa::backward_rows<T, FA_MMA_HEAD_DIM>, (heads * args.pitch + ROWS - 1) / ROWS, 32 * fa::ROWS_WARPS, 0,
+                 args, launch));
+    if (args.problem.wants >> FA_GRAD_SINKS & 1) {
+        FA_TRY(start(fa::backward_sink_parts<T>, heads, fa::SINKS_THREADS, 0, args, launch));
+        if (args.first_pair + args.pairs == f.batch * f.heads_kv)
+            FA_TRY(start(fa::backward_sinks, (f.heads + fa::SINKS_THREADS - 1) / fa::SINKS_THREADS, fa::SINKS_THREADS,
+                         0, args, launch));
+    }
+    return launch_pairs<T>(args, kinds, launch);
+}
+
+} // namespace
+
+FA_MMA_BACKWARD(FA_MMA_HEAD_DIM) {
+    if (args.problem.forward.dtype == FA_F16) return launch_dtype<__half>(args, kinds, bias, launch);
+    return launch_dtype<__nv_bfloat16>(args, kinds, bias, launch);
+}
+
+#else // the host part
+
+#define FA_MMA_BACKWARD_DECLARE(head_dim) FA_MMA_BACKWARD(head_dim);
+FA_MMA_BACKWARD_ALL(FA_MMA_BACKWARD_DECLARE)
+
+namespace {
+
+constexpr int MAX_LENGTH_BITS = 28; // of queries or keys: the kernels add up to four such numbers in 32 bits
+constexpr int MAX_BLOCKS_BITS = 31;
+
+using Launch = fa_code(const BackwardArgs &, fa_mma_kinds, bool bias, const fa_launch &);
+
+struct Instance {
+    int head_dim;
+    Launch *launch;
+    int shared_bytes;                                    // the most that one of its kernels takes
+    int bias_queries, bias_keys;                         // of a tile of dbias
+    int own_queries[GENERAL + 1], own_keys[GENERAL + 1]; // that a block owns, by kind
+};
+
+template <int D> constexpr Instance instance_of(Launch *launch) {
+    using T = __half; // dtypes do not differ
+    using Bias = fa::BiasConfig<T, D>;
+    constexpr Role QUERIES = Role::QUERIES;
+    constexpr Role KEYS = has_both(D) ? Role::KEYS : Role::KEY, VALUES = has_both(D) ? Role::KEYS : Role::VALUE;
+    static_assert(Choose<T, D, KEYS, LARGE>::OWN == Choose<T, D, VALUES, LARGE>::OWN);
+    int bytes = Bias::SHARED_BYTES;
+    for (const int other : {Choose<T, D, QUERIES, LARGE>::SHARED_BYTES, Choose<T, D, QUERIES, GENERAL>::SHARED_BYTES,
+                            Choose<T, D, KEYS, LARGE>::SHARED_BYTES, Choose<T, D, KEYS, GENERAL>::SHARED_BYTES,
+                            Choose<T, D, VALUES, LARGE>::SHARED_BYTES, Choose<T, D, VALUES, GENERAL>::SHARED_BYTES})
+        bytes = other > bytes ? other : bytes;
+    return {
+        .head_dim = D,
+        .launch = launch,
+        .shared_bytes = bytes,
+        .bias_queries = Bias::QUERIES,
+        .bias_keys = Bias::KEYS,
+        .own_queries = {Choose<T, D, QUERIES, LARGE>::OWN, Choose<T, D, QUERIES, SMALL>::OWN,
+                        Choose<T, D, QUERIES, GENERAL>::OWN},
+        .own_keys = {Choose<T, D, KEYS, LARGE>::OWN, Choose<T, D, KEYS, SMALL>::OWN, Choose<T, D, KEYS, GENERAL>::OWN}};
+}
+
+#define FA_MMA_BACKWARD_INSTANCE(D)       instance_of<D>(FA_MMA_BACKWARD_NAME(D)),
+constexpr Instance INSTANCES[] = {FA_MMA_BACKWARD_ALL(FA_MMA_BACKWARD_INSTANCE)};
+static_assert(INSTANCES[std::size(INSTANCES) - 1].head_dim == FA_MAX_HEAD_DIM, "an instance for every head_dim");
+
+/* The plan's own part. */
+struct Own {
+    int index; // of INSTANCES
+    fa_mma_kinds kinds;
+    bool chunks_q, chunks_k, chunks_v, chunks_dout, chunks_out;
+    bool pairs_bias, pairs_mask;
+    uint8_t stores_pairs;
+    int parts;                             // of the walks of dbias
+    int64_t pairs;                         // whose rows the workspace holds at a time
+    int64_t pitch;                         // rows a head there
+    int64_t sinks_at, bias_at;             // in the workspace, bytes
+    int64_t section_queries, section_keys; // heads, kv heads walked together
+};
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool has_chunks(const fa_operand &x, int columns) { return fa::takes_chunks<uint16_t>(x, columns, 8); }
+
+/* Gradients of which two neighbouring elements can be stored at once. */
+uint8_t pair_stores(const fa_backward &p) {
+    const int lengths[3] = {p.forward.head_dim, p.forward.head_dim, p.forward.head_dim_v};
+    uint8_t stores = 0;
+    for (int n = FA_GRAD_Q; n <= FA_GRAD_V; ++n) {
+        const fa_operand &x = p.grad[n];
+        const bool pairs = p.grad_dtype[n] == FA_F32 ? fa::takes_chunks<float>(x, lengths[n], 2)
+                                                     : fa::takes_chunks<uint16_t>(x, lengths[n], 2);
+        if (pairs) stores |= 1 << n;
+    }
+    return stores;
+}
+
+/* Heads walked together: where blocks differ in length, as many as half of the L2 cache holds what streams past them
+ * of, else one by one. */
+int64_t section_of(const fa_forward &f, const fa_device_info *device, int64_t streamed_rows, int64_t items) {
+    const int64_t bytes = streamed_rows * (f.head_dim + f.head_dim_v) * 2;
+    int64_t section = 1;
+    if (f.right != FA_UNBOUNDED && bytes > 0) section = int64_t(device->l2_bytes / 2) / bytes;
+    return section < 1 ? 1 : section > items && items > 0 ? items : section;
+}
+
+/* Parts of the walks of dbias: enough to fill the device, within the workspace that is left. */
+int parts_of(const fa_backward &p, const fa_device_info *device, const Instance &instance, size_t used) {
+    if (!(p.wants >> FA_GRAD_BIAS & 1)) return 1;
+    const fa::BiasAxes axes(p, instance.bias_queries, instance.bias_keys);
+    const int64_t tasks = axes.tasks(), walk = axes.walk(), filled = int64_t(device->sm_count) * 2;
+    if (tasks == 0 || walk < 2 || tasks >= filled || used >= device->workspace_limit) return 1;
+    const int64_t fits = int64_t(device->workspace_limit - used) / 4 / fa::bias_elements(p);
+    int64_t parts = divide_up(filled, tasks);
+    if (parts > walk) parts = walk;
+    if (parts > fits) parts = fits;
+    return parts < 2 ? 1 : int(parts);
+}
+
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    if ((f.seq_q > f.seq_k ? f.seq_q : f.seq_k) >> MAX_LENGTH_BITS)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, MAX_LENGTH_BITS, 0, 0);
+    const int head_dim = f.head_dim > f.head_dim_v ? f.head_dim : f.head_dim_v;
+    Own &own = fa_own<Own>(plan);
+    while (INSTANCES[own.index].head_dim < head_dim) ++own.index;
+    const Instance &instance = INSTANCES[own.index];
+    if (size_t(instance.shared_bytes) > device->smem_per_block)
+        return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, instance.shared_bytes,
+                          int64_t(device->smem_per_block), 0);
+    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    own.chunks_q = has_chunks(f.q, f.head_dim), own.chunks_k = has_chunks(f.k, f.head_dim);
+    own.chunks_v = has_chunks(f.v, f.head_dim_v);
+    own.chunks_dout = !p.dout.data || has_chunks(p.dout, f.head_dim_v);
+    own.chunks_out = f.out_dtype == f.dtype && has_chunks(f.out, f.head_dim_v);
+    const bool general = f.bias.data || f.mask.data || f.softcap > 0 || !own.chunks_q || !own.chunks_k ||
+                         !own.chunks_v || !own.chunks_dout;
+    own.pairs_bias = f.bias_dtype == FA_F32 ? fa::takes_chunks<float>(f.bias, f.seq_k, 2)
+                                            : fa::takes_chunks<uint16_t>(f.bias, f.seq_k, 2);
+    own.pairs_mask = fa::takes_chunks<uint8_t>(f.mask, f.seq_k, 2);
+    own.stores_pairs = pair_stores(p);
+    own.pitch = divide_up(f.seq_q, fa::ROWS_MULTIPLE) * fa::ROWS_MULTIPLE;
+    const size_t sinks_bytes = p.wants >> FA_GRAD_SINKS & 1 ? size_t(f.batch * f.heads) * sizeof(double) : 0;
+    const double left = double(device->workspace_limit) - double(sinks_bytes),
+                 fits = left / (8.0 * double(group) * double(own.pitch));
+    own.pairs = own.pitch == 0 || double(all) <= fits ? all : left > 0 ? int64_t(fits) : 0;
+    const bool at_once = p.wants >> FA_GRAD_BIAS & 1; // dbias may add up over all heads
+    if (all && (own.pairs == 0 || (at_once && own.pairs < all)))
+        return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    const auto kind_of = [&](int64_t heads, int64_t length, const int(&rows)[GENERAL + 1]) {
+        return general ? GENERAL : heads * divide_up(length, rows[LARGE]) > device->sm_count ? LARGE : SMALL;
+    };
+    own.kinds = {kind_of(own.pairs * group, f.seq_q, instance.own_queries),
+                 kind_of(own.pairs, f.seq_k, instance.own_keys)};
+    const int64_t blocks_q = f.batch * f.heads * divide_up(f.seq_q, instance.own_queries[own.kinds.queries]);
+    const int64_t blocks_k = all * divide_up(f.seq_k, instance.own_keys[own.kinds.keys]);
+    const int64_t blocks_bias =
+        !(p.wants >> FA_GRAD_BIAS & 1) ? 0 : fa::BiasAxes(p, instance.bias_queries, instance.bias_keys).tasks();
+    if (blocks_q >> MAX_BLOCKS_BITS || blocks_k >> MAX_BLOCKS_BITS || blocks_bias >> MAX_BLOCKS_BITS)
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, MAX_BLOCKS_BITS, 0, 0);
+    own.sinks_at = own.pairs * group * own.pitch * 8;
+    own.bias_at = own.sinks_at + int64_t(sinks_bytes);
+    own.parts = parts_of(p, device, instance, size_t(own.bias_at));
+    own.section_queries = section_of(f, device, f.seq_k, own.pairs) * group;
+    own.section_keys = section_of(f, device, f.seq_q * group, own.pairs);
+    plan->workspace_bytes = size_t(own.bias_at) + (own.parts > 1 ? size_t(own.parts * fa::bias_elements(p)) * 4 : 0);
+    plan->threads = general && instance.head_dim <= 128 ? 256 : 128;
+    plan->blocks = blocks_k > blocks_q ? blocks_k : blocks_q;
+    plan->smem_bytes = size_t(instance.shared_bytes);
+    plan->keep = true;
+    return FA_TAKES;
+}
+
+int clamp_bound(int64_t bound) {
+    constexpr int64_t kFar = int64_t(2) << MAX_LENGTH_BITS;
+    return int(bound < kFar ? bound : kFar);
+}
+
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    const Own &own = fa_own<Own>(plan);
+    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    char *workspace = static_cast<char *>(launch->workspace);
+    BackwardArgs args = {
+        .problem = p,
+        .score = fa::score_params(f),
+        .visible = {.left = clamp_bound(f.left),
+                    .right = clamp_bound(f.right),
+                    .diagonal = int(f.diagonal),
+                    .key_begin = int(f.key_begin),
+                    .key_end = int(f.key_end)},
+        .scale = float(f.scale),
+        .softcap = float(f.softcap),
+        .rows = reinterpret_cast<float2 *>(workspace),
+        .pitch = own.pitch,
+        .first_pair = 0,
+        .pairs = 0,
+        .group = int(group),
+        .queries = {.blocks = 0, .items = 0, .section = unsigned(own.section_queries), .reversed = true},
+        .keys = {.blocks = 0, .items = 0, .section = unsigned(own.section_keys), .reversed = false},
+        .chunks_q = own.chunks_q,
+        .chunks_k = own.chunks_k,
+        .chunks_v = own.chunks_v,
+        .chunks_dout = own.chunks_dout,
+        .chunks_out = own.chunks_out,
+        .pairs_bias = own.pairs_bias,
+        .pairs_mask = own.pairs_mask,
+        .stores_pairs = own.stores_pairs,
+        .sinks = reinterpret_cast<double *>(workspace + own.sinks_at),
+        .bias_parts = reinterpret_cast<float *>(workspace + own.bias_at),
+        .parts = own.parts,
+    };
+    const auto run = INSTANCES[own.index].launch;
+    do { // once for no pairs, whose sums of nothing are results too
+        args.pairs = int(all - args.first_pair < own.pairs ? all - args.first_pair : own.pairs);
+        args.queries.items = unsigned(args.pairs * group), args.keys.items = unsigned(args.pairs);
+        FA_TRY(run(args, own.kinds, false, *launch));
+        args.first_pair += args.pairs;
+    } while (args.first_pair < all);
+    args.first_pair = 0, args.pairs = int(all);
+    return p.wants >> FA_GRAD_BIAS & 1 ? run(args, own.kinds, true, *launch) : FA_OK;
+}
+
+} // namespace
+
+extern "C" FA_EXPORT const fa_kernel fa_kernel_mma_backward_sm80;
+const fa_kernel fa_kernel_mma_backward_sm80 = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_BACKWARD,
+    .device = FA_CUDA,
+    .name = "mma_backward_sm80",
+    .summary = "gradients by mma.sync tensor cores with cp.async pipelines, without atomics, from Ampere on",
+    .cc_from = 80,
+    .cc_to = 0,
+    .dtypes = FA_FLOAT16_BITS,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
+             FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
+    .plan = plan,
+    .launch = launch,
+};
+
+#endif

@@ -1,0 +1,143 @@
+/* Tiles of rows on their way through mma_backward_sm80: from global to shared memory, and as operands of mma.sync.
+ *
+ * A tile lies as mma_tile.cuh says. One copy of the other rows serves twice: as operand b of S or dP (rows of the tile
+ * are columns of the product), read by ldmatrix as it lies, and as operand b of a gradient (rows of the tile are summed
+ * over), read by ldmatrix.trans. The weights between are accumulators of the former product, which are operand a of the
+ * latter as they come: no weight passes through shared memory. */
+#ifndef FA_MMA_BACKWARD_TILE_CUH
+#define FA_MMA_BACKWARD_TILE_CUH
+
+#include <stdint.h> // int64_t, uint32_t
+
+#include "convert.cuh"    // row_of
+#include "fa.h"           // fa_operand
+#include "mma_scores.cuh" // Scores
+#include "mma_tile.cuh"   // TileLayout, BlockAddress
+#include "sm80_ptx.cuh"   // cp_async_16, store_shared, ldmatrix_x4, mma_16x8x16, pack
+
+namespace fa {
+
+/* Copies of ROWS rows of COLUMNS 16-bit elements by a block of THREADS. */
+template <int COLUMNS, int THREADS, int ROWS> struct RowCopy {
+    using Layout = TileLayout<COLUMNS>;
+    static constexpr int CHUNKS = Layout::PERIOD;         // neighbouring chunks that neighbouring threads take
+    static constexpr int STEP = THREADS / CHUNKS;         // rows between two chunks of a thread
+    static constexpr int GROUPS = COLUMNS / (CHUNKS * 8); // chunks of a thread in one row
+    static_assert(STEP % 8 == 0, "a thread's rows share one key of the layout");
+    static_assert(ROWS % STEP == 0 || ROWS < STEP, "only a thread's first row can lie beyond the tile");
+
+    /* Starts the copy of the rows [first, first + ROWS) of (batch, head). Columns from `length` on, rows that `exists`
+     * does not name, and all of an absent operand become zeros and are not read. `chunks`: rows are whole 16-byte
+     * aligned chunks of neighbouring elements; otherwise the elements are read when this returns. */
+    template <class Exists>
+    __device__ static __forceinline__ void start(uint32_t tile, const fa_operand &x, int64_t batch, int64_t head,
+                                                 int first, int length, bool chunks, Exists &&exists) {
+        const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+        if (ROWS < STEP && row >= ROWS) return;
+        const int columns = x.data ? length - chunk * 8 : 0;
+        const uint32_t to = tile + Layout::offset(row, chunk);
+        const uint16_t *from = row_of<const uint16_t>(x, batch, head, first + row) + chunk * 8 * x.stride[3];
+        if (chunks) {
+#pragma unroll
+            for (int r = 0; r < ROWS; r += STEP, from += STEP * x.stride[2]) {
+                const bool there = exists(first + row + r);
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g)
+                    cp_async_16(to + r * Layout::ROW_BYTES + g * CHUNKS * 16, from + g * CHUNKS * 8,
+                                there && g * CHUNKS * 8 < columns);
+            }
+        } else {
+#pragma unroll 1
+            for (int r = 0; r < ROWS; r += STEP, from += STEP * x.stride[2]) {
+                const bool there = exists(first + row + r);
+#pragma unroll 1
+                for (int g = 0; g < GROUPS; ++g) {
+                    const uint16_t *at = from + g * CHUNKS * 8 * x.stride[3];
+                    const int count = there ? columns - g * CHUNKS * 8 : 0;
+                    uint32_t word[4] = {};
+#pragma unroll
+                    for (int i = 0; i < 8; ++i)
+                        if (i < count) word[i / 2] |= uint32_t(at[i * x.stride[3]]) << i % 2 * 16;
+                    store_shared(to + r * Layout::ROW_BYTES + g * CHUNKS * 16,
+                                 make_uint4(word[0], word[1], word[2], word[3]));
+                }
+            }
+        }
+    }
+};
+
+/* Products of one warp, ROW_TILES * 16 own rows, with STEP other rows. */
+template <typename T, int HEAD_DIM, int ROW_TILES, int STEP> struct WarpProduct {
+    using Layout = TileLayout<HEAD_DIM>;
+    using OwnAddress = BlockAddress<HEAD_DIM, BlockOrder::ROWS_FIRST>;       // own rows as operand a
+    using ColumnAddress = BlockAddress<HEAD_DIM, BlockOrder::COLUMNS_FIRST>; // other rows as columns of b
+    using SummedAddress = BlockAddress<HEAD_DIM, BlockOrder::ROWS_FIRST>;    // other rows, transposed, as rows of b
+    using Pairs = Scores<ROW_TILES, STEP>;
+    using Gradient = float[ROW_TILES][HEAD_DIM / 8][4]; // as Pairs, head_dim in place of other rows
+    static constexpr int BLOCK_BYTES = 16 * Layout::ROW_BYTES;
+
+    __device__ static __forceinline__ void clear(Pairs &s) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r)
+#pragma unroll
+            for (int j = 0; j < STEP / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[r][j][e] = 0.0f;
+    }
+
+    /* s += own rows times other rows, over columns [16 step, 16 step + 16). */
+    __device__ static __forceinline__ void add_block(Pairs &s, const OwnAddress &own, const ColumnAddress &other,
+                                                     int step) {
+        uint32_t a[ROW_TILES][4];
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; ++r) ldmatrix_x4<false>(a[r], own.at(step) + r * BLOCK_BYTES);
+#pragma unroll
+        for (int n = 0; n < STEP / 16; ++n) {
+            uint32_t b[4];
+            ldmatrix_x4<false>(b, other.at(step) + n * BLOCK_BYTES);
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+                mma_16x8x16<T>(s[r][2 * n], a[r], b[0], b[1]);
+                mma_16x8x16<T>(s[r][2 * n + 1], a[r], b[2], b[3]);
+            }
+        }
+    }
+
+    /* s += own rows times other rows, over all columns; not unrolled beyond what the layout needs. */
+    __device__ static __forceinline__ void add_product(Pairs &s, const OwnAddress &own, const ColumnAddress &other) {
+        constexpr int STEPS = Layout::PERIOD / 2;
+#pragma unroll 1
+        for (int bytes = 0; bytes < Layout::ROW_BYTES; bytes += STEPS * 32)
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) add_block(s, own.shifted(bytes), other.shifted(bytes), step);
+    }
+
+    /* gradient += the weights, rounded to T, times the other rows. */
+    __device__ static __forceinline__ void add_weighted(Gradient &gradient, const Pairs &weights,
+                                                        const SummedAddress &other) {
+#pragma unroll
+        for (int n = 0; n < STEP / 16; ++n) {
+            uint32_t a[ROW_TILES][4];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; ++r) {
+                const float(&low)[4] = weights[r][2 * n], (&high)[4] = weights[r][2 * n + 1];
+                a[r][0] = pack<T>(low[0], low[1]), a[r][1] = pack<T>(low[2], low[3]);
+                a[r][2] = pack<T>(high[0], high[1]), a[r][3] = pack<T>(high[2], high[3]);
+            }
+#pragma unroll
+            for (int step = 0; step < HEAD_DIM / 16; ++step) {
+                uint32_t b[4];
+                ldmatrix_x4<true>(b, other.at(step) + n * BLOCK_BYTES);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; ++r) {
+                    mma_16x8x16<T>(gradient[r][2 * step], a[r], b[0], b[1]);
+                    mma_16x8x16<T>(gradient[r][2 * step + 1], a[r], b[2], b[3]);
+                }
+            }
+        }
+    }
+};
+
+} // namespace fa
+
+#endif

@@ -1,0 +1,470 @@
+/* wgmma_backward_sm90: gradients on Hopper (sm_90a) by two kernels without sums in memory: TMA, wgmma, warp
+ * specialisation.
+ *
+ *     queries: LSE and delta of each query, to workspace; dq, a tile of queries a CTA      sm90_backward_queries.cuh
+ *     keys:    dk and dv, a tile of keys of a kv head a CTA, over its group of query heads   sm90_backward_keys.cuh
+ *     sinks:   dsinks, from partial sums that the first kernel leaves
+ *
+ * S and dP are worked out in both: seven products instead of five, but no dq in float32, no atomics and no exchange, so
+ * that the bits are the same from run to run and do not depend on the batch.
+ *
+ * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
+ * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64, 96 or 128 columns, head_dim_v
+ * = head_dim, out of q's dtype; no bias, no boolean mask. 8 bytes of workspace a query row, heads in groups where they
+ * do not fit.
+ *
+ * @arch sm_90a
+ * @instance d128_full_f16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
+ * @instance d128_full_bf16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_masked_f16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
+ * @instance d128_masked_bf16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_capped_f16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
+ * @instance d128_capped_bf16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d96_full_f16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
+ * @instance d96_full_bf16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
+ * @instance d96_masked_f16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
+ * @instance d96_masked_bf16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d96_capped_f16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
+ * @instance d96_capped_bf16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_full_f16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
+ * @instance d64_full_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_masked_f16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
+ * @instance d64_masked_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_capped_f16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
+ * @instance d64_capped_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
+ */
+#include "launch.cuh"
+#include "sm90_backward_keys.cuh"
+#include "sm90_backward_queries.cuh"
+#include "sm90_tensor_map.h"
+#include <algorithm> // min, max
+
+/* ---- configuration ---- */
+
+#define FA_FULL   0 // no key is excluded but by the end of the keys
+#define FA_MASKED 1 // a range of keys a row: causal, window
+#define FA_CAPPED 2 // the same, with softcap
+
+namespace fa::sm90 {
+
+/* Shape of the two kernels, two warpgroups each. What a tuner gives is taken instead. */
+struct BackwardTiling {
+    int tile_n, stages;                   // queries kernel: keys a block, rings of keys and of values
+    bool turns;                           // its warpgroups issue their products in turns
+    bool overlap;                         // a block's dQ is in flight with the next block's S and dP
+    int tile_q, query_stages, key_stages; // keys kernel: queries a step, ring of steps, tiles of keys
+};
+
+constexpr BackwardTiling backward_tiling(int head_dim) {
+    BackwardTiling t = {128, 2, true, false, 64, 4, 1};
+    if (head_dim <= 64) t = {128, 4, true, true, 64, 6, 2};
+#ifdef FA_TILE_N
+    t.tile_n = FA_TILE_N;
+#endif
+#ifdef FA_STAGES
+    t.stages = FA_STAGES;
+#endif
+#ifdef FA_TURNS
+    t.turns = FA_TURNS;
+#endif
+#ifdef FA_OVERLAP
+    t.overlap = FA_OVERLAP;
+#endif
+#ifdef FA_TILE_Q
+    t.tile_q = FA_TILE_Q;
+#endif
+#ifdef FA_QUERY_STAGES
+    t.query_stages = FA_QUERY_STAGES;
+#endif
+#ifdef FA_KEY_STAGES
+    t.key_stages = FA_KEY_STAGES;
+#endif
+    return t;
+}
+
+constexpr int kBackwardConsumers = 2, kBackwardTile = 64 * kBackwardConsumers;
+
+template <class T, int HeadDim, int Kind> struct BackwardConfig {
+    static constexpr BackwardTiling kTiling = backward_tiling(HeadDim);
+    using Element = T;
+    static constexpr int kHeadDim = HeadDim, kConsumers = kBackwardConsumers;
+    static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED;
+    // 64 Ki registers: what the consumers leave is the producer's.
+#ifdef FA_CHAOS // whose delays need some there too
+    static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+#else
+    static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+#endif
+};
+template <class T, int HeadDim, int Kind> struct QueriesConfig : BackwardConfig<T, HeadDim, Kind> {
+    using Base = BackwardConfig<T, HeadDim, Kind>;
+    static constexpr int kTileM = kBackwardTile, kTileN = Base::kTiling.tile_n, kStages = Base::kTiling.stages,
+                         kRowBlock = Base::kTiling.tile_q;
+    static constexpr bool kTurns = Base::kTiling.turns, kOverlap = Base::kTiling.overlap;
+    static_assert(kTileN % 16 == 0 && kTileN <= 128, "the bits of a row's mask");
+    static_assert(kStages >= 2, "a block's keys are held while the next block's products are issued");
+    static_assert(kTileM % kRowBlock == 0, "row blocks are written whole");
+};
+template <class T, int HeadDim, int Kind> struct KeysConfig : BackwardConfig<T, HeadDim, Kind> {
+    using Base = BackwardConfig<T, HeadDim, Kind>;
+    static constexpr int kTileK = kBackwardTile, kTileQ = Base::kTiling.tile_q, kStages = Base::kTiling.query_stages,
+                         kKeyStages = Base::kTiling.key_stages;
+    static_assert(kTileQ % 16 == 0 && kTileQ <= 128, "the bits of a row's mask");
+    static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
+};
+
+/* ---- instances: the two kernels of one head_dim, kind and dtype a compilation ---- */
+
+/* What one launch of an instance does: a kernel without blocks is left out. */
+struct BackwardWork {
+    QueriesParams queries;
+    KeysParams keys;
+    int64_t query_blocks, key_blocks;
+};
+using BackwardLaunch = fa_code(const BackwardWork &, const fa_launch &);
+
+#ifdef FA_INSTANCE
+
+#define FA_PASTE_(a, b) a##b
+#define FA_PASTE(a, b)  FA_PASTE_(a, b)
+
+template <class C, class Smem, class Params>
+fa_code start(void (*kernel)(Params), const Params &params, int64_t blocks, const fa_launch &launch) {
+    constexpr int kBytes = sizeof(Smem);
+    static_assert(kBytes <= 227 * 1024, "shared memory of a block");
+    if (blocks == 0) return FA_OK;
+    FA_TRY(fa_allow_smem(kernel, kBytes, launch));
+    FA_CHAOS_ARM(launch.stream, launch);
+    kernel<<<static_cast<unsigned>(blocks), 128 * (C::kConsumers + 1), kBytes,
+             static_cast<cudaStream_t>(launch.stream)>>>(params);
+    FA_CUDA_TRY(launch, cudaGetLastError());
+    return FA_OK;
+}
+
+BackwardLaunch FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE);
+fa_code FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE)(const BackwardWork &work, const fa_launch &launch) {
+    using Queries = QueriesConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
+    using Keys = KeysConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
+    FA_TRY((start<Queries, QueriesSmem<Queries>>(backward_queries<Queries>, work.queries, work.query_blocks, launch)));
+    return start<Keys, KeysSmem<Keys>>(backward_keys<Keys>, work.keys, work.key_blocks, launch);
+}
+
+} // namespace fa::sm90
+
+#else
+
+// A tuner links single instances: those left out are null.
+#define FA_DECLARE(d, kind)                                                                                            \
+    __attribute__((weak)) BackwardLaunch wgmma_backward_sm90_d##d##_##kind##_f16,                                      \
+        wgmma_backward_sm90_d##d##_##kind##_bf16
+#define FA_DECLARE_ALL(d)                                                                                              \
+    FA_DECLARE(d, full);                                                                                               \
+    FA_DECLARE(d, masked);                                                                                             \
+    FA_DECLARE(d, capped)
+FA_DECLARE_ALL(64);
+FA_DECLARE_ALL(96);
+FA_DECLARE_ALL(128);
+
+#define FA_ENTRY(d, kind)                                                                                              \
+    { wgmma_backward_sm90_d##d##_##kind##_f16, wgmma_backward_sm90_d##d##_##kind##_bf16 }
+static constexpr int kBackwardHeadDims[] = {64, 96, 128};
+static BackwardLaunch *const kBackwardLaunches[][3][2] = {
+    // [head_dim][kind][float16, bfloat16]
+    {FA_ENTRY(64, full), FA_ENTRY(64, masked), FA_ENTRY(64, capped)},
+    {FA_ENTRY(96, full), FA_ENTRY(96, masked), FA_ENTRY(96, capped)},
+    {FA_ENTRY(128, full), FA_ENTRY(128, masked), FA_ENTRY(128, capped)},
+};
+
+/* ---- dsinks: a head a thread block ---- */
+
+constexpr int kSinkThreads = 256;
+
+/* Adds up the parts of head h, (B, H, parts), in float64 and in an order that depends on their number alone. */
+static __global__ void __launch_bounds__(kSinkThreads)
+    backward_sinks(const float *parts, int64_t count, int64_t batch, int64_t heads, Gradient dsinks) {
+    FA_CHAOS_BEGIN();
+    __shared__ double sums[kSinkThreads];
+    const int64_t h = blockIdx.x;
+    double sum = 0;
+    for (int64_t n = threadIdx.x; n < batch * count; n += kSinkThreads)
+        sum += parts[(n / count * heads + h) * count + n % count];
+    sums[threadIdx.x] = sum;
+    for (int half = kSinkThreads / 2; half; half /= 2) {
+        __syncthreads();
+        if (int(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    if (threadIdx.x != 0) return;
+    const int64_t index = h * dsinks.stride[0];
+    float value = static_cast<float>(sums[0]);
+    if (dsinks.accumulate) value += load_as_float(dsinks.data, dsinks.dtype, index);
+    if (dsinks.dtype == FA_F32)
+        static_cast<float *>(dsinks.data)[index] = value;
+    else if (dsinks.dtype == FA_F16)
+        static_cast<__half *>(dsinks.data)[index] = from_float<__half>(value);
+    else
+        static_cast<__nv_bfloat16 *>(dsinks.data)[index] = from_float<__nv_bfloat16>(value);
+}
+
+/* ---- plan ---- */
+
+/* The plan's own part. */
+struct BackwardOwn {
+    int index, kind;           // of kBackwardLaunches
+    int64_t pairs;             // batch entries times kv heads of one launch
+    int64_t query_tiles;       // a query head
+    int64_t key_tiles;         // a kv head
+    int64_t row_blocks;        // a query head; 0: the second kernel is not wanted
+    int64_t sink_parts;        // a query head; 0: dsinks is not wanted
+    int64_t parts_at, rows_at; // bytes into the workspace, which begins with two counters
+};
+
+constexpr int64_t kCounterBytes = 256;
+
+static int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+
+static int backward_kind(const fa_forward &f) {
+    if (f.softcap > 0) return FA_CAPPED;
+    return f.left >= FA_UNBOUNDED && f.right >= FA_UNBOUNDED ? FA_FULL : FA_MASKED;
+}
+
+/* Sizes of launches and of the workspace. False when not even one pair's rows fit into the limit. */
+static bool backward_sizes(const fa_backward &p, const fa_device_info *device, BackwardOwn *own, fa_plan *plan) {
+    const fa_forward &f = p.forward;
+    const BackwardTiling t = backward_tiling(kBackwardHeadDims[own->index]);
+    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    own->query_tiles = divided_up(f.seq_q, kBackwardTile);
+    own->key_tiles = divided_up(f.seq_k, kBackwardTile);
+    own->row_blocks = p.wants >> FA_GRAD_K & 3 ? divided_up(f.seq_q, t.tile_q) : 0;
+    own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->query_tiles * 4 * kBackwardConsumers : 0;
+    own->parts_at = kCounterBytes;
+    const int64_t part_bytes = f.batch * f.heads * own->sink_parts * int64_t(sizeof(float));
+    own->rows_at = own->parts_at + divided_up(part_bytes, 256) * 256;
+    const int64_t pair_bytes = group * own->row_blocks * t.tile_q * int64_t(2 * sizeof(float));
+    const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
+    own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
+    if (all > 0 && (own->pairs == 0 || left < 0)) return false;
+    plan->workspace_bytes = size_t(own->rows_at + own->pairs * pair_bytes);
+    return true;
+}
+
+static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31;
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    BackwardOwn &own = fa_own<BackwardOwn>(plan);
+    if (f.head_dim > kBackwardHeadDims[std::size(kBackwardHeadDims) - 1])
+        return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kBackwardHeadDims[std::size(kBackwardHeadDims) - 1], 0, 0);
+    if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
+        (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads * f.batch, 1))
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
+    if (f.out_dtype != f.dtype) return fa_because(why, FA_REFUSES, FA_WHY_OUT_DTYPE, 0, 0, 0);
+    const int64_t keys = f.key_end - f.key_begin;
+    const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
+    if (reads && (!takes_tensor_map(f.q, FA_OPERAND_Q, f.head_dim, f.seq_q, why) ||
+                  !takes_tensor_map(f.k, FA_OPERAND_K, f.head_dim, keys, why) ||
+                  !takes_tensor_map(f.v, FA_OPERAND_V, f.head_dim, keys, why) ||
+                  !takes_tensor_map(f.out, FA_OPERAND_OUT, f.head_dim, f.seq_q, why) ||
+                  (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_DOUT, f.head_dim, f.seq_q, why))))
+        return FA_REFUSES;
+    if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+    while (kBackwardHeadDims[own.index] < f.head_dim) ++own.index;
+    own.kind = backward_kind(f);
+    if (!kBackwardLaunches[own.index][own.kind][f.dtype == FA_BF16])
+        return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    if (!backward_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    const int64_t group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    plan->threads = 128 * (kBackwardConsumers + 1);
+    plan->blocks = std::min<int64_t>(device->sm_count, std::max(own.pairs * group * own.query_tiles,
+                                                                own.row_blocks ? own.pairs * own.key_tiles : 0));
+    plan->keep = true;
+    return FA_TAKES;
+}
+
+/* ---- launch ---- */
+
+static int clamp_bound(int64_t x) {
+    constexpr int64_t kFar = 1 << 30;
+    return static_cast<int>(std::clamp(x, -kFar, kFar));
+}
+
+/* Rows [begin, end) of an operand alone. */
+static fa_operand rows_of(const fa_operand &x, int64_t begin) {
+    fa_operand part = x;
+    part.data = static_cast<char *>(x.data) + begin * x.stride[2] * 2;
+    return part;
+}
+
+static Gradient gradient(const fa_backward &p, fa_grad grad) {
+    Gradient g = {};
+    if (!(p.wants >> grad & 1)) return g;
+    const fa_operand &x = p.grad[grad];
+    g.data = x.data;
+    g.dtype = p.grad_dtype[grad];
+    g.accumulate = p.accumulate;
+    const int size = int(fa_dtype_size(g.dtype));
+    bool vectors = x.stride[3] == 1, pairs = vectors; // head_dim is at least 8
+    for (int axis = 0; axis < 4; ++axis) {
+        g.stride[axis] = x.stride[axis];
+        if (axis < 3) vectors = vectors && x.stride[axis] % 8 == 0, pairs = pairs && x.stride[axis] % 2 == 0;
+    }
+    const uintptr_t address = reinterpret_cast<uintptr_t>(x.data);
+    g.vectors = vectors && g.dtype == p.forward.dtype && !p.accumulate && address % 16 == 0;
+    g.pairs = pairs && address % (2 * size) == 0;
+    return g;
+}
+
+static BackwardCall backward_call(const fa_backward &p) {
+    const fa_forward &f = p.forward;
+    const int64_t keys = f.key_end - f.key_begin, first = f.diagonal - f.key_begin;
+    BackwardCall call = {};
+    call.visibility = {int(keys), clamp_bound(first - f.left), clamp_bound(first + f.right + 1)};
+    call.score = score_params(f);
+    call.seq_q = int(f.seq_q), call.seq_k = int(f.seq_k), call.key_begin = int(f.key_begin);
+    if (keys > 0) {
+        call.row_begin = std::max(0, 1 - call.visibility.upper);
+        call.row_end = int(std::min<int64_t>(f.seq_q, keys - call.visibility.lower));
+    }
+    call.dout_row = p.dout.data ? 0 : 1 << 30;
+    call.heads = int(f.heads), call.heads_kv = int(f.heads_kv), call.group = int(f.heads / f.heads_kv);
+    call.head_dim = f.head_dim;
+    return call;
+}
+
+/* Tensor maps of one operand for both kernels; keys NULL: for the first alone. */
+struct MapPair {
+    CUtensorMap *queries, *keys;
+    int queries_box, keys_box;
+};
+static fa_code encode(const MapPair &to, const fa_launch &launch, const fa_operand &x, fa_dtype dtype, int64_t columns,
+                      int64_t rows, int64_t heads, int64_t batch, fa_operand_name name) {
+    FA_TRY(tensor_map_encode(to.queries, launch, x, dtype, columns, rows, heads, batch, to.queries_box, name));
+    if (!to.keys) return FA_OK;
+    return tensor_map_encode(to.keys, launch, x, dtype, columns, rows, heads, batch, to.keys_box, name);
+}
+
+static fa_code encode_maps(const fa_backward &p, const BackwardTiling &t, const BackwardCall &call, BackwardWork *work,
+                           const fa_launch &launch) {
+    const fa_forward &f = p.forward;
+    QueriesParams &a = work->queries;
+    KeysParams &b = work->keys;
+    const int64_t rows = call.row_end - call.row_begin, keys = call.visibility.seq_k;
+    if (rows <= 0) return FA_OK;                        // no tile touches a map
+    const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
+    const auto of_queries = [&](const MapPair &to, const fa_operand &x, fa_operand_name name) {
+        return encode(to, launch, rows_of(x, call.row_begin), f.dtype, f.head_dim, rows, f.heads, f.batch, name);
+    };
+    const auto of_keys = [&](const MapPair &to, const fa_operand &x, fa_operand_name name) {
+        return encode(to, launch, rows_of(x, f.key_begin), f.dtype, f.head_dim, keys, f.heads_kv, f.batch, name);
+    };
+    FA_TRY(of_queries({&a.q, &b.q, 64, t.tile_q}, f.q, FA_OPERAND_Q));
+    FA_TRY(of_queries({&a.dout, &b.dout, 64, t.tile_q}, dout, FA_OPERAND_OUT));
+    FA_TRY(of_queries({&a.out, nullptr, 64, 0}, f.out, FA_OPERAND_OUT));
+    FA_TRY(of_keys({&a.k, &b.k, t.tile_n, 64}, f.k, FA_OPERAND_K));
+    FA_TRY(of_keys({&a.v, &b.v, t.tile_n, 64}, f.v, FA_OPERAND_V));
+    const auto steps = [](int *step, const fa_operand &x) { step[0] = x.stride[1] != 0, step[1] = x.stride[0] != 0; };
+    steps(a.q_step, f.q), steps(a.dout_step, dout), steps(a.out_step, f.out), steps(a.k_step, f.k),
+        steps(a.v_step, f.v);
+    steps(b.q_step, f.q), steps(b.dout_step, dout), steps(b.k_step, f.k), steps(b.v_step, f.v);
+    return FA_OK;
+}
+
+/* MiB of streamed operands that a section of the longest-first order holds, given those of one head in bytes: as for
+ * the forward, not measured here. */
+static int64_t section_heads(int64_t head_bytes, int64_t sharing) {
+    const int64_t bytes = (head_bytes <= 256 << 10 ? 16 : head_bytes <= 1 << 20 ? 32 : 64) << 20;
+    return std::max<int64_t>(1, head_bytes > 0 ? bytes / head_bytes : 1) * sharing;
+}
+
+/* Tiles of unequal length go longest first, dealt by a counter; others in the order of heads. Returns the grid. */
+static int64_t order(Schedule *s, bool unequal, int64_t tiles, int64_t heads, int64_t section, uint32_t *counter,
+                     const fa_launch &launch) {
+    const int64_t count = tiles * heads, blocks = std::min<int64_t>(count, launch.device->sm_count);
+    *s = {};
+    s->tiles = uint32_t(count);
+    s->query_tiles = uint32_t(tiles);
+    s->heads = UINT32_MAX; // of one "batch entry": all
+    if (unequal && count > blocks) {
+        s->section_heads = uint32_t(std::min(heads, section));
+        s->counter = counter;
+    }
+    return blocks;
+}
+
+/* The launches of one group of pairs. */
+static fa_code launch_pairs(const fa_backward &p, const BackwardOwn &own, BackwardWork *work, int64_t first,
+                            int64_t pairs, const fa_launch &launch) {
+    const fa_forward &f = p.forward;
+    const bool unequal = own.kind != FA_FULL && (f.left < FA_UNBOUNDED || f.right < FA_UNBOUNDED);
+    const int64_t group = f.heads / f.heads_kv, keys = f.key_end - f.key_begin;
+    auto *counters = static_cast<uint32_t *>(launch.workspace);
+    work->queries.call.first_pair = work->keys.call.first_pair = int(first);
+    work->query_blocks = order(&work->queries.schedule, unequal, own.query_tiles, pairs * group,
+                               section_heads(4 * keys * f.head_dim, group), counters, launch);
+    work->key_blocks =
+        order(&work->keys.schedule, unequal, own.row_blocks || p.wants >> FA_GRAD_K & 3 ? own.key_tiles : 0, pairs,
+              section_heads(4 * group * f.seq_q * f.head_dim, 1), counters + 1, launch);
+    if (work->queries.schedule.counter || work->keys.schedule.counter)
+        FA_CUDA_TRY(launch,
+                    cudaMemsetAsync(counters, 0, 2 * sizeof *counters, static_cast<cudaStream_t>(launch.stream)));
+    return kBackwardLaunches[own.index][own.kind][f.dtype == FA_BF16](*work, launch);
+}
+
+static fa_code backward_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    const BackwardOwn &own = fa_own<BackwardOwn>(plan);
+    char *const workspace = static_cast<char *>(launch->workspace);
+    const int64_t all = f.batch * f.heads_kv;
+    if (all > 0) {
+        BackwardWork work = {};
+        work.queries.call = work.keys.call = backward_call(p);
+        FA_TRY(encode_maps(p, backward_tiling(kBackwardHeadDims[own.index]), work.queries.call, &work, *launch));
+        QueriesParams &a = work.queries;
+        KeysParams &b = work.keys;
+        a.dq = gradient(p, FA_GRAD_Q), b.dk = gradient(p, FA_GRAD_K), b.dv = gradient(p, FA_GRAD_V);
+        a.scale = b.scale = static_cast<float>(f.scale);
+        a.lse = static_cast<const float *>(p.lse.data), a.dlse = static_cast<const float *>(p.dlse.data);
+        for (int axis = 0; axis < 3; ++axis)
+            a.lse_stride[axis] = p.lse.stride[axis], a.dlse_stride[axis] = p.dlse.stride[axis];
+        if (own.row_blocks) a.row_blocks = workspace + own.rows_at;
+        b.row_blocks = a.row_blocks;
+        a.row_block_count = b.row_block_count = int(own.row_blocks);
+        if (own.sink_parts) a.sink_parts = reinterpret_cast<float *>(workspace + own.parts_at);
+        a.sinks = f.sinks.data, a.sinks_stride = f.sinks.stride[0], a.sinks_dtype = f.sinks_dtype;
+        for (int64_t first = 0; first < all; first += own.pairs)
+            FA_TRY(launch_pairs(p, own, &work, first, std::min(own.pairs, all - first), *launch));
+    }
+    if (p.wants >> FA_GRAD_SINKS & 1 && f.heads > 0) {
+        FA_CHAOS_ARM(launch->stream, *launch);
+        backward_sinks<<<static_cast<unsigned>(f.heads), kSinkThreads, 0, static_cast<cudaStream_t>(launch->stream)>>>(
+            reinterpret_cast<const float *>(workspace + own.parts_at), own.sink_parts, f.batch, f.heads,
+            gradient(p, FA_GRAD_SINKS));
+        FA_CUDA_TRY(*launch, cudaGetLastError());
+    }
+    return FA_OK;
+}
+
+} // namespace fa::sm90
+
+extern "C" {
+extern FA_EXPORT const fa_kernel fa_kernel_wgmma_backward_sm90;
+const fa_kernel fa_kernel_wgmma_backward_sm90 = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_BACKWARD,
+    .device = FA_CUDA,
+    .name = "wgmma_backward_sm90",
+    .summary = "Hopper gradients in two ordered kernels, float16 and bfloat16: TMA, wgmma and warp specialisation",
+    .cc_from = 90,
+    .cc_to = 90,
+    .dtypes = FA_FLOAT16_BITS,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
+             FA_WITH_ORDERED,
+    .plan = fa::sm90::backward_plan,
+    .launch = fa::sm90::backward_launch,
+};
+}
+
+#endif

@@ -1,0 +1,144 @@
+"""Barrier protocols of wgmma_backward_sm90's two kernels, as models: see test_protocol.py."""
+
+from dataclasses import replace
+from itertools import product
+import random
+
+import pytest
+
+from protocol import Violation, all_schedules, random_schedules, slowest_actors
+from protocol_backward import Backward, KeyTile, QueryTile, key_tiles, keys_model, queries_model, query_tiles
+
+WARPS = ("producer", "wg0.warp0", "wg0.warp1", "wg1.warp0", "wg1.warp1")
+MODELS = {"queries": queries_model, "keys": keys_model}
+PLAIN = {"queries": QueryTile(3, (0, 0)), "keys": KeyTile(3, ((0, 3), (0, 3)), 2)}
+
+
+def found(violation: Violation | None, kinds: set[str]) -> bool:
+    return violation is not None and violation.kind in kinds
+
+
+# ---- the queries kernel ----
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("stages, counts", [(2, (0, 3)), (2, (1, 2)), (4, (0, 1, 2))])
+def test_queries_are_sound_whatever_the_tiles_skip(stages: int, counts: tuple[int, ...], overlap: bool) -> None:
+    """Two tiles in every combination, and random threes."""
+    kinds, rng = query_tiles(counts), random.Random(stages)
+    for tiles in [*product(kinds, repeat=2), *(tuple(rng.choices(kinds, k=3)) for _ in range(20))]:
+        model = queries_model(Backward(tiles, stages, overlap=overlap))
+        assert (violation := slowest_actors(model, WARPS)) is None, (tiles, str(violation))
+
+
+@pytest.mark.parametrize("turns, overlap", list(product([True, False], repeat=2)))
+def test_queries_are_sound_in_other_shapes(turns: bool, overlap: bool) -> None:
+    """Every actor the slowest in turn, copies and tensor cores too. Tiles enough for tile[] to come round."""
+    rng, kinds = random.Random(turns), query_tiles((0, 1, 2, 4))
+    for stages in (2, 3):
+        shape = Backward(tuple(rng.choices(kinds, k=6)), stages, turns=turns, overlap=overlap)
+        assert (violation := slowest_actors(queries_model(shape))) is None, (shape, str(violation))
+
+
+@pytest.mark.parametrize("tile", [QueryTile(1, (1, 0)), QueryTile(1, (0, 1)), QueryTile(0, (0, 0))])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_queries_in_every_schedule(tile: QueryTile, overlap: bool) -> None:
+    shape = Backward((tile, tile), overlap=overlap, data=False)
+    explored = all_schedules(queries_model(shape), 400_000)
+    assert explored.complete and explored.violation is None, str(explored.violation)
+
+
+@pytest.mark.parametrize("tile", [QueryTile(3, (1, 0)), QueryTile(0, (0, 0)), QueryTile(1, (0, 0))])
+def test_queries_need_every_warp_to_free(tile: QueryTile) -> None:
+    """Skipped blocks, and queries that only delta is made of, or delta under the products."""
+    shape = Backward((tile,) * 3, turns=False)
+    assert slowest_actors(queries_model(shape)) is None
+    violation = slowest_actors(queries_model(replace(shape, mistakes=frozenset({"freed by one"}))))
+    assert found(violation, {"behind", "order"}), str(violation)
+
+
+@pytest.mark.parametrize("mistake", ["no block_empty", "no q_empty", "tile by one"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_queries_with_a_planted_mistake_are_rejected(mistake: str, overlap: bool) -> None:
+    tile = QueryTile(0, (0, 0), seen=False) if mistake == "tile by one" else PLAIN["queries"]
+    shape = Backward((tile,) * 8, overlap=overlap, mistakes=frozenset({mistake}))
+    assert found(slowest_actors(queries_model(shape)), {"behind", "order", "wrong phase"})
+
+
+def test_queries_free_blocks_after_dq_and_take_their_turns() -> None:
+    shape = Backward((PLAIN["queries"],) * 2, overlap=False, mistakes=frozenset({"block early"}))
+    assert found(slowest_actors(queries_model(shape)), {"order"})
+    shape = Backward((QueryTile(3, (1, 0)),) * 2, mistakes=frozenset({"no turn"}))
+    assert slowest_actors(queries_model(shape)) is not None
+
+
+def test_queries_with_one_stage_stop() -> None:
+    """A block is held while the next one is waited for: the static_assert on kStages."""
+    assert found(slowest_actors(queries_model(Backward((PLAIN["queries"],), stages=1))), {"deadlock"})
+
+
+# ---- the keys kernel ----
+
+
+@pytest.mark.parametrize("stages, key_stages, counts", [(2, 1, (0, 3)), (2, 1, (1, 2)), (4, 1, (2,)), (3, 2, (1, 3))])
+def test_keys_are_sound_whatever_the_tiles_skip(stages: int, key_stages: int, counts: tuple[int, ...]) -> None:
+    kinds, rng = key_tiles(counts), random.Random(stages)
+    pairs = list(product(kinds, repeat=2))
+    for tiles in rng.sample(pairs, min(len(pairs), 250)):
+        model = keys_model(Backward(tiles, stages, key_stages))
+        assert (violation := slowest_actors(model, WARPS)) is None, (tiles, str(violation))
+
+
+@pytest.mark.parametrize("key_stages", [1, 2])
+def test_keys_are_sound_in_other_shapes(key_stages: int) -> None:
+    rng, kinds = random.Random(key_stages), key_tiles((0, 1, 2, 3), (1, 3))
+    for stages in (2, 3, 4):
+        shape = Backward(tuple(rng.choices(kinds, k=6)), stages, key_stages)
+        assert (violation := slowest_actors(keys_model(shape))) is None, (shape, str(violation))
+
+
+@pytest.mark.parametrize("own", [((0, 1), (0, 1)), ((0, 1), (0, 0)), ((0, 0), (0, 0))])
+def test_keys_in_every_schedule(own: tuple[tuple[int, int], ...]) -> None:
+    shape = Backward((KeyTile(1, own), KeyTile(1, own)), data=False)
+    explored = all_schedules(keys_model(shape), 400_000)
+    assert explored.complete and explored.violation is None, str(explored.violation)
+
+
+@pytest.mark.parametrize("own", [((0, 0), (0, 4)), ((0, 4), (0, 4)), ((0, 0), (0, 1))])
+def test_keys_need_every_warp_to_free(own: tuple[tuple[int, int], ...]) -> None:
+    shape = Backward((KeyTile(own[1][1], own, 2),) * 3, wgmma_joins=False)
+    assert slowest_actors(keys_model(shape)) is None
+    violation = slowest_actors(keys_model(replace(shape, mistakes=frozenset({"freed by one"}))))
+    assert found(violation, {"behind", "order"}), str(violation)
+
+
+@pytest.mark.parametrize("mistake", ["no step_empty", "no kv_empty", "step early", "tile by one"])
+def test_keys_with_a_planted_mistake_are_rejected(mistake: str) -> None:
+    tile = KeyTile(0, ((0, 0), (0, 0))) if mistake == "tile by one" else PLAIN["keys"]
+    shape = Backward((tile,) * 8, mistakes=frozenset({mistake}))
+    assert found(slowest_actors(keys_model(shape)), {"behind", "order", "wrong phase"})
+
+
+def test_keys_with_one_stage_stop() -> None:
+    assert found(slowest_actors(keys_model(Backward((PLAIN["keys"],), stages=1))), {"deadlock"})
+
+
+# ---- both ----
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_four_warps_survive_random_schedules(name: str) -> None:
+    tiles = {
+        "queries": (QueryTile(3, (1, 0)), QueryTile(1, (0, 1)), QueryTile(2, (2, 0))),
+        "keys": (KeyTile(2, ((0, 2), (1, 2)), 2), KeyTile(3, ((0, 0), (0, 3)))),
+    }
+    model = MODELS[name](Backward(tiles[name], warps=4))
+    assert (violation := random_schedules(model, 20, seed=3)) is None, str(violation)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_neither_rests_on_wgmma_joining_the_warps(name: str) -> None:
+    rng, kinds = random.Random(4), {"queries": query_tiles((0, 1, 3)), "keys": key_tiles((0, 1, 3))}[name]
+    for _ in range(20):
+        shape = Backward(tuple(rng.choices(kinds, k=3)), wgmma_joins=False)
+        assert (violation := slowest_actors(MODELS[name](shape))) is None, (shape, str(violation))
