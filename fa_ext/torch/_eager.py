@@ -1,7 +1,7 @@
 """The eager path: autograd functions straight over the core.
 
 There are two of each: torch's ``setup_context`` form, which torch.func needs, binds its arguments by
-``inspect.signature`` at every call (85 us here), so plain autograd has the older form.
+``inspect.signature`` at every call, which takes longer than the rest of it, so plain autograd has the older form.
 """
 
 import functools
