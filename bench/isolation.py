@@ -38,7 +38,7 @@ KINDS = ("done", "failed", "usage")
 LOOK = 0.25
 # The C library keeps what is freed, from the start (glibc; 32 MiB is its largest threshold for mmap). By default it learns
 # that from the sizes a process has freed so far: one contender then paid for fresh pages in every call, and another, whose
-# process had seen larger arrays, took 0.65 of the time for the same work.
+# process had seen larger arrays, did not: the faster of two that did the same work was so by its history.
 KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
 
