@@ -238,6 +238,8 @@ def run(made: list[list[Lane]], seconds: float, tell: Callable[[Any], None]) -> 
     for lane in every:
         lane.ended = False
     threads = [threading.Thread(target=work, args=(lanes,), daemon=True) for lanes in made]
+    # Told before any thread starts: should this process die, it is known to have been under load.
+    tell({"lanes": [lane.state() for lane in every]})
     ends = time.monotonic() + seconds
     for thread in threads:
         thread.start()
