@@ -127,10 +127,8 @@ class Worker:
         token = secrets.token_hex(8)
         request = {"function": function, "arguments": report.plain(arguments), "token": token, "fds": len(fds)}
         deadline = time.monotonic() + limit_s
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # what it said before it ended is read first
             _send(self.socket, json.dumps(request).encode() + b"\n", fds)
-        except (BrokenPipeError, ConnectionResetError):
-            return self._died()
         while True:
             line = self._line(deadline, stalled)
             if line is None or time.monotonic() > deadline:
@@ -277,7 +275,8 @@ def _parsed(line: bytes, token: str) -> dict | None:
 
 def _send(channel: socket.socket, line: bytes, fds: Sequence[int]) -> None:
     sent = socket.send_fds(channel, [line], list(fds)) if fds else 0
-    channel.sendall(line[sent:])
+    if sent < len(line):  # nothing more may be sent to a worker that has the request: it may have ended by now
+        channel.sendall(line[sent:])
 
 
 def _serve(channel: socket.socket) -> None:
