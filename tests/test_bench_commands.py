@@ -163,7 +163,7 @@ def test_help_and_check_need_no_compiled_module(arguments):
 
 @pytest.mark.parametrize("case", ["B2,H4/2,S200,D64,float32", "B1,H2,S130x300,D40,float16,causal=bottom_right",
                                   "B1,H2,S300,D64,bfloat16,causal=True"])  # fmt: skip
-def test_example_candidate_is_right(case, capfd):
+def test_example_candidate_is_right(case, capfd, any_load):
     status, document = command(
         capfd,
         "gate",
@@ -177,7 +177,7 @@ def test_example_candidate_is_right(case, capfd):
         "--rounds",
         "24",
         "--seconds",
-        "3",
+        "60",
         "--limit",
         "100",
     )
