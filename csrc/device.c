@@ -47,6 +47,7 @@ struct fa_context {
     } driver;                                   /* set before the first of `cuda`; NULL where the driver has none */
     char workspace_error[192];                  /* what is wrong with FA_EXT_WORKSPACE_MB, or empty */
     slot *slots;
+    fa_libraries libraries;
 };
 
 /* Reads FA_EXT_WORKSPACE_MB, once a context. */
@@ -86,12 +87,15 @@ fa_context *fa_context_new(void) {
     context->serial = atomic_fetch_add(&contexts, 1) + 1;
     atomic_init(&context->holders, 1);
     pthread_mutex_init(&context->lock, NULL);
+    fa_libraries_begin(&context->libraries);
     describe_cpu(&context->cpu);
     read_workspace_limit(context);
     return context;
 }
 
 unsigned long fa_context_serial(const fa_context *context) { return context->serial; }
+
+fa_libraries *fa_context_libraries(fa_context *context) { return &context->libraries; }
 
 void **fa_context_slot(fa_context *context, const void *key, void (*free_slot)(void *state)) {
     slot *found = context->slots;
@@ -210,7 +214,8 @@ static fa_code describe_cuda(fa_context *context, int id, fa_device_info *info, 
     if (!context->driver.encode_tensor_map)
         context->driver.encode_tensor_map = driver_function("cuTensorMapEncodeTiled");
     info->tensor_maps = context->driver.encode_tensor_map != NULL;
-    for (int n = 0; n < FA_LIBRARY_COUNT; n++) info->library_error[n] = fa_library_error(context, (fa_library_name)n);
+    for (int n = 0; n < FA_LIBRARY_COUNT; n++)
+        info->library_error[n] = fa_library_error(&context->libraries, (fa_library_name)n);
     return FA_OK;
 }
 
@@ -474,6 +479,7 @@ void fa_context_free(fa_context *context) {
         free(first);
     }
     free_cuda(context);
+    fa_libraries_end(&context->libraries);
     pthread_mutex_destroy(&context->lock);
     free(context);
 }

@@ -65,6 +65,9 @@ void **fa_context_slot(fa_context *context, const void *key, void (*free_slot)(v
 void fa_context_lock(fa_context *context);
 void fa_context_unlock(fa_context *context);
 
+/* The libraries of library.h that are opened for this context. */
+struct fa_libraries *fa_context_libraries(fa_context *context);
+
 #define FA_STREAM_LEGACY     ((void *)(uintptr_t)1)
 #define FA_STREAM_PER_THREAD ((void *)(uintptr_t)2)
 

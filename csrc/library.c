@@ -6,8 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "device.h"
-
 static const struct {
     const char *name;
     const char *files[2]; /* as the dynamic loader knows them, newest first */
@@ -15,68 +13,54 @@ static const struct {
     [FA_CUBLAS] = {"cuBLAS", {"libcublas.so.13", "libcublas.so.12"}},
 };
 
-typedef struct state {
-    char *path[FA_LIBRARY_COUNT];
-    void *handle[FA_LIBRARY_COUNT];
-    char error[FA_LIBRARY_COUNT][512];
-} state;
+void fa_libraries_begin(fa_libraries *libraries) { pthread_mutex_init(&libraries->lock, NULL); }
 
-static void free_state(void *slot) {
-    state *s = slot;
-    for (int n = 0; n < FA_LIBRARY_COUNT; n++) free(s->path[n]);
-    free(s);
+void fa_libraries_end(fa_libraries *libraries) {
+    for (int n = 0; n < FA_LIBRARY_COUNT; n++) free(libraries->path[n]);
+    pthread_mutex_destroy(&libraries->lock);
 }
 
-/* NULL: out of memory. With the context locked. */
-static state *state_of(fa_context *context) {
-    static const char key;
-    void **slot = fa_context_slot(context, &key, free_state);
-    if (slot && !*slot) *slot = calloc(1, sizeof(state));
-    return slot ? *slot : NULL;
+void fa_library_set_path(fa_libraries *libraries, fa_library_name library, const char *path) {
+    pthread_mutex_lock(&libraries->lock);
+    free(libraries->path[library]);
+    libraries->path[library] = path ? strdup(path) : NULL;
+    pthread_mutex_unlock(&libraries->lock);
 }
 
-void fa_library_set_path(fa_context *context, fa_library_name library, const char *path) {
-    fa_context_lock(context);
-    state *s = state_of(context);
-    if (s) {
-        free(s->path[library]);
-        s->path[library] = path ? strdup(path) : NULL;
-    }
-    fa_context_unlock(context);
-}
-
-static void *open_first(const state *s, fa_library_name library) {
-    void *handle = s->path[library] ? dlopen(s->path[library], RTLD_LAZY | RTLD_LOCAL) : NULL;
+static void *open_first(const fa_libraries *libraries, fa_library_name library) {
+    const char *path = libraries->path[library];
+    void *handle = path ? dlopen(path, RTLD_LAZY | RTLD_LOCAL) : NULL;
     for (int n = 0; n < 2 && !handle; n++) handle = dlopen(known[library].files[n], RTLD_LAZY | RTLD_LOCAL);
     return handle;
 }
 
-const char *fa_library_error(fa_context *context, fa_library_name library) {
-    state *s = state_of(context);
-    if (!s) return "out of memory";
-    if (s->handle[library]) return NULL;
-    void *handle = open_first(s, library);
+/* With the lock held. */
+static const char *try_to_open(fa_libraries *libraries, fa_library_name library) {
+    if (libraries->handle[library]) return NULL;
+    void *handle = open_first(libraries, library);
     if (handle) {
         dlclose(handle); /* what it takes is spent by a launch alone */
         return NULL;
     }
     const char *error = dlerror();
-    snprintf(s->error[library], sizeof s->error[library], "%s was not found (%s)", known[library].name,
+    snprintf(libraries->error[library], sizeof libraries->error[library], "%s was not found (%s)", known[library].name,
              error ? error : "?");
-    return s->error[library];
+    return libraries->error[library];
 }
 
-fa_code fa_library_open(fa_context *context, fa_library_name library, void **handle, fa_status *status) {
+const char *fa_library_error(fa_libraries *libraries, fa_library_name library) {
+    pthread_mutex_lock(&libraries->lock);
+    const char *error = try_to_open(libraries, library);
+    pthread_mutex_unlock(&libraries->lock);
+    return error;
+}
+
+fa_code fa_library_open(fa_libraries *libraries, fa_library_name library, void **handle, fa_status *status) {
     fa_code code = FA_OK;
-    fa_context_lock(context);
-    state *s = state_of(context);
-    if (s && !s->handle[library]) s->handle[library] = open_first(s, library);
-    if (!s)
-        code = fa_fail(status, FA_EMEMORY, "out of memory");
-    else if (!s->handle[library])
-        code = fa_fail(status, FA_EUNSUPPORTED, "%s cannot be opened: %s", known[library].name, dlerror());
-    else
-        *handle = s->handle[library];
-    fa_context_unlock(context);
+    pthread_mutex_lock(&libraries->lock);
+    if (!libraries->handle[library]) libraries->handle[library] = open_first(libraries, library);
+    *handle = libraries->handle[library];
+    if (!*handle) code = fa_fail(status, FA_EUNSUPPORTED, "%s cannot be opened: %s", known[library].name, dlerror());
+    pthread_mutex_unlock(&libraries->lock);
     return code;
 }

@@ -24,12 +24,16 @@ static const fa_kernel *const kernels[] = {
     NULL,
 };
 
+static fa_code open_library(fa_context *context, fa_library_name library, void **handle, fa_status *status) {
+    return fa_library_open(fa_context_libraries(context), library, handle, status);
+}
+
 static const fa_host host = {
     .fail = fa_fail,
     .slot = fa_context_slot,
     .lock = fa_context_lock,
     .unlock = fa_context_unlock,
-    .open_library = fa_library_open,
+    .open_library = open_library,
     .loop = fa_cpu_loop,
 };
 

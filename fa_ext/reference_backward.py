@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 
-from . import reference
+from . import reference_dense as dense
 
 __all__ = ["Gradients", "attention_backward", "gradients", "plain_backward"]
 
@@ -77,7 +77,7 @@ def gradients(dout, q, k, v, *, dlse=None, wrt=("q", "k", "v"), xp=None, dtype=N
     for name in wrt:
         if name not in _NAMES:
             raise ValueError(f"wrt names {name!r}; accepted: {', '.join(_NAMES)}")
-    given = reference.Options(**options)
+    given = dense.Options(**options)
     layout = given.layout
     if layout == "bshd":
         q, k, v = (xp.swapaxes(x, 1, 2) for x in (q, k, v))
@@ -94,13 +94,13 @@ def gradients(dout, q, k, v, *, dlse=None, wrt=("q", "k", "v"), xp=None, dtype=N
     return found
 
 
-class _Backward(reference._Call):
+class _Backward(dense.Call):
     """One evaluation; axis 0 of its arrays is (batch, kv head), axis 1 the query heads that share the kv head."""
 
     given: dict[str, Any]
     dbias: Any
 
-    def __init__(self, xp, q, k, v, dout, dlse, options: reference.Options, wrt, dtype):
+    def __init__(self, xp, q, k, v, dout, dlse, options: dense.Options, wrt, dtype):
         work = xp.float64 if dtype in (None, "float64") else xp.float32
         super().__init__(xp, work, dtype, options, q, k)
         self.batch, self.heads, self.seq_q, self.head_dim = q.shape
@@ -130,7 +130,7 @@ class _Backward(reference._Call):
 
     def run(self):
         xp = self.xp
-        budget = reference._CHUNK_SCORES_CPU if xp is numpy else reference._CHUNK_SCORES_GPU
+        budget = dense.CHUNK_SCORES_CPU if xp is numpy else dense.CHUNK_SCORES_GPU
         per_query = max(1, self.group * self.seq_k)
         step_q = max(1, min(self.seq_q, budget // per_query))
         step_n = max(1, budget // (per_query * step_q))
@@ -206,7 +206,7 @@ class _Backward(reference._Call):
         self.terms_v[pairs, 0, keys] += self._over_queries(kept, seen, dout)
 
     def _rounded(self, x):
-        return reference.round_to(x, self.dtype, self.xp) if self.dtype else x
+        return dense.round_to(x, self.dtype, self.xp) if self.dtype else x
 
     def _probabilities(self, s, seen, empty, sink):
         """P (0 where nothing is seen), the weight of the sink, and the LSE; plain's through its rounded LSE."""
@@ -302,7 +302,7 @@ class _Backward(reference._Call):
                 total = self.dbias.reshape(given.shape) if name == "bias" else self.dsinks
                 if self.dtype and self.dtype != "float64":
                     # An array of a library without bfloat16 holds its values in float32: the call's dtype says more.
-                    total = reference.round_to(total, "float32" if given.dtype == xp.float32 else self.dtype, xp)
+                    total = dense.round_to(total, "float32" if given.dtype == xp.float32 else self.dtype, xp)
                 found[name] = total.astype(xp.float64)
         found.empty = self.empty.reshape(self.batch, self.heads, self.seq_q)
         found.largest_score = self.largest_score

@@ -1,6 +1,6 @@
 """Attention over sequences of any length and paged caches in float64: what the serving keywords are judged by.
 
-``attention`` and ``plain`` resolve each sequence of a call to a dense problem for ``fa_ext.reference``: they gather its
+``attention`` and ``plain`` resolve each sequence of a call to a dense problem for ``reference_dense``: they gather its
 keys, say in a mask what each query sees, and scatter the result. ``append`` writes new keys and values into caches, with
 rotary position embedding. Index arrays with bad contents mean what the contract says: they hide keys or skip writes, and
 are listed as faults. NumPy or CuPy arrays; index arrays are read on the host.
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy
 
-from . import reference
+from . import reference_dense as dense
 
 __all__ = ["Fault", "Sequence", "append", "attention", "plain", "resolve", "rotate", "spread", "targets"]
 
@@ -68,7 +68,7 @@ def resolve(
     faults = []
     starts_q = _starts(cu_seqlens_q, rows_q, 0, faults)
     starts_k = _starts(cu_seqlens_k, rows_k, 1, faults)
-    left, right, _ = reference.band(0, 0, causal, window)
+    left, right, _ = dense.band(0, 0, causal, window)
     begins, ends = (None, None) if k_range is None else k_range
     sequences = []
     for b in range(batch):
@@ -111,20 +111,20 @@ def attention(q, k, v, **arguments):
     Returns (out, lse), both float64: shaped as q with v's head_dim, and (B, H, Sq), or (H, T) for q of three axes. Rows
     of no sequence are 0 and -inf.
     """
-    return _run(reference.attention, q, k, v, **arguments)
+    return _run(q, k, v, **arguments)
 
 
 def plain(q, k, v, *, dtype=None, out_dtype=None, **arguments):
     """The same formula in the arithmetic of ``reference.plain``."""
-    more = {"dtype": dtype or q.dtype.name, "out_dtype": out_dtype}
-    return _run(reference.plain, q, k, v, more=more, **arguments)
+    dtype = dtype or q.dtype.name
+    return _run(q, k, v, dtype=dtype, out_dtype=out_dtype or dtype, **arguments)
 
 
 def spread(q, k, v, truth, **options):
     """Where NaN and Inf in K and V may spread: to every query of a sequence and kv head that has one at a key somebody may see
     through causal, window and k_range. A boolean array like ``truth``; elements that are not finite there stay judged."""
     xp = sys.modules[type(truth).__module__.partition(".")[0]]
-    o = reference.Options(**options)
+    o = dense.Options(**options)
     broken = xp.zeros(truth.shape, bool)
     where = _four_axes(xp, broken, o.layout)  # a view
     for p in _problems(xp, q, k, v, o)[1]:
@@ -321,9 +321,9 @@ def _problems(xp, q, k, v, o):
     return batch, each()
 
 
-def _run(compute, q, k, v, *, xp=None, more=None, **options):
+def _run(q, k, v, *, xp=None, dtype=None, out_dtype=None, **options):
     xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
-    o = reference.Options(**options)
+    o = dense.Options(**options)
     batch, problems = _problems(xp, q, k, v, o)
     packed_q, dim_v = q.ndim == 3, v.shape[-1]
     keys = k.shape[1 if o.layout == "bshd" else 2] * (1 if o.page_table is None else o.page_table.shape[1])
@@ -331,8 +331,8 @@ def _run(compute, q, k, v, *, xp=None, more=None, **options):
     heads, rows_q = q.shape[1:3]
     out = xp.zeros((*q.shape[:3], dim_v), xp.float64)
     lse = xp.full(q.shape[:3], -math.inf, xp.float64)
-    left, right, _ = reference.band(0, 0, o.causal, o.window)
-    limit = reference._LIMIT_F64 if q.dtype == xp.float64 else reference._LIMIT
+    left, right, _ = dense.band(0, 0, o.causal, o.window)
+    limit = dense.LIMIT_F64 if q.dtype == xp.float64 else dense.LIMIT
     shape = (batch, heads, rows_q, keys)
     bias, mask = (None if x is None else xp.broadcast_to(xp.asarray(x), shape) for x in (o.bias, o.mask))
     slopes = None if o.alibi is None else xp.broadcast_to(xp.asarray(o.alibi), (batch, heads))
@@ -347,10 +347,9 @@ def _run(compute, q, k, v, *, xp=None, more=None, **options):
             slope = xp.where(xp.isfinite(slopes[p.b]), slopes[p.b], math.nan).astype(xp.float64)
             taken = xp.clip(slope[None, :, None, None] * xp.abs(offset)[None, None], -limit, limit)
             added = -taken if added is None else xp.where(added == -math.inf, -math.inf, added.astype(xp.float64) - taken)
-        some_out, some_lse = compute(
-            q[p.at : p.at + 1, :, p.rows], p.k, p.v, scale=o.scale, softcap=o.softcap, bias=added, mask=seen, sinks=o.sinks,
-            xp=xp, **(more or {}),
-        )  # fmt: skip
+        alone = dense.Options(scale=o.scale, softcap=o.softcap, bias=added, mask=seen, sinks=o.sinks)
+        queries = q[p.at : p.at + 1, :, p.rows]
+        some_out, some_lse = dense.attend(queries, p.k, p.v, alone, xp=xp, dtype=dtype, out_dtype=out_dtype)
         out[p.at, :, p.rows], lse[p.at, :, p.rows] = some_out[0], some_lse[0]
     if packed_q:
         return xp.swapaxes(out, 1, 2)[0], lse[0]

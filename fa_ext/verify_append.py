@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy
 
-from . import reference, reference_serving
+from . import reference_serving
+from .reference_dense import LARGEST
 from .verify import Report, _device_of, on_host
 from .verify_merge import half_ulp
 
@@ -37,7 +38,7 @@ class _Judge:
         with numpy.errstate(all="ignore"):
             value = got[:, :columns].astype(numpy.float64)
             bound = half_ulp(want, self.dtype) + self.slack * size
-            limit = float(reference._LARGEST.get(self.dtype, math.inf))
+            limit = float(LARGEST.get(self.dtype, math.inf))
             open_ = ~numpy.isfinite(want) | (numpy.abs(want) + bound > limit)  # it may overflow
             error = numpy.where(open_, 0.0, numpy.abs(value - want))
             wrong = numpy.where(numpy.isfinite(want), ~open_ & ~numpy.isfinite(value), numpy.isfinite(value))

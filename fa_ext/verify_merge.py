@@ -12,6 +12,7 @@ import math
 import numpy
 
 from . import reference
+from .reference_dense import LARGEST
 from .verify import Report, _device_of, _judge_lse, _largest, _ratio
 
 __all__ = ["judge_merge", "verify_merge"]
@@ -40,7 +41,7 @@ def judge_merge(out, lse, outs, lses, *, sinks=None, layout=None, kernel=None) -
         empty = (numpy.swapaxes(empty, -1, -2) if swapped else empty)[..., None]
         parts = numpy.where(empty, 0.0, numpy.abs(numpy.stack([x.astype(numpy.float64) for x in outs])))
         largest = numpy.nan_to_num(parts.max(axis=0), posinf=0.0)
-        overflow = numpy.abs(want) > float(reference._LARGEST.get(dtype, math.inf))
+        overflow = numpy.abs(want) > float(LARGEST.get(dtype, math.inf))
         bound = half_ulp(want, dtype) + largest * (2.0**-20 if dtype != "float64" else 1e-10)
         finite = numpy.isfinite(want) & ~overflow
         wrong = numpy.isfinite(got) != finite

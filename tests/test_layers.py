@@ -87,17 +87,44 @@ def calls_between(files):
     return {path: {homes[name] for name in names} - {path} for path, names in named.items()}
 
 
+def circle(below):
+    """The nodes of a graph, {node: what it needs}, that stand on a circle or above one."""
+    left = dict(below)
+    while ground := [node for node, needed in left.items() if not needed & left.keys()]:
+        for node in ground:
+            del left[node]
+    return sorted(map(name, left))
+
+
 def test_no_circle_among_the_c_files():
     """What needs each other is one file; what is needed lies below."""
-    #: A device's description says why its libraries cannot be opened; libraries are kept in the device's context.
-    known = {ROOT / "csrc" / "library.c": {ROOT / "csrc" / "device.c"}}
     below = calls_between([path for path in C_FILES if path.suffix == ".c" and path.is_relative_to(ROOT / "csrc")])
     assert sum(map(len, below.values())) > 50, "the calls are not found"
-    below = {path: needed - known.get(path, set()) for path, needed in below.items()}
-    while ground := [path for path, needed in below.items() if not needed & below.keys()]:
-        for path in ground:
-            del below[path]
-    assert not below, f"a circle lies in {sorted(map(name, below))}"
+    assert not circle(below)
+
+
+def imports_of(path, modules):
+    """The modules of the package that a file imports, at its top or within a function; ``modules``: {dotted name: file}."""
+    package = ".".join(("fa_ext", *path.relative_to(ROOT / "fa_ext").parent.parts))
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            base = ".".join(filter(None, (above, node.module)))
+            inside = {f"{base}.{alias.name}" for alias in node.names}
+            found |= inside if inside <= modules.keys() else {base} | inside
+    return {modules[one] for one in found & modules.keys()} - {path}
+
+
+def test_no_circle_among_the_modules():
+    """Imports within functions count: they put a circle off, and do not break it."""
+    files = sorted((ROOT / "fa_ext").rglob("*.py"))
+    dotted = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files}
+    below = {path: imports_of(path, {dotted[one]: one for one in files}) for path in files}
+    assert sum(map(len, below.values())) > 20, "the imports are not found"
+    assert not circle(below)
 
 
 def test_kernels_include_nobody_elses_templates():

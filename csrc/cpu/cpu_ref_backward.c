@@ -22,7 +22,7 @@ enum { TILE = 8 }; /* rows or keys that a task owns */
 
 /* A query with its row of dout, and a key with its value. */
 typedef struct query {
-    int64_t batch, head, index;
+    fa_query at;
     double q[FA_MAX_HEAD_DIM], dout[FA_MAX_HEAD_DIM];
     double lse, delta;
 } query;
@@ -48,9 +48,10 @@ static double dot(const double *a, const double *b, int length) {
     return sum;
 }
 
-static void load_query(const fa_backward *p, int64_t b, int64_t h, int64_t i, query *x) {
+static void load_query(const fa_problem *problem, int64_t b, int64_t h, int64_t i, query *x) {
+    const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
-    x->batch = b, x->head = h, x->index = i;
+    x->at = fa_query_at(problem, b, h, i);
     load_row(&f->q, f->dtype, b, h, i, f->head_dim, x->q);
     for (int d = 0; d < f->head_dim_v; d++) x->dout[d] = 0;
     if (p->dout.data) load_row(&p->dout, f->dtype, b, h, i, f->head_dim_v, x->dout);
@@ -69,8 +70,8 @@ static void load_key(const fa_backward *p, int64_t b, int64_t h_kv, int64_t j, k
 static bool weigh(const fa_problem *problem, const query *x, const key *y, pair *r) {
     const fa_forward *f = &problem->forward;
     double bias, slope = 1;
-    if (y->index < fa_first_key(f, x->index) || y->index >= fa_end_key(f, x->index)) return false;
-    if (!fa_pair_seen(problem, x->batch, x->head, x->index, y->index, &bias)) return false;
+    if (y->index < x->at.keys.begin || y->index >= x->at.keys.end) return false;
+    if (!fa_pair_seen(problem, &x->at, y->index, &bias)) return false;
     double score = f->scale * dot(x->q, y->k, f->head_dim);
     if (f->softcap > 0) {
         const double capped = tanh(score / f->softcap);
@@ -78,7 +79,7 @@ static bool weigh(const fa_problem *problem, const query *x, const key *y, pair 
         slope = 1 - capped * capped;
     }
     const double weight = exp(score + bias - x->lse);
-    const double factor = fa_dropout_factor(&problem->extra.dropout, x->batch, x->head, x->index, y->index);
+    const double factor = fa_dropout_factor(&problem->extra.dropout, x->at.batch, x->at.head, x->at.index, y->index);
     r->weight = weight * factor;
     r->ds = weight * (factor * dot(x->dout, y->v, f->head_dim_v) - x->delta);
     r->dt = r->ds * slope;
@@ -111,8 +112,9 @@ static void queries_task(const void *context, int64_t index, int worker) {
     key y;
     pair r;
     double sum[TILE][FA_MAX_HEAD_DIM] = {{0}};
-    for (int64_t n = 0; n < count; n++) load_query(p, b, head, first + n, &x[n]);
-    for (int64_t j = fa_first_key(f, first); j < fa_end_key(f, first + count - 1); j++) {
+    for (int64_t n = 0; n < count; n++) load_query(problem, b, head, first + n, &x[n]);
+    const fa_span keys = {fa_keys_of(f, first).begin, fa_keys_of(f, first + count - 1).end};
+    for (int64_t j = keys.begin; j < keys.end; j++) {
         load_key(p, b, head / fa_group(f), j, &y);
         for (int64_t n = 0; n < count; n++)
             if (weigh(problem, &x[n], &y, &r)) add_row(sum[n], r.dt, y.k, f->head_dim);
@@ -140,7 +142,7 @@ static void keys_task(const void *context, int64_t index, int worker) {
     const int64_t row_end = from < to ? least(f->seq_q, to - f->diagonal + f->left) : 0;
     for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++)
         for (int64_t i = row_begin; i < row_end; i++) {
-            load_query(p, b, h, i, &x);
+            load_query(problem, b, h, i, &x);
             for (int64_t j = from; j < to; j++) {
                 if (!weigh(problem, &x, &y[j - first], &r)) continue;
                 add_row(dk[j - first], r.dt, x.q, f->head_dim);
@@ -179,8 +181,9 @@ static void add_bias(const fa_problem *problem, int64_t b, int64_t h, span rows,
     pair r;
     for (int64_t j = first; j < end; j++) load_key(p, b, h / fa_group(f), j, &y[j - first]);
     for (int64_t i = rows.begin; i < rows.end; i++) {
-        if (fa_first_key(f, i) >= end || fa_end_key(f, i) <= first) continue;
-        load_query(p, b, h, i, &x);
+        const fa_span keys = fa_keys_of(f, i);
+        if (keys.begin >= end || keys.end <= first) continue;
+        load_query(problem, b, h, i, &x);
         for (int64_t j = first; j < end; j++)
             if (weigh(problem, &x, &y[j - first], &r)) sum[p->bias_sums >> 3 & 1 ? 0 : j - first] += r.ds;
     }

@@ -18,6 +18,15 @@ typedef struct fa_cpu_walk {
     int64_t q, k;
 } fa_cpu_walk;
 
+/* Any entry of a dense call. */
+static inline fa_entry fa_cpu_dense(const fa_forward *p) {
+    return (fa_entry){.seq_q = p->seq_q,
+                      .seq_k = p->seq_k,
+                      .diagonal = p->diagonal,
+                      .key_begin = p->key_begin,
+                      .key_end = p->key_end};
+}
+
 /* How many entries there are: after packed queries comes one without any, for the rows that are left. */
 static inline int64_t fa_cpu_entries(const fa_problem *problem) {
     return problem->forward.batch + problem->sequences.packed_q;
@@ -29,11 +38,7 @@ static inline fa_cpu_entry fa_cpu_next(const fa_problem *problem, int64_t b, fa_
     const fa_sequences *s = &problem->sequences;
     fa_cpu_entry next = {.rows = {0, p->seq_q}, .batch = b};
     if (!s->given) {
-        next.entry = (fa_entry){.seq_q = p->seq_q,
-                                .seq_k = p->seq_k,
-                                .diagonal = p->diagonal,
-                                .key_begin = p->key_begin,
-                                .key_end = p->key_end};
+        next.entry = fa_cpu_dense(p);
         return next;
     }
     if (b == p->batch) {

@@ -4,6 +4,7 @@
 
 #include "cpu/alibi.h"
 #include "cpu/element.h"
+#include "cpu/entries.h"
 #include "cpu/limit.h"
 #include "fa.h"
 
@@ -14,28 +15,34 @@ static inline int64_t fa_at(const fa_operand *x, int64_t b, int64_t h, int64_t i
 /* Query heads that share a kv head; 0 where there are none. */
 static inline int64_t fa_group(const fa_forward *f) { return f->heads_kv ? f->heads / f->heads_kv : 0; }
 
-/* Keys [begin, end) that query i may see through causal and window. */
-static inline int64_t fa_first_key(const fa_forward *f, int64_t i) {
-    const int64_t first = i + f->diagonal - f->left;
-    return first > f->key_begin ? first : f->key_begin;
+/* Keys that query i may see through causal and window. */
+static inline fa_span fa_keys_of(const fa_forward *f, int64_t i) {
+    const fa_entry entry = fa_cpu_dense(f);
+    return fa_row_keys(&entry, f->left, f->right, fa_position(&entry, i));
 }
-static inline int64_t fa_end_key(const fa_forward *f, int64_t i) {
-    const int64_t end = i + f->diagonal + f->right + 1;
-    return end < f->key_end ? end : f->key_end;
+
+/* What is the same for all pairs of a query. */
+typedef struct fa_query {
+    int64_t batch, head, index;
+    fa_span keys; /* that it may see through causal and window */
+    double slope; /* of its head */
+} fa_query;
+
+static inline fa_query fa_query_at(const fa_problem *problem, int64_t b, int64_t h, int64_t i) {
+    return (fa_query){b, h, i, fa_keys_of(&problem->forward, i), fa_slope(&problem->extra, b, h)};
 }
 
 /* Whether mask and bias leave a pair, and what bias and ALiBi add to its score. */
-static inline bool fa_pair_seen(const fa_problem *problem, int64_t b, int64_t h, int64_t i, int64_t j, double *bias) {
+static inline bool fa_pair_seen(const fa_problem *problem, const fa_query *x, int64_t j, double *bias) {
     const fa_forward *f = &problem->forward;
-    const double slope = fa_slope(&problem->extra, b, h);
     *bias = 0;
-    if (f->mask.data && !((const uint8_t *)f->mask.data)[fa_at(&f->mask, b, h, i, j)]) return false;
+    if (f->mask.data && !((const uint8_t *)f->mask.data)[fa_at(&f->mask, x->batch, x->head, x->index, j)]) return false;
     if (f->bias.data) {
-        *bias = fa_load(f->bias.data, f->bias_dtype, fa_at(&f->bias, b, h, i, j));
+        *bias = fa_load(f->bias.data, f->bias_dtype, fa_at(&f->bias, x->batch, x->head, x->index, j));
         if (*bias == -INFINITY) return false;
         *bias = fa_bounded(*bias, f->dtype);
     }
-    if (slope != 0) *bias = fa_with_alibi(*bias, slope, j - i - f->diagonal, f->dtype);
+    if (x->slope != 0) *bias = fa_with_alibi(*bias, x->slope, j - x->index - f->diagonal, f->dtype);
     return true;
 }
 

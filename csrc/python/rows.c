@@ -217,7 +217,7 @@ bool fa_cublas_seek(fa_state *state) {
     PyObject *module = PyImport_ImportModule("fa_ext._cublas");
     PyObject *found = module ? PyObject_CallMethod(module, "find", NULL) : NULL;
     const char *path = found && found != Py_None ? PyUnicode_AsUTF8AndSize(found, NULL) : NULL;
-    if (path) fa_library_set_path(state->context, FA_CUBLAS, path);
+    if (path) fa_library_set_path(fa_context_libraries(state->context), FA_CUBLAS, path);
     const bool told = fa_forget_error(); /* the loader's own search remains */
     Py_XDECREF(found);
     Py_XDECREF(module);
