@@ -170,14 +170,15 @@ static fa_code check_alibi(const fa_request *request, const fa_forward *p, fa_op
 }
 
 /* The coordinates of the whole stay within what the generator counts. */
-static fa_code set_dropout(const fa_dropout *asked, const fa_forward *p, fa_dropout *dropout, fa_status *status) {
-    const int64_t longest = INT64_C(1) << 31, extent[2] = {p->seq_q, p->seq_k};
+fa_code fa_dropout_resolve(const fa_dropout *asked, int64_t heads, int64_t seq_q, int64_t seq_k, fa_dropout *dropout,
+                           fa_status *status) {
+    const int64_t longest = INT64_C(1) << 31, extent[2] = {seq_q, seq_k};
     *dropout = *asked;
-    if (!dropout->heads) dropout->heads = (uint32_t)p->heads;
-    if (asked->origin[1] + p->heads > dropout->heads)
+    if (!dropout->heads) dropout->heads = (uint32_t)heads;
+    if (asked->origin[1] + heads > dropout->heads)
         return fa_fail(status, FA_EVALUE,
                        "dropout's heads is %u; accepted: at least origin's h0 and the call's heads, %lld",
-                       (unsigned)dropout->heads, (long long)(asked->origin[1] + p->heads));
+                       (unsigned)dropout->heads, (long long)(asked->origin[1] + heads));
     for (int n = 0; n < 2; n++)
         if (asked->origin[2 + n] + extent[n] > longest)
             return fa_fail(status, FA_EVALUE,
@@ -206,7 +207,7 @@ static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_s
     }
     if (request->sinks) FA_TRY(fa_check_sinks(request->sinks, p->heads, "q", q, &p->sinks, &p->sinks_dtype, status));
     if (request->alibi) FA_TRY(check_alibi(request, p, &problem->extra.alibi, status));
-    return set_dropout(&request->options.dropout, p, &problem->extra.dropout, status);
+    return fa_dropout_resolve(&request->options.dropout, p->heads, p->seq_q, p->seq_k, &problem->extra.dropout, status);
 }
 
 fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request *request, fa_status *status) {

@@ -15,6 +15,10 @@ fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_sta
 /* Refuses memory that is written and meets an input of attention(). */
 fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request *request, fa_status *status);
 
+/* The dropout that was asked for, of a call of these extents: with its heads, and within the bounds of its counters. */
+fa_code fa_dropout_resolve(const fa_dropout *asked, int64_t heads, int64_t seq_q, int64_t seq_k, fa_dropout *dropout,
+                           fa_status *status);
+
 /* Shape of a new output in `layout`: (B, H, Sq, Dv) or (B, Sq, H, Dv), for packed q (T, H, Dv). Returns its axes. */
 int fa_forward_out_shape(const fa_problem *problem, fa_layout layout, int64_t shape[4]);
 /* Shape of a new LSE: (B, H, Sq), for packed q (H, T). Returns its axes. */

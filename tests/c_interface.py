@@ -15,12 +15,16 @@ from fa_ext import _core
 
 HERE = Path(__file__).resolve().parent
 LANGUAGES = {"c": ("gcc", "-std=c11"), "c++": ("g++", "-std=c++17")}
-OPERATIONS = {"forward": 0, "backward": 1, "merge": 2}
-DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4, "bool": 5}
+OPERATIONS = {"forward": 0, "backward": 1, "merge": 2, "append": 3}
+DTYPES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4, "bool": 5, "int32": 6, "int64": 7}
 CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
-FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "out", "lse", "alibi")
+INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "k_range_begin", "k_range_end", "positions")
+FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi", "out", "lse", *INDICES)
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dlse", "bias", "mask", "sinks", *GRADIENTS, "alibi")
+BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dlse", "bias", "mask", "sinks", "alibi", *GRADIENTS)
+APPEND = ("k_cache", "v_cache", "k", "v", "q", "out", "rotary_cos", "rotary_sin", "page_table", "seqlens_k", "cu_seqlens_q",
+          "seqlens_q", "slots", "positions")  # fmt: skip
+FAULTS = ("length", "cu_seqlens", "page", "slot", "position")
 
 
 class Array(ctypes.Structure):
@@ -118,6 +122,22 @@ class Client:
         code = self.library.call(table(), OPERATIONS[operation], pointers, ctypes.byref(options), extra, ctypes.byref(run),
                                  ctypes.byref(needed) if asks else None)  # fmt: skip
         return needed.value if asks and code == 0 else code
+
+    def _run(self) -> Run:
+        return Run(ctypes.sizeof(Run), message=ctypes.cast(self.message, ctypes.c_char_p), message_bytes=len(self.message))
+
+    def dropout_keep(self, out: Array | None, **options) -> int:
+        made = options_of(**options)
+        self.library.dropout_keep.argtypes = [ctypes.c_void_p] * 4
+        return self.library.dropout_keep(table(), out and ctypes.byref(out), ctypes.byref(made), ctypes.byref(self._run()))
+
+    def faults(self, device=0, keep=False):
+        """As ``fa_ext.faults``; the code where that fails."""
+        found = (ctypes.c_int64 * (4 * len(FAULTS)))(*[-1] * (4 * len(FAULTS)))
+        self.library.faults.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        code = self.library.faults(table(), device, keep, found, len(FAULTS), ctypes.byref(self._run()))
+        fours = [(name, *found[4 * n : 4 * n + 4]) for n, name in enumerate(FAULTS)]
+        return code or [four for four in fours if four[1]]
 
     def said(self) -> str:
         return self.message.value.decode()

@@ -63,16 +63,6 @@ static fa_code read_append(fa_state *state, fa_function function, PyObject *cons
     return fa_arrays_check_stream(state, &call->array[0], &call->problem, &call->stream, status);
 }
 
-/* Bad contents of index arrays on the CPU: an error, or counted. */
-static fa_code check_contents(fa_state *state, const append *a, fa_status *status) {
-    fa_faults faults = {0};
-    if (a->call.problem.device.kind != FA_CPU) return FA_OK;
-    fa_append_faults(&a->call.problem, &faults);
-    if (a->check) return fa_faults_check(&faults, status);
-    fa_faults_count(state, &faults);
-    return FA_OK;
-}
-
 /* The array whose view is q's. */
 static const fa_array *array_of_q(const fa_call *call) {
     const fa_view *q = ((const append *)call)->request.forward.q;
@@ -108,7 +98,7 @@ PyObject *fa_py_append(PyObject *module, PyObject *const *args, Py_ssize_t count
     PyObject *returned = NULL;
     if (read_append(state, FA_FN_append, args, count, keywords, &a, &status) == FA_OK &&
         fa_plan_make(&call->problem, call->info, call->forced, &plan, &status) == FA_OK &&
-        check_contents(state, &a, &status) == FA_OK)
+        fa_faults_meet(state->context, &call->problem, a.check != 0, &status) == FA_OK)
         returned = fa_call_run(state, call, &plan, &ending, &status);
     fa_call_end(call);
     return returned ? returned : fa_raise(state, &status);

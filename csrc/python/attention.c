@@ -45,17 +45,6 @@ fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const
     return FA_OK;
 }
 
-/* Bad contents of index arrays on the CPU: an error, or counted. */
-static fa_code check_contents(fa_state *state, const fa_attention *a, fa_status *status) {
-    const fa_problem *problem = &a->call.problem;
-    if (!problem->sequences.given || problem->device.kind != FA_CPU) return FA_OK;
-    fa_faults faults = {0};
-    fa_forward_faults(problem, &faults);
-    if (a->check) return fa_faults_check(&faults, status);
-    fa_faults_count(state, &faults);
-    return FA_OK;
-}
-
 /* Arguments -> problem and plan. */
 static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, fa_attention *a,
                        fa_plan *plan, fa_status *status) {
@@ -65,7 +54,7 @@ static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count,
     FA_TRY(fa_arrays_check_stream(state, &call->array[0], &call->problem, &call->stream, status));
     const size_t bytes = call->problem.device.kind == FA_CUDA ? plan->workspace_bytes : 0;
     FA_TRY(fa_forward_workspace(&a->request, bytes, &call->problem, status));
-    return check_contents(state, a, status);
+    return fa_faults_meet(state->context, &call->problem, a->check != 0, status);
 }
 
 static fa_code make_outputs(fa_state *state, fa_call *call, fa_result *results, fa_status *status) {

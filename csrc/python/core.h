@@ -21,6 +21,7 @@
 #include "dispatch.h"
 #include "dlpack_abi.h"
 #include "fa.h"
+#include "faults.h"
 #include "library.h"
 #include "problem.h"
 #include "problem_sequences.h"
@@ -114,7 +115,6 @@ typedef struct fa_state {
     fa_signature signature[FA_FN_COUNT];
     PyObject *unsupported_error, *cuda_error; /* exception types */
     PyObject *environment;                    /* the dict of bytes behind os.environ, or NULL */
-    fa_faults cpu_faults;                     /* under `lock` */
     PyTypeObject *device_array;               /* fa_ext.DeviceArray */
     /* Types seen so far: entries below type_count never change, so readers need no lock. */
     fa_type types[FA_TYPES_MAX];
@@ -382,8 +382,6 @@ fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const
 
 /* faults.c. Reads check=: 1, 0, or -1 for None. */
 fa_code fa_read_check(const fa_bound *bound, int *check, fa_status *status);
-/* Adds to what the CPU has met. */
-void fa_faults_count(fa_state *state, const fa_faults *faults);
 
 /* explain.c. What functions for a question have in common: {name: reason} beside the kernel that runs. */
 PyObject *fa_explain_problem(fa_state *state, const fa_call *call);

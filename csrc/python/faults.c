@@ -1,9 +1,5 @@
-/* check= and faults(): bad contents of index arrays that calls meet. Kernels on the CPU leave the counting to the front
- * end.
- */
+/* check= and faults(): bad contents of index arrays that calls meet. */
 #include "core.h"
-
-#include <string.h>
 
 fa_code fa_read_check(const fa_bound *bound, int *check, fa_status *status) {
     PyObject *given = fa_given(bound, FA_ARG_check);
@@ -11,19 +7,6 @@ fa_code fa_read_check(const fa_bound *bound, int *check, fa_status *status) {
     if (given) FA_TRY(fa_read_boolean("check", given, &truth, status));
     *check = given ? truth : -1;
     return FA_OK;
-}
-
-void fa_faults_count(fa_state *state, const fa_faults *faults) {
-    pthread_mutex_lock(&state->lock);
-    for (int kind = 0; kind < FA_FAULT_COUNT; kind++) {
-        const fa_fault *met = &faults->of[kind];
-        fa_fault *total = &state->cpu_faults.of[kind];
-        if (!met->count) continue;
-        const int64_t before = total->count;
-        if (!before) *total = *met;
-        total->count = before + met->count;
-    }
-    pthread_mutex_unlock(&state->lock);
 }
 
 static PyObject *listed(const fa_faults *faults) {
@@ -39,13 +22,13 @@ static PyObject *listed(const fa_faults *faults) {
     return list;
 }
 
-/* Kernels on a device count none: each of them refuses what has index arrays. */
-static fa_code check_ordinal(fa_state *state, PyObject *device, fa_status *status) {
-    const fa_device_info *info;
+static fa_code read_device(PyObject *given, fa_device *device, fa_status *status) {
+    const char *accepted = "None, or the index of a CUDA device, from 0";
     long index = 0;
-    if (device)
-        FA_TRY(fa_read_index("device", device, 0, 4095, "None, or the index of a CUDA device, from 0", &index, status));
-    return fa_device_info_get(state->context, (fa_device){FA_CUDA, (int)index}, &info, status);
+    *device = (fa_device){given == Py_None ? FA_CPU : FA_CUDA, 0};
+    if (given && given != Py_None) FA_TRY(fa_read_index("device", given, 0, 4095, accepted, &index, status));
+    device->id = (int)index;
+    return FA_OK;
 }
 
 PyObject *fa_py_faults(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
@@ -53,19 +36,12 @@ PyObject *fa_py_faults(PyObject *module, PyObject *const *args, Py_ssize_t count
     fa_status status;
     fa_bound bound;
     fa_faults found;
+    fa_device device;
     bool clear = true;
     fa_code code = fa_bind(&state->signature[FA_FN_faults], args, count, keywords, &bound, &status);
-    PyObject *device = code == FA_OK ? fa_given(&bound, FA_ARG_faults_device) : NULL;
     PyObject *given = code == FA_OK ? fa_given(&bound, FA_ARG_clear) : NULL;
-    memset(&found, 0, sizeof found);
     if (code == FA_OK && given) code = fa_read_boolean("clear", given, &clear, &status);
-    if (code == FA_OK && device != Py_None) code = check_ordinal(state, device, &status);
-    if (code != FA_OK) return fa_raise(state, &status);
-    if (device == Py_None) {
-        pthread_mutex_lock(&state->lock);
-        found = state->cpu_faults;
-        if (clear) memset(&state->cpu_faults, 0, sizeof state->cpu_faults);
-        pthread_mutex_unlock(&state->lock);
-    }
-    return listed(&found);
+    if (code == FA_OK) code = read_device(fa_given(&bound, FA_ARG_faults_device), &device, &status);
+    if (code == FA_OK) code = fa_faults_take(state->context, device, clear, &found, &status);
+    return code == FA_OK ? listed(&found) : fa_raise(state, &status);
 }

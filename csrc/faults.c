@@ -1,0 +1,54 @@
+/* Faults of a context. See faults.h. */
+#include "faults.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "problem_append.h"
+
+/* Those of the CPU, under the context's lock; NULL: out of memory. */
+static fa_faults *of_cpu(fa_context *context) {
+    static const char key;
+    void **slot = fa_context_slot(context, &key, free);
+    if (slot && !*slot) *slot = calloc(1, sizeof(fa_faults));
+    return slot ? *slot : NULL;
+}
+
+static void add(fa_faults *total, const fa_faults *met) {
+    for (int kind = 0; kind < FA_FAULT_COUNT; kind++) {
+        const int64_t before = total->of[kind].count;
+        if (!met->of[kind].count) continue;
+        if (!before) total->of[kind] = met->of[kind];
+        total->of[kind].count = before + met->of[kind].count;
+    }
+}
+
+fa_code fa_faults_meet(fa_context *context, const fa_problem *problem, bool checks, fa_status *status) {
+    fa_faults met = {0};
+    if (problem->device.kind != FA_CPU) return FA_OK;
+    if (problem->op == FA_APPEND)
+        fa_append_faults(problem, &met);
+    else if (problem->op == FA_FORWARD && problem->sequences.given)
+        fa_forward_faults(problem, &met);
+    else
+        return FA_OK;
+    if (checks) return fa_faults_check(&met, status);
+    fa_context_lock(context);
+    fa_faults *total = of_cpu(context);
+    if (total) add(total, &met);
+    fa_context_unlock(context);
+    return total ? FA_OK : fa_fail(status, FA_EMEMORY, "out of memory");
+}
+
+fa_code fa_faults_take(fa_context *context, fa_device device, bool clear, fa_faults *found, fa_status *status) {
+    const fa_device_info *info;
+    memset(found, 0, sizeof *found);
+    /* Kernels on a device count none: each of them refuses what has index arrays. */
+    if (device.kind == FA_CUDA) return fa_device_info_get(context, device, &info, status);
+    fa_context_lock(context);
+    fa_faults *total = of_cpu(context);
+    if (total) *found = *total;
+    if (total && clear) memset(total, 0, sizeof *total);
+    fa_context_unlock(context);
+    return total ? FA_OK : fa_fail(status, FA_EMEMORY, "out of memory");
+}
