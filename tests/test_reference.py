@@ -77,7 +77,7 @@ def options():
 @pytest.mark.parametrize("option", list(options()), ids=lambda o: "-".join(o) or "dense")
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
 def test_against_a_loop(option, chunk, monkeypatch):
-    monkeypatch.setattr(reference, "_CHUNK_SCORES_CPU", chunk)
+    monkeypatch.setattr(reference_dense, "CHUNK_SCORES_CPU", chunk)
     q, k, v = inputs()
     out, lse = reference.attention(q, k, v, **option)
     want_out, want_lse = naive(q, k, v, **option)
@@ -217,7 +217,7 @@ def in_order(a, b, fused):
 )
 @pytest.mark.parametrize("block", [1, 40, 1 << 16])
 def test_sums_have_an_order_of_our_own(rows, terms, columns, block, fused, monkeypatch):
-    monkeypatch.setattr(reference, "_BLOCK_CPU", block)
+    monkeypatch.setattr(reference_dense, "_BLOCK_CPU", block)
     rng = np.random.default_rng(rows * 1000 + terms)
     a = rng.standard_normal((2, 3, rows, terms)).astype(np.float32)
     b = rng.standard_normal((2, 1, terms, columns)).astype(np.float32)

@@ -3,6 +3,7 @@
 ``attention`` takes every option of ``fa_ext.attention`` and is differentiable; ``scaled_dot_product_attention`` has
 torch's own signature and meaning, and ``with sdpa():`` puts it in the place of torch's; ``explain`` says what runs a call
 of it, and why; ``register_transformers`` makes it an attention implementation of Hugging Face transformers, "fa_ext".
+``append``, ``merge`` and ``attention`` over sequences and paged caches are ``fa_ext``'s, for compiled decoders too.
 Nothing of torch is patched. Needs PyTorch 2.10 or newer.
 """
 
@@ -22,6 +23,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
 
 from ._attention import attention
 from ._sdpa import explain, scaled_dot_product_attention, sdpa
+from ._serving import append, merge
 from ._transformers import register_transformers
 
-__all__ = ["attention", "explain", "register_transformers", "scaled_dot_product_attention", "sdpa"]
+__all__ = ["append", "attention", "explain", "merge", "register_transformers", "scaled_dot_product_attention", "sdpa"]

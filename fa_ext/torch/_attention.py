@@ -7,17 +7,18 @@ from .. import UnsupportedError
 from . import _ops
 from ._eager import _transformed, differentiable
 from ._options import DROPOUT_DEVICES, Options, bounds, forward
+from ._serving import attend, traced
 
 _AUTOCAST = ("cpu", "cuda")
 _HALVES = (torch.float16, torch.bfloat16)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _any_autocast = torch._C._is_any_autocast_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def attention(
     q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, alibi=None,
-    layout="bhsd", return_lse=False, dropout_p=0.0, deterministic=None, kernel=None, batch_invariant=False,
+    cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, page_table=None, k_range=None, positions=None,
+    layout=None, out=None, return_lse=False, check=None, dropout_p=0.0, deterministic=None, kernel=None,
+    batch_invariant=False,
 ):  # fmt: skip
     """Attention with gradients in q, k, v, bias and sinks, also through the LSE.
 
@@ -26,9 +27,14 @@ def attention(
     q, k, v : Tensor
         (B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv), or with axes 1 and 2 swapped for ``layout="bshd"``; float16,
         bfloat16, float32, or float64 on the CPU. H is a multiple of Hk.
-    causal, scale, window, softcap, bias, mask, sinks, alibi, layout, kernel, batch_invariant
+        With sequences, and as results, also of three axes: as in ``fa_ext.attention``.
+    causal, scale, window, softcap, bias, mask, sinks, alibi, layout, check, kernel, batch_invariant
         As in ``fa_ext.attention``. ``kernel`` names the forward kernel; FA_EXT_KERNEL_BACKWARD that of the backward pass.
         alibi has no gradient.
+    cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, k_range, positions : Tensor of int32
+        Sequences of any length and paged caches, as in ``fa_ext.attention``. No gradient, and no dropout.
+    out : Tensor or (Tensor, Tensor)
+        Where the result goes, or the result and the LSE. No gradient, and no dropout.
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials, (B, H, Sq), float32 (float64 for float64).
     dropout_p : float
@@ -44,7 +50,8 @@ def attention(
     Raises
     ------
     ValueError, TypeError, BufferError
-        As ``fa_ext.attention``: for arguments that do not fit, before anything is computed.
+        As ``fa_ext.attention``: for arguments that do not fit, before anything is computed. ValueError where a gradient is
+        wanted that there is not.
     fa_ext.UnsupportedError
         Where no kernel takes the call, or this build has no dropout.
     NotImplementedError
@@ -52,10 +59,25 @@ def attention(
 
     Under autocast q, k and v are cast to its dtype; bias and sinks stay. The backward pass runs without autocast. A second
     derivative is composed of torch's operations and takes memory for every pair of query and key. Under torch.compile the
-    call is the operator ``torch.ops.fa_ext.attention``.
+    call is the operator ``torch.ops.fa_ext.attention``; with sequences or ``out`` it is ``torch.ops.fa_ext.attention_out``,
+    and autocast leaves its arguments as they are, so that no cache is copied.
     """
-    compiling = torch.compiler.is_compiling()
-    if compiling or _any_autocast():
+    serves = (
+        q.dim() == 3 or k.dim() == 3 or page_table is not None or seqlens_k is not None or seqlens_q is not None
+        or cu_seqlens_q is not None or cu_seqlens_k is not None or k_range is not None or positions is not None
+    )  # fmt: skip
+    if serves or out is not None:
+        if dropout_p:
+            raise ValueError(f"dropout_p is {dropout_p}; accepted with sequences or out: 0.0")
+        return attend(
+            q, k, v, bias=bias, mask=mask, sinks=sinks, alibi=alibi, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, k_range=k_range, positions=positions,
+            causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, check=check, kernel=kernel,
+            batch_invariant=batch_invariant, out=out, return_lse=return_lse,
+        )  # fmt: skip
+    layout = layout or "bhsd"
+    through_op = traced(q, k, v)
+    if through_op or _any_autocast():
         q, k, v, bias, sinks = _autocast(q, k, v, bias, sinks)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -64,7 +86,7 @@ def attention(
         mask = _narrowed(mask)
     if alibi is not None and alibi.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi requires grad, but has no gradient; pass alibi.detach(), or a bias of slopes and distances")
-    if compiling or _is_traced(q, k, v):
+    if through_op:
         queries = 1 if layout == "bshd" else 2
         left, right, diagonal = bounds(causal, window, q.shape[queries], k.shape[queries])
         out, lse = _ops.attention(
@@ -79,18 +101,6 @@ def attention(
         return forward(q, k, v, bias, mask, sinks, alibi, state, options, return_lse)
     out, lse = differentiable(q, k, v, bias, mask, sinks, alibi, state, options)
     return (out, lse) if return_lse else out
-
-
-def _is_traced(q, k, v):
-    """Whether something looks at the operators of the call: a dispatch mode (fake tensors, selective checkpointing,
-    counters), a subclass of Tensor, or the meta device."""
-    return (
-        _dispatch_modes() > 0
-        or type(q) not in _PLAIN
-        or type(k) not in _PLAIN
-        or type(v) not in _PLAIN
-        or q.is_meta
-    )  # fmt: skip
 
 
 def _is_differentiated(q, k, v, bias, sinks):

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import UnsupportedError, _core
-from ._attention import _PLAIN, attention
+from ._attention import attention
 from ._options import DROPOUT_DEVICES
+from ._serving import PLAIN
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _torchs = F.scaled_dot_product_attention
@@ -129,7 +130,7 @@ def _unfit(tensors, masked, dropout_p, is_causal, scale):
     if not all(isinstance(x, torch.Tensor) for x in tensors):
         return "query, key, value and attn_mask are not all tensors"
     query, key, value = tensors[:3]
-    if type(query) not in _PLAIN and torch.overrides.has_torch_function(tensors):
+    if type(query) not in PLAIN and torch.overrides.has_torch_function(tensors):
         return f"query is a {type(query).__name__}; accepted: torch.Tensor"
     if any(x.layout != torch.strided or x.is_nested for x in tensors):
         return "a tensor is sparse or nested; accepted: strided tensors"
