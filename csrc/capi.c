@@ -8,7 +8,7 @@
 
 #include "capi_arguments.h"
 #include "cpu/threads.h"
-#include "faults.h"
+#include "fault_counts.h"
 #include "philox.h"
 #include "registry.h"
 

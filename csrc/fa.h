@@ -284,6 +284,8 @@ typedef struct fa_extra {
     fa_dropout dropout;
 } fa_extra;
 
+typedef struct fa_fault_board fa_fault_board; /* faults.h */
+
 /* What every operation has, then its own. */
 typedef struct fa_problem {
     fa_op op;
@@ -301,6 +303,7 @@ typedef struct fa_problem {
     fa_extra extra;
     fa_sequences sequences; /* of a forward and an append: what its batch entries are */
     void *workspace;        /* the caller's, for the plan's workspace_bytes; NULL: allocated at the launch */
+    fa_fault_board *faults; /* where a kernel on a device counts bad contents of index arrays; NULL: nowhere */
 } fa_problem;
 
 /* ---- device ---- */
@@ -354,7 +357,13 @@ typedef struct fa_why {
 } fa_why;
 
 /* Operands as a reason names them. */
-typedef enum fa_operand_name { FA_OPERAND_Q, FA_OPERAND_K, FA_OPERAND_V, FA_OPERAND_OUT, FA_OPERAND_DOUT } fa_operand_name;
+typedef enum fa_operand_name {
+    FA_OPERAND_Q,
+    FA_OPERAND_K,
+    FA_OPERAND_V,
+    FA_OPERAND_OUT,
+    FA_OPERAND_DOUT
+} fa_operand_name;
 
 #define FA_PLAN_OWN 128 /* bytes */
 

@@ -1,54 +1,108 @@
-/* Faults of a context. See faults.h. */
+/* Bad contents of index arrays. See faults.h. */
 #include "faults.h"
 
 #include <stdlib.h>
-#include <string.h>
 
-#include "problem_append.h"
+#include "device.h"
+#include "mapped.h"
 
-/* Those of the CPU, under the context's lock; NULL: out of memory. */
-static fa_faults *of_cpu(fa_context *context) {
+#define MAX_DEVICES 64
+
+/* What the host keeps of a device's board. */
+typedef struct counted {
+    fa_fault_board *board, *on_device;
+    uint64_t before[FA_FAULT_COUNT]; /* counts when it was last cleared */
+} counted;
+
+typedef struct state {
+    counted device[MAX_DEVICES];
+} state;
+
+/* NULL: out of memory. With the context locked. */
+static counted *counted_of(fa_context *context, fa_device device) {
     static const char key;
-    void **slot = fa_context_slot(context, &key, free);
-    if (slot && !*slot) *slot = calloc(1, sizeof(fa_faults));
-    return slot ? *slot : NULL;
+    void **slot = fa_context_slot(context, &key, free); /* boards stay: kernels may still hold them */
+    if (slot && !*slot) *slot = calloc(1, sizeof(state));
+    return slot && *slot ? &((state *)*slot)->device[device.id] : NULL;
 }
 
-static void add(fa_faults *total, const fa_faults *met) {
-    for (int kind = 0; kind < FA_FAULT_COUNT; kind++) {
-        const int64_t before = total->of[kind].count;
-        if (!met->of[kind].count) continue;
-        if (!before) total->of[kind] = met->of[kind];
-        total->of[kind].count = before + met->of[kind].count;
+static fa_code make_board(counted *of, fa_status *status) {
+    void *host, *device;
+    FA_TRY(fa_mapped_alloc(sizeof(fa_fault_board), &host, &device, status));
+    of->board = host;
+    of->on_device = device;
+    of->board->epoch = 1;
+    return FA_OK;
+}
+
+fa_code fa_fault_board_get(fa_context *context, fa_device device, fa_fault_board **board, fa_status *status) {
+    fa_context_lock(context);
+    counted *of = counted_of(context, device);
+    fa_code code = FA_OK;
+    if (!of)
+        code = fa_fail(status, FA_EMEMORY, "out of memory");
+    else if (!of->board)
+        code = make_board(of, status);
+    if (code == FA_OK) *board = of->on_device;
+    fa_context_unlock(context);
+    return code;
+}
+
+void fa_fault_board_read(fa_context *context, fa_device device, bool clear, fa_faults *faults) {
+    fa_context_lock(context);
+    counted *of = counted_of(context, device);
+    fa_fault_board *board = of ? of->board : NULL;
+    for (int kind = 0; board && kind < FA_FAULT_COUNT; kind++) {
+        fa_fault *fault = &faults->of[kind];
+        const uint64_t count = __atomic_load_n(&board->of[kind].count, __ATOMIC_ACQUIRE);
+        *fault = (fa_fault){(int64_t)(count - of->before[kind]), board->of[kind].sequence, board->of[kind].index,
+                            board->of[kind].value};
+        if (clear) of->before[kind] = count;
     }
+    if (board && clear) __atomic_store_n(&board->epoch, board->epoch + 1, __ATOMIC_RELEASE);
+    fa_context_unlock(context);
 }
 
-fa_code fa_faults_meet(fa_context *context, const fa_problem *problem, bool checks, fa_status *status) {
-    fa_faults met = {0};
-    if (problem->device.kind != FA_CPU) return FA_OK;
-    if (problem->op == FA_APPEND)
-        fa_append_faults(problem, &met);
-    else if (problem->op == FA_FORWARD && problem->sequences.given)
-        fa_forward_faults(problem, &met);
-    else
-        return FA_OK;
-    if (checks) return fa_faults_check(&met, status);
-    fa_context_lock(context);
-    fa_faults *total = of_cpu(context);
-    if (total) add(total, &met);
-    fa_context_unlock(context);
-    return total ? FA_OK : fa_fail(status, FA_EMEMORY, "out of memory");
+/* ---- in words ---- */
+
+const char *fa_fault_name(fa_fault_kind kind) {
+    static const char *const names[FA_FAULT_COUNT] = {
+#define FA_NAME(name) #name,
+        FA_FAULTS(FA_NAME)
+#undef FA_NAME
+    };
+    return names[kind];
 }
 
-fa_code fa_faults_take(fa_context *context, fa_device device, bool clear, fa_faults *found, fa_status *status) {
-    const fa_device_info *info;
-    memset(found, 0, sizeof *found);
-    /* Kernels on a device count none: each of them refuses what has index arrays. */
-    if (device.kind == FA_CUDA) return fa_device_info_get(context, device, &info, status);
-    fa_context_lock(context);
-    fa_faults *total = of_cpu(context);
-    if (total) *found = *total;
-    if (total && clear) memset(total, 0, sizeof *total);
-    fa_context_unlock(context);
-    return total ? FA_OK : fa_fail(status, FA_EMEMORY, "out of memory");
+fa_code fa_faults_check(const fa_faults *faults, fa_status *status) {
+    for (int kind = 0; kind < FA_FAULT_COUNT; kind++) {
+        const fa_fault *f = &faults->of[kind];
+        const long long sequence = f->sequence, index = f->index, value = f->value, count = f->count;
+        const char of = f->index ? 'k' : 'q';
+        if (!count) continue;
+        switch ((fa_fault_kind)kind) {
+        case FA_FAULT_length:
+            return fa_fail(
+                status, FA_EVALUE,
+                "seqlens_%c of sequence %lld leads to %lld, which is negative or more than its storage holds "
+                "(%lld such in all)",
+                of, sequence, value, count);
+        case FA_FAULT_cu_seqlens:
+            return fa_fail(status, FA_EVALUE,
+                           "cu_seqlens_%c[%lld] is %lld, which is below an earlier one, or outside the rows there are "
+                           "(%lld such in all)",
+                           of, sequence, value, count);
+        case FA_FAULT_page:
+            return fa_fail(status, FA_EVALUE, "page_table[%lld, %lld] is %lld, which is no page (%lld such in all)",
+                           sequence, index, value, count);
+        case FA_FAULT_slot:
+            return fa_fail(status, FA_EVALUE, "slots[%lld] is %lld, which is beyond the caches (%lld such in all)",
+                           index, value, count);
+        default:
+            return fa_fail(status, FA_EVALUE,
+                           "row %lld of k has position %lld, which is outside rotary's tables (%lld such in all)",
+                           index, value, count);
+        }
+    }
+    return FA_OK;
 }

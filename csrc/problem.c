@@ -279,6 +279,7 @@ static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *p
     const bool sequences = !dense && fa_sequences_given(request);
     problem->sequences = (fa_sequences){0};
     problem->workspace = NULL;
+    problem->faults = NULL;
     problem->device = request->q->device;
     problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     problem->batch_invariant = request->options.batch_invariant;

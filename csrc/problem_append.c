@@ -313,7 +313,7 @@ void fa_append_faults(const fa_problem *problem, fa_faults *faults) {
     const fa_append *p = &problem->append;
     const fa_sequences *s = &problem->sequences;
     for (int64_t t = 0; t < p->slot_count && p->slots; t++) {
-        const fa_token token = fa_token_of_slot(problem, t);
+        const fa_token token = fa_token_of_slot(p, s, t);
         if (token.fault != FA_FAULT_COUNT) fa_fault_add(faults, token.fault, -1, token.index, token.value);
     }
     int64_t before = 0;
@@ -323,7 +323,7 @@ void fa_append_faults(const fa_problem *problem, fa_faults *faults) {
         int64_t column = -1; /* the last whose page was bad */
         fa_length_faults(&s->q, b, rows, 0, faults);
         for (int64_t t = 0; t < count; t++) {
-            const fa_token token = fa_token_of_sequence(problem, b, rows.begin, count, t);
+            const fa_token token = fa_token_of_sequence(p, s, b, rows.begin, count, t);
             if (token.fault == FA_FAULT_COUNT || (token.fault == FA_FAULT_page && token.index == column)) continue;
             if (token.fault == FA_FAULT_page) column = token.index;
             fa_fault_add(faults, token.fault, b, token.index, token.value);

@@ -184,15 +184,6 @@ fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_st
 
 /* ---- bad contents ---- */
 
-const char *fa_fault_name(fa_fault_kind kind) {
-    static const char *const names[FA_FAULT_COUNT] = {
-#define FA_NAME(name) #name,
-        FA_FAULTS(FA_NAME)
-#undef FA_NAME
-    };
-    return names[kind];
-}
-
 void fa_length_faults(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t index, fa_faults *faults) {
     if (lengths->starts && b == 0 && lengths->starts[0] != rows.begin)
         fa_fault_add(faults, FA_FAULT_cu_seqlens, 0, index, lengths->starts[0]);
@@ -219,37 +210,4 @@ void fa_forward_faults(const fa_problem *problem, fa_faults *faults) {
             if (fa_page(pages, b, column) < 0)
                 fa_fault_add(faults, FA_FAULT_page, b, column, pages->table[b * pages->stride + column]);
     }
-}
-
-fa_code fa_faults_check(const fa_faults *faults, fa_status *status) {
-    for (int kind = 0; kind < FA_FAULT_COUNT; kind++) {
-        const fa_fault *f = &faults->of[kind];
-        const long long sequence = f->sequence, index = f->index, value = f->value, count = f->count;
-        const char of = f->index ? 'k' : 'q';
-        if (!count) continue;
-        switch ((fa_fault_kind)kind) {
-        case FA_FAULT_length:
-            return fa_fail(
-                status, FA_EVALUE,
-                "seqlens_%c of sequence %lld leads to %lld, which is negative or more than its storage holds "
-                "(%lld such in all)",
-                of, sequence, value, count);
-        case FA_FAULT_cu_seqlens:
-            return fa_fail(status, FA_EVALUE,
-                           "cu_seqlens_%c[%lld] is %lld, which is below an earlier one, or outside the rows there are "
-                           "(%lld such in all)",
-                           of, sequence, value, count);
-        case FA_FAULT_page:
-            return fa_fail(status, FA_EVALUE, "page_table[%lld, %lld] is %lld, which is no page (%lld such in all)",
-                           sequence, index, value, count);
-        case FA_FAULT_slot:
-            return fa_fail(status, FA_EVALUE, "slots[%lld] is %lld, which is beyond the caches (%lld such in all)",
-                           index, value, count);
-        default:
-            return fa_fail(status, FA_EVALUE,
-                           "row %lld of k has position %lld, which is outside rotary's tables (%lld such in all)",
-                           index, value, count);
-        }
-    }
-    return FA_OK;
 }

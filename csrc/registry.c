@@ -4,8 +4,10 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "contents.h"
 #include "cpu/threads.h"
 #include "device.h"
+#include "faults.h"
 #include "library.h"
 #include "why.h"
 
@@ -131,7 +133,11 @@ fa_code fa_plan_launch(const fa_problem *problem, const fa_plan *plan, fa_contex
         .encode_tensor_map = fa_device_tensor_maps(context, problem->device),
         .status = status,
     };
-    return plan->kernel->launch(problem, plan, &launch);
+    if (plan->kernel->device == FA_CPU || !fa_contents_given(problem))
+        return plan->kernel->launch(problem, plan, &launch);
+    fa_problem counted = *problem;
+    FA_TRY(fa_fault_board_get(context, problem->device, &counted.faults, status));
+    return plan->kernel->launch(&counted, plan, &launch);
 }
 
 fa_code fa_plan_run(const fa_problem *problem, const fa_plan *plan, fa_context *context, const fa_device_info *device,

@@ -1,8 +1,8 @@
-/* Where each new token of an append goes. C11; index arrays may hold anything. */
+/* Where each new token of an append goes. C11, C++20 and device code; index arrays may hold anything. */
 #ifndef FA_TOKENS_H
 #define FA_TOKENS_H
 
-#include "problem_sequences.h"
+#include "faults.h"
 
 /* A new key: row `row` of batch entry `batch` of k (0 for packed k) to row `place` of page `page`. Not written where
  * `skipped`; `fault` says why, FA_FAULT_COUNT where it is no fault. */
@@ -14,7 +14,7 @@ typedef struct fa_token {
     int64_t index, value; /* of the fault */
 } fa_token;
 
-static inline fa_token fa_token_fault(fa_token token, fa_fault_kind kind, int64_t index, int64_t value) {
+FA_INLINE fa_token fa_token_fault(fa_token token, fa_fault_kind kind, int64_t index, int64_t value) {
     token.skipped = true;
     token.fault = kind;
     token.index = index;
@@ -23,19 +23,23 @@ static inline fa_token fa_token_fault(fa_token token, fa_fault_kind kind, int64_
 }
 
 /* What its position makes of a token that has a place. */
-static inline fa_token fa_token_rotated(const fa_append *p, fa_token token) {
+FA_INLINE fa_token fa_token_rotated(const fa_append *p, fa_token token) {
     if (p->cos.data && (token.position < 0 || token.position >= p->table_rows))
         return fa_token_fault(token, FA_FAULT_position, token.row, token.position);
     return token;
 }
 
+/* Where token t of a call with slots goes, negative: nowhere. */
+FA_INLINE int64_t fa_slot(const fa_append *p, int64_t t) {
+    return p->slots_dtype == FA_I64 ? ((const int64_t *)p->slots)[t] : ((const int32_t *)p->slots)[t];
+}
+
 /* Token t of a call with slots. */
-static inline fa_token fa_token_of_slot(const fa_problem *problem, int64_t t) {
-    const fa_append *p = &problem->append;
-    const int32_t *positions = problem->sequences.positions;
+FA_INLINE fa_token fa_token_of_slot(const fa_append *p, const fa_sequences *s, int64_t t) {
+    const int32_t *positions = s->positions;
     fa_token token = {.sequence = -1, .row = t, .skipped = t >= p->slot_count, .fault = FA_FAULT_COUNT};
     if (token.skipped) return token;
-    const int64_t slot = p->slots_dtype == FA_I64 ? ((const int64_t *)p->slots)[t] : ((const int32_t *)p->slots)[t];
+    const int64_t slot = fa_slot(p, t);
     token.skipped = slot < 0;
     if (token.skipped) return token;
     if (p->page_size == 0 || slot / p->page_size >= p->pages) return fa_token_fault(token, FA_FAULT_slot, t, slot);
@@ -46,10 +50,8 @@ static inline fa_token fa_token_of_slot(const fa_problem *problem, int64_t t) {
 }
 
 /* Token t of the `count` that sequence b has from row `first` on. */
-static inline fa_token fa_token_of_sequence(const fa_problem *problem, int64_t b, int64_t first, int64_t count,
-                                            int64_t t) {
-    const fa_append *p = &problem->append;
-    const fa_sequences *s = &problem->sequences;
+FA_INLINE fa_token fa_token_of_sequence(const fa_append *p, const fa_sequences *s, int64_t b, int64_t first,
+                                        int64_t count, int64_t t) {
     const int64_t key = (int64_t)s->k.used[b] - count + t;
     fa_token token = {.sequence = b, .batch = s->packed_q ? 0 : b, .row = first + t, .fault = FA_FAULT_COUNT};
     if (key < 0 || key >= s->k.rows) return fa_token_fault(token, FA_FAULT_length, 1, key);

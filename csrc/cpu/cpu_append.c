@@ -80,7 +80,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     const fa_append *p = &problem->append;
     const fa_sequences *s = &problem->sequences;
     for (int64_t t = 0; t < p->rows && p->slots; t++) {
-        const fa_token token = fa_token_of_slot(problem, t);
+        const fa_token token = fa_token_of_slot(p, s, t);
         write_or_clear(p, &token);
     }
     if (p->slots) return FA_OK;
@@ -89,7 +89,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
         const fa_span rows = fa_rows_of(&s->q, b, before, s->packed_q);
         const int64_t count = fa_used(&s->q, b, rows.end - rows.begin);
         for (int64_t t = 0; t < count; t++) {
-            const fa_token token = fa_token_of_sequence(problem, b, rows.begin, count, t);
+            const fa_token token = fa_token_of_sequence(p, s, b, rows.begin, count, t);
             write_or_clear(p, &token);
         }
         clear(p, s->packed_q ? 0 : b, s->packed_q ? before : 0, rows.begin);

@@ -98,7 +98,7 @@ PyObject *fa_py_append(PyObject *module, PyObject *const *args, Py_ssize_t count
     PyObject *returned = NULL;
     if (read_append(state, FA_FN_append, args, count, keywords, &a, &status) == FA_OK &&
         fa_plan_make(&call->problem, call->info, call->forced, &plan, &status) == FA_OK &&
-        fa_faults_meet(state->context, &call->problem, a.check != 0, &status) == FA_OK)
+        fa_call_check(state, call, a.check, &status) == FA_OK)
         returned = fa_call_run(state, call, &plan, &ending, &status);
     fa_call_end(call);
     return returned ? returned : fa_raise(state, &status);

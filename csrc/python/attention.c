@@ -54,7 +54,7 @@ static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count,
     FA_TRY(fa_arrays_check_stream(state, &call->array[0], &call->problem, &call->stream, status));
     const size_t bytes = call->problem.device.kind == FA_CUDA ? plan->workspace_bytes : 0;
     FA_TRY(fa_forward_workspace(&a->request, bytes, &call->problem, status));
-    return fa_faults_meet(state->context, &call->problem, a->check != 0, status);
+    return fa_call_check(state, call, a->check, status);
 }
 
 static fa_code make_outputs(fa_state *state, fa_call *call, fa_result *results, fa_status *status) {

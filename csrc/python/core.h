@@ -17,11 +17,12 @@
 #include <stdio.h>
 
 #include "check.h"
+#include "contents.h"
 #include "device.h"
 #include "dispatch.h"
 #include "dlpack_abi.h"
 #include "fa.h"
-#include "faults.h"
+#include "fault_counts.h"
 #include "library.h"
 #include "problem.h"
 #include "problem_sequences.h"
@@ -54,6 +55,7 @@
 /* The environment variables that force a kernel, by fa_op. */
 #define FA_KERNEL_VARIABLES                                                                                            \
     { "FA_EXT_KERNEL", "FA_EXT_KERNEL_MERGE", "FA_EXT_KERNEL_BACKWARD", "FA_EXT_KERNEL_APPEND" }
+#define FA_CHECK_VARIABLE "FA_EXT_CHECK"
 
 typedef struct fa_names {
 #define FA_FIELD(name) PyObject *name;
@@ -61,6 +63,7 @@ typedef struct fa_names {
 #undef FA_FIELD
     PyObject *dlpack_version;               /* (1, 3), what max_version= gets */
     PyObject *kernel_variable[FA_OP_COUNT]; /* b"FA_EXT_KERNEL", ... */
+    PyObject *check_variable;               /* b"FA_EXT_CHECK" */
 } fa_names;
 
 /* ---- types: how the arrays of a type are read and made, found out once per type ---- */
@@ -339,6 +342,10 @@ fa_code fa_call_outputs(fa_state *state, fa_call *call, PyObject *given, const f
                         fa_status *status);
 /* Reads the arrays that are given into the function's request. `first` decides for the others. */
 fa_code fa_call_arrays(fa_state *state, fa_call *call, fa_argument first, void *request, fa_status *status);
+/* A variable of the environment as os.environ has it, or NULL; `name` is `variable` as bytes. *held: to be released
+ * when the text is no longer needed. */
+fa_code fa_environment(fa_state *state, PyObject *name, const char *variable, const char **text, PyObject **held,
+                       fa_status *status);
 /* Reads kernel=, or where it is absent the environment variable of the operation, and stream=. */
 fa_code fa_call_place(fa_state *state, fa_op op, fa_call *call, fa_status *status);
 /* Puts the arrays on a device that a dict describes, and the call with them. */
@@ -382,6 +389,9 @@ fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const
 
 /* faults.c. Reads check=: 1, 0, or -1 for None. */
 fa_code fa_read_check(const fa_bound *bound, int *check, fa_status *status);
+/* Bad contents of the index arrays of a planned call: an error where check= asks for it, with nothing written; on the
+ * CPU counted where it does not. */
+fa_code fa_call_check(fa_state *state, fa_call *call, int check, fa_status *status);
 
 /* explain.c. What functions for a question have in common: {name: reason} beside the kernel that runs. */
 PyObject *fa_explain_problem(fa_state *state, const fa_call *call);

@@ -12,7 +12,8 @@ static int add_names(fa_names *names) {
     static const char *const variables[FA_OP_COUNT] = FA_KERNEL_VARIABLES;
     for (int op = 0; op < FA_OP_COUNT; op++)
         if (!(names->kernel_variable[op] = PyBytes_FromString(variables[op]))) return -1;
-    return names->dlpack_version ? 0 : -1;
+    names->check_variable = PyBytes_FromString(FA_CHECK_VARIABLE);
+    return names->dlpack_version && names->check_variable ? 0 : -1;
 }
 
 /* os.environ keeps what it shows in a dict of bytes; where it does not, getenv() serves. */
@@ -97,6 +98,7 @@ static void core_free(void *module) {
 #undef FA_DROP
     Py_CLEAR(state->names.dlpack_version);
     for (int op = 0; op < FA_OP_COUNT; op++) Py_CLEAR(state->names.kernel_variable[op]);
+    Py_CLEAR(state->names.check_variable);
     fa_loaded_clear(state);
     if (state->context) fa_context_free(state->context);
     state->context = NULL;

@@ -1,0 +1,15 @@
+/* What calls have met in index arrays, a context and device: counted on the CPU by the front ends, on a device by its
+ * kernels. */
+#ifndef FA_FAULT_COUNTS_H
+#define FA_FAULT_COUNTS_H
+
+#include "faults.h"
+
+/* What is bad in the arrays of a problem on the CPU: an error where it is to be checked, else counted. Kernels on the
+ * CPU leave this to the front ends; those on a device count by themselves. */
+fa_code fa_faults_meet(fa_context *context, const fa_problem *problem, bool checks, fa_status *status);
+
+/* What was counted for calls on `device` since it was last cleared. */
+fa_code fa_faults_take(fa_context *context, fa_device device, bool clear, fa_faults *found, fa_status *status);
+
+#endif
