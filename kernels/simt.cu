@@ -9,13 +9,18 @@
  * merged at the end. That keeps more warps busy where there are few query rows. simt_kernel.cuh says who holds what.
  *
  * Whole dense surface: float16, bfloat16, float32; any strides (16-byte loads where they allow it, else element loads);
- * GQA, causal, window, softcap, bias, boolean mask, sinks, LSE; head_dim and head_dim_v 1..256 apart; zero keys.
+ * GQA, causal, window, softcap, bias, boolean mask, sinks, LSE; head_dim and head_dim_v 1..256 apart; zero keys. What
+ * goes beyond that (sequences of any length, pages, k_range, positions, ALiBi, dropout, float32 results) has instances
+ * of its own with one tile a head_dim, so that a sequence's bits are its own: simt_serve.cuh.
  * Limits: no tensor cores, so at most the float32 rate; keys are not divided over thread blocks, so that a few query
  * rows against many keys leave most of the GPU idle.
  *
  * @instance f16 -DSIMT_TYPE=__half
  * @instance bf16 -DSIMT_TYPE=__nv_bfloat16
  * @instance f32 -DSIMT_TYPE=float
+ * @instance serve_f16 -DSIMT_TYPE=__half -DSIMT_SERVE
+ * @instance serve_bf16 -DSIMT_TYPE=__nv_bfloat16 -DSIMT_SERVE
+ * @instance serve_f32 -DSIMT_TYPE=float -DSIMT_SERVE
  *
  *     python -m bench measure --preset history --rows simt
  *     python fa_ext/_build.py simt -o variant.so -DHEAD_DIM=64 -DBLOCK_M=64 -DNUM_WARPS=2     (one tile alone)
@@ -68,6 +73,7 @@ constexpr Tile tile(int head_dim, int block_m, int block_n, int warps, int group
 #define MIN_BLOCKS 1 // thread blocks a multiprocessor that the registers must allow
 #endif
 constexpr Tile TILES[] = {tile(HEAD_DIM, BLOCK_M, BLOCK_N, NUM_WARPS, KEY_GROUPS, SYNC_POLICY, MIN_BLOCKS)};
+constexpr Tile SERVE_TILES[] = {tile(HEAD_DIM, 32, 32, 4, HEAD_DIM > 128 ? 1 : 2, 0, 1)};
 
 #else
 
@@ -92,12 +98,23 @@ constexpr Tile TILES[] = {
     tile(256, 4, 16, 4, 4, 2, 2),   //  70 KB
 };
 
+/* By head_dim alone: what else decided would be seen in the bits of a sequence. At most 32 rows, one a lane. */
+constexpr Tile SERVE_TILES[] = {
+    tile(64, 32, 32, 8, 4, 0, 1),  // 60 KB and 3 of indices
+    tile(128, 32, 32, 8, 2, 0, 1), // 59 KB and 2
+    tile(256, 32, 32, 4, 1, 0, 2), // 70 KB and 1
+};
+
 #endif
 
 constexpr int TILE_COUNT = sizeof(TILES) / sizeof(TILES[0]);
 
+constexpr int SERVE_TILE_COUNT = sizeof(SERVE_TILES) / sizeof(SERVE_TILES[0]);
+
 constexpr bool tiles_are_valid() {
     for (const Tile &t : TILES)
+        if (!t.valid()) return false;
+    for (const Tile &t : SERVE_TILES)
         if (!t.valid()) return false;
     return true;
 }
@@ -108,10 +125,16 @@ static_assert(tiles_are_valid(), "BLOCK_M must be a multiple of 4 NUM_WARPS / KE
 /* One a dtype, each compiled as an instance of this file. */
 using Launcher = fa_code(const fa_forward &, const fa_plan &, const fa_launch &);
 Launcher launch_f16, launch_bf16, launch_f32;
+using ServeLauncher = fa_code(const fa_problem &, const fa_plan &, const fa_launch &);
+ServeLauncher launch_serve_f16, launch_serve_bf16, launch_serve_f32;
+
+/* Shared memory of an instance that serves, beside its tile's: at most. */
+constexpr size_t SERVE_EXTRA_BYTES = 4096;
 
 /* The plan's own part. */
 struct Own {
-    int tile; // of TILES
+    int tile;   // of TILES, or of SERVE_TILES
+    bool serve; // by the instances of simt_serve.cuh
     Options options;
 };
 
@@ -120,6 +143,42 @@ struct Own {
 #ifdef FA_INSTANCE
 
 /* ---- one dtype's kernels ---- */
+
+#define SIMT_JOIN(a, b)         a##b
+#define SIMT_LAUNCHER(instance) SIMT_JOIN(launch_, instance)
+
+#ifdef SIMT_SERVE
+
+#include "simt_serve.cuh" // simt_serve, serve_bytes
+
+namespace simt {
+
+template <int INDEX> struct Config { static constexpr Tile tile = SERVE_TILES[INDEX]; };
+
+template <typename T, int INDEX>
+fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
+    if constexpr (INDEX < SERVE_TILE_COUNT) {
+        const Own &own = fa_own<Own>(&plan);
+        if (own.tile != INDEX) return launch_tile<T, INDEX + 1>(problem, plan, launch);
+        auto kernel = simt_serve<T, Config<INDEX>>;
+        static_assert(serve_bytes<SERVE_TILES[INDEX]>() <= SERVE_TILES[INDEX].smem_bytes() + SERVE_EXTRA_BYTES);
+        if (plan.smem_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
+        FA_CHAOS_ARM(launch.stream, launch);
+        kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
+                 static_cast<cudaStream_t>(launch.stream)>>>(
+            Serving{problem.forward, problem.sequences, problem.extra, problem.faults}, own.options);
+        FA_CUDA_TRY(launch, cudaGetLastError());
+    }
+    return FA_OK;
+}
+
+fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
+    return launch_tile<SIMT_TYPE, 0>(problem, plan, launch);
+}
+
+} // namespace simt
+
+#else
 
 #include "simt_kernel.cuh" // simt_kernel
 
@@ -142,13 +201,13 @@ fa_code launch_tile(const fa_forward &p, const fa_plan &plan, const fa_launch &l
     return FA_OK;
 }
 
-#define SIMT_JOIN(a, b)         a##b
-#define SIMT_LAUNCHER(instance) SIMT_JOIN(launch_, instance)
 fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_forward &p, const fa_plan &plan, const fa_launch &launch) {
     return launch_tile<SIMT_TYPE, 0>(p, plan, launch);
 }
 
 } // namespace simt
+
+#endif
 
 #else
 
@@ -156,7 +215,7 @@ fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_forward &p, const fa_plan &plan, con
 
 namespace {
 
-using simt::TILES;
+using simt::SERVE_TILES, simt::TILES;
 
 int64_t tiles_m(const fa_forward &p, int tile) { return (p.seq_q + TILES[tile].block_m - 1) / TILES[tile].block_m; }
 
@@ -206,8 +265,47 @@ template <typename T> void find_chunks(const fa_forward &p, const simt::Tile &ti
     o->out_chunks = fa::takes_chunks<T>(p.out, p.head_dim_v, 4);
 }
 
+/* What the dense instances lack. */
+constexpr uint32_t SERVED = FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_OUT_FLOAT32 |
+                            FA_WITH_ALIBI | FA_WITH_DROPOUT;
+
+fa_answer plan_serving(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_forward &p = problem->forward;
+    const fa_sequences &s = problem->sequences;
+    const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+    int chosen = 0;
+    while (chosen < simt::SERVE_TILE_COUNT && SERVE_TILES[chosen].head_dim < head_dim) ++chosen;
+    if (chosen == simt::SERVE_TILE_COUNT) return refuse(p, device, why);
+    const simt::Tile &tile = SERVE_TILES[chosen];
+    plan->smem_bytes = tile.smem_bytes() + simt::SERVE_EXTRA_BYTES;
+    if (plan->smem_bytes > device->smem_per_block)
+        return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, int64_t(plan->smem_bytes),
+                          int64_t(device->smem_per_block), 0);
+    simt::Own &own = fa_own<simt::Own>(plan);
+    own.tile = chosen;
+    own.serve = true;
+    simt::Options &o = own.options;
+    o.score = fa::score_params(p);
+    o.general = p.softcap > 0 || p.bias.data || p.mask.data || problem->extra.alibi.data || o.score.scale_log2 == 0;
+    o.tiles_m = (p.seq_q + tile.block_m - 1) / tile.block_m;
+    const int64_t of_head = s.q.starts   ? p.seq_q / tile.block_m + p.batch + 2 // simt_serve.cuh, find_spot()
+                            : s.packed_q ? p.batch
+                                         : p.batch * o.tiles_m;
+    o.tiles = p.heads * of_head;
+    if (fa_dtype_size(p.dtype) == 2)
+        find_chunks<uint16_t>(p, tile, &o);
+    else
+        find_chunks<float>(p, tile, &o);
+    if (p.out_dtype == FA_F32) o.out_chunks = fa::takes_chunks<float>(p.out, p.head_dim_v, 4);
+    plan->threads = tile.threads();
+    plan->blocks = o.tiles < INT32_MAX ? o.tiles : INT32_MAX; // the kernel strides over the rest
+    plan->keep = true;
+    return FA_TAKES;
+}
+
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
+    if (problem->sequences.given || problem->features & SERVED) return plan_serving(problem, device, plan, why);
     const int chosen = choose_tile(problem, device);
     if (chosen < 0) return refuse(p, device, why);
     const simt::Tile &tile = TILES[chosen];
@@ -232,6 +330,12 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_forward &p = problem->forward;
+    if (fa_own<simt::Own>(plan).serve) {
+        const auto serve = p.dtype == FA_F16    ? simt::launch_serve_f16
+                           : p.dtype == FA_BF16 ? simt::launch_serve_bf16
+                                                : simt::launch_serve_f32;
+        return serve(*problem, *plan, *launch);
+    }
     if (p.dtype == FA_F16) return simt::launch_f16(p, *plan, *launch);
     if (p.dtype == FA_BF16) return simt::launch_bf16(p, *plan, *launch);
     return simt::launch_f32(p, *plan, *launch);
@@ -249,7 +353,8 @@ const fa_kernel fa_kernel_simt = {
     .cc_from = 80,
     .cc_to = 0,
     .dtypes = FA_FLOAT_BITS,
-    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
+    .takes =
+        FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V | SERVED,
     .plan = plan,
     .launch = launch,
 };

@@ -23,18 +23,29 @@ namespace simt {
 
 __device__ __forceinline__ float4 load4(const float *p) { return *reinterpret_cast<const float4 *>(p); }
 
+/* What sees which keys in general_scores(): a band, or what the caller gives. */
+__device__ __forceinline__ fa::KeyBand sight_of(const fa_forward &p, int64_t row0, int64_t key0) {
+    return fa::key_band(p, row0, key0);
+}
+template <class Sight>
+__device__ __forceinline__ const Sight &sight_of(const fa_forward &, int64_t, int64_t, const Sight &sight) {
+    return sight;
+}
+
 /* Softcap, bias and mask for the rows [0, ROWS) of one warp's scores in shared memory: products in, scores out (not in
  * base 2, whose logarithm of e would be one more rounding). Lanes lie along the keys, so that bias and mask are read in
- * order, four rows at a time, so that reads overlap. */
-template <typename T, int ROWS, int KEYS, int STRIDE>
+ * order, four rows at a time, so that reads overlap. `sight`: none in a dense call; else an object that says of every
+ * row what it sees, and what ALiBi takes from a bias. */
+template <typename T, int ROWS, int KEYS, int STRIDE, class... Sight>
 __device__ __noinline__ void general_scores(const fa_forward &p, const Options &o, float *scores, int64_t batch,
-                                            int64_t head, int64_t row0, int64_t key0) {
+                                            int64_t head, int64_t row0, int64_t key0, const Sight &...sight) {
     constexpr int BATCH = 4, COLUMNS = (KEYS + WARP - 1) / WARP;
     static_assert(ROWS % BATCH == 0);
     const int lane = threadIdx.x % WARP;
-    const fa::KeyBand band = fa::key_band(p, row0, key0);
+    constexpr bool DENSE = sizeof...(Sight) == 0;
+    const auto &band = sight_of(p, row0, key0, sight...);
     const float scale = static_cast<float>(p.scale), cap = static_cast<float>(p.softcap);
-    const int rows = p.seq_q - row0 < ROWS ? static_cast<int>(p.seq_q - row0) : ROWS;
+    const int rows = DENSE && p.seq_q - row0 < ROWS ? static_cast<int>(p.seq_q - row0) : ROWS;
 
 #pragma unroll 1
     for (int r = 0; r < rows; r += BATCH) {
@@ -75,6 +86,7 @@ __device__ __noinline__ void general_scores(const fa_forward &p, const Options &
                 score = -INFINITY;
                 return;
             }
+            if constexpr (!DENSE) sum = band.with_slope(sum, row, column);
             asm("max.NaN.f32 %0, %0, %1;" : "+f"(sum) : "f"(-FA_LIMIT)); // larger ones saturate by themselves
             score =
                 cap > 0 ? fmaf(cap, tanhf(score * o.score.scale_cap), sum) : __fadd_rn(__fmul_rn(score, scale), sum);
@@ -174,14 +186,22 @@ template <typename T, Tile t> struct LaneTile {
     /* Products to scores by way of shared memory, where softcap, bias or mask take part. */
     __device__ __forceinline__ void score_general(float (&s)[TM][TN], const fa_forward &p, const Options &o,
                                                   int64_t batch, int64_t head, int64_t row0, int64_t key0) const {
-#pragma unroll
-        for (int i = 0; i < TM; ++i)
-#pragma unroll
-            for (int j = 0; j < TN; ++j) score_at(i, j) = s[i][j];
+        put(s);
         __syncwarp();
         general_scores<T, WARP_ROWS, t.block_n, P_STRIDE>(p, o, scores + warp_row * P_STRIDE, batch, head,
                                                           row0 + warp_row, key0);
         __syncwarp();
+        get(s);
+    }
+
+    /* Scores to shared memory and back. */
+    __device__ __forceinline__ void put(const float (&s)[TM][TN]) const {
+#pragma unroll
+        for (int i = 0; i < TM; ++i)
+#pragma unroll
+            for (int j = 0; j < TN; ++j) score_at(i, j) = s[i][j];
+    }
+    __device__ __forceinline__ void get(float (&s)[TM][TN]) const {
 #pragma unroll
         for (int i = 0; i < TM; ++i)
 #pragma unroll
@@ -198,8 +218,10 @@ template <typename T, Tile t> struct LaneTile {
             for (int j = 0; j < TN; ++j) s[i][j] = __fmul_rn(s[i][j], scale);
     }
 
-    /* Without softcap, bias and mask: what belongs to keys that a row does not see becomes `excluded`. */
-    __device__ __forceinline__ void exclude(float (&s)[TM][TN], const fa::KeyBand &band, float excluded) const {
+    /* Without softcap, bias and mask: what belongs to keys that a row does not see becomes `excluded`. The band counts
+     * rows from this lane's first. */
+    template <class Band>
+    __device__ __forceinline__ void exclude(float (&s)[TM][TN], const Band &band, float excluded) const {
 #pragma unroll
         for (int i = 0; i < TM; ++i)
 #pragma unroll

@@ -1,0 +1,84 @@
+/* append: new keys and values into caches, with rotary position embedding (Su et al. 2021).
+ *
+ *     x0' = x0 cos - x1 sin    x1' = x1 cos + x0 sin    for each pair of the first R columns of k and q
+ *
+ * In float32, rounded once to the dtype; other columns and values are copied bit for bit. A thread block takes a few
+ * tokens: each of its warps finds where some of them go (tokens.h) and leaves that in shared memory; then all threads
+ * share out the rows of k, v and q, 16 bytes at a time where strides allow it, else by elements. One block more looks
+ * at what is bad in the starts and lengths, which costs the others nothing.
+ *
+ * Limits: bound by memory only for many tokens. Of two tokens with one slot the later is written; two sequences whose
+ * tables lead new keys to one row leave elements of either there.
+ */
+#include "append.cuh" // Work, append_tokens
+#include "fa.h"       // fa_append, fa_kernel
+#include "launch.cuh" // fa_own, FA_CUDA_TRY
+
+namespace {
+
+using append::Work;
+
+template <typename T> bool takes_vectors(const fa_append &p) {
+    const int width = 16 / static_cast<int>(sizeof(T));
+    const auto takes = [=](const fa_operand &x, int length) {
+        return !x.data || fa::takes_chunks<T>(x, length, width);
+    };
+    return p.half % (width / 2) == 0 && takes(p.k, p.head_dim) && takes(p.k_cache, p.head_dim) &&
+           takes(p.v, p.head_dim_v) && takes(p.v_cache, p.head_dim_v) && takes(p.q, p.head_dim) &&
+           takes(p.out, p.head_dim);
+}
+
+/* Tokens a block: as many as leave a block to each place on the device. */
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *) {
+    const fa_append &p = problem->append;
+    Work &work = fa_own<Work>(plan);
+    work.rows = problem->sequences.packed_q || p.slots ? p.rows : p.batch * p.rows;
+    work.half = p.cos.data ? p.half : 0;
+    work.vectors = fa_dtype_size(p.dtype) == 2 ? takes_vectors<uint16_t>(p) : takes_vectors<float>(p);
+    const int longest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+    const int items = work.vectors ? longest * static_cast<int>(fa_dtype_size(p.dtype)) / 16 : longest;
+    work.lanes = 1;
+    while (work.lanes < items && work.lanes < append::WARP) work.lanes *= 2;
+    const int64_t each = work.rows / (4 * int64_t(device->sm_count));
+    work.tokens = each < 1 ? 1 : each > append::TOKENS ? append::TOKENS : static_cast<int>(each);
+    const int64_t blocks = (work.rows + work.tokens - 1) / work.tokens;
+    work.parts = blocks < device->sm_count ? 4 : 1;
+    plan->blocks = blocks < INT32_MAX - 1 ? blocks : INT32_MAX - 1; // the kernel strides over the rest
+    plan->threads = append::THREADS;
+    return FA_TAKES;
+}
+
+template <typename T> fa_code launch_as(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
+    const Work &work = fa_own<Work>(&plan);
+    auto kernel = work.vectors ? append::append_tokens<T, true> : append::append_tokens<T, false>;
+    const dim3 grid(static_cast<unsigned>(plan.blocks + (problem.append.slots ? 0 : 1)), work.parts);
+    FA_CHAOS_ARM(launch.stream, launch);
+    kernel<<<grid, plan.threads, 0, static_cast<cudaStream_t>(launch.stream)>>>(problem.append, problem.sequences,
+                                                                                problem.faults, work);
+    FA_CUDA_TRY(launch, cudaGetLastError());
+    return FA_OK;
+}
+
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_dtype dtype = problem->append.dtype;
+    if (dtype == FA_F16) return launch_as<__half>(*problem, *plan, *launch);
+    if (dtype == FA_BF16) return launch_as<__nv_bfloat16>(*problem, *plan, *launch);
+    return launch_as<float>(*problem, *plan, *launch);
+}
+
+} // namespace
+
+extern "C" FA_EXPORT const fa_kernel fa_kernel_append;
+const fa_kernel fa_kernel_append = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_APPEND,
+    .device = FA_CUDA,
+    .name = "append",
+    .summary = "new keys and values into caches, with rotary embedding: one pass over memory",
+    .cc_from = 80,
+    .cc_to = 0,
+    .dtypes = FA_FLOAT_BITS,
+    .takes = FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_POSITIONS | FA_WITH_SLOTS | FA_WITH_ROTARY | FA_WITH_HEAD_DIM_V,
+    .plan = plan,
+    .launch = launch,
+};

@@ -1,0 +1,255 @@
+/* The append kernel: where tokens go, and their rows. See append.cu. */
+#ifndef FA_APPEND_CUH
+#define FA_APPEND_CUH
+
+#include "chaos.cuh"
+#include "convert.cuh" // Chunk, row_of, takes_chunks
+#include "faults.cuh"  // count_fault, count_length_faults
+#include "tokens.h"    // fa_token_of_slot, fa_token_of_sequence
+
+namespace append {
+
+constexpr int WARP = 32, THREADS = 256, WARPS = THREADS / WARP;
+constexpr int TOKENS = 8; // the most of a block
+
+/* What the host works out for a launch. */
+struct Work {
+    int64_t rows; // of k and q, one after another over all batch entries
+    int tokens;   // a block
+    int parts;    // blocks that share the heads of the same tokens
+    int half;     // of the columns that are rotated
+    int lanes;    // threads that share a row: a power of two
+    bool vectors; // 16 bytes a load are possible everywhere
+};
+
+/* The sequence of a row of packed k. */
+struct Owner {
+    int64_t sequence; // -1: of none
+    fa_span rows;
+};
+
+/* By one warp, which gives all its lanes the same answer. Ends of sequences are the running maximum of the starts, so
+ * the row is of the sequence before the first start that is larger than it. */
+__device__ __forceinline__ Owner owner_of(const fa_sequences &s, int64_t batch, int64_t row) {
+    if (!s.q.starts) return {row, {row, row + 1}};
+    const int lane = threadIdx.x % WARP;
+    int64_t before = 0;
+    for (int64_t first = 0; first <= batch; first += WARP) {
+        const int64_t b = first + lane;
+        const int64_t start = b <= batch ? fa_clamp(s.q.starts[b], 0, s.q.rows) : 0;
+        const unsigned larger = __ballot_sync(~0u, start > row);
+        const int found = larger ? __ffs(static_cast<int>(larger)) - 1 : WARP;
+        int64_t largest = lane < found ? start : 0;
+#pragma unroll
+        for (int offset = WARP / 2; offset; offset /= 2) {
+            const int64_t other = __shfl_xor_sync(~0u, largest, offset);
+            largest = other > largest ? other : largest;
+        }
+        before = largest > before ? largest : before;
+        if (found == WARP) continue;
+        const int64_t end = __shfl_sync(~0u, start, found);
+        return {first + found - 1, {before, end}};
+    }
+    return {-1, {before, s.q.rows}};
+}
+
+/* Whether a later token goes to the slot of token t, by one warp. */
+__device__ __forceinline__ bool is_replaced(const fa_append &p, const fa_sequences &s, int64_t t) {
+    const int64_t slot = fa_slot(&p, t);
+    bool found = false;
+    for (int64_t first = t + 1; first < p.slot_count && !found; first += 8 * WARP) {
+        bool mine = false;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+            const int64_t other = first + n * WARP + threadIdx.x % WARP;
+            if (other < p.slot_count && fa_slot(&p, other) == slot) mine |= !fa_token_of_slot(&p, &s, other).skipped;
+        }
+        found = __any_sync(~0u, mine);
+    }
+    return found;
+}
+
+/* What becomes of a row of k: by one warp. Counts its fault, once. */
+struct Place {
+    fa_token token;
+    bool cached; // k and v go to the cache; else q alone is rotated
+};
+
+__device__ __forceinline__ fa_token no_token(int64_t batch, int64_t row) {
+    fa_token token = {};
+    token.batch = batch;
+    token.row = row;
+    token.skipped = true;
+    token.fault = FA_FAULT_COUNT;
+    return token;
+}
+
+__device__ __forceinline__ Place find_place(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
+                                            int64_t n, bool counts) {
+    Place place = {no_token(0, n), true};
+    if (p.slots) {
+        place.token = fa_token_of_slot(&p, &s, n);
+        if (!place.token.skipped) place.cached = !is_replaced(p, s, n);
+    } else {
+        const Owner owner = s.packed_q ? owner_of(s, p.batch, n) : Owner{n / p.rows, {0, p.rows}};
+        const int64_t batch = s.packed_q ? 0 : owner.sequence, row = s.packed_q ? n : n % p.rows;
+        place.token = no_token(batch, row);
+        if (owner.sequence >= 0) {
+            const int64_t count = fa_used(&s.q, owner.sequence, owner.rows.end - owner.rows.begin);
+            const int64_t t = row - owner.rows.begin;
+            if (t < count) place.token = fa_token_of_sequence(&p, &s, owner.sequence, owner.rows.begin, count, t);
+            /* A bad page is one fault, whatever the number of its tokens. */
+            counts &= place.token.fault != FA_FAULT_page || t == 0 || place.token.place == 0;
+        }
+    }
+    if (counts && place.token.fault != FA_FAULT_COUNT && threadIdx.x % WARP == 0)
+        fa::count_fault(faults, place.token.fault, place.token.sequence, place.token.index, place.token.value);
+    return place;
+}
+
+/* N elements that begin at a multiple of N of a row. */
+template <typename T, int N> __device__ __forceinline__ fa::Chunk<T, N> load(const T *row, int64_t stride, int first) {
+    if constexpr (N > 1) return *reinterpret_cast<const fa::Chunk<T, N> *>(row + first);
+    return {row[first * stride]};
+}
+template <typename T, int N>
+__device__ __forceinline__ void store(T *row, int64_t stride, int first, const fa::Chunk<T, N> &chunk) {
+    if constexpr (N > 1)
+        *reinterpret_cast<fa::Chunk<T, N> *>(row + first) = chunk;
+    else
+        row[first * stride] = chunk.element[0];
+}
+
+/* Pairs [first, first + PAIRS) of a row: elements n and half + n, or neighbours. */
+template <typename T, int PAIRS, bool INTERLEAVED>
+__device__ __forceinline__ void rotate(const fa_append &p, int64_t position, const T *from, int64_t stride, T *to,
+                                       int64_t stride_to, int half, int first) {
+    const int begin[2] = {INTERLEAVED ? 2 * first : first, INTERLEAVED ? 2 * first + PAIRS : half + first};
+    fa::Chunk<T, PAIRS> x[2], turned[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) x[n] = load<T, PAIRS>(from, stride, begin[n]);
+#pragma unroll
+    for (int n = 0; n < PAIRS; ++n) {
+        const int64_t pair = first + n;
+        const float c =
+            fa::load_as_float(p.cos.data, p.rotary_dtype, position * p.cos.stride[0] + pair * p.cos.stride[1]);
+        const float d =
+            fa::load_as_float(p.sin.data, p.rotary_dtype, position * p.sin.stride[0] + pair * p.sin.stride[1]);
+        const int i = INTERLEAVED ? 2 * n : n, j = INTERLEAVED ? 2 * n + 1 : PAIRS + n; // of both chunks together
+        const float a = fa::to_float(x[i / PAIRS].element[i % PAIRS]),
+                    b = fa::to_float(x[j / PAIRS].element[j % PAIRS]);
+        turned[i / PAIRS].element[i % PAIRS] = fa::from_float<T>(fmaf(a, c, -(b * d)));
+        turned[j / PAIRS].element[j % PAIRS] = fa::from_float<T>(fmaf(b, c, a * d));
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) store<T, PAIRS>(to, stride_to, begin[n], turned[n]);
+}
+
+/* Item `item` of a row of `length` elements: some pairs, or some elements behind them. */
+template <typename T, int PAIRS>
+__device__ __forceinline__ void copy_item(const fa_append &p, int64_t position, const T *from, int64_t stride, T *to,
+                                          int64_t stride_to, int half, int length, int item) {
+    constexpr int WIDTH = PAIRS > 1 ? 2 * PAIRS : 1;
+    const int rotated = half / PAIRS;
+    if (item < rotated && p.interleaved)
+        return rotate<T, PAIRS, true>(p, position, from, stride, to, stride_to, half, item * PAIRS);
+    if (item < rotated) return rotate<T, PAIRS, false>(p, position, from, stride, to, stride_to, half, item * PAIRS);
+    const int first = 2 * half + (item - rotated) * WIDTH;
+    if (first < length) store<T, WIDTH>(to, stride_to, first, load<T, WIDTH>(from, stride, first));
+}
+
+template <typename T, int PAIRS>
+__device__ __forceinline__ void clear_item(T *to, int64_t stride_to, int length, int item) {
+    constexpr int WIDTH = PAIRS > 1 ? 2 * PAIRS : 1;
+    const int first = item * WIDTH;
+    if (first < length) store<T, WIDTH>(to, stride_to, first, fa::Chunk<T, WIDTH>{});
+}
+
+/* Counts what is bad in starts and lengths, by one block. */
+__device__ __forceinline__ void check_lengths(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
+                                              int64_t *ends) {
+    if (!s.q.starts && !s.q.used) return;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int64_t before = s.q.starts ? fa_clamp(s.q.starts[0], 0, s.q.rows) : 0; // the end of the sequence before
+    for (int64_t first = 0; first < p.batch; first += THREADS) {
+        const int64_t b = first + threadIdx.x;
+        fa_span rows = s.packed_q ? fa_span{b, b + 1} : fa_span{0, p.rows};
+        if (s.q.starts) {
+            int64_t end = b < p.batch ? fa_clamp(s.q.starts[b + 1], 0, s.q.rows) : 0;
+#pragma unroll
+            for (int offset = 1; offset < WARP; offset *= 2) {
+                const int64_t other = __shfl_up_sync(~0u, end, offset);
+                if (lane >= offset && other > end) end = other;
+            }
+            if (lane == WARP - 1) ends[warp] = end;
+            __syncthreads();
+            int64_t largest = before;
+            for (int w = 0; w < WARPS; ++w) {
+                if (w == warp) rows.begin = largest;
+                largest = ends[w] > largest ? ends[w] : largest;
+            }
+            const int64_t earlier = __shfl_up_sync(~0u, end, 1);
+            rows.end = end > rows.begin ? end : rows.begin;
+            if (lane > 0 && earlier > rows.begin) rows.begin = earlier;
+            before = largest;
+            __syncthreads();
+        }
+        if (b < p.batch) fa::count_length_faults(faults, s.q, b, rows, 0);
+    }
+}
+
+template <typename T, bool VECTORS>
+__global__ void __launch_bounds__(THREADS)
+    append_tokens(const __grid_constant__ fa_append p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
+                  const __grid_constant__ Work work) {
+    FA_CHAOS_BEGIN();
+    constexpr int PAIRS = VECTORS ? 16 / (2 * static_cast<int>(sizeof(T))) : 1, WIDTH = VECTORS ? 2 * PAIRS : 1;
+    __shared__ Place places[TOKENS];
+    __shared__ int64_t ends[WARPS];
+
+    const unsigned blocks = gridDim.x - (p.slots ? 0 : 1); // and one for the lengths of sequences
+    if (blockIdx.x == blocks) {
+        if (blockIdx.y == 0) check_lengths(p, s, faults, ends);
+        return;
+    }
+
+    const int64_t keys = p.heads_kv, values = p.v_cache.data ? keys : 0; // rows of a token
+    const int64_t of_token = keys + values + (p.out.data ? p.heads : 0);
+    const int longest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+    const int items = (longest + WIDTH - 1) / WIDTH, together = THREADS / work.lanes;
+
+    for (int64_t first = int64_t(blockIdx.x) * work.tokens; first < work.rows; first += int64_t(blocks) * work.tokens) {
+        const int64_t left = work.rows - first;
+        const int tokens = left < work.tokens ? static_cast<int>(left) : work.tokens;
+        for (int n = threadIdx.x / WARP; n < tokens; n += WARPS) {
+            const Place place = find_place(p, s, faults, first + n, blockIdx.y == 0);
+            if (threadIdx.x % WARP == 0) places[n] = place;
+        }
+        __syncthreads();
+        for (int64_t n = int64_t(blockIdx.y) * together + threadIdx.x / work.lanes; n < tokens * of_token;
+             n += int64_t(work.parts) * together) {
+            const Place &place = places[n / of_token];
+            const fa_token &token = place.token;
+            const int64_t slot = n % of_token;
+            const bool is_query = slot >= keys + values, is_value = !is_query && slot >= keys;
+            const int64_t head = slot - (is_query ? keys + values : is_value ? keys : 0);
+            if (!is_query && (token.skipped || !place.cached)) continue;
+            const fa_operand &x = is_query ? p.q : is_value ? p.v : p.k;
+            const fa_operand &to = is_query ? p.out : is_value ? p.v_cache : p.k_cache;
+            const int length = is_value ? p.head_dim_v : p.head_dim, half = is_value ? 0 : work.half;
+            const T *from = fa::row_of<T>(x, token.batch, head, token.row);
+            T *target = is_query ? fa::row_of<T>(to, token.batch, head, token.row)
+                                 : fa::row_of<T>(to, token.page, head, token.place);
+            for (int item = threadIdx.x % work.lanes; item < items; item += work.lanes)
+                if (token.skipped)
+                    clear_item<T, PAIRS>(target, to.stride[3], length, item);
+                else
+                    copy_item<T, PAIRS>(p, token.position, from, x.stride[3], target, to.stride[3], half, length, item);
+        }
+        __syncthreads();
+    }
+}
+
+} // namespace append
+
+#endif

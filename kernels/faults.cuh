@@ -1,0 +1,38 @@
+/* Counting what is bad in index arrays, where the host can read it: see fa_fault_board. */
+#ifndef FA_FAULTS_CUH
+#define FA_FAULTS_CUH
+
+#include "faults.h"   // fa_fault_board, fa_fault_kind
+#include "geometry.h" // fa_lengths, fa_span
+
+namespace fa {
+
+/* Counts one fault, and says what it is if it is the first. Rare: kept out of the way of what is not. */
+static __device__ __noinline__ void count_fault(fa_fault_board *board, fa_fault_kind kind, int64_t sequence,
+                                                int64_t index, int64_t value) {
+    if (!board) return;
+    auto &of = board->of[kind];
+    const uint32_t epoch = *static_cast<volatile uint32_t *>(&board->epoch);
+    const uint32_t owner = *static_cast<volatile uint32_t *>(&of.owner);
+    if (owner != epoch && atomicCAS(&of.owner, owner, epoch) == owner) {
+        of.sequence = sequence, of.index = index, of.value = value;
+        __threadfence_system();
+    }
+    atomicAdd(reinterpret_cast<unsigned long long *>(&of.count), 1ull);
+}
+
+/* Counts what is bad in the start after sequence b, in the first of all for sequence 0, and in its length. `rows` is
+ * fa_rows_of(); `index` as in fa_fault. */
+__device__ __forceinline__ void count_length_faults(fa_fault_board *board, const fa_lengths &lengths, int64_t b,
+                                                    const fa_span &rows, int64_t index) {
+    if (lengths.starts && b == 0 && lengths.starts[0] != rows.begin)
+        count_fault(board, FA_FAULT_cu_seqlens, 0, index, lengths.starts[0]);
+    if (lengths.starts && lengths.starts[b + 1] != rows.end)
+        count_fault(board, FA_FAULT_cu_seqlens, b + 1, index, lengths.starts[b + 1]);
+    if (lengths.used && (lengths.used[b] < 0 || lengths.used[b] > rows.end - rows.begin))
+        count_fault(board, FA_FAULT_length, b, index, lengths.used[b]);
+}
+
+} // namespace fa
+
+#endif

@@ -1,0 +1,405 @@
+/* The simt kernel for what has more than dense arrays: sequences of any length, paged keys, positions, ALiBi, dropout,
+ * float32 results. Its steps on a block of keys are those of simt_kernel.cuh.
+ *
+ * The tile follows from head_dim alone, its rows are counted from the first query of its sequence and its blocks of
+ * keys from the first key that they see: so the bits of a sequence depend on that sequence alone. Lengths and tables
+ * are read here and nowhere else; a row of keys is found through an index of the block's rows in shared memory, in
+ * which a key that nobody may look at has no page. */
+#ifndef FA_SIMT_SERVE_CUH
+#define FA_SIMT_SERVE_CUH
+
+#include "faults.cuh"      // count_fault, count_length_faults
+#include "philox.h"        // fa_dropout_keeps, fa_dropout_scale
+#include "simt_kernel.cuh" // LaneTile, general_scores, load4
+
+namespace simt {
+
+/* A call by value. */
+struct Serving {
+    fa_forward p;
+    fa_sequences s;
+    fa_extra extra;
+    fa_fault_board *faults;
+};
+
+/* Where a query of the tile stands, and the keys that it sees. */
+struct QueryRow {
+    int64_t position;
+    int64_t begin, end;
+};
+
+/* Where a row of k and v lies: on the first axis, -1 where it is not to be looked at, and on that of rows. */
+struct KeyRow {
+    int64_t page, row;
+};
+
+/* What the threads of a block share beside the buffers of the tile. */
+template <Tile t> struct Shared {
+    KeyRow key[t.groups][t.block_n];
+    QueryRow query[t.block_m];
+    fa_span keys;
+    int64_t joined[t.warps];
+};
+
+template <Tile t> constexpr size_t serve_bytes() { return (t.smem_bytes() + 15) / 16 * 16 + sizeof(Shared<t>); }
+
+/* All threads' values in one, in all of them. */
+template <class Join> __device__ __forceinline__ int64_t join_block(int64_t x, int64_t *joined, Join join) {
+#pragma unroll
+    for (int offset = WARP / 2; offset; offset /= 2) x = join(x, __shfl_xor_sync(~0u, x, offset));
+    __syncthreads();
+    if (threadIdx.x % WARP == 0) joined[threadIdx.x / WARP] = x;
+    __syncthreads();
+    for (unsigned warp = 0; warp < blockDim.x / WARP; ++warp) x = join(x, joined[warp]);
+    return x;
+}
+
+/* The largest of the first `count` starts, within the rows there are; 0 of none. */
+__device__ __forceinline__ int64_t largest_start(const fa_lengths &lengths, int64_t count, int64_t *joined) {
+    int64_t largest = 0;
+    for (int64_t b = threadIdx.x; b < count; b += blockDim.x) {
+        const int64_t start = fa_clamp(lengths.starts[b], 0, lengths.rows);
+        largest = start > largest ? start : largest;
+    }
+    return join_block(largest, joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
+}
+
+/* Tiles that cover all rows of packed queries with starts, whatever the starts are: span n has the rows of sequence
+ * n - 1, the first those before any, the last those behind all. It begins where the one before ends, at `begin`, and
+ * its tiles are those from begin / block_m + n on; so rows / block_m + batch + 2 are enough. */
+
+/* What a tile is: rows [begin, end) of out, the first of them query `query` of the entry, which is a sequence unless
+ * batch < 0; `tile` counts those of the sequence. */
+struct Spot {
+    int64_t batch, tile, query;
+    fa_span rows;
+    fa_entry entry;
+};
+
+/* `n`: which of the tiles of a head. Counts what is bad in lengths, once. */
+__device__ __forceinline__ Spot find_spot(const Serving &c, int64_t n, int64_t head, int64_t tiles_m, int block_m,
+                                          int64_t *joined) {
+    const fa_sequences &s = c.s;
+    Spot spot = {};
+    fa_span rows_q = {0, c.p.seq_q};
+    if (s.q.starts) {
+        /* Span m is the first with end_m / block_m + m >= n, where end_m is the largest of the starts up to m. */
+        const int64_t batch = c.p.batch;
+        int64_t span = batch + 1;
+        for (int64_t b = threadIdx.x; b <= batch; b += blockDim.x) {
+            const int64_t needed = n - fa_clamp(s.q.starts[b], 0, s.q.rows) / block_m, least = needed > b ? needed : b;
+            span = least < span ? least : span;
+        }
+        span = join_block(span, joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
+        rows_q.begin = largest_start(s.q, span, joined);
+        rows_q.end = s.q.rows;
+        if (span <= batch) {
+            const int64_t end = fa_clamp(s.q.starts[span], 0, s.q.rows);
+            rows_q.end = end > rows_q.begin ? end : rows_q.begin;
+        }
+        spot.batch = span <= batch ? span - 1 : -1;
+        spot.tile = n - rows_q.begin / block_m - span;
+    } else if (s.packed_q) {
+        spot.batch = n;
+        rows_q = {n, n + 1};
+    } else {
+        spot.batch = n / tiles_m;
+        spot.tile = n % tiles_m;
+    }
+    spot.query = spot.tile * block_m;
+    spot.rows.begin = rows_q.begin + spot.query;
+    spot.rows.end = rows_q.end < spot.rows.begin + block_m ? rows_q.end : spot.rows.begin + block_m;
+    if (spot.batch < 0) return spot;
+    if (!s.given) {
+        spot.entry.seq_q = c.p.seq_q;
+        spot.entry.seq_k = c.p.seq_k;
+        spot.entry.diagonal = c.p.diagonal;
+        spot.entry.key_begin = c.p.key_begin;
+        spot.entry.key_end = c.p.key_end;
+        return spot;
+    }
+    const int64_t before = s.k.starts ? largest_start(s.k, spot.batch + 1, joined) : 0;
+    const fa_span rows_k = fa_rows_of(&s.k, spot.batch, before, s.packed_k);
+    spot.entry = fa_entry_of(&s, spot.batch, rows_q, rows_k);
+    if (head == 0 && spot.tile == 0 && threadIdx.x == 0) {
+        fa::count_length_faults(c.faults, s.q, spot.batch, rows_q, 0);
+        fa::count_length_faults(c.faults, s.k, spot.batch, rows_k, 1);
+    }
+    return spot;
+}
+
+/* Fills Shared::query and Shared::keys: by the first warp, a row a lane. */
+template <Tile t> __device__ __forceinline__ void place_queries(const Serving &c, const Spot &spot, Shared<t> &shared) {
+    static_assert(t.block_m <= WARP);
+    const int lane = threadIdx.x;
+    if (lane >= WARP) return;
+    const fa_entry &e = spot.entry;
+    const int64_t left = e.seq_q - spot.query, rows = left < t.block_m ? left : t.block_m;
+    const bool there = lane < rows;
+    const int64_t position = rows > 0 ? fa_position(&e, spot.query + (there ? lane : 0)) : 0;
+    int64_t first = position, last = position;
+#pragma unroll
+    for (int offset = WARP / 2; offset; offset /= 2) {
+        const int64_t a = __shfl_xor_sync(~0u, first, offset), b = __shfl_xor_sync(~0u, last, offset);
+        first = a < first ? a : first;
+        last = b > last ? b : last;
+    }
+    const fa_span keys = fa_tile_keys(&e, c.p.left, c.p.right, first, last);
+    const fa_span seen = fa_row_keys(&e, c.p.left, c.p.right, position);
+    if (lane < t.block_m)
+        shared.query[lane] = there ? QueryRow{position, seen.begin, seen.end} : QueryRow{position, 0, 0};
+    if (lane == 0) shared.keys = rows > 0 && keys.begin < keys.end ? keys : fa_span{0, 0};
+}
+
+/* Whether a tile of the sequence before this one looks at the page of a column, whose first key is `first`. */
+__device__ __forceinline__ bool seen_before(const Serving &c, const Spot &spot, int64_t first, int block_m) {
+    if (spot.tile == 0 || c.s.positions) return false;
+    const int64_t at = fa_position(&spot.entry, spot.query);
+    const fa_span keys = fa_tile_keys(&spot.entry, c.p.left, c.p.right, at - block_m, at - 1);
+    return keys.begin < keys.end && first < keys.end;
+}
+
+/* Where key `key` of the entry lies. `count`: this thread counts a bad page. */
+template <Tile t>
+__device__ __forceinline__ KeyRow find_key(const Serving &c, const Spot &spot, const Shared<t> &shared, int64_t key,
+                                           bool count) {
+    const fa_pages &pages = c.s.pages;
+    if (key >= shared.keys.end) return {-1, 0};
+    if (c.s.positions) { /* between the keys that its queries see there may be some that none of them sees */
+        bool seen = false;
+        for (int m = 0; m < t.block_m; ++m) seen |= key >= shared.query[m].begin && key < shared.query[m].end;
+        if (!seen) return {-1, 0};
+    }
+    if (!pages.table) return {c.s.packed_k ? 0 : spot.batch, spot.entry.first_k + key};
+    const uint32_t size = pages.size < INT32_MAX ? static_cast<uint32_t>(pages.size) : INT32_MAX; // of 2^31 - 1 keys
+    const uint32_t column = static_cast<uint32_t>(key) / size;
+    const int64_t first = int64_t(column) * pages.size, page = fa_page(&pages, spot.batch, column);
+    if (page < 0 && count && (key == first || key == shared.keys.begin) && !seen_before(c, spot, first, t.block_m))
+        fa::count_fault(c.faults, FA_FAULT_page, spot.batch, column, pages.table[spot.batch * pages.stride + column]);
+    return {page, key - first};
+}
+
+/* The rows of a block of keys, of k or v, as float32 to shared memory; those without a page are zero and not read. */
+template <typename T, Tile t> struct RowLoader {
+    using Plain = Loader<T, t, t.block_n, t.group_threads()>;
+    using Raw = typename Plain::Raw;
+
+    const T *base; // of the head
+    int64_t stride_page, stride_row, stride_dim;
+    int length;
+    bool chunks;
+
+    __device__ RowLoader(const fa_operand &x, int64_t head, int length, bool chunks)
+        : base(fa::row_of<T>(x, 0, head, 0)), stride_page(x.stride[0]), stride_row(x.stride[2]),
+          stride_dim(x.stride[3]), length(length), chunks(chunks) {}
+
+    __device__ const T *at(const KeyRow &key) const { return base + key.page * stride_page + key.row * stride_row; }
+
+    __device__ Raw fetch(int item, const KeyRow *keys) const {
+        const int n = thread_index() % t.group_threads() + item * t.group_threads();
+        const int row = n / Plain::CHUNKS, dim = n % Plain::CHUNKS * Plain::WIDTH;
+        if (row < t.block_n && keys[row].page >= 0 && dim < length)
+            return *reinterpret_cast<const Raw *>(at(keys[row]) + dim);
+        return Raw{};
+    }
+
+    __device__ void copy(float *smem, const KeyRow *keys) const {
+        if (!chunks) return copy_elements(smem, keys);
+        constexpr int BATCH = Plain::ITEMS < 4 ? Plain::ITEMS : 4;
+#pragma unroll 1
+        for (int item = 0; item < Plain::ITEMS; item += BATCH) {
+            Raw raw[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) raw[i] = fetch(item + i, keys);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) Plain::store(smem, item + i, raw[i]);
+        }
+    }
+
+    __device__ void copy_elements(float *smem, const KeyRow *keys) const {
+#pragma unroll 4
+        for (int n = thread_index() % t.group_threads(); n < t.block_n * t.head_dim; n += t.group_threads()) {
+            const int row = n / t.head_dim, dim = n % t.head_dim;
+            const bool inside = keys[row].page >= 0 && dim < length;
+            smem[row * t.row_floats() + dim] = inside ? fa::to_float(at(keys[row])[dim * stride_dim]) : 0.0f;
+        }
+    }
+};
+
+/* What general_scores() asks of the rows of one warp and the keys of one block. */
+struct Sight {
+    const QueryRow *query;
+    const KeyRow *key;
+    int64_t key0;
+    float slope;
+
+    __device__ bool sees(int row, int column) const {
+        const int64_t j = key0 + column;
+        return j >= query[row].begin && j < query[row].end && key[column].page >= 0;
+    }
+
+    /* Bias less slope times distance, within the limit of a bias. The slope is 0 without ALiBi, NaN if not finite. */
+    __device__ float with_slope(float bias, int row, int column) const {
+        if (slope == 0) return bias;
+        const int64_t distance = query[row].position - (key0 + column);
+        float less = slope * static_cast<float>(distance < 0 ? -distance : distance);
+        asm("max.NaN.f32 %0, %0, %1;" : "+f"(less) : "f"(-FA_LIMIT));
+        asm("min.NaN.f32 %0, %0, %1;" : "+f"(less) : "f"(FA_LIMIT));
+        return bias - less;
+    }
+};
+
+/* Zeroes the weights that dropout takes, of a warp's rows and a block of keys in shared memory. */
+template <int ROWS, int KEYS, int STRIDE>
+__device__ __noinline__ void drop(const fa_dropout &dropout, float *weights, int64_t batch, int64_t head, int64_t row0,
+                                  int64_t key0) {
+#pragma unroll 1
+    for (int n = threadIdx.x % WARP; n < ROWS * KEYS; n += WARP) {
+        const int row = n / KEYS, column = n % KEYS;
+        if (!fa_dropout_keeps(&dropout, batch, head, row0 + row, key0 + column)) weights[row * STRIDE + column] = 0.0f;
+    }
+}
+
+template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
+    using Base = LaneTile<T, t>;
+    using Base::Base, Base::TM, Base::TN, Base::TD;
+
+    /* Products to scores, by way of shared memory. */
+    __device__ __forceinline__ void score(float (&s)[TM][TN], const Serving &c, const Options &o, const Spot &spot,
+                                          int64_t head, const Sight &sight) const {
+        float *mine = this->scores + this->warp_row * Base::P_STRIDE;
+        this->put(s);
+        __syncwarp();
+        general_scores<T, Base::WARP_ROWS, t.block_n, Base::P_STRIDE>(c.p, o, mine, spot.batch, head,
+                                                                      spot.query + this->warp_row, sight.key0, sight);
+        __syncwarp();
+        this->get(s);
+    }
+
+    /* Normalises and writes the rows and their LSE; rows of no query get 0 and -inf. */
+    __device__ __forceinline__ void finish(const Serving &c, const Options &o, const Spot &spot, int64_t head) {
+        const fa_forward &p = c.p;
+        const int64_t batch = spot.batch < 0 ? 0 : spot.batch;
+        const float kept = c.extra.dropout.threshold ? static_cast<float>(fa_dropout_scale(&c.extra.dropout)) : 1.0f;
+#pragma unroll
+        for (int i = 0; i < TM; ++i) {
+            fa::RowState &state = this->state[i];
+#pragma unroll
+            for (int offset = 2; offset <= 8; offset *= 2) state.sum += __shfl_xor_sync(~0u, state.sum, offset);
+            const int of_tile = this->row + ROW_GROUPS * i;
+            const int64_t row = spot.rows.begin + of_tile;
+            if (row >= spot.rows.end) continue;
+            fa::RowResult result = {0.0f, -INFINITY};
+            if (spot.query + of_tile < spot.entry.seq_q) result = fa::finish_row(p, head, state);
+            const bool seen = spot.query + of_tile < spot.entry.seq_q && state.sum != 0.0f;
+            const float factor = result.factor * kept;
+#pragma unroll
+            for (int d = 0; d < TD; ++d) {
+                float value[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) value[e] = seen ? this->out[i][d][e] * factor : 0.0f;
+                if (sizeof(T) == 4 || p.out_dtype != FA_F32)
+                    write<T>(p, o, batch, head, row, 4 * this->column + 32 * d, value);
+                else
+                    write<float>(p, o, batch, head, row, 4 * this->column + 32 * d, value);
+            }
+            if (p.lse && this->column == 0)
+                static_cast<float *>(p.lse)[((c.s.packed_q ? 0 : batch) * p.heads + head) * p.seq_q + row] = result.lse;
+        }
+    }
+
+  private:
+    template <typename O>
+    __device__ __forceinline__ static void write(const fa_forward &p, const Options &o, int64_t batch, int64_t head,
+                                                 int64_t row, int dim, const float (&value)[4]) {
+        fa::Chunk<O, 4> chunk;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) chunk.element[e] = fa::from_float<O>(value[e]);
+        fa::store_chunk(fa::row_of<O>(p.out, batch, head, row), p.out.stride[3], dim, p.head_dim_v, o.out_chunks,
+                        chunk);
+    }
+};
+
+template <typename T, typename CONFIG>
+__global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
+    simt_serve(const __grid_constant__ Serving c, const __grid_constant__ Options o) {
+    FA_CHAOS_BEGIN();
+    constexpr Tile t = CONFIG::tile;
+    static_assert(!t.separate() && !t.prefetch());
+    extern __shared__ float4 memory[];
+    float *smem = reinterpret_cast<float *>(memory);
+    auto &shared = *reinterpret_cast<Shared<t> *>(memory + (t.smem_bytes() + 15) / 16);
+    const fa_forward &p = c.p;
+    ServeTile<T, t> lane(smem);
+    KeyRow *index = shared.key[lane.group];
+
+    for (int64_t tile = blockIdx.x; tile < o.tiles; tile += gridDim.x) {
+        const int64_t head = tile % p.heads, head_kv = head / (p.heads / p.heads_kv);
+        const Spot spot = find_spot(c, tile / p.heads, head, o.tiles_m, t.block_m, shared.joined);
+        if (spot.rows.begin >= spot.rows.end) continue; // the same in all threads
+        place_queries(c, spot, shared);
+        __syncthreads();
+        const fa_span keys = shared.keys;
+        const bool idle = spot.query + lane.warp_row >= spot.entry.seq_q; // the warp has no query
+
+        lane.clear();
+        if (keys.begin < keys.end) {
+            using QueryLoader = Loader<T, t, t.block_m, t.threads()>;
+            const int64_t first = spot.entry.first_q + spot.query, end = spot.entry.first_q + spot.entry.seq_q;
+            QueryLoader(p.q, spot.batch, head, p.head_dim, o.q_chunks).copy(lane.q, first, end);
+            __syncthreads();
+        }
+        const RowLoader<T, t> k_loader(p.k, head_kv, p.head_dim, o.k_chunks);
+        const RowLoader<T, t> v_loader(p.v, head_kv, p.head_dim_v, o.v_chunks);
+        float slope = 0.0f;
+        if (c.extra.alibi.data && spot.batch >= 0) {
+            const fa_operand &alibi = c.extra.alibi;
+            slope = static_cast<const float *>(alibi.data)[spot.batch * alibi.stride[0] + head * alibi.stride[1]];
+            if (!isfinite(slope)) slope = NAN;
+        }
+
+        for (int64_t key0 = keys.begin + lane.group * t.block_n; key0 < keys.end; key0 += t.groups * t.block_n) {
+            for (int n = thread_index() % t.group_threads(); n < t.block_n; n += t.group_threads())
+                index[n] = find_key(c, spot, shared, key0 + n, head == 0);
+            lane.sync_group(); // the index is there
+            k_loader.copy(lane.k, index);
+            lane.sync_group(); // K is there
+
+            if (!idle) {
+                float s[lane.TM][lane.TN];
+                lane.multiply_keys(s, p.head_dim);
+                if (o.general) {
+                    lane.score(s, c, o, spot, head, {shared.query + lane.warp_row, index, key0, slope});
+                    lane.template absorb<true>(s, fa::LOG2_E);
+                } else {
+                    constexpr bool SCALED = sizeof(T) == 4;
+                    const float to_log2 = SCALED ? fa::LOG2_E : o.score.scale_log2;
+                    if constexpr (SCALED) lane.scale_products(s, static_cast<float>(p.scale));
+                    lane.exclude(s, Sight{shared.query + lane.row, index, key0, slope},
+                                 to_log2 > 0 ? -INFINITY : INFINITY);
+                    lane.template absorb<false>(s, to_log2);
+                }
+                if (c.extra.dropout.threshold) {
+                    __syncwarp();
+                    drop<lane.WARP_ROWS, t.block_n, lane.P_STRIDE>(c.extra.dropout,
+                                                                   lane.scores + lane.warp_row * lane.P_STRIDE,
+                                                                   spot.batch, head, spot.query + lane.warp_row, key0);
+                }
+            }
+
+            lane.sync_group(); // every warp is done with K
+            v_loader.copy(lane.v, index);
+            lane.sync_group(); // V and P are there
+            if (!idle) lane.multiply_values();
+            lane.sync_group(); // every warp is done with V
+        }
+
+        if constexpr (t.groups > 1) lane.merge_groups(smem);
+        if (lane.group == 0) lane.finish(c, o, spot, head);
+        __syncthreads(); // everybody is done with what is shared
+    }
+}
+
+} // namespace simt
+
+#endif
