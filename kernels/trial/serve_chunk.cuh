@@ -1,0 +1,251 @@
+/* serve_sm90: one warp's rows against tiles of keys. mma.sync with rows as columns:
+ *
+ *     S^T (keys x rows) = K Q^T         P = 2^(S - m)         O^T (columns x rows) += V^T P^T
+ *
+ * A lane holds the rows 2 (l % 4) + {0, 1} of each eight, of S^T the keys l / 4 + 8 i, of O^T the columns l / 4 + 8 i.
+ *
+ * Why not wgmma: its 64 rows are 8 to 16 times those of a decode step, and four warps that go in step wait for each
+ * tile together, where here four warps have four tiles in flight and nobody waits for another. A tile of 64 keys, D
+ * 128, takes 64 products of m16n8k16 and 64 ldmatrix.x4 a warp, some 1,400 clocks with the softmax between; memory
+ * brings a multiprocessor one such tile (32 KB) in 1,640 at 4.6 TB/s, and four warps are at work: a fifth of the time.
+ */
+#pragma once
+#include "serve_fold.cuh"
+#include "serve_walk.cuh"
+#include "sm80_ptx.cuh"
+#include "softmax.cuh"
+
+namespace fa::sm90::serve {
+
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+/* What a lane knows of one of its rows. */
+struct LaneRow {
+    int begin, end; // keys that it sees
+    int position;
+    float slope; // NaN where it is not finite
+};
+
+template <class C> struct Rows {
+    using T = typename C::T;
+    static constexpr int kSteps = C::kColumns / 16;
+
+    uint32_t query[kSteps][C::kRowTiles][2]; // Q^T, operand b
+    LaneRow row[C::kLaneRows];
+    int common_begin, common_end; // keys that every row of the warp sees
+
+    /* The warp's rows of a job. `first`: the first one among the rows of the sequence and kv head. */
+    __device__ __forceinline__ void load(const Params &params, const fa_entry &entry, int b, int kv_head, int first) {
+        const fa_forward &p = params.p;
+        const int lane = threadIdx.x % 32, count = static_cast<int>(entry.seq_q) * params.group;
+#pragma unroll
+        for (int n = 0; n < C::kRowTiles; ++n) {
+            const int index = first + 8 * n + lane / 4;
+            const bool exists = index < count;
+            const RowPlace at = row_place(params, b, kv_head, entry.first_q, exists ? index : 0);
+            const T *from = row_of<T>(p.q, at.batch, at.head, at.query) + 2 * (lane % 4);
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int column = 16 * step + 8 * half;
+                    query[step][n][half] =
+                        exists && column < p.head_dim ? *reinterpret_cast<const uint32_t *>(from + column) : 0;
+                }
+        }
+        common_begin = 0, common_end = INT32_MAX;
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r) {
+            const int index = first + r / 2 * 8 + 2 * (lane % 4) + r % 2;
+            row[r] = {0, 0, 0, 0.0f};
+            if (index >= count) continue;
+            const RowPlace at = row_place(params, b, kv_head, entry.first_q, index);
+            const int64_t position = fa_position(&entry, at.query - entry.first_q);
+            const fa_span seen = fa_row_keys(&entry, p.left, p.right, position);
+            row[r].begin = static_cast<int>(fa_clamp(seen.begin, 0, entry.seq_k));
+            row[r].end = static_cast<int>(fa_clamp(seen.end, 0, entry.seq_k));
+            row[r].position = static_cast<int>(position);
+            if (params.alibi.data) {
+                const float slope = static_cast<const float *>(
+                    params.alibi.data)[b * params.alibi.stride[0] + at.head * params.alibi.stride[1]];
+                row[r].slope = fabsf(slope) < INFINITY ? slope : NAN;
+            }
+            common_begin = max(common_begin, row[r].begin), common_end = min(common_end, row[r].end);
+        }
+#pragma unroll
+        for (int by = 1; by < 4; by *= 2) {
+            common_begin = max(common_begin, __shfl_xor_sync(~0u, common_begin, by));
+            common_end = min(common_end, __shfl_xor_sync(~0u, common_end, by));
+        }
+    }
+};
+
+/* A chunk that is worked out tile by tile. */
+template <class C> struct Chunk {
+    using T = typename C::T;
+    static constexpr int kKeyTiles = kTileKeys / 16, kColumnTiles = C::kColumns / 16;
+    float out[kColumnTiles][C::kRowTiles][4];
+    RowState state[C::kLaneRows]; // `sum`: this lane's share until close()
+    using Scores = float[kKeyTiles][C::kRowTiles][4];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int m = 0; m < kColumnTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[m][n][e] = 0.0f;
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r) state[r] = RowState();
+    }
+
+    /* S^T of a tile. */
+    static __device__ __forceinline__ void multiply_keys(Scores &s, const Rows<C> &rows, const char *keys) {
+        const int lane = threadIdx.x % 32;
+        const uint32_t address =
+            shared_address(keys) + (lane % 8 + (lane >> 3 & 1) * 8) * 128 + ((lane >> 4) ^ (lane % 8)) * 16;
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
+#pragma unroll
+        for (int step = 0; step < C::kColumns / 16; ++step)
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m) {
+                uint32_t a[4];
+                ldmatrix_x4<false>(a, (address ^ step % 4 * 32) + step / 4 * C::kSlabBytes + m * 2048);
+#pragma unroll
+                for (int n = 0; n < C::kRowTiles; ++n)
+                    mma_16x8x16<T>(s[m][n], a, rows.query[step][n][0], rows.query[step][n][1]);
+            }
+    }
+
+    /* Products to scores in base 2, those that a row does not see to -inf. `first`: the tile's first key. */
+    static __device__ __forceinline__ void score(Scores &s, const Params &params, const Rows<C> &rows, int first,
+                                                 uint64_t valid) {
+        const int key = first + threadIdx.x % 32 / 4;
+        const auto each = [&](auto &&change) {
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+                for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) change(s[m][n][e], 16 * m + e / 2 * 8, 2 * n + e % 2);
+        };
+        if (params.score.cap_log2 > 0)
+            each([&](float &x, int, int) {
+                x = __fmul_rn(params.score.cap_log2, tanhf(__fmul_rn(x, params.score.scale_cap)));
+            });
+        else
+            each([&](float &x, int, int) { x = __fmul_rn(x, params.score.scale_log2); });
+        if (params.alibi.data)
+            each([&](float &x, int at, int r) {
+                const int here = key + at, position = rows.row[r].position;
+                const uint32_t distance =
+                    position >= here ? uint32_t(position) - uint32_t(here) : uint32_t(here) - uint32_t(position);
+                const float taken = __fmul_rn(rows.row[r].slope, static_cast<float>(distance));
+                const float bounded = fminf(fmaxf(taken, -FA_LIMIT), FA_LIMIT);
+                x = add_bias(x, taken == taken ? -bounded : taken);
+            });
+        if (~valid || first < rows.common_begin || first + kTileKeys > rows.common_end) {
+            const uint64_t mine = valid >> threadIdx.x % 32 / 4;
+            each([&](float &x, int at, int r) {
+                const bool seen = key + at >= rows.row[r].begin && key + at < rows.row[r].end && (mine >> at & 1);
+                x = seen ? x : -INFINITY;
+            });
+        }
+    }
+
+    /* Scores to weights; raises the states and what was accumulated. */
+    __device__ __forceinline__ void soften(Scores &s, bool fresh) {
+        float factor[C::kLaneRows];
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r) {
+            const int n = r / 2, j = r % 2;
+            float highest = fmaxf(s[0][n][j], s[0][n][j + 2]);
+#pragma unroll
+            for (int m = 1; m < kKeyTiles; ++m) highest = fmaxf(highest, fmaxf(s[m][n][j], s[m][n][j + 2]));
+#pragma unroll
+            for (int by = 4; by < 32; by *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, by));
+            const float old = state[r].maximum, top = fmaxf(old, highest), shift = softmax_shift(top);
+            factor[r] = exp2_fast(__fsub_rn(old, shift));
+            float sum = 0.0f;
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+                for (int e = j; e < 4; e += 2) {
+                    s[m][n][e] = exp2_fast(__fsub_rn(s[m][n][e], shift));
+                    sum = __fadd_rn(sum, s[m][n][e]);
+                }
+            state[r].maximum = top;
+            state[r].sum = fresh ? sum : __fmaf_rn(state[r].sum, factor[r], sum);
+        }
+        if (fresh) return;
+#pragma unroll
+        for (int m = 0; m < kColumnTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[m][n][e] = __fmul_rn(out[m][n][e], factor[2 * n + e % 2]);
+    }
+
+    /* O^T += V^T P^T. */
+    __device__ __forceinline__ void multiply_values(const Scores &s, const char *values) {
+        const int lane = threadIdx.x % 32;
+        const uint32_t address =
+            shared_address(values) + (lane % 8 + (lane >> 4) * 8) * 128 + ((lane >> 3 & 1) ^ (lane % 8)) * 16;
+#pragma unroll
+        for (int k = 0; k < kKeyTiles; ++k) {
+            uint32_t weights[C::kRowTiles][2];
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    weights[n][half] = transpose_8x8(pack<T>(s[k][n][2 * half], s[k][n][2 * half + 1]));
+#pragma unroll
+            for (int m = 0; m < kColumnTiles; ++m) {
+                uint32_t a[4];
+                ldmatrix_x4<true>(a, (address ^ m % 4 * 32) + m / 4 * C::kSlabBytes + k * 2048);
+#pragma unroll
+                for (int n = 0; n < C::kRowTiles; ++n) mma_16x8x16<T>(out[m][n], a, weights[n][0], weights[n][1]);
+            }
+        }
+    }
+
+    /* The sums of whole rows, in every lane that holds the row. */
+    __device__ __forceinline__ void close() {
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r)
+#pragma unroll
+            for (int by = 4; by < 32; by *= 2)
+                state[r].sum = __fadd_rn(state[r].sum, __shfl_xor_sync(~0u, state[r].sum, by));
+    }
+
+    /* this = fold(this, other), or other. */
+    __device__ __forceinline__ void take(const Chunk &other, bool first) {
+        Factors f[C::kLaneRows];
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r) {
+            if (first)
+                state[r] = other.state[r];
+            else
+                f[r] = fold_state(state[r], other.state[r].maximum, other.state[r].sum);
+        }
+#pragma unroll
+        for (int m = 0; m < kColumnTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    out[m][n][e] =
+                        first ? other.out[m][n][e] : fold_value(out[m][n][e], other.out[m][n][e], f[2 * n + e % 2]);
+    }
+};
+
+} // namespace fa::sm90::serve

@@ -1,0 +1,97 @@
+/* serve_sm90: shape and parameters of a launch. */
+#pragma once
+#include <cuda.h>
+
+#include "fa.h"
+#include "score.cuh"
+
+namespace fa::sm90::serve {
+
+constexpr int kTileKeys = 64;   // keys of a tile of K and of V, and of the shortest chunk
+constexpr int kMaxChunks = 128; // of the keys that a sequence's queries see: their tiles are cut at 127 * 64 * 2^e
+constexpr int kGroup = 8;       // chunks that are folded before their groups are
+constexpr int kJobCost = 1;     // what a job costs beside its tiles, in tiles
+constexpr int kMaxCluster = 16;
+constexpr int kMaxLengthBits = 30;
+
+/* A team of warps shares a ring of tiles, and each warp has 8 * RowTiles of the team's rows. Rows are the columns of
+ * the products (S^T = K Q^T, O^T = V^T P^T), so that few rows waste little of them: 8 fill a tile. */
+template <class T_, int Columns, int RowTiles, int Team> struct Config {
+    using T = T_;
+    static constexpr int kColumns = Columns; // head_dim, zero-padded
+    static constexpr int kRowTiles = RowTiles;
+    static constexpr int kTeam = Team;
+    static constexpr int kWarps = Team == 1 ? 4 : 8;
+    static constexpr int kThreads = kWarps * 32;
+    static constexpr int kTeams = kWarps / Team;
+    static constexpr int kWarpRows = 8 * RowTiles;
+    static constexpr int kRows = kWarpRows * Team; // of a job
+    static constexpr int kLaneRows = 2 * RowTiles; // whose columns a lane holds
+    static constexpr int kSlabs = (Columns + 63) / 64;
+    static constexpr int kSlabBytes = kTileKeys * 128;
+    static constexpr int kTileBytes = kSlabs * kSlabBytes; // one tile of K, or of V
+    static constexpr int kRingBytes = 128 * 1024;
+    static constexpr int kStages = kRingBytes / (2 * kTileBytes * kTeams); // of a team, each K and V
+    static constexpr int kUnits = Columns / 8;                             // of 8 columns of the output
+    static constexpr int kTotalBytes = kWarps * kWarpRows * Columns * 4;
+    static constexpr int kBarriers = kTeams * kStages * 2 + 1;
+    static constexpr int kValidWords = kTeams * kStages;
+    static constexpr int kControlBytes = (kBarriers + kValidWords) * 8;
+    static constexpr int kScratchBytes = kWarps * 64; // of scans; places where workers begin
+    static constexpr int kSharedBytes = kRingBytes + kTotalBytes + kControlBytes + kScratchBytes;
+
+    static_assert(Columns % 64 == 0 && kStages >= 1);
+    static_assert(kSharedBytes <= 227 * 1024, "a block of sm_90 has 227 KB of shared memory");
+};
+
+/* How K and V get to shared memory. */
+enum Load : int {
+    BOXES, // TMA: a tile a box, or page by page
+    ROWS,  // cp.async, 16 bytes each
+};
+
+/* What a launch reads of its call. */
+struct Params {
+    CUtensorMap k_map, v_map; // of BOXES
+    fa_forward p;
+    fa_sequences s; // of a dense call too: all rows of every batch entry
+    fa_operand alibi;
+    ScoreParams score;
+    int64_t dense_diagonal; // of a call without sequences
+    int group;              // query heads a kv head
+    int box_shift;          // log2 of the keys of a box
+    Load load;
+    char *workspace;   // persistent form: what workers leave for others to fold
+    int states;        // of a worker there
+    int landing_slots; // cluster form: states that have room in shared memory
+    int cluster;       // blocks of a cluster; 0: persistent form
+};
+
+/* One worker's part of a job that it does not have alone; a worker has at most two such. */
+struct Record {
+    int b, head, block; // the job that begins here and ends elsewhere
+    int before_q, before_k;
+    int total, group;                // states of it: all whole groups folded, and the last one as far as it goes
+    int head_continues, head_groups; // states of the job that began elsewhere
+    int head_done;                   // it ends here
+    int unused[2];
+};
+
+/* Workspace: a record for each worker, then its states, each the accumulators of the warps of a team in their own
+ * order, then maximum and sum of each row. */
+template <class C> struct Workspace {
+    static constexpr size_t kAccumulators = size_t(C::kRows) * C::kColumns * 4;
+    static constexpr size_t kState = kAccumulators + C::kRows * 8;
+    char *base;
+    int states;
+
+    __host__ __device__ static size_t bytes(int64_t workers, int states) {
+        return size_t(workers) * (sizeof(Record) + states * kState);
+    }
+    __device__ Record *record(int64_t worker) const { return reinterpret_cast<Record *>(base) + worker; }
+    __device__ char *state(int64_t workers, int64_t worker, int n) const {
+        return base + workers * sizeof(Record) + (worker * states + n) * kState;
+    }
+};
+
+} // namespace fa::sm90::serve

@@ -1,0 +1,81 @@
+/* serve_sm90: states of rows, how they are folded, and the end of a row.
+ *
+ *     fold(a, b):  m = max(a.m, b.m);  l = b.l 2^(b.m - m) + a.l 2^(a.m - m);  O alike, not normalised
+ *
+ * Chunks are folded from left to right within groups of 8 (cut at multiples of 8 chunks), groups from left to right.
+ * The first of a group, and the first group, are taken as they are. Float32 in memory loses nothing, so that it changes
+ * no bit who folds, where and when: every path here does these operations, each rounded by itself. */
+#pragma once
+#include "convert.cuh"
+#include "serve_config.cuh"
+#include "softmax.cuh"
+
+namespace fa::sm90::serve {
+
+struct Factors {
+    float old, added;
+};
+
+/* Folds a maximum and a sum into a state; returns the factors for what was accumulated. */
+__device__ __forceinline__ Factors fold_state(RowState &to, float maximum, float sum) {
+    const float top = fmaxf(to.maximum, maximum), shift = softmax_shift(top);
+    const Factors f = {exp2_fast(__fsub_rn(to.maximum, shift)), exp2_fast(__fsub_rn(maximum, shift))};
+    to.sum = __fmaf_rn(sum, f.added, __fmul_rn(to.sum, f.old));
+    to.maximum = top;
+    return f;
+}
+__device__ __forceinline__ float fold_value(float old, float added, Factors f) {
+    return __fmaf_rn(added, f.added, __fmul_rn(old, f.old));
+}
+
+/* A row of a call: row `row` of the rows of sequence b, kv head `head`. */
+struct RowPlace {
+    int64_t query; // row of q and out
+    int batch, head;
+};
+__device__ __forceinline__ RowPlace row_place(const Params &params, int b, int kv_head, int64_t first_q, int row) {
+    const int query = row / params.group;
+    return {first_q + query, params.s.packed_q ? 0 : b, kv_head * params.group + row - query * params.group};
+}
+
+/* Factor of the accumulated output, and the LSE, which is written. */
+__device__ __forceinline__ float finish(const Params &params, const RowPlace &row, const RowState &state, bool writes) {
+    const fa_forward &p = params.p;
+    const RowResult result = finish_row(p, row.head, state);
+    if (writes && p.lse) {
+        const int64_t rows = p.seq_q;
+        static_cast<float *>(p.lse)[(int64_t(row.batch) * p.heads + row.head) * rows + row.query] = result.lse;
+    }
+    return result.factor;
+}
+
+template <class T>
+__device__ __forceinline__ void store_out(const Params &params, const RowPlace &row, int column, float x) {
+    const fa_forward &p = params.p;
+    if (column >= p.head_dim_v) return;
+    const int64_t at = row.batch * p.out.stride[0] + row.head * p.out.stride[1] + row.query * p.out.stride[2] +
+                       column * p.out.stride[3];
+    if (p.out_dtype == FA_F32)
+        static_cast<float *>(p.out.data)[at] = x;
+    else
+        static_cast<T *>(p.out.data)[at] = from_float<T>(x);
+}
+
+/* Rows [begin, end) of the heads of a kv head belong to no query: 0 and -inf. One warp. */
+template <class T>
+__device__ __forceinline__ void write_nothing(const Params &params, int b, int kv_head, int64_t begin, int64_t end) {
+    const int64_t items = (end - begin) * params.group * params.p.head_dim_v;
+    for (int64_t item = threadIdx.x % 32; item < items; item += 32) {
+        const int column = static_cast<int>(item % params.p.head_dim_v);
+        const int64_t line = item / params.p.head_dim_v;
+        const RowPlace row = {begin + line / params.group, params.s.packed_q ? 0 : b,
+                              kv_head * params.group + static_cast<int>(line % params.group)};
+        if (column == 0 && params.p.lse)
+            static_cast<float *>(
+                params.p.lse)[(int64_t(row.batch) * params.p.heads + row.head) * params.p.seq_q + row.query] =
+                -INFINITY;
+        store_out<T>(params, row, column, 0.0f);
+    }
+}
+
+} // namespace fa::sm90::serve

@@ -1,0 +1,156 @@
+/* serve_sm90: tiles of K and V on their way to shared memory.
+ *
+ * Each team has a ring of stages, and fills it itself: whoever has read a stage asks for what comes next in it. So
+ * there are no barriers of empty stages, and `full` has a waiter two phases behind nowhere: a stage is filled again
+ * after Ring::release(), which joins all warps of the team after their wait for the phase before.
+ *
+ * `valid` says which keys of a tile some query may see and have a page. It is written before the arrival on `full` of K
+ * (of the thread that writes it) and read between that barrier and release(). */
+#pragma once
+#include "serve_walk.cuh"
+#include "sm80_ptx.cuh"
+#include "sm90_barrier.cuh"
+#include "sm90_tma.cuh"
+
+namespace fa::sm90::serve {
+
+/* Where a key lies; a batch below 0: nowhere. */
+struct Place {
+    int batch, row;
+};
+
+/* The place of the keys [key, key + count) of the walk's sequence, which lie in one page. The table is read if somebody
+ * may see one of them. */
+template <class Walk>
+__device__ __forceinline__ Place locate(const Params &params, const Walk &walk, int key, int count) {
+    if (key + count <= walk.low || key >= walk.high) return {-1, 0};
+    const fa_pages &pages = params.s.pages;
+    if (!pages.table) return {params.s.packed_k ? 0 : walk.b, walk.first_k + key};
+    const int size = static_cast<int>(pages.size), column = key / size;
+    const int page = static_cast<int>(fa_page(&pages, walk.b, column));
+    if (page < 0) report_fault();
+    return {page, key - column * size};
+}
+
+/* Adds this thread's arrival on the barrier, which must count it, once its copies so far have landed. */
+__device__ __forceinline__ void cp_async_arrive(uint64_t *barrier, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
+template <class C> struct Ring {
+    static constexpr int kCopies = kTileKeys * C::kColumns / 8 / (32 * C::kTeam); // of 16 bytes, a lane and tile
+    const Params &params;
+    char *tiles;     // stage s: K, V
+    uint64_t *full;  // stage s: K, V
+    uint64_t *valid; // stage s
+    int team, member, lane;
+    Place place[2]; // of what is on its way: the lane's box, or its rows `lane` and `lane + 32`
+
+    __device__ __forceinline__ char *tile(int stage, int which) const {
+        return tiles + (2 * stage + which) * C::kTileBytes;
+    }
+    __device__ __forceinline__ uint64_t *barrier(int stage, int which) const { return full + 2 * stage + which; }
+
+    /* One thread of the team. */
+    __device__ __forceinline__ void init() const {
+#pragma unroll
+        for (int n = 0; n < 2 * C::kStages; ++n) // rows: every lane's copies, and who writes `valid`
+            mbarrier_init(full + n, params.load == BOXES ? 1 : 32 * C::kTeam + (n % 2 == 0));
+    }
+
+    /* All warps of the team have read what they join after. */
+    __device__ __forceinline__ void release() const {
+        tma_store_fence(); // what they read and wrote comes before what TMA writes
+        if constexpr (C::kTeam == 1)
+            __syncwarp();
+        else
+            named_barrier_sync(1 + team, 32 * C::kTeam);
+    }
+
+    /* Finds the tile that the walk stands at, and starts its K. */
+    __device__ __forceinline__ void start_keys(const Walk<C> &walk, int stage) {
+        const int first = walk.tile * kTileKeys;
+        if (params.load == BOXES) {
+            if (member) return;
+            const int keys = 1 << params.box_shift;
+            place[0] = lane * keys < kTileKeys ? locate(params, walk, first + lane * keys, keys) : Place{-1, 0};
+            const uint32_t held = __ballot_sync(~0u, place[0].batch >= 0);
+            if (lane == 0)
+                write_valid(
+                    walk, stage, [&](int key) { return held >> (key >> params.box_shift) & 1; }, keys);
+        } else {
+            place[0] = locate(params, walk, first + lane, 1), place[1] = locate(params, walk, first + lane + 32, 1);
+            const uint32_t low = __ballot_sync(~0u, place[0].batch >= 0);
+            const uint32_t high = __ballot_sync(~0u, place[1].batch >= 0);
+            if (member == 0 && lane == 0) {
+                valid[stage] = uint64_t(high) << 32 | low;
+                mbarrier_arrive(barrier(stage, 0));
+            }
+        }
+        start(walk, stage, 0, params.k_map, params.p.k, params.p.head_dim);
+    }
+    /* Starts V of the same tile. */
+    __device__ __forceinline__ void start_values(const Walk<C> &walk, int stage) const {
+        start(walk, stage, 1, params.v_map, params.p.v, params.p.head_dim_v);
+    }
+
+  private:
+    template <class Held>
+    __device__ __forceinline__ void write_valid(const Walk<C> &walk, int stage, Held held, int step) const {
+        const int first = walk.tile * kTileKeys, low = max(walk.low - first, 0), high = min(walk.high - first, 64);
+        uint64_t bits = ~UINT64_C(0) >> (64 - (high - low)) << low; // a tile has a key that somebody sees
+        const uint64_t box = step == 64 ? ~UINT64_C(0) : (UINT64_C(1) << step) - 1;
+        for (int key = 0; key < kTileKeys; key += step)
+            if (!held(key)) bits &= ~(box << key);
+        valid[stage] = bits;
+    }
+
+    __device__ __forceinline__ void start(const Walk<C> &walk, int stage, int which, const CUtensorMap &map,
+                                          const fa_operand &x, int columns) const {
+        const int head = x.stride[1] ? walk.head : 0;
+        char *to = tile(stage, which);
+        if (params.load == BOXES) {
+            if (member) return;
+            if (lane == 0) mbarrier_arrive_expect(barrier(stage, which), C::kTileBytes);
+            __syncwarp();
+            const int keys = 1 << params.box_shift;
+            if (lane * keys >= kTileKeys) return;
+            const bool exists = place[0].batch >= 0;
+            const int row = exists ? place[0].row : kNowhere, batch = exists && x.stride[0] ? place[0].batch : 0;
+#pragma unroll
+            for (int slab = 0; slab < C::kSlabs; ++slab)
+                tma_load(to + slab * C::kSlabBytes + lane * keys * 128, &map, barrier(stage, which), slab * 64, row,
+                         head, batch, kEvictFirst);
+        } else {
+            constexpr int kPieces = C::kColumns / 8; // of a row
+            const char *base = static_cast<const char *>(x.data) + head * x.stride[1] * 2;
+            const uint32_t shared = smem_address(to);
+#pragma unroll 4
+            for (int n = 0; n < kCopies; ++n) {
+                const int index = (n * C::kTeam + member) * 32 + lane, row = index / kPieces, piece = index % kPieces;
+                Place at = {__shfl_sync(~0u, place[0].batch, row % 32), __shfl_sync(~0u, place[0].row, row % 32)};
+                const Place other = {__shfl_sync(~0u, place[1].batch, row % 32),
+                                     __shfl_sync(~0u, place[1].row, row % 32)};
+                if (row >= 32) at = other;
+                const bool exists = at.batch >= 0 && piece * 8 < columns;
+                const char *from = base + (at.batch * x.stride[0] + at.row * x.stride[2] + piece * 8) * 2;
+                cp_async_16(shared + piece / 8 * C::kSlabBytes + row * 128 + ((piece % 8) ^ (row % 8)) * 16,
+                            exists ? from : x.data, exists);
+            }
+            cp_async_arrive(barrier(stage, which));
+        }
+    }
+    static constexpr int kNowhere = 1 << 30; // a row that no array has: TMA writes zeros and reads nothing
+};
+
+/* V's rows that nobody may see are 0, whatever lies there: a weight of 0 times NaN would be NaN. All warps of the team;
+ * release() comes before anybody reads them. */
+template <class C> __device__ __forceinline__ void clear_rows(char *values, uint64_t valid, int member, int lane) {
+    for (int row = member; row < kTileKeys; row += C::kTeam)
+        if (!(valid >> row & 1) && lane < C::kColumns / 8)
+            *reinterpret_cast<uint4 *>(values + lane / 8 * C::kSlabBytes + row * 128 + lane % 8 * 16) =
+                make_uint4(0, 0, 0, 0);
+}
+
+} // namespace fa::sm90::serve

@@ -1,0 +1,231 @@
+/* serve_sm90: attention of few queries over long sequences on Hopper: decode, speculative steps, short chunks of
+ * prefill.
+ *
+ * Dense, padded, packed and paged keys of any page size, lengths and tables on the device. A worker, one warp or a few,
+ * takes chunks of 64 * 2^e keys from its own ring of tiles (serve_load.cuh), multiplies by mma.sync (serve_chunk.cuh)
+ * and leaves states of rows, which are folded in an order that only a sequence's keys fix (serve_fold.cuh): who worked
+ * out which chunk changes no bit, so the number of blocks, the batch around a sequence and its storage do not either.
+ *
+ *     persistent form: a block a multiprocessor, ranges of equal cost, states by workspace          (serve_kernel.cuh)
+ *
+ * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 128, rows of 16-byte chunks; no bias, no mask. Rows
+ * beyond 64 of a kv head read its keys again.
+ *
+ * @arch sm_90a
+ * @instance d64_f16 -DFA_COLUMNS=64 -DFA_ELEMENT=__half
+ * @instance d64_bf16 -DFA_COLUMNS=64 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_f16 -DFA_COLUMNS=128 -DFA_ELEMENT=__half
+ * @instance d128_bf16 -DFA_COLUMNS=128 -DFA_ELEMENT=__nv_bfloat16
+ */
+#include <algorithm> // std::max, std::min
+#include <cuda_runtime.h>
+
+#include "fa.h"
+#include "launch.cuh"
+#include "serve_kernel.cuh"
+#include "sm90_tensor_map.h"
+
+namespace fa::sm90::serve {
+
+/* Shapes of a team, by the rows that a job may have. */
+enum Shape { ROWS_8, ROWS_16, ROWS_32, ROWS_64, SHAPES };
+constexpr int kShapeRows[SHAPES] = {8, 16, 32, 64};
+
+/* The plan's own part. */
+struct Own {
+    int columns;
+    Shape shape;
+    int states;
+};
+
+using Launch = fa_code(Params &, const fa_plan &, const fa_launch &);
+
+template <class T, int Columns, int S>
+using ShapeConfig = Config<T, Columns, S == ROWS_8 ? 1 : 2,
+                           S == ROWS_64   ? 4
+                           : S == ROWS_32 ? 2
+                                          : 1>;
+
+#ifdef FA_INSTANCE
+
+template <class Kernel>
+fa_code launch_kernel(Kernel *kernel, const Params &params, int64_t blocks, int threads, size_t shared, int cluster,
+                      const fa_launch &launch) {
+    if (shared > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, shared, launch));
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared;
+    config.stream = static_cast<cudaStream_t>(launch.stream);
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
+    FA_CHAOS_ARM(launch.stream, launch);
+    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&config, kernel, params));
+    return FA_OK;
+}
+
+template <class C> fa_code launch_shape(Params &params, const fa_plan &plan, const fa_launch &launch) {
+    FA_TRY(launch_kernel(serve_sm90_kernel<C>, params, plan.blocks, C::kThreads, C::kSharedBytes, 1, launch));
+    return launch_kernel(serve_merge_kernel<C>, params, plan.blocks * C::kTeams, kMergeThreads, 0, 1, launch);
+}
+
+#define FA_JOIN_(a, b) a##b
+#define FA_JOIN(a, b)  FA_JOIN_(a, b)
+fa_code FA_JOIN(serve_launch_, FA_INSTANCE)(Params &params, const fa_plan &plan, const fa_launch &launch) {
+    switch (fa_own<Own>(&plan).shape) {
+    case ROWS_8: return launch_shape<ShapeConfig<FA_ELEMENT, FA_COLUMNS, ROWS_8>>(params, plan, launch);
+    case ROWS_16: return launch_shape<ShapeConfig<FA_ELEMENT, FA_COLUMNS, ROWS_16>>(params, plan, launch);
+    case ROWS_32: return launch_shape<ShapeConfig<FA_ELEMENT, FA_COLUMNS, ROWS_32>>(params, plan, launch);
+    default: return launch_shape<ShapeConfig<FA_ELEMENT, FA_COLUMNS, ROWS_64>>(params, plan, launch);
+    }
+}
+
+#else
+
+Launch serve_launch_d64_f16, serve_launch_d64_bf16, serve_launch_d128_f16, serve_launch_d128_bf16;
+static Launch *const kLaunches[2][2] = {{serve_launch_d64_f16, serve_launch_d64_bf16},
+                                        {serve_launch_d128_f16, serve_launch_d128_bf16}};
+
+/* What the host knows of a configuration. */
+struct Form {
+    int threads, teams, rows;
+    size_t shared, state;
+};
+template <int Columns, int S> constexpr Form form_of() {
+    using C = ShapeConfig<uint16_t, Columns, S>;
+    return {C::kThreads, C::kTeams, C::kRows, C::kSharedBytes, Workspace<C>::kState};
+}
+constexpr Form kForms[2][SHAPES] = {
+    {form_of<64, ROWS_8>(), form_of<64, ROWS_16>(), form_of<64, ROWS_32>(), form_of<64, ROWS_64>()},
+    {form_of<128, ROWS_8>(), form_of<128, ROWS_16>(), form_of<128, ROWS_32>(), form_of<128, ROWS_64>()}};
+
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* Whether its rows, if there are any, are 16-byte chunks that start at multiples of 16 bytes. */
+static bool takes_rows(const fa_operand &x, int64_t rows, fa_operand_name name, fa_why *why) {
+    if (rows == 0) return true; // whose strides say nothing
+    fa_reason reason = FA_WHY_NONE;
+    for (int axis = 0; axis < 3; ++axis)
+        if (x.stride[axis] % 8 || x.stride[axis] < 0) reason = FA_WHY_STRIDES;
+    if (x.stride[3] != 1) reason = FA_WHY_NOT_CONTIGUOUS;
+    if (reinterpret_cast<uintptr_t>(x.data) % 16) reason = FA_WHY_UNALIGNED;
+    if (reason != FA_WHY_NONE) fa_because(why, FA_REFUSES, reason, name, 0, 0);
+    return reason == FA_WHY_NONE;
+}
+
+/* Rows that a job of most sequences has at most: packed sequences are taken for equally long. */
+static int64_t rows_of_job(const fa_problem *problem) {
+    const fa_forward &p = problem->forward;
+    const fa_sequences &s = problem->sequences;
+    const int64_t queries = !s.packed_q ? p.seq_q : s.q.starts ? divide_up(p.seq_q, std::max<int64_t>(p.batch, 1)) : 1;
+    return queries * (p.heads / p.heads_kv);
+}
+
+static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_forward &p = problem->forward;
+    if (p.head_dim > 128) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 128, 0, 0);
+    if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (std::max(p.seq_q, p.seq_k) >> kMaxLengthBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
+    const fa_sequences &s = problem->sequences;
+    const int64_t rows_q = s.packed_q ? p.seq_q : p.seq_q * p.batch, rows_k = s.pages.table
+                                                                                  ? s.pages.count * s.pages.size
+                                                                              : s.packed_k ? p.seq_k
+                                                                                           : p.seq_k * p.batch;
+    if (!takes_rows(p.q, rows_q, FA_OPERAND_Q, why) || !takes_rows(p.k, rows_k, FA_OPERAND_K, why) ||
+        !takes_rows(p.v, rows_k, FA_OPERAND_V, why))
+        return FA_REFUSES;
+    if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+
+    Own &own = fa_own<Own>(plan);
+    own.columns = p.head_dim <= 64 ? 64 : 128;
+    const int64_t rows = rows_of_job(problem);
+    own.shape = rows <= 8 ? ROWS_8 : rows <= 16 ? ROWS_16 : rows <= 32 ? ROWS_32 : ROWS_64;
+    const Form &form = kForms[own.columns == 128][own.shape];
+    // At most: each sequence has one job more than its rows fill.
+    const int64_t group = p.heads / p.heads_kv, batch = std::max<int64_t>(p.batch, 1);
+    const int64_t jobs = (rows_q * group / form.rows + batch) * p.heads_kv;
+    const int64_t tiles = divide_up(p.seq_k, kTileKeys) + 1, cost = jobs * (tiles + kJobCost);
+    int64_t blocks = std::max<int64_t>(1, std::min<int64_t>(device->sm_count, divide_up(cost, form.teams)));
+    const int64_t groups = std::min<int64_t>(kMaxChunks + 1, tiles) / kGroup + 2;
+    for (;; blocks = divide_up(blocks, 2)) {
+        const int64_t share = divide_up(cost, blocks * form.teams);
+        own.states = static_cast<int>(std::min(share + 2, kGroup - 1 + groups + 2));
+        plan->workspace_bytes = size_t(blocks * form.teams) * (sizeof(Record) + own.states * form.state);
+        if (plan->workspace_bytes <= device->workspace_limit || blocks == 1) break;
+    }
+    plan->blocks = blocks;
+    plan->threads = form.threads;
+    plan->smem_bytes = form.shared;
+    plan->keep = true;
+    return FA_TAKES;
+}
+
+/* Keys of a box that lies in one page and one tile, or 0. */
+static int box_keys(const fa_forward &p, const fa_sequences &s, const fa_launch &launch) {
+    fa_why why;
+    const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
+    if (!launch.encode_tensor_map || rows == 0 || batch == 0 || batch >> 31) return 0;
+    if (!takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, rows, &why) ||
+        !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, rows, &why))
+        return 0;
+    const int64_t keys = s.pages.table ? std::min<int64_t>(rows & -rows, kTileKeys) : kTileKeys;
+    return keys >= 8 ? static_cast<int>(keys) : 0;
+}
+
+static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward &p = problem->forward;
+    const Own &own = fa_own<Own>(plan);
+    Params params = {};
+    params.p = p;
+    params.s = problem->sequences;
+    params.alibi = problem->extra.alibi;
+    params.score = score_params(p);
+    params.dense_diagonal = p.diagonal;
+    if (!params.s.given) params.s.q.rows = p.seq_q, params.s.k.rows = p.seq_k;
+    params.group = static_cast<int>(p.heads / p.heads_kv);
+    params.workspace = static_cast<char *>(launch->workspace);
+    params.states = own.states;
+    params.load = ROWS;
+    const fa_sequences &s = params.s;
+    if (const int keys = box_keys(p, s, *launch)) {
+        params.load = BOXES;
+        while (1 << params.box_shift < keys) ++params.box_shift;
+        const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
+        FA_TRY(tensor_map_encode(&params.k_map, *launch, p.k, p.dtype, p.head_dim, rows, p.heads_kv, batch, keys,
+                                 FA_OPERAND_K));
+        FA_TRY(tensor_map_encode(&params.v_map, *launch, p.v, p.dtype, p.head_dim_v, rows, p.heads_kv, batch, keys,
+                                 FA_OPERAND_V));
+    }
+    return kLaunches[own.columns == 128][p.dtype == FA_BF16](params, *plan, *launch);
+}
+
+#endif
+
+} // namespace fa::sm90::serve
+
+#ifndef FA_INSTANCE
+extern "C" {
+extern FA_EXPORT const fa_kernel fa_kernel_serve_sm90;
+const fa_kernel fa_kernel_serve_sm90 = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
+    .device = FA_CUDA,
+    .name = "serve_sm90",
+    .summary = "Hopper, few queries over long sequences: lengths, pages; chunks folded in an order of their own",
+    .cc_from = 90,
+    .cc_to = 90,
+    .dtypes = FA_FLOAT16_BITS,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES |
+             FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_OUT_FLOAT32,
+    .plan = fa::sm90::serve::serve_plan,
+    .launch = fa::sm90::serve::serve_launch,
+};
+}
+#endif
