@@ -64,6 +64,7 @@ struct Params {
     char *workspace;   // persistent form: what workers leave for others to fold
     int states;        // of a worker there
     int landing_slots; // cluster form: states that have room in shared memory
+    int landing_rows;  // of each
     int cluster;       // blocks of a cluster; 0: persistent form
 };
 

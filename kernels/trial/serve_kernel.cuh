@@ -249,6 +249,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_sm90_kernel(const __grid
     }
     __syncthreads();
     dependency_wait();
+    dependency_release(); // the second kernel's blocks have room beside these
     Start *starts = reinterpret_cast<Start *>(shared.scratch() + C::kWarps * 8);
     const Walk<C> work = deal<C>(params, reinterpret_cast<int64_t *>(shared.scratch()), starts);
     Walk<C> ahead = work;
@@ -260,7 +261,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_sm90_kernel(const __grid
     PersistentSink<C> sink{params, ring, totals, {}, false, {}, 0};
     attend<C>(params, ring, work, ahead, more, sink);
     if (ring.member == 0 && ring.lane == 0) *sink.workspace().record(sink.worker()) = sink.record;
-    dependency_release();
 }
 
 /* Folds the states of the job that begins in worker blockIdx.x, if it does not end there, and writes its rows. */

@@ -6,6 +6,7 @@
  * and leaves states of rows, which are folded in an order that only a sequence's keys fix (serve_fold.cuh): who worked
  * out which chunk changes no bit, so the number of blocks, the batch around a sequence and its storage do not either.
  *
+ *     cluster form: a cluster a job, of as many blocks as fit at once, states by shared memory     (serve_cluster.cuh)
  *     persistent form: a block a multiprocessor, ranges of equal cost, states by workspace          (serve_kernel.cuh)
  *
  * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 128, rows of 16-byte chunks; no bias, no mask. Rows
@@ -22,7 +23,7 @@
 
 #include "fa.h"
 #include "launch.cuh"
-#include "serve_kernel.cuh"
+#include "serve_cluster.cuh"
 #include "sm90_tensor_map.h"
 
 namespace fa::sm90::serve {
@@ -36,7 +37,17 @@ struct Own {
     int columns;
     Shape shape;
     int states;
+    int rows;   // of a job, at most: the cluster form; 0: the persistent form
+    int chunks; // of a job, at most
+    int jobs;
 };
+
+/* The slots of a cluster's jobs: each worker leaves up to 7 single chunks and a group that is not whole. */
+template <class C> Landing<C> landing_of(const Own &own, int cluster) {
+    const int workers = cluster * C::kTeams;
+    return {std::min(own.chunks, kGroup * workers + Landing<C>::kMaxGroups), own.rows, cluster, nullptr};
+}
+template <class C> inline constexpr size_t kLandingRoom = 227 * 1024 - (C::kSharedBytes - C::kTotalBytes);
 
 using Launch = fa_code(Params &, const fa_plan &, const fa_launch &);
 
@@ -48,31 +59,82 @@ using ShapeConfig = Config<T, Columns, S == ROWS_8 ? 1 : 2,
 
 #ifdef FA_INSTANCE
 
-template <class Kernel>
-fa_code launch_kernel(Kernel *kernel, const Params &params, int64_t blocks, int threads, size_t shared, int cluster,
-                      const fa_launch &launch) {
-    if (shared > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, shared, launch));
+/* A launch that may start before the one before it has ended; its own attributes point into it. */
+struct Configuration {
     cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared;
-    config.stream = static_cast<cudaStream_t>(launch.stream);
-    config.attrs = attributes;
-    config.numAttrs = cluster > 1 ? 2 : 1;
+
+    Configuration(int64_t blocks, int threads, size_t shared, int cluster, const fa_launch &launch) {
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
+        attributes[1].id = cudaLaunchAttributeClusterDimension;
+        attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+        attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+        config.gridDim = dim3(static_cast<unsigned>(blocks));
+        config.blockDim = dim3(static_cast<unsigned>(threads));
+        config.dynamicSmemBytes = shared;
+        config.stream = static_cast<cudaStream_t>(launch.stream);
+        config.attrs = attributes;
+        config.numAttrs = cluster > 1 ? 2 : 1;
+    }
+    Configuration(const Configuration &) = delete;
+};
+
+template <class Kernel>
+fa_code launch_kernel(Kernel *kernel, const Params &params, const Configuration &c, const fa_launch &launch) {
+    if (c.config.dynamicSmemBytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, c.config.dynamicSmemBytes, launch));
     FA_CHAOS_ARM(launch.stream, launch);
-    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&config, kernel, params));
+    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&c.config, kernel, params));
+    return FA_OK;
+}
+
+/* How many clusters of a size the device has room for at once, asked once a device; a block fills a multiprocessor, so
+ * that its exact shared memory does not matter. */
+template <class C> fa_code active_clusters(int cluster, const fa_launch &launch, int *count) {
+    constexpr int kDevices = 64;
+    static std::atomic<int> known[kDevices][kMaxCluster + 1]; // one more than the count
+    const auto kernel = serve_cluster_sm90_kernel<C>;
+    const int device = launch.device->device.id;
+    std::atomic<int> *place = device < kDevices ? &known[device][cluster] : nullptr;
+    if (place && (*count = place->load(std::memory_order_relaxed) - 1) >= 0) return FA_OK;
+    FA_TRY(fa_allow_smem(kernel, C::kSharedBytes, launch));
+    FA_CUDA_TRY(launch, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    const Configuration c(cluster, C::kThreads, C::kSharedBytes, cluster, launch);
+    if (cudaOccupancyMaxActiveClusters(count, kernel, &c.config) != cudaSuccess) {
+        cudaGetLastError(); // a size that the device does not have
+        *count = 0;
+    }
+    if (place) place->store(*count + 1, std::memory_order_relaxed);
+    return FA_OK;
+}
+
+/* The largest cluster that leaves all jobs room at once, else the smallest that has room for its states. */
+template <class C> fa_code choose_cluster(const Own &own, const fa_launch &launch, int *cluster) {
+    *cluster = 0;
+    for (int size = kMaxCluster; size >= 2; --size) {
+        if (!landing_of<C>(own, size).fits(kLandingRoom<C>)) continue;
+        int count;
+        FA_TRY(active_clusters<C>(size, launch, &count));
+        if (count) *cluster = size;
+        if (count >= own.jobs) break;
+    }
     return FA_OK;
 }
 
 template <class C> fa_code launch_shape(Params &params, const fa_plan &plan, const fa_launch &launch) {
-    FA_TRY(launch_kernel(serve_sm90_kernel<C>, params, plan.blocks, C::kThreads, C::kSharedBytes, 1, launch));
-    return launch_kernel(serve_merge_kernel<C>, params, plan.blocks * C::kTeams, kMergeThreads, 0, 1, launch);
+    const Own &own = fa_own<Own>(&plan);
+    if (own.rows) {
+        FA_TRY(choose_cluster<C>(own, launch, &params.cluster));
+        const Landing<C> landing = landing_of<C>(own, params.cluster);
+        params.landing_slots = landing.slots, params.landing_rows = landing.rows;
+        const size_t shared = C::kSharedBytes - C::kTotalBytes + landing.bytes();
+        const Configuration c(int64_t(own.jobs) * params.cluster, C::kThreads, shared, params.cluster, launch);
+        return launch_kernel(serve_cluster_sm90_kernel<C>, params, c, launch);
+    }
+    const Configuration all(plan.blocks, C::kThreads, C::kSharedBytes, 1, launch);
+    FA_TRY(launch_kernel(serve_sm90_kernel<C>, params, all, launch));
+    const Configuration merge(plan.blocks * C::kTeams, kMergeThreads, 0, 1, launch);
+    return launch_kernel(serve_merge_kernel<C>, params, merge, launch);
 }
 
 #define FA_JOIN_(a, b) a##b
@@ -96,10 +158,14 @@ static Launch *const kLaunches[2][2] = {{serve_launch_d64_f16, serve_launch_d64_
 struct Form {
     int threads, teams, rows;
     size_t shared, state;
+    bool (*clusters)(const Own &own, int cluster); // whether the states have room
 };
+template <class C> static bool clusters_of(const Own &own, int cluster) {
+    return landing_of<C>(own, cluster).fits(kLandingRoom<C>);
+}
 template <int Columns, int S> constexpr Form form_of() {
     using C = ShapeConfig<uint16_t, Columns, S>;
-    return {C::kThreads, C::kTeams, C::kRows, C::kSharedBytes, Workspace<C>::kState};
+    return {C::kThreads, C::kTeams, C::kRows, C::kSharedBytes, Workspace<C>::kState, clusters_of<C>};
 }
 constexpr Form kForms[2][SHAPES] = {
     {form_of<64, ROWS_8>(), form_of<64, ROWS_16>(), form_of<64, ROWS_32>(), form_of<64, ROWS_64>()},
@@ -117,6 +183,11 @@ static bool takes_rows(const fa_operand &x, int64_t rows, fa_operand_name name, 
     if (reinterpret_cast<uintptr_t>(x.data) % 16) reason = FA_WHY_UNALIGNED;
     if (reason != FA_WHY_NONE) fa_because(why, FA_REFUSES, reason, name, 0, 0);
     return reason == FA_WHY_NONE;
+}
+
+/* Queries that a sequence has at most. */
+static int64_t queries_at_most(const fa_problem *problem) {
+    return problem->sequences.packed_q && !problem->sequences.q.starts ? 1 : problem->forward.seq_q;
 }
 
 /* Rows that a job of most sequences has at most: packed sequences are taken for equally long. */
@@ -161,6 +232,16 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
         if (plan->workspace_bytes <= device->workspace_limit || blocks == 1) break;
     }
     plan->blocks = blocks;
+    // Clusters of 2 to 8 blocks, as a device surely has room for; the launch may find more.
+    const int64_t most = queries_at_most(problem) * group;
+    own.jobs = static_cast<int>(std::min<int64_t>(p.batch * p.heads_kv, INT32_MAX));
+    own.chunks = static_cast<int>(std::min<int64_t>(kMaxChunks + 1, tiles));
+    if (most <= form.rows && own.jobs > 0)
+        for (int size = 2; size <= 8 && !own.rows && own.jobs * size <= device->sm_count; size *= 2) {
+            own.rows = static_cast<int>(most);
+            if (!form.clusters(own, size)) own.rows = 0;
+        }
+    if (own.rows) plan->workspace_bytes = 0;
     plan->threads = form.threads;
     plan->smem_bytes = form.shared;
     plan->keep = true;

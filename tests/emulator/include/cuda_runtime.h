@@ -80,10 +80,22 @@ struct cudaLaunchConfig_t {
     unsigned numAttrs;
 };
 
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaFuncAttribute {
+    cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+    cudaFuncAttributeNonPortableClusterSizeAllowed = 14,
+};
 cudaError_t emu_allow_shared(const void *kernel, int bytes);
-template <class Kernel> cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute, int bytes) {
-    return emu_allow_shared(reinterpret_cast<const void *>(kernel), bytes);
+void emu_allow_large_clusters(const void *kernel);
+int emu_active_clusters(const cudaLaunchConfig_t &config);
+template <class Kernel> cudaError_t cudaFuncSetAttribute(Kernel *kernel, cudaFuncAttribute attribute, int value) {
+    const void *address = reinterpret_cast<const void *>(kernel);
+    if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) return emu_allow_shared(address, value);
+    if (value) emu_allow_large_clusters(address);
+    return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int *count, Kernel *, const cudaLaunchConfig_t *config) {
+    return *count = emu_active_clusters(*config), cudaSuccess;
 }
 
 inline cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }

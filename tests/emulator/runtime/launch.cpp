@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 #include <mutex>
+#include <set>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +15,7 @@ namespace emu {
 static std::mutex launch_lock;
 static cudaError_t last_error;
 static std::map<const void *, int> allowed_shared;
+static std::set<const void *> large_clusters;
 constexpr int SECONDS = 30; // of processor time that a launch may take
 
 static void on_signal(int signal, siginfo_t *info, void *opaque) {
@@ -71,9 +73,10 @@ static const char *refusal(const void *kernel, const Grid &grid) {
     if (!grid.grid.x || !grid.grid.y || !grid.grid.z) return "an empty grid";
     if (grid.grid.y > 65535 || grid.grid.z > 65535 || grid.grid.x > INT32_MAX) return "the grid is too large";
     const unsigned cluster = grid.cluster.x * grid.cluster.y * grid.cluster.z;
-    if (!cluster || cluster > 8 || grid.grid.x % grid.cluster.x || grid.grid.y % grid.cluster.y ||
+    const unsigned largest = large_clusters.contains(kernel) ? 16 : 8;
+    if (!cluster || cluster > largest || grid.grid.x % grid.cluster.x || grid.grid.y % grid.cluster.y ||
         grid.grid.z % grid.cluster.z)
-        return "clusters of 1 to 8 blocks divide the grid";
+        return "clusters of 1 to 8 blocks, or 16 where the kernel may have them, divide the grid";
     const auto allowed = allowed_shared.find(kernel);
     if (grid.shared > size_t(allowed == allowed_shared.end() ? 48 << 10 : allowed->second))
         return "more dynamic shared memory than the kernel was allowed";
@@ -107,6 +110,15 @@ cudaError_t emu_allow_shared(const void *kernel, int bytes) {
     }
     emu::allowed_shared[kernel] = bytes;
     return cudaSuccess;
+}
+void emu_allow_large_clusters(const void *kernel) { emu::large_clusters.insert(kernel); }
+/* As if a block filled a multiprocessor, and clusters lay anywhere. */
+int emu_active_clusters(const cudaLaunchConfig_t &config) {
+    unsigned size = 1;
+    for (unsigned n = 0; n < config.numAttrs; ++n)
+        if (config.attrs[n].id == cudaLaunchAttributeClusterDimension) size = config.attrs[n].val.clusterDim.x;
+    const char *sms = getenv("FA_EMULATOR_SMS");
+    return (sms ? atoi(sms) : FA_EMULATED_SM_COUNT) / static_cast<int>(size);
 }
 cudaError_t cudaPeekAtLastError() { return emu::last_error; }
 cudaError_t cudaGetLastError() {
