@@ -1,6 +1,6 @@
 """Builds the extension ``fa_ext._core``: C by the C compiler, each CUDA file by nvcc, in parallel, linked with g++.
 
-Environment: FA_CUDA=0|1, FA_ARCHS, FA_ONLY=<regex of rows>, FA_DEBUG=1, FA_SANITIZE=address,undefined, FA_CHAOS=1,
+Environment: FA_CUDA=0|1, FA_ARCHS, FA_ONLY=<regex of kernels>, FA_DEBUG=1, FA_SANITIZE=address,undefined, FA_CHAOS=1,
 MAX_JOBS, CC, CXX.
 """
 

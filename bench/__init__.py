@@ -7,7 +7,7 @@ A command is a module (`measure`, `gate`, `score`, `references`, `tune`, `ncu`, 
     report, machine     tables, JSON, resumable results; where a figure was taken
     device, memory      the CPU or GPU 0; arrays between guard zones, as any library sees them
     problems, operands  cases from tests/cases.py; the arrays of one call, filled, hashed and judged by float64
-    contender, peers    rows, candidates and other libraries behind one interface: operands -> thunk
+    contender, peers    kernels, candidates and other libraries behind one interface: operands -> thunk
     timer, rounds       host clock, events or graph replay; contenders take turns in random order
     stats, conditions   log-ratios, block bootstrap, verdict; do the times bear it out, or was the machine busy
     trials              correctness with fresh seeds and pointers

@@ -87,7 +87,7 @@ def run_batch(kernel: str, seed: int, file: str, batch: int, batches: int, limit
     with tempfile.TemporaryDirectory() as folder:
         xml, hung = Path(folder) / "results.xml", Path(folder) / "hung.json"
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={xml}", f"tests/{file}",
-                "--rows", f"^{kernel}$", "--shard", f"{batch}/{batches}", "--repeats", "8"]  # fmt: skip
+                "--kernels", f"^{kernel}$", "--shard", f"{batch}/{batches}", "--repeats", "8"]  # fmt: skip
         environment = {**os.environ, "CI": "1", "FA_CHAOS_SEED": str(seed), "FA_CHAOS_HUNG": str(hung)}
         environment.setdefault("OMP_NUM_THREADS", "2")
         try:

@@ -1,4 +1,4 @@
-"""Whatever computes attention and can be judged and timed: rows of fa_ext, other libraries, a candidate of yours.
+"""Whatever computes attention and can be judged and timed: kernels of fa_ext, other libraries, a candidate of yours.
 
 A contender takes the arrays of one library and binds a problem's operands into a thunk, a call without arguments that
 queues (or, on the CPU, does) the work and returns the output array.
@@ -44,15 +44,15 @@ class Contender:
         raise NotImplementedError
 
 
-# ---- rows of fa_ext ----
+# ---- kernels of fa_ext ----
 
 
-class Row(Contender):
-    """One row of the kernel table through ``fa_ext.attention(..., kernel=name, out=...)``; None: the library's choice."""
+class Kernel(Contender):
+    """One kernel of the table through ``fa_ext.attention(..., kernel=name, out=...)``; None: the library's choice."""
 
     def __init__(self, name: str | None, library: str, shown: str | None = None):
         super().__init__(shown or name or "fa_ext", library)
-        self.row = name
+        self.kernel = name
 
     def refuses(self, case: Case) -> str | None:
         return None
@@ -65,23 +65,23 @@ class Row(Contender):
 
         arguments = operands.arguments(self.library)
         q, k, v = (arguments.pop(name) for name in "qkv")
-        out, row, attention = operands.array("out", self.library), self.row, fa_ext.attention
+        out, kernel, attention = operands.array("out", self.library), self.kernel, fa_ext.attention
 
         def call():
-            attention(q, k, v, out=out, kernel=row, **arguments)
+            attention(q, k, v, out=out, kernel=kernel, **arguments)
             return out
 
         return call
 
 
-def compiled_rows(device: Cpu | Cuda) -> tuple[str, ...]:
-    """Names of the rows for this device in order of preference; empty with a message when nothing is compiled."""
+def compiled_kernels(device: Cpu | Cuda) -> tuple[str, ...]:
+    """Names of the kernels for this device in order of preference; empty with a message when nothing is compiled."""
     try:
         import fa_ext
 
         return tuple(name for name in fa_ext.kernels() if name.startswith("cpu_") == (device.kind == "cpu"))
     except ImportError as error:
-        print(f"bench: no row of fa_ext to measure: {error}", file=sys.stderr)
+        print(f"bench: no kernel of fa_ext to measure: {error}", file=sys.stderr)
         return ()
 
 
@@ -134,11 +134,11 @@ class Function(Contender):
         return call
 
 
-# ---- rows built and loaded here ----
+# ---- kernels built and loaded here ----
 
 
-def build_row(source: Path, flags: tuple[str, ...] = (), folder: Path | None = None) -> Path:
-    """Compiles one row's source file into a shared library of its own (default: under build/bench); reuses what is up
+def build_kernel(source: Path, flags: tuple[str, ...] = (), folder: Path | None = None) -> Path:
+    """Compiles one kernel's source file into a shared library of its own (default: under build/bench); reuses what is up
     to date. ``flags`` such as ``-DBLOCK_M=32`` make another variant, in a folder of its own."""
     from bench.build import rules
 
@@ -147,11 +147,11 @@ def build_row(source: Path, flags: tuple[str, ...] = (), folder: Path | None = N
         raise report.UsageError(f"{source} needs nvcc: set CUDA_HOME or put nvcc on PATH")
     key = hashlib.sha256(repr((str(source.resolve()), sorted(flags), options.archs)).encode()).hexdigest()[:12]
     target = (folder or ROOT / "build" / "bench") / f"{source.stem}-{key}" / f"{source.stem}.so"
-    return rules.build_row(source.resolve(), target.resolve(), options, flags)
+    return rules.build_kernel(source.resolve(), target.resolve(), options, flags)
 
 
-def load_row(shared: Path) -> str:
-    """Loads a row from a shared library into fa_ext and returns the name it goes by there."""
+def load_kernel(shared: Path) -> str:
+    """Loads a kernel from a shared library into fa_ext and returns the name it goes by there."""
     try:
         from fa_ext import _core
     except ImportError as error:

@@ -10,7 +10,7 @@
   chaos      on demand, what `bench chaos --output FILE` found in a build with delays of the same sources: --merge FILE
 
 Each piece belongs to the machine code of its kernel, or of the core (`bench/record.py`). What is there for the code of this
-build is kept, so the same line redoes just what a change made stale, and a run may be split (--parts, --rows, --filter,
+build is kept, so the same line redoes just what a change made stale, and a run may be split (--parts, --kernels, --filter,
 --within) and resumed. --refresh adds nothing new: parts that the record has, and in each cell the kernels that are in it.
 --check says for each kernel whether its figures belong to these sources; it needs neither a GPU
 nor a compiled module, but without a build it cannot tell what an edit did to the machine code; --renew, with a build,
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="regular expression of test files and of problems to measure",
     )
-    parser.add_argument("--rows", type=arguments.pattern, default="", help="regular expression of kernels, and of core")
+    parser.add_argument("--kernels", type=arguments.pattern, default="", help="regular expression of kernels, and of core")
     parser.add_argument("--presets", help="comma-separated presets to measure (default: all of the device's)")
     parser.add_argument("--within", type=float, default=3600.0, help="seconds after which no new piece is begun")
     parser.add_argument("--seconds", type=arguments.positive, help="rounds of one measured problem (GPU 1, CPU 8)")
@@ -118,7 +118,7 @@ class Run:
         """The wanted kernels of the device."""
         from bench import contender
 
-        return [k for k in contender.compiled_rows(devices.open_device(self.device)) if re.search(self.args.rows, k)]
+        return [k for k in contender.compiled_kernels(devices.open_device(self.device)) if re.search(self.args.kernels, k)]
 
     def has(self, part: str, key: str, kernel: str | None = None) -> bool:
         """Whether a piece is there, ended as it should, and of the machine code that is here."""
@@ -159,7 +159,7 @@ class Run:
         What a run of some files found (--filter) stands beside the piece of all: it may be of another machine's GPUs."""
         pieces = [p for p in self.record.part("tests").values()
                   if "error" not in p and p.get("files", "") == self.args.filter]  # fmt: skip
-        wanted = [*self.kernels(), *([CORE] if re.search(self.args.rows, CORE) else [])]
+        wanted = [*self.kernels(), *([CORE] if re.search(self.args.kernels, CORE) else [])]
         lacking = {k for k in wanted if self.args.fresh or not any(self.record.covers(p, k) for p in pieces)}
         ending = [of for p in pieces if len(of := self.record.kernels_of(p)) > 1 and of & lacking]
         return [k for k in wanted if k in lacking or any(k in of for of in ending)]

@@ -32,7 +32,7 @@ DEFAULT_LIMIT = 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("candidate", help="a row, a peer, module:function, file.py:function, or a .cu, .c or .so file")
+    parser.add_argument("candidate", help="a kernel, a peer, module:function, file.py:function, or a .cu, .c or .so file")
     parser.add_argument(
         "--baseline", action="append", help="contender to beat (repeat for several; the fastest counts)"
     )

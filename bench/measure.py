@@ -1,4 +1,4 @@
-"""Rows beside every peer that imports, problem by problem; peers take turns within each round.
+"""Kernels beside every peer that imports, problem by problem; peers take turns within each round.
 
 A contender is checked against float64 before it is timed; one that is wrong is reported and not timed. GPU work is
 replayed from a CUDA graph where the contender can be captured, else bracketed by events; the table says which. "hot"
@@ -8,7 +8,7 @@ comes next. With --output a run that was interrupted carries on where it stopped
 ended in an error or nobody ran it.
 
   python -m bench measure --preset cpu
-  python -m bench measure --preset paper --filter D128 --rows wgmma --output paper.json
+  python -m bench measure --preset paper --filter D128 --kernels wgmma --output paper.json
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.operands import Operands, WrongResult
 from bench.problems import Case
 from bench.rounds import Samples, take_turns
 
-SUMMARY = "time rows beside every peer that imports"
+SUMMARY = "time kernels beside every peer that imports"
 # How the figures of a document came about, kept in it.
 METHOD = {
     "cpu": "turns in random order; a sample begins when no other thread of the process has run in three looks a "
@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain"
     )
-    parser.add_argument("--rows", type=arguments.pattern, default="", help="regular expression of rows (default: all)")
+    parser.add_argument("--kernels", type=arguments.pattern, default="", help="regular expression of kernels (default: all)")
     parser.add_argument("--peers", help="comma-separated peers, or none (default: all that import)")
     parser.add_argument(
-        "--candidate", action="append", default=[], help="a candidate beside the rows, as in bench gate"
+        "--candidate", action="append", default=[], help="a candidate beside the kernels, as in bench gate"
     )
     parser.add_argument(
         "--cache", default="hot", choices=("hot", "cold", "both"), help="operands in the cache or not (hot)"
@@ -76,19 +76,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if devices.has_gpu() else "cpu")
     target = devices.open_device(device)
-    rows = [name for name in contender.compiled_rows(target) if re.search(args.rows, name)]
+    kernels = [name for name in contender.compiled_kernels(target) if re.search(args.kernels, name)]
     wanted = None if args.peers is None else [p for p in args.peers.split(",") if p and p != "none"]
     if unknown := set(wanted or ()) - set(peers.PEERS):
         raise report.UsageError(f"peers are {', '.join(sorted(unknown))}; accepted: none, {', '.join(peers.PEERS)}")
     found, missing = peers.available(target, wanted)
-    if not (rows or args.candidate or found):
+    if not (kernels or args.candidate or found):
         raise report.UsageError(
-            f"nothing to measure: no row matches {args.rows!r}, and no peer is left"
-            f" (rows: {', '.join(contender.compiled_rows(target)) or 'none compiled'})"
+            f"nothing to measure: no kernel matches {args.kernels!r}, and no peer is left"
+            f" (kernels: {', '.join(contender.compiled_kernels(target)) or 'none compiled'})"
         )
     cases = chosen(args.preset, args.case, args.filter, device)
     document = measure(
-        device, cases, rows + args.candidate, [p.name for p in found], caches(args.cache), args.rounds,
+        device, cases, kernels + args.candidate, [p.name for p in found], caches(args.cache), args.rounds,
         args.seconds or (1.5 if device == "cuda" else 8.0), args.tight, args.seed, args.output, args.fresh,
         quiet=args.json, missing=missing,
     )  # fmt: skip
@@ -201,7 +201,7 @@ def cell(
                     watches[name] = timer.Stopwatch([entrant.bind(s) for s in slots], target, entrant.timing)
                 except WrongResult as error:
                     why = f"WRONG: {error}"
-                except Exception as error:  # rows and libraries say "not supported" with whatever exception they like
+                except Exception as error:  # kernels and libraries say "not supported" with whatever exception they like
                     why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
             if why:
                 refused[name] = why
@@ -257,7 +257,7 @@ def _checked(entrant: Contender, operands: Operands) -> dict[str, float]:
 
 
 def _picked(operands: Operands) -> str | None:
-    """The row that ``fa_ext.attention`` takes by itself for this problem."""
+    """The kernel that ``fa_ext.attention`` takes by itself for this problem."""
     try:
         import fa_ext
     except ImportError:

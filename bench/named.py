@@ -1,4 +1,4 @@
-"""What a name on the command line stands for: a peer, a row, a callable of yours, the source of a row."""
+"""What a name on the command line stands for: a peer, a kernel, a callable of yours, the source of a kernel."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ARRAYS = {"cpu": ("numpy", "torch", "jax"), "cuda": ("torch", "cupy", "jax")}
 
 
 def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None, role: str = "candidate") -> contender.Contender:
-    """What `text` names: a peer, a row, fa_ext (the row it takes by itself), ``module:function``, ``file.py:function``,
-    a .cu or .c source of a row (built here), or a shared library that exports a row. `role` is for messages."""
+    """What `text` names: a peer, a kernel, fa_ext (the kernel it takes by itself), ``module:function``, ``file.py:function``,
+    a .cu or .c source of a kernel (built here), or a shared library that exports a kernel. `role` is for messages."""
     library = arrays or device.default_arrays
     require_arrays(library, device)
     path, _, attribute = text.rpartition(":")
@@ -30,17 +30,17 @@ def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None, rol
     if suffix in (".cu", ".c", ".so"):
         if not Path(text).exists():
             raise report.UsageError(f"candidate {text}: there is no such file")
-        shared = Path(text) if suffix == ".so" else contender.build_row(Path(text))
-        return contender.Row(contender.load_row(shared), library, shown=Path(text).name)
+        shared = Path(text) if suffix == ".so" else contender.build_kernel(Path(text))
+        return contender.Kernel(contender.load_kernel(shared), library, shown=Path(text).name)
     if text in peers.PEERS:
         return peers.open_peer(text, device)
-    rows = contender.compiled_rows(device)
-    if text in rows:
-        return contender.Row(text, library)
-    if text == "fa_ext" and rows:
-        return contender.Row(None, library)
+    kernels = contender.compiled_kernels(device)
+    if text in kernels:
+        return contender.Kernel(text, library)
+    if text == "fa_ext" and kernels:
+        return contender.Kernel(None, library)
     raise report.UsageError(
-        f"{role} is {text!r}; accepted: a row ({', '.join(rows) or 'none compiled for this device'}), fa_ext (the row "
+        f"{role} is {text!r}; accepted: a kernel ({', '.join(kernels) or 'none compiled for this device'}), fa_ext (the kernel "
         "that it takes by itself), a peer "
         f"({', '.join(peers.PEERS)}), module:function, file.py:function, a .cu, .c or .so file"
     )

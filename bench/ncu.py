@@ -1,4 +1,4 @@
-"""One row and problem under Nsight Compute, read into a short table with one line on what limits it.
+"""One kernel and problem under Nsight Compute, read into a short table with one line on what limits it.
 
 ncu runs a small driver (this module as a script) with --clock-control none, so that the clocks are those that the
 measurements saw. Where ncu is missing or may not read the counters, the command says so and exits with status 3.
@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import machine, problems, report
 
-SUMMARY = "one row and problem under Nsight Compute, as a short table"
+SUMMARY = "one kernel and problem under Nsight Compute, as a short table"
 
 # metric: (what it is called here, unit)
 METRICS = {
@@ -83,7 +83,7 @@ _TO_UNIT = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("candidate", help="a row, or any other candidate as in bench gate")
+    parser.add_argument("candidate", help="a kernel, or any other candidate as in bench gate")
     parser.add_argument("--case", default="B1,H8,S512,D64,float16", help="the problem")
     parser.add_argument("--kernel", default="", help="regular expression of kernel names (default: the longest kernel)")
     parser.add_argument("--ncu", default="ncu", help="the profiler (ncu)")

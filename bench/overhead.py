@@ -123,7 +123,7 @@ def _forced(kernel: str | None) -> Iterator[None]:
 def measure(calls: int = CALLS, bursts: int = BURSTS, kernel: str | None = None) -> dict[str, object]:
     """Microseconds a call by subject, the bars, and whether each holds. The garbage collector rests meanwhile.
 
-    ``kernel`` forces a row; None leaves the choice to the library.
+    ``kernel`` is the one to force; None leaves the choice to the library.
     """
     figures: dict[str, float] = {}
     collecting = gc.isenabled()
@@ -155,7 +155,7 @@ SUMMARY = "host time of a call on tiny arrays, beside torch's"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--kernel", help="force a row (default: the library's choice)")
+    parser.add_argument("--kernel", help="the kernel to force (default: the library's choice)")
 
 
 def run(args) -> int:

@@ -1,4 +1,4 @@
-"""Other implementations, each only where it imports: what the rows are compared with."""
+"""Other implementations, each only where it imports: what the kernels are compared with."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Charts from any JSON of the laboratory, as PNG and SVG.
 
-grid    TFLOP/s by sequence length, rows beside peers, the ceiling drawn in: a panel for each series of at least three
+grid    TFLOP/s by sequence length, kernels beside peers, the ceiling drawn in: a panel for each series of at least three
         lengths at the same heads, head_dim, options and tokens (or batch); other problems are left out
-ladder  the rows from slowest to fastest on one problem, beside the fastest peer
-errors  relative Frobenius errors of rows and peers against float64
+ladder  the kernels from slowest to fastest on one problem, beside the fastest peer
+errors  relative Frobenius errors of kernels and peers against float64
 
 python -m bench plot bench/evidence/nvidia-h200.json --kind grid --output bench/evidence/grid
 """
@@ -95,19 +95,19 @@ def _ceilings(documents: list[dict]) -> dict[str, float]:
     return found
 
 
-def _is_row(name: str) -> bool:
+def _is_kernel(name: str) -> bool:
     from bench import peers
 
     return name not in peers.PEERS
 
 
 def _styles(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Rows solid and in front, peers dashed."""
-    ordered = sorted(names, key=lambda n: (not _is_row(n), n))
+    """Kernels solid and in front, peers dashed."""
+    ordered = sorted(names, key=lambda n: (not _is_kernel(n), n))
     return {
         name: {"color": PALETTE[i % len(PALETTE)], "markersize": 4,
                "marker": MARKERS[(i + i // len(PALETTE)) % len(MARKERS)],
-               "linestyle": "-" if _is_row(name) else "--", "linewidth": 1.8 if _is_row(name) else 1.1}
+               "linestyle": "-" if _is_kernel(name) else "--", "linewidth": 1.8 if _is_kernel(name) else 1.1}
         for i, name in enumerate(ordered)
     }  # fmt: skip
 
@@ -190,10 +190,10 @@ def _ladder(plt, cells, documents, where):
     cells = [cell for cell in cells if cell["contenders"]]
     if not cells:
         raise report.UsageError("no measured problem fits this chart")
-    cell = max(cells, key=lambda c: (sum(_is_row(n) for n in c["contenders"]), problems.parse(c["case"]).flops()))
+    cell = max(cells, key=lambda c: (sum(_is_kernel(n) for n in c["contenders"]), problems.parse(c["case"]).flops()))
     steps = sorted(cell["contenders"].items(), key=lambda item: -item[1]["us"])
     figure, axis = plt.subplots(figsize=(7, 0.42 * len(steps) + 1.3))
-    colours = [PALETTE[0] if _is_row(name) else "#999999" for name, _ in steps]
+    colours = [PALETTE[0] if _is_kernel(name) else "#999999" for name, _ in steps]
     bars = axis.barh([name for name, _ in steps], [f["tflops"] for _, f in steps], color=colours, height=0.65)
     for bar, (_, figures) in zip(bars, steps):
         axis.annotate(
@@ -203,7 +203,7 @@ def _ladder(plt, cells, documents, where):
             fontsize=8,
         )
     axis.set_xlim(0, 1.45 * max(f["tflops"] for _, f in steps))
-    axis.set_xlabel("TFLOP/s (rows of fa_ext in blue, peers in grey)")
+    axis.set_xlabel("TFLOP/s (kernels of fa_ext in blue, peers in grey)")
     axis.set_title(f"{cell['case']}, {cell['cache']}; {where}", fontsize=9)
     axis.grid(axis="y", visible=False)
     figure.tight_layout()
@@ -239,7 +239,7 @@ def _errors(plt, cells, documents, where):
     dtypes = sorted({dtype for dtype, _ in found})
     figure, axes = plt.subplots(1, len(dtypes), figsize=(4.2 * len(dtypes), 3.4), squeeze=False)
     for axis, dtype in zip(axes.flat, dtypes):
-        names = sorted({n for d, n in found if d == dtype}, key=lambda n: (not _is_row(n), n))
+        names = sorted({n for d, n in found if d == dtype}, key=lambda n: (not _is_kernel(n), n))
         axis.boxplot([found[dtype, n] for n in names], tick_labels=names, widths=0.5, whis=(0, 100),
                      medianprops={"color": PALETTE[1]})  # fmt: skip
         for i, name in enumerate(names, 1):

@@ -54,7 +54,7 @@ def freshness(code: dict, built: dict[str, dict], root: Path = machine.ROOT) -> 
     named = _listed([path for path in changed if path.startswith(("csrc/", "kernels/"))] or changed)
     here = built.get(code["kernel"])
     if here is None:
-        kernels = [*build.rules.listed_rows(), CORE]
+        kernels = [*build.rules.kernel_names(), CORE]
         if code["kernel"] not in kernels:
             return "stale", "no kernel of that name is left"
         return "unknown", f"changed: {named}; no build here tells whether its machine code did"
@@ -294,7 +294,7 @@ def gaps(document: dict) -> dict[str, list[str]]:
             held.setdefault(part, set()).update(document["codes"][code]["kernel"] for code in holder["code"])
     device = document["machine"]["device"]
     others = other_kernels(device)
-    kernels = [k for k in build.rules.listed_rows() if is_of(k, device) and k not in others]
+    kernels = [k for k in build.rules.kernel_names() if is_of(k, device) and k not in others]
     asked = {part for part, names in held.items() if any(name in names for name in kernels)}
     found = {kernel: sorted(part for part in asked if kernel not in held[part]) for kernel in kernels}
     for name in (CORE, *others):

@@ -1,7 +1,7 @@
 """Which reference is off, and by how much? Each framework backend against float64 on the same inputs.
 
 A kernel that "differs from SDPA" may be the one that is right. This prints, for the versions installed, the largest and
-the relative Frobenius error of every backend, whether it keeps to the bounds that rows of fa_ext are held to, and at the
+the relative Frobenius error of every backend, whether it keeps to the bounds that kernels of fa_ext are held to, and at the
 end for each backend and dtype how its error compares with that of matmul, softmax, matmul in the same precision.
 """
 
@@ -27,7 +27,7 @@ VALUES = ("normal", "large", "offset", "sorted")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", action="append", help="a problem by its line (repeatable)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    parser.add_argument("--rows", action="store_true", help="rows of fa_ext beside the peers")
+    parser.add_argument("--kernels", action="store_true", help="kernels of fa_ext beside the peers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same machine code and options")
     parser.add_argument("--fresh", action="store_true", help="do not resume")
@@ -45,12 +45,12 @@ def default_cases(device: str) -> list[Case]:
 def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if devices.has_gpu() else "cpu")
     cases = [problems.parse(text) for text in args.case] if args.case else None
-    report.deliver(collect(device, cases, args.rows, args.seed, args.json, args.output, args.fresh), args.json, show)
+    report.deliver(collect(device, cases, args.kernels, args.seed, args.json, args.output, args.fresh), args.json, show)
     return 0
 
 
 def collect(
-    device: str, cases: list[Case] | None = None, rows: bool = False, seed: int = 0, quiet: bool = False,
+    device: str, cases: list[Case] | None = None, kernels: bool = False, seed: int = 0, quiet: bool = False,
     output: Path | None = None, fresh: bool = False,
 ) -> dict:  # fmt: skip
     """{"cells": {problem: {"errors": [one entry for each kind of inputs and backend]}}, "summary", "context", ...}.
@@ -59,7 +59,7 @@ def collect(
     """
     target = devices.open_device(device)
     found, missing = peers.available(target)
-    names = [p.name for p in found] + (list(contender.compiled_rows(target)) if rows else [])
+    names = [p.name for p in found] + (list(contender.compiled_kernels(target)) if kernels else [])
     context = machine.context(device)
     identity = {"command": "references", "digest": context["digest"], "versions": context["versions"],
                 "device": device, "names": names, "seed": seed}  # fmt: skip

@@ -149,7 +149,7 @@ def score_one(
 
 
 def _is_ours(candidate: str) -> bool:
-    """Rows and peers do not tamper with the process, and keep it from problem to problem."""
+    """Kernels and peers do not tamper with the process, and keep it from problem to problem."""
     return ":" not in candidate and not Path(candidate).suffix
 
 

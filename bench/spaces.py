@@ -1,4 +1,4 @@
-"""What the tuner may vary: each row's macros, their values, and what rules a combination out before it is compiled."""
+"""What the tuner may vary: each kernel's macros, their values, and what rules a combination out before it is compiled."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Config = dict[str, int]
 
 @dataclass(frozen=True)
 class Space:
-    """The search space of one row. `limits` are (what it says, what must hold)."""
+    """The search space of one kernel. `limits` are (what it says, what must hold)."""
 
-    row: str
+    kernel: str
     source: Path
     device: str
     parameters: dict[str, tuple[int, ...]]
     hand_set: Config  # what was set by hand for `case`: where the search starts and what it must beat
     case: str
-    table: Path  # the header that holds the winner, which the row's configuration includes
+    table: Path  # the header that holds the winner, which the kernel's configuration includes
     render: Callable[[Config], list[str]]  # a configuration as that header's lines
     fixed: Config = field(default_factory=dict)
     limits: tuple[tuple[str, Callable[[Config], bool]], ...] = ()
@@ -90,7 +90,7 @@ def _simt_table(c: Config) -> list[str]:
 
 
 SIMT = Space(
-    row="simt",
+    kernel="simt",
     source=ROOT / "kernels" / "simt.cu",
     device="cuda",
     case="B1,H8,S512,D64,float16",
@@ -141,7 +141,7 @@ SIMT = Space(
 
 
 def _cpu_table(c: Config) -> list[str]:
-    """What differs from the row's own configuration, so that no number stands twice."""
+    """What differs from the kernel's own configuration, so that no number stands twice."""
     differs = {name for name, value in c.items() if value != CPU_SIMD.hand_set[name]}
     if not differs:
         return ["/* Nothing differs from the configuration set by hand, in cpu_simd.c. */"]
@@ -154,7 +154,7 @@ def _cpu_table(c: Config) -> list[str]:
 
 
 CPU_SIMD = Space(
-    row="cpu_simd",
+    kernel="cpu_simd",
     source=ROOT / "csrc" / "cpu" / "cpu_simd.c",
     device="cpu",
     case="B1,H8,S512,D64,float32",
@@ -176,4 +176,4 @@ CPU_SIMD = Space(
     ),
 )
 
-SPACES = {space.row: space for space in (SIMT, CPU_SIMD)}
+SPACES = {space.kernel: space for space in (SIMT, CPU_SIMD)}

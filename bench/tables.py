@@ -224,7 +224,7 @@ def _ladder(records: dict) -> str:
             f"{100 * rate / gemm:.0f}%" if rate and gemm else "-", f"{error:.1e}" if error else "-",
         ]  # fmt: skip
 
-    columns = ["row", *(f"{title}, us" for title in shapes), "TFLOP/s (last shape)", "of the matrix product", "error"]
+    columns = ["kernel", *(f"{title}, us" for title in shapes), "TFLOP/s (last shape)", "of the matrix product", "error"]
     return _markdown(columns, [line(name) for name in LADDER])
 
 

@@ -1,4 +1,4 @@
-"""Search over a row's compile-time parameters: build, check against float64, time beside the hand-set configuration.
+"""Search over a kernel's compile-time parameters: build, check against float64, time beside the hand-set configuration.
 
 Combinations that cannot work (shared memory, registers, threads) are ruled out before they are compiled. Each variant
 is checked and timed in a worker with a time limit, so that one that crashes or hangs is a counted failure. Evaluations
@@ -6,7 +6,7 @@ are cached by sources, flags, compiler, driver and machine, and a run that was i
 are timed again at length against the hand-set configuration; it is replaced only by one that is surely better. With an
 objective such as ``time*dram_traffic`` each variant also runs under Nsight Compute, as in bench profile.
 
---write keeps the winner as a header that the row's configuration includes, with the measurement that justifies it.
+--write keeps the winner as a header that the kernel's configuration includes, with the measurement that justifies it.
 
   python -m bench tune cpu_simd --evaluations 40 --output bench/evidence/tune-cpu_simd.json --write
   python -m bench tune simt --build variants --sample 40        (on a machine with nvcc)
@@ -28,11 +28,11 @@ from bench import device as devices
 from bench import arguments, isolation, machine, ncu, objective, report, search, variants
 from bench.spaces import SPACES, Config, Space, label
 
-SUMMARY = "search over a row's compile-time parameters"
+SUMMARY = "search over a kernel's compile-time parameters"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("row", choices=sorted(SPACES), help="the row to tune")
+    parser.add_argument("kernel", choices=sorted(SPACES), help="the kernel to tune")
     parser.add_argument(
         "--strategy", default="genetic_algorithm", help="a strategy of kernel_tuner (genetic_algorithm)"
     )
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--final-seconds", type=arguments.positive, default=10.0, help="paired rounds of each of the best three (10)"
     )
-    parser.add_argument("--case", help="the problem to tune for (default: the row's own)")
+    parser.add_argument("--case", help="the problem to tune for (default: the kernel's own)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="only compile, into this folder")
     parser.add_argument(
@@ -58,36 +58,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --build: the hand-set configuration's neighbours and random ones, so many in all",
     )
     parser.add_argument("--measure", type=Path, metavar="FOLDER", help="only measure what --build left in this folder")
-    parser.add_argument("--output", type=Path, help="history as JSON (default build/bench/tune-<row>.json); resumed")
+    parser.add_argument("--output", type=Path, help="history as JSON (default build/bench/tune-<kernel>.json); resumed")
     parser.add_argument("--fresh", action="store_true", help="do not resume")
-    parser.add_argument("--write", action="store_true", help="write the winner as the header that the row includes")
+    parser.add_argument("--write", action="store_true", help="write the winner as the header that the kernel includes")
     parser.add_argument("--from", dest="finished", type=Path, metavar="FILE", help="write that of a finished run")
 
 
 def run(args: argparse.Namespace) -> int:
-    space = SPACES[args.row]
+    space = SPACES[args.kernel]
     if args.finished:
         return write(space, report.read_json(args.finished))
     if args.build:
         return build_only(space, args.build, args.sample, args.seed, args.json)
     if not args.measure and space.device == "cuda" and not devices.has_gpu():
-        raise report.UsageError(f"{space.row} needs a GPU to measure on; --build compiles its variants without one")
+        raise report.UsageError(f"{space.kernel} needs a GPU to measure on; --build compiles its variants without one")
     if objective.parse(args.objective) and space.device == "cpu":
         raise report.UsageError(
-            f"objective is {args.objective!r}: its figures are a GPU's, {space.row} runs on the CPU"
+            f"objective is {args.objective!r}: its figures are a GPU's, {space.kernel} runs on the CPU"
         )
     case = args.case or space.case
     found = variants.identity(space, case, space.device) | {"objective": args.objective}
     if args.measure:  # the compiler of another machine made them
         found |= {"compiler": "as built", "archs": []}
-    output = args.output or machine.ROOT / "build" / "bench" / f"tune-{space.row}.json"
+    output = args.output or machine.ROOT / "build" / "bench" / f"tune-{space.kernel}.json"
     results = report.Results(output, found, machine.context(space.device), args.fresh)
     with isolation.Worker() as worker:
         session = Session(space, case, results, worker, args)
         searched = search.search(space, session.configs, args.strategy, args.evaluations, args.time, session.evaluate,
                                  args.seed)  # fmt: skip
         document = results.document
-        document |= {"strategy": args.strategy, "seed": args.seed, "evaluated": len(searched), "row": space.row,
+        document |= {"strategy": args.strategy, "seed": args.seed, "evaluated": len(searched), "row": space.kernel,
                      "date": document["context"]["date"], "space": len(space.configs()), "hand_set": space.hand_set,
                      "where": (document["context"].get("gpu") or {}).get("name") or document["context"]["cpu"],
                      "failures": dict(Counter(c["error"] for c in results.cells.values() if "error" in c)),
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(space: Space, document: dict[str, Any]) -> int:
-    """The winner of a run becomes the row's choice, from the next build on."""
+    """The winner of a run becomes the kernel's choice, from the next build on."""
     space.table.write_text(variants.table(space, document))
     print(f"{space.table}: {label(document['winner'])}", file=sys.stderr)
     return 0
@@ -220,21 +220,21 @@ def build_only(space: Space, folder: Path, sample: int | None, seed: int, quiet:
     progress = report.Progress(len(configs), quiet)
     entries: list[dict[str, Any]] = []
     for i, (config, built) in enumerate(variants.build_each(space, configs, folder / "objects")):
-        # Loading takes the row's name from a file's name up to its first dot.
-        name = f"{i}/{space.row}.so" if built.library else None
+        # Loading takes the kernel's name from a file's name up to its first dot.
+        name = f"{i}/{space.kernel}.so" if built.library else None
         if built.library and name:
             (folder / str(i)).mkdir(exist_ok=True)
             shutil.copyfile(built.library, folder / name)
             os.chmod(folder / name, 0o755)
         entries.append({"config": config, "library": name, "reason": built.reason, "notes": built.notes})
         progress.step(f"{label(config)}: {built.reason or built.notes or 'built'}")
-    manifest = {"row": space.row, "sources": variants.sources_digest(space), "variants": entries}
+    manifest = {"row": space.kernel, "sources": variants.sources_digest(space), "variants": entries}
     report.write_json(folder / "manifest.json", manifest)
     if quiet:
         report.print_json(manifest)
     else:
         failed = sum(not e["library"] for e in entries)
-        print(f"{folder}: {len(entries) - failed} variants of {space.row} built, {failed} failed")
+        print(f"{folder}: {len(entries) - failed} variants of {space.kernel} built, {failed} failed")
     return 0
 
 

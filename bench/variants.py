@@ -1,4 +1,4 @@
-"""Variants of a row for the tuner: built with other macros, and evaluated in a worker beside the hand-set build."""
+"""Variants of a kernel for the tuner: built with other macros, and evaluated in a worker beside the hand-set build."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Built:
 
 
 def sources_digest(space: Space) -> str:
-    """Hash of everything a variant of this row is compiled from; a variant does not see what the tuner wrote."""
+    """Hash of everything a variant of this kernel is compiled from; a variant does not see what the tuner wrote."""
     tables = {other.table for other in SPACES.values()}
     files = [space.source, machine.ROOT / "fa_ext" / "_build.py"]
     for folder in ("csrc", "kernels") if space.device == "cuda" else ("csrc",):
@@ -48,7 +48,7 @@ def build(space: Space, config: Config, folder: Path | None = None) -> Built:
     from bench.build import rules
 
     try:
-        library = contender.build_row(space.source, space.flags(config), folder)
+        library = contender.build_kernel(space.source, space.flags(config), folder)
     except rules.BuildError as error:
         lines = [line for line in str(error).splitlines() if re.search(r"error|assert", line, re.IGNORECASE)]
         return Built(None, (lines or str(error).splitlines() or ["compiler failed"])[-1].strip()[:300])
@@ -86,7 +86,7 @@ def evaluate(library: str, anchor: str, case: str, device: str, rounds: int, sec
     target, problem = _alive[0], Case.parse(case)
     entrants = {}
     for name, path in (("anchor", anchor), ("variant", library)):
-        entrants[name] = contender.Row(contender.load_row(Path(path)), target.default_arrays, shown=name)
+        entrants[name] = contender.Kernel(contender.load_kernel(Path(path)), target.default_arrays, shown=name)
     tell({"stage": "trials"})
     checked = trials.check(entrants["variant"], problem, target, seed, VALUES)
     if not checked.passed:
@@ -113,20 +113,20 @@ def identity(space: Space, case: str, device: str) -> dict[str, Any]:
     context = machine.context(device)
     options = rules.options_from_environment()
     return {
-        "command": "tune", "row": space.row, "case": case, "sources": sources_digest(space), "fixed": space.fixed,
+        "command": "tune", "row": space.kernel, "case": case, "sources": sources_digest(space), "fixed": space.fixed,
         "archs": list(options.archs), "compiler": context.get("nvcc") or context["gcc"], "cpu": context["cpu"],
         "threads": context["threads"], "gpu": context.get("gpu"),
     }  # fmt: skip
 
 
 def table(space: Space, document: dict[str, Any]) -> str:
-    """The winner of a run as the header that the row's configuration includes, with the measurement behind it."""
+    """The winner of a run as the header that the kernel's configuration includes, with the measurement behind it."""
     final, ratio = document["final"], document["final"]["ratio"]
     kept = ", which stands" if document["winner"] == document["hand_set"] else ""
     guard = "FA_" + re.sub(r"[^A-Z0-9]", "_", space.table.name.upper())
     return "\n".join([
-        f"/* Written by `python -m bench tune {space.row} --write`, not by hand; the run: "
-        f"bench/evidence/tune-{space.row}.json.",
+        f"/* Written by `python -m bench tune {space.kernel} --write`, not by hand; the run: "
+        f"bench/evidence/tune-{space.kernel}.json.",
         f" * {document['identity']['case']} on {document['where']}, {document['date']}: {final['us']:.4g} us,",
         f" * {ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}] of the time of the configuration set by "
         f"hand{kept};",

@@ -1,9 +1,9 @@
-"""``python -m fa_ext``: what this build has, which devices it sees, and whether each row works here.
+"""``python -m fa_ext``: what this build has, which devices it sees, and whether each kernel works here.
 
-Per row the stages build -> load -> launch -> sanity -> correctness -> time, on real input: B1 H8 S512 D64 float16 (S128
-for a row that is slow on this machine), and for correctness a ragged causal GQA call as well. A line on the terminal says
-which stage of which row is under way. Exit status 1 if a stage fails, if a row refuses that input on the
-device it is made for, or if no row could run; a row whose device is not here is shown as absent and is no failure.
+Per kernel the stages build -> load -> launch -> sanity -> correctness -> time, on real input: B1 H8 S512 D64 float16 (S128
+for a kernel that is slow on this machine), and for correctness a ragged causal GQA call as well. A line on the terminal says
+which stage of which kernel is under way. Exit status 1 if a stage fails, if a kernel refuses that input on the
+device it is made for, or if no kernel could run; a kernel whose device is not here is shown as absent and is no failure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy
 STAGES = ("build", "load", "launch", "sanity", "correctness", "time")
 TIMED = dict(batch=1, heads=8, heads_kv=8, seq_q=512, seq_k=512, head_dim=64)
 SMALL = TIMED | dict(seq_q=128, seq_k=128)
-#: Seconds of a call on SMALL from which a row is checked on that alone: the same row takes 16 times as long on TIMED.
+#: Seconds of a call on SMALL from which a kernel is checked on that alone: the same kernel takes 16 times as long on TIMED.
 SLOW = 0.004
 RAGGED = dict(batch=2, heads=4, heads_kv=2, seq_q=113, seq_k=203, head_dim=64)
 
@@ -63,30 +63,30 @@ class Progress:
         self("")
 
 
-def launched(row, size, put, fa_ext):
+def launched(kernel, size, put, fa_ext):
     """(the arguments of a call, its out and LSE, poisoned before)."""
     q, k, v = (put(x) for x in inputs(size))
     out, lse = (put(numpy.full(shape, numpy.nan, dtype)) for shape, dtype in ((q.shape, "f2"), (q.shape[:3], "f4")))
-    fa_ext.attention(q, k, v, out=(out, lse), kernel=row)
+    fa_ext.attention(q, k, v, out=(out, lse), kernel=kernel)
     return (q, k, v), out, lse
 
 
-def right_size(row, put, fa_ext):
-    """TIMED, or SMALL for a slow row."""
-    arrays, out, lse = launched(row, SMALL, put, fa_ext)  # the first call also loads the row
+def right_size(kernel, put, fa_ext):
+    """TIMED, or SMALL for a slow kernel."""
+    arrays, out, lse = launched(kernel, SMALL, put, fa_ext)  # the first call also loads the kernel
     taken = []
     for _ in range(2):
         start = time.perf_counter()
-        fa_ext.attention(*arrays, out=(out, lse), kernel=row)
+        fa_ext.attention(*arrays, out=(out, lse), kernel=kernel)
         fa_ext.to_numpy(lse)
         taken.append(time.perf_counter() - start)
     return SMALL if min(taken) > SLOW else TIMED
 
 
-def check_row(row, device, fa_ext, no_device, show=lambda stage: None):
-    """The stages of one row: {"row", "device", "status", "stages": {stage: text}, "note", "input", "us", "max_abs", ...};
+def check_kernel(kernel, device, fa_ext, no_device, show=lambda stage: None):
+    """The stages of one kernel: {"kernel", "device", "status", "stages": {stage: text}, "note", "input", "us", "max_abs", ...};
     ``show`` hears of each stage that begins."""
-    result = {"row": row, "device": device, "status": "ok", "stages": dict.fromkeys(STAGES, "-"), "note": ""}
+    result = {"kernel": kernel, "device": device, "status": "ok", "stages": dict.fromkeys(STAGES, "-"), "note": ""}
     stages = result["stages"]
     stages["build"] = "ok"
     if device == "cuda" and no_device:
@@ -96,14 +96,14 @@ def check_row(row, device, fa_ext, no_device, show=lambda stage: None):
     show(stage)
     try:
         q, k, v = (put(x) for x in inputs(TIMED))
-        answer, reason, _ = fa_ext._core.answers(q, k, v, return_lse=True, kernel=row)[row]
+        answer, reason, _ = fa_ext._core.answers(q, k, v, return_lse=True, kernel=kernel)[kernel]
         if answer in ("refuses", "not here"):
             return result | {"status": "absent" if answer == "not here" else "refuses", "note": reason}
         stages["load"] = "ok"
 
         show(stage := "launch")
-        size = right_size(row, put, fa_ext)
-        (q, k, v), out, lse = launched(row, size, put, fa_ext)
+        size = right_size(kernel, put, fa_ext)
+        (q, k, v), out, lse = launched(kernel, size, put, fa_ext)
         result["input"] = name_of(size)
         host_out, host_lse = fa_ext.to_numpy(out), fa_ext.to_numpy(lse)
         stages["launch"] = "ok"
@@ -116,8 +116,8 @@ def check_row(row, device, fa_ext, no_device, show=lambda stage: None):
         stages["sanity"] = "ok"
 
         show(stage := "correctness")
-        reports = [fa_ext.verify(q, k, v, kernel=row)]
-        reports.append(fa_ext.verify(*(put(x) for x in inputs(RAGGED, 1)), causal="bottom_right", kernel=row))
+        reports = [fa_ext.verify(q, k, v, kernel=kernel)]
+        reports.append(fa_ext.verify(*(put(x) for x in inputs(RAGGED, 1)), causal="bottom_right", kernel=kernel))
         worst = max(reports, key=lambda report: (not report.passed, report.max_abs / report.max_abs_bound))
         result |= {"max_abs": worst.max_abs, "max_abs_bound": worst.max_abs_bound, "frobenius": worst.frobenius}
         if not worst:
@@ -125,7 +125,7 @@ def check_row(row, device, fa_ext, no_device, show=lambda stage: None):
         stages["correctness"] = f"{worst.max_abs:.1e} <= {worst.max_abs_bound:.1e}"
 
         show(stage := "time")
-        result["us"] = time_call(lambda: fa_ext.attention(q, k, v, out=out, kernel=row), lambda: fa_ext.to_numpy(lse))
+        result["us"] = time_call(lambda: fa_ext.attention(q, k, v, out=out, kernel=kernel), lambda: fa_ext.to_numpy(lse))
         stages["time"] = f"{result['us']:.1f} us{' at S128' if size is SMALL else ''}"
     except (Failed, RuntimeError, ValueError, TypeError, BufferError, MemoryError) as error:
         stages[stage] = "FAILED"
@@ -176,35 +176,35 @@ def survey():
         no_device = None if devices else "no CUDA device"
     except fa_ext.CudaError as error:
         no_device = str(error)
-    rows = []
+    kernels = []
     with Progress() as progress:
-        for number, row in enumerate(fa_ext.kernels(), 1):
+        for number, kernel in enumerate(fa_ext.kernels(), 1):
 
-            def show(stage, shown=f"fa_ext: {row}, {number} of {len(fa_ext.kernels())} rows: "):
+            def show(stage, shown=f"fa_ext: {kernel}, {number} of {len(fa_ext.kernels())} kernels: "):
                 progress(shown + stage)
 
-            rows.append(check_row(row, build["kernels"][row][0], fa_ext, no_device, show))
+            kernels.append(check_kernel(kernel, build["kernels"][kernel][0], fa_ext, no_device, show))
     return {
         "version": build["version"], "python": platform.python_version(), "numpy": numpy.__version__,
         "cuda": build["cuda"], "chaos": build["chaos"], "toolkit": build["toolkit"], "cpu": cpu, "devices": devices,
-        "no_device": no_device, "input": name_of(TIMED), "rows": rows, "passed": passes(rows),
+        "no_device": no_device, "input": name_of(TIMED), "kernels": kernels, "passed": passes(kernels),
     }  # fmt: skip
 
 
-def passes(rows) -> bool:
-    """Whether some row works, and every other one too or is absent."""
-    states = {row["status"] for row in rows}
+def passes(kernels) -> bool:
+    """Whether some kernel works, and every other one too or is absent."""
+    states = {kernel["status"] for kernel in kernels}
     return "ok" in states and states <= {"ok", "absent"}
 
 
 def verdict(found) -> str:
     """The last line of the table."""
     if found["passed"]:
-        return "every row that can run here works"
-    if not found["rows"]:
-        return "FAILED: this build has no row"
-    if all(row["status"] == "absent" for row in found["rows"]):
-        return "FAILED: no row of this build can run here"
+        return "every kernel that can run here works"
+    if not found["kernels"]:
+        return "FAILED: this build has no kernel"
+    if all(kernel["status"] == "absent" for kernel in found["kernels"]):
+        return "FAILED: no kernel of this build can run here"
     return "FAILED"
 
 
@@ -222,16 +222,16 @@ def table(found) -> str:
     if found["no_device"]:
         lines.append(f"CUDA device: none ({found['no_device']})")
     lines += ["", f"{found['input']}; correctness also on a ragged causal call: largest error <= its bound", ""]
-    head = ("row", "device", *STAGES, "")
+    head = ("kernel", "device", *STAGES, "")
     body = []
-    for row in found["rows"]:
-        state = "" if row["status"] == "ok" else row["status"]
-        body.append((row["row"], row["device"], *row["stages"].values(), state))
+    for kernel in found["kernels"]:
+        state = "" if kernel["status"] == "ok" else kernel["status"]
+        body.append((kernel["kernel"], kernel["device"], *kernel["stages"].values(), state))
     widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
     for line in (head, *body):
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
     notes = [
-        f"{row['row']}: {row['note']}" for row in found["rows"] if row["note"] and row["note"] != found["no_device"]
+        f"{kernel['kernel']}: {kernel['note']}" for kernel in found["kernels"] if kernel["note"] and kernel["note"] != found["no_device"]
     ]
     lines += ["", *notes] if notes else []
     lines += ["", verdict(found)]

@@ -72,7 +72,7 @@ class Unit:
     archs: tuple[str, ...] = ()
 
     @property
-    def row(self) -> str:
+    def kernel(self) -> str:
         return self.source.stem
 
     @property
@@ -133,12 +133,12 @@ def _archs() -> tuple[str, ...]:
     return archs
 
 
-def _rows_wanted() -> str | None:
+def _kernels_wanted() -> str | None:
     given = os.environ.get("FA_ONLY", "")
     try:
         re.compile(given)
     except re.error as error:
-        raise OptionError(f"FA_ONLY is {given!r} ({error}); accepted: a regular expression of row names") from None
+        raise OptionError(f"FA_ONLY is {given!r} ({error}); accepted: a regular expression of kernel names") from None
     return given or None
 
 
@@ -152,7 +152,7 @@ def _jobs() -> int:
 
 
 def options_from_environment() -> Options:
-    """FA_CUDA=0|1, FA_ARCHS="sm_90 compute_80", FA_ONLY=<regex of rows>, FA_DEBUG=1, FA_SANITIZE=address,undefined,
+    """FA_CUDA=0|1, FA_ARCHS="sm_90 compute_80", FA_ONLY=<regex of kernels>, FA_DEBUG=1, FA_SANITIZE=address,undefined,
     FA_CHAOS=1, MAX_JOBS. Raises OptionError for what none of them means."""
     cuda = _switch("FA_CUDA", "0 (without CUDA), 1 (with CUDA), unset (with CUDA if nvcc is found)")
     nvcc = None if cuda is False else find_nvcc()
@@ -162,7 +162,7 @@ def options_from_environment() -> Options:
         nvcc=nvcc,
         nvcc_release=nvcc_release(nvcc) if nvcc else (0, 0),
         archs=_archs(),
-        only=_rows_wanted(),
+        only=_kernels_wanted(),
         debug=bool(_switch("FA_DEBUG", "0 (optimised), 1 (for a debugger)")),
         sanitize=os.environ.get("FA_SANITIZE", ""),
         chaos=bool(_switch("FA_CHAOS", "0 (as it is), 1 (random delays where kernels synchronise)")),
@@ -190,7 +190,7 @@ def _run(argv: list[str], variable: str) -> subprocess.CompletedProcess[str]:
         raise OptionError(f"{source}, but {argv[0]!r} {why}; accepted: a compiler that is installed") from None
 
 
-def listed_rows() -> list[str]:
+def kernel_names() -> list[str]:
     """Kernels of ``csrc/kernels.def`` in order of preference."""
     return [name for _, name in listed_kernels()]
 
@@ -234,15 +234,15 @@ def units_of(source: Path) -> list[Unit]:
 
 
 def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:
-    """All compilations of a build and the FA_HAVE_<row> defines for ``kernels.def``."""
-    rows = listed_rows()
+    """All compilations of a build and the FA_HAVE_<kernel> defines for ``kernels.def``."""
+    kernels = kernel_names()
     kernel_files = sorted((CSRC / "cpu").glob("*.c"))
     if options.nvcc:
         kernel_files += [f for f in sorted(KERNELS.glob("*.cu")) if options.chaos or f.stem != "chaos"]
     if options.only:
-        kernel_files = [f for f in kernel_files if f.stem not in rows or re.search(options.only, f.stem)]
+        kernel_files = [f for f in kernel_files if f.stem not in kernels or re.search(options.only, f.stem)]
     compiled = {f.stem for f in kernel_files}
-    defines = {f"FA_HAVE_{row}": str(int(row in compiled)) for row in rows}
+    defines = {f"FA_HAVE_{kernel}": str(int(kernel in compiled)) for kernel in kernels}
     if options.nvcc:
         defines["FA_HAVE_CUDA"] = "1"
     if options.chaos:
@@ -390,11 +390,11 @@ def _show_progress(futures: list[Future[Path]]) -> None:
 
 def groups_of(units: list[Unit], objects: list[Path]) -> dict[str, list[Path]]:
     """{kernel: its objects}, and the rest as ``core``. A file beside kernels that is none belongs to each of them."""
-    kernels = {u.source for u in units if u.row in listed_rows() and u.source.parent != CSRC / "python"}
+    kernels = {u.source for u in units if u.kernel in kernel_names() and u.source.parent != CSRC / "python"}
     groups: dict[str, list[Path]] = {digests.CORE: [], **{source.stem: [] for source in kernels}}
     for unit, target in zip(units, objects, strict=True):
         beside = [source.stem for source in kernels if source.parent == unit.source.parent]
-        for name in [unit.row] if unit.source in kernels else beside or [digests.CORE]:
+        for name in [unit.kernel] if unit.source in kernels else beside or [digests.CORE]:
             groups[name].append(target)
     return groups
 
@@ -447,7 +447,7 @@ def link_shared(objects: list[Path], target: Path, options: Options) -> Path:
     return target
 
 
-def build_row(
+def build_kernel(
     source: Path, target: Path, options: Options, extra: tuple[str, ...] = (), progress: bool = False
 ) -> Path:
     """Builds one kernel alone as a shared library that exports ``fa_kernel_<name>``; ``fa_ext._core.load`` takes it.
@@ -461,20 +461,20 @@ def build_row(
 
 
 def main() -> None:
-    """``python fa_ext/_build.py ROW|FILE [-o TARGET] [-DNAME=VALUE ...]``: one row as a shared library."""
+    """``python fa_ext/_build.py KERNEL|FILE [-o TARGET] [-DNAME=VALUE ...]``: one kernel as a shared library."""
     import argparse
 
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("row", help="a row of kernels.def, or the path of a kernel file")
-    parser.add_argument("-o", dest="target", type=Path, help="shared library to write (default build/rows/<row>.so)")
+    parser.add_argument("kernel", help="a kernel of kernels.def, or the path of a kernel file")
+    parser.add_argument("-o", dest="target", type=Path, help="shared library to write (default build/kernels/<kernel>.so)")
     parsed, extra = parser.parse_known_args()
-    places = (Path(parsed.row), KERNELS / f"{parsed.row}.cu", CSRC / "cpu" / f"{parsed.row}.c")
+    places = (Path(parsed.kernel), KERNELS / f"{parsed.kernel}.cu", CSRC / "cpu" / f"{parsed.kernel}.c")
     source = next((p for p in places if p.is_file()), None)
     if source is None:
-        parser.error(f"no kernel file for {parsed.row!r}")
-    target = parsed.target or ROOT / "build" / "rows" / f"{source.stem}.so"
+        parser.error(f"no kernel file for {parsed.kernel!r}")
+    target = parsed.target or ROOT / "build" / "kernels" / f"{source.stem}.so"
     try:
-        build_row(source.resolve(), target.resolve(), options_from_environment(), tuple(extra), progress=True)
+        build_kernel(source.resolve(), target.resolve(), options_from_environment(), tuple(extra), progress=True)
     except BuildError as error:
         raise SystemExit(f"fa_ext: {error}") from None
     for log in sorted(target.resolve().with_suffix(".objects").glob("*.log")):

@@ -175,7 +175,7 @@ def verify(
     )  # fmt: skip
     ran, _ = fa_ext.explain(q, k, v, **call, out=out)
     if ran is None:
-        fa_ext.attention(q, k, v, **call, out=out)  # raises: no row takes the call, or the forced one does not
+        fa_ext.attention(q, k, v, **call, out=out)  # raises: no kernel takes the call, or the forced one does not
     host: list[Any] = [fa_ext.to_numpy(x) for x in (q, k, v)]
     asked = asked.converted(on_host)
     dtype = host[0].dtype.name
@@ -287,8 +287,8 @@ def _poisoned_outputs(host, layout, device, return_lse):
 
 
 def _poison(out, host, layout, device, stream):
-    """Fills the caller's outputs with NaN. Arrays without item assignment are written by the plainest row that takes
-    them, from queries of NaN, which every row hands on."""
+    """Fills the caller's outputs with NaN. Arrays without item assignment are written by the plainest kernel that takes
+    them, from queries of NaN, which every kernel hands on."""
     import fa_ext
 
     outputs = out if isinstance(out, tuple) else (out,)
@@ -303,11 +303,11 @@ def _poison(out, host, layout, device, stream):
     nan = [numpy.full(q.shape, numpy.nan, q.dtype), *one_key]
     if device is not None:
         nan = [fa_ext.to_device(x, device=device) for x in nan]
-    for row in reversed(fa_ext.kernels()):
+    for kernel in reversed(fa_ext.kernels()):
         with contextlib.suppress(fa_ext.UnsupportedError):
-            fa_ext.attention(*nan, layout=layout, out=out, stream=stream, kernel=row)
+            fa_ext.attention(*nan, layout=layout, out=out, stream=stream, kernel=kernel)
             return
-    raise TypeError("out has no item assignment, and no row can fill it with NaN; leave it out")
+    raise TypeError("out has no item assignment, and no kernel can fill it with NaN; leave it out")
 
 
 def _upload(xp, x):

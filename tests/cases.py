@@ -1,12 +1,12 @@
-"""The problem grids: what each row is judged on, sweeps of random calls, and what the benchmarks measure.
+"""The problem grids: what each kernel is judged on, sweeps of random calls, and what the benchmarks measure.
 
 ``str(case)`` names a case in one line, and the line runs it again::
 
     python tests/cases.py "B1,H4/2,S113x203,D64,bfloat16,causal=top_left,mask=rows" --kernel simt --on cupy
     python tests/cases.py --sweep 1000 --seed 7 --kernel simt
 
-Grids: ``contract`` (what each row is judged on), ``sanitize`` (the subset for compute-sanitizer), ``random_cases``
-(sweeps of any length), ``PRESETS`` (what the benchmarks measure). ``must_accept`` says which cases a row may not reject.
+Grids: ``contract`` (what each kernel is judged on), ``sanitize`` (the subset for compute-sanitizer), ``random_cases``
+(sweeps of any length), ``PRESETS`` (what the benchmarks measure). ``must_accept`` says which cases a kernel may not reject.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _cycle(*names):
 
 
 def contract() -> list[Case]:
-    """What each row is judged on: each option by itself at awkward sizes, then in combination."""
+    """What each kernel is judged on: each option by itself at awkward sizes, then in combination."""
     cases: list[Case] = []
     dtype, half = _cycle(*DTYPES), _cycle(*HALVES)
     layout = _cycle("bhsd", "bshd")
@@ -340,7 +340,7 @@ PRESETS = {
 }
 
 
-# ---- what a row may not reject ----
+# ---- what a kernel may not reject ----
 
 # Memory in which each row of head_dim elements starts at a multiple of 16 bytes, head_dim fastest.
 _ALIGNED = ("contiguous", "swapped", "sliced", "packed", "absurd")
@@ -351,7 +351,7 @@ def _is_device_case(case):
 
 
 def _is_fast_case(case, largest):
-    """A dense half-precision call that a tensor-core row is made for."""
+    """A dense half-precision call that a tensor-core kernel is made for."""
     dims = (case.head_dim, case.head_dim_v)
     return (
         case.dtype in HALVES
@@ -389,11 +389,11 @@ _MUST_ACCEPT = {
 _WITH_ALIBI = _WITH_DROPOUT = ("cpu_ref", "cpu_simd")
 
 
-def must_accept(row: str, case: Case) -> bool:
-    """Whether ``row`` fails the tests by rejecting ``case`` (on a device it runs on). A row that is not listed above is
+def must_accept(kernel: str, case: Case) -> bool:
+    """Whether ``kernel`` fails the tests by rejecting ``case`` (on a device it runs on). A kernel that is not listed above is
     held to what ``minimal`` takes."""
-    taken = (not case.alibi or row in _WITH_ALIBI) and (not case.dropout or row in _WITH_DROPOUT)
-    return _MUST_ACCEPT.get(row, _minimal)(case) and taken
+    taken = (not case.alibi or kernel in _WITH_ALIBI) and (not case.dropout or kernel in _WITH_DROPOUT)
+    return _MUST_ACCEPT.get(kernel, _minimal)(case) and taken
 
 
 # ---- from the command line ----
@@ -402,28 +402,28 @@ def must_accept(row: str, case: Case) -> bool:
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description="Runs one case, or a sweep of random ones, and judges it by float64.")
     parser.add_argument("case", nargs="?", help="the name of a case, as the tests print it")
-    parser.add_argument("--kernel", help="row to force; default: the library's choice")
+    parser.add_argument("--kernel", help="kernel to force; default: the library's choice")
     parser.add_argument("--on", default="numpy", choices=("numpy", "cupy", "torch"), help="library of a case's arrays")
-    parser.add_argument("--load", help="shared library of a row that was built alone; becomes the row to force")
-    parser.add_argument("--sweep", type=int, default=0, help="this many random cases on the row instead")
+    parser.add_argument("--load", help="shared library of a kernel that was built alone; becomes the kernel to force")
+    parser.add_argument("--sweep", type=int, default=0, help="this many random cases on the kernel instead")
     parser.add_argument("--seed", type=int, default=0, help="of the sweep")
     parser.add_argument("--limit", type=float, default=1e8, help="FLOPs of a sweep's largest case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="a sweep begins no new case after these")
     given = parser.parse_args(arguments)
     import fa_ext
 
-    row = fa_ext._core.load(given.load) if given.load else given.kernel
+    kernel = fa_ext._core.load(given.load) if given.load else given.kernel
     if given.sweep:
-        return sweep(row or fa_ext.kernels()[-1], random_cases(given.seed, given.sweep, given.limit), given.seconds)
+        return sweep(kernel or fa_ext.kernels()[-1], random_cases(given.seed, given.sweep, given.limit), given.seconds)
     if not given.case:
         parser.error("give the name of a case, or --sweep N")
-    report = fa_ext.verify(**Case.parse(given.case).make_inputs(given.on), kernel=row)
+    report = fa_ext.verify(**Case.parse(given.case).make_inputs(given.on), kernel=kernel)
     print(report)
     return 0 if report else 1
 
 
-def sweep(row: str, problems, seconds: float) -> int:
-    """Judges ``problems`` on a row; prints each failure with the line that runs it again, and at last the counts."""
+def sweep(kernel: str, problems, seconds: float) -> int:
+    """Judges ``problems`` on a kernel; prints each failure with the line that runs it again, and at last the counts."""
     import fa_ext
     import rows
     from operands import Unplaceable
@@ -435,7 +435,7 @@ def sweep(row: str, problems, seconds: float) -> int:
         if time.monotonic() > ends:
             break
         try:
-            report = rows.verdict(row, case)
+            report = rows.verdict(kernel, case)
             judged += 1
             failed += not report
             found = "" if report else str(report)
@@ -444,17 +444,17 @@ def sweep(row: str, problems, seconds: float) -> int:
             found = ""
         except fa_ext.UnsupportedError as error:
             refusals[str(error)] += 1
-            found = f"must accept, but: {error}" if must_accept(rows.listed_name(row), case) else ""
+            found = f"must accept, but: {error}" if must_accept(rows.listed_name(kernel), case) else ""
             failed += bool(found)
         except (AssertionError, RuntimeError, ValueError, BufferError) as error:
             failed += 1
             found = repr(error)
         if found:
             print(
-                f'{found}\n  python tests/cases.py "{case}" --kernel {row} --on {rows.library_for(row, case)}',
+                f'{found}\n  python tests/cases.py "{case}" --kernel {kernel} --on {rows.library_for(kernel, case)}',
                 flush=True,
             )
-    print(f"{row}: {judged} judged, {failed} failed, {refusals.total()} not taken")
+    print(f"{kernel}: {judged} judged, {failed} failed, {refusals.total()} not taken")
     for reason, count in refusals.most_common():
         print(f"  {count} {reason}")
     return 1 if failed else 0

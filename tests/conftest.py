@@ -1,8 +1,8 @@
-"""Options, the ``row`` parameter and hypothesis profiles.
+"""Options, the ``forward`` parameter and hypothesis profiles.
 
-``--rows REGEX`` restricts tests to some rows; ``--load FILE.so`` adds a row that was built alone
-(``python fa_ext/_build.py ROW -o FILE.so``); ``--repeats N`` sets how often bitwise tests repeat; ``--of ROW`` runs the
-tests of one row alone, and ``--of core`` those of no row: together they are all tests, each once; ``--shard I/N`` runs every
+``--kernels REGEX`` restricts tests to some kernels; ``--load FILE.so`` adds a kernel that was built alone
+(``python fa_ext/_build.py KERNEL -o FILE.so``); ``--repeats N`` sets how often bitwise tests repeat; ``--of KERNEL`` runs the
+tests of one kernel alone, and ``--of core`` those of no kernel: together they are all tests, each once; ``--shard I/N`` runs every
 N-th test, from the I-th on.
 """
 
@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 
 def pytest_addoption(parser):
-    parser.addoption("--rows", default="", help="regular expression of the rows to test (default: all)")
-    parser.addoption("--of", default="", help="only the tests of this row, or only those of no row: core")
-    parser.addoption("--load", action="append", default=[], help="shared library of one row to test as well")
+    parser.addoption("--kernels", default="", help="regular expression of the kernels to test (default: all)")
+    parser.addoption("--of", default="", help="only the tests of this kernel, or only those of no kernel: core")
+    parser.addoption("--load", action="append", default=[], help="shared library of one kernel to test as well")
     parser.addoption("--shard", default="0/1", help="I/N: every N-th test, from the I-th (0 to N - 1) on")
     parser.addoption("--repeats", type=int, default=20, help="repeats of the bitwise tests")
 
@@ -36,20 +36,20 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    if "row" in metafunc.fixturenames:
-        metafunc.parametrize("row", _rows(metafunc.config))
-    if "cuda_row" in metafunc.fixturenames:
+    if "forward" in metafunc.fixturenames:
+        metafunc.parametrize("forward", _kernels(metafunc.config))
+    if "cuda_forward" in metafunc.fixturenames:
         import rows
 
-        names = [row for row in _rows(metafunc.config) if rows.device_of(row) == "cuda"]
-        metafunc.parametrize("cuda_row", names or [pytest.param(None, marks=pytest.mark.skip("no CUDA row is built"))])
+        names = [kernel for kernel in _kernels(metafunc.config) if rows.device_of(kernel) == "cuda"]
+        metafunc.parametrize("cuda_forward", names or [pytest.param(None, marks=pytest.mark.skip("no CUDA kernel is built"))])
 
 
 def pytest_collection_modifyitems(config, items):
     wanted = config.getoption("--of")
     if wanted:
-        if wanted not in (*_rows(config), "core"):
-            raise pytest.UsageError(f"--of is {wanted!r}; accepted: core, {', '.join(_all_rows())}")
+        if wanted not in (*_kernels(config), "core"):
+            raise pytest.UsageError(f"--of is {wanted!r}; accepted: core, {', '.join(_all_kernels())}")
         left_out = [item for item in items if _tested(item) != wanted]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if _tested(item) == wanted]
@@ -58,20 +58,20 @@ def pytest_collection_modifyitems(config, items):
     items[:] = items[first::count]
 
 
-def _row_of(item):
-    """The row that a test is given, or None."""
+def _kernel_of(item):
+    """The kernel that a test is given, or None."""
     callspec = getattr(item, "callspec", None)
     params = callspec.params if callspec else {}
-    return params.get("row") or params.get("cuda_row")
+    return params.get("forward") or params.get("cuda_forward")
 
 
 def _tested(item):
-    """The row whose test this is, by its parameter or by the name of its file; core for all others."""
+    """The kernel whose test this is, by its parameter or by the name of its file; core for all others."""
     name = item.path.stem.removeprefix("test_")
-    return _row_of(item) or (name if name in _all_rows() else "core")
+    return _kernel_of(item) or (name if name in _all_kernels() else "core")
 
 
-def _all_rows():
+def _all_kernels():
     from fa_ext import kernels
 
     return kernels()
@@ -86,24 +86,24 @@ def pytest_sessionfinish():
             Path(path).write_text(json.dumps(found))
 
 
-def _rows(config):
-    if not hasattr(config, "fa_rows"):
+def _kernels(config):
+    if not hasattr(config, "fa_kernels"):
         from fa_ext import _core, kernels
 
         loaded = [_core.load(path) for path in config.getoption("--load")]
-        wanted = [config.getoption("--rows")]
+        wanted = [config.getoption("--kernels")]
         if config.getoption("--of") not in ("", "core"):
             wanted.append(f"^{re.escape(config.getoption('--of'))}$")
-        config.fa_rows = [row for row in (*kernels(), *loaded) if all(re.search(one, row) for one in wanted)]
-    return config.fa_rows
+        config.fa_kernels = [kernel for kernel in (*kernels(), *loaded) if all(re.search(one, kernel) for one in wanted)]
+    return config.fa_kernels
 
 
 def pytest_runtest_setup(item):
     """Skips what this machine cannot run, with the reason."""
     import rows
 
-    row = _row_of(item)
-    reason = rows.absent(row) if row else None
+    kernel = _kernel_of(item)
+    reason = rows.absent(kernel) if kernel else None
     if item.get_closest_marker("gpu"):
         reason = rows.no_device() or reason
     if reason:

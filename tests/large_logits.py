@@ -1,7 +1,7 @@
-"""How often a row leaves the bounds where scores are large, over many seeds: ``python tests/large_logits.py --rows simt``.
+"""How often a kernel leaves the bounds where scores are large, over many seeds: ``python tests/large_logits.py --kernels simt``.
 
 Large scores are where the order of float32 sums shows: few keys decide a row, and what rounding does to their scores
-goes straight into the result. A row whose sums are in plain's order (``fa_ext/reference.py``) is never over; the counts of
+goes straight into the result. A kernel whose sums are in plain's order (``fa_ext/reference.py``) is never over; the counts of
 one whose order is a library's are what this prints.
 """
 
@@ -26,7 +26,7 @@ HEAD_DIMS = (16, 64, 128, 256)
 
 @dataclass
 class Count:
-    """What some seeds gave for one row, head_dim and amplitude."""
+    """What some seeds gave for one kernel, head_dim and amplitude."""
 
     seeds: int = 0
     over: int = 0  #: results outside of any bound
@@ -42,7 +42,7 @@ def problem(seed: int, head_dim: int, amplitude: float, dtype: str = "float32") 
 
 
 def count(names: list[str], seeds: range, head_dim: int, amplitude: float, dtype: str = "float32") -> dict[str, Count]:
-    """The counts of each row. Raises what a row raises that does not take these calls."""
+    """The counts of each kernel. Raises what a kernel raises that does not take these calls."""
     found = {name: Count() for name in names}
     for seed in seeds:
         given = problem(seed, head_dim, amplitude, dtype)
@@ -61,12 +61,12 @@ def count(names: list[str], seeds: range, head_dim: int, amplitude: float, dtype
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", help="names with commas; default: all that this machine runs")
+    parser.add_argument("--kernels", help="names with commas; default: all that this machine runs")
     parser.add_argument("--seeds", type=int, default=300)
     parser.add_argument("--dtype", default="float32")
     given = parser.parse_args(arguments)
     here = [name for name in fa_ext.kernels() if not rows.absent(name)]
-    names = given.rows.split(",") if given.rows else here
+    names = given.kernels.split(",") if given.kernels else here
     over = 0
     for head_dim, amplitude in itertools.product(HEAD_DIMS, AMPLITUDES):
         for name in names:

@@ -1,4 +1,4 @@
-"""Running cases on rows of the kernel table: which rows and devices there are, inputs, guarded outputs, the verdict."""
+"""Running cases on kernels of the table: which kernels and devices there are, inputs, guarded outputs, the verdict."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from operands import BFLOAT16, Unplaceable, dtype_of
 # Elements around each output that no kernel may touch; keeps the output's alignment.
 _GUARD = 256
 
-# Rows whose float32 sums are a library's, in an order that is not plain's.
+# Kernels whose float32 sums are a library's, in an order that is not plain's.
 LIBRARY_SUMS = {"cublas"}
 
-# A call that every row takes on the devices it is made for.
+# A call that every kernel takes on the devices it is made for.
 SIMPLEST = Case(1, 1, 1, 64, 64, 64)
 
 
-def device_of(row: str) -> str:
+def device_of(kernel: str) -> str:
     """ "cpu" or "cuda"."""
     built = _core.build_info()["kernels"]
-    return built[row][0] if row in built else ("cpu" if row.startswith("cpu") else "cuda")
+    return built[kernel][0] if kernel in built else ("cpu" if kernel.startswith("cpu") else "cuda")
 
 
-def listed_name(row: str) -> str:
-    """A row's name in the table: a second copy, loaded at run time, is called name@2."""
-    return row.partition("@")[0]
+def listed_name(kernel: str) -> str:
+    """A kernel's name in the table: a second copy, loaded at run time, is called name@2."""
+    return kernel.partition("@")[0]
 
 
 @functools.cache
 def no_device() -> str | None:
-    """Why CUDA rows cannot run here, or None."""
+    """Why CUDA kernels cannot run here, or None."""
     try:
         count = _core.device_count()
     except fa_ext.CudaError as error:
@@ -57,15 +57,15 @@ def has(module: str) -> bool:
 
 
 @functools.cache
-def absent(row: str) -> str | None:
-    """Why a row cannot run on this machine at all, or None."""
-    if device_of(row) == "cpu":
+def absent(kernel: str) -> str | None:
+    """Why a kernel cannot run on this machine at all, or None."""
+    if device_of(kernel) == "cpu":
         return None
     reason = no_device()
     if reason:
         return reason
-    inputs = SIMPLEST.make_inputs(library_for(row, SIMPLEST))
-    answer, reason, _ = _core.answers(**inputs, kernel=row)[row]
+    inputs = SIMPLEST.make_inputs(library_for(kernel, SIMPLEST))
+    answer, reason, _ = _core.answers(**inputs, kernel=kernel)[kernel]
     return reason if answer == "not here" else None
 
 
@@ -80,9 +80,9 @@ def _cupy_has_bfloat16() -> bool:
         return False
 
 
-def library_for(row: str, case: Case) -> str:
-    """The array library that holds a case's inputs for a row."""
-    if device_of(row) == "cpu":
+def library_for(kernel: str, case: Case) -> str:
+    """The array library that holds a case's inputs for a kernel."""
+    if device_of(kernel) == "cpu":
         return "numpy"
     if has("cupy") and (case.dtype != "bfloat16" or _cupy_has_bfloat16()):
         return "cupy"
@@ -98,12 +98,12 @@ class Prepared:
     inputs: dict[str, Any]
     truth: tuple
     ordinary: tuple
-    exempt: Any  #: where NaN may spread to on rows other than cpu_ref
+    exempt: Any  #: where NaN may spread to on kernels other than cpu_ref
 
 
 @functools.lru_cache(maxsize=3)
 def known(case: Case):
-    """(inputs, truth, ordinary, exempt) of a case on the host: the rows that a case runs on share it."""
+    """(inputs, truth, ordinary, exempt) of a case on the host: the kernels that a case runs on share it."""
     inputs = case.host_inputs()
     truth = reference.attention(**inputs)
     ordinary = reference.plain(**inputs)
@@ -168,26 +168,26 @@ class Outputs:
         return results
 
 
-def run(row: str, case: Case, **extra) -> list[np.ndarray]:
-    """[out, lse] of a case on a row, as NumPy arrays. UnsupportedError when the row rejects it."""
-    library = library_for(row, case)
+def run(kernel: str, case: Case, **extra) -> list[np.ndarray]:
+    """[out, lse] of a case on a kernel, as NumPy arrays. UnsupportedError when the kernel rejects it."""
+    library = library_for(kernel, case)
     outputs = Outputs(case, library)
-    fa_ext.attention(**prepared(case, library).inputs, **extra, kernel=row, out=(outputs.out, outputs.lse))
+    fa_ext.attention(**prepared(case, library).inputs, **extra, kernel=kernel, out=(outputs.out, outputs.lse))
     return outputs.on_host()
 
 
-def verdict(row: str, case: Case, **extra) -> Report:
-    """Runs a case on a row and judges it. UnsupportedError when the row rejects it."""
-    return judged(row, case, *run(row, case, **extra))
+def verdict(kernel: str, case: Case, **extra) -> Report:
+    """Runs a case on a kernel and judges it. UnsupportedError when the kernel rejects it."""
+    return judged(kernel, case, *run(kernel, case, **extra))
 
 
-def judged(row: str, case: Case, out: np.ndarray, lse: np.ndarray | None) -> Report:
-    """What float64 says to a result of a row. Where the sums of float32 are a library's, the errors may be
+def judged(kernel: str, case: Case, out: np.ndarray, lse: np.ndarray | None) -> Report:
+    """What float64 says to a result of a kernel. Where the sums of float32 are a library's, the errors may be
     OTHER_ORDER times the bound: how often they exceed it, `tests/large_logits.py` counts."""
     _, truth, ordinary, exempt = known(case)
-    exempt = None if listed_name(row) == "cpu_ref" else exempt
-    slack = OTHER_ORDER if case.dtype == "float32" and listed_name(row) in LIBRARY_SUMS else 1.0
-    return judge(out, lse, truth, ordinary, case.dtype, layout=case.layout, kernel=row, exempt=exempt, slack=slack)
+    exempt = None if listed_name(kernel) == "cpu_ref" else exempt
+    slack = OTHER_ORDER if case.dtype == "float32" and listed_name(kernel) in LIBRARY_SUMS else 1.0
+    return judge(out, lse, truth, ordinary, case.dtype, layout=case.layout, kernel=kernel, exempt=exempt, slack=slack)
 
 
 def bits(x) -> np.ndarray:

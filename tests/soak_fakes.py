@@ -1,4 +1,4 @@
-"""A backend of ``bench soak`` on NumPy, whose kernels misbehave as their names say; any other name is a row of the CPU."""
+"""A backend of ``bench soak`` on NumPy, whose kernels misbehave as their names say; any other name is a kernel of the CPU."""
 
 import contextlib
 import os
@@ -61,14 +61,14 @@ class Numpy:
             raise fa_ext.UnsupportedError("takes nothing")
         if kernel == "hangs_alone" and stream is None:
             time.sleep(1e3)
-        row = kernel if kernel in fa_ext.kernels() else "cpu_simd"
+        runs = kernel if kernel in fa_ext.kernels() else "cpu_simd"
         if kernel == "idle" and stream and outputs:
             return outputs  # what an earlier call has left there
         if outputs is None:
-            result = fa_ext.attention(**arguments, return_lse=lse, kernel=row)
+            result = fa_ext.attention(**arguments, return_lse=lse, kernel=runs)
             outputs = list(result) if lse else [result]
         else:
-            fa_ext.attention(**arguments, out=tuple(outputs) if lse else outputs[0], kernel=row)
+            fa_ext.attention(**arguments, out=tuple(outputs) if lse else outputs[0], kernel=runs)
         if kernel == "unwritten":
             outputs[0].reshape(-1)[-1] = np.nan
         if kernel == "drifts" and stream is None:

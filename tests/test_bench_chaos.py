@@ -14,8 +14,8 @@ from fa_ext import _core
 @pytest.fixture
 def chaos_build(monkeypatch):
     info = _core.build_info()
-    rows = {"one_sm90": ("cuda", ""), "two_sm90": ("cuda", ""), "cpu_ref": ("cpu", "")}
-    monkeypatch.setattr(_core, "build_info", lambda: info | {"chaos": True, "kernels": rows})
+    kernels = {"one_sm90": ("cuda", ""), "two_sm90": ("cuda", ""), "cpu_ref": ("cpu", "")}
+    monkeypatch.setattr(_core, "build_info", lambda: info | {"chaos": True, "kernels": kernels})
 
 
 @pytest.mark.skipif(tests_chaos.is_chaos(), reason="this is a chaos build")

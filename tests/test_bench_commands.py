@@ -26,13 +26,13 @@ pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "bench" / "examples" / "candidate.py"
 SMALLER = "B1,H1,S64,D32,float32"
-BESIDE_NUMPY = ["measure", "--device", "cpu", "--rows", "none", "--peers", "numpy", "--seconds", "0.2"]
+BESIDE_NUMPY = ["measure", "--device", "cpu", "--kernels", "none", "--peers", "numpy", "--seconds", "0.2"]
 
 
 # ---- measure ----
 
 
-def test_measure_times_rows_and_peers_and_resumes(tmp_path, capfd):
+def test_measure_times_kernels_and_peers_and_resumes(tmp_path, capfd):
     output = tmp_path / "measure.json"
     arguments = [
         "measure",
@@ -40,7 +40,7 @@ def test_measure_times_rows_and_peers_and_resumes(tmp_path, capfd):
         "cpu",
         "--case",
         SMALL,
-        "--rows",
+        "--kernels",
         "cpu_simd",
         "--peers",
         "numpy",
@@ -63,7 +63,7 @@ def test_measure_times_rows_and_peers_and_resumes(tmp_path, capfd):
     assert document["cells"][f"{SMALL} cold"]["slots"] > 1
     before = output.read_text()
     assert command(capfd, *arguments)[1]["cells"] == document["cells"] and output.read_text() == before
-    # Another set of rows is another run.
+    # Another set of kernels is another run.
     again = command(capfd, *[a if a != "cpu_simd" else "cpu_ref" for a in arguments])[1]
     assert "cpu_simd" not in again["cells"][f"{SMALL} hot"]["contenders"]
 
@@ -186,11 +186,11 @@ def test_example_candidate_is_right(case, capfd, any_load):
 
 
 def test_candidate_from_source_and_from_a_library(capfd):
-    """A row's source file is compiled and loaded; so is the shared library that came of it."""
+    """A kernel's source file is compiled and loaded; so is the shared library that came of it."""
     from bench import contender
 
     source = ROOT / "csrc" / "cpu" / "cpu_ref.c"
-    library = contender.build_row(source)
+    library = contender.build_kernel(source)
     for text in (source, library):
         document = command(
             capfd,

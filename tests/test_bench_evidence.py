@@ -25,7 +25,7 @@ WHERE = {"device": "cuda", "name": "A GPU"}
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """Sources of two kernels that share a header."""
-    monkeypatch.setattr(build.rules, "listed_rows", lambda: ["wmma", "simt", "cpu_ref"])
+    monkeypatch.setattr(build.rules, "kernel_names", lambda: ["wmma", "simt", "cpu_ref"])
     for name in ("kernels/simt.cu", "kernels/wmma.cu", "kernels/both.cuh", "csrc/status.c"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -283,7 +283,7 @@ def test_pieces_of_another_build_of_the_same_sources_are_merged(tmp_path, capfd)
 def test_evidence_is_made_kept_and_redone_for_one_kernel(tmp_path, monkeypatch, capfd):
     output = tmp_path / "machine.json"
     line = ["evidence", "--device", "cpu", "--parts", "tests,sanitizer,overhead,measure", "--filter",
-            r"test_import|S512,D64,float32$", "--rows", "cpu|core", "--seconds", "0.3", "--output", str(output)]  # fmt: skip
+            r"test_import|S512,D64,float32$", "--kernels", "cpu|core", "--seconds", "0.3", "--output", str(output)]  # fmt: skip
     assert main(line) == 0
     document = json.loads(output.read_text())
     (key,) = (key for key in document["parts"]["tests"] if key.startswith("core "))
@@ -353,16 +353,16 @@ def test_each_test_is_of_one_kernel_or_of_the_core():
     assert all(counts.values()) and sum(counts.values()) == collected()
 
 
-def test_the_pick_is_close_to_the_best_recorded_row():
-    """In every committed cell the row that the library takes is within 5% of the fastest one measured there."""
+def test_the_pick_is_close_to_the_best_recorded_kernel():
+    """In every committed cell the kernel that the library takes is within 5% of the fastest one measured there."""
     found = {key: cell for key, cell in record.cells().items() if cell.get("picked")}
     if not found:
         pytest.skip("no committed measurement")
     late = {}
     for key, cell in found.items():
-        rows = {n: f["us"] for n, f in cell["contenders"].items() if n not in peers.PEERS}
-        if cell["picked"] in rows and rows[cell["picked"]] > 1.05 * min(rows.values()):
-            late[key] = (cell["picked"], {n: round(us, 2) for n, us in rows.items()})
+        kernels = {n: f["us"] for n, f in cell["contenders"].items() if n not in peers.PEERS}
+        if cell["picked"] in kernels and kernels[cell["picked"]] > 1.05 * min(kernels.values()):
+            late[key] = (cell["picked"], {n: round(us, 2) for n, us in kernels.items()})
     assert not late
 
 

@@ -95,7 +95,7 @@ def test_without_shared_device_memory(name, words, monkeypatch):
     assert words is None or re.search(words, " ".join(found["failures"])), found["failures"]
 
 
-def test_measure_replays_graphs_of_rows(capfd):
+def test_measure_replays_graphs_of_kernels(capfd):
     from bench.__main__ import main
 
     assert main(["measure", "--case", CASE, "--cache", "both", "--peers", "none", "--seconds", "1", "--json"]) == 0

@@ -25,7 +25,7 @@ def test_score_counts_strictly_and_refuses_zeros(tmp_path, capfd):
 
 
 def test_an_interrupted_score_keeps_what_it_has_and_carries_on(tmp_path, monkeypatch, capfd):
-    """And scores the library's own choice of row."""
+    """And scores the library's own choice of kernel."""
     output = tmp_path / "score.json"
     one = score.score_one
     begun = []
@@ -78,7 +78,7 @@ def test_no_scored_problem_accepts_a_trivial_answer(case):
 
 
 def test_references_judges_every_backend(capfd):
-    status, document = command(capfd, "references", "--device", "cpu", "--case", SMALL, "--rows")
+    status, document = command(capfd, "references", "--device", "cpu", "--case", SMALL, "--kernels")
     entries = references.every_entry(document)
     found = {e["name"] for e in entries if e.get("within")}
     assert status == 0 and {"numpy", "cpu_ref", "cpu_simd"} <= found

@@ -53,7 +53,7 @@ def test_tuner_runs_its_whole_loop(tmp_path, capfd, monkeypatch):
 
 @pytest.mark.parametrize("tuned", spaces.SPACES)
 def test_the_table_of_the_tree_is_that_of_the_recorded_run(tuned):
-    """`python -m bench tune ROW --from bench/evidence/tune-ROW.json` changes nothing, and the winner is no worse than what
+    """`python -m bench tune KERNEL --from bench/evidence/tune-KERNEL.json` changes nothing, and the winner is no worse than what
     was set by hand."""
     space = spaces.SPACES[tuned]
     document = json.loads((FOLDER / f"tune-{tuned}.json").read_text())

@@ -44,14 +44,14 @@ def status_of(arguments):
     (["measure", "--case", SMALL, "--rounds", "0"], "--rounds: '0'; accepted: whole numbers from 1 on"),
     (["measure", "--case", SMALL, "--rounds", "-1"], "'-1'; accepted"),
     (["measure", "--case", SMALL, "--seconds", "nan"], "'nan'; accepted: finite numbers over 0"),
-    (["measure", "--case", SMALL, "--rows", "zzz", "--peers", "none"], "no row matches 'zzz'"),
+    (["measure", "--case", SMALL, "--kernels", "zzz", "--peers", "none"], "no kernel matches 'zzz'"),
     (["score", "cpu_ref", "--filter", "D999"], "no problem matches"),
     (["score", "cpu_ref", "--every", "0"], "whole numbers from 1 on"),
     (["score", "cpu_ref", "--filter", "S128,D64,float32$", "--baseline", "nope"], "baseline is 'nope'; accepted"),
     (["evidence", "--parts", "nothing"], "parts are nothing"),
     (["gate"], "arguments are required: candidate"),
     (["gate", "cpu_ref", "--bogus"], "unrecognized arguments: --bogus"),
-    (["gate", "cpu_ref", "--case", SMALL, "--baseline", "nope"], "baseline is 'nope'; accepted: a row (cpu_simd"),
+    (["gate", "cpu_ref", "--case", SMALL, "--baseline", "nope"], "baseline is 'nope'; accepted: a kernel (cpu_simd"),
     (["gate", "cpu_ref", "--case", SMALL, "--baseline", "cpu_ref"], "baseline is 'cpu_ref', which is the candidate"),
     (["gate", "cpu_ref", "--case", SMALL, "--arrays", "cupy"], "arrays are 'cupy'; accepted on the cpu here: numpy"),
 ])  # fmt: skip
@@ -101,9 +101,9 @@ sys.exit(main({arguments}))
 def test_a_measurement_that_failed_exits_with_1(capfd):
     """Heads that do not divide are an error of the cell; a lone candidate that is wrong leaves nothing timed."""
     common = ["measure", "--device", "cpu", "--peers", "none", "--seconds", "0.2", "--case"]
-    assert main([*common, "B1,H3/2,S64,D32,float32", "--rows", "cpu_simd"]) == 1
+    assert main([*common, "B1,H3/2,S64,D32,float32", "--kernels", "cpu_simd"]) == 1
     assert "multiple" in capfd.readouterr().out
-    assert main([*common, SMALL, "--rows", "none", "--candidate", f"{CHEATS}:zeros"]) == 1
+    assert main([*common, SMALL, "--kernels", "none", "--candidate", f"{CHEATS}:zeros"]) == 1
 
 
 def test_tables_check_as_json(capfd, tmp_path):
@@ -146,7 +146,7 @@ def interrupt_duel(monkeypatch, turn=None):
 
 def test_interrupted_references_carry_on(tmp_path, monkeypatch, capfd):
     output, other = tmp_path / "references.json", "B1,H1,S64,D32,float32"
-    arguments = ["references", "--device", "cpu", "--case", SMALL, "--case", other, "--rows", "--output", str(output)]
+    arguments = ["references", "--device", "cpu", "--case", SMALL, "--case", other, "--kernels", "--output", str(output)]
     interrupt_at(monkeypatch, "bench.references:errors", 2)
     assert main(arguments) == 130
     assert f"is in {output}, and the same line carries on" in capfd.readouterr().err
@@ -181,7 +181,7 @@ def test_what_is_said_to_be_kept_without_a_file(monkeypatch, capfd):
 
 @pytest.mark.parametrize("changed", [["--seed", "1"], ["--rounds", "25"], ["--seconds", "0.3"], ["--tight", "0.5"]])
 def test_measure_does_not_resume_under_other_options(changed, tmp_path, monkeypatch, capfd):
-    arguments = ["measure", "--device", "cpu", "--case", SMALL, "--rows", "cpu_simd", "--peers", "none", "--seconds",
+    arguments = ["measure", "--device", "cpu", "--case", SMALL, "--kernels", "cpu_simd", "--peers", "none", "--seconds",
                  "0.2", "--output", str(tmp_path / "measure.json")]  # fmt: skip
     calls = interrupt_at(monkeypatch, "bench.measure:cell")
     for line in (arguments, arguments, [*arguments, *changed]):

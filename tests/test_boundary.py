@@ -302,13 +302,13 @@ def test_forced_kernel(monkeypatch):
     monkeypatch.setenv("FA_EXT_KERNEL", "")
     fa_ext.attention(q, k, v)
     monkeypatch.delenv("FA_EXT_KERNEL")
-    for row in fa_ext.kernels():
-        if fa_ext._core.build_info()["kernels"][row][0] == "cuda":
-            with pytest.raises(fa_ext.UnsupportedError, match=f'kernel "{row}".*on the CPU'):
-                fa_ext.attention(q, k, v, kernel=row)
+    for kernel in fa_ext.kernels():
+        if fa_ext._core.build_info()["kernels"][kernel][0] == "cuda":
+            with pytest.raises(fa_ext.UnsupportedError, match=f'kernel "{kernel}".*on the CPU'):
+                fa_ext.attention(q, k, v, kernel=kernel)
 
 
-# ---- rows loaded at run time ----
+# ---- kernels loaded at run time ----
 
 
 def test_load(tmp_path):
@@ -324,15 +324,15 @@ def test_load(tmp_path):
     for arguments in [(), (1,), (core.__file__, 3), (core.__file__, "a", "b")]:
         with pytest.raises(TypeError):
             core.load(*arguments)
-    for row in ("cpu_ref\0x", "\ud800"):
+    for kernel in ("cpu_ref\0x", "\ud800"):
         with pytest.raises(ValueError, match=r"does not export fa_kernel_(cpu_ref\\x00x|\\ud800)"):
-            core.load(core.__file__, kernel=row)
+            core.load(core.__file__, kernel=kernel)
     with pytest.raises(TypeError, match="unknown argument name; accepted: path, kernel"):
         core.load(core.__file__, name="x")
 
 
-def test_load_a_row(tmp_path, monkeypatch):
-    """A row that was built alone runs beside the build's own row of the same name, and only when it is forced."""
+def test_load_a_kernel(tmp_path, monkeypatch):
+    """A kernel that was built alone runs beside the build's own kernel of the same name, and only when it is forced."""
     if not (PACKAGE.parent / "csrc").is_dir() or not shutil.which("gcc"):
         pytest.skip("the sources, or a compiler, are not here")
     library = tmp_path / "cpu_ref.v1.so"

@@ -1,5 +1,5 @@
 """What the build says to a variable of the environment that it cannot honour: one line, never a traceback; and what goes
-into a row built alone and into a source distribution."""
+into a kernel built alone and into a source distribution."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ BAD = [
     ("FA_CUDA", "yes", "accepted: 0 (without CUDA), 1 (with CUDA), unset"),
     ("FA_ARCHS", "foo", "accepted: architectures of nvcc such as 'sm_80"),
     ("FA_ARCHS", "sm_90;sm90", "accepted: architectures of nvcc such as 'sm_80"),
-    ("FA_ONLY", "(", "accepted: a regular expression of row names"),
+    ("FA_ONLY", "(", "accepted: a regular expression of kernel names"),
     ("FA_DEBUG", "on", "accepted: 0 (optimised), 1 (for a debugger)"),
     ("FA_CHAOS", "yes", "accepted: 0 (as it is), 1 (random delays where kernels synchronise)"),
     ("MAX_JOBS", "x", "accepted: a number of compilations at a time >= 1"),
@@ -57,8 +57,8 @@ def said(arguments, variable, given):
 
 
 @pytest.mark.parametrize(("variable", "given", "accepted"), BAD + BAD_COMPILERS)
-def test_one_row_alone(variable, given, accepted, tmp_path):
-    line = said(["fa_ext/_build.py", "cpu_ref", "-o", str(tmp_path / "row.so")], variable, given)
+def test_one_kernel_alone(variable, given, accepted, tmp_path):
+    line = said(["fa_ext/_build.py", "cpu_ref", "-o", str(tmp_path / "kernel.so")], variable, given)
     assert line.startswith(f"fa_ext: {variable} is {given!r}") and accepted in line
 
 
@@ -85,7 +85,7 @@ def test_a_kernel_alone_lacks_nothing(monkeypatch, tmp_path, kernel):
     from fa_ext import _build
 
     monkeypatch.setenv("FA_CUDA", "0")
-    target = _build.build_row(ROOT / f"csrc/cpu/{kernel}.c", tmp_path / f"{kernel}.so", _build.options_from_environment())
+    target = _build.build_kernel(ROOT / f"csrc/cpu/{kernel}.c", tmp_path / f"{kernel}.so", _build.options_from_environment())
     assert ctypes.CDLL(str(target), os.RTLD_NOW | os.RTLD_LOCAL)[f"fa_kernel_{kernel}"]
 
 
@@ -105,7 +105,7 @@ def test_a_kernel_alone_links_nothing_of_the_library(monkeypatch, tmp_path, sour
     monkeypatch.setattr(_build, "compile_all", lambda units, *_: compiled.extend(units) or [])
     monkeypatch.setattr(_build, "link_shared", lambda objects, target, options: target)
     monkeypatch.setenv("FA_CUDA", "0")
-    _build.build_row(ROOT / source, tmp_path / "row.so", _build.options_from_environment())
+    _build.build_kernel(ROOT / source, tmp_path / "kernel.so", _build.options_from_environment())
     assert compiled and {unit.source for unit in compiled} == {ROOT / source, *((ROOT / source).with_name(n) for n in beside)}
 
 

@@ -39,15 +39,15 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_warps_far_apart(cuda_row, case):
+def test_warps_far_apart(cuda_forward, case):
     try:
-        first = rows.run(cuda_row, case)
+        first = rows.run(cuda_forward, case)
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
-    report = rows.judged(cuda_row, case, *first)
+    report = rows.judged(cuda_forward, case, *first)
     assert report, report
     for _ in range(REPEATS):
-        for a, b in zip(rows.run(cuda_row, case), first):
+        for a, b in zip(rows.run(cuda_forward, case), first):
             np.testing.assert_array_equal(rows.bits(a), rows.bits(b), err_msg=str(case))
 
 

@@ -1,7 +1,7 @@
-"""The contract, clause by clause, for every row of the build on the devices that are here.
+"""The contract, clause by clause, for every kernel of the build on the devices that are here.
 
-A row that rejects a case it must accept (``cases.must_accept``) fails; any other rejection skips with its reason.
-A failure names a line that runs it again: ``python tests/cases.py CASE --kernel ROW --on LIBRARY``.
+A kernel that rejects a case it must accept (``cases.must_accept``) fails; any other rejection skips with its reason.
+A failure names a line that runs it again: ``python tests/cases.py CASE --kernel KERNEL --on LIBRARY``.
 """
 
 import dataclasses
@@ -20,26 +20,26 @@ from fa_ext import reference
 from operands import Unplaceable, place, strided
 
 
-def judged(row, case, **extra):
-    """The report of a case on a row; skips or fails when the row rejects it."""
+def judged(kernel, case, **extra):
+    """The report of a case on a kernel; skips or fails when the kernel rejects it."""
     try:
-        return rows.verdict(row, case, **extra)
+        return rows.verdict(kernel, case, **extra)
     except Unplaceable as error:
         pytest.skip(str(error))
     except fa_ext.UnsupportedError as error:
-        if cases.must_accept(rows.listed_name(row), case):
-            pytest.fail(f"{row} must accept {case}, but: {error}")
+        if cases.must_accept(rows.listed_name(kernel), case):
+            pytest.fail(f"{kernel} must accept {case}, but: {error}")
         pytest.skip(str(error))
 
 
-def repro(row, case):
-    return f'python tests/cases.py "{case}" --kernel {row} --on {rows.library_for(row, case)}'
+def repro(kernel, case):
+    return f'python tests/cases.py "{case}" --kernel {kernel} --on {rows.library_for(kernel, case)}'
 
 
-def taken(row, case):
-    """Skips unless the row takes the case; returns its report, which must pass."""
-    report = judged(row, case)
-    assert report, f"{report}\n{repro(row, case)}"
+def taken(kernel, case):
+    """Skips unless the kernel takes the case; returns its report, which must pass."""
+    report = judged(kernel, case)
+    assert report, f"{report}\n{repro(kernel, case)}"
     return report
 
 
@@ -51,19 +51,19 @@ def _ids(case):
 
 
 def pytest_generate_tests(metafunc):
-    # Cases outermost, so that all rows of a case share one reference.
+    # Cases outermost, so that all kernels of a case share one reference.
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", cases.contract(), ids=_ids)
 
 
-def test_case(row, case):
-    if rows.device_of(row) == "cuda" and case.dtype == "float64":
+def test_case(forward, case):
+    if rows.device_of(forward) == "cuda" and case.dtype == "float64":
         pytest.skip("float64 runs on the CPU alone")
-    taken(row, case)
+    taken(forward, case)
 
 
-def test_lists_of_must_accept_cases(row):
-    name = rows.listed_name(row)
+def test_lists_of_must_accept_cases(forward):
+    name = rows.listed_name(forward)
     assert sum(cases.must_accept(name, case) for case in cases.contract()) >= 20
     assert cases.must_accept(name, rows.SIMPLEST) or name.endswith("split_sm90")
 
@@ -80,36 +80,36 @@ def test_the_subset_for_the_sanitizer_is_small():
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("case_s", cases.sanitize(), ids=_ids)
-def test_sanitizer_case(row, case_s):
-    taken(row, case_s)
+def test_sanitizer_case(forward, case_s):
+    taken(forward, case_s)
 
 
-def test_random_cases(row):
+def test_random_cases(forward):
     for case in cases.random_cases(20, 60, limit=3e7):
         try:
-            report = rows.verdict(row, case)
+            report = rows.verdict(forward, case)
         except Unplaceable:
             continue
         except fa_ext.UnsupportedError:
-            assert not cases.must_accept(rows.listed_name(row), case), f"{row} must accept {case}"
+            assert not cases.must_accept(rows.listed_name(forward), case), f"{forward} must accept {case}"
             continue
-        assert report, f"{report}\n{repro(row, case)}"
+        assert report, f"{report}\n{repro(forward, case)}"
 
 
 @pytest.mark.slow
-def test_long_sequences(row):
-    if rows.listed_name(row) == "cpu_ref":
+def test_long_sequences(forward):
+    if rows.listed_name(forward) == "cpu_ref":
         pytest.skip("minutes on cpu_ref")
     for dtype, causal in (("float16", True), ("bfloat16", False), ("float32", "top_left")):
         case = Case(1, 1, 1, 4224, 4224, 64, dtype=dtype, causal=causal)
         try:
-            report = rows.verdict(row, case)
+            report = rows.verdict(forward, case)
         except Unplaceable:
             continue
         except fa_ext.UnsupportedError:
-            assert not cases.must_accept(rows.listed_name(row), case)
+            assert not cases.must_accept(rows.listed_name(forward), case)
             continue
-        assert report, f"{report}\n{repro(row, case)}"
+        assert report, f"{report}\n{repro(forward, case)}"
 
 
 # ---- clause 1 ----
@@ -117,10 +117,10 @@ def test_long_sequences(row):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("sinks", [None, "float32", "same"])
-def test_rows_without_a_key_are_zero_and_their_lse_is_the_sink(row, dtype, sinks):
+def test_rows_without_a_key_are_zero_and_their_lse_is_the_sink(forward, dtype, sinks):
     case = Case(2, 4, 2, 130, 50, 64, dtype=dtype, causal="bottom_right", sinks=sinks)
-    taken(row, case)
-    out, lse = rows.run(row, case)
+    taken(forward, case)
+    out, lse = rows.run(forward, case)
     empty = slice(0, 80)  # query i sees keys up to i - 80
     assert (out[:, :, empty] == 0).all() and (out[:, :, 80:] != 0).any()
     if sinks is None:
@@ -132,12 +132,12 @@ def test_rows_without_a_key_are_zero_and_their_lse_is_the_sink(row, dtype, sinks
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("blind", [{"causal": "bottom_right"}, {"window": (0, 2)}, {"seq_k": 0}], ids=str)
-def test_a_row_without_a_key_is_zero_whatever_its_sink(row, dtype, blind):
+def test_a_row_without_a_key_is_zero_whatever_its_sink(forward, dtype, blind):
     """-inf is no sink; infinity, NaN and the largest that counts are its LSE."""
     case = Case(**dict(batch=1, heads=5, heads_kv=5, seq_q=130, seq_k=50, head_dim=64, dtype=dtype) | blind)
-    taken(row, dataclasses.replace(case, sinks="float32"))
+    taken(forward, dataclasses.replace(case, sinks="float32"))
     sinks = np.array([-np.inf, np.inf, np.nan, 2, 3e38], np.float32)
-    out, lse = rows.run(row, case, sinks=place(sinks, rows.library_for(row, case)))
+    out, lse = rows.run(forward, case, sinks=place(sinks, rows.library_for(forward, case)))
     empty = slice(0, {"causal": 80, "window": 78, "seq_k": 130}[next(iter(blind))])
     assert (out[:, :, empty] == 0).all()
     wanted = np.where(np.isinf(sinks), sinks, np.minimum(sinks, np.float32(2.35865e38)))[:, None]
@@ -158,30 +158,30 @@ def test_a_row_without_a_key_is_zero_whatever_its_sink(row, dtype, blind):
     ],
     ids=str,
 )
-def test_what_nobody_sees_changes_nothing(row, dtype, band):
+def test_what_nobody_sees_changes_nothing(forward, dtype, band):
     """The bits are those of the call on clean memory, whatever lies at keys that no query may see."""
     dirty = Case(1, 4, 2, 70, 300, 64, dtype=dtype, values="nan_outside", **band)
     clean = Case(1, 4, 2, 70, 300, 64, dtype=dtype, values="normal", **band)
-    taken(row, dirty)
+    taken(forward, dirty)
     inputs = dirty.host_inputs()
     assert not np.isfinite(inputs["k"].astype(np.float32)).all(), "the case hides nothing"
-    for a, b in zip(rows.run(row, dirty), rows.run(row, clean)):
+    for a, b in zip(rows.run(forward, dirty), rows.run(forward, clean)):
         np.testing.assert_array_equal(rows.bits(a), rows.bits(b))
 
 
 @pytest.mark.parametrize("dtype", (*cases.DTYPES, "float64"))
-def test_cpu_ref_contains_nan_by_the_row(row, dtype):
-    if rows.listed_name(row) != "cpu_ref":
-        pytest.skip("other rows may spread a visible NaN to queries of its tile")
+def test_cpu_ref_contains_nan_by_the_row(forward, dtype):
+    if rows.listed_name(forward) != "cpu_ref":
+        pytest.skip("other kernels may spread a visible NaN to queries of its tile")
     for option in ({"causal": "bottom_right"}, {"mask": "one"}, {"window": (9, 3)}):
-        taken(row, Case(1, 2, 1, 60, 90, 40, dtype=dtype, values="nan_tail", **option))
+        taken(forward, Case(1, 2, 1, 60, 90, 40, dtype=dtype, values="nan_tail", **option))
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_visible_nan_is_not_hidden(row, dtype):
+def test_visible_nan_is_not_hidden(forward, dtype):
     case = Case(1, 2, 1, 60, 90, 64, dtype=dtype, values="nan_tail")
-    taken(row, case)
-    out, _ = rows.run(row, case)
+    taken(forward, case)
+    out, _ = rows.run(forward, case)
     assert np.isnan(out).all()
 
 
@@ -189,7 +189,7 @@ def test_visible_nan_is_not_hidden(row, dtype):
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_offsets_beyond_32_bits(row, axis):
+def test_offsets_beyond_32_bits(forward, axis):
     """Each axis in turn has a stride of more than 2^31 elements. Memory in between is never touched."""
     shape = [1, 1, 1, 64]
     shape[axis] = 2
@@ -197,7 +197,7 @@ def test_offsets_beyond_32_bits(row, axis):
     far = (1 << 31) + 64
     strides = [0, 0, 64, 1]
     strides[axis] = far
-    library = rows.library_for(row, rows.SIMPLEST)
+    library = rows.library_for(forward, rows.SIMPLEST)
     if library != "numpy" and rows.free_bytes(library) < 9 << 30:
         pytest.skip("needs 9 GiB of free device memory")
     inputs, result = (_memory(library, far + 64 * 12) for _ in range(2))
@@ -209,9 +209,9 @@ def test_offsets_beyond_32_bits(row, axis):
         arrays[name][...] = _to(library, host[name])
     out = _view(result, 0, shape, strides)
     try:
-        fa_ext.attention(**arrays, out=out, kernel=row)
+        fa_ext.attention(**arrays, out=out, kernel=forward)
     except fa_ext.UnsupportedError as error:
-        if rows.listed_name(row) in ("simt", "minimal", "cpu_ref", "cpu_simd"):
+        if rows.listed_name(forward) in ("simt", "minimal", "cpu_ref", "cpu_simd"):
             raise
         pytest.skip(str(error))
     want = reference.attention(**host)[0]
@@ -253,7 +253,7 @@ def _to(library, x):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_arrays_of_more_than_2_31_elements(cuda_row):
+def test_arrays_of_more_than_2_31_elements(cuda_forward):
     cupy = pytest.importorskip("cupy")
     heads, seq_q, seq_k, dim = 16, (1 << 20) + 72, 80, 128
     if rows.free_bytes("cupy") < 10 << 30:
@@ -268,7 +268,7 @@ def test_arrays_of_more_than_2_31_elements(cuda_row):
     host_k, host_v = (rng.standard_normal((1, heads, seq_k, dim), np.float32).astype(np.float16) for _ in "kv")
     k, v = cupy.asarray(host_k), cupy.asarray(host_v)
     try:
-        fa_ext.attention(q, k, v, out=out, kernel=cuda_row)
+        fa_ext.attention(q, k, v, out=out, kernel=cuda_forward)
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
     for h, i in itertools.product((0, heads // 2, heads - 1), (0, 77, seq_q // 2, seq_q - 129, seq_q - 1)):
@@ -290,48 +290,48 @@ REPEATED = [
 
 
 @pytest.mark.parametrize("case_r", REPEATED, ids=_ids)
-def test_the_same_bits_from_run_to_run(row, case_r, request):
-    taken(row, case_r)
-    first = [rows.bits(x) for x in rows.run(row, case_r)]
-    for _ in range(request.config.getoption("--repeats") if rows.device_of(row) == "cuda" else 4):
-        for a, b in zip(rows.run(row, case_r), first):
-            np.testing.assert_array_equal(rows.bits(a), b, err_msg=repro(row, case_r))
+def test_the_same_bits_from_run_to_run(forward, case_r, request):
+    taken(forward, case_r)
+    first = [rows.bits(x) for x in rows.run(forward, case_r)]
+    for _ in range(request.config.getoption("--repeats") if rows.device_of(forward) == "cuda" else 4):
+        for a, b in zip(rows.run(forward, case_r), first):
+            np.testing.assert_array_equal(rows.bits(a), b, err_msg=repro(forward, case_r))
 
 
 @pytest.mark.parametrize("case_r", REPEATED + [Case(3, 16, 2, 1, 3000, 128), Case(3, 2, 2, 64, 1500, 64)], ids=_ids)
-def test_batch_invariant_entries_do_not_depend_on_the_others(row, case_r):
-    taken(row, case_r)
-    library = rows.library_for(row, case_r)
+def test_batch_invariant_entries_do_not_depend_on_the_others(forward, case_r):
+    taken(forward, case_r)
+    library = rows.library_for(forward, case_r)
     inputs = rows.prepared(case_r, library).inputs
     host = rows.known(case_r)[0]
     alone = {n: x[:1] if n in "qkv" else x for n, x in inputs.items()}
     # The first entry among so many others that tiles and splits would be chosen otherwise.
-    others = 40 if rows.device_of(row) == "cuda" else 5
+    others = 40 if rows.device_of(forward) == "cuda" else 5
     crowd = {n: np.concatenate([host[n][:1], *[host[n][-1:]] * others]) for n in "qkv"}
     crowd = inputs | {n: place(x, library) for n, x in crowd.items()}
     results = [
-        fa_ext.attention(**call, kernel=row, batch_invariant=True, return_lse=True) for call in (alone, inputs, crowd)
+        fa_ext.attention(**call, kernel=forward, batch_invariant=True, return_lse=True) for call in (alone, inputs, crowd)
     ]
     for other in results[1:]:
         for a, b in zip(results[0], other):
-            np.testing.assert_array_equal(rows.bits(a[:1]), rows.bits(b[:1]), err_msg=repro(row, case_r))
+            np.testing.assert_array_equal(rows.bits(a[:1]), rows.bits(b[:1]), err_msg=repro(forward, case_r))
 
 
 @pytest.mark.parametrize("case_r", REPEATED + [Case(1, 2, 2, 64, 1500, 64)], ids=_ids)
-def test_batch_invariance_is_not_inherited_from_the_call_before(row, case_r):
-    taken(row, case_r)
-    inputs = rows.prepared(case_r, rows.library_for(row, case_r)).inputs
+def test_batch_invariance_is_not_inherited_from_the_call_before(forward, case_r):
+    taken(forward, case_r)
+    inputs = rows.prepared(case_r, rows.library_for(forward, case_r)).inputs
     results = {}
 
     def work(*options):
         for option in options:
-            results[option, len(options)] = rows.bits(fa_ext.attention(**inputs, kernel=row, batch_invariant=option))
+            results[option, len(options)] = rows.bits(fa_ext.attention(**inputs, kernel=forward, batch_invariant=option))
 
     for options in ((True,), (False, True)):  # each thread remembers calls of its own
         thread = threading.Thread(target=work, args=options)
         thread.start()
         thread.join()
-    np.testing.assert_array_equal(results[True, 1], results[True, 2], err_msg=repro(row, case_r))
+    np.testing.assert_array_equal(results[True, 1], results[True, 2], err_msg=repro(forward, case_r))
 
 
 # ---- outputs ----
@@ -339,11 +339,11 @@ def test_batch_invariance_is_not_inherited_from_the_call_before(row, case_r):
 
 @pytest.mark.parametrize("kind", ["swapped", "negative", "sliced", "column", "odd"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_strided_out(row, kind, dtype):
+def test_strided_out(forward, kind, dtype):
     """A result goes to any strides, and nothing is written between its elements."""
     case = Case(2, 2, 1, 70, 90, 64, dtype=dtype)
-    taken(row, case)
-    library = rows.library_for(row, case)
+    taken(forward, case)
+    library = rows.library_for(forward, case)
     view = strided(np.full(case.out_shape, 7, dtype), kind)
     memory = view
     while isinstance(memory.base, np.ndarray):
@@ -351,12 +351,12 @@ def test_strided_out(row, kind, dtype):
     between = memory.size - view.size
     out = place(view, library) if library != "numpy" else view
     try:
-        fa_ext.attention(**rows.prepared(case, library).inputs, out=out, kernel=row)
+        fa_ext.attention(**rows.prepared(case, library).inputs, out=out, kernel=forward)
     except fa_ext.UnsupportedError as error:
-        if rows.listed_name(row) in ("simt", "minimal", "cpu_ref", "cpu_simd"):
+        if rows.listed_name(forward) in ("simt", "minimal", "cpu_ref", "cpu_simd"):
             raise
         pytest.skip(str(error))
-    report = rows.judged(row, case, rows.to_host(out), None)
+    report = rows.judged(forward, case, rows.to_host(out), None)
     assert report, f"{report}\n{kind}"
     if library == "numpy":
         assert np.isnan(memory).sum() == between
@@ -365,20 +365,20 @@ def test_strided_out(row, kind, dtype):
 # ---- clause 6 ----
 
 
-def test_threads_give_the_same_bits(row):
+def test_threads_give_the_same_bits(forward):
     problems = [Case(1, 2, 1, 64 + 16 * i, 150, 64, seed=i, causal="bottom_right") for i in range(6)]
     for case in problems:
-        taken(row, case)
-    library = rows.library_for(row, problems[0])
+        taken(forward, case)
+    library = rows.library_for(forward, problems[0])
     inputs = [case.make_inputs(library) for case in problems]
-    want = [rows.bits(fa_ext.attention(**x, kernel=row)) for x in inputs]
+    want = [rows.bits(fa_ext.attention(**x, kernel=forward)) for x in inputs]
     failures = []
 
     def work(start):
         try:
             for i in range(12):
                 n = (start + i) % len(inputs)
-                if not (rows.bits(fa_ext.attention(**inputs[n], kernel=row)) == want[n]).all():
+                if not (rows.bits(fa_ext.attention(**inputs[n], kernel=forward)) == want[n]).all():
                     failures.append(f"thread {start}: other bits in problem {n}")
         except Exception as error:
             failures.append(repr(error))
@@ -400,18 +400,18 @@ GRAPHED = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case_g", GRAPHED, ids=_ids)
-def test_graph_replay_reads_fresh_data(cuda_row, case_g):
+def test_graph_replay_reads_fresh_data(cuda_forward, case_g):
     cupy = pytest.importorskip("cupy")
-    taken(cuda_row, case_g)
+    taken(cuda_forward, case_g)
     inputs = case_g.make_inputs("cupy")
     stream = cupy.cuda.Stream(non_blocking=True)
     outputs = rows.Outputs(case_g, "cupy")
     rows.synchronize()
     with stream:
-        fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), kernel=cuda_row)  # first use, outside of capture
+        fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), kernel=cuda_forward)  # first use, outside of capture
         stream.synchronize()
         stream.begin_capture()
-        fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), kernel=cuda_row)
+        fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), kernel=cuda_forward)
         graph = stream.end_capture()
     for seed in (1, 2, 3):
         fresh = Case(**{**case_g.__dict__, "seed": seed})
@@ -422,16 +422,16 @@ def test_graph_replay_reads_fresh_data(cuda_row, case_g):
         rows.synchronize()
         graph.launch(stream)
         stream.synchronize()
-        report = rows.judged(cuda_row, fresh, *outputs.on_host())
+        report = rows.judged(cuda_forward, fresh, *outputs.on_host())
         assert report, f"replay with seed {seed}: {report}"
 
 
 @pytest.mark.gpu
-def test_the_call_runs_on_its_stream(cuda_row):
+def test_the_call_runs_on_its_stream(cuda_forward):
     """Inputs are still being written on the stream when the call is made: only a call on that stream sees them."""
     cupy = pytest.importorskip("cupy")
     case = Case(2, 4, 2, 256, 256, 64, causal=True)
-    taken(cuda_row, case)
+    taken(cuda_forward, case)
     known = rows.prepared(case, "cupy")
     stream = cupy.cuda.Stream(non_blocking=True)
     busy = cupy.zeros((2, 1 << 29), np.uint8)
@@ -444,15 +444,15 @@ def test_the_call_runs_on_its_stream(cuda_row):
                 busy[0].data.copy_from_device_async(busy[1].data, busy[1].nbytes, stream)
             for name in "qkv":
                 inputs[name][...] = known.inputs[name]
-            fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), stream=given, kernel=cuda_row)
+            fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), stream=given, kernel=cuda_forward)
             copy = outputs.out.copy(), outputs.lse.copy()
         stream.synchronize()
-        report = rows.judged(cuda_row, case, *map(rows.to_host, copy))
+        report = rows.judged(cuda_forward, case, *map(rows.to_host, copy))
         assert report, f"stream={given!r}: {report}"
 
 
 @pytest.mark.gpu
-def test_the_call_runs_on_the_device_of_q(cuda_row):
+def test_the_call_runs_on_the_device_of_q(cuda_forward):
     cupy = pytest.importorskip("cupy")
     count = cupy.cuda.runtime.getDeviceCount()
     if count < 2:
@@ -461,14 +461,14 @@ def test_the_call_runs_on_the_device_of_q(cuda_row):
     for device in (count - 1, 0, count - 1):
         with cupy.cuda.Device(device):
             inputs = case.make_inputs("cupy")
-        out, lse = fa_ext.attention(**inputs, kernel=cuda_row, return_lse=True)
+        out, lse = fa_ext.attention(**inputs, kernel=cuda_forward, return_lse=True)
         assert out.device.id == device and cupy.cuda.Device().id == 0
-        assert rows.judged(cuda_row, case, out.get(), lse.get())
+        assert rows.judged(cuda_forward, case, out.get(), lse.get())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", ["torch", "fa_ext"])
-def test_other_libraries(cuda_row, library):
+def test_other_libraries(cuda_forward, library):
     for dtype in ("float16", "float32", "bfloat16"):
         case = Case(2, 4, 2, 113, 203, 64, dtype=dtype, causal="bottom_right")
         inputs = case.host_inputs()
@@ -478,8 +478,8 @@ def test_other_libraries(cuda_row, library):
         else:
             inputs = {n: fa_ext.to_device(x) if isinstance(x, np.ndarray) else x for n, x in inputs.items()}
         try:
-            report = fa_ext.verify(**inputs, kernel=cuda_row)
+            report = fa_ext.verify(**inputs, kernel=cuda_forward)
         except fa_ext.UnsupportedError:
-            assert not cases.must_accept(rows.listed_name(cuda_row), case)
+            assert not cases.must_accept(rows.listed_name(cuda_forward), case)
             continue
         assert report, str(report)

@@ -17,8 +17,8 @@ from case import ALIBIS, Case
 from fa_ext import _core
 from operands import dtype_of
 
-ROW = "cpu_simd"
-pytestmark = pytest.mark.skipif(ROW not in fa_ext.kernels(), reason="this build has no cpu_simd")
+KERNEL = "cpu_simd"
+pytestmark = pytest.mark.skipif(KERNEL not in fa_ext.kernels(), reason="this build has no cpu_simd")
 
 ISAS = ("avx512", "avx2", "generic")
 
@@ -129,7 +129,7 @@ INSTANCE_CASES = [
 @pytest.mark.parametrize("isa", ISAS)
 def test_instance(isa, case, force):
     force(isa)
-    report = rows.verdict(ROW, case)
+    report = rows.verdict(KERNEL, case)
     assert report, str(report)
 
 
@@ -138,7 +138,7 @@ def test_instance(isa, case, force):
 def test_large_scores(isa, head_dim, force):
     force(isa)
     for amplitude in large_logits.AMPLITUDES:
-        counted = large_logits.count([ROW], range(6), head_dim, amplitude)[ROW]
+        counted = large_logits.count([KERNEL], range(6), head_dim, amplitude)[KERNEL]
         assert counted.seeds == 6 and not counted.over and counted.worst < 0.6, (amplitude, counted)
 
 
@@ -148,9 +148,9 @@ def test_a_row_is_safe_from_nan_in_keys_that_it_does_not_see(isa, poison, force)
     force(isa)
     rng = np.random.default_rng(5)
     inputs = {name: rng.standard_normal((1, 2, 50, 24), dtype=np.float32) for name in "qkv"}
-    clean = fa_ext.attention(**inputs, causal=True, kernel=ROW)
+    clean = fa_ext.attention(**inputs, causal=True, kernel=KERNEL)
     inputs[poison][:, :, 30] = [np.nan, np.inf] * 12
-    out = fa_ext.attention(**inputs, causal=True, kernel=ROW)
+    out = fa_ext.attention(**inputs, causal=True, kernel=KERNEL)
     np.testing.assert_array_equal(out[:, :, :30], clean[:, :, :30])
     assert np.isnan(out[:, :, 30:]).any(-1).all()
 
@@ -162,7 +162,7 @@ def test_alibi_on_every_instance(isa, dtype, force):
     for kind in ALIBIS:
         for seq_q, seq_k, d in ((1, 799, 64), (113, 239, 59), (3, 1023, 128)):
             case = Case(2, 4, 2, seq_q, seq_k, d, dtype=dtype, alibi=kind, causal="bottom_right")
-            assert (report := rows.verdict(ROW, case)), str(report)
+            assert (report := rows.verdict(KERNEL, case)), str(report)
 
 
 # ---- bits ----
@@ -189,7 +189,7 @@ def test_threads_change_no_bit(isa, case, force):
         results = []
         for count in (1, 2, 3, 8):
             set_threads(count)
-            results.append([rows.bits(x) for x in rows.run(ROW, case)])
+            results.append([rows.bits(x) for x in rows.run(KERNEL, case)])
     finally:
         set_threads(threads)
     for result in results[1:]:
@@ -202,10 +202,10 @@ def test_a_row_has_the_same_bits_in_any_company(isa, force):
     force(isa)
     rng = np.random.default_rng(9)
     q, k, v = (rng.standard_normal((2, 4, 333, 64), dtype=np.float32) for _ in range(3))
-    whole = fa_ext.attention(q, k, v, causal=True, kernel=ROW)
-    entry = fa_ext.attention(q[1:], k[1:], v[1:], causal=True, kernel=ROW)
+    whole = fa_ext.attention(q, k, v, causal=True, kernel=KERNEL)
+    entry = fa_ext.attention(q[1:], k[1:], v[1:], causal=True, kernel=KERNEL)
     np.testing.assert_array_equal(whole[1:], entry)
-    last = fa_ext.attention(q[:, :, -5:], k, v, causal="bottom_right", kernel=ROW)
+    last = fa_ext.attention(q[:, :, -5:], k, v, causal="bottom_right", kernel=KERNEL)
     np.testing.assert_array_equal(whole[:, :, -5:], last)
 
 
@@ -225,9 +225,9 @@ def test_a_row_has_the_same_bits_alone(isa, dtype, heads_kv, options, force):
     if "sinks" in options:
         options = {"sinks": np.array(options["sinks"], q.dtype)}
     mask = np.ones((1, 413), bool)
-    whole = fa_ext.attention(q, k, v, **options, mask=mask, return_lse=True, kernel=ROW)
+    whole = fa_ext.attention(q, k, v, **options, mask=mask, return_lse=True, kernel=KERNEL)
     for count in range(1, 8):
-        few = fa_ext.attention(q[:, :, 7 - count :], k, v, **options, return_lse=True, kernel=ROW)
+        few = fa_ext.attention(q[:, :, 7 - count :], k, v, **options, return_lse=True, kernel=KERNEL)
         for one, other in zip(whole, few):
             np.testing.assert_array_equal(rows.bits(one[:, :, 7 - count :]), rows.bits(other))
 
@@ -237,11 +237,11 @@ def test_one_query_is_safe_from_what_it_does_not_see(isa, force):
     force(isa)
     rng = np.random.default_rng(11)
     q, k, v = (rng.standard_normal((1, 3, n, 32), dtype=np.float32) for n in (1, 300, 300))
-    clean = fa_ext.attention(q, k[:, :, 100:], v[:, :, 100:], kernel=ROW)
+    clean = fa_ext.attention(q, k[:, :, 100:], v[:, :, 100:], kernel=KERNEL)
     k[:, :, :100], v[:, :, :100] = np.nan, np.inf
-    np.testing.assert_allclose(fa_ext.attention(q, k, v, window=(199, None), kernel=ROW), clean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(fa_ext.attention(q, k, v, window=(199, None), kernel=KERNEL), clean, rtol=1e-5, atol=1e-6)
     v[:, :, 299, 5] = np.nan
-    out = fa_ext.attention(q, k, v, window=(199, None), kernel=ROW)
+    out = fa_ext.attention(q, k, v, window=(199, None), kernel=KERNEL)
     assert np.isnan(out[..., 5]).all() and np.isfinite(out[..., :5]).all()
 
 
@@ -261,7 +261,7 @@ def test_one_query_is_safe_from_what_it_does_not_see(isa, force):
 @pytest.mark.parametrize("isa", ISAS)
 def test_few_rows(isa, case, force):
     force(isa)
-    report = rows.verdict(ROW, case)
+    report = rows.verdict(KERNEL, case)
     assert report, str(report)
 
 
@@ -374,7 +374,7 @@ def test_an_unknown_instruction_set_is_an_error_that_lists_the_known():
             except ValueError as error:
                 print(error)
         print(fa_ext.explain(q, q, q, kernel="cpu_simd"))
-        first = next(row for row in fa_ext.kernels() if row.startswith("cpu"))
+        first = next(kernel for kernel in fa_ext.kernels() if kernel.startswith("cpu"))
         try:
             print("ran", first)
             fa_ext.attention(q, q, q)
@@ -385,7 +385,7 @@ def test_an_unknown_instruction_set_is_an_error_that_lists_the_known():
     message = 'FA_EXT_CPU_ISA was "mmx" when fa_ext was imported; accepted on this platform: '
     assert len(lines) >= 4 and lines[0] == lines[1] and lines[0].startswith(message) and lines[0].endswith("generic")
     assert lines[2].startswith("(None, {") and message in lines[2]
-    assert lines[4:] == lines[:1] if lines[3] == f"ran {ROW}" else len(lines) == 4  # the one that is chosen
+    assert lines[4:] == lines[:1] if lines[3] == f"ran {KERNEL}" else len(lines) == 4  # the one that is chosen
 
 
 def test_the_instruction_set_is_read_once():
@@ -398,7 +398,7 @@ def test_the_instruction_set_is_read_once():
 
 @pytest.mark.parametrize(
     "limited, shape, dtype",
-    [(ROW, (2, 4, 300, 256), "float64"), (ROW, (1, 1, 9000, 8), "float32"), ("cpu_ref", (1, 1, 200_000, 1), "float32")],
+    [(KERNEL, (2, 4, 300, 256), "float64"), (KERNEL, (1, 1, 9000, 8), "float32"), ("cpu_ref", (1, 1, 200_000, 1), "float32")],
 )
 def test_the_workspace_limit_changes_no_bit(limited, shape, dtype):
     text = f"""

@@ -16,8 +16,8 @@ from case import Case
 from fa_ext import _core
 from gradients import make, run, verdict
 
-ROW = "cpu_simd_backward"
-pytestmark = pytest.mark.skipif(ROW not in fa_ext.kernels("backward"), reason="this build has no cpu_simd_backward")
+KERNEL = "cpu_simd_backward"
+pytestmark = pytest.mark.skipif(KERNEL not in fa_ext.kernels("backward"), reason="this build has no cpu_simd_backward")
 
 ISAS = ("avx512", "avx2", "generic")
 
@@ -48,15 +48,15 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_instance(isa, case):
-    report = verdict(ROW, make(case))
+    report = verdict(KERNEL, make(case))
     assert report, report
 
 
 def test_it_is_preferred():
     problem = make(Case(1, 2, 1, 9, 11, 16, dtype="float32"))
-    assert fa_ext.explain_backward(**problem.inputs)[0] == ROW
+    assert fa_ext.explain_backward(**problem.inputs)[0] == KERNEL
     chosen, reasons = fa_ext.explain_backward(**problem.inputs, scale=1e31)
-    assert chosen == "cpu_ref_backward" and "1e30" in reasons[ROW]
+    assert chosen == "cpu_ref_backward" and "1e30" in reasons[KERNEL]
 
 
 @pytest.mark.parametrize("case", [
@@ -73,7 +73,7 @@ def test_threads_change_no_bit(isa, case):
     for threads in (1, 2, 3, 7, 16):
         omp.omp_set_num_threads(threads)
         try:
-            found.append(run(ROW, problem))
+            found.append(run(KERNEL, problem))
         finally:
             omp.omp_set_num_threads(before)
     for name in found[0]:
@@ -107,9 +107,9 @@ def test_the_workspace_limit_changes_no_bit():
     """Rounds of fewer chunks, then fewer threads, and where no thread has room for dq another kernel."""
     shape = (1, 2, 500, 256)  # 0.5 MB of sums a head, and 0.9 MB a thread
     chosen, bits = limited(shape, 512, 4)
-    assert chosen == ROW
+    assert chosen == KERNEL
     for megabytes, threads in ((6, 4), (4, 4), (3, 3), (2, 2), (2, 5)):
-        assert limited(shape, megabytes, threads) == [ROW, bits], megabytes
+        assert limited(shape, megabytes, threads) == [KERNEL, bits], megabytes
     assert limited(shape, 1, 2)[0] == "cpu_ref_backward"
 
 
@@ -118,14 +118,14 @@ def test_pairs_that_are_not_seen_may_hold_anything(isa):
     for extra in (dict(mask="full"), dict(causal="bottom_right"), dict(bias="holes")):
         case = Case(1, 2, 1, 150, 170, 24, dtype="float32", **extra)
         problem = make(case, wrt=("q", "k", "v"))
-        want = run(ROW, problem)
+        want = run(KERNEL, problem)
         seen = seen_pairs(problem)
         for value in (np.nan, np.inf):
             i, j = 77, 140
             for name, at in (("k", (0, 0, j, 3)), ("v", (0, 0, j, 3)), ("q", (0, 1, i, 3)), ("dout", (0, 1, i, 3))):
                 broken = problem.inputs[name].copy()
                 broken[at] = value
-                got = run(ROW, gradients.Problem(case, problem.inputs | {name: broken}, problem.wrt))
+                got = run(KERNEL, gradients.Problem(case, problem.inputs | {name: broken}, problem.wrt))
                 for n, kept in unreached(name, seen, i, j).items():
                     np.testing.assert_array_equal(rows.bits(got[n])[kept], rows.bits(want[n])[kept], f"{extra} {name} d{n}")
 
@@ -157,6 +157,6 @@ def unreached(name, seen, i, j):
 @pytest.mark.parametrize("wrt", [("q",), ("k",), ("v",), ("bias",), ("q", "v")])
 def test_some_gradients_alone_have_the_same_bits(isa, wrt):
     problem = make(Case(1, 4, 2, 150, 300, 48, dtype="float32", bias="full", causal="bottom_right", softcap=3.0))
-    whole, some = run(ROW, problem), run(ROW, gradients.Problem(problem.case, problem.inputs, wrt))
+    whole, some = run(KERNEL, problem), run(KERNEL, gradients.Problem(problem.case, problem.inputs, wrt))
     for name in wrt:
         np.testing.assert_array_equal(rows.bits(some[name]), rows.bits(whole[name]), name)

@@ -1,4 +1,4 @@
-"""The cublas row alone: one tile of Q K^T first, then chunks of bounded workspace and heads that share keys."""
+"""The cublas kernel alone: one tile of Q K^T first, then chunks of bounded workspace and heads that share keys."""
 
 import os
 import re
@@ -13,15 +13,15 @@ import fa_ext
 import rows
 from case import Case
 
-ROW = "cublas"
+KERNEL = "cublas"
 TESTS = Path(__file__).resolve().parent
 
 
 @pytest.fixture(autouse=True)
 def available():
-    if ROW not in fa_ext.kernels():
-        pytest.skip("this build has no cublas row")
-    reason = rows.absent(ROW)
+    if KERNEL not in fa_ext.kernels():
+        pytest.skip("this build has no cublas kernel")
+    reason = rows.absent(KERNEL)
     if reason:
         pytest.skip(reason)
 
@@ -35,7 +35,7 @@ def test_one_tile_of_scores(head_dim):
     k = rng.standard_normal((1, 1, 64, head_dim), np.float32)
     v = np.eye(64, dtype=np.float32)[None, None]
     arrays = (fa_ext.to_device(x) for x in (q, k, v))
-    weights, lse = (fa_ext.to_numpy(x) for x in fa_ext.attention(*arrays, scale=0.125, return_lse=True, kernel=ROW))
+    weights, lse = (fa_ext.to_numpy(x) for x in fa_ext.attention(*arrays, scale=0.125, return_lse=True, kernel=KERNEL))
     scores = np.log(weights.astype(np.float64)) + lse[..., None]
     expected = 0.125 * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2))
     assert scores.shape == (1, 1, 32, 64)
@@ -49,7 +49,7 @@ def test_one_tile_of_scores(head_dim):
 def test_heads_that_share_keys(heads, heads_kv, seq_q, layout):
     """As rows of one product where the strides allow it, as products of their own elsewhere."""
     case = Case(3, heads, heads_kv, seq_q, 70, 64, 48, layout=layout, causal="bottom_right")
-    report = rows.verdict(ROW, case)
+    report = rows.verdict(KERNEL, case)
     assert report, report
 
 
@@ -79,7 +79,7 @@ import fa_ext, rows
 from case import Case
 for name in {names!r}:
     try:
-        report = rows.verdict({ROW!r}, Case.parse(name))
+        report = rows.verdict({KERNEL!r}, Case.parse(name))
     except fa_ext.UnsupportedError as error:
         assert "FA_EXT_WORKSPACE_MB" in str(error), error
         print("refused", error)
@@ -94,7 +94,7 @@ for name in {names!r}:
 
 @pytest.mark.gpu
 def test_too_little_workspace_is_said():
-    done = in_a_process(1, f"import rows; print(rows.verdict({ROW!r}, rows.SIMPLEST))")
+    done = in_a_process(1, f"import rows; print(rows.verdict({KERNEL!r}, rows.SIMPLEST))")
     assert "FA_EXT_WORKSPACE_MB" in done.stderr, done.stdout + done.stderr
 
 

@@ -366,7 +366,7 @@ def test_jax(jax, host, wanted, dtype, tolerance):
     assert isinstance(out, jax.Array) and out.dtype == dtype and lse.dtype == "float32"
     close(out, wanted[0], tolerance)
     masked = fa_ext.attention(*arrays, mask=jax.numpy.ones((33, 33), bool))
-    close(masked, wanted[0], tolerance)  # another row may take it, so not the same bits
+    close(masked, wanted[0], tolerance)  # another kernel may take it, so not the same bits
     with pytest.raises(BufferError, match="out is a JAX array"):
         fa_ext.attention(*arrays, out=out)
 

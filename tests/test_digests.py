@@ -117,11 +117,11 @@ def test_device_code_counts_and_names_do_not(tmp_path):
 
 def test_the_extension_carries_digests_of_all_that_is_built():
     found = _digests.read(Path(_core.__file__))
-    rows = _core.build_info()["kernels"]
-    assert set(found["groups"]) == {*rows, "core"}
+    kernels = _core.build_info()["kernels"]
+    assert set(found["groups"]) == {*kernels, "core"}
     for name, group in found["groups"].items():
         assert "unreadable" not in group and group["host"] and group["compilers"] and group["sources"]
-        assert bool(group["device"]) == (name != "core" and rows[name][0] == "cuda")
+        assert bool(group["device"]) == (name != "core" and kernels[name][0] == "cuda")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF\x02\x01", b"\x7fELF\x02\x01" + b"\xff" * 200, b"no ELF at all"])

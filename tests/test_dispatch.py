@@ -153,10 +153,10 @@ def test_what_is_wrong_is_seen_after_calls_like_it(monkeypatch):
         fa_ext.attention(q, k, v, out=out)
     monkeypatch.undo()
     fa_ext.attention(q, k, v, out=out)
-    gpu = [row for row in fa_ext.kernels() if fa_ext._core.build_info()["kernels"][row][0] == "cuda"]
-    for row in gpu[:1]:
+    gpu = [kernel for kernel in fa_ext.kernels() if fa_ext._core.build_info()["kernels"][kernel][0] == "cuda"]
+    for kernel in gpu[:1]:
         with pytest.raises(fa_ext.UnsupportedError, match="the arrays are on the CPU"):
-            fa_ext.attention(q, k, v, out=out, kernel=row)
+            fa_ext.attention(q, k, v, out=out, kernel=kernel)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_is_wrong_is_seen_after_calls_like_it(monkeypatch):
     [("cpu", ("cpu_ref", "cpu_simd")), pytest.param("cuda", ("minimal", "simt"), marks=pytest.mark.gpu)],
 )
 def test_the_kernel_asked_for_runs(device, kernels, monkeypatch):
-    """Two rows add up in another order: the last bits tell which one ran."""
+    """Two kernels add up in another order: the last bits tell which one ran."""
     if not set(kernels) <= set(fa_ext.kernels()):
         pytest.skip(f"{kernels} are not built")
     arrays = [np.random.default_rng(n).standard_normal((1, 2, 64, 64)).astype(np.float32) for n in range(4)]

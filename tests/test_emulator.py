@@ -45,7 +45,7 @@ def emulated(folder):
             loaded[kernel, tag] = emulator.load(target, kernel)
         return loaded[kernel, tag]
 
-    rows.device_of = lambda row: "cpu" if row in loaded.values() else device_of(row)
+    rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
     yield get
     rows.device_of = device_of
 
@@ -163,9 +163,9 @@ CASES = [
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_forward(emulated, seed, kernel, name):
-    row = emulated(kernel, **FORWARD[kernel])
+    kernel = emulated(kernel, **FORWARD[kernel])
     try:
-        report = rows.verdict(row, Case.parse(name))
+        report = rows.verdict(kernel, Case.parse(name))
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
     assert report, report
@@ -173,8 +173,8 @@ def test_forward(emulated, seed, kernel, name):
 
 def test_a_persistent_kernel_walks_over_several_tiles(emulated, seed, monkeypatch):
     monkeypatch.setenv("FA_EMULATOR_SMS", "2")
-    row = emulated("wgmma_sm90", **FORWARD["wgmma_sm90"])
-    assert rows.verdict(row, Case.parse("B1,H3,S201x260,D64,float16,causal=top_left"))
+    kernel = emulated("wgmma_sm90", **FORWARD["wgmma_sm90"])
+    assert rows.verdict(kernel, Case.parse("B1,H3,S201x260,D64,float16,causal=top_left"))
 
 
 @pytest.mark.slow
@@ -235,25 +235,25 @@ def test_what_is_right_has_no_race(emulated, seed, kernel, options, name):
 
 
 def test_backward_has_no_race(emulated, seed):
-    row = emulated("simt_backward", "races", races=True, **BACKWARD)
+    kernel = emulated("simt_backward", "races", races=True, **BACKWARD)
     name = "B1,H2/1,S33x71,D40/24,float32,bias=full,mask=rows,sinks=float32"
-    assert gradients.verdict(row, gradients.make(Case.parse(name)))
+    assert gradients.verdict(kernel, gradients.make(Case.parse(name)))
 
 
 def test_a_race_is_named_with_both_places(emulated, monkeypatch):
     """The last barrier of the key loop: the next keys are stored while some warps still read values."""
     monkeypatch.setenv("FA_EMULATOR_SEED", "0")
-    row = emulated("simt", "race", races=True, edit=replaced("lane.sync_group();", ";", 3), **FORWARD["simt"])
+    kernel = emulated("simt", "race", races=True, edit=replaced("lane.sync_group();", ";", 3), **FORWARD["simt"])
     with pytest.raises(fa_ext.CudaError, match=r"race: byte \d+ of (.|\n)*simt_\w+\.cuh:\d+(.|\n)*simt_\w+\.cuh:\d+"):
-        rows.verdict(row, Case.parse("B1,H1,S64x200,D64,float16"))
+        rows.verdict(kernel, Case.parse("B1,H1,S64x200,D64,float16"))
 
 
 # ---- kernels that are wrong: each mutant fails under some seed, in the way it should ----
 
 
 def fails_of(emulated, monkeypatch, kernel, tag, edit, name, **options):
-    row = emulated(kernel, tag, edit=edit, **options)
-    return seeds_that_fail(monkeypatch, lambda: rows.verdict(row, Case.parse(name)))
+    kernel = emulated(kernel, tag, edit=edit, **options)
+    return seeds_that_fail(monkeypatch, lambda: rows.verdict(kernel, Case.parse(name)))
 
 
 def test_mutant_last_key_is_not_seen(emulated, monkeypatch):
@@ -298,11 +298,11 @@ def test_mutant_wgmma_that_frees_keys_before_they_are_read(emulated, monkeypatch
 
 def test_mutant_backward_without_a_barrier(emulated, monkeypatch):
     edit = replaced("if (wants_k && wants_v) __syncthreads();", "")
-    row = emulated("simt_backward", "barrier", edit=edit, **BACKWARD)
+    kernel = emulated("simt_backward", "barrier", edit=edit, **BACKWARD)
     problem = gradients.make(Case.parse("B1,H1,S70x70,D64,float32"))
-    assert "wrong" in seeds_that_fail(monkeypatch, lambda: gradients.verdict(row, problem))
+    assert "wrong" in seeds_that_fail(monkeypatch, lambda: gradients.verdict(kernel, problem))
 
 
 def test_mutant_merge_that_writes_an_lse_others_still_read(emulated, monkeypatch):
-    row = emulated("merge", "sync", edit=replaced("__syncwarp();", ""))
-    assert "wrong" in seeds_that_fail(monkeypatch, lambda: merged(row, in_place=True))
+    kernel = emulated("merge", "sync", edit=replaced("__syncwarp();", ""))
+    assert "wrong" in seeds_that_fail(monkeypatch, lambda: merged(kernel, in_place=True))

@@ -150,23 +150,23 @@ def test_importing_the_package_imports_no_framework():
     assert done.stdout.split() == []
 
 
-def test_every_row_has_its_file_or_is_not_in_the_build():
+def test_every_kernel_has_its_file_or_is_not_in_the_build():
     import fa_ext
 
     files = {path.stem: path for path in (*(ROOT / "kernels").glob("*.cu"), *(ROOT / "csrc" / "cpu").glob("*.c"))}
-    listed = _build.listed_rows()
+    listed = _build.kernel_names()
     assert len(listed) == len(set(listed))
     built = fa_ext.kernels() + fa_ext.kernels("backward") + fa_ext.kernels("merge") + fa_ext.kernels("append")
-    assert [row for row in listed if row in built] == list(built), "kernels() is not in the order of kernels.def"
-    for row in built:
-        assert row in files, f"{row} is in the build, but neither kernels/{row}.cu nor csrc/cpu/{row}.c is there"
-        assert f"fa_kernel_{row}" in files[row].read_text(), f"{name(files[row])} does not end in its kernel"
+    assert [kernel for kernel in listed if kernel in built] == list(built), "kernels() is not in the order of kernels.def"
+    for kernel in built:
+        assert kernel in files, f"{kernel} is in the build, but neither kernels/{kernel}.cu nor csrc/cpu/{kernel}.c is there"
+        assert f"fa_kernel_{kernel}" in files[kernel].read_text(), f"{name(files[kernel])} does not end in its kernel"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.cu")) + sorted((ROOT / "csrc" / "cpu").glob("*.c")), ids=name)
-def test_a_row_file_says_what_it_is_and_is_listed(path):
+def test_a_kernel_file_says_what_it_is_and_is_listed(path):
     text = path.read_text()
     if "FA_KERNEL_ABI" not in text:
         return
     assert text.lstrip().startswith(("/*", "//")), f"{name(path)} begins without a header comment"
-    assert path.stem in _build.listed_rows(), f"{name(path)} defines a kernel that csrc/kernels.def does not list"
+    assert path.stem in _build.kernel_names(), f"{name(path)} defines a kernel that csrc/kernels.def does not list"

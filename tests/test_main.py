@@ -1,4 +1,4 @@
-"""``python -m fa_ext``: the table, the JSON, the exit status, and that a broken row is noticed."""
+"""``python -m fa_ext``: the table, the JSON, the exit status, and that a broken kernel is noticed."""
 
 import ctypes
 import io
@@ -25,18 +25,18 @@ def found():
     return json.loads(done.stdout)
 
 
-def test_every_row_is_shown_with_every_stage(found):
-    assert [row["row"] for row in found["rows"]] == list(fa_ext.kernels())
-    for row in found["rows"]:
-        assert list(row["stages"]) == ["build", "load", "launch", "sanity", "correctness", "time"]
-        assert row["status"] in ("ok", "absent") and (row["note"] or row["status"] == "ok")
-        if row["status"] == "ok":
-            assert row["us"] > 0 and 0 <= row["max_abs"] <= row["max_abs_bound"]
+def test_every_kernel_is_shown_with_every_stage(found):
+    assert [kernel["kernel"] for kernel in found["kernels"]] == list(fa_ext.kernels())
+    for kernel in found["kernels"]:
+        assert list(kernel["stages"]) == ["build", "load", "launch", "sanity", "correctness", "time"]
+        assert kernel["status"] in ("ok", "absent") and (kernel["note"] or kernel["status"] == "ok")
+        if kernel["status"] == "ok":
+            assert kernel["us"] > 0 and 0 <= kernel["max_abs"] <= kernel["max_abs_bound"]
 
 
-def test_cpu_rows_run_everywhere(found):
-    cpu = [row for row in found["rows"] if row["device"] == "cpu"]
-    assert cpu and all(row["status"] == "ok" for row in cpu)
+def test_cpu_kernels_run_everywhere(found):
+    cpu = [kernel for kernel in found["kernels"] if kernel["device"] == "cpu"]
+    assert cpu and all(kernel["status"] == "ok" for kernel in cpu)
 
 
 def test_a_chaos_build_says_so(found):
@@ -46,8 +46,8 @@ def test_a_chaos_build_says_so(found):
 
 def test_the_table_is_readable(found):
     text = command.table(found)
-    for row in found["rows"]:
-        assert any(line.startswith(row["row"]) for line in text.splitlines())
+    for kernel in found["kernels"]:
+        assert any(line.startswith(kernel["kernel"]) for line in text.splitlines())
     assert max(map(len, text.splitlines())) < 200
 
 
@@ -80,14 +80,14 @@ def leaves_nan(out):
 
 
 @pytest.mark.parametrize(("how", "stage"), [(raises, "launch"), (leaves_nan, "sanity")])
-def test_a_broken_row_fails_at_its_stage(how, stage):
-    row = fa_ext.kernels()[-1]
-    result = command.check_row(row, "cpu", Package(broken(how)), None)
+def test_a_broken_kernel_fails_at_its_stage(how, stage):
+    kernel = fa_ext.kernels()[-1]
+    result = command.check_kernel(kernel, "cpu", Package(broken(how)), None)
     assert result["status"] == "FAILED" and result["stages"][stage] == "FAILED" and result["note"]
 
 
 @pytest.mark.parametrize(("seconds", "size"), [(0, command.TIMED), (2 * command.SLOW, command.SMALL)])
-def test_a_slow_row_is_checked_on_a_smaller_problem(seconds, size, monkeypatch):
+def test_a_slow_kernel_is_checked_on_a_smaller_problem(seconds, size, monkeypatch):
     def attention(q, k, v, **options):
         seen.append(q.shape)
         time.sleep(seconds)
@@ -95,7 +95,7 @@ def test_a_slow_row_is_checked_on_a_smaller_problem(seconds, size, monkeypatch):
 
     seen, shown = [], []
     monkeypatch.setattr(command, "SLOW", command.SLOW if seconds else 60)
-    result = command.check_row(fa_ext.kernels()[0], "cpu", Package(attention), None, shown.append)
+    result = command.check_kernel(fa_ext.kernels()[0], "cpu", Package(attention), None, shown.append)
     assert result["status"] == "ok" and result["input"] == command.name_of(size)
     assert ("at S128" in result["stages"]["time"]) is (size is command.SMALL)
     assert seen[0][2] == 128 and {shape[2] for shape in seen[3:]} == {size["seq_q"]}
@@ -114,11 +114,11 @@ def test_progress_is_one_line_of_a_terminal(monkeypatch):
             return True
 
     terminal, pipe = Terminal(), io.StringIO()
-    monkeypatch.setattr(command, "check_row", lambda row, *_: _[-1]("launch") or {"row": row, "status": "ok"})
+    monkeypatch.setattr(command, "check_kernel", lambda kernel, *_: _[-1]("launch") or {"kernel": kernel, "status": "ok"})
     monkeypatch.setattr(sys, "stderr", terminal)
     command.survey()
     names = fa_ext.kernels()
-    lines = [f"fa_ext: {row}, {number} of {len(names)} rows: launch" for number, row in enumerate(names, 1)]
+    lines = [f"fa_ext: {kernel}, {number} of {len(names)} kernels: launch" for number, kernel in enumerate(names, 1)]
     assert terminal.getvalue() == "".join(f"\r\x1b[K{line}" for line in [*lines, ""])
     monkeypatch.setattr(sys, "stderr", pipe)
     command.survey()
@@ -126,18 +126,18 @@ def test_progress_is_one_line_of_a_terminal(monkeypatch):
 
 
 def test_a_wrong_result_fails_at_correctness(monkeypatch):
-    row = fa_ext.kernels()[-1]
+    kernel = fa_ext.kernels()[-1]
     package = Package(fa_ext.attention)
     package.verify = lambda q, k, v, **options: fa_ext.verify(q, k, np.zeros_like(v), **options).__class__(
         **{**fa_ext.verify(q, k, v, **options).as_dict(), "passed": False, "failures": ("max |error| 1 is over 0.1",)}
     )
-    result = command.check_row(row, "cpu", package, None)
+    result = command.check_kernel(kernel, "cpu", package, None)
     assert result["status"] == "FAILED" and result["stages"]["correctness"] == "FAILED"
     assert "over" in result["note"] and result["stages"]["time"] == "-"
 
 
 def test_a_missing_device_is_no_failure():
-    result = command.check_row("simt", "cuda", fa_ext, "no NVIDIA driver")
+    result = command.check_kernel("simt", "cuda", fa_ext, "no NVIDIA driver")
     assert result["status"] == "absent" and result["note"] == "no NVIDIA driver"
 
 
@@ -146,26 +146,26 @@ def test_what_a_refusal_is_about(answer, status):
     package = Package(fa_ext.attention)
     package.to_device = lambda x: x
     package._core = SimpleNamespace(answers=lambda *arrays, **options: {"simt": (answer, "because", None)})
-    result = command.check_row("simt", "cuda", package, None)
+    result = command.check_kernel("simt", "cuda", package, None)
     assert result["status"] == status and result["note"] == "because"
 
 
 def outcome(*states):
-    return command.passes([{"row": "simt", "status": state} for state in states])
+    return command.passes([{"kernel": "simt", "status": state} for state in states])
 
 
-def test_a_row_that_refuses_fails_and_so_does_a_build_that_can_run_none():
+def test_a_kernel_that_refuses_fails_and_so_does_a_build_that_can_run_none():
     assert outcome("ok") and outcome("absent", "ok")
     assert not outcome("ok", "refuses") and not outcome("ok", "FAILED")
     assert not outcome() and not outcome("absent")
 
 
-def test_a_build_without_rows_says_so(found, monkeypatch, capsys):
+def test_a_build_without_kernels_says_so(found, monkeypatch, capsys):
     monkeypatch.setattr(fa_ext, "kernels", lambda: ())
     assert command.main([]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "FAILED: this build has no row"
-    absent = found | {"rows": [found["rows"][-1] | {"status": "absent"}], "passed": False}
-    assert command.table(absent).splitlines()[-1] == "FAILED: no row of this build can run here"
+    assert capsys.readouterr().out.splitlines()[-1] == "FAILED: this build has no kernel"
+    absent = found | {"kernels": [found["kernels"][-1] | {"status": "absent"}], "passed": False}
+    assert command.table(absent).splitlines()[-1] == "FAILED: no kernel of this build can run here"
 
 
 def test_the_cpu_is_named(found):
@@ -209,7 +209,7 @@ def test_an_interrupt_is_quiet(monkeypatch, capsys):
 
 def test_exit_status_is_1_when_a_row_fails(found, monkeypatch, capsys):
     survey = json.loads(json.dumps(found))
-    survey["rows"][0] |= {"status": "FAILED", "note": "because"}
+    survey["kernels"][0] |= {"status": "FAILED", "note": "because"}
     survey["passed"] = False
     monkeypatch.setattr(command, "survey", lambda: survey)
     assert command.main([]) == 1

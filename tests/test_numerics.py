@@ -83,22 +83,22 @@ def test_some_mistake_would_pass_if_only_one_input_were_tried(name):
 
 @pytest.mark.parametrize("amplitude", large_logits.AMPLITUDES)
 @pytest.mark.parametrize("head_dim", large_logits.HEAD_DIMS)
-def test_large_scores_stay_within_the_bounds(row, head_dim, amplitude):
-    if row in rows.LIBRARY_SUMS:
+def test_large_scores_stay_within_the_bounds(forward, head_dim, amplitude):
+    if forward in rows.LIBRARY_SUMS:
         pytest.skip("the order of its sums is not ours")
     try:
-        counted = large_logits.count([row], range(8), head_dim, amplitude)[row]
+        counted = large_logits.count([forward], range(8), head_dim, amplitude)[forward]
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
     assert counted.seeds == 8 and not counted.over, counted
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_large_scores_of_halves_stay_within_the_bounds(row, dtype):
+def test_large_scores_of_halves_stay_within_the_bounds(forward, dtype):
     amplitude = 40 if dtype == "float16" else 90  # scores of some 8,000
     for head_dim in large_logits.HEAD_DIMS:
         try:
-            counted = large_logits.count([row], range(8), head_dim, amplitude, dtype)[row]
+            counted = large_logits.count([forward], range(8), head_dim, amplitude, dtype)[forward]
         except fa_ext.UnsupportedError as error:
             pytest.skip(str(error))
         assert counted.seeds == 8 and not counted.over, (head_dim, counted)

@@ -1,4 +1,4 @@
-"""Random shapes, strides, dtypes and options against float64, on the CPU rows, with counterexamples that shrink."""
+"""Random shapes, strides, dtypes and options against float64, on the CPU kernels, with counterexamples that shrink."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from case import BIASES, DTYPES, MASKS, SINKS, STRIDES, VALUES, Case
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
-CPU_ROWS = [row for row in fa_ext.kernels() if rows.device_of(row) == "cpu"]
+CPU_KERNELS = [kernel for kernel in fa_ext.kernels() if rows.device_of(kernel) == "cpu"]
 LONGEST = {"cpu_ref": 60}
 
 
@@ -40,7 +40,7 @@ def problems(draw, longest):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CPU_ROWS)
+@pytest.mark.parametrize("name", CPU_KERNELS)
 def test_any_problem_agrees_with_float64(name):
     @hypothesis.given(problems(LONGEST.get(name, 200)))
     def check(case):
@@ -52,7 +52,7 @@ def test_any_problem_agrees_with_float64(name):
     check()
 
 
-@pytest.mark.parametrize("name", CPU_ROWS)
+@pytest.mark.parametrize("name", CPU_KERNELS)
 def test_permuting_the_keys_changes_little(name):
     @hypothesis.given(problems(60).filter(lambda c: c.seq_k > 1 and c.dtype == "float32"), st.randoms())
     def check(case, random):
@@ -70,7 +70,7 @@ def test_permuting_the_keys_changes_little(name):
     check()
 
 
-@pytest.mark.parametrize("name", CPU_ROWS)
+@pytest.mark.parametrize("name", CPU_KERNELS)
 def test_splitting_the_queries_changes_nothing_but_rounding(name):
     @hypothesis.given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 64), st.booleans())
     def check(seq_q, seq_k, head_dim, masked):

@@ -60,14 +60,14 @@ def test_the_largest_bias_and_sink_that_count_are_those_that_it_names(dtype):
     wide = "f8" if dtype == "float64" else "f4"
     q, keys, values = np.zeros((1, 1, 2, 8), dtype), np.zeros((1, 1, 3, 8), dtype), np.ones((1, 1, 3, 8), dtype)
     values[0, 0, 1] = 4
-    for row in fa_ext.kernels():
-        if fa_ext._core.build_info()["kernels"][row][0] == "cuda":
+    for kernel in fa_ext.kernels():
+        if fa_ext._core.build_info()["kernels"][kernel][0] == "cuda":
             continue
         for given in (np.finfo(wide).min, np.finfo(wide).max, -limit * 1.01, limit * 0.5):
             counts = np.clip(given, -limit, limit)
             given = np.array([[given]], wide)
-            out, lse = fa_ext.attention(q, keys, values, bias=given, kernel=row, return_lse=True)
+            out, lse = fa_ext.attention(q, keys, values, bias=given, kernel=kernel, return_lse=True)
             np.testing.assert_allclose(lse, counts, rtol=1e-5)
             np.testing.assert_allclose(out, 2, rtol=1e-3)
-            lse = fa_ext.attention(q, keys[:, :, :0], values[:, :, :0], sinks=given[0], kernel=row, return_lse=True)[1]
+            lse = fa_ext.attention(q, keys[:, :, :0], values[:, :, :0], sinks=given[0], kernel=kernel, return_lse=True)[1]
             np.testing.assert_allclose(lse, counts, rtol=1e-5)

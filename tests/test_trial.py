@@ -40,7 +40,7 @@ def emulated(tmp_path_factory):
             loaded[key] = emulator.load(target, kernel)
         return loaded[key]
 
-    rows.device_of = lambda row: "cpu" if row in loaded.values() else device_of(row)
+    rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
     yield get
     rows.device_of = device_of
 
@@ -64,4 +64,4 @@ def test_every_one_is_described():
     text = (TRIAL / "README.md").read_text()
     kernels = sorted(path.stem for path in TRIAL.glob("*.cu"))
     assert kernels == sorted(INSTANCES) and all(f"| `{kernel}` |" in text for kernel in kernels)
-    assert not set(kernels) & set(_build.listed_rows())
+    assert not set(kernels) & set(_build.kernel_names())

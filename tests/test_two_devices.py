@@ -146,17 +146,17 @@ def test_an_input_filled_by_a_stream_of_the_other_device(torch, host, wanted):
     close(out, wanted)
 
 
-def test_each_row_on_both_devices(cuda_row, host):
+def test_each_kernel_on_both_devices(cuda_forward, host):
     """Kernels, shared memory, workspace and libraries are set up for each device."""
     kinds = [array.astype(np.float32) for array in host], host
     outs = {}
     for arrays in kinds:
         try:
-            fa_ext.attention(*(fa_ext.to_device(array) for array in arrays), kernel=cuda_row)
+            fa_ext.attention(*(fa_ext.to_device(array) for array in arrays), kernel=cuda_forward)
         except fa_ext.UnsupportedError:
             continue
         for index in (0, 1, 0, 1):
-            out = fa_ext.attention(*(fa_ext.to_device(array, device=index) for array in arrays), kernel=cuda_row)
+            out = fa_ext.attention(*(fa_ext.to_device(array, device=index) for array in arrays), kernel=cuda_forward)
             bits = fa_ext.to_numpy(out).tobytes()
             assert outs.setdefault(arrays[0].dtype, bits) == bits
     assert outs

@@ -1,4 +1,4 @@
-"""``fa_ext.verify``: same arguments as the call, outputs poisoned first, a report that names the row that ran."""
+"""``fa_ext.verify``: same arguments as the call, outputs poisoned first, a report that names the kernel that ran."""
 
 import numpy as np
 import pytest
@@ -24,9 +24,9 @@ def test_every_dtype_and_layout(layout, dtype):
     assert report.max_abs <= report.max_abs_bound and report.lse_max_abs <= report.lse_bound
 
 
-def test_a_forced_row_is_named_and_refusals_are_raised():
-    row = fa_ext.kernels()[-1]
-    assert fa_ext.verify(**arguments(), kernel=row).kernel == row
+def test_a_forced_kernel_is_named_and_refusals_are_raised():
+    kernel = fa_ext.kernels()[-1]
+    assert fa_ext.verify(**arguments(), kernel=kernel).kernel == kernel
     with pytest.raises(ValueError, match="nothing_like_it"):
         fa_ext.verify(**arguments(), kernel="nothing_like_it")
     with pytest.raises(ValueError, match="causal"):
@@ -127,10 +127,10 @@ def test_a_refused_call_raises_what_attention_raises_and_writes_nothing(change, 
         np.testing.assert_array_equal(given[name], x)
 
 
-def test_outputs_survive_a_forced_row_that_refuses():
-    cuda = [row for row in fa_ext.kernels() if fa_ext._core.build_info()["kernels"][row][0] == "cuda"]
+def test_outputs_survive_a_forced_kernel_that_refuses():
+    cuda = [kernel for kernel in fa_ext.kernels() if fa_ext._core.build_info()["kernels"][kernel][0] == "cuda"]
     if not cuda:
-        pytest.skip("no CUDA row is built")
+        pytest.skip("no CUDA kernel is built")
     q, k, v = plain()
     out = np.full_like(q, 3)
     with pytest.raises(fa_ext.UnsupportedError, match=cuda[0]):
@@ -161,9 +161,9 @@ def test_inputs_are_left_alone():
 
 def test_nan_at_hidden_keys_and_at_visible_ones():
     assert fa_ext.verify(**arguments(values="nan_outside", causal="top_left"))
-    for row in fa_ext.kernels():
+    for kernel in fa_ext.kernels():
         try:
-            report = fa_ext.verify(**arguments(values="nan_tail", causal="bottom_right"), kernel=row)
+            report = fa_ext.verify(**arguments(values="nan_tail", causal="bottom_right"), kernel=kernel)
         except (fa_ext.UnsupportedError, fa_ext.CudaError):
             continue
         assert report, str(report)

@@ -44,17 +44,17 @@ def bands(seq_q, seq_k):
 
 
 @pytest.mark.parametrize(("seq_q", "seq_k"), SMALL + TILES)
-def test_every_query_sees_the_keys_of_its_band(row, seq_q, seq_k):
+def test_every_query_sees_the_keys_of_its_band(forward, seq_q, seq_k):
     """All scores are 0 and the values a unit matrix, so that a weight is 1 / (keys seen), or 0."""
     dim = 16 if seq_q <= 5 else 128
     q, k = np.zeros((1, 1, seq_q, dim), np.float16), np.zeros((1, 1, seq_k, dim), np.float16)
     v = np.eye(seq_k, dim, dtype=np.float16)[None, None]
-    library = rows.library_for(row, rows.SIMPLEST)
+    library = rows.library_for(forward, rows.SIMPLEST)
     q, k, v = (place(x, library) for x in (q, k, v))
     taken = 0
     for causal, window in bands(seq_q, seq_k):
         try:
-            out, lse = fa_ext.attention(q, k, v, causal=causal, window=window, return_lse=True, kernel=row)
+            out, lse = fa_ext.attention(q, k, v, causal=causal, window=window, return_lse=True, kernel=forward)
         except fa_ext.UnsupportedError:
             continue
         taken += 1
@@ -63,17 +63,17 @@ def test_every_query_sees_the_keys_of_its_band(row, seq_q, seq_k):
         np.testing.assert_array_equal(rows.to_host(out)[0, 0, :, :seq_k] > 0, seen, message)
         with np.errstate(divide="ignore"):
             np.testing.assert_allclose(rows.to_host(lse)[0, 0], np.log(seen.sum(axis=1)), atol=1e-3, err_msg=message)
-    assert taken or rows.listed_name(row) == "wgmma_split_sm90"
+    assert taken or rows.listed_name(forward) == "wgmma_split_sm90"
 
 
 @pytest.mark.parametrize("option", ["causal", "window", "mask"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_nan_makes_nan_of_its_tile_or_nothing(row, dtype, option):
+def test_a_nan_makes_nan_of_its_tile_or_nothing(forward, dtype, option):
     """A key of NaN and a value of infinity are seen by some queries. The others get the right result or, in the same
     tile, NaN; never a wrong number. Queries hundreds of rows away are in another tile."""
     case = Case(1, 2, 1, 700, 700, 64, dtype=dtype)
     try:
-        library = rows.library_for(row, case)
+        library = rows.library_for(forward, case)
     except Unplaceable as error:
         pytest.skip(str(error))
     inputs = case.host_inputs()
@@ -86,7 +86,7 @@ def test_a_nan_makes_nan_of_its_tile_or_nothing(row, dtype, option):
     truth = reference.attention(**inputs)[0]
     placed = {n: place(x, library) if isinstance(x, np.ndarray) else x for n, x in inputs.items()}
     try:
-        out = rows.to_host(fa_ext.attention(**placed, kernel=row)).astype(np.float64)
+        out = rows.to_host(fa_ext.attention(**placed, kernel=forward)).astype(np.float64)
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
     finite = np.isfinite(truth)
@@ -95,36 +95,36 @@ def test_a_nan_makes_nan_of_its_tile_or_nothing(row, dtype, option):
     right = np.abs(np.where(finite, out - truth, 0)) < (3e-2 if dtype == "bfloat16" else 4e-3)
     assert (right | np.isnan(out))[finite].all(), "a NaN that a query does not see makes a wrong number of its result"
     # A mask's tiles all hold queries that see the keys; cublas multiplies whole rows of weights.
-    if option != "mask" and rows.listed_name(row) != "cublas":
+    if option != "mask" and rows.listed_name(forward) != "cublas":
         assert right[:, :, :80].all(), "a NaN spreads beyond its tile"
 
 
-def test_any_byte_but_zero_is_a_true_mask(row):
+def test_any_byte_but_zero_is_a_true_mask(forward):
     """A boolean array may be a view of bytes that are neither 0 nor 1."""
     case = Case(1, 2, 1, 130, 140, 64, mask="full")
     inputs = case.host_inputs()
     some = np.random.default_rng(0).choice(np.array([1, 2, 4, 128, 255], np.uint8), inputs["mask"].shape)
-    library = rows.library_for(row, case)
+    library = rows.library_for(forward, case)
     placed = {n: place(x, library) for n, x in inputs.items()}
     odd = place((inputs["mask"] * some).view(bool), library)
     try:
-        wanted = fa_ext.attention(**placed, kernel=row)
+        wanted = fa_ext.attention(**placed, kernel=forward)
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
-    given = fa_ext.attention(**placed | {"mask": odd}, kernel=row)
+    given = fa_ext.attention(**placed | {"mask": odd}, kernel=forward)
     np.testing.assert_array_equal(rows.bits(given), rows.bits(wanted))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [3e4, 1e-4])
-def test_a_scale_far_from_one(row, dtype, scale):
-    """Large and small scales with inputs that make up for them; what a row must accept reaches up to 1e30."""
+def test_a_scale_far_from_one(forward, dtype, scale):
+    """Large and small scales with inputs that make up for them; what a kernel must accept reaches up to 1e30."""
     case = Case(1, 2, 1, 130, 140, 64, dtype=dtype, scale=scale, values="tiny" if scale > 1 else "large")
     try:
-        report = rows.verdict(row, case)
+        report = rows.verdict(forward, case)
     except Unplaceable as error:
         pytest.skip(str(error))
     except fa_ext.UnsupportedError as error:
-        assert not cases.must_accept(rows.listed_name(row), case), error
+        assert not cases.must_accept(rows.listed_name(forward), case), error
         pytest.skip(str(error))
     assert report, str(report)

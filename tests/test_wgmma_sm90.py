@@ -1,4 +1,4 @@
-"""The wgmma_sm90 row alone: the stale maximum, more tiles than multiprocessors, skipped key blocks, softcap, what it refuses."""
+"""The wgmma_sm90 kernel alone: the stale maximum, more tiles than multiprocessors, skipped key blocks, softcap, what it refuses."""
 
 import pytest
 
@@ -6,21 +6,21 @@ import fa_ext
 import rows
 from case import Case
 
-ROW = "wgmma_sm90"
+KERNEL = "wgmma_sm90"
 HEAD_DIMS = (64, 96, 128, 192, 256)  # one configuration each; 40 and 136 run padded
 
 
 @pytest.fixture(autouse=True)
 def available():
-    if ROW not in fa_ext.kernels():
-        pytest.skip("this build has no wgmma_sm90 row")
-    reason = rows.absent(ROW)
+    if KERNEL not in fa_ext.kernels():
+        pytest.skip("this build has no wgmma_sm90 kernel")
+    reason = rows.absent(KERNEL)
     if reason:
         pytest.skip(reason)
 
 
 def accept(case):
-    report = rows.verdict(ROW, case)
+    report = rows.verdict(KERNEL, case)
     assert report, report
 
 
@@ -70,4 +70,4 @@ def test_softcap_of_small_and_large_scores(head_dim, softcap, scale):
 )  # fmt: skip
 def test_refusals_are_words(change, word):
     with pytest.raises(fa_ext.UnsupportedError, match=word):
-        rows.verdict(ROW, Case(**{**dict(batch=1, heads=2, seq_q=64, head_dim=64), **change}))
+        rows.verdict(KERNEL, Case(**{**dict(batch=1, heads=2, seq_q=64, head_dim=64), **change}))

@@ -1,4 +1,4 @@
-"""The wmma row alone: its wide block shape, which the contract's small calls do not reach.
+"""The wmma kernel alone: its wide block shape, which the contract's small calls do not reach.
 
 With ``batch_invariant`` the shape follows from seq_k alone, so that 1024 keys are enough to get the wide one.
 """
@@ -9,7 +9,7 @@ import fa_ext
 import rows
 from case import Case
 
-ROW = "wmma"
+KERNEL = "wmma"
 
 WIDE = (
     Case(1, 2, 1, 200, 1024, 64),
@@ -29,9 +29,9 @@ WIDE = (
 
 @pytest.fixture(autouse=True)
 def available():
-    if ROW not in fa_ext.kernels():
-        pytest.skip("this build has no wmma row")
-    reason = rows.absent(ROW)
+    if KERNEL not in fa_ext.kernels():
+        pytest.skip("this build has no wmma kernel")
+    reason = rows.absent(KERNEL)
     if reason:
         pytest.skip(reason)
 
@@ -39,5 +39,5 @@ def available():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_wide_shape(case):
-    report = rows.verdict(ROW, case, batch_invariant=True)
+    report = rows.verdict(KERNEL, case, batch_invariant=True)
     assert report, report

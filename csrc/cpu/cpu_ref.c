@@ -4,7 +4,7 @@
  * / (sum_j exp(s_j - m) + exp(sink - m))
  *
  * Every sum is float64, whatever the dtype. Excluded keys are skipped, so that what they hold never matters to the row.
- * Takes everything the API accepts on the CPU; the safety net under the faster CPU rows. One thread.
+ * Takes everything the API accepts on the CPU; the safety net under the faster CPU kernels. One thread.
  */
 #include <math.h>
 #include <stdlib.h>

@@ -11,7 +11,7 @@
  * double. The best one this CPU has is taken; FA_EXT_CPU_ISA=avx512|avx2|generic in the environment, as it is when
  * fa_ext is imported, forces one.
  *
- * Bench: python -m bench measure --preset cpu --rows cpu_simd
+ * Bench: python -m bench measure --preset cpu --kernels cpu_simd
  *
  * @beside simd_isa.c
  * @flags -ffp-contract=fast

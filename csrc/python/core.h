@@ -409,7 +409,7 @@ int fa_capsules_add(PyObject *module, fa_context *context);
 /* copy.c */
 PyObject *fa_to_numpy(PyObject *module, PyObject *object);
 
-/* rows.c */
+/* kernels.c */
 PyObject *fa_loaded_kernels(PyObject *module, PyObject *unused);
 PyObject *fa_build_info(PyObject *module, PyObject *unused);
 PyObject *fa_cpu_info(PyObject *module, PyObject *unused);

@@ -62,7 +62,7 @@ def adopt(libraries):
         fa_ext.kernels = listed
 
     fa_ext.kernels = kernels
-    rows.device_of = lambda row: "cpu" if row in loaded else device_of(row)
+    rows.device_of = lambda kernel: "cpu" if kernel in loaded else device_of(kernel)
     return loaded, restore
 
 
