@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
     return y;
 }
 
-/* What a lane knows of one of its rows. */
+/* What a row sees. */
 struct LaneRow {
     int begin, end; // keys that it sees
     int position;
@@ -35,8 +35,13 @@ template <class C> struct Rows {
     static constexpr int kSteps = C::kColumns / 16;
 
     uint32_t query[kSteps][C::kRowTiles][2]; // Q^T, operand b
-    LaneRow row[C::kLaneRows];
-    int common_begin, common_end; // keys that every row of the warp sees
+    LaneRow *row;                            // of the warp, in shared memory
+    int common_begin, common_end;            // keys that every row of the warp sees
+
+    /* The lane's row r. */
+    __device__ __forceinline__ const LaneRow &own(int r) const {
+        return row[r / 2 * 8 + 2 * (threadIdx.x % 4) + r % 2];
+    }
 
     /* The warp's rows of a job. `first`: the first one among the rows of the sequence and kv head. */
     __device__ __forceinline__ void load(const Params &params, const fa_entry &entry, int b, int kv_head, int first) {
@@ -57,30 +62,28 @@ template <class C> struct Rows {
                         exists && column < p.head_dim ? *reinterpret_cast<const uint32_t *>(from + column) : 0;
                 }
         }
+        // Lane l takes row l.
+        const int index = first + lane;
+        LaneRow mine = {0, 0, 0, 0.0f};
         common_begin = 0, common_end = INT32_MAX;
-#pragma unroll
-        for (int r = 0; r < C::kLaneRows; ++r) {
-            const int index = first + r / 2 * 8 + 2 * (lane % 4) + r % 2;
-            row[r] = {0, 0, 0, 0.0f};
-            if (index >= count) continue;
+        if (lane < C::kWarpRows && index < count) {
             const RowPlace at = row_place(params, b, kv_head, entry.first_q, index);
             const int64_t position = fa_position(&entry, at.query - entry.first_q);
             const fa_span seen = fa_row_keys(&entry, p.left, p.right, position);
-            row[r].begin = static_cast<int>(fa_clamp(seen.begin, 0, entry.seq_k));
-            row[r].end = static_cast<int>(fa_clamp(seen.end, 0, entry.seq_k));
-            row[r].position = static_cast<int>(position);
+            mine.begin = static_cast<int>(fa_clamp(seen.begin, 0, entry.seq_k));
+            mine.end = static_cast<int>(fa_clamp(seen.end, 0, entry.seq_k));
+            mine.position = static_cast<int>(position);
             if (params.alibi.data) {
                 const float slope = static_cast<const float *>(
                     params.alibi.data)[b * params.alibi.stride[0] + at.head * params.alibi.stride[1]];
-                row[r].slope = fabsf(slope) < INFINITY ? slope : NAN;
+                mine.slope = fabsf(slope) < INFINITY ? slope : NAN;
             }
-            common_begin = max(common_begin, row[r].begin), common_end = min(common_end, row[r].end);
+            common_begin = mine.begin, common_end = mine.end;
         }
-#pragma unroll
-        for (int by = 1; by < 4; by *= 2) {
-            common_begin = max(common_begin, __shfl_xor_sync(~0u, common_begin, by));
-            common_end = min(common_end, __shfl_xor_sync(~0u, common_end, by));
-        }
+        __syncwarp();
+        if (lane < C::kWarpRows) row[lane] = mine;
+        __syncwarp();
+        common_begin = __reduce_max_sync(~0u, common_begin), common_end = __reduce_min_sync(~0u, common_end);
     }
 };
 
@@ -146,17 +149,17 @@ template <class C> struct Chunk {
             each([&](float &x, int, int) { x = __fmul_rn(x, params.score.scale_log2); });
         if (params.alibi.data)
             each([&](float &x, int at, int r) {
-                const int here = key + at, position = rows.row[r].position;
+                const int here = key + at, position = rows.own(r).position;
                 const uint32_t distance =
                     position >= here ? uint32_t(position) - uint32_t(here) : uint32_t(here) - uint32_t(position);
-                const float taken = __fmul_rn(rows.row[r].slope, static_cast<float>(distance));
+                const float taken = __fmul_rn(rows.own(r).slope, static_cast<float>(distance));
                 const float bounded = fminf(fmaxf(taken, -FA_LIMIT), FA_LIMIT);
                 x = add_bias(x, taken == taken ? -bounded : taken);
             });
         if (~valid || first < rows.common_begin || first + kTileKeys > rows.common_end) {
             const uint64_t mine = valid >> threadIdx.x % 32 / 4;
             each([&](float &x, int at, int r) {
-                const bool seen = key + at >= rows.row[r].begin && key + at < rows.row[r].end && (mine >> at & 1);
+                const bool seen = key + at >= rows.own(r).begin && key + at < rows.own(r).end && (mine >> at & 1);
                 x = seen ? x : -INFINITY;
             });
         }

@@ -92,9 +92,8 @@ template <class C> struct ClusterSink {
     uint64_t *arrived;
     int slot, rows; // the next one; rows of the job
 
-    __device__ __forceinline__ void begin(const Walk<C> &) const {}
     __device__ __forceinline__ bool folds(const Walk<C> &) const { return false; }
-    __device__ __forceinline__ void fold_total(const Chunk<C> &) const {}
+    __device__ __forceinline__ void fold_total(const Chunk<C> &, bool) const {}
 
     __device__ __forceinline__ void emit(const Chunk<C> &x, bool) {
         const uint32_t barrier = smem_address(arrived);
@@ -120,7 +119,7 @@ template <class C> struct ClusterSink {
         }
         ++slot;
     }
-    __device__ __forceinline__ void end(const Walk<C> &, const Sequence &, Chunk<C> &group, bool open) {
+    __device__ __forceinline__ void end(Chunk<C> &group, bool open, bool) {
         if (open) emit(group, true);
     }
 };
@@ -209,8 +208,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_cluster_sm90_kernel(cons
     const int64_t cost = job.last_tile() - job.first_tile() + kJobCost;
     const int worker = rank * C::kTeams + ring.team, workers = params.cluster * C::kTeams;
     job.begin = cost * worker / workers, job.end = cost * (worker + 1) / workers;
-    Walk<C> ahead = job;
-    const bool more = start(params, ring, ahead);
+    Notes<C> *notes = shared.notes();
+    Tile ahead;
+    const bool more = start(params, ring, job, notes, ahead);
 
     const Sequence sequence = sequence_of<C>(params, job.b, job.before_q, job.before_k);
     const int rows = static_cast<int>(sequence.entry.seq_q) * params.group;
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_cluster_sm90_kernel(cons
     __syncthreads();
     cluster_wait();
     ClusterSink<C> sink{params, ring, landing, shared.arrived(), landing.worker_first()[worker], rows};
-    attend<C>(params, ring, job, ahead, more, sink);
+    attend<C>(params, ring, notes, ahead, more, sink);
     if (rank == 0 && threadIdx.x < 32) {
         write_nothing<typename C::T>(params, job.b, job.head, sequence.entry.first_q + sequence.entry.seq_q,
                                      sequence.rows_end);

@@ -33,11 +33,12 @@ template <class T_, int Columns, int RowTiles, int Team> struct Config {
     static constexpr int kRingBytes = 128 * 1024;
     static constexpr int kStages = kRingBytes / (2 * kTileBytes * kTeams); // of a team, each K and V
     static constexpr int kUnits = Columns / 8;                             // of 8 columns of the output
-    static constexpr int kTotalBytes = kWarps * kWarpRows * Columns * 4;
+    static constexpr int kTotalBytes = kWarps * (kWarpRows * Columns * 4 + kLaneRows * 32 * 8);
     static constexpr int kBarriers = kTeams * kStages * 2 + 1;
     static constexpr int kValidWords = kTeams * kStages;
     static constexpr int kControlBytes = (kBarriers + kValidWords) * 8;
-    static constexpr int kScratchBytes = kWarps * 64; // of scans; places where workers begin
+    static constexpr int kNotesBytes = 768;                          // of a warp
+    static constexpr int kScratchBytes = kWarps * kNotesBytes + 512; // and for dealing work out
     static constexpr int kSharedBytes = kRingBytes + kTotalBytes + kControlBytes + kScratchBytes;
 
     static_assert(Columns % 64 == 0 && kStages >= 1);

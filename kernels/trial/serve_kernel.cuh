@@ -12,6 +12,14 @@
 
 namespace fa::sm90::serve {
 
+/* What a warp writes down: what is the same in all its lanes and seldom read. */
+template <class C> struct Notes {
+    Walk<C> work, ahead; // the job at hand; that of the next tile to ask for
+    Sequence sequence;   // of the job at hand
+    Record record;
+    LaneRow row[C::kWarpRows];
+};
+
 /* Where a thread's part of shared memory lies: the ring, then barriers, valid words, scratch, then what a form needs.
  */
 template <class C> struct Shared {
@@ -20,6 +28,11 @@ template <class C> struct Shared {
     __device__ __forceinline__ uint64_t *arrived() const { return barriers() + C::kBarriers - 1; }
     __device__ __forceinline__ uint64_t *valid() const { return barriers() + C::kBarriers; }
     __device__ __forceinline__ char *scratch() const { return base + C::kRingBytes + C::kControlBytes; }
+    __device__ __forceinline__ Notes<C> *notes() const { // of this warp
+        static_assert(sizeof(Notes<C>) <= C::kNotesBytes);
+        return reinterpret_cast<Notes<C> *>(scratch() + threadIdx.x / 32 * C::kNotesBytes);
+    }
+    __device__ __forceinline__ char *dealing() const { return scratch() + C::kWarps * C::kNotesBytes; }
     __device__ __forceinline__ char *own() const { return scratch() + C::kScratchBytes; }
 
     __device__ __forceinline__ Ring<C> ring(const Params &params) const {
@@ -39,22 +52,30 @@ template <class C> struct Shared {
  * a group or group so far if it opens one), fold_total(state) a whole group of a job that begins here, end(...) what is
  * left when a part of a job is done. */
 template <class C, class Sink>
-__device__ __forceinline__ void attend(const Params &params, Ring<C> ring, Walk<C> work, Walk<C> ahead, bool more,
+__device__ __forceinline__ void attend(const Params &params, Ring<C> ring, Notes<C> *notes, Tile ahead, bool more,
                                        Sink &sink) {
     int stage = 0;
     uint32_t parity = 0;
-    for (bool any = work.find(params); any; any = work.next(params)) {
-        const Sequence sequence = sequence_of<C>(params, work.b, work.before_q, work.before_k);
+    for (;;) {
+        Walk<C> work = notes->work;
+        if (!work.find(params)) break;
         Rows<C> rows;
-        rows.load(params, sequence.entry, work.b, work.head, work.block * C::kRows + ring.member * C::kWarpRows);
-        sink.begin(work);
+        {
+            const Sequence sequence = sequence_of<C>(params, work.b, work.before_q, work.before_k);
+            rows.row = notes->row;
+            rows.load(params, sequence.entry, work.b, work.head, work.block * C::kRows + ring.member * C::kWarpRows);
+            note(&notes->sequence, sequence);
+            note(&notes->work, work);
+        }
+        const bool folds = sink.folds(work);
+        const int shift = work.shift, first_tile = work.first_tile(), last_tile = work.last_tile();
+        const int first_chunk = work.first_chunk(), last_chunk = work.chunk_end;
         Chunk<C> group, chunk;
-        bool open = false; // the group holds a chunk
+        bool open = false, total = false; // the group holds a chunk; there is a total
         if (work.empty()) group.clear();
 #pragma unroll 1
-        for (int k = work.chunk; k < work.chunk_end; ++k) {
-            const int first = max(k << work.shift, work.first_tile()),
-                      last = min((k + 1) << work.shift, work.last_tile());
+        for (int k = work.chunk; k < last_chunk; ++k) {
+            const int first = max(k << shift, first_tile), last = min((k + 1) << shift, last_tile);
             chunk.clear();
 #pragma unroll 1
             for (int tile = first; tile < last; ++tile) {
@@ -75,17 +96,19 @@ __device__ __forceinline__ void attend(const Params &params, Ring<C> ring, Walk<
                 ring.release();
                 if (more) {
                     ring.start_values(ahead, stage);
-                    more = ahead.next_tile(params);
+                    more = next_tile(params, ahead, &notes->ahead);
                 }
                 if (++stage == C::kStages) stage = 0, parity ^= 1;
             }
             chunk.close();
-            const bool opens = k % kGroup == 0 || k == work.first_chunk();
+            const bool opens = k % kGroup == 0 || k == first_chunk;
             if (open && opens) {
-                if (sink.folds(work))
-                    sink.fold_total(group);
-                else
+                if (folds) {
+                    sink.fold_total(group, total);
+                    total = true;
+                } else {
                     sink.emit(group, true);
+                }
                 open = false;
             }
             if (opens || open) {
@@ -95,17 +118,26 @@ __device__ __forceinline__ void attend(const Params &params, Ring<C> ring, Walk<
                 sink.emit(chunk, false);
             }
         }
-        sink.end(work, sequence, group, open);
+        sink.end(group, open, total);
+        work = notes->work;
+        work.leave(params);
+        note(&notes->work, work);
     }
 }
 
 /* The first tiles of a worker's range; false: there are no more. */
-template <class C> __device__ __forceinline__ bool start(const Params &params, Ring<C> &ring, Walk<C> &ahead) {
-    bool more = ahead.find_tile(params);
+template <class C>
+__device__ __forceinline__ bool start(const Params &params, Ring<C> &ring, const Walk<C> &work, Notes<C> *notes,
+                                      Tile &ahead) {
+    note(&notes->work, work);
+    Walk<C> first = work;
+    bool more = first.find_tile(params);
+    ahead = first.here();
+    note(&notes->ahead, first);
     for (int stage = 0; stage < C::kStages && more; ++stage) {
         ring.start_keys(ahead, stage);
         ring.start_values(ahead, stage);
-        more = ahead.next_tile(params);
+        more = next_tile(params, ahead, &notes->ahead);
     }
     return more;
 }
@@ -122,49 +154,35 @@ template <class C> struct PersistentSink {
     using T = typename C::T;
     const Params &params;
     const Ring<C> &ring;
-    float4 *totals; // of this warp
-    RowState total[C::kLaneRows];
-    bool has_total;
-    Record record;
-    int states; // left so far
+    Notes<C> *notes;
+    float4 *totals; // of this warp: all whole groups of a job that begins here; then a maximum and sum a lane and row
 
     __device__ __forceinline__ int64_t workers() const { return int64_t(gridDim.x) * C::kTeams; }
     __device__ __forceinline__ int64_t worker() const { return int64_t(blockIdx.x) * C::kTeams + ring.team; }
     __device__ __forceinline__ Workspace<C> workspace() const { return {params.workspace, params.states}; }
-
-    __device__ __forceinline__ void begin(const Walk<C> &) { has_total = false; }
-    __device__ __forceinline__ bool folds(const Walk<C> &work) const { return work.begins(); }
-
-    __device__ __forceinline__ void fold_total(const Chunk<C> &group) {
-        Factors f[C::kLaneRows];
-#pragma unroll
-        for (int r = 0; r < C::kLaneRows; ++r)
-            if (has_total)
-                f[r] = fold_state(total[r], group.state[r].maximum, group.state[r].sum);
-            else
-                total[r] = group.state[r];
-        each_quad<C>([&](int m, int n, int at) {
-            const float(&x)[4] = group.out[m][n];
-            float4 sum = make_float4(x[0], x[1], x[2], x[3]);
-            if (has_total) {
-                const float4 old = totals[at];
-                sum.x = fold_value(old.x, sum.x, f[2 * n]), sum.y = fold_value(old.y, sum.y, f[2 * n + 1]);
-                sum.z = fold_value(old.z, sum.z, f[2 * n]), sum.w = fold_value(old.w, sum.w, f[2 * n + 1]);
-            }
-            totals[at] = sum;
-        });
-        has_total = true;
+    __device__ __forceinline__ float2 *total_state(int r) const {
+        return reinterpret_cast<float2 *>(totals + C::kWarpRows * C::kColumns / 4) + r * 32 + ring.lane;
     }
 
-    /* The total, with the last group in it. */
-    __device__ __forceinline__ void total_of(Chunk<C> &group) {
-        if (!has_total) return;
-        Factors f[C::kLaneRows];
+    __device__ __forceinline__ bool folds(const Walk<C> &work) const { return work.begins(); }
+
+    /* Factors for the total and a group that is folded into it; the group's states become those of both. */
+    __device__ __forceinline__ void fold_states(Chunk<C> &group, bool total, Factors (&f)[C::kLaneRows]) const {
 #pragma unroll
         for (int r = 0; r < C::kLaneRows; ++r) {
-            f[r] = fold_state(total[r], group.state[r].maximum, group.state[r].sum);
-            group.state[r] = total[r];
+            if (!total) continue;
+            const float2 old = *total_state(r);
+            RowState state;
+            state.maximum = old.x, state.sum = old.y;
+            f[r] = fold_state(state, group.state[r].maximum, group.state[r].sum);
+            group.state[r] = state;
         }
+    }
+    /* The group becomes the total with it folded in. */
+    __device__ __forceinline__ void take_total(Chunk<C> &group, bool total) const {
+        if (!total) return;
+        Factors f[C::kLaneRows];
+        fold_states(group, total, f);
         each_quad<C>([&](int m, int n, int at) {
             const float4 old = totals[at];
             float(&x)[4] = group.out[m][n];
@@ -172,57 +190,80 @@ template <class C> struct PersistentSink {
             x[2] = fold_value(old.z, x[2], f[2 * n]), x[3] = fold_value(old.w, x[3], f[2 * n + 1]);
         });
     }
+    __device__ __forceinline__ void fold_total(Chunk<C> &group, bool total) const {
+        take_total(group, total);
+        each_quad<C>([&](int m, int n, int at) {
+            const float(&x)[4] = group.out[m][n];
+            totals[at] = make_float4(x[0], x[1], x[2], x[3]);
+        });
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r)
+            *total_state(r) = make_float2(group.state[r].maximum, group.state[r].sum);
+    }
 
-    template <class Quad> __device__ __forceinline__ void leave(const RowState *rows, Quad &&quad) {
-        char *state = workspace().state(workers(), worker(), states++);
-        float4 *to = reinterpret_cast<float4 *>(state) + ring.member * (C::kWarpRows * C::kColumns / 4);
+    /* Leaves a state in workspace: quad(m, n, at) are accumulators, state(r) is of a row. */
+    template <class Quad, class State>
+    __device__ __forceinline__ void leave(int slot, Quad &&quad, State &&state) const {
+        char *const place = workspace().state(workers(), worker(), slot);
+        float4 *to = reinterpret_cast<float4 *>(place) + ring.member * (C::kWarpRows * C::kColumns / 4);
         each_quad<C>([&](int m, int n, int at) { to[at] = quad(m, n, at); });
-        float2 *stats = reinterpret_cast<float2 *>(state + Workspace<C>::kAccumulators) + ring.member * C::kWarpRows;
+        float2 *states = reinterpret_cast<float2 *>(place + Workspace<C>::kAccumulators) + ring.member * C::kWarpRows;
         if (ring.lane < 4)
 #pragma unroll
-            for (int r = 0; r < C::kLaneRows; ++r)
-                stats[r / 2 * 8 + 2 * ring.lane + r % 2] = make_float2(rows[r].maximum, rows[r].sum);
+            for (int r = 0; r < C::kLaneRows; ++r) states[r / 2 * 8 + 2 * ring.lane + r % 2] = state(r);
     }
-    __device__ __forceinline__ void leave(const Chunk<C> &x) {
-        leave(x.state, [&](int m, int n, int) {
-            return make_float4(x.out[m][n][0], x.out[m][n][1], x.out[m][n][2], x.out[m][n][3]);
-        });
+    __device__ __forceinline__ void leave(int slot, const Chunk<C> &x) const {
+        leave(
+            slot,
+            [&](int m, int n, int) {
+                return make_float4(x.out[m][n][0], x.out[m][n][1], x.out[m][n][2], x.out[m][n][3]);
+            },
+            [&](int r) { return make_float2(x.state[r].maximum, x.state[r].sum); });
     }
-    __device__ __forceinline__ void emit(const Chunk<C> &x, bool opens) {
-        leave(x);
+    __device__ __forceinline__ void emit(const Chunk<C> &x, bool opens) const {
+        Record record = notes->record;
+        leave(record.head_continues + record.head_groups, x);
         opens ? ++record.head_groups : ++record.head_continues;
+        note(&notes->record, record);
     }
 
-    __device__ __forceinline__ void end(const Walk<C> &work, const Sequence &sequence, Chunk<C> &group, bool open) {
+    __device__ __forceinline__ void end(Chunk<C> &group, bool open, bool total) const {
+        const Walk<C> work = notes->work;
         if (!work.begins()) {
             if (open) emit(group, true);
+            Record record = notes->record;
             record.head_done = work.ends();
+            note(&notes->record, record);
         } else if (work.ends()) {
-            total_of(group);
-            write(work, sequence, group);
+            take_total(group, total);
+            write(work, group);
         } else {
+            Record record = notes->record;
             record.b = work.b, record.head = work.head, record.block = work.block;
             record.before_q = work.before_q, record.before_k = work.before_k;
-            if (has_total) leave(total, [&](int, int, int at) { return totals[at]; });
-            record.total = has_total;
-            leave(group);
-            record.group = 1;
+            record.total = total, record.group = 1;
+            note(&notes->record, record);
+            int slot = record.head_continues + record.head_groups;
+            if (total)
+                leave(
+                    slot++, [&](int, int, int at) { return totals[at]; }, [&](int r) { return *total_state(r); });
+            leave(slot, group);
         }
         if (work.begins() && work.block == 0 && ring.member == 0) {
-            const fa_entry &e = sequence.entry;
-            write_nothing<T>(params, work.b, work.head, e.first_q + e.seq_q, sequence.rows_end);
+            const fa_entry e = notes->sequence.entry;
+            write_nothing<T>(params, work.b, work.head, e.first_q + e.seq_q, notes->sequence.rows_end);
             if (work.b == 0) write_nothing<T>(params, 0, work.head, 0, e.first_q);
         }
     }
 
-    __device__ __forceinline__ void write(const Walk<C> &work, const Sequence &sequence, const Chunk<C> &x) const {
+    __device__ __forceinline__ void write(const Walk<C> &work, const Chunk<C> &x) const {
         const int first = work.block * C::kRows + ring.member * C::kWarpRows;
-        const int64_t count = sequence.entry.seq_q * params.group;
+        const int64_t count = notes->sequence.entry.seq_q * params.group, first_q = notes->sequence.entry.first_q;
 #pragma unroll
         for (int r = 0; r < C::kLaneRows; ++r) {
             const int index = first + r / 2 * 8 + 2 * (ring.lane % 4) + r % 2;
             if (index >= count) continue;
-            const RowPlace row = row_place(params, work.b, work.head, sequence.entry.first_q, index);
+            const RowPlace row = row_place(params, work.b, work.head, first_q, index);
             const float factor = finish(params, row, x.state[r], ring.lane < 4);
 #pragma unroll
             for (int m = 0; m < C::kColumns / 16; ++m)
@@ -250,17 +291,19 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_sm90_kernel(const __grid
     __syncthreads();
     dependency_wait();
     dependency_release(); // the second kernel's blocks have room beside these
-    Start *starts = reinterpret_cast<Start *>(shared.scratch() + C::kWarps * 8);
-    const Walk<C> work = deal<C>(params, reinterpret_cast<int64_t *>(shared.scratch()), starts);
-    Walk<C> ahead = work;
-    const bool more = start(params, ring, ahead);
+    Notes<C> *notes = shared.notes();
+    note(&notes->record, Record());
+    int64_t *scratch = reinterpret_cast<int64_t *>(shared.dealing());
+    const Walk<C> work = deal<C>(params, scratch, reinterpret_cast<Start *>(scratch + C::kWarps));
+    Tile ahead;
+    const bool more = start(params, ring, work, notes, ahead);
     if (params.p.batch == 0 && blockIdx.x == 0 && ring.member == 0) // rows of no sequence
         for (int head = ring.team; head < params.p.heads_kv; head += C::kTeams)
             write_nothing<typename C::T>(params, 0, head, 0, params.p.seq_q);
-    float4 *totals = reinterpret_cast<float4 *>(shared.own()) + threadIdx.x / 32 * (C::kWarpRows * C::kColumns / 4);
-    PersistentSink<C> sink{params, ring, totals, {}, false, {}, 0};
-    attend<C>(params, ring, work, ahead, more, sink);
-    if (ring.member == 0 && ring.lane == 0) *sink.workspace().record(sink.worker()) = sink.record;
+    float4 *totals = reinterpret_cast<float4 *>(shared.own() + threadIdx.x / 32 * (C::kTotalBytes / C::kWarps));
+    PersistentSink<C> sink{params, ring, notes, totals};
+    attend<C>(params, ring, notes, ahead, more, sink);
+    if (ring.member == 0 && ring.lane == 0) *sink.workspace().record(sink.worker()) = notes->record;
 }
 
 /* Folds the states of the job that begins in worker blockIdx.x, if it does not end there, and writes its rows. */

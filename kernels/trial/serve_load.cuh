@@ -19,15 +19,14 @@ struct Place {
     int batch, row;
 };
 
-/* The place of the keys [key, key + count) of the walk's sequence, which lie in one page. The table is read if somebody
+/* The place of the keys [key, key + count) of a sequence, which lie in one page. The table is read if somebody
  * may see one of them. */
-template <class Walk>
-__device__ __forceinline__ Place locate(const Params &params, const Walk &walk, int key, int count) {
-    if (key + count <= walk.low || key >= walk.high) return {-1, 0};
+__device__ __forceinline__ Place locate(const Params &params, const Tile &at, int key, int count) {
+    if (key + count <= at.low || key >= at.high) return {-1, 0};
     const fa_pages &pages = params.s.pages;
-    if (!pages.table) return {params.s.packed_k ? 0 : walk.b, walk.first_k + key};
+    if (!pages.table) return {params.s.packed_k ? 0 : at.b, at.first_k + key};
     const int size = static_cast<int>(pages.size), column = key / size;
-    const int page = static_cast<int>(fa_page(&pages, walk.b, column));
+    const int page = static_cast<int>(fa_page(&pages, at.b, column));
     if (page < 0) report_fault();
     return {page, key - column * size};
 }
@@ -68,19 +67,19 @@ template <class C> struct Ring {
             named_barrier_sync(1 + team, 32 * C::kTeam);
     }
 
-    /* Finds the tile that the walk stands at, and starts its K. */
-    __device__ __forceinline__ void start_keys(const Walk<C> &walk, int stage) {
-        const int first = walk.tile * kTileKeys;
+    /* Finds where a tile's keys lie, and starts its K. */
+    __device__ __forceinline__ void start_keys(const Tile &at, int stage) {
+        const int first = at.tile * kTileKeys;
         if (params.load == BOXES) {
             if (member) return;
             const int keys = 1 << params.box_shift;
-            place[0] = lane * keys < kTileKeys ? locate(params, walk, first + lane * keys, keys) : Place{-1, 0};
+            place[0] = lane * keys < kTileKeys ? locate(params, at, first + lane * keys, keys) : Place{-1, 0};
             const uint32_t held = __ballot_sync(~0u, place[0].batch >= 0);
             if (lane == 0)
                 write_valid(
-                    walk, stage, [&](int key) { return held >> (key >> params.box_shift) & 1; }, keys);
+                    at, stage, [&](int key) { return held >> (key >> params.box_shift) & 1; }, keys);
         } else {
-            place[0] = locate(params, walk, first + lane, 1), place[1] = locate(params, walk, first + lane + 32, 1);
+            place[0] = locate(params, at, first + lane, 1), place[1] = locate(params, at, first + lane + 32, 1);
             const uint32_t low = __ballot_sync(~0u, place[0].batch >= 0);
             const uint32_t high = __ballot_sync(~0u, place[1].batch >= 0);
             if (member == 0 && lane == 0) {
@@ -88,17 +87,17 @@ template <class C> struct Ring {
                 mbarrier_arrive(barrier(stage, 0));
             }
         }
-        start(walk, stage, 0, params.k_map, params.p.k, params.p.head_dim);
+        start(at, stage, 0, params.k_map, params.p.k, params.p.head_dim);
     }
     /* Starts V of the same tile. */
-    __device__ __forceinline__ void start_values(const Walk<C> &walk, int stage) const {
-        start(walk, stage, 1, params.v_map, params.p.v, params.p.head_dim_v);
+    __device__ __forceinline__ void start_values(const Tile &at, int stage) const {
+        start(at, stage, 1, params.v_map, params.p.v, params.p.head_dim_v);
     }
 
   private:
     template <class Held>
-    __device__ __forceinline__ void write_valid(const Walk<C> &walk, int stage, Held held, int step) const {
-        const int first = walk.tile * kTileKeys, low = max(walk.low - first, 0), high = min(walk.high - first, 64);
+    __device__ __forceinline__ void write_valid(const Tile &at, int stage, Held held, int step) const {
+        const int first = at.tile * kTileKeys, low = max(at.low - first, 0), high = min(at.high - first, 64);
         uint64_t bits = ~UINT64_C(0) >> (64 - (high - low)) << low; // a tile has a key that somebody sees
         const uint64_t box = step == 64 ? ~UINT64_C(0) : (UINT64_C(1) << step) - 1;
         for (int key = 0; key < kTileKeys; key += step)
@@ -106,9 +105,9 @@ template <class C> struct Ring {
         valid[stage] = bits;
     }
 
-    __device__ __forceinline__ void start(const Walk<C> &walk, int stage, int which, const CUtensorMap &map,
+    __device__ __forceinline__ void start(const Tile &at, int stage, int which, const CUtensorMap &map,
                                           const fa_operand &x, int columns) const {
-        const int head = x.stride[1] ? walk.head : 0;
+        const int head = x.stride[1] ? at.head : 0;
         char *to = tile(stage, which);
         if (params.load == BOXES) {
             if (member) return;
@@ -129,12 +128,12 @@ template <class C> struct Ring {
 #pragma unroll 4
             for (int n = 0; n < kCopies; ++n) {
                 const int index = (n * C::kTeam + member) * 32 + lane, row = index / kPieces, piece = index % kPieces;
-                Place at = {__shfl_sync(~0u, place[0].batch, row % 32), __shfl_sync(~0u, place[0].row, row % 32)};
+                Place source = {__shfl_sync(~0u, place[0].batch, row % 32), __shfl_sync(~0u, place[0].row, row % 32)};
                 const Place other = {__shfl_sync(~0u, place[1].batch, row % 32),
                                      __shfl_sync(~0u, place[1].row, row % 32)};
-                if (row >= 32) at = other;
-                const bool exists = at.batch >= 0 && piece * 8 < columns;
-                const char *from = base + (at.batch * x.stride[0] + at.row * x.stride[2] + piece * 8) * 2;
+                if (row >= 32) source = other;
+                const bool exists = source.batch >= 0 && piece * 8 < columns;
+                const char *from = base + (source.batch * x.stride[0] + source.row * x.stride[2] + piece * 8) * 2;
                 cp_async_16(shared + piece / 8 * C::kSlabBytes + row * 128 + ((piece % 8) ^ (row % 8)) * 16,
                             exists ? from : x.data, exists);
             }

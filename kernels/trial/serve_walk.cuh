@@ -51,7 +51,15 @@ __device__ __forceinline__ int rows_before(const fa_lengths &lengths, int b, int
     return lengths.starts ? max(before, static_cast<int>(fa_clamp(lengths.starts[b], 0, lengths.rows))) : 0;
 }
 
-/* A worker's way through its jobs. The same in all lanes. */
+/* A tile of keys of a job, and how far its neighbours go on. */
+struct Tile {
+    int b, head;
+    int first_k;   // row of the sequence's key 0
+    int low, high; // keys that the sequence's queries see
+    int tile, end;
+};
+
+/* A worker's way through its jobs. The same in all lanes of its warps; what is not at work lies in shared memory. */
 template <class C> struct Walk {
     int64_t begin, end, at; // the worker's range; where the present job begins
     int b, head, block, blocks;
@@ -102,7 +110,7 @@ template <class C> struct Walk {
         return false;
     }
     __device__ __forceinline__ bool next(const Params &params) {
-        step(params, last_tile() - first_tile() + kJobCost);
+        leave(params);
         return find(params);
     }
 
@@ -112,11 +120,9 @@ template <class C> struct Walk {
             if (tile < tile_end) return true;
         return false;
     }
-    __device__ __forceinline__ bool next_tile(const Params &params) {
-        if (++tile < tile_end) return true;
-        step(params, last_tile() - first_tile() + kJobCost);
-        return find_tile(params);
-    }
+    __device__ __forceinline__ Tile here() const { return {b, head, first_k, low, high, tile, tile_end}; }
+
+    __device__ __forceinline__ void leave(const Params &params) { step(params, last_tile() - first_tile() + kJobCost); }
 
   private:
     __device__ __forceinline__ void step(const Params &params, int64_t cost) {
@@ -129,6 +135,23 @@ template <class C> struct Walk {
         if (++b < params.p.batch) enter(params);
     }
 };
+
+/* What the lanes of a warp all have, to shared memory: one of them writes it when all have read what was there. */
+template <class T> __device__ __forceinline__ void note(T *to, const T &x) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) *to = x;
+    __syncwarp();
+}
+
+/* The next tile of the worker whose walk is at *walk; false when no more are left. */
+template <class C> __device__ __forceinline__ bool next_tile(const Params &params, Tile &tile, Walk<C> *walk) {
+    if (++tile.tile < tile.end) return true;
+    Walk<C> ahead = *walk;
+    const bool more = ahead.next(params) && ahead.find_tile(params);
+    tile = ahead.here();
+    note(walk, ahead);
+    return more;
+}
 
 /* Exclusive scan over the block of x; the whole in `all`. `scratch` has room for a number a warp. */
 template <class C, class Join>
