@@ -13,10 +13,22 @@
  * beyond 64 of a kv head read its keys again.
  *
  * @arch sm_90a
- * @instance d64_f16 -DFA_COLUMNS=64 -DFA_ELEMENT=__half
- * @instance d64_bf16 -DFA_COLUMNS=64 -DFA_ELEMENT=__nv_bfloat16
- * @instance d128_f16 -DFA_COLUMNS=128 -DFA_ELEMENT=__half
- * @instance d128_bf16 -DFA_COLUMNS=128 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_r8_f16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__half
+ * @instance d64_r8_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_r16_f16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__half
+ * @instance d64_r16_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_r32_f16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__half
+ * @instance d64_r32_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_r64_f16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__half
+ * @instance d64_r64_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_r8_f16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__half
+ * @instance d128_r8_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_r16_f16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__half
+ * @instance d128_r16_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_r32_f16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__half
+ * @instance d128_r32_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_r64_f16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__half
+ * @instance d128_r64_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__nv_bfloat16
  */
 #include <algorithm> // std::max, std::min
 #include <cuda_runtime.h>
@@ -30,7 +42,6 @@ namespace fa::sm90::serve {
 
 /* Shapes of a team, by the rows that a job may have. */
 enum Shape { ROWS_8, ROWS_16, ROWS_32, ROWS_64, SHAPES };
-constexpr int kShapeRows[SHAPES] = {8, 16, 32, 64};
 
 /* The plan's own part. */
 struct Own {
@@ -51,11 +62,9 @@ template <class C> inline constexpr size_t kLandingRoom = 227 * 1024 - (C::kShar
 
 using Launch = fa_code(Params &, const fa_plan &, const fa_launch &);
 
-template <class T, int Columns, int S>
-using ShapeConfig = Config<T, Columns, S == ROWS_8 ? 1 : 2,
-                           S == ROWS_64   ? 4
-                           : S == ROWS_32 ? 2
-                                          : 1>;
+/* A warp for each 8 rows: with two row tiles a warp reads tiles half as often, but the accumulators of chunk and group
+ * then leave no registers at 128 columns. */
+template <class T, int Columns, int S> using ShapeConfig = Config<T, Columns, 1, 1 << S>;
 
 #ifdef FA_INSTANCE
 
@@ -140,19 +149,19 @@ template <class C> fa_code launch_shape(Params &params, const fa_plan &plan, con
 #define FA_JOIN_(a, b) a##b
 #define FA_JOIN(a, b)  FA_JOIN_(a, b)
 fa_code FA_JOIN(serve_launch_, FA_INSTANCE)(Params &params, const fa_plan &plan, const fa_launch &launch) {
-    switch (fa_own<Own>(&plan).shape) {
-    case ROWS_8: return launch_shape<ShapeConfig<FA_ELEMENT, FA_COLUMNS, ROWS_8>>(params, plan, launch);
-    case ROWS_16: return launch_shape<ShapeConfig<FA_ELEMENT, FA_COLUMNS, ROWS_16>>(params, plan, launch);
-    case ROWS_32: return launch_shape<ShapeConfig<FA_ELEMENT, FA_COLUMNS, ROWS_32>>(params, plan, launch);
-    default: return launch_shape<ShapeConfig<FA_ELEMENT, FA_COLUMNS, ROWS_64>>(params, plan, launch);
-    }
+    return launch_shape<ShapeConfig<FA_ELEMENT, FA_COLUMNS, FA_SHAPE>>(params, plan, launch);
 }
 
 #else
 
-Launch serve_launch_d64_f16, serve_launch_d64_bf16, serve_launch_d128_f16, serve_launch_d128_bf16;
-static Launch *const kLaunches[2][2] = {{serve_launch_d64_f16, serve_launch_d64_bf16},
-                                        {serve_launch_d128_f16, serve_launch_d128_bf16}};
+#define FA_SERVE_ROW(D, R)                                                                                             \
+    { serve_launch_d##D##_r##R##_f16, serve_launch_d##D##_r##R##_bf16 }
+#define FA_SERVE_NAMES(D, R) serve_launch_d##D##_r##R##_f16, serve_launch_d##D##_r##R##_bf16
+Launch FA_SERVE_NAMES(64, 8), FA_SERVE_NAMES(64, 16), FA_SERVE_NAMES(64, 32), FA_SERVE_NAMES(64, 64);
+Launch FA_SERVE_NAMES(128, 8), FA_SERVE_NAMES(128, 16), FA_SERVE_NAMES(128, 32), FA_SERVE_NAMES(128, 64);
+static Launch *const kLaunches[2][SHAPES][2] = {
+    {FA_SERVE_ROW(64, 8), FA_SERVE_ROW(64, 16), FA_SERVE_ROW(64, 32), FA_SERVE_ROW(64, 64)},
+    {FA_SERVE_ROW(128, 8), FA_SERVE_ROW(128, 16), FA_SERVE_ROW(128, 32), FA_SERVE_ROW(128, 64)}};
 
 /* What the host knows of a configuration. */
 struct Form {
@@ -284,7 +293,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
         FA_TRY(tensor_map_encode(&params.v_map, *launch, p.v, p.dtype, p.head_dim_v, rows, p.heads_kv, batch, keys,
                                  FA_OPERAND_V));
     }
-    return kLaunches[own.columns == 128][p.dtype == FA_BF16](params, *plan, *launch);
+    return kLaunches[own.columns == 128][own.shape][p.dtype == FA_BF16](params, *plan, *launch);
 }
 
 #endif
