@@ -123,8 +123,8 @@ typedef struct fa_ext_forward {
     const fa_ext_array *out;         /* result: (B, H, Sq, Dv), or as `layout` says */
     const fa_ext_array *lse;         /* result: (B, H, Sq), C-contiguous */
     const fa_ext_options *options;   /* NULL: the defaults */
-    const fa_ext_array *cu_seqlens_q, *seqlens_q;    /* (B + 1,) and (B,), as all that follow int32: where sequences */
-    const fa_ext_array *cu_seqlens_k, *seqlens_k;    /* begin, and how many of their rows are used */
+    /* int32, as all that follow: where the rows of sequences begin, (B + 1,), and how many of them are used, (B,) */
+    const fa_ext_array *cu_seqlens_q, *seqlens_q, *cu_seqlens_k, *seqlens_k;
     const fa_ext_array *page_table;                  /* (B, columns) */
     const fa_ext_array *k_range_begin, *k_range_end; /* (B,): only these keys take part */
     const fa_ext_array *positions;                   /* (T,) or (B, Sq): where queries stand among the keys */
