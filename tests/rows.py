@@ -14,7 +14,7 @@ import fa_ext
 from case import Case
 from fa_ext import _core, reference
 from fa_ext.verify import OTHER_ORDER, Report, judge, spread
-from operands import BFLOAT16, Unplaceable, dtype_of
+from operands import BFLOAT16, Unplaceable, dtype_of, place
 
 # Elements around each output that no kernel may touch; keeps the output's alignment.
 _GUARD = 256
@@ -89,6 +89,42 @@ def library_for(kernel: str, case: Case) -> str:
     if not has("torch"):
         raise Unplaceable("bfloat16 on a device needs torch, or a CuPy that knows it")
     return "torch"
+
+
+def takes(row: str, **arguments) -> bool:
+    """Whether a kernel of attention takes a call on NumPy arrays, or one on an H200 takes it there."""
+    from devices import DEVICES
+
+    device = None if device_of(row) == "cpu" else DEVICES["h200"]
+    return _core.answers(**arguments, device=device, kernel=row)[row][0] in ("takes", "declines")
+
+
+def has_float64(row: str) -> bool:
+    """Kernels for a device have not, where they are emulated too."""
+    return listed_name(row).startswith("cpu")
+
+
+def library_of(row: str) -> str:
+    """The array library for a kernel's arguments, of any dtype."""
+    return "numpy" if device_of(row) == "cpu" else "torch" if has("torch") else "cupy"
+
+
+def on(row: str, arguments: dict) -> dict:
+    """NumPy arrays among the arguments of a call, and in pairs of them, on the kernel's device with their strides."""
+    library = library_of(row)
+
+    def put(x):
+        if isinstance(x, tuple) and any(isinstance(y, np.ndarray) for y in x):
+            return tuple(put(y) for y in x)
+        return place(x, library) if isinstance(x, np.ndarray) else x
+
+    return arguments if library == "numpy" else {name: put(x) for name, x in arguments.items()}
+
+
+def attention(row: str, q, k, v, **arguments):
+    """fa_ext.attention by a kernel, from NumPy arrays to NumPy arrays."""
+    found = fa_ext.attention(**on(row, {"q": q, "k": k, "v": v} | arguments), kernel=row)
+    return tuple(map(to_host, found)) if isinstance(found, tuple) else to_host(found)
 
 
 @dataclass

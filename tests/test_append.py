@@ -9,6 +9,8 @@ import fa_ext
 import rows
 from fa_ext.reference_serving import rotate
 from operands import BFLOAT16, dtype_of, place
+from rows import library_of as library
+from rows import on
 from serving_cases import CACHES, INT_MAX, INT_MIN, ServingCase
 
 KERNELS = fa_ext.kernels("append")
@@ -20,10 +22,6 @@ def kernel(request):
     if rows.device_of(request.param) == "cuda" and rows.no_device():
         pytest.skip(rows.no_device())
     return request.param
-
-
-def library(kernel):
-    return "numpy" if rows.device_of(kernel) == "cpu" else "torch" if rows.has("torch") else "cupy"
 
 
 def angles(count, half, dtype=np.float32, seed=0):
@@ -59,16 +57,6 @@ def call_of(case, *, rotary=0, q=False, positions=False, interleaved=False, valu
     return call
 
 
-def on(kernel, call):
-    """On the kernel's device; caches keep their strides."""
-    def put(x):
-        if isinstance(x, tuple):
-            return tuple(place(y, library(kernel)) for y in x)
-        return place(x, library(kernel)) if isinstance(x, np.ndarray) else x
-
-    return call if library(kernel) == "numpy" else {name: put(x) for name, x in call.items()}
-
-
 def judged(kernel, call, **options):
     report = fa_ext.verify_append(**on(kernel, call), kernel=kernel, **options)
     assert report, report
@@ -102,7 +90,7 @@ def test_dense_caches(layout, kernel):
 def test_rotary(dtype, interleaved, kernel):
     if dtype == "bfloat16" and BFLOAT16 is None:
         pytest.skip("bfloat16 needs ml_dtypes")
-    if dtype == "float64" and rows.device_of(kernel) == "cuda":
+    if dtype == "float64" and not rows.has_float64(kernel):
         pytest.skip("float64 runs on the CPU")
     for half, positions, d in ((1, False, 5), (3, True, 7), (16, True, 32), (20, False, 64)):
         case = ServingCase(head_dim=d, head_dim_v=d + 3, dtype=dtype)
@@ -215,6 +203,8 @@ def test_what_has_no_place_is_counted_and_not_written(kernel):
         met = fa_ext.faults(device)
         if n == 3:  # the tokens before now belong to the next sequence
             met = [x for x in met if x[0] == "cu_seqlens"]
+        if rows.device_of(kernel) == "cuda":  # any of several may be the first there
+            met, faults = ([x[:3] for x in found] for found in (met, faults))
         assert met == faults, n
 
 
@@ -229,6 +219,9 @@ def test_any_contents_at_all(seed, kernel):
                 x = call[name]
                 noise = rng.choice([-1, 0, 1, 5, 30, INT_MIN, INT_MAX, 2**30], x.shape)
                 call[name] = np.where(rng.random(x.shape) < 0.3, noise, x).astype(np.int32)
+        if not rows.has_float64(kernel):  # sequences with one page mix their tokens there
+            flat = call["page_table"].reshape(-1)
+            flat[np.setdiff1d(np.arange(flat.size), np.unique(flat, return_index=True)[1])] = -1
         judged(kernel, call, check=False)
     fa_ext.faults(None)
 

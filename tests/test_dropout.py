@@ -17,7 +17,7 @@ from fa_ext.dropout import philox
 from gradients import make, run, verdict
 from operands import dtype_of
 
-FORWARD = tuple(k for k in ("cpu_simd", "cpu_ref") if k in fa_ext.kernels())
+FORWARD = tuple(k for k in fa_ext.kernels() if rows.takes(k, **rows.SIMPLEST.host_inputs(), dropout=(0.1, 1)))
 BACKWARD = tuple(k for k in ("cpu_simd_backward", "cpu_ref_backward") if k in fa_ext.kernels("backward"))
 SEED = 0x123456789ABCDEF0
 
@@ -69,9 +69,19 @@ def test_out_of_the_mask():
 # ---- the kernels use it ----
 
 
+def there(kernel, dtype="float32"):
+    """Skips where a kernel cannot run, or has no such dtype."""
+    if rows.device_of(kernel) == "cuda" and rows.no_device():
+        pytest.skip(rows.no_device())
+    if dtype == "float64" and not rows.has_float64(kernel):
+        pytest.skip("float64 runs on the CPU")
+
+
 @pytest.fixture(params=["", "avx512", "avx2", "generic"])
 def isa(request):
     """Vector kernels take that instance, "": the best; skips where this CPU lacks it."""
+    if request.param and request.node.callspec.params.get("kernel") == "simt":
+        pytest.skip("no kernel of vectors")
     if request.param and "cpu_simd" not in fa_ext.kernels():
         pytest.skip("this build has no cpu_simd")
     library = ctypes.CDLL(_core.__file__)
@@ -92,11 +102,12 @@ DRAWS = [(0.1, 3), (0.5, SEED, 9), (0.3, 1 << 63, 2**32 - 1, (5, 3, 77, 1001), 9
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_identity_values_show_the_mask_of_the_forward(kernel, dtype, isa):
     """out = P w where V is the identity."""
+    there(kernel, dtype)
     for drawn, (heads, heads_kv, sq, sk) in itertools.product(DRAWS, ((4, 2, 39, 113), (2, 2, 1, 239), (3, 1, 65, 17))):
         rng = np.random.default_rng(sk)
         q, k = (rng.standard_normal((2, h, s, 16)).astype(dtype_of(dtype)) / 4 for h, s in ((heads, sq), (heads_kv, sk)))
         v = np.broadcast_to(np.eye(sk), (2, heads_kv, sk, sk)).astype(dtype_of(dtype))
-        out = fa_ext.attention(q.astype(v.dtype), k.astype(v.dtype), v, dropout=drawn, kernel=kernel)
+        out = rows.attention(kernel, q.astype(v.dtype), k.astype(v.dtype), v, dropout=drawn)
         np.testing.assert_array_equal(out != 0, dropout_keep(2, heads, sq, sk, drawn))
 
 
@@ -125,8 +136,9 @@ PROBABILITIES = (0, 1 / 65536, 0.1, 0.5, 1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_forward(kernel, case, isa):
+    there(kernel, case.dtype)
     for p in PROBABILITIES:
-        report = fa_ext.verify(**case.host_inputs(), dropout=(p, SEED, 3), kernel=kernel)
+        report = fa_ext.verify(**rows.on(kernel, case.host_inputs()), dropout=(p, SEED, 3), kernel=kernel)
         assert report, f"p = {p}: {report}"
 
 
@@ -152,9 +164,11 @@ def test_all_weights_dropped():
     case = Case(1, 2, 1, 33, 47, 16, dtype="float32", sinks="same")
     inputs = case.host_inputs()
     for kernel in FORWARD:
-        out, lse = fa_ext.attention(**inputs, dropout=(1, 3), return_lse=True, kernel=kernel)
+        if rows.device_of(kernel) == "cuda" and rows.no_device():
+            continue
+        out, lse = rows.attention(kernel, **inputs, dropout=(1, 3), return_lse=True)
         assert (out == 0).all()
-        np.testing.assert_array_equal(lse, fa_ext.attention(**inputs, return_lse=True, kernel=kernel)[1])
+        np.testing.assert_allclose(lse, rows.attention(kernel, **inputs, return_lse=True)[1], rtol=1e-6)
     for kernel in BACKWARD:
         problem, alone = dropped(case, (1, 3)), make(case, dout="none")
         got, want = run(kernel, problem), run(kernel, alone)
@@ -187,12 +201,13 @@ def test_finite_differences():
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_shards_of_a_call(kernel):
     """Batch entries, heads and queries apart give the bits of the whole."""
+    there(kernel)
     case = Case(3, 4, 2, 75, 90, 32, dtype="float32")
     x = case.host_inputs()
-    whole = fa_ext.attention(**x, dropout=(0.2, 8, 1), kernel=kernel)
+    whole = rows.attention(kernel, **x, dropout=(0.2, 8, 1))
     for b, hk, i in ((0, 1, 0), (2, 0, 33)):
         q, k, v = x["q"][b : b + 1, 2 * hk : 2 * hk + 2, i : i + 40], x["k"][b : b + 1, hk : hk + 1], x["v"][b : b + 1, hk : hk + 1]
-        part = fa_ext.attention(q, k, v, dropout=(0.2, 8, 1, (b, 2 * hk, i, 0), 4), kernel=kernel)
+        part = rows.attention(kernel, q, k, v, dropout=(0.2, 8, 1, (b, 2 * hk, i, 0), 4))
         np.testing.assert_array_equal(rows.bits(part), rows.bits(whole[b : b + 1, 2 * hk : 2 * hk + 2, i : i + 40]))
 
 
@@ -263,7 +278,8 @@ def test_bad_values_of_the_mask():
             dropout_keep(**{**dict(batch=1, heads=2, seq_q=3, seq_k=4, dropout=(0.1, 1)), **arguments})
 
 
-def test_kernels_on_a_device_refuse_it():
+def test_kernels_on_a_device_refuse_it_but_for_simt():
     found = _core.answers(**rows.SIMPLEST.host_inputs(), dropout=(0.1, 1), device=DEVICES["h200"])
     refused = {kernel: answer[:2] for kernel, answer in found.items() if rows.device_of(kernel) == "cuda"}
+    assert refused.pop("simt", ("takes", "")) == ("takes", "")
     assert set(refused.values()) <= {("refuses", "takes no dropout")}

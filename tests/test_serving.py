@@ -12,23 +12,16 @@ import rows
 import serving_cases
 from fa_ext import reference_serving
 from operands import BFLOAT16, place
+from rows import library_of as library
+from rows import on
 from serving_cases import CACHES, INT_MAX, INT_MIN, K_STORAGE, Q_STORAGE, ServingCase
 
 SLOWEST = {"cpu_ref": 3e6}  # multiplications of a case that it is held to
 PLAIN = ServingCase()
 
 
-def _takes(kernel):
-    if rows.device_of(kernel) == "cpu":
-        return True
-    inputs = ServingCase(dtype="float16", head_dim=64, head_dim_v=64).arguments()
-    from devices import DEVICES
-
-    answer, _, _ = fa_ext._core.answers(**inputs, device=DEVICES["h200"])[kernel]
-    return answer in ("takes", "declines")
-
-
-KERNELS = [kernel for kernel in fa_ext.kernels() if _takes(kernel)]
+SIMPLE = ServingCase(dtype="float16", head_dim=64, head_dim_v=64).arguments()
+KERNELS = [kernel for kernel in fa_ext.kernels() if rows.takes(kernel, **SIMPLE)]
 
 
 @pytest.fixture(params=KERNELS)
@@ -36,19 +29,6 @@ def kernel(request):
     if rows.device_of(request.param) == "cuda" and rows.no_device():
         pytest.skip(rows.no_device())
     return request.param
-
-
-def library(kernel):
-    return "numpy" if rows.device_of(kernel) == "cpu" else "torch" if rows.has("torch") else "cupy"
-
-
-def on(kernel, arguments):
-    def put(x):
-        if isinstance(x, tuple) and any(isinstance(y, np.ndarray) for y in x):
-            return tuple(put(y) for y in x)
-        return place(x, library(kernel)) if isinstance(x, np.ndarray) else x
-
-    return {name: put(x) for name, x in arguments.items()}
 
 
 def attend(kernel, arguments, **options):
@@ -65,7 +45,7 @@ def attend(kernel, arguments, **options):
 def skip_slow(case, kernel):
     if case.dtype == "bfloat16" and BFLOAT16 is None:
         pytest.skip("bfloat16 needs ml_dtypes")
-    if case.dtype == "float64" and rows.device_of(kernel) == "cuda":
+    if case.dtype == "float64" and not rows.has_float64(kernel):
         pytest.skip("float64 runs on the CPU")
     work = sum(a * b for a, b in zip(case.n_q, case.n_k)) * case.heads * case.head_dim
     if work > SLOWEST.get(kernel, 1e12):
@@ -102,7 +82,7 @@ def test_against_float64(case, kernel):
 @pytest.mark.parametrize("seed", range(8))
 def test_random_sequences(seed, kernel):
     for case in serving_cases.random_cases(25, seed + 100):
-        if case.dtype == "float64" and rows.device_of(kernel) == "cuda":
+        if case.dtype == "float64" and not rows.has_float64(kernel):
             continue
         report = fa_ext.verify(**on(kernel, case.arguments()), kernel=kernel)
         assert report, f"{case}\n{report}"
@@ -321,7 +301,7 @@ def test_any_contents_at_all(seed, kernel):
 
 
 def test_faults_are_the_references(kernel):
-    if library(kernel) != "numpy":
+    if rows.device_of(kernel) == "cuda":
         pytest.skip("a device may count a fault more than once")
     rng = np.random.default_rng(1)
     fa_ext.faults(None)
@@ -340,6 +320,8 @@ def test_faults_are_the_references(kernel):
             len(case.n_q), rows_of(q), rows_of(k), **given | {"causal": given["causal"] or False}, page_size=rows_of(k),
             pages=len(k), one_each=case.q == "one",
         )  # fmt: skip
+        if case.dtype == "float64" and not rows.has_float64(kernel):
+            continue
         fa_ext.attention(**arguments, check=False, kernel=kernel)
         wanted = {}
         for fault in faults:

@@ -150,13 +150,17 @@ static const doc docs[FA_FN_COUNT] = {
         },
     [FA_FN_faults] =
         {
-            .head = "Bad contents of index arrays that calls with check=False have met, as they were counted so far.\n"
-                    "\n"
-                    "'length': a length is negative or more than its storage holds; it is clamped. 'cu_seqlens': a "
-                    "start falls, or is\n"
-                    "outside the rows there are; it counts as the running maximum. 'page': an entry of the table is no "
-                    "page; its keys\n"
-                    "are hidden. Does not wait for the device.\n",
+            .head =
+                "Bad contents of index arrays that calls with check=False have met, as they were counted so far.\n"
+                "\n"
+                "'length': a length is negative or more than its storage holds; it is clamped. 'cu_seqlens': a "
+                "start falls, or is\n"
+                "outside the rows there are; it counts as the running maximum. 'page': an entry of the table is no "
+                "page; its keys\n"
+                "are hidden, and append() writes none there. 'slot', 'position': append() has no place, or no row of "
+                "rotary's\n"
+                "tables, for a token, which it does not write. Does not wait for the device; calls that have ended "
+                "are counted.\n",
             .rest = "",
             .tail = "\n"
                     "Returns\n"
@@ -164,7 +168,10 @@ static const doc docs[FA_FN_COUNT] = {
                     "list of (kind, count, sequence, index, value)\n"
                     "    Each kind that was met, with the first of its kind: for lengths and starts `index` is 0 for "
                     "q and 1 for k, for\n"
-                    "    pages the column of the table; `value` is what stood there.",
+                    "    pages the column of the table, else the row of k; `value` is what stood there. A device may "
+                    "count a page "
+                    "more than\n"
+                    "    once where `positions` are given, and of several at a time any may be the first.",
         },
     [FA_FN_kernels] =
         {

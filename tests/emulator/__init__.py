@@ -27,6 +27,7 @@ or 2, a persistent kernel walks over several tiles a block.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
@@ -175,6 +176,26 @@ def load(path: Path, kernel: str) -> str:
     from fa_ext import _core
 
     return _core.load(str(path), kernel)
+
+
+class _Fault(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_uint64), ("where", ctypes.c_int64 * 3), ("owner", ctypes.c_uint32)]
+
+
+class _Board(ctypes.Structure):
+    _fields_ = [("epoch", ctypes.c_uint32), ("of", _Fault * 5)]
+
+
+def faults(path: Path) -> list[tuple]:
+    """What an emulated kernel has counted since the last call, as fa_ext.faults() tells of a device."""
+    board = _Board.in_dll(ctypes.CDLL(str(path)), "emulated_faults")
+    kinds = ("length", "cu_seqlens", "page", "slot", "position")
+    found = [(kind, of.count, *of.where) for kind, of in zip(kinds, board.of) if of.count]
+    for of in board.of:
+        assert not of.count or of.owner == board.epoch, "a fault without the first of its epoch"
+        of.count = 0
+    board.epoch += 1
+    return found
 
 
 def main() -> None:

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "fa.h"
+#include "faults.h"
 
 #define FA_JOIN_(a, b) a##b
 #define FA_JOIN(a, b)  FA_JOIN_(a, b)
@@ -18,6 +19,10 @@ CUresult encode_tensor_map(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void 
                            const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 }
+
+/* What the device would count in mapped memory. */
+extern "C" FA_EXPORT fa_fault_board emulated_faults;
+fa_fault_board emulated_faults = {.epoch = 1};
 
 static fa_device_info emulated(const fa_device_info *host) {
     fa_device_info info = *host;
@@ -47,6 +52,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     const fa_device_info info = emulated(launch->device);
     fa_problem on_device = *problem;
     on_device.device = info.device;
+    on_device.faults = &emulated_faults;
     fa_launch here = *launch;
     here.device = &info;
     here.encode_tensor_map = reinterpret_cast<void *>(&emu::encode_tensor_map);
