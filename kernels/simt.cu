@@ -107,9 +107,9 @@ constexpr Tile SERVE_TILES[] = {
 
 #endif
 
-constexpr int TILE_COUNT = sizeof(TILES) / sizeof(TILES[0]);
+[[maybe_unused]] constexpr int TILE_COUNT = sizeof(TILES) / sizeof(TILES[0]);
 
-constexpr int SERVE_TILE_COUNT = sizeof(SERVE_TILES) / sizeof(SERVE_TILES[0]);
+[[maybe_unused]] constexpr int SERVE_TILE_COUNT = sizeof(SERVE_TILES) / sizeof(SERVE_TILES[0]);
 
 constexpr bool tiles_are_valid() {
     for (const Tile &t : TILES)
@@ -129,7 +129,7 @@ using ServeLauncher = fa_code(const fa_problem &, const fa_plan &, const fa_laun
 ServeLauncher launch_serve_f16, launch_serve_bf16, launch_serve_f32;
 
 /* Shared memory of an instance that serves, beside its tile's: at most. */
-constexpr size_t SERVE_EXTRA_BYTES = 4096;
+[[maybe_unused]] constexpr size_t SERVE_EXTRA_BYTES = 4096;
 
 /* The plan's own part. */
 struct Own {
