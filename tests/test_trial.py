@@ -1,16 +1,22 @@
-"""Kernels on trial (kernels/trial) on the emulator: gradients against float64, schedules, races."""
+"""Kernels on trial (kernels/trial) on the emulator: against float64, schedules, races; of the one for serving, bits too."""
 
+import dataclasses
+import itertools
 import platform
 import shutil
 import sys
 
+import numpy as np
 import pytest
 
 import emulator
+import fa_ext
 import gradients
 import rows
+import serving_cases
 from case import Case
 from fa_ext import _build
+from serving_cases import K_STORAGE, Q_STORAGE, ServingCase
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
@@ -18,7 +24,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 TRIAL = _build.KERNELS / "trial"
-INSTANCES = {"mma_backward_sm80": "^d64$", "wgmma_backward_sm90": "^d64_(full|masked)_bf16$"}
+BACKWARD = {"mma_backward_sm80": "^d64$", "wgmma_backward_sm90": "^d64_(full|masked)_bf16$"}
+INSTANCES = BACKWARD | {"serve_sm90": "^d64_r(8|32)_bf16$"}
 CASES = [
     "B1,H2/1,S70x133,D64,bfloat16",
     "B2,H2,S133,D64,bfloat16,causal=bottom_right,sinks=same",
@@ -33,10 +40,10 @@ def emulated(tmp_path_factory):
     folder, loaded, device_of = tmp_path_factory.mktemp("trial"), {}, rows.device_of
 
     def get(kernel, **options):
-        key = kernel, *options
+        key = kernel, *options.items()
         if key not in loaded:
             target = folder / f"{kernel}.{len(loaded)}.so"
-            emulator.build(TRIAL / f"{kernel}.cu", target, instances=INSTANCES[kernel], **options)
+            emulator.build(TRIAL / f"{kernel}.cu", target, **{"instances": INSTANCES[kernel]} | options)
             loaded[key] = emulator.load(target, kernel)
         return loaded[key]
 
@@ -46,7 +53,7 @@ def emulated(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", (0, 5))
-@pytest.mark.parametrize("kernel, case", [(k, c) for k in INSTANCES for c in CASES] + [("mma_backward_sm80", c) for c in OF_MMA])
+@pytest.mark.parametrize("kernel, case", [(k, c) for k in BACKWARD for c in CASES] + [("mma_backward_sm80", c) for c in OF_MMA])
 def test_gradients(emulated, monkeypatch, kernel, case, seed):
     monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
     monkeypatch.setenv("FA_EMULATOR_SMS", "2")
@@ -54,10 +61,108 @@ def test_gradients(emulated, monkeypatch, kernel, case, seed):
     assert report, report
 
 
-@pytest.mark.parametrize("kernel", INSTANCES)
+@pytest.mark.parametrize("kernel", BACKWARD)
 def test_no_race(emulated, monkeypatch, kernel):
     monkeypatch.setenv("FA_EMULATOR_SEED", "1")
     assert gradients.verdict(emulated(kernel, races=True), gradients.make(Case.parse("B1,H2/1,S70x133,D64,bfloat16")))
+
+
+# ---- serving ----
+
+FEW = dict(heads=4, heads_kv=2, head_dim=64, dtype="bfloat16")  # 8 rows a job
+MORE = dict(heads=6, heads_kv=1, head_dim=64, dtype="bfloat16")  # 32
+SERVING = [
+    ServingCase((1, 1, 0, 1), (5, 333, 4, 700), q="one", causal="bottom_right", sinks=True, **FEW),
+    ServingCase((1, 3, 0, 2), (90, 333, 4, 129), page_size=3, alibi="batch", window=(70, None), positions="random", **FEW),
+    ServingCase((2, 1, 0, 3), (64, 200, 70, 1), q="padded", k="padded", slack=1, k_range=True, softcap=2.0, scale=-0.3, seed=1, **FEW),
+    ServingCase((5, 1, 4), (300, 64, 129), q="padded", k="packed", slack=0, causal="bottom_right", **MORE),
+    ServingCase((1, 14, 0, 0), (65, 200, 9, 0), page_size=24, causal="bottom_right", alibi="heads", **MORE),  # 84 rows
+]
+
+
+@pytest.fixture
+def serve(emulated):
+    return emulated("serve_sm90")
+
+
+def holds(kernel, case):
+    report = fa_ext.verify(**case.arguments(), kernel=kernel, check=False)
+    assert report, f"{case}\n{report}"
+
+
+@pytest.mark.parametrize("blocks, seed", [(132, 0), (2, 5)])  # clusters; ranges of few workers
+@pytest.mark.parametrize("case", SERVING, ids=str)
+def test_serving(serve, monkeypatch, case, blocks, seed):
+    monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
+    monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
+    holds(serve, case)
+
+
+def parts_of(kernel, case, values):
+    """Bytes of (out, lse) of each sequence."""
+    arguments = case.arguments(values)
+    out, lse = fa_ext.attention(**arguments, kernel=kernel, check=False, return_lse=True)
+    found = []
+    for b, n in enumerate(case.n_q):
+        if arguments["q"].ndim == 3:
+            first = b if case.q == "one" else int(arguments["cu_seqlens_q"][b])
+            mine = out[first : first + n], lse[:, first : first + n].T
+        else:
+            mine = (out[b] if case.layout == "bshd" else out[b].swapaxes(0, 1))[:n], lse[b, :, :n].T
+        found.append(tuple(x.tobytes() for x in mine))
+    return found
+
+
+def test_serving_has_the_same_bits_in_every_form_batch_and_storage(serve, monkeypatch):
+    base = ServingCase((1, 1, 1, 1), (5, 1330, 97, 600), causal="bottom_right", seed=3, **FEW)
+    values = base.values()
+    wanted = parts_of(serve, base, values)
+    stores = [dict(q=q, k=k, layout=at) for (q, k), at in zip(itertools.product(Q_STORAGE, K_STORAGE), ("bshd", "bhsd") * 5)]
+    stores += [dict(page_size=size, slack=n) for n, size in enumerate((1, 8, 24, 64, 100))]
+    for store, blocks in zip(stores, itertools.cycle((2, 132, 7, 30))):
+        monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
+        assert parts_of(serve, dataclasses.replace(base, **store), values) == wanted, (store, blocks)
+    for order in ([2], [1, 0], [3, 1, 1], [0] * 20 + [1] * 14):  # other clusters
+        monkeypatch.setenv("FA_EMULATOR_SMS", "132")
+        case = dataclasses.replace(base, q="one", n_q=(1,) * len(order), n_k=tuple(base.n_k[b] for b in order))
+        assert parts_of(serve, case, [values[b] for b in order]) == [wanted[b] for b in order], order
+
+
+def test_serving_looks_at_nothing_that_nobody_may_see(serve):
+    case = ServingCase((1, 2), (100, 90), page_size=8, causal="bottom_right", window=(20, 0), **FEW)
+    values = case.values()
+    arguments = case.arguments(values)
+    wanted = fa_ext.attention(**arguments, kernel=serve)
+    table = arguments["page_table"] = arguments["page_table"].copy()
+    table[0, : (100 - 1 - 20) // 8], table[0, 13:], table[1, : (90 - 2 - 20) // 8] = 99999, -7, np.iinfo("i4").min
+    assert fa_ext.attention(**arguments, kernel=serve, check=True).tobytes() == wanted.tobytes()
+    table[0, 11] = 10**6  # a page that somebody would see: its keys are hidden
+    report = fa_ext.verify(**arguments, kernel=serve, check=False)
+    assert report, report
+
+
+@pytest.mark.parametrize("case, blocks", [(SERVING[0], 132), (SERVING[1], 2), (SERVING[3], 132), (SERVING[3], 2)], ids=str)
+def test_serving_has_no_race(emulated, monkeypatch, case, blocks):
+    monkeypatch.setenv("FA_EMULATOR_SEED", "1")
+    monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
+    holds(emulated("serve_sm90", races=True), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim, dtype", [(64, "bfloat16"), (128, "float16"), (96, "bfloat16")])
+def test_serving_at_length(emulated, monkeypatch, head_dim, dtype):
+    columns = 64 if head_dim <= 64 else 128
+    kernel = emulated("serve_sm90", instances=f"^d{columns}_r.*_{'bf16' if dtype == 'bfloat16' else 'f16'}$")
+    long = ServingCase((1, 1, 2), (8128, 8129, 20000), page_size=16, heads=3, heads_kv=1, head_dim=head_dim, dtype=dtype)
+    parts = []
+    for seed, blocks in enumerate((1, 3, 25, 132)):
+        monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
+        monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
+        for case in serving_cases.random_cases(60, 300 + seed, longest=700):
+            holds(kernel, dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype))
+        parts.append(parts_of(kernel, long, long.values()))
+        assert parts[-1] == parts[0]
+    holds(kernel, long)
 
 
 def test_every_one_is_described():
