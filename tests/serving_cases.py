@@ -282,3 +282,36 @@ def random_cases(count, seed=0, batch=6, longest=200):
             rng.choice((None, None, "heads", "batch")), rng.random() < 0.3,
             None if causal == "top_left" else rng.choice(POSITIONS), seed * 1000 + n,
         )  # fmt: skip
+
+
+def angles(count, half, dtype=np.float32, seed=0):
+    """(cos, sin) of a table of positions."""
+    speed = 10000.0 ** (-np.arange(half) / half)
+    turned = np.arange(count)[:, None] * speed
+    return np.cos(turned).astype(dtype), np.sin(turned).astype(dtype)
+
+
+def append_call(case, *, rotary=0, q=False, positions=False, interleaved=False, values=True, dense=False, seed=0):
+    """Arguments of ``append`` that go with a case of attention; rotary: half of R."""
+    rng = np.random.default_rng([seed, 21])
+    given, dtype = case.arguments(), dtype_of(case.dtype)
+    padded = case.q == "padded"
+    shape = given["q"].shape
+    heads_axis = 1 if not padded or case.layout == "bhsd" else 2
+
+    def fresh(heads, d):
+        wanted = list(shape)
+        wanted[heads_axis], wanted[-1] = heads, d
+        return rng.standard_normal(wanted).astype(dtype)
+
+    call = {"k_cache": given["k"], "v_cache": given["v"] if values else None, "k": fresh(case.heads_kv, case.head_dim),
+            "v": fresh(case.heads_kv, case.head_dim_v) if values else None, "layout": case.layout}  # fmt: skip
+    names = ("cu_seqlens_q", "seqlens_q", "seqlens_k", *(() if dense else ("page_table",)))
+    call |= {name: given[name] for name in names if name in given}
+    if rotary:
+        call |= {"rotary": angles(2048, rotary), "interleaved": interleaved}
+        if q:
+            call["q"] = fresh(case.heads, case.head_dim)
+        if positions:
+            call["positions"] = rng.integers(0, 2048, shape[:1] if not padded else (shape[0], shape[1 if case.layout == "bshd" else 2])).astype(np.int32)
+    return call

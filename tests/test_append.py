@@ -11,7 +11,7 @@ from fa_ext.reference_serving import rotate
 from operands import BFLOAT16, dtype_of, place
 from rows import library_of as library
 from rows import on
-from serving_cases import CACHES, INT_MAX, INT_MIN, ServingCase
+from serving_cases import CACHES, INT_MAX, INT_MIN, ServingCase, angles, append_call
 
 KERNELS = fa_ext.kernels("append")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -22,39 +22,6 @@ def kernel(request):
     if rows.device_of(request.param) == "cuda" and rows.no_device():
         pytest.skip(rows.no_device())
     return request.param
-
-
-def angles(count, half, dtype=np.float32, seed=0):
-    """(cos, sin) of a table of positions."""
-    speed = 10000.0 ** (-np.arange(half) / half)
-    turned = np.arange(count)[:, None] * speed
-    return np.cos(turned).astype(dtype), np.sin(turned).astype(dtype)
-
-
-def call_of(case, *, rotary=0, q=False, positions=False, interleaved=False, values=True, dense=False, seed=0):
-    """Arguments of ``append`` that go with a case of attention; rotary: half of R."""
-    rng = np.random.default_rng([seed, 21])
-    given, dtype = case.arguments(), dtype_of(case.dtype)
-    padded = case.q == "padded"
-    shape = given["q"].shape
-    heads_axis = 1 if not padded or case.layout == "bhsd" else 2
-
-    def fresh(heads, d):
-        wanted = list(shape)
-        wanted[heads_axis], wanted[-1] = heads, d
-        return rng.standard_normal(wanted).astype(dtype)
-
-    call = {"k_cache": given["k"], "v_cache": given["v"] if values else None, "k": fresh(case.heads_kv, case.head_dim),
-            "v": fresh(case.heads_kv, case.head_dim_v) if values else None, "layout": case.layout}  # fmt: skip
-    names = ("cu_seqlens_q", "seqlens_q", "seqlens_k", *(() if dense else ("page_table",)))
-    call |= {name: given[name] for name in names if name in given}
-    if rotary:
-        call |= {"rotary": angles(2048, rotary), "interleaved": interleaved}
-        if q:
-            call["q"] = fresh(case.heads, case.head_dim)
-        if positions:
-            call["positions"] = rng.integers(0, 2048, shape[:1] if not padded else (shape[0], shape[1 if case.layout == "bshd" else 2])).astype(np.int32)
-    return call
 
 
 def judged(kernel, call, **options):
@@ -74,15 +41,15 @@ def test_pages_of_any_strides(cache, layout, q, kernel):
         case = ServingCase(n_q, (5, 33, 4, 7), q=q, cache=cache, layout=layout, page_size=size, dtype=DTYPES[seed])
         if case.dtype == "bfloat16" and BFLOAT16 is None:
             continue
-        judged(kernel, call_of(case, seed=seed))
-        judged(kernel, call_of(case, seed=seed, rotary=8, q=True))
+        judged(kernel, append_call(case, seed=seed))
+        judged(kernel, append_call(case, seed=seed, rotary=8, q=True))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_dense_caches(layout, kernel):
     case = ServingCase((1, 3, 0, 7), (5, 33, 4, 7), k="padded", layout=layout)
-    judged(kernel, call_of(case, dense=True))
-    judged(kernel, call_of(case, dense=True, rotary=16, q=True))
+    judged(kernel, append_call(case, dense=True))
+    judged(kernel, append_call(case, dense=True, rotary=16, q=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,19 +61,19 @@ def test_rotary(dtype, interleaved, kernel):
         pytest.skip("float64 runs on the CPU")
     for half, positions, d in ((1, False, 5), (3, True, 7), (16, True, 32), (20, False, 64)):
         case = ServingCase(head_dim=d, head_dim_v=d + 3, dtype=dtype)
-        judged(kernel, call_of(case, rotary=half, q=True, positions=positions, interleaved=interleaved))
-        judged(kernel, call_of(case, rotary=half, q=False, values=False, interleaved=interleaved))
-        own = call_of(case, rotary=half, q=True, interleaved=interleaved)
+        judged(kernel, append_call(case, rotary=half, q=True, positions=positions, interleaved=interleaved))
+        judged(kernel, append_call(case, rotary=half, q=False, values=False, interleaved=interleaved))
+        own = append_call(case, rotary=half, q=True, interleaved=interleaved)
         own["rotary"] = tuple(x.astype(dtype_of(dtype)) for x in own["rotary"])
         judged(kernel, own)
-        own = call_of(case, rotary=half, q=True, interleaved=interleaved)
+        own = append_call(case, rotary=half, q=True, interleaved=interleaved)
         judged(kernel, own, out=own["q"]) if library(kernel) == "numpy" else None
 
 
 @pytest.mark.parametrize("position", [0, 1, 40959, 131071])
 def test_far_positions_are_as_exact_as_near_ones(position, kernel):
     case = ServingCase((1,), (9,), 1, 1, 64, q="one")
-    call = call_of(case, rotary=32, q=True)
+    call = append_call(case, rotary=32, q=True)
     cos, sin = angles(131072, 32)
     call |= {"rotary": (cos, sin), "positions": np.array([position], np.int32)}
     judged(kernel, call)
@@ -118,7 +85,7 @@ def test_far_positions_are_as_exact_as_near_ones(position, kernel):
 def test_slots(kernel):
     case = ServingCase(page_size=4, slack=6)
     for dtype in (np.int32, np.int64):
-        call = call_of(case, rotary=4, q=True, positions=True)
+        call = append_call(case, rotary=4, q=True, positions=True)
         pages, size = call["k_cache"].shape[:2]
         rng = np.random.default_rng(0)
         slots = rng.permutation(pages * size)[: len(call["k"]) - 2].astype(dtype)
@@ -134,13 +101,13 @@ def test_slots(kernel):
 
 def test_nothing_to_append(kernel):
     for case in (ServingCase((0, 0), (3, 4)), ServingCase((), ()), ServingCase((0, 2, 0), (0, 2, 9), slack=0)):
-        judged(kernel, call_of(case))
-        judged(kernel, call_of(case, rotary=4, q=True))
+        judged(kernel, append_call(case))
+        judged(kernel, append_call(case, rotary=4, q=True))
 
 
 def test_values_that_are_not_finite(kernel):
     case = ServingCase((4,), (9,), dtype="float16")
-    call = call_of(case, rotary=8, q=True)
+    call = append_call(case, rotary=8, q=True)
     call["k"][1:3], call["k"][3:4], call["v"][2:4], call["q"][2:3] = np.nan, np.inf, -np.inf, 60000
     judged(kernel, call)
 
@@ -174,12 +141,12 @@ def test_what_has_no_place_is_counted_and_not_written(kernel):
     case = ServingCase((2, 3, 1, 4), (20, 40, 9, 17), slack=1)
 
     def changed(**change):
-        call = call_of(case, rotary=4, q=True, positions=True)
+        call = append_call(case, rotary=4, q=True, positions=True)
         for name, (at, value) in change.items():
             call[name][at] = value
         return call
 
-    slotted = {n: x for n, x in call_of(case).items() if n not in ("page_table", "seqlens_k", "cu_seqlens_q")}
+    slotted = {n: x for n, x in append_call(case).items() if n not in ("page_table", "seqlens_k", "cu_seqlens_q")}
     rooms = slotted["k_cache"].shape[0] * case.page_size
     bad = [
         (changed(seqlens_k=(0, 1)), [("length", 1, 0, 1, -1)]),
@@ -213,7 +180,7 @@ def test_any_contents_at_all(seed, kernel):
     rng = np.random.default_rng(seed)
     for n in range(40):
         case = ServingCase(tuple(rng.integers(0, 6, 4)), tuple(rng.integers(6, 40, 4)), page_size=int(rng.integers(1, 9)))
-        call = call_of(case, rotary=4, q=True, positions=bool(n % 2))
+        call = append_call(case, rotary=4, q=True, positions=bool(n % 2))
         for name in ("page_table", "seqlens_k", "cu_seqlens_q", "positions"):
             if name in call:
                 x = call[name]
@@ -241,8 +208,8 @@ def refused(error, match, call, **change):
 
 def test_what_it_refuses():
     case = ServingCase()
-    call, rotary = call_of(case), angles(64, 8)
-    turned = call_of(case, rotary=8, q=True)
+    call, rotary = append_call(case), angles(64, 8)
+    turned = append_call(case, rotary=8, q=True)
     slots = np.zeros(3, np.int32)
     for layout in (..., None):
         refused(ValueError, 'layout must be said: "bshd".*"bhsd"', call, layout=layout)
@@ -290,7 +257,7 @@ def test_what_it_refuses():
 
 def test_names_of_kernels():
     assert fa_ext.kernels("append") == fa_ext.kernels(operation="append") and "cpu_append" in KERNELS
-    call = call_of(ServingCase())
+    call = append_call(ServingCase())
     assert fa_ext.explain_append(**call)[0] == "cpu_append"
     with pytest.raises(ValueError, match="cpu_append"):
         fa_ext.append(**call, kernel="cpu_ref")

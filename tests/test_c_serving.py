@@ -8,9 +8,8 @@ import pytest
 from c_interface import APPEND, FORWARD, array_of, compiled
 
 import fa_ext
-import test_append
 from operands import BFLOAT16
-from serving_cases import ServingCase, grid, lengths, random_cases
+from serving_cases import ServingCase, append_call, grid, lengths, random_cases
 
 pytestmark = pytest.mark.skipif(c_interface.missing_compiler() is not None, reason=str(c_interface.missing_compiler()))
 
@@ -100,7 +99,7 @@ def test_append_has_the_bits_of_python(client, seed):
     interleaved = bool(seed % 2 and seed % 3)
     options = dict(dense=case.k == "padded", rotary=8 * (seed % 3), q=seed % 3 > 0, positions=seed % 3 > 1,
                    interleaved=interleaved, values=seed != 5, seed=seed)  # fmt: skip
-    call, mine = (test_append.call_of(case, **options) for _ in range(2))
+    call, mine = (append_call(case, **options) for _ in range(2))
     wanted = fa_ext.append(**call)
     layout = mine.pop("layout")
     mine.pop("interleaved", None)
