@@ -200,6 +200,18 @@ def listed_kernels() -> list[tuple[str, str]]:
     return re.findall(r"^FA_KERNEL\((\w+), (\w+)\)", (CSRC / "kernels.def").read_text(), re.MULTILINE)
 
 
+def cuda_files() -> list[Path]:
+    """The .cu files of the library: ``kernels/<name>.cu`` and ``kernels/<family>/<name>.cu``, those on trial left out."""
+    files = [*KERNELS.glob("*.cu"), *KERNELS.glob("*/*.cu")]
+    return sorted((f for f in files if f.parent.name != "trial"), key=lambda f: f.name)
+
+
+def kernel_files() -> dict[str, Path]:
+    """{name: its file} of each kernel of ``kernels.def`` that has one."""
+    files = {f.stem: f for f in (*(CSRC / "cpu").glob("*.c"), *cuda_files())}
+    return {name: files[name] for name in listed_rows() if name in files}
+
+
 def directives(source: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ...]]]:
     """(archs, flags, {instance: flags}) that a source file asks for."""
     archs: tuple[str, ...] = ()
@@ -238,7 +250,7 @@ def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:
     kernels = kernel_names()
     kernel_files = sorted((CSRC / "cpu").glob("*.c"))
     if options.nvcc:
-        kernel_files += [f for f in sorted(KERNELS.glob("*.cu")) if options.chaos or f.stem != "chaos"]
+        kernel_files += [f for f in cuda_files() if options.chaos or f.stem != "chaos"]
     if options.only:
         kernel_files = [f for f in kernel_files if f.stem not in kernels or re.search(options.only, f.stem)]
     compiled = {f.stem for f in kernel_files}
@@ -265,14 +277,14 @@ def _gencode(archs: tuple[str, ...]) -> list[str]:
 def command(unit: Unit, target: Path, options: Options) -> list[str]:
     """The compiler command for one unit. CUDA commands print ptxas' resource report (``-v``) on stderr."""
     defines = [f"-D{name}={value}" if value else f"-D{name}" for name, value in sorted(options.defines.items())]
-    includes = [f"-I{CSRC}", f"-I{KERNELS}"]
+    includes = [f"-I{CSRC}", f"-I{KERNELS}", f"-I{KERNELS / 'common'}"]
     dependencies = ["-MD", "-MF", str(target.with_suffix(".d"))]
     if unit.is_cuda:
         assert options.nvcc
         archs = unit.archs or options.archs or DEFAULT_ARCHS
         mode = ["-G", "-g"] if options.debug else ["-O3", "-lineinfo"]
         if options.chaos:
-            mode += ["-DFA_CHAOS=1", "-include", str(KERNELS / "chaos.cuh")]
+            mode += ["-DFA_CHAOS=1", "-include", str(KERNELS / "common" / "chaos.cuh")]
         if options.nvcc_release >= (12, 8):
             mode.append("--compress-mode=size")  # a third of the size and less
         return [options.nvcc, "-std=c++20", *mode, "--expt-relaxed-constexpr", "-Xptxas", "-v", *_gencode(archs),
@@ -468,8 +480,8 @@ def main() -> None:
     parser.add_argument("kernel", help="a kernel of kernels.def, or the path of a kernel file")
     parser.add_argument("-o", dest="target", type=Path, help="shared library to write (default build/kernels/<kernel>.so)")
     parsed, extra = parser.parse_known_args()
-    places = (Path(parsed.kernel), KERNELS / f"{parsed.kernel}.cu", CSRC / "cpu" / f"{parsed.kernel}.c")
-    source = next((p for p in places if p.is_file()), None)
+    given = Path(parsed.kernel)
+    source = given if given.is_file() else kernel_files().get(parsed.kernel)
     if source is None:
         parser.error(f"no kernel file for {parsed.kernel!r}")
     target = parsed.target or ROOT / "build" / "kernels" / f"{source.stem}.so"

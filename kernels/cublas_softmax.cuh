@@ -5,16 +5,16 @@
  * row of weights has ld * 4 / sizeof(T) elements from one to the next. Weight j lies at or before score j, so that a
  * group which reads scores from the left, and writes what it has read, overwrites nothing it still needs. Warps that
  * share a row meet at __syncthreads; products and softmax follow each other in the stream. */
-#ifndef FA_CUBLAS_SOFTMAX_CUH
-#define FA_CUBLAS_SOFTMAX_CUH
+#pragma once
 
 #include <stdint.h> // int64_t
 
 #include "chaos.cuh"
 #include "convert.cuh" // from_float
 #include "fa.h"        // fa_forward
-#include "mask.cuh"    // row_keys, mask_row
-#include "score.cuh"   // bias_row, bias_of, add_bias_or_exclude
+#include "mask.cuh"    // row_keys
+#include "rows.cuh"    // bias_row, mask_row, row_of, lse_index
+#include "score.cuh"   // bias_of, add_bias_or_exclude
 #include "softmax.cuh" // RowState, finish_row
 
 namespace fa::cublas {
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(THREADS < 128 ? 128 : THREADS)
 
     const RowResult result = finish_row(p, row.head, state);
     if (p.lse && thread == 0)
-        static_cast<float *>(p.lse)[(row.batch * p.heads + row.head) * p.seq_q + row.row] = result.lse;
+        static_cast<float *>(p.lse)[lse_index(row.batch, row.head, row.row, p.heads, p.seq_q)] = result.lse;
     if constexpr (HELD) {
         __syncwarp(); // where a block shares the row, reduce() held it together
 #pragma unroll
@@ -182,7 +182,7 @@ __global__ void empty_rows_kernel(const __grid_constant__ fa_forward p, const __
         const int64_t dim = n % p.head_dim_v;
         row_of<T>(p.out, row.batch, row.head, row.row)[dim * p.out.stride[3]] = from_float<T>(0.0f);
         if (p.lse && dim == 0)
-            static_cast<float *>(p.lse)[(row.batch * p.heads + row.head) * p.seq_q + row.row] =
+            static_cast<float *>(p.lse)[lse_index(row.batch, row.head, row.row, p.heads, p.seq_q)] =
                 finish_row(p, row.head, RowState()).lse;
     }
 }
@@ -206,5 +206,3 @@ cudaError_t softmax(const fa_forward &p, const Chunk &chunk, float cap_log2, cud
 }
 
 } // namespace fa::cublas
-
-#endif

@@ -15,9 +15,10 @@
  */
 #include <algorithm> // std::copy_n, std::max, std::min
 
-#include "convert.cuh" // to_float, from_float, Chunk, takes_chunks
+#include "convert.cuh" // to_float, from_float, load_as_float
 #include "fa.h"        // fa_merge
 #include "launch.cuh"  // fa_own, FA_CUDA_TRY
+#include "rows.cuh"    // Chunk, row_offset, takes_chunks
 
 namespace {
 
@@ -49,16 +50,9 @@ __global__ void store_parts(const __grid_constant__ Parts parts, fa_part *to, in
     if (int(threadIdx.x) < count) to[threadIdx.x] = parts.part[threadIdx.x];
 }
 
-__device__ __forceinline__ int64_t offset_of(const fa_operand &x, int64_t batch, int64_t head, int64_t row) {
-    return batch * x.stride[0] + head * x.stride[1] + row * x.stride[2];
-}
-
 __device__ __forceinline__ float sink_of(const Args &a, int64_t head) {
     if (!a.sinks.data) return -INFINITY;
-    const int64_t at = head * a.sinks.stride[0];
-    float sink = a.sinks_dtype == FA_F32   ? static_cast<const float *>(a.sinks.data)[at]
-                 : a.sinks_dtype == FA_F16 ? fa::to_float(static_cast<const __half *>(a.sinks.data)[at])
-                                           : fa::to_float(static_cast<const __nv_bfloat16 *>(a.sinks.data)[at]);
+    const float sink = fa::load_as_float(a.sinks.data, a.sinks_dtype, head * a.sinks.stride[0]);
     return isinf(sink) || isnan(sink) ? sink : fminf(fmaxf(sink, -FA_LIMIT), FA_LIMIT);
 }
 
@@ -97,7 +91,7 @@ __global__ void __launch_bounds__(MAX_THREADS)
         for (int64_t head = blockIdx.y; head < a.heads; head += gridDim.y) {
             const auto lse_of = [&](int n) {
                 const fa_operand &lse = part_of(n).lse;
-                return static_cast<const float *>(lse.data)[offset_of(lse, batch, head, row)];
+                return static_cast<const float *>(lse.data)[fa::row_offset(lse, batch, head, row)];
             };
             const float sink = sink_of(a, head);
             float origin = sink, sum = 0.0f;
@@ -116,14 +110,14 @@ __global__ void __launch_bounds__(MAX_THREADS)
             const bool copies = counted == 1 && !a.sinks.data && a.same;
             const float factor = counted ? 1.0f / sum : 0.0f;
             for (int d = lane * N; d < columns; d += a.lanes * N) {
-                const int64_t to = offset_of(a.out, batch, head, row) + d * a.out.stride[3];
+                const int64_t to = fa::row_offset(a.out, batch, head, row) + d * a.out.stride[3];
                 float out[N] = {};
                 fa::Chunk<T, N> chunk = {};
                 for (int n = copies ? last : 0; n < (copies ? last + 1 : count); ++n) {
                     const float lse = lse_of(n);
                     if (isinf(lse)) continue;
                     const fa_operand &x = part_of(n).out;
-                    const int64_t at = offset_of(x, batch, head, row) + d * x.stride[3];
+                    const int64_t at = fa::row_offset(x, batch, head, row) + d * x.stride[3];
                     chunk = *reinterpret_cast<const fa::Chunk<T, N> *>(static_cast<const T *>(x.data) + at);
                     const float w = weight(lse, origin);
 #pragma unroll
@@ -140,10 +134,10 @@ __global__ void __launch_bounds__(MAX_THREADS)
             }
             __syncwarp(); // the result's LSE may be the first part's
             if (count > 0 && lane == 0)
-                static_cast<float *>(a.lse.data)[offset_of(a.lse, batch, head, row)] = !counted ? sink
-                                                                                       : sum == 1.0f
-                                                                                           ? origin
-                                                                                           : origin + logf(sum);
+                static_cast<float *>(a.lse.data)[fa::row_offset(a.lse, batch, head, row)] = !counted ? sink
+                                                                                            : sum == 1.0f
+                                                                                                ? origin
+                                                                                                : origin + logf(sum);
         }
 }
 

@@ -14,12 +14,14 @@
  *
  *     python -m bench measure --preset history --rows minimal,simt
  */
-#include "convert.cuh" // to_float, from_float, row_of
+#include "convert.cuh" // to_float, from_float
 #include "fa.h"        // fa_forward, fa_kernel
 #include "launch.cuh"  // fa_own, FA_CUDA_TRY
 #include "mask.cuh"    // row_keys
+#include "rows.cuh"    // row_of
 #include "score.cuh"   // LOG2_E
 #include "softmax.cuh" // RowState, scaled_down, finish_row
+#include "tiles.cuh"   // place_of
 
 namespace {
 
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_const
     const int64_t rows = p.batch * p.heads * p.seq_q;
 
     for (int64_t n = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP; n < rows; n += int64_t(gridDim.x) * WARPS) {
-        const int64_t row = n % p.seq_q, head = n / p.seq_q % p.heads, batch = n / p.seq_q / p.heads;
+        const auto [batch, head, row] = fa::place_of(n, p.seq_q, p.heads);
         const int64_t head_kv = head / (p.heads / p.heads_kv);
         const T *q = fa::row_of<T>(p.q, batch, head, row);
 

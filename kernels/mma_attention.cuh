@@ -17,15 +17,18 @@
 #ifndef FA_MMA_ATTENTION_CUH
 #define FA_MMA_ATTENTION_CUH
 
-#include "convert.cuh"    // from_float, row_of
+#include "convert.cuh"    // from_float
 #include "fa.h"           // fa_forward
 #include "mma_bias.cuh"   // BiasTiles
 #include "mma_config.cuh" // MmaArgs, BlockPlace
 #include "mma_scores.cuh" // mask_scores, scale_scores
 #include "mma_tile.cuh"   // RowLoader
 #include "mma_warp.cuh"   // MmaWarp
-#include "sm80_ptx.cuh"   // cp_async_commit, cp_async_wait
-#include "softmax.cuh"    // exp2_fast, RowResult
+#include "partial.cuh"    // finish_joined, partial_states
+#include "ptx.cuh"        // cp_async_commit, cp_async_wait, exp2_fast
+#include "rows.cuh"       // row_of
+#include "softmax.cuh"    // RowResult
+#include "tiles.cuh"      // place_of
 
 namespace fa {
 
@@ -35,13 +38,13 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     extern __shared__ __align__(128) unsigned char shared[];
     using T = typename C::T;
     const fa_forward &p = args.problem;
-    const Visibility &visible = args.visible;
+    const Band &visible = args.visible;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % C::WARPS_M, warp_n = warp / C::WARPS_M;
 
     const BlockPlace block(args);
     // Keys that the block's rows see, as tiles [tile_begin, tile_end).
     const int block_query = block.row_block * C::TILE_M, block_last = min(block_query + C::TILE_M, int(p.seq_q)) - 1;
-    const int keys_begin = visible.begin(block_query), keys_end = visible.end(block_last);
+    const int keys_begin = begin_of(visible, block_query), keys_end = end_of(visible, block_last);
     int tile_begin = keys_begin / C::TILE_N;
     int tile_end = keys_begin < keys_end ? (keys_end + C::TILE_N - 1) / C::TILE_N : tile_begin;
     if constexpr (C::SPLITS) { // this block's share of them
@@ -50,14 +53,14 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         tile_begin = min(tile_begin + int(blockIdx.y) * share, tile_end);
         tile_end = min(tile_begin + share, tile_end);
     }
-    // Of a warp whose rows start at `first`: keys [begin, end) that some of its rows see, [whole_begin, whole_end) that
-    // all of them see.
+    // Of a warp whose rows start at `first`: keys that some of its rows see, and that all of them see.
     struct Sight {
-        int begin, end, whole_begin, whole_end;
+        Span<int> some, all;
     };
     auto sight_of = [&](int first) -> Sight {
         const int last = min(first + C::WARP_ROWS, int(p.seq_q)) - 1;
-        return {visible.begin(first), first <= last ? visible.end(last) : 0, visible.begin(last), visible.end(first)};
+        return {{begin_of(visible, first), first <= last ? end_of(visible, last) : 0},
+                common_span(visible, first, last)};
     };
     const int warp_query = block_query + warp_m * C::WARP_ROWS;
     const Sight kept = sight_of(warp_query);
@@ -133,8 +136,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
             const bool there = C::PLAIN || tile < tile_end;
             const int key = tile * C::TILE_N + warp_n * C::KEYS;
             const Sight seen = C::SHORT ? sight_of(again(warp_query)) : kept;
-            const bool some = there && key < seen.end && key + C::KEYS > seen.begin;
-            const bool masked = key < seen.whole_begin || key + C::KEYS > seen.whole_end;
+            const bool some = there && key < seen.some.end && key + C::KEYS > seen.some.begin;
+            const bool masked = key < seen.all.begin || key + C::KEYS > seen.all.end;
             cp_async_wait<0>();
             __syncthreads();
             if (there)
@@ -180,8 +183,8 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         for (int tile = tile_end - 1; tile >= tile_begin; --tile) {
             const int key = tile * C::TILE_N + warp_n * C::KEYS;
             const Sight seen = C::SHORT ? sight_of(again(warp_query)) : kept;
-            const bool some = key < seen.end && key + C::KEYS > seen.begin;
-            const bool masked = key < seen.whole_begin || key + C::KEYS > seen.whole_end;
+            const bool some = key < seen.some.end && key + C::KEYS > seen.some.begin;
+            const bool masked = key < seen.all.begin || key + C::KEYS > seen.all.end;
             cp_async_wait<C::STAGES - 2>();
             __syncthreads();
             const int next = tile - (C::STAGES - 1), free = stage == 0 ? C::STAGES - 1 : stage - 1;
@@ -219,8 +222,8 @@ __global__ void __launch_bounds__(128) combine_splits(const __grid_constant__ Mm
     const int64_t rows = args.rows(), row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (row >= rows) return;
-    const int64_t query = row % p.seq_q, head = row / p.seq_q % p.heads, batch = row / p.seq_q / p.heads;
-    const float2 *states = reinterpret_cast<const float2 *>(args.partial + args.splits * rows * HEAD_DIM) + row;
+    const auto [batch, head, query] = place_of(row, p.seq_q, p.heads);
+    const float2 *states = partial_states<HEAD_DIM>(args.partial, args.splits, rows) + row;
 
     const float sink = sink_of(args, head, int(query));
     float shift = NO_SHIFT;
@@ -235,7 +238,7 @@ __global__ void __launch_bounds__(128) combine_splits(const __grid_constant__ Mm
 #pragma unroll
         for (int i = 0; i < COLUMNS; ++i) out[i] += part[32 * i] * factor;
     }
-    const RowResult result = finish_fast(shift, sum, sink);
+    const RowResult result = finish_joined(shift, sum, sink);
     if (p.lse && lane == 0) static_cast<float *>(p.lse)[row] = result.lse;
     T *to = row_of<T>(p.out, batch, head, query);
 #pragma unroll

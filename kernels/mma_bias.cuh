@@ -16,8 +16,8 @@
 #include "mma_config.cuh" // MmaArgs, BlockPlace
 #include "mma_scores.cuh" // Scores
 #include "mma_tile.cuh"   // TileLayout, BlockAddress
+#include "ptx.cuh"        // cp_async_16, ldmatrix_x4, store_shared, unpack
 #include "score.cuh"      // add_bias
-#include "sm80_ptx.cuh"   // cp_async_16, ldmatrix_x4, store_shared, unpack
 
 namespace fa {
 

@@ -5,9 +5,11 @@
 
 #include <stdint.h> // int64_t, uint32_t
 
-#include "fa.h"           // fa_forward
-#include "mma_scores.cuh" // Visibility
-#include "score.cuh"      // ScoreParams
+#include "fa.h"        // fa_forward
+#include "mask.cuh"    // Band
+#include "partial.cuh" // Partials
+#include "score.cuh"   // ScoreParams
+#include "tiles.cuh"   // Divider
 
 namespace fa {
 
@@ -57,23 +59,11 @@ template <typename T_, int HEAD_DIM_, MmaShape SHAPE, Surface SURFACE> struct Mm
     static_assert(KEYS % 16 == 0 && HEAD_DIM % 32 == 0, "mma.sync tiles of 16");
 };
 
-/* Division of numbers below 2^31 by one multiplication: the start of a block has four of them in a row. */
-struct Divider {
-    uint32_t divisor, multiplier, shift;
-
-    static Divider of(int64_t divisor) {
-        uint32_t shift = 0;
-        while ((int64_t(1) << shift) < divisor) ++shift;
-        return {uint32_t(divisor), uint32_t((((uint64_t(1) << shift) - divisor) << 32) / divisor + 1), shift};
-    }
-    __device__ int quotient(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
-};
-
 /* A launch. The sequence lengths, and so every row and key index, fit in 28 bits. */
 struct MmaArgs {
     fa_forward problem;
     ScoreParams score;
-    Visibility visible;
+    Band visible;
     Divider heads, group;                   // query heads a batch entry, a K/V head
     Divider per_section, width, last_width; // blocks of a section; heads of one, of the last one
     int row_blocks;                         // tiles of TILE_M queries a head
@@ -84,7 +74,7 @@ struct MmaArgs {
     int shared_bytes;
     int64_t sink_row; // distance of the sinks of neighbouring rows: 0, or heads are rows
     int splits;       // parts of the keys; with more than 1, each writes to `partial`
-    float *partial;   // (splits, rows, HEAD_DIM) output, then (splits, rows, 2) shift, sum
+    float *partial;   // as partial.cuh says: (splits, rows, HEAD_DIM), then (splits, rows) states
 
     __host__ __device__ int64_t rows() const { return problem.batch * problem.heads * problem.seq_q; }
 };

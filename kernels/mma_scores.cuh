@@ -9,20 +9,14 @@
 
 #include <math.h> // INFINITY
 
+#include "mask.cuh"    // Band
+#include "ptx.cuh"     // exp2_fast, reciprocal_fast
 #include "score.cuh"   // ScoreParams, LOG2_E
-#include "softmax.cuh" // exp2_fast
+#include "softcap.cuh" // tanh_by_exp2, MAX_FAST_CAP
 
 namespace fa {
 
 template <int ROW_TILES, int KEYS> using Scores = float[ROW_TILES][KEYS / 8][4];
-
-/* Causal, window and key range of a call in 32 bits: query i sees the keys [begin(i), end(i)). */
-struct Visibility {
-    int left, right, diagonal, key_begin, key_end;
-
-    __device__ int begin(int query) const { return max(key_begin, query + diagonal - left); }
-    __device__ int end(int query) const { return min(key_end, query + diagonal + right + 1); }
-};
 
 /* Where a warp's scores lie in the problem. `query` and `key` are those of this thread's element [0][0][0]. */
 struct ScorePlace {
@@ -33,14 +27,13 @@ struct ScorePlace {
 
 /* -inf for every key that its query does not see. */
 template <int ROW_TILES, int KEYS>
-__device__ __forceinline__ void mask_scores(Scores<ROW_TILES, KEYS> &s, const Visibility &visible,
-                                            const ScorePlace &place) {
+__device__ __forceinline__ void mask_scores(Scores<ROW_TILES, KEYS> &s, const Band &visible, const ScorePlace &place) {
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int begin = visible.begin(place.query_of(r, i)) - place.key;
-            const int end = visible.end(place.query_of(r, i)) - place.key;
+            const int begin = begin_of(visible, place.query_of(r, i)) - place.key;
+            const int end = end_of(visible, place.query_of(r, i)) - place.key;
 #pragma unroll
             for (int j = 0; j < KEYS / 8; ++j)
 #pragma unroll
@@ -48,26 +41,6 @@ __device__ __forceinline__ void mask_scores(Scores<ROW_TILES, KEYS> &s, const Vi
                     if (8 * j + e < begin || 8 * j + e >= end) s[r][j][2 * i + e] = -INFINITY;
         }
 }
-
-/* 1 / x, at most 1 ulp off; 0 for infinity. */
-__device__ __forceinline__ float reciprocal_fast(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-/* tanh at most 1.5e-6 off, relatively, with exp2 and the division as inexact as they may be (2 ulp each): by its closed
- * form, and near 0, where that cancels, by its series. */
-__device__ __forceinline__ float tanh_by_exp2(float x) {
-    const float square = x * x;
-    const float series = x + x * square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315)));
-    const float closed = 1.0f - __fdividef(2.0f, exp2_fast(x * (2.0f * LOG2_E)) + 1.0f);
-    return fabsf(x) < 0.25f ? series : closed;
-}
-
-/* The closed form of tanh is at most 4e-7 off, absolutely: nothing to a cap of up to this. Larger ones need the series
- * near 0. */
-constexpr float MAX_FAST_CAP = 256.0f;
 
 /* Products to scores in base 2, before bias: scale or softcap. ANY_CAP: the cap may be above MAX_FAST_CAP. */
 template <int ROW_TILES, int KEYS, bool ANY_CAP>

@@ -3,7 +3,7 @@
  * Float16 and bfloat16, float32 accumulation, mma.sync m16n8k16, head_dim and head_dim_v from 1 to 256 (padded with
  * zeros to the next of 32, 64, 96, 128, 192, 256). The kernel and its maths stand in mma_attention.cuh; what else is
  * here: mma_tile.cuh (swizzled tiles, loads), mma_scores.cuh (masks, softcap), mma_bias.cuh (bias and boolean mask),
- * sm80_ptx.cuh (instructions).
+ * ptx.cuh (instructions).
  *
  * Several tile shapes for each padded head_dim and dtype (`Kind` below): for grids that fill the device, by the shared
  * memory of its multiprocessors; for smaller grids; one that does everything else, and one that does it faster for bias
@@ -21,10 +21,10 @@
  */
 #include <iterator> // std::size
 
-#include "convert.cuh"       // takes_chunks
 #include "fa.h"              // fa_forward, fa_kernel
 #include "launch.cuh"        // fa_own, FA_CUDA_TRY
 #include "mma_attention.cuh" // mma_kernel, MmaConfig, MmaArgs
+#include "rows.cuh"          // takes_chunks
 #include "score.cuh"         // score_params
 
 #define FA_MMA_HEAD_DIMS(X) X(32) X(64) X(96) X(128) X(192) X(256) // all instances, ascending

@@ -9,7 +9,7 @@
 
 #include <stdint.h> // int64_t, uint32_t
 
-#include "sm80_ptx.cuh" // cp_async_16, store_shared
+#include "ptx.cuh" // cp_async_16, store_shared
 
 namespace fa {
 

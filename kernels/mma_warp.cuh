@@ -6,28 +6,22 @@
 #include <float.h>     // FLT_MAX
 #include <type_traits> // is_same_v
 
-#include "convert.cuh"    // load_as_float, row_of
+#include "convert.cuh"    // load_as_float
 #include "fa.h"           // fa_forward
 #include "mma_config.cuh" // MmaArgs, BlockPlace
 #include "mma_scores.cuh" // Scores
 #include "mma_tile.cuh"   // BlockAddress
+#include "partial.cuh"    // finish_joined, partial_states
+#include "ptx.cuh"        // exp2_fast, ldmatrix_x4, mma_16x8x16, pack
+#include "rows.cuh"       // row_of, lse_index
 #include "score.cuh"      // bounded
-#include "sm80_ptx.cuh"   // ldmatrix_x4, mma_16x8x16, pack
-#include "softmax.cuh"    // exp2_fast, weight_rounding, RowResult
+#include "softmax.cuh"    // weight_rounding, RowResult
 
 namespace fa {
 
 /* The shift of a row that has seen no key: no score is lower (see add_bias), yet finite, so that 2^(-inf - shift) is 0,
  * not NaN. */
 constexpr float NO_SHIFT = -FLT_MAX;
-
-/* finish_row() of softmax.cuh with the approximate logarithm and reciprocal (2 ulp): a block of few tiles notices. */
-__device__ __forceinline__ RowResult finish_fast(float shift, float sum, float sink) {
-    const float raised = fmaxf(shift, sink * LOG2_E), factor = exp2_fast(shift - raised);
-    const float total = sum * factor + exp2_fast(sink * LOG2_E - raised);
-    const float lse = sum == 0.0f ? sink : (raised + __log2f(total)) * LN_2;
-    return {sum == 0.0f ? 0.0f : __fdividef(factor, total), lse};
-}
 
 /* The sink of a row, or -inf. Rows beyond the last query may look at any head's. */
 __device__ __forceinline__ float sink_of(const MmaArgs &args, int64_t head, int query) {
@@ -244,18 +238,17 @@ template <class C> struct MmaWarp {
     __device__ __forceinline__ void finish_part(const MmaArgs &args, int warp_m, int split, int lane) const {
         const BlockPlace place(args);
         const int first_query = place.row_block * C::TILE_M + warp_m * C::WARP_ROWS;
-        const int64_t first_row =
-            split * args.rows() + (int64_t(place.batch) * args.problem.heads + place.head) * args.problem.seq_q;
-        float *states = args.partial + args.splits * args.rows() * C::HEAD_DIM;
+        const fa_forward &p = args.problem;
+        const int64_t first_row = split * args.rows() + lse_index(place.batch, place.head, 0, p.heads, p.seq_q);
+        float2 *states = partial_states<C::HEAD_DIM>(args.partial, args.splits, args.rows());
 #pragma unroll
         for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float total = row_sum(r, i);
                 const int query = first_query + r * 16 + i * 8 + lane / 4;
-                if (query >= args.problem.seq_q) continue;
-                if (lane % 4 == 0)
-                    reinterpret_cast<float2 *>(states)[first_row + query] = make_float2(shift[r][i], total);
+                if (query >= p.seq_q) continue;
+                if (lane % 4 == 0) states[first_row + query] = make_float2(shift[r][i], total);
                 float *to = args.partial + (first_row + query) * C::HEAD_DIM + lane % 4 * 2;
 #pragma unroll
                 for (int j = 0; j < C::HEAD_DIM / 8; ++j)
@@ -279,7 +272,8 @@ template <class C> struct MmaWarp {
             for (int i = 0; i < 2; ++i) {
                 const float total = row_sum(r, i);
                 const int row = r * 16 + i * 8 + lane / 4;
-                const RowResult result = finish_fast(shift[r][i], total, sink_of(args, place.head, first_query + row));
+                const RowResult result =
+                    finish_joined(shift[r][i], total, sink_of(args, place.head, first_query + row));
                 if (p.lse && lane % 4 == 0 && row < queries) lse[row] = result.lse;
 #pragma unroll
                 for (int j = 0; j < C::HEAD_DIM / 8; ++j)

@@ -12,12 +12,13 @@
 #define FA_SIMT_BACKWARD_CUH
 
 #include "chaos.cuh"              // FA_CHAOS_BEGIN
-#include "convert.cuh"            // to_float, from_float, load_as_float, row_of
+#include "convert.cuh"            // to_float, load_as_float, write_gradient
 #include "fa.h"                   // fa_backward
 #include "mask.cuh"               // row_keys, tile_keys, tile_queries
+#include "ptx.cuh"                // exp2_fast
+#include "rows.cuh"               // row_of, row_offset
 #include "score.cuh"              // LOG2_E, bounded
 #include "simt_backward_tile.cuh" // Tile, Work, Shared, Pairs, Sums
-#include "softmax.cuh"            // exp2_fast
 
 namespace simt_backward {
 
@@ -42,7 +43,7 @@ template <typename T> __device__ float delta_of(const fa_backward &p, int64_t b,
     float sum = 0.0f;
     if (p.dout.data) {
         const T *dout = fa::row_of<const T>(p.dout, b, h, i);
-        const int64_t out = b * f.out.stride[0] + h * f.out.stride[1] + i * f.out.stride[2];
+        const int64_t out = fa::row_offset(f.out, b, h, i);
         for (int first = 0; first < f.head_dim_v; first += CHUNK) {
             float chunk = 0.0f;
             for (int d = first; d < first + CHUNK && d < f.head_dim_v; ++d)
@@ -75,19 +76,6 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- results ---- */
 
-/* Writes one element of a gradient, or adds to it. */
-__device__ __forceinline__ void write(const fa_backward &p, fa_grad grad, int64_t index, float value) {
-    void *data = p.grad[grad].data;
-    const fa_dtype dtype = p.grad_dtype[grad];
-    if (p.accumulate) value += fa::load_as_float(data, dtype, index);
-    if (dtype == FA_F32)
-        static_cast<float *>(data)[index] = value;
-    else if (dtype == FA_F16)
-        static_cast<__half *>(data)[index] = fa::from_float<__half>(value);
-    else
-        static_cast<__nv_bfloat16 *>(data)[index] = fa::from_float<__nv_bfloat16>(value);
-}
-
 /* Rows [first, first + block) below `end` of a gradient; 0 where `zero(row)`, whatever the sums are. */
 template <Tile t, class Zero>
 __device__ __forceinline__ void write_rows(const fa_backward &p, fa_grad grad, int64_t b, int64_t h, int64_t first,
@@ -99,7 +87,7 @@ __device__ __forceinline__ void write_rows(const fa_backward &p, fa_grad grad, i
         const int row = ty + SIDE * i;
         if (first + row >= end) continue;
         const bool nothing = zero(row);
-        const int64_t base = b * x.stride[0] + h * x.stride[1] + (first + row) * x.stride[2];
+        const int64_t base = fa::row_offset(x, b, h, first + row);
 #pragma unroll
         for (int c = 0; c < Sums<t>::C; ++c) {
             const float4 s = sums.sum[i][c];
@@ -107,7 +95,7 @@ __device__ __forceinline__ void write_rows(const fa_backward &p, fa_grad grad, i
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 const int d = 4 * tx + 4 * SIDE * c + n;
-                if (d < length) write(p, grad, base + d * x.stride[3], nothing ? 0.0f : factor * value[n]);
+                if (d < length) fa::write_gradient(p, grad, base + d * x.stride[3], nothing ? 0.0f : factor * value[n]);
             }
         }
     }
@@ -223,9 +211,8 @@ __device__ __forceinline__ void write_bias(const fa_backward &p, float *weights,
     for (int m = n; m < rows * keys; m += THREADS) {
         const int row = m / keys, key = m % keys;
         if (query0 + row < row_end && key0 + key < key_end)
-            write(p, FA_GRAD_BIAS,
-                  b * x.stride[0] + h * x.stride[1] + (query0 + row) * x.stride[2] + (key0 + key) * x.stride[3],
-                  weights[row * t.weight_floats() + key]);
+            fa::write_gradient(p, FA_GRAD_BIAS, fa::row_offset(x, b, h, query0 + row) + (key0 + key) * x.stride[3],
+                               weights[row * t.weight_floats() + key]);
     }
 }
 
@@ -296,7 +283,7 @@ __global__ void __launch_bounds__(THREADS, 1) sinks_kernel(const __grid_constant
             if (int(threadIdx.x) < half) parts[threadIdx.x] += parts[threadIdx.x + half];
         }
         if (threadIdx.x == 0)
-            write(p, FA_GRAD_SINKS, h * p.grad[FA_GRAD_SINKS].stride[0], static_cast<float>(parts[0]));
+            fa::write_gradient(p, FA_GRAD_SINKS, h * p.grad[FA_GRAD_SINKS].stride[0], static_cast<float>(parts[0]));
     }
 }
 

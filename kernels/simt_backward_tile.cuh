@@ -7,11 +7,12 @@
 #ifndef FA_SIMT_BACKWARD_TILE_CUH
 #define FA_SIMT_BACKWARD_TILE_CUH
 
-#include "convert.cuh" // to_float, row_of
+#include "convert.cuh" // to_float
 #include "fa.h"        // fa_backward
-#include "mask.cuh"    // key_band, mask_row
-#include "score.cuh"   // LOG2_E, ScoreParams, bias_row, bias_of, bounded
-#include "softmax.cuh" // exp2_fast
+#include "mask.cuh"    // key_band
+#include "ptx.cuh"     // exp2_fast
+#include "rows.cuh"    // row_of, bias_row, mask_row
+#include "score.cuh"   // LOG2_E, ScoreParams, bias_of, bounded
 
 namespace simt_backward {
 

@@ -7,18 +7,16 @@
  * a chaos build (chaos.cuh).
  */
 #pragma once
+#include <stdint.h> // uint64_t
+
 #include "chaos.cuh"
-#include <cstdint>
+#include "ptx.cuh"  // shared_address, named_barrier_sync
+#include "ring.cuh" // RingState
 
 namespace fa::sm90 {
 
-/* Address of a shared-memory object in the shared window, as PTX wants it. */
-__device__ __forceinline__ uint32_t smem_address(const void *pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 __device__ __forceinline__ void mbarrier_init(uint64_t *barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(arrivals));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
 /* Makes mbarrier_init visible to TMA and to the cluster; follow with __syncthreads(). */
@@ -28,13 +26,13 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t *barrier, int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(barrier)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 /* Arrives and adds `bytes` to what the phase waits for. One thread, before it issues the copies. */
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t *barrier, uint32_t bytes, int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
 
@@ -46,7 +44,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t *barrier, uint32_t pa
                  "selp.u32 %0, 1, 0, p;\n"
                  "}"
                  : "=r"(done)
-                 : "r"(smem_address(barrier)), "r"(parity)
+                 : "r"(shared_address(barrier)), "r"(parity)
                  : "memory");
     return done != 0;
 }
@@ -60,29 +58,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t *barrier, uint32_t parity
     while (!mbarrier_try_wait(barrier, parity)) {
     }
 #endif
-}
-
-/* Position in a ring of `Stages` stages and the parity of the phase it is in. */
-template <int Stages> struct RingState {
-    int stage = 0;
-    uint32_t parity;
-    __device__ __forceinline__ explicit RingState(uint32_t first_parity) : parity(first_parity) {}
-    __device__ __forceinline__ void advance() {
-        if (++stage == Stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-/* Named barriers 1..15 (0 is __syncthreads). `threads` counts those that sync plus those that only arrive. */
-__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads, int site = __builtin_LINE()) {
-    FA_CHAOS_POINT(site);
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads, int site = __builtin_LINE()) {
-    FA_CHAOS_POINT(site);
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 /* Registers a thread from here on: all warps of a warpgroup, multiples of 8 in [24, 256]. */

@@ -63,7 +63,7 @@ __device__ __forceinline__ void stage_rows(void *boxes, const float (&out)[Count
     static_assert(Count % 8 == 0);
     FA_CHAOS_POINT(__LINE__);
     // Lanes give the addresses of the rows of four 8 x 8 matrices: two below each other, then the next eight columns.
-    const uint32_t row = smem_address(boxes) + lane % 16 * kSlabRowBytes;
+    const uint32_t row = shared_address(boxes) + lane % 16 * kSlabRowBytes;
     const uint32_t chunk = lane / 16 ^ lane % 8;
 #pragma unroll
     for (int j = 0; j < Count / 8; ++j) { // columns 16 * j to 16 * j + 15

@@ -52,7 +52,7 @@ struct ForwardParams {
     int64_t sinks_stride;
     fa_dtype sinks_dtype;
     Schedule schedule;
-    Visibility visibility;
+    ShiftedBand visible;
     int seq_q, head_dim, group;          // group: query heads a key head
     int q_step[2], k_step[2], v_step[2]; // factors 0 or 1 of the head and batch coordinates
     float score_factor;                  // 2^(score_factor * s): scale or softcap, times log2(e)
@@ -99,7 +99,7 @@ template <class C> __device__ __forceinline__ void forward_produce(const Forward
     for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
         const uint32_t next_index = next_tile(round); // early: the counter answers while this tile is loaded
         const KeyBlocks blocks =
-            key_blocks<C::kMasked, C::kTileN>(p.visibility, tile.row, min(tile.row + C::kTileM, p.seq_q));
+            key_blocks<C::kMasked, C::kTileN>(p.visible, tile.row, min(tile.row + C::kTileM, p.seq_q));
         if (blocks.count == 0) {
             next = announce(next_index);
             continue;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     int tile_row;
     for (uint32_t round = 0; (tile_row = tile_row_of(round)) >= 0; ++round) {
         const KeyBlocks blocks =
-            key_blocks<C::kMasked, kTileN>(p.visibility, tile_row, min(tile_row + C::kTileM, p.seq_q));
+            key_blocks<C::kMasked, kTileN>(p.visible, tile_row, min(tile_row + C::kTileM, p.seq_q));
         const int wg_row = tile_row + wg * 64, row = wg_row + warp * 16 + lane / 4; // this thread's rows: row, row + 8
         OnlineSoftmax softmax;
         float out[C::kHeadDim / 2];
@@ -177,18 +177,17 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
             // The warpgroup skips blocks past the last key that one of its rows sees: it begins with `first`.
             int seen_end = 0, first = 0;
             if constexpr (C::kMasked) {
-                if (wg_row < p.seq_q)
-                    seen_end = min(p.visibility.seq_k, min(wg_row + 64, p.seq_q) - 1 + p.visibility.upper);
+                if (wg_row < p.seq_q) seen_end = min(p.visible.seq_k, min(wg_row + 64, p.seq_q) - 1 + p.visible.upper);
                 if (blocks.end > seen_end) first = min(blocks.count, (blocks.end - seen_end) / kTileN);
             }
 
             auto issue_qk = [&] {
-                gemm_qk<T, C::kHeadDim>(scores, smem_address(smem.q[q_ring.stage][wg]), Smem::kQuerySlabBytes,
-                                        smem_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
+                gemm_qk<T, C::kHeadDim>(scores, shared_address(smem.q[q_ring.stage][wg]), Smem::kQuerySlabBytes,
+                                        shared_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
                 wgmma_commit();
             };
             auto issue_pv = [&](auto &weights, int accumulate) {
-                gemm_pv<T>(out, weights, smem_address(smem.v[v_ring.stage]), Smem::kKeySlabBytes, accumulate);
+                gemm_pv<T>(out, weights, shared_address(smem.v[v_ring.stage]), Smem::kKeySlabBytes, accumulate);
                 wgmma_commit();
             };
             auto free_keys = [&](bool last) {
@@ -214,10 +213,8 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 int low[2], high[2];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    low[r] = (C::kMasked ? max(0, row + 8 * r + p.visibility.lower) : 0) - first_key;
-                    high[r] =
-                        (C::kMasked ? min(p.visibility.seq_k, row + 8 * r + p.visibility.upper) : p.visibility.seq_k) -
-                        first_key;
+                    low[r] = (C::kMasked ? begin_of(p.visible, row + 8 * r) : 0) - first_key;
+                    high[r] = (C::kMasked ? end_of(p.visible, row + 8 * r) : p.visible.seq_k) - first_key;
                 }
                 mask_scores(scores, low, high, 2 * (lane % 4));
             };
@@ -290,14 +287,14 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 auto &part = reinterpret_cast<float(&)[kColumns / 2]>(scores);
                 auto &part_weights = reinterpret_cast<uint32_t(&)[kColumns / 4]>(weights);
                 wgmma_fence();
-                gemm_qk<T, C::kHeadDim>(part, smem_address(smem.q[q_ring.stage][wg]), Smem::kQuerySlabBytes,
-                                        smem_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
+                gemm_qk<T, C::kHeadDim>(part, shared_address(smem.q[q_ring.stage][wg]), Smem::kQuerySlabBytes,
+                                        shared_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
                 wgmma_commit();
                 wgmma_wait<0>();
                 wgmma_pin(part);
                 free_keys(first + 1 == blocks.count);
                 cap(part);
-                if (C::kMasked || blocks.end > p.visibility.seq_k) mask(part, first);
+                if (C::kMasked || blocks.end > p.visible.seq_k) mask(part, first);
                 softmax.absorb<true, T>(part, p.score_factor);
                 pack_scores<T>(part_weights, part);
 #pragma unroll
@@ -336,8 +333,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 if constexpr (C::kMasked) {
                     // Blocks that reach past the last key of this warpgroup's first row, then plain ones, then those
                     // that begin before the first key of its last row.
-                    const int high = min(p.visibility.seq_k, wg_row + p.visibility.upper);
-                    const int low = max(0, wg_row + 63 + p.visibility.lower);
+                    const int high = end_of(p.visible, wg_row), low = begin_of(p.visible, wg_row + 63);
                     const int plain = (blocks.end - high + kTileN - 1) / kTileN;
                     const int plain_end = blocks.end > low ? (blocks.end - low) / kTileN : 0;
                     block = steps(block, min(plain, blocks.count), std::true_type());
@@ -369,7 +365,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
             const RowResult result = softmax.finish(r, p.score_factor, sink);
             factor[r] = result.factor;
             if (p.lse && i < p.seq_q && lane % 4 == 0)
-                p.lse[(int64_t(tile.batch) * p.schedule.heads + tile.head) * p.seq_q + i] = result.lse;
+                p.lse[lse_index(tile.batch, tile.head, i, p.schedule.heads, p.seq_q)] = result.lse;
         }
         if constexpr (C::kStaged) {
             if (__any_sync(0xffffffff, factor[0] == 0.0f || factor[1] == 0.0f)) clear_rows(out, factor);

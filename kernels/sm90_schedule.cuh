@@ -1,6 +1,9 @@
 /* Which output tiles a persistent CTA computes, in which order, and which key blocks a tile needs. */
 #pragma once
-#include <cstdint>
+#include <stdint.h> // uint32_t
+
+#include "mask.cuh"  // ShiftedBand, tile_span
+#include "tiles.cuh" // longest_first
 
 namespace fa::sm90 {
 
@@ -29,13 +32,9 @@ __device__ __forceinline__ Tile tile_at(const Schedule &s, uint32_t index, int t
         pair = index / s.query_tiles;
         query_tile = index - pair * s.query_tiles;
     } else {
-        const uint32_t section_tiles = s.section_heads * s.query_tiles;
-        const uint32_t section = index / section_tiles, inside = index - section * section_tiles;
-        const uint32_t left = s.tiles / s.query_tiles - section * s.section_heads;
-        const uint32_t width = left < s.section_heads ? left : s.section_heads;
-        const uint32_t step = inside / width;
-        query_tile = s.query_tiles - 1 - step;
-        pair = section * s.section_heads + inside - step * width;
+        const SectionPlace place = longest_first(index, s.tiles, s.query_tiles, s.section_heads);
+        query_tile = place.tile;
+        pair = place.head;
     }
     const uint32_t batch = pair / s.heads;
     return {int(query_tile) * tile_m, int(pair - batch * s.heads), int(batch), 0};
@@ -52,12 +51,6 @@ __device__ __forceinline__ uint32_t dynamic_tile(const Schedule &s, uint32_t rou
     return round == 0 ? blockIdx.x : gridDim.x + atomicAdd(s.counter, 1);
 }
 
-/* Visibility, with keys counted from the call's first visible one: row i sees keys j, max(0, i + lower) <= j <
- * min(seq_k, i + upper). Bounds that exclude nothing are clamped to +-2^30. */
-struct Visibility {
-    int seq_k, lower, upper;
-};
-
 /* Key blocks of a tile, visited from the last to the first: block b holds keys [end - (b + 1) * tile_n, end - b *
  * tile_n). The first block may start below 0; TMA reads zeros there and the mask excludes them. */
 struct KeyBlocks {
@@ -65,12 +58,12 @@ struct KeyBlocks {
 };
 
 template <bool Masked, int TileN>
-__device__ __forceinline__ KeyBlocks key_blocks(const Visibility &v, int row_begin, int row_end) {
+__device__ __forceinline__ KeyBlocks key_blocks(const ShiftedBand &v, int row_begin, int row_end) {
     if (!Masked) {
         const int count = (v.seq_k + TileN - 1) / TileN;
         return {count * TileN, count};
     }
-    const int begin = max(0, row_begin + v.lower), end = min(v.seq_k, row_end - 1 + v.upper);
+    const int begin = begin_of(v, row_begin), end = end_of(v, row_end - 1);
     return {end, end > begin ? (end - begin + TileN - 1) / TileN : 0};
 }
 

@@ -8,8 +8,8 @@
  * keys already counted.
  */
 #pragma once
-#include "score.cuh"
-#include "softmax.cuh"
+#include "ptx.cuh"     // exp2_fast, tanh_fast
+#include "softmax.cuh" // RowState, RowResult, finish_row, finish_fast
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <type_traits>
@@ -31,13 +31,6 @@ template <class T, int Count>
 __device__ __forceinline__ void pack_scores(uint32_t (&words)[Count / 2], const float (&scores)[Count]) {
 #pragma unroll
     for (int i = 0; i < Count / 2; ++i) words[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
-}
-
-/* tanh by the MUFU, up to 4.9e-4 off relatively: the softcap's error in a score is that times the score. */
-__device__ __forceinline__ float tanh_fast(float x) {
-    float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 /* A thread's columns of one row are 8 * g + lane_column + {0, 1}, lane_column = 2 * (lane % 4). Those below `column`,
@@ -189,15 +182,13 @@ struct OnlineSoftmax {
         for (int i = 0; i < Count; ++i) out[i] *= rescale[(i >> 1) & 1];
     }
 
-    /* What normalises row r, and its LSE; `sink` is -inf where there is none. All four threads of the row call it. A
-     * sum is 0, NaN or at least about 1, where the approximations are good to 2^-22. */
+    /* What normalises row r, and its LSE; `sink` is -inf where there is none. All four threads of the row call it. */
     __device__ __forceinline__ RowResult finish(int r, float factor, float sink) const {
         RowState row;
         row.maximum = maximum[r] * factor;
         row.sum = quad_sum(sum[r]);
         if (sink != -INFINITY) return finish_row(row, sink);
-        if (row.sum == 0.0f) return {0.0f, -INFINITY};
-        return {__fdividef(1.0f, row.sum), (row.maximum + __log2f(row.sum)) * LN_2};
+        return finish_fast(row);
     }
 };
 

@@ -42,7 +42,7 @@ template <class C> struct Ring {
     /* Address of block `step` once it is there. */
     __device__ __forceinline__ uint32_t wait(int step) const {
         mbarrier_wait(full + step % C::kStages, step / C::kStages & 1);
-        return smem_address(blocks + step % C::kStages * C::kBlockBytes);
+        return shared_address(blocks + step % C::kStages * C::kBlockBytes);
     }
     /* The stage of block `step` is filled again once all four warps have read it. The warpgroup calls it. */
     __device__ __forceinline__ void refill(const Params &params, const Work &work, int step) const {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
         }
         const int first = work.first_key<C>(step);
         if (first < work.common.begin || first + C::kTileN > work.common.end) {
-            const Range low = row_range(params, row), high = row_range(params, row + 8);
+            const Span<int> low = row_keys(params, row), high = row_keys(params, row + 8);
             mask_scores(scores, {low.begin - first, high.begin - first}, {low.end - first, high.end - first},
                         2 * (threadIdx.x % 4));
         }
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     for (int i = 0; i < C::kColumns / 2; ++i) out[i] = 0;
     RowState state[2];
     mbarrier_wait(full_q, 0);
-    attend<T, C, Capped>(params, work, k, v, smem_address(queries), out, state);
+    attend<T, C, Capped>(params, work, k, v, shared_address(queries), out, state);
 
     if (C::kByRows && params.split_shift == 0) {
         merge_rows<T, C>(params, work, out, state, reinterpret_cast<float *>(partials), states, weights);

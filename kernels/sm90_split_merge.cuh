@@ -5,8 +5,10 @@
  * warp hold 16 columns in the order of the accumulators, and the rows' states. Every access is then 16 bytes a lane
  * side by side, and the one exchange needs no barrier of the cluster: it counts on the receiver's mbarrier. */
 #pragma once
-#include "convert.cuh"
+#include "convert.cuh" // load_as_float
 #include "fa.h"
+#include "mask.cuh" // Span
+#include "rows.cuh" // lse_index
 #include "score.cuh"
 #include "sm90_cluster.cuh"
 #include "sm90_epilogue.cuh"
@@ -67,11 +69,9 @@ struct Params {
     int heads;
 };
 
-/* Keys [begin, end). Sums of four terms below 2^29 in magnitude fit in an int. */
-struct Range {
-    int begin, end;
-};
-__device__ __forceinline__ Range row_range(const Params &params, int row) {
+/* Keys that a row sees: row_span() of mask.cuh in another order of its terms, on which the machine code depends. Sums
+ * of four terms below 2^29 in magnitude fit in an int. */
+__device__ __forceinline__ Span<int> row_keys(const Params &params, int row) {
     const int own = row + params.diagonal;
     return {max(own - params.left, params.key_begin), min(own + params.right + 1, params.key_end)};
 }
@@ -79,15 +79,15 @@ __device__ __forceinline__ Range row_range(const Params &params, int row) {
 /* Which part of the call this warpgroup does. The grid is (query tiles x splits, heads, batch). */
 struct Work {
     int row;                // first query of the tile
-    Range keys;             // of the tile
-    Range common;           // seen by every query of the tile
+    Span<int> keys;         // of the tile
+    Span<int> common;       // seen by every query of the tile
     int part, parts, count; // this share does the blocks part, part + parts, ... : `count` of them
 
     template <class C> static __device__ __forceinline__ Work find(const Params &params, int warpgroup) {
         Work work;
         work.row = static_cast<int>(cluster_index()) * kTileM;
-        const Range first = row_range(params, work.row);
-        const Range last = row_range(params, min(work.row + kTileM, params.seq_q) - 1);
+        const Span<int> first = row_keys(params, work.row);
+        const Span<int> last = row_keys(params, min(work.row + kTileM, params.seq_q) - 1);
         work.keys = {first.begin, last.end};
         work.common = {last.begin, first.end};
         work.part = static_cast<int>(cluster_rank()) * C::kWarpgroups + warpgroup;
@@ -138,20 +138,13 @@ __device__ __forceinline__ void publish(const Params &params, int part, const fl
             for (int c = 0; c < Landing<C>::kChunks; ++c) partial[32 * c] = chunk(c);
             if (lane % 4 == 0) *states = mine;
         } else {
-            const uint32_t barrier = cluster_address(smem_address(landing.arrived), owner);
-            const uint32_t to = cluster_address(smem_address(partial), owner);
+            const uint32_t barrier = cluster_address(shared_address(landing.arrived), owner);
+            const uint32_t to = cluster_address(shared_address(partial), owner);
 #pragma unroll
             for (int c = 0; c < Landing<C>::kChunks; ++c) cluster_send(to + 512 * c, barrier, chunk(c));
-            if (lane % 4 == 0) cluster_send(cluster_address(smem_address(states), owner), barrier, mine);
+            if (lane % 4 == 0) cluster_send(cluster_address(shared_address(states), owner), barrier, mine);
         }
     }
-}
-
-/* The end of a row without a sink: finish_row() with the fast reciprocal and logarithm, good to 2^-22. The sum is at
- * least 1 where a key is visible. */
-__device__ __forceinline__ RowResult finish_fast(const RowState &total) {
-    if (total.sum == 0.0f) return {0.0f, -INFINITY};
-    return {__fdividef(1.0f, total.sum), (total.maximum + __log2f(total.sum)) * LN_2};
 }
 
 __device__ __forceinline__ RowResult finish_total(const Params &params, const RowState &total) {
@@ -160,7 +153,7 @@ __device__ __forceinline__ RowResult finish_total(const Params &params, const Ro
 }
 __device__ __forceinline__ void store_lse(const Params &params, int query, float lse) {
     if (params.lse && query < params.seq_q)
-        params.lse[(int64_t(blockIdx.z) * params.heads + blockIdx.y) * params.seq_q + query] = lse;
+        params.lse[lse_index(blockIdx.z, blockIdx.y, query, params.heads, params.seq_q)] = lse;
 }
 
 /* Merges the partial results of the rows that this block finishes, from `row` on, and writes them: each warp takes one

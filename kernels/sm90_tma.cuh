@@ -27,8 +27,8 @@ __device__ __forceinline__ void tma_load(void *to, const CUtensorMap *map, uint6
                                          int head, int batch, uint64_t policy) {
     FA_CHAOS_POINT(__LINE__);
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_address(to)),
-                 "l"(map), "r"(smem_address(barrier)), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(head), "r"(batch), "l"(policy)
                  : "memory");
 }
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void tma_store(const CUtensorMap *map, const void *fr
                                           int batch, int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-                 "r"(smem_address(from)), "r"(column), "r"(row), "r"(head), "r"(batch)
+                 "r"(shared_address(from)), "r"(column), "r"(row), "r"(head), "r"(batch)
                  : "memory");
 }
 __device__ __forceinline__ void tma_store_commit(int site = __builtin_LINE()) {

@@ -362,7 +362,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
                                              static_cast<cudaStream_t>(launch->stream)));
     }
     const int64_t first = p.diagonal - p.key_begin;
-    params.visibility = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};
+    params.visible = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};
     params.seq_q = static_cast<int>(p.seq_q);
     params.head_dim = p.head_dim;
     const fa_operand *const operands[] = {&p.q, &p.k, &p.v};

@@ -4,7 +4,7 @@
 
 #include <mma.h> // nvcuda::wmma
 
-#include "sm80_ptx.cuh" // shared_address
+#include "ptx.cuh" // shared_address
 
 namespace fa::wmma_row {
 

@@ -7,12 +7,13 @@
 #ifndef FA_WMMA_KERNEL_CUH
 #define FA_WMMA_KERNEL_CUH
 
-#include "convert.cuh"       // row_of
 #include "fa.h"              // fa_forward
 #include "mask.cuh"          // tile_keys, tile_common_keys
+#include "ring.cuh"          // RingState
+#include "rows.cuh"          // row_of, lse_index
 #include "softmax.cuh"       // finish_row, softmax_shift, weight_rounding
 #include "wmma_fragment.cuh" // load_block, scale_rows
-#include "wmma_pipeline.cuh" // barriers, RingIndex
+#include "wmma_pipeline.cuh" // barriers
 #include "wmma_softmax.cuh"  // softmax_strip
 #include "wmma_tile.cuh"     // load_tile, store_rows
 
@@ -28,7 +29,7 @@ struct Params {
 
 template <typename T, class C>
 __device__ __forceinline__ void produce(const Params &params, typename C::Shared &shared, int64_t batch,
-                                        int64_t head_kv, const Keys &keys, int lane) {
+                                        int64_t head_kv, const Span<int> &keys, int lane) {
     const fa_forward &p = params.p;
     const HeadRows<T> k = {row_of<T>(p.k, batch, head_kv, 0), p.k.stride[2], p.k.stride[3], p.head_dim,
                            params.k_aligned};
@@ -41,12 +42,12 @@ __device__ __forceinline__ void produce(const Params &params, typename C::Shared
         else
             barrier_arrive(full);
     };
-    RingIndex<C::STAGES> at;
+    RingState<C::STAGES> at(0);
     for (int key = keys.begin; key < keys.end; key += C::TILE_N, at.advance()) {
-        barrier_wait(&shared.k_empty[at.slot], at.parity ^ 1);
-        fetch(k, shared.k[at.slot], &shared.k_full[at.slot], key);
-        barrier_wait(&shared.v_empty[at.slot], at.parity ^ 1);
-        fetch(v, shared.v[at.slot], &shared.v_full[at.slot], key);
+        barrier_wait(&shared.k_empty[at.stage], at.parity ^ 1);
+        fetch(k, shared.k[at.stage], &shared.k_full[at.stage], key);
+        barrier_wait(&shared.v_empty[at.stage], at.parity ^ 1);
+        fetch(v, shared.v[at.stage], &shared.v_full[at.stage], key);
     }
     wait_copies();
 }
@@ -113,22 +114,22 @@ __device__ __forceinline__ void write_output(const Params &params, int64_t batch
 
 template <typename T, class C, bool SIMPLE>
 __device__ __forceinline__ void consume(const Params &params, typename C::Shared &shared, int64_t batch, int64_t head,
-                                        int first_row, const Keys &keys, int warp, int lane) {
+                                        int first_row, const Span<int> &keys, int warp, int lane) {
     const fa_forward &p = params.p;
     float *strip = shared.strip[warp], *factor = shared.factor[warp];
     T *const q_tile = reinterpret_cast<T *>(C::QUERY_IN_REGISTERS ? reinterpret_cast<char *>(strip) : shared.q[warp]);
     const int warp_row = first_row + warp * STRIP_ROWS;
 
     OwnedRow owned = {.row = warp_row + lane % STRIP_ROWS, .keys = {0, 0}};
-    if (owned.row < p.seq_q) owned.keys = row_keys(p, owned.row);
+    if (owned.row < p.seq_q) owned.keys = narrow(row_keys(p, owned.row));
     const int end_row = min(warp_row + STRIP_ROWS, int(p.seq_q));
-    Keys seen = {0, 0}, common = {0, 0};
+    Span<int> seen = {0, 0}, common = {0, 0};
     if (warp_row < p.seq_q) {
         const HeadRows<T> q = {row_of<T>(p.q, batch, head, 0), p.q.stride[2], p.q.stride[3], p.head_dim,
                                params.q_aligned};
         load_tile<STRIP_ROWS, C::HEAD_DIM>(q_tile, q, warp_row, 0, p.seq_q, lane);
-        seen = tile_keys(p, warp_row, end_row);
-        common = tile_common_keys(p, warp_row, end_row);
+        seen = narrow(tile_keys(p, warp_row, end_row));
+        common = narrow(tile_common_keys(p, warp_row, end_row));
         wait_copies();
     }
     __syncwarp();
@@ -143,15 +144,15 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
 #pragma unroll
     for (int d = 0; d < C::STEPS; ++d) wmma::fill_fragment(out[d], 0.0f);
 
-    RingIndex<C::STAGES> at;
+    RingState<C::STAGES> at(0);
     for (int key = keys.begin; key < keys.end; key += C::TILE_N, at.advance()) {
         const bool needed = key < seen.end && key + C::TILE_N > seen.begin;
-        barrier_wait(&shared.k_full[at.slot], at.parity);
-        if (needed) multiply_keys<T, C>(strip, query, q_tile, reinterpret_cast<const T *>(shared.k[at.slot]));
+        barrier_wait(&shared.k_full[at.stage], at.parity);
+        if (needed) multiply_keys<T, C>(strip, query, q_tile, reinterpret_cast<const T *>(shared.k[at.stage]));
         __syncwarp();
-        barrier_arrive(&shared.k_empty[at.slot]);
+        barrier_arrive(&shared.k_empty[at.stage]);
         if (needed) {
-            const bool all_visible = common.begin <= key && key + C::TILE_N <= common.end;
+            const bool all_visible = common.holds(key, C::TILE_N);
             const float rescale = softmax_strip<T, C::TILE_N, C::WEIGHT_PITCH, SIMPLE>(
                 p, params.options, batch, head, owned, strip, key, all_visible, lane);
             if (lane < STRIP_ROWS) factor[lane] = rescale;
@@ -159,12 +160,12 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
             __syncwarp();
             if (changed) scale_rows(out, factor);
         }
-        barrier_wait(&shared.v_full[at.slot], at.parity);
+        barrier_wait(&shared.v_full[at.stage], at.parity);
         if (needed)
             multiply_values<T, C>(out, reinterpret_cast<const T *>(strip),
-                                  reinterpret_cast<const T *>(shared.v[at.slot]));
+                                  reinterpret_cast<const T *>(shared.v[at.stage]));
         __syncwarp();
-        barrier_arrive(&shared.v_empty[at.slot]);
+        barrier_arrive(&shared.v_empty[at.stage]);
     }
 
     owned.state.sum += __shfl_xor_sync(~0u, owned.state.sum, 16);
@@ -174,7 +175,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
     const RowResult result = finish_row(p, head, owned.state);
     if (lane < STRIP_ROWS) factor[lane] = result.factor;
     if (p.lse && lane < STRIP_ROWS && owned.row < p.seq_q)
-        static_cast<float *>(p.lse)[(batch * p.heads + head) * p.seq_q + owned.row] = result.lse;
+        static_cast<float *>(p.lse)[lse_index(batch, head, owned.row, p.heads, p.seq_q)] = result.lse;
     __syncwarp();
     scale_rows(out, factor);
     write_output<T, C>(params, batch, head, warp_row, out, strip, lane);
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(C::THREADS, !SIMPLE && C::BLOCKS > 2 ? 2 : C::
     const unsigned tiles = params.tiles_m, unit = blockIdx.x / tiles, heads = p.heads;
     const int first_row = int(tiles - 1 - blockIdx.x % tiles) * C::TILE_M; // causal: the longest first
     const int64_t head = unit % heads, batch = unit / heads;
-    Keys keys = tile_keys(p, first_row, min(first_row + C::TILE_M, int(p.seq_q)));
+    Span<int> keys = narrow(tile_keys(p, first_row, min(first_row + C::TILE_M, int(p.seq_q))));
     keys.begin &= ~3; // bias and mask are read by fours
 
     if (threadIdx.x == 0) {

@@ -8,7 +8,7 @@
 
 #include <stdint.h> // uint64_t
 
-#include "sm80_ptx.cuh" // shared_address
+#include "ptx.cuh" // shared_address
 
 namespace fa::wmma_row {
 
@@ -69,15 +69,6 @@ __device__ __forceinline__ void wait_copies(int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
-
-/* Position in a ring of STAGES slots. */
-template <int STAGES> struct RingIndex {
-    int slot = 0, parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++slot == STAGES) slot = 0, parity ^= 1;
-    }
-};
 
 } // namespace fa::wmma_row
 

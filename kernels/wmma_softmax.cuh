@@ -5,31 +5,28 @@
 
 #include <stdint.h> // int64_t
 
-#include "convert.cuh"    // Chunk
-#include "fa.h"           // fa_forward
-#include "mask.cuh"       // KeyRange, mask_row
-#include "mma_scores.cuh" // tanh_by_exp2
-#include "score.cuh"      // ScoreParams, bias_row, add_bias
-#include "sm80_ptx.cuh"   // pack
-#include "softmax.cuh"    // RowState
+#include "convert.cuh" // load_as_float, to_float
+#include "fa.h"        // fa_forward
+#include "mask.cuh"    // KeyRange, Span
+#include "ptx.cuh"     // exp2_fast, pack
+#include "rows.cuh"    // Chunk, bias_row, mask_row
+#include "score.cuh"   // ScoreParams, add_bias
+#include "softcap.cuh" // tanh_by_exp2
+#include "softmax.cuh" // RowState
 
 namespace fa::wmma_row {
 
-/* Keys [begin, end) in 32 bits; none when end <= begin. */
-struct Keys {
-    int begin, end;
-
-    __device__ Keys(int from, int to) : begin(from), end(to) {}
-    __device__ Keys(const KeyRange &range)
-        : begin(int(range.empty() ? 0 : range.begin)), end(int(range.empty() ? 0 : range.end)) {}
-};
+/* Keys in 32 bits. */
+__device__ __forceinline__ Span<int> narrow(const KeyRange &range) {
+    return {int(range.empty() ? 0 : range.begin), int(range.empty() ? 0 : range.end)};
+}
 
 constexpr int STRIP_ROWS = 16;
 
 /* What an owner lane knows of its row. */
 struct OwnedRow {
     int row;
-    Keys keys; // that the row sees; none for a row past the end
+    Span<int> keys; // that the row sees; none for a row past the end
     RowState state;
     float highest = -INFINITY; // of the products, where the scale is folded into the exponent (SIMPLE)
 };

@@ -6,6 +6,7 @@
 #include <stdint.h> // int64_t
 
 #include "convert.cuh"       // from_float
+#include "rows.cuh"          // Chunk
 #include "wmma_pipeline.cuh" // copy_16_async
 
 namespace fa::wmma_row {

@@ -20,27 +20,15 @@
 #include <math.h> // INFINITY
 
 #include "chaos.cuh"               // FA_CHAOS_BEGIN
-#include "convert.cuh"             // load_as_float, from_float
+#include "convert.cuh"             // write_gradient
 #include "fa.h"                    // fa_backward
 #include "mma_backward_config.cuh" // BackwardArgs, TaskPlace, Sight
 #include "mma_backward_score.cuh"  // weigh, load_bias
 #include "mma_backward_tile.cuh"   // RowCopy, WarpProduct
-#include "sm80_ptx.cuh"            // cp_async_commit, cp_async_wait, pack, unpack
+#include "ptx.cuh"                 // cp_async_commit, cp_async_wait, pack, unpack
+#include "rows.cuh"                // row_offset
 
 namespace fa {
-
-/* Writes one element of a gradient, or adds to it. */
-__device__ __forceinline__ void write_gradient(const fa_backward &p, fa_grad grad, int64_t index, float value) {
-    void *data = p.grad[grad].data;
-    const fa_dtype dtype = p.grad_dtype[grad];
-    if (p.accumulate) value += load_as_float(data, dtype, index);
-    if (dtype == FA_F32)
-        static_cast<float *>(data)[index] = value;
-    else if (dtype == FA_F16)
-        static_cast<__half *>(data)[index] = from_float<__half>(value);
-    else
-        static_cast<__nv_bfloat16 *>(data)[index] = from_float<__nv_bfloat16>(value);
-}
 
 /* Two neighbouring elements of a row of dq, dk or dv, of which `left` are there. */
 template <typename T>
@@ -79,7 +67,7 @@ __device__ __forceinline__ void write_rows(const BackwardArgs &args, fa_grad gra
             const int at = row + 16 * r + 8 * i;
             if (at >= end) continue;
             const bool nothing = zero(at);
-            const int64_t base = batch * x.stride[0] + head * x.stride[1] + at * x.stride[2] + column * x.stride[3];
+            const int64_t base = row_offset(x, batch, head, at) + column * x.stride[3];
 #pragma unroll
             for (int j = 0; j < BLOCKS; ++j)
                 write_pair<T>(args, grad, base + 8 * j * x.stride[3], length - column - 8 * j,
@@ -171,7 +159,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS) backward_kernel(const _
         if constexpr (C::ROW_TILES > 1) asm volatile("" : "+r"(x));
         return x;
     };
-    const RowSpan others = of_block.some;
+    const Span<int> others = of_block.some;
     const int tile_begin = others.begin / C::TILE;
     const int tile_end = others.begin < others.end ? (others.end + C::TILE - 1) / C::TILE : tile_begin;
 
@@ -237,9 +225,9 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS) backward_kernel(const _
             const int other = present + at;
             const Sight of_warp =
                 C::ROW_TILES > 1 ? sight_of<C::QUERIES>(args.visible, again(warp_own), C::WARP_ROWS, seq_q) : kept;
-            if (!of_warp.meets(other, C::STEP)) continue;
+            if (!of_warp.some.meets(other, C::STEP)) continue;
             const PairPlace place = {warp_own + lane / 4, other + lane % 4 * 2, batch, first_head + of};
-            mine.step(args, place, !of_warp.whole(other, C::STEP), own_s + warp * C::WARP_ROWS * C::ROW_BYTES,
+            mine.step(args, place, !of_warp.all.holds(other, C::STEP), own_s + warp * C::WARP_ROWS * C::ROW_BYTES,
                       own_p + warp * C::WARP_ROWS * C::ROW_BYTES, other_s + at * C::ROW_BYTES,
                       other_p + at * C::ROW_BYTES, rows + (C::QUERIES ? 0 : at * 8));
         }

@@ -9,12 +9,12 @@
 #define FA_MMA_BACKWARD_BIAS_CUH
 
 #include "chaos.cuh"               // FA_CHAOS_BEGIN
+#include "convert.cuh"             // write_gradient
 #include "fa.h"                    // fa_backward
-#include "mma_backward.cuh"        // write_gradient
 #include "mma_backward_config.cuh" // BackwardArgs
 #include "mma_backward_score.cuh"  // weigh, load_bias
 #include "mma_backward_tile.cuh"   // RowCopy, WarpProduct
-#include "sm80_ptx.cuh"            // cp_async_commit, cp_async_wait
+#include "ptx.cuh"                 // cp_async_commit, cp_async_wait
 
 namespace fa {
 
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(C::THREADS, 1) backward_bias(const __grid_cons
         const int64_t b = step[0], h = step[1];
         const int query = int(step[2]) * C::QUERIES, key = int(step[3]) * C::KEYS;
         const Sight seen = sight_of<true>(args.visible, query, C::QUERIES, seq_q);
-        if (!seen.meets(key, C::KEYS)) continue;
+        if (!seen.some.meets(key, C::KEYS)) continue;
 
         __syncthreads();
         const auto is_query = [&](int row) { return row < seq_q; };

@@ -7,9 +7,10 @@
 
 #include <stdint.h> // int64_t
 
-#include "fa.h"           // fa_backward
-#include "mma_scores.cuh" // Visibility
-#include "score.cuh"      // ScoreParams
+#include "fa.h"      // fa_backward
+#include "mask.cuh"  // Band, Span
+#include "score.cuh" // ScoreParams
+#include "tiles.cuh" // longest_first
 
 namespace fa {
 
@@ -70,7 +71,7 @@ struct TaskOrder {
 struct BackwardArgs {
     fa_backward problem;
     ScoreParams score;
-    Visibility visible;
+    Band visible;
     float scale, softcap;
     float2 *rows;  // (pairs, group, pitch): LSE and delta; (+inf, -dlse) where the query sees no key, (+inf, 0) beyond
     int64_t pitch; // a multiple of ROWS_MULTIPLE
@@ -89,22 +90,15 @@ struct TaskPlace {
     int item, block;
 
     __device__ explicit TaskPlace(const TaskOrder &order) {
-        const unsigned per_section = order.section * order.blocks, section = blockIdx.x / per_section;
-        const unsigned rest = blockIdx.x - section * per_section, first = section * order.section;
-        const unsigned width = min(order.section, order.items - first), turn = rest / width;
-        item = first + rest - turn * width;
-        block = order.reversed ? order.blocks - 1 - turn : turn;
+        const SectionPlace place = longest_first(blockIdx.x, order.blocks * order.items, order.blocks, order.section);
+        item = place.head;
+        block = order.reversed ? place.tile : order.blocks - 1 - place.tile;
     }
 };
 
-/* Rows [begin, end); none when end <= begin. */
-struct RowSpan {
-    int begin, end;
-};
-
 /* The other rows that an own row sees, or that see it. Both ends grow with the row, where it sees any. */
-template <bool QUERIES> __device__ __forceinline__ RowSpan seen_by(const Visibility &visible, int row, int seq_q) {
-    if (QUERIES) return row < seq_q ? RowSpan{visible.begin(row), visible.end(row)} : RowSpan{0, 0};
+template <bool QUERIES> __device__ __forceinline__ Span<int> seen_by(const Band &visible, int row, int seq_q) {
+    if (QUERIES) return row < seq_q ? row_span(visible, row) : Span<int>{0, 0};
     if (row < visible.key_begin || row >= visible.key_end) return {0, 0};
     const int query = row - visible.diagonal;
     return {max(query - visible.right, 0), min(query + visible.left + 1, seq_q)};
@@ -112,20 +106,17 @@ template <bool QUERIES> __device__ __forceinline__ RowSpan seen_by(const Visibil
 
 /* What some row, and what every row, of a tile of own rows sees. */
 struct Sight {
-    RowSpan some, all;
-
-    __device__ bool meets(int first, int count) const { return first < some.end && first + count > some.begin; }
-    __device__ bool whole(int first, int count) const { return first >= all.begin && first + count <= all.end; }
+    Span<int> some, all;
 };
 
 /* Of the own rows [first, first + count). Queries beyond the last, and other queries beyond the last, count as seeing
  * everything: their LSE of +inf makes every weight 0. */
 template <bool QUERIES>
-__device__ __forceinline__ Sight sight_of(const Visibility &visible, int first, int count, int seq_q) {
+__device__ __forceinline__ Sight sight_of(const Band &visible, int first, int count, int seq_q) {
     const int begin = QUERIES ? first : max(first, visible.key_begin);
     const int end = min(first + count, QUERIES ? seq_q : visible.key_end);
     if (begin >= end) return {{0, 0}, {0, 0}};
-    const RowSpan low = seen_by<QUERIES>(visible, begin, seq_q), high = seen_by<QUERIES>(visible, end - 1, seq_q);
+    const Span<int> low = seen_by<QUERIES>(visible, begin, seq_q), high = seen_by<QUERIES>(visible, end - 1, seq_q);
     Sight sight = {{low.begin, high.end}, {high.begin, low.end}};
     if (!QUERIES && end - begin < count)
         sight.all = {0, 0};

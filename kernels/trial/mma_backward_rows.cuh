@@ -6,13 +6,12 @@
 #include <math.h> // INFINITY
 
 #include "chaos.cuh"               // FA_CHAOS_BEGIN
-#include "convert.cuh"             // to_float, load_as_float, row_of, Chunk
+#include "convert.cuh"             // to_float, load_as_float, write_gradient
 #include "fa.h"                    // fa_backward
-#include "mask.cuh"                // mask_row
-#include "mma_backward.cuh"        // write_gradient
 #include "mma_backward_config.cuh" // BackwardArgs
-#include "score.cuh"               // bias_row, bias_of, bounded, LOG2_E
-#include "softmax.cuh"             // exp2_fast
+#include "ptx.cuh"                 // exp2_fast
+#include "rows.cuh"                // row_of, row_offset, Chunk, bias_row, mask_row
+#include "score.cuh"               // bias_of, bounded, LOG2_E
 
 namespace fa {
 
@@ -21,7 +20,7 @@ constexpr int ROWS_WARPS = 8, SINKS_THREADS = 128;
 /* Whether band, mask and bias leave query i no key. For a whole warp. */
 __device__ __forceinline__ bool sees_nothing(const BackwardArgs &args, int64_t b, int64_t h, int i) {
     const fa_forward &f = args.problem.forward;
-    const int begin = args.visible.begin(i), end = args.visible.end(i);
+    const int begin = begin_of(args.visible, i), end = end_of(args.visible, i);
     for (int first = begin; first < end; first += 32) {
         const int j = first + threadIdx.x % 32;
         bool shown = j < end;
@@ -41,7 +40,7 @@ __device__ __forceinline__ float row_part(const BackwardArgs &args, int64_t b, i
     const fa_forward &f = args.problem.forward;
     const fa_operand &x = args.problem.dout;
     const T *dout = row_of<const T>(x, b, h, i) + first * x.stride[3];
-    const int64_t out = b * f.out.stride[0] + h * f.out.stride[1] + i * f.out.stride[2] + first * f.out.stride[3];
+    const int64_t out = row_offset(f.out, b, h, i) + first * f.out.stride[3];
     float sum = 0.0f;
     if (args.chunks_dout && args.chunks_out) {
         if (first >= f.head_dim_v) return sum;
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(32 * ROWS_WARPS) backward_rows(const __grid_co
         const int64_t local = n / args.pitch, pair = args.first_pair + local / args.group;
         const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * args.group + local % args.group;
         const int first = int(n - local * args.pitch), i = first + mine;
-        bool nothing = i >= f.seq_q || args.visible.begin(i) >= args.visible.end(i);
+        bool nothing = i >= f.seq_q || begin_of(args.visible, i) >= end_of(args.visible, i);
         if (f.mask.data || f.bias.data)
             for (int q = 0; q < QUERIES && first + q < f.seq_q; ++q) {
                 const bool empty = sees_nothing(args, b, h, first + q);

@@ -9,13 +9,14 @@
 #include <math.h>      // INFINITY
 #include <type_traits> // remove_cvref_t
 
-#include "convert.cuh"             // to_float, Chunk
+#include "convert.cuh"             // to_float
 #include "fa.h"                    // fa_forward
 #include "mma_backward_config.cuh" // BackwardArgs, seen_by
-#include "mma_scores.cuh"          // Scores, reciprocal_fast
+#include "mma_scores.cuh"          // Scores
+#include "ptx.cuh"                 // exp2_fast, load_shared_16, load_shared_pair, store_shared
+#include "rows.cuh"                // Chunk
 #include "score.cuh"               // LOG2_E, bounded
-#include "sm80_ptx.cuh"            // load_shared_16, load_shared_pair, store_shared
-#include "softmax.cuh"             // exp2_fast
+#include "softcap.cuh"             // tanh_and_slope
 
 namespace fa {
 
@@ -46,7 +47,7 @@ __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPl
     for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const RowSpan span = seen_by<QUERIES>(args.visible, place.own + 16 * r + 8 * i, seq_q);
+            const Span<int> span = seen_by<QUERIES>(args.visible, place.own + 16 * r + 8 * i, seq_q);
             const int begin = span.begin - place.other, end = span.end - place.other;
 #pragma unroll
             for (int j = 0; j < STEP / 8; ++j)
@@ -92,17 +93,6 @@ __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPl
         visit(static_cast<const __nv_bfloat16 *>(f.bias.data), f.bias, args.pairs_bias, value);
 }
 
-/* tanh, and its slope 1 - tanh^2, which the closed form gives without cancellation: never negative. About 1e-6 off. */
-struct Capped {
-    float value, slope;
-};
-__device__ __forceinline__ Capped tanh_and_slope(float x) {
-    const float square = x * x, part = reciprocal_fast(exp2_fast(x * (2.0f * LOG2_E)) + 1.0f);
-    const float series = x + x * square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315)));
-    if (fabsf(x) < 0.25f) return {series, 1.0f - series * series};
-    return {1.0f - 2.0f * part, 4.0f * part * (1.0f - part)};
-}
-
 /* Puts what args.rows has of a query, (+inf, 0) beyond the last, where weigh() reads it. */
 __device__ __forceinline__ void store_row(uint32_t to, const float2 *rows, int query, int seq_q) {
     const float2 row = query < seq_q ? rows[query] : make_float2(INFINITY, 0.0f);
@@ -132,7 +122,7 @@ __device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace 
         for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const RowSpan span =
+                const Span<int> span =
                     seen_by<QUERIES>(args.visible, place.own + 16 * r + 8 * i, int(args.problem.forward.seq_q));
                 begin[r][i] = span.begin - place.other, end[r][i] = span.end - place.other;
             }

@@ -9,11 +9,11 @@
 
 #include <stdint.h> // int64_t, uint32_t
 
-#include "convert.cuh"    // row_of
 #include "fa.h"           // fa_operand
 #include "mma_scores.cuh" // Scores
 #include "mma_tile.cuh"   // TileLayout, BlockAddress
-#include "sm80_ptx.cuh"   // cp_async_16, store_shared, ldmatrix_x4, mma_16x8x16, pack
+#include "ptx.cuh"        // cp_async_16, store_shared, ldmatrix_x4, mma_16x8x16, pack
+#include "rows.cuh"       // row_of
 
 namespace fa {
 

@@ -9,11 +9,13 @@
 #pragma once
 #include "convert.cuh"
 #include "fa.h"
+#include "mask.cuh"
 #include "score.cuh"
 #include "sm90_epilogue.cuh"
 #include "sm90_schedule.cuh"
 #include "sm90_tma.cuh"
 #include "sm90_wgmma.cuh"
+#include "softcap.cuh" // tanh_exact
 
 namespace fa::sm90 {
 
@@ -22,7 +24,7 @@ inline constexpr uint64_t kEvictNormal = 0x1000000000000000;
 /* What both kernels know of a call. A pair is a batch entry's kv head; a launch does some of them, with the query heads
  * that belong to them. */
 struct BackwardCall {
-    Visibility visibility; // keys of the call
+    ShiftedBand visible; // keys of the call
     ScoreParams score;
     int seq_q, seq_k, key_begin; // key_begin: the first visible key
     int row_begin, row_end;      // queries that see a key
@@ -48,7 +50,7 @@ template <class Int> __device__ __forceinline__ Int fresh(Int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-__device__ __forceinline__ uint32_t fresh_address(const void *pointer) { return fresh(smem_address(pointer)); }
+__device__ __forceinline__ uint32_t fresh_address(const void *pointer) { return fresh(shared_address(pointer)); }
 
 /* ---- what a launch sends from the first kernel to the second ---- */
 
@@ -63,8 +65,8 @@ __device__ __forceinline__ void bulk_load(void *to, const void *from, uint32_t b
                                           int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     smem_address(to)),
-                 "l"(from), "r"(bytes), "r"(smem_address(barrier))
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
 
@@ -88,23 +90,10 @@ __device__ __forceinline__ bool is_visible(const uint32_t (&visible)[2], int i) 
 }
 
 __device__ __forceinline__ bool row_sees(const BackwardCall &call, int row) {
-    const Visibility &v = call.visibility;
-    return row < call.seq_q && max(0, row + v.lower) < min(v.seq_k, row + v.upper);
+    return row < call.seq_q && !row_span(call.visible, row).empty();
 }
 
 /* ---- scores, weights and their gradients ---- */
-
-/* tanh, at most 2 ulp off: the MUFU's own is good to 2^-11 relatively, which times a softcap of 50 would be 0.02 in the
- * exponent. Below 0.55 an interpolating polynomial, above 1 - 2 / (e^2x + 1). */
-__device__ __forceinline__ float tanh_exact(float x) {
-    const float u = x * x;
-    float near = fmaf(u, 0.02131274f, -0.05391007f);
-    near = fmaf(u, fmaf(-0.00661575f, u * u, near), 0.13333118f);
-    near = fmaf(u, near, -0.33333332f);
-    near = fmaf(x * u, near, x);
-    const float far = 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(2.8853900817779268f * x));
-    return fabsf(x) < 0.55f ? near : far;
-}
 
 /* P of a product: exp(s - lse), both in base 2. */
 __device__ __forceinline__ float weight_of(float product, float factor, float lse) {

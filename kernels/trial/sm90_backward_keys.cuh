@@ -64,7 +64,7 @@ struct QueryBlocks {
 };
 template <int TileQ>
 __device__ __forceinline__ QueryBlocks find_queries(const BackwardCall &call, int key, int key_end) {
-    const Visibility &v = call.visibility;
+    const ShiftedBand &v = call.visible;
     const int low = max(key, 0), high = min(key_end, v.seq_k);
     const int begin = max(call.row_begin, low - v.upper + 1), end = min(call.row_end, high - v.lower);
     if (low >= high || begin >= end) return {0, 0};
@@ -146,7 +146,7 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
     };
     int tile_row;
     for (uint32_t round = 0; (tile_row = tile_row_of(round)) >= 0; ++round) {
-        const Visibility &v = p.call.visibility;
+        const ShiftedBand &v = p.call.visible;
         const int tile_key = tile_row - p.call.key_begin;
         const auto blocks_of = [&](int tile_key) {
             return find_queries<kTileQ>(p.call, tile_key, tile_key + C::kTileK);

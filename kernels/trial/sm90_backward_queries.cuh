@@ -71,8 +71,7 @@ struct TileBlocks {
     bool seen;
 };
 template <class C> __device__ __forceinline__ TileBlocks tile_blocks(const QueriesParams &p, int row) {
-    const KeyBlocks blocks =
-        key_blocks<C::kMasked, C::kTileN>(p.call.visibility, row, min(row + C::kTileM, p.call.seq_q));
+    const KeyBlocks blocks = key_blocks<C::kMasked, C::kTileN>(p.call.visible, row, min(row + C::kTileM, p.call.seq_q));
     return {blocks.end, p.dq.data ? blocks.count : 0, blocks.count > 0};
 }
 
@@ -198,7 +197,7 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
     int tile_row;
     for (uint32_t round = 0; (tile_row = tile_row_of(round)) >= 0; ++round) {
         const TileBlocks blocks = tile_blocks<C>(p, tile_row);
-        const Visibility &v = p.call.visibility;
+        const ShiftedBand &v = p.call.visible;
         const int wg_row = tile_row + wg * 64, row = wg_row + warp * 16 + lane / 4; // this thread's rows: row, row + 8
         float scores[kTileN / 2], products[kTileN / 2], dq[C::kHeadDim / 2];        // products: dP
         uint32_t gradients[kTileN / 4];                                             // dT
@@ -208,7 +207,7 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
         // The warpgroup skips blocks past the last key that one of its rows sees: it begins with `first`.
         int seen_end = 0, first = 0;
         if constexpr (C::kMasked) {
-            if (wg_row < p.call.seq_q) seen_end = min(v.seq_k, min(wg_row + 64, p.call.seq_q) - 1 + v.upper);
+            if (wg_row < p.call.seq_q) seen_end = end_of(v, min(wg_row + 64, p.call.seq_q) - 1);
             if (blocks.end > seen_end) first = min(blocks.count, (blocks.end - seen_end) / kTileN);
         }
 
@@ -238,8 +237,8 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int i = fresh(wg_row) + warp * 16 + lane / 4 + 8 * r;
-                const int low = C::kMasked ? max(0, i + v.lower) : 0;
-                const int high = C::kMasked ? min(v.seq_k, i + v.upper) : v.seq_k;
+                const int low = C::kMasked ? begin_of(v, i) : 0;
+                const int high = C::kMasked ? end_of(v, i) : v.seq_k;
                 visible[r] = columns_between(low - first_key, high - first_key, 2 * (lane % 4));
             }
 #pragma unroll
@@ -250,7 +249,7 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
         auto is_masked = [&](int block) {
             const int key_end = blocks.end - block * kTileN;
             if constexpr (!C::kMasked) return key_end > v.seq_k;
-            return key_end > min(v.seq_k, wg_row + v.upper) || key_end - kTileN < max(0, wg_row + 63 + v.lower);
+            return !common_span(v, wg_row, wg_row + 63).holds(key_end - kTileN, kTileN);
         };
         /* P and dT of a block, dT rounded. */
         auto weigh = [&](int block) {

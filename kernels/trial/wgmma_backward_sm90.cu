@@ -194,15 +194,7 @@ static __global__ void __launch_bounds__(kSinkThreads)
         if (int(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
     }
     if (threadIdx.x != 0) return;
-    const int64_t index = h * dsinks.stride[0];
-    float value = static_cast<float>(sums[0]);
-    if (dsinks.accumulate) value += load_as_float(dsinks.data, dsinks.dtype, index);
-    if (dsinks.dtype == FA_F32)
-        static_cast<float *>(dsinks.data)[index] = value;
-    else if (dsinks.dtype == FA_F16)
-        static_cast<__half *>(dsinks.data)[index] = from_float<__half>(value);
-    else
-        static_cast<__nv_bfloat16 *>(dsinks.data)[index] = from_float<__nv_bfloat16>(value);
+    write_gradient(dsinks.data, dsinks.dtype, dsinks.accumulate, h * dsinks.stride[0], static_cast<float>(sums[0]));
 }
 
 /* ---- plan ---- */
@@ -320,12 +312,12 @@ static BackwardCall backward_call(const fa_backward &p) {
     const fa_forward &f = p.forward;
     const int64_t keys = f.key_end - f.key_begin, first = f.diagonal - f.key_begin;
     BackwardCall call = {};
-    call.visibility = {int(keys), clamp_bound(first - f.left), clamp_bound(first + f.right + 1)};
+    call.visible = {int(keys), clamp_bound(first - f.left), clamp_bound(first + f.right + 1)};
     call.score = score_params(f);
     call.seq_q = int(f.seq_q), call.seq_k = int(f.seq_k), call.key_begin = int(f.key_begin);
     if (keys > 0) {
-        call.row_begin = std::max(0, 1 - call.visibility.upper);
-        call.row_end = int(std::min<int64_t>(f.seq_q, keys - call.visibility.lower));
+        call.row_begin = std::max(0, 1 - call.visible.upper);
+        call.row_end = int(std::min<int64_t>(f.seq_q, keys - call.visible.lower));
     }
     call.dout_row = p.dout.data ? 0 : 1 << 30;
     call.heads = int(f.heads), call.heads_kv = int(f.heads_kv), call.group = int(f.heads / f.heads_kv);
@@ -350,7 +342,7 @@ static fa_code encode_maps(const fa_backward &p, const BackwardTiling &t, const 
     const fa_forward &f = p.forward;
     QueriesParams &a = work->queries;
     KeysParams &b = work->keys;
-    const int64_t rows = call.row_end - call.row_begin, keys = call.visibility.seq_k;
+    const int64_t rows = call.row_end - call.row_begin, keys = call.visible.seq_k;
     if (rows <= 0) return FA_OK;                        // no tile touches a map
     const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
     const auto of_queries = [&](const MapPair &to, const fa_operand &x, fa_operand_name name) {

@@ -1,19 +1,51 @@
-/* The instructions of Ampere and later that a tensor-core kernel needs: cp.async, ldmatrix, mma.sync, packed
- * conversion.
+/* The instructions of Ampere and later that kernels need: approximations, cp.async, ldmatrix, mma.sync, named barriers,
+ * packed conversion.
  *
- * Shared memory is addressed in bytes of the shared window (uint32_t). Nothing here synchronises by itself. */
-#ifndef FA_SM80_PTX_CUH
-#define FA_SM80_PTX_CUH
+ * Shared memory is addressed in bytes of the shared window (uint32_t). Nothing but the barriers synchronises. `site` is
+ * the caller's line, for a chaos build (chaos.cuh). */
+#pragma once
 
-#include "chaos.cuh"
 #include <cuda_bf16.h> // __nv_bfloat16
 #include <cuda_fp16.h> // __half
 #include <stdint.h>    // uint32_t
 
+#include "chaos.cuh"
+
 namespace fa {
+
+/* 2^x, at most 2 ulp off; results below 2^-126 become 0. */
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* 1 / x, at most 1 ulp off; 0 for infinity. */
+__device__ __forceinline__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* tanh by the MUFU, up to 4.9e-4 off relatively: the softcap's error in a score is that times the score. */
+__device__ __forceinline__ float tanh_fast(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/* Named barriers 1..15 (0 is __syncthreads). `threads` counts those that sync plus those that only arrive. */
+__device__ __forceinline__ void named_barrier_sync(uint32_t id, uint32_t threads, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(uint32_t id, uint32_t threads, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 /* Starts a copy of 16 bytes, or fills them with zeros and reads nothing. Both addresses are multiples of 16. */
@@ -127,5 +159,3 @@ template <> __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t x) 
 }
 
 } // namespace fa
-
-#endif

@@ -1,14 +1,14 @@
 /* From the product q . k to the score in base 2, in the order that a call defines: scale, softcap, bias.
  *
  * Scores are kept multiplied by log2(e), so that the exponential is one ex2 instruction: exp(s) = 2^(s log2 e). */
-#ifndef FA_SCORE_CUH
-#define FA_SCORE_CUH
+#pragma once
 
 #include <math.h>   // INFINITY, fmin, fmax
 #include <stdint.h> // int64_t
 
 #include "convert.cuh" // load_as_float
 #include "fa.h"        // fa_forward
+#include "rows.cuh"    // bias_row
 
 namespace fa {
 
@@ -36,11 +36,6 @@ __device__ __forceinline__ float score_of(const ScoreParams &s, float product) {
     return s.cap_log2 > 0 ? s.cap_log2 * tanhf(product * s.scale_cap) : product * s.scale_log2;
 }
 
-/* Where the bias of one query starts: element `key` lies `key * p.bias.stride[3]` further on. */
-__device__ __forceinline__ int64_t bias_row(const fa_forward &p, int64_t batch, int64_t head, int64_t row) {
-    return batch * p.bias.stride[0] + head * p.bias.stride[1] + row * p.bias.stride[2];
-}
-
 /* Bias of a key, as it is stored. `row` is bias_row(); p.bias.data is not NULL. */
 __device__ __forceinline__ float bias_of(const fa_forward &p, int64_t row, int64_t key) {
     return load_as_float(p.bias.data, p.bias_dtype, row + key * p.bias.stride[3]);
@@ -62,5 +57,3 @@ __device__ __forceinline__ float bounded(float x) {
 }
 
 } // namespace fa
-
-#endif

@@ -1,37 +1,36 @@
-/* Elements of global memory to float registers and back: float16, bfloat16, float32. */
-#ifndef FA_CONVERT_CUH
-#define FA_CONVERT_CUH
+/* Rows of operands in global memory: addresses, and chunks of up to 16 bytes. */
+#pragma once
 
-#include <cuda_bf16.h> // __nv_bfloat16, __float2bfloat16_rn
-#include <cuda_fp16.h> // __half, __float2half_rn
-#include <stdint.h>    // int64_t, uint4
+#include <stdint.h> // int64_t, uint4
 
-#include "fa.h" // fa_dtype, fa_operand
+#include "fa.h" // fa_operand, fa_forward
 
 namespace fa {
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-/* Rounds to nearest even; NaN stays NaN, and what exceeds T's range becomes infinite. */
-template <typename T> __device__ __forceinline__ T from_float(float x);
-template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
-template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-    return __float2bfloat16_rn(x);
+/* Elements from an operand's data to its row (i, j, k): the element at offset 0 of the last axis. 64-bit throughout. */
+__device__ __forceinline__ int64_t row_offset(const fa_operand &x, int64_t i, int64_t j, int64_t k) {
+    return i * x.stride[0] + j * x.stride[1] + k * x.stride[2];
 }
 
-/* Element `index` of an array whose dtype is known at run time only (bias, sinks): float16, bfloat16 or float32. */
-__device__ __forceinline__ float load_as_float(const void *data, fa_dtype dtype, int64_t index) {
-    if (dtype == FA_F32) return static_cast<const float *>(data)[index];
-    if (dtype == FA_F16) return to_float(static_cast<const __half *>(data)[index]);
-    return to_float(static_cast<const __nv_bfloat16 *>(data)[index]);
-}
-
-/* Address of row (i, j, k) of a four-axis operand: the element at offset 0 of its last axis. 64-bit throughout. */
+/* Address of that row. */
 template <typename T> __device__ __forceinline__ T *row_of(const fa_operand &x, int64_t i, int64_t j, int64_t k) {
     return static_cast<T *>(x.data) + i * x.stride[0] + j * x.stride[1] + k * x.stride[2];
+}
+
+/* Where the bias of one query starts, in elements: that of key j lies `j * p.bias.stride[3]` further on. */
+__device__ __forceinline__ int64_t bias_row(const fa_forward &p, int64_t batch, int64_t head, int64_t row) {
+    return row_offset(p.bias, batch, head, row);
+}
+
+/* Row of the boolean mask for one query; element `key` lies at mask_row[key * p.mask.stride[3]], not 0 = attend. */
+__device__ __forceinline__ const uint8_t *mask_row(const fa_forward &p, int64_t batch, int64_t head, int64_t row) {
+    return row_of<const uint8_t>(p.mask, batch, head, row);
+}
+
+/* Where the LSE of a query lies in a contiguous (batch, heads, seq_q) array. */
+template <class Int, class Row, class Heads, class Rows>
+__device__ __forceinline__ int64_t lse_index(Int batch, Int head, Row row, const Heads &heads, const Rows &seq_q) {
+    return (int64_t(batch) * heads + head) * seq_q + row;
 }
 
 /* N consecutive elements as one value of N * sizeof(T) <= 16 bytes, which is also their alignment. */
@@ -64,5 +63,3 @@ template <typename T> inline bool takes_chunks(const fa_operand &x, int64_t leng
 }
 
 } // namespace fa
-
-#endif

@@ -3,22 +3,15 @@
  * State after some keys: the maximum m of their scores (base 2) and the sum of 2^(s - m). A new block with maximum m'
  * multiplies the sum, and the output accumulated with the same m, by 2^(m - m'). An excluded key has the score -inf and
  * the weight 0. NaN scores leave m alone and make the sum NaN, so that they reach the output. */
-#ifndef FA_SOFTMAX_CUH
-#define FA_SOFTMAX_CUH
+#pragma once
 
 #include <math.h> // INFINITY
 
 #include "convert.cuh" // from_float, load_as_float, to_float
+#include "ptx.cuh"     // exp2_fast
 #include "score.cuh"   // LOG2_E, LN_2, bounded
 
 namespace fa {
-
-/* 2^x, at most 2 ulp off; results below 2^-126 become 0. */
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 /* What rounding to T adds to the weight 2^(product scale - shift) of a row's highest score, of which the shift is made.
  * P V takes weights rounded. This one is 1 but for the rounding of the shift, which in float16 counts where scores
@@ -80,13 +73,18 @@ __device__ __forceinline__ RowResult finish_row(const RowState &state, float sin
     if (sink == -INFINITY) return finish_row(state);
     sink = bounded(sink);
     if (state.sum == 0.0f) return {0.0f, sink}; // exactly, not through base 2, and also where it is not finite
-    RowState joined;
-    joined.maximum = fmaxf(state.maximum, sink * LOG2_E);
-    float factor = exp2_fast(state.maximum - softmax_shift(joined.maximum));
-    joined.sum = state.sum * factor + joined.weight(sink * LOG2_E);
+    RowState joined = state;
+    float factor = joined.raise(sink * LOG2_E);
+    joined.sum += joined.weight(sink * LOG2_E);
     RowResult result = finish_row(joined);
     result.factor *= factor;
     return result;
+}
+
+/* The same by the approximate reciprocal and logarithm, good to 2^-22, of a sum that is 0, NaN or at least about 1. */
+__device__ __forceinline__ RowResult finish_fast(const RowState &state) {
+    if (state.sum == 0.0f) return {0.0f, -INFINITY};
+    return {__fdividef(1.0f, state.sum), (state.maximum + __log2f(state.sum)) * LN_2};
 }
 
 /* The two in one: `sinks` of a problem, or none. */
@@ -96,5 +94,3 @@ __device__ __forceinline__ RowResult finish_row(const fa_forward &p, int64_t hea
 }
 
 } // namespace fa
-
-#endif

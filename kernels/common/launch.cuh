@@ -1,6 +1,5 @@
 /* Host side of a kernel: its plan inside the fa_plan, CUDA errors as text in the fa_status, shared memory. */
-#ifndef FA_LAUNCH_CUH
-#define FA_LAUNCH_CUH
+#pragma once
 
 #include <atomic>
 #include <climits> // INT32_MAX
@@ -89,5 +88,3 @@ template <class Kernel> fa_code fa_allow_smem(Kernel *kernel, size_t bytes, cons
     }
     return FA_OK;
 }
-
-#endif
