@@ -1,7 +1,7 @@
 """Runs every CUDA kernel under random delays: the tests of a chaos build, in processes that may hang.
 
 A build with FA_CHAOS=1 delays warps at random wherever a kernel synchronises and ends a wait that lasts two seconds
-(kernels/chaos.cuh). This command runs a kernel's contract and the cases of tests/test_chaos.py there, in batches of a
+(kernels/common/chaos.cuh). This command runs a kernel's contract and the cases of tests/test_chaos.py there, in batches of a
 process and a seed each, and says which waits ended. Exit status 0 when every test of every kernel passed.
 """
 

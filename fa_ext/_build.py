@@ -209,7 +209,7 @@ def cuda_files() -> list[Path]:
 def kernel_files() -> dict[str, Path]:
     """{name: its file} of each kernel of ``kernels.def`` that has one."""
     files = {f.stem: f for f in (*(CSRC / "cpu").glob("*.c"), *cuda_files())}
-    return {name: files[name] for name in listed_rows() if name in files}
+    return {name: files[name] for name in kernel_names() if name in files}
 
 
 def directives(source: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ...]]]:

@@ -1,5 +1,5 @@
 /* The host's side of a chaos build (chaos.cuh): one seed and one report a process. Empty in any other build. */
-#include "chaos.cuh"
+#include "common/chaos.cuh"
 
 #ifdef FA_CHAOS
 #include "fa.h" // FA_EXPORT

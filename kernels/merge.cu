@@ -15,10 +15,10 @@
  */
 #include <algorithm> // std::copy_n, std::max, std::min
 
-#include "convert.cuh" // to_float, from_float, load_as_float
-#include "fa.h"        // fa_merge
-#include "launch.cuh"  // fa_own, FA_CUDA_TRY
-#include "rows.cuh"    // Chunk, row_offset, takes_chunks
+#include "common/convert.cuh" // to_float, from_float, load_as_float
+#include "common/launch.cuh"  // fa_own, FA_CUDA_TRY
+#include "common/rows.cuh"    // Chunk, row_offset, takes_chunks
+#include "fa.h"               // fa_merge
 
 namespace {
 

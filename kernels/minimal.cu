@@ -14,14 +14,14 @@
  *
  *     python -m bench measure --preset history --rows minimal,simt
  */
-#include "convert.cuh" // to_float, from_float
-#include "fa.h"        // fa_forward, fa_kernel
-#include "launch.cuh"  // fa_own, FA_CUDA_TRY
-#include "mask.cuh"    // row_keys
-#include "rows.cuh"    // row_of
-#include "score.cuh"   // LOG2_E
-#include "softmax.cuh" // RowState, scaled_down, finish_row
-#include "tiles.cuh"   // place_of
+#include "common/convert.cuh" // to_float, from_float
+#include "common/launch.cuh"  // fa_own, FA_CUDA_TRY
+#include "common/mask.cuh"    // row_keys
+#include "common/rows.cuh"    // row_of
+#include "common/score.cuh"   // LOG2_E
+#include "common/softmax.cuh" // RowState, scaled_down, finish_row
+#include "common/tiles.cuh"   // place_of
+#include "fa.h"               // fa_forward, fa_kernel
 
 namespace {
 

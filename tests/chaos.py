@@ -1,4 +1,4 @@
-"""What a chaos build (kernels/chaos.cuh) has to say: which of its waits ended."""
+"""What a chaos build (kernels/common/chaos.cuh) has to say: which of its waits ended."""
 
 import ctypes
 

@@ -127,7 +127,7 @@ def test_a_race_shows_under_every_seed(selftest, seed):
     assert failures > 0
 
 
-@pytest.mark.parametrize("source", sorted(emulator.KERNELS.glob("*.cu")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("source", _build.cuda_files(), ids=lambda path: path.stem)
 def test_every_instruction_of_every_kernel_is_known(source):
     """chaos and cublas are no kernels of their own for a device: they are left out."""
     if source.stem in ("chaos", "cublas"):
@@ -278,12 +278,12 @@ def test_mutant_mma_without_a_wait_for_its_copies(emulated, monkeypatch):
 
 
 def test_mutant_wgmma_that_frees_stages_before_its_warps_are_joined(emulated, monkeypatch):
-    """A waiter then falls two phases behind, the defect that sm90_forward.cuh is written against."""
+    """A waiter then falls two phases behind, the defect that sm90/forward.cuh is written against."""
     monkeypatch.setenv("FA_EMULATOR_SMS", "1")
     edit = replaced("{ named_barrier_sync(1 + C::kConsumers + wg, 128); }", "{}")
     name = "B1,H1,S300x300,D64,float16,causal=top_left"
     found = fails_of(emulated, monkeypatch, "wgmma_sm90", "join", edit, name, **FORWARD["wgmma_sm90"])
-    assert found and all("deadlock" in one and "sm90_forward.cuh" in one for one in found), found
+    assert found and all("deadlock" in one and "sm90/forward.cuh" in one for one in found), found
 
 
 def test_mutant_wgmma_that_frees_keys_before_they_are_read(emulated, monkeypatch):
@@ -292,7 +292,7 @@ def test_mutant_wgmma_that_frees_keys_before_they_are_read(emulated, monkeypatch
     name = "B1,H1,S200x900,D64,float16,causal=bottom_right"
     options = FORWARD["wgmma_sm90"] | {"races": True}
     found = fails_of(emulated, monkeypatch, "wgmma_sm90", "free", lambda text: early(removed(text)), name, **options)
-    words = r"is read by a product of a warpgroup and written by a thread that nobody told of its end(.|\n)*sm90_tma\.cuh"
+    words = r"is read by a product of a warpgroup and written by a thread that nobody told of its end(.|\n)*sm90/tma\.cuh"
     assert len(found) == 12 and all(re.search(words, one) for one in found), found
 
 

@@ -11,7 +11,7 @@
 #pragma once
 
 #ifdef FA_CHAOS
-#include "chaos_delay.cuh"
+#include "common/chaos_delay.cuh"
 #else
 #define FA_CHAOS_POINT(site)         ((void)(site))
 #define FA_CHAOS_BEGIN()             ((void)0)

@@ -8,8 +8,8 @@
 
 #include <cuda_runtime.h> // cudaError_t, cudaGetErrorName, cudaGetLastError
 
-#include "chaos.cuh" // FA_CHAOS_ARM
-#include "fa.h"      // fa_plan, fa_launch
+#include "common/chaos.cuh" // FA_CHAOS_ARM
+#include "fa.h"             // fa_plan, fa_launch
 
 constexpr uint32_t FA_FLOAT16_BITS = 1 << FA_F16 | 1 << FA_BF16, FA_FLOAT_BITS = FA_FLOAT16_BITS | 1 << FA_F32;
 

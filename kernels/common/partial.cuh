@@ -5,9 +5,9 @@
 
 #include <stdint.h> // int64_t
 
-#include "ptx.cuh"     // exp2_fast
-#include "score.cuh"   // LOG2_E, LN_2
-#include "softmax.cuh" // RowResult
+#include "common/ptx.cuh"     // exp2_fast
+#include "common/score.cuh"   // LOG2_E, LN_2
+#include "common/softmax.cuh" // RowResult
 
 namespace fa {
 

@@ -9,7 +9,7 @@
 #include <cuda_fp16.h> // __half
 #include <stdint.h>    // uint32_t
 
-#include "chaos.cuh"
+#include "common/chaos.cuh"
 
 namespace fa {
 

@@ -6,9 +6,9 @@
 #include <math.h>   // INFINITY, fmin, fmax
 #include <stdint.h> // int64_t
 
-#include "convert.cuh" // load_as_float
-#include "fa.h"        // fa_forward
-#include "rows.cuh"    // bias_row
+#include "common/convert.cuh" // load_as_float
+#include "common/rows.cuh"    // bias_row
+#include "fa.h"               // fa_forward
 
 namespace fa {
 

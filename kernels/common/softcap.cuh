@@ -5,8 +5,8 @@
 
 #include <math.h> // fabsf
 
-#include "ptx.cuh"   // exp2_fast, reciprocal_fast
-#include "score.cuh" // LOG2_E
+#include "common/ptx.cuh"   // exp2_fast, reciprocal_fast
+#include "common/score.cuh" // LOG2_E
 
 namespace fa {
 

@@ -7,9 +7,9 @@
 
 #include <math.h> // INFINITY
 
-#include "convert.cuh" // from_float, load_as_float, to_float
-#include "ptx.cuh"     // exp2_fast
-#include "score.cuh"   // LOG2_E, LN_2, bounded
+#include "common/convert.cuh" // from_float, load_as_float, to_float
+#include "common/ptx.cuh"     // exp2_fast
+#include "common/score.cuh"   // LOG2_E, LN_2, bounded
 
 namespace fa {
 

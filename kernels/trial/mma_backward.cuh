@@ -14,19 +14,18 @@
  * rows belong to the first group. Nothing in shared memory is written but by these copies, and nothing is read after
  * the last tile, so that no barrier follows. All of a block's threads see the same number of tiles; a warp that has
  * nothing to see in a tile skips the products alone. */
-#ifndef FA_MMA_BACKWARD_CUH
-#define FA_MMA_BACKWARD_CUH
+#pragma once
 
 #include <math.h> // INFINITY
 
-#include "chaos.cuh"               // FA_CHAOS_BEGIN
-#include "convert.cuh"             // write_gradient
-#include "fa.h"                    // fa_backward
-#include "mma_backward_config.cuh" // BackwardArgs, TaskPlace, Sight
-#include "mma_backward_score.cuh"  // weigh, load_bias
-#include "mma_backward_tile.cuh"   // RowCopy, WarpProduct
-#include "ptx.cuh"                 // cp_async_commit, cp_async_wait, pack, unpack
-#include "rows.cuh"                // row_offset
+#include "common/chaos.cuh"              // FA_CHAOS_BEGIN
+#include "common/convert.cuh"            // write_gradient
+#include "common/ptx.cuh"                // cp_async_commit, cp_async_wait, pack, unpack
+#include "common/rows.cuh"               // row_offset
+#include "fa.h"                          // fa_backward
+#include "trial/mma_backward_config.cuh" // BackwardArgs, TaskPlace, Sight
+#include "trial/mma_backward_score.cuh"  // weigh, load_bias
+#include "trial/mma_backward_tile.cuh"   // RowCopy, WarpProduct
 
 namespace fa {
 
@@ -251,5 +250,3 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS) backward_kernel(const _
 }
 
 } // namespace fa
-
-#endif

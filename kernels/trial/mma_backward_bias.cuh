@@ -5,16 +5,15 @@
  * blocks would be left that the device is not filled, the walk is cut into parts, whose sums backward_bias_sum() adds
  * in their order. One tile of each operand, two barriers a tile: before the copies (everybody has done with the last
  * ones) and after each thread's wait for its own. */
-#ifndef FA_MMA_BACKWARD_BIAS_CUH
-#define FA_MMA_BACKWARD_BIAS_CUH
+#pragma once
 
-#include "chaos.cuh"               // FA_CHAOS_BEGIN
-#include "convert.cuh"             // write_gradient
-#include "fa.h"                    // fa_backward
-#include "mma_backward_config.cuh" // BackwardArgs
-#include "mma_backward_score.cuh"  // weigh, load_bias
-#include "mma_backward_tile.cuh"   // RowCopy, WarpProduct
-#include "ptx.cuh"                 // cp_async_commit, cp_async_wait
+#include "common/chaos.cuh"              // FA_CHAOS_BEGIN
+#include "common/convert.cuh"            // write_gradient
+#include "common/ptx.cuh"                // cp_async_commit, cp_async_wait
+#include "fa.h"                          // fa_backward
+#include "trial/mma_backward_config.cuh" // BackwardArgs
+#include "trial/mma_backward_score.cuh"  // weigh, load_bias
+#include "trial/mma_backward_tile.cuh"   // RowCopy, WarpProduct
 
 namespace fa {
 
@@ -180,5 +179,3 @@ static __global__ void __launch_bounds__(128) backward_bias_sum(const __grid_con
 }
 
 } // namespace fa
-
-#endif

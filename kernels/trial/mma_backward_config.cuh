@@ -2,15 +2,14 @@
  *
  * Every kernel here has a side of its own and a side that streams past. Queries own: dq, keys stream. Keys own: dk and
  * dv, the queries of all heads of their group stream. "Own rows" and "other rows" are meant so throughout. */
-#ifndef FA_MMA_BACKWARD_CONFIG_CUH
-#define FA_MMA_BACKWARD_CONFIG_CUH
+#pragma once
 
 #include <stdint.h> // int64_t
 
-#include "fa.h"      // fa_backward
-#include "mask.cuh"  // Band, Span
-#include "score.cuh" // ScoreParams
-#include "tiles.cuh" // longest_first
+#include "common/mask.cuh"  // Band, Span
+#include "common/score.cuh" // ScoreParams
+#include "common/tiles.cuh" // longest_first
+#include "fa.h"             // fa_backward
 
 namespace fa {
 
@@ -126,5 +125,3 @@ __device__ __forceinline__ Sight sight_of(const Band &visible, int first, int co
 }
 
 } // namespace fa
-
-#endif

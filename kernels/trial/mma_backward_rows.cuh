@@ -1,17 +1,16 @@
 /* What mma_backward_sm80 knows of each query before it walks: LSE and delta = dout . out - dlse; and dsinks, which is a
  * sum over them. */
-#ifndef FA_MMA_BACKWARD_ROWS_CUH
-#define FA_MMA_BACKWARD_ROWS_CUH
+#pragma once
 
 #include <math.h> // INFINITY
 
-#include "chaos.cuh"               // FA_CHAOS_BEGIN
-#include "convert.cuh"             // to_float, load_as_float, write_gradient
-#include "fa.h"                    // fa_backward
-#include "mma_backward_config.cuh" // BackwardArgs
-#include "ptx.cuh"                 // exp2_fast
-#include "rows.cuh"                // row_of, row_offset, Chunk, bias_row, mask_row
-#include "score.cuh"               // bias_of, bounded, LOG2_E
+#include "common/chaos.cuh"              // FA_CHAOS_BEGIN
+#include "common/convert.cuh"            // to_float, load_as_float, write_gradient
+#include "common/ptx.cuh"                // exp2_fast
+#include "common/rows.cuh"               // row_of, row_offset, Chunk, bias_row, mask_row
+#include "common/score.cuh"              // bias_of, bounded, LOG2_E
+#include "fa.h"                          // fa_backward
+#include "trial/mma_backward_config.cuh" // BackwardArgs
 
 namespace fa {
 
@@ -129,5 +128,3 @@ static __global__ void __launch_bounds__(SINKS_THREADS) backward_sinks(const __g
 }
 
 } // namespace fa
-
-#endif

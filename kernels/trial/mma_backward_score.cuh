@@ -1,22 +1,21 @@
 /* From the products of a pair to its weights: S and dP in, P and dT (or dS) out, in the registers of mma.sync.
  *
- * A lane's elements are those of Scores (mma_scores.cuh), own rows in place of queries, other rows in place of keys.
+ * A lane's elements are those of Scores (sm80/scores.cuh), own rows in place of queries, other rows in place of keys.
  * An excluded pair is selected, never multiplied away: its exponent is -inf, its weights are 0, whatever its products
  * are. */
-#ifndef FA_MMA_BACKWARD_SCORE_CUH
-#define FA_MMA_BACKWARD_SCORE_CUH
+#pragma once
 
 #include <math.h>      // INFINITY
 #include <type_traits> // remove_cvref_t
 
-#include "convert.cuh"             // to_float
-#include "fa.h"                    // fa_forward
-#include "mma_backward_config.cuh" // BackwardArgs, seen_by
-#include "mma_scores.cuh"          // Scores
-#include "ptx.cuh"                 // exp2_fast, load_shared_16, load_shared_pair, store_shared
-#include "rows.cuh"                // Chunk
-#include "score.cuh"               // LOG2_E, bounded
-#include "softcap.cuh"             // tanh_and_slope
+#include "common/convert.cuh"            // to_float
+#include "common/ptx.cuh"                // exp2_fast, load_shared_16, load_shared_pair, store_shared
+#include "common/rows.cuh"               // Chunk
+#include "common/score.cuh"              // LOG2_E, bounded
+#include "common/softcap.cuh"            // tanh_and_slope
+#include "fa.h"                          // fa_forward
+#include "sm80/scores.cuh"               // Scores
+#include "trial/mma_backward_config.cuh" // BackwardArgs, seen_by
 
 namespace fa {
 
@@ -171,5 +170,3 @@ __device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace 
 }
 
 } // namespace fa
-
-#endif

@@ -27,13 +27,13 @@
  */
 #include <iterator> // std::size
 
-#include "fa.h"                  // fa_backward, fa_kernel
-#include "launch.cuh"            // fa_own, FA_CUDA_TRY
-#include "mma_backward.cuh"      // backward_kernel
-#include "mma_backward_bias.cuh" // backward_bias, BiasAxes
-#include "mma_backward_rows.cuh" // backward_rows, backward_sinks
-#include "rows.cuh"              // takes_chunks
-#include "score.cuh"             // score_params
+#include "common/launch.cuh"           // fa_own, FA_CUDA_TRY
+#include "common/rows.cuh"             // takes_chunks
+#include "common/score.cuh"            // score_params
+#include "fa.h"                        // fa_backward, fa_kernel
+#include "trial/mma_backward.cuh"      // backward_kernel
+#include "trial/mma_backward_bias.cuh" // backward_bias, BiasAxes
+#include "trial/mma_backward_rows.cuh" // backward_rows, backward_sinks
 
 namespace {
 

@@ -1,19 +1,18 @@
 /* Tiles of rows on their way through mma_backward_sm80: from global to shared memory, and as operands of mma.sync.
  *
- * A tile lies as mma_tile.cuh says. One copy of the other rows serves twice: as operand b of S or dP (rows of the tile
+ * A tile lies as sm80/tile.cuh says. One copy of the other rows serves twice: as operand b of S or dP (rows of the tile
  * are columns of the product), read by ldmatrix as it lies, and as operand b of a gradient (rows of the tile are summed
  * over), read by ldmatrix.trans. The weights between are accumulators of the former product, which are operand a of the
  * latter as they come: no weight passes through shared memory. */
-#ifndef FA_MMA_BACKWARD_TILE_CUH
-#define FA_MMA_BACKWARD_TILE_CUH
+#pragma once
 
 #include <stdint.h> // int64_t, uint32_t
 
-#include "fa.h"           // fa_operand
-#include "mma_scores.cuh" // Scores
-#include "mma_tile.cuh"   // TileLayout, BlockAddress
-#include "ptx.cuh"        // cp_async_16, store_shared, ldmatrix_x4, mma_16x8x16, pack
-#include "rows.cuh"       // row_of
+#include "common/ptx.cuh"  // cp_async_16, store_shared, ldmatrix_x4, mma_16x8x16, pack
+#include "common/rows.cuh" // row_of
+#include "fa.h"            // fa_operand
+#include "sm80/scores.cuh" // Scores
+#include "sm80/tile.cuh"   // TileLayout, BlockAddress
 
 namespace fa {
 
@@ -139,5 +138,3 @@ template <typename T, int HEAD_DIM, int ROW_TILES, int STEP> struct WarpProduct 
 };
 
 } // namespace fa
-
-#endif

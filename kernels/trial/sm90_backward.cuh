@@ -7,15 +7,15 @@
  * [row_begin, row_end): every row sees a range of keys whose ends grow with the row. Tensor maps cover these queries
  * and the visible keys alone, so that what others hold, NaN included, is read as zero and reaches no product. */
 #pragma once
-#include "convert.cuh"
+#include "common/convert.cuh"
+#include "common/mask.cuh"
+#include "common/score.cuh"
+#include "common/softcap.cuh" // tanh_exact
 #include "fa.h"
-#include "mask.cuh"
-#include "score.cuh"
-#include "sm90_epilogue.cuh"
-#include "sm90_schedule.cuh"
-#include "sm90_tma.cuh"
-#include "sm90_wgmma.cuh"
-#include "softcap.cuh" // tanh_exact
+#include "sm90/epilogue.cuh"
+#include "sm90/schedule.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
 
 namespace fa::sm90 {
 

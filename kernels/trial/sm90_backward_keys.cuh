@@ -13,7 +13,7 @@
  * memory 1792, the MUFU 512. The warpgroups need no turns: while both make P, their dP run, while both make dT, their
  * dV, and while they wait for dV, their dK.
  *
- * Why no waiter falls two phases behind (see sm90_forward.cuh): of full, kv_full and tile_full all warps wait; the next
+ * Why no waiter falls two phases behind (see sm90/forward.cuh): of full, kv_full and tile_full all warps wait; the next
  * phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for itself, past
  * its own wait. Of those only the producer's thread waits.
  *
@@ -23,7 +23,7 @@
  * Shared memory: keys and values [key stage][warpgroup][slab][64][64], Q and dO [stage][slab][kTileQ][64], swizzled;
  * row blocks [stage]. */
 #pragma once
-#include "sm90_backward.cuh"
+#include "trial/sm90_backward.cuh"
 
 namespace fa::sm90 {
 

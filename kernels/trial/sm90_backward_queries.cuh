@@ -1,5 +1,5 @@
 /* dq, and LSE and delta of each query for the second kernel (sm90_backward_keys.cuh). The skeleton is
- * sm90_forward.cuh's: one producer warp, C::kConsumers warpgroups of 64 queries each, persistent CTAs, rings of key and
+ * sm90/forward.cuh's: one producer warp, C::kConsumers warpgroups of 64 queries each, persistent CTAs, rings of key and
  * value blocks.
  *
  *     first:   issue S(0) = Q K(0)^T, dP(0) = dO V(0)^T; under them delta, and LSE and delta to memory
@@ -14,7 +14,7 @@
  * and shared memory for 2560; the exponentials take the MUFU 1024, and with C::kTurns one warpgroup's run under the
  * other's products. Where the turns fail, both warpgroups make dT at a time and the tensor cores idle some 400 cycles.
  *
- * Why no waiter falls two phases behind (see sm90_forward.cuh): of full (keys and values of a block), q_full (Q, dO and
+ * Why no waiter falls two phases behind (see sm90/forward.cuh): of full (keys and values of a block), q_full (Q, dO and
  * out of a warpgroup) and tile_full all warps wait; the next phase of each ends after the same phase of empty, q_empty
  * or tile_empty, where each warp arrives for itself, past its own wait and reads. Of those only the producer's thread
  * waits. The turns are those of the forward.
@@ -24,7 +24,7 @@
  *
  * Shared memory: Q, dO, out [warpgroup][slab][64][64], keys and values [stage][slab][tile_n][64], swizzled. */
 #pragma once
-#include "sm90_backward.cuh"
+#include "trial/sm90_backward.cuh"
 
 namespace fa::sm90 {
 

@@ -33,10 +33,10 @@
  * @instance d64_capped_f16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
  * @instance d64_capped_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
  */
-#include "launch.cuh"
-#include "sm90_backward_keys.cuh"
-#include "sm90_backward_queries.cuh"
-#include "sm90_tensor_map.h"
+#include "common/launch.cuh"
+#include "sm90/tensor_map.h"
+#include "trial/sm90_backward_keys.cuh"
+#include "trial/sm90_backward_queries.cuh"
 #include <algorithm> // min, max
 
 /* ---- configuration ---- */

@@ -54,7 +54,8 @@ static std::string lines_of(const std::vector<uintptr_t> &frames) {
         const char *slash = strrchr(text, '/');
         const bool ours = strstr(text, own.c_str()) || strstr(text, shims.c_str());
         if (ours || strstr(text, "/usr/include/") || text[0] == '?' || text[0] == '<') continue;
-        std::string line = slash ? slash + 1 : text;
+        while (slash && slash > text && slash[-1] != '/') --slash; // with its folder: families have files of one name
+        std::string line = slash ? slash : text;
         line = line.substr(0, line.find_first_of(" \n"));
         all += (all.empty() ? "" : " < ") + line;
     }

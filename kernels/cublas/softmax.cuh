@@ -1,0 +1,208 @@
+/* The softmax between the two products of the cublas row: scores in, weights out, in the same memory.
+ *
+ * A chunk of scores is (heads of the chunk, rows, ld) float32, already multiplied by the scale (in base 2, or divided
+ * by the softcap). The weights of a row, normalised and rounded to the dtype of V, replace it from its first byte on: a
+ * row of weights has ld * 4 / sizeof(T) elements from one to the next. Weight j lies at or before score j, so that a
+ * group which reads scores from the left, and writes what it has read, overwrites nothing it still needs. Warps that
+ * share a row meet at __syncthreads; products and softmax follow each other in the stream. */
+#pragma once
+
+#include <stdint.h> // int64_t
+
+#include "common/chaos.cuh"
+#include "common/convert.cuh" // from_float
+#include "common/mask.cuh"    // row_keys
+#include "common/rows.cuh"    // bias_row, mask_row, row_of, lse_index
+#include "common/score.cuh"   // bias_of, add_bias_or_exclude
+#include "common/softmax.cuh" // RowState, finish_row
+#include "fa.h"               // fa_forward
+
+namespace fa::cublas {
+
+/* Scores of the queries [row_begin, row_begin + rows) and keys [key_begin, key_begin + keys) of heads that follow each
+ * other, from (batch, head) on: `heads` of each batch entry. */
+struct Chunk {
+    float *scores;
+    int64_t ld; // floats from one row to the next, a multiple of 8
+    int64_t row_begin, rows;
+    int64_t key_begin, keys;
+    int64_t batch, head, heads;
+    int64_t count; // rows of all heads; like `keys`, less than 2^30
+};
+
+constexpr int STEP = 4;       // neighbouring scores a thread takes at a time
+constexpr int HELD_STEPS = 4; // of them that it can hold in registers
+
+/* Largest and sum over the threads that share a row; every thread gets it, in the same order on every run. */
+template <int THREADS, class Combine> __device__ __forceinline__ float reduce(float x, float *shared, Combine combine) {
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) x = combine(x, __shfl_xor_sync(~0u, x, offset));
+    if constexpr (THREADS > 32) {
+        if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+        __syncthreads();
+        x = shared[0];
+#pragma unroll
+        for (int w = 1; w < THREADS / 32; ++w) x = combine(x, shared[w]);
+    }
+    return x;
+}
+
+/* One row of scores: where it lies in the call, and what a thread does with STEP scores of it. */
+template <typename T> struct Row {
+    const fa_forward &p;
+    const Chunk &chunk;
+    float cap_log2;
+    int64_t batch, head, row;
+    int begin, end; // visible keys, relative to the chunk's first
+
+    __device__ Row(const fa_forward &problem, const Chunk &c, float cap, unsigned n)
+        : p(problem), chunk(c), cap_log2(cap) {
+        const unsigned unit = n / unsigned(c.rows);
+        row = c.row_begin + n % unsigned(c.rows);
+        batch = c.batch + unit / unsigned(c.heads);
+        head = c.head + unit % unsigned(c.heads);
+        const KeyRange keys = row_keys(p, row);
+        begin = keys.empty() ? 0 : int(keys.begin - c.key_begin);
+        end = keys.empty() ? 0 : int(keys.end - c.key_begin);
+    }
+
+    /* The scores in base 2 of keys [first, first + STEP) of the chunk; -inf for excluded keys, which are not read. */
+    __device__ __forceinline__ void load(const float *scores, int first, float (&s)[STEP]) const {
+        if (first >= end || first + STEP <= begin) {
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) s[i] = -INFINITY;
+            return;
+        }
+        const float4 read = *reinterpret_cast<const float4 *>(scores + first);
+        s[0] = read.x, s[1] = read.y, s[2] = read.z, s[3] = read.w;
+        if (cap_log2 > 0) {
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) s[i] = cap_log2 * tanhf(s[i]);
+        }
+        if (p.bias.data) {
+            const int64_t at = bias_row(p, batch, head, row);
+#pragma unroll
+            for (int i = 0; i < STEP; ++i)
+                if (first + i < end) s[i] = add_bias_or_exclude(s[i], bias_of(p, at, chunk.key_begin + first + i));
+        }
+        if (p.mask.data) {
+            const uint8_t *mask = mask_row(p, batch, head, row);
+#pragma unroll
+            for (int i = 0; i < STEP; ++i)
+                if (first + i < end && !mask[(chunk.key_begin + first + i) * p.mask.stride[3]]) s[i] = -INFINITY;
+        }
+#pragma unroll
+        for (int i = 0; i < STEP; ++i)
+            if (first + i < begin || first + i >= end) s[i] = -INFINITY;
+    }
+
+    __device__ __forceinline__ static void store(T *weights, int first, const float (&w)[STEP]) {
+        fa::Chunk<T, STEP> packed;
+#pragma unroll
+        for (int i = 0; i < STEP; ++i) packed.element[i] = from_float<T>(w[i]);
+        *reinterpret_cast<fa::Chunk<T, STEP> *>(weights + first) = packed;
+    }
+};
+
+/* THREADS share a row. HELD: a row has at most THREADS * STEP * HELD_STEPS scores, which stay in registers; otherwise
+ * the row is read twice. A block has `blockDim.x / THREADS` rows, and all its warps have work or leave together. */
+template <typename T, int THREADS, bool HELD>
+__global__ void __launch_bounds__(THREADS < 128 ? 128 : THREADS)
+    softmax_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Chunk chunk, float cap_log2) {
+    FA_CHAOS_BEGIN();
+    __shared__ float shared[2][32];
+    const unsigned n = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS;
+    const int thread = threadIdx.x % THREADS, keys = int(chunk.keys);
+    if (n >= chunk.count) return;
+    const Row<T> row(p, chunk, cap_log2, n);
+    float *scores = chunk.scores + n * chunk.ld;
+    T *weights = reinterpret_cast<T *>(scores);
+    const auto larger = [](float x, float y) { return fmaxf(x, y); };
+    const auto plus = [](float x, float y) { return x + y; };
+
+    float held[HELD ? HELD_STEPS : 1][STEP];
+    RowState state;
+    if constexpr (HELD) {
+#pragma unroll
+        for (int step = 0; step < HELD_STEPS; ++step) {
+            row.load(scores, (step * THREADS + thread) * STEP, held[step]);
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) state.maximum = fmaxf(state.maximum, held[step][i]);
+        }
+        state.maximum = reduce<THREADS>(state.maximum, shared[0], larger);
+#pragma unroll
+        for (int step = 0; step < HELD_STEPS; ++step)
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) state.sum += held[step][i] = state.weight(held[step][i]);
+        state.sum = reduce<THREADS>(state.sum, shared[1], plus);
+    } else {
+        for (int first = thread * STEP; first < keys; first += THREADS * STEP) {
+            row.load(scores, first, held[0]);
+            float largest = fmaxf(fmaxf(held[0][0], held[0][1]), fmaxf(held[0][2], held[0][3]));
+            if (largest > state.maximum) state.raise(largest);
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) state.sum += state.weight(held[0][i]);
+        }
+        const float mine = state.maximum;
+        state.maximum = reduce<THREADS>(mine, shared[0], larger);
+        state.sum = reduce<THREADS>(state.sum * state.weight(mine), shared[1], plus);
+    }
+
+    const RowResult result = finish_row(p, row.head, state);
+    if (p.lse && thread == 0)
+        static_cast<float *>(p.lse)[lse_index(row.batch, row.head, row.row, p.heads, p.seq_q)] = result.lse;
+    if constexpr (HELD) {
+        __syncwarp(); // where a block shares the row, reduce() held it together
+#pragma unroll
+        for (int step = 0; step < HELD_STEPS; ++step) {
+            const int first = (step * THREADS + thread) * STEP;
+            if (first >= keys) break;
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) held[step][i] *= result.factor;
+            row.store(weights, first, held[step]);
+        }
+    } else {
+        for (int start = 0; start < keys; start += THREADS * STEP) {
+            const int first = start + thread * STEP;
+            if (first < keys) row.load(scores, first, held[0]);
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) held[0][i] = state.weight(held[0][i]) * result.factor;
+            if (start == 0) __syncthreads(); // only the first weights lie on scores of their own step
+            if (first < keys) row.store(weights, first, held[0]);
+        }
+    }
+}
+
+/* Rows of queries that see no key at all: output 0, LSE the sink or -inf. One thread an output element. */
+template <typename T>
+__global__ void empty_rows_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Chunk chunk) {
+    const int64_t total = chunk.count * p.head_dim_v;
+    for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < total; n += int64_t(gridDim.x) * blockDim.x) {
+        const Row<T> row(p, chunk, 0.0f, unsigned(n / p.head_dim_v));
+        const int64_t dim = n % p.head_dim_v;
+        row_of<T>(p.out, row.batch, row.head, row.row)[dim * p.out.stride[3]] = from_float<T>(0.0f);
+        if (p.lse && dim == 0)
+            static_cast<float *>(p.lse)[lse_index(row.batch, row.head, row.row, p.heads, p.seq_q)] =
+                finish_row(p, row.head, RowState()).lse;
+    }
+}
+
+/* Queues the softmax of a chunk; a chunk without keys gets its output here and needs no product. */
+template <typename T>
+cudaError_t softmax(const fa_forward &p, const Chunk &chunk, float cap_log2, cudaStream_t stream) {
+    constexpr int HELD = STEP * HELD_STEPS;
+    const auto blocks = [&](int per_block) { return unsigned((chunk.count + per_block - 1) / per_block); };
+    if (chunk.keys == 0)
+        empty_rows_kernel<T><<<256, 256, 0, stream>>>(p, chunk);
+    else if (chunk.keys <= 32 * HELD)
+        softmax_kernel<T, 32, true><<<blocks(4), 128, 0, stream>>>(p, chunk, cap_log2);
+    else if (chunk.keys <= 128 * HELD)
+        softmax_kernel<T, 128, true><<<blocks(1), 128, 0, stream>>>(p, chunk, cap_log2);
+    else if (chunk.keys <= 512 * HELD)
+        softmax_kernel<T, 512, true><<<blocks(1), 512, 0, stream>>>(p, chunk, cap_log2);
+    else
+        softmax_kernel<T, 512, false><<<blocks(1), 512, 0, stream>>>(p, chunk, cap_log2);
+    return cudaGetLastError();
+}
+
+} // namespace fa::cublas

@@ -1,0 +1,289 @@
+/* The kernels of simt_backward, on tiles of pairs (simt/backward_tile.cuh).
+ *
+ * A thread block owns `block` queries of a head, or keys of a kv head, and walks over the tiles of the other side that
+ * see them:
+ *
+ *     queries own:  S, dP -> dT to shared memory -> dQ += dT K
+ *     keys own:     S, dP -> dT to shared memory -> dK += dT Q;  P to shared memory -> dV += P dout   (all of the
+ * group) dbias:        S, dP -> dS, added up in registers over what the bias is broadcast along
+ *
+ * Every sum has one owner and one order. */
+#pragma once
+
+#include "common/chaos.cuh"       // FA_CHAOS_BEGIN
+#include "common/convert.cuh"     // to_float, load_as_float, write_gradient
+#include "common/mask.cuh"        // row_keys, tile_keys, tile_queries
+#include "common/ptx.cuh"         // exp2_fast
+#include "common/rows.cuh"        // row_of, row_offset
+#include "common/score.cuh"       // LOG2_E, bounded
+#include "fa.h"                   // fa_backward
+#include "simt/backward_tile.cuh" // Tile, Work, Shared, Pairs, Sums
+
+namespace simt_backward {
+
+/* ---- rows ---- */
+
+__device__ inline bool sees_nothing(const fa_forward &f, int64_t b, int64_t h, int64_t i) {
+    const fa::KeyRange keys = fa::row_keys(f, i);
+    float bias;
+    for (int64_t j = keys.begin; j < keys.end; ++j)
+        if (shown(f, b, h, i, j, &bias)) return false;
+    return true;
+}
+
+__device__ __forceinline__ float lse_of(const fa_operand &x, int64_t b, int64_t h, int64_t i) {
+    return *fa::row_of<const float>(x, b, h, i);
+}
+
+/* dout . out - dlse, of a query that sees a key. The products are added up in the order of dout . v in pair_weights(),
+ * so that a single key, whose v is out, gives a difference of exactly 0. */
+template <typename T> __device__ float delta_of(const fa_backward &p, int64_t b, int64_t h, int64_t i) {
+    const fa_forward &f = p.forward;
+    float sum = 0.0f;
+    if (p.dout.data) {
+        const T *dout = fa::row_of<const T>(p.dout, b, h, i);
+        const int64_t out = fa::row_offset(f.out, b, h, i);
+        for (int first = 0; first < f.head_dim_v; first += CHUNK) {
+            float chunk = 0.0f;
+            for (int d = first; d < first + CHUNK && d < f.head_dim_v; ++d)
+                chunk = fmaf(fa::to_float(dout[d * p.dout.stride[3]]),
+                             fa::load_as_float(f.out.data, f.out_dtype, out + d * f.out.stride[3]), chunk);
+            sum += chunk;
+        }
+    }
+    return p.dlse.data ? sum - lse_of(p.dlse, b, h, i) : sum;
+}
+
+/* Fills work.rows, a query a thread. */
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1)
+    rows_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
+    FA_CHAOS_BEGIN();
+    const fa_forward &f = p.forward;
+    const int64_t count = work.pairs * work.group * f.seq_q;
+    for (int64_t n = int64_t(blockIdx.x) * THREADS + threadIdx.x; n < count; n += int64_t(gridDim.x) * THREADS) {
+        const int64_t i = n % f.seq_q, head = n / f.seq_q, pair = work.first_pair + head / work.group;
+        const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * work.group + head % work.group;
+        float2 row = make_float2(INFINITY, 0.0f);
+        if (!sees_nothing(f, b, h, i)) {
+            row = make_float2(lse_of(p.lse, b, h, i), delta_of<T>(p, b, h, i));
+            if (row.x == -INFINITY) row.x = INFINITY; // a weight of 0, not of infinity
+        }
+        work.rows[n] = row;
+    }
+}
+
+/* ---- results ---- */
+
+/* Rows [first, first + block) below `end` of a gradient; 0 where `zero(row)`, whatever the sums are. */
+template <Tile t, class Zero>
+__device__ __forceinline__ void write_rows(const fa_backward &p, fa_grad grad, int64_t b, int64_t h, int64_t first,
+                                           int64_t end, int length, float factor, const Sums<t> &sums, Zero zero) {
+    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
+    const fa_operand &x = p.grad[grad];
+#pragma unroll
+    for (int i = 0; i < Sums<t>::R; ++i) {
+        const int row = ty + SIDE * i;
+        if (first + row >= end) continue;
+        const bool nothing = zero(row);
+        const int64_t base = fa::row_offset(x, b, h, first + row);
+#pragma unroll
+        for (int c = 0; c < Sums<t>::C; ++c) {
+            const float4 s = sums.sum[i][c];
+            const float value[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                const int d = 4 * tx + 4 * SIDE * c + n;
+                if (d < length) fa::write_gradient(p, grad, base + d * x.stride[3], nothing ? 0.0f : factor * value[n]);
+            }
+        }
+    }
+}
+
+/* ---- dq: queries own ---- */
+
+template <typename T, class CONFIG>
+__global__ void __launch_bounds__(THREADS, 1)
+    queries_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
+    FA_CHAOS_BEGIN();
+    constexpr Tile t = CONFIG::tile;
+    extern __shared__ float4 memory[];
+    const Shared<t> shared(reinterpret_cast<float *>(memory));
+    const fa_forward &f = p.forward;
+    const int64_t tiles = (f.seq_q + t.block - 1) / t.block;
+    for (int64_t n = blockIdx.x; n < work.pairs * work.group * tiles; n += gridDim.x) {
+        const int64_t head = n / tiles, pair = work.first_pair + head / work.group, first = n % tiles * t.block;
+        const int64_t b = pair / f.heads_kv, h_kv = pair % f.heads_kv, h = h_kv * work.group + head % work.group;
+        const int64_t end = first + t.block < f.seq_q ? first + t.block : f.seq_q;
+        __syncthreads();
+        shared.template load_queries<T>(p, b, h, first, end, work.rows + head * f.seq_q);
+        Sums<t> dq;
+        const fa::KeyRange keys = fa::tile_keys(f, first, end);
+        for (int64_t key0 = keys.begin; key0 < keys.end; key0 += t.block) {
+            __syncthreads();
+            shared.template load_keys<T>(p, b, h_kv, key0);
+            __syncthreads();
+            Pairs<t> pairs;
+            pair_weights<t, false, false>(p, work, shared, b, h, first, key0, pairs);
+            dq.add(shared.weights, pairs.second, shared.keys);
+        }
+        __syncthreads();
+        write_rows<t>(p, FA_GRAD_Q, b, h, first, end, f.head_dim, static_cast<float>(f.scale), dq,
+                      [&](int row) { return shared.lse[row] == INFINITY; });
+    }
+}
+
+/* ---- dk, dv: keys own ---- */
+
+template <typename T, class CONFIG>
+__global__ void __launch_bounds__(THREADS, 1)
+    keys_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
+    FA_CHAOS_BEGIN();
+    constexpr Tile t = CONFIG::tile;
+    extern __shared__ float4 memory[];
+    const Shared<t> shared(reinterpret_cast<float *>(memory));
+    const fa_forward &f = p.forward;
+    const bool wants_k = p.wants >> FA_GRAD_K & 1, wants_v = p.wants >> FA_GRAD_V & 1;
+    const int64_t tiles = (f.seq_k + t.block - 1) / t.block;
+    for (int64_t n = blockIdx.x; n < work.pairs * tiles; n += gridDim.x) {
+        const int64_t local = n / tiles, pair = work.first_pair + local, first = n % tiles * t.block;
+        const int64_t b = pair / f.heads_kv, h_kv = pair % f.heads_kv;
+        const fa::KeyRange seen = {first > f.key_begin ? first : f.key_begin,
+                                   first + t.block < f.key_end ? first + t.block : f.key_end};
+        const fa::KeyRange rows = fa::tile_queries(f, seen);
+        __syncthreads();
+        shared.template load_keys<T>(p, b, h_kv, first);
+        Sums<t> dk, dv;
+        for (int64_t g = 0; g < work.group; ++g)
+            for (int64_t query0 = rows.begin; query0 < rows.end; query0 += t.block) {
+                __syncthreads();
+                shared.template load_queries<T>(p, b, h_kv * work.group + g, query0, rows.end,
+                                                work.rows + (local * work.group + g) * f.seq_q);
+                __syncthreads();
+                Pairs<t> pairs;
+                pair_weights<t, true, false>(p, work, shared, b, h_kv * work.group + g, query0, first, pairs);
+                if (wants_k) dk.add(shared.weights, pairs.second, shared.queries);
+                if (wants_k && wants_v) __syncthreads();
+                if (wants_v) dv.add(shared.weights, pairs.first, shared.douts);
+            }
+        const auto hidden = [&](int row) { return first + row < f.key_begin || first + row >= f.key_end; };
+        const int64_t end = f.seq_k;
+        if (wants_k)
+            write_rows<t>(p, FA_GRAD_K, b, h_kv, first, end, f.head_dim, static_cast<float>(f.scale), dk, hidden);
+        if (wants_v) write_rows<t>(p, FA_GRAD_V, b, h_kv, first, end, f.head_dim_v, 1.0f, dv, hidden);
+    }
+}
+
+/* ---- dbias: its own elements own ---- */
+
+/* Indices that an element of dbias adds up along an axis, in steps of `step`: all, or its own. */
+struct Span {
+    int64_t begin, end;
+};
+__device__ __forceinline__ Span span_of(const fa_backward &p, int axis, int64_t own, int64_t step, int64_t extent) {
+    if (p.bias_sums >> axis & 1) return {0, extent};
+    return {own, own + step < extent ? own + step : extent};
+}
+
+/* Writes the tile `sums` of dbias at (b, h, query0, key0) of its own extents, first added up along its summed axes. */
+template <Tile t>
+__device__ __forceinline__ void write_bias(const fa_backward &p, float *weights,
+                                           const float (&sums)[Pairs<t>::R][Pairs<t>::R], int64_t b, int64_t h,
+                                           int64_t query0, int64_t key0) {
+    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
+    const bool sum_rows = p.bias_sums >> 2 & 1, sum_keys = p.bias_sums >> 3 & 1;
+    const fa_operand &x = p.grad[FA_GRAD_BIAS];
+#pragma unroll
+    for (int i = 0; i < Pairs<t>::R; ++i)
+#pragma unroll
+        for (int j = 0; j < Pairs<t>::R; ++j) weights[(ty + SIDE * i) * t.weight_floats() + tx + SIDE * j] = sums[i][j];
+    __syncthreads();
+    const int n = threadIdx.x;
+    if (sum_keys && n < t.block)
+        for (int j = 1; j < t.block; ++j) weights[n * t.weight_floats()] += weights[n * t.weight_floats() + j];
+    __syncthreads();
+    if (sum_rows && n < (sum_keys ? 1 : t.block))
+        for (int i = 1; i < t.block; ++i) weights[n] += weights[i * t.weight_floats() + n];
+    __syncthreads();
+    const int rows = sum_rows ? 1 : t.block, keys = sum_keys ? 1 : t.block;
+    const int64_t row_end = sum_rows ? 1 : p.forward.seq_q, key_end = sum_keys ? 1 : p.forward.seq_k;
+    for (int m = n; m < rows * keys; m += THREADS) {
+        const int row = m / keys, key = m % keys;
+        if (query0 + row < row_end && key0 + key < key_end)
+            fa::write_gradient(p, FA_GRAD_BIAS, fa::row_offset(x, b, h, query0 + row) + (key0 + key) * x.stride[3],
+                               weights[row * t.weight_floats() + key]);
+    }
+}
+
+template <typename T, class CONFIG>
+__global__ void __launch_bounds__(THREADS, 1)
+    bias_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
+    FA_CHAOS_BEGIN();
+    constexpr Tile t = CONFIG::tile;
+    constexpr int R = Pairs<t>::R;
+    extern __shared__ float4 memory[];
+    const Shared<t> shared(reinterpret_cast<float *>(memory));
+    const fa_forward &f = p.forward;
+    const auto tiles_of = [&](int axis, int64_t extent, int64_t step) {
+        return p.bias_sums >> axis & 1 ? int64_t(1) : (extent + step - 1) / step;
+    };
+    const int64_t batches = tiles_of(0, f.batch, 1), heads = tiles_of(1, f.heads, 1);
+    const int64_t row_tiles = tiles_of(2, f.seq_q, t.block), key_tiles = tiles_of(3, f.seq_k, t.block);
+    for (int64_t n = blockIdx.x; n < batches * heads * row_tiles * key_tiles; n += gridDim.x) {
+        const int64_t own_key = n % key_tiles * t.block, own_row = n / key_tiles % row_tiles * t.block;
+        const int64_t own_head = n / key_tiles / row_tiles % heads, own_batch = n / key_tiles / row_tiles / heads;
+        const Span of_batch = span_of(p, 0, own_batch, 1, f.batch), of_head = span_of(p, 1, own_head, 1, f.heads);
+        const Span of_row = span_of(p, 2, own_row, t.block, f.seq_q), of_key = span_of(p, 3, own_key, t.block, f.seq_k);
+        float sums[R][R] = {};
+        for (int64_t b = of_batch.begin; b < of_batch.end; ++b)
+            for (int64_t h = of_head.begin; h < of_head.end; ++h)
+                for (int64_t query0 = of_row.begin; query0 < of_row.end; query0 += t.block)
+                    for (int64_t key0 = of_key.begin; key0 < of_key.end; key0 += t.block) {
+                        const int64_t end = query0 + t.block < f.seq_q ? query0 + t.block : f.seq_q;
+                        const fa::KeyRange keys = fa::tile_keys(f, query0, end);
+                        if (keys.begin >= key0 + t.block || keys.end <= key0) continue;
+                        __syncthreads();
+                        shared.template load_queries<T>(p, b, h, query0, end, work.rows + (b * f.heads + h) * f.seq_q);
+                        shared.template load_keys<T>(p, b, h / work.group, key0);
+                        __syncthreads();
+                        Pairs<t> pairs;
+                        pair_weights<t, false, true>(p, work, shared, b, h, query0, key0, pairs);
+#pragma unroll
+                        for (int i = 0; i < R; ++i)
+#pragma unroll
+                            for (int j = 0; j < R; ++j) sums[i][j] += pairs.second[i][j];
+                    }
+        __syncthreads();
+        write_bias<t>(p, shared.weights, sums, own_batch, own_head, own_row, own_key);
+    }
+}
+
+/* ---- dsinks: a head a thread block ---- */
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1) sinks_kernel(const __grid_constant__ fa_backward p) {
+    FA_CHAOS_BEGIN();
+    __shared__ double parts[THREADS];
+    const fa_forward &f = p.forward;
+    for (int64_t h = blockIdx.x; h < f.heads; h += gridDim.x) {
+        const float sink = fa::bounded(fa::load_as_float(f.sinks.data, f.sinks_dtype, h * f.sinks.stride[0]));
+        double sum = 0;
+        for (int64_t n = threadIdx.x; n < f.batch * f.seq_q && sink != -INFINITY; n += THREADS) {
+            const int64_t b = n / f.seq_q, i = n % f.seq_q;
+            if (sees_nothing(f, b, h, i)) // the sink has all the weight
+                sum += p.dlse.data ? lse_of(p.dlse, b, h, i) : 0.0f;
+            else
+                sum -= fa::exp2_fast((sink - lse_of(p.lse, b, h, i)) * fa::LOG2_E) * delta_of<T>(p, b, h, i);
+        }
+        __syncthreads();
+        parts[threadIdx.x] = sum;
+        for (int half = THREADS / 2; half; half /= 2) {
+            __syncthreads();
+            if (int(threadIdx.x) < half) parts[threadIdx.x] += parts[threadIdx.x + half];
+        }
+        if (threadIdx.x == 0)
+            fa::write_gradient(p, FA_GRAD_SINKS, h * p.grad[FA_GRAD_SINKS].stride[0], static_cast<float>(parts[0]));
+    }
+}
+
+} // namespace simt_backward

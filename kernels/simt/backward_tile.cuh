@@ -1,0 +1,238 @@
+/* What the kernels of simt_backward share: a tile of pairs of queries and keys in shared memory, its scores and
+ * weights, and products with them.
+ *
+ * The threads form a grid of SIDE x SIDE; a thread holds the pairs (ty + 16 i, tx + 16 j) of owner and streamed rows,
+ * and the columns 4 tx + 64 c + {0..3} of the owner's gradients. Rows are padded by 16 bytes: 16-byte loads of 8
+ * neighbours then meet no bank conflict. */
+#pragma once
+
+#include "common/convert.cuh" // to_float
+#include "common/mask.cuh"    // key_band
+#include "common/ptx.cuh"     // exp2_fast
+#include "common/rows.cuh"    // row_of, bias_row, mask_row
+#include "common/score.cuh"   // LOG2_E, ScoreParams, bias_of, bounded
+#include "fa.h"               // fa_backward
+
+namespace simt_backward {
+
+constexpr int SIDE = 16, THREADS = SIDE * SIDE;
+
+struct Tile {
+    int dim;   // the largest head_dim and head_dim_v, a multiple of 64
+    int block; // queries and keys, a multiple of SIDE
+
+    constexpr int row_floats() const { return dim + 4; }
+    constexpr int weight_floats() const { return block + 4; }
+    constexpr int side_floats() const { return block * row_floats(); } // one of the four operands
+    constexpr size_t smem_bytes() const {
+        return sizeof(float) * (4 * side_floats() + block * weight_floats() + 2 * block);
+    }
+};
+
+/* What the host works out, beside the problem. A pair is a batch entry's kv head. */
+struct Work {
+    fa::ScoreParams score;
+    float2 *rows; // (pairs, group, seq_q): LSE, +inf where the query sees no key, and delta
+    int64_t first_pair, pairs, group;
+};
+
+/* Whether mask and bias leave a pair; *bias is what they add. */
+__device__ __forceinline__ bool shown(const fa_forward &f, int64_t b, int64_t h, int64_t i, int64_t j, float *bias) {
+    *bias = 0.0f;
+    if (f.mask.data && !fa::mask_row(f, b, h, i)[j * f.mask.stride[3]]) return false;
+    if (!f.bias.data) return true;
+    *bias = fa::bounded(fa::bias_of(f, fa::bias_row(f, b, h, i), j));
+    return *bias != -INFINITY;
+}
+
+/* Rows [first, first + block) of an operand to shared memory; 0 from `end` on and before `begin`, beyond `length`,
+ * where the operand is absent and, with `rows`, at queries that see no key: 0 times what they hold may be NaN. */
+template <typename T, Tile t>
+__device__ __forceinline__ void load_tile(float *smem, const fa_operand &x, int64_t b, int64_t h, int64_t first,
+                                          int64_t begin, int64_t end, int length, const float2 *rows) {
+    const T *base = x.data ? fa::row_of<const T>(x, b, h, first) : nullptr;
+#pragma unroll 4
+    for (int n = threadIdx.x; n < t.block * t.dim; n += THREADS) {
+        const int row = n / t.dim, d = n % t.dim;
+        float value = 0.0f;
+        if (base && first + row >= begin && first + row < end && d < length && !(rows && rows[row].x == INFINITY))
+            value = fa::to_float(base[row * x.stride[2] + d * x.stride[3]]);
+        smem[row * t.row_floats() + d] = value;
+    }
+}
+
+/* The operands of a tile of pairs, in shared memory. */
+template <Tile t> struct Shared {
+    float *queries, *douts, *keys, *values; // block rows each
+    float *weights;                         // (owner, streamed)
+    float *lse, *delta;                     // of the queries
+
+    __device__ explicit Shared(float *smem)
+        : queries(smem), douts(queries + t.side_floats()), keys(douts + t.side_floats()),
+          values(keys + t.side_floats()), weights(values + t.side_floats()), lse(weights + t.block * t.weight_floats()),
+          delta(lse + t.block) {}
+
+    /* Queries [first, first + block) below `end` of a head whose rows of work.rows begin at `rows`. */
+    template <typename T>
+    __device__ void load_queries(const fa_backward &p, int64_t b, int64_t h, int64_t first, int64_t end,
+                                 const float2 *rows) const {
+        const fa_forward &f = p.forward;
+        const float2 *empties = f.mask.data || f.bias.data ? rows + first : nullptr;
+        load_tile<T, t>(queries, f.q, b, h, first, 0, end, f.head_dim, empties);
+        load_tile<T, t>(douts, p.dout, b, h, first, 0, end, f.head_dim_v, empties);
+        for (int n = threadIdx.x; n < t.block; n += THREADS) {
+            const float2 row = first + n < end ? rows[first + n] : make_float2(INFINITY, 0.0f);
+            lse[n] = row.x, delta[n] = row.y;
+        }
+    }
+
+    /* Keys [first, first + block); those that no query of the call sees are 0. */
+    template <typename T>
+    __device__ void load_keys(const fa_backward &p, int64_t b, int64_t h_kv, int64_t first) const {
+        const fa_forward &f = p.forward;
+        load_tile<T, t>(keys, f.k, b, h_kv, first, f.key_begin, f.key_end, f.head_dim, nullptr);
+        load_tile<T, t>(values, f.v, b, h_kv, first, f.key_begin, f.key_end, f.head_dim_v, nullptr);
+    }
+};
+
+/* A thread's pairs of a tile. */
+template <Tile t> struct Pairs {
+    static constexpr int R = t.block / SIDE;
+    float first[R][R] = {}, second[R][R] = {}; // products, then what weigh() makes of them
+};
+
+/* Products are added up in chunks of so many columns: one chain over all 256 would leave float32 scores near 1000 off
+ * by several ulp. */
+constexpr int CHUNK = 16;
+
+/* sums[i][j] = a row (ty + 16 i) . b row (tx + 16 j) over the first `length` columns, rounded up to whole chunks. */
+template <Tile t>
+__device__ __forceinline__ void product(const float *a, const float *b, int length,
+                                        float (&sums)[Pairs<t>::R][Pairs<t>::R]) {
+    constexpr int R = Pairs<t>::R;
+    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
+#pragma unroll 1
+    for (int first = 0; first < length; first += CHUNK) {
+        float chunk[R][R] = {};
+#pragma unroll
+        for (int d = first; d < first + CHUNK; d += 4) {
+            float4 x[R], y[R];
+#pragma unroll
+            for (int i = 0; i < R; ++i) {
+                x[i] = *reinterpret_cast<const float4 *>(a + (ty + SIDE * i) * t.row_floats() + d);
+                y[i] = *reinterpret_cast<const float4 *>(b + (tx + SIDE * i) * t.row_floats() + d);
+            }
+#pragma unroll
+            for (int i = 0; i < R; ++i)
+#pragma unroll
+                for (int j = 0; j < R; ++j) {
+                    chunk[i][j] = fmaf(x[i].x, y[j].x, chunk[i][j]);
+                    chunk[i][j] = fmaf(x[i].y, y[j].y, chunk[i][j]);
+                    chunk[i][j] = fmaf(x[i].z, y[j].z, chunk[i][j]);
+                    chunk[i][j] = fmaf(x[i].w, y[j].w, chunk[i][j]);
+                }
+        }
+#pragma unroll
+        for (int i = 0; i < R; ++i)
+#pragma unroll
+            for (int j = 0; j < R; ++j) sums[i][j] += chunk[i][j];
+    }
+}
+
+/* P of a pair from its product q . k, and what dS is to be multiplied by for dT. In base e up to the difference, so
+ * that large scores are rounded once. */
+__device__ __forceinline__ float weight_of(const fa_forward &f, const fa::ScoreParams &score, float product, float bias,
+                                           float lse, float *slope) {
+    float x;
+    *slope = 1.0f;
+    if (f.softcap > 0) {
+        const float capped = tanhf(product * score.scale_cap);
+        *slope = 1.0f - capped * capped;
+        x = fmaf(static_cast<float>(f.softcap), capped, bias) - lse;
+    } else if (f.bias.data) {
+        x = fmaf(product, static_cast<float>(f.scale), bias) - lse;
+    } else {
+        x = fmaf(product, static_cast<float>(f.scale), -lse);
+    }
+    return fa::exp2_fast(x * fa::LOG2_E);
+}
+
+/* S and dP of a tile of pairs, and of them P in `first` and dT (or dS with DS) in `second`; both 0 where the query does
+ * not see the key. KEYS_OWN: rows of the thread grid are keys, columns queries; else the reverse. */
+template <Tile t, bool KEYS_OWN, bool DS>
+__device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &work, const Shared<t> &shared, int64_t b,
+                                             int64_t h, int64_t query0, int64_t key0, Pairs<t> &pairs) {
+    const fa_forward &f = p.forward;
+    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
+    product<t>(KEYS_OWN ? shared.keys : shared.queries, KEYS_OWN ? shared.queries : shared.keys, f.head_dim,
+               pairs.first);
+    if (!KEYS_OWN || (p.wants >> FA_GRAD_K & 1)) // P alone makes dv
+        product<t>(KEYS_OWN ? shared.values : shared.douts, KEYS_OWN ? shared.douts : shared.values, f.head_dim_v,
+                   pairs.second);
+    const fa::KeyBand band = fa::key_band(f, query0, key0);
+#pragma unroll
+    for (int i = 0; i < Pairs<t>::R; ++i)
+#pragma unroll
+        for (int j = 0; j < Pairs<t>::R; ++j) {
+            const int owner = ty + SIDE * i, other = tx + SIDE * j;
+            const int query = KEYS_OWN ? other : owner, key = KEYS_OWN ? owner : other;
+            float bias, slope, weight = 0.0f, ds = 0.0f;
+            if (query0 + query < f.seq_q && band.sees(query, key) &&
+                shown(f, b, h, query0 + query, key0 + key, &bias)) {
+                weight = weight_of(f, work.score, pairs.first[i][j], bias, shared.lse[query], &slope);
+                ds = weight * (pairs.second[i][j] - shared.delta[query]);
+                if (!DS) ds *= slope;
+            }
+            pairs.first[i][j] = weight, pairs.second[i][j] = ds;
+        }
+}
+
+/* A thread's part of a gradient of the owner's rows. */
+template <Tile t> struct Sums {
+    static constexpr int R = t.block / SIDE, C = t.dim / (4 * SIDE);
+    float4 sum[R][C];
+
+    __device__ Sums() {
+#pragma unroll
+        for (int i = 0; i < R; ++i)
+#pragma unroll
+            for (int c = 0; c < C; ++c) sum[i][c] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+
+    /* Adds weights (owner, streamed) times the streamed rows. The weights are this block's: barriers on both sides. */
+    __device__ void add(float *weights, const float (&mine)[R][R], const float *rows) {
+        const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
+#pragma unroll
+        for (int i = 0; i < R; ++i)
+#pragma unroll
+            for (int j = 0; j < R; ++j) weights[(ty + SIDE * i) * t.weight_floats() + tx + SIDE * j] = mine[i][j];
+        __syncthreads();
+#pragma unroll 1
+        for (int n = 0; n < t.block; n += 4) {
+            float4 w[R];
+#pragma unroll
+            for (int i = 0; i < R; ++i)
+                w[i] = *reinterpret_cast<const float4 *>(weights + (ty + SIDE * i) * t.weight_floats() + n);
+            add_row(rows + n * t.row_floats() + 4 * tx, w, [](const float4 &x) { return x.x; });
+            add_row(rows + (n + 1) * t.row_floats() + 4 * tx, w, [](const float4 &x) { return x.y; });
+            add_row(rows + (n + 2) * t.row_floats() + 4 * tx, w, [](const float4 &x) { return x.z; });
+            add_row(rows + (n + 3) * t.row_floats() + 4 * tx, w, [](const float4 &x) { return x.w; });
+        }
+    }
+
+    template <class Part> __device__ __forceinline__ void add_row(const float *row, const float4 (&w)[R], Part part) {
+#pragma unroll
+        for (int c = 0; c < C; ++c) {
+            const float4 x = *reinterpret_cast<const float4 *>(row + 4 * SIDE * c);
+#pragma unroll
+            for (int i = 0; i < R; ++i) {
+                float4 &s = sum[i][c];
+                const float factor = part(w[i]);
+                s = make_float4(fmaf(factor, x.x, s.x), fmaf(factor, x.y, s.y), fmaf(factor, x.z, s.z),
+                                fmaf(factor, x.w, s.w));
+            }
+        }
+    }
+};
+
+} // namespace simt_backward

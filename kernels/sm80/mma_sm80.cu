@@ -1,0 +1,394 @@
+/* mma_sm80: the tensor-core kernel of every NVIDIA GPU from Ampere on, in the manner of FlashAttention-2.
+ *
+ * Float16 and bfloat16, float32 accumulation, mma.sync m16n8k16, head_dim and head_dim_v from 1 to 256 (padded with
+ * zeros to the next of 32, 64, 96, 128, 192, 256). The kernel and its maths stand in sm80/attention.cuh; what else is
+ * here: sm80/tile.cuh (swizzled tiles, loads), sm80/scores.cuh (masks, softcap), sm80/bias.cuh (bias and boolean mask),
+ * ptx.cuh (instructions).
+ *
+ * Several tile shapes for each padded head_dim and dtype (`Kind` below): for grids that fill the device, by the shared
+ * memory of its multiprocessors; for smaller grids; one that does everything else, and one that does it faster for bias
+ * and mask in large grids. Each but the last fits the 99 KB of shared memory that a block has on sm_86 and sm_89.
+ * Figures of speed are for the H200; sm_80, 86 and 89 are built, not run.
+ *
+ *     python -m bench measure --preset paper --rows mma_sm80
+ *
+ * @instance d32  -DFA_MMA_HEAD_DIM=32
+ * @instance d64  -DFA_MMA_HEAD_DIM=64
+ * @instance d96  -DFA_MMA_HEAD_DIM=96
+ * @instance d128 -DFA_MMA_HEAD_DIM=128
+ * @instance d192 -DFA_MMA_HEAD_DIM=192
+ * @instance d256 -DFA_MMA_HEAD_DIM=256
+ */
+#include <iterator> // std::size
+
+#include "common/launch.cuh"  // fa_own, FA_CUDA_TRY
+#include "common/rows.cuh"    // takes_chunks
+#include "common/score.cuh"   // score_params
+#include "fa.h"               // fa_forward, fa_kernel
+#include "sm80/attention.cuh" // mma_kernel, MmaConfig, MmaArgs
+
+#define FA_MMA_HEAD_DIMS(X) X(32) X(64) X(96) X(128) X(192) X(256) // all instances, ascending
+
+namespace {
+
+using fa::MmaArgs;
+using fa::MmaConfig;
+using fa::MmaShape;
+
+/* Instances of one head_dim and dtype, by what they are for. */
+enum Kind {
+    LARGE,   // grids that fill the device
+    MEDIUM,  // the same where two blocks of LARGE do not fit the shared memory of a multiprocessor (sm_80)
+    COMPACT, // the same where two of MEDIUM do not (sm_86, sm_89)
+    SMALL,   // grids that do not: 32 rows a block, two warps a row
+    GENERAL, // softcap, bias, boolean mask, scale <= 0, operands of any alignment
+    BIASED,  // bias or mask, all aligned, in grids that fill the device; of its own at head_dim 64 and 128 alone
+    KINDS
+};
+
+/* Row tiles a warp, warps over rows, warps over keys, keys a warp, stages, Q in registers, blocks a multiprocessor.
+ * Measured on the H200: 16-row warps are bound by shared memory and lose 5 to 25%; 32 keys lose 10% to 64; a second
+ * stage gains 5% at head_dim 64 and 3% at 128; at 256, 8 warps in one block lose 6% to two blocks of 4. Under softcap
+ * 12 warps of 16 rows do as well as 8 of 32, and better in small grids; under bias and mask they lose 10%. Q in
+ * registers gains 4% there at head_dim 64. */
+constexpr MmaShape shape_of(int head_dim, Kind kind) {
+    if (kind == GENERAL) return {1, 4, 1, head_dim <= 192 ? 64 : 32, 1, head_dim <= 64, head_dim <= 128 ? 3 : 2};
+    if (kind == BIASED) return {2, 4, 1, 64, 1, head_dim <= 64, 2};
+    if (kind == SMALL && head_dim <= 64) return {1, 2, 2, 64, 2, true, 3};
+    if (kind == SMALL) return {1, 2, 2, head_dim <= 128 ? 64 : 32, 1, head_dim <= 128, 2};
+    switch (head_dim) {
+    case 32:
+    case 64: return {2, 4, 1, 64, 2, true, 2};                      // 48 KB
+    case 96: return {2, 4, 1, 64, kind == LARGE ? 2 : 1, false, 2}; // 72, 48 KB
+    case 128:
+        if (kind == COMPACT) return {2, 4, 1, 32, 1, false, 2};         // 48 KB
+        return {2, 4, 1, 64, kind == LARGE ? 2 : 1, false, 2};          // 96, 64 KB
+    case 192: return {1, 4, 1, kind == COMPACT ? 32 : 64, 1, false, 2}; // 72, 48 KB
+    default:
+        if (kind == LARGE) return {1, 4, 1, 64, 1, false, 2}; // 96 KB
+        return {1, 8, 1, 32, 1, false, 1};                    // 96 KB, eight warps in the one block that fits
+    }
+}
+
+/* The kind whose instance does the work of another. */
+constexpr Kind built(int head_dim, Kind kind) {
+    return kind == BIASED && head_dim != 64 && head_dim != 128 ? GENERAL : kind;
+}
+
+constexpr fa::Surface surface_of(Kind kind) {
+    return kind == GENERAL ? fa::Surface::GENERAL : kind == BIASED ? fa::Surface::BIASED : fa::Surface::PLAIN;
+}
+
+template <typename T, int HEAD_DIM, Kind KIND>
+using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, built(HEAD_DIM, KIND)), surface_of(built(HEAD_DIM, KIND))>;
+
+} // namespace
+
+/* Launches one kind of instance for the dtype of the problem; one such function a padded head_dim, in its own object.
+ */
+#define FA_MMA_JOIN(head_dim) fa_mma_sm80_launch_d##head_dim
+#define FA_MMA_LAUNCH(head_dim)                                                                                        \
+    fa_code FA_MMA_JOIN(head_dim)(const MmaArgs &args, int kind, unsigned blocks, const fa_launch &launch)
+
+#ifdef FA_INSTANCE
+
+namespace {
+
+template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, const fa_launch &launch) {
+    auto kernel = fa::mma_kernel<C>;
+    cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
+    if (args.shared_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, args.shared_bytes, launch));
+    FA_CHAOS_ARM(stream, launch);
+    kernel<<<dim3(blocks, args.splits), C::THREADS, args.shared_bytes, stream>>>(args);
+    FA_CUDA_TRY(launch, cudaGetLastError());
+    if (args.splits == 1) return FA_OK;
+    fa::combine_splits<typename C::T, C::HEAD_DIM><<<unsigned((args.rows() + 3) / 4), 128, 0, stream>>>(args);
+    FA_CUDA_TRY(launch, cudaGetLastError());
+    return FA_OK;
+}
+
+template <typename T> fa_code launch_kind(const MmaArgs &args, int kind, unsigned blocks, const fa_launch &launch) {
+    constexpr int D = FA_MMA_HEAD_DIM;
+    switch (kind) {
+    case LARGE: return launch_config<Choose<T, D, LARGE>>(args, blocks, launch);
+    case MEDIUM: return launch_config<Choose<T, D, MEDIUM>>(args, blocks, launch);
+    case COMPACT: return launch_config<Choose<T, D, COMPACT>>(args, blocks, launch);
+    case SMALL: return launch_config<Choose<T, D, SMALL>>(args, blocks, launch);
+    case BIASED: return launch_config<Choose<T, D, BIASED>>(args, blocks, launch);
+    default: return launch_config<Choose<T, D, GENERAL>>(args, blocks, launch);
+    }
+}
+
+} // namespace
+
+FA_MMA_LAUNCH(FA_MMA_HEAD_DIM) {
+    if (args.problem.dtype == FA_F16) return launch_kind<__half>(args, kind, blocks, launch);
+    return launch_kind<__nv_bfloat16>(args, kind, blocks, launch);
+}
+
+#else // the host part
+
+#define FA_MMA_DECLARE(head_dim) FA_MMA_LAUNCH(head_dim);
+FA_MMA_HEAD_DIMS(FA_MMA_DECLARE)
+
+namespace {
+
+constexpr int MAX_LENGTH_BITS = 28; // of queries or keys: the kernel adds up to four such numbers in 32 bits
+constexpr int MAX_BLOCKS_BITS = 31;
+
+struct Tile {
+    int tile_m, tile_n, stages, threads, blocks_per_sm;
+    int shared_bytes, wide_bytes, half_bytes, mask_bytes; // of Q, K and V; of a bias of 4 or 2 bytes, of a mask
+};
+
+template <class C> constexpr Tile tile_of() {
+    Tile tile = {C::TILE_M, C::TILE_N, C::STAGES, C::THREADS, C::BLOCKS_PER_SM, C::SHARED_BYTES, 0, 0, 0};
+    if constexpr (!C::PLAIN) {
+        using Bias = fa::BiasTiles<C>;
+        tile.wide_bytes = Bias::WIDE_BYTES, tile.half_bytes = Bias::HALF_BYTES, tile.mask_bytes = Bias::MASK_BYTES;
+    }
+    return tile;
+}
+
+struct Instance {
+    int head_dim;
+    fa_code (*launch)(const MmaArgs &, int kind, unsigned blocks, const fa_launch &);
+    Tile tile[KINDS];
+};
+
+#define FA_MMA_INSTANCE(D)                                                                                             \
+    {D,                                                                                                                \
+     FA_MMA_JOIN(D),                                                                                                   \
+     {tile_of<Choose<__half, D, LARGE>>(), tile_of<Choose<__half, D, MEDIUM>>(),                                       \
+      tile_of<Choose<__half, D, COMPACT>>(), tile_of<Choose<__half, D, SMALL>>(),                                      \
+      tile_of<Choose<__half, D, GENERAL>>(), tile_of<Choose<__half, D, BIASED>>()}},
+constexpr Instance INSTANCES[] = {FA_MMA_HEAD_DIMS(FA_MMA_INSTANCE)};
+
+constexpr bool all_fit() {
+    for (const Instance &instance : INSTANCES)
+        for (int kind = 0; kind < BIASED; ++kind) {
+            const Tile &tile = instance.tile[kind];
+            if (tile.shared_bytes + tile.wide_bytes + tile.mask_bytes > 99 * 1024) return false;
+        }
+    return true;
+}
+static_assert(all_fit(), "every kind but BIASED fits the shared memory of a block of sm_86 and sm_89");
+static_assert(INSTANCES[std::size(INSTANCES) - 1].head_dim == FA_MAX_HEAD_DIM, "an instance for every head_dim");
+
+/* The plan's own part. */
+struct Own {
+    int index; // of INSTANCES
+    Kind kind;
+    int splits;
+    bool folded; // the query heads of a K/V head are its rows
+    bool chunks_q, chunks_k, chunks_v, chunks_o, chunks_bias, chunks_mask;
+    int bias_at, mask_at; // in shared memory
+    int64_t section;      // heads walked together
+    int row_blocks;       // tiles of queries a head
+};
+
+/* Index of the narrowest instance that holds both head dims. */
+int instance_of(const fa_forward *p) {
+    const int wanted = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
+    int index = 0;
+    while (INSTANCES[index].head_dim < wanted) ++index;
+    return index;
+}
+
+/* Whether rows consist of whole 16-byte aligned chunks of neighbouring elements. A bias or mask that is absent passes.
+ */
+bool has_chunks(const fa_operand &x, int columns) { return fa::takes_chunks<uint16_t>(x, columns, 8); }
+bool has_bias_chunks(const fa_forward *p) {
+    if (!p->bias.data) return true;
+    return p->bias_dtype == FA_F32 ? fa::takes_chunks<float>(p->bias, p->seq_k, 4)
+                                   : fa::takes_chunks<uint16_t>(p->bias, p->seq_k, 8);
+}
+bool has_mask_chunks(const fa_forward *p) { return !p->mask.data || fa::takes_chunks<uint8_t>(p->mask, p->seq_k, 16); }
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t blocks_of(const fa_forward *p, const Tile &tile) {
+    return divide_up(p->seq_q, tile.tile_m) * p->batch * p->heads;
+}
+
+/* Shared memory of a launch: Q, K and V, then the bias, then the mask. */
+struct SharedLayout {
+    int bias, mask, bytes;
+};
+
+SharedLayout shared_layout(const fa_forward *p, const Tile &tile) {
+    const int bias_bytes = !p->bias.data ? 0 : p->bias_dtype == FA_F32 ? tile.wide_bytes : tile.half_bytes;
+    const int mask = tile.shared_bytes + bias_bytes;
+    return {tile.shared_bytes, mask, mask + (p->mask.data ? tile.mask_bytes : 0)};
+}
+
+Kind kind_of(const fa_forward *p, bool batch_invariant, const fa_device_info *device, const Instance &instance) {
+    // A folded scale multiplies -inf, so it is neither 0 nor rounded to 0.
+    const bool folds = p->scale > 1e-30 && p->scale < 1e30;
+    const int64_t sms = device->sm_count;
+    const auto blocks = [&](Kind kind) { return blocks_of(p, instance.tile[kind]); };
+    const auto fits = [&](Kind kind) {
+        const Tile &tile = instance.tile[kind];
+        const size_t bytes = shared_layout(p, tile).bytes + 1024; // 1 KB a block is CUDA's own
+        return tile.blocks_per_sm * bytes <= device->smem_per_sm;
+    };
+    const bool chunks =
+        has_chunks(p->q, p->head_dim) && has_chunks(p->k, p->head_dim) && has_chunks(p->v, p->head_dim_v);
+    if ((p->bias.data || p->mask.data) && chunks && has_bias_chunks(p) && has_mask_chunks(p) &&
+        p->softcap <= fa::MAX_FAST_CAP) {
+        // GENERAL gains while all its blocks run at once; and two rounds of them, where the lengths of blocks differ.
+        const int64_t at_once = sms * instance.tile[GENERAL].blocks_per_sm;
+        const bool fills = blocks(GENERAL) > (p->right != FA_UNBOUNDED ? 2 : 1) * at_once;
+        return (fills || batch_invariant) && fits(BIASED) ? BIASED : GENERAL;
+    }
+    if (!folds || p->softcap > 0 || p->bias.data || p->mask.data || !chunks) return GENERAL;
+    // SMALL gains while all its blocks run at once; four a multiprocessor where the lengths of blocks differ and LARGE
+    // would wait for its longest one.
+    const int per_sm = p->right != FA_UNBOUNDED ? 4 : instance.head_dim > 128 ? 1 : instance.tile[SMALL].blocks_per_sm;
+    if (!batch_invariant && blocks(SMALL) <= sms * per_sm) return SMALL;
+    return fits(LARGE) ? LARGE : fits(MEDIUM) ? MEDIUM : COMPACT;
+}
+
+/* With one query a head, the query heads that share a K/V head become the rows of one head, so that K and V are read
+ * once for all of them. The one query's visible keys are exactly [key_begin, key_end). */
+bool folds_heads(const fa_forward &p) { return p.seq_q == 1 && p.heads_kv > 0 && p.heads > p.heads_kv; }
+
+fa_forward fold_heads(const fa_forward &problem) {
+    fa_forward p = problem;
+    const int64_t group = p.heads / p.heads_kv;
+    for (fa_operand *x : {&p.q, &p.out, &p.bias, &p.mask}) {
+        x->stride[2] = x->stride[1];
+        x->stride[1] *= group;
+    }
+    p.sinks.stride[0] *= group;
+    p.heads = p.heads_kv;
+    p.seq_q = group;
+    p.left = p.right = FA_UNBOUNDED;
+    p.diagonal = 0;
+    return p;
+}
+
+/* Parts that the keys are split into: enough to fill the device, each of two tiles or more, if that shortens the
+ * longest block by at least four tiles, which the second kernel is worth. */
+int64_t splits_of(const fa_forward *p, const fa_device_info *device, const Tile &tile, int head_dim) {
+    const int64_t resident = int64_t(device->sm_count) * tile.blocks_per_sm;
+    const int64_t tiles = divide_up(p->key_end - p->key_begin, tile.tile_n), blocks = blocks_of(p, tile);
+    const int64_t row_bytes = p->batch * p->heads * p->seq_q * (head_dim + 2) * 4;
+    int64_t splits = resident / (blocks > 0 ? blocks : 1);
+    if (splits > tiles / 2) splits = tiles / 2;
+    if (row_bytes > 0 && splits > int64_t(device->workspace_limit) / row_bytes)
+        splits = int64_t(device->workspace_limit) / row_bytes;
+    if (splits < 2) return 1;
+    const int64_t share = divide_up(tiles, splits);
+    return tiles - share < 4 ? 1 : divide_up(tiles, share);
+}
+
+/* Heads walked together: where row blocks differ in length, as many as half of the L2 cache holds, else one by one. */
+int64_t section_of(const fa_forward *p, const fa_device_info *device) {
+    const int64_t bytes = p->seq_k * (p->head_dim + p->head_dim_v) * 2, pairs = p->batch * p->heads;
+    int64_t section = 1;
+    if (p->right != FA_UNBOUNDED && bytes > 0)
+        section = int64_t(device->l2_bytes / 2) / bytes * (p->heads / p->heads_kv);
+    const int64_t sections = section > 0 && pairs > section ? pairs / section : 1; // none is much smaller than others
+    return section < 1 ? 1 : divide_up(pairs, sections);
+}
+
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const bool folded = folds_heads(problem->forward);
+    const fa_forward forward = folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
+    if ((p->seq_q > p->seq_k ? p->seq_q : p->seq_k) >> MAX_LENGTH_BITS)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, MAX_LENGTH_BITS, 0, 0);
+    const int index = instance_of(p);
+    const Instance &instance = INSTANCES[index];
+    const Kind kind = kind_of(p, problem->batch_invariant, device, instance);
+    const Tile &tile = instance.tile[kind];
+    const SharedLayout shared = shared_layout(p, tile);
+    const int64_t blocks = blocks_of(p, tile);
+    if (blocks >> MAX_BLOCKS_BITS) return fa_because(why, FA_REFUSES, FA_WHY_TILES, MAX_BLOCKS_BITS, 0, 0);
+    if (size_t(shared.bytes) > device->smem_per_block)
+        return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, shared.bytes, int64_t(device->smem_per_block), 0);
+    const bool splits = (kind == SMALL || kind == GENERAL) && !problem->batch_invariant;
+    Own &own = fa_own<Own>(plan);
+    own = {
+        .index = index,
+        .kind = kind,
+        .splits = splits ? int(splits_of(p, device, tile, instance.head_dim)) : 1,
+        .folded = folded,
+        .chunks_q = has_chunks(p->q, p->head_dim),
+        .chunks_k = has_chunks(p->k, p->head_dim),
+        .chunks_v = has_chunks(p->v, p->head_dim_v),
+        .chunks_o = has_chunks(p->out, p->head_dim_v),
+        .chunks_bias = has_bias_chunks(p),
+        .chunks_mask = has_mask_chunks(p),
+        .bias_at = shared.bias,
+        .mask_at = shared.mask,
+        .section = problem->empty ? 1 : section_of(p, device),
+        .row_blocks = int(divide_up(p->seq_q, tile.tile_m)),
+    };
+    plan->threads = tile.threads;
+    plan->blocks = blocks * own.splits;
+    plan->smem_bytes = shared.bytes;
+    if (own.splits > 1)
+        plan->workspace_bytes = size_t(own.splits * p->batch * p->heads * p->seq_q * (instance.head_dim + 2)) * 4;
+    plan->keep = true;
+    return FA_TAKES;
+}
+
+int clamp_bound(int64_t bound) {
+    constexpr int64_t kFar = int64_t(2) << MAX_LENGTH_BITS;
+    return int(bound < kFar ? bound : kFar);
+}
+
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const Own &own = fa_own<Own>(plan);
+    const fa_forward forward = own.folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
+    const int64_t pairs = p->batch * p->heads, sections = divide_up(pairs, own.section);
+    const MmaArgs args = {
+        .problem = *p,
+        .score = fa::score_params(*p),
+        .visible = {.left = clamp_bound(p->left),
+                    .right = clamp_bound(p->right),
+                    .diagonal = int(p->diagonal),
+                    .key_begin = int(p->key_begin),
+                    .key_end = int(p->key_end)},
+        .heads = fa::Divider::of(p->heads),
+        .group = fa::Divider::of(p->heads / p->heads_kv),
+        .per_section = fa::Divider::of(own.section * own.row_blocks),
+        .width = fa::Divider::of(own.section),
+        .last_width = fa::Divider::of(pairs - (sections - 1) * own.section),
+        .row_blocks = own.row_blocks,
+        .sections = int(sections),
+        .chunks_q = own.chunks_q,
+        .chunks_k = own.chunks_k,
+        .chunks_v = own.chunks_v,
+        .chunks_o = own.chunks_o,
+        .chunks_bias = own.chunks_bias,
+        .chunks_mask = own.chunks_mask,
+        .bias_at = own.bias_at,
+        .mask_at = own.mask_at,
+        .shared_bytes = int(plan->smem_bytes),
+        .sink_row = own.folded ? problem->forward.sinks.stride[0] : 0,
+        .splits = own.splits,
+        .partial = static_cast<float *>(launch->workspace),
+    };
+    return INSTANCES[own.index].launch(args, own.kind, unsigned(plan->blocks / own.splits), *launch);
+}
+
+} // namespace
+
+extern "C" FA_EXPORT const fa_kernel fa_kernel_mma_sm80;
+const fa_kernel fa_kernel_mma_sm80 = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
+    .device = FA_CUDA,
+    .name = "mma_sm80",
+    .summary = "mma.sync tensor cores with cp.async pipelines, from Ampere on",
+    .cc_from = 80,
+    .cc_to = 0,
+    .dtypes = FA_FLOAT16_BITS,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
+    .plan = plan,
+    .launch = launch,
+};
+
+#endif

@@ -1,0 +1,195 @@
+/* The online softmax of 64 x N scores in wgmma accumulators: each thread holds parts of two rows, four threads a row.
+ *
+ * weight = 2^(s * factor - maximum * factor), one FFMA and one ex2 a score: `maximum` is kept in units of the raw
+ * product, which is why the scale must be positive. Any shift gives the same quotient as long as nothing over- or
+ * underflows. So after a tile's first block the maximum is not looked for: weights are computed with the old one, and
+ * their sums, which are needed anyway, tell whether a row outgrew it (kWeightSum). Only then are the scores, still
+ * there, searched for the new maximum and everything before rescaled. Underflow cannot happen: the maximum is that of
+ * keys already counted.
+ */
+#pragma once
+#include "common/ptx.cuh"     // exp2_fast, tanh_fast
+#include "common/softmax.cuh" // RowState, RowResult, finish_row, finish_fast
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <type_traits>
+
+namespace fa::sm90 {
+
+/* Two floats as one word of T, the first in the low half. */
+template <class T> __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+    if constexpr (std::is_same_v<T, __half>) {
+        const __half2 pair = __floats2half2_rn(low, high);
+        return *reinterpret_cast<const uint32_t *>(&pair);
+    } else {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+        return *reinterpret_cast<const uint32_t *>(&pair);
+    }
+}
+
+template <class T, int Count>
+__device__ __forceinline__ void pack_scores(uint32_t (&words)[Count / 2], const float (&scores)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count / 2; ++i) words[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+}
+
+/* A thread's columns of one row are 8 * g + lane_column + {0, 1}, lane_column = 2 * (lane % 4). Those below `column`,
+ * as bits 2 * g + {0, 1}. */
+__device__ __forceinline__ uint32_t columns_below(int column, int lane_column) {
+    const int x = max(column - lane_column, 0);
+    uint32_t mask;
+    asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(mask) : "r"(2 * (x >> 3) + min(x & 7, 2)));
+    return mask;
+}
+
+/* Excludes the scores of row r (0, 1) at block columns outside [low[r], high[r]). */
+template <int Count>
+__device__ __forceinline__ void mask_scores(float (&scores)[Count], const int (&low)[2], const int (&high)[2],
+                                            int lane_column) {
+    static_assert(Count <= 64, "32 columns of a row");
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const uint32_t visible = columns_below(high[r], lane_column) & ~columns_below(low[r], lane_column);
+#pragma unroll
+        for (int i = 2 * r; i < Count; i += 4) {
+            if (!(visible >> i / 4 * 2 & 1)) scores[i] = -INFINITY;
+            if (!(visible >> i / 4 * 2 & 2)) scores[i + 1] = -INFINITY;
+        }
+    }
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+/* Largest sum of a thread's weights of one row and block under a stale maximum: float16 holds them, and no accumulator
+ * comes near its range. Low, so that keys which alone decide a row get weights of about 1; at 1024 fewer than 1 in 1000
+ * blocks of N(0, 1) scores exceed it, at 64 the rows of a causal diagonal, which see few keys, cost 5% at 512 keys. */
+inline constexpr float kWeightSum = 1024.0f;
+
+/* A softcap's score of a product s in base 2 where |s| < limit: s * at(s * s - limit * limit), in 2 or 3 terms. */
+struct CapPolynomial {
+    float limit_squared, coefficient[3];
+    template <int Terms> __device__ __forceinline__ float at(float w) const {
+        static_assert(Terms == 2 || Terms == 3);
+        return fmaf(w, Terms == 2 ? coefficient[1] : fmaf(w, coefficient[2], coefficient[1]), coefficient[0]);
+    }
+};
+
+/* State of a thread's two rows. */
+struct OnlineSoftmax {
+    float maximum[2] = {-INFINITY, -INFINITY}; // raw products
+    float sum[2] = {0.0f, 0.0f};               // of this thread's weights; quad_sum() gives the row's
+    float rescale[2];                          // factor for what was accumulated, when absorb() returned true
+
+    /* Weights of a block under the present maximum. False, for the whole warp and with the state unchanged, when some
+     * row has no maximum yet or outgrew it, or when something is NaN: absorb() then takes the block. */
+    template <class T, int Count>
+    __device__ __forceinline__ bool try_absorb(uint32_t (&weights)[Count / 2], const float (&scores)[Count],
+                                               float factor) {
+        const float shift[2] = {-maximum[0] * factor, -maximum[1] * factor};
+        float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+#pragma unroll
+        for (int i = 0; i < Count; i += 2) {
+            const int r = (i >> 1) & 1, chain = (i >> 2) & 1;
+            const float low = exp2_fast(fmaf(scores[i], factor, shift[r]));
+            const float high = exp2_fast(fmaf(scores[i + 1], factor, shift[r]));
+            part[r][chain] += low;
+            part[r][chain] += high;
+            weights[i / 2] = pack_pair<T>(low, high);
+        }
+        const float block[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
+        if (!__all_sync(0xffffffff, block[0] <= kWeightSum && block[1] <= kWeightSum)) return false;
+        sum[0] += block[0];
+        sum[1] += block[1];
+        return true;
+    }
+
+    /* The same of raw products under a softcap, by the polynomial. `near` becomes false where a product of the warp lay
+     * beyond its limit: then, too, the state is unchanged. */
+    template <class T, int Terms, int Count>
+    __device__ __forceinline__ bool try_absorb_near(uint32_t (&weights)[Count / 2], const float (&products)[Count],
+                                                    float factor, const CapPolynomial &cap, bool &near) {
+        const float shift[2] = {-maximum[0] * factor, -maximum[1] * factor};
+        float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+        uint32_t inside = 0xffffffff; // sign bit: that of all differences
+#pragma unroll
+        for (int i = 0; i < Count; i += 2) {
+            const int r = (i >> 1) & 1, chain = (i >> 2) & 1;
+            const float w0 = fmaf(products[i], products[i], -cap.limit_squared);
+            const float w1 = fmaf(products[i + 1], products[i + 1], -cap.limit_squared);
+            inside &= __float_as_uint(w0) & __float_as_uint(w1);
+            const float low = exp2_fast(fmaf(products[i], cap.at<Terms>(w0), shift[r]));
+            const float high = exp2_fast(fmaf(products[i + 1], cap.at<Terms>(w1), shift[r]));
+            part[r][chain] += low;
+            part[r][chain] += high;
+            weights[i / 2] = pack_pair<T>(low, high);
+        }
+        const bool all_inside = static_cast<int32_t>(inside) < 0;
+        const float block[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
+        if (!__all_sync(0xffffffff, block[0] <= kWeightSum && block[1] <= kWeightSum && all_inside)) {
+            near = __all_sync(0xffffffff, all_inside);
+            return false;
+        }
+        sum[0] += block[0];
+        sum[1] += block[1];
+        return true;
+    }
+
+    /* Turns a block's scores into weights under the true maximum. True (for the whole warp) when the accumulated output
+     * must be multiplied by rescale[row]; never for the `First` block of a tile. The largest weight is 1 but for the
+     * rounding of maximum * factor, which counts at scores in the thousands: float16 weights are summed as they are
+     * rounded for P V, so that a row of one key is that key's value. */
+    template <bool First, class T, int Count>
+    __device__ __forceinline__ bool absorb(float (&scores)[Count], float factor) {
+        float block[2][2] = {{maximum[0], maximum[0]}, {maximum[1], maximum[1]}};
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            float &m = block[(i >> 1) & 1][(i >> 2) & 1];
+            m = fmaxf(m, scores[i]);
+        }
+        float shift[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float top = quad_max(fmaxf(block[r][0], block[r][1]));
+            shift[r] = softmax_shift(top) * factor;
+            if constexpr (!First) {
+                rescale[r] = exp2_fast(maximum[r] * factor - shift[r]);
+                sum[r] *= rescale[r];
+            }
+            maximum[r] = top;
+        }
+        float part[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const int r = (i >> 1) & 1;
+            scores[i] = exp2_fast(fmaf(scores[i], factor, -shift[r]));
+            if constexpr (std::is_same_v<T, __half>) scores[i] = __half2float(__float2half_rn(scores[i]));
+            part[r][(i >> 2) & 1] += scores[i];
+        }
+        sum[0] += part[0][0] + part[0][1];
+        sum[1] += part[1][0] + part[1][1];
+        return !First;
+    }
+
+    template <int Count> __device__ __forceinline__ void rescale_output(float (&out)[Count]) const {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) out[i] *= rescale[(i >> 1) & 1];
+    }
+
+    /* What normalises row r, and its LSE; `sink` is -inf where there is none. All four threads of the row call it. */
+    __device__ __forceinline__ RowResult finish(int r, float factor, float sink) const {
+        RowState row;
+        row.maximum = maximum[r] * factor;
+        row.sum = quad_sum(sum[r]);
+        if (sink != -INFINITY) return finish_row(row, sink);
+        return finish_fast(row);
+    }
+};
+
+} // namespace fa::sm90

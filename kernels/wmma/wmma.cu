@@ -1,0 +1,165 @@
+/* wmma: fused attention through nvcuda::wmma, the tensor-core interface of CUDA C++, for Ampere and newer.
+ *
+ * A block takes TILE_M query rows of one head and walks over the keys TILE_N at a time. One producer warp copies K and
+ * V into a ring of two slots each with cp.async; consumer warps own 16 query rows each and, per key tile,
+ *
+ *     1. multiply Q K^T into accumulator fragments and store them to a strip of shared memory of their own,
+ *     2. run the online softmax there, two lanes a row, and leave the weights in the strip, rounded to 16 bits,
+ *     3. rescale the output fragments and add weights times V.
+ *
+ * The warps meet at the ring's barriers alone. WMMA hides which element of a fragment a thread holds, so a factor a row
+ * reaches the fragments through the interface itself: an accumulator fragment loaded with a leading dimension of 0
+ * holds at every element its row's factor, and fragments of one type agree on where an element is.
+ *
+ * Float16 and bfloat16, head_dim and head_dim_v up to 128 (padded with zeros to 64 or 128), everything a call can ask
+ * for, any strides; rows that are not 16-byte aligned are copied element by element. The scores' trip through shared
+ * memory is what mma_sm80 saves.
+ *
+ *     python -m bench measure --preset history --rows wmma
+ *
+ * @instance d64 -DFA_WMMA_HEAD_DIM=64
+ * @instance d128 -DFA_WMMA_HEAD_DIM=128
+ */
+#include "common/launch.cuh" // FA_CUDA_TRY
+#include "common/score.cuh"  // score_params
+#include "fa.h"              // fa_forward, fa_kernel
+#include "wmma/kernel.cuh"   // wmma_kernel, Params
+#include "wmma/shape.cuh"    // Config
+
+namespace fa::wmma_row {
+
+/* The plan's own part. */
+struct Own {
+    bool narrow; // both head dims padded to 64, else to 128
+    bool wide;   // many rows a block
+    bool simple; // no softcap, bias or mask, a positive scale
+    bool bias_in_fours, mask_in_fours;
+    bool q_aligned, k_aligned, v_aligned, out_aligned;
+    unsigned tiles_m;
+};
+
+fa_code launch_64(const fa_forward &p, const fa_plan &plan, const fa_launch &launch);
+fa_code launch_128(const fa_forward &p, const fa_plan &plan, const fa_launch &launch);
+
+#ifdef FA_INSTANCE
+
+template <typename T, class C, bool SIMPLE>
+fa_code launch_as(const Params &params, const fa_plan &plan, const fa_launch &launch) {
+    const auto kernel = wmma_kernel<T, C, SIMPLE>;
+    FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
+    FA_CHAOS_ARM(launch.stream, launch);
+    kernel<<<unsigned(plan.blocks), C::THREADS, plan.smem_bytes, static_cast<cudaStream_t>(launch.stream)>>>(params);
+    FA_CUDA_TRY(launch, cudaGetLastError());
+    return FA_OK;
+}
+
+template <class C> fa_code launch_shape(const fa_forward &p, const fa_plan &plan, const fa_launch &launch) {
+    const Own &own = fa_own<Own>(&plan);
+    const Params params = {
+        .p = p,
+        .options = {score_params(p), own.bias_in_fours, own.mask_in_fours},
+        .tiles_m = own.tiles_m,
+        .q_aligned = own.q_aligned,
+        .k_aligned = own.k_aligned,
+        .v_aligned = own.v_aligned,
+        .out_aligned = own.out_aligned,
+    };
+    if (p.dtype == FA_F16)
+        return own.simple ? launch_as<__half, C, true>(params, plan, launch)
+                          : launch_as<__half, C, false>(params, plan, launch);
+    return own.simple ? launch_as<__nv_bfloat16, C, true>(params, plan, launch)
+                      : launch_as<__nv_bfloat16, C, false>(params, plan, launch);
+}
+
+#define FA_JOIN_(a, b) a##b
+#define FA_JOIN(a, b)  FA_JOIN_(a, b)
+
+fa_code FA_JOIN(launch_, FA_WMMA_HEAD_DIM)(const fa_forward &p, const fa_plan &plan, const fa_launch &launch) {
+    return fa_own<Own>(&plan).wide ? launch_shape<Config<FA_WMMA_HEAD_DIM, true>>(p, plan, launch)
+                                   : launch_shape<Config<FA_WMMA_HEAD_DIM, false>>(p, plan, launch);
+}
+
+#else
+
+namespace {
+
+constexpr int MAX_HEAD_DIM = 128;
+constexpr int MAX_LENGTH_BITS = 30;      // so that 32-bit row and key numbers hold
+constexpr int64_t WIDE_FROM_KEYS = 1024; // batch_invariant: the shape follows from seq_k alone
+
+template <class C> int64_t tiles_m(const fa_forward &p) { return (p.seq_q + C::TILE_M - 1) / C::TILE_M; }
+template <class C> int64_t blocks_of(const fa_forward &p) { return tiles_m<C>(p) * p.heads * p.batch; }
+
+template <class C> fa_answer plan_shape(const fa_forward &p, bool wide, fa_plan *plan, fa_why *why) {
+    plan->threads = C::THREADS;
+    plan->blocks = blocks_of<C>(p);
+    plan->smem_bytes = sizeof(typename C::Shared);
+    plan->keep = true;
+    if (plan->blocks > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
+    const float scale = score_params(p).scale_log2;
+    fa_own<Own>(plan) = {
+        .narrow = C::HEAD_DIM == 64,
+        .wide = wide,
+        // -inf times a scale that rounds to 0 would be NaN
+        .simple = scale > 1e-30f && p.softcap == 0 && !p.bias.data && !p.mask.data,
+        .bias_in_fours = in_fours(p.bias, int(fa_dtype_size(p.bias_dtype))),
+        .mask_in_fours = in_fours(p.mask, 1),
+        .q_aligned = rows_aligned(p.q, p.head_dim),
+        .k_aligned = rows_aligned(p.k, p.head_dim),
+        .v_aligned = rows_aligned(p.v, p.head_dim_v),
+        .out_aligned = rows_aligned(p.out, p.head_dim_v),
+        .tiles_m = unsigned(tiles_m<C>(p)),
+    };
+    return FA_TAKES;
+}
+
+/* The wide shape where it fits and its blocks, one a multiprocessor at a time, leave at most a quarter of the rows of
+ * their rounds empty. (With three tenths, B2 S1024, D64 H16 takes 62 us against 57 in the small shape and D128 H8 49
+ * against 52.) */
+template <int HEAD_DIM>
+fa_answer plan_dim(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    using Wide = Config<HEAD_DIM, true>;
+    const fa_forward &p = problem->forward;
+    const int64_t sms = device->sm_count, rounds = (blocks_of<Wide>(p) + sms - 1) / sms;
+    const bool full = 4 * p.seq_q * p.heads * p.batch >= 3 * rounds * sms * Wide::TILE_M;
+    const bool wide = problem->batch_invariant ? p.seq_k >= WIDE_FROM_KEYS : full;
+    if (wide && sizeof(typename Wide::Shared) <= device->smem_per_block) return plan_shape<Wide>(p, true, plan, why);
+    return plan_shape<Config<HEAD_DIM, false>>(p, false, plan, why);
+}
+
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_forward &p = problem->forward;
+    const int64_t longest = p.seq_q > p.seq_k ? p.seq_q : p.seq_k;
+    const int widest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+    if (widest > MAX_HEAD_DIM) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, MAX_HEAD_DIM, 0, 0);
+    if (longest >> MAX_LENGTH_BITS) return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, MAX_LENGTH_BITS, 0, 0);
+    return widest <= 64 ? plan_dim<64>(problem, device, plan, why) : plan_dim<128>(problem, device, plan, why);
+}
+
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward &p = problem->forward;
+    return fa_own<Own>(plan).narrow ? launch_64(p, *plan, *launch) : launch_128(p, *plan, *launch);
+}
+
+} // namespace
+
+#endif
+
+} // namespace fa::wmma_row
+
+#ifndef FA_INSTANCE
+extern "C" FA_EXPORT const fa_kernel fa_kernel_wmma;
+const fa_kernel fa_kernel_wmma = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
+    .device = FA_CUDA,
+    .name = "wmma",
+    .summary = "fused kernel through nvcuda::wmma, scores in shared memory",
+    .cc_from = 80,
+    .cc_to = 0,
+    .dtypes = FA_FLOAT16_BITS,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
+    .plan = fa::wmma_row::plan,
+    .launch = fa::wmma_row::launch,
+};
+#endif
