@@ -12,6 +12,8 @@ import numpy as np
 
 import gradients
 from case import Case
+from fa_ext import reference
+from fa_ext.reference_backward import gradients as exact_gradients
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,3 +79,48 @@ def alone(script: str, *, devices=4, **environment):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=known, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+# ---- small problems under transformations ----
+
+NAMES = ("q", "k", "v", "bias", "sinks")
+
+
+def arrays_of(
+    *lead, batch=2, heads=4, heads_kv=2, queries=5, keys=7, dim=8, bias=None, sinks=False, alibi=None, seed=0, layout="bhsd"
+):
+    """{name: float32 array} with leading axes for vmap."""
+    rng = np.random.default_rng(seed)
+    shape = {"q": (batch, heads, queries, dim), "k": (batch, heads_kv, keys, dim), "v": (batch, heads_kv, keys, dim)}
+    if layout == "bshd":
+        shape = {n: (s[0], s[2], s[1], s[3]) for n, s in shape.items()}
+    if bias:
+        shape["bias"] = bias
+    if sinks:
+        shape["sinks"] = (heads,)
+    if alibi:
+        shape["alibi"] = alibi
+    return {n: rng.standard_normal((*lead, *s)).astype(np.float32) for n, s in shape.items()}
+
+
+def loss(arrays, **options):
+    """A scalar that depends on out and on the LSE."""
+    import fa_ext.jax
+
+    out, lse = fa_ext.jax.attention(**arrays, return_lse=True, **options)
+    return (out * out).sum() + (lse * 0.3).sum()
+
+
+def exact(arrays, **options):
+    """(loss, {name: gradient}) in float64."""
+    out, lse = reference.attention(**arrays, **options)
+    found = exact_gradients(
+        2 * out, **arrays, dlse=np.full_like(lse, 0.3), wrt=tuple(n for n in NAMES if n in arrays), dtype=None, **options
+    )
+    return (out * out).sum() + 0.3 * lse.sum(), {n: found[n] for n in arrays if n in NAMES}
+
+
+def close(found, wanted, tolerance=2e-5):
+    for name, x in wanted.items():
+        scale = max(1.0, np.abs(x).max(initial=0))
+        np.testing.assert_allclose(np.asarray(found[name], np.float64), x, atol=tolerance * scale, err_msg=name)

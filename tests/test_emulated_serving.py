@@ -16,11 +16,10 @@ import fa_ext
 import rows
 import serving_cases
 from case import Case
+from emulated import replaced, seeds_that_fail
 from fa_ext import dropout_keep
-from serving_cases import INT_MAX, INT_MIN, ServingCase
-from test_append import call_of
-from test_emulator import replaced, seeds_that_fail
-from test_serving import attend, parts_of, same_bits
+from serving_calls import attend, parts_of, same_bits
+from serving_cases import INT_MAX, INT_MIN, ServingCase, append_call
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
@@ -115,13 +114,13 @@ def test_append(emulated, seed):
     for n, (q, dtype) in enumerate(itertools.product(("packed", "padded", "one"), ("float32", "float16"))):
         case = ServingCase((1, 1, 1, 1) if q == "one" else (1, 30, 0, 7), (5, 33, 4, 7), q=q, dtype=dtype, page_size=n + 1, head_dim=40)
         for options in ({}, {"rotary": 8, "q": True, "interleaved": bool(n % 2)}, {"rotary": 3, "q": True, "values": False}):
-            report = fa_ext.verify_append(**call_of(case, seed=seed, **options), kernel=row)
+            report = fa_ext.verify_append(**append_call(case, seed=seed, **options), kernel=row)
             assert report, report
 
 
 def test_slots_and_doubles(emulated, seed):
     row, _ = emulated("append")
-    call = call_of(ServingCase((60,), (60,), page_size=4, dtype="float16"), rotary=4, q=True, positions=True)
+    call = append_call(ServingCase((60,), (60,), page_size=4, dtype="float16"), rotary=4, q=True, positions=True)
     for name in ("page_table", "seqlens_k", "cu_seqlens_q"):
         del call[name]
     slots = np.random.default_rng(seed).integers(-2, 20, len(call["k"]))
@@ -174,7 +173,7 @@ def test_append_counts_on_the_device_what_the_host_counts(emulated, seed):
     emulator.faults(library), fa_ext.faults(None)
     for n in range(40):
         case = ServingCase(tuple(rng.integers(0, 6, 4)), tuple(rng.integers(6, 40, 4)), page_size=int(rng.integers(1, 9)))
-        call = call_of(case, rotary=4, q=True, positions=bool(n % 2))
+        call = append_call(case, rotary=4, q=True, positions=bool(n % 2))
         fa_ext.append(**noisy(call, rng, ("page_table", "seqlens_k", "cu_seqlens_q", "positions")), check=False, kernel=row)
         assert counts(emulator.faults(library)) == counts(fa_ext.faults(None)), n
 
@@ -203,7 +202,7 @@ def test_no_race(emulated, seed):
 
 def test_append_has_no_race(emulated, seed):
     row, _ = emulated("append", "races", races=True)
-    assert fa_ext.verify_append(**call_of(ServingCase(dtype="float16"), rotary=8, q=True), kernel=row)
+    assert fa_ext.verify_append(**append_call(ServingCase(dtype="float16"), rotary=8, q=True), kernel=row)
 
 
 @pytest.mark.parametrize("barrier", (5, 6))

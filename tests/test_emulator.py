@@ -17,6 +17,7 @@ import fa_ext
 import gradients
 import rows
 from case import Case
+from emulated import replaced, seeds_that_fail
 from fa_ext import _build
 from fa_ext.verify_merge import judge_merge
 
@@ -54,34 +55,6 @@ def emulated(folder):
 def seed(request, monkeypatch):
     monkeypatch.setenv("FA_EMULATOR_SEED", str(request.param))
     return request.param
-
-
-def seeds_that_fail(monkeypatch, run, count=12):
-    """What went wrong under each of the first seeds: the error's text, or "wrong" for a wrong result."""
-    found = []
-    for seed in range(count):
-        monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
-        try:
-            if not run():
-                found.append("wrong")
-        except fa_ext.CudaError as error:
-            found.append(str(error))
-    return found
-
-
-def replaced(old, new, at=None):
-    """An edit that replaces the only occurrence of a text, or occurrence `at`; where there is none, the unit stays."""
-
-    def edit(text):
-        count = text.count(old)
-        if not count:
-            return text
-        assert at is not None or count == 1, f"{count} times {old!r}"
-        pieces = text.split(old)
-        n = at or 0
-        return old.join(pieces[: n + 1]) + new + old.join(pieces[n + 1 :])
-
-    return edit
 
 
 # ---- the machine ----

@@ -12,7 +12,7 @@ import itertools, re, sys
 import jax, jax.numpy as jnp, numpy as np
 import fa_ext.jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from test_jax_transforms import arrays_of, close, exact, loss
+from jax_support import arrays_of, close, exact, loss
 
 assert len(jax.devices()) == 4
 MESH = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))

@@ -170,3 +170,12 @@ def test_a_kernel_file_says_what_it_is_and_is_listed(path):
         return
     assert text.lstrip().startswith(("/*", "//")), f"{name(path)} begins without a header comment"
     assert path.stem in _build.kernel_names(), f"{name(path)} defines a kernel that csrc/kernels.def does not list"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=name)
+def test_no_test_file_imports_another(path):
+    """What tests share lies in a module beside them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not any(n.startswith("test_") for n in names), f"{name(path)} imports {names}"

@@ -14,6 +14,7 @@ from fa_ext import reference_serving
 from operands import BFLOAT16, place
 from rows import library_of as library
 from rows import on
+from serving_calls import attend, parts_of, same_bits
 from serving_cases import CACHES, INT_MAX, INT_MIN, K_STORAGE, Q_STORAGE, ServingCase
 
 SLOWEST = {"cpu_ref": 3e6}  # multiplications of a case that it is held to
@@ -31,17 +32,6 @@ def kernel(request):
     return request.param
 
 
-def attend(kernel, arguments, **options):
-    """(out, lse) on the host, from outputs that were poisoned."""
-    q, v = arguments["q"], arguments["v"]
-    heads_first = q.ndim == 4 and arguments.get("layout") != "bshd"
-    shape = q.shape[1::-1] if q.ndim == 3 else q.shape[:3] if heads_first else (q.shape[0], q.shape[2], q.shape[1])
-    out = place(np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype), library(kernel))
-    lse = place(np.full(shape, np.nan, "f8" if q.dtype == np.float64 else "f4"), library(kernel))
-    fa_ext.attention(**on(kernel, arguments), out=(out, lse), kernel=kernel, **options)
-    return rows.to_host(out), rows.to_host(lse)
-
-
 def skip_slow(case, kernel):
     if case.dtype == "bfloat16" and BFLOAT16 is None:
         pytest.skip("bfloat16 needs ml_dtypes")
@@ -50,23 +40,6 @@ def skip_slow(case, kernel):
     work = sum(a * b for a, b in zip(case.n_q, case.n_k)) * case.heads * case.head_dim
     if work > SLOWEST.get(kernel, 1e12):
         pytest.skip("slow here; smaller cases hold it")
-
-
-def parts_of(case, arguments, out, lse):
-    """[(out, lse)] of each sequence, (n_q, H, Dv) and (n_q, H), out of a result in whatever storage."""
-    found = []
-    for b, n in enumerate(case.n_q):
-        if arguments["q"].ndim == 3:
-            first = b if case.q == "one" else int(arguments["cu_seqlens_q"][b])
-            found.append((out[first : first + n], lse[:, first : first + n].T))
-        else:
-            mine = out[b] if case.layout == "bshd" else out[b].swapaxes(0, 1)
-            found.append((mine[:n], lse[b, :, :n].T))
-    return found
-
-
-def same_bits(a, b):
-    return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
 # ---- what is computed ----

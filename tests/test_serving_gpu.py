@@ -9,8 +9,7 @@ import pytest
 import fa_ext
 import rows
 from fa_ext import _core
-from serving_cases import INT_MAX, ServingCase
-from test_append import call_of
+from serving_cases import INT_MAX, ServingCase, append_call
 
 pytestmark = [
     pytest.mark.gpu,
@@ -143,7 +142,7 @@ def test_append_in_a_graph():
     import torch
 
     for rotary in (0, 8):
-        x = call_of(CASE, rotary=rotary, q=bool(rotary))
+        x = append_call(CASE, rotary=rotary, q=bool(rotary))
         if rotary:
             x["rotary"] = tuple(torch.from_numpy(t).cuda() for t in x["rotary"])
         x = on_device(x)
