@@ -7,8 +7,10 @@
 #include <string.h>
 
 #include "capi_arguments.h"
+#include "contents.h"
 #include "cpu/threads.h"
 #include "fault_counts.h"
+#include "mapped.h"
 #include "philox.h"
 #include "registry.h"
 
@@ -38,7 +40,7 @@ static fa_code begin(const fa_ext_run *run, fa_op op, fa_capi_call *c, fa_status
     c->op = op;
     c->forced = NULL;
     c->alignment = 0;
-    c->checks = false;
+    c->checks = c->checks_device = false;
     c->kept = NULL;
     c->run = (fa_ext_run){.size = sizeof c->run};
     if (!run) return FA_OK;
@@ -51,8 +53,12 @@ static size_t workspace_of(const fa_plan *plan, const fa_problem *problem) {
     return plan->workspace_bytes && !problem->empty ? plan->workspace_bytes + WORKSPACE_UNIT - 1 : 0;
 }
 
+static void *stream_of(const fa_capi_call *c) {
+    return c->problem.device.kind == FA_CUDA && !c->run.stream ? FA_STREAM_LEGACY : c->run.stream;
+}
+
 static fa_code launch(fa_capi_call *c, fa_status *status) {
-    void *stream = c->problem.device.kind == FA_CUDA && !c->run.stream ? FA_STREAM_LEGACY : c->run.stream;
+    void *stream = stream_of(c);
     const size_t needed = workspace_of(&c->plan, &c->problem);
     if (!c->run.workspace || !needed) return fa_plan_run(&c->problem, &c->plan, c->context, c->info, stream, status);
     const uintptr_t begin = ((uintptr_t)c->run.workspace + WORKSPACE_UNIT - 1) & ~(uintptr_t)(WORKSPACE_UNIT - 1);
@@ -72,6 +78,18 @@ static fa_code check_run(const fa_capi_call *c, fa_status *status) {
     return fa_stream_check(c->context, c->problem.device, "stream", c->run.stream, status);
 }
 
+/* With the device current. */
+static fa_code look_at_contents(const fa_capi_call *c, fa_status *status) {
+    bool capturing;
+    void *stream = stream_of(c);
+    if (!c->checks_device || c->problem.device.kind == FA_CPU || !fa_contents_given(&c->problem)) return FA_OK;
+    FA_TRY(fa_stream_capturing(stream, &capturing, status));
+    if (capturing)
+        return fa_fail(status, FA_EVALUE,
+                       "check is FA_EXT_CHECK_ALWAYS, which waits for the stream, but the stream is being captured");
+    return fa_faults_look(&c->problem, stream, status);
+}
+
 static fa_code execute(const void *arguments, const fa_ext_run *run, fa_op op, fa_capi_call *c, fa_status *status) {
     int previous;
     FA_TRY(begin(run, op, c, status));
@@ -79,7 +97,8 @@ static fa_code execute(const void *arguments, const fa_ext_run *run, fa_op op, f
     FA_TRY(check_run(c, status));
     FA_TRY(fa_faults_meet(c->context, &c->problem, c->checks, status));
     FA_TRY(fa_device_enter(c->context, c->problem.device, &previous, status));
-    const fa_code code = launch(c, status);
+    fa_code code = look_at_contents(c, status);
+    if (code == FA_OK) code = launch(c, status);
     fa_device_leave(c->problem.device, previous);
     return code;
 }

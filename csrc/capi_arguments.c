@@ -108,10 +108,12 @@ static fa_code check_reserved(int32_t given, fa_status *status) {
 }
 
 static fa_code read_check(int32_t given, int32_t reserved, fa_capi_call *c, fa_status *status) {
-    if (given != FA_EXT_CHECK_DEFAULT && given != FA_EXT_CHECK_NEVER)
-        return fa_fail(status, FA_EVALUE, "check is %d; accepted: FA_EXT_CHECK_DEFAULT or FA_EXT_CHECK_NEVER",
+    if (given < FA_EXT_CHECK_DEFAULT || given > FA_EXT_CHECK_ALWAYS)
+        return fa_fail(status, FA_EVALUE,
+                       "check is %d; accepted: FA_EXT_CHECK_DEFAULT, FA_EXT_CHECK_NEVER or FA_EXT_CHECK_ALWAYS",
                        (int)given);
     c->checks = given != FA_EXT_CHECK_NEVER;
+    c->checks_device = given == FA_EXT_CHECK_ALWAYS;
     return check_reserved(reserved, status);
 }
 

@@ -15,7 +15,7 @@ typedef struct fa_capi_call {
     fa_problem problem;
     const fa_device_info *info;
     fa_plan plan;
-    bool checks; /* bad contents of index arrays on the CPU are an error */
+    bool checks, checks_device; /* bad contents of index arrays are an error: on the CPU, on a device */
     void *kept;  /* what the problem points into; freed at the end */
 } fa_capi_call;
 

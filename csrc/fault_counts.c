@@ -36,6 +36,12 @@ fa_code fa_faults_meet(fa_context *context, const fa_problem *problem, bool chec
     return total ? FA_OK : fa_fail(status, FA_EMEMORY, "out of memory");
 }
 
+fa_code fa_faults_look(const fa_problem *problem, void *stream, fa_status *status) {
+    fa_faults met = {0};
+    FA_TRY(fa_contents_fetch(problem, stream, &met, status));
+    return fa_faults_check(&met, status);
+}
+
 fa_code fa_faults_take(fa_context *context, fa_device device, bool clear, fa_faults *found, fa_status *status) {
     const fa_device_info *info;
     memset(found, 0, sizeof *found);

@@ -178,10 +178,10 @@ def test_faults_of_a_device(client):
     assert client.faults(device=-1) == EVALUE and client.said().startswith("device is -1")
 
 
-@pytest.mark.parametrize("value", [-1, 2])
+@pytest.mark.parametrize("value", [-1, 3])
 def test_check_is_one_of_its_values(client, value):
     assert attend(client, ServingCase().arguments(), check=value)[0] == EVALUE
-    assert client.said() == f"check is {value}; accepted: FA_EXT_CHECK_DEFAULT or FA_EXT_CHECK_NEVER"
+    assert client.said() == f"check is {value}; accepted: FA_EXT_CHECK_DEFAULT, FA_EXT_CHECK_NEVER or FA_EXT_CHECK_ALWAYS"
 
 
 @pytest.mark.parametrize("dropout", [(0.0, 1), (1.0, 1), (0.3, 2**64 - 1), (0.5, 99, 2**32 - 1), (0.7, 5, 1, (3, 2, 1000, 77), 9)])

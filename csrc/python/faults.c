@@ -31,7 +31,6 @@ static fa_code checked_by_environment(fa_state *state, bool *checked, fa_status 
 static fa_code check_on_device(const fa_call *call, bool asked, fa_status *status) {
     void *stream = call->stream.handle;
     bool capturing;
-    fa_faults faults = {0};
     FA_TRY(fa_stream_capturing(stream, &capturing, status));
     if (capturing && !asked) return FA_OK;
     if (capturing)
@@ -40,9 +39,9 @@ static fa_code check_on_device(const fa_call *call, bool asked, fa_status *statu
                        "None, False");
     if (call->joins) FA_TRY(fa_stream_join(call->array, call->count, stream, true, status));
     PyThreadState *thread = PyEval_SaveThread();
-    const fa_code code = fa_contents_fetch(&call->problem, stream, &faults, status);
+    const fa_code code = fa_faults_look(&call->problem, stream, status);
     PyEval_RestoreThread(thread);
-    return code == FA_OK ? fa_faults_check(&faults, status) : code;
+    return code;
 }
 
 fa_code fa_call_check(fa_state *state, fa_call *call, int check, fa_status *status) {

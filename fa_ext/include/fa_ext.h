@@ -106,7 +106,8 @@ typedef struct fa_ext_options {
 /* Bad contents of index arrays, such as an entry of a page table that is no page. */
 enum fa_ext_check {
     FA_EXT_CHECK_DEFAULT = 0, /* on the CPU an error; on a device the same as never */
-    FA_EXT_CHECK_NEVER = 1    /* they hide what they speak of, or it is not written, and faults() tells of them */
+    FA_EXT_CHECK_NEVER = 1,   /* they hide what they speak of, or it is not written, and faults() tells of them */
+    FA_EXT_CHECK_ALWAYS = 2   /* an error on a device too: the call copies the arrays to the host and waits first */
 };
 
 /* Arrays that are NULL are absent; `out` is needed, and an `lse` is written where it is given.
