@@ -10,7 +10,7 @@
 namespace append {
 
 constexpr int WARP = 32, THREADS = 256, WARPS = THREADS / WARP;
-constexpr int TOKENS = 8; // the most of a block
+constexpr int TOKENS = 32; // the most of a block
 
 /* What the host works out for a launch. */
 struct Work {
@@ -53,28 +53,6 @@ __device__ __forceinline__ Owner owner_of(const fa_sequences &s, int64_t batch, 
     return {-1, {before, s.q.rows}};
 }
 
-/* Whether a later token goes to the slot of token t, by one warp. */
-__device__ __forceinline__ bool is_replaced(const fa_append &p, const fa_sequences &s, int64_t t) {
-    const int64_t slot = fa_slot(&p, t);
-    bool found = false;
-    for (int64_t first = t + 1; first < p.slot_count && !found; first += 8 * WARP) {
-        bool mine = false;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) {
-            const int64_t other = first + n * WARP + threadIdx.x % WARP;
-            if (other < p.slot_count && fa_slot(&p, other) == slot) mine |= !fa_token_of_slot(&p, &s, other).skipped;
-        }
-        found = __any_sync(~0u, mine);
-    }
-    return found;
-}
-
-/* What becomes of a row of k: by one warp. Counts its fault, once. */
-struct Place {
-    fa_token token;
-    bool cached; // k and v go to the cache; else q alone is rotated
-};
-
 __device__ __forceinline__ fa_token no_token(int64_t batch, int64_t row) {
     fa_token token = {};
     token.batch = batch;
@@ -84,27 +62,49 @@ __device__ __forceinline__ fa_token no_token(int64_t batch, int64_t row) {
     return token;
 }
 
-__device__ __forceinline__ Place find_place(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
-                                            int64_t n, bool counts) {
-    Place place = {no_token(0, n), true};
+/* What becomes of row n of k: by one warp. Counts its fault, once. */
+__device__ __forceinline__ fa_token find_token(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
+                                               int64_t n, bool counts) {
+    fa_token token = no_token(0, n);
     if (p.slots) {
-        place.token = fa_token_of_slot(&p, &s, n);
-        if (!place.token.skipped) place.cached = !is_replaced(p, s, n);
+        token = fa_token_of_slot(&p, &s, n);
     } else {
         const Owner owner = s.packed_q ? owner_of(s, p.batch, n) : Owner{n / p.rows, {0, p.rows}};
         const int64_t batch = s.packed_q ? 0 : owner.sequence, row = s.packed_q ? n : n % p.rows;
-        place.token = no_token(batch, row);
+        token = no_token(batch, row);
         if (owner.sequence >= 0) {
             const int64_t count = fa_used(&s.q, owner.sequence, owner.rows.end - owner.rows.begin);
             const int64_t t = row - owner.rows.begin;
-            if (t < count) place.token = fa_token_of_sequence(&p, &s, owner.sequence, owner.rows.begin, count, t);
+            if (t < count) token = fa_token_of_sequence(&p, &s, owner.sequence, owner.rows.begin, count, t);
             /* A bad page is one fault, whatever the number of its tokens. */
-            counts &= place.token.fault != FA_FAULT_page || t == 0 || place.token.place == 0;
+            counts &= token.fault != FA_FAULT_page || t == 0 || token.place == 0;
         }
     }
-    if (counts && place.token.fault != FA_FAULT_COUNT && threadIdx.x % WARP == 0)
-        fa::count_fault(faults, place.token.fault, place.token.sequence, place.token.index, place.token.value);
-    return place;
+    if (counts && token.fault != FA_FAULT_COUNT && threadIdx.x % WARP == 0)
+        fa::count_fault(faults, token.fault, token.sequence, token.index, token.value);
+    return token;
+}
+
+/* Says which of a block's tokens, the first of them token `first`, have a later one with the same slot: by all threads,
+ * which look at each later slot once. */
+__device__ __forceinline__ void mark_replaced(const fa_append &p, const fa_sequences &s, int64_t first, int tokens,
+                                              const fa_token *token, int *replaced) {
+    int64_t low = INT64_MAX, high = -1;
+    for (int n = 0; n < tokens; ++n) {
+        if (token[n].skipped) continue;
+        const int64_t slot = token[n].page * p.page_size + token[n].place;
+        low = slot < low ? slot : low;
+        high = slot > high ? slot : high;
+    }
+#pragma unroll 4
+    for (int64_t other = first + 1 + threadIdx.x; other < p.slot_count; other += THREADS) {
+        const int64_t slot = fa_slot(&p, other);
+        if (slot < low || slot > high) continue;
+        for (int n = 0; n < tokens && first + n < other; ++n)
+            if (!token[n].skipped && token[n].page * p.page_size + token[n].place == slot &&
+                !fa_token_of_slot(&p, &s, other).skipped)
+                atomicExch(&replaced[n], 1);
+    }
 }
 
 /* N elements that begin at a multiple of N of a row. */
@@ -204,7 +204,8 @@ __global__ void __launch_bounds__(THREADS)
                   const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
     constexpr int PAIRS = VECTORS ? 16 / (2 * static_cast<int>(sizeof(T))) : 1, WIDTH = VECTORS ? 2 * PAIRS : 1;
-    __shared__ Place places[TOKENS];
+    __shared__ fa_token found[TOKENS];
+    __shared__ int replaced[TOKENS]; // k and v of the token are not written
     __shared__ int64_t ends[WARPS];
 
     const unsigned blocks = gridDim.x - (p.slots ? 0 : 1); // and one for the lengths of sequences
@@ -221,19 +222,23 @@ __global__ void __launch_bounds__(THREADS)
     for (int64_t first = int64_t(blockIdx.x) * work.tokens; first < work.rows; first += int64_t(blocks) * work.tokens) {
         const int64_t left = work.rows - first;
         const int tokens = left < work.tokens ? static_cast<int>(left) : work.tokens;
+        if (threadIdx.x < TOKENS) replaced[threadIdx.x] = 0;
         for (int n = threadIdx.x / WARP; n < tokens; n += WARPS) {
-            const Place place = find_place(p, s, faults, first + n, blockIdx.y == 0);
-            if (threadIdx.x % WARP == 0) places[n] = place;
+            const fa_token token = find_token(p, s, faults, first + n, blockIdx.y == 0);
+            if (threadIdx.x % WARP == 0) found[n] = token;
         }
         __syncthreads();
+        if (p.slots) {
+            mark_replaced(p, s, first, tokens, found, replaced);
+            __syncthreads();
+        }
         for (int64_t n = int64_t(blockIdx.y) * together + threadIdx.x / work.lanes; n < tokens * of_token;
              n += int64_t(work.parts) * together) {
-            const Place &place = places[n / of_token];
-            const fa_token &token = place.token;
+            const fa_token &token = found[n / of_token];
             const int64_t slot = n % of_token;
             const bool is_query = slot >= keys + values, is_value = !is_query && slot >= keys;
             const int64_t head = slot - (is_query ? keys + values : is_value ? keys : 0);
-            if (!is_query && (token.skipped || !place.cached)) continue;
+            if (!is_query && (token.skipped || replaced[n / of_token])) continue;
             const fa_operand &x = is_query ? p.q : is_value ? p.v : p.k;
             const fa_operand &to = is_query ? p.out : is_value ? p.v_cache : p.k_cache;
             const int length = is_value ? p.head_dim_v : p.head_dim, half = is_value ? 0 : work.half;

@@ -51,6 +51,12 @@ def seed(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture(params=("1", "132"))
+def sms(request, monkeypatch):
+    """With one multiprocessor a block of append takes several tokens."""
+    monkeypatch.setenv("FA_EMULATOR_SMS", request.param)
+
+
 def some_cases(seed):
     """A part of the grid, another for each seed."""
     found = [c for c in serving_cases.grid() if max(c.head_dim, c.head_dim_v) <= 64 and c.dtype in ("float16", "float32")]
@@ -109,7 +115,7 @@ def test_dense_calls_with_what_dense_instances_lack(emulated, seed):
     np.testing.assert_array_equal(fa_ext.attention(**inputs, dropout=drawn, kernel=row) != 0, dropout_keep(1, 2, 39, 50, drawn))
 
 
-def test_append(emulated, seed):
+def test_append(emulated, seed, sms):
     row, _ = emulated("append")
     for n, (q, dtype) in enumerate(itertools.product(("packed", "padded", "one"), ("float32", "float16"))):
         case = ServingCase((1, 1, 1, 1) if q == "one" else (1, 30, 0, 7), (5, 33, 4, 7), q=q, dtype=dtype, page_size=n + 1, head_dim=40)
@@ -118,7 +124,7 @@ def test_append(emulated, seed):
             assert report, report
 
 
-def test_slots_and_doubles(emulated, seed):
+def test_slots_and_doubles(emulated, seed, sms):
     row, _ = emulated("append")
     call = append_call(ServingCase((60,), (60,), page_size=4, dtype="float16"), rotary=4, q=True, positions=True)
     for name in ("page_table", "seqlens_k", "cu_seqlens_q"):
@@ -167,7 +173,7 @@ def test_attention_counts_on_the_device_what_the_host_counts(emulated, seed):
             assert {**counts(met), "page": 0} == {**counts(wanted), "page": 0}, case
 
 
-def test_append_counts_on_the_device_what_the_host_counts(emulated, seed):
+def test_append_counts_on_the_device_what_the_host_counts(emulated, seed, sms):
     row, library = emulated("append")
     rng = np.random.default_rng(seed)
     emulator.faults(library), fa_ext.faults(None)
@@ -200,9 +206,13 @@ def test_no_race(emulated, seed):
     assert fa_ext.verify(**dense.host_inputs(), dropout=(0.3, 7), kernel=row)
 
 
-def test_append_has_no_race(emulated, seed):
+def test_append_has_no_race(emulated, seed, sms):
     row, _ = emulated("append", "races", races=True)
     assert fa_ext.verify_append(**append_call(ServingCase(dtype="float16"), rotary=8, q=True), kernel=row)
+    call = append_call(ServingCase((30,), (30,), dtype="float16"))
+    for name in ("page_table", "seqlens_k", "cu_seqlens_q"):
+        del call[name]
+    assert fa_ext.verify_append(**call | {"slots": np.arange(len(call["k"])) % 11}, kernel=row)
 
 
 @pytest.mark.parametrize("barrier", (5, 6))
