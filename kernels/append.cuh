@@ -199,7 +199,7 @@ __device__ __forceinline__ void check_lengths(const fa_append &p, const fa_seque
 }
 
 template <typename T, bool VECTORS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 2)
     append_tokens(const __grid_constant__ fa_append p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
                   const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
