@@ -51,18 +51,24 @@ template <class C> struct Landing {
     }
 };
 
+/* Where the range of a worker of a cluster begins. */
+__device__ __forceinline__ int share_from(unsigned cost, unsigned worker, unsigned workers) {
+    return static_cast<int>(cost * worker / workers);
+}
+
 /* Deals the slots: each worker leaves single chunks until the first whole group, then groups. One warp. Returns how
  * many slots there are; `groups`: how many groups. */
 template <class C>
-__device__ __forceinline__ int deal_slots(const Landing<C> &landing, const Walk<C> &job, int64_t cost, int *groups) {
+__device__ __forceinline__ int deal_slots(const Landing<C> &landing, const Walk<C, int> &job, unsigned cost,
+                                          int *groups) {
     const int lane = threadIdx.x % 32, workers = landing.cluster * C::kTeams;
     int slot = 0, group = 0;
     for (int base = 0; base < workers; base += 32) {
         const int worker = base + lane;
         int continues = 0, opens = 0;
         if (worker < workers && !job.empty()) {
-            const int from = job.chunk_from(cost * worker / workers),
-                      to = job.chunk_from(cost * (worker + 1) / workers);
+            const int from = job.chunk_from(share_from(cost, worker, workers)),
+                      to = job.chunk_from(share_from(cost, worker + 1, workers));
             const int head = from == job.first_chunk() ? from : min((from + kGroup - 1) / kGroup * kGroup, to);
             if (from < to) continues = head - from;
             if (from < to && head < to) opens = (to - 1) / kGroup - head / kGroup + 1;
@@ -92,7 +98,7 @@ template <class C> struct ClusterSink {
     uint64_t *arrived;
     int slot, rows; // the next one; rows of the job
 
-    __device__ __forceinline__ bool folds(const Walk<C> &) const { return false; }
+    __device__ __forceinline__ bool folds(const Walk<C, int> &) const { return false; }
     __device__ __forceinline__ void fold_total(const Chunk<C> &, bool) const {}
 
     __device__ __forceinline__ void emit(const Chunk<C> &x, bool) {
@@ -101,10 +107,12 @@ template <class C> struct ClusterSink {
         for (int n = 0; n < C::kRowTiles; ++n) {
             const int row = ring.member * C::kWarpRows + 8 * n + 2 * (ring.lane % 4);
             if (row >= rows) continue;
+            int owner = -1, local = 0;
 #pragma unroll
             for (int unit = 0; unit < C::kUnits; ++unit) {
-                const int owner = landing.owner(unit);
-                const float2 *to = landing.value(slot, unit - landing.first_unit(owner), row / 2) + ring.lane / 4;
+                const int next = landing.owner(unit);
+                local = next == owner ? local + 1 : 0, owner = next;
+                const float2 *to = landing.value(slot, local, row / 2) + ring.lane / 4;
                 const float *from = x.out[unit / 2][n] + unit % 2 * 2;
                 cluster_send(cluster_address(smem_address(to), owner), cluster_address(barrier, owner),
                              make_float2(from[0], from[1]));
@@ -143,7 +151,7 @@ __device__ __forceinline__ void fold_part(Part &to, float2 value, float2 a, floa
 
 /* Folds what has arrived and writes this block's columns: first the groups side by side, then each column's groups. */
 template <class C>
-__device__ __forceinline__ void finish_columns(const Params &params, const Landing<C> &landing, const Walk<C> &job,
+__device__ __forceinline__ void finish_columns(const Params &params, const Landing<C> &landing, const Walk<C, int> &job,
                                                const fa_entry &entry, int rank, int groups, char *memory) {
     using Part = typename Landing<C>::Part;
     Part *parts = reinterpret_cast<Part *>(memory);
@@ -198,21 +206,23 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_cluster_sm90_kernel(cons
     dependency_wait();
     dependency_release();
 
-    Walk<C> job = {};
+    Walk<C, int> job = {};
     job.b = index / static_cast<int>(params.p.heads_kv), job.head = index - job.b * static_cast<int>(params.p.heads_kv);
-    for (int b = 0; b < job.b; ++b) {
+    const bool packed = params.s.q.starts || params.s.k.starts;
+#pragma unroll 1
+    for (int b = 0; packed && b < job.b; ++b) {
         job.before_q = rows_before(params.s.q, b, job.before_q);
         job.before_k = rows_before(params.s.k, b, job.before_k);
     }
     job.enter(params);
-    const int64_t cost = job.last_tile() - job.first_tile() + kJobCost;
+    const unsigned cost = job.sequence.cost(); // below 2^25: times workers it is below 2^31
     const int worker = rank * C::kTeams + ring.team, workers = params.cluster * C::kTeams;
-    job.begin = cost * worker / workers, job.end = cost * (worker + 1) / workers;
-    Notes<C> *notes = shared.notes();
+    job.begin = share_from(cost, worker, workers), job.end = share_from(cost, worker + 1, workers);
+    Notes<C, int> *notes = shared.template notes<int>();
     Tile ahead;
     const bool more = start(params, ring, job, notes, ahead);
 
-    const Sequence sequence = sequence_of<C>(params, job.b, job.before_q, job.before_k);
+    const Sequence &sequence = job.sequence;
     const int rows = static_cast<int>(sequence.entry.seq_q) * params.group;
     if (threadIdx.x < 32) {
         int groups;
@@ -226,7 +236,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_cluster_sm90_kernel(cons
     __syncthreads();
     cluster_wait();
     ClusterSink<C> sink{params, ring, landing, shared.arrived(), landing.worker_first()[worker], rows};
-    attend<C>(params, ring, notes, ahead, more, sink);
+    attend(params, ring, notes, ahead, more, sink);
     if (rank == 0 && threadIdx.x < 32) {
         write_nothing<typename C::T>(params, job.b, job.head, sequence.entry.first_q + sequence.entry.seq_q,
                                      sequence.rows_end);

@@ -51,6 +51,19 @@ enum Load : int {
     ROWS,  // cp.async, 16 bytes each
 };
 
+/* One sequence of the batch. */
+struct Sequence {
+    fa_entry entry;
+    int64_t rows_end; // of q: where its rows end, used or not; of the last sequence, where all end
+    int low, high;    // keys that some query sees
+    int tile, tile_end;
+    int shift;  // log2 of the tiles of a chunk
+    int blocks; // jobs a kv head
+
+    __host__ __device__ int tiles() const { return tile_end - tile; }
+    __host__ __device__ int cost() const { return tiles() + kJobCost; }
+};
+
 /* What a launch reads of its call. */
 struct Params {
     CUtensorMap k_map, v_map; // of BOXES
@@ -58,9 +71,9 @@ struct Params {
     fa_sequences s; // of a dense call too: all rows of every batch entry
     fa_operand alibi;
     ScoreParams score;
-    int64_t dense_diagonal; // of a call without sequences
-    int group;              // query heads a kv head
-    int box_shift;          // log2 of the keys of a box
+    Sequence dense; // of a call without sequences: every batch entry
+    int group;      // query heads a kv head
+    int box_shift;  // log2 of the keys of a box
     Load load;
     char *workspace;   // persistent form: what workers leave for others to fold
     int states;        // of a worker there

@@ -38,14 +38,15 @@ __device__ __forceinline__ RowPlace row_place(const Params &params, int b, int k
     return {first_q + query, params.s.packed_q ? 0 : b, kv_head * params.group + row - query * params.group};
 }
 
-/* Factor of the accumulated output, and the LSE, which is written. */
-__device__ __forceinline__ float finish(const Params &params, const RowPlace &row, const RowState &state, bool writes) {
+__device__ __forceinline__ void store_lse(const Params &params, const RowPlace &row, float lse) {
     const fa_forward &p = params.p;
-    const RowResult result = finish_row(p, row.head, state);
-    if (writes && p.lse) {
-        const int64_t rows = p.seq_q;
-        static_cast<float *>(p.lse)[(int64_t(row.batch) * p.heads + row.head) * rows + row.query] = result.lse;
-    }
+    if (p.lse) static_cast<float *>(p.lse)[(int64_t(row.batch) * p.heads + row.head) * p.seq_q + row.query] = lse;
+}
+
+/* Factor of the accumulated output; the LSE is written. */
+__device__ __forceinline__ float finish(const Params &params, const RowPlace &row, const RowState &state, bool writes) {
+    const RowResult result = finish_row(params.p, row.head, state);
+    if (writes) store_lse(params, row, result.lse);
     return result.factor;
 }
 
@@ -64,18 +65,16 @@ __device__ __forceinline__ void store_out(const Params &params, const RowPlace &
 /* Rows [begin, end) of the heads of a kv head belong to no query: 0 and -inf. One warp. */
 template <class T>
 __device__ __forceinline__ void write_nothing(const Params &params, int b, int kv_head, int64_t begin, int64_t end) {
-    const int64_t items = (end - begin) * params.group * params.p.head_dim_v;
-    for (int64_t item = threadIdx.x % 32; item < items; item += 32) {
-        const int column = static_cast<int>(item % params.p.head_dim_v);
-        const int64_t line = item / params.p.head_dim_v;
-        const RowPlace row = {begin + line / params.group, params.s.packed_q ? 0 : b,
-                              kv_head * params.group + static_cast<int>(line % params.group)};
-        if (column == 0 && params.p.lse)
-            static_cast<float *>(
-                params.p.lse)[(int64_t(row.batch) * params.p.heads + row.head) * params.p.seq_q + row.query] =
-                -INFINITY;
-        store_out<T>(params, row, column, 0.0f);
-    }
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int64_t query = begin; query < end; ++query)
+#pragma unroll 1
+        for (int head = kv_head * params.group; head < (kv_head + 1) * params.group; ++head) {
+            const RowPlace row = {query, params.s.packed_q ? 0 : b, head};
+            if (lane == 0) store_lse(params, row, -INFINITY);
+#pragma unroll 1
+            for (int column = lane; column < params.p.head_dim_v; column += 32) store_out<T>(params, row, column, 0.0f);
+        }
 }
 
 } // namespace fa::sm90::serve

@@ -13,9 +13,8 @@
 namespace fa::sm90::serve {
 
 /* What a warp writes down: what is the same in all its lanes and seldom read. */
-template <class C> struct Notes {
-    Walk<C> work, ahead; // the job at hand; that of the next tile to ask for
-    Sequence sequence;   // of the job at hand
+template <class C, class Cost = int64_t> struct Notes {
+    Walk<C, Cost> work, ahead; // the job at hand; that of the next tile to ask for
     Record record;
     LaneRow row[C::kWarpRows];
 };
@@ -28,9 +27,9 @@ template <class C> struct Shared {
     __device__ __forceinline__ uint64_t *arrived() const { return barriers() + C::kBarriers - 1; }
     __device__ __forceinline__ uint64_t *valid() const { return barriers() + C::kBarriers; }
     __device__ __forceinline__ char *scratch() const { return base + C::kRingBytes + C::kControlBytes; }
-    __device__ __forceinline__ Notes<C> *notes() const { // of this warp
-        static_assert(sizeof(Notes<C>) <= C::kNotesBytes);
-        return reinterpret_cast<Notes<C> *>(scratch() + threadIdx.x / 32 * C::kNotesBytes);
+    template <class Cost> __device__ __forceinline__ Notes<C, Cost> *notes() const { // of this warp
+        static_assert(sizeof(Notes<C, Cost>) <= C::kNotesBytes);
+        return reinterpret_cast<Notes<C, Cost> *>(scratch() + threadIdx.x / 32 * C::kNotesBytes);
     }
     __device__ __forceinline__ char *dealing() const { return scratch() + C::kWarps * C::kNotesBytes; }
     __device__ __forceinline__ char *own() const { return scratch() + C::kScratchBytes; }
@@ -51,24 +50,21 @@ template <class C> struct Shared {
 /* A worker's jobs, tile by tile. `sink` takes the states: emit(state, opens) one that is folded elsewhere (the first of
  * a group or group so far if it opens one), fold_total(state) a whole group of a job that begins here, end(...) what is
  * left when a part of a job is done. */
-template <class C, class Sink>
-__device__ __forceinline__ void attend(const Params &params, Ring<C> ring, Notes<C> *notes, Tile ahead, bool more,
+template <class C, class Cost, class Sink>
+__device__ __forceinline__ void attend(const Params &params, Ring<C> ring, Notes<C, Cost> *notes, Tile ahead, bool more,
                                        Sink &sink) {
     int stage = 0;
     uint32_t parity = 0;
-    for (;;) {
-        Walk<C> work = notes->work;
-        if (!work.find(params)) break;
+#pragma unroll 1
+    for (bool leaves = false;; leaves = true) {
+        Walk<C, Cost> work = notes->work;
+        if (!work.find(params, leaves, false)) break;
+        note(&notes->work, work);
         Rows<C> rows;
-        {
-            const Sequence sequence = sequence_of<C>(params, work.b, work.before_q, work.before_k);
-            rows.row = notes->row;
-            rows.load(params, sequence.entry, work.b, work.head, work.block * C::kRows + ring.member * C::kWarpRows);
-            note(&notes->sequence, sequence);
-            note(&notes->work, work);
-        }
+        rows.row = notes->row;
+        rows.load(params, work.sequence.entry, work.b, work.head, work.block * C::kRows + ring.member * C::kWarpRows);
         const bool folds = sink.folds(work);
-        const int shift = work.shift, first_tile = work.first_tile(), last_tile = work.last_tile();
+        const int shift = work.sequence.shift, first_tile = work.sequence.tile, last_tile = work.sequence.tile_end;
         const int first_chunk = work.first_chunk(), last_chunk = work.chunk_end;
         Chunk<C> group, chunk;
         bool open = false, total = false; // the group holds a chunk; there is a total
@@ -119,21 +115,19 @@ __device__ __forceinline__ void attend(const Params &params, Ring<C> ring, Notes
             }
         }
         sink.end(group, open, total);
-        work = notes->work;
-        work.leave(params);
-        note(&notes->work, work);
     }
 }
 
 /* The first tiles of a worker's range; false: there are no more. */
-template <class C>
-__device__ __forceinline__ bool start(const Params &params, Ring<C> &ring, const Walk<C> &work, Notes<C> *notes,
-                                      Tile &ahead) {
+template <class C, class Cost>
+__device__ __forceinline__ bool start(const Params &params, Ring<C> &ring, const Walk<C, Cost> &work,
+                                      Notes<C, Cost> *notes, Tile &ahead) {
     note(&notes->work, work);
-    Walk<C> first = work;
-    bool more = first.find_tile(params);
+    Walk<C, Cost> first = work;
+    bool more = first.find(params, false, true);
     ahead = first.here();
     note(&notes->ahead, first);
+#pragma unroll 1
     for (int stage = 0; stage < C::kStages && more; ++stage) {
         ring.start_keys(ahead, stage);
         ring.start_values(ahead, stage);
@@ -250,15 +244,16 @@ template <class C> struct PersistentSink {
             leave(slot, group);
         }
         if (work.begins() && work.block == 0 && ring.member == 0) {
-            const fa_entry e = notes->sequence.entry;
-            write_nothing<T>(params, work.b, work.head, e.first_q + e.seq_q, notes->sequence.rows_end);
+            const fa_entry e = notes->work.sequence.entry;
+            write_nothing<T>(params, work.b, work.head, e.first_q + e.seq_q, notes->work.sequence.rows_end);
             if (work.b == 0) write_nothing<T>(params, 0, work.head, 0, e.first_q);
         }
     }
 
     __device__ __forceinline__ void write(const Walk<C> &work, const Chunk<C> &x) const {
         const int first = work.block * C::kRows + ring.member * C::kWarpRows;
-        const int64_t count = notes->sequence.entry.seq_q * params.group, first_q = notes->sequence.entry.first_q;
+        const int64_t count = notes->work.sequence.entry.seq_q * params.group,
+                      first_q = notes->work.sequence.entry.first_q;
 #pragma unroll
         for (int r = 0; r < C::kLaneRows; ++r) {
             const int index = first + r / 2 * 8 + 2 * (ring.lane % 4) + r % 2;
@@ -291,7 +286,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_sm90_kernel(const __grid
     __syncthreads();
     dependency_wait();
     dependency_release(); // the second kernel's blocks have room beside these
-    Notes<C> *notes = shared.notes();
+    Notes<C> *notes = shared.template notes<int64_t>();
     note(&notes->record, Record());
     int64_t *scratch = reinterpret_cast<int64_t *>(shared.dealing());
     const Walk<C> work = deal<C>(params, scratch, reinterpret_cast<Start *>(scratch + C::kWarps));
@@ -302,7 +297,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_sm90_kernel(const __grid
             write_nothing<typename C::T>(params, 0, head, 0, params.p.seq_q);
     float4 *totals = reinterpret_cast<float4 *>(shared.own() + threadIdx.x / 32 * (C::kTotalBytes / C::kWarps));
     PersistentSink<C> sink{params, ring, notes, totals};
-    attend<C>(params, ring, notes, ahead, more, sink);
+    attend(params, ring, notes, ahead, more, sink);
     if (ring.member == 0 && ring.lane == 0) *sink.workspace().record(sink.worker()) = notes->record;
 }
 
@@ -354,7 +349,7 @@ __global__ void __launch_bounds__(kMergeThreads) serve_merge_kernel(const __grid
     const int64_t workers = gridDim.x;
     const Record record = *workspace.record(blockIdx.x);
     if (!record.group) return;
-    const Sequence sequence = sequence_of<C>(params, record.b, record.before_q, record.before_k);
+    const Sequence sequence = known<C>(params, record.b, record.before_q, record.before_k);
     const int64_t count = sequence.entry.seq_q * params.group;
     for (int item = threadIdx.x; item < C::kRows * C::kColumns / 4; item += kMergeThreads) {
         constexpr int kOfWarp = C::kWarpRows * C::kColumns / 4;

@@ -277,12 +277,12 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     params.s = problem->sequences;
     params.alibi = problem->extra.alibi;
     params.score = score_params(p);
-    params.dense_diagonal = p.diagonal;
     if (!params.s.given) params.s.q.rows = p.seq_q, params.s.k.rows = p.seq_k;
     params.group = static_cast<int>(p.heads / p.heads_kv);
     params.workspace = static_cast<char *>(launch->workspace);
     params.states = own.states;
     params.load = ROWS;
+    if (!params.s.given) params.dense = sequence_of(params, kForms[own.columns == 128][own.shape].rows, 0, 0, 0);
     const fa_sequences &s = params.s;
     if (const int keys = box_keys(p, s, *launch)) {
         params.load = BOXES;

@@ -12,28 +12,16 @@
 namespace fa::sm90::serve {
 
 /* A bad index that was met; the hook for counters in host-visible memory. */
-__device__ __forceinline__ void report_fault() {}
+__host__ __device__ inline void report_fault() {}
 
-/* One sequence of the batch. */
-struct Sequence {
-    fa_entry entry;
-    int64_t rows_end; // of q: where its rows end, used or not; of the last sequence, where all end
-    int low, high;    // keys that some query sees
-    int tile, tile_end;
-    int shift;  // log2 of the tiles of a chunk
-    int blocks; // jobs a kv head
-
-    __device__ __forceinline__ int tiles() const { return tile_end - tile; }
-    __device__ __forceinline__ int64_t cost() const { return tiles() + kJobCost; }
-};
-
-template <class C>
-__device__ __forceinline__ Sequence sequence_of(const Params &params, int b, int64_t before_q, int64_t before_k) {
+/* Sequence b, whose rows begin after `before_q` and `before_k`. */
+__host__ __device__ inline Sequence sequence_of(const Params &params, int rows_of_job, int b, int64_t before_q,
+                                                int64_t before_k) {
     const fa_sequences &s = params.s;
     const fa_span q = fa_rows_of(&s.q, b, before_q, s.packed_q), k = fa_rows_of(&s.k, b, before_k, s.packed_k);
     Sequence x;
     x.entry = fa_entry_of(&s, b, q, k);
-    if (!s.given) x.entry.diagonal = params.dense_diagonal;
+    if (!s.given) x.entry.diagonal = params.p.diagonal;
     x.rows_end = s.packed_q && b + 1 == params.p.batch ? params.p.seq_q : q.end;
     const fa_span seen = fa_entry_keys(&x.entry, params.p.left, params.p.right);
     x.low = static_cast<int>(seen.begin), x.high = static_cast<int>(seen.end);
@@ -42,8 +30,14 @@ __device__ __forceinline__ Sequence sequence_of(const Params &params, int b, int
     x.shift = 0;
     while (x.high - x.low > (kMaxChunks - 1) * int64_t(kTileKeys) << x.shift) ++x.shift;
     const int64_t rows = x.entry.seq_q * params.group;
-    x.blocks = rows > C::kRows ? static_cast<int>((rows + C::kRows - 1) / C::kRows) : 1;
+    x.blocks = rows > rows_of_job ? static_cast<int>((rows + rows_of_job - 1) / rows_of_job) : 1;
     return x;
+}
+
+/* The same; those of a dense call are all alike, and known to the host. */
+template <class C> __device__ __forceinline__ Sequence known(const Params &params, int b, int before_q, int before_k) {
+    if (!params.s.given) return params.dense;
+    return sequence_of(params, C::kRows, b, before_q, before_k);
 }
 
 /* Where the rows of q or k end that belong to sequences before b (of packed ones; else 0): entry by entry. */
@@ -59,80 +53,65 @@ struct Tile {
     int tile, end;
 };
 
-/* A worker's way through its jobs. The same in all lanes of its warps; what is not at work lies in shared memory. */
-template <class C> struct Walk {
-    int64_t begin, end, at; // the worker's range; where the present job begins
-    int b, head, block, blocks;
+/* A worker's way through its jobs. The same in all lanes of its warps; it lies in shared memory while it is not needed.
+ */
+template <class C, class Cost_ = int64_t> struct Walk {
+    using Cost = Cost_;
+    Cost begin, end, at; // the worker's range; where the present job begins
+    int b, head, block;
     int before_q, before_k;
-    int first_k;   // row of the sequence's key 0
-    int low, high; // keys that the sequence's queries see
-    int shift;
     int chunk, chunk_end; // the worker's part of the job
-    int tile, tile_end;   // the part's tiles that are still to come
+    Sequence sequence;
 
-    __device__ __forceinline__ int first_tile() const { return low / kTileKeys; }
-    __device__ __forceinline__ int last_tile() const {
-        return high > low ? (high + kTileKeys - 1) / kTileKeys : first_tile();
-    }
-    __device__ __forceinline__ int first_chunk() const { return first_tile() >> shift; }
+    __device__ __forceinline__ int first_chunk() const { return sequence.tile >> sequence.shift; }
     __device__ __forceinline__ int last_chunk() const { // one past it
-        return high > low ? ((last_tile() - 1) >> shift) + 1 : first_chunk();
+        return empty() ? first_chunk() : ((sequence.tile_end - 1) >> sequence.shift) + 1;
     }
-    __device__ __forceinline__ bool empty() const { return high <= low; }
+    __device__ __forceinline__ bool empty() const { return sequence.tiles() == 0; }
     __device__ __forceinline__ bool begins() const { return chunk == first_chunk(); }
     __device__ __forceinline__ bool ends() const { return chunk_end == last_chunk(); }
 
     __device__ __forceinline__ void enter(const Params &params) {
         before_q = rows_before(params.s.q, b, before_q), before_k = rows_before(params.s.k, b, before_k);
-        const Sequence x = sequence_of<C>(params, b, before_q, before_k);
-        blocks = x.blocks, first_k = static_cast<int>(x.entry.first_k), low = x.low, high = x.high, shift = x.shift;
+        sequence = known<C>(params, b, before_q, before_k);
     }
 
     /* The first chunk that begins at `position` or after it. */
-    __device__ __forceinline__ int chunk_from(int64_t position) const {
+    __device__ __forceinline__ int chunk_from(Cost position) const {
         if (position <= at) return first_chunk();
-        const int64_t tile = min(position - at - kJobCost, int64_t(last_tile() - first_tile())) + first_tile();
-        const int chunk = static_cast<int>((max(tile, int64_t(0)) + (1 << shift) - 1) >> shift);
+        const int tile = static_cast<int>(min(position - at - kJobCost, Cost(sequence.tiles()))) + sequence.tile;
+        const int chunk = (max(tile, 0) + (1 << sequence.shift) - 1) >> sequence.shift;
         return min(max(chunk, first_chunk() + 1), last_chunk());
     }
 
-    /* From the present job on, the first one that the worker has a part of. */
-    __device__ __forceinline__ bool find(const Params &params) {
-        while (at < end && b < params.p.batch) {
-            const int64_t cost = last_tile() - first_tile() + kJobCost;
-            if (at + cost > begin) {
-                chunk = chunk_from(begin), chunk_end = chunk_from(end);
-                tile = max(chunk << shift, first_tile()), tile_end = min(chunk_end << shift, last_tile());
-                if (empty() ? at >= begin : chunk < chunk_end) return true;
+    /* The first job that the worker has a part of, the present one or after it; with `leaves` after it. With `tiles`
+     * only jobs that have tiles count. The present sequence is known unless `enters`. False: there is none. */
+    __device__ __forceinline__ bool find(const Params &params, bool leaves, bool tiles, bool enters = false) {
+#pragma unroll 1
+        for (;; leaves = true) {
+            if (leaves) {
+                at += sequence.cost();
+                if (at >= end) return false;
+                if (++block >= sequence.blocks) {
+                    block = 0;
+                    if (++head >= params.p.heads_kv) head = 0, ++b, enters = true;
+                }
             }
-            step(params, cost);
+            if (at >= end || b >= params.p.batch) return false;
+            if (enters) enter(params);
+            enters = false;
+            if (at + sequence.cost() <= begin) continue;
+            chunk = chunk_from(begin), chunk_end = chunk_from(end);
+            if (chunk < chunk_end || (empty() && at >= begin && !tiles)) return true;
         }
-        return false;
     }
-    __device__ __forceinline__ bool next(const Params &params) {
-        leave(params);
-        return find(params);
+    __device__ __forceinline__ int first_tile(int of_chunk) const {
+        return max(of_chunk << sequence.shift, sequence.tile);
     }
-
-    /* The same for tiles: false when no more are left. */
-    __device__ __forceinline__ bool find_tile(const Params &params) {
-        for (bool any = find(params); any; any = next(params))
-            if (tile < tile_end) return true;
-        return false;
-    }
-    __device__ __forceinline__ Tile here() const { return {b, head, first_k, low, high, tile, tile_end}; }
-
-    __device__ __forceinline__ void leave(const Params &params) { step(params, last_tile() - first_tile() + kJobCost); }
-
-  private:
-    __device__ __forceinline__ void step(const Params &params, int64_t cost) {
-        at += cost;
-        if (at >= end) return;
-        if (++block < blocks) return;
-        block = 0;
-        if (++head < params.p.heads_kv) return;
-        head = 0;
-        if (++b < params.p.batch) enter(params);
+    __device__ __forceinline__ Tile here() const {
+        const int last = min(chunk_end << sequence.shift, sequence.tile_end);
+        return {b,   head, static_cast<int>(sequence.entry.first_k), sequence.low, sequence.high, first_tile(chunk),
+                last};
     }
 };
 
@@ -144,10 +123,10 @@ template <class T> __device__ __forceinline__ void note(T *to, const T &x) {
 }
 
 /* The next tile of the worker whose walk is at *walk; false when no more are left. */
-template <class C> __device__ __forceinline__ bool next_tile(const Params &params, Tile &tile, Walk<C> *walk) {
+template <class Walk> __device__ __forceinline__ bool next_tile(const Params &params, Tile &tile, Walk *walk) {
     if (++tile.tile < tile.end) return true;
-    Walk<C> ahead = *walk;
-    const bool more = ahead.next(params) && ahead.find_tile(params);
+    Walk ahead = *walk;
+    const bool more = ahead.find(params, true, true);
     tile = ahead.here();
     note(walk, ahead);
     return more;
@@ -207,8 +186,8 @@ template <class C> __device__ __forceinline__ Walk<C> deal(const Params &params,
         for (int b = first; b < last; ++b) {
             const Start here = {0, b, before_q, before_k, 0};
             before_q = rows_before(params.s.q, b, before_q), before_k = rows_before(params.s.k, b, before_k);
-            const Sequence x = sequence_of<C>(params, b, before_q, before_k);
-            each_one(here, x.cost() * x.blocks * params.p.heads_kv);
+            const Sequence x = known<C>(params, b, before_q, before_k);
+            each_one(here, int64_t(x.cost()) * x.blocks * params.p.heads_kv);
         }
     };
     int64_t mine = 0;
@@ -232,16 +211,16 @@ template <class C> __device__ __forceinline__ Walk<C> deal(const Params &params,
     const int64_t worker = int64_t(blockIdx.x) * C::kTeams + team;
     Walk<C> walk;
     walk.begin = begin_of(worker), walk.end = begin_of(worker + 1);
-    walk.at = walk.end, walk.b = batch, walk.head = walk.block = 0, walk.blocks = 1;
-    walk.low = walk.high = walk.shift = walk.before_q = walk.before_k = walk.first_k = 0;
-    walk.chunk = walk.chunk_end = walk.tile = walk.tile_end = 0;
+    walk.at = walk.end, walk.b = batch, walk.head = walk.block = walk.before_q = walk.before_k = 0;
+    walk.chunk = walk.chunk_end = 0, walk.sequence = {};
     if (walk.begin < walk.end) {
         const Start start = starts[team];
         walk.at = start.at, walk.b = start.b, walk.before_q = start.before_q, walk.before_k = start.before_k;
         walk.enter(params);
-        const int64_t cost = walk.last_tile() - walk.first_tile() + kJobCost, job = (walk.begin - walk.at) / cost;
-        walk.at += job * cost;
-        walk.head = static_cast<int>(job / walk.blocks), walk.block = static_cast<int>(job % walk.blocks);
+        const int cost = walk.sequence.cost();
+        const uint32_t job = static_cast<uint32_t>((walk.begin - walk.at) / cost), blocks = walk.sequence.blocks;
+        walk.at += int64_t(job) * cost;
+        walk.head = static_cast<int>(job / blocks), walk.block = static_cast<int>(job % blocks);
     }
     return walk;
 }
