@@ -17,6 +17,7 @@ import serving_cases
 from case import Case
 from fa_ext import _build
 from serving_cases import K_STORAGE, Q_STORAGE, ServingCase
+from test_serving import BROKEN
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
@@ -45,8 +46,10 @@ def emulated(tmp_path_factory):
             target = folder / f"{kernel}.{len(loaded)}.so"
             emulator.build(TRIAL / f"{kernel}.cu", target, **{"instances": INSTANCES[kernel]} | options)
             loaded[key] = emulator.load(target, kernel)
+            get.library[loaded[key]] = target
         return loaded[key]
 
+    get.library = {}
     rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
     yield get
     rows.device_of = device_of
@@ -139,6 +142,26 @@ def test_serving_looks_at_nothing_that_nobody_may_see(serve):
     table[0, 11] = 10**6  # a page that somebody would see: its keys are hidden
     report = fa_ext.verify(**arguments, kernel=serve, check=False)
     assert report, report
+
+
+@pytest.mark.parametrize("blocks", [132, 3])
+@pytest.mark.parametrize(("case", "change"), [x[1:3] for x in BROKEN], ids=[x[0] for x in BROKEN])
+def test_serving_counts_bad_contents(emulated, serve, monkeypatch, case, change, blocks):
+    monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
+    case = dataclasses.replace(case, dtype="bfloat16", head_dim=64, head_dim_v=64)
+    arguments = case.arguments()
+    change(arguments)
+    for name in "qkv":
+        arguments[name] = np.nan_to_num(arguments[name], nan=0.5)  # what is bad may let see what nobody should
+    fa_ext.faults(None)
+    fa_ext.attention(**arguments, kernel="cpu_ref", check=False)
+    wanted = fa_ext.faults(None)
+    emulator.faults(emulated.library[serve])
+    report = fa_ext.verify(**arguments, kernel=serve, check=False)
+    assert report, report
+    met = emulator.faults(emulated.library[serve])
+    fa_ext.faults(None)
+    assert [x[:2] for x in met] == [x[:2] for x in wanted]  # and one of them, not always the first
 
 
 @pytest.mark.parametrize("case, blocks", [(SERVING[0], 132), (SERVING[1], 2), (SERVING[3], 132), (SERVING[3], 2)], ids=str)

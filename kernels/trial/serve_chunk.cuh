@@ -10,10 +10,11 @@
  * brings a multiprocessor one such tile (32 KB) in 1,640 at 4.6 TB/s, and four warps are at work: a fifth of the time.
  */
 #pragma once
-#include "serve_fold.cuh"
-#include "serve_walk.cuh"
-#include "sm80_ptx.cuh"
-#include "softmax.cuh"
+#include "common/ptx.cuh"
+#include "common/rows.cuh" // row_of
+#include "common/softmax.cuh"
+#include "trial/serve_fold.cuh"
+#include "trial/serve_walk.cuh"
 
 namespace fa::sm90::serve {
 

@@ -6,7 +6,7 @@
  * all wait for its end, so nobody can be two phases behind. Nobody sends before the cluster's barrier, after which
  * every block's `arrived` is ready, and no block ends before all that is sent to it has arrived. */
 #pragma once
-#include "serve_kernel.cuh"
+#include "trial/serve_kernel.cuh"
 
 namespace fa::sm90::serve {
 
@@ -102,7 +102,7 @@ template <class C> struct ClusterSink {
     __device__ __forceinline__ void fold_total(const Chunk<C> &, bool) const {}
 
     __device__ __forceinline__ void emit(const Chunk<C> &x, bool) {
-        const uint32_t barrier = smem_address(arrived);
+        const uint32_t barrier = shared_address(arrived);
 #pragma unroll
         for (int n = 0; n < C::kRowTiles; ++n) {
             const int row = ring.member * C::kWarpRows + 8 * n + 2 * (ring.lane % 4);
@@ -114,12 +114,12 @@ template <class C> struct ClusterSink {
                 local = next == owner ? local + 1 : 0, owner = next;
                 const float2 *to = landing.value(slot, local, row / 2) + ring.lane / 4;
                 const float *from = x.out[unit / 2][n] + unit % 2 * 2;
-                cluster_send(cluster_address(smem_address(to), owner), cluster_address(barrier, owner),
+                cluster_send(cluster_address(shared_address(to), owner), cluster_address(barrier, owner),
                              make_float2(from[0], from[1]));
             }
 #pragma unroll
             for (int r = 2 * n; r < 2 * n + 2; ++r) {
-                const uint32_t to = smem_address(landing.state(slot, row + r % 2));
+                const uint32_t to = shared_address(landing.state(slot, row + r % 2));
                 for (int rank = ring.lane / 4; rank < landing.cluster; rank += 8)
                     cluster_send(cluster_address(to, rank), cluster_address(barrier, rank),
                                  make_float2(x.state[r].maximum, x.state[r].sum));

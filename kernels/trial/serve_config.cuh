@@ -2,8 +2,9 @@
 #pragma once
 #include <cuda.h>
 
+#include "common/score.cuh"
 #include "fa.h"
-#include "score.cuh"
+#include "faults.h" // fa_fault_board
 
 namespace fa::sm90::serve {
 
@@ -75,11 +76,12 @@ struct Params {
     int group;      // query heads a kv head
     int box_shift;  // log2 of the keys of a box
     Load load;
-    char *workspace;   // persistent form: what workers leave for others to fold
-    int states;        // of a worker there
-    int landing_slots; // cluster form: states that have room in shared memory
-    int landing_rows;  // of each
-    int cluster;       // blocks of a cluster; 0: persistent form
+    fa_fault_board *faults; // NULL: nobody counts
+    char *workspace;        // persistent form: what workers leave for others to fold
+    int states;             // of a worker there
+    int landing_slots;      // cluster form: states that have room in shared memory
+    int landing_rows;       // of each
+    int cluster;            // blocks of a cluster; 0: persistent form
 };
 
 /* One worker's part of a job that it does not have alone; a worker has at most two such. */

@@ -6,9 +6,9 @@
  * The first of a group, and the first group, are taken as they are. Float32 in memory loses nothing, so that it changes
  * no bit who folds, where and when: every path here does these operations, each rounded by itself. */
 #pragma once
-#include "convert.cuh"
-#include "serve_config.cuh"
-#include "softmax.cuh"
+#include "common/convert.cuh"
+#include "common/softmax.cuh"
+#include "trial/serve_config.cuh"
 
 namespace fa::sm90::serve {
 

@@ -6,9 +6,9 @@
  * that is not whole), and serve_merge_kernel folds them, one block for each job that begins in one worker and ends in
  * another. */
 #pragma once
-#include "serve_chunk.cuh"
-#include "serve_load.cuh"
-#include "sm90_cluster.cuh"
+#include "sm90/cluster.cuh"
+#include "trial/serve_chunk.cuh"
+#include "trial/serve_load.cuh"
 
 namespace fa::sm90::serve {
 
@@ -60,6 +60,7 @@ __device__ __forceinline__ void attend(const Params &params, Ring<C> ring, Notes
         Walk<C, Cost> work = notes->work;
         if (!work.find(params, leaves, false)) break;
         note(&notes->work, work);
+        if (ring.member == 0) report_faults(params, work);
         Rows<C> rows;
         rows.row = notes->row;
         rows.load(params, work.sequence.entry, work.b, work.head, work.block * C::kRows + ring.member * C::kWarpRows);

@@ -7,10 +7,10 @@
  * `valid` says which keys of a tile some query may see and have a page. It is written before the arrival on `full` of K
  * (of the thread that writes it) and read between that barrier and release(). */
 #pragma once
-#include "serve_walk.cuh"
-#include "sm80_ptx.cuh"
-#include "sm90_barrier.cuh"
-#include "sm90_tma.cuh"
+#include "common/ptx.cuh"
+#include "sm90/barrier.cuh"
+#include "sm90/tma.cuh"
+#include "trial/serve_walk.cuh"
 
 namespace fa::sm90::serve {
 
@@ -27,18 +27,17 @@ __device__ __forceinline__ Place locate(const Params &params, const Tile &at, in
     if (!pages.table) return {params.s.packed_k ? 0 : at.b, at.first_k + key};
     const int size = static_cast<int>(pages.size), column = key / size;
     const int page = static_cast<int>(fa_page(&pages, at.b, column));
-    if (page < 0) report_fault();
     return {page, key - column * size};
 }
 
 /* Adds this thread's arrival on the barrier, which must count it, once its copies so far have landed. */
 __device__ __forceinline__ void cp_async_arrive(uint64_t *barrier, int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 template <class C> struct Ring {
-    static constexpr int kCopies = kTileKeys * C::kColumns / 8 / (32 * C::kTeam); // of 16 bytes, a lane and tile
+    static_assert(C::kColumns / 8 % C::kTeam == 0);
     const Params &params;
     char *tiles;     // stage s: K, V
     uint64_t *full;  // stage s: K, V
@@ -124,18 +123,20 @@ template <class C> struct Ring {
         } else {
             constexpr int kPieces = C::kColumns / 8; // of a row
             const char *base = static_cast<const char *>(x.data) + head * x.stride[1] * 2;
-            const uint32_t shared = smem_address(to);
+            const uint32_t shared = shared_address(to);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) { // 32 rows, whose places the lanes hold
+                const Place mine = place[half];
+                const int64_t offset = mine.batch < 0 ? -1 : mine.batch * x.stride[0] + mine.row * x.stride[2];
 #pragma unroll 4
-            for (int n = 0; n < kCopies; ++n) {
-                const int index = (n * C::kTeam + member) * 32 + lane, row = index / kPieces, piece = index % kPieces;
-                Place source = {__shfl_sync(~0u, place[0].batch, row % 32), __shfl_sync(~0u, place[0].row, row % 32)};
-                const Place other = {__shfl_sync(~0u, place[1].batch, row % 32),
-                                     __shfl_sync(~0u, place[1].row, row % 32)};
-                if (row >= 32) source = other;
-                const bool exists = source.batch >= 0 && piece * 8 < columns;
-                const char *from = base + (source.batch * x.stride[0] + source.row * x.stride[2] + piece * 8) * 2;
-                cp_async_16(shared + piece / 8 * C::kSlabBytes + row * 128 + ((piece % 8) ^ (row % 8)) * 16,
-                            exists ? from : x.data, exists);
+                for (int n = 0; n < kPieces / C::kTeam; ++n) {
+                    const int index = (n * C::kTeam + member) * 32 + lane, row = index / kPieces,
+                              piece = index % kPieces;
+                    const int64_t from = __shfl_sync(~0u, offset, row);
+                    const bool exists = from >= 0 && piece * 8 < columns;
+                    cp_async_16(shared + piece / 8 * C::kSlabBytes + (32 * half + row) * 128 + ((piece ^ row) % 8) * 16,
+                                exists ? base + (from + piece * 8) * 2 : x.data, exists);
+                }
             }
             cp_async_arrive(barrier(stage, which));
         }

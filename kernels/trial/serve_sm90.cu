@@ -33,10 +33,10 @@
 #include <algorithm> // std::max, std::min
 #include <cuda_runtime.h>
 
+#include "common/launch.cuh"
 #include "fa.h"
-#include "launch.cuh"
-#include "serve_cluster.cuh"
-#include "sm90_tensor_map.h"
+#include "sm90/tensor_map.h"
+#include "trial/serve_cluster.cuh"
 
 namespace fa::sm90::serve {
 
@@ -53,10 +53,11 @@ struct Own {
     int jobs;
 };
 
-/* The slots of a cluster's jobs: each worker leaves up to 7 single chunks and a group that is not whole. */
+/* The slots of a cluster's jobs: each worker but the first leaves up to 7 single chunks and may cut a group in two. */
 template <class C> Landing<C> landing_of(const Own &own, int cluster) {
     const int workers = cluster * C::kTeams;
-    return {std::min(own.chunks, kGroup * workers + Landing<C>::kMaxGroups), own.rows, cluster, nullptr};
+    const int groups = std::min(Landing<C>::kMaxGroups, own.chunks / kGroup + 2);
+    return {std::min(own.chunks, kGroup * (workers - 1) + groups), own.rows, cluster, nullptr};
 }
 template <class C> inline constexpr size_t kLandingRoom = 227 * 1024 - (C::kSharedBytes - C::kTotalBytes);
 
@@ -120,10 +121,10 @@ template <class C> fa_code active_clusters(int cluster, const fa_launch &launch,
 /* The largest cluster that leaves all jobs room at once, else the smallest that has room for its states. */
 template <class C> fa_code choose_cluster(const Own &own, const fa_launch &launch, int *cluster) {
     *cluster = 0;
-    for (int size = kMaxCluster; size >= 2; --size) {
+    for (int size = kMaxCluster; size >= 1; --size) {
         if (!landing_of<C>(own, size).fits(kLandingRoom<C>)) continue;
-        int count;
-        FA_TRY(active_clusters<C>(size, launch, &count));
+        int count = launch.device->sm_count;
+        if (size > 1) FA_TRY(active_clusters<C>(size, launch, &count));
         if (count) *cluster = size;
         if (count >= own.jobs) break;
     }
@@ -207,6 +208,18 @@ static int64_t rows_of_job(const fa_problem *problem) {
     return queries * (p.heads / p.heads_kv);
 }
 
+/* The smallest cluster for each job of the cluster form, or 0: the persistent form. All jobs are to run at once, and
+ * where lengths may differ, none is to last long by itself. Sizes that a device surely has room for; the launch may
+ * find more. */
+static int smallest_cluster(const fa_problem *problem, const Own &own, const Form &form, int multiprocessors) {
+    const fa_forward &p = problem->forward;
+    const bool alike = !problem->sequences.given || p.batch == 1;
+    const bool fills = !problem->sequences.given && own.jobs * 4 >= multiprocessors * 3; // a block each
+    for (int size = fills ? 1 : 2; own.rows && size <= 8 && own.jobs * size <= multiprocessors; size *= 2)
+        if (form.clusters(own, size) && (alike || p.seq_k <= 4096 * size)) return size;
+    return 0;
+}
+
 static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
     if (p.head_dim > 128) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 128, 0, 0);
@@ -241,15 +254,11 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
         if (plan->workspace_bytes <= device->workspace_limit || blocks == 1) break;
     }
     plan->blocks = blocks;
-    // Clusters of 2 to 8 blocks, as a device surely has room for; the launch may find more.
     const int64_t most = queries_at_most(problem) * group;
     own.jobs = static_cast<int>(std::min<int64_t>(p.batch * p.heads_kv, INT32_MAX));
     own.chunks = static_cast<int>(std::min<int64_t>(kMaxChunks + 1, tiles));
-    if (most <= form.rows && own.jobs > 0)
-        for (int size = 2; size <= 8 && !own.rows && own.jobs * size <= device->sm_count; size *= 2) {
-            own.rows = static_cast<int>(most);
-            if (!form.clusters(own, size)) own.rows = 0;
-        }
+    own.rows = most <= form.rows && own.jobs > 0 ? static_cast<int>(most) : 0;
+    if (const int size = smallest_cluster(problem, own, form, device->sm_count); size == 0) own.rows = 0;
     if (own.rows) plan->workspace_bytes = 0;
     plan->threads = form.threads;
     plan->smem_bytes = form.shared;
@@ -282,6 +291,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     params.workspace = static_cast<char *>(launch->workspace);
     params.states = own.states;
     params.load = ROWS;
+    params.faults = problem->faults;
     if (!params.s.given) params.dense = sequence_of(params, kForms[own.columns == 128][own.shape].rows, 0, 0, 0);
     const fa_sequences &s = params.s;
     if (const int keys = box_keys(p, s, *launch)) {

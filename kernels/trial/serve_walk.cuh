@@ -7,12 +7,10 @@
  * Chunks are cut at multiples of 64 * 2^e keys, counted from the sequence's first, with the least e that leaves at most
  * 127 * 64 * 2^e keys that the sequence's queries see. */
 #pragma once
-#include "serve_config.cuh"
+#include "faults.cuh" // count_fault, count_length_faults
+#include "trial/serve_config.cuh"
 
 namespace fa::sm90::serve {
-
-/* A bad index that was met; the hook for counters in host-visible memory. */
-__host__ __device__ inline void report_fault() {}
 
 /* Sequence b, whose rows begin after `before_q` and `before_k`. */
 __host__ __device__ inline Sequence sequence_of(const Params &params, int rows_of_job, int b, int64_t before_q,
@@ -114,6 +112,26 @@ template <class C, class Cost_ = int64_t> struct Walk {
                 last};
     }
 };
+
+/* Counts what is bad in the lengths of a sequence, and in the table's entries for keys that somebody may see: once
+ * each, by the workers of its first kv head, each for the keys of its own chunks. One warp. */
+template <class Walk> __device__ __forceinline__ void report_faults(const Params &params, const Walk &walk) {
+    if (!params.faults || walk.head || walk.block) return;
+    const fa_sequences &s = params.s;
+    const int lane = threadIdx.x % 32;
+    if (walk.begins() && lane == 0) {
+        count_length_faults(params.faults, s.q, walk.b, fa_rows_of(&s.q, walk.b, walk.before_q, s.packed_q), 0);
+        count_length_faults(params.faults, s.k, walk.b, fa_rows_of(&s.k, walk.b, walk.before_k, s.packed_k), 1);
+    }
+    if (!s.pages.table || walk.empty()) return;
+    const Tile part = walk.here();
+    const int size = static_cast<int>(s.pages.size);
+    const int low = max(part.tile * kTileKeys, part.low), high = min(part.end * kTileKeys, part.high);
+#pragma unroll 1
+    for (int column = low / size + lane; int64_t(column) * size < high; column += 32)
+        if (fa_page(&s.pages, walk.b, column) < 0 && max(column * size, part.low) >= low)
+            count_fault(params.faults, FA_FAULT_page, walk.b, column, s.pages.table[walk.b * s.pages.stride + column]);
+}
 
 /* What the lanes of a warp all have, to shared memory: one of them writes it when all have read what was there. */
 template <class T> __device__ __forceinline__ void note(T *to, const T &x) {
