@@ -16,6 +16,7 @@ import rows
 import serving_cases
 from case import Case
 from fa_ext import _build
+from operands import place
 from serving_cases import K_STORAGE, Q_STORAGE, ServingCase
 from test_serving import BROKEN
 
@@ -101,10 +102,8 @@ def test_serving(serve, monkeypatch, case, blocks, seed):
     holds(serve, case)
 
 
-def parts_of(kernel, case, values):
+def sequences_of(case, arguments, out, lse):
     """Bytes of (out, lse) of each sequence."""
-    arguments = case.arguments(values)
-    out, lse = fa_ext.attention(**arguments, kernel=kernel, check=False, return_lse=True)
     found = []
     for b, n in enumerate(case.n_q):
         if arguments["q"].ndim == 3:
@@ -114,6 +113,12 @@ def parts_of(kernel, case, values):
             mine = (out[b] if case.layout == "bshd" else out[b].swapaxes(0, 1))[:n], lse[b, :, :n].T
         found.append(tuple(x.tobytes() for x in mine))
     return found
+
+
+def parts_of(kernel, case, values):
+    arguments = case.arguments(values)
+    out, lse = fa_ext.attention(**arguments, kernel=kernel, check=False, return_lse=True)
+    return sequences_of(case, arguments, out, lse)
 
 
 def test_serving_has_the_same_bits_in_every_form_batch_and_storage(serve, monkeypatch):
@@ -186,6 +191,90 @@ def test_serving_at_length(emulated, monkeypatch, head_dim, dtype):
         parts.append(parts_of(kernel, long, long.values()))
         assert parts[-1] == parts[0]
     holds(kernel, long)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """serve_sm90 itself, compiled and loaded: its name."""
+    options = _build.options_from_environment()
+    if options.nvcc is None or not rows.has("torch"):
+        pytest.skip("needs nvcc and torch")
+    target = tmp_path_factory.mktemp("built") / "serve_sm90.so"
+    return fa_ext._core.load(str(_build.build_row(TRIAL / "serve_sm90.cu", target, options)))
+
+
+def on_device(arguments):
+    def put(x):
+        if isinstance(x, tuple):
+            return tuple(put(y) for y in x)
+        return place(x, "torch") if isinstance(x, np.ndarray) else x
+
+    return {name: put(x) for name, x in arguments.items()}
+
+
+def on_host(results):
+    return [rows.to_host(x).tobytes() for x in results]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim, dtype", [(64, "bfloat16"), (64, "float16"), (128, "bfloat16"), (128, "float16"), (80, "float16")])
+def test_serving_on_a_gpu_against_float64(built, head_dim, dtype):
+    cases = [dataclasses.replace(case, **FEW, page_size=size) for case in SERVING[:2] for size in (1, 3, 8, 16, 24, 64, 256)]
+    cases += [*SERVING, ServingCase((1, 1, 2), (8128, 8129, 140000), **MORE), ServingCase((1,) * 300, (70,) * 300, q="one", **FEW)]
+    cases += serving_cases.random_cases(200, 7, longest=3000)
+    for case in cases:
+        case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
+        report = fa_ext.verify(**on_device(case.arguments()), kernel=built, check=False)
+        assert report, f"{case}\n{report}"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_serving_on_a_gpu_has_the_same_bits(built):
+    base = ServingCase((1, 1, 1, 1), (5, 40000, 97, 9000), causal="bottom_right", seed=3, **FEW | {"head_dim": 128})
+    values = base.values()
+
+    def parts(case, values):
+        results = fa_ext.attention(**on_device(case.arguments(values)), kernel=built, check=False, return_lse=True)
+        return sequences_of(case, case.arguments(values), *map(rows.to_host, results))
+
+    wanted = parts(base, values)
+    for store in [dict(q=q, k=k) for q, k in itertools.product(Q_STORAGE, K_STORAGE)] + [dict(page_size=n) for n in (1, 3, 8, 64, 100)]:
+        for _ in range(20):
+            assert parts(dataclasses.replace(base, **store), values) == wanted, store
+    for order in ([1], [1, 0], [3, 1, 1], [0] * 20 + [1] * 14, [2, 3] * 100):
+        case = dataclasses.replace(base, q="one", n_q=(1,) * len(order), n_k=tuple(base.n_k[b] for b in order))
+        assert parts(case, [values[b] for b in order]) == [wanted[b] for b in order], order
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_serving_on_a_gpu_replays_a_graph_with_other_lengths(built):
+    import torch
+
+    case = ServingCase((1,) * 8, (3000,) * 8, q="one", causal="bottom_right", **FEW | {"head_dim": 128})
+    arguments = on_device(case.arguments())
+    lengths, out = arguments["seqlens_k"], torch.empty_like(arguments["q"])
+
+    def call():
+        return fa_ext.attention(**arguments, kernel=built, out=out, check=False)
+
+    graph = torch.cuda.CUDAGraph()
+    call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        call()
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        lengths.copy_(torch.from_numpy(rng.integers(0, 3001, 8).astype(np.int32)))
+        out.fill_(float("nan"))
+        graph.replay()
+        replayed = on_host([out])
+        call()
+        assert on_host([out]) == replayed
+    report = fa_ext.verify(**arguments, kernel=built, check=False)
+    assert report, report
 
 
 def test_every_one_is_described():
