@@ -20,14 +20,15 @@
 #include "common/rows.cuh"    // Chunk, row_offset, takes_chunks
 #include "fa.h"               // fa_merge
 
+namespace fa {
 namespace {
 
-constexpr int WARP = 32, MAX_THREADS = 128;
-constexpr int ARGUMENTS = 32; // parts that are arguments of a launch
-constexpr int64_t MAX_GRID = 65535;
+constexpr int kWarp = 32, kMaxThreads = 128;
+constexpr int kArguments = 32; // parts that are arguments of a launch
+constexpr int64_t kMaxGrid = 65535;
 
 struct Parts {
-    fa_part part[ARGUMENTS];
+    fa_part part[kArguments];
 };
 
 /* What the kernel needs beside the parts. */
@@ -35,7 +36,7 @@ struct Args {
     fa_operand out, lse, sinks;
     int64_t batch, heads, seq;
     int count, head_dim;
-    int lanes; // of a row: a power of 2 up to WARP
+    int lanes; // of a row: a power of 2 up to kWarp
     fa_dtype out_dtype, sinks_dtype;
     bool same; // the result has the parts' dtype
 };
@@ -52,7 +53,7 @@ __global__ void store_parts(const __grid_constant__ Parts parts, fa_part *to, in
 
 __device__ __forceinline__ float sink_of(const Args &a, int64_t head) {
     if (!a.sinks.data) return -INFINITY;
-    const float sink = fa::load_as_float(a.sinks.data, a.sinks_dtype, head * a.sinks.stride[0]);
+    const float sink = load_as_float(a.sinks.data, a.sinks_dtype, head * a.sinks.stride[0]);
     return isinf(sink) || isnan(sink) ? sink : fminf(fmaxf(sink, -FA_LIMIT), FA_LIMIT);
 }
 
@@ -60,26 +61,26 @@ __device__ __forceinline__ float sink_of(const Args &a, int64_t head) {
 __device__ __forceinline__ float weight(float x, float origin) { return x == origin ? 1.0f : expf(x - origin); }
 
 /* Elements of a store of up to 16 bytes, of N. */
-template <typename T, int N> constexpr int WIDTH = N * sizeof(T) <= 16 ? N : 16 / int(sizeof(T));
+template <typename T, int N> constexpr int kWidth = N * sizeof(T) <= 16 ? N : 16 / int(sizeof(T));
 
 template <typename T, int N>
 __device__ __forceinline__ void store(const Args &a, int64_t at, const float (&sum)[N], float factor) {
-    constexpr int W = WIDTH<T, N>;
+    constexpr int W = kWidth<T, N>;
 #pragma unroll
     for (int first = 0; first < N; first += W) {
-        fa::Chunk<T, W> chunk;
+        Chunk<T, W> chunk;
 #pragma unroll
-        for (int i = 0; i < W; ++i) chunk.element[i] = fa::from_float<T>(sum[first + i] * factor);
-        *reinterpret_cast<fa::Chunk<T, W> *>(static_cast<T *>(a.out.data) + at + first) = chunk;
+        for (int i = 0; i < W; ++i) chunk.element[i] = from_float<T>(sum[first + i] * factor);
+        *reinterpret_cast<Chunk<T, W> *>(static_cast<T *>(a.out.data) + at + first) = chunk;
     }
 }
 
-/* N: elements a lane has at a time, 16 bytes of T, or 1. STORED: the parts are in `stored`, else in `given`. */
-template <typename T, int N, bool STORED>
-__global__ void __launch_bounds__(MAX_THREADS)
+/* N: elements a lane has at a time, 16 bytes of T, or 1. kStored: the parts are in `stored`, else in `given`. */
+template <typename T, int N, bool kStored>
+__global__ void __launch_bounds__(kMaxThreads)
     merge_kernel(const __grid_constant__ Args a, const __grid_constant__ Parts given, const fa_part *stored) {
     const auto part_of = [&](int n) -> const fa_part & {
-        if constexpr (STORED)
+        if constexpr (kStored)
             return stored[n];
         else
             return given.part[n];
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(MAX_THREADS)
         for (int64_t head = blockIdx.y; head < a.heads; head += gridDim.y) {
             const auto lse_of = [&](int n) {
                 const fa_operand &lse = part_of(n).lse;
-                return static_cast<const float *>(lse.data)[fa::row_offset(lse, batch, head, row)];
+                return static_cast<const float *>(lse.data)[row_offset(lse, batch, head, row)];
             };
             const float sink = sink_of(a, head);
             float origin = sink, sum = 0.0f;
@@ -110,21 +111,21 @@ __global__ void __launch_bounds__(MAX_THREADS)
             const bool copies = counted == 1 && !a.sinks.data && a.same;
             const float factor = counted ? 1.0f / sum : 0.0f;
             for (int d = lane * N; d < columns; d += a.lanes * N) {
-                const int64_t to = fa::row_offset(a.out, batch, head, row) + d * a.out.stride[3];
+                const int64_t to = row_offset(a.out, batch, head, row) + d * a.out.stride[3];
                 float out[N] = {};
-                fa::Chunk<T, N> chunk = {};
+                Chunk<T, N> chunk = {};
                 for (int n = copies ? last : 0; n < (copies ? last + 1 : count); ++n) {
                     const float lse = lse_of(n);
                     if (isinf(lse)) continue;
                     const fa_operand &x = part_of(n).out;
-                    const int64_t at = fa::row_offset(x, batch, head, row) + d * x.stride[3];
-                    chunk = *reinterpret_cast<const fa::Chunk<T, N> *>(static_cast<const T *>(x.data) + at);
+                    const int64_t at = row_offset(x, batch, head, row) + d * x.stride[3];
+                    chunk = *reinterpret_cast<const Chunk<T, N> *>(static_cast<const T *>(x.data) + at);
                     const float w = weight(lse, origin);
 #pragma unroll
-                    for (int i = 0; i < N; ++i) out[i] += w * fa::to_float(chunk.element[i]);
+                    for (int i = 0; i < N; ++i) out[i] += w * to_float(chunk.element[i]);
                 }
                 if (copies)
-                    *reinterpret_cast<fa::Chunk<T, N> *>(static_cast<T *>(a.out.data) + to) = chunk;
+                    *reinterpret_cast<Chunk<T, N> *>(static_cast<T *>(a.out.data) + to) = chunk;
                 else if (a.out_dtype == FA_F16)
                     store<__half>(a, to, out, factor);
                 else if (a.out_dtype == FA_BF16)
@@ -134,19 +135,19 @@ __global__ void __launch_bounds__(MAX_THREADS)
             }
             __syncwarp(); // the result's LSE may be the first part's
             if (count > 0 && lane == 0)
-                static_cast<float *>(a.lse.data)[fa::row_offset(a.lse, batch, head, row)] = !counted ? sink
-                                                                                            : sum == 1.0f
-                                                                                                ? origin
-                                                                                                : origin + logf(sum);
+                static_cast<float *>(a.lse.data)[row_offset(a.lse, batch, head, row)] = !counted ? sink
+                                                                                        : sum == 1.0f
+                                                                                            ? origin
+                                                                                            : origin + logf(sum);
         }
 }
 
 /* Whether all operands can be read and written in chunks, 16 bytes of T at a time. */
 template <typename T> bool all_chunks(const fa_merge &p) {
     constexpr int N = 16 / sizeof(T);
-    bool all = p.out_dtype == FA_F32 ? fa::takes_chunks<float>(p.out, p.head_dim, WIDTH<float, N>)
-                                     : fa::takes_chunks<uint16_t>(p.out, p.head_dim, WIDTH<uint16_t, N>);
-    for (int n = 0; n < p.count; ++n) all = all && fa::takes_chunks<T>(p.parts[n].out, p.head_dim, N);
+    bool all = p.out_dtype == FA_F32 ? takes_chunks<float>(p.out, p.head_dim, kWidth<float, N>)
+                                     : takes_chunks<uint16_t>(p.out, p.head_dim, kWidth<uint16_t, N>);
+    for (int n = 0; n < p.count; ++n) all = all && takes_chunks<T>(p.parts[n].out, p.head_dim, N);
     return all;
 }
 
@@ -157,12 +158,12 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *, fa_plan *plan,
     own.chunks = half ? all_chunks<uint16_t>(p) : all_chunks<float>(p);
     const int steps = own.chunks ? p.head_dim * int(fa_dtype_size(p.dtype)) / 16 : p.head_dim;
     own.lanes = 1;
-    while (own.lanes < steps && own.lanes < WARP) own.lanes *= 2;
-    const int64_t wanted = std::max<int64_t>(std::min<int64_t>(p.seq * own.lanes, MAX_THREADS), WARP);
-    plan->threads = int((wanted + WARP - 1) / WARP * WARP);
+    while (own.lanes < steps && own.lanes < kWarp) own.lanes *= 2;
+    const int64_t wanted = std::max<int64_t>(std::min<int64_t>(p.seq * own.lanes, kMaxThreads), kWarp);
+    plan->threads = int((wanted + kWarp - 1) / kWarp * kWarp);
     const int64_t rows = plan->threads / own.lanes, tiles = (p.seq + rows - 1) / rows;
-    plan->blocks = tiles * std::min(p.heads, MAX_GRID) * std::min(p.batch, MAX_GRID);
-    if (p.count > ARGUMENTS) plan->workspace_bytes = p.count * sizeof(fa_part);
+    plan->blocks = tiles * std::min(p.heads, kMaxGrid) * std::min(p.batch, kMaxGrid);
+    if (p.count > kArguments) plan->workspace_bytes = p.count * sizeof(fa_part);
     if (tiles >> 31) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
     return FA_TAKES;
 }
@@ -172,9 +173,9 @@ fa_code launch_as(const fa_merge &p, const fa_plan *plan, const Args &args, cons
                   const fa_launch &launch) {
     const Own &own = fa_own<Own>(plan);
     const int rows = plan->threads / own.lanes;
-    const dim3 grid(unsigned((p.seq + rows - 1) / rows), unsigned(std::min(p.heads, MAX_GRID)),
-                    unsigned(std::min(p.batch, MAX_GRID)));
-    const auto kernel = p.count > ARGUMENTS
+    const dim3 grid(unsigned((p.seq + rows - 1) / rows), unsigned(std::min(p.heads, kMaxGrid)),
+                    unsigned(std::min(p.batch, kMaxGrid)));
+    const auto kernel = p.count > kArguments
                             ? own.chunks ? merge_kernel<T, 16 / sizeof(T), true> : merge_kernel<T, 1, true>
                         : own.chunks ? merge_kernel<T, 16 / sizeof(T), false>
                                      : merge_kernel<T, 1, false>;
@@ -187,11 +188,11 @@ fa_code launch_as(const fa_merge &p, const fa_plan *plan, const Args &args, cons
 /* Writes all parts to workspace. */
 fa_code store_all(const fa_merge &p, const fa_launch &launch) {
     fa_part *to = static_cast<fa_part *>(launch.workspace);
-    for (int begin = 0; begin < p.count; begin += ARGUMENTS) {
-        const int count = std::min(ARGUMENTS, p.count - begin);
+    for (int begin = 0; begin < p.count; begin += kArguments) {
+        const int count = std::min(kArguments, p.count - begin);
         Parts parts;
         std::copy_n(p.parts + begin, count, parts.part);
-        store_parts<<<1, ARGUMENTS, 0, static_cast<cudaStream_t>(launch.stream)>>>(parts, to + begin, count);
+        store_parts<<<1, kArguments, 0, static_cast<cudaStream_t>(launch.stream)>>>(parts, to + begin, count);
         FA_CUDA_TRY(launch, cudaGetLastError());
     }
     return FA_OK;
@@ -214,9 +215,9 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
 }
 
 } // namespace
+} // namespace fa
 
-extern "C" FA_EXPORT const fa_kernel fa_kernel_merge;
-const fa_kernel fa_kernel_merge = {
+FA_DEFINE_KERNEL(merge) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_MERGE,
     .device = FA_CUDA,
@@ -226,6 +227,6 @@ const fa_kernel fa_kernel_merge = {
     .cc_to = 0,
     .dtypes = FA_FLOAT_BITS,
     .takes = FA_WITH_SINKS,
-    .plan = plan,
-    .launch = launch,
+    .plan = fa::plan,
+    .launch = fa::launch,
 };

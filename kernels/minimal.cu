@@ -23,67 +23,68 @@
 #include "common/tiles.cuh"   // place_of
 #include "fa.h"               // fa_forward, fa_kernel
 
+namespace fa {
 namespace {
 
-constexpr int WARP = 32;
-constexpr int WARPS = 8;  // rows a block
-constexpr int EIGHT = 8;  // products of a score that a lane sums
-constexpr int CHUNK = 64; // keys summed apart: one sum over thousands of keys would be off by its many roundings
+constexpr int kWarp = 32;
+constexpr int kWarps = 8;  // rows a block
+constexpr int kEight = 8;  // products of a score that a lane sums
+constexpr int kChunk = 64; // keys summed apart: one sum over thousands of keys would be off by its many roundings
 
-static_assert(WARP * EIGHT >= FA_MAX_HEAD_DIM);
+static_assert(kWarp * kEight >= FA_MAX_HEAD_DIM);
 
-/* LANE_DIMS: elements of an output row that a lane holds, head_dim_v over 32, rounded up. */
-template <typename T, int LANE_DIMS>
-__global__ void __launch_bounds__(WARP *WARPS) minimal_kernel(const __grid_constant__ fa_forward p, float scale) {
-    const int lane = threadIdx.x % WARP;
+/* kLaneDims: elements of an output row that a lane holds, head_dim_v over 32, rounded up. */
+template <typename T, int kLaneDims>
+__global__ void __launch_bounds__(kWarp *kWarps) minimal_kernel(const __grid_constant__ fa_forward p, float scale) {
+    const int lane = threadIdx.x % kWarp;
     const int64_t rows = p.batch * p.heads * p.seq_q;
 
-    for (int64_t n = int64_t(blockIdx.x) * WARPS + threadIdx.x / WARP; n < rows; n += int64_t(gridDim.x) * WARPS) {
-        const auto [batch, head, row] = fa::place_of(n, p.seq_q, p.heads);
+    for (int64_t n = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp; n < rows; n += int64_t(gridDim.x) * kWarps) {
+        const auto [batch, head, row] = place_of(n, p.seq_q, p.heads);
         const int64_t head_kv = head / (p.heads / p.heads_kv);
-        const T *q = fa::row_of<T>(p.q, batch, head, row);
+        const T *q = row_of<T>(p.q, batch, head, row);
 
-        float query[EIGHT], out[LANE_DIMS] = {};
-        for (int i = 0; i < EIGHT; ++i) {
-            int d = lane * EIGHT + i;
-            query[i] = d < p.head_dim ? fa::to_float(q[d * p.q.stride[3]]) : 0.0f;
+        float query[kEight], out[kLaneDims] = {};
+        for (int i = 0; i < kEight; ++i) {
+            int d = lane * kEight + i;
+            query[i] = d < p.head_dim ? to_float(q[d * p.q.stride[3]]) : 0.0f;
         }
 
-        fa::RowState state;
-        const fa::KeyRange keys = fa::row_keys(p, row);
-        for (int64_t first = keys.begin; first < keys.end; first += CHUNK) {
-            const int64_t end = first + CHUNK < keys.end ? first + CHUNK : keys.end;
-            float chunk[LANE_DIMS] = {}, chunk_sum = 0.0f;
+        RowState state;
+        const KeyRange keys = row_keys(p, row);
+        for (int64_t first = keys.begin; first < keys.end; first += kChunk) {
+            const int64_t end = first + kChunk < keys.end ? first + kChunk : keys.end;
+            float chunk[kLaneDims] = {}, chunk_sum = 0.0f;
             for (int64_t key = first; key < end; ++key) {
-                const T *k = fa::row_of<T>(p.k, batch, head_kv, key);
+                const T *k = row_of<T>(p.k, batch, head_kv, key);
                 float sum = 0.0f, product = 0.0f;
-                for (int i = 0; i < EIGHT; ++i) {
-                    int d = lane * EIGHT + i;
-                    if (d < p.head_dim) sum = fmaf(query[i], fa::to_float(k[d * p.k.stride[3]]), sum);
+                for (int i = 0; i < kEight; ++i) {
+                    int d = lane * kEight + i;
+                    if (d < p.head_dim) sum = fmaf(query[i], to_float(k[d * p.k.stride[3]]), sum);
                 }
-                for (int t = 0; t * EIGHT < p.head_dim; ++t) product += __shfl_sync(~0u, sum, t);
+                for (int t = 0; t * kEight < p.head_dim; ++t) product += __shfl_sync(~0u, sum, t);
 
                 const float score = product * scale;
-                const float factor = state.raise(fa::scaled_down(score, fa::LOG2_E));
-                const float weight = state.bounded_weight(score, fa::LOG2_E);
+                const float factor = state.raise(scaled_down(score, LOG2_E));
+                const float weight = state.bounded_weight(score, LOG2_E);
                 chunk_sum = chunk_sum * factor + weight;
 
-                const T *v = fa::row_of<T>(p.v, batch, head_kv, key);
-                for (int i = 0; i < LANE_DIMS; ++i) {
-                    int d = lane + i * WARP;
+                const T *v = row_of<T>(p.v, batch, head_kv, key);
+                for (int i = 0; i < kLaneDims; ++i) {
+                    int d = lane + i * kWarp;
                     out[i] *= factor;
-                    if (d < p.head_dim_v) chunk[i] = chunk[i] * factor + weight * fa::to_float(v[d * p.v.stride[3]]);
+                    if (d < p.head_dim_v) chunk[i] = chunk[i] * factor + weight * to_float(v[d * p.v.stride[3]]);
                 }
             }
             state.sum += chunk_sum;
-            for (int i = 0; i < LANE_DIMS; ++i) out[i] += chunk[i];
+            for (int i = 0; i < kLaneDims; ++i) out[i] += chunk[i];
         }
 
-        const fa::RowResult result = fa::finish_row(state);
-        T *o = fa::row_of<T>(p.out, batch, head, row);
-        for (int i = 0; i < LANE_DIMS; ++i) {
-            int d = lane + i * WARP;
-            if (d < p.head_dim_v) o[d * p.out.stride[3]] = fa::from_float<T>(out[i] * result.factor);
+        const RowResult result = finish_row(state);
+        T *o = row_of<T>(p.out, batch, head, row);
+        for (int i = 0; i < kLaneDims; ++i) {
+            int d = lane + i * kWarp;
+            if (d < p.head_dim_v) o[d * p.out.stride[3]] = from_float<T>(out[i] * result.factor);
         }
         if (p.lse && lane == 0) static_cast<float *>(p.lse)[n] = result.lse;
     }
@@ -96,16 +97,16 @@ struct Own {
 
 fa_answer plan(const fa_problem *problem, const fa_device_info *, fa_plan *plan, fa_why *) {
     const fa_forward &p = problem->forward;
-    const int64_t rows = p.batch * p.heads * p.seq_q, blocks = (rows + WARPS - 1) / WARPS;
+    const int64_t rows = p.batch * p.heads * p.seq_q, blocks = (rows + kWarps - 1) / kWarps;
     fa_own<Own>(plan).wide = p.head_dim_v > 64;
-    plan->threads = WARP * WARPS;
+    plan->threads = kWarp * kWarps;
     plan->blocks = blocks < INT32_MAX ? blocks : INT32_MAX; // the kernel strides over the rest
     plan->keep = true;
     return FA_TAKES;
 }
 
 template <typename T> fa_code launch_as(const fa_forward &p, const fa_plan *plan, const fa_launch &launch) {
-    auto kernel = fa_own<Own>(plan).wide ? minimal_kernel<T, FA_MAX_HEAD_DIM / WARP> : minimal_kernel<T, 64 / WARP>;
+    auto kernel = fa_own<Own>(plan).wide ? minimal_kernel<T, FA_MAX_HEAD_DIM / kWarp> : minimal_kernel<T, 64 / kWarp>;
     cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
     kernel<<<unsigned(plan->blocks), plan->threads, 0, stream>>>(p, static_cast<float>(p.scale));
     FA_CUDA_TRY(launch, cudaGetLastError());
@@ -120,9 +121,9 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
 }
 
 } // namespace
+} // namespace fa
 
-extern "C" FA_EXPORT const fa_kernel fa_kernel_minimal;
-const fa_kernel fa_kernel_minimal = {
+FA_DEFINE_KERNEL(minimal) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
     .device = FA_CUDA,
@@ -132,6 +133,6 @@ const fa_kernel fa_kernel_minimal = {
     .cc_to = 0,
     .dtypes = FA_FLOAT_BITS,
     .takes = FA_WITH_HEAD_DIM_V,
-    .plan = plan,
-    .launch = launch,
+    .plan = fa::plan,
+    .launch = fa::launch,
 };

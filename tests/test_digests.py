@@ -108,8 +108,8 @@ def test_device_code_counts_and_names_do_not(tmp_path):
     tree.edit("kernels/simt.cu", (r"\Z", "\n__device__ int one_more;\n"))
     assert code(tree.describe(*CUDA)) == plain
     text = (ROOT / "kernels/minimal.cu").read_text()
-    warps = int(re.search(r"WARPS = (\d+)", text)[1])
-    tree.edit("kernels/minimal.cu", (r"WARPS = \d+", f"WARPS = {warps // 2}"))
+    warps = int(re.search(r"kWarps = (\d+)", text)[1])
+    tree.edit("kernels/minimal.cu", (r"kWarps = \d+", f"kWarps = {warps // 2}"))
     other = code(tree.describe(*CUDA))
     assert other["minimal"][0] != plain["minimal"][0] and other["minimal"][1] != plain["minimal"][1]
     assert other["core"] == plain["core"]

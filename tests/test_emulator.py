@@ -79,11 +79,11 @@ def test_what_threads_do_together(selftest, seed, name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("unjoined", r"deadlock(.|\n)*threads 0-31: barrier 0, 32 of 64 threads there at selftest\.cu:\d+(.|\n)*32-63: ended"),
+        ("unjoined", r"deadlock(.|\n)*threads 0-31: barrier 0, 32 of 64 threads there at emulator/selftest\.cu:\d+(.|\n)*32-63: ended"),
         ("diverged", "lanes of a warp meet in __syncwarp and __any_sync"),
-        ("beyond", r"access to byte 1024 of the 1024 bytes of dynamic shared memory(.|\n)*thread 5 at selftest\.cu:\d+"),
+        ("beyond", r"access to byte 1024 of the 1024 bytes of dynamic shared memory(.|\n)*thread 5 at emulator/selftest\.cu:\d+"),
         ("before", "wrote -4 bytes from the begin of its 1024 bytes of dynamic shared memory"),
-        ("null_pointer", r"access to address (.|\n)*thread 0 at selftest\.cu:\d+"),
+        ("null_pointer", r"access to address (.|\n)*thread 0 at emulator/selftest\.cu:\d+"),
         ("beyond_the_window", r"dynamic byte 4096, 4 bytes aligned to 4: outside the block's shared memory"),
         ("uninitialised", "was not initialised"),
         ("too_many_threads", "1 to 1024 threads"),
@@ -245,7 +245,7 @@ def test_mutant_simt_without_a_barrier(emulated, monkeypatch, barrier):
 
 
 def test_mutant_mma_without_a_wait_for_its_copies(emulated, monkeypatch):
-    edit = replaced("cp_async_wait<C::STAGES - 2>();", "")
+    edit = replaced("cp_async_wait<C::kStages - 2>();", "")
     found = fails_of(emulated, monkeypatch, "mma_sm80", "wait", edit, "B1,H1,S64x200,D64,float16", **FORWARD["mma_sm80"])
     assert "wrong" in found
 

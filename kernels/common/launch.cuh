@@ -13,6 +13,11 @@
 
 constexpr uint32_t FA_FLOAT16_BITS = 1 << FA_F16 | 1 << FA_BF16, FA_FLOAT_BITS = FA_FLOAT16_BITS | 1 << FA_F32;
 
+/* What a kernel's file ends in: `FA_DEFINE_KERNEL(name) = {.abi = FA_KERNEL_ABI, ...};`. */
+#define FA_DEFINE_KERNEL(name)                                                                                         \
+    extern "C" FA_EXPORT const fa_kernel fa_kernel_##name;                                                             \
+    const fa_kernel fa_kernel_##name
+
 /* The kernel's own part of a plan, a struct of values. */
 template <class Own> Own &fa_own(fa_plan *plan) {
     static_assert(sizeof(Own) <= FA_PLAN_OWN && alignof(Own) <= 8 && std::is_trivially_copyable_v<Own>);

@@ -65,16 +65,16 @@ __device__ __forceinline__ void cp_async_commit(int site = __builtin_LINE()) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits until all but the latest PENDING groups of this thread have landed. */
-template <int PENDING> __device__ __forceinline__ void cp_async_wait(int site = __builtin_LINE()) {
+/* Waits until all but the latest kPending groups of this thread have landed. */
+template <int kPending> __device__ __forceinline__ void cp_async_wait(int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 /* Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Lane l receives in r[i]
  * the elements (l / 4, 2 (l % 4) + {0, 1}) of matrix i; transposed, the elements (2 (l % 4) + {0, 1}, l / 4). */
-template <bool TRANSPOSED> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
-    if constexpr (TRANSPOSED)
+template <bool kTransposed> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
+    if constexpr (kTransposed)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                      : "r"(row));

@@ -13,7 +13,7 @@
 namespace fa {
 
 inline constexpr float LOG2_E = 1.4426950408889634f;
-inline constexpr float LN_2 = 0.6931471805599453f;
+inline constexpr float kLn2 = 0.6931471805599453f;
 
 /* What turns a product into a score; made on the host in float64, once a launch. */
 struct ScoreParams {

@@ -25,7 +25,7 @@ __device__ __forceinline__ float tanh_by_exp2(float x) {
 
 /* The closed form of tanh is at most 4e-7 off, absolutely: nothing to a cap of up to this. Larger ones need the series
  * near 0. */
-constexpr float MAX_FAST_CAP = 256.0f;
+constexpr float kMaxFastCap = 256.0f;
 
 /* tanh, and its slope 1 - tanh^2, which the closed form gives without cancellation: never negative. About 1e-6 off. */
 struct Capped {

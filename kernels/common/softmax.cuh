@@ -9,7 +9,7 @@
 
 #include "common/convert.cuh" // from_float, load_as_float, to_float
 #include "common/ptx.cuh"     // exp2_fast
-#include "common/score.cuh"   // LOG2_E, LN_2, bounded
+#include "common/score.cuh"   // LOG2_E, kLn2, bounded
 
 namespace fa {
 
@@ -65,7 +65,7 @@ struct RowResult {
 /* Without visible keys and sink: factor 0, LSE -inf. */
 __device__ __forceinline__ RowResult finish_row(const RowState &state) {
     if (state.sum == 0.0f) return {0.0f, -INFINITY};
-    return {1.0f / state.sum, (state.maximum + log2f(state.sum)) * LN_2};
+    return {1.0f / state.sum, (state.maximum + log2f(state.sum)) * kLn2};
 }
 
 /* The sink joins the denominator with exp(sink), unscaled. A sink of -inf adds nothing. */
@@ -84,7 +84,7 @@ __device__ __forceinline__ RowResult finish_row(const RowState &state, float sin
 /* The same by the approximate reciprocal and logarithm, good to 2^-22, of a sum that is 0, NaN or at least about 1. */
 __device__ __forceinline__ RowResult finish_fast(const RowState &state) {
     if (state.sum == 0.0f) return {0.0f, -INFINITY};
-    return {__fdividef(1.0f, state.sum), (state.maximum + __log2f(state.sum)) * LN_2};
+    return {__fdividef(1.0f, state.sum), (state.maximum + __log2f(state.sum)) * kLn2};
 }
 
 /* The two in one: `sinks` of a problem, or none. */

@@ -18,14 +18,14 @@ namespace fa::cublas {
 
 using Handle = struct cublasContext *;
 
-constexpr int OP_N = 0, OP_T = 1;                   // cublasOperation_t
-constexpr int R_32F = 0, R_16F = 2, R_16BF = 14;    // cudaDataType_t
-constexpr int COMPUTE_32F = 68;                     // cublasComputeType_t: float32 throughout, never TF32
-constexpr int GEMM_DEFAULT = -1;                    // cublasGemmAlgo_t
-constexpr int MATH_DISALLOW_REDUCED_PRECISION = 16; // cublasMath_t: partial sums are float32, too
-constexpr int STATUS_ALLOC_FAILED = 3;              // cublasStatus_t
+constexpr int kOpN = 0, kOpT = 1;                         // cublasOperation_t
+constexpr int kReal32F = 0, kReal16F = 2, kRealBf16 = 14; // cudaDataType_t
+constexpr int kCompute32F = 68;                           // cublasComputeType_t: float32 throughout, never TF32
+constexpr int kGemmDefault = -1;                          // cublasGemmAlgo_t
+constexpr int kMathDisallowReducedPrecision = 16;         // cublasMath_t: partial sums are float32, too
+constexpr int kStatusAllocFailed = 3;                     // cublasStatus_t
 
-inline int data_type(fa_dtype dtype) { return dtype == FA_F16 ? R_16F : dtype == FA_BF16 ? R_16BF : R_32F; }
+inline int data_type(fa_dtype dtype) { return dtype == FA_F16 ? kReal16F : dtype == FA_BF16 ? kRealBf16 : kReal32F; }
 
 struct Library {
     int (*create)(Handle *);
@@ -94,7 +94,7 @@ class Session {
 
     fa_code check(int code, const char *what) const {
         if (code == 0) return FA_OK;
-        fa_code kind = code == STATUS_ALLOC_FAILED ? FA_EMEMORY : FA_ECUDA;
+        fa_code kind = code == kStatusAllocFailed ? FA_EMEMORY : FA_ECUDA;
         return launch.host->fail(launch.status, kind, "cuBLAS: %s failed with %s", what,
                                  state->library.status_name(code));
     }
@@ -153,7 +153,7 @@ class Session {
             if (!taken) return fail(FA_EMEMORY, "out of memory");
             taken->device = launch.device->device.id;
             FA_TRY(check(library.create(&taken->handle), "cublasCreate"));
-            FA_TRY(check(library.set_math_mode(taken->handle, MATH_DISALLOW_REDUCED_PRECISION), "cublasSetMathMode"));
+            FA_TRY(check(library.set_math_mode(taken->handle, kMathDisallowReducedPrecision), "cublasSetMathMode"));
         }
         cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
         FA_TRY(check(library.set_stream(taken->handle, stream), "cublasSetStream"));
@@ -178,8 +178,8 @@ class Session {
                  int64_t c_stride, int count) const {
         const float beta = 0.0f;
         return check(state->library.gemm(taken->handle, op_a, op_b, m, n, k, &alpha, a, a_type, a_ld, a_stride, b,
-                                         b_type, b_ld, b_stride, &beta, c, c_type, c_ld, c_stride, count, COMPUTE_32F,
-                                         GEMM_DEFAULT),
+                                         b_type, b_ld, b_stride, &beta, c, c_type, c_ld, c_stride, count, kCompute32F,
+                                         kGemmDefault),
                      "cublasGemmStridedBatchedEx");
     }
 };

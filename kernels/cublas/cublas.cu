@@ -23,17 +23,18 @@
 #include "cublas/softmax.cuh" // softmax, Chunk
 #include "fa.h"               // fa_forward, fa_kernel
 
+namespace fa {
 namespace {
 
-using fa::cublas::Chunk;
-using fa::cublas::Matrix;
+using cublas::Chunk;
+using cublas::Matrix;
 
-constexpr int64_t BOUNDED_ROWS = 512; // rows a chunk with causal or a window: its keys are clipped to what they see
-constexpr int MAX_LENGTH_BITS = 29;   // of a sequence, so that 32-bit indices hold
-constexpr size_t LIBRARY_BYTES_SM90 = 32 << 20; // workspace for cuBLAS, as its documentation recommends
-constexpr size_t LIBRARY_BYTES = 4 << 20;
+constexpr int64_t kBoundedRows = 512; // rows a chunk with causal or a window: its keys are clipped to what they see
+constexpr int kMaxLengthBits = 29;    // of a sequence, so that 32-bit indices hold
+constexpr size_t kLibraryBytesSm90 = 32 << 20; // workspace for cuBLAS, as its documentation recommends
+constexpr size_t kLibraryBytes = 4 << 20;
 
-size_t library_bytes(const fa_device_info *device) { return device->cc >= 90 ? LIBRARY_BYTES_SM90 : LIBRARY_BYTES; }
+size_t library_bytes(const fa_device_info *device) { return device->cc >= 90 ? kLibraryBytesSm90 : kLibraryBytes; }
 
 /* What a chunk covers at most, the plan's own part. Either all heads of `batches` entries, or `heads` of one: whole
  * groups of query heads that share a key head, or a divisor of a group. */
@@ -49,7 +50,7 @@ bool make_tiling(const fa_problem *problem, const fa_device_info *device, Tiling
     const int64_t group = p.heads_kv ? p.heads / p.heads_kv : 1;
     const bool bounded = p.left != FA_UNBOUNDED || p.right != FA_UNBOUNDED;
     *t = {p.seq_q, p.heads, 1, 0};
-    if (bounded && t->rows > 2 * BOUNDED_ROWS) t->rows = BOUNDED_ROWS;
+    if (bounded && t->rows > 2 * kBoundedRows) t->rows = kBoundedRows;
     int64_t keys = p.key_end - p.key_begin;
     const int64_t seen = t->rows + p.left + p.right; // by the rows of a chunk, from the first to the last
     if (seen < keys) keys = seen;
@@ -74,8 +75,8 @@ bool make_tiling(const fa_problem *problem, const fa_device_info *device, Tiling
 }
 
 bool expressible(const fa_operand &x, int64_t rows, int64_t columns) {
-    fa::cublas::Form form;
-    return fa::cublas::express(x.stride[2], x.stride[3], rows, columns, &form);
+    cublas::Form form;
+    return cublas::express(x.stride[2], x.stride[3], rows, columns, &form);
 }
 
 /* Float32, microseconds on an H200 (this kernel, simt): B4 H16 S2048 D64 2449, 1949; D128 3731, 3854; D128 causal 2838,
@@ -97,8 +98,8 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     Tiling &t = fa_own<Tiling>(plan);
     plan->keep = true;
     if (device->library_error[FA_CUBLAS]) return fa_because(why, FA_NOT_HERE, FA_WHY_LIBRARY, FA_CUBLAS, 0, 0);
-    if ((p.seq_q > p.seq_k ? p.seq_q : p.seq_k) >> MAX_LENGTH_BITS)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, MAX_LENGTH_BITS, 0, 0);
+    if ((p.seq_q > p.seq_k ? p.seq_q : p.seq_k) >> kMaxLengthBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
     if (problem->empty) return judge(p, why);
     const bool expressed = expressible(p.q, p.seq_q, p.head_dim) && expressible(p.k, p.seq_k, p.head_dim) &&
                            expressible(p.v, p.seq_k, p.head_dim_v) && expressible(p.out, p.seq_q, p.head_dim_v);
@@ -111,29 +112,29 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 Matrix matrix_of(const fa_operand &x, fa_dtype dtype, int64_t batch, int64_t head, int64_t row) {
     const int bytes = int(fa_dtype_size(dtype));
     const int64_t at = batch * x.stride[0] + head * x.stride[1] + row * x.stride[2];
-    return {static_cast<char *>(x.data) + at * bytes, fa::cublas::data_type(dtype), bytes, x.stride[2], x.stride[3]};
+    return {static_cast<char *>(x.data) + at * bytes, cublas::data_type(dtype), bytes, x.stride[2], x.stride[3]};
 }
 
 /* One chunk: product, softmax, product. */
-fa_code run_chunk(const fa::cublas::Session &session, const fa_forward *p, const Chunk &chunk, int64_t batches,
+fa_code run_chunk(const cublas::Session &session, const fa_forward *p, const Chunk &chunk, int64_t batches,
                   const fa_launch &launch) {
-    const fa::ScoreParams score = fa::score_params(*p);
+    const ScoreParams score = score_params(*p);
     cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
     const int64_t group = p->heads / p->heads_kv, in_group = chunk.heads < group ? chunk.heads : group;
     const int64_t groups = chunk.heads / in_group, head_kv = chunk.head / group;
-    const int type = fa::cublas::data_type(p->dtype), bytes = int(fa_dtype_size(p->dtype));
+    const int type = cublas::data_type(p->dtype), bytes = int(fa_dtype_size(p->dtype));
     const int64_t head_scores = chunk.rows * chunk.ld, shrink = int64_t(sizeof(float)) / bytes;
     char *workspace = reinterpret_cast<char *>(chunk.scores);
 
     if (chunk.keys > 0) {
-        const Matrix scores = {workspace, fa::cublas::R_32F, int(sizeof(float)), chunk.ld, 1};
-        FA_TRY(fa::cublas::multiply(session, matrix_of(p->q, p->dtype, chunk.batch, chunk.head, chunk.row_begin),
-                                    matrix_of(p->k, p->dtype, chunk.batch, head_kv, chunk.key_begin).transposed(),
-                                    scores, chunk.rows, chunk.keys, p->head_dim,
-                                    score.cap_log2 > 0 ? score.scale_cap : score.scale_log2,
-                                    {{batches, p->q.stride[0], p->k.stride[0], chunk.heads * head_scores},
-                                     {groups, in_group * p->q.stride[1], p->k.stride[1], in_group * head_scores},
-                                     {in_group, p->q.stride[1], 0, head_scores}}));
+        const Matrix scores = {workspace, cublas::kReal32F, int(sizeof(float)), chunk.ld, 1};
+        FA_TRY(cublas::multiply(session, matrix_of(p->q, p->dtype, chunk.batch, chunk.head, chunk.row_begin),
+                                matrix_of(p->k, p->dtype, chunk.batch, head_kv, chunk.key_begin).transposed(), scores,
+                                chunk.rows, chunk.keys, p->head_dim,
+                                score.cap_log2 > 0 ? score.scale_cap : score.scale_log2,
+                                {{batches, p->q.stride[0], p->k.stride[0], chunk.heads * head_scores},
+                                 {groups, in_group * p->q.stride[1], p->k.stride[1], in_group * head_scores},
+                                 {in_group, p->q.stride[1], 0, head_scores}}));
     }
     FA_CHAOS_ARM(stream, launch);
     if (p->dtype == FA_F16)
@@ -145,12 +146,12 @@ fa_code run_chunk(const fa::cublas::Session &session, const fa_forward *p, const
     if (chunk.keys == 0) return FA_OK;
 
     const Matrix weights = {workspace, type, bytes, chunk.ld * shrink, 1};
-    return fa::cublas::multiply(session, weights, matrix_of(p->v, p->dtype, chunk.batch, head_kv, chunk.key_begin),
-                                matrix_of(p->out, p->dtype, chunk.batch, chunk.head, chunk.row_begin), chunk.rows,
-                                p->head_dim_v, chunk.keys, 1.0f,
-                                {{batches, chunk.heads * head_scores * shrink, p->v.stride[0], p->out.stride[0]},
-                                 {groups, in_group * head_scores * shrink, p->v.stride[1], in_group * p->out.stride[1]},
-                                 {in_group, head_scores * shrink, 0, p->out.stride[1]}});
+    return cublas::multiply(session, weights, matrix_of(p->v, p->dtype, chunk.batch, head_kv, chunk.key_begin),
+                            matrix_of(p->out, p->dtype, chunk.batch, chunk.head, chunk.row_begin), chunk.rows,
+                            p->head_dim_v, chunk.keys, 1.0f,
+                            {{batches, chunk.heads * head_scores * shrink, p->v.stride[0], p->out.stride[0]},
+                             {groups, in_group * head_scores * shrink, p->v.stride[1], in_group * p->out.stride[1]},
+                             {in_group, head_scores * shrink, 0, p->out.stride[1]}});
 }
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
@@ -159,11 +160,11 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
     const size_t library = library_bytes(launch->device);
     char *workspace = static_cast<char *>(launch->workspace);
 
-    fa::cublas::Session session(*launch);
+    cublas::Session session(*launch);
     FA_TRY(session.open(workspace, library));
     for (int64_t row = 0; row < p->seq_q; row += t.rows) {
         const int64_t rows = p->seq_q - row < t.rows ? p->seq_q - row : t.rows;
-        const fa::KeyRange keys = fa::tile_keys(*p, row, row + rows);
+        const KeyRange keys = tile_keys(*p, row, row + rows);
         for (int64_t batch = 0; batch < p->batch; batch += t.batches) {
             const int64_t batches = p->batch - batch < t.batches ? p->batch - batch : t.batches;
             for (int64_t head = 0; head < p->heads; head += t.heads) {
@@ -188,9 +189,9 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
 }
 
 } // namespace
+} // namespace fa
 
-extern "C" FA_EXPORT const fa_kernel fa_kernel_cublas;
-const fa_kernel fa_kernel_cublas = {
+FA_DEFINE_KERNEL(cublas) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
     .device = FA_CUDA,
@@ -200,6 +201,6 @@ const fa_kernel fa_kernel_cublas = {
     .cc_to = 0,
     .dtypes = FA_FLOAT_BITS,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
-    .plan = plan,
-    .launch = launch,
+    .plan = fa::plan,
+    .launch = fa::launch,
 };

@@ -20,8 +20,8 @@ struct Matrix {
     Matrix transposed() const { return {data, type, bytes, column, row}; }
 };
 
-/* How a rows x columns matrix looks to cuBLAS, which counts by columns: as it is (OP_N) or as the transpose of what is
- * stored (OP_T). The stride along an axis of length 1 has no meaning. */
+/* How a rows x columns matrix looks to cuBLAS, which counts by columns: as it is (kOpN) or as the transpose of what is
+ * stored (kOpT). The stride along an axis of length 1 has no meaning. */
 struct Form {
     int op;
     int64_t ld;
@@ -30,9 +30,9 @@ struct Form {
 /* False when neither axis is contiguous, the other's stride is too short (0 and negative ones are), or it overflows. */
 inline bool express(int64_t row, int64_t column, int64_t rows, int64_t columns, Form *form) {
     if ((row == 1 || rows == 1) && (columns == 1 || column >= rows))
-        *form = {OP_N, columns == 1 ? rows : column};
+        *form = {kOpN, columns == 1 ? rows : column};
     else if ((column == 1 || columns == 1) && (rows == 1 || row >= columns))
-        *form = {OP_T, rows == 1 ? columns : row};
+        *form = {kOpT, rows == 1 ? columns : row};
     else
         return false;
     return form->ld <= INT_MAX;
@@ -84,7 +84,7 @@ inline fa_code multiply(const Session &session, Matrix a, Matrix b, Matrix c, in
     for (int i = 0; i < count; ++i) calls *= loops[i].count;
 
     Form form_a, form_b, form_c;
-    if (express(c.column, c.row, n, m, &form_c) && form_c.op == OP_N) { // rows of C are contiguous: C^T = B^T A^T
+    if (express(c.column, c.row, n, m, &form_c) && form_c.op == kOpN) { // rows of C are contiguous: C^T = B^T A^T
         const Matrix left = b.transposed();
         b = a.transposed(), a = left, c = c.transposed();
         std::swap(m, n);
@@ -92,7 +92,7 @@ inline fa_code multiply(const Session &session, Matrix a, Matrix b, Matrix c, in
         for (int i = 0; i < count; ++i) std::swap(loops[i].a, loops[i].b);
     }
     if (!express(a.row, a.column, m, k, &form_a) || !express(b.row, b.column, k, n, &form_b) ||
-        !express(c.row, c.column, m, n, &form_c) || form_c.op != OP_N)
+        !express(c.row, c.column, m, n, &form_c) || form_c.op != kOpN)
         return session.fail(FA_EUNSUPPORTED, "cublas: no leading dimension can express the strides");
 
     for (int64_t call = 0; call < calls; ++call) {

@@ -30,24 +30,25 @@ struct Chunk {
     int64_t count; // rows of all heads; like `keys`, less than 2^30
 };
 
-constexpr int STEP = 4;       // neighbouring scores a thread takes at a time
-constexpr int HELD_STEPS = 4; // of them that it can hold in registers
+constexpr int kStep = 4;      // neighbouring scores a thread takes at a time
+constexpr int kHeldSteps = 4; // of them that it can hold in registers
 
 /* Largest and sum over the threads that share a row; every thread gets it, in the same order on every run. */
-template <int THREADS, class Combine> __device__ __forceinline__ float reduce(float x, float *shared, Combine combine) {
+template <int kThreads, class Combine>
+__device__ __forceinline__ float reduce(float x, float *shared, Combine combine) {
 #pragma unroll
     for (int offset = 16; offset; offset /= 2) x = combine(x, __shfl_xor_sync(~0u, x, offset));
-    if constexpr (THREADS > 32) {
+    if constexpr (kThreads > 32) {
         if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
         __syncthreads();
         x = shared[0];
 #pragma unroll
-        for (int w = 1; w < THREADS / 32; ++w) x = combine(x, shared[w]);
+        for (int w = 1; w < kThreads / 32; ++w) x = combine(x, shared[w]);
     }
     return x;
 }
 
-/* One row of scores: where it lies in the call, and what a thread does with STEP scores of it. */
+/* One row of scores: where it lies in the call, and what a thread does with kStep scores of it. */
 template <typename T> struct Row {
     const fa_forward &p;
     const Chunk &chunk;
@@ -66,53 +67,54 @@ template <typename T> struct Row {
         end = keys.empty() ? 0 : int(keys.end - c.key_begin);
     }
 
-    /* The scores in base 2 of keys [first, first + STEP) of the chunk; -inf for excluded keys, which are not read. */
-    __device__ __forceinline__ void load(const float *scores, int first, float (&s)[STEP]) const {
-        if (first >= end || first + STEP <= begin) {
+    /* The scores in base 2 of keys [first, first + kStep) of the chunk; -inf for excluded keys, which are not read. */
+    __device__ __forceinline__ void load(const float *scores, int first, float (&s)[kStep]) const {
+        if (first >= end || first + kStep <= begin) {
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) s[i] = -INFINITY;
+            for (int i = 0; i < kStep; ++i) s[i] = -INFINITY;
             return;
         }
         const float4 read = *reinterpret_cast<const float4 *>(scores + first);
         s[0] = read.x, s[1] = read.y, s[2] = read.z, s[3] = read.w;
         if (cap_log2 > 0) {
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) s[i] = cap_log2 * tanhf(s[i]);
+            for (int i = 0; i < kStep; ++i) s[i] = cap_log2 * tanhf(s[i]);
         }
         if (p.bias.data) {
             const int64_t at = bias_row(p, batch, head, row);
 #pragma unroll
-            for (int i = 0; i < STEP; ++i)
+            for (int i = 0; i < kStep; ++i)
                 if (first + i < end) s[i] = add_bias_or_exclude(s[i], bias_of(p, at, chunk.key_begin + first + i));
         }
         if (p.mask.data) {
             const uint8_t *mask = mask_row(p, batch, head, row);
 #pragma unroll
-            for (int i = 0; i < STEP; ++i)
+            for (int i = 0; i < kStep; ++i)
                 if (first + i < end && !mask[(chunk.key_begin + first + i) * p.mask.stride[3]]) s[i] = -INFINITY;
         }
 #pragma unroll
-        for (int i = 0; i < STEP; ++i)
+        for (int i = 0; i < kStep; ++i)
             if (first + i < begin || first + i >= end) s[i] = -INFINITY;
     }
 
-    __device__ __forceinline__ static void store(T *weights, int first, const float (&w)[STEP]) {
-        fa::Chunk<T, STEP> packed;
+    __device__ __forceinline__ static void store(T *weights, int first, const float (&w)[kStep]) {
+        fa::Chunk<T, kStep> packed;
 #pragma unroll
-        for (int i = 0; i < STEP; ++i) packed.element[i] = from_float<T>(w[i]);
-        *reinterpret_cast<fa::Chunk<T, STEP> *>(weights + first) = packed;
+        for (int i = 0; i < kStep; ++i) packed.element[i] = from_float<T>(w[i]);
+        *reinterpret_cast<fa::Chunk<T, kStep> *>(weights + first) = packed;
     }
 };
 
-/* THREADS share a row. HELD: a row has at most THREADS * STEP * HELD_STEPS scores, which stay in registers; otherwise
- * the row is read twice. A block has `blockDim.x / THREADS` rows, and all its warps have work or leave together. */
-template <typename T, int THREADS, bool HELD>
-__global__ void __launch_bounds__(THREADS < 128 ? 128 : THREADS)
+/* kThreads share a row. kHeld: a row has at most kThreads * kStep * kHeldSteps scores, which stay in registers;
+ * otherwise the row is read twice. A block has `blockDim.x / kThreads` rows, and all its warps have work or leave
+ * together. */
+template <typename T, int kThreads, bool kHeld>
+__global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads)
     softmax_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Chunk chunk, float cap_log2) {
     FA_CHAOS_BEGIN();
     __shared__ float shared[2][32];
-    const unsigned n = blockIdx.x * (blockDim.x / THREADS) + threadIdx.x / THREADS;
-    const int thread = threadIdx.x % THREADS, keys = int(chunk.keys);
+    const unsigned n = blockIdx.x * (blockDim.x / kThreads) + threadIdx.x / kThreads;
+    const int thread = threadIdx.x % kThreads, keys = int(chunk.keys);
     if (n >= chunk.count) return;
     const Row<T> row(p, chunk, cap_log2, n);
     float *scores = chunk.scores + n * chunk.ld;
@@ -120,53 +122,53 @@ __global__ void __launch_bounds__(THREADS < 128 ? 128 : THREADS)
     const auto larger = [](float x, float y) { return fmaxf(x, y); };
     const auto plus = [](float x, float y) { return x + y; };
 
-    float held[HELD ? HELD_STEPS : 1][STEP];
+    float held[kHeld ? kHeldSteps : 1][kStep];
     RowState state;
-    if constexpr (HELD) {
+    if constexpr (kHeld) {
 #pragma unroll
-        for (int step = 0; step < HELD_STEPS; ++step) {
-            row.load(scores, (step * THREADS + thread) * STEP, held[step]);
+        for (int step = 0; step < kHeldSteps; ++step) {
+            row.load(scores, (step * kThreads + thread) * kStep, held[step]);
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) state.maximum = fmaxf(state.maximum, held[step][i]);
+            for (int i = 0; i < kStep; ++i) state.maximum = fmaxf(state.maximum, held[step][i]);
         }
-        state.maximum = reduce<THREADS>(state.maximum, shared[0], larger);
+        state.maximum = reduce<kThreads>(state.maximum, shared[0], larger);
 #pragma unroll
-        for (int step = 0; step < HELD_STEPS; ++step)
+        for (int step = 0; step < kHeldSteps; ++step)
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) state.sum += held[step][i] = state.weight(held[step][i]);
-        state.sum = reduce<THREADS>(state.sum, shared[1], plus);
+            for (int i = 0; i < kStep; ++i) state.sum += held[step][i] = state.weight(held[step][i]);
+        state.sum = reduce<kThreads>(state.sum, shared[1], plus);
     } else {
-        for (int first = thread * STEP; first < keys; first += THREADS * STEP) {
+        for (int first = thread * kStep; first < keys; first += kThreads * kStep) {
             row.load(scores, first, held[0]);
             float largest = fmaxf(fmaxf(held[0][0], held[0][1]), fmaxf(held[0][2], held[0][3]));
             if (largest > state.maximum) state.raise(largest);
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) state.sum += state.weight(held[0][i]);
+            for (int i = 0; i < kStep; ++i) state.sum += state.weight(held[0][i]);
         }
         const float mine = state.maximum;
-        state.maximum = reduce<THREADS>(mine, shared[0], larger);
-        state.sum = reduce<THREADS>(state.sum * state.weight(mine), shared[1], plus);
+        state.maximum = reduce<kThreads>(mine, shared[0], larger);
+        state.sum = reduce<kThreads>(state.sum * state.weight(mine), shared[1], plus);
     }
 
     const RowResult result = finish_row(p, row.head, state);
     if (p.lse && thread == 0)
         static_cast<float *>(p.lse)[lse_index(row.batch, row.head, row.row, p.heads, p.seq_q)] = result.lse;
-    if constexpr (HELD) {
+    if constexpr (kHeld) {
         __syncwarp(); // where a block shares the row, reduce() held it together
 #pragma unroll
-        for (int step = 0; step < HELD_STEPS; ++step) {
-            const int first = (step * THREADS + thread) * STEP;
+        for (int step = 0; step < kHeldSteps; ++step) {
+            const int first = (step * kThreads + thread) * kStep;
             if (first >= keys) break;
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) held[step][i] *= result.factor;
+            for (int i = 0; i < kStep; ++i) held[step][i] *= result.factor;
             row.store(weights, first, held[step]);
         }
     } else {
-        for (int start = 0; start < keys; start += THREADS * STEP) {
-            const int first = start + thread * STEP;
+        for (int start = 0; start < keys; start += kThreads * kStep) {
+            const int first = start + thread * kStep;
             if (first < keys) row.load(scores, first, held[0]);
 #pragma unroll
-            for (int i = 0; i < STEP; ++i) held[0][i] = state.weight(held[0][i]) * result.factor;
+            for (int i = 0; i < kStep; ++i) held[0][i] = state.weight(held[0][i]) * result.factor;
             if (start == 0) __syncthreads(); // only the first weights lie on scores of their own step
             if (first < keys) row.store(weights, first, held[0]);
         }
@@ -190,15 +192,15 @@ __global__ void empty_rows_kernel(const __grid_constant__ fa_forward p, const __
 /* Queues the softmax of a chunk; a chunk without keys gets its output here and needs no product. */
 template <typename T>
 cudaError_t softmax(const fa_forward &p, const Chunk &chunk, float cap_log2, cudaStream_t stream) {
-    constexpr int HELD = STEP * HELD_STEPS;
+    constexpr int kHeld = kStep * kHeldSteps;
     const auto blocks = [&](int per_block) { return unsigned((chunk.count + per_block - 1) / per_block); };
     if (chunk.keys == 0)
         empty_rows_kernel<T><<<256, 256, 0, stream>>>(p, chunk);
-    else if (chunk.keys <= 32 * HELD)
+    else if (chunk.keys <= 32 * kHeld)
         softmax_kernel<T, 32, true><<<blocks(4), 128, 0, stream>>>(p, chunk, cap_log2);
-    else if (chunk.keys <= 128 * HELD)
+    else if (chunk.keys <= 128 * kHeld)
         softmax_kernel<T, 128, true><<<blocks(1), 128, 0, stream>>>(p, chunk, cap_log2);
-    else if (chunk.keys <= 512 * HELD)
+    else if (chunk.keys <= 512 * kHeld)
         softmax_kernel<T, 512, true><<<blocks(1), 512, 0, stream>>>(p, chunk, cap_log2);
     else
         softmax_kernel<T, 512, false><<<blocks(1), 512, 0, stream>>>(p, chunk, cap_log2);

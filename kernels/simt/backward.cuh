@@ -43,9 +43,9 @@ template <typename T> __device__ float delta_of(const fa_backward &p, int64_t b,
     if (p.dout.data) {
         const T *dout = fa::row_of<const T>(p.dout, b, h, i);
         const int64_t out = fa::row_offset(f.out, b, h, i);
-        for (int first = 0; first < f.head_dim_v; first += CHUNK) {
+        for (int first = 0; first < f.head_dim_v; first += kChunk) {
             float chunk = 0.0f;
-            for (int d = first; d < first + CHUNK && d < f.head_dim_v; ++d)
+            for (int d = first; d < first + kChunk && d < f.head_dim_v; ++d)
                 chunk = fmaf(fa::to_float(dout[d * p.dout.stride[3]]),
                              fa::load_as_float(f.out.data, f.out_dtype, out + d * f.out.stride[3]), chunk);
             sum += chunk;
@@ -56,12 +56,12 @@ template <typename T> __device__ float delta_of(const fa_backward &p, int64_t b,
 
 /* Fills work.rows, a query a thread. */
 template <typename T>
-__global__ void __launch_bounds__(THREADS, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     rows_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
     const fa_forward &f = p.forward;
     const int64_t count = work.pairs * work.group * f.seq_q;
-    for (int64_t n = int64_t(blockIdx.x) * THREADS + threadIdx.x; n < count; n += int64_t(gridDim.x) * THREADS) {
+    for (int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x; n < count; n += int64_t(gridDim.x) * kThreads) {
         const int64_t i = n % f.seq_q, head = n / f.seq_q, pair = work.first_pair + head / work.group;
         const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * work.group + head % work.group;
         float2 row = make_float2(INFINITY, 0.0f);
@@ -79,11 +79,11 @@ __global__ void __launch_bounds__(THREADS, 1)
 template <Tile t, class Zero>
 __device__ __forceinline__ void write_rows(const fa_backward &p, fa_grad grad, int64_t b, int64_t h, int64_t first,
                                            int64_t end, int length, float factor, const Sums<t> &sums, Zero zero) {
-    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
+    const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
     const fa_operand &x = p.grad[grad];
 #pragma unroll
     for (int i = 0; i < Sums<t>::R; ++i) {
-        const int row = ty + SIDE * i;
+        const int row = ty + kSide * i;
         if (first + row >= end) continue;
         const bool nothing = zero(row);
         const int64_t base = fa::row_offset(x, b, h, first + row);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void write_rows(const fa_backward &p, fa_grad grad, i
             const float value[4] = {s.x, s.y, s.z, s.w};
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                const int d = 4 * tx + 4 * SIDE * c + n;
+                const int d = 4 * tx + 4 * kSide * c + n;
                 if (d < length) fa::write_gradient(p, grad, base + d * x.stride[3], nothing ? 0.0f : factor * value[n]);
             }
         }
@@ -102,11 +102,11 @@ __device__ __forceinline__ void write_rows(const fa_backward &p, fa_grad grad, i
 
 /* ---- dq: queries own ---- */
 
-template <typename T, class CONFIG>
-__global__ void __launch_bounds__(THREADS, 1)
+template <typename T, class C>
+__global__ void __launch_bounds__(kThreads, 1)
     queries_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
-    constexpr Tile t = CONFIG::tile;
+    constexpr Tile t = C::tile;
     extern __shared__ float4 memory[];
     const Shared<t> shared(reinterpret_cast<float *>(memory));
     const fa_forward &f = p.forward;
@@ -135,11 +135,11 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- dk, dv: keys own ---- */
 
-template <typename T, class CONFIG>
-__global__ void __launch_bounds__(THREADS, 1)
+template <typename T, class C>
+__global__ void __launch_bounds__(kThreads, 1)
     keys_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
-    constexpr Tile t = CONFIG::tile;
+    constexpr Tile t = C::tile;
     extern __shared__ float4 memory[];
     const Shared<t> shared(reinterpret_cast<float *>(memory));
     const fa_forward &f = p.forward;
@@ -190,13 +190,14 @@ template <Tile t>
 __device__ __forceinline__ void write_bias(const fa_backward &p, float *weights,
                                            const float (&sums)[Pairs<t>::R][Pairs<t>::R], int64_t b, int64_t h,
                                            int64_t query0, int64_t key0) {
-    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
+    const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
     const bool sum_rows = p.bias_sums >> 2 & 1, sum_keys = p.bias_sums >> 3 & 1;
     const fa_operand &x = p.grad[FA_GRAD_BIAS];
 #pragma unroll
     for (int i = 0; i < Pairs<t>::R; ++i)
 #pragma unroll
-        for (int j = 0; j < Pairs<t>::R; ++j) weights[(ty + SIDE * i) * t.weight_floats() + tx + SIDE * j] = sums[i][j];
+        for (int j = 0; j < Pairs<t>::R; ++j)
+            weights[(ty + kSide * i) * t.weight_floats() + tx + kSide * j] = sums[i][j];
     __syncthreads();
     const int n = threadIdx.x;
     if (sum_keys && n < t.block)
@@ -207,7 +208,7 @@ __device__ __forceinline__ void write_bias(const fa_backward &p, float *weights,
     __syncthreads();
     const int rows = sum_rows ? 1 : t.block, keys = sum_keys ? 1 : t.block;
     const int64_t row_end = sum_rows ? 1 : p.forward.seq_q, key_end = sum_keys ? 1 : p.forward.seq_k;
-    for (int m = n; m < rows * keys; m += THREADS) {
+    for (int m = n; m < rows * keys; m += kThreads) {
         const int row = m / keys, key = m % keys;
         if (query0 + row < row_end && key0 + key < key_end)
             fa::write_gradient(p, FA_GRAD_BIAS, fa::row_offset(x, b, h, query0 + row) + (key0 + key) * x.stride[3],
@@ -215,11 +216,11 @@ __device__ __forceinline__ void write_bias(const fa_backward &p, float *weights,
     }
 }
 
-template <typename T, class CONFIG>
-__global__ void __launch_bounds__(THREADS, 1)
+template <typename T, class C>
+__global__ void __launch_bounds__(kThreads, 1)
     bias_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
-    constexpr Tile t = CONFIG::tile;
+    constexpr Tile t = C::tile;
     constexpr int R = Pairs<t>::R;
     extern __shared__ float4 memory[];
     const Shared<t> shared(reinterpret_cast<float *>(memory));
@@ -261,14 +262,14 @@ __global__ void __launch_bounds__(THREADS, 1)
 /* ---- dsinks: a head a thread block ---- */
 
 template <typename T>
-__global__ void __launch_bounds__(THREADS, 1) sinks_kernel(const __grid_constant__ fa_backward p) {
+__global__ void __launch_bounds__(kThreads, 1) sinks_kernel(const __grid_constant__ fa_backward p) {
     FA_CHAOS_BEGIN();
-    __shared__ double parts[THREADS];
+    __shared__ double parts[kThreads];
     const fa_forward &f = p.forward;
     for (int64_t h = blockIdx.x; h < f.heads; h += gridDim.x) {
         const float sink = fa::bounded(fa::load_as_float(f.sinks.data, f.sinks_dtype, h * f.sinks.stride[0]));
         double sum = 0;
-        for (int64_t n = threadIdx.x; n < f.batch * f.seq_q && sink != -INFINITY; n += THREADS) {
+        for (int64_t n = threadIdx.x; n < f.batch * f.seq_q && sink != -INFINITY; n += kThreads) {
             const int64_t b = n / f.seq_q, i = n % f.seq_q;
             if (sees_nothing(f, b, h, i)) // the sink has all the weight
                 sum += p.dlse.data ? lse_of(p.dlse, b, h, i) : 0.0f;
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__(THREADS, 1) sinks_kernel(const __grid_constant
         }
         __syncthreads();
         parts[threadIdx.x] = sum;
-        for (int half = THREADS / 2; half; half /= 2) {
+        for (int half = kThreads / 2; half; half /= 2) {
             __syncthreads();
             if (int(threadIdx.x) < half) parts[threadIdx.x] += parts[threadIdx.x + half];
         }

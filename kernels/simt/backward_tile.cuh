@@ -1,7 +1,7 @@
 /* What the kernels of simt_backward share: a tile of pairs of queries and keys in shared memory, its scores and
  * weights, and products with them.
  *
- * The threads form a grid of SIDE x SIDE; a thread holds the pairs (ty + 16 i, tx + 16 j) of owner and streamed rows,
+ * The threads form a grid of kSide x kSide; a thread holds the pairs (ty + 16 i, tx + 16 j) of owner and streamed rows,
  * and the columns 4 tx + 64 c + {0..3} of the owner's gradients. Rows are padded by 16 bytes: 16-byte loads of 8
  * neighbours then meet no bank conflict. */
 #pragma once
@@ -15,11 +15,11 @@
 
 namespace simt_backward {
 
-constexpr int SIDE = 16, THREADS = SIDE * SIDE;
+constexpr int kSide = 16, kThreads = kSide * kSide;
 
 struct Tile {
     int dim;   // the largest head_dim and head_dim_v, a multiple of 64
-    int block; // queries and keys, a multiple of SIDE
+    int block; // queries and keys, a multiple of kSide
 
     constexpr int row_floats() const { return dim + 4; }
     constexpr int weight_floats() const { return block + 4; }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_tile(float *smem, const fa_operand &x, int6
                                           int64_t begin, int64_t end, int length, const float2 *rows) {
     const T *base = x.data ? fa::row_of<const T>(x, b, h, first) : nullptr;
 #pragma unroll 4
-    for (int n = threadIdx.x; n < t.block * t.dim; n += THREADS) {
+    for (int n = threadIdx.x; n < t.block * t.dim; n += kThreads) {
         const int row = n / t.dim, d = n % t.dim;
         float value = 0.0f;
         if (base && first + row >= begin && first + row < end && d < length && !(rows && rows[row].x == INFINITY))
@@ -80,7 +80,7 @@ template <Tile t> struct Shared {
         const float2 *empties = f.mask.data || f.bias.data ? rows + first : nullptr;
         load_tile<T, t>(queries, f.q, b, h, first, 0, end, f.head_dim, empties);
         load_tile<T, t>(douts, p.dout, b, h, first, 0, end, f.head_dim_v, empties);
-        for (int n = threadIdx.x; n < t.block; n += THREADS) {
+        for (int n = threadIdx.x; n < t.block; n += kThreads) {
             const float2 row = first + n < end ? rows[first + n] : make_float2(INFINITY, 0.0f);
             lse[n] = row.x, delta[n] = row.y;
         }
@@ -97,30 +97,30 @@ template <Tile t> struct Shared {
 
 /* A thread's pairs of a tile. */
 template <Tile t> struct Pairs {
-    static constexpr int R = t.block / SIDE;
+    static constexpr int R = t.block / kSide;
     float first[R][R] = {}, second[R][R] = {}; // products, then what weigh() makes of them
 };
 
 /* Products are added up in chunks of so many columns: one chain over all 256 would leave float32 scores near 1000 off
  * by several ulp. */
-constexpr int CHUNK = 16;
+constexpr int kChunk = 16;
 
 /* sums[i][j] = a row (ty + 16 i) . b row (tx + 16 j) over the first `length` columns, rounded up to whole chunks. */
 template <Tile t>
 __device__ __forceinline__ void product(const float *a, const float *b, int length,
                                         float (&sums)[Pairs<t>::R][Pairs<t>::R]) {
     constexpr int R = Pairs<t>::R;
-    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
+    const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
 #pragma unroll 1
-    for (int first = 0; first < length; first += CHUNK) {
+    for (int first = 0; first < length; first += kChunk) {
         float chunk[R][R] = {};
 #pragma unroll
-        for (int d = first; d < first + CHUNK; d += 4) {
+        for (int d = first; d < first + kChunk; d += 4) {
             float4 x[R], y[R];
 #pragma unroll
             for (int i = 0; i < R; ++i) {
-                x[i] = *reinterpret_cast<const float4 *>(a + (ty + SIDE * i) * t.row_floats() + d);
-                y[i] = *reinterpret_cast<const float4 *>(b + (tx + SIDE * i) * t.row_floats() + d);
+                x[i] = *reinterpret_cast<const float4 *>(a + (ty + kSide * i) * t.row_floats() + d);
+                y[i] = *reinterpret_cast<const float4 *>(b + (tx + kSide * i) * t.row_floats() + d);
             }
 #pragma unroll
             for (int i = 0; i < R; ++i)
@@ -157,31 +157,31 @@ __device__ __forceinline__ float weight_of(const fa_forward &f, const fa::ScoreP
     return fa::exp2_fast(x * fa::LOG2_E);
 }
 
-/* S and dP of a tile of pairs, and of them P in `first` and dT (or dS with DS) in `second`; both 0 where the query does
- * not see the key. KEYS_OWN: rows of the thread grid are keys, columns queries; else the reverse. */
-template <Tile t, bool KEYS_OWN, bool DS>
+/* S and dP of a tile of pairs, and of them P in `first` and dT (or dS with kDs) in `second`; both 0 where the query
+ * does not see the key. kKeysOwn: rows of the thread grid are keys, columns queries; else the reverse. */
+template <Tile t, bool kKeysOwn, bool kDs>
 __device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &work, const Shared<t> &shared, int64_t b,
                                              int64_t h, int64_t query0, int64_t key0, Pairs<t> &pairs) {
     const fa_forward &f = p.forward;
-    const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
-    product<t>(KEYS_OWN ? shared.keys : shared.queries, KEYS_OWN ? shared.queries : shared.keys, f.head_dim,
+    const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
+    product<t>(kKeysOwn ? shared.keys : shared.queries, kKeysOwn ? shared.queries : shared.keys, f.head_dim,
                pairs.first);
-    if (!KEYS_OWN || (p.wants >> FA_GRAD_K & 1)) // P alone makes dv
-        product<t>(KEYS_OWN ? shared.values : shared.douts, KEYS_OWN ? shared.douts : shared.values, f.head_dim_v,
+    if (!kKeysOwn || (p.wants >> FA_GRAD_K & 1)) // P alone makes dv
+        product<t>(kKeysOwn ? shared.values : shared.douts, kKeysOwn ? shared.douts : shared.values, f.head_dim_v,
                    pairs.second);
     const fa::KeyBand band = fa::key_band(f, query0, key0);
 #pragma unroll
     for (int i = 0; i < Pairs<t>::R; ++i)
 #pragma unroll
         for (int j = 0; j < Pairs<t>::R; ++j) {
-            const int owner = ty + SIDE * i, other = tx + SIDE * j;
-            const int query = KEYS_OWN ? other : owner, key = KEYS_OWN ? owner : other;
+            const int owner = ty + kSide * i, other = tx + kSide * j;
+            const int query = kKeysOwn ? other : owner, key = kKeysOwn ? owner : other;
             float bias, slope, weight = 0.0f, ds = 0.0f;
             if (query0 + query < f.seq_q && band.sees(query, key) &&
                 shown(f, b, h, query0 + query, key0 + key, &bias)) {
                 weight = weight_of(f, work.score, pairs.first[i][j], bias, shared.lse[query], &slope);
                 ds = weight * (pairs.second[i][j] - shared.delta[query]);
-                if (!DS) ds *= slope;
+                if (!kDs) ds *= slope;
             }
             pairs.first[i][j] = weight, pairs.second[i][j] = ds;
         }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &w
 
 /* A thread's part of a gradient of the owner's rows. */
 template <Tile t> struct Sums {
-    static constexpr int R = t.block / SIDE, C = t.dim / (4 * SIDE);
+    static constexpr int R = t.block / kSide, C = t.dim / (4 * kSide);
     float4 sum[R][C];
 
     __device__ Sums() {
@@ -201,18 +201,18 @@ template <Tile t> struct Sums {
 
     /* Adds weights (owner, streamed) times the streamed rows. The weights are this block's: barriers on both sides. */
     __device__ void add(float *weights, const float (&mine)[R][R], const float *rows) {
-        const int ty = threadIdx.x / SIDE, tx = threadIdx.x % SIDE;
+        const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
 #pragma unroll
         for (int i = 0; i < R; ++i)
 #pragma unroll
-            for (int j = 0; j < R; ++j) weights[(ty + SIDE * i) * t.weight_floats() + tx + SIDE * j] = mine[i][j];
+            for (int j = 0; j < R; ++j) weights[(ty + kSide * i) * t.weight_floats() + tx + kSide * j] = mine[i][j];
         __syncthreads();
 #pragma unroll 1
         for (int n = 0; n < t.block; n += 4) {
             float4 w[R];
 #pragma unroll
             for (int i = 0; i < R; ++i)
-                w[i] = *reinterpret_cast<const float4 *>(weights + (ty + SIDE * i) * t.weight_floats() + n);
+                w[i] = *reinterpret_cast<const float4 *>(weights + (ty + kSide * i) * t.weight_floats() + n);
             add_row(rows + n * t.row_floats() + 4 * tx, w, [](const float4 &x) { return x.x; });
             add_row(rows + (n + 1) * t.row_floats() + 4 * tx, w, [](const float4 &x) { return x.y; });
             add_row(rows + (n + 2) * t.row_floats() + 4 * tx, w, [](const float4 &x) { return x.z; });
@@ -223,7 +223,7 @@ template <Tile t> struct Sums {
     template <class Part> __device__ __forceinline__ void add_row(const float *row, const float4 (&w)[R], Part part) {
 #pragma unroll
         for (int c = 0; c < C; ++c) {
-            const float4 x = *reinterpret_cast<const float4 *>(row + 4 * SIDE * c);
+            const float4 x = *reinterpret_cast<const float4 *>(row + 4 * kSide * c);
 #pragma unroll
             for (int i = 0; i < R; ++i) {
                 float4 &s = sum[i][c];

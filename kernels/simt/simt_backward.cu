@@ -24,18 +24,18 @@
 namespace simt_backward {
 
 /* By head_dim, the first that fits: the larger tile, then one within the 99 KB a thread block of sm_86 and sm_89. */
-constexpr Tile TILES[] = {
+constexpr Tile kTiles[] = {
     {64, 64},  //  87 KB
     {128, 64}, // 153 KB
     {128, 32}, //  73 KB
     {256, 32}, // 138 KB
     {256, 16}, //  68 KB
 };
-constexpr int TILE_COUNT = sizeof(TILES) / sizeof(TILES[0]);
+constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 
 /* The plan's own part. */
 struct Own {
-    int tile;      // of TILES
+    int tile;      // of kTiles
     int64_t pairs; // batch entries times kv heads whose rows the workspace holds
 };
 
@@ -51,7 +51,7 @@ Launcher launch_f16, launch_bf16, launch_f32;
 
 namespace simt_backward {
 
-template <int INDEX> struct Config { static constexpr Tile tile = TILES[INDEX]; };
+template <int kIndex> struct Config { static constexpr Tile tile = kTiles[kIndex]; };
 
 /* Launches a kernel on `count` tasks, if there are any. */
 template <class Kernel, class... Args>
@@ -60,7 +60,7 @@ fa_code start(Kernel *kernel, int64_t count, size_t smem_bytes, const fa_launch 
     if (smem_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, smem_bytes, launch));
     FA_CHAOS_ARM(launch.stream, launch);
     const unsigned blocks = static_cast<unsigned>(count < INT32_MAX ? count : INT32_MAX);
-    kernel<<<blocks, THREADS, smem_bytes, static_cast<cudaStream_t>(launch.stream)>>>(args...);
+    kernel<<<blocks, kThreads, smem_bytes, static_cast<cudaStream_t>(launch.stream)>>>(args...);
     FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }
@@ -68,42 +68,41 @@ fa_code start(Kernel *kernel, int64_t count, size_t smem_bytes, const fa_launch 
 inline int64_t tiles(int64_t length, int64_t block) { return (length + block - 1) / block; }
 
 /* Everything that works on the rows of work.pairs. */
-template <typename T, class CONFIG>
+template <typename T, class C>
 fa_code launch_pairs(const fa_backward &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
     const fa_forward &f = p.forward;
-    const int64_t block = CONFIG::tile.block, heads = work.pairs * work.group;
-    FA_TRY(start(rows_kernel<T>, tiles(heads * f.seq_q, THREADS), 0, launch, p, work));
+    const int64_t block = C::tile.block, heads = work.pairs * work.group;
+    FA_TRY(start(rows_kernel<T>, tiles(heads * f.seq_q, kThreads), 0, launch, p, work));
     if (p.wants >> FA_GRAD_Q & 1)
-        FA_TRY(start(queries_kernel<T, CONFIG>, heads * tiles(f.seq_q, block), plan.smem_bytes, launch, p, work));
+        FA_TRY(start(queries_kernel<T, C>, heads * tiles(f.seq_q, block), plan.smem_bytes, launch, p, work));
     if (p.wants >> FA_GRAD_K & 3)
-        FA_TRY(start(keys_kernel<T, CONFIG>, work.pairs * tiles(f.seq_k, block), plan.smem_bytes, launch, p, work));
+        FA_TRY(start(keys_kernel<T, C>, work.pairs * tiles(f.seq_k, block), plan.smem_bytes, launch, p, work));
     return FA_OK;
 }
 
-template <typename T, class CONFIG>
+template <typename T, class C>
 fa_code launch_bias(const fa_backward &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
     const fa_forward &f = p.forward;
-    const int64_t lengths[4] = {f.batch, f.heads, tiles(f.seq_q, CONFIG::tile.block),
-                                tiles(f.seq_k, CONFIG::tile.block)};
+    const int64_t lengths[4] = {f.batch, f.heads, tiles(f.seq_q, C::tile.block), tiles(f.seq_k, C::tile.block)};
     int64_t count = 1;
     for (int axis = 0; axis < 4; ++axis) count *= p.bias_sums >> axis & 1 ? 1 : lengths[axis];
-    return start(bias_kernel<T, CONFIG>, count, plan.smem_bytes, launch, p, work);
+    return start(bias_kernel<T, C>, count, plan.smem_bytes, launch, p, work);
 }
 
-template <typename T, int INDEX>
+template <typename T, int kIndex>
 fa_code launch_tile(const fa_backward &p, const fa_plan &plan, const fa_launch &launch) {
-    if constexpr (INDEX < TILE_COUNT) {
+    if constexpr (kIndex < kTileCount) {
         const Own &own = fa_own<Own>(&plan);
-        if (own.tile != INDEX) return launch_tile<T, INDEX + 1>(p, plan, launch);
+        if (own.tile != kIndex) return launch_tile<T, kIndex + 1>(p, plan, launch);
         const fa_forward &f = p.forward;
         const int64_t all = f.batch * f.heads_kv;
         Work work = {fa::score_params(f), static_cast<float2 *>(launch.workspace), 0, 0,
                      f.heads_kv ? f.heads / f.heads_kv : 1};
         for (; work.first_pair < all && own.pairs; work.first_pair += own.pairs) {
             work.pairs = all - work.first_pair < own.pairs ? all - work.first_pair : own.pairs;
-            FA_TRY((launch_pairs<T, Config<INDEX>>(p, work, plan, launch)));
+            FA_TRY((launch_pairs<T, Config<kIndex>>(p, work, plan, launch)));
         }
-        if (p.wants >> FA_GRAD_BIAS & 1) FA_TRY((launch_bias<T, Config<INDEX>>(p, work, plan, launch)));
+        if (p.wants >> FA_GRAD_BIAS & 1) FA_TRY((launch_bias<T, Config<kIndex>>(p, work, plan, launch)));
         if (p.wants >> FA_GRAD_SINKS & 1) FA_TRY(start(sinks_kernel<T>, f.heads, 0, launch, p));
     }
     return FA_OK;
@@ -123,7 +122,7 @@ fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_backward &p, const fa_plan &plan, co
 
 namespace {
 
-using simt_backward::TILES;
+using simt_backward::kTiles;
 
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_backward &p = problem->backward;
@@ -132,9 +131,9 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     simt_backward::Own &own = fa_own<simt_backward::Own>(plan);
     size_t least = SIZE_MAX;
     own.tile = -1;
-    for (int i = 0; i < simt_backward::TILE_COUNT; ++i) {
-        const size_t bytes = TILES[i].smem_bytes();
-        if (TILES[i].dim < head_dim) continue;
+    for (int i = 0; i < simt_backward::kTileCount; ++i) {
+        const size_t bytes = kTiles[i].smem_bytes();
+        if (kTiles[i].dim < head_dim) continue;
         if (bytes < least) least = bytes;
         if (own.tile < 0 && bytes <= device->smem_per_block) own.tile = i;
     }
@@ -150,9 +149,9 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     if (rows_wanted && all && (own.pairs == 0 || (at_once && own.pairs < all)))
         return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     plan->workspace_bytes = size_t(own.pairs * group * f.seq_q) * sizeof(float2);
-    plan->threads = simt_backward::THREADS;
-    plan->blocks = all * ((f.seq_k + TILES[own.tile].block - 1) / TILES[own.tile].block);
-    plan->smem_bytes = TILES[own.tile].smem_bytes();
+    plan->threads = simt_backward::kThreads;
+    plan->blocks = all * ((f.seq_k + kTiles[own.tile].block - 1) / kTiles[own.tile].block);
+    plan->smem_bytes = kTiles[own.tile].smem_bytes();
     plan->keep = true;
     return FA_TAKES;
 }
@@ -166,8 +165,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
 
 } // namespace
 
-extern "C" FA_EXPORT const fa_kernel fa_kernel_simt_backward;
-const fa_kernel fa_kernel_simt_backward = {
+FA_DEFINE_KERNEL(simt_backward) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_BACKWARD,
     .device = FA_CUDA,

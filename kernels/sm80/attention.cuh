@@ -1,15 +1,15 @@
-/* The attention kernel on mma.sync: one block takes TILE_M query rows of one head and walks over the keys they see.
+/* The attention kernel on mma.sync: one block takes kTileM query rows of one head and walks over the keys they see.
  *
  *     S = Q K^T            a = query fragments (registers or ldmatrix), b = ldmatrix of the key rows as they lie
  *     P = 2^(c S - shift)  in the registers of S; rounded to T, two neighbouring 8-key columns of S are operand a again
  *     O = O 2^(..) + P V   b = ldmatrix.trans of the value rows
  *
- * Warps: WARPS_M groups of 16 ROW_TILES query rows; WARPS_N warps share a group's rows and split each key tile, each
+ * Warps: kWarpsM groups of 16 kRowTiles query rows; kWarpsN warps share a group's rows and split each key tile, each
  * with its own shift, sum and output, merged in shared memory at the end (small grids: more warps a row). Where even so
  * the grid is small and keys are many, blocks split the keys as well, and combine_splits() joins their parts. Key tiles
  * are walked from the last to the first, so that the masked ones of a causal call come first, in the shadow of the
  * first loads; a tile that a warp's rows see whole is not masked, one that they do not see is not multiplied. K and V:
- * a ring of STAGES tiles filled by cp.async, one barrier a tile; with STAGES 1 the next K is fetched while P V runs,
+ * a ring of kStages tiles filled by cp.async, one barrier a tile; with kStages 1 the next K is fetched while P V runs,
  * and with it the tile's bias and mask, and V while Q K^T runs, two barriers a tile.
  *
  * No phases are counted: a thread waits for its own copies (cp.async groups, in their order), then __syncthreads joins
@@ -32,21 +32,21 @@
 namespace fa {
 
 template <class C>
-__global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const __grid_constant__ MmaArgs args) {
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_kernel(const __grid_constant__ MmaArgs args) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) unsigned char shared[];
     using T = typename C::T;
     const fa_forward &p = args.problem;
     const Band &visible = args.visible;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % C::WARPS_M, warp_n = warp / C::WARPS_M;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % C::kWarpsM, warp_n = warp / C::kWarpsM;
 
     const BlockPlace block(args);
     // Keys that the block's rows see, as tiles [tile_begin, tile_end).
-    const int block_query = block.row_block * C::TILE_M, block_last = min(block_query + C::TILE_M, int(p.seq_q)) - 1;
+    const int block_query = block.row_block * C::kTileM, block_last = min(block_query + C::kTileM, int(p.seq_q)) - 1;
     const int keys_begin = begin_of(visible, block_query), keys_end = end_of(visible, block_last);
-    int tile_begin = keys_begin / C::TILE_N;
-    int tile_end = keys_begin < keys_end ? (keys_end + C::TILE_N - 1) / C::TILE_N : tile_begin;
-    if constexpr (C::SPLITS) { // this block's share of them
+    int tile_begin = keys_begin / C::kTileN;
+    int tile_end = keys_begin < keys_end ? (keys_end + C::kTileN - 1) / C::kTileN : tile_begin;
+    if constexpr (C::kSplits) { // this block's share of them
         const int share =
             args.splits > 1 ? (tile_end - tile_begin + args.splits - 1) / args.splits : tile_end - tile_begin;
         tile_begin = min(tile_begin + int(blockIdx.y) * share, tile_end);
@@ -57,11 +57,11 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         Span<int> some, all;
     };
     auto sight_of = [&](int first) -> Sight {
-        const int last = min(first + C::WARP_ROWS, int(p.seq_q)) - 1;
+        const int last = min(first + C::kWarpRows, int(p.seq_q)) - 1;
         return {{begin_of(visible, first), first <= last ? end_of(visible, last) : 0},
                 common_span(visible, first, last)};
     };
-    const int warp_query = block_query + warp_m * C::WARP_ROWS;
+    const int warp_query = block_query + warp_m * C::kWarpRows;
     const Sight kept = sight_of(warp_query);
     // What is made of again(x) is made anew for each tile.
     auto again = [](int x) {
@@ -69,58 +69,58 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
         return x;
     };
 
-    const uint32_t query_tile = shared_address(shared), key_tiles = query_tile + C::QUERY_BYTES;
-    const uint32_t value_tiles = key_tiles + C::STAGES * C::TILE_BYTES;
-    const uint32_t warp_query_rows = query_tile + warp_m * C::WARP_ROWS * C::ROW_BYTES;
-    const uint32_t warp_key_rows = warp_n * C::KEYS * C::ROW_BYTES; // in each tile
+    const uint32_t query_tile = shared_address(shared), key_tiles = query_tile + C::kQueryBytes;
+    const uint32_t value_tiles = key_tiles + C::kStages * C::kTileBytes;
+    const uint32_t warp_query_rows = query_tile + warp_m * C::kWarpRows * C::kRowBytes;
+    const uint32_t warp_key_rows = warp_n * C::kKeys * C::kRowBytes; // in each tile
 
-    using Loader = RowLoader<C::HEAD_DIM, C::THREADS, C::TILE_N>;
-    const int last_tile = (tile_end - 1) * C::TILE_N;
+    using Loader = RowLoader<C::kHeadDim, C::kThreads, C::kTileN>;
+    const int last_tile = (tile_end - 1) * C::kTileN;
     const int head_kv = args.group.quotient(block.head);
     Loader key_loader(row_of<T>(p.k, block.batch, head_kv, 0), p.k.stride, p.head_dim, visible.key_begin,
                       visible.key_end, last_tile);
     Loader value_loader(row_of<T>(p.v, block.batch, head_kv, 0), p.v.stride, p.head_dim_v, visible.key_begin,
                         visible.key_end, last_tile);
     auto load_keys = [&](int tile, int stage) {
-        key_loader.copy(key_tiles + stage * C::TILE_BYTES, tile * C::TILE_N, !C::GENERAL || args.chunks_k);
-        if constexpr (!C::PLAIN) BiasTiles<C>::copy(args, block, query_tile, tile * C::TILE_N);
+        key_loader.copy(key_tiles + stage * C::kTileBytes, tile * C::kTileN, !C::kGeneral || args.chunks_k);
+        if constexpr (!C::kPlain) BiasTiles<C>::copy(args, block, query_tile, tile * C::kTileN);
     };
     auto load_values = [&](int tile, int stage) {
-        value_loader.copy(value_tiles + stage * C::TILE_BYTES, tile * C::TILE_N, !C::GENERAL || args.chunks_v);
+        value_loader.copy(value_tiles + stage * C::kTileBytes, tile * C::kTileN, !C::kGeneral || args.chunks_v);
     };
 
     MmaWarp<C> mine(warp_query_rows, lane);
-    const float scale = C::PLAIN ? args.score.scale_log2 : 1.0f;
+    const float scale = C::kPlain ? args.score.scale_log2 : 1.0f;
     ScorePlace place{warp_query + lane / 4, 0};
     typename MmaWarp<C>::Tile s;
 
     typename MmaWarp<C>::KeysAddress key_address(key_tiles + warp_key_rows, lane);
     typename MmaWarp<C>::RowsAddress value_address(value_tiles + warp_key_rows, lane);
-    if (C::KEEP_ADDRESSES) key_address.keep(), value_address.keep();
+    if (C::kKeepAddresses) key_address.keep(), value_address.keep();
     auto second_product = [&](const auto &weights, int stage) {
-        mine.multiply_values(weights, value_address.shifted(stage * C::TILE_BYTES));
+        mine.multiply_values(weights, value_address.shifted(stage * C::kTileBytes));
     };
     auto scores = [&](int key, bool masked, int stage) {
         place.key = key + lane % 4 * 2;
-        mine.multiply_keys(s, key_address.shifted(stage * C::TILE_BYTES));
-        if constexpr (!C::PLAIN) {
-            scale_scores<C::ROW_TILES, C::KEYS, C::GENERAL>(s, args.score);
-            BiasTiles<C>::apply(args, query_tile, warp_m * C::WARP_ROWS, lane, s);
+        mine.multiply_keys(s, key_address.shifted(stage * C::kTileBytes));
+        if constexpr (!C::kPlain) {
+            scale_scores<C::kRowTiles, C::kKeys, C::kGeneral>(s, args.score);
+            BiasTiles<C>::apply(args, query_tile, warp_m * C::kWarpRows, lane, s);
         }
-        if (C::SHORT) place.query = again(warp_query) + lane / 4;
-        if (masked) mask_scores<C::ROW_TILES, C::KEYS>(s, visible, place);
+        if (C::kShort) place.query = again(warp_query) + lane / 4;
+        if (masked) mask_scores<C::kRowTiles, C::kKeys>(s, visible, place);
     };
 
     if (tile_begin < tile_end) {
-        RowLoader<C::HEAD_DIM, C::THREADS, C::TILE_M> query_loader(
+        RowLoader<C::kHeadDim, C::kThreads, C::kTileM> query_loader(
             row_of<T>(p.q, block.batch, block.head, 0), p.q.stride, p.head_dim, 0, int(p.seq_q), block_query);
-        query_loader.copy(query_tile, block_query, !C::GENERAL || args.chunks_q);
+        query_loader.copy(query_tile, block_query, !C::kGeneral || args.chunks_q);
         cp_async_commit();
     }
 
-    if constexpr (C::STAGES == 1) {
+    if constexpr (C::kStages == 1) {
         int tile = tile_end - 1;
-        if constexpr (C::PLAIN) {
+        if constexpr (C::kPlain) {
             if (tile_begin < tile_end) {
                 load_keys(tile, 0);
                 cp_async_commit();
@@ -132,11 +132,11 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
             tile = tile_end; // a first round that only loads: the copies of bias and mask are long, once is enough
         }
         for (; tile >= tile_begin; --tile) {
-            const bool there = C::PLAIN || tile < tile_end;
-            const int key = tile * C::TILE_N + warp_n * C::KEYS;
-            const Sight seen = C::SHORT ? sight_of(again(warp_query)) : kept;
-            const bool some = there && key < seen.some.end && key + C::KEYS > seen.some.begin;
-            const bool masked = key < seen.all.begin || key + C::KEYS > seen.all.end;
+            const bool there = C::kPlain || tile < tile_end;
+            const int key = tile * C::kTileN + warp_n * C::kKeys;
+            const Sight seen = C::kShort ? sight_of(again(warp_query)) : kept;
+            const bool some = there && key < seen.some.end && key + C::kKeys > seen.some.begin;
+            const bool masked = key < seen.all.begin || key + C::kKeys > seen.all.end;
             cp_async_wait<0>();
             __syncthreads();
             if (there)
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
                 cp_async_commit();
             };
             if (some) scores(key, masked, 0);
-            if constexpr (C::ROW_TILES == 1) {
+            if constexpr (C::kRowTiles == 1) {
                 next_keys(); // the earlier the better
                 if (some) {
                     mine.weigh(s, scale);
@@ -170,23 +170,23 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
     } else {
         if (tile_begin < tile_end) {
 #pragma unroll
-            for (int n = 0; n < C::STAGES - 1; ++n) {
+            for (int n = 0; n < C::kStages - 1; ++n) {
                 if (tile_end - 1 - n >= tile_begin) load_keys(tile_end - 1 - n, n), load_values(tile_end - 1 - n, n);
                 cp_async_commit();
             }
-            cp_async_wait<C::STAGES - 1>();
+            cp_async_wait<C::kStages - 1>();
             __syncthreads();
             mine.load_query();
         }
         int stage = 0;
         for (int tile = tile_end - 1; tile >= tile_begin; --tile) {
-            const int key = tile * C::TILE_N + warp_n * C::KEYS;
-            const Sight seen = C::SHORT ? sight_of(again(warp_query)) : kept;
-            const bool some = key < seen.some.end && key + C::KEYS > seen.some.begin;
-            const bool masked = key < seen.all.begin || key + C::KEYS > seen.all.end;
-            cp_async_wait<C::STAGES - 2>();
+            const int key = tile * C::kTileN + warp_n * C::kKeys;
+            const Sight seen = C::kShort ? sight_of(again(warp_query)) : kept;
+            const bool some = key < seen.some.end && key + C::kKeys > seen.some.begin;
+            const bool masked = key < seen.all.begin || key + C::kKeys > seen.all.end;
+            cp_async_wait<C::kStages - 2>();
             __syncthreads();
-            const int next = tile - (C::STAGES - 1), free = stage == 0 ? C::STAGES - 1 : stage - 1;
+            const int next = tile - (C::kStages - 1), free = stage == 0 ? C::kStages - 1 : stage - 1;
             if (next >= tile_begin) load_keys(next, free), load_values(next, free);
             cp_async_commit();
             if (some) {
@@ -194,54 +194,54 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS_PER_SM) mma_kernel(const
                 mine.weigh(s, scale);
                 second_product(s, stage);
             }
-            stage = stage == C::STAGES - 1 ? 0 : stage + 1;
+            stage = stage == C::kStages - 1 ? 0 : stage + 1;
         }
     }
 
-    if constexpr (C::WARPS_N > 1) {
-        float *slots = reinterpret_cast<float *>(shared + C::QUERY_BYTES);
-        auto slot = [&](int part) { return slots + ((part - 1) * C::WARPS_M + warp_m) * C::MERGE_VALUES * 32; };
+    if constexpr (C::kWarpsN > 1) {
+        float *slots = reinterpret_cast<float *>(shared + C::kQueryBytes);
+        auto slot = [&](int part) { return slots + ((part - 1) * C::kWarpsM + warp_m) * C::kMergeValues * 32; };
         __syncthreads();
         if (warp_n > 0) mine.give(slot(warp_n), lane);
         __syncthreads();
         if (warp_n > 0) return;
-        for (int part = 1; part < C::WARPS_N; ++part) mine.take(slot(part), lane);
+        for (int part = 1; part < C::kWarpsN; ++part) mine.take(slot(part), lane);
     }
-    if (C::SPLITS && args.splits > 1)
+    if (C::kSplits && args.splits > 1)
         mine.finish_part(args, warp_m, blockIdx.y, lane);
     else
         mine.finish(args, warp_m, warp_query_rows, lane);
 }
 
 /* Joins the parts of a row, one warp a row, in their order: the result does not depend on which was done first. */
-template <typename T, int HEAD_DIM>
+template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(128) combine_splits(const __grid_constant__ MmaArgs args) {
-    constexpr int COLUMNS = HEAD_DIM / 32; // of a lane: every 32nd
+    constexpr int kColumns = kHeadDim / 32; // of a lane: every 32nd
     const fa_forward &p = args.problem;
     const int64_t rows = args.rows(), row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (row >= rows) return;
     const auto [batch, head, query] = place_of(row, p.seq_q, p.heads);
-    const float2 *states = partial_states<HEAD_DIM>(args.partial, args.splits, rows) + row;
+    const float2 *states = partial_states<kHeadDim>(args.partial, args.splits, rows) + row;
 
     const float sink = sink_of(args, head, int(query));
-    float shift = NO_SHIFT;
+    float shift = kNoShift;
     for (int n = 0; n < args.splits; ++n) shift = fmaxf(shift, states[n * rows].x);
-    float sum = 0.0f, out[COLUMNS] = {};
+    float sum = 0.0f, out[kColumns] = {};
 #pragma unroll 4
     for (int n = 0; n < args.splits; ++n) {
         const float2 state = states[n * rows];
         const float factor = exp2_fast(state.x - shift);
         sum += state.y * factor;
-        const float *part = args.partial + (n * rows + row) * HEAD_DIM + lane;
+        const float *part = args.partial + (n * rows + row) * kHeadDim + lane;
 #pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) out[i] += part[32 * i] * factor;
+        for (int i = 0; i < kColumns; ++i) out[i] += part[32 * i] * factor;
     }
     const RowResult result = finish_joined(shift, sum, sink);
     if (p.lse && lane == 0) static_cast<float *>(p.lse)[row] = result.lse;
     T *to = row_of<T>(p.out, batch, head, query);
 #pragma unroll
-    for (int i = 0; i < COLUMNS; ++i)
+    for (int i = 0; i < kColumns; ++i)
         if (lane + 32 * i < p.head_dim_v) to[(lane + 32 * i) * p.out.stride[3]] = from_float<T>(out[i] * result.factor);
 }
 

@@ -20,52 +20,53 @@
 
 namespace fa {
 
-/* A tile of QUERIES x KEYS elements of BYTES bytes. A row takes at least 64 bytes, half of them unused where a mask is
- * 32 keys wide. */
-template <int BYTES, int QUERIES, int KEYS> struct BiasTile {
-    static constexpr int ELEMENTS = 16 / BYTES;      // of a chunk
-    static constexpr int CHUNKS = KEYS / ELEMENTS;   // of a row
-    static constexpr int COLUMNS = KEYS * BYTES / 2; // 16-bit units of a row
-    using Layout = TileLayout<(COLUMNS < 32 ? 32 : COLUMNS)>;
-    static constexpr int ROW_BYTES = Layout::ROW_BYTES, TILE_BYTES = QUERIES * ROW_BYTES;
-    using Bits = std::conditional_t<BYTES == 1, uint8_t, std::conditional_t<BYTES == 2, uint16_t, uint32_t>>;
+/* A tile of kQueries x kKeys elements of kBytes bytes. A row takes at least 64 bytes, half of them unused where a mask
+ * is 32 keys wide. */
+template <int kBytes, int kQueries, int kKeys> struct BiasTile {
+    static constexpr int kElements = 16 / kBytes;       // of a chunk
+    static constexpr int kChunks = kKeys / kElements;   // of a row
+    static constexpr int kColumns = kKeys * kBytes / 2; // 16-bit units of a row
+    using Layout = TileLayout<(kColumns < 32 ? 32 : kColumns)>;
+    static constexpr int kRowBytes = Layout::kRowBytes, kTileBytes = kQueries * kRowBytes;
+    using Bits = std::conditional_t<kBytes == 1, uint8_t, std::conditional_t<kBytes == 2, uint16_t, uint32_t>>;
 
-    /* Starts the copy of the elements of the queries [query, query + QUERIES) that are below `queries` and the keys
-     * [key, key + KEYS) that are below `keys`; the others become zeros and are not read. `chunks`: rows are
-     * whole 16-byte aligned chunks of neighbouring elements, as ALIGNED knows, and so are `keys`; otherwise the
+    /* Starts the copy of the elements of the queries [query, query + kQueries) that are below `queries` and the keys
+     * [key, key + kKeys) that are below `keys`; the others become zeros and are not read. `chunks`: rows are
+     * whole 16-byte aligned chunks of neighbouring elements, as kAligned knows, and so are `keys`; otherwise the
      * elements are read when this returns. */
-    template <int THREADS, bool ALIGNED>
+    template <int kThreads, bool kAligned>
     __device__ static __forceinline__ void copy(uint32_t tile, const fa_operand &x, int64_t batch, int64_t head,
                                                 int query, int queries, int key, int keys, bool chunks) {
-        constexpr int STEP = THREADS / CHUNKS; // rows between two chunks of a thread
-        static_assert(STEP % 8 == 0 && QUERIES % STEP == 0, "a thread's rows share one key of the layout");
-        const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, first = key + chunk * ELEMENTS;
-        const int count = min(max(keys - first, 0), ELEMENTS), rows = queries - query - row;
+        constexpr int kStep = kThreads / kChunks; // rows between two chunks of a thread
+        static_assert(kStep % 8 == 0 && kQueries % kStep == 0, "a thread's rows share one key of the layout");
+        const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks, first = key + chunk * kElements;
+        const int count = min(max(keys - first, 0), kElements), rows = queries - query - row;
         const uint32_t to = tile + Layout::offset(row, chunk);
         const Bits *from = static_cast<const Bits *>(x.data) + batch * x.stride[0] + head * x.stride[1] +
                            (query + row) * x.stride[2] + first * x.stride[3];
-        if (ALIGNED || chunks) {
+        if (kAligned || chunks) {
 #pragma unroll 4
-            for (int r = 0; r < QUERIES; r += STEP, from += STEP * x.stride[2])
-                cp_async_16(to + r * ROW_BYTES, from, r < rows && count > 0);
+            for (int r = 0; r < kQueries; r += kStep, from += kStep * x.stride[2])
+                cp_async_16(to + r * kRowBytes, from, r < rows && count > 0);
         } else {
-            constexpr int BATCH = BYTES == 1 || QUERIES / STEP < 2 ? 1 : 2; // rows whose loads overlap
+            constexpr int kBatch = kBytes == 1 || kQueries / kStep < 2 ? 1 : 2; // rows whose loads overlap
 #pragma unroll 1
-            for (int r = 0; r < QUERIES; r += BATCH * STEP, from += BATCH * STEP * x.stride[2]) {
-                uint32_t word[BATCH][4] = {};
+            for (int r = 0; r < kQueries; r += kBatch * kStep, from += kBatch * kStep * x.stride[2]) {
+                uint32_t word[kBatch][4] = {};
 #pragma unroll
-                for (int e = 0; e < 4 / BYTES; ++e) // of the elements in a word
+                for (int e = 0; e < 4 / kBytes; ++e) // of the elements in a word
 #pragma unroll
-                    for (int n = 0; n < BATCH; ++n)
+                    for (int n = 0; n < kBatch; ++n)
 #pragma unroll
                         for (int w = 0; w < 4; ++w) {
-                            const int i = w * (4 / BYTES) + e;
-                            if (r + n * STEP < rows && i < count)
-                                word[n][w] |= uint32_t(from[n * STEP * x.stride[2] + i * x.stride[3]]) << e * BYTES * 8;
+                            const int i = w * (4 / kBytes) + e;
+                            if (r + n * kStep < rows && i < count)
+                                word[n][w] |= uint32_t(from[n * kStep * x.stride[2] + i * x.stride[3]])
+                                              << e * kBytes * 8;
                         }
 #pragma unroll
-                for (int n = 0; n < BATCH; ++n)
-                    store_shared(to + (r + n * STEP) * ROW_BYTES,
+                for (int n = 0; n < kBatch; ++n)
+                    store_shared(to + (r + n * kStep) * kRowBytes,
                                  make_uint4(word[n][0], word[n][1], word[n][2], word[n][3]));
             }
         }
@@ -75,23 +76,23 @@ template <int BYTES, int QUERIES, int KEYS> struct BiasTile {
 /* Both tiles of a block of configuration C; either may be absent. */
 template <class C> class BiasTiles {
     using T = typename C::T;
-    using Wide = BiasTile<4, C::TILE_M, C::TILE_N>;
-    using Half = BiasTile<2, C::TILE_M, C::TILE_N>;
-    using Mask = BiasTile<1, C::TILE_M, C::TILE_N>;
-    static_assert(C::WARPS_N == 1, "a warp reads whole rows");
+    using Wide = BiasTile<4, C::kTileM, C::kTileN>;
+    using Half = BiasTile<2, C::kTileM, C::kTileN>;
+    using Mask = BiasTile<1, C::kTileM, C::kTileN>;
+    static_assert(C::kWarpsN == 1, "a warp reads whole rows");
 
   public:
-    static constexpr int WIDE_BYTES = Wide::TILE_BYTES, HALF_BYTES = Half::TILE_BYTES, MASK_BYTES = Mask::TILE_BYTES;
+    static constexpr int kWideBytes = Wide::kTileBytes, kHalfBytes = Half::kTileBytes, kMaskBytes = Mask::kTileBytes;
 
     /* Starts the copies for the tile of keys that starts at `key`. `shared`: where the block's shared memory begins. */
     __device__ static __forceinline__ void copy(const MmaArgs &args, const BlockPlace &block, uint32_t shared,
                                                 int key) {
         const fa_forward &p = args.problem;
         if (!p.bias.data && !p.mask.data) return;
-        const BlockPlace place = C::SHORT ? BlockPlace(args) : block;
+        const BlockPlace place = C::kShort ? BlockPlace(args) : block;
         const auto copy_tile = [&](auto tile, uint32_t to, const fa_operand &x, bool chunks) {
-            tile.template copy<C::THREADS, !C::GENERAL>(to, x, place.batch, place.head, place.row_block * C::TILE_M,
-                                                        int(p.seq_q), key, int(p.seq_k), chunks);
+            tile.template copy<C::kThreads, !C::kGeneral>(to, x, place.batch, place.head, place.row_block * C::kTileM,
+                                                          int(p.seq_q), key, int(p.seq_k), chunks);
         };
         if (p.bias.data) {
             if (p.bias_dtype == FA_F32)
@@ -105,15 +106,15 @@ template <class C> class BiasTiles {
     /* Adds the bias in base 2 to this lane's scores and excludes what the mask does. `row`: the warp's first in the
      * tiles. */
     __device__ static __forceinline__ void apply(const MmaArgs &args, uint32_t shared, int row, int lane,
-                                                 Scores<C::ROW_TILES, C::KEYS> &s) {
+                                                 Scores<C::kRowTiles, C::kKeys> &s) {
         const fa_forward &p = args.problem;
         if (p.bias.data) {
             if (p.bias_dtype == FA_F32)
-                add_wide(shared + args.bias_at + row * Wide::ROW_BYTES, lane, s);
+                add_wide(shared + args.bias_at + row * Wide::kRowBytes, lane, s);
             else
-                add_half(shared + args.bias_at + row * Half::ROW_BYTES, lane, s);
+                add_half(shared + args.bias_at + row * Half::kRowBytes, lane, s);
         }
-        if (p.mask.data) exclude(shared + args.mask_at + row * Mask::ROW_BYTES, lane, s);
+        if (p.mask.data) exclude(shared + args.mask_at + row * Mask::kRowBytes, lane, s);
     }
 
   private:
@@ -122,14 +123,14 @@ template <class C> class BiasTiles {
         high = add_bias(high, bias.y);
     }
 
-    __device__ static __forceinline__ void add_half(uint32_t rows, int lane, Scores<C::ROW_TILES, C::KEYS> &s) {
-        const BlockAddress<C::TILE_N, BlockOrder::ROWS_FIRST> address(rows, lane);
+    __device__ static __forceinline__ void add_half(uint32_t rows, int lane, Scores<C::kRowTiles, C::kKeys> &s) {
+        const BlockAddress<C::kTileN, BlockOrder::kRowsFirst> address(rows, lane);
 #pragma unroll
-        for (int r = 0; r < C::ROW_TILES; ++r)
+        for (int r = 0; r < C::kRowTiles; ++r)
 #pragma unroll
-            for (int n = 0; n < C::KEYS / 16; ++n) {
+            for (int n = 0; n < C::kKeys / 16; ++n) {
                 uint32_t x[4];
-                ldmatrix_x4<false>(x, address.at(n) + r * 16 * Half::ROW_BYTES);
+                ldmatrix_x4<false>(x, address.at(n) + r * 16 * Half::kRowBytes);
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     add_pair(s[r][2 * n + i / 2][i % 2 * 2], s[r][2 * n + i / 2][i % 2 * 2 + 1], unpack<T>(x[i]));
@@ -139,25 +140,25 @@ template <class C> class BiasTiles {
     /* Calls body(low, high, row, j) for this lane's scores of each query, pair by pair: those of row `row` + lane / 4
      * of the warp's, keys 8 j + 2 (lane % 4) + {0, 1}. */
     template <class Body>
-    __device__ static __forceinline__ void each_pair(Scores<C::ROW_TILES, C::KEYS> &s, Body &&body) {
+    __device__ static __forceinline__ void each_pair(Scores<C::kRowTiles, C::kKeys> &s, Body &&body) {
 #pragma unroll
-        for (int r = 0; r < C::ROW_TILES; ++r)
+        for (int r = 0; r < C::kRowTiles; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
-                for (int j = 0; j < C::KEYS / 8; ++j) body(s[r][j][2 * i], s[r][j][2 * i + 1], r * 16 + i * 8, j);
+                for (int j = 0; j < C::kKeys / 8; ++j) body(s[r][j][2 * i], s[r][j][2 * i + 1], r * 16 + i * 8, j);
     }
 
-    __device__ static __forceinline__ void add_wide(uint32_t rows, int lane, Scores<C::ROW_TILES, C::KEYS> &s) {
+    __device__ static __forceinline__ void add_wide(uint32_t rows, int lane, Scores<C::kRowTiles, C::kKeys> &s) {
         each_pair(s, [&](float &low, float &high, int row, int j) {
-            const uint32_t chunk = rows + row * Wide::ROW_BYTES + Wide::Layout::offset(lane / 4, 2 * j + lane % 4 / 2);
+            const uint32_t chunk = rows + row * Wide::kRowBytes + Wide::Layout::offset(lane / 4, 2 * j + lane % 4 / 2);
             add_pair(low, high, load_shared_pair(chunk + lane % 2 * 8));
         });
     }
 
-    __device__ static __forceinline__ void exclude(uint32_t rows, int lane, Scores<C::ROW_TILES, C::KEYS> &s) {
+    __device__ static __forceinline__ void exclude(uint32_t rows, int lane, Scores<C::kRowTiles, C::kKeys> &s) {
         each_pair(s, [&](float &low, float &high, int row, int j) {
-            const uint32_t chunk = rows + row * Mask::ROW_BYTES + Mask::Layout::offset(lane / 4, j / 2);
+            const uint32_t chunk = rows + row * Mask::kRowBytes + Mask::Layout::offset(lane / 4, j / 2);
             const uint32_t attend = load_shared_2(chunk + j % 2 * 8 + lane % 4 * 2);
             if (!(attend & 0xff)) low = -INFINITY;
             if (!(attend & 0xff00)) high = -INFINITY;

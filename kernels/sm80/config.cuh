@@ -24,38 +24,39 @@ struct MmaShape {
 
 /* What an instance takes. */
 enum class Surface {
-    PLAIN,   // scores are products: the scale (> 0) is folded into the exponent; rows of Q, K and V are 16-byte chunks
-    BIASED,  // scale of any sign, softcap up to MAX_FAST_CAP, bias, boolean mask; rows of all are chunks
-    GENERAL, // the same with any softcap and rows of any alignment
+    kPlain,   // scores are products: the scale (> 0) is folded into the exponent; rows of Q, K and V are 16-byte chunks
+    kBiased,  // scale of any sign, softcap up to kMaxFastCap, bias, boolean mask; rows of all are chunks
+    kGeneral, // the same with any softcap and rows of any alignment
 };
 
-/* HEAD_DIM: of Q, K and V, padded. */
-template <typename T_, int HEAD_DIM_, MmaShape SHAPE, Surface SURFACE> struct MmaConfig {
+/* kHeadDim: of Q, K and V, padded. */
+template <typename T_, int kHeadDim_, MmaShape kShape, Surface kSurface> struct MmaConfig {
     using T = T_;
-    static constexpr int HEAD_DIM = HEAD_DIM_, ROW_TILES = SHAPE.row_tiles, KEYS = SHAPE.keys, STAGES = SHAPE.stages;
-    static constexpr int WARPS_M = SHAPE.warps_m, WARPS_N = SHAPE.warps_n, BLOCKS_PER_SM = SHAPE.blocks_per_sm;
-    static constexpr bool QUERY_IN_REGISTERS = SHAPE.query_in_registers;
-    static constexpr bool PLAIN = SURFACE == Surface::PLAIN, GENERAL = SURFACE == Surface::GENERAL;
-    static constexpr bool SHORT = !PLAIN && ROW_TILES > 1; // of registers: what is cheap is worked out for each tile
-    static constexpr bool SPLITS = GENERAL || WARPS_N > 1; // whether blocks may share a row's keys
+    static constexpr int kHeadDim = kHeadDim_, kRowTiles = kShape.row_tiles, kKeys = kShape.keys,
+                         kStages = kShape.stages;
+    static constexpr int kWarpsM = kShape.warps_m, kWarpsN = kShape.warps_n, kBlocksPerSm = kShape.blocks_per_sm;
+    static constexpr bool kQueryInRegisters = kShape.query_in_registers;
+    static constexpr bool kPlain = kSurface == Surface::kPlain, kGeneral = kSurface == Surface::kGeneral;
+    static constexpr bool kShort = !kPlain && kRowTiles > 1; // of registers: what is cheap is worked out for each tile
+    static constexpr bool kSplits = kGeneral || kWarpsN > 1; // whether blocks may share a row's keys
 
-    static constexpr bool KEEP_ADDRESSES = ROW_TILES * HEAD_DIM < 256; // else the output takes the registers
+    static constexpr bool kKeepAddresses = kRowTiles * kHeadDim < 256; // else the output takes the registers
 
-    static constexpr int THREADS = WARPS_M * WARPS_N * 32;
-    static constexpr int WARP_ROWS = 16 * ROW_TILES;
-    static constexpr int TILE_M = WARPS_M * WARP_ROWS;
-    static constexpr int TILE_N = WARPS_N * KEYS;
-    static constexpr int ROW_BYTES = HEAD_DIM * 2;
-    static constexpr int QUERY_BYTES = TILE_M * ROW_BYTES;
-    static constexpr int TILE_BYTES = TILE_N * ROW_BYTES; // one tile of K or of V
-    static constexpr int SHARED_BYTES = QUERY_BYTES + 2 * STAGES * TILE_BYTES;
+    static constexpr int kThreads = kWarpsM * kWarpsN * 32;
+    static constexpr int kWarpRows = 16 * kRowTiles;
+    static constexpr int kTileM = kWarpsM * kWarpRows;
+    static constexpr int kTileN = kWarpsN * kKeys;
+    static constexpr int kRowBytes = kHeadDim * 2;
+    static constexpr int kQueryBytes = kTileM * kRowBytes;
+    static constexpr int kTileBytes = kTileN * kRowBytes; // one tile of K or of V
+    static constexpr int kSharedBytes = kQueryBytes + 2 * kStages * kTileBytes;
 
     /* What a warp with key part > 0 hands over: output, maxima and sums, a column of 32 floats each. */
-    static constexpr int MERGE_VALUES = ROW_TILES * (HEAD_DIM / 2 + 4);
-    static_assert((WARPS_N - 1) * WARPS_M * MERGE_VALUES * 32 * 4 <= 2 * STAGES * TILE_BYTES,
+    static constexpr int kMergeValues = kRowTiles * (kHeadDim / 2 + 4);
+    static_assert((kWarpsN - 1) * kWarpsM * kMergeValues * 32 * 4 <= 2 * kStages * kTileBytes,
                   "the merge reuses the K and V tiles");
-    static_assert(PLAIN || (STAGES == 1 && WARPS_N == 1), "one tile of bias and mask, in whole rows of a warp");
-    static_assert(KEYS % 16 == 0 && HEAD_DIM % 32 == 0, "mma.sync tiles of 16");
+    static_assert(kPlain || (kStages == 1 && kWarpsN == 1), "one tile of bias and mask, in whole rows of a warp");
+    static_assert(kKeys % 16 == 0 && kHeadDim % 32 == 0, "mma.sync tiles of 16");
 };
 
 /* A launch. The sequence lengths, and so every row and key index, fit in 28 bits. */
@@ -65,7 +66,7 @@ struct MmaArgs {
     Band visible;
     Divider heads, group;                   // query heads a batch entry, a K/V head
     Divider per_section, width, last_width; // blocks of a section; heads of one, of the last one
-    int row_blocks;                         // tiles of TILE_M queries a head
+    int row_blocks;                         // tiles of kTileM queries a head
     int sections;
     bool chunks_q, chunks_k, chunks_v, chunks_o; // whether 16-byte chunks are aligned
     bool chunks_bias, chunks_mask;               // the same of bias and mask
@@ -73,7 +74,7 @@ struct MmaArgs {
     int shared_bytes;
     int64_t sink_row; // distance of the sinks of neighbouring rows: 0, or heads are rows
     int splits;       // parts of the keys; with more than 1, each writes to `partial`
-    float *partial;   // as partial.cuh says: (splits, rows, HEAD_DIM), then (splits, rows) states
+    float *partial;   // as partial.cuh says: (splits, rows, kHeadDim), then (splits, rows) states
 
     __host__ __device__ int64_t rows() const { return problem.batch * problem.heads * problem.seq_q; }
 };

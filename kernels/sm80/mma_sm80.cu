@@ -29,21 +29,18 @@
 
 #define FA_MMA_HEAD_DIMS(X) X(32) X(64) X(96) X(128) X(192) X(256) // all instances, ascending
 
+namespace fa {
 namespace {
-
-using fa::MmaArgs;
-using fa::MmaConfig;
-using fa::MmaShape;
 
 /* Instances of one head_dim and dtype, by what they are for. */
 enum Kind {
-    LARGE,   // grids that fill the device
-    MEDIUM,  // the same where two blocks of LARGE do not fit the shared memory of a multiprocessor (sm_80)
-    COMPACT, // the same where two of MEDIUM do not (sm_86, sm_89)
-    SMALL,   // grids that do not: 32 rows a block, two warps a row
-    GENERAL, // softcap, bias, boolean mask, scale <= 0, operands of any alignment
-    BIASED,  // bias or mask, all aligned, in grids that fill the device; of its own at head_dim 64 and 128 alone
-    KINDS
+    kLarge,   // grids that fill the device
+    kMedium,  // the same where two blocks of kLarge do not fit the shared memory of a multiprocessor (sm_80)
+    kCompact, // the same where two of kMedium do not (sm_86, sm_89)
+    kSmall,   // grids that do not: 32 rows a block, two warps a row
+    kGeneral, // softcap, bias, boolean mask, scale <= 0, operands of any alignment
+    kBiased,  // bias or mask, all aligned, in grids that fill the device; of its own at head_dim 64 and 128 alone
+    kKinds
 };
 
 /* Row tiles a warp, warps over rows, warps over keys, keys a warp, stages, Q in registers, blocks a multiprocessor.
@@ -52,35 +49,35 @@ enum Kind {
  * 12 warps of 16 rows do as well as 8 of 32, and better in small grids; under bias and mask they lose 10%. Q in
  * registers gains 4% there at head_dim 64. */
 constexpr MmaShape shape_of(int head_dim, Kind kind) {
-    if (kind == GENERAL) return {1, 4, 1, head_dim <= 192 ? 64 : 32, 1, head_dim <= 64, head_dim <= 128 ? 3 : 2};
-    if (kind == BIASED) return {2, 4, 1, 64, 1, head_dim <= 64, 2};
-    if (kind == SMALL && head_dim <= 64) return {1, 2, 2, 64, 2, true, 3};
-    if (kind == SMALL) return {1, 2, 2, head_dim <= 128 ? 64 : 32, 1, head_dim <= 128, 2};
+    if (kind == kGeneral) return {1, 4, 1, head_dim <= 192 ? 64 : 32, 1, head_dim <= 64, head_dim <= 128 ? 3 : 2};
+    if (kind == kBiased) return {2, 4, 1, 64, 1, head_dim <= 64, 2};
+    if (kind == kSmall && head_dim <= 64) return {1, 2, 2, 64, 2, true, 3};
+    if (kind == kSmall) return {1, 2, 2, head_dim <= 128 ? 64 : 32, 1, head_dim <= 128, 2};
     switch (head_dim) {
     case 32:
-    case 64: return {2, 4, 1, 64, 2, true, 2};                      // 48 KB
-    case 96: return {2, 4, 1, 64, kind == LARGE ? 2 : 1, false, 2}; // 72, 48 KB
+    case 64: return {2, 4, 1, 64, 2, true, 2};                       // 48 KB
+    case 96: return {2, 4, 1, 64, kind == kLarge ? 2 : 1, false, 2}; // 72, 48 KB
     case 128:
-        if (kind == COMPACT) return {2, 4, 1, 32, 1, false, 2};         // 48 KB
-        return {2, 4, 1, 64, kind == LARGE ? 2 : 1, false, 2};          // 96, 64 KB
-    case 192: return {1, 4, 1, kind == COMPACT ? 32 : 64, 1, false, 2}; // 72, 48 KB
+        if (kind == kCompact) return {2, 4, 1, 32, 1, false, 2};         // 48 KB
+        return {2, 4, 1, 64, kind == kLarge ? 2 : 1, false, 2};          // 96, 64 KB
+    case 192: return {1, 4, 1, kind == kCompact ? 32 : 64, 1, false, 2}; // 72, 48 KB
     default:
-        if (kind == LARGE) return {1, 4, 1, 64, 1, false, 2}; // 96 KB
-        return {1, 8, 1, 32, 1, false, 1};                    // 96 KB, eight warps in the one block that fits
+        if (kind == kLarge) return {1, 4, 1, 64, 1, false, 2}; // 96 KB
+        return {1, 8, 1, 32, 1, false, 1};                     // 96 KB, eight warps in the one block that fits
     }
 }
 
 /* The kind whose instance does the work of another. */
 constexpr Kind built(int head_dim, Kind kind) {
-    return kind == BIASED && head_dim != 64 && head_dim != 128 ? GENERAL : kind;
+    return kind == kBiased && head_dim != 64 && head_dim != 128 ? kGeneral : kind;
 }
 
-constexpr fa::Surface surface_of(Kind kind) {
-    return kind == GENERAL ? fa::Surface::GENERAL : kind == BIASED ? fa::Surface::BIASED : fa::Surface::PLAIN;
+constexpr Surface surface_of(Kind kind) {
+    return kind == kGeneral ? Surface::kGeneral : kind == kBiased ? Surface::kBiased : Surface::kPlain;
 }
 
-template <typename T, int HEAD_DIM, Kind KIND>
-using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, built(HEAD_DIM, KIND)), surface_of(built(HEAD_DIM, KIND))>;
+template <typename T, int kHeadDim, Kind kKind>
+using Choose = MmaConfig<T, kHeadDim, shape_of(kHeadDim, built(kHeadDim, kKind)), surface_of(built(kHeadDim, kKind))>;
 
 } // namespace
 
@@ -95,14 +92,14 @@ using Choose = MmaConfig<T, HEAD_DIM, shape_of(HEAD_DIM, built(HEAD_DIM, KIND)),
 namespace {
 
 template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, const fa_launch &launch) {
-    auto kernel = fa::mma_kernel<C>;
+    auto kernel = mma_kernel<C>;
     cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
     if (args.shared_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, args.shared_bytes, launch));
     FA_CHAOS_ARM(stream, launch);
-    kernel<<<dim3(blocks, args.splits), C::THREADS, args.shared_bytes, stream>>>(args);
+    kernel<<<dim3(blocks, args.splits), C::kThreads, args.shared_bytes, stream>>>(args);
     FA_CUDA_TRY(launch, cudaGetLastError());
     if (args.splits == 1) return FA_OK;
-    fa::combine_splits<typename C::T, C::HEAD_DIM><<<unsigned((args.rows() + 3) / 4), 128, 0, stream>>>(args);
+    combine_splits<typename C::T, C::kHeadDim><<<unsigned((args.rows() + 3) / 4), 128, 0, stream>>>(args);
     FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }
@@ -110,12 +107,12 @@ template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, c
 template <typename T> fa_code launch_kind(const MmaArgs &args, int kind, unsigned blocks, const fa_launch &launch) {
     constexpr int D = FA_MMA_HEAD_DIM;
     switch (kind) {
-    case LARGE: return launch_config<Choose<T, D, LARGE>>(args, blocks, launch);
-    case MEDIUM: return launch_config<Choose<T, D, MEDIUM>>(args, blocks, launch);
-    case COMPACT: return launch_config<Choose<T, D, COMPACT>>(args, blocks, launch);
-    case SMALL: return launch_config<Choose<T, D, SMALL>>(args, blocks, launch);
-    case BIASED: return launch_config<Choose<T, D, BIASED>>(args, blocks, launch);
-    default: return launch_config<Choose<T, D, GENERAL>>(args, blocks, launch);
+    case kLarge: return launch_config<Choose<T, D, kLarge>>(args, blocks, launch);
+    case kMedium: return launch_config<Choose<T, D, kMedium>>(args, blocks, launch);
+    case kCompact: return launch_config<Choose<T, D, kCompact>>(args, blocks, launch);
+    case kSmall: return launch_config<Choose<T, D, kSmall>>(args, blocks, launch);
+    case kBiased: return launch_config<Choose<T, D, kBiased>>(args, blocks, launch);
+    default: return launch_config<Choose<T, D, kGeneral>>(args, blocks, launch);
     }
 }
 
@@ -133,8 +130,8 @@ FA_MMA_HEAD_DIMS(FA_MMA_DECLARE)
 
 namespace {
 
-constexpr int MAX_LENGTH_BITS = 28; // of queries or keys: the kernel adds up to four such numbers in 32 bits
-constexpr int MAX_BLOCKS_BITS = 31;
+constexpr int kMaxLengthBits = 28; // of queries or keys: the kernel adds up to four such numbers in 32 bits
+constexpr int kMaxBlocksBits = 31;
 
 struct Tile {
     int tile_m, tile_n, stages, threads, blocks_per_sm;
@@ -142,10 +139,10 @@ struct Tile {
 };
 
 template <class C> constexpr Tile tile_of() {
-    Tile tile = {C::TILE_M, C::TILE_N, C::STAGES, C::THREADS, C::BLOCKS_PER_SM, C::SHARED_BYTES, 0, 0, 0};
-    if constexpr (!C::PLAIN) {
-        using Bias = fa::BiasTiles<C>;
-        tile.wide_bytes = Bias::WIDE_BYTES, tile.half_bytes = Bias::HALF_BYTES, tile.mask_bytes = Bias::MASK_BYTES;
+    Tile tile = {C::kTileM, C::kTileN, C::kStages, C::kThreads, C::kBlocksPerSm, C::kSharedBytes, 0, 0, 0};
+    if constexpr (!C::kPlain) {
+        using Bias = BiasTiles<C>;
+        tile.wide_bytes = Bias::kWideBytes, tile.half_bytes = Bias::kHalfBytes, tile.mask_bytes = Bias::kMaskBytes;
     }
     return tile;
 }
@@ -153,31 +150,31 @@ template <class C> constexpr Tile tile_of() {
 struct Instance {
     int head_dim;
     fa_code (*launch)(const MmaArgs &, int kind, unsigned blocks, const fa_launch &);
-    Tile tile[KINDS];
+    Tile tile[kKinds];
 };
 
 #define FA_MMA_INSTANCE(D)                                                                                             \
     {D,                                                                                                                \
      FA_MMA_JOIN(D),                                                                                                   \
-     {tile_of<Choose<__half, D, LARGE>>(), tile_of<Choose<__half, D, MEDIUM>>(),                                       \
-      tile_of<Choose<__half, D, COMPACT>>(), tile_of<Choose<__half, D, SMALL>>(),                                      \
-      tile_of<Choose<__half, D, GENERAL>>(), tile_of<Choose<__half, D, BIASED>>()}},
-constexpr Instance INSTANCES[] = {FA_MMA_HEAD_DIMS(FA_MMA_INSTANCE)};
+     {tile_of<Choose<__half, D, kLarge>>(), tile_of<Choose<__half, D, kMedium>>(),                                     \
+      tile_of<Choose<__half, D, kCompact>>(), tile_of<Choose<__half, D, kSmall>>(),                                    \
+      tile_of<Choose<__half, D, kGeneral>>(), tile_of<Choose<__half, D, kBiased>>()}},
+constexpr Instance kInstances[] = {FA_MMA_HEAD_DIMS(FA_MMA_INSTANCE)};
 
 constexpr bool all_fit() {
-    for (const Instance &instance : INSTANCES)
-        for (int kind = 0; kind < BIASED; ++kind) {
+    for (const Instance &instance : kInstances)
+        for (int kind = 0; kind < kBiased; ++kind) {
             const Tile &tile = instance.tile[kind];
             if (tile.shared_bytes + tile.wide_bytes + tile.mask_bytes > 99 * 1024) return false;
         }
     return true;
 }
-static_assert(all_fit(), "every kind but BIASED fits the shared memory of a block of sm_86 and sm_89");
-static_assert(INSTANCES[std::size(INSTANCES) - 1].head_dim == FA_MAX_HEAD_DIM, "an instance for every head_dim");
+static_assert(all_fit(), "every kind but kBiased fits the shared memory of a block of sm_86 and sm_89");
+static_assert(kInstances[std::size(kInstances) - 1].head_dim == FA_MAX_HEAD_DIM, "an instance for every head_dim");
 
 /* The plan's own part. */
 struct Own {
-    int index; // of INSTANCES
+    int index; // of kInstances
     Kind kind;
     int splits;
     bool folded; // the query heads of a K/V head are its rows
@@ -191,19 +188,19 @@ struct Own {
 int instance_of(const fa_forward *p) {
     const int wanted = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
     int index = 0;
-    while (INSTANCES[index].head_dim < wanted) ++index;
+    while (kInstances[index].head_dim < wanted) ++index;
     return index;
 }
 
 /* Whether rows consist of whole 16-byte aligned chunks of neighbouring elements. A bias or mask that is absent passes.
  */
-bool has_chunks(const fa_operand &x, int columns) { return fa::takes_chunks<uint16_t>(x, columns, 8); }
+bool has_chunks(const fa_operand &x, int columns) { return takes_chunks<uint16_t>(x, columns, 8); }
 bool has_bias_chunks(const fa_forward *p) {
     if (!p->bias.data) return true;
-    return p->bias_dtype == FA_F32 ? fa::takes_chunks<float>(p->bias, p->seq_k, 4)
-                                   : fa::takes_chunks<uint16_t>(p->bias, p->seq_k, 8);
+    return p->bias_dtype == FA_F32 ? takes_chunks<float>(p->bias, p->seq_k, 4)
+                                   : takes_chunks<uint16_t>(p->bias, p->seq_k, 8);
 }
-bool has_mask_chunks(const fa_forward *p) { return !p->mask.data || fa::takes_chunks<uint8_t>(p->mask, p->seq_k, 16); }
+bool has_mask_chunks(const fa_forward *p) { return !p->mask.data || takes_chunks<uint8_t>(p->mask, p->seq_k, 16); }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -235,18 +232,18 @@ Kind kind_of(const fa_forward *p, bool batch_invariant, const fa_device_info *de
     const bool chunks =
         has_chunks(p->q, p->head_dim) && has_chunks(p->k, p->head_dim) && has_chunks(p->v, p->head_dim_v);
     if ((p->bias.data || p->mask.data) && chunks && has_bias_chunks(p) && has_mask_chunks(p) &&
-        p->softcap <= fa::MAX_FAST_CAP) {
-        // GENERAL gains while all its blocks run at once; and two rounds of them, where the lengths of blocks differ.
-        const int64_t at_once = sms * instance.tile[GENERAL].blocks_per_sm;
-        const bool fills = blocks(GENERAL) > (p->right != FA_UNBOUNDED ? 2 : 1) * at_once;
-        return (fills || batch_invariant) && fits(BIASED) ? BIASED : GENERAL;
+        p->softcap <= kMaxFastCap) {
+        // kGeneral gains while all its blocks run at once; and two rounds of them, where the lengths of blocks differ.
+        const int64_t at_once = sms * instance.tile[kGeneral].blocks_per_sm;
+        const bool fills = blocks(kGeneral) > (p->right != FA_UNBOUNDED ? 2 : 1) * at_once;
+        return (fills || batch_invariant) && fits(kBiased) ? kBiased : kGeneral;
     }
-    if (!folds || p->softcap > 0 || p->bias.data || p->mask.data || !chunks) return GENERAL;
-    // SMALL gains while all its blocks run at once; four a multiprocessor where the lengths of blocks differ and LARGE
-    // would wait for its longest one.
-    const int per_sm = p->right != FA_UNBOUNDED ? 4 : instance.head_dim > 128 ? 1 : instance.tile[SMALL].blocks_per_sm;
-    if (!batch_invariant && blocks(SMALL) <= sms * per_sm) return SMALL;
-    return fits(LARGE) ? LARGE : fits(MEDIUM) ? MEDIUM : COMPACT;
+    if (!folds || p->softcap > 0 || p->bias.data || p->mask.data || !chunks) return kGeneral;
+    // kSmall gains while all its blocks run at once; four a multiprocessor where the lengths of blocks differ and
+    // kLarge would wait for its longest one.
+    const int per_sm = p->right != FA_UNBOUNDED ? 4 : instance.head_dim > 128 ? 1 : instance.tile[kSmall].blocks_per_sm;
+    if (!batch_invariant && blocks(kSmall) <= sms * per_sm) return kSmall;
+    return fits(kLarge) ? kLarge : fits(kMedium) ? kMedium : kCompact;
 }
 
 /* With one query a head, the query heads that share a K/V head become the rows of one head, so that K and V are read
@@ -296,18 +293,18 @@ int64_t section_of(const fa_forward *p, const fa_device_info *device) {
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const bool folded = folds_heads(problem->forward);
     const fa_forward forward = folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
-    if ((p->seq_q > p->seq_k ? p->seq_q : p->seq_k) >> MAX_LENGTH_BITS)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, MAX_LENGTH_BITS, 0, 0);
+    if ((p->seq_q > p->seq_k ? p->seq_q : p->seq_k) >> kMaxLengthBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
     const int index = instance_of(p);
-    const Instance &instance = INSTANCES[index];
+    const Instance &instance = kInstances[index];
     const Kind kind = kind_of(p, problem->batch_invariant, device, instance);
     const Tile &tile = instance.tile[kind];
     const SharedLayout shared = shared_layout(p, tile);
     const int64_t blocks = blocks_of(p, tile);
-    if (blocks >> MAX_BLOCKS_BITS) return fa_because(why, FA_REFUSES, FA_WHY_TILES, MAX_BLOCKS_BITS, 0, 0);
+    if (blocks >> kMaxBlocksBits) return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxBlocksBits, 0, 0);
     if (size_t(shared.bytes) > device->smem_per_block)
         return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, shared.bytes, int64_t(device->smem_per_block), 0);
-    const bool splits = (kind == SMALL || kind == GENERAL) && !problem->batch_invariant;
+    const bool splits = (kind == kSmall || kind == kGeneral) && !problem->batch_invariant;
     Own &own = fa_own<Own>(plan);
     own = {
         .index = index,
@@ -335,7 +332,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 }
 
 int clamp_bound(int64_t bound) {
-    constexpr int64_t kFar = int64_t(2) << MAX_LENGTH_BITS;
+    constexpr int64_t kFar = int64_t(2) << kMaxLengthBits;
     return int(bound < kFar ? bound : kFar);
 }
 
@@ -345,17 +342,17 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
     const int64_t pairs = p->batch * p->heads, sections = divide_up(pairs, own.section);
     const MmaArgs args = {
         .problem = *p,
-        .score = fa::score_params(*p),
+        .score = score_params(*p),
         .visible = {.left = clamp_bound(p->left),
                     .right = clamp_bound(p->right),
                     .diagonal = int(p->diagonal),
                     .key_begin = int(p->key_begin),
                     .key_end = int(p->key_end)},
-        .heads = fa::Divider::of(p->heads),
-        .group = fa::Divider::of(p->heads / p->heads_kv),
-        .per_section = fa::Divider::of(own.section * own.row_blocks),
-        .width = fa::Divider::of(own.section),
-        .last_width = fa::Divider::of(pairs - (sections - 1) * own.section),
+        .heads = Divider::of(p->heads),
+        .group = Divider::of(p->heads / p->heads_kv),
+        .per_section = Divider::of(own.section * own.row_blocks),
+        .width = Divider::of(own.section),
+        .last_width = Divider::of(pairs - (sections - 1) * own.section),
         .row_blocks = own.row_blocks,
         .sections = int(sections),
         .chunks_q = own.chunks_q,
@@ -371,13 +368,12 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .splits = own.splits,
         .partial = static_cast<float *>(launch->workspace),
     };
-    return INSTANCES[own.index].launch(args, own.kind, unsigned(plan->blocks / own.splits), *launch);
+    return kInstances[own.index].launch(args, own.kind, unsigned(plan->blocks / own.splits), *launch);
 }
 
 } // namespace
 
-extern "C" FA_EXPORT const fa_kernel fa_kernel_mma_sm80;
-const fa_kernel fa_kernel_mma_sm80 = {
+FA_DEFINE_KERNEL(mma_sm80) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
     .device = FA_CUDA,
@@ -392,3 +388,5 @@ const fa_kernel fa_kernel_mma_sm80 = {
 };
 
 #endif
+
+} // namespace fa

@@ -11,11 +11,11 @@
 #include "common/mask.cuh"    // Band
 #include "common/ptx.cuh"     // exp2_fast, reciprocal_fast
 #include "common/score.cuh"   // ScoreParams, LOG2_E
-#include "common/softcap.cuh" // tanh_by_exp2, MAX_FAST_CAP
+#include "common/softcap.cuh" // tanh_by_exp2, kMaxFastCap
 
 namespace fa {
 
-template <int ROW_TILES, int KEYS> using Scores = float[ROW_TILES][KEYS / 8][4];
+template <int kRowTiles, int kKeys> using Scores = float[kRowTiles][kKeys / 8][4];
 
 /* Where a warp's scores lie in the problem. `query` and `key` are those of this thread's element [0][0][0]. */
 struct ScorePlace {
@@ -25,37 +25,37 @@ struct ScorePlace {
 };
 
 /* -inf for every key that its query does not see. */
-template <int ROW_TILES, int KEYS>
-__device__ __forceinline__ void mask_scores(Scores<ROW_TILES, KEYS> &s, const Band &visible, const ScorePlace &place) {
+template <int kRowTiles, int kKeys>
+__device__ __forceinline__ void mask_scores(Scores<kRowTiles, kKeys> &s, const Band &visible, const ScorePlace &place) {
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
+    for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int begin = begin_of(visible, place.query_of(r, i)) - place.key;
             const int end = end_of(visible, place.query_of(r, i)) - place.key;
 #pragma unroll
-            for (int j = 0; j < KEYS / 8; ++j)
+            for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
                     if (8 * j + e < begin || 8 * j + e >= end) s[r][j][2 * i + e] = -INFINITY;
         }
 }
 
-/* Products to scores in base 2, before bias: scale or softcap. ANY_CAP: the cap may be above MAX_FAST_CAP. */
-template <int ROW_TILES, int KEYS, bool ANY_CAP>
-__device__ __forceinline__ void scale_scores(Scores<ROW_TILES, KEYS> &s, const ScoreParams &params) {
+/* Products to scores in base 2, before bias: scale or softcap. kAnyCap: the cap may be above kMaxFastCap. */
+template <int kRowTiles, int kKeys, bool kAnyCap>
+__device__ __forceinline__ void scale_scores(Scores<kRowTiles, kKeys> &s, const ScoreParams &params) {
     const auto each = [&](auto &&body) {
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-            for (int j = 0; j < KEYS / 8; ++j)
+            for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) body(s[r][j][e]);
     };
     const float cap = params.cap_log2;
     if (cap == 0) {
         each([&](float &x) { x *= params.scale_log2; });
-    } else if (!ANY_CAP || cap <= MAX_FAST_CAP * LOG2_E) {
+    } else if (!kAnyCap || cap <= kMaxFastCap * LOG2_E) {
         const float scale = params.scale_cap * (2.0f * LOG2_E);
         each([&](float &x) { x = cap - 2.0f * cap * reciprocal_fast(exp2_fast(x * scale) + 1.0f); });
     } else {

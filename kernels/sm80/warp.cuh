@@ -20,7 +20,7 @@ namespace fa {
 
 /* The shift of a row that has seen no key: no score is lower (see add_bias), yet finite, so that 2^(-inf - shift) is 0,
  * not NaN. */
-constexpr float NO_SHIFT = -FLT_MAX;
+constexpr float kNoShift = -FLT_MAX;
 
 /* The sink of a row, or -inf. Rows beyond the last query may look at any head's. */
 __device__ __forceinline__ float sink_of(const MmaArgs &args, int64_t head, int query) {
@@ -33,72 +33,72 @@ __device__ __forceinline__ float sink_of(const MmaArgs &args, int64_t head, int 
 /* What one warp keeps from tile to tile, and its part of the work. */
 template <class C> struct MmaWarp {
     using T = typename C::T;
-    static constexpr int ROW_TILES = C::ROW_TILES, KEYS = C::KEYS, STEPS = C::HEAD_DIM / 16;
-    using Tile = Scores<ROW_TILES, KEYS>;
-    using Layout = TileLayout<C::HEAD_DIM>;
-    using RowsAddress = BlockAddress<C::HEAD_DIM, BlockOrder::ROWS_FIRST>;
-    using KeysAddress = BlockAddress<C::HEAD_DIM, BlockOrder::COLUMNS_FIRST>;
+    static constexpr int kRowTiles = C::kRowTiles, kKeys = C::kKeys, kSteps = C::kHeadDim / 16;
+    using Tile = Scores<kRowTiles, kKeys>;
+    using Layout = TileLayout<C::kHeadDim>;
+    using RowsAddress = BlockAddress<C::kHeadDim, BlockOrder::kRowsFirst>;
+    using KeysAddress = BlockAddress<C::kHeadDim, BlockOrder::kColumnsFirst>;
 
-    float out[ROW_TILES][C::HEAD_DIM / 8][4]; // as Scores, head_dim in place of keys
-    float shift[ROW_TILES][2];                // `out` and `sum` are of weights 2^(score - shift); see weigh()
-    float sum[ROW_TILES][2];                  // this lane's share
-    uint32_t query[C::QUERY_IN_REGISTERS ? ROW_TILES : 1][C::QUERY_IN_REGISTERS ? STEPS : 1][4];
+    float out[kRowTiles][C::kHeadDim / 8][4]; // as Scores, head_dim in place of keys
+    float shift[kRowTiles][2];                // `out` and `sum` are of weights 2^(score - shift); see weigh()
+    float sum[kRowTiles][2];                  // this lane's share
+    uint32_t query[C::kQueryInRegisters ? kRowTiles : 1][C::kQueryInRegisters ? kSteps : 1][4];
     RowsAddress query_address;
 
     __device__ explicit MmaWarp(uint32_t query_rows, int lane) : query_address(query_rows, lane) {
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) {
+        for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) shift[r][i] = NO_SHIFT, sum[r][i] = 0.0f;
+            for (int i = 0; i < 2; ++i) shift[r][i] = kNoShift, sum[r][i] = 0.0f;
 #pragma unroll
-            for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+            for (int j = 0; j < C::kHeadDim / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[r][j][e] = 0.0f;
         }
     }
 
     __device__ __forceinline__ void load_query_block(uint32_t (&a)[4], int row_tile, int step) const {
-        ldmatrix_x4<false>(a, query_address.at(step) + row_tile * 16 * C::ROW_BYTES);
+        ldmatrix_x4<false>(a, query_address.at(step) + row_tile * 16 * C::kRowBytes);
     }
 
     __device__ __forceinline__ void load_query() {
-        if constexpr (C::QUERY_IN_REGISTERS) {
+        if constexpr (C::kQueryInRegisters) {
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step)
+            for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) load_query_block(query[r][step], r, step);
+                for (int r = 0; r < kRowTiles; ++r) load_query_block(query[r][step], r, step);
         }
     }
 
-    using Operand = uint32_t[ROW_TILES][4]; // a of mma_16x8x16, 16 columns of a row tile each
+    using Operand = uint32_t[kRowTiles][4]; // a of mma_16x8x16, 16 columns of a row tile each
 
     /* Columns [16 j, 16 j + 16) of d += a b. `address`: what this lane gives to ldmatrix for b, a 16x16 block. */
-    template <bool TRANSPOSED, int TILES>
-    __device__ static __forceinline__ void multiply_block(float (&d)[ROW_TILES][TILES][4], int j, const Operand &a,
+    template <bool kTransposed, int kTiles>
+    __device__ static __forceinline__ void multiply_block(float (&d)[kRowTiles][kTiles][4], int j, const Operand &a,
                                                           uint32_t address) {
         uint32_t b[4];
-        ldmatrix_x4<TRANSPOSED>(b, address);
+        ldmatrix_x4<kTransposed>(b, address);
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) {
+        for (int r = 0; r < kRowTiles; ++r) {
             mma_16x8x16<T>(d[r][2 * j], a[r], b[0], b[1]);
             mma_16x8x16<T>(d[r][2 * j + 1], a[r], b[2], b[3]);
         }
     }
 
-    /* s = Q K^T for this warp's KEYS key rows. */
+    /* s = Q K^T for this warp's kKeys key rows. */
     __device__ __forceinline__ void multiply_keys(Tile &s, const KeysAddress &keys) {
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-            for (int j = 0; j < KEYS / 8; ++j)
+            for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[r][j][e] = 0.0f;
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
+        for (int step = 0; step < kSteps; ++step) {
             Operand a;
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
-                if constexpr (C::QUERY_IN_REGISTERS) {
+            for (int r = 0; r < kRowTiles; ++r) {
+                if constexpr (C::kQueryInRegisters) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) a[r][e] = query[r][step][e];
                 } else {
@@ -106,7 +106,7 @@ template <class C> struct MmaWarp {
                 }
             }
 #pragma unroll
-            for (int n = 0; n < KEYS / 16; ++n) multiply_block<false>(s, n, a, keys.at(step) + n * 16 * C::ROW_BYTES);
+            for (int n = 0; n < kKeys / 16; ++n) multiply_block<false>(s, n, a, keys.at(step) + n * 16 * C::kRowBytes);
         }
     }
 
@@ -115,21 +115,21 @@ template <class C> struct MmaWarp {
      * when some score of the warp exceeds its row's by more than 8; until then no lane needs to know the others'
      * maxima, and weights up to 2^8 are held by float32 sums and 16-bit operands as precisely as weights up to 1. */
     __device__ __forceinline__ void weigh(Tile &s, float scale) {
-        float highest[ROW_TILES][2]; // of this lane's products of a row
+        float highest[kRowTiles][2]; // of this lane's products of a row
         bool outgrown = false;
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 float m = fmaxf(s[r][0][2 * i], s[r][0][2 * i + 1]);
 #pragma unroll
-                for (int j = 1; j < KEYS / 8; ++j) m = fmaxf(m, fmaxf(s[r][j][2 * i], s[r][j][2 * i + 1]));
+                for (int j = 1; j < kKeys / 8; ++j) m = fmaxf(m, fmaxf(s[r][j][2 * i], s[r][j][2 * i + 1]));
                 highest[r][i] = m;
                 outgrown |= m * scale - shift[r][i] > 8.0f;
             }
         if (__any_sync(~0u, outgrown)) {
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
+            for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     float m = highest[r][i];
@@ -139,19 +139,19 @@ template <class C> struct MmaWarp {
                     const float factor = exp2_fast(shift[r][i] - raised);
                     shift[r][i] = raised;
                     sum[r][i] *= factor;
-                    if (C::PLAIN && top == raised) // each of four lanes a quarter
+                    if (C::kPlain && top == raised) // each of four lanes a quarter
                         sum[r][i] += 0.25f * weight_rounding<T>(m, scale, raised);
 #pragma unroll
-                    for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+                    for (int j = 0; j < C::kHeadDim / 8; ++j)
                         out[r][j][2 * i] *= factor, out[r][j][2 * i + 1] *= factor;
                 }
         }
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
-                for (int j = 0; j < KEYS / 8; ++j) {
+                for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
                     for (int e = 2 * i; e < 2 * i + 2; ++e) s[r][j][e] = exp2_fast(s[r][j][e] * scale - shift[r][i]);
                     sum[r][i] += s[r][j][2 * i] + s[r][j][2 * i + 1];
@@ -159,25 +159,25 @@ template <class C> struct MmaWarp {
     }
 
     /* Rounds the weights to operand a of the second product: half the registers. */
-    using Weights = uint32_t[ROW_TILES][KEYS / 16][4];
+    using Weights = uint32_t[kRowTiles][kKeys / 16][4];
     __device__ static void round_weights(Weights &weights, const Tile &s) {
 #pragma unroll
-        for (int n = 0; n < KEYS / 16; ++n)
+        for (int n = 0; n < kKeys / 16; ++n)
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) round_weights(weights[r][n], s[r][2 * n], s[r][2 * n + 1]);
+            for (int r = 0; r < kRowTiles; ++r) round_weights(weights[r][n], s[r][2 * n], s[r][2 * n + 1]);
     }
     __device__ static void round_weights(uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
         a[0] = pack<T>(low[0], low[1]), a[1] = pack<T>(low[2], low[3]);
         a[2] = pack<T>(high[0], high[1]), a[3] = pack<T>(high[2], high[3]);
     }
 
-    /* out += P V for this warp's KEYS value rows. Takes the weights as Weights or as Tile. */
+    /* out += P V for this warp's kKeys value rows. Takes the weights as Weights or as Tile. */
     template <typename W> __device__ __forceinline__ void multiply_values(const W &weights, const RowsAddress &values) {
 #pragma unroll
-        for (int n = 0; n < KEYS / 16; ++n) {
+        for (int n = 0; n < kKeys / 16; ++n) {
             Operand a;
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
+            for (int r = 0; r < kRowTiles; ++r) {
                 if constexpr (std::is_same_v<W, Tile>) {
                     round_weights(a[r], weights[r][2 * n], weights[r][2 * n + 1]);
                 } else {
@@ -186,8 +186,8 @@ template <class C> struct MmaWarp {
                 }
             }
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step)
-                multiply_block<true>(out, step, a, values.at(step) + n * 16 * C::ROW_BYTES);
+            for (int step = 0; step < kSteps; ++step)
+                multiply_block<true>(out, step, a, values.at(step) + n * 16 * C::kRowBytes);
         }
     }
 
@@ -197,16 +197,16 @@ template <class C> struct MmaWarp {
         return pair + __shfl_xor_sync(~0u, pair, 2);
     }
 
-    /* The warps of key parts > 0 put what they have at `slot` (MERGE_VALUES columns of 32 floats); the warp of part 0
+    /* The warps of key parts > 0 put what they have at `slot` (kMergeValues columns of 32 floats); the warp of part 0
      * takes it in, part by part in a fixed order. */
     __device__ __forceinline__ void give(float *slot, int lane) const {
         slot += lane;
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) {
+        for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) *slot = shift[r][i], slot[32] = sum[r][i], slot += 64;
 #pragma unroll
-            for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+            for (int j = 0; j < C::kHeadDim / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) *slot = out[r][j][e], slot += 32;
         }
@@ -214,7 +214,7 @@ template <class C> struct MmaWarp {
     __device__ __forceinline__ void take(const float *slot, int lane) {
         slot += lane;
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) {
+        for (int r = 0; r < kRowTiles; ++r) {
             float mine[2], theirs[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -226,7 +226,7 @@ template <class C> struct MmaWarp {
                 slot += 64;
             }
 #pragma unroll
-            for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+            for (int j = 0; j < C::kHeadDim / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     out[r][j][e] = out[r][j][e] * mine[e / 2] + *slot * theirs[e / 2], slot += 32;
@@ -236,21 +236,21 @@ template <class C> struct MmaWarp {
     /* Writes what this part of the keys adds to the rows, for combine_splits(). */
     __device__ __forceinline__ void finish_part(const MmaArgs &args, int warp_m, int split, int lane) const {
         const BlockPlace place(args);
-        const int first_query = place.row_block * C::TILE_M + warp_m * C::WARP_ROWS;
+        const int first_query = place.row_block * C::kTileM + warp_m * C::kWarpRows;
         const fa_forward &p = args.problem;
         const int64_t first_row = split * args.rows() + lse_index(place.batch, place.head, 0, p.heads, p.seq_q);
-        float2 *states = partial_states<C::HEAD_DIM>(args.partial, args.splits, args.rows());
+        float2 *states = partial_states<C::kHeadDim>(args.partial, args.splits, args.rows());
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float total = row_sum(r, i);
                 const int query = first_query + r * 16 + i * 8 + lane / 4;
                 if (query >= p.seq_q) continue;
                 if (lane % 4 == 0) states[first_row + query] = make_float2(shift[r][i], total);
-                float *to = args.partial + (first_row + query) * C::HEAD_DIM + lane % 4 * 2;
+                float *to = args.partial + (first_row + query) * C::kHeadDim + lane % 4 * 2;
 #pragma unroll
-                for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+                for (int j = 0; j < C::kHeadDim / 8; ++j)
                     *reinterpret_cast<float2 *>(to + 8 * j) = make_float2(out[r][j][2 * i], out[r][j][2 * i + 1]);
             }
     }
@@ -260,13 +260,13 @@ template <class C> struct MmaWarp {
     __device__ __forceinline__ void finish(const MmaArgs &args, int warp_m, uint32_t rows, int lane) {
         const fa_forward &p = args.problem;
         const BlockPlace place(args);
-        const int first_query = place.row_block * C::TILE_M + warp_m * C::WARP_ROWS;
-        const int queries = min(C::WARP_ROWS, int(p.seq_q) - first_query);
+        const int first_query = place.row_block * C::kTileM + warp_m * C::kWarpRows;
+        const int queries = min(C::kWarpRows, int(p.seq_q) - first_query);
         float *lse =
             static_cast<float *>(p.lse) + (int64_t(place.batch) * p.heads + place.head) * p.seq_q + first_query;
         __syncwarp();
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float total = row_sum(r, i);
@@ -275,27 +275,28 @@ template <class C> struct MmaWarp {
                     finish_joined(shift[r][i], total, sink_of(args, place.head, first_query + row));
                 if (p.lse && lane % 4 == 0 && row < queries) lse[row] = result.lse;
 #pragma unroll
-                for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+                for (int j = 0; j < C::kHeadDim / 8; ++j)
                     store_shared(rows + Layout::offset(row, j) + lane % 4 * 4,
                                  pack<T>(out[r][j][2 * i] * result.factor, out[r][j][2 * i + 1] * result.factor));
             }
         __syncwarp();
         T *to = row_of<T>(p.out, place.batch, place.head, first_query);
-        constexpr int CHUNKS = Layout::PERIOD, GROUPS = C::HEAD_DIM / 8 / CHUNKS; // of a row; as RowLoader splits them
+        constexpr int kChunks = Layout::kPeriod,
+                      kGroups = C::kHeadDim / 8 / kChunks; // of a row; as RowLoader splits them
         if (args.chunks_o) {
 #pragma unroll
-            for (int n = 0; n < C::WARP_ROWS * CHUNKS / 32; ++n)
+            for (int n = 0; n < C::kWarpRows * kChunks / 32; ++n)
 #pragma unroll
-                for (int g = 0; g < GROUPS; ++g) {
-                    const int row = n * (32 / CHUNKS) + lane / CHUNKS, chunk = g * CHUNKS + lane % CHUNKS;
+                for (int g = 0; g < kGroups; ++g) {
+                    const int row = n * (32 / kChunks) + lane / kChunks, chunk = g * kChunks + lane % kChunks;
                     const uint4 x = load_shared_16(rows + Layout::offset(row, chunk));
                     if (row < queries && chunk * 8 < p.head_dim_v)
                         reinterpret_cast<uint4 *>(to + row * p.out.stride[2])[chunk] = x;
                 }
         } else {
 #pragma unroll 1
-            for (int n = lane; n < queries * (C::HEAD_DIM / 2); n += 32) {
-                const int row = n / (C::HEAD_DIM / 2), column = n % (C::HEAD_DIM / 2) * 2;
+            for (int n = lane; n < queries * (C::kHeadDim / 2); n += 32) {
+                const int row = n / (C::kHeadDim / 2), column = n % (C::kHeadDim / 2) * 2;
                 const uint32_t x = load_shared_4(rows + Layout::offset(row, column / 8) + column % 8 * 2);
                 uint16_t *at = reinterpret_cast<uint16_t *>(to + row * p.out.stride[2] + column * p.out.stride[3]);
                 if (column < p.head_dim_v) *at = uint16_t(x);

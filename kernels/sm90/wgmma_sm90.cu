@@ -379,9 +379,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
 
 } // namespace fa::sm90
 
-extern "C" {
-extern FA_EXPORT const fa_kernel fa_kernel_wgmma_sm90;
-const fa_kernel fa_kernel_wgmma_sm90 = {
+FA_DEFINE_KERNEL(wgmma_sm90) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
     .device = FA_CUDA,
@@ -394,6 +392,5 @@ const fa_kernel fa_kernel_wgmma_sm90 = {
     .plan = fa::sm90::plan,
     .launch = fa::sm90::launch,
 };
-}
 
 #endif

@@ -213,9 +213,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
 
 } // namespace
 
-extern "C" {
-extern const fa_kernel fa_kernel_wgmma_split_sm90;
-FA_EXPORT const fa_kernel fa_kernel_wgmma_split_sm90 = {
+FA_DEFINE_KERNEL(wgmma_split_sm90) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
     .device = FA_CUDA,
@@ -228,4 +226,3 @@ FA_EXPORT const fa_kernel fa_kernel_wgmma_split_sm90 = {
     .plan = plan,
     .launch = launch,
 };
-}

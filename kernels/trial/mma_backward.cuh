@@ -1,4 +1,4 @@
-/* dq, or dk and dv, on mma.sync: one block takes OWN rows of its own side and walks over the other side's tiles.
+/* dq, or dk and dv, on mma.sync: one block takes kOwn rows of its own side and walks over the other side's tiles.
  *
  *     queries own:  S = Q K^T    dP = dO V^T    dQ += dT K
  *     keys own:     S = K Q^T    dP = V dO^T    dV += P dO,  dK += dT Q      (written S^T, dP^T ... elsewhere)
@@ -53,14 +53,14 @@ __device__ __forceinline__ void write_pair(const BackwardArgs &args, fa_grad gra
 
 /* Writes this lane's part of the own rows of a gradient that lie below `end`: 0 where zero(row), whatever the
  * sums are. `row`: the lane's first own row. */
-template <typename T, int ROW_TILES, int BLOCKS, class Zero>
+template <typename T, int kRowTiles, int kBlocks, class Zero>
 __device__ __forceinline__ void write_rows(const BackwardArgs &args, fa_grad grad, int64_t batch, int64_t head, int row,
-                                           int end, int length, float factor, const float (&sums)[ROW_TILES][BLOCKS][4],
-                                           Zero &&zero) {
+                                           int end, int length, float factor,
+                                           const float (&sums)[kRowTiles][kBlocks][4], Zero &&zero) {
     const fa_operand &x = args.problem.grad[grad];
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
+    for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int at = row + 16 * r + 8 * i;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void write_rows(const BackwardArgs &args, fa_grad gra
             const bool nothing = zero(at);
             const int64_t base = row_offset(x, batch, head, at) + column * x.stride[3];
 #pragma unroll
-            for (int j = 0; j < BLOCKS; ++j)
+            for (int j = 0; j < kBlocks; ++j)
                 write_pair<T>(args, grad, base + 8 * j * x.stride[3], length - column - 8 * j,
                               nothing ? 0.0f : factor * sums[r][j][2 * i],
                               nothing ? 0.0f : factor * sums[r][j][2 * i + 1]);
@@ -78,16 +78,16 @@ __device__ __forceinline__ void write_rows(const BackwardArgs &args, fa_grad gra
 /* One warp: its own rows' gradients, and what it does with a step of other rows. */
 template <class C> struct BackwardWarp {
     using T = typename C::T;
-    using Product = WarpProduct<T, C::HEAD_DIM, C::ROW_TILES, C::STEP>;
+    using Product = WarpProduct<T, C::kHeadDim, C::kRowTiles, C::kStep>;
     using Pairs = typename Product::Pairs;
 
     typename Product::Gradient first, second; // dq or dk; dv
 
     __device__ BackwardWarp() {
 #pragma unroll
-        for (int r = 0; r < C::ROW_TILES; ++r)
+        for (int r = 0; r < C::kRowTiles; ++r)
 #pragma unroll
-            for (int j = 0; j < C::HEAD_DIM / 8; ++j)
+            for (int j = 0; j < C::kHeadDim / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) first[r][j][e] = second[r][j][e] = 0.0f;
     }
@@ -97,109 +97,110 @@ template <class C> struct BackwardWarp {
                                          uint32_t own_p, uint32_t other_s, uint32_t other_p, uint32_t rows) {
         const int lane = threadIdx.x % 32;
         Pairs s, g, bias;
-        if constexpr (C::GENERAL) load_bias<C::QUERIES, C::ROW_TILES, C::STEP>(args, place, bias);
+        if constexpr (C::kGeneral) load_bias<C::kQueries, C::kRowTiles, C::kStep>(args, place, bias);
         {
             const typename Product::OwnAddress a_s(own_s, lane), a_p(own_p, lane);
             const typename Product::ColumnAddress b_s(other_s, lane), b_p(other_p, lane);
             Product::clear(s);
-            if constexpr (C::FIRST) Product::clear(g);
+            if constexpr (C::kFirst) Product::clear(g);
             // Side by side, for chains enough of products that wait for each other; where a warp has two row tiles, one
             // after the other and little by little, for the registers.
-            if constexpr (C::ROW_TILES == 1) {
+            if constexpr (C::kRowTiles == 1) {
 #pragma unroll
-                for (int k = 0; k < C::HEAD_DIM / 16; ++k) {
+                for (int k = 0; k < C::kHeadDim / 16; ++k) {
                     Product::add_block(s, a_s, b_s, k);
-                    if constexpr (C::FIRST) Product::add_block(g, a_p, b_p, k);
+                    if constexpr (C::kFirst) Product::add_block(g, a_p, b_p, k);
                 }
             } else {
                 Product::add_product(s, a_s, b_s);
-                if constexpr (C::FIRST) Product::add_product(g, a_p, b_p);
+                if constexpr (C::kFirst) Product::add_product(g, a_p, b_p);
             }
         }
-        if constexpr (C::GENERAL) {
-            weigh<C::QUERIES, true, true, C::FIRST, false, C::ROW_TILES, C::STEP>(args, place, s, g, &bias, rows);
+        if constexpr (C::kGeneral) {
+            weigh<C::kQueries, true, true, C::kFirst, false, C::kRowTiles, C::kStep>(args, place, s, g, &bias, rows);
         } else if (masked) {
-            weigh<C::QUERIES, false, true, C::FIRST, false, C::ROW_TILES, C::STEP>(args, place, s, g, nullptr, rows);
+            weigh<C::kQueries, false, true, C::kFirst, false, C::kRowTiles, C::kStep>(args, place, s, g, nullptr, rows);
         } else {
-            weigh<C::QUERIES, false, false, C::FIRST, false, C::ROW_TILES, C::STEP>(args, place, s, g, nullptr, rows);
+            weigh<C::kQueries, false, false, C::kFirst, false, C::kRowTiles, C::kStep>(args, place, s, g, nullptr,
+                                                                                       rows);
         }
-        if constexpr (C::SECOND) {
+        if constexpr (C::kSecond) {
             const typename Product::SummedAddress b_p(other_p, lane);
-            if (C::ROLE == Role::VALUE || args.problem.wants >> FA_GRAD_V & 1) Product::add_weighted(second, s, b_p);
+            if (C::kRole == Role::kValue || args.problem.wants >> FA_GRAD_V & 1) Product::add_weighted(second, s, b_p);
         }
-        if constexpr (C::FIRST) {
+        if constexpr (C::kFirst) {
             const typename Product::SummedAddress b_s(other_s, lane);
-            if (C::ROLE != Role::KEYS || args.problem.wants >> FA_GRAD_K & 1) Product::add_weighted(first, g, b_s);
+            if (C::kRole != Role::kKeys || args.problem.wants >> FA_GRAD_K & 1) Product::add_weighted(first, g, b_s);
         }
     }
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::THREADS, C::BLOCKS) backward_kernel(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) unsigned char shared[];
     const fa_backward &p = args.problem;
     const fa_forward &f = p.forward;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, seq_q = int(f.seq_q);
 
-    const TaskPlace task(C::QUERIES ? args.queries : args.keys);
-    const int group = args.group, pair = args.first_pair + (C::QUERIES ? task.item / group : task.item);
+    const TaskPlace task(C::kQueries ? args.queries : args.keys);
+    const int group = args.group, pair = args.first_pair + (C::kQueries ? task.item / group : task.item);
     const int batch = pair / int(f.heads_kv), head_kv = pair % int(f.heads_kv);
-    const int own = task.block * C::OWN, warp_own = own + warp * C::WARP_ROWS;
+    const int own = task.block * C::kOwn, warp_own = own + warp * C::kWarpRows;
     // Of query heads: the group's first one or this block's, of the workspace and of the problem.
-    const int first_local = C::QUERIES ? task.item : task.item * group;
-    const int first_head = head_kv * group + (C::QUERIES ? task.item % group : 0);
-    const int heads = C::QUERIES ? 1 : group;
+    const int first_local = C::kQueries ? task.item : task.item * group;
+    const int first_head = head_kv * group + (C::kQueries ? task.item % group : 0);
+    const int heads = C::kQueries ? 1 : group;
 
-    const Sight of_block = sight_of<C::QUERIES>(args.visible, own, C::OWN, seq_q);
-    const Sight kept = sight_of<C::QUERIES>(args.visible, warp_own, C::WARP_ROWS, seq_q);
+    const Sight of_block = sight_of<C::kQueries>(args.visible, own, C::kOwn, seq_q);
+    const Sight kept = sight_of<C::kQueries>(args.visible, warp_own, C::kWarpRows, seq_q);
     // What is made of again(x) is made anew for each step, where registers are short.
     const auto again = [](int x) {
-        if constexpr (C::ROW_TILES > 1) asm volatile("" : "+r"(x));
+        if constexpr (C::kRowTiles > 1) asm volatile("" : "+r"(x));
         return x;
     };
     const Span<int> others = of_block.some;
-    const int tile_begin = others.begin / C::TILE;
-    const int tile_end = others.begin < others.end ? (others.end + C::TILE - 1) / C::TILE : tile_begin;
+    const int tile_begin = others.begin / C::kTile;
+    const int tile_end = others.begin < others.end ? (others.end + C::kTile - 1) / C::kTile : tile_begin;
 
-    const uint32_t own_s = shared_address(shared), own_p = own_s + (C::OWN_TILES - 1) * C::OWN_BYTES;
-    const uint32_t stages = own_s + C::STAGES_AT, stage_rows = own_s + C::ROWS_AT;
+    const uint32_t own_s = shared_address(shared), own_p = own_s + (C::kOwnTiles - 1) * C::kOwnBytes;
+    const uint32_t stages = own_s + C::kStagesAt, stage_rows = own_s + C::kRowsAt;
 
     const auto load_own = [&] {
-        using Copy = RowCopy<C::HEAD_DIM, C::THREADS, C::OWN>;
+        using Copy = RowCopy<C::kHeadDim, C::kThreads, C::kOwn>;
         const auto exists = [&](int row) {
-            return C::QUERIES ? row < seq_q : row >= args.visible.key_begin && row < args.visible.key_end;
+            return C::kQueries ? row < seq_q : row >= args.visible.key_begin && row < args.visible.key_end;
         };
-        const int head = C::QUERIES ? first_head : head_kv;
-        Copy::start(own_s, C::QUERIES ? f.q : f.k, batch, head, own, f.head_dim,
-                    !C::GENERAL || (C::QUERIES ? args.chunks_q : args.chunks_k), exists);
-        if (C::FIRST)
-            Copy::start(own_p, C::QUERIES ? p.dout : f.v, batch, head, own, f.head_dim_v,
-                        !C::GENERAL || (C::QUERIES ? args.chunks_dout : args.chunks_v), exists);
+        const int head = C::kQueries ? first_head : head_kv;
+        Copy::start(own_s, C::kQueries ? f.q : f.k, batch, head, own, f.head_dim,
+                    !C::kGeneral || (C::kQueries ? args.chunks_q : args.chunks_k), exists);
+        if (C::kFirst)
+            Copy::start(own_p, C::kQueries ? p.dout : f.v, batch, head, own, f.head_dim_v,
+                        !C::kGeneral || (C::kQueries ? args.chunks_dout : args.chunks_v), exists);
     };
     const auto load_others = [&](int head, int tile, int stage) {
-        using Copy = RowCopy<C::HEAD_DIM, C::THREADS, C::TILE>;
+        using Copy = RowCopy<C::kHeadDim, C::kThreads, C::kTile>;
         const float2 *rows = args.rows + (first_local + head) * args.pitch;
         const auto exists = [&](int row) {
-            if (C::QUERIES) return row >= args.visible.key_begin && row < args.visible.key_end;
+            if (C::kQueries) return row >= args.visible.key_begin && row < args.visible.key_end;
             // A query that sees no key gives nothing to any: 0 times what it holds may be NaN.
             const bool there = row >= others.begin && row < others.end;
-            return there && !(C::GENERAL && (f.mask.data || f.bias.data) && rows[row].x == INFINITY);
+            return there && !(C::kGeneral && (f.mask.data || f.bias.data) && rows[row].x == INFINITY);
         };
-        const uint32_t to = stages + stage * 2 * C::TILE_BYTES;
-        const int of = C::QUERIES ? head_kv : first_head + head;
-        Copy::start(to, C::QUERIES ? f.k : f.q, batch, of, tile * C::TILE, f.head_dim,
-                    !C::GENERAL || (C::QUERIES ? args.chunks_k : args.chunks_q), exists);
-        Copy::start(to + C::TILE_BYTES, C::QUERIES ? f.v : p.dout, batch, of, tile * C::TILE, f.head_dim_v,
-                    !C::GENERAL || (C::QUERIES ? args.chunks_v : args.chunks_dout), exists);
-        if (!C::QUERIES && threadIdx.x < C::TILE / 2)
-            cp_async_16(stage_rows + stage * C::STAGE_ROWS_BYTES + threadIdx.x * 16,
-                        rows + tile * C::TILE + threadIdx.x * 2, true);
+        const uint32_t to = stages + stage * 2 * C::kTileBytes;
+        const int of = C::kQueries ? head_kv : first_head + head;
+        Copy::start(to, C::kQueries ? f.k : f.q, batch, of, tile * C::kTile, f.head_dim,
+                    !C::kGeneral || (C::kQueries ? args.chunks_k : args.chunks_q), exists);
+        Copy::start(to + C::kTileBytes, C::kQueries ? f.v : p.dout, batch, of, tile * C::kTile, f.head_dim_v,
+                    !C::kGeneral || (C::kQueries ? args.chunks_v : args.chunks_dout), exists);
+        if (!C::kQueries && threadIdx.x < C::kTile / 2)
+            cp_async_16(stage_rows + stage * C::kStageRowsBytes + threadIdx.x * 16,
+                        rows + tile * C::kTile + threadIdx.x * 2, true);
     };
 
     BackwardWarp<C> mine;
-    if constexpr (C::QUERIES) { // for this thread's first barrier to publish
-        for (int n = threadIdx.x; n < C::OWN; n += C::THREADS)
+    if constexpr (C::kQueries) { // for this thread's first barrier to publish
+        for (int n = threadIdx.x; n < C::kOwn; n += C::kThreads)
             store_row(stage_rows + n * 8, args.rows + first_local * args.pitch, own + n, seq_q);
     }
 
@@ -210,40 +211,40 @@ __global__ void __launch_bounds__(C::THREADS, C::BLOCKS) backward_kernel(const _
         cp_async_commit();
     }
     while (head < heads) {
-        const int present = tile * C::TILE, of = head;
+        const int present = tile * C::kTile, of = head;
         cp_async_wait<0>();
         __syncthreads();
         if (++tile == tile_end) tile = tile_begin, ++head;
         if (head < heads) load_others(head, tile, stage ^ 1);
         cp_async_commit();
-        const uint32_t other_s = stages + stage * 2 * C::TILE_BYTES, other_p = other_s + C::TILE_BYTES;
-        const uint32_t rows = C::QUERIES ? stage_rows + (warp * C::WARP_ROWS + lane / 4) * 8
-                                         : stage_rows + stage * C::STAGE_ROWS_BYTES + lane % 4 * 16;
+        const uint32_t other_s = stages + stage * 2 * C::kTileBytes, other_p = other_s + C::kTileBytes;
+        const uint32_t rows = C::kQueries ? stage_rows + (warp * C::kWarpRows + lane / 4) * 8
+                                          : stage_rows + stage * C::kStageRowsBytes + lane % 4 * 16;
 #pragma unroll 1
-        for (int at = 0; at < C::TILE; at += C::STEP) {
+        for (int at = 0; at < C::kTile; at += C::kStep) {
             const int other = present + at;
             const Sight of_warp =
-                C::ROW_TILES > 1 ? sight_of<C::QUERIES>(args.visible, again(warp_own), C::WARP_ROWS, seq_q) : kept;
-            if (!of_warp.some.meets(other, C::STEP)) continue;
+                C::kRowTiles > 1 ? sight_of<C::kQueries>(args.visible, again(warp_own), C::kWarpRows, seq_q) : kept;
+            if (!of_warp.some.meets(other, C::kStep)) continue;
             const PairPlace place = {warp_own + lane / 4, other + lane % 4 * 2, batch, first_head + of};
-            mine.step(args, place, !of_warp.all.holds(other, C::STEP), own_s + warp * C::WARP_ROWS * C::ROW_BYTES,
-                      own_p + warp * C::WARP_ROWS * C::ROW_BYTES, other_s + at * C::ROW_BYTES,
-                      other_p + at * C::ROW_BYTES, rows + (C::QUERIES ? 0 : at * 8));
+            mine.step(args, place, !of_warp.all.holds(other, C::kStep), own_s + warp * C::kWarpRows * C::kRowBytes,
+                      own_p + warp * C::kWarpRows * C::kRowBytes, other_s + at * C::kRowBytes,
+                      other_p + at * C::kRowBytes, rows + (C::kQueries ? 0 : at * 8));
         }
         stage ^= 1;
     }
 
     const int row = warp_own + lane / 4;
-    if constexpr (C::QUERIES) {
+    if constexpr (C::kQueries) {
         write_rows<typename C::T>(args, FA_GRAD_Q, batch, first_head, row, seq_q, f.head_dim, args.scale, mine.first,
                                   [&](int query) { return args.rows[first_local * args.pitch + query].x == INFINITY; });
     } else {
         const auto hidden = [&](int key) { return key < args.visible.key_begin || key >= args.visible.key_end; };
         const int seq_k = int(f.seq_k);
-        if (C::FIRST && p.wants >> FA_GRAD_K & 1)
+        if (C::kFirst && p.wants >> FA_GRAD_K & 1)
             write_rows<typename C::T>(args, FA_GRAD_K, batch, head_kv, row, seq_k, f.head_dim, args.scale, mine.first,
                                       hidden);
-        if (C::SECOND && p.wants >> FA_GRAD_V & 1)
+        if (C::kSecond && p.wants >> FA_GRAD_V & 1)
             write_rows<typename C::T>(args, FA_GRAD_V, batch, head_kv, row, seq_k, f.head_dim_v, 1.0f, mine.second,
                                       hidden);
     }

@@ -17,15 +17,15 @@
 
 namespace fa {
 
-template <typename T_, int HEAD_DIM_> struct BiasConfig {
+template <typename T_, int kHeadDim_> struct BiasConfig {
     using T = T_;
-    static constexpr int HEAD_DIM = HEAD_DIM_, WARPS = 4, THREADS = 32 * WARPS;
-    static constexpr int QUERIES = 16 * WARPS, KEYS = HEAD_DIM <= 192 ? 64 : 32;
-    static constexpr int ROW_BYTES = HEAD_DIM * 2, SUM_FLOATS = KEYS + 4; // of a row, in the end
-    static constexpr int OPERAND_BYTES = 2 * (QUERIES + KEYS) * ROW_BYTES + QUERIES * 8,
-                         SUM_BYTES = QUERIES * SUM_FLOATS * 4;
-    static constexpr int SHARED_BYTES = OPERAND_BYTES > SUM_BYTES ? OPERAND_BYTES : SUM_BYTES;
-    static_assert(SHARED_BYTES <= 99 * 1024, "fits a block of sm_86 and sm_89");
+    static constexpr int kHeadDim = kHeadDim_, kWarps = 4, kThreads = 32 * kWarps;
+    static constexpr int kQueries = 16 * kWarps, kKeys = kHeadDim <= 192 ? 64 : 32;
+    static constexpr int kRowBytes = kHeadDim * 2, kSumFloats = kKeys + 4; // of a row, in the end
+    static constexpr int kOperandBytes = 2 * (kQueries + kKeys) * kRowBytes + kQueries * 8,
+                         kSumBytes = kQueries * kSumFloats * 4;
+    static constexpr int kSharedBytes = kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes;
+    static_assert(kSharedBytes <= 99 * 1024, "fits a block of sm_86 and sm_89");
 };
 
 /* Along one axis of (B, H, Sq, Sk), in steps of one or a tile: those of the call, and whether dbias sums over them. */
@@ -68,20 +68,20 @@ __device__ __forceinline__ void write_bias(const BackwardArgs &args, float *tile
     const fa_forward &f = p.forward;
     const bool sum_rows = p.bias_sums >> 2 & 1, sum_keys = p.bias_sums >> 3 & 1;
     const int n = threadIdx.x;
-    if (sum_keys && n < C::QUERIES)
-        for (int j = 1; j < C::KEYS; ++j) tile[n * C::SUM_FLOATS] += tile[n * C::SUM_FLOATS + j];
+    if (sum_keys && n < C::kQueries)
+        for (int j = 1; j < C::kKeys; ++j) tile[n * C::kSumFloats] += tile[n * C::kSumFloats + j];
     __syncthreads();
-    if (sum_rows && n < (sum_keys ? 1 : C::KEYS))
-        for (int i = 1; i < C::QUERIES; ++i) tile[n] += tile[i * C::SUM_FLOATS + n];
+    if (sum_rows && n < (sum_keys ? 1 : C::kKeys))
+        for (int i = 1; i < C::kQueries; ++i) tile[n] += tile[i * C::kSumFloats + n];
     __syncthreads();
-    const int rows = sum_rows ? 1 : C::QUERIES, keys = sum_keys ? 1 : C::KEYS;
+    const int rows = sum_rows ? 1 : C::kQueries, keys = sum_keys ? 1 : C::kKeys;
     const int64_t row_end = sum_rows ? 1 : f.seq_q, key_end = sum_keys ? 1 : f.seq_k;
     const int64_t heads = p.bias_sums >> 1 & 1 ? 1 : f.heads;
     const fa_operand &x = p.grad[FA_GRAD_BIAS];
-    for (int m = n; m < rows * keys; m += C::THREADS) {
+    for (int m = n; m < rows * keys; m += C::kThreads) {
         const int64_t row = at[2] + m / keys, key = at[3] + m % keys;
         if (row >= row_end || key >= key_end) continue;
-        const float value = tile[m / keys * C::SUM_FLOATS + m % keys];
+        const float value = tile[m / keys * C::kSumFloats + m % keys];
         if (args.parts > 1)
             args.bias_parts[part * bias_elements(p) + ((at[0] * heads + at[1]) * row_end + row) * key_end + key] =
                 value;
@@ -92,19 +92,19 @@ __device__ __forceinline__ void write_bias(const BackwardArgs &args, float *tile
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::THREADS, 1) backward_bias(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) unsigned char shared[];
     using T = typename C::T;
-    using Product = WarpProduct<T, C::HEAD_DIM, 1, C::KEYS>;
+    using Product = WarpProduct<T, C::kHeadDim, 1, C::kKeys>;
     const fa_backward &p = args.problem;
     const fa_forward &f = p.forward;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, seq_q = int(f.seq_q);
-    const uint32_t queries = shared_address(shared), douts = queries + C::QUERIES * C::ROW_BYTES;
-    const uint32_t keys = douts + C::QUERIES * C::ROW_BYTES, values = keys + C::KEYS * C::ROW_BYTES;
-    const uint32_t rows = values + C::KEYS * C::ROW_BYTES, warp_rows = warp * 16 * C::ROW_BYTES;
+    const uint32_t queries = shared_address(shared), douts = queries + C::kQueries * C::kRowBytes;
+    const uint32_t keys = douts + C::kQueries * C::kRowBytes, values = keys + C::kKeys * C::kRowBytes;
+    const uint32_t rows = values + C::kKeys * C::kRowBytes, warp_rows = warp * 16 * C::kRowBytes;
 
-    const BiasAxes axes(p, C::QUERIES, C::KEYS);
+    const BiasAxes axes(p, C::kQueries, C::kKeys);
     const int part = blockIdx.x % args.parts;
     int64_t own[4], rest = blockIdx.x / args.parts;
     for (int n = 3; n >= 0; --n) own[n] = rest % axes.axis[n].own(), rest /= axes.axis[n].own();
@@ -116,15 +116,15 @@ __global__ void __launch_bounds__(C::THREADS, 1) backward_bias(const __grid_cons
         int64_t step[4], left = at;
         for (int n = 3; n >= 0; --n) step[n] = own[n] + left % axes.axis[n].walked(), left /= axes.axis[n].walked();
         const int64_t b = step[0], h = step[1];
-        const int query = int(step[2]) * C::QUERIES, key = int(step[3]) * C::KEYS;
-        const Sight seen = sight_of<true>(args.visible, query, C::QUERIES, seq_q);
-        if (!seen.some.meets(key, C::KEYS)) continue;
+        const int query = int(step[2]) * C::kQueries, key = int(step[3]) * C::kKeys;
+        const Sight seen = sight_of<true>(args.visible, query, C::kQueries, seq_q);
+        if (!seen.some.meets(key, C::kKeys)) continue;
 
         __syncthreads();
         const auto is_query = [&](int row) { return row < seq_q; };
         const auto is_key = [&](int row) { return row >= args.visible.key_begin && row < args.visible.key_end; };
-        using CopyQueries = RowCopy<C::HEAD_DIM, C::THREADS, C::QUERIES>;
-        using CopyKeys = RowCopy<C::HEAD_DIM, C::THREADS, C::KEYS>;
+        using CopyQueries = RowCopy<C::kHeadDim, C::kThreads, C::kQueries>;
+        using CopyKeys = RowCopy<C::kHeadDim, C::kThreads, C::kKeys>;
         CopyQueries::start(queries, f.q, b, h, query, f.head_dim, args.chunks_q, is_query);
         CopyQueries::start(douts, p.dout, b, h, query, f.head_dim_v, args.chunks_dout, is_query);
         CopyKeys::start(keys, f.k, b, h / args.group, key, f.head_dim, args.chunks_k, is_key);
@@ -132,29 +132,29 @@ __global__ void __launch_bounds__(C::THREADS, 1) backward_bias(const __grid_cons
         cp_async_commit();
 
         const PairPlace place = {query + warp * 16 + lane / 4, key + lane % 4 * 2, b, h};
-        if (threadIdx.x < C::QUERIES)
+        if (threadIdx.x < C::kQueries)
             store_row(rows + threadIdx.x * 8, args.rows + (b * f.heads + h) * args.pitch, query + threadIdx.x, seq_q);
         typename Product::Pairs s, g, bias;
-        load_bias<true, 1, C::KEYS>(args, place, bias);
+        load_bias<true, 1, C::kKeys>(args, place, bias);
         cp_async_wait<0>();
         __syncthreads();
         const typename Product::OwnAddress a_s(queries + warp_rows, lane), a_p(douts + warp_rows, lane);
         const typename Product::ColumnAddress b_s(keys, lane), b_p(values, lane);
         Product::clear(s), Product::clear(g);
 #pragma unroll
-        for (int k = 0; k < C::HEAD_DIM / 16; ++k)
+        for (int k = 0; k < C::kHeadDim / 16; ++k)
             Product::add_block(s, a_s, b_s, k), Product::add_block(g, a_p, b_p, k);
-        weigh<true, true, true, true, true, 1, C::KEYS>(args, place, s, g, &bias, rows + (warp * 16 + lane / 4) * 8);
-        each_pair<1, C::KEYS>([&](int r, int j, int e, int, int) { sums[r][j][e] += g[r][j][e]; });
+        weigh<true, true, true, true, true, 1, C::kKeys>(args, place, s, g, &bias, rows + (warp * 16 + lane / 4) * 8);
+        each_pair<1, C::kKeys>([&](int r, int j, int e, int, int) { sums[r][j][e] += g[r][j][e]; });
     }
 
     __syncthreads();
     float *tile = reinterpret_cast<float *>(shared);
-    each_pair<1, C::KEYS>([&](int r, int j, int e, int row, int column) {
-        tile[(warp * 16 + lane / 4 + row) * C::SUM_FLOATS + lane % 4 * 2 + column] = sums[r][j][e];
+    each_pair<1, C::kKeys>([&](int r, int j, int e, int row, int column) {
+        tile[(warp * 16 + lane / 4 + row) * C::kSumFloats + lane % 4 * 2 + column] = sums[r][j][e];
     });
     __syncthreads();
-    const int64_t first[4] = {own[0], own[1], own[2] * C::QUERIES, own[3] * C::KEYS};
+    const int64_t first[4] = {own[0], own[1], own[2] * C::kQueries, own[3] * C::kKeys};
     write_bias<C>(args, tile, part, first);
 }
 

@@ -13,13 +13,13 @@
 
 namespace fa {
 
-/* Which gradients an instance makes. KEY and VALUE share the work of KEYS where dk and dv together exceed the registers
- * of a warp: one product more. */
+/* Which gradients an instance makes. kKey and kValue share the work of kKeys where dk and dv together exceed the
+ * registers of a warp: one product more. */
 enum class Role {
-    QUERIES, // dq
-    KEYS,    // dk and dv
-    KEY,     // dk
-    VALUE,   // dv
+    kQueries, // dq
+    kKeys,    // dk and dv
+    kKey,     // dk
+    kValue,   // dv
 };
 
 /* Tile shape of one instance. */
@@ -31,31 +31,31 @@ struct BackwardShape {
     int blocks;    // a multiprocessor, that registers are to allow
 };
 
-/* HEAD_DIM: of q, k and v, padded. GENERAL: softcap, bias, boolean mask, rows of any alignment; else none of these. */
-template <typename T_, int HEAD_DIM_, Role ROLE_, bool GENERAL_, BackwardShape SHAPE> struct BackwardConfig {
+/* kHeadDim: of q, k and v, padded. kGeneral: softcap, bias, boolean mask, rows of any alignment; else none of these. */
+template <typename T_, int kHeadDim_, Role kRole_, bool kGeneral_, BackwardShape kShape> struct BackwardConfig {
     using T = T_;
-    static constexpr Role ROLE = ROLE_;
-    static constexpr bool QUERIES = ROLE == Role::QUERIES, GENERAL = GENERAL_;
-    static constexpr bool FIRST = ROLE != Role::VALUE;                        // dq or dk, of dS
-    static constexpr bool SECOND = ROLE == Role::KEYS || ROLE == Role::VALUE; // dv, of P
-    static constexpr int HEAD_DIM = HEAD_DIM_, ROW_TILES = SHAPE.row_tiles, TILE = SHAPE.tile, STEP = SHAPE.step;
-    static constexpr int BLOCKS = SHAPE.blocks, THREADS = SHAPE.warps * 32;
-    static constexpr int WARP_ROWS = 16 * ROW_TILES, OWN = SHAPE.warps * WARP_ROWS;
-    static constexpr int ROW_BYTES = HEAD_DIM * 2, OWN_BYTES = OWN * ROW_BYTES, TILE_BYTES = TILE * ROW_BYTES;
+    static constexpr Role kRole = kRole_;
+    static constexpr bool kQueries = kRole == Role::kQueries, kGeneral = kGeneral_;
+    static constexpr bool kFirst = kRole != Role::kValue;                          // dq or dk, of dS
+    static constexpr bool kSecond = kRole == Role::kKeys || kRole == Role::kValue; // dv, of P
+    static constexpr int kHeadDim = kHeadDim_, kRowTiles = kShape.row_tiles, kTile = kShape.tile, kStep = kShape.step;
+    static constexpr int kBlocks = kShape.blocks, kThreads = kShape.warps * 32;
+    static constexpr int kWarpRows = 16 * kRowTiles, kOwn = kShape.warps * kWarpRows;
+    static constexpr int kRowBytes = kHeadDim * 2, kOwnBytes = kOwn * kRowBytes, kTileBytes = kTile * kRowBytes;
 
     /* Shared memory: own rows of q, dout or k, v; two stages of the other rows; what BackwardArgs::rows has of the
      * queries, in two stages too where they stream. */
-    static constexpr int OWN_TILES = FIRST ? 2 : 1; // dv needs no v
-    static constexpr int STAGES_AT = OWN_TILES * OWN_BYTES, ROWS_AT = STAGES_AT + 4 * TILE_BYTES;
-    static constexpr int STAGE_ROWS_BYTES = QUERIES ? 0 : TILE * 8;
-    static constexpr int SHARED_BYTES = ROWS_AT + (QUERIES ? OWN * 8 : 2 * STAGE_ROWS_BYTES);
+    static constexpr int kOwnTiles = kFirst ? 2 : 1; // dv needs no v
+    static constexpr int kStagesAt = kOwnTiles * kOwnBytes, kRowsAt = kStagesAt + 4 * kTileBytes;
+    static constexpr int kStageRowsBytes = kQueries ? 0 : kTile * 8;
+    static constexpr int kSharedBytes = kRowsAt + (kQueries ? kOwn * 8 : 2 * kStageRowsBytes);
 
-    static_assert(STEP % 16 == 0 && TILE % STEP == 0 && HEAD_DIM % 32 == 0, "mma.sync tiles of 16");
-    static_assert(SHARED_BYTES <= 99 * 1024, "fits a block of sm_86 and sm_89");
+    static_assert(kStep % 16 == 0 && kTile % kStep == 0 && kHeadDim % 32 == 0, "mma.sync tiles of 16");
+    static_assert(kSharedBytes <= 99 * 1024, "fits a block of sm_86 and sm_89");
 };
 
 /* Rows a head has in BackwardArgs::rows, a multiple of every tile of streamed queries. */
-constexpr int ROWS_MULTIPLE = 64;
+constexpr int kRowsMultiple = 64;
 
 /* In which order blocks take their tasks: sections of heads that the L2 cache holds together; in one, block by block
  * over its heads, the longest blocks of a causal call first. */
@@ -73,7 +73,7 @@ struct BackwardArgs {
     Band visible;
     float scale, softcap;
     float2 *rows;  // (pairs, group, pitch): LSE and delta; (+inf, -dlse) where the query sees no key, (+inf, 0) beyond
-    int64_t pitch; // a multiple of ROWS_MULTIPLE
+    int64_t pitch; // a multiple of kRowsMultiple
     int first_pair, pairs, group; // a pair is a batch entry's kv head; those whose rows are there
     TaskOrder queries, keys;
     bool chunks_q, chunks_k, chunks_v, chunks_dout, chunks_out; // whether rows are aligned chunks of 16 bytes
@@ -96,8 +96,8 @@ struct TaskPlace {
 };
 
 /* The other rows that an own row sees, or that see it. Both ends grow with the row, where it sees any. */
-template <bool QUERIES> __device__ __forceinline__ Span<int> seen_by(const Band &visible, int row, int seq_q) {
-    if (QUERIES) return row < seq_q ? row_span(visible, row) : Span<int>{0, 0};
+template <bool kQueries> __device__ __forceinline__ Span<int> seen_by(const Band &visible, int row, int seq_q) {
+    if (kQueries) return row < seq_q ? row_span(visible, row) : Span<int>{0, 0};
     if (row < visible.key_begin || row >= visible.key_end) return {0, 0};
     const int query = row - visible.diagonal;
     return {max(query - visible.right, 0), min(query + visible.left + 1, seq_q)};
@@ -110,17 +110,17 @@ struct Sight {
 
 /* Of the own rows [first, first + count). Queries beyond the last, and other queries beyond the last, count as seeing
  * everything: their LSE of +inf makes every weight 0. */
-template <bool QUERIES>
+template <bool kQueries>
 __device__ __forceinline__ Sight sight_of(const Band &visible, int first, int count, int seq_q) {
-    const int begin = QUERIES ? first : max(first, visible.key_begin);
-    const int end = min(first + count, QUERIES ? seq_q : visible.key_end);
+    const int begin = kQueries ? first : max(first, visible.key_begin);
+    const int end = min(first + count, kQueries ? seq_q : visible.key_end);
     if (begin >= end) return {{0, 0}, {0, 0}};
-    const Span<int> low = seen_by<QUERIES>(visible, begin, seq_q), high = seen_by<QUERIES>(visible, end - 1, seq_q);
+    const Span<int> low = seen_by<kQueries>(visible, begin, seq_q), high = seen_by<kQueries>(visible, end - 1, seq_q);
     Sight sight = {{low.begin, high.end}, {high.begin, low.end}};
-    if (!QUERIES && end - begin < count)
+    if (!kQueries && end - begin < count)
         sight.all = {0, 0};
-    else if (!QUERIES && low.end == seq_q)
-        sight.all.end += ROWS_MULTIPLE;
+    else if (!kQueries && low.end == seq_q)
+        sight.all.end += kRowsMultiple;
     return sight;
 }
 

@@ -14,7 +14,7 @@
 
 namespace fa {
 
-constexpr int ROWS_WARPS = 8, SINKS_THREADS = 128;
+constexpr int kRowsWarps = 8, kSinksThreads = 128;
 
 /* Whether band, mask and bias leave query i no key. For a whole warp. */
 __device__ __forceinline__ bool sees_nothing(const BackwardArgs &args, int64_t b, int64_t h, int i) {
@@ -58,30 +58,30 @@ __device__ __forceinline__ float row_part(const BackwardArgs &args, int64_t b, i
 }
 
 /* Fills args.rows, `row_lanes` lanes a query. A warp's queries are of one head. */
-template <typename T, int HEAD_DIM>
-__global__ void __launch_bounds__(32 * ROWS_WARPS) backward_rows(const __grid_constant__ BackwardArgs args) {
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(32 * kRowsWarps) backward_rows(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
-    constexpr int LANES = row_lanes(HEAD_DIM), QUERIES = 32 / LANES; // of a warp
-    static_assert(ROWS_MULTIPLE % QUERIES == 0);
+    constexpr int kLanes = row_lanes(kHeadDim), kQueries = 32 / kLanes; // of a warp
+    static_assert(kRowsMultiple % kQueries == 0);
     const fa_backward &p = args.problem;
     const fa_forward &f = p.forward;
-    const int lane = threadIdx.x % 32, mine = lane / LANES;
+    const int lane = threadIdx.x % 32, mine = lane / kLanes;
     const int64_t count = int64_t(args.pairs) * args.group * args.pitch;
-    for (int64_t n = (int64_t(blockIdx.x) * ROWS_WARPS + threadIdx.x / 32) * QUERIES; n < count;
-         n += int64_t(gridDim.x) * ROWS_WARPS * QUERIES) {
+    for (int64_t n = (int64_t(blockIdx.x) * kRowsWarps + threadIdx.x / 32) * kQueries; n < count;
+         n += int64_t(gridDim.x) * kRowsWarps * kQueries) {
         const int64_t local = n / args.pitch, pair = args.first_pair + local / args.group;
         const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * args.group + local % args.group;
         const int first = int(n - local * args.pitch), i = first + mine;
         bool nothing = i >= f.seq_q || begin_of(args.visible, i) >= end_of(args.visible, i);
         if (f.mask.data || f.bias.data)
-            for (int q = 0; q < QUERIES && first + q < f.seq_q; ++q) {
+            for (int q = 0; q < kQueries && first + q < f.seq_q; ++q) {
                 const bool empty = sees_nothing(args, b, h, first + q);
                 if (q == mine) nothing = empty;
             }
-        float sum = !nothing && p.dout.data ? row_part<T>(args, b, h, i, lane % LANES * 8) : 0.0f;
+        float sum = !nothing && p.dout.data ? row_part<T>(args, b, h, i, lane % kLanes * 8) : 0.0f;
 #pragma unroll
-        for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        if (lane % LANES > 0) continue;
+        for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        if (lane % kLanes > 0) continue;
         float2 row = make_float2(INFINITY, 0.0f);
         if (i < f.seq_q) {
             row.y = p.dlse.data ? sum - *row_of<const float>(p.dlse, b, h, i) : sum;
@@ -94,21 +94,21 @@ __global__ void __launch_bounds__(32 * ROWS_WARPS) backward_rows(const __grid_co
 
 /* Part of dsinks of one head and batch entry, a block each. The sink has all the weight of a query without a key. */
 template <typename T>
-__global__ void __launch_bounds__(SINKS_THREADS) backward_sink_parts(const __grid_constant__ BackwardArgs args) {
+__global__ void __launch_bounds__(kSinksThreads) backward_sink_parts(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
-    __shared__ double parts[SINKS_THREADS];
+    __shared__ double parts[kSinksThreads];
     const fa_forward &f = args.problem.forward;
     const int local = blockIdx.x, pair = args.first_pair + local / args.group;
     const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * args.group + local % args.group;
     const float sink = bounded(load_as_float(f.sinks.data, f.sinks_dtype, h * f.sinks.stride[0]));
     double sum = 0;
-    for (int64_t i = threadIdx.x; i < f.seq_q && sink != -INFINITY; i += SINKS_THREADS) {
+    for (int64_t i = threadIdx.x; i < f.seq_q && sink != -INFINITY; i += kSinksThreads) {
         const float2 row = args.rows[local * args.pitch + i];
         const float weight = row.x == INFINITY ? 1.0f : exp2_fast((sink - row.x) * LOG2_E);
         sum -= weight * row.y;
     }
     parts[threadIdx.x] = sum;
-    for (int half = SINKS_THREADS / 2; half; half /= 2) {
+    for (int half = kSinksThreads / 2; half; half /= 2) {
         __syncthreads();
         if (int(threadIdx.x) < half) parts[threadIdx.x] += parts[threadIdx.x + half];
     }
@@ -116,11 +116,11 @@ __global__ void __launch_bounds__(SINKS_THREADS) backward_sink_parts(const __gri
 }
 
 /* dsinks of all heads, a thread each, over the batch in its order. */
-static __global__ void __launch_bounds__(SINKS_THREADS) backward_sinks(const __grid_constant__ BackwardArgs args) {
+static __global__ void __launch_bounds__(kSinksThreads) backward_sinks(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
     const fa_forward &f = args.problem.forward;
-    for (int64_t h = int64_t(blockIdx.x) * SINKS_THREADS + threadIdx.x; h < f.heads;
-         h += int64_t(gridDim.x) * SINKS_THREADS) {
+    for (int64_t h = int64_t(blockIdx.x) * kSinksThreads + threadIdx.x; h < f.heads;
+         h += int64_t(gridDim.x) * kSinksThreads) {
         double sum = 0;
         for (int64_t b = 0; b < f.batch; ++b) sum += args.sinks[b * f.heads + h];
         write_gradient(args.problem, FA_GRAD_SINKS, h * args.problem.grad[FA_GRAD_SINKS].stride[0], float(sum));

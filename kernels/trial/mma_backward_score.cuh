@@ -27,44 +27,44 @@ struct PairPlace {
 
 /* Calls body(r, j, e, own, other) for each of a lane's elements, with the distance of its rows from those of the first.
  */
-template <int ROW_TILES, int STEP, class Body> __device__ __forceinline__ void each_pair(Body &&body) {
+template <int kRowTiles, int kStep, class Body> __device__ __forceinline__ void each_pair(Body &&body) {
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
+    for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
 #pragma unroll
-            for (int j = 0; j < STEP / 8; ++j) body(r, j, e, 16 * r + e / 2 * 8, 8 * j + e % 2);
+            for (int j = 0; j < kStep / 8; ++j) body(r, j, e, 16 * r + e / 2 * 8, 8 * j + e % 2);
 }
 
 /* What is added to each score: the bias, or -inf where the pair is excluded. */
-template <bool QUERIES, int ROW_TILES, int STEP>
+template <bool kQueries, int kRowTiles, int kStep>
 __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPlace &place,
-                                          Scores<ROW_TILES, STEP> &bias) {
+                                          Scores<kRowTiles, kStep> &bias) {
     const fa_forward &f = args.problem.forward;
     const int seq_q = int(f.seq_q);
 #pragma unroll
-    for (int r = 0; r < ROW_TILES; ++r)
+    for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const Span<int> span = seen_by<QUERIES>(args.visible, place.own + 16 * r + 8 * i, seq_q);
+            const Span<int> span = seen_by<kQueries>(args.visible, place.own + 16 * r + 8 * i, seq_q);
             const int begin = span.begin - place.other, end = span.end - place.other;
 #pragma unroll
-            for (int j = 0; j < STEP / 8; ++j)
+            for (int j = 0; j < kStep / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
                     bias[r][j][2 * i + e] = 8 * j + e >= begin && 8 * j + e < end ? 0.0f : -INFINITY;
         }
     const auto visit = [&](const auto *data, const fa_operand &x, bool pairs, auto &&body) {
         using Element = std::remove_cvref_t<decltype(*data)>;
-        const int64_t own_step = x.stride[QUERIES ? 2 : 3], other_step = x.stride[QUERIES ? 3 : 2];
+        const int64_t own_step = x.stride[kQueries ? 2 : 3], other_step = x.stride[kQueries ? 3 : 2];
         data += place.batch * x.stride[0] + place.head * x.stride[1] + place.own * own_step + place.other * other_step;
-        if (QUERIES && pairs) { // a lane's neighbouring keys in one load
+        if (kQueries && pairs) { // a lane's neighbouring keys in one load
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r)
+            for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                 for (int i = 0; i < 2; ++i)
 #pragma unroll
-                    for (int j = 0; j < STEP / 8; ++j) {
+                    for (int j = 0; j < kStep / 8; ++j) {
                         float &low = bias[r][j][2 * i], &high = bias[r][j][2 * i + 1];
                         if (low == -INFINITY && high == -INFINITY) continue;
                         const auto both =
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPl
                         if (high != -INFINITY) high = body(both.element[1]);
                     }
         } else {
-            each_pair<ROW_TILES, STEP>([&](int r, int j, int e, int own, int other) {
+            each_pair<kRowTiles, kStep>([&](int r, int j, int e, int own, int other) {
                 float &to = bias[r][j][e];
                 if (to != -INFINITY) to = body(data[own * own_step + other * other_step]);
             });
@@ -98,49 +98,50 @@ __device__ __forceinline__ void store_row(uint32_t to, const float2 *rows, int q
     store_shared(to, __float_as_uint(row.x)), store_shared(to + 4, __float_as_uint(row.y));
 }
 
-/* Turns a step's products into weights: P in `s`, and in `g` dS, multiplied by the slope of the softcap unless DS.
+/* Turns a step's products into weights: P in `s`, and in `g` dS, multiplied by the slope of the softcap unless kDs.
  *
- * Exponents are in base e up to the difference from the LSE, so that large scores are rounded once. SELECT: pairs may
- * be excluded, by `bias` if GENERAL, else by the band. `rows`: where in shared memory LSE and delta of this lane's
+ * Exponents are in base e up to the difference from the LSE, so that large scores are rounded once. kSelect: pairs may
+ * be excluded, by `bias` if kGeneral, else by the band. `rows`: where in shared memory LSE and delta of this lane's
  * first query are; the others follow, 8 bytes each.
  *
  * A dropout's weights w would enter here: w dP in place of dP, and w P in `s` once dS is made of P. */
-template <bool QUERIES, bool GENERAL, bool SELECT, bool NEEDS_DS, bool DS, int ROW_TILES, int STEP>
-__device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace &place, Scores<ROW_TILES, STEP> &s,
-                                      Scores<ROW_TILES, STEP> &g, const Scores<ROW_TILES, STEP> *bias, uint32_t rows) {
-    float2 mine[ROW_TILES][2];
-    if constexpr (QUERIES) {
+template <bool kQueries, bool kGeneral, bool kSelect, bool kNeedsDs, bool kDs, int kRowTiles, int kStep>
+__device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace &place, Scores<kRowTiles, kStep> &s,
+                                      Scores<kRowTiles, kStep> &g, const Scores<kRowTiles, kStep> *bias,
+                                      uint32_t rows) {
+    float2 mine[kRowTiles][2];
+    if constexpr (kQueries) {
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) mine[r][i] = load_shared_pair(rows + (16 * r + 8 * i) * 8);
     }
-    int begin[ROW_TILES][2], end[ROW_TILES][2];
-    if constexpr (SELECT && !GENERAL) {
+    int begin[kRowTiles][2], end[kRowTiles][2];
+    if constexpr (kSelect && !kGeneral) {
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const Span<int> span =
-                    seen_by<QUERIES>(args.visible, place.own + 16 * r + 8 * i, int(args.problem.forward.seq_q));
+                    seen_by<kQueries>(args.visible, place.own + 16 * r + 8 * i, int(args.problem.forward.seq_q));
                 begin[r][i] = span.begin - place.other, end[r][i] = span.end - place.other;
             }
     }
 #pragma unroll
-    for (int j = 0; j < STEP / 8; ++j) {
+    for (int j = 0; j < kStep / 8; ++j) {
         float2 column[2] = {};
-        if constexpr (!QUERIES) {
+        if constexpr (!kQueries) {
             const uint4 x = load_shared_16(rows + j * 64);
             column[0] = make_float2(__uint_as_float(x.x), __uint_as_float(x.y));
             column[1] = make_float2(__uint_as_float(x.z), __uint_as_float(x.w));
         }
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const float2 query = QUERIES ? mine[r][e / 2] : column[e % 2];
+                const float2 query = kQueries ? mine[r][e / 2] : column[e % 2];
                 float exponent, slope = 1.0f;
-                if constexpr (GENERAL) {
+                if constexpr (kGeneral) {
                     const float extra = (*bias)[r][j][e];
                     if (args.softcap > 0) {
                         const Capped capped = tanh_and_slope(s[r][j][e] * args.score.scale_cap);
@@ -154,15 +155,15 @@ __device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace 
                     if (extra == -INFINITY) exponent = -INFINITY;
                 } else {
                     exponent = fmaf(s[r][j][e], args.scale, -query.x);
-                    if (SELECT && (8 * j + e % 2 < begin[r][e / 2] || 8 * j + e % 2 >= end[r][e / 2]))
+                    if (kSelect && (8 * j + e % 2 < begin[r][e / 2] || 8 * j + e % 2 >= end[r][e / 2]))
                         exponent = -INFINITY;
                 }
                 const float weight = exp2_fast(exponent * LOG2_E);
                 s[r][j][e] = weight;
-                if constexpr (NEEDS_DS) {
+                if constexpr (kNeedsDs) {
                     float ds = weight * (g[r][j][e] - query.y);
-                    if (SELECT && exponent == -INFINITY) ds = 0.0f;
-                    if (GENERAL && !DS) ds *= slope;
+                    if (kSelect && exponent == -INFINITY) ds = 0.0f;
+                    if (kGeneral && !kDs) ds *= slope;
                     g[r][j][e] = ds;
                 }
             }

@@ -35,37 +35,33 @@
 #include "trial/mma_backward_bias.cuh" // backward_bias, BiasAxes
 #include "trial/mma_backward_rows.cuh" // backward_rows, backward_sinks
 
+namespace fa {
 namespace {
-
-using fa::BackwardArgs;
-using fa::BackwardConfig;
-using fa::BackwardShape;
-using fa::Role;
 
 /* Whether dk and dv of 16 keys fit the registers of one warp together. */
 constexpr bool has_both(int head_dim) { return head_dim <= 128; }
 
-/* Instances of one side, by what they are for. LARGE and SMALL give the same bits: other rows come in the same tiles
+/* Instances of one side, by what they are for. kLarge and kSmall give the same bits: other rows come in the same tiles
  * and steps. */
 enum Kind {
-    LARGE,   // grids that fill the device
-    SMALL,   // grids that do not: half the own rows a block, where LARGE has two row tiles
-    GENERAL, // softcap, bias, boolean mask, rows of any alignment
+    kLarge,   // grids that fill the device
+    kSmall,   // grids that do not: half the own rows a block, where kLarge has two row tiles
+    kGeneral, // softcap, bias, boolean mask, rows of any alignment
 };
 
 /* Row tiles a warp, warps, other rows a tile and a step, blocks a multiprocessor. A warp of two row tiles reads each
  * operand b for twice as many products, which shared memory needs (mma_sm80.cu); its gradients must leave room for
  * that: 64 registers of dq at head_dim 64, 128 of dk and dv. */
 constexpr BackwardShape shape_of(int head_dim, Role role, Kind kind) {
-    constexpr BackwardShape OWN[] = {{2, 4, 0, 0, 2}, {1, 4, 0, 0, 2}, {1, 8, 0, 0, 1}}; // by kind
-    BackwardShape shape = head_dim <= 64 || (role == Role::QUERIES && head_dim <= 128) ? OWN[kind] : OWN[SMALL];
-    shape.tile = head_dim <= 64 ? 64 : head_dim <= 192 || role == Role::VALUE ? 32 : 16;
+    constexpr BackwardShape kOwn[] = {{2, 4, 0, 0, 2}, {1, 4, 0, 0, 2}, {1, 8, 0, 0, 1}}; // by kind
+    BackwardShape shape = head_dim <= 64 || (role == Role::kQueries && head_dim <= 128) ? kOwn[kind] : kOwn[kSmall];
+    shape.tile = head_dim <= 64 ? 64 : head_dim <= 192 || role == Role::kValue ? 32 : 16;
     shape.step = shape.tile < 32 ? shape.tile : 32;
     return shape;
 }
 
-template <typename T, int HEAD_DIM, Role ROLE, Kind KIND>
-using Choose = BackwardConfig<T, HEAD_DIM, ROLE, KIND == GENERAL, shape_of(HEAD_DIM, ROLE, KIND)>;
+template <typename T, int kHeadDim, Role kRole, Kind kKind>
+using Choose = BackwardConfig<T, kHeadDim, kRole, kKind == kGeneral, shape_of(kHeadDim, kRole, kKind)>;
 
 } // namespace
 
@@ -99,30 +95,29 @@ fa_code start(Kernel *kernel, int64_t blocks, int threads, int shared_bytes, con
 }
 
 template <class C> fa_code start_role(BackwardArgs args, const fa_launch &launch) {
-    fa::TaskOrder &order = C::QUERIES ? args.queries : args.keys;
-    const int64_t length = C::QUERIES ? args.problem.forward.seq_q : args.problem.forward.seq_k;
-    order.blocks = unsigned((length + C::OWN - 1) / C::OWN);
-    return start(fa::backward_kernel<C>, int64_t(order.blocks) * order.items, C::THREADS, C::SHARED_BYTES, args,
-                 launch);
+    TaskOrder &order = C::kQueries ? args.queries : args.keys;
+    const int64_t length = C::kQueries ? args.problem.forward.seq_q : args.problem.forward.seq_k;
+    order.blocks = unsigned((length + C::kOwn - 1) / C::kOwn);
+    return start(backward_kernel<C>, int64_t(order.blocks) * order.items, C::kThreads, C::kSharedBytes, args, launch);
 }
 
-template <typename T, Role ROLE> fa_code start_kind(const BackwardArgs &args, int kind, const fa_launch &launch) {
+template <typename T, Role kRole> fa_code start_kind(const BackwardArgs &args, int kind, const fa_launch &launch) {
     constexpr int D = FA_MMA_HEAD_DIM;
     switch (kind) {
-    case LARGE: return start_role<Choose<T, D, ROLE, LARGE>>(args, launch);
-    case SMALL: return start_role<Choose<T, D, ROLE, SMALL>>(args, launch);
-    default: return start_role<Choose<T, D, ROLE, GENERAL>>(args, launch);
+    case kLarge: return start_role<Choose<T, D, kRole, kLarge>>(args, launch);
+    case kSmall: return start_role<Choose<T, D, kRole, kSmall>>(args, launch);
+    default: return start_role<Choose<T, D, kRole, kGeneral>>(args, launch);
     }
 }
 
 template <typename T> fa_code launch_pairs(const BackwardArgs &args, fa_mma_kinds kinds, const fa_launch &launch) {
     const uint32_t wants = args.problem.wants;
-    if (wants >> FA_GRAD_Q & 1) FA_TRY((start_kind<T, Role::QUERIES>(args, kinds.queries, launch)));
+    if (wants >> FA_GRAD_Q & 1) FA_TRY((start_kind<T, Role::kQueries>(args, kinds.queries, launch)));
     if constexpr (has_both(FA_MMA_HEAD_DIM)) {
-        if (wants >> FA_GRAD_K & 3) FA_TRY((start_kind<T, Role::KEYS>(args, kinds.keys, launch)));
+        if (wants >> FA_GRAD_K & 3) FA_TRY((start_kind<T, Role::kKeys>(args, kinds.keys, launch)));
     } else {
-        if (wants >> FA_GRAD_K & 1) FA_TRY((start_kind<T, Role::KEY>(args, kinds.keys, launch)));
-        if (wants >> FA_GRAD_V & 1) FA_TRY((start_kind<T, Role::VALUE>(args, kinds.keys, launch)));
+        if (wants >> FA_GRAD_K & 1) FA_TRY((start_kind<T, Role::kKey>(args, kinds.keys, launch)));
+        if (wants >> FA_GRAD_V & 1) FA_TRY((start_kind<T, Role::kValue>(args, kinds.keys, launch)));
     }
     return FA_OK;
 }
@@ -131,21 +126,21 @@ template <typename T>
 fa_code launch_dtype(const BackwardArgs &args, fa_mma_kinds kinds, bool bias, const fa_launch &launch) {
     const fa_forward &f = args.problem.forward;
     if (bias) {
-        using C = fa::BiasConfig<T, FA_MMA_HEAD_DIM>;
-        const int64_t tasks = fa::BiasAxes(args.problem, C::QUERIES, C::KEYS).tasks();
-        FA_TRY(start(fa::backward_bias<C>, tasks * args.parts, C::THREADS, C::SHARED_BYTES, args, launch));
+        using C = BiasConfig<T, FA_MMA_HEAD_DIM>;
+        const int64_t tasks = BiasAxes(args.problem, C::kQueries, C::kKeys).tasks();
+        FA_TRY(start(backward_bias<C>, tasks * args.parts, C::kThreads, C::kSharedBytes, args, launch));
         if (args.parts == 1) return FA_OK;
-        return start(fa::backward_bias_sum, (fa::bias_elements(args.problem) + 127) / 128, 128, 0, args, launch);
+        return start(backward_bias_sum, (bias_elements(args.problem) + 127) / 128, 128, 0, args, launch);
     }
     const int64_t heads = int64_t(args.pairs) * args.group;
-    constexpr int ROWS = fa::ROWS_WARPS * 32 / fa::row_lanes(FA_MMA_HEAD_DIM); // of a block
-    FA_TRY(start(fa::backward_rows<T, FA_MMA_HEAD_DIM>, (heads * args.pitch + ROWS - 1) / ROWS, 32 * fa::ROWS_WARPS, 0,
-                 args, launch));
+    constexpr int kRows = kRowsWarps * 32 / row_lanes(FA_MMA_HEAD_DIM); // of a block
+    FA_TRY(start(backward_rows<T, FA_MMA_HEAD_DIM>, (heads * args.pitch + kRows - 1) / kRows, 32 * kRowsWarps, 0, args,
+                 launch));
     if (args.problem.wants >> FA_GRAD_SINKS & 1) {
-        FA_TRY(start(fa::backward_sink_parts<T>, heads, fa::SINKS_THREADS, 0, args, launch));
+        FA_TRY(start(backward_sink_parts<T>, heads, kSinksThreads, 0, args, launch));
         if (args.first_pair + args.pairs == f.batch * f.heads_kv)
-            FA_TRY(start(fa::backward_sinks, (f.heads + fa::SINKS_THREADS - 1) / fa::SINKS_THREADS, fa::SINKS_THREADS,
-                         0, args, launch));
+            FA_TRY(
+                start(backward_sinks, (f.heads + kSinksThreads - 1) / kSinksThreads, kSinksThreads, 0, args, launch));
     }
     return launch_pairs<T>(args, kinds, launch);
 }
@@ -164,48 +159,49 @@ FA_MMA_BACKWARD_ALL(FA_MMA_BACKWARD_DECLARE)
 
 namespace {
 
-constexpr int MAX_LENGTH_BITS = 28; // of queries or keys: the kernels add up to four such numbers in 32 bits
-constexpr int MAX_BLOCKS_BITS = 31;
+constexpr int kMaxLengthBits = 28; // of queries or keys: the kernels add up to four such numbers in 32 bits
+constexpr int kMaxBlocksBits = 31;
 
 using Launch = fa_code(const BackwardArgs &, fa_mma_kinds, bool bias, const fa_launch &);
 
 struct Instance {
     int head_dim;
     Launch *launch;
-    int shared_bytes;                                    // the most that one of its kernels takes
-    int bias_queries, bias_keys;                         // of a tile of dbias
-    int own_queries[GENERAL + 1], own_keys[GENERAL + 1]; // that a block owns, by kind
+    int shared_bytes;                                      // the most that one of its kernels takes
+    int bias_queries, bias_keys;                           // of a tile of dbias
+    int own_queries[kGeneral + 1], own_keys[kGeneral + 1]; // that a block owns, by kind
 };
 
 template <int D> constexpr Instance instance_of(Launch *launch) {
     using T = __half; // dtypes do not differ
-    using Bias = fa::BiasConfig<T, D>;
-    constexpr Role QUERIES = Role::QUERIES;
-    constexpr Role KEYS = has_both(D) ? Role::KEYS : Role::KEY, VALUES = has_both(D) ? Role::KEYS : Role::VALUE;
-    static_assert(Choose<T, D, KEYS, LARGE>::OWN == Choose<T, D, VALUES, LARGE>::OWN);
-    int bytes = Bias::SHARED_BYTES;
-    for (const int other : {Choose<T, D, QUERIES, LARGE>::SHARED_BYTES, Choose<T, D, QUERIES, GENERAL>::SHARED_BYTES,
-                            Choose<T, D, KEYS, LARGE>::SHARED_BYTES, Choose<T, D, KEYS, GENERAL>::SHARED_BYTES,
-                            Choose<T, D, VALUES, LARGE>::SHARED_BYTES, Choose<T, D, VALUES, GENERAL>::SHARED_BYTES})
+    using Bias = BiasConfig<T, D>;
+    constexpr Role kQueries = Role::kQueries;
+    constexpr Role kKeys = has_both(D) ? Role::kKeys : Role::kKey, kValues = has_both(D) ? Role::kKeys : Role::kValue;
+    static_assert(Choose<T, D, kKeys, kLarge>::kOwn == Choose<T, D, kValues, kLarge>::kOwn);
+    int bytes = Bias::kSharedBytes;
+    for (const int other :
+         {Choose<T, D, kQueries, kLarge>::kSharedBytes, Choose<T, D, kQueries, kGeneral>::kSharedBytes,
+          Choose<T, D, kKeys, kLarge>::kSharedBytes, Choose<T, D, kKeys, kGeneral>::kSharedBytes,
+          Choose<T, D, kValues, kLarge>::kSharedBytes, Choose<T, D, kValues, kGeneral>::kSharedBytes})
         bytes = other > bytes ? other : bytes;
-    return {
-        .head_dim = D,
-        .launch = launch,
-        .shared_bytes = bytes,
-        .bias_queries = Bias::QUERIES,
-        .bias_keys = Bias::KEYS,
-        .own_queries = {Choose<T, D, QUERIES, LARGE>::OWN, Choose<T, D, QUERIES, SMALL>::OWN,
-                        Choose<T, D, QUERIES, GENERAL>::OWN},
-        .own_keys = {Choose<T, D, KEYS, LARGE>::OWN, Choose<T, D, KEYS, SMALL>::OWN, Choose<T, D, KEYS, GENERAL>::OWN}};
+    return {.head_dim = D,
+            .launch = launch,
+            .shared_bytes = bytes,
+            .bias_queries = Bias::kQueries,
+            .bias_keys = Bias::kKeys,
+            .own_queries = {Choose<T, D, kQueries, kLarge>::kOwn, Choose<T, D, kQueries, kSmall>::kOwn,
+                            Choose<T, D, kQueries, kGeneral>::kOwn},
+            .own_keys = {Choose<T, D, kKeys, kLarge>::kOwn, Choose<T, D, kKeys, kSmall>::kOwn,
+                         Choose<T, D, kKeys, kGeneral>::kOwn}};
 }
 
 #define FA_MMA_BACKWARD_INSTANCE(D)       instance_of<D>(FA_MMA_BACKWARD_NAME(D)),
-constexpr Instance INSTANCES[] = {FA_MMA_BACKWARD_ALL(FA_MMA_BACKWARD_INSTANCE)};
-static_assert(INSTANCES[std::size(INSTANCES) - 1].head_dim == FA_MAX_HEAD_DIM, "an instance for every head_dim");
+constexpr Instance kInstances[] = {FA_MMA_BACKWARD_ALL(FA_MMA_BACKWARD_INSTANCE)};
+static_assert(kInstances[std::size(kInstances) - 1].head_dim == FA_MAX_HEAD_DIM, "an instance for every head_dim");
 
 /* The plan's own part. */
 struct Own {
-    int index; // of INSTANCES
+    int index; // of kInstances
     fa_mma_kinds kinds;
     bool chunks_q, chunks_k, chunks_v, chunks_dout, chunks_out;
     bool pairs_bias, pairs_mask;
@@ -219,7 +215,7 @@ struct Own {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-bool has_chunks(const fa_operand &x, int columns) { return fa::takes_chunks<uint16_t>(x, columns, 8); }
+bool has_chunks(const fa_operand &x, int columns) { return takes_chunks<uint16_t>(x, columns, 8); }
 
 /* Gradients of which two neighbouring elements can be stored at once. */
 uint8_t pair_stores(const fa_backward &p) {
@@ -227,8 +223,8 @@ uint8_t pair_stores(const fa_backward &p) {
     uint8_t stores = 0;
     for (int n = FA_GRAD_Q; n <= FA_GRAD_V; ++n) {
         const fa_operand &x = p.grad[n];
-        const bool pairs = p.grad_dtype[n] == FA_F32 ? fa::takes_chunks<float>(x, lengths[n], 2)
-                                                     : fa::takes_chunks<uint16_t>(x, lengths[n], 2);
+        const bool pairs = p.grad_dtype[n] == FA_F32 ? takes_chunks<float>(x, lengths[n], 2)
+                                                     : takes_chunks<uint16_t>(x, lengths[n], 2);
         if (pairs) stores |= 1 << n;
     }
     return stores;
@@ -246,10 +242,10 @@ int64_t section_of(const fa_forward &f, const fa_device_info *device, int64_t st
 /* Parts of the walks of dbias: enough to fill the device, within the workspace that is left. */
 int parts_of(const fa_backward &p, const fa_device_info *device, const Instance &instance, size_t used) {
     if (!(p.wants >> FA_GRAD_BIAS & 1)) return 1;
-    const fa::BiasAxes axes(p, instance.bias_queries, instance.bias_keys);
+    const BiasAxes axes(p, instance.bias_queries, instance.bias_keys);
     const int64_t tasks = axes.tasks(), walk = axes.walk(), filled = int64_t(device->sm_count) * 2;
     if (tasks == 0 || walk < 2 || tasks >= filled || used >= device->workspace_limit) return 1;
-    const int64_t fits = int64_t(device->workspace_limit - used) / 4 / fa::bias_elements(p);
+    const int64_t fits = int64_t(device->workspace_limit - used) / 4 / bias_elements(p);
     int64_t parts = divide_up(filled, tasks);
     if (parts > walk) parts = walk;
     if (parts > fits) parts = fits;
@@ -259,12 +255,12 @@ int parts_of(const fa_backward &p, const fa_device_info *device, const Instance 
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
-    if ((f.seq_q > f.seq_k ? f.seq_q : f.seq_k) >> MAX_LENGTH_BITS)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, MAX_LENGTH_BITS, 0, 0);
+    if ((f.seq_q > f.seq_k ? f.seq_q : f.seq_k) >> kMaxLengthBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
     const int head_dim = f.head_dim > f.head_dim_v ? f.head_dim : f.head_dim_v;
     Own &own = fa_own<Own>(plan);
-    while (INSTANCES[own.index].head_dim < head_dim) ++own.index;
-    const Instance &instance = INSTANCES[own.index];
+    while (kInstances[own.index].head_dim < head_dim) ++own.index;
+    const Instance &instance = kInstances[own.index];
     if (size_t(instance.shared_bytes) > device->smem_per_block)
         return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, instance.shared_bytes,
                           int64_t(device->smem_per_block), 0);
@@ -275,11 +271,11 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     own.chunks_out = f.out_dtype == f.dtype && has_chunks(f.out, f.head_dim_v);
     const bool general = f.bias.data || f.mask.data || f.softcap > 0 || !own.chunks_q || !own.chunks_k ||
                          !own.chunks_v || !own.chunks_dout;
-    own.pairs_bias = f.bias_dtype == FA_F32 ? fa::takes_chunks<float>(f.bias, f.seq_k, 2)
-                                            : fa::takes_chunks<uint16_t>(f.bias, f.seq_k, 2);
-    own.pairs_mask = fa::takes_chunks<uint8_t>(f.mask, f.seq_k, 2);
+    own.pairs_bias =
+        f.bias_dtype == FA_F32 ? takes_chunks<float>(f.bias, f.seq_k, 2) : takes_chunks<uint16_t>(f.bias, f.seq_k, 2);
+    own.pairs_mask = takes_chunks<uint8_t>(f.mask, f.seq_k, 2);
     own.stores_pairs = pair_stores(p);
-    own.pitch = divide_up(f.seq_q, fa::ROWS_MULTIPLE) * fa::ROWS_MULTIPLE;
+    own.pitch = divide_up(f.seq_q, kRowsMultiple) * kRowsMultiple;
     const size_t sinks_bytes = p.wants >> FA_GRAD_SINKS & 1 ? size_t(f.batch * f.heads) * sizeof(double) : 0;
     const double left = double(device->workspace_limit) - double(sinks_bytes),
                  fits = left / (8.0 * double(group) * double(own.pitch));
@@ -287,23 +283,23 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     const bool at_once = p.wants >> FA_GRAD_BIAS & 1; // dbias may add up over all heads
     if (all && (own.pairs == 0 || (at_once && own.pairs < all)))
         return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
-    const auto kind_of = [&](int64_t heads, int64_t length, const int(&rows)[GENERAL + 1]) {
-        return general ? GENERAL : heads * divide_up(length, rows[LARGE]) > device->sm_count ? LARGE : SMALL;
+    const auto kind_of = [&](int64_t heads, int64_t length, const int(&rows)[kGeneral + 1]) {
+        return general ? kGeneral : heads * divide_up(length, rows[kLarge]) > device->sm_count ? kLarge : kSmall;
     };
     own.kinds = {kind_of(own.pairs * group, f.seq_q, instance.own_queries),
                  kind_of(own.pairs, f.seq_k, instance.own_keys)};
     const int64_t blocks_q = f.batch * f.heads * divide_up(f.seq_q, instance.own_queries[own.kinds.queries]);
     const int64_t blocks_k = all * divide_up(f.seq_k, instance.own_keys[own.kinds.keys]);
     const int64_t blocks_bias =
-        !(p.wants >> FA_GRAD_BIAS & 1) ? 0 : fa::BiasAxes(p, instance.bias_queries, instance.bias_keys).tasks();
-    if (blocks_q >> MAX_BLOCKS_BITS || blocks_k >> MAX_BLOCKS_BITS || blocks_bias >> MAX_BLOCKS_BITS)
-        return fa_because(why, FA_REFUSES, FA_WHY_TILES, MAX_BLOCKS_BITS, 0, 0);
+        !(p.wants >> FA_GRAD_BIAS & 1) ? 0 : BiasAxes(p, instance.bias_queries, instance.bias_keys).tasks();
+    if (blocks_q >> kMaxBlocksBits || blocks_k >> kMaxBlocksBits || blocks_bias >> kMaxBlocksBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxBlocksBits, 0, 0);
     own.sinks_at = own.pairs * group * own.pitch * 8;
     own.bias_at = own.sinks_at + int64_t(sinks_bytes);
     own.parts = parts_of(p, device, instance, size_t(own.bias_at));
     own.section_queries = section_of(f, device, f.seq_k, own.pairs) * group;
     own.section_keys = section_of(f, device, f.seq_q * group, own.pairs);
-    plan->workspace_bytes = size_t(own.bias_at) + (own.parts > 1 ? size_t(own.parts * fa::bias_elements(p)) * 4 : 0);
+    plan->workspace_bytes = size_t(own.bias_at) + (own.parts > 1 ? size_t(own.parts * bias_elements(p)) * 4 : 0);
     plan->threads = general && instance.head_dim <= 128 ? 256 : 128;
     plan->blocks = blocks_k > blocks_q ? blocks_k : blocks_q;
     plan->smem_bytes = size_t(instance.shared_bytes);
@@ -312,7 +308,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 }
 
 int clamp_bound(int64_t bound) {
-    constexpr int64_t kFar = int64_t(2) << MAX_LENGTH_BITS;
+    constexpr int64_t kFar = int64_t(2) << kMaxLengthBits;
     return int(bound < kFar ? bound : kFar);
 }
 
@@ -324,7 +320,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
     char *workspace = static_cast<char *>(launch->workspace);
     BackwardArgs args = {
         .problem = p,
-        .score = fa::score_params(f),
+        .score = score_params(f),
         .visible = {.left = clamp_bound(f.left),
                     .right = clamp_bound(f.right),
                     .diagonal = int(f.diagonal),
@@ -351,7 +347,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .bias_parts = reinterpret_cast<float *>(workspace + own.bias_at),
         .parts = own.parts,
     };
-    const auto run = INSTANCES[own.index].launch;
+    const auto run = kInstances[own.index].launch;
     do { // once for no pairs, whose sums of nothing are results too
         args.pairs = int(all - args.first_pair < own.pairs ? all - args.first_pair : own.pairs);
         args.queries.items = unsigned(args.pairs * group), args.keys.items = unsigned(args.pairs);
@@ -364,8 +360,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
 
 } // namespace
 
-extern "C" FA_EXPORT const fa_kernel fa_kernel_mma_backward_sm80;
-const fa_kernel fa_kernel_mma_backward_sm80 = {
+FA_DEFINE_KERNEL(mma_backward_sm80) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_BACKWARD,
     .device = FA_CUDA,
@@ -381,3 +376,5 @@ const fa_kernel fa_kernel_mma_backward_sm80 = {
 };
 
 #endif
+
+} // namespace fa

@@ -16,48 +16,48 @@
 
 namespace fa {
 
-/* Copies of ROWS rows of COLUMNS 16-bit elements by a block of THREADS. */
-template <int COLUMNS, int THREADS, int ROWS> struct RowCopy {
-    using Layout = TileLayout<COLUMNS>;
-    static constexpr int CHUNKS = Layout::PERIOD;         // neighbouring chunks that neighbouring threads take
-    static constexpr int STEP = THREADS / CHUNKS;         // rows between two chunks of a thread
-    static constexpr int GROUPS = COLUMNS / (CHUNKS * 8); // chunks of a thread in one row
-    static_assert(STEP % 8 == 0, "a thread's rows share one key of the layout");
-    static_assert(ROWS % STEP == 0 || ROWS < STEP, "only a thread's first row can lie beyond the tile");
+/* Copies of kRows rows of kColumns 16-bit elements by a block of kThreads. */
+template <int kColumns, int kThreads, int kRows> struct RowCopy {
+    using Layout = TileLayout<kColumns>;
+    static constexpr int kChunks = Layout::kPeriod;          // neighbouring chunks that neighbouring threads take
+    static constexpr int kStep = kThreads / kChunks;         // rows between two chunks of a thread
+    static constexpr int kGroups = kColumns / (kChunks * 8); // chunks of a thread in one row
+    static_assert(kStep % 8 == 0, "a thread's rows share one key of the layout");
+    static_assert(kRows % kStep == 0 || kRows < kStep, "only a thread's first row can lie beyond the tile");
 
-    /* Starts the copy of the rows [first, first + ROWS) of (batch, head). Columns from `length` on, rows that `exists`
+    /* Starts the copy of the rows [first, first + kRows) of (batch, head). Columns from `length` on, rows that `exists`
      * does not name, and all of an absent operand become zeros and are not read. `chunks`: rows are whole 16-byte
      * aligned chunks of neighbouring elements; otherwise the elements are read when this returns. */
     template <class Exists>
     __device__ static __forceinline__ void start(uint32_t tile, const fa_operand &x, int64_t batch, int64_t head,
                                                  int first, int length, bool chunks, Exists &&exists) {
-        const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
-        if (ROWS < STEP && row >= ROWS) return;
+        const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+        if (kRows < kStep && row >= kRows) return;
         const int columns = x.data ? length - chunk * 8 : 0;
         const uint32_t to = tile + Layout::offset(row, chunk);
         const uint16_t *from = row_of<const uint16_t>(x, batch, head, first + row) + chunk * 8 * x.stride[3];
         if (chunks) {
 #pragma unroll
-            for (int r = 0; r < ROWS; r += STEP, from += STEP * x.stride[2]) {
+            for (int r = 0; r < kRows; r += kStep, from += kStep * x.stride[2]) {
                 const bool there = exists(first + row + r);
 #pragma unroll
-                for (int g = 0; g < GROUPS; ++g)
-                    cp_async_16(to + r * Layout::ROW_BYTES + g * CHUNKS * 16, from + g * CHUNKS * 8,
-                                there && g * CHUNKS * 8 < columns);
+                for (int g = 0; g < kGroups; ++g)
+                    cp_async_16(to + r * Layout::kRowBytes + g * kChunks * 16, from + g * kChunks * 8,
+                                there && g * kChunks * 8 < columns);
             }
         } else {
 #pragma unroll 1
-            for (int r = 0; r < ROWS; r += STEP, from += STEP * x.stride[2]) {
+            for (int r = 0; r < kRows; r += kStep, from += kStep * x.stride[2]) {
                 const bool there = exists(first + row + r);
 #pragma unroll 1
-                for (int g = 0; g < GROUPS; ++g) {
-                    const uint16_t *at = from + g * CHUNKS * 8 * x.stride[3];
-                    const int count = there ? columns - g * CHUNKS * 8 : 0;
+                for (int g = 0; g < kGroups; ++g) {
+                    const uint16_t *at = from + g * kChunks * 8 * x.stride[3];
+                    const int count = there ? columns - g * kChunks * 8 : 0;
                     uint32_t word[4] = {};
 #pragma unroll
                     for (int i = 0; i < 8; ++i)
                         if (i < count) word[i / 2] |= uint32_t(at[i * x.stride[3]]) << i % 2 * 16;
-                    store_shared(to + r * Layout::ROW_BYTES + g * CHUNKS * 16,
+                    store_shared(to + r * Layout::kRowBytes + g * kChunks * 16,
                                  make_uint4(word[0], word[1], word[2], word[3]));
                 }
             }
@@ -65,21 +65,21 @@ template <int COLUMNS, int THREADS, int ROWS> struct RowCopy {
     }
 };
 
-/* Products of one warp, ROW_TILES * 16 own rows, with STEP other rows. */
-template <typename T, int HEAD_DIM, int ROW_TILES, int STEP> struct WarpProduct {
-    using Layout = TileLayout<HEAD_DIM>;
-    using OwnAddress = BlockAddress<HEAD_DIM, BlockOrder::ROWS_FIRST>;       // own rows as operand a
-    using ColumnAddress = BlockAddress<HEAD_DIM, BlockOrder::COLUMNS_FIRST>; // other rows as columns of b
-    using SummedAddress = BlockAddress<HEAD_DIM, BlockOrder::ROWS_FIRST>;    // other rows, transposed, as rows of b
-    using Pairs = Scores<ROW_TILES, STEP>;
-    using Gradient = float[ROW_TILES][HEAD_DIM / 8][4]; // as Pairs, head_dim in place of other rows
-    static constexpr int BLOCK_BYTES = 16 * Layout::ROW_BYTES;
+/* Products of one warp, kRowTiles * 16 own rows, with kStep other rows. */
+template <typename T, int kHeadDim, int kRowTiles, int kStep> struct WarpProduct {
+    using Layout = TileLayout<kHeadDim>;
+    using OwnAddress = BlockAddress<kHeadDim, BlockOrder::kRowsFirst>;       // own rows as operand a
+    using ColumnAddress = BlockAddress<kHeadDim, BlockOrder::kColumnsFirst>; // other rows as columns of b
+    using SummedAddress = BlockAddress<kHeadDim, BlockOrder::kRowsFirst>;    // other rows, transposed, as rows of b
+    using Pairs = Scores<kRowTiles, kStep>;
+    using Gradient = float[kRowTiles][kHeadDim / 8][4]; // as Pairs, head_dim in place of other rows
+    static constexpr int kBlockBytes = 16 * Layout::kRowBytes;
 
     __device__ static __forceinline__ void clear(Pairs &s) {
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r)
+        for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-            for (int j = 0; j < STEP / 8; ++j)
+            for (int j = 0; j < kStep / 8; ++j)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[r][j][e] = 0.0f;
     }
@@ -87,15 +87,15 @@ template <typename T, int HEAD_DIM, int ROW_TILES, int STEP> struct WarpProduct 
     /* s += own rows times other rows, over columns [16 step, 16 step + 16). */
     __device__ static __forceinline__ void add_block(Pairs &s, const OwnAddress &own, const ColumnAddress &other,
                                                      int step) {
-        uint32_t a[ROW_TILES][4];
+        uint32_t a[kRowTiles][4];
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; ++r) ldmatrix_x4<false>(a[r], own.at(step) + r * BLOCK_BYTES);
+        for (int r = 0; r < kRowTiles; ++r) ldmatrix_x4<false>(a[r], own.at(step) + r * kBlockBytes);
 #pragma unroll
-        for (int n = 0; n < STEP / 16; ++n) {
+        for (int n = 0; n < kStep / 16; ++n) {
             uint32_t b[4];
-            ldmatrix_x4<false>(b, other.at(step) + n * BLOCK_BYTES);
+            ldmatrix_x4<false>(b, other.at(step) + n * kBlockBytes);
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
+            for (int r = 0; r < kRowTiles; ++r) {
                 mma_16x8x16<T>(s[r][2 * n], a[r], b[0], b[1]);
                 mma_16x8x16<T>(s[r][2 * n + 1], a[r], b[2], b[3]);
             }
@@ -104,31 +104,31 @@ template <typename T, int HEAD_DIM, int ROW_TILES, int STEP> struct WarpProduct 
 
     /* s += own rows times other rows, over all columns; not unrolled beyond what the layout needs. */
     __device__ static __forceinline__ void add_product(Pairs &s, const OwnAddress &own, const ColumnAddress &other) {
-        constexpr int STEPS = Layout::PERIOD / 2;
+        constexpr int kSteps = Layout::kPeriod / 2;
 #pragma unroll 1
-        for (int bytes = 0; bytes < Layout::ROW_BYTES; bytes += STEPS * 32)
+        for (int bytes = 0; bytes < Layout::kRowBytes; bytes += kSteps * 32)
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) add_block(s, own.shifted(bytes), other.shifted(bytes), step);
+            for (int step = 0; step < kSteps; ++step) add_block(s, own.shifted(bytes), other.shifted(bytes), step);
     }
 
     /* gradient += the weights, rounded to T, times the other rows. */
     __device__ static __forceinline__ void add_weighted(Gradient &gradient, const Pairs &weights,
                                                         const SummedAddress &other) {
 #pragma unroll
-        for (int n = 0; n < STEP / 16; ++n) {
-            uint32_t a[ROW_TILES][4];
+        for (int n = 0; n < kStep / 16; ++n) {
+            uint32_t a[kRowTiles][4];
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; ++r) {
+            for (int r = 0; r < kRowTiles; ++r) {
                 const float(&low)[4] = weights[r][2 * n], (&high)[4] = weights[r][2 * n + 1];
                 a[r][0] = pack<T>(low[0], low[1]), a[r][1] = pack<T>(low[2], low[3]);
                 a[r][2] = pack<T>(high[0], high[1]), a[r][3] = pack<T>(high[2], high[3]);
             }
 #pragma unroll
-            for (int step = 0; step < HEAD_DIM / 16; ++step) {
+            for (int step = 0; step < kHeadDim / 16; ++step) {
                 uint32_t b[4];
-                ldmatrix_x4<true>(b, other.at(step) + n * BLOCK_BYTES);
+                ldmatrix_x4<true>(b, other.at(step) + n * kBlockBytes);
 #pragma unroll
-                for (int r = 0; r < ROW_TILES; ++r) {
+                for (int r = 0; r < kRowTiles; ++r) {
                     mma_16x8x16<T>(gradient[r][2 * step], a[r], b[0], b[1]);
                     mma_16x8x16<T>(gradient[r][2 * step + 1], a[r], b[2], b[3]);
                 }

@@ -441,9 +441,7 @@ static fa_code backward_launch(const fa_problem *problem, const fa_plan *plan, c
 
 } // namespace fa::sm90
 
-extern "C" {
-extern FA_EXPORT const fa_kernel fa_kernel_wgmma_backward_sm90;
-const fa_kernel fa_kernel_wgmma_backward_sm90 = {
+FA_DEFINE_KERNEL(wgmma_backward_sm90) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_BACKWARD,
     .device = FA_CUDA,
@@ -457,6 +455,5 @@ const fa_kernel fa_kernel_wgmma_backward_sm90 = {
     .plan = fa::sm90::backward_plan,
     .launch = fa::sm90::backward_launch,
 };
-}
 
 #endif

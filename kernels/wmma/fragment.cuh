@@ -35,11 +35,11 @@ FA_WMMA_LOAD_BF16(Right, "b", "row")
 #undef FA_WMMA_LOAD_BF16
 
 /* Multiplies every row of fragments side by side by its factor, one float a row in shared memory. */
-template <int COUNT> __device__ __forceinline__ void scale_rows(Accumulator (&out)[COUNT], const float *factor) {
+template <int kCount> __device__ __forceinline__ void scale_rows(Accumulator (&out)[kCount], const float *factor) {
     Accumulator rows;
     wmma::load_matrix_sync(rows, factor, 0, wmma::mem_col_major);
 #pragma unroll
-    for (int d = 0; d < COUNT; ++d)
+    for (int d = 0; d < kCount; ++d)
 #pragma unroll
         for (int i = 0; i < rows.num_elements; ++i) out[d].x[i] *= rows.x[i];
 }

@@ -35,14 +35,14 @@ __device__ __forceinline__ void produce(const Params &params, typename C::Shared
     const HeadRows<T> v = {row_of<T>(p.v, batch, head_kv, 0), p.v.stride[2], p.v.stride[3], p.head_dim_v,
                            params.v_aligned};
     const auto fetch = [&](const HeadRows<T> &rows, char *slot, uint64_t *full, int key) {
-        load_tile<C::TILE_N, C::HEAD_DIM>(reinterpret_cast<T *>(slot), rows, key, p.key_begin, p.key_end, lane);
+        load_tile<C::kTileN, C::kHeadDim>(reinterpret_cast<T *>(slot), rows, key, p.key_begin, p.key_end, lane);
         if (rows.aligned)
             barrier_arrive_after_copies(full);
         else
             barrier_arrive(full);
     };
-    RingState<C::STAGES> at(0);
-    for (int key = keys.begin; key < keys.end; key += C::TILE_N, at.advance()) {
+    RingState<C::kStages> at(0);
+    for (int key = keys.begin; key < keys.end; key += C::kTileN, at.advance()) {
         barrier_wait(&shared.k_empty[at.stage], at.parity ^ 1);
         fetch(k, shared.k[at.stage], &shared.k_full[at.stage], key);
         barrier_wait(&shared.v_empty[at.stage], at.parity ^ 1);
@@ -52,41 +52,41 @@ __device__ __forceinline__ void produce(const Params &params, typename C::Shared
 }
 
 /* Q of a warp in fragments, or room for one of them that is loaded anew for each key tile. */
-template <typename T, class C> using Query = Left<T>[C::QUERY_IN_REGISTERS ? C::STEPS : 1];
+template <typename T, class C> using Query = Left<T>[C::kQueryInRegisters ? C::kSteps : 1];
 
 /* strip = Q K^T for the keys of a tile `k`; `q_tile`: the warp's query rows, read where fragments do not hold them. */
 template <typename T, class C>
 __device__ __forceinline__ void multiply_keys(float *strip, Query<T, C> &query, const T *q_tile, const T *k) {
-    constexpr int BLOCKS_N = C::TILE_N / 16;
-    Accumulator scores[BLOCKS_N];
+    constexpr int kBlocksN = C::kTileN / 16;
+    Accumulator scores[kBlocksN];
 #pragma unroll
-    for (int n = 0; n < BLOCKS_N; ++n) wmma::fill_fragment(scores[n], 0.0f);
+    for (int n = 0; n < kBlocksN; ++n) wmma::fill_fragment(scores[n], 0.0f);
 #pragma unroll
-    for (int d = 0; d < C::STEPS; ++d) {
-        if constexpr (!C::QUERY_IN_REGISTERS) load_block(query[0], q_tile + 16 * d, PITCH<C::HEAD_DIM>);
+    for (int d = 0; d < C::kSteps; ++d) {
+        if constexpr (!C::kQueryInRegisters) load_block(query[0], q_tile + 16 * d, kPitch<C::kHeadDim>);
 #pragma unroll
-        for (int n = 0; n < BLOCKS_N; ++n) {
+        for (int n = 0; n < kBlocksN; ++n) {
             RightTransposed<T> block;
-            load_block(block, k + 16 * n * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
-            wmma::mma_sync(scores[n], query[C::QUERY_IN_REGISTERS ? d : 0], block, scores[n]);
+            load_block(block, k + 16 * n * kPitch<C::kHeadDim> + 16 * d, kPitch<C::kHeadDim>);
+            wmma::mma_sync(scores[n], query[C::kQueryInRegisters ? d : 0], block, scores[n]);
         }
     }
 #pragma unroll
-    for (int n = 0; n < BLOCKS_N; ++n)
-        wmma::store_matrix_sync(strip + 16 * n, scores[n], C::SCORE_PITCH, wmma::mem_row_major);
+    for (int n = 0; n < kBlocksN; ++n)
+        wmma::store_matrix_sync(strip + 16 * n, scores[n], C::kScorePitch, wmma::mem_row_major);
 }
 
 /* out += P V for the values of a tile `v`. */
 template <typename T, class C>
-__device__ __forceinline__ void multiply_values(Accumulator (&out)[C::STEPS], const T *weights, const T *v) {
+__device__ __forceinline__ void multiply_values(Accumulator (&out)[C::kSteps], const T *weights, const T *v) {
 #pragma unroll
-    for (int n = 0; n < C::TILE_N / 16; ++n) {
+    for (int n = 0; n < C::kTileN / 16; ++n) {
         Left<T> left;
-        load_block(left, weights + 16 * n, C::WEIGHT_PITCH);
+        load_block(left, weights + 16 * n, C::kWeightPitch);
 #pragma unroll
-        for (int d = 0; d < C::STEPS; ++d) {
+        for (int d = 0; d < C::kSteps; ++d) {
             Right<T> block;
-            load_block(block, v + 16 * n * PITCH<C::HEAD_DIM> + 16 * d, PITCH<C::HEAD_DIM>);
+            load_block(block, v + 16 * n * kPitch<C::kHeadDim> + 16 * d, kPitch<C::kHeadDim>);
             wmma::mma_sync(out[d], left, block, out[d]);
         }
     }
@@ -95,66 +95,66 @@ __device__ __forceinline__ void multiply_values(Accumulator (&out)[C::STEPS], co
 /* Writes the normalised output of a warp's rows from `warp_row` on, by way of its strip. */
 template <typename T, class C>
 __device__ __forceinline__ void write_output(const Params &params, int64_t batch, int64_t head, int warp_row,
-                                             const Accumulator (&out)[C::STEPS], float *strip, int lane) {
+                                             const Accumulator (&out)[C::kSteps], float *strip, int lane) {
     const fa_forward &p = params.p;
-    constexpr int PARTS = C::OUT_COLUMNS / 16;
+    constexpr int kParts = C::kOutColumns / 16;
 #pragma unroll
-    for (int d = 0; d < C::STEPS; d += PARTS) {
+    for (int d = 0; d < C::kSteps; d += kParts) {
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i)
-            wmma::store_matrix_sync(strip + 16 * i, out[d + i], C::SCORE_PITCH, wmma::mem_row_major);
+        for (int i = 0; i < kParts; ++i)
+            wmma::store_matrix_sync(strip + 16 * i, out[d + i], C::kScorePitch, wmma::mem_row_major);
         __syncwarp();
-        store_rows<STRIP_ROWS, C::OUT_COLUMNS>(row_of<T>(p.out, batch, head, 0), p.out.stride[2], p.out.stride[3],
+        store_rows<kStripRows, C::kOutColumns>(row_of<T>(p.out, batch, head, 0), p.out.stride[2], p.out.stride[3],
                                                params.out_aligned, p.head_dim_v, 16 * d, warp_row, p.seq_q, strip,
-                                               C::SCORE_PITCH, lane);
+                                               C::kScorePitch, lane);
     }
 }
 
-template <typename T, class C, bool SIMPLE>
+template <typename T, class C, bool kSimple>
 __device__ __forceinline__ void consume(const Params &params, typename C::Shared &shared, int64_t batch, int64_t head,
                                         int first_row, const Span<int> &keys, int warp, int lane) {
     const fa_forward &p = params.p;
     float *strip = shared.strip[warp], *factor = shared.factor[warp];
-    T *const q_tile = reinterpret_cast<T *>(C::QUERY_IN_REGISTERS ? reinterpret_cast<char *>(strip) : shared.q[warp]);
-    const int warp_row = first_row + warp * STRIP_ROWS;
+    T *const q_tile = reinterpret_cast<T *>(C::kQueryInRegisters ? reinterpret_cast<char *>(strip) : shared.q[warp]);
+    const int warp_row = first_row + warp * kStripRows;
 
-    OwnedRow owned = {.row = warp_row + lane % STRIP_ROWS, .keys = {0, 0}};
+    OwnedRow owned = {.row = warp_row + lane % kStripRows, .keys = {0, 0}};
     if (owned.row < p.seq_q) owned.keys = narrow(row_keys(p, owned.row));
-    const int end_row = min(warp_row + STRIP_ROWS, int(p.seq_q));
+    const int end_row = min(warp_row + kStripRows, int(p.seq_q));
     Span<int> seen = {0, 0}, common = {0, 0};
     if (warp_row < p.seq_q) {
         const HeadRows<T> q = {row_of<T>(p.q, batch, head, 0), p.q.stride[2], p.q.stride[3], p.head_dim,
                                params.q_aligned};
-        load_tile<STRIP_ROWS, C::HEAD_DIM>(q_tile, q, warp_row, 0, p.seq_q, lane);
+        load_tile<kStripRows, C::kHeadDim>(q_tile, q, warp_row, 0, p.seq_q, lane);
         seen = narrow(tile_keys(p, warp_row, end_row));
         common = narrow(tile_common_keys(p, warp_row, end_row));
         wait_copies();
     }
     __syncwarp();
     Query<T, C> query;
-    if constexpr (C::QUERY_IN_REGISTERS) {
+    if constexpr (C::kQueryInRegisters) {
 #pragma unroll
-        for (int d = 0; d < C::STEPS; ++d) load_block(query[d], q_tile + 16 * d, PITCH<C::HEAD_DIM>);
+        for (int d = 0; d < C::kSteps; ++d) load_block(query[d], q_tile + 16 * d, kPitch<C::kHeadDim>);
         __syncwarp();
     }
 
-    Accumulator out[C::STEPS];
+    Accumulator out[C::kSteps];
 #pragma unroll
-    for (int d = 0; d < C::STEPS; ++d) wmma::fill_fragment(out[d], 0.0f);
+    for (int d = 0; d < C::kSteps; ++d) wmma::fill_fragment(out[d], 0.0f);
 
-    RingState<C::STAGES> at(0);
-    for (int key = keys.begin; key < keys.end; key += C::TILE_N, at.advance()) {
-        const bool needed = key < seen.end && key + C::TILE_N > seen.begin;
+    RingState<C::kStages> at(0);
+    for (int key = keys.begin; key < keys.end; key += C::kTileN, at.advance()) {
+        const bool needed = key < seen.end && key + C::kTileN > seen.begin;
         barrier_wait(&shared.k_full[at.stage], at.parity);
         if (needed) multiply_keys<T, C>(strip, query, q_tile, reinterpret_cast<const T *>(shared.k[at.stage]));
         __syncwarp();
         barrier_arrive(&shared.k_empty[at.stage]);
         if (needed) {
-            const bool all_visible = common.holds(key, C::TILE_N);
-            const float rescale = softmax_strip<T, C::TILE_N, C::WEIGHT_PITCH, SIMPLE>(
+            const bool all_visible = common.holds(key, C::kTileN);
+            const float rescale = softmax_strip<T, C::kTileN, C::kWeightPitch, kSimple>(
                 p, params.options, batch, head, owned, strip, key, all_visible, lane);
-            if (lane < STRIP_ROWS) factor[lane] = rescale;
+            if (lane < kStripRows) factor[lane] = rescale;
             const bool changed = __any_sync(~0u, rescale != 1.0f);
             __syncwarp();
             if (changed) scale_rows(out, factor);
@@ -168,12 +168,12 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
     }
 
     owned.state.sum += __shfl_xor_sync(~0u, owned.state.sum, 16);
-    if constexpr (SIMPLE)
+    if constexpr (kSimple)
         owned.state.sum +=
             weight_rounding<T>(owned.highest, params.options.score.scale_log2, softmax_shift(owned.state.maximum));
     const RowResult result = finish_row(p, head, owned.state);
-    if (lane < STRIP_ROWS) factor[lane] = result.factor;
-    if (p.lse && lane < STRIP_ROWS && owned.row < p.seq_q)
+    if (lane < kStripRows) factor[lane] = result.factor;
+    if (p.lse && lane < kStripRows && owned.row < p.seq_q)
         static_cast<float *>(p.lse)[lse_index(batch, head, owned.row, p.heads, p.seq_q)] = result.lse;
     __syncwarp();
     scale_rows(out, factor);
@@ -181,33 +181,33 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
 }
 
 /* Where three blocks share a multiprocessor, bias and mask take the registers of the third. */
-template <typename T, class C, bool SIMPLE>
-__global__ void __launch_bounds__(C::THREADS, !SIMPLE && C::BLOCKS > 2 ? 2 : C::BLOCKS)
+template <typename T, class C, bool kSimple>
+__global__ void __launch_bounds__(C::kThreads, !kSimple && C::kBlocks > 2 ? 2 : C::kBlocks)
     wmma_kernel(const __grid_constant__ Params params) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) char memory[];
     typename C::Shared &shared = *reinterpret_cast<typename C::Shared *>(memory);
     const fa_forward &p = params.p;
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const unsigned tiles = params.tiles_m, unit = blockIdx.x / tiles, heads = p.heads;
-    const int first_row = int(tiles - 1 - blockIdx.x % tiles) * C::TILE_M; // causal: the longest first
+    const int first_row = int(tiles - 1 - blockIdx.x % tiles) * C::kTileM; // causal: the longest first
     const int64_t head = unit % heads, batch = unit / heads;
-    Span<int> keys = narrow(tile_keys(p, first_row, min(first_row + C::TILE_M, int(p.seq_q))));
+    Span<int> keys = narrow(tile_keys(p, first_row, min(first_row + C::kTileM, int(p.seq_q))));
     keys.begin &= ~3; // bias and mask are read by fours
 
     if (threadIdx.x == 0) {
-        for (int s = 0; s < C::STAGES; ++s) {
-            barrier_init(&shared.k_full[s], WARP);
-            barrier_init(&shared.v_full[s], WARP);
-            barrier_init(&shared.k_empty[s], C::CONSUMERS * WARP);
-            barrier_init(&shared.v_empty[s], C::CONSUMERS * WARP);
+        for (int s = 0; s < C::kStages; ++s) {
+            barrier_init(&shared.k_full[s], kWarp);
+            barrier_init(&shared.v_full[s], kWarp);
+            barrier_init(&shared.k_empty[s], C::kConsumers * kWarp);
+            barrier_init(&shared.v_empty[s], C::kConsumers * kWarp);
         }
     }
     __syncthreads();
-    if (warp == C::CONSUMERS)
+    if (warp == C::kConsumers)
         produce<T, C>(params, shared, batch, head / (p.heads / p.heads_kv), keys, lane);
     else
-        consume<T, C, SIMPLE>(params, shared, batch, head, first_row, keys, warp, lane);
+        consume<T, C, kSimple>(params, shared, batch, head, first_row, keys, warp, lane);
 }
 
 } // namespace fa::wmma_row

@@ -1,6 +1,6 @@
 /* Shared-memory barriers between the warps that fetch tiles and the warps that use them (sm_80 and newer).
  *
- * A ring of STAGES slots has two barriers a slot: `full` completes when the slot's copies have landed, `empty` when
+ * A ring of kStages slots has two barriers a slot: `full` completes when the slot's copies have landed, `empty` when
  * every consumer has let go of it. The n-th use of a slot waits for phase parity n % 2 of `full`, and a fetch for the
  * opposite parity of `empty`, which lets the first fetch through. */
 #pragma once

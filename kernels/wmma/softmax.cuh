@@ -20,21 +20,21 @@ __device__ __forceinline__ Span<int> narrow(const KeyRange &range) {
     return {int(range.empty() ? 0 : range.begin), int(range.empty() ? 0 : range.end)};
 }
 
-constexpr int STRIP_ROWS = 16;
+constexpr int kStripRows = 16;
 
 /* What an owner lane knows of its row. */
 struct OwnedRow {
     int row;
     Span<int> keys; // that the row sees; none for a row past the end
     RowState state;
-    float highest = -INFINITY; // of the products, where the scale is folded into the exponent (SIMPLE)
+    float highest = -INFINITY; // of the products, where the scale is folded into the exponent (kSimple)
 };
 
 /* Pitch of a strip of scores, in floats: rows 8 banks apart, so that a fragment's pairs of floats store without
  * conflicts. Rows 0..3 and 4..7 of the eight that load 16 bytes at a time would then meet: the latter read every two
  * neighbouring chunks in the other order. Weights have rows 4 banks apart, which suits both who writes and who reads.
  */
-template <int COLUMNS> constexpr int SCORE_PITCH = COLUMNS + 8;
+template <int kColumns> constexpr int kScorePitch = kColumns + 8;
 
 /* Options that change single scores, and whether four neighbours of their last axis are one aligned load. */
 struct ScoreOptions {
@@ -86,20 +86,20 @@ __device__ __forceinline__ void apply_mask(const fa_forward &p, bool vectors, co
 }
 
 /* Softcap or scale, bias and mask for a lane's products of `row`: s[i] belongs to key from + (i ^ swap). */
-template <int MINE>
+template <int kMine>
 __device__ __forceinline__ void score_products(const fa_forward &p, const ScoreOptions &options, int64_t batch,
-                                               int64_t head, int64_t row, int from, int swap, float (&s)[MINE]) {
+                                               int64_t head, int64_t row, int from, int swap, float (&s)[kMine]) {
     if (options.score.cap_log2 > 0) {
 #pragma unroll
-        for (int i = 0; i < MINE; ++i) s[i] = options.score.cap_log2 * tanh_by_exp2(s[i] * options.score.scale_cap);
+        for (int i = 0; i < kMine; ++i) s[i] = options.score.cap_log2 * tanh_by_exp2(s[i] * options.score.scale_cap);
     } else {
 #pragma unroll
-        for (int i = 0; i < MINE; ++i) s[i] *= options.score.scale_log2;
+        for (int i = 0; i < kMine; ++i) s[i] *= options.score.scale_log2;
     }
     if (p.bias.data) {
         const int64_t bias_at = bias_row(p, batch, head, row);
 #pragma unroll
-        for (int i = 0; i < MINE; i += 4) {
+        for (int i = 0; i < kMine; i += 4) {
             float bias[4];
             load_bias(p, options.bias_vectors, bias_at, from + (i ^ swap), bias);
 #pragma unroll
@@ -109,50 +109,50 @@ __device__ __forceinline__ void score_products(const fa_forward &p, const ScoreO
     if (p.mask.data) {
         const uint8_t *mask = mask_row(p, batch, head, row);
 #pragma unroll
-        for (int i = 0; i < MINE; i += 4) apply_mask(p, options.mask_vectors, mask, from + (i ^ swap), s + i);
+        for (int i = 0; i < kMine; i += 4) apply_mask(p, options.mask_vectors, mask, from + (i ^ swap), s + i);
     }
 }
 
-/* Turns STRIP_ROWS x COLUMNS products (pitch SCORE_PITCH), of the keys from `key` on, into weights of type T (pitch
- * WEIGHT_PITCH) in the same memory. Returns the factor for what the row accumulated before. SIMPLE: scale > 0 and
+/* Turns kStripRows x kColumns products (pitch kScorePitch), of the keys from `key` on, into weights of type T (pitch
+ * kWeightPitch) in the same memory. Returns the factor for what the row accumulated before. kSimple: scale > 0 and
  * neither softcap, bias nor mask. `all_visible`: every row sees every key of the tile. `key` is a multiple of 4. */
-template <typename T, int COLUMNS, int WEIGHT_PITCH, bool SIMPLE>
+template <typename T, int kColumns, int kWeightPitch, bool kSimple>
 __device__ __forceinline__ float softmax_strip(const fa_forward &p, const ScoreOptions &options, int64_t batch,
                                                int64_t head, OwnedRow &owned, float *strip, int key, bool all_visible,
                                                int lane) {
-    constexpr int MINE = COLUMNS / 2; // columns of this lane
-    static_assert(MINE % 8 == 0, "weights are written eight at a time");
-    const int first = lane / STRIP_ROWS * MINE, swap = lane & 4; // s[i] belongs to column first + (i ^ swap)
-    const float *row = strip + lane % STRIP_ROWS * SCORE_PITCH<COLUMNS> + first;
-    float s[MINE];
+    constexpr int kMine = kColumns / 2; // columns of this lane
+    static_assert(kMine % 8 == 0, "weights are written eight at a time");
+    const int first = lane / kStripRows * kMine, swap = lane & 4; // s[i] belongs to column first + (i ^ swap)
+    const float *row = strip + lane % kStripRows * kScorePitch<kColumns> + first;
+    float s[kMine];
 #pragma unroll
-    for (int i = 0; i < MINE; i += 4) {
+    for (int i = 0; i < kMine; i += 4) {
         const float4 read = *reinterpret_cast<const float4 *>(row + (i ^ swap));
         s[i] = read.x, s[i + 1] = read.y, s[i + 2] = read.z, s[i + 3] = read.w;
     }
     const int from = key + first, low = owned.keys.begin - from, high = owned.keys.end - from;
-    if constexpr (!SIMPLE) // rows past the end read a row that exists
+    if constexpr (!kSimple) // rows past the end read a row that exists
         score_products(p, options, batch, head, min(int64_t(owned.row), p.seq_q - 1), from, swap, s);
     if (!all_visible) {
 #pragma unroll
-        for (int i = 0; i < MINE; ++i)
+        for (int i = 0; i < kMine; ++i)
             if ((i ^ swap) < low || (i ^ swap) >= high) s[i] = -INFINITY;
     }
 
     float largest[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
-    for (int i = 4; i < MINE; ++i) largest[i % 4] = fmaxf(largest[i % 4], s[i]);
+    for (int i = 4; i < kMine; ++i) largest[i % 4] = fmaxf(largest[i % 4], s[i]);
     float highest = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 16));
-    if constexpr (SIMPLE) owned.highest = fmaxf(owned.highest, highest);
-    const float factor = owned.state.raise(SIMPLE ? highest * options.score.scale_log2 : highest);
+    if constexpr (kSimple) owned.highest = fmaxf(owned.highest, highest);
+    const float factor = owned.state.raise(kSimple ? highest * options.score.scale_log2 : highest);
     const float shift = softmax_shift(owned.state.maximum);
 
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    T *weights = reinterpret_cast<T *>(strip) + lane % STRIP_ROWS * WEIGHT_PITCH + first;
+    T *weights = reinterpret_cast<T *>(strip) + lane % kStripRows * kWeightPitch + first;
     __syncwarp(); // every row of the strip has been read
 #pragma unroll
-    for (int i = 0; i < MINE; i += 8) {
+    for (int i = 0; i < kMine; i += 8) {
         uint32_t packed[4];
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
@@ -160,7 +160,7 @@ __device__ __forceinline__ float softmax_strip(const fa_forward &p, const ScoreO
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const float x = s[i + j + n];
-                w[n] = exp2_fast(SIMPLE ? fmaf(x, options.score.scale_log2, -shift) : x - shift);
+                w[n] = exp2_fast(kSimple ? fmaf(x, options.score.scale_log2, -shift) : x - shift);
                 sum[(j + n) % 4] += w[n];
             }
             packed[j / 2] = pack<T>(w[0], w[1]);

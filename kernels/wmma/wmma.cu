@@ -1,6 +1,6 @@
 /* wmma: fused attention through nvcuda::wmma, the tensor-core interface of CUDA C++, for Ampere and newer.
  *
- * A block takes TILE_M query rows of one head and walks over the keys TILE_N at a time. One producer warp copies K and
+ * A block takes kTileM query rows of one head and walks over the keys kTileN at a time. One producer warp copies K and
  * V into a ring of two slots each with cp.async; consumer warps own 16 query rows each and, per key tile,
  *
  *     1. multiply Q K^T into accumulator fragments and store them to a strip of shared memory of their own,
@@ -43,12 +43,12 @@ fa_code launch_128(const fa_forward &p, const fa_plan &plan, const fa_launch &la
 
 #ifdef FA_INSTANCE
 
-template <typename T, class C, bool SIMPLE>
+template <typename T, class C, bool kSimple>
 fa_code launch_as(const Params &params, const fa_plan &plan, const fa_launch &launch) {
-    const auto kernel = wmma_kernel<T, C, SIMPLE>;
+    const auto kernel = wmma_kernel<T, C, kSimple>;
     FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
     FA_CHAOS_ARM(launch.stream, launch);
-    kernel<<<unsigned(plan.blocks), C::THREADS, plan.smem_bytes, static_cast<cudaStream_t>(launch.stream)>>>(params);
+    kernel<<<unsigned(plan.blocks), C::kThreads, plan.smem_bytes, static_cast<cudaStream_t>(launch.stream)>>>(params);
     FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }
@@ -83,22 +83,22 @@ fa_code FA_JOIN(launch_, FA_WMMA_HEAD_DIM)(const fa_forward &p, const fa_plan &p
 
 namespace {
 
-constexpr int MAX_HEAD_DIM = 128;
-constexpr int MAX_LENGTH_BITS = 30;      // so that 32-bit row and key numbers hold
-constexpr int64_t WIDE_FROM_KEYS = 1024; // batch_invariant: the shape follows from seq_k alone
+constexpr int kMaxHeadDim = 128;
+constexpr int kMaxLengthBits = 30;      // so that 32-bit row and key numbers hold
+constexpr int64_t kWideFromKeys = 1024; // batch_invariant: the shape follows from seq_k alone
 
-template <class C> int64_t tiles_m(const fa_forward &p) { return (p.seq_q + C::TILE_M - 1) / C::TILE_M; }
+template <class C> int64_t tiles_m(const fa_forward &p) { return (p.seq_q + C::kTileM - 1) / C::kTileM; }
 template <class C> int64_t blocks_of(const fa_forward &p) { return tiles_m<C>(p) * p.heads * p.batch; }
 
 template <class C> fa_answer plan_shape(const fa_forward &p, bool wide, fa_plan *plan, fa_why *why) {
-    plan->threads = C::THREADS;
+    plan->threads = C::kThreads;
     plan->blocks = blocks_of<C>(p);
     plan->smem_bytes = sizeof(typename C::Shared);
     plan->keep = true;
     if (plan->blocks > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
     const float scale = score_params(p).scale_log2;
     fa_own<Own>(plan) = {
-        .narrow = C::HEAD_DIM == 64,
+        .narrow = C::kHeadDim == 64,
         .wide = wide,
         // -inf times a scale that rounds to 0 would be NaN
         .simple = scale > 1e-30f && p.softcap == 0 && !p.bias.data && !p.mask.data,
@@ -116,23 +116,23 @@ template <class C> fa_answer plan_shape(const fa_forward &p, bool wide, fa_plan 
 /* The wide shape where it fits and its blocks, one a multiprocessor at a time, leave at most a quarter of the rows of
  * their rounds empty. (With three tenths, B2 S1024, D64 H16 takes 62 us against 57 in the small shape and D128 H8 49
  * against 52.) */
-template <int HEAD_DIM>
+template <int kHeadDim>
 fa_answer plan_dim(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    using Wide = Config<HEAD_DIM, true>;
+    using Wide = Config<kHeadDim, true>;
     const fa_forward &p = problem->forward;
     const int64_t sms = device->sm_count, rounds = (blocks_of<Wide>(p) + sms - 1) / sms;
-    const bool full = 4 * p.seq_q * p.heads * p.batch >= 3 * rounds * sms * Wide::TILE_M;
-    const bool wide = problem->batch_invariant ? p.seq_k >= WIDE_FROM_KEYS : full;
+    const bool full = 4 * p.seq_q * p.heads * p.batch >= 3 * rounds * sms * Wide::kTileM;
+    const bool wide = problem->batch_invariant ? p.seq_k >= kWideFromKeys : full;
     if (wide && sizeof(typename Wide::Shared) <= device->smem_per_block) return plan_shape<Wide>(p, true, plan, why);
-    return plan_shape<Config<HEAD_DIM, false>>(p, false, plan, why);
+    return plan_shape<Config<kHeadDim, false>>(p, false, plan, why);
 }
 
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
     const int64_t longest = p.seq_q > p.seq_k ? p.seq_q : p.seq_k;
     const int widest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-    if (widest > MAX_HEAD_DIM) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, MAX_HEAD_DIM, 0, 0);
-    if (longest >> MAX_LENGTH_BITS) return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, MAX_LENGTH_BITS, 0, 0);
+    if (widest > kMaxHeadDim) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kMaxHeadDim, 0, 0);
+    if (longest >> kMaxLengthBits) return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
     return widest <= 64 ? plan_dim<64>(problem, device, plan, why) : plan_dim<128>(problem, device, plan, why);
 }
 
@@ -148,8 +148,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
 } // namespace fa::wmma_row
 
 #ifndef FA_INSTANCE
-extern "C" FA_EXPORT const fa_kernel fa_kernel_wmma;
-const fa_kernel fa_kernel_wmma = {
+FA_DEFINE_KERNEL(wmma) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
     .device = FA_CUDA,
