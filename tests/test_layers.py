@@ -127,6 +127,92 @@ def test_no_circle_among_the_modules():
     assert not circle(below)
 
 
+#: Which families' files a folder of kernels/ includes beside its own and common/.
+FAMILIES = {"trial": {"sm80", "sm90"}}  # what will move into them
+
+
+@pytest.mark.parametrize("path", [path for path in C_FILES if path.is_relative_to(ROOT / "kernels")], ids=name)
+def test_a_family_includes_what_is_common_and_itself(path):
+    folder = path.relative_to(ROOT / "kernels").parent.name
+    own = {"common", folder} | FAMILIES.get(folder, set())
+    foreign = [h for h in includes(path) if (ROOT / "kernels" / h).is_file() and h.rpartition("/")[0] not in own]
+    assert not foreign, f"{name(path)} includes {foreign} of other families"
+
+
+def pieces(path):
+    """("function", its name, its lines) of each function of a C or CUDA file, and ("variable", its declaration, 0) of what
+    is declared in no function or is static in one."""
+    code = re.sub(r"(?m)^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", lambda match: "\n" * match[0].count("\n"), code_of(path))
+    scopes, begin = [], 0  # (kind, what stands before the brace, line) of each brace that is open
+    for at in (match.start() for match in re.finditer(r"[;{}]", code)):
+        head, in_body = " ".join(code[begin:at].split()), any(scope[0] == "body" for scope in scopes)
+        if code[at] == "{":
+            kind = "value"
+            if re.search(r"\b(namespace|struct|class|enum|union)\b[^()=]*$|^extern \"\"$", head):
+                kind = "scope"
+            elif not in_body and re.search(r"\)( const| noexcept)*( ->.*)?$|\)\s*:.*[)}]$", head):
+                kind = "value" if re.search(r"[^=!<>]= ?\S", head) else "body"
+            scopes.append((kind, head, code.count("\n", 0, at)))
+        elif code[at] == "}" and scopes:
+            kind, head, line = scopes.pop()
+            if kind == "body":
+                bare = re.sub(r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)", "", head)
+                named = re.search(r"([\w:~]+)\s*\(", bare)
+                yield "function", named[1] if named else bare, code.count("\n", 0, at) - line + 1
+        elif code[at] == ";" and (head.startswith("static ") or all(scope[0] == "scope" for scope in scopes)):
+            if not any(re.search(r"\b(struct|class|union|enum)\b", scope[1]) for scope in scopes):
+                yield "variable", head, 0
+        begin = at + 1
+
+
+#: Functions that are longer than LONGEST_FUNCTION, and why they are still one.
+LONG_FUNCTIONS = {
+    "mma_kernel": "the walk over key tiles of mma_sm80: its machine code is the one that the record's figures belong to",
+    "forward_consume": "a consumer warpgroup of wgmma_sm90: the same",
+    "attend": "the online softmax of wgmma_split_sm90: the same",
+    "wgmma_split_sm90_kernel": "the same",
+    "backward_kernel": "mma_backward_sm80 on trial: to be cut once it has run on a GPU, with figures before and after",
+    "queries_consume": "wgmma_backward_sm90 on trial: the same",
+    "keys_consume": "the same",
+}
+LONGEST_FUNCTION = 80
+
+
+def test_no_function_is_too_long():
+    found = [(name(path), function, lines) for path in C_FILES for kind, function, lines in pieces(path) if kind == "function"]
+    assert len(found) > 500, "the functions are not found"
+    long = {function: f"{path}: {function} has {lines} lines" for path, function, lines in found if lines > LONGEST_FUNCTION}
+    assert not long.keys() - LONG_FUNCTIONS.keys(), [long[function] for function in long.keys() - LONG_FUNCTIONS.keys()]
+    assert not LONG_FUNCTIONS.keys() - long.keys(), "a function of the list is short, or gone"
+
+
+#: Variables that change and outlive a call, by file: what a process, a thread or a device has one of.
+GLOBALS = {
+    "simd_isa.c": {"forced"},  # FA_EXT_CPU_ISA when the library was loaded
+    "threads.c": {"forked"},  # this process is a fork's child
+    "device.c": {"cuda_used", "fork_watch", "contexts"},  # the same of CUDA; how many contexts there have been
+    "dispatch.c": {"last"},  # a thread's last call and its plan
+    "launch.cuh": {"fa_smem_allowed", "fa_smem_lock"},  # what shared memory each kernel has been allowed
+    "tensor_map.h": {"tensor_map_memo"},  # a thread's last tensor maps
+    "chaos.cu": {"report", "lock", "given"},  # of a chaos build
+    "chaos_delay.cuh": {"state", "host", "armed"},  # the same
+}
+
+
+def test_what_changes_and_outlives_a_call_is_listed():
+    found = {}
+    for path in C_FILES:
+        for kind, declared, _ in pieces(path):
+            unchanging = r"\b(const|constexpr|using|typedef|extern|template|friend|namespace)\b|^static_assert"
+            if kind != "variable" or re.search(unchanging, declared) or re.fullmatch(r"static char \w+", declared):
+                continue  # of a lone char the address alone is used
+            left = declared.partition("=")[0]
+            named = re.fullmatch(r"(?:[\w:]+(?:<[^<>]*>)?[ *]+)+(\w+)(?:\[.*\])?(?:, \w+)* ?", left)
+            if named and not re.match(r"(Launcher|Launch|BackwardLaunch|xla_handler|struct|enum|union|class) ", left):
+                found.setdefault(path.name, set()).add(named[1])
+    assert found == GLOBALS
+
+
 def test_kernels_include_nobody_elses_templates():
     for path in C_FILES:
         foreign = [h for h in includes(path) if re.match(r"(cutlass|cute|torch|ATen|c10|pybind11|nanobind|cudnn|flash)", h)]
