@@ -93,3 +93,16 @@ template <class Kernel> fa_code fa_allow_smem(Kernel *kernel, size_t bytes, cons
     }
     return FA_OK;
 }
+
+/* Launches a kernel on `count` blocks of one axis, if there are any; a kernel walks over what is above INT32_MAX. */
+template <class Kernel, class... Args>
+fa_code fa_start(Kernel *kernel, int64_t count, int threads, size_t smem_bytes, const fa_launch &launch,
+                 const Args &...args) {
+    if (count == 0) return FA_OK;
+    if (smem_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, smem_bytes, launch));
+    FA_CHAOS_ARM(launch.stream, launch);
+    const unsigned blocks = static_cast<unsigned>(count < INT32_MAX ? count : INT32_MAX);
+    kernel<<<blocks, threads, smem_bytes, static_cast<cudaStream_t>(launch.stream)>>>(args...);
+    FA_CUDA_TRY(launch, cudaGetLastError());
+    return FA_OK;
+}

@@ -53,16 +53,10 @@ namespace simt_backward {
 
 template <int kIndex> struct Config { static constexpr Tile tile = kTiles[kIndex]; };
 
-/* Launches a kernel on `count` tasks, if there are any. */
+/* Launches a kernel on `count` tasks. */
 template <class Kernel, class... Args>
 fa_code start(Kernel *kernel, int64_t count, size_t smem_bytes, const fa_launch &launch, const Args &...args) {
-    if (count == 0) return FA_OK;
-    if (smem_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, smem_bytes, launch));
-    FA_CHAOS_ARM(launch.stream, launch);
-    const unsigned blocks = static_cast<unsigned>(count < INT32_MAX ? count : INT32_MAX);
-    kernel<<<blocks, kThreads, smem_bytes, static_cast<cudaStream_t>(launch.stream)>>>(args...);
-    FA_CUDA_TRY(launch, cudaGetLastError());
-    return FA_OK;
+    return fa_start(kernel, count, kThreads, smem_bytes, launch, args...);
 }
 
 inline int64_t tiles(int64_t length, int64_t block) { return (length + block - 1) / block; }

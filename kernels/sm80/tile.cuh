@@ -8,7 +8,7 @@
 
 #include <stdint.h> // int64_t, uint32_t
 
-#include "common/ptx.cuh" // cp_async_16, store_shared
+#include "common/ptx.cuh" // cp_async_16, ldmatrix_x4, mma_16x8x16, pack, store_shared
 
 namespace fa {
 
@@ -54,6 +54,27 @@ template <int kColumns, BlockOrder kOrder> class BlockAddress {
         return (base ^ (block % period * 32)) + block / period * (period * 32);
     }
 };
+
+/* Columns [16 j, 16 j + 16) of d += a b, for row tiles of 16 rows each. `a`: operand a of mma_16x8x16, 16 columns of
+ * each row tile; `address`: what this lane gives to ldmatrix for b, a 16x16 block. */
+template <typename T, bool kTransposed, int kRowTiles, int kTiles>
+__device__ __forceinline__ void multiply_block(float (&d)[kRowTiles][kTiles][4], int j,
+                                               const uint32_t (&a)[kRowTiles][4], uint32_t address) {
+    uint32_t b[4];
+    ldmatrix_x4<kTransposed>(b, address);
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+        mma_16x8x16<T>(d[r][2 * j], a[r], b[0], b[1]);
+        mma_16x8x16<T>(d[r][2 * j + 1], a[r], b[2], b[3]);
+    }
+}
+
+/* Two neighbouring accumulators, 16 x 8 each, rounded to operand a of the next product. */
+template <typename T>
+__device__ __forceinline__ void round_operand(uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
+    a[0] = pack<T>(low[0], low[1]), a[1] = pack<T>(low[2], low[3]);
+    a[2] = pack<T>(high[0], high[1]), a[3] = pack<T>(high[2], high[3]);
+}
 
 /* Rows of one head of an operand in global memory, as one thread of a block of kThreads copies them into tiles of kRows
  * rows, from the last tile to the first. Columns from `columns` to kColumns and rows outside [begin, end) become zeros

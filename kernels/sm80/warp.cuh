@@ -72,19 +72,6 @@ template <class C> struct MmaWarp {
 
     using Operand = uint32_t[kRowTiles][4]; // a of mma_16x8x16, 16 columns of a row tile each
 
-    /* Columns [16 j, 16 j + 16) of d += a b. `address`: what this lane gives to ldmatrix for b, a 16x16 block. */
-    template <bool kTransposed, int kTiles>
-    __device__ static __forceinline__ void multiply_block(float (&d)[kRowTiles][kTiles][4], int j, const Operand &a,
-                                                          uint32_t address) {
-        uint32_t b[4];
-        ldmatrix_x4<kTransposed>(b, address);
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-            mma_16x8x16<T>(d[r][2 * j], a[r], b[0], b[1]);
-            mma_16x8x16<T>(d[r][2 * j + 1], a[r], b[2], b[3]);
-        }
-    }
-
     /* s = Q K^T for this warp's kKeys key rows. */
     __device__ __forceinline__ void multiply_keys(Tile &s, const KeysAddress &keys) {
 #pragma unroll
@@ -106,7 +93,8 @@ template <class C> struct MmaWarp {
                 }
             }
 #pragma unroll
-            for (int n = 0; n < kKeys / 16; ++n) multiply_block<false>(s, n, a, keys.at(step) + n * 16 * C::kRowBytes);
+            for (int n = 0; n < kKeys / 16; ++n)
+                multiply_block<T, false>(s, n, a, keys.at(step) + n * 16 * C::kRowBytes);
         }
     }
 
@@ -164,11 +152,7 @@ template <class C> struct MmaWarp {
 #pragma unroll
         for (int n = 0; n < kKeys / 16; ++n)
 #pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) round_weights(weights[r][n], s[r][2 * n], s[r][2 * n + 1]);
-    }
-    __device__ static void round_weights(uint32_t (&a)[4], const float (&low)[4], const float (&high)[4]) {
-        a[0] = pack<T>(low[0], low[1]), a[1] = pack<T>(low[2], low[3]);
-        a[2] = pack<T>(high[0], high[1]), a[3] = pack<T>(high[2], high[3]);
+            for (int r = 0; r < kRowTiles; ++r) round_operand<T>(weights[r][n], s[r][2 * n], s[r][2 * n + 1]);
     }
 
     /* out += P V for this warp's kKeys value rows. Takes the weights as Weights or as Tile. */
@@ -179,7 +163,7 @@ template <class C> struct MmaWarp {
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) {
                 if constexpr (std::is_same_v<W, Tile>) {
-                    round_weights(a[r], weights[r][2 * n], weights[r][2 * n + 1]);
+                    round_operand<T>(a[r], weights[r][2 * n], weights[r][2 * n + 1]);
                 } else {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) a[r][e] = weights[r][n][e];
@@ -187,7 +171,7 @@ template <class C> struct MmaWarp {
             }
 #pragma unroll
             for (int step = 0; step < kSteps; ++step)
-                multiply_block<true>(out, step, a, values.at(step) + n * 16 * C::kRowBytes);
+                multiply_block<T, true>(out, step, a, values.at(step) + n * 16 * C::kRowBytes);
         }
     }
 

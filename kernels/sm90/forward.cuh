@@ -83,21 +83,15 @@ template <class C> __device__ __forceinline__ void forward_produce(const Forward
     RingState<C::kStages> k_ring(1), v_ring(1);
     RingState<C::kQueryStages> q_ring(1);
     RingState<Smem::kTileStages> tile_ring(1);
-    auto next_tile = [&](uint32_t round) {
-        if (!C::kMasked || !p.schedule.counter) return static_tile(p.schedule, round);
-        return dynamic_tile(p.schedule, round);
-    };
     auto announce = [&](uint32_t index) {
         const Tile tile = tile_at(p.schedule, index, C::kTileM);
-        mbarrier_wait(&smem.tile_empty[tile_ring.stage], tile_ring.parity);
-        smem.tile[tile_ring.stage] = tile;
-        mbarrier_arrive(&smem.tile_full[tile_ring.stage]);
-        tile_ring.advance();
+        announce_tile(smem, tile_ring, tile);
         return tile;
     };
-    Tile tile = announce(next_tile(0)), next;
+    Tile tile = announce(next_tile<C::kMasked>(p.schedule, 0)), next;
     for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
-        const uint32_t next_index = next_tile(round); // early: the counter answers while this tile is loaded
+        const uint32_t next_index =
+            next_tile<C::kMasked>(p.schedule, round); // early: the counter answers while this tile is loaded
         const KeyBlocks blocks =
             key_blocks<C::kMasked, C::kTileN>(p.visible, tile.row, min(tile.row + C::kTileM, p.seq_q));
         if (blocks.count == 0) {
@@ -159,12 +153,8 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     };
     if (C::kTurns && wg == C::kConsumers - 1) turn_pass();
 
-    auto tile_row_of = [&](uint32_t round) {
-        mbarrier_wait(&smem.tile_full[round % Smem::kTileStages], round / Smem::kTileStages % 2);
-        return __shfl_sync(0xffffffff, smem.tile[round % Smem::kTileStages].row, 0); // uniform for the compiler too
-    };
     int tile_row;
-    for (uint32_t round = 0; (tile_row = tile_row_of(round)) >= 0; ++round) {
+    for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
         const KeyBlocks blocks =
             key_blocks<C::kMasked, kTileN>(p.visible, tile_row, min(tile_row + C::kTileM, p.seq_q));
         const int wg_row = tile_row + wg * 64, row = wg_row + warp * 16 + lane / 4; // this thread's rows: row, row + 8

@@ -4,6 +4,7 @@
 
 #include "common/mask.cuh"  // ShiftedBand, tile_span
 #include "common/tiles.cuh" // longest_first
+#include "sm90/barrier.cuh" // mbarrier_wait, RingState
 
 namespace fa::sm90 {
 
@@ -49,6 +50,27 @@ __device__ __forceinline__ uint32_t static_tile(const Schedule &s, uint32_t roun
 /* The same from the counter: round 0 needs none. One thread a CTA. */
 __device__ __forceinline__ uint32_t dynamic_tile(const Schedule &s, uint32_t round) {
     return round == 0 ? blockIdx.x : gridDim.x + atomicAdd(s.counter, 1);
+}
+
+/* Index of this CTA's tile in `round`, in whichever order. One thread a CTA. */
+template <bool kUnequal> __device__ __forceinline__ uint32_t next_tile(const Schedule &s, uint32_t round) {
+    if (!kUnequal || !s.counter) return static_tile(s, round);
+    return dynamic_tile(s, round);
+}
+
+/* The producer tells the consumers a tile: Smem has tile[], and tile_full[] and tile_empty[] of kTileStages. */
+template <class Smem>
+__device__ __forceinline__ void announce_tile(Smem &smem, RingState<Smem::kTileStages> &ring, const Tile &tile) {
+    mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
+    smem.tile[ring.stage] = tile;
+    mbarrier_arrive(&smem.tile_full[ring.stage]);
+    ring.advance();
+}
+
+/* First row of the tile of `round`, once it is there; negative: no more tiles. The warp calls it. */
+template <class Smem> __device__ __forceinline__ int tile_row_of(Smem &smem, uint32_t round) {
+    mbarrier_wait(&smem.tile_full[round % Smem::kTileStages], round / Smem::kTileStages % 2);
+    return __shfl_sync(0xffffffff, smem.tile[round % Smem::kTileStages].row, 0); // uniform for the compiler too
 }
 
 /* Key blocks of a tile, visited from the last to the first: block b holds keys [end - (b + 1) * tile_n, end - b *

@@ -43,6 +43,7 @@
  */
 #include "common/launch.cuh"
 #include "sm90/forward.cuh"
+#include "sm90/instance.cuh"
 #include "sm90/tensor_map.h"
 #include <algorithm> // min, max
 #include <cmath>     // pow
@@ -50,10 +51,6 @@
 #include <numeric>   // gcd
 
 /* ---- configuration ---- */
-
-#define FA_FULL   0 // no key is excluded but by the end of the keys
-#define FA_MASKED 1 // a range of keys a row: causal, window
-#define FA_CAPPED 2 // the same, with softcap
 
 namespace fa::sm90 {
 
@@ -167,9 +164,6 @@ template <class T, int HeadDim, int Kind> struct Config {
 using Launch = fa_code(const ForwardParams &, int64_t blocks, const fa_launch &);
 
 #ifdef FA_INSTANCE
-
-#define FA_PASTE_(a, b) a##b
-#define FA_PASTE(a, b)  FA_PASTE_(a, b)
 
 Launch FA_PASTE(wgmma_sm90_, FA_INSTANCE);
 fa_code FA_PASTE(wgmma_sm90_, FA_INSTANCE)(const ForwardParams &params, int64_t blocks, const fa_launch &launch) {

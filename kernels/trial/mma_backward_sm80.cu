@@ -81,24 +81,12 @@ struct fa_mma_kinds {
 
 namespace {
 
-/* Launches a kernel on `blocks` blocks, if there are any. */
-template <class Kernel>
-fa_code start(Kernel *kernel, int64_t blocks, int threads, int shared_bytes, const BackwardArgs &args,
-              const fa_launch &launch) {
-    if (blocks == 0) return FA_OK;
-    if (size_t(shared_bytes) > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, shared_bytes, launch));
-    FA_CHAOS_ARM(launch.stream, launch);
-    const unsigned grid = unsigned(blocks < INT32_MAX ? blocks : INT32_MAX);
-    kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(launch.stream)>>>(args);
-    FA_CUDA_TRY(launch, cudaGetLastError());
-    return FA_OK;
-}
-
 template <class C> fa_code start_role(BackwardArgs args, const fa_launch &launch) {
     TaskOrder &order = C::kQueries ? args.queries : args.keys;
     const int64_t length = C::kQueries ? args.problem.forward.seq_q : args.problem.forward.seq_k;
     order.blocks = unsigned((length + C::kOwn - 1) / C::kOwn);
-    return start(backward_kernel<C>, int64_t(order.blocks) * order.items, C::kThreads, C::kSharedBytes, args, launch);
+    return fa_start(backward_kernel<C>, int64_t(order.blocks) * order.items, C::kThreads, C::kSharedBytes, launch,
+                    args);
 }
 
 template <typename T, Role kRole> fa_code start_kind(const BackwardArgs &args, int kind, const fa_launch &launch) {
@@ -128,19 +116,19 @@ fa_code launch_dtype(const BackwardArgs &args, fa_mma_kinds kinds, bool bias, co
     if (bias) {
         using C = BiasConfig<T, FA_MMA_HEAD_DIM>;
         const int64_t tasks = BiasAxes(args.problem, C::kQueries, C::kKeys).tasks();
-        FA_TRY(start(backward_bias<C>, tasks * args.parts, C::kThreads, C::kSharedBytes, args, launch));
+        FA_TRY(fa_start(backward_bias<C>, tasks * args.parts, C::kThreads, C::kSharedBytes, launch, args));
         if (args.parts == 1) return FA_OK;
-        return start(backward_bias_sum, (bias_elements(args.problem) + 127) / 128, 128, 0, args, launch);
+        return fa_start(backward_bias_sum, (bias_elements(args.problem) + 127) / 128, 128, 0, launch, args);
     }
     const int64_t heads = int64_t(args.pairs) * args.group;
     constexpr int kRows = kRowsWarps * 32 / row_lanes(FA_MMA_HEAD_DIM); // of a block
-    FA_TRY(start(backward_rows<T, FA_MMA_HEAD_DIM>, (heads * args.pitch + kRows - 1) / kRows, 32 * kRowsWarps, 0, args,
-                 launch));
+    FA_TRY(fa_start(backward_rows<T, FA_MMA_HEAD_DIM>, (heads * args.pitch + kRows - 1) / kRows, 32 * kRowsWarps, 0,
+                    launch, args));
     if (args.problem.wants >> FA_GRAD_SINKS & 1) {
-        FA_TRY(start(backward_sink_parts<T>, heads, kSinksThreads, 0, args, launch));
+        FA_TRY(fa_start(backward_sink_parts<T>, heads, kSinksThreads, 0, launch, args));
         if (args.first_pair + args.pairs == f.batch * f.heads_kv)
-            FA_TRY(
-                start(backward_sinks, (f.heads + kSinksThreads - 1) / kSinksThreads, kSinksThreads, 0, args, launch));
+            FA_TRY(fa_start(backward_sinks, (f.heads + kSinksThreads - 1) / kSinksThreads, kSinksThreads, 0, launch,
+                            args));
     }
     return launch_pairs<T>(args, kinds, launch);
 }

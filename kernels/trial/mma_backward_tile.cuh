@@ -92,13 +92,7 @@ template <typename T, int kHeadDim, int kRowTiles, int kStep> struct WarpProduct
         for (int r = 0; r < kRowTiles; ++r) ldmatrix_x4<false>(a[r], own.at(step) + r * kBlockBytes);
 #pragma unroll
         for (int n = 0; n < kStep / 16; ++n) {
-            uint32_t b[4];
-            ldmatrix_x4<false>(b, other.at(step) + n * kBlockBytes);
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) {
-                mma_16x8x16<T>(s[r][2 * n], a[r], b[0], b[1]);
-                mma_16x8x16<T>(s[r][2 * n + 1], a[r], b[2], b[3]);
-            }
+            multiply_block<T, false>(s, n, a, other.at(step) + n * kBlockBytes);
         }
     }
 
@@ -119,19 +113,11 @@ template <typename T, int kHeadDim, int kRowTiles, int kStep> struct WarpProduct
             uint32_t a[kRowTiles][4];
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) {
-                const float(&low)[4] = weights[r][2 * n], (&high)[4] = weights[r][2 * n + 1];
-                a[r][0] = pack<T>(low[0], low[1]), a[r][1] = pack<T>(low[2], low[3]);
-                a[r][2] = pack<T>(high[0], high[1]), a[r][3] = pack<T>(high[2], high[3]);
+                round_operand<T>(a[r], weights[r][2 * n], weights[r][2 * n + 1]);
             }
 #pragma unroll
             for (int step = 0; step < kHeadDim / 16; ++step) {
-                uint32_t b[4];
-                ldmatrix_x4<true>(b, other.at(step) + n * kBlockBytes);
-#pragma unroll
-                for (int r = 0; r < kRowTiles; ++r) {
-                    mma_16x8x16<T>(gradient[r][2 * step], a[r], b[0], b[1]);
-                    mma_16x8x16<T>(gradient[r][2 * step + 1], a[r], b[2], b[3]);
-                }
+                multiply_block<T, true>(gradient, step, a, other.at(step) + n * kBlockBytes);
             }
         }
     }

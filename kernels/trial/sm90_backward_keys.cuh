@@ -76,22 +76,16 @@ template <class C> __device__ __forceinline__ void keys_produce(const KeysParams
     RingState<C::kStages> ring(1);
     RingState<C::kKeyStages> kv_ring(1);
     RingState<Smem::kTileStages> tile_ring(1);
-    auto next_tile = [&](uint32_t round) {
-        if (!C::kMasked || !p.schedule.counter) return static_tile(p.schedule, round);
-        return dynamic_tile(p.schedule, round);
-    };
     auto announce = [&](uint32_t index) {
         Tile tile = tile_at(p.schedule, index, 1);
         if (tile.row >= 0) tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
-        mbarrier_wait(&smem.tile_empty[tile_ring.stage], tile_ring.parity);
-        smem.tile[tile_ring.stage] = tile;
-        mbarrier_arrive(&smem.tile_full[tile_ring.stage]);
-        tile_ring.advance();
+        announce_tile(smem, tile_ring, tile);
         return tile;
     };
-    Tile tile = announce(next_tile(0)), next;
+    Tile tile = announce(next_tile<C::kMasked>(p.schedule, 0)), next;
     for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
-        const uint32_t next_index = next_tile(round); // early: the counter answers while this tile is loaded
+        const uint32_t next_index =
+            next_tile<C::kMasked>(p.schedule, round); // early: the counter answers while this tile is loaded
         const int key = tile.row - p.call.key_begin;
         const QueryBlocks blocks = find_queries<C::kTileQ>(p.call, key, key + C::kTileK);
         if (blocks.begin >= blocks.end) {
@@ -140,12 +134,8 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
     RingState<C::kStages> ring(0);
     RingState<C::kKeyStages> kv_ring(0);
 
-    auto tile_row_of = [&](uint32_t round) {
-        mbarrier_wait(&smem.tile_full[round % Smem::kTileStages], round / Smem::kTileStages % 2);
-        return __shfl_sync(0xffffffff, smem.tile[round % Smem::kTileStages].row, 0); // uniform for the compiler too
-    };
     int tile_row;
-    for (uint32_t round = 0; (tile_row = tile_row_of(round)) >= 0; ++round) {
+    for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
         const ShiftedBand &v = p.call.visible;
         const int tile_key = tile_row - p.call.key_begin;
         const auto blocks_of = [&](int tile_key) {

@@ -34,16 +34,13 @@
  * @instance d64_capped_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
  */
 #include "common/launch.cuh"
+#include "sm90/instance.cuh"
 #include "sm90/tensor_map.h"
 #include "trial/sm90_backward_keys.cuh"
 #include "trial/sm90_backward_queries.cuh"
 #include <algorithm> // min, max
 
 /* ---- configuration ---- */
-
-#define FA_FULL   0 // no key is excluded but by the end of the keys
-#define FA_MASKED 1 // a range of keys a row: causal, window
-#define FA_CAPPED 2 // the same, with softcap
 
 namespace fa::sm90 {
 
@@ -125,20 +122,10 @@ using BackwardLaunch = fa_code(const BackwardWork &, const fa_launch &);
 
 #ifdef FA_INSTANCE
 
-#define FA_PASTE_(a, b) a##b
-#define FA_PASTE(a, b)  FA_PASTE_(a, b)
-
 template <class C, class Smem, class Params>
 fa_code start(void (*kernel)(Params), const Params &params, int64_t blocks, const fa_launch &launch) {
-    constexpr int kBytes = sizeof(Smem);
-    static_assert(kBytes <= 227 * 1024, "shared memory of a block");
-    if (blocks == 0) return FA_OK;
-    FA_TRY(fa_allow_smem(kernel, kBytes, launch));
-    FA_CHAOS_ARM(launch.stream, launch);
-    kernel<<<static_cast<unsigned>(blocks), 128 * (C::kConsumers + 1), kBytes,
-             static_cast<cudaStream_t>(launch.stream)>>>(params);
-    FA_CUDA_TRY(launch, cudaGetLastError());
-    return FA_OK;
+    static_assert(sizeof(Smem) <= 227 * 1024, "shared memory of a block");
+    return fa_start(kernel, blocks, 128 * (C::kConsumers + 1), sizeof(Smem), launch, params);
 }
 
 BackwardLaunch FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE);
