@@ -5,6 +5,9 @@ A kernel file says in its comments how it is built, one directive a line::
     @arch sm_90a                      (CUDA: default is FA_ARCHS, else cubins for sm_80 and sm_90 and PTX for compute_80)
     @flags -fopenmp                   (added to every compilation of the file)
     @instance d128 -DFA_HEAD_DIM=128  (one more compilation, with FA_INSTANCE=d128 and these flags)
+    @instance d{64,96}_{f16,f32} -DFA_HEAD_DIM={1} -DTYPE={2:__half,float}
+                                      (four: every choice of each list; {1} is what was chosen of the first list, and
+                                      {2:...} stands for its place in the second. Flags may go on in lines of their own)
     @beside simd_isa.c                (files of its folder that kernels share: a library of the kernel alone holds them)
 
 A file with instances is compiled once for each and once without FA_INSTANCE (its host part). Imports nothing of
@@ -16,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -35,7 +39,7 @@ CSRC = ROOT / "csrc"
 KERNELS = ROOT / "kernels"
 INCLUDE = ROOT / "fa_ext" / "include"
 DEFAULT_ARCHS = ("sm_80", "sm_90", "compute_80")
-_DIRECTIVE = re.compile(r"@(arch|flags|instance)[ \t]+([^\n*]+)")
+_DIRECTIVE = re.compile(r"@(arch|flags|instance)[ \t]+([^\n*]+(?:\n[ \t]*\*[ \t]+-\w[^\n*]+)*)")
 _BESIDE = re.compile(r"@beside[ \t]+([^\n*]+)")
 _ARCH = re.compile(r"(sm|compute)_\d{2,3}[af]?")
 
@@ -218,14 +222,31 @@ def directives(source: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str
     flags: tuple[str, ...] = ()
     instances: dict[str, tuple[str, ...]] = {}
     for kind, text in _DIRECTIVE.findall(source.read_text()):
-        words = tuple(shlex.split(text))
+        words = tuple(shlex.split(re.sub(r"\n[ \t]*\*", " ", text)))
         if kind == "arch":
             archs += words
         elif kind == "flags":
             flags += words
         else:
-            instances[words[0]] = words[1:]
+            instances |= _products(*words)
     return archs, flags, instances
+
+
+def _products(name: str, *flags: str) -> dict[str, tuple[str, ...]]:
+    """{instance: flags} of one ``@instance`` line, whose name may have lists in braces."""
+    lists = [found.split(",") for found in re.findall(r"\{([^{}]*)\}", name)]
+    found = {}
+    for places in itertools.product(*(range(len(choices)) for choices in lists)):
+        own = [choices[place] for choices, place in zip(lists, places, strict=True)]
+
+        def chosen(match: re.Match[str], own: list[str] = own, places: tuple[int, ...] = places) -> str:
+            number = int(match[1]) - 1
+            return match[2].split(",")[places[number]] if match[2] else own[number]
+
+        rest = iter(own)
+        instance = re.sub(r"\{[^{}]*\}", lambda _, rest=rest: next(rest), name)
+        found[instance] = tuple(re.sub(r"\{(\d+)(?::([^{}]*))?\}", chosen, flag) for flag in flags)
+    return found
 
 
 def shared_files(source: Path) -> list[Path]:

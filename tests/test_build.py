@@ -197,3 +197,23 @@ def test_every_object_has_a_name_of_its_own(nvcc):
     units, _ = _build.plan_units(_build.Options(nvcc=nvcc))
     names = [unit.name for unit in units]
     assert len(names) == len(set(names)) > 20
+
+
+def test_a_product_of_instances(tmp_path):
+    source = tmp_path / "x.cu"
+    source.write_text("""/* A kernel.
+ *
+ * @instance d{64,128}_{full,capped} -DDIM={1} -DKIND={2:FULL,CAPPED}
+ *           -DNAME=k{1}{2}
+ * @instance all -DALL
+ * - a line that is none
+ */
+""")
+    instances = _build.directives(source)[2]
+    assert instances == {
+        "d64_full": ("-DDIM=64", "-DKIND=FULL", "-DNAME=k64full"),
+        "d64_capped": ("-DDIM=64", "-DKIND=CAPPED", "-DNAME=k64capped"),
+        "d128_full": ("-DDIM=128", "-DKIND=FULL", "-DNAME=k128full"),
+        "d128_capped": ("-DDIM=128", "-DKIND=CAPPED", "-DNAME=k128capped"),
+        "all": ("-DALL",),
+    }

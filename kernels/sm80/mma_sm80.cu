@@ -12,12 +12,7 @@
  *
  *     python -m bench measure --preset paper --rows mma_sm80
  *
- * @instance d32  -DFA_MMA_HEAD_DIM=32
- * @instance d64  -DFA_MMA_HEAD_DIM=64
- * @instance d96  -DFA_MMA_HEAD_DIM=96
- * @instance d128 -DFA_MMA_HEAD_DIM=128
- * @instance d192 -DFA_MMA_HEAD_DIM=192
- * @instance d256 -DFA_MMA_HEAD_DIM=256
+ * @instance d{32,64,96,128,192,256} -DFA_MMA_HEAD_DIM={1}
  */
 #include <iterator> // std::size
 

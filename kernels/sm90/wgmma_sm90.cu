@@ -10,36 +10,8 @@
  * Bench:  python -m bench measure --preset paper --rows wgmma_sm90
  *
  * @arch sm_90a
- * @instance d256_full_f16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
- * @instance d256_full_bf16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
- * @instance d256_masked_f16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
- * @instance d256_masked_bf16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
- * @instance d256_capped_f16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
- * @instance d256_capped_bf16 -DFA_HEAD_DIM=256 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
- * @instance d192_full_f16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
- * @instance d192_full_bf16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
- * @instance d192_masked_f16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
- * @instance d192_masked_bf16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
- * @instance d192_capped_f16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
- * @instance d192_capped_bf16 -DFA_HEAD_DIM=192 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
- * @instance d128_full_f16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
- * @instance d128_full_bf16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
- * @instance d128_masked_f16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
- * @instance d128_masked_bf16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
- * @instance d128_capped_f16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
- * @instance d128_capped_bf16 -DFA_HEAD_DIM=128 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
- * @instance d96_full_f16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
- * @instance d96_full_bf16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
- * @instance d96_masked_f16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
- * @instance d96_masked_bf16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
- * @instance d96_capped_f16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
- * @instance d96_capped_bf16 -DFA_HEAD_DIM=96 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
- * @instance d64_full_f16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_FULL -DFA_ELEMENT=__half
- * @instance d64_full_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_FULL -DFA_ELEMENT=__nv_bfloat16
- * @instance d64_masked_f16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__half
- * @instance d64_masked_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_MASKED -DFA_ELEMENT=__nv_bfloat16
- * @instance d64_capped_f16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__half
- * @instance d64_capped_bf16 -DFA_HEAD_DIM=64 -DFA_KIND=FA_CAPPED -DFA_ELEMENT=__nv_bfloat16
+ * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
+ *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
  */
 #include "common/launch.cuh"
 #include "sm90/forward.cuh"

@@ -18,12 +18,7 @@
  * softcap, bias, mask and rows that are no aligned chunks. 99 KB of shared memory a block at most. 8 bytes of workspace
  * a query row, heads in groups where they do not fit. From head_dim 192 on dk and dv are made one after the other.
  *
- * @instance d32 -DFA_MMA_HEAD_DIM=32
- * @instance d64 -DFA_MMA_HEAD_DIM=64
- * @instance d96 -DFA_MMA_HEAD_DIM=96
- * @instance d128 -DFA_MMA_HEAD_DIM=128
- * @instance d192 -DFA_MMA_HEAD_DIM=192
- * @instance d256 -DFA_MMA_HEAD_DIM=256
+ * @instance d{32,64,96,128,192,256} -DFA_MMA_HEAD_DIM={1}
  */
 #include <iterator> // std::size
 
