@@ -78,7 +78,7 @@ def _simt_table(c: Config) -> list[str]:
     names = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "KEY_GROUPS", "SYNC_POLICY", "MIN_BLOCKS", "VEC_WIDTH",
              "REDUCE")  # fmt: skip
     return [
-        '#include "simt_tile.cuh" // Tile',
+        '#include "simt/tile.cuh" // Tile',
         "",
         "namespace simt {",
         "",
@@ -91,10 +91,10 @@ def _simt_table(c: Config) -> list[str]:
 
 SIMT = Space(
     kernel="simt",
-    source=ROOT / "kernels" / "simt.cu",
+    source=ROOT / "kernels" / "simt" / "simt.cu",
     device="cuda",
     case="B1,H8,S512,D64,float16",
-    table=ROOT / "kernels" / "simt_tuned.cuh",
+    table=ROOT / "kernels" / "simt" / "tuned.cuh",
     render=_simt_table,
     parameters={
         "BLOCK_M": (16, 32, 64, 128),

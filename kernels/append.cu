@@ -10,9 +10,9 @@
  * Limits: bound by memory only for many tokens. Of two tokens with one slot the later is written; two sequences whose
  * tables lead new keys to one row leave elements of either there.
  */
-#include "append.cuh" // Work, append_tokens
-#include "fa.h"       // fa_append, fa_kernel
-#include "launch.cuh" // fa_own, FA_CUDA_TRY
+#include "append.cuh"        // Work, append_tokens
+#include "common/launch.cuh" // fa_own, FA_CUDA_TRY
+#include "fa.h"              // fa_append, fa_kernel
 
 namespace {
 

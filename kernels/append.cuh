@@ -2,10 +2,11 @@
 #ifndef FA_APPEND_CUH
 #define FA_APPEND_CUH
 
-#include "chaos.cuh"
-#include "convert.cuh" // Chunk, row_of, takes_chunks
-#include "faults.cuh"  // count_fault, count_length_faults
-#include "tokens.h"    // fa_token_of_slot, fa_token_of_sequence
+#include "common/chaos.cuh"
+#include "common/convert.cuh"
+#include "common/faults.cuh" // count_fault, count_length_faults
+#include "common/rows.cuh"   // Chunk, row_of, takes_chunks
+#include "tokens.h"          // fa_token_of_slot, fa_token_of_sequence
 
 namespace append {
 

@@ -105,7 +105,7 @@ def test_device_code_counts_and_names_do_not(tmp_path):
     assert all(plain["minimal"]) and plain["core"][0] is None
     tree = Tree(tmp_path / "a-longer-name" / "tree", cuda=True)
     tree.edit("kernels/minimal.cu", (r"\A", "// A comment.\n\n"), ("minimal_kernel", "zz_each_warp_a_row"), (r"\bhead_kv\b", "shared"))
-    tree.edit("kernels/simt.cu", (r"\Z", "\n__device__ int one_more;\n"))
+    tree.edit("kernels/simt/simt.cu", (r"\Z", "\n__device__ int one_more;\n"))
     assert code(tree.describe(*CUDA)) == plain
     text = (ROOT / "kernels/minimal.cu").read_text()
     warps = int(re.search(r"kWarps = (\d+)", text)[1])

@@ -217,7 +217,7 @@ def test_a_race_is_named_with_both_places(emulated, monkeypatch):
     """The last barrier of the key loop: the next keys are stored while some warps still read values."""
     monkeypatch.setenv("FA_EMULATOR_SEED", "0")
     kernel = emulated("simt", "race", races=True, edit=replaced("lane.sync_group();", ";", 3), **FORWARD["simt"])
-    with pytest.raises(fa_ext.CudaError, match=r"race: byte \d+ of (.|\n)*simt_\w+\.cuh:\d+(.|\n)*simt_\w+\.cuh:\d+"):
+    with pytest.raises(fa_ext.CudaError, match=r"race: byte \d+ of (.|\n)*simt/\w+\.cuh:\d+(.|\n)*simt/\w+\.cuh:\d+"):
         rows.verdict(kernel, Case.parse("B1,H1,S64x200,D64,float16"))
 
 

@@ -7,7 +7,7 @@
  * Chunks are cut at multiples of 64 * 2^e keys, counted from the sequence's first, with the least e that leaves at most
  * 127 * 64 * 2^e keys that the sequence's queries see. */
 #pragma once
-#include "faults.cuh" // count_fault, count_length_faults
+#include "common/faults.cuh" // count_fault, count_length_faults
 #include "trial/serve_config.cuh"
 
 namespace fa::sm90::serve {

@@ -74,7 +74,7 @@ def _defines(device: dict) -> list[str]:
 
 def preprocessed(source: Path, flags: tuple[str, ...] = (), cc: int = 90) -> str:
     """A kernel file as C++ for the host."""
-    includes = [f"-I{HERE / 'include'}", f"-I{CSRC}", f"-I{KERNELS}", f"-I{KERNELS / 'common'}", f"-I{source.parent}"]
+    includes = [f"-I{HERE / 'include'}", f"-I{CSRC}", f"-I{KERNELS}", f"-I{source.parent}"]
     stem = source.stem
     argv = [*_compiler(), "-E", "-std=gnu++20", "-march=native", f"-DFA_EMULATED_ARCH={cc}0",
             f"-Dfa_kernel_{stem}=fa_emulated_{stem}", "-include", "cuda_runtime.h", "-include", "ptx.h", *includes, *flags,

@@ -12,12 +12,13 @@
 #ifndef FA_SIMT_KERNEL_CUH
 #define FA_SIMT_KERNEL_CUH
 
-#include "chaos.cuh"
-#include "convert.cuh"     // Chunk, store_chunk
-#include "mask.cuh"        // tile_keys, key_band, mask_row
-#include "score.cuh"       // bias_row, LOG2_E
-#include "simt_loader.cuh" // Loader, NextBlock
-#include "softmax.cuh"     // RowState, finish_row, scaled_down
+#include "common/chaos.cuh"
+#include "common/convert.cuh" // to_float, from_float
+#include "common/mask.cuh"    // tile_keys, key_band
+#include "common/rows.cuh"    // Chunk, store_chunk, row_of, bias_row, mask_row
+#include "common/score.cuh"   // LOG2_E
+#include "common/softmax.cuh" // RowState, finish_row, scaled_down
+#include "simt/loader.cuh"    // Loader, NextBlock
 
 namespace simt {
 

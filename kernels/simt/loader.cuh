@@ -5,8 +5,9 @@
 #include <bit>         // bit_cast
 #include <type_traits> // conditional_t
 
-#include "convert.cuh"   // Chunk, row_of, to_float
-#include "simt_tile.cuh" // Tile
+#include "common/convert.cuh" // to_float
+#include "common/rows.cuh"    // Chunk, row_of
+#include "simt/tile.cuh"      // Tile
 
 namespace simt {
 

@@ -5,8 +5,8 @@
 #include <stddef.h> // size_t
 #include <stdint.h> // int64_t
 
-#include "fa.h"      // FA_MAX_HEAD_DIM
-#include "score.cuh" // ScoreParams
+#include "common/score.cuh" // ScoreParams
+#include "fa.h"             // FA_MAX_HEAD_DIM
 
 namespace simt {
 
@@ -42,7 +42,7 @@ struct Tile {
     constexpr bool separate() const { return sync & SYNC_SEPARATE; }
     constexpr bool prefetch() const { return sync & SYNC_PREFETCH; }
 
-    /* Shared memory in floats. Rows are padded by 16 bytes, see simt_kernel.cuh. */
+    /* Shared memory in floats. Rows are padded by 16 bytes, see simt/kernel.cuh. */
     constexpr int row_floats() const { return head_dim + 4; }  // a row of Q, K or V
     constexpr int score_floats() const { return block_n + 4; } // a row of S or P
     constexpr int query_floats() const { return block_m * row_floats(); }

@@ -6,12 +6,12 @@
  *     S = Q K^T -> base-2 scores, softmax state in registers -> P to shared memory -> O += P V
  *
  * With KEY_GROUPS > 1 the warps form groups that share the query rows and divide the key blocks; their results are
- * merged at the end. That keeps more warps busy where there are few query rows. simt_kernel.cuh says who holds what.
+ * merged at the end. That keeps more warps busy where there are few query rows. simt/kernel.cuh says who holds what.
  *
  * Whole dense surface: float16, bfloat16, float32; any strides (16-byte loads where they allow it, else element loads);
  * GQA, causal, window, softcap, bias, boolean mask, sinks, LSE; head_dim and head_dim_v 1..256 apart; zero keys. What
  * goes beyond that (sequences of any length, pages, k_range, positions, ALiBi, dropout, float32 results) has instances
- * of its own with one tile a head_dim, so that a sequence's bits are its own: simt_serve.cuh.
+ * of its own with one tile a head_dim, so that a sequence's bits are its own: simt/serve.cuh.
  * Limits: no tensor cores, so at most the float32 rate; keys are not divided over thread blocks, so that a few query
  * rows against many keys leave most of the GPU idle.
  *
@@ -25,12 +25,12 @@
  *     python -m bench measure --preset history --rows simt
  *     python fa_ext/_build.py simt -o variant.so -DHEAD_DIM=64 -DBLOCK_M=64 -DNUM_WARPS=2     (one tile alone)
  */
-#include "convert.cuh"    // takes_chunks
-#include "fa.h"           // fa_forward, fa_kernel
-#include "launch.cuh"     // fa_own, FA_CUDA_TRY
-#include "score.cuh"      // score_params
-#include "simt_tile.cuh"  // Tile, Options
-#include "simt_tuned.cuh" // TUNED_64
+#include "common/launch.cuh" // fa_own, FA_CUDA_TRY
+#include "common/rows.cuh"   // takes_chunks
+#include "common/score.cuh"  // score_params
+#include "fa.h"              // fa_forward, fa_kernel
+#include "simt/tile.cuh"     // Tile, Options
+#include "simt/tuned.cuh"    // TUNED_64
 
 /* ---- configuration ---- */
 
@@ -149,7 +149,7 @@ struct Own {
 
 #ifdef SIMT_SERVE
 
-#include "simt_serve.cuh" // simt_serve, serve_bytes
+#include "simt/serve.cuh" // simt_serve, serve_bytes
 
 namespace simt {
 
@@ -180,7 +180,7 @@ fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_problem &problem, const fa_plan &pla
 
 #else
 
-#include "simt_kernel.cuh" // simt_kernel
+#include "simt/kernel.cuh" // simt_kernel
 
 namespace simt {
 

@@ -1,5 +1,5 @@
 /* The simt kernel for what has more than dense arrays: sequences of any length, paged keys, positions, ALiBi, dropout,
- * float32 results. Its steps on a block of keys are those of simt_kernel.cuh.
+ * float32 results. Its steps on a block of keys are those of simt/kernel.cuh.
  *
  * The tile follows from head_dim alone, its rows are counted from the first query of its sequence and its blocks of
  * keys from the first key that they see: so the bits of a sequence depend on that sequence alone. Lengths and tables
@@ -8,9 +8,9 @@
 #ifndef FA_SIMT_SERVE_CUH
 #define FA_SIMT_SERVE_CUH
 
-#include "faults.cuh"      // count_fault, count_length_faults
-#include "philox.h"        // fa_dropout_keeps, fa_dropout_scale
-#include "simt_kernel.cuh" // LaneTile, general_scores, load4
+#include "common/faults.cuh" // count_fault, count_length_faults
+#include "philox.h"          // fa_dropout_keeps, fa_dropout_scale
+#include "simt/kernel.cuh"   // LaneTile, general_scores, load4
 
 namespace simt {
 

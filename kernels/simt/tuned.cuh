@@ -5,7 +5,7 @@
 #ifndef FA_SIMT_TUNED_CUH
 #define FA_SIMT_TUNED_CUH
 
-#include "simt_tile.cuh" // Tile
+#include "simt/tile.cuh" // Tile
 
 namespace simt {
 
