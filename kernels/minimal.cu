@@ -12,7 +12,7 @@
  * scale, LSE, head_dim up to 256. Each key is read from cache once for every row: the row is a baseline to understand,
  * not one to use.
  *
- *     python -m bench measure --preset history --rows minimal,simt
+ *     python -m bench measure --preset history --kernels minimal,simt
  */
 #include "common/convert.cuh" // to_float, from_float
 #include "common/launch.cuh"  // fa_own, FA_CUDA_TRY

@@ -13,7 +13,7 @@
  * cuBLAS cannot be called from inside a kernel, on tiles in shared memory: it is a library of kernels that the host
  * launches. So each chunk is three launches, and its scores cross memory; that traffic is what the fused rows save.
  *
- *     python -m bench measure --preset history --rows cublas
+ *     python -m bench measure --preset history --kernels cublas
  */
 #include "common/launch.cuh"  // FA_CUDA_TRY
 #include "common/mask.cuh"    // tile_keys

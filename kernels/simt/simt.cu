@@ -22,7 +22,7 @@
  * @instance serve_bf16 -DSIMT_TYPE=__nv_bfloat16 -DSIMT_SERVE
  * @instance serve_f32 -DSIMT_TYPE=float -DSIMT_SERVE
  *
- *     python -m bench measure --preset history --rows simt
+ *     python -m bench measure --preset history --kernels simt
  *     python fa_ext/_build.py simt -o variant.so -DHEAD_DIM=64 -DBLOCK_M=64 -DNUM_WARPS=2     (one tile alone)
  */
 #include "common/launch.cuh" // fa_own, FA_CUDA_TRY

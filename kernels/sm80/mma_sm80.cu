@@ -10,7 +10,7 @@
  * and mask in large grids. Each but the last fits the 99 KB of shared memory that a block has on sm_86 and sm_89.
  * Figures of speed are for the H200; sm_80, 86 and 89 are built, not run.
  *
- *     python -m bench measure --preset paper --rows mma_sm80
+ *     python -m bench measure --preset paper --kernels mma_sm80
  *
  * @instance d{32,64,96,128,192,256} -DFA_MMA_HEAD_DIM={1}
  */

@@ -7,7 +7,7 @@
  *         less, see cap_polynomial).
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis: "bhsd", "bshd" and slices of them.
  * Limits: no bias, no boolean mask, scale > 0, head_dim_v = head_dim.
- * Bench:  python -m bench measure --preset paper --rows wgmma_sm90
+ * Bench:  python -m bench measure --preset paper --kernels wgmma_sm90
  *
  * @arch sm_90a
  * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}

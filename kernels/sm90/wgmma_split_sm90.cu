@@ -12,7 +12,7 @@
  * scale > 0; no bias, no boolean mask. Declines what fills the machine with whole tiles.
  * The launch is programmatic: its set-up overlaps the end of the kernel before it in the stream.
  *
- * Bench: python -m bench measure --preset small --rows wgmma_split_sm90
+ * Bench: python -m bench measure --preset small --kernels wgmma_split_sm90
  * @arch sm_90a
  */
 #include <algorithm> // std::max, std::min

@@ -15,7 +15,7 @@
  * for, any strides; rows that are not 16-byte aligned are copied element by element. The scores' trip through shared
  * memory is what mma_sm80 saves.
  *
- *     python -m bench measure --preset history --rows wmma
+ *     python -m bench measure --preset history --kernels wmma
  *
  * @instance d64 -DFA_WMMA_HEAD_DIM=64
  * @instance d128 -DFA_WMMA_HEAD_DIM=128
