@@ -1,16 +1,6 @@
 """How the sources become objects: shared by ``setup.py`` and by the laboratory, which compiles single variants.
 
-A kernel file says in its comments how it is built, one directive a line::
-
-    @arch sm_90a                      (CUDA: default is FA_ARCHS, else cubins for sm_80 and sm_90 and PTX for compute_80)
-    @flags -fopenmp                   (added to every compilation of the file)
-    @instance d128 -DFA_HEAD_DIM=128  (one more compilation, with FA_INSTANCE=d128 and these flags)
-    @instance d{64,96}_{f16,f32} -DFA_HEAD_DIM={1} -DTYPE={2:__half,float}
-                                      (four: every choice of each list; {1} is what was chosen of the first list, and
-                                      {2:...} stands for its place in the second. Flags may go on in lines of their own)
-    @beside simd_isa.c                (files of its folder that kernels share: a library of the kernel alone holds them)
-
-A file with instances is compiled once for each and once without FA_INSTANCE (its host part). Imports nothing of
+A kernel file says in its comments how it is built: ``_directives.py``. Imports nothing of
 ``fa_ext``, so that it runs before anything is built.
 """
 
@@ -19,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -39,23 +28,22 @@ CSRC = ROOT / "csrc"
 KERNELS = ROOT / "kernels"
 INCLUDE = ROOT / "fa_ext" / "include"
 DEFAULT_ARCHS = ("sm_80", "sm_90", "compute_80")
-_DIRECTIVE = re.compile(r"@(arch|flags|instance)[ \t]+([^\n*]+(?:\n[ \t]*\*[ \t]+-\w[^\n*]+)*)")
-_BESIDE = re.compile(r"@beside[ \t]+([^\n*]+)")
 _ARCH = re.compile(r"(sm|compute)_\d{2,3}[af]?")
 
 
-def _load_digests():
-    """``_digests.py``, by its path: this file is also run as a script and loaded where ``fa_ext`` cannot be imported."""
-    name = "fa_ext_digests"
+def _load(stem: str):
+    """A file beside this one, by its path: this one is also run as a script and loaded where ``fa_ext`` cannot be imported."""
+    name = f"fa_ext{stem}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("_digests.py"))
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{stem}.py"))
         assert spec and spec.loader
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
 
 
-digests = _load_digests()
+digests, directives = _load("_digests"), _load("_directives").directives
+shared_files = _load("_directives").shared_files
 
 
 class BuildError(RuntimeError):
@@ -214,44 +202,6 @@ def kernel_files() -> dict[str, Path]:
     """{name: its file} of each kernel of ``kernels.def`` that has one."""
     files = {f.stem: f for f in (*(CSRC / "cpu").glob("*.c"), *cuda_files())}
     return {name: files[name] for name in kernel_names() if name in files}
-
-
-def directives(source: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ...]]]:
-    """(archs, flags, {instance: flags}) that a source file asks for."""
-    archs: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    instances: dict[str, tuple[str, ...]] = {}
-    for kind, text in _DIRECTIVE.findall(source.read_text()):
-        words = tuple(shlex.split(re.sub(r"\n[ \t]*\*", " ", text)))
-        if kind == "arch":
-            archs += words
-        elif kind == "flags":
-            flags += words
-        else:
-            instances |= _products(*words)
-    return archs, flags, instances
-
-
-def _products(name: str, *flags: str) -> dict[str, tuple[str, ...]]:
-    """{instance: flags} of one ``@instance`` line, whose name may have lists in braces."""
-    lists = [found.split(",") for found in re.findall(r"\{([^{}]*)\}", name)]
-    found = {}
-    for places in itertools.product(*(range(len(choices)) for choices in lists)):
-        own = [choices[place] for choices, place in zip(lists, places, strict=True)]
-
-        def chosen(match: re.Match[str], own: list[str] = own, places: tuple[int, ...] = places) -> str:
-            number = int(match[1]) - 1
-            return match[2].split(",")[places[number]] if match[2] else own[number]
-
-        rest = iter(own)
-        instance = re.sub(r"\{[^{}]*\}", lambda _, rest=rest: next(rest), name)
-        found[instance] = tuple(re.sub(r"\{(\d+)(?::([^{}]*))?\}", chosen, flag) for flag in flags)
-    return found
-
-
-def shared_files(source: Path) -> list[Path]:
-    """The files beside a kernel's that it shares with others."""
-    return [source.with_name(name) for names in _BESIDE.findall(source.read_text()) for name in names.split()]
 
 
 def units_of(source: Path) -> list[Unit]:
@@ -439,7 +389,7 @@ def digests_object(units: list[Unit], objects: list[Path], folder: Path, options
     for_core = (c_compiler, "with CUDA" if cuda else "", f"FA_ONLY={options.only}" if options.only else "")
     for_cuda = (c_compiler, cuda, f"FA_ARCHS={' '.join(options.archs)}" if options.archs else "")
     groups = groups_of(units, objects)
-    described = digests.describe(groups, ROOT, ("setup.py", "fa_ext/_build.py"))
+    described = digests.describe(groups, ROOT, ("setup.py", "fa_ext/_build.py", "fa_ext/_directives.py"))
     for name in groups:
         made = for_core if name == digests.CORE else for_cuda if described[name]["device"] else (c_compiler,)
         described[name]["compilers"] = ", ".join(filter(None, made))
