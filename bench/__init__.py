@@ -1,22 +1,23 @@
 """The laboratory: measure, gate, score, tune and profile attention kernels; ``python -m bench --help`` lists commands.
 
-A command is a module (`measure`, `gate`, `score`, `references`, `tune`, `ncu`, `plot`, `overhead`, `evidence`,
-`tables`) with SUMMARY, add_arguments and run. Beneath them, from the bottom up:
+From the bottom up:
 
-    arguments           what options accept; bad usage exits with 3
-    report, machine     tables, JSON, resumable results; where a figure was taken
-    device, memory      the CPU or GPU 0; arrays between guard zones, as any library sees them
-    problems, operands  cases from tests/cases.py; the arrays of one call, filled, hashed and judged by float64
-    contender, peers    kernels, candidates and other libraries behind one interface: operands -> thunk
-    timer, rounds       host clock, events or graph replay; contenders take turns in random order
-    stats, conditions   log-ratios, block bootstrap, verdict; do the times bear it out, or was the machine busy
-    trials              correctness with fresh seeds and pointers
-    processes, shared   what Linux offers to hold a process; memory that two processes see, and one of them writes
-    isolation           a worker process with a time limit, which stands still when it is not its turn
-    pool, contestant    the memory of timed calls, on the judge's side; what calls the candidate, on the worker's
-    duel                a candidate against baselines: what the judge alone knows, measures and concludes
-    spaces, variants,
-    objective, search   what the tuner varies, builds, evaluates and minimises, and kernel_tuner's strategies over it
+    arguments, report   what options accept, bad usage exits with 3; tables, JSON, resumable results
+    machine/            where a figure was taken: the machine, its CPU and GPU 0, how the library was built
+    problems/           cases from tests/cases.py; the arrays of one call, between guard zones, as any library sees them, filled,
+                        hashed and judged by float64
+    contenders/         kernels, candidates and other libraries behind one interface: operands -> thunk
+    timing/             host clock, events or graph replay; contenders take turns in random order; log-ratios, block bootstrap,
+                        verdict; do the times bear it out, or was the machine busy; what the machine can reach
+    trial/              a candidate against baselines: a worker process with a time limit, which stands still when it is not its
+                        turn; memory that two processes see and one of them writes; correctness with fresh seeds and pointers; what
+                        the judge alone knows, measures and concludes
+    load/               streams kept busy beside other work, and the watchdog outside
+    tuning/             what the tuner varies, builds, evaluates and minimises, kernel_tuner's strategies over it, the profiler
+    recording/          the evidence record, and the test suites whose outcome goes into it
+    commands/           measure, gate, score, references, tune, plot, overhead, soak, chaos, evidence, tables: each a module with
+                        SUMMARY, add_arguments and run
+    evidence/, examples/  the records; programs to start from
 
 Nothing here is imported by ``fa_ext``, and heavy dependencies are imported where they are used.
 """

@@ -10,10 +10,10 @@ from bench import arguments, report
 
 # command: its module
 COMMANDS = {
-    name: name
+    name: f"commands.{name}"
     for name in ("measure", "gate", "score", "references", "tune", "plot", "overhead", "soak", "chaos", "evidence", "tables")
 }
-COMMANDS["profile"] = "ncu"  # a module named profile would hide the standard library's in a notebook started here
+COMMANDS["profile"] = "tuning.ncu"  # a module named profile would hide the standard library's in a notebook started here
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:

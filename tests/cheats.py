@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 
-import emulations
 import numpy as np
+
+import emulations
 
 
 def honest(q, k, v, *, causal=False, scale=None, out=None):
@@ -127,7 +128,7 @@ def low_precision(q, k, v, *, out):
 
 def patches_timer(q, k, v, *, out):
     """Halves what the worker's clock reads."""
-    from bench import contestant
+    from bench.trial import contestant
 
     if not _state["calls"]:
         now, begun = contestant._now, contestant._now()
@@ -138,7 +139,7 @@ def patches_timer(q, k, v, *, out):
 
 def patches_time(q, k, v, *, out):
     """Stops every clock of the process."""
-    from bench import contestant
+    from bench.trial import contestant
 
     contestant._now = time.perf_counter = lambda: 0.0
     return honest(q, k, v, out=out)
@@ -246,7 +247,7 @@ def slows_baseline(q, k, v, *, out):
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             try:
-                if b"bench.isolation" in open(f"/proc/{entry}/cmdline", "rb").read():
+                if b"bench.trial.isolation" in open(f"/proc/{entry}/cmdline", "rb").read():
                     os.setpriority(os.PRIO_PROCESS, int(entry), 19)
             except OSError:
                 continue

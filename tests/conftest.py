@@ -120,7 +120,7 @@ def one_thread(monkeypatch):
 @pytest.fixture
 def any_load(monkeypatch):
     """Verdicts on times, whatever else the machine does while it tests."""
-    from bench import conditions
+    from bench.timing import conditions
 
     for name in ("OTHERS", "WAITING", "SLOWED"):
         monkeypatch.setattr(conditions, name, float("inf"))

@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 import fa_ext
-from bench.memory import ALIGNMENT, numpy_dtype
+from bench.problems.memory import ALIGNMENT, numpy_dtype
 
 
 def words(array):

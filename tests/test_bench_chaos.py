@@ -6,8 +6,9 @@ import sys
 import pytest
 
 import chaos as tests_chaos
-from bench import chaos, machine
+from bench import machine
 from bench.__main__ import main
+from bench.commands import chaos
 from fa_ext import _core
 
 

@@ -8,17 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import (
-    device,
-    measure,
-    memory,
-    ncu,
-    operands,
-    peers,
-    problems,
-    report,
-)
+from bench import problems, report
 from bench.__main__ import main
+from bench.commands import measure
+from bench.contenders import peers
+from bench.machine import device
+from bench.problems import memory, operands
+from bench.tuning import ncu
 from laboratory import CHEATS, SMALL, command
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
@@ -87,7 +83,7 @@ def test_an_interrupted_measure_leaves_a_valid_file(tmp_path, monkeypatch, capfd
 
     def interrupt(self, function, *args, **options):
         calls.append(function)
-        if calls.count("bench.measure:cell") == 2:
+        if calls.count("bench.commands.measure:cell") == 2:
             raise KeyboardInterrupt
         return call(self, function, *args, **options)
 
@@ -187,7 +183,7 @@ def test_example_candidate_is_right(case, capfd, any_load):
 
 def test_candidate_from_source_and_from_a_library(capfd):
     """A kernel's source file is compiled and loaded; so is the shared library that came of it."""
-    from bench import contender
+    from bench.contenders import contender
 
     source = ROOT / "csrc" / "cpu" / "cpu_ref.c"
     library = contender.build_kernel(source)

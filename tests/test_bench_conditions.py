@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import ceiling, device, rounds, timer
+from bench.machine import device
+from bench.timing import ceiling, rounds, timer
 
 
 def test_a_sample_waits_for_threads_that_still_run(monkeypatch):

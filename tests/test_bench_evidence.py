@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import build, evidence, machine, peers, record, report, suites
+from bench import machine, report
 from bench.__main__ import main
+from bench.commands import evidence
+from bench.contenders import peers
+from bench.machine import build
+from bench.recording import record, suites
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
 

@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import device, duel, gate, isolation, machine, problems, processes, report, shared
+from bench import machine, problems, report
 from bench.__main__ import main
-from bench.pool import Pool
+from bench.commands import gate
+from bench.machine import device
+from bench.trial import duel, isolation, processes, shared
+from bench.trial.pool import Pool
 from fa_ext import reference
 from laboratory import CHEATS
 

@@ -13,7 +13,7 @@ CASE = "B1,H4,S256,D64,float16"
 
 def judge(name, **options):
     pytest.importorskip("torch")
-    from bench import gate
+    from bench.commands import gate
 
     options = {"rounds": 24, "seconds": 1.0, **options}
     return gate.judge_one(f"{CHEATS}:{name}", CASE, "cuda", ["torch-math"], **options)
@@ -53,7 +53,7 @@ LARGE = "B1,H8,S1024,D64,float16"
 
 
 def judge_honest(name, baseline, **options):
-    from bench import gate
+    from bench.commands import gate
 
     options = {"rounds": 60, "seconds": 5.0, **options}
     found = gate.judge_one(f"{HONEST}:{name}", LARGE, "cuda", [f"{HONEST}:{baseline}"], **options)
@@ -79,7 +79,7 @@ def test_honest_of_each_library_passes_when_faster_and_fails_when_slower(library
 
 def test_device_memory_is_shared_or_the_table_says_otherwise():
     """Whether results are read by the judge itself; where not, workers copy them, and gates must still hold."""
-    from bench import duel
+    from bench.trial import duel
 
     with duel.Table("cuda") as table:
         assert table.on_device, "CUDA's interprocess handles do not work here: see README"
@@ -87,7 +87,7 @@ def test_device_memory_is_shared_or_the_table_says_otherwise():
 
 @pytest.mark.parametrize("name, words", [("honest", None), ("zeros", "Frobenius"), ("caches_by_pointer", "off by")])
 def test_without_shared_device_memory(name, words, monkeypatch):
-    from bench import duel
+    from bench.trial import duel
 
     monkeypatch.setattr(duel.Table, "_shares", lambda table: False)
     found = judge(name)
@@ -128,7 +128,9 @@ def test_profile_reads_what_limits_a_kernel_of_matrix_products(capfd):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_hash_of_device_memory(dtype):
-    from bench import device, operands, problems
+    from bench import problems
+    from bench.machine import device
+    from bench.problems import operands
 
     held = operands.Operands(problems.parse(f"B1,H1,S33,D3,{dtype}"), device.open_device("cuda"))
     assert held.changed_inputs() == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gate
+from bench.commands import gate
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
 

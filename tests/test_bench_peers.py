@@ -8,7 +8,10 @@ import types
 import numpy as np
 import pytest
 
-from bench import device, operands, peers, problems
+from bench import problems
+from bench.contenders import peers
+from bench.machine import device
+from bench.problems import operands
 from fa_ext import reference
 
 CPU = device.Cpu()

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import plot, report
+from bench import report
 from bench.__main__ import main
+from bench.commands import plot
 from laboratory import command
 
 

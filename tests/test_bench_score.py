@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from bench import problems, references, score
+from bench import problems
 from bench.__main__ import main
+from bench.commands import references, score
 from laboratory import CHEATS, SMALL, command
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,9 +5,12 @@ import threading
 
 import pytest
 
-from bench import isolation, lanes, problems, report, soak
+from bench import problems, report
 from bench.__main__ import main
-from bench.watchdog import Watchdog
+from bench.commands import soak
+from bench.load import lanes
+from bench.load.watchdog import Watchdog
+from bench.trial import isolation
 from laboratory import command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -381,7 +384,7 @@ def test_every_cuda_kernel_for_some_seconds(cuda_forward):
 def test_other_bits_are_found_on_the_gpu():
     """The counter of wrong results, against bits that were changed behind its back."""
     pytest.importorskip("torch")
-    from bench.soak_torch import Torch
+    from bench.load.soak_torch import Torch
 
     backend, case = Torch(), problems.parse("B1,H2,S96,D64,bfloat16")
     problem, _, wrong = lanes.alone("simt", case, True, backend, 60.0)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from bench import stats
-from bench.stats import Interval, Verdict
+from bench.timing import stats
+from bench.timing.stats import Interval, Verdict
 
 LIMIT = 0.95
 ROUNDS = 240  # what `bench gate` takes

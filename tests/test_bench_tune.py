@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import isolation, objective, report, search, spaces, tune, variants
+from bench import report
 from bench.__main__ import main
-from bench.evidence import FOLDER
+from bench.commands import tune
+from bench.commands.evidence import FOLDER
+from bench.trial import isolation
+from bench.tuning import objective, search, spaces, variants
 from laboratory import command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,7 +138,7 @@ def test_a_variant_is_profiled_for_its_objective(tmp_path, monkeypatch):
     """The whole loop with ncu replaced: the slower variant wins, since it moves a tenth of the bytes."""
     pytest.importorskip("kernel_tuner")
     monkeypatch.setattr(tune, "SPACES", {"cpu_simd": dataclasses.replace(spaces.CPU_SIMD, device="cuda")})
-    monkeypatch.setattr("bench.device.has_gpu", lambda: True)
+    monkeypatch.setattr("bench.machine.device.has_gpu", lambda: True)
     profiled = []
 
     def profile(candidate, case, limit):
@@ -163,7 +166,7 @@ def test_build_and_measure_apart(tmp_path, capfd, monkeypatch):
     document = command(capfd, *TUNE, "--measure", tmp_path / "variants", "--strategy", "brute_force", "--output",
                        tmp_path / "t.json")[1]  # fmt: skip
     assert document["evaluated"] == len(manifest["variants"]) and not document["failures"]
-    monkeypatch.setattr("bench.variants.sources_digest", lambda space: "other")
+    monkeypatch.setattr("bench.tuning.variants.sources_digest", lambda space: "other")
     assert main([*TUNE, "--measure", str(tmp_path / "variants"), "--output", str(tmp_path / "t.json")]) == 3
     assert "built from other sources" in capfd.readouterr().err
 
@@ -207,7 +210,7 @@ def test_limits_rule_out_before_compilation():
 
 
 def test_variant_that_does_not_compile_is_a_result(tmp_path):
-    from bench import variants
+    from bench.tuning import variants
 
     built = variants.build(spaces.CPU_SIMD, {**spaces.CPU_SIMD.hand_set, "FA_CPU_MR": 9}, tmp_path)
     assert built.library is None and "FA_CPU_MR" in built.reason

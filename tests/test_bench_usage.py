@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import duel, isolation, references
 from bench.__main__ import main
+from bench.commands import references
+from bench.trial import duel, isolation
 from laboratory import CHEATS, SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -147,14 +148,14 @@ def interrupt_duel(monkeypatch, turn=None):
 def test_interrupted_references_carry_on(tmp_path, monkeypatch, capfd):
     output, other = tmp_path / "references.json", "B1,H1,S64,D32,float32"
     arguments = ["references", "--device", "cpu", "--case", SMALL, "--case", other, "--kernels", "--output", str(output)]
-    interrupt_at(monkeypatch, "bench.references:errors", 2)
+    interrupt_at(monkeypatch, "bench.commands.references:errors", 2)
     assert main(arguments) == 130
     assert f"is in {output}, and the same line carries on" in capfd.readouterr().err
     kept = json.loads(output.read_text())["cells"]
     assert list(kept) == [SMALL]
     monkeypatch.undo()
-    calls = interrupt_at(monkeypatch, "bench.references:errors")
-    assert main(arguments) == 0 and calls == ["bench.references:errors"]
+    calls = interrupt_at(monkeypatch, "bench.commands.references:errors")
+    assert main(arguments) == 0 and calls == ["bench.commands.references:errors"]
     document = json.loads(output.read_text())
     assert list(document["cells"]) == [SMALL, other] and document["cells"][SMALL] == kept[SMALL]
     assert {s["judged"] for s in document["summary"] if s["name"] == "cpu_ref"} == {2 * len(references.VALUES)}
@@ -171,7 +172,7 @@ def test_an_interrupted_gate_says_what_is_lost(tmp_path, monkeypatch, capfd):
 
 
 def test_what_is_said_to_be_kept_without_a_file(monkeypatch, capfd):
-    interrupt_at(monkeypatch, "bench.references:errors", 1)
+    interrupt_at(monkeypatch, "bench.commands.references:errors", 1)
     assert main(["references", "--device", "cpu", "--case", SMALL]) == 130
     assert "without --output nothing is kept" in capfd.readouterr().err
 
@@ -183,10 +184,10 @@ def test_what_is_said_to_be_kept_without_a_file(monkeypatch, capfd):
 def test_measure_does_not_resume_under_other_options(changed, tmp_path, monkeypatch, capfd):
     arguments = ["measure", "--device", "cpu", "--case", SMALL, "--kernels", "cpu_simd", "--peers", "none", "--seconds",
                  "0.2", "--output", str(tmp_path / "measure.json")]  # fmt: skip
-    calls = interrupt_at(monkeypatch, "bench.measure:cell")
+    calls = interrupt_at(monkeypatch, "bench.commands.measure:cell")
     for line in (arguments, arguments, [*arguments, *changed]):
         assert main(line) == 0
-    assert calls.count("bench.measure:cell") == 2
+    assert calls.count("bench.commands.measure:cell") == 2
 
 
 @pytest.mark.parametrize("changed", [["--seconds", "0.3"], ["--arrays", "numpy"]])

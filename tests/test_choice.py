@@ -6,7 +6,7 @@ import pytest
 import cases
 import fa_ext
 import rows
-from bench import record
+from bench.recording import record
 from case import Case
 from devices import DEVICES, shapes_only
 from fa_ext import _core

@@ -44,7 +44,7 @@ def test_readme_marks_the_commands_of_ci(name):
 
 
 def test_the_figures_are_those_of_the_records():
-    from bench import tables
+    from bench.commands import tables
 
     texts = [file.read_text() for file in tables.FILES]
     for file, text in zip(tables.FILES, texts):

@@ -1,0 +1,128 @@
+"""Runs every CUDA kernel under random delays: the tests of a chaos build, in processes that may hang.
+
+A build with FA_CHAOS=1 delays warps at random wherever a kernel synchronises and ends a wait that lasts two seconds
+(kernels/common/chaos.cuh). This command runs a kernel's contract and the cases of tests/test_chaos.py there, in batches of a
+process and a seed each, and says which waits ended. Exit status 0 when every test of every kernel passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench import arguments, machine, report
+from bench.machine import device as devices
+from bench.recording import record, suites
+
+SUMMARY = "run the kernels of a chaos build (FA_CHAOS=1) under random delays"
+FILES = ("test_contract.py", "test_chaos.py")
+OWN_FILE = "test_{kernel}.py"  # of a kernel that has tests of its own
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kernel", type=arguments.pattern, default="", help="regular expression of kernels")
+    parser.add_argument("--seeds", type=arguments.count, default=1, help="rounds, each with other delays (default 1)")
+    parser.add_argument("--tests", type=arguments.pattern, default="", help="regular expression of test files")
+    parser.add_argument("--batches", type=arguments.count, default=4, help="processes a kernel's file is dealt to")
+    parser.add_argument("--jobs", type=arguments.count, default=4, help="processes at a time")
+    parser.add_argument("--limit", type=arguments.positive, default=240.0, help="seconds a process may take")
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    kernels = chosen(args.kernel)
+    results: dict[str, dict[str, Any]] = {}
+    batches = list(plan(kernels, args.tests, args.seeds, args.batches))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for (kernel, seed, *_), found in zip(batches, pool.map(lambda batch: run_batch(*batch, limit=args.limit), batches)):
+            add(results.setdefault(kernel, empty()), seed, found)
+    context = machine.context("cuda")
+    where = {"device": "cuda", "name": (context["gpu"] or {}).get("name", "an unknown GPU")}
+    document = {"part": "chaos", "machine": where, "context": context, "date": machine.now(),
+                "sources": machine.source_hashes(), "pieces": results}  # fmt: skip
+    report.deliver(document, args.json, show, args.output)
+    return int(any(piece["failed"] for piece in results.values()))
+
+
+def chosen(pattern: str) -> list[str]:
+    """The CUDA kernels of this build whose names match; UsageError where there is nothing to run."""
+    from fa_ext import _core
+
+    info = _core.build_info()
+    if not info["chaos"]:
+        raise report.UsageError("this is no chaos build: build with FA_CHAOS=1")
+    if not devices.has_gpu():
+        raise report.UsageError("there is no GPU here")
+    others = record.other_kernels("cuda")  # which have no contract of attention to run, and no barrier between warps
+    cuda = [name for name, (device, _) in info["kernels"].items() if device == "cuda" and name not in others]
+    found = [name for name in cuda if re.search(pattern, name)]
+    if not found:
+        raise report.UsageError(f"no kernel matches {pattern!r}; accepted: {', '.join(cuda)}")
+    return found
+
+
+def plan(kernels: list[str], tests: str, seeds: int, batches: int) -> Iterator[tuple[str, int, str, int, int]]:
+    """(kernel, seed, test file, batch, batches) of every process, the files with few tests in one."""
+    for seed in range(1, seeds + 1):
+        for kernel in kernels:
+            own = OWN_FILE.format(kernel=kernel)
+            for file in (*FILES, *([own] if (machine.ROOT / "tests" / own).exists() else [])):
+                if re.search(tests, file):
+                    count = batches if file == FILES[0] else 1
+                    yield from ((kernel, seed, file, batch, count) for batch in range(count))
+
+
+def run_batch(kernel: str, seed: int, file: str, batch: int, batches: int, limit: float) -> dict[str, Any]:
+    """What one process found: counts, failures, and the wait that ended, if one did."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        xml, hung = Path(folder) / "results.xml", Path(folder) / "hung.json"
+        argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={xml}", f"tests/{file}",
+                "--kernels", f"^{kernel}$", "--shard", f"{batch}/{batches}", "--repeats", "8"]  # fmt: skip
+        environment = {**os.environ, "CI": "1", "FA_CHAOS_SEED": str(seed), "FA_CHAOS_HUNG": str(hung)}
+        environment.setdefault("OMP_NUM_THREADS", "2")
+        try:
+            done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit, env=environment)
+            found = suites.parse_junit(xml.read_text()) if xml.exists() else ended_early(done.stdout + done.stderr)
+        except subprocess.TimeoutExpired:
+            found = ended_early(f"not finished after {limit:.0f} s")
+        found["hung"] = json.loads(hung.read_text()) if hung.exists() else None
+    found["seconds"] = time.monotonic() - began
+    print(f"{kernel} {file} {batch + 1}/{batches} seed {seed}: {found['passed']} passed, {found['failed']} failed"
+          + (f"; a wait ended: {found['hung']}" if found["hung"] else ""), file=sys.stderr, flush=True)  # fmt: skip
+    return found
+
+
+def ended_early(words: str) -> dict[str, Any]:
+    return {"passed": 0, "failed": 1, "skipped": 0, "failures": [words.strip()[-500:]]}
+
+
+def empty() -> dict[str, Any]:
+    return {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "seeds": [], "hangs": [], "failures": []}
+
+
+def add(piece: dict[str, Any], seed: int, found: dict[str, Any]) -> None:
+    """Adds what one process found to what is known of its kernel; of many failures the first few are kept."""
+    for key in ("passed", "failed", "skipped"):
+        piece[key] += found[key]
+    piece["seconds"] = round(piece["seconds"] + found["seconds"], 1)
+    piece["seeds"] = sorted({*piece["seeds"], seed})
+    piece["hangs"] += [found["hung"]] if found["hung"] else []
+    piece["failures"] = (piece["failures"] + found["failures"])[:5]
+
+
+def show(document: dict[str, Any]) -> None:
+    rows = [(kernel, p["passed"], p["failed"], p["skipped"], len(p["seeds"]), len(p["hangs"]),
+             "; ".join(f"line {h['site']}, warp {h['warp']}, block {h['block']}, phase {h['phase']}" for h in p["hangs"]))
+            for kernel, p in document["pieces"].items()]  # fmt: skip
+    report.table("Under random delays", ("kernel", "passed", "failed", "skipped", "seeds", "hangs", "waits that ended"), rows)

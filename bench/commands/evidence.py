@@ -1,0 +1,405 @@
+"""What was run where, on which machine code: one record a machine under bench/evidence/, made in parts.
+
+  tests      pytest: the tests of each kernel, then those of no kernel (called core)
+  sanitizer  compute-sanitizer memcheck, racecheck and synccheck on the tests marked `sanitize`, kernel by kernel
+  sweep      random problems, each judged by float64, kernel by kernel
+  overhead   python -m bench overhead
+  references each framework backend against float64
+  measure    kernels beside peers, preset by preset
+  soak       on demand: each kernel on many streams beside other work, watched for hangs
+  chaos      on demand, what `bench chaos --output FILE` found in a build with delays of the same sources: --merge FILE
+
+Each piece belongs to the machine code of its kernel, or of the core (`bench/recording/record.py`). What is there for the code of this
+build is kept, so the same line redoes just what a change made stale, and a run may be split (--parts, --kernels, --filter,
+--within) and resumed. --refresh adds nothing new: parts that the record has, and in each cell the kernels that are in it.
+--check says for each kernel whether its figures belong to these sources; it needs neither a GPU
+nor a compiled module, but without a build it cannot tell what an edit did to the machine code; --renew, with a build,
+notes the sources of today where it did nothing. --merge adds what was measured elsewhere on the same machine code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bench import arguments, machine, report
+from bench.machine import device as devices
+from bench.recording import record, suites
+from bench.recording.record import CORE, FOLDER, Record
+
+SUMMARY = "write or check the committed record of tests and figures"
+PARTS = ("tests", "sanitizer", "sweep", "overhead", "references", "measure")
+ON_DEMAND = ("soak", "chaos")
+# What a record of a device is not whole without.
+NEEDED = {"cuda": PARTS, "cpu": ("tests", "measure")}
+GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "extras": "hot",
+               "paper": "hot"}  # fmt: skip
+# Measured without peers: what an option costs shows only where the call with it and the one without run at like power.
+ALONE = ("options",)
+CPU_PRESETS = {"cpu": "hot"}
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+# Of the bitwise tests on a GPU.
+REPEATS = 250
+# The sweep of a kernel: processes side by side, each with a seed of its own, and random problems for each of them.
+SWEEP_SEEDS = range(11, 17)
+SWEEP_PROBLEMS = 1600
+SWEEP_FLOPS = 6e7
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="say whether the records fit the machine code, and stop")
+    parser.add_argument("--strict", action="store_true", help="with --check: exit status 1 unless all is fresh")
+    parser.add_argument("--renew", action="store_true", help="note today's sources beside unchanged machine code, and stop")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add pieces measured elsewhere, and stop")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help=f"comma-separated: {', '.join(PARTS)}; on demand {', '.join(ON_DEMAND)}"
+    )
+    parser.add_argument(
+        "--filter",
+        type=arguments.pattern,
+        default="",
+        help="regular expression of test files and of problems to measure",
+    )
+    parser.add_argument("--kernels", type=arguments.pattern, default="", help="regular expression of kernels, and of core")
+    parser.add_argument("--presets", help="comma-separated presets to measure (default: all of the device's)")
+    parser.add_argument("--within", type=float, default=3600.0, help="seconds after which no new piece is begun")
+    parser.add_argument("--seconds", type=arguments.positive, help="rounds of one measured problem (GPU 1, CPU 8)")
+    parser.add_argument("--minutes", type=arguments.positive, default=1.0, help="soak of one kernel (1); the problems that hung once take one each")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    parser.add_argument("--output", type=Path, help="default: bench/evidence/<machine>.json")
+    parser.add_argument("--refresh", action="store_true", help="only what the record has, where it is no longer fresh")
+    parser.add_argument("--fresh", action="store_true", help="redo pieces that are there already")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.check:
+        return check(args.strict, args.json)
+    if args.renew:
+        return renew()
+    if args.merge:
+        return merge(args.merge, args.output)
+    unknown = set(parts := [p for p in args.parts.split(",") if p]) - {*PARTS, *ON_DEMAND}
+    if unknown:
+        raise report.UsageError(f"parts are {', '.join(sorted(unknown))}; accepted: {', '.join(PARTS + ON_DEMAND)}")
+    taking = Run(args)
+    for part in parts:
+        if not args.refresh or taking.record.part(part) or part == "measure":
+            getattr(taking, part)()
+    if args.json:
+        report.print_json(taking.record.document)
+    else:
+        print(f"{taking.record.path}: {summary(taking.record.document)}")
+    return 0
+
+
+def place_of(where: dict[str, str]) -> Path:
+    """The record of a machine {"device", "name"}."""
+    return FOLDER / f"{re.sub(r'[^a-z0-9]+', '-', where['name'].lower()).strip('-')}.json"
+
+
+class Run:
+    """One run of the command: the pieces it has to make, each on disk as soon as it is there."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.ends = args, time.monotonic() + args.within
+        self.device = args.device or ("cuda" if devices.has_gpu() else "cpu")
+        self.context = machine.context(self.device)
+        where = {"device": self.device, "name": (self.context.get("gpu") or {}).get("name") or self.context["cpu"]}
+        self.record = Record(args.output or place_of(where), where)
+
+    def kernels(self) -> list[str]:
+        """The wanted kernels of the device."""
+        from bench.contenders import contender
+
+        return [k for k in contender.compiled_kernels(devices.open_device(self.device)) if re.search(self.args.kernels, k)]
+
+    def has(self, part: str, key: str, kernel: str | None = None) -> bool:
+        """Whether a piece is there, ended as it should, and of the machine code that is here."""
+        piece = self.record.part(part).get(key)
+        there = piece is not None and "error" not in piece and not self.args.fresh
+        return there and (kernel is None or self.record.covers(piece, kernel))
+
+    def late(self) -> bool:
+        return time.monotonic() > self.ends
+
+    def left(self, least: float) -> float:
+        """Seconds that a piece may take."""
+        return max(least, self.ends - time.monotonic())
+
+    def add(self, part: str, key: str, piece: dict, kernels: list[str], said: str = "") -> None:
+        about = {"code": self.record.of_kernels(kernels), "context": self.record.context(self.context)}
+        self.record.put(part, key, report.plain(piece | about | {"date": machine.now()}))
+        self.record.save()
+        print(f"{part} {key}{': ' * bool(said)}{said}", file=sys.stderr, flush=True)
+
+    # ---- the parts ----
+
+    def tests(self) -> None:
+        for kernel in self._untested():
+            if self.late():
+                break
+            files = sorted(str(f) for f in (machine.ROOT / "tests").rglob("test_*.py") if re.search(self.args.filter, f.name))
+            about: dict[str, Any] = {"files": self.args.filter} if self.args.filter else {}
+            if self.device == "cuda":
+                about["repeats"] = REPEATS
+            options = [f"--of={kernel}", *([f"--repeats={REPEATS}"] if self.device == "cuda" else [])]
+            found = suites.run_pytest([*files, *options], limit=self.left(30)) | about
+            tested = [CORE, *record.other_kernels(self.device)] if kernel == CORE else [kernel]
+            self.add("tests", f"{kernel} {self.args.filter}".strip(), found, tested, suites.counts(found))
+
+    def _untested(self) -> list[str]:
+        """Kernels, and core, whose tests have to be run; also those that share a piece with one, since that piece ends.
+        What a run of some files found (--filter) stands beside the piece of all: it may be of another machine's GPUs."""
+        pieces = [p for p in self.record.part("tests").values()
+                  if "error" not in p and p.get("files", "") == self.args.filter]  # fmt: skip
+        wanted = [*self.kernels(), *([CORE] if re.search(self.args.kernels, CORE) else [])]
+        lacking = {k for k in wanted if self.args.fresh or not any(self.record.covers(p, k) for p in pieces)}
+        ending = [of for p in pieces if len(of := self.record.kernels_of(p)) > 1 and of & lacking]
+        return [k for k in wanted if k in lacking or any(k in of for of in ending)]
+
+    def sanitizer(self) -> None:
+        if self.device != "cuda":
+            return
+        why = suites.sanitizer_unusable()
+        if why:
+            self.add("sanitizer", "all", {"not_run": why}, [], f"not run: {why}")
+            return
+        self.record.part("sanitizer").pop("all", None)
+        for kernel in self.kernels():
+            for tool in SANITIZERS:
+                key = f"{tool} {kernel}"
+                if self.late() or self.has("sanitizer", key, kernel):
+                    continue
+                prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
+                found = suites.run_pytest(["tests", "-m", "sanitize", f"--of={kernel}"], prefix, self.left(60))
+                self.add("sanitizer", key, found, [kernel], found.get("sanitizer") or suites.counts(found))
+
+    def sweep(self) -> None:
+        for kernel in self.kernels() if self.device == "cuda" else []:
+            if self.late() or self.has("sweep", kernel, kernel):
+                continue
+            lines = [[sys.executable, "tests/cases.py", "--sweep", str(SWEEP_PROBLEMS), "--seed", str(seed), "--kernel", kernel,
+                      "--limit", str(SWEEP_FLOPS), "--seconds", str(self.left(0))] for seed in SWEEP_SEEDS]  # fmt: skip
+            running = [subprocess.Popen(line, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True) for line in lines]
+            found = suites.sweep_result([process.communicate()[0] for process in running])
+            self.add("sweep", kernel, found, [kernel], f"{found['judged']} judged, {found['failed']} failed")
+
+    def overhead(self) -> None:
+        if self.device != "cuda" or self.late() or self.has("overhead", "figures", CORE):
+            return
+        done = subprocess.run([sys.executable, "-m", "bench", "overhead", "--json"], cwd=machine.ROOT,
+                              capture_output=True, text=True, timeout=600)  # fmt: skip
+        try:
+            figures = json.loads(done.stdout)
+        except ValueError:
+            figures = {"error": (done.stderr or done.stdout).strip()[-500:]}
+        self.add("overhead", "figures", figures if isinstance(figures, dict) else {"figures": figures}, [CORE])
+
+    def references(self) -> None:
+        from bench.commands import references
+
+        if not self.late() and not self.has("references", "errors"):
+            found = references.collect(self.device, quiet=True)
+            self.add("references", "errors", {k: v for k, v in found.items() if k not in ("context", "identity")}, [])
+
+    def soak(self) -> None:
+        from bench.commands import soak
+
+        for kernel in self.kernels():
+            if not self.late() and not self.has("soak", kernel, kernel):
+                self.add("soak", kernel, soak.soak_piece(kernel=f"^{kernel}$", minutes=self.args.minutes), [kernel])
+            key = f"{kernel} hang"
+            if re.search(soak.HANG_KERNEL, kernel) and not self.late() and not self.has("soak", key, kernel):
+                self.add("soak", key, soak.soak_piece(preset="hang", kernel=f"^{kernel}$"), [kernel])
+
+    def chaos(self) -> None:
+        raise report.UsageError("chaos runs on a build of its own, which writes a file: add that by --merge FILE")
+
+    def measure(self) -> None:
+        from bench.commands import measure
+        from bench.contenders import peers
+
+        kernels = self.kernels()
+        found, missing = peers.available(devices.open_device(self.device))
+        for preset, kind, cases, entrants in self._unmeasured(kernels):
+            if self.late():
+                break
+
+            def keep(key: str, cell: dict, context: dict, entrants: list[str] = entrants) -> None:
+                about = {"code": self.record.of_kernels(entrants), "context": self.record.context(context)}
+                self.record.put_run(key, report.plain(record.as_run(cell) | about | {"date": machine.now()}))
+                self.record.save()
+
+            measure.measure(
+                self.device, cases, entrants, [] if preset in ALONE else [p.name for p in found], [kind], 60,
+                self.args.seconds or (1.0 if self.device == "cuda" else 8.0), 0.01, missing=missing, deadline=self.late,
+                on_cell=keep,
+            )  # fmt: skip
+
+    def _unmeasured(self, kernels: list[str]) -> Iterator[tuple[str, str, list, list[str]]]:
+        """(preset, cache, problems, the kernels of which they need new figures): those that lack the same go together."""
+        from bench import problems
+        from bench.commands import measure
+
+        every = GPU_PRESETS if self.device == "cuda" else CPU_PRESETS
+        presets = self.args.presets.split(",") if self.args.presets else every
+        for preset in presets:
+            for kind in measure.caches(every.get(preset, "hot")):
+                lacking: dict[tuple[str, ...], list] = {}
+                for case in problems.preset(preset):
+                    if re.search(self.args.filter, str(case)) and (names := self._lacks(f"{case} {kind}", kernels)):
+                        lacking.setdefault(tuple(names), []).append(case)
+                yield from ((preset, kind, cases, list(names)) for names, cases in lacking.items())
+
+    def _lacks(self, key: str, kernels: list[str]) -> list[str]:
+        """Kernels without figures of their code of today in a cell; a refusal is an answer too."""
+        runs = [r for r in self.record.cells.get(key, []) if "error" not in r]
+        if self.args.refresh:
+            kernels = [k for k in kernels if any(k in self.record.kernels_of(r) for r in self.record.cells.get(key, []))]
+        return [
+            kernel for kernel in kernels
+            if self.args.fresh or not any(
+                self.record.covers(run, kernel) and kernel in {*run["contenders"], *run.get("refused", {})} for run in runs
+            )
+        ]  # fmt: skip
+
+
+# ---- reading ----
+
+
+def summary(document: dict) -> str:
+    """One line: machine, date, tests, sanitizer, sweep, cells."""
+    parts = document["parts"]
+    dates = [holder["date"] for _, holder in record.holders(document)]
+    said = [f"{document['machine']['name']}, {max(dates)}" if dates else document["machine"]["name"]]
+    if tests := parts.get("tests"):
+        total: dict[str, Counter[str]] = {}
+        for found in tests.values():
+            counted = total.setdefault(found.get("files", ""), Counter())
+            counted.update({k: found.get(k, 0) for k in ("passed", "failed", "skipped")})
+            counted["failed"] += "error" in found
+        said += [suites.counts(counted) + (f" of {files}" if files else "") for files, counted in sorted(total.items())]
+    if sanitizer := parts.get("sanitizer"):
+        not_run = sanitizer.get("all", {}).get("not_run")
+        clean = sum(str(f.get("sanitizer", "")).startswith("0 ") for f in sanitizer.values())
+        said.append(
+            f"sanitizer not run: {not_run}" if not_run else f"sanitizer clean in {clean} of {len(sanitizer)} runs"
+        )
+    if sweep := parts.get("sweep"):
+        judged, failed = (sum(found[k] for found in sweep.values()) for k in ("judged", "failed"))
+        said.append(f"{judged} random problems judged, {failed} failed")
+    said += [f"{name}: {len(parts[name])} kernels" for name in ON_DEMAND if parts.get(name)]
+    if cells := document["cells"]:
+        said.append(f"{len(cells)} cells")
+    absent = [p for p in NEEDED[document["machine"]["device"]] if not (cells if p == "measure" else parts.get(p))]
+    if absent:
+        said.append(f"without {', '.join(absent)}")
+    return "; ".join(said)
+
+
+def check(strict: bool = False, as_json: bool = False, folder: Path = FOLDER) -> int:
+    """Prints a line for each record and for each of its kernels: fresh, stale or unknown, and why."""
+    built, found = machine.built_codes(), []
+    records, codes = {}, {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            document = json.loads(path.read_text())
+        except ValueError as error:
+            found.append({"file": path.name, "state": "stale", "why": f"not JSON: {error}", "kernels": {}})
+            continue
+        records[path] = document
+        codes |= document.get("codes", {})
+    for path, document in records.items():
+        if document.get("format") == record.FORMAT:
+            kernels = record.states(document, built)
+            found.append({"file": path.name, "state": _worst(kernels), "why": summary(document), "kernels": kernels})
+        elif document.get("identity", {}).get("command") == "score":
+            kernels = _score_states(document, codes, built)
+            shares = "  ".join(f"{name} {100 * share:.1f}%" for name, share in document["fast"].items())
+            why = f"{document['identity']['candidate']} on {len(document['cells'])} problems: {shares}"
+            found.append({"file": path.name, "state": _worst(kernels), "why": why, "kernels": kernels})
+    if not found:
+        where = folder.relative_to(machine.ROOT) if folder.is_relative_to(machine.ROOT) else folder
+        found.append({"file": "", "state": "stale", "why": f"no file in {where}", "kernels": {}})
+    if as_json:
+        report.print_json(found)
+    for entry in [] if as_json else found:
+        print(f"evidence {entry['file']}: {entry['state']}: {entry['why']}".replace(" :", ":"))
+        for kernel, said in entry["kernels"].items():
+            held = ", ".join(f"{count} {part}" for part, count in sorted(said["parts"].items()))
+            print(f"  {kernel}: {said['state']}: {said['why']}{f' ({held})' if held else ''}")
+    return int(strict and any(entry["state"] != "fresh" for entry in found))
+
+
+def _worst(kernels: dict[str, dict]) -> str:
+    return min((entry["state"] for entry in kernels.values()), key=record.STATES.index, default="stale")
+
+
+def _score_states(document: dict, codes: dict[str, dict], built: dict[str, dict]) -> dict[str, dict]:
+    """States of the kernels that a score was made with: any of them may have been the library's choice."""
+    found = {}
+    codes_then = document["context"].get("codes", {}).items()
+    for kernel, key in ((k, key) for k, key in codes_then if record.is_of(k, document["identity"]["device"])):
+        same = built.get(kernel, {}).get("id") == key
+        unknown = ("fresh", "the same machine code") if same else ("unknown", "of machine code that no record describes")
+        state, why = record.freshness(codes[key], built) if key in codes else unknown
+        found[kernel] = {"state": state, "why": why, "parts": {}}
+    return found
+
+
+def renew(folder: Path = FOLDER) -> int:
+    """After an edit that left the machine code as it was: prints whose sources each record now names anew."""
+    for path in sorted(folder.glob("*.json")):
+        if document := record.read(path):
+            target = Record(path, document["machine"])
+            renewed = target.renew_sources()
+            target.save()
+            print(f"{path.name}: {', '.join(renewed) or 'nothing to renew'}")
+    return 0
+
+
+# ---- merging ----
+
+
+def merge(files: list[Path], output: Path | None = None) -> int:
+    """Adds the pieces of `files` to the record of their machine. Exit status 1 where a piece is of other machine code."""
+    refused = []
+    for file in files:
+        document = report.read_json(file)
+        where = document.get("machine") if isinstance(document, dict) else None
+        if not where or not ("pieces" in document or document.get("format") == record.FORMAT):
+            raise report.UsageError(f"{file} holds neither a record nor pieces of one part")
+        target = Record(output or place_of(where), where)
+        add: Callable[[Record, dict], list[str]] = _merge_pieces if "pieces" in document else record.merge
+        refused += [f"{file.name}: {why}" for why in add(target, document)]
+        target.save()
+        print(f"{target.path}: {summary(target.document)}")
+    for why in refused:
+        print(f"not merged: {why}", file=sys.stderr)
+    return int(bool(refused))
+
+
+def _merge_pieces(target: Record, document: dict) -> list[str]:
+    """Pieces made with another build of the same sources, such as one with delays in it: {"part", "machine", "date",
+    "sources": machine.source_hashes() there, "pieces": {kernel: piece}}."""
+    if document["part"] not in ON_DEMAND:
+        raise report.UsageError(f"pieces of {document['part']}; accepted: {', '.join(ON_DEMAND)}")
+    refused = []
+    for kernel, piece in document["pieces"].items():
+        known = target.built.get(kernel, {"sources": {}})["sources"]
+        texts = {path: text for path, text in known.items() if path.startswith(("csrc/", "kernels/"))}
+        other = [path for path, text in texts.items() if document["sources"].get(path) != text]
+        if other or not texts:
+            why = f"of other sources than the build here: {', '.join(other) or 'none built'}"
+            refused.append(f"{document['part']} {kernel}: {why}")
+        else:
+            target.put(document["part"], kernel, piece | {"code": target.of_kernels([kernel]), "date": document["date"]})
+    return refused

@@ -1,0 +1,306 @@
+"""The figures in README.md and FIGURES.md, written from the committed evidence so that neither can drift from the other.
+
+Each block of a file between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by what the records under
+bench/evidence/ hold now; what stands outside the blocks is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import machine, problems, report
+from bench.commands import evidence
+from bench.recording import record
+
+SUMMARY = "write the figures of README.md and bench/FIGURES.md from the committed evidence"
+FILES = (machine.ROOT / "README.md", machine.ROOT / "bench" / "FIGURES.md")
+GPU_RECORD = machine.ROOT / "bench" / "evidence" / "nvidia-h200.json"
+CPU_RECORD = machine.ROOT / "bench" / "evidence" / "amd-epyc.json"
+BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+HOPPER, AMPERE, CUDNN, FLASH = "wgmma_sm90", "mma_sm80", "torch-cudnn", "torch-flash"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--file", type=Path, action="append", help="repeatable; default: README.md and bench/FIGURES.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file would change")
+
+
+def run(args: argparse.Namespace) -> int:
+    files = args.file or FILES
+    fresh = {file: rendered(file.read_text()) for file in files}
+    if not args.check:
+        for file, text in fresh.items():
+            file.write_text(text)
+        return 0
+    agrees = {str(file): text == file.read_text() for file, text in fresh.items()}
+
+    def show(document: dict) -> None:
+        for name, same in document["agrees"].items():
+            print(f"{Path(name).name}: {'agrees' if same else 'differs from the records'}")
+
+    report.deliver({"agrees": agrees}, args.json, show)
+    return int(not all(agrees.values()))
+
+
+def rendered(text: str) -> str:
+    """`text` with its blocks as the records have them."""
+    records = {"gpu": json.loads(GPU_RECORD.read_text()), "cpu": json.loads(CPU_RECORD.read_text())}
+
+    def fill(found: re.Match) -> str:
+        if found[2] not in BLOCKS:
+            raise report.UsageError(f"block {found[2]!r} is unknown; accepted: {', '.join(BLOCKS)}")
+        return f"{found[1]}{BLOCKS[found[2]](records)}\n{found[3]}"
+
+    return BLOCK.sub(fill, text)
+
+
+# ---- reading a record ----
+
+
+def _cell(document: dict, case: str, cache: str = "hot") -> list[dict]:
+    """The runs of a problem, the newest last."""
+    return document["cells"].get(f"{case} {cache}", [])
+
+
+def _value(cell: list[dict], name: str, figure: str = "us") -> float | None:
+    """The newest figure of a contender."""
+    run = record.newest(cell, name)
+    return run["contenders"][name].get(figure) if run else None
+
+
+def _over(cell: list[dict], ours: str, peer: str) -> float | None:
+    """How many times faster than `peer` in the newest run of `ours`; the peer's figure of another run would not do."""
+    run = record.newest(cell, ours)
+    return _value([run], peer) / _value([run], ours) if run and peer in run["contenders"] else None
+
+
+def _gemm(document: dict) -> float | None:
+    """TFLOP/s of a matrix product in bfloat16 beside the newest run."""
+    ceilings = record.context_of(document, "measure").get("ceilings", {})
+    return ceilings.get("gemm_tflops", {}).get("bfloat16")
+
+
+def _paper_case(head_dim: int, mask: str, length: int) -> str:
+    causal = ",causal=True" if mask == "causal" else ""
+    return f"B{16384 // length},H{2048 // head_dim},S{length},D{head_dim},bfloat16{causal},layout=bshd"
+
+
+def _mean(ratios: Iterable[float | None]) -> str:
+    """Geometric mean."""
+    known = [r for r in ratios if r]
+    return f"{math.exp(sum(map(math.log, known)) / len(known)):.2f}" if known else "-"
+
+
+def _microseconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 20 else f"{value:.1f}" if value < 200 else f"{value:,.0f}"
+
+
+def _markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+# ---- the blocks ----
+
+
+def _where(records: dict) -> str:
+    context = record.context_of(records["gpu"], "measure")
+    versions, gemm = context["versions"], _gemm(records["gpu"])
+    nvcc = re.search(r"release ([\d.]+)", context["nvcc"])
+    return (
+        f"One {context['gpu']['name']} (driver {context['gpu']['driver']}, CUDA {nvcc[1] if nvcc else '?'}), torch"
+        f" {versions['torch']} with cuDNN {versions['nvidia-cudnn-cu13']}, {context['date'][:10]}. A matrix product in"
+        f" bfloat16 reaches {gemm:.0f} TFLOP/s there."
+    )
+
+
+def _paper_cells(records: dict) -> dict[tuple, list[dict]]:
+    """{(head_dim, mask, S): runs}."""
+    return {
+        (d, mask, s): _cell(records["gpu"], _paper_case(d, mask, s))
+        for d in (64, 128, 256) for mask in ("full", "causal") for s in LENGTHS
+    }  # fmt: skip
+
+
+def _means(records: dict) -> str:
+    cells = _paper_cells(records)
+    columns = ["head_dim", "`wgmma_sm90` / cuDNN, full", "causal", "least cell", "`mma_sm80` / FlashAttention-2", "least cell"]
+    lines = [
+        [
+            d,
+            *(_mean(_over(cells[d, mask, s], HOPPER, CUDNN) for s in LENGTHS) for mask in ("full", "causal")),
+            _least(cells, d, HOPPER, CUDNN),
+            _mean(_over(cells[d, mask, s], AMPERE, FLASH) for mask in ("full", "causal") for s in LENGTHS),
+            _least(cells, d, AMPERE, FLASH),
+        ]
+        for d in (64, 128, 256)
+    ]
+    return _markdown(columns, lines)
+
+
+def _paper(records: dict) -> str:
+    cells = _paper_cells(records)
+
+    def rate(cell: list[dict], name: str) -> str:
+        value = _value(cell, name, "tflops")
+        return f"{value:.0f}" if value else "-"
+
+    def line(key: tuple) -> list:
+        ratio = _over(cells[key], HOPPER, CUDNN)
+        rates = [rate(cells[key], name) for name in (HOPPER, AMPERE, CUDNN, FLASH)]
+        return [*key, *rates, f"{ratio:.2f}" if ratio else "-"]
+
+    columns = ["D", "mask", "S", "`wgmma_sm90`", "`mma_sm80`", "cuDNN", "FlashAttention-2 (torch)", "ours / cuDNN"]
+    return _markdown(columns, [line(key) for key in cells if key[2] in (512, 2048, 16384)])
+
+
+def _least(cells: dict, head_dim: int, ours: str, peer: str) -> str:
+    ratios = {key[1:]: _over(cell, ours, peer) for key, cell in cells.items() if key[0] == head_dim}
+    known = {key: ratio for key, ratio in ratios.items() if ratio}
+    if not known:
+        return "-"
+    mask, length = min(known, key=known.__getitem__)
+    return f"{known[mask, length]:.2f} ({mask}, S {length})"
+
+
+def _small(records: dict) -> str:
+    lines = []
+    for shape in (
+        "1 8 512 64",
+        "1 8 128 64",
+        "1 8 1024 64",
+        "2 8 512 64",
+        "1 16 512 128",
+        "8 16 512 64",
+        "1 32 2048 128",
+    ):
+        b, h, s, d = shape.split()
+        for mask, causal in (("full", ""), ("causal", ",causal=True")):
+            cell = _cell(records["gpu"], f"B{b},H{h},S{s},D{d},float16{causal},layout=bshd")
+            picked = cell[-1].get("picked") if cell else None
+            peers = [_value(cell, f"torch-{name}") for name in ("cudnn", "flash", "efficient", "math")]
+            lines.append([shape, mask, f"`{picked}`", *map(_microseconds, [_value(cell, picked or ""), *peers])])
+    columns = ["B H S D, float16", "mask", "fa_ext takes", "us", "cuDNN", "FlashAttention-2", "efficient", "math"]
+    return _markdown(columns, lines)
+
+
+LADDER = (
+    "minimal",
+    "simt",
+    "cublas",
+    "wmma",
+    AMPERE,
+    HOPPER,
+    "wgmma_split_sm90",
+    "torch-math",
+    "torch-efficient",
+    FLASH,
+    CUDNN,
+)
+
+
+def _ladder(records: dict) -> str:
+    shapes = {
+        "B1 H8 S512 D64 float16": "B1,H8,S512,D64,float16",
+        "B8 H32 S2048 D64 bfloat16": _paper_case(64, "full", 2048),
+        "B8 H16 S2048 D128 bfloat16": _paper_case(128, "full", 2048),
+    }
+    cells = {title: _cell(records["gpu"], case) for title, case in shapes.items()}
+    gemm = _gemm(records["gpu"])
+    last = list(shapes)[-1]
+
+    def line(name: str) -> list:
+        rate, error = _value(cells[last], name, "tflops"), _value(cells[last], name, "frobenius")
+        shown = name.replace("torch-", "torch ") if name.startswith("torch") else f"`{name}`"
+        return [
+            shown, *(_microseconds(_value(cell, name)) for cell in cells.values()), f"{rate:.0f}" if rate else "-",
+            f"{100 * rate / gemm:.0f}%" if rate and gemm else "-", f"{error:.1e}" if error else "-",
+        ]  # fmt: skip
+
+    columns = ["kernel", *(f"{title}, us" for title in shapes), "TFLOP/s (last shape)", "of the matrix product", "error"]
+    return _markdown(columns, [line(name) for name in LADDER])
+
+
+def _options(records: dict) -> str:
+    def cell(head_dim: int, option: str) -> list[dict]:
+        return _cell(records["gpu"], f"B4,H{2048 // head_dim},S4096,D{head_dim},bfloat16{option}")
+
+    def line(head_dim: int) -> list:
+        plain, causal = cell(head_dim, ""), cell(head_dim, ",causal=True")
+        rates = [_value(c, HOPPER, "tflops") for c in (plain, causal, cell(head_dim, ",window=1024:0"))]
+        costs = [_cost(cell(head_dim, ",softcap=30.0"), plain), _cost(cell(head_dim, ",sinks=same"), plain),
+                 _cost(cell(head_dim, ",causal=True,sinks=same"), causal)]  # fmt: skip
+        return [head_dim, *(f"{rate:.0f}" if rate else "-" for rate in rates), *costs]
+
+    columns = ["head_dim", "full", "causal", "window of 1024 keys back", "softcap", "sinks", "sinks, causal"]
+    return _markdown(columns, [line(d) for d in (64, 96, 128, 192, 256)])
+
+
+def _extras(records: dict) -> str:
+    lines = []
+    for d, s in ((64, 2048), (128, 2048), (128, 4096)):
+        for option in ("bias", "mask"):
+            cell = _cell(records["gpu"], f"B4,H16,S{s},D{d},bfloat16,{option}=full")
+            times = [_value(cell, name) for name in (AMPERE, "wmma", CUDNN, "torch-efficient")]
+            lines.append([f"4 16 {s} {d}", option, *map(_microseconds, times)])
+    return _markdown(["B H S D, bfloat16", "", "`mma_sm80` us", "`wmma`", "cuDNN", "efficient"], lines)
+
+
+def _cost(cell: list[dict], plain: list[dict]) -> str:
+    taken, without = _value(cell, HOPPER), _value(plain, HOPPER)
+    return f"{100 * (taken / without - 1):+.0f}%" if taken and without else "-"
+
+
+def _decode(records: dict) -> str:
+    lines = []
+    for b, s in ((1, 4096), (1, 32768), (1, 131072), (16, 4096), (64, 8192), (128, 2048)):
+        for heads in ("32", "32/8"):
+            cell = _cell(records["gpu"], f"B{b},H{heads},S1x{s},D128,bfloat16,layout=bshd", "cold")
+            times = [_value(cell, name) for name in (AMPERE, CUDNN, FLASH)]
+            lines.append([f"{b}, {heads}, {s}", *map(_microseconds, times)])
+    return _markdown(["B, heads, keys", "`mma_sm80` us", "cuDNN", "FlashAttention-2"], lines)
+
+
+CALLS = ("torch out=", "torch", "torch SDPA", "torch empty", "cupy out=", "cupy", "bare launch")
+
+
+def _overhead(records: dict) -> str:
+    taken = records["gpu"]["parts"]["overhead"]["figures"]["microseconds"]
+    columns = [name for name in CALLS if name in taken]
+    return _markdown(["", *columns], [["us a call", *(f"{taken[name]:.1f}" for name in columns)]])
+
+
+def _cpu(records: dict) -> str:
+    """Every problem of the record's preset, beside NumPy and the faster of torch's two ways."""
+    lines = []
+    for case in problems.preset("cpu"):
+        cell = _cell(records["cpu"], str(case))
+        if not cell:
+            continue
+        ours, numpy = _value(cell, "cpu_simd"), _value(cell, "numpy")
+        torch = min((t for t in (_value(cell, name) for name in ("torch-flash", "torch-math")) if t), default=None)
+        shown = ["-" if not t else f"{t / 1e3:.3g}" if t < 1e6 else f"{t / 1e3:,.0f}" for t in (ours, numpy, torch)]
+        ratios = [f"{t / ours:.2f}" if t and ours else "-" for t in (numpy, torch)]
+        rate = _value(cell, "cpu_simd", "tflops")
+        lines.append([case, *shown, *ratios, f"{1e3 * rate:.0f}" if rate else "-"])
+    columns = ["problem", "`cpu_simd` ms", "NumPy ms", "torch ms", "NumPy / ours", "torch / ours", "GFLOP/s"]
+    return _markdown(columns, lines)
+
+
+def _tested(records: dict) -> str:
+    return "\n".join(f"- {evidence.summary(document)}" for document in records.values())
+
+
+BLOCKS: dict[str, Callable[[dict], str]] = {
+    "where": _where, "means": _means, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "extras": _extras, "decode": _decode,
+    "overhead": _overhead, "cpu": _cpu, "tested": _tested,
+}  # fmt: skip

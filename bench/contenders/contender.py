@@ -1,0 +1,159 @@
+"""Whatever computes attention and can be judged and timed: kernels of fa_ext, other libraries, a candidate of yours.
+
+A contender takes the arrays of one library and binds a problem's operands into a thunk, a call without arguments that
+queues (or, on the CPU, does) the work and returns the output array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.machine.device import Cpu, Cuda
+from bench.problems import Case
+from bench.problems.operands import Arrays
+
+Thunk = Callable[[], Any]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Contender:
+    """`timing`: "graph" (try to capture), "events" (do not), or "wall" (streams of its own: the host's clock)."""
+
+    name: str
+    library: str
+    timing: str = "graph"
+
+    def refuses(self, case: Case) -> str | None:
+        """Why it cannot do the problem, before anything runs; None when it can try."""
+        raise NotImplementedError
+
+    def rearranges(self, case: Case) -> bool:
+        """Whether binding views the operands in another order of axes: JAX copies then."""
+        return True
+
+    def bind(self, operands: Arrays) -> Thunk:
+        raise NotImplementedError
+
+
+# ---- kernels of fa_ext ----
+
+
+class Kernel(Contender):
+    """One kernel of the table through ``fa_ext.attention(..., kernel=name, out=...)``; None: the library's choice."""
+
+    def __init__(self, name: str | None, library: str, shown: str | None = None):
+        super().__init__(shown or name or "fa_ext", library)
+        self.kernel = name
+
+    def refuses(self, case: Case) -> str | None:
+        return None
+
+    def rearranges(self, case: Case) -> bool:
+        return False
+
+    def bind(self, operands: Arrays) -> Thunk:
+        import fa_ext
+
+        arguments = operands.arguments(self.library)
+        q, k, v = (arguments.pop(name) for name in "qkv")
+        out, kernel, attention = operands.array("out", self.library), self.kernel, fa_ext.attention
+
+        def call():
+            attention(q, k, v, out=out, kernel=kernel, **arguments)
+            return out
+
+        return call
+
+
+def compiled_kernels(device: Cpu | Cuda) -> tuple[str, ...]:
+    """Names of the kernels for this device in order of preference; empty with a message when nothing is compiled."""
+    try:
+        import fa_ext
+
+        return tuple(name for name in fa_ext.kernels() if name.startswith("cpu_") == (device.kind == "cpu"))
+    except ImportError as error:
+        print(f"bench: no kernel of fa_ext to measure: {error}", file=sys.stderr)
+        return ()
+
+
+# ---- a callable of yours ----
+
+
+class Function(Contender):
+    """A Python callable ``f(q, k, v, *, causal=False, scale=None, layout="bhsd", out=None, ...)``.
+
+    It gets only the arguments it names (or all, if it takes ``**kwargs``). What the problem needs and it does not name
+    is a refusal, except `layout` (it then gets (B, H, S, D) views) and `out` (it then returns a new array).
+    """
+
+    def __init__(self, function: Callable, name: str, library: str):
+        library = getattr(function, "arrays", None) or library
+        super().__init__(name, library, "wall" if library == "jax" else "graph")  # JAX has streams of its own
+        self.function = function
+        parameters = inspect.signature(function).parameters
+        self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.named = set(parameters)
+
+    def takes(self, name: str) -> bool:
+        return self.takes_all or name in self.named
+
+    def refuses(self, case: Case) -> str | None:
+        needed = [n for n in case.options() if n != "layout"] + case.arrays()
+        missing = [n for n in needed if not self.takes(n)]
+        return f"{self.name} takes no argument {', '.join(missing)}" if missing else None
+
+    def rearranges(self, case: Case) -> bool:
+        return case.layout == "bshd" and not self.takes("layout")
+
+    def bind(self, operands: Arrays) -> Thunk:
+        arguments = operands.arguments(self.library)
+        q, k, v = (arguments.pop(name) for name in "qkv")
+        out = operands.array("out", self.library)
+        swap = self.rearranges(operands.case)
+        if swap:
+            arguments.pop("layout", None)
+            q, k, v, out = (x.swapaxes(1, 2) for x in (q, k, v, out))
+        if self.takes("out"):
+            arguments["out"] = out
+        function = self.function
+
+        def call():
+            result = function(q, k, v, **arguments)
+            result = out if result is None else result
+            return result.swapaxes(1, 2) if swap else result
+
+        return call
+
+
+# ---- kernels built and loaded here ----
+
+
+def build_kernel(source: Path, flags: tuple[str, ...] = (), folder: Path | None = None) -> Path:
+    """Compiles one kernel's source file into a shared library of its own (default: under build/bench); reuses what is up
+    to date. ``flags`` such as ``-DBLOCK_M=32`` make another variant, in a folder of its own."""
+    from bench.machine.build import rules
+
+    options = rules.options_from_environment()
+    if source.suffix == ".cu" and options.nvcc is None:
+        raise report.UsageError(f"{source} needs nvcc: set CUDA_HOME or put nvcc on PATH")
+    key = hashlib.sha256(repr((str(source.resolve()), sorted(flags), options.archs)).encode()).hexdigest()[:12]
+    target = (folder or ROOT / "build" / "bench") / f"{source.stem}-{key}" / f"{source.stem}.so"
+    return rules.build_kernel(source.resolve(), target.resolve(), options, flags)
+
+
+def load_kernel(shared: Path) -> str:
+    """Loads a kernel from a shared library into fa_ext and returns the name it goes by there."""
+    try:
+        from fa_ext import _core
+    except ImportError as error:
+        raise report.UsageError(f"loading {shared} needs the compiled module: {error}") from error
+    return _core.load(os.fspath(shared.resolve()))

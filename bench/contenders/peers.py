@@ -1,0 +1,330 @@
+"""Other implementations, each only where it imports: what the kernels are compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from bench.contenders.contender import Contender, Thunk
+from bench.machine.device import Cpu, Cuda
+from bench.problems import Case
+from bench.problems.operands import Operands
+
+
+class Peer(Contender):
+    """Knows the options it has (`extras`); everything else is a refusal by name."""
+
+    extras: frozenset[str] = frozenset()
+    dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
+
+    def refuses(self, case: Case) -> str | None:
+        if case.dtype not in self.dtypes:
+            return f"no {case.dtype}"
+        needed = {n for n in ("window", "softcap", "dropout") if getattr(case, n)} | set(case.arrays())
+        missing = sorted(needed - self.extras)
+        return f"no {', '.join(missing)}" if missing else None
+
+
+def bhsd(operands: Operands, name: str, library: str) -> Any:
+    """The operand as (B, H, S, D), a view."""
+    array = operands.array(name, library)
+    return array.swapaxes(1, 2) if operands.case.layout == "bshd" else array
+
+
+def bshd(operands: Operands, name: str, library: str) -> Any:
+    """The operand as (B, S, H, D), a view."""
+    array = operands.array(name, library)
+    return array if operands.case.layout == "bshd" else array.swapaxes(1, 2)
+
+
+def scale_of(case: Case) -> float:
+    return 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+
+
+class NumPy(Peer):
+    """matmul, softmax, matmul in the inputs' dtype (half types in float32), as one writes it without a library."""
+
+    dtypes = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+    def __init__(self):
+        super().__init__("numpy", "numpy", "wall")
+
+    def refuses(self, case: Case) -> str | None:
+        scores = 4 * case.batch * case.heads * case.seq_q * case.seq_k
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if 3 * scores > free:  # the scores, a temporary of theirs, and room
+            return f"{scores / 1e9:.3g} GB of scores do not fit {free / 1e9:.3g} GB of free memory three times"
+        return super().refuses(case)
+
+    def bind(self, operands: Operands) -> Thunk:
+        case = operands.case
+        q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
+        work = np.float64 if case.dtype == "float64" else np.float32
+        seen = None if not case.causal else _band(case)
+        group, scale = case.heads // case.heads_kv, work(scale_of(case))
+
+        def call():
+            keys, values = (np.repeat(x, group, axis=1) if group > 1 else x for x in (k, v))
+            s = np.matmul(q.astype(work, copy=False), keys.astype(work, copy=False).swapaxes(-1, -2)) * scale
+            if seen is not None:
+                s = np.where(seen, s, -np.inf)
+            s -= s.max(axis=-1, keepdims=True)
+            np.exp(s, out=s)
+            s /= s.sum(axis=-1, keepdims=True)
+            out = np.matmul(s, values.astype(work, copy=False)).astype(q.dtype, copy=False)
+            return out.swapaxes(1, 2) if case.layout == "bshd" else out
+
+        return call
+
+
+class TorchSdpa(Peer):
+    """``torch.nn.functional.scaled_dot_product_attention`` held to one backend, or (None) left to its choice."""
+
+    def __init__(self, backend: str | None, name: str, device: Cpu | Cuda):
+        super().__init__(name, "torch", "graph" if device.kind == "cuda" else "wall")
+        self.backend = backend
+        if backend in (None, "MATH", "EFFICIENT_ATTENTION") or device.kind == "cpu":
+            self.dtypes = frozenset({"float16", "bfloat16", "float32"})
+        if backend != "FLASH_ATTENTION":
+            self.extras = frozenset({"window", "mask", "bias"})
+
+    def refuses(self, case: Case) -> str | None:
+        why = super().refuses(case)
+        if why is None and case.bias and _bias_dtype(case) != case.dtype:
+            return f"no {_bias_dtype(case)} bias of {case.dtype} inputs"
+        return why
+
+    def bind(self, operands: Operands) -> Thunk:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        case = operands.case
+        q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
+        square = case.seq_q == case.seq_k or case.causal == "top_left"
+        is_causal = bool(case.causal) and square and not (case.window or case.mask or case.bias)
+        mask = None
+        if (case.causal or case.window) and not is_causal:
+            mask = torch.from_numpy(_band(case)).to(q.device)
+        if case.mask:
+            given = operands.array("mask", self.library)
+            mask = given if mask is None else mask & given
+        if case.bias:
+            bias = operands.array("bias", self.library)
+            if mask is None and bias.shape[-1] != case.seq_k:  # fused backends want the keys' stride to be 1
+                mask = torch.from_numpy(np.ones(case.seq_k, bool)).to(q.device)
+            mask = bias if mask is None else torch.where(mask, bias, -math.inf)
+            mask = torch.broadcast_to(mask, (case.batch, case.heads, case.seq_q, case.seq_k))
+        choose = functools.partial(sdpa_kernel, getattr(SDPBackend, self.backend)) if self.backend else nullcontext
+        attend = functools.partial(
+            torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=is_causal,
+            scale=case.scale, enable_gqa=case.heads != case.heads_kv,
+        )  # fmt: skip
+        swap = case.layout == "bshd"
+
+        def call():
+            with choose(), torch.no_grad():
+                out = attend()
+            return out.swapaxes(1, 2) if swap else out
+
+        return call
+
+
+class FlashAttention(Peer):
+    """FlashAttention-2 (package flash_attn), -3 (flash_attn_interface) or -4 (flash_attn.cute). `unbounded` is what
+    they take for a side of the window that has no end."""
+
+    extras = frozenset({"window", "softcap"})
+
+    def __init__(self, name: str, module: str, unbounded: int | None = -1):
+        super().__init__(name, "torch")
+        self.unbounded = unbounded
+        self.attend = importlib.import_module(module).flash_attn_func
+
+    def refuses(self, case: Case) -> str | None:
+        if case.causal == "top_left" and case.seq_q != case.seq_k:
+            return "no top_left causal mask"
+        return super().refuses(case)
+
+    def bind(self, operands: Operands) -> Thunk:
+        case = operands.case
+        q, k, v = (bshd(operands, name, self.library) for name in "qkv")
+        options: dict[str, Any] = {"softmax_scale": case.scale, "causal": bool(case.causal)}
+        if case.window:
+            options["window_size"] = tuple(self.unbounded if side is None else side for side in case.window)
+        if case.softcap:
+            options["softcap"] = case.softcap
+        attend, swap = self.attend, case.layout == "bhsd"
+
+        def call():
+            out = attend(q, k, v, **options)
+            out = out[0] if isinstance(out, tuple) else out
+            return out.swapaxes(1, 2) if swap else out
+
+        return call
+
+
+class FlashInfer(Peer):
+    """flashinfer's single-request prefill: batch 1."""
+
+    extras = frozenset({"softcap"})
+
+    def __init__(self):
+        super().__init__("flashinfer", "torch")
+        self.attend = importlib.import_module("flashinfer").single_prefill_with_kv_cache
+
+    def refuses(self, case: Case) -> str | None:
+        if case.batch != 1:
+            return "single-request kernel: batch 1 only"
+        if case.causal == "top_left" and case.seq_q != case.seq_k:
+            return "no top_left causal mask"
+        return super().refuses(case)
+
+    def bind(self, operands: Operands) -> Thunk:
+        case = operands.case
+        q, k, v = (bshd(operands, name, self.library)[0] for name in "qkv")
+        attend, swap = self.attend, case.layout == "bhsd"
+        options = {"causal": bool(case.causal), "sm_scale": scale_of(case), "logits_soft_cap": case.softcap or None}
+
+        def call():
+            out = attend(q, k, v, **options)[None]
+            return out.swapaxes(1, 2) if swap else out
+
+        return call
+
+
+class Jax(Peer):
+    """``jax.nn.dot_product_attention``, jitted: cuDNN on a GPU, XLA's own on the CPU. Timed by the host's clock."""
+
+    def __init__(self, device: Cpu | Cuda):
+        # By default JAX takes three quarters of the GPU's memory, and others then lack what they need.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        super().__init__("jax", "jax", "wall")
+        self.dtypes = frozenset({"float16", "bfloat16"} | ({"float32"} if device.kind == "cpu" else set()))
+        self.implementation = "cudnn" if device.kind == "cuda" else "xla"
+        # A stopwatch waits for the whole GPU, JAX's streams included; on the CPU nothing else waits for JAX.
+        self.waits = device.kind == "cpu"
+        self.compiled: dict[tuple, Any] = {}
+
+    def refuses(self, case: Case) -> str | None:
+        if case.causal and case.seq_q != case.seq_k:
+            return "causal only for seq_q == seq_k"
+        return super().refuses(case)
+
+    def bind(self, operands: Operands) -> Thunk:
+        import jax
+
+        case = operands.case
+        q, k, v = (bshd(operands, name, self.library) for name in "qkv")
+        key = (case.scale, bool(case.causal), case.layout)
+        if key not in self.compiled:
+            attend = functools.partial(jax.nn.dot_product_attention, scale=case.scale, is_causal=bool(case.causal),
+                                       implementation=self.implementation)  # fmt: skip
+            if case.layout == "bhsd":
+                self.compiled[key] = jax.jit(lambda q, k, v: attend(q, k, v).swapaxes(1, 2))
+            else:
+                self.compiled[key] = jax.jit(attend)
+        compiled, waits = self.compiled[key], self.waits
+
+        def call():
+            out = compiled(q, k, v)
+            return out.block_until_ready() if waits else out
+
+        return call
+
+
+class Xformers(Peer):
+    """``xformers.ops.memory_efficient_attention`` with its own choice of operator."""
+
+    dtypes = frozenset({"float16", "bfloat16", "float32"})
+
+    def __init__(self):
+        super().__init__("xformers", "torch")
+        self.ops = importlib.import_module("xformers.ops")
+
+    def refuses(self, case: Case) -> str | None:
+        if case.heads != case.heads_kv:
+            return "no grouped heads through this call"
+        if case.causal and case.seq_q != case.seq_k:
+            return "causal only for seq_q == seq_k"
+        return super().refuses(case)
+
+    def bind(self, operands: Operands) -> Thunk:
+        case = operands.case
+        q, k, v = (bshd(operands, name, self.library) for name in "qkv")
+        bias = self.ops.LowerTriangularMask() if case.causal else None
+        attend, swap = self.ops.memory_efficient_attention, case.layout == "bhsd"
+
+        def call():
+            out = attend(q, k, v, attn_bias=bias, scale=case.scale)
+            return out.swapaxes(1, 2) if swap else out
+
+        return call
+
+
+def _bias_dtype(case: Case) -> str:
+    """Name of the dtype that the case's kind of bias has, from one of a single key."""
+    return dataclasses.replace(case, batch=1, seq_q=1, seq_k=1, mask=None).host_inputs()["bias"].dtype.name
+
+
+def _band(case: Case) -> np.ndarray:
+    """(Sq, Sk) boolean: what causal and window leave visible."""
+    left, right, diagonal = case.band()
+    offset = np.arange(case.seq_k)[None, :] - (np.arange(case.seq_q)[:, None] + diagonal)
+    return (offset >= -left) & (offset <= right)
+
+
+# name: (devices, module that must import, how it is made)
+PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Contender]]] = {
+    "torch-flash": (("cpu", "cuda"), "torch", lambda d: TorchSdpa("FLASH_ATTENTION", "torch-flash", d)),
+    "torch-cudnn": (("cuda",), "torch", lambda d: TorchSdpa("CUDNN_ATTENTION", "torch-cudnn", d)),
+    "torch-efficient": (("cuda",), "torch", lambda d: TorchSdpa("EFFICIENT_ATTENTION", "torch-efficient", d)),
+    "torch-math": (("cpu", "cuda"), "torch", lambda d: TorchSdpa("MATH", "torch-math", d)),
+    "torch-sdpa": (("cpu", "cuda"), "torch", lambda d: TorchSdpa(None, "torch-sdpa", d)),
+    "flash-attn-2": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-2", "flash_attn")),
+    "flash-attn-3": (
+        ("cuda",),
+        "flash_attn_interface",
+        lambda d: FlashAttention("flash-attn-3", "flash_attn_interface"),
+    ),
+    "flash-attn-4": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-4", "flash_attn.cute", None)),
+    "flashinfer": (("cuda",), "flashinfer", lambda d: FlashInfer()),
+    "jax": (("cpu", "cuda"), "jax", Jax),
+    "xformers": (("cuda",), "xformers", lambda d: Xformers()),
+    "numpy": (("cpu",), "numpy", lambda d: NumPy()),
+}
+# One of the others under another name: only where it is asked for.
+REPEATED = ("torch-sdpa",)
+SDPA = ("torch-flash", "torch-cudnn", "torch-efficient", "torch-math")
+
+
+def open_peer(name: str, device: Cpu | Cuda) -> Contender:
+    devices, module, make = PEERS[name]
+    if device.kind not in devices:
+        raise report.UsageError(f"{name} does not run on the {device.kind}")
+    if importlib.util.find_spec(module) is None:
+        raise report.UsageError(f"{name} needs the package {module}, which is not installed")
+    try:
+        return make(device)
+    except Exception as error:  # an installed peer that fails to load is a peer that is not there
+        raise report.UsageError(f"{name} does not load: {type(error).__name__}: {error}") from error
+
+
+def available(device: Cpu | Cuda, wanted: list[str] | None = None) -> tuple[list[Contender], dict[str, str]]:
+    """(peers that load, {peer: why not}) for a device; `wanted` names are taken instead of all that fit the device."""
+    found, missing = [], {}
+    fitting = [name for name, (devices, _, _) in PEERS.items() if device.kind in devices and name not in REPEATED]
+    for name in fitting if wanted is None else wanted:
+        try:
+            found.append(open_peer(name, device))
+        except report.UsageError as error:
+            missing[name] = str(error)
+    return found, missing

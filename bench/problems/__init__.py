@@ -1,0 +1,69 @@
+"""The problems that are measured and scored. Cases and presets come from ``tests/cases.py``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from bench import report
+
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+if not (TESTS / "cases.py").exists():
+    raise report.UsageError(f"{TESTS / 'cases.py'} is missing: the laboratory needs a source checkout")
+if str(TESTS) not in sys.path:
+    # In front, since some of its modules have namesakes here and a notebook runs with this folder on its path.
+    sys.path.insert(0, str(TESTS))
+
+import cases  # noqa: E402  (lies beside the tests, which import it by the same name)
+from case import ARRAYS  # noqa: E402, F401
+
+Case = cases.Case
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def preset(name: str) -> list[Case]:
+    """The cases of one preset of tests/cases.py."""
+    presets = cases.PRESETS
+    if name not in presets:
+        raise report.UsageError(f"preset is {name!r}; accepted: {', '.join(presets)}")
+    return list(presets[name])
+
+
+def preset_names() -> tuple[str, ...]:
+    return tuple(cases.PRESETS)
+
+
+def parse(text: str) -> Case:
+    """A case as ``str(case)`` writes it, such as ``B1,H8,S512,D64,float16,causal=True``."""
+    try:
+        case = Case.parse(text)
+        if case.dtype not in DTYPES:
+            raise ValueError(f"dtype {case.dtype}; accepted: {', '.join(DTYPES)}")
+        return case
+    except (ValueError, TypeError, IndexError) as error:
+        example = "B1,H8,S512,D64,float16,causal=True"
+        raise report.UsageError(f"case is {text!r} ({error}); accepted: lines such as {example!r}") from None
+
+
+def scored(device: str) -> list[Case]:
+    """The problem set of ``bench score``: 108 problems, of which 36 have at least 1024 queries or keys.
+
+    The same shapes, masks and dtypes on both devices; a GPU gets more heads, so that it is not idle.
+    """
+    dtypes = ("float16", "bfloat16", "float32")
+    small = 2 if device == "cpu" else 16
+    large = 1 if device == "cpu" else 16
+    problems: list[Case] = []
+    for dtype in dtypes:
+        for seq in (128, 256, 384, 512):
+            for dim in (64, 128):
+                problems.append(Case(1, small, None, seq, None, dim, dtype=dtype))
+                problems.append(Case(1, small, None, seq, None, dim, dtype=dtype, causal=True))
+        for seq_q, seq_k, dim in ((113, 203, 64), (1, 512, 128), (64, 256, 96), (200, 200, 80)):
+            problems.append(Case(2, small, None, seq_q, seq_k, dim, dtype=dtype, causal="bottom_right"))
+            problems.append(Case(2, 2 * small, small, seq_q, seq_k, dim, dtype=dtype))
+        for seq in (1024, 1536, 2048):
+            for dim in (64, 128):
+                problems.append(Case(1, large, None, seq, None, dim, dtype=dtype))
+                problems.append(Case(1, large, None, seq, None, dim, dtype=dtype, causal=True))
+    return problems

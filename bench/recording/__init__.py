@@ -1,0 +1,1 @@
+"""The evidence record, and the suites whose outcome goes into it."""

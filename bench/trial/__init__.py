@@ -1,0 +1,1 @@
+"""A candidate in a process of its own, judged and timed from outside."""

@@ -1,0 +1,281 @@
+"""The worker's side of a duel: one contender, called with memory that the judge fills, reads and times.
+
+Everything here shares its process with the candidate and may be read or rewritten by it. So nothing here knows an
+expected result, and nothing that it replies counts but admissions of failure: the judge looks at the memory, and at its
+own clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from bench.contenders import named
+from bench.contenders.contender import Contender
+from bench.machine import device as devices
+from bench.machine.device import Cpu, Cuda
+from bench.problems import Case
+from bench.problems.memory import Block, address_of
+from bench.problems.operands import Arrays, WrongResult
+from bench.trial import shared
+
+_now = time.perf_counter
+MAX_GRAPH_CALLS = 1024
+
+
+class Contestant:
+    """What one worker holds between the judge's calls."""
+
+    def __init__(self, device: Cpu | Cuda):
+        self.device = device
+        self.entrant: Any = None
+        self.slots: list[Slot] = []
+        self.regions: list[Region] = []
+        self.trials: list[tuple[Slot, list[Region]]] = []
+        self.replay: Callable[[], None] | None = None
+
+
+class Region:
+    """Memory of the judge as this process uses it. Host memory behind a GPU's contender has a mirror on the device,
+    which ``load`` and ``store`` bring up to date: only where device memory cannot be shared."""
+
+    def __init__(self, description: dict[str, Any], fd: int | None, device: Cpu | Cuda):
+        self.seen = shared.attach(description, fd, device)
+        self.writable = description.get("writable", True)
+        self.mirrored = device.kind == "cuda" and description["kind"] == "host"
+        self.raw = Block(len(self.seen), device, guard=0) if self.mirrored else None
+        self.device = device
+
+    def bytes(self) -> Any:
+        return self.raw.inside if self.raw else self.seen
+
+    def load(self) -> None:
+        if self.raw:
+            self.raw.fill(self.seen)
+
+    def store(self) -> None:
+        if self.raw and self.writable:
+            self.seen[:] = self.raw.host_bytes()
+
+
+_kept: list[Contestant] = []
+
+
+def probe(region: dict, tell: Callable[[Any], None]) -> bool:
+    """Whether this process can open device memory of the judge."""
+    shared.attach(region, None, devices.open_device("cuda"))
+    return True
+
+
+def load(name: str, device: str, arrays: str | None, role: str, tell: Callable[[Any], None]) -> dict[str, Any]:
+    """Opens the contender that `name` stands for; a second call replaces it. -> its library."""
+    if not _kept:
+        _kept.append(Contestant(devices.open_device(device)))
+    leave(tell)
+    me = _kept[0]
+    me.entrant = named.open_contender(name, me.device, arrays, role)
+    return {"library": me.entrant.library}
+
+
+def refuses(case: str, tell: Callable[[Any], None]) -> str | None:
+    """Why it cannot do the problem; None when it can try."""
+    return _kept[0].entrant.refuses(Case.parse(case))
+
+
+def trial(case: str, regions: list[dict], slot: dict[str, list], tell: Callable[[Any], None],
+          fds: list[int] = ()) -> None:  # fmt: skip
+    """One call in memory of its own, which stays; what it returned is copied to the operand "result" on its stream."""
+    me = _kept[0]
+    with me.device.working():
+        attached = _attach(regions, list(fds), me.device)
+        held = Slot(me, Case.parse(case), attached, slot, "result")
+        me.trials.append((held, attached))
+        for region in attached:
+            region.load()
+        held.bind()()
+        if me.device.kind == "cuda":
+            # Its own stream alone: what still runs elsewhere is late, and was not copied.
+            me.device.wait_for_stream()
+        for region in attached:
+            region.store()
+
+
+def prepare(case: str, regions: list[dict], slots: list[dict[str, list]], kept: bool, tell: Callable[[Any], None],
+            fds: list[int] = ()) -> None:  # fmt: skip
+    """Attaches the slots of timed calls. `kept`: results are to be found in each slot's `out`; else they are dropped,
+    as those of a baseline are."""
+    me = _kept[0]
+    me.regions = _attach(regions, list(fds), me.device)
+    me.slots = [Slot(me, Case.parse(case), me.regions, slot, "out" if kept else None) for slot in slots]
+
+
+def arrange(calls: int, tell: Callable[[Any], None]) -> dict[str, Any]:
+    """Makes ready for samples of that many calls: on a GPU as a graph of them where it can be. -> {clock, note, seconds
+    of a call}."""
+    me = _kept[0]
+    device, entrant, note = me.device, me.entrant, None
+    with device.working():
+        slots = me.slots[:calls]
+        for region in me.regions:
+            region.load()
+        for slot in slots:
+            slot.bound = slot.bind()
+        _call_each(slots)
+        device.synchronize()
+        seconds = _median_call(slots[0], device)
+        me.replay = None
+        if device.kind == "cuda" and entrant.timing == "graph" and calls <= MAX_GRAPH_CALLS:
+            try:
+                me.replay = device.capture(lambda: _call_each(slots))
+            except Exception as error:  # what cannot be captured is called, and the table says so
+                device.synchronize()
+                note = f"not captured: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return {"clock": "graph" if me.replay else "calls", "note": note, "seconds": seconds}
+
+
+def _call_each(slots: list[Slot]) -> None:
+    for slot in slots:
+        slot.bound()
+
+
+def _median_call(slot: Slot, device: Cpu | Cuda) -> float:
+    """What a call takes here, over a few in a row: how many make a sample follows from it, nothing else."""
+    taken: list[float] = []
+    while len(taken) < 3 or (sum(taken) < 0.03 and len(taken) < 50):
+        began = _now()
+        slot.bound()
+        device.synchronize()
+        taken.append(_now() - began)
+    return float(np.median(taken))
+
+
+def sample(calls: int, tell: Callable[[Any], None]) -> float:
+    """Calls slots 0 to `calls` - 1 once each and waits for the whole device. -> seconds, by this process's clock."""
+    me = _kept[0]
+    with me.device.working():
+        began = _now()
+        if me.replay:
+            me.replay()
+        else:
+            for slot in me.slots[:calls]:
+                slot.call()
+        me.device.synchronize()
+        return _now() - began
+
+
+def transfer(direction: str, tell: Callable[[Any], None]) -> None:
+    """Brings mirrored memory up to date before ("load") or after ("store") a sample, off the clock."""
+    for region in _kept[0].regions:
+        getattr(region, direction)()
+
+
+def leave(tell: Callable[[Any], None]) -> None:
+    """Lets go of the memory of the last problem."""
+    me = _kept[0]
+    me.device.synchronize()
+    regions = me.regions + [region for _, attached in me.trials for region in attached]
+    me.slots, me.regions, me.trials, me.replay = [], [], [], None
+    for region in regions:
+        shared.detach(region.seen)
+
+
+class Slot:
+    """One binding of the contender: its arrays, and where what it returns is to be found."""
+
+    def __init__(self, me: Contestant, case: Case, regions: list[Region], tensors: dict[str, list], target: str | None):
+        self.entrant: Contender = me.entrant
+        blocks, shapes = {}, {}
+        for name, (region, begin, nbytes, shape, dtype) in tensors.items():
+            if region is None:
+                blocks[name] = Block(nbytes, me.device, guard=0)
+            else:
+                blocks[name] = Block.over(regions[region].bytes(), begin, nbytes, me.device)
+            shapes[name] = (tuple(shape), dtype)
+        self.arrays = Arrays(case, me.device, blocks, shapes)
+        self.target = target
+        self.bound: Callable[[], Any] = self.bind
+        # Arrays of JAX are made anew for each call where it does not share the judge's memory, but copied it.
+        copied = self.entrant.library == "jax" and (self.entrant.rearranges(case) or self.arrays.copied("jax"))
+        self.renewed = copied and target == "out"
+
+    def bind(self) -> Callable[[], Any]:
+        call, entrant, target, arrays = self.entrant.bind(self.arrays), self.entrant, self.target, self.arrays
+
+        def real() -> Any:
+            result = call()
+            if entrant.library == "jax" and hasattr(result, "block_until_ready"):
+                result.block_until_ready()
+            if target:
+                deliver(result, arrays, target, entrant.library)
+            return result
+
+        return real
+
+    def call(self) -> Any:
+        if self.renewed:
+            self.arrays.renew()
+            self.bound = self.bind()
+        return self.bound()
+
+
+def deliver(result: Any, arrays: Arrays, target: str, library: str) -> None:
+    """Makes sure that `result` is an array of `library` and lies in the operand `target`, where the judge reads it."""
+    require_kind(result, library)
+    shape, dtype = arrays.shapes[target]
+    if tuple(result.shape) != shape:
+        raise WrongResult(f"the result has shape {tuple(result.shape)}, the problem asks for {shape}")
+    given = str(result.dtype).rpartition(".")[2]
+    if given != dtype:
+        raise WrongResult(f"the result is {given}, the problem asks for {dtype}")
+    holder = library
+    if library == "jax":
+        holder = "numpy" if arrays.device.kind == "cpu" else arrays.device.default_arrays
+    place = arrays.array(target, holder)
+    if holder == library and address_of(result) == address_of(place) and _steps(result) == _steps(place):
+        return
+    if library == "numpy":
+        np.copyto(place, result)
+    elif library == "torch":
+        place.copy_(result.detach())
+    elif library == "cupy":
+        place[...] = result
+    elif holder == "numpy":
+        np.copyto(place, np.asarray(result))
+    elif holder == "torch":
+        place.copy_(arrays.device.torch.from_dlpack(result))
+    else:
+        place[...] = arrays.device.cupy.from_dlpack(result)
+
+
+def require_kind(result: Any, library: str) -> None:
+    """WrongResult unless `result` is an array of `library` itself: anything else may do its work when it is looked at."""
+    kind = type(result)
+    if library == "numpy":
+        right = kind is np.ndarray
+    elif library == "jax":
+        right = kind.__module__.partition(".")[0] in ("jax", "jaxlib") and hasattr(kind, "unsafe_buffer_pointer")
+    elif library == "torch":
+        import torch
+
+        right = kind in (torch.Tensor, torch.nn.Parameter)
+    else:
+        import cupy
+
+        right = kind is cupy.ndarray
+    if not right:
+        raise WrongResult(f"the result is a {kind.__module__}.{kind.__qualname__}, not an array of {library}")
+
+
+def _steps(array: Any) -> tuple[int, ...]:
+    return tuple(array.stride()) if hasattr(array, "stride") else tuple(array.strides)
+
+
+def _attach(descriptions: list[dict], fds: list[int], device: Cpu | Cuda) -> list[Region]:
+    try:
+        return [Region(d, fds.pop(0) if d["kind"] == "host" else None, device) for d in descriptions]
+    except OSError as error:
+        raise report.UsageError(f"memory cannot be shared: {error}") from error

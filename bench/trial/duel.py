@@ -1,0 +1,409 @@
+"""A candidate against baselines on one problem: trials, timing in turns, trials again. All of it happens here, in the
+judge's process; contenders live in workers, which are told what to call and are believed nothing.
+
+Results are read from memory that the judge shares with a worker, expected ones exist here alone, and time is what passes
+by the judge's clock from before a worker goes on until all of it stands still again. Everybody whose turn it is not
+stands still.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from bench import report
+from bench.contenders import peers
+from bench.machine import device as devices
+from bench.machine.device import Cpu, Cuda
+from bench.problems import Case
+from bench.problems.operands import WrongResult
+from bench.timing.rounds import Samples, take_turns
+from bench.trial import isolation, processes, trials
+from bench.trial.pool import Pool, SharedOperands
+from bench.trial.shared import DeviceRegion
+from bench.trial.trials import Lost
+
+# A sample is long beside waking a worker and stopping it, which took 40 microseconds where it was looked at (2 cores, Zen 5).
+SAMPLE_SECONDS = {"cpu": 2e-2, "cuda": 1e-2}
+# Samples hold as many calls of each contender as of the fastest, unless they get so many times as long: waking a worker
+# then costs each call of them the same.
+LONGER = 5
+# Samples of a baseline alone, before the candidate is loaded and after it has ended.
+ALONE = 3
+# A worker's clock reads less than the judge's by what a baseline's does; three times that, and this share, are accepted.
+CLAIM_SHARE = 0.3
+# Seconds until a GPU answers on which nobody's work runs any more.
+IDLE_SECONDS = 1e-3
+Say = Callable[[str], None]
+
+
+class Table:
+    """The judge's device, what it shares with workers, and the workers of baselines, which go from problem to problem."""
+
+    def __init__(self, device: str):
+        self.home = _home(device)
+        self.kind = device
+        self.workers: dict[str, isolation.Worker] = {}
+        self.on_device = device == "cuda" and self._shares()
+        if device == "cuda" and not self.on_device:
+            self.home = _home("cpu")
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+    def worker(self, name: str) -> isolation.Worker:
+        return self.workers.setdefault(name, isolation.Worker())
+
+    def _shares(self) -> bool:
+        return _device_memory_is_shared(self.home)
+
+
+@functools.cache
+def _device_memory_is_shared(home: Cuda) -> bool:
+    """Whether another process can open device memory of this one: not in every container."""
+    try:
+        region = DeviceRegion(1, home)
+    except OSError:
+        return False
+    with processes.hidden(), isolation.Worker(confined=True) as worker:  # as it will be
+        seen = worker.call("bench.trial.contestant:probe", {"region": region.description()}, 120.0)
+    region.close()
+    return seen.ok and seen.value is True
+
+
+@functools.cache
+def _home(device: str) -> Cpu | Cuda:
+    return devices.open_device(device)
+
+
+class Remote:
+    """A contender in a worker. `judged`: it fills outputs that are looked at, as the candidate does."""
+
+    def __init__(self, name: str, worker: isolation.Worker, table: Table, time_limit: float, judged: bool):
+        self.name, self.worker, self.table, self.limit, self.judged = name, worker, table, time_limit, judged
+        self.device = self  # of which take_turns asks what it asks a device
+        self.kind = table.kind
+        self.calls, self.clock, self.note = 1, "calls", None
+        self.observed: list[float] = []
+        self.claimed: list[Any] = []
+        self.held: list[SharedOperands] = []
+        self.check: Callable[[Remote], None] = lambda remote: None
+
+    # ---- what take_turns asks ----
+
+    @property
+    def launches(self) -> int:
+        return self.calls
+
+    def settle(self) -> float:
+        """Nobody else runs: there is nothing to wait for."""
+        return 0.0
+
+    def waited_for_cores(self) -> float:
+        return processes.waited_for_cores(self.worker.pid) if self.kind == "cpu" else 0.0
+
+    def sample(self) -> float:
+        """Seconds a call of one sample, on inputs that nobody has seen."""
+        self.pool.refill(self.calls)
+        if self.judged:
+            self.pool.poison()
+        self.pool.settle()
+        self._transfer("load")
+        outcome, seconds = self.worker.timed("bench.trial.contestant:sample", {"calls": self.calls}, self.limit)
+        self._require(outcome)
+        self.observed.append(seconds)
+        self.claimed.append(outcome.value)
+        self._transfer("store")
+        self.check(self)
+        return seconds / self.calls
+
+    # ---- off the clock ----
+
+    def ask(self, function: str, fds: list[int] | tuple = (), **arguments: Any) -> Any:
+        """Calls a function of ``contestant``; afterwards the worker stands still."""
+        outcome = self.worker.call(f"bench.trial.contestant:{function}", arguments, self.limit, fds=fds)
+        if outcome.status == "usage" and function == "load":
+            raise report.UsageError(outcome.reason)
+        self._require(outcome)
+        self.worker.freeze()
+        return outcome.value
+
+    def _require(self, outcome: isolation.Outcome) -> None:
+        if outcome.status in ("failed", "usage"):
+            self.worker.freeze()
+            kind, _, text = outcome.reason.partition(": ")
+            raise WrongResult(text if kind == "WrongResult" else f"raised {outcome.reason}")
+        if not outcome.ok:
+            raise Lost(f"{outcome.status}: {outcome.reason}")
+
+    def load(self, arrays: str | None, role: str, case: Case) -> str | None:
+        """Opens it in its worker. -> why it cannot do the problem."""
+        self.ask("load", name=self.name, device=self.kind, arrays=arrays, role=role)
+        refusal = self.ask("refuses", case=str(case))
+        return None if refusal is None else str(refusal)
+
+    def trials(self, case: Case, seed: int, values: Sequence[str], say: Say = lambda text: None) -> trials.Checked:
+        def make(trial: Case, guard_byte: int) -> SharedOperands:
+            self.held.append(SharedOperands(trial, self.table.home, guard_byte, self.table.on_device))
+            return self.held[-1]
+
+        def attempt(operands: Any) -> Any:
+            regions, slot, fds = operands.description()
+            self.ask("trial", fds, case=str(operands.case), regions=regions, slot=slot)
+            return operands.array("result", self.table.home.default_arrays)
+
+        return trials.run(attempt, make, case, seed, values, say)
+
+    def join(self, pool: Pool, seconds: float) -> None:
+        """Attaches the pool and finds how many calls make a sample of that many seconds."""
+        self.pool = pool
+        regions, slots, fds = pool.description(self.judged)
+        self.ask("prepare", fds, case=str(pool.case), regions=regions, slots=slots, kept=self.judged)
+        one = self._arrange(1)
+        self._arrange(self._fitting(pool, seconds / max(one, 1e-7)))
+        # Graphs take less than the calls that they are made of; a call may know its inputs, and take less than in samples.
+        took = min(self.sample() for _ in range(2)) * self.calls
+        if not 0.5 * seconds < took < 4 * seconds:
+            self.lengthen(self._fitting(pool, self.calls * seconds / max(took, 1e-7)))
+        self.observed, self.claimed = [], []
+
+    def lengthen(self, calls: int) -> None:
+        """Makes samples of that many calls."""
+        if calls != self.calls:
+            self._arrange(calls)
+            self.sample()
+        self.observed, self.claimed = [], []
+
+    def _arrange(self, calls: int) -> float:
+        """-> seconds of a call, as the worker tells: a lie makes its own samples too short or too long."""
+        self.calls = calls
+        arranged = self.ask("arrange", calls=calls)
+        if not isinstance(arranged, dict) or arranged.get("clock") not in ("graph", "calls"):
+            raise Lost("forged: a reply that answers another question")
+        self.clock, self.note = arranged["clock"], arranged.get("note")
+        told = arranged.get("seconds")
+        return told if isinstance(told, float) and told > 0 else math.inf
+
+    @staticmethod
+    def _fitting(pool: Pool, calls: float) -> int:
+        return max(1, min(pool.slots, round(calls)))
+
+    def alone(self) -> float:
+        """Median seconds a call of a few samples that do not count."""
+        seen = len(self.observed)
+        found = float(np.median([self.sample() for _ in range(ALONE)]))
+        del self.observed[seen:], self.claimed[seen:]
+        return found
+
+    def leave(self) -> None:
+        """Lets the worker go of the problem's memory, unless it has ended, and gives that back."""
+        if self.worker.process and self.worker.process.poll() is None:
+            with contextlib.suppress(Lost, WrongResult):
+                self.ask("leave")
+        for operands in self.held:
+            operands.close()
+        self.held = []
+
+    def behind(self) -> float:
+        """Seconds by which its own clock read less than the judge's, in the tenth of samples where that was least, for
+        others may hold the judge up; NaN where it read nonsense."""
+        gaps = [seen - claim if isinstance(claim, float) and 0 < claim < seen else math.nan
+                for seen, claim in zip(self.observed, self.claimed)]  # fmt: skip
+        return float(np.quantile(gaps, 0.1))
+
+    def _transfer(self, direction: str) -> None:
+        if self.kind == "cuda" and not self.table.on_device:
+            self.ask("transfer", direction=direction)
+
+
+def duel(
+    candidate: str,
+    baselines: list[str],
+    case: str,
+    table: Table,
+    worker: isolation.Worker | None = None,
+    arrays: str | None = None,
+    rounds: int = 240,
+    seconds: float = 20.0,
+    seed: int = 0,
+    cold: bool = False,
+    values: list[str] | None = None,
+    sample_seconds: float | None = None,
+    time_limit: float = 300.0,
+    say: Say = lambda text: None,
+) -> dict[str, Any]:
+    """Judges and times; returns a JSON document with `correct`, `failures` and, per baseline, samples and interval.
+
+    What is timed works on ordinary inputs. `worker` runs the candidate and goes on afterwards; by default it gets one of
+    its own. `seconds` bounds the rounds, `time_limit` every single call of a worker.
+    """
+    if candidate in baselines:
+        raise report.UsageError(f"baseline is {candidate!r}, which is the candidate; accepted: any other contender")
+    problem = Case.parse(case)
+    document: dict[str, Any] = {"case": case, "candidate": candidate, "failures": [], "correct": False}
+    match = _Match(problem, table, seed, cold, sample_seconds or SAMPLE_SECONDS[table.kind], time_limit, say)
+    challenger = Remote(candidate, worker or isolation.Worker(confined=True), table, time_limit, judged=True)
+    try:
+        document["refused"] = match.invite(baselines)
+        with processes.hidden():
+            try:
+                match.judge(challenger, document, arrays, list(values or trials.HARD), rounds, seconds)
+            except Lost as error:
+                status, _, reason = str(error).partition(": ")
+                document["failures"].append(f"{status} during {match.stage}: {reason}")
+            except WrongResult as error:
+                document["failures"].append(str(error))
+            finally:
+                if worker is None:
+                    challenger.worker.close()
+        document["correct"] = not document["failures"]
+        if document["correct"]:
+            document["conditions"] = (document["conditions"] or {}) | {"slowed": match.slowed()}
+    finally:
+        challenger.leave()
+        match.close()
+    return document
+
+
+class _Match:
+    """One problem: its pool, the baselines that run it, and what happens to a challenger."""
+
+    def __init__(self, problem: Case, table: Table, seed: int, cold: bool, sample_seconds: float, time_limit: float,
+                 say: Say):  # fmt: skip
+        self.problem, self.table, self.seed = problem, table, seed
+        self.sample_seconds, self.limit, self._say = sample_seconds, time_limit, say
+        self.pool = Pool(problem, table.home, seed, table.on_device, cold)
+        self.opponents: list[Remote] = []
+        self.before: dict[str, float] = {}
+        self.answers: list[float] = []
+        self.stage = "start"
+
+    def begin(self, stage: str) -> None:
+        self.stage = stage
+        self._say(stage)
+
+    def within(self, text: str) -> None:
+        self._say(f"{self.stage}: {text}")
+
+    def invite(self, baselines: list[str]) -> dict[str, str]:
+        """Keeps those that run the problem rightly, and times each alone. -> {baseline: why it does not}."""
+        self.begin("baselines")
+        refused: dict[str, str] = {}
+        for name in baselines:
+            opponent = Remote(name, self.table.worker(name), self.table, self.limit, judged=False)
+            self.opponents.append(opponent)
+            try:
+                why = opponent.load(None, "baseline", self.problem)
+                if why is None:
+                    checked = opponent.trials(self.problem, self.seed + 50, ("normal",))
+                    why = None if checked.passed else checked.failures[0]
+                if why is None:
+                    opponent.join(self.pool, self.sample_seconds)
+                    self.before[name] = opponent.alone()
+            except report.UsageError as error:
+                if name not in peers.PEERS:  # a typing error, not a library that is not installed
+                    raise
+                why = str(error)
+            except (Lost, WrongResult) as error:
+                why = str(error)
+            if why is not None:
+                self.opponents.remove(opponent)
+                opponent.leave()
+                refused[name] = why
+        return refused
+
+    def judge(self, challenger: Remote, document: dict[str, Any], arrays: str | None, values: list[str], rounds: int,
+              seconds: float) -> None:  # fmt: skip
+        """Adds to `document`; returns at the first failure, or raises it."""
+        treated = {o.name: processes.favour(o.worker.pid) for o in self.opponents}
+        self.begin("load")
+        if refusal := challenger.load(arrays, "candidate", self.problem):
+            document["failures"].append(f"refused: {refusal}")
+            return
+        self.begin("trials")
+        first = challenger.trials(self.problem, self.seed + 100, values, self.within)
+        document |= {"frobenius": first.frobenius, "max_abs": first.max_abs, "failures": first.failures}
+        if not first.passed:
+            return
+        self.begin("timing")
+        challenger.check = lambda remote: self._check(remote, first, treated)
+        challenger.join(self.pool, self.sample_seconds)
+        watches = {r.name: r for r in (challenger, *self.opponents)}
+        most = max(remote.calls for remote in watches.values())
+        for remote in watches.values():
+            remote.lengthen(min(most, LONGER * remote.calls))
+        self.answers.clear()
+        samples = take_turns(watches, rounds, seconds, self.seed, workers=[r.worker.pid for r in watches.values()],
+                             say=self.within)  # fmt: skip
+        failures = document["failures"]
+        if self.pool.broken_fences():
+            failures.append("after timing: wrote beside its outputs")
+        if why := self._contradiction(challenger):
+            failures.append(why)
+        if self.answers and np.median(self.answers) > IDLE_SECONDS:
+            failures.append("the GPU was still at work after its calls had returned")
+        self.begin("trials again")
+        again = challenger.trials(self.problem, self.seed + 7919, values[:3], self.within)
+        failures += [f"after timing: {text}" for text in again.failures]
+        document |= _figures(challenger.name, [o.name for o in self.opponents], watches, samples)
+
+    def _check(self, challenger: Remote, bounds: trials.Checked, treated: dict[str, Any]) -> None:
+        """After each of the challenger's samples, while nobody runs: WrongResult when something is not as it should be."""
+        number = len(challenger.observed)
+        if moving := challenger.worker.moving():
+            raise WrongResult(f"timed sample {number}: processes that it started went on after its calls had returned: "
+                              f"{len(moving)}")  # fmt: skip
+        for opponent in self.opponents:
+            was, now = treated[opponent.name] or {}, processes.favour(opponent.worker.pid) or {}
+            if any(now.get(thread, how) != how for thread, how in was.items()):
+                raise WrongResult(f"timed sample {number}: cores or priority of {opponent.name} were changed")
+        if self.table.on_device:
+            self.answers.append(self.pool.answer_seconds())
+        if wrong := self.pool.look(bounds.bound, bounds.frobenius_bound):
+            raise WrongResult(f"timed sample {number}: {wrong}")
+
+    def _contradiction(self, challenger: Remote) -> str | None:
+        """Why the times that its worker reported cannot be true."""
+        behind, seen = challenger.behind(), float(np.quantile(challenger.observed, 0.1))
+        usual = max([o.behind() for o in self.opponents], default=seen)
+        if behind <= 3 * usual + CLAIM_SHARE * seen:
+            return None
+        return (f"its samples took {seen:.3g} s by the judge's clock, and its own read {behind:.3g} s less "
+                f"(a baseline's {usual:.3g} s)")  # fmt: skip
+
+    def slowed(self) -> dict[str, float]:
+        """By baseline: its time beside the challenger over that alone, before and after (the slower of both)."""
+        found = {}
+        for opponent in self.opponents:
+            beside = float(np.median(opponent.observed)) / opponent.calls
+            found[opponent.name] = beside / max(self.before[opponent.name], opponent.alone())
+        return found
+
+    def close(self) -> None:
+        for opponent in self.opponents:
+            opponent.leave()
+        self.pool.close()
+
+
+def _figures(candidate: str, baselines: list[str], watches: dict[str, Remote], samples: Samples) -> dict[str, Any]:
+    """How it was timed, every sample, and the interval of candidate / baseline for each baseline."""
+    return {
+        "clock": {name: w.clock for name, w in watches.items()},
+        "notes": {name: w.note for name, w in watches.items() if w.note},
+        "calls": {name: w.calls for name, w in watches.items()},
+        "rounds": len(samples.seconds[candidate]),
+        "stopped": samples.stopped,
+        "conditions": samples.conditions_summary(),
+        "seconds": {name: float(np.median(s)) for name, s in samples.seconds.items()},
+        "samples": {name: s.tolist() for name, s in samples.seconds.items()},
+        "ratios": {name: samples.interval(candidate, name).as_dict() for name in baselines},
+    }

@@ -1,0 +1,1 @@
+"""What ``bench tune`` searches: spaces, strategies, how a variant is built and scored."""
