@@ -74,7 +74,7 @@ def cotangents(problem: gradients.Problem, results):
 def alone(script: str, *, devices=4, **environment):
     """Runs a script in a process of its own, where the CPU counts as several devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "frameworks"), os.environ.get("PYTHONPATH", "")])
     known = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=known, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

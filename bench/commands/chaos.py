@@ -1,7 +1,7 @@
 """Runs every CUDA kernel under random delays: the tests of a chaos build, in processes that may hang.
 
 A build with FA_CHAOS=1 delays warps at random wherever a kernel synchronises and ends a wait that lasts two seconds
-(kernels/common/chaos.cuh). This command runs a kernel's contract and the cases of tests/test_chaos.py there, in batches of a
+(kernels/common/chaos.cuh). This command runs a kernel's contract and the cases of tests/kernels/test_chaos.py there, in batches of a
 process and a seed each, and says which waits ended. Exit status 0 when every test of every kernel passed.
 """
 
@@ -25,8 +25,8 @@ from bench.machine import device as devices
 from bench.recording import record, suites
 
 SUMMARY = "run the kernels of a chaos build (FA_CHAOS=1) under random delays"
-FILES = ("test_contract.py", "test_chaos.py")
-OWN_FILE = "test_{kernel}.py"  # of a kernel that has tests of its own
+FILES = ("contract/test_contract.py", "kernels/test_chaos.py")
+OWN_FILE = "kernels/test_{kernel}.py"  # of a kernel that has tests of its own
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """A CPU emulator of CUDA for this project's kernels: their sources as they are, compiled by g++ in place of nvcc.
 
     PYTHONPATH=tests python -m emulator simt -o /tmp/simt.so -DHEAD_DIM=64
-    PYTHONPATH=tests python -m pytest -p emulator.plugin --emulated /tmp/simt.so tests/test_contract.py -k D64
+    PYTHONPATH=tests python -m pytest -p emulator.plugin --emulated /tmp/simt.so tests/contract/test_contract.py -k D64
 
 What is emulated: threads (a fiber each), barriers, warps' collectives, shared memory, atomics, cp.async, ldmatrix,
 mma.sync; of Hopper mbarriers, TMA, wgmma, clusters. ``include/`` stands in for CUDA's headers, ``ptx.py`` for inline PTX,

@@ -1,6 +1,6 @@
 """Runs the project's tests on emulated kernels.
 
-    PYTHONPATH=tests python -m pytest -p emulator.plugin --emulated /tmp/simt.so tests/test_contract.py -k D64
+    PYTHONPATH=tests python -m pytest -p emulator.plugin --emulated /tmp/simt.so tests/contract/test_contract.py -k D64
 
 Each library of ``python -m emulator`` becomes a kernel of its operation, for arrays of the CPU. Of the tests that take every
 kernel of an operation those of this one run, and no others. ``--largest N`` skips cases with more than N scores; a case that

@@ -10,7 +10,7 @@ import pytest
 
 from fa_ext import _build
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 500
 
 C_FILES = sorted(

@@ -24,7 +24,7 @@ FEATURES = {
     "dropout": dict(dropout=(0.1, 1)),
 }
 #: The first bit that means nothing yet.
-NEXT_BIT = len(re.findall(r"^    X\(", (Path(__file__).parent.parent / "csrc" / "fa.h").read_text(), re.MULTILINE))
+NEXT_BIT = len(re.findall(r"^    X\(", (Path(__file__).parents[2] / "csrc" / "fa.h").read_text(), re.MULTILINE))
 OF_SIMT = ("ALiBi slopes", "dropout")  # and of what runs on the CPU
 LACKS = {
     "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),

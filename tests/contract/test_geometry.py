@@ -12,7 +12,7 @@ import pytest
 
 from fa_ext import reference_serving
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FAR = 1 << 60  # FA_UNBOUNDED
 
 SOURCE = """

@@ -41,8 +41,8 @@ def test_an_unknown_kernel_is_refused_with_the_names(chaos_build, monkeypatch, c
 def test_the_plan_deals_the_contract_and_takes_a_kernels_own_file():
     batches = list(chaos.plan(["wgmma_sm90", "minimal"], "", 2, 3))
     assert len(set(batches)) == len(batches) == 2 * (2 * (3 + 1) + 1)
-    assert ("wgmma_sm90", 2, "test_wgmma_sm90.py", 0, 1) in batches
-    assert {batch[2] for batch in chaos.plan(["minimal"], "chaos", 1, 3)} == {"test_chaos.py"}
+    assert ("wgmma_sm90", 2, "kernels/test_wgmma_sm90.py", 0, 1) in batches
+    assert {batch[2] for batch in chaos.plan(["minimal"], "chaos", 1, 3)} == {"kernels/test_chaos.py"}
     assert all((machine.ROOT / "tests" / batch[2]).is_file() for batch in batches)
 
 
@@ -79,7 +79,7 @@ def test_a_process_counts_its_tests_and_gets_seed_kernel_and_shard(monkeypatch):
 
 def test_shards_are_every_nth_test():
     def count(shard):
-        argv = [sys.executable, "-m", "pytest", "--collect-only", "tests/test_bench_chaos.py", "--shard", shard]
+        argv = [sys.executable, "-m", "pytest", "--collect-only", "tests/laboratory/test_bench_chaos.py", "--shard", shard]
         printed = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True).stdout
         return {line for line in printed.splitlines() if "::" in line}
 

@@ -14,7 +14,7 @@ import rows
 from case import Case
 
 KERNEL = "cublas"
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)

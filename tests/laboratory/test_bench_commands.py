@@ -19,7 +19,7 @@ from laboratory import CHEATS, SMALL, command
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "bench" / "examples" / "candidate.py"
 SMALLER = "B1,H1,S64,D32,float32"
 BESIDE_NUMPY = ["measure", "--device", "cpu", "--kernels", "none", "--peers", "numpy", "--seconds", "0.2"]

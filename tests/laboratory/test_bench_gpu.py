@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.gpu
-CHEATS = Path(__file__).with_name("cheats_gpu.py")
+CHEATS = Path(__file__).parents[1] / "cheats_gpu.py"
 CASE = "B1,H4,S256,D64,float16"
 
 
@@ -48,7 +48,7 @@ def test_caught(name, words):
     assert re.search(words, " ".join(found["failures"])), found["failures"]
 
 
-HONEST = Path(__file__).with_name("honest.py")
+HONEST = Path(__file__).parents[1] / "honest.py"
 LARGE = "B1,H8,S1024,D64,float16"
 
 

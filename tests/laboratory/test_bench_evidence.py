@@ -19,7 +19,7 @@ from bench.recording import record, suites
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WHERE = {"device": "cuda", "name": "A GPU"}
 
 
@@ -345,8 +345,8 @@ def test_each_test_is_of_one_kernel_or_of_the_core():
     """--of parts the tests: what the pieces count is each of them once."""
 
     def collected(*options):
-        line = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", *options, "tests/test_import.py",
-                "tests/test_contract.py", "tests/test_cpu_simd.py", "tests/test_wmma.py"]  # fmt: skip
+        line = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", *options, "tests/library/test_import.py",
+                "tests/contract/test_contract.py", "tests/kernels/test_cpu_simd.py", "tests/kernels/test_wmma.py"]  # fmt: skip
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode in (0, 5), done.stderr
         return sum(int(text.rpartition(": ")[2]) for text in done.stdout.splitlines() if text.startswith("tests/"))

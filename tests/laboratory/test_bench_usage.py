@@ -14,7 +14,7 @@ from laboratory import CHEATS, SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def status_of(arguments):
