@@ -5,12 +5,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "check.h"
-#include "dispatch.h"
-#include "problem.h"
-#include "problem_append.h"
-#include "problem_backward.h"
-#include "problem_merge.h"
+#include "memo.h"
+#include "problem/append.h"
+#include "problem/backward.h"
+#include "problem/check.h"
+#include "problem/forward.h"
+#include "problem/merge.h"
 #include "registry.h"
 
 #define LARGEST_STRUCT 4096 /* bytes; a size beyond is no size of a struct */

@@ -16,7 +16,7 @@ typedef struct fa_capi_call {
     const fa_device_info *info;
     fa_plan plan;
     bool checks, checks_device; /* bad contents of index arrays are an error: on the CPU, on a device */
-    void *kept;  /* what the problem points into; freed at the end */
+    void *kept;                 /* what the problem points into; freed at the end */
 } fa_capi_call;
 
 /* Copies a struct that begins with its size; what a caller of an older header lacks is 0. `least`: its first size. */

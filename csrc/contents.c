@@ -4,8 +4,8 @@
 #include <stdlib.h>
 
 #include "device.h"
-#include "problem_append.h"
-#include "problem_sequences.h"
+#include "problem/append.h"
+#include "problem/sequences.h"
 
 enum { ARRAYS = 9 };
 

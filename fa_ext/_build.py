@@ -207,8 +207,9 @@ def kernel_files() -> dict[str, Path]:
 def units_of(source: Path) -> list[Unit]:
     """The compilations of one source file, the slow instances first and the host part last."""
     archs, flags, instances = directives(source)
-    # A kernel and the front end of its operation may share a name, and all objects lie in one folder.
-    own = f"python-{source.stem}" if source.parent == CSRC / "python" else source.stem
+    # A kernel, and the parts of its operation in other folders, may share a name; all objects lie in one folder.
+    place = source.relative_to(CSRC).parts[:-1] if source.is_relative_to(CSRC) else ()
+    own = "-".join((*(part for part in place if part != "cpu"), source.stem))
     units = [
         Unit(source, f"{own}.{name}", (*flags, f"-DFA_INSTANCE={name}", *extra), archs)
         for name, extra in instances.items()
@@ -231,7 +232,7 @@ def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:
     if options.chaos:
         defines["FA_HAVE_CHAOS"] = "1"
     units = [u for f in kernel_files for u in units_of(f)]
-    units += [u for folder in (CSRC, CSRC / "xla", CSRC / "python") for f in sorted(folder.glob("*.c")) for u in units_of(f)]
+    units += [u for f in sorted(CSRC.rglob("*.c")) if f.parent != CSRC / "cpu" for u in units_of(f)]
     # The longest compilations first, so that the last of them does not run alone.
     units.sort(key=lambda u: (not u.is_cuda, "." not in u.name))
     return units, defines
@@ -373,7 +374,7 @@ def _show_progress(futures: list[Future[Path]]) -> None:
 
 def groups_of(units: list[Unit], objects: list[Path]) -> dict[str, list[Path]]:
     """{kernel: its objects}, and the rest as ``core``. A file beside kernels that is none belongs to each of them."""
-    kernels = {u.source for u in units if u.kernel in kernel_names() and u.source.parent != CSRC / "python"}
+    kernels = {u.source for u in units} & set(kernel_files().values())
     groups: dict[str, list[Path]] = {digests.CORE: [], **{source.stem: [] for source in kernels}}
     for unit, target in zip(units, objects, strict=True):
         beside = [source.stem for source in kernels if source.parent == unit.source.parent]

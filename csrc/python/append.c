@@ -1,9 +1,9 @@
 /* append() and explain_append(): arguments -> views -> problem -> plan -> launch. */
-#include "core.h"
+#include "call.h"
 
 #include <string.h>
 
-#include "problem_append.h"
+#include "problem/append.h"
 
 enum {
 #define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \

@@ -1,6 +1,6 @@
 /* Readers of arguments that are no arrays: a name for messages, the value, and the field of the request to fill. Which
  * argument has which reader is said in signature.def. */
-#include "core.h"
+#include "call.h"
 
 fa_code fa_read_index(const char *name, PyObject *value, long low, long high, const char *accepted, long *number,
                       fa_status *status) {

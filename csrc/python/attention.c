@@ -1,6 +1,6 @@
 /* attention(): arguments -> views -> problem -> plan -> launch. Nothing is allocated or written before validation and
  * choice have ended. */
-#include "core.h"
+#include "call.h"
 
 #include <limits.h>
 #include <string.h>

@@ -1,9 +1,9 @@
 /* attention_backward() and explain_backward(): arguments -> views -> problem -> plan -> launch. */
-#include "core.h"
+#include "call.h"
 
 #include <string.h>
 
-#include "problem_backward.h"
+#include "problem/backward.h"
 
 enum {
 #define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \

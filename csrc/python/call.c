@@ -1,5 +1,5 @@
 /* What calls of all operations have in common: arrays, kernel and stream, and the way from a plan to the results. */
-#include "core.h"
+#include "call.h"
 
 #include <stdlib.h>
 

@@ -1,5 +1,5 @@
 /* to_device() and to_numpy(): copies, so that checks need no framework. */
-#include "core.h"
+#include "call.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* Docstrings: what a function does, its signature and its parameters as signature.def has them, and what comes back. */
-#include "core.h"
+#include "call.h"
 
 #include <stdlib.h>
 #include <string.h>

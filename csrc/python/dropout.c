@@ -1,5 +1,5 @@
 /* Reader of dropout=: see fa_dropout in fa.h. */
-#include "core.h"
+#include "call.h"
 
 #include <string.h>
 

@@ -1,5 +1,5 @@
 /* explain() and answers(): what the kernels say to a call, on its own device or on one that is only described. */
-#include "core.h"
+#include "call.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
 /* check= and faults(): bad contents of index arrays that calls meet. Kernels on the CPU leave the counting to the front
  * end, those on a device count by themselves (faults.h). */
-#include "core.h"
+#include "call.h"
 
 #include <string.h>
 

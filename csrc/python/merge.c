@@ -1,11 +1,11 @@
 /* merge() and explain_merge(): arguments -> views -> problem -> plan -> launch. */
-#include "core.h"
+#include "call.h"
 
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "problem_merge.h"
+#include "problem/merge.h"
 
 /* A call. Its arrays are outs[0], the other outs, the lses, then sinks, out and lse where they are given. */
 typedef struct merge {

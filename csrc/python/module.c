@@ -1,5 +1,5 @@
 /* The module fa_ext._core: its state and its functions. */
-#include "core.h"
+#include "call.h"
 
 #include <string.h>
 

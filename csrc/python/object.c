@@ -1,5 +1,5 @@
 /* Python objects for the files above: errors as exceptions, names, attributes. */
-#include "core.h"
+#include "call.h"
 
 #include <string.h>
 

@@ -1,5 +1,5 @@
 /* The arrays of a call of any operation: their stream, and the launch between the streams of their libraries. */
-#include "core.h"
+#include "call.h"
 
 fa_code fa_arrays_stream(fa_state *state, fa_array *array, int count, fa_stream *stream, bool *joins,
                          fa_status *status) {

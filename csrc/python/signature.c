@@ -1,11 +1,11 @@
 /* The table of parameters, and the binding of arguments by it. See signature.def. */
-#include "core.h"
+#include "call.h"
 
 #include <string.h>
 
-#include "problem_append.h"
-#include "problem_backward.h"
-#include "problem_merge.h"
+#include "problem/append.h"
+#include "problem/backward.h"
+#include "problem/merge.h"
 
 _Static_assert(offsetof(fa_append_request, forward) == 0, "what append() shares with attention() has one offset");
 _Static_assert(offsetof(fa_backward_request, forward) == 0, "an option of attention() has one offset in both requests");

@@ -57,7 +57,7 @@ def code(found):
     return {name: (group["device"], group["host"]) for name, group in found.items()}
 
 
-C = ("csrc/cpu/cpu_ref.c", "csrc/cpu/threads.c", "csrc/status.c", "csrc/problem.c")
+C = ("csrc/cpu/cpu_ref.c", "csrc/cpu/threads.c", "csrc/status.c", "csrc/problem/forward.c")
 
 
 @pytest.fixture(scope="module")

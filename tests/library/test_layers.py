@@ -47,7 +47,7 @@ def test_there_is_something_to_look_at():
 def test_only_the_front_end_knows_python(path):
     if path.is_relative_to(ROOT / "csrc" / "python"):
         return
-    theirs = r"(^|/)(Python|numpy/|structmember|datetime|python/|core\.h)"
+    theirs = r"(^|/)(Python|numpy/|structmember|datetime|python/|state\.h|arrays\.h|call\.h)"
     known = [header for header in includes(path) if re.search(theirs, header)]
     assert not known, f"{name(path)} includes {known}; only csrc/python may"
     assert not re.search(r"\bPy(Object|Err|Arg|Long|Unicode|Array)_?\w*", code_of(path))

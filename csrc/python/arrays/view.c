@@ -1,5 +1,5 @@
 /* Descriptions of memory, whichever protocol they came by. */
-#include "core.h"
+#include "python/arrays/arrays.h"
 
 #include <string.h>
 

@@ -1,5 +1,5 @@
 /* What the validation of every operation shares. See check.h. */
-#include "check.h"
+#include "problem/check.h"
 
 #include <stdio.h>
 #include <stdlib.h>

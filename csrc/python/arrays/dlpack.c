@@ -1,5 +1,5 @@
 /* DLPack in: the C exchange API of a type, and the capsules of __dlpack__. */
-#include "core.h"
+#include "python/arrays/arrays.h"
 
 #include <string.h>
 

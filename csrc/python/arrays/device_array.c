@@ -1,7 +1,7 @@
 /* fa_ext.DeviceArray: memory of ours, for results whose library has no allocator that we could ask, and for
  * to_device(). C-contiguous, on a CUDA device or the CPU; speaks DLPack, the CUDA Array Interface and, on the CPU,
  * Python's buffer protocol and __array__(); freed in stream order. */
-#include "core.h"
+#include "python/arrays/arrays.h"
 
 #include <stdlib.h>
 #include <string.h>

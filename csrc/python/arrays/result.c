@@ -1,5 +1,5 @@
 /* Results in the caller's own kind: who allocates, and how the array is handed over. */
-#include "core.h"
+#include "python/arrays/arrays.h"
 
 static fa_code read_address(PyObject *number, void **data, fa_status *status) {
     if (!number) return fa_python_error(status);

@@ -1,10 +1,10 @@
 /* Request of merge() -> problem. See problem_merge.h. */
-#include "problem_merge.h"
+#include "problem/merge.h"
 
 #include <stdio.h>
 
-#include "check.h"
 #include "cpu/threads.h"
+#include "problem/check.h"
 
 #define FIRST "outs[0]"
 

@@ -1,5 +1,5 @@
 /* Types: which library an object belongs to and how it is spoken to, found out once per type. */
-#include "core.h"
+#include "python/arrays/arrays.h"
 
 #include <string.h>
 

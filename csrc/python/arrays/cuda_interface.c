@@ -1,5 +1,5 @@
 /* The CUDA Array Interface (versions 1 to 3), and CuPy's attributes, which say the same in a third of the time. */
-#include "core.h"
+#include "python/arrays/arrays.h"
 
 #include <string.h>
 

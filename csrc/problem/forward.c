@@ -1,14 +1,14 @@
 /* Request -> problem: validation. See problem.h. */
-#include "problem.h"
+#include "problem/forward.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "check.h"
 #include "cpu/threads.h"
-#include "problem_sequences.h"
+#include "problem/check.h"
+#include "problem/sequences.h"
 
 /* A softcap of LARGEST_SOFTCAP changes no score below 1e22 in float64, nor below 1e26 in float32, and is none. Scores
  * within +-SMALLEST_SOFTCAP have the exponential 1 to the last bit of float64, and what is smaller is raised to it.

@@ -1,10 +1,10 @@
 /* Request of append() -> problem. See problem_append.h. */
-#include "problem_append.h"
+#include "problem/append.h"
 
 #include <string.h>
 
-#include "check.h"
 #include "cpu/threads.h"
+#include "problem/check.h"
 #include "tokens.h"
 
 #define FIRST "k_cache"

@@ -1,5 +1,5 @@
 /* NumPy arrays, in and out. The only file that includes NumPy's headers. */
-#include "core.h"
+#include "python/arrays/arrays.h"
 
 #include <numpy/arrayobject.h>
 #include <numpy/arrayscalars.h>

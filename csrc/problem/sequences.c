@@ -1,7 +1,7 @@
 /* The sequences of a call. See problem_sequences.h. */
-#include "problem_sequences.h"
+#include "problem/sequences.h"
 
-#include "check.h"
+#include "problem/check.h"
 
 bool fa_sequences_given(const fa_request *request) {
     const fa_indices *x = &request->indices;

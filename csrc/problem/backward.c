@@ -1,11 +1,11 @@
 /* Request of attention_backward() -> problem. See problem_backward.h. */
-#include "problem_backward.h"
+#include "problem/backward.h"
 
 #include <stdio.h>
 #include <string.h>
 
-#include "check.h"
-#include "problem.h"
+#include "problem/check.h"
+#include "problem/forward.h"
 
 const char *fa_grad_name(fa_grad grad) {
     static const char *const names[FA_GRAD_COUNT] = {"q", "k", "v", "bias", "sinks"};

@@ -1,6 +1,6 @@
 /* PyObject -> fa_view: the way to the file that reads the protocol of an object's library: numpy.c, interface.c,
  * dlpack.c. */
-#include "core.h"
+#include "python/arrays/arrays.h"
 
 #include <string.h>
 

@@ -2,7 +2,7 @@
 #ifndef FA_PROBLEM_APPEND_H
 #define FA_PROBLEM_APPEND_H
 
-#include "problem_sequences.h"
+#include "problem/sequences.h"
 
 /* `forward` has what append() shares with attention(): k, v and q, here the new tokens, out, the indices and the
  * layout. */

@@ -1,5 +1,5 @@
 /* Streams: what stream= accepts, and the order between the stream of a call and those of the arrays' libraries. */
-#include "core.h"
+#include "python/arrays/arrays.h"
 
 /* Number -> address; 0 stays 0. */
 static fa_code read_address(const char *name, PyObject *number, void **handle, fa_status *status) {

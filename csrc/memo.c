@@ -6,13 +6,13 @@
  * aligned, and whether `out` meets an input. Options are compared as bytes, and a call that has any array besides q, k,
  * v and `out` is made anew each time: what a request gains is looked at without a word here. Plans that do not ask to
  * be kept, such as those that depend on the threads of the moment, are made anew, too. */
-#include "dispatch.h"
+#include "memo.h"
 
 #include <string.h>
 
-#include "check.h"
 #include "cpu/threads.h"
-#include "problem.h"
+#include "problem/check.h"
+#include "problem/forward.h"
 #include "registry.h"
 
 enum { MEMO_VIEWS = 4 }; /* q, k, v, out */
