@@ -6,8 +6,6 @@ holds a call against float64, ``merge()`` joins results over parts of the keys, 
 """
 
 import importlib
-import sys
-import types
 from pathlib import Path
 
 try:
@@ -66,17 +64,14 @@ __all__ = [
 ]
 
 
-class _Package(types.ModuleType):
-    """Binds ``fa_ext.verify`` and its like of other operations to the functions, whichever way their modules of
-    the same name are first imported."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in ("verify", "verify_append", "verify_backward", "verify_merge") and isinstance(value, types.ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+# The module that has what loads on first use: a call needs none of it.
+_LATER = {
+    "dropout_keep": "dropout",
+    "verify": "judge",
+    "verify_append": "judge.append",
+    "verify_backward": "judge.backward",
+    "verify_merge": "judge.merge",
+}
 
 
 def get_include() -> str:
@@ -85,12 +80,11 @@ def get_include() -> str:
 
 
 def __getattr__(name: str):
-    """Verifiers and references load on first use: a call needs none of them."""
-    if name in ("verify", "verify_append", "verify_backward", "verify_merge", "reference", "reference_backward", "reference_serving"):
-        importlib.import_module(f".{name}", __name__)  # binds the name
-        return globals()[name]
-    if name == "dropout_keep":
-        return importlib.import_module(".dropout", __name__).dropout_keep
+    if name in ("judge", "reference"):
+        return importlib.import_module(f".{name}", __name__)
+    if name in _LATER:
+        globals()[name] = found = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,6 +1,5 @@
+from . import judge as judge
 from . import reference as reference
-from . import reference_backward as reference_backward
-from . import reference_serving as reference_serving
 from ._core import CudaError as CudaError
 from ._core import DeviceArray as DeviceArray
 from ._core import UnsupportedError as UnsupportedError
@@ -19,10 +18,10 @@ from ._core import to_device as to_device
 from ._core import to_numpy as to_numpy
 from ._core import workspace_size as workspace_size
 from .dropout import dropout_keep as dropout_keep
-from .verify import verify as verify
-from .verify_append import verify_append as verify_append
-from .verify_backward import verify_backward as verify_backward
-from .verify_merge import verify_merge as verify_merge
+from .judge import verify as verify
+from .judge.append import verify_append as verify_append
+from .judge.backward import verify_backward as verify_backward
+from .judge.merge import verify_merge as verify_merge
 
 __all__ = [
     "CudaError",

@@ -15,8 +15,8 @@ import fa_ext
 import rows
 from case import Case
 from fa_ext import reference
-from fa_ext.reference_backward import gradients
-from fa_ext.verify_backward import BackwardReport, judge_backward, spread_backward, zeros_of
+from fa_ext.judge.backward import BackwardReport, judge_backward, spread_backward, zeros_of
+from fa_ext.reference.backward import gradients
 from operands import dtype_of, place
 
 KERNELS = fa_ext.kernels("backward")

@@ -13,7 +13,7 @@ import numpy as np
 import gradients
 from case import Case
 from fa_ext import reference
-from fa_ext.reference_backward import gradients as exact_gradients
+from fa_ext.reference.backward import gradients as exact_gradients
 
 ROOT = Path(__file__).resolve().parent.parent
 

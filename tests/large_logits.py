@@ -1,7 +1,7 @@
 """How often a kernel leaves the bounds where scores are large, over many seeds: ``python tests/large_logits.py --kernels simt``.
 
 Large scores are where the order of float32 sums shows: few keys decide a row, and what rounding does to their scores
-goes straight into the result. A kernel whose sums are in plain's order (``fa_ext/reference.py``) is never over; the counts of
+goes straight into the result. A kernel whose sums are in plain's order (``fa_ext/reference/__init__.py``) is never over; the counts of
 one whose order is a library's are what this prints.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import fa_ext
 import rows
 from fa_ext import reference
-from fa_ext.verify import judge
+from fa_ext.judge import judge
 from operands import dtype_of
 
 AMPLITUDES = (1, 5, 10, 20, 40)

@@ -13,7 +13,7 @@ import numpy as np
 import fa_ext
 from case import Case
 from fa_ext import _core, reference
-from fa_ext.verify import OTHER_ORDER, Report, judge, spread
+from fa_ext.judge import OTHER_ORDER, Report, judge, spread
 from operands import BFLOAT16, Unplaceable, dtype_of, place
 
 # Elements around each output that no kernel may touch; keeps the output's alignment.

@@ -13,7 +13,7 @@ from bench.problems import ARRAYS, Case
 from bench.problems.memory import GUARD_BYTES, NAN_BYTE, Block, address_of, numpy_dtype, to_host
 
 if TYPE_CHECKING:
-    from fa_ext.verify import Report
+    from fa_ext.judge import Report
 
 INPUTS = ("q", "k", "v", *ARRAYS)
 # Work that one float64 check may cost; larger problems are checked on randomly drawn queries.
@@ -108,7 +108,7 @@ class Operands(Arrays):
 
     def judge(self, result: Any) -> Report:
         """`result`, an array of any library in the case's layout, against float64 on the current inputs."""
-        from fa_ext.verify import OTHER_ORDER, judge
+        from fa_ext.judge import OTHER_ORDER, judge
 
         case, xp = self.case, self._xp()
         got = self.values_of(result)
@@ -135,7 +135,7 @@ class Operands(Arrays):
         """(queries drawn or None for all, reference, plain, exempt) of the current inputs, computed once."""
         if self._judged_by is None:
             from fa_ext import reference
-            from fa_ext.verify import spread
+            from fa_ext.judge import spread
 
             case, xp = self.case, self._xp()
             as_array = self._as_numpy if xp is np else self._as_cupy

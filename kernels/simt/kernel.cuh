@@ -142,7 +142,7 @@ template <typename T, Tile t> struct LaneTile {
         }
     }
 
-    /* s = Q K^T. Float32 sums eight products at a time, in the order of the plain formula (fa_ext/reference.py): with
+    /* s = Q K^T. Float32 sums eight products at a time, in the order of the plain formula (fa_ext/reference/__init__.py): with
      * one chain over head_dim, scores in the hundreds come out two to three times as far off, which float32 alone is
      * precise enough to show. It then takes half of the rows at a time, since registers hold no more; 6% slower with 8
      * rows a lane at head_dim 64, no slower elsewhere. */

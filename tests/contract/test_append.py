@@ -7,7 +7,7 @@ import pytest
 
 import fa_ext
 import rows
-from fa_ext.reference_serving import rotate
+from fa_ext.reference.serving import rotate
 from operands import BFLOAT16, dtype_of, place
 from rows import library_of as library
 from rows import on

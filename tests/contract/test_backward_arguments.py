@@ -198,8 +198,8 @@ def test_elements_that_are_not_written_are_noticed(monkeypatch):
 
 
 def test_scaling_dout_does_not_change_the_verdict():
-    from fa_ext.reference_backward import gradients
-    from fa_ext.verify_backward import judge_backward
+    from fa_ext.judge.backward import judge_backward
+    from fa_ext.reference.backward import gradients
 
     given = {n: x for n, x in arguments().items() if n not in ("out", "lse")}
     for wrong in (1.0, 1 + 3e-5):

@@ -12,8 +12,8 @@ import gradients
 import rows
 from case import Case
 from fa_ext import reference
-from fa_ext.reference_backward import gradients as reference_gradients
-from fa_ext.verify_backward import judge_backward
+from fa_ext.judge.backward import judge_backward
+from fa_ext.reference.backward import gradients as reference_gradients
 from gradients import KERNELS, Problem, judged, make, placed, run, verdict
 
 HALVES = ("float16", "bfloat16")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fa_ext import reference_serving
+from fa_ext.reference import serving
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FAR = 1 << 60  # FA_UNBOUNDED
@@ -141,7 +141,7 @@ def test_entries_and_ranges_are_the_references(resolve, seed):
     for n in range(60):
         given = problem(seed * 1000 + n)
         batch, table = given["batch"], given.get("page_table")
-        want, _ = reference_serving.resolve(**given)
+        want, _ = serving.resolve(**given)
         left, right = (FAR if x is None else x for x in given["window"] or (None, None))
         right = min(right, 0) if given["causal"] else right
         queries = sum(s.seq_q for s in want)

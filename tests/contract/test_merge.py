@@ -8,7 +8,7 @@ import pytest
 import fa_ext
 import rows
 from fa_ext import reference
-from fa_ext.verify_merge import half_ulp, judge_merge
+from fa_ext.judge.merge import half_ulp, judge_merge
 from operands import dtype_of, place
 
 KERNELS = fa_ext.kernels("merge")

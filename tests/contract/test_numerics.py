@@ -12,7 +12,7 @@ import large_logits
 import rows
 from case import Case
 from fa_ext import reference
-from fa_ext.verify import judge
+from fa_ext.judge import judge
 
 SIZE = dict(batch=1, heads=2, seq_q=40, seq_k=150, head_dim=32, head_dim_v=24, dtype="float32")
 ADVERSARIAL = {

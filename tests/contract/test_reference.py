@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from fa_ext import reference, reference_dense
+from fa_ext import reference
+from fa_ext.reference import dense
 
 
 def naive(q, k, v, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None):
@@ -77,7 +78,7 @@ def options():
 @pytest.mark.parametrize("option", list(options()), ids=lambda o: "-".join(o) or "dense")
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
 def test_against_a_loop(option, chunk, monkeypatch):
-    monkeypatch.setattr(reference_dense, "CHUNK_SCORES_CPU", chunk)
+    monkeypatch.setattr(dense, "CHUNK_SCORES_CPU", chunk)
     q, k, v = inputs()
     out, lse = reference.attention(q, k, v, **option)
     want_out, want_lse = naive(q, k, v, **option)
@@ -217,11 +218,11 @@ def in_order(a, b, fused):
 )
 @pytest.mark.parametrize("block", [1, 40, 1 << 16])
 def test_sums_have_an_order_of_our_own(rows, terms, columns, block, fused, monkeypatch):
-    monkeypatch.setattr(reference_dense, "_BLOCK_CPU", block)
+    monkeypatch.setattr(dense, "_BLOCK_CPU", block)
     rng = np.random.default_rng(rows * 1000 + terms)
     a = rng.standard_normal((2, 3, rows, terms)).astype(np.float32)
     b = rng.standard_normal((2, 1, terms, columns)).astype(np.float32)
-    got = reference_dense.by_eights(np, a, b, fused)
+    got = dense.by_eights(np, a, b, fused)
     assert got.shape == (2, 3, rows, columns) and got.dtype == np.float32
     for n, g, i, j in np.ndindex(got.shape):
         assert got[n, g, i, j] == in_order(a[n, g, i], b[n, 0, :, j], fused)
@@ -230,10 +231,10 @@ def test_sums_have_an_order_of_our_own(rows, terms, columns, block, fused, monke
 def test_the_order_of_sums_shows():
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((50, 128), (128, 50)))
-    sums = [reference_dense.by_eights(np, a, b, fused) for fused in (False, True)]
+    sums = [dense.by_eights(np, a, b, fused) for fused in (False, True)]
     assert (sums[0] != sums[1]).any() and np.abs(sums[0] - sums[1]).max() < 1e-4
     halves = a.astype(np.float16).astype(np.float32), b.astype(np.float16).astype(np.float32)
-    np.testing.assert_array_equal(*(reference_dense.by_eights(np, *halves, fused) for fused in (False, True)))
+    np.testing.assert_array_equal(*(dense.by_eights(np, *halves, fused) for fused in (False, True)))
 
 
 def test_plain_in_float64_is_the_reference():
@@ -250,8 +251,8 @@ def test_plain_sums_alike_on_every_machine(dtype):
     rng = np.random.default_rng(4)
     a, b = (rng.standard_normal(s).astype(dtype).astype(np.float32) for s in ((2, 3, 65, 77), (2, 1, 77, 130)))
     for fused in (False, True):
-        there = reference_dense.by_eights(cupy, cupy.asarray(a), cupy.asarray(b), fused)
-        np.testing.assert_array_equal(there.get(), reference_dense.by_eights(np, a, b, fused))
+        there = dense.by_eights(cupy, cupy.asarray(a), cupy.asarray(b), fused)
+        np.testing.assert_array_equal(there.get(), dense.by_eights(np, a, b, fused))
 
 
 @pytest.mark.gpu

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from fa_ext import reference, reference_serving
-from fa_ext.reference_serving import Fault
+from fa_ext import reference
+from fa_ext.reference import serving
+from fa_ext.reference.serving import Fault
 from serving_cases import K_STORAGE, ServingCase, grid, lengths, random_cases
 
 
@@ -74,11 +75,11 @@ CASES = [c for c in (*grid()[::2], *lengths(), *random_cases(60)) if small(c)]
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_a_loop(case):
     values, arguments = case.values(), case.arguments()
-    out, lse = reference_serving.attention(**arguments)
+    out, lse = serving.attention(**arguments)
     want_out, want_lse = spread(case, naive(case, values), arguments)
     np.testing.assert_allclose(out, want_out, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-10, atol=1e-12)
-    plain, _ = reference_serving.plain(**arguments)
+    plain, _ = serving.plain(**arguments)
     assert np.abs(plain - want_out).max(initial=0) < 0.1
 
 
@@ -87,13 +88,13 @@ def test_dense_calls_are_the_dense_reference():
     q, k, v = rng.standard_normal((2, 4, 5, 8)), rng.standard_normal((2, 2, 7, 8)), rng.standard_normal((2, 2, 7, 3))
     bias, mask = rng.standard_normal((4, 5, 7)), rng.random((2, 1, 5, 7)) < 0.6
     options = {"bias": bias, "mask": mask, "causal": "bottom_right", "window": (4, None), "sinks": rng.standard_normal(4)}
-    got = reference_serving.attention(q, k, v, seqlens_k=np.array([7, 7]), **options)
+    got = serving.attention(q, k, v, seqlens_k=np.array([7, 7]), **options)
     for x, want in zip(got, reference.attention(q, k, v, **options)):
         np.testing.assert_allclose(x, want, rtol=1e-12, atol=1e-14)
 
 
 def resolve(**arguments):
-    return reference_serving.resolve(**({"rows_q": 10, "rows_k": 10} | {
+    return serving.resolve(**({"rows_q": 10, "rows_k": 10} | {
         name: np.array(x) if isinstance(x, list) else x for name, x in arguments.items()}))  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def test_a_bad_page_hides_its_keys_and_counts_if_seen():
 
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((1, 2, 4)), rng.standard_normal((2, 2, 1, 4))
-    out, lse = reference_serving.attention(q, k, k, page_table=table, seqlens_k=np.array([8]), layout="bshd")
+    out, lse = serving.attention(q, k, k, page_table=table, seqlens_k=np.array([8]), layout="bshd")
     left = np.concatenate([k[1], k[0]])[None]
     want = reference.attention(q[None], left, left, layout="bshd")
     np.testing.assert_allclose(out, want[0][0], rtol=1e-12)
@@ -134,10 +135,10 @@ def test_nothing_elsewhere_reaches_a_sequence(k):
     """All that is no sequence's is NaN already; here one sequence is too."""
     case = ServingCase(k=k)
     values = case.values()
-    clean = reference_serving.attention(**case.arguments(values))
+    clean = serving.attention(**case.arguments(values))
     for x in values[1]:
         x[:] = np.nan
-    out, _ = reference_serving.attention(**case.arguments(values))
+    out, _ = serving.attention(**case.arguments(values))
     rows = slice(*case.arguments()["cu_seqlens_q"][1:3])
     assert np.isnan(out[rows]).all()
     kept = np.ones(len(out), bool)
@@ -152,10 +153,10 @@ def test_rotate_by_hand():
     angle = np.array([[0.0, 0.0], [0.3, 1.1]])
     rotary = np.cos(angle), np.sin(angle)
     x = np.arange(1.0, 7.0)  # R is 4, D is 6
-    value, size = reference_serving.rotate(x, rotary, 1)
+    value, size = serving.rotate(x, rotary, 1)
     pairs = [(0, 2), (1, 3)]
     for interleaved in (False, True):
-        value, size = reference_serving.rotate(x, rotary, 1, interleaved)
+        value, size = serving.rotate(x, rotary, 1, interleaved)
         for n, (a, b) in enumerate([(0, 1), (2, 3)] if interleaved else pairs):
             turned = complex(x[a], x[b]) * np.exp(1j * angle[1, n])
             assert np.isclose(value[a], turned.real) and np.isclose(value[b], turned.imag)
@@ -175,22 +176,22 @@ def test_appended_keys_are_where_attention_looks():
             j = case.n_k[b] - len(q) + t
             new_k[starts[b] + t], new_v[starts[b] + t] = some_k[j], some_v[j]
             k[table[b, j // 16], j % 16] = v[table[b, j // 16], j % 16] = np.nan
-    got_k, got_v, _, written, faults = reference_serving.append(
+    got_k, got_v, _, written, faults = serving.append(
         k, v, new_k, new_v, layout="bshd", page_table=table, cu_seqlens_q=starts, seqlens_k=lengths_k)  # fmt: skip
     assert not faults and written.sum() == 8
-    result = reference_serving.attention(**(arguments | {"k": got_k, "v": got_v}))
-    for x, want in zip(result, reference_serving.attention(**case.arguments())):
+    result = serving.attention(**(arguments | {"k": got_k, "v": got_v}))
+    for x, want in zip(result, serving.attention(**case.arguments())):
         assert (x == want).all()
 
 
 def test_append_skips_what_has_no_place():
     cache = np.zeros((3, 2, 1, 2))
     k = np.arange(1.0, 13).reshape(6, 1, 2)
-    _, _, _, written, faults = reference_serving.append(cache, cache, k, k, layout="bshd", slots=np.array([-1, 0, 6, 5, -9]))
+    _, _, _, written, faults = serving.append(cache, cache, k, k, layout="bshd", slots=np.array([-1, 0, 6, 5, -9]))
     assert faults == [Fault("slot", -1, 2, 6)] and written.tolist() == [[True, False], [False, False], [False, True]]
 
     table, rotary = np.array([[2, -1], [0, 7]]), (np.ones((1, 1)), np.zeros((1, 1)))
-    got, _, q, written, faults = reference_serving.append(
+    got, _, q, written, faults = serving.append(
         cache, None, k, None, layout="bshd", page_table=table, cu_seqlens_q=np.array([0, 4, 6]), seqlens_k=np.array([3, 5]),
         q=k, rotary=rotary)  # fmt: skip
     assert faults == [Fault("length", 0, 1, -1), Fault("position", 0, 2, 1), Fault("page", 0, 1, -1), Fault("page", 1, 1, 7),

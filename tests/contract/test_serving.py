@@ -10,7 +10,7 @@ import pytest
 import fa_ext
 import rows
 import serving_cases
-from fa_ext import reference_serving
+from fa_ext.reference import serving
 from operands import BFLOAT16, place
 from rows import library_of as library
 from rows import on
@@ -289,7 +289,7 @@ def test_faults_are_the_references(kernel):
         q, k = arguments["q"], arguments["k"]
         given = {n: arguments.get(n) for n in ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "k_range", "positions", "causal", "window")}
         rows_of = lambda x: x.shape[0] if x.ndim == 3 else x.shape[1 if case.layout == "bshd" else 2]  # noqa: E731
-        _, faults = reference_serving.resolve(
+        _, faults = serving.resolve(
             len(case.n_q), rows_of(q), rows_of(k), **given | {"causal": given["causal"] or False}, page_size=rows_of(k),
             pages=len(k), one_each=case.q == "one",
         )  # fmt: skip

@@ -5,7 +5,7 @@ import pytest
 
 import fa_ext
 from case import Case
-from fa_ext.verify import Report, judge
+from fa_ext.judge import Report, judge
 
 
 def arguments(**changes):

@@ -12,8 +12,8 @@ import gradients  # noqa: E402
 import rows  # noqa: E402
 from case import Case  # noqa: E402
 from fa_ext import reference  # noqa: E402
-from fa_ext.reference_backward import gradients as exact_gradients  # noqa: E402
-from fa_ext.verify import judge, spread  # noqa: E402
+from fa_ext.judge import judge, spread  # noqa: E402
+from fa_ext.reference.backward import gradients as exact_gradients  # noqa: E402
 from jax_support import backward_kernel, cotangents, needs, on_cpu, split, wide  # noqa: E402
 from operands import Unplaceable  # noqa: E402
 

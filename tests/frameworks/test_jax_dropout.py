@@ -8,7 +8,7 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import fa_ext.jax  # noqa: E402
-from fa_ext.reference_backward import gradients as exact_gradients  # noqa: E402
+from fa_ext.reference.backward import gradients as exact_gradients  # noqa: E402
 from jax_support import alone, arrays_of, on_cpu  # noqa: E402
 
 STATE = np.array([0x9ABCDEF0, 0x12345678, 7, 0, 0, 0, 0, 0], np.uint32)

@@ -214,7 +214,7 @@ def total(q, k, v):
     return (mapped(q, k, v) ** 2).sum()
 found = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*(arrays[n] for n in "qkv"))
 from fa_ext import reference
-from fa_ext.reference_backward import gradients
+from fa_ext.reference.backward import gradients
 out, lse = reference.attention(**arrays)
 wanted = gradients(2 * out, **arrays)
 close(dict(zip("qkv", found)), {n: wanted[n] for n in "qkv"}, 5e-5)

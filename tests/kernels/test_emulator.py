@@ -19,7 +19,7 @@ import rows
 from case import Case
 from emulated import replaced, seeds_that_fail
 from fa_ext import _build
-from fa_ext.verify_merge import judge_merge
+from fa_ext.judge.merge import judge_merge
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",

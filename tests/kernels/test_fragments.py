@@ -5,7 +5,7 @@ import pytest
 
 import fragments
 from fa_ext import reference
-from fa_ext.reference_backward import gradients
+from fa_ext.reference.backward import gradients
 
 
 @pytest.mark.parametrize("columns", [32, 64, 96, 128, 192, 256])

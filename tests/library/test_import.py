@@ -28,7 +28,7 @@ def test_no_framework_is_imported():
     brought = python(code).stdout.split()
     assert "fa_ext._core" in brought
     assert not [name for name in brought if name.split(".")[0] in FRAMEWORKS]
-    assert "fa_ext.verify" not in brought and "fa_ext.reference" not in brought
+    assert "fa_ext.judge" not in brought and "fa_ext.reference" not in brought
 
 
 def test_import_time():
@@ -63,8 +63,8 @@ def test_the_module_of_a_framework_that_is_not_there(found):
     "code",
     [
         "import fa_ext; assert callable(fa_ext.verify)",
-        "import fa_ext.verify; assert callable(fa_ext.verify)",
-        "from fa_ext.verify import judge; import fa_ext; assert callable(fa_ext.verify)",
+        "import fa_ext.judge; assert callable(fa_ext.verify)",
+        "from fa_ext.judge import judge; import fa_ext; assert callable(fa_ext.verify)",
         "from fa_ext import verify; assert callable(verify)",
         "from fa_ext import *; assert callable(verify)",
         "import fa_ext; assert fa_ext.reference.__name__ == 'fa_ext.reference'",

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from .dropout import Dropout
+from ..dropout import Dropout
 
 __all__ = ["Options", "attend", "band", "merge", "round_to", "visible_keys"]
 

@@ -1,6 +1,6 @@
 """Attention over sequences of any length and paged caches in float64: what the serving keywords are judged by.
 
-``attention`` and ``plain`` resolve each sequence of a call to a dense problem for ``reference_dense``: they gather its
+``attention`` and ``plain`` resolve each sequence of a call to a dense problem for ``dense``: they gather its
 keys, say in a mask what each query sees, and scatter the result. ``append`` writes new keys and values into caches, with
 rotary position embedding. Index arrays with bad contents mean what the contract says: they hide keys or skip writes, and
 are listed as faults. NumPy or CuPy arrays; index arrays are read on the host.
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy
 
-from . import reference_dense as dense
+from . import dense
 
 __all__ = ["Fault", "Sequence", "append", "attention", "plain", "resolve", "rotate", "spread", "targets"]
 

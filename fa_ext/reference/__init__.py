@@ -2,12 +2,12 @@
 
 ``attention`` is the truth, ``plain`` is the same formula in the arithmetic of a straightforward unfused computation,
 whose error says how much a dtype costs by itself. Both cover the whole surface of ``fa_ext.attention``, take NumPy or
-CuPy arrays and share no code with the library: dense calls are ``reference_dense``'s, those with sequences
-``reference_serving``'s.
+CuPy arrays and share no code with the library: dense calls are ``dense``'s, those with sequences
+``serving``'s.
 """
 
-from . import reference_serving
-from .reference_dense import Options, attend, band, merge, round_to, visible_keys
+from . import serving
+from .dense import Options, attend, band, merge, round_to, visible_keys
 
 __all__ = ["Options", "attention", "band", "merge", "plain", "round_to", "visible_keys"]
 
@@ -20,12 +20,12 @@ def attention(q, k, v, *, rows=None, xp=None, **options):
     NumPy or CuPy; inferred from q.
 
     Returns (out, lse), both float64: out (B, H, Sq, Dv) or (B, Sq, H, Dv) as ``layout`` says, lse (B, H, Sq); for q of three
-    axes (T, H, Dv) and (H, T). What the arguments of sequences mean stands in ``reference_serving``, which this calls.
+    axes (T, H, Dv) and (H, T). What the arguments of sequences mean stands in ``serving``, which this calls.
     NaN and Inf at a key reach only the queries that see the key; a bias of -inf hides a key like the mask does.
     """
     asked = Options(**options)
     if asked.sequences(q, k):
-        return reference_serving.attention(q, k, v, xp=xp, **options)
+        return serving.attention(q, k, v, xp=xp, **options)
     return attend(q, k, v, asked, rows=rows, xp=xp)
 
 
@@ -36,7 +36,7 @@ def plain(q, k, v, *, rows=None, xp=None, dtype=None, out_dtype=None, **options)
     float32, P and the result are rounded to the dtype. For float64 everything is float64. ``dtype`` is a name
     ("bfloat16"), for arrays that hold values of a dtype their module does not know.
 
-    The sums of float32 have an order of their own, ``reference_dense.by_eights``, so that the error, and with it the bound that is made
+    The sums of float32 have an order of their own, ``dense.by_eights``, so that the error, and with it the bound that is made
     of it, does not depend on a BLAS. In S each product joins its sum by a fused multiply-add, as in the kernels: with large
     scores few keys decide a row, and what rounding does to these is a matter of luck that only the same roundings share.
     For 16-bit dtypes both products are summed in float64 and rounded once to float32, which no order shows in: what is
@@ -46,5 +46,5 @@ def plain(q, k, v, *, rows=None, xp=None, dtype=None, out_dtype=None, **options)
     """
     asked, dtype = Options(**options), dtype or q.dtype.name
     if asked.sequences(q, k):
-        return reference_serving.plain(q, k, v, xp=xp, dtype=dtype, out_dtype=out_dtype, **options)
+        return serving.plain(q, k, v, xp=xp, dtype=dtype, out_dtype=out_dtype, **options)
     return attend(q, k, v, asked, rows=rows, xp=xp, dtype=dtype, out_dtype=out_dtype or dtype)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 
-from . import reference_dense as dense
+from . import dense
 
 __all__ = ["Gradients", "attention_backward", "gradients", "plain_backward"]
 

@@ -1,4 +1,4 @@
-"""``verify_append``: a call of ``append`` judged by float64 (``reference_serving``).
+"""``verify_append``: a call of ``append`` judged by float64 (``reference.serving``).
 
 Values and columns that are not rotated are exact; |error| of the rotated ones <= half an ulp of the dtype + 2^-22 (|x0 cos| +
 |x1 sin|) (float64: 1e-14 in its place). Of tokens with one place, one is there, whole. All other bytes of the caches are what
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy
 
-from . import reference_serving
-from .reference_dense import LARGEST
-from .verify import Report, _device_of, on_host
-from .verify_merge import half_ulp
+from ..reference import serving
+from ..reference.dense import LARGEST
+from . import Report, _device_of, on_host
+from .merge import half_ulp
 
 __all__ = ["judge_append", "verify_append"]
 
@@ -34,7 +34,7 @@ class _Judge:
         columns = 2 * rotary[0].shape[1]
         if _bits(got[:, columns:]) != _bits(x[:, columns:]):
             return False
-        want, size = reference_serving.rotate(x[:, :columns], rotary, position, interleaved)
+        want, size = serving.rotate(x[:, :columns], rotary, position, interleaved)
         with numpy.errstate(all="ignore"):
             value = got[:, :columns].astype(numpy.float64)
             bound = half_ulp(want, self.dtype) + self.slack * size
@@ -53,9 +53,9 @@ class _Judge:
 def judge_append(before, after, k, v, *, rotated=None, layout, q=None, rotary=None, interleaved=False, kernel=None, **indices) -> Report:
     """Applies the rule to a result. before, after: (k_cache, v_cache or None); rotated: what ``append`` returned; the rest are
     the arguments of the call. All are NumPy arrays."""
-    tokens, _ = reference_serving.targets(before[0], k, layout=layout, rotary=rotary, **indices)
+    tokens, _ = serving.targets(before[0], k, layout=layout, rotary=rotary, **indices)
     swapped = layout == "bhsd"
-    rows = reference_serving._rows_first
+    rows = serving._rows_first
     old, new = ([rows(x, swapped) for x in pair] for pair in (before, after))
     k, v, q, rotated = (rows(x, swapped) for x in (k, v, q, rotated))
     dtype = k.dtype.name

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy
 
-from . import reference
+from .. import reference
 
 __all__ = ["Report", "judge", "spread", "verify"]
 
@@ -200,9 +200,9 @@ def verify(
     if ran == "cpu_ref":
         exempt = None
     elif sequences:
-        from . import reference_serving
+        from ..reference import serving
 
-        exempt = reference_serving.spread(host[0], host[1], host[2], truth[0], **vars(asked))
+        exempt = serving.spread(host[0], host[1], host[2], truth[0], **vars(asked))
     else:
         exempt = spread(host[1], host[2], truth[0], layout, asked.causal, asked.window)
     if packed:  # one batch entry of (T, H, Dv)

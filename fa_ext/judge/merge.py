@@ -11,9 +11,9 @@ import math
 
 import numpy
 
-from . import reference
-from .reference_dense import LARGEST
-from .verify import Report, _device_of, _judge_lse, _largest, _ratio
+from .. import reference
+from ..reference.dense import LARGEST
+from . import Report, _device_of, _judge_lse, _largest, _ratio
 
 __all__ = ["judge_merge", "verify_merge"]
 

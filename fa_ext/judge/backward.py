@@ -1,4 +1,4 @@
-"""Gradients judged by float64: ``verify_backward`` runs a call beside ``fa_ext.reference_backward``, ``judge_backward``
+"""Gradients judged by float64: ``verify_backward`` runs a call beside ``fa_ext.reference.backward``, ``judge_backward``
 applies the pass rule.
 
 The rule for dq, dk, dv and dbias, with "plain" the same formulas in the plain arithmetic of the dtype and R the largest
@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy
 
-from . import reference
-from .reference_backward import gradients
-from .verify import ABSOLUTE, _device_of, _largest, _upload, on_host
-from .verify_merge import half_ulp
+from .. import reference
+from ..reference.backward import gradients
+from . import ABSOLUTE, _device_of, _largest, _upload, on_host
+from .merge import half_ulp
 
 __all__ = ["BackwardReport", "GradientReport", "judge_backward", "verify_backward"]
 
@@ -88,7 +88,7 @@ class BackwardReport:
 def judge_backward(got, truth, plain, dtype, *, kernel=None, exempt=None, zero=None, old=None, widths=None) -> BackwardReport:
     """Applies the rule. All arrays are NumPy's or all are CuPy's.
 
-    got: {name: gradient}; truth, plain: ``reference_backward.gradients`` without and with the dtype (a name); exempt:
+    got: {name: gradient}; truth, plain: ``backward.gradients`` without and with the dtype (a name); exempt:
     {name: boolean array, True where NaN and Inf of the inputs may spread}; zero: {name: boolean array, True where the
     gradient must be 0}; both broadcast. old: {name: what the result was added to}, with the names of the results' dtypes in
     ``widths``: half an ulp of the sum is then allowed. kernel: the name to report.
