@@ -266,3 +266,21 @@ def test_no_test_file_imports_another(path):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         assert not any(n.startswith("test_") for n in names), f"{name(path)} imports {names}"
+
+
+#: Rooms of the laboratory from the bottom up: each imports those below alone.
+STAIRCASE = ("arguments", "report", "machine", "problems", "contenders", "timing", "trial", "load", "tuning", "recording",
+             "commands", "__main__")  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=name)
+def test_rooms_of_the_laboratory_import_those_below(path):
+    room = path.relative_to(ROOT / "bench").parts[0].removesuffix(".py")
+    if room in ("__init__", "examples"):
+        return
+    assert room in STAIRCASE, f"bench/{room} has no place in the staircase"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "bench":
+            rooms = [alias.name for alias in node.names] if node.module == "bench" else [node.module.split(".")[1]]
+            above = [other for other in rooms if STAIRCASE.index(other) > STAIRCASE.index(room)]
+            assert not above, f"{name(path)} imports {above}, which lie above bench/{room}"
