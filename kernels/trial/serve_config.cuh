@@ -22,7 +22,7 @@ template <class T_, int Columns, int RowTiles, int Team> struct Config {
     static constexpr int kColumns = Columns; // head_dim, zero-padded
     static constexpr int kRowTiles = RowTiles;
     static constexpr int kTeam = Team;
-    static constexpr int kWarps = Team == 1 ? 4 : 8;
+    static constexpr int kWarps = Team > 2 ? 8 : Columns > 128 ? 2 * Team : 4 * Team; // a stage a team at least
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kTeams = kWarps / Team;
     static constexpr int kWarpRows = 8 * RowTiles;
@@ -41,6 +41,8 @@ template <class T_, int Columns, int RowTiles, int Team> struct Config {
     static constexpr int kNotesBytes = 768;                          // of a warp
     static constexpr int kScratchBytes = kWarps * kNotesBytes + 512; // and for dealing work out
     static constexpr int kSharedBytes = kRingBytes + kTotalBytes + kControlBytes + kScratchBytes;
+
+    static constexpr bool kClusters = Columns <= 128; // else a state on its way leaves no registers
 
     static_assert(Columns % 64 == 0 && kStages >= 1);
     static_assert(kSharedBytes <= 227 * 1024, "a block of sm_90 has 227 KB of shared memory");

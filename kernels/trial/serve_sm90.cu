@@ -9,7 +9,7 @@
  *     cluster form: a cluster a job, of as many blocks as fit at once, states by shared memory     (serve_cluster.cuh)
  *     persistent form: a block a multiprocessor, ranges of equal cost, states by workspace          (serve_kernel.cuh)
  *
- * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 128, rows of 16-byte chunks; no bias, no mask. Rows
+ * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 256, rows of 16-byte chunks; no bias, no mask. Rows
  * beyond 64 of a kv head read its keys again.
  *
  * @arch sm_90a
@@ -29,6 +29,22 @@
  * @instance d128_r32_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__nv_bfloat16
  * @instance d128_r64_f16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__half
  * @instance d128_r64_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_r8_f16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__half
+ * @instance d192_r8_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_r16_f16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__half
+ * @instance d192_r16_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_r32_f16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__half
+ * @instance d192_r32_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_r64_f16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__half
+ * @instance d192_r64_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_r8_f16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__half
+ * @instance d256_r8_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_r16_f16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__half
+ * @instance d256_r16_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_r32_f16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__half
+ * @instance d256_r32_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_r64_f16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__half
+ * @instance d256_r64_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__nv_bfloat16
  */
 #include <algorithm> // std::max, std::min
 #include <cuda_runtime.h>
@@ -45,7 +61,7 @@ enum Shape { ROWS_8, ROWS_16, ROWS_32, ROWS_64, SHAPES };
 
 /* The plan's own part. */
 struct Own {
-    int columns;
+    int slabs; // of 64 columns
     Shape shape;
     int states;
     int rows;   // of a job, at most: the cluster form; 0: the persistent form
@@ -133,14 +149,15 @@ template <class C> fa_code choose_cluster(const Own &own, const fa_launch &launc
 
 template <class C> fa_code launch_shape(Params &params, const fa_plan &plan, const fa_launch &launch) {
     const Own &own = fa_own<Own>(&plan);
-    if (own.rows) {
-        FA_TRY(choose_cluster<C>(own, launch, &params.cluster));
-        const Landing<C> landing = landing_of<C>(own, params.cluster);
-        params.landing_slots = landing.slots, params.landing_rows = landing.rows;
-        const size_t shared = C::kSharedBytes - C::kTotalBytes + landing.bytes();
-        const Configuration c(int64_t(own.jobs) * params.cluster, C::kThreads, shared, params.cluster, launch);
-        return launch_kernel(serve_cluster_sm90_kernel<C>, params, c, launch);
-    }
+    if constexpr (C::kClusters)
+        if (own.rows) {
+            FA_TRY(choose_cluster<C>(own, launch, &params.cluster));
+            const Landing<C> landing = landing_of<C>(own, params.cluster);
+            params.landing_slots = landing.slots, params.landing_rows = landing.rows;
+            const size_t shared = C::kSharedBytes - C::kTotalBytes + landing.bytes();
+            const Configuration c(int64_t(own.jobs) * params.cluster, C::kThreads, shared, params.cluster, launch);
+            return launch_kernel(serve_cluster_sm90_kernel<C>, params, c, launch);
+        }
     const Configuration all(plan.blocks, C::kThreads, C::kSharedBytes, 1, launch);
     FA_TRY(launch_kernel(serve_sm90_kernel<C>, params, all, launch));
     const Configuration merge(plan.blocks * C::kTeams, kMergeThreads, 0, 1, launch);
@@ -155,14 +172,11 @@ fa_code FA_JOIN(serve_launch_, FA_INSTANCE)(Params &params, const fa_plan &plan,
 
 #else
 
-#define FA_SERVE_ROW(D, R)                                                                                             \
-    { serve_launch_d##D##_r##R##_f16, serve_launch_d##D##_r##R##_bf16 }
-#define FA_SERVE_NAMES(D, R) serve_launch_d##D##_r##R##_f16, serve_launch_d##D##_r##R##_bf16
-Launch FA_SERVE_NAMES(64, 8), FA_SERVE_NAMES(64, 16), FA_SERVE_NAMES(64, 32), FA_SERVE_NAMES(64, 64);
-Launch FA_SERVE_NAMES(128, 8), FA_SERVE_NAMES(128, 16), FA_SERVE_NAMES(128, 32), FA_SERVE_NAMES(128, 64);
-static Launch *const kLaunches[2][SHAPES][2] = {
-    {FA_SERVE_ROW(64, 8), FA_SERVE_ROW(64, 16), FA_SERVE_ROW(64, 32), FA_SERVE_ROW(64, 64)},
-    {FA_SERVE_ROW(128, 8), FA_SERVE_ROW(128, 16), FA_SERVE_ROW(128, 32), FA_SERVE_ROW(128, 64)}};
+#define FA_SERVE_PAIR(D, R) serve_launch_d##D##_r##R##_f16, serve_launch_d##D##_r##R##_bf16
+#define FA_SERVE_ALL(D)     FA_SERVE_PAIR(D, 8), FA_SERVE_PAIR(D, 16), FA_SERVE_PAIR(D, 32), FA_SERVE_PAIR(D, 64)
+Launch FA_SERVE_ALL(64), FA_SERVE_ALL(128), FA_SERVE_ALL(192), FA_SERVE_ALL(256);
+static Launch *const kLaunches[][SHAPES * 2] = {
+    {FA_SERVE_ALL(64)}, {FA_SERVE_ALL(128)}, {FA_SERVE_ALL(192)}, {FA_SERVE_ALL(256)}};
 
 /* What the host knows of a configuration. */
 struct Form {
@@ -171,15 +185,15 @@ struct Form {
     bool (*clusters)(const Own &own, int cluster); // whether the states have room
 };
 template <class C> static bool clusters_of(const Own &own, int cluster) {
-    return landing_of<C>(own, cluster).fits(kLandingRoom<C>);
+    return C::kClusters && landing_of<C>(own, cluster).fits(kLandingRoom<C>);
 }
 template <int Columns, int S> constexpr Form form_of() {
     using C = ShapeConfig<uint16_t, Columns, S>;
     return {C::kThreads, C::kTeams, C::kRows, C::kSharedBytes, Workspace<C>::kState, clusters_of<C>};
 }
-constexpr Form kForms[2][SHAPES] = {
-    {form_of<64, ROWS_8>(), form_of<64, ROWS_16>(), form_of<64, ROWS_32>(), form_of<64, ROWS_64>()},
-    {form_of<128, ROWS_8>(), form_of<128, ROWS_16>(), form_of<128, ROWS_32>(), form_of<128, ROWS_64>()}};
+#define FA_SERVE_FORMS(D)   form_of<D, ROWS_8>(), form_of<D, ROWS_16>(), form_of<D, ROWS_32>(), form_of<D, ROWS_64>()
+constexpr Form kForms[][SHAPES] = {
+    {FA_SERVE_FORMS(64)}, {FA_SERVE_FORMS(128)}, {FA_SERVE_FORMS(192)}, {FA_SERVE_FORMS(256)}};
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -222,7 +236,7 @@ static int smallest_cluster(const fa_problem *problem, const Own &own, const For
 
 static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
-    if (p.head_dim > 128) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 128, 0, 0);
+    if (p.head_dim > 256) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 256, 0, 0);
     if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
     if (std::max(p.seq_q, p.seq_k) >> kMaxLengthBits)
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
@@ -237,10 +251,10 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
 
     Own &own = fa_own<Own>(plan);
-    own.columns = p.head_dim <= 64 ? 64 : 128;
+    own.slabs = (p.head_dim + 63) / 64;
     const int64_t rows = rows_of_job(problem);
     own.shape = rows <= 8 ? ROWS_8 : rows <= 16 ? ROWS_16 : rows <= 32 ? ROWS_32 : ROWS_64;
-    const Form &form = kForms[own.columns == 128][own.shape];
+    const Form &form = kForms[own.slabs - 1][own.shape];
     // At most: each sequence has one job more than its rows fill.
     const int64_t group = p.heads / p.heads_kv, batch = std::max<int64_t>(p.batch, 1);
     const int64_t jobs = (rows_q * group / form.rows + batch) * p.heads_kv;
@@ -292,7 +306,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     params.states = own.states;
     params.load = ROWS;
     params.faults = problem->faults;
-    if (!params.s.given) params.dense = sequence_of(params, kForms[own.columns == 128][own.shape].rows, 0, 0, 0);
+    if (!params.s.given) params.dense = sequence_of(params, kForms[own.slabs - 1][own.shape].rows, 0, 0, 0);
     const fa_sequences &s = params.s;
     if (const int keys = box_keys(p, s, *launch)) {
         params.load = BOXES;
@@ -303,7 +317,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
         FA_TRY(tensor_map_encode(&params.v_map, *launch, p.v, p.dtype, p.head_dim_v, rows, p.heads_kv, batch, keys,
                                  FA_OPERAND_V));
     }
-    return kLaunches[own.columns == 128][own.shape][p.dtype == FA_BF16](params, *plan, *launch);
+    return kLaunches[own.slabs - 1][2 * own.shape + (p.dtype == FA_BF16)](params, *plan, *launch);
 }
 
 #endif
