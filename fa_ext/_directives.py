@@ -51,8 +51,9 @@ def _products(name: str, *flags: str) -> dict[str, tuple[str, ...]]:
             number = int(match[1]) - 1
             return match[2].split(",")[places[number]] if match[2] else own[number]
 
-        rest = iter(own)
-        instance = re.sub(r"\{[^{}]*\}", lambda _, rest=rest: next(rest), name)
+        instance = name
+        for choice in own:
+            instance = re.sub(r"\{[^{}]*\}", choice, instance, count=1)
         found[instance] = tuple(re.sub(r"\{(\d+)(?::([^{}]*))?\}", chosen, flag) for flag in flags)
     return found
 
