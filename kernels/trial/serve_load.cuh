@@ -1,11 +1,18 @@
 /* serve_sm90: tiles of K and V on their way to shared memory.
  *
- * Each team has a ring of stages, and fills it itself: whoever has read a stage asks for what comes next in it. So
- * there are no barriers of empty stages, and `full` has a waiter two phases behind nowhere: a stage is filled again
- * after Ring::release(), which joins all warps of the team after their wait for the phase before.
+ * Each team has a ring of stages and fills it itself: when all its warps have read a stage, it asks for what comes next
+ * there, so that no barrier has to say that a stage is empty.
  *
- * `valid` says which keys of a tile some query may see and have a page. It is written before the arrival on `full` of K
- * (of the thread that writes it) and read between that barrier and release(). */
+ * Why no waiter falls two phases behind:
+ *
+ *   full: a phase ends with the bytes of TMA, or with the copies of every lane of the team. The next one can only end
+ * after the stage has been asked for again, which comes after release(), where each warp of the team arrives after its
+ * own wait for the phase before.
+ *
+ *   the named barrier of a team, in release(): all its warps wait, nobody only arrives.
+ *
+ * `valid` says which keys of a tile some query may see and have a page. Whoever writes it arrives on `full` of K
+ * afterwards; it is read between the wait for that and release(), so never while it is written. */
 #pragma once
 #include "common/ptx.cuh"
 #include "sm90/barrier.cuh"

@@ -85,7 +85,7 @@ template <class T, int Columns, int S> using ShapeConfig = Config<T, Columns, 1,
 
 #ifdef FA_INSTANCE
 
-/* A launch that may start before the one before it has ended; its own attributes point into it. */
+/* A launch that may start before the one before it has ended; `cluster`: blocks of one, or 0. Points into itself. */
 struct Configuration {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
@@ -101,7 +101,7 @@ struct Configuration {
         config.dynamicSmemBytes = shared;
         config.stream = static_cast<cudaStream_t>(launch.stream);
         config.attrs = attributes;
-        config.numAttrs = cluster > 1 ? 2 : 1;
+        config.numAttrs = cluster ? 2 : 1;
     }
     Configuration(const Configuration &) = delete;
 };
@@ -158,9 +158,9 @@ template <class C> fa_code launch_shape(Params &params, const fa_plan &plan, con
             const Configuration c(int64_t(own.jobs) * params.cluster, C::kThreads, shared, params.cluster, launch);
             return launch_kernel(serve_cluster_sm90_kernel<C>, params, c, launch);
         }
-    const Configuration all(plan.blocks, C::kThreads, C::kSharedBytes, 1, launch);
+    const Configuration all(plan.blocks, C::kThreads, C::kSharedBytes, 0, launch);
     FA_TRY(launch_kernel(serve_sm90_kernel<C>, params, all, launch));
-    const Configuration merge(plan.blocks * C::kTeams, kMergeThreads, 0, 1, launch);
+    const Configuration merge(plan.blocks * C::kTeams, kMergeThreads, 0, 0, launch);
     return launch_kernel(serve_merge_kernel<C>, params, merge, launch);
 }
 
@@ -238,7 +238,7 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     const fa_forward &p = problem->forward;
     if (p.head_dim > 256) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 256, 0, 0);
     if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
-    if (std::max(p.seq_q, p.seq_k) >> kMaxLengthBits)
+    if (std::max(p.seq_q * (p.heads / p.heads_kv), p.seq_k) >> kMaxLengthBits)
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
     const fa_sequences &s = problem->sequences;
     const int64_t rows_q = s.packed_q ? p.seq_q : p.seq_q * p.batch, rows_k = s.pages.table

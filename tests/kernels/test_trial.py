@@ -177,9 +177,9 @@ def test_serving_has_no_race(emulated, monkeypatch, case, blocks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim, dtype", [(64, "bfloat16"), (128, "float16"), (96, "bfloat16")])
+@pytest.mark.parametrize("head_dim, dtype", [(64, "bfloat16"), (128, "float16"), (200, "bfloat16")])
 def test_serving_at_length(emulated, monkeypatch, head_dim, dtype):
-    columns = 64 if head_dim <= 64 else 128
+    columns = (head_dim + 63) // 64 * 64
     kernel = emulated("serve_sm90", instances=f"^d{columns}_r.*_{'bf16' if dtype == 'bfloat16' else 'f16'}$")
     long = ServingCase((1, 1, 2), (8128, 8129, 20000), page_size=16, heads=3, heads_kv=1, head_dim=head_dim, dtype=dtype)
     parts = []
@@ -218,7 +218,7 @@ def on_host(results):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim, dtype", [(64, "bfloat16"), (64, "float16"), (128, "bfloat16"), (128, "float16"), (80, "float16")])
+@pytest.mark.parametrize("head_dim, dtype", [(64, "bfloat16"), (64, "float16"), (128, "bfloat16"), (128, "float16"), (80, "float16"), (192, "bfloat16"), (256, "float16")])
 def test_serving_on_a_gpu_against_float64(built, head_dim, dtype):
     cases = [dataclasses.replace(case, **FEW, page_size=size) for case in SERVING[:2] for size in (1, 3, 8, 16, 24, 64, 256)]
     cases += [*SERVING, ServingCase((1, 1, 2), (8128, 8129, 140000), **MORE), ServingCase((1,) * 300, (70,) * 300, q="one", **FEW)]
