@@ -17,8 +17,7 @@ import serving_cases
 from case import Case
 from fa_ext import _build
 from operands import place
-from serving_cases import K_STORAGE, Q_STORAGE, ServingCase
-from test_serving import BROKEN
+from serving_cases import INT_MAX, INT_MIN, K_STORAGE, Q_STORAGE, ServingCase
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
@@ -157,13 +156,26 @@ def test_serving_looks_at_nothing_that_nobody_may_see(serve):
     assert report, report
 
 
+PAGED = ServingCase((1, 3, 0, 2), (5, 33, 4, 7), slack=2, **FEW)
+PACKED = ServingCase((2, 3, 1, 2), (20, 40, 9, 17), k="packed", slack=0, **FEW)
+BROKEN = [
+    (PAGED, "seqlens_k", 1, -5),
+    (PAGED, "seqlens_k", 0, INT_MAX),
+    (PAGED, "page_table", (1, 0), -1),
+    (PAGED, "page_table", (1, 2), INT_MAX),
+    (PAGED, "page_table", slice(None), INT_MIN),
+    (PACKED, "cu_seqlens_q", 2, 1),
+    (PACKED, "cu_seqlens_q", 0, -1),
+    (PACKED, "cu_seqlens_k", 2, INT_MAX),
+]
+
+
 @pytest.mark.parametrize("blocks", [132, 3])
-@pytest.mark.parametrize(("case", "change"), [x[1:3] for x in BROKEN], ids=[x[0] for x in BROKEN])
-def test_serving_counts_bad_contents(emulated, serve, monkeypatch, case, change, blocks):
+@pytest.mark.parametrize(("case", "name", "at", "value"), BROKEN, ids=[f"{x[1]} {x[3]}" for x in BROKEN])
+def test_serving_counts_bad_contents(emulated, serve, monkeypatch, case, name, at, value, blocks):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
-    case = dataclasses.replace(case, dtype="bfloat16", head_dim=64, head_dim_v=64)
     arguments = case.arguments()
-    change(arguments)
+    arguments[name][at] = value
     for name in "qkv":
         arguments[name] = np.nan_to_num(arguments[name], nan=0.5)  # what is bad may let see what nobody should
     fa_ext.faults(None)
@@ -208,7 +220,7 @@ def built(tmp_path_factory):
     if options.nvcc is None or not rows.has("torch"):
         pytest.skip("needs nvcc and torch")
     target = tmp_path_factory.mktemp("built") / "serve_sm90.so"
-    return fa_ext._core.load(str(_build.build_row(TRIAL / "serve_sm90.cu", target, options)))
+    return fa_ext._core.load(str(_build.build_kernel(TRIAL / "serve_sm90.cu", target, options)))
 
 
 def on_device(arguments):
