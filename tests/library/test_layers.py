@@ -191,7 +191,7 @@ GLOBALS = {
     "simd_isa.c": {"forced"},  # FA_EXT_CPU_ISA when the library was loaded
     "threads.c": {"forked"},  # this process is a fork's child
     "device.c": {"cuda_used", "fork_watch", "contexts"},  # the same of CUDA; how many contexts there have been
-    "dispatch.c": {"last"},  # a thread's last call and its plan
+    "memo.c": {"last"},  # a thread's last call and its plan
     "launch.cuh": {"fa_smem_allowed", "fa_smem_lock"},  # what shared memory each kernel has been allowed
     "tensor_map.h": {"tensor_map_memo"},  # a thread's last tensor maps
     "chaos.cu": {"report", "lock", "given"},  # of a chaos build
