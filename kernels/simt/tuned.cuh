@@ -2,8 +2,8 @@
  * B1,H8,S512,D64,float16 on NVIDIA H200, 2026-11-21 04:16 UTC: 23.35 us,
  * 0.963 [0.963, 0.963] of the time of the configuration set by hand;
  * error against float64 2.07e-04; 36 of 2388 configurations tried; sources 1c974d0d028265d8. */
-#ifndef FA_SIMT_TUNED_CUH
-#define FA_SIMT_TUNED_CUH
+#ifndef FA_TUNED_CUH
+#define FA_TUNED_CUH
 
 #include "simt/tile.cuh" // Tile
 
