@@ -337,7 +337,7 @@ fa_code fa_capi_read_keep(const void *arguments, fa_view *out, fa_dropout *dropo
     FA_TRY(read_array("out", given.out, 0, &none, out, status));
     if (out->device.kind != FA_CPU)
         return fa_fail(status, FA_EUNSUPPORTED,
-                       "out is on CUDA device %d; accepted: the CPU: no kernel on a device has dropout in this release",
+                       "out is on CUDA device %d; accepted: the CPU, where the mask is made in this release",
                        out->device.id);
     if (out->ndim != 4)
         return fa_fail(status, FA_EVALUE, "out has shape %s; accepted: (batch, heads, seq_q, seq_k)",

@@ -126,8 +126,7 @@ def dropout_keep(batch, heads, seq_q, seq_k, dropout, *, device: int | None = No
     """The mask of ``dropout=`` for a call of this shape: a boolean array (B, H, Sq, Sk), True where a weight is kept.
 
     dropout: as in ``fa_ext.attention``, but not None. device: None for a NumPy array; the ordinal of a CUDA device is
-    refused with ``UnsupportedError`` in this release, whose kernels on a device have no dropout either. out: a writable
-    boolean NumPy array of the shape to fill and return.
+    refused with ``UnsupportedError`` in this release. out: a writable boolean NumPy array of the shape to fill and return.
 
     Raises ValueError or TypeError that names the argument or the field of ``dropout``.
     """
@@ -137,7 +136,7 @@ def dropout_keep(batch, heads, seq_q, seq_k, dropout, *, device: int | None = No
     if dropout is None:
         raise TypeError(f"dropout is None; accepted: {_ACCEPTED[6:]}")
     if device is not None:
-        raise fa_ext.UnsupportedError(f"device is {device!r}; accepted: None: no kernel on a device has dropout in this release")
+        raise fa_ext.UnsupportedError(f"device is {device!r}; accepted: None: the mask is made on the CPU in this release")
     drawn = Dropout.read(dropout, *shape)
     assert drawn is not None
     if out is None:

@@ -151,7 +151,7 @@ def _unfit(tensors, masked, dropout_p, is_causal, scale):
     if dropout_p and not 0 <= dropout_p <= 1:
         return f"dropout_p is {dropout_p}; accepted: 0 to 1"
     if dropout_p and query.device.type not in DROPOUT_DEVICES:
-        return f"dropout_p is {dropout_p}; accepted on {query.device.type}: 0.0, as no kernel there has dropout in this release"
+        return f"dropout_p is {dropout_p}; accepted on {query.device.type}: 0.0, as no kernel there has the gradients of dropout in this release"
     return _no_device(query.device.type, query.device.index, query.dtype == torch.float64)
 
 
