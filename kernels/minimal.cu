@@ -7,10 +7,10 @@
  *     m' = max(m, s)      l' = l 2^(m - m') + 2^(s - m')      o' = o 2^(m - m') + 2^(s - m') v_j      (base-2 scores)
  *
  * and at the end out = o / l, LSE = (m + log2 l) ln 2. Lane t holds eight elements of q, from 8t on, whose products it
- * sums; the lanes' sums are then added in order, as the plain formula adds them (fa_ext/reference/__init__.py). Of o it holds
- * the elements t, t + 32, t + 64, ... Float16, bfloat16 and float32 with float32 arithmetic; any strides, GQA, causal,
- * scale, LSE, head_dim up to 256. Each key is read from cache once for every row: the row is a baseline to understand,
- * not one to use.
+ * sums; the lanes' sums are then added in order, as the plain formula adds them (fa_ext/reference/__init__.py). Of o it
+ * holds the elements t, t + 32, t + 64, ... Float16, bfloat16 and float32 with float32 arithmetic; any strides, GQA,
+ * causal, scale, LSE, head_dim up to 256. Each key is read from cache once for every row: the row is a baseline to
+ * understand, not one to use.
  *
  *     python -m bench measure --preset history --kernels minimal,simt
  */

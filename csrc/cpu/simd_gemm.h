@@ -34,8 +34,8 @@
  * maximum[lane] rises to the largest of them.
  *
  * Products are summed by eights: eight in order, then their sum joins the total. The total is rounded before it is
- * scaled. These are the sums of the plain formula (fa_ext/reference/__init__.py), rounding by rounding: where scores are large
- * few keys decide a row, and sums in another order would be off elsewhere, if no further. */
+ * scaled. These are the sums of the plain formula (fa_ext/reference/__init__.py), rounding by rounding: where scores
+ * are large few keys decide a row, and sums in another order would be off elsewhere, if no further. */
 INLINE void score_block(const int mr, const int nr, const real *restrict q, const real *restrict k, int64_t k_pitch,
                         int head_dim, real scale, real *restrict s, real *restrict maximum) {
     vreal total[NR_LARGEST][FA_CPU_MR];

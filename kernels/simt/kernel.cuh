@@ -142,10 +142,10 @@ template <typename T, Tile t> struct LaneTile {
         }
     }
 
-    /* s = Q K^T. Float32 sums eight products at a time, in the order of the plain formula (fa_ext/reference/__init__.py): with
-     * one chain over head_dim, scores in the hundreds come out two to three times as far off, which float32 alone is
-     * precise enough to show. It then takes half of the rows at a time, since registers hold no more; 6% slower with 8
-     * rows a lane at head_dim 64, no slower elsewhere. */
+    /* s = Q K^T. Float32 sums eight products at a time, in the order of the plain formula
+     * (fa_ext/reference/__init__.py): with one chain over head_dim, scores in the hundreds come out two to three times
+     * as far off, which float32 alone is precise enough to show. It then takes half of the rows at a time, since
+     * registers hold no more; 6% slower with 8 rows a lane at head_dim 64, no slower elsewhere. */
     __device__ __forceinline__ void multiply_keys(float (&s)[TM][TN], int head_dim) const {
         constexpr int QUADS = sizeof(T) == 4 ? 2 : 1, ROWS = QUADS > 1 && TM > 4 && TM % 2 == 0 ? TM / 2 : TM;
 #pragma unroll
