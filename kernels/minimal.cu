@@ -18,7 +18,7 @@
 #include "common/launch.cuh"  // fa_own, FA_CUDA_TRY
 #include "common/mask.cuh"    // row_keys
 #include "common/rows.cuh"    // row_of
-#include "common/score.cuh"   // LOG2_E
+#include "common/score.cuh"   // kLog2E
 #include "common/softmax.cuh" // RowState, scaled_down, finish_row
 #include "common/tiles.cuh"   // place_of
 #include "fa.h"               // fa_forward, fa_kernel
@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(kWarp *kWarps) minimal_kernel(const __grid_con
                 for (int t = 0; t * kEight < p.head_dim; ++t) product += __shfl_sync(~0u, sum, t);
 
                 const float score = product * scale;
-                const float factor = state.raise(scaled_down(score, LOG2_E));
-                const float weight = state.bounded_weight(score, LOG2_E);
+                const float factor = state.raise(scaled_down(score, kLog2E));
+                const float weight = state.bounded_weight(score, kLog2E);
                 chunk_sum = chunk_sum * factor + weight;
 
                 const T *v = row_of<T>(p.v, batch, head_kv, key);
@@ -131,7 +131,7 @@ FA_DEFINE_KERNEL(minimal) = {
     .summary = "one warp a query row: the shortest fused kernel, to read first",
     .cc_from = 80,
     .cc_to = 0,
-    .dtypes = FA_FLOAT_BITS,
+    .dtypes = fa::kFloatBits,
     .takes = FA_WITH_HEAD_DIM_V,
     .plan = fa::plan,
     .launch = fa::launch,

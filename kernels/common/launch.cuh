@@ -11,7 +11,20 @@
 #include "common/chaos.cuh" // FA_CHAOS_ARM
 #include "fa.h"             // fa_plan, fa_launch
 
-constexpr uint32_t FA_FLOAT16_BITS = 1 << FA_F16 | 1 << FA_BF16, FA_FLOAT_BITS = FA_FLOAT16_BITS | 1 << FA_F32;
+namespace fa {
+
+constexpr uint32_t kFloat16Bits = 1 << FA_F16 | 1 << FA_BF16, kFloatBits = kFloat16Bits | 1 << FA_F32;
+
+/* Bytes of dynamic shared memory that a block may use without fa_allow_smem; a chaos build takes some itself. */
+#ifdef FA_CHAOS
+constexpr size_t kSmemFree = 47 * 1024;
+#else
+constexpr size_t kSmemFree = 48 * 1024;
+#endif
+
+constexpr int kSmemEntries = 1024, kSmemProbes = 16; // of fa_smem_allowed
+
+} // namespace fa
 
 /* What a kernel's file ends in: `FA_DEFINE_KERNEL(name) = {.abi = FA_KERNEL_ABI, ...};`. */
 #define FA_DEFINE_KERNEL(name)                                                                                         \
@@ -45,28 +58,20 @@ inline fa_code fa_cuda_fail(const fa_launch &launch, cudaError_t error, const ch
         if (fa_cuda_error != cudaSuccess) return fa_cuda_fail((launch), fa_cuda_error, #call);                         \
     } while (0)
 
-/* Bytes of dynamic shared memory that a block may use without fa_allow_smem; a chaos build takes some itself. */
-#ifdef FA_CHAOS
-constexpr size_t FA_SMEM_FREE = 47 * 1024;
-#else
-constexpr size_t FA_SMEM_FREE = 48 * 1024;
-#endif
-
 /* Shared memory that kernels have been allowed, by kernel and device: asking costs a tenth of setting it again (25 and
  * 210 ns on an H200's host). Entries are added under the lock, never change their key and only grow their bytes. */
 struct fa_smem_entry {
     std::atomic<uint64_t> key; // 0: free
     std::atomic<int> bytes;
 };
-constexpr int FA_SMEM_ENTRIES = 1024, FA_SMEM_PROBES = 16;
-inline fa_smem_entry fa_smem_allowed[FA_SMEM_ENTRIES];
+inline fa_smem_entry fa_smem_allowed[fa::kSmemEntries];
 inline std::mutex fa_smem_lock;
 
 /* The entry of `key`, or a free one for it, or NULL where its places are taken. */
 inline fa_smem_entry *fa_smem_find(uint64_t key) {
     const uint64_t first = key * UINT64_C(0x9E3779B97F4A7C15) >> 32;
-    for (int n = 0; n < FA_SMEM_PROBES; ++n) {
-        fa_smem_entry &entry = fa_smem_allowed[(first + n) % FA_SMEM_ENTRIES];
+    for (int n = 0; n < fa::kSmemProbes; ++n) {
+        fa_smem_entry &entry = fa_smem_allowed[(first + n) % fa::kSmemEntries];
         const uint64_t found = entry.key.load(std::memory_order_acquire);
         if (found == key || found == 0) return &entry;
     }
@@ -99,7 +104,7 @@ template <class Kernel, class... Args>
 fa_code fa_start(Kernel *kernel, int64_t count, int threads, size_t smem_bytes, const fa_launch &launch,
                  const Args &...args) {
     if (count == 0) return FA_OK;
-    if (smem_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, smem_bytes, launch));
+    if (smem_bytes > fa::kSmemFree) FA_TRY(fa_allow_smem(kernel, smem_bytes, launch));
     FA_CHAOS_ARM(launch.stream, launch);
     const unsigned blocks = static_cast<unsigned>(count < INT32_MAX ? count : INT32_MAX);
     kernel<<<blocks, threads, smem_bytes, static_cast<cudaStream_t>(launch.stream)>>>(args...);

@@ -6,7 +6,7 @@
 #include <stdint.h> // int64_t
 
 #include "common/ptx.cuh"     // exp2_fast
-#include "common/score.cuh"   // LOG2_E, kLn2
+#include "common/score.cuh"   // kLog2E, kLn2
 #include "common/softmax.cuh" // RowResult
 
 namespace fa {
@@ -14,8 +14,8 @@ namespace fa {
 /* The end of a row whose maximum is finite though it may have seen no key: finish_row() with the approximate logarithm
  * and reciprocal (2 ulp). `sink` is -inf where there is none. */
 __device__ __forceinline__ RowResult finish_joined(float maximum, float sum, float sink) {
-    const float raised = fmaxf(maximum, sink * LOG2_E), factor = exp2_fast(maximum - raised);
-    const float total = sum * factor + exp2_fast(sink * LOG2_E - raised);
+    const float raised = fmaxf(maximum, sink * kLog2E), factor = exp2_fast(maximum - raised);
+    const float total = sum * factor + exp2_fast(sink * kLog2E - raised);
     const float lse = sum == 0.0f ? sink : (raised + __log2f(total)) * kLn2;
     return {sum == 0.0f ? 0.0f : __fdividef(factor, total), lse};
 }

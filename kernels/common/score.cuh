@@ -12,7 +12,7 @@
 
 namespace fa {
 
-inline constexpr float LOG2_E = 1.4426950408889634f;
+inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 
 /* What turns a product into a score; made on the host in float64, once a launch. */
@@ -44,7 +44,7 @@ __device__ __forceinline__ float bias_of(const fa_forward &p, int64_t row, int64
 /* Score in base 2 with its bias. Rounded toward zero, a finite bias whose product with log2(e) is beyond float32 stays
  * finite (FA_LIMIT) at no cost: keys that all have the smallest float32 remain visible. NaN propagates; -inf excludes
  * the key, unless its score is NaN or infinite. */
-__device__ __forceinline__ float add_bias(float score, float bias) { return __fmaf_rz(bias, LOG2_E, score); }
+__device__ __forceinline__ float add_bias(float score, float bias) { return __fmaf_rz(bias, kLog2E, score); }
 
 /* The same; -inf excludes the key whatever its score is. (Costs wmma 4 to 18% of a call with bias.) */
 __device__ __forceinline__ float add_bias_or_exclude(float score, float bias) {

@@ -6,7 +6,7 @@
 #include <math.h> // fabsf
 
 #include "common/ptx.cuh"   // exp2_fast, reciprocal_fast
-#include "common/score.cuh" // LOG2_E
+#include "common/score.cuh" // kLog2E
 
 namespace fa {
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ float tanh_series(float x) {
 /* tanh at most 1.5e-6 off, relatively, with exp2 and the division as inexact as they may be (2 ulp each). */
 __device__ __forceinline__ float tanh_by_exp2(float x) {
     const float series = tanh_series(x);
-    const float closed = 1.0f - __fdividef(2.0f, exp2_fast(x * (2.0f * LOG2_E)) + 1.0f);
+    const float closed = 1.0f - __fdividef(2.0f, exp2_fast(x * (2.0f * kLog2E)) + 1.0f);
     return fabsf(x) < 0.25f ? series : closed;
 }
 
@@ -32,7 +32,7 @@ struct Capped {
     float value, slope;
 };
 __device__ __forceinline__ Capped tanh_and_slope(float x) {
-    const float part = reciprocal_fast(exp2_fast(x * (2.0f * LOG2_E)) + 1.0f), series = tanh_series(x);
+    const float part = reciprocal_fast(exp2_fast(x * (2.0f * kLog2E)) + 1.0f), series = tanh_series(x);
     if (fabsf(x) < 0.25f) return {series, 1.0f - series * series};
     return {1.0f - 2.0f * part, 4.0f * part * (1.0f - part)};
 }

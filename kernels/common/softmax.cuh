@@ -9,7 +9,7 @@
 
 #include "common/convert.cuh" // from_float, load_as_float, to_float
 #include "common/ptx.cuh"     // exp2_fast
-#include "common/score.cuh"   // LOG2_E, kLn2, bounded
+#include "common/score.cuh"   // kLog2E, kLn2, bounded
 
 namespace fa {
 
@@ -74,8 +74,8 @@ __device__ __forceinline__ RowResult finish_row(const RowState &state, float sin
     sink = bounded(sink);
     if (state.sum == 0.0f) return {0.0f, sink}; // exactly, not through base 2, and also where it is not finite
     RowState joined = state;
-    float factor = joined.raise(sink * LOG2_E);
-    joined.sum += joined.weight(sink * LOG2_E);
+    float factor = joined.raise(sink * kLog2E);
+    joined.sum += joined.weight(sink * kLog2E);
     RowResult result = finish_row(joined);
     result.factor *= factor;
     return result;

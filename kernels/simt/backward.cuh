@@ -15,7 +15,7 @@
 #include "common/mask.cuh"        // row_keys, tile_keys, tile_queries
 #include "common/ptx.cuh"         // exp2_fast
 #include "common/rows.cuh"        // row_of, row_offset
-#include "common/score.cuh"       // LOG2_E, bounded
+#include "common/score.cuh"       // kLog2E, bounded
 #include "fa.h"                   // fa_backward
 #include "simt/backward_tile.cuh" // Tile, Work, Shared, Pairs, Sums
 
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, 1) sinks_kernel(const __grid_constan
             if (sees_nothing(f, b, h, i)) // the sink has all the weight
                 sum += p.dlse.data ? lse_of(p.dlse, b, h, i) : 0.0f;
             else
-                sum -= fa::exp2_fast((sink - lse_of(p.lse, b, h, i)) * fa::LOG2_E) * delta_of<T>(p, b, h, i);
+                sum -= fa::exp2_fast((sink - lse_of(p.lse, b, h, i)) * fa::kLog2E) * delta_of<T>(p, b, h, i);
         }
         __syncthreads();
         parts[threadIdx.x] = sum;

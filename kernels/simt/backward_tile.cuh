@@ -10,7 +10,7 @@
 #include "common/mask.cuh"    // key_band
 #include "common/ptx.cuh"     // exp2_fast
 #include "common/rows.cuh"    // row_of, bias_row, mask_row
-#include "common/score.cuh"   // LOG2_E, ScoreParams, bias_of, bounded
+#include "common/score.cuh"   // kLog2E, ScoreParams, bias_of, bounded
 #include "fa.h"               // fa_backward
 
 namespace simt_backward {
@@ -154,7 +154,7 @@ __device__ __forceinline__ float weight_of(const fa_forward &f, const fa::ScoreP
     } else {
         x = fmaf(product, static_cast<float>(f.scale), -lse);
     }
-    return fa::exp2_fast(x * fa::LOG2_E);
+    return fa::exp2_fast(x * fa::kLog2E);
 }
 
 /* S and dP of a tile of pairs, and of them P in `first` and dT (or dS with kDs) in `second`; both 0 where the query

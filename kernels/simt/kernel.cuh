@@ -16,7 +16,7 @@
 #include "common/convert.cuh" // to_float, from_float
 #include "common/mask.cuh"    // tile_keys, key_band
 #include "common/rows.cuh"    // Chunk, store_chunk, row_of, bias_row, mask_row
-#include "common/score.cuh"   // LOG2_E
+#include "common/score.cuh"   // kLog2E
 #include "common/softmax.cuh" // RowState, finish_row, scaled_down
 #include "simt/loader.cuh"    // Loader, NextBlock
 
@@ -420,10 +420,10 @@ __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
             next.fetch(v_loader, key0, keys.end);
             if (o.general) {
                 lane.score_general(s, p, o, batch, head, row0, key0);
-                lane.template absorb<true>(s, fa::LOG2_E);
+                lane.template absorb<true>(s, fa::kLog2E);
             } else {
                 constexpr bool SCALED = sizeof(T) == 4;
-                const float to_log2 = SCALED ? fa::LOG2_E : o.score.scale_log2;
+                const float to_log2 = SCALED ? fa::kLog2E : o.score.scale_log2;
                 if constexpr (SCALED) lane.scale_products(s, static_cast<float>(p.scale));
                 if (key0 < common.begin || key0 + t.block_n > common.end)
                     lane.exclude(s, fa::key_band(p, row0 + lane.row, key0), to_log2 > 0 ? -INFINITY : INFINITY);

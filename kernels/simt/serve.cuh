@@ -370,10 +370,10 @@ __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
                 lane.multiply_keys(s, p.head_dim);
                 if (o.general) {
                     lane.score(s, c, o, spot, head, {shared.query + lane.warp_row, index, key0, slope});
-                    lane.template absorb<true>(s, fa::LOG2_E);
+                    lane.template absorb<true>(s, fa::kLog2E);
                 } else {
                     constexpr bool SCALED = sizeof(T) == 4;
-                    const float to_log2 = SCALED ? fa::LOG2_E : o.score.scale_log2;
+                    const float to_log2 = SCALED ? fa::kLog2E : o.score.scale_log2;
                     if constexpr (SCALED) lane.scale_products(s, static_cast<float>(p.scale));
                     lane.exclude(s, Sight{shared.query + lane.row, index, key0, slope},
                                  to_log2 > 0 ? -INFINITY : INFINITY);

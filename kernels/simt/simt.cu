@@ -162,7 +162,7 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
         if (own.tile != INDEX) return launch_tile<T, INDEX + 1>(problem, plan, launch);
         auto kernel = simt_serve<T, Config<INDEX>>;
         static_assert(serve_bytes<SERVE_TILES[INDEX]>() <= SERVE_TILES[INDEX].smem_bytes() + SERVE_EXTRA_BYTES);
-        if (plan.smem_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
+        if (plan.smem_bytes > fa::kSmemFree) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
         FA_CHAOS_ARM(launch.stream, launch);
         kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
                  static_cast<cudaStream_t>(launch.stream)>>>(
@@ -192,7 +192,7 @@ fa_code launch_tile(const fa_forward &p, const fa_plan &plan, const fa_launch &l
         const Own &own = fa_own<Own>(&plan);
         if (own.tile != INDEX) return launch_tile<T, INDEX + 1>(p, plan, launch);
         auto kernel = simt_kernel<T, Config<INDEX>>;
-        if (plan.smem_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
+        if (plan.smem_bytes > fa::kSmemFree) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
         FA_CHAOS_ARM(launch.stream, launch);
         kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
                  static_cast<cudaStream_t>(launch.stream)>>>(p, own.options);
@@ -352,7 +352,7 @@ const fa_kernel fa_kernel_simt = {
     .summary = "tiled online softmax without tensor cores: takes every call on float types",
     .cc_from = 80,
     .cc_to = 0,
-    .dtypes = FA_FLOAT_BITS,
+    .dtypes = fa::kFloatBits,
     .takes =
         FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V | SERVED,
     .plan = plan,

@@ -167,7 +167,7 @@ FA_DEFINE_KERNEL(simt_backward) = {
     .summary = "gradients without tensor cores or atomics: takes every call on float types",
     .cc_from = 80,
     .cc_to = 0,
-    .dtypes = FA_FLOAT_BITS,
+    .dtypes = fa::kFloatBits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
     .plan = plan,

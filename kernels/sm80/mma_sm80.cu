@@ -89,7 +89,7 @@ namespace {
 template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, const fa_launch &launch) {
     auto kernel = mma_kernel<C>;
     cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
-    if (args.shared_bytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, args.shared_bytes, launch));
+    if (args.shared_bytes > kSmemFree) FA_TRY(fa_allow_smem(kernel, args.shared_bytes, launch));
     FA_CHAOS_ARM(stream, launch);
     kernel<<<dim3(blocks, args.splits), C::kThreads, args.shared_bytes, stream>>>(args);
     FA_CUDA_TRY(launch, cudaGetLastError());
@@ -376,7 +376,7 @@ FA_DEFINE_KERNEL(mma_sm80) = {
     .summary = "mma.sync tensor cores with cp.async pipelines, from Ampere on",
     .cc_from = 80,
     .cc_to = 0,
-    .dtypes = FA_FLOAT16_BITS,
+    .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
     .plan = plan,
     .launch = launch,

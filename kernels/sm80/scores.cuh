@@ -10,7 +10,7 @@
 
 #include "common/mask.cuh"    // Band
 #include "common/ptx.cuh"     // exp2_fast, reciprocal_fast
-#include "common/score.cuh"   // ScoreParams, LOG2_E
+#include "common/score.cuh"   // ScoreParams, kLog2E
 #include "common/softcap.cuh" // tanh_by_exp2, kMaxFastCap
 
 namespace fa {
@@ -55,8 +55,8 @@ __device__ __forceinline__ void scale_scores(Scores<kRowTiles, kKeys> &s, const 
     const float cap = params.cap_log2;
     if (cap == 0) {
         each([&](float &x) { x *= params.scale_log2; });
-    } else if (!kAnyCap || cap <= kMaxFastCap * LOG2_E) {
-        const float scale = params.scale_cap * (2.0f * LOG2_E);
+    } else if (!kAnyCap || cap <= kMaxFastCap * kLog2E) {
+        const float scale = params.scale_cap * (2.0f * kLog2E);
         each([&](float &x) { x = cap - 2.0f * cap * reciprocal_fast(exp2_fast(x * scale) + 1.0f); });
     } else {
         each([&](float &x) { x = cap * tanh_by_exp2(x * params.scale_cap); });

@@ -8,7 +8,7 @@
 #include "common/convert.cuh"            // to_float, load_as_float, write_gradient
 #include "common/ptx.cuh"                // exp2_fast
 #include "common/rows.cuh"               // row_of, row_offset, Chunk, bias_row, mask_row
-#include "common/score.cuh"              // bias_of, bounded, LOG2_E
+#include "common/score.cuh"              // bias_of, bounded, kLog2E
 #include "fa.h"                          // fa_backward
 #include "trial/mma_backward_config.cuh" // BackwardArgs
 
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kSinksThreads) backward_sink_parts(const __gri
     double sum = 0;
     for (int64_t i = threadIdx.x; i < f.seq_q && sink != -INFINITY; i += kSinksThreads) {
         const float2 row = args.rows[local * args.pitch + i];
-        const float weight = row.x == INFINITY ? 1.0f : exp2_fast((sink - row.x) * LOG2_E);
+        const float weight = row.x == INFINITY ? 1.0f : exp2_fast((sink - row.x) * kLog2E);
         sum -= weight * row.y;
     }
     parts[threadIdx.x] = sum;

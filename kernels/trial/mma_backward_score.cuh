@@ -11,7 +11,7 @@
 #include "common/convert.cuh"            // to_float
 #include "common/ptx.cuh"                // exp2_fast, load_shared_16, load_shared_pair, store_shared
 #include "common/rows.cuh"               // Chunk
-#include "common/score.cuh"              // LOG2_E, bounded
+#include "common/score.cuh"              // kLog2E, bounded
 #include "common/softcap.cuh"            // tanh_and_slope
 #include "fa.h"                          // fa_forward
 #include "sm80/scores.cuh"               // Scores
@@ -158,7 +158,7 @@ __device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace 
                     if (kSelect && (8 * j + e % 2 < begin[r][e / 2] || 8 * j + e % 2 >= end[r][e / 2]))
                         exponent = -INFINITY;
                 }
-                const float weight = exp2_fast(exponent * LOG2_E);
+                const float weight = exp2_fast(exponent * kLog2E);
                 s[r][j][e] = weight;
                 if constexpr (kNeedsDs) {
                     float ds = weight * (g[r][j][e] - query.y);

@@ -351,7 +351,7 @@ FA_DEFINE_KERNEL(mma_backward_sm80) = {
     .summary = "gradients by mma.sync tensor cores with cp.async pipelines, without atomics, from Ampere on",
     .cc_from = 80,
     .cc_to = 0,
-    .dtypes = FA_FLOAT16_BITS,
+    .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
     .plan = plan,

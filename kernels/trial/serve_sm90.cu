@@ -108,7 +108,7 @@ struct Configuration {
 
 template <class Kernel>
 fa_code launch_kernel(Kernel *kernel, const Params &params, const Configuration &c, const fa_launch &launch) {
-    if (c.config.dynamicSmemBytes > FA_SMEM_FREE) FA_TRY(fa_allow_smem(kernel, c.config.dynamicSmemBytes, launch));
+    if (c.config.dynamicSmemBytes > kSmemFree) FA_TRY(fa_allow_smem(kernel, c.config.dynamicSmemBytes, launch));
     FA_CHAOS_ARM(launch.stream, launch);
     FA_CUDA_TRY(launch, cudaLaunchKernelEx(&c.config, kernel, params));
     return FA_OK;
@@ -335,7 +335,7 @@ const fa_kernel fa_kernel_serve_sm90 = {
     .summary = "Hopper, few queries over long sequences: lengths, pages; chunks folded in an order of their own",
     .cc_from = 90,
     .cc_to = 90,
-    .dtypes = FA_FLOAT16_BITS,
+    .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES |
              FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_OUT_FLOAT32,
     .plan = fa::sm90::serve::serve_plan,

@@ -420,7 +420,7 @@ FA_DEFINE_KERNEL(wgmma_backward_sm90) = {
     .summary = "Hopper gradients in two ordered kernels, float16 and bfloat16: TMA, wgmma and warp specialisation",
     .cc_from = 90,
     .cc_to = 90,
-    .dtypes = FA_FLOAT16_BITS,
+    .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
              FA_WITH_ORDERED,
     .plan = fa::sm90::backward_plan,
