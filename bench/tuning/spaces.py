@@ -80,12 +80,12 @@ def _simt_table(c: Config) -> list[str]:
     return [
         '#include "simt/tile.cuh" // Tile',
         "",
-        "namespace simt {",
+        "namespace fa::simt {",
         "",
         f"// {', '.join(names)}",
-        f"constexpr Tile TUNED_{c['HEAD_DIM']} = {{{', '.join(str(c[name]) for name in names)}}};",
+        f"constexpr Tile kTuned{c['HEAD_DIM']} = {{{', '.join(str(c[name]) for name in names)}}};",
         "",
-        "} // namespace simt",
+        "} // namespace fa::simt",
     ]
 
 

@@ -127,6 +127,9 @@ def table(space: Space, document: dict[str, Any]) -> str:
     final, ratio = document["final"], document["final"]["ratio"]
     kept = ", which stands" if document["winner"] == document["hand_set"] else ""
     guard = "FA_" + re.sub(r"[^A-Z0-9]", "_", space.table.name.upper())
+    once = space.table.suffix == ".cuh"  # as kernels/ has it; headers of C have guards
+    opening = ["#pragma once", ""] if once else [f"#ifndef {guard}", f"#define {guard}", ""]
+    closing = [] if once else ["", "#endif"]
     return "\n".join([
         f"/* Written by `python -m bench tune {space.kernel} --write`, not by hand; the run: "
         f"bench/evidence/tune-{space.kernel}.json.",
@@ -135,6 +138,5 @@ def table(space: Space, document: dict[str, Any]) -> str:
         f"hand{kept};",
         f" * error against float64 {final['frobenius']:.2e}; {document['evaluated']} of {document['space']} "
         f"configurations tried; sources {document['identity']['sources']}. */",
-        f"#ifndef {guard}", f"#define {guard}", "",
-        *space.render({**space.fixed, **document["winner"]}), "", "#endif", "",
+        *opening, *space.render({**space.fixed, **document["winner"]}), *closing, "",
     ])  # fmt: skip

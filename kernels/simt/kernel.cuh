@@ -9,8 +9,7 @@
  *
  * No phases are counted: groups meet at __syncthreads alone, the warps of a group at a named barrier of their own that
  * all of them wait at, before a buffer is read and before it is written again. */
-#ifndef FA_SIMT_KERNEL_CUH
-#define FA_SIMT_KERNEL_CUH
+#pragma once
 
 #include "common/chaos.cuh"
 #include "common/convert.cuh" // to_float, from_float
@@ -20,53 +19,53 @@
 #include "common/softmax.cuh" // RowState, finish_row, scaled_down
 #include "simt/loader.cuh"    // Loader, NextBlock
 
-namespace simt {
+namespace fa::simt {
 
 __device__ __forceinline__ float4 load4(const float *p) { return *reinterpret_cast<const float4 *>(p); }
 
 /* What sees which keys in general_scores(): a band, or what the caller gives. */
-__device__ __forceinline__ fa::KeyBand sight_of(const fa_forward &p, int64_t row0, int64_t key0) {
-    return fa::key_band(p, row0, key0);
+__device__ __forceinline__ KeyBand sight_of(const fa_forward &p, int64_t row0, int64_t key0) {
+    return key_band(p, row0, key0);
 }
 template <class Sight>
 __device__ __forceinline__ const Sight &sight_of(const fa_forward &, int64_t, int64_t, const Sight &sight) {
     return sight;
 }
 
-/* Softcap, bias and mask for the rows [0, ROWS) of one warp's scores in shared memory: products in, scores out (not in
+/* Softcap, bias and mask for the rows [0, kRows) of one warp's scores in shared memory: products in, scores out (not in
  * base 2, whose logarithm of e would be one more rounding). Lanes lie along the keys, so that bias and mask are read in
  * order, four rows at a time, so that reads overlap. `sight`: none in a dense call; else an object that says of every
  * row what it sees, and what ALiBi takes from a bias. */
-template <typename T, int ROWS, int KEYS, int STRIDE, class... Sight>
+template <typename T, int kRows, int kKeys, int kStride, class... Sight>
 __device__ __noinline__ void general_scores(const fa_forward &p, const Options &o, float *scores, int64_t batch,
                                             int64_t head, int64_t row0, int64_t key0, const Sight &...sight) {
-    constexpr int BATCH = 4, COLUMNS = (KEYS + WARP - 1) / WARP;
-    static_assert(ROWS % BATCH == 0);
-    const int lane = threadIdx.x % WARP;
-    constexpr bool DENSE = sizeof...(Sight) == 0;
+    constexpr int kBatch = 4, kColumns = (kKeys + kWarp - 1) / kWarp;
+    static_assert(kRows % kBatch == 0);
+    const int lane = threadIdx.x % kWarp;
+    constexpr bool kDense = sizeof...(Sight) == 0;
     const auto &band = sight_of(p, row0, key0, sight...);
     const float scale = static_cast<float>(p.scale), cap = static_cast<float>(p.softcap);
-    const int rows = DENSE && p.seq_q - row0 < ROWS ? static_cast<int>(p.seq_q - row0) : ROWS;
+    const int rows = kDense && p.seq_q - row0 < kRows ? static_cast<int>(p.seq_q - row0) : kRows;
 
 #pragma unroll 1
-    for (int r = 0; r < rows; r += BATCH) {
-        bool seen[BATCH][COLUMNS];
-        float add[BATCH][COLUMNS];
+    for (int r = 0; r < rows; r += kBatch) {
+        bool seen[kBatch][kColumns];
+        float add[kBatch][kColumns];
         const auto each = [&](auto &&body) {
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i)
+            for (int i = 0; i < kBatch; ++i)
 #pragma unroll
-                for (int j = 0; j < COLUMNS; ++j) body(seen[i][j], add[i][j], r + i, lane + WARP * j);
+                for (int j = 0; j < kColumns; ++j) body(seen[i][j], add[i][j], r + i, lane + kWarp * j);
         };
         each([&](bool &sees, float &sum, int row, int column) {
-            sees = row < rows && column < KEYS && band.sees(row, column);
+            sees = row < rows && column < kKeys && band.sees(row, column);
             sum = 0.0f;
         });
         if (p.bias.data) {
-            const int64_t first = fa::bias_row(p, batch, head, row0) + key0 * p.bias.stride[3];
+            const int64_t first = bias_row(p, batch, head, row0) + key0 * p.bias.stride[3];
             const auto add_bias = [&](const auto *bias) {
                 each([&](bool sees, float &sum, int row, int column) {
-                    if (sees) sum = fa::to_float(bias[first + row * p.bias.stride[2] + column * p.bias.stride[3]]);
+                    if (sees) sum = to_float(bias[first + row * p.bias.stride[2] + column * p.bias.stride[3]]);
                 });
             };
             if (p.bias_dtype == FA_F32)
@@ -75,19 +74,19 @@ __device__ __noinline__ void general_scores(const fa_forward &p, const Options &
                 add_bias(static_cast<const T *>(p.bias.data));
         }
         if (p.mask.data) {
-            const uint8_t *mask = fa::mask_row(p, batch, head, row0) + key0 * p.mask.stride[3];
+            const uint8_t *mask = mask_row(p, batch, head, row0) + key0 * p.mask.stride[3];
             each([&](bool &sees, float &, int row, int column) {
                 if (sees) sees = mask[row * p.mask.stride[2] + column * p.mask.stride[3]] != 0;
             });
         }
         each([&](bool sees, float sum, int row, int column) {
-            if (column >= KEYS) return;
-            float &score = scores[row * STRIDE + column];
+            if (column >= kKeys) return;
+            float &score = scores[row * kStride + column];
             if (!sees || sum == -INFINITY) {
                 score = -INFINITY;
                 return;
             }
-            if constexpr (!DENSE) sum = band.with_slope(sum, row, column);
+            if constexpr (!kDense) sum = band.with_slope(sum, row, column);
             asm("max.NaN.f32 %0, %0, %1;" : "+f"(sum) : "f"(-FA_LIMIT)); // larger ones saturate by themselves
             score =
                 cap > 0 ? fmaf(cap, tanhf(score * o.score.scale_cap), sum) : __fadd_rn(__fmul_rn(score, scale), sum);
@@ -97,34 +96,34 @@ __device__ __noinline__ void general_scores(const fa_forward &p, const Options &
 
 /* One lane's part of a tile: row states and output in registers, and the steps that a block of keys goes through. */
 template <typename T, Tile t> struct LaneTile {
-    static constexpr int TM = t.lane_rows(), TN = t.lane_keys(), TD = t.lane_quads();
-    static constexpr int STRIDE = t.row_floats(), P_STRIDE = t.score_floats();
-    static constexpr int WARP_ROWS = t.block_m / t.group_warps();
+    static constexpr int kLaneRows = t.lane_rows(), kLaneKeys = t.lane_keys(), kLaneQuads = t.lane_quads();
+    static constexpr int kStride = t.row_floats(), kScoreStride = t.score_floats();
+    static constexpr int kWarpRows = t.block_m / t.group_warps();
 
     float *q, *k, *v, *scores, *partial; // shared memory
     int group, warp_row, row, column;    // row = warp_row + rg, column = cg
-    fa::RowState state[TM];              // `sum` is this lane's part of the row's
-    float out[TM][TD][4];
+    RowState state[kLaneRows];           // `sum` is this lane's part of the row's
+    float out[kLaneRows][kLaneQuads][4];
 
     __device__ __forceinline__ explicit LaneTile(float *smem) {
-        const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+        const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
         group = t.groups == 1 ? 0 : warp / t.group_warps();
-        warp_row = warp % t.group_warps() * WARP_ROWS;
+        warp_row = warp % t.group_warps() * kWarpRows;
         row = warp_row + ((lane & 1) | (lane >> 4 << 1));
         column = lane >> 1 & 7;
-        q = smem;                                               // block_m x STRIDE
-        k = smem + t.query_floats() + group * t.group_floats(); // block_n x STRIDE
-        v = t.separate() ? k + t.key_floats() : k;              // block_n x STRIDE
-        scores = v + t.key_floats();                            // block_m x P_STRIDE
-        partial = scores + t.block_m * P_STRIDE;                // block_m x 8, for REDUCE_SHARED
+        q = smem;                                               // block_m x kStride
+        k = smem + t.query_floats() + group * t.group_floats(); // block_n x kStride
+        v = t.separate() ? k + t.key_floats() : k;              // block_n x kStride
+        scores = v + t.key_floats();                            // block_m x kScoreStride
+        partial = scores + t.block_m * kScoreStride;            // block_m x 8, for kReduceShared
     }
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < TM; ++i) {
-            state[i] = fa::RowState();
+        for (int i = 0; i < kLaneRows; ++i) {
+            state[i] = RowState();
 #pragma unroll
-            for (int c = 0; c < TD; ++c)
+            for (int c = 0; c < kLaneQuads; ++c)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[i][c][e] = 0.0f;
         }
@@ -146,38 +145,40 @@ template <typename T, Tile t> struct LaneTile {
      * (fa_ext/reference/__init__.py): with one chain over head_dim, scores in the hundreds come out two to three times
      * as far off, which float32 alone is precise enough to show. It then takes half of the rows at a time, since
      * registers hold no more; 6% slower with 8 rows a lane at head_dim 64, no slower elsewhere. */
-    __device__ __forceinline__ void multiply_keys(float (&s)[TM][TN], int head_dim) const {
-        constexpr int QUADS = sizeof(T) == 4 ? 2 : 1, ROWS = QUADS > 1 && TM > 4 && TM % 2 == 0 ? TM / 2 : TM;
+    __device__ __forceinline__ void multiply_keys(float (&s)[kLaneRows][kLaneKeys], int head_dim) const {
+        constexpr int kQuads = sizeof(T) == 4 ? 2 : 1,
+                      kRows = kQuads > 1 && kLaneRows > 4 && kLaneRows % 2 == 0 ? kLaneRows / 2 : kLaneRows;
 #pragma unroll
-        for (int i = 0; i < TM; ++i)
+        for (int i = 0; i < kLaneRows; ++i)
 #pragma unroll
-            for (int j = 0; j < TN; ++j) s[i][j] = 0.0f;
+            for (int j = 0; j < kLaneKeys; ++j) s[i][j] = 0.0f;
 #pragma unroll 1
-        for (int d = 0; d < head_dim; d += 4 * QUADS) {
+        for (int d = 0; d < head_dim; d += 4 * kQuads) {
 #pragma unroll
-            for (int first = 0; first < TM; first += ROWS) {
-                float4 a[ROWS][QUADS];
+            for (int first = 0; first < kLaneRows; first += kRows) {
+                float4 a[kRows][kQuads];
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i)
+                for (int i = 0; i < kRows; ++i)
 #pragma unroll
-                    for (int n = 0; n < QUADS; ++n)
-                        a[i][n] = load4(q + (row + ROW_GROUPS * (first + i)) * STRIDE + d + 4 * n);
+                    for (int n = 0; n < kQuads; ++n)
+                        a[i][n] = load4(q + (row + kRowGroups * (first + i)) * kStride + d + 4 * n);
 #pragma unroll
-                for (int j = 0; j < TN; ++j) {
-                    float4 b[QUADS];
+                for (int j = 0; j < kLaneKeys; ++j) {
+                    float4 b[kQuads];
 #pragma unroll
-                    for (int n = 0; n < QUADS; ++n) b[n] = load4(k + (column + COLUMN_GROUPS * j) * STRIDE + d + 4 * n);
+                    for (int n = 0; n < kQuads; ++n)
+                        b[n] = load4(k + (column + kColumnGroups * j) * kStride + d + 4 * n);
 #pragma unroll
-                    for (int i = 0; i < ROWS; ++i) {
-                        float &total = s[first + i][j], sum = QUADS == 1 ? total : 0.0f;
+                    for (int i = 0; i < kRows; ++i) {
+                        float &total = s[first + i][j], sum = kQuads == 1 ? total : 0.0f;
 #pragma unroll
-                        for (int n = 0; n < QUADS; ++n) {
+                        for (int n = 0; n < kQuads; ++n) {
                             sum = fmaf(a[i][n].x, b[n].x, sum);
                             sum = fmaf(a[i][n].y, b[n].y, sum);
                             sum = fmaf(a[i][n].z, b[n].z, sum);
                             sum = fmaf(a[i][n].w, b[n].w, sum);
                         }
-                        total = QUADS == 1 ? sum : total + sum;
+                        total = kQuads == 1 ? sum : total + sum;
                     }
                 }
             }
@@ -185,76 +186,78 @@ template <typename T, Tile t> struct LaneTile {
     }
 
     /* Products to scores by way of shared memory, where softcap, bias or mask take part. */
-    __device__ __forceinline__ void score_general(float (&s)[TM][TN], const fa_forward &p, const Options &o,
-                                                  int64_t batch, int64_t head, int64_t row0, int64_t key0) const {
+    __device__ __forceinline__ void score_general(float (&s)[kLaneRows][kLaneKeys], const fa_forward &p,
+                                                  const Options &o, int64_t batch, int64_t head, int64_t row0,
+                                                  int64_t key0) const {
         put(s);
         __syncwarp();
-        general_scores<T, WARP_ROWS, t.block_n, P_STRIDE>(p, o, scores + warp_row * P_STRIDE, batch, head,
-                                                          row0 + warp_row, key0);
+        general_scores<T, kWarpRows, t.block_n, kScoreStride>(p, o, scores + warp_row * kScoreStride, batch, head,
+                                                              row0 + warp_row, key0);
         __syncwarp();
         get(s);
     }
 
     /* Scores to shared memory and back. */
-    __device__ __forceinline__ void put(const float (&s)[TM][TN]) const {
+    __device__ __forceinline__ void put(const float (&s)[kLaneRows][kLaneKeys]) const {
 #pragma unroll
-        for (int i = 0; i < TM; ++i)
+        for (int i = 0; i < kLaneRows; ++i)
 #pragma unroll
-            for (int j = 0; j < TN; ++j) score_at(i, j) = s[i][j];
+            for (int j = 0; j < kLaneKeys; ++j) score_at(i, j) = s[i][j];
     }
-    __device__ __forceinline__ void get(float (&s)[TM][TN]) const {
+    __device__ __forceinline__ void get(float (&s)[kLaneRows][kLaneKeys]) const {
 #pragma unroll
-        for (int i = 0; i < TM; ++i)
+        for (int i = 0; i < kLaneRows; ++i)
 #pragma unroll
-            for (int j = 0; j < TN; ++j) s[i][j] = score_at(i, j);
+            for (int j = 0; j < kLaneKeys; ++j) s[i][j] = score_at(i, j);
     }
 
     /* Products times the scale, rounded as the plain formula rounds them: an unrounded score is closer to the truth,
      * but not to plain, whose own rounding may bring it closer by luck; 5 of 6,000 problems of large scores then leave
      * the bound that plain's error makes. */
-    __device__ __forceinline__ static void scale_products(float (&s)[TM][TN], float scale) {
+    __device__ __forceinline__ static void scale_products(float (&s)[kLaneRows][kLaneKeys], float scale) {
 #pragma unroll
-        for (int i = 0; i < TM; ++i)
+        for (int i = 0; i < kLaneRows; ++i)
 #pragma unroll
-            for (int j = 0; j < TN; ++j) s[i][j] = __fmul_rn(s[i][j], scale);
+            for (int j = 0; j < kLaneKeys; ++j) s[i][j] = __fmul_rn(s[i][j], scale);
     }
 
     /* Without softcap, bias and mask: what belongs to keys that a row does not see becomes `excluded`. The band counts
      * rows from this lane's first. */
     template <class Band>
-    __device__ __forceinline__ void exclude(float (&s)[TM][TN], const Band &band, float excluded) const {
+    __device__ __forceinline__ void exclude(float (&s)[kLaneRows][kLaneKeys], const Band &band, float excluded) const {
 #pragma unroll
-        for (int i = 0; i < TM; ++i)
+        for (int i = 0; i < kLaneRows; ++i)
 #pragma unroll
-            for (int j = 0; j < TN; ++j)
-                if (!band.sees(ROW_GROUPS * i, column + COLUMN_GROUPS * j)) s[i][j] = excluded;
+            for (int j = 0; j < kLaneKeys; ++j)
+                if (!band.sees(kRowGroups * i, column + kColumnGroups * j)) s[i][j] = excluded;
     }
 
     /* Takes the base-2 scores `scale` s into the row states, leaves the weights P in shared memory, rescales the
-     * output. The product with the scale is not rounded before the maximum is subtracted. GENERAL: it may be as large
+     * output. The product with the scale is not rounded before the maximum is subtracted. kGeneral: it may be as large
      * as bias makes it. */
-    template <bool GENERAL> __device__ __forceinline__ void absorb(const float (&s)[TM][TN], float scale) {
-        const auto scaled = [&](float x) { return GENERAL ? fa::scaled_down(x, scale) : x * scale; };
-        float maximum[TM];
+    template <bool kGeneral>
+    __device__ __forceinline__ void absorb(const float (&s)[kLaneRows][kLaneKeys], float scale) {
+        const auto scaled = [&](float x) { return kGeneral ? scaled_down(x, scale) : x * scale; };
+        float maximum[kLaneRows];
 #pragma unroll
-        for (int i = 0; i < TM; ++i) {
+        for (int i = 0; i < kLaneRows; ++i) {
             maximum[i] = scaled(s[i][0]);
 #pragma unroll
-            for (int j = 1; j < TN; ++j) maximum[i] = fmaxf(maximum[i], scaled(s[i][j]));
+            for (int j = 1; j < kLaneKeys; ++j) maximum[i] = fmaxf(maximum[i], scaled(s[i][j]));
         }
         row_maximum(maximum);
 #pragma unroll
-        for (int i = 0; i < TM; ++i) {
+        for (int i = 0; i < kLaneRows; ++i) {
             const float factor = state[i].raise(maximum[i]);
 #pragma unroll
-            for (int j = 0; j < TN; ++j) {
+            for (int j = 0; j < kLaneKeys; ++j) {
                 const float weight =
-                    GENERAL ? state[i].bounded_weight(s[i][j], scale) : state[i].weight(s[i][j], scale);
+                    kGeneral ? state[i].bounded_weight(s[i][j], scale) : state[i].weight(s[i][j], scale);
                 state[i].sum += weight;
                 score_at(i, j) = weight;
             }
 #pragma unroll
-            for (int c = 0; c < TD; ++c)
+            for (int c = 0; c < kLaneQuads; ++c)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[i][c][e] *= factor;
         }
@@ -264,17 +267,17 @@ template <typename T, Tile t> struct LaneTile {
     __device__ __forceinline__ void multiply_values() {
 #pragma unroll 1
         for (int n = 0; n < t.block_n; n += 4) {
-            float weight[TM][4];
+            float weight[kLaneRows][4];
 #pragma unroll
-            for (int i = 0; i < TM; ++i)
-                *reinterpret_cast<float4 *>(weight[i]) = load4(scores + (row + ROW_GROUPS * i) * P_STRIDE + n);
+            for (int i = 0; i < kLaneRows; ++i)
+                *reinterpret_cast<float4 *>(weight[i]) = load4(scores + (row + kRowGroups * i) * kScoreStride + n);
 #pragma unroll
             for (int m = 0; m < 4; ++m)
 #pragma unroll
-                for (int c = 0; c < TD; ++c) {
-                    const float4 b = load4(v + (n + m) * STRIDE + 4 * column + 32 * c);
+                for (int c = 0; c < kLaneQuads; ++c) {
+                    const float4 b = load4(v + (n + m) * kStride + 4 * column + 32 * c);
 #pragma unroll
-                    for (int i = 0; i < TM; ++i) {
+                    for (int i = 0; i < kLaneRows; ++i) {
                         out[i][c][0] = fmaf(weight[i][m], b.x, out[i][c][0]);
                         out[i][c][1] = fmaf(weight[i][m], b.y, out[i][c][1]);
                         out[i][c][2] = fmaf(weight[i][m], b.z, out[i][c][2]);
@@ -287,38 +290,40 @@ template <typename T, Tile t> struct LaneTile {
     /* Adds what the other groups have to the first, in the order of the groups. Lanes meet their own kind alone: the
      * layout in shared memory, which is all free by now, is by lane. */
     __device__ __forceinline__ void merge_groups(float *smem) {
-        constexpr int LANES = t.group_threads(), QUADS = TM * TD, ITEMS = QUADS + (TM + 1) / 2;
-        static_assert(ITEMS * 4 * LANES * (t.groups - 1) <= t.smem_bytes() / sizeof(float));
-        const int lane = threadIdx.x % LANES;
+        constexpr int kLanes = t.group_threads(), kQuads = kLaneRows * kLaneQuads,
+                      kItems = kQuads + (kLaneRows + 1) / 2;
+        static_assert(kItems * 4 * kLanes * (t.groups - 1) <= t.smem_bytes() / sizeof(float));
+        const int lane = threadIdx.x % kLanes;
         float4 *quads = reinterpret_cast<float4 *>(smem) + lane;
         __syncthreads();
         if (group > 0) {
-            float4 *mine = quads + (group - 1) * ITEMS * LANES;
+            float4 *mine = quads + (group - 1) * kItems * kLanes;
 #pragma unroll
-            for (int i = 0; i < TM; ++i)
+            for (int i = 0; i < kLaneRows; ++i)
 #pragma unroll
-                for (int c = 0; c < TD; ++c)
-                    mine[(i * TD + c) * LANES] = make_float4(out[i][c][0], out[i][c][1], out[i][c][2], out[i][c][3]);
+                for (int c = 0; c < kLaneQuads; ++c)
+                    mine[(i * kLaneQuads + c) * kLanes] =
+                        make_float4(out[i][c][0], out[i][c][1], out[i][c][2], out[i][c][3]);
 #pragma unroll
-            for (int i = 0; i < TM; i += 2) {
-                const fa::RowState &a = state[i], &b = state[i + 1 < TM ? i + 1 : i];
-                mine[(QUADS + i / 2) * LANES] = make_float4(a.maximum, a.sum, b.maximum, b.sum);
+            for (int i = 0; i < kLaneRows; i += 2) {
+                const RowState &a = state[i], &b = state[i + 1 < kLaneRows ? i + 1 : i];
+                mine[(kQuads + i / 2) * kLanes] = make_float4(a.maximum, a.sum, b.maximum, b.sum);
             }
         }
         __syncthreads();
         if (group == 0) {
 #pragma unroll 1
             for (int g = 0; g < t.groups - 1; ++g) {
-                const float4 *theirs = quads + g * ITEMS * LANES;
+                const float4 *theirs = quads + g * kItems * kLanes;
 #pragma unroll
-                for (int i = 0; i < TM; ++i) {
-                    const float4 pair = theirs[(QUADS + i / 2) * LANES];
+                for (int i = 0; i < kLaneRows; ++i) {
+                    const float4 pair = theirs[(kQuads + i / 2) * kLanes];
                     const float maximum = i % 2 ? pair.z : pair.x, sum = i % 2 ? pair.w : pair.y;
                     const float factor = state[i].raise(maximum), other = state[i].weight(maximum);
                     state[i].sum = fmaf(sum, other, state[i].sum);
 #pragma unroll
-                    for (int c = 0; c < TD; ++c) {
-                        const float4 b = theirs[(i * TD + c) * LANES];
+                    for (int c = 0; c < kLaneQuads; ++c) {
+                        const float4 b = theirs[(i * kLaneQuads + c) * kLanes];
                         out[i][c][0] = fmaf(b.x, other, out[i][c][0] * factor);
                         out[i][c][1] = fmaf(b.y, other, out[i][c][1] * factor);
                         out[i][c][2] = fmaf(b.z, other, out[i][c][2] * factor);
@@ -334,19 +339,19 @@ template <typename T, Tile t> struct LaneTile {
     __device__ __forceinline__ void finish(const fa_forward &p, const Options &o, int64_t batch, int64_t head,
                                            int64_t row0) {
 #pragma unroll
-        for (int i = 0; i < TM; ++i) {
+        for (int i = 0; i < kLaneRows; ++i) {
 #pragma unroll
             for (int offset = 2; offset <= 8; offset *= 2) state[i].sum += __shfl_xor_sync(~0u, state[i].sum, offset);
-            const int64_t n = row0 + row + ROW_GROUPS * i;
+            const int64_t n = row0 + row + kRowGroups * i;
             if (n >= p.seq_q) continue;
-            const fa::RowResult result = fa::finish_row(p, head, state[i]);
-            T *target = fa::row_of<T>(p.out, batch, head, n);
+            const RowResult result = finish_row(p, head, state[i]);
+            T *target = row_of<T>(p.out, batch, head, n);
 #pragma unroll
-            for (int c = 0; c < TD; ++c) {
-                fa::Chunk<T, 4> chunk;
+            for (int c = 0; c < kLaneQuads; ++c) {
+                Chunk<T, 4> chunk;
 #pragma unroll
-                for (int e = 0; e < 4; ++e) chunk.element[e] = fa::from_float<T>(out[i][c][e] * result.factor);
-                fa::store_chunk(target, p.out.stride[3], 4 * column + 32 * c, p.head_dim_v, o.out_chunks, chunk);
+                for (int e = 0; e < 4; ++e) chunk.element[e] = from_float<T>(out[i][c][e] * result.factor);
+                store_chunk(target, p.out.stride[3], 4 * column + 32 * c, p.head_dim_v, o.out_chunks, chunk);
             }
             if (p.lse && column == 0) static_cast<float *>(p.lse)[(batch * p.heads + head) * p.seq_q + n] = result.lse;
         }
@@ -354,24 +359,24 @@ template <typename T, Tile t> struct LaneTile {
 
   private:
     __device__ __forceinline__ float &score_at(int i, int j) const {
-        return scores[(row + ROW_GROUPS * i) * P_STRIDE + column + COLUMN_GROUPS * j];
+        return scores[(row + kRowGroups * i) * kScoreStride + column + kColumnGroups * j];
     }
 
     /* Maximum over the 8 lanes of each row, in all of them. */
-    __device__ __forceinline__ void row_maximum(float (&maximum)[TM]) const {
-        if constexpr (t.reduce == REDUCE_SHARED) {
+    __device__ __forceinline__ void row_maximum(float (&maximum)[kLaneRows]) const {
+        if constexpr (t.reduce == kReduceShared) {
 #pragma unroll
-            for (int i = 0; i < TM; ++i) partial[(row + ROW_GROUPS * i) * COLUMN_GROUPS + column] = maximum[i];
+            for (int i = 0; i < kLaneRows; ++i) partial[(row + kRowGroups * i) * kColumnGroups + column] = maximum[i];
             __syncwarp();
 #pragma unroll
-            for (int i = 0; i < TM; ++i) {
-                const float *of_row = partial + (row + ROW_GROUPS * i) * COLUMN_GROUPS;
+            for (int i = 0; i < kLaneRows; ++i) {
+                const float *of_row = partial + (row + kRowGroups * i) * kColumnGroups;
                 const float4 a = load4(of_row), b = load4(of_row + 4);
                 maximum[i] = fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < TM; ++i)
+            for (int i = 0; i < kLaneRows; ++i)
 #pragma unroll
                 for (int offset = 2; offset <= 8; offset *= 2)
                     maximum[i] = fmaxf(maximum[i], __shfl_xor_sync(~0u, maximum[i], offset));
@@ -379,12 +384,12 @@ template <typename T, Tile t> struct LaneTile {
     }
 };
 
-/* CONFIG::tile is the tile: nvcc takes no class values as arguments of a __global__ template. */
-template <typename T, typename CONFIG>
-__global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
+/* C::tile is the tile: nvcc takes no class values as arguments of a __global__ template. */
+template <typename T, class C>
+__global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
     simt_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Options o) {
     FA_CHAOS_BEGIN();
-    constexpr Tile t = CONFIG::tile;
+    constexpr Tile t = C::tile;
     using KeyLoader = Loader<T, t, t.block_n, t.group_threads()>;
     extern __shared__ float4 shared[];
     float *smem = reinterpret_cast<float *>(shared);
@@ -396,7 +401,7 @@ __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
         const int64_t n = o.longest_first ? tile % heads : tile / o.tiles_m, head = n % p.heads, batch = n / p.heads;
         const int64_t head_kv = head / (p.heads / p.heads_kv), row0 = tile_m * t.block_m;
         const int64_t row_end = row0 + t.block_m < p.seq_q ? row0 + t.block_m : p.seq_q;
-        const fa::KeyRange keys = fa::tile_keys(p, row0, row_end), common = fa::tile_common_keys(p, row0, row_end);
+        const KeyRange keys = tile_keys(p, row0, row_end), common = tile_common_keys(p, row0, row_end);
 
         const KeyLoader k_loader(p.k, batch, head_kv, p.head_dim, o.k_chunks);
         const KeyLoader v_loader(p.v, batch, head_kv, p.head_dim_v, o.v_chunks);
@@ -415,18 +420,18 @@ __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
             next.store(k_loader, lane.k, key0, keys.end);
             lane.sync_group(); // Q and K are there; every warp is done with a V apart
 
-            float s[lane.TM][lane.TN];
+            float s[lane.kLaneRows][lane.kLaneKeys];
             lane.multiply_keys(s, p.head_dim);
             next.fetch(v_loader, key0, keys.end);
             if (o.general) {
                 lane.score_general(s, p, o, batch, head, row0, key0);
-                lane.template absorb<true>(s, fa::kLog2E);
+                lane.template absorb<true>(s, kLog2E);
             } else {
-                constexpr bool SCALED = sizeof(T) == 4;
-                const float to_log2 = SCALED ? fa::kLog2E : o.score.scale_log2;
-                if constexpr (SCALED) lane.scale_products(s, static_cast<float>(p.scale));
+                constexpr bool kScaled = sizeof(T) == 4;
+                const float to_log2 = kScaled ? kLog2E : o.score.scale_log2;
+                if constexpr (kScaled) lane.scale_products(s, static_cast<float>(p.scale));
                 if (key0 < common.begin || key0 + t.block_n > common.end)
-                    lane.exclude(s, fa::key_band(p, row0 + lane.row, key0), to_log2 > 0 ? -INFINITY : INFINITY);
+                    lane.exclude(s, key_band(p, row0 + lane.row, key0), to_log2 > 0 ? -INFINITY : INFINITY);
                 lane.template absorb<false>(s, to_log2);
             }
 
@@ -446,6 +451,4 @@ __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
     }
 }
 
-} // namespace simt
-
-#endif
+} // namespace fa::simt

@@ -5,14 +5,13 @@
  * keys from the first key that they see: so the bits of a sequence depend on that sequence alone. Lengths and tables
  * are read here and nowhere else; a row of keys is found through an index of the block's rows in shared memory, in
  * which a key that nobody may look at has no page. */
-#ifndef FA_SIMT_SERVE_CUH
-#define FA_SIMT_SERVE_CUH
+#pragma once
 
 #include "common/faults.cuh" // count_fault, count_length_faults
 #include "philox.h"          // fa_dropout_keeps, fa_dropout_scale
 #include "simt/kernel.cuh"   // LaneTile, general_scores, load4
 
-namespace simt {
+namespace fa::simt {
 
 /* A call by value. */
 struct Serving {
@@ -46,11 +45,11 @@ template <Tile t> constexpr size_t serve_bytes() { return (t.smem_bytes() + 15) 
 /* All threads' values in one, in all of them. */
 template <class Join> __device__ __forceinline__ int64_t join_block(int64_t x, int64_t *joined, Join join) {
 #pragma unroll
-    for (int offset = WARP / 2; offset; offset /= 2) x = join(x, __shfl_xor_sync(~0u, x, offset));
+    for (int offset = kWarp / 2; offset; offset /= 2) x = join(x, __shfl_xor_sync(~0u, x, offset));
     __syncthreads();
-    if (threadIdx.x % WARP == 0) joined[threadIdx.x / WARP] = x;
+    if (threadIdx.x % kWarp == 0) joined[threadIdx.x / kWarp] = x;
     __syncthreads();
-    for (unsigned warp = 0; warp < blockDim.x / WARP; ++warp) x = join(x, joined[warp]);
+    for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) x = join(x, joined[warp]);
     return x;
 }
 
@@ -122,24 +121,24 @@ __device__ __forceinline__ Spot find_spot(const Serving &c, int64_t n, int64_t h
     const fa_span rows_k = fa_rows_of(&s.k, spot.batch, before, s.packed_k);
     spot.entry = fa_entry_of(&s, spot.batch, rows_q, rows_k);
     if (head == 0 && spot.tile == 0 && threadIdx.x == 0) {
-        fa::count_length_faults(c.faults, s.q, spot.batch, rows_q, 0);
-        fa::count_length_faults(c.faults, s.k, spot.batch, rows_k, 1);
+        count_length_faults(c.faults, s.q, spot.batch, rows_q, 0);
+        count_length_faults(c.faults, s.k, spot.batch, rows_k, 1);
     }
     return spot;
 }
 
 /* Fills Shared::query and Shared::keys: by the first warp, a row a lane. */
 template <Tile t> __device__ __forceinline__ void place_queries(const Serving &c, const Spot &spot, Shared<t> &shared) {
-    static_assert(t.block_m <= WARP);
+    static_assert(t.block_m <= kWarp);
     const int lane = threadIdx.x;
-    if (lane >= WARP) return;
+    if (lane >= kWarp) return;
     const fa_entry &e = spot.entry;
     const int64_t left = e.seq_q - spot.query, rows = left < t.block_m ? left : t.block_m;
     const bool there = lane < rows;
     const int64_t position = rows > 0 ? fa_position(&e, spot.query + (there ? lane : 0)) : 0;
     int64_t first = position, last = position;
 #pragma unroll
-    for (int offset = WARP / 2; offset; offset /= 2) {
+    for (int offset = kWarp / 2; offset; offset /= 2) {
         const int64_t a = __shfl_xor_sync(~0u, first, offset), b = __shfl_xor_sync(~0u, last, offset);
         first = a < first ? a : first;
         last = b > last ? b : last;
@@ -175,7 +174,7 @@ __device__ __forceinline__ KeyRow find_key(const Serving &c, const Spot &spot, c
     const uint32_t column = static_cast<uint32_t>(key) / size;
     const int64_t first = int64_t(column) * pages.size, page = fa_page(&pages, spot.batch, column);
     if (page < 0 && count && (key == first || key == shared.keys.begin) && !seen_before(c, spot, first, t.block_m))
-        fa::count_fault(c.faults, FA_FAULT_page, spot.batch, column, pages.table[spot.batch * pages.stride + column]);
+        count_fault(c.faults, FA_FAULT_page, spot.batch, column, pages.table[spot.batch * pages.stride + column]);
     return {page, key - first};
 }
 
@@ -190,14 +189,14 @@ template <typename T, Tile t> struct RowLoader {
     bool chunks;
 
     __device__ RowLoader(const fa_operand &x, int64_t head, int length, bool chunks)
-        : base(fa::row_of<T>(x, 0, head, 0)), stride_page(x.stride[0]), stride_row(x.stride[2]),
-          stride_dim(x.stride[3]), length(length), chunks(chunks) {}
+        : base(row_of<T>(x, 0, head, 0)), stride_page(x.stride[0]), stride_row(x.stride[2]), stride_dim(x.stride[3]),
+          length(length), chunks(chunks) {}
 
     __device__ const T *at(const KeyRow &key) const { return base + key.page * stride_page + key.row * stride_row; }
 
     __device__ Raw fetch(int item, const KeyRow *keys) const {
         const int n = thread_index() % t.group_threads() + item * t.group_threads();
-        const int row = n / Plain::CHUNKS, dim = n % Plain::CHUNKS * Plain::WIDTH;
+        const int row = n / Plain::kChunks, dim = n % Plain::kChunks * Plain::kWidth;
         if (row < t.block_n && keys[row].page >= 0 && dim < length)
             return *reinterpret_cast<const Raw *>(at(keys[row]) + dim);
         return Raw{};
@@ -205,14 +204,14 @@ template <typename T, Tile t> struct RowLoader {
 
     __device__ void copy(float *smem, const KeyRow *keys) const {
         if (!chunks) return copy_elements(smem, keys);
-        constexpr int BATCH = Plain::ITEMS < 4 ? Plain::ITEMS : 4;
+        constexpr int kBatch = Plain::kItems < 4 ? Plain::kItems : 4;
 #pragma unroll 1
-        for (int item = 0; item < Plain::ITEMS; item += BATCH) {
-            Raw raw[BATCH];
+        for (int item = 0; item < Plain::kItems; item += kBatch) {
+            Raw raw[kBatch];
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) raw[i] = fetch(item + i, keys);
+            for (int i = 0; i < kBatch; ++i) raw[i] = fetch(item + i, keys);
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) Plain::store(smem, item + i, raw[i]);
+            for (int i = 0; i < kBatch; ++i) Plain::store(smem, item + i, raw[i]);
         }
     }
 
@@ -221,7 +220,7 @@ template <typename T, Tile t> struct RowLoader {
         for (int n = thread_index() % t.group_threads(); n < t.block_n * t.head_dim; n += t.group_threads()) {
             const int row = n / t.head_dim, dim = n % t.head_dim;
             const bool inside = keys[row].page >= 0 && dim < length;
-            smem[row * t.row_floats() + dim] = inside ? fa::to_float(at(keys[row])[dim * stride_dim]) : 0.0f;
+            smem[row * t.row_floats() + dim] = inside ? to_float(at(keys[row])[dim * stride_dim]) : 0.0f;
         }
     }
 };
@@ -250,28 +249,28 @@ struct Sight {
 };
 
 /* Zeroes the weights that dropout takes, of a warp's rows and a block of keys in shared memory. */
-template <int ROWS, int KEYS, int STRIDE>
+template <int kRows, int kKeys, int kStride>
 __device__ __noinline__ void drop(const fa_dropout &dropout, float *weights, int64_t batch, int64_t head, int64_t row0,
                                   int64_t key0) {
 #pragma unroll 1
-    for (int n = threadIdx.x % WARP; n < ROWS * KEYS; n += WARP) {
-        const int row = n / KEYS, column = n % KEYS;
-        if (!fa_dropout_keeps(&dropout, batch, head, row0 + row, key0 + column)) weights[row * STRIDE + column] = 0.0f;
+    for (int n = threadIdx.x % kWarp; n < kRows * kKeys; n += kWarp) {
+        const int row = n / kKeys, column = n % kKeys;
+        if (!fa_dropout_keeps(&dropout, batch, head, row0 + row, key0 + column)) weights[row * kStride + column] = 0.0f;
     }
 }
 
 template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
     using Base = LaneTile<T, t>;
-    using Base::Base, Base::TM, Base::TN, Base::TD;
+    using Base::Base, Base::kLaneRows, Base::kLaneKeys, Base::kLaneQuads;
 
     /* Products to scores, by way of shared memory. */
-    __device__ __forceinline__ void score(float (&s)[TM][TN], const Serving &c, const Options &o, const Spot &spot,
-                                          int64_t head, const Sight &sight) const {
-        float *mine = this->scores + this->warp_row * Base::P_STRIDE;
+    __device__ __forceinline__ void score(float (&s)[kLaneRows][kLaneKeys], const Serving &c, const Options &o,
+                                          const Spot &spot, int64_t head, const Sight &sight) const {
+        float *mine = this->scores + this->warp_row * Base::kScoreStride;
         this->put(s);
         __syncwarp();
-        general_scores<T, Base::WARP_ROWS, t.block_n, Base::P_STRIDE>(c.p, o, mine, spot.batch, head,
-                                                                      spot.query + this->warp_row, sight.key0, sight);
+        general_scores<T, Base::kWarpRows, t.block_n, Base::kScoreStride>(
+            c.p, o, mine, spot.batch, head, spot.query + this->warp_row, sight.key0, sight);
         __syncwarp();
         this->get(s);
     }
@@ -282,19 +281,19 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
         const int64_t batch = spot.batch < 0 ? 0 : spot.batch;
         const float kept = c.extra.dropout.threshold ? static_cast<float>(fa_dropout_scale(&c.extra.dropout)) : 1.0f;
 #pragma unroll
-        for (int i = 0; i < TM; ++i) {
-            fa::RowState &state = this->state[i];
+        for (int i = 0; i < kLaneRows; ++i) {
+            RowState &state = this->state[i];
 #pragma unroll
             for (int offset = 2; offset <= 8; offset *= 2) state.sum += __shfl_xor_sync(~0u, state.sum, offset);
-            const int of_tile = this->row + ROW_GROUPS * i;
+            const int of_tile = this->row + kRowGroups * i;
             const int64_t row = spot.rows.begin + of_tile;
             if (row >= spot.rows.end) continue;
-            fa::RowResult result = {0.0f, -INFINITY};
-            if (spot.query + of_tile < spot.entry.seq_q) result = fa::finish_row(p, head, state);
+            RowResult result = {0.0f, -INFINITY};
+            if (spot.query + of_tile < spot.entry.seq_q) result = finish_row(p, head, state);
             const bool seen = spot.query + of_tile < spot.entry.seq_q && state.sum != 0.0f;
             const float factor = result.factor * kept;
 #pragma unroll
-            for (int d = 0; d < TD; ++d) {
+            for (int d = 0; d < kLaneQuads; ++d) {
                 float value[4];
 #pragma unroll
                 for (int e = 0; e < 4; ++e) value[e] = seen ? this->out[i][d][e] * factor : 0.0f;
@@ -312,19 +311,18 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
     template <typename O>
     __device__ __forceinline__ static void write(const fa_forward &p, const Options &o, int64_t batch, int64_t head,
                                                  int64_t row, int dim, const float (&value)[4]) {
-        fa::Chunk<O, 4> chunk;
+        Chunk<O, 4> chunk;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) chunk.element[e] = fa::from_float<O>(value[e]);
-        fa::store_chunk(fa::row_of<O>(p.out, batch, head, row), p.out.stride[3], dim, p.head_dim_v, o.out_chunks,
-                        chunk);
+        for (int e = 0; e < 4; ++e) chunk.element[e] = from_float<O>(value[e]);
+        store_chunk(row_of<O>(p.out, batch, head, row), p.out.stride[3], dim, p.head_dim_v, o.out_chunks, chunk);
     }
 };
 
-template <typename T, typename CONFIG>
-__global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
+template <typename T, class C>
+__global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
     simt_serve(const __grid_constant__ Serving c, const __grid_constant__ Options o) {
     FA_CHAOS_BEGIN();
-    constexpr Tile t = CONFIG::tile;
+    constexpr Tile t = C::tile;
     static_assert(!t.separate() && !t.prefetch());
     extern __shared__ float4 memory[];
     float *smem = reinterpret_cast<float *>(memory);
@@ -366,24 +364,24 @@ __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
             lane.sync_group(); // K is there
 
             if (!idle) {
-                float s[lane.TM][lane.TN];
+                float s[lane.kLaneRows][lane.kLaneKeys];
                 lane.multiply_keys(s, p.head_dim);
                 if (o.general) {
                     lane.score(s, c, o, spot, head, {shared.query + lane.warp_row, index, key0, slope});
-                    lane.template absorb<true>(s, fa::kLog2E);
+                    lane.template absorb<true>(s, kLog2E);
                 } else {
-                    constexpr bool SCALED = sizeof(T) == 4;
-                    const float to_log2 = SCALED ? fa::kLog2E : o.score.scale_log2;
-                    if constexpr (SCALED) lane.scale_products(s, static_cast<float>(p.scale));
+                    constexpr bool kScaled = sizeof(T) == 4;
+                    const float to_log2 = kScaled ? kLog2E : o.score.scale_log2;
+                    if constexpr (kScaled) lane.scale_products(s, static_cast<float>(p.scale));
                     lane.exclude(s, Sight{shared.query + lane.row, index, key0, slope},
                                  to_log2 > 0 ? -INFINITY : INFINITY);
                     lane.template absorb<false>(s, to_log2);
                 }
                 if (c.extra.dropout.threshold) {
                     __syncwarp();
-                    drop<lane.WARP_ROWS, t.block_n, lane.P_STRIDE>(c.extra.dropout,
-                                                                   lane.scores + lane.warp_row * lane.P_STRIDE,
-                                                                   spot.batch, head, spot.query + lane.warp_row, key0);
+                    drop<lane.kWarpRows, t.block_n, lane.kScoreStride>(
+                        c.extra.dropout, lane.scores + lane.warp_row * lane.kScoreStride, spot.batch, head,
+                        spot.query + lane.warp_row, key0);
                 }
             }
 
@@ -400,6 +398,4 @@ __global__ void __launch_bounds__(CONFIG::tile.threads(), CONFIG::tile.blocks)
     }
 }
 
-} // namespace simt
-
-#endif
+} // namespace fa::simt

@@ -30,7 +30,7 @@
 #include "common/score.cuh"  // score_params
 #include "fa.h"              // fa_forward, fa_kernel
 #include "simt/tile.cuh"     // Tile, Options
-#include "simt/tuned.cuh"    // TUNED_64
+#include "simt/tuned.cuh"    // kTuned64
 
 /* ---- configuration ---- */
 
@@ -41,7 +41,7 @@
 #define REDUCE 0 // 0: row maxima by warp shuffles; 1: through shared memory
 #endif
 
-namespace simt {
+namespace fa::simt {
 
 constexpr Tile tile(int head_dim, int block_m, int block_n, int warps, int groups, int sync, int blocks) {
     return {head_dim, block_m, block_n, warps, groups, sync, blocks, VEC_WIDTH, REDUCE};
@@ -67,24 +67,24 @@ constexpr Tile tile(int head_dim, int block_m, int block_n, int warps, int group
 #define KEY_GROUPS 1 // groups of warps
 #endif
 #ifndef SYNC_POLICY
-#define SYNC_POLICY 0 // SYNC_SEPARATE (1) + SYNC_PREFETCH (2)
+#define SYNC_POLICY 0 // kSyncSeparate (1) + kSyncPrefetch (2)
 #endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 1 // thread blocks a multiprocessor that the registers must allow
 #endif
-constexpr Tile TILES[] = {tile(HEAD_DIM, BLOCK_M, BLOCK_N, NUM_WARPS, KEY_GROUPS, SYNC_POLICY, MIN_BLOCKS)};
-constexpr Tile SERVE_TILES[] = {tile(HEAD_DIM, 32, 32, 4, HEAD_DIM > 128 ? 1 : 2, 0, 1)};
+constexpr Tile kTiles[] = {tile(HEAD_DIM, BLOCK_M, BLOCK_N, NUM_WARPS, KEY_GROUPS, SYNC_POLICY, MIN_BLOCKS)};
+constexpr Tile kServeTiles[] = {tile(HEAD_DIM, 32, 32, 4, HEAD_DIM > 128 ? 1 : 2, 0, 1)};
 
 #else
 
 /* By head_dim, and within it by falling BLOCK_M: for many query rows, then those that fill the GPU with fewer, last one
  * for a handful. For each use there is one within the 99 KB a thread block of sm_86 and sm_89: where two tiles have the
  * same rows and groups, the second is for them. */
-constexpr Tile TILES[] = {
+constexpr Tile kTiles[] = {
     // head_dim, BLOCK_M, BLOCK_N, NUM_WARPS, KEY_GROUPS, SYNC_POLICY, MIN_BLOCKS
     tile(64, 128, 64, 4, 1, 2, 2),  //  85 KB
     tile(64, 64, 64, 8, 2, 2, 1),   //  85 KB
-    TUNED_64,                       // the tuner's, for few query rows
+    kTuned64,                       // the tuner's, for few query rows
     tile(64, 32, 32, 8, 4, 2, 1),   //  60 KB
     tile(64, 4, 32, 8, 8, 2, 1),    //  74 KB
     tile(128, 128, 64, 8, 1, 2, 1), // 133 KB
@@ -99,7 +99,7 @@ constexpr Tile TILES[] = {
 };
 
 /* By head_dim alone: what else decided would be seen in the bits of a sequence. At most 32 rows, one a lane. */
-constexpr Tile SERVE_TILES[] = {
+constexpr Tile kServeTiles[] = {
     tile(64, 32, 32, 8, 4, 0, 1),  // 60 KB and 3 of indices
     tile(128, 32, 32, 8, 2, 0, 1), // 59 KB and 2
     tile(256, 32, 32, 4, 1, 0, 2), // 70 KB and 1
@@ -107,14 +107,14 @@ constexpr Tile SERVE_TILES[] = {
 
 #endif
 
-[[maybe_unused]] constexpr int TILE_COUNT = sizeof(TILES) / sizeof(TILES[0]);
+[[maybe_unused]] constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 
-[[maybe_unused]] constexpr int SERVE_TILE_COUNT = sizeof(SERVE_TILES) / sizeof(SERVE_TILES[0]);
+[[maybe_unused]] constexpr int kServeTileCount = sizeof(kServeTiles) / sizeof(kServeTiles[0]);
 
 constexpr bool tiles_are_valid() {
-    for (const Tile &t : TILES)
+    for (const Tile &t : kTiles)
         if (!t.valid()) return false;
-    for (const Tile &t : SERVE_TILES)
+    for (const Tile &t : kServeTiles)
         if (!t.valid()) return false;
     return true;
 }
@@ -129,16 +129,16 @@ using ServeLauncher = fa_code(const fa_problem &, const fa_plan &, const fa_laun
 ServeLauncher launch_serve_f16, launch_serve_bf16, launch_serve_f32;
 
 /* Shared memory of an instance that serves, beside its tile's: at most. */
-[[maybe_unused]] constexpr size_t SERVE_EXTRA_BYTES = 4096;
+[[maybe_unused]] constexpr size_t kServeExtraBytes = 4096;
 
 /* The plan's own part. */
 struct Own {
-    int tile;   // of TILES, or of SERVE_TILES
-    bool serve; // by the instances of simt_serve.cuh
+    int tile;   // of kTiles, or of kServeTiles
+    bool serve; // by the instances of serve.cuh
     Options options;
 };
 
-} // namespace simt
+} // namespace fa::simt
 
 #ifdef FA_INSTANCE
 
@@ -151,18 +151,18 @@ struct Own {
 
 #include "simt/serve.cuh" // simt_serve, serve_bytes
 
-namespace simt {
+namespace fa::simt {
 
-template <int INDEX> struct Config { static constexpr Tile tile = SERVE_TILES[INDEX]; };
+template <int kIndex> struct Config { static constexpr Tile tile = kServeTiles[kIndex]; };
 
-template <typename T, int INDEX>
+template <typename T, int kIndex>
 fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
-    if constexpr (INDEX < SERVE_TILE_COUNT) {
+    if constexpr (kIndex < kServeTileCount) {
         const Own &own = fa_own<Own>(&plan);
-        if (own.tile != INDEX) return launch_tile<T, INDEX + 1>(problem, plan, launch);
-        auto kernel = simt_serve<T, Config<INDEX>>;
-        static_assert(serve_bytes<SERVE_TILES[INDEX]>() <= SERVE_TILES[INDEX].smem_bytes() + SERVE_EXTRA_BYTES);
-        if (plan.smem_bytes > fa::kSmemFree) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
+        if (own.tile != kIndex) return launch_tile<T, kIndex + 1>(problem, plan, launch);
+        auto kernel = simt_serve<T, Config<kIndex>>;
+        static_assert(serve_bytes<kServeTiles[kIndex]>() <= kServeTiles[kIndex].smem_bytes() + kServeExtraBytes);
+        if (plan.smem_bytes > kSmemFree) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
         FA_CHAOS_ARM(launch.stream, launch);
         kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
                  static_cast<cudaStream_t>(launch.stream)>>>(
@@ -176,23 +176,23 @@ fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_problem &problem, const fa_plan &pla
     return launch_tile<SIMT_TYPE, 0>(problem, plan, launch);
 }
 
-} // namespace simt
+} // namespace fa::simt
 
 #else
 
 #include "simt/kernel.cuh" // simt_kernel
 
-namespace simt {
+namespace fa::simt {
 
-template <int INDEX> struct Config { static constexpr Tile tile = TILES[INDEX]; };
+template <int kIndex> struct Config { static constexpr Tile tile = kTiles[kIndex]; };
 
-template <typename T, int INDEX>
+template <typename T, int kIndex>
 fa_code launch_tile(const fa_forward &p, const fa_plan &plan, const fa_launch &launch) {
-    if constexpr (INDEX < TILE_COUNT) {
+    if constexpr (kIndex < kTileCount) {
         const Own &own = fa_own<Own>(&plan);
-        if (own.tile != INDEX) return launch_tile<T, INDEX + 1>(p, plan, launch);
-        auto kernel = simt_kernel<T, Config<INDEX>>;
-        if (plan.smem_bytes > fa::kSmemFree) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
+        if (own.tile != kIndex) return launch_tile<T, kIndex + 1>(p, plan, launch);
+        auto kernel = simt_kernel<T, Config<kIndex>>;
+        if (plan.smem_bytes > kSmemFree) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
         FA_CHAOS_ARM(launch.stream, launch);
         kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
                  static_cast<cudaStream_t>(launch.stream)>>>(p, own.options);
@@ -205,7 +205,7 @@ fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_forward &p, const fa_plan &plan, con
     return launch_tile<SIMT_TYPE, 0>(p, plan, launch);
 }
 
-} // namespace simt
+} // namespace fa::simt
 
 #endif
 
@@ -213,11 +213,10 @@ fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_forward &p, const fa_plan &plan, con
 
 /* ---- host: plan, launch ---- */
 
+namespace fa::simt {
 namespace {
 
-using simt::SERVE_TILES, simt::TILES;
-
-int64_t tiles_m(const fa_forward &p, int tile) { return (p.seq_q + TILES[tile].block_m - 1) / TILES[tile].block_m; }
+int64_t tiles_m(const fa_forward &p, int tile) { return (p.seq_q + kTiles[tile].block_m - 1) / kTiles[tile].block_m; }
 
 /* The tile to use, -1 if none of this build fits. Within the smallest head_dim that will do, the first tile whose rows
  * are used and that fills 3/4 of the places for thread blocks (1.5 times their number when later rows see more keys:
@@ -227,11 +226,11 @@ int choose_tile(const fa_problem *problem, const fa_device_info *device) {
     const fa_forward &p = problem->forward;
     const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
     int chosen = -1;
-    for (int i = 0; i < simt::TILE_COUNT; ++i) {
-        const simt::Tile &t = TILES[i];
+    for (int i = 0; i < kTileCount; ++i) {
+        const Tile &t = kTiles[i];
         if (t.head_dim < head_dim || t.smem_bytes() > device->smem_per_block) continue;
         if (chosen >= 0) {
-            const simt::Tile &before = TILES[chosen];
+            const Tile &before = kTiles[chosen];
             const bool rows_idle = p.seq_q <= before.block_m / 4;
             const int64_t tiles = p.batch * p.heads * tiles_m(p, chosen), slots = device->sm_count * before.blocks;
             const bool sms_idle = 4 * tiles < (p.right != FA_UNBOUNDED ? 6 : 3) * slots;
@@ -249,7 +248,7 @@ fa_answer refuse(const fa_forward &p, const fa_device_info *device, fa_why *why)
     const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
     int widest = 0;
     size_t least = SIZE_MAX;
-    for (const simt::Tile &t : TILES) {
+    for (const Tile &t : kTiles) {
         if (t.head_dim > widest) widest = t.head_dim;
         if (t.head_dim >= head_dim && t.smem_bytes() < least) least = t.smem_bytes();
     }
@@ -257,38 +256,38 @@ fa_answer refuse(const fa_forward &p, const fa_device_info *device, fa_why *why)
     return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, int64_t(least), int64_t(device->smem_per_block), 0);
 }
 
-template <typename T> void find_chunks(const fa_forward &p, const simt::Tile &tile, simt::Options *o) {
-    const int width = simt::chunk_width<T>(tile);
-    o->q_chunks = fa::takes_chunks<T>(p.q, p.head_dim, width);
-    o->k_chunks = fa::takes_chunks<T>(p.k, p.head_dim, width);
-    o->v_chunks = fa::takes_chunks<T>(p.v, p.head_dim_v, width);
-    o->out_chunks = fa::takes_chunks<T>(p.out, p.head_dim_v, 4);
+template <typename T> void find_chunks(const fa_forward &p, const Tile &tile, Options *o) {
+    const int width = chunk_width<T>(tile);
+    o->q_chunks = takes_chunks<T>(p.q, p.head_dim, width);
+    o->k_chunks = takes_chunks<T>(p.k, p.head_dim, width);
+    o->v_chunks = takes_chunks<T>(p.v, p.head_dim_v, width);
+    o->out_chunks = takes_chunks<T>(p.out, p.head_dim_v, 4);
 }
 
 /* What the dense instances lack. */
-constexpr uint32_t SERVED = FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_OUT_FLOAT32 |
-                            FA_WITH_ALIBI | FA_WITH_DROPOUT;
+constexpr uint32_t kServed = FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS |
+                             FA_WITH_OUT_FLOAT32 | FA_WITH_ALIBI | FA_WITH_DROPOUT;
 
 fa_answer plan_serving(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     const int head_dim = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
     int chosen = 0;
-    while (chosen < simt::SERVE_TILE_COUNT && SERVE_TILES[chosen].head_dim < head_dim) ++chosen;
-    if (chosen == simt::SERVE_TILE_COUNT) return refuse(p, device, why);
-    const simt::Tile &tile = SERVE_TILES[chosen];
-    plan->smem_bytes = tile.smem_bytes() + simt::SERVE_EXTRA_BYTES;
+    while (chosen < kServeTileCount && kServeTiles[chosen].head_dim < head_dim) ++chosen;
+    if (chosen == kServeTileCount) return refuse(p, device, why);
+    const Tile &tile = kServeTiles[chosen];
+    plan->smem_bytes = tile.smem_bytes() + kServeExtraBytes;
     if (plan->smem_bytes > device->smem_per_block)
         return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, int64_t(plan->smem_bytes),
                           int64_t(device->smem_per_block), 0);
-    simt::Own &own = fa_own<simt::Own>(plan);
+    Own &own = fa_own<Own>(plan);
     own.tile = chosen;
     own.serve = true;
-    simt::Options &o = own.options;
-    o.score = fa::score_params(p);
+    Options &o = own.options;
+    o.score = score_params(p);
     o.general = p.softcap > 0 || p.bias.data || p.mask.data || problem->extra.alibi.data || o.score.scale_log2 == 0;
     o.tiles_m = (p.seq_q + tile.block_m - 1) / tile.block_m;
-    const int64_t of_head = s.q.starts   ? p.seq_q / tile.block_m + p.batch + 2 // simt_serve.cuh, find_spot()
+    const int64_t of_head = s.q.starts   ? p.seq_q / tile.block_m + p.batch + 2 // serve.cuh, find_spot()
                             : s.packed_q ? p.batch
                                          : p.batch * o.tiles_m;
     o.tiles = p.heads * of_head;
@@ -296,7 +295,7 @@ fa_answer plan_serving(const fa_problem *problem, const fa_device_info *device, 
         find_chunks<uint16_t>(p, tile, &o);
     else
         find_chunks<float>(p, tile, &o);
-    if (p.out_dtype == FA_F32) o.out_chunks = fa::takes_chunks<float>(p.out, p.head_dim_v, 4);
+    if (p.out_dtype == FA_F32) o.out_chunks = takes_chunks<float>(p.out, p.head_dim_v, 4);
     plan->threads = tile.threads();
     plan->blocks = o.tiles < INT32_MAX ? o.tiles : INT32_MAX; // the kernel strides over the rest
     plan->keep = true;
@@ -305,14 +304,14 @@ fa_answer plan_serving(const fa_problem *problem, const fa_device_info *device, 
 
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
-    if (problem->sequences.given || problem->features & SERVED) return plan_serving(problem, device, plan, why);
+    if (problem->sequences.given || problem->features & kServed) return plan_serving(problem, device, plan, why);
     const int chosen = choose_tile(problem, device);
     if (chosen < 0) return refuse(p, device, why);
-    const simt::Tile &tile = TILES[chosen];
-    simt::Own &own = fa_own<simt::Own>(plan);
+    const Tile &tile = kTiles[chosen];
+    Own &own = fa_own<Own>(plan);
     own.tile = chosen;
-    simt::Options &o = own.options;
-    o.score = fa::score_params(p);
+    Options &o = own.options;
+    o.score = score_params(p);
     o.tiles_m = tiles_m(p, chosen);
     o.tiles = p.batch * p.heads * o.tiles_m;
     o.longest_first = p.right != FA_UNBOUNDED;
@@ -330,21 +329,21 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_forward &p = problem->forward;
-    if (fa_own<simt::Own>(plan).serve) {
-        const auto serve = p.dtype == FA_F16    ? simt::launch_serve_f16
-                           : p.dtype == FA_BF16 ? simt::launch_serve_bf16
-                                                : simt::launch_serve_f32;
+    if (fa_own<Own>(plan).serve) {
+        const auto serve = p.dtype == FA_F16    ? launch_serve_f16
+                           : p.dtype == FA_BF16 ? launch_serve_bf16
+                                                : launch_serve_f32;
         return serve(*problem, *plan, *launch);
     }
-    if (p.dtype == FA_F16) return simt::launch_f16(p, *plan, *launch);
-    if (p.dtype == FA_BF16) return simt::launch_bf16(p, *plan, *launch);
-    return simt::launch_f32(p, *plan, *launch);
+    if (p.dtype == FA_F16) return launch_f16(p, *plan, *launch);
+    if (p.dtype == FA_BF16) return launch_bf16(p, *plan, *launch);
+    return launch_f32(p, *plan, *launch);
 }
 
 } // namespace
+} // namespace fa::simt
 
-extern "C" FA_EXPORT const fa_kernel fa_kernel_simt;
-const fa_kernel fa_kernel_simt = {
+FA_DEFINE_KERNEL(simt) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
     .device = FA_CUDA,
@@ -353,10 +352,10 @@ const fa_kernel fa_kernel_simt = {
     .cc_from = 80,
     .cc_to = 0,
     .dtypes = fa::kFloatBits,
-    .takes =
-        FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V | SERVED,
-    .plan = plan,
-    .launch = launch,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
+             fa::simt::kServed,
+    .plan = fa::simt::plan,
+    .launch = fa::simt::launch,
 };
 
 #endif
