@@ -14,15 +14,12 @@
 #include "common/launch.cuh" // fa_own, FA_CUDA_TRY
 #include "fa.h"              // fa_append, fa_kernel
 
+namespace fa {
 namespace {
-
-using append::Work;
 
 template <typename T> bool takes_vectors(const fa_append &p) {
     const int width = 16 / static_cast<int>(sizeof(T));
-    const auto takes = [=](const fa_operand &x, int length) {
-        return !x.data || fa::takes_chunks<T>(x, length, width);
-    };
+    const auto takes = [=](const fa_operand &x, int length) { return !x.data || takes_chunks<T>(x, length, width); };
     return p.half % (width / 2) == 0 && takes(p.k, p.head_dim) && takes(p.k_cache, p.head_dim) &&
            takes(p.v, p.head_dim_v) && takes(p.v_cache, p.head_dim_v) && takes(p.q, p.head_dim) &&
            takes(p.out, p.head_dim);
@@ -38,19 +35,19 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     const int longest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
     const int items = work.vectors ? longest * static_cast<int>(fa_dtype_size(p.dtype)) / 16 : longest;
     work.lanes = 1;
-    while (work.lanes < items && work.lanes < append::WARP) work.lanes *= 2;
+    while (work.lanes < items && work.lanes < kWarp) work.lanes *= 2;
     const int64_t each = work.rows / (4 * int64_t(device->sm_count));
-    work.tokens = each < 1 ? 1 : each > append::TOKENS ? append::TOKENS : static_cast<int>(each);
+    work.tokens = each < 1 ? 1 : each > kTokens ? kTokens : static_cast<int>(each);
     const int64_t blocks = (work.rows + work.tokens - 1) / work.tokens;
     work.parts = blocks < device->sm_count ? 4 : 1;
     plan->blocks = blocks < INT32_MAX - 1 ? blocks : INT32_MAX - 1; // the kernel strides over the rest
-    plan->threads = append::THREADS;
+    plan->threads = kThreads;
     return FA_TAKES;
 }
 
 template <typename T> fa_code launch_as(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
     const Work &work = fa_own<Work>(&plan);
-    auto kernel = work.vectors ? append::append_tokens<T, true> : append::append_tokens<T, false>;
+    auto kernel = work.vectors ? append_tokens<T, true> : append_tokens<T, false>;
     const dim3 grid(static_cast<unsigned>(plan.blocks + (problem.append.slots ? 0 : 1)), work.parts);
     FA_CHAOS_ARM(launch.stream, launch);
     kernel<<<grid, plan.threads, 0, static_cast<cudaStream_t>(launch.stream)>>>(problem.append, problem.sequences,
@@ -67,9 +64,9 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
 }
 
 } // namespace
+} // namespace fa
 
-extern "C" FA_EXPORT const fa_kernel fa_kernel_append;
-const fa_kernel fa_kernel_append = {
+FA_DEFINE_KERNEL(append) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_APPEND,
     .device = FA_CUDA,
@@ -79,6 +76,6 @@ const fa_kernel fa_kernel_append = {
     .cc_to = 0,
     .dtypes = fa::kFloatBits,
     .takes = FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_POSITIONS | FA_WITH_SLOTS | FA_WITH_ROTARY | FA_WITH_HEAD_DIM_V,
-    .plan = plan,
-    .launch = launch,
+    .plan = fa::plan,
+    .launch = fa::launch,
 };

@@ -1,6 +1,5 @@
 /* The append kernel: where tokens go, and their rows. See append.cu. */
-#ifndef FA_APPEND_CUH
-#define FA_APPEND_CUH
+#pragma once
 
 #include "common/chaos.cuh"
 #include "common/convert.cuh"
@@ -8,10 +7,10 @@
 #include "common/rows.cuh"   // Chunk, row_of, takes_chunks
 #include "tokens.h"          // fa_token_of_slot, fa_token_of_sequence
 
-namespace append {
+namespace fa {
 
-constexpr int WARP = 32, THREADS = 256, WARPS = THREADS / WARP;
-constexpr int TOKENS = 32; // the most of a block
+constexpr int kWarp = 32, kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int kTokens = 32; // the most of a block
 
 /* What the host works out for a launch. */
 struct Work {
@@ -33,21 +32,21 @@ struct Owner {
  * the row is of the sequence before the first start that is larger than it. */
 __device__ __forceinline__ Owner owner_of(const fa_sequences &s, int64_t batch, int64_t row) {
     if (!s.q.starts) return {row, {row, row + 1}};
-    const int lane = threadIdx.x % WARP;
+    const int lane = threadIdx.x % kWarp;
     int64_t before = 0;
-    for (int64_t first = 0; first <= batch; first += WARP) {
+    for (int64_t first = 0; first <= batch; first += kWarp) {
         const int64_t b = first + lane;
         const int64_t start = b <= batch ? fa_clamp(s.q.starts[b], 0, s.q.rows) : 0;
         const unsigned larger = __ballot_sync(~0u, start > row);
-        const int found = larger ? __ffs(static_cast<int>(larger)) - 1 : WARP;
+        const int found = larger ? __ffs(static_cast<int>(larger)) - 1 : kWarp;
         int64_t largest = lane < found ? start : 0;
 #pragma unroll
-        for (int offset = WARP / 2; offset; offset /= 2) {
+        for (int offset = kWarp / 2; offset; offset /= 2) {
             const int64_t other = __shfl_xor_sync(~0u, largest, offset);
             largest = other > largest ? other : largest;
         }
         before = largest > before ? largest : before;
-        if (found == WARP) continue;
+        if (found == kWarp) continue;
         const int64_t end = __shfl_sync(~0u, start, found);
         return {first + found - 1, {before, end}};
     }
@@ -81,8 +80,8 @@ __device__ __forceinline__ fa_token find_token(const fa_append &p, const fa_sequ
             counts &= token.fault != FA_FAULT_page || t == 0 || token.place == 0;
         }
     }
-    if (counts && token.fault != FA_FAULT_COUNT && threadIdx.x % WARP == 0)
-        fa::count_fault(faults, token.fault, token.sequence, token.index, token.value);
+    if (counts && token.fault != FA_FAULT_COUNT && threadIdx.x % kWarp == 0)
+        count_fault(faults, token.fault, token.sequence, token.index, token.value);
     return token;
 }
 
@@ -98,7 +97,7 @@ __device__ __forceinline__ void mark_replaced(const fa_append &p, const fa_seque
         high = slot > high ? slot : high;
     }
 #pragma unroll 4
-    for (int64_t other = first + 1 + threadIdx.x; other < p.slot_count; other += THREADS) {
+    for (int64_t other = first + 1 + threadIdx.x; other < p.slot_count; other += kThreads) {
         const int64_t slot = fa_slot(&p, other);
         if (slot < low || slot > high) continue;
         for (int n = 0; n < tokens && first + n < other; ++n)
@@ -109,83 +108,80 @@ __device__ __forceinline__ void mark_replaced(const fa_append &p, const fa_seque
 }
 
 /* N elements that begin at a multiple of N of a row. */
-template <typename T, int N> __device__ __forceinline__ fa::Chunk<T, N> load(const T *row, int64_t stride, int first) {
-    if constexpr (N > 1) return *reinterpret_cast<const fa::Chunk<T, N> *>(row + first);
+template <typename T, int N> __device__ __forceinline__ Chunk<T, N> load(const T *row, int64_t stride, int first) {
+    if constexpr (N > 1) return *reinterpret_cast<const Chunk<T, N> *>(row + first);
     return {row[first * stride]};
 }
 template <typename T, int N>
-__device__ __forceinline__ void store(T *row, int64_t stride, int first, const fa::Chunk<T, N> &chunk) {
+__device__ __forceinline__ void store(T *row, int64_t stride, int first, const Chunk<T, N> &chunk) {
     if constexpr (N > 1)
-        *reinterpret_cast<fa::Chunk<T, N> *>(row + first) = chunk;
+        *reinterpret_cast<Chunk<T, N> *>(row + first) = chunk;
     else
         row[first * stride] = chunk.element[0];
 }
 
-/* Pairs [first, first + PAIRS) of a row: elements n and half + n, or neighbours. */
-template <typename T, int PAIRS, bool INTERLEAVED>
+/* Pairs [first, first + kPairs) of a row: elements n and half + n, or neighbours. */
+template <typename T, int kPairs, bool kInterleaved>
 __device__ __forceinline__ void rotate(const fa_append &p, int64_t position, const T *from, int64_t stride, T *to,
                                        int64_t stride_to, int half, int first) {
-    const int begin[2] = {INTERLEAVED ? 2 * first : first, INTERLEAVED ? 2 * first + PAIRS : half + first};
-    fa::Chunk<T, PAIRS> x[2], turned[2];
+    const int begin[2] = {kInterleaved ? 2 * first : first, kInterleaved ? 2 * first + kPairs : half + first};
+    Chunk<T, kPairs> x[2], turned[2];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) x[n] = load<T, PAIRS>(from, stride, begin[n]);
+    for (int n = 0; n < 2; ++n) x[n] = load<T, kPairs>(from, stride, begin[n]);
 #pragma unroll
-    for (int n = 0; n < PAIRS; ++n) {
+    for (int n = 0; n < kPairs; ++n) {
         const int64_t pair = first + n;
-        const float c =
-            fa::load_as_float(p.cos.data, p.rotary_dtype, position * p.cos.stride[0] + pair * p.cos.stride[1]);
-        const float d =
-            fa::load_as_float(p.sin.data, p.rotary_dtype, position * p.sin.stride[0] + pair * p.sin.stride[1]);
-        const int i = INTERLEAVED ? 2 * n : n, j = INTERLEAVED ? 2 * n + 1 : PAIRS + n; // of both chunks together
-        const float a = fa::to_float(x[i / PAIRS].element[i % PAIRS]),
-                    b = fa::to_float(x[j / PAIRS].element[j % PAIRS]);
-        turned[i / PAIRS].element[i % PAIRS] = fa::from_float<T>(fmaf(a, c, -(b * d)));
-        turned[j / PAIRS].element[j % PAIRS] = fa::from_float<T>(fmaf(b, c, a * d));
+        const float c = load_as_float(p.cos.data, p.rotary_dtype, position * p.cos.stride[0] + pair * p.cos.stride[1]);
+        const float d = load_as_float(p.sin.data, p.rotary_dtype, position * p.sin.stride[0] + pair * p.sin.stride[1]);
+        const int i = kInterleaved ? 2 * n : n, j = kInterleaved ? 2 * n + 1 : kPairs + n; // of both chunks together
+        const float a = to_float(x[i / kPairs].element[i % kPairs]), b = to_float(x[j / kPairs].element[j % kPairs]);
+        turned[i / kPairs].element[i % kPairs] = from_float<T>(fmaf(a, c, -(b * d)));
+        turned[j / kPairs].element[j % kPairs] = from_float<T>(fmaf(b, c, a * d));
     }
 #pragma unroll
-    for (int n = 0; n < 2; ++n) store<T, PAIRS>(to, stride_to, begin[n], turned[n]);
+    for (int n = 0; n < 2; ++n) store<T, kPairs>(to, stride_to, begin[n], turned[n]);
 }
 
 /* Item `item` of a row of `length` elements: some pairs, or some elements behind them. */
-template <typename T, int PAIRS>
+template <typename T, int kPairs>
 __device__ __forceinline__ void copy_item(const fa_append &p, int64_t position, const T *from, int64_t stride, T *to,
                                           int64_t stride_to, int half, int length, int item) {
-    constexpr int WIDTH = PAIRS > 1 ? 2 * PAIRS : 1;
-    const int rotated = half / PAIRS;
+    constexpr int kWidth = kPairs > 1 ? 2 * kPairs : 1;
+    const int rotated = half / kPairs;
     if (item < rotated && p.interleaved)
-        return rotate<T, PAIRS, true>(p, position, from, stride, to, stride_to, half, item * PAIRS);
-    if (item < rotated) return rotate<T, PAIRS, false>(p, position, from, stride, to, stride_to, half, item * PAIRS);
-    const int first = 2 * half + (item - rotated) * WIDTH;
-    if (first < length) store<T, WIDTH>(to, stride_to, first, load<T, WIDTH>(from, stride, first));
+        return rotate<T, kPairs, true>(p, position, from, stride, to, stride_to, half, item * kPairs);
+    if (item < rotated) return rotate<T, kPairs, false>(p, position, from, stride, to, stride_to, half, item * kPairs);
+    const int first = 2 * half + (item - rotated) * kWidth;
+    if (first < length) store<T, kWidth>(to, stride_to, first, load<T, kWidth>(from, stride, first));
 }
 
-template <typename T, int PAIRS>
+template <typename T, int kPairs>
 __device__ __forceinline__ void clear_item(T *to, int64_t stride_to, int length, int item) {
-    constexpr int WIDTH = PAIRS > 1 ? 2 * PAIRS : 1;
-    const int first = item * WIDTH;
-    if (first < length) store<T, WIDTH>(to, stride_to, first, fa::Chunk<T, WIDTH>{});
+    constexpr int kWidth = kPairs > 1 ? 2 * kPairs : 1;
+    const int first = item * kWidth;
+    if (first < length) store<T, kWidth>(to, stride_to, first, Chunk<T, kWidth>{});
 }
 
 /* Counts what is bad in starts and lengths, by one block. */
 __device__ __forceinline__ void check_lengths(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
                                               int64_t *ends) {
     if (!s.q.starts && !s.q.used) return;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     int64_t before = s.q.starts ? fa_clamp(s.q.starts[0], 0, s.q.rows) : 0; // the end of the sequence before
-    for (int64_t first = 0; first < p.batch; first += THREADS) {
+    for (int64_t first = 0; first < p.batch; first += kThreads) {
         const int64_t b = first + threadIdx.x;
         fa_span rows = s.packed_q ? fa_span{b, b + 1} : fa_span{0, p.rows};
         if (s.q.starts) {
             int64_t end = b < p.batch ? fa_clamp(s.q.starts[b + 1], 0, s.q.rows) : 0;
 #pragma unroll
-            for (int offset = 1; offset < WARP; offset *= 2) {
+            for (int offset = 1; offset < kWarp; offset *= 2) {
                 const int64_t other = __shfl_up_sync(~0u, end, offset);
                 if (lane >= offset && other > end) end = other;
             }
-            if (lane == WARP - 1) ends[warp] = end;
+            if (lane == kWarp - 1) ends[warp] = end;
             __syncthreads();
             int64_t largest = before;
-            for (int w = 0; w < WARPS; ++w) {
+            for (int w = 0; w < kWarps; ++w) {
                 if (w == warp) rows.begin = largest;
                 largest = ends[w] > largest ? ends[w] : largest;
             }
@@ -195,19 +191,19 @@ __device__ __forceinline__ void check_lengths(const fa_append &p, const fa_seque
             before = largest;
             __syncthreads();
         }
-        if (b < p.batch) fa::count_length_faults(faults, s.q, b, rows, 0);
+        if (b < p.batch) count_length_faults(faults, s.q, b, rows, 0);
     }
 }
 
-template <typename T, bool VECTORS>
-__global__ void __launch_bounds__(THREADS, 2)
+template <typename T, bool kVectors>
+__global__ void __launch_bounds__(kThreads, 2)
     append_tokens(const __grid_constant__ fa_append p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
                   const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
-    constexpr int PAIRS = VECTORS ? 16 / (2 * static_cast<int>(sizeof(T))) : 1, WIDTH = VECTORS ? 2 * PAIRS : 1;
-    __shared__ fa_token found[TOKENS];
-    __shared__ int replaced[TOKENS]; // k and v of the token are not written
-    __shared__ int64_t ends[WARPS];
+    constexpr int kPairs = kVectors ? 16 / (2 * static_cast<int>(sizeof(T))) : 1, kWidth = kVectors ? 2 * kPairs : 1;
+    __shared__ fa_token found[kTokens];
+    __shared__ int replaced[kTokens]; // k and v of the token are not written
+    __shared__ int64_t ends[kWarps];
 
     const unsigned blocks = gridDim.x - (p.slots ? 0 : 1); // and one for the lengths of sequences
     if (blockIdx.x == blocks) {
@@ -218,15 +214,15 @@ __global__ void __launch_bounds__(THREADS, 2)
     const int64_t keys = p.heads_kv, values = p.v_cache.data ? keys : 0; // rows of a token
     const int64_t of_token = keys + values + (p.out.data ? p.heads : 0);
     const int longest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-    const int items = (longest + WIDTH - 1) / WIDTH, together = THREADS / work.lanes;
+    const int items = (longest + kWidth - 1) / kWidth, together = kThreads / work.lanes;
 
     for (int64_t first = int64_t(blockIdx.x) * work.tokens; first < work.rows; first += int64_t(blocks) * work.tokens) {
         const int64_t left = work.rows - first;
         const int tokens = left < work.tokens ? static_cast<int>(left) : work.tokens;
-        if (threadIdx.x < TOKENS) replaced[threadIdx.x] = 0;
-        for (int n = threadIdx.x / WARP; n < tokens; n += WARPS) {
+        if (threadIdx.x < kTokens) replaced[threadIdx.x] = 0;
+        for (int n = threadIdx.x / kWarp; n < tokens; n += kWarps) {
             const fa_token token = find_token(p, s, faults, first + n, blockIdx.y == 0);
-            if (threadIdx.x % WARP == 0) found[n] = token;
+            if (threadIdx.x % kWarp == 0) found[n] = token;
         }
         __syncthreads();
         if (p.slots) {
@@ -243,19 +239,18 @@ __global__ void __launch_bounds__(THREADS, 2)
             const fa_operand &x = is_query ? p.q : is_value ? p.v : p.k;
             const fa_operand &to = is_query ? p.out : is_value ? p.v_cache : p.k_cache;
             const int length = is_value ? p.head_dim_v : p.head_dim, half = is_value ? 0 : work.half;
-            const T *from = fa::row_of<T>(x, token.batch, head, token.row);
-            T *target = is_query ? fa::row_of<T>(to, token.batch, head, token.row)
-                                 : fa::row_of<T>(to, token.page, head, token.place);
+            const T *from = row_of<T>(x, token.batch, head, token.row);
+            T *target =
+                is_query ? row_of<T>(to, token.batch, head, token.row) : row_of<T>(to, token.page, head, token.place);
             for (int item = threadIdx.x % work.lanes; item < items; item += work.lanes)
                 if (token.skipped)
-                    clear_item<T, PAIRS>(target, to.stride[3], length, item);
+                    clear_item<T, kPairs>(target, to.stride[3], length, item);
                 else
-                    copy_item<T, PAIRS>(p, token.position, from, x.stride[3], target, to.stride[3], half, length, item);
+                    copy_item<T, kPairs>(p, token.position, from, x.stride[3], target, to.stride[3], half, length,
+                                         item);
         }
         __syncthreads();
     }
 }
 
-} // namespace append
-
-#endif
+} // namespace fa

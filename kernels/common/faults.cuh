@@ -1,6 +1,5 @@
 /* Counting what is bad in index arrays, where the host can read it: see fa_fault_board. */
-#ifndef FA_FAULTS_CUH
-#define FA_FAULTS_CUH
+#pragma once
 
 #include "faults.h"   // fa_fault_board, fa_fault_kind
 #include "geometry.h" // fa_lengths, fa_span
@@ -34,5 +33,3 @@ __device__ __forceinline__ void count_length_faults(fa_fault_board *board, const
 }
 
 } // namespace fa
-
-#endif
