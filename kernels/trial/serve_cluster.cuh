@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_cluster_sm90_kernel(cons
         ring.init();
         if (ring.team == 0) mbarrier_init(shared.arrived(), 1);
         mbarrier_init_fence();
-        if (params.load == BOXES) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
+        if (params.load == Load::kBoxes) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
     }
     __syncthreads();
     cluster_arrive_relaxed();

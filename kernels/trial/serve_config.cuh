@@ -49,9 +49,9 @@ template <class T_, int Columns, int RowTiles, int Team> struct Config {
 };
 
 /* How K and V get to shared memory. */
-enum Load : int {
-    BOXES, // TMA: a tile a box, or page by page
-    ROWS,  // cp.async, 16 bytes each
+enum class Load : int {
+    kBoxes, // TMA: a tile a box, or page by page
+    kRows,  // cp.async, 16 bytes each
 };
 
 /* One sequence of the batch. */
@@ -69,7 +69,7 @@ struct Sequence {
 
 /* What a launch reads of its call. */
 struct Params {
-    CUtensorMap k_map, v_map; // of BOXES
+    CUtensorMap k_map, v_map; // of kBoxes
     fa_forward p;
     fa_sequences s; // of a dense call too: all rows of every batch entry
     fa_operand alibi;

@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_sm90_kernel(const __grid
     if (ring.member == 0 && ring.lane == 0) {
         ring.init();
         mbarrier_init_fence();
-        if (params.load == BOXES) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
+        if (params.load == Load::kBoxes) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
     }
     __syncthreads();
     dependency_wait();

@@ -61,7 +61,7 @@ template <class C> struct Ring {
     __device__ __forceinline__ void init() const {
 #pragma unroll
         for (int n = 0; n < 2 * C::kStages; ++n) // rows: every lane's copies, and who writes `valid`
-            mbarrier_init(full + n, params.load == BOXES ? 1 : 32 * C::kTeam + (n % 2 == 0));
+            mbarrier_init(full + n, params.load == Load::kBoxes ? 1 : 32 * C::kTeam + (n % 2 == 0));
     }
 
     /* All warps of the team have read what they join after. */
@@ -76,7 +76,7 @@ template <class C> struct Ring {
     /* Finds where a tile's keys lie, and starts its K. */
     __device__ __forceinline__ void start_keys(const Tile &at, int stage) {
         const int first = at.tile * kTileKeys;
-        if (params.load == BOXES) {
+        if (params.load == Load::kBoxes) {
             if (member) return;
             const int keys = 1 << params.box_shift;
             place[0] = lane * keys < kTileKeys ? locate(params, at, first + lane * keys, keys) : Place{-1, 0};
@@ -115,7 +115,7 @@ template <class C> struct Ring {
                                           const fa_operand &x, int columns) const {
         const int head = x.stride[1] ? at.head : 0;
         char *to = tile(stage, which);
-        if (params.load == BOXES) {
+        if (params.load == Load::kBoxes) {
             if (member) return;
             if (lane == 0) mbarrier_arrive_expect(barrier(stage, which), C::kTileBytes);
             __syncwarp();

@@ -13,38 +13,38 @@
  * beyond 64 of a kv head read its keys again.
  *
  * @arch sm_90a
- * @instance d64_r8_f16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__half
- * @instance d64_r8_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__nv_bfloat16
- * @instance d64_r16_f16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__half
- * @instance d64_r16_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__nv_bfloat16
- * @instance d64_r32_f16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__half
- * @instance d64_r32_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__nv_bfloat16
- * @instance d64_r64_f16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__half
- * @instance d64_r64_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__nv_bfloat16
- * @instance d128_r8_f16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__half
- * @instance d128_r8_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__nv_bfloat16
- * @instance d128_r16_f16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__half
- * @instance d128_r16_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__nv_bfloat16
- * @instance d128_r32_f16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__half
- * @instance d128_r32_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__nv_bfloat16
- * @instance d128_r64_f16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__half
- * @instance d128_r64_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__nv_bfloat16
- * @instance d192_r8_f16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__half
- * @instance d192_r8_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__nv_bfloat16
- * @instance d192_r16_f16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__half
- * @instance d192_r16_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__nv_bfloat16
- * @instance d192_r32_f16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__half
- * @instance d192_r32_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__nv_bfloat16
- * @instance d192_r64_f16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__half
- * @instance d192_r64_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__nv_bfloat16
- * @instance d256_r8_f16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__half
- * @instance d256_r8_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_8 -DFA_ELEMENT=__nv_bfloat16
- * @instance d256_r16_f16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__half
- * @instance d256_r16_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_16 -DFA_ELEMENT=__nv_bfloat16
- * @instance d256_r32_f16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__half
- * @instance d256_r32_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_32 -DFA_ELEMENT=__nv_bfloat16
- * @instance d256_r64_f16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__half
- * @instance d256_r64_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=ROWS_64 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_r8_f16 -DFA_COLUMNS=64 -DFA_SHAPE=kRows8 -DFA_ELEMENT=__half
+ * @instance d64_r8_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=kRows8 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_r16_f16 -DFA_COLUMNS=64 -DFA_SHAPE=kRows16 -DFA_ELEMENT=__half
+ * @instance d64_r16_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=kRows16 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_r32_f16 -DFA_COLUMNS=64 -DFA_SHAPE=kRows32 -DFA_ELEMENT=__half
+ * @instance d64_r32_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=kRows32 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_r64_f16 -DFA_COLUMNS=64 -DFA_SHAPE=kRows64 -DFA_ELEMENT=__half
+ * @instance d64_r64_bf16 -DFA_COLUMNS=64 -DFA_SHAPE=kRows64 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_r8_f16 -DFA_COLUMNS=128 -DFA_SHAPE=kRows8 -DFA_ELEMENT=__half
+ * @instance d128_r8_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=kRows8 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_r16_f16 -DFA_COLUMNS=128 -DFA_SHAPE=kRows16 -DFA_ELEMENT=__half
+ * @instance d128_r16_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=kRows16 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_r32_f16 -DFA_COLUMNS=128 -DFA_SHAPE=kRows32 -DFA_ELEMENT=__half
+ * @instance d128_r32_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=kRows32 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_r64_f16 -DFA_COLUMNS=128 -DFA_SHAPE=kRows64 -DFA_ELEMENT=__half
+ * @instance d128_r64_bf16 -DFA_COLUMNS=128 -DFA_SHAPE=kRows64 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_r8_f16 -DFA_COLUMNS=192 -DFA_SHAPE=kRows8 -DFA_ELEMENT=__half
+ * @instance d192_r8_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=kRows8 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_r16_f16 -DFA_COLUMNS=192 -DFA_SHAPE=kRows16 -DFA_ELEMENT=__half
+ * @instance d192_r16_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=kRows16 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_r32_f16 -DFA_COLUMNS=192 -DFA_SHAPE=kRows32 -DFA_ELEMENT=__half
+ * @instance d192_r32_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=kRows32 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d192_r64_f16 -DFA_COLUMNS=192 -DFA_SHAPE=kRows64 -DFA_ELEMENT=__half
+ * @instance d192_r64_bf16 -DFA_COLUMNS=192 -DFA_SHAPE=kRows64 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_r8_f16 -DFA_COLUMNS=256 -DFA_SHAPE=kRows8 -DFA_ELEMENT=__half
+ * @instance d256_r8_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=kRows8 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_r16_f16 -DFA_COLUMNS=256 -DFA_SHAPE=kRows16 -DFA_ELEMENT=__half
+ * @instance d256_r16_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=kRows16 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_r32_f16 -DFA_COLUMNS=256 -DFA_SHAPE=kRows32 -DFA_ELEMENT=__half
+ * @instance d256_r32_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=kRows32 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_r64_f16 -DFA_COLUMNS=256 -DFA_SHAPE=kRows64 -DFA_ELEMENT=__half
+ * @instance d256_r64_bf16 -DFA_COLUMNS=256 -DFA_SHAPE=kRows64 -DFA_ELEMENT=__nv_bfloat16
  */
 #include <algorithm> // std::max, std::min
 #include <cuda_runtime.h>
@@ -57,7 +57,7 @@
 namespace fa::sm90::serve {
 
 /* Shapes of a team, by the rows that a job may have. */
-enum Shape { ROWS_8, ROWS_16, ROWS_32, ROWS_64, SHAPES };
+enum Shape { kRows8, kRows16, kRows32, kRows64, kShapes };
 
 /* The plan's own part. */
 struct Own {
@@ -175,7 +175,7 @@ fa_code FA_JOIN(serve_launch_, FA_INSTANCE)(Params &params, const fa_plan &plan,
 #define FA_SERVE_PAIR(D, R) serve_launch_d##D##_r##R##_f16, serve_launch_d##D##_r##R##_bf16
 #define FA_SERVE_ALL(D)     FA_SERVE_PAIR(D, 8), FA_SERVE_PAIR(D, 16), FA_SERVE_PAIR(D, 32), FA_SERVE_PAIR(D, 64)
 Launch FA_SERVE_ALL(64), FA_SERVE_ALL(128), FA_SERVE_ALL(192), FA_SERVE_ALL(256);
-static Launch *const kLaunches[][SHAPES * 2] = {
+static Launch *const kLaunches[][kShapes * 2] = {
     {FA_SERVE_ALL(64)}, {FA_SERVE_ALL(128)}, {FA_SERVE_ALL(192)}, {FA_SERVE_ALL(256)}};
 
 /* What the host knows of a configuration. */
@@ -191,8 +191,8 @@ template <int Columns, int S> constexpr Form form_of() {
     using C = ShapeConfig<uint16_t, Columns, S>;
     return {C::kThreads, C::kTeams, C::kRows, C::kSharedBytes, Workspace<C>::kState, clusters_of<C>};
 }
-#define FA_SERVE_FORMS(D)   form_of<D, ROWS_8>(), form_of<D, ROWS_16>(), form_of<D, ROWS_32>(), form_of<D, ROWS_64>()
-constexpr Form kForms[][SHAPES] = {
+#define FA_SERVE_FORMS(D)   form_of<D, kRows8>(), form_of<D, kRows16>(), form_of<D, kRows32>(), form_of<D, kRows64>()
+constexpr Form kForms[][kShapes] = {
     {FA_SERVE_FORMS(64)}, {FA_SERVE_FORMS(128)}, {FA_SERVE_FORMS(192)}, {FA_SERVE_FORMS(256)}};
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -253,7 +253,7 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     Own &own = fa_own<Own>(plan);
     own.slabs = (p.head_dim + 63) / 64;
     const int64_t rows = rows_of_job(problem);
-    own.shape = rows <= 8 ? ROWS_8 : rows <= 16 ? ROWS_16 : rows <= 32 ? ROWS_32 : ROWS_64;
+    own.shape = rows <= 8 ? kRows8 : rows <= 16 ? kRows16 : rows <= 32 ? kRows32 : kRows64;
     const Form &form = kForms[own.slabs - 1][own.shape];
     // At most: each sequence has one job more than its rows fill.
     const int64_t group = p.heads / p.heads_kv, batch = std::max<int64_t>(p.batch, 1);
@@ -304,12 +304,12 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     params.group = static_cast<int>(p.heads / p.heads_kv);
     params.workspace = static_cast<char *>(launch->workspace);
     params.states = own.states;
-    params.load = ROWS;
+    params.load = Load::kRows;
     params.faults = problem->faults;
     if (!params.s.given) params.dense = sequence_of(params, kForms[own.slabs - 1][own.shape].rows, 0, 0, 0);
     const fa_sequences &s = params.s;
     if (const int keys = box_keys(p, s, *launch)) {
-        params.load = BOXES;
+        params.load = Load::kBoxes;
         while (1 << params.box_shift < keys) ++params.box_shift;
         const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
         FA_TRY(tensor_map_encode(&params.k_map, *launch, p.k, p.dtype, p.head_dim, rows, p.heads_kv, batch, keys,
@@ -325,9 +325,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
 } // namespace fa::sm90::serve
 
 #ifndef FA_INSTANCE
-extern "C" {
-extern FA_EXPORT const fa_kernel fa_kernel_serve_sm90;
-const fa_kernel fa_kernel_serve_sm90 = {
+FA_DEFINE_KERNEL(serve_sm90) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
     .device = FA_CUDA,
@@ -341,5 +339,4 @@ const fa_kernel fa_kernel_serve_sm90 = {
     .plan = fa::sm90::serve::serve_plan,
     .launch = fa::sm90::serve::serve_launch,
 };
-}
 #endif
