@@ -32,9 +32,9 @@ static inline void fa_fault_add(fa_faults *faults, fa_fault_kind kind, int64_t s
     fault->sequence = sequence, fault->index = index, fault->value = value;
 }
 
-/* Where kernels on a device count, in host memory that is mapped for it: kernels/faults.cuh adds, the host reads while
- * they run. Counts only grow. The first thread of a kind that finds an epoch other than its `owner` owns that epoch,
- * which the host ends when it clears, and says what it met. */
+/* Where kernels on a device count, in host memory that is mapped for it: kernels/common/faults.cuh adds, the host reads
+ * while they run. Counts only grow. The first thread of a kind that finds an epoch other than its `owner` owns that
+ * epoch, which the host ends when it clears, and says what it met. */
 struct fa_fault_board {
     uint32_t epoch; /* of the host, from 1 on */
     struct {

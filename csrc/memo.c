@@ -1,4 +1,4 @@
-/* Request -> problem and plan. See dispatch.h.
+/* Request -> problem and plan. See memo.h.
  *
  * Calls come in loops that differ in their pointers alone, so each thread keeps what its last call came to. A call that
  * is the same in all that validation, choice and plan look at takes it over and sets its own pointers: a tenth of a

@@ -1,7 +1,7 @@
 /* Request -> problem and plan: validation, choice of a kernel and its plan, remembered for the next call of the thread.
  */
-#ifndef FA_DISPATCH_H
-#define FA_DISPATCH_H
+#ifndef FA_MEMO_H
+#define FA_MEMO_H
 
 #include "device.h"
 #include "fa.h"

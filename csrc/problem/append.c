@@ -1,4 +1,4 @@
-/* Request of append() -> problem. See problem_append.h. */
+/* Request of append() -> problem. See append.h. */
 #include "problem/append.h"
 
 #include <string.h>

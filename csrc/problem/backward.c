@@ -1,4 +1,4 @@
-/* Request of attention_backward() -> problem. See problem_backward.h. */
+/* Request of attention_backward() -> problem. See backward.h. */
 #include "problem/backward.h"
 
 #include <stdio.h>

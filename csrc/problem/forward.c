@@ -1,4 +1,4 @@
-/* Request -> problem: validation. See problem.h. */
+/* Request -> problem: validation. See forward.h. */
 #include "problem/forward.h"
 
 #include <math.h>

@@ -1,6 +1,6 @@
 /* Request -> problem: ALL validation of shapes, strides, dtypes, devices and options. */
-#ifndef FA_PROBLEM_H
-#define FA_PROBLEM_H
+#ifndef FA_PROBLEM_FORWARD_H
+#define FA_PROBLEM_FORWARD_H
 
 #include "fa.h"
 

@@ -1,4 +1,4 @@
-/* Request of merge() -> problem. See problem_merge.h. */
+/* Request of merge() -> problem. See merge.h. */
 #include "problem/merge.h"
 
 #include <stdio.h>

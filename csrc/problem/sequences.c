@@ -1,4 +1,4 @@
-/* The sequences of a call. See problem_sequences.h. */
+/* The sequences of a call. See sequences.h. */
 #include "problem/sequences.h"
 
 #include "problem/check.h"

@@ -1,4 +1,4 @@
-/* PyObject -> fa_view: the way to the file that reads the protocol of an object's library: numpy.c, interface.c,
+/* PyObject -> fa_view: the way to the file that reads the protocol of an object's library: numpy.c, cuda_interface.c,
  * dlpack.c. */
 #include "python/arrays/arrays.h"
 
