@@ -80,10 +80,10 @@ def array_of(x, *, device=0, data=True) -> Array:
     """A NumPy array, or one with __cuda_array_interface__ on the CUDA device ``device - 1``, that must outlive the result."""
     interface = x.__array_interface__ if device == 0 else x.__cuda_array_interface__
     shape, strides = interface["shape"], interface.get("strides")
-    held = Array(interface["data"][0] if data else None, DTYPES[x.dtype.name], device, len(shape))
+    held = Array(interface["data"][0] if data else None, DTYPES[str(x.dtype)], device, len(shape))
     held.shape = (ctypes.c_int64 * len(shape))(*shape)
     if strides is not None:
-        held.strides = (ctypes.c_int64 * len(shape))(*(s // x.dtype.itemsize for s in strides))
+        held.strides = (ctypes.c_int64 * len(shape))(*(s // np.dtype(interface["typestr"]).itemsize for s in strides))
     return held
 
 

@@ -50,6 +50,7 @@ class SharedOperands(Operands):
         super().__init__(case, home, guard_byte, allocate=allocate)
         self._new("result", case.out_shape, case.dtype, guard_byte)
         self.blocks["result"].poison()
+        home.synchronize()  # a poison that comes late would fall on what the worker has written
 
     def description(self) -> tuple[list[dict], dict[str, list], list[int]]:
         """(regions, slot, file descriptors) for ``contestant.trial``."""
