@@ -16,6 +16,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from operands import Unplaceable  # noqa: E402
+
 
 def pytest_addoption(parser):
     parser.addoption("--kernels", default="", help="regular expression of the kernels to test (default: all)")
@@ -108,6 +110,15 @@ def pytest_runtest_setup(item):
         reason = rows.no_device() or reason
     if reason:
         pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Skips a test whose arrays or calls are not for this machine or kernel, with the reason."""
+    try:
+        return (yield)
+    except Unplaceable as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture

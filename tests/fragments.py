@@ -2,7 +2,7 @@
 
 Elements are float64 and nothing is rounded: what is wrong is an index. ``ldmatrix`` and ``mma`` follow the PTX ISA (fragments
 of ldmatrix .m8n8 and of mma.m16n8k16 with 16-bit operands); ``Layout``, ``addresses`` and ``copied`` follow
-kernels/sm80/tile.cuh and kernels/trial/mma_backward_tile.cuh; ``Warp`` follows kernels/trial/mma_backward.cuh.
+kernels/sm80/tile.cuh and kernels/sm80/mma_backward_tile.cuh; ``Warp`` follows kernels/sm80/mma_backward.cuh.
 """
 
 import numpy as np

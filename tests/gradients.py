@@ -14,14 +14,17 @@ import cases
 import fa_ext
 import rows
 from case import Case
+from devices import DEVICES, shapes_only
 from fa_ext import reference
 from fa_ext.judge.backward import BackwardReport, judge_backward, spread_backward, zeros_of
 from fa_ext.reference.backward import gradients
-from operands import dtype_of, place
+from operands import Unplaceable, dtype_of, place
 
 KERNELS = fa_ext.kernels("backward")
 NAMES = ("q", "k", "v", "bias", "sinks")
 _GUARD = 256
+#: The kernels that may refuse no call of theirs; others may, and what tests them skips it.
+TAKES_EVERYTHING = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward")
 #: The kernels that take slopes.
 WITH_ALIBI = WITH_DROPOUT = ("cpu_ref_backward", "cpu_simd_backward")
 
@@ -33,7 +36,7 @@ def absent(kernel: str) -> str | None:
         return None
     if rows.no_device():
         return rows.no_device()
-    problem = make(Case(1, 1, 1, 8, 8, 16, dtype="float32"))
+    problem = make(Case(1, 1, 1, 8, 8, 16, dtype="float16"))
     chosen, reasons = fa_ext.explain_backward(**placed(problem, kernel), kernel=kernel)
     return None if chosen else reasons[kernel]
 
@@ -84,6 +87,35 @@ def make(case: Case, *, dlse=True, wrt=None, dout="normal", seed=5) -> Problem:
     return Problem(case, made, wrt)
 
 
+def described(case: Case, **changes) -> dict:
+    """Arguments of a call whose elements do not matter."""
+    given = shapes_only(case)
+    out = np.lib.stride_tricks.as_strided(given["q"], case.out_shape, given["q"].strides)
+    lse = np.broadcast_to(np.zeros((), np.float32), (case.batch, case.heads, case.seq_q))
+    return given | {"dout": out, "out": out, "lse": lse} | changes
+
+
+@functools.cache
+def taken(kernel: str, case: Case) -> bool:
+    """Whether a kernel takes all gradients of a case, one for a device on an H200."""
+    given = described(case)
+    wrt = tuple(name for name in NAMES if name in given)
+    device = None if rows.device_of(kernel) == "cpu" else DEVICES["h200"]
+    return fa_ext.explain_backward(**given, wrt=wrt, device=device, kernel=kernel)[0] is not None
+
+
+def fit(case: Case, kernel: str) -> Case:
+    """The case, or what is nearest to it that a kernel takes: in float16, without bias and mask, with equal head_dims."""
+    if rows.listed_name(kernel) in TAKES_EVERYTHING:
+        return case
+    dim = -(-max(case.head_dim, case.head_dim_v) // 8) * 8
+    for change in ({}, {"dtype": "float16"}, {"bias": None, "mask": None}, {"head_dim": dim, "head_dim_v": dim}, {"head_dim": 64, "head_dim_v": 64}):
+        case = dataclasses.replace(case, **change)
+        if taken(kernel, case):
+            break
+    return case
+
+
 def placed(problem: Problem, kernel: str) -> dict:
     """The inputs on the kernel's device."""
     library = rows.library_for(kernel, problem.case)
@@ -103,9 +135,15 @@ def results(problem: Problem, kernel: str, dtype=None):
 
 
 def run(kernel: str, problem: Problem, **extra) -> dict:
-    """{name: gradient on the host}; fails where something around a result was written."""
+    """{name: gradient on the host}; fails where something around a result was written. Unplaceable where a kernel that need
+    not take everything refuses the call."""
     memory, grads = results(problem, kernel)
-    returned = fa_ext.attention_backward(**placed(problem, kernel), wrt=problem.wrt, grads=grads, kernel=kernel, **extra)
+    try:
+        returned = fa_ext.attention_backward(**placed(problem, kernel), wrt=problem.wrt, grads=grads, kernel=kernel, **extra)
+    except fa_ext.UnsupportedError as error:
+        if rows.listed_name(kernel) in TAKES_EVERYTHING:
+            raise
+        raise Unplaceable(str(error)) from None
     assert all(a is b for a, b in zip(returned, grads, strict=True))
     found = {}
     for name, held in memory.items():
@@ -130,7 +168,7 @@ def judged(kernel: str, problem: Problem, got: dict) -> BackwardReport:
 
 
 def verdict(kernel: str, problem: Problem, **extra) -> BackwardReport:
-    """Runs and judges. UnsupportedError when the kernel refuses."""
+    """Runs and judges; raises as run() does."""
     return judged(kernel, problem, run(kernel, problem, **extra))
 
 

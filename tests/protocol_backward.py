@@ -1,4 +1,4 @@
-"""kernels/trial/sm90_backward_queries.cuh and sm90_backward_keys.cuh as protocol models, site by site.
+"""kernels/sm90/backward_queries.cuh and backward_keys.cuh as protocol models, site by site.
 
 Actors and assumptions are those of protocol_forward.py: the producer (one thread), each copy, each consumer warp, each
 warpgroup's tensor cores; a warpgroup has two warps unless asked for four. Reads by ordinary loads (delta from dO and out, LSE and delta of a step) are steps of the warp that reads.
@@ -167,7 +167,7 @@ class _Consumer:
         self.buffers.read(buffer, use, read, read)
 
 
-# ---- sm90_backward_queries.cuh ----
+# ---- backward_queries.cuh ----
 
 
 def queries_model(shape: Backward) -> Model:
@@ -294,7 +294,7 @@ class _Queries(_Consumer):
         self.free("block", use, stages)
 
 
-# ---- sm90_backward_keys.cuh ----
+# ---- backward_keys.cuh ----
 
 
 def keys_model(shape: Backward) -> Model:

@@ -7,19 +7,12 @@ import fa_ext
 import gradients
 import rows
 from case import Case
-from devices import DEVICES, shapes_only
+from devices import DEVICES
+from gradients import described
 
 CUDA = [name for name in fa_ext.kernels("backward") if rows.device_of(name) == "cuda"]
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="no CUDA kernel of the backward pass is built")
-
-
-def described(case, **changes):
-    """Arguments of a call whose elements do not matter."""
-    given = shapes_only(case)
-    out = np.lib.stride_tricks.as_strided(given["q"], case.out_shape, given["q"].strides)
-    lse = np.broadcast_to(np.zeros((), np.float32), (case.batch, case.heads, case.seq_q))
-    return given | {"dout": out, "out": out, "lse": lse} | changes
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -41,7 +34,25 @@ def test_its_reasons():
         assert chosen is None and word in reasons["simt_backward"]
     # One group of heads at a time is enough, but for a bias whose gradient may add up over all heads.
     groups = DEVICES["h200"] | {"workspace_limit": 8 * 4 * 512}
-    assert fa_ext.explain_backward(**given, device=groups)[0] in CUDA
+    assert fa_ext.explain_backward(**given, device=groups, kernel="simt_backward")[0] == "simt_backward"
     bias = np.zeros((512, 512), np.float16)
     chosen, reasons = fa_ext.explain_backward(**given, bias=bias, wrt=("bias",), device=groups, kernel="simt_backward")
     assert chosen is None and "FA_EXT_WORKSPACE_MB" in reasons["simt_backward"]
+
+
+@pytest.mark.parametrize(
+    "device, case, kernel",
+    [
+        ("h200", "B4,H16,S4096,D128,bfloat16,causal=True", "wgmma_backward_sm90"),
+        ("h100", "B2,H8/2,S900,D64,float16,window=128:0,sinks=same", "wgmma_backward_sm90"),
+        ("h200", "B2,H4,S300,D64,float16,bias=full", "mma_backward_sm80"),
+        ("h200", "B1,H8,S2048,D256,bfloat16", "mma_backward_sm80"),
+        ("a100", "B4,H16,S4096,D128,bfloat16,causal=True", "mma_backward_sm80"),
+        ("rtx4090", "B1,H4,S1024,D192/128,float16,mask=rows", "mma_backward_sm80"),
+        ("h200", "B1,H4,S512,D64,float32", "simt_backward"),
+    ],
+)
+def test_which_kernel_is_chosen(device, case, kernel):
+    given = described(Case.parse(case))
+    wrt = tuple(name for name in gradients.NAMES if name in given)
+    assert fa_ext.explain_backward(**given, wrt=wrt, device=DEVICES[device])[0] == kernel

@@ -163,16 +163,29 @@ def test_forward_of_what_takes_long_to_compile(emulated, seed, kernel, options, 
     assert rows.verdict(emulated(kernel, "slow", **options), Case.parse(name))
 
 
-BACKWARD = dict(instances="^f32$")
+BACKWARD = {
+    "simt_backward": dict(instances="^f32$"),
+    "mma_backward_sm80": dict(instances="^d64$"),
+    "wgmma_backward_sm90": dict(instances="^d64_(full|masked)_bf16$"),
+}
+GRADIENTS = [
+    ("simt_backward", "B1,H1,S3x5,D16,float32"),
+    ("simt_backward", "B2,H4/2,S70x83,D64,float32,causal=bottom_right,sinks=float32"),
+    ("simt_backward", "B1,H2/1,S33x71,D40/24,float32,bias=full,mask=rows,softcap=5.0"),
+    ("mma_backward_sm80", "B1,H2/1,S70x133,D64,bfloat16"),
+    ("mma_backward_sm80", "B2,H2,S133,D64,bfloat16,causal=bottom_right,sinks=same"),
+    ("mma_backward_sm80", "B1,H4/2,S40x90,D64,bfloat16,window=30:none,layout=bshd"),
+    ("mma_backward_sm80", "B1,H2/1,S33x71,D60/44,bfloat16,bias=full,mask=rows,softcap=5.0,sinks=float32"),
+    ("wgmma_backward_sm90", "B1,H2/1,S70x133,D64,bfloat16"),
+    ("wgmma_backward_sm90", "B2,H2,S133,D64,bfloat16,causal=bottom_right,sinks=same"),
+    ("wgmma_backward_sm90", "B1,H4/2,S40x90,D64,bfloat16,window=30:none,layout=bshd"),
+]
 
 
-@pytest.mark.parametrize("name", [
-    "B1,H1,S3x5,D16,float32",
-    "B2,H4/2,S70x83,D64,float32,causal=bottom_right,sinks=float32",
-    "B1,H2/1,S33x71,D40/24,float32,bias=full,mask=rows,softcap=5.0",
-])  # fmt: skip
-def test_backward(emulated, seed, name):
-    report = gradients.verdict(emulated("simt_backward", **BACKWARD), gradients.make(Case.parse(name)))
+@pytest.mark.parametrize(("kernel", "name"), GRADIENTS)
+def test_backward(emulated, monkeypatch, seed, kernel, name):
+    monkeypatch.setenv("FA_EMULATOR_SMS", "2")
+    report = gradients.verdict(emulated(kernel, **BACKWARD[kernel]), gradients.make(Case.parse(name)))
     assert report, report
 
 
@@ -207,9 +220,14 @@ def test_what_is_right_has_no_race(emulated, seed, kernel, options, name):
     assert rows.verdict(emulated(kernel, "races", races=True, **options), Case.parse(name))
 
 
-def test_backward_has_no_race(emulated, seed):
-    kernel = emulated("simt_backward", "races", races=True, **BACKWARD)
-    name = "B1,H2/1,S33x71,D40/24,float32,bias=full,mask=rows,sinks=float32"
+@pytest.mark.parametrize(("kernel", "name"), [
+    ("simt_backward", "B1,H2/1,S33x71,D40/24,float32,bias=full,mask=rows,sinks=float32"),
+    ("mma_backward_sm80", "B1,H2/1,S70x133,D64,bfloat16"),
+    ("wgmma_backward_sm90", "B1,H2/1,S70x133,D64,bfloat16"),
+])  # fmt: skip
+def test_backward_has_no_race(emulated, monkeypatch, kernel, name):
+    monkeypatch.setenv("FA_EMULATOR_SEED", "1")
+    kernel = emulated(kernel, "races", races=True, **BACKWARD[kernel])
     assert gradients.verdict(kernel, gradients.make(Case.parse(name)))
 
 
@@ -271,7 +289,7 @@ def test_mutant_wgmma_that_frees_keys_before_they_are_read(emulated, monkeypatch
 
 def test_mutant_backward_without_a_barrier(emulated, monkeypatch):
     edit = replaced("if (wants_k && wants_v) __syncthreads();", "")
-    kernel = emulated("simt_backward", "barrier", edit=edit, **BACKWARD)
+    kernel = emulated("simt_backward", "barrier", edit=edit, **BACKWARD["simt_backward"])
     problem = gradients.make(Case.parse("B1,H1,S70x70,D64,float32"))
     assert "wrong" in seeds_that_fail(monkeypatch, lambda: gradients.verdict(kernel, problem))
 

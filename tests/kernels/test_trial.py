@@ -1,4 +1,4 @@
-"""Kernels on trial (kernels/trial) on the emulator: against float64, schedules, races; of the one for serving, bits too."""
+"""The kernel on trial (kernels/trial) on the emulator: against float64, schedules, races, bits."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,6 @@ import pytest
 
 import emulator
 import fa_ext
-import gradients
 import rows
 import serving_cases
 from case import Case
@@ -25,14 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 TRIAL = _build.KERNELS / "trial"
-BACKWARD = {"mma_backward_sm80": "^d64$", "wgmma_backward_sm90": "^d64_(full|masked)_bf16$"}
-INSTANCES = BACKWARD | {"serve_sm90": "^d64_r(8|32)_bf16$"}
-CASES = [
-    "B1,H2/1,S70x133,D64,bfloat16",
-    "B2,H2,S133,D64,bfloat16,causal=bottom_right,sinks=same",
-    "B1,H4/2,S40x90,D64,bfloat16,window=30:none,layout=bshd",
-]
-OF_MMA = ["B1,H2/1,S33x71,D60/44,bfloat16,bias=full,mask=rows,softcap=5.0,sinks=float32"]
+INSTANCES = {"serve_sm90": "^d64_r(8|32)_bf16$"}
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +45,6 @@ def emulated(tmp_path_factory):
     rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
     yield get
     rows.device_of = device_of
-
-
-@pytest.mark.parametrize("seed", (0, 5))
-@pytest.mark.parametrize("kernel, case", [(k, c) for k in BACKWARD for c in CASES] + [("mma_backward_sm80", c) for c in OF_MMA])
-def test_gradients(emulated, monkeypatch, kernel, case, seed):
-    monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
-    monkeypatch.setenv("FA_EMULATOR_SMS", "2")
-    report = gradients.verdict(emulated(kernel), gradients.make(Case.parse(case)))
-    assert report, report
-
-
-@pytest.mark.parametrize("kernel", BACKWARD)
-def test_no_race(emulated, monkeypatch, kernel):
-    monkeypatch.setenv("FA_EMULATOR_SEED", "1")
-    assert gradients.verdict(emulated(kernel, races=True), gradients.make(Case.parse("B1,H2/1,S70x133,D64,bfloat16")))
 
 
 # ---- serving ----

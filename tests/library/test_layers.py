@@ -171,8 +171,8 @@ LONG_FUNCTIONS = {
     "forward_consume": "a consumer warpgroup of wgmma_sm90: the same",
     "attend": "the online softmax of wgmma_split_sm90: the same",
     "wgmma_split_sm90_kernel": "the same",
-    "backward_kernel": "mma_backward_sm80 on trial: to be cut once it has run on a GPU, with figures before and after",
-    "queries_consume": "wgmma_backward_sm90 on trial: the same",
+    "backward_kernel": "mma_backward_sm80: to be cut with figures before and after",
+    "queries_consume": "wgmma_backward_sm90: the same",
     "keys_consume": "the same",
 }
 LONGEST_FUNCTION = 80

@@ -1,8 +1,8 @@
 /* wgmma_backward_sm90: gradients on Hopper (sm_90a) by two kernels without sums in memory: TMA, wgmma, warp
  * specialisation.
  *
- *     queries: LSE and delta of each query, to workspace; dq, a tile of queries a CTA      sm90_backward_queries.cuh
- *     keys:    dk and dv, a tile of keys of a kv head a CTA, over its group of query heads   sm90_backward_keys.cuh
+ *     queries: LSE and delta of each query, to workspace; dq, a tile of queries a CTA      backward_queries.cuh
+ *     keys:    dk and dv, a tile of keys of a kv head a CTA, over its group of query heads   backward_keys.cuh
  *     sinks:   dsinks, from partial sums that the first kernel leaves
  *
  * S and dP are worked out in both: seven products instead of five, but no dq in float32, no atomics and no exchange, so
@@ -18,10 +18,10 @@
  *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
  */
 #include "common/launch.cuh"
+#include "sm90/backward_keys.cuh"
+#include "sm90/backward_queries.cuh"
 #include "sm90/instance.cuh"
 #include "sm90/tensor_map.h"
-#include "trial/sm90_backward_keys.cuh"
-#include "trial/sm90_backward_queries.cuh"
 #include <algorithm> // min, max
 
 /* ---- configuration ---- */

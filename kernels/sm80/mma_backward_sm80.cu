@@ -22,13 +22,13 @@
  */
 #include <iterator> // std::size
 
-#include "common/launch.cuh"           // fa_own, FA_CUDA_TRY
-#include "common/rows.cuh"             // takes_chunks
-#include "common/score.cuh"            // score_params
-#include "fa.h"                        // fa_backward, fa_kernel
-#include "trial/mma_backward.cuh"      // backward_kernel
-#include "trial/mma_backward_bias.cuh" // backward_bias, BiasAxes
-#include "trial/mma_backward_rows.cuh" // backward_rows, backward_sinks
+#include "common/launch.cuh"          // fa_own, FA_CUDA_TRY
+#include "common/rows.cuh"            // takes_chunks
+#include "common/score.cuh"           // score_params
+#include "fa.h"                       // fa_backward, fa_kernel
+#include "sm80/mma_backward.cuh"      // backward_kernel
+#include "sm80/mma_backward_bias.cuh" // backward_bias, BiasAxes
+#include "sm80/mma_backward_rows.cuh" // backward_rows, backward_sinks
 
 namespace fa {
 namespace {

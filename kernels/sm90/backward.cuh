@@ -1,7 +1,7 @@
 /* What the two kernels of wgmma_backward_sm90 share: what a call is to them, scores to weights and back, results.
  *
- *     sm90_backward_queries.cuh   LSE and delta of each query, to memory; dq
- *     sm90_backward_keys.cuh      dk and dv
+ *     backward_queries.cuh   LSE and delta of each query, to memory; dq
+ *     backward_keys.cuh      dk and dv
  *
  * Keys are counted from the first visible one of the call, and queries from 0. The queries that see a key are those of
  * [row_begin, row_end): every row sees a range of keys whose ends grow with the row. Tensor maps cover these queries

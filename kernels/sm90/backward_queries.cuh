@@ -1,4 +1,4 @@
-/* dq, and LSE and delta of each query for the second kernel (sm90_backward_keys.cuh). The skeleton is
+/* dq, and LSE and delta of each query for the second kernel (backward_keys.cuh). The skeleton is
  * sm90/forward.cuh's: one producer warp, C::kConsumers warpgroups of 64 queries each, persistent CTAs, rings of key and
  * value blocks.
  *
@@ -24,7 +24,7 @@
  *
  * Shared memory: Q, dO, out [warpgroup][slab][64][64], keys and values [stage][slab][tile_n][64], swizzled. */
 #pragma once
-#include "trial/sm90_backward.cuh"
+#include "sm90/backward.cuh"
 
 namespace fa::sm90 {
 

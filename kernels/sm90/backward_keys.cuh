@@ -1,4 +1,4 @@
-/* dk and dv: after sm90_backward_queries.cuh, which left LSE and delta of each query in memory. A CTA takes
+/* dk and dv: after backward_queries.cuh, which left LSE and delta of each query in memory. A CTA takes
  * C::kConsumers x 64 keys of a kv head, a warpgroup 64 of them, and goes over the query heads of the group and their
  * query blocks, so that the sums over a group of heads stay in registers. Operands are swapped, S^T = K Q^T and dP^T =
  * V dO^T, so that P^T and dT^T are A operands in registers, and Q and dO serve K-major for the scores and MN-major for
@@ -23,7 +23,7 @@
  * Shared memory: keys and values [key stage][warpgroup][slab][64][64], Q and dO [stage][slab][kTileQ][64], swizzled;
  * row blocks [stage]. */
 #pragma once
-#include "trial/sm90_backward.cuh"
+#include "sm90/backward.cuh"
 
 namespace fa::sm90 {
 

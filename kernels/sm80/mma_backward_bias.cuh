@@ -7,13 +7,13 @@
  * ones) and after each thread's wait for its own. */
 #pragma once
 
-#include "common/chaos.cuh"              // FA_CHAOS_BEGIN
-#include "common/convert.cuh"            // write_gradient
-#include "common/ptx.cuh"                // cp_async_commit, cp_async_wait
-#include "fa.h"                          // fa_backward
-#include "trial/mma_backward_config.cuh" // BackwardArgs
-#include "trial/mma_backward_score.cuh"  // weigh, load_bias
-#include "trial/mma_backward_tile.cuh"   // RowCopy, WarpProduct
+#include "common/chaos.cuh"             // FA_CHAOS_BEGIN
+#include "common/convert.cuh"           // write_gradient
+#include "common/ptx.cuh"               // cp_async_commit, cp_async_wait
+#include "fa.h"                         // fa_backward
+#include "sm80/mma_backward_config.cuh" // BackwardArgs
+#include "sm80/mma_backward_score.cuh"  // weigh, load_bias
+#include "sm80/mma_backward_tile.cuh"   // RowCopy, WarpProduct
 
 namespace fa {
 

@@ -4,13 +4,13 @@
 
 #include <math.h> // INFINITY
 
-#include "common/chaos.cuh"              // FA_CHAOS_BEGIN
-#include "common/convert.cuh"            // to_float, load_as_float, write_gradient
-#include "common/ptx.cuh"                // exp2_fast
-#include "common/rows.cuh"               // row_of, row_offset, Chunk, bias_row, mask_row
-#include "common/score.cuh"              // bias_of, bounded, kLog2E
-#include "fa.h"                          // fa_backward
-#include "trial/mma_backward_config.cuh" // BackwardArgs
+#include "common/chaos.cuh"             // FA_CHAOS_BEGIN
+#include "common/convert.cuh"           // to_float, load_as_float, write_gradient
+#include "common/ptx.cuh"               // exp2_fast
+#include "common/rows.cuh"              // row_of, row_offset, Chunk, bias_row, mask_row
+#include "common/score.cuh"             // bias_of, bounded, kLog2E
+#include "fa.h"                         // fa_backward
+#include "sm80/mma_backward_config.cuh" // BackwardArgs
 
 namespace fa {
 

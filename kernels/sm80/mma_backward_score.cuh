@@ -8,14 +8,14 @@
 #include <math.h>      // INFINITY
 #include <type_traits> // remove_cvref_t
 
-#include "common/convert.cuh"            // to_float
-#include "common/ptx.cuh"                // exp2_fast, load_shared_16, load_shared_pair, store_shared
-#include "common/rows.cuh"               // Chunk
-#include "common/score.cuh"              // kLog2E, bounded
-#include "common/softcap.cuh"            // tanh_and_slope
-#include "fa.h"                          // fa_forward
-#include "sm80/scores.cuh"               // Scores
-#include "trial/mma_backward_config.cuh" // BackwardArgs, seen_by
+#include "common/convert.cuh"           // to_float
+#include "common/ptx.cuh"               // exp2_fast, load_shared_16, load_shared_pair, store_shared
+#include "common/rows.cuh"              // Chunk
+#include "common/score.cuh"             // kLog2E, bounded
+#include "common/softcap.cuh"           // tanh_and_slope
+#include "fa.h"                         // fa_forward
+#include "sm80/mma_backward_config.cuh" // BackwardArgs, seen_by
+#include "sm80/scores.cuh"              // Scores
 
 namespace fa {
 

@@ -18,14 +18,14 @@
 
 #include <math.h> // INFINITY
 
-#include "common/chaos.cuh"              // FA_CHAOS_BEGIN
-#include "common/convert.cuh"            // write_gradient
-#include "common/ptx.cuh"                // cp_async_commit, cp_async_wait, pack, unpack
-#include "common/rows.cuh"               // row_offset
-#include "fa.h"                          // fa_backward
-#include "trial/mma_backward_config.cuh" // BackwardArgs, TaskPlace, Sight
-#include "trial/mma_backward_score.cuh"  // weigh, load_bias
-#include "trial/mma_backward_tile.cuh"   // RowCopy, WarpProduct
+#include "common/chaos.cuh"             // FA_CHAOS_BEGIN
+#include "common/convert.cuh"           // write_gradient
+#include "common/ptx.cuh"               // cp_async_commit, cp_async_wait, pack, unpack
+#include "common/rows.cuh"              // row_offset
+#include "fa.h"                         // fa_backward
+#include "sm80/mma_backward_config.cuh" // BackwardArgs, TaskPlace, Sight
+#include "sm80/mma_backward_score.cuh"  // weigh, load_bias
+#include "sm80/mma_backward_tile.cuh"   // RowCopy, WarpProduct
 
 namespace fa {
 
