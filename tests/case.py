@@ -16,23 +16,27 @@ VALUES = ("normal", "large", "tiny", "sorted", "descending", "dominant", "equal"
           "nan_outside", "nan_tail")  # fmt: skip
 MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "strided")
 BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max")
+OPERATIONS = ("attention", "backward")
 SINKS = ("same", "float32", "large", "small", "strided", "huge")
 ALIBIS = ("heads", "batch", "strided", "steep")
 #: What a case may add to q, k and v: a field that names a kind, and a method _<name> that makes it.
 ARRAYS = ("bias", "mask", "sinks", "alibi")
 #: The words that an option of a case's name may be.
 ACCEPTED = {
-    "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": BIASES, "sinks": SINKS, "alibi": ALIBIS,
-    "layout": ("bhsd", "bshd"), "strides": STRIDES, "values": VALUES,
+    "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": (*BIASES, "shared"), "sinks": SINKS,
+    "alibi": ALIBIS, "layout": ("bhsd", "bshd"), "strides": STRIDES, "values": VALUES, "operation": OPERATIONS,
+    "deterministic": ("True", "False"), "accumulate": ("True", "False"), "dlse": ("True", "False"),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of ``fa_ext.attention``; heads_kv, seq_k and head_dim_v default to heads, seq_q and head_dim.
+    """One call of ``fa_ext.attention``, or of ``fa_ext.attention_backward`` with its outcome (``operation``); heads_kv, seq_k
+    and head_dim_v default to heads, seq_q and head_dim.
 
     mask, bias, sinks and alibi name kinds (MASKS, BIASES, SINKS, ALIBIS); dropout is (p, seed); strides and values name how
-    q, k and v lie in memory and what they hold (STRIDES, VALUES).
+    q, k and v lie in memory and what they hold (STRIDES, VALUES). Of the backward pass alone: deterministic, accumulate
+    (into float32), and dlse, whether it is given one; all gradients that there are, are asked for.
     """
 
     batch: int = 1
@@ -56,11 +60,17 @@ class Case:
     strides: str = "contiguous"
     values: str = "normal"
     seed: int = 0
+    operation: str = "attention"
+    deterministic: bool = True
+    accumulate: bool = False
+    dlse: bool = False
 
     def __post_init__(self):
         for name, default in (("heads_kv", self.heads), ("seq_k", self.seq_q), ("head_dim_v", self.head_dim)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
+        if self.operation == "attention" and (not self.deterministic or self.accumulate or self.dlse):
+            raise ValueError("deterministic, accumulate and dlse are of operation=backward")
 
     # ---- the name ----
 
@@ -112,7 +122,7 @@ class Case:
             if name == "dropout":
                 p, draw = value.split(":")
                 return float(p), int(draw)
-            if name == "causal":
+            if name in ("causal", "deterministic", "accumulate", "dlse"):
                 return {"True": True, "False": False}.get(value, value)
             return {"seed": int, "softcap": float, "scale": float}.get(name, str)(value)
         except ValueError:
@@ -155,30 +165,36 @@ class Case:
         return int(np.maximum(last - first + 1, 0).sum())
 
     def flops(self) -> float:
-        """Of both products: 2 (D + Dv) a visible pair; a square causal call without a window counts as half of full,
-        as everybody counts it."""
+        """Of both products: 2 (D + Dv) a visible pair; of the five of the backward pass: 2 (3 D + 2 Dv). A square causal
+        call without a window counts as half of full, as everybody counts it."""
         pairs = self.visible_pairs()
         if self.causal and self.window is None and self.seq_q == self.seq_k:
             pairs = self.seq_q * self.seq_k / 2
-        return 2.0 * self.batch * self.heads * pairs * (self.head_dim + self.head_dim_v)
+        d, dv = self.head_dim, self.head_dim_v
+        return 2.0 * self.batch * self.heads * pairs * (d + dv if self.operation == "attention" else 3 * d + 2 * dv)
 
     def bytes(self) -> int:
-        """Of q, k, v and the result, each moved once."""
+        """Of q, k, v and the result, and of their gradients, each moved once."""
         size = 2 if self.dtype in HALVES else np.dtype(self.dtype).itemsize
         rows_q, rows_k = self.batch * self.heads * self.seq_q, self.batch * self.heads_kv * self.seq_k
-        return size * (rows_q + rows_k) * (self.head_dim + self.head_dim_v)
+        arrays = 1 if self.operation == "attention" else 2
+        return arrays * size * (rows_q + rows_k) * (self.head_dim + self.head_dim_v)
 
     # ---- the inputs ----
 
     def options(self) -> dict:
         """The arguments of the call that are not arrays, defaults left out."""
-        own = (*ARRAYS, "strides", "values", "seed")
+        own = (*ARRAYS, "strides", "values", "seed", "operation", "dlse")
         options = [f for f in dataclasses.fields(self)[8:] if f.name not in own]
         return {f.name: getattr(self, f.name) for f in options if getattr(self, f.name) != f.default}
 
     def arrays(self) -> list[str]:
         """The arrays that the case adds to q, k and v."""
         return [name for name in ARRAYS if getattr(self, name)]
+
+    def wrt(self) -> tuple[str, ...]:
+        """What the backward pass differentiates with respect to."""
+        return ("q", "k", "v", *(name for name in ("bias", "sinks") if getattr(self, name)))
 
     def make_inputs(self, xp="numpy") -> dict:
         """Arguments for ``fa_ext.attention``: q, k, v, what the case adds, and ``options()``.
@@ -290,6 +306,8 @@ class Case:
             return None
         if self.bias == "full":
             return rng.standard_normal((b, h, sq, sk)).astype(dtype)
+        if self.bias == "shared":  # by the batch
+            return rng.standard_normal((1, h, sq, sk)).astype(dtype)
         if self.bias == "full32":
             return rng.standard_normal((b, h, sq, sk), np.float32).astype(np.float64 if dtype == "f8" else np.float32)
         if self.bias == "keys":

@@ -6,14 +6,13 @@
     python tests/cases.py --sweep 1000 --seed 7 --kernel simt
 
 Grids: ``contract`` (what each kernel is judged on), ``sanitize`` (the subset for compute-sanitizer), ``random_cases``
-(sweeps of any length), ``PRESETS`` (what the benchmarks measure). ``must_accept`` says which cases a kernel may not reject.
+(sweeps of any length). ``must_accept`` says which cases a kernel may not reject.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import itertools
 import random
 import sys
@@ -21,7 +20,7 @@ import time
 
 from case import ALIBIS, BIASES, DTYPES, HALVES, MASKS, SINKS, STRIDES, VALUES, Case
 
-__all__ = ["Case", "PRESETS", "contract", "float64", "must_accept", "random_cases", "sanitize", "zero_sizes"]
+__all__ = ["Case", "contract", "float64", "must_accept", "random_cases", "sanitize", "zero_sizes"]
 
 
 def _cycle(*names):
@@ -267,77 +266,6 @@ def _random_case(rng: random.Random, seed: int) -> Case:
 
 def _unique(cases):
     return list(dict.fromkeys(cases))
-
-
-# ---- what the benchmarks measure ----
-
-
-def _paper():
-    """16k tokens, hidden size 2048, storage (B, S, H, D): the FlashAttention paper's grid."""
-    return [
-        Case(16384 // s, 2048 // d, 2048 // d, s, s, d, dtype="bfloat16", causal=causal, layout="bshd")
-        for d in (64, 128, 256) for causal in (False, True) for s in (512, 1024, 2048, 4096, 8192, 16384)
-    ]  # fmt: skip
-
-
-def _small():
-    sizes = ((1, 8, 512, 64), (1, 8, 128, 64), (1, 8, 1024, 64), (2, 8, 512, 64), (1, 16, 512, 128), (8, 16, 512, 64),
-             (1, 32, 2048, 128))  # fmt: skip
-    return [Case(b, h, h, s, s, d, causal=causal, layout="bshd") for b, h, s, d in sizes for causal in (False, True)]
-
-
-def _gqa():
-    return [
-        Case(b, h, hk, s, s, 128, dtype=t, causal=causal, layout="bshd")
-        for causal in (False, True)
-        for b, h, hk, s, t in ((8, 32, 8, 2048, "bfloat16"), (2, 32, 8, 8192, "bfloat16"), (4, 16, 16, 4096, "float16"),
-                               (4, 16, 16, 4000, "bfloat16"))
-    ]  # fmt: skip
-
-
-def _decode():
-    sizes = ((1, 4096), (1, 32768), (1, 131072), (16, 4096), (64, 8192), (128, 2048))
-    return [Case(b, 32, hk, 1, s, 128, dtype="bfloat16", layout="bshd") for b, s in sizes for hk in (32, 8)]
-
-
-def _options():
-    """What softcap, sinks and windows cost at 4096 keys, and the head dims between those of the paper's grid."""
-    plain = [Case(4, 2048 // d, 2048 // d, 4096, 4096, d, dtype="bfloat16") for d in (64, 96, 128, 192, 256)]
-    kinds = ({}, {"causal": True}, {"softcap": 30.0}, {"sinks": "same"}, {"causal": True, "sinks": "same"},
-             {"window": (1024, 0)}, {"window": (512, 512)})  # fmt: skip
-    return [dataclasses.replace(case, **kind) for case in plain for kind in kinds]
-
-
-def _extras():
-    """Additive bias and boolean mask."""
-    return [
-        dataclasses.replace(Case(4, 16, 16, s, s, d, dtype="bfloat16"), **kind)
-        for d, s in ((64, 2048), (128, 2048), (128, 4096)) for kind in ({"bias": "full"}, {"mask": "full"})
-    ]  # fmt: skip
-
-
-def _cpu():
-    """Whole sequences; causal calls so short that what a mask costs shows; decoding steps."""
-    kinds = (("float32", False), ("float32", True), ("bfloat16", False))
-    whole = [
-        Case(1, h, h, s, s, d, dtype=t, causal=causal)
-        for h, s, d in ((8, 512, 64), (8, 2048, 64), (16, 2048, 128)) for t, causal in kinds
-    ]  # fmt: skip
-    short = [Case(1, 8, 8, s, s, 64, dtype="float32", causal=causal) for s in (32, 64, 128) for causal in (False, True)]
-    decode = [Case(1, 32, hk, 1, 8192, 128, dtype=t) for hk, t in ((32, "float32"), (8, "float32"), (32, "bfloat16"))]
-    return [*whole, Case(1, 8, 8, 16384, 16384, 64, dtype="float32"), *short, *decode]
-
-
-PRESETS = {
-    "history": [Case(1, 8, 8, 512, 512, 64)],
-    "paper": _paper(),
-    "small": _small(),
-    "gqa": _gqa(),
-    "decode": _decode(),
-    "options": _options(),
-    "extras": _extras(),
-    "cpu": _cpu(),
-}
 
 
 # ---- what a kernel may not reject ----

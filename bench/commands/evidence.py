@@ -41,10 +41,10 @@ ON_DEMAND = ("soak", "chaos")
 # What a record of a device is not whole without.
 NEEDED = {"cuda": PARTS, "cpu": ("tests", "measure")}
 GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "extras": "hot",
-               "paper": "hot"}  # fmt: skip
+               "paper": "hot", "paper-backward": "hot", "options-backward": "hot"}  # fmt: skip
 # Measured without peers: what an option costs shows only where the call with it and the one without run at like power.
 ALONE = ("options",)
-CPU_PRESETS = {"cpu": "hot"}
+CPU_PRESETS = {"cpu": "hot", "cpu-backward": "hot"}
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 # Of the bitwise tests on a GPU.
 REPEATS = 250
@@ -115,11 +115,12 @@ class Run:
         where = {"device": self.device, "name": (self.context.get("gpu") or {}).get("name") or self.context["cpu"]}
         self.record = Record(args.output or place_of(where), where)
 
-    def kernels(self) -> list[str]:
+    def kernels(self, operation: str = "attention") -> list[str]:
         """The wanted kernels of the device."""
         from bench.contenders import contender
 
-        return [k for k in contender.compiled_kernels(devices.open_device(self.device)) if re.search(self.args.kernels, k)]
+        compiled = contender.compiled_kernels(devices.open_device(self.device), operation)
+        return [k for k in compiled if re.search(self.args.kernels, k)]
 
     def has(self, part: str, key: str, kernel: str | None = None) -> bool:
         """Whether a piece is there, ended as it should, and of the machine code that is here."""
@@ -227,9 +228,8 @@ class Run:
         from bench.commands import measure
         from bench.contenders import peers
 
-        kernels = self.kernels()
         found, missing = peers.available(devices.open_device(self.device))
-        for preset, kind, cases, entrants in self._unmeasured(kernels):
+        for preset, kind, cases, entrants in self._unmeasured():
             if self.late():
                 break
 
@@ -244,18 +244,19 @@ class Run:
                 on_cell=keep,
             )  # fmt: skip
 
-    def _unmeasured(self, kernels: list[str]) -> Iterator[tuple[str, str, list, list[str]]]:
+    def _unmeasured(self) -> Iterator[tuple[str, str, list, list[str]]]:
         """(preset, cache, problems, the kernels of which they need new figures): those that lack the same go together."""
         from bench import problems
         from bench.commands import measure
 
         every = GPU_PRESETS if self.device == "cuda" else CPU_PRESETS
         presets = self.args.presets.split(",") if self.args.presets else every
+        kernels = {operation: self.kernels(operation) for operation in problems.OPERATIONS}
         for preset in presets:
             for kind in measure.caches(every.get(preset, "hot")):
                 lacking: dict[tuple[str, ...], list] = {}
                 for case in problems.preset(preset):
-                    if re.search(self.args.filter, str(case)) and (names := self._lacks(f"{case} {kind}", kernels)):
+                    if re.search(self.args.filter, str(case)) and (names := self._lacks(f"{case} {kind}", kernels[case.operation])):
                         lacking.setdefault(tuple(names), []).append(case)
                 yield from ((preset, kind, cases, list(names)) for names, cases in lacking.items())
 

@@ -32,6 +32,7 @@ from bench.trial import duel, isolation
 
 SUMMARY = "PASS, FAIL or UNDECIDED: is a candidate correct and faster than a baseline?"
 DEFAULT_LIMIT = 0.95
+OPERATIONS = ("attention",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--case", action="append", help="problem, such as B1,H8,S512,D64,float16,causal=True (repeatable)"
     )
-    parser.add_argument("--preset", help=f"problems by name: {', '.join(problems.preset_names())}")
+    parser.add_argument("--preset", help=f"problems by name: {', '.join(problems.preset_names(OPERATIONS))}")
     parser.add_argument("--filter", default="", help="only problems whose line contains this")
     parser.add_argument(
         "--limit", type=arguments.positive, default=DEFAULT_LIMIT, help="time ratio to stay under (0.95)"
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if devices.has_gpu() else "cpu")
     wanted = [str(problems.parse(text)) for text in args.case or ()]
     if args.preset:
-        wanted += [str(case) for case in problems.preset(args.preset)]
+        wanted += [str(case) for case in problems.preset(args.preset, OPERATIONS)]
     wanted = [text for text in wanted or [default_case(device)] if args.filter in text]
     if not wanted:
         raise report.UsageError(f"no problem contains {args.filter!r}")

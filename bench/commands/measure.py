@@ -29,6 +29,7 @@ from bench.contenders.contender import Contender
 from bench.machine import device as devices
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
+from bench.problems.gradients import operands_of
 from bench.problems.operands import Operands, WrongResult
 from bench.timing import ceiling, conditions, timer
 from bench.timing.rounds import Samples, take_turns
@@ -79,7 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if devices.has_gpu() else "cpu")
     target = devices.open_device(device)
-    kernels = [name for name in contender.compiled_kernels(target) if re.search(args.kernels, name)]
+    cases = chosen(args.preset, args.case, args.filter, device)
+    operations = dict.fromkeys(case.operation for case in cases)
+    compiled = [name for operation in operations for name in contender.compiled_kernels(target, operation)]
+    kernels = [name for name in compiled if re.search(args.kernels, name)]
     wanted = None if args.peers is None else [p for p in args.peers.split(",") if p and p != "none"]
     if unknown := set(wanted or ()) - set(peers.PEERS):
         raise report.UsageError(f"peers are {', '.join(sorted(unknown))}; accepted: none, {', '.join(peers.PEERS)}")
@@ -87,9 +91,8 @@ def run(args: argparse.Namespace) -> int:
     if not (kernels or args.candidate or found):
         raise report.UsageError(
             f"nothing to measure: no kernel matches {args.kernels!r}, and no peer is left"
-            f" (kernels: {', '.join(contender.compiled_kernels(target)) or 'none compiled'})"
+            f" (kernels: {', '.join(compiled) or 'none compiled'})"
         )
-    cases = chosen(args.preset, args.case, args.filter, device)
     document = measure(
         device, cases, kernels + args.candidate, [p.name for p in found], caches(args.cache), args.rounds,
         args.seconds or (1.5 if device == "cuda" else 8.0), args.tight, args.seed, args.output, args.fresh,
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(presets: list[str] | None, lines: list[str], pattern: str, device: str) -> list[Case]:
-    found = [problems.parse(text) for text in lines]
+    found = [problems.parse(text, problems.OPERATIONS) for text in lines]
     for name in presets or ([] if lines else ["cpu" if device == "cpu" else "history"]):
         found += problems.preset(name)
     found = [case for case in dict.fromkeys(found) if re.search(pattern, str(case))]
@@ -186,9 +189,13 @@ def cell(
     with target.working():
         count = timer.slots_for_cold(problem.bytes(), target) if cache == "cold" else 1
         seeded = (dataclasses.replace(problem, seed=seed + i) for i in range(count))
-        slots = [Operands(case, target, guard=0) for case in seeded]
+        slots = [operands_of(case, target, guard=0) for case in seeded]
         for name in [*entrants, *opponents]:
             entrant = _opened(name, target)
+            if problem.operation not in entrant.operations:
+                if name in entrants:
+                    refused[name] = f"no {problem.operation}"
+                continue
             why = entrant.refuses(problem)
             if why is None:
                 try:
@@ -209,7 +216,7 @@ def cell(
             if why:
                 refused[name] = why
         found = {name: figures | errors[name] for name, figures in alone.items()}
-        picked = _picked(slots[0])
+        picked = slots[0].picked()
         if not watches:
             return {"case": case, "cache": cache, "contenders": found, "refused": refused, "picked": picked}
         base = _fastest([n for n in opponents if n in watches] or list(watches), watches)
@@ -239,7 +246,7 @@ def _too_slow(entrant: Contender, case: Case, device: Cpu | Cuda, seconds: float
     if device.kind == "cuda" or case.flops() < LARGE_FLOPS or case.seq_q < 1024:
         return None
     share = 64
-    part = Operands(dataclasses.replace(case, seq_q=case.seq_q // share, causal=False, mask=None, bias=None), device)
+    part = operands_of(dataclasses.replace(case, seq_q=case.seq_q // share, causal=False, mask=None, bias=None), device)
     call = entrant.bind(part)
     began = time.perf_counter()
     call()
@@ -257,15 +264,6 @@ def _checked(entrant: Contender, operands: Operands) -> dict[str, float]:
     if not judged.passed:
         raise WrongResult("; ".join(judged.failures))
     return {"frobenius": judged.frobenius, "max_abs": judged.max_abs}
-
-
-def _picked(operands: Operands) -> str | None:
-    """The kernel that ``fa_ext.attention`` takes by itself for this problem."""
-    try:
-        import fa_ext
-    except ImportError:
-        return None
-    return fa_ext.explain(**operands.arguments(operands.device.default_arrays))[0]
 
 
 def _timed_alone(entrant: Contender, slots: list[Operands], device: Cpu | Cuda, seconds: float) -> dict | None:

@@ -121,7 +121,7 @@ def series(cells: list[dict]) -> dict[tuple, dict[int, dict]]:
     """
     found: dict[tuple, dict[int, dict]] = defaultdict(dict)
     for cell in cells:
-        case = problems.parse(cell["case"])
+        case = problems.parse(cell["case"], problems.OPERATIONS)
         if case.seq_q != case.seq_k or not cell["contenders"]:
             continue
         one = dataclasses.replace(case, batch=1, seq_q=1, seq_k=1, causal=False)
@@ -162,7 +162,7 @@ def _grid(plt, cells, documents, where):
             points = [(s, c["contenders"][name]["tflops"]) for s, c in sorted(panel.items()) if name in c["contenders"]]
             if points:
                 axis.plot(*zip(*points), label=name, **styles[name])
-        dtype = problems.parse(next(iter(panel.values()))["case"]).dtype
+        dtype = problems.parse(next(iter(panel.values()))["case"], problems.OPERATIONS).dtype
         if dtype in ceilings:
             axis.axhline(ceilings[dtype], color="0.4", linewidth=1, linestyle=":")
             axis.annotate(f"matrix product {ceilings[dtype]:.3g}", (0.02, ceilings[dtype]), fontsize=7, color="0.3",
@@ -182,7 +182,7 @@ def _grid(plt, cells, documents, where):
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels())))
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=min(5, len(handles)), fontsize=8,
                   bbox_to_anchor=(0.5, 1.0), frameon=False)  # fmt: skip
-    figure.text(0.01, -0.01, f"{where}; FLOPs count 4 B H S S D, half of it when causal", fontsize=7, color="0.3")
+    figure.text(0.01, -0.01, f"{where}; FLOPs count 4 B H S S D, 10 B H S S D backward, half of it when causal", fontsize=7, color="0.3")
     figure.tight_layout()
     return figure
 
@@ -191,7 +191,7 @@ def _ladder(plt, cells, documents, where):
     cells = [cell for cell in cells if cell["contenders"]]
     if not cells:
         raise report.UsageError("no measured problem fits this chart")
-    cell = max(cells, key=lambda c: (sum(_is_kernel(n) for n in c["contenders"]), problems.parse(c["case"]).flops()))
+    cell = max(cells, key=lambda c: (sum(_is_kernel(n) for n in c["contenders"]), problems.parse(c["case"], problems.OPERATIONS).flops()))
     steps = sorted(cell["contenders"].items(), key=lambda item: -item[1]["us"])
     figure, axis = plt.subplots(figsize=(7, 0.42 * len(steps) + 1.3))
     colours = [PALETTE[0] if _is_kernel(name) else "#999999" for name, _ in steps]
@@ -226,13 +226,13 @@ def _reference_errors(document: dict) -> list[dict]:
 def _errors(plt, cells, documents, where):
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for cell in cells:
-        dtype = problems.parse(cell["case"]).dtype
+        dtype = problems.parse(cell["case"], problems.OPERATIONS).dtype
         for name, figures in cell["contenders"].items():
             found[dtype, name].append(figures["frobenius"])
     for document in documents:
         for entry in _reference_errors(document):
             if "frobenius" in entry:
-                found[problems.parse(entry["case"]).dtype, entry["name"]].append(entry["frobenius"])
+                found[problems.parse(entry["case"], problems.OPERATIONS).dtype, entry["name"]].append(entry["frobenius"])
     found = {key: [v for v in values if isinstance(v, float) and v > 0] for key, values in found.items()}
     found = {key: values for key, values in found.items() if values}
     if not found:

@@ -1,11 +1,13 @@
 """Whatever computes attention and can be judged and timed: kernels of fa_ext, other libraries, a candidate of yours.
 
 A contender takes the arrays of one library and binds a problem's operands into a thunk, a call without arguments that
-queues (or, on the CPU, does) the work and returns the output array.
+queues (or, on the CPU, does) the work and returns the output array; of the backward pass, the gradients in the order of the
+case's ``wrt``. ``operations`` lists what a contender does at all.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import os
@@ -13,11 +15,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from bench import report
 from bench.machine.device import Cpu, Cuda
-from bench.problems import Case
+from bench.problems import OPERATIONS, Case
+from bench.problems.gradients import Gradients
 from bench.problems.operands import Arrays
 
 Thunk = Callable[[], Any]
@@ -31,6 +36,7 @@ class Contender:
     name: str
     library: str
     timing: str = "graph"
+    operations: ClassVar[frozenset[str]] = frozenset({"attention"})
 
     def refuses(self, case: Case) -> str | None:
         """Why it cannot do the problem, before anything runs; None when it can try."""
@@ -48,14 +54,16 @@ class Contender:
 
 
 class Kernel(Contender):
-    """One kernel of the table through ``fa_ext.attention(..., kernel=name, out=...)``; None: the library's choice."""
+    """One kernel of the table through ``fa_ext.attention(..., kernel=name, out=...)``, or ``fa_ext.attention_backward`` with
+    ``grads=``; None: the library's choice."""
 
     def __init__(self, name: str | None, library: str, shown: str | None = None):
         super().__init__(shown or name or "fa_ext", library)
         self.kernel = name
+        self.operations = frozenset(OPERATIONS if name is None else (operation_of(name),))
 
     def refuses(self, case: Case) -> str | None:
-        return None
+        return None if case.operation in self.operations else f"no {case.operation}"
 
     def rearranges(self, case: Case) -> bool:
         return False
@@ -64,6 +72,9 @@ class Kernel(Contender):
         import fa_ext
 
         arguments = operands.arguments(self.library)
+        if isinstance(operands, Gradients):
+            grads, wrt = operands.grads(self.library), operands.wrt
+            return functools.partial(fa_ext.attention_backward, **arguments, wrt=wrt, grads=grads, kernel=self.kernel)
         q, k, v = (arguments.pop(name) for name in "qkv")
         out, kernel, attention = operands.array("out", self.library), self.kernel, fa_ext.attention
 
@@ -74,15 +85,31 @@ class Kernel(Contender):
         return call
 
 
-def compiled_kernels(device: Cpu | Cuda) -> tuple[str, ...]:
-    """Names of the kernels for this device in order of preference; empty with a message when nothing is compiled."""
+def compiled_kernels(device: Cpu | Cuda, operation: str = "attention") -> tuple[str, ...]:
+    """Names of an operation's kernels for this device in order of preference; empty with a message when nothing is
+    compiled."""
     try:
         import fa_ext
 
-        return tuple(name for name in fa_ext.kernels() if name.startswith("cpu_") == (device.kind == "cpu"))
+        return tuple(name for name in fa_ext.kernels(operation) if name.startswith("cpu_") == (device.kind == "cpu"))
     except ImportError as error:
         print(f"bench: no kernel of fa_ext to measure: {error}", file=sys.stderr)
         return ()
+
+
+def operation_of(kernel: str) -> str:
+    """What a kernel of the table, or one that was loaded, does."""
+    import fa_ext
+
+    for operation in OPERATIONS:
+        if kernel in fa_ext.kernels(operation):
+            return operation
+    x, lse = np.zeros((1, 1, 1, 16), np.float16), np.zeros((1, 1, 1), np.float32)
+    try:
+        fa_ext.explain_backward(x, x, x, x, x, lse, kernel=kernel)
+    except ValueError:  # names no kernel of the backward pass
+        return "attention"
+    return "backward"
 
 
 # ---- a callable of yours ----

@@ -12,6 +12,7 @@ from pathlib import Path
 from bench import report
 from bench.contenders import contender, peers
 from bench.machine.device import Cpu, Cuda
+from bench.problems import OPERATIONS
 
 # Array libraries whose arrays reach the memory of a device.
 ARRAYS = {"cpu": ("numpy", "torch", "jax"), "cuda": ("torch", "cupy", "jax")}
@@ -35,7 +36,7 @@ def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None, rol
         return contender.Kernel(contender.load_kernel(shared), library, shown=Path(text).name)
     if text in peers.PEERS:
         return peers.open_peer(text, device)
-    kernels = contender.compiled_kernels(device)
+    kernels = [name for operation in OPERATIONS for name in contender.compiled_kernels(device, operation)]
     if text in kernels:
         return contender.Kernel(text, library)
     if text == "fa_ext" and kernels:

@@ -15,39 +15,12 @@ import numpy as np
 
 from bench import report
 from bench.contenders.contender import Contender, Thunk
+from bench.contenders.flash3 import FlashAttention3
+from bench.contenders.peer import Peer, bhsd, bshd, scale_of
+from bench.contenders.torch_backward import BACKENDS, TorchBackward
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
 from bench.problems.operands import Operands
-
-
-class Peer(Contender):
-    """Knows the options it has (`extras`); everything else is a refusal by name."""
-
-    extras: frozenset[str] = frozenset()
-    dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
-
-    def refuses(self, case: Case) -> str | None:
-        if case.dtype not in self.dtypes:
-            return f"no {case.dtype}"
-        needed = {n for n in ("window", "softcap", "dropout") if getattr(case, n)} | set(case.arrays())
-        missing = sorted(needed - self.extras)
-        return f"no {', '.join(missing)}" if missing else None
-
-
-def bhsd(operands: Operands, name: str, library: str) -> Any:
-    """The operand as (B, H, S, D), a view."""
-    array = operands.array(name, library)
-    return array.swapaxes(1, 2) if operands.case.layout == "bshd" else array
-
-
-def bshd(operands: Operands, name: str, library: str) -> Any:
-    """The operand as (B, S, H, D), a view."""
-    array = operands.array(name, library)
-    return array if operands.case.layout == "bshd" else array.swapaxes(1, 2)
-
-
-def scale_of(case: Case) -> float:
-    return 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
 
 
 class NumPy(Peer):
@@ -87,23 +60,32 @@ class NumPy(Peer):
 
 
 class TorchSdpa(Peer):
-    """``torch.nn.functional.scaled_dot_product_attention`` held to one backend, or (None) left to its choice."""
+    """``torch.nn.functional.scaled_dot_product_attention`` held to one backend, or (None) left to its choice; of the fused
+    backends also their backward operators."""
 
     def __init__(self, backend: str | None, name: str, device: Cpu | Cuda):
         super().__init__(name, "torch", "graph" if device.kind == "cuda" else "wall")
         self.backend = backend
+        fused = "CPU" if device.kind == "cpu" and backend == "FLASH_ATTENTION" else backend
+        self.backward = TorchBackward(fused, name) if fused in BACKENDS and fused else None
+        if self.backward:
+            self.operations = frozenset({"attention", "backward"})
         if backend in (None, "MATH", "EFFICIENT_ATTENTION") or device.kind == "cpu":
             self.dtypes = frozenset({"float16", "bfloat16", "float32"})
         if backend != "FLASH_ATTENTION":
             self.extras = frozenset({"window", "mask", "bias"})
 
     def refuses(self, case: Case) -> str | None:
+        if case.operation == "backward" and self.backward:
+            return self.backward.refuses(case)
         why = super().refuses(case)
         if why is None and case.bias and _bias_dtype(case) != case.dtype:
             return f"no {_bias_dtype(case)} bias of {case.dtype} inputs"
         return why
 
     def bind(self, operands: Operands) -> Thunk:
+        if operands.case.operation == "backward" and self.backward:
+            return self.backward.bind(operands)
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -139,8 +121,8 @@ class TorchSdpa(Peer):
 
 
 class FlashAttention(Peer):
-    """FlashAttention-2 (package flash_attn), -3 (flash_attn_interface) or -4 (flash_attn.cute). `unbounded` is what
-    they take for a side of the window that has no end."""
+    """FlashAttention-2 (package flash_attn) or -4 (flash_attn.cute). `unbounded` is what they take for a side of the
+    window that has no end."""
 
     extras = frozenset({"window", "softcap"})
 
@@ -289,12 +271,14 @@ PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Contender]]]
     "torch-efficient": (("cuda",), "torch", lambda d: TorchSdpa("EFFICIENT_ATTENTION", "torch-efficient", d)),
     "torch-math": (("cpu", "cuda"), "torch", lambda d: TorchSdpa("MATH", "torch-math", d)),
     "torch-sdpa": (("cpu", "cuda"), "torch", lambda d: TorchSdpa(None, "torch-sdpa", d)),
-    "flash-attn-2": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-2", "flash_attn")),
-    "flash-attn-3": (
+    "torch-flash-ordered": (
         ("cuda",),
-        "flash_attn_interface",
-        lambda d: FlashAttention("flash-attn-3", "flash_attn_interface"),
+        "torch",
+        lambda d: TorchBackward("FLASH_ATTENTION", "torch-flash-ordered", deterministic=True),
     ),
+    "flash-attn-2": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-2", "flash_attn")),
+    "flash-attn-3": (("cuda",), "torch", lambda d: FlashAttention3("flash-attn-3")),
+    "flash-attn-3-ordered": (("cuda",), "torch", lambda d: FlashAttention3("flash-attn-3-ordered", deterministic=True)),
     "flash-attn-4": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-4", "flash_attn.cute", None)),
     "flashinfer": (("cuda",), "flashinfer", lambda d: FlashInfer()),
     "jax": (("cpu", "cuda"), "jax", Jax),

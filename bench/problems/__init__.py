@@ -1,44 +1,45 @@
-"""The problems that are measured and scored. Cases and presets come from ``tests/cases.py``."""
+"""The problems that are measured and scored. Cases come from ``tests/case.py``, presets from ``tests/presets.py``."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench import report
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-if not (TESTS / "cases.py").exists():
-    raise report.UsageError(f"{TESTS / 'cases.py'} is missing: the laboratory needs a source checkout")
+if not (TESTS / "case.py").exists():
+    raise report.UsageError(f"{TESTS / 'case.py'} is missing: the laboratory needs a source checkout")
 if str(TESTS) not in sys.path:
     # In front, since some of its modules have namesakes here and a notebook runs with this folder on its path.
     sys.path.insert(0, str(TESTS))
 
-import cases  # noqa: E402  (lies beside the tests, which import it by the same name)
-from case import ARRAYS  # noqa: E402, F401
+from case import ARRAYS, OPERATIONS, Case  # noqa: E402, F401  (lies beside the tests, which import it by the same name)
+from presets import PRESETS  # noqa: E402
 
-Case = cases.Case
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def preset(name: str) -> list[Case]:
-    """The cases of one preset of tests/cases.py."""
-    presets = cases.PRESETS
-    if name not in presets:
-        raise report.UsageError(f"preset is {name!r}; accepted: {', '.join(presets)}")
-    return list(presets[name])
+def preset(name: str, operations: Sequence[str] = OPERATIONS) -> list[Case]:
+    """The cases of one preset of tests/presets.py, which are of these operations."""
+    if name not in preset_names(operations):
+        raise report.UsageError(f"preset is {name!r}; accepted: {', '.join(preset_names(operations))}")
+    return list(PRESETS[name])
 
 
-def preset_names() -> tuple[str, ...]:
-    return tuple(cases.PRESETS)
+def preset_names(operations: Sequence[str] = OPERATIONS) -> tuple[str, ...]:
+    return tuple(name for name, found in PRESETS.items() if all(case.operation in operations for case in found))
 
 
-def parse(text: str) -> Case:
+def parse(text: str, operations: Sequence[str] = ("attention",)) -> Case:
     """A case as ``str(case)`` writes it, such as ``B1,H8,S512,D64,float16,causal=True``."""
     try:
         case = Case.parse(text)
         if case.dtype not in DTYPES:
             raise ValueError(f"dtype {case.dtype}; accepted: {', '.join(DTYPES)}")
+        if case.operation not in operations:
+            raise ValueError(f"operation {case.operation}; accepted here: {', '.join(operations)}")
         return case
     except (ValueError, TypeError, IndexError) as error:
         example = "B1,H8,S512,D64,float16,causal=True"

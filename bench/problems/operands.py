@@ -24,6 +24,9 @@ CHECK_FLOPS_GPU = 2e11
 class Arrays:
     """The arrays of one call in memory that somebody else fills and judges: all that a contender is given."""
 
+    inputs: tuple[str, ...] = INPUTS
+    outputs: tuple[str, ...] = ("out",)
+
     def __init__(self, case: Case, device: Cpu | Cuda, blocks: dict[str, Block] | None = None,
                  shapes: dict[str, tuple[tuple[int, ...], str]] | None = None):  # fmt: skip
         self.case, self.device = case, device
@@ -40,14 +43,14 @@ class Arrays:
         return self._views[key]
 
     def arguments(self, library: str) -> dict[str, Any]:
-        """q, k, v, what the case adds, and its options, as ``fa_ext.attention`` takes them (without `out`)."""
-        arrays = {name: self.array(name, library) for name in self.blocks if name in INPUTS}
+        """The inputs and the options, as the function of fa_ext takes them (without what it writes)."""
+        arrays = {name: self.array(name, library) for name in self.blocks if name in self.inputs}
         return arrays | self.case.options()
 
     def copied(self, library: str) -> bool:
         """Whether `library` copied an input instead of sharing its memory: what is written there later is not seen."""
         return any(address_of(self.array(name, library)) != address_of(block.inside)
-                   for name, block in self.blocks.items() if name in INPUTS)  # fmt: skip
+                   for name, block in self.blocks.items() if name in self.inputs)  # fmt: skip
 
     def renew(self) -> None:
         """Makes the next arrays anew, from what the memory holds then."""
@@ -66,7 +69,18 @@ class Operands(Arrays):
         super().__init__(case, device)
         self.guard, self._allocate = guard, allocate
         self._judged_by: Any = None
-        self._new("out", case.out_shape, case.dtype, guard_byte)
+        self._make(guard_byte)
+        self.poison()
+        self.digests = {name: block.digest() for name, block in self._inputs()} if guard else {}
+
+    def _make(self, guard_byte: int) -> None:
+        """Every operand, the inputs filled."""
+        self._new("out", self.case.out_shape, self.case.dtype, guard_byte)
+        self._make_qkv(guard_byte)
+
+    def _make_qkv(self, guard_byte: int) -> None:
+        """q, k, v, and what the case adds to them."""
+        case, device = self.case, self.device
         if device.kind == "cuda" and not case.arrays() and case.values == "normal":
             for name, shape in (("q", case.q_shape), ("k", case.k_shape), ("v", case.v_shape)):
                 self._new(name, shape, case.dtype, guard_byte)
@@ -76,8 +90,6 @@ class Operands(Arrays):
             for name, array in host_arrays(case).items():
                 self._new(name, array.shape, array.dtype.name, guard_byte)
                 self.blocks[name].fill(array)
-        self.poison()
-        self.digests = {name: block.digest() for name, block in self._inputs()} if guard else {}
 
     def _new(self, name: str, shape: tuple[int, ...], dtype: str, guard_byte: int) -> None:
         nbytes = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
@@ -88,11 +100,20 @@ class Operands(Arrays):
     # ---- contents ----
 
     def _inputs(self):
-        return ((name, block) for name, block in self.blocks.items() if name in INPUTS)
+        return ((name, block) for name, block in self.blocks.items() if name in self.inputs)
 
     def poison(self) -> None:
-        """Fills the output with NaN."""
-        self.blocks["out"].poison()
+        """Fills the outputs with NaN."""
+        for name in self.outputs:
+            self.blocks[name].poison()
+
+    def picked(self) -> str | None:
+        """The kernel that fa_ext takes by itself; None where it is not compiled, or has none."""
+        try:
+            import fa_ext
+        except ImportError:
+            return None
+        return fa_ext.explain(**self.arguments(self.device.default_arrays))[0]
 
     # ---- checks of memory ----
 
@@ -125,7 +146,7 @@ class Operands(Arrays):
 
     def values_of(self, result: Any) -> Any:
         """`result` as an array of the module in which the reference is computed; bfloat16 becomes float32 on a GPU."""
-        return to_host(result) if self._xp() is np else _values_on_gpu(result, self.case.dtype, self._xp())
+        return to_host(result) if self._xp() is np else _values_on_gpu(result, dtype_name(result), self._xp())
 
     def _xp(self) -> Any:
         """The module in which the reference is computed."""
@@ -138,8 +159,7 @@ class Operands(Arrays):
             from fa_ext.judge import spread
 
             case, xp = self.case, self._xp()
-            as_array = self._as_numpy if xp is np else self._as_cupy
-            inputs = {name: as_array(name) for name, _ in self._inputs()}
+            inputs = self.input_values()
             rows = self._drawn_rows(CHECK_FLOPS_CPU if xp is np else CHECK_FLOPS_GPU)
             options = case.options()
             truth = reference.attention(**inputs, **options, rows=rows, xp=xp)
@@ -150,6 +170,11 @@ class Operands(Arrays):
                 exempt = spread(k, v, truth[0], case.layout, case.causal, case.window)
             self._judged_by = (rows, truth, plain, exempt)
         return self._judged_by
+
+    def input_values(self) -> dict[str, Any]:
+        """The inputs as arrays of the module in which the reference is computed."""
+        as_array = self._as_numpy if self._xp() is np else self._as_cupy
+        return {name: as_array(name) for name, _ in self._inputs()}
 
     def _drawn_rows(self, budget: float) -> np.ndarray | None:
         case = self.case
@@ -169,6 +194,11 @@ class Operands(Arrays):
         shape, dtype = self.shapes[name]
         xp = self.device.cupy
         return _widen(xp.asarray(self.blocks[name].inside), shape, dtype, xp)
+
+
+def dtype_name(array: Any) -> str:
+    """Of an array of any library."""
+    return str(array.dtype).rpartition(".")[2]
 
 
 class WrongResult(Exception):

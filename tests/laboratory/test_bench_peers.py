@@ -8,46 +8,21 @@ import types
 import numpy as np
 import pytest
 
+import stand_ins
 from bench import problems
 from bench.contenders import peers
 from bench.machine import device
 from bench.problems import operands
 from fa_ext import reference
+from stand_ins import attend, stand_in, window_of
 
 CPU = device.Cpu()
-
-
-def attend(q, k, v, **options):
-    """(B, S, H, D) -> (B, S, H, D), in the dtype of q."""
-    assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0]
-    return reference.attention(q, k, v, layout="bshd", **options)[0].astype(q.dtype)
-
-
-def stand_in(monkeypatch, name, **functions):
-    """Puts a module of that name, and the packages above it, where an import finds them."""
-    for end in [i for i, c in enumerate(f"{name}.") if c == "."]:
-        module = types.ModuleType(name[:end])
-        module.__spec__ = types.SimpleNamespace(name=name[:end])
-        monkeypatch.setitem(sys.modules, name[:end], module)
-    vars(sys.modules[name]).update(functions)
-
-
-def window_of(window, unbounded):
-    assert len(window) == 2 and all(side == unbounded or side >= 0 for side in window)
-    sides = tuple(None if side == unbounded else side for side in window)
-    return None if sides == (None, None) else sides
 
 
 def flash_attn_2(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                  alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
     return attend(q, k, v, scale=softmax_scale, causal="bottom_right" if causal else False,
                   window=window_of(window_size, -1), softcap=softcap)  # fmt: skip
-
-
-def flash_attn_3(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-                 window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-                 sm_margin=0):  # fmt: skip
-    return flash_attn_2(q, k, v, 0.0, softmax_scale, causal, window_size, softcap), "lse"
 
 
 def flash_attn_4(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),
@@ -77,7 +52,7 @@ def memory_efficient(query, key, value, attn_bias=None, p=0.0, scale=None, *, op
 # peer: (module, its functions)
 STAND_INS = {
     "flash-attn-2": ("flash_attn", {"flash_attn_func": flash_attn_2}),
-    "flash-attn-3": ("flash_attn_interface", {"flash_attn_func": flash_attn_3}),
+    "flash-attn-3": ("torch", {"ops": types.SimpleNamespace(flash_attn_3=stand_ins.FlashAttn3())}),
     "flash-attn-4": ("flash_attn.cute", {"flash_attn_func": flash_attn_4}),
     "flashinfer": ("flashinfer", {"single_prefill_with_kv_cache": single_prefill}),
     "xformers": ("xformers.ops", {"memory_efficient_attention": memory_efficient,

@@ -1,0 +1,119 @@
+"""The backward operators of torch's scaled_dot_product_attention, on tensors that its own forward saved once.
+
+What autograd adds to them, for each call and each saved tensor, is not timed; the sum of a bias' gradient over the axes
+along which it was broadcast, which autograd adds to the operator, is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bench.contenders.contender import Thunk
+from bench.contenders.peer import Peer, bhsd, scale_of
+from bench.problems import Case
+from bench.problems.operands import Arrays
+
+
+class TorchBackward(Peer):
+    """One of torch's backward operators: BACKENDS."""
+
+    operations = frozenset({"backward"})
+
+    def __init__(self, backend: str, name: str, deterministic: bool = False):
+        super().__init__(name, "torch")
+        self.bound_by, self.deterministic = BACKENDS[backend], deterministic
+        if backend in ("EFFICIENT_ATTENTION", "CPU"):
+            self.dtypes = frozenset({"float16", "bfloat16", "float32"})
+        if backend == "EFFICIENT_ATTENTION":
+            self.extras = frozenset({"bias"})
+        self.grouped = backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION")
+
+    def refuses(self, case: Case) -> str | None:
+        if self.deterministic and not case.deterministic:
+            return "sums in order, where any order is asked for"
+        if case.causal and case.seq_q != case.seq_k:
+            return "causal only for seq_q == seq_k"
+        if case.heads != case.heads_kv and not self.grouped:
+            return "no grouped heads"
+        if case.bias and case.seq_k % 16:
+            return "no bias of rows that are not whole 32 bytes"
+        return super().refuses(case)
+
+    def bind(self, operands: Arrays) -> Thunk:
+        dout, q, k, v = (bhsd(operands, name, self.library) for name in ("dout", "q", "k", "v"))
+        bias = operands.array("bias", self.library) if operands.case.bias else None
+        backward = self.bound_by(dout, q, k, v, bias, bool(operands.case.causal), scale_of(operands.case))
+        swap, deterministic = operands.case.layout == "bshd", self.deterministic
+
+        def call():
+            with _deterministic() if deterministic else contextlib.nullcontext():
+                found = backward()
+            return tuple(g.swapaxes(1, 2) for g in found[:3]) + found[3:] if swap else found
+
+        return call
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """torch's deterministic mode, without the filling of new memory that it brings along."""
+    import torch
+
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def _flash(dout: Any, q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float) -> Callable[[], tuple]:
+    import torch
+
+    ops = torch.ops.aten
+    out, lse, *lengths, seed, offset, _ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    backward = ops._scaled_dot_product_flash_attention_backward
+    return lambda: backward(dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, offset, scale=scale)
+
+
+def _cudnn(dout: Any, q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float) -> Callable[[], tuple]:
+    import torch
+
+    ops = torch.ops.aten
+    forward, backward = ops._scaled_dot_product_cudnn_attention, ops._scaled_dot_product_cudnn_attention_backward
+    out, lse, *lengths, seed, offset, _ = forward(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return lambda: backward(dout, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, causal, scale=scale)
+
+
+def _efficient(dout: Any, q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float) -> Callable[[], tuple]:
+    import torch
+
+    ops, shape, wanted = torch.ops.aten, None, [True, True, True, bias is not None]
+    if bias is not None:
+        shape, bias = bias.shape, bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    forward, backward = ops._scaled_dot_product_efficient_attention, ops._scaled_dot_product_efficient_attention_backward
+    out, lse, seed, offset = forward(q, k, v, bias, True, 0.0, causal, scale=scale)
+
+    def call():
+        *found, dbias = backward(dout, q, k, v, bias, out, lse, seed, offset, 0.0, wanted, causal, scale=scale)
+        return tuple(found) if shape is None else (*found, dbias.sum_to_size(shape))
+
+    return call
+
+
+def _cpu(dout: Any, q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float) -> Callable[[], tuple]:
+    import torch
+
+    ops = torch.ops.aten
+    out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    backward = ops._scaled_dot_product_flash_attention_for_cpu_backward
+    return lambda: backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+
+
+# Of torch.nn.attention.SDPBackend, and the CPU's only fused one.
+BACKENDS: dict[str, Callable[..., Callable[[], tuple]]] = {
+    "FLASH_ATTENTION": _flash, "CUDNN_ATTENTION": _cudnn, "EFFICIENT_ATTENTION": _efficient, "CPU": _cpu,
+}  # fmt: skip

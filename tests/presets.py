@@ -1,0 +1,110 @@
+"""What the benchmarks measure: PRESETS, cases by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from case import Case
+
+
+def _paper():
+    """16k tokens, hidden size 2048, storage (B, S, H, D): the FlashAttention paper's grid."""
+    return [
+        Case(16384 // s, 2048 // d, 2048 // d, s, s, d, dtype="bfloat16", causal=causal, layout="bshd")
+        for d in (64, 128, 256) for causal in (False, True) for s in (512, 1024, 2048, 4096, 8192, 16384)
+    ]  # fmt: skip
+
+
+def _small():
+    sizes = ((1, 8, 512, 64), (1, 8, 128, 64), (1, 8, 1024, 64), (2, 8, 512, 64), (1, 16, 512, 128), (8, 16, 512, 64),
+             (1, 32, 2048, 128))  # fmt: skip
+    return [Case(b, h, h, s, s, d, causal=causal, layout="bshd") for b, h, s, d in sizes for causal in (False, True)]
+
+
+def _gqa():
+    return [
+        Case(b, h, hk, s, s, 128, dtype=t, causal=causal, layout="bshd")
+        for causal in (False, True)
+        for b, h, hk, s, t in ((8, 32, 8, 2048, "bfloat16"), (2, 32, 8, 8192, "bfloat16"), (4, 16, 16, 4096, "float16"),
+                               (4, 16, 16, 4000, "bfloat16"))
+    ]  # fmt: skip
+
+
+def _decode():
+    sizes = ((1, 4096), (1, 32768), (1, 131072), (16, 4096), (64, 8192), (128, 2048))
+    return [Case(b, 32, hk, 1, s, 128, dtype="bfloat16", layout="bshd") for b, s in sizes for hk in (32, 8)]
+
+
+def _options():
+    """What softcap, sinks and windows cost at 4096 keys, and the head dims between those of the paper's grid."""
+    plain = [Case(4, 2048 // d, 2048 // d, 4096, 4096, d, dtype="bfloat16") for d in (64, 96, 128, 192, 256)]
+    kinds = ({}, {"causal": True}, {"softcap": 30.0}, {"sinks": "same"}, {"causal": True, "sinks": "same"},
+             {"window": (1024, 0)}, {"window": (512, 512)})  # fmt: skip
+    return [dataclasses.replace(case, **kind) for case in plain for kind in kinds]
+
+
+def _extras():
+    """Additive bias and boolean mask."""
+    return [
+        dataclasses.replace(Case(4, 16, 16, s, s, d, dtype="bfloat16"), **kind)
+        for d, s in ((64, 2048), (128, 2048), (128, 4096)) for kind in ({"bias": "full"}, {"mask": "full"})
+    ]  # fmt: skip
+
+
+def _backward(batch, heads, heads_kv, seq, head_dim, **options):
+    return Case(batch, heads, heads_kv, seq, head_dim=head_dim, operation="backward",
+                **{"dtype": "bfloat16", "layout": "bshd"} | options)  # fmt: skip
+
+
+def _paper_backward():
+    """The paper's grid, head dims between at one length, and a call that leaves most of the GPU idle."""
+    masks = (False, True)
+    paper = [dataclasses.replace(case, operation="backward") for case in _paper()]
+    between = [_backward(4, h, h, 4096, d, causal=causal) for d, h in ((96, 20), (192, 10)) for causal in masks]
+    return paper + between + [_backward(1, 8, 8, 512, 64, dtype="float16", causal=causal) for causal in masks]
+
+
+def _options_backward():
+    """What the other options of the backward pass cost, and where heads or lengths differ."""
+    masks = (False, True)
+    grouped = [_backward(b, h, hk, s, 128, causal=causal)
+               for b, h, s in ((4, 32, 4096), (1, 64, 8192)) for hk in (8, h) for causal in masks]  # fmt: skip
+    windows = [_backward(max(1, 16384 // s), 64, 8, s, 64, causal=True, window=(1024, 0), **sinks)
+               for s in (2048, 8192, 32768) for sinks in ({}, {"sinks": "float32"})]  # fmt: skip
+    latent = [_backward(1, 128, 128, s, 192, head_dim_v=128, causal=True) for s in (4096, 16384)]
+    ragged = [_backward(4, 16, 16, 4000, 128, causal=causal) for causal in masks] + [_backward(8, 16, 16, 256, 128, seq_k=8192)]
+    bias = [_backward(4, 16, 16, 2048, 64, bias="shared")]
+    kinds = ({}, {"sinks": "float32"}, {"dlse": True}, {"accumulate": True}, {"dropout": (0.1, 1)}, {"softcap": 30.0})
+    return grouped + windows + latent + ragged + bias + [_backward(4, 16, 16, 4096, 128, **kind) for kind in kinds]
+
+
+def _cpu_backward():
+    sizes = ((8, 512, 64), (8, 2048, 64), (16, 1024, 128))
+    return [_backward(1, h, h, s, d, dtype="float32", layout="bhsd", causal=causal) for h, s, d in sizes for causal in (False, True)]
+
+
+def _cpu():
+    """Whole sequences; causal calls so short that what a mask costs shows; decoding steps."""
+    kinds = (("float32", False), ("float32", True), ("bfloat16", False))
+    whole = [
+        Case(1, h, h, s, s, d, dtype=t, causal=causal)
+        for h, s, d in ((8, 512, 64), (8, 2048, 64), (16, 2048, 128)) for t, causal in kinds
+    ]  # fmt: skip
+    short = [Case(1, 8, 8, s, s, 64, dtype="float32", causal=causal) for s in (32, 64, 128) for causal in (False, True)]
+    decode = [Case(1, 32, hk, 1, 8192, 128, dtype=t) for hk, t in ((32, "float32"), (8, "float32"), (32, "bfloat16"))]
+    return [*whole, Case(1, 8, 8, 16384, 16384, 64, dtype="float32"), *short, *decode]
+
+
+PRESETS = {
+    "history": [Case(1, 8, 8, 512, 512, 64)],
+    "paper": _paper(),
+    "small": _small(),
+    "gqa": _gqa(),
+    "decode": _decode(),
+    "options": _options(),
+    "extras": _extras(),
+    "cpu": _cpu(),
+    "paper-backward": _paper_backward(),
+    "options-backward": _options_backward(),
+    "cpu-backward": _cpu_backward(),
+}

@@ -1,0 +1,54 @@
+"""Stand-ins for libraries that are not installed: modules where an import finds them, computing by the float64 reference."""
+
+import sys
+import types
+
+from fa_ext import reference
+from fa_ext.reference.backward import attention_backward
+
+
+def attend(q, k, v, **options):
+    """(B, S, H, D) -> (B, S, H, D), in the dtype of q."""
+    assert q.shape[2] % k.shape[2] == 0 and k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0]
+    return reference.attention(q, k, v, layout="bshd", **options)[0].astype(q.dtype)
+
+
+def stand_in(monkeypatch, name, **functions):
+    """Puts a module of that name, and the packages above it, where an import finds them."""
+    for end in [i for i, c in enumerate(f"{name}.") if c == "."]:
+        module = types.ModuleType(name[:end])
+        module.__spec__ = types.SimpleNamespace(name=name[:end])
+        monkeypatch.setitem(sys.modules, name[:end], module)
+    vars(sys.modules[name]).update(functions)
+
+
+def window_of(window, unbounded):
+    assert len(window) == 2 and all(side == unbounded or side >= 0 for side in window)
+    sides = tuple(None if side == unbounded else side for side in window)
+    return None if sides == (None, None) else sides
+
+
+class FlashAttn3:
+    """``torch.ops.flash_attn_3`` of xformers 0.0.34; ``asked``: what each backward call was given beside the tensors."""
+
+    def __init__(self):
+        self.asked, self.saved = [], []
+
+    def _options(self, softmax_scale, is_causal, window_size_left, window_size_right, softcap):
+        return {"scale": softmax_scale, "causal": "bottom_right" if is_causal else False, "softcap": softcap,
+                "window": window_of((window_size_left, window_size_right), -1)}  # fmt: skip
+
+    def fwd(self, q, k, v, *, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
+            num_splits=0):  # fmt: skip
+        options = self._options(softmax_scale, is_causal, window_size_left, window_size_right, softcap)
+        out, lse = reference.attention(q, k, v, layout="bshd", **options)
+        self.saved.append((out.astype(q.dtype), lse))
+        return *self.saved[-1], "accumulators", "of splits"
+
+    def bwd(self, dout, q, k, v, out, softmax_lse, *, softmax_scale=None, is_causal=False, window_size_left=-1,
+            window_size_right=-1, softcap=0.0, deterministic=False):  # fmt: skip
+        assert out is self.saved[-1][0] and softmax_lse is self.saved[-1][1]
+        self.asked.append(deterministic)
+        options = self._options(softmax_scale, is_causal, window_size_left, window_size_right, softcap)
+        found = attention_backward(dout, q, k, v, layout="bshd", **options)
+        return *(g.astype(q.dtype) for g in found), "softmax_d", "lse_log2", "dq_accum", "dk_accum", "dv_accum"
