@@ -16,6 +16,7 @@ from typing import Any
 
 from bench import machine, problems, report
 from bench.commands import evidence
+from bench.contenders import peers
 from bench.recording import record
 
 SUMMARY = "write the figures of README.md and bench/FIGURES.md from the committed evidence"
@@ -25,6 +26,8 @@ CPU_RECORD = machine.ROOT / "bench" / "evidence" / "amd-epyc.json"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HOPPER, AMPERE, CUDNN, FLASH = "wgmma_sm90", "mma_sm80", "torch-cudnn", "torch-flash"
+BACKWARD_PEERS = {CUDNN: "cuDNN", FLASH: "FlashAttention-2 (torch)", "flash-attn-3": "FlashAttention-3",
+                  "torch-flash-ordered": "FlashAttention-2, ordered", "flash-attn-3-ordered": "FlashAttention-3, ordered"}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -279,6 +282,32 @@ def _overhead(records: dict) -> str:
     return _markdown(["", *columns], [["us a call", *(f"{taken[name]:.1f}" for name in columns)]])
 
 
+def _backward(records: dict) -> str:
+    """The paper's grid and what else its preset has: TFLOP/s, and the fastest kernel over the fastest peer that keeps an order
+    and over the fastest of all."""
+    cells = {case: _cell(records["gpu"], str(case)) for case in problems.preset("paper-backward")}
+    measured = {name for cell in cells.values() for run in cell for name in run["contenders"]}
+    kernels = sorted(measured - set(peers.PEERS))
+    shown = [name for name in BACKWARD_PEERS if name in measured]
+    if not kernels:
+        return "The record holds no figures of the backward pass yet."
+
+    def line(case: problems.Case, cell: list[dict]) -> list:
+        rates = {name: _value(cell, name, "tflops") for name in (*kernels, *shown)}
+        ours = max((name for name in kernels if rates[name]), key=lambda name: rates[name], default="")
+        ordered = [name for name in shown if name.endswith("ordered")]
+        ratios = [min((_over(cell, ours, name) for name in names if _over(cell, ours, name)), default=None) for names in (shown, ordered)]
+        size = f"{case.batch} {case.heads} {case.seq_q} {case.head_dim}" + " float16" * (case.dtype == "float16")
+        return [
+            size, "causal" if case.causal else "full", *(f"{rate:.0f}" if rate else "-" for rate in rates.values()),
+            *(f"{ratio:.2f}" if ratio else "-" for ratio in ratios),
+        ]  # fmt: skip
+
+    columns = ["B H S D", "mask", *(f"`{name}`" for name in kernels), *(BACKWARD_PEERS[name] for name in shown),
+               "best of ours / best peer", "/ best ordered peer"]  # fmt: skip
+    return _markdown(columns, [line(case, cell) for case, cell in cells.items() if cell])
+
+
 def _cpu(records: dict) -> str:
     """Every problem of the record's preset, beside NumPy and the faster of torch's two ways."""
     lines = []
@@ -302,5 +331,5 @@ def _tested(records: dict) -> str:
 
 BLOCKS: dict[str, Callable[[dict], str]] = {
     "where": _where, "means": _means, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "extras": _extras, "decode": _decode,
-    "overhead": _overhead, "cpu": _cpu, "tested": _tested,
+    "backward": _backward, "overhead": _overhead, "cpu": _cpu, "tested": _tested,
 }  # fmt: skip

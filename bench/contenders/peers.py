@@ -24,8 +24,10 @@ from bench.problems.operands import Operands
 
 
 class NumPy(Peer):
-    """matmul, softmax, matmul in the inputs' dtype (half types in float32), as one writes it without a library."""
+    """matmul, softmax, matmul in the inputs' dtype (half types in float32), as one writes it without a library; backward from
+    the LSE and the output, in five products."""
 
+    operations = frozenset({"attention", "backward"})
     dtypes = frozenset({"float16", "bfloat16", "float32", "float64"})
 
     def __init__(self):
@@ -44,6 +46,10 @@ class NumPy(Peer):
         work = np.float64 if case.dtype == "float64" else np.float32
         seen = None if not case.causal else _band(case)
         group, scale = case.heads // case.heads_kv, work(scale_of(case))
+        if case.operation == "backward":
+            dout, out = (bhsd(operands, name, self.library) for name in ("dout", "out"))
+            return functools.partial(_differentiate, dout, q, k, v, out, operands.array("lse", self.library), seen, scale, work,
+                                     case.layout == "bshd")  # fmt: skip
 
         def call():
             keys, values = (np.repeat(x, group, axis=1) if group > 1 else x for x in (k, v))
@@ -250,6 +256,25 @@ class Xformers(Peer):
             return out.swapaxes(1, 2) if swap else out
 
         return call
+
+
+def _differentiate(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, seen: Any, scale: Any, work: Any, swap: bool) -> tuple:
+    """dq, dk, dv of (B, H, S, D) arrays in NumPy."""
+    group, dtype = q.shape[1] // k.shape[1], q.dtype
+    dout, q, out = (x.astype(work, copy=False) for x in (dout, q, out))
+    k, v = (np.repeat(x.astype(work, copy=False), group, axis=1) if group > 1 else x.astype(work, copy=False) for x in (k, v))
+    p = np.matmul(q, k.swapaxes(-1, -2)) * scale - lse[..., None]
+    if seen is not None:
+        p = np.where(seen, p, -np.inf)
+    np.exp(p, out=p)
+    ds = np.matmul(dout, v.swapaxes(-1, -2)) - (dout * out).sum(axis=-1, keepdims=True)
+    ds *= p
+    ds *= scale
+    found = [np.matmul(ds, k), np.matmul(ds.swapaxes(-1, -2), q), np.matmul(p.swapaxes(-1, -2), dout)]
+    if group > 1:
+        shared = (k.shape[0], k.shape[1] // group, group)
+        found[1:] = [x.reshape(*shared, *x.shape[2:]).sum(axis=2) for x in found[1:]]
+    return tuple((x.swapaxes(1, 2) if swap else x).astype(dtype, copy=False) for x in found)
 
 
 def _bias_dtype(case: Case) -> str:

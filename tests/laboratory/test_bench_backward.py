@@ -1,6 +1,7 @@
 """The backward pass in the laboratory: cases of it, operands and their judge, kernels and peers, the command."""
 
 import dataclasses
+import json
 import types
 
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 import stand_ins
 from bench import problems, report
 from bench.__main__ import main
-from bench.commands import measure
+from bench.commands import measure, tables
 from bench.contenders import contender, flash3, named, peers
 from bench.machine import device
 from bench.problems import gradients
 from bench.problems.operands import WrongResult
+from bench.recording import record
 from case import Case
 from fa_ext.reference.backward import attention_backward
 from laboratory import command
@@ -151,7 +153,6 @@ def test_kernels_are_of_one_operation():
     assert contender.operation_of("cpu_simd") == "attention" and contender.operation_of("cpu_ref_backward") == "backward"
     assert named.open_contender("cpu_simd", CPU).refuses(parsed(CASES[0])) == "no backward"
     assert named.open_contender("cpu_simd_backward", CPU).refuses(Case()) == "no attention"
-    assert named.open_contender("numpy", CPU).operations == {"attention"}
 
 
 class Aten:
@@ -321,6 +322,14 @@ def test_flash_attention_3_says_what_is_missing(monkeypatch):
     assert not found and "no package flash_attn_interface, and no file flash_attn_3/_C*.so" in missing["flash-attn-3"]
 
 
+@pytest.mark.parametrize("case", ["B1,H2,S40,D16,float32,operation=backward", "B2,H4/2,S24x40,D16/8,float64,operation=backward",
+                                  "B2,H4/2,S40,D16,bfloat16,causal=True,layout=bshd,operation=backward"])  # fmt: skip
+def test_numpy_differentiates(case):
+    held, peer = of(case), named.open_contender("numpy", CPU)
+    assert held.judge(peer.bind(held)()).passed and not held.changed_inputs()
+    assert peer.refuses(parsed(f"{case},dlse=True")) == "no dlse"
+
+
 @pytest.mark.parametrize("case", ["B1,H2,S40,D16,float32,operation=backward",
                                   "B2,H2,S40,D16,bfloat16,causal=True,layout=bshd,operation=backward"])  # fmt: skip
 def test_torch_itself_on_the_cpu(case):
@@ -351,7 +360,7 @@ def test_measure_times_backward_kernels_beside_peers(capfd):
     status, document = command(capfd, "measure", "--case", case, "--device", "cpu", "--seconds", "0.3", "--rounds", "5")
     (cell,) = document["cells"].values()
     assert status == 0 and {"cpu_simd_backward", "cpu_ref_backward"} <= set(cell["contenders"])
-    assert not {"numpy", "cpu_simd"} & set(cell["contenders"]) and not cell["refused"]
+    assert "numpy" in cell["contenders"] and "cpu_simd" not in cell["contenders"] and not cell["refused"]
     figures = cell["contenders"]["cpu_simd_backward"]
     assert figures["tflops"] == pytest.approx(10 * 2 * 64 * 64 * 16 / 2 / figures["us"] * 1e-6)
     assert cell["picked"] == "cpu_simd_backward" and 0 < figures["frobenius"] < 1e-5
@@ -368,8 +377,44 @@ def test_wrong_gradients_are_not_timed(monkeypatch):
             return lambda: [np.zeros(operands.shapes[name][0], np.float32) for name in operands.outputs]
 
     monkeypatch.setattr(measure, "_open", {("wrong", "cpu"): Wrong("wrong", "numpy")})
-    cell = measure.cell("B1,H2,S64,D16,float32,operation=backward", "cpu", ["wrong", "cpu_simd_backward"], ["numpy"], "hot", 3, 0.1, 0.5, 0)
+    cell = measure.cell("B1,H2,S64,D16,float32,operation=backward", "cpu", ["wrong", "cpu_simd_backward"], [], "hot", 3, 0.1, 0.5, 0)
     assert cell["refused"]["wrong"].startswith("WRONG: dq: ") and set(cell["contenders"]) == {"cpu_simd_backward"}
+
+
+def test_evidence_measures_backward_kernels_of_their_own_presets(tmp_path, monkeypatch):
+    output = tmp_path / "machine.json"
+    case = "B1,H8,S512,D64,float32,operation=backward"
+    line = ["evidence", "--device", "cpu", "--parts", "measure", "--filter", f"^{case}$", "--seconds", "0.2", "--output", str(output)]
+    monkeypatch.setattr(peers, "PEERS", {})
+    assert main([*line, "--kernels", "simd"]) == 0
+    document = json.loads(output.read_text())
+    (run,) = document["cells"][f"{case} hot"]
+    assert set(run["contenders"]) == {"cpu_simd_backward"} and list(document["cells"]) == [f"{case} hot"]
+    (code,) = run["code"]
+    assert document["codes"][code]["kernel"] == "cpu_simd_backward"
+    states = record.states(document, {})
+    assert states["cpu_simd_backward"]["state"] == "fresh" and states["cpu_simd_backward"]["parts"] == {"measure": 1}
+    assert main(line) == 0  # the other kernel alone is lacking
+    assert [set(r["contenders"]) for r in json.loads(output.read_text())["cells"][f"{case} hot"]][-1] == {"cpu_ref_backward"}
+
+
+def test_the_table_of_the_backward_pass():
+    cases = [str(case) for case in PRESETS["paper-backward"]]
+    assert tables._backward({"gpu": {"cells": {}}}) == "The record holds no figures of the backward pass yet."
+
+    def run(**us):
+        return [{"contenders": {name.replace("_p_", "-"): {"us": x, "tflops": 1000 / x} for name, x in us.items()}}]
+
+    cells = {f"{cases[0]} hot": run(simt_backward=10.0, wgmma_backward_sm90=2.0, torch_p_cudnn=3.0, flash_p_attn_p_3=2.2,
+                                    flash_p_attn_p_3_p_ordered=2.5)}  # fmt: skip
+    cells[f"{cases[-1]} hot"] = run(simt_backward=10.0, torch_p_cudnn=5.0)
+    text = tables._backward({"gpu": {"cells": cells}})
+    assert text.splitlines()[2:] == [
+        "| 32 32 512 64 | full | 100 | 500 | 333 | 455 | 400 | 1.10 | 1.25 |",
+        "| 1 8 512 64 float16 | causal | 100 | - | 200 | - | - | 0.50 | - |",
+    ]
+    columns = text.splitlines()[0]
+    assert "`simt_backward` | `wgmma_backward_sm90` | cuDNN | FlashAttention-3 | FlashAttention-3, ordered |" in columns
 
 
 def test_commands_of_the_forward_refuse_the_backward(capfd):

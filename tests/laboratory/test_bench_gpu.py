@@ -136,3 +136,40 @@ def test_hash_of_device_memory(dtype):
     assert held.changed_inputs() == []
     held.blocks["k"].raw[held.blocks["k"].end - 1] ^= 1
     assert held.changed_inputs() == ["k"] and held.broken_guards() == []
+
+
+@pytest.mark.parametrize("case, peers", [
+    ("B2,H8,S512,D64,bfloat16,causal=True,layout=bshd,operation=backward", "torch-cudnn,torch-flash,torch-flash-ordered,torch-efficient"),
+    ("B2,H8/2,S512,D128,bfloat16,operation=backward", "torch-flash"),
+    ("B2,H4,S256,D64,bfloat16,bias=shared,operation=backward", "torch-efficient"),
+    ("B2,H4,S256,D64,float32,sinks=float32,operation=backward,dlse=True,accumulate=True", ""),
+])  # fmt: skip
+def test_gradients_of_kernels_and_peers_are_right_and_replayed(case, peers, tmp_path):
+    pytest.importorskip("torch")
+    from bench.__main__ import main
+
+    output = tmp_path / "figures.json"
+    assert main(["measure", "--case", case, "--peers", peers or "none", "--seconds", "0.3", "--output", str(output)]) == 0
+    (cell,) = json.loads(output.read_text())["cells"].values()
+    named = [name for name in peers.split(",") if name]
+    assert {"simt_backward", *named} <= set(cell["contenders"]), cell["refused"]
+    assert all(cell["contenders"][name]["clock"] == "graph" for name in ("simt_backward", *named)), cell
+
+
+def test_flash_attention_3_is_right_where_it_is_installed(tmp_path):
+    pytest.importorskip("torch")
+    from bench.__main__ import main
+    from bench.contenders import peers
+    from bench.machine import device
+
+    wanted = ["flash-attn-3", "flash-attn-3-ordered"]
+    found, missing = peers.available(device.open_device("cuda"), wanted)
+    if missing:
+        pytest.skip(str(missing))
+    output = tmp_path / "figures.json"
+    cases = ["B2,H8/2,S512,D128,bfloat16,causal=True,operation=backward", "B1,H8/2,S1x2048,D128,bfloat16,layout=bshd"]
+    line = [word for case in cases for word in ("--case", case)]
+    assert main(["measure", *line, "--peers", ",".join(wanted), "--seconds", "0.3", "--output", str(output)]) == 0
+    backward, decode = json.loads(output.read_text())["cells"].values()
+    assert set(wanted) <= set(backward["contenders"]), backward["refused"]
+    assert "flash-attn-3" in decode["contenders"], decode["refused"]
