@@ -2,7 +2,7 @@
 
 ``--kernels REGEX`` restricts tests to some kernels; ``--load FILE.so`` adds a kernel that was built alone
 (``python fa_ext/_build.py KERNEL -o FILE.so``); ``--repeats N`` sets how often bitwise tests repeat; ``--of KERNEL`` runs the
-tests of one kernel alone, and ``--of core`` those of no kernel: together they are all tests, each once; ``--shard I/N`` runs every
+tests of one kernel, of any operation, alone, and ``--of core`` those of no kernel: together they are all tests, each once; ``--shard I/N`` runs every
 N-th test, from the I-th on.
 """
 
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     wanted = config.getoption("--of")
     if wanted:
-        if wanted not in (*_kernels(config), "core"):
+        if wanted not in (*_all_kernels(), *_kernels(config), "core"):
             raise pytest.UsageError(f"--of is {wanted!r}; accepted: core, {', '.join(_all_kernels())}")
         left_out = [item for item in items if _tested(item) != wanted]
         config.hook.pytest_deselected(items=left_out)
@@ -69,14 +69,20 @@ def _kernel_of(item):
 
 def _tested(item):
     """The kernel whose test this is, by its parameter or by the name of its file; core for all others."""
-    name = item.path.stem.removeprefix("test_")
-    return _kernel_of(item) or (name if name in _all_kernels() else "core")
+    callspec = getattr(item, "callspec", None)
+    of_contract = item.path.parent.name == "contract" or item.path.stem == "test_chaos"
+    given = callspec.params.get("kernel") if callspec and of_contract else None
+    for name in (_kernel_of(item), given, item.path.stem.removeprefix("test_")):
+        if name in (*_kernels(item.config), *_all_kernels()):
+            return name
+    return "core"
 
 
 def _all_kernels():
-    from fa_ext import kernels
+    """Of every operation."""
+    from fa_ext import _core
 
-    return kernels()
+    return tuple(_core.build_info()["kernels"])
 
 
 def pytest_sessionfinish():

@@ -47,6 +47,11 @@ class Numpy:
     def space(self, nbytes):
         return np.empty(nbytes, np.uint8)
 
+    def bytes_of(self, case):
+        rows = case.batch * case.heads * case.seq_q
+        sizes = int(np.prod(case.out_shape)) * numpy_dtype(case.dtype).itemsize, 4 * rows
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
     def outputs(self, case, lse, space):
         made, begin = [], 0
         for shape, dtype in ((case.out_shape, case.dtype), ((case.batch, case.heads, case.seq_q), "float32"))[: 1 + lse]:

@@ -26,6 +26,7 @@ from bench.recording import record, suites
 
 SUMMARY = "run the kernels of a chaos build (FA_CHAOS=1) under random delays"
 FILES = ("contract/test_contract.py", "kernels/test_chaos.py")
+BACKWARD_FILES = ("contract/test_backward.py", "contract/test_backward_numerics.py", "kernels/test_chaos.py")
 OWN_FILE = "kernels/test_{kernel}.py"  # of a kernel that has tests of its own
 
 
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(pattern: str) -> list[str]:
-    """The CUDA kernels of this build whose names match; UsageError where there is nothing to run."""
+    """The CUDA kernels of this build whose names match, those of merge and append left out, which have no barrier between
+    warps; UsageError where there is nothing to run."""
     from fa_ext import _core
 
     info = _core.build_info()
@@ -63,8 +65,8 @@ def chosen(pattern: str) -> list[str]:
         raise report.UsageError("this is no chaos build: build with FA_CHAOS=1")
     if not devices.has_gpu():
         raise report.UsageError("there is no GPU here")
-    others = record.other_kernels("cuda")  # which have no contract of attention to run, and no barrier between warps
-    cuda = [name for name, (device, _) in info["kernels"].items() if device == "cuda" and name not in others]
+    others = record.other_kernels("cuda")
+    cuda = [name for name, (device, _) in info["kernels"].items() if device == "cuda" and "chaos" in others.get(name, ["chaos"])]
     found = [name for name in cuda if re.search(pattern, name)]
     if not found:
         raise report.UsageError(f"no kernel matches {pattern!r}; accepted: {', '.join(cuda)}")
@@ -73,12 +75,13 @@ def chosen(pattern: str) -> list[str]:
 
 def plan(kernels: list[str], tests: str, seeds: int, batches: int) -> Iterator[tuple[str, int, str, int, int]]:
     """(kernel, seed, test file, batch, batches) of every process, the files with few tests in one."""
+    others = record.other_kernels("cuda")
     for seed in range(1, seeds + 1):
         for kernel in kernels:
-            own = OWN_FILE.format(kernel=kernel)
-            for file in (*FILES, *([own] if (machine.ROOT / "tests" / own).exists() else [])):
+            files, own = BACKWARD_FILES if kernel in others else FILES, OWN_FILE.format(kernel=kernel)
+            for file in (*files, *([own] if (machine.ROOT / "tests" / own).exists() else [])):
                 if re.search(tests, file):
-                    count = batches if file == FILES[0] else 1
+                    count = batches if file == files[0] else 1
                     yield from ((kernel, seed, file, batch, count) for batch in range(count))
 
 
@@ -88,7 +91,7 @@ def run_batch(kernel: str, seed: int, file: str, batch: int, batches: int, limit
     with tempfile.TemporaryDirectory() as folder:
         xml, hung = Path(folder) / "results.xml", Path(folder) / "hung.json"
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={xml}", f"tests/{file}",
-                "--kernels", f"^{kernel}$", "--shard", f"{batch}/{batches}", "--repeats", "8"]  # fmt: skip
+                "--of", kernel, "--shard", f"{batch}/{batches}", "--repeats", "8"]  # fmt: skip
         environment = {**os.environ, "CI": "1", "FA_CHAOS_SEED": str(seed), "FA_CHAOS_HUNG": str(hung)}
         environment.setdefault("OMP_NUM_THREADS", "2")
         try:

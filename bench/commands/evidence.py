@@ -45,6 +45,7 @@ GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold"
 # Measured without peers: what an option costs shows only where the call with it and the one without run at like power.
 ALONE = ("options",)
 CPU_PRESETS = {"cpu": "hot", "cpu-backward": "hot"}
+OPERATIONS = ("attention", "backward", "merge", "append")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 # Of the bitwise tests on a GPU.
 REPEATS = 250
@@ -122,6 +123,9 @@ class Run:
         compiled = contender.compiled_kernels(devices.open_device(self.device), operation)
         return [k for k in compiled if re.search(self.args.kernels, k)]
 
+    def of_every_operation(self) -> list[str]:
+        return [kernel for operation in OPERATIONS for kernel in self.kernels(operation)]
+
     def has(self, part: str, key: str, kernel: str | None = None) -> bool:
         """Whether a piece is there, ended as it should, and of the machine code that is here."""
         piece = self.record.part(part).get(key)
@@ -153,15 +157,14 @@ class Run:
                 about["repeats"] = REPEATS
             options = [f"--of={kernel}", *([f"--repeats={REPEATS}"] if self.device == "cuda" else [])]
             found = suites.run_pytest([*files, *options], limit=self.left(30)) | about
-            tested = [CORE, *record.other_kernels(self.device)] if kernel == CORE else [kernel]
-            self.add("tests", f"{kernel} {self.args.filter}".strip(), found, tested, suites.counts(found))
+            self.add("tests", f"{kernel} {self.args.filter}".strip(), found, [kernel], suites.counts(found))
 
     def _untested(self) -> list[str]:
         """Kernels, and core, whose tests have to be run; also those that share a piece with one, since that piece ends.
         What a run of some files found (--filter) stands beside the piece of all: it may be of another machine's GPUs."""
         pieces = [p for p in self.record.part("tests").values()
                   if "error" not in p and p.get("files", "") == self.args.filter]  # fmt: skip
-        wanted = [*self.kernels(), *([CORE] if re.search(self.args.kernels, CORE) else [])]
+        wanted = [*self.of_every_operation(), *([CORE] if re.search(self.args.kernels, CORE) else [])]
         lacking = {k for k in wanted if self.args.fresh or not any(self.record.covers(p, k) for p in pieces)}
         ending = [of for p in pieces if len(of := self.record.kernels_of(p)) > 1 and of & lacking]
         return [k for k in wanted if k in lacking or any(k in of for of in ending)]
@@ -174,7 +177,7 @@ class Run:
             self.add("sanitizer", "all", {"not_run": why}, [], f"not run: {why}")
             return
         self.record.part("sanitizer").pop("all", None)
-        for kernel in self.kernels():
+        for kernel in self.of_every_operation():
             for tool in SANITIZERS:
                 key = f"{tool} {kernel}"
                 if self.late() or self.has("sanitizer", key, kernel):
@@ -214,7 +217,7 @@ class Run:
     def soak(self) -> None:
         from bench.commands import soak
 
-        for kernel in self.kernels():
+        for kernel in [*self.kernels(), *self.kernels("backward")]:
             if not self.late() and not self.has("soak", kernel, kernel):
                 self.add("soak", kernel, soak.soak_piece(kernel=f"^{kernel}$", minutes=self.args.minutes), [kernel])
             key = f"{kernel} hang"

@@ -154,10 +154,10 @@ def require_device() -> None:
 
 
 def chosen_kernels(pattern: str) -> list[str]:
-    """CUDA kernels of the build that match."""
+    """CUDA kernels of the build that match, of attention and of its backward pass."""
     import fa_ext
 
-    built = [name for name in fa_ext.kernels() if not name.startswith("cpu_")]
+    built = [name for name in (*fa_ext.kernels(), *fa_ext.kernels("backward")) if not name.startswith("cpu_")]
     found = [name for name in built if re.search(pattern, name)]
     if not found:
         raise report.UsageError(f"no kernel matches {pattern!r}; accepted: {', '.join(built) or 'none: built without CUDA'}")
@@ -166,10 +166,11 @@ def chosen_kernels(pattern: str) -> list[str]:
 
 def soak(
     kernel: str, cases: list[str], seconds: float, threads: int, streams: int, loads: tuple[str, ...], slowest: float,
-    backend: str = "bench.load.soak_torch:Torch", watchdog: Watchdog | None = None,
+    backend: str | None = None, watchdog: Watchdog | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """One kernel in a process of its own, watched from here."""
     watchdog = watchdog or Watchdog()
+    backend = backend or f"bench.load.soak_torch:{'Backward' if _is_backward(kernel) else 'Torch'}"
     given = {"kernel": kernel, "cases": cases, "seconds": seconds, "threads": threads, "streams": streams,
              "loads": list(loads), "slowest": slowest, "backend": backend}  # fmt: skip
     environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
@@ -184,6 +185,12 @@ def soak(
         where = watchdog.step or "under load"
         found["error"] = f"{outcome.status} ({where}): {outcome.reason}"
     return found | {"verdict": verdict(found)}
+
+
+def _is_backward(kernel: str) -> bool:
+    import fa_ext
+
+    return kernel in fa_ext.kernels("backward")
 
 
 def summed(value: dict[str, Any], heard: list[dict[str, Any]], cases: list[str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ backend's business (``bench.load.soak_torch``; the tests have one that needs no 
 from __future__ import annotations
 
 import importlib
-import math
 import random
 import threading
 import time
@@ -20,7 +19,6 @@ from typing import Any
 
 from bench import problems
 from bench.problems import Case
-from bench.problems.memory import ALIGNMENT, numpy_dtype
 
 EVERY = 11
 LONGEST_BURST = 50
@@ -127,7 +125,7 @@ def alone(kernel: str, case: Case, lse: bool, backend: Any, slowest: float) -> t
         return None, str(error), False
     backend.synchronize()
     expected = backend.kept(first)
-    outputs = backend.outputs(case, lse, backend.space(bytes_of(case)))
+    outputs = backend.outputs(case, lse, backend.space(backend.bytes_of(case)))
     backend.poison(outputs)
     backend.synchronize()
     began = time.perf_counter()
@@ -142,12 +140,6 @@ def alone(kernel: str, case: Case, lse: bool, backend: Any, slowest: float) -> t
     if seconds > slowest:
         return None, f"a call takes {seconds:.2g} s alone: more than {slowest:g} s", wrong
     return Problem(case, arguments, lse, expected, seconds), "", wrong
-
-
-def bytes_of(case: Case) -> int:
-    """Of the result and its LSE, each from a multiple of ALIGNMENT on."""
-    sizes = (case.out_shape, numpy_dtype(case.dtype).itemsize), ((case.batch, case.heads, case.seq_q), 4)
-    return sum(-(-math.prod(shape) * size // ALIGNMENT) * ALIGNMENT for shape, size in sizes)
 
 
 def into(kernel: str, problem: Problem, backend: Any, space: Any) -> Work:
@@ -169,7 +161,7 @@ def anew(kernel: str, problem: Problem, backend: Any) -> Work:
 
 def replayed(kernel: str, problem: Problem, backend: Any, stream: Any) -> Work:
     """GRAPH_CALLS calls captured into a graph."""
-    outputs = backend.outputs(problem.case, problem.lse, backend.space(bytes_of(problem.case)))
+    outputs = backend.outputs(problem.case, problem.lse, backend.space(backend.bytes_of(problem.case)))
 
     def several():
         for _ in range(GRAPH_CALLS):
@@ -189,7 +181,7 @@ def crews(
     kernel: str, found: list[Problem], threads: int, streams: int, loads: list[str], backend: Any
 ) -> list[list[Lane]]:
     """The lanes that each thread drives: `threads` times `streams` of the kernel, and one for each load beside it."""
-    largest = max(bytes_of(problem.case) for problem in found)
+    largest = max(backend.bytes_of(problem.case) for problem in found)
     made: list[list[Lane]] = []
     for thread in range(1, threads + 1):
         made.append([])

@@ -74,11 +74,18 @@ class Torch:
     def space(self, nbytes: int) -> Any:
         return self.torch.empty(nbytes, dtype=self.torch.uint8, device="cuda")
 
+    def results(self, case: Case) -> list[tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of what a call gives, the LSE last."""
+        return [(case.out_shape, getattr(self.torch, case.dtype)), ((case.batch, case.heads, case.seq_q), self.torch.float32)]
+
+    def bytes_of(self, case: Case) -> int:
+        """Of all results, each from a multiple of ALIGNMENT on."""
+        return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in self.results(case))
+
     def outputs(self, case: Case, lse: bool, space: Any) -> list[Any]:
         """[out] or [out, lse] in `space`."""
-        torch, begin, made = self.torch, 0, []
-        shapes = [(case.out_shape, getattr(torch, case.dtype)), ((case.batch, case.heads, case.seq_q), torch.float32)]
-        for shape, dtype in shapes[: 1 + lse]:
+        begin, made = 0, []
+        for shape, dtype in self.results(case)[: None if lse else 1]:
             nbytes = math.prod(shape) * dtype.itemsize
             made.append(space[begin : begin + nbytes].view(dtype).view(shape))
             begin += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -169,6 +176,27 @@ class Torch:
         if name == "allocations":
             return Allocations(torch, self.allocations), 8
         raise ValueError(f"load is {name!r}; accepted: copies, elementwise, products, allocations")
+
+
+class Backward(Torch):
+    """GPU 0, calls of the backward pass: dq, dk and dv of what a forward call has left."""
+
+    def problem(self, case: Case) -> tuple[Operands, dict[str, Any]]:
+        operands, arguments = super().problem(case)
+        out, lse = fa_ext.attention(**arguments, return_lse=True)
+        dout = self.torch.randn_like(out)
+        return operands, arguments | {"dout": dout, "out": out, "lse": lse}
+
+    def results(self, case: Case) -> list[tuple[tuple[int, ...], Any]]:
+        return [(shape, getattr(self.torch, case.dtype)) for shape in (case.q_shape, case.k_shape, case.v_shape)]
+
+    def outputs(self, case: Case, lse: bool, space: Any) -> list[Any]:
+        """[dq, dk, dv] in `space`."""
+        return super().outputs(case, True, space)
+
+    def attend(self, kernel: str, problem: tuple, outputs: list[Any] | None, lse: bool) -> list[Any]:
+        _, arguments = problem
+        return list(fa_ext.attention_backward(**arguments, grads=outputs and tuple(outputs), kernel=kernel))
 
 
 class Allocations:

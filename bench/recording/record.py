@@ -33,6 +33,9 @@ FORMAT = 2
 FOLDER = machine.ROOT / "bench" / "evidence"
 CORE = build.rules.digests.CORE
 DIGITS = 7
+# Of kernels that are not the forward's, by operation: what their record must hold.
+OTHER_PARTS = {"BACKWARD": ("tests", "sanitizer", "chaos", "soak"), "MERGE": ("tests", "sanitizer"),
+               "APPEND": ("tests", "sanitizer")}  # fmt: skip
 # From worse to better: what a whole is when its pieces differ.
 STATES = ("stale", "unknown", "fresh")
 # Follows from the time, the problem and the ceilings.
@@ -298,8 +301,8 @@ def gaps(document: dict) -> dict[str, list[str]]:
     kernels = [k for k in build.rules.kernel_names() if is_of(k, device) and k not in others]
     asked = {part for part, names in held.items() if any(name in names for name in kernels)}
     found = {kernel: sorted(part for part in asked if kernel not in held[part]) for kernel in kernels}
-    for name in (CORE, *others):
-        found[name] = [part for part in ("tests",) if part in held and name not in held[part]]
+    for name, parts in ({CORE: ("tests",)} | others).items():
+        found[name] = [part for part in parts if part in held and name not in held[part]]
     return {kernel: parts for kernel, parts in found.items() if parts}
 
 
@@ -308,9 +311,10 @@ def is_whole(holder: dict) -> bool:
     return "files" not in holder
 
 
-def other_kernels(device: str) -> list[str]:
-    """Kernels of a device for other operations than the forward; the tests of the core are theirs too."""
-    return [name for operation, name in build.rules.listed_kernels() if operation != "FORWARD" and is_of(name, device)]
+def other_kernels(device: str) -> dict[str, tuple[str, ...]]:
+    """{kernel of a device for another operation than the forward: parts that it must not lack where forward kernels have them}"""
+    listed = build.rules.listed_kernels()
+    return {name: OTHER_PARTS[operation] for operation, name in listed if operation != "FORWARD" and is_of(name, device)}
 
 
 def is_of(kernel: str, device: str) -> bool:

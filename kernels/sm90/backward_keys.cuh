@@ -178,20 +178,35 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
                     ring.advance();
                 }
             };
-            const auto rows_of = [&](const float(&rows)[kTileQ], int i) { // of the queries of accumulators i and i + 1
+            /* LSE and delta of the queries of accumulators i and i + 1. What kAhead names is read before the wait for
+             * the products, under which its latency then passes. */
+            float2 lse_ahead[C::kRowsAhead ? kTileQ / 8 : 1], delta_ahead[C::kRowsAhead > 1 ? kTileQ / 8 : 1];
+            const auto rows_of = [&](const float(&rows)[kTileQ], int i) {
                 return *reinterpret_cast<const float2 *>(&rows[8 * (i >> 2) + 2 * (lane % 4)]);
+            };
+            auto read_ahead = [&](int stage) {
+#pragma unroll
+                for (int n = 0; n < kTileQ / 8; ++n) {
+                    if constexpr (C::kRowsAhead > 0) lse_ahead[n] = rows_of(smem.rows[stage].lse, 4 * n);
+                    if constexpr (C::kRowsAhead > 1) delta_ahead[n] = rows_of(smem.rows[stage].delta, 4 * n);
+                }
+            };
+            const auto lse_of = [&](int stage, int i) {
+                return C::kRowsAhead > 0 ? lse_ahead[i >> 2] : rows_of(smem.rows[stage].lse, i);
+            };
+            const auto delta_of = [&](int stage, int i) {
+                return C::kRowsAhead > 1 ? delta_ahead[i >> 2] : rows_of(smem.rows[stage].delta, i);
             };
             /* P of the step in `stage`, in place of S, with softcap also dT; then dT, in place of dP. */
             auto weigh = [&](int stage) {
-                const RowBlock<kTileQ> &rows = smem.rows[stage];
 #pragma unroll
                 for (int i = 0; i < kTileQ / 2; i += 2) {
-                    const float2 lse = rows_of(rows.lse, i);
+                    const float2 lse = lse_of(stage, i);
 #pragma unroll
                     for (int n = 0; n < 2; ++n) {
                         float &score = scores[i + n];
                         if constexpr (C::kSoftcap) {
-                            const float2 delta = rows_of(rows.delta, i);
+                            const float2 delta = delta_of(stage, i);
                             float slope, &product = products[i + n];
                             score = capped_weight_of(score, p.call.score, n ? lse.y : lse.x, &slope);
                             product = score * (product - (n ? delta.y : delta.x)) * slope;
@@ -204,7 +219,7 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
             auto differentiate = [&](int stage) {
 #pragma unroll
                 for (int i = 0; i < kTileQ / 2; i += 2) {
-                    const float2 delta = rows_of(smem.rows[stage].delta, i);
+                    const float2 delta = delta_of(stage, i);
                     products[i] = scores[i] * (products[i] - delta.x);
                     products[i + 1] = scores[i + 1] * (products[i + 1] - delta.y);
                 }
@@ -242,6 +257,7 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
                 }
                 skip(own.begin - blocks.begin);
                 mbarrier_wait(&smem.full[ring.stage], ring.parity);
+                read_ahead(ring.stage);
                 wgmma_fence();
                 issue_scores();
                 issue_products();
@@ -277,6 +293,7 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
                     ring.advance();
                     if (block + 1 == own.end) break;
                     mbarrier_wait(&smem.full[ring.stage], ring.parity);
+                    read_ahead(ring.stage);
                     wgmma_fence();
                     issue_scores();
                     wgmma_wait<1>();

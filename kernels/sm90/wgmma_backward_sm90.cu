@@ -34,11 +34,12 @@ struct BackwardTiling {
     bool turns;                           // its warpgroups issue their products in turns
     bool overlap;                         // a block's dQ is in flight with the next block's S and dP
     int tile_q, query_stages, key_stages; // keys kernel: queries a step, ring of steps, tiles of keys
+    int rows_ahead;                       // its rows read before the wait for their products: 1 LSE, 2 delta too
 };
 
 constexpr BackwardTiling backward_tiling(int head_dim) {
-    BackwardTiling t = {128, 2, true, false, 64, 4, 1};
-    if (head_dim <= 64) t = {128, 4, true, true, 64, 6, 2};
+    BackwardTiling t = {128, 2, true, false, 64, 4, 1, 1};
+    if (head_dim <= 64) t = {128, 4, true, true, 64, 6, 2, 2};
 #ifdef FA_TILE_N
     t.tile_n = FA_TILE_N;
 #endif
@@ -59,6 +60,9 @@ constexpr BackwardTiling backward_tiling(int head_dim) {
 #endif
 #ifdef FA_KEY_STAGES
     t.key_stages = FA_KEY_STAGES;
+#endif
+#ifdef FA_ROWS_AHEAD
+    t.rows_ahead = FA_ROWS_AHEAD;
 #endif
     return t;
 }
@@ -90,6 +94,7 @@ template <class T, int HeadDim, int Kind> struct KeysConfig : BackwardConfig<T, 
     using Base = BackwardConfig<T, HeadDim, Kind>;
     static constexpr int kTileK = kBackwardTile, kTileQ = Base::kTiling.tile_q, kStages = Base::kTiling.query_stages,
                          kKeyStages = Base::kTiling.key_stages;
+    static constexpr int kRowsAhead = Base::kSoftcap ? 0 : Base::kTiling.rows_ahead; // its registers are spoken for
     static_assert(kTileQ % 16 == 0 && kTileQ <= 128, "the bits of a row's mask");
     static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
 };

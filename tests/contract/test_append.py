@@ -82,6 +82,7 @@ def test_far_positions_are_as_exact_as_near_ones(position, kernel):
     np.testing.assert_allclose(got[0], want, atol=1e-6)
 
 
+@pytest.mark.sanitize
 def test_slots(kernel):
     case = ServingCase(page_size=4, slack=6)
     for dtype in (np.int32, np.int64):
@@ -136,6 +137,7 @@ def test_append_then_attend_is_attention_with_the_new_keys(kernel):
 # ---- bad contents ----
 
 
+@pytest.mark.sanitize
 def test_what_has_no_place_is_counted_and_not_written(kernel):
     device = None if library(kernel) == "numpy" else 0
     case = ServingCase((2, 3, 1, 4), (20, 40, 9, 17), slack=1)

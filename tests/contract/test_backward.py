@@ -14,6 +14,17 @@ from gradients import KERNELS, fit, judged, make, placed, run, verdict
 from operands import Unplaceable, dtype_of, place
 
 DTYPES = ("float16", "bfloat16", "float32")
+# Small cases that reach the memory paths of a kernel, for compute-sanitizer.
+SANITIZED = [
+    Case(1, 2, 1, 70, 133, 64, dtype="bfloat16"),
+    Case(2, 2, 2, 133, 133, 64, dtype="float16", causal="bottom_right", sinks="same"),
+    Case(1, 4, 2, 40, 300, 128, dtype="bfloat16", window=(30, None), layout="bshd"),
+    Case(1, 2, 2, 201, 190, 96, dtype="float16", softcap=5.0, causal=True),
+    Case(1, 2, 1, 33, 71, 60, 44, dtype="bfloat16", bias="full", mask="rows", softcap=5.0, sinks="float32"),
+    Case(1, 2, 1, 65, 90, 256, dtype="float16", bias="keys"),
+    Case(1, 2, 1, 35, 66, 40, dtype="float32", causal=True, bias="full", mask="rows"),
+    Case(2, 3, 3, 1, 1, 8, dtype="float16"),
+]
 
 
 @pytest.fixture(params=KERNELS)
@@ -44,6 +55,13 @@ def test_the_contract(kernel, part):
     chosen = gradients.contract(kernel)[part::8]
     wrong = failures(kernel, (make(case, dlse=n % 2 == 0) for n, case in enumerate(chosen)))
     assert not wrong, "\n".join(wrong[:5])
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("case", SANITIZED, ids=str)
+def test_sanitizer_case(kernel, case):
+    report = verdict(kernel, make(case))
+    assert report, report
 
 
 def test_float64(kernel):

@@ -131,6 +131,7 @@ def test_sinks_that_are_not_finite(kernel):
 
 @pytest.mark.parametrize("empty", (-np.inf, np.inf))
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sanitize
 def test_an_empty_part_is_not_read(kernel, dtype, empty):
     outs, lses = parts(4, (2, 2, 9, 64), dtype)
     rng = np.random.default_rng(1)

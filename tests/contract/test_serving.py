@@ -229,6 +229,7 @@ def broken_ones():
 BROKEN = list(broken_ones())
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize(("name", "case", "change", "faults"), BROKEN, ids=[x[0] for x in BROKEN])
 def test_bad_contents_are_counted_and_hide_what_they_reach(name, case, change, faults, kernel):
     arguments = case.arguments()

@@ -10,6 +10,7 @@ import pytest
 
 import chaos
 import fa_ext
+import gradients
 import rows
 from case import Case
 
@@ -49,6 +50,36 @@ def test_warps_far_apart(cuda_forward, case):
     for _ in range(REPEATS):
         for a, b in zip(rows.run(cuda_forward, case), first):
             np.testing.assert_array_equal(rows.bits(a), rows.bits(b), err_msg=str(case))
+
+
+# Key tiles that some warpgroup does not see, ragged tiles, groups of heads, more tiles than multiprocessors.
+GRADIENTS = [
+    Case(1, 25, 25, 1024, 1024, 64, dtype="bfloat16", causal=True),
+    Case(1, 18, 9, 900, 900, 128, dtype="bfloat16", causal=True),
+    Case(1, 50, 50, 330, 330, 96, dtype="float16", causal=True, sinks="float32"),
+    Case(2, 40, 20, 450, 300, 128, dtype="float16", causal="bottom_right", window=(130, None)),
+    Case(2, 40, 20, 330, 500, 64, dtype="float16", window=(70, 3), softcap=20.0),
+    Case(1, 150, 150, 64, 128, 128, dtype="bfloat16", causal="bottom_right"),
+    Case(1, 40, 40, 400, 100, 64, dtype="bfloat16", causal="top_left"),
+]
+
+
+@pytest.fixture(params=[name for name in gradients.KERNELS if rows.device_of(name) == "cuda"])
+def kernel(request):
+    return request.param
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GRADIENTS, ids=str)
+def test_gradients_of_warps_far_apart(kernel, case):
+    problem = gradients.make(case)
+    first = gradients.run(kernel, problem)
+    report = gradients.judged(kernel, problem, first)
+    assert report, report
+    for _ in range(REPEATS):
+        for name, found in gradients.run(kernel, problem).items():
+            np.testing.assert_array_equal(rows.bits(found), rows.bits(first[name]), err_msg=f"{case}: d{name}")
 
 
 @pytest.mark.gpu

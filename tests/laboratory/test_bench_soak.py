@@ -42,7 +42,8 @@ def device(monkeypatch):
 
     monkeypatch.setattr(soak.devices, "has_gpu", lambda: True)
     monkeypatch.setattr(soak.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(fa_ext, "kernels", lambda: ("wgmma_sm90", "simt", "cpu_simd"))
+    named = {"attention": ("wgmma_sm90", "simt", "cpu_simd"), "backward": ("cpu_ref_backward",)}
+    monkeypatch.setattr(fa_ext, "kernels", lambda operation="attention": named[operation])
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -389,7 +390,7 @@ def test_other_bits_are_found_on_the_gpu():
     backend, case = Torch(), problems.parse("B1,H2,S96,D64,bfloat16")
     problem, _, wrong = lanes.alone("simt", case, True, backend, 60.0)
     assert problem and not wrong
-    space = backend.space(lanes.bytes_of(case))
+    space = backend.space(backend.bytes_of(case))
     lane = lanes.Lane("stream", [lanes.into("simt", problem, backend, space)], backend)
     problem.expected[1][0] ^= 1
     lane.queue()
