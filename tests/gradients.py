@@ -105,11 +105,12 @@ def taken(kernel: str, case: Case) -> bool:
 
 
 def fit(case: Case, kernel: str) -> Case:
-    """The case, or what is nearest to it that a kernel takes: in float16, without bias and mask, with equal head_dims."""
+    """The case, or what is nearest to it that a kernel takes: in bfloat16, without bias and mask, with equal head_dims."""
     if rows.listed_name(kernel) in TAKES_EVERYTHING:
         return case
     dim = -(-max(case.head_dim, case.head_dim_v) // 8) * 8
-    for change in ({}, {"dtype": "float16"}, {"bias": None, "mask": None}, {"head_dim": dim, "head_dim_v": dim}, {"head_dim": 64, "head_dim_v": 64}):
+    narrow = case.dtype if case.dtype == "float16" else "bfloat16"
+    for change in ({}, {"dtype": narrow}, {"bias": None, "mask": None}, {"head_dim": dim, "head_dim_v": dim}, {"head_dim": 64, "head_dim_v": 64}):
         case = dataclasses.replace(case, **change)
         if taken(kernel, case):
             break

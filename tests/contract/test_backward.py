@@ -19,10 +19,10 @@ SANITIZED = [
     Case(1, 2, 1, 70, 133, 64, dtype="bfloat16"),
     Case(2, 2, 2, 133, 133, 64, dtype="float16", causal="bottom_right", sinks="same"),
     Case(1, 4, 2, 40, 300, 128, dtype="bfloat16", window=(30, None), layout="bshd"),
-    Case(1, 2, 2, 201, 190, 96, dtype="float16", softcap=5.0, causal=True),
+    Case(1, 2, 2, 201, 190, 96, dtype="float16", softcap=5.0, causal="top_left"),
     Case(1, 2, 1, 33, 71, 60, 44, dtype="bfloat16", bias="full", mask="rows", softcap=5.0, sinks="float32"),
     Case(1, 2, 1, 65, 90, 256, dtype="float16", bias="keys"),
-    Case(1, 2, 1, 35, 66, 40, dtype="float32", causal=True, bias="full", mask="rows"),
+    Case(1, 2, 1, 35, 66, 40, dtype="float32", causal="bottom_right", bias="full", mask="rows"),
     Case(2, 3, 3, 1, 1, 8, dtype="float16"),
 ]
 

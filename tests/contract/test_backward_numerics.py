@@ -128,13 +128,16 @@ def test_padded_tiles_of_rows_with_far_logits(kernel, dim, logit):
         problem = Problem(case, inputs | {"out": out.astype(inputs["q"].dtype)}, ("q", "k", "v"))
         got = run(kernel, problem)
         assert all(np.isfinite(x.astype(np.float32)).all() for x in got.values())
-        if dtype == "bfloat16":
+        if dtype == "bfloat16" and rows.listed_name(kernel) in gradients.TAKES_EVERYTHING:
             report = judged(kernel, problem, got)
             assert report, f"{case}: {report}"
             continue
-        for name in "qkv":  # the large column makes of each rounding of a score a rounding of dq: no bound of float32 holds
-            error, size = np.linalg.norm(got[name] - problem.truth[name]), np.linalg.norm(problem.truth[name])
-            assert error <= 2e-3 * size + 1e-3, f"{case}: d{name}"
+        # The large column makes of each rounding of a score, or of dS where a kernel multiplies it in 16 bits, a rounding of
+        # dq and dk: no bound on their largest element holds.
+        tolerance = 2e-3 if dtype == "float32" else 1.6e-2
+        for name in "qkv":
+            error, size = np.linalg.norm(got[name].astype(np.float64) - problem.truth[name]), np.linalg.norm(problem.truth[name])
+            assert error <= tolerance * size + 1e-3, f"{case}: d{name}"
 
 
 @pytest.mark.parametrize("values", ["large", "dominant", "equal", "zeros", "sorted"])
