@@ -29,6 +29,35 @@ ACCEPTED = {
 }  # fmt: skip
 
 
+def split(text: str) -> list[str]:
+    """The words of a case's name."""
+    words = text.strip().split(",")
+    if len(words) < 5:
+        raise ValueError("batch, heads, sequence, head_dim and dtype are needed")
+    return words
+
+
+def numbers(word: str, letter: str, mark: str | None) -> list[int]:
+    """Of a word such as H8, or H8/2 where a second number may follow a mark."""
+    found = word[1:].split(mark)
+    if word[:1] != letter or len(found) > (2 if mark else 1) or not all(x.isdecimal() and x.isascii() for x in found):
+        raise ValueError(f"{word!r} is not {letter} and a number{f', or two with {mark} between them' if mark else ''}")
+    return [int(x) for x in found]
+
+
+def itemsize(dtype: str) -> int:
+    return 2 if dtype in HALVES else np.dtype(dtype).itemsize
+
+
+def pair(a, b, mark: str) -> str:
+    return f"{a}" if a == b else f"{a}{mark}{b}"
+
+
+def written(value) -> str:
+    """An option's value as a name has it."""
+    return ":".join("none" if x is None else str(x) for x in value) if isinstance(value, tuple) else str(value)
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of ``fa_ext.attention``, or of ``fa_ext.attention_backward`` with its outcome (``operation``); heads_kv, seq_k
@@ -75,32 +104,23 @@ class Case:
     # ---- the name ----
 
     def __str__(self) -> str:
-        def pair(a, b, mark):
-            return f"{a}" if a == b else f"{a}{mark}{b}"
-
         words = [f"B{self.batch}", "H" + pair(self.heads, self.heads_kv, "/"), "S" + pair(self.seq_q, self.seq_k, "x"),
                  "D" + pair(self.head_dim, self.head_dim_v, "/"), self.dtype]  # fmt: skip
         for field in dataclasses.fields(self)[8:]:
             value = getattr(self, field.name)
             if value != field.default:
-                text = ":".join("none" if x is None else str(x) for x in value) if isinstance(value, tuple) else value
-                words.append(f"{field.name}={text}")
+                words.append(f"{field.name}={written(value)}")
         return ",".join(words)
 
     @classmethod
     def parse(cls, text: str) -> Case:
         """The case that ``str`` named. ValueError says which word is none of its."""
-        words = text.strip().split(",")
-        if len(words) < 5:
-            raise ValueError("batch, heads, sequence, head_dim and dtype are needed")
+        words = split(text)
         values: dict = {"dtype": words[4]}
         for word, letter, mark, names in ((words[0], "B", None, ("batch",)), (words[1], "H", "/", ("heads", "heads_kv")),
                                           (words[2], "S", "x", ("seq_q", "seq_k")),
                                           (words[3], "D", "/", ("head_dim", "head_dim_v"))):  # fmt: skip
-            numbers = word[1:].split(mark)
-            if word[:1] != letter or len(numbers) > len(names) or not all(x.isdecimal() and x.isascii() for x in numbers):
-                raise ValueError(f"{word!r} is not {letter} and a number{f', or two with {mark} between them' if mark else ''}")
-            values.update(zip(names, map(int, numbers)))
+            values.update(zip(names, numbers(word, letter, mark)))
         for option in words[5:]:
             name, _, value = option.partition("=")
             values[name] = cls._option(name, value)
@@ -175,7 +195,7 @@ class Case:
 
     def bytes(self) -> int:
         """Of q, k, v and the result, and of their gradients, each moved once."""
-        size = 2 if self.dtype in HALVES else np.dtype(self.dtype).itemsize
+        size = itemsize(self.dtype)
         rows_q, rows_k = self.batch * self.heads * self.seq_q, self.batch * self.heads_kv * self.seq_k
         arrays = 1 if self.operation == "attention" else 2
         return arrays * size * (rows_q + rows_k) * (self.head_dim + self.head_dim_v)

@@ -1,10 +1,13 @@
-"""What the benchmarks measure: PRESETS, cases by name."""
+"""What the benchmarks measure: PRESETS, cases by name; ``CELLS`` names those of the preset "serving"."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from case import Case
+from serving_cases import ServingCase
 
 
 def _paper():
@@ -95,6 +98,56 @@ def _cpu():
     return [*whole, Case(1, 8, 8, 16384, 16384, 64, dtype="float32"), *short, *decode]
 
 
+def _sequences(lengths, heads=32, heads_kv=8, **options):
+    """Of [(queries, keys)], or of [keys] of one query each, in pages of 16 unless said otherwise."""
+    lengths = [n if isinstance(n, tuple) else (1, n) for n in lengths]
+    n_q, n_k = zip(*lengths)
+    common = {"dtype": "bfloat16", "q": "one" if set(n_q) == {1} else "packed", "k": "paged", "slack": 0}
+    return ServingCase(n_q, n_k, heads, heads_kv, 128, **common | options)
+
+
+def _cells():
+    """{cell: cases}: decode dense (D) and paged (P1; P2 pages of 1 and 3 keys), of lengths that differ (R), few queries (S1) and
+    options (S2), few queries and many keys (Q1), packed prefill (V1 to V3) and paged (V4), pieces of a prompt (C1), a prompt beside
+    decoding (X1)."""
+    decode = {"D1": (1, 8, 4096), "D2": (1, 8, 32768), "D3": (1, 8, 131072), "D4": (1, 32, 4096), "D5": (16, 8, 4096),
+              "D6a": (64, 8, 8192), "D6b": (128, 32, 2048)}  # fmt: skip
+    cells: dict[str, list] = {}
+    for name, (b, hk, s) in decode.items():
+        cells[name] = [Case(b, 32, hk, 1, s, 128, dtype="bfloat16", layout="bshd")]
+    for name, (b, hk, s) in decode.items():
+        cells[f"P1 {name}"] = [_sequences([s] * b, heads_kv=hk, page_size=page, layout=layout)
+                               for layout in ("bshd", "bhsd") for page in (16, 64, 256)]  # fmt: skip
+    for name, (b, hk, s) in list(decode.items())[4:]:
+        cells[f"P2 {name}"] = [_sequences([s] * b, heads_kv=hk, page_size=page) for page in (1, 3)]
+    cells["R1"] = [_sequences([512 << i for i in range(8) for _ in range(8)])]
+    cells["R2"] = [_sequences([131072] + [512] * 63)]
+    cells["R3"] = [_sequences([128] * 4096), _sequences([4096, 0] * 8), _sequences([4096] * 8)]
+    cells["S1"] = [_sequences([(n, 8192)] * 32, causal="bottom_right" if n > 1 else False) for n in (1, 4, 8)]
+    cells["S2"] = [_sequences([32768] * 16, window=(1024, 0)), _sequences([1025] * 16),
+                   *(_sequences([4096] * 16, **option) for option in ({"sinks": True}, {"softcap": 30.0}, {"alibi": "heads"}))]  # fmt: skip
+    cells["Q1"] = [Case(b, h, hk, sq, sk, 128, dtype="bfloat16", layout="bshd")
+                   for b, h, hk, sq, sk in ((1, 32, 8, 64, 8192), (4, 32, 8, 16, 4096), (2, 16, 16, 200, 5000))]  # fmt: skip
+    prefill = {"k": "packed", "causal": "bottom_right"}
+    equal = ((16, 1024), (8, 2048), (2, 8192))
+    cells["V1"] = [_sequences([(s, s)] * b, **prefill) for b, s in equal]
+    cells["V1 dense"] = [Case(b, 32, 8, s, s, 128, dtype="bfloat16", causal=True, layout="bshd") for b, s in equal]
+    draws = [np.random.default_rng(seed).lognormal(np.log(1024), 1, 32).astype(int).tolist() for seed in range(5)]
+    cells["V2"] = [_sequences([(n, n) for n in drawn], **prefill) for drawn in (*draws, [16384] + [128] * 64)]
+    cells["V3"] = [_sequences([(34, 34)] * 8192, **prefill), _sequences([(512, 512), (0, 0)] * 32, **prefill),
+                   _sequences([(512, 512)] * 32, **prefill)]  # fmt: skip
+    cells["V4"] = [_sequences([(s, s)] * b, page_size=page, causal="bottom_right") for b, s in equal for page in (16, 128)]
+    cells["C1"] = [_sequences([lengths], causal="bottom_right") for lengths in ((512, 33280), (64, 131072))]
+    cells["X1"] = [_sequences([(2048, 2048)] + [(1, 2048)] * 128, 28, 4, causal="bottom_right")]
+    return cells
+
+
+def _cpu_serving():
+    common = {"heads": 8, "heads_kv": 2, "dtype": "float32"}
+    return [_sequences([4096], **common), _sequences([(512, 512)] * 4, k="packed", causal="bottom_right", **common)]
+
+
+CELLS = _cells()
 PRESETS = {
     "history": [Case(1, 8, 8, 512, 512, 64)],
     "paper": _paper(),
@@ -107,4 +160,6 @@ PRESETS = {
     "paper-backward": _paper_backward(),
     "options-backward": _options_backward(),
     "cpu-backward": _cpu_backward(),
+    "serving": [case for cases in CELLS.values() for case in cases],
+    "cpu-serving": _cpu_serving(),
 }

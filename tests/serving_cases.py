@@ -6,6 +6,7 @@ another storage. All memory that belongs to no sequence is NaN, and so is what l
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import random
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from case import Case, itemsize, numbers, pair, split, written
 from operands import dtype_of
 
 Q_STORAGE, K_STORAGE = ("padded", "packed", "one"), ("padded", "packed", "paged")
@@ -57,14 +59,81 @@ class ServingCase:
         if self.head_dim_v is None:
             object.__setattr__(self, "head_dim_v", self.head_dim)
 
+    # ---- the name ----
+
     def __str__(self):
-        short = (self.n_q[:4], self.n_k[:4]) if len(self.n_q) > 4 else (self.n_q, self.n_k)
-        words = [f"B{len(self.n_q)} q{short[0]} k{short[1]}", f"H{self.heads}/{self.heads_kv}",
-                 f"D{self.head_dim}/{self.head_dim_v}", self.dtype, f"{self.q}-{self.k}"]  # fmt: skip
+        """As a ``Case`` names itself, with q and k said, and lengths as runs: S1x512*8+1x64*2 where B10 are not all alike."""
+        runs = [(lengths, len(list(same))) for lengths, same in itertools.groupby(zip(self.n_q, self.n_k))]
+        alike = len(runs) == 1
+        lengths = "+".join(pair(*x, "x") + (f"*{n}" if n > 1 and not alike else "") for x, n in runs)
+        words = [f"B{len(self.n_q)}", "H" + pair(self.heads, self.heads_kv, "/"), f"S{lengths}",
+                 "D" + pair(self.head_dim, self.head_dim_v, "/"), self.dtype, f"q={self.q}", f"k={self.k}"]  # fmt: skip
         for field in dataclasses.fields(self)[9:]:
             if getattr(self, field.name) != field.default:
-                words.append(f"{field.name}={getattr(self, field.name)}")
-        return " ".join(words).replace("None", "")
+                words.append(f"{field.name}={written(getattr(self, field.name))}")
+        return ",".join(words)
+
+    @classmethod
+    def parse(cls, text: str) -> ServingCase:
+        """The case that ``str`` named. ValueError says which word is none of its."""
+        words = split(text)
+        (batch,) = numbers(words[0], "B", None)
+        lengths = []
+        for run in words[2].removeprefix("S").split("+") if words[2] != "S" else ():
+            one, _, count = run.partition("*")
+            found = numbers(f"S{one}", "S", "x")
+            lengths += [(found[0], found[-1])] * (int(count) if count else 1)
+        if len(lengths) == 1:
+            lengths *= batch
+        if len(lengths) != batch:
+            raise ValueError(f"{words[2]!r} names {len(lengths)} sequences, {words[0]} says {batch}")
+        heads, dims = numbers(words[1], "H", "/"), numbers(words[3], "D", "/")
+        values = {"n_q": tuple(n for n, _ in lengths), "n_k": tuple(n for _, n in lengths), "heads": heads[0], "heads_kv": heads[-1],
+                  "head_dim": dims[0], "head_dim_v": dims[-1], "dtype": words[4]}  # fmt: skip
+        return cls(**values, **dict(cls._option(*word.partition("=")[::2]) for word in words[5:]))
+
+    @classmethod
+    def _option(cls, name: str, value: str):
+        """(name, value) of a field that is written as name=value."""
+        accepted = {"q": Q_STORAGE, "k": K_STORAGE, "layout": ("bshd", "bhsd"), "cache": CACHES, "alibi": ("heads", "batch"),
+                    "positions": POSITIONS[1:], "causal": ("False", "True", "top_left", "bottom_right"), "sinks": ("True", "False"),
+                    "k_range": ("True", "False")}.get(name)  # fmt: skip
+        if name not in [field.name for field in dataclasses.fields(cls)[7:]]:
+            raise ValueError(f"{name!r} is no option of sequences")
+        if accepted and value not in accepted:
+            raise ValueError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
+        if name == "window":
+            left, right = (None if x == "none" else int(x) for x in value.split(":"))
+            return name, (left, right)
+        kind = {"page_size": int, "slack": int, "seed": int, "softcap": float, "scale": float}.get(name, str)
+        return name, {"True": True, "False": False}.get(value, kind(value))
+
+    # ---- the size ----
+
+    #: What a benchmark of it measures.
+    operation = "serving"
+
+    def _each(self):
+        """(a dense case of one sequence, how many there are) for every kind of sequence."""
+        for (a, b), count in collections.Counter(zip(self.n_q, self.n_k)).items():
+            yield Case(1, self.heads, self.heads_kv, a, b, self.head_dim, self.head_dim_v, self.dtype, self.causal, self.window), count
+
+    def flops(self) -> float:
+        """Of the sequences as dense calls (``Case.flops``)."""
+        return sum(case.flops() * count for case, count in self._each())
+
+    def key_bytes(self) -> int:
+        """Of the keys and values that some query sees."""
+        total = 0
+        for case, count in self._each():
+            left, right, diagonal = case.band()
+            begin, end = max(0, diagonal - left), min(case.seq_k, case.seq_q + diagonal + right)
+            total += count * int(max(0, end - begin)) * (case.seq_q > 0)
+        return total * self.heads_kv * (self.head_dim + self.head_dim_v) * itemsize(self.dtype)
+
+    def bytes(self) -> int:
+        """Of these, the queries and the result, each moved once."""
+        return self.key_bytes() + sum(self.n_q) * self.heads * (self.head_dim + self.head_dim_v) * itemsize(self.dtype)
 
     # ---- the values ----
 
@@ -111,6 +180,10 @@ class ServingCase:
                 at = rng.integers(-3, b + 4, a)
             found.append(at.astype(np.int32))
         return found
+
+    def arrays(self) -> list[str]:
+        """The arrays that the case adds beside those of its storage."""
+        return [name for name in ("sinks", "alibi") if getattr(self, name)]
 
     # ---- the storage ----
 
@@ -211,6 +284,12 @@ class ServingCase:
         if self.cache == "swapped":
             return tuple(new(pages, *(page(d)[n] for n in (1, 0, 2))).swapaxes(1, 2) for d in (self.head_dim, self.head_dim_v))
         return tuple(new(pages, *page(d)) for d in (self.head_dim, self.head_dim_v))
+
+
+def short(case) -> str:
+    """The name of a case, or the beginning of a long one, for a test."""
+    name = str(case)
+    return name if len(name) < 100 else f"{name[:90]}..."
 
 
 def grid():

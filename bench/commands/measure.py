@@ -28,9 +28,9 @@ from bench.contenders import contender, named, peers
 from bench.contenders.contender import Contender
 from bench.machine import device as devices
 from bench.machine.device import Cpu, Cuda
-from bench.problems import Case
-from bench.problems.gradients import operands_of
+from bench.problems import Case, Problem
 from bench.problems.operands import Operands, WrongResult
+from bench.problems.operations import operands_of
 from bench.timing import ceiling, conditions, timer
 from bench.timing.rounds import Samples, take_turns
 from bench.trial import isolation
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     target = devices.open_device(device)
     cases = chosen(args.preset, args.case, args.filter, device)
     operations = dict.fromkeys(case.operation for case in cases)
-    compiled = [name for operation in operations for name in contender.compiled_kernels(target, operation)]
+    compiled = list(dict.fromkeys(k for operation in operations for k in contender.compiled_kernels(target, operation)))
     kernels = [name for name in compiled if re.search(args.kernels, name)]
     wanted = None if args.peers is None else [p for p in args.peers.split(",") if p and p != "none"]
     if unknown := set(wanted or ()) - set(peers.PEERS):
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(not cell.get("contenders") for cell in document["cells"].values()))
 
 
-def chosen(presets: list[str] | None, lines: list[str], pattern: str, device: str) -> list[Case]:
+def chosen(presets: list[str] | None, lines: list[str], pattern: str, device: str) -> list[Problem]:
     found = [problems.parse(text, problems.OPERATIONS) for text in lines]
     for name in presets or ([] if lines else ["cpu" if device == "cpu" else "history"]):
         found += problems.preset(name)
@@ -117,7 +117,7 @@ def caches(name: str) -> list[str]:
 
 
 def measure(
-    device: str, cases: list[Case], entrants: list[str], opponents: list[str], cache: list[str], rounds: int,
+    device: str, cases: list[Problem], entrants: list[str], opponents: list[str], cache: list[str], rounds: int,
     seconds: float, tight: float, seed: int = 0, output: Path | None = None, fresh: bool = False, quiet: bool = False,
     missing: dict[str, str] | None = None, deadline: Callable[[], bool] = lambda: False,
     on_cell: Callable[[str, dict, dict], None] = lambda key, cell, context: None,
@@ -181,7 +181,7 @@ def cell(
     if device not in _devices:
         _devices[device] = devices.open_device(device)
     target = _devices[device]
-    problem = Case.parse(case)
+    problem = problems.parse(case, problems.OPERATIONS)
     refused: dict[str, str] = {}
     errors: dict[str, dict[str, float]] = {}
     watches: dict[str, timer.Stopwatch] = {}
@@ -243,7 +243,7 @@ def _opened(name: str, device: Cpu | Cuda) -> Contender:
 
 def _too_slow(entrant: Contender, case: Case, device: Cpu | Cuda, seconds: float) -> str | None:
     """Why a large problem is not begun on the CPU: a 64th of its queries says that a call would outlast the rounds."""
-    if device.kind == "cuda" or case.flops() < LARGE_FLOPS or case.seq_q < 1024:
+    if device.kind == "cuda" or case.flops() < LARGE_FLOPS or case.operation == "serving" or case.seq_q < 1024:
         return None
     share = 64
     part = operands_of(dataclasses.replace(case, seq_q=case.seq_q // share, causal=False, mask=None, bias=None), device)
@@ -311,7 +311,7 @@ def _figures(name: str, base: str, samples: Samples, watch: timer.Stopwatch) -> 
     return figures
 
 
-def _add_rates(cell: dict, case: Case, ceilings: dict) -> None:
+def _add_rates(cell: dict, case: Problem, ceilings: dict) -> None:
     for figures in cell.get("contenders", {}).values():
         seconds = figures["us"] * 1e-6
         figures["tflops"] = case.flops() / seconds / 1e12

@@ -122,7 +122,7 @@ def series(cells: list[dict]) -> dict[tuple, dict[int, dict]]:
     found: dict[tuple, dict[int, dict]] = defaultdict(dict)
     for cell in cells:
         case = problems.parse(cell["case"], problems.OPERATIONS)
-        if case.seq_q != case.seq_k or not cell["contenders"]:
+        if case.operation == "serving" or case.seq_q != case.seq_k or not cell["contenders"]:
             continue
         one = dataclasses.replace(case, batch=1, seq_q=1, seq_k=1, causal=False)
         _, heads, _, *others = str(one).split(",")

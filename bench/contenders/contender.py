@@ -21,11 +21,13 @@ import numpy as np
 
 from bench import report
 from bench.machine.device import Cpu, Cuda
-from bench.problems import OPERATIONS, Case
+from bench.problems import Case
 from bench.problems.gradients import Gradients
 from bench.problems.operands import Arrays
 
 Thunk = Callable[[], Any]
+# operation: whose kernels do it (an argument of ``fa_ext.kernels``)
+TABLES = {"attention": "attention", "serving": "attention", "backward": "backward"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -60,7 +62,7 @@ class Kernel(Contender):
     def __init__(self, name: str | None, library: str, shown: str | None = None):
         super().__init__(shown or name or "fa_ext", library)
         self.kernel = name
-        self.operations = frozenset(OPERATIONS if name is None else (operation_of(name),))
+        self.operations = frozenset(op for op, table in TABLES.items() if name is None or table == table_of(name))
 
     def refuses(self, case: Case) -> str | None:
         return None if case.operation in self.operations else f"no {case.operation}"
@@ -91,19 +93,19 @@ def compiled_kernels(device: Cpu | Cuda, operation: str = "attention") -> tuple[
     try:
         import fa_ext
 
-        return tuple(name for name in fa_ext.kernels(operation) if name.startswith("cpu_") == (device.kind == "cpu"))
+        return tuple(name for name in fa_ext.kernels(TABLES[operation]) if name.startswith("cpu_") == (device.kind == "cpu"))
     except ImportError as error:
         print(f"bench: no kernel of fa_ext to measure: {error}", file=sys.stderr)
         return ()
 
 
-def operation_of(kernel: str) -> str:
-    """What a kernel of the table, or one that was loaded, does."""
+def table_of(kernel: str) -> str:
+    """The kernel table that a kernel, also one that was loaded, is of."""
     import fa_ext
 
-    for operation in OPERATIONS:
-        if kernel in fa_ext.kernels(operation):
-            return operation
+    for table in set(TABLES.values()):
+        if kernel in fa_ext.kernels(table):
+            return table
     x, lse = np.zeros((1, 1, 1, 16), np.float16), np.zeros((1, 1, 1), np.float32)
     try:
         fa_ext.explain_backward(x, x, x, x, x, lse, kernel=kernel)

@@ -36,7 +36,7 @@ def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None, rol
         return contender.Kernel(contender.load_kernel(shared), library, shown=Path(text).name)
     if text in peers.PEERS:
         return peers.open_peer(text, device)
-    kernels = [name for operation in OPERATIONS for name in contender.compiled_kernels(device, operation)]
+    kernels = list(dict.fromkeys(k for operation in OPERATIONS for k in contender.compiled_kernels(device, operation)))
     if text in kernels:
         return contender.Kernel(text, library)
     if text == "fa_ext" and kernels:

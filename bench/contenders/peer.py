@@ -19,7 +19,7 @@ class Peer(Contender):
     def refuses(self, case: Case) -> str | None:
         if case.dtype not in self.dtypes:
             return f"no {case.dtype}"
-        needed = {n for n in ("window", "softcap", "dropout", "dlse", "accumulate") if getattr(case, n)} | set(case.arrays())
+        needed = {n for n in ("window", "softcap", "dropout", "dlse", "accumulate") if getattr(case, n, None)} | set(case.arrays())
         missing = sorted(needed - self.extras)
         return f"no {', '.join(missing)}" if missing else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench import report
 
@@ -15,13 +16,17 @@ if str(TESTS) not in sys.path:
     # In front, since some of its modules have namesakes here and a notebook runs with this folder on its path.
     sys.path.insert(0, str(TESTS))
 
-from case import ARRAYS, OPERATIONS, Case  # noqa: E402, F401  (lies beside the tests, which import it by the same name)
+import case as dense  # noqa: E402  (lies beside the tests, which import it by the same name)
+from case import ARRAYS, Case  # noqa: E402, F401
 from presets import PRESETS  # noqa: E402
+from serving_cases import ServingCase as Serving  # noqa: E402
 
+Problem = Case | Serving
+OPERATIONS = (*dense.OPERATIONS, "serving")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def preset(name: str, operations: Sequence[str] = OPERATIONS) -> list[Case]:
+def preset(name: str, operations: Sequence[str] = OPERATIONS) -> list[Any]:
     """The cases of one preset of tests/presets.py, which are of these operations."""
     if name not in preset_names(operations):
         raise report.UsageError(f"preset is {name!r}; accepted: {', '.join(preset_names(operations))}")
@@ -32,10 +37,13 @@ def preset_names(operations: Sequence[str] = OPERATIONS) -> tuple[str, ...]:
     return tuple(name for name, found in PRESETS.items() if all(case.operation in operations for case in found))
 
 
-def parse(text: str, operations: Sequence[str] = ("attention",)) -> Case:
-    """A case as ``str(case)`` writes it, such as ``B1,H8,S512,D64,float16,causal=True``."""
+def parse(text: str, operations: Sequence[str] = ("attention",)) -> Any:
+    """A case as ``str(case)`` writes it, such as ``B1,H8,S512,D64,float16,causal=True``; one of sequences says how keys are
+    stored, such as ``B4,H8/2,S1x512*3+1x64,D64,float16,q=one,k=paged``."""
     try:
-        case = Case.parse(text)
+        case = Serving.parse(text) if ",k=" in text else Case.parse(text)
+        if isinstance(case, Serving) and (case.k_range or case.positions or case.cache != "two" or case.slack):
+            raise ValueError("sequences are measured with slack=0, and without k_range, positions and cache")
         if case.dtype not in DTYPES:
             raise ValueError(f"dtype {case.dtype}; accepted: {', '.join(DTYPES)}")
         if case.operation not in operations:

@@ -7,27 +7,25 @@ it, and all others must at least have been written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from bench import report
 from bench.problems.memory import numpy_dtype
-from bench.problems.operands import CHECK_FLOPS_CPU, CHECK_FLOPS_GPU, INPUTS, Operands, WrongResult, dtype_name, fill_normal
+from bench.problems.operands import (
+    CHECK_FLOPS_CPU,
+    CHECK_FLOPS_GPU,
+    INPUTS,
+    Judged,
+    Operands,
+    WrongResult,
+    dtype_name,
+    fill_normal,
+)
 
 # Of a case's options those of the call that its result does not depend on.
 _OF_THE_CALL = ("deterministic", "accumulate")
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The verdict on all gradients; errors of the one that is furthest off."""
-
-    passed: bool
-    failures: tuple[str, ...]
-    frobenius: float
-    max_abs: float
 
 
 class Gradients(Operands):
@@ -164,8 +162,3 @@ class Gradients(Operands):
             if axis >= 0 and array.shape[axis] > 1:
                 array = xp.take(array, xp.asarray(chosen), axis=axis)
         return array
-
-
-def operands_of(case: Any, device: Any, **options: Any) -> Operands:
-    """The operands of a case's operation."""
-    return {"attention": Operands, "backward": Gradients}[case.operation](case, device, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -199,6 +200,16 @@ class Operands(Arrays):
 def dtype_name(array: Any) -> str:
     """Of an array of any library."""
     return str(array.dtype).rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on a result of several parts; errors of the one that is furthest off."""
+
+    passed: bool
+    failures: tuple[str, ...]
+    frobenius: float
+    max_abs: float
 
 
 class WrongResult(Exception):

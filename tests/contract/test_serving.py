@@ -45,7 +45,7 @@ def skip_slow(case, kernel):
 # ---- what is computed ----
 
 
-@pytest.mark.parametrize("case", [*serving_cases.grid(), *serving_cases.lengths()], ids=str)
+@pytest.mark.parametrize("case", [*serving_cases.grid(), *serving_cases.lengths()], ids=serving_cases.short)
 def test_against_float64(case, kernel):
     skip_slow(case, kernel)
     report = fa_ext.verify(**on(kernel, case.arguments()), kernel=kernel)

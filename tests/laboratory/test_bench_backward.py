@@ -15,6 +15,7 @@ from bench.contenders import contender, flash3, named, peers
 from bench.machine import device
 from bench.problems import gradients
 from bench.problems.operands import WrongResult
+from bench.problems.operations import operands_of
 from bench.recording import record
 from case import Case
 from fa_ext.reference.backward import attention_backward
@@ -38,7 +39,7 @@ def parsed(text):
 
 
 def of(text, **options):
-    return gradients.operands_of(parsed(text), CPU, **options)
+    return operands_of(parsed(text), CPU, **options)
 
 
 def exact(held):
@@ -150,7 +151,7 @@ def test_kernels_write_the_gradients(kernel, case):
 
 
 def test_kernels_are_of_one_operation():
-    assert contender.operation_of("cpu_simd") == "attention" and contender.operation_of("cpu_ref_backward") == "backward"
+    assert contender.table_of("cpu_simd") == "attention" and contender.table_of("cpu_ref_backward") == "backward"
     assert named.open_contender("cpu_simd", CPU).refuses(parsed(CASES[0])) == "no backward"
     assert named.open_contender("cpu_simd_backward", CPU).refuses(Case()) == "no attention"
 
@@ -274,7 +275,7 @@ def test_peers_are_asked_for_what_the_problem_says(name, number, torch, monkeypa
     assert "backward" in peer.operations and peer.refuses(problem) == REFUSED[name].get(number)
     if peer.refuses(problem):
         return
-    held = gradients.operands_of(problem, CPU)
+    held = operands_of(problem, CPU)
     if problem.bias:
         held._views["bias", "numpy"] = held.array("bias", "numpy").view(Bias)
     found = [np.asarray(g) for g in peer.bind(held)()]
