@@ -1,8 +1,9 @@
-"""FlashAttention-3 by its operators ``torch.ops.flash_attn_3``, wherever the library that registers them is installed.
+"""FlashAttention-3 by its operators, wherever a library that registers them is installed.
 
-That is the package ``flash_attn_interface``, or a file ``flash_attn_3/_C*.so``: wheels of xformers carry one, under
-``xformers/``, whose package need not import. The file wants the CUDA runtime that it was linked to; one that lies beside it
-is taken, else that of the ``nvidia-cuda-runtime`` packages, of a toolkit, or of the system.
+``torch.ops.flash_attn_3`` comes from the package ``flash_attn_interface`` or from a file ``flash_attn_3/_C*.so``: wheels of
+xformers carry one under ``xformers/``. ``torch.ops._vllm_fa3_C`` comes from ``vllm_flash_attn/_vllm_fa3_C*.so`` of vLLM's wheel.
+The packages need not import. A file wants the CUDA runtime that it was linked to; one that lies beside it is taken, else that of
+the ``nvidia-cuda-runtime`` packages, of a toolkit, or of the system.
 """
 
 from __future__ import annotations
@@ -16,28 +17,36 @@ from typing import Any
 
 from bench.contenders.contender import Thunk
 from bench.contenders.peer import Peer, bshd, scale_of
-from bench.problems import Case
+from bench.problems import Problem
 from bench.problems.operands import Arrays
 
-# What the wheel of xformers 0.0.34 is linked to.
-RUNTIME = "libcudart.so.12"
+# What the wheels of xformers 0.0.34 and vLLM 0.25.1 are linked to.
+RUNTIMES = ("libcudart.so.12", "libcudart.so.13")
 # Up to so many queries the operator is left to split the keys as it likes; with more it is told not to, as by its package.
 FEW_QUERIES = 64
+# namespace of the operators: (a package whose import registers them, [(package, path inside it)] of files that do)
+SOURCES: dict[str, tuple[str | None, tuple[tuple[str, str], ...]]] = {
+    "flash_attn_3": ("flash_attn_interface", (("flash_attn_3", "_C*.so"), ("xformers", "flash_attn_3/_C*.so"))),
+    "_vllm_fa3_C": (None, (("vllm_flash_attn", "_vllm_fa3_C*.so"), ("vllm", "vllm_flash_attn/_vllm_fa3_C*.so"))),
+}
+# For arguments of an operator that has no default for them, where nothing is said.
+UNSAID = {"is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0, "attention_chunk": 0}
 
 
 class FlashAttention3(Peer):
-    """Forward and backward; ``deterministic``: the backward pass that sums in order, which head_dim 256 does not have."""
+    """Forward, also over sequences, and backward; ``deterministic``: the backward pass that sums in order, which head_dim 256
+    does not have."""
 
     extras = frozenset({"window", "softcap"})
 
     def __init__(self, name: str, deterministic: bool = False):
         super().__init__(name, "torch")
         self.deterministic = deterministic
-        self.operations = frozenset({"backward"} if deterministic else {"attention", "backward"})
-        self.ops = operators()
+        self.operations = frozenset({"backward"} if deterministic else {"attention", "backward", "serving"})
+        self.ops = operators("flash_attn_3")
 
-    def refuses(self, case: Case) -> str | None:
-        if case.causal == "top_left" and case.seq_q != case.seq_k:
+    def refuses(self, case: Problem) -> str | None:
+        if case.causal == "top_left" and (case.operation == "serving" or case.seq_q != case.seq_k):
             return "no top_left causal mask"
         if self.deterministic and not case.deterministic:
             return "sums in order, where any order is asked for"
@@ -47,10 +56,10 @@ class FlashAttention3(Peer):
 
     def bind(self, operands: Arrays) -> Thunk:
         case = operands.case
+        if case.operation == "serving":
+            return over_sequences(self.ops.fwd, operands, self.library)
         q, k, v = (bshd(operands, name, self.library) for name in "qkv")
-        left, right = (-1 if side is None else side for side in case.window or (None, None))
-        options: dict[str, Any] = {"softmax_scale": scale_of(case), "is_causal": bool(case.causal), "window_size_left": left,
-                                   "window_size_right": right, "softcap": case.softcap}  # fmt: skip
+        options = options_of(case)
         forward, backward, swap = self.ops.fwd, self.ops.bwd, case.layout == "bhsd"
         splits = 0 if case.seq_q <= FEW_QUERIES and case.operation == "attention" else 1
 
@@ -71,39 +80,107 @@ class FlashAttention3(Peer):
         return differentiate
 
 
-def operators() -> Any:
-    """``torch.ops.flash_attn_3``, registered now if it was not. ImportError where nothing does that."""
+class VllmFlashAttention3(Peer):
+    """vLLM's: over sequences, with sinks."""
+
+    extras = frozenset({"window", "softcap", "sinks"})
+    operations = frozenset({"serving"})
+
+    def __init__(self, name: str):
+        super().__init__(name, "torch")
+        self.ops = operators("_vllm_fa3_C")
+
+    def refuses(self, case: Problem) -> str | None:
+        return "no top_left causal mask" if case.causal == "top_left" else super().refuses(case)
+
+    def bind(self, operands: Arrays) -> Thunk:
+        return over_sequences(self.ops.fwd, operands, self.library)
+
+
+def options_of(case: Problem) -> dict[str, Any]:
+    left, right = (-1 if side is None else side for side in case.window or (None, None))
+    return {"softmax_scale": scale_of(case), "is_causal": bool(case.causal), "window_size_left": left, "window_size_right": right,
+            "softcap": case.softcap}  # fmt: skip
+
+
+def over_sequences(forward: Any, operands: Arrays, library: str) -> Thunk:
+    """A call of an operator ``fwd`` over sequences; the number of splits is left to it."""
+    case = operands.case
+    given = operands.arguments(library)
+    q, k, v = (given[name] for name in "qkv")
+    heads_first = case.layout == "bhsd"
+    if case.k != "packed" and heads_first:
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    one, swap = case.q == "one", case.q == "padded" and heads_first
+    values = options_of(case) | {
+        "q": q[:, None] if one else q.swapaxes(1, 2) if swap else q, "k": k, "v": v, "num_splits": 0,
+        "cu_seqlens_q": given.get("cu_seqlens_q"), "cu_seqlens_k": given.get("cu_seqlens_k"), "seqused_q": given.get("seqlens_q"),
+        "seqused_k": given.get("seqlens_k"), "page_table": given.get("page_table"), "s_aux": given.get("sinks"),
+        "max_seqlen_q": max(case.n_q) if case.q == "packed" else None, "max_seqlen_k": max(case.n_k) if case.k == "packed" else None,
+    }  # fmt: skip
+    if case.sinks:
+        values["s_aux"] = values["s_aux"].to(q.dtype)
+    positional = arguments_for(forward, values)
+
+    def call():
+        out = forward(*positional)[0]
+        return out[:, 0] if one else out.swapaxes(1, 2) if swap else out
+
+    return call
+
+
+def arguments_for(operator: Any, values: dict[str, Any]) -> list[Any]:
+    """What an operator is given, by the names of its schema: releases differ in how many there are."""
+    found = []
+    for argument in operator.default._schema.arguments:
+        if values.get(argument.name) is not None:
+            found.append(values[argument.name])
+        elif argument.has_default_value():
+            found.append(argument.default_value)
+        else:
+            found.append(UNSAID.get(argument.name))
+    return found
+
+
+def operators(namespace: str) -> Any:
+    """``torch.ops.<namespace>``, registered now if it was not. ImportError where nothing does that."""
     import torch
 
-    if not hasattr(torch.ops.flash_attn_3, "fwd"):
-        if importlib.util.find_spec("flash_attn_interface") is not None:
-            importlib.import_module("flash_attn_interface")
+    package, files = SOURCES[namespace]
+    if not hasattr(getattr(torch.ops, namespace), "fwd"):
+        if package and importlib.util.find_spec(package) is not None:
+            importlib.import_module(package)
         else:
-            library = next(libraries(), None)
+            library = next(libraries(namespace), None)
             if library is None:
-                raise ImportError("no package flash_attn_interface, and no file flash_attn_3/_C*.so in one of xformers")
-            load_runtime(library.parent)
+                ways = [f"no package {package}"] * bool(package) + [f"no file {inside} in {holder}" for holder, inside in files]
+                raise ImportError(", ".join(ways))
+            load_runtimes(library.parent)
             torch.ops.load_library(str(library))
-    return torch.ops.flash_attn_3
+    return getattr(torch.ops, namespace)
 
 
-def libraries() -> Iterator[Path]:
+def libraries(namespace: str) -> Iterator[Path]:
     """Files that register the operators; nothing is imported to find them."""
-    for package, inside in (("flash_attn_3", ""), ("xformers", "flash_attn_3")):
+    for package, inside in SOURCES[namespace][1]:
         spec = importlib.util.find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
-            yield from sorted((Path(folder) / inside).glob("_C*.so"))
+            yield from sorted(Path(folder).glob(inside))
 
 
-def load_runtime(beside: Path) -> None:
-    """Loads the CUDA runtime that the file is linked to, so that the loader finds it by its name."""
-    places = [beside / RUNTIME]
+def load_runtimes(beside: Path) -> None:
+    """Loads CUDA runtimes, so that the loader finds by its name the one that a file is linked to. ImportError without any."""
+    places: dict[str, list[Path]] = {name: [beside / name] for name in RUNTIMES}
     spec = importlib.util.find_spec("nvidia")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        places += sorted(Path(folder).glob(f"*/lib/{RUNTIME}"))
-    places += sorted(Path("/usr/local").glob(f"cuda*/lib64/{RUNTIME}"))
-    found = next((place for place in places if place.exists()), RUNTIME)
-    try:
-        ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        raise ImportError(f"needs {RUNTIME}, as of the package nvidia-cuda-runtime-cu12: {error}") from error
+    for name, found in places.items():
+        for folder in (spec and spec.submodule_search_locations) or ():
+            found += sorted(Path(folder).glob(f"*/lib/{name}"))
+        found += sorted(Path("/usr/local").glob(f"cuda*/lib64/{name}"))
+    errors = []
+    for name, found in places.items():
+        try:
+            ctypes.CDLL(str(next((place for place in found if place.exists()), name)), mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            errors.append(str(error))
+    if len(errors) == len(RUNTIMES):
+        raise ImportError(f"needs one of {', '.join(RUNTIMES)}, as of the package nvidia-cuda-runtime-cu12: {errors[0]}")

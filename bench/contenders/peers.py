@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from bench import report
+from bench.contenders import serving
 from bench.contenders.contender import Contender, Thunk
-from bench.contenders.flash3 import FlashAttention3
+from bench.contenders.flash3 import FlashAttention3, VllmFlashAttention3
 from bench.contenders.peer import Peer, bhsd, bshd, scale_of
 from bench.contenders.torch_backward import BACKENDS, TorchBackward
 from bench.machine.device import Cpu, Cuda
@@ -74,8 +75,7 @@ class TorchSdpa(Peer):
         self.backend = backend
         fused = "CPU" if device.kind == "cpu" and backend == "FLASH_ATTENTION" else backend
         self.backward = TorchBackward(fused, name) if fused in BACKENDS and fused else None
-        if self.backward:
-            self.operations = frozenset({"attention", "backward"})
+        self.operations = frozenset({"attention"} | ({"backward", "serving"} if self.backward else set()))
         if backend in (None, "MATH", "EFFICIENT_ATTENTION") or device.kind == "cpu":
             self.dtypes = frozenset({"float16", "bfloat16", "float32"})
         if backend != "FLASH_ATTENTION":
@@ -85,6 +85,8 @@ class TorchSdpa(Peer):
         if case.operation == "backward" and self.backward:
             return self.backward.refuses(case)
         why = super().refuses(case)
+        if case.operation == "serving":
+            return why or ("no window" if case.window else serving.dense_refuses(case))
         if why is None and case.bias and _bias_dtype(case) != case.dtype:
             return f"no {_bias_dtype(case)} bias of {case.dtype} inputs"
         return why
@@ -95,6 +97,9 @@ class TorchSdpa(Peer):
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
+        choose = functools.partial(sdpa_kernel, getattr(SDPBackend, self.backend)) if self.backend else nullcontext
+        if operands.case.operation == "serving":
+            return self._bind_sequences(operands, choose)
         case = operands.case
         q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
         square = case.seq_q == case.seq_k or case.causal == "top_left"
@@ -111,7 +116,6 @@ class TorchSdpa(Peer):
                 mask = torch.from_numpy(np.ones(case.seq_k, bool)).to(q.device)
             mask = bias if mask is None else torch.where(mask, bias, -math.inf)
             mask = torch.broadcast_to(mask, (case.batch, case.heads, case.seq_q, case.seq_k))
-        choose = functools.partial(sdpa_kernel, getattr(SDPBackend, self.backend)) if self.backend else nullcontext
         attend = functools.partial(
             torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=is_causal,
             scale=case.scale, enable_gqa=case.heads != case.heads_kv,
@@ -122,6 +126,22 @@ class TorchSdpa(Peer):
             with choose(), torch.no_grad():
                 out = attend()
             return out.swapaxes(1, 2) if swap else out
+
+        return call
+
+    def _bind_sequences(self, operands: Operands, choose: Callable[[], Any]) -> Thunk:
+        """Of one length, as a dense call on a dense copy of what the pages hold."""
+        import torch
+
+        q, k, v, is_causal, restore = serving.dense(operands)
+        attend = functools.partial(
+            torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=is_causal, scale=operands.case.scale,
+            enable_gqa=operands.case.heads != operands.case.heads_kv,
+        )  # fmt: skip
+
+        def call():
+            with choose(), torch.no_grad():
+                return restore(attend())
 
         return call
 
@@ -161,15 +181,20 @@ class FlashAttention(Peer):
 
 
 class FlashInfer(Peer):
-    """flashinfer's single-request prefill: batch 1."""
+    """flashinfer's single-request prefill (batch 1), and its wrappers for decode and prefill over sequences."""
 
     extras = frozenset({"softcap"})
+    operations = frozenset({"attention", "serving"})
 
     def __init__(self):
         super().__init__("flashinfer", "torch")
-        self.attend = importlib.import_module("flashinfer").single_prefill_with_kv_cache
+        flashinfer = importlib.import_module("flashinfer")
+        self.attend, self.planned = flashinfer.single_prefill_with_kv_cache, serving.Planned(flashinfer)
 
     def refuses(self, case: Case) -> str | None:
+        if case.operation == "serving":
+            missing = [f"no {name}" for name in case.arrays()]
+            return f"no {case.dtype}" if case.dtype not in self.dtypes else next(iter(missing), serving.flashinfer_refuses(case))
         if case.batch != 1:
             return "single-request kernel: batch 1 only"
         if case.causal == "top_left" and case.seq_q != case.seq_k:
@@ -178,6 +203,8 @@ class FlashInfer(Peer):
 
     def bind(self, operands: Operands) -> Thunk:
         case = operands.case
+        if case.operation == "serving":
+            return self.planned.bind(operands)
         q, k, v = (bshd(operands, name, self.library)[0] for name in "qkv")
         attend, swap = self.attend, case.layout == "bhsd"
         options = {"causal": bool(case.causal), "sm_scale": scale_of(case), "logits_soft_cap": case.softcap or None}
@@ -304,6 +331,7 @@ PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Contender]]]
     "flash-attn-2": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-2", "flash_attn")),
     "flash-attn-3": (("cuda",), "torch", lambda d: FlashAttention3("flash-attn-3")),
     "flash-attn-3-ordered": (("cuda",), "torch", lambda d: FlashAttention3("flash-attn-3-ordered", deterministic=True)),
+    "vllm-flash-attn-3": (("cuda",), "torch", lambda d: VllmFlashAttention3("vllm-flash-attn-3")),
     "flash-attn-4": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-4", "flash_attn.cute", None)),
     "flashinfer": (("cuda",), "flashinfer", lambda d: FlashInfer()),
     "jax": (("cpu", "cuda"), "jax", Jax),

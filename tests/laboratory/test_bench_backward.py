@@ -299,28 +299,28 @@ def test_the_library_of_flash_attention_3_is_found_in_wheels_that_need_not_impor
     (tmp_path / "xformers" / "__init__.py").write_text("raise ImportError('built for another torch')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "xformers", raising=False)
-    assert list(flash3.libraries()) == []
+    assert list(flash3.libraries("flash_attn_3")) == []
     (folder / "_C.so").write_bytes(b"")
-    assert list(flash3.libraries()) == [folder / "_C.so"]
+    assert list(flash3.libraries("flash_attn_3")) == [folder / "_C.so"]
     loaded = []
     monkeypatch.setattr(flash3.ctypes, "CDLL", lambda path, mode: loaded.append(path))
-    (folder / flash3.RUNTIME).write_bytes(b"")
-    flash3.load_runtime(folder)
-    assert loaded == [str(folder / flash3.RUNTIME)]
+    (folder / "libcudart.so.12").write_bytes(b"")
+    flash3.load_runtimes(folder)
+    assert loaded[0] == str(folder / "libcudart.so.12") and len(loaded) == 2
 
     def broken(path, mode):
         raise OSError("no such file")
 
     monkeypatch.setattr(flash3.ctypes, "CDLL", broken)
-    with pytest.raises(ImportError, match="needs libcudart.so.12, as of the package nvidia-cuda-runtime-cu12"):
-        flash3.load_runtime(folder)
+    with pytest.raises(ImportError, match="needs one of libcudart.so.12, .* as of the package nvidia-cuda-runtime-cu12"):
+        flash3.load_runtimes(folder)
 
 
 def test_flash_attention_3_says_what_is_missing(monkeypatch):
     stand_ins.stand_in(monkeypatch, "torch", ops=types.SimpleNamespace(flash_attn_3=types.SimpleNamespace()))
-    monkeypatch.setattr(flash3, "libraries", lambda: iter(()))
+    monkeypatch.setattr(flash3, "libraries", lambda namespace: iter(()))
     found, missing = peers.available(types.SimpleNamespace(kind="cuda"), ["flash-attn-3"])
-    assert not found and "no package flash_attn_interface, and no file flash_attn_3/_C*.so" in missing["flash-attn-3"]
+    assert not found and "no package flash_attn_interface, no file _C*.so in flash_attn_3, no file flash_attn_3/_C*.so in xformers" in missing["flash-attn-3"]
 
 
 @pytest.mark.parametrize("case", ["B1,H2,S40,D16,float32,operation=backward", "B2,H4/2,S24x40,D16/8,float64,operation=backward",
