@@ -16,7 +16,7 @@ VALUES = ("normal", "large", "tiny", "sorted", "descending", "dominant", "equal"
           "nan_outside", "nan_tail")  # fmt: skip
 MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "strided")
 BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max")
-OPERATIONS = ("attention", "backward")
+OPERATIONS = ("attention", "backward", "merge")
 SINKS = ("same", "float32", "large", "small", "strided", "huge")
 ALIBIS = ("heads", "batch", "strided", "steep")
 #: What a case may add to q, k and v: a field that names a kind, and a method _<name> that makes it.
@@ -60,8 +60,8 @@ def written(value) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of ``fa_ext.attention``, or of ``fa_ext.attention_backward`` with its outcome (``operation``); heads_kv, seq_k
-    and head_dim_v default to heads, seq_q and head_dim.
+    """One call of ``fa_ext.attention``, or (``operation``) of ``fa_ext.attention_backward`` with its outcome, or of
+    ``fa_ext.merge`` with results like it (``parts``); heads_kv, seq_k and head_dim_v default to heads, seq_q and head_dim.
 
     mask, bias, sinks and alibi name kinds (MASKS, BIASES, SINKS, ALIBIS); dropout is (p, seed); strides and values name how
     q, k and v lie in memory and what they hold (STRIDES, VALUES). Of the backward pass alone: deterministic, accumulate
@@ -93,13 +93,16 @@ class Case:
     deterministic: bool = True
     accumulate: bool = False
     dlse: bool = False
+    parts: int = 2
 
     def __post_init__(self):
         for name, default in (("heads_kv", self.heads), ("seq_k", self.seq_q), ("head_dim_v", self.head_dim)):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
-        if self.operation == "attention" and (not self.deterministic or self.accumulate or self.dlse):
+        if self.operation != "backward" and (not self.deterministic or self.accumulate or self.dlse):
             raise ValueError("deterministic, accumulate and dlse are of operation=backward")
+        if self.parts != 2 and self.operation != "merge":
+            raise ValueError("parts are of operation=merge")
 
     # ---- the name ----
 
@@ -144,7 +147,7 @@ class Case:
                 return float(p), int(draw)
             if name in ("causal", "deterministic", "accumulate", "dlse"):
                 return {"True": True, "False": False}.get(value, value)
-            return {"seed": int, "softcap": float, "scale": float}.get(name, str)(value)
+            return {"seed": int, "parts": int, "softcap": float, "scale": float}.get(name, str)(value)
         except ValueError:
             kind = {"window": "left:right, each a number or none", "seed": "a whole number",
                     "dropout": "p:seed, a number and a whole number"}.get(name, "a number")  # fmt: skip
@@ -186,7 +189,10 @@ class Case:
 
     def flops(self) -> float:
         """Of both products: 2 (D + Dv) a visible pair; of the five of the backward pass: 2 (3 D + 2 Dv). A square causal
-        call without a window counts as half of full, as everybody counts it."""
+        call without a window counts as half of full, as everybody counts it. Of a merge: a product and a sum for each
+        element of each part."""
+        if self.operation == "merge":
+            return 2.0 * self.parts * self.batch * self.heads * self.seq_q * self.head_dim_v
         pairs = self.visible_pairs()
         if self.causal and self.window is None and self.seq_q == self.seq_k:
             pairs = self.seq_q * self.seq_k / 2
@@ -194,7 +200,9 @@ class Case:
         return 2.0 * self.batch * self.heads * pairs * (d + dv if self.operation == "attention" else 3 * d + 2 * dv)
 
     def bytes(self) -> int:
-        """Of q, k, v and the result, and of their gradients, each moved once."""
+        """Of q, k, v and the result, and of their gradients, or of the parts, their LSE and the merged ones, each moved once."""
+        if self.operation == "merge":
+            return (self.parts + 1) * self.batch * self.heads * self.seq_q * (self.head_dim_v * itemsize(self.dtype) + 4)
         size = itemsize(self.dtype)
         rows_q, rows_k = self.batch * self.heads * self.seq_q, self.batch * self.heads_kv * self.seq_k
         arrays = 1 if self.operation == "attention" else 2
@@ -204,7 +212,7 @@ class Case:
 
     def options(self) -> dict:
         """The arguments of the call that are not arrays, defaults left out."""
-        own = (*ARRAYS, "strides", "values", "seed", "operation", "dlse")
+        own = (*ARRAYS, "strides", "values", "seed", "operation", "dlse", "parts")
         options = [f for f in dataclasses.fields(self)[8:] if f.name not in own]
         return {f.name: getattr(self, f.name) for f in options if getattr(self, f.name) != f.default}
 

@@ -147,6 +147,13 @@ def _cpu_serving():
     return [_sequences([4096], **common), _sequences([(512, 512)] * 4, k="packed", causal="bottom_right", **common)]
 
 
+def _moves():
+    """Merging two results, and appending: beside a copy of as many bytes."""
+    merged = Case(1, 32, 32, 4096, 4096, 128, dtype="bfloat16", layout="bshd", operation="merge")
+    tokens = ([(1, 512)], [(1, 512)] * 128, [(8192, 8192)])
+    return [merged, *(_sequences(lengths, q="packed", operation="append") for lengths in tokens)]
+
+
 CELLS = _cells()
 PRESETS = {
     "history": [Case(1, 8, 8, 512, 512, 64)],
@@ -161,5 +168,6 @@ PRESETS = {
     "options-backward": _options_backward(),
     "cpu-backward": _cpu_backward(),
     "serving": [case for cases in CELLS.values() for case in cases],
+    "moves": _moves(),
     "cpu-serving": _cpu_serving(),
 }

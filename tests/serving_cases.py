@@ -29,7 +29,8 @@ class ServingCase:
 
     n_q, n_k: lengths of the sequences. q, k: how queries and keys are stored (Q_STORAGE, K_STORAGE). cache: how paged k and
     v lie in memory (CACHES). slack: rows, pages and columns beyond those used. alibi: None, "heads" or "batch". positions:
-    None, the default ones ("same"), moved by a constant, or random.
+    None, the default ones ("same"), moved by a constant, or random. operation: what a benchmark of it measures, the call
+    ("serving"), or that the last n_q of n_k keys are written into caches ("append").
     """
 
     n_q: tuple[int, ...] = (1, 3, 0, 7)
@@ -54,6 +55,7 @@ class ServingCase:
     k_range: bool = False
     positions: str | None = None
     seed: int = 0
+    operation: str = "serving"
 
     def __post_init__(self):
         if self.head_dim_v is None:
@@ -97,7 +99,7 @@ class ServingCase:
         """(name, value) of a field that is written as name=value."""
         accepted = {"q": Q_STORAGE, "k": K_STORAGE, "layout": ("bshd", "bhsd"), "cache": CACHES, "alibi": ("heads", "batch"),
                     "positions": POSITIONS[1:], "causal": ("False", "True", "top_left", "bottom_right"), "sinks": ("True", "False"),
-                    "k_range": ("True", "False")}.get(name)  # fmt: skip
+                    "k_range": ("True", "False"), "operation": ("serving", "append")}.get(name)  # fmt: skip
         if name not in [field.name for field in dataclasses.fields(cls)[7:]]:
             raise ValueError(f"{name!r} is no option of sequences")
         if accepted and value not in accepted:
@@ -110,16 +112,15 @@ class ServingCase:
 
     # ---- the size ----
 
-    #: What a benchmark of it measures.
-    operation = "serving"
-
     def _each(self):
         """(a dense case of one sequence, how many there are) for every kind of sequence."""
         for (a, b), count in collections.Counter(zip(self.n_q, self.n_k)).items():
             yield Case(1, self.heads, self.heads_kv, a, b, self.head_dim, self.head_dim_v, self.dtype, self.causal, self.window), count
 
     def flops(self) -> float:
-        """Of the sequences as dense calls (``Case.flops``)."""
+        """Of the sequences as dense calls (``Case.flops``); of rotary embedding, 3 a rotated element."""
+        if self.operation == "append":
+            return 3.0 * sum(self.n_q) * (self.heads + self.heads_kv) * self.head_dim
         return sum(case.flops() * count for case, count in self._each())
 
     def key_bytes(self) -> int:
@@ -132,7 +133,10 @@ class ServingCase:
         return total * self.heads_kv * (self.head_dim + self.head_dim_v) * itemsize(self.dtype)
 
     def bytes(self) -> int:
-        """Of these, the queries and the result, each moved once."""
+        """Of these, the queries and the result, each moved once; of new keys, values and rotated queries, from and to."""
+        if self.operation == "append":
+            row = (self.heads + self.heads_kv) * self.head_dim + self.heads_kv * self.head_dim_v
+            return 2 * sum(self.n_q) * row * itemsize(self.dtype)
         return self.key_bytes() + sum(self.n_q) * self.heads * (self.head_dim + self.head_dim_v) * itemsize(self.dtype)
 
     # ---- the values ----

@@ -203,7 +203,7 @@ def cell(
                     if why:
                         refused[name] = why
                         continue
-                    errors[name] = _checked(entrant, slots[0])
+                    errors[name] = _checked(entrant, slots[0]) if entrant.judged else {}
                     slow = _timed_alone(entrant, slots, target, seconds)
                     if slow:
                         alone[name] = slow
@@ -243,7 +243,7 @@ def _opened(name: str, device: Cpu | Cuda) -> Contender:
 
 def _too_slow(entrant: Contender, case: Case, device: Cpu | Cuda, seconds: float) -> str | None:
     """Why a large problem is not begun on the CPU: a 64th of its queries says that a call would outlast the rounds."""
-    if device.kind == "cuda" or case.flops() < LARGE_FLOPS or case.operation == "serving" or case.seq_q < 1024:
+    if device.kind == "cuda" or case.flops() < LARGE_FLOPS or case.operation not in ("attention", "backward") or case.seq_q < 1024:
         return None
     share = 64
     part = operands_of(dataclasses.replace(case, seq_q=case.seq_q // share, causal=False, mask=None, bias=None), device)
@@ -348,7 +348,7 @@ def show(document: dict) -> None:
                     f["tflops"],
                     f["gbs"],
                     shown,
-                    f["frobenius"],
+                    f.get("frobenius"),
                     share,
                     f["clock"],
                     conditions.mark(cell),

@@ -122,7 +122,7 @@ def series(cells: list[dict]) -> dict[tuple, dict[int, dict]]:
     found: dict[tuple, dict[int, dict]] = defaultdict(dict)
     for cell in cells:
         case = problems.parse(cell["case"], problems.OPERATIONS)
-        if case.operation == "serving" or case.seq_q != case.seq_k or not cell["contenders"]:
+        if case.operation not in ("attention", "backward") or case.seq_q != case.seq_k or not cell["contenders"]:
             continue
         one = dataclasses.replace(case, batch=1, seq_q=1, seq_k=1, causal=False)
         _, heads, _, *others = str(one).split(",")
@@ -228,7 +228,7 @@ def _errors(plt, cells, documents, where):
     for cell in cells:
         dtype = problems.parse(cell["case"], problems.OPERATIONS).dtype
         for name, figures in cell["contenders"].items():
-            found[dtype, name].append(figures["frobenius"])
+            found[dtype, name].append(figures.get("frobenius"))
     for document in documents:
         for entry in _reference_errors(document):
             if "frobenius" in entry:

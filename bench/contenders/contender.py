@@ -7,7 +7,7 @@ case's ``wrt``. ``operations`` lists what a contender does at all.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import inspect
 import os
@@ -22,12 +22,11 @@ import numpy as np
 from bench import report
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
-from bench.problems.gradients import Gradients
 from bench.problems.operands import Arrays
 
 Thunk = Callable[[], Any]
 # operation: whose kernels do it (an argument of ``fa_ext.kernels``)
-TABLES = {"attention": "attention", "serving": "attention", "backward": "backward"}
+TABLES = {"attention": "attention", "serving": "attention", "backward": "backward", "merge": "merge", "append": "append"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -39,6 +38,7 @@ class Contender:
     library: str
     timing: str = "graph"
     operations: ClassVar[frozenset[str]] = frozenset({"attention"})
+    judged: ClassVar[bool] = True  #: False: a yardstick, which computes nothing
 
     def refuses(self, case: Case) -> str | None:
         """Why it cannot do the problem, before anything runs; None when it can try."""
@@ -56,8 +56,8 @@ class Contender:
 
 
 class Kernel(Contender):
-    """One kernel of the table through ``fa_ext.attention(..., kernel=name, out=...)``, or ``fa_ext.attention_backward`` with
-    ``grads=``; None: the library's choice."""
+    """One kernel of the table through the function of fa_ext for its operation, with ``kernel=name`` and results where the
+    operands have them; None: the library's choice."""
 
     def __init__(self, name: str | None, library: str, shown: str | None = None):
         super().__init__(shown or name or "fa_ext", library)
@@ -71,20 +71,7 @@ class Kernel(Contender):
         return False
 
     def bind(self, operands: Arrays) -> Thunk:
-        import fa_ext
-
-        arguments = operands.arguments(self.library)
-        if isinstance(operands, Gradients):
-            grads, wrt = operands.grads(self.library), operands.wrt
-            return functools.partial(fa_ext.attention_backward, **arguments, wrt=wrt, grads=grads, kernel=self.kernel)
-        q, k, v = (arguments.pop(name) for name in "qkv")
-        out, kernel, attention = operands.array("out", self.library), self.kernel, fa_ext.attention
-
-        def call():
-            attention(q, k, v, out=out, kernel=kernel, **arguments)
-            return out
-
-        return call
+        return operands.bound(self.kernel, self.library)
 
 
 def compiled_kernels(device: Cpu | Cuda, operation: str = "attention") -> tuple[str, ...]:
@@ -103,15 +90,22 @@ def table_of(kernel: str) -> str:
     """The kernel table that a kernel, also one that was loaded, is of."""
     import fa_ext
 
-    for table in set(TABLES.values()):
+    for table in dict.fromkeys(TABLES.values()):
         if kernel in fa_ext.kernels(table):
             return table
     x, lse = np.zeros((1, 1, 1, 16), np.float16), np.zeros((1, 1, 1), np.float32)
-    try:
-        fa_ext.explain_backward(x, x, x, x, x, lse, kernel=kernel)
-    except ValueError:  # names no kernel of the backward pass
-        return "attention"
-    return "backward"
+    rows, slots = x[0, 0], np.zeros(1, np.int32)
+    asked: dict[str, Callable[[], Any]] = {
+        "attention": lambda: fa_ext.explain(x, x, x, kernel=kernel),
+        "backward": lambda: fa_ext.explain_backward(x, x, x, x, x, lse, kernel=kernel),
+        "merge": lambda: fa_ext.explain_merge([x], [lse], kernel=kernel),
+        "append": lambda: fa_ext.explain_append(x, x, rows[:, None], rows[:, None], slots=slots, layout="bshd", kernel=kernel),
+    }
+    for table, ask in asked.items():
+        with contextlib.suppress(ValueError):  # it names no kernel of that table
+            ask()
+            return table
+    raise report.UsageError(f"kernel {kernel} is of an operation that is not measured; accepted: {', '.join(asked)}")
 
 
 # ---- a callable of yours ----

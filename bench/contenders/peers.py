@@ -21,6 +21,7 @@ from bench.contenders.peer import Peer, bhsd, bshd, scale_of
 from bench.contenders.torch_backward import BACKENDS, TorchBackward
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
+from bench.problems.memory import empty_bytes
 from bench.problems.operands import Operands
 
 
@@ -256,6 +257,27 @@ class Jax(Peer):
         return call
 
 
+class Copy(Contender):
+    """A copy from one half of as many bytes as a problem moves to the other: what the device does without computing."""
+
+    operations = frozenset({"merge", "append"})
+    judged = False
+
+    def __init__(self, device: Cpu | Cuda):
+        super().__init__("copy", device.default_arrays)
+        self.device = device
+
+    def refuses(self, case: Case) -> str | None:
+        return None
+
+    def bind(self, operands: Operands) -> Thunk:
+        source, target = (empty_bytes(operands.case.bytes() // 2, self.device) for _ in range(2))
+        source[:] = 1
+        if self.device.torch:
+            return lambda: target.copy_(source)
+        return functools.partial((self.device.cupy or np).copyto, target, source)
+
+
 class Xformers(Peer):
     """``xformers.ops.memory_efficient_attention`` with its own choice of operator."""
 
@@ -336,6 +358,7 @@ PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Contender]]]
     "flashinfer": (("cuda",), "flashinfer", lambda d: FlashInfer()),
     "jax": (("cpu", "cuda"), "jax", Jax),
     "xformers": (("cuda",), "xformers", lambda d: Xformers()),
+    "copy": (("cpu", "cuda"), "numpy", Copy),
     "numpy": (("cpu",), "numpy", lambda d: NumPy()),
 }
 # One of the others under another name: only where it is asked for.

@@ -22,7 +22,7 @@ from presets import PRESETS  # noqa: E402
 from serving_cases import ServingCase as Serving  # noqa: E402
 
 Problem = Case | Serving
-OPERATIONS = (*dense.OPERATIONS, "serving")
+OPERATIONS = (*dense.OPERATIONS, "serving", "append")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 

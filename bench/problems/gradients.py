@@ -7,6 +7,8 @@ it, and all others must at least have been written.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,12 @@ class Gradients(Operands):
     def grads(self, library: str) -> tuple[Any, ...]:
         """Where gradients go, in the order of wrt."""
         return tuple(self.array(name, library) for name in self.outputs)
+
+    def bound(self, kernel: str | None, library: str) -> Callable[[], Any]:
+        import fa_ext
+
+        arguments = self.arguments(library)
+        return functools.partial(fa_ext.attention_backward, **arguments, wrt=self.wrt, grads=self.grads(library), kernel=kernel)
 
     def picked(self) -> str | None:
         import fa_ext

@@ -48,6 +48,20 @@ class Arrays:
         arrays = {name: self.array(name, library) for name in self.blocks if name in self.inputs}
         return arrays | self.case.options()
 
+    def bound(self, kernel: str | None, library: str) -> Callable[[], Any]:
+        """The call of fa_ext by a kernel, or by its choice, that returns the result."""
+        import fa_ext
+
+        arguments = self.arguments(library)
+        q, k, v = (arguments.pop(name) for name in "qkv")
+        out, attention = self.array("out", library), fa_ext.attention
+
+        def call():
+            attention(q, k, v, out=out, kernel=kernel, **arguments)
+            return out
+
+        return call
+
     def copied(self, library: str) -> bool:
         """Whether `library` copied an input instead of sharing its memory: what is written there later is not seen."""
         return any(address_of(self.array(name, library)) != address_of(block.inside)

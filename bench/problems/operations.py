@@ -7,10 +7,12 @@ from typing import Any
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Problem
 from bench.problems.gradients import Gradients
+from bench.problems.moves import NewTokens, Parts
 from bench.problems.operands import Operands
 from bench.problems.sequences import Sequences
 
-OPERANDS: dict[str, type[Operands]] = {"attention": Operands, "backward": Gradients, "serving": Sequences}
+OPERANDS: dict[str, type[Operands]] = {"attention": Operands, "backward": Gradients, "serving": Sequences, "merge": Parts,
+                                       "append": NewTokens}  # fmt: skip
 
 
 def operands_of(problem: Problem, device: Cpu | Cuda, **options: Any) -> Operands:

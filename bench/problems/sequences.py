@@ -30,21 +30,19 @@ class Sequences(Operands):
         case, rng = self.case, np.random.default_rng([self.case.seed, 17])
         small: dict[str, np.ndarray] = {name: x for name, x in case.options().items() if isinstance(x, np.ndarray)}
         n_q, n_k = np.array(case.n_q, np.int32), np.array(case.n_k, np.int32)
-        rows, first = {"one": ((len(n_q),), None), "packed": ((int(n_q.sum()),), _starts(n_q))}.get(case.q, (None, None))
-        if first is not None:
-            small["cu_seqlens_q"] = first
-        if rows is None:
-            rows = (len(n_q), int(n_q.max(initial=0)))
+        rows: tuple[int, ...] = (len(n_q),) if case.q == "one" else (len(n_q), int(n_q.max(initial=0)))
+        if case.q == "packed":
+            small["cu_seqlens_q"], rows = starts(n_q), (int(n_q.sum()),)
         if case.q == "padded" and len(set(case.n_q)) > 1 or case.q == "one" and set(case.n_q) != {1}:
             small["seqlens_q"] = n_q
         if case.k == "packed":
-            small["cu_seqlens_k"], keys = _starts(n_k), (int(n_k.sum()),)
+            small["cu_seqlens_k"], keys = starts(n_k), (int(n_k.sum()),)
         elif case.k == "padded":
             keys = (len(n_k), int(n_k.max(initial=0)))
             if len(set(case.n_k)) > 1:
                 small["seqlens_k"] = n_k
         else:
-            small |= {"page_table": _table(n_k, case.page_size, rng), "seqlens_k": n_k}
+            small |= {"page_table": table_of(n_k, case.page_size, rng), "seqlens_k": n_k}
             keys = (int((-(-n_k // case.page_size)).sum()), case.page_size)
         shapes = {"q": (rows, case.heads, case.head_dim), "out": (rows, case.heads, case.head_dim_v),
                   "k": (keys, case.heads_kv, case.head_dim), "v": (keys, case.heads_kv, case.head_dim_v)}  # fmt: skip
@@ -167,15 +165,15 @@ class Sequences(Operands):
         return found[0], found[1]
 
 
-def _starts(lengths: np.ndarray) -> np.ndarray:
+def starts(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
-def _table(n_k: np.ndarray, page_size: int, rng: np.random.Generator) -> np.ndarray:
+def table_of(n_k: np.ndarray, page_size: int, rng: np.random.Generator) -> np.ndarray:
     """Page numbers in random order, a row a sequence; 0 beyond its pages."""
     needed = -(-n_k // page_size)
-    order, starts = rng.permutation(int(needed.sum())).astype(np.int32), _starts(needed)
+    order, first = rng.permutation(int(needed.sum())).astype(np.int32), starts(needed)
     table = np.zeros((len(n_k), int(needed.max(initial=0))), np.int32)
     for b, count in enumerate(needed):
-        table[b, :count] = order[starts[b] : starts[b] + count]
+        table[b, :count] = order[first[b] : first[b] + count]
     return table

@@ -1,4 +1,4 @@
-"""What this machine reaches on plain work: the fastest of some large matrix products by dtype, a large copy. Measured,
+"""What this machine reaches on plain work: the fastest of some large matrix products by dtype, a large copy and the fastest of some reads. Measured,
 not looked up: a yardstick, not a bound: under the power limit long calls of attention may pass the product."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def sizes(device: str, dtype: str) -> tuple[int, ...]:
 
 def measure(device: str, dtypes: list[str], tell: Callable[[Any], None] = print) -> dict[str, Any]:
     """{"gemm_tflops": {dtype: the best sample of any size}, "gemm_size": {dtype: at which}, "copy_gbs": read plus
-    written, "read_gbs": a sum}."""
+    written, "read_gbs": the best of some reductions and a product with a vector, "read_by": which}."""
     target = devices.open_device(device)
     found: dict[str, Any] = {"gemm_tflops": {}, "gemm_size": {}}
     with target.working():
@@ -41,9 +41,11 @@ def measure(device: str, dtypes: list[str], tell: Callable[[Any], None] = print)
                 fastest = max(rates, key=rates.__getitem__)
                 found["gemm_tflops"][dtype], found["gemm_size"][dtype] = rates[fastest], fastest
         nbytes = (1 << 30) if device == "cuda" else (1 << 27)
-        copy, read = _streams(target, nbytes)
+        copy, reads = _streams(target, nbytes)
         found["copy_gbs"] = 2 * nbytes / _best(copy, target) / 1e9
-        found["read_gbs"] = nbytes / _best(read, target) / 1e9
+        rates = {name: nbytes / _best(read, target) / 1e9 for name, read in reads.items()}
+        found["read_by"] = max(rates, key=rates.__getitem__)
+        found["read_gbs"] = rates[found["read_by"]]
     return found
 
 
@@ -77,21 +79,26 @@ def _product(device: Cpu | Cuda, dtype: str, size: int) -> Callable[[], Any] | N
     return lambda: xp.matmul(p, q, out=r)
 
 
-def _streams(device: Cpu | Cuda, nbytes: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _streams(device: Cpu | Cuda, nbytes: int) -> tuple[Callable[[], Any], dict[str, Callable[[], Any]]]:
+    """(a copy, {name: what only reads}) of so many bytes."""
     count = nbytes // 4
     if device.kind == "cpu":
         source = np.ones(count, np.float32)
         target = np.empty_like(source)
-        return lambda: np.copyto(target, source), source.sum
+        return lambda: np.copyto(target, source), {"sum": source.sum, "max": source.max}
     if device.torch:
         torch = device.torch
         held = torch.ones(count, device="cuda")
         copied = torch.empty_like(held)
-        return lambda: copied.copy_(held), held.sum
+        matrix = held.view(torch.bfloat16).view(-1, 8192)
+        vector = torch.ones(8192, device="cuda", dtype=torch.bfloat16)
+        reads = {"sum": held.sum, "max": held.amax, "matrix times vector": lambda: torch.mv(matrix, vector),
+                 "float32 matrix times vector": lambda: torch.mv(held.view(-1, 4096), copied[:4096])}  # fmt: skip
+        return lambda: copied.copy_(held), reads
     xp = device.cupy
     held = xp.ones(count, np.float32)
     copied = xp.empty_like(held)
-    return lambda: xp.copyto(copied, held), held.sum
+    return lambda: xp.copyto(copied, held), {"sum": held.sum, "max": held.max}
 
 
 def share(case: Any, seconds: float, ceilings: dict[str, Any]) -> tuple[float, str] | None:
