@@ -208,6 +208,10 @@ class Case:
         arrays = 1 if self.operation == "attention" else 2
         return arrays * size * (rows_q + rows_k) * (self.head_dim + self.head_dim_v)
 
+    def key_bytes(self) -> int:
+        """Of k and v."""
+        return self.batch * self.heads_kv * self.seq_k * (self.head_dim + self.head_dim_v) * itemsize(self.dtype)
+
     # ---- the inputs ----
 
     def options(self) -> dict:

@@ -308,6 +308,58 @@ def _backward(records: dict) -> str:
     return _markdown(columns, [line(case, cell) for case, cell in cells.items() if cell])
 
 
+SERVING_PEERS = {CUDNN: "cuDNN, dense", "flash-attn-3": "FlashAttention-3", "vllm-flash-attn-3": "vLLM's", "flashinfer": "flashinfer"}
+
+
+def _serving(records: dict) -> str:
+    """The cells of the preset: microseconds, the fastest peer over the fastest kernel, and the rate of reading keys and values
+    as a share of the best read rate of the run."""
+    cells = [(name, case, _cell(records["gpu"], str(case), "cold")) for name, cases in problems.CELLS.items() for case in cases]
+    if not any(cell for _, case, cell in cells if case.operation == "serving"):
+        return "The record holds no figures over sequences yet."
+    measured = {name for _, _, cell in cells for run in cell for name in run["contenders"]}
+    shown = [name for name in SERVING_PEERS if name in measured]
+    read = record.context_of(records["gpu"], "measure").get("ceilings", {}).get("read_gbs")
+
+    def line(name: str, case: problems.Problem, cell: list[dict]) -> list:
+        times = {n: _value(cell, n) for run in cell for n in run["contenders"]}
+        ours = min((n for n in times if n not in peers.PEERS), key=lambda n: times[n] or math.inf, default="")
+        ratio = min((r for n in shown if ours and (r := _over(cell, ours, n))), default=None)
+        taken = times.get(ours)
+        share = f"{100 * case.key_bytes() / (taken * 1e-6) / 1e9 / read:.0f}%" if taken and read else "-"
+        return [name, *_sizes(case), f"`{ours}`" if ours else "-", _microseconds(taken), *(_microseconds(times.get(n)) for n in shown),
+                f"{ratio:.2f}" if ratio else "-", share]  # fmt: skip
+
+    columns = ["cell", "B, heads, queries x keys", "pages or storage", "kernel", "us", *(SERVING_PEERS[n] for n in shown),
+               "best peer / ours", "K and V read, of the best rate"]  # fmt: skip
+    return _markdown(columns, [line(*entry) for entry in cells if entry[2]])
+
+
+def _sizes(case: problems.Problem) -> tuple[str, str]:
+    """What a problem over sequences, or a dense one, is called in a table: sizes, storage and options."""
+    batch, heads, lengths = (word[1:] for word in str(case).split(",")[:3])
+    if len(lengths) >= 40:
+        lengths = f"{min(case.n_k):,} to {max(case.n_k):,}"
+    storage = getattr(case, "k", "dense")
+    if storage == "paged":
+        storage = f"{case.page_size}" + " HND" * (case.layout == "bhsd")
+    options = [word for word in ("window", "softcap", "sinks", "alibi") if getattr(case, word)]
+    return f"{batch}, {heads}, {lengths}", ", ".join([storage, *options])
+
+
+def _moves(records: dict) -> str:
+    lines = []
+    for case in problems.preset("moves"):
+        cell = _cell(records["gpu"], str(case), "cold")
+        ours = case.operation
+        ratio = _over(cell, ours, "copy")
+        tokens = case.seq_q if case.operation == "merge" else sum(case.n_q)
+        if ratio:
+            lines.append([case.operation, f"{tokens:,}", _microseconds(_value(cell, ours)), _microseconds(_value(cell, "copy")), f"{ratio:.2f}"])
+    columns = ["", "tokens, 32/8 heads of 128", "us", "copy of as many bytes", "copy / ours"]
+    return _markdown(columns, lines) if lines else "The record holds no figures of merging and appending yet."
+
+
 def _cpu(records: dict) -> str:
     """Every problem of the record's preset, beside NumPy and the faster of torch's two ways."""
     lines = []
@@ -331,5 +383,5 @@ def _tested(records: dict) -> str:
 
 BLOCKS: dict[str, Callable[[dict], str]] = {
     "where": _where, "means": _means, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "extras": _extras, "decode": _decode,
-    "backward": _backward, "overhead": _overhead, "cpu": _cpu, "tested": _tested,
+    "backward": _backward, "serving": _serving, "moves": _moves, "overhead": _overhead, "cpu": _cpu, "tested": _tested,
 }  # fmt: skip

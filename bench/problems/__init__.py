@@ -18,7 +18,7 @@ if str(TESTS) not in sys.path:
 
 import case as dense  # noqa: E402  (lies beside the tests, which import it by the same name)
 from case import ARRAYS, Case  # noqa: E402, F401
-from presets import PRESETS  # noqa: E402
+from presets import CELLS, PRESETS  # noqa: E402, F401
 from serving_cases import ServingCase as Serving  # noqa: E402
 
 Problem = Case | Serving

@@ -173,3 +173,36 @@ def test_flash_attention_3_is_right_where_it_is_installed(tmp_path):
     backward, decode = json.loads(output.read_text())["cells"].values()
     assert set(wanted) <= set(backward["contenders"]), backward["refused"]
     assert "flash-attn-3" in decode["contenders"], decode["refused"]
+
+
+@pytest.mark.parametrize("case, peers", [
+    ("B4,H8/2,S1x500,D128,bfloat16,q=one,k=paged,page_size=16,slack=0", "torch-cudnn"),
+    ("B3,H8/2,S1x500+1x7+1x90,D64,float16,q=one,k=paged,page_size=3,layout=bhsd,slack=0", "flashinfer,flash-attn-3,vllm-flash-attn-3"),
+    ("B2,H8/2,S64,D128,bfloat16,q=packed,k=packed,slack=0,causal=bottom_right", "torch-cudnn,flash-attn-3,flashinfer"),
+    ("B3,H8/2,S40x300+1x70*2,D128,bfloat16,q=packed,k=paged,slack=0,causal=bottom_right", "flash-attn-3,vllm-flash-attn-3,flashinfer"),
+])  # fmt: skip
+def test_sequences_of_kernels_and_peers_are_right(case, peers, tmp_path):
+    """Of the peers those that are installed; each that answers is right."""
+    pytest.importorskip("torch")
+    from bench.__main__ import main
+
+    output = tmp_path / "figures.json"
+    line = ["measure", "--case", case, "--peers", peers, "--cache", "cold", "--seconds", "0.3", "--output", str(output)]
+    assert main(line) == 0
+    (cell,) = json.loads(output.read_text())["cells"].values()
+    assert "simt" in cell["contenders"] and cell["contenders"]["simt"]["clock"] == "graph", cell
+    assert not [why for why in cell["refused"].values() if "WRONG" in why], cell["refused"]
+    assert "torch-cudnn" not in peers or "torch-cudnn" in cell["contenders"], cell["refused"]
+
+
+def test_merging_and_appending_are_timed_beside_a_copy(tmp_path):
+    pytest.importorskip("torch")
+    from bench.__main__ import main
+
+    output = tmp_path / "figures.json"
+    cases = ["B1,H8,S512,D128,bfloat16,layout=bshd,operation=merge", "B4,H8/2,S1x40,D128,bfloat16,q=packed,k=paged,slack=0,operation=append"]
+    line = [word for case in cases for word in ("--case", case)]
+    assert main(["measure", *line, "--cache", "cold", "--seconds", "0.3", "--output", str(output)]) == 0
+    for cell, kernel in zip(json.loads(output.read_text())["cells"].values(), ("merge", "append"), strict=True):
+        assert {"copy", kernel} == set(cell["contenders"]), cell["refused"]
+        assert {figures["clock"] for figures in cell["contenders"].values()} == {"graph"}

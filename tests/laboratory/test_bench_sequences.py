@@ -8,6 +8,7 @@ import pytest
 
 import stand_ins
 from bench import problems, report
+from bench.commands import tables
 from bench.contenders import flash3, named, peers
 from bench.machine import device
 from bench.problems import operands as operands_module
@@ -302,7 +303,31 @@ def test_flashinfer_is_asked_for_what_the_problem_says(number, case, monkeypatch
         assert judged.passed, judged.failures
 
 
-# ---- the command ----
+# ---- the table and the command ----
+
+
+def test_the_table_of_sequences():
+    assert tables._serving({"gpu": {"cells": {}, "contexts": {}, "parts": {}}}) == "The record holds no figures over sequences yet."
+
+    def run(**us):
+        contenders = {name.replace("_p_", "-"): {"us": x} for name, x in us.items()}
+        return [{"contenders": contenders, "date": "2026-01-01", "context": "here", "code": []}]
+
+    cells = {
+        f"{CELLS['D1'][0]} cold": run(mma_sm80=8.0, serve_sm90=4.0, torch_p_cudnn=6.0),
+        f"{CELLS['P1 D1'][3]} cold": run(serve_sm90=4.0, torch_p_cudnn=6.0, flashinfer=5.0),
+        f"{CELLS['R1'][0]} cold": run(serve_sm90=1000.0, flashinfer=900.0),
+        f"{CELLS['S2'][2]} cold": run(simt=50.0),
+    }
+    contexts = {"here": {"ceilings": {"read_gbs": 4600.0}}}
+    lines = tables._serving({"gpu": {"cells": cells, "contexts": contexts, "parts": {}}}).splitlines()
+    assert lines[0].startswith("| cell | B, heads, queries x keys | pages or storage | kernel | us | cuDNN, dense | flashinfer |")
+    assert lines[2:] == [
+        "| D1 | 1, 32/8, 1x4096 | dense | `serve_sm90` | 4.00 | 6.00 | - | 1.50 | 91% |",
+        "| P1 D1 | 1, 32/8, 1x4096 | 16 HND | `serve_sm90` | 4.00 | 6.00 | 5.00 | 1.25 | 91% |",
+        "| R1 | 64, 32/8, 512 to 65,536 | 16 | `serve_sm90` | 1,000 | - | 900 | 0.90 | 93% |",
+        "| S2 | 16, 32/8, 1x4096 | 16, sinks | `simt` | 50.0 | - | - | - | 117% |",
+    ]
 
 
 def test_measure_times_sequences(capfd):
