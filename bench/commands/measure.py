@@ -1,5 +1,8 @@
 """Kernels beside every peer that imports, problem by problem; peers take turns within each round.
 
+A problem's line names its operation: a call of attention, its backward pass (operation=backward), a call over sequences
+(q= and k= say how they are stored), merging (operation=merge) or appending (operation=append).
+
 A contender is checked against float64 before it is timed; one that is wrong is reported and not timed. GPU work is
 replayed from a CUDA graph where the contender can be captured, else bracketed by events; the table says which. "hot"
 calls one set of operands, "cold" rotates through as many as exceed five times the last-level cache. On the CPU each
