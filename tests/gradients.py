@@ -25,8 +25,8 @@ NAMES = ("q", "k", "v", "bias", "sinks")
 _GUARD = 256
 #: The kernels that may refuse no call of theirs; others may, and what tests them skips it.
 TAKES_EVERYTHING = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward")
-#: The kernels that take slopes.
-WITH_ALIBI = WITH_DROPOUT = ("cpu_ref_backward", "cpu_simd_backward")
+#: The kernels that take slopes, and dropout.
+WITH_ALIBI = WITH_DROPOUT = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward", "mma_backward_sm80")
 
 
 @functools.cache
@@ -39,6 +39,14 @@ def absent(kernel: str) -> str | None:
     problem = make(Case(1, 1, 1, 8, 8, 16, dtype="float16"))
     chosen, reasons = fa_ext.explain_backward(**placed(problem, kernel), kernel=kernel)
     return None if chosen else reasons[kernel]
+
+
+def dtypes(kernel: str) -> tuple[str, ...]:
+    """The dtypes that a backward kernel takes."""
+    halves = ("float16", "bfloat16")
+    if rows.listed_name(kernel) in ("cpu_ref_backward", "cpu_simd_backward"):
+        return (*halves, "float32", "float64")
+    return (*halves, "float32") if rows.listed_name(kernel) == "simt_backward" else halves
 
 
 @dataclass
@@ -193,7 +201,7 @@ def contract(kernel: str) -> list[Case]:
     special += [case for case in every if case.dropout and rows.listed_name(kernel) in WITH_DROPOUT]
     every = [case for case in every if not case.alibi and not case.dropout]
     if rows.device_of(kernel) == "cuda":
-        return [case for case in every if case.dtype != "float64"]
+        return [case for case in every + special if case.dtype != "float64"]
     if kernel == "cpu_simd_backward":
         return every + special
     some = random.Random(3).sample(every, 200) + special

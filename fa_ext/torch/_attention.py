@@ -132,7 +132,7 @@ def _dropout_state(p, device):
     if not 0 <= p <= 1:
         raise ValueError(f"dropout_p is {p}; accepted: 0 to 1")
     if device.type not in DROPOUT_DEVICES:
-        raise UnsupportedError(f"dropout_p is {p}, but on {device.type} no kernel has its gradients in this release; accepted: 0.0")
+        raise UnsupportedError(f"dropout_p is {p}, but no kernel on {device.type} reads its state in this release; accepted: 0.0")
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
     return torch.nn.functional.pad(seed, (0, 3))
 

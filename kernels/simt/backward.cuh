@@ -4,10 +4,12 @@
  * see them:
  *
  *     queries own:  S, dP -> dT to shared memory -> dQ += dT K
- *     keys own:     S, dP -> dT to shared memory -> dK += dT Q;  P to shared memory -> dV += P dout   (all of the
- * group) dbias:        S, dP -> dS, added up in registers over what the bias is broadcast along
+ *     keys own:     S, dP -> dT to shared memory -> dK += dT Q;  P to shared memory -> dV += P dout
+ *                   (all of the group)
+ *     dbias:        S, dP -> dS, added up in registers over what the bias is broadcast along
  *
- * Every sum has one owner and one order. */
+ * Which weights dropout keeps is worked out anew in each, from the place of the pair (philox.h). Every sum has one
+ * owner and one order. */
 #pragma once
 
 #include "common/chaos.cuh"       // FA_CHAOS_BEGIN

@@ -6,12 +6,14 @@
  * neighbours then meet no bank conflict. */
 #pragma once
 
+#include "common/alibi.cuh"   // slope_of, with_alibi
 #include "common/convert.cuh" // to_float
 #include "common/mask.cuh"    // key_band
 #include "common/ptx.cuh"     // exp2_fast
 #include "common/rows.cuh"    // row_of, bias_row, mask_row
 #include "common/score.cuh"   // kLog2E, ScoreParams, bias_of, bounded
 #include "fa.h"               // fa_backward
+#include "philox.h"           // fa_dropout_keeps
 
 namespace simt_backward {
 
@@ -34,6 +36,8 @@ struct Work {
     fa::ScoreParams score;
     float2 *rows; // (pairs, group, seq_q): LSE, +inf where the query sees no key, and delta
     int64_t first_pair, pairs, group;
+    fa_extra extra;
+    float kept; // what dropout multiplies a weight by that it keeps; 1 without dropout
 };
 
 /* Whether mask and bias leave a pair; *bias is what they add. */
@@ -140,16 +144,16 @@ __device__ __forceinline__ void product(const float *a, const float *b, int leng
 }
 
 /* P of a pair from its product q . k, and what dS is to be multiplied by for dT. In base e up to the difference, so
- * that large scores are rounded once. */
+ * that large scores are rounded once. `biased`: `bias` is not always 0. */
 __device__ __forceinline__ float weight_of(const fa_forward &f, const fa::ScoreParams &score, float product, float bias,
-                                           float lse, float *slope) {
+                                           bool biased, float lse, float *slope) {
     float x;
     *slope = 1.0f;
     if (f.softcap > 0) {
         const float capped = tanhf(product * score.scale_cap);
         *slope = 1.0f - capped * capped;
         x = fmaf(static_cast<float>(f.softcap), capped, bias) - lse;
-    } else if (f.bias.data) {
+    } else if (biased) {
         x = fmaf(product, static_cast<float>(f.scale), bias) - lse;
     } else {
         x = fmaf(product, static_cast<float>(f.scale), -lse);
@@ -157,8 +161,26 @@ __device__ __forceinline__ float weight_of(const fa_forward &f, const fa::ScoreP
     return fa::exp2_fast(x * fa::kLog2E);
 }
 
-/* S and dP of a tile of pairs, and of them P in `first` and dT (or dS with kDs) in `second`; both 0 where the query
- * does not see the key. kKeysOwn: rows of the thread grid are keys, columns queries; else the reverse. */
+/* Which of a thread's pairs dropout keeps: bit R i + j. */
+template <Tile t, bool kKeysOwn>
+__device__ __forceinline__ uint32_t kept_pairs(const fa_dropout &dropout, int64_t b, int64_t h, int64_t query0,
+                                               int64_t key0) {
+    constexpr int R = Pairs<t>::R;
+    static_assert(R * R <= 32);
+    const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
+    uint32_t kept = 0;
+#pragma unroll 1
+    for (int n = 0; n < R * R; ++n) {
+        const int owner = ty + kSide * (n / R), other = tx + kSide * (n % R);
+        const int query = kKeysOwn ? other : owner, key = kKeysOwn ? owner : other;
+        kept |= uint32_t(fa_dropout_keeps(&dropout, b, h, query0 + query, key0 + key)) << n;
+    }
+    return kept;
+}
+
+/* S and dP of a tile of pairs, and of them P with dropout's factor in `first` and dT (or dS with kDs) in `second`; both
+ * 0 where the query does not see the key. kKeysOwn: rows of the thread grid are keys, columns queries; else the
+ * reverse. */
 template <Tile t, bool kKeysOwn, bool kDs>
 __device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &work, const Shared<t> &shared, int64_t b,
                                              int64_t h, int64_t query0, int64_t key0, Pairs<t> &pairs) {
@@ -170,6 +192,10 @@ __device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &w
         product<t>(kKeysOwn ? shared.values : shared.douts, kKeysOwn ? shared.douts : shared.values, f.head_dim_v,
                    pairs.second);
     const fa::KeyBand band = fa::key_band(f, query0, key0);
+    const float alibi = fa::slope_of(work.extra, b, h);
+    const bool biased = f.bias.data || alibi != 0;
+    const fa_dropout &dropout = work.extra.dropout;
+    const uint32_t kept = dropout.threshold ? kept_pairs<t, kKeysOwn>(dropout, b, h, query0, key0) : ~0u;
 #pragma unroll
     for (int i = 0; i < Pairs<t>::R; ++i)
 #pragma unroll
@@ -179,9 +205,15 @@ __device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &w
             float bias, slope, weight = 0.0f, ds = 0.0f;
             if (query0 + query < f.seq_q && band.sees(query, key) &&
                 shown(f, b, h, query0 + query, key0 + key, &bias)) {
-                weight = weight_of(f, work.score, pairs.first[i][j], bias, shared.lse[query], &slope);
-                ds = weight * (pairs.second[i][j] - shared.delta[query]);
+                if (alibi != 0) {
+                    const int64_t distance = key0 + key - (query0 + query + f.diagonal);
+                    bias = fa::with_alibi(bias, alibi, static_cast<float>(distance));
+                }
+                weight = weight_of(f, work.score, pairs.first[i][j], bias, biased, shared.lse[query], &slope);
+                const float factor = kept >> (Pairs<t>::R * i + j) & 1 ? work.kept : 0.0f;
+                ds = weight * fmaf(factor, pairs.second[i][j], -shared.delta[query]);
                 if (!kDs) ds *= slope;
+                weight *= factor;
             }
             pairs.first[i][j] = weight, pairs.second[i][j] = ds;
         }

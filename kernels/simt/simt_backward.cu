@@ -10,8 +10,9 @@
  * the bits are the same from run to run and do not depend on the batch. simt/backward.cuh says who holds what.
  *
  * Whole dense surface: float16, bfloat16, float32; any strides; GQA, causal, window, softcap, bias, boolean mask,
- * sinks, gradients of both and through the LSE, accumulation; head_dim and head_dim_v 1..256 apart; zero sizes. Limits:
- * no tensor cores, element loads; 8 bytes of workspace a query row, heads in groups where they do not fit.
+ * ALiBi, dropout, sinks, gradients of bias and sinks and through the LSE, accumulation; head_dim and head_dim_v 1..256
+ * apart; zero sizes. Limits: no tensor cores, element loads; 8 bytes of workspace a query row, heads in groups where
+ * they do not fit.
  *
  * @instance f16 -DSIMT_TYPE=__half
  * @instance bf16 -DSIMT_TYPE=__nv_bfloat16
@@ -19,6 +20,7 @@
  */
 #include "common/launch.cuh" // fa_own, FA_CUDA_TRY
 #include "fa.h"              // fa_backward, fa_kernel
+#include "philox.h"          // fa_dropout_scale
 #include "simt/backward.cuh" // Tile, Work, the kernels
 
 namespace simt_backward {
@@ -40,7 +42,7 @@ struct Own {
 };
 
 /* One a dtype, each compiled as an instance of this file. */
-using Launcher = fa_code(const fa_backward &, const fa_plan &, const fa_launch &);
+using Launcher = fa_code(const fa_backward &, const fa_extra &, const fa_plan &, const fa_launch &);
 Launcher launch_f16, launch_bf16, launch_f32;
 
 } // namespace simt_backward
@@ -84,14 +86,19 @@ fa_code launch_bias(const fa_backward &p, const Work &work, const fa_plan &plan,
 }
 
 template <typename T, int kIndex>
-fa_code launch_tile(const fa_backward &p, const fa_plan &plan, const fa_launch &launch) {
+fa_code launch_tile(const fa_backward &p, const fa_extra &extra, const fa_plan &plan, const fa_launch &launch) {
     if constexpr (kIndex < kTileCount) {
         const Own &own = fa_own<Own>(&plan);
-        if (own.tile != kIndex) return launch_tile<T, kIndex + 1>(p, plan, launch);
+        if (own.tile != kIndex) return launch_tile<T, kIndex + 1>(p, extra, plan, launch);
         const fa_forward &f = p.forward;
         const int64_t all = f.batch * f.heads_kv;
-        Work work = {fa::score_params(f), static_cast<float2 *>(launch.workspace), 0, 0,
-                     f.heads_kv ? f.heads / f.heads_kv : 1};
+        Work work = {.score = fa::score_params(f),
+                     .rows = static_cast<float2 *>(launch.workspace),
+                     .first_pair = 0,
+                     .pairs = 0,
+                     .group = f.heads_kv ? f.heads / f.heads_kv : 1,
+                     .extra = extra,
+                     .kept = static_cast<float>(fa_dropout_scale(&extra.dropout))};
         for (; work.first_pair < all && own.pairs; work.first_pair += own.pairs) {
             work.pairs = all - work.first_pair < own.pairs ? all - work.first_pair : own.pairs;
             FA_TRY((launch_pairs<T, Config<kIndex>>(p, work, plan, launch)));
@@ -104,8 +111,9 @@ fa_code launch_tile(const fa_backward &p, const fa_plan &plan, const fa_launch &
 
 #define SIMT_JOIN(a, b)         a##b
 #define SIMT_LAUNCHER(instance) SIMT_JOIN(launch_, instance)
-fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_backward &p, const fa_plan &plan, const fa_launch &launch) {
-    return launch_tile<SIMT_TYPE, 0>(p, plan, launch);
+fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_backward &p, const fa_extra &extra, const fa_plan &plan,
+                                   const fa_launch &launch) {
+    return launch_tile<SIMT_TYPE, 0>(p, extra, plan, launch);
 }
 
 } // namespace simt_backward
@@ -152,9 +160,9 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_backward &p = problem->backward;
-    if (p.forward.dtype == FA_F16) return simt_backward::launch_f16(p, *plan, *launch);
-    if (p.forward.dtype == FA_BF16) return simt_backward::launch_bf16(p, *plan, *launch);
-    return simt_backward::launch_f32(p, *plan, *launch);
+    if (p.forward.dtype == FA_F16) return simt_backward::launch_f16(p, problem->extra, *plan, *launch);
+    if (p.forward.dtype == FA_BF16) return simt_backward::launch_bf16(p, problem->extra, *plan, *launch);
+    return simt_backward::launch_f32(p, problem->extra, *plan, *launch);
 }
 
 } // namespace
@@ -169,7 +177,8 @@ FA_DEFINE_KERNEL(simt_backward) = {
     .cc_to = 0,
     .dtypes = fa::kFloatBits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
+             FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
+             FA_WITH_ORDERED,
     .plan = plan,
     .launch = launch,
 };

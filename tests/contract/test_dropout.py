@@ -18,7 +18,7 @@ from gradients import make, run, verdict
 from operands import dtype_of
 
 FORWARD = tuple(k for k in fa_ext.kernels() if rows.takes(k, **rows.SIMPLEST.host_inputs(), dropout=(0.1, 1)))
-BACKWARD = tuple(k for k in ("cpu_simd_backward", "cpu_ref_backward") if k in fa_ext.kernels("backward"))
+BACKWARD = tuple(k for k in gradients.WITH_DROPOUT if k in fa_ext.kernels("backward"))
 SEED = 0x123456789ABCDEF0
 
 
@@ -80,7 +80,7 @@ def there(kernel, dtype="float32"):
 @pytest.fixture(params=["", "avx512", "avx2", "generic"])
 def isa(request):
     """Vector kernels take that instance, "": the best; skips where this CPU lacks it."""
-    if request.param and request.node.callspec.params.get("kernel") == "simt":
+    if request.param and rows.device_of(request.node.callspec.params["kernel"]) == "cuda":
         pytest.skip("no kernel of vectors")
     if request.param and "cpu_simd" not in fa_ext.kernels():
         pytest.skip("this build has no cpu_simd")
@@ -111,15 +111,28 @@ def test_identity_values_show_the_mask_of_the_forward(kernel, dtype, isa):
         np.testing.assert_array_equal(out != 0, dropout_keep(2, heads, sq, sk, drawn))
 
 
+def runs(kernel, dtype):
+    """Skips where a backward kernel cannot run, or has no such dtype."""
+    if reason := gradients.absent(kernel):
+        pytest.skip(reason)
+    if dtype not in gradients.dtypes(kernel):
+        pytest.skip(f"{kernel} does not take {dtype}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("kernel", BACKWARD)
-def test_identity_dout_shows_the_mask_of_the_backward(kernel, isa):
+def test_identity_dout_shows_the_mask_of_the_backward(kernel, dtype, isa):
     """dv = (P w)^T where dout is the identity."""
-    for drawn, (sq, sk) in itertools.product(DRAWS, ((39, 140), (1, 17), (130, 3))):
+    runs(kernel, dtype)
+    aligned = (0.3, 1 << 63, 2**32 - 1, (5, 3, 80, 4096), 9)  # with the 16 x 16 pairs that calls of the generator serve
+    for drawn, (sq, sk) in itertools.product((*DRAWS, aligned), ((39, 140), (1, 17), (130, 3))):
         rng = np.random.default_rng(sk)
-        q, k, v = (rng.standard_normal((2, 3, s, d), dtype=np.float32) / 4 for s, d in ((sq, 16), (sk, 16), (sk, sq)))
-        out, lse = fa_ext.attention(q, k, v, dropout=drawn, return_lse=True)
-        dout = np.broadcast_to(np.eye(sq, dtype=np.float32), out.shape)
-        (dv,) = fa_ext.attention_backward(dout, q, k, v, out, lse, wrt=("v",), dropout=drawn, kernel=kernel)
+        q, k, v = (rng.standard_normal((2, 3, s, d)).astype(dtype) / 4 for s, d in ((sq, 16), (sk, 16), (sk, sq)))
+        out, lse = reference.attention(q, k, v, dropout=drawn)
+        dout = np.broadcast_to(np.eye(sq, dtype=dtype), out.shape)
+        inputs = dict(dout=dout, q=q, k=k, v=v, out=out.astype(dtype), lse=lse.astype(np.float32), dropout=drawn)
+        case = Case(2, 3, 3, sq, sk, 16, sq, dtype=dtype)
+        dv = run(kernel, gradients.Problem(case, inputs, ("v",)))["v"]
         np.testing.assert_array_equal(dv != 0, dropout_keep(2, 3, sq, sk, drawn).swapaxes(2, 3))
 
 
@@ -154,6 +167,7 @@ def dropped(case, dropout, **extra):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("kernel", BACKWARD)
 def test_backward(kernel, case, isa):
+    runs(kernel, case.dtype)
     for p in PROBABILITIES:
         report = verdict(kernel, dropped(case, (p, SEED, 3)))
         assert report, f"p = {p}: {report}"
@@ -162,6 +176,7 @@ def test_backward(kernel, case, isa):
 def test_all_weights_dropped():
     """p = 1: out is 0, the LSE as ever, and gradients are those of dlse alone."""
     case = Case(1, 2, 1, 33, 47, 16, dtype="float32", sinks="same")
+    half = Case(1, 2, 1, 33, 47, 16, dtype="float16", sinks="same")
     inputs = case.host_inputs()
     for kernel in FORWARD:
         if rows.device_of(kernel) == "cuda" and rows.no_device():
@@ -169,11 +184,14 @@ def test_all_weights_dropped():
         out, lse = rows.attention(kernel, **inputs, dropout=(1, 3), return_lse=True)
         assert (out == 0).all()
         np.testing.assert_allclose(lse, rows.attention(kernel, **inputs, return_lse=True)[1], rtol=1e-6)
-    for kernel in BACKWARD:
-        problem, alone = dropped(case, (1, 3)), make(case, dout="none")
+    for kernel, of in itertools.product(BACKWARD, (case, half)):
+        if gradients.absent(kernel) or of.dtype not in gradients.dtypes(kernel):
+            continue
+        problem, alone = dropped(of, (1, 3)), make(of, dout="none")
         got, want = run(kernel, problem), run(kernel, alone)
         for name in want:
-            np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-6)
+            rtol, atol = (2e-5, 1e-6) if of is case else (2e-3, 1e-6)
+            np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=atol)
 
 
 def test_finite_differences():
@@ -187,6 +205,8 @@ def test_finite_differences():
 
     out, lse = fa_ext.attention(**x, **options, return_lse=True)
     for kernel in BACKWARD:
+        if "float64" not in gradients.dtypes(kernel):
+            continue
         found = fa_ext.attention_backward(dout, **x, out=out, lse=lse, **options, wrt=tuple(x), kernel=kernel)
         for gradient, (name, values) in zip(found, x.items(), strict=True):
             for index in np.ndindex(values.shape):

@@ -172,6 +172,7 @@ GRADIENTS = [
     ("simt_backward", "B1,H1,S3x5,D16,float32"),
     ("simt_backward", "B2,H4/2,S70x83,D64,float32,causal=bottom_right,sinks=float32"),
     ("simt_backward", "B1,H2/1,S33x71,D40/24,float32,bias=full,mask=rows,softcap=5.0"),
+    ("simt_backward", "B2,H4/2,S33x71,D40,float32,alibi=batch,dropout=0.3:7,causal=bottom_right"),
     ("mma_backward_sm80", "B1,H2/1,S70x133,D64,bfloat16"),
     ("mma_backward_sm80", "B2,H2,S133,D64,bfloat16,causal=bottom_right,sinks=same"),
     ("mma_backward_sm80", "B1,H4/2,S40x90,D64,bfloat16,window=30:none,layout=bshd"),
