@@ -97,7 +97,12 @@ template <class C> struct BackwardWarp {
                                          uint32_t own_p, uint32_t other_s, uint32_t other_p, uint32_t rows) {
         const int lane = threadIdx.x % 32;
         Pairs s, g, bias;
+        uint32_t kept = ~0u;
         if constexpr (C::kGeneral) load_bias<C::kQueries, C::kRowTiles, C::kStep>(args, place, bias);
+        if constexpr (C::kExtended) {
+            add_alibi<C::kQueries, C::kRowTiles, C::kStep>(args, place, bias);
+            if (args.extra.dropout.threshold) kept = kept_pairs<C::kQueries, C::kStep>(args, place);
+        }
         {
             const typename Product::OwnAddress a_s(own_s, lane), a_p(own_p, lane);
             const typename Product::ColumnAddress b_s(other_s, lane), b_p(other_p, lane);
@@ -117,12 +122,14 @@ template <class C> struct BackwardWarp {
             }
         }
         if constexpr (C::kGeneral) {
-            weigh<C::kQueries, true, true, C::kFirst, false, C::kRowTiles, C::kStep>(args, place, s, g, &bias, rows);
+            weigh<C::kQueries, true, true, C::kFirst, false, C::kExtended, C::kRowTiles, C::kStep>(args, place, s, g,
+                                                                                                   &bias, rows, kept);
         } else if (masked) {
-            weigh<C::kQueries, false, true, C::kFirst, false, C::kRowTiles, C::kStep>(args, place, s, g, nullptr, rows);
+            weigh<C::kQueries, false, true, C::kFirst, false, false, C::kRowTiles, C::kStep>(args, place, s, g, nullptr,
+                                                                                             rows, kept);
         } else {
-            weigh<C::kQueries, false, false, C::kFirst, false, C::kRowTiles, C::kStep>(args, place, s, g, nullptr,
-                                                                                       rows);
+            weigh<C::kQueries, false, false, C::kFirst, false, false, C::kRowTiles, C::kStep>(args, place, s, g,
+                                                                                              nullptr, rows, kept);
         }
         if constexpr (C::kSecond) {
             const typename Product::SummedAddress b_p(other_p, lane);

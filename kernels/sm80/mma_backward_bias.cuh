@@ -17,8 +17,10 @@
 
 namespace fa {
 
-template <typename T_, int kHeadDim_> struct BiasConfig {
+/* kExtended: with ALiBi and dropout. */
+template <typename T_, int kHeadDim_, bool kExtended_> struct BiasConfig {
     using T = T_;
+    static constexpr bool kExtended = kExtended_;
     static constexpr int kHeadDim = kHeadDim_, kWarps = 4, kThreads = 32 * kWarps;
     static constexpr int kQueries = 16 * kWarps, kKeys = kHeadDim <= 192 ? 64 : 32;
     static constexpr int kRowBytes = kHeadDim * 2, kSumFloats = kKeys + 4; // of a row, in the end
@@ -135,7 +137,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
         if (threadIdx.x < C::kQueries)
             store_row(rows + threadIdx.x * 8, args.rows + (b * f.heads + h) * args.pitch, query + threadIdx.x, seq_q);
         typename Product::Pairs s, g, bias;
+        uint32_t kept = ~0u;
         load_bias<true, 1, C::kKeys>(args, place, bias);
+        if constexpr (C::kExtended) {
+            add_alibi<true, 1, C::kKeys>(args, place, bias);
+            if (args.extra.dropout.threshold) kept = kept_pairs<true, C::kKeys>(args, place);
+        }
         cp_async_wait<0>();
         __syncthreads();
         const typename Product::OwnAddress a_s(queries + warp_rows, lane), a_p(douts + warp_rows, lane);
@@ -144,7 +151,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
 #pragma unroll
         for (int k = 0; k < C::kHeadDim / 16; ++k)
             Product::add_block(s, a_s, b_s, k), Product::add_block(g, a_p, b_p, k);
-        weigh<true, true, true, true, true, 1, C::kKeys>(args, place, s, g, &bias, rows + (warp * 16 + lane / 4) * 8);
+        weigh<true, true, true, true, true, C::kExtended, 1, C::kKeys>(args, place, s, g, &bias,
+                                                                       rows + (warp * 16 + lane / 4) * 8, kept);
         each_pair<1, C::kKeys>([&](int r, int j, int e, int, int) { sums[r][j][e] += g[r][j][e]; });
     }
 

@@ -31,11 +31,19 @@ struct BackwardShape {
     int blocks;    // a multiprocessor, that registers are to allow
 };
 
-/* kHeadDim: of q, k and v, padded. kGeneral: softcap, bias, boolean mask, rows of any alignment; else none of these. */
-template <typename T_, int kHeadDim_, Role kRole_, bool kGeneral_, BackwardShape kShape> struct BackwardConfig {
+/* What an instance can do beside the plain walk. */
+enum class Options {
+    kNone,
+    kGeneral,  // softcap, bias, boolean mask, rows of any alignment
+    kExtended, // the same, ALiBi and dropout
+};
+
+/* kHeadDim: of q, k and v, padded. */
+template <typename T_, int kHeadDim_, Role kRole_, Options kOptions, BackwardShape kShape> struct BackwardConfig {
     using T = T_;
     static constexpr Role kRole = kRole_;
-    static constexpr bool kQueries = kRole == Role::kQueries, kGeneral = kGeneral_;
+    static constexpr bool kQueries = kRole == Role::kQueries;
+    static constexpr bool kGeneral = kOptions != Options::kNone, kExtended = kOptions == Options::kExtended;
     static constexpr bool kFirst = kRole != Role::kValue;                          // dq or dk, of dS
     static constexpr bool kSecond = kRole == Role::kKeys || kRole == Role::kValue; // dv, of P
     static constexpr int kHeadDim = kHeadDim_, kRowTiles = kShape.row_tiles, kTile = kShape.tile, kStep = kShape.step;
@@ -82,6 +90,8 @@ struct BackwardArgs {
     double *sinks;                                              // (batch, heads): parts of dsinks
     float *bias_parts;                                          // (parts, elements of dbias); parts > 1
     int parts;
+    fa_extra extra;
+    float kept; // what dropout multiplies a weight by that it keeps; 1 without dropout
 };
 
 /* The task of this block. */

@@ -8,12 +8,14 @@
 #include <math.h>      // INFINITY
 #include <type_traits> // remove_cvref_t
 
+#include "common/alibi.cuh"             // slope_of, with_alibi
 #include "common/convert.cuh"           // to_float
 #include "common/ptx.cuh"               // exp2_fast, load_shared_16, load_shared_pair, store_shared
 #include "common/rows.cuh"              // Chunk
 #include "common/score.cuh"             // kLog2E, bounded
 #include "common/softcap.cuh"           // tanh_and_slope
 #include "fa.h"                         // fa_forward
+#include "philox.h"                     // fa_philox, fa_dropout_head, fa_dropout_keeps
 #include "sm80/mma_backward_config.cuh" // BackwardArgs, seen_by
 #include "sm80/scores.cuh"              // Scores
 
@@ -36,7 +38,7 @@ template <int kRowTiles, int kStep, class Body> __device__ __forceinline__ void 
             for (int j = 0; j < kStep / 8; ++j) body(r, j, e, 16 * r + e / 2 * 8, 8 * j + e % 2);
 }
 
-/* What is added to each score: the bias, or -inf where the pair is excluded. */
+/* What is added to each score: the bias, or -inf where the pair is excluded. ALiBi aside. */
 template <bool kQueries, int kRowTiles, int kStep>
 __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPlace &place,
                                           Scores<kRowTiles, kStep> &bias) {
@@ -92,6 +94,75 @@ __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPl
         visit(static_cast<const __nv_bfloat16 *>(f.bias.data), f.bias, args.pairs_bias, value);
 }
 
+/* The same with ALiBi. */
+template <bool kQueries, int kRowTiles, int kStep>
+__device__ __forceinline__ void add_alibi(const BackwardArgs &args, const PairPlace &place,
+                                          Scores<kRowTiles, kStep> &bias) {
+    const float slope = slope_of(args.extra, place.batch, place.head);
+    if (slope == 0) return;
+    const int first = kQueries ? place.other - place.own - args.visible.diagonal
+                               : place.own - place.other - args.visible.diagonal; // key - position
+    each_pair<kRowTiles, kStep>([&](int r, int j, int e, int own, int other) {
+        float &to = bias[r][j][e];
+        const float distance = static_cast<float>(first + (kQueries ? other - own : own - other));
+        if (to != -INFINITY) to = with_alibi(to, slope, distance);
+    });
+}
+
+/* Whether dropout keeps one of the 8 pairs that a call of its generator serves. */
+__device__ __forceinline__ uint32_t keeps(uint32_t word, int half, const fa_dropout &dropout) {
+    return (half ? word >> 16 : word & 0xffff) >= dropout.threshold;
+}
+
+/* Which of a lane's elements of a step dropout keeps: bit 4 j + e, of one row tile.
+ *
+ * A call of the generator serves queries {i, i + 8} and keys {j, j + 1, j + 8, j + 9}. Where queries own, these are a
+ * lane's 8 elements of 16 x 16 pairs. Where keys own, it has queries {i, i + 1, i + 8, i + 9} and keys {j, j + 8}, half
+ * of what the calls of i and of i + 1 serve, whose other halves are those of the lane of key j ^ 1: each of the two
+ * makes one call, and they swap two words. Both where the whole that the call is a part of has its origin at multiples
+ * of 16; elsewhere a call serves one pair. Lanes enter together. */
+template <bool kQueries, int kStep>
+__device__ __forceinline__ uint32_t kept_pairs(const BackwardArgs &args, const PairPlace &place) {
+    static_assert(kStep <= 64);
+    const fa_dropout &dropout = args.extra.dropout;
+    uint32_t kept = 0;
+    if ((dropout.origin[2] | dropout.origin[3]) % 16) {
+#pragma unroll 1
+        for (int n = 0; n < kStep / 2; ++n) {
+            const int own = place.own + n % 4 / 2 * 8, other = place.other + n / 4 * 8 + n % 2;
+            kept |= uint32_t(fa_dropout_keeps(&dropout, place.batch, place.head, kQueries ? own : other,
+                                              kQueries ? other : own))
+                    << n;
+        }
+        return kept;
+    }
+    const uint32_t head = fa_dropout_head(&dropout, place.batch, place.head);
+    const bool odd = !kQueries && place.own % 2; // a lane's keys
+#pragma unroll 1
+    for (int n = 0; n < kStep / 16; ++n) {
+        const uint32_t own = uint32_t(place.own), other = uint32_t(place.other + 16 * n);
+        const uint32_t i = (kQueries ? own : other + odd) + dropout.origin[2];
+        const uint32_t j = (kQueries ? other : own) + dropout.origin[3];
+        uint32_t word[4] = {j >> 4 << 5 | (i & 7) << 2 | (j & 7) >> 1, i >> 4, head, dropout.offset};
+        fa_philox(word, dropout.seed[0], dropout.seed[1]);
+        if constexpr (!kQueries) { // to the words of (query i, i + 8; query i + 1, i + 9)
+            const uint32_t low = __shfl_xor_sync(~0u, odd ? word[0] : word[2], 4);
+            const uint32_t high = __shfl_xor_sync(~0u, odd ? word[1] : word[3], 4);
+            word[0] = odd ? low : word[0], word[1] = odd ? high : word[1];
+            word[2] = odd ? word[2] : low, word[3] = odd ? word[3] : high;
+        }
+        uint32_t bits = 0;
+#pragma unroll
+        for (int m = 0; m < 8; ++m) { // element [2 n + m / 4][m % 4]
+            const int of_own = m % 4 / 2, of_other = m / 4, neighbour = m % 2;
+            const int query = kQueries ? of_own : of_other, key = kQueries ? of_other : of_own; // 8 further
+            bits |= keeps(word[2 * neighbour + query], key, dropout) << m;
+        }
+        kept |= bits << 8 * n;
+    }
+    return kept;
+}
+
 /* Puts what args.rows has of a query, (+inf, 0) beyond the last, where weigh() reads it. */
 __device__ __forceinline__ void store_row(uint32_t to, const float2 *rows, int query, int seq_q) {
     const float2 row = query < seq_q ? rows[query] : make_float2(INFINITY, 0.0f);
@@ -102,13 +173,13 @@ __device__ __forceinline__ void store_row(uint32_t to, const float2 *rows, int q
  *
  * Exponents are in base e up to the difference from the LSE, so that large scores are rounded once. kSelect: pairs may
  * be excluded, by `bias` if kGeneral, else by the band. `rows`: where in shared memory LSE and delta of this lane's
- * first query are; the others follow, 8 bytes each.
- *
- * A dropout's weights w would enter here: w dP in place of dP, and w P in `s` once dS is made of P. */
-template <bool kQueries, bool kGeneral, bool kSelect, bool kNeedsDs, bool kDs, int kRowTiles, int kStep>
+ * first query are; the others follow, 8 bytes each. kExtended: with ALiBi, which `bias` has, and dropout, which leaves
+ * the elements of `kept` (kept_pairs). */
+template <bool kQueries, bool kGeneral, bool kSelect, bool kNeedsDs, bool kDs, bool kExtended, int kRowTiles, int kStep>
 __device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace &place, Scores<kRowTiles, kStep> &s,
-                                      Scores<kRowTiles, kStep> &g, const Scores<kRowTiles, kStep> *bias,
-                                      uint32_t rows) {
+                                      Scores<kRowTiles, kStep> &g, const Scores<kRowTiles, kStep> *bias, uint32_t rows,
+                                      uint32_t kept) {
+    static_assert(!kExtended || (kGeneral && kRowTiles == 1));
     float2 mine[kRowTiles][2];
     if constexpr (kQueries) {
 #pragma unroll
@@ -147,7 +218,7 @@ __device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace 
                         const Capped capped = tanh_and_slope(s[r][j][e] * args.score.scale_cap);
                         exponent = fmaf(args.softcap, capped.value, extra) - query.x;
                         slope = capped.slope;
-                    } else if (args.problem.forward.bias.data) {
+                    } else if (args.problem.forward.bias.data || (kExtended && args.extra.alibi.data)) {
                         exponent = fmaf(s[r][j][e], args.scale, extra) - query.x;
                     } else {
                         exponent = fmaf(s[r][j][e], args.scale, -query.x);
@@ -159,9 +230,10 @@ __device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace 
                         exponent = -INFINITY;
                 }
                 const float weight = exp2_fast(exponent * kLog2E);
-                s[r][j][e] = weight;
+                const float factor = !kExtended ? 1.0f : kept >> (4 * j + e) & 1 ? args.kept : 0.0f;
+                s[r][j][e] = kExtended ? factor * weight : weight;
                 if constexpr (kNeedsDs) {
-                    float ds = weight * (g[r][j][e] - query.y);
+                    float ds = weight * (kExtended ? fmaf(factor, g[r][j][e], -query.y) : g[r][j][e] - query.y);
                     if (kSelect && exponent == -INFINITY) ds = 0.0f;
                     if (kGeneral && !kDs) ds *= slope;
                     g[r][j][e] = ds;

@@ -13,10 +13,11 @@
  * the rows and the parts of dsinks and dbias. Barriers: mma_backward.cuh.
  *
  * Float16 and bfloat16, float32 accumulation, head_dim and head_dim_v from 1 to 256 (padded with zeros to the next of
- * 32, 64, 96, 128, 192, 256), any strides; causal, window, softcap, bias, boolean mask, sinks, gradients of both and
- * through the LSE, accumulation; zero sizes. Instances a head_dim, dtype and side: by the size of the grid, and one for
- * softcap, bias, mask and rows that are no aligned chunks. 99 KB of shared memory a block at most. 8 bytes of workspace
- * a query row, heads in groups where they do not fit. From head_dim 192 on dk and dv are made one after the other.
+ * 32, 64, 96, 128, 192, 256), any strides; causal, window, softcap, bias, boolean mask, ALiBi, dropout, sinks,
+ * gradients of bias and sinks and through the LSE, accumulation; zero sizes. Instances a head_dim, dtype and side: by
+ * the size of the grid, one for softcap, bias, mask and rows that are no aligned chunks, and one for all these, ALiBi
+ * and dropout. 99 KB of shared memory a block at most. 8 bytes of workspace a query row, heads in groups where they do
+ * not fit. From head_dim 192 on dk and dv are made one after the other.
  *
  * @instance d{32,64,96,128,192,256} -DFA_MMA_HEAD_DIM={1}
  */
@@ -26,6 +27,7 @@
 #include "common/rows.cuh"            // takes_chunks
 #include "common/score.cuh"           // score_params
 #include "fa.h"                       // fa_backward, fa_kernel
+#include "philox.h"                   // fa_dropout_scale
 #include "sm80/mma_backward.cuh"      // backward_kernel
 #include "sm80/mma_backward_bias.cuh" // backward_bias, BiasAxes
 #include "sm80/mma_backward_rows.cuh" // backward_rows, backward_sinks
@@ -39,16 +41,18 @@ constexpr bool has_both(int head_dim) { return head_dim <= 128; }
 /* Instances of one side, by what they are for. kLarge and kSmall give the same bits: other rows come in the same tiles
  * and steps. */
 enum Kind {
-    kLarge,   // grids that fill the device
-    kSmall,   // grids that do not: half the own rows a block, where kLarge has two row tiles
-    kGeneral, // softcap, bias, boolean mask, rows of any alignment
+    kLarge,    // grids that fill the device
+    kSmall,    // grids that do not: half the own rows a block, where kLarge has two row tiles
+    kGeneral,  // softcap, bias, boolean mask, rows of any alignment
+    kExtended, // the same, ALiBi and dropout
+    kKinds
 };
 
 /* Row tiles a warp, warps, other rows a tile and a step, blocks a multiprocessor. A warp of two row tiles reads each
  * operand b for twice as many products, which shared memory needs (mma_sm80.cu); its gradients must leave room for
  * that: 64 registers of dq at head_dim 64, 128 of dk and dv. */
 constexpr BackwardShape shape_of(int head_dim, Role role, Kind kind) {
-    constexpr BackwardShape kOwn[] = {{2, 4, 0, 0, 2}, {1, 4, 0, 0, 2}, {1, 8, 0, 0, 1}}; // by kind
+    constexpr BackwardShape kOwn[] = {{2, 4, 0, 0, 2}, {1, 4, 0, 0, 2}, {1, 8, 0, 0, 1}, {1, 8, 0, 0, 1}}; // by kind
     BackwardShape shape = head_dim <= 64 || (role == Role::kQueries && head_dim <= 128) ? kOwn[kind] : kOwn[kSmall];
     shape.tile = head_dim <= 64 ? 64 : head_dim <= 192 || role == Role::kValue ? 32 : 16;
     shape.step = shape.tile < 32 ? shape.tile : 32;
@@ -56,7 +60,11 @@ constexpr BackwardShape shape_of(int head_dim, Role role, Kind kind) {
 }
 
 template <typename T, int kHeadDim, Role kRole, Kind kKind>
-using Choose = BackwardConfig<T, kHeadDim, kRole, kKind == kGeneral, shape_of(kHeadDim, kRole, kKind)>;
+using Choose = BackwardConfig<T, kHeadDim, kRole,
+                              kKind == kExtended  ? Options::kExtended
+                              : kKind == kGeneral ? Options::kGeneral
+                                                  : Options::kNone,
+                              shape_of(kHeadDim, kRole, kKind)>;
 
 } // namespace
 
@@ -89,7 +97,8 @@ template <typename T, Role kRole> fa_code start_kind(const BackwardArgs &args, i
     switch (kind) {
     case kLarge: return start_role<Choose<T, D, kRole, kLarge>>(args, launch);
     case kSmall: return start_role<Choose<T, D, kRole, kSmall>>(args, launch);
-    default: return start_role<Choose<T, D, kRole, kGeneral>>(args, launch);
+    case kGeneral: return start_role<Choose<T, D, kRole, kGeneral>>(args, launch);
+    default: return start_role<Choose<T, D, kRole, kExtended>>(args, launch);
     }
 }
 
@@ -105,13 +114,17 @@ template <typename T> fa_code launch_pairs(const BackwardArgs &args, fa_mma_kind
     return FA_OK;
 }
 
+template <class C> fa_code start_bias(const BackwardArgs &args, const fa_launch &launch) {
+    const int64_t tasks = BiasAxes(args.problem, C::kQueries, C::kKeys).tasks();
+    return fa_start(backward_bias<C>, tasks * args.parts, C::kThreads, C::kSharedBytes, launch, args);
+}
+
 template <typename T>
 fa_code launch_dtype(const BackwardArgs &args, fa_mma_kinds kinds, bool bias, const fa_launch &launch) {
     const fa_forward &f = args.problem.forward;
     if (bias) {
-        using C = BiasConfig<T, FA_MMA_HEAD_DIM>;
-        const int64_t tasks = BiasAxes(args.problem, C::kQueries, C::kKeys).tasks();
-        FA_TRY(fa_start(backward_bias<C>, tasks * args.parts, C::kThreads, C::kSharedBytes, launch, args));
+        FA_TRY(kinds.queries == kExtended ? (start_bias<BiasConfig<T, FA_MMA_HEAD_DIM, true>>(args, launch))
+                                          : (start_bias<BiasConfig<T, FA_MMA_HEAD_DIM, false>>(args, launch)));
         if (args.parts == 1) return FA_OK;
         return fa_start(backward_bias_sum, (bias_elements(args.problem) + 127) / 128, 128, 0, launch, args);
     }
@@ -150,14 +163,14 @@ using Launch = fa_code(const BackwardArgs &, fa_mma_kinds, bool bias, const fa_l
 struct Instance {
     int head_dim;
     Launch *launch;
-    int shared_bytes;                                      // the most that one of its kernels takes
-    int bias_queries, bias_keys;                           // of a tile of dbias
-    int own_queries[kGeneral + 1], own_keys[kGeneral + 1]; // that a block owns, by kind
+    int shared_bytes;                          // the most that one of its kernels takes
+    int bias_queries, bias_keys;               // of a tile of dbias
+    int own_queries[kKinds], own_keys[kKinds]; // that a block owns, by kind
 };
 
 template <int D> constexpr Instance instance_of(Launch *launch) {
     using T = __half; // dtypes do not differ
-    using Bias = BiasConfig<T, D>;
+    using Bias = BiasConfig<T, D, false>;
     constexpr Role kQueries = Role::kQueries;
     constexpr Role kKeys = has_both(D) ? Role::kKeys : Role::kKey, kValues = has_both(D) ? Role::kKeys : Role::kValue;
     static_assert(Choose<T, D, kKeys, kLarge>::kOwn == Choose<T, D, kValues, kLarge>::kOwn);
@@ -173,9 +186,9 @@ template <int D> constexpr Instance instance_of(Launch *launch) {
             .bias_queries = Bias::kQueries,
             .bias_keys = Bias::kKeys,
             .own_queries = {Choose<T, D, kQueries, kLarge>::kOwn, Choose<T, D, kQueries, kSmall>::kOwn,
-                            Choose<T, D, kQueries, kGeneral>::kOwn},
+                            Choose<T, D, kQueries, kGeneral>::kOwn, Choose<T, D, kQueries, kExtended>::kOwn},
             .own_keys = {Choose<T, D, kKeys, kLarge>::kOwn, Choose<T, D, kKeys, kSmall>::kOwn,
-                         Choose<T, D, kKeys, kGeneral>::kOwn}};
+                         Choose<T, D, kKeys, kGeneral>::kOwn, Choose<T, D, kKeys, kExtended>::kOwn}};
 }
 
 #define FA_MMA_BACKWARD_INSTANCE(D)       instance_of<D>(FA_MMA_BACKWARD_NAME(D)),
@@ -252,6 +265,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     own.chunks_v = has_chunks(f.v, f.head_dim_v);
     own.chunks_dout = !p.dout.data || has_chunks(p.dout, f.head_dim_v);
     own.chunks_out = f.out_dtype == f.dtype && has_chunks(f.out, f.head_dim_v);
+    const bool extended = problem->extra.alibi.data || problem->extra.dropout.threshold;
     const bool general = f.bias.data || f.mask.data || f.softcap > 0 || !own.chunks_q || !own.chunks_k ||
                          !own.chunks_v || !own.chunks_dout;
     own.pairs_bias =
@@ -266,8 +280,11 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     const bool at_once = p.wants >> FA_GRAD_BIAS & 1; // dbias may add up over all heads
     if (all && (own.pairs == 0 || (at_once && own.pairs < all)))
         return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
-    const auto kind_of = [&](int64_t heads, int64_t length, const int(&rows)[kGeneral + 1]) {
-        return general ? kGeneral : heads * divide_up(length, rows[kLarge]) > device->sm_count ? kLarge : kSmall;
+    const auto kind_of = [&](int64_t heads, int64_t length, const int(&rows)[kKinds]) {
+        return extended                                                     ? kExtended
+               : general                                                    ? kGeneral
+               : heads * divide_up(length, rows[kLarge]) > device->sm_count ? kLarge
+                                                                            : kSmall;
     };
     own.kinds = {kind_of(own.pairs * group, f.seq_q, instance.own_queries),
                  kind_of(own.pairs, f.seq_k, instance.own_keys)};
@@ -283,7 +300,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     own.section_queries = section_of(f, device, f.seq_k, own.pairs) * group;
     own.section_keys = section_of(f, device, f.seq_q * group, own.pairs);
     plan->workspace_bytes = size_t(own.bias_at) + (own.parts > 1 ? size_t(own.parts * bias_elements(p)) * 4 : 0);
-    plan->threads = general && instance.head_dim <= 128 ? 256 : 128;
+    plan->threads = (general || extended) && instance.head_dim <= 128 ? 256 : 128;
     plan->blocks = blocks_k > blocks_q ? blocks_k : blocks_q;
     plan->smem_bytes = size_t(instance.shared_bytes);
     plan->keep = true;
@@ -329,6 +346,8 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .sinks = reinterpret_cast<double *>(workspace + own.sinks_at),
         .bias_parts = reinterpret_cast<float *>(workspace + own.bias_at),
         .parts = own.parts,
+        .extra = problem->extra,
+        .kept = float(fa_dropout_scale(&problem->extra.dropout)),
     };
     const auto run = kInstances[own.index].launch;
     do { // once for no pairs, whose sums of nothing are results too
@@ -353,7 +372,8 @@ FA_DEFINE_KERNEL(mma_backward_sm80) = {
     .cc_to = 0,
     .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
-             FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED,
+             FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
+             FA_WITH_ORDERED,
     .plan = plan,
     .launch = launch,
 };
