@@ -177,6 +177,7 @@ GRADIENTS = [
     ("mma_backward_sm80", "B2,H2,S133,D64,bfloat16,causal=bottom_right,sinks=same"),
     ("mma_backward_sm80", "B1,H4/2,S40x90,D64,bfloat16,window=30:none,layout=bshd"),
     ("mma_backward_sm80", "B1,H2/1,S33x71,D60/44,bfloat16,bias=full,mask=rows,softcap=5.0,sinks=float32"),
+    ("mma_backward_sm80", "B2,H4/2,S70x133,D64,float16,alibi=batch,dropout=0.3:7,causal=bottom_right,bias=keys"),
     ("wgmma_backward_sm90", "B1,H2/1,S70x133,D64,bfloat16"),
     ("wgmma_backward_sm90", "B2,H2,S133,D64,bfloat16,causal=bottom_right,sinks=same"),
     ("wgmma_backward_sm90", "B1,H4/2,S40x90,D64,bfloat16,window=30:none,layout=bshd"),
