@@ -7,19 +7,12 @@
  * which a key that nobody may look at has no page. */
 #pragma once
 
-#include "common/faults.cuh" // count_fault, count_length_faults
+#include "common/faults.cuh" // count_fault
+#include "common/spot.cuh"   // Serving, Spot, find_spot
 #include "philox.h"          // fa_dropout_keeps, fa_dropout_scale
 #include "simt/kernel.cuh"   // LaneTile, general_scores, load4
 
 namespace fa::simt {
-
-/* A call by value. */
-struct Serving {
-    fa_forward p;
-    fa_sequences s;
-    fa_extra extra;
-    fa_fault_board *faults;
-};
 
 /* Where a query of the tile stands, and the keys that it sees. */
 struct QueryRow {
@@ -42,93 +35,24 @@ template <Tile t> struct Shared {
 
 template <Tile t> constexpr size_t serve_bytes() { return (t.smem_bytes() + 15) / 16 * 16 + sizeof(Shared<t>); }
 
-/* All threads' values in one, in all of them. */
-template <class Join> __device__ __forceinline__ int64_t join_block(int64_t x, int64_t *joined, Join join) {
-#pragma unroll
-    for (int offset = kWarp / 2; offset; offset /= 2) x = join(x, __shfl_xor_sync(~0u, x, offset));
-    __syncthreads();
-    if (threadIdx.x % kWarp == 0) joined[threadIdx.x / kWarp] = x;
-    __syncthreads();
-    for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) x = join(x, joined[warp]);
-    return x;
-}
-
-/* The largest of the first `count` starts, within the rows there are; 0 of none. */
-__device__ __forceinline__ int64_t largest_start(const fa_lengths &lengths, int64_t count, int64_t *joined) {
-    int64_t largest = 0;
-    for (int64_t b = threadIdx.x; b < count; b += blockDim.x) {
-        const int64_t start = fa_clamp(lengths.starts[b], 0, lengths.rows);
-        largest = start > largest ? start : largest;
-    }
-    return join_block(largest, joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
-}
-
-/* Tiles that cover all rows of packed queries with starts, whatever the starts are: span n has the rows of sequence
- * n - 1, the first those before any, the last those behind all. It begins where the one before ends, at `begin`, and
- * its tiles are those from begin / block_m + n on; so rows / block_m + batch + 2 are enough. */
-
-/* What a tile is: rows [begin, end) of out, the first of them query `query` of the entry, which is a sequence unless
- * batch < 0; `tile` counts those of the sequence. */
-struct Spot {
-    int64_t batch, tile, query;
-    fa_span rows;
-    fa_entry entry;
+/* A tile of queries: rows [begin, end) of out, the first of them query `query` of the entry. */
+struct TileSpot : Spot {
+    int64_t query;
 };
 
-/* `n`: which of the tiles of a head. Counts what is bad in lengths, once. */
-__device__ __forceinline__ Spot find_spot(const Serving &c, int64_t n, int64_t head, int64_t tiles_m, int block_m,
-                                          int64_t *joined) {
-    const fa_sequences &s = c.s;
-    Spot spot = {};
-    fa_span rows_q = {0, c.p.seq_q};
-    if (s.q.starts) {
-        /* Span m is the first with end_m / block_m + m >= n, where end_m is the largest of the starts up to m. */
-        const int64_t batch = c.p.batch;
-        int64_t span = batch + 1;
-        for (int64_t b = threadIdx.x; b <= batch; b += blockDim.x) {
-            const int64_t needed = n - fa_clamp(s.q.starts[b], 0, s.q.rows) / block_m, least = needed > b ? needed : b;
-            span = least < span ? least : span;
-        }
-        span = join_block(span, joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
-        rows_q.begin = largest_start(s.q, span, joined);
-        rows_q.end = s.q.rows;
-        if (span <= batch) {
-            const int64_t end = fa_clamp(s.q.starts[span], 0, s.q.rows);
-            rows_q.end = end > rows_q.begin ? end : rows_q.begin;
-        }
-        spot.batch = span <= batch ? span - 1 : -1;
-        spot.tile = n - rows_q.begin / block_m - span;
-    } else if (s.packed_q) {
-        spot.batch = n;
-        rows_q = {n, n + 1};
-    } else {
-        spot.batch = n / tiles_m;
-        spot.tile = n % tiles_m;
-    }
+/* `n`: which of the tiles of a head. */
+__device__ __forceinline__ TileSpot find_tile(const Serving &c, int64_t n, int64_t head, int64_t tiles_m, int block_m,
+                                              int64_t *joined) {
+    TileSpot spot = {find_spot(c, n, tiles_m, 1, block_m, head == 0, joined), 0};
     spot.query = spot.tile * block_m;
-    spot.rows.begin = rows_q.begin + spot.query;
-    spot.rows.end = rows_q.end < spot.rows.begin + block_m ? rows_q.end : spot.rows.begin + block_m;
-    if (spot.batch < 0) return spot;
-    if (!s.given) {
-        spot.entry.seq_q = c.p.seq_q;
-        spot.entry.seq_k = c.p.seq_k;
-        spot.entry.diagonal = c.p.diagonal;
-        spot.entry.key_begin = c.p.key_begin;
-        spot.entry.key_end = c.p.key_end;
-        return spot;
-    }
-    const int64_t before = s.k.starts ? largest_start(s.k, spot.batch + 1, joined) : 0;
-    const fa_span rows_k = fa_rows_of(&s.k, spot.batch, before, s.packed_k);
-    spot.entry = fa_entry_of(&s, spot.batch, rows_q, rows_k);
-    if (head == 0 && spot.tile == 0 && threadIdx.x == 0) {
-        count_length_faults(c.faults, s.q, spot.batch, rows_q, 0);
-        count_length_faults(c.faults, s.k, spot.batch, rows_k, 1);
-    }
+    spot.rows.begin += spot.query;
+    if (spot.rows.end > spot.rows.begin + block_m) spot.rows.end = spot.rows.begin + block_m;
     return spot;
 }
 
 /* Fills Shared::query and Shared::keys: by the first warp, a row a lane. */
-template <Tile t> __device__ __forceinline__ void place_queries(const Serving &c, const Spot &spot, Shared<t> &shared) {
+template <Tile t>
+__device__ __forceinline__ void place_queries(const Serving &c, const TileSpot &spot, Shared<t> &shared) {
     static_assert(t.block_m <= kWarp);
     const int lane = threadIdx.x;
     if (lane >= kWarp) return;
@@ -151,7 +75,7 @@ template <Tile t> __device__ __forceinline__ void place_queries(const Serving &c
 }
 
 /* Whether a tile of the sequence before this one looks at the page of a column, whose first key is `first`. */
-__device__ __forceinline__ bool seen_before(const Serving &c, const Spot &spot, int64_t first, int block_m) {
+__device__ __forceinline__ bool seen_before(const Serving &c, const TileSpot &spot, int64_t first, int block_m) {
     if (spot.tile == 0 || c.s.positions) return false;
     const int64_t at = fa_position(&spot.entry, spot.query);
     const fa_span keys = fa_tile_keys(&spot.entry, c.p.left, c.p.right, at - block_m, at - 1);
@@ -160,7 +84,7 @@ __device__ __forceinline__ bool seen_before(const Serving &c, const Spot &spot, 
 
 /* Where key `key` of the entry lies. `count`: this thread counts a bad page. */
 template <Tile t>
-__device__ __forceinline__ KeyRow find_key(const Serving &c, const Spot &spot, const Shared<t> &shared, int64_t key,
+__device__ __forceinline__ KeyRow find_key(const Serving &c, const TileSpot &spot, const Shared<t> &shared, int64_t key,
                                            bool count) {
     const fa_pages &pages = c.s.pages;
     if (key >= shared.keys.end) return {-1, 0};
@@ -265,7 +189,7 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
 
     /* Products to scores, by way of shared memory. */
     __device__ __forceinline__ void score(float (&s)[kLaneRows][kLaneKeys], const Serving &c, const Options &o,
-                                          const Spot &spot, int64_t head, const Sight &sight) const {
+                                          const TileSpot &spot, int64_t head, const Sight &sight) const {
         float *mine = this->scores + this->warp_row * Base::kScoreStride;
         this->put(s);
         __syncwarp();
@@ -276,7 +200,7 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
     }
 
     /* Normalises and writes the rows and their LSE; rows of no query get 0 and -inf. */
-    __device__ __forceinline__ void finish(const Serving &c, const Options &o, const Spot &spot, int64_t head) {
+    __device__ __forceinline__ void finish(const Serving &c, const Options &o, const TileSpot &spot, int64_t head) {
         const fa_forward &p = c.p;
         const int64_t batch = spot.batch < 0 ? 0 : spot.batch;
         const float kept = c.extra.dropout.threshold ? static_cast<float>(fa_dropout_scale(&c.extra.dropout)) : 1.0f;
@@ -333,7 +257,7 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
 
     for (int64_t tile = blockIdx.x; tile < o.tiles; tile += gridDim.x) {
         const int64_t head = tile % p.heads, head_kv = head / (p.heads / p.heads_kv);
-        const Spot spot = find_spot(c, tile / p.heads, head, o.tiles_m, t.block_m, shared.joined);
+        const TileSpot spot = find_tile(c, tile / p.heads, head, o.tiles_m, t.block_m, shared.joined);
         if (spot.rows.begin >= spot.rows.end) continue; // the same in all threads
         place_queries(c, spot, shared);
         __syncthreads();

@@ -28,6 +28,7 @@
 #include "common/launch.cuh" // fa_own, FA_CUDA_TRY
 #include "common/rows.cuh"   // takes_chunks
 #include "common/score.cuh"  // score_params
+#include "common/spot.cuh"   // tiles_of_packed
 #include "fa.h"              // fa_forward, fa_kernel
 #include "simt/tile.cuh"     // Tile, Options
 #include "simt/tuned.cuh"    // kTuned64
@@ -286,11 +287,8 @@ fa_answer plan_serving(const fa_problem *problem, const fa_device_info *device, 
     Options &o = own.options;
     o.score = score_params(p);
     o.general = p.softcap > 0 || p.bias.data || p.mask.data || problem->extra.alibi.data || o.score.scale_log2 == 0;
-    o.tiles_m = (p.seq_q + tile.block_m - 1) / tile.block_m;
-    const int64_t of_head = s.q.starts   ? p.seq_q / tile.block_m + p.batch + 2 // serve.cuh, find_spot()
-                            : s.packed_q ? p.batch
-                                         : p.batch * o.tiles_m;
-    o.tiles = p.heads * of_head;
+    o.tiles_m = s.packed_q ? 1 : (p.seq_q + tile.block_m - 1) / tile.block_m;
+    o.tiles = p.heads * (s.q.starts ? tiles_of_packed(p, 1, tile.block_m) : p.batch * o.tiles_m);
     if (fa_dtype_size(p.dtype) == 2)
         find_chunks<uint16_t>(p, tile, &o);
     else

@@ -27,6 +27,7 @@ enum class Surface {
     kPlain,   // scores are products: the scale (> 0) is folded into the exponent; rows of Q, K and V are 16-byte chunks
     kBiased,  // scale of any sign, softcap up to kMaxFastCap, bias, boolean mask; rows of all are chunks
     kGeneral, // the same with any softcap and rows of any alignment
+    kServing, // what sm80/serve.cuh does
 };
 
 /* kHeadDim: of Q, K and V, padded. */
@@ -55,7 +56,8 @@ template <typename T_, int kHeadDim_, MmaShape kShape, Surface kSurface> struct 
     static constexpr int kMergeValues = kRowTiles * (kHeadDim / 2 + 4);
     static_assert((kWarpsN - 1) * kWarpsM * kMergeValues * 32 * 4 <= 2 * kStages * kTileBytes,
                   "the merge reuses the K and V tiles");
-    static_assert(kPlain || (kStages == 1 && kWarpsN == 1), "one tile of bias and mask, in whole rows of a warp");
+    static_assert(kPlain || kSurface == Surface::kServing || (kStages == 1 && kWarpsN == 1),
+                  "one tile of bias and mask, in whole rows of a warp");
     static_assert(kKeys % 16 == 0 && kHeadDim % 32 == 0, "mma.sync tiles of 16");
 };
 

@@ -5,6 +5,9 @@
  * here: sm80/tile.cuh (swizzled tiles, loads), sm80/scores.cuh (masks, softcap), sm80/bias.cuh (bias and boolean mask),
  * ptx.cuh (instructions).
  *
+ * Sequences of any length, pages, k_range, positions, ALiBi, dropout and float32 results have instances of their own
+ * with one tile shape a head_dim, so that a sequence's bits are its own (sm80/serve.cuh, sm80/serve_plan.cuh).
+ *
  * Several tile shapes for each padded head_dim and dtype (`Kind` below): for grids that fill the device, by the shared
  * memory of its multiprocessors; for smaller grids; one that does everything else, and one that does it faster for bias
  * and mask in large grids. Each but the last fits the 99 KB of shared memory that a block has on sm_86 and sm_89.
@@ -13,14 +16,20 @@
  *     python -m bench measure --preset paper --kernels mma_sm80
  *
  * @instance d{32,64,96,128,192,256} -DFA_MMA_HEAD_DIM={1}
+ * @instance serve_d{32,64,96,128,192,256} -DFA_MMA_HEAD_DIM={1} -DFA_MMA_SERVE
  */
 #include <iterator> // std::size
 
-#include "common/launch.cuh"  // fa_own, FA_CUDA_TRY
-#include "common/rows.cuh"    // takes_chunks
-#include "common/score.cuh"   // score_params
-#include "fa.h"               // fa_forward, fa_kernel
-#include "sm80/attention.cuh" // mma_kernel, MmaConfig, MmaArgs
+#include "common/launch.cuh"   // fa_own, FA_CUDA_TRY
+#include "common/rows.cuh"     // takes_chunks
+#include "common/score.cuh"    // score_params
+#include "fa.h"                // fa_forward, fa_kernel
+#include "sm80/attention.cuh"  // mma_kernel, MmaConfig, MmaArgs
+#include "sm80/serve_plan.cuh" // ServeArgs, plan_serving
+
+#ifdef FA_MMA_SERVE
+#include "sm80/serve.cuh" // mma_serve, fold_parts
+#endif
 
 #define FA_MMA_HEAD_DIMS(X) X(32) X(64) X(96) X(128) X(192) X(256) // all instances, ascending
 
@@ -82,7 +91,35 @@ using Choose = MmaConfig<T, kHeadDim, shape_of(kHeadDim, built(kHeadDim, kKind))
 #define FA_MMA_LAUNCH(head_dim)                                                                                        \
     fa_code FA_MMA_JOIN(head_dim)(const MmaArgs &args, int kind, unsigned blocks, const fa_launch &launch)
 
-#ifdef FA_INSTANCE
+/* The same of the instances that serve; `dressed`: ServeConfig says what with. */
+#define FA_MMA_SERVE_JOIN(head_dim) fa_mma_sm80_launch_serve_d##head_dim
+#define FA_MMA_SERVE_LAUNCH(head_dim)                                                                                  \
+    fa_code FA_MMA_SERVE_JOIN(head_dim)(const sm80::ServeArgs &args, bool dressed, const fa_plan &plan,                \
+                                        const fa_launch &launch)
+
+#if defined FA_INSTANCE && defined FA_MMA_SERVE
+
+namespace {
+
+template <typename T, bool kDressed>
+fa_code launch_serve(const sm80::ServeArgs &args, const fa_plan &plan, const fa_launch &launch) {
+    using C = sm80::ServeConfig<T, FA_MMA_HEAD_DIM, kDressed>;
+    FA_TRY(fa_start(sm80::mma_serve<C>, plan.blocks, C::kThreads, plan.smem_bytes, launch, args));
+    if (args.parts == 1) return FA_OK;
+    return fa_start(sm80::fold_parts<T, FA_MMA_HEAD_DIM>, args.call.p.batch * args.packed_heads, 128, 0, launch, args);
+}
+
+} // namespace
+
+FA_MMA_SERVE_LAUNCH(FA_MMA_HEAD_DIM) {
+    if (args.call.p.dtype == FA_F16)
+        return dressed ? launch_serve<__half, true>(args, plan, launch)
+                       : launch_serve<__half, false>(args, plan, launch);
+    return dressed ? launch_serve<__nv_bfloat16, true>(args, plan, launch)
+                   : launch_serve<__nv_bfloat16, false>(args, plan, launch);
+}
+
+#elif defined FA_INSTANCE
 
 namespace {
 
@@ -120,7 +157,9 @@ FA_MMA_LAUNCH(FA_MMA_HEAD_DIM) {
 
 #else // the host part
 
-#define FA_MMA_DECLARE(head_dim) FA_MMA_LAUNCH(head_dim);
+#define FA_MMA_DECLARE(head_dim)                                                                                       \
+    FA_MMA_LAUNCH(head_dim);                                                                                           \
+    FA_MMA_SERVE_LAUNCH(head_dim);
 FA_MMA_HEAD_DIMS(FA_MMA_DECLARE)
 
 namespace {
@@ -146,6 +185,8 @@ struct Instance {
     int head_dim;
     fa_code (*launch)(const MmaArgs &, int kind, unsigned blocks, const fa_launch &);
     Tile tile[kKinds];
+    sm80::ServeForm serve_form;
+    fa_code (*serve)(const sm80::ServeArgs &, bool dressed, const fa_plan &, const fa_launch &);
 };
 
 #define FA_MMA_INSTANCE(D)                                                                                             \
@@ -153,7 +194,9 @@ struct Instance {
      FA_MMA_JOIN(D),                                                                                                   \
      {tile_of<Choose<__half, D, kLarge>>(), tile_of<Choose<__half, D, kMedium>>(),                                     \
       tile_of<Choose<__half, D, kCompact>>(), tile_of<Choose<__half, D, kSmall>>(),                                    \
-      tile_of<Choose<__half, D, kGeneral>>(), tile_of<Choose<__half, D, kBiased>>()}},
+      tile_of<Choose<__half, D, kGeneral>>(), tile_of<Choose<__half, D, kBiased>>()},                                  \
+     sm80::serve_form<sm80::ServeConfig<__half, D, false>>(),                                                          \
+     FA_MMA_SERVE_JOIN(D)},
 constexpr Instance kInstances[] = {FA_MMA_HEAD_DIMS(FA_MMA_INSTANCE)};
 
 constexpr bool all_fit() {
@@ -162,6 +205,8 @@ constexpr bool all_fit() {
             const Tile &tile = instance.tile[kind];
             if (tile.shared_bytes + tile.wide_bytes + tile.mask_bytes > 99 * 1024) return false;
         }
+    for (const Instance &instance : kInstances)
+        if (instance.serve_form.shared_bytes > 99 * 1024) return false;
     return true;
 }
 static_assert(all_fit(), "every kind but kBiased fits the shared memory of a block of sm_86 and sm_89");
@@ -177,6 +222,8 @@ struct Own {
     int bias_at, mask_at; // in shared memory
     int64_t section;      // heads walked together
     int row_blocks;       // tiles of queries a head
+    bool serves;          // and nothing above but `index` counts
+    sm80::ServeOwn serve;
 };
 
 /* Index of the narrowest instance that holds both head dims. */
@@ -285,7 +332,7 @@ int64_t section_of(const fa_forward *p, const fa_device_info *device) {
     return section < 1 ? 1 : divide_up(pairs, sections);
 }
 
-fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+fa_answer plan_dense(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const bool folded = folds_heads(problem->forward);
     const fa_forward forward = folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
     if ((p->seq_q > p->seq_k ? p->seq_q : p->seq_k) >> kMaxLengthBits)
@@ -326,6 +373,14 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     return FA_TAKES;
 }
 
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    if (!sm80::serves(problem)) return plan_dense(problem, device, plan, why);
+    Own &own = fa_own<Own>(plan);
+    own.index = instance_of(&problem->forward);
+    own.serves = true;
+    return plan_serving(problem, device, kInstances[own.index].serve_form, own.serve, plan, why);
+}
+
 int clamp_bound(int64_t bound) {
     constexpr int64_t kFar = int64_t(2) << kMaxLengthBits;
     return int(bound < kFar ? bound : kFar);
@@ -333,6 +388,9 @@ int clamp_bound(int64_t bound) {
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const Own &own = fa_own<Own>(plan);
+    if (own.serves)
+        return kInstances[own.index].serve(serve_args(problem, own.serve, launch->workspace), own.serve.dressed, *plan,
+                                           *launch);
     const fa_forward forward = own.folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
     const int64_t pairs = p->batch * p->heads, sections = divide_up(pairs, own.section);
     const MmaArgs args = {
@@ -377,7 +435,8 @@ FA_DEFINE_KERNEL(mma_sm80) = {
     .cc_from = 80,
     .cc_to = 0,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
+             fa::sm80::kServed,
     .plan = plan,
     .launch = launch,
 };

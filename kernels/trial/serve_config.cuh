@@ -2,16 +2,15 @@
 #pragma once
 #include <cuda.h>
 
+#include "common/fold.cuh" // kChunkKeys, kMaxChunks, kGroup
 #include "common/score.cuh"
 #include "fa.h"
 #include "faults.h" // fa_fault_board
 
 namespace fa::sm90::serve {
 
-constexpr int kTileKeys = 64;   // keys of a tile of K and of V, and of the shortest chunk
-constexpr int kMaxChunks = 128; // of the keys that a sequence's queries see: their tiles are cut at 127 * 64 * 2^e
-constexpr int kGroup = 8;       // chunks that are folded before their groups are
-constexpr int kJobCost = 1;     // what a job costs beside its tiles, in tiles
+constexpr int kTileKeys = kChunkKeys; // keys of a tile of K and of V
+constexpr int kJobCost = 1;           // what a job costs beside its tiles, in tiles
 constexpr int kMaxCluster = 16;
 constexpr int kMaxLengthBits = 30;
 

@@ -1,32 +1,11 @@
-/* serve_sm90: states of rows, how they are folded, and the end of a row.
- *
- *     fold(a, b):  m = max(a.m, b.m);  l = b.l 2^(b.m - m) + a.l 2^(a.m - m);  O alike, not normalised
- *
- * Chunks are folded from left to right within groups of 8 (cut at multiples of 8 chunks), groups from left to right.
- * The first of a group, and the first group, are taken as they are. Float32 in memory loses nothing, so that it changes
- * no bit who folds, where and when: every path here does these operations, each rounded by itself. */
+/* serve_sm90: the end of a row, and rows of no query. States are folded as common/fold.cuh says. */
 #pragma once
 #include "common/convert.cuh"
+#include "common/fold.cuh"
 #include "common/softmax.cuh"
 #include "trial/serve_config.cuh"
 
 namespace fa::sm90::serve {
-
-struct Factors {
-    float old, added;
-};
-
-/* Folds a maximum and a sum into a state; returns the factors for what was accumulated. */
-__device__ __forceinline__ Factors fold_state(RowState &to, float maximum, float sum) {
-    const float top = fmaxf(to.maximum, maximum), shift = softmax_shift(top);
-    const Factors f = {exp2_fast(__fsub_rn(to.maximum, shift)), exp2_fast(__fsub_rn(maximum, shift))};
-    to.sum = __fmaf_rn(sum, f.added, __fmul_rn(to.sum, f.old));
-    to.maximum = top;
-    return f;
-}
-__device__ __forceinline__ float fold_value(float old, float added, Factors f) {
-    return __fmaf_rn(added, f.added, __fmul_rn(old, f.old));
-}
 
 /* A row of a call: row `row` of the rows of sequence b, kv head `head`. */
 struct RowPlace {

@@ -25,8 +25,7 @@ __host__ __device__ inline Sequence sequence_of(const Params &params, int rows_o
     x.low = static_cast<int>(seen.begin), x.high = static_cast<int>(seen.end);
     x.tile = x.low / kTileKeys;
     x.tile_end = x.high > x.low ? (x.high + kTileKeys - 1) / kTileKeys : x.tile;
-    x.shift = 0;
-    while (x.high - x.low > (kMaxChunks - 1) * int64_t(kTileKeys) << x.shift) ++x.shift;
+    x.shift = chunk_shift(x.high - x.low);
     const int64_t rows = x.entry.seq_q * params.group;
     x.blocks = rows > rows_of_job ? static_cast<int>((rows + rows_of_job - 1) / rows_of_job) : 1;
     return x;

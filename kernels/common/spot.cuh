@@ -1,0 +1,123 @@
+/* Calls over sequences: which sequence a tile of queries belongs to, and where its rows lie. Lengths are read here. */
+#pragma once
+
+#include <stdint.h> // int64_t
+
+#include "common/faults.cuh" // count_length_faults
+#include "fa.h"              // fa_forward, fa_extra
+
+namespace fa {
+
+/* A call by value. */
+struct Serving {
+    fa_forward p;
+    fa_sequences s;
+    fa_extra extra;
+    fa_fault_board *faults;
+};
+
+/* All threads' values in one, in all of them. `joined` has room for one a warp. */
+template <class Join> __device__ __forceinline__ int64_t join_block(int64_t x, int64_t *joined, Join join) {
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) x = join(x, __shfl_xor_sync(~0u, x, offset));
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) joined[threadIdx.x / 32] = x;
+    __syncthreads();
+    for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) x = join(x, joined[warp]);
+    return x;
+}
+
+/* The largest of the first `count` starts, within the rows there are; 0 of none. */
+__device__ __forceinline__ int64_t largest_start(const fa_lengths &lengths, int64_t count, int64_t *joined) {
+    int64_t largest = 0;
+    for (int64_t b = threadIdx.x; b < count; b += blockDim.x) {
+        const int64_t start = fa_clamp(lengths.starts[b], 0, lengths.rows);
+        largest = start > largest ? start : largest;
+    }
+    return join_block(largest, joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
+}
+
+/* A tile is the `tile`-th of the rows [begin, end) of q and out, which are of the sequence `batch` where that is not
+ * below 0, and then `entry` says how many of them are its queries. */
+struct Spot {
+    int64_t batch, tile;
+    fa_span rows;
+    fa_entry entry;
+};
+
+/* The entry of spot.batch, whose rows are known. By the block; `counts`: it counts what is bad in its lengths. */
+__device__ __forceinline__ void find_entry(const Serving &c, Spot &spot, bool counts, int64_t *joined) {
+    const fa_sequences &s = c.s;
+    if (!s.given) {
+        spot.entry.seq_q = c.p.seq_q;
+        spot.entry.seq_k = c.p.seq_k;
+        spot.entry.diagonal = c.p.diagonal;
+        spot.entry.key_begin = c.p.key_begin;
+        spot.entry.key_end = c.p.key_end;
+        return;
+    }
+    const int64_t before = s.k.starts ? largest_start(s.k, spot.batch + 1, joined) : 0;
+    const fa_span rows_k = fa_rows_of(&s.k, spot.batch, before, s.packed_k);
+    spot.entry = fa_entry_of(&s, spot.batch, spot.rows, rows_k);
+    if (counts && threadIdx.x == 0) {
+        count_length_faults(c.faults, s.q, spot.batch, spot.rows, 0);
+        count_length_faults(c.faults, s.k, spot.batch, rows_k, 1);
+    }
+}
+
+/* Tiles that cover all rows of packed queries with starts, whatever the starts are: span n has the rows of sequence
+ * n - 1, the first those before any, the last those behind all. It begins where the one before ends, at `begin`, and
+ * its tiles are those from begin * pack / block_m + n on, where a tile has block_m rows and a query `pack` of them; so
+ * this many are enough. */
+inline int64_t tiles_of_packed(const fa_forward &p, int64_t pack, int64_t block_m) {
+    return p.seq_q * pack / block_m + p.batch + 2;
+}
+
+/* Tile n of those, or of `tiles_m` a sequence where the rows of a sequence are known without its starts. `counts`: the
+ * first tile of a sequence counts what is bad in its lengths. By the block. */
+__device__ __forceinline__ Spot find_spot(const Serving &c, int64_t n, int64_t tiles_m, int64_t pack, int block_m,
+                                          bool counts, int64_t *joined) {
+    const fa_sequences &s = c.s;
+    Spot spot = {};
+    if (s.q.starts) {
+        /* Span m is the first with end_m * pack / block_m + m >= n, where end_m is the largest of the starts up to m.
+         */
+        const int64_t batch = c.p.batch;
+        int64_t span = batch + 1;
+        for (int64_t b = threadIdx.x; b <= batch; b += blockDim.x) {
+            const int64_t needed = n - fa_clamp(s.q.starts[b], 0, s.q.rows) * pack / block_m;
+            const int64_t least = needed > b ? needed : b;
+            span = least < span ? least : span;
+        }
+        span = join_block(span, joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
+        spot.rows.begin = largest_start(s.q, span, joined);
+        spot.rows.end = s.q.rows;
+        if (span <= batch) {
+            const int64_t end = fa_clamp(s.q.starts[span], 0, s.q.rows);
+            spot.rows.end = end > spot.rows.begin ? end : spot.rows.begin;
+        }
+        spot.batch = span <= batch ? span - 1 : -1;
+        spot.tile = n - spot.rows.begin * pack / block_m - span;
+    } else {
+        spot.batch = n / tiles_m;
+        spot.tile = n % tiles_m;
+        spot.rows = {s.packed_q ? spot.batch : 0, s.packed_q ? spot.batch + 1 : c.p.seq_q};
+    }
+    if (spot.batch >= 0) find_entry(c, spot, counts && spot.tile == 0, joined);
+    return spot;
+}
+
+/* Sequence b, from its first tile on. By the block. */
+__device__ __forceinline__ Spot find_sequence(const Serving &c, int64_t b, int64_t *joined) {
+    Spot spot = {};
+    spot.batch = b;
+    spot.rows = {0, c.p.seq_q};
+    if (c.s.given) {
+        const int64_t before = c.s.q.starts ? largest_start(c.s.q, b + 1, joined) : 0;
+        spot.rows = fa_rows_of(&c.s.q, b, before, c.s.packed_q);
+    }
+    find_entry(c, spot, false, joined);
+    return spot;
+}
+
+} // namespace fa

@@ -1,0 +1,76 @@
+/* mma_sm80 for what has more than dense arrays: the shape of an instance and what a launch reads of its call.
+ *
+ * A tile has 64 rows: the pairs of a query and a query head of one K/V head, row query * pack + head, so that K and V
+ * are read once for all heads that share them; with dropout, which counts by queries, the queries of one head (pack 1).
+ * Rows are counted from the first query of their sequence, and keys from its first key, so that the bits of a sequence
+ * depend on that sequence alone.
+ *
+ * A sequence of at most 64 rows, a decode step, is cut into chunks of keys as common/fold.cuh says, and where the grid
+ * needs it into parts, a unit of work each: groups of chunks, or single chunks. The others are walked in one piece. */
+#pragma once
+
+#include <stdint.h> // int64_t
+
+#include "common/fold.cuh"  // kChunkKeys, kGroup
+#include "common/score.cuh" // ScoreParams
+#include "common/spot.cuh"  // Serving
+#include "common/tiles.cuh" // Divider
+#include "sm80/config.cuh"  // MmaConfig
+
+namespace fa::sm80 {
+
+/* Two tiles of K and V, so that one is on its way while the other is at work; 32 keys where 64 take more than the 99 KB
+ * of a block on sm_86 and sm_89. */
+constexpr MmaShape serve_shape(int head_dim) {
+    return {1, 4, 1, head_dim <= 128 ? 64 : 32, 2, head_dim <= 64, head_dim <= 96 ? 3 : 2};
+}
+
+/* kDressed: bias, boolean mask, dropout. */
+template <typename T, int kHeadDim, bool kDressed_>
+struct ServeConfig : MmaConfig<T, kHeadDim, serve_shape(kHeadDim), Surface::kServing> {
+    static constexpr bool kDressed = kDressed_;
+};
+
+constexpr int kServeRows = 64;
+
+struct ServeArgs {
+    Serving call;
+    ScoreParams score;
+    Divider pack, page;   // rows a query; keys a page
+    int64_t units, tiles; // all; those of a packed head without parts
+    int64_t tiles_m;      // of a sequence, where q has no starts
+    int64_t slots;        // rows of a part in workspace
+    float *workspace;     // as partial.cuh says: (parts, slots, kHeadDim), then (parts, slots) states
+    int packed_heads;     // heads / pack
+    int parts;            // units of a sequence, at most
+    bool chunk_parts;     // a part is a chunk
+    bool whole;           // a unit takes all chunks; workspace has what it folds: groups, then all before
+    bool slots_by_query;  // a slot is a row of out, else a row of a tile
+    bool chunks_q, chunks_k, chunks_v, chunks_o; // whether 16-byte chunks are aligned
+};
+
+/* Where a row of the tile stands, and the keys that it sees. */
+struct ServeRow {
+    int begin, end;
+    int position;
+    float slope; // of ALiBi; NaN where it is not finite
+};
+
+/* Where a key lies, in elements from the head's first, of k and of v. */
+struct KeyPlace {
+    int64_t k, v;
+};
+constexpr int64_t kNowhere = INT64_MIN; // of a key that nobody may look at
+
+/* What the threads of a block share beside the tiles. */
+template <class C> struct ServeShared {
+    static constexpr int kPlaces = 3; // of tiles: at work, on its way, looked up
+    KeyPlace place[kPlaces][C::kTileN];
+    uint32_t held[kPlaces][C::kTileN / 32]; // a bit a key: it has a place
+    ServeRow row[kServeRows];
+    int64_t joined[C::kThreads / 32];
+    fa_span keys; // that some row sees
+};
+template <class C> constexpr int serve_bytes() { return C::kSharedBytes + int(sizeof(ServeShared<C>)); }
+
+} // namespace fa::sm80

@@ -1,0 +1,320 @@
+/* mma_sm80 serving: what the rows of one warp make of a tile's products. The products themselves, the softmax and where
+ * what lies in registers are those of the dense kernel (sm80/warp.cuh, sm80/scores.cuh). */
+#pragma once
+
+#include <math.h> // INFINITY
+
+#include "common/convert.cuh" // from_float, load_as_float
+#include "common/fold.cuh"    // fold_state, fold_value
+#include "common/partial.cuh" // finish_joined, partial_states
+#include "common/rows.cuh"    // bias_row, mask_row, row_of, lse_index
+#include "common/score.cuh"   // add_bias, bounded
+#include "philox.h"           // fa_philox, fa_dropout_head, fa_dropout_keeps, fa_dropout_scale
+#include "sm80/serve_job.cuh" // Job, ServeShared
+#include "sm80/warp.cuh"      // MmaWarp
+
+namespace fa::sm80 {
+
+__device__ __forceinline__ float serve_sink(const fa_forward &p, int head) {
+    if (!p.sinks.data) return -INFINITY;
+    return bounded(load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0]));
+}
+
+/* Writes the LSE of a row of out. */
+__device__ __forceinline__ void store_lse(const fa_forward &p, int64_t batch, int head, int64_t row, float lse) {
+    if (p.lse) static_cast<float *>(p.lse)[lse_index(batch, int64_t(head), row, p.heads, p.seq_q)] = lse;
+}
+
+/* One element of out. */
+template <typename T>
+__device__ __forceinline__ void store_element(const fa_forward &p, int64_t offset, int column, float x) {
+    if (column >= p.head_dim_v) return;
+    const int64_t at = offset + column * p.out.stride[3];
+    if (p.out_dtype == FA_F32)
+        static_cast<float *>(p.out.data)[at] = x;
+    else
+        static_cast<T *>(p.out.data)[at] = from_float<T>(x);
+}
+
+/* Seldom needed, by many places: for shards whose queries or keys do not begin at a multiple of 16. */
+static __device__ __noinline__ bool keeps(const fa_dropout &dropout, int64_t batch, int head, int64_t query, int key) {
+    return fa_dropout_keeps(&dropout, batch, head, query, key);
+}
+
+/* Where a part of the keys leaves its states: as partial.cuh says. */
+struct Slots {
+    const ServeArgs &args;
+    int64_t first; // of the rows of a tile, where they are not rows of out
+
+    __device__ __forceinline__ Slots(const ServeArgs &args, const Job &job)
+        : args(args),
+          first((args.whole ? int64_t(blockIdx.x) : job.batch * args.packed_heads + job.packed_head) * kServeRows) {}
+    /* Row `row` of the tile, among the slots of all parts. */
+    __device__ __forceinline__ int64_t at(const Job &job, int row, int part) const {
+        if (!args.slots_by_query) return part * args.slots + first + row;
+        const RowPlace place = job.at(args, row);
+        const fa_forward &p = args.call.p;
+        return part * args.slots + (job.out_batch(args) * p.seq_q + job.entry.first_q + place.query) * p.heads +
+               place.head;
+    }
+    template <int kHeadDim> __device__ __forceinline__ float *values(int64_t slot) const {
+        return args.workspace + slot * kHeadDim;
+    }
+    template <int kHeadDim> __device__ __forceinline__ float2 *state(int64_t slot) const {
+        return partial_states<kHeadDim>(args.workspace, args.whole ? 2 : args.parts, args.slots) + slot;
+    }
+};
+
+template <class C> struct ServeRows : MmaWarp<C> {
+    using Base = MmaWarp<C>;
+    using T = typename C::T;
+    using Tile = typename Base::Tile;
+    using Layout = typename Base::Layout;
+    using Base::Base, Base::out, Base::shift, Base::sum;
+    static_assert(C::kRowTiles == 1 && C::kWarpsN == 1);
+
+    /* Calls body(x, i, column) for each of this lane's scores: row l / 4 + 8 i, key `column` beyond the lane's first.
+     */
+    template <class Body> __device__ static __forceinline__ void each(Tile &s, Body &&body) {
+#pragma unroll
+        for (int j = 0; j < C::kKeys / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) body(s[0][j][e], e / 2, 8 * j + e % 2);
+    }
+
+    /* Adds the bias, less slope times distance. `row`: of the tile, this lane's first; `key`: the lane's first. */
+    __device__ static __forceinline__ void add_extras(Tile &s, const ServeArgs &args, const Job &job,
+                                                      const ServeShared<C> &shared, int row, int key) {
+        const fa_forward &p = args.call.p;
+        const ServeRow mine[2] = {shared.row[row], shared.row[row + 8]};
+        const auto taken = [&](int i, int column) {
+            if (mine[i].slope == 0.0f) return 0.0f;
+            const uint32_t a = uint32_t(mine[i].position), b = uint32_t(key + column);
+            float less = mine[i].slope * static_cast<float>(mine[i].position >= key + column ? a - b : b - a);
+            asm("max.NaN.f32 %0, %0, %1;" : "+f"(less) : "f"(-FA_LIMIT));
+            asm("min.NaN.f32 %0, %0, %1;" : "+f"(less) : "f"(FA_LIMIT));
+            return less;
+        };
+        if (!C::kDressed || !p.bias.data) {
+            each(s, [&](float &x, int i, int column) { x = add_bias(x, -taken(i, column)); });
+            return;
+        }
+        int64_t from[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const RowPlace at = job.at(args, row + 8 * i);
+            from[i] = bias_row(p, job.batch, at.head, at.query) + key * p.bias.stride[3];
+        }
+        const auto add = [&](const auto *bias) {
+            each(s, [&](float &x, int i, int column) {
+                if (key + column < mine[i].begin || key + column >= mine[i].end) return;
+                float b = to_float(bias[from[i] + column * p.bias.stride[3]]);
+                if (b == -INFINITY) {
+                    x = b;
+                    return;
+                }
+                b -= taken(i, column);
+                asm("max.NaN.f32 %0, %0, %1;" : "+f"(b) : "f"(-FA_LIMIT));
+                x = add_bias(x, b);
+            });
+        };
+        if (p.bias_dtype == FA_F32)
+            add(static_cast<const float *>(p.bias.data));
+        else
+            add(static_cast<const T *>(p.bias.data));
+    }
+
+    /* -inf for every key that its row does not see. `held`: which of the tile's keys have a place, from the lane's
+     * first on. */
+    __device__ static __forceinline__ void mask(Tile &s, const ServeArgs &args, const Job &job,
+                                                const ServeShared<C> &shared, int row, int key, uint64_t held) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int begin = shared.row[row + 8 * i].begin - key, end = shared.row[row + 8 * i].end - key;
+#pragma unroll
+            for (int j = 0; j < C::kKeys / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (8 * j + e < begin || 8 * j + e >= end || !(held >> (8 * j + e) & 1))
+                        s[0][j][2 * i + e] = -INFINITY;
+        }
+        if constexpr (C::kDressed) {
+            const fa_forward &p = args.call.p;
+            if (!p.mask.data) return;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const RowPlace at = job.at(args, row + 8 * i);
+                const uint8_t *attend = mask_row(p, job.batch, at.head, at.query) + key * p.mask.stride[3];
+#pragma unroll
+                for (int j = 0; j < C::kKeys / 8; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float &x = s[0][j][2 * i + e];
+                        if (x != -INFINITY && !attend[(8 * j + e) * p.mask.stride[3]]) x = -INFINITY;
+                    }
+            }
+        }
+    }
+
+    /* Zeroes the weights that dropout takes; rows are queries of one head. `query`, `key`: the lane's first. */
+    __device__ static __forceinline__ void drop(Tile &s, const fa_dropout &d, int64_t batch, int head, int64_t query,
+                                                int key) {
+        if (d.origin[2] % 16 || d.origin[3] % 16) {
+            each(s, [&](float &x, int i, int column) {
+                if (!keeps(d, batch, head, query + 8 * i, key + column)) x = 0.0f;
+            });
+            return;
+        }
+        const uint32_t i = uint32_t(query) + d.origin[2];
+#pragma unroll
+        for (int n = 0; n < C::kKeys / 16; ++n) { // a call serves what a lane has of 16 x 16 weights
+            const uint32_t j = uint32_t(key) + 16 * n + d.origin[3];
+            uint32_t word[4] = {j >> 4 << 5 | (i & 7) << 2 | (j & 7) >> 1, i >> 4, fa_dropout_head(&d, batch, head),
+                                d.offset};
+            fa_philox(word, d.seed[0], d.seed[1]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const uint32_t two = word[2 * (e % 2) + e / 2], bits = half ? two >> 16 : two & 0xffff;
+                    if (bits < d.threshold) s[0][2 * n + half][e] = 0.0f;
+                }
+        }
+    }
+
+    /* ---- states ---- */
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) shift[0][i] = kNoShift, sum[0][i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < C::kHeadDim / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) out[0][j][e] = 0.0f;
+    }
+
+    /* The states of this lane's rows: of what the warp has gone through, with whole sums. */
+    struct States {
+        RowState row[2];
+    };
+    __device__ __forceinline__ States states() const {
+        States x;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) x.row[i].maximum = shift[0][i], x.row[i].sum = this->row_sum(0, i);
+        return x;
+    }
+
+    /* Leaves states and output in slots; a lane reads of `out` what it wrote. `row`: the lane's first of the tile. */
+    __device__ __forceinline__ void leave(const States &x, const Job &job, const Slots &slots, int row,
+                                          int part) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (row + 8 * i >= job.count) continue;
+            const int64_t slot = slots.at(job, row + 8 * i, part);
+            if (lane % 4 == 0) *slots.template state<C::kHeadDim>(slot) = make_float2(x.row[i].maximum, x.row[i].sum);
+            float *to = slots.template values<C::kHeadDim>(slot) + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < C::kHeadDim / 8; ++j)
+                *reinterpret_cast<float2 *>(to + 8 * j) = make_float2(out[0][j][2 * i], out[0][j][2 * i + 1]);
+        }
+        __syncwarp();
+    }
+
+    /* This = fold(what lies in the slots, this). */
+    __device__ __forceinline__ void fold(States &x, const Job &job, const Slots &slots, int row, int part) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (row + 8 * i >= job.count) continue;
+            const int64_t slot = slots.at(job, row + 8 * i, part);
+            const float2 before = *slots.template state<C::kHeadDim>(slot);
+            RowState state;
+            state.maximum = before.x, state.sum = before.y;
+            const Factors f = fold_state(state, x.row[i].maximum, x.row[i].sum);
+            x.row[i] = state;
+            const float *from = slots.template values<C::kHeadDim>(slot) + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < C::kHeadDim / 8; ++j) {
+                const float2 old = *reinterpret_cast<const float2 *>(from + 8 * j);
+                out[0][j][2 * i] = fold_value(old.x, out[0][j][2 * i], f);
+                out[0][j][2 * i + 1] = fold_value(old.y, out[0][j][2 * i + 1], f);
+            }
+        }
+        __syncwarp();
+    }
+
+    /* Normalises and writes this warp's rows and their LSE, those of the tile from `begin` on; rows of no query get 0
+     * and -inf. `rows`: the warp's own rows of the query tile, which it alone reads. */
+    __device__ __forceinline__ void finish(const States &x, const ServeArgs &args, const Job &job, int warp_row,
+                                           int begin, uint32_t rows) {
+        const fa_forward &p = args.call.p;
+        const int lane = threadIdx.x % 32;
+        const fa_dropout &dropout = args.call.extra.dropout;
+        const float kept = C::kDressed && dropout.threshold ? static_cast<float>(fa_dropout_scale(&dropout)) : 1.0f;
+        const int64_t batch = job.out_batch(args);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int of_warp = 8 * i + lane / 4, row = warp_row + of_warp;
+            const RowPlace at = job.at(args, row);
+            const bool query = row < job.count;
+            RowResult result = {0.0f, -INFINITY};
+            if (query) result = finish_joined(x.row[i].maximum, x.row[i].sum, serve_sink(p, at.head));
+            const bool writes = row >= begin && row < job.rows_out;
+            if (lane % 4 == 0 && writes) store_lse(p, batch, at.head, job.first_out + at.query, result.lse);
+            const bool seen = query && x.row[i].sum != 0.0f;
+            const float factor = result.factor * kept;
+            const int64_t to = row_offset(p.out, batch, at.head, job.first_out + at.query);
+#pragma unroll
+            for (int j = 0; j < C::kHeadDim / 8; ++j) {
+                const float low = seen ? out[0][j][2 * i] * factor : 0.0f;
+                const float high = seen ? out[0][j][2 * i + 1] * factor : 0.0f;
+                if (p.out_dtype != FA_F32) {
+                    store_shared(rows + Layout::offset(of_warp, j) + lane % 4 * 4, pack<T>(low, high));
+                } else if (writes) {
+                    store_element<T>(p, to, 8 * j + lane % 4 * 2, low);
+                    store_element<T>(p, to, 8 * j + lane % 4 * 2 + 1, high);
+                }
+            }
+        }
+        __syncwarp();
+        if (p.out_dtype != FA_F32) write(args, job, warp_row, begin, rows);
+        __syncwarp();
+    }
+
+  private:
+    /* The rows of 16-bit elements, from shared memory to out. */
+    __device__ static __forceinline__ void write(const ServeArgs &args, const Job &job, int warp_row, int begin,
+                                                 uint32_t rows) {
+        const fa_forward &p = args.call.p;
+        const int lane = threadIdx.x % 32;
+        const int64_t batch = job.out_batch(args);
+        constexpr int kChunks = Layout::kPeriod, kGroups = C::kHeadDim / 8 / kChunks;
+#pragma unroll 1
+        for (int n = lane / kChunks; n < C::kWarpRows; n += 32 / kChunks) {
+            if (warp_row + n >= job.rows_out) break;
+            if (warp_row + n < begin) continue;
+            const RowPlace at = job.at(args, warp_row + n);
+            T *to = row_of<T>(p.out, batch, at.head, job.first_out + at.query);
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+                const int chunk = g * kChunks + lane % kChunks;
+                if (chunk * 8 >= p.head_dim_v) break;
+                const uint4 x = load_shared_16(rows + Layout::offset(n, chunk));
+                if (args.chunks_o) {
+                    reinterpret_cast<uint4 *>(to)[chunk] = x;
+                    continue;
+                }
+                const uint32_t word[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int e = 0; e < 8; ++e)
+                    if (chunk * 8 + e < p.head_dim_v)
+                        reinterpret_cast<uint16_t *>(to)[(chunk * 8 + e) * p.out.stride[3]] =
+                            uint16_t(word[e / 2] >> e % 2 * 16);
+            }
+        }
+    }
+};
+
+} // namespace fa::sm80
