@@ -86,10 +86,15 @@ template <class C> struct ServeUnit {
         });
     }
     /* A tile of K and V to its stage; its keys have been looked up. */
-    __device__ __forceinline__ void load(const Gatherer &keys, const Gatherer &values, int stage, int at) const {
+    __device__ __forceinline__ void load(int stage, int at) const {
+        const fa_forward &p = args.call.p;
         const KeyPlace *place = shared.place[at];
-        keys.copy(keys_at(stage), [&](int row) { return place[row].k; });
-        values.copy(keys_at(stage) + C::kTileBytes, [&](int row) { return place[row].v; });
+        Gatherer(p.k, job.head_kv, p.head_dim, args.chunks_k).copy(keys_at(stage), [&](int row) {
+            return place[row].k;
+        });
+        Gatherer(p.v, job.head_kv, p.head_dim_v, args.chunks_v).copy(keys_at(stage) + C::kTileBytes, [&](int row) {
+            return place[row].v;
+        });
     }
 
     /* Products to weights, of the tile whose keys begin at `key`. */
@@ -144,10 +149,7 @@ template <class C> struct ServeUnit {
     }
 
     __device__ __forceinline__ void run() const {
-        const fa_forward &p = args.call.p;
         const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * C::kWarpRows;
-        const int head_kv = job.first_head / int(p.heads / p.heads_kv);
-        const Gatherer keys(p.k, head_kv, p.head_dim, args.chunks_k), values(p.v, head_kv, p.head_dim_v, args.chunks_v);
         const WarpSight sight(shared, job, warp_row);
         ServeRows<C> rows(tiles + warp_row * C::kRowBytes, lane);
         KeyLookup<C> lookup;
@@ -159,7 +161,7 @@ template <class C> struct ServeUnit {
             }
             load_query();
             __syncthreads();
-            load(keys, values, 0, 0);
+            load(0, 0);
             cp_async_commit();
         }
         int stage = 0, at = 0; // of the tile at work: where it lies, where its places do
@@ -168,7 +170,7 @@ template <class C> struct ServeUnit {
             cp_async_wait<0>();
             __syncthreads();
             if (tile == tile_begin) rows.load_query();
-            if (tile + 1 < tile_end) load(keys, values, stage ^ 1, next);
+            if (tile + 1 < tile_end) load(stage ^ 1, next);
             cp_async_commit();
             lookup.find(args, job, shared, tile + 2, tile + 2 < tile_end);
             const int key = tile * C::kTileN;
@@ -196,8 +198,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_serve(const 
     for (int64_t n = blockIdx.x; n < args.units; n += gridDim.x) {
         const Job job = find_job(args, n, shared.joined);
         if (job.rows_out == 0) continue; // the same in all threads
+        if (threadIdx.x == 0) shared.job = job;
         place_rows(args, job, shared);
-        const ServeUnit<C> unit(args, job, shared, shared_address(memory));
+        const ServeUnit<C> unit(args, shared.job, shared, shared_address(memory));
         if (unit.exists()) unit.run();
         __syncthreads(); // everybody is done with what is shared
     }

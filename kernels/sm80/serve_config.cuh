@@ -21,13 +21,13 @@ namespace fa::sm80 {
 
 /* Two tiles of K and V, so that one is on its way while the other is at work; 32 keys where 64 take more than the 99 KB
  * of a block on sm_86 and sm_89. */
-constexpr MmaShape serve_shape(int head_dim) {
-    return {1, 4, 1, head_dim <= 128 ? 64 : 32, 2, head_dim <= 64, head_dim <= 96 ? 3 : 2};
+constexpr MmaShape serve_shape(int head_dim, bool dressed) {
+    return {1, 4, 1, head_dim <= 128 ? 64 : 32, 2, head_dim <= 64, head_dim <= 96 && !dressed ? 3 : 2};
 }
 
 /* kDressed: bias, boolean mask, dropout. */
 template <typename T, int kHeadDim, bool kDressed_>
-struct ServeConfig : MmaConfig<T, kHeadDim, serve_shape(kHeadDim), Surface::kServing> {
+struct ServeConfig : MmaConfig<T, kHeadDim, serve_shape(kHeadDim, kDressed_), Surface::kServing> {
     static constexpr bool kDressed = kDressed_;
 };
 
@@ -61,16 +61,5 @@ struct KeyPlace {
     int64_t k, v;
 };
 constexpr int64_t kNowhere = INT64_MIN; // of a key that nobody may look at
-
-/* What the threads of a block share beside the tiles. */
-template <class C> struct ServeShared {
-    static constexpr int kPlaces = 3; // of tiles: at work, on its way, looked up
-    KeyPlace place[kPlaces][C::kTileN];
-    uint32_t held[kPlaces][C::kTileN / 32]; // a bit a key: it has a place
-    ServeRow row[kServeRows];
-    int64_t joined[C::kThreads / 32];
-    fa_span keys; // that some row sees
-};
-template <class C> constexpr int serve_bytes() { return C::kSharedBytes + int(sizeof(ServeShared<C>)); }
 
 } // namespace fa::sm80

@@ -24,6 +24,7 @@ struct Job {
     int head;        // of the first row, in its pack
     int first_head;  // of the pack
     int packed_head; // which pack
+    int head_kv;
     int part;
     int count;    // rows of queries; those behind, up to
     int rows_out; // this, are rows of out that belong to no query
@@ -54,6 +55,7 @@ __device__ __forceinline__ Job job_of(const ServeArgs &args, const Spot &spot, i
     job.query = first / pack;
     job.head = int(first - job.query * pack);
     job.first_head = packed_head * int(pack), job.packed_head = packed_head;
+    job.head_kv = job.first_head / int(args.call.p.heads / args.call.p.heads_kv);
     job.part = part;
     job.count = rows_from(spot.entry.seq_q * pack, first);
     job.rows_out = rows_from((spot.rows.end - spot.rows.begin) * pack, first);
@@ -77,6 +79,18 @@ __device__ __forceinline__ Job find_job(const ServeArgs &args, int64_t n, int64_
     const int64_t b = rest / (args.parts - 1);
     return job_of(args, find_sequence(args.call, b, joined), packed_head, 1 + int(rest - b * (args.parts - 1)));
 }
+
+/* What the threads of a block share beside the tiles. The job lies here, too: registers are few. */
+template <class C> struct ServeShared {
+    static constexpr int kPlaces = 3; // of tiles: at work, on its way, looked up
+    KeyPlace place[kPlaces][C::kTileN];
+    uint32_t held[kPlaces][C::kTileN / 32]; // a bit a key: it has a place
+    ServeRow row[kServeRows];
+    int64_t joined[C::kThreads / 32];
+    fa_span keys; // that some row sees
+    Job job;
+};
+template <class C> constexpr int serve_bytes() { return C::kSharedBytes + int(sizeof(ServeShared<C>)); }
 
 /* Fills the rows, and the keys from the first to the last that some row sees. By the block. */
 template <class Shared>

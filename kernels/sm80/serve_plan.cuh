@@ -7,6 +7,7 @@
 #include "common/launch.cuh"     // FA_CUDA_TRY, fa_allow_smem
 #include "common/rows.cuh"       // takes_chunks
 #include "sm80/serve_config.cuh" // ServeArgs
+#include "sm80/serve_job.cuh"    // serve_bytes
 
 namespace fa::sm80 {
 

@@ -36,11 +36,6 @@ __device__ __forceinline__ void store_element(const fa_forward &p, int64_t offse
         static_cast<T *>(p.out.data)[at] = from_float<T>(x);
 }
 
-/* Seldom needed, by many places: for shards whose queries or keys do not begin at a multiple of 16. */
-static __device__ __noinline__ bool keeps(const fa_dropout &dropout, int64_t batch, int head, int64_t query, int key) {
-    return fa_dropout_keeps(&dropout, batch, head, query, key);
-}
-
 /* Where a part of the keys leaves its states: as partial.cuh says. */
 struct Slots {
     const ServeArgs &args;
@@ -159,10 +154,15 @@ template <class C> struct ServeRows : MmaWarp<C> {
     /* Zeroes the weights that dropout takes; rows are queries of one head. `query`, `key`: the lane's first. */
     __device__ static __forceinline__ void drop(Tile &s, const fa_dropout &d, int64_t batch, int head, int64_t query,
                                                 int key) {
-        if (d.origin[2] % 16 || d.origin[3] % 16) {
-            each(s, [&](float &x, int i, int column) {
-                if (!keeps(d, batch, head, query + 8 * i, key + column)) x = 0.0f;
-            });
+        if (d.origin[2] % 16 || d.origin[3] % 16) { // of shards alone: weight by weight
+            uint32_t kept = 0;
+#pragma unroll 1
+            for (int n = 0; n < C::kKeys / 2; ++n)
+                kept |= uint32_t(fa_dropout_keeps(&d, batch, head, query + n / 2 % 2 * 8, key + n / 4 * 8 + n % 2))
+                        << n;
+#pragma unroll
+            for (int n = 0; n < C::kKeys / 2; ++n)
+                if (!(kept >> n & 1)) s[0][n / 4][n % 4] = 0.0f;
             return;
         }
         const uint32_t i = uint32_t(query) + d.origin[2];

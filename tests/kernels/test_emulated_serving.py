@@ -17,7 +17,7 @@ import rows
 import serving_cases
 from case import Case
 from emulated import replaced, seeds_that_fail
-from fa_ext import dropout_keep
+from fa_ext import _core, dropout_keep
 from serving_calls import attend, parts_of, same_bits
 from serving_cases import INT_MAX, INT_MIN, ServingCase, append_call
 
@@ -26,7 +26,25 @@ pytestmark = pytest.mark.skipif(
     reason="the emulator is for g++ on x86-64 Linux",
 )
 
-SIMT = dict(flags=("-DHEAD_DIM=64",), instances="^serve_(f16|f32)$")
+#: How each kernel that serves is built: what the cases here need of it.
+SERVING = {
+    "simt": dict(flags=("-DHEAD_DIM=64",), instances="^serve_(f16|f32)$"),
+    "mma_sm80": dict(instances="^serve_d64$"),
+}
+FEWER = {"simt": dict(instances="^serve_f16$"), "mma_sm80": {}}  # for mutants
+
+
+@pytest.fixture(params=SERVING)
+def kernel(request):
+    return request.param
+
+
+def adapted(kernel, case):
+    """The case, or one like it that the kernel's build takes: mma_sm80 has 16-bit types, and its narrow head_dims are left out."""
+    if kernel != "mma_sm80":
+        return case
+    dims = {"head_dim": max(case.head_dim, 33)} | ({"head_dim_v": max(case.head_dim_v, 33)} if case.head_dim_v else {})
+    return dataclasses.replace(case, dtype="bfloat16" if case.dtype == "float32" else case.dtype, **dims)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +54,7 @@ def emulated(tmp_path_factory):
 
     def get(kernel, tag="right", **options):
         if (kernel, tag) not in loaded:
-            target = emulator.build(kernel, folder / f"{kernel}.{tag}.so", **(SIMT if kernel == "simt" else {}) | options)
+            target = emulator.build(kernel, folder / f"{kernel}.{tag}.so", **SERVING.get(kernel, {}) | options)
             loaded[kernel, tag] = emulator.load(target, kernel), target
         return loaded[kernel, tag]
 
@@ -67,29 +85,37 @@ def some_cases(seed):
 # ---- what is computed ----
 
 
-def test_sequences(emulated, seed):
-    row, _ = emulated("simt")
+def test_sequences(emulated, kernel, seed):
+    row, _ = emulated(kernel)
     for case in some_cases(seed):
+        case = adapted(kernel, case)
         report = fa_ext.verify(**case.arguments(), kernel=row)
         assert report, f"{case}\n{report}"
 
 
-def test_a_block_walks_over_several_tiles(emulated, seed, monkeypatch):
+#: Where plans of serving say how many blocks there are.
+BLOCKS = {
+    "simt": (r"(?<=plan->blocks = o\.tiles <)\s*\(2147483647\)\s*\? o\.tiles :.*?;", "3 ? o.tiles : 3;", "fa_answer plan_serving"),
+    "mma_sm80": (r"(?<=plan->blocks = std::min<int64_t>\(own\.units, )\s*\(2147483647\)\s*\);", "3);", "inline void plan_parts"),
+}
+
+
+def test_a_block_walks_over_several_tiles(emulated, kernel, seed):
     """The grid is not bound by multiprocessors: an edit bounds it, since no test has 2^31 tiles."""
 
     def edit(text):
-        pattern = r"(?<=plan->blocks = o\.tiles <)\s*\(2147483647\)\s*\? o\.tiles :.*?;"
-        text, count = re.subn(pattern, "3 ? o.tiles : 3;", text)
-        assert count == (2 if "fa_answer plan_serving" in text else 0)
+        pattern, new, where = BLOCKS[kernel]
+        text, count = re.subn(pattern, new, text)
+        assert count == (2 if where in text else 0)
         return text
 
-    row, _ = emulated("simt", "few", instances="^serve_f16$", edit=edit)
-    case = ServingCase((3, 70, 0, 33), (50, 90, 3, 200), 2, 1, 16, dtype="float16", causal="bottom_right", page_size=5)
+    row, _ = emulated(kernel, "few", edit=edit, **FEWER[kernel])
+    case = ServingCase((3, 70, 0, 33), (50, 90, 3, 200), 2, 1, 40, dtype="float16", causal="bottom_right", page_size=5)
     assert fa_ext.verify(**case.arguments(), kernel=row)
 
 
-def test_the_bits_of_a_sequence_are_its_own(emulated, seed):
-    row, _ = emulated("simt")
+def test_the_bits_of_a_sequence_are_its_own(emulated, kernel, seed):
+    row, _ = emulated(kernel)
     base = ServingCase((1, 35, 0, 17), (5, 133, 4, 97), 4, 2, 40, dtype="float16", causal="bottom_right", seed=3)
     values, wanted = base.values(), None
     stores = [dict(q=q, k=k) for q, k in itertools.product(("padded", "packed"), ("padded", "packed", "paged"))]
@@ -104,15 +130,57 @@ def test_the_bits_of_a_sequence_are_its_own(emulated, seed):
     assert same_bits(part, wanted[2:4])
 
 
-def test_dense_calls_with_what_dense_instances_lack(emulated, seed):
-    row, _ = emulated("simt")
+#: Sequences of few queries in chunks: in one group, in several, in more keys than 127 chunks of 64 have.
+LONG = ServingCase((1, 3, 0, 2, 14), (300, 1300, 9, 8200, 700), 4, 2, 40, dtype="float16", causal="bottom_right", seed=4)
+
+
+def in_whole(text):
+    """No workspace is enough for parts: a block takes a sequence's chunks one after another."""
+    return text.replace("limit = int64_t(device->workspace_limit)", "limit = 300000")
+
+
+def test_who_folds_the_chunks_changes_no_bit(emulated, monkeypatch, seed):
+    """A unit is a chunk where multiprocessors are many, else a group of chunks, else all of them."""
+    found, shared = [], {"window": (8150, None), "alibi": "batch", "sinks": True, "positions": "shifted"}
+    for case in (LONG, dataclasses.replace(LONG, q="padded", k="padded", slack=0, **shared)):
+        parts = []
+        for sms, options in (("132", {}), ("1", {}), ("2", {"edit": in_whole, "tag": "whole"})):
+            monkeypatch.setenv("FA_EMULATOR_SMS", sms)
+            row, _ = emulated("mma_sm80", **options)
+            found.append(_core.answers(**case.arguments(), kernel=row)[row][2]["workspace_bytes"])
+            arguments = case.arguments()
+            assert fa_ext.verify(**arguments, kernel=row)
+            parts.append([x.tobytes() for pair in parts_of(case, arguments, *attend(row, arguments)) for x in pair])
+        assert parts[0] == parts[1] == parts[2]
+        assert found[-3] > found[-2] > 300000 >= found[-1] > 0, found
+
+
+FOLDS = [
+    ("132", "part == 0 || chunk % kGroup == 0", "part == 0"),
+    ("1", "chunk % kGroup) rows.fold(states, job, slots, row, slot);", "chunk % kGroup) ;"),
+    ("1", "if (parted) rows.leave(", "if (parted && job.part) rows.leave("),
+]
+
+
+@pytest.mark.parametrize("sms, old, new", FOLDS, ids=("group", "chunk", "part"))
+def test_mutants_that_fold_wrongly(emulated, monkeypatch, sms, old, new):
+    monkeypatch.setenv("FA_EMULATOR_SMS", sms)
+    row, _ = emulated("mma_sm80", f"fold {old}", edit=replaced(old, new))
+    assert not fa_ext.verify(**LONG.arguments(), kernel=row)
+
+
+def test_dense_calls_with_what_dense_instances_lack(emulated, kernel, seed):
+    row, _ = emulated(kernel)
     case = Case(1, 4, 2, 37, 75, 40, 64, dtype="float16", causal="bottom_right", sinks="same", alibi="batch")
     assert rows.verdict(row, case)
     assert fa_ext.verify(**case.host_inputs(), dropout=(0.3, 7, 1), kernel=row)
-    inputs = Case(1, 2, 2, 39, 50, 16, 50, dtype="float32").host_inputs()
-    inputs["v"] = np.broadcast_to(np.eye(50, dtype=np.float32), (1, 2, 50, 50))
-    drawn = (0.4, 11, 3, (5, 3, 77, 1001), 9)
-    np.testing.assert_array_equal(fa_ext.attention(**inputs, dropout=drawn, kernel=row) != 0, dropout_keep(1, 2, 39, 50, drawn))
+    dressed = Case(1, 4, 2, 37, 75, 40, 64, dtype="float16", bias="holes", mask="rows", alibi="heads", softcap=3.0)
+    assert fa_ext.verify(**dressed.host_inputs(), kernel=row)
+    inputs = Case(1, 2, 2, 39, 50, 40, 50, dtype="float16" if kernel == "mma_sm80" else "float32").host_inputs()
+    inputs["v"] = np.broadcast_to(np.eye(50, dtype=inputs["q"].dtype), (1, 2, 50, 50))
+    for drawn in ((0.4, 11, 3, (5, 3, 77, 1001), 9), (0.4, 11, 3, (5, 3, 64, 1008), 9)):
+        found = fa_ext.attention(**inputs, dropout=drawn, kernel=row)
+        np.testing.assert_array_equal(found != 0, dropout_keep(1, 2, 39, 50, drawn))
 
 
 def test_append(emulated, seed, sms):
@@ -153,12 +221,12 @@ def counts(found):
     return {kind: count for kind, count, *_ in found}
 
 
-def test_attention_counts_on_the_device_what_the_host_counts(emulated, seed):
-    row, library = emulated("simt")
+def test_attention_counts_on_the_device_what_the_host_counts(emulated, kernel, seed):
+    row, library = emulated(kernel)
     rng = np.random.default_rng(seed)
     emulator.faults(library), fa_ext.faults(None)
     for case in serving_cases.random_cases(40, seed + 70, longest=80):
-        case = dataclasses.replace(case, dtype="float16", head_dim=16, head_dim_v=16)
+        case = dataclasses.replace(case, dtype="float16", head_dim=40, head_dim_v=40)
         arguments = noisy(case.arguments(), rng)
         for name in "qkv":
             arguments[name] = np.nan_to_num(arguments[name], nan=0.5)
@@ -184,9 +252,9 @@ def test_append_counts_on_the_device_what_the_host_counts(emulated, seed, sms):
         assert counts(emulator.faults(library)) == counts(fa_ext.faults(None)), n
 
 
-def test_the_first_of_an_epoch_is_told(emulated, seed):
-    row, library = emulated("simt")
-    arguments = ServingCase().arguments()
+def test_the_first_of_an_epoch_is_told(emulated, kernel, seed):
+    row, library = emulated(kernel)
+    arguments = adapted(kernel, ServingCase()).arguments()
     for bad in (-5, 99, INT_MAX):
         arguments["seqlens_k"][1] = bad
         fa_ext.attention(**arguments, check=False, kernel=row)
@@ -197,13 +265,15 @@ def test_the_first_of_an_epoch_is_told(emulated, seed):
 # ---- races, and what is wrong ----
 
 
-def test_no_race(emulated, seed):
-    row, _ = emulated("simt", "races", races=True)
+def test_no_race(emulated, kernel, seed):
+    row, _ = emulated(kernel, "races", races=True)
     case = ServingCase((3, 40), (50, 90), 2, 1, 40, dtype="float16", causal="bottom_right", page_size=5, positions="random")
     for options in ({}, {"softcap": 3.0, "alibi": "heads"}):
         assert fa_ext.verify(**dataclasses.replace(case, **options).arguments(), kernel=row)
-    dense = Case(1, 2, 1, 39, 50, 16, dtype="float32")
+    dense = Case(1, 2, 1, 39, 50, 40, dtype="float16", bias="full")
     assert fa_ext.verify(**dense.host_inputs(), dropout=(0.3, 7), kernel=row)
+    if kernel == "mma_sm80":
+        assert fa_ext.verify(**dataclasses.replace(LONG, n_k=(90, 600, 9, 700, 130)).arguments(), kernel=row)
 
 
 def test_append_has_no_race(emulated, seed, sms):
@@ -215,19 +285,27 @@ def test_append_has_no_race(emulated, seed, sms):
     assert fa_ext.verify_append(**call | {"slots": np.arange(len(call["k"])) % 11}, kernel=row)
 
 
-@pytest.mark.parametrize("barrier", (5, 6))
-def test_mutant_without_a_barrier(emulated, monkeypatch, barrier):
-    """Of the key loop: the index is there, K is there. The barriers of the dense kernel's come before."""
-    edit = replaced("lane.sync_group();", ";", barrier)
-    row, _ = emulated("simt", f"barrier{barrier}", instances="^serve_f16$", edit=edit)
+#: Barriers of the loop over keys: a text, and which one of several. Of simt those of the dense kernel come before.
+BARRIERS = [("simt", "lane.sync_group();", 5), ("simt", "lane.sync_group();", 6), ("mma_sm80", "cp_async_wait<0>();\n            __syncthreads();", 0)]
+
+
+@pytest.mark.parametrize("kernel, barrier, at", BARRIERS, ids=("simt index", "simt keys", "mma_sm80"))
+def test_mutant_without_a_barrier(emulated, monkeypatch, kernel, barrier, at):
+    edit = replaced(barrier, barrier.replace("__syncthreads", "").replace("lane.sync_group()", ""), at)
+    row, _ = emulated(kernel, f"barrier{at}", edit=edit, **FEWER[kernel])
     arguments = ServingCase((40,), (200,), 1, 1, 64, dtype="float16").arguments()
     assert "wrong" in seeds_that_fail(monkeypatch, lambda: fa_ext.verify(**arguments, kernel=row))
 
 
-def test_mutant_that_reads_behind_the_last_key(emulated, monkeypatch):
+HIDDEN = {
+    "simt": "if (key >= shared.keys.end) return {-1, 0};",
+    "mma_sm80": "if (key < shared.keys.begin || key >= shared.keys.end) return {kNowhere, kNowhere};",
+}
+
+
+def test_mutant_that_reads_behind_the_last_key(emulated, monkeypatch, kernel):
     """There is garbage, which a weight of 0 does not take out."""
-    edit = replaced("if (key >= shared.keys.end) return {-1, 0};", "")
-    row, _ = emulated("simt", "hidden", instances="^serve_f16$", edit=edit)
+    row, _ = emulated(kernel, "hidden", edit=replaced(HIDDEN[kernel], ""), **FEWER[kernel])
     arguments = ServingCase((2,), (20,), 1, 1, 64, dtype="float16").arguments()
     found = seeds_that_fail(monkeypatch, lambda: fa_ext.verify(**arguments, kernel=row), 3)
     assert len(found) == 3
