@@ -314,7 +314,7 @@ _MUST_ACCEPT = {
     "wgmma_sm90": _hopper,
     "wgmma_split_sm90": _hopper_split,
 }
-_WITH_ALIBI = _WITH_DROPOUT = ("cpu_ref", "cpu_simd")
+_WITH_ALIBI = _WITH_DROPOUT = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
 
 
 def must_accept(kernel: str, case: Case) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -102,6 +103,19 @@ def takes(row: str, **arguments) -> bool:
 def has_float64(row: str) -> bool:
     """Kernels for a device have not, where they are emulated too."""
     return listed_name(row).startswith("cpu")
+
+
+@functools.cache
+def has_dtype(row: str, dtype: str) -> bool:
+    """Whether a kernel of attention takes arrays of a dtype."""
+    if dtype == "bfloat16" and BFLOAT16 is None:
+        return False
+    return takes(row, **dataclasses.replace(SIMPLEST, dtype=dtype).host_inputs())
+
+
+def narrowest(row: str) -> str:
+    """The dtype of the smallest errors that a kernel has on a device: float32, or float16."""
+    return "float32" if has_dtype(row, "float32") else "float16"
 
 
 def library_of(row: str) -> str:

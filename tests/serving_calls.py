@@ -1,5 +1,7 @@
 """Calls over sequences as several test files make them: results of poisoned outputs, a sequence's part of them."""
 
+import dataclasses
+
 import numpy as np
 
 import fa_ext
@@ -7,6 +9,11 @@ import rows
 from operands import place
 from rows import library_of as library
 from rows import on
+
+
+def adapted(kernel, case):
+    """The case, in a dtype that the kernel takes: float64 where it is asked for, and where another is missing float16."""
+    return case if case.dtype == "float64" or rows.has_dtype(kernel, case.dtype) else dataclasses.replace(case, dtype="float16")
 
 
 def attend(kernel, arguments, **options):

@@ -110,8 +110,7 @@ template <class C> struct ServeUnit {
         const uint64_t all = ~uint64_t(0) >> (64 - C::kTileN);
         if (held != all || !sight.holds(key, C::kTileN) || (C::kDressed && p.mask.data))
             rows.mask(s, args, job, shared, row, first, held >> (first - key));
-        MmaWarp<C> &warp = rows;
-        warp.weigh(s, 1.0f);
+        rows.weigh(s);
         if constexpr (C::kDressed)
             if (args.call.extra.dropout.threshold) {
                 const RowPlace place = job.at(args, row);

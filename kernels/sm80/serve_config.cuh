@@ -6,7 +6,8 @@
  * depend on that sequence alone.
  *
  * A sequence of at most 64 rows, a decode step, is cut into chunks of keys as common/fold.cuh says, and where the grid
- * needs it into parts, a unit of work each: groups of chunks, or single chunks. The others are walked in one piece. */
+ * needs it into parts, a unit of work each: groups of chunks, or single chunks. The others are walked in one piece, as
+ * are all with dropout, where the shards of a call so have the bits of the whole. */
 #pragma once
 
 #include <stdint.h> // int64_t
@@ -43,6 +44,7 @@ struct ServeArgs {
     float *workspace;     // as partial.cuh says: (parts, slots, kHeadDim), then (parts, slots) states
     int packed_heads;     // heads / pack
     int parts;            // units of a sequence, at most
+    bool cuts;            // sequences of few rows are cut into chunks
     bool chunk_parts;     // a part is a chunk
     bool whole;           // a unit takes all chunks; workspace has what it folds: groups, then all before
     bool slots_by_query;  // a slot is a row of out, else a row of a tile

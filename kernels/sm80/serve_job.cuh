@@ -36,7 +36,7 @@ struct Job {
     }
     /* The keys of a sequence of so few rows are cut into chunks. */
     __device__ __forceinline__ bool chunked(const ServeArgs &args) const {
-        return entry.seq_q * args.pack.divisor <= kServeRows;
+        return args.cuts && entry.seq_q * args.pack.divisor <= kServeRows;
     }
     __device__ __forceinline__ int64_t out_batch(const ServeArgs &args) const {
         return args.call.s.packed_q ? 0 : batch;

@@ -29,7 +29,7 @@ template <class C> constexpr ServeForm serve_form() {
 struct ServeOwn {
     int64_t units, tiles, tiles_m, slots;
     int pack, parts;
-    bool dressed, chunk_parts, whole, slots_by_query;
+    bool dressed, cuts, chunk_parts, whole, slots_by_query;
     bool chunks_q, chunks_k, chunks_v, chunks_o;
 };
 
@@ -49,7 +49,7 @@ inline void plan_parts(const fa_problem *problem, const fa_device_info *device, 
     own.units = own.tiles * packs;
     own.parts = 1;
     plan->blocks = std::min<int64_t>(own.units, INT32_MAX);
-    if (chunks <= 1 || least * own.pack > kServeRows || own.units == 0) return;
+    if (!own.cuts || chunks <= 1 || least * own.pack > kServeRows || own.units == 0) return;
     const int64_t by_query = (s.packed_q ? p.seq_q : p.batch * p.seq_q) * p.heads, by_tile = sequences * kServeRows;
     own.slots_by_query = by_query < by_tile;
     own.slots = std::min(by_query, by_tile);
@@ -83,6 +83,7 @@ inline fa_answer plan_serving(const fa_problem *problem, const fa_device_info *d
     const bool dropout = problem->extra.dropout.threshold;
     own = {};
     own.dressed = p.bias.data || p.mask.data || dropout;
+    own.cuts = !dropout;
     own.pack = dropout || p.heads_kv == 0 ? 1 : int(p.heads / p.heads_kv);
     own.tiles_m = ((s.packed_q ? 1 : p.seq_q) * own.pack + kServeRows - 1) / kServeRows;
     own.tiles = s.q.starts ? tiles_of_packed(p, own.pack, kServeRows) : p.batch * own.tiles_m;
@@ -111,6 +112,7 @@ inline ServeArgs serve_args(const fa_problem *problem, const ServeOwn &own, void
         .workspace = static_cast<float *>(workspace),
         .packed_heads = int(p.heads / own.pack),
         .parts = own.parts,
+        .cuts = own.cuts,
         .chunk_parts = own.chunk_parts,
         .whole = own.whole,
         .slots_by_query = own.slots_by_query,

@@ -151,6 +151,43 @@ template <class C> struct ServeRows : MmaWarp<C> {
         }
     }
 
+    /* Scores in base 2 to weights 2^(score - shift), which join the sums. As in the dense kernel the shift of a row is
+     * its maximum of some earlier moment, raised when a score exceeds it by more than 8; but each row for itself, so
+     * that its bits do not depend on the rows beside it. */
+    __device__ __forceinline__ void weigh(Tile &s) {
+        float highest[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            highest[i] = fmaxf(s[0][0][2 * i], s[0][0][2 * i + 1]);
+#pragma unroll
+            for (int j = 1; j < C::kKeys / 8; ++j)
+                highest[i] = fmaxf(highest[i], fmaxf(s[0][j][2 * i], s[0][j][2 * i + 1]));
+        }
+        const bool outgrown = highest[0] - shift[0][0] > 8.0f || highest[1] - shift[0][1] > 8.0f;
+        if (__any_sync(~0u, outgrown)) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float top = highest[i];
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                const float raised = top - shift[0][i] > 8.0f ? top : shift[0][i];
+                const float factor = exp2_fast(shift[0][i] - raised);
+                shift[0][i] = raised;
+                sum[0][i] *= factor;
+#pragma unroll
+                for (int j = 0; j < C::kHeadDim / 8; ++j) out[0][j][2 * i] *= factor, out[0][j][2 * i + 1] *= factor;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < C::kKeys / 8; ++j) {
+#pragma unroll
+                for (int e = 2 * i; e < 2 * i + 2; ++e) s[0][j][e] = exp2_fast(s[0][j][e] - shift[0][i]);
+                sum[0][i] += s[0][j][2 * i] + s[0][j][2 * i + 1];
+            }
+    }
+
     /* Zeroes the weights that dropout takes; rows are queries of one head. `query`, `key`: the lane's first. */
     __device__ static __forceinline__ void drop(Tile &s, const fa_dropout &d, int64_t batch, int head, int64_t query,
                                                 int key) {
