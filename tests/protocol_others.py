@@ -280,6 +280,49 @@ def mma_model(tiles: int, stages: int, warps: int = 2, mistakes: frozenset[str] 
     return buffers.link()
 
 
+def serve_model(tiles: int, warps: int = 2, places: int = 3, mistakes: frozenset[str] = frozenset()) -> Model:
+    """mma_sm80 serving: two stages as in mma_model, filled by rows whose places the first warp has looked up two tiles
+    before, in a ring of `places`: copies read those of their tile, as does the mask when the tile is at work.
+
+    Mistakes: "no barrier", "refill early" (copies before the barrier)."""
+    model = Model()
+    buffers = Buffers(model)
+    buffers.stages = {"kv": 2, "place": places}
+    model.barrier("syncthreads", warps)
+    for w in range(warps):
+        actor = model.actor(f"warp{w}")
+        groups: list[str] = []
+
+        def look_up(tile: int, actor: Actor = actor, mine: bool = w == 0) -> None:
+            if mine and tile < tiles:
+                store = actor.step(f"tile {tile}: store places")
+                buffers.fill("place", tile, store, store)
+
+        def load(tile: int, actor: Actor = actor, groups: list[str] = groups) -> None:
+            if tile < tiles:
+                read = actor.step(f"tile {tile}: read places")
+                buffers.read("place", tile, read, read)
+                groups.append(model.barrier(f"{actor.name} tile {tile}", 1))
+                buffers.copy(actor, "kv", tile, groups[-1], 0, f"tile {tile}")
+
+        look_up(0), look_up(1)
+        actor.join("syncthreads", "places of the first tiles")
+        load(0)
+        for tile in range(tiles):
+            actor.wait(groups[tile], 0, "cp_async_wait")
+            if "refill early" in mistakes:
+                load(tile + 1)
+            if "no barrier" not in mistakes:
+                actor.join("syncthreads", f"tile {tile}")
+            if "refill early" not in mistakes:
+                load(tile + 1)
+            read = actor.step(f"tile {tile}: multiply and mask")
+            buffers.read("kv", tile, read, read)
+            buffers.read("place", tile, read, read)
+            look_up(tile + 2)
+    return buffers.link()
+
+
 def simt_model(blocks: int, separate: bool, warps: int = 2, without: int | None = None) -> Model:
     """One group of the simt kernel: its warps store their shares of K and of V and read all of them. bar.sync of the
     group's own id (__syncthreads() where there is one group, __syncwarp() for a group of one warp): generations, no

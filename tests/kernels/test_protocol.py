@@ -9,7 +9,7 @@ import pytest
 
 from protocol import Model, Violation, all_schedules, random_schedules, slowest_actors
 from protocol_forward import Forward, Tile, forward_model, tiles_of
-from protocol_others import launches_model, mma_model, simt_model, split_model, wmma_model
+from protocol_others import launches_model, mma_model, serve_model, simt_model, split_model, wmma_model
 
 JOINED = frozenset("kvq")
 WARPS = ("producer", "wg0.warp0", "wg0.warp1", "wg1.warp0", "wg1.warp1")
@@ -279,6 +279,14 @@ def test_mma_is_sound_and_needs_its_barrier(stages: int) -> None:
     assert slowest_actors(mma_model(7, stages)) is None
     for mistake in ("no barrier", "short wait", "refill early"):
         assert found(slowest_actors(mma_model(7, stages, mistakes=frozenset({mistake}))), "order"), mistake
+
+
+def test_serving_of_mma_is_sound_and_needs_its_barrier_and_its_places() -> None:
+    assert slowest_actors(serve_model(7)) is None
+    assert random_schedules(serve_model(5), 20, seed=1) is None
+    for mistake in ("no barrier", "refill early"):
+        assert found(slowest_actors(serve_model(7, mistakes=frozenset({mistake}))), "order"), mistake
+    assert found(slowest_actors(serve_model(7, places=2)), "order")
 
 
 @pytest.mark.parametrize("separate, barriers", [(True, 2), (False, 4)])

@@ -75,6 +75,29 @@ def test_a_graph_serves_any_lengths(kernel):
     fa_ext.faults(0)
 
 
+def test_a_graph_of_decode_steps_serves_any_lengths():
+    """Chunks of keys and their parts follow from lengths that a graph does not know when it is captured."""
+    import torch
+
+    longest = 20000
+    case = ServingCase((1,) * 6, (longest,) * 6, 8, 2, 128, dtype="float16", q="one", causal="bottom_right", slack=0)
+    x = on_device(case.arguments())
+    out, lse = torch.full_like(x["q"], float("nan")), torch.full((8, 6), float("nan"), device="cuda")
+    x["seqlens_k"].fill_(1)
+    graph = captured(lambda: fa_ext.attention(**x, out=(out, lse), kernel="mma_sm80"))
+    rng = np.random.default_rng(0)
+    for n_k in ((0,) * 6, (1, 64, 65, 8128, 8129, longest), (longest,) * 6, *rng.integers(0, longest + 1, (20, 6))):
+        x["seqlens_k"].copy_(torch.tensor([int(n) for n in n_k], dtype=torch.int32))
+        out.fill_(float("nan")), lse.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        wanted = fa_ext.attention(**x, return_lse=True, kernel="mma_sm80")
+        assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1]), n_k
+        alone = {**x, "q": x["q"][3:4], "page_table": x["page_table"][3:4], "seqlens_k": x["seqlens_k"][3:4]}
+        assert torch.equal(fa_ext.attention(**alone, kernel="mma_sm80"), out[3:4]), n_k
+    assert fa_ext.verify(**x, kernel="mma_sm80")
+
+
 def test_faults_of_replays_are_counted(kernel):
     import torch
 
