@@ -52,7 +52,7 @@ enum Kind {
  * stage gains 5% at head_dim 64 and 3% at 128; at 256, 8 warps in one block lose 6% to two blocks of 4. Under softcap
  * 12 warps of 16 rows do as well as 8 of 32, and better in small grids; under bias and mask they lose 10%. Q in
  * registers gains 4% there at head_dim 64. */
-constexpr MmaShape shape_of(int head_dim, Kind kind) {
+[[maybe_unused]] constexpr MmaShape shape_of(int head_dim, Kind kind) {
     if (kind == kGeneral) return {1, 4, 1, head_dim <= 192 ? 64 : 32, 1, head_dim <= 64, head_dim <= 128 ? 3 : 2};
     if (kind == kBiased) return {2, 4, 1, 64, 1, head_dim <= 64, 2};
     if (kind == kSmall && head_dim <= 64) return {1, 2, 2, 64, 2, true, 3};
@@ -72,11 +72,11 @@ constexpr MmaShape shape_of(int head_dim, Kind kind) {
 }
 
 /* The kind whose instance does the work of another. */
-constexpr Kind built(int head_dim, Kind kind) {
+[[maybe_unused]] constexpr Kind built(int head_dim, Kind kind) {
     return kind == kBiased && head_dim != 64 && head_dim != 128 ? kGeneral : kind;
 }
 
-constexpr Surface surface_of(Kind kind) {
+[[maybe_unused]] constexpr Surface surface_of(Kind kind) {
     return kind == kGeneral ? Surface::kGeneral : kind == kBiased ? Surface::kBiased : Surface::kPlain;
 }
 

@@ -103,8 +103,10 @@ template <class C> struct ServeUnit {
         const fa_forward &p = args.call.p;
         const int lane = threadIdx.x % 32, row = warp_row + lane / 4, first = key + lane % 4 * 2;
         scale_scores<1, C::kKeys, true>(s, args.score);
-        if (args.call.extra.alibi.data || (C::kDressed && p.bias.data))
-            rows.add_extras(s, args, job, shared, row, first);
+        const bool biased = C::kDressed && p.bias.data;
+        if constexpr (C::kDressed)
+            if (biased) rows.add_biases(s, args, job, shared, row, first);
+        if (!biased && args.call.extra.alibi.data) rows.add_slopes(s, shared, row, first);
         uint64_t held = shared.held[at][0];
         if constexpr (C::kTileN == 64) held |= uint64_t(shared.held[at][1]) << 32;
         const uint64_t all = ~uint64_t(0) >> (64 - C::kTileN);

@@ -77,23 +77,36 @@ template <class C> struct ServeRows : MmaWarp<C> {
             for (int e = 0; e < 4; ++e) body(s[0][j][e], e / 2, 8 * j + e % 2);
     }
 
-    /* Adds the bias, less slope times distance. `row`: of the tile, this lane's first; `key`: the lane's first. */
-    __device__ static __forceinline__ void add_extras(Tile &s, const ServeArgs &args, const Job &job,
-                                                      const ServeShared<C> &shared, int row, int key) {
-        const fa_forward &p = args.call.p;
-        const ServeRow mine[2] = {shared.row[row], shared.row[row + 8]};
-        const auto taken = [&](int i, int column) {
+    /* What ALiBi takes from this lane's scores: slope times distance, within the limit of a bias. `row`: of the tile,
+     * the lane's first; `key`: the lane's first. */
+    struct Slopes {
+        ServeRow mine[2];
+        int key;
+
+        __device__ __forceinline__ Slopes(const ServeShared<C> &shared, int row, int key)
+            : mine{shared.row[row], shared.row[row + 8]}, key(key) {}
+        __device__ __forceinline__ float taken(int i, int column) const {
             if (mine[i].slope == 0.0f) return 0.0f;
             const uint32_t a = uint32_t(mine[i].position), b = uint32_t(key + column);
             float less = mine[i].slope * static_cast<float>(mine[i].position >= key + column ? a - b : b - a);
             asm("max.NaN.f32 %0, %0, %1;" : "+f"(less) : "f"(-FA_LIMIT));
             asm("min.NaN.f32 %0, %0, %1;" : "+f"(less) : "f"(FA_LIMIT));
             return less;
-        };
-        if (!C::kDressed || !p.bias.data) {
-            each(s, [&](float &x, int i, int column) { x = add_bias(x, -taken(i, column)); });
-            return;
         }
+        __device__ __forceinline__ bool sees(int i, int column) const {
+            return key + column >= mine[i].begin && key + column < mine[i].end;
+        }
+    };
+    __device__ static __forceinline__ void add_slopes(Tile &s, const ServeShared<C> &shared, int row, int key) {
+        const Slopes slopes(shared, row, key);
+        each(s, [&](float &x, int i, int column) { x = add_bias(x, -slopes.taken(i, column)); });
+    }
+
+    /* Adds the bias, less what ALiBi takes; a bias of -inf excludes whatever that is. */
+    __device__ static __forceinline__ void add_biases(Tile &s, const ServeArgs &args, const Job &job,
+                                                      const ServeShared<C> &shared, int row, int key) {
+        const fa_forward &p = args.call.p;
+        const Slopes slopes(shared, row, key);
         int64_t from[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -102,15 +115,14 @@ template <class C> struct ServeRows : MmaWarp<C> {
         }
         const auto add = [&](const auto *bias) {
             each(s, [&](float &x, int i, int column) {
-                if (key + column < mine[i].begin || key + column >= mine[i].end) return;
+                if (!slopes.sees(i, column)) return;
                 float b = to_float(bias[from[i] + column * p.bias.stride[3]]);
-                if (b == -INFINITY) {
-                    x = b;
-                    return;
+                if (b != -INFINITY) {
+                    b -= slopes.taken(i, column);
+                    asm("max.NaN.f32 %0, %0, %1;" : "+f"(b) : "f"(-FA_LIMIT));
+                    b = add_bias(x, b);
                 }
-                b -= taken(i, column);
-                asm("max.NaN.f32 %0, %0, %1;" : "+f"(b) : "f"(-FA_LIMIT));
-                x = add_bias(x, b);
+                x = b;
             });
         };
         if (p.bias_dtype == FA_F32)
