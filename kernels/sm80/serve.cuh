@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_serve(const 
     auto &shared = *reinterpret_cast<ServeShared<C> *>(memory + C::kSharedBytes);
     for (int64_t n = blockIdx.x; n < args.units; n += gridDim.x) {
         const Job job = find_job(args, n, shared.joined);
-        if (job.rows_out == 0) continue; // the same in all threads
+        if (!job.may_exist(args)) continue; // the same in all threads
         if (threadIdx.x == 0) shared.job = job;
         place_rows(args, job, shared);
         const ServeUnit<C> unit(args, shared.job, shared, shared_address(memory));

@@ -38,6 +38,11 @@ struct Job {
     __device__ __forceinline__ bool chunked(const ServeArgs &args) const {
         return args.cuts && entry.seq_q * args.pack.divisor <= kServeRows;
     }
+    /* False where the part is beyond all keys that the sequence has, or where it has no parts. */
+    __device__ __forceinline__ bool may_exist(const ServeArgs &args) const {
+        const int64_t keys = args.chunk_parts ? kChunkKeys : kChunkKeys * kGroup; // of a part, at least
+        return rows_out > 0 && (part == 0 || (chunked(args) && part * keys < entry.seq_k));
+    }
     __device__ __forceinline__ int64_t out_batch(const ServeArgs &args) const {
         return args.call.s.packed_q ? 0 : batch;
     }
