@@ -157,7 +157,7 @@ def test_garbage_around_the_sequences_changes_no_bit(kernel):
         clean[name] = np.nan_to_num(clean[name], nan=0.25)
     wanted = attend(kernel, clean)
     rng = np.random.default_rng(0)
-    for fill in (np.nan, np.inf, -np.inf, 1e30):
+    for fill in (np.nan, np.inf, -np.inf, 1e30 if case.dtype == "float32" else 6e4):
         arguments = case.arguments()
         for name in ("k", "v"):
             arguments[name][np.isnan(arguments[name])] = fill
