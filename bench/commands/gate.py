@@ -12,12 +12,14 @@ on the CPU it is torch if it imports, else NumPy. Several problems: the worst ve
 
   python -m bench gate simt
   python -m bench gate bench/examples/candidate.py:attention --case B1,H8,S512,D64,float32
+  python -m bench gate simt_backward --backward --case B1,H8,S512,D64,float16,causal=True
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import sys
 import time
@@ -32,7 +34,7 @@ from bench.trial import duel, isolation
 
 SUMMARY = "PASS, FAIL or UNDECIDED: is a candidate correct and faster than a baseline?"
 DEFAULT_LIMIT = 0.95
-OPERATIONS = ("attention",)
+OPERATIONS = ("attention", "backward")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--case", action="append", help="problem, such as B1,H8,S512,D64,float16,causal=True (repeatable)"
     )
     parser.add_argument("--preset", help=f"problems by name: {', '.join(problems.preset_names(OPERATIONS))}")
+    parser.add_argument("--backward", action="store_true", help="gradients of the problems: operation=backward for all of them")
     parser.add_argument("--filter", default="", help="only problems whose line contains this")
     parser.add_argument(
         "--limit", type=arguments.positive, default=DEFAULT_LIMIT, help="time ratio to stay under (0.95)"
@@ -99,10 +102,13 @@ def judge_one(candidate: str, case: str, device: str, baselines: list[str], limi
 
 def run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if devices.has_gpu() else "cpu")
-    wanted = [str(problems.parse(text)) for text in args.case or ()]
+    cases = [problems.parse(text, OPERATIONS) for text in args.case or ()]
     if args.preset:
-        wanted += [str(case) for case in problems.preset(args.preset, OPERATIONS)]
-    wanted = [text for text in wanted or [default_case(device)] if args.filter in text]
+        cases += problems.preset(args.preset, OPERATIONS)
+    cases = cases or [problems.parse(default_case(device))]
+    if args.backward:
+        cases = [dataclasses.replace(case, operation="backward") for case in cases]
+    wanted = [text for text in dict.fromkeys(map(str, cases)) if args.filter in text]
     if not wanted:
         raise report.UsageError(f"no problem contains {args.filter!r}")
     baselines = args.baseline or default_baselines(device)

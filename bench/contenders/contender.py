@@ -112,10 +112,12 @@ def table_of(kernel: str) -> str:
 
 
 class Function(Contender):
-    """A Python callable ``f(q, k, v, *, causal=False, scale=None, layout="bhsd", out=None, ...)``.
+    """A Python callable ``f(q, k, v, *, causal=False, scale=None, layout="bhsd", out=None, ...)``, or one of the backward
+    pass, ``f(dout, q, k, v, *, out, lse, causal=False, ..., grads=None)``, which names `dout`.
 
     It gets only the arguments it names (or all, if it takes ``**kwargs``). What the problem needs and it does not name
-    is a refusal, except `layout` (it then gets (B, H, S, D) views) and `out` (it then returns a new array).
+    is a refusal, except `layout` (it then gets (B, H, S, D) views), what the forward found, and where results go (`out`,
+    `grads`; it then returns new arrays).
     """
 
     def __init__(self, function: Callable, name: str, library: str):
@@ -125,12 +127,15 @@ class Function(Contender):
         parameters = inspect.signature(function).parameters
         self.takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.named = set(parameters)
+        self.operations = frozenset({"backward" if "dout" in parameters else "attention"})
 
     def takes(self, name: str) -> bool:
         return self.takes_all or name in self.named
 
     def refuses(self, case: Case) -> str | None:
-        needed = [n for n in case.options() if n != "layout"] + case.arrays()
+        if case.operation not in self.operations:
+            return f"no {case.operation}"
+        needed = [n for n in case.options() if n not in ("layout", "deterministic")] + case.arrays() + ["dlse"] * case.dlse
         missing = [n for n in needed if not self.takes(n)]
         return f"{self.name} takes no argument {', '.join(missing)}" if missing else None
 
@@ -139,6 +144,8 @@ class Function(Contender):
 
     def bind(self, operands: Arrays) -> Thunk:
         arguments = operands.arguments(self.library)
+        if operands.case.operation == "backward":
+            return self._bind_backward(operands, arguments)
         q, k, v = (arguments.pop(name) for name in "qkv")
         out = operands.array("out", self.library)
         swap = self.rearranges(operands.case)
@@ -153,6 +160,24 @@ class Function(Contender):
             result = function(q, k, v, **arguments)
             result = out if result is None else result
             return result.swapaxes(1, 2) if swap else result
+
+        return call
+
+
+    def _bind_backward(self, operands: Arrays, arguments: dict[str, Any]) -> Thunk:
+        swap = self.rearranges(operands.case)
+        arguments["grads"] = tuple(operands.array(name, self.library) for name in operands.outputs)
+        if swap:
+            arguments |= {name: arguments[name].swapaxes(1, 2) for name in ("dout", "q", "k", "v", "out")}
+            arguments["grads"] = tuple(g.swapaxes(1, 2) for g in arguments["grads"])
+        dout, q, k, v = (arguments.pop(name) for name in ("dout", "q", "k", "v"))
+        given = {name: x for name, x in arguments.items() if self.takes(name)}
+        function, grads = self.function, arguments["grads"]
+
+        def call():
+            result = function(dout, q, k, v, **given)
+            result = grads if result is None else result
+            return tuple(g.swapaxes(1, 2) for g in result) if swap else result
 
         return call
 

@@ -19,6 +19,7 @@ from bench.problems.operands import (
     CHECK_FLOPS_CPU,
     CHECK_FLOPS_GPU,
     INPUTS,
+    Arrays,
     Judged,
     Operands,
     WrongResult,
@@ -30,11 +31,32 @@ from bench.problems.operands import (
 _OF_THE_CALL = ("deterministic", "accumulate")
 
 
-class Gradients(Operands):
-    """Inputs and gradients of one call: ``Operands`` of ``fa_ext.attention_backward``. Gradients that are added to begin at
-    zero."""
+class GradientArrays(Arrays):
+    """What a contender is given for ``fa_ext.attention_backward``."""
 
     inputs = ("dout", *INPUTS, "out", "lse", "dlse")
+
+    @property
+    def wrt(self) -> tuple[str, ...]:
+        return self.case.wrt()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(f"d{name}" for name in self.wrt)
+
+    def grads(self, library: str) -> tuple[Any, ...]:
+        """Where gradients go, in the order of wrt."""
+        return tuple(self.array(name, library) for name in self.outputs)
+
+    def bound(self, kernel: str | None, library: str) -> Callable[[], Any]:
+        import fa_ext
+
+        arguments = self.arguments(library)
+        return functools.partial(fa_ext.attention_backward, **arguments, wrt=self.wrt, grads=self.grads(library), kernel=kernel)
+
+
+class Gradients(GradientArrays, Operands):
+    """Inputs and gradients of one call. Gradients that are added to begin at zero."""
 
     def _make(self, guard_byte: int) -> None:
         case = self.case
@@ -47,8 +69,6 @@ class Gradients(Operands):
             fill_normal(self.blocks[name].inside, dtype, self.device, case.seed * 3 + 100 + i)
         self._new("out", case.out_shape, case.dtype, guard_byte)
         self._new("lse", rows, wide, guard_byte)
-        self.wrt = case.wrt()
-        self.outputs = tuple(f"d{name}" for name in self.wrt)
         for name in self.wrt:
             shape, dtype = self.shapes[name]
             self._new(f"d{name}", shape, wide if case.accumulate else dtype, guard_byte)
@@ -71,16 +91,6 @@ class Gradients(Operands):
                 self.blocks[name].inside[:] = 0
         else:
             super().poison()
-
-    def grads(self, library: str) -> tuple[Any, ...]:
-        """Where gradients go, in the order of wrt."""
-        return tuple(self.array(name, library) for name in self.outputs)
-
-    def bound(self, kernel: str | None, library: str) -> Callable[[], Any]:
-        import fa_ext
-
-        arguments = self.arguments(library)
-        return functools.partial(fa_ext.attention_backward, **arguments, wrt=self.wrt, grads=self.grads(library), kernel=kernel)
 
     def picked(self) -> str | None:
         import fa_ext
@@ -110,7 +120,8 @@ class Gradients(Operands):
             got = {name: self._part(name, values, drawn) for name, values in got.items()}
         judged = judge_backward(got, truth, plain, self.case.dtype, zero=zero, exempt=exempt)
         failures = tuple(f"d{g.name}: {why}" for g in judged.gradients for why in g.failures)
-        worst = [max((getattr(g, figure) for g in judged.gradients), default=0.0) for figure in ("frobenius", "max_abs")]
+        figures = ("frobenius", "max_abs", "frobenius_bound", "max_abs_bound")
+        worst = [max((getattr(g, figure) for g in judged.gradients), default=0.0) for figure in figures]
         return Judged(judged.passed, failures, *worst)
 
     def _truth(self) -> tuple[Any, ...]:

@@ -224,6 +224,8 @@ class Judged:
     failures: tuple[str, ...]
     frobenius: float
     max_abs: float
+    frobenius_bound: float = 0.0
+    max_abs_bound: float = 0.0
 
 
 class WrongResult(Exception):

@@ -21,6 +21,7 @@ from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
 from bench.problems.memory import Block, address_of
 from bench.problems.operands import Arrays, WrongResult
+from bench.problems.operations import ARRAYS
 from bench.trial import shared
 
 _now = time.perf_counter
@@ -83,16 +84,17 @@ def load(name: str, device: str, arrays: str | None, role: str, tell: Callable[[
 
 def refuses(case: str, tell: Callable[[Any], None]) -> str | None:
     """Why it cannot do the problem; None when it can try."""
-    return _kept[0].entrant.refuses(Case.parse(case))
+    entrant, problem = _kept[0].entrant, Case.parse(case)
+    return entrant.refuses(problem) if problem.operation in entrant.operations else f"no {problem.operation}"
 
 
 def trial(case: str, regions: list[dict], slot: dict[str, list], tell: Callable[[Any], None],
           fds: list[int] = ()) -> None:  # fmt: skip
-    """One call in memory of its own, which stays; what it returned is copied to the operand "result" on its stream."""
+    """One call in memory of its own, which stays; what it returned is copied to operands result_... on its stream."""
     me = _kept[0]
     with me.device.working():
         attached = _attach(regions, list(fds), me.device)
-        held = Slot(me, Case.parse(case), attached, slot, "result")
+        held = Slot(me, Case.parse(case), attached, slot, "result_")
         me.trials.append((held, attached))
         for region in attached:
             region.load()
@@ -106,11 +108,11 @@ def trial(case: str, regions: list[dict], slot: dict[str, list], tell: Callable[
 
 def prepare(case: str, regions: list[dict], slots: list[dict[str, list]], kept: bool, tell: Callable[[Any], None],
             fds: list[int] = ()) -> None:  # fmt: skip
-    """Attaches the slots of timed calls. `kept`: results are to be found in each slot's `out`; else they are dropped,
-    as those of a baseline are."""
+    """Attaches the slots of timed calls. `kept`: results are to be found in each slot's outputs; else they are
+    dropped, as those of a baseline are."""
     me = _kept[0]
     me.regions = _attach(regions, list(fds), me.device)
-    me.slots = [Slot(me, Case.parse(case), me.regions, slot, "out" if kept else None) for slot in slots]
+    me.slots = [Slot(me, Case.parse(case), me.regions, slot, "" if kept else None) for slot in slots]
 
 
 def arrange(calls: int, tell: Callable[[Any], None]) -> dict[str, Any]:
@@ -184,9 +186,10 @@ def leave(tell: Callable[[Any], None]) -> None:
 
 
 class Slot:
-    """One binding of the contender: its arrays, and where what it returns is to be found."""
+    """One binding of the contender: its arrays, and before the names of which outputs what it returns is to be found
+    (``prefix``; None: nowhere)."""
 
-    def __init__(self, me: Contestant, case: Case, regions: list[Region], tensors: dict[str, list], target: str | None):
+    def __init__(self, me: Contestant, case: Case, regions: list[Region], tensors: dict[str, list], prefix: str | None):
         self.entrant: Contender = me.entrant
         blocks, shapes = {}, {}
         for name, (region, begin, nbytes, shape, dtype) in tensors.items():
@@ -195,22 +198,27 @@ class Slot:
             else:
                 blocks[name] = Block.over(regions[region].bytes(), begin, nbytes, me.device)
             shapes[name] = (tuple(shape), dtype)
-        self.arrays = Arrays(case, me.device, blocks, shapes)
-        self.target = target
+        self.arrays = ARRAYS[case.operation](case, me.device, blocks, shapes)
+        self.prefix = prefix
         self.bound: Callable[[], Any] = self.bind
         # Arrays of JAX are made anew for each call where it does not share the judge's memory, but copied it.
         copied = self.entrant.library == "jax" and (self.entrant.rearranges(case) or self.arrays.copied("jax"))
-        self.renewed = copied and target == "out"
+        self.renewed = copied and prefix == ""
 
     def bind(self) -> Callable[[], Any]:
-        call, entrant, target, arrays = self.entrant.bind(self.arrays), self.entrant, self.target, self.arrays
+        call, entrant, prefix, arrays = self.entrant.bind(self.arrays), self.entrant, self.prefix, self.arrays
+        targets = None if prefix is None else [prefix + name for name in arrays.outputs]
 
         def real() -> Any:
             result = call()
             if entrant.library == "jax" and hasattr(result, "block_until_ready"):
                 result.block_until_ready()
-            if target:
-                deliver(result, arrays, target, entrant.library)
+            if targets:
+                results = (result,) if len(targets) == 1 else tuple(result)
+                if len(results) != len(targets):
+                    raise WrongResult(f"{len(results)} results were returned, the problem asks for {', '.join(arrays.outputs)}")
+                for one, target in zip(results, targets, strict=True):
+                    deliver(one, arrays, target, entrant.library)
             return result
 
         return real

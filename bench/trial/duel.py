@@ -24,7 +24,8 @@ from bench.problems import Case
 from bench.problems.operands import WrongResult
 from bench.timing.rounds import Samples, take_turns
 from bench.trial import isolation, processes, trials
-from bench.trial.pool import Pool, SharedOperands
+from bench.trial.gradient_pool import GradientPool
+from bench.trial.pool import Pool, Shared, SharedGradients, SharedOperands
 from bench.trial.shared import DeviceRegion
 from bench.trial.trials import Lost
 
@@ -95,7 +96,7 @@ class Remote:
         self.calls, self.clock, self.note = 1, "calls", None
         self.observed: list[float] = []
         self.claimed: list[Any] = []
-        self.held: list[SharedOperands] = []
+        self.held: list[Shared] = []
         self.check: Callable[[Remote], None] = lambda remote: None
 
     # ---- what take_turns asks ----
@@ -152,14 +153,15 @@ class Remote:
         return None if refusal is None else str(refusal)
 
     def trials(self, case: Case, seed: int, values: Sequence[str], say: Say = lambda text: None) -> trials.Checked:
-        def make(trial: Case, guard_byte: int) -> SharedOperands:
-            self.held.append(SharedOperands(trial, self.table.home, guard_byte, self.table.on_device))
+        def make(trial: Case, guard_byte: int) -> Shared:
+            kind = SharedGradients if trial.operation == "backward" else SharedOperands
+            self.held.append(kind(trial, self.table.home, guard_byte, self.table.on_device))
             return self.held[-1]
 
         def attempt(operands: Any) -> Any:
             regions, slot, fds = operands.description()
             self.ask("trial", fds, case=str(operands.case), regions=regions, slot=slot)
-            return operands.array("result", self.table.home.default_arrays)
+            return operands.results(self.table.home.default_arrays)
 
         return trials.run(attempt, make, case, seed, values, say)
 
@@ -281,7 +283,8 @@ class _Match:
                  say: Say):  # fmt: skip
         self.problem, self.table, self.seed = problem, table, seed
         self.sample_seconds, self.limit, self._say = sample_seconds, time_limit, say
-        self.pool = Pool(problem, table.home, seed, table.on_device, cold)
+        pool = GradientPool if problem.operation == "backward" else Pool
+        self.pool = pool(problem, table.home, seed, table.on_device, cold)
         self.opponents: list[Remote] = []
         self.before: dict[str, float] = {}
         self.answers: list[float] = []

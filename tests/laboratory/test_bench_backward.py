@@ -418,9 +418,10 @@ def test_the_table_of_the_backward_pass():
     assert "`simt_backward` | `wgmma_backward_sm90` | cuDNN | FlashAttention-3 | FlashAttention-3, ordered |" in columns
 
 
-def test_commands_of_the_forward_refuse_the_backward(capfd):
-    line = "B1,H2,S64,D16,float32,operation=backward"
-    assert main(["gate", "cpu_simd", "--case", line]) == 3
+def test_commands_say_which_operations_they_take(capfd):
+    assert main(["references", "--case", "B1,H2,S64,D16,float32,operation=backward"]) == 3
     assert "operation backward; accepted here: attention" in capfd.readouterr().err
-    assert main(["gate", "cpu_simd", "--preset", "cpu-backward"]) == 3
-    assert "preset is 'cpu-backward'; accepted: history" in capfd.readouterr().err
+    assert main(["gate", "cpu_simd", "--preset", "cpu-serving"]) == 3
+    assert "preset is 'cpu-serving'; accepted: history" in capfd.readouterr().err
+    assert main(["gate", "cpu_simd", "--case", "B1,H2,S1x64,D16,float32,q=one,k=paged,slack=0"]) == 3
+    assert "operation serving; accepted here: attention, backward" in capfd.readouterr().err

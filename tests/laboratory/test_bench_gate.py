@@ -1,6 +1,7 @@
 """The laboratory refuses candidates that cheat or err, and accepts the honest ones; each runs in its own worker."""
 
 import json
+import math
 import mmap
 import os
 import re
@@ -16,7 +17,7 @@ from bench.__main__ import main
 from bench.commands import gate
 from bench.machine import device
 from bench.trial import duel, isolation, processes, shared
-from bench.trial.pool import Pool
+from bench.trial.pool import FENCE, Pool
 from fa_ext import reference
 from laboratory import CHEATS
 
@@ -247,6 +248,12 @@ def test_sealed_memory_cannot_be_written_by_anyone_else():
             attempt()
 
 
+def out(pool, i):
+    """The bytes of the result of a slot."""
+    begin = FENCE + i * pool.out_step
+    return pool.out.raw[begin : begin + 2 * math.prod(pool.case.out_shape)]
+
+
 def test_timed_inputs_never_repeat_and_stay_the_judges_own():
     """Two windows of the store have no row in common; the judge computes from its own copy, whatever the memory holds."""
     case = problems.parse("B2,H4/2,S33x40,D8,float16,causal=bottom_right,layout=bshd,mask=full,sinks=float32")
@@ -265,9 +272,9 @@ def test_timed_inputs_never_repeat_and_stay_the_judges_own():
                                         for b in range(2)]) for name, heads in (("q", 4), ("k", 2), ("v", 2))}  # fmt: skip
         extras = {name: array for name, (_, array) in pool.extras.items()}
         truth = reference.attention(**inputs, **extras, causal="bottom_right")[0]
-        pool._out(i)[:] = np.ascontiguousarray(truth.swapaxes(1, 2).astype(np.float16)).view(np.uint8).ravel()
+        out(pool, i)[:] = np.ascontiguousarray(truth.swapaxes(1, 2).astype(np.float16)).view(np.uint8).ravel()
     assert all(pool.look(2e-3, 2e-3) is None for _ in range(10)) and not pool.broken_fences()
-    pool._out(2)[5 * 32 : 6 * 32] = 0  # one query of one batch entry of one slot
+    out(pool, 2)[5 * 32 : 6 * 32] = 0  # one query of one batch entry of one slot
     assert any(pool.look(2e-3, 2e-3) for _ in range(300))
     pool.out.raw[3] = 0
     assert pool.broken_fences()
