@@ -161,10 +161,10 @@ __device__ __forceinline__ float weight_of(const fa_forward &f, const fa::ScoreP
     return fa::exp2_fast(x * fa::kLog2E);
 }
 
-/* Which of a thread's pairs dropout keeps: bit R i + j. */
+/* Which of a thread's pairs dropout keeps: bit R i + j. A call of its own: in line, the kernel of dbias spills. */
 template <Tile t, bool kKeysOwn>
-__device__ __forceinline__ uint32_t kept_pairs(const fa_dropout &dropout, int64_t b, int64_t h, int64_t query0,
-                                               int64_t key0) {
+__device__ __noinline__ uint32_t kept_pairs(const fa_dropout &dropout, int64_t b, int64_t h, int64_t query0,
+                                            int64_t key0) {
     constexpr int R = Pairs<t>::R;
     static_assert(R * R <= 32);
     const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
