@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-
-import numpy as np
+import math
+import random
 
 from case import Case
 from serving_cases import ServingCase
@@ -132,7 +132,7 @@ def _cells():
     equal = ((16, 1024), (8, 2048), (2, 8192))
     cells["V1"] = [_sequences([(s, s)] * b, **prefill) for b, s in equal]
     cells["V1 dense"] = [Case(b, 32, 8, s, s, 128, dtype="bfloat16", causal=True, layout="bshd") for b, s in equal]
-    draws = [np.random.default_rng(seed).lognormal(np.log(1024), 1, 32).astype(int).tolist() for seed in range(5)]
+    draws = [[int(draw(math.log(1024), 1)) for _ in range(32)] for draw in (random.Random(seed).lognormvariate for seed in range(5))]
     cells["V2"] = [_sequences([(n, n) for n in drawn], **prefill) for drawn in (*draws, [16384] + [128] * 64)]
     cells["V3"] = [_sequences([(34, 34)] * 8192, **prefill), _sequences([(512, 512), (0, 0)] * 32, **prefill),
                    _sequences([(512, 512)] * 32, **prefill)]  # fmt: skip
