@@ -206,3 +206,13 @@ def test_merging_and_appending_are_timed_beside_a_copy(tmp_path):
     for cell, kernel in zip(json.loads(output.read_text())["cells"].values(), ("merge", "append"), strict=True):
         assert {"copy", kernel} == set(cell["contenders"]), cell["refused"]
         assert {figures["clock"] for figures in cell["contenders"].values()} == {"graph"}
+
+
+def test_gradients_are_judged():
+    pytest.importorskip("torch")
+    from bench.commands import gate
+
+    case = "B1,H4/2,S256,D64,float16,causal=True,operation=backward"
+    found = gate.judge_one("simt_backward", case, "cuda", ["torch-flash"], rounds=24, seconds=1.0)
+    assert found["correct"], found["failures"]
+    assert found["clock"]["simt_backward"] == "graph" and found["ratios"]["torch-flash"]["rounds"] > 0
