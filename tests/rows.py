@@ -108,7 +108,7 @@ def has_float64(row: str) -> bool:
 @functools.cache
 def has_dtype(row: str, dtype: str) -> bool:
     """Whether a kernel of attention takes arrays of a dtype."""
-    if dtype == "bfloat16" and BFLOAT16 is None:
+    if dtype == "bfloat16" and BFLOAT16 is None or dtype == "float64" and not has_float64(row):
         return False
     return takes(row, **dataclasses.replace(SIMPLEST, dtype=dtype).host_inputs())
 

@@ -46,6 +46,8 @@ def failures(kernel, problems):
         ran += 1
         if not report:
             wrong.append(f"{problem.case}: {report}")
+    if not ran and rows.listed_name(kernel) not in gradients.TAKES_EVERYTHING:
+        pytest.skip(f"{kernel} takes none of them")
     assert ran
     return wrong
 
@@ -131,11 +133,11 @@ def test_wrt_alone_and_in_any_order(kernel, wrt):
 
 
 def test_new_results_have_the_kind_shape_and_dtype_of_their_arguments(kernel):
-    case = Case(2, 4, 2, 9, 13, 24, 8, dtype="float16", layout="bshd", bias="full32", sinks="float32")
+    case = fit(Case(2, 4, 2, 9, 13, 24, 8, dtype="float16", layout="bshd", bias="full32", sinks="float32"), kernel)
     problem = make(case)
     arrays = placed(problem, kernel)
     made = fa_ext.attention_backward(**arrays, wrt=problem.wrt, kernel=kernel)
-    assert isinstance(made, tuple) and len(made) == 5
+    assert isinstance(made, tuple) and len(made) == len(problem.wrt) >= 4
     for name, gradient in zip(problem.wrt, made, strict=True):
         assert type(gradient) is type(arrays["q"]) and gradient.shape == arrays[name].shape
         assert str(gradient.dtype) == str(arrays[name].dtype)

@@ -89,7 +89,10 @@ def test_float32_out_is_not_rounded(dtype, kernel):
         assert report, report
         wide = rows.to_host(out)
         narrow = rows.to_host(fa_ext.attention(**on(kernel, arguments), kernel=kernel))
-        assert (wide.astype(narrow.dtype) == narrow).all() and (wide != narrow.astype(np.float32)).any()
+        # Another instance may add up in another order, by which a value near the middle is rounded to the other side.
+        ulp = {"float16": 2**-10, "bfloat16": 2**-7}[dtype]
+        np.testing.assert_allclose(wide, narrow.astype(np.float32), rtol=0, atol=ulp * np.abs(wide).max())
+        assert (wide != narrow.astype(np.float32)).any()
 
 
 # ---- bits ----
