@@ -36,7 +36,7 @@ template <class T_, int Columns, int RowTiles, int Team> struct Config {
     static constexpr int kTotalBytes = kWarps * (kWarpRows * Columns * 4 + kLaneRows * 32 * 8);
     static constexpr int kBarriers = kTeams * kStages * 2 + 1;
     static constexpr int kValidWords = kTeams * kStages;
-    static constexpr int kControlBytes = (kBarriers + kValidWords) * 8;
+    static constexpr int kControlBytes = ((kBarriers + kValidWords) * 8 + 127) / 128 * 128;
     static constexpr int kNotesBytes = 768;                          // of a warp
     static constexpr int kScratchBytes = kWarps * kNotesBytes + 512; // and for dealing work out
     static constexpr int kSharedBytes = kRingBytes + kTotalBytes + kControlBytes + kScratchBytes;
@@ -45,6 +45,9 @@ template <class T_, int Columns, int RowTiles, int Team> struct Config {
 
     static_assert(Columns % 64 == 0 && kStages >= 1);
     static_assert(kSharedBytes <= 227 * 1024, "a block of sm_90 has 227 KB of shared memory");
+    static_assert(kTotalBytes / kWarps % 16 == 0 && (kRingBytes + kControlBytes + kScratchBytes) % 16 == 0 &&
+                      kNotesBytes % 16 == 0,
+                  "accumulators are float4");
 };
 
 /* How K and V get to shared memory. */
@@ -100,6 +103,7 @@ struct Record {
 template <class C> struct Workspace {
     static constexpr size_t kAccumulators = size_t(C::kRows) * C::kColumns * 4;
     static constexpr size_t kState = kAccumulators + C::kRows * 8;
+    static_assert(sizeof(Record) % 16 == 0 && kAccumulators % 16 == 0 && kState % 16 == 0, "states are read as float4");
     char *base;
     int states;
 

@@ -8,7 +8,8 @@ mma.sync; of Hopper mbarriers, TMA, wgmma, clusters. ``include/`` stands in for 
 ``runtime/`` is the machine. What shows:
 
 - a deadlock, with the place of every thread; lanes or threads that meet in different operations;
-- accesses beside shared memory and at addresses that do not exist; more shared memory or threads than a launch may have;
+- accesses beside shared memory, at addresses that do not exist and, in shared and global memory, at such as are no
+  multiple of what is read or written; more shared memory or threads than a launch may have;
 - reads of shared memory and workspace that nobody wrote: they are NaN;
 - races, by schedule: ``FA_EMULATOR_SEED`` other than 0 holds warps up and moves asynchronous copies and products to other
   moments. The order of the same seed is the same. Threads change at synchronisation alone, so that two accesses without
@@ -47,6 +48,7 @@ _FLAGS = ("-std=gnu++20", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"
           "-g1", "-w")  # fmt: skip
 #: Products and sums are contracted as nvcc does (which GCC counts among the expensive optimisations).
 _KERNEL_FLAGS = ("-O1", "-fexpensive-optimizations", "-ffp-contract=fast", "-fno-threadsafe-statics")
+_ALIGNMENT_FLAGS = ("-fsanitize=alignment", "-fno-sanitize-recover=alignment")  # what finds one: runtime/launch.cpp
 _RACE_FLAGS = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 _RUNTIME_FLAGS = ("-O3",)
 
@@ -147,7 +149,7 @@ def build(
         text = preprocessed(source, (*unit.flags, *flags), device["cc"])
         text = edit(text) if edit else text
         checks = _RACE_FLAGS if races else ()
-        argv = [*_compiler(), *_FLAGS, *_KERNEL_FLAGS, *checks, "-x", "c++", "-fpreprocessed", "-c", "-"]
+        argv = [*_compiler(), *_FLAGS, *_KERNEL_FLAGS, *_ALIGNMENT_FLAGS, *checks, "-x", "c++", "-fpreprocessed", "-c", "-"]
         return _compile(folder / f"{unit.name}.o", argv, text)
 
     def compile_runtime(path):

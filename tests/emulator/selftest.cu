@@ -161,6 +161,15 @@ __global__ void beyond_the_window() {
     extern __shared__ float x[];
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address_of(x) + 4096), "r"(1) : "memory");
 }
+__global__ void misaligned_shared() {
+    extern __shared__ float x[];
+    reinterpret_cast<float4 *>(x)[threadIdx.x] = make_float4(0, 0, 0, 0);
+    if (threadIdx.x == 3) *reinterpret_cast<float4 *>(x + 130) = make_float4(1, 2, 3, 4);
+}
+__global__ void misaligned_global(const uint4 *from, float *to) {
+    to[threadIdx.x] = reinterpret_cast<const float2 *>(from)[threadIdx.x].x;
+    if (threadIdx.x == 2) to[0] = reinterpret_cast<const float2 *>(reinterpret_cast<const float *>(from) + 5)->y;
+}
 __global__ void uninitialised() {
     __shared__ uint64_t barrier;
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address_of(&barrier)) : "memory");
@@ -197,6 +206,8 @@ extern "C" __attribute__((visibility("default"))) int emulator_selftest(const ch
     if (is("before")) before<<<1, 32, 1024>>>();
     if (is("null_pointer")) null_pointer<<<1, 32>>>(nullptr);
     if (is("beyond_the_window")) beyond_the_window<<<1, 32, 1024>>>();
+    if (is("misaligned_shared")) misaligned_shared<<<1, 32, 1024>>>();
+    if (is("misaligned_global")) misaligned_global<<<1, 32>>>(given, floats);
     if (is("uninitialised")) uninitialised<<<1, 32>>>();
     if (is("too_many_threads")) too_many_threads<<<1, 1056>>>();
     if (is("race")) race<<<1, 64>>>(ints);

@@ -85,6 +85,8 @@ def test_what_threads_do_together(selftest, seed, name):
         ("before", "wrote -4 bytes from the begin of its 1024 bytes of dynamic shared memory"),
         ("null_pointer", r"access to address (.|\n)*thread 0 at emulator/selftest\.cu:\d+"),
         ("beyond_the_window", r"dynamic byte 4096, 4 bytes aligned to 4: outside the block's shared memory"),
+        ("misaligned_shared", r"byte 520 of the 1024 bytes of dynamic shared memory(.|\n)*: misaligned, of alignment 16(.|\n)*thread 3 at emulator/selftest\.cu:\d+"),
+        ("misaligned_global", r"address 0x\w+4: misaligned, of alignment 8(.|\n)*thread 2 at emulator/selftest\.cu:\d+"),
         ("uninitialised", "was not initialised"),
         ("too_many_threads", "1 to 1024 threads"),
     ],

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <set>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/time.h>
@@ -102,6 +103,26 @@ cudaError_t launch_checked(const void *kernel, const Grid &grid, void (*body)(vo
 }
 
 } // namespace emu
+
+/* What a kernel compiled with -fsanitize=alignment calls before a misaligned access. */
+struct Misaligned {
+    struct {
+        const char *file;
+        uint32_t line, column;
+    } place;
+    const void *type;
+    unsigned char alignment_log2, kind;
+};
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1_abort(const Misaligned *what,
+                                                                                            const void *pointer) {
+    using namespace emu;
+    if (!machine.active || !self) {
+        fprintf(stderr, "%s:%u: a misaligned access on the host\n", what->place.file, what->place.line);
+        abort();
+    }
+    fail("%s: misaligned, of alignment %u\n%s", describe_address(pointer).c_str(), 1u << what->alignment_log2,
+         place_of(current(), __builtin_return_address(0)).c_str());
+}
 
 cudaError_t emu_allow_shared(const void *kernel, int bytes) {
     if (bytes > 227 * 1024) {
