@@ -11,7 +11,7 @@ namespace fa::sm90::serve {
 
 constexpr int kTileKeys = kChunkKeys; // keys of a tile of K and of V
 constexpr int kJobCost = 1;           // what a job costs beside its tiles, in tiles
-constexpr int kMaxCluster = 16;
+constexpr int kMaxCluster = 8;            // what every device has
 constexpr int kMaxLengthBits = 30;
 
 /* A team of warps shares a ring of tiles, and each warp has 8 * RowTiles of the team's rows. Rows are the columns of
@@ -81,11 +81,10 @@ struct Params {
     int box_shift;  // log2 of the keys of a box
     Load load;
     fa_fault_board *faults; // NULL: nobody counts
-    char *workspace;        // persistent form: what workers leave for others to fold
-    int states;             // of a worker there
-    int landing_slots;      // cluster form: states that have room in shared memory
-    int landing_rows;       // of each
-    int cluster;            // blocks of a cluster; 0: persistent form
+    char *workspace;        // what workers leave for others to fold
+    int states;             // of a worker there: persistent form
+    int slots, job_rows;    // cluster and split form: chunks of a job that have room, rows of each
+    int parts;              // blocks of a job there
 };
 
 /* One worker's part of a job that it does not have alone; a worker has at most two such. */

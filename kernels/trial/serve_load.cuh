@@ -66,7 +66,6 @@ template <class C> struct Ring {
 
     /* All warps of the team have read what they join after. */
     __device__ __forceinline__ void release() const {
-        tma_store_fence(); // what they read and wrote comes before what TMA writes
         if constexpr (C::kTeam == 1)
             __syncwarp();
         else
@@ -152,12 +151,13 @@ template <class C> struct Ring {
 };
 
 /* V's rows that nobody may see are 0, whatever lies there: a weight of 0 times NaN would be NaN. All warps of the team;
- * release() comes before anybody reads them. */
+ * release() comes before anybody reads them, and the fence before TMA writes there again. */
 template <class C> __device__ __forceinline__ void clear_rows(char *values, uint64_t valid, int member, int lane) {
     for (int row = member; row < kTileKeys; row += C::kTeam)
         if (!(valid >> row & 1) && lane < C::kColumns / 8)
             *reinterpret_cast<uint4 *>(values + lane / 8 * C::kSlabBytes + row * 128 + lane % 8 * 16) =
                 make_uint4(0, 0, 0, 0);
+    tma_store_fence();
 }
 
 } // namespace fa::sm90::serve

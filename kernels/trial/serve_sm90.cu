@@ -6,8 +6,9 @@
  * and leaves states of rows, which are folded in an order that only a sequence's keys fix (serve_fold.cuh): who worked
  * out which chunk changes no bit, so the number of blocks, the batch around a sequence and its storage do not either.
  *
- *     cluster form: a cluster a job, of as many blocks as fit at once, states by shared memory     (serve_cluster.cuh)
- *     persistent form: a block a multiprocessor, ranges of equal cost, states by workspace          (serve_kernel.cuh)
+ *     cluster form: few chunks a job; a cluster each, states by shared memory                      (serve_cluster.cuh)
+ *     split form: few long jobs; equal shares for all multiprocessors, states by workspace           (serve_split.cuh)
+ *     persistent form: any; a block a multiprocessor, ranges of equal cost, states by workspace (serve_persistent.cuh)
  *
  * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 256, rows of 16-byte chunks; no bias, no mask. Rows
  * beyond 64 of a kv head read its keys again.
@@ -53,29 +54,34 @@
 #include "fa.h"
 #include "sm90/tensor_map.h"
 #include "trial/serve_cluster.cuh"
+#include "trial/serve_persistent.cuh"
+#include "trial/serve_split.cuh"
 
 namespace fa::sm90::serve {
 
 /* Shapes of a team, by the rows that a job may have. */
 enum Shape { kRows8, kRows16, kRows32, kRows64, kShapes };
 
+enum Form { kPersistent, kCluster, kSplit };
+
 /* The plan's own part. */
 struct Own {
     int slabs; // of 64 columns
     Shape shape;
-    int states;
-    int rows;   // of a job, at most: the cluster form; 0: the persistent form
-    int chunks; // of a job, at most
-    int jobs;
+    Form form;
+    int parts;        // blocks of a job; of the persistent form: of all
+    int states;       // of a worker: persistent form
+    int rows, chunks; // of a job, at most
 };
 
-/* The slots of a cluster's jobs: each worker but the first leaves up to 7 single chunks and may cut a group in two. */
 template <class C> Landing<C> landing_of(const Own &own, int cluster) {
-    const int workers = cluster * C::kTeams;
-    const int groups = std::min(Landing<C>::kMaxGroups, own.chunks / kGroup + 2);
-    return {std::min(own.chunks, kGroup * (workers - 1) + groups), own.rows, cluster, nullptr};
+    const int fewest = own.chunks / kGroup + 2 + (kGroup - 1) * (cluster * C::kTeams - 1);
+    return {std::min(own.chunks, fewest), own.rows, cluster, nullptr};
 }
 template <class C> inline constexpr size_t kLandingRoom = 227 * 1024 - (C::kSharedBytes - C::kTotalBytes);
+inline size_t fold_bytes(const Own &own) {
+    return size_t(own.chunks / kGroup + 2) * ((own.rows + 1) / 2) * 8 * sizeof(Part);
+}
 
 using Launch = fa_code(Params &, const fa_plan &, const fa_launch &);
 
@@ -85,23 +91,23 @@ template <class T, int Columns, int S> using ShapeConfig = Config<T, Columns, 1,
 
 #ifdef FA_INSTANCE
 
-/* A launch that may start before the one before it has ended; `cluster`: blocks of one, or 0. Points into itself. */
+/* A launch that may start before the one before it has ended; clusters lie along y. Points into itself. */
 struct Configuration {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
 
-    Configuration(int64_t blocks, int threads, size_t shared, int cluster, const fa_launch &launch) {
+    Configuration(dim3 blocks, int threads, size_t shared, int cluster, const fa_launch &launch) {
         attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[0].val.programmaticStreamSerializationAllowed = 1;
         attributes[1].id = cudaLaunchAttributeClusterDimension;
-        attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
-        attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-        config.gridDim = dim3(static_cast<unsigned>(blocks));
+        attributes[1].val.clusterDim.y = static_cast<unsigned>(cluster);
+        attributes[1].val.clusterDim.x = attributes[1].val.clusterDim.z = 1;
+        config.gridDim = blocks;
         config.blockDim = dim3(static_cast<unsigned>(threads));
         config.dynamicSmemBytes = shared;
         config.stream = static_cast<cudaStream_t>(launch.stream);
         config.attrs = attributes;
-        config.numAttrs = cluster ? 2 : 1;
+        config.numAttrs = cluster > 1 ? 2 : 1;
     }
     Configuration(const Configuration &) = delete;
 };
@@ -114,53 +120,29 @@ fa_code launch_kernel(Kernel *kernel, const Params &params, const Configuration 
     return FA_OK;
 }
 
-/* How many clusters of a size the device has room for at once, asked once a device; a block fills a multiprocessor, so
- * that its exact shared memory does not matter. */
-template <class C> fa_code active_clusters(int cluster, const fa_launch &launch, int *count) {
-    constexpr int kDevices = 64;
-    static std::atomic<int> known[kDevices][kMaxCluster + 1]; // one more than the count
-    const auto kernel = serve_cluster_sm90_kernel<C>;
-    const int device = launch.device->device.id;
-    std::atomic<int> *place = device < kDevices ? &known[device][cluster] : nullptr;
-    if (place && (*count = place->load(std::memory_order_relaxed) - 1) >= 0) return FA_OK;
-    FA_TRY(fa_allow_smem(kernel, C::kSharedBytes, launch));
-    FA_CUDA_TRY(launch, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    const Configuration c(cluster, C::kThreads, C::kSharedBytes, cluster, launch);
-    if (cudaOccupancyMaxActiveClusters(count, kernel, &c.config) != cudaSuccess) {
-        cudaGetLastError(); // a size that the device does not have
-        *count = 0;
-    }
-    if (place) place->store(*count + 1, std::memory_order_relaxed);
-    return FA_OK;
-}
-
-/* The largest cluster that leaves all jobs room at once, else the smallest that has room for its states. */
-template <class C> fa_code choose_cluster(const Own &own, const fa_launch &launch, int *cluster) {
-    *cluster = 0;
-    for (int size = kMaxCluster; size >= 1; --size) {
-        if (!landing_of<C>(own, size).fits(kLandingRoom<C>)) continue;
-        int count = launch.device->sm_count;
-        if (size > 1) FA_TRY(active_clusters<C>(size, launch, &count));
-        if (count) *cluster = size;
-        if (count >= own.jobs) break;
-    }
-    return FA_OK;
-}
-
 template <class C> fa_code launch_shape(Params &params, const fa_plan &plan, const fa_launch &launch) {
     const Own &own = fa_own<Own>(&plan);
+    const unsigned heads = static_cast<unsigned>(params.p.heads_kv), batch = static_cast<unsigned>(params.p.batch),
+                   parts = static_cast<unsigned>(own.parts);
     if constexpr (C::kClusters)
-        if (own.rows) {
-            FA_TRY(choose_cluster<C>(own, launch, &params.cluster));
-            const Landing<C> landing = landing_of<C>(own, params.cluster);
-            params.landing_slots = landing.slots, params.landing_rows = landing.rows;
+        if (own.form == kCluster) {
+            const Landing<C> landing = landing_of<C>(own, own.parts);
+            params.slots = landing.slots;
             const size_t shared = C::kSharedBytes - C::kTotalBytes + landing.bytes();
-            const Configuration c(int64_t(own.jobs) * params.cluster, C::kThreads, shared, params.cluster, launch);
+            const Configuration c(dim3(heads, parts, batch), C::kThreads, shared, own.parts, launch);
             return launch_kernel(serve_cluster_sm90_kernel<C>, params, c, launch);
         }
-    const Configuration all(plan.blocks, C::kThreads, C::kSharedBytes, 0, launch);
+    if (own.form == kSplit) {
+        const size_t shared = C::kSharedBytes - C::kTotalBytes;
+        const Configuration c(dim3(heads, parts, batch), C::kThreads, shared, 1, launch);
+        FA_TRY(launch_kernel(serve_split_sm90_kernel<C>, params, c, launch));
+        const unsigned units = static_cast<unsigned>((params.p.head_dim_v + 7) / 8);
+        const Configuration fold(dim3(heads, units, batch), kFoldThreads, fold_bytes(own), 1, launch);
+        return launch_kernel(serve_fold_kernel<C>, params, fold, launch);
+    }
+    const Configuration all(dim3(parts), C::kThreads, C::kSharedBytes, 1, launch);
     FA_TRY(launch_kernel(serve_sm90_kernel<C>, params, all, launch));
-    const Configuration merge(plan.blocks * C::kTeams, kMergeThreads, 0, 0, launch);
+    const Configuration merge(dim3(parts * C::kTeams), kMergeThreads, 0, 1, launch);
     return launch_kernel(serve_merge_kernel<C>, params, merge, launch);
 }
 
@@ -179,20 +161,21 @@ static Launch *const kLaunches[][kShapes * 2] = {
     {FA_SERVE_ALL(64)}, {FA_SERVE_ALL(128)}, {FA_SERVE_ALL(192)}, {FA_SERVE_ALL(256)}};
 
 /* What the host knows of a configuration. */
-struct Form {
+struct Choice {
     int threads, teams, rows;
     size_t shared, state;
-    bool (*clusters)(const Own &own, int cluster); // whether the states have room
+    bool (*has_room)(const Own &own, int cluster); // the states of a job in a cluster
+    size_t (*slot)(int pairs);
 };
-template <class C> static bool clusters_of(const Own &own, int cluster) {
+template <class C> static bool has_room(const Own &own, int cluster) {
     return C::kClusters && landing_of<C>(own, cluster).fits(kLandingRoom<C>);
 }
-template <int Columns, int S> constexpr Form form_of() {
+template <int Columns, int S> constexpr Choice form_of() {
     using C = ShapeConfig<uint16_t, Columns, S>;
-    return {C::kThreads, C::kTeams, C::kRows, C::kSharedBytes, Workspace<C>::kState, clusters_of<C>};
+    return {C::kThreads, C::kTeams, C::kRows, C::kSharedBytes, Workspace<C>::kState, has_room<C>, SplitSlots<C>::bytes};
 }
 #define FA_SERVE_FORMS(D)   form_of<D, kRows8>(), form_of<D, kRows16>(), form_of<D, kRows32>(), form_of<D, kRows64>()
-constexpr Form kForms[][kShapes] = {
+constexpr Choice kForms[][kShapes] = {
     {FA_SERVE_FORMS(64)}, {FA_SERVE_FORMS(128)}, {FA_SERVE_FORMS(192)}, {FA_SERVE_FORMS(256)}};
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -222,16 +205,30 @@ static int64_t rows_of_job(const fa_problem *problem) {
     return queries * (p.heads / p.heads_kv);
 }
 
-/* The smallest cluster for each job of the cluster form, or 0: the persistent form. All jobs are to run at once, and
- * where lengths may differ, none is to last long by itself. Sizes that a device surely has room for; the launch may
- * find more. */
-static int smallest_cluster(const fa_problem *problem, const Own &own, const Form &form, int multiprocessors) {
+/* Chooses the form by shapes alone. Where lengths may differ, no job is to last long by itself. */
+static void choose_form(const fa_problem *problem, const Choice &config, int multiprocessors, Own *own) {
     const fa_forward &p = problem->forward;
+    const int64_t jobs = p.batch * p.heads_kv;
+    own->form = kPersistent;
+    if (own->rows == 0 || jobs == 0 || jobs > multiprocessors) return;
     const bool alike = !problem->sequences.given || p.batch == 1;
-    const bool fills = !problem->sequences.given && own.jobs * 4 >= multiprocessors * 3; // a block each
-    for (int size = fills ? 1 : 2; own.rows && size <= 8 && own.jobs * size <= multiprocessors; size *= 2)
-        if (form.clusters(own, size) && (alike || p.seq_k <= 4096 * size)) return size;
-    return 0;
+    const int room = static_cast<int>(multiprocessors / jobs);
+    // A block each if that fills the device, else a cluster if it has a worker for each chunk.
+    for (int size = 1; size <= std::min(room, kMaxCluster); size *= 2)
+        if ((size == 1 ? alike && jobs * 4 >= multiprocessors * 3 : own->chunks <= size * config.teams) &&
+            (size == 1 || jobs * size * 10 <= multiprocessors * 9) && config.has_room(*own, size)) {
+            own->form = kCluster, own->parts = size;
+            return;
+        }
+    const int parts = std::min(room, static_cast<int>((own->chunks + config.teams - 1) / config.teams));
+    if (parts > 1 && (alike || p.seq_k <= 4096 * int64_t(parts)) && fold_bytes(*own) <= 227 * 1024 &&
+        (parts < room || jobs * parts * 10 >= multiprocessors * 9))
+        own->form = kSplit, own->parts = parts;
+}
+
+/* Workspace of the split form. */
+static size_t slots_bytes(const fa_forward &p, const Own &own, const Choice &config) {
+    return size_t(p.batch * p.heads_kv) * own.chunks * config.slot((own.rows + 1) / 2);
 }
 
 static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
@@ -254,7 +251,7 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     own.slabs = (p.head_dim + 63) / 64;
     const int64_t rows = rows_of_job(problem);
     own.shape = rows <= 8 ? kRows8 : rows <= 16 ? kRows16 : rows <= 32 ? kRows32 : kRows64;
-    const Form &form = kForms[own.slabs - 1][own.shape];
+    const Choice &form = kForms[own.slabs - 1][own.shape];
     // At most: each sequence has one job more than its rows fill.
     const int64_t group = p.heads / p.heads_kv, batch = std::max<int64_t>(p.batch, 1);
     const int64_t jobs = (rows_q * group / form.rows + batch) * p.heads_kv;
@@ -267,13 +264,16 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
         plan->workspace_bytes = size_t(blocks * form.teams) * (sizeof(Record) + own.states * form.state);
         if (plan->workspace_bytes <= device->workspace_limit || blocks == 1) break;
     }
-    plan->blocks = blocks;
     const int64_t most = queries_at_most(problem) * group;
-    own.jobs = static_cast<int>(std::min<int64_t>(p.batch * p.heads_kv, INT32_MAX));
     own.chunks = static_cast<int>(std::min<int64_t>(kMaxChunks + 1, tiles));
-    own.rows = most <= form.rows && own.jobs > 0 ? static_cast<int>(most) : 0;
-    if (const int size = smallest_cluster(problem, own, form, device->sm_count); size == 0) own.rows = 0;
-    if (own.rows) plan->workspace_bytes = 0;
+    own.rows = most <= form.rows ? static_cast<int>(most) : 0;
+    own.parts = static_cast<int>(blocks);
+    choose_form(problem, form, device->sm_count, &own);
+    if (own.form == kSplit && slots_bytes(p, own, form) > device->workspace_limit)
+        own.form = kPersistent, own.parts = static_cast<int>(blocks);
+    if (own.form == kCluster) plan->workspace_bytes = 0;
+    if (own.form == kSplit) plan->workspace_bytes = slots_bytes(p, own, form);
+    plan->blocks = own.form == kPersistent ? blocks : p.batch * p.heads_kv * own.parts;
     plan->threads = form.threads;
     plan->smem_bytes = form.shared;
     plan->keep = true;
@@ -304,6 +304,8 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     params.group = static_cast<int>(p.heads / p.heads_kv);
     params.workspace = static_cast<char *>(launch->workspace);
     params.states = own.states;
+    params.slots = own.chunks, params.job_rows = own.rows,
+    params.parts = own.parts; // of the cluster form: launch_shape
     params.load = Load::kRows;
     params.faults = problem->faults;
     if (!params.s.given) params.dense = sequence_of(params, kForms[own.slabs - 1][own.shape].rows, 0, 0, 0);

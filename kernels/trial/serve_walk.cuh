@@ -52,9 +52,8 @@ struct Tile {
 
 /* A worker's way through its jobs. The same in all lanes of its warps; it lies in shared memory while it is not needed.
  */
-template <class C, class Cost_ = int64_t> struct Walk {
-    using Cost = Cost_;
-    Cost begin, end, at; // the worker's range; where the present job begins
+template <class C> struct Walk {
+    int64_t begin, end, at; // the worker's range; where the present job begins
     int b, head, block;
     int before_q, before_k;
     int chunk, chunk_end; // the worker's part of the job
@@ -74,9 +73,9 @@ template <class C, class Cost_ = int64_t> struct Walk {
     }
 
     /* The first chunk that begins at `position` or after it. */
-    __device__ __forceinline__ int chunk_from(Cost position) const {
+    __device__ __forceinline__ int chunk_from(int64_t position) const {
         if (position <= at) return first_chunk();
-        const int tile = static_cast<int>(min(position - at - kJobCost, Cost(sequence.tiles()))) + sequence.tile;
+        const int tile = static_cast<int>(min(position - at - kJobCost, int64_t(sequence.tiles()))) + sequence.tile;
         const int chunk = (max(tile, 0) + (1 << sequence.shift) - 1) >> sequence.shift;
         return min(max(chunk, first_chunk() + 1), last_chunk());
     }
@@ -112,24 +111,23 @@ template <class C, class Cost_ = int64_t> struct Walk {
     }
 };
 
-/* Counts what is bad in the lengths of a sequence, and in the table's entries for keys that somebody may see: once
- * each, by the workers of its first kv head, each for the keys of its own chunks. One warp. */
-template <class Walk> __device__ __forceinline__ void report_faults(const Params &params, const Walk &walk) {
-    if (!params.faults || walk.head || walk.block) return;
+/* Counts what is bad in the lengths of a sequence (if the worker begins its first job), and in the table's entries for
+ * keys that somebody may see: once each, by the workers of its first kv head, each for its own tiles. One warp. */
+__device__ __forceinline__ void report_faults(const Params &params, int before_q, int before_k, bool begins,
+                                              const Tile &part) {
     const fa_sequences &s = params.s;
     const int lane = threadIdx.x % 32;
-    if (walk.begins() && lane == 0) {
-        count_length_faults(params.faults, s.q, walk.b, fa_rows_of(&s.q, walk.b, walk.before_q, s.packed_q), 0);
-        count_length_faults(params.faults, s.k, walk.b, fa_rows_of(&s.k, walk.b, walk.before_k, s.packed_k), 1);
+    if (begins && lane == 0) {
+        count_length_faults(params.faults, s.q, part.b, fa_rows_of(&s.q, part.b, before_q, s.packed_q), 0);
+        count_length_faults(params.faults, s.k, part.b, fa_rows_of(&s.k, part.b, before_k, s.packed_k), 1);
     }
-    if (!s.pages.table || walk.empty()) return;
-    const Tile part = walk.here();
+    if (!s.pages.table) return;
     const int size = static_cast<int>(s.pages.size);
     const int low = max(part.tile * kTileKeys, part.low), high = min(part.end * kTileKeys, part.high);
 #pragma unroll 1
     for (int column = low / size + lane; int64_t(column) * size < high; column += 32)
-        if (fa_page(&s.pages, walk.b, column) < 0 && max(column * size, part.low) >= low)
-            count_fault(params.faults, FA_FAULT_page, walk.b, column, s.pages.table[walk.b * s.pages.stride + column]);
+        if (fa_page(&s.pages, part.b, column) < 0 && max(column * size, part.low) >= low)
+            count_fault(params.faults, FA_FAULT_page, part.b, column, s.pages.table[part.b * s.pages.stride + column]);
 }
 
 /* What the lanes of a warp all have, to shared memory: one of them writes it when all have read what was there. */
@@ -137,16 +135,6 @@ template <class T> __device__ __forceinline__ void note(T *to, const T &x) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) *to = x;
     __syncwarp();
-}
-
-/* The next tile of the worker whose walk is at *walk; false when no more are left. */
-template <class Walk> __device__ __forceinline__ bool next_tile(const Params &params, Tile &tile, Walk *walk) {
-    if (++tile.tile < tile.end) return true;
-    Walk ahead = *walk;
-    const bool more = ahead.find(params, true, true);
-    tile = ahead.here();
-    note(walk, ahead);
-    return more;
 }
 
 /* Exclusive scan over the block of x; the whole in `all`. `scratch` has room for a number a warp. */

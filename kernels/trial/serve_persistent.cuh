@@ -1,149 +1,44 @@
-/* serve_sm90: what a worker does, and the persistent form.
+/* serve_sm90: the persistent form.
  *
- * Persistent form: as many blocks as there are multiprocessors, each worker with its range of all jobs. What it has
+ * As many blocks as there are multiprocessors, each worker with its range of all jobs. What it has
  * from its first to its last chunk it finishes by itself; of a job that others share it leaves states in workspace (at
  * most 7 single chunks until the first whole group, the groups, and at the other end all whole groups and the group
  * that is not whole), and serve_merge_kernel folds them, one block for each job that begins in one worker and ends in
  * another. */
 #pragma once
 #include "sm90/cluster.cuh"
-#include "trial/serve_chunk.cuh"
-#include "trial/serve_load.cuh"
+#include "trial/serve_attend.cuh"
 
 namespace fa::sm90::serve {
 
 /* What a warp writes down: what is the same in all its lanes and seldom read. */
-template <class C, class Cost = int64_t> struct Notes {
-    Walk<C, Cost> work, ahead; // the job at hand; that of the next tile to ask for
+template <class C> struct Notes {
+    Walk<C> work, ahead; // the job at hand; that of the next tile to ask for
     Record record;
     LaneRow row[C::kWarpRows];
 };
 
-/* Where a thread's part of shared memory lies: the ring, then barriers, valid words, scratch, then what a form needs.
- */
-template <class C> struct Shared {
-    char *base;
-    __device__ __forceinline__ uint64_t *barriers() const { return reinterpret_cast<uint64_t *>(base + C::kRingBytes); }
-    __device__ __forceinline__ uint64_t *arrived() const { return barriers() + C::kBarriers - 1; }
-    __device__ __forceinline__ uint64_t *valid() const { return barriers() + C::kBarriers; }
-    __device__ __forceinline__ char *scratch() const { return base + C::kRingBytes + C::kControlBytes; }
-    template <class Cost> __device__ __forceinline__ Notes<C, Cost> *notes() const { // of this warp
-        static_assert(sizeof(Notes<C, Cost>) <= C::kNotesBytes);
-        return reinterpret_cast<Notes<C, Cost> *>(scratch() + threadIdx.x / 32 * C::kNotesBytes);
-    }
-    __device__ __forceinline__ char *dealing() const { return scratch() + C::kWarps * C::kNotesBytes; }
-    __device__ __forceinline__ char *own() const { return scratch() + C::kScratchBytes; }
+/* The tiles of a worker's range, in their order. */
+template <class C> struct WalkAhead {
+    const Params &params;
+    Walk<C> *walk;
+    Tile tile = {};
+    bool more = false;
 
-    __device__ __forceinline__ Ring<C> ring(const Params &params) const {
-        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), team = warp / C::kTeam;
-        return {params,
-                base + team * (C::kRingBytes / C::kTeams),
-                barriers() + team * 2 * C::kStages,
-                valid() + team * C::kStages,
-                team,
-                warp % C::kTeam,
-                static_cast<int>(threadIdx.x % 32),
-                {}};
+    __device__ __forceinline__ void begin(const Walk<C> &work) {
+        Walk<C> first = work;
+        more = first.find(params, false, true);
+        tile = first.here();
+        note(walk, first);
+    }
+    __device__ __forceinline__ void next() {
+        if (++tile.tile < tile.end) return;
+        Walk<C> ahead = *walk;
+        more = ahead.find(params, true, true);
+        tile = ahead.here();
+        note(walk, ahead);
     }
 };
-
-/* A worker's jobs, tile by tile. `sink` takes the states: emit(state, opens) one that is folded elsewhere (the first of
- * a group or group so far if it opens one), fold_total(state) a whole group of a job that begins here, end(...) what is
- * left when a part of a job is done. */
-template <class C, class Cost, class Sink>
-__device__ __forceinline__ void attend(const Params &params, Ring<C> ring, Notes<C, Cost> *notes, Tile ahead, bool more,
-                                       Sink &sink) {
-    int stage = 0;
-    uint32_t parity = 0;
-#pragma unroll 1
-    for (bool leaves = false;; leaves = true) {
-        Walk<C, Cost> work = notes->work;
-        if (!work.find(params, leaves, false)) break;
-        note(&notes->work, work);
-        if (ring.member == 0) report_faults(params, work);
-        Rows<C> rows;
-        rows.row = notes->row;
-        rows.load(params, work.sequence.entry, work.b, work.head, work.block * C::kRows + ring.member * C::kWarpRows);
-        const bool folds = sink.folds(work);
-        const int shift = work.sequence.shift, first_tile = work.sequence.tile, last_tile = work.sequence.tile_end;
-        const int first_chunk = work.first_chunk(), last_chunk = work.chunk_end;
-        Chunk<C> group, chunk;
-        bool open = false, total = false; // the group holds a chunk; there is a total
-        if (work.empty()) group.clear();
-#pragma unroll 1
-        for (int k = work.chunk; k < last_chunk; ++k) {
-            const int first = max(k << shift, first_tile), last = min((k + 1) << shift, last_tile);
-            chunk.clear();
-#pragma unroll 1
-            for (int tile = first; tile < last; ++tile) {
-                typename Chunk<C>::Scores s;
-                mbarrier_wait(ring.barrier(stage, 0), parity);
-                const uint64_t valid = ring.valid[stage];
-                chunk.multiply_keys(s, rows, ring.tile(stage, 0));
-                ring.release();
-                if (more) ring.start_keys(ahead, stage);
-                chunk.score(s, params, rows, tile * kTileKeys, valid);
-                chunk.soften(s, tile == first);
-                mbarrier_wait(ring.barrier(stage, 1), parity);
-                if (~valid) {
-                    clear_rows<C>(ring.tile(stage, 1), valid, ring.member, ring.lane);
-                    ring.release();
-                }
-                chunk.multiply_values(s, ring.tile(stage, 1));
-                ring.release();
-                if (more) {
-                    ring.start_values(ahead, stage);
-                    more = next_tile(params, ahead, &notes->ahead);
-                }
-                if (++stage == C::kStages) stage = 0, parity ^= 1;
-            }
-            chunk.close();
-            const bool opens = k % kGroup == 0 || k == first_chunk;
-            if (open && opens) {
-                if (folds) {
-                    sink.fold_total(group, total);
-                    total = true;
-                } else {
-                    sink.emit(group, true);
-                }
-                open = false;
-            }
-            if (opens || open) {
-                group.take(chunk, !open);
-                open = true;
-            } else {
-                sink.emit(chunk, false);
-            }
-        }
-        sink.end(group, open, total);
-    }
-}
-
-/* The first tiles of a worker's range; false: there are no more. */
-template <class C, class Cost>
-__device__ __forceinline__ bool start(const Params &params, Ring<C> &ring, const Walk<C, Cost> &work,
-                                      Notes<C, Cost> *notes, Tile &ahead) {
-    note(&notes->work, work);
-    Walk<C, Cost> first = work;
-    bool more = first.find(params, false, true);
-    ahead = first.here();
-    note(&notes->ahead, first);
-#pragma unroll 1
-    for (int stage = 0; stage < C::kStages && more; ++stage) {
-        ring.start_keys(ahead, stage);
-        ring.start_values(ahead, stage);
-        more = next_tile(params, ahead, &notes->ahead);
-    }
-    return more;
-}
-
-/* A lane's accumulators of a chunk, in the order in which they lie in memory. */
-template <class C, class Each> __device__ __forceinline__ void each_quad(Each &&each) {
-#pragma unroll
-    for (int m = 0; m < C::kColumns / 16; ++m)
-#pragma unroll
-        for (int n = 0; n < C::kRowTiles; ++n) each(m, n, (m * C::kRowTiles + n) * 32 + threadIdx.x % 32);
-}
 
 template <class C> struct PersistentSink {
     using T = typename C::T;
@@ -158,8 +53,6 @@ template <class C> struct PersistentSink {
     __device__ __forceinline__ float2 *total_state(int r) const {
         return reinterpret_cast<float2 *>(totals + C::kWarpRows * C::kColumns / 4) + r * 32 + ring.lane;
     }
-
-    __device__ __forceinline__ bool folds(const Walk<C> &work) const { return work.begins(); }
 
     /* Factors for the total and a group that is folded into it; the group's states become those of both. */
     __device__ __forceinline__ void fold_states(Chunk<C> &group, bool total, Factors (&f)[C::kLaneRows]) const {
@@ -215,17 +108,17 @@ template <class C> struct PersistentSink {
             },
             [&](int r) { return make_float2(x.state[r].maximum, x.state[r].sum); });
     }
-    __device__ __forceinline__ void emit(const Chunk<C> &x, bool opens) const {
+    __device__ __forceinline__ void emit(const Chunk<C> &x, int, bool opens) const {
         Record record = notes->record;
         leave(record.head_continues + record.head_groups, x);
         opens ? ++record.head_groups : ++record.head_continues;
         note(&notes->record, record);
     }
 
-    __device__ __forceinline__ void end(Chunk<C> &group, bool open, bool total) const {
+    __device__ __forceinline__ void end(Chunk<C> &group, int opened, bool open, bool total) const {
         const Walk<C> work = notes->work;
         if (!work.begins()) {
-            if (open) emit(group, true);
+            if (open) emit(group, opened, true);
             Record record = notes->record;
             record.head_done = work.ends();
             note(&notes->record, record);
@@ -287,18 +180,35 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_sm90_kernel(const __grid
     __syncthreads();
     dependency_wait();
     dependency_release(); // the second kernel's blocks have room beside these
-    Notes<C> *notes = shared.template notes<int64_t>();
+    static_assert(sizeof(Notes<C>) <= C::kNotesBytes);
+    Notes<C> *notes = reinterpret_cast<Notes<C> *>(shared.notes());
     note(&notes->record, Record());
     int64_t *scratch = reinterpret_cast<int64_t *>(shared.dealing());
-    const Walk<C> work = deal<C>(params, scratch, reinterpret_cast<Start *>(scratch + C::kWarps));
-    Tile ahead;
-    const bool more = start(params, ring, work, notes, ahead);
+    const Walk<C> start = deal<C>(params, scratch, reinterpret_cast<Start *>(scratch + C::kWarps));
+    note(&notes->work, start);
+    WalkAhead<C> ahead{params, &notes->ahead};
+    ahead.begin(start);
+    fill(ring, ahead);
     if (params.p.batch == 0 && blockIdx.x == 0 && ring.member == 0) // rows of no sequence
         for (int head = ring.team; head < params.p.heads_kv; head += C::kTeams)
             write_nothing<typename C::T>(params, 0, head, 0, params.p.seq_q);
     float4 *totals = reinterpret_cast<float4 *>(shared.own() + threadIdx.x / 32 * (C::kTotalBytes / C::kWarps));
     PersistentSink<C> sink{params, ring, notes, totals};
-    attend(params, ring, notes, ahead, more, sink);
+    RingState<C::kStages> at(0);
+#pragma unroll 1
+    for (bool leaves = false;; leaves = true) {
+        Walk<C> work = notes->work;
+        if (!work.find(params, leaves, false)) break;
+        note(&notes->work, work);
+        if (params.faults && ring.member == 0 && !work.head && !work.block)
+            report_faults(params, work.before_q, work.before_k, work.begins(), work.here());
+        Rows<C> rows;
+        rows.row = notes->row;
+        rows.load(params, work.sequence.entry, work.b, work.head, work.block * C::kRows + ring.member * C::kWarpRows);
+        const Span span = {work.chunk,          work.chunk_end,     work.first_chunk(),
+                           work.sequence.shift, work.sequence.tile, work.sequence.tile_end};
+        attend(params, ring, at, rows, span, work.begins(), ahead, sink);
+    }
     if (ring.member == 0 && ring.lane == 0) *sink.workspace().record(sink.worker()) = notes->record;
 }
 
