@@ -51,11 +51,13 @@ template <class C, class Each> __device__ __forceinline__ void each_quad(Each &&
 /* What the ring is asked for first: as many tiles as it has stages. `ahead`: `tile`, the next one to ask for, if there
  * are `more`, and next(), which goes on to the one after it. */
 template <class C, class Ahead> __device__ __forceinline__ void fill(Ring<C> &ring, Ahead &ahead) {
+    if (ahead.more) ring.find(ahead.tile);
 #pragma unroll 1
     for (int stage = 0; stage < C::kStages && ahead.more; ++stage) {
         ring.start_keys(ahead.tile, stage);
         ring.start_values(ahead.tile, stage);
         ahead.next();
+        if (ahead.more) ring.find(ahead.tile);
     }
 }
 
@@ -93,6 +95,7 @@ __device__ __forceinline__ void attend(const Params &params, Ring<C> &ring, Ring
             if (ahead.more) {
                 ring.start_values(ahead.tile, at.stage);
                 ahead.next();
+                if (ahead.more) ring.find(ahead.tile);
             }
             at.advance();
         }

@@ -98,15 +98,19 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_cluster_sm90_kernel(cons
         if (ring.team == 0) mbarrier_init(shared.arrived(), 1);
         mbarrier_init_fence();
     }
+    dependency_release();
     __syncthreads();
     cluster_arrive_relaxed();
-    dependency_wait();
-    dependency_release();
-
+    const bool reads = params.s.given; // memory, to know the job
+    if (reads) dependency_wait();
     const Job job = job_of_block<C>(params);
     const Shares shares(job, params.parts * C::kTeams);
     const int worker = rank * C::kTeams + ring.team, rows = job.rows(params), groups = shares.groups();
     ShareAhead ahead(job, shares, worker);
+    if (!reads) {
+        ring.prefetch(ahead.tile);
+        dependency_wait();
+    }
     fill(ring, ahead);
     if (threadIdx.x < 32) {
         const int states = ring.lane < groups ? States(shares, ring.lane).count : 0; // fewer groups than lanes
@@ -119,11 +123,13 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_cluster_sm90_kernel(cons
     __syncthreads(); // the ring is free: what is in flight has been waited for
     mbarrier_wait(shared.arrived(), 0);
     const int first_unit = landing.first_unit(rank);
-    fold_job<C>(params, job, shares, first_unit, landing.first_unit(rank + 1) - first_unit,
-                reinterpret_cast<Part *>(shared.base), [&](int chunk, int group, int unit, int pair, int column) {
-                    const int slot = landing.slot(shares, chunk, group);
-                    return Part{landing.value(slot, unit, pair)[column], *landing.state(slot, pair)};
-                });
+    fold_job<C>(
+        params, job, shares, first_unit, landing.first_unit(rank + 1) - first_unit,
+        reinterpret_cast<Part *>(shared.base), [] {},
+        [&](int chunk, int group, int unit, int pair, int column) {
+            const int slot = landing.slot(shares, chunk, group);
+            return Part{landing.value(slot, unit, pair)[column], *landing.state(slot, pair)};
+        });
 }
 
 } // namespace fa::sm90::serve

@@ -147,20 +147,22 @@ template <class Read> __device__ __forceinline__ Part fold_in_order(int count, R
 /* Folds the states of a job and writes `units` times 8 columns of its rows, from first_unit on: groups side by side,
  * then the groups of each column. read(chunk, group, unit, pair, column) is the state that begins at a
  * chunk, the first one of a group or (-1) a single one, by units of these; `parts` has room for a
- * Part for each group, unit, pair of rows and column. All threads of the block. */
-template <class C, class Read>
+ * Part for each group, unit, pair of rows and column. ready() comes before what is read. All threads of the block. */
+template <class C, class Ready, class Read>
 __device__ __forceinline__ void fold_job(const Params &params, const Job &job, const Shares &shares, int first_unit,
-                                         int units, Part *parts, Read &&read) {
+                                         int units, Part *parts, Ready &&ready, Read &&read) {
     const int rows = job.rows(params), pairs = (rows + 1) / 2, groups = shares.groups(), items = units * pairs * 8;
     for (int n = threadIdx.x; n < items * groups; n += blockDim.x) {
         const int group = n / items, item = n - group * items, unit = item / 8 / pairs, pair = item / 8 - unit * pairs;
         const States states(shares, group);
+        ready();
         parts[n] = fold_in_order(states.count,
                                  [&](int at) { return read(states.chunk(at), at ? -1 : group, unit, pair, item % 8); });
     }
     __syncthreads();
     for (int item = threadIdx.x; item < items; item += blockDim.x) {
         const int unit = item / 8 / pairs, pair = item / 8 - unit * pairs, column = (first_unit + unit) * 8 + item % 8;
+        ready();
         const Part part = fold_in_order(groups, [&](int group) { return parts[group * items + item]; });
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

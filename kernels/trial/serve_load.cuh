@@ -21,26 +21,36 @@
 
 namespace fa::sm90::serve {
 
-/* Where a key lies; a batch below 0: nowhere. */
+/* Where a key lies; a batch below 0, or of a page that there is not: nowhere. */
 struct Place {
     int batch, row;
+
+    __device__ __forceinline__ bool exists(const Params &params) const {
+        return batch >= 0 && (!params.s.pages.table || batch < params.s.pages.count);
+    }
 };
 
-/* The place of the keys [key, key + count) of a sequence, which lie in one page. The table is read if somebody
- * may see one of them. */
+/* The place of the keys [key, key + count) of a sequence, which lie in one page. The table is read if somebody may see
+ * one of them; nobody waits for that here. */
 __device__ __forceinline__ Place locate(const Params &params, const Tile &at, int key, int count) {
     if (key + count <= at.low || key >= at.high) return {-1, 0};
     const fa_pages &pages = params.s.pages;
     if (!pages.table) return {params.s.packed_k ? 0 : at.b, at.first_k + key};
     const int size = static_cast<int>(pages.size), column = key / size;
-    const int page = static_cast<int>(fa_page(&pages, at.b, column));
-    return {page, key - column * size};
+    return {pages.table[at.b * pages.stride + column], key - column * size};
 }
 
 /* Adds this thread's arrival on the barrier, which must count it, once its copies so far have landed. */
 __device__ __forceinline__ void cp_async_arrive(uint64_t *barrier, int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+/* Brings a box to L2, where whoever writes it later finds it: it may come before dependency_wait(). One thread. */
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap *map, int column, int row, int head, int batch) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(column),
+                 "r"(row), "r"(head), "r"(batch)
+                 : "memory");
 }
 
 template <class C> struct Ring {
@@ -50,7 +60,7 @@ template <class C> struct Ring {
     uint64_t *full;  // stage s: K, V
     uint64_t *valid; // stage s
     int team, member, lane;
-    Place place[2]; // of what is on its way: the lane's box, or its rows `lane` and `lane + 32`
+    Place place[2]; // of the tile to ask for: the lane's box, or its rows `lane` and `lane + 32`
 
     __device__ __forceinline__ char *tile(int stage, int which) const {
         return tiles + (2 * stage + which) * C::kTileBytes;
@@ -72,26 +82,35 @@ template <class C> struct Ring {
             named_barrier_sync(1 + team, 32 * C::kTeam);
     }
 
-    /* Finds where a tile's keys lie, and starts its K. */
-    __device__ __forceinline__ void start_keys(const Tile &at, int stage) {
+    /* Finds where a tile's keys lie: well before they are asked for, since a table takes its time. */
+    __device__ __forceinline__ void find(const Tile &at) {
         const int first = at.tile * kTileKeys;
         if (params.load == Load::kBoxes) {
             if (member) return;
             const int keys = 1 << params.box_shift;
             place[0] = lane * keys < kTileKeys ? locate(params, at, first + lane * keys, keys) : Place{-1, 0};
-            const uint32_t held = __ballot_sync(~0u, place[0].batch >= 0);
-            if (lane == 0)
-                write_valid(
-                    at, stage, [&](int key) { return held >> (key >> params.box_shift) & 1; }, keys);
         } else {
             place[0] = locate(params, at, first + lane, 1), place[1] = locate(params, at, first + lane + 32, 1);
-            const uint32_t low = __ballot_sync(~0u, place[0].batch >= 0);
-            const uint32_t high = __ballot_sync(~0u, place[1].batch >= 0);
-            if (member == 0 && lane == 0) {
-                valid[stage] = uint64_t(high) << 32 | low;
-                mbarrier_arrive(barrier(stage, 0));
-            }
         }
+    }
+
+    /* Brings what the ring will take of [at.tile, at.end) nearer; of dense calls alone, since nothing may be read yet.
+     */
+    __device__ __forceinline__ void prefetch(const Tile &at) const {
+        if (params.load != Load::kBoxes || member || lane) return;
+        const int k_head = params.p.k.stride[1] ? at.head : 0, v_head = params.p.v.stride[1] ? at.head : 0,
+                  k_batch = params.p.k.stride[0] ? at.b : 0, v_batch = params.p.v.stride[0] ? at.b : 0;
+#pragma unroll 1
+        for (int tile = at.tile; tile < min(at.end, at.tile + C::kStages); ++tile)
+#pragma unroll
+            for (int slab = 0; slab < C::kSlabs; ++slab) {
+                tma_prefetch(&params.k_map, slab * 64, tile * kTileKeys, k_head, k_batch);
+                tma_prefetch(&params.v_map, slab * 64, tile * kTileKeys, v_head, v_batch);
+            }
+    }
+
+    /* Starts K of the tile that was found last. */
+    __device__ __forceinline__ void start_keys(const Tile &at, int stage) const {
         start(at, stage, 0, params.k_map, params.p.k, params.p.head_dim);
     }
     /* Starts V of the same tile. */
@@ -114,26 +133,39 @@ template <class C> struct Ring {
                                           const fa_operand &x, int columns) const {
         const int head = x.stride[1] ? at.head : 0;
         char *to = tile(stage, which);
+        const bool exists = place[0].exists(params);
         if (params.load == Load::kBoxes) {
             if (member) return;
-            if (lane == 0) mbarrier_arrive_expect(barrier(stage, which), C::kTileBytes);
-            __syncwarp();
             const int keys = 1 << params.box_shift;
-            if (lane * keys >= kTileKeys) return;
-            const bool exists = place[0].batch >= 0;
-            const int row = exists ? place[0].row : kNowhere, batch = exists && x.stride[0] ? place[0].batch : 0;
+            const uint32_t held = __ballot_sync(~0u, exists);
+            if (lane * keys < kTileKeys) {
+                const int row = exists ? place[0].row : kNowhere, batch = exists && x.stride[0] ? place[0].batch : 0;
 #pragma unroll
-            for (int slab = 0; slab < C::kSlabs; ++slab)
-                tma_load(to + slab * C::kSlabBytes + lane * keys * 128, &map, barrier(stage, which), slab * 64, row,
-                         head, batch, kEvictFirst);
+                for (int slab = 0; slab < C::kSlabs; ++slab)
+                    tma_load(to + slab * C::kSlabBytes + lane * keys * 128, &map, barrier(stage, which), slab * 64, row,
+                             head, batch, kEvictFirst);
+            }
+            if (lane) return;
+            if (which == 0)
+                write_valid(
+                    at, stage, [&](int key) { return held >> (key >> params.box_shift) & 1; }, keys);
+            mbarrier_arrive_expect(barrier(stage, which), C::kTileBytes); // the phase lasts until then, whatever lands
         } else {
+            const bool exist[2] = {exists, place[1].exists(params)};
+            if (which == 0) {
+                const uint32_t low = __ballot_sync(~0u, exist[0]), high = __ballot_sync(~0u, exist[1]);
+                if (member == 0 && lane == 0) {
+                    valid[stage] = uint64_t(high) << 32 | low;
+                    mbarrier_arrive(barrier(stage, 0));
+                }
+            }
             constexpr int kPieces = C::kColumns / 8; // of a row
             const char *base = static_cast<const char *>(x.data) + head * x.stride[1] * 2;
             const uint32_t shared = shared_address(to);
 #pragma unroll
             for (int half = 0; half < 2; ++half) { // 32 rows, whose places the lanes hold
                 const Place mine = place[half];
-                const int64_t offset = mine.batch < 0 ? -1 : mine.batch * x.stride[0] + mine.row * x.stride[2];
+                const int64_t offset = !exist[half] ? -1 : mine.batch * x.stride[0] + mine.row * x.stride[2];
 #pragma unroll 4
                 for (int n = 0; n < kPieces / C::kTeam; ++n) {
                     const int index = (n * C::kTeam + member) * 32 + lane, row = index / kPieces,

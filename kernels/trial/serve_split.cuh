@@ -64,13 +64,18 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_split_sm90_kernel(const 
         ring.init();
         mbarrier_init_fence();
     }
-    ring.release(); // nobody but the team uses its ring
-    dependency_wait();
     dependency_release();
+    ring.release();                    // nobody but the team uses its ring
+    const bool reads = params.s.given; // memory, to know the job
+    if (reads) dependency_wait();
     const Job job = job_of_block<C>(params);
     const Shares shares(job, params.parts * C::kTeams);
     const int worker = static_cast<int>(blockIdx.y) * C::kTeams + ring.team;
     ShareAhead ahead(job, shares, worker);
+    if (!reads) {
+        ring.prefetch(ahead.tile);
+        dependency_wait();
+    }
     fill(ring, ahead);
     const SplitSink<C> sink{ring, SplitSlots<C>(params, job), job.first, job.rows(params)};
     attend_share<C>(params, ring, job, shares, worker, reinterpret_cast<LaneRow *>(shared.notes()), ahead, sink);
@@ -83,17 +88,18 @@ template <class C>
 __global__ void __launch_bounds__(kFoldThreads) serve_fold_kernel(const __grid_constant__ Params params) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(16) char shared_memory[];
-    dependency_wait();
     dependency_release();
+    if (params.s.given) dependency_wait();
     const Job job = job_of_block<C>(params);
     const Shares shares(job, params.parts * C::kTeams);
     const SplitSlots<C> slots(params, job);
     const int first_unit = static_cast<int>(blockIdx.y);
-    fold_job<C>(params, job, shares, first_unit, 1, reinterpret_cast<Part *>(shared_memory),
-                [&](int chunk, int, int, int pair, int column) {
-                    const int slot = chunk - job.first;
-                    return Part{slots.value(slot, first_unit, pair)[column], *slots.state(slot, pair)};
-                });
+    fold_job<C>(
+        params, job, shares, first_unit, 1, reinterpret_cast<Part *>(shared_memory), [] { dependency_wait(); },
+        [&](int chunk, int, int, int pair, int column) {
+            const int slot = chunk - job.first;
+            return Part{slots.value(slot, first_unit, pair)[column], *slots.state(slot, pair)};
+        });
 }
 
 } // namespace fa::sm90::serve
