@@ -48,10 +48,9 @@ template <class C, class Each> __device__ __forceinline__ void each_quad(Each &&
         for (int n = 0; n < C::kRowTiles; ++n) each(m, n, (m * C::kRowTiles + n) * 32 + threadIdx.x % 32);
 }
 
-/* What the ring is asked for first: as many tiles as it has stages. `ahead`: `tile`, the next one to ask for, if there
- * are `more`, and next(), which goes on to the one after it. */
+/* What the ring is asked for first: as many tiles as it has stages, of which the first has been found. `ahead`: `tile`,
+ * the next one to ask for, if there are `more`, and next(), which goes on to the one after it. */
 template <class C, class Ahead> __device__ __forceinline__ void fill(Ring<C> &ring, Ahead &ahead) {
-    if (ahead.more) ring.find(ahead.tile);
 #pragma unroll 1
     for (int stage = 0; stage < C::kStages && ahead.more; ++stage) {
         ring.start_keys(ahead.tile, stage);

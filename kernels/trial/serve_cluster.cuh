@@ -109,7 +109,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_cluster_sm90_kernel(cons
     ShareAhead ahead(job, shares, worker);
     if (!reads) {
         ring.prefetch(ahead.tile);
+        ring.find(ahead.tile); // no table
         dependency_wait();
+    } else if (ahead.more) {
+        ring.find(ahead.tile);
     }
     fill(ring, ahead);
     if (threadIdx.x < 32) {
@@ -126,9 +129,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_cluster_sm90_kernel(cons
     fold_job<C>(
         params, job, shares, first_unit, landing.first_unit(rank + 1) - first_unit,
         reinterpret_cast<Part *>(shared.base), [] {},
-        [&](int chunk, int group, int unit, int pair, int column) {
-            const int slot = landing.slot(shares, chunk, group);
-            return Part{landing.value(slot, unit, pair)[column], *landing.state(slot, pair)};
+        [&](int unit, int pair, int column) {
+            return [&, unit, pair, column](int chunk, int group) {
+                const int slot = landing.slot(shares, chunk, group);
+                return Part{landing.value(slot, unit, pair)[column], *landing.state(slot, pair)};
+            };
         });
 }
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_lse(const Params &params, const RowPlace &
 
 /* Factor of the accumulated output; the LSE is written. */
 __device__ __forceinline__ float finish(const Params &params, const RowPlace &row, const RowState &state, bool writes) {
-    const RowResult result = finish_row(params.p, row.head, state);
+    const RowResult result = params.p.sinks.data ? finish_row(params.p, row.head, state) : finish_fast(state);
     if (writes) store_lse(params, row, result.lse);
     return result.factor;
 }

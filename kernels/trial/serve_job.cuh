@@ -127,43 +127,54 @@ __device__ __forceinline__ Part fold_parts(const Part &to, const Part &x) {
             make_float4(a.maximum, a.sum, b.maximum, b.sum)};
 }
 
-/* Folds read(0) .. read(count - 1) from left to right; reads 8 at once. Nothing: no key. */
-template <class Read> __device__ __forceinline__ Part fold_in_order(int count, Read &&read) {
+constexpr int kAtOnce = 8; // states that a thread reads before it folds them
+
+/* Folds read(0) .. read(count - 1), at most kMost, from left to right. Nothing: no key. */
+template <int kMost, class Read> __device__ __forceinline__ Part fold_in_order(int count, Read &&read) {
     Part to = {make_float2(0.0f, 0.0f), make_float4(-INFINITY, 0.0f, -INFINITY, 0.0f)};
 #pragma unroll 1
-    for (int first = 0; first < count; first += 8) {
-        Part x[8];
+    for (int first = 0; first < count; first += kAtOnce) {
+        Part x[kAtOnce];
 #pragma unroll
-        for (int n = 0; n < 8; ++n) x[n] = first + n < count ? read(first + n) : to;
+        for (int n = 0; n < kAtOnce; ++n) x[n] = read(min(first + n, count - 1)); // one too many costs no branch
+        if (first == 0) to = x[0];
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
+        for (int n = 0; n < kAtOnce; ++n) {
             const Part both = fold_parts(to, x[n]);
-            if (first + n < count) to = first + n == 0 ? x[n] : both;
+            if (first + n > 0 && first + n < count) to = both;
         }
+        if constexpr (kMost <= kAtOnce) break;
     }
     return to;
 }
 
+/* What is worked out so far is there: the compiler puts it off to where it is used, behind a wait. */
+__device__ __forceinline__ void keep(int &x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void keep(const char *&x) { asm volatile("" : "+l"(x)); }
+
 /* Folds the states of a job and writes `units` times 8 columns of its rows, from first_unit on: groups side by side,
- * then the groups of each column. read(chunk, group, unit, pair, column) is the state that begins at a
- * chunk, the first one of a group or (-1) a single one, by units of these; `parts` has room for a
- * Part for each group, unit, pair of rows and column. ready() comes before what is read. All threads of the block. */
-template <class C, class Ready, class Read>
+ * then the groups of each column. states_at(unit, pair, column), by units of these, gives what reads the states there:
+ * of (chunk, group) that which begins at a chunk, the first one of a group or (group -1) a single one. `parts` has room
+ * for a Part for each group, unit, pair of rows and column. ready() comes before what is read. All threads of the
+ * block. */
+template <class C, class Ready, class StatesAt>
 __device__ __forceinline__ void fold_job(const Params &params, const Job &job, const Shares &shares, int first_unit,
-                                         int units, Part *parts, Ready &&ready, Read &&read) {
+                                         int units, Part *parts, Ready &&ready, StatesAt &&states_at) {
     const int rows = job.rows(params), pairs = (rows + 1) / 2, groups = shares.groups(), items = units * pairs * 8;
     for (int n = threadIdx.x; n < items * groups; n += blockDim.x) {
         const int group = n / items, item = n - group * items, unit = item / 8 / pairs, pair = item / 8 - unit * pairs;
-        const States states(shares, group);
+        States states(shares, group);
+        auto read = states_at(unit, pair, item % 8);
+        keep(states.opening), keep(states.single), keep(states.count);
         ready();
-        parts[n] = fold_in_order(states.count,
-                                 [&](int at) { return read(states.chunk(at), at ? -1 : group, unit, pair, item % 8); });
+        parts[n] = fold_in_order<kGroup>(states.count, [&](int at) { return read(states.chunk(at), at ? -1 : group); });
     }
     __syncthreads();
     for (int item = threadIdx.x; item < items; item += blockDim.x) {
         const int unit = item / 8 / pairs, pair = item / 8 - unit * pairs, column = (first_unit + unit) * 8 + item % 8;
         ready();
-        const Part part = fold_in_order(groups, [&](int group) { return parts[group * items + item]; });
+        const Part part =
+            fold_in_order<kMaxChunks / kGroup + 2>(groups, [&](int group) { return parts[group * items + item]; });
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (2 * pair + r >= rows) continue;

@@ -177,9 +177,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_sm90_kernel(const __grid
         mbarrier_init_fence();
         if (params.load == Load::kBoxes) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
     }
+    dependency_release(); // the second kernel's blocks have room beside these
     __syncthreads();
     dependency_wait();
-    dependency_release(); // the second kernel's blocks have room beside these
     static_assert(sizeof(Notes<C>) <= C::kNotesBytes);
     Notes<C> *notes = reinterpret_cast<Notes<C> *>(shared.notes());
     note(&notes->record, Record());
@@ -188,6 +188,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_sm90_kernel(const __grid
     note(&notes->work, start);
     WalkAhead<C> ahead{params, &notes->ahead};
     ahead.begin(start);
+    if (ahead.more) ring.find(ahead.tile);
     fill(ring, ahead);
     if (params.p.batch == 0 && blockIdx.x == 0 && ring.member == 0) // rows of no sequence
         for (int head = ring.team; head < params.p.heads_kv; head += C::kTeams)
@@ -234,9 +235,7 @@ template <class C> struct Merge {
             total[0] = group[0], total[1] = group[1], total_out = group_out;
         }
     }
-    __device__ __forceinline__ void take(const char *state, int item, int row, bool opens) {
-        const float4 x = reinterpret_cast<const float4 *>(state)[item];
-        const float4 stats = *reinterpret_cast<const float4 *>(state + Workspace<C>::kAccumulators + row * 8);
+    __device__ __forceinline__ void take(const float4 &x, const float4 &stats, bool opens) {
         if (opens) close_group();
         if (open) {
             const Factors f[2] = {fold_state(group[0], stats.x, stats.y), fold_state(group[1], stats.z, stats.w)};
@@ -251,34 +250,78 @@ template <class C> struct Merge {
 
 constexpr int kMergeThreads = 256;
 
+/* The states of a job in the order in which they are folded: twice their number in workspace, plus 1 if they open a
+ * group (or the total of those before). */
+struct MergeList {
+    int count;
+    int state[kMaxChunks + 8];
+};
+
+/* Those of the job that begins in worker blockIdx.x. One warp. */
+__device__ __forceinline__ void list_states(MergeList &list, const Record *records, const Record &own, int states) {
+    const int lane = threadIdx.x % 32, workers = static_cast<int>(gridDim.x), mine = static_cast<int>(blockIdx.x);
+    const int left = mine * states + own.head_continues + own.head_groups;
+    int count = own.total + 1;
+    if (lane < count) list.state[lane] = 2 * (left + lane) + 1;
+#pragma unroll 1
+    for (int base = mine + 1; base < workers; base += 32) {
+        const int worker = base + lane;
+        int continues = 0, opens = 0, done = worker >= workers;
+        if (!done) {
+            const Record *record = records + worker;
+            continues = record->head_continues, opens = record->head_groups, done = record->head_done;
+        }
+        const uint32_t ends = __ballot_sync(~0u, done);
+        if (ends & ((1u << lane) - 1)) continues = opens = 0; // the job has ended before
+        int upto = continues + opens;
+#pragma unroll
+        for (int by = 1; by < 32; by *= 2) {
+            const int other = __shfl_up_sync(~0u, upto, by);
+            if (lane >= by) upto += other;
+        }
+        const int first = count + upto - continues - opens;
+        for (int n = 0; n < continues + opens; ++n)
+            list.state[first + n] = 2 * (worker * states + n) + (n >= continues);
+        count += __shfl_sync(~0u, upto, 31);
+        if (ends) break;
+    }
+    if (lane == 0) list.count = count;
+}
+
 template <class C>
 __global__ void __launch_bounds__(kMergeThreads) serve_merge_kernel(const __grid_constant__ Params params) {
     FA_CHAOS_BEGIN();
-    dependency_wait();
+    __shared__ MergeList list;
     dependency_release();
+    dependency_wait();
     const Workspace<C> workspace{params.workspace, params.states};
-    const int64_t workers = gridDim.x;
     const Record record = *workspace.record(blockIdx.x);
     if (!record.group) return;
+    if (threadIdx.x < 32) list_states(list, workspace.record(0), record, params.states);
+    __syncthreads();
     const Sequence sequence = known<C>(params, record.b, record.before_q, record.before_k);
     const int64_t count = sequence.entry.seq_q * params.group;
+    const char *states = workspace.state(gridDim.x, 0, 0);
     for (int item = threadIdx.x; item < C::kRows * C::kColumns / 4; item += kMergeThreads) {
-        constexpr int kOfWarp = C::kWarpRows * C::kColumns / 4;
+        constexpr int kOfWarp = C::kWarpRows * C::kColumns / 4, kAtOnce = 4;
         const int lane = item % 32, tile = item % kOfWarp / 32, m = tile / C::kRowTiles, n = tile % C::kRowTiles;
         const int row = item / kOfWarp * C::kWarpRows + 8 * n + 2 * (lane % 4), first = record.block * C::kRows + row;
         if (first >= count) continue;
         Merge<C> merge;
-        int left = record.head_continues + record.head_groups;
-        if (record.total) {
-            merge.take(workspace.state(workers, blockIdx.x, left++), item, row, true);
-            merge.close_group();
-        }
-        merge.take(workspace.state(workers, blockIdx.x, left), item, row, true);
-        for (int64_t worker = blockIdx.x + 1; worker < workers; ++worker) {
-            const Record other = *workspace.record(worker);
-            for (int n = 0; n < other.head_continues + other.head_groups; ++n)
-                merge.take(workspace.state(workers, worker, n), item, row, n >= other.head_continues);
-            if (other.head_done) break;
+#pragma unroll 1
+        for (int base = 0; base < list.count; base += kAtOnce) {
+            float4 x[kAtOnce], stats[kAtOnce];
+            bool opens[kAtOnce];
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) {
+                const int at = list.state[min(base + k, list.count - 1)];
+                const char *state = states + at / 2 * Workspace<C>::kState;
+                x[k] = reinterpret_cast<const float4 *>(state)[item], opens[k] = at % 2;
+                stats[k] = *reinterpret_cast<const float4 *>(state + Workspace<C>::kAccumulators + row * 8);
+            }
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k)
+                if (base + k < list.count) merge.take(x[k], stats[k], opens[k]);
         }
         merge.close_group();
         const float value[4] = {merge.total_out.x, merge.total_out.y, merge.total_out.z, merge.total_out.w};

@@ -74,7 +74,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_split_sm90_kernel(const 
     ShareAhead ahead(job, shares, worker);
     if (!reads) {
         ring.prefetch(ahead.tile);
+        ring.find(ahead.tile); // no table
         dependency_wait();
+    } else if (ahead.more) {
+        ring.find(ahead.tile);
     }
     fill(ring, ahead);
     const SplitSink<C> sink{ring, SplitSlots<C>(params, job), job.first, job.rows(params)};
@@ -93,12 +96,18 @@ __global__ void __launch_bounds__(kFoldThreads) serve_fold_kernel(const __grid_c
     const Job job = job_of_block<C>(params);
     const Shares shares(job, params.parts * C::kTeams);
     const SplitSlots<C> slots(params, job);
-    const int first_unit = static_cast<int>(blockIdx.y);
+    const int unit = static_cast<int>(blockIdx.y), slot_bytes = static_cast<int>(slots.bytes(slots.pairs));
     fold_job<C>(
-        params, job, shares, first_unit, 1, reinterpret_cast<Part *>(shared_memory), [] { dependency_wait(); },
-        [&](int chunk, int, int, int pair, int column) {
-            const int slot = chunk - job.first;
-            return Part{slots.value(slot, first_unit, pair)[column], *slots.state(slot, pair)};
+        params, job, shares, unit, 1, reinterpret_cast<Part *>(shared_memory), [] { dependency_wait(); },
+        [&](int, int pair, int column) {
+            const char *value = reinterpret_cast<const char *>(slots.value(0, unit, pair) + column),
+                       *state = reinterpret_cast<const char *>(slots.state(0, pair));
+            keep(value), keep(state);
+            return [=, first = job.first](int chunk, int) {
+                const int at = (chunk - first) * slot_bytes;
+                return Part{*reinterpret_cast<const float2 *>(value + at),
+                            *reinterpret_cast<const float4 *>(state + at)};
+            };
         });
 }
 
