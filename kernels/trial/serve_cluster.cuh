@@ -102,7 +102,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_cluster_sm90_kernel(cons
     __syncthreads();
     cluster_arrive_relaxed();
     const bool reads = params.s.given; // memory, to know the job
-    if (reads) dependency_wait();
+    if (reads) {
+        if (threadIdx.x < 32) prefetch_job(params, rank);
+        dependency_wait();
+    }
     const Job job = job_of_block<C>(params);
     const Shares shares(job, params.parts * C::kTeams);
     const int worker = rank * C::kTeams + ring.team, rows = job.rows(params), groups = shares.groups();

@@ -19,6 +19,29 @@ struct Job {
     }
 };
 
+/* Brings to L2 what says where the job of kv head blockIdx.x of sequence blockIdx.z lies, and the entries of the table
+ * that are its part's if the sequence fills its row: all this is read one after the other, but not yet. One warp. */
+__device__ __forceinline__ void prefetch_job(const Params &params, int part) {
+    const fa_sequences &s = params.s;
+    const int lane = threadIdx.x % 32;
+    const int64_t b = blockIdx.z;
+    const int32_t *at = lane == 0   ? s.k.used
+                        : lane == 1 ? s.q.used
+                        : lane == 2 ? s.k.starts
+                        : lane == 3 ? s.q.starts
+                        : lane == 4 ? s.begin
+                        : lane == 5 ? s.end
+                                    : nullptr;
+    if (at) at += b;
+    if (lane >= 8 && s.pages.table) {
+        constexpr int kLine = 32; // entries
+        const int64_t from = s.pages.width * part / params.parts + (lane - 8) * kLine,
+                      to = s.pages.width * (part + 1) / params.parts;
+        if (from < to) at = s.pages.table + b * s.pages.stride + from;
+    }
+    if (at) asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 /* Where the rows of q or k end that belong to sequences before b. One warp, or each of them. */
 __device__ __forceinline__ int rows_before_all(const fa_lengths &lengths, int b) {
     if (!lengths.starts) return 0;

@@ -67,7 +67,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) serve_split_sm90_kernel(const 
     dependency_release();
     ring.release();                    // nobody but the team uses its ring
     const bool reads = params.s.given; // memory, to know the job
-    if (reads) dependency_wait();
+    if (reads) {
+        if (threadIdx.x < 32) prefetch_job(params, static_cast<int>(blockIdx.y));
+        dependency_wait();
+    }
     const Job job = job_of_block<C>(params);
     const Shares shares(job, params.parts * C::kTeams);
     const int worker = static_cast<int>(blockIdx.y) * C::kTeams + ring.team;
