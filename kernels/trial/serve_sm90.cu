@@ -91,7 +91,8 @@ template <class T, int Columns, int S> using ShapeConfig = Config<T, Columns, 1,
 
 #ifdef FA_INSTANCE
 
-/* A launch that may start before the one before it has ended; clusters lie along y. Points into itself. */
+/* A launch that may start before the one before it has ended; `cluster`: blocks of one, along y, or 0. Points into
+ * itself. */
 struct Configuration {
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = {};
@@ -107,7 +108,7 @@ struct Configuration {
         config.dynamicSmemBytes = shared;
         config.stream = static_cast<cudaStream_t>(launch.stream);
         config.attrs = attributes;
-        config.numAttrs = cluster > 1 ? 2 : 1;
+        config.numAttrs = cluster ? 2 : 1;
     }
     Configuration(const Configuration &) = delete;
 };
@@ -134,15 +135,15 @@ template <class C> fa_code launch_shape(Params &params, const fa_plan &plan, con
         }
     if (own.form == kSplit) {
         const size_t shared = C::kSharedBytes - C::kTotalBytes;
-        const Configuration c(dim3(heads, parts, batch), C::kThreads, shared, 1, launch);
+        const Configuration c(dim3(heads, parts, batch), C::kThreads, shared, 0, launch);
         FA_TRY(launch_kernel(serve_split_sm90_kernel<C>, params, c, launch));
         const unsigned units = static_cast<unsigned>((params.p.head_dim_v + 7) / 8);
-        const Configuration fold(dim3(heads, units, batch), kFoldThreads, fold_bytes(own), 1, launch);
+        const Configuration fold(dim3(heads, units, batch), kFoldThreads, fold_bytes(own), 0, launch);
         return launch_kernel(serve_fold_kernel<C>, params, fold, launch);
     }
-    const Configuration all(dim3(parts), C::kThreads, C::kSharedBytes, 1, launch);
+    const Configuration all(dim3(parts), C::kThreads, C::kSharedBytes, 0, launch);
     FA_TRY(launch_kernel(serve_sm90_kernel<C>, params, all, launch));
-    const Configuration merge(dim3(parts * C::kTeams), kMergeThreads, 0, 1, launch);
+    const Configuration merge(dim3(parts * C::kTeams), kMergeThreads, 0, 0, launch);
     return launch_kernel(serve_merge_kernel<C>, params, merge, launch);
 }
 
@@ -304,8 +305,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     params.group = static_cast<int>(p.heads / p.heads_kv);
     params.workspace = static_cast<char *>(launch->workspace);
     params.states = own.states;
-    params.slots = own.chunks, params.job_rows = own.rows,
-    params.parts = own.parts; // of the cluster form: launch_shape
+    params.slots = own.chunks, params.job_rows = own.rows, params.parts = own.parts;
     params.load = Load::kRows;
     params.faults = problem->faults;
     if (!params.s.given) params.dense = sequence_of(params, kForms[own.slabs - 1][own.shape].rows, 0, 0, 0);
