@@ -81,7 +81,10 @@ __device__ __forceinline__ void attend(const Params &params, Ring<C> &ring, Ring
             const uint64_t valid = ring.valid[at.stage];
             chunk.multiply_keys(s, rows, ring.tile(at.stage, 0));
             ring.release();
-            if (ahead.more) ring.start_keys(ahead.tile, at.stage);
+            if (ahead.more) {
+                if constexpr (!C::kFindsAhead) ring.find(ahead.tile);
+                ring.start_keys(ahead.tile, at.stage);
+            }
             chunk.score(s, params, rows, tile * kTileKeys, valid);
             chunk.soften(s, tile == first);
             mbarrier_wait(ring.barrier(at.stage, 1), at.parity);
@@ -94,7 +97,7 @@ __device__ __forceinline__ void attend(const Params &params, Ring<C> &ring, Ring
             if (ahead.more) {
                 ring.start_values(ahead.tile, at.stage);
                 ahead.next();
-                if (ahead.more) ring.find(ahead.tile);
+                if (C::kFindsAhead && ahead.more) ring.find(ahead.tile);
             }
             at.advance();
         }

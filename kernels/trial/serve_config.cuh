@@ -41,7 +41,8 @@ template <class T_, int Columns, int RowTiles, int Team> struct Config {
     static constexpr int kScratchBytes = kWarps * kNotesBytes + 512; // and for dealing work out
     static constexpr int kSharedBytes = kRingBytes + kTotalBytes + kControlBytes + kScratchBytes;
 
-    static constexpr bool kClusters = Columns <= 128; // else a state on its way leaves no registers
+    static constexpr bool kClusters = Columns <= 128;   // else a state on its way leaves no registers
+    static constexpr bool kFindsAhead = Columns <= 128; // nor does the place of the next tile
 
     static_assert(Columns % 64 == 0 && kStages >= 1);
     static_assert(kSharedBytes <= 227 * 1024, "a block of sm_90 has 227 KB of shared memory");

@@ -82,7 +82,7 @@ template <class C> struct Ring {
             named_barrier_sync(1 + team, 32 * C::kTeam);
     }
 
-    /* Finds where a tile's keys lie: well before they are asked for, since a table takes its time. */
+    /* Finds where a tile's keys lie: if there are registers, well before they are asked for; a table takes its time. */
     __device__ __forceinline__ void find(const Tile &at) {
         const int first = at.tile * kTileKeys;
         if (params.load == Load::kBoxes) {
