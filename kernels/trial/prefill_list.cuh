@@ -1,0 +1,136 @@
+/* prefill_sm90: the order of the work.
+ *
+ * A unit is a tile of queries of a sequence and a head, or kv head where heads are packed into rows.
+ * prefill_list_kernel (one block) writes a record for each sequence, those with the longest tiles first, with the
+ * number of units before it; blocks of the main kernel take units from a counter. Within a sequence the heads go in
+ * sections whose keys and values fit in L2, each section from its last tile of queries, the longest of a causal call,
+ * to its first.
+ *
+ * The order of sequences of one class is that of the atomics: it decides who computes what, and so no bit. */
+#pragma once
+#include "common/faults.cuh" // count_length_faults
+#include "sm90/cluster.cuh"  // dependency_wait
+#include "trial/prefill_config.cuh"
+
+namespace fa::sm90::prefill {
+
+constexpr int kListThreads = 1024, kClasses = 128;
+
+/* Where the rows of sequences before b end (of packed ones; else 0), entry by entry. */
+__device__ __forceinline__ int rows_before(const fa_lengths &lengths, int b, int before) {
+    return lengths.starts ? max(before, static_cast<int>(fa_clamp(lengths.starts[b], 0, lengths.rows))) : 0;
+}
+
+/* The largest x of the threads before this one in the block; 0 for the first. */
+__device__ __forceinline__ int highest_before(int x, int *scratch) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const int other = __shfl_up_sync(~0u, x, by);
+        if (lane >= by) x = max(x, other);
+    }
+    const int left = __shfl_up_sync(~0u, x, 1);
+    if (lane == 31) scratch[warp] = x;
+    __syncthreads();
+    int before = lane ? left : 0;
+    for (int w = 0; w < warp; ++w) before = max(before, scratch[w]);
+    __syncthreads();
+    return before;
+}
+
+__device__ __forceinline__ Record record_of(const Call &call, int b, fa_span q, fa_span k) {
+    const fa_entry e = fa_entry_of(&call.s, b, q, k);
+    Record r = {};
+    r.b = b;
+    r.first_q = static_cast<int>(q.begin), r.seq_q = static_cast<int>(e.seq_q);
+    r.first_k = static_cast<int>(k.begin), r.seq_k = static_cast<int>(e.seq_k);
+    r.key_begin = static_cast<int>(e.key_begin), r.key_end = static_cast<int>(e.key_end);
+    r.rows_end = static_cast<int>(q.end);
+    return r;
+}
+
+__device__ __forceinline__ uint32_t units_of(const Call &call, int seq_q) {
+    const bool packed = packs(call, seq_q);
+    const uint32_t queries = tile_queries(call, packed);
+    return (seq_q + queries - 1) / queries * tile_heads(call, packed);
+}
+
+/* By the keys of its longest tile, four classes an octave, the longest last; 0: no units. */
+__device__ __forceinline__ int class_of(const Call &call, const Record &r, uint32_t units) {
+    if (!units) return 0;
+    const int64_t window = call.p.left + call.p.right + call.tile_m, keys = max(r.key_end - r.key_begin, 0);
+    const float cost = static_cast<float>(128 + min(keys, window));
+    return min(static_cast<int>(__float_as_uint(cost) >> 21) - (134 << 2) + 1, kClasses - 1); // 128 is 2^(134 - 127)
+}
+
+__global__ void __launch_bounds__(kListThreads) prefill_list_kernel(const __grid_constant__ Call call) {
+    FA_CHAOS_BEGIN();
+    __shared__ int scratch[kListThreads / 32];
+    __shared__ unsigned long long place[kClasses]; // sequences and, in the low half, units before the next of a class
+    const fa_sequences &s = call.s;
+    const int batch = static_cast<int>(call.p.batch), each = (batch + kListThreads - 1) / kListThreads;
+    const int first = min(static_cast<int>(threadIdx.x) * each, batch), last = min(first + each, batch);
+    if (threadIdx.x < kClasses) place[threadIdx.x] = 0;
+    dependency_release(); // blocks of the main kernel may start; they wait for this one to end
+    dependency_wait();
+
+    int before[2] = {0, 0};
+    if (s.q.starts || s.k.starts) {
+        int highest[2] = {0, 0};
+        for (int b = first; b < last; ++b)
+            highest[0] = rows_before(s.q, b, highest[0]), highest[1] = rows_before(s.k, b, highest[1]);
+        before[0] = highest_before(highest[0], scratch), before[1] = highest_before(highest[1], scratch);
+    }
+    const auto visit = [&](auto &&each_one) {
+        int before_q = before[0], before_k = before[1];
+        for (int b = first; b < last; ++b) {
+            before_q = rows_before(s.q, b, before_q), before_k = rows_before(s.k, b, before_k);
+            const fa_span q = fa_rows_of(&s.q, b, before_q, s.packed_q), k = fa_rows_of(&s.k, b, before_k, s.packed_k);
+            const Record record = record_of(call, b, q, k);
+            const uint32_t units = units_of(call, record.seq_q);
+            each_one(record, q, k, units, class_of(call, record, units));
+        }
+    };
+    __syncthreads();
+    visit([&](const Record &record, const fa_span &q, const fa_span &k, uint32_t units, int of) {
+        if (call.faults) {
+            count_length_faults(call.faults, s.q, record.b, q, 0);
+            count_length_faults(call.faults, s.k, record.b, k, 1);
+        }
+        atomicAdd(&place[of], 1ull << 32 | units);
+    });
+    __syncthreads();
+    if (threadIdx.x < 32) { // the highest class first
+        constexpr int kEach = kClasses / 32;
+        const int top = kClasses - 1 - static_cast<int>(threadIdx.x) * kEach;
+        unsigned long long mine = 0, all;
+        for (int n = 0; n < kEach; ++n) mine += place[top - n];
+        all = mine;
+#pragma unroll
+        for (int by = 1; by < 32; by *= 2) {
+            const unsigned long long other = __shfl_up_sync(~0u, all, by);
+            if (threadIdx.x >= by) all += other;
+        }
+        unsigned long long here = all - mine;
+        for (int n = 0; n < kEach; ++n) {
+            const unsigned long long count = place[top - n];
+            place[top - n] = here;
+            here += count;
+        }
+        if (threadIdx.x == 31) {
+            Header *header = call.workspace.header();
+            header->units = static_cast<uint32_t>(all);
+            header->counter = 0;
+            if (batch == 0) header->tail = 0;
+        }
+    }
+    __syncthreads();
+    visit([&](Record record, const fa_span &, const fa_span &, uint32_t units, int of) {
+        const unsigned long long at = atomicAdd(&place[of], 1ull << 32 | units);
+        record.unit = static_cast<int>(at & 0xffffffff);
+        *call.workspace.record(static_cast<int>(at >> 32)) = record;
+        if (record.b + 1 == batch) call.workspace.header()->tail = record.rows_end;
+    });
+}
+
+} // namespace fa::sm90::prefill

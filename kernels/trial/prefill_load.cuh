@@ -1,0 +1,174 @@
+/* prefill_sm90: queries, keys and values on their way to shared memory: a warp for queries and keys, one for values.
+ *
+ * A block of keys is one box of packed or padded storage, or one of each piece of a page; lane n asks for box n. What
+ * no row of the tile may see is not looked up, and comes as zeros (a page) or as it is (a part of a box). Values of the
+ * latter kind become zeros before the consumers see them, since a weight of 0 times NaN is NaN. */
+#pragma once
+#include "common/rows.cuh"
+#include "trial/prefill_config.cuh"
+
+namespace fa::sm90::prefill {
+
+/* The tiles of a block, as a warp that is no consumer gets them. */
+template <class C> struct Tiles {
+    Smem<C> &smem;
+    RingState<Smem<C>::kTileStages> ring{0};
+
+    /* The next one; NULL: there are no more. */
+    __device__ __forceinline__ const Tile *next() {
+        mbarrier_wait(&smem.tile_full[ring.stage], ring.parity);
+        const Tile *tile = &smem.tile[ring.stage];
+        return tile->blocks < 0 ? nullptr : tile;
+    }
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(&smem.tile_empty[ring.stage]);
+        ring.advance();
+    }
+};
+
+/* Where the lane's box lies. */
+struct Box {
+    int row, batch;
+    bool asks;   // the lane has a box
+    bool hidden; // somebody may see its keys, but the table names no page
+};
+template <class C> __device__ __forceinline__ Box locate(const Params &params, const Tile &tile, int first_key) {
+    const fa_pages &pages = params.call.s.pages;
+    const int offset = static_cast<int>(threadIdx.x % 32) * params.box_rows, key = first_key + offset;
+    Box box = {tile.first_k + key, tile.b, offset < C::kTileN, false};
+    if (!pages.table) return box;
+    box.row = kNowhere, box.batch = 0;
+    if (box.asks && key + params.box_rows > tile.low && key < tile.high) {
+        const int size = static_cast<int>(pages.size), column = key / size;
+        const int page = static_cast<int>(fa_page(&pages, tile.b, column));
+        box.hidden = page < 0;
+        if (page >= 0) box.row = key - column * size, box.batch = page;
+    }
+    return box;
+}
+
+/* Asks for a block; the barrier expects its bytes already. */
+template <class C>
+__device__ __forceinline__ void load_block(const Params &params, const Tile &tile, const Box &box, char *to,
+                                           const CUtensorMap &map, const fa_operand &x, uint64_t *barrier) {
+    if (!box.asks) return;
+    const int head = x.stride[1] ? tile.kv_head : 0, batch = x.stride[0] ? box.batch : 0;
+    to += static_cast<int>(threadIdx.x % 32) * params.box_rows * kSlabRowBytes;
+#pragma unroll
+    for (int slab = 0; slab < Smem<C>::kSlabs; ++slab)
+        tma_load(to + slab * Smem<C>::kKeySlabBytes, &map, barrier, slab * kSlabColumns, box.row, head, batch,
+                 kEvictLast);
+}
+
+template <class C>
+__device__ __forceinline__ void load_queries(const Params &params, Smem<C> &smem, const Tile &tile,
+                                             RingState<C::kQueryStages> &ring) {
+    const Call &call = params.call;
+    const fa_operand &x = call.p.q;
+    const int lane = threadIdx.x % 32, batch = x.stride[0] ? tile.b : 0, slab = lane % Smem<C>::kSlabs;
+    const int queries = tile.packed ? call.group_queries : 64, rows = tile.packed ? call.group * queries : 64;
+#pragma unroll 1
+    for (int wg = 0; wg < C::kConsumers; ++wg) {
+        uint64_t *full = &smem.q_full[ring.stage][wg];
+        const bool some = tile.part[wg].rows > 0; // else nothing comes, and the warpgroup is told so
+        mbarrier_wait(&smem.q_empty[ring.stage][wg], ring.parity);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive_expect(full, some ? rows * kSlabRowBytes * Smem<C>::kSlabs : 0);
+        __syncwarp();
+        if (!some || lane >= Smem<C>::kSlabs) continue;
+        char *to = smem.q[ring.stage][wg] + slab * Smem<C>::kQuerySlabBytes;
+        const int row = tile.first_q + tile.query + wg * queries, head = x.stride[1] ? tile.head : 0;
+        if (tile.packed)
+            tma_load(to, &params.q_heads, full, slab * kSlabColumns, head, row, batch, kEvictFirst);
+        else
+            tma_load(to, &params.q, full, slab * kSlabColumns, row, head, batch, kEvictFirst);
+    }
+    ring.advance();
+}
+
+/* Tells the consumers which keys of a block have no page. */
+__device__ __forceinline__ void tell_hidden(uint32_t (&words)[4], const Box &box, int box_rows) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t hidden = __ballot_sync(~0u, box.hidden);
+    if (lane >= 4) return;
+    uint32_t word = 0;
+    if (hidden) {
+#pragma unroll 1
+        for (int n = 0; n < 32; ++n) word |= (hidden >> (lane * 32 + n) / box_rows & 1) << n;
+    }
+    words[lane] = word;
+}
+
+/* Queries and keys. One warp. */
+template <class C> __device__ __forceinline__ void produce_keys(const Params &params, Smem<C> &smem) {
+    const int lane = threadIdx.x % 32;
+    Tiles<C> tiles{smem};
+    RingState<C::kStages> ring(1);
+    RingState<C::kQueryStages> q_ring(1);
+#pragma unroll 1
+    for (const Tile *tile; (tile = tiles.next()); tiles.release()) {
+        const int blocks = tile->blocks;
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block) {
+            const Box box = locate<C>(params, *tile, tile->end - (block + 1) * C::kTileN);
+            uint64_t *full = &smem.k_full[ring.stage];
+            mbarrier_wait(&smem.k_empty[ring.stage], ring.parity);
+            if (params.call.s.pages.table)
+                tell_hidden(smem.hidden[ring.stage + C::kStages * (ring.parity ^ 1)], box, params.box_rows);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes);
+            __syncwarp();
+            load_block<C>(params, *tile, box, smem.k[ring.stage], params.k, params.call.p.k, full);
+            ring.advance();
+            if (block == 0) load_queries(params, smem, *tile, q_ring);
+        }
+    }
+}
+
+/* Rows [first, last) of a block of values become 0. The warp calls it. */
+template <class C> __device__ __forceinline__ void clear_values(char *values, int first, int last) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int slab = 0; slab < Smem<C>::kSlabs; ++slab)
+#pragma unroll 1
+        for (int row = first + lane / 8; row < last; row += 4)
+            *reinterpret_cast<uint4 *>(values + slab * Smem<C>::kKeySlabBytes + row * kSlabRowBytes + lane % 8 * 16) =
+                make_uint4(0, 0, 0, 0);
+}
+
+/* Values. One warp. */
+template <class C> __device__ __forceinline__ void produce_values(const Params &params, Smem<C> &smem) {
+    const int lane = threadIdx.x % 32;
+    Tiles<C> tiles{smem};
+    RingState<C::kStages> ring(1);
+    RingState<1> landed(0);
+#pragma unroll 1
+    for (const Tile *tile; (tile = tiles.next()); tiles.release()) {
+        const int blocks = tile->blocks;
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block) {
+            const int first = tile->end - (block + 1) * C::kTileN;
+            const Box box = locate<C>(params, *tile, first);
+            const bool whole = first >= tile->low && first + C::kTileN <= tile->high;
+            uint64_t *full = whole ? &smem.v_full[ring.stage] : &smem.v_landed;
+            mbarrier_wait(&smem.v_empty[ring.stage], ring.parity);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes);
+            __syncwarp();
+            load_block<C>(params, *tile, box, smem.v[ring.stage], params.v, params.call.p.v, full);
+            if (!whole) {
+                mbarrier_wait(&smem.v_landed, landed.parity);
+                landed.advance();
+                clear_values<C>(smem.v[ring.stage], 0, tile->low - first);
+                clear_values<C>(smem.v[ring.stage], max(tile->high - first, 0), C::kTileN);
+                tma_store_fence(); // the products read what was written here
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(&smem.v_full[ring.stage]);
+            }
+            ring.advance();
+        }
+    }
+}
+
+} // namespace fa::sm90::prefill

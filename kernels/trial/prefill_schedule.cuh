@@ -1,0 +1,115 @@
+/* prefill_sm90: from a unit to a tile and what it sees. A warp of each block tells the others its tiles, ahead of them.
+ */
+#pragma once
+#include "sm90/barrier.cuh"
+#include "trial/prefill_config.cuh"
+
+namespace fa::sm90::prefill {
+
+/* MiB of keys and values of a section, given the bytes of a kv head's: as wgmma_sm90 has it. */
+__device__ __forceinline__ int section_mib(int64_t head_bytes) {
+    return head_bytes <= 256 << 10 ? 16 : head_bytes <= 1 << 20 ? 32 : 64;
+}
+
+/* Positions from the lowest to the highest of the queries [first, last]. */
+struct Stands {
+    int64_t low, high;
+};
+__device__ __forceinline__ Stands stands(const fa_entry &e, int first, int last) {
+    if (!e.positions) return {first + e.diagonal, last + e.diagonal};
+    int low = INT32_MAX, high = INT32_MIN;
+    for (int query = first + static_cast<int>(threadIdx.x % 32); query <= last; query += 32) {
+        const int at = e.positions[query];
+        low = min(low, at), high = max(high, at);
+    }
+    return {__reduce_min_sync(~0u, low), __reduce_max_sync(~0u, high)};
+}
+
+/* Unit `inside` of a sequence, as far as it is not the keys. */
+__device__ __forceinline__ Tile tile_of(const Call &call, const Record &r, uint32_t inside) {
+    Tile tile = {};
+    tile.packed = packs(call, r.seq_q);
+    const uint32_t queries = tile_queries(call, tile.packed), tiles = (r.seq_q + queries - 1) / queries,
+                   heads = tile_heads(call, tile.packed), each = tile.packed ? 1 : call.group;
+    const int64_t bytes = int64_t(r.seq_k) * (call.p.head_dim + call.p.head_dim_v) * 2;
+    const int64_t fit = bytes ? (int64_t(section_mib(bytes)) << 20) / bytes : heads;
+    const uint32_t width = each * static_cast<uint32_t>(min(max(fit, int64_t(1)), int64_t(heads)));
+    const uint32_t section = inside / (tiles * width), rest = inside - section * tiles * width;
+    const uint32_t here = min(width, heads - section * width), step = rest / here;
+    const int head = static_cast<int>(section * width + rest - step * here);
+    tile.query = static_cast<int>((tiles - 1 - step) * queries);
+    tile.kv_head = head / static_cast<int>(each), tile.head = tile.packed ? head * call.group : head;
+    tile.b = r.b;
+    tile.first_q = r.first_q, tile.seq_q = r.seq_q, tile.first_k = r.first_k, tile.seq_k = r.seq_k;
+    tile.key_begin = r.key_begin, tile.key_end = r.key_end;
+    return tile;
+}
+
+__device__ __forceinline__ int key_of(const Tile &tile, int64_t key) {
+    return static_cast<int>(fa_clamp(key, 0, tile.seq_k));
+}
+
+/* Which keys the tile and its warpgroups see. The warp calls it. */
+template <class C> __device__ __forceinline__ void see(const Call &call, Tile &tile) {
+    const fa_entry e = entry_of(call, tile);
+    const int queries = tile.packed ? call.group_queries : 64, rows = tile.packed ? call.group : 1;
+    tile.low = INT32_MAX, tile.high = 0;
+#pragma unroll
+    for (int wg = 0; wg < C::kConsumers; ++wg) {
+        const int first = tile.query + wg * queries, count = min(queries, tile.seq_q - first);
+        Part &part = tile.part[wg];
+        part = {max(count, 0) * rows, INT32_MIN / 2, 0, 0};
+        if (count <= 0) continue;
+        const Stands at = stands(e, first, first + count - 1);
+        const fa_span seen = fa_tile_keys(&e, call.p.left, call.p.right, at.low, at.high);
+        const fa_span common = fa_common_keys(&e, call.p.left, call.p.right, at.low, at.high);
+        part.common_begin = key_of(tile, common.begin), part.common_end = key_of(tile, common.end);
+        if (seen.begin >= seen.end) continue;
+        part.seen_end = key_of(tile, seen.end);
+        tile.low = min(tile.low, key_of(tile, seen.begin)), tile.high = max(tile.high, part.seen_end);
+    }
+    tile.end = (tile.high + kCut - 1) / kCut * kCut;
+    tile.blocks = tile.high > tile.low ? (tile.end - tile.low + C::kTileN - 1) / C::kTileN : 0;
+}
+
+/* Tells the block its tiles, one after the other. One warp. */
+template <class C> __device__ __forceinline__ void schedule(const Params &params, Smem<C> &smem) {
+    const Call &call = params.call;
+    const int lane = threadIdx.x % 32, batch = static_cast<int>(call.p.batch);
+    Header *header = call.workspace.header();
+    const uint32_t units = header->units;
+    RingState<Smem<C>::kTileStages> ring(1);
+    uint32_t unit = blockIdx.x;
+    int at = 0; // the unit's record is this one or comes after it
+    for (;;) {
+        uint32_t next = 0;
+        Tile tile = {};
+        tile.blocks = -1;
+        const bool more = unit < units;
+        if (more) {
+            if (lane == 0)
+                next = gridDim.x + atomicAdd(&header->counter, 1u); // early: it answers while this one is found
+            for (;;) {
+                const int n = at + lane;
+                const bool begun = n < batch && static_cast<uint32_t>(call.workspace.record(n)->unit) <= unit;
+                const int count = __popc(__ballot_sync(~0u, begun));
+                at += count - 1;
+                if (count < 32) break;
+            }
+            const Record record = *call.workspace.record(at);
+            tile = tile_of(call, record, unit - record.unit);
+            see<C>(call, tile);
+        }
+        mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
+        __syncwarp();
+        if (lane == 0) {
+            smem.tile[ring.stage] = tile;
+            mbarrier_arrive(&smem.tile_full[ring.stage]);
+        }
+        ring.advance();
+        if (!more) return;
+        unit = __shfl_sync(~0u, next, 0);
+    }
+}
+
+} // namespace fa::sm90::prefill

@@ -1,0 +1,64 @@
+/* prefill_sm90: what a warp does beside the work: rows of q that belong to no sequence, and pages that do not exist. */
+#pragma once
+#include "common/faults.cuh"
+#include "common/rows.cuh"
+#include "trial/prefill_schedule.cuh"
+
+namespace fa::sm90::prefill {
+
+/* Rows [begin, end) of all heads, every `step`-th of them, belong to no query: 0 and -inf. One warp. */
+__device__ __forceinline__ void write_nothing(const Call &call, int batch, int64_t begin, int64_t end, int64_t step) {
+    const fa_forward &p = call.p;
+    const int lane = threadIdx.x % 32, heads = static_cast<int>(p.heads), pieces = p.head_dim / 8;
+#pragma unroll 1
+    for (int64_t query = begin; query < end; query += step) {
+#pragma unroll 1
+        for (int n = lane; n < heads * pieces; n += 32)
+            *reinterpret_cast<uint4 *>(row_of<uint16_t>(p.out, batch, n / pieces, query) + n % pieces * 8) =
+                make_uint4(0, 0, 0, 0);
+        if (!p.lse) continue;
+#pragma unroll 1
+        for (int head = lane; head < heads; head += 32)
+            static_cast<float *>(p.lse)[lse_index(batch, head, query, p.heads, p.seq_q)] = -INFINITY;
+    }
+}
+
+/* Counts the table's entries that are no page, for keys that some query of the sequence may see: every `step`-th run of
+ * 32 columns from `part` on. One warp. */
+__device__ __forceinline__ void count_bad_pages(const Call &call, const Record &r, int part, int step) {
+    const fa_pages &pages = call.s.pages;
+    if (r.seq_q == 0) return;
+    Tile whole = {};
+    whole.b = r.b, whole.first_q = r.first_q, whole.seq_q = r.seq_q, whole.first_k = r.first_k, whole.seq_k = r.seq_k;
+    whole.key_begin = r.key_begin, whole.key_end = r.key_end;
+    const fa_entry e = entry_of(call, whole);
+    const Stands at = stands(e, 0, r.seq_q - 1);
+    const fa_span seen = fa_tile_keys(&e, call.p.left, call.p.right, at.low, at.high);
+    if (seen.begin >= seen.end) return;
+    const int64_t first = seen.begin / pages.size + part * 32 + threadIdx.x % 32;
+#pragma unroll 1
+    for (int64_t column = first; column * pages.size < seen.end; column += 32 * step)
+        if (fa_page(&pages, r.b, column) < 0)
+            count_fault(call.faults, FA_FAULT_page, r.b, column, pages.table[r.b * pages.stride + column]);
+}
+
+/* One warp of each block. */
+__device__ __forceinline__ void attend_to_the_rest(const Call &call) {
+    const fa_sequences &s = call.s;
+    if (!s.given) return;
+    const int batch = static_cast<int>(call.p.batch), blocks = static_cast<int>(gridDim.x);
+    const int block = static_cast<int>(blockIdx.x), parts = max(blocks / max(batch, 1), 1);
+    const bool pages = call.faults && s.pages.table;
+    if (s.packed_q) write_nothing(call, 0, call.workspace.header()->tail + block, call.p.seq_q, blocks);
+    if (!pages && !s.q.used && !s.q.starts) return;
+#pragma unroll 1
+    for (int n = block / parts; n < batch; n += blocks / parts) { // a sequence has `parts` blocks
+        const Record record = *call.workspace.record(n);
+        const int part = block % parts, at = s.packed_q ? 0 : record.b;
+        write_nothing(call, at, record.first_q + record.seq_q + part, record.rows_end, parts);
+        if (record.b == 0 && s.packed_q) write_nothing(call, 0, part, record.first_q, parts);
+        if (pages) count_bad_pages(call, record, part, parts);
+    }
+}
+
+} // namespace fa::sm90::prefill
