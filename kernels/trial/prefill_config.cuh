@@ -44,9 +44,10 @@ template <class T, int HeadDim, int Kind> struct Config {
     static constexpr bool kSoftcap = Kind == FA_CAPPED, kOverlap = kTiling.overlap, kHalfBlocks = kTiling.half,
                           kStaged = kTiling.staged;
     // 64 Ki registers.
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 152;
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 48 : 56;
+    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+    static constexpr int kProducerRegisters = 32;
     static_assert(kTileN % (kHalfBlocks ? 32 : 16) == 0 && kTileN <= 128 && kTileN % kSmallestBox == 0);
+    static_assert((kStages & (kStages - 1)) == 0 && (kQueryStages & (kQueryStages - 1)) == 0, "powers of 2");
 };
 
 /* ---- workspace: what prefill_list_kernel leaves ---- */
@@ -127,15 +128,14 @@ struct Part {
 
 /* A tile: the scheduler tells it, all other warps read it. */
 struct alignas(16) Tile {
-    int blocks; // of keys: block n holds keys [end - (n + 1) * tile_n, end - n * tile_n); negative: no more tiles
-    int end;
-    int low, high;        // keys that some row sees lie in [low, high)
-    int b, head, kv_head; // the first query head
-    int packed;
-    int query; // the first one, counted from the sequence's first
-    int first_q, seq_q, first_k, seq_k, key_begin, key_end;
-    int unused;
-    Part part[3];
+    int blocks;    // of keys: block n holds keys [end - (n + 1) * tile_n, end - n * tile_n); negative: no more tiles
+    int end;       // a multiple of kCut
+    int low, high; // keys that some row sees lie in [low, high)
+    int head, kv_head; // the first query head
+    int packed;        // all heads of the kv head
+    int query;         // the first one, counted from the sequence's first
+    Record of;         // the sequence
+    Part part[3];      // of the warpgroups
 };
 
 template <class C> struct Smem {
@@ -159,14 +159,13 @@ template <class C> struct Smem {
     uint64_t tile_full[kTileStages], tile_empty[kTileStages];
 };
 
-/* The sequence of a tile. */
-__device__ __forceinline__ fa_entry entry_of(const Call &call, const Tile &tile) {
+__device__ __forceinline__ fa_entry entry_of(const Call &call, const Record &of) {
     const fa_sequences &s = call.s;
     fa_entry e;
-    e.seq_q = tile.seq_q, e.seq_k = tile.seq_k, e.first_q = tile.first_q, e.first_k = tile.first_k;
-    e.diagonal = !s.given ? call.p.diagonal : s.top_left ? 0 : tile.seq_k - tile.seq_q;
-    e.positions = s.positions ? s.positions + tile.b * s.positions_stride + tile.first_q : nullptr;
-    e.key_begin = tile.key_begin, e.key_end = tile.key_end;
+    e.seq_q = of.seq_q, e.seq_k = of.seq_k, e.first_q = of.first_q, e.first_k = of.first_k;
+    e.diagonal = !s.given ? call.p.diagonal : s.top_left ? 0 : of.seq_k - of.seq_q;
+    e.positions = s.positions ? s.positions + of.b * s.positions_stride + of.first_q : nullptr;
+    e.key_begin = of.key_begin, e.key_end = of.key_end;
     return e;
 }
 

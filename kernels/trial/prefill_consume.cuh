@@ -56,7 +56,7 @@ __device__ __forceinline__ void note_spans(const Call &call, const Tile &tile, i
     __syncwarp(); // those of the tile before have been read
     if (lane < 16 && rows > 0) {
         const int row = threadIdx.x / 32 % 4 * 16 + lane;
-        const fa_entry e = entry_of(call, tile);
+        const fa_entry e = entry_of(call, tile.of);
         const int64_t at = fa_position(&e, row_place(call, tile, wg, min(row, rows - 1)).query);
         const fa_span seen = fa_row_keys(&e, call.p.left, call.p.right, at);
         span[row] = make_int2(static_cast<int>(fa_clamp(seen.begin, 0, e.seq_k)),
@@ -70,103 +70,114 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
     constexpr int kTileN = C::kTileN;
     constexpr uint32_t kTurnThreads = 256; // the warpgroup whose turn it is, and the one before, which arrives
     const Call &call = params.call;
-    const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
     const bool elected = threadIdx.x % 128 == 0; // one thread a warpgroup frees stages, once its warps are joined
-    RingState<C::kStages> k_ring(0), v_ring(0);
-    RingState<C::kQueryStages> q_ring(0);
-
     auto turn_wait = [&] { named_barrier_sync(1 + wg, kTurnThreads); };
     auto turn_pass = [&] { named_barrier_arrive(1 + (wg + 1 == C::kConsumers ? 0 : wg + 1), kTurnThreads); };
     auto join_warps = [&] { named_barrier_sync(1 + C::kConsumers + wg, 128); };
     if (wg == C::kConsumers - 1) turn_pass();
 
+    uint32_t n = 0; // blocks of all tiles so far: block n has stage n % kStages of both rings
     for (uint32_t round = 0;; ++round) {
         const uint32_t tile_stage = round % Smem<C>::kTileStages;
         mbarrier_wait(&smem.tile_full[tile_stage], round / Smem<C>::kTileStages % 2);
         const Tile &tile = smem.tile[tile_stage];
-        const int blocks = __shfl_sync(0xffffffff, tile.blocks, 0); // uniform for the compiler too
+        // Uniform for the compiler too, which sees it here alone: all that loops and waits depend on.
+        const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
+        const int blocks = uniform(tile.blocks), end = uniform(tile.end), rows = uniform(tile.part[wg].rows);
+        const int seen_end = uniform(tile.part[wg].seen_end);
+        const int common_begin = uniform(tile.part[wg].common_begin), common_end = uniform(tile.part[wg].common_end);
         if (blocks < 0) break;
-        const int rows = __shfl_sync(0xffffffff, tile.part[wg].rows, 0);
+        auto wait_queries = [&] {
+            mbarrier_wait(&smem.q_full[round % C::kQueryStages][wg], round / C::kQueryStages % 2);
+        };
         OnlineSoftmax softmax;
         float out[C::kHeadDim / 2];
 
         if (blocks > 0) {
-            const int end = __shfl_sync(0xffffffff, tile.end, 0);
             float scores[kTileN / 2];
             uint32_t weights[kTileN / 4];
+            const uint32_t end_n = n + blocks;
+            const uint32_t top = end + n * kTileN;
             // The warpgroup skips blocks past the last key that one of its rows sees: it begins with `first`.
-            const int seen_end = __shfl_sync(0xffffffff, tile.part[wg].seen_end, 0);
-            const int first = min(blocks, max(end - seen_end, 0) / kTileN);
+            const uint32_t first = n + min(blocks, max(end - seen_end, 0) / kTileN);
+            // Blocks that reach past the last key that all rows see, then plain ones, then those that begin before the
+            // first such key.
+            const uint32_t begin_n = n, plain = n + min((end - common_end + kTileN - 1) / kTileN, blocks);
+            const uint32_t plain_end = n + min(end > common_begin ? (end - common_begin) / kTileN : 0, blocks);
+            char *const queries = smem.q[round % C::kQueryStages][wg];
             note_spans(call, tile, wg, smem.span[wg]);
 
-            auto issue_qk = [&] {
-                gemm_qk<T, C::kHeadDim>(scores, shared_address(smem.q[q_ring.stage][wg]), Smem<C>::kQuerySlabBytes,
-                                        shared_address(smem.k[k_ring.stage]), Smem<C>::kKeySlabBytes);
+            auto first_key = [&](uint32_t n) { return static_cast<int>(top - (n + 1) * kTileN); };
+            auto wait_keys = [&](uint32_t n) { mbarrier_wait(&smem.k_full[n % C::kStages], n / C::kStages % 2); };
+            auto wait_values = [&](uint32_t n) { mbarrier_wait(&smem.v_full[n % C::kStages], n / C::kStages % 2); };
+            auto issue_qk = [&](auto &scores, uint32_t n) {
+                gemm_qk<T, C::kHeadDim>(scores, shared_address(queries), Smem<C>::kQuerySlabBytes,
+                                        shared_address(smem.k[n % C::kStages]), Smem<C>::kKeySlabBytes);
                 wgmma_commit();
             };
-            auto issue_pv = [&](auto &weights, int accumulate) {
-                gemm_pv<T>(out, weights, shared_address(smem.v[v_ring.stage]), Smem<C>::kKeySlabBytes, accumulate);
+            auto issue_pv = [&](auto &weights, uint32_t n, int accumulate) {
+                gemm_pv<T>(out, weights, shared_address(smem.v[n % C::kStages]), Smem<C>::kKeySlabBytes, accumulate);
                 wgmma_commit();
             };
-            auto free_keys = [&](bool last) {
-                if (elected) mbarrier_arrive(&smem.k_empty[k_ring.stage]);
-                if (elected && last) mbarrier_arrive(&smem.q_empty[q_ring.stage][wg]);
-                k_ring.advance();
+            auto free_keys = [&](uint32_t n) {
+                if (elected) mbarrier_arrive(&smem.k_empty[n % C::kStages]);
+                if (elected && n + 1 == end_n) mbarrier_arrive(&smem.q_empty[round % C::kQueryStages][wg]);
             };
-            auto free_values = [&] {
-                if (elected) mbarrier_arrive(&smem.v_empty[v_ring.stage]);
-                v_ring.advance();
+            auto free_values = [&](uint32_t n) {
+                if (elected) mbarrier_arrive(&smem.v_empty[n % C::kStages]);
             };
-            auto skip_values = [&] {
-                mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
+            auto skip_values = [&](uint32_t n) {
+                wait_values(n);
                 join_warps();
-                free_values();
+                free_values(n);
             };
             auto cap = [&](auto &scores) {
                 if constexpr (C::kSoftcap)
                     for (float &score : scores) score = tanh_fast(score * params.cap_factor);
             };
-            auto mask = [&](auto &scores, int block) {
-                const int first_key = end - (block + 1) * kTileN;
+            auto mask = [&](auto &scores, uint32_t n) {
                 int low[2], high[2];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int2 span = smem.span[wg][warp * 16 + lane / 4 + 8 * r];
-                    low[r] = span.x - first_key, high[r] = span.y - first_key;
+                    low[r] = span.x - first_key(n), high[r] = span.y - first_key(n);
                 }
                 mask_scores(scores, low, high, 2 * (lane % 4));
             };
-            /* Keys of the block that k_ring is at and that have no page, or NULL: of which there are almost never any.
-             * Read before the block's product is issued, and until that of the block but one after it is. */
-            auto hidden_of = [&]() -> const uint32_t * {
-                if (!call.s.pages.table) return nullptr;
-                const uint32_t *words = smem.hidden[k_ring.stage + C::kStages * k_ring.parity];
-                const uint4 bits = *reinterpret_cast<const uint4 *>(words);
-                return __shfl_sync(0xffffffff, bits.x | bits.y | bits.z | bits.w, 0) ? words : nullptr;
+            /* Whether a key of the block has no page: there are almost never any. Read before the block's product is
+             * issued, the bits themselves until that of the next block but one is. */
+            auto hides = [&](uint32_t n) {
+                if (!call.s.pages.table) return false;
+                const uint4 bits = *reinterpret_cast<const uint4 *>(smem.hidden[n % (2 * C::kStages)]);
+                return __any_sync(0xffffffff, bits.x | bits.y | bits.z | bits.w) != 0;
             };
-            /* One block: `old` holds the weights of the block before, `fresh` gets this block's. */
-            auto step = [&]<bool kMaskBlock>(int block, auto &old, auto &fresh, std::bool_constant<kMaskBlock>) {
+            auto hide = [&](auto &scores, uint32_t n) {
+                hide_scores(scores, smem.hidden[n % (2 * C::kStages)], 2 * (lane % 4));
+            };
+            /* Block n: `old` holds the weights of the block before, `fresh` gets this block's. */
+            auto step = [&]<bool kMaskBlock>(auto &old, auto &fresh, std::bool_constant<kMaskBlock>) {
                 auto wait_out = [&] {
                     wgmma_wait<0>();
                     wgmma_pin(out);
                     wgmma_pin(old);
-                    free_values();
+                    free_values(n - 1);
                 };
-                mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
-                const uint32_t *hidden = hidden_of();
+                wait_keys(n);
+                const bool hidden = hides(n);
                 turn_wait();
                 wgmma_fence();
-                issue_qk();
-                mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
+                issue_qk(scores, n);
+                wait_values(n - 1);
                 wgmma_fence();
-                issue_pv(old, block > first + 1);
+                issue_pv(old, n - 1, n != first + 1);
                 turn_pass();
                 wgmma_wait<1>();
                 wgmma_pin(scores);
-                free_keys(block + 1 == blocks);
+                free_keys(n);
                 cap(scores);
-                if constexpr (kMaskBlock) mask(scores, block);
-                if (hidden) hide_scores(scores, hidden, 2 * (lane % 4));
+                if constexpr (kMaskBlock) mask(scores, n);
+                if (hidden) hide(scores, n);
                 if constexpr (!C::kOverlap) wait_out();
                 if (!softmax.try_absorb<T>(fresh, scores, params.score_factor)) {
                     softmax.absorb<false, T>(scores, params.score_factor);
@@ -178,25 +189,24 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                     softmax.rescale_output(out);
                 }
                 if constexpr (C::kOverlap) wait_out();
+                ++n;
             };
-            /* Blocks [block, end). With overlap the weights go to and fro between two sets of registers. */
-            auto steps = [&](int block, int end, auto mask_block) {
+            /* Blocks up to `end`. With overlap the weights go to and fro between two sets of registers. */
+            auto steps = [&](uint32_t end, auto mask_block) {
                 if constexpr (C::kOverlap) {
                     uint32_t spare[kTileN / 4];
-                    for (; block + 1 < end; block += 2) {
-                        step(block, weights, spare, mask_block);
-                        step(block + 1, spare, weights, mask_block);
+                    while (int(end - n) > 1) {
+                        step(weights, spare, mask_block);
+                        step(spare, weights, mask_block);
                     }
-                    if (block < end) {
-                        step(block, weights, spare, mask_block);
+                    if (int(end - n) > 0) {
+                        step(weights, spare, mask_block);
 #pragma unroll
                         for (int i = 0; i < kTileN / 4; ++i) weights[i] = spare[i];
-                        ++block;
                     }
                 } else {
-                    for (; block < end; ++block) step(block, weights, weights, mask_block);
+                    while (int(end - n) > 0) step(weights, weights, mask_block);
                 }
-                return block;
             };
 
             /* Weights of the first block; with `half`, this warpgroup sees none of its later keys. */
@@ -204,46 +214,45 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                 constexpr int kColumns = kHalf ? kTileN / 2 : kTileN;
                 auto &part = reinterpret_cast<float(&)[kColumns / 2]>(scores);
                 auto &part_weights = reinterpret_cast<uint32_t(&)[kColumns / 4]>(weights);
-                const uint32_t *hidden = hidden_of();
+                const bool hidden = hides(n);
                 wgmma_fence();
-                gemm_qk<T, C::kHeadDim>(part, shared_address(smem.q[q_ring.stage][wg]), Smem<C>::kQuerySlabBytes,
-                                        shared_address(smem.k[k_ring.stage]), Smem<C>::kKeySlabBytes);
-                wgmma_commit();
+                issue_qk(part, n);
                 wgmma_wait<0>();
                 wgmma_pin(part);
-                free_keys(first + 1 == blocks);
+                free_keys(n);
                 cap(part);
-                mask(part, first);
-                if (hidden) hide_scores(part, hidden, 2 * (lane % 4));
+                mask(part, n);
+                if (hidden) hide(part, n);
                 softmax.absorb<true, T>(part, params.score_factor);
                 pack_scores<T>(part_weights, part);
 #pragma unroll
                 for (int i = kColumns / 4; i < kTileN / 4; ++i) weights[i] = 0;
+                ++n;
             };
 
-            mbarrier_wait(&smem.q_full[q_ring.stage][wg], q_ring.parity);
-            if (first < blocks && (rows < 64 || params.queries != Queries::kAsTheyAre)) {
-                prepare_queries<C>(smem.q[q_ring.stage][wg], rows, params.queries);
+            wait_queries();
+            if (first != end_n && (rows < 64 || params.queries != Queries::kAsTheyAre)) {
+                prepare_queries<C>(queries, rows, params.queries);
                 join_warps();
             }
-            for (int block = 0; block < first; ++block) { // the others' blocks, in turn
-                mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
-                if (block > 0) {
+            for (; n != first; ++n) { // the others' blocks, in turn
+                wait_keys(n);
+                if (n != begin_n) {
                     turn_wait();
                     turn_pass();
                 }
                 join_warps();
-                free_keys(block + 1 == blocks);
-                if (block > 0) skip_values();
+                free_keys(n);
+                if (n != begin_n) skip_values(n - 1);
             }
-            if (first < blocks) {
-                mbarrier_wait(&smem.k_full[k_ring.stage], k_ring.parity);
-                if (first > 0) {
+            if (first != end_n) {
+                wait_keys(n);
+                if (n != begin_n) {
                     turn_wait();
                     turn_pass();
                 }
                 if constexpr (C::kHalfBlocks) {
-                    if (seen_end - (end - (first + 1) * kTileN) <= kTileN / 2)
+                    if (seen_end - first_key(n) <= kTileN / 2)
                         begin(std::true_type());
                     else
                         begin(std::false_type());
@@ -251,38 +260,34 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                     begin(std::false_type());
                 }
             }
-            if (first > 0) skip_values();
-            if (first < blocks) {
-                // Blocks that reach past the last key that all rows see, then plain ones, then those that begin before
-                // the first such key.
-                const int high = __shfl_sync(0xffffffff, tile.part[wg].common_end, 0);
-                const int low = __shfl_sync(0xffffffff, tile.part[wg].common_begin, 0);
-                const int plain = (end - high + kTileN - 1) / kTileN;
-                const int plain_end = end > low ? (end - low) / kTileN : 0;
-                int block = first + 1;
-                block = steps(block, min(plain, blocks), std::true_type());
-                block = steps(block, min(plain_end, blocks), std::false_type());
-                steps(block, blocks, std::true_type());
-                mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
+            if (first != begin_n) skip_values(first - 1);
+            if (first != end_n) {
+                steps(plain, std::true_type());
+                steps(plain_end, std::false_type());
+                steps(end_n, std::true_type());
+                wait_values(n - 1);
                 wgmma_fence();
-                issue_pv(weights, blocks - first > 1);
+                issue_pv(weights, n - 1, n != first + 1);
                 wgmma_wait<0>();
                 wgmma_pin(out);
                 wgmma_pin(weights);
-                free_values();
+                free_values(n - 1);
             }
-            q_ring.advance();
-        } // without keys every factor below is 0, and so is what is written
+        } else { // every factor below is 0, and so is what is written
+            wait_queries();
+            join_warps();
+            if (elected) mbarrier_arrive(&smem.q_empty[round % C::kQueryStages][wg]);
+        }
 
         const fa_forward &p = call.p;
         float factor[2];
         T *target[2];
-        const int batch = call.s.packed_q ? 0 : tile.b;
+        const int batch = call.s.packed_q ? 0 : tile.of.b;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = warp * 16 + lane / 4 + 8 * r;
             const RowPlace place = row_place(call, tile, wg, row);
-            const int64_t query = tile.first_q + place.query;
+            const int64_t query = tile.of.first_q + place.query;
             const bool exists = row < rows;
             float sink = -INFINITY;
             if (p.sinks.data && exists)
@@ -293,7 +298,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                 static_cast<float *>(p.lse)[lse_index(batch, place.head, query, p.heads, p.seq_q)] = result.lse;
             target[r] = exists ? row_of<T>(p.out, batch, place.head, query) : nullptr;
         }
-        const int head = tile.head, first_row = tile.first_q + tile.query + wg * 64 + warp * 16;
+        const int head = tile.head, first_row = tile.of.first_q + tile.query + wg * 64 + warp * 16;
         const bool box = C::kStaged && !tile.packed && rows >= warp * 16 + 16; // rows of one head that all exist
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_stage]);

@@ -36,12 +36,12 @@ struct Box {
 template <class C> __device__ __forceinline__ Box locate(const Params &params, const Tile &tile, int first_key) {
     const fa_pages &pages = params.call.s.pages;
     const int offset = static_cast<int>(threadIdx.x % 32) * params.box_rows, key = first_key + offset;
-    Box box = {tile.first_k + key, tile.b, offset < C::kTileN, false};
+    Box box = {tile.of.first_k + key, tile.of.b, offset < C::kTileN, false};
     if (!pages.table) return box;
     box.row = kNowhere, box.batch = 0;
     if (box.asks && key + params.box_rows > tile.low && key < tile.high) {
         const int size = static_cast<int>(pages.size), column = key / size;
-        const int page = static_cast<int>(fa_page(&pages, tile.b, column));
+        const int page = static_cast<int>(fa_page(&pages, tile.of.b, column));
         box.hidden = page < 0;
         if (page >= 0) box.row = key - column * size, box.batch = page;
     }
@@ -66,19 +66,19 @@ __device__ __forceinline__ void load_queries(const Params &params, Smem<C> &smem
                                              RingState<C::kQueryStages> &ring) {
     const Call &call = params.call;
     const fa_operand &x = call.p.q;
-    const int lane = threadIdx.x % 32, batch = x.stride[0] ? tile.b : 0, slab = lane % Smem<C>::kSlabs;
+    const int lane = threadIdx.x % 32, batch = x.stride[0] ? tile.of.b : 0, slab = lane % Smem<C>::kSlabs;
     const int queries = tile.packed ? call.group_queries : 64, rows = tile.packed ? call.group * queries : 64;
 #pragma unroll 1
     for (int wg = 0; wg < C::kConsumers; ++wg) {
         uint64_t *full = &smem.q_full[ring.stage][wg];
-        const bool some = tile.part[wg].rows > 0; // else nothing comes, and the warpgroup is told so
+        const bool some = tile.blocks > 0 && tile.part[wg].rows > 0; // else nothing comes, and the warpgroup is told so
         mbarrier_wait(&smem.q_empty[ring.stage][wg], ring.parity);
         __syncwarp();
         if (lane == 0) mbarrier_arrive_expect(full, some ? rows * kSlabRowBytes * Smem<C>::kSlabs : 0);
         __syncwarp();
         if (!some || lane >= Smem<C>::kSlabs) continue;
         char *to = smem.q[ring.stage][wg] + slab * Smem<C>::kQuerySlabBytes;
-        const int row = tile.first_q + tile.query + wg * queries, head = x.stride[1] ? tile.head : 0;
+        const int row = tile.of.first_q + tile.query + wg * queries, head = x.stride[1] ? tile.head : 0;
         if (tile.packed)
             tma_load(to, &params.q_heads, full, slab * kSlabColumns, head, row, batch, kEvictFirst);
         else
@@ -109,6 +109,7 @@ template <class C> __device__ __forceinline__ void produce_keys(const Params &pa
 #pragma unroll 1
     for (const Tile *tile; (tile = tiles.next()); tiles.release()) {
         const int blocks = tile->blocks;
+        if (blocks == 0) load_queries(params, smem, *tile, q_ring);
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block) {
             const Box box = locate<C>(params, *tile, tile->end - (block + 1) * C::kTileN);

@@ -25,51 +25,50 @@ __device__ __forceinline__ Stands stands(const fa_entry &e, int first, int last)
     return {__reduce_min_sync(~0u, low), __reduce_max_sync(~0u, high)};
 }
 
-/* Unit `inside` of a sequence, as far as it is not the keys. */
-__device__ __forceinline__ Tile tile_of(const Call &call, const Record &r, uint32_t inside) {
-    Tile tile = {};
-    tile.packed = packs(call, r.seq_q);
-    const uint32_t queries = tile_queries(call, tile.packed), tiles = (r.seq_q + queries - 1) / queries,
-                   heads = tile_heads(call, tile.packed), each = tile.packed ? 1 : call.group;
-    const int64_t bytes = int64_t(r.seq_k) * (call.p.head_dim + call.p.head_dim_v) * 2;
-    const int64_t fit = bytes ? (int64_t(section_mib(bytes)) << 20) / bytes : heads;
-    const uint32_t width = each * static_cast<uint32_t>(min(max(fit, int64_t(1)), int64_t(heads)));
+/* Which tile unit `inside` of a sequence is. One thread. */
+__device__ __forceinline__ void find_tile(const Call &call, Tile &tile, uint32_t inside) {
+    const Record &of = tile.of;
+    const bool packed = packs(call, of.seq_q);
+    const uint32_t queries = tile_queries(call, packed), tiles = (of.seq_q + queries - 1) / queries,
+                   heads = tile_heads(call, packed), each = packed ? 1 : call.group;
+    const int64_t bytes = int64_t(of.seq_k) * (call.p.head_dim + call.p.head_dim_v) * 2;
+    const uint32_t fit = bytes ? static_cast<uint32_t>((int64_t(section_mib(bytes)) << 20) / bytes) : heads;
+    const uint32_t width = min(each * max(fit, 1u), heads);
     const uint32_t section = inside / (tiles * width), rest = inside - section * tiles * width;
     const uint32_t here = min(width, heads - section * width), step = rest / here;
     const int head = static_cast<int>(section * width + rest - step * here);
     tile.query = static_cast<int>((tiles - 1 - step) * queries);
-    tile.kv_head = head / static_cast<int>(each), tile.head = tile.packed ? head * call.group : head;
-    tile.b = r.b;
-    tile.first_q = r.first_q, tile.seq_q = r.seq_q, tile.first_k = r.first_k, tile.seq_k = r.seq_k;
-    tile.key_begin = r.key_begin, tile.key_end = r.key_end;
-    return tile;
-}
-
-__device__ __forceinline__ int key_of(const Tile &tile, int64_t key) {
-    return static_cast<int>(fa_clamp(key, 0, tile.seq_k));
+    tile.kv_head = head / static_cast<int>(each), tile.head = packed ? head * call.group : head;
+    tile.packed = packed;
 }
 
 /* Which keys the tile and its warpgroups see. The warp calls it. */
 template <class C> __device__ __forceinline__ void see(const Call &call, Tile &tile) {
-    const fa_entry e = entry_of(call, tile);
+    const int lane = threadIdx.x % 32, seq_k = tile.of.seq_k;
     const int queries = tile.packed ? call.group_queries : 64, rows = tile.packed ? call.group : 1;
-    tile.low = INT32_MAX, tile.high = 0;
-#pragma unroll
+    const auto key_of = [&](int64_t key) { return static_cast<int>(fa_clamp(key, 0, seq_k)); };
+    int low = INT32_MAX, high = 0;
+#pragma unroll 1
     for (int wg = 0; wg < C::kConsumers; ++wg) {
-        const int first = tile.query + wg * queries, count = min(queries, tile.seq_q - first);
-        Part &part = tile.part[wg];
-        part = {max(count, 0) * rows, INT32_MIN / 2, 0, 0};
-        if (count <= 0) continue;
-        const Stands at = stands(e, first, first + count - 1);
-        const fa_span seen = fa_tile_keys(&e, call.p.left, call.p.right, at.low, at.high);
-        const fa_span common = fa_common_keys(&e, call.p.left, call.p.right, at.low, at.high);
-        part.common_begin = key_of(tile, common.begin), part.common_end = key_of(tile, common.end);
-        if (seen.begin >= seen.end) continue;
-        part.seen_end = key_of(tile, seen.end);
-        tile.low = min(tile.low, key_of(tile, seen.begin)), tile.high = max(tile.high, part.seen_end);
+        const int first = tile.query + wg * queries, count = min(queries, tile.of.seq_q - first);
+        Part part = {max(count, 0) * rows, INT32_MIN / 2, 0, 0};
+        if (count > 0) {
+            const fa_entry e = entry_of(call, tile.of);
+            const Stands at = stands(e, first, first + count - 1);
+            const fa_span seen = fa_tile_keys(&e, call.p.left, call.p.right, at.low, at.high);
+            const fa_span common = fa_common_keys(&e, call.p.left, call.p.right, at.low, at.high);
+            part.common_begin = key_of(common.begin), part.common_end = key_of(common.end);
+            if (seen.begin < seen.end) {
+                part.seen_end = key_of(seen.end);
+                low = min(low, key_of(seen.begin)), high = max(high, part.seen_end);
+            }
+        }
+        if (lane == 0) tile.part[wg] = part;
     }
-    tile.end = (tile.high + kCut - 1) / kCut * kCut;
-    tile.blocks = tile.high > tile.low ? (tile.end - tile.low + C::kTileN - 1) / C::kTileN : 0;
+    if (lane) return;
+    const int end = (high + kCut - 1) / kCut * kCut;
+    tile.low = low, tile.high = high, tile.end = end;
+    tile.blocks = high > low ? (end - low + C::kTileN - 1) / C::kTileN : 0;
 }
 
 /* Tells the block its tiles, one after the other. One warp. */
@@ -81,11 +80,12 @@ template <class C> __device__ __forceinline__ void schedule(const Params &params
     RingState<Smem<C>::kTileStages> ring(1);
     uint32_t unit = blockIdx.x;
     int at = 0; // the unit's record is this one or comes after it
-    for (;;) {
+    for (bool more = true; more;) {
+        Tile &tile = smem.tile[ring.stage];
+        mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
+        __syncwarp();
         uint32_t next = 0;
-        Tile tile = {};
-        tile.blocks = -1;
-        const bool more = unit < units;
+        more = unit < units;
         if (more) {
             if (lane == 0)
                 next = gridDim.x + atomicAdd(&header->counter, 1u); // early: it answers while this one is found
@@ -96,18 +96,19 @@ template <class C> __device__ __forceinline__ void schedule(const Params &params
                 at += count - 1;
                 if (count < 32) break;
             }
-            const Record record = *call.workspace.record(at);
-            tile = tile_of(call, record, unit - record.unit);
+            constexpr int kWords = sizeof(Record) / 4;
+            if (lane < kWords)
+                reinterpret_cast<int *>(&tile.of)[lane] =
+                    reinterpret_cast<const int *>(call.workspace.record(at))[lane];
+            __syncwarp();
+            if (lane == 0) find_tile(call, tile, unit - tile.of.unit);
+            __syncwarp();
             see<C>(call, tile);
+        } else if (lane == 0) {
+            tile.blocks = -1;
         }
-        mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
-        __syncwarp();
-        if (lane == 0) {
-            smem.tile[ring.stage] = tile;
-            mbarrier_arrive(&smem.tile_full[ring.stage]);
-        }
+        if (lane == 0) mbarrier_arrive(&smem.tile_full[ring.stage]);
         ring.advance();
-        if (!more) return;
         unit = __shfl_sync(~0u, next, 0);
     }
 }

@@ -28,10 +28,7 @@ __device__ __forceinline__ void write_nothing(const Call &call, int batch, int64
 __device__ __forceinline__ void count_bad_pages(const Call &call, const Record &r, int part, int step) {
     const fa_pages &pages = call.s.pages;
     if (r.seq_q == 0) return;
-    Tile whole = {};
-    whole.b = r.b, whole.first_q = r.first_q, whole.seq_q = r.seq_q, whole.first_k = r.first_k, whole.seq_k = r.seq_k;
-    whole.key_begin = r.key_begin, whole.key_end = r.key_end;
-    const fa_entry e = entry_of(call, whole);
+    const fa_entry e = entry_of(call, r);
     const Stands at = stands(e, 0, r.seq_q - 1);
     const fa_span seen = fa_tile_keys(&e, call.p.left, call.p.right, at.low, at.high);
     if (seen.begin >= seen.end) return;

@@ -117,12 +117,14 @@ static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *d
     if ((rows_q + p.batch) / 16 > (INT64_C(1) << kMaxUnitsBits) / std::max<int64_t>(p.heads, 1))
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxUnitsBits, 0, 0);
     const Extent keys = key_extent(problem);
-    if (!takes_tensor_map(p.q, FA_OPERAND_Q, p.head_dim, p.seq_q, why) ||
-        !takes_tensor_map(p.out, FA_OPERAND_OUT, p.head_dim, p.seq_q, why))
+    const bool some = rows_q > 0, some_keys = keys.rows * keys.batch > 0; // else strides say nothing
+    if (some && (!takes_tensor_map(p.q, FA_OPERAND_Q, p.head_dim, p.seq_q, why) ||
+                 !takes_tensor_map(p.out, FA_OPERAND_OUT, p.head_dim, p.seq_q, why)))
         return FA_REFUSES;
-    if (p.q.stride[1] == 0 && p.heads > 1) return fa_because(why, FA_REFUSES, FA_WHY_STRIDES, FA_OPERAND_Q, 0, 0);
-    if (keys.rows * keys.batch > 0 && (!takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, keys.rows, why) ||
-                                       !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, keys.rows, why)))
+    if (some && p.q.stride[1] == 0 && p.heads > 1)
+        return fa_because(why, FA_REFUSES, FA_WHY_STRIDES, FA_OPERAND_Q, 0, 0);
+    if (some_keys && (!takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, keys.rows, why) ||
+                      !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, keys.rows, why)))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
 
