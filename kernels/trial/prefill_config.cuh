@@ -14,7 +14,12 @@ namespace fa::sm90::prefill {
 constexpr int kMaxLengthBits = 30;
 constexpr int kPackBelow = 128; // sequences of fewer queries have the heads of a kv head in the rows of a tile
 constexpr int kCut = 64; // a tile's blocks of keys end at a multiple of it, counted from the sequence's first key
-constexpr int kSmallestBox = 8;   // keys: what TMA brings of a page at a time, at least
+constexpr int kSmallestBox = 8; // keys: what TMA brings of a page at a time, at least
+
+/* Sequences of few units and many keys are cut into chunks of kChunk * 2^e keys at multiples of that, of which there
+ * are about kSplitTarget a sequence. Constants: part of what a sequence's bits are. */
+constexpr int kSplitUnits = 64, kSplitKeys = 1024, kSplitTarget = 264, kChunk = 512;
+
 constexpr int kNowhere = 1 << 30; // a row that no array has: TMA writes zeros and reads nothing
 
 /* ---- shapes ---- */
@@ -43,9 +48,11 @@ template <class T, int HeadDim, int Kind> struct Config {
                          kTileN = kTiling.tile_n, kStages = kTiling.stages, kQueryStages = kTiling.query_stages;
     static constexpr bool kSoftcap = Kind == FA_CAPPED, kOverlap = kTiling.overlap, kHalfBlocks = kTiling.half,
                           kStaged = kTiling.staged;
-    // 64 Ki registers.
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-    static constexpr int kProducerRegisters = 32;
+    // A block is launched with what 64 Ki registers allow each thread, a multiple of 8, and shares that out anew.
+    static constexpr int kLaunchRegisters = kConsumers == 2 ? 168 : 128;
+    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+    static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * kLaunchRegisters);
     static_assert(kTileN % (kHalfBlocks ? 32 : 16) == 0 && kTileN <= 128 && kTileN % kSmallestBox == 0);
     static_assert((kStages & (kStages - 1)) == 0 && (kQueryStages & (kQueryStages - 1)) == 0, "powers of 2");
 };
@@ -54,27 +61,43 @@ template <class T, int HeadDim, int Kind> struct Config {
 
 /* A sequence, in the order of the work. */
 struct alignas(16) Record {
-    int b;                  // which of the batch
-    int unit;               // units before it
-    int first_q, seq_q;     // its queries: rows of q
-    int first_k, seq_k;     // its keys
-    int key_begin, key_end; // of those that take part
-    int rows_end;           // where the rows of q that are its own end, used or not
+    int b;                          // which of the batch
+    int unit;                       // units before it
+    int first_q, seq_q;             // its queries: rows of q
+    int first_k, seq_k;             // its keys
+    int key_begin, key_end;         // of those that take part
+    int rows_end;                   // where the rows of q that are its own end, used or not
+    int chunk, first_chunk, chunks; // keys a chunk, the first one that is seen, how many are; chunks 0: not cut
+    int slot;                       // of the first chunk's state; negative: each unit has all chunks of its tile
     int unused[3];
 };
 
 struct alignas(16) Header {
     uint32_t units, counter; // all of them; how many were taken beside the first of each block
     int tail;                // rows of q from here on belong to no sequence
-    int unused;
+    int slots;               // that are used
 };
 
+struct Tile;
+
+/* Records, then a tile and a state for each slot. The last slots are the blocks' own. A state is the accumulators of a
+ * tile, in the order of the threads that hold them, then a maximum and a sum for each row. */
 struct Workspace {
     char *base;
-    __host__ __device__ static size_t bytes(int64_t batch) { return sizeof(Header) + sizeof(Record) * batch; }
+    int64_t batch, slots, state_bytes;
+
+    __host__ __device__ int64_t tiles_at() const { return sizeof(Header) + sizeof(Record) * batch; }
+    __host__ __device__ int64_t states_at() const;
+    __host__ __device__ int64_t bytes(int64_t blocks) const {
+        return states_at() + (slots ? (slots + blocks) * state_bytes : 0);
+    }
     __device__ __forceinline__ Header *header() const { return reinterpret_cast<Header *>(base); }
     __device__ __forceinline__ Record *record(int n) const {
         return reinterpret_cast<Record *>(base + sizeof(Header)) + n;
+    }
+    __device__ __forceinline__ Tile *tile(int slot) const;
+    __device__ __forceinline__ float4 *state(int slot) const {
+        return reinterpret_cast<float4 *>(base + states_at() + slot * state_bytes);
     }
 };
 
@@ -99,7 +122,7 @@ struct Params {
     CUtensorMap k, v;    // boxes of box_rows keys
     CUtensorMap out_map; // boxes of 16 rows; with C::kStaged
     Call call;
-    int box_rows;
+    int box_rows; // 0: row by row
     Queries queries;
     float score_factor; // 2^(score_factor * s): scale or softcap, times log2(e)
     float cap_factor;   // softcap: s = tanh(cap_factor * product)
@@ -134,8 +157,26 @@ struct alignas(16) Tile {
     int head, kv_head; // the first query head
     int packed;        // all heads of the kv head
     int query;         // the first one, counted from the sequence's first
-    Record of;         // the sequence
+    int slot;          // of a chunk's state; negative: the sequence is not cut
+    int folds, ends;   // the chunks before are in the slot, to be folded with; what comes of it is the end
+    int parts;         // chunks whose states begin with this slot, for prefill_fold_kernel; 0: it is not the first
+    Record of;         // the sequence, with the keys of the chunk
     Part part[3];      // of the warpgroups
+};
+
+__host__ __device__ inline int64_t Workspace::states_at() const {
+    return (tiles_at() + int64_t(sizeof(Tile)) * slots + 127) / 128 * 128;
+}
+__device__ __forceinline__ Tile *Workspace::tile(int slot) const {
+    return reinterpret_cast<Tile *>(base + tiles_at()) + slot;
+}
+
+/* What the scheduler's warp knows, in shared memory since it has few registers. */
+struct Scheduler {
+    int at;     // the unit's record is this one or comes after it
+    int chunk;  // of the unit
+    bool again; // the unit has more chunks than this
+    uint32_t unit, next;
 };
 
 template <class C> struct Smem {
@@ -151,6 +192,7 @@ template <class C> struct Smem {
     alignas(1024) char v[C::kStages][kKeyBytes];
     alignas(C::kStaged ? 1024 : 16) char out[C::kStaged ? C::kConsumers : 1][4][C::kStaged ? kQueryBytes / 4 : 16];
     alignas(16) Tile tile[kTileStages];
+    Scheduler scheduler;
     int2 span[C::kConsumers][64];                   // keys that a row sees
     alignas(16) uint32_t hidden[2 * C::kStages][4]; // bit n: key n of the block has no page
     uint64_t q_full[C::kQueryStages][C::kConsumers], q_empty[C::kQueryStages][C::kConsumers];

@@ -7,19 +7,9 @@
 #pragma once
 #include "sm90/epilogue.cuh"
 #include "sm90/wgmma.cuh"
-#include "trial/prefill_config.cuh"
+#include "trial/prefill_rows.cuh"
 
 namespace fa::sm90::prefill {
-
-/* Row `row` of a warpgroup's 64: which query of the sequence, and which head. */
-struct RowPlace {
-    int query, head;
-};
-__device__ __forceinline__ RowPlace row_place(const Call &call, const Tile &tile, int wg, int row) {
-    if (!tile.packed) return {tile.query + wg * 64 + row, tile.head};
-    const int query = row / call.group;
-    return {tile.query + wg * call.group_queries + query, tile.head + row - query * call.group};
-}
 
 /* Excludes keys without a page. `hidden` has a bit for each column of the block. */
 template <int Count>
@@ -279,27 +269,30 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
             if (elected) mbarrier_arrive(&smem.q_empty[round % C::kQueryStages][wg]);
         }
 
+        const int slot = __shfl_sync(0xffffffff, tile.slot, 0);
+        if (slot >= 0) {
+            const bool ends = __shfl_sync(0xffffffff, tile.ends, 0);
+            float4 *state = call.workspace.state(slot);
+            if (__shfl_sync(0xffffffff, tile.folds, 0))
+                fold<C>([&](int r) { return *own_sums<C>(state, wg, r); },
+                        [&](int n) { return own_quads<C>(state, wg)[128 * n]; }, softmax, out, params.score_factor);
+            if (!ends) {
+                leave_state<C>(state, wg, softmax, out);
+                if (wg == 0 && slot < call.workspace.slots) // for prefill_fold_kernel
+                    for (int n = threadIdx.x % 128; n < sizeof(Tile) / 4; n += 128)
+                        reinterpret_cast<int *>(call.workspace.tile(slot))[n] = reinterpret_cast<const int *>(&tile)[n];
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_stage]);
+                continue;
+            }
+        }
         const fa_forward &p = call.p;
         float factor[2];
         T *target[2];
-        const int batch = call.s.packed_q ? 0 : tile.of.b;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = warp * 16 + lane / 4 + 8 * r;
-            const RowPlace place = row_place(call, tile, wg, row);
-            const int64_t query = tile.of.first_q + place.query;
-            const bool exists = row < rows;
-            float sink = -INFINITY;
-            if (p.sinks.data && exists)
-                sink = load_as_float(p.sinks.data, p.sinks_dtype, place.head * p.sinks.stride[0]);
-            const RowResult result = softmax.finish(r, params.score_factor, sink);
-            factor[r] = result.factor;
-            if (p.lse && exists && lane % 4 == 0)
-                static_cast<float *>(p.lse)[lse_index(batch, place.head, query, p.heads, p.seq_q)] = result.lse;
-            target[r] = exists ? row_of<T>(p.out, batch, place.head, query) : nullptr;
-        }
+        finish_rows(params, tile, wg, softmax, factor, target);
         const int head = tile.head, first_row = tile.of.first_q + tile.query + wg * 64 + warp * 16;
         const bool box = C::kStaged && !tile.packed && rows >= warp * 16 + 16; // rows of one head that all exist
+        const int batch = call.s.packed_q ? 0 : tile.of.b;
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_stage]);
         if (box) {

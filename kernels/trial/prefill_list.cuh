@@ -6,6 +6,10 @@
  * sections whose keys and values fit in L2, each section from its last tile of queries, the longest of a causal call,
  * to its first.
  *
+ * Sequences of few units and many keys are cut into chunks, each a unit of its own with a state in workspace as long as
+ * there is room for it; else each unit goes through the chunks of its tile and folds their states in the same order, so
+ * that it changes no bit who has room.
+ *
  * The order of sequences of one class is that of the atomics: it decides who computes what, and so no bit. */
 #pragma once
 #include "common/faults.cuh" // count_length_faults
@@ -21,21 +25,36 @@ __device__ __forceinline__ int rows_before(const fa_lengths &lengths, int b, int
     return lengths.starts ? max(before, static_cast<int>(fa_clamp(lengths.starts[b], 0, lengths.rows))) : 0;
 }
 
-/* The largest x of the threads before this one in the block; 0 for the first. */
-__device__ __forceinline__ int highest_before(int x, int *scratch) {
+/* join() of x of the threads before this one in the block; 0 for the first. */
+template <class Join> __device__ __forceinline__ int scan_before(int x, int *scratch, Join join) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
         const int other = __shfl_up_sync(~0u, x, by);
-        if (lane >= by) x = max(x, other);
+        if (lane >= by) x = join(x, other);
     }
     const int left = __shfl_up_sync(~0u, x, 1);
     if (lane == 31) scratch[warp] = x;
     __syncthreads();
     int before = lane ? left : 0;
-    for (int w = 0; w < warp; ++w) before = max(before, scratch[w]);
+    for (int w = 0; w < warp; ++w) before = join(before, scratch[w]);
     __syncthreads();
     return before;
+}
+
+/* How a sequence is cut: by its own lengths and what its queries see. */
+__device__ __forceinline__ void cut(const Call &call, Record &r, uint32_t units) {
+    if (units == 0 || units > kSplitUnits) return;
+    const fa_entry e = entry_of(call, r);
+    fa_span seen = {e.key_begin, e.key_end};
+    if (!e.positions) seen = fa_tile_keys(&e, call.p.left, call.p.right, e.diagonal, e.seq_q - 1 + e.diagonal);
+    const int64_t keys = seen.end - seen.begin, most = min(int64_t(kSplitTarget / units), keys / kChunk);
+    if (keys <= kSplitKeys) return;
+    int64_t chunk = kChunk;
+    while (chunk * most < keys) chunk *= 2;
+    r.chunk = static_cast<int>(chunk), r.first_chunk = static_cast<int>(seen.begin / chunk);
+    r.chunks = static_cast<int>((seen.end - 1) / chunk) - r.first_chunk + 1;
+    if (r.chunks == 1) r.chunks = 0;
 }
 
 __device__ __forceinline__ Record record_of(const Call &call, int b, fa_span q, fa_span k) {
@@ -76,21 +95,38 @@ __global__ void __launch_bounds__(kListThreads) prefill_list_kernel(const __grid
 
     int before[2] = {0, 0};
     if (s.q.starts || s.k.starts) {
+        const auto larger = [](int a, int b) { return max(a, b); };
         int highest[2] = {0, 0};
         for (int b = first; b < last; ++b)
             highest[0] = rows_before(s.q, b, highest[0]), highest[1] = rows_before(s.k, b, highest[1]);
-        before[0] = highest_before(highest[0], scratch), before[1] = highest_before(highest[1], scratch);
+        before[0] = scan_before(highest[0], scratch, larger), before[1] = scan_before(highest[1], scratch, larger);
     }
+    constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
+    int slots_before = 0;
     const auto visit = [&](auto &&each_one) {
-        int before_q = before[0], before_k = before[1];
+        int before_q = before[0], before_k = before[1], slots = slots_before;
         for (int b = first; b < last; ++b) {
             before_q = rows_before(s.q, b, before_q), before_k = rows_before(s.k, b, before_k);
             const fa_span q = fa_rows_of(&s.q, b, before_q, s.packed_q), k = fa_rows_of(&s.k, b, before_k, s.packed_k);
-            const Record record = record_of(call, b, q, k);
-            const uint32_t units = units_of(call, record.seq_q);
-            each_one(record, q, k, units, class_of(call, record, units));
+            Record record = record_of(call, b, q, k);
+            uint32_t units = units_of(call, record.seq_q);
+            const int of = class_of(call, record, units);
+            if (call.workspace.slots) cut(call, record, units);
+            const int needs = static_cast<int>(units) * record.chunks;
+            record.slot = slots + needs <= call.workspace.slots ? slots : -1;
+            slots = min(slots + needs, kEnough);
+            if (record.chunks && record.slot >= 0) units *= record.chunks;
+            each_one(record, q, k, units, of);
         }
     };
+    if (call.workspace.slots) {
+        int needs = 0;
+        visit([&](const Record &record, const fa_span &, const fa_span &, uint32_t, int) {
+            needs = min(needs + static_cast<int>(units_of(call, record.seq_q)) * record.chunks, kEnough);
+        });
+        slots_before = scan_before(needs, scratch, [](int a, int b) { return min(a + b, kEnough); });
+    }
+    if (threadIdx.x == 0) call.workspace.header()->slots = 0;
     __syncthreads();
     visit([&](const Record &record, const fa_span &q, const fa_span &k, uint32_t units, int of) {
         if (call.faults) {
@@ -98,6 +134,8 @@ __global__ void __launch_bounds__(kListThreads) prefill_list_kernel(const __grid
             count_length_faults(call.faults, s.k, record.b, k, 1);
         }
         atomicAdd(&place[of], 1ull << 32 | units);
+        if (record.chunks && record.slot >= 0)
+            atomicMax(&call.workspace.header()->slots, record.slot + static_cast<int>(units));
     });
     __syncthreads();
     if (threadIdx.x < 32) { // the highest class first

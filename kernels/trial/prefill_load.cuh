@@ -2,7 +2,10 @@
  *
  * A block of keys is one box of packed or padded storage, or one of each piece of a page; lane n asks for box n. What
  * no row of the tile may see is not looked up, and comes as zeros (a page) or as it is (a part of a box). Values of the
- * latter kind become zeros before the consumers see them, since a weight of 0 times NaN is NaN. */
+ * latter kind become zeros before the consumers see them, since a weight of 0 times NaN is NaN.
+ *
+ * Pages that are no whole number of boxes come row by row, in pieces of 16 bytes (cp.async): box_rows is 0. A block is
+ * told when the copies of the next have started, so that two are on their way. */
 #pragma once
 #include "common/rows.cuh"
 #include "trial/prefill_config.cuh"
@@ -100,30 +103,101 @@ __device__ __forceinline__ void tell_hidden(uint32_t (&words)[4], const Box &box
     words[lane] = word;
 }
 
+/* Asks for a block row by row; what nobody may see becomes zeros. `hidden`: as of tell_hidden(), or NULL. */
+template <class C>
+__device__ __forceinline__ void load_rows(const Params &params, const Tile &tile, int first_key, char *to,
+                                          const fa_operand &x, uint32_t *hidden) {
+    constexpr int kPieces = Smem<C>::kSlabs * 8; // of a row
+    const fa_pages &pages = params.call.s.pages;
+    const int lane = threadIdx.x % 32, size = static_cast<int>(pages.size), columns = params.call.p.head_dim;
+    const uint32_t shared = shared_address(to);
+#pragma unroll 1
+    for (int group = 0; group < C::kTileN / 32; ++group) { // 32 rows, one a lane
+        const int key = first_key + group * 32 + lane;
+        int64_t offset = -1;
+        bool lacks = false;
+        if (key >= tile.low && key < tile.high) {
+            const int column = key / size;
+            const int64_t page = fa_page(&pages, tile.of.b, column);
+            lacks = page < 0;
+            if (page >= 0)
+                offset = page * x.stride[0] + tile.kv_head * x.stride[1] + (key - column * size) * x.stride[2];
+        }
+        const uint32_t word = __ballot_sync(~0u, lacks);
+        if (hidden && lane == 0) hidden[group] = word;
+#pragma unroll 1
+        for (int n = 0; n < kPieces; ++n) {
+            const int row = (n * 32 + lane) / kPieces, piece = (n * 32 + lane) % kPieces;
+            const int64_t from = __shfl_sync(~0u, offset, row);
+            const bool exists = from >= 0 && piece * 8 < columns;
+            const uint32_t at = shared + piece / 8 * Smem<C>::kKeySlabBytes + (group * 32 + row) * kSlabRowBytes +
+                                ((piece ^ row) % 8) * 16;
+            const char *there = static_cast<const char *>(x.data);
+            cp_async_16(at, exists ? there + (from + piece * 8) * 2 : there, exists);
+        }
+    }
+}
+
+/* Blocks whose copies a warp has started, but not told yet: at most one. */
+struct Copies {
+    int untold = -1; // its stage
+
+    __device__ __forceinline__ void started(uint64_t *full, int stage) {
+        cp_async_commit();
+        if (untold >= 0) {
+            cp_async_wait<1>();
+            tell(full);
+        }
+        untold = stage;
+    }
+    __device__ __forceinline__ void finish(uint64_t *full) {
+        if (untold < 0) return;
+        cp_async_wait<0>();
+        tell(full);
+        untold = -1;
+    }
+
+  private:
+    __device__ __forceinline__ void tell(uint64_t *full) {
+        tma_store_fence(); // the products read what the copies wrote
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(&full[untold]);
+    }
+};
+
 /* Queries and keys. One warp. */
-template <class C> __device__ __forceinline__ void produce_keys(const Params &params, Smem<C> &smem) {
+template <class C, bool kRows> __device__ __forceinline__ void produce_keys(const Params &params, Smem<C> &smem) {
     const int lane = threadIdx.x % 32;
     Tiles<C> tiles{smem};
     RingState<C::kStages> ring(1);
     RingState<C::kQueryStages> q_ring(1);
+    Copies copies;
 #pragma unroll 1
     for (const Tile *tile; (tile = tiles.next()); tiles.release()) {
-        const int blocks = tile->blocks;
-        if (blocks == 0) load_queries(params, smem, *tile, q_ring);
+        if (tile->blocks == 0) load_queries(params, smem, *tile, q_ring);
 #pragma unroll 1
-        for (int block = 0; block < blocks; ++block) {
-            const Box box = locate<C>(params, *tile, tile->end - (block + 1) * C::kTileN);
-            uint64_t *full = &smem.k_full[ring.stage];
-            mbarrier_wait(&smem.k_empty[ring.stage], ring.parity);
-            if (params.call.s.pages.table)
-                tell_hidden(smem.hidden[ring.stage + C::kStages * (ring.parity ^ 1)], box, params.box_rows);
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes);
-            __syncwarp();
-            load_block<C>(params, *tile, box, smem.k[ring.stage], params.k, params.call.p.k, full);
+        for (int block = 0; block < tile->blocks; ++block) {
+            const int first = tile->end - (block + 1) * C::kTileN;
+            uint32_t(&hidden)[4] = smem.hidden[ring.stage + C::kStages * (ring.parity ^ 1)];
+            if constexpr (kRows) {
+                mbarrier_wait(&smem.k_empty[ring.stage], ring.parity);
+                __syncwarp();
+                load_rows<C>(params, *tile, first, smem.k[ring.stage], params.call.p.k, hidden);
+                copies.started(smem.k_full, ring.stage);
+            } else {
+                uint64_t *full = &smem.k_full[ring.stage];
+                const Box box = locate<C>(params, *tile, first);
+                mbarrier_wait(&smem.k_empty[ring.stage], ring.parity);
+                if (params.call.s.pages.table) tell_hidden(hidden, box, params.box_rows);
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes);
+                __syncwarp();
+                load_block<C>(params, *tile, box, smem.k[ring.stage], params.k, params.call.p.k, full);
+            }
             ring.advance();
             if (block == 0) load_queries(params, smem, *tile, q_ring);
         }
+        if constexpr (kRows) copies.finish(smem.k_full);
     }
 }
 
@@ -139,17 +213,25 @@ template <class C> __device__ __forceinline__ void clear_values(char *values, in
 }
 
 /* Values. One warp. */
-template <class C> __device__ __forceinline__ void produce_values(const Params &params, Smem<C> &smem) {
+template <class C, bool kRows> __device__ __forceinline__ void produce_values(const Params &params, Smem<C> &smem) {
     const int lane = threadIdx.x % 32;
     Tiles<C> tiles{smem};
     RingState<C::kStages> ring(1);
     RingState<1> landed(0);
+    Copies copies;
 #pragma unroll 1
     for (const Tile *tile; (tile = tiles.next()); tiles.release()) {
-        const int blocks = tile->blocks;
 #pragma unroll 1
-        for (int block = 0; block < blocks; ++block) {
+        for (int block = 0; block < tile->blocks; ++block, ring.advance()) {
             const int first = tile->end - (block + 1) * C::kTileN;
+            char *to = smem.v[ring.stage];
+            if constexpr (kRows) {
+                mbarrier_wait(&smem.v_empty[ring.stage], ring.parity);
+                __syncwarp();
+                load_rows<C>(params, *tile, first, to, params.call.p.v, nullptr);
+                copies.started(smem.v_full, ring.stage);
+                continue;
+            }
             const Box box = locate<C>(params, *tile, first);
             const bool whole = first >= tile->low && first + C::kTileN <= tile->high;
             uint64_t *full = whole ? &smem.v_full[ring.stage] : &smem.v_landed;
@@ -157,18 +239,17 @@ template <class C> __device__ __forceinline__ void produce_values(const Params &
             __syncwarp();
             if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes);
             __syncwarp();
-            load_block<C>(params, *tile, box, smem.v[ring.stage], params.v, params.call.p.v, full);
-            if (!whole) {
-                mbarrier_wait(&smem.v_landed, landed.parity);
-                landed.advance();
-                clear_values<C>(smem.v[ring.stage], 0, tile->low - first);
-                clear_values<C>(smem.v[ring.stage], max(tile->high - first, 0), C::kTileN);
-                tma_store_fence(); // the products read what was written here
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(&smem.v_full[ring.stage]);
-            }
-            ring.advance();
+            load_block<C>(params, *tile, box, to, params.v, params.call.p.v, full);
+            if (whole) continue;
+            mbarrier_wait(&smem.v_landed, landed.parity);
+            landed.advance();
+            clear_values<C>(to, 0, tile->low - first);
+            clear_values<C>(to, max(tile->high - first, 0), C::kTileN);
+            tma_store_fence(); // the products read what was written here
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(&smem.v_full[ring.stage]);
         }
+        if constexpr (kRows) copies.finish(smem.v_full);
     }
 }
 

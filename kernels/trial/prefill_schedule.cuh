@@ -6,9 +6,9 @@
 
 namespace fa::sm90::prefill {
 
-/* MiB of keys and values of a section, given the bytes of a kv head's: as wgmma_sm90 has it. */
-__device__ __forceinline__ int section_mib(int64_t head_bytes) {
-    return head_bytes <= 256 << 10 ? 16 : head_bytes <= 1 << 20 ? 32 : 64;
+/* KiB of keys and values of a section, given those of a kv head: as wgmma_sm90 has it. */
+__device__ __forceinline__ uint32_t section_kib(uint32_t head_kib) {
+    return (head_kib <= 256 ? 16 : head_kib <= 1 << 10 ? 32 : 64) << 10;
 }
 
 /* Positions from the lowest to the highest of the queries [first, last]. */
@@ -31,8 +31,8 @@ __device__ __forceinline__ void find_tile(const Call &call, Tile &tile, uint32_t
     const bool packed = packs(call, of.seq_q);
     const uint32_t queries = tile_queries(call, packed), tiles = (of.seq_q + queries - 1) / queries,
                    heads = tile_heads(call, packed), each = packed ? 1 : call.group;
-    const int64_t bytes = int64_t(of.seq_k) * (call.p.head_dim + call.p.head_dim_v) * 2;
-    const uint32_t fit = bytes ? static_cast<uint32_t>((int64_t(section_mib(bytes)) << 20) / bytes) : heads;
+    const uint32_t row = (call.p.head_dim + call.p.head_dim_v) * 2; // bytes of a key and its value
+    const uint32_t kib = max(static_cast<uint32_t>((uint64_t(of.seq_k) * row) >> 10), 1u), fit = section_kib(kib) / kib;
     const uint32_t width = min(each * max(fit, 1u), heads);
     const uint32_t section = inside / (tiles * width), rest = inside - section * tiles * width;
     const uint32_t here = min(width, heads - section * width), step = rest / here;
@@ -40,6 +40,22 @@ __device__ __forceinline__ void find_tile(const Call &call, Tile &tile, uint32_t
     tile.query = static_cast<int>((tiles - 1 - step) * queries);
     tile.kv_head = head / static_cast<int>(each), tile.head = packed ? head * call.group : head;
     tile.packed = packed;
+}
+
+/* The same of a sequence in chunks: unit `inside` is one of a tile's, or has all of them, of which this is `chunk`. One
+ * thread. */
+__device__ __forceinline__ void find_chunk(const Call &call, Tile &tile, uint32_t inside, int chunk) {
+    Record &of = tile.of;
+    const bool alone = of.slot < 0;
+    const uint32_t chunks = of.chunks;
+    find_tile(call, tile, alone ? inside : inside / chunks);
+    if (!alone) chunk = static_cast<int>(inside % chunks);
+    const int64_t first = int64_t(of.first_chunk + chunk) * of.chunk;
+    of.key_begin = static_cast<int>(max(int64_t(of.key_begin), first));
+    of.key_end = static_cast<int>(min(int64_t(of.key_end), first + of.chunk));
+    tile.slot = static_cast<int>(alone ? call.workspace.slots + blockIdx.x : of.slot + inside);
+    tile.folds = alone && chunk > 0, tile.ends = alone && chunk + 1 == of.chunks;
+    tile.parts = !alone && chunk == 0 ? of.chunks : 0;
 }
 
 /* Which keys the tile and its warpgroups see. The warp calls it. */
@@ -71,45 +87,68 @@ template <class C> __device__ __forceinline__ void see(const Call &call, Tile &t
     tile.blocks = high > low ? (end - low + C::kTileN - 1) / C::kTileN : 0;
 }
 
+/* Finds unit `unit`, or its next chunk, and tells it. The warp calls it; true if the unit has more chunks. */
+template <class C>
+__device__ __forceinline__ bool tell_unit(const Call &call, Smem<C> &smem, Tile &tile, uint32_t unit) {
+    const int lane = threadIdx.x % 32;
+    for (int at = smem.scheduler.at;;) {
+        const int n = at + lane;
+        const bool begun = n < call.p.batch && static_cast<uint32_t>(call.workspace.record(n)->unit) <= unit;
+        const int count = __popc(__ballot_sync(~0u, begun));
+        at += count - 1;
+        if (count == 32) continue;
+        constexpr int kWords = sizeof(Record) / 4;
+        if (lane < kWords)
+            reinterpret_cast<int *>(&tile.of)[lane] = reinterpret_cast<const int *>(call.workspace.record(at))[lane];
+        if (lane == 0) smem.scheduler.at = at;
+        break;
+    }
+    __syncwarp();
+    if (lane == 0) {
+        tile.slot = -1;
+        bool again = false;
+        if (const int chunks = tile.of.chunks) {
+            const int chunk = smem.scheduler.chunk;
+            again = tile.of.slot < 0 && chunk + 1 < chunks;
+            smem.scheduler.chunk = again ? chunk + 1 : 0;
+            find_chunk(call, tile, unit - tile.of.unit, chunk);
+        } else {
+            find_tile(call, tile, unit - tile.of.unit);
+        }
+        smem.scheduler.again = again;
+    }
+    __syncwarp();
+    see<C>(call, tile);
+    return smem.scheduler.again;
+}
+
 /* Tells the block its tiles, one after the other. One warp. */
 template <class C> __device__ __forceinline__ void schedule(const Params &params, Smem<C> &smem) {
     const Call &call = params.call;
-    const int lane = threadIdx.x % 32, batch = static_cast<int>(call.p.batch);
-    Header *header = call.workspace.header();
-    const uint32_t units = header->units;
+    const int lane = threadIdx.x % 32;
     RingState<Smem<C>::kTileStages> ring(1);
-    uint32_t unit = blockIdx.x;
-    int at = 0; // the unit's record is this one or comes after it
-    for (bool more = true; more;) {
+    if (lane == 0) smem.scheduler = {0, 0, false, blockIdx.x, 0};
+    __syncwarp();
+    bool more = true, again = false;
+    while (more) {
         Tile &tile = smem.tile[ring.stage];
         mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
         __syncwarp();
-        uint32_t next = 0;
-        more = unit < units;
+        const uint32_t unit = smem.scheduler.unit;
+        more = unit < call.workspace.header()->units;
         if (more) {
-            if (lane == 0)
-                next = gridDim.x + atomicAdd(&header->counter, 1u); // early: it answers while this one is found
-            for (;;) {
-                const int n = at + lane;
-                const bool begun = n < batch && static_cast<uint32_t>(call.workspace.record(n)->unit) <= unit;
-                const int count = __popc(__ballot_sync(~0u, begun));
-                at += count - 1;
-                if (count < 32) break;
-            }
-            constexpr int kWords = sizeof(Record) / 4;
-            if (lane < kWords)
-                reinterpret_cast<int *>(&tile.of)[lane] =
-                    reinterpret_cast<const int *>(call.workspace.record(at))[lane];
-            __syncwarp();
-            if (lane == 0) find_tile(call, tile, unit - tile.of.unit);
-            __syncwarp();
-            see<C>(call, tile);
+            if (lane == 0 && !again) smem.scheduler.next = gridDim.x + atomicAdd(&call.workspace.header()->counter, 1u);
+            again = tell_unit<C>(call, smem, tile, unit);
         } else if (lane == 0) {
             tile.blocks = -1;
         }
-        if (lane == 0) mbarrier_arrive(&smem.tile_full[ring.stage]);
+        __syncwarp();
+        if (lane == 0) {
+            if (!again) smem.scheduler.unit = smem.scheduler.next;
+            mbarrier_arrive(&smem.tile_full[ring.stage]);
+        }
+        __syncwarp();
         ring.advance();
-        unit = __shfl_sync(~0u, next, 0);
     }
 }
 

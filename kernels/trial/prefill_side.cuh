@@ -32,9 +32,10 @@ __device__ __forceinline__ void count_bad_pages(const Call &call, const Record &
     const Stands at = stands(e, 0, r.seq_q - 1);
     const fa_span seen = fa_tile_keys(&e, call.p.left, call.p.right, at.low, at.high);
     if (seen.begin >= seen.end) return;
-    const int64_t first = seen.begin / pages.size + part * 32 + threadIdx.x % 32;
+    const int size = static_cast<int>(pages.size), end = static_cast<int>(seen.end);
 #pragma unroll 1
-    for (int64_t column = first; column * pages.size < seen.end; column += 32 * step)
+    for (int column = static_cast<int>(seen.begin) / size + part * 32 + static_cast<int>(threadIdx.x % 32);
+         int64_t(column) * size < end; column += 32 * step)
         if (fa_page(&pages, r.b, column) < 0)
             count_fault(call.faults, FA_FAULT_page, r.b, column, pages.table[r.b * pages.stride + column]);
 }
@@ -43,19 +44,20 @@ __device__ __forceinline__ void count_bad_pages(const Call &call, const Record &
 __device__ __forceinline__ void attend_to_the_rest(const Call &call) {
     const fa_sequences &s = call.s;
     if (!s.given) return;
-    const int batch = static_cast<int>(call.p.batch), blocks = static_cast<int>(gridDim.x);
-    const int block = static_cast<int>(blockIdx.x), parts = max(blocks / max(batch, 1), 1);
-    const bool pages = call.faults && s.pages.table;
+    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    const int batch = static_cast<int>(call.p.batch), parts = max(blocks / max(batch, 1), 1); // blocks a sequence
     if (s.packed_q) write_nothing(call, 0, call.workspace.header()->tail + block, call.p.seq_q, blocks);
-    if (!pages && !s.q.used && !s.q.starts) return;
+    if (s.q.used || s.q.starts)
 #pragma unroll 1
-    for (int n = block / parts; n < batch; n += blocks / parts) { // a sequence has `parts` blocks
-        const Record record = *call.workspace.record(n);
-        const int part = block % parts, at = s.packed_q ? 0 : record.b;
-        write_nothing(call, at, record.first_q + record.seq_q + part, record.rows_end, parts);
-        if (record.b == 0 && s.packed_q) write_nothing(call, 0, part, record.first_q, parts);
-        if (pages) count_bad_pages(call, record, part, parts);
-    }
+        for (int n = block / parts; n < batch; n += blocks / parts) {
+            const Record &r = *call.workspace.record(n);
+            write_nothing(call, s.packed_q ? 0 : r.b, r.first_q + r.seq_q + block % parts, r.rows_end, parts);
+            if (r.b == 0 && s.packed_q) write_nothing(call, 0, block % parts, r.first_q, parts);
+        }
+    if (call.faults && s.pages.table)
+#pragma unroll 1
+        for (int n = block / parts; n < batch; n += blocks / parts)
+            count_bad_pages(call, *call.workspace.record(n), block % parts, parts);
 }
 
 } // namespace fa::sm90::prefill

@@ -6,10 +6,11 @@
  *         k_range, softcap, sinks, a scale of either sign; LSE.
  * How:    prefill_list_kernel orders the sequences, prefill_sm90_kernel takes units from a counter (prefill_list.cuh).
  *         What is fetched and zeroed: prefill_load.cuh; what is multiplied: prefill_consume.cuh. A sequence of fewer
- *         than 128 queries has the heads of a kv head in the rows of a tile.
+ *         than 128 queries has the heads of a kv head in the rows of a tile; one of few tiles and many keys is cut into
+ *         chunks, whose states are folded from left to right (prefill_rows.cuh).
  * Bits:   tiles of queries, blocks of keys and the order of sums follow from a sequence's own lengths and what its
  *         queries see: not from the batch, the storage or the size of a page.
- * Limits: no bias, no mask, no ALiBi; pages of at least 8 keys, a multiple of 8; out of q's dtype.
+ * Limits: no bias, no mask, no ALiBi; out of q's dtype.
  *
  * @arch sm_90a
  * @instance d{256,192,128,96,64}_{masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1} -DFA_KIND={2:FA_MASKED,FA_CAPPED}
@@ -28,6 +29,9 @@
 #endif
 
 namespace fa::sm90::prefill {
+
+/* Of the state of a tile. */
+constexpr int64_t state_bytes(int tile_m, int head_dim) { return int64_t(tile_m) * (head_dim * 4 + 8); }
 
 using Launch = fa_code(const Params &, const fa_plan &, const fa_launch &);
 
@@ -56,10 +60,15 @@ fa_code FA_PASTE(prefill_launch_, FA_INSTANCE)(const Params &params, const fa_pl
     using Instance = Config<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
     constexpr int kBytes = sizeof(Smem<Instance>), kThreads = 128 * (Instance::kConsumers + 1);
     static_assert(kBytes <= 227 * 1024, "shared memory of a block");
+    static_assert(kStateBytes<Instance> == state_bytes(64 * Instance::kConsumers, FA_HEAD_DIM));
     FA_TRY(fa_allow_smem(prefill_sm90_kernel<Instance>, kBytes, launch));
     FA_CHAOS_ARM(launch.stream, launch);
     const Configuration c(plan.blocks, kThreads, kBytes, launch);
     FA_CUDA_TRY(launch, cudaLaunchKernelEx(&c.config, prefill_sm90_kernel<Instance>, params));
+    if (params.call.workspace.slots == 0) return FA_OK;
+    const int64_t folds = std::min(params.call.workspace.slots, 2 * plan.blocks);
+    const Configuration fold(folds, kThreads - 128, 0, launch);
+    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&fold.config, prefill_fold_kernel<Instance>, params));
     return FA_OK;
 }
 
@@ -89,8 +98,9 @@ static Launch *const kLaunches[][2][2] = {
 struct Own {
     int index, capped; // of kLaunches
     int tile_m, tile_n;
-    int box_rows; // keys that TMA brings at a time
+    int box_rows; // keys that TMA brings at a time; 0: none, they come row by row
     bool staged;
+    int slots; // for states of chunks
 };
 
 /* Rows of k and v on their own axis, and how many batch entries or pages. */
@@ -138,12 +148,20 @@ static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *d
     if (s.pages.table) {
         const int64_t divisor = s.pages.size & -s.pages.size; // of the tile and the cut, too: 32 or 64, whatever is odd
         own.box_rows = static_cast<int>(std::min<int64_t>({divisor, kCut, t.tile_n & -t.tile_n}));
-        if (own.box_rows < kSmallestBox) return fa_because(why, FA_REFUSES, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+        if (own.box_rows < kSmallestBox) own.box_rows = 0;
     }
-    const int64_t units = ((rows_q + 15) / 16 + p.batch) * p.heads; // more than there can be
+    // Room for the chunks of eight sequences; where FA_EXT_WORKSPACE_MB leaves less, the other units are longer.
+    constexpr int kSplitSequences = 8;
+    Workspace workspace = {nullptr, p.batch, 0, state_bytes(own.tile_m, kHeadDims[own.index])};
+    if (p.seq_k > kSplitKeys)
+        workspace.slots = std::min<int64_t>(kSplitSequences, p.batch) * (kSplitTarget + kSplitUnits);
+    const int64_t units = ((rows_q + 15) / 16 + p.batch) * p.heads + workspace.slots; // more than there can be
     plan->blocks = std::max<int64_t>(1, std::min<int64_t>(device->sm_count, units));
     plan->threads = 128 * (t.consumers + 1);
-    plan->workspace_bytes = Workspace::bytes(p.batch);
+    while (workspace.slots > 1 && workspace.bytes(plan->blocks) > int64_t(device->workspace_limit))
+        workspace.slots /= 2;
+    own.slots = static_cast<int>(workspace.slots);
+    plan->workspace_bytes = workspace.bytes(plan->blocks);
     const int64_t slabs = (kHeadDims[own.index] + kSlabColumns - 1) / kSlabColumns;
     plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * own.tile_m + 2 * t.stages * t.tile_n);
     plan->keep = true;
@@ -181,10 +199,11 @@ static fa_code encode(Params *params, const fa_problem *problem, const Own &own,
         FA_TRY(tensor_map_encode(&params->out_map, launch, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16,
                                  FA_OPERAND_OUT));
     const Extent keys = key_extent(problem);
-    if (keys.rows * keys.batch == 0) { // pages of a table may be asked for all the same: none is there
+    if (keys.rows * keys.batch == 0 || own.box_rows == 0) {
+        // Pages of a table may be asked for all the same: none is there.
         const fa_operand nothing = {p.q.data, {0, 0, 0, 1}};
-        FA_TRY(
-            tensor_map_encode(&params->k, launch, nothing, p.dtype, p.head_dim, 1, 1, 1, own.box_rows, FA_OPERAND_K));
+        FA_TRY(tensor_map_encode(&params->k, launch, nothing, p.dtype, p.head_dim, 1, 1, 1, std::max(own.box_rows, 1),
+                                 FA_OPERAND_K));
         params->v = params->k;
         return FA_OK;
     }
@@ -201,7 +220,8 @@ static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, co
     Call &call = params.call;
     call.p = p, call.s = problem->sequences;
     if (!call.s.given) call.s.q.rows = p.seq_q, call.s.k.rows = p.seq_k;
-    call.workspace.base = static_cast<char *>(launch->workspace);
+    call.workspace = {static_cast<char *>(launch->workspace), p.batch, own.slots,
+                      state_bytes(own.tile_m, kHeadDims[own.index])};
     call.faults = problem->faults;
     call.group = static_cast<int>(p.heads / p.heads_kv);
     call.group_queries = std::max(64 / call.group, 1);

@@ -1,0 +1,128 @@
+/* prefill_sm90: rows of a tile: which queries they are, what a chunk of their keys leaves, how chunks are folded, how
+ * rows end.
+ *
+ *     fold(a, b):  m = max(a.m, b.m);  l = b.l 2^(b.m - m) + a.l 2^(a.m - m);  O alike, not normalised
+ *
+ * from the first chunk to the last. Float32 in memory loses nothing, so that it changes no bit who folds. */
+#pragma once
+#include "common/rows.cuh"
+#include "sm90/softmax.cuh"
+#include "trial/prefill_config.cuh"
+
+namespace fa::sm90::prefill {
+
+/* Row `row` of a warpgroup's 64: which query of the sequence, and which head. */
+struct RowPlace {
+    int query, head;
+};
+__device__ __forceinline__ RowPlace row_place(const Call &call, const Tile &tile, int wg, int row) {
+    if (!tile.packed) return {tile.query + wg * 64 + row, tile.head};
+    const int query = row / call.group;
+    return {tile.query + wg * call.group_queries + query, tile.head + row - query * call.group};
+}
+
+/* Which of the warpgroup's rows this thread's row r is. */
+__device__ __forceinline__ int own_row(int r) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r; }
+
+/* Where this thread's accumulators of a state lie, 128 float4 apart, and its rows' maximum and sum. */
+template <class C> __device__ __forceinline__ float4 *own_quads(float4 *state, int wg) {
+    return state + wg * (C::kHeadDim / 8) * 128 + threadIdx.x % 128;
+}
+template <class C> __device__ __forceinline__ float2 *own_sums(float4 *state, int wg, int r) {
+    return reinterpret_cast<float2 *>(state + C::kTileM * C::kHeadDim / 4) + wg * 64 + own_row(r);
+}
+template <class C>
+inline constexpr int64_t kStateBytes = int64_t(C::kTileM) * (C::kHeadDim * sizeof(float) + sizeof(float2));
+
+/* A row without keys leaves 0, whatever its accumulators hold. */
+template <class C>
+__device__ __forceinline__ void leave_state(float4 *state, int wg, const OnlineSoftmax &softmax,
+                                            const float (&out)[C::kHeadDim / 2]) {
+    float sum[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        sum[r] = quad_sum(softmax.sum[r]);
+        if (threadIdx.x % 4 == 0) *own_sums<C>(state, wg, r) = make_float2(softmax.maximum[r], sum[r]);
+    }
+    __syncwarp(); // the next chunk's fold reads what one lane of four wrote
+    float4 *to = own_quads<C>(state, wg);
+#pragma unroll
+    for (int n = 0; n < C::kHeadDim / 8; ++n) {
+        const float *x = &out[4 * n];
+        to[128 * n] = make_float4(sum[0] == 0.0f ? 0.0f : x[0], sum[0] == 0.0f ? 0.0f : x[1],
+                                  sum[1] == 0.0f ? 0.0f : x[2], sum[1] == 0.0f ? 0.0f : x[3]);
+    }
+}
+
+/* A state, to registers. */
+template <class C>
+__device__ __forceinline__ void take_state(float4 *state, int wg, OnlineSoftmax &softmax,
+                                           float (&out)[C::kHeadDim / 2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float2 x = *own_sums<C>(state, wg, r);
+        softmax.maximum[r] = x.x;
+        softmax.sum[r] = threadIdx.x % 4 == 0 ? x.y : 0.0f; // quad_sum() gives the row's
+    }
+    const float4 *from = own_quads<C>(state, wg);
+#pragma unroll
+    for (int n = 0; n < C::kHeadDim / 8; ++n) {
+        const float4 x = from[128 * n];
+        out[4 * n] = x.x, out[4 * n + 1] = x.y, out[4 * n + 2] = x.z, out[4 * n + 3] = x.w;
+    }
+}
+
+/* What is in registers becomes fold(before, registers): before_sums(r) are maximum and sum, before_quad(n) accumulators
+ * 4 n and so on. */
+template <class C, class Sums, class Quad>
+__device__ __forceinline__ void fold(Sums &&before_sums, Quad &&before_quad, OnlineSoftmax &softmax,
+                                     float (&out)[C::kHeadDim / 2], float factor) {
+    float old[2], added[2];
+    bool empty[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float2 before = before_sums(r);
+        const float sum = quad_sum(softmax.sum[r]), top = fmaxf(before.x, softmax.maximum[r]);
+        const float shift = __fmul_rn(softmax_shift(top), factor);
+        old[r] = exp2_fast(__fsub_rn(__fmul_rn(before.x, factor), shift));
+        added[r] = exp2_fast(__fsub_rn(__fmul_rn(softmax.maximum[r], factor), shift));
+        empty[r] = sum == 0.0f;
+        softmax.maximum[r] = top;
+        const float all = __fmaf_rn(sum, added[r], __fmul_rn(before.y, old[r]));
+        softmax.sum[r] = threadIdx.x % 4 == 0 ? all : 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < C::kHeadDim / 8; ++n) {
+        const float4 x = before_quad(n);
+        const float before[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            out[4 * n + i] =
+                __fmaf_rn(empty[i / 2] ? 0.0f : out[4 * n + i], added[i / 2], __fmul_rn(before[i], old[i / 2]));
+    }
+}
+
+/* Factors for this thread's rows, and where they go (NULL: such a row does not exist); writes the LSE. */
+template <class T>
+__device__ __forceinline__ void finish_rows(const Params &params, const Tile &tile, int wg,
+                                            const OnlineSoftmax &softmax, float (&factor)[2], T *(&target)[2]) {
+    const Call &call = params.call;
+    const fa_forward &p = call.p;
+    const int batch = call.s.packed_q ? 0 : tile.of.b, rows = tile.part[wg].rows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = own_row(r);
+        const RowPlace place = row_place(call, tile, wg, row);
+        const int64_t query = tile.of.first_q + place.query;
+        const bool exists = row < rows;
+        float sink = -INFINITY;
+        if (p.sinks.data && exists) sink = load_as_float(p.sinks.data, p.sinks_dtype, place.head * p.sinks.stride[0]);
+        const RowResult result = softmax.finish(r, params.score_factor, sink);
+        factor[r] = result.factor;
+        if (p.lse && exists && threadIdx.x % 4 == 0)
+            static_cast<float *>(p.lse)[lse_index(batch, place.head, query, p.heads, p.seq_q)] = result.lse;
+        target[r] = exists ? row_of<T>(p.out, batch, place.head, query) : nullptr;
+    }
+}
+
+} // namespace fa::sm90::prefill

@@ -1,0 +1,339 @@
+"""prefill_sm90 (kernels/trial): on the emulator against float64, by other schedules, races, what is counted, bits of every
+storage and batch; the same on a GPU, for which ``FA_TRIAL_BUILT`` may name a folder with a prefill_sm90.so."""
+
+import dataclasses
+import itertools
+import os
+import platform
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import emulator
+import fa_ext
+import rows
+import serving_cases
+from case import Case
+from fa_ext import _build
+from operands import place
+from serving_cases import INT_MAX, INT_MIN, ServingCase
+
+emulates = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
+    reason="the emulator is for g++ on x86-64 Linux",
+)
+
+SOURCE = _build.KERNELS / "trial" / "prefill_sm90.cu"
+INSTANCES = "^d64_(masked|capped)_bf16$"
+SMALL = dict(heads=4, heads_kv=2, head_dim=64, dtype="bfloat16")
+ODD = dict(heads=3, heads_kv=1, head_dim=64, dtype="bfloat16")  # 63 of a warpgroup's 64 rows
+CASES = [
+    ServingCase((200, 70, 0, 5), (200, 333, 4, 700), causal="bottom_right", **SMALL),
+    ServingCase((239, 1, 130), (511, 3, 129), k="packed", slack=2, causal="bottom_right", sinks=True, **SMALL),
+    ServingCase((200, 1, 130), (500, 3, 129), q="padded", k="padded", slack=2, window=(70, 10), scale=-0.3, layout="bhsd", **SMALL),
+    ServingCase((34,) * 5, (34,) * 5, k="packed", slack=0, causal="bottom_right", seed=1, **ODD),
+    ServingCase((34, 9, 300), (134, 9, 300), page_size=8, k_range=True, positions="random", softcap=2.0, scale=-1.0, **SMALL),
+    ServingCase((60, 127, 128), (700, 127, 64), page_size=24, layout="bhsd", window=(30, 4), scale=0.0, **ODD),
+    ServingCase((1, 1, 0, 1), (5, 333, 4, 700), q="one", page_size=544, causal="bottom_right", cache="pair", **SMALL),
+    ServingCase((60, 190), (200, 190), page_size=5, k_range=True, causal="bottom_right", layout="bhsd", seed=2, **ODD),
+    ServingCase((34, 1), (1700, 1300), causal="bottom_right", sinks=True, **SMALL),  # in chunks
+    ServingCase((6,), (1500,), q="padded", k="padded", window=(900, 5), positions="random", softcap=3.0, **ODD),
+    ServingCase((200, 3, 0, 70), (500, 90, 3, 0), page_size=16, seed=4, **SMALL),
+    ServingCase((129, 0, 3), (0, 50, 2), page_size=64, causal="top_left", sinks=True, cache="swapped", **SMALL),
+]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """emulated(**options): the name under which a build is loaded, once for each set of options."""
+    folder, loaded, device_of = tmp_path_factory.mktemp("prefill"), {}, rows.device_of
+
+    def get(**options):
+        key = tuple(options.items())
+        if key not in loaded:
+            target = folder / f"prefill_sm90.{len(loaded)}.so"
+            emulator.build(SOURCE, target, **{"instances": INSTANCES} | options)
+            loaded[key] = emulator.load(target, "prefill_sm90")
+            get.library[loaded[key]] = target
+        return loaded[key]
+
+    get.library = {}
+    rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
+    yield get
+    rows.device_of = device_of
+
+
+@pytest.fixture
+def prefill(emulated):
+    return emulated()
+
+
+def holds(kernel, case, put=lambda arguments: arguments):
+    report = fa_ext.verify(**put(case.arguments()), kernel=kernel, check=False)
+    assert report, f"{case}\n{report}"
+
+
+def sequences_of(case, arguments, out, lse):
+    """Bytes of (out, lse) of each sequence."""
+    found = []
+    for b, n in enumerate(case.n_q):
+        if arguments["q"].ndim == 3:
+            first = b if case.q == "one" else int(arguments["cu_seqlens_q"][b])
+            mine = out[first : first + n], lse[:, first : first + n].T
+        else:
+            mine = (out[b] if case.layout == "bshd" else out[b].swapaxes(0, 1))[:n], lse[b, :, :n].T
+        found.append(tuple(x.tobytes() for x in mine))
+    return found
+
+
+def parts_of(kernel, case, values, put=lambda arguments: arguments):
+    arguments = case.arguments(values)
+    results = fa_ext.attention(**put(arguments), kernel=kernel, check=False, return_lse=True)
+    return sequences_of(case, arguments, *map(rows.to_host, results))
+
+
+STORES = [dict(q=q, k=k, layout=at) for (q, k), at in zip(itertools.product(("padded", "packed"), ("padded", "packed", "paged")), ("bshd", "bhsd") * 3)]
+STORES += [dict(page_size=size, slack=n, cache=cache) for n, (size, cache) in enumerate(((3, "two"), (24, "twice"), (64, "heads"), (256, "first")))]
+
+
+def same_bits(kernel, base, check=lambda n: None, put=lambda arguments: arguments):
+    """In every storage, order and batch."""
+    values = base.values()
+    wanted = parts_of(kernel, base, values, put)
+    for n, store in enumerate(STORES):
+        check(n)
+        assert parts_of(kernel, dataclasses.replace(base, **store), values, put) == wanted, store
+    for n, order in enumerate(([2], [1, 0], [3, 1, 1], [0, 2] * 9 + [1])):
+        check(n)
+        case = dataclasses.replace(base, n_q=tuple(base.n_q[b] for b in order), n_k=tuple(base.n_k[b] for b in order))
+        assert parts_of(kernel, case, [values[b] for b in order], put) == [wanted[b] for b in order], order
+
+
+# ---- on the emulator ----
+
+
+@emulates
+@pytest.mark.parametrize("blocks, seed", [(132, 0), (1, 5)])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sequences(prefill, monkeypatch, case, blocks, seed):
+    monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
+    monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
+    holds(prefill, case)
+
+
+@emulates
+@pytest.mark.parametrize("case", ["B2,H4/2,S200x333,D64,bfloat16,causal=bottom_right", "B1,H2,S70,D40,bfloat16,sinks=same"])
+def test_dense_calls(prefill, monkeypatch, case):
+    monkeypatch.setenv("FA_EMULATOR_SMS", "2")
+    report = rows.verdict(prefill, Case.parse(case))
+    assert report, report
+
+
+@emulates
+def test_many_sequences(prefill, monkeypatch):
+    """More than threads of the kernel that lists them, most of them empty."""
+    monkeypatch.setenv("FA_EMULATOR_SMS", "7")
+    lengths = tuple(3 if n % 100 == 0 else 0 for n in range(1100))
+    holds(prefill, ServingCase(lengths, tuple(9 * (n > 0) for n in lengths), k="packed", slack=1, causal="bottom_right", **SMALL))
+
+
+@emulates
+def test_the_bits_of_a_sequence_are_its_own(prefill, monkeypatch):
+    base = ServingCase((130, 34, 1, 200), (130, 333, 97, 340), causal="bottom_right", seed=3, **SMALL)
+
+    def other_blocks(n):
+        monkeypatch.setenv("FA_EMULATOR_SMS", str((2, 132, 7)[n % 3]))
+
+    same_bits(prefill, base, other_blocks)
+    same_bits(prefill, dataclasses.replace(base, softcap=3.0, window=(100, 0), sinks=True))
+
+
+@emulates
+@pytest.mark.slow
+def test_chunks_are_folded_to_the_same_bits_with_and_without_room(emulated, monkeypatch):
+    monkeypatch.setenv("FA_EMULATOR_SMS", "5")
+    room, none = (emulated(instances="^d64_masked_bf16$", edit=edit) for edit in (None, without_room))
+    for n, case in enumerate([
+        ServingCase((34, 1, 130), (2500, 1700, 1300), causal="bottom_right", sinks=True, **SMALL),
+        ServingCase((60, 3), (1500, 2000), page_size=3, k_range=True, scale=-0.4, **ODD),
+        ServingCase((60, 3), (1500, 2000), k="packed", window=(900, None), causal="bottom_right", **ODD),
+    ]):  # fmt: skip
+        values = case.values()
+        wanted = parts_of(room, case, values)
+        assert parts_of(none, case, values) == wanted, case
+        holds(none, case)
+        assert parts_of(room, dataclasses.replace(case, n_q=case.n_q[:1], n_k=case.n_k[:1]), values[:1]) == wanted[:1], case
+
+
+def without_room(text):
+    """One slot for states, which is never enough."""
+    pattern = r"workspace\.slots = std::min<int64_t>\(kSplitSequences, p\.batch\) \* \(kSplitTarget \+ kSplitUnits\)"
+    text, count = re.subn(pattern, "workspace.slots = 1", text)
+    assert count == (0 if "prefill_sm90_kernel" in text else 1)
+    return text
+
+
+@emulates
+def test_it_looks_at_nothing_that_nobody_may_see(prefill):
+    case = ServingCase((40, 130), (300, 190), page_size=8, causal="bottom_right", window=(20, 0), **SMALL)
+    arguments = case.arguments()
+    wanted = fa_ext.attention(**arguments, kernel=prefill)
+    table = arguments["page_table"] = arguments["page_table"].copy()
+    table[0, : (300 - 40 - 20) // 8], table[0, 38:], table[1, : (190 - 130 - 20) // 8] = 99999, -7, INT_MIN
+    for name in "kv":  # pages in front of the windows
+        x = arguments[name] = arguments[name].copy()
+        x[np.unique(case.arguments()["page_table"][0, : (300 - 40 - 20) // 8])] = np.nan
+    assert fa_ext.attention(**arguments, kernel=prefill, check=True).tobytes() == wanted.tobytes()
+    table[0, 35] = 10**6  # a page that somebody would see: its keys are hidden
+    report = fa_ext.verify(**arguments, kernel=prefill, check=False)
+    assert report, report
+
+
+PAGED = ServingCase((1, 30, 0, 140), (5, 33, 4, 170), slack=2, **SMALL)
+PACKED = ServingCase((2, 30, 1, 20), (20, 40, 9, 170), k="packed", slack=0, **SMALL)
+BROKEN = [
+    (PAGED, "seqlens_k", 1, -5),
+    (PAGED, "seqlens_k", 0, INT_MAX),
+    (PAGED, "page_table", (1, 0), -1),
+    (PAGED, "page_table", (3, slice(2, 9)), INT_MAX),
+    (PAGED, "page_table", slice(None), INT_MIN),
+    (dataclasses.replace(PAGED, page_size=3), "page_table", (3, slice(5, 19)), -2),
+    (PACKED, "cu_seqlens_q", 2, 1),
+    (PACKED, "cu_seqlens_q", 0, -1),
+    (PACKED, "cu_seqlens_k", 2, INT_MAX),
+]
+
+
+@emulates
+@pytest.mark.parametrize("blocks", [132, 3])
+@pytest.mark.parametrize(("case", "name", "at", "value"), BROKEN, ids=[f"{x[1]} {x[3]}" for x in BROKEN])
+def test_bad_contents_are_counted(emulated, prefill, monkeypatch, case, name, at, value, blocks):
+    monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
+    arguments = case.arguments()
+    arguments[name][at] = value
+    for name in "qkv":
+        arguments[name] = np.nan_to_num(arguments[name], nan=0.5)  # what is bad may let see what nobody should
+    fa_ext.faults(None)
+    fa_ext.attention(**arguments, kernel="cpu_ref", check=False)
+    wanted = fa_ext.faults(None)
+    emulator.faults(emulated.library[prefill])
+    report = fa_ext.verify(**arguments, kernel=prefill, check=False)
+    assert report, report
+    met = emulator.faults(emulated.library[prefill])
+    fa_ext.faults(None)
+    assert [x[:2] for x in met] == [x[:2] for x in wanted]  # and one of them, not always the first
+
+
+@emulates
+@pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[5]], ids=str)
+def test_no_race(emulated, monkeypatch, case):
+    monkeypatch.setenv("FA_EMULATOR_SEED", "1")
+    monkeypatch.setenv("FA_EMULATOR_SMS", "1")
+    holds(emulated(races=True), case)
+
+
+@emulates
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim, dtype", [(64, "float16"), (96, "bfloat16"), (128, "float16"), (128, "bfloat16"), (168, "bfloat16"), (256, "float16")])
+def test_at_random(emulated, monkeypatch, head_dim, dtype):
+    columns = next(d for d in (64, 96, 128, 192, 256) if d >= head_dim)
+    kernel = emulated(instances=f"^d{columns}_.*_{'bf16' if dtype == 'bfloat16' else 'f16'}$")
+    for seed, blocks in enumerate((1, 3, 132)):
+        monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
+        monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
+        for case in random_cases(60, 400 + seed, head_dim, dtype, longest=700):
+            holds(kernel, case)
+
+
+def random_cases(count, seed, head_dim, dtype, longest):
+    for case in serving_cases.random_cases(count, seed, longest=longest):
+        yield dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, alibi=None)
+
+
+# ---- on a GPU ----
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The kernel itself, loaded: its name."""
+    if not rows.has("torch"):
+        pytest.skip("needs torch")
+    if folder := os.environ.get("FA_TRIAL_BUILT"):
+        return fa_ext._core.load(str(Path(folder) / "prefill_sm90.so"))
+    options = _build.options_from_environment()
+    if options.nvcc is None:
+        pytest.skip("needs nvcc, or FA_TRIAL_BUILT=<folder of prefill_sm90.so>")
+    target = tmp_path_factory.mktemp("built") / "prefill_sm90.so"
+    return fa_ext._core.load(str(_build.build_kernel(SOURCE, target, options)))
+
+
+def on_device(arguments):
+    def put(x):
+        if isinstance(x, tuple):
+            return tuple(put(y) for y in x)
+        return place(x, "torch") if isinstance(x, np.ndarray) else x
+
+    return {name: put(x) for name, x in arguments.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "head_dim, dtype",
+    [(64, "bfloat16"), (64, "float16"), (128, "bfloat16"), (128, "float16"), (80, "float16"), (192, "bfloat16"), (256, "float16")],
+)
+def test_on_a_gpu_against_float64(built, head_dim, dtype):
+    cases = [dataclasses.replace(case, page_size=size) for case in CASES[:2] for size in (1, 3, 8, 16, 24, 64, 256)]
+    cases += [*CASES, ServingCase((34,) * 300, (34,) * 300, k="packed", causal="bottom_right", **SMALL)]
+    cases += [ServingCase((64, 1, 300), (40000, 9000, 5000), page_size=size, causal="bottom_right", **SMALL) for size in (3, 16)]
+    cases += [ServingCase((1023, 3, 799), (1023, 3, 2000), causal="bottom_right", k=k, **SMALL) for k in ("packed", "paged")]
+    cases = [dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype) for case in cases]
+    for case in [*cases, *random_cases(200, 7, head_dim, dtype, longest=3000)]:
+        holds(built, case, on_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_a_gpu_the_bits_of_a_sequence_are_its_own(built):
+    base = ServingCase((1300, 34, 1, 700), (1300, 9333, 97, 5000), causal="bottom_right", seed=3, **SMALL | {"head_dim": 128})
+    for _ in range(20):
+        same_bits(built, base, put=on_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_a_gpu_a_graph_takes_other_lengths(built):
+    import torch
+
+    case = ServingCase((500,) * 8, (1500,) * 8, page_size=16, causal="bottom_right", **SMALL | {"head_dim": 128})
+    arguments = on_device(case.arguments())
+    for name in "qkv":
+        arguments[name].nan_to_num_(0.5)
+    out = torch.empty_like(arguments["q"])
+    starts, used = arguments["cu_seqlens_q"], arguments["seqlens_k"]
+
+    def call():
+        return fa_ext.attention(**arguments, kernel=built, out=out, check=False)
+
+    graph = torch.cuda.CUDAGraph()
+    call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        call()
+    rng = np.random.default_rng(0)
+    for n in range(300):
+        used.copy_(torch.from_numpy(rng.integers(0, 1501, 8).astype(np.int32)))
+        cuts = np.sort(rng.integers(0, 4001, 9)).astype(np.int32)
+        starts.copy_(torch.from_numpy(cuts))
+        out.fill_(float("nan"))
+        graph.replay()
+        replayed = rows.to_host(out).tobytes()
+        call()
+        assert rows.to_host(out).tobytes() == replayed
+        if n % 60 == 0:
+            report = fa_ext.verify(**arguments, kernel=built, check=False)
+            assert report, report
