@@ -60,6 +60,7 @@ INSTRUCTIONS = {
         "tensor_load",
     r"cp\.async\.bulk\.tensor\.[1-5]d\.global\.shared::cta(?:\.tile)?\.bulk_group(?:\.L2::cache_hint)?": "tensor_store",
     r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes": "::emu::bulk_load",
+    r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32": "::emu::bulk_add",
     r"cp\.async\.bulk\.commit_group": "::emu::bulk_commit",
     r"cp\.async\.bulk\.wait_group(?:\.read)?": "::emu::bulk_wait",
     # wgmma

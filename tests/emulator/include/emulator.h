@@ -104,6 +104,7 @@ struct TensorMap;
 void tensor_load(uint32_t to, const void *map, const int *at, int rank, uint32_t barrier);
 void tensor_store(const void *map, const int *at, int rank, uint32_t from);
 void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier);
+void bulk_add(void *to, uint32_t from, uint32_t bytes);
 void bulk_commit();
 void bulk_wait(unsigned pending);
 void send_async(uint32_t to, uint32_t barrier, const void *data, uint32_t bytes);

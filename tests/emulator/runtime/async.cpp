@@ -207,6 +207,18 @@ void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) 
     perhaps_yield();
 }
 
+/* Adds float32 from shared to global memory, when the machine likes. */
+void bulk_add(void *to, uint32_t from, uint32_t bytes) {
+    auto *const source = static_cast<const float *>(shared_pointer(from, bytes, 16));
+    if (bytes % 16 || reinterpret_cast<uintptr_t>(to) % 16) fail("a bulk addition of %u bytes is not aligned", bytes);
+    race_access(current(), from, bytes, false, __builtin_return_address(0));
+    defer(
+        [=] {
+            for (uint32_t n = 0; n < bytes / sizeof(float); ++n) static_cast<float *>(to)[n] += source[n];
+        },
+        &current(), current().bulk_group, "bulk addition");
+}
+
 void bulk_commit() { ++current().bulk_group; }
 
 void bulk_wait(unsigned keep) {

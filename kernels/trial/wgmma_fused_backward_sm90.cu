@@ -1,0 +1,272 @@
+/* wgmma_fused_backward_sm90: gradients on Hopper (sm_90a) in one pass over pairs of keys and queries: TMA, wgmma, warp
+ * specialisation.
+ *
+ *     rows:   LSE and delta of each query, to workspace; sums of dq in float32 cleared there fused_backward_rows.cuh
+ *     fused:  dk and dv, a tile of keys of a kv head a CTA; dq added to its sums fused_backward.cuh finish: dq from its
+ * sums                                                                   fused_backward_rows.cuh sinks:  dsinks, from
+ * partial sums that the first kernel leaves                             sm90_backward_host.cuh
+ *
+ * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq and an order of its
+ * sums that differs from run to run: for deterministic=False and long sequences. dk, dv and dsinks have one order.
+ *
+ * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
+ * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64 or 128 columns, head_dim_v =
+ * head_dim, out of q's dtype; no bias, no boolean mask. Heads go in groups where their workspace does not fit.
+ *
+ * @arch sm_90a
+ * @instance d{128,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
+ *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
+ */
+#include "trial/fused_backward.cuh"
+#include "trial/fused_backward_rows.cuh"
+#include "trial/sm90_backward_host.cuh"
+
+/* ---- configuration ---- */
+
+namespace fa::sm90 {
+
+constexpr int kFusedConsumers = 2, kFusedTileK = 64 * kFusedConsumers;
+
+/* Queries of a step, and steps in flight. What a tuner gives is taken instead. */
+constexpr int fused_tile_q(int head_dim) { return head_dim <= 64 ? 128 : 64; }
+constexpr int fused_stages(int head_dim) {
+#ifdef FA_QUERY_STAGES
+    return FA_QUERY_STAGES;
+#endif
+    return head_dim <= 64 ? 2 : 3;
+}
+
+template <class T, int HeadDim, int Kind> struct FusedConfig {
+    using Element = T;
+    static constexpr int kHeadDim = HeadDim, kConsumers = kFusedConsumers, kTileK = kFusedTileK,
+                         kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim);
+    static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED;
+    // Scores of a thread that are turned into weights before dP needs registers: as many as ptxas wants, which else
+    // serialises the products.
+    static constexpr int kAhead = kTileQ == 128 && !kSoftcap ? (kMasked ? 16 : 32) : 0;
+    // 64 Ki registers: what the consumers leave is the producer's.
+#ifdef FA_CHAOS // whose delays need some there too
+    static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+#else
+    static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+#endif
+    static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
+};
+
+/* ---- instances: the kernels of one head_dim, kind and dtype a compilation ---- */
+
+/* What one launch of an instance does. */
+struct FusedWork {
+    FusedRowsParams rows;
+    FusedParams fused;
+    FusedFinishParams finish; // without dq.data: left out
+    int64_t query_blocks, key_blocks;
+};
+using FusedLaunch = fa_code(const FusedWork &, const fa_launch &);
+
+#ifdef FA_INSTANCE
+
+FusedLaunch FA_PASTE(wgmma_fused_backward_sm90_, FA_INSTANCE);
+fa_code FA_PASTE(wgmma_fused_backward_sm90_, FA_INSTANCE)(const FusedWork &work, const fa_launch &launch) {
+    using C = FusedConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
+    static_assert(sizeof(FusedSmem<C>) <= 227 * 1024, "shared memory of a block");
+    constexpr auto kRows = fused_rows<FA_ELEMENT, C::kHeadDim, C::kTileQ>;
+    constexpr auto kFinish = fused_finish<FA_ELEMENT, C::kHeadDim, C::kTileQ>;
+    FA_TRY(
+        fa_start(kRows, work.query_blocks * (C::kTileQ / kFusedRowsQueries), kFusedRowsThreads, 0, launch, work.rows));
+    FA_TRY(fa_start(backward_fused<C>, work.key_blocks, 128 * (C::kConsumers + 1), sizeof(FusedSmem<C>), launch,
+                    work.fused));
+    return fa_start(kFinish, work.finish.dq.data ? work.query_blocks : 0, kFusedFinishThreads, 0, launch, work.finish);
+}
+
+} // namespace fa::sm90
+
+#else
+
+// A tuner links single instances: those left out are null.
+#define FA_DECLARE(d, kind)                                                                                            \
+    __attribute__((weak)) FusedLaunch wgmma_fused_backward_sm90_d##d##_##kind##_f16,                                   \
+        wgmma_fused_backward_sm90_d##d##_##kind##_bf16
+#define FA_DECLARE_ALL(d)                                                                                              \
+    FA_DECLARE(d, full);                                                                                               \
+    FA_DECLARE(d, masked);                                                                                             \
+    FA_DECLARE(d, capped)
+FA_DECLARE_ALL(64);
+FA_DECLARE_ALL(128);
+
+#define FA_ENTRY(d, kind)                                                                                              \
+    { wgmma_fused_backward_sm90_d##d##_##kind##_f16, wgmma_fused_backward_sm90_d##d##_##kind##_bf16 }
+static constexpr int kFusedHeadDims[] = {64, 128};
+static FusedLaunch *const kFusedLaunches[][3][2] = {
+    // [head_dim][kind][float16, bfloat16]
+    {FA_ENTRY(64, full), FA_ENTRY(64, masked), FA_ENTRY(64, capped)},
+    {FA_ENTRY(128, full), FA_ENTRY(128, masked), FA_ENTRY(128, capped)},
+};
+
+/* ---- plan ---- */
+
+/* The plan's own part. */
+struct FusedOwn {
+    int index, kind;                    // of kFusedLaunches
+    int64_t pairs;                      // batch entries times kv heads of one launch
+    int64_t key_tiles;                  // a kv head
+    int64_t row_blocks;                 // a query head
+    int64_t sink_parts;                 // a query head; 0: dsinks is not wanted
+    int64_t parts_at, rows_at, sums_at; // bytes into the workspace, which begins with a counter
+};
+
+constexpr int64_t kFusedCounterBytes = 256;
+
+/* Sizes of launches and of the workspace. False when not even one pair fits into the limit. */
+static bool fused_sizes(const fa_backward &p, const fa_device_info *device, FusedOwn *own, fa_plan *plan) {
+    const fa_forward &f = p.forward;
+    const int tile_q = fused_tile_q(kFusedHeadDims[own->index]);
+    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    own->key_tiles = divided_up(f.seq_k, kFusedTileK);
+    own->row_blocks = divided_up(f.seq_q, tile_q);
+    own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->row_blocks * (tile_q / 16) : 0;
+    own->parts_at = kFusedCounterBytes;
+    own->rows_at = own->parts_at + divided_up(f.batch * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
+    const int64_t row_bytes = group * own->row_blocks * tile_q * int64_t(2 * sizeof(float));
+    const int64_t pair_bytes = row_bytes + group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
+    const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
+    own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
+    if (all > 0 && (own->pairs == 0 || left < 0)) return false;
+    own->sums_at = own->rows_at + own->pairs * row_bytes;
+    plan->workspace_bytes = size_t(own->rows_at + own->pairs * pair_bytes);
+    return true;
+}
+
+static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31;
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    FusedOwn &own = fa_own<FusedOwn>(plan);
+    if (f.head_dim > kFusedHeadDims[std::size(kFusedHeadDims) - 1])
+        return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kFusedHeadDims[std::size(kFusedHeadDims) - 1], 0, 0);
+    if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
+        (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads * f.batch, 1))
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
+    if (f.out_dtype != f.dtype) return fa_because(why, FA_REFUSES, FA_WHY_OUT_DTYPE, 0, 0, 0);
+    const int64_t keys = f.key_end - f.key_begin;
+    const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
+    if (reads && (!takes_tensor_map(f.q, FA_OPERAND_Q, f.head_dim, f.seq_q, why) ||
+                  !takes_tensor_map(f.k, FA_OPERAND_K, f.head_dim, keys, why) ||
+                  !takes_tensor_map(f.v, FA_OPERAND_V, f.head_dim, keys, why) ||
+                  !takes_tensor_map(f.out, FA_OPERAND_OUT, f.head_dim, f.seq_q, why) ||
+                  (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_DOUT, f.head_dim, f.seq_q, why))))
+        return FA_REFUSES;
+    if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+    while (kFusedHeadDims[own.index] < f.head_dim) ++own.index;
+    own.kind = backward_kind(f);
+    if (!kFusedLaunches[own.index][own.kind][f.dtype == FA_BF16])
+        return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    if (!fused_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    plan->threads = 128 * (kFusedConsumers + 1);
+    plan->blocks = std::min<int64_t>(device->sm_count, own.pairs * own.key_tiles);
+    plan->keep = true;
+    return FA_TAKES;
+}
+
+/* ---- launch ---- */
+
+static fa_code fused_maps(const fa_backward &p, int tile_q, FusedParams *to, const fa_launch &launch) {
+    const fa_forward &f = p.forward;
+    const int64_t rows = to->call.row_end - to->call.row_begin, keys = to->call.visible.seq_k;
+    if (rows <= 0) return FA_OK;                        // no tile touches a map
+    const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
+    const auto encode = [&](CUtensorMap *map, int *step, const fa_operand &x, int64_t first, int64_t extent,
+                            int64_t heads, int box, fa_operand_name name) {
+        step[0] = x.stride[1] != 0, step[1] = x.stride[0] != 0;
+        return tensor_map_encode(map, launch, rows_of(x, first), f.dtype, f.head_dim, extent, heads, f.batch, box,
+                                 name);
+    };
+    FA_TRY(encode(&to->q, to->q_step, f.q, to->call.row_begin, rows, f.heads, tile_q, FA_OPERAND_Q));
+    FA_TRY(encode(&to->dout, to->dout_step, dout, to->call.row_begin, rows, f.heads, tile_q, FA_OPERAND_OUT));
+    FA_TRY(encode(&to->k, to->k_step, f.k, f.key_begin, keys, f.heads_kv, kFusedTileK, FA_OPERAND_K));
+    return encode(&to->v, to->v_step, f.v, f.key_begin, keys, f.heads_kv, kFusedTileK, FA_OPERAND_V);
+}
+
+static RowsOperand rows_operand(const fa_operand &x) { return {x.data, {x.stride[0], x.stride[1], x.stride[2]}}; }
+
+/* What all launches of a call have in common. */
+static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
+    const fa_forward &f = p.forward;
+    char *const workspace = static_cast<char *>(launch.workspace);
+    FusedRowsParams &rows = work->rows;
+    FusedParams &fused = work->fused;
+    FusedFinishParams &finish = work->finish;
+    fused.call = backward_call(p);
+    FA_TRY(fused_maps(p, fused_tile_q(kFusedHeadDims[own.index]), &fused, launch));
+    rows.call = finish.call = fused.call;
+    rows.out = rows_operand(f.out), rows.dout = rows_operand(p.dout);
+    rows.lse = rows_operand(p.lse), rows.dlse = rows_operand(p.dlse);
+    rows.row_blocks = workspace + own.rows_at;
+    rows.sums = reinterpret_cast<float *>(workspace + own.sums_at);
+    if (own.sink_parts) rows.sink_parts = reinterpret_cast<float *>(workspace + own.parts_at);
+    rows.sinks = f.sinks.data, rows.sinks_stride = f.sinks.stride[0], rows.sinks_dtype = f.sinks_dtype;
+    fused.row_blocks = rows.row_blocks;
+    fused.sums = rows.sums, finish.sums = rows.sums;
+    rows.row_block_count = fused.row_block_count = finish.row_block_count = int(own.row_blocks);
+    finish.dq = gradient(p, FA_GRAD_Q), fused.dk = gradient(p, FA_GRAD_K), fused.dv = gradient(p, FA_GRAD_V);
+    fused.scale = finish.scale = static_cast<float>(f.scale);
+    return FA_OK;
+}
+
+/* The launches of one group of pairs. */
+static fa_code launch_fused(const fa_backward &p, const FusedOwn &own, FusedWork *work, int64_t first, int64_t pairs,
+                            const fa_launch &launch) {
+    const fa_forward &f = p.forward;
+    const bool unequal = own.kind != FA_FULL && (f.left < FA_UNBOUNDED || f.right < FA_UNBOUNDED);
+    const int64_t group = f.heads / f.heads_kv;
+    auto *counter = static_cast<uint32_t *>(launch.workspace);
+    work->rows.call.first_pair = work->fused.call.first_pair = work->finish.call.first_pair = int(first);
+    work->query_blocks = pairs * group * own.row_blocks;
+    work->key_blocks = order(&work->fused.schedule, unequal, own.key_tiles, pairs,
+                             section_heads(8 * group * f.seq_q * f.head_dim, 1), counter, launch);
+    if (work->fused.schedule.counter)
+        FA_CUDA_TRY(launch, cudaMemsetAsync(counter, 0, sizeof *counter, static_cast<cudaStream_t>(launch.stream)));
+    return kFusedLaunches[own.index][own.kind][f.dtype == FA_BF16](*work, launch);
+}
+
+static fa_code fused_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    const FusedOwn &own = fa_own<FusedOwn>(plan);
+    const int64_t all = f.batch * f.heads_kv;
+    if (all > 0) {
+        FusedWork work = {};
+        FA_TRY(fused_work(p, own, &work, *launch));
+        for (int64_t first = 0; first < all; first += own.pairs)
+            FA_TRY(launch_fused(p, own, &work, first, std::min(own.pairs, all - first), *launch));
+    }
+    if (p.wants >> FA_GRAD_SINKS & 1 && f.heads > 0) {
+        FA_CHAOS_ARM(launch->stream, *launch);
+        backward_sinks<<<static_cast<unsigned>(f.heads), kSinkThreads, 0, static_cast<cudaStream_t>(launch->stream)>>>(
+            reinterpret_cast<const float *>(static_cast<char *>(launch->workspace) + own.parts_at), own.sink_parts,
+            f.batch, f.heads, gradient(p, FA_GRAD_SINKS));
+        FA_CUDA_TRY(*launch, cudaGetLastError());
+    }
+    return FA_OK;
+}
+
+} // namespace fa::sm90
+
+FA_DEFINE_KERNEL(wgmma_fused_backward_sm90) = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_BACKWARD,
+    .device = FA_CUDA,
+    .name = "wgmma_fused_backward_sm90",
+    .summary = "Hopper gradients in one pass, float16 and bfloat16: TMA, wgmma, dq added up in memory in any order",
+    .cc_from = 90,
+    .cc_to = 90,
+    .dtypes = fa::kFloat16Bits,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE,
+    .plan = fa::sm90::fused_plan,
+    .launch = fa::sm90::fused_launch,
+};
+
+#endif
