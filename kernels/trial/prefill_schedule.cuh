@@ -91,7 +91,9 @@ template <class C> __device__ __forceinline__ void see(const Call &call, Tile &t
 template <class C>
 __device__ __forceinline__ bool tell_unit(const Call &call, Smem<C> &smem, Tile &tile, uint32_t unit) {
     const int lane = threadIdx.x % 32;
-    for (int at = smem.scheduler.at;;) {
+    int at = smem.scheduler.at;
+    __syncwarp(); // before lane 0 writes it
+    while (true) {
         const int n = at + lane;
         const bool begun = n < call.p.batch && static_cast<uint32_t>(call.workspace.record(n)->unit) <= unit;
         const int count = __popc(__ballot_sync(~0u, begun));

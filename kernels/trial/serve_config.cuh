@@ -11,7 +11,7 @@ namespace fa::sm90::serve {
 
 constexpr int kTileKeys = kChunkKeys; // keys of a tile of K and of V
 constexpr int kJobCost = 1;           // what a job costs beside its tiles, in tiles
-constexpr int kMaxCluster = 8;            // what every device has
+constexpr int kMaxCluster = 8;        // what every device has
 constexpr int kMaxLengthBits = 30;
 
 /* A team of warps shares a ring of tiles, and each warp has 8 * RowTiles of the team's rows. Rows are the columns of

@@ -16,7 +16,7 @@ import gradients
 import rows
 from case import Case
 from fa_ext import _build
-from operands import dtype_of, place
+from operands import Unplaceable, dtype_of, place
 
 NAME = "wgmma_fused_backward_sm90"
 SOURCE = _build.KERNELS / "trial" / f"{NAME}.cu"
@@ -132,6 +132,7 @@ LIMITED = """
 import sys
 import emulator, fa_ext, gradients, rows
 from case import Case
+from operands import Unplaceable
 from pathlib import Path
 
 kernel = emulator.load(Path(sys.argv[1]), sys.argv[2])
@@ -140,7 +141,7 @@ report = gradients.verdict(kernel, gradients.make(Case.parse("B2,H4/2,S1000x130,
 assert report, report
 try:
     gradients.verdict(kernel, gradients.make(Case.parse("B1,H8/1,S1000x40,D64,bfloat16")), deterministic=False)
-except fa_ext.UnsupportedError as error:
+except Unplaceable as error:
     print(error)
 """
 
@@ -157,7 +158,7 @@ def test_workspace_is_kept_to_its_limit(emulated):
 
 @on_emulator
 def test_sums_in_one_order_are_refused(emulated):
-    with pytest.raises(fa_ext.UnsupportedError, match="deterministic"):
+    with pytest.raises(Unplaceable, match="deterministic"):
         gradients.verdict(emulated(), gradients.make(Case.parse("B1,H2,S70,D64,bfloat16")))
 
 
@@ -180,7 +181,7 @@ def test_the_contract_on_a_gpu(tmp_path):
     for n, case in enumerate(cases):
         try:
             report = verdict(kernel, gradients.make(case, dlse=n % 2 == 0))
-        except fa_ext.UnsupportedError as error:  # strides that TMA does not take
+        except Unplaceable as error:  # strides that TMA does not take
             assert "stride" in str(error) or "align" in str(error) or "contiguous" in str(error), error
             continue
         if not report:
