@@ -20,6 +20,7 @@ import re
 from typing import Any
 
 from bench import arguments, machine, problems, report
+from bench.contenders import contender
 from bench.load.lanes import LOADS
 from bench.load.watchdog import Watchdog
 from bench.machine import device as devices
@@ -170,7 +171,7 @@ def soak(
 ) -> dict[str, Any]:  # fmt: skip
     """One kernel in a process of its own, watched from here."""
     watchdog = watchdog or Watchdog()
-    backend = backend or f"bench.load.soak_torch:{'Backward' if _is_backward(kernel) else 'Torch'}"
+    backend = backend or f"bench.load.soak_torch:{'Backward' if contender.operation_of(kernel) == 'backward' else 'Torch'}"
     given = {"kernel": kernel, "cases": cases, "seconds": seconds, "threads": threads, "streams": streams,
              "loads": list(loads), "slowest": slowest, "backend": backend}  # fmt: skip
     environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
@@ -185,12 +186,6 @@ def soak(
         where = watchdog.step or "under load"
         found["error"] = f"{outcome.status} ({where}): {outcome.reason}"
     return found | {"verdict": verdict(found)}
-
-
-def _is_backward(kernel: str) -> bool:
-    import fa_ext
-
-    return kernel in fa_ext.kernels("backward")
 
 
 def summed(value: dict[str, Any], heard: list[dict[str, Any]], cases: list[str]) -> dict[str, Any]:

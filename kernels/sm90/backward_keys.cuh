@@ -178,8 +178,8 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
                     ring.advance();
                 }
             };
-            /* LSE and delta of the queries of accumulators i and i + 1. What kAhead names is read before the wait for
-             * the products, under which its latency then passes. */
+            /* LSE and delta of the queries of accumulators i and i + 1. What C::kRowsAhead counts is read before the
+             * wait for the products, under which its latency then passes. */
             float2 lse_ahead[C::kRowsAhead ? kTileQ / 8 : 1], delta_ahead[C::kRowsAhead > 1 ? kTileQ / 8 : 1];
             const auto rows_of = [&](const float(&rows)[kTileQ], int i) {
                 return *reinterpret_cast<const float2 *>(&rows[8 * (i >> 2) + 2 * (lane % 4)]);
