@@ -7,6 +7,7 @@
   references each framework backend against float64
   measure    kernels beside peers, preset by preset
   soak       on demand: each kernel on many streams beside other work, watched for hangs
+  training   on demand: GPT-2 124M through fa_ext and through other attention, in torch and in JAX (bench/examples/train_*.py)
   chaos      on demand, what `bench chaos --output FILE` found in a build with delays of the same sources: --merge FILE
 
 Each piece belongs to the machine code of its kernel, or of the core (`bench/recording/record.py`). What is there for the code of this
@@ -37,7 +38,7 @@ from bench.recording.record import CORE, FOLDER, Record
 
 SUMMARY = "write or check the committed record of tests and figures"
 PARTS = ("tests", "sanitizer", "sweep", "overhead", "references", "measure")
-ON_DEMAND = ("soak", "chaos")
+ON_DEMAND = ("soak", "chaos", "training")
 # What a record of a device is not whole without.
 NEEDED = {"cuda": PARTS, "cpu": ("tests", "measure")}
 GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "extras": "hot",
@@ -54,6 +55,8 @@ REPEATS = 250
 SWEEP_SEEDS = range(11, 17)
 SWEEP_PROBLEMS = 1600
 SWEEP_FLOPS = 6e7
+TRAINING = {"torch": ["train_torch", "--device=cuda"], "torch, dropout 0.1": ["train_torch", "--device=cuda", "--dropout=0.1"],
+            "jax": ["train_jax"]}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -228,6 +231,22 @@ class Run:
     def chaos(self) -> None:
         raise report.UsageError("chaos runs on a build of its own, which writes a file: add that by --merge FILE")
 
+    def training(self) -> None:
+        from bench.examples.training import GPT2
+
+        for key, line in TRAINING.items() if self.device == "cuda" else ():
+            piece = self.record.part("training").get(key, {"code": [""]})
+            if self.late() or (self.has("training", key) and all(self.record.state(code) == "fresh" for code in piece["code"])):
+                continue
+            sizes = [f"--{name}={size}" for name, size in GPT2.items()]
+            done = subprocess.run([sys.executable, "-m", f"bench.examples.{line[0]}", *line[1:], *sizes, "--json"], cwd=machine.ROOT,
+                                  capture_output=True, text=True, timeout=self.left(60))  # fmt: skip
+            try:
+                found = json.loads(done.stdout)
+            except ValueError:
+                found = {"error": (done.stderr or done.stdout).strip()[-500:], "kernels": self.kernels()}
+            self.add("training", key, found, found["kernels"], str({name: run["milliseconds"] for name, run in found.get("runs", {}).items()}))
+
     def measure(self) -> None:
         from bench.commands import measure
         from bench.contenders import peers
@@ -301,7 +320,7 @@ def summary(document: dict) -> str:
     if sweep := parts.get("sweep"):
         judged, failed = (sum(found[k] for found in sweep.values()) for k in ("judged", "failed"))
         said.append(f"{judged} random problems judged, {failed} failed")
-    said += [f"{name}: {len(parts[name])} kernels" for name in ON_DEMAND if parts.get(name)]
+    said += [f"{name}: {len(parts[name])} {'runs' if name == 'training' else 'kernels'}" for name in ON_DEMAND if parts.get(name)]
     if cells := document["cells"]:
         said.append(f"{len(cells)} cells")
     absent = [p for p in NEEDED[document["machine"]["device"]] if not (cells if p == "measure" else parts.get(p))]

@@ -273,13 +273,24 @@ def _decode(records: dict) -> str:
     return _markdown(["B, heads, keys", "`mma_sm80` us", "cuDNN", "FlashAttention-2"], lines)
 
 
-CALLS = ("torch out=", "torch", "torch SDPA", "torch empty", "cupy out=", "cupy", "bare launch")
+CALLS = ("torch out=", "torch", "torch SDPA", "torch empty", "cupy out=", "cupy", "bare launch", "torch forward",
+         "autograd forward", "torch backward", "autograd backward", "jax jit", "jax nothing")  # fmt: skip
 
 
 def _overhead(records: dict) -> str:
     taken = records["gpu"]["parts"]["overhead"]["figures"]["microseconds"]
     columns = [name for name in CALLS if name in taken]
     return _markdown(["", *columns], [["us a call", *(f"{taken[name]:.1f}" for name in columns)]])
+
+
+def _training(records: dict) -> str:
+    """GPT-2 124M: losses, time of a step, and the gap of the loss to the reference over that between backends (bound: 2)."""
+    lines = []
+    for what, piece in records["gpu"]["parts"].get("training", {}).items():
+        for name, run in piece.get("runs", {}).items():
+            gap = f"{run['gap']:.2f}" if "gap" in run else ""
+            lines.append([what, name, piece["sizes"]["steps"], f"{run['first']:.3f}", f"{run['last']:.3f}", f"{run['milliseconds']:.1f}", gap])
+    return _markdown(["", "attention", "steps", "first loss", "last loss", "ms a step", "gap"], lines)
 
 
 def _backward(records: dict) -> str:
@@ -383,5 +394,5 @@ def _tested(records: dict) -> str:
 
 BLOCKS: dict[str, Callable[[dict], str]] = {
     "where": _where, "means": _means, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "extras": _extras, "decode": _decode,
-    "backward": _backward, "serving": _serving, "moves": _moves, "overhead": _overhead, "cpu": _cpu, "tested": _tested,
+    "backward": _backward, "serving": _serving, "moves": _moves, "overhead": _overhead, "training": _training, "cpu": _cpu, "tested": _tested,
 }  # fmt: skip

@@ -12,9 +12,7 @@ in every parameter. The exit status says whether that holds.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import itertools
 import re
 import statistics
 import time
@@ -25,6 +23,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_ext.torch
+from bench.examples import training
 
 BACKENDS = {
     "math": SDPBackend.MATH,
@@ -67,17 +66,6 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def text(args, step):
-    """(batch, seq + 1) of a chain: a token follows from the one before it, but for one in ten."""
-    draws = torch.Generator().manual_seed(1000 + step)
-    words = min(args.vocab, 512)
-    ids = torch.randint(words, (args.batch, args.seq + 1), generator=draws)
-    free = torch.rand(ids.shape, generator=draws) < 0.1
-    for n in range(1, args.seq + 1):
-        ids[:, n] = torch.where(free[:, n], ids[:, n], (3 * ids[:, n - 1] + 7) % words)
-    return ids
-
-
 def train(args, attend, *, backend=None, compiled=False):
     """(losses, median seconds a step, parameters at the end) of one run."""
     torch.manual_seed(0)
@@ -89,7 +77,7 @@ def train(args, attend, *, backend=None, compiled=False):
     kernel = sdpa_kernel(backend) if backend else contextlib.nullcontext()
     with kernel:
         for step in range(args.steps):
-            ids = text(args, step).to(args.device)
+            ids = torch.from_numpy(training.text(args.batch, args.seq, args.vocab, step)).to(args.device)
             begun = time.perf_counter()
             with torch.autocast(args.device, torch.bfloat16, enabled=args.bfloat16):
                 loss = step_of(ids)
@@ -122,20 +110,6 @@ def runs(args):
     return found
 
 
-def gaps(found):
-    """{name of an fa_ext run: its largest gap to the reference, as a multiple of the largest between backends so far, which is
-    at least the spacing of float32 numbers there}."""
-    peers = [losses for name, (losses, _) in found.items() if name in BACKENDS]
-    between = [max([2**-23 * at[0], *(abs(a - b) for a, b in itertools.combinations(at, 2))]) for at in zip(*peers, strict=True)]
-    bound = list(itertools.accumulate(between, max))
-    ratios = {}
-    for name, (losses, _) in found.items():
-        if name not in BACKENDS:
-            gap = [abs(a - b) for a, b in zip(losses, found["math"][0], strict=True)]
-            ratios[name] = max(g / b for g, b in zip(gap, bound, strict=True))
-    return ratios
-
-
 def repeats(args):
     """Whether two runs of fa_ext with deterministic algorithms end with the same bits."""
 
@@ -150,25 +124,28 @@ def repeats(args):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def kernels(args):
+    """The kernels that fa_ext runs forward and backward, compiled or not."""
+    shape = (args.batch, args.heads, args.seq, args.width // args.heads)
+    q, k, v = (torch.randn(shape, device=args.device, dtype=torch.bfloat16 if args.bfloat16 else torch.float32) for _ in range(3))
+    out, lse = fa_ext.attention(q, k, v, causal=True, return_lse=True)
+    backward = [fa_ext.explain_backward(out, q, k, v, out, lse, causal=True, deterministic=d)[0] for d in (False, True)]
+    return sorted({fa_ext.explain(q, k, v, causal=True)[0], *backward})
+
+
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m bench.examples.train_torch", description=__doc__.split("\n\n")[0])
-    sizes = {"layers": 2, "width": 64, "heads": 4, "seq": 64, "vocab": 128, "batch": 8, "steps": 40}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of AdamW")
+    parser = training.parser("python -m bench.examples.train_torch", __doc__.split("\n\n")[0])
     parser.add_argument("--dropout", type=float, default=0.0, help="of the attention weights")
-    parser.add_argument("--float32", dest="bfloat16", action="store_false", help="without autocast to bfloat16")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile")
     args = parser.parse_args(arguments)
     found = runs(args)
-    ratios, equal = gaps(found), repeats(args)
-    print(f"{'run':18} {'first loss':>10} {'last loss':>10} {'ms a step':>10} {'gap / gap of backends':>22}")
-    for name, (losses, seconds) in found.items():
-        ratio = f"{ratios[name]:.2f}" if name in ratios else ""
-        print(f"{name:18} {losses[0]:10.4f} {losses[-1]:10.4f} {1e3 * seconds:10.2f} {ratio:>22}")
-    print(f"two deterministic runs: {'equal bits' if equal else 'DIFFERENT BITS'}")
-    return 0 if equal and max(ratios.values()) <= 2 else 1
+    ratios, equal = training.gaps(found, list(BACKENDS), "math"), repeats(args)
+    held = equal and max(ratios.values()) <= 2
+    training.show(args, found, ratios, equal_bits=equal, held=held, dropout=args.dropout, kernels=kernels(args))
+    if not args.json:
+        print(f"two deterministic runs: {'equal bits' if equal else 'DIFFERENT BITS'}")
+    return 0 if held else 1
 
 
 if __name__ == "__main__":

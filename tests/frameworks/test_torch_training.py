@@ -5,7 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench.examples import train_torch  # noqa: E402
+from bench.examples import train_torch, training  # noqa: E402
 
 TINY = ["--layers=1", "--width=32", "--heads=2", "--seq=24", "--vocab=32", "--batch=4", "--steps=25",
         "--compiler=aot_eager", "--rate=0.003"]  # fmt: skip
@@ -41,4 +41,5 @@ def test_a_wrong_attention_is_noticed(one_thread_of_torch, monkeypatch, capsys):
 
 def test_gaps():
     losses = {"math": [1.0, 2.0, 3.0], "flash": [1.0, 2.1, 3.0], "fa_ext": [1.0, 2.1, 3.15]}
-    assert train_torch.gaps({n: (x, 0.0) for n, x in losses.items()}) == pytest.approx({"fa_ext": 1.5})
+    found = training.gaps({n: (x, 0.0) for n, x in losses.items()}, ["math", "flash"], "math")
+    assert found == pytest.approx({"fa_ext": 1.5})

@@ -1,0 +1,139 @@
+"""Trains a small GPT through fa_ext.jax and through jax.nn.dot_product_attention, under jit(value_and_grad).
+
+    python -m bench.examples.train_jax                                    # a tiny one on the CPU, in half a minute
+    python -m bench.examples.train_jax --layers 12 --width 768 --heads 12 --seq 1024 --vocab 50304 --batch 8 --steps 300  # GPT-2 124M
+
+It runs where JAX runs by default. Text, bound and exit status are those of `train_torch`; the backends are an attention written
+out in float32, and the implementations of JAX's own that take the call.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fa_ext.jax
+from bench.examples import training
+
+
+def written_out(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) / q.shape[-1] ** 0.5
+    visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v.astype(jnp.float32)).astype(q.dtype)
+
+
+def jaxs(implementation):
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+
+
+BACKENDS = {"math": written_out, "xla": jaxs("xla"), "cudnn": jaxs("cudnn")}
+
+
+def ours(deterministic):
+    return lambda q, k, v: fa_ext.jax.attention(q, k, v, causal=True, layout="bshd", deterministic=deterministic)
+
+
+def parameters(args):
+    """Weights by name, float32."""
+    draws, w = np.random.default_rng(0), args.width
+    matrices = {"words": (args.vocab, w), "places": (args.seq, w)}
+    for n in range(args.layers):
+        matrices |= {f"{n}.into": (w, 3 * w), f"{n}.out": (w, w), f"{n}.up": (w, 4 * w), f"{n}.down": (4 * w, w)}
+    made = {name: jnp.asarray(0.02 * draws.standard_normal(shape, np.float32)) for name, shape in matrices.items()}
+    return made | {f"{n}.norm{m}": jnp.ones(w) for n in range(args.layers) for m in (0, 1)} | {"norm": jnp.ones(w)}
+
+
+def normalised(x, gain):
+    x = x.astype(jnp.float32)
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * gain
+
+
+def loss_of(args, attend):
+    kind = jnp.bfloat16 if args.bfloat16 else jnp.float32
+
+    def times(x, weight):
+        return x.astype(kind) @ weight.astype(kind)
+
+    def loss(p, ids):
+        x = p["words"][ids[:, :-1]] + p["places"]
+        for n in range(args.layers):
+            packed = times(normalised(x, p[f"{n}.norm0"]), p[f"{n}.into"])
+            q, k, v = (y.reshape(*y.shape[:2], args.heads, -1) for y in jnp.split(packed, 3, axis=-1))
+            x = x + times(attend(q, k, v).reshape(x.shape), p[f"{n}.out"])
+            x = x + times(jax.nn.gelu(times(normalised(x, p[f"{n}.norm1"]), p[f"{n}.up"])), p[f"{n}.down"])
+        logits = jax.nn.log_softmax(times(normalised(x, p["norm"]), p["words"].T).astype(jnp.float32))
+        return -jnp.take_along_axis(logits, ids[:, 1:, None], -1).mean()
+
+    return loss
+
+
+def step_of(args, attend):
+    """(weights, means, squares, step, ids) -> the same after a step of AdamW, and the loss."""
+    gradients = jax.value_and_grad(loss_of(args, attend))
+
+    def step(p, mean, square, n, ids):
+        loss, g = gradients(p, ids)
+        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, g)
+        square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, square, g)
+
+        def moved(p, m, s):
+            return p - args.rate * (m / (1 - 0.9**n) / (jnp.sqrt(s / (1 - 0.999**n)) + 1e-8) + 0.01 * p)
+
+        return jax.tree.map(moved, p, mean, square), mean, square, loss
+
+    return jax.jit(step, donate_argnums=(0, 1, 2))
+
+
+def train(args, attend):
+    """(losses, median seconds a step, weights at the end) of one run."""
+    weights = parameters(args)
+    mean, square = (jax.tree.map(jnp.zeros_like, weights) for _ in range(2))
+    step, losses, seconds = step_of(args, attend), [], []
+    for n in range(args.steps):
+        ids = jnp.asarray(training.text(args.batch, args.seq, args.vocab, n).astype(np.int32))
+        begun = time.perf_counter()
+        weights, mean, square, loss = step(weights, mean, square, float(n + 1), ids)
+        losses.append(float(loss))  # waits for the device
+        seconds.append(time.perf_counter() - begun)
+    return losses, statistics.median(seconds), weights
+
+
+def backends():
+    """Those of `BACKENDS` that take the call here."""
+    return [name for name in BACKENDS if name != "cudnn" or jax.default_backend() == "gpu"]
+
+
+def kernels(args):
+    """The kernels that fa_ext runs forward and backward."""
+    shape = (args.batch, args.seq, args.heads, args.width // args.heads)
+    q = jnp.ones(shape, jnp.bfloat16 if args.bfloat16 else jnp.float32)
+    options = {"causal": True, "layout": "bshd"}
+    out, lse = fa_ext.attention(q, q, q, **options, return_lse=True)
+    backward = [fa_ext.explain_backward(out, q, q, q, out, lse, **options, deterministic=d)[0] for d in (False, True)]
+    return sorted({fa_ext.explain(q, q, q, **options)[0], *backward})
+
+
+def main(arguments=None):
+    args = training.parser("python -m bench.examples.train_jax", __doc__.split("\n\n")[0]).parse_args(arguments)
+    args.bfloat16 = args.bfloat16 and jax.default_backend() == "gpu"  # XLA's CPU has few products of bfloat16
+    found = {name: train(args, BACKENDS[name])[:2] for name in backends()}
+    found["fa_ext"] = train(args, ours(deterministic=False))[:2]
+    first, second = (train(args, ours(deterministic=True)) for _ in range(2))
+    found["fa_ext, ordered"] = first[:2]
+    equal = all(jnp.array_equal(first[2][name], second[2][name]) for name in first[2])
+    ratios = training.gaps(found, backends(), "math")
+    held = equal and max(ratios.values()) <= 2
+    training.show(args, found, ratios, equal_bits=equal, held=held, kernels=kernels(args))
+    if not args.json:
+        print(f"two ordered runs: {'equal bits' if equal else 'DIFFERENT BITS'}")
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
