@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--within", type=float, default=3600.0, help="seconds after which no new piece is begun")
     parser.add_argument("--seconds", type=arguments.positive, help="rounds of one measured problem (GPU 1, CPU 8)")
     parser.add_argument("--minutes", type=arguments.positive, default=1.0, help="soak of one kernel (1); the problems that hung once take one each")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of pytest side by side (default 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--output", type=Path, help="default: bench/evidence/<machine>.json")
     parser.add_argument("--refresh", action="store_true", help="only what the record has, where it is no longer fresh")
@@ -160,7 +161,7 @@ class Run:
             if self.device == "cuda":
                 about["repeats"] = REPEATS
             options = [f"--of={kernel}", *([f"--repeats={REPEATS}"] if self.device == "cuda" else [])]
-            found = suites.run_pytest([*files, *options], limit=self.left(30)) | about
+            found = suites.run_side_by_side(files, options, self.args.jobs, self.left(30)) | about
             self.add("tests", f"{kernel} {self.args.filter}".strip(), found, [kernel], suites.counts(found))
 
     def _untested(self) -> list[str]:

@@ -11,6 +11,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,35 @@ def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: flo
         if prefix:
             found["sanitizer"] = sanitizer_result(done.stdout + done.stderr)
         return found
+
+
+def run_side_by_side(files: list[str], options: list[str], jobs: int, limit: float) -> dict[str, Any]:
+    """`run_pytest` of these files, ``jobs`` processes at a time; then, with nothing beside it, of the tests marked `idle`."""
+    if jobs == 1:
+        return run_pytest([*files, *options], limit=limit)
+    ends = time.monotonic() + limit
+    ordered = sorted(files, key=lambda file: Path(file).stat().st_size, reverse=True)
+    groups = [group for n in range(3 * jobs) if (group := ordered[n :: 3 * jobs])]
+
+    def run(group: list[str], which: str) -> dict[str, Any]:
+        return run_pytest([*group, *options, "-m", which], limit=max(30.0, ends - time.monotonic()))
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(lambda group: run(group, "not idle"), groups))
+    found.append(run(files, "idle"))
+    return merged(found) | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The counts of several runs as those of one; an error of one of them is the error of all."""
+    if errors := [part["error"] for part in found if "error" in part]:
+        return {"error": errors[0]}
+    reasons: Counter[str] = Counter()
+    for part in found:
+        reasons.update(part["reasons"])
+    total: dict[str, Any] = {name: sum(part[name] for part in found) for name in ("passed", "failed", "skipped")}
+    return total | {"failures": [failure for part in found for failure in part["failures"]], "reasons": dict(reasons)}
 
 
 def _last_words(printed: str) -> str:

@@ -396,6 +396,23 @@ def test_junit_is_counted():
     assert found["failures"][0].startswith("t.b: boom") and found["reasons"] == {"no GPU": 1}
 
 
+def test_files_side_by_side_count_as_one_run(tmp_path):
+    """Tests marked idle come last, with nothing beside them."""
+    for n in range(5):
+        (tmp_path / f"test_{n}.py").write_text(f"def test_right(): pass\ndef test_wrong(): assert {n}\n")
+    (tmp_path / "test_idle.py").write_text(
+        "import pathlib, time, pytest\n"
+        "def test_beside(): time.sleep(1); pathlib.Path(__file__).with_name('ended').touch()\n"
+        "@pytest.mark.idle\ndef test_alone(): assert pathlib.Path(__file__).with_name('ended').exists()\n"
+        "@pytest.mark.skip(reason='why')\ndef test_skipped(): pass\n"
+    )
+    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    found = suites.run_side_by_side([str(f) for f in tmp_path.glob("test_*.py")], options, 2, 60)
+    assert (found["passed"], found["failed"], found["skipped"]) == (11, 1, 1) and found["reasons"] == {"why": 1}
+    assert len(found["failures"]) == 1 and "test_0" in found["failures"][0]
+    assert suites.merged([found, {"error": "died"}]) == {"error": "died"}
+
+
 def test_sanitizer_summary():
     assert suites.sanitizer_result("x\n========= ERROR SUMMARY: 0 errors\n") == "0 errors"
     assert suites.sanitizer_result("RACECHECK SUMMARY: 2 hazards displayed") == "2 hazards displayed"

@@ -61,6 +61,7 @@ def judge_honest(name, baseline, **options):
     return found
 
 
+@pytest.mark.idle
 @pytest.mark.parametrize("library", ["torch", "cupy", "jax"])
 def test_honest_of_each_library_passes_when_faster_and_fails_when_slower(library, monkeypatch):
     pytest.importorskip(library)
