@@ -158,16 +158,16 @@ typedef struct fa_operand {
  *
  * Where the problem has sequences, seq_q and seq_k are the rows of q, packed ones all together, and the keys that an
  * entry has room for; diagonal, key_begin and key_end are each entry's own (geometry.h). Packed operands have batch
- * stride 0 and their lse is (H, T); axis 0 of paged k and v is the page. */
+ * stride 0, as has their lse, an (H, T); axis 0 of paged k and v is the page. */
 typedef struct fa_forward {
     fa_operand q;     /* (B, H, Sq, D) */
     fa_operand k;     /* (B, Hk, Sk, D) */
     fa_operand v;     /* (B, Hk, Sk, Dv) */
     fa_operand out;   /* (B, H, Sq, Dv); data may be NULL while only planning */
+    fa_operand lse;   /* (B, H, Sq); data NULL: not wanted, or not there while only planning */
     fa_operand bias;  /* (B, H, Sq, Sk); data NULL: none */
     fa_operand mask;  /* (B, H, Sq, Sk), bytes; data NULL: none */
     fa_operand sinks; /* (H) in stride[0]; data NULL: none */
-    void *lse;        /* (B, H, Sq) contiguous; NULL: not wanted, or not there while only planning */
     int64_t batch, heads, heads_kv, seq_q, seq_k;
     int64_t left, right, diagonal;
     int64_t key_begin, key_end;
@@ -206,7 +206,7 @@ typedef enum fa_grad { FA_GRAD_Q, FA_GRAD_K, FA_GRAD_V, FA_GRAD_BIAS, FA_GRAD_SI
  * the keys gives their share. A gradient that is not wanted has no operand; one that is wanted is written in whole,
  * also where it is 0, or added to what is there. */
 typedef struct fa_backward {
-    fa_forward forward; /* the call that made `out`, which is an input here, as is `lse` below; its own lse is NULL */
+    fa_forward forward; /* the call that made `out`, which is an input here, as is `lse` below; its own has no data */
     fa_operand dout;    /* (B, H, Sq, Dv), forward.dtype; data NULL: zeros */
     fa_operand lse;     /* (B, H, Sq), forward.lse_dtype */
     fa_operand dlse;    /* the same; data NULL: zeros */
@@ -422,7 +422,7 @@ typedef struct fa_launch {
 } fa_launch;
 
 /* Grows whenever a struct that a kernel sees changes its layout. */
-#define FA_KERNEL_ABI 2
+#define FA_KERNEL_ABI 3
 
 /* One kernel of the table. The registry compares `device`, `dtypes`, `takes` and compute capabilities; `plan` is asked
  * only where they fit. It answers; fills `plan`, zeroed before, if it takes or declines, and `why` unless it takes.

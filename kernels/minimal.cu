@@ -17,7 +17,7 @@
 #include "common/convert.cuh" // to_float, from_float
 #include "common/launch.cuh"  // fa_own, FA_CUDA_TRY
 #include "common/mask.cuh"    // row_keys
-#include "common/rows.cuh"    // row_of
+#include "common/rows.cuh"    // row_of, store_lse
 #include "common/score.cuh"   // kLog2E
 #include "common/softmax.cuh" // RowState, scaled_down, finish_row
 #include "common/tiles.cuh"   // place_of
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kWarp *kWarps) minimal_kernel(const __grid_con
             int d = lane + i * kWarp;
             if (d < p.head_dim_v) o[d * p.out.stride[3]] = from_float<T>(out[i] * result.factor);
         }
-        if (p.lse && lane == 0) static_cast<float *>(p.lse)[n] = result.lse;
+        if (lane == 0) store_lse(p, batch, head, row, result.lse);
     }
 }
 

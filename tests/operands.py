@@ -78,15 +78,21 @@ def _memory(x: np.ndarray) -> tuple[np.ndarray, int, list[int]]:
 
 def place(x: np.ndarray, library: str):
     """A copy of ``x`` in the arrays of ``library`` with the same strides (views of one buffer stay views of copies)."""
-    if library == "numpy":
-        return x
+    return x if library == "numpy" else placed(x, library)[0]
+
+
+def placed(x: np.ndarray, library: str):
+    """(a copy of ``x`` with the same strides, the 1-D array whose memory it lies in), of ``library``: all of that memory
+    is copied. NumPy's are ``x`` itself and its memory."""
     memory, offset, strides = _memory(x)
+    if library == "numpy":
+        return x, memory
     if library == "cupy":
         import cupy
 
         storage = cupy.asarray(memory)
         pointer = storage.data + offset * x.itemsize
-        return cupy.ndarray(x.shape, x.dtype, memptr=pointer, strides=[s * x.itemsize for s in strides])
+        return cupy.ndarray(x.shape, x.dtype, memptr=pointer, strides=[s * x.itemsize for s in strides]), storage
     if library == "torch":
         import torch
 
@@ -97,5 +103,5 @@ def place(x: np.ndarray, library: str):
             storage = torch.from_numpy(memory.view(np.int16).copy()).cuda().view(torch.bfloat16)
         else:
             storage = torch.from_numpy(memory.copy()).cuda()
-        return torch.as_strided(storage, x.shape, strides, offset)
+        return torch.as_strided(storage, x.shape, strides, offset), storage
     raise ValueError(f"library is {library!r}; accepted: numpy, cupy, torch")

@@ -125,7 +125,7 @@ static void write_row(const fa_problem *problem, row *r, int64_t row, double *sc
     }
     const int64_t to = r->batch * p->out.stride[0] + r->head * p->out.stride[1] + row * p->out.stride[2];
     for (int d = 0; d < p->head_dim_v; d++) fa_store(p->out.data, p->out_dtype, to + d * p->out.stride[3], r->out[d]);
-    if (p->lse) fa_store(p->lse, p->lse_dtype, fa_cpu_lse_index(problem, r->batch, r->head, row), lse);
+    if (p->lse.data) fa_store(p->lse.data, p->lse_dtype, fa_at(&p->lse, r->batch, r->head, row, 0), lse);
 }
 
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {

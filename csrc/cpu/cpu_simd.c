@@ -200,7 +200,7 @@ static void write_idle_rows(const fa_problem *problem, const fa_cpu_entry *e) {
         for (int64_t head = 0; head < p->heads; head++) {
             for (int d = 0; d < p->head_dim_v; d++)
                 fa_store(p->out.data, p->out_dtype, e->batch * to[0] + head * to[1] + row * to[2] + d * to[3], 0);
-            if (p->lse) fa_store(p->lse, p->lse_dtype, fa_cpu_lse_index(problem, e->batch, head, row), -INFINITY);
+            if (p->lse.data) fa_store(p->lse.data, p->lse_dtype, fa_at(&p->lse, e->batch, head, row, 0), -INFINITY);
         }
     }
 }

@@ -52,10 +52,9 @@ static inline fa_cpu_entry fa_cpu_next(const fa_problem *problem, int64_t b, fa_
     return next;
 }
 
-/* Index into p->lse. */
-static inline int64_t fa_cpu_lse_index(const fa_problem *problem, int64_t batch, int64_t head, int64_t row) {
-    const fa_forward *p = &problem->forward;
-    return ((problem->sequences.packed_q ? 0 : batch) * p->heads + head) * p->seq_q + row;
+/* Elements from the data of an operand to one of its own. */
+static inline int64_t fa_at(const fa_operand *x, int64_t b, int64_t h, int64_t i, int64_t j) {
+    return b * x->stride[0] + h * x->stride[1] + i * x->stride[2] + j * x->stride[3];
 }
 
 /* Elements from k's or v's data to key `key` of an entry and a head; the key's page is one. */

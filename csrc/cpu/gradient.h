@@ -8,10 +8,6 @@
 #include "cpu/limit.h"
 #include "fa.h"
 
-static inline int64_t fa_at(const fa_operand *x, int64_t b, int64_t h, int64_t i, int64_t j) {
-    return b * x->stride[0] + h * x->stride[1] + i * x->stride[2] + j * x->stride[3];
-}
-
 /* Query heads that share a kv head; 0 where there are none. */
 static inline int64_t fa_group(const fa_forward *f) { return f->heads_kv ? f->heads / f->heads_kv : 0; }
 

@@ -250,7 +250,7 @@ static void block_step(const work *w, block *b, const key_tile *t, bool windowed
 
 static void write_lse(const work *w, int64_t head, int64_t query, real maximum, real sum) {
     const int64_t row = w->entry->entry.first_q + query;
-    ((real *)w->p->lse)[fa_cpu_lse_index(w->problem, w->entry->batch, head, row)] =
+    ((real *)w->p->lse.data)[fa_at(&w->p->lse, w->entry->batch, head, row, 0)] =
         sum == 0 ? -(real)INFINITY : (real)(maximum + log(sum));
 }
 
@@ -275,7 +275,7 @@ static bool block_end(const work *w, block *b) {
             write_row((char *)row_of(w, b, m * LANES + lane, &p->out, p->out_dtype), p->out_dtype, p->out.stride[3],
                       w->buffer + lane * padded(p->head_dim_v), p->head_dim_v);
     }
-    for (int lane = 0; lane < b->rows && p->lse; lane++)
+    for (int lane = 0; lane < b->rows && p->lse.data; lane++)
         write_lse(w, b->head[lane], b->query[lane], b->maximum[lane], b->sum[lane]);
     return v_any(nan);
 }

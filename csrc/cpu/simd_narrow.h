@@ -120,7 +120,7 @@ static void narrow_end(const work *w, narrow_row *r) {
     for (int c = 0; c < p->head_dim_v; c++) r->o[c] = r->sum == 0 ? 0 : r->o[c] / r->sum;
     char *to = (char *)element(&p->out, p->out_dtype, w->entry->batch, r->head, w->entry->entry.first_q + r->query);
     write_row(to, p->out_dtype, p->out.stride[3], r->o, p->head_dim_v);
-    if (p->lse) write_lse(w, r->head, r->query, r->maximum, r->sum);
+    if (p->lse.data) write_lse(w, r->head, r->query, r->maximum, r->sum);
 }
 
 #endif

@@ -19,13 +19,6 @@ static const fa_view *subject(const fa_backward_request *request, fa_grad grad) 
     return views[grad];
 }
 
-/* A view of (B, H, Sq) as an operand. */
-static void row_operand(fa_operand *operand, const fa_view *view) {
-    operand->data = view->data;
-    operand->stride[3] = 0;
-    for (int axis = 0; axis < 3; axis++) operand->stride[axis] = view->shape[axis] == 1 ? 0 : view->strides[axis];
-}
-
 /* out, lse, dout, dlse. */
 static fa_code check_inputs(const fa_backward_request *request, fa_problem *problem, fa_status *status) {
     fa_backward *p = &problem->backward;
@@ -40,14 +33,14 @@ static fa_code check_inputs(const fa_backward_request *request, fa_problem *prob
     FA_TRY(fa_check_array("lse", lse, rows, 3, of_lse, "q", q, status));
     fa_view_operand(&forward->out, out, request->forward.options.layout);
     forward->out_dtype = out->dtype;
-    row_operand(&p->lse, lse);
+    fa_lse_operand(&p->lse, lse);
     if (request->dout) {
         FA_TRY(fa_check_array("dout", request->dout, shape, 4, own, "q", q, status));
         fa_view_operand(&p->dout, request->dout, request->forward.options.layout);
     }
     if (request->dlse) {
         FA_TRY(fa_check_array("dlse", request->dlse, rows, 3, of_lse, "q", q, status));
-        row_operand(&p->dlse, request->dlse);
+        fa_lse_operand(&p->dlse, request->dlse);
     }
     if (!request->dout && !request->dlse)
         return fa_fail(status, FA_EVALUE, "dout is None and dlse is not given; accepted: dout, dlse or both");

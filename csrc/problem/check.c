@@ -212,3 +212,9 @@ void fa_view_operand(fa_operand *operand, const fa_view *view, fa_layout layout)
         operand->stride[axis] = source < 0 || view->shape[source] == 1 ? 0 : view->strides[source];
     }
 }
+
+void fa_lse_operand(fa_operand *operand, const fa_view *view) {
+    *operand = (fa_operand){.data = view->data};
+    for (int axis = 0; axis < view->ndim; axis++)
+        operand->stride[axis + 3 - view->ndim] = view->shape[axis] == 1 ? 0 : view->strides[axis];
+}

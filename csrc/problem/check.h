@@ -39,6 +39,8 @@ static inline int64_t fa_view_extent(const fa_view *view, fa_layout layout, int 
 
 /* A view of four axes, or of three, as an operand of (batch, heads, rows, head_dim). */
 void fa_view_operand(fa_operand *operand, const fa_view *view, fa_layout layout);
+/* A view of an LSE, (B, H, S) or of packed rows (H, T), as an operand of (B, H, S). */
+void fa_lse_operand(fa_operand *operand, const fa_view *view);
 
 /* Bytes from view->data to the first that the view covers and past the last; both 0 when it is empty. */
 void fa_view_range(const fa_view *view, int64_t *low, int64_t *high);

@@ -244,15 +244,9 @@ static fa_code check_result(const char *name, const fa_view *view, const int64_t
 }
 
 static fa_code check_lse(const fa_view *lse, const fa_problem *problem, const fa_request *request, fa_status *status) {
-    int64_t shape[3], expected = 1;
+    int64_t shape[3];
     const int ndim = fa_forward_lse_shape(problem, shape);
     FA_TRY(check_result("lse", lse, shape, ndim, 1u << problem->forward.lse_dtype, request, status));
-    for (int axis = ndim - 1; axis >= 0 && !fa_view_empty(lse); axis--) {
-        if (lse->shape[axis] > 1 && lse->strides[axis] != expected)
-            return fa_fail(status, FA_EVALUE, "lse is not C-contiguous; accepted: a C-contiguous array of shape %s",
-                           fa_show_shape(shape, ndim).text);
-        expected *= lse->shape[axis] ? lse->shape[axis] : 1;
-    }
     return fa_check_disjoint("lse", lse, "out", request->out, status);
 }
 
@@ -262,6 +256,13 @@ static void contiguous_out(fa_problem *problem, fa_layout layout) {
     view.ndim = fa_forward_out_shape(problem, layout, view.shape);
     fa_view_contiguous(&view);
     fa_view_operand(&problem->forward.out, &view, layout);
+}
+
+static void contiguous_lse(fa_problem *problem) {
+    fa_view view = {0};
+    view.ndim = fa_forward_lse_shape(problem, view.shape);
+    fa_view_contiguous(&view);
+    fa_lse_operand(&problem->forward.lse, &view);
 }
 
 /* What the call asks for that a kernel may lack. */
@@ -283,9 +284,10 @@ static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *p
     problem->device = request->q->device;
     problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     problem->batch_invariant = request->options.batch_invariant;
-    p->bias = p->mask = p->sinks = (fa_operand){0}; /* what is absent; all other fields are set below */
+    /* what is absent; all other fields are set below */
+    p->lse = p->bias = p->mask = p->sinks = (fa_operand){0};
     problem->extra = (fa_extra){.alibi = {0}};
-    p->out.data = p->lse = NULL;
+    p->out.data = NULL;
     p->dtype = p->bias_dtype = p->sinks_dtype = p->out_dtype = request->q->dtype;
     p->lse_dtype = p->dtype == FA_F64 ? FA_F64 : FA_F32;
     p->wants_lse = request->options.return_lse || request->lse;
@@ -331,7 +333,9 @@ fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_stat
     }
     if (request->lse) {
         FA_TRY(check_lse(request->lse, problem, request, status));
-        p->lse = request->lse->data;
+        fa_lse_operand(&p->lse, request->lse);
+    } else {
+        contiguous_lse(problem);
     }
     if (problem->device.kind == FA_CUDA && p->dtype == FA_F64)
         return fa_fail(status, FA_EUNSUPPORTED,
@@ -392,5 +396,5 @@ int fa_forward_lse_shape(const fa_problem *problem, int64_t shape[3]) {
 
 void fa_forward_set_outputs(fa_forward *problem, void *out, void *lse) {
     problem->out.data = out;
-    problem->lse = lse;
+    problem->lse.data = lse;
 }

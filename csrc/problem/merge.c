@@ -25,14 +25,6 @@ static bool same_shape(const fa_view *view, const int64_t *shape, int ndim) {
     return same;
 }
 
-/* A view of an lse, (B, H, S) or packed (H, T), as (B, H, S). */
-static void lse_operand(fa_operand *operand, const fa_view *view) {
-    operand->data = view->data;
-    operand->stride[0] = 0;
-    for (int axis = 0; axis < view->ndim; axis++)
-        operand->stride[axis + 3 - view->ndim] = view->shape[axis] == 1 ? 0 : view->strides[axis];
-}
-
 /* The first part, whose shape, dtype and device the others share. */
 static fa_code check_first(const fa_merge_request *request, fa_merge *p, fa_status *status) {
     const fa_view *first = request->outs[0];
@@ -133,7 +125,7 @@ static fa_code check_results(const fa_merge_request *request, fa_merge *p, fa_st
         FA_TRY(fa_check_disjoint("lse", lse, "out", out, status));
     }
     fa_view_operand(&p->out, out ? out : &made_out, request->layout);
-    lse_operand(&p->lse, lse ? lse : &made_lse);
+    fa_lse_operand(&p->lse, lse ? lse : &made_lse);
     return FA_OK;
 }
 
@@ -146,7 +138,7 @@ fa_code fa_merge_build(const fa_merge_request *request, fa_part *parts, fa_probl
     for (int n = 0; n < request->count; n++) {
         FA_TRY(check_part(request, p, n, status));
         fa_view_operand(&parts[n].out, request->outs[n], request->layout);
-        lse_operand(&parts[n].lse, request->lses[n]);
+        fa_lse_operand(&parts[n].lse, request->lses[n]);
     }
     p->parts = parts;
     p->count = request->count;

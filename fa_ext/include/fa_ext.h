@@ -122,7 +122,7 @@ typedef struct fa_ext_forward {
     const fa_ext_array *sinks;       /* (H,) */
     const fa_ext_array *alibi;       /* (H,) or (B, H), float32: slopes of ALiBi */
     const fa_ext_array *out;         /* result: (B, H, Sq, Dv), or as `layout` says */
-    const fa_ext_array *lse;         /* result: (B, H, Sq), C-contiguous */
+    const fa_ext_array *lse;         /* result: (B, H, Sq) */
     const fa_ext_options *options;   /* NULL: the defaults */
     /* int32, as all that follow: where the rows of sequences begin, (B + 1,), and how many of them are used, (B,) */
     const fa_ext_array *cu_seqlens_q, *seqlens_q, *cu_seqlens_k, *seqlens_k;

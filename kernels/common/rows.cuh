@@ -27,10 +27,9 @@ __device__ __forceinline__ const uint8_t *mask_row(const fa_forward &p, int64_t 
     return row_of<const uint8_t>(p.mask, batch, head, row);
 }
 
-/* Where the LSE of a query lies in a contiguous (batch, heads, seq_q) array. */
-template <class Int, class Row, class Heads, class Rows>
-__device__ __forceinline__ int64_t lse_index(Int batch, Int head, Row row, const Heads &heads, const Rows &seq_q) {
-    return (int64_t(batch) * heads + head) * seq_q + row;
+/* Writes the LSE of a query where the call wants it. */
+__device__ __forceinline__ void store_lse(const fa_forward &p, int64_t batch, int64_t head, int64_t row, float lse) {
+    if (p.lse.data) *row_of<float>(p.lse, batch, head, row) = lse;
 }
 
 /* N consecutive elements as one value of N * sizeof(T) <= 16 bytes, which is also their alignment. */

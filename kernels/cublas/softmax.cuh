@@ -12,7 +12,7 @@
 #include "common/chaos.cuh"
 #include "common/convert.cuh" // from_float
 #include "common/mask.cuh"    // row_keys
-#include "common/rows.cuh"    // bias_row, mask_row, row_of, lse_index
+#include "common/rows.cuh"    // bias_row, mask_row, row_of, store_lse
 #include "common/score.cuh"   // bias_of, add_bias_or_exclude
 #include "common/softmax.cuh" // RowState, finish_row
 #include "fa.h"               // fa_forward
@@ -151,8 +151,7 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads)
     }
 
     const RowResult result = finish_row(p, row.head, state);
-    if (p.lse && thread == 0)
-        static_cast<float *>(p.lse)[lse_index(row.batch, row.head, row.row, p.heads, p.seq_q)] = result.lse;
+    if (thread == 0) store_lse(p, row.batch, row.head, row.row, result.lse);
     if constexpr (kHeld) {
         __syncwarp(); // where a block shares the row, reduce() held it together
 #pragma unroll
@@ -183,9 +182,7 @@ __global__ void empty_rows_kernel(const __grid_constant__ fa_forward p, const __
         const Row<T> row(p, chunk, 0.0f, unsigned(n / p.head_dim_v));
         const int64_t dim = n % p.head_dim_v;
         row_of<T>(p.out, row.batch, row.head, row.row)[dim * p.out.stride[3]] = from_float<T>(0.0f);
-        if (p.lse && dim == 0)
-            static_cast<float *>(p.lse)[lse_index(row.batch, row.head, row.row, p.heads, p.seq_q)] =
-                finish_row(p, row.head, RowState()).lse;
+        if (dim == 0) store_lse(p, row.batch, row.head, row.row, finish_row(p, row.head, RowState()).lse);
     }
 }
 

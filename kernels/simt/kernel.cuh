@@ -14,7 +14,7 @@
 #include "common/chaos.cuh"
 #include "common/convert.cuh" // to_float, from_float
 #include "common/mask.cuh"    // tile_keys, key_band
-#include "common/rows.cuh"    // Chunk, store_chunk, row_of, bias_row, mask_row
+#include "common/rows.cuh"    // Chunk, store_chunk, row_of, bias_row, mask_row, store_lse
 #include "common/score.cuh"   // kLog2E
 #include "common/softmax.cuh" // RowState, finish_row, scaled_down
 #include "simt/loader.cuh"    // Loader, NextBlock
@@ -353,7 +353,7 @@ template <typename T, Tile t> struct LaneTile {
                 for (int e = 0; e < 4; ++e) chunk.element[e] = from_float<T>(out[i][c][e] * result.factor);
                 store_chunk(target, p.out.stride[3], 4 * column + 32 * c, p.head_dim_v, o.out_chunks, chunk);
             }
-            if (p.lse && column == 0) static_cast<float *>(p.lse)[(batch * p.heads + head) * p.seq_q + n] = result.lse;
+            if (column == 0) store_lse(p, batch, head, n, result.lse);
         }
     }
 

@@ -226,8 +226,7 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
                 else
                     write<float>(p, o, batch, head, row, 4 * this->column + 32 * d, value);
             }
-            if (p.lse && this->column == 0)
-                static_cast<float *>(p.lse)[((c.s.packed_q ? 0 : batch) * p.heads + head) * p.seq_q + row] = result.lse;
+            if (this->column == 0) store_lse(p, batch, head, row, result.lse);
         }
     }
 

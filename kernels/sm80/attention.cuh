@@ -19,7 +19,7 @@
 #include "common/convert.cuh" // from_float
 #include "common/partial.cuh" // finish_joined, partial_states
 #include "common/ptx.cuh"     // cp_async_commit, cp_async_wait, exp2_fast
-#include "common/rows.cuh"    // row_of
+#include "common/rows.cuh"    // row_of, store_lse
 #include "common/softmax.cuh" // RowResult
 #include "common/tiles.cuh"   // place_of
 #include "fa.h"               // fa_forward
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(128) combine_splits(const __grid_constant__ Mm
         for (int i = 0; i < kColumns; ++i) out[i] += part[32 * i] * factor;
     }
     const RowResult result = finish_joined(shift, sum, sink);
-    if (p.lse && lane == 0) static_cast<float *>(p.lse)[row] = result.lse;
+    if (lane == 0) store_lse(p, batch, head, query, result.lse);
     T *to = row_of<T>(p.out, batch, head, query);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i)

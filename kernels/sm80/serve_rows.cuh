@@ -7,7 +7,7 @@
 #include "common/convert.cuh" // from_float, load_as_float
 #include "common/fold.cuh"    // fold_state, fold_value
 #include "common/partial.cuh" // finish_joined, partial_states
-#include "common/rows.cuh"    // bias_row, mask_row, row_of, lse_index
+#include "common/rows.cuh"    // bias_row, mask_row, row_of, store_lse
 #include "common/score.cuh"   // add_bias, bounded
 #include "philox.h"           // fa_philox, fa_dropout_head, fa_dropout_keeps, fa_dropout_scale
 #include "sm80/serve_job.cuh" // Job, ServeShared
@@ -18,11 +18,6 @@ namespace fa::sm80 {
 __device__ __forceinline__ float serve_sink(const fa_forward &p, int head) {
     if (!p.sinks.data) return -INFINITY;
     return bounded(load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0]));
-}
-
-/* Writes the LSE of a row of out. */
-__device__ __forceinline__ void store_lse(const fa_forward &p, int64_t batch, int head, int64_t row, float lse) {
-    if (p.lse) static_cast<float *>(p.lse)[lse_index(batch, int64_t(head), row, p.heads, p.seq_q)] = lse;
 }
 
 /* One element of out. */

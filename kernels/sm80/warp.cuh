@@ -8,7 +8,7 @@
 #include "common/convert.cuh" // load_as_float
 #include "common/partial.cuh" // finish_joined, partial_states
 #include "common/ptx.cuh"     // exp2_fast, ldmatrix_x4, mma_16x8x16, pack
-#include "common/rows.cuh"    // row_of, lse_index
+#include "common/rows.cuh"    // row_of
 #include "common/score.cuh"   // bounded
 #include "common/softmax.cuh" // weight_rounding, RowResult
 #include "fa.h"               // fa_forward
@@ -222,7 +222,7 @@ template <class C> struct MmaWarp {
         const BlockPlace place(args);
         const int first_query = place.row_block * C::kTileM + warp_m * C::kWarpRows;
         const fa_forward &p = args.problem;
-        const int64_t first_row = split * args.rows() + lse_index(place.batch, place.head, 0, p.heads, p.seq_q);
+        const int64_t first_row = split * args.rows() + (int64_t(place.batch) * p.heads + place.head) * p.seq_q;
         float2 *states = partial_states<C::kHeadDim>(args.partial, args.splits, args.rows());
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r)
@@ -246,8 +246,7 @@ template <class C> struct MmaWarp {
         const BlockPlace place(args);
         const int first_query = place.row_block * C::kTileM + warp_m * C::kWarpRows;
         const int queries = min(C::kWarpRows, int(p.seq_q) - first_query);
-        float *lse =
-            static_cast<float *>(p.lse) + (int64_t(place.batch) * p.heads + place.head) * p.seq_q + first_query;
+        float *lse = row_of<float>(p.lse, place.batch, place.head, first_query);
         __syncwarp();
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r)
@@ -257,7 +256,7 @@ template <class C> struct MmaWarp {
                 const int row = r * 16 + i * 8 + lane / 4;
                 const RowResult result =
                     finish_joined(shift[r][i], total, sink_of(args, place.head, first_query + row));
-                if (p.lse && lane % 4 == 0 && row < queries) lse[row] = result.lse;
+                if (p.lse.data && lane % 4 == 0 && row < queries) lse[row * p.lse.stride[2]] = result.lse;
 #pragma unroll
                 for (int j = 0; j < C::kHeadDim / 8; ++j)
                     store_shared(rows + Layout::offset(row, j) + lane % 4 * 4,

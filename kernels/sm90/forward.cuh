@@ -48,6 +48,7 @@ struct ForwardParams {
     void *out;             // (B, H, Sq, D); without
     int64_t out_stride[3]; // elements, of B, H, Sq
     float *lse;            // (B, H, Sq) or NULL
+    int64_t lse_stride[3]; // elements, of B, H and, 1 less, of Sq
     const void *sinks;     // (H) or NULL
     int64_t sinks_stride;
     fa_dtype sinks_dtype;
@@ -354,8 +355,9 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
             const int i = row + 8 * r;
             const RowResult result = softmax.finish(r, p.score_factor, sink);
             factor[r] = result.factor;
-            if (p.lse && i < p.seq_q && lane % 4 == 0)
-                p.lse[lse_index(tile.batch, tile.head, i, p.schedule.heads, p.seq_q)] = result.lse;
+            if (p.lse && i < p.seq_q && lane % 4 == 0) // with i times the whole stride, the loop has other registers
+                p.lse[tile.batch * p.lse_stride[0] + tile.head * p.lse_stride[1] + i + i * p.lse_stride[2]] =
+                    result.lse;
         }
         if constexpr (C::kStaged) {
             if (__any_sync(0xffffffff, factor[0] == 0.0f || factor[1] == 0.0f)) clear_rows(out, factor);

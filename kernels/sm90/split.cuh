@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
         }
     }
     // What only the end needs of the constant bank: a miss costs less here.
-    asm volatile("" ::"l"(params.out), "l"(params.out_row), "l"(params.lse), "r"(params.heads));
+    asm volatile("" ::"l"(params.out), "l"(params.out_row), "l"(params.lse), "l"(params.lse_row));
     __syncthreads();
     if (warp % 4 == 0 && elect_one()) { // V after the K of every warpgroup
 #pragma unroll

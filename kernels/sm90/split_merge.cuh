@@ -7,7 +7,6 @@
 #pragma once
 #include "common/convert.cuh" // load_as_float
 #include "common/mask.cuh"    // Span
-#include "common/rows.cuh"    // lse_index
 #include "common/score.cuh"
 #include "common/softmax.cuh"
 #include "fa.h"
@@ -63,10 +62,10 @@ struct Params {
     void *out;
     int64_t out_batch, out_head, out_row; // strides, elements
     float *lse;
+    int64_t lse_batch, lse_head, lse_row; // strides, elements
     const void *sinks;
     int64_t sinks_stride;
     fa_dtype sinks_dtype;
-    int heads;
 };
 
 /* Keys that a row sees: row_span() of mask.cuh in another order of its terms, on which the machine code depends. Sums
@@ -153,7 +152,7 @@ __device__ __forceinline__ RowResult finish_total(const Params &params, const Ro
 }
 __device__ __forceinline__ void store_lse(const Params &params, int query, float lse) {
     if (params.lse && query < params.seq_q)
-        params.lse[lse_index(blockIdx.z, blockIdx.y, query, params.heads, params.seq_q)] = lse;
+        params.lse[blockIdx.z * params.lse_batch + blockIdx.y * params.lse_head + query * params.lse_row] = lse;
 }
 
 /* Merges the partial results of the rows that this block finishes, from `row` on, and writes them: each warp takes one

@@ -171,11 +171,11 @@ void fill_params(Params *params, const fa_forward *p, int splits) {
     params->score = score_params(*p);
     params->out = p->out.data;
     params->out_batch = p->out.stride[0], params->out_head = p->out.stride[1], params->out_row = p->out.stride[2];
-    params->lse = static_cast<float *>(p->lse);
+    params->lse = static_cast<float *>(p->lse.data);
+    params->lse_batch = p->lse.stride[0], params->lse_head = p->lse.stride[1], params->lse_row = p->lse.stride[2];
     params->sinks = p->sinks.data;
     params->sinks_stride = p->sinks.stride[0];
     params->sinks_dtype = p->sinks_dtype;
-    params->heads = static_cast<int>(p->heads);
 }
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {

@@ -119,8 +119,7 @@ __device__ __forceinline__ void finish_rows(const Params &params, const Tile &ti
         if (p.sinks.data && exists) sink = load_as_float(p.sinks.data, p.sinks_dtype, place.head * p.sinks.stride[0]);
         const RowResult result = softmax.finish(r, params.score_factor, sink);
         factor[r] = result.factor;
-        if (p.lse && exists && threadIdx.x % 4 == 0)
-            static_cast<float *>(p.lse)[lse_index(batch, place.head, query, p.heads, p.seq_q)] = result.lse;
+        if (exists && threadIdx.x % 4 == 0) store_lse(p, batch, place.head, query, result.lse);
         target[r] = exists ? row_of<T>(p.out, batch, place.head, query) : nullptr;
     }
 }

@@ -16,10 +16,8 @@ __device__ __forceinline__ void write_nothing(const Call &call, int batch, int64
         for (int n = lane; n < heads * pieces; n += 32)
             *reinterpret_cast<uint4 *>(row_of<uint16_t>(p.out, batch, n / pieces, query) + n % pieces * 8) =
                 make_uint4(0, 0, 0, 0);
-        if (!p.lse) continue;
 #pragma unroll 1
-        for (int head = lane; head < heads; head += 32)
-            static_cast<float *>(p.lse)[lse_index(batch, head, query, p.heads, p.seq_q)] = -INFINITY;
+        for (int head = lane; head < heads; head += 32) store_lse(p, batch, head, query, -INFINITY);
     }
 }
 

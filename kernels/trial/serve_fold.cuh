@@ -2,6 +2,7 @@
 #pragma once
 #include "common/convert.cuh"
 #include "common/fold.cuh"
+#include "common/rows.cuh"
 #include "common/softmax.cuh"
 #include "trial/serve_config.cuh"
 
@@ -17,15 +18,10 @@ __device__ __forceinline__ RowPlace row_place(const Params &params, int b, int k
     return {first_q + query, params.s.packed_q ? 0 : b, kv_head * params.group + row - query * params.group};
 }
 
-__device__ __forceinline__ void store_lse(const Params &params, const RowPlace &row, float lse) {
-    const fa_forward &p = params.p;
-    if (p.lse) static_cast<float *>(p.lse)[(int64_t(row.batch) * p.heads + row.head) * p.seq_q + row.query] = lse;
-}
-
 /* Factor of the accumulated output; the LSE is written. */
 __device__ __forceinline__ float finish(const Params &params, const RowPlace &row, const RowState &state, bool writes) {
     const RowResult result = params.p.sinks.data ? finish_row(params.p, row.head, state) : finish_fast(state);
-    if (writes) store_lse(params, row, result.lse);
+    if (writes) store_lse(params.p, row.batch, row.head, row.query, result.lse);
     return result.factor;
 }
 
@@ -50,7 +46,7 @@ __device__ __forceinline__ void write_nothing(const Params &params, int b, int k
 #pragma unroll 1
         for (int head = kv_head * params.group; head < (kv_head + 1) * params.group; ++head) {
             const RowPlace row = {query, params.s.packed_q ? 0 : b, head};
-            if (lane == 0) store_lse(params, row, -INFINITY);
+            if (lane == 0) store_lse(params.p, row.batch, row.head, row.query, -INFINITY);
 #pragma unroll 1
             for (int column = lane; column < params.p.head_dim_v; column += 32) store_out<T>(params, row, column, 0.0f);
         }

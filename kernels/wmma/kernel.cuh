@@ -8,7 +8,7 @@
 
 #include "common/mask.cuh"    // tile_keys, tile_common_keys
 #include "common/ring.cuh"    // RingState
-#include "common/rows.cuh"    // row_of, lse_index
+#include "common/rows.cuh"    // row_of, store_lse
 #include "common/softmax.cuh" // finish_row, softmax_shift, weight_rounding
 #include "fa.h"               // fa_forward
 #include "wmma/fragment.cuh"  // load_block, scale_rows
@@ -173,8 +173,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
             weight_rounding<T>(owned.highest, params.options.score.scale_log2, softmax_shift(owned.state.maximum));
     const RowResult result = finish_row(p, head, owned.state);
     if (lane < kStripRows) factor[lane] = result.factor;
-    if (p.lse && lane < kStripRows && owned.row < p.seq_q)
-        static_cast<float *>(p.lse)[lse_index(batch, head, owned.row, p.heads, p.seq_q)] = result.lse;
+    if (lane < kStripRows && owned.row < p.seq_q) store_lse(p, batch, head, owned.row, result.lse);
     __syncwarp();
     scale_rows(out, factor);
     write_output<T, C>(params, batch, head, warp_row, out, strip, lane);

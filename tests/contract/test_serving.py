@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import fa_ext
+import lse_views
 import rows
 import serving_cases
 from fa_ext.reference import serving
-from operands import BFLOAT16, place
+from operands import BFLOAT16, Unplaceable, place
 from rows import library_of as library
 from rows import on
 from serving_calls import adapted, attend, parts_of, same_bits
@@ -93,6 +94,20 @@ def test_float32_out_is_not_rounded(dtype, kernel):
         ulp = {"float16": 2**-10, "bfloat16": 2**-7}[dtype]
         np.testing.assert_allclose(wide, narrow.astype(np.float32), rtol=0, atol=ulp * np.abs(wide).max())
         assert (wide != narrow.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("kind", lse_views.KINDS)
+@pytest.mark.parametrize("storage", Q_STORAGE)
+def test_an_lse_has_any_strides(storage, kind, kernel):
+    """(H, T) of packed queries too; rows of no sequence get -inf there, and what lies between the elements nothing."""
+    n_q = (1, 1, 0, 1) if storage == "one" else (1, 7, 0, 17)
+    cases = [ServingCase(n_q, (5, 900, 4, 90), q=storage, causal="bottom_right", sinks=True),
+             ServingCase(tuple(10 * n for n in n_q) if storage != "one" else n_q, (50, 90, 4, 200), q=storage, k="packed", heads_kv=1)]  # fmt: skip
+    for case in (adapted(kernel, case) for case in cases):
+        try:
+            lse_views.assert_written(kernel, on(kernel, case.arguments()), kind, library(kernel))
+        except Unplaceable as error:
+            pytest.skip(str(error))
 
 
 # ---- bits ----

@@ -13,6 +13,7 @@ import pytest
 
 import emulator
 import fa_ext
+import lse_views
 import rows
 import serving_cases
 from case import Case
@@ -91,6 +92,15 @@ def test_sequences(emulated, kernel, seed):
         case = adapted(kernel, case)
         report = fa_ext.verify(**case.arguments(), kernel=row)
         assert report, f"{case}\n{report}"
+
+
+@pytest.mark.parametrize("kind", ["swapped", "negative", "step"])
+@pytest.mark.parametrize("storage", serving_cases.Q_STORAGE)
+def test_an_lse_has_any_strides(emulated, kernel, storage, kind):
+    row, _ = emulated(kernel)
+    n_q = (1, 1, 0, 1) if storage == "one" else (1, 7, 0, 37)
+    case = ServingCase(n_q, (5, 900, 4, 90), q=storage, head_dim=64, dtype="float16", causal="bottom_right")
+    lse_views.assert_written(row, case.arguments(), kind)
 
 
 #: Where plans of serving say how many blocks there are.

@@ -15,6 +15,7 @@ import pytest
 import emulator
 import fa_ext
 import gradients
+import lse_views
 import rows
 from case import Case
 from emulated import replaced, seeds_that_fail
@@ -146,6 +147,13 @@ def test_forward(emulated, seed, kernel, name):
     assert report, report
 
 
+@pytest.mark.parametrize("kind", ["swapped", "negative", "step"])
+@pytest.mark.parametrize("name", ["B2,H4/2,S70x75,D64,float16,causal=bottom_right", "B2,H2/1,S3x1500,D64,float16,causal=bottom_right"])
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_an_lse_has_any_strides(emulated, kernel, name, kind):
+    lse_views.assert_written(emulated(kernel, **FORWARD[kernel]), Case.parse(name).host_inputs(), kind)
+
+
 def test_a_persistent_kernel_walks_over_several_tiles(emulated, seed, monkeypatch):
     monkeypatch.setenv("FA_EMULATOR_SMS", "2")
     kernel = emulated("wgmma_sm90", **FORWARD["wgmma_sm90"])
@@ -162,7 +170,10 @@ def test_a_persistent_kernel_walks_over_several_tiles(emulated, seed, monkeypatc
     ],
 )
 def test_forward_of_what_takes_long_to_compile(emulated, seed, kernel, options, name):
-    assert rows.verdict(emulated(kernel, "slow", **options), Case.parse(name))
+    kernel = emulated(kernel, "slow", **options)
+    assert rows.verdict(kernel, Case.parse(name))
+    for kind in lse_views.KINDS:
+        lse_views.assert_written(kernel, Case.parse(name).host_inputs(), kind)
 
 
 BACKWARD = {

@@ -11,6 +11,7 @@ import pytest
 
 import emulator
 import fa_ext
+import lse_views
 import rows
 import serving_cases
 from case import Case
@@ -77,6 +78,14 @@ def test_serving(serve, monkeypatch, case, blocks, seed):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
     monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
     holds(serve, case)
+
+
+@pytest.mark.parametrize("blocks", [132, 2])  # clusters; ranges of few workers
+@pytest.mark.parametrize("kind", ["swapped", "negative", "step"])
+@pytest.mark.parametrize("case", SERVING[:3], ids=str)
+def test_an_lse_has_any_strides(serve, monkeypatch, case, kind, blocks):
+    monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
+    lse_views.assert_written(serve, case.arguments(), kind, check=False)
 
 
 @pytest.mark.parametrize("blocks", [132, 10, 3])

@@ -15,6 +15,7 @@ import pytest
 
 import emulator
 import fa_ext
+import lse_views
 import rows
 import serving_cases
 from case import Case
@@ -75,6 +76,13 @@ def prefill(emulated):
 def holds(kernel, case, put=lambda arguments: arguments):
     report = fa_ext.verify(**put(case.arguments()), kernel=kernel, check=False)
     assert report, f"{case}\n{report}"
+
+
+@emulates
+@pytest.mark.parametrize("kind", ["swapped", "negative", "step"])
+@pytest.mark.parametrize("case", [CASES[1], CASES[6], CASES[7]], ids=str)
+def test_an_lse_has_any_strides(prefill, case, kind):
+    lse_views.assert_written(prefill, case.arguments(), kind, check=False)
 
 
 def sequences_of(case, arguments, out, lse):

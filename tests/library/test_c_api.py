@@ -15,6 +15,7 @@ from c_interface import BACKWARD, FORWARD, GRADIENTS, LANGUAGES, array_of, compi
 import cases
 import fa_ext
 import gradients
+import lse_views
 from case import Case
 from fa_ext import _core
 from operands import Unplaceable
@@ -97,6 +98,10 @@ def test_forward_has_the_bits_of_python(client, case):
     out[...] = np.nan
     assert client.call("forward", forward_arrays(inputs, out, None), options=options_in(inputs)) == OK, client.said()
     np.testing.assert_array_equal(out.astype(np.float64), fa_ext.attention(**inputs).astype(np.float64))
+    kind = lse_views.KINDS[case.seed % len(lse_views.KINDS)]
+    lse, memory = lse_views.poisoned(wanted_lse.shape, wanted_lse.dtype, kind)
+    assert client.call("forward", forward_arrays(inputs, out, lse), options=options_in(inputs)) == OK, client.said()
+    assert memory.tobytes() == lse_views.with_only(wanted_lse, kind)
 
 
 @pytest.mark.parametrize("case", [c for c in random.Random(6).sample(gradients.contract("cpu_ref_backward"), 40)], ids=str)

@@ -8,6 +8,7 @@ import pytest
 from c_interface import APPEND, FORWARD, array_of, compiled
 
 import fa_ext
+import lse_views
 from operands import BFLOAT16
 from serving_cases import ServingCase, append_call, grid, lengths, random_cases
 
@@ -36,12 +37,13 @@ def arrays_of(names, given):
     return [None if given.get(name) is None else array_of(given[name]) for name in names]
 
 
-def attend(client, arguments, *, check=0, **run):
+def attend(client, arguments, *, check=0, lse=None, **run):
     """(code, out, lse) of a call through the table."""
     q, v = arguments["q"], arguments["v"]
     wide = np.float64 if q.dtype == np.float64 else np.float32
     rows = q.shape[1::-1] if q.ndim == 3 else (q.shape[0], *(q.shape[1:3] if arguments["layout"] == "bhsd" else q.shape[2:0:-1]))
-    out, lse = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype), np.full(rows, np.nan, wide)
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
+    lse = np.full(rows, np.nan, wide) if lse is None else lse
     given = arguments | {"out": out, "lse": lse}
     options = {name: arguments[name] for name in OPTIONS if name in arguments}
     return client.call("forward", arrays_of(FORWARD, given), extra=check, options=options, **run), out, lse
@@ -62,6 +64,10 @@ def test_attention_over_sequences_has_the_bits_of_python(client, case):
     assert code == OK, client.said()
     for x, y in zip(got, wanted):
         assert x.tobytes() == y.tobytes()
+    for kind in ("swapped", "step"):
+        view, memory = lse_views.poisoned(wanted[1].shape, wanted[1].dtype, kind)
+        assert attend(client, arguments, lse=view)[0] == OK, client.said()
+        assert memory.tobytes() == lse_views.with_only(wanted[1], kind)
 
 
 def test_every_field_of_sequences_counts(client):
