@@ -254,7 +254,7 @@ def command(unit: Unit, target: Path, options: Options) -> list[str]:
     if unit.is_cuda:
         assert options.nvcc
         archs = unit.archs or options.archs or DEFAULT_ARCHS
-        mode = ["-G", "-g"] if options.debug else ["-O3", "-lineinfo"]
+        mode = ["-G", "-g"] if options.debug else ["-O3"]
         if options.chaos:
             mode += ["-DFA_CHAOS=1", "-include", str(KERNELS / "common" / "chaos.cuh")]
         if options.nvcc_release >= (12, 8):
