@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "memo.h"
+#include "philox.h"
 #include "problem/append.h"
 #include "problem/backward.h"
 #include "problem/check.h"
@@ -124,7 +125,7 @@ static fa_code read_dropout(const fa_ext_options *read, fa_dropout *dropout, fa_
         return fa_fail(status, FA_EVALUE, "options.dropout_heads is %u; accepted: 0 to %d",
                        (unsigned)read->dropout_heads, (int)INT32_MAX);
     dropout->threshold = (uint32_t)(65536 * read->dropout + 0.5);
-    if (!dropout->threshold) return FA_OK;
+    if (!dropout->threshold || read->dropout_state) return FA_OK;
     dropout->seed[0] = (uint32_t)read->dropout_seed, dropout->seed[1] = (uint32_t)(read->dropout_seed >> 32);
     dropout->offset = read->dropout_offset;
     dropout->heads = read->dropout_heads;
@@ -132,10 +133,12 @@ static fa_code read_dropout(const fa_ext_options *read, fa_dropout *dropout, fa_
     return FA_OK;
 }
 
-static fa_code read_options(const fa_ext_options *given, fa_options *options, fa_status *status) {
+/* Options as they were before the state of dropout are accepted, too. `state`: that. */
+static fa_code read_options(const fa_ext_options *given, fa_options *options, const void **state, fa_status *status) {
+    const size_t least = offsetof(fa_ext_options, dropout_state);
     fa_ext_options read = {.size = sizeof read};
     memset(options, 0, sizeof *options);
-    if (given) FA_TRY(FA_CAPI_STRUCT(fa_ext_options, given, &read, status));
+    if (given) FA_TRY(fa_capi_struct("fa_ext_options", given, least, &read, sizeof read, status));
     if (read.given & ~(uint32_t)(FA_EXT_SCALE | FA_EXT_WINDOW_LEFT | FA_EXT_WINDOW_RIGHT))
         return fa_fail(status, FA_EVALUE, "options.given is %#x; accepted: bits of fa_ext_given", (unsigned)read.given);
     if (read.causal < FA_EXT_CAUSAL_NONE || read.causal > FA_EXT_CAUSAL_BOTTOM_RIGHT)
@@ -150,7 +153,18 @@ static fa_code read_options(const fa_ext_options *given, fa_options *options, fa
     options->causal = (fa_causal)read.causal;
     options->has_layout = true;
     options->batch_invariant = read.batch_invariant != 0;
+    *state = read.dropout > 0 ? read.dropout_state : NULL;
     return read_dropout(&read, &options->dropout, status);
+}
+
+/* The state of dropout as an array of q's device; none where addresses are made up. */
+static fa_code read_state(const void *state, const fa_capi_call *c, fa_request *request, fa_view *view,
+                          fa_status *status) {
+    if (!state || c->alignment) return FA_OK;
+    *view = (fa_view){.data = (void *)(uintptr_t)state, .ndim = 1, .dtype = FA_U32, .device = request->q->device};
+    view->shape[0] = 8, view->strides[0] = 1;
+    request->dropout_state = view;
+    return fa_view_check("options.dropout_state", view, status);
 }
 
 /* ---- the operations: arguments -> problem and plan ---- */
@@ -166,7 +180,8 @@ static fa_code prepare_forward(const void *arguments, fa_capi_call *c, fa_status
     fa_ext_forward given;
     fa_request request = {0};
     fa_indices *x = &request.indices;
-    fa_view views[FORWARD_ARRAYS];
+    fa_view views[FORWARD_ARRAYS], words;
+    const void *state;
     FA_TRY(FA_CAPI_STRUCT(fa_ext_forward, arguments, &given, status));
     const slot slots[FORWARD_ARRAYS] = {
         {"q", given.q, &request.q, true, false},
@@ -187,9 +202,10 @@ static fa_code prepare_forward(const void *arguments, fa_capi_call *c, fa_status
         {"k_range_end", given.k_range_end, &x->key_end, false, false},
         {"positions", given.positions, &x->positions, false, false},
     };
-    FA_TRY(read_options(given.options, &request.options, status));
+    FA_TRY(read_options(given.options, &request.options, &state, status));
     FA_TRY(read_check(given.check, given.reserved, c, status));
     FA_TRY(read_arrays(slots, FORWARD_ARRAYS, c, views, status));
+    FA_TRY(read_state(state, c, &request, &words, status));
     return fa_dispatch(c->context, &request, c->forced, &c->problem, &c->info, &c->plan, status);
 }
 
@@ -197,7 +213,8 @@ static fa_code prepare_backward(const void *arguments, fa_capi_call *c, fa_statu
     fa_ext_backward given;
     fa_backward_request request = {0};
     fa_request *forward = &request.forward;
-    fa_view views[16];
+    fa_view views[16], words;
+    const void *state;
     FA_TRY(FA_CAPI_STRUCT(fa_ext_backward, arguments, &given, status));
     const slot slots[16] = {
         {"q", given.q, &forward->q, true, false},
@@ -217,8 +234,9 @@ static fa_code prepare_backward(const void *arguments, fa_capi_call *c, fa_statu
         {"dbias", given.dbias, &request.grad[FA_GRAD_BIAS], false, true},
         {"dsinks", given.dsinks, &request.grad[FA_GRAD_SINKS], false, true},
     };
-    FA_TRY(read_options(given.options, &forward->options, status));
+    FA_TRY(read_options(given.options, &forward->options, &state, status));
     FA_TRY(read_arrays(slots, 16, c, views, status));
+    FA_TRY(read_state(state, c, forward, &words, status));
     for (int n = 0; n < FA_GRAD_COUNT; n++) request.wants |= request.grad[n] ? 1u << n : 0;
     if (!request.wants)
         return fa_fail(status, FA_EVALUE, "dq, dk, dv, dbias and dsinks are NULL; accepted: at least one array");
@@ -331,8 +349,10 @@ fa_code fa_capi_read_keep(const void *arguments, fa_view *out, fa_dropout *dropo
     static const fa_capi_call none;
     fa_ext_dropout_keep given;
     fa_options options;
+    const void *state;
+    uint32_t words[8];
     FA_TRY(FA_CAPI_STRUCT(fa_ext_dropout_keep, arguments, &given, status));
-    FA_TRY(read_options(given.options, &options, status));
+    FA_TRY(read_options(given.options, &options, &state, status));
     if (!given.out) return fa_fail(status, FA_EVALUE, "out is NULL; accepted: an array");
     FA_TRY(read_array("out", given.out, 0, &none, out, status));
     if (out->device.kind != FA_CPU)
@@ -343,5 +363,6 @@ fa_code fa_capi_read_keep(const void *arguments, fa_view *out, fa_dropout *dropo
         return fa_fail(status, FA_EVALUE, "out has shape %s; accepted: (batch, heads, seq_q, seq_k)",
                        fa_show_shape(out->shape, out->ndim).text);
     FA_TRY(fa_check_output("out", out, out->shape, 4, 1u << FA_BOOL, "out", out, status));
+    if (state) fa_dropout_set(&options.dropout, memcpy(words, state, sizeof words));
     return fa_dropout_resolve(&options.dropout, out->shape[1], out->shape[2], out->shape[3], dropout, status);
 }

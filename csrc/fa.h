@@ -57,8 +57,19 @@ fa_code fa_fail(fa_status *status, fa_code code, const char *format, ...)
 
 /* ---- arrays ---- */
 
-/* Integers are indices, and bytes a workspace. */
-typedef enum fa_dtype { FA_F16, FA_BF16, FA_F32, FA_F64, FA_BOOL, FA_I32, FA_I64, FA_U8, FA_DTYPE_COUNT } fa_dtype;
+/* Integers are indices and words of dropout's state, and bytes a workspace. */
+typedef enum fa_dtype {
+    FA_F16,
+    FA_BF16,
+    FA_F32,
+    FA_F64,
+    FA_BOOL,
+    FA_I32,
+    FA_I64,
+    FA_U8,
+    FA_U32,
+    FA_DTYPE_COUNT
+} fa_dtype;
 
 const char *fa_dtype_name(fa_dtype dtype); /* "float16", ... */
 
@@ -99,6 +110,9 @@ typedef struct fa_dropout {
     uint32_t offset;
     uint32_t origin[4]; /* batch entry, head, query and key that the call's first ones are within the whole */
     uint32_t heads;     /* of the whole; 0 in a request: those of the call */
+    /* On a device: where the words {seed, offset, origin, heads} lie that count in place of those above, read by the
+     * kernel when it runs; a 0 for heads leaves those above. NULL: there are none. */
+    const uint32_t *state;
 } fa_dropout;
 
 /* What is no array. Zeroed before it is filled: two calls have the same options if these bytes are the same. */
@@ -128,6 +142,7 @@ typedef struct fa_request {
     const fa_view *out; /* NULL when the front end allocates it; so is lse */
     /* NULL when absent, as all down to `options`: what few calls have. */
     const fa_view *bias, *mask, *sinks, *alibi;
+    const fa_view *dropout_state;
     const fa_view *lse;
     fa_indices indices;
     const fa_view *workspace;

@@ -34,6 +34,21 @@ FA_PHILOX void fa_philox(uint32_t counter[4], uint32_t key0, uint32_t key1) {
     }
 }
 
+/* Takes over the eight words of a state. */
+FA_PHILOX void fa_dropout_set(fa_dropout *dropout, const uint32_t *words) {
+    dropout->seed[0] = words[0], dropout->seed[1] = words[1];
+    dropout->offset = words[2];
+    for (int n = 0; n < 4; n++) dropout->origin[n] = words[3 + n];
+    if (words[7]) dropout->heads = words[7];
+}
+
+/* What a kernel drops by: `given`, with what its state holds at this moment. For one thread of a block, once. */
+FA_PHILOX fa_dropout fa_dropout_read(const fa_dropout *given) {
+    fa_dropout dropout = *given;
+    if (given->state) fa_dropout_set(&dropout, given->state);
+    return dropout;
+}
+
 /* The third word of the counter. */
 FA_PHILOX uint32_t fa_dropout_head(const fa_dropout *dropout, int64_t batch, int64_t head) {
     return ((uint32_t)batch + dropout->origin[0]) * dropout->heads + (uint32_t)head + dropout->origin[1];

@@ -71,7 +71,9 @@ class Dropout:
     @staticmethod
     def _state(state):
         """(seed, offset, origin, heads) of eight 32-bit words {seed low, seed high, offset, b0, h0, i0, j0, heads}."""
-        state = state.get() if hasattr(state, "get") else numpy.asarray(state)
+        from ._core import to_numpy
+
+        state = state if isinstance(state, numpy.ndarray) else to_numpy(state)
         words = state.shape == (8,) and state.dtype in (numpy.uint32, numpy.int32)
         if not words and not (state.shape == (4,) and state.dtype == numpy.int64):
             raise ValueError(

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "cpu/threads.h"
+#include "philox.h"
 #include "problem/check.h"
 #include "problem/sequences.h"
 
@@ -187,6 +188,38 @@ fa_code fa_dropout_resolve(const fa_dropout *asked, int64_t heads, int64_t seq_q
     return FA_OK;
 }
 
+/* Eight words of 32 bits. Those on the host are read here, those on a device by the kernel: what they say of heads and
+ * lengths is not looked at then, and counters wrap. */
+static fa_code check_state(const fa_view *state, const fa_view *q, fa_dropout *dropout, fa_status *status) {
+    const int64_t count = state->dtype == FA_I32 || state->dtype == FA_U32 ? 8 : state->dtype == FA_I64 ? 4 : -1;
+    if (state->ndim != 1 || state->shape[0] != count)
+        return fa_fail(status, FA_EVALUE,
+                       "dropout's state has shape %s and dtype %s; accepted: (8,) of uint32 or int32, (4,) of int64",
+                       fa_show_shape(state->shape, state->ndim).text, fa_dtype_name(state->dtype));
+    if (state->device.kind == FA_CPU) {
+        uint32_t read[8];
+        const size_t item = fa_item_size(state->dtype);
+        for (size_t n = 0; n < sizeof read / item; n++)
+            memcpy((char *)read + n * item,
+                   (const char *)state->data + (ptrdiff_t)n * state->strides[0] * (ptrdiff_t)item, item);
+        fa_dropout_set(dropout, read);
+        return FA_OK;
+    }
+    FA_TRY(fa_check_device("dropout's state", state, "q", q, status));
+    if (state->strides[0] != 1)
+        return fa_fail(status, FA_EVALUE, "dropout's state has strides %s; accepted on a device: contiguous words",
+                       fa_show_shape(state->strides, 1).text);
+    dropout->state = state->data;
+    return FA_OK;
+}
+
+static fa_code check_dropout(const fa_request *request, fa_problem *problem, fa_status *status) {
+    const fa_forward *p = &problem->forward;
+    fa_dropout asked = request->options.dropout;
+    if (request->dropout_state) FA_TRY(check_state(request->dropout_state, request->q, &asked, status));
+    return fa_dropout_resolve(&asked, p->heads, p->seq_q, p->seq_k, &problem->extra.dropout, status);
+}
+
 static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_status *status) {
     fa_forward *p = &problem->forward;
     const fa_view *q = request->q;
@@ -207,7 +240,7 @@ static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_s
     }
     if (request->sinks) FA_TRY(fa_check_sinks(request->sinks, p->heads, "q", q, &p->sinks, &p->sinks_dtype, status));
     if (request->alibi) FA_TRY(check_alibi(request, p, &problem->extra.alibi, status));
-    return fa_dropout_resolve(&request->options.dropout, p->heads, p->seq_q, p->seq_k, &problem->extra.dropout, status);
+    return check_dropout(request, problem, status);
 }
 
 fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request *request, fa_status *status) {
@@ -223,6 +256,7 @@ fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request
         {"mask", request->mask},
         {"sinks", request->sinks},
         {"alibi", request->alibi},
+        {"dropout's state", request->dropout_state},
         {"cu_seqlens_q", x->cu_seqlens_q},
         {"seqlens_q", x->seqlens_q},
         {"cu_seqlens_k", x->cu_seqlens_k},

@@ -37,6 +37,7 @@ fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const
     FA_TRY(fa_call_place(state, FA_FORWARD, call, status));
     FA_TRY(fa_call_arrays(state, call, FA_ARG_q, &a->request, status));
     FA_TRY(read_range(state, a, status));
+    FA_TRY(fa_call_dropout(state, call, &a->request, status));
     FA_TRY(fa_call_outputs(state, call, fa_given(&call->bound, FA_ARG_out), &a->request.out, &a->request.lse, status));
     FA_TRY(fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status));
     if (a->request.q->device.kind == FA_CUDA && !atomic_load_explicit(&state->cublas_sought, memory_order_acquire) &&

@@ -8,7 +8,7 @@
 enum {
 #define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \
     +(FA_KIND_##kind == FA_KIND_array && ((functions)&IN_BACKWARD))
-    ARRAYS = FA_GRAD_COUNT
+    ARRAYS = FA_GRAD_COUNT + 1 /* dropout's state */
 #include "signature.def"
 #undef FA_PARAMETER
 };
@@ -91,6 +91,7 @@ static fa_code read_backward(fa_state *state, fa_function function, PyObject *co
     FA_TRY(read_wrt(b, status));
     FA_TRY(fa_call_place(state, FA_BACKWARD, call, status));
     FA_TRY(fa_call_arrays(state, call, FA_ARG_q, &b->request, status));
+    FA_TRY(fa_call_dropout(state, call, &b->request.forward, status));
     FA_TRY(read_grads(state, b, status));
     FA_TRY(fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status));
     PyObject *device = fa_given(&call->bound, FA_ARG_device);

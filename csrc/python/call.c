@@ -58,6 +58,7 @@ fa_code fa_call_describe(fa_state *state, fa_call *call, PyObject *device, fa_de
 void fa_call_end(fa_call *call) {
     for (int n = 0; n < call->count; n++)
         if (call->array[n].type) fa_array_release(&call->array[n]);
+    Py_CLEAR(call->dropout);
 }
 
 /* ---- kernel and stream ---- */

@@ -17,7 +17,6 @@ fa_code fa_read_window(const char *name, PyObject *value, void *field, fa_status
 fa_code fa_read_number(const char *name, PyObject *value, void *field, fa_status *status);
 fa_code fa_read_layout(const char *name, PyObject *value, void *field, fa_status *status);
 fa_code fa_read_boolean(const char *name, PyObject *value, void *field, fa_status *status);
-fa_code fa_read_dropout(const char *name, PyObject *value, void *field, fa_status *status);
 /* An int within [low, high]; booleans are none. */
 fa_code fa_read_index(const char *name, PyObject *value, long low, long high, const char *accepted, long *number,
                       fa_status *status);
@@ -46,6 +45,7 @@ typedef struct fa_call {
     fa_bound bound;
     fa_array *array; /* those that are there; the first decides for the others */
     int count;
+    PyObject *dropout; /* strong: the items of dropout=, one of which may be an array; NULL: none */
     fa_stream stream;
     bool joins; /* some library works on another stream than the call */
     const fa_kernel *forced;
@@ -60,6 +60,7 @@ enum { FA_RESULTS = 8 }; /* at most of a call */
 static inline void fa_call_begin(fa_call *call, fa_array *array) {
     call->array = array;
     call->count = 0;
+    call->dropout = NULL;
 }
 void fa_call_end(fa_call *call);
 /* Reads one more array and sets *view to its view. */
@@ -71,6 +72,8 @@ fa_code fa_call_output(fa_state *state, fa_call *call, const char *name, PyObjec
 /* out=, an array or the pair (out, lse), or NULL; what is absent stays as it is. */
 fa_code fa_call_outputs(fa_state *state, fa_call *call, PyObject *given, const fa_view **out, const fa_view **lse,
                         fa_status *status);
+/* dropout.c. dropout=, whose state may be an array. */
+fa_code fa_call_dropout(fa_state *state, fa_call *call, fa_request *request, fa_status *status);
 /* Reads the arrays that are given into the function's request. `first` decides for the others. */
 fa_code fa_call_arrays(fa_state *state, fa_call *call, fa_argument first, void *request, fa_status *status);
 /* A variable of the environment as os.environ has it, or NULL; `name` is `variable` as bytes. *held: to be released
@@ -102,7 +105,7 @@ PyObject *fa_call_give(fa_state *state, const fa_call *call, PyObject *given, bo
 enum {
 #define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \
     +(FA_KIND_##kind == FA_KIND_array && ((functions)&IN_FORWARD))
-    FA_FORWARD_ARRAYS = 4 /* out, lse, begin and end of k_range */
+    FA_FORWARD_ARRAYS = 5 /* out, lse, begin and end of k_range, dropout's state */
 #include "signature.def"
 #undef FA_PARAMETER
 };

@@ -96,7 +96,7 @@ PyDoc_STRVAR(
     "`arrays` are (dtype, shape) or None where absent: q, k, v, bias, mask, sinks, alibi, out, lse; of the backward\n"
     "pass q, k, v, out, lse, dout, dlse, bias, mask, sinks, alibi, dq, dk, dv, dbias, dsinks. `options` are\n"
     "the attributes options_given, causal, layout, batch_invariant, scale, softcap, window_left, window_right,\n"
-    "unordered.");
+    "unordered, dropout.");
 
 static PyObject *xla_workspace(PyObject *module, PyObject *args) {
     fa_state *state = PyModule_GetState(module);
@@ -110,9 +110,9 @@ static PyObject *xla_workspace(PyObject *module, PyObject *args) {
     int backward, device, unordered;
     long long left, right;
     size_t bytes = 0;
-    if (!PyArg_ParseTuple(args, "piO!(IiiiddLLi)s:xla_workspace", &backward, &device, &PyTuple_Type, &arrays, &o.given,
+    if (!PyArg_ParseTuple(args, "piO!(IiiiddLLid)s:xla_workspace", &backward, &device, &PyTuple_Type, &arrays, &o.given,
                           &o.causal, &o.layout, &o.batch_invariant, &o.scale, &o.softcap, &left, &right, &unordered,
-                          &kernel))
+                          &o.dropout, &kernel))
         return NULL;
     o.window_left = left;
     o.window_right = right;
@@ -146,6 +146,7 @@ int fa_capsules_add(PyObject *module, fa_context *context) {
         {"xla_attention_cuda", fa_xla_attention_cuda},
         {"xla_attention_backward_cpu", fa_xla_backward_cpu},
         {"xla_attention_backward_cuda", fa_xla_backward_cuda},
+        {"xla_nothing", fa_xla_nothing},
     };
     if (PyModule_AddFunctions(module, methods) < 0) return -1;
     for (size_t n = 0; n < sizeof handlers / sizeof *handlers; n++)

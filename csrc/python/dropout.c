@@ -1,10 +1,7 @@
 /* Reader of dropout=: see fa_dropout in fa.h. */
 #include "call.h"
 
-#include <string.h>
-
 #define ACCEPTED "None, (p, seed), (p, seed, offset), (p, seed, offset, origin, heads) or (p, state)"
-#define STATE    "(8,) of uint32 or int32, (4,) of int64"
 
 /* An int from 0 to `largest`. */
 static fa_code read_whole(const char *field, PyObject *value, uint64_t largest, uint64_t *number, fa_status *status) {
@@ -57,36 +54,32 @@ static fa_code read_origin(PyObject *value, uint32_t origin[4], fa_status *statu
     return FA_OK;
 }
 
-/* The 32 bytes of a state. *found: the object is an array with axes. */
-static fa_code read_state(PyObject *value, fa_dropout *dropout, bool *found, fa_status *status) {
-    Py_buffer view;
-    uint32_t words[8];
+/* Whether the value is an array with axes; an int, as an array without is, is a seed. */
+static fa_code is_array(fa_state *state, PyObject *value, bool *found, fa_status *status) {
+    PyObject *const protocols[] = {state->names.__dlpack__, state->names.__cuda_array_interface__};
+    PyObject *attribute, *ndim;
     *found = false;
-    if (PyLong_Check(value) || !PyObject_CheckBuffer(value)) return FA_OK;
-    if (PyObject_GetBuffer(value, &view, PyBUF_STRIDES | PyBUF_FORMAT) < 0) return fa_python_error(status);
-    *found = view.ndim > 0;
-    const char *format = view.format ? view.format : "B";
-    const bool integers = strlen(format) == 1 && strchr("IiLlQq", *format) && *format != 'L' && *format != 'Q';
-    const bool fits = *found && integers && view.ndim == 1 && view.len == sizeof words &&
-                      (view.itemsize == 4 || (view.itemsize == 8 && (*format == 'l' || *format == 'q')));
-    for (Py_ssize_t n = 0; fits && n < view.shape[0]; n++)
-        memcpy((char *)words + n * view.itemsize, (const char *)view.buf + n * view.strides[0], (size_t)view.itemsize);
-    PyBuffer_Release(&view);
+    for (int n = 0; n < 2 && !*found; n++) {
+        const int has = fa_optional_attribute(value, protocols[n], &attribute);
+        if (has < 0) return fa_python_error(status);
+        Py_XDECREF(attribute);
+        *found = has;
+    }
     if (!*found) return FA_OK;
-    if (!fits) return fa_fail(status, FA_EVALUE, "dropout's state has another shape or dtype; accepted: " STATE);
-    memcpy(dropout->seed, words, sizeof dropout->seed);
-    dropout->offset = words[2];
-    memcpy(dropout->origin, words + 3, sizeof dropout->origin);
-    dropout->heads = words[7];
-    return FA_OK;
+    if (fa_optional_attribute(value, state->names.ndim, &ndim) < 0) return fa_python_error(status);
+    *found = !ndim || !PyLong_Check(ndim) || PyLong_AsLong(ndim) != 0;
+    Py_XDECREF(ndim);
+    return PyErr_Occurred() ? fa_python_error(status) : FA_OK;
 }
 
 /* The items after p. */
-static fa_code read_rest(PyObject *const *item, Py_ssize_t count, fa_dropout *dropout, fa_status *status) {
+static fa_code read_rest(fa_state *state, fa_call *call, PyObject *const *item, Py_ssize_t count, fa_request *request,
+                         fa_status *status) {
+    fa_dropout *dropout = &request->options.dropout;
     uint64_t seed;
-    bool state = false;
-    if (count == 2) FA_TRY(read_state(item[1], dropout, &state, status));
-    if (state) return FA_OK;
+    bool array = false;
+    if (count == 2 && !PyLong_Check(item[1])) FA_TRY(is_array(state, item[1], &array, status));
+    if (array) return fa_call_array(state, call, "dropout's state", item[1], &request->dropout_state, status);
     FA_TRY(read_whole("seed", item[1], UINT64_MAX, &seed, status));
     dropout->seed[0] = (uint32_t)seed, dropout->seed[1] = (uint32_t)(seed >> 32);
     if (count > 2) FA_TRY(read_word("offset", item[2], UINT32_MAX, &dropout->offset, status));
@@ -97,22 +90,19 @@ static fa_code read_rest(PyObject *const *item, Py_ssize_t count, fa_dropout *dr
     return FA_OK;
 }
 
-fa_code fa_read_dropout(const char *name, PyObject *value, void *field, fa_status *status) {
-    fa_dropout *dropout = field;
+fa_code fa_call_dropout(fa_state *state, fa_call *call, fa_request *request, fa_status *status) {
+    PyObject *value = fa_given(&call->bound, FA_ARG_dropout), *item[5];
     double p;
-    if (!PyTuple_Check(value) && !PyList_Check(value)) return fa_wrong_type(name, value, ACCEPTED, status);
-    PyObject *items = PySequence_Tuple(value), *item[5];
-    if (!items) return fa_python_error(status);
-    const Py_ssize_t count = PyTuple_Size(items);
-    fa_code code = FA_OK;
+    if (!value) return FA_OK;
+    if (!PyTuple_Check(value) && !PyList_Check(value)) return fa_wrong_type("dropout", value, ACCEPTED, status);
+    call->dropout = PySequence_Tuple(value);
+    if (!call->dropout) return fa_python_error(status);
+    const Py_ssize_t count = PyTuple_Size(call->dropout);
     if (count != 2 && count != 3 && count != 5)
-        code = fa_fail(status, FA_EVALUE, "%s has %zd items; accepted: " ACCEPTED, name, (ssize_t)count);
-    for (Py_ssize_t n = 0; n < count && code == FA_OK; n++) item[n] = PyTuple_GetItem(items, n);
-    if (code == FA_OK) code = fa_read_number("dropout's p", item[0], &p, status);
-    if (code == FA_OK && !(p >= 0 && p <= 1))
-        code = fa_fail(status, FA_EVALUE, "dropout's p is %g; accepted: 0 to 1", p);
-    if (code == FA_OK) code = read_rest(item, count, dropout, status);
-    if (code == FA_OK) dropout->threshold = (uint32_t)(65536 * p + 0.5);
-    Py_DECREF(items);
-    return code;
+        return fa_fail(status, FA_EVALUE, "dropout has %zd items; accepted: " ACCEPTED, (ssize_t)count);
+    for (Py_ssize_t n = 0; n < count; n++) item[n] = PyTuple_GetItem(call->dropout, n);
+    FA_TRY(fa_read_number("dropout's p", item[0], &p, status));
+    if (!(p >= 0 && p <= 1)) return fa_fail(status, FA_EVALUE, "dropout's p is %g; accepted: 0 to 1", p);
+    request->options.dropout.threshold = (uint32_t)(65536 * p + 0.5);
+    return read_rest(state, call, item, count, request, status);
 }

@@ -64,7 +64,6 @@ typedef enum fa_kind {
     FA_KIND_number,
     FA_KIND_layout,
     FA_KIND_boolean,
-    FA_KIND_dropout,
     FA_KIND_COUNT
 } fa_kind;
 

@@ -44,7 +44,8 @@
     X(device_id)                                                                                                       \
     X(dtype)                                                                                                           \
     X(shape)                                                                                                           \
-    X(strides) X(typestr) X(version) X(max_version) X(from_dlpack) X(mask) X(stream) X(__objclass__) X(_c_contiguous)
+    X(strides)                                                                                                         \
+    X(ndim) X(typestr) X(version) X(max_version) X(from_dlpack) X(mask) X(stream) X(__objclass__) X(_c_contiguous)
 
 /* The environment variables that force a kernel, by fa_op. */
 #define FA_KERNEL_VARIABLES                                                                                            \

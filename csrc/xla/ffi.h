@@ -14,6 +14,8 @@
 /* With FA_XLA_DROPOUT the last operand is the state of dropout, the eight words of dropout=(p, state), and the
  * attribute `dropout` is p. */
 xla_handler fa_xla_attention_cpu, fa_xla_attention_cuda, fa_xla_backward_cpu, fa_xla_backward_cuda;
+/* Takes anything, does nothing: what a custom call costs by itself. */
+xla_handler fa_xla_nothing;
 
 enum {
     FA_XLA_BIAS = 1,

@@ -96,11 +96,17 @@ typedef struct fa_ext_options {
     double scale;
     double softcap; /* 0: none */
     int64_t window_left, window_right;
-    double dropout; /* probability that a weight becomes 0; on the CPU. The mask follows from: */
+    double dropout; /* probability that a weight becomes 0. The mask follows from: */
     uint64_t dropout_seed;
     uint32_t dropout_offset;
     uint32_t dropout_heads;     /* heads of the whole that the call is a part of; 0: the call's own */
     uint32_t dropout_origin[4]; /* batch entry, head, query and key of the whole that are the call's first */
+    /* In place of these, NULL: none: eight words of 32 bits, aligned to 4 bytes, {seed low, seed high, offset,
+     * origin[0], origin[1], origin[2], origin[3], heads (0: the call's own)}. Memory of the arrays' device: on the CPU
+     * read and checked at the call, on a CUDA device read by the kernel when it runs, so that a graph draws anew when
+     * the words change, and not checked: what they count wraps. dropout_keep() reads host memory; workspace() reads
+     * none. */
+    const void *dropout_state;
 } fa_ext_options;
 
 /* Bad contents of index arrays, such as an entry of a page table that is no page. */

@@ -40,10 +40,10 @@ def attention(
     alibi : array, (H,) or (B, H), float32, or None
         Slopes of ALiBi, as for ``fa_ext.attention``. They have no gradient.
     dropout : (p, key), (p, state) or None
-        Weights become 0 with probability p, a number, as for ``fa_ext.attention``: on the CPU only, in this release. What is
-        dropped follows from a PRNG key of JAX, or from the eight words of ``fa_ext.attention``'s state, uint32 (8,). The
-        backward pass drops the same, shards of sharded ``jit`` their parts of one mask, and elements that vmap maps with one
-        key the same weights; inside shard_map each shard needs a key of its own.
+        Weights become 0 with probability p, a number, as for ``fa_ext.attention``. What is dropped follows from a PRNG key of
+        JAX, or from the eight words of ``fa_ext.attention``'s state, uint32 (8,). The backward pass drops the same, shards of
+        sharded ``jit`` their parts of one mask, and elements that vmap maps with one key the same weights; inside shard_map
+        each shard needs a key of its own.
     return_lse : bool
         Also return the LSE, through which gradients flow too.
     deterministic : bool

@@ -48,7 +48,7 @@ class Options:
         left, right = self.window or (None, None)
         given = (self.scale is not None) + 2 * (left is not None) + 4 * (right is not None)
         return (given, _CAUSAL[self.causal], _LAYOUTS[self.layout], int(self.batch_invariant), self.scale or 0.0,
-                self.softcap, left or 0, right or 0, int(not self.deterministic))  # fmt: skip
+                self.softcap, left or 0, right or 0, int(not self.deterministic), self.dropout)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class Call:
         return _core.xla_workspace(self.backward, device, arrays, self.options.fields(), self.kernel)
 
     def attributes(self) -> dict:
-        given, causal, layout, invariant, scale, softcap, left, right, unordered = self.options.fields()
+        given, causal, layout, invariant, scale, softcap, left, right, unordered, dropout = self.options.fields()
         made = {"given": np.int32(sum(bit for name, bit in GIVEN.items() if name in self.names)),
                 "options_given": np.int32(given), "causal": np.int32(causal), "layout": np.int32(layout),
                 "batch_invariant": np.int32(invariant), "scale": np.float64(scale), "softcap": np.float64(softcap),
-                "window_left": np.int64(left), "window_right": np.int64(right), "dropout": np.float64(self.options.dropout),
+                "window_left": np.int64(left), "window_right": np.int64(right), "dropout": np.float64(dropout),
                 "kernel": self.kernel}  # fmt: skip
         if self.backward:
             made["wants"] = np.int32(sum(1 << GRADIENTS.index(name) for name in self.results))

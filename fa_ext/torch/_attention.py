@@ -3,10 +3,9 @@
 import torch
 from torch.autograd import forward_ad
 
-from .. import UnsupportedError
 from . import _ops
 from ._eager import _transformed, differentiable
-from ._options import DROPOUT_DEVICES, Options, bounds, forward
+from ._options import Options, bounds, forward
 from ._serving import attend, traced
 
 _AUTOCAST = ("cpu", "cuda")
@@ -38,7 +37,8 @@ def attention(
     return_lse : bool
         Also return the natural logarithm of the sum of exponentials, (B, H, Sq), float32 (float64 for float64).
     dropout_p : float
-        Probability that a weight is dropped, 0 to 1. The state is drawn from torch's generator of q's device.
+        Probability that a weight is dropped, 0 to 1. What is dropped is drawn from torch's generator of q's device: anew at
+        each call and at each replay of a CUDA graph.
     deterministic : bool or None
         Whether gradients have the same bits from run to run; None follows ``torch.are_deterministic_algorithms_enabled()``.
 
@@ -53,7 +53,7 @@ def attention(
         As ``fa_ext.attention``: for arguments that do not fit, before anything is computed. ValueError where a gradient is
         wanted that there is not.
     fa_ext.UnsupportedError
-        Where no kernel takes the call, or this build has no dropout.
+        Where no kernel takes the call.
     NotImplementedError
         For forward-mode derivatives (jvp).
 
@@ -128,11 +128,10 @@ def _autocast(q, k, v, bias, sinks):
 
 
 def _dropout_state(p, device):
-    """The core's 32 bytes of state: a seed from torch's generator, offset, origin and heads 0."""
+    """The core's 32 bytes of state, which kernels on a GPU read there: a seed from torch's generator of the device, offset,
+    origin and heads 0."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout_p is {p}; accepted: 0 to 1")
-    if device.type not in DROPOUT_DEVICES:
-        raise UnsupportedError(f"dropout_p is {p}, but no kernel on {device.type} reads its state in this release; accepted: 0.0")
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
     return torch.nn.functional.pad(seed, (0, 3))
 

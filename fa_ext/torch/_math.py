@@ -46,9 +46,8 @@ def dropped(q, k, state, options):
     if state is None:
         return None
     heads, queries = (2, 1) if options["layout"] == "bshd" else (1, 2)
-    keep = torch.empty(q.shape[0], q.shape[heads], q.shape[queries], k.shape[queries], dtype=torch.bool, device=q.device)
-    dropout_keep(*keep.shape, (options.dropout_p, state.numpy()), out=keep.numpy())
-    return keep
+    shape = q.shape[0], q.shape[heads], q.shape[queries], k.shape[queries]
+    return torch.from_numpy(dropout_keep(*shape, (options.dropout_p, state.cpu().numpy()))).to(q.device)
 
 
 def _keep_probability(p):

@@ -4,9 +4,6 @@ from typing import Any
 
 from .. import _core
 
-#: Where kernels drop weights; on "meta" nothing runs.
-DROPOUT_DEVICES = ("cpu", "meta")
-
 #: What can have a gradient, in the order of the bits of the operators' ``wrt``.
 NAMES = ("q", "k", "v", "bias", "sinks")
 
@@ -76,7 +73,7 @@ def _given(options, bias, mask, sinks, alibi, state):
     if alibi is not None:
         given["alibi"] = alibi
     if state is not None:
-        given["dropout"] = (options.dropout_p, state.numpy())
+        given["dropout"] = (options.dropout_p, state)
     return given
 
 

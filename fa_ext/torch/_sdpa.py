@@ -10,7 +10,6 @@ from torch.overrides import TorchFunctionMode
 
 from .. import UnsupportedError, _core
 from ._attention import attention
-from ._options import DROPOUT_DEVICES
 from ._serving import PLAIN
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -68,7 +67,7 @@ def explain(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, s
     if isinstance(call, str):
         return None, {"fa_ext": call}
     arrays, options, _ = call
-    options = {name: x for name, x in options.items() if name != "dropout_p"}
+    options = {name: x for name, x in options.items() if name != "dropout_p"} | ({"dropout": (dropout_p, 0)} if dropout_p else {})
     tensors = {name: options[name] for name in ("bias", "mask") if name in options}
     with torch.no_grad():
         kernel, reasons = _core.explain(*arrays, **options | {name: x.detach() for name, x in tensors.items()})
@@ -150,8 +149,6 @@ def _unfit(tensors, masked, dropout_p, is_causal, scale):
         return f"scale is {scale}; accepted: finite numbers"
     if dropout_p and not 0 <= dropout_p <= 1:
         return f"dropout_p is {dropout_p}; accepted: 0 to 1"
-    if dropout_p and query.device.type not in DROPOUT_DEVICES:
-        return f"dropout_p is {dropout_p}; accepted on {query.device.type}: 0.0, as no kernel there has the gradients of dropout in this release"
     return _no_device(query.device.type, query.device.index, query.dtype == torch.float64)
 
 

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     FA_CHAOS_BEGIN();
     constexpr Tile t = C::tile;
     extern __shared__ float4 memory[];
-    const Shared<t> shared(reinterpret_cast<float *>(memory));
+    const Shared<t> shared(reinterpret_cast<float *>(memory), work);
     const fa_forward &f = p.forward;
     const int64_t tiles = (f.seq_q + t.block - 1) / t.block;
     for (int64_t n = blockIdx.x; n < work.pairs * work.group * tiles; n += gridDim.x) {
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     FA_CHAOS_BEGIN();
     constexpr Tile t = C::tile;
     extern __shared__ float4 memory[];
-    const Shared<t> shared(reinterpret_cast<float *>(memory));
+    const Shared<t> shared(reinterpret_cast<float *>(memory), work);
     const fa_forward &f = p.forward;
     const bool wants_k = p.wants >> FA_GRAD_K & 1, wants_v = p.wants >> FA_GRAD_V & 1;
     const int64_t tiles = (f.seq_k + t.block - 1) / t.block;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr Tile t = C::tile;
     constexpr int R = Pairs<t>::R;
     extern __shared__ float4 memory[];
-    const Shared<t> shared(reinterpret_cast<float *>(memory));
+    const Shared<t> shared(reinterpret_cast<float *>(memory), work);
     const fa_forward &f = p.forward;
     const auto tiles_of = [&](int axis, int64_t extent, int64_t step) {
         return p.bias_sums >> axis & 1 ? int64_t(1) : (extent + step - 1) / step;

@@ -13,7 +13,7 @@
 #include "common/rows.cuh"    // row_of, bias_row, mask_row
 #include "common/score.cuh"   // kLog2E, ScoreParams, bias_of, bounded
 #include "fa.h"               // fa_backward
-#include "philox.h"           // fa_dropout_keeps
+#include "philox.h"           // fa_dropout_keeps, fa_dropout_read
 
 namespace simt_backward {
 
@@ -27,7 +27,7 @@ struct Tile {
     constexpr int weight_floats() const { return block + 4; }
     constexpr int side_floats() const { return block * row_floats(); } // one of the four operands
     constexpr size_t smem_bytes() const {
-        return sizeof(float) * (4 * side_floats() + block * weight_floats() + 2 * block);
+        return sizeof(float) * (4 * side_floats() + block * weight_floats() + 2 * block) + sizeof(fa_dropout);
     }
 };
 
@@ -70,11 +70,15 @@ template <Tile t> struct Shared {
     float *queries, *douts, *keys, *values; // block rows each
     float *weights;                         // (owner, streamed)
     float *lse, *delta;                     // of the queries
+    fa_dropout *dropout;                    // as it was when the block began
 
-    __device__ explicit Shared(float *smem)
+    /* Reads the dropout: a barrier comes before it is used. */
+    __device__ Shared(float *smem, const Work &work)
         : queries(smem), douts(queries + t.side_floats()), keys(douts + t.side_floats()),
           values(keys + t.side_floats()), weights(values + t.side_floats()), lse(weights + t.block * t.weight_floats()),
-          delta(lse + t.block) {}
+          delta(lse + t.block), dropout(reinterpret_cast<fa_dropout *>(delta + t.block)) {
+        if (threadIdx.x == 0 && work.extra.dropout.threshold) *dropout = fa_dropout_read(&work.extra.dropout);
+    }
 
     /* Queries [first, first + block) below `end` of a head whose rows of work.rows begin at `rows`. */
     template <typename T>
@@ -194,8 +198,8 @@ __device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &w
     const fa::KeyBand band = fa::key_band(f, query0, key0);
     const float alibi = fa::slope_of(work.extra, b, h);
     const bool biased = f.bias.data || alibi != 0;
-    const fa_dropout &dropout = work.extra.dropout;
-    const uint32_t kept = dropout.threshold ? kept_pairs<t, kKeysOwn>(dropout, b, h, query0, key0) : ~0u;
+    const uint32_t kept =
+        work.extra.dropout.threshold ? kept_pairs<t, kKeysOwn>(*shared.dropout, b, h, query0, key0) : ~0u;
 #pragma unroll
     for (int i = 0; i < Pairs<t>::R; ++i)
 #pragma unroll

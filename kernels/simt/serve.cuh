@@ -9,7 +9,7 @@
 
 #include "common/faults.cuh" // count_fault
 #include "common/spot.cuh"   // Serving, Spot, find_spot
-#include "philox.h"          // fa_dropout_keeps, fa_dropout_scale
+#include "philox.h"          // fa_dropout_keeps, fa_dropout_read, fa_dropout_scale
 #include "simt/kernel.cuh"   // LaneTile, general_scores, load4
 
 namespace fa::simt {
@@ -31,6 +31,7 @@ template <Tile t> struct Shared {
     QueryRow query[t.block_m];
     fa_span keys;
     int64_t joined[t.warps];
+    fa_dropout dropout; // as it was when the block began
 };
 
 template <Tile t> constexpr size_t serve_bytes() { return (t.smem_bytes() + 15) / 16 * 16 + sizeof(Shared<t>); }
@@ -253,6 +254,7 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
     const fa_forward &p = c.p;
     ServeTile<T, t> lane(smem);
     KeyRow *index = shared.key[lane.group];
+    if (threadIdx.x == 0 && c.extra.dropout.threshold) shared.dropout = fa_dropout_read(&c.extra.dropout);
 
     for (int64_t tile = blockIdx.x; tile < o.tiles; tile += gridDim.x) {
         const int64_t head = tile % p.heads, head_kv = head / (p.heads / p.heads_kv);
@@ -303,7 +305,7 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
                 if (c.extra.dropout.threshold) {
                     __syncwarp();
                     drop<lane.kWarpRows, t.block_n, lane.kScoreStride>(
-                        c.extra.dropout, lane.scores + lane.warp_row * lane.kScoreStride, spot.batch, head,
+                        shared.dropout, lane.scores + lane.warp_row * lane.kScoreStride, spot.batch, head,
                         spot.query + lane.warp_row, key0);
                 }
             }

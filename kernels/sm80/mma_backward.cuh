@@ -23,6 +23,7 @@
 #include "common/ptx.cuh"               // cp_async_commit, cp_async_wait, pack, unpack
 #include "common/rows.cuh"              // row_offset
 #include "fa.h"                         // fa_backward
+#include "philox.h"                     // fa_dropout_read
 #include "sm80/mma_backward_config.cuh" // BackwardArgs, TaskPlace, Sight
 #include "sm80/mma_backward_score.cuh"  // weigh, load_bias
 #include "sm80/mma_backward_tile.cuh"   // RowCopy, WarpProduct
@@ -93,15 +94,16 @@ template <class C> struct BackwardWarp {
     }
 
     /* own_s, own_p: this warp's rows of q and dout, or of k and v. other_s, other_p: the step's rows of the others. */
-    __device__ __forceinline__ void step(const BackwardArgs &args, const PairPlace &place, bool masked, uint32_t own_s,
-                                         uint32_t own_p, uint32_t other_s, uint32_t other_p, uint32_t rows) {
+    __device__ __forceinline__ void step(const BackwardArgs &args, const fa_dropout &dropout, const PairPlace &place,
+                                         bool masked, uint32_t own_s, uint32_t own_p, uint32_t other_s,
+                                         uint32_t other_p, uint32_t rows) {
         const int lane = threadIdx.x % 32;
         Pairs s, g, bias;
         uint32_t kept = ~0u;
         if constexpr (C::kGeneral) load_bias<C::kQueries, C::kRowTiles, C::kStep>(args, place, bias);
         if constexpr (C::kExtended) {
             add_alibi<C::kQueries, C::kRowTiles, C::kStep>(args, place, bias);
-            if (args.extra.dropout.threshold) kept = kept_pairs<C::kQueries, C::kStep>(args, place);
+            if (args.extra.dropout.threshold) kept = kept_pairs<C::kQueries, C::kStep>(dropout, place);
         }
         {
             const typename Product::OwnAddress a_s(own_s, lane), a_p(own_p, lane);
@@ -205,6 +207,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
                         rows + tile * C::kTile + threadIdx.x * 2, true);
     };
 
+    auto &dropout = *reinterpret_cast<fa_dropout *>(shared + C::kDropoutAt); // as it was when the block began
+    if constexpr (C::kExtended) // for this thread's first barrier to publish
+        if (threadIdx.x == 0 && args.extra.dropout.threshold) dropout = fa_dropout_read(&args.extra.dropout);
     BackwardWarp<C> mine;
     if constexpr (C::kQueries) { // for this thread's first barrier to publish
         for (int n = threadIdx.x; n < C::kOwn; n += C::kThreads)
@@ -234,9 +239,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
                 C::kRowTiles > 1 ? sight_of<C::kQueries>(args.visible, again(warp_own), C::kWarpRows, seq_q) : kept;
             if (!of_warp.some.meets(other, C::kStep)) continue;
             const PairPlace place = {warp_own + lane / 4, other + lane % 4 * 2, batch, first_head + of};
-            mine.step(args, place, !of_warp.all.holds(other, C::kStep), own_s + warp * C::kWarpRows * C::kRowBytes,
-                      own_p + warp * C::kWarpRows * C::kRowBytes, other_s + at * C::kRowBytes,
-                      other_p + at * C::kRowBytes, rows + (C::kQueries ? 0 : at * 8));
+            mine.step(args, dropout, place, !of_warp.all.holds(other, C::kStep),
+                      own_s + warp * C::kWarpRows * C::kRowBytes, own_p + warp * C::kWarpRows * C::kRowBytes,
+                      other_s + at * C::kRowBytes, other_p + at * C::kRowBytes, rows + (C::kQueries ? 0 : at * 8));
         }
         stage ^= 1;
     }

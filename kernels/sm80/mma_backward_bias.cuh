@@ -11,6 +11,7 @@
 #include "common/convert.cuh"           // write_gradient
 #include "common/ptx.cuh"               // cp_async_commit, cp_async_wait
 #include "fa.h"                         // fa_backward
+#include "philox.h"                     // fa_dropout_read
 #include "sm80/mma_backward_config.cuh" // BackwardArgs
 #include "sm80/mma_backward_score.cuh"  // weigh, load_bias
 #include "sm80/mma_backward_tile.cuh"   // RowCopy, WarpProduct
@@ -23,9 +24,9 @@ template <typename T_, int kHeadDim_, bool kExtended_> struct BiasConfig {
     static constexpr bool kExtended = kExtended_;
     static constexpr int kHeadDim = kHeadDim_, kWarps = 4, kThreads = 32 * kWarps;
     static constexpr int kQueries = 16 * kWarps, kKeys = kHeadDim <= 192 ? 64 : 32;
-    static constexpr int kRowBytes = kHeadDim * 2, kSumFloats = kKeys + 4; // of a row, in the end
-    static constexpr int kOperandBytes = 2 * (kQueries + kKeys) * kRowBytes + kQueries * 8,
-                         kSumBytes = kQueries * kSumFloats * 4;
+    static constexpr int kRowBytes = kHeadDim * 2, kSumFloats = kKeys + 4;               // of a row, in the end
+    static constexpr int kDropoutAt = 2 * (kQueries + kKeys) * kRowBytes + kQueries * 8, // behind the operands
+        kOperandBytes = kDropoutAt + (kExtended ? int(sizeof(fa_dropout)) : 0), kSumBytes = kQueries * kSumFloats * 4;
     static constexpr int kSharedBytes = kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes;
     static_assert(kSharedBytes <= 99 * 1024, "fits a block of sm_86 and sm_89");
 };
@@ -106,6 +107,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
     const uint32_t keys = douts + C::kQueries * C::kRowBytes, values = keys + C::kKeys * C::kRowBytes;
     const uint32_t rows = values + C::kKeys * C::kRowBytes, warp_rows = warp * 16 * C::kRowBytes;
 
+    auto &dropout = *reinterpret_cast<fa_dropout *>(shared + C::kDropoutAt); // as it was when the block began
+    if constexpr (C::kExtended)
+        if (threadIdx.x == 0 && args.extra.dropout.threshold) dropout = fa_dropout_read(&args.extra.dropout);
+
     const BiasAxes axes(p, C::kQueries, C::kKeys);
     const int part = blockIdx.x % args.parts;
     int64_t own[4], rest = blockIdx.x / args.parts;
@@ -141,7 +146,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
         load_bias<true, 1, C::kKeys>(args, place, bias);
         if constexpr (C::kExtended) {
             add_alibi<true, 1, C::kKeys>(args, place, bias);
-            if (args.extra.dropout.threshold) kept = kept_pairs<true, C::kKeys>(args, place);
+            if (args.extra.dropout.threshold) kept = kept_pairs<true, C::kKeys>(dropout, place);
         }
         cp_async_wait<0>();
         __syncthreads();

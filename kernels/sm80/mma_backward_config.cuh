@@ -52,11 +52,12 @@ template <typename T_, int kHeadDim_, Role kRole_, Options kOptions, BackwardSha
     static constexpr int kRowBytes = kHeadDim * 2, kOwnBytes = kOwn * kRowBytes, kTileBytes = kTile * kRowBytes;
 
     /* Shared memory: own rows of q, dout or k, v; two stages of the other rows; what BackwardArgs::rows has of the
-     * queries, in two stages too where they stream. */
+     * queries, in two stages too where they stream; the dropout. */
     static constexpr int kOwnTiles = kFirst ? 2 : 1; // dv needs no v
     static constexpr int kStagesAt = kOwnTiles * kOwnBytes, kRowsAt = kStagesAt + 4 * kTileBytes;
     static constexpr int kStageRowsBytes = kQueries ? 0 : kTile * 8;
-    static constexpr int kSharedBytes = kRowsAt + (kQueries ? kOwn * 8 : 2 * kStageRowsBytes);
+    static constexpr int kDropoutAt = kRowsAt + (kQueries ? kOwn * 8 : 2 * kStageRowsBytes);
+    static constexpr int kSharedBytes = kDropoutAt + (kExtended ? int(sizeof(fa_dropout)) : 0);
 
     static_assert(kStep % 16 == 0 && kTile % kStep == 0 && kHeadDim % 32 == 0, "mma.sync tiles of 16");
     static_assert(kSharedBytes <= 99 * 1024, "fits a block of sm_86 and sm_89");

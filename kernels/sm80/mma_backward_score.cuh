@@ -122,9 +122,8 @@ __device__ __forceinline__ uint32_t keeps(uint32_t word, int half, const fa_drop
  * makes one call, and they swap two words. Both where the whole that the call is a part of has its origin at multiples
  * of 16; elsewhere a call serves one pair. Lanes enter together. */
 template <bool kQueries, int kStep>
-__device__ __forceinline__ uint32_t kept_pairs(const BackwardArgs &args, const PairPlace &place) {
+__device__ __forceinline__ uint32_t kept_pairs(const fa_dropout &dropout, const PairPlace &place) {
     static_assert(kStep <= 64);
-    const fa_dropout &dropout = args.extra.dropout;
     uint32_t kept = 0;
     if ((dropout.origin[2] | dropout.origin[3]) % 16) {
 #pragma unroll 1

@@ -170,15 +170,15 @@ struct Instance {
 
 template <int D> constexpr Instance instance_of(Launch *launch) {
     using T = __half; // dtypes do not differ
-    using Bias = BiasConfig<T, D, false>;
+    using Bias = BiasConfig<T, D, true>;
     constexpr Role kQueries = Role::kQueries;
     constexpr Role kKeys = has_both(D) ? Role::kKeys : Role::kKey, kValues = has_both(D) ? Role::kKeys : Role::kValue;
     static_assert(Choose<T, D, kKeys, kLarge>::kOwn == Choose<T, D, kValues, kLarge>::kOwn);
     int bytes = Bias::kSharedBytes;
     for (const int other :
-         {Choose<T, D, kQueries, kLarge>::kSharedBytes, Choose<T, D, kQueries, kGeneral>::kSharedBytes,
-          Choose<T, D, kKeys, kLarge>::kSharedBytes, Choose<T, D, kKeys, kGeneral>::kSharedBytes,
-          Choose<T, D, kValues, kLarge>::kSharedBytes, Choose<T, D, kValues, kGeneral>::kSharedBytes})
+         {Choose<T, D, kQueries, kLarge>::kSharedBytes, Choose<T, D, kQueries, kExtended>::kSharedBytes,
+          Choose<T, D, kKeys, kLarge>::kSharedBytes, Choose<T, D, kKeys, kExtended>::kSharedBytes,
+          Choose<T, D, kValues, kLarge>::kSharedBytes, Choose<T, D, kValues, kExtended>::kSharedBytes})
         bytes = other > bytes ? other : bytes;
     return {.head_dim = D,
             .launch = launch,

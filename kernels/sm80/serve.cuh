@@ -13,6 +13,7 @@
 #include "common/convert.cuh"    // from_float
 #include "common/fold.cuh"       // fold_state, fold_value
 #include "common/ptx.cuh"        // cp_async_commit, cp_async_wait
+#include "philox.h"              // fa_dropout_read
 #include "sm80/scores.cuh"       // scale_scores
 #include "sm80/serve_config.cuh" // ServeArgs
 #include "sm80/serve_job.cuh"    // Job, find_job, place_rows, Chunks, KeyLookup
@@ -116,7 +117,7 @@ template <class C> struct ServeUnit {
         if constexpr (C::kDressed)
             if (args.call.extra.dropout.threshold) {
                 const RowPlace place = job.at(args, row);
-                rows.drop(s, args.call.extra.dropout, job.batch, place.head, place.query, first);
+                rows.drop(s, shared.dropout, job.batch, place.head, place.query, first);
             }
     }
 
@@ -196,6 +197,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_serve(const 
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) unsigned char memory[];
     auto &shared = *reinterpret_cast<ServeShared<C> *>(memory + C::kSharedBytes);
+    if constexpr (C::kDressed)
+        if (threadIdx.x == 0 && args.call.extra.dropout.threshold)
+            shared.dropout = fa_dropout_read(&args.call.extra.dropout);
     for (int64_t n = blockIdx.x; n < args.units; n += gridDim.x) {
         const Job job = find_job(args, n, shared.joined);
         if (!job.may_exist(args)) continue; // the same in all threads

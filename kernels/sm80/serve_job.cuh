@@ -94,6 +94,7 @@ template <class C> struct ServeShared {
     int64_t joined[C::kThreads / 32];
     fa_span keys; // that some row sees
     Job job;
+    fa_dropout dropout; // as it was when the block began; of dressed instances
 };
 template <class C> constexpr int serve_bytes() { return C::kSharedBytes + int(sizeof(ServeShared<C>)); }
 

@@ -251,6 +251,103 @@ def test_a_state_array_is_read_at_each_call(form):
     np.testing.assert_array_equal(fa_ext.attention(**x, dropout=(0.3, words)), fa_ext.attention(**x, dropout=(0.3, 0)))
 
 
+def test_an_int_in_an_array_without_axes_is_a_seed():
+    x = Case(1, 2, 2, 19, 23, 16, dtype="float32").host_inputs()
+    for seed in (np.array(5), np.int64(5), np.uint8(5)):
+        np.testing.assert_array_equal(fa_ext.attention(**x, dropout=(0.3, seed)), fa_ext.attention(**x, dropout=[0.3, 5]))
+
+
+@pytest.mark.gpu
+def test_a_state_on_another_device_than_q():
+    x = Case(1, 2, 2, 9, 11, 8, dtype="float32").host_inputs()
+    out = np.full(x["q"].shape, np.nan, np.float32)
+    state, lse = fa_ext.to_device(np.zeros(8, np.uint32)), np.zeros((1, 2, 9), np.float32)
+    for call in (lambda: fa_ext.attention(**x, dropout=(0.1, state), out=out),
+                 lambda: fa_ext.explain(**x, dropout=(0.1, state)),
+                 lambda: fa_ext.explain_backward(x["q"], **x, out=x["q"], lse=lse, dropout=(0.1, state)),
+                 lambda: fa_ext.attention_backward(x["q"], **x, out=x["q"], lse=lse, dropout=(0.1, state))):  # fmt: skip
+        with pytest.raises(ValueError, match="dropout's state is on CUDA device 0, but q is on the CPU"):
+            call()
+    assert np.isnan(out).all()
+    q, k, v = (fa_ext.to_device(x[n]) for n in "qkv")  # a state on the host is read there
+    np.testing.assert_array_equal(*(fa_ext.to_numpy(fa_ext.attention(q, k, v, dropout=(0.1, d))) for d in (0, np.zeros(8, np.uint32))))
+
+
+@pytest.mark.parametrize("form", ["uint32", "int32", "int64"])
+def test_explain_with_a_state_on_the_device(form):
+    """Kernels answer as for a seed."""
+    case = dataclasses.replace(rows.SIMPLEST, dtype="float16")
+    x, h200 = case.host_inputs(), DEVICES["h200"]
+    state = np.zeros(8, np.uint32).view(form)
+    asked = [fa_ext.explain(**x, dropout=(0.1, drawn), device=h200) for drawn in (3, state)]
+    assert asked[0] == asked[1] and asked[0][0] == ("mma_sm80" if "mma_sm80" in FORWARD else None)
+    problem = make(case).inputs
+    asked = [fa_ext.explain_backward(**problem, dropout=(0.1, drawn), device=h200) for drawn in (3, state)]
+    assert asked[0] == asked[1] and asked[0][0] == ("mma_backward_sm80" if "mma_backward_sm80" in BACKWARD else None)
+    with pytest.raises(ValueError, match=r"dropout's state has strides \(2,\); accepted on a device: contiguous words"):
+        fa_ext.explain(**x, dropout=(0.1, np.zeros(16, np.uint32)[::2]), device=h200)
+
+
+def test_nothing_is_written_over_the_state():
+    x = Case(1, 2, 2, 9, 11, 8, dtype="float32").host_inputs()
+    out = np.zeros(x["q"].shape, np.float32)
+    state = out.reshape(-1)[8:16].view(np.int32)
+    with pytest.raises(ValueError, match="out overlaps dropout's state in memory"):
+        fa_ext.attention(**x, dropout=(0.1, state), out=out)
+    with pytest.raises(ValueError, match=r'grads\["q"\] overlaps dropout\'s state in memory'):
+        fa_ext.attention_backward(x["q"], **x, out=x["q"], lse=np.zeros((1, 2, 9), np.float32), dropout=(0.1, state), grads=(out, None, None))
+    assert not out.any()
+
+
+def test_the_items_outlive_a_list_that_the_caller_drops():
+    x = Case(1, 2, 2, 19, 23, 16, dtype="float32").host_inputs()
+
+    class Drops(float):
+        def __float__(self):
+            given.clear()
+            return 0.3
+
+    given = [Drops(0.3), np.array([5, 0, 0, 0, 0, 0, 0, 0], np.uint32)]
+    np.testing.assert_array_equal(fa_ext.attention(**x, dropout=given), fa_ext.attention(**x, dropout=(0.3, 5)))
+
+
+def on_gpu(kernel):
+    if rows.device_of(kernel) == "cpu":
+        pytest.skip("no kernel of a device")
+    there(kernel, rows.narrowest(kernel))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["uint32", "int32", "int64"])
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_a_state_on_the_gpu(kernel, form):
+    """Kernels find there what they get as seed, offset, origin and heads; 0 for heads is the call's."""
+    on_gpu(kernel)
+    x = rows.on(kernel, Case(2, 4, 2, 75, 90, 40, dtype=rows.narrowest(kernel)).host_inputs())
+    for origin, heads in (((1, 2, 16, 32), 9), ((0, 1, 3, 5), 5), ((0, 0, 0, 0), 0)):
+        words = np.array([SEED & 0xFFFFFFFF, SEED >> 32, 7, *origin, heads], np.uint32)
+        state = fa_ext.to_device(words.view(form))
+        want = rows.attention(kernel, **x, dropout=(0.3, SEED, 7, origin, heads or 4))
+        np.testing.assert_array_equal(rows.bits(rows.attention(kernel, **x, dropout=(0.3, state))), rows.bits(want))
+        assert fa_ext.verify(**x, dropout=(0.3, state), kernel=kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_a_state_on_the_gpu_in_the_backward(kernel):
+    if kernel.startswith("cpu"):
+        pytest.skip("no kernel of a device")
+    runs(kernel, "float16")
+    case = Case(2, 4, 2, 70, 133, 64, dtype="float16", causal="bottom_right", bias="keys", sinks="same")
+    for origin, heads in (((1, 2, 16, 32), 9), ((0, 1, 3, 5), 5)):
+        problem = dropped(case, (0.3, SEED, 7, origin, heads))
+        words = np.array([SEED & 0xFFFFFFFF, SEED >> 32, 7, *origin, heads], np.uint32)
+        want = run(kernel, problem)
+        problem.inputs["dropout"] = (0.3, fa_ext.to_device(words))
+        for name, found in run(kernel, problem).items():
+            np.testing.assert_array_equal(rows.bits(found), rows.bits(want[name]), err_msg=name)
+
+
 def test_calls_in_a_row_do_not_share_a_mask():
     """What a thread remembers of its last call includes the dropout."""
     x = Case(1, 2, 2, 19, 23, 16, dtype="float32").host_inputs()

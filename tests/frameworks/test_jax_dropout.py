@@ -1,7 +1,5 @@
 """Dropout through the C interface and in fa_ext.jax: the mask that dropout_keep() shows, whatever is mapped or sharded."""
 
-import ctypes
-
 import numpy as np
 import pytest
 
@@ -137,4 +135,3 @@ def test_the_c_interface_drops_the_same(tmp_path):
                       ((0.5, 0, 0, (0, 9, 0, 0), 4), "dropout's heads is 4")):  # fmt: skip
         assert client.call("forward", arrays, options={"dropout": bad}) == 1
         assert text in client.said()
-    assert ctypes.sizeof(c_interface.Options) == 96

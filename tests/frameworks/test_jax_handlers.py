@@ -83,7 +83,7 @@ def handler(name):
     return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(Frame))(pointer)
 
 
-HANDLERS = [f"xla_attention{kind}_{platform}" for kind in ("", "_backward") for platform in ("cpu", "cuda")]
+HANDLERS = ["xla_nothing", *(f"xla_attention{kind}_{platform}" for kind in ("", "_backward") for platform in ("cpu", "cuda"))]
 
 
 class Call:
@@ -299,6 +299,12 @@ def test_the_cuda_handler_on_host_memory():
     assert np.isnan(out).all()
 
 
+def test_the_handler_that_does_nothing():
+    inputs, out, lse, scratch = simple()
+    assert Call([inputs[n] for n in "qkv"], [out, lse, scratch], {}).run("xla_nothing") is None
+    assert np.isnan(out).all() and np.isnan(lse).all()
+
+
 # ---- workspace at trace time ----
 
 
@@ -310,7 +316,7 @@ def test_workspace_of_the_cpu_is_what_the_plan_has():
     case = Case(2, 4, 2, 100, 133, 64, dtype="float32")
     inputs = case.host_inputs()
     arrays = described(*(inputs[n] for n in "qkv"), None, None, None, None, inputs["q"], None)
-    options = (0, 0, 0, 0, 0.0, 0.0, 0, 0, 0)
+    options = (0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0)
     plan = _core.answers(**inputs)[fa_ext.explain(**inputs)[0]][2]
     assert _core.xla_workspace(False, -1, arrays, options, "") >= plan["workspace_bytes"] > 0
     with pytest.raises(ValueError, match="names no kernel of this build"):

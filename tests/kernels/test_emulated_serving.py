@@ -194,6 +194,21 @@ def test_dense_calls_with_what_dense_instances_lack(emulated, kernel, seed):
         np.testing.assert_array_equal(found != 0, dropout_keep(1, 2, 39, 50, drawn))
 
 
+@pytest.mark.parametrize("races", (False, True))
+def test_the_words_of_dropout_in_memory(emulated, kernel, seed, monkeypatch, races):
+    """Read there, they give the bits that they give as arguments."""
+    row, _ = emulated(kernel, "races" if races else "right", races=races)
+    x = Case(2, 4, 2, 75, 90, 40, dtype="float16", bias="keys").host_inputs()
+    for drawn in ((0.3, 0x123456789ABCDEF0, 7, (1, 2, 16, 32), 9), (0.3, 5, 1, (0, 0, 3, 5), 4)):
+        bits = []
+        for heads in (None, "", "0"):
+            monkeypatch.delenv("FA_EMULATOR_STATE", raising=False)
+            if heads is not None:
+                monkeypatch.setenv("FA_EMULATOR_STATE", heads)
+            bits.append(rows.bits(fa_ext.attention(**x, dropout=drawn, kernel=row)))
+        assert np.array_equal(bits[0], bits[1]) and np.array_equal(bits[0], bits[2])
+
+
 def test_append(emulated, seed, sms):
     row, _ = emulated("append")
     for n, (q, dtype) in enumerate(itertools.product(("packed", "padded", "one"), ("float32", "float16"))):

@@ -204,6 +204,30 @@ def test_backward(emulated, monkeypatch, seed, kernel, name):
     assert report, report
 
 
+@pytest.mark.parametrize(("kernel", "name"), [
+    ("simt_backward", "B2,H4/2,S33x71,D40,float32,causal=bottom_right,bias=keys"),
+    ("mma_backward_sm80", "B2,H4/2,S70x133,D64,float16,causal=bottom_right,bias=keys"),
+])  # fmt: skip
+@pytest.mark.parametrize("races", (False, True))
+def test_backward_with_the_words_of_dropout_in_memory(emulated, monkeypatch, kernel, name, races):
+    """Read there, they give the bits that they give as arguments."""
+    monkeypatch.setenv("FA_EMULATOR_SEED", "1")
+    kernel = emulated(kernel, "races" if races else "right", races=races, **BACKWARD[kernel])
+    for drawn in ((0.3, 0x123456789ABCDEF0, 7, (1, 2, 16, 32), 9), (0.3, 5, 1, (0, 0, 3, 5), 4)):
+        problem = gradients.make(Case.parse(name))
+        problem.inputs["dropout"] = drawn
+        found = []
+        for heads in (None, "", "0"):
+            monkeypatch.delenv("FA_EMULATOR_STATE", raising=False)
+            if heads is not None:
+                monkeypatch.setenv("FA_EMULATOR_STATE", heads)
+            found.append(gradients.run(kernel, problem))
+        for gradient in problem.wrt:
+            bits = [rows.bits(one[gradient]) for one in found]
+            assert np.array_equal(bits[0], bits[1]) and np.array_equal(bits[0], bits[2]), gradient
+            assert problem.inputs[gradient].size == 0 or np.asarray(found[0][gradient], np.float32).any()
+
+
 def merged(kernel, parts=3, seed=0, in_place=False):
     rng = np.random.default_rng(seed)
     outs = [rng.standard_normal((2, 3, 37, 40)).astype(np.float16) for _ in range(parts)]

@@ -270,6 +270,63 @@ def test_a_struct_of_a_later_version(client, simple, monkeypatch):
     assert "this version of fa_ext does not know" in client.said()
 
 
+def test_a_struct_of_the_version_before_the_state_of_dropout(client, simple, monkeypatch):
+    inputs, out, _ = simple
+    made = c_interface.options_of(causal="bottom_right", dropout=(0.5, 3))
+    assert made.size == ctypes.sizeof(c_interface.Options) == 104
+    made.size, made.state = c_interface.Options.state.offset, 12345  # which is not read
+    monkeypatch.setattr(c_interface, "options_of", lambda **_: made)
+    assert client.call("forward", forward_arrays(inputs, out, None)) == OK, client.said()
+    np.testing.assert_array_equal(out, fa_ext.attention(**inputs, dropout=(0.5, 3)))
+
+
+def words(*rest):
+    made = np.array([0x9ABCDEF0, 0x12345678, 7, *rest], np.uint32)
+    return made, ctypes.c_void_p(made.ctypes.data)
+
+
+def test_the_state_of_dropout(client, simple):
+    """It counts in place of the other fields, in both passes and for dropout_keep; heads 0: the call's own."""
+    inputs, out, options = simple
+    seed = 0x123456789ABCDEF0
+    for rest, same in (((1, 2, 3, 4, 9), ((1, 2, 3, 4), 9)), ((0, 0, 0, 0, 0), ((0, 0, 0, 0), 4))):
+        held, address = words(*rest)
+        drawn = (0.5, seed, 7, *same)
+        out[:] = np.nan
+        assert client.call("forward", forward_arrays(inputs, out, None), options=options | {"dropout": (0.5, address)}) == OK
+        np.testing.assert_array_equal(out, fa_ext.attention(**inputs, dropout=drawn))
+        keep = np.zeros((2, 4, 100, 133), bool)
+        assert client.dropout_keep(c_interface.array_of(keep), dropout=(0.5, address)) == OK
+        np.testing.assert_array_equal(keep, fa_ext.dropout_keep(2, 4, 100, 133, drawn))
+        held[0] += 1  # read at each call
+        assert client.call("forward", forward_arrays(inputs, out, None), options=options | {"dropout": (0.5, address)}) == OK
+        assert (out != fa_ext.attention(**inputs, dropout=drawn)).any()
+    dout, (made, lse) = np.ones_like(out), fa_ext.attention(**inputs, return_lse=True)
+    held, address = words(1, 2, 3, 4, 9)
+    dv = np.full_like(inputs["v"], np.nan)
+    arrays = {**inputs, "dout": dout, "out": made, "lse": lse, "dv": dv}
+    given = [c_interface.array_of(arrays[n]) if n in arrays else None for n in c_interface.BACKWARD]
+    assert client.call("backward", given, options=options | {"dropout": (0.5, address)}) == OK, client.said()
+    wanted = fa_ext.attention_backward(dout, out=made, lse=lse, **inputs, wrt=("v",), dropout=(0.5, seed, 7, (1, 2, 3, 4), 9))
+    np.testing.assert_array_equal(dv, wanted[0])
+
+
+def test_a_bad_state_of_dropout(client, simple):
+    inputs, out, options = simple
+    for rest, offset, code, text in (
+        ((0, 2, 0, 0, 5), 0, EVALUE, "dropout's heads is 5; accepted: at least origin's h0 and the call's heads, 6"),
+        ((0, 0, 0, 1 << 31, 4), 0, EVALUE, "dropout's origin[3] is 2147483648"),
+        ((0, 0, 0, 0, 4), 2, EBUFFER, "options.dropout_state is not aligned"),
+    ):
+        held, address = words(*rest)
+        address = ctypes.c_void_p(address.value + offset)
+        arrays = forward_arrays(inputs, out, None)
+        assert client.call("forward", arrays, options=options | {"dropout": (0.5, address)}) == code
+        assert text in client.said()
+        assert client.call("forward", arrays, options=options | {"dropout": (0.5, ctypes.c_void_p(8))}, asks=True) >= 0  # not read
+    assert np.isnan(out).all()
+
+
 def test_kernels_by_name(client, simple):
     inputs, out, options = simple
     for kernel in fa_ext.kernels():

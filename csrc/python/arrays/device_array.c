@@ -140,7 +140,7 @@ static PyObject *get_device(PyObject *self, void *unused) {
 
 static PyObject *get_interface(PyObject *self, void *unused) {
     (void)unused;
-    static const char *const typestrs[FA_DTYPE_COUNT] = {"<f2", "<V2", "<f4", "<f8", "|b1", "<i4", "<i8", "|u1"};
+    static const char *const typestrs[FA_DTYPE_COUNT] = {"<f2", "<V2", "<f4", "<f8", "|b1", "<i4", "<i8", "|u1", "<u4"};
     device_array *array = as_array(self);
     if (array->view.device.kind != FA_CUDA) {
         PyErr_SetString(PyExc_AttributeError, "__cuda_array_interface__: the array is on the CPU");
@@ -181,7 +181,7 @@ static bool is_f_contiguous(const fa_view *view) {
 }
 
 static int array_get_buffer(PyObject *self, Py_buffer *buffer, int flags) {
-    static const char *const formats[FA_DTYPE_COUNT] = {"e", NULL, "f", "d", "?", "i", "q", "B"};
+    static const char *const formats[FA_DTYPE_COUNT] = {"e", NULL, "f", "d", "?", "i", "q", "B", "I"};
     static char nothing; /* an empty buffer has an address, too */
     device_array *array = as_array(self);
     const fa_view *view = &array->view;

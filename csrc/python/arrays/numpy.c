@@ -66,6 +66,7 @@ static fa_code dtype_of(fa_state *state, const char *name, PyArray_Descr *descr,
     case NPY_DOUBLE: *dtype = FA_F64; break;
     case NPY_BOOL: *dtype = FA_BOOL; break;
     case NPY_UBYTE: *dtype = FA_U8; break;
+    case NPY_UINT: *dtype = FA_U32; break;
     case NPY_INT:
     case NPY_LONG:
     case NPY_LONGLONG: *dtype = PyDataType_ELSIZE(descr) == 8 ? FA_I64 : FA_I32; break;
@@ -113,8 +114,8 @@ fa_code fa_numpy_read(fa_state *state, fa_array *array, fa_status *status) {
 }
 
 PyObject *fa_numpy_dtype(fa_state *state, fa_dtype dtype) {
-    static const int numbers[FA_DTYPE_COUNT] = {NPY_HALF, -1,        NPY_FLOAT, NPY_DOUBLE,
-                                                NPY_BOOL, NPY_INT32, NPY_INT64, NPY_UINT8};
+    static const int numbers[FA_DTYPE_COUNT] = {NPY_HALF,  -1,        NPY_FLOAT, NPY_DOUBLE, NPY_BOOL,
+                                                NPY_INT32, NPY_INT64, NPY_UINT8, NPY_UINT32};
     if (dtype != FA_BF16) return (PyObject *)PyArray_DescrFromType(numbers[dtype]);
     int known = atomic_load_explicit(&state->bfloat16_number, memory_order_relaxed);
     if (known >= 0) return (PyObject *)PyArray_DescrFromType(known);

@@ -40,7 +40,7 @@ const char *fa_accepted_dtypes(const char *name) {
         {"sinks", "q's dtype or float32"},
         {"alibi", "float32"},
         {"lse", "float32 (float64 for float64 q)"},
-        {"array", "float16, bfloat16 (ml_dtypes), float32, float64, bool, int32, int64 and uint8"},
+        {"array", "float16, bfloat16 (ml_dtypes), float32, float64, bool, int32, int64, uint8 and uint32"},
         {"cu_seqlens_q", "int32"},
         {"seqlens_q", "int32"},
         {"cu_seqlens_k", "int32"},
@@ -51,6 +51,7 @@ const char *fa_accepted_dtypes(const char *name) {
         {"positions", "int32"},
         {"slots", "int32 or int64"},
         {"workspace", "uint8"},
+        {"dropout's state", "uint32, int32 or int64"},
     };
     for (size_t n = 0; n < sizeof accepted / sizeof *accepted; n++)
         if (strcmp(name, accepted[n][0]) == 0) return accepted[n][1];
@@ -62,7 +63,7 @@ fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bo
         const char *text;
         fa_dtype dtype;
     } known[] = {{"f2", FA_F16}, {"f4", FA_F32}, {"f8", FA_F64}, {"b1", FA_BOOL},
-                 {"i4", FA_I32}, {"i8", FA_I64}, {"u1", FA_U8}};
+                 {"i4", FA_I32}, {"i8", FA_I64}, {"u1", FA_U8},  {"u4", FA_U32}};
     *unclear = false;
     if (strlen(text) < 3 || !strchr("<>|=", text[0]))
         return fa_fail(status, FA_EBUFFER, "%s has the ill-formed typestr \"%.40s\"; accepted: such as \"<f2\"", name,

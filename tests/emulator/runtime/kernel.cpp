@@ -47,12 +47,26 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *host, fa_
     return answer;
 }
 
+/* Moves the words of dropout to a state, where the kernel reads them; with "0" that has 0 for heads. */
+static void give_state(fa_dropout *dropout, uint32_t words[8]) {
+    const uint32_t poison = 0xdeadbeef, heads = getenv("FA_EMULATOR_STATE")[0] == '0' ? 0 : dropout->heads;
+    if (!dropout->threshold) return;
+    words[0] = dropout->seed[0], words[1] = dropout->seed[1], words[2] = dropout->offset;
+    for (int n = 0; n < 4; ++n) words[3 + n] = dropout->origin[n], dropout->origin[n] = poison;
+    words[7] = heads;
+    dropout->seed[0] = dropout->seed[1] = dropout->offset = poison;
+    if (heads) dropout->heads = poison;
+    dropout->state = words;
+}
+
 /* The workspace is filled with NaN, and nothing of it lies beside what the plan asked for. */
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_device_info info = emulated(launch->device);
     fa_problem on_device = *problem;
     on_device.device = info.device;
     on_device.faults = &emulated_faults;
+    uint32_t words[8];
+    if (getenv("FA_EMULATOR_STATE")) give_state(&on_device.extra.dropout, words);
     fa_launch here = *launch;
     here.device = &info;
     here.encode_tensor_map = reinterpret_cast<void *>(&emu::encode_tensor_map);
