@@ -47,7 +47,7 @@ class Dropout:
         if not 0 <= p <= 1:
             raise ValueError(f"dropout's p is {p}; accepted: 0 to 1")
         threshold = int(65536 * float(p) + 0.5)
-        if len(dropout) == 2 and hasattr(dropout[1], "shape"):
+        if len(dropout) == 2 and getattr(dropout[1], "shape", ()) != ():
             seed, offset, origin, whole = cls._state(dropout[1])
             whole = whole or heads
         else:

@@ -254,6 +254,7 @@ def test_a_state_array_is_read_at_each_call(form):
 def test_an_int_in_an_array_without_axes_is_a_seed():
     x = Case(1, 2, 2, 19, 23, 16, dtype="float32").host_inputs()
     for seed in (np.array(5), np.int64(5), np.uint8(5)):
+        assert fa_ext.verify(**x, dropout=(0.3, seed))
         np.testing.assert_array_equal(fa_ext.attention(**x, dropout=(0.3, seed)), fa_ext.attention(**x, dropout=[0.3, 5]))
 
 

@@ -90,6 +90,44 @@ def test_float64_names_itself():
             jax.block_until_ready(jax.jit(lambda q: fa_ext.jax.attention(q, q, q))(q))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_dropout_reads_its_state_on_the_device(dtype):
+    """A jitted call on a key, and its gradients, have the bits of the core's calls on the same words; NumPy's CPU the mask."""
+    arrays = {n: jax.device_put(x, cuda_devices()[0]) for n, x in Case(2, 4, 2, 75, 90, 40, dtype=dtype).host_inputs().items()}
+    attend = jax.jit(lambda a, drawn: fa_ext.jax.attention(**a, dropout=(0.4, drawn), return_lse=True))
+    for key in (jax.random.key(1), jax.random.key(2)):
+        words = np.concatenate([np.asarray(jax.random.bits(key, (2,), "uint32")), np.zeros(6, np.uint32)])
+        results, pull = jax.vjp(lambda a: attend(a, key), arrays)
+        drawn = (0.4, int(words[0]) | int(words[1]) << 32)
+        for state in (drawn, (0.4, jax.device_put(words, cuda_devices()[0])), (0.4, words)):
+            wanted = fa_ext.attention(**arrays, dropout=state, return_lse=True)
+            for a, b in zip(results, wanted):
+                assert np.asarray(a).tobytes() == fa_ext.to_numpy(b).tobytes()
+        dout, dlse = (jax.numpy.ones_like(x) for x in results)
+        (found,) = pull((dout, dlse))
+        out, lse = results
+        backward = fa_ext.attention_backward(dout, **arrays, out=out, lse=lse, dlse=dlse, dropout=drawn)
+        for name, x in zip("qkv", backward, strict=True):
+            assert np.asarray(found[name]).tobytes() == fa_ext.to_numpy(x).tobytes(), name
+    again = attend(arrays, jax.random.key(1))[0]
+    assert not np.array_equal(np.asarray(again), np.asarray(attend(arrays, jax.random.key(2))[0]))
+    eye = jax.numpy.broadcast_to(jax.numpy.eye(90, dtype=dtype), (2, 2, 90, 90))
+    weights = attend(arrays | {"v": eye}, jax.random.key(2))[0]
+    np.testing.assert_array_equal(np.asarray(weights) != 0, fa_ext.dropout_keep(2, 4, 75, 90, drawn))
+
+
+def test_dropout_under_checkpoint_and_scan():
+    arrays = {n: jax.numpy.asarray(x) for n, x in Case(1, 2, 2, 64, 64, 32, dtype="bfloat16").host_inputs().items()}
+
+    def loss(a, key):
+        return (fa_ext.jax.attention(**a, dropout=(0.4, key)).astype("float32") ** 2).sum()
+
+    key = jax.random.key(3)
+    plain, again = jax.jit(jax.grad(loss))(arrays, key), jax.jit(jax.grad(jax.checkpoint(loss)))(arrays, key)
+    for name in arrays:
+        assert np.asarray(plain[name]).tobytes() == np.asarray(again[name]).tobytes()
+
+
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer= ", "--xla_gpu_graph_min_graph_size=1"])
 def test_many_calls_in_one_program(flags):
     """Layers after layers, again and again: launched one by one and recorded in a CUDA graph, with the same bits."""

@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import fa_ext  # noqa: E402
 import fa_ext.torch as ft  # noqa: E402
-from fa_ext.torch import _eager, _sdpa  # noqa: E402
+from fa_ext.torch import _attention, _eager, _sdpa  # noqa: E402
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def operands(*shape):
@@ -87,6 +89,24 @@ def test_vmap(randomness, equal):
         assert torch.equal(first, second) == equal
 
 
+def test_explain_asks_with_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(_sdpa._core, "explain", lambda *args, **options: asked.append(options) or ("a kernel", {}))
+    ft.explain(*operands(), dropout_p=0.5)
+    ft.explain(*operands())
+    assert asked == [{"dropout": (0.5, 0)}, {}]
+
+
+def test_a_state_of_torch_on_the_host():
+    """Tensors of both forms, with any strides."""
+    q, k, v = (x.detach() for x in operands())
+    wanted = fa_ext.attention(q, k, v, dropout=(0.4, 3 + (9 << 32), 7, (0, 1, 2, 3), 5))
+    words = torch.tensor([3, 9, 7, 0, 1, 2, 3, 5], dtype=torch.int32)
+    for state in (words, words.view(torch.int64), words.view(torch.uint32), words.repeat_interleave(2)[::2]):
+        assert torch.equal(fa_ext.attention(q, k, v, dropout=(0.4, state)), wanted)
+        assert fa_ext.verify(q, k, v, dropout=(0.4, state))
+
+
 def test_scaled_dot_product_attention_takes_it(monkeypatch):
     monkeypatch.setattr(_sdpa, "_torchs", None)
     q, k, v = operands()
@@ -112,10 +132,153 @@ def test_the_mask_is_that_of_dropout_keep():
     assert torch.equal(out != 0, torch.from_numpy(keep))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_says_that_it_has_none():
-    q, k, v = (x.detach().half().cuda() for x in operands())
-    with pytest.raises(fa_ext.UnsupportedError, match="no kernel on cuda reads its state"):
-        ft.attention(q, k, v, dropout_p=0.1)
-    kernel, reasons = ft.explain(q, k, v, dropout_p=0.1)
-    assert kernel is None and "dropout_p" in str(reasons)
+# ---- on a GPU, where kernels read the state ----
+
+
+def halves(*shape, grad=True):
+    return [x.detach().half().cuda().requires_grad_(grad) for x in operands(*shape)]
+
+
+def drawn(seed):
+    """What attention() draws after manual_seed(seed), as an int."""
+    torch.manual_seed(seed)
+    return int(torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device="cuda")) % 2**64
+
+
+def step(seed, attend=ft.attention, **options):
+    """out, dq, dk, dv after manual_seed(seed)."""
+    q, k, v = halves(2, 2, 75, 40)
+    torch.manual_seed(seed)
+    out = attend(q, k, v, dropout_p=0.4, **options)
+    (out.float() ** 2).sum().backward()
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+def same_bits(found, wanted):
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@needs_gpu
+def test_gpu_the_bits_are_those_of_the_seed():
+    q, k, v = halves(2, 2, 75, 40, grad=False)
+    seed = drawn(3)
+    found = step(3, causal=True)
+    wanted = fa_ext.attention(q, k, v, causal=True, dropout=(0.4, seed))
+    assert torch.equal(found[0], wanted)
+    out, lse = fa_ext.attention(q, k, v, causal=True, dropout=(0.4, seed), return_lse=True)
+    dout = (2 * out.float()).half()
+    assert same_bits(found[1:], fa_ext.attention_backward(dout, q, k, v, out, lse, causal=True, dropout=(0.4, seed)))
+    assert fa_ext.verify_backward(dout, q, k, v, out, lse, causal=True, dropout=(0.4, torch.tensor([seed - (seed >> 63 << 64), 0, 0, 0]).cuda()))
+
+
+@needs_gpu
+def test_gpu_the_mask_is_that_of_dropout_keep():
+    q, k, _ = halves(2, 3, 9, 8, grad=False)
+    v = torch.eye(9, dtype=torch.float16, device="cuda").expand(2, 3, 9, 9)
+    keep = fa_ext.dropout_keep(2, 3, 9, 9, (0.5, drawn(5)))
+    torch.manual_seed(5)
+    assert torch.equal((ft.attention(q, k, v, dropout_p=0.5) != 0).cpu(), torch.from_numpy(keep))
+
+
+@needs_gpu
+def test_gpu_seeds_repeat():
+    first, again, other = step(0), step(0), step(1)
+    assert same_bits(first, again) and not torch.equal(first[0], other[0])
+
+
+@needs_gpu
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gpu_a_checkpoint_draws_the_same(reentrant):
+    def recomputed(q, k, v, **options):
+        return checkpoint(lambda *args: ft.attention(*args, **options), q, k, v, use_reentrant=reentrant)
+
+    assert same_bits(step(0, recomputed), step(0))
+
+
+@needs_gpu
+def test_gpu_compiled():
+    torch._dynamo.reset()
+
+    def compiled(q, k, v, **options):
+        return torch.compile(lambda *args: ft.attention(*args, **options), fullgraph=True, backend="aot_eager")(q, k, v)
+
+    assert same_bits(step(0, compiled), step(0))
+
+
+@needs_gpu
+def test_gpu_second_derivatives(monkeypatch):
+    monkeypatch.setattr(_eager, "_warned", True)
+    found = []
+    for device in ("cuda", "cpu"):
+        q, k, v = (x.detach().float().to(device).requires_grad_() for x in operands(1, 2, 9, 8))
+        state = torch.tensor([7, 0, 0, 0], device=device)
+        monkeypatch.setattr(_attention, "_dropout_state", lambda p, device, state=state: state)
+        out = ft.attention(q, k, v, causal=True, dropout_p=0.3)
+        (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        found.append([out, first, *torch.autograd.grad(first.square().sum(), (q, k, v))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a.cpu(), b, atol=1e-4, rtol=1e-4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernel", ["mma_sm80", "simt"])
+def test_gpu_a_graph_reads_the_state_at_each_replay(kernel):
+    q, k, v = halves(2, 2, 75, 40, grad=False)
+    state = torch.zeros(4, dtype=torch.int64, device="cuda")
+    dout, out = torch.ones_like(q), torch.empty_like(q)
+    _, lse = fa_ext.attention(q, k, v, return_lse=True)
+    backward = {"mma_sm80": "mma_backward_sm80", "simt": "simt_backward"}[kernel]
+
+    def both(drawn, out=None):
+        made = fa_ext.attention(q, k, v, dropout=(0.4, drawn), kernel=kernel, out=out)
+        return [made, *fa_ext.attention_backward(dout, q, k, v, made, lse, dropout=(0.4, drawn), kernel=backward)]
+
+    both(state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both(state, out)
+    for seed in (0, 5, 0, 1 << 40):
+        state[0] = seed
+        graph.replay()
+        assert same_bits(found, both(seed))
+
+
+@needs_gpu
+def test_gpu_a_graph_draws_anew_at_each_replay():
+    q, k, v = halves(2, 2, 75, 40, grad=False)
+    ft.attention(q, k, v, dropout_p=0.4)
+    graph, replays = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        out = ft.attention(q, k, v, dropout_p=0.4)
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        for _ in range(2):
+            graph.replay()
+            replays.append(out.clone())
+    assert torch.equal(replays[0], replays[2]) and torch.equal(replays[1], replays[3])
+    assert not torch.equal(replays[0], replays[1]) and not torch.equal(replays[0], replays[4])
+
+
+@needs_gpu
+def test_gpu_scaled_dot_product_attention_takes_it(monkeypatch):
+    monkeypatch.setattr(_sdpa, "_torchs", None)
+    q, k, v = halves()
+    out = ft.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert not torch.allclose(out, ft.scaled_dot_product_attention(q, k, v))
+    assert ft.explain(q, k, v, dropout_p=0.5)[0] == "mma_sm80"
+
+
+@needs_gpu
+def test_gpu_a_state_elsewhere_is_refused():
+    q, k, v = halves(grad=False)
+    state = torch.zeros(8, dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="dropout's state is on CUDA device 0, but q is on the CPU"):
+        fa_ext.attention(q.cpu().float(), k.cpu().float(), v.cpu().float(), dropout=(0.1, state))
+    with pytest.raises(ValueError, match=r"dropout's state has strides \(2,\)"):
+        fa_ext.attention(q, k, v, dropout=(0.1, torch.zeros(16, dtype=torch.int32, device="cuda")[::2]))
+    with pytest.raises(ValueError, match=r"dropout's state has shape \(7,\) and dtype int32; accepted: \(8,\) of uint32"):
+        fa_ext.attention(q, k, v, dropout=(0.1, state[:7]))
+    with pytest.raises(TypeError, match="dropout's state has dtype int16; accepted: uint32, int32 or int64"):
+        fa_ext.attention(q, k, v, dropout=(0.1, state.short()))
+    host = fa_ext.attention(q, k, v, dropout=(0.1, state.cpu()))  # on the host it is read there
+    assert torch.equal(host, fa_ext.attention(q, k, v, dropout=(0.1, state)))
