@@ -463,6 +463,18 @@ def test_calls_on_a_device(client, dtype):
 
 
 @pytest.mark.gpu
+def test_the_state_of_dropout_on_a_device(client):
+    case = Case(2, 4, 2, 100, 133, 64)
+    inputs = {n: on_device(x) for n, x in case.host_inputs().items()}
+    out, state = on_device(np.full(case.out_shape, np.nan, "f2")), on_device(words(1, 2, 3, 4, 9)[0])
+    arrays = [array_of({**inputs, "out": out}[n], device=1) if n in (*inputs, "out") else None for n in FORWARD]
+    address = ctypes.c_void_p(state.__cuda_array_interface__["data"][0])
+    assert client.call("forward", arrays, options={"dropout": (0.5, address)}) == OK, client.said()
+    wanted = fa_ext.attention(**inputs, dropout=(0.5, 0x123456789ABCDEF0, 7, (1, 2, 3, 4), 9))
+    assert fa_ext.to_numpy(out).tobytes() == fa_ext.to_numpy(wanted).tobytes()
+
+
+@pytest.mark.gpu
 def test_a_stream_that_is_none(client):
     case = Case(1, 1, 1, 16, 16, 64)
     held = {n: on_device(x) for n, x in case.host_inputs().items()}
