@@ -197,7 +197,7 @@ static fa_code check_state(const fa_view *state, const fa_view *q, fa_dropout *d
                        "dropout's state has shape %s and dtype %s; accepted: (8,) of uint32 or int32, (4,) of int64",
                        fa_show_shape(state->shape, state->ndim).text, fa_dtype_name(state->dtype));
     if (state->device.kind == FA_CPU) {
-        uint32_t read[8];
+        uint32_t read[8] = {0};
         const size_t item = fa_item_size(state->dtype);
         for (size_t n = 0; n < sizeof read / item; n++)
             memcpy((char *)read + n * item,
