@@ -314,13 +314,14 @@ _MUST_ACCEPT = {
     "wgmma_sm90": _hopper,
     "wgmma_split_sm90": _hopper_split,
 }
-_WITH_ALIBI = _WITH_DROPOUT = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
+WITH_DROPOUT = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
+WITH_ALIBI = (*WITH_DROPOUT, "wmma", "cublas")
 
 
 def must_accept(kernel: str, case: Case) -> bool:
     """Whether ``kernel`` fails the tests by rejecting ``case`` (on a device it runs on). A kernel that is not listed above is
     held to what ``minimal`` takes."""
-    taken = (not case.alibi or kernel in _WITH_ALIBI) and (not case.dropout or kernel in _WITH_DROPOUT)
+    taken = (not case.alibi or kernel in WITH_ALIBI) and (not case.dropout or kernel in WITH_DROPOUT)
     return _MUST_ACCEPT.get(kernel, _minimal)(case) and taken
 
 

@@ -51,9 +51,14 @@ __device__ __forceinline__ float add_bias_or_exclude(float score, float bias) {
     return bias == -INFINITY ? bias : add_bias(score, bias);
 }
 
-/* Bias or sink with FA_LIMIT in place of what is finite but larger. */
-__device__ __forceinline__ float bounded(float x) {
-    return fabsf(x) > FA_LIMIT && fabsf(x) < INFINITY ? copysignf(FA_LIMIT, x) : x;
+/* x from -FA_LIMIT to FA_LIMIT; NaN as it is. */
+__device__ __forceinline__ float within_limit(float x) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-FA_LIMIT));
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(FA_LIMIT));
+    return x;
 }
+
+/* The same of a bias or sink, which may be infinite. */
+__device__ __forceinline__ float bounded(float x) { return isinf(x) ? x : within_limit(x); }
 
 } // namespace fa

@@ -9,9 +9,10 @@
  * turns a chunk into weights in place. Query heads that share a key head are extra rows of one product where the
  * strides allow it, else products of their own.
  *
- * Float16, bfloat16 and float32, everything a call can ask for, and any strides that a leading dimension can express.
- * cuBLAS cannot be called from inside a kernel, on tiles in shared memory: it is a library of kernels that the host
- * launches. So each chunk is three launches, and its scores cross memory; that traffic is what the fused rows save.
+ * Float16, bfloat16 and float32, everything a dense call can ask for but dropout, and any strides that a leading
+ * dimension can express. cuBLAS cannot be called from inside a kernel, on tiles in shared memory: it is a library of
+ * kernels that the host launches. So each chunk is three launches, and its scores cross memory; that traffic is what
+ * the fused rows save.
  *
  *     python -m bench measure --preset history --kernels cublas
  */
@@ -116,8 +117,9 @@ Matrix matrix_of(const fa_operand &x, fa_dtype dtype, int64_t batch, int64_t hea
 }
 
 /* One chunk: product, softmax, product. */
-fa_code run_chunk(const cublas::Session &session, const fa_forward *p, const Chunk &chunk, int64_t batches,
+fa_code run_chunk(const cublas::Session &session, const fa_problem *problem, const Chunk &chunk, int64_t batches,
                   const fa_launch &launch) {
+    const fa_forward *p = &problem->forward;
     const ScoreParams score = score_params(*p);
     cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
     const int64_t group = p->heads / p->heads_kv, in_group = chunk.heads < group ? chunk.heads : group;
@@ -136,13 +138,14 @@ fa_code run_chunk(const cublas::Session &session, const fa_forward *p, const Chu
                                  {groups, in_group * p->q.stride[1], p->k.stride[1], in_group * head_scores},
                                  {in_group, p->q.stride[1], 0, head_scores}}));
     }
+    const cublas::ScoreOptions options = {score.cap_log2, problem->extra.alibi};
     FA_CHAOS_ARM(stream, launch);
     if (p->dtype == FA_F16)
-        FA_CUDA_TRY(launch, fa::cublas::softmax<__half>(*p, chunk, score.cap_log2, stream));
+        FA_CUDA_TRY(launch, fa::cublas::softmax<__half>(*p, chunk, options, stream));
     else if (p->dtype == FA_BF16)
-        FA_CUDA_TRY(launch, fa::cublas::softmax<__nv_bfloat16>(*p, chunk, score.cap_log2, stream));
+        FA_CUDA_TRY(launch, fa::cublas::softmax<__nv_bfloat16>(*p, chunk, options, stream));
     else
-        FA_CUDA_TRY(launch, fa::cublas::softmax<float>(*p, chunk, score.cap_log2, stream));
+        FA_CUDA_TRY(launch, fa::cublas::softmax<float>(*p, chunk, options, stream));
     if (chunk.keys == 0) return FA_OK;
 
     const Matrix weights = {workspace, type, bytes, chunk.ld * shrink, 1};
@@ -181,7 +184,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
                     .heads = heads,
                     .count = batches * heads * rows,
                 };
-                FA_TRY(run_chunk(session, p, chunk, batches, *launch));
+                FA_TRY(run_chunk(session, problem, chunk, batches, *launch));
             }
         }
     }
@@ -200,7 +203,8 @@ FA_DEFINE_KERNEL(cublas) = {
     .cc_from = 80,
     .cc_to = 0,
     .dtypes = fa::kFloatBits,
-    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
+             FA_WITH_ALIBI,
     .plan = fa::plan,
     .launch = fa::launch,
 };

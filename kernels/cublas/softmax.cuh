@@ -9,11 +9,12 @@
 
 #include <stdint.h> // int64_t
 
+#include "common/alibi.cuh" // slope_of, with_alibi
 #include "common/chaos.cuh"
 #include "common/convert.cuh" // from_float
 #include "common/mask.cuh"    // row_keys
 #include "common/rows.cuh"    // bias_row, mask_row, row_of, store_lse
-#include "common/score.cuh"   // bias_of, add_bias_or_exclude
+#include "common/score.cuh"   // bias_of, add_bias_or_exclude, bounded
 #include "common/softmax.cuh" // RowState, finish_row
 #include "fa.h"               // fa_forward
 
@@ -28,6 +29,12 @@ struct Chunk {
     int64_t key_begin, keys;
     int64_t batch, head, heads;
     int64_t count; // rows of all heads; like `keys`, less than 2^30
+};
+
+/* What else changes single scores. */
+struct ScoreOptions {
+    float cap_log2;   // softcap * log2(e), as in ScoreParams
+    fa_operand alibi; // as in fa_extra
 };
 
 constexpr int kStep = 4;      // neighbouring scores a thread takes at a time
@@ -52,19 +59,27 @@ __device__ __forceinline__ float reduce(float x, float *shared, Combine combine)
 template <typename T> struct Row {
     const fa_forward &p;
     const Chunk &chunk;
-    float cap_log2;
+    float cap_log2, slope;
     int64_t batch, head, row;
     int begin, end; // visible keys, relative to the chunk's first
 
-    __device__ Row(const fa_forward &problem, const Chunk &c, float cap, unsigned n)
-        : p(problem), chunk(c), cap_log2(cap) {
+    __device__ Row(const fa_forward &problem, const Chunk &c, const ScoreOptions &options, unsigned n)
+        : p(problem), chunk(c), cap_log2(options.cap_log2) {
         const unsigned unit = n / unsigned(c.rows);
         row = c.row_begin + n % unsigned(c.rows);
         batch = c.batch + unit / unsigned(c.heads);
         head = c.head + unit % unsigned(c.heads);
+        slope = slope_of(options.alibi, batch, head);
         const KeyRange keys = row_keys(p, row);
         begin = keys.empty() ? 0 : int(keys.begin - c.key_begin);
         end = keys.empty() ? 0 : int(keys.end - c.key_begin);
+    }
+
+    /* What is added to the score of a key: its bias, which `at` (bias_row()) leads to, less what ALiBi takes. */
+    __device__ __forceinline__ float added(int64_t at, int64_t key) const {
+        const float bias = p.bias.data ? bias_of(p, at, key) : 0.0f;
+        if (slope == 0.0f || bias == -INFINITY) return bias;
+        return with_alibi(bounded(bias), slope, float(key - (row + p.diagonal)));
     }
 
     /* The scores in base 2 of keys [first, first + kStep) of the chunk; -inf for excluded keys, which are not read. */
@@ -80,11 +95,11 @@ template <typename T> struct Row {
 #pragma unroll
             for (int i = 0; i < kStep; ++i) s[i] = cap_log2 * tanhf(s[i]);
         }
-        if (p.bias.data) {
+        if (p.bias.data || slope != 0.0f) {
             const int64_t at = bias_row(p, batch, head, row);
 #pragma unroll
             for (int i = 0; i < kStep; ++i)
-                if (first + i < end) s[i] = add_bias_or_exclude(s[i], bias_of(p, at, chunk.key_begin + first + i));
+                if (first + i < end) s[i] = add_bias_or_exclude(s[i], added(at, chunk.key_begin + first + i));
         }
         if (p.mask.data) {
             const uint8_t *mask = mask_row(p, batch, head, row);
@@ -110,13 +125,14 @@ template <typename T> struct Row {
  * together. */
 template <typename T, int kThreads, bool kHeld>
 __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads)
-    softmax_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Chunk chunk, float cap_log2) {
+    softmax_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Chunk chunk,
+                   const __grid_constant__ ScoreOptions options) {
     FA_CHAOS_BEGIN();
     __shared__ float shared[2][32];
     const unsigned n = blockIdx.x * (blockDim.x / kThreads) + threadIdx.x / kThreads;
     const int thread = threadIdx.x % kThreads, keys = int(chunk.keys);
     if (n >= chunk.count) return;
-    const Row<T> row(p, chunk, cap_log2, n);
+    const Row<T> row(p, chunk, options, n);
     float *scores = chunk.scores + n * chunk.ld;
     T *weights = reinterpret_cast<T *>(scores);
     const auto larger = [](float x, float y) { return fmaxf(x, y); };
@@ -179,7 +195,7 @@ template <typename T>
 __global__ void empty_rows_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Chunk chunk) {
     const int64_t total = chunk.count * p.head_dim_v;
     for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < total; n += int64_t(gridDim.x) * blockDim.x) {
-        const Row<T> row(p, chunk, 0.0f, unsigned(n / p.head_dim_v));
+        const Row<T> row(p, chunk, {}, unsigned(n / p.head_dim_v));
         const int64_t dim = n % p.head_dim_v;
         row_of<T>(p.out, row.batch, row.head, row.row)[dim * p.out.stride[3]] = from_float<T>(0.0f);
         if (dim == 0) store_lse(p, row.batch, row.head, row.row, finish_row(p, row.head, RowState()).lse);
@@ -188,19 +204,19 @@ __global__ void empty_rows_kernel(const __grid_constant__ fa_forward p, const __
 
 /* Queues the softmax of a chunk; a chunk without keys gets its output here and needs no product. */
 template <typename T>
-cudaError_t softmax(const fa_forward &p, const Chunk &chunk, float cap_log2, cudaStream_t stream) {
+cudaError_t softmax(const fa_forward &p, const Chunk &chunk, const ScoreOptions &options, cudaStream_t stream) {
     constexpr int kHeld = kStep * kHeldSteps;
     const auto blocks = [&](int per_block) { return unsigned((chunk.count + per_block - 1) / per_block); };
     if (chunk.keys == 0)
         empty_rows_kernel<T><<<256, 256, 0, stream>>>(p, chunk);
     else if (chunk.keys <= 32 * kHeld)
-        softmax_kernel<T, 32, true><<<blocks(4), 128, 0, stream>>>(p, chunk, cap_log2);
+        softmax_kernel<T, 32, true><<<blocks(4), 128, 0, stream>>>(p, chunk, options);
     else if (chunk.keys <= 128 * kHeld)
-        softmax_kernel<T, 128, true><<<blocks(1), 128, 0, stream>>>(p, chunk, cap_log2);
+        softmax_kernel<T, 128, true><<<blocks(1), 128, 0, stream>>>(p, chunk, options);
     else if (chunk.keys <= 512 * kHeld)
-        softmax_kernel<T, 512, true><<<blocks(1), 512, 0, stream>>>(p, chunk, cap_log2);
+        softmax_kernel<T, 512, true><<<blocks(1), 512, 0, stream>>>(p, chunk, options);
     else
-        softmax_kernel<T, 512, false><<<blocks(1), 512, 0, stream>>>(p, chunk, cap_log2);
+        softmax_kernel<T, 512, false><<<blocks(1), 512, 0, stream>>>(p, chunk, options);
     return cudaGetLastError();
 }
 

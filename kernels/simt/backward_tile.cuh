@@ -196,7 +196,7 @@ __device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &w
         product<t>(kKeysOwn ? shared.values : shared.douts, kKeysOwn ? shared.douts : shared.values, f.head_dim_v,
                    pairs.second);
     const fa::KeyBand band = fa::key_band(f, query0, key0);
-    const float alibi = fa::slope_of(work.extra, b, h);
+    const float alibi = fa::slope_of(work.extra.alibi, b, h);
     const bool biased = f.bias.data || alibi != 0;
     const uint32_t kept =
         work.extra.dropout.threshold ? kept_pairs<t, kKeysOwn>(*shared.dropout, b, h, query0, key0) : ~0u;

@@ -7,7 +7,9 @@
  * which a key that nobody may look at has no page. */
 #pragma once
 
+#include "common/alibi.cuh"  // slope_of, with_alibi
 #include "common/faults.cuh" // count_fault
+#include "common/score.cuh"  // bounded
 #include "common/spot.cuh"   // Serving, Spot, find_spot
 #include "philox.h"          // fa_dropout_keeps, fa_dropout_read, fa_dropout_scale
 #include "simt/kernel.cuh"   // LaneTile, general_scores, load4
@@ -166,10 +168,7 @@ struct Sight {
     __device__ float with_slope(float bias, int row, int column) const {
         if (slope == 0) return bias;
         const int64_t distance = query[row].position - (key0 + column);
-        float less = slope * static_cast<float>(distance < 0 ? -distance : distance);
-        asm("max.NaN.f32 %0, %0, %1;" : "+f"(less) : "f"(-FA_LIMIT));
-        asm("min.NaN.f32 %0, %0, %1;" : "+f"(less) : "f"(FA_LIMIT));
-        return bias - less;
+        return with_alibi(bounded(bias), slope, static_cast<float>(distance));
     }
 };
 
@@ -274,12 +273,7 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
         }
         const RowLoader<T, t> k_loader(p.k, head_kv, p.head_dim, o.k_chunks);
         const RowLoader<T, t> v_loader(p.v, head_kv, p.head_dim_v, o.v_chunks);
-        float slope = 0.0f;
-        if (c.extra.alibi.data && spot.batch >= 0) {
-            const fa_operand &alibi = c.extra.alibi;
-            slope = static_cast<const float *>(alibi.data)[spot.batch * alibi.stride[0] + head * alibi.stride[1]];
-            if (!isfinite(slope)) slope = NAN;
-        }
+        const float slope = spot.batch < 0 ? 0.0f : slope_of(c.extra.alibi, spot.batch, head);
 
         for (int64_t key0 = keys.begin + lane.group * t.block_n; key0 < keys.end; key0 += t.groups * t.block_n) {
             for (int n = thread_index() % t.group_threads(); n < t.block_n; n += t.group_threads())

@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPl
 template <bool kQueries, int kRowTiles, int kStep>
 __device__ __forceinline__ void add_alibi(const BackwardArgs &args, const PairPlace &place,
                                           Scores<kRowTiles, kStep> &bias) {
-    const float slope = slope_of(args.extra, place.batch, place.head);
+    const float slope = slope_of(args.extra.alibi, place.batch, place.head);
     if (slope == 0) return;
     const int first = kQueries ? place.other - place.own - args.visible.diagonal
                                : place.own - place.other - args.visible.diagonal; // key - position

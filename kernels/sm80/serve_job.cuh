@@ -2,8 +2,8 @@
 #pragma once
 
 #include <limits.h> // INT_MAX
-#include <math.h>   // NAN, INFINITY
 
+#include "common/alibi.cuh"  // slope_of
 #include "common/faults.cuh" // count_fault
 #include "common/spot.cuh"   // Spot, find_spot, find_sequence, join_block
 #include "sm80/serve_config.cuh"
@@ -102,7 +102,6 @@ template <class C> constexpr int serve_bytes() { return C::kSharedBytes + int(si
 template <class Shared>
 __device__ __forceinline__ void place_rows(const ServeArgs &args, const Job &job, Shared &shared) {
     const fa_forward &p = args.call.p;
-    const fa_operand &alibi = args.call.extra.alibi;
     int64_t low = INT64_MAX, high = 0;
     if (const int row = threadIdx.x; row < kServeRows) {
         ServeRow mine = {0, 0, 0, 0.0f};
@@ -115,11 +114,7 @@ __device__ __forceinline__ void place_rows(const ServeArgs &args, const Job &job
                 mine.begin = int(seen.begin), mine.end = int(seen.end);
                 low = seen.begin, high = seen.end;
             }
-            if (alibi.data) {
-                const float slope =
-                    static_cast<const float *>(alibi.data)[job.batch * alibi.stride[0] + at.head * alibi.stride[1]];
-                mine.slope = fabsf(slope) < INFINITY ? slope : NAN;
-            }
+            mine.slope = slope_of(args.call.extra.alibi, job.batch, at.head);
         }
         shared.row[row] = mine;
     }

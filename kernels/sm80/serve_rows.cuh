@@ -4,6 +4,7 @@
 
 #include <math.h> // INFINITY
 
+#include "common/alibi.cuh"   // less_taken, taken_by
 #include "common/convert.cuh" // from_float, load_as_float
 #include "common/fold.cuh"    // fold_state, fold_value
 #include "common/partial.cuh" // finish_joined, partial_states
@@ -83,10 +84,7 @@ template <class C> struct ServeRows : MmaWarp<C> {
         __device__ __forceinline__ float taken(int i, int column) const {
             if (mine[i].slope == 0.0f) return 0.0f;
             const uint32_t a = uint32_t(mine[i].position), b = uint32_t(key + column);
-            float less = mine[i].slope * static_cast<float>(mine[i].position >= key + column ? a - b : b - a);
-            asm("max.NaN.f32 %0, %0, %1;" : "+f"(less) : "f"(-FA_LIMIT));
-            asm("min.NaN.f32 %0, %0, %1;" : "+f"(less) : "f"(FA_LIMIT));
-            return less;
+            return taken_by(mine[i].slope, static_cast<float>(mine[i].position >= key + column ? a - b : b - a));
         }
         __device__ __forceinline__ bool sees(int i, int column) const {
             return key + column >= mine[i].begin && key + column < mine[i].end;
@@ -111,13 +109,8 @@ template <class C> struct ServeRows : MmaWarp<C> {
         const auto add = [&](const auto *bias) {
             each(s, [&](float &x, int i, int column) {
                 if (!slopes.sees(i, column)) return;
-                float b = to_float(bias[from[i] + column * p.bias.stride[3]]);
-                if (b != -INFINITY) {
-                    b -= slopes.taken(i, column);
-                    asm("max.NaN.f32 %0, %0, %1;" : "+f"(b) : "f"(-FA_LIMIT));
-                    b = add_bias(x, b);
-                }
-                x = b;
+                const float b = to_float(bias[from[i] + column * p.bias.stride[3]]);
+                x = b == -INFINITY ? b : add_bias(x, less_taken(bounded(b), slopes.taken(i, column)));
             });
         };
         if (p.bias_dtype == FA_F32)

@@ -6,6 +6,7 @@
  * joined first. */
 #pragma once
 
+#include "common/alibi.cuh"   // slope_of
 #include "common/mask.cuh"    // tile_keys, tile_common_keys
 #include "common/ring.cuh"    // RingState
 #include "common/rows.cuh"    // row_of, store_lse
@@ -21,6 +22,7 @@ namespace fa::wmma_row {
 /* What a launch adds to the problem. */
 struct Params {
     fa_forward p;
+    fa_operand alibi; // as in fa_extra
     ScoreOptions options;
     unsigned tiles_m;
     bool q_aligned, k_aligned, v_aligned, out_aligned;
@@ -143,6 +145,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
 #pragma unroll
     for (int d = 0; d < C::kSteps; ++d) wmma::fill_fragment(out[d], 0.0f);
 
+    const float slope = kSimple ? 0.0f : slope_of(params.alibi, batch, head);
     RingState<C::kStages> at(0);
     for (int key = keys.begin; key < keys.end; key += C::kTileN, at.advance()) {
         const bool needed = key < seen.end && key + C::kTileN > seen.begin;
@@ -153,7 +156,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
         if (needed) {
             const bool all_visible = common.holds(key, C::kTileN);
             const float rescale = softmax_strip<T, C::kTileN, C::kWeightPitch, kSimple>(
-                p, params.options, batch, head, owned, strip, key, all_visible, lane);
+                p, params.options, batch, head, slope, owned, strip, key, all_visible, lane);
             if (lane < kStripRows) factor[lane] = rescale;
             const bool changed = __any_sync(~0u, rescale != 1.0f);
             __syncwarp();
@@ -179,7 +182,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
     write_output<T, C>(params, batch, head, warp_row, out, strip, lane);
 }
 
-/* Where three blocks share a multiprocessor, bias and mask take the registers of the third. */
+/* Where three blocks share a multiprocessor, bias, ALiBi and mask take the registers of the third. */
 template <typename T, class C, bool kSimple>
 __global__ void __launch_bounds__(C::kThreads, !kSimple && C::kBlocks > 2 ? 2 : C::kBlocks)
     wmma_kernel(const __grid_constant__ Params params) {

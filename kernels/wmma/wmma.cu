@@ -11,9 +11,9 @@
  * reaches the fragments through the interface itself: an accumulator fragment loaded with a leading dimension of 0
  * holds at every element its row's factor, and fragments of one type agree on where an element is.
  *
- * Float16 and bfloat16, head_dim and head_dim_v up to 128 (padded with zeros to 64 or 128), everything a call can ask
- * for, any strides; rows that are not 16-byte aligned are copied element by element. The scores' trip through shared
- * memory is what mma_sm80 saves.
+ * Float16 and bfloat16, head_dim and head_dim_v up to 128 (padded with zeros to 64 or 128), everything a dense call can
+ * ask for but dropout, any strides; rows that are not 16-byte aligned are copied element by element. The scores' trip
+ * through shared memory is what mma_sm80 saves.
  *
  *     python -m bench measure --preset history --kernels wmma
  *
@@ -32,14 +32,14 @@ namespace fa::wmma_row {
 struct Own {
     bool narrow; // both head dims padded to 64, else to 128
     bool wide;   // many rows a block
-    bool simple; // no softcap, bias or mask, a positive scale
+    bool simple; // no softcap, bias, ALiBi or mask, a positive scale
     bool bias_in_fours, mask_in_fours;
     bool q_aligned, k_aligned, v_aligned, out_aligned;
     unsigned tiles_m;
 };
 
-fa_code launch_64(const fa_forward &p, const fa_plan &plan, const fa_launch &launch);
-fa_code launch_128(const fa_forward &p, const fa_plan &plan, const fa_launch &launch);
+fa_code launch_64(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch);
+fa_code launch_128(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch);
 
 #ifdef FA_INSTANCE
 
@@ -53,10 +53,12 @@ fa_code launch_as(const Params &params, const fa_plan &plan, const fa_launch &la
     return FA_OK;
 }
 
-template <class C> fa_code launch_shape(const fa_forward &p, const fa_plan &plan, const fa_launch &launch) {
+template <class C> fa_code launch_shape(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
+    const fa_forward &p = problem.forward;
     const Own &own = fa_own<Own>(&plan);
     const Params params = {
         .p = p,
+        .alibi = problem.extra.alibi,
         .options = {score_params(p), own.bias_in_fours, own.mask_in_fours},
         .tiles_m = own.tiles_m,
         .q_aligned = own.q_aligned,
@@ -74,9 +76,9 @@ template <class C> fa_code launch_shape(const fa_forward &p, const fa_plan &plan
 #define FA_JOIN_(a, b) a##b
 #define FA_JOIN(a, b)  FA_JOIN_(a, b)
 
-fa_code FA_JOIN(launch_, FA_WMMA_HEAD_DIM)(const fa_forward &p, const fa_plan &plan, const fa_launch &launch) {
-    return fa_own<Own>(&plan).wide ? launch_shape<Config<FA_WMMA_HEAD_DIM, true>>(p, plan, launch)
-                                   : launch_shape<Config<FA_WMMA_HEAD_DIM, false>>(p, plan, launch);
+fa_code FA_JOIN(launch_, FA_WMMA_HEAD_DIM)(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
+    return fa_own<Own>(&plan).wide ? launch_shape<Config<FA_WMMA_HEAD_DIM, true>>(problem, plan, launch)
+                                   : launch_shape<Config<FA_WMMA_HEAD_DIM, false>>(problem, plan, launch);
 }
 
 #else
@@ -90,7 +92,8 @@ constexpr int64_t kWideFromKeys = 1024; // batch_invariant: the shape follows fr
 template <class C> int64_t tiles_m(const fa_forward &p) { return (p.seq_q + C::kTileM - 1) / C::kTileM; }
 template <class C> int64_t blocks_of(const fa_forward &p) { return tiles_m<C>(p) * p.heads * p.batch; }
 
-template <class C> fa_answer plan_shape(const fa_forward &p, bool wide, fa_plan *plan, fa_why *why) {
+template <class C> fa_answer plan_shape(const fa_problem *problem, bool wide, fa_plan *plan, fa_why *why) {
+    const fa_forward &p = problem->forward;
     plan->threads = C::kThreads;
     plan->blocks = blocks_of<C>(p);
     plan->smem_bytes = sizeof(typename C::Shared);
@@ -101,7 +104,7 @@ template <class C> fa_answer plan_shape(const fa_forward &p, bool wide, fa_plan 
         .narrow = C::kHeadDim == 64,
         .wide = wide,
         // -inf times a scale that rounds to 0 would be NaN
-        .simple = scale > 1e-30f && p.softcap == 0 && !p.bias.data && !p.mask.data,
+        .simple = scale > 1e-30f && p.softcap == 0 && !p.bias.data && !p.mask.data && !problem->extra.alibi.data,
         .bias_in_fours = in_fours(p.bias, int(fa_dtype_size(p.bias_dtype))),
         .mask_in_fours = in_fours(p.mask, 1),
         .q_aligned = rows_aligned(p.q, p.head_dim),
@@ -123,8 +126,9 @@ fa_answer plan_dim(const fa_problem *problem, const fa_device_info *device, fa_p
     const int64_t sms = device->sm_count, rounds = (blocks_of<Wide>(p) + sms - 1) / sms;
     const bool full = 4 * p.seq_q * p.heads * p.batch >= 3 * rounds * sms * Wide::kTileM;
     const bool wide = problem->batch_invariant ? p.seq_k >= kWideFromKeys : full;
-    if (wide && sizeof(typename Wide::Shared) <= device->smem_per_block) return plan_shape<Wide>(p, true, plan, why);
-    return plan_shape<Config<kHeadDim, false>>(p, false, plan, why);
+    if (wide && sizeof(typename Wide::Shared) <= device->smem_per_block)
+        return plan_shape<Wide>(problem, true, plan, why);
+    return plan_shape<Config<kHeadDim, false>>(problem, false, plan, why);
 }
 
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
@@ -137,8 +141,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 }
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    const fa_forward &p = problem->forward;
-    return fa_own<Own>(plan).narrow ? launch_64(p, *plan, *launch) : launch_128(p, *plan, *launch);
+    return fa_own<Own>(plan).narrow ? launch_64(*problem, *plan, *launch) : launch_128(*problem, *plan, *launch);
 }
 
 } // namespace
@@ -157,7 +160,8 @@ FA_DEFINE_KERNEL(wmma) = {
     .cc_from = 80,
     .cc_to = 0,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V,
+    .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
+             FA_WITH_ALIBI,
     .plan = fa::wmma_row::plan,
     .launch = fa::wmma_row::launch,
 };

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cases
 import fa_ext
 import rows
 from case import Case
@@ -25,7 +26,7 @@ FEATURES = {
 }
 #: The first bit that means nothing yet.
 NEXT_BIT = len(re.findall(r"^    X\(", (Path(__file__).parents[2] / "csrc" / "fa.h").read_text(), re.MULTILINE))
-OF_TWO = ("ALiBi slopes", "dropout")  # of mma_sm80, simt and what runs on the CPU
+OF_FEW = {"ALiBi slopes": cases.WITH_ALIBI, "dropout": cases.WITH_DROPOUT}
 LACKS = {
     "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),
     "wgmma_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
@@ -58,8 +59,8 @@ def test_what_a_kernel_lacks(feature):
     case = Case(**{**dict(batch=1, heads=1, heads_kv=1, seq_q=64, seq_k=64, head_dim=64), **FEATURES[feature]})
     for kernel, (answer, reason) in answers(case).items():
         lacks = feature in LACKS.get(kernel, ())
-        if feature in OF_TWO:
-            lacks = rows.device_of(kernel) == "cuda" and kernel not in ("mma_sm80", "simt")
+        if feature in OF_FEW:
+            lacks = kernel not in OF_FEW[feature]
         if lacks:
             assert answer == "refuses" and reason == f"takes no {feature}", (kernel, reason)
         else:

@@ -53,6 +53,17 @@ def test_heads_that_share_keys(heads, heads_kv, seq_q, layout):
     assert report, report
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
+@pytest.mark.parametrize("seq_k", (100, 1500, 7000, 9000))
+def test_slopes_in_every_softmax(seq_k, dtype):
+    """A warp, 128 and 512 threads a row, and a row that registers do not hold."""
+    for options in ({"alibi": "batch"}, {"alibi": "steep", "bias": "finfo_min"}, {"alibi": "strided", "mask": "rows", "softcap": 5.0}):
+        case = Case(2, 4, 2, 33, seq_k, 64, dtype=dtype, causal="bottom_right", window=(None, 3), **options)
+        report = rows.verdict(KERNEL, case)
+        assert report, f"{report}\n{case}"
+
+
 # Scores of one head are 1 to 4 MB: whole heads and parts of heads, on devices whose cuBLAS gets 4 MiB and on those
 # where it gets 32.
 CHUNKED = (

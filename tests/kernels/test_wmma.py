@@ -19,6 +19,7 @@ WIDE = (
     Case(1, 2, 2, 1030, 1030, 96, 72, causal=True, window=(100, None), softcap=20.0),
     Case(1, 2, 2, 500, 1500, 40, 56, dtype="bfloat16", window=(9, 300), mask="rows"),
     Case(1, 4, 2, 90, 1200, 64, 128, bias="full", mask="keys", sinks="same"),
+    Case(2, 4, 2, 90, 1200, 64, dtype="bfloat16", alibi="batch", bias="keys", causal="bottom_right"),
     Case(1, 2, 2, 1300, 1040, 64, causal="bottom_right"),
     Case(1, 2, 1, 1, 2000, 128, scale=-0.3),
     Case(1, 2, 2, 200, 1024, 61, strides="odd"),
