@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads)
             if (first < keys) row.load(scores, first, held[0]);
 #pragma unroll
             for (int i = 0; i < kStep; ++i) held[0][i] = state.weight(held[0][i]) * result.factor;
-            if (start == 0) __syncthreads(); // only the first weights lie on scores of their own step
+            __syncthreads(); // weights lie on scores of their own step and of steps before, which all have read now
             if (first < keys) row.store(weights, first, held[0]);
         }
     }

@@ -7,6 +7,7 @@ import ctypes
 import platform
 import re
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -105,8 +106,8 @@ def test_a_race_shows_under_every_seed(selftest, seed):
 
 @pytest.mark.parametrize("source", _build.cuda_files(), ids=lambda path: path.stem)
 def test_every_instruction_of_every_kernel_is_known(source):
-    """chaos and cublas are no kernels of their own for a device: they are left out."""
-    if source.stem in ("chaos", "cublas"):
+    """chaos is no kernel of its own for a device: it is left out."""
+    if source.stem == "chaos":
         pytest.skip("not emulated")
     for unit in _build.units_of(source)[-2:]:
         text = emulator.preprocessed(source, unit.flags)
@@ -152,6 +153,35 @@ def test_forward(emulated, seed, kernel, name):
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_an_lse_has_any_strides(emulated, kernel, name, kind):
     lse_views.assert_written(emulated(kernel, **FORWARD[kernel]), Case.parse(name).host_inputs(), kind)
+
+
+@pytest.fixture(scope="module")
+def cublas(emulated, folder):
+    """The cublas kernel with products by emulator/cublas.cpp."""
+    library = folder / "libcublas.so"
+    subprocess.run(["g++", "-std=gnu++20", "-O2", "-shared", "-fPIC", emulator.HERE / "cublas.cpp", "-o", library], check=True)
+    opened = "launch.host->open_library(launch.context, FA_CUBLAS, &handle, launch.status)"
+    return emulated("cublas", edit=replaced(opened, f'(handle = dlopen("{library}", 2)) ? FA_OK : FA_ECUDA'))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *CASES,
+        "B1,H2/1,S3x1500,D64,float32,mask=rows,softcap=5.0",  # four warps a row
+        "B1,H2/1,S3x7000,D64,bfloat16,alibi=batch,causal=bottom_right",  # sixteen
+        "B1,H2/1,S3x9000,D64,float16,bias=keys,causal=bottom_right",  # more than registers hold
+        "B1,H1,S2x9000,D16,float32,alibi=heads",
+    ],
+)
+def test_cublas(cublas, seed, name):
+    assert (report := rows.verdict(cublas, Case.parse(name))), report
+
+
+def test_an_lse_of_cublas_has_any_strides(cublas):
+    for kind in lse_views.KINDS:
+        for name in CASES:
+            lse_views.assert_written(cublas, Case.parse(name).host_inputs(), kind)
 
 
 def test_a_persistent_kernel_walks_over_several_tiles(emulated, seed, monkeypatch):

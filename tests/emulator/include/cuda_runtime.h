@@ -98,6 +98,9 @@ cudaError_t cudaOccupancyMaxActiveClusters(int *count, Kernel *, const cudaLaunc
     return *count = emu_active_clusters(*config), cudaSuccess;
 }
 
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed = 2 };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
+
 inline cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
     return memset(to, value, bytes), cudaSuccess;
