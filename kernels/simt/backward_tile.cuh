@@ -55,8 +55,11 @@ template <typename T, Tile t>
 __device__ __forceinline__ void load_tile(float *smem, const fa_operand &x, int64_t b, int64_t h, int64_t first,
                                           int64_t begin, int64_t end, int length, const float2 *rows) {
     const T *base = x.data ? fa::row_of<const T>(x, b, h, first) : nullptr;
+    int thread = threadIdx.x;
+    if constexpr (t.block < 32)
+        asm volatile("" : "+r"(thread)); // places made anew: kept, they spill the kernel of dbias
 #pragma unroll 4
-    for (int n = threadIdx.x; n < t.block * t.dim; n += kThreads) {
+    for (int n = thread; n < t.block * t.dim; n += kThreads) {
         const int row = n / t.dim, d = n % t.dim;
         float value = 0.0f;
         if (base && first + row >= begin && first + row < end && d < length && !(rows && rows[row].x == INFINITY))
