@@ -4,16 +4,21 @@
  *     out = sum w_i out_i / W    lse = m + log W
  *
  * A part whose LSE is -inf or +inf is empty, and its out is not read. In float32, in the order of the list; where one
- * part alone counts, its elements are copied. A group of lanes of one warp owns a row and reads it in 16-byte chunks
- * where all operands allow it, else by elements: bound by memory. Each lane weighs the parts for itself. The result may
- * be the first part itself, since a group reads its row's LSEs before it writes one, and each lane an element before it
- * writes that element.
+ * part alone counts, its elements are copied. A group of lanes of one warp owns kRows rows and reads them in 16-byte
+ * chunks where all operands allow it, else by elements: bound by memory. Each lane weighs the parts for one of the rows
+ * and the group shares the weights by shuffles; chunks of kTogether parts of all rows are on their way at a time. Of
+ * heads and rows the axis whose elements lie closer together is the inner one, along which groups lie. The result may
+ * be the first part itself, since one lane reads a row's LSEs and writes its LSE, and each lane reads an element before
+ * it writes that element.
  *
  * Float16, bfloat16, float32 parts; a result of any of these; any strides, head_dim up to 256. The first parts travel
  * as arguments of the launch; where there are more, small launches before it write all of them to workspace, so that a
  * captured graph holds them.
  */
-#include <algorithm> // std::copy_n, std::max, std::min
+#include <algorithm>   // std::max, std::min
+#include <cstdlib>     // std::abs
+#include <type_traits> // std::conditional_t, std::is_same_v
+#include <utility>     // std::swap
 
 #include "common/convert.cuh" // to_float, from_float, load_as_float
 #include "common/launch.cuh"  // fa_own, FA_CUDA_TRY
@@ -24,19 +29,26 @@ namespace fa {
 namespace {
 
 constexpr int kWarp = 32, kMaxThreads = 128;
-constexpr int kArguments = 32; // parts that are arguments of a launch
+constexpr int kRows = 8;       // of a group of lanes; no more than its lanes
+constexpr int kAtOnce = 4;     // of them that are read at a time
+constexpr int kTogether = 2;   // parts that are read at a time
+constexpr int kArguments = 32; // a multiple of kTogether: parts that are arguments of a launch
+constexpr int kBlocks = 4;     // of a multiprocessor
 constexpr int64_t kMaxGrid = 65535;
 
 struct Parts {
     fa_part part[kArguments];
 };
 
-/* What the kernel needs beside the parts. */
+/* What the kernel needs beside the parts. Axes of operands, here and of the parts: batch, outer, inner, head_dim. */
 struct Args {
-    fa_operand out, lse, sinks;
-    int64_t batch, heads, seq;
+    fa_operand out, lse, sinks; // sinks: stride[1], stride[2]
+    int64_t batch, outer, inner;
+    int outer_step, inner_step; // from one of a group's rows to the next
+    int outer_tile, inner_tile; // rows of a block
     int count, head_dim;
-    int lanes; // of a row: a power of 2 up to kWarp
+    int lanes, lanes_log2; // of a group: a power of 2 from kRows to kWarp
+    int steps;             // of a group: kAtOnce rows, one chunk a lane
     fa_dtype out_dtype, sinks_dtype;
     bool same; // the result has the parts' dtype
 };
@@ -44,16 +56,19 @@ struct Args {
 /* The plan's own part. */
 struct Own {
     int lanes;
-    bool chunks; // 16 bytes at a time
+    bool chunks;    // 16 bytes at a time
+    bool heads;     // are the inner axis
+    bool one_outer; // a group's rows lie along the inner axis, too
 };
 
 __global__ void store_parts(const __grid_constant__ Parts parts, fa_part *to, int count) {
     if (int(threadIdx.x) < count) to[threadIdx.x] = parts.part[threadIdx.x];
 }
 
-__device__ __forceinline__ float sink_of(const Args &a, int64_t head) {
+__device__ __forceinline__ float sink_of(const Args &a, int64_t outer, int64_t inner) {
     if (!a.sinks.data) return -INFINITY;
-    const float sink = load_as_float(a.sinks.data, a.sinks_dtype, head * a.sinks.stride[0]);
+    const float sink =
+        load_as_float(a.sinks.data, a.sinks_dtype, outer * a.sinks.stride[1] + inner * a.sinks.stride[2]);
     return isinf(sink) || isnan(sink) ? sink : fminf(fmaxf(sink, -FA_LIMIT), FA_LIMIT);
 }
 
@@ -63,82 +78,186 @@ __device__ __forceinline__ float weight(float x, float origin) { return x == ori
 /* Elements of a store of up to 16 bytes, of N. */
 template <typename T, int N> constexpr int kWidth = N * sizeof(T) <= 16 ? N : 16 / int(sizeof(T));
 
-template <typename T, int N>
-__device__ __forceinline__ void store(const Args &a, int64_t at, const float (&sum)[N], float factor) {
-    constexpr int W = kWidth<T, N>;
-#pragma unroll
-    for (int first = 0; first < N; first += W) {
-        Chunk<T, W> chunk;
-#pragma unroll
-        for (int i = 0; i < W; ++i) chunk.element[i] = from_float<T>(sum[first + i] * factor);
-        *reinterpret_cast<Chunk<T, W> *>(static_cast<T *>(a.out.data) + at + first) = chunk;
+/* Elements as the low bits of a word. */
+__device__ __forceinline__ uint32_t word_of(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ uint32_t word_of(__half2 x) { return *reinterpret_cast<const uint32_t *>(&x); }
+__device__ __forceinline__ uint32_t word_of(__nv_bfloat162 x) { return *reinterpret_cast<const uint32_t *>(&x); }
+
+/* Four bytes of a row, rounded from one or two floats. */
+template <typename T> __device__ __forceinline__ uint32_t rounded(const float *x, float factor) {
+    if constexpr (sizeof(T) == 4)
+        return word_of(x[0] * factor);
+    else if constexpr (std::is_same_v<T, __half>)
+        return word_of(__floats2half2_rn(x[0] * factor, x[1] * factor));
+    else
+        return word_of(__floats2bfloat162_rn(x[0] * factor, x[1] * factor));
+}
+
+/* What one load brings: 16 bytes as words, which nvcc keeps in the registers that they came in (of 16-bit elements it
+ * makes a register each, and waits for one load before the next), or one element. */
+template <typename T, int N> using Loaded = std::conditional_t<N == 1, T, uint4>;
+
+__device__ __forceinline__ void add_word(float (&sum)[4], float, float w, uint32_t word, int at) {
+    sum[at] += w * __uint_as_float(word);
+}
+template <typename T> __device__ __forceinline__ void add_word(float (&sum)[8], T, float w, uint32_t word, int at) {
+    float low, high;
+    if constexpr (std::is_same_v<T, __half>) {
+        const __half2 pair = *reinterpret_cast<const __half2 *>(&word);
+        low = __half2float(pair.x), high = __half2float(pair.y);
+    } else {
+        low = __uint_as_float(word << 16), high = __uint_as_float(word & 0xffff0000u);
     }
+    sum[2 * at] += w * low, sum[2 * at + 1] += w * high;
+}
+
+/* Adds w times each element. */
+template <typename T, int N> __device__ __forceinline__ void add(float (&sum)[N], float w, const Loaded<T, N> &x) {
+    if constexpr (N == 1) {
+        sum[0] += w * to_float(x);
+    } else {
+        add_word(sum, T(), w, x.x, 0), add_word(sum, T(), w, x.y, 1);
+        add_word(sum, T(), w, x.z, 2), add_word(sum, T(), w, x.w, 3);
+    }
+}
+
+/* N elements in stores of up to 16 bytes. The bytes are made one integer by hand: of a struct or vector whose elements
+ * were computed nvcc 13.0 makes a store each here. */
+template <typename T, int N> __device__ __forceinline__ void store(T *to, const float (&sum)[N], float factor) {
+    if constexpr (N == 1) {
+        *to = from_float<T>(sum[0] * factor);
+    } else {
+        constexpr int W = kWidth<T, N>, kEach = 4 / sizeof(T);
+        using Bytes = std::conditional_t<W * sizeof(T) == 16, unsigned __int128, uint64_t>;
+        static_assert(sizeof(Bytes) == W * sizeof(T));
+#pragma unroll
+        for (int first = 0; first < N; first += W) {
+            Bytes bytes = 0;
+#pragma unroll
+            for (int i = 0; i < W; i += kEach) bytes |= Bytes(rounded<T>(sum + first + i, factor)) << 32 * (i / kEach);
+            *reinterpret_cast<Bytes *>(to + first) = bytes;
+        }
+    }
+}
+
+/* Elements from one of a group's rows to the next. */
+__device__ __forceinline__ int64_t step_of(const Args &a, const fa_operand &x) {
+    return a.outer_step * x.stride[1] + a.inner_step * x.stride[2];
 }
 
 /* N: elements a lane has at a time, 16 bytes of T, or 1. kStored: the parts are in `stored`, else in `given`. */
 template <typename T, int N, bool kStored>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
     merge_kernel(const __grid_constant__ Args a, const __grid_constant__ Parts given, const fa_part *stored) {
     const auto part_of = [&](int n) -> const fa_part & {
         if constexpr (kStored)
-            return stored[n];
+            return stored[n < a.count ? n : a.count - 1];
         else
             return given.part[n];
     };
-    const int lane = threadIdx.x % a.lanes;
-    const int64_t row = int64_t(blockIdx.x) * (blockDim.x / a.lanes) + threadIdx.x / a.lanes;
-    const int count = row < a.seq ? a.count : 0, columns = row < a.seq ? a.head_dim : 0;
+    const int lane = threadIdx.x & (a.lanes - 1), which = threadIdx.x >> a.lanes_log2;
+    const int64_t inner = int64_t(blockIdx.x) * a.inner_tile + which;
+    const int64_t my_inner = inner + lane * a.inner_step;
     for (int64_t batch = blockIdx.z; batch < a.batch; batch += gridDim.z)
-        for (int64_t head = blockIdx.y; head < a.heads; head += gridDim.y) {
+        for (int64_t outer = int64_t(blockIdx.y) * a.outer_tile; outer < a.outer;
+             outer += int64_t(gridDim.y) * a.outer_tile) {
+            /* The first kRows lanes have a row each: the weights of its parts, -1 for those that are empty. */
+            const int64_t my_outer = outer + lane * a.outer_step;
+            const bool is_row = lane < kRows && my_inner < a.inner && my_outer < a.outer;
+            const unsigned are_rows = __ballot_sync(~0u, is_row) >> (threadIdx.x % kWarp - lane);
             const auto lse_of = [&](int n) {
+                if (!is_row || n >= a.count) return -INFINITY;
                 const fa_operand &lse = part_of(n).lse;
-                return static_cast<const float *>(lse.data)[row_offset(lse, batch, head, row)];
+                return static_cast<const float *>(lse.data)[row_offset(lse, batch, my_outer, my_inner)];
             };
-            const float sink = sink_of(a, head);
+            const float lses[kTogether] = {lse_of(0), lse_of(1)};
+            const float sink = is_row ? sink_of(a, my_outer, my_inner) : -INFINITY;
             float origin = sink, sum = 0.0f;
             int counted = 0, last = 0;
-            for (int n = 0; n < count; ++n) {
-                const float lse = lse_of(n);
-                if (isinf(lse)) continue;
+            const auto look = [&](int n, float lse) {
+                if (isinf(lse)) return;
                 ++counted, last = n;
                 if (isnan(lse) || lse > origin) origin = lse; // once NaN, it stays
-            }
+            };
+            const auto weigh = [&](float lse) { return isinf(lse) ? -1.0f : weight(lse, origin); };
+            look(0, lses[0]), look(1, lses[1]);
+#pragma unroll 1
+            for (int n = kTogether; n < a.count; ++n) look(n, lse_of(n));
             if (sink != -INFINITY) sum = weight(sink, origin);
-            for (int n = 0; n < count; ++n) {
+            const float first[kTogether] = {weigh(lses[0]), weigh(lses[1])};
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i)
+                if (!isinf(lses[i])) sum += first[i];
+#pragma unroll 1
+            for (int n = kTogether; n < a.count; ++n) {
                 const float lse = lse_of(n);
                 if (!isinf(lse)) sum += weight(lse, origin);
             }
+            /* Of the sum, or -1 - n where part n is copied. */
             const bool copies = counted == 1 && !a.sinks.data && a.same;
-            const float factor = counted ? 1.0f / sum : 0.0f;
-            for (int d = lane * N; d < columns; d += a.lanes * N) {
-                const int64_t to = row_offset(a.out, batch, head, row) + d * a.out.stride[3];
-                float out[N] = {};
-                Chunk<T, N> chunk = {};
-                for (int n = copies ? last : 0; n < (copies ? last + 1 : count); ++n) {
-                    const float lse = lse_of(n);
-                    if (isinf(lse)) continue;
-                    const fa_operand &x = part_of(n).out;
-                    const int64_t at = row_offset(x, batch, head, row) + d * x.stride[3];
-                    chunk = *reinterpret_cast<const Chunk<T, N> *>(static_cast<const T *>(x.data) + at);
-                    const float w = weight(lse, origin);
+            const float factor = copies ? -1.0f - last : counted ? 1.0f / sum : 0.0f;
+            const bool any_copies = __any_sync(~0u, copies);
+
+#pragma unroll 1
+            for (int step = 0; step < a.steps; ++step) {
+                const int begin = step % (kRows / kAtOnce) * kAtOnce; // the first of the rows
+                const int d = step / (kRows / kAtOnce) * a.lanes * N + lane * N;
+                float out[kAtOnce][N] = {};
+#pragma unroll 1
+                for (int n = 0; n < a.count; n += kTogether) {
+                    float w[kTogether][kAtOnce];
+                    Loaded<T, N> x[kTogether][kAtOnce] = {};
 #pragma unroll
-                    for (int i = 0; i < N; ++i) out[i] += w * to_float(chunk.element[i]);
+                    for (int i = 0; i < kTogether; ++i) {
+                        const float own = n == 0 ? first[i] : weigh(lse_of(n + i));
+                        const fa_operand &of = part_of(n + i).out;
+                        const int64_t between = step_of(a, of);
+                        const T *from = row_of<const T>(of, batch, outer, inner) + d * of.stride[3] + begin * between;
+#pragma unroll
+                        for (int r = 0; r < kAtOnce; ++r, from += between) {
+                            w[i][r] = __shfl_sync(~0u, own, begin + r, a.lanes);
+                            if (d < a.head_dim && !(w[i][r] < 0.0f))
+                                x[i][r] = *reinterpret_cast<const Loaded<T, N> *>(from);
+                        }
+                    }
+                    /* An empty part adds -1 * 0, which changes no bit. */
+#pragma unroll
+                    for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+                        for (int r = 0; r < kAtOnce; ++r) add<T>(out[r], w[i][r], x[i][r]);
                 }
-                if (copies)
-                    *reinterpret_cast<Chunk<T, N> *>(static_cast<T *>(a.out.data) + to) = chunk;
-                else if (a.out_dtype == FA_F16)
-                    store<__half>(a, to, out, factor);
+                const int64_t between = step_of(a, a.out);
+                const int64_t to = row_offset(a.out, batch, outer, inner) + d * a.out.stride[3] + begin * between;
+                const auto write = [&](auto *row) {
+                    row += to;
+#pragma unroll
+                    for (int r = 0; r < kAtOnce; ++r, row += between) {
+                        const float f = __shfl_sync(~0u, factor, begin + r, a.lanes);
+                        if (d < a.head_dim && (are_rows >> (begin + r) & 1) && !(f < 0.0f)) store(row, out[r], f);
+                    }
+                };
+                if (a.out_dtype == FA_F16)
+                    write(static_cast<__half *>(a.out.data));
                 else if (a.out_dtype == FA_BF16)
-                    store<__nv_bfloat16>(a, to, out, factor);
+                    write(static_cast<__nv_bfloat16 *>(a.out.data));
                 else
-                    store<float>(a, to, out, factor);
+                    write(static_cast<float *>(a.out.data));
+                if (!any_copies) continue;
+#pragma unroll 1
+                for (int r = begin; r < begin + kAtOnce; ++r) {
+                    const float f = __shfl_sync(~0u, factor, r, a.lanes);
+                    if (d >= a.head_dim || !(are_rows >> r & 1) || !(f < 0.0f)) continue;
+                    const fa_operand &of = part_of(static_cast<int>(-f) - 1).out;
+                    const T *from = row_of<const T>(of, batch, outer, inner) + d * of.stride[3] + r * step_of(a, of);
+                    T *result = static_cast<T *>(a.out.data) + to + (r - begin) * between;
+                    *reinterpret_cast<Chunk<T, N> *>(result) = *reinterpret_cast<const Chunk<T, N> *>(from);
+                }
             }
-            __syncwarp(); // the result's LSE may be the first part's
-            if (count > 0 && lane == 0)
-                static_cast<float *>(a.lse.data)[row_offset(a.lse, batch, head, row)] = !counted ? sink
-                                                                                        : sum == 1.0f
-                                                                                            ? origin
-                                                                                            : origin + logf(sum);
+            if (is_row)
+                static_cast<float *>(a.lse.data)[row_offset(a.lse, batch, my_outer, my_inner)] =
+                    !counted      ? sink
+                    : sum == 1.0f ? origin
+                                  : origin + logf(sum);
         }
 }
 
@@ -151,48 +270,85 @@ template <typename T> bool all_chunks(const fa_merge &p) {
     return all;
 }
 
+int64_t tiles(int64_t rows, int of_tile) { return (rows + of_tile - 1) / of_tile; }
+
+/* The operand with its axes as the kernel takes them, its heads the inner one or not. */
+fa_operand in_order(fa_operand x, bool heads) {
+    if (heads) std::swap(x.stride[1], x.stride[2]);
+    return x;
+}
+
+Args args_of(const fa_merge &p, const Own &own, int threads) {
+    Args a = {};
+    a.out = in_order(p.out, own.heads), a.lse = in_order(p.lse, own.heads);
+    a.sinks.data = p.sinks.data, a.sinks.stride[own.heads ? 2 : 1] = p.sinks.stride[0];
+    a.batch = p.batch, a.outer = own.heads ? p.seq : p.heads, a.inner = own.heads ? p.heads : p.seq;
+    const int groups = threads / own.lanes;
+    a.outer_step = own.one_outer ? 0 : 1, a.inner_step = own.one_outer ? groups : 0;
+    a.outer_tile = own.one_outer ? 1 : kRows, a.inner_tile = own.one_outer ? groups * kRows : groups;
+    a.count = p.count, a.head_dim = p.head_dim, a.lanes = own.lanes;
+    while (1 << a.lanes_log2 < a.lanes) ++a.lanes_log2;
+    const int width = own.lanes * (own.chunks ? 16 / int(fa_dtype_size(p.dtype)) : 1);
+    a.steps = int(tiles(p.head_dim, width)) * (kRows / kAtOnce);
+    a.out_dtype = p.out_dtype, a.sinks_dtype = p.sinks_dtype, a.same = p.out_dtype == p.dtype;
+    return a;
+}
+
+dim3 grid_of(const Args &a) {
+    return dim3(unsigned(tiles(a.inner, a.inner_tile)), unsigned(std::min(tiles(a.outer, a.outer_tile), kMaxGrid)),
+                unsigned(std::min(a.batch, kMaxGrid)));
+}
+
 fa_answer plan(const fa_problem *problem, const fa_device_info *, fa_plan *plan, fa_why *why) {
     const fa_merge &p = problem->merge;
     Own &own = fa_own<Own>(plan);
     const bool half = fa_dtype_size(p.dtype) == 2;
     own.chunks = half ? all_chunks<uint16_t>(p) : all_chunks<float>(p);
     const int steps = own.chunks ? p.head_dim * int(fa_dtype_size(p.dtype)) / 16 : p.head_dim;
-    own.lanes = 1;
+    own.lanes = kRows;
     while (own.lanes < steps && own.lanes < kWarp) own.lanes *= 2;
-    const int64_t wanted = std::max<int64_t>(std::min<int64_t>(p.seq * own.lanes, kMaxThreads), kWarp);
+    own.heads = p.seq <= 1 || (p.heads > 1 && std::abs(p.out.stride[1]) < std::abs(p.out.stride[2]));
+    const int64_t inner = own.heads ? p.heads : p.seq, outer = own.heads ? p.seq : p.heads;
+    own.one_outer = outer < kRows; // such rows alone would leave most of a group idle
+    const int64_t groups = own.one_outer ? (inner + kRows - 1) / kRows : inner;
+    const int64_t wanted = std::max<int64_t>(std::min<int64_t>(groups * own.lanes, kMaxThreads), kWarp);
     plan->threads = int((wanted + kWarp - 1) / kWarp * kWarp);
-    const int64_t rows = plan->threads / own.lanes, tiles = (p.seq + rows - 1) / rows;
-    plan->blocks = tiles * std::min(p.heads, kMaxGrid) * std::min(p.batch, kMaxGrid);
+    const Args args = args_of(p, own, plan->threads);
+    const dim3 grid = grid_of(args);
+    plan->blocks = int64_t(grid.x) * grid.y * grid.z;
     if (p.count > kArguments) plan->workspace_bytes = p.count * sizeof(fa_part);
-    if (tiles >> 31) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
+    if (tiles(args.inner, args.inner_tile) >> 31) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
     return FA_TAKES;
 }
 
 template <typename T>
-fa_code launch_as(const fa_merge &p, const fa_plan *plan, const Args &args, const Parts &given,
-                  const fa_launch &launch) {
+fa_code launch_as(const fa_merge &p, const fa_plan *plan, const Parts &given, const fa_launch &launch) {
     const Own &own = fa_own<Own>(plan);
-    const int rows = plan->threads / own.lanes;
-    const dim3 grid(unsigned((p.seq + rows - 1) / rows), unsigned(std::min(p.heads, kMaxGrid)),
-                    unsigned(std::min(p.batch, kMaxGrid)));
     const auto kernel = p.count > kArguments
                             ? own.chunks ? merge_kernel<T, 16 / sizeof(T), true> : merge_kernel<T, 1, true>
                         : own.chunks ? merge_kernel<T, 16 / sizeof(T), false>
                                      : merge_kernel<T, 1, false>;
-    kernel<<<grid, plan->threads, 0, static_cast<cudaStream_t>(launch.stream)>>>(
+    const Args args = args_of(p, own, plan->threads);
+    kernel<<<grid_of(args), plan->threads, 0, static_cast<cudaStream_t>(launch.stream)>>>(
         args, given, static_cast<const fa_part *>(launch.workspace));
     FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }
 
+/* Up to kArguments parts from part `begin` on, their axes in a launch's order. */
+Parts parts_from(const fa_merge &p, int begin, bool heads) {
+    Parts parts = {};
+    for (int n = 0; n < std::min(kArguments, p.count - begin); ++n)
+        parts.part[n] = {in_order(p.parts[begin + n].out, heads), in_order(p.parts[begin + n].lse, heads)};
+    return parts;
+}
+
 /* Writes all parts to workspace. */
-fa_code store_all(const fa_merge &p, const fa_launch &launch) {
+fa_code store_all(const fa_merge &p, bool heads, const fa_launch &launch) {
     fa_part *to = static_cast<fa_part *>(launch.workspace);
     for (int begin = 0; begin < p.count; begin += kArguments) {
-        const int count = std::min(kArguments, p.count - begin);
-        Parts parts;
-        std::copy_n(p.parts + begin, count, parts.part);
-        store_parts<<<1, kArguments, 0, static_cast<cudaStream_t>(launch.stream)>>>(parts, to + begin, count);
+        store_parts<<<1, kArguments, 0, static_cast<cudaStream_t>(launch.stream)>>>(
+            parts_from(p, begin, heads), to + begin, std::min(kArguments, p.count - begin));
         FA_CUDA_TRY(launch, cudaGetLastError());
     }
     return FA_OK;
@@ -200,18 +356,15 @@ fa_code store_all(const fa_merge &p, const fa_launch &launch) {
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_merge &p = problem->merge;
-    const Args args = {p.out,       p.lse,         p.sinks,
-                       p.batch,     p.heads,       p.seq,
-                       p.count,     p.head_dim,    fa_own<Own>(plan).lanes,
-                       p.out_dtype, p.sinks_dtype, p.out_dtype == p.dtype};
+    const bool heads = fa_own<Own>(plan).heads;
     Parts given = {};
     if (plan->workspace_bytes)
-        FA_TRY(store_all(p, *launch));
+        FA_TRY(store_all(p, heads, *launch));
     else
-        std::copy_n(p.parts, p.count, given.part);
-    if (p.dtype == FA_F16) return launch_as<__half>(p, plan, args, given, *launch);
-    if (p.dtype == FA_BF16) return launch_as<__nv_bfloat16>(p, plan, args, given, *launch);
-    return launch_as<float>(p, plan, args, given, *launch);
+        given = parts_from(p, 0, heads);
+    if (p.dtype == FA_F16) return launch_as<__half>(p, plan, given, *launch);
+    if (p.dtype == FA_BF16) return launch_as<__nv_bfloat16>(p, plan, given, *launch);
+    return launch_as<float>(p, plan, given, *launch);
 }
 
 } // namespace

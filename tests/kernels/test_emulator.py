@@ -364,6 +364,6 @@ def test_mutant_backward_without_a_barrier(emulated, monkeypatch):
     assert "wrong" in seeds_that_fail(monkeypatch, lambda: gradients.verdict(kernel, problem))
 
 
-def test_mutant_merge_that_writes_an_lse_others_still_read(emulated, monkeypatch):
-    kernel = emulated("merge", "sync", edit=replaced("__syncwarp();", ""))
+def test_mutant_merge_whose_lanes_do_not_share_weights(emulated, monkeypatch):
+    kernel = emulated("merge", "own", edit=replaced("__shfl_sync(~0u, own, begin + r, a.lanes)", "own"))
     assert "wrong" in seeds_that_fail(monkeypatch, lambda: merged(kernel, in_place=True))
