@@ -10,6 +10,8 @@
  * Limits: bound by memory only for many tokens. Of two tokens with one slot the later is written; two sequences whose
  * tables lead new keys to one row leave elements of either there.
  */
+#include <algorithm> // std::max, std::min
+
 #include "append.cuh"        // Work, append_tokens
 #include "common/launch.cuh" // fa_own, FA_CUDA_TRY
 #include "fa.h"              // fa_append, fa_kernel
@@ -25,6 +27,13 @@ template <typename T> bool takes_vectors(const fa_append &p) {
            takes(p.out, p.head_dim);
 }
 
+/* Two neighbours of cos or sin at once: of pairs side by side in a vector, which float32 has one of if interleaved. */
+bool takes_two(const fa_append &p, const fa_operand &x) {
+    const size_t bytes = fa_dtype_size(p.rotary_dtype) * 2;
+    return x.data && x.stride[1] == 1 && x.stride[0] % 2 == 0 && reinterpret_cast<uintptr_t>(x.data) % bytes == 0 &&
+           !(p.interleaved && p.dtype == FA_F32);
+}
+
 /* Tokens a block: as many as leave a block to each place on the device. */
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *) {
     const fa_append &p = problem->append;
@@ -34,12 +43,16 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     work.vectors = fa_dtype_size(p.dtype) == 2 ? takes_vectors<uint16_t>(p) : takes_vectors<float>(p);
     const int longest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
     const int items = work.vectors ? longest * static_cast<int>(fa_dtype_size(p.dtype)) / 16 : longest;
-    work.lanes = 1;
-    while (work.lanes < items && work.lanes < kWarp) work.lanes *= 2;
+    for (work.lanes = 1, work.lanes_log2 = 0; work.lanes < items && work.lanes < kWarp; ++work.lanes_log2)
+        work.lanes *= 2;
+    const auto of_heads = [](int64_t heads) { return static_cast<int>((heads + kRows - 1) / kRows); };
+    work.units = of_heads(p.heads_kv) * (p.v_cache.data ? 2 : 1) + (p.q.data ? of_heads(p.heads) : 0);
+    work.tables = takes_two(p, p.cos) && takes_two(p, p.sin);
     const int64_t each = work.rows / (4 * int64_t(device->sm_count));
     work.tokens = each < 1 ? 1 : each > kTokens ? kTokens : static_cast<int>(each);
     const int64_t blocks = (work.rows + work.tokens - 1) / work.tokens;
-    work.parts = blocks < device->sm_count ? 4 : 1;
+    const int together = kThreads / work.lanes, units = work.tokens * work.units;
+    work.parts = blocks >= device->sm_count ? 1 : std::min(4, std::max(1, (units + together - 1) / together));
     plan->blocks = blocks < INT32_MAX - 1 ? blocks : INT32_MAX - 1; // the kernel strides over the rest
     plan->threads = kThreads;
     return FA_TAKES;

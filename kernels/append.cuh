@@ -1,6 +1,8 @@
 /* The append kernel: where tokens go, and their rows. See append.cu. */
 #pragma once
 
+#include <type_traits> // std::conditional_t
+
 #include "common/chaos.cuh"
 #include "common/convert.cuh"
 #include "common/faults.cuh" // count_fault, count_length_faults
@@ -10,16 +12,20 @@
 namespace fa {
 
 constexpr int kWarp = 32, kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int kTokens = 32; // the most of a block
+constexpr int kTokens = 32; // the most of a block: a lane of one warp each
+constexpr int kRows = 4;    // of a unit: rows of one token and operand, that a group of lanes reads at a time
+constexpr int kAhead = 8;   // starts a lane reads at a time
 
 /* What the host works out for a launch. */
 struct Work {
-    int64_t rows; // of k and q, one after another over all batch entries
-    int tokens;   // a block
-    int parts;    // blocks that share the heads of the same tokens
-    int half;     // of the columns that are rotated
-    int lanes;    // threads that share a row: a power of two
-    bool vectors; // 16 bytes a load are possible everywhere
+    int64_t rows;          // of k and q, one after another over all batch entries
+    int tokens;            // a block
+    int parts;             // blocks that share the units of the same tokens
+    int units;             // of a token
+    int half;              // of the columns that are rotated
+    int lanes, lanes_log2; // threads that share a row: a power of two
+    bool vectors;          // 16 bytes an item are possible everywhere
+    bool tables;           // two neighbours of cos and sin can be read at once
 };
 
 /* The sequence of a row of packed k. */
@@ -28,29 +34,47 @@ struct Owner {
     fa_span rows;
 };
 
-/* By one warp, which gives all its lanes the same answer. Ends of sequences are the running maximum of the starts, so
- * the row is of the sequence before the first start that is larger than it. */
+/* By one warp, for a row of each lane. Ends of sequences are the running maximum of the starts, so a row is of the
+ * sequence before the first start that is larger than it. */
 __device__ __forceinline__ Owner owner_of(const fa_sequences &s, int64_t batch, int64_t row) {
     if (!s.q.starts) return {row, {row, row + 1}};
     const int lane = threadIdx.x % kWarp;
-    int64_t before = 0;
-    for (int64_t first = 0; first <= batch; first += kWarp) {
-        const int64_t b = first + lane;
-        const int64_t start = b <= batch ? fa_clamp(s.q.starts[b], 0, s.q.rows) : 0;
-        const unsigned larger = __ballot_sync(~0u, start > row);
-        const int found = larger ? __ffs(static_cast<int>(larger)) - 1 : kWarp;
-        int64_t largest = lane < found ? start : 0;
+    const int64_t most = s.q.rows < INT32_MAX ? s.q.rows : INT32_MAX;
+    int before = 0;
+    bool found = false;
+    Owner owner = {-1, {0, s.q.rows}};
+    for (int64_t first = 0; first <= batch && !__all_sync(~0u, found); first += kAhead * kWarp) {
+        int ahead[kAhead];
 #pragma unroll
-        for (int offset = kWarp / 2; offset; offset /= 2) {
-            const int64_t other = __shfl_xor_sync(~0u, largest, offset);
-            largest = other > largest ? other : largest;
+        for (int i = 0; i < kAhead; ++i) {
+            const int64_t b = first + i * kWarp + lane;
+            ahead[i] = b <= batch ? static_cast<int>(fa_clamp(s.q.starts[b], 0, most)) : 0;
         }
-        before = largest > before ? largest : before;
-        if (found == kWarp) continue;
-        const int64_t end = __shfl_sync(~0u, start, found);
-        return {first + found - 1, {before, end}};
+#pragma unroll 1
+        for (int64_t b = first; b <= batch && b < first + kAhead * kWarp && !__all_sync(~0u, found); b += kWarp) {
+            int largest = ahead[0];
+#pragma unroll
+            for (int i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
+            if (lane == 0 && before > largest) largest = before;
+#pragma unroll
+            for (int offset = 1; offset < kWarp; offset *= 2) {
+                const int other = __shfl_up_sync(~0u, largest, offset);
+                if (lane >= offset && other > largest) largest = other;
+            }
+            int count = 0; // of those here that are not larger than the row
+#pragma unroll
+            for (int step = kWarp / 2; step; step /= 2)
+                if (__shfl_sync(~0u, largest, count + step - 1) <= row) count += step;
+            const int end = __shfl_sync(~0u, largest, count);
+            const int begin = __shfl_sync(~0u, largest, count ? count - 1 : 0);
+            if (!found && end > row) {
+                found = true;
+                owner = {b + count - 1, {count ? begin : before, end}};
+            }
+            before = __shfl_sync(~0u, largest, kWarp - 1);
+        }
     }
-    return {-1, {before, s.q.rows}};
+    return owner;
 }
 
 __device__ __forceinline__ fa_token no_token(int64_t batch, int64_t row) {
@@ -62,25 +86,31 @@ __device__ __forceinline__ fa_token no_token(int64_t batch, int64_t row) {
     return token;
 }
 
-/* What becomes of row n of k: by one warp. Counts its fault, once. */
+/* The batch entry and row of operands where row n lies. */
+__device__ __forceinline__ void find_row(const fa_append &p, const fa_sequences &s, int64_t n, int64_t &batch,
+                                         int64_t &row) {
+    const bool packed = s.packed_q || p.slots;
+    batch = packed ? 0 : n / p.rows, row = packed ? n : n % p.rows;
+}
+
+/* What becomes of row n of k: by one warp, for a row of each lane that has one. Counts its fault, once. */
 __device__ __forceinline__ fa_token find_token(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
-                                               int64_t n, bool counts) {
-    fa_token token = no_token(0, n);
+                                               int64_t n, bool has, bool counts) {
+    int64_t batch, row;
+    find_row(p, s, n, batch, row);
+    const Owner owner = p.slots || !s.packed_q ? Owner{batch, {0, p.rows}} : owner_of(s, p.batch, row);
+    fa_token token = no_token(batch, row);
+    if (!has) return token;
     if (p.slots) {
         token = fa_token_of_slot(&p, &s, n);
-    } else {
-        const Owner owner = s.packed_q ? owner_of(s, p.batch, n) : Owner{n / p.rows, {0, p.rows}};
-        const int64_t batch = s.packed_q ? 0 : owner.sequence, row = s.packed_q ? n : n % p.rows;
-        token = no_token(batch, row);
-        if (owner.sequence >= 0) {
-            const int64_t count = fa_used(&s.q, owner.sequence, owner.rows.end - owner.rows.begin);
-            const int64_t t = row - owner.rows.begin;
-            if (t < count) token = fa_token_of_sequence(&p, &s, owner.sequence, owner.rows.begin, count, t);
-            /* A bad page is one fault, whatever the number of its tokens. */
-            counts &= token.fault != FA_FAULT_page || t == 0 || token.place == 0;
-        }
+    } else if (owner.sequence >= 0) {
+        const int64_t count = fa_used(&s.q, owner.sequence, owner.rows.end - owner.rows.begin);
+        const int64_t t = row - owner.rows.begin;
+        if (t < count) token = fa_token_of_sequence(&p, &s, owner.sequence, owner.rows.begin, count, t);
+        /* A bad page is one fault, whatever the number of its tokens. */
+        counts &= token.fault != FA_FAULT_page || t == 0 || token.place == 0;
     }
-    if (counts && token.fault != FA_FAULT_COUNT && threadIdx.x % kWarp == 0)
+    if (counts && token.fault != FA_FAULT_COUNT)
         count_fault(faults, token.fault, token.sequence, token.index, token.value);
     return token;
 }
@@ -107,60 +137,167 @@ __device__ __forceinline__ void mark_replaced(const fa_append &p, const fa_seque
     }
 }
 
-/* N elements that begin at a multiple of N of a row. */
-template <typename T, int N> __device__ __forceinline__ Chunk<T, N> load(const T *row, int64_t stride, int first) {
-    if constexpr (N > 1) return *reinterpret_cast<const Chunk<T, N> *>(row + first);
-    return {row[first * stride]};
+/* kPairs elements of a row as what one load brings: 8 bytes, or one element. An integer, because of a struct whose
+ * elements are computed nvcc 13.0 may make a store each. */
+template <typename T, int kPairs> using Piece = std::conditional_t<kPairs == 1, T, uint64_t>;
+
+__device__ __forceinline__ float2 two_of(uint64_t word, float) {
+    return {__uint_as_float(static_cast<uint32_t>(word)), __uint_as_float(static_cast<uint32_t>(word >> 32))};
 }
-template <typename T, int N>
-__device__ __forceinline__ void store(T *row, int64_t stride, int first, const Chunk<T, N> &chunk) {
-    if constexpr (N > 1)
-        *reinterpret_cast<Chunk<T, N> *>(row + first) = chunk;
-    else
-        row[first * stride] = chunk.element[0];
+__device__ __forceinline__ float2 two_of(uint32_t word, __half) {
+    const __half2 pair = *reinterpret_cast<const __half2 *>(&word);
+    return {__half2float(pair.x), __half2float(pair.y)};
+}
+__device__ __forceinline__ float2 two_of(uint32_t word, __nv_bfloat16) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+}
+__device__ __forceinline__ uint32_t word_of(__half2 x) { return *reinterpret_cast<const uint32_t *>(&x); }
+__device__ __forceinline__ uint32_t word_of(__nv_bfloat162 x) { return *reinterpret_cast<const uint32_t *>(&x); }
+__device__ __forceinline__ uint32_t rounded(__half, float x, float y) { return word_of(__floats2half2_rn(x, y)); }
+__device__ __forceinline__ uint32_t rounded(__nv_bfloat16, float x, float y) {
+    return word_of(__floats2bfloat162_rn(x, y));
 }
 
-/* Pairs [first, first + kPairs) of a row: elements n and half + n, or neighbours. */
-template <typename T, int kPairs, bool kInterleaved>
-__device__ __forceinline__ void rotate(const fa_append &p, int64_t position, const T *from, int64_t stride, T *to,
-                                       int64_t stride_to, int half, int first) {
-    const int begin[2] = {kInterleaved ? 2 * first : first, kInterleaved ? 2 * first + kPairs : half + first};
-    Chunk<T, kPairs> x[2], turned[2];
+template <typename T, int kPairs> __device__ __forceinline__ void unpack(const Piece<T, kPairs> &piece, float *x) {
+    if constexpr (kPairs == 1) {
+        x[0] = to_float(piece);
+    } else if constexpr (kPairs == 2) {
+        const float2 both = two_of(piece, T());
+        x[0] = both.x, x[1] = both.y;
+    } else {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) x[n] = load<T, kPairs>(from, stride, begin[n]);
-#pragma unroll
-    for (int n = 0; n < kPairs; ++n) {
-        const int64_t pair = first + n;
-        const float c = load_as_float(p.cos.data, p.rotary_dtype, position * p.cos.stride[0] + pair * p.cos.stride[1]);
-        const float d = load_as_float(p.sin.data, p.rotary_dtype, position * p.sin.stride[0] + pair * p.sin.stride[1]);
-        const int i = kInterleaved ? 2 * n : n, j = kInterleaved ? 2 * n + 1 : kPairs + n; // of both chunks together
-        const float a = to_float(x[i / kPairs].element[i % kPairs]), b = to_float(x[j / kPairs].element[j % kPairs]);
-        turned[i / kPairs].element[i % kPairs] = from_float<T>(fmaf(a, c, -(b * d)));
-        turned[j / kPairs].element[j % kPairs] = from_float<T>(fmaf(b, c, a * d));
+        for (int i = 0; i < 2; ++i) {
+            const float2 both = two_of(static_cast<uint32_t>(piece >> 32 * i), T());
+            x[2 * i] = both.x, x[2 * i + 1] = both.y;
+        }
     }
+}
+template <typename T, int kPairs> __device__ __forceinline__ Piece<T, kPairs> packed(const float *x) {
+    if constexpr (kPairs == 1)
+        return from_float<T>(x[0]);
+    else if constexpr (kPairs == 2)
+        return __float_as_uint(x[0]) | static_cast<uint64_t>(__float_as_uint(x[1])) << 32;
+    else
+        return rounded(T(), x[0], x[1]) | static_cast<uint64_t>(rounded(T(), x[2], x[3])) << 32;
+}
+
+/* cos and sin of pairs pair[0..kPairs) of a position. */
+template <typename R, int kPairs>
+__device__ __forceinline__ void load_angles(const fa_append &p, bool two, int64_t position, const int (&pair)[kPairs],
+                                            float (&c)[kPairs], float (&d)[kPairs]) {
+    const R *cos = static_cast<const R *>(p.cos.data) + position * p.cos.stride[0];
+    const R *sin = static_cast<const R *>(p.sin.data) + position * p.sin.stride[0];
+    if (kPairs > 1 && two) {
+        using Two = std::conditional_t<sizeof(R) == 4, uint64_t, uint32_t>;
 #pragma unroll
-    for (int n = 0; n < 2; ++n) store<T, kPairs>(to, stride_to, begin[n], turned[n]);
+        for (int n = 0; n < kPairs; n += 2) {
+            const float2 x = two_of(*reinterpret_cast<const Two *>(cos + pair[n]), R());
+            const float2 y = two_of(*reinterpret_cast<const Two *>(sin + pair[n]), R());
+            c[n] = x.x, d[n] = y.x;
+            if (n + 1 < kPairs) c[n + 1] = x.y, d[n + 1] = y.y;
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < kPairs; ++n)
+            c[n] = to_float(cos[pair[n] * p.cos.stride[1]]), d[n] = to_float(sin[pair[n] * p.sin.stride[1]]);
+    }
 }
 
-/* Item `item` of a row of `length` elements: some pairs, or some elements behind them. */
-template <typename T, int kPairs>
-__device__ __forceinline__ void copy_item(const fa_append &p, int64_t position, const T *from, int64_t stride, T *to,
-                                          int64_t stride_to, int half, int length, int item) {
-    constexpr int kWidth = kPairs > 1 ? 2 * kPairs : 1;
-    const int rotated = half / kPairs;
-    if (item < rotated && p.interleaved)
-        return rotate<T, kPairs, true>(p, position, from, stride, to, stride_to, half, item * kPairs);
-    if (item < rotated) return rotate<T, kPairs, false>(p, position, from, stride, to, stride_to, half, item * kPairs);
-    const int first = 2 * half + (item - rotated) * kWidth;
-    if (first < length) store<T, kWidth>(to, stride_to, first, load<T, kWidth>(from, stride, first));
+/* A pair of numbers turned. */
+__device__ __forceinline__ void turn(float &a, float &b, float c, float d) {
+    const float x = a, y = b;
+    a = fmaf(x, c, -(y * d)), b = fmaf(y, c, x * d);
 }
 
-template <typename T, int kPairs>
-__device__ __forceinline__ void clear_item(T *to, int64_t stride_to, int length, int item) {
-    constexpr int kWidth = kPairs > 1 ? 2 * kPairs : 1;
-    const int first = item * kWidth;
-    if (first < length) store<T, kWidth>(to, stride_to, first, Chunk<T, kWidth>{});
+/* Some rows of one token: their heads are neighbours. */
+struct Unit {
+    int token, head, rows; // of the block's tokens; the first head
+    int kind;              // 0: k, 1: v, 2: q
+};
+
+__device__ __forceinline__ Unit unit_of(const fa_append &p, const Work &work, int n) {
+    const int keys = static_cast<int>(p.heads_kv), of_keys = (keys + kRows - 1) / kRows;
+    Unit unit;
+    unit.token = static_cast<int>(static_cast<unsigned>(n) / static_cast<unsigned>(work.units));
+    int at = n - unit.token * work.units;
+    unit.kind = at < of_keys ? 0 : p.v_cache.data && at < 2 * of_keys ? 1 : 2;
+    if (unit.kind) at -= unit.kind == 2 && p.v_cache.data ? 2 * of_keys : of_keys;
+    unit.head = at * kRows;
+    const int heads = unit.kind == 2 ? static_cast<int>(p.heads) : keys;
+    unit.rows = heads - unit.head < kRows ? heads - unit.head : kRows;
+    return unit;
 }
+
+/* A thread's share of a unit: item `item` of each of its rows, two pieces. Of the first items a piece is the first of
+ * all pairs and one the second, or with neighbours for pairs pieces of each half of the columns that are rotated; of
+ * those behind them pieces of each half of the other columns. Lanes side by side so read bytes side by side. */
+template <typename T, int kPairs> struct Share {
+    static constexpr bool kVectors = kPairs > 1;
+    Piece<T, kPairs> x[kRows][2];
+    int at[2]; // columns of the pieces
+    bool exists, turns, two;
+
+    __device__ __forceinline__ Share(const fa_append &p, const Work &work, const Unit &unit, int item) {
+        const int length = unit.kind == 1 ? p.head_dim_v : p.head_dim, half = unit.kind == 1 ? 0 : work.half;
+        const int turned = half / kPairs, rest = length - 2 * half;
+        turns = item < turned;
+        two = kVectors || turns;
+        exists = turns || item - turned < rest / (kVectors ? 2 * kPairs : 1);
+        at[0] = turns ? item * kPairs : 2 * half + (item - turned) * kPairs;
+        at[1] = at[0] + (turns ? half : rest / 2);
+        if (!kVectors && turns && p.interleaved) at[0] = 2 * item, at[1] = 2 * item + 1;
+    }
+
+    __device__ __forceinline__ void load(const T *row, int64_t heads_apart, int64_t stride, int rows) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r, row += heads_apart) {
+            x[r][0] = x[r][1] = Piece<T, kPairs>();
+            if (!exists || r >= rows) continue;
+            x[r][0] = *reinterpret_cast<const Piece<T, kPairs> *>(row + at[0] * (kVectors ? 1 : stride));
+            if (two) x[r][1] = *reinterpret_cast<const Piece<T, kPairs> *>(row + at[1] * (kVectors ? 1 : stride));
+        }
+    }
+
+    __device__ __forceinline__ void rotate(const fa_append &p, const Work &work, int64_t position, int item) {
+        int pair[kPairs];
+        const bool neighbours = kVectors && p.interleaved;
+        constexpr int kHalf = kVectors ? kPairs / 2 : 1;
+#pragma unroll
+        for (int n = 0; n < kPairs; ++n)
+            pair[n] = neighbours ? item * kHalf + n % kHalf + (n < kHalf ? 0 : work.half / 2) : item * kPairs + n;
+        float c[kPairs], d[kPairs];
+        if (p.rotary_dtype == FA_F32)
+            load_angles<float, kPairs>(p, work.tables, position, pair, c, d);
+        else if constexpr (sizeof(T) == 2)
+            load_angles<T, kPairs>(p, work.tables, position, pair, c, d);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            float y[2][kPairs];
+            unpack<T, kPairs>(x[r][0], y[0]), unpack<T, kPairs>(x[r][1], y[1]);
+            if (neighbours) {
+#pragma unroll
+                for (int n = 0; kVectors && n < kPairs; ++n)
+                    turn(y[n / kHalf][2 * (n % kHalf)], y[n / kHalf][2 * (n % kHalf) + 1], c[n], d[n]);
+            } else {
+#pragma unroll
+                for (int n = 0; n < kPairs; ++n) turn(y[0][n], y[1][n], c[n], d[n]);
+            }
+            x[r][0] = packed<T, kPairs>(y[0]), x[r][1] = packed<T, kPairs>(y[1]);
+        }
+    }
+
+    __device__ __forceinline__ void store(T *row, int64_t heads_apart, int64_t stride, int rows, bool zero) const {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r, row += heads_apart) {
+            if (!exists || r >= rows) continue;
+            *reinterpret_cast<Piece<T, kPairs> *>(row + at[0] * (kVectors ? 1 : stride)) =
+                zero ? Piece<T, kPairs>() : x[r][0];
+            if (two)
+                *reinterpret_cast<Piece<T, kPairs> *>(row + at[1] * (kVectors ? 1 : stride)) =
+                    zero ? Piece<T, kPairs>() : x[r][1];
+        }
+    }
+};
 
 /* Counts what is bad in starts and lengths, by one block. */
 __device__ __forceinline__ void check_lengths(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
@@ -200,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     append_tokens(const __grid_constant__ fa_append p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
                   const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
-    constexpr int kPairs = kVectors ? 16 / (2 * static_cast<int>(sizeof(T))) : 1, kWidth = kVectors ? 2 * kPairs : 1;
+    constexpr int kPairs = kVectors ? 16 / (2 * static_cast<int>(sizeof(T))) : 1;
     __shared__ fa_token found[kTokens];
     __shared__ int replaced[kTokens]; // k and v of the token are not written
     __shared__ int64_t ends[kWarps];
@@ -211,43 +348,56 @@ __global__ void __launch_bounds__(kThreads, 2)
         return;
     }
 
-    const int64_t keys = p.heads_kv, values = p.v_cache.data ? keys : 0; // rows of a token
-    const int64_t of_token = keys + values + (p.out.data ? p.heads : 0);
+    const int lane = threadIdx.x & (work.lanes - 1), together = kThreads >> work.lanes_log2;
     const int longest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-    const int items = (longest + kWidth - 1) / kWidth, together = kThreads / work.lanes;
-
+    using Mine = Share<T, kPairs>;
     for (int64_t first = int64_t(blockIdx.x) * work.tokens; first < work.rows; first += int64_t(blocks) * work.tokens) {
         const int64_t left = work.rows - first;
-        const int tokens = left < work.tokens ? static_cast<int>(left) : work.tokens;
-        if (threadIdx.x < kTokens) replaced[threadIdx.x] = 0;
-        for (int n = threadIdx.x / kWarp; n < tokens; n += kWarps) {
-            const fa_token token = find_token(p, s, faults, first + n, blockIdx.y == 0);
-            if (threadIdx.x % kWarp == 0) found[n] = token;
+        const int tokens = left < work.tokens ? static_cast<int>(left) : work.tokens, units = tokens * work.units;
+        const auto load = [&](const Unit &unit, Mine &mine) {
+            const fa_operand &x = unit.kind == 2 ? p.q : unit.kind == 1 ? p.v : p.k;
+            int64_t batch, row;
+            find_row(p, s, first + unit.token, batch, row);
+            mine.load(row_of<T>(x, batch, unit.head, row), x.stride[1], x.stride[3], unit.rows);
+        };
+        const auto finish = [&](const Unit &unit, Mine &mine, int item) {
+            const fa_token &token = found[unit.token];
+            if (unit.kind < 2 && (token.skipped || replaced[unit.token])) return;
+            if (mine.turns && !token.skipped) mine.rotate(p, work, token.position, item);
+            const fa_operand &to = unit.kind == 2 ? p.out : unit.kind == 1 ? p.v_cache : p.k_cache;
+            const int64_t batch = unit.kind == 2 ? token.batch : token.page;
+            const int64_t row = unit.kind == 2 ? token.row : token.place;
+            mine.store(row_of<T>(to, batch, unit.head, row), to.stride[1], to.stride[3], unit.rows, token.skipped);
+        };
+        /* What is copied does not depend on where it goes: the first of it is on its way while that is looked up. */
+        int n = int(blockIdx.y) * together + (threadIdx.x >> work.lanes_log2);
+        Unit unit = unit_of(p, work, n < units ? n : 0);
+        Mine mine(p, work, unit, lane);
+        if (n < units) load(unit, mine);
+        if (threadIdx.x < kWarp) {
+            replaced[threadIdx.x] = 0;
+            const bool has = threadIdx.x < tokens;
+            const fa_token token = find_token(p, s, faults, first + (has ? threadIdx.x : 0), has, blockIdx.y == 0);
+            if (has) found[threadIdx.x] = token;
         }
         __syncthreads();
         if (p.slots) {
             mark_replaced(p, s, first, tokens, found, replaced);
             __syncthreads();
         }
-        for (int64_t n = int64_t(blockIdx.y) * together + threadIdx.x / work.lanes; n < tokens * of_token;
-             n += int64_t(work.parts) * together) {
-            const fa_token &token = found[n / of_token];
-            const int64_t slot = n % of_token;
-            const bool is_query = slot >= keys + values, is_value = !is_query && slot >= keys;
-            const int64_t head = slot - (is_query ? keys + values : is_value ? keys : 0);
-            if (!is_query && (token.skipped || replaced[n / of_token])) continue;
-            const fa_operand &x = is_query ? p.q : is_value ? p.v : p.k;
-            const fa_operand &to = is_query ? p.out : is_value ? p.v_cache : p.k_cache;
-            const int length = is_value ? p.head_dim_v : p.head_dim, half = is_value ? 0 : work.half;
-            const T *from = row_of<T>(x, token.batch, head, token.row);
-            T *target =
-                is_query ? row_of<T>(to, token.batch, head, token.row) : row_of<T>(to, token.page, head, token.place);
-            for (int item = threadIdx.x % work.lanes; item < items; item += work.lanes)
-                if (token.skipped)
-                    clear_item<T, kPairs>(target, to.stride[3], length, item);
-                else
-                    copy_item<T, kPairs>(p, token.position, from, x.stride[3], target, to.stride[3], half, length,
-                                         item);
+        while (n < units) {
+            finish(unit, mine, lane);
+            for (int item = lane + work.lanes; item < longest; item += work.lanes) {
+                Mine more(p, work, unit, item);
+                if (!more.exists) break;
+                load(unit, more);
+                finish(unit, more, item);
+            }
+            n += work.parts * together;
+            if (n >= units) break;
+            unit = unit_of(p, work, n);
+            mine = Mine(p, work, unit, lane);
+            load(unit, mine);
         }
         __syncthreads();
     }
