@@ -46,7 +46,9 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     for (work.lanes = 1, work.lanes_log2 = 0; work.lanes < items && work.lanes < kWarp; ++work.lanes_log2)
         work.lanes *= 2;
     const auto of_heads = [](int64_t heads) { return static_cast<int>((heads + kRows - 1) / kRows); };
+    work.steps = (items + work.lanes - 1) / work.lanes;
     work.units = of_heads(p.heads_kv) * (p.v_cache.data ? 2 : 1) + (p.q.data ? of_heads(p.heads) : 0);
+    work.units *= work.steps;
     work.tables = takes_two(p, p.cos) && takes_two(p, p.sin);
     const int64_t each = work.rows / (4 * int64_t(device->sm_count));
     work.tokens = each < 1 ? 1 : each > kTokens ? kTokens : static_cast<int>(each);

@@ -21,7 +21,7 @@ struct Work {
     int64_t rows;          // of k and q, one after another over all batch entries
     int tokens;            // a block
     int parts;             // blocks that share the units of the same tokens
-    int units;             // of a token
+    int units, steps;      // of a token; of a row, a step is an item a lane
     int half;              // of the columns that are rotated
     int lanes, lanes_log2; // threads that share a row: a power of two
     bool vectors;          // 16 bytes an item are possible everywhere
@@ -43,6 +43,7 @@ __device__ __forceinline__ Owner owner_of(const fa_sequences &s, int64_t batch, 
     int before = 0;
     bool found = false;
     Owner owner = {-1, {0, s.q.rows}};
+    const bool same = __all_sync(~0u, row == __shfl_sync(~0u, row, 0));
     for (int64_t first = 0; first <= batch && !__all_sync(~0u, found); first += kAhead * kWarp) {
         int ahead[kAhead];
 #pragma unroll
@@ -55,6 +56,16 @@ __device__ __forceinline__ Owner owner_of(const fa_sequences &s, int64_t batch, 
             int largest = ahead[0];
 #pragma unroll
             for (int i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
+            if (same) { // a vote is sooner there than sums over lanes
+                const unsigned larger = __ballot_sync(~0u, largest > row);
+                const int count = larger ? __ffs(static_cast<int>(larger)) - 1 : kWarp;
+                const int begin = __reduce_max_sync(~0u, lane < count ? largest : 0);
+                const int end = __shfl_sync(~0u, largest, count);
+                before = begin > before ? begin : before;
+                found = larger;
+                if (found) owner = {b + count - 1, {before, end}};
+                continue;
+            }
             if (lane == 0 && before > largest) largest = before;
 #pragma unroll
             for (int offset = 1; offset < kWarp; offset *= 2) {
@@ -89,8 +100,8 @@ __device__ __forceinline__ fa_token no_token(int64_t batch, int64_t row) {
 /* The batch entry and row of operands where row n lies. */
 __device__ __forceinline__ void find_row(const fa_append &p, const fa_sequences &s, int64_t n, int64_t &batch,
                                          int64_t &row) {
-    const bool packed = s.packed_q || p.slots;
-    batch = packed ? 0 : n / p.rows, row = packed ? n : n % p.rows;
+    batch = 0, row = n;
+    if (!s.packed_q && !p.slots) batch = n / p.rows, row = n - batch * p.rows;
 }
 
 /* What becomes of row n of k: by one warp, for a row of each lane that has one. Counts its fault, once. */
@@ -120,20 +131,34 @@ __device__ __forceinline__ fa_token find_token(const fa_append &p, const fa_sequ
 __device__ __forceinline__ void mark_replaced(const fa_append &p, const fa_sequences &s, int64_t first, int tokens,
                                               const fa_token *token, int *replaced) {
     int64_t low = INT64_MAX, high = -1;
+#pragma unroll 1
     for (int n = 0; n < tokens; ++n) {
         if (token[n].skipped) continue;
         const int64_t slot = token[n].page * p.page_size + token[n].place;
         low = slot < low ? slot : low;
         high = slot > high ? slot : high;
     }
-#pragma unroll 4
-    for (int64_t other = first + 1 + threadIdx.x; other < p.slot_count; other += kThreads) {
-        const int64_t slot = fa_slot(&p, other);
-        if (slot < low || slot > high) continue;
-        for (int n = 0; n < tokens && first + n < other; ++n)
-            if (!token[n].skipped && token[n].page * p.page_size + token[n].place == slot &&
-                !fa_token_of_slot(&p, &s, other).skipped)
-                atomicExch(&replaced[n], 1);
+    constexpr int kSlots = 4; // that a thread reads at a time
+#pragma unroll 1
+    for (int64_t begin = first + 1 + threadIdx.x; begin < p.slot_count; begin += kSlots * kThreads) {
+        int64_t slots[kSlots];
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+            const int64_t other = begin + i * kThreads;
+            slots[i] = other < p.slot_count ? fa_slot(&p, other) : -1;
+        }
+#pragma unroll 1
+        for (int64_t other = begin; other < begin + kSlots * kThreads; other += kThreads) {
+            const int64_t slot = slots[0];
+#pragma unroll
+            for (int i = 1; i < kSlots; ++i) slots[i - 1] = slots[i];
+            if (slot < 0 || slot < low || slot > high) continue;
+#pragma unroll 1
+            for (int n = 0; n < tokens && first + n < other; ++n)
+                if (!token[n].skipped && token[n].page * p.page_size + token[n].place == slot &&
+                    !fa_token_of_slot(&p, &s, other).skipped)
+                    atomicExch(&replaced[n], 1);
+        }
     }
 }
 
@@ -213,13 +238,16 @@ __device__ __forceinline__ void turn(float &a, float &b, float c, float d) {
 struct Unit {
     int token, head, rows; // of the block's tokens; the first head
     int kind;              // 0: k, 1: v, 2: q
+    int item;              // the first of them
 };
 
 __device__ __forceinline__ Unit unit_of(const fa_append &p, const Work &work, int n) {
     const int keys = static_cast<int>(p.heads_kv), of_keys = (keys + kRows - 1) / kRows;
     Unit unit;
     unit.token = static_cast<int>(static_cast<unsigned>(n) / static_cast<unsigned>(work.units));
-    int at = n - unit.token * work.units;
+    int at = n - unit.token * work.units, step = 0;
+    if (work.steps > 1) step = at % work.steps, at /= work.steps;
+    unit.item = step * work.lanes;
     unit.kind = at < of_keys ? 0 : p.v_cache.data && at < 2 * of_keys ? 1 : 2;
     if (unit.kind) at -= unit.kind == 2 && p.v_cache.data ? 2 * of_keys : of_keys;
     unit.head = at * kRows;
@@ -332,6 +360,23 @@ __device__ __forceinline__ void check_lengths(const fa_append &p, const fa_seque
     }
 }
 
+/* What becomes of the tokens of a block, the first of them token `first`: by all of its threads. */
+__device__ __forceinline__ void look_up(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
+                                        int64_t first, int tokens, fa_token *found, int *replaced) {
+    if (threadIdx.x < kWarp) {
+        const int n = threadIdx.x < tokens ? threadIdx.x : 0;
+        const bool has = threadIdx.x < tokens;
+        replaced[threadIdx.x] = 0;
+        const fa_token token = find_token(p, s, faults, first + n, has, blockIdx.y == 0);
+        if (has) found[n] = token;
+    }
+    __syncthreads();
+    if (p.slots) {
+        mark_replaced(p, s, first, tokens, found, replaced);
+        __syncthreads();
+    }
+}
+
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kThreads, 2)
     append_tokens(const __grid_constant__ fa_append p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
@@ -349,55 +394,33 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
 
     const int lane = threadIdx.x & (work.lanes - 1), together = kThreads >> work.lanes_log2;
-    const int longest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-    using Mine = Share<T, kPairs>;
     for (int64_t first = int64_t(blockIdx.x) * work.tokens; first < work.rows; first += int64_t(blocks) * work.tokens) {
         const int64_t left = work.rows - first;
         const int tokens = left < work.tokens ? static_cast<int>(left) : work.tokens, units = tokens * work.units;
-        const auto load = [&](const Unit &unit, Mine &mine) {
-            const fa_operand &x = unit.kind == 2 ? p.q : unit.kind == 1 ? p.v : p.k;
-            int64_t batch, row;
-            find_row(p, s, first + unit.token, batch, row);
-            mine.load(row_of<T>(x, batch, unit.head, row), x.stride[1], x.stride[3], unit.rows);
-        };
-        const auto finish = [&](const Unit &unit, Mine &mine, int item) {
+        /* What is copied does not depend on where it goes: the first of it is on its way while that is looked up. */
+        bool looked = false;
+        for (int n = int(blockIdx.y) * together + (threadIdx.x >> work.lanes_log2);; n += work.parts * together) {
+            const Unit unit = unit_of(p, work, n < units ? n : 0);
+            const int item = unit.item + lane;
+            Share<T, kPairs> mine(p, work, unit, item);
+            if (n < units) {
+                const fa_operand &x = unit.kind == 2 ? p.q : unit.kind == 1 ? p.v : p.k;
+                int64_t batch, row;
+                find_row(p, s, first + unit.token, batch, row);
+                mine.load(row_of<T>(x, batch, unit.head, row), x.stride[1], x.stride[3], unit.rows);
+            }
+            if (!looked) {
+                look_up(p, s, faults, first, tokens, found, replaced);
+                looked = true;
+            }
+            if (n >= units) break;
             const fa_token &token = found[unit.token];
-            if (unit.kind < 2 && (token.skipped || replaced[unit.token])) return;
+            if (unit.kind < 2 && (token.skipped || replaced[unit.token])) continue;
             if (mine.turns && !token.skipped) mine.rotate(p, work, token.position, item);
             const fa_operand &to = unit.kind == 2 ? p.out : unit.kind == 1 ? p.v_cache : p.k_cache;
             const int64_t batch = unit.kind == 2 ? token.batch : token.page;
             const int64_t row = unit.kind == 2 ? token.row : token.place;
             mine.store(row_of<T>(to, batch, unit.head, row), to.stride[1], to.stride[3], unit.rows, token.skipped);
-        };
-        /* What is copied does not depend on where it goes: the first of it is on its way while that is looked up. */
-        int n = int(blockIdx.y) * together + (threadIdx.x >> work.lanes_log2);
-        Unit unit = unit_of(p, work, n < units ? n : 0);
-        Mine mine(p, work, unit, lane);
-        if (n < units) load(unit, mine);
-        if (threadIdx.x < kWarp) {
-            replaced[threadIdx.x] = 0;
-            const bool has = threadIdx.x < tokens;
-            const fa_token token = find_token(p, s, faults, first + (has ? threadIdx.x : 0), has, blockIdx.y == 0);
-            if (has) found[threadIdx.x] = token;
-        }
-        __syncthreads();
-        if (p.slots) {
-            mark_replaced(p, s, first, tokens, found, replaced);
-            __syncthreads();
-        }
-        while (n < units) {
-            finish(unit, mine, lane);
-            for (int item = lane + work.lanes; item < longest; item += work.lanes) {
-                Mine more(p, work, unit, item);
-                if (!more.exists) break;
-                load(unit, more);
-                finish(unit, more, item);
-            }
-            n += work.parts * together;
-            if (n >= units) break;
-            unit = unit_of(p, work, n);
-            mine = Mine(p, work, unit, lane);
-            load(unit, mine);
         }
         __syncthreads();
     }
