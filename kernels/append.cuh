@@ -378,7 +378,7 @@ __device__ __forceinline__ void look_up(const fa_append &p, const fa_sequences &
 }
 
 template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && kVectors ? 2 : 3) // a spill less
     append_tokens(const __grid_constant__ fa_append p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
                   const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
