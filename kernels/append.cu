@@ -3,9 +3,10 @@
  *     x0' = x0 cos - x1 sin    x1' = x1 cos + x0 sin    for each pair of the first R columns of k and q
  *
  * In float32, rounded once to the dtype; other columns and values are copied bit for bit. A thread block takes a few
- * tokens: each of its warps finds where some of them go (tokens.h) and leaves that in shared memory; then all threads
- * share out the rows of k, v and q, 16 bytes at a time where strides allow it, else by elements. One block more looks
- * at what is bad in the starts and lengths, which costs the others nothing.
+ * tokens: one warp finds where they go (tokens.h), a lane each, and leaves that in shared memory, while all threads read
+ * the first rows; then groups of lanes share out the rows of k, v and q, kRows of one token at a time, which share
+ * cos and sin: two loads of 8 bytes a row and lane where strides allow it, else by elements. One block more looks at
+ * what is bad in the starts and lengths, which costs the others nothing.
  *
  * Limits: bound by memory only for many tokens. Of two tokens with one slot the later is written; two sequences whose
  * tables lead new keys to one row leave elements of either there.

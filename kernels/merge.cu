@@ -145,6 +145,44 @@ __device__ __forceinline__ int64_t step_of(const Args &a, const fa_operand &x) {
     return a.outer_step * x.stride[1] + a.inner_step * x.stride[2];
 }
 
+/* What a row's LSEs make of its parts. */
+struct Weights {
+    float origin, lse;
+    float factor; // of the sum, or -1 - n where part n is copied
+    float first[kTogether];
+
+    /* Of a part with this LSE; -1 where it is empty. */
+    __device__ __forceinline__ float of(float part) const { return isinf(part) ? -1.0f : weight(part, origin); }
+};
+
+/* `lse_of(n)`: of part n; -inf where there is none. */
+template <class Lse> __device__ __forceinline__ Weights weigh(const Args &a, float sink, Lse lse_of) {
+    const float lses[kTogether] = {lse_of(0), lse_of(1)};
+    Weights w;
+    w.origin = sink;
+    int counted = 0, last = 0;
+    const auto look = [&](int n, float lse) {
+        if (isinf(lse)) return;
+        ++counted, last = n;
+        if (isnan(lse) || lse > w.origin) w.origin = lse; // once NaN, it stays
+    };
+    look(0, lses[0]), look(1, lses[1]);
+#pragma unroll 1
+    for (int n = kTogether; n < a.count; ++n) look(n, lse_of(n));
+    float sum = sink == -INFINITY ? 0.0f : weight(sink, w.origin);
+    const auto join = [&](float weight) {
+        if (!(weight < 0.0f)) sum += weight;
+    };
+    w.first[0] = w.of(lses[0]), w.first[1] = w.of(lses[1]);
+    join(w.first[0]), join(w.first[1]);
+#pragma unroll 1
+    for (int n = kTogether; n < a.count; ++n) join(w.of(lse_of(n)));
+    const bool copies = counted == 1 && !a.sinks.data && a.same;
+    w.factor = copies ? -1.0f - last : counted ? 1.0f / sum : 0.0f;
+    w.lse = !counted ? sink : sum == 1.0f ? w.origin : w.origin + logf(sum);
+    return w;
+}
+
 /* N: elements a lane has at a time, 16 bytes of T, or 1. kStored: the parts are in `stored`, else in `given`. */
 template <typename T, int N, bool kStored>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
@@ -155,13 +193,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
         else
             return given.part[n];
     };
-    const int lane = threadIdx.x & (a.lanes - 1), which = threadIdx.x >> a.lanes_log2;
-    const int64_t inner = int64_t(blockIdx.x) * a.inner_tile + which;
+    const int lane = threadIdx.x & (a.lanes - 1);
+    const int64_t inner = int64_t(blockIdx.x) * a.inner_tile + (threadIdx.x >> a.lanes_log2);
     const int64_t my_inner = inner + lane * a.inner_step;
     for (int64_t batch = blockIdx.z; batch < a.batch; batch += gridDim.z)
         for (int64_t outer = int64_t(blockIdx.y) * a.outer_tile; outer < a.outer;
              outer += int64_t(gridDim.y) * a.outer_tile) {
-            /* The first kRows lanes have a row each: the weights of its parts, -1 for those that are empty. */
+            /* The first kRows lanes weigh the parts of a row each; for the others all parts are empty. */
             const int64_t my_outer = outer + lane * a.outer_step;
             const bool is_row = lane < kRows && my_inner < a.inner && my_outer < a.outer;
             const unsigned are_rows = __ballot_sync(~0u, is_row) >> (threadIdx.x % kWarp - lane);
@@ -170,38 +208,16 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
                 const fa_operand &lse = part_of(n).lse;
                 return static_cast<const float *>(lse.data)[row_offset(lse, batch, my_outer, my_inner)];
             };
-            const float lses[kTogether] = {lse_of(0), lse_of(1)};
-            const float sink = is_row ? sink_of(a, my_outer, my_inner) : -INFINITY;
-            float origin = sink, sum = 0.0f;
-            int counted = 0, last = 0;
-            const auto look = [&](int n, float lse) {
-                if (isinf(lse)) return;
-                ++counted, last = n;
-                if (isnan(lse) || lse > origin) origin = lse; // once NaN, it stays
-            };
-            const auto weigh = [&](float lse) { return isinf(lse) ? -1.0f : weight(lse, origin); };
-            look(0, lses[0]), look(1, lses[1]);
-#pragma unroll 1
-            for (int n = kTogether; n < a.count; ++n) look(n, lse_of(n));
-            if (sink != -INFINITY) sum = weight(sink, origin);
-            const float first[kTogether] = {weigh(lses[0]), weigh(lses[1])};
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i)
-                if (!isinf(lses[i])) sum += first[i];
-#pragma unroll 1
-            for (int n = kTogether; n < a.count; ++n) {
-                const float lse = lse_of(n);
-                if (!isinf(lse)) sum += weight(lse, origin);
-            }
-            /* Of the sum, or -1 - n where part n is copied. */
-            const bool copies = counted == 1 && !a.sinks.data && a.same;
-            const float factor = copies ? -1.0f - last : counted ? 1.0f / sum : 0.0f;
-            const bool any_copies = __any_sync(~0u, copies);
+            const Weights mine = weigh(a, is_row ? sink_of(a, my_outer, my_inner) : -INFINITY, lse_of);
+            const bool any_copies = __any_sync(~0u, mine.factor < 0.0f);
 
 #pragma unroll 1
             for (int step = 0; step < a.steps; ++step) {
                 const int begin = step % (kRows / kAtOnce) * kAtOnce; // the first of the rows
                 const int d = step / (kRows / kAtOnce) * a.lanes * N + lane * N;
+                const auto row_from = [&](const fa_operand &x) {
+                    return row_of<const T>(x, batch, outer, inner) + d * x.stride[3] + begin * step_of(a, x);
+                };
                 float out[kAtOnce][N] = {};
 #pragma unroll 1
                 for (int n = 0; n < a.count; n += kTogether) {
@@ -209,10 +225,10 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
                     Loaded<T, N> x[kTogether][kAtOnce] = {};
 #pragma unroll
                     for (int i = 0; i < kTogether; ++i) {
-                        const float own = n == 0 ? first[i] : weigh(lse_of(n + i));
-                        const fa_operand &of = part_of(n + i).out;
-                        const int64_t between = step_of(a, of);
-                        const T *from = row_of<const T>(of, batch, outer, inner) + d * of.stride[3] + begin * between;
+                        const float own = n == 0 ? mine.first[i] : mine.of(lse_of(n + i));
+                        const fa_operand &part = part_of(n + i).out;
+                        const int64_t between = step_of(a, part);
+                        const T *from = row_from(part);
 #pragma unroll
                         for (int r = 0; r < kAtOnce; ++r, from += between) {
                             w[i][r] = __shfl_sync(~0u, own, begin + r, a.lanes);
@@ -232,8 +248,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
                     row += to;
 #pragma unroll
                     for (int r = 0; r < kAtOnce; ++r, row += between) {
-                        const float f = __shfl_sync(~0u, factor, begin + r, a.lanes);
-                        if (d < a.head_dim && (are_rows >> (begin + r) & 1) && !(f < 0.0f)) store(row, out[r], f);
+                        const float factor = __shfl_sync(~0u, mine.factor, begin + r, a.lanes);
+                        if (d < a.head_dim && (are_rows >> (begin + r) & 1) && !(factor < 0.0f))
+                            store(row, out[r], factor);
                     }
                 };
                 if (a.out_dtype == FA_F16)
@@ -244,20 +261,16 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
                     write(static_cast<float *>(a.out.data));
                 if (!any_copies) continue;
 #pragma unroll 1
-                for (int r = begin; r < begin + kAtOnce; ++r) {
-                    const float f = __shfl_sync(~0u, factor, r, a.lanes);
-                    if (d >= a.head_dim || !(are_rows >> r & 1) || !(f < 0.0f)) continue;
-                    const fa_operand &of = part_of(static_cast<int>(-f) - 1).out;
-                    const T *from = row_of<const T>(of, batch, outer, inner) + d * of.stride[3] + r * step_of(a, of);
-                    T *result = static_cast<T *>(a.out.data) + to + (r - begin) * between;
-                    *reinterpret_cast<Chunk<T, N> *>(result) = *reinterpret_cast<const Chunk<T, N> *>(from);
+                for (int r = 0; r < kAtOnce; ++r) {
+                    const float factor = __shfl_sync(~0u, mine.factor, begin + r, a.lanes);
+                    if (d >= a.head_dim || !(factor < 0.0f)) continue;
+                    const fa_operand &part = part_of(static_cast<int>(-factor) - 1).out;
+                    const T *from = row_from(part) + r * step_of(a, part);
+                    T *result = static_cast<T *>(a.out.data) + to + r * between;
+                    *reinterpret_cast<Loaded<T, N> *>(result) = *reinterpret_cast<const Loaded<T, N> *>(from);
                 }
             }
-            if (is_row)
-                static_cast<float *>(a.lse.data)[row_offset(a.lse, batch, my_outer, my_inner)] =
-                    !counted      ? sink
-                    : sum == 1.0f ? origin
-                                  : origin + logf(sum);
+            if (is_row) static_cast<float *>(a.lse.data)[row_offset(a.lse, batch, my_outer, my_inner)] = mine.lse;
         }
 }
 
