@@ -39,21 +39,22 @@ struct Owner {
 __device__ __forceinline__ Owner owner_of(const fa_sequences &s, int64_t batch, int64_t row) {
     if (!s.q.starts) return {row, {row, row + 1}};
     const int lane = threadIdx.x % kWarp;
-    const int64_t most = s.q.rows < INT32_MAX ? s.q.rows : INT32_MAX;
+    const int most = s.q.rows < INT32_MAX ? static_cast<int>(s.q.rows) : INT32_MAX;
+    const unsigned last = static_cast<unsigned>(batch);
     int before = 0;
     bool found = false;
     Owner owner = {-1, {0, s.q.rows}};
     const bool same = __all_sync(~0u, row == __shfl_sync(~0u, row, 0));
-    for (int64_t first = 0; first <= batch && !__all_sync(~0u, found); first += kAhead * kWarp) {
-        int ahead[kAhead];
+    for (unsigned first = 0; first <= last && !__all_sync(~0u, found); first += kAhead * kWarp) {
+        int ahead[kAhead] = {};
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            const int64_t b = first + i * kWarp + lane;
-            ahead[i] = b <= batch ? static_cast<int>(fa_clamp(s.q.starts[b], 0, most)) : 0;
+            const unsigned b = first + i * kWarp + lane;
+            if (b <= last) ahead[i] = s.q.starts[b];
         }
 #pragma unroll 1
-        for (int64_t b = first; b <= batch && b < first + kAhead * kWarp && !__all_sync(~0u, found); b += kWarp) {
-            int largest = ahead[0];
+        for (unsigned b = first; b <= last && b < first + kAhead * kWarp && !__all_sync(~0u, found); b += kWarp) {
+            int largest = min(max(ahead[0], 0), most);
 #pragma unroll
             for (int i = 1; i < kAhead; ++i) ahead[i - 1] = ahead[i];
             if (same) { // a vote is sooner there than sums over lanes
@@ -63,7 +64,7 @@ __device__ __forceinline__ Owner owner_of(const fa_sequences &s, int64_t batch, 
                 const int end = __shfl_sync(~0u, largest, count);
                 before = begin > before ? begin : before;
                 found = larger;
-                if (found) owner = {b + count - 1, {before, end}};
+                if (found) owner = {static_cast<int64_t>(b) + count - 1, {before, end}};
                 continue;
             }
             if (lane == 0 && before > largest) largest = before;
@@ -80,7 +81,7 @@ __device__ __forceinline__ Owner owner_of(const fa_sequences &s, int64_t batch, 
             const int begin = __shfl_sync(~0u, largest, count ? count - 1 : 0);
             if (!found && end > row) {
                 found = true;
-                owner = {b + count - 1, {count ? begin : before, end}};
+                owner = {static_cast<int64_t>(b) + count - 1, {count ? begin : before, end}};
             }
             before = __shfl_sync(~0u, largest, kWarp - 1);
         }
@@ -360,23 +361,6 @@ __device__ __forceinline__ void check_lengths(const fa_append &p, const fa_seque
     }
 }
 
-/* What becomes of the tokens of a block, the first of them token `first`: by all of its threads. */
-__device__ __forceinline__ void look_up(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
-                                        int64_t first, int tokens, fa_token *found, int *replaced) {
-    if (threadIdx.x < kWarp) {
-        const int n = threadIdx.x < tokens ? threadIdx.x : 0;
-        const bool has = threadIdx.x < tokens;
-        replaced[threadIdx.x] = 0;
-        const fa_token token = find_token(p, s, faults, first + n, has, blockIdx.y == 0);
-        if (has) found[n] = token;
-    }
-    __syncthreads();
-    if (p.slots) {
-        mark_replaced(p, s, first, tokens, found, replaced);
-        __syncthreads();
-    }
-}
-
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && kVectors ? 2 : 3) // a spill less
     append_tokens(const __grid_constant__ fa_append p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
@@ -397,7 +381,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && kVectors ? 2 : 3) 
     for (int64_t first = int64_t(blockIdx.x) * work.tokens; first < work.rows; first += int64_t(blocks) * work.tokens) {
         const int64_t left = work.rows - first;
         const int tokens = left < work.tokens ? static_cast<int>(left) : work.tokens, units = tokens * work.units;
-        /* What is copied does not depend on where it goes: the first of it is on its way while that is looked up. */
+        /* What is copied does not depend on where it goes: the first of it is on its way while one warp, which has
+         * nothing to copy where a block has few units, finds that out. */
+        if (threadIdx.x >= kThreads - kWarp) {
+            const int n = threadIdx.x % kWarp;
+            replaced[n] = 0;
+            const fa_token token = find_token(p, s, faults, first + (n < tokens ? n : 0), n < tokens, blockIdx.y == 0);
+            if (n < tokens) found[n] = token;
+        }
         bool looked = false;
         for (int n = int(blockIdx.y) * together + (threadIdx.x >> work.lanes_log2);; n += work.parts * together) {
             const Unit unit = unit_of(p, work, n < units ? n : 0);
@@ -410,7 +401,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && kVectors ? 2 : 3) 
                 mine.load(row_of<T>(x, batch, unit.head, row), x.stride[1], x.stride[3], unit.rows);
             }
             if (!looked) {
-                look_up(p, s, faults, first, tokens, found, replaced);
+                __syncthreads();
+                if (p.slots) {
+                    mark_replaced(p, s, first, tokens, found, replaced);
+                    __syncthreads();
+                }
                 looked = true;
             }
             if (n >= units) break;
