@@ -3,15 +3,15 @@
  *     x0' = x0 cos - x1 sin    x1' = x1 cos + x0 sin    for each pair of the first R columns of k and q
  *
  * In float32, rounded once to the dtype; other columns and values are copied bit for bit. A thread block takes a few
- * tokens: one warp finds where they go (tokens.h), a lane each, and leaves that in shared memory, while all threads read
- * the first rows; then groups of lanes share out the rows of k, v and q, kRows of one token at a time, which share
+ * tokens: one warp finds where they go (tokens.h), a lane each, and leaves that in shared memory, while all threads
+ * read the first rows; then groups of lanes share out the rows of k, v and q, kRows of one token at a time, which share
  * cos and sin: two loads of 8 bytes a row and lane where strides allow it, else by elements. One block more looks at
  * what is bad in the starts and lengths, which costs the others nothing.
  *
  * Limits: bound by memory only for many tokens. Of two tokens with one slot the later is written; two sequences whose
  * tables lead new keys to one row leave elements of either there.
  */
-#include <algorithm> // std::max, std::min
+#include <algorithm> // std::clamp, std::max, std::min
 
 #include "append.cuh"        // Work, append_tokens
 #include "common/launch.cuh" // fa_own, FA_CUDA_TRY
@@ -35,7 +35,7 @@ bool takes_two(const fa_append &p, const fa_operand &x) {
            !(p.interleaved && p.dtype == FA_F32);
 }
 
-/* Tokens a block: as many as leave a block to each place on the device. */
+/* Tokens a block: as few as let all blocks be at work at once, since each begins with its look-up. */
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *) {
     const fa_append &p = problem->append;
     Work &work = fa_own<Work>(plan);
@@ -51,8 +51,8 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     work.units = of_heads(p.heads_kv) * (p.v_cache.data ? 2 : 1) + (p.q.data ? of_heads(p.heads) : 0);
     work.units *= work.steps;
     work.tables = takes_two(p, p.cos) && takes_two(p, p.sin);
-    const int64_t each = work.rows / (4 * int64_t(device->sm_count));
-    work.tokens = each < 1 ? 1 : each > kTokens ? kTokens : static_cast<int>(each);
+    const int64_t places = kBlocks * int64_t(device->sm_count), each = (work.rows + places - 1) / places;
+    work.tokens = static_cast<int>(std::clamp<int64_t>(each, 1, kTokens));
     const int64_t blocks = (work.rows + work.tokens - 1) / work.tokens;
     const int together = kThreads / work.lanes, units = work.tokens * work.units;
     work.parts = blocks >= device->sm_count ? 1 : std::min(4, std::max(1, (units + together - 1) / together));

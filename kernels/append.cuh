@@ -12,6 +12,7 @@
 namespace fa {
 
 constexpr int kWarp = 32, kThreads = 256, kWarps = kThreads / kWarp;
+constexpr int kBlocks = 3;  // of a multiprocessor
 constexpr int kTokens = 32; // the most of a block: a lane of one warp each
 constexpr int kRows = 4;    // of a unit: rows of one token and operand, that a group of lanes reads at a time
 constexpr int kAhead = 8;   // starts a lane reads at a time
@@ -362,7 +363,7 @@ __device__ __forceinline__ void check_lengths(const fa_append &p, const fa_seque
 }
 
 template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && kVectors ? 2 : 3) // a spill less
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && kVectors ? 2 : kBlocks) // a spill less
     append_tokens(const __grid_constant__ fa_append p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
                   const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
