@@ -8,8 +8,8 @@
  * cos and sin: two loads of 8 bytes a row and lane where strides allow it, else by elements. One block more looks at
  * what is bad in the starts and lengths, which costs the others nothing.
  *
- * Limits: bound by memory only for many tokens. Of two tokens with one slot the later is written; two sequences whose
- * tables lead new keys to one row leave elements of either there.
+ * Limits: bound by memory only for many tokens; with slots each block looks at every later one. Of two tokens with one
+ * slot the later is written; two sequences whose tables lead new keys to one row leave elements of either there.
  */
 #include <algorithm> // std::clamp, std::max, std::min
 

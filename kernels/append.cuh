@@ -128,37 +128,62 @@ __device__ __forceinline__ fa_token find_token(const fa_append &p, const fa_sequ
     return token;
 }
 
-/* Says which of a block's tokens, the first of them token `first`, have a later one with the same slot: by all threads,
- * which look at each later slot once. */
-__device__ __forceinline__ void mark_replaced(const fa_append &p, const fa_sequences &s, int64_t first, int tokens,
-                                              const fa_token *token, int *replaced) {
-    int64_t low = INT64_MAX, high = -1;
-#pragma unroll 1
-    for (int n = 0; n < tokens; ++n) {
-        if (token[n].skipped) continue;
-        const int64_t slot = token[n].page * p.page_size + token[n].place;
-        low = slot < low ? slot : low;
-        high = slot > high ? slot : high;
+/* Which slots a block's tokens may have: a bit for each remainder of slots. */
+struct Marks {
+    static constexpr int kBits = 2048;
+    unsigned word[kBits / 32];
+
+    __device__ __forceinline__ static unsigned bit_of(int64_t slot) {
+        return static_cast<unsigned>(slot ^ slot >> 11) % kBits;
     }
-    constexpr int kSlots = 4; // that a thread reads at a time
-#pragma unroll 1
-    for (int64_t begin = first + 1 + threadIdx.x; begin < p.slot_count; begin += kSlots * kThreads) {
-        int64_t slots[kSlots];
+    __device__ __forceinline__ bool has(int64_t slot) const {
+        const unsigned bit = bit_of(slot);
+        return word[bit / 32] >> bit % 32 & 1;
+    }
+
+    /* Of the tokens of one warp's lanes, by that warp. */
+    __device__ __forceinline__ void set(const fa_append &p, const fa_token &token) {
+        const int lane = threadIdx.x % kWarp;
 #pragma unroll
-        for (int i = 0; i < kSlots; ++i) {
-            const int64_t other = begin + i * kThreads;
-            slots[i] = other < p.slot_count ? fa_slot(&p, other) : -1;
+        for (int i = 0; i < kBits / 32; i += kWarp) word[i + lane] = 0;
+        __syncwarp();
+        const unsigned bit = bit_of(token.page * p.page_size + token.place);
+        if (!token.skipped) atomicOr(&word[bit / 32], 1u << bit % 32);
+    }
+};
+
+/* Slots that a thread reads at a time: those of tokens begin + threadIdx.x + i * kThreads; -1 where there is none. */
+struct Slots {
+    static constexpr int kCount = 4;
+    int64_t slot[kCount];
+
+    __device__ __forceinline__ void load(const fa_append &p, int64_t begin) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const int64_t other = begin + threadIdx.x + i * kThreads;
+            slot[i] = other < p.slot_count ? fa_slot(&p, other) : -1;
         }
+    }
+};
+
+/* Says which of a block's tokens, the first of them token `first`, have a later one with the same slot: by all threads,
+ * which look at each later slot once. `slots` has been loaded for first + 1. */
+__device__ __forceinline__ void mark_replaced(const fa_append &p, const fa_sequences &s, int64_t first, int tokens,
+                                              const fa_token *token, const Marks &marks, Slots &slots, int *replaced) {
+    constexpr int kTogether = Slots::kCount * kThreads;
 #pragma unroll 1
-        for (int64_t other = begin; other < begin + kSlots * kThreads; other += kThreads) {
-            const int64_t slot = slots[0];
+    for (int64_t begin = first + 1; begin < p.slot_count; begin += kTogether) {
+        if (begin > first + 1) slots.load(p, begin);
+        unsigned marked = 0;
 #pragma unroll
-            for (int i = 1; i < kSlots; ++i) slots[i - 1] = slots[i];
-            if (slot < 0 || slot < low || slot > high) continue;
+        for (int i = 0; i < Slots::kCount; ++i)
+            if (slots.slot[i] >= 0 && marks.has(slots.slot[i])) marked |= 1u << i;
+        for (; marked; marked &= marked - 1) { // rare
+            const int64_t other = begin + threadIdx.x + (__ffs(static_cast<int>(marked)) - 1) * kThreads;
+            const fa_token later = fa_token_of_slot(&p, &s, other);
 #pragma unroll 1
             for (int n = 0; n < tokens && first + n < other; ++n)
-                if (!token[n].skipped && token[n].page * p.page_size + token[n].place == slot &&
-                    !fa_token_of_slot(&p, &s, other).skipped)
+                if (!token[n].skipped && !later.skipped && token[n].page == later.page && token[n].place == later.place)
                     atomicExch(&replaced[n], 1);
         }
     }
@@ -370,6 +395,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && kVectors ? 2 : kBl
     constexpr int kPairs = kVectors ? 16 / (2 * static_cast<int>(sizeof(T))) : 1;
     __shared__ fa_token found[kTokens];
     __shared__ int replaced[kTokens]; // k and v of the token are not written
+    __shared__ Marks marks;
     __shared__ int64_t ends[kWarps];
 
     const unsigned blocks = gridDim.x - (p.slots ? 0 : 1); // and one for the lengths of sequences
@@ -389,7 +415,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && kVectors ? 2 : kBl
             replaced[n] = 0;
             const fa_token token = find_token(p, s, faults, first + (n < tokens ? n : 0), n < tokens, blockIdx.y == 0);
             if (n < tokens) found[n] = token;
+            if (p.slots) marks.set(p, token);
         }
+        Slots slots;
+        if (p.slots) slots.load(p, first + 1);
         bool looked = false;
         for (int n = int(blockIdx.y) * together + (threadIdx.x >> work.lanes_log2);; n += work.parts * together) {
             const Unit unit = unit_of(p, work, n < units ? n : 0);
@@ -404,7 +433,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && kVectors ? 2 : kBl
             if (!looked) {
                 __syncthreads();
                 if (p.slots) {
-                    mark_replaced(p, s, first, tokens, found, replaced);
+                    mark_replaced(p, s, first, tokens, found, marks, slots, replaced);
                     __syncthreads();
                 }
                 looked = true;

@@ -104,6 +104,11 @@ template <class T> EMU_UNSEEN T atomicMin(T *at, std::type_identity_t<T> x) {
     const T old = *at;
     return *at = x < old ? x : old, old;
 }
+template <class T> EMU_UNSEEN T atomicOr(T *at, std::type_identity_t<T> x) {
+    emu::spin();
+    const T old = *at;
+    return *at = old | x, old;
+}
 template <class T> EMU_UNSEEN T atomicExch(T *at, std::type_identity_t<T> x) {
     emu::spin();
     const T old = *at;
