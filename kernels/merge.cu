@@ -33,7 +33,7 @@ constexpr int kRows = 8;       // of a group of lanes; no more than its lanes
 constexpr int kAtOnce = 4;     // of them that are read at a time
 constexpr int kTogether = 2;   // parts that are read at a time
 constexpr int kArguments = 32; // a multiple of kTogether: parts that are arguments of a launch
-constexpr int kBlocks = 4;     // of a multiprocessor
+constexpr int kBlocks = 5;     // of a multiprocessor
 constexpr int64_t kMaxGrid = 65535;
 
 struct Parts {
