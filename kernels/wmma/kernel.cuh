@@ -6,7 +6,6 @@
  * joined first. */
 #pragma once
 
-#include "common/alibi.cuh"   // slope_of
 #include "common/mask.cuh"    // tile_keys, tile_common_keys
 #include "common/ring.cuh"    // RingState
 #include "common/rows.cuh"    // row_of, store_lse
@@ -22,7 +21,6 @@ namespace fa::wmma_row {
 /* What a launch adds to the problem. */
 struct Params {
     fa_forward p;
-    fa_operand alibi; // as in fa_extra
     ScoreOptions options;
     unsigned tiles_m;
     bool q_aligned, k_aligned, v_aligned, out_aligned;
@@ -145,7 +143,6 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
 #pragma unroll
     for (int d = 0; d < C::kSteps; ++d) wmma::fill_fragment(out[d], 0.0f);
 
-    const float slope = kSimple ? 0.0f : slope_of(params.alibi, batch, head);
     RingState<C::kStages> at(0);
     for (int key = keys.begin; key < keys.end; key += C::kTileN, at.advance()) {
         const bool needed = key < seen.end && key + C::kTileN > seen.begin;
@@ -156,7 +153,7 @@ __device__ __forceinline__ void consume(const Params &params, typename C::Shared
         if (needed) {
             const bool all_visible = common.holds(key, C::kTileN);
             const float rescale = softmax_strip<T, C::kTileN, C::kWeightPitch, kSimple>(
-                p, params.options, batch, head, slope, owned, strip, key, all_visible, lane);
+                p, params.options, batch, head, owned, strip, key, all_visible, lane);
             if (lane < kStripRows) factor[lane] = rescale;
             const bool changed = __any_sync(~0u, rescale != 1.0f);
             __syncwarp();

@@ -4,7 +4,7 @@
 
 #include <stdint.h> // int64_t
 
-#include "common/alibi.cuh"   // with_alibi
+#include "common/alibi.cuh"   // slope_of, with_alibi
 #include "common/convert.cuh" // load_as_float, to_float
 #include "common/mask.cuh"    // KeyRange, Span
 #include "common/ptx.cuh"     // exp2_fast, pack
@@ -40,6 +40,7 @@ template <int kColumns> constexpr int kScorePitch = kColumns + 8;
 /* Options that change single scores, and whether four neighbours of their last axis are one aligned load. */
 struct ScoreOptions {
     ScoreParams score;
+    fa_operand alibi; // as in fa_extra
     bool bias_vectors, mask_vectors;
 };
 
@@ -89,8 +90,7 @@ __device__ __forceinline__ void apply_mask(const fa_forward &p, bool vectors, co
 /* Softcap or scale, bias, ALiBi and mask for a lane's products of `row`: s[i] belongs to key from + (i ^ swap). */
 template <int kMine>
 __device__ __forceinline__ void score_products(const fa_forward &p, const ScoreOptions &options, int64_t batch,
-                                               int64_t head, float slope, int64_t row, int from, int swap,
-                                               float (&s)[kMine]) {
+                                               int64_t head, int64_t row, int from, int swap, float (&s)[kMine]) {
     if (options.score.cap_log2 > 0) {
 #pragma unroll
         for (int i = 0; i < kMine; ++i) s[i] = options.score.cap_log2 * tanh_by_exp2(s[i] * options.score.scale_cap);
@@ -98,6 +98,7 @@ __device__ __forceinline__ void score_products(const fa_forward &p, const ScoreO
 #pragma unroll
         for (int i = 0; i < kMine; ++i) s[i] *= options.score.scale_log2;
     }
+    const float slope = slope_of(options.alibi, batch, head); // kept from tile to tile, it would cost spills
     if (p.bias.data || slope != 0.0f) {
         const int64_t bias_at = bias_row(p, batch, head, row);
         const int distance = from - int(row + p.diagonal); // of the key `from`
@@ -123,12 +124,12 @@ __device__ __forceinline__ void score_products(const fa_forward &p, const ScoreO
 
 /* Turns kStripRows x kColumns products (pitch kScorePitch), of the keys from `key` on, into weights of type T (pitch
  * kWeightPitch) in the same memory. Returns the factor for what the row accumulated before. kSimple: scale > 0 and
- * neither softcap, bias, ALiBi nor mask. `slope`: of the head (slope_of()). `all_visible`: every row sees every key of
- * the tile. `key` is a multiple of 4. */
+ * neither softcap, bias, ALiBi nor mask. `all_visible`: every row sees every key of the tile. `key` is a multiple of 4.
+ */
 template <typename T, int kColumns, int kWeightPitch, bool kSimple>
 __device__ __forceinline__ float softmax_strip(const fa_forward &p, const ScoreOptions &options, int64_t batch,
-                                               int64_t head, float slope, OwnedRow &owned, float *strip, int key,
-                                               bool all_visible, int lane) {
+                                               int64_t head, OwnedRow &owned, float *strip, int key, bool all_visible,
+                                               int lane) {
     constexpr int kMine = kColumns / 2; // columns of this lane
     static_assert(kMine % 8 == 0, "weights are written eight at a time");
     const int first = lane / kStripRows * kMine, swap = lane & 4; // s[i] belongs to column first + (i ^ swap)
@@ -141,7 +142,7 @@ __device__ __forceinline__ float softmax_strip(const fa_forward &p, const ScoreO
     }
     const int from = key + first, low = owned.keys.begin - from, high = owned.keys.end - from;
     if constexpr (!kSimple) // rows past the end read a row that exists
-        score_products(p, options, batch, head, slope, min(int64_t(owned.row), p.seq_q - 1), from, swap, s);
+        score_products(p, options, batch, head, min(int64_t(owned.row), p.seq_q - 1), from, swap, s);
     if (!all_visible) {
 #pragma unroll
         for (int i = 0; i < kMine; ++i)
