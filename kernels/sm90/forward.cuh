@@ -48,7 +48,7 @@ struct ForwardParams {
     void *out;             // (B, H, Sq, D); without
     int64_t out_stride[3]; // elements, of B, H, Sq
     float *lse;            // (B, H, Sq) or NULL
-    int64_t lse_stride[3]; // elements, of B, H and, 1 less, of Sq
+    int64_t lse_stride[3]; // elements
     const void *sinks;     // (H) or NULL
     int64_t sinks_stride;
     fa_dtype sinks_dtype;
@@ -347,17 +347,14 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
         const Tile tile = smem.tile[round % Smem::kTileStages];
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&smem.tile_empty[round % Smem::kTileStages]);
-        float factor[2];
+        float factor[2], lse[2];
         float sink = -INFINITY;
         if (p.sinks) sink = load_as_float(p.sinks, p.sinks_dtype, tile.head * p.sinks_stride);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int i = row + 8 * r;
             const RowResult result = softmax.finish(r, p.score_factor, sink);
             factor[r] = result.factor;
-            if (p.lse && i < p.seq_q && lane % 4 == 0) // with i times the whole stride, the loop has other registers
-                p.lse[tile.batch * p.lse_stride[0] + tile.head * p.lse_stride[1] + i + i * p.lse_stride[2]] =
-                    result.lse;
+            lse[r] = result.lse;
         }
         if constexpr (C::kStaged) {
             if (__any_sync(0xffffffff, factor[0] == 0.0f || factor[1] == 0.0f)) clear_rows(out, factor);
@@ -382,6 +379,11 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                                                   : nullptr;
             store_rows(target, out, factor, p.head_dim, lane);
         }
+        // Last: before `out` it takes registers that the products of masked bfloat16 at head_dim 64 have not to spare.
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            if (const int i = row + 8 * r; p.lse && i < p.seq_q && lane % 4 == 0)
+                p.lse[tile.batch * p.lse_stride[0] + tile.head * p.lse_stride[1] + i * p.lse_stride[2]] = lse[r];
     }
     if (C::kStaged && lane == 0) tma_store_wait();
 }

@@ -314,7 +314,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     params.out = p.out.data;
     for (int axis = 0; axis < 3; ++axis) params.out_stride[axis] = p.out.stride[axis];
     params.lse = static_cast<float *>(p.lse.data);
-    for (int axis = 0; axis < 3; ++axis) params.lse_stride[axis] = p.lse.stride[axis] - (axis == 2);
+    for (int axis = 0; axis < 3; ++axis) params.lse_stride[axis] = p.lse.stride[axis];
     params.sinks = p.sinks.data;
     params.sinks_stride = p.sinks.stride[0];
     params.sinks_dtype = p.sinks_dtype;
