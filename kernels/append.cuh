@@ -388,7 +388,7 @@ __device__ __forceinline__ void check_lengths(const fa_append &p, const fa_seque
 }
 
 template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 && kVectors ? 2 : kBlocks) // float32 spilled at three
+__global__ void __launch_bounds__(kThreads, kBlocks)
     append_tokens(const __grid_constant__ fa_append p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
                   const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
