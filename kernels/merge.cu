@@ -183,95 +183,123 @@ template <class Lse> __device__ __forceinline__ Weights weigh(const Args &a, flo
     return w;
 }
 
-/* N: elements a lane has at a time, 16 bytes of T, or 1. kStored: the parts are in `stored`, else in `given`. */
-template <typename T, int N, bool kStored>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    merge_kernel(const __grid_constant__ Args a, const __grid_constant__ Parts given, const fa_part *stored) {
-    const auto part_of = [&](int n) -> const fa_part & {
+/* A group of lanes and the kRows rows that it merges, of one batch entry. N: elements a lane has at a time, 16 bytes of
+ * T, or 1. kStored: the parts are in `stored`, else in `given`. */
+template <typename T, int N, bool kStored> struct Group {
+    const Args &a;
+    const Parts &given;
+    const fa_part *stored;
+    int lane;
+    int64_t batch, outer, inner; // of the first row
+    bool is_row = false;         // the row that this lane weighs exists
+    unsigned are_rows = 0;       // of each row, whether it exists
+    Weights mine = {};           // of the lane's row
+
+    __device__ __forceinline__ const fa_part &part_of(int n) const {
         if constexpr (kStored)
             return stored[n < a.count ? n : a.count - 1];
         else
             return given.part[n];
-    };
-    const int lane = threadIdx.x & (a.lanes - 1);
-    const int64_t inner = int64_t(blockIdx.x) * a.inner_tile + (threadIdx.x >> a.lanes_log2);
-    const int64_t my_inner = inner + lane * a.inner_step;
-    for (int64_t batch = blockIdx.z; batch < a.batch; batch += gridDim.z)
-        for (int64_t outer = int64_t(blockIdx.y) * a.outer_tile; outer < a.outer;
-             outer += int64_t(gridDim.y) * a.outer_tile) {
-            /* The first kRows lanes weigh the parts of a row each; for the others all parts are empty. */
-            const int64_t my_outer = outer + lane * a.outer_step;
-            const bool is_row = lane < kRows && my_inner < a.inner && my_outer < a.outer;
-            const unsigned are_rows = __ballot_sync(~0u, is_row) >> (threadIdx.x % kWarp - lane);
-            const auto lse_of = [&](int n) {
-                if (!is_row || n >= a.count) return -INFINITY;
-                const fa_operand &lse = part_of(n).lse;
-                return static_cast<const float *>(lse.data)[row_offset(lse, batch, my_outer, my_inner)];
-            };
-            const Weights mine = weigh(a, is_row ? sink_of(a, my_outer, my_inner) : -INFINITY, lse_of);
-            const bool any_copies = __any_sync(~0u, mine.factor < 0.0f);
+    }
+    __device__ __forceinline__ int64_t my_outer() const { return outer + lane * a.outer_step; }
+    __device__ __forceinline__ int64_t my_inner() const { return inner + lane * a.inner_step; }
+    __device__ __forceinline__ float lse_of(int n) const {
+        if (!is_row || n >= a.count) return -INFINITY;
+        const fa_operand &lse = part_of(n).lse;
+        return static_cast<const float *>(lse.data)[row_offset(lse, batch, my_outer(), my_inner())];
+    }
+    /* Where element d of the first of some rows begins; `begin`: which of the group's. */
+    __device__ __forceinline__ const T *row_from(const fa_operand &x, int begin, int d) const {
+        return row_of<const T>(x, batch, outer, inner) + d * x.stride[3] + begin * step_of(a, x);
+    }
 
+    /* The first kRows lanes weigh the parts of a row each; for the others all parts are empty. */
+    __device__ __forceinline__ void weigh_rows() {
+        is_row = lane < kRows && my_inner() < a.inner && my_outer() < a.outer;
+        are_rows = __ballot_sync(~0u, is_row) >> (threadIdx.x % kWarp - lane);
+        const float sink = is_row ? sink_of(a, my_outer(), my_inner()) : -INFINITY;
+        mine = weigh(a, sink, [&](int n) { return lse_of(n); });
+    }
+
+    /* The weighted sums of kAtOnce rows' elements from d on. */
+    __device__ __forceinline__ void sum(int begin, int d, float (&out)[kAtOnce][N]) const {
 #pragma unroll 1
-            for (int step = 0; step < a.steps; ++step) {
-                const int begin = step % (kRows / kAtOnce) * kAtOnce; // the first of the rows
-                const int d = step / (kRows / kAtOnce) * a.lanes * N + lane * N;
-                const auto row_from = [&](const fa_operand &x) {
-                    return row_of<const T>(x, batch, outer, inner) + d * x.stride[3] + begin * step_of(a, x);
-                };
-                float out[kAtOnce][N] = {};
-#pragma unroll 1
-                for (int n = 0; n < a.count; n += kTogether) {
-                    float w[kTogether][kAtOnce];
-                    Loaded<T, N> x[kTogether][kAtOnce] = {};
+        for (int n = 0; n < a.count; n += kTogether) {
+            float w[kTogether][kAtOnce];
+            Loaded<T, N> x[kTogether][kAtOnce] = {};
 #pragma unroll
-                    for (int i = 0; i < kTogether; ++i) {
-                        const float own = n == 0 ? mine.first[i] : mine.of(lse_of(n + i));
-                        const fa_operand &part = part_of(n + i).out;
-                        const int64_t between = step_of(a, part);
-                        const T *from = row_from(part);
+            for (int i = 0; i < kTogether; ++i) {
+                const float own = n == 0 ? mine.first[i] : mine.of(lse_of(n + i));
+                const fa_operand &part = part_of(n + i).out;
+                const int64_t between = step_of(a, part);
+                const T *from = row_from(part, begin, d);
 #pragma unroll
-                        for (int r = 0; r < kAtOnce; ++r, from += between) {
-                            w[i][r] = __shfl_sync(~0u, own, begin + r, a.lanes);
-                            if (d < a.head_dim && !(w[i][r] < 0.0f))
-                                x[i][r] = *reinterpret_cast<const Loaded<T, N> *>(from);
-                        }
-                    }
-                    /* An empty part adds -1 * 0, which changes no bit. */
-#pragma unroll
-                    for (int i = 0; i < kTogether; ++i)
-#pragma unroll
-                        for (int r = 0; r < kAtOnce; ++r) add<T>(out[r], w[i][r], x[i][r]);
-                }
-                const int64_t between = step_of(a, a.out);
-                const int64_t to = row_offset(a.out, batch, outer, inner) + d * a.out.stride[3] + begin * between;
-                const auto write = [&](auto *row) {
-                    row += to;
-#pragma unroll
-                    for (int r = 0; r < kAtOnce; ++r, row += between) {
-                        const float factor = __shfl_sync(~0u, mine.factor, begin + r, a.lanes);
-                        if (d < a.head_dim && (are_rows >> (begin + r) & 1) && !(factor < 0.0f))
-                            store(row, out[r], factor);
-                    }
-                };
-                if (a.out_dtype == FA_F16)
-                    write(static_cast<__half *>(a.out.data));
-                else if (a.out_dtype == FA_BF16)
-                    write(static_cast<__nv_bfloat16 *>(a.out.data));
-                else
-                    write(static_cast<float *>(a.out.data));
-                if (!any_copies) continue;
-#pragma unroll 1
-                for (int r = 0; r < kAtOnce; ++r) {
-                    const float factor = __shfl_sync(~0u, mine.factor, begin + r, a.lanes);
-                    if (d >= a.head_dim || !(factor < 0.0f)) continue;
-                    const fa_operand &part = part_of(static_cast<int>(-factor) - 1).out;
-                    const T *from = row_from(part) + r * step_of(a, part);
-                    T *result = static_cast<T *>(a.out.data) + to + r * between;
-                    *reinterpret_cast<Loaded<T, N> *>(result) = *reinterpret_cast<const Loaded<T, N> *>(from);
+                for (int r = 0; r < kAtOnce; ++r, from += between) {
+                    w[i][r] = __shfl_sync(~0u, own, begin + r, a.lanes);
+                    if (d < a.head_dim && !(w[i][r] < 0.0f)) x[i][r] = *reinterpret_cast<const Loaded<T, N> *>(from);
                 }
             }
-            if (is_row) static_cast<float *>(a.lse.data)[row_offset(a.lse, batch, my_outer, my_inner)] = mine.lse;
+            /* An empty part adds -1 * 0, which changes no bit. */
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+                for (int r = 0; r < kAtOnce; ++r) add<T>(out[r], w[i][r], x[i][r]);
         }
+    }
+
+    template <class R>
+    __device__ __forceinline__ void write(R *row, int begin, int d, const float (&out)[kAtOnce][N]) const {
+        const int64_t between = step_of(a, a.out);
+        row += row_offset(a.out, batch, outer, inner) + d * a.out.stride[3] + begin * between;
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r, row += between) {
+            const float factor = __shfl_sync(~0u, mine.factor, begin + r, a.lanes);
+            if (d < a.head_dim && (are_rows >> (begin + r) & 1) && !(factor < 0.0f)) store(row, out[r], factor);
+        }
+    }
+
+    /* Those rows that are one part's, bit for bit. */
+    __device__ __forceinline__ void copy(int begin, int d) const {
+#pragma unroll 1
+        for (int r = 0; r < kAtOnce; ++r) {
+            const float factor = __shfl_sync(~0u, mine.factor, begin + r, a.lanes);
+            if (d >= a.head_dim || !(factor < 0.0f)) continue;
+            const T *from = row_from(part_of(static_cast<int>(-factor) - 1).out, begin + r, d);
+            T *to = const_cast<T *>(row_from(a.out, begin + r, d));
+            *reinterpret_cast<Loaded<T, N> *>(to) = *reinterpret_cast<const Loaded<T, N> *>(from);
+        }
+    }
+
+    __device__ __forceinline__ void merge() {
+        weigh_rows();
+        const bool any_copies = __any_sync(~0u, mine.factor < 0.0f);
+#pragma unroll 1
+        for (int step = 0; step < a.steps; ++step) {
+            const int begin = step % (kRows / kAtOnce) * kAtOnce; // the first of the rows
+            const int d = step / (kRows / kAtOnce) * a.lanes * N + lane * N;
+            float out[kAtOnce][N] = {};
+            sum(begin, d, out);
+            if (a.out_dtype == FA_F16)
+                write(static_cast<__half *>(a.out.data), begin, d, out);
+            else if (a.out_dtype == FA_BF16)
+                write(static_cast<__nv_bfloat16 *>(a.out.data), begin, d, out);
+            else
+                write(static_cast<float *>(a.out.data), begin, d, out);
+            if (any_copies) copy(begin, d);
+        }
+        if (is_row) static_cast<float *>(a.lse.data)[row_offset(a.lse, batch, my_outer(), my_inner())] = mine.lse;
+    }
+};
+
+template <typename T, int N, bool kStored>
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
+    merge_kernel(const __grid_constant__ Args a, const __grid_constant__ Parts given, const fa_part *stored) {
+    const int lane = threadIdx.x & (a.lanes - 1);
+    const int64_t inner = int64_t(blockIdx.x) * a.inner_tile + (threadIdx.x >> a.lanes_log2);
+    for (int64_t batch = blockIdx.z; batch < a.batch; batch += gridDim.z)
+        for (int64_t outer = int64_t(blockIdx.y) * a.outer_tile; outer < a.outer;
+             outer += int64_t(gridDim.y) * a.outer_tile)
+            Group<T, N, kStored>{a, given, stored, lane, batch, outer, inner}.merge();
 }
 
 /* Whether all operands can be read and written in chunks, 16 bytes of T at a time. */

@@ -55,6 +55,8 @@ REPEATS = 250
 SWEEP_SEEDS = range(11, 17)
 SWEEP_PROBLEMS = 1600
 SWEEP_FLOPS = 6e7
+# GPT-2 124M
+GPT2 = ["--layers=12", "--width=768", "--heads=12", "--seq=1024", "--vocab=50304", "--batch=8", "--steps=300"]
 TRAINING = {"torch": ["train_torch", "--device=cuda"], "torch, dropout 0.1": ["train_torch", "--device=cuda", "--dropout=0.1"],
             "jax": ["train_jax"]}  # fmt: skip
 
@@ -233,14 +235,11 @@ class Run:
         raise report.UsageError("chaos runs on a build of its own, which writes a file: add that by --merge FILE")
 
     def training(self) -> None:
-        from bench.examples.training import GPT2
-
         for key, line in TRAINING.items() if self.device == "cuda" else ():
             piece = self.record.part("training").get(key, {"code": [""]})
             if self.late() or (self.has("training", key) and all(self.record.state(code) == "fresh" for code in piece["code"])):
                 continue
-            sizes = [f"--{name}={size}" for name, size in GPT2.items()]
-            done = subprocess.run([sys.executable, "-m", f"bench.examples.{line[0]}", *line[1:], *sizes, "--json"], cwd=machine.ROOT,
+            done = subprocess.run([sys.executable, "-m", f"bench.examples.{line[0]}", *line[1:], *GPT2, "--json"], cwd=machine.ROOT,
                                   capture_output=True, text=True, timeout=self.left(60))  # fmt: skip
             try:
                 found = json.loads(done.stdout)

@@ -10,8 +10,6 @@ import json
 import numpy as np
 
 SIZES = {"layers": 2, "width": 64, "heads": 4, "seq": 64, "vocab": 128, "batch": 8, "steps": 40}
-#: GPT-2 124M
-GPT2 = {"layers": 12, "width": 768, "heads": 12, "seq": 1024, "vocab": 50304, "batch": 8, "steps": 300}
 
 
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
