@@ -123,6 +123,7 @@ struct Params {
     CUtensorMap out_map; // boxes of 16 rows; with C::kStaged
     Call call;
     int box_rows; // 0: row by row
+    int boxes;    // of a block
     Queries queries;
     float score_factor; // 2^(score_factor * s): scale or softcap, times log2(e)
     float cap_factor;   // softcap: s = tanh(cap_factor * product)
@@ -142,11 +143,14 @@ __host__ __device__ inline int tile_heads(const Call &call, bool packed) {
 
 /* ---- shared memory ---- */
 
-/* What a warpgroup of a tile sees. */
-struct Part {
-    int rows;                     // that exist; the others hold zeros for queries
-    int seen_end;                 // no row sees keys from here on
-    int common_begin, common_end; // keys that every row sees
+/* What a warpgroup of a tile sees. Blocks are counted from the tile's first, which holds the last keys: the warpgroup
+ * skips those before `first`, and needs masks before `plain` and from `plain_end` on. */
+struct alignas(16) Part {
+    int rows; // that exist; the others hold zeros for queries
+    int first, plain, plain_end;
+    int low, high; // keys that row 0 sees, row n those n further on, unless the tile has spans
+    int seen_end;  // no row sees keys from here on
+    int unused;
 };
 
 /* A tile: the scheduler tells it, all other warps read it. */
@@ -156,6 +160,7 @@ struct alignas(16) Tile {
     int low, high; // keys that some row sees lie in [low, high)
     int head, kv_head; // the first query head
     int packed;        // all heads of the kv head
+    int spans;         // rows do not follow each other by one key
     int query;         // the first one, counted from the sequence's first
     int slot;          // of a chunk's state; negative: the sequence is not cut
     int folds, ends;   // the chunks before are in the slot, to be folded with; what comes of it is the end
@@ -176,7 +181,6 @@ struct Scheduler {
     int at;     // the unit's record is this one or comes after it
     int chunk;  // of the unit
     bool again; // the unit has more chunks than this
-    uint32_t unit, next;
 };
 
 template <class C> struct Smem {
@@ -185,7 +189,8 @@ template <class C> struct Smem {
     static constexpr int kKeySlabBytes = C::kTileN * kSlabRowBytes;
     static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes; // of one warpgroup
     static constexpr int kKeyBytes = kSlabs * kKeySlabBytes;
-    static constexpr int kTileStages = 4; // a power of 2
+    // A power of 2. A block that told itself more tiles ahead would keep them from others at the end.
+    static constexpr int kTileStages = 2;
 
     alignas(1024) char q[C::kQueryStages][C::kConsumers][kQueryBytes];
     alignas(1024) char k[C::kStages][kKeyBytes];

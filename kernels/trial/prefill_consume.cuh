@@ -42,15 +42,20 @@ template <class C> __device__ __forceinline__ void prepare_queries(char *q, int 
 
 /* Keys that this warp's rows see, to shared memory. */
 __device__ __forceinline__ void note_spans(const Call &call, const Tile &tile, int wg, int2 (&span)[64]) {
-    const int lane = threadIdx.x % 32, rows = tile.part[wg].rows;
+    const int lane = threadIdx.x % 32;
     __syncwarp(); // those of the tile before have been read
-    if (lane < 16 && rows > 0) {
-        const int row = threadIdx.x / 32 % 4 * 16 + lane;
-        const fa_entry e = entry_of(call, tile.of);
-        const int64_t at = fa_position(&e, row_place(call, tile, wg, min(row, rows - 1)).query);
-        const fa_span seen = fa_row_keys(&e, call.p.left, call.p.right, at);
-        span[row] = make_int2(static_cast<int>(fa_clamp(seen.begin, 0, e.seq_k)),
-                              static_cast<int>(fa_clamp(seen.end, 0, e.seq_k)));
+    if (lane < 16) {
+        const Part &part = tile.part[wg];
+        const int at = threadIdx.x / 32 % 4 * 16 + lane, row = min(at, part.rows - 1);
+        if (!tile.spans) {
+            span[at] = make_int2(max(part.low + row, tile.of.key_begin), min(part.high + row, tile.of.key_end));
+        } else if (row >= 0) {
+            const fa_entry e = entry_of(call, tile.of);
+            const fa_span seen =
+                fa_row_keys(&e, call.p.left, call.p.right, fa_position(&e, row_place(call, tile, wg, row).query));
+            span[at] = make_int2(static_cast<int>(fa_clamp(seen.begin, 0, e.seq_k)),
+                                 static_cast<int>(fa_clamp(seen.end, 0, e.seq_k)));
+        }
     }
     __syncwarp();
 }
@@ -75,8 +80,6 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
         // Uniform for the compiler too, which sees it here alone: all that loops and waits depend on.
         const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
         const int blocks = uniform(tile.blocks), end = uniform(tile.end), rows = uniform(tile.part[wg].rows);
-        const int seen_end = uniform(tile.part[wg].seen_end);
-        const int common_begin = uniform(tile.part[wg].common_begin), common_end = uniform(tile.part[wg].common_end);
         if (blocks < 0) break;
         auto wait_queries = [&] {
             mbarrier_wait(&smem.q_full[round % C::kQueryStages][wg], round / C::kQueryStages % 2);
@@ -89,12 +92,8 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
             uint32_t weights[kTileN / 4];
             const uint32_t end_n = n + blocks;
             const uint32_t top = end + n * kTileN;
-            // The warpgroup skips blocks past the last key that one of its rows sees: it begins with `first`.
-            const uint32_t first = n + min(blocks, max(end - seen_end, 0) / kTileN);
-            // Blocks that reach past the last key that all rows see, then plain ones, then those that begin before the
-            // first such key.
-            const uint32_t begin_n = n, plain = n + min((end - common_end + kTileN - 1) / kTileN, blocks);
-            const uint32_t plain_end = n + min(end > common_begin ? (end - common_begin) / kTileN : 0, blocks);
+            const uint32_t begin_n = n, first = n + uniform(tile.part[wg].first);
+            const uint32_t plain = n + uniform(tile.part[wg].plain), plain_end = n + uniform(tile.part[wg].plain_end);
             char *const queries = smem.q[round % C::kQueryStages][wg];
             note_spans(call, tile, wg, smem.span[wg]);
 
@@ -147,6 +146,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
             };
             /* Block n: `old` holds the weights of the block before, `fresh` gets this block's. */
             auto step = [&]<bool kMaskBlock>(auto &old, auto &fresh, std::bool_constant<kMaskBlock>) {
+                constexpr bool kOverlap = C::kOverlap && !kMaskBlock;
                 auto wait_out = [&] {
                     wgmma_wait<0>();
                     wgmma_pin(out);
@@ -168,34 +168,39 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                 cap(scores);
                 if constexpr (kMaskBlock) mask(scores, n);
                 if (hidden) hide(scores, n);
-                if constexpr (!C::kOverlap) wait_out();
+                if constexpr (!kOverlap) wait_out();
                 if (!softmax.try_absorb<T>(fresh, scores, params.score_factor)) {
                     softmax.absorb<false, T>(scores, params.score_factor);
                     pack_scores<T>(fresh, scores);
-                    if constexpr (C::kOverlap) {
+                    if constexpr (kOverlap) {
                         wgmma_wait<0>();
                         wgmma_pin(out);
                     }
                     softmax.rescale_output(out);
                 }
-                if constexpr (C::kOverlap) wait_out();
+                if constexpr (kOverlap) wait_out();
                 ++n;
             };
-            /* Blocks up to `end`. With overlap the weights go to and fro between two sets of registers. */
-            auto steps = [&](uint32_t end, auto mask_block) {
+            /* Blocks up to `end`. With overlap the weights go to and fro between two sets of registers; blocks with
+             * masks are few. */
+            auto masked_steps = [&](uint32_t end) {
+#pragma unroll 1
+                while (int(end - n) > 0) step(weights, weights, std::true_type());
+            };
+            auto plain_steps = [&](uint32_t end) {
                 if constexpr (C::kOverlap) {
                     uint32_t spare[kTileN / 4];
                     while (int(end - n) > 1) {
-                        step(weights, spare, mask_block);
-                        step(spare, weights, mask_block);
+                        step(weights, spare, std::false_type());
+                        step(spare, weights, std::false_type());
                     }
                     if (int(end - n) > 0) {
-                        step(weights, spare, mask_block);
+                        step(weights, spare, std::false_type());
 #pragma unroll
                         for (int i = 0; i < kTileN / 4; ++i) weights[i] = spare[i];
                     }
                 } else {
-                    while (int(end - n) > 0) step(weights, weights, mask_block);
+                    while (int(end - n) > 0) step(weights, weights, std::false_type());
                 }
             };
 
@@ -242,7 +247,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                     turn_pass();
                 }
                 if constexpr (C::kHalfBlocks) {
-                    if (seen_end - first_key(n) <= kTileN / 2)
+                    if (uniform(tile.part[wg].seen_end) - first_key(n) <= kTileN / 2)
                         begin(std::true_type());
                     else
                         begin(std::false_type());
@@ -252,9 +257,11 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
             }
             if (first != begin_n) skip_values(first - 1);
             if (first != end_n) {
-                steps(plain, std::true_type());
-                steps(plain_end, std::false_type());
-                steps(end_n, std::true_type());
+                // Blocks that reach past the last key that all rows see, then plain ones, then those that begin before
+                // the first such key.
+                masked_steps(plain);
+                plain_steps(plain_end);
+                masked_steps(end_n);
                 wait_values(n - 1);
                 wgmma_fence();
                 issue_pv(weights, n - 1, n != first + 1);
@@ -288,11 +295,12 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
         }
         const fa_forward &p = call.p;
         float factor[2];
-        T *target[2];
-        finish_rows(params, tile, wg, softmax, factor, target);
+        finish_rows(params, tile, wg, softmax, factor);
         const int head = tile.head, first_row = tile.of.first_q + tile.query + wg * 64 + warp * 16;
         const bool box = C::kStaged && !tile.packed && rows >= warp * 16 + 16; // rows of one head that all exist
         const int batch = call.s.packed_q ? 0 : tile.of.b;
+        T *target[2];
+        if (!box) row_targets(params, tile, wg, target);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_stage]);
         if (box) {

@@ -115,8 +115,9 @@ __global__ void __launch_bounds__(128 * C::kConsumers) prefill_fold_kernel(const
             for (int i = 0; i < C::kHeadDim / 2; ++i) out[i] = x[i];
         }
         float factor[2];
+        finish_rows(params, tile, wg, softmax, factor);
         T *target[2];
-        finish_rows(params, tile, wg, softmax, factor, target);
+        row_targets(params, tile, wg, target);
         store_rows(target, out, factor, params.call.p.head_dim, threadIdx.x % 32);
     }
 }

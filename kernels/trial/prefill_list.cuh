@@ -18,7 +18,7 @@
 
 namespace fa::sm90::prefill {
 
-constexpr int kListThreads = 1024, kClasses = 128;
+constexpr int kListThreads = 1024, kClasses = 128; // at most; as many warps as sequences fill
 
 /* Where the rows of sequences before b end (of packed ones; else 0), entry by entry. */
 __device__ __forceinline__ int rows_before(const fa_lengths &lengths, int b, int before) {
@@ -82,14 +82,32 @@ __device__ __forceinline__ int class_of(const Call &call, const Record &r, uint3
     return min(static_cast<int>(__float_as_uint(cost) >> 21) - (134 << 2) + 1, kClasses - 1); // 128 is 2^(134 - 127)
 }
 
+/* A sequence as it is met: its record, but for the place in the order and the slot, its rows and its units. */
+struct Met {
+    Record record;
+    fa_span q, k;
+    uint32_t units;
+    int of; // its class
+};
+__device__ __forceinline__ Met meet(const Call &call, int b, int before_q, int before_k) {
+    const fa_sequences &s = call.s;
+    Met met;
+    met.q = fa_rows_of(&s.q, b, before_q, s.packed_q), met.k = fa_rows_of(&s.k, b, before_k, s.packed_k);
+    met.record = record_of(call, b, met.q, met.k);
+    met.units = units_of(call, met.record.seq_q);
+    met.of = class_of(call, met.record, met.units);
+    if (call.workspace.slots) cut(call, met.record, met.units);
+    return met;
+}
+
 __global__ void __launch_bounds__(kListThreads) prefill_list_kernel(const __grid_constant__ Call call) {
     FA_CHAOS_BEGIN();
     __shared__ int scratch[kListThreads / 32];
     __shared__ unsigned long long place[kClasses]; // sequences and, in the low half, units before the next of a class
     const fa_sequences &s = call.s;
-    const int batch = static_cast<int>(call.p.batch), each = (batch + kListThreads - 1) / kListThreads;
+    const int threads = blockDim.x, batch = static_cast<int>(call.p.batch), each = (batch + threads - 1) / threads;
     const int first = min(static_cast<int>(threadIdx.x) * each, batch), last = min(first + each, batch);
-    if (threadIdx.x < kClasses) place[threadIdx.x] = 0;
+    for (int n = threadIdx.x; n < kClasses; n += threads) place[n] = 0;
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end
     dependency_wait();
 
@@ -101,41 +119,50 @@ __global__ void __launch_bounds__(kListThreads) prefill_list_kernel(const __grid
             highest[0] = rows_before(s.q, b, highest[0]), highest[1] = rows_before(s.k, b, highest[1]);
         before[0] = scan_before(highest[0], scratch, larger), before[1] = scan_before(highest[1], scratch, larger);
     }
+    const auto next_rows = [&](int b, int(&at)[2]) {
+        at[0] = rows_before(s.q, b, at[0]), at[1] = rows_before(s.k, b, at[1]);
+    };
+    Met kept; // the thread's only sequence; those that have more compute them anew each time
+    if (each == 1 && first < last) {
+        int at[2] = {before[0], before[1]};
+        next_rows(first, at);
+        kept = meet(call, first, at[0], at[1]);
+    }
     constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
     int slots_before = 0;
     const auto visit = [&](auto &&each_one) {
-        int before_q = before[0], before_k = before[1], slots = slots_before;
+        int at[2] = {before[0], before[1]}, slots = slots_before;
         for (int b = first; b < last; ++b) {
-            before_q = rows_before(s.q, b, before_q), before_k = rows_before(s.k, b, before_k);
-            const fa_span q = fa_rows_of(&s.q, b, before_q, s.packed_q), k = fa_rows_of(&s.k, b, before_k, s.packed_k);
-            Record record = record_of(call, b, q, k);
-            uint32_t units = units_of(call, record.seq_q);
-            const int of = class_of(call, record, units);
-            if (call.workspace.slots) cut(call, record, units);
-            const int needs = static_cast<int>(units) * record.chunks;
-            record.slot = slots + needs <= call.workspace.slots ? slots : -1;
+            Met met = kept;
+            if (each > 1) {
+                next_rows(b, at);
+                met = meet(call, b, at[0], at[1]);
+            }
+            const int needs = static_cast<int>(met.units) * met.record.chunks;
+            met.record.slot = slots + needs <= call.workspace.slots ? slots : -1;
             slots = min(slots + needs, kEnough);
-            if (record.chunks && record.slot >= 0) units *= record.chunks;
-            each_one(record, q, k, units, of);
+            if (met.record.chunks && met.record.slot >= 0) met.units *= met.record.chunks;
+            each_one(met);
         }
     };
     if (call.workspace.slots) {
         int needs = 0;
-        visit([&](const Record &record, const fa_span &, const fa_span &, uint32_t, int) {
-            needs = min(needs + static_cast<int>(units_of(call, record.seq_q)) * record.chunks, kEnough);
+        visit([&](const Met &met) {
+            needs = min(needs + static_cast<int>(units_of(call, met.record.seq_q)) * met.record.chunks, kEnough);
         });
         slots_before = scan_before(needs, scratch, [](int a, int b) { return min(a + b, kEnough); });
     }
     if (threadIdx.x == 0) call.workspace.header()->slots = 0;
     __syncthreads();
-    visit([&](const Record &record, const fa_span &q, const fa_span &k, uint32_t units, int of) {
+    visit([&](const Met &met) {
+        const Record &record = met.record;
         if (call.faults) {
-            count_length_faults(call.faults, s.q, record.b, q, 0);
-            count_length_faults(call.faults, s.k, record.b, k, 1);
+            count_length_faults(call.faults, s.q, record.b, met.q, 0);
+            count_length_faults(call.faults, s.k, record.b, met.k, 1);
         }
-        atomicAdd(&place[of], 1ull << 32 | units);
+        atomicAdd(&place[met.of], 1ull << 32 | met.units);
         if (record.chunks && record.slot >= 0)
-            atomicMax(&call.workspace.header()->slots, record.slot + static_cast<int>(units));
+            atomicMax(&call.workspace.header()->slots, record.slot + static_cast<int>(met.units));
     });
     __syncthreads();
     if (threadIdx.x < 32) { // the highest class first
@@ -163,8 +190,9 @@ __global__ void __launch_bounds__(kListThreads) prefill_list_kernel(const __grid
         }
     }
     __syncthreads();
-    visit([&](Record record, const fa_span &, const fa_span &, uint32_t units, int of) {
-        const unsigned long long at = atomicAdd(&place[of], 1ull << 32 | units);
+    visit([&](const Met &met) {
+        const unsigned long long at = atomicAdd(&place[met.of], 1ull << 32 | met.units);
+        Record record = met.record;
         record.unit = static_cast<int>(at & 0xffffffff);
         *call.workspace.record(static_cast<int>(at >> 32)) = record;
         if (record.b + 1 == batch) call.workspace.header()->tail = record.rows_end;

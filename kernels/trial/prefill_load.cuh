@@ -51,17 +51,24 @@ template <class C> __device__ __forceinline__ Box locate(const Params &params, c
     return box;
 }
 
-/* Asks for a block; the barrier expects its bytes already. */
+/* Asks for a block; the barrier expects its bytes already. The warp calls it: coordinates that are uniform cost no loop
+ * over its lanes. */
 template <class C>
 __device__ __forceinline__ void load_block(const Params &params, const Tile &tile, const Box &box, char *to,
                                            const CUtensorMap &map, const fa_operand &x, uint64_t *barrier) {
-    if (!box.asks) return;
-    const int head = x.stride[1] ? tile.kv_head : 0, batch = x.stride[0] ? box.batch : 0;
-    to += static_cast<int>(threadIdx.x % 32) * params.box_rows * kSlabRowBytes;
+    const int head = x.stride[1] ? __shfl_sync(~0u, tile.kv_head, 0) : 0, mine = x.stride[0] ? box.batch : 0;
+    const int bytes = params.box_rows * kSlabRowBytes;
+#pragma unroll 2
+    for (int n = 0; n < params.boxes; ++n, to += bytes) {
+        const int row = __shfl_sync(~0u, box.row, n), batch = __shfl_sync(~0u, mine, n);
+        if (elect_one()) {
 #pragma unroll
-    for (int slab = 0; slab < Smem<C>::kSlabs; ++slab)
-        tma_load(to + slab * Smem<C>::kKeySlabBytes, &map, barrier, slab * kSlabColumns, box.row, head, batch,
-                 kEvictLast);
+            for (int slab = 0; slab < Smem<C>::kSlabs; ++slab)
+                tma_load(to + slab * Smem<C>::kKeySlabBytes, &map, barrier, slab * kSlabColumns, row, head, batch,
+                         kEvictLast);
+        }
+        __syncwarp();
+    }
 }
 
 template <class C>
@@ -69,8 +76,11 @@ __device__ __forceinline__ void load_queries(const Params &params, Smem<C> &smem
                                              RingState<C::kQueryStages> &ring) {
     const Call &call = params.call;
     const fa_operand &x = call.p.q;
-    const int lane = threadIdx.x % 32, batch = x.stride[0] ? tile.of.b : 0, slab = lane % Smem<C>::kSlabs;
-    const int queries = tile.packed ? call.group_queries : 64, rows = tile.packed ? call.group * queries : 64;
+    const int lane = threadIdx.x % 32, batch = x.stride[0] ? __shfl_sync(~0u, tile.of.b, 0) : 0;
+    const int head = x.stride[1] ? __shfl_sync(~0u, tile.head, 0) : 0;
+    const bool packed = __shfl_sync(~0u, tile.packed, 0);
+    const int queries = packed ? call.group_queries : 64, rows = packed ? call.group * queries : 64;
+    const CUtensorMap *const map = packed ? &params.q_heads : &params.q;
 #pragma unroll 1
     for (int wg = 0; wg < C::kConsumers; ++wg) {
         uint64_t *full = &smem.q_full[ring.stage][wg];
@@ -79,13 +89,15 @@ __device__ __forceinline__ void load_queries(const Params &params, Smem<C> &smem
         __syncwarp();
         if (lane == 0) mbarrier_arrive_expect(full, some ? rows * kSlabRowBytes * Smem<C>::kSlabs : 0);
         __syncwarp();
-        if (!some || lane >= Smem<C>::kSlabs) continue;
-        char *to = smem.q[ring.stage][wg] + slab * Smem<C>::kQuerySlabBytes;
-        const int row = tile.of.first_q + tile.query + wg * queries, head = x.stride[1] ? tile.head : 0;
-        if (tile.packed)
-            tma_load(to, &params.q_heads, full, slab * kSlabColumns, head, row, batch, kEvictFirst);
-        else
-            tma_load(to, &params.q, full, slab * kSlabColumns, row, head, batch, kEvictFirst);
+        if (!some) continue;
+        const int row = __shfl_sync(~0u, tile.of.first_q + tile.query + wg * queries, 0);
+        if (elect_one()) {
+#pragma unroll
+            for (int slab = 0; slab < Smem<C>::kSlabs; ++slab)
+                tma_load(smem.q[ring.stage][wg] + slab * Smem<C>::kQuerySlabBytes, map, full, slab * kSlabColumns,
+                         packed ? head : row, packed ? row : head, batch, kEvictFirst);
+        }
+        __syncwarp();
     }
     ring.advance();
 }
@@ -174,7 +186,9 @@ template <class C, bool kRows> __device__ __forceinline__ void produce_keys(cons
     Copies copies;
 #pragma unroll 1
     for (const Tile *tile; (tile = tiles.next()); tiles.release()) {
-        if (tile->blocks == 0) load_queries(params, smem, *tile, q_ring);
+        // Where there is room for two tiles of queries, theirs is free long before that of keys.
+        constexpr bool kQueriesFirst = C::kQueryStages > 1;
+        if (kQueriesFirst || tile->blocks == 0) load_queries(params, smem, *tile, q_ring);
 #pragma unroll 1
         for (int block = 0; block < tile->blocks; ++block) {
             const int first = tile->end - (block + 1) * C::kTileN;
@@ -195,7 +209,7 @@ template <class C, bool kRows> __device__ __forceinline__ void produce_keys(cons
                 load_block<C>(params, *tile, box, smem.k[ring.stage], params.k, params.call.p.k, full);
             }
             ring.advance();
-            if (block == 0) load_queries(params, smem, *tile, q_ring);
+            if (!kQueriesFirst && block == 0) load_queries(params, smem, *tile, q_ring);
         }
         if constexpr (kRows) copies.finish(smem.k_full);
     }

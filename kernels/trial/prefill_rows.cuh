@@ -102,25 +102,44 @@ __device__ __forceinline__ void fold(Sums &&before_sums, Quad &&before_quad, Onl
     }
 }
 
-/* Factors for this thread's rows, and where they go (NULL: such a row does not exist); writes the LSE. */
-template <class T>
+/* Factors for this thread's rows; writes their LSE. */
 __device__ __forceinline__ void finish_rows(const Params &params, const Tile &tile, int wg,
-                                            const OnlineSoftmax &softmax, float (&factor)[2], T *(&target)[2]) {
+                                            const OnlineSoftmax &softmax, float (&factor)[2]) {
     const Call &call = params.call;
     const fa_forward &p = call.p;
-    const int batch = call.s.packed_q ? 0 : tile.of.b, rows = tile.part[wg].rows;
+    float sink[2] = {-INFINITY, -INFINITY}, lse[2];
+    const auto exists = [&](int r) { return own_row(r) < tile.part[wg].rows; };
+    const auto place = [&](int r) { return row_place(call, tile, wg, own_row(r)); };
+    if (p.sinks.data) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            if (exists(r)) sink[r] = load_as_float(p.sinks.data, p.sinks_dtype, place(r).head * p.sinks.stride[0]);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int row = own_row(r);
-        const RowPlace place = row_place(call, tile, wg, row);
-        const int64_t query = tile.of.first_q + place.query;
-        const bool exists = row < rows;
-        float sink = -INFINITY;
-        if (p.sinks.data && exists) sink = load_as_float(p.sinks.data, p.sinks_dtype, place.head * p.sinks.stride[0]);
-        const RowResult result = softmax.finish(r, params.score_factor, sink);
-        factor[r] = result.factor;
-        if (exists && threadIdx.x % 4 == 0) store_lse(p, batch, place.head, query, result.lse);
-        target[r] = exists ? row_of<T>(p.out, batch, place.head, query) : nullptr;
+        const RowResult result = softmax.finish(r, params.score_factor, sink[r]);
+        factor[r] = result.factor, lse[r] = result.lse;
+    }
+    if (p.lse.data) {
+        const int batch = call.s.packed_q ? 0 : tile.of.b;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            if (exists(r) && threadIdx.x % 4 == 0)
+                store_lse(p, batch, place(r).head, tile.of.first_q + place(r).query, lse[r]);
+    }
+}
+
+/* Where this thread's rows go; NULL: such a row does not exist. */
+template <class T>
+__device__ __forceinline__ void row_targets(const Params &params, const Tile &tile, int wg, T *(&target)[2]) {
+    const Call &call = params.call;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const RowPlace place = row_place(call, tile, wg, own_row(r));
+        const bool exists = own_row(r) < tile.part[wg].rows;
+        target[r] = exists ? row_of<T>(call.p.out, call.s.packed_q ? 0 : tile.of.b, place.head,
+                                       int64_t(tile.of.first_q) + place.query)
+                           : nullptr;
     }
 }
 

@@ -63,17 +63,19 @@ template <class C> __device__ __forceinline__ void see(const Call &call, Tile &t
     const int lane = threadIdx.x % 32, seq_k = tile.of.seq_k;
     const int queries = tile.packed ? call.group_queries : 64, rows = tile.packed ? call.group : 1;
     const auto key_of = [&](int64_t key) { return static_cast<int>(fa_clamp(key, 0, seq_k)); };
+    const auto bound_of = [](int64_t key) { return static_cast<int>(fa_clamp(key, -kNowhere, kNowhere)); };
     int low = INT32_MAX, high = 0;
 #pragma unroll 1
     for (int wg = 0; wg < C::kConsumers; ++wg) {
         const int first = tile.query + wg * queries, count = min(queries, tile.of.seq_q - first);
-        Part part = {max(count, 0) * rows, INT32_MIN / 2, 0, 0};
+        Part part = {max(count, 0) * rows, 0, 0, 0, 0, 0, -C::kTileN};
         if (count > 0) {
             const fa_entry e = entry_of(call, tile.of);
             const Stands at = stands(e, first, first + count - 1);
             const fa_span seen = fa_tile_keys(&e, call.p.left, call.p.right, at.low, at.high);
             const fa_span common = fa_common_keys(&e, call.p.left, call.p.right, at.low, at.high);
-            part.common_begin = key_of(common.begin), part.common_end = key_of(common.end);
+            part.plain_end = key_of(common.begin), part.plain = key_of(common.end); // keys, until the end is known
+            part.low = bound_of(at.low - call.p.left), part.high = bound_of(at.low + call.p.right + 1);
             if (seen.begin < seen.end) {
                 part.seen_end = key_of(seen.end);
                 low = min(low, key_of(seen.begin)), high = max(high, part.seen_end);
@@ -83,8 +85,16 @@ template <class C> __device__ __forceinline__ void see(const Call &call, Tile &t
     }
     if (lane) return;
     const int end = (high + kCut - 1) / kCut * kCut;
-    tile.low = low, tile.high = high, tile.end = end;
-    tile.blocks = high > low ? (end - low + C::kTileN - 1) / C::kTileN : 0;
+    const int blocks = high > low ? (end - low + C::kTileN - 1) / C::kTileN : 0;
+    tile.low = low, tile.high = high, tile.end = end, tile.blocks = blocks;
+    tile.spans = tile.packed || call.s.positions;
+#pragma unroll 1
+    for (int wg = 0; wg < C::kConsumers; ++wg) {
+        Part &part = tile.part[wg];
+        part.first = min(blocks, max(end - part.seen_end, 0) / C::kTileN);
+        part.plain = min((end - part.plain + C::kTileN - 1) / C::kTileN, blocks);
+        part.plain_end = min(max(end - part.plain_end, 0) / C::kTileN, blocks);
+    }
 }
 
 /* Finds unit `unit`, or its next chunk, and tells it. The warp calls it; true if the unit has more chunks. */
@@ -124,33 +134,48 @@ __device__ __forceinline__ bool tell_unit(const Call &call, Smem<C> &smem, Tile 
     return smem.scheduler.again;
 }
 
-/* Tells the block its tiles, one after the other. One warp. */
+/* Tells the block its tiles, one after the other. One warp.
+ *
+ * A unit is taken from the counter when there is a place to tell it, or, where a tile is short beside what the counter
+ * takes to answer, right after the tile before. */
 template <class C> __device__ __forceinline__ void schedule(const Params &params, Smem<C> &smem) {
+    constexpr int kShort = 3; // blocks
     const Call &call = params.call;
     const int lane = threadIdx.x % 32;
+    Header *const header = call.workspace.header();
+    const auto take = [&] {
+        uint32_t taken = 0;
+        if (lane == 0) taken = atomicAdd(&header->counter, 1u);
+        return gridDim.x + __shfl_sync(~0u, taken, 0);
+    };
     RingState<Smem<C>::kTileStages> ring(1);
-    if (lane == 0) smem.scheduler = {0, 0, false, blockIdx.x, 0};
+    if (lane == 0) smem.scheduler = {0, 0, false};
     __syncwarp();
-    bool more = true, again = false;
-    while (more) {
+    const uint32_t units = header->units;
+    uint32_t unit = blockIdx.x;
+    bool taken = true;
+    while (true) {
         Tile &tile = smem.tile[ring.stage];
         mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
         __syncwarp();
-        const uint32_t unit = smem.scheduler.unit;
-        more = unit < call.workspace.header()->units;
-        if (more) {
-            if (lane == 0 && !again) smem.scheduler.next = gridDim.x + atomicAdd(&call.workspace.header()->counter, 1u);
-            again = tell_unit<C>(call, smem, tile, unit);
-        } else if (lane == 0) {
-            tile.blocks = -1;
-        }
+        if (!taken) unit = take();
+        taken = true;
+        if (unit >= units) break;
+        if (!tell_unit<C>(call, smem, tile, unit)) taken = false;
         __syncwarp();
-        if (lane == 0) {
-            if (!again) smem.scheduler.unit = smem.scheduler.next;
-            mbarrier_arrive(&smem.tile_full[ring.stage]);
-        }
+        const int blocks = tile.blocks;
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(&smem.tile_full[ring.stage]);
         __syncwarp();
         ring.advance();
+        if (!taken && blocks <= kShort) {
+            unit = take();
+            taken = true;
+        }
+    }
+    if (lane == 0) {
+        smem.tile[ring.stage].blocks = -1;
+        mbarrier_arrive(&smem.tile_full[ring.stage]);
     }
 }
 

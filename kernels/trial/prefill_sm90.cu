@@ -226,14 +226,16 @@ static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, co
     call.group = static_cast<int>(p.heads / p.heads_kv);
     call.group_queries = std::max(64 / call.group, 1);
     call.tile_m = own.tile_m;
-    params.box_rows = own.box_rows;
+    params.box_rows = own.box_rows, params.boxes = own.box_rows ? own.tile_n / own.box_rows : 0;
     params.queries = p.scale > 0 ? Queries::kAsTheyAre : p.scale < 0 ? Queries::kNegated : Queries::kZero;
     const double scale = p.scale == 0 ? 1 : std::fabs(p.scale);
     params.score_factor = static_cast<float>((p.softcap > 0 ? p.softcap : scale) * kLog2E);
     params.cap_factor = p.softcap > 0 ? static_cast<float>(scale / p.softcap) : 0.0f;
     FA_TRY(encode(&params, problem, own, *launch));
     FA_CHAOS_ARM(launch->stream, *launch);
-    const Configuration list(1, kListThreads, 0, *launch);
+    const int list_threads =
+        static_cast<int>(std::min<int64_t>(std::max<int64_t>(p.batch + 31, 32) / 32 * 32, kListThreads));
+    const Configuration list(1, list_threads, 0, *launch);
     FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&list.config, prefill_list_kernel, call));
     return kLaunches[own.index][own.capped][p.dtype == FA_BF16](params, *plan, *launch);
 }
