@@ -47,7 +47,7 @@ template <class T, int HeadDim, int Kind> struct Config {
     static constexpr int kHeadDim = HeadDim, kConsumers = kTiling.consumers, kTileM = 64 * kConsumers,
                          kTileN = kTiling.tile_n, kStages = kTiling.stages, kQueryStages = kTiling.query_stages;
     static constexpr bool kSoftcap = Kind == FA_CAPPED, kOverlap = kTiling.overlap, kHalfBlocks = kTiling.half,
-                          kStaged = kTiling.staged;
+                          kStaged = kTiling.staged, kHalfTiles = kTileN == 2 * kCut;
     // A block is launched with what 64 Ki registers allow each thread, a multiple of 8, and shares that out anew.
     static constexpr int kLaunchRegisters = kConsumers == 2 ? 168 : 128;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
@@ -69,25 +69,32 @@ struct alignas(16) Record {
     int rows_end;                   // where the rows of q that are its own end, used or not
     int chunk, first_chunk, chunks; // keys a chunk, the first one that is seen, how many are; chunks 0: not cut
     int slot;                       // of the first chunk's state; negative: each unit has all chunks of its tile
-    int unused[3];
+    uint32_t tiles, width;          // of queries; heads of a section (find_tile)
+    int unused;
 };
 
 struct alignas(16) Header {
     uint32_t units, counter; // all of them; how many were taken beside the first of each block
     int tail;                // rows of q from here on belong to no sequence
-    int slots;               // that are used
+    int unused;
 };
 
-struct Tile;
+/* How many chunks of a tile each warpgroup has left in their slots. */
+struct alignas(16) Left {
+    uint32_t count[4];
+};
 
-/* Records, then a tile and a state for each slot. The last slots are the blocks' own. A state is the accumulators of a
- * tile, in the order of the threads that hold them, then a maximum and a sum for each row. */
+/* Records, then for each slot how many are left (where it is a tile's first) and a state. The last slots are the
+ * blocks' own. A state is the accumulators of a tile, in the order of the threads that hold them, then a maximum and a
+ * sum for each row. */
 struct Workspace {
     char *base;
     int64_t batch, slots, state_bytes;
 
-    __host__ __device__ int64_t tiles_at() const { return sizeof(Header) + sizeof(Record) * batch; }
-    __host__ __device__ int64_t states_at() const;
+    __host__ __device__ int64_t left_at() const { return sizeof(Header) + sizeof(Record) * batch; }
+    __host__ __device__ int64_t states_at() const {
+        return (left_at() + int64_t(sizeof(Left)) * slots + 127) / 128 * 128;
+    }
     __host__ __device__ int64_t bytes(int64_t blocks) const {
         return states_at() + (slots ? (slots + blocks) * state_bytes : 0);
     }
@@ -95,7 +102,7 @@ struct Workspace {
     __device__ __forceinline__ Record *record(int n) const {
         return reinterpret_cast<Record *>(base + sizeof(Header)) + n;
     }
-    __device__ __forceinline__ Tile *tile(int slot) const;
+    __device__ __forceinline__ Left *left(int slot) const { return reinterpret_cast<Left *>(base + left_at()) + slot; }
     __device__ __forceinline__ float4 *state(int slot) const {
         return reinterpret_cast<float4 *>(base + states_at() + slot * state_bytes);
     }
@@ -146,11 +153,11 @@ __host__ __device__ inline int tile_heads(const Call &call, bool packed) {
 /* What a warpgroup of a tile sees. Blocks are counted from the tile's first, which holds the last keys: the warpgroup
  * skips those before `first`, and needs masks before `plain` and from `plain_end` on. */
 struct alignas(16) Part {
-    int rows; // that exist; the others hold zeros for queries
+    int rows;  // that exist; the others hold zeros for queries
+    int query; // the first one, counted from the sequence's first
     int first, plain, plain_end;
     int low, high; // keys that row 0 sees, row n those n further on, unless the tile has spans
     int seen_end;  // no row sees keys from here on
-    int unused;
 };
 
 /* A tile: the scheduler tells it, all other warps read it. */
@@ -161,26 +168,21 @@ struct alignas(16) Tile {
     int head, kv_head; // the first query head
     int packed;        // all heads of the kv head
     int spans;         // rows do not follow each other by one key
+    int half;          // one block, of whose keys the tile sees the lower half alone: the other is not brought
     int query;         // the first one, counted from the sequence's first
     int slot;          // of a chunk's state; negative: the sequence is not cut
+    int first_slot;    // of the tile's chunks, each a unit of its own; negative: this unit has all of them, in one slot
     int folds, ends;   // the chunks before are in the slot, to be folded with; what comes of it is the end
-    int parts;         // chunks whose states begin with this slot, for prefill_fold_kernel; 0: it is not the first
     Record of;         // the sequence, with the keys of the chunk
     Part part[3];      // of the warpgroups
 };
-
-__host__ __device__ inline int64_t Workspace::states_at() const {
-    return (tiles_at() + int64_t(sizeof(Tile)) * slots + 127) / 128 * 128;
-}
-__device__ __forceinline__ Tile *Workspace::tile(int slot) const {
-    return reinterpret_cast<Tile *>(base + tiles_at()) + slot;
-}
 
 /* What the scheduler's warp knows, in shared memory since it has few registers. */
 struct Scheduler {
     int at;     // the unit's record is this one or comes after it
     int chunk;  // of the unit
     bool again; // the unit has more chunks than this
+    uint32_t units, unit;
 };
 
 template <class C> struct Smem {
@@ -198,6 +200,7 @@ template <class C> struct Smem {
     alignas(C::kStaged ? 1024 : 16) char out[C::kStaged ? C::kConsumers : 1][4][C::kStaged ? kQueryBytes / 4 : 16];
     alignas(16) Tile tile[kTileStages];
     Scheduler scheduler;
+    uint32_t left[C::kConsumers];                   // how many chunks of its tile a warpgroup found in their slots
     int2 span[C::kConsumers][64];                   // keys that a row sees
     alignas(16) uint32_t hidden[2 * C::kStages][4]; // bit n: key n of the block has no page
     uint64_t q_full[C::kQueryStages][C::kConsumers], q_empty[C::kQueryStages][C::kConsumers];
@@ -206,11 +209,14 @@ template <class C> struct Smem {
     uint64_t tile_full[kTileStages], tile_empty[kTileStages];
 };
 
+__device__ __forceinline__ int64_t diagonal_of(const Call &call, const Record &of) {
+    return !call.s.given ? call.p.diagonal : call.s.top_left ? 0 : of.seq_k - of.seq_q;
+}
 __device__ __forceinline__ fa_entry entry_of(const Call &call, const Record &of) {
     const fa_sequences &s = call.s;
     fa_entry e;
     e.seq_q = of.seq_q, e.seq_k = of.seq_k, e.first_q = of.first_q, e.first_k = of.first_k;
-    e.diagonal = !s.given ? call.p.diagonal : s.top_left ? 0 : of.seq_k - of.seq_q;
+    e.diagonal = diagonal_of(call, of);
     e.positions = s.positions ? s.positions + of.b * s.positions_stride + of.first_q : nullptr;
     e.key_begin = of.key_begin, e.key_end = of.key_end;
     return e;

@@ -94,6 +94,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
             const uint32_t top = end + n * kTileN;
             const uint32_t begin_n = n, first = n + uniform(tile.part[wg].first);
             const uint32_t plain = n + uniform(tile.part[wg].plain), plain_end = n + uniform(tile.part[wg].plain_end);
+            const bool half = C::kHalfTiles && uniform(tile.half);
             char *const queries = smem.q[round % C::kQueryStages][wg];
             note_spans(call, tile, wg, smem.span[wg]);
 
@@ -246,8 +247,8 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                     turn_wait();
                     turn_pass();
                 }
-                if constexpr (C::kHalfBlocks) {
-                    if (uniform(tile.part[wg].seen_end) - first_key(n) <= kTileN / 2)
+                if constexpr (C::kHalfBlocks || C::kHalfTiles) {
+                    if (C::kHalfBlocks ? uniform(tile.part[wg].seen_end) - first_key(n) <= kTileN / 2 : half)
                         begin(std::true_type());
                     else
                         begin(std::false_type());
@@ -263,8 +264,13 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                 plain_steps(plain_end);
                 masked_steps(end_n);
                 wait_values(n - 1);
-                wgmma_fence();
-                issue_pv(weights, n - 1, n != first + 1);
+                if (half) {
+                    wgmma_fence();
+                    issue_pv(reinterpret_cast<uint32_t(&)[kTileN / 8]>(weights), n - 1, 0);
+                } else {
+                    wgmma_fence();
+                    issue_pv(weights, n - 1, n != first + 1);
+                }
                 wgmma_wait<0>();
                 wgmma_pin(out);
                 wgmma_pin(weights);
@@ -276,27 +282,43 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
             if (elected) mbarrier_arrive(&smem.q_empty[round % C::kQueryStages][wg]);
         }
 
-        const int slot = __shfl_sync(0xffffffff, tile.slot, 0);
+        const int slot = uniform(tile.slot);
+        bool ends = slot < 0;
         if (slot >= 0) {
-            const bool ends = __shfl_sync(0xffffffff, tile.ends, 0);
-            float4 *state = call.workspace.state(slot);
-            if (__shfl_sync(0xffffffff, tile.folds, 0))
-                fold<C>([&](int r) { return *own_sums<C>(state, wg, r); },
-                        [&](int n) { return own_quads<C>(state, wg)[128 * n]; }, softmax, out, params.score_factor);
-            if (!ends) {
-                leave_state<C>(state, wg, softmax, out);
-                if (wg == 0 && slot < call.workspace.slots) // for prefill_fold_kernel
-                    for (int n = threadIdx.x % 128; n < sizeof(Tile) / 4; n += 128)
-                        reinterpret_cast<int *>(call.workspace.tile(slot))[n] = reinterpret_cast<const int *>(&tile)[n];
-                __syncwarp();
-                if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_stage]);
-                continue;
+            // Those so far lie in a slot: registers have room for one state. Who leaves the last of a tile's chunks
+            // that are units of their own folds them all, from the first to the last.
+            const int first_slot = uniform(tile.first_slot), chunks = uniform(tile.of.chunks);
+            float4 *const own = call.workspace.state(slot);
+            float4 *const so_far = first_slot < 0 ? own : call.workspace.state(first_slot);
+            bool folds = uniform(tile.folds);
+            ends = uniform(tile.ends);
+#pragma unroll 1
+            for (int chunk = 1;; ++chunk) {
+                if (folds) fold_with<C>(so_far, wg, softmax, out, params.score_factor);
+                if (ends) break;
+                leave_state<C>(chunk == 1 ? own : so_far, wg, softmax, out);
+                if (first_slot < 0) break;
+                if (chunk == 1) {
+                    __threadfence();
+                    join_warps();
+                    if (elected) smem.left[wg] = atomicAdd(&call.workspace.left(first_slot)->count[wg], 1u);
+                    join_warps();
+                    if (uniform(smem.left[wg]) + 1 != chunks) break;
+                    __threadfence();
+                }
+                take_state<C>(call.workspace.state(first_slot + chunk), wg, softmax, out);
+                folds = true, ends = chunk + 1 == chunks;
             }
+        }
+        if (!ends) {
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_stage]);
+            continue;
         }
         const fa_forward &p = call.p;
         float factor[2];
         finish_rows(params, tile, wg, softmax, factor);
-        const int head = tile.head, first_row = tile.of.first_q + tile.query + wg * 64 + warp * 16;
+        const int head = tile.head, first_row = tile.of.first_q + tile.part[wg].query + warp * 16;
         const bool box = C::kStaged && !tile.packed && rows >= warp * 16 + 16; // rows of one head that all exist
         const int batch = call.s.packed_q ? 0 : tile.of.b;
         T *target[2];

@@ -85,41 +85,4 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     }
 }
 
-/* Folds the states of chunks that were units of their own, and writes the rows. */
-template <class C>
-__global__ void __launch_bounds__(128 * C::kConsumers) prefill_fold_kernel(const __grid_constant__ Params params) {
-    using T = typename C::Element;
-    FA_CHAOS_BEGIN();
-    dependency_release();
-    dependency_wait();
-    const Workspace &workspace = params.call.workspace;
-    const int wg = threadIdx.x / 128, slots = workspace.header()->slots;
-#pragma unroll 1
-    for (int slot = blockIdx.x; slot < slots; slot += gridDim.x) {
-        const Tile &tile = *workspace.tile(slot);
-        const int parts = tile.parts;
-        if (parts == 0) continue;
-        OnlineSoftmax softmax;
-        float out[C::kHeadDim / 2];
-        take_state<C>(workspace.state(slot), wg, softmax, out);
-#pragma unroll 1
-        for (int part = 1; part < parts; ++part) {
-            OnlineSoftmax added;
-            float x[C::kHeadDim / 2];
-            take_state<C>(workspace.state(slot + part), wg, added, x);
-            fold<C>([&](int r) { return make_float2(softmax.maximum[r], quad_sum(softmax.sum[r])); },
-                    [&](int n) { return make_float4(out[4 * n], out[4 * n + 1], out[4 * n + 2], out[4 * n + 3]); },
-                    added, x, params.score_factor);
-            softmax = added;
-#pragma unroll
-            for (int i = 0; i < C::kHeadDim / 2; ++i) out[i] = x[i];
-        }
-        float factor[2];
-        finish_rows(params, tile, wg, softmax, factor);
-        T *target[2];
-        row_targets(params, tile, wg, target);
-        store_rows(target, out, factor, params.call.p.head_dim, threadIdx.x % 32);
-    }
-}
-
 } // namespace fa::sm90::prefill

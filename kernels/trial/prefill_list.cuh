@@ -18,7 +18,7 @@
 
 namespace fa::sm90::prefill {
 
-constexpr int kListThreads = 1024, kClasses = 128; // at most; as many warps as sequences fill
+constexpr int kListThreads = 512, kClasses = 128; // at most; as many warps as sequences fill
 
 /* Where the rows of sequences before b end (of packed ones; else 0), entry by entry. */
 __device__ __forceinline__ int rows_before(const fa_lengths &lengths, int b, int before) {
@@ -40,6 +40,11 @@ template <class Join> __device__ __forceinline__ int scan_before(int x, int *scr
     for (int w = 0; w < warp; ++w) before = join(before, scratch[w]);
     __syncthreads();
     return before;
+}
+
+/* KiB of keys and values of a section, given those of a kv head: as wgmma_sm90 has it. */
+__device__ __forceinline__ uint32_t section_kib(uint32_t head_kib) {
+    return (head_kib <= 256 ? 16 : head_kib <= 1 << 10 ? 32 : 64) << 10;
 }
 
 /* How a sequence is cut: by its own lengths and what its queries see. */
@@ -65,13 +70,17 @@ __device__ __forceinline__ Record record_of(const Call &call, int b, fa_span q, 
     r.first_k = static_cast<int>(k.begin), r.seq_k = static_cast<int>(e.seq_k);
     r.key_begin = static_cast<int>(e.key_begin), r.key_end = static_cast<int>(e.key_end);
     r.rows_end = static_cast<int>(q.end);
+    const bool packed = packs(call, r.seq_q);
+    const uint32_t queries = tile_queries(call, packed), heads = tile_heads(call, packed);
+    const uint32_t row = (call.p.head_dim + call.p.head_dim_v) * 2; // bytes of a key and its value
+    const uint32_t kib = max(static_cast<uint32_t>((uint64_t(r.seq_k) * row) >> 10), 1u), fit = section_kib(kib) / kib;
+    r.tiles = (r.seq_q + queries - 1) / queries;
+    r.width = min((packed ? 1 : call.group) * max(fit, 1u), heads);
     return r;
 }
 
-__device__ __forceinline__ uint32_t units_of(const Call &call, int seq_q) {
-    const bool packed = packs(call, seq_q);
-    const uint32_t queries = tile_queries(call, packed);
-    return (seq_q + queries - 1) / queries * tile_heads(call, packed);
+__device__ __forceinline__ uint32_t units_of(const Call &call, const Record &r) {
+    return r.tiles * tile_heads(call, packs(call, r.seq_q));
 }
 
 /* By the keys of its longest tile, four classes an octave, the longest last; 0: no units. */
@@ -94,13 +103,13 @@ __device__ __forceinline__ Met meet(const Call &call, int b, int before_q, int b
     Met met;
     met.q = fa_rows_of(&s.q, b, before_q, s.packed_q), met.k = fa_rows_of(&s.k, b, before_k, s.packed_k);
     met.record = record_of(call, b, met.q, met.k);
-    met.units = units_of(call, met.record.seq_q);
+    met.units = units_of(call, met.record);
     met.of = class_of(call, met.record, met.units);
     if (call.workspace.slots) cut(call, met.record, met.units);
     return met;
 }
 
-__global__ void __launch_bounds__(kListThreads) prefill_list_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __grid_constant__ Call call) {
     FA_CHAOS_BEGIN();
     __shared__ int scratch[kListThreads / 32];
     __shared__ unsigned long long place[kClasses]; // sequences and, in the low half, units before the next of a class
@@ -148,11 +157,10 @@ __global__ void __launch_bounds__(kListThreads) prefill_list_kernel(const __grid
     if (call.workspace.slots) {
         int needs = 0;
         visit([&](const Met &met) {
-            needs = min(needs + static_cast<int>(units_of(call, met.record.seq_q)) * met.record.chunks, kEnough);
+            needs = min(needs + static_cast<int>(units_of(call, met.record)) * met.record.chunks, kEnough);
         });
         slots_before = scan_before(needs, scratch, [](int a, int b) { return min(a + b, kEnough); });
     }
-    if (threadIdx.x == 0) call.workspace.header()->slots = 0;
     __syncthreads();
     visit([&](const Met &met) {
         const Record &record = met.record;
@@ -162,7 +170,8 @@ __global__ void __launch_bounds__(kListThreads) prefill_list_kernel(const __grid
         }
         atomicAdd(&place[met.of], 1ull << 32 | met.units);
         if (record.chunks && record.slot >= 0)
-            atomicMax(&call.workspace.header()->slots, record.slot + static_cast<int>(met.units));
+            for (int n = 0; n < static_cast<int>(met.units); n += record.chunks)
+                *call.workspace.left(record.slot + n) = {};
     });
     __syncthreads();
     if (threadIdx.x < 32) { // the highest class first

@@ -55,11 +55,11 @@ template <class C> __device__ __forceinline__ Box locate(const Params &params, c
  * over its lanes. */
 template <class C>
 __device__ __forceinline__ void load_block(const Params &params, const Tile &tile, const Box &box, char *to,
-                                           const CUtensorMap &map, const fa_operand &x, uint64_t *barrier) {
+                                           const CUtensorMap &map, const fa_operand &x, uint64_t *barrier, int boxes) {
     const int head = x.stride[1] ? __shfl_sync(~0u, tile.kv_head, 0) : 0, mine = x.stride[0] ? box.batch : 0;
     const int bytes = params.box_rows * kSlabRowBytes;
 #pragma unroll 2
-    for (int n = 0; n < params.boxes; ++n, to += bytes) {
+    for (int n = 0; n < boxes; ++n, to += bytes) {
         const int row = __shfl_sync(~0u, box.row, n), batch = __shfl_sync(~0u, mine, n);
         if (elect_one()) {
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_queries(const Params &params, Smem<C> &smem
         if (lane == 0) mbarrier_arrive_expect(full, some ? rows * kSlabRowBytes * Smem<C>::kSlabs : 0);
         __syncwarp();
         if (!some) continue;
-        const int row = __shfl_sync(~0u, tile.of.first_q + tile.query + wg * queries, 0);
+        const int row = __shfl_sync(~0u, tile.of.first_q + tile.part[wg].query, 0);
         if (elect_one()) {
 #pragma unroll
             for (int slab = 0; slab < Smem<C>::kSlabs; ++slab)
@@ -189,6 +189,7 @@ template <class C, bool kRows> __device__ __forceinline__ void produce_keys(cons
         // Where there is room for two tiles of queries, theirs is free long before that of keys.
         constexpr bool kQueriesFirst = C::kQueryStages > 1;
         if (kQueriesFirst || tile->blocks == 0) load_queries(params, smem, *tile, q_ring);
+        const int half = C::kHalfTiles ? tile->half : 0;
 #pragma unroll 1
         for (int block = 0; block < tile->blocks; ++block) {
             const int first = tile->end - (block + 1) * C::kTileN;
@@ -204,9 +205,10 @@ template <class C, bool kRows> __device__ __forceinline__ void produce_keys(cons
                 mbarrier_wait(&smem.k_empty[ring.stage], ring.parity);
                 if (params.call.s.pages.table) tell_hidden(hidden, box, params.box_rows);
                 __syncwarp();
-                if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes);
+                if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes >> half);
                 __syncwarp();
-                load_block<C>(params, *tile, box, smem.k[ring.stage], params.k, params.call.p.k, full);
+                load_block<C>(params, *tile, box, smem.k[ring.stage], params.k, params.call.p.k, full,
+                              params.boxes >> half);
             }
             ring.advance();
             if (!kQueriesFirst && block == 0) load_queries(params, smem, *tile, q_ring);
@@ -235,6 +237,7 @@ template <class C, bool kRows> __device__ __forceinline__ void produce_values(co
     Copies copies;
 #pragma unroll 1
     for (const Tile *tile; (tile = tiles.next()); tiles.release()) {
+        const int half = C::kHalfTiles ? tile->half : 0;
 #pragma unroll 1
         for (int block = 0; block < tile->blocks; ++block, ring.advance()) {
             const int first = tile->end - (block + 1) * C::kTileN;
@@ -247,18 +250,19 @@ template <class C, bool kRows> __device__ __forceinline__ void produce_values(co
                 continue;
             }
             const Box box = locate<C>(params, *tile, first);
-            const bool whole = first >= tile->low && first + C::kTileN <= tile->high;
+            const int keys = C::kTileN >> half;
+            const bool whole = first >= tile->low && first + keys <= tile->high;
             uint64_t *full = whole ? &smem.v_full[ring.stage] : &smem.v_landed;
             mbarrier_wait(&smem.v_empty[ring.stage], ring.parity);
             __syncwarp();
-            if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes);
+            if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes >> half);
             __syncwarp();
-            load_block<C>(params, *tile, box, to, params.v, params.call.p.v, full);
+            load_block<C>(params, *tile, box, to, params.v, params.call.p.v, full, params.boxes >> half);
             if (whole) continue;
             mbarrier_wait(&smem.v_landed, landed.parity);
             landed.advance();
             clear_values<C>(to, 0, tile->low - first);
-            clear_values<C>(to, max(tile->high - first, 0), C::kTileN);
+            clear_values<C>(to, max(tile->high - first, 0), keys);
             tma_store_fence(); // the products read what was written here
             __syncwarp();
             if (lane == 0) mbarrier_arrive(&smem.v_full[ring.stage]);

@@ -16,9 +16,9 @@ struct RowPlace {
     int query, head;
 };
 __device__ __forceinline__ RowPlace row_place(const Call &call, const Tile &tile, int wg, int row) {
-    if (!tile.packed) return {tile.query + wg * 64 + row, tile.head};
+    if (!tile.packed) return {tile.part[wg].query + row, tile.head};
     const int query = row / call.group;
-    return {tile.query + wg * call.group_queries + query, tile.head + row - query * call.group};
+    return {tile.part[wg].query + query, tile.head + row - query * call.group};
 }
 
 /* Which of the warpgroup's rows this thread's row r is. */
@@ -72,16 +72,15 @@ __device__ __forceinline__ void take_state(float4 *state, int wg, OnlineSoftmax 
     }
 }
 
-/* What is in registers becomes fold(before, registers): before_sums(r) are maximum and sum, before_quad(n) accumulators
- * 4 n and so on. */
-template <class C, class Sums, class Quad>
-__device__ __forceinline__ void fold(Sums &&before_sums, Quad &&before_quad, OnlineSoftmax &softmax,
-                                     float (&out)[C::kHeadDim / 2], float factor) {
+/* What is in registers becomes fold(state, registers). */
+template <class C>
+__device__ __forceinline__ void fold_with(float4 *state, int wg, OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2],
+                                          float factor) {
     float old[2], added[2];
     bool empty[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float2 before = before_sums(r);
+        const float2 before = *own_sums<C>(state, wg, r);
         const float sum = quad_sum(softmax.sum[r]), top = fmaxf(before.x, softmax.maximum[r]);
         const float shift = __fmul_rn(softmax_shift(top), factor);
         old[r] = exp2_fast(__fsub_rn(__fmul_rn(before.x, factor), shift));
@@ -91,9 +90,11 @@ __device__ __forceinline__ void fold(Sums &&before_sums, Quad &&before_quad, Onl
         const float all = __fmaf_rn(sum, added[r], __fmul_rn(before.y, old[r]));
         softmax.sum[r] = threadIdx.x % 4 == 0 ? all : 0.0f;
     }
+    __syncwarp(); // before the sums are written again
+    const float4 *from = own_quads<C>(state, wg);
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n) {
-        const float4 x = before_quad(n);
+        const float4 x = from[128 * n];
         const float before[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i)

@@ -6,11 +6,6 @@
 
 namespace fa::sm90::prefill {
 
-/* KiB of keys and values of a section, given those of a kv head: as wgmma_sm90 has it. */
-__device__ __forceinline__ uint32_t section_kib(uint32_t head_kib) {
-    return (head_kib <= 256 ? 16 : head_kib <= 1 << 10 ? 32 : 64) << 10;
-}
-
 /* Positions from the lowest to the highest of the queries [first, last]. */
 struct Stands {
     int64_t low, high;
@@ -29,17 +24,15 @@ __device__ __forceinline__ Stands stands(const fa_entry &e, int first, int last)
 __device__ __forceinline__ void find_tile(const Call &call, Tile &tile, uint32_t inside) {
     const Record &of = tile.of;
     const bool packed = packs(call, of.seq_q);
-    const uint32_t queries = tile_queries(call, packed), tiles = (of.seq_q + queries - 1) / queries,
-                   heads = tile_heads(call, packed), each = packed ? 1 : call.group;
-    const uint32_t row = (call.p.head_dim + call.p.head_dim_v) * 2; // bytes of a key and its value
-    const uint32_t kib = max(static_cast<uint32_t>((uint64_t(of.seq_k) * row) >> 10), 1u), fit = section_kib(kib) / kib;
-    const uint32_t width = min(each * max(fit, 1u), heads);
-    const uint32_t section = inside / (tiles * width), rest = inside - section * tiles * width;
-    const uint32_t here = min(width, heads - section * width), step = rest / here;
+    const uint32_t tiles = of.tiles, width = of.width, whole = tiles * width;
+    const uint32_t section = inside < whole ? 0 : inside / whole, rest = inside - section * whole;
+    const uint32_t here = min(width, tile_heads(call, packed) - section * width);
+    const uint32_t step = rest < here ? 0 : rest / here;
     const int head = static_cast<int>(section * width + rest - step * here);
-    tile.query = static_cast<int>((tiles - 1 - step) * queries);
-    tile.kv_head = head / static_cast<int>(each), tile.head = packed ? head * call.group : head;
+    tile.query = static_cast<int>(tiles - 1 - step) * tile_queries(call, packed);
+    tile.kv_head = packed ? head : head / call.group, tile.head = packed ? head * call.group : head;
     tile.packed = packed;
+    tile.spans = packed || call.s.positions;
 }
 
 /* The same of a sequence in chunks: unit `inside` is one of a tile's, or has all of them, of which this is `chunk`. One
@@ -54,47 +47,53 @@ __device__ __forceinline__ void find_chunk(const Call &call, Tile &tile, uint32_
     of.key_begin = static_cast<int>(max(int64_t(of.key_begin), first));
     of.key_end = static_cast<int>(min(int64_t(of.key_end), first + of.chunk));
     tile.slot = static_cast<int>(alone ? call.workspace.slots + blockIdx.x : of.slot + inside);
+    tile.first_slot = alone ? -1 : tile.slot - chunk;
     tile.folds = alone && chunk > 0, tile.ends = alone && chunk + 1 == of.chunks;
-    tile.parts = !alone && chunk == 0 ? of.chunks : 0;
 }
 
-/* Which keys the tile and its warpgroups see. The warp calls it. */
-template <class C> __device__ __forceinline__ void see(const Call &call, Tile &tile) {
-    const int lane = threadIdx.x % 32, seq_k = tile.of.seq_k;
+/* Which keys the tile and its warpgroups see. The warp calls it: lane n for warpgroup n. Warpgroups take turns in who
+ * has the first rows of a tile of packed heads, since the last such tile of a sequence has few: `turn` counts units. */
+template <class C> __device__ __forceinline__ void see(const Call &call, Tile &tile, uint32_t turn) {
+    constexpr int kWarpgroups = C::kConsumers;
+    const int lane = threadIdx.x % 32;
+    const bool turns = tile.packed && tile.slot < 0;
     const int queries = tile.packed ? call.group_queries : 64, rows = tile.packed ? call.group : 1;
-    const auto key_of = [&](int64_t key) { return static_cast<int>(fa_clamp(key, 0, seq_k)); };
-    const auto bound_of = [](int64_t key) { return static_cast<int>(fa_clamp(key, -kNowhere, kNowhere)); };
-    int low = INT32_MAX, high = 0;
+    const int place = turns ? (lane + turn) % kWarpgroups : lane;
+    const int first = tile.query + place * queries,
+              count = lane < kWarpgroups ? min(queries, tile.of.seq_q - first) : 0;
+    Stands at;
+    if (!call.s.positions) {
+        const int64_t diagonal = diagonal_of(call, tile.of);
+        at = {first + diagonal, first + count - 1 + diagonal};
+    } else {
+        const fa_entry e = entry_of(call, tile.of);
 #pragma unroll 1
-    for (int wg = 0; wg < C::kConsumers; ++wg) {
-        const int first = tile.query + wg * queries, count = min(queries, tile.of.seq_q - first);
-        Part part = {max(count, 0) * rows, 0, 0, 0, 0, 0, -C::kTileN};
-        if (count > 0) {
-            const fa_entry e = entry_of(call, tile.of);
-            const Stands at = stands(e, first, first + count - 1);
-            const fa_span seen = fa_tile_keys(&e, call.p.left, call.p.right, at.low, at.high);
-            const fa_span common = fa_common_keys(&e, call.p.left, call.p.right, at.low, at.high);
-            part.plain_end = key_of(common.begin), part.plain = key_of(common.end); // keys, until the end is known
-            part.low = bound_of(at.low - call.p.left), part.high = bound_of(at.low + call.p.right + 1);
-            if (seen.begin < seen.end) {
-                part.seen_end = key_of(seen.end);
-                low = min(low, key_of(seen.begin)), high = max(high, part.seen_end);
-            }
+        for (int wg = 0; wg < kWarpgroups; ++wg) {
+            const int from = __shfl_sync(~0u, first, wg), some = __shfl_sync(~0u, count, wg);
+            const Stands theirs = stands(e, from, from + some - 1);
+            if (lane == wg) at = theirs;
         }
-        if (lane == 0) tile.part[wg] = part;
     }
-    if (lane) return;
-    const int end = (high + kCut - 1) / kCut * kCut;
+    Part part = {max(count, 0) * rows, first, 0, 0, 0, 0, 0, -C::kTileN};
+    int low = INT32_MAX, high = 0, common_begin = 0, common_end = 0;
+    if (count > 0) {
+        const auto bound_of = [](int64_t key) { return static_cast<int>(fa_clamp(key, -kNowhere, kNowhere)); };
+        const int begin = tile.of.key_begin, key_end = tile.of.key_end;
+        part.low = bound_of(at.low - call.p.left), part.high = bound_of(at.low + call.p.right + 1);
+        common_begin = max(bound_of(at.high - call.p.left), begin), common_end = max(min(part.high, key_end), 0);
+        const int first_key = max(part.low, begin), last_key = min(bound_of(at.high + call.p.right + 1), key_end);
+        if (first_key < last_key) low = first_key, high = part.seen_end = last_key;
+    }
+    low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
+    int end = (high + kCut - 1) / kCut * kCut;
     const int blocks = high > low ? (end - low + C::kTileN - 1) / C::kTileN : 0;
-    tile.low = low, tile.high = high, tile.end = end, tile.blocks = blocks;
-    tile.spans = tile.packed || call.s.positions;
-#pragma unroll 1
-    for (int wg = 0; wg < C::kConsumers; ++wg) {
-        Part &part = tile.part[wg];
-        part.first = min(blocks, max(end - part.seen_end, 0) / C::kTileN);
-        part.plain = min((end - part.plain + C::kTileN - 1) / C::kTileN, blocks);
-        part.plain_end = min(max(end - part.plain_end, 0) / C::kTileN, blocks);
-    }
+    const bool half = C::kHalfTiles && blocks == 1 && end - low <= kCut;
+    if (half) end += kCut;
+    part.first = min(blocks, max(end - part.seen_end, 0) / C::kTileN);
+    part.plain = min((end - common_end + C::kTileN - 1) / C::kTileN, blocks);
+    part.plain_end = min(max(end - common_begin, 0) / C::kTileN, blocks);
+    if (lane < kWarpgroups) tile.part[lane] = part;
+    if (lane == 0) tile.low = low, tile.high = high, tile.end = end, tile.blocks = blocks, tile.half = half;
 }
 
 /* Finds unit `unit`, or its next chunk, and tells it. The warp calls it; true if the unit has more chunks. */
@@ -130,48 +129,45 @@ __device__ __forceinline__ bool tell_unit(const Call &call, Smem<C> &smem, Tile 
         smem.scheduler.again = again;
     }
     __syncwarp();
-    see<C>(call, tile);
+    see<C>(call, tile, unit);
     return smem.scheduler.again;
 }
 
 /* Tells the block its tiles, one after the other. One warp.
  *
- * A unit is taken from the counter when there is a place to tell it, or, where a tile is short beside what the counter
- * takes to answer, right after the tile before. */
+ * A unit is taken from the counter when there is a place to tell it; where the tile before was short beside what the
+ * counter takes to answer, it is asked one unit ahead. */
 template <class C> __device__ __forceinline__ void schedule(const Params &params, Smem<C> &smem) {
     constexpr int kShort = 3; // blocks
     const Call &call = params.call;
     const int lane = threadIdx.x % 32;
-    Header *const header = call.workspace.header();
-    const auto take = [&] {
-        uint32_t taken = 0;
-        if (lane == 0) taken = atomicAdd(&header->counter, 1u);
-        return gridDim.x + __shfl_sync(~0u, taken, 0);
-    };
+    Scheduler &known = smem.scheduler;
     RingState<Smem<C>::kTileStages> ring(1);
-    if (lane == 0) smem.scheduler = {0, 0, false};
+    if (lane == 0) known = {0, 0, false, call.workspace.header()->units, blockIdx.x};
     __syncwarp();
-    const uint32_t units = header->units;
-    uint32_t unit = blockIdx.x;
-    bool taken = true;
+    uint32_t answer = 0; // of the counter, in lane 0
+    bool asked = false, ahead = false, again = true;
+    const auto ask = [&] {
+        if (lane == 0) answer = gridDim.x + atomicAdd(&call.workspace.header()->counter, 1u);
+        asked = true;
+    };
     while (true) {
-        Tile &tile = smem.tile[ring.stage];
         mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);
+        if (!again) {
+            if (!asked) ask();
+            if (lane == 0) known.unit = answer;
+            asked = false;
+        }
         __syncwarp();
-        if (!taken) unit = take();
-        taken = true;
-        if (unit >= units) break;
-        if (!tell_unit<C>(call, smem, tile, unit)) taken = false;
+        if (known.unit >= known.units) break;
+        if (ahead && !asked) ask();
+        Tile &tile = smem.tile[ring.stage];
+        again = tell_unit<C>(call, smem, tile, known.unit);
         __syncwarp();
-        const int blocks = tile.blocks;
+        ahead = tile.blocks <= kShort;
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&smem.tile_full[ring.stage]);
-        __syncwarp();
         ring.advance();
-        if (!taken && blocks <= kShort) {
-            unit = take();
-            taken = true;
-        }
     }
     if (lane == 0) {
         smem.tile[ring.stage].blocks = -1;

@@ -65,10 +65,6 @@ fa_code FA_PASTE(prefill_launch_, FA_INSTANCE)(const Params &params, const fa_pl
     FA_CHAOS_ARM(launch.stream, launch);
     const Configuration c(plan.blocks, kThreads, kBytes, launch);
     FA_CUDA_TRY(launch, cudaLaunchKernelEx(&c.config, prefill_sm90_kernel<Instance>, params));
-    if (params.call.workspace.slots == 0) return FA_OK;
-    const int64_t folds = std::min(params.call.workspace.slots, 2 * plan.blocks);
-    const Configuration fold(folds, kThreads - 128, 0, launch);
-    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&fold.config, prefill_fold_kernel<Instance>, params));
     return FA_OK;
 }
 
@@ -144,7 +140,7 @@ static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *d
     own.capped = p.softcap > 0;
     const Tiling t = tiling(kHeadDims[own.index], own.capped ? FA_CAPPED : FA_MASKED);
     own.tile_m = 64 * t.consumers, own.tile_n = t.tile_n, own.staged = t.staged;
-    own.box_rows = t.tile_n;
+    own.box_rows = std::min<int>(t.tile_n, t.tile_n % kCut ? t.tile_n : kCut);
     if (s.pages.table) {
         const int64_t divisor = s.pages.size & -s.pages.size; // of the tile and the cut, too: 32 or 64, whatever is odd
         own.box_rows = static_cast<int>(std::min<int64_t>({divisor, kCut, t.tile_n & -t.tile_n}));
