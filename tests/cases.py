@@ -312,6 +312,7 @@ _MUST_ACCEPT = {
     "wmma": lambda case: case.dtype in HALVES and max(case.head_dim, case.head_dim_v) <= 128,
     "mma_sm80": lambda case: case.dtype in HALVES,
     "wgmma_sm90": _hopper,
+    "prefill_sm90": _hopper,
     "wgmma_split_sm90": _hopper_split,
 }
 WITH_DROPOUT = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 TRIAL = _build.KERNELS / "trial"
 INSTANCES = {"serve_sm90": "^d64_r(8|32)_bf16$"}
-ELSEWHERE = {"prefill_sm90", "wgmma_fused_backward_sm90"}  # test_trial_prefill.py, test_trial_fused.py
+ELSEWHERE = {"wgmma_fused_backward_sm90"}  # test_trial_fused.py
 
 
 @pytest.fixture(scope="module")

@@ -175,8 +175,7 @@ LONG_FUNCTIONS = {
     "queries_consume": "wgmma_backward_sm90: the same",
     "keys_consume": "the same",
     "fused_consume": "wgmma_fused_backward_sm90 on trial: to be cut before it moves up",
-    "consume": "prefill_sm90 on trial: the same",
-    "prefill_list_kernel": "the same",
+    "consume": "a consumer warpgroup of prefill_sm90, as forward_consume",
 }
 LONGEST_FUNCTION = 80
 

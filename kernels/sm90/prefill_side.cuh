@@ -2,7 +2,7 @@
 #pragma once
 #include "common/faults.cuh"
 #include "common/rows.cuh"
-#include "trial/prefill_schedule.cuh"
+#include "sm90/prefill_schedule.cuh"
 
 namespace fa::sm90::prefill {
 

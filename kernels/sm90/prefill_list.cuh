@@ -14,7 +14,7 @@
 #pragma once
 #include "common/faults.cuh" // count_length_faults
 #include "sm90/cluster.cuh"  // dependency_wait
-#include "trial/prefill_config.cuh"
+#include "sm90/prefill_config.cuh"
 
 namespace fa::sm90::prefill {
 
@@ -109,6 +109,31 @@ __device__ __forceinline__ Met meet(const Call &call, int b, int before_q, int b
     return met;
 }
 
+/* From how much each class holds to where it begins, the highest first; the header is written. One warp. */
+__device__ __forceinline__ void begin_classes(const Call &call, unsigned long long (&place)[kClasses]) {
+    constexpr int kEach = kClasses / 32;
+    const int lane = threadIdx.x, top = kClasses - 1 - lane * kEach;
+    unsigned long long mine = 0, all;
+    for (int n = 0; n < kEach; ++n) mine += place[top - n];
+    all = mine;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const unsigned long long other = __shfl_up_sync(~0u, all, by);
+        if (lane >= by) all += other;
+    }
+    unsigned long long here = all - mine;
+    for (int n = 0; n < kEach; ++n) {
+        const unsigned long long count = place[top - n];
+        place[top - n] = here;
+        here += count;
+    }
+    if (lane < 31) return;
+    Header *header = call.workspace.header();
+    header->units = static_cast<uint32_t>(all);
+    header->counter = 0;
+    if (call.p.batch == 0) header->tail = 0;
+}
+
 __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __grid_constant__ Call call) {
     FA_CHAOS_BEGIN();
     __shared__ int scratch[kListThreads / 32];
@@ -174,30 +199,7 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
                 *call.workspace.left(record.slot + n) = {};
     });
     __syncthreads();
-    if (threadIdx.x < 32) { // the highest class first
-        constexpr int kEach = kClasses / 32;
-        const int top = kClasses - 1 - static_cast<int>(threadIdx.x) * kEach;
-        unsigned long long mine = 0, all;
-        for (int n = 0; n < kEach; ++n) mine += place[top - n];
-        all = mine;
-#pragma unroll
-        for (int by = 1; by < 32; by *= 2) {
-            const unsigned long long other = __shfl_up_sync(~0u, all, by);
-            if (threadIdx.x >= by) all += other;
-        }
-        unsigned long long here = all - mine;
-        for (int n = 0; n < kEach; ++n) {
-            const unsigned long long count = place[top - n];
-            place[top - n] = here;
-            here += count;
-        }
-        if (threadIdx.x == 31) {
-            Header *header = call.workspace.header();
-            header->units = static_cast<uint32_t>(all);
-            header->counter = 0;
-            if (batch == 0) header->tail = 0;
-        }
-    }
+    if (threadIdx.x < 32) begin_classes(call, place);
     __syncthreads();
     visit([&](const Met &met) {
         const unsigned long long at = atomicAdd(&place[met.of], 1ull << 32 | met.units);

@@ -23,9 +23,9 @@
 #include "common/launch.cuh"
 #include "sm90/tensor_map.h"
 #ifdef FA_INSTANCE
-#include "trial/prefill_kernel.cuh"
+#include "sm90/prefill_kernel.cuh"
 #else
-#include "trial/prefill_list.cuh"
+#include "sm90/prefill_list.cuh"
 #endif
 
 namespace fa::sm90::prefill {
@@ -109,6 +109,18 @@ static Extent key_extent(const fa_problem *problem) {
     return {problem->forward.seq_k, s.packed_k ? 1 : problem->forward.batch};
 }
 
+/* Calls that say nothing of sequences are faster on wgmma_sm90, few queries on mma_sm80. Lengths on the device count
+ * for nothing, and neither does how many sequences or tokens there are: a sequence has one kernel in every batch. */
+static fa_answer choose(const fa_problem *problem, fa_why *why) {
+    constexpr int kFewDense = 16, kFewRows = 64; // of queries; of queries and heads
+    const fa_forward &p = problem->forward;
+    const fa_sequences &s = problem->sequences;
+    if (!s.given) return fa_because(why, FA_DECLINES, p.seq_q <= kFewDense ? FA_WHY_FEW_QUERIES : FA_WHY_FULL, 0, 0, 0);
+    const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, most = s.packed_q ? 1 : p.seq_q;
+    if (!s.q.starts && most * group <= kFewRows) return fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0);
+    return FA_TAKES;
+}
+
 static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     constexpr int kMaxUnitsBits = 31;
     const fa_forward &p = problem->forward;
@@ -161,26 +173,27 @@ static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *d
     const int64_t slabs = (kHeadDims[own.index] + kSlabColumns - 1) / kSlabColumns;
     plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * own.tile_m + 2 * t.stages * t.tile_n);
     plan->keep = true;
-    return FA_TAKES;
+    return choose(problem, why);
 }
 
-/* Queries again, with heads before rows: a box has all heads of a kv head. */
-static fa_code encode_heads(CUtensorMap *map, const fa_launch &launch, const fa_problem *problem, const Call &call) {
+/* q or out again, with heads before rows: a box has `rows` rows of all heads of a kv head. */
+static fa_code encode_heads(CUtensorMap *map, const fa_launch &launch, const fa_problem *problem, const fa_operand &x,
+                            int group, int rows) {
     using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                                 const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
     const fa_forward &p = problem->forward;
     const auto bytes = [](int64_t stride) { return stride ? cuuint64_t(stride) * 2 : 16; };
     const cuuint64_t extent[] = {cuuint64_t(p.head_dim), cuuint64_t(p.heads), cuuint64_t(p.seq_q),
-                                 p.q.stride[0] ? cuuint64_t(p.batch) : 1};
-    const cuuint64_t stride[] = {bytes(p.q.stride[1]), bytes(p.q.stride[2]), bytes(p.q.stride[0])};
-    const cuuint32_t box[] = {64, cuuint32_t(call.group), cuuint32_t(call.group_queries), 1}, step[] = {1, 1, 1, 1};
+                                 x.stride[0] ? cuuint64_t(p.batch) : 1};
+    const cuuint64_t stride[] = {bytes(x.stride[1]), bytes(x.stride[2]), bytes(x.stride[0])};
+    const cuuint32_t box[] = {64, cuuint32_t(group), cuuint32_t(rows), 1}, step[] = {1, 1, 1, 1};
     const CUresult result = reinterpret_cast<Encode>(launch.encode_tensor_map)(
-        map, p.dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, p.q.data,
-        extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        map, p.dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, x.data, extent,
+        stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result == CUDA_SUCCESS) return FA_OK;
-    return launch.host->fail(launch.status, FA_ECUDA, "cuTensorMapEncodeTiled failed for q by heads with CUresult %d",
+    return launch.host->fail(launch.status, FA_ECUDA, "cuTensorMapEncodeTiled failed by heads with CUresult %d",
                              int(result));
 }
 
@@ -190,10 +203,14 @@ static fa_code encode(Params *params, const fa_problem *problem, const Own &own,
         tensor_map_encode(&params->q, launch, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, FA_OPERAND_Q));
     params->q_heads = params->q;
     if (params->call.group > 1 && params->call.group <= 64)
-        FA_TRY(encode_heads(&params->q_heads, launch, problem, params->call));
+        FA_TRY(encode_heads(&params->q_heads, launch, problem, p.q, params->call.group, params->call.group_queries));
     if (own.staged)
         FA_TRY(tensor_map_encode(&params->out_map, launch, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16,
                                  FA_OPERAND_OUT));
+    params->out_heads = params->out_map;
+    if (own.staged && params->call.store_queries > 0)
+        FA_TRY(
+            encode_heads(&params->out_heads, launch, problem, p.out, params->call.group, params->call.store_queries));
     const Extent keys = key_extent(problem);
     if (keys.rows * keys.batch == 0 || own.box_rows == 0) {
         // Pages of a table may be asked for all the same: none is there.
@@ -221,6 +238,7 @@ static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, co
     call.faults = problem->faults;
     call.group = static_cast<int>(p.heads / p.heads_kv);
     call.group_queries = std::max(64 / call.group, 1);
+    call.store_queries = call.group <= 16 && 16 % call.group == 0 ? 16 / call.group : 0;
     call.tile_m = own.tile_m;
     params.box_rows = own.box_rows, params.boxes = own.box_rows ? own.tile_n / own.box_rows : 0;
     params.queries = p.scale > 0 ? Queries::kAsTheyAre : p.scale < 0 ? Queries::kNegated : Queries::kZero;

@@ -2,7 +2,7 @@
  */
 #pragma once
 #include "sm90/barrier.cuh"
-#include "trial/prefill_config.cuh"
+#include "sm90/prefill_config.cuh"
 
 namespace fa::sm90::prefill {
 
@@ -32,7 +32,6 @@ __device__ __forceinline__ void find_tile(const Call &call, Tile &tile, uint32_t
     tile.query = static_cast<int>(tiles - 1 - step) * tile_queries(call, packed);
     tile.kv_head = packed ? head : head / call.group, tile.head = packed ? head * call.group : head;
     tile.packed = packed;
-    tile.spans = packed || call.s.positions;
 }
 
 /* The same of a sequence in chunks: unit `inside` is one of a tile's, or has all of them, of which this is `chunk`. One

@@ -117,6 +117,7 @@ struct Call {
     fa_fault_board *faults; // NULL: nobody counts
     int group;              // query heads a kv head
     int group_queries;      // that a warpgroup has of the heads of a kv head: 64 / group
+    int store_queries;      // the same of 16 rows, if that is a whole number; else 0
     int tile_m;             // rows of a tile
 };
 
@@ -124,10 +125,11 @@ struct Call {
 enum class Queries : int { kAsTheyAre, kNegated, kZero };
 
 struct Params {
-    CUtensorMap q;       // boxes of 64 rows of one head
-    CUtensorMap q_heads; // boxes of `group` heads of `group_queries` rows
-    CUtensorMap k, v;    // boxes of box_rows keys
-    CUtensorMap out_map; // boxes of 16 rows; with C::kStaged
+    CUtensorMap q;         // boxes of 64 rows of one head
+    CUtensorMap q_heads;   // boxes of `group` heads of `group_queries` rows
+    CUtensorMap k, v;      // boxes of box_rows keys
+    CUtensorMap out_map;   // boxes of 16 rows; with C::kStaged
+    CUtensorMap out_heads; // boxes of `group` heads of `store_queries` rows
     Call call;
     int box_rows; // 0: row by row
     int boxes;    // of a block
@@ -156,7 +158,7 @@ struct alignas(16) Part {
     int rows;  // that exist; the others hold zeros for queries
     int query; // the first one, counted from the sequence's first
     int first, plain, plain_end;
-    int low, high; // keys that row 0 sees, row n those n further on, unless the tile has spans
+    int low, high; // keys that the first query sees, the n-th those n further on, unless it has a position of its own
     int seen_end;  // no row sees keys from here on
 };
 
@@ -167,7 +169,6 @@ struct alignas(16) Tile {
     int low, high; // keys that some row sees lie in [low, high)
     int head, kv_head; // the first query head
     int packed;        // all heads of the kv head
-    int spans;         // rows do not follow each other by one key
     int half;          // one block, of whose keys the tile sees the lower half alone: the other is not brought
     int query;         // the first one, counted from the sequence's first
     int slot;          // of a chunk's state; negative: the sequence is not cut

@@ -8,7 +8,7 @@
  * told when the copies of the next have started, so that two are on their way. */
 #pragma once
 #include "common/rows.cuh"
-#include "trial/prefill_config.cuh"
+#include "sm90/prefill_config.cuh"
 
 namespace fa::sm90::prefill {
 

@@ -6,8 +6,8 @@
  * from the first chunk to the last. Float32 in memory loses nothing, so that it changes no bit who folds. */
 #pragma once
 #include "common/rows.cuh"
+#include "sm90/prefill_config.cuh"
 #include "sm90/softmax.cuh"
-#include "trial/prefill_config.cuh"
 
 namespace fa::sm90::prefill {
 
@@ -103,30 +103,42 @@ __device__ __forceinline__ void fold_with(float4 *state, int wg, OnlineSoftmax &
     }
 }
 
-/* Factors for this thread's rows; writes their LSE. */
-__device__ __forceinline__ void finish_rows(const Params &params, const Tile &tile, int wg,
-                                            const OnlineSoftmax &softmax, float (&factor)[2]) {
-    const Call &call = params.call;
-    const fa_forward &p = call.p;
-    float sink[2] = {-INFINITY, -INFINITY}, lse[2];
-    const auto exists = [&](int r) { return own_row(r) < tile.part[wg].rows; };
-    const auto place = [&](int r) { return row_place(call, tile, wg, own_row(r)); };
-    if (p.sinks.data) {
+/* What this thread's rows end in. */
+struct RowEnds {
+    float factor[2], lse[2];
+};
+__device__ __forceinline__ RowEnds end_rows(const Params &params, const Tile &tile, int wg,
+                                            const OnlineSoftmax &softmax) {
+    const fa_forward &p = params.call.p;
+    RowEnds ends;
+    if (p.sinks.data) [[unlikely]] {
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-            if (exists(r)) sink[r] = load_as_float(p.sinks.data, p.sinks_dtype, place(r).head * p.sinks.stride[0]);
+        for (int r = 0; r < 2; ++r) {
+            const int row = min(own_row(r), max(tile.part[wg].rows - 1, 0));
+            const int64_t at = row_place(params.call, tile, wg, row).head * p.sinks.stride[0];
+            const RowResult result =
+                softmax.finish(r, params.score_factor, load_as_float(p.sinks.data, p.sinks_dtype, at));
+            ends.factor[r] = result.factor, ends.lse[r] = result.lse;
+        }
+    } else { // finish_fast(), without a branch
+        const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float maximum = softmax.maximum[r] * params.score_factor;
+            ends.factor[r] = sum[r] == 0.0f ? 0.0f : __fdividef(1.0f, sum[r]);
+            ends.lse[r] = sum[r] == 0.0f ? -INFINITY : (maximum + __log2f(sum[r])) * kLn2;
+        }
     }
+    return ends;
+}
+
+__device__ __forceinline__ void store_lses(const Call &call, const Tile &tile, int wg, const float (&lse)[2]) {
+    if (threadIdx.x % 4) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const RowResult result = softmax.finish(r, params.score_factor, sink[r]);
-        factor[r] = result.factor, lse[r] = result.lse;
-    }
-    if (p.lse.data) {
-        const int batch = call.s.packed_q ? 0 : tile.of.b;
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            if (exists(r) && threadIdx.x % 4 == 0)
-                store_lse(p, batch, place(r).head, tile.of.first_q + place(r).query, lse[r]);
+        if (own_row(r) >= tile.part[wg].rows) continue;
+        const RowPlace place = row_place(call, tile, wg, own_row(r));
+        store_lse(call.p, call.s.packed_q ? 0 : tile.of.b, place.head, tile.of.first_q + place.query, lse[r]);
     }
 }
 

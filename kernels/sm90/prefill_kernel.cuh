@@ -26,10 +26,10 @@
  * is free, and so multiplied, by four warps that have read the slot before. */
 #pragma once
 #include "sm90/cluster.cuh" // dependency_wait
-#include "trial/prefill_consume.cuh"
-#include "trial/prefill_load.cuh"
-#include "trial/prefill_schedule.cuh"
-#include "trial/prefill_side.cuh"
+#include "sm90/prefill_consume.cuh"
+#include "sm90/prefill_load.cuh"
+#include "sm90/prefill_schedule.cuh"
+#include "sm90/prefill_side.cuh"
 
 namespace fa::sm90::prefill {
 

@@ -6,8 +6,8 @@
  * beside a sequence. */
 #pragma once
 #include "sm90/epilogue.cuh"
+#include "sm90/prefill_rows.cuh"
 #include "sm90/wgmma.cuh"
-#include "trial/prefill_rows.cuh"
 
 namespace fa::sm90::prefill {
 
@@ -47,8 +47,9 @@ __device__ __forceinline__ void note_spans(const Call &call, const Tile &tile, i
     if (lane < 16) {
         const Part &part = tile.part[wg];
         const int at = threadIdx.x / 32 % 4 * 16 + lane, row = min(at, part.rows - 1);
-        if (!tile.spans) {
-            span[at] = make_int2(max(part.low + row, tile.of.key_begin), min(part.high + row, tile.of.key_end));
+        if (!call.s.positions) {
+            const int query = tile.packed ? row / call.group : row;
+            span[at] = make_int2(max(part.low + query, tile.of.key_begin), min(part.high + query, tile.of.key_end));
         } else if (row >= 0) {
             const fa_entry e = entry_of(call, tile.of);
             const fa_span seen =
@@ -58,6 +59,38 @@ __device__ __forceinline__ void note_spans(const Call &call, const Tile &tile, i
         }
     }
     __syncwarp();
+}
+
+/* After a chunk of a tile's keys: leaves its state, or folds it with those before. True where that was the last, so
+ * that the tile's rows are whole. States lie in slots: registers have room for one. Who leaves the last of a tile's
+ * chunks that are units of their own folds them all, from the first to the last. The warpgroup calls it. */
+template <class C, class Join>
+__device__ __forceinline__ bool end_chunk(const Params &params, Smem<C> &smem, const Tile &tile, int wg,
+                                          OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2], Join &&join_warps) {
+    const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
+    const Workspace &workspace = params.call.workspace;
+    const int first_slot = uniform(tile.first_slot), chunks = uniform(tile.of.chunks);
+    const bool has_rows = uniform(own_row(0)) < tile.part[wg].rows; // of the warp's 16
+    float4 *const own = workspace.state(uniform(tile.slot));
+    float4 *const so_far = first_slot < 0 ? own : workspace.state(first_slot);
+    bool folds = uniform(tile.folds), ends = uniform(tile.ends);
+#pragma unroll 1
+    for (int chunk = 1;; ++chunk) {
+        if (folds && has_rows) fold_with<C>(so_far, wg, softmax, out, params.score_factor);
+        if (ends) return true;
+        if (has_rows) leave_state<C>(chunk == 1 ? own : so_far, wg, softmax, out);
+        if (first_slot < 0) return false;
+        if (chunk == 1) {
+            __threadfence();
+            join_warps();
+            if (threadIdx.x % 128 == 0) smem.left[wg] = atomicAdd(&workspace.left(first_slot)->count[wg], 1u);
+            join_warps();
+            if (uniform(smem.left[wg]) + 1 != chunks) return false;
+            __threadfence();
+        }
+        if (has_rows) take_state<C>(workspace.state(first_slot + chunk), wg, softmax, out);
+        folds = true, ends = chunk + 1 == chunks;
+    }
 }
 
 template <class C> __device__ __forceinline__ void consume(const Params &params, Smem<C> &smem, int wg) {
@@ -87,7 +120,10 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
         OnlineSoftmax softmax;
         float out[C::kHeadDim / 2];
 
-        if (blocks > 0) {
+        RowEnds row_ends = {};
+        bool ended = false; // row_ends says how
+
+        if (blocks > 0) [[likely]] {
             float scores[kTileN / 2];
             uint32_t weights[kTileN / 4];
             const uint32_t end_n = n + blocks;
@@ -96,7 +132,6 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
             const uint32_t plain = n + uniform(tile.part[wg].plain), plain_end = n + uniform(tile.part[wg].plain_end);
             const bool half = C::kHalfTiles && uniform(tile.half);
             char *const queries = smem.q[round % C::kQueryStages][wg];
-            note_spans(call, tile, wg, smem.span[wg]);
 
             auto first_key = [&](uint32_t n) { return static_cast<int>(top - (n + 1) * kTileN); };
             auto wait_keys = [&](uint32_t n) { mbarrier_wait(&smem.k_full[n % C::kStages], n / C::kStages % 2); };
@@ -168,9 +203,10 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                 free_keys(n);
                 cap(scores);
                 if constexpr (kMaskBlock) mask(scores, n);
-                if (hidden) hide(scores, n);
+                if (hidden) [[unlikely]]
+                    hide(scores, n);
                 if constexpr (!kOverlap) wait_out();
-                if (!softmax.try_absorb<T>(fresh, scores, params.score_factor)) {
+                if (!softmax.try_absorb<T>(fresh, scores, params.score_factor)) [[unlikely]] {
                     softmax.absorb<false, T>(scores, params.score_factor);
                     pack_scores<T>(fresh, scores);
                     if constexpr (kOverlap) {
@@ -213,12 +249,14 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                 const bool hidden = hides(n);
                 wgmma_fence();
                 issue_qk(part, n);
+                note_spans(call, tile, wg, smem.span[wg]);
                 wgmma_wait<0>();
                 wgmma_pin(part);
                 free_keys(n);
                 cap(part);
                 mask(part, n);
-                if (hidden) hide(part, n);
+                if (hidden) [[unlikely]]
+                    hide(part, n);
                 softmax.absorb<true, T>(part, params.score_factor);
                 pack_scores<T>(part_weights, part);
 #pragma unroll
@@ -227,7 +265,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
             };
 
             wait_queries();
-            if (first != end_n && (rows < 64 || params.queries != Queries::kAsTheyAre)) {
+            if (first != end_n && (rows < 64 || params.queries != Queries::kAsTheyAre)) [[unlikely]] {
                 prepare_queries<C>(queries, rows, params.queries);
                 join_warps();
             }
@@ -250,7 +288,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                 if constexpr (C::kHalfBlocks || C::kHalfTiles) {
                     if (C::kHalfBlocks ? uniform(tile.part[wg].seen_end) - first_key(n) <= kTileN / 2 : half)
                         begin(std::true_type());
-                    else
+                    else [[likely]]
                         begin(std::false_type());
                 } else {
                     begin(std::false_type());
@@ -271,6 +309,9 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                     wgmma_fence();
                     issue_pv(weights, n - 1, n != first + 1);
                 }
+                // While that runs; registers lack for it where scores are capped.
+                if constexpr (!C::kSoftcap) row_ends = end_rows(params, tile, wg, softmax);
+                ended = !C::kSoftcap;
                 wgmma_wait<0>();
                 wgmma_pin(out);
                 wgmma_pin(weights);
@@ -282,52 +323,36 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
             if (elected) mbarrier_arrive(&smem.q_empty[round % C::kQueryStages][wg]);
         }
 
-        const int slot = uniform(tile.slot);
-        bool ends = slot < 0;
-        if (slot >= 0) {
-            // Those so far lie in a slot: registers have room for one state. Who leaves the last of a tile's chunks
-            // that are units of their own folds them all, from the first to the last.
-            const int first_slot = uniform(tile.first_slot), chunks = uniform(tile.of.chunks);
-            float4 *const own = call.workspace.state(slot);
-            float4 *const so_far = first_slot < 0 ? own : call.workspace.state(first_slot);
-            bool folds = uniform(tile.folds);
-            ends = uniform(tile.ends);
-#pragma unroll 1
-            for (int chunk = 1;; ++chunk) {
-                if (folds) fold_with<C>(so_far, wg, softmax, out, params.score_factor);
-                if (ends) break;
-                leave_state<C>(chunk == 1 ? own : so_far, wg, softmax, out);
-                if (first_slot < 0) break;
-                if (chunk == 1) {
-                    __threadfence();
-                    join_warps();
-                    if (elected) smem.left[wg] = atomicAdd(&call.workspace.left(first_slot)->count[wg], 1u);
-                    join_warps();
-                    if (uniform(smem.left[wg]) + 1 != chunks) break;
-                    __threadfence();
-                }
-                take_state<C>(call.workspace.state(first_slot + chunk), wg, softmax, out);
-                folds = true, ends = chunk + 1 == chunks;
-            }
-        }
+        bool ends = rows > 0;
+        const bool chunk = uniform(tile.slot) >= 0;
+        if (chunk && rows > 0) [[unlikely]]
+            ends = end_chunk<C>(params, smem, tile, wg, softmax, out, join_warps);
         if (!ends) {
             __syncwarp();
             if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_stage]);
             continue;
         }
         const fa_forward &p = call.p;
-        float factor[2];
-        finish_rows(params, tile, wg, softmax, factor);
-        const int head = tile.head, first_row = tile.of.first_q + tile.part[wg].query + warp * 16;
-        const bool box = C::kStaged && !tile.packed && rows >= warp * 16 + 16; // rows of one head that all exist
+        if (chunk || !ended) [[unlikely]]
+            row_ends = end_rows(params, tile, wg, softmax);
+        const auto &factor = row_ends.factor;
+        if (p.lse.data) [[unlikely]]
+            store_lses(call, tile, wg, row_ends.lse);
+        const bool packed = tile.packed;
+        const int queries = packed ? call.store_queries : 16;
+        const bool box = C::kStaged && queries > 0 && rows >= warp * 16 + 16; // rows that all exist
+        const int head = p.out.stride[1] ? tile.head : 0,
+                  first_row = tile.of.first_q + tile.part[wg].query + warp * queries;
         const int batch = call.s.packed_q ? 0 : tile.of.b;
         T *target[2];
-        if (!box) row_targets(params, tile, wg, target);
+        if (!box) [[unlikely]]
+            row_targets(params, tile, wg, target);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_stage]);
-        if (box) {
+        if (box) [[likely]] {
             if constexpr (C::kStaged) {
-                if (__any_sync(0xffffffff, factor[0] == 0.0f || factor[1] == 0.0f)) clear_rows(out, factor);
+                if (__any_sync(0xffffffff, factor[0] == 0.0f || factor[1] == 0.0f)) [[unlikely]]
+                    clear_rows(out, factor);
                 auto &staged = smem.out[wg][warp];
                 if (lane == 0) tma_store_wait_read();
                 __syncwarp();
@@ -336,8 +361,8 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                 __syncwarp();
                 if (lane == 0) {
                     for (int slab = 0; slab < Smem<C>::kSlabs; ++slab)
-                        tma_store(&params.out_map, &staged[slab * 16 * kSlabRowBytes], slab * kSlabColumns, first_row,
-                                  p.out.stride[1] ? head : 0, batch);
+                        tma_store(packed ? &params.out_heads : &params.out_map, &staged[slab * 16 * kSlabRowBytes],
+                                  slab * kSlabColumns, packed ? head : first_row, packed ? first_row : head, batch);
                     tma_store_commit();
                 }
             }

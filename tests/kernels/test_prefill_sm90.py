@@ -1,14 +1,12 @@
-"""prefill_sm90 (kernels/trial): on the emulator against float64, by other schedules, races, what is counted, bits of every
-storage and batch; the same on a GPU, for which ``FA_TRIAL_BUILT`` may name a folder with a prefill_sm90.so."""
+"""prefill_sm90: on the emulator against float64, by other schedules, races, what is counted, bits of every storage and batch;
+the same on a GPU; which calls it leaves to others."""
 
 import dataclasses
 import itertools
-import os
 import platform
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +17,8 @@ import lse_views
 import rows
 import serving_cases
 from case import Case
-from fa_ext import _build
+from devices import DEVICES
+from fa_ext import _build, _core
 from operands import place
 from serving_cases import INT_MAX, INT_MIN, ServingCase
 
@@ -28,7 +27,8 @@ emulates = pytest.mark.skipif(
     reason="the emulator is for g++ on x86-64 Linux",
 )
 
-SOURCE = _build.KERNELS / "trial" / "prefill_sm90.cu"
+KERNEL = "prefill_sm90"
+SOURCE = _build.KERNELS / "sm90" / "prefill_sm90.cu"
 INSTANCES = "^d64_(masked|capped)_bf16$"
 SMALL = dict(heads=4, heads_kv=2, head_dim=64, dtype="bfloat16")
 ODD = dict(heads=3, heads_kv=1, head_dim=64, dtype="bfloat16")  # 63 of a warpgroup's 64 rows
@@ -262,21 +262,33 @@ def random_cases(count, seed, head_dim, dtype, longest):
         yield dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, alibi=None)
 
 
+# ---- the choice ----
+
+
+@pytest.mark.skipif(KERNEL not in fa_ext.kernels(), reason="is not built")
+def test_which_calls_it_takes():
+    """Of calls on a described device: by how q is stored, whatever the lengths and however many sequences there are."""
+    wide = dict(heads=32, heads_kv=8, head_dim=128, dtype="bfloat16", causal="bottom_right")
+    packed = [ServingCase((n,) * b, (700,) * b, page_size=16, **wide) for n, b in ((1, 1), (300, 1), (1, 40), (34, 9))]
+    padded = ServingCase((300, 5), (700, 800), q="padded", k="padded", **wide)
+    for case in (*packed, padded):
+        assert fa_ext.explain(**case.arguments(), device=DEVICES["h200"])[0] == KERNEL, case
+    for case in (
+        ServingCase((1, 1), (700, 800), q="one", page_size=16, **wide),
+        ServingCase((1, 9), (700, 800), q="padded", k="padded", slack=0, **wide),
+        ServingCase((300, 5), (700, 800), page_size=16, alibi="heads", **wide),
+    ):
+        assert fa_ext.explain(**case.arguments(), device=DEVICES["h200"])[0] == "mma_sm80", case
+    dense = Case.parse("B2,H4/2,S200x333,D64,bfloat16,causal=bottom_right")
+    assert _core.answers(**dense.host_inputs(), device=DEVICES["h200"])[KERNEL][0] == "declines"
+
+
 # ---- on a GPU ----
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The kernel itself, loaded: its name."""
-    if not rows.has("torch"):
-        pytest.skip("needs torch")
-    if folder := os.environ.get("FA_TRIAL_BUILT"):
-        return fa_ext._core.load(str(Path(folder) / "prefill_sm90.so"))
-    options = _build.options_from_environment()
-    if options.nvcc is None:
-        pytest.skip("needs nvcc, or FA_TRIAL_BUILT=<folder of prefill_sm90.so>")
-    target = tmp_path_factory.mktemp("built") / "prefill_sm90.so"
-    return fa_ext._core.load(str(_build.build_kernel(SOURCE, target, options)))
+def on_gpu(test):
+    needs = not rows.has("torch") or KERNEL not in fa_ext.kernels()
+    return pytest.mark.gpu(pytest.mark.slow(pytest.mark.skipif(needs, reason="needs torch and a build with the kernel")(test)))
 
 
 def on_device(arguments):
@@ -288,33 +300,30 @@ def on_device(arguments):
     return {name: put(x) for name, x in arguments.items()}
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
+@on_gpu
 @pytest.mark.parametrize(
     "head_dim, dtype",
     [(64, "bfloat16"), (64, "float16"), (128, "bfloat16"), (128, "float16"), (80, "float16"), (192, "bfloat16"), (256, "float16")],
 )
-def test_on_a_gpu_against_float64(built, head_dim, dtype):
+def test_on_a_gpu_against_float64(head_dim, dtype):
     cases = [dataclasses.replace(case, page_size=size) for case in CASES[:2] for size in (1, 3, 8, 16, 24, 64, 256)]
     cases += [*CASES, ServingCase((34,) * 300, (34,) * 300, k="packed", causal="bottom_right", **SMALL)]
     cases += [ServingCase((64, 1, 300), (40000, 9000, 5000), page_size=size, causal="bottom_right", **SMALL) for size in (3, 16)]
     cases += [ServingCase((1023, 3, 799), (1023, 3, 2000), causal="bottom_right", k=k, **SMALL) for k in ("packed", "paged")]
     cases = [dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype) for case in cases]
     for case in [*cases, *random_cases(200, 7, head_dim, dtype, longest=3000)]:
-        holds(built, case, on_device)
+        holds(KERNEL, case, on_device)
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_on_a_gpu_the_bits_of_a_sequence_are_its_own(built):
+@on_gpu
+def test_on_a_gpu_the_bits_of_a_sequence_are_its_own():
     base = ServingCase((1300, 34, 1, 700), (1300, 9333, 97, 5000), causal="bottom_right", seed=3, **SMALL | {"head_dim": 128})
     for _ in range(20):
-        same_bits(built, base, put=on_device)
+        same_bits(KERNEL, base, put=on_device)
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_on_a_gpu_a_graph_takes_other_lengths(built):
+@on_gpu
+def test_on_a_gpu_a_graph_takes_other_lengths():
     import torch
 
     case = ServingCase((500,) * 8, (1500,) * 8, page_size=16, causal="bottom_right", **SMALL | {"head_dim": 128})
@@ -325,7 +334,7 @@ def test_on_a_gpu_a_graph_takes_other_lengths(built):
     starts, used = arguments["cu_seqlens_q"], arguments["seqlens_k"]
 
     def call():
-        return fa_ext.attention(**arguments, kernel=built, out=out, check=False)
+        return fa_ext.attention(**arguments, kernel=KERNEL, out=out, check=False)
 
     graph = torch.cuda.CUDAGraph()
     call()
@@ -343,5 +352,5 @@ def test_on_a_gpu_a_graph_takes_other_lengths(built):
         call()
         assert rows.to_host(out).tobytes() == replayed
         if n % 60 == 0:
-            report = fa_ext.verify(**arguments, kernel=built, check=False)
+            report = fa_ext.verify(**arguments, kernel=KERNEL, check=False)
             assert report, report
