@@ -1,22 +1,24 @@
 /* serve_sm90: one warp's rows against tiles of keys. mma.sync with rows as columns:
  *
- *     S^T (keys x rows) = K Q^T         P = 2^(S - m)         O^T (columns x rows) += V^T P^T
+ *     S^T (keys x rows) = K Q^T         P = 2^(S - shift)         O^T (columns x rows) += V^T P^T
  *
  * A lane holds the rows 2 (l % 4) + {0, 1} of each eight, of S^T the keys l / 4 + 8 i, of O^T the columns l / 4 + 8 i.
  *
  * Why not wgmma: its 64 rows are 8 to 16 times those of a decode step, and four warps that go in step wait for each
- * tile together, where here four warps have four tiles in flight and nobody waits for another. A tile of 64 keys, D
- * 128, takes 64 products of m16n8k16 and 64 ldmatrix.x4 a warp, some 1,400 clocks with the softmax between; memory
- * brings a multiprocessor one such tile (32 KB) in 1,640 at 4.6 TB/s, and four warps are at work: a fifth of the time.
+ * tile together, where here each warp has its own tiles in flight and nobody waits for another.
  */
 #pragma once
+#include <float.h> // FLT_MAX
+
 #include "common/ptx.cuh"
 #include "common/rows.cuh" // row_of
 #include "common/softmax.cuh"
-#include "trial/serve_fold.cuh"
-#include "trial/serve_walk.cuh"
+#include "trial/serve_job.cuh"
 
 namespace fa::sm90::serve {
+
+/* The shift of a row that has seen no key: no score is lower, yet finite, so that 2^(-inf - shift) is 0, not NaN. */
+constexpr float kNoShift = -FLT_MAX;
 
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
     uint32_t y;
@@ -44,16 +46,16 @@ template <class C> struct Rows {
         return row[r / 2 * 8 + 2 * (threadIdx.x % 4) + r % 2];
     }
 
-    /* The warp's rows of a job. `first`: the first one among the rows of the sequence and kv head. */
-    __device__ __forceinline__ void load(const Params &params, const fa_entry &entry, int b, int kv_head, int first) {
-        const fa_forward &p = params.p;
-        const int lane = threadIdx.x % 32, count = static_cast<int>(entry.seq_q) * params.group;
+    /* A job's rows. */
+    __device__ __forceinline__ void load(const Params &params, const Job &job) {
+        const fa_forward &p = params.call.p;
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int n = 0; n < C::kRowTiles; ++n) {
-            const int index = first + 8 * n + lane / 4;
-            const bool exists = index < count;
-            const RowPlace at = row_place(params, b, kv_head, entry.first_q, exists ? index : 0);
-            const T *from = row_of<T>(p.q, at.batch, at.head, at.query) + 2 * (lane % 4);
+            const int index = 8 * n + lane / 4;
+            const bool exists = index < job.count;
+            const RowPlace at = row_place(params, job, exists ? index : 0);
+            const T *from = row_of<T>(p.q, at.batch, at.head, job.first_out + at.query) + 2 * (lane % 4);
 #pragma unroll
             for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -64,25 +66,25 @@ template <class C> struct Rows {
                 }
         }
         // Lane l takes row l.
-        const int index = first + lane;
         LaneRow mine = {0, 0, 0, 0.0f};
         common_begin = 0, common_end = INT32_MAX;
-        if (lane < C::kWarpRows && index < count) {
-            const RowPlace at = row_place(params, b, kv_head, entry.first_q, index);
-            const int64_t position = fa_position(&entry, at.query - entry.first_q);
-            const fa_span seen = fa_row_keys(&entry, p.left, p.right, position);
-            mine.begin = static_cast<int>(fa_clamp(seen.begin, 0, entry.seq_k));
-            mine.end = static_cast<int>(fa_clamp(seen.end, 0, entry.seq_k));
+        if (lane < job.count) {
+            const RowPlace at = row_place(params, job, lane);
+            const int64_t position = fa_position(&job.entry, at.query);
+            const fa_span seen = fa_row_keys(&job.entry, p.left, p.right, position);
+            mine.begin = static_cast<int>(fa_clamp(seen.begin, 0, job.entry.seq_k));
+            mine.end = static_cast<int>(fa_clamp(seen.end, 0, job.entry.seq_k));
             mine.position = static_cast<int>(position);
-            if (params.alibi.data) {
-                const float slope = static_cast<const float *>(
-                    params.alibi.data)[b * params.alibi.stride[0] + at.head * params.alibi.stride[1]];
+            const fa_operand &alibi = params.call.extra.alibi;
+            if (alibi.data) {
+                const float slope =
+                    static_cast<const float *>(alibi.data)[job.b * alibi.stride[0] + at.head * alibi.stride[1]];
                 mine.slope = fabsf(slope) < INFINITY ? slope : NAN;
             }
             common_begin = mine.begin, common_end = mine.end;
         }
         __syncwarp();
-        if (lane < C::kWarpRows) row[lane] = mine;
+        if (lane < C::kRows) row[lane] = mine;
         __syncwarp();
         common_begin = __reduce_max_sync(~0u, common_begin), common_end = __reduce_min_sync(~0u, common_end);
     }
@@ -93,7 +95,7 @@ template <class C> struct Chunk {
     using T = typename C::T;
     static constexpr int kKeyTiles = kTileKeys / 16, kColumnTiles = C::kColumns / 16;
     float out[kColumnTiles][C::kRowTiles][4];
-    RowState state[C::kLaneRows]; // `sum`: this lane's share until close()
+    RowState state[C::kLaneRows]; // `maximum`: the shift of the weights; `sum`: this lane's share until close()
     using Scores = float[kKeyTiles][C::kRowTiles][4];
 
     __device__ __forceinline__ void clear() {
@@ -104,7 +106,7 @@ template <class C> struct Chunk {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) out[m][n][e] = 0.0f;
 #pragma unroll
-        for (int r = 0; r < C::kLaneRows; ++r) state[r] = RowState();
+        for (int r = 0; r < C::kLaneRows; ++r) state[r].maximum = kNoShift, state[r].sum = 0.0f;
     }
 
     /* S^T of a tile. */
@@ -112,12 +114,13 @@ template <class C> struct Chunk {
         const int lane = threadIdx.x % 32;
         const uint32_t address =
             shared_address(keys) + (lane % 8 + (lane >> 3 & 1) * 8) * 128 + ((lane >> 4) ^ (lane % 8)) * 16;
+        Scores odd; // two sums, so that half as many products wait for each other
 #pragma unroll
         for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
             for (int n = 0; n < C::kRowTiles; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) s[m][n][e] = 0.0f;
+                for (int e = 0; e < 4; ++e) s[m][n][e] = odd[m][n][e] = 0.0f;
 #pragma unroll
         for (int step = 0; step < C::kColumns / 16; ++step)
 #pragma unroll
@@ -126,13 +129,19 @@ template <class C> struct Chunk {
                 ldmatrix_x4<false>(a, (address ^ step % 4 * 32) + step / 4 * C::kSlabBytes + m * 2048);
 #pragma unroll
                 for (int n = 0; n < C::kRowTiles; ++n)
-                    mma_16x8x16<T>(s[m][n], a, rows.query[step][n][0], rows.query[step][n][1]);
+                    mma_16x8x16<T>(step % 2 ? odd[m][n] : s[m][n], a, rows.query[step][n][0], rows.query[step][n][1]);
             }
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[m][n][e] = __fadd_rn(s[m][n][e], odd[m][n][e]);
     }
 
     /* Products to scores in base 2, those that a row does not see to -inf. `first`: the tile's first key. */
     static __device__ __forceinline__ void score(Scores &s, const Params &params, const Rows<C> &rows, int first,
-                                                 uint64_t valid) {
+                                                 uint32_t valid) {
         const int key = first + threadIdx.x % 32 / 4;
         const auto each = [&](auto &&change) {
 #pragma unroll
@@ -148,7 +157,7 @@ template <class C> struct Chunk {
             });
         else
             each([&](float &x, int, int) { x = __fmul_rn(x, params.score.scale_log2); });
-        if (params.alibi.data)
+        if (params.call.extra.alibi.data)
             each([&](float &x, int at, int r) {
                 const int here = key + at, position = rows.own(r).position;
                 const uint32_t distance =
@@ -158,7 +167,7 @@ template <class C> struct Chunk {
                 x = add_bias(x, taken == taken ? -bounded : taken);
             });
         if (~valid || first < rows.common_begin || first + kTileKeys > rows.common_end) {
-            const uint64_t mine = valid >> threadIdx.x % 32 / 4;
+            const uint32_t mine = valid >> threadIdx.x % 32 / 4;
             each([&](float &x, int at, int r) {
                 const bool seen = key + at >= rows.own(r).begin && key + at < rows.own(r).end && (mine >> at & 1);
                 x = seen ? x : -INFINITY;
@@ -166,37 +175,52 @@ template <class C> struct Chunk {
         }
     }
 
-    /* Scores to weights; raises the states and what was accumulated. */
-    __device__ __forceinline__ void soften(Scores &s, bool fresh) {
-        float factor[C::kLaneRows];
+    /* Scores to weights 2^(score - shift), which join the sums. The shift of a row is its maximum of some earlier
+     * moment, raised when a score exceeds it by more than 8: until then no lane needs to know the others' maxima, and
+     * weights up to 2^8 are held as precisely as weights up to 1. Each row is raised for itself, so that its bits do
+     * not depend on the rows beside it. */
+    __device__ __forceinline__ void soften(Scores &s) {
+        float highest[C::kLaneRows];
+        bool outgrown = false;
 #pragma unroll
         for (int r = 0; r < C::kLaneRows; ++r) {
             const int n = r / 2, j = r % 2;
-            float highest = fmaxf(s[0][n][j], s[0][n][j + 2]);
+            highest[r] = fmaxf(s[0][n][j], s[0][n][j + 2]);
 #pragma unroll
-            for (int m = 1; m < kKeyTiles; ++m) highest = fmaxf(highest, fmaxf(s[m][n][j], s[m][n][j + 2]));
+            for (int m = 1; m < kKeyTiles; ++m) highest[r] = fmaxf(highest[r], fmaxf(s[m][n][j], s[m][n][j + 2]));
+            outgrown |= __fsub_rn(highest[r], state[r].maximum) > 8.0f;
+        }
+        if (__any_sync(~0u, outgrown)) {
+            float factor[C::kLaneRows];
 #pragma unroll
-            for (int by = 4; by < 32; by *= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, by));
-            const float old = state[r].maximum, top = fmaxf(old, highest), shift = softmax_shift(top);
-            factor[r] = exp2_fast(__fsub_rn(old, shift));
+            for (int r = 0; r < C::kLaneRows; ++r) {
+                float top = highest[r];
+#pragma unroll
+                for (int by = 4; by < 32; by *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, by));
+                const float old = state[r].maximum, raised = __fsub_rn(top, old) > 8.0f ? top : old;
+                factor[r] = exp2_fast(__fsub_rn(old, raised));
+                state[r].maximum = raised, state[r].sum = __fmul_rn(state[r].sum, factor[r]);
+            }
+#pragma unroll
+            for (int m = 0; m < kColumnTiles; ++m)
+#pragma unroll
+                for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) out[m][n][e] = __fmul_rn(out[m][n][e], factor[2 * n + e % 2]);
+        }
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r) {
+            const int n = r / 2, j = r % 2;
             float sum = 0.0f;
 #pragma unroll
             for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
                 for (int e = j; e < 4; e += 2) {
-                    s[m][n][e] = exp2_fast(__fsub_rn(s[m][n][e], shift));
+                    s[m][n][e] = exp2_fast(__fsub_rn(s[m][n][e], state[r].maximum));
                     sum = __fadd_rn(sum, s[m][n][e]);
                 }
-            state[r].maximum = top;
-            state[r].sum = fresh ? sum : __fmaf_rn(state[r].sum, factor[r], sum);
+            state[r].sum = __fadd_rn(state[r].sum, sum);
         }
-        if (fresh) return;
-#pragma unroll
-        for (int m = 0; m < kColumnTiles; ++m)
-#pragma unroll
-            for (int n = 0; n < C::kRowTiles; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) out[m][n][e] = __fmul_rn(out[m][n][e], factor[2 * n + e % 2]);
     }
 
     /* O^T += V^T P^T. */

@@ -1,43 +1,32 @@
 /* serve_sm90: tiles of K and V on their way to shared memory.
  *
- * Each team has a ring of stages and fills it itself: when all its warps have read a stage, it asks for what comes next
- * there, so that no barrier has to say that a stage is empty.
+ * Each warp has a ring of slots, which take K and V of its tiles in turn. It fills them itself: when it has read a
+ * slot, it asks for what comes next there, so that no barrier has to say that a slot is empty. By TMA, a box for the
+ * keys of a page or a whole tile, or where pages are too small for that by cp.async, 16 bytes a lane.
  *
- * Why no waiter falls two phases behind:
+ * Why no waiter falls two phases behind: a phase of `full` ends with the bytes of TMA, or with the copies of every
+ * lane. The next one can only end after the slot has been asked for again, which comes after the __syncwarp behind the
+ * wait for the phase before.
  *
- *   full: a phase ends with the bytes of TMA, or with the copies of every lane of the team. The next one can only end
- * after the stage has been asked for again, which comes after release(), where each warp of the team arrives after its
- * own wait for the phase before.
- *
- *   the named barrier of a team, in release(): all its warps wait, nobody only arrives.
- *
- * `valid` says which keys of a tile some query may see and have a page. Whoever writes it arrives on `full` of K
- * afterwards; it is read between the wait for that and release(), so never while it is written. */
+ * A key that nobody may see, or without a page, becomes zeros, since a weight of 0 times NaN would be NaN: cp.async
+ * writes them, TMA where the whole box is nowhere; V's rows in a box of which others are seen are cleared by the warp.
+ * `valid` says which keys of a tile some query may see and have a page. */
 #pragma once
 #include "common/ptx.cuh"
+#include "common/ring.cuh" // RingState
 #include "sm90/barrier.cuh"
 #include "sm90/tma.cuh"
-#include "trial/serve_walk.cuh"
+#include "trial/serve_job.cuh"
 
 namespace fa::sm90::serve {
 
-/* Where a key lies; a batch below 0, or of a page that there is not: nowhere. */
-struct Place {
-    int batch, row;
-
-    __device__ __forceinline__ bool exists(const Params &params) const {
-        return batch >= 0 && (!params.s.pages.table || batch < params.s.pages.count);
-    }
-};
-
-/* The place of the keys [key, key + count) of a sequence, which lie in one page. The table is read if somebody may see
- * one of them; nobody waits for that here. */
-__device__ __forceinline__ Place locate(const Params &params, const Tile &at, int key, int count) {
-    if (key + count <= at.low || key >= at.high) return {-1, 0};
-    const fa_pages &pages = params.s.pages;
-    if (!pages.table) return {params.s.packed_k ? 0 : at.b, at.first_k + key};
-    const int size = static_cast<int>(pages.size), column = key / size;
-    return {pages.table[at.b * pages.stride + column], key - column * size};
+/* Counts a bad entry of the table, by the first key of its page that somebody may see. */
+static __device__ __noinline__ void count_page(const Params &params, int b, int low, int high, int key, int entry) {
+    const fa_sequences &s = params.call.s;
+    if (!s.pages.table || key < low || key >= high) return;
+    const int column = params.page.quotient(static_cast<uint32_t>(key)),
+              first = column * static_cast<int>(s.pages.size);
+    if (key == max(first, low)) count_fault(params.call.faults, FA_FAULT_page, b, column, entry);
 }
 
 /* Adds this thread's arrival on the barrier, which must count it, once its copies so far have landed. */
@@ -46,150 +35,123 @@ __device__ __forceinline__ void cp_async_arrive(uint64_t *barrier, int site = __
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-/* Brings a box to L2, where whoever writes it later finds it: it may come before dependency_wait(). One thread. */
-__device__ __forceinline__ void tma_prefetch(const CUtensorMap *map, int column, int row, int head, int batch) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(column),
-                 "r"(row), "r"(head), "r"(batch)
-                 : "memory");
+/* Copies a tile's rows, of which `all` exist; `offset`: of row `lane` from `base`. Whole rows one after the other. */
+template <class C>
+static __device__ __noinline__ void copy_rows(const char *base, int64_t offset, uint32_t to, uint32_t all,
+                                              uint64_t *barrier) {
+    constexpr int kPieces = C::kColumns / 8, kStep = 32 / kPieces; // 16 bytes of a row; rows a step
+    const int lane = static_cast<int>(threadIdx.x % 32), piece = lane % kPieces, first = lane / kPieces;
+    to += piece / 8 * C::kSlabBytes + first * 128;
+    all >>= first;
+#pragma unroll
+    for (int n = 0; n < kPieces; ++n) // `first` has none of the bits of n * kStep
+        cp_async_16(to + n * kStep * 128 + ((piece ^ first) % 8 ^ n * kStep % 8) * 16,
+                    base + __shfl_sync(~0u, offset, n * kStep + first), all >> n * kStep & 1);
+    cp_async_arrive(barrier);
 }
 
+/* Where a key lies; batch below 0, or of a page that there is not: nowhere. */
+struct Place {
+    int batch, row;
+};
+
 template <class C> struct Ring {
-    static_assert(C::kColumns / 8 % C::kTeam == 0);
     const Params &params;
-    char *tiles;     // stage s: K, V
-    uint64_t *full;  // stage s: K, V
-    uint64_t *valid; // stage s
-    int team, member, lane;
-    Place place[2]; // of the tile to ask for: the lane's box, or its rows `lane` and `lane + 32`
+    const Job &job;
+    char *slots; // of this warp
+    uint64_t *full;
+    uint32_t *valid; // of each slot of K
+    Tiles tiles;     // the next one to ask for, and the end
+    Place place[2];  // of key `lane` of that, and of the tile after it
 
-    __device__ __forceinline__ char *tile(int stage, int which) const {
-        return tiles + (2 * stage + which) * C::kTileBytes;
-    }
-    __device__ __forceinline__ uint64_t *barrier(int stage, int which) const { return full + 2 * stage + which; }
+    __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
+    __device__ __forceinline__ char *slot(int at) const { return slots + at * C::kSlotBytes; }
 
-    /* One thread of the team. */
     __device__ __forceinline__ void init() const {
-#pragma unroll
-        for (int n = 0; n < 2 * C::kStages; ++n) // rows: every lane's copies, and who writes `valid`
-            mbarrier_init(full + n, params.load == Load::kBoxes ? 1 : 32 * C::kTeam + (n % 2 == 0));
+        if (lane() < C::kSlots) mbarrier_init(full + lane(), params.boxes ? 1 : 32);
+        mbarrier_init_fence();
+        __syncwarp();
+    }
+    __device__ __forceinline__ void wait(const RingState<C::kSlots> &at) const {
+        mbarrier_wait(full + at.stage, at.parity);
+        __syncwarp();
     }
 
-    /* All warps of the team have read what they join after. */
-    __device__ __forceinline__ void release() const {
-        if constexpr (C::kTeam == 1)
-            __syncwarp();
-        else
-            named_barrier_sync(1 + team, 32 * C::kTeam);
+    /* Where the keys of a tile lie. Of a table the entry is read if some query may see the key; nobody waits for it
+     * here, well before the key is asked for. */
+    __device__ __forceinline__ Place find(int tile) const {
+        const int key = tile * kTileKeys + lane();
+        if (tile >= tiles.end || key < job.low || key >= job.high) return {-1, 0};
+        const fa_sequences &s = params.call.s;
+        if (!s.pages.table) return {s.packed_k ? 0 : job.b, static_cast<int>(job.entry.first_k) + key};
+        const int column = params.page.quotient(static_cast<uint32_t>(key));
+        return {s.pages.table[job.b * s.pages.stride + column], key - column * static_cast<int>(s.pages.size)};
+    }
+    __device__ __forceinline__ void find_first() { place[0] = find(tiles.next), place[1] = find(tiles.next + 1); }
+    __device__ __forceinline__ bool exists() const {
+        const fa_pages &pages = params.call.s.pages;
+        return place[0].batch >= 0 && (!pages.table || place[0].batch < pages.count);
     }
 
-    /* Finds where a tile's keys lie: if there are registers, well before they are asked for; a table takes its time. */
-    __device__ __forceinline__ void find(const Tile &at) {
-        const int first = at.tile * kTileKeys;
-        if (params.load == Load::kBoxes) {
-            if (member) return;
-            const int keys = 1 << params.box_shift;
-            place[0] = lane * keys < kTileKeys ? locate(params, at, first + lane * keys, keys) : Place{-1, 0};
-        } else {
-            place[0] = locate(params, at, first + lane, 1), place[1] = locate(params, at, first + lane + 32, 1);
-        }
+    /* Asks for K, or V, of the next tile, if there is one; then for the one after it. */
+    __device__ __forceinline__ void start_keys(int at) {
+        if (tiles.next >= tiles.end) return;
+        const bool here = exists();
+        const uint32_t all = __ballot_sync(~0u, here);
+        if (lane() == 0) valid[at] = all;
+        if (~all && job.counts && !here)
+            count_page(params, job.b, job.low, job.high, tiles.next * kTileKeys + lane(), place[0].batch);
+        start(at, params.k_map, params.call.p.k, params.call.p.head_dim, here, all);
+    }
+    __device__ __forceinline__ void start_values(int at) {
+        if (tiles.next >= tiles.end) return;
+        const bool here = exists();
+        start(at, params.v_map, params.call.p.v, params.call.p.head_dim_v, here, __ballot_sync(~0u, here));
+        ++tiles.next;
+        place[0] = place[1], place[1] = find(tiles.next + 1);
     }
 
-    /* Brings what the ring will take of [at.tile, at.end) nearer; of dense calls alone, since nothing may be read yet.
-     */
-    __device__ __forceinline__ void prefetch(const Tile &at) const {
-        if (params.load != Load::kBoxes || member || lane) return;
-        const int k_head = params.p.k.stride[1] ? at.head : 0, v_head = params.p.v.stride[1] ? at.head : 0,
-                  k_batch = params.p.k.stride[0] ? at.b : 0, v_batch = params.p.v.stride[0] ? at.b : 0;
+    /* V's rows that nobody may see. The fence comes before TMA writes there again. */
+    __device__ __forceinline__ void clear_rows(int at, uint32_t all) const {
+        if (!params.boxes) return;
 #pragma unroll 1
-        for (int tile = at.tile; tile < min(at.end, at.tile + C::kStages); ++tile)
-#pragma unroll
-            for (int slab = 0; slab < C::kSlabs; ++slab) {
-                tma_prefetch(&params.k_map, slab * 64, tile * kTileKeys, k_head, k_batch);
-                tma_prefetch(&params.v_map, slab * 64, tile * kTileKeys, v_head, v_batch);
-            }
-    }
-
-    /* Starts K of the tile that was found last. */
-    __device__ __forceinline__ void start_keys(const Tile &at, int stage) const {
-        start(at, stage, 0, params.k_map, params.p.k, params.p.head_dim);
-    }
-    /* Starts V of the same tile. */
-    __device__ __forceinline__ void start_values(const Tile &at, int stage) const {
-        start(at, stage, 1, params.v_map, params.p.v, params.p.head_dim_v);
+        for (int row = 0; row < kTileKeys; ++row)
+            if (!(all >> row & 1) && lane() < C::kColumns / 8)
+                *reinterpret_cast<uint4 *>(slot(at) + lane() / 8 * C::kSlabBytes + row * 128 + lane() % 8 * 16) =
+                    make_uint4(0, 0, 0, 0);
+        tma_store_fence();
+        __syncwarp();
     }
 
   private:
-    template <class Held>
-    __device__ __forceinline__ void write_valid(const Tile &at, int stage, Held held, int step) const {
-        const int first = at.tile * kTileKeys, low = max(at.low - first, 0), high = min(at.high - first, 64);
-        uint64_t bits = ~UINT64_C(0) >> (64 - (high - low)) << low; // a tile has a key that somebody sees
-        const uint64_t box = step == 64 ? ~UINT64_C(0) : (UINT64_C(1) << step) - 1;
-        for (int key = 0; key < kTileKeys; key += step)
-            if (!held(key)) bits &= ~(box << key);
-        valid[stage] = bits;
-    }
-
-    __device__ __forceinline__ void start(const Tile &at, int stage, int which, const CUtensorMap &map,
-                                          const fa_operand &x, int columns) const {
-        const int head = x.stride[1] ? at.head : 0;
-        char *to = tile(stage, which);
-        const bool exists = place[0].exists(params);
-        if (params.load == Load::kBoxes) {
-            if (member) return;
-            const int keys = 1 << params.box_shift;
-            const uint32_t held = __ballot_sync(~0u, exists);
-            if (lane * keys < kTileKeys) {
-                const int row = exists ? place[0].row : kNowhere, batch = exists && x.stride[0] ? place[0].batch : 0;
-#pragma unroll
-                for (int slab = 0; slab < C::kSlabs; ++slab)
-                    tma_load(to + slab * C::kSlabBytes + lane * keys * 128, &map, barrier(stage, which), slab * 64, row,
-                             head, batch, kEvictFirst);
-            }
-            if (lane) return;
-            if (which == 0)
-                write_valid(
-                    at, stage, [&](int key) { return held >> (key >> params.box_shift) & 1; }, keys);
-            mbarrier_arrive_expect(barrier(stage, which), C::kTileBytes); // the phase lasts until then, whatever lands
-        } else {
-            const bool exist[2] = {exists, place[1].exists(params)};
-            if (which == 0) {
-                const uint32_t low = __ballot_sync(~0u, exist[0]), high = __ballot_sync(~0u, exist[1]);
-                if (member == 0 && lane == 0) {
-                    valid[stage] = uint64_t(high) << 32 | low;
-                    mbarrier_arrive(barrier(stage, 0));
-                }
-            }
-            constexpr int kPieces = C::kColumns / 8; // of a row
-            const char *base = static_cast<const char *>(x.data) + head * x.stride[1] * 2;
-            const uint32_t shared = shared_address(to);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) { // 32 rows, whose places the lanes hold
-                const Place mine = place[half];
-                const int64_t offset = !exist[half] ? -1 : mine.batch * x.stride[0] + mine.row * x.stride[2];
-#pragma unroll 4
-                for (int n = 0; n < kPieces / C::kTeam; ++n) {
-                    const int index = (n * C::kTeam + member) * 32 + lane, row = index / kPieces,
-                              piece = index % kPieces;
-                    const int64_t from = __shfl_sync(~0u, offset, row);
-                    const bool exists = from >= 0 && piece * 8 < columns;
-                    cp_async_16(shared + piece / 8 * C::kSlabBytes + (32 * half + row) * 128 + ((piece ^ row) % 8) * 16,
-                                exists ? base + (from + piece * 8) * 2 : x.data, exists);
-                }
-            }
-            cp_async_arrive(barrier(stage, which));
-        }
-    }
     static constexpr int kNowhere = 1 << 30; // a row that no array has: TMA writes zeros and reads nothing
-};
 
-/* V's rows that nobody may see are 0, whatever lies there: a weight of 0 times NaN would be NaN. All warps of the team;
- * release() comes before anybody reads them, and the fence before TMA writes there again. */
-template <class C> __device__ __forceinline__ void clear_rows(char *values, uint64_t valid, int member, int lane) {
-    for (int row = member; row < kTileKeys; row += C::kTeam)
-        if (!(valid >> row & 1) && lane < C::kColumns / 8)
-            *reinterpret_cast<uint4 *>(values + lane / 8 * C::kSlabBytes + row * 128 + lane % 8 * 16) =
-                make_uint4(0, 0, 0, 0);
-    tma_store_fence();
-}
+    __device__ __forceinline__ void start(int at, const CUtensorMap &map, const fa_operand &x, int columns, bool here,
+                                          uint32_t all) const {
+        if (!params.boxes) return copy(at, x, columns, all);
+        if (lane() == 0) mbarrier_arrive_expect(full + at, C::kSlotBytes);
+        __syncwarp();
+        // The first key of a box that exists, and its box's first row.
+        const int keys = params.boxes, first = lane() & -keys;
+        const uint32_t box = (all >> first) & (keys == 32 ? ~0u : (1u << keys) - 1);
+        const bool leads = box ? lane() == first + __ffs(box) - 1 : lane() == first;
+        if (!leads) return;
+        const int row = box ? place[0].row - (lane() - first) : kNowhere, head = x.stride[1] ? job.head : 0,
+                  batch = box && x.stride[0] ? place[0].batch : 0;
+        char *to = slot(at) + first * 128;
+#pragma unroll
+        for (int slab = 0; slab < C::kColumns / 64; ++slab)
+            tma_load(to + slab * C::kSlabBytes, &map, full + at, slab * 64, row, head, batch, kEvictFirst);
+    }
+
+    __device__ __forceinline__ void copy(int at, const fa_operand &x, int columns, uint32_t all) const {
+        constexpr int kPieces = C::kColumns / 8; // 16 bytes of a row
+        const int lane = this->lane(), piece = lane % kPieces;
+        const char *base = static_cast<const char *>(x.data) + (job.head * x.stride[1] + piece * 8) * 2;
+        const int64_t offset = (place[0].batch * x.stride[0] + place[0].row * x.stride[2]) * 2;
+        copy_rows<C>(base, offset, shared_address(slot(at)), piece * 8 < columns ? all : 0, full + at);
+    }
+    static_assert(C::kColumns <= 256, "a row of a slot is a step of a warp at most");
+};
 
 } // namespace fa::sm90::serve
