@@ -66,8 +66,7 @@ template <class C> struct FusedSmem {
     alignas(1024) char q[C::kStages][kQueryBytes];
     alignas(1024) char dout[C::kStages][kQueryBytes];
     alignas(1024) char ds[2][C::kTileQ / kSlabColumns * kKeySlabBytes];
-    alignas(128) float4 dq[C::kConsumers][4][kPartElements / 4];
-    RowBlock<C::kTileQ> rows[C::kStages];
+    FusedRowBlock<C::kTileQ> rows[C::kStages];
     alignas(16) Tile tile[kTileStages];
     uint64_t kv_full, kv_empty;
     uint64_t full[C::kStages], empty[C::kStages]; // Q, dO and the row block
@@ -90,6 +89,19 @@ template <class C> __device__ __forceinline__ FusedWalk fused_walk(const Backwar
     int first = blocks.begin;
     if (!C::kMasked && blocks.begin < blocks.end) first += tile_row / C::kTileK % (blocks.end - blocks.begin);
     return {blocks.begin, blocks.end, first, first, 0};
+}
+
+/* Query blocks [begin, end). */
+struct BlockRange {
+    int begin, end;
+    __device__ __forceinline__ bool holds(int block) const { return block >= begin && block < end; }
+};
+
+/* The blocks of queries that see all 64 keys from `key`. */
+template <class C> __device__ __forceinline__ BlockRange whole_blocks(const ShiftedBand &v, int key) {
+    if (key < 0 || key + 64 > v.seq_k) return {0, 0};
+    if (!C::kMasked) return {0, INT_MAX};
+    return {ceil_blocks<C::kTileQ>(key + 64 - v.upper), floor_blocks<C::kTileQ>(key + 1 - v.lower)};
 }
 
 template <class C> __device__ __forceinline__ void fused_produce(const FusedParams &p, FusedSmem<C> &smem) {
@@ -122,16 +134,22 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
                                               batch * p.v_step[1], kEvictFirst);
         kv_ring.advance();
         next = announce(next_index);
+        if (next.row >= 0) { // its keys and values to L2
+            const int next_pair = p.call.first_pair + next.head, next_batch = next_pair / p.call.heads_kv;
+            const int next_head = next_pair - next_batch * p.call.heads_kv, next_key = next.row - p.call.key_begin;
+            tma_prefetch_tile<C::kHeadDim>(&p.k, next_key, next_head * p.k_step[0], next_batch * p.k_step[1]);
+            tma_prefetch_tile<C::kHeadDim>(&p.v, next_key, next_head * p.v_step[0], next_batch * p.v_step[1]);
+        }
         for (; walk.member < p.call.group; walk.advance()) {
             const int head = kv_head * p.call.group + walk.member, row = walk.block * C::kTileQ - p.call.row_begin;
             const int64_t block = (int64_t(tile.head) * p.call.group + walk.member) * p.row_block_count + walk.block;
             uint64_t *full = &smem.full[ring.stage];
             mbarrier_wait(&smem.empty[ring.stage], ring.parity);
-            mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(RowBlock<C::kTileQ>));
+            mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(FusedRowBlock<C::kTileQ>));
             tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[ring.stage], &p.q, full, row, head * p.q_step[0],
                                                   batch * p.q_step[1], kEvictLast);
-            bulk_load(&smem.rows[ring.stage], p.row_blocks + block * int64_t(sizeof(RowBlock<C::kTileQ>)),
-                      sizeof(RowBlock<C::kTileQ>), full);
+            bulk_load(&smem.rows[ring.stage], p.row_blocks + block * int64_t(sizeof(FusedRowBlock<C::kTileQ>)),
+                      sizeof(FusedRowBlock<C::kTileQ>), full);
             tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[ring.stage], &p.dout, full, row + p.call.dout_row,
                                                   head * p.dout_step[0], batch * p.dout_step[1], kEvictLast);
             ring.advance();
@@ -142,7 +160,7 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
 template <class C> __device__ __forceinline__ void fused_consume(const FusedParams &p, FusedSmem<C> &smem, int wg) {
     using T = typename C::Element;
     using Smem = FusedSmem<C>;
-    constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kFirst = kTileQ == 64 ? 4 : 1;
+    constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs;
     static_assert(kTileQ * kSlabs == 128 && C::kTileK == 128 && C::kConsumers == 2,
                   "a block's dQ is 64 x 64 for each warpgroup");
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
@@ -160,25 +178,21 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
         FusedWalk walk = fused_walk<C>(p.call, tile_row);
         const bool seen = walk.begin < walk.end;
         if (seen) {
-            float scores[kTileQ / 2], products[kTileQ / 2];          // products: dP
-            uint32_t words[kTileQ / 4];                              // P, then dT, rounded: the A operand
-            auto &dq = reinterpret_cast<float(&)[kDqCount]>(scores); // in registers of S that P has left
+            float scores[kTileQ / 2], products[kTileQ / 2], dq[kDqCount]; // products: dP - delta
+            uint32_t weights[kTileQ / 4], words[kTileQ / 4];              // A operands, rounded: P, dT
             const int first_head = __shfl_sync(0xffffffff, smem.tile[round % Smem::kTileStages].head, 0) * p.call.group;
-            // Whether some key of the warpgroup is hidden from some query of a block.
-            const auto is_masked = [&](int block) {
-                const int first = fresh(tile_key) + wg * 64;
-                if (first < 0 || first + 64 > v.seq_k) return true;
-                if constexpr (!C::kMasked) return false;
-                return block * kTileQ < first + 64 - v.upper || (block + 1) * kTileQ > first - v.lower + 1;
-            };
-            auto issue_scores = [&] { // S^T of the ring's step
+            float *const sums = p.sums + int64_t(first_head) * p.row_block_count * kQueryElements +
+                                (wg * 4 + warp) * kPartElements + lane * 4;
+            const BlockRange whole = whole_blocks<C>(v, tile_key + wg * 64); // nothing of which is hidden
+            auto issue_scores = [&] {                                        // S^T of the ring's step
                 gemm_qk<T, C::kHeadDim>(scores, fresh_address(smem.k) + wg * 64 * kSlabRowBytes, Smem::kKeySlabBytes,
                                         fresh_address(smem.q[ring.stage]), Smem::kQuerySlabBytes);
                 wgmma_commit();
             };
-            auto issue_products = [&] { // dP^T
-                gemm_qk<T, C::kHeadDim>(products, fresh_address(smem.v) + wg * 64 * kSlabRowBytes, Smem::kKeySlabBytes,
-                                        fresh_address(smem.dout[ring.stage]), Smem::kQuerySlabBytes);
+            auto issue_products = [&] { // dP^T - delta
+                gemm_onto<T, C::kHeadDim>(products, fresh_address(smem.v) + wg * 64 * kSlabRowBytes,
+                                          Smem::kKeySlabBytes, fresh_address(smem.dout[ring.stage]),
+                                          Smem::kQuerySlabBytes);
                 wgmma_commit();
             };
             auto issue_dq = [&] { // of the last step that this warp stored dT of, once all have
@@ -189,52 +203,50 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
                                       fresh_address(smem.k) + (kSlabs == 1 ? 0 : slab));
                 wgmma_commit();
             };
-            auto add_dq = [&](int head, int block) { // what the warp has staged, to its part of the sums; lane 0 calls
-                const int64_t at = int64_t(first_head + head) * p.row_block_count + block;
-                add_part(p.sums + at * kQueryElements + (wg * 4 + warp) * kPartElements, smem.dq[wg][warp]);
-            };
-            const auto rows_of = [&](const float(&rows)[kTileQ], int i) { // of the queries of accumulators i and i + 1
-                return *reinterpret_cast<const float2 *>(&rows[8 * (i >> 2) + 2 * (lane % 4)]);
-            };
-            /* LSE or delta of a thread's first queries, loaded ahead of a wait; the others come under the arithmetic.
-             */
-            const auto load_first = [&](float2(&first)[kFirst], const float(&rows)[kTileQ]) {
+            /* P of the step, rounded; with softcap also dT, in place of dP. */
+            auto weigh = [&](const FusedRowBlock<kTileQ> &rows) {
 #pragma unroll
-                for (int n = 0; n < kFirst; ++n) first[n] = rows_of(rows, 4 * n);
-            };
-            /* P of the step in `stage`, rounded, of accumulators [from, to); with softcap also dT, in place of dP. */
-            auto weigh = [&](int stage, const float2(&first)[kFirst], int from, int to) {
-                const RowBlock<kTileQ> &rows = smem.rows[stage];
+                for (int j = 0; j < kTileQ / 16; ++j) {
+                    const float4 own = *reinterpret_cast<const float4 *>(
+                        &rows.lse[j * 16 + lane % 4 * 4]); // of the queries of accumulators 8 j + {0, 1, 4, 5}
+                    const float lse[4] = {own.x, own.y, own.z, own.w};
+                    float weight[8];
 #pragma unroll
-                for (int i = from; i < to; i += 2) {
-                    const float2 lse = i / 4 < kFirst ? first[i / 4] : rows_of(rows.lse, i);
-                    float weight[2];
-#pragma unroll
-                    for (int n = 0; n < 2; ++n) {
-                        const float own = n ? lse.y : lse.x;
+                    for (int n = 0; n < 8; ++n) {
+                        const int i = 8 * j + n;
+                        const float query = lse[n / 4 * 2 + n % 2];
                         if constexpr (C::kSoftcap) {
-                            const float2 delta = rows_of(rows.delta, i);
-                            float slope, &product = products[i + n];
-                            weight[n] = capped_weight_of(scores[i + n], p.call.score, own, &slope);
-                            product = weight[n] * (product - (n ? delta.y : delta.x)) * slope;
+                            float slope;
+                            weight[n] = capped_weight_of(scores[i], p.call.score, query, &slope);
+                            products[i] *= weight[n] * slope;
                         } else {
-                            weight[n] = weight_of(scores[i + n], p.call.score.scale_log2, own);
+                            weight[n] = weight_of(scores[i], p.call.score.scale_log2, query);
                         }
                     }
-                    words[i / 2] = pack_pair<T>(weight[0], weight[1]);
+#pragma unroll
+                    for (int n = 0; n < 4; ++n) weights[4 * j + n] = pack_pair<T>(weight[2 * n], weight[2 * n + 1]);
                 }
             };
-            auto differentiate = [&](int stage, const float2(&first)[kFirst]) { // dT in place of dP
+            auto load_deltas = [&](const FusedRowBlock<kTileQ> &rows) { // with their sign changed
 #pragma unroll
-                for (int i = 0; i < kTileQ / 2; i += 2) {
-                    const float2 delta = i / 4 < kFirst ? first[i / 4] : rows_of(smem.rows[stage].delta, i);
-                    const float2 weight = unpack<T>(words[i / 2]);
-                    products[i] = weight.x * (products[i] - delta.x);
-                    products[i + 1] = weight.y * (products[i + 1] - delta.y);
+                for (int c = 0; c < kTileQ / 8; ++c) {
+                    const float4 own = *reinterpret_cast<const float4 *>(&rows.minus_delta[c * 16 + lane % 4 * 4]);
+                    products[4 * c] = own.x, products[4 * c + 1] = own.y;
+                    products[4 * c + 2] = own.z, products[4 * c + 3] = own.w;
+                }
+            };
+            auto differentiate = [&] { // dT = P (dP - delta), P as it was rounded
+#pragma unroll
+                for (int i = 0; i < kTileQ / 4; ++i) {
+                    if constexpr (C::kSoftcap)
+                        words[i] = pack_pair<T>(products[2 * i], products[2 * i + 1]);
+                    else
+                        words[i] = weighted<T>(weights[i], products[2 * i], products[2 * i + 1]);
                 }
             };
             /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */
-            auto find_visible = [&](uint32_t(&visible)[2], int block) {
+            auto hide = [&](uint32_t(&of)[kTileQ / 4], int block) {
+                uint32_t visible[2];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int key = key_of(fresh(tile_key)) + 8 * r;
@@ -242,87 +254,58 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
                     visible[r] = columns_between(first - v.upper, first - v.lower, 2 * (lane % 4));
                     if (key < 0 || key >= v.seq_k) visible[r] = 0;
                 }
-            };
-            auto hide_weights = [&](int block) {
-                uint32_t visible[2];
-                find_visible(visible, block);
 #pragma unroll
                 for (int i = 0; i < kTileQ / 2; i += 2)
-                    words[i / 2] &=
+                    of[i / 2] &=
                         (is_visible(visible, i) ? 0x0000ffffu : 0) | (is_visible(visible, i + 1) ? 0xffff0000u : 0);
-            };
-            auto hide_products = [&](int block) {
-                uint32_t visible[2];
-                find_visible(visible, block);
-#pragma unroll
-                for (int i = 0; i < kTileQ / 2; ++i)
-                    if (!is_visible(visible, i)) products[i] = 0.0f;
             };
 
             int stage = 0, left = (walk.end - walk.begin) * p.call.group; // steps
-            int member = 0, block = 0;                                    // of the step before
-            bool staged = false;                                          // its dq is in shared memory
-            auto do_step = [&](auto is_first) { // between the scores of the ring's step and the next
+            int before = 0; // the row block of the step whose dQ is not added yet
+            /* From the scores of the ring's step on their way to dK on its way. */
+            auto do_step = [&](auto is_first) {
                 constexpr bool kIsFirst = decltype(is_first)::value;
-                float2 first[kFirst];
-                load_first(first, smem.rows[ring.stage].lse);
-                wgmma_wait<0>();
-                wgmma_pin(scores);
-                if constexpr (!kIsFirst) {
-                    wgmma_pin(words);
-                    warp_arrive(&smem.empty[stage], lane);
-                }
                 stage = ring.stage;
-                weigh(stage, first, 0, C::kAhead);
+                const FusedRowBlock<kTileQ> &rows = smem.rows[stage];
+                load_deltas(rows);
                 wgmma_fence();
                 issue_products();
-                wgmma_wait<1>(); // of nothing: keeps the arithmetic from between the products
+                wgmma_wait<C::kSoftcap ? 0 : 1>();
                 wgmma_pin(scores);
-                if constexpr (C::kSoftcap) {
-                    wgmma_wait<0>();
-                    wgmma_pin(products);
-                }
-                weigh(stage, first, C::kAhead, kTileQ / 2);
-                if (is_masked(walk.block)) {
-                    hide_weights(walk.block);
-                    if constexpr (C::kSoftcap) hide_products(walk.block);
-                }
+                if constexpr (C::kSoftcap) wgmma_pin(products);
+                weigh(rows);
+                const bool hidden = !whole.holds(walk.block);
+                if (hidden) hide(weights, walk.block);
                 wgmma_fence();
-                gemm_pv<T>(dv, words, fresh_address(smem.dout[stage]), Smem::kQuerySlabBytes, !kIsFirst);
+                gemm_pv<T>(dv, weights, fresh_address(smem.dout[stage]), Smem::kQuerySlabBytes, !kIsFirst);
                 wgmma_commit();
                 if constexpr (!kIsFirst) issue_dq();
-                if constexpr (!C::kSoftcap) {
-                    load_first(first, smem.rows[stage].delta);
-                    wgmma_wait<kIsFirst ? 1 : 2>();
-                    wgmma_pin(products);
-                    differentiate(stage, first);
-                    if (is_masked(walk.block)) hide_products(walk.block);
-                }
-                wgmma_wait<kIsFirst ? 0 : 1>();
-                wgmma_pin(words);
-                wgmma_pin(products); // not packed ahead of the wait, which would take more registers
-                pack_scores<T>(words, products);
+                wgmma_wait<kIsFirst ? 1 : 2>();
+                wgmma_pin(products);
+                differentiate();
+                if (hidden) hide(words, walk.block);
                 wgmma_fence();
                 gemm_pv<T>(dk, words, fresh_address(smem.q[stage]), Smem::kQuerySlabBytes, !kIsFirst);
                 wgmma_commit();
+                wgmma_wait<1>();
+                wgmma_pin(weights);
                 if constexpr (!kIsFirst) {
-                    wgmma_wait<1>();
                     wgmma_pin(dq);
-                    stage_part(smem.dq[wg][warp], dq, lane);
-                    staged = true;
+                    add_part(sums + int64_t(before) * kQueryElements, dq);
                 }
+                before = walk.member * p.row_block_count + walk.block;
+                walk.advance();
                 ring.advance();
             };
-            /* dT to shared memory, for all, and dq of the step before on its way. */
-            auto publish = [&] {
+            auto publish = [&] { // dT to shared memory, for all
                 store_words(fresh_address(smem.ds[stored % 2]) + (wg * 64 + warp * 16) * kSlabRowBytes,
                             Smem::kKeySlabBytes, words, lane);
                 tma_store_fence(); // also of this thread's reads of the row block, before the next copy into it
                 warp_arrive(&smem.ds_full[stored % 2], lane);
-                if (staged && lane == 0) add_dq(member, block);
                 ++stored;
-                member = walk.member, block = walk.block;
-                walk.advance();
+            };
+            auto add_dq = [&] { // the warp's part, to its sums
+                add_part(sums + int64_t(before) * kQueryElements, dq);
             };
 
             mbarrier_wait(&smem.kv_full, kv_ring.parity);
@@ -335,6 +318,9 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
                 wgmma_fence();
                 issue_scores();
                 publish();
+                wgmma_wait<1>();
+                wgmma_pin(words);
+                warp_arrive(&smem.empty[stage], lane);
                 do_step(std::false_type());
             }
             publish();
@@ -342,13 +328,10 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
             wgmma_wait<0>();
             wgmma_pin(words);
             wgmma_pin(dq);
+            add_dq();
             warp_arrive(&smem.empty[stage], lane);
             warp_arrive(&smem.kv_empty, lane);
             kv_ring.advance();
-            stage_part(smem.dq[wg][warp], dq, lane);
-            tma_store_fence();
-            __syncwarp();
-            if (lane == 0) add_dq(member, block);
             wgmma_pin(dk);
             wgmma_pin(dv);
         }
@@ -371,7 +354,6 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
             store_gradient<T>(p.dv, batch, kv_head, key + p.call.key_begin, p.call.seq_k, dv, v_factor, p.call.head_dim,
                               lane);
     }
-    if (lane == 0) tma_store_wait(); // the last addition reads this block's shared memory
 }
 
 template <class C>

@@ -16,7 +16,7 @@ struct RowsOperand {
 struct FusedRowsParams {
     BackwardCall call;
     RowsOperand out, dout, lse, dlse;
-    char *row_blocks; // RowBlock<TileQ> [head of the launch][block]
+    char *row_blocks; // FusedRowBlock<TileQ> [head of the launch][block]
     int row_block_count;
     float *sums; // kQueryElements a block
     const void *sinks;
@@ -91,10 +91,13 @@ __global__ void __launch_bounds__(kFusedRowsThreads) fused_rows(const __grid_con
     };
     const float lse = value(p.lse), dlse = value(p.dlse), delta = sees ? product - dlse : 0.0f;
     if (mine) {
-        auto *block = reinterpret_cast<RowBlock<TileQ> *>(p.row_blocks) +
+        auto *block = reinterpret_cast<FusedRowBlock<TileQ> *>(p.row_blocks) +
                       (int64_t(launch_head) * p.row_block_count + row / TileQ);
-        block->lse[row % TileQ] = sees && lse != -INFINITY ? lse * kLog2E : INFINITY; // -inf: a weight of 0, not of inf
-        block->delta[row % TileQ] = delta;
+        const int inside = row % TileQ, quad = inside % 8 / 2; // the lane that has it, and where
+        block->lse[inside / 16 * 16 + quad * 4 + inside % 16 / 8 * 2 + inside % 2] =
+            sees && lse != -INFINITY ? lse * kLog2E : INFINITY; // -inf: a weight of 0, not of inf
+        float *const twice = &block->minus_delta[inside / 8 * 16 + quad * 4 + inside % 2];
+        twice[0] = twice[2] = -delta;
     }
     if (!p.sink_parts) return;
     const float sink = bounded(load_as_float(p.sinks, p.sinks_dtype, head * p.sinks_stride));

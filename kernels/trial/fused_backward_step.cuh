@@ -6,6 +6,7 @@
  * moves; fused_backward_rows.cuh clears the sums and turns them into dq. */
 #pragma once
 #include "sm90/backward.cuh"
+#include <limits.h> // INT_MAX
 
 namespace fa::sm90 {
 
@@ -57,29 +58,61 @@ __device__ __forceinline__ void store_words(uint32_t rows, uint32_t slab_bytes, 
     }
 }
 
-/* Adds `bytes` of float32 from shared to global memory, both 16-byte aligned, without waiting. One thread, always the
- * same one, as for tma_store(). */
-__device__ __forceinline__ void bulk_add(float *to, const void *from, uint32_t bytes, int site = __builtin_LINE()) {
-    FA_CHAOS_POINT(site);
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
-                 "r"(shared_address(from)), "r"(bytes)
-                 : "memory");
+/* P (dP - delta) of two pairs of a query and a key, from P as it was rounded. In float16, whose range dP - delta may
+ * leave, the product is of float32; bfloat16 has the range, and what it rounds more is as much as P was rounded. */
+template <class T> __device__ __forceinline__ uint32_t weighted(uint32_t weights, float low, float high) {
+    if constexpr (std::is_same_v<T, __half>) {
+        const float2 weight = unpack<T>(weights);
+        return pack_pair<T>(weight.x * low, weight.y * high);
+    } else {
+        uint32_t product;
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(weights), "r"(pack_pair<T>(low, high)));
+        return product;
+    }
 }
 
-/* A warp's dq to `staged`, kPartBytes of shared memory that are the warp's own. Its addition before may still read
- * them: lane 0 waits for that. The whole warp calls it. */
-__device__ __forceinline__ void stage_part(float4 *staged, const float (&dq)[kDqCount], int lane) {
-    if (lane == 0) tma_store_wait_read();
-    __syncwarp();
+/* A warp's dq to its sums, this lane's first of which is at `to`. */
+__device__ __forceinline__ void add_part(float *to, const float (&dq)[kDqCount], int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
 #pragma unroll
     for (int c = 0; c < kDqCount / 4; ++c)
-        staged[c * 32 + lane] = make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + c * 128), "f"(dq[4 * c]),
+                     "f"(dq[4 * c + 1]), "f"(dq[4 * c + 2]), "f"(dq[4 * c + 3])
+                     : "memory");
 }
 
-/* Adds it to the warp's part of the sums, after a tma_store_fence() of all lanes and __syncwarp(). Lane 0 calls it. */
-__device__ __forceinline__ void add_part(float *part, const float4 *staged) {
-    bulk_add(part, staged, kPartBytes);
-    tma_store_commit();
+/* Of `Rows` queries, as TMA brings them to shared memory and a thread reads them 16 bytes at a time. */
+template <int Rows> struct alignas(128) FusedRowBlock {
+    float lse[Rows]; // [16 queries][lane % 4]: queries 2 l, 2 l + 1, 2 l + 8, 2 l + 9, in base 2; +inf where
+                     // one sees no key, and past the last
+    float minus_delta[2 * Rows]; // [8 queries][lane % 4]: queries 2 l, 2 l + 1, and both again; 0 there
+};
+
+template <int Tile> __device__ __forceinline__ int floor_blocks(int row) {
+    return row >= 0 ? row / Tile : -((Tile - 1 - row) / Tile);
+}
+template <int Tile> __device__ __forceinline__ int ceil_blocks(int row) { return floor_blocks<Tile>(row + Tile - 1); }
+
+/* scores (64 x 2 * Count) += Q K^T, else as gemm_qk(). */
+template <class T, int HeadDim, int Count>
+__device__ __forceinline__ void gemm_onto(float (&scores)[Count], uint32_t q, uint32_t q_slab_bytes, uint32_t k,
+                                          uint32_t k_slab_bytes) {
+    const uint64_t a = descriptor_k_major(q), b = descriptor_k_major(k);
+#pragma unroll
+    for (int step = 0; step < HeadDim / 16; ++step) {
+        const uint32_t slab = step / 4, inside = (step % 4) * 32;
+        wgmma_ss<T>(scores, a + ((slab * q_slab_bytes + inside) >> 4), b + ((slab * k_slab_bytes + inside) >> 4), 1);
+    }
+}
+
+/* Keys or values of a tile of 128 rows to L2. One thread. */
+template <int Columns>
+__device__ __forceinline__ void tma_prefetch_tile(const CUtensorMap *map, int row, int head, int batch) {
+#pragma unroll
+    for (int column = 0; column < Columns; column += kSlabColumns)
+        asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(column),
+                     "r"(row), "r"(head), "r"(batch)
+                     : "memory");
 }
 
 } // namespace fa::sm90

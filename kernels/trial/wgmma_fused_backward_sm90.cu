@@ -127,7 +127,7 @@ static bool fused_sizes(const fa_backward &p, const fa_device_info *device, Fuse
     own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->row_blocks * (tile_q / 16) : 0;
     own->parts_at = kFusedCounterBytes;
     own->rows_at = own->parts_at + divided_up(f.batch * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
-    const int64_t row_bytes = group * own->row_blocks * tile_q * int64_t(2 * sizeof(float));
+    const int64_t row_bytes = group * own->row_blocks * tile_q * int64_t(3 * sizeof(float));
     const int64_t pair_bytes = row_bytes + group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
     const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
     own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);

@@ -43,6 +43,11 @@ template <class Unit, size_t N, class T> void ld_shared(const std::array<T *, N>
 }
 template <class Unit, class T> void ld_shared(T &x, uint32_t from) { ld_shared<Unit>(std::array{&x}, from); }
 
+/* Adds to float32 in global memory: fibers do not interrupt each other. */
+template <size_t N> void red_global(float *to, const std::array<const float *, N> &x) {
+    for (size_t n = 0; n < N; ++n) to[n] += *x[n];
+}
+
 /* cp.async of 16, 8 or 4 bytes; `given`: how many of them are read; a predicate instead ignores the source. */
 inline void cp_async(uint32_t to, const void *from, uint32_t bytes) { copy_async(to, from, bytes, bytes); }
 inline void cp_async(uint32_t to, const void *from, uint32_t bytes, bool ignores) {
@@ -151,6 +156,13 @@ void mma(const std::array<float *, 4> &d, const std::array<A *, K / 4> &a, const
 
 template <bool BF16, class Word> void cvt_x2(Word &to, float high, float low) {
     to = static_cast<uint32_t>(to_bits(high, BF16)) << 16 | to_bits(low, BF16);
+}
+
+template <bool BF16, class Word> void mul_x2(Word &to, uint32_t a, uint32_t b) {
+    const auto half = [&](int shift) {
+        return to_bits(from_bits(uint16_t(a >> shift), BF16) * from_bits(uint16_t(b >> shift), BF16), BF16);
+    };
+    to = static_cast<uint32_t>(half(16)) << 16 | half(0);
 }
 
 /* ---- mbarriers, elections ---- */
