@@ -61,14 +61,14 @@ template <class C> struct FusedSmem {
     static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes;
     static constexpr int kTileStages = 4; // as in ForwardSmem
 
-    alignas(1024) char k[kKeyBytes];
-    alignas(1024) char v[kKeyBytes];
+    alignas(1024) char k[C::kKeyStages][kKeyBytes];
+    alignas(1024) char v[C::kKeyStages][kKeyBytes];
     alignas(1024) char q[C::kStages][kQueryBytes];
     alignas(1024) char dout[C::kStages][kQueryBytes];
     alignas(1024) char ds[2][C::kTileQ / kSlabColumns * kKeySlabBytes];
     FusedRowBlock<C::kTileQ> rows[C::kStages];
     alignas(16) Tile tile[kTileStages];
-    uint64_t kv_full, kv_empty;
+    uint64_t kv_full[C::kKeyStages], kv_empty[C::kKeyStages];
     uint64_t full[C::kStages], empty[C::kStages]; // Q, dO and the row block
     uint64_t ds_full[2];
     uint64_t tile_full[kTileStages], tile_empty[kTileStages];
@@ -107,53 +107,69 @@ template <class C> __device__ __forceinline__ BlockRange whole_blocks(const Shif
 template <class C> __device__ __forceinline__ void fused_produce(const FusedParams &p, FusedSmem<C> &smem) {
     using Smem = FusedSmem<C>;
     RingState<C::kStages> ring(1);
-    RingState<1> kv_ring(1);
+    RingState<C::kKeyStages> kv_ring(1);
     RingState<Smem::kTileStages> tile_ring(1);
+    struct Place {
+        int kv_head, batch, key;
+    };
+    auto place_of = [&](const Tile &tile) {
+        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
+        return Place{pair - batch * p.call.heads_kv, batch, tile.row - p.call.key_begin};
+    };
     auto announce = [&](uint32_t index) {
         Tile tile = tile_at(p.schedule, index, 1);
         if (tile.row >= 0) tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
+        if (tile.row >= 0 && C::kKeyStages == 1) {
+            const Place at = place_of(tile);
+            tma_prefetch_tile<C::kHeadDim>(&p.k, at.key, at.kv_head * p.k_step[0], at.batch * p.k_step[1]);
+            tma_prefetch_tile<C::kHeadDim>(&p.v, at.key, at.kv_head * p.v_step[0], at.batch * p.v_step[1]);
+        }
         announce_tile(smem, tile_ring, tile);
         return tile;
     };
-    Tile tile = announce(next_tile<C::kMasked>(p.schedule, 0)), next;
-    for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
-        const uint32_t next_index =
-            next_tile<C::kMasked>(p.schedule, round); // early: the counter answers while this tile is loaded
-        FusedWalk walk = fused_walk<C>(p.call, tile.row);
-        if (walk.begin >= walk.end) {
-            next = announce(next_index);
-            continue;
-        }
-        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
-        const int kv_head = pair - batch * p.call.heads_kv, key = tile.row - p.call.key_begin;
-        mbarrier_wait(&smem.kv_empty, kv_ring.parity);
-        mbarrier_arrive_expect(&smem.kv_full, 2 * Smem::kKeyBytes);
-        tma_load_tile<C::kHeadDim, C::kTileK>(smem.k, &p.k, &smem.kv_full, key, kv_head * p.k_step[0],
-                                              batch * p.k_step[1], kEvictFirst);
-        tma_load_tile<C::kHeadDim, C::kTileK>(smem.v, &p.v, &smem.kv_full, key, kv_head * p.v_step[0],
-                                              batch * p.v_step[1], kEvictFirst);
+    auto load_keys = [&](const Tile &tile) { // and values, of a tile that has steps
+        if (tile.row < 0) return;
+        const FusedWalk walk = fused_walk<C>(p.call, tile.row);
+        if (walk.begin >= walk.end) return;
+        const Place at = place_of(tile);
+        uint64_t *full = &smem.kv_full[kv_ring.stage];
+        mbarrier_wait(&smem.kv_empty[kv_ring.stage], kv_ring.parity);
+        mbarrier_arrive_expect(full, 2 * Smem::kKeyBytes);
+        tma_load_tile<C::kHeadDim, C::kTileK>(smem.k[kv_ring.stage], &p.k, full, at.key, at.kv_head * p.k_step[0],
+                                              at.batch * p.k_step[1], kEvictFirst);
+        tma_load_tile<C::kHeadDim, C::kTileK>(smem.v[kv_ring.stage], &p.v, full, at.key, at.kv_head * p.v_step[0],
+                                              at.batch * p.v_step[1], kEvictFirst);
         kv_ring.advance();
-        next = announce(next_index);
-        if (next.row >= 0) { // its keys and values to L2
-            const int next_pair = p.call.first_pair + next.head, next_batch = next_pair / p.call.heads_kv;
-            const int next_head = next_pair - next_batch * p.call.heads_kv, next_key = next.row - p.call.key_begin;
-            tma_prefetch_tile<C::kHeadDim>(&p.k, next_key, next_head * p.k_step[0], next_batch * p.k_step[1]);
-            tma_prefetch_tile<C::kHeadDim>(&p.v, next_key, next_head * p.v_step[0], next_batch * p.v_step[1]);
-        }
-        for (; walk.member < p.call.group; walk.advance()) {
-            const int head = kv_head * p.call.group + walk.member, row = walk.block * C::kTileQ - p.call.row_begin;
+    };
+    Tile tile = announce(next_tile<C::kMasked>(p.schedule, 0)), next;
+    load_keys(tile);
+    for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
+        const uint32_t next_index = next_tile<C::kMasked>(p.schedule, round);
+        bool announced = false; // after a step, under which the counter answers
+        auto announce_next = [&] {
+            if (!announced) next = announce(next_index);
+            if (!announced && C::kKeyStages > 1) load_keys(next);
+            announced = true;
+        };
+        const Place at = place_of(tile);
+        for (FusedWalk walk = fused_walk<C>(p.call, tile.row); walk.begin < walk.end && walk.member < p.call.group;
+             walk.advance()) {
+            const int head = at.kv_head * p.call.group + walk.member, row = walk.block * C::kTileQ - p.call.row_begin;
             const int64_t block = (int64_t(tile.head) * p.call.group + walk.member) * p.row_block_count + walk.block;
             uint64_t *full = &smem.full[ring.stage];
             mbarrier_wait(&smem.empty[ring.stage], ring.parity);
             mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(FusedRowBlock<C::kTileQ>));
             tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[ring.stage], &p.q, full, row, head * p.q_step[0],
-                                                  batch * p.q_step[1], kEvictLast);
+                                                  at.batch * p.q_step[1], kEvictLast);
             bulk_load(&smem.rows[ring.stage], p.row_blocks + block * int64_t(sizeof(FusedRowBlock<C::kTileQ>)),
                       sizeof(FusedRowBlock<C::kTileQ>), full);
             tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[ring.stage], &p.dout, full, row + p.call.dout_row,
-                                                  head * p.dout_step[0], batch * p.dout_step[1], kEvictLast);
+                                                  head * p.dout_step[0], at.batch * p.dout_step[1], kEvictLast);
             ring.advance();
+            announce_next();
         }
+        announce_next();
+        if (C::kKeyStages == 1) load_keys(next);
     }
 }
 
@@ -165,7 +181,7 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
                   "a block's dQ is 64 x 64 for each warpgroup");
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
     RingState<C::kStages> ring(0);
-    RingState<1> kv_ring(0);
+    RingState<C::kKeyStages> kv_ring(0);
     uint32_t stored = 0; // steps whose dT is in shared memory
 
     int tile_row;
@@ -185,12 +201,12 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
                                 (wg * 4 + warp) * kPartElements + lane * 4;
             const BlockRange whole = whole_blocks<C>(v, tile_key + wg * 64); // nothing of which is hidden
             auto issue_scores = [&] {                                        // S^T of the ring's step
-                gemm_qk<T, C::kHeadDim>(scores, fresh_address(smem.k) + wg * 64 * kSlabRowBytes, Smem::kKeySlabBytes,
-                                        fresh_address(smem.q[ring.stage]), Smem::kQuerySlabBytes);
+                gemm_qk<T, C::kHeadDim>(scores, fresh_address(smem.k[kv_ring.stage]) + wg * 64 * kSlabRowBytes,
+                                        Smem::kKeySlabBytes, fresh_address(smem.q[ring.stage]), Smem::kQuerySlabBytes);
                 wgmma_commit();
             };
             auto issue_products = [&] { // dP^T - delta
-                gemm_onto<T, C::kHeadDim>(products, fresh_address(smem.v) + wg * 64 * kSlabRowBytes,
+                gemm_onto<T, C::kHeadDim>(products, fresh_address(smem.v[kv_ring.stage]) + wg * 64 * kSlabRowBytes,
                                           Smem::kKeySlabBytes, fresh_address(smem.dout[ring.stage]),
                                           Smem::kQuerySlabBytes);
                 wgmma_commit();
@@ -200,7 +216,7 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
                 mbarrier_wait(&smem.ds_full[step % 2], step / 2 % 2);
                 wgmma_fence();
                 gemm_dq<T, C::kTileK>(dq, fresh_address(smem.ds[step % 2]) + (kSlabs == 1 ? slab : 0),
-                                      fresh_address(smem.k) + (kSlabs == 1 ? 0 : slab));
+                                      fresh_address(smem.k[kv_ring.stage]) + (kSlabs == 1 ? 0 : slab));
                 wgmma_commit();
             };
             /* P of the step, rounded; with softcap also dT, in place of dP. */
@@ -308,7 +324,7 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
                 add_part(sums + int64_t(before) * kQueryElements, dq);
             };
 
-            mbarrier_wait(&smem.kv_full, kv_ring.parity);
+            mbarrier_wait(&smem.kv_full[kv_ring.stage], kv_ring.parity);
             mbarrier_wait(&smem.full[ring.stage], ring.parity);
             wgmma_fence();
             issue_scores();
@@ -330,7 +346,7 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
             wgmma_pin(dq);
             add_dq();
             warp_arrive(&smem.empty[stage], lane);
-            warp_arrive(&smem.kv_empty, lane);
+            warp_arrive(&smem.kv_empty[kv_ring.stage], lane);
             kv_ring.advance();
             wgmma_pin(dk);
             wgmma_pin(dv);
@@ -365,8 +381,10 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_fused(c
 
     if (threadIdx.x == 0) {
         for (const CUtensorMap *map : {&p.q, &p.dout, &p.k, &p.v}) tensor_map_prefetch(map);
-        mbarrier_init(&smem.kv_full, 1);
-        mbarrier_init(&smem.kv_empty, C::kConsumers * 4);
+        for (int stage = 0; stage < C::kKeyStages; ++stage) {
+            mbarrier_init(&smem.kv_full[stage], 1);
+            mbarrier_init(&smem.kv_empty[stage], C::kConsumers * 4);
+        }
         for (int buffer = 0; buffer < 2; ++buffer) mbarrier_init(&smem.ds_full[buffer], C::kConsumers * 4);
         for (int stage = 0; stage < FusedSmem<C>::kTileStages; ++stage) {
             mbarrier_init(&smem.tile_full[stage], 1);

@@ -88,11 +88,11 @@ inline BackwardCall backward_call(const fa_backward &p) {
     return call;
 }
 
-/* MiB of streamed operands that a section of the longest-first order holds, given those of one head in bytes: as for
- * the forward, not measured here. */
-inline int64_t section_heads(int64_t head_bytes, int64_t sharing) {
-    const int64_t bytes = (head_bytes <= 256 << 10 ? 16 : head_bytes <= 1 << 20 ? 32 : 64) << 20;
-    return std::max<int64_t>(1, head_bytes > 0 ? bytes / head_bytes : 1) * sharing;
+/* Heads whose streamed operands and sums, head_bytes each, a section of the longest-first order holds: few, so that what
+ * is in flight stays in L2; the next section's longest tiles follow the shortest of this one. */
+inline int64_t section_heads(int64_t head_bytes) {
+    constexpr int64_t kBytes = 16 << 20;
+    return std::max<int64_t>(1, head_bytes > 0 ? kBytes / head_bytes : 1);
 }
 
 /* Tiles of unequal length go longest first, dealt by a counter; others in the order of heads. Returns the grid. */

@@ -36,14 +36,20 @@ constexpr int fused_stages(int head_dim) {
     return head_dim <= 64 ? 2 : 3;
 }
 
+/* Tiles of keys in shared memory. */
+constexpr int fused_key_stages(int head_dim) {
+#ifdef FA_KEY_STAGES
+    return FA_KEY_STAGES;
+#endif
+    return head_dim <= 64 ? 2 : 1;
+}
+
 template <class T, int HeadDim, int Kind> struct FusedConfig {
     using Element = T;
     static constexpr int kHeadDim = HeadDim, kConsumers = kFusedConsumers, kTileK = kFusedTileK,
-                         kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim);
+                         kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim),
+                         kKeyStages = fused_key_stages(HeadDim);
     static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED;
-    // Scores of a thread that are turned into weights before dP needs registers: as many as ptxas wants, which else
-    // serialises the products.
-    static constexpr int kAhead = kTileQ == 128 && !kSoftcap ? (kMasked ? 16 : 32) : 0;
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
     static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
@@ -226,7 +232,7 @@ static fa_code launch_fused(const fa_backward &p, const FusedOwn &own, FusedWork
     work->rows.call.first_pair = work->fused.call.first_pair = work->finish.call.first_pair = int(first);
     work->query_blocks = pairs * group * own.row_blocks;
     work->key_blocks = order(&work->fused.schedule, unequal, own.key_tiles, pairs,
-                             section_heads(8 * group * f.seq_q * f.head_dim, 1), counter, launch);
+                             section_heads(8 * group * f.seq_q * f.head_dim), counter, launch);
     if (work->fused.schedule.counter)
         FA_CUDA_TRY(launch, cudaMemsetAsync(counter, 0, sizeof *counter, static_cast<cudaStream_t>(launch.stream)));
     return kFusedLaunches[own.index][own.kind][f.dtype == FA_BF16](*work, launch);
