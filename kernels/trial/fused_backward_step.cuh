@@ -71,6 +71,26 @@ template <class T> __device__ __forceinline__ uint32_t weighted(uint32_t weights
     }
 }
 
+/* Adds `bytes` of float32 from shared to global memory, both 16-byte aligned, without waiting. One thread, always the
+ * same one, as for tma_store(). */
+__device__ __forceinline__ void bulk_add(float *to, const void *from, uint32_t bytes, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                 "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+    tma_store_commit();
+}
+
+/* A warp's dq to `staged`, kPartBytes of shared memory that are the warp's own. Its addition before may still read
+ * them: lane 0 waits for that. The whole warp calls it. */
+__device__ __forceinline__ void stage_part(float4 *staged, const float (&dq)[kDqCount], int lane) {
+    if (lane == 0) tma_store_wait_read();
+    __syncwarp();
+#pragma unroll
+    for (int c = 0; c < kDqCount / 4; ++c)
+        staged[c * 32 + lane] = make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
+}
+
 /* A warp's dq to its sums, this lane's first of which is at `to`. */
 __device__ __forceinline__ void add_part(float *to, const float (&dq)[kDqCount], int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);

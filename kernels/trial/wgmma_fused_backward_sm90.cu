@@ -1,10 +1,10 @@
 /* wgmma_fused_backward_sm90: gradients on Hopper (sm_90a) in one pass over pairs of keys and queries: TMA, wgmma, warp
  * specialisation.
  *
- *     rows:   LSE and delta of each query, to workspace; sums of dq in float32 cleared there fused_backward_rows.cuh
- *     fused:  dk and dv, a tile of keys of a kv head a CTA; dq added to its sums fused_backward.cuh finish: dq from its
- * sums                                                                   fused_backward_rows.cuh sinks:  dsinks, from
- * partial sums that the first kernel leaves                             sm90_backward_host.cuh
+ *     rows:   LSE and delta of each query, to workspace; sums of dq in float32 cleared   fused_backward_rows.cuh
+ *     fused:  dk and dv, a tile of keys of a kv head a CTA; dq added to its sums         fused_backward.cuh
+ *     finish: dq from its sums                                                           fused_backward_rows.cuh
+ *     sinks:  dsinks, from partial sums that the first kernel leaves                     sm90_backward_host.cuh
  *
  * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq and an order of its
  * sums that differs from run to run: for deterministic=False and long sequences. dk, dv and dsinks have one order.
@@ -36,19 +36,20 @@ constexpr int fused_stages(int head_dim) {
     return head_dim <= 64 ? 2 : 3;
 }
 
-/* Tiles of keys in shared memory. */
-constexpr int fused_key_stages(int head_dim) {
-#ifdef FA_KEY_STAGES
-    return FA_KEY_STAGES;
+/* Whether dQ goes to memory through shared memory and TMA. */
+constexpr bool fused_staged_dq(int head_dim) {
+#ifdef FA_STAGED_DQ
+    return FA_STAGED_DQ;
 #endif
-    return head_dim <= 64 ? 2 : 1;
+    return head_dim > 64;
 }
 
 template <class T, int HeadDim, int Kind> struct FusedConfig {
     using Element = T;
     static constexpr int kHeadDim = HeadDim, kConsumers = kFusedConsumers, kTileK = kFusedTileK,
                          kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim),
-                         kKeyStages = fused_key_stages(HeadDim);
+                         kKeyStages = HeadDim <= 64 && !fused_staged_dq(HeadDim) ? 2 : 1;
+    static constexpr bool kStagedDq = fused_staged_dq(HeadDim);
     static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED;
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too

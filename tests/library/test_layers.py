@@ -174,7 +174,6 @@ LONG_FUNCTIONS = {
     "backward_kernel": "mma_backward_sm80: to be cut with figures before and after",
     "queries_consume": "wgmma_backward_sm90: the same",
     "keys_consume": "the same",
-    "fused_consume": "wgmma_fused_backward_sm90 on trial: to be cut before it moves up",
     "consume": "a consumer warpgroup of prefill_sm90, as forward_consume",
 }
 LONGEST_FUNCTION = 80

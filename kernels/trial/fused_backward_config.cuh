@@ -1,0 +1,74 @@
+/* What the producer and the consumers of wgmma_fused_backward_sm90 share: parameters, shared memory, the steps of a
+ * tile. */
+#pragma once
+#include "sm90/backward_keys.cuh" // find_queries
+#include "trial/fused_backward_step.cuh"
+
+namespace fa::sm90 {
+
+struct FusedParams {
+    BackwardCall call;
+    CUtensorMap q, dout;                               // boxes of kTileQ rows, queries that see a key
+    CUtensorMap k, v;                                  // boxes of kTileK rows, visible keys
+    int q_step[2], dout_step[2], k_step[2], v_step[2]; // factors 0 or 1 of head and batch coordinates
+    Gradient dk, dv;
+    float scale;
+    Schedule schedule; // a "head" is a pair of the launch, tiles count from the last key block
+    const char *row_blocks;
+    int row_block_count; // a head
+    float *sums;         // of dq: kQueryElements [head of the launch][block]
+};
+
+template <class C> struct FusedSmem {
+    static constexpr int kSlabs = (C::kHeadDim + kSlabColumns - 1) / kSlabColumns;
+    static constexpr int kKeySlabBytes = C::kTileK * kSlabRowBytes; // of dT too
+    static constexpr int kQuerySlabBytes = C::kTileQ * kSlabRowBytes;
+    static constexpr int kKeyBytes = kSlabs * kKeySlabBytes;
+    static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes;
+    static constexpr int kTileStages = 4; // as in ForwardSmem
+
+    alignas(1024) char k[C::kKeyStages][kKeyBytes];
+    alignas(1024) char v[C::kKeyStages][kKeyBytes];
+    alignas(1024) char q[C::kStages][kQueryBytes];
+    alignas(1024) char dout[C::kStages][kQueryBytes];
+    alignas(1024) char ds[2][C::kTileQ / kSlabColumns * kKeySlabBytes];
+    alignas(128) float4 dq[C::kConsumers][4][C::kStagedDq ? kPartElements / 4 : 1];
+    FusedRowBlock<C::kTileQ> rows[C::kStages];
+    alignas(16) Tile tile[kTileStages];
+    uint64_t kv_full[C::kKeyStages], kv_empty[C::kKeyStages];
+    uint64_t full[C::kStages], empty[C::kStages]; // Q, dO and the row block
+    uint64_t ds_full[2];
+    uint64_t tile_full[kTileStages], tile_empty[kTileStages];
+};
+
+/* The steps of a tile: blocks [begin, end) of each query head of the group, from block `first` and round. */
+struct FusedWalk {
+    int begin, end, first, block, member;
+
+    __device__ __forceinline__ void advance() {
+        if (++block == end) block = begin;
+        if (block == first) ++member;
+    }
+};
+template <class C> __device__ __forceinline__ FusedWalk fused_walk(const BackwardCall &call, int tile_row) {
+    const int key = tile_row - call.key_begin;
+    const QueryBlocks blocks = find_queries<C::kTileQ>(call, key, key + C::kTileK);
+    int first = blocks.begin;
+    if (!C::kMasked && blocks.begin < blocks.end) first += tile_row / C::kTileK % (blocks.end - blocks.begin);
+    return {blocks.begin, blocks.end, first, first, 0};
+}
+
+/* Query blocks [begin, end). */
+struct BlockRange {
+    int begin, end;
+    __device__ __forceinline__ bool holds(int block) const { return block >= begin && block < end; }
+};
+
+/* The blocks of queries that see all 64 keys from `key`. */
+template <class C> __device__ __forceinline__ BlockRange whole_blocks(const ShiftedBand &v, int key) {
+    if (key < 0 || key + 64 > v.seq_k) return {0, 0};
+    if (!C::kMasked) return {0, INT_MAX};
+    return {ceil_blocks<C::kTileQ>(key + 64 - v.upper), floor_blocks<C::kTileQ>(key + 1 - v.lower)};
+}
+
+} // namespace fa::sm90

@@ -1,0 +1,266 @@
+/* A consumer warpgroup of wgmma_fused_backward_sm90: see fused_backward.cuh. */
+#pragma once
+#include "trial/fused_backward_config.cuh"
+#include "trial/fused_backward_step.cuh"
+
+namespace fa::sm90 {
+
+/* What a warpgroup has of a tile of keys, 64 of which are its own. Accumulators of keys x queries. */
+template <class C> struct FusedConsumer {
+    using T = typename C::Element;
+    using Smem = FusedSmem<C>;
+    static constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kGroups = kTileQ / 16;
+    static constexpr int kAhead = 4; // groups of 16 queries whose LSE is read before S is there
+    static constexpr int kBefore = C::kSoftcap ? 0 : kGroups / 4; // groups that are weighed before dP is issued
+    static_assert(kTileQ * kSlabs == 128 && C::kTileK == 128 && C::kConsumers == 2,
+                  "a block's dQ is 64 x 64 for each warpgroup");
+
+    const FusedParams &p;
+    Smem &smem;
+    const int wg, warp, lane;
+    RingState<C::kStages> ring{0};
+    RingState<C::kKeyStages> kv_ring{0};
+    uint32_t stored = 0; // steps whose dT is in shared memory
+    int tile_key, stage;
+    BlockRange whole;    // blocks of which nothing is hidden
+    float *sums;         // this lane's of the first block
+    int pending, before; // the row block of the last step, and of that whose dQ is with the warp
+    bool staged;         // the latter, in shared memory
+    FusedWalk walk;
+    float scores[kTileQ / 2], products[kTileQ / 2], dq[kDqCount], dk[C::kHeadDim / 2], dv[C::kHeadDim / 2];
+    uint32_t weights[kTileQ / 4], words[kTileQ / 4]; // A operands, rounded: P, dT
+
+    __device__ __forceinline__ FusedConsumer(const FusedParams &p, Smem &smem, int wg)
+        : p(p), smem(smem), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
+
+    __device__ __forceinline__ int key() const { // of accumulators 0, 1, 4, 5, ...; the others' is 8 further on
+        return fresh(tile_key) + wg * 64 + warp * 16 + lane / 4;
+    }
+
+    /* ---- products ---- */
+
+    __device__ __forceinline__ void issue_scores() { // S^T of the ring's step
+        gemm_qk<T, C::kHeadDim>(scores, fresh_address(smem.k[kv_ring.stage]) + wg * 64 * kSlabRowBytes,
+                                Smem::kKeySlabBytes, fresh_address(smem.q[ring.stage]), Smem::kQuerySlabBytes);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_products() { // dP^T - delta
+        gemm_onto<T, C::kHeadDim>(products, fresh_address(smem.v[kv_ring.stage]) + wg * 64 * kSlabRowBytes,
+                                  Smem::kKeySlabBytes, fresh_address(smem.dout[ring.stage]), Smem::kQuerySlabBytes);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_dq() { // of the last step that this warp stored dT of, once all have
+        const uint32_t step = stored - 1, slab = wg * Smem::kKeySlabBytes;
+        mbarrier_wait(&smem.ds_full[step % 2], step / 2 % 2);
+        tma_store_fence(); // all warps' dT before wgmma; this thread's reads of row blocks and its dQ before TMA
+        wgmma_fence();
+        gemm_dq<T, C::kTileK>(dq, fresh_address(smem.ds[step % 2]) + (kSlabs == 1 ? slab : 0),
+                              fresh_address(smem.k[kv_ring.stage]) + (kSlabs == 1 ? 0 : slab));
+        wgmma_commit();
+    }
+    template <bool IsFirst> __device__ __forceinline__ void issue_dv() {
+        wgmma_fence();
+        gemm_pv<T>(dv, weights, fresh_address(smem.dout[stage]), Smem::kQuerySlabBytes, !IsFirst);
+        wgmma_commit();
+    }
+    template <bool IsFirst> __device__ __forceinline__ void issue_dk() {
+        wgmma_fence();
+        gemm_pv<T>(dk, words, fresh_address(smem.q[stage]), Smem::kQuerySlabBytes, !IsFirst);
+        wgmma_commit();
+    }
+
+    /* ---- between them ---- */
+
+    __device__ __forceinline__ float4 lse_of(int group) const {
+        return *reinterpret_cast<const float4 *>(&smem.rows[stage].lse[group * 16 + lane % 4 * 4]);
+    }
+    __device__ __forceinline__ void load_deltas() { // with their sign changed, to where dP is added to them
+#pragma unroll
+        for (int c = 0; c < kTileQ / 8; ++c) {
+            const float4 own = *reinterpret_cast<const float4 *>(&smem.rows[stage].minus_delta[c * 16 + lane % 4 * 4]);
+            products[4 * c] = own.x, products[4 * c + 1] = own.y;
+            products[4 * c + 2] = own.z, products[4 * c + 3] = own.w;
+        }
+    }
+    /* P, rounded, of groups [From, To) of 16 queries; with softcap also dT, in place of dP - delta. */
+    template <int From, int To> __device__ __forceinline__ void weigh(const float4 (&first)[kAhead]) {
+#pragma unroll
+        for (int j = From; j < To; ++j) {
+            const float4 own = j < kAhead ? first[j] : lse_of(j);
+            const float lse[4] = {own.x, own.y, own.z, own.w};
+            float weight[8];
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                const int i = 8 * j + n;
+                const float query = lse[n / 4 * 2 + n % 2];
+                if constexpr (C::kSoftcap) {
+                    float slope;
+                    weight[n] = capped_weight_of(scores[i], p.call.score, query, &slope);
+                    products[i] *= weight[n] * slope;
+                } else {
+                    weight[n] = weight_of(scores[i], p.call.score.scale_log2, query);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < 4; ++n) weights[4 * j + n] = pack_pair<T>(weight[2 * n], weight[2 * n + 1]);
+        }
+    }
+    __device__ __forceinline__ void differentiate() { // dT = P (dP - delta), P as it was rounded
+#pragma unroll
+        for (int i = 0; i < kTileQ / 4; ++i) {
+            if constexpr (C::kSoftcap)
+                words[i] = pack_pair<T>(products[2 * i], products[2 * i + 1]);
+            else
+                words[i] = weighted<T>(weights[i], products[2 * i], products[2 * i + 1]);
+        }
+    }
+    /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */
+    __device__ __forceinline__ void hide(uint32_t (&of)[kTileQ / 4]) const {
+        const ShiftedBand &band = p.call.visible;
+        uint32_t visible[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int own = key() + 8 * r, first = own + 1 - walk.block * kTileQ; // column of the query after
+            visible[r] = columns_between(first - band.upper, first - band.lower, 2 * (lane % 4));
+            if (own < 0 || own >= band.seq_k) visible[r] = 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kTileQ / 2; i += 2)
+            of[i / 2] &= (is_visible(visible, i) ? 0x0000ffffu : 0) | (is_visible(visible, i + 1) ? 0xffff0000u : 0);
+    }
+    __device__ __forceinline__ void publish() { // dT, to all
+        store_words(fresh_address(smem.ds[stored % 2]) + (wg * 64 + warp * 16) * kSlabRowBytes, Smem::kKeySlabBytes,
+                    words, lane);
+        warp_arrive(&smem.ds_full[stored % 2], lane);
+        ++stored;
+    }
+
+    /* ---- dQ, on its way ---- */
+
+    __device__ __forceinline__ float *sums_of(int block) const { return sums + int64_t(block) * kQueryElements; }
+    __device__ __forceinline__ void take_dq() { // out of the accumulators
+        wgmma_pin(dq);
+        if constexpr (C::kStagedDq)
+            stage_part(smem.dq[wg][warp], dq, lane);
+        else
+            add_part(sums_of(before), dq);
+        staged = true;
+    }
+    __device__ __forceinline__ void send_dq() { // what is staged, after a fence
+        if constexpr (C::kStagedDq) {
+            __syncwarp();
+            if (staged && lane == 0) bulk_add(sums_of(before), smem.dq[wg][warp], kPartBytes);
+        }
+        before = pending;
+    }
+
+    /* ---- steps ---- */
+
+    template <bool IsFirst> __device__ __forceinline__ void step() {
+        mbarrier_wait(&smem.full[ring.stage], ring.parity);
+        wgmma_fence();
+        issue_scores();
+        if constexpr (!IsFirst) {
+            publish();
+            walk.advance();
+            wgmma_wait<1>();
+            wgmma_pin(words);
+            warp_arrive(&smem.empty[stage], lane);
+        }
+        stage = ring.stage;
+        float4 first[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) first[j] = lse_of(j);
+        load_deltas();
+        wgmma_wait<0>();
+        wgmma_pin(scores);
+        weigh<0, kBefore>(first);
+        wgmma_fence();
+        issue_products();
+        wgmma_wait<C::kSoftcap ? 0 : 1>(); // without softcap of nothing: keeps the arithmetic from between the products
+        wgmma_pin(scores);
+        if constexpr (C::kSoftcap) wgmma_pin(products);
+        weigh<kBefore, kGroups>(first);
+        const bool hidden = !whole.holds(walk.block);
+        if (hidden) hide(weights);
+        issue_dv<IsFirst>();
+        if constexpr (IsFirst) {
+            tma_store_fence(); // of the reads of the row block
+        } else {
+            issue_dq();
+            send_dq();
+        }
+        pending = walk.member * p.row_block_count + walk.block;
+        wgmma_wait<IsFirst ? 1 : 2>();
+        wgmma_pin(products);
+        differentiate();
+        if (hidden) hide(words);
+        issue_dk<IsFirst>();
+        ring.advance();
+        wgmma_wait<1>();
+        wgmma_pin(weights);
+        if constexpr (!IsFirst) take_dq();
+    }
+
+    /* dk and dv of a tile that has steps. */
+    __device__ __forceinline__ void run(int tile_head) {
+        const int64_t first_head = int64_t(tile_head) * p.call.group;
+        sums = p.sums + first_head * p.row_block_count * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
+        whole = whole_blocks<C>(p.call.visible, tile_key + wg * 64);
+        staged = false;
+        mbarrier_wait(&smem.kv_full[kv_ring.stage], kv_ring.parity);
+        step<true>();
+        for (int left = (walk.end - walk.begin) * p.call.group; --left;) step<false>();
+        publish();
+        issue_dq();
+        send_dq();
+        wgmma_wait<0>();
+        wgmma_pin(words);
+        take_dq();
+        if constexpr (C::kStagedDq) {
+            tma_store_fence();
+            send_dq();
+        }
+        warp_arrive(&smem.empty[stage], lane);
+        warp_arrive(&smem.kv_empty[kv_ring.stage], lane);
+        kv_ring.advance();
+        wgmma_pin(dk);
+        wgmma_pin(dv);
+    }
+
+    __device__ __forceinline__ void store(const Tile &tile, bool seen) {
+        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
+        const int kv_head = pair - batch * p.call.heads_kv, row = key();
+        float k_factor[2], v_factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const bool visible = seen && row + 8 * r >= 0 && row + 8 * r < p.call.visible.seq_k;
+            k_factor[r] = visible ? p.scale : 0.0f;
+            v_factor[r] = visible ? 1.0f : 0.0f;
+        }
+        if (p.dk.data)
+            store_gradient<T>(p.dk, batch, kv_head, row + p.call.key_begin, p.call.seq_k, dk, k_factor, p.call.head_dim,
+                              lane);
+        if (p.dv.data)
+            store_gradient<T>(p.dv, batch, kv_head, row + p.call.key_begin, p.call.seq_k, dv, v_factor, p.call.head_dim,
+                              lane);
+    }
+};
+
+template <class C> __device__ __forceinline__ void fused_consume(const FusedParams &p, FusedSmem<C> &smem, int wg) {
+    FusedConsumer<C> consumer(p, smem, wg);
+    int tile_row;
+    for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
+        const int slot = round % FusedSmem<C>::kTileStages;
+        consumer.tile_key = tile_row - p.call.key_begin;
+        consumer.walk = fused_walk<C>(p.call, tile_row);
+        const bool seen = consumer.walk.begin < consumer.walk.end;
+        if (seen) consumer.run(__shfl_sync(0xffffffff, smem.tile[slot].head, 0));
+        const Tile tile = smem.tile[slot];
+        warp_arrive(&smem.tile_empty[slot], consumer.lane);
+        consumer.store(tile, seen);
+    }
+    if (C::kStagedDq && consumer.lane == 0) tma_store_wait(); // the last addition reads this block's shared memory
+}
+
+} // namespace fa::sm90
