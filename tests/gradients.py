@@ -28,6 +28,14 @@ TAKES_EVERYTHING = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward")
 #: The kernels that take slopes, and dropout.
 WITH_ALIBI = WITH_DROPOUT = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward", "mma_backward_sm80")
 
+#: The kernels that add up dq in any order, and take calls with deterministic=False alone.
+UNORDERED = ("wgmma_fused_backward_sm90",)
+
+
+def order(kernel: str) -> dict:
+    """Options without which the kernel takes no call."""
+    return {"deterministic": False} if rows.listed_name(kernel) in UNORDERED else {}
+
 
 @functools.cache
 def absent(kernel: str) -> str | None:
@@ -37,7 +45,7 @@ def absent(kernel: str) -> str | None:
     if rows.no_device():
         return rows.no_device()
     problem = make(Case(1, 1, 1, 8, 8, 16, dtype="float16"))
-    chosen, reasons = fa_ext.explain_backward(**placed(problem, kernel), kernel=kernel)
+    chosen, reasons = fa_ext.explain_backward(**placed(problem, kernel), kernel=kernel, **order(kernel))
     return None if chosen else reasons[kernel]
 
 
@@ -109,7 +117,7 @@ def taken(kernel: str, case: Case) -> bool:
     given = described(case)
     wrt = tuple(name for name in NAMES if name in given)
     device = None if rows.device_of(kernel) == "cpu" else DEVICES["h200"]
-    return fa_ext.explain_backward(**given, wrt=wrt, device=device, kernel=kernel)[0] is not None
+    return fa_ext.explain_backward(**given, wrt=wrt, device=device, kernel=kernel, **order(kernel))[0] is not None
 
 
 def fit(case: Case, kernel: str) -> Case:
@@ -148,7 +156,7 @@ def run(kernel: str, problem: Problem, **extra) -> dict:
     not take everything refuses the call."""
     memory, grads = results(problem, kernel)
     try:
-        returned = fa_ext.attention_backward(**placed(problem, kernel), wrt=problem.wrt, grads=grads, kernel=kernel, **extra)
+        returned = fa_ext.attention_backward(**placed(problem, kernel), wrt=problem.wrt, grads=grads, kernel=kernel, **order(kernel) | extra)
     except fa_ext.UnsupportedError as error:
         if rows.listed_name(kernel) in TAKES_EVERYTHING:
             raise

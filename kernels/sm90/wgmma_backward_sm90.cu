@@ -17,12 +17,9 @@
  * @instance d{128,96,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
  *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
  */
-#include "common/launch.cuh"
+#include "sm90/backward_host.cuh"
 #include "sm90/backward_keys.cuh"
 #include "sm90/backward_queries.cuh"
-#include "sm90/instance.cuh"
-#include "sm90/tensor_map.h"
-#include <algorithm> // min, max
 
 /* ---- configuration ---- */
 
@@ -151,28 +148,6 @@ static BackwardLaunch *const kBackwardLaunches[][3][2] = {
     {FA_ENTRY(128, full), FA_ENTRY(128, masked), FA_ENTRY(128, capped)},
 };
 
-/* ---- dsinks: a head a thread block ---- */
-
-constexpr int kSinkThreads = 256;
-
-/* Adds up the parts of head h, (B, H, parts), in float64 and in an order that depends on their number alone. */
-static __global__ void __launch_bounds__(kSinkThreads)
-    backward_sinks(const float *parts, int64_t count, int64_t batch, int64_t heads, Gradient dsinks) {
-    FA_CHAOS_BEGIN();
-    __shared__ double sums[kSinkThreads];
-    const int64_t h = blockIdx.x;
-    double sum = 0;
-    for (int64_t n = threadIdx.x; n < batch * count; n += kSinkThreads)
-        sum += parts[(n / count * heads + h) * count + n % count];
-    sums[threadIdx.x] = sum;
-    for (int half = kSinkThreads / 2; half; half /= 2) {
-        __syncthreads();
-        if (int(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    }
-    if (threadIdx.x != 0) return;
-    write_gradient(dsinks.data, dsinks.dtype, dsinks.accumulate, h * dsinks.stride[0], static_cast<float>(sums[0]));
-}
-
 /* ---- plan ---- */
 
 /* The plan's own part. */
@@ -187,13 +162,6 @@ struct BackwardOwn {
 };
 
 constexpr int64_t kCounterBytes = 256;
-
-static int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
-
-static int backward_kind(const fa_forward &f) {
-    if (f.softcap > 0) return FA_CAPPED;
-    return f.left >= FA_UNBOUNDED && f.right >= FA_UNBOUNDED ? FA_FULL : FA_MASKED;
-}
 
 /* Sizes of launches and of the workspace. False when not even one pair's rows fit into the limit. */
 static bool backward_sizes(const fa_backward &p, const fa_device_info *device, BackwardOwn *own, fa_plan *plan) {
@@ -253,54 +221,6 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
 
 /* ---- launch ---- */
 
-static int clamp_bound(int64_t x) {
-    constexpr int64_t kFar = 1 << 30;
-    return static_cast<int>(std::clamp(x, -kFar, kFar));
-}
-
-/* Rows [begin, end) of an operand alone. */
-static fa_operand rows_of(const fa_operand &x, int64_t begin) {
-    fa_operand part = x;
-    part.data = static_cast<char *>(x.data) + begin * x.stride[2] * 2;
-    return part;
-}
-
-static Gradient gradient(const fa_backward &p, fa_grad grad) {
-    Gradient g = {};
-    if (!(p.wants >> grad & 1)) return g;
-    const fa_operand &x = p.grad[grad];
-    g.data = x.data;
-    g.dtype = p.grad_dtype[grad];
-    g.accumulate = p.accumulate;
-    const int size = int(fa_dtype_size(g.dtype));
-    bool vectors = x.stride[3] == 1, pairs = vectors; // head_dim is at least 8
-    for (int axis = 0; axis < 4; ++axis) {
-        g.stride[axis] = x.stride[axis];
-        if (axis < 3) vectors = vectors && x.stride[axis] % 8 == 0, pairs = pairs && x.stride[axis] % 2 == 0;
-    }
-    const uintptr_t address = reinterpret_cast<uintptr_t>(x.data);
-    g.vectors = vectors && g.dtype == p.forward.dtype && !p.accumulate && address % 16 == 0;
-    g.pairs = pairs && address % (2 * size) == 0;
-    return g;
-}
-
-static BackwardCall backward_call(const fa_backward &p) {
-    const fa_forward &f = p.forward;
-    const int64_t keys = f.key_end - f.key_begin, first = f.diagonal - f.key_begin;
-    BackwardCall call = {};
-    call.visible = {int(keys), clamp_bound(first - f.left), clamp_bound(first + f.right + 1)};
-    call.score = score_params(f);
-    call.seq_q = int(f.seq_q), call.seq_k = int(f.seq_k), call.key_begin = int(f.key_begin);
-    if (keys > 0) {
-        call.row_begin = std::max(0, 1 - call.visible.upper);
-        call.row_end = int(std::min<int64_t>(f.seq_q, keys - call.visible.lower));
-    }
-    call.dout_row = p.dout.data ? 0 : 1 << 30;
-    call.heads = int(f.heads), call.heads_kv = int(f.heads_kv), call.group = int(f.heads / f.heads_kv);
-    call.head_dim = f.head_dim;
-    return call;
-}
-
 /* Tensor maps of one operand for both kernels; keys NULL: for the first alone. */
 struct MapPair {
     CUtensorMap *queries, *keys;
@@ -344,21 +264,6 @@ static fa_code encode_maps(const fa_backward &p, const BackwardTiling &t, const 
 static int64_t section_heads(int64_t head_bytes, int64_t sharing) {
     const int64_t bytes = (head_bytes <= 256 << 10 ? 16 : head_bytes <= 1 << 20 ? 32 : 64) << 20;
     return std::max<int64_t>(1, head_bytes > 0 ? bytes / head_bytes : 1) * sharing;
-}
-
-/* Tiles of unequal length go longest first, dealt by a counter; others in the order of heads. Returns the grid. */
-static int64_t order(Schedule *s, bool unequal, int64_t tiles, int64_t heads, int64_t section, uint32_t *counter,
-                     const fa_launch &launch) {
-    const int64_t count = tiles * heads, blocks = std::min<int64_t>(count, launch.device->sm_count);
-    *s = {};
-    s->tiles = uint32_t(count);
-    s->query_tiles = uint32_t(tiles);
-    s->heads = UINT32_MAX; // of one "batch entry": all
-    if (unequal && count > blocks) {
-        s->section_heads = uint32_t(std::min(heads, section));
-        s->counter = counter;
-    }
-    return blocks;
 }
 
 /* The launches of one group of pairs. */

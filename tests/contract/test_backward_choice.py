@@ -56,3 +56,22 @@ def test_which_kernel_is_chosen(device, case, kernel):
     given = described(Case.parse(case))
     wrt = tuple(name for name in gradients.NAMES if name in given)
     assert fa_ext.explain_backward(**given, wrt=wrt, device=DEVICES[device])[0] == kernel
+
+
+@pytest.mark.parametrize(
+    "case, wrt, kernel",
+    [
+        ("B4,H16,S4096,D128,bfloat16", "qkv", "wgmma_fused_backward_sm90"),
+        ("B4,H16,S4096,D128,bfloat16,causal=True", "qkv", "wgmma_backward_sm90"),
+        ("B1,H16,S8192,D128,bfloat16,causal=True", "qkv", "wgmma_fused_backward_sm90"),
+        ("B1,H8/2,S1024,D64,float16,causal=True", "qkv", "wgmma_fused_backward_sm90"),
+        ("B1,H8/2,S512,D64,float16", "qkv", "wgmma_backward_sm90"),
+        ("B1,H8/2,S8192,D64,float16", "kv", "wgmma_backward_sm90"),
+        ("B1,H8,S8192,D64,float16,window=256:0", "qkv", "wgmma_backward_sm90"),
+        ("B1,H8,S256x8192,D64,float16", "qkv", "wgmma_backward_sm90"),
+    ],
+)
+def test_which_is_chosen_for_sums_in_any_order(case, wrt, kernel):
+    given = described(Case.parse(case))
+    found, reasons = fa_ext.explain_backward(**given, wrt=tuple(wrt), deterministic=False, device=DEVICES["h200"])
+    assert found == kernel, reasons

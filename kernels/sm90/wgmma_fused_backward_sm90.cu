@@ -4,7 +4,7 @@
  *     rows:   LSE and delta of each query, to workspace; sums of dq in float32 cleared   fused_backward_rows.cuh
  *     fused:  dk and dv, a tile of keys of a kv head a CTA; dq added to its sums         fused_backward.cuh
  *     finish: dq from its sums                                                           fused_backward_rows.cuh
- *     sinks:  dsinks, from partial sums that the first kernel leaves                     sm90_backward_host.cuh
+ *     sinks:  dsinks, from partial sums that the first kernel leaves                     backward_host.cuh
  *
  * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq and an order of its
  * sums that differs from run to run: for deterministic=False and long sequences. dk, dv and dsinks have one order.
@@ -17,9 +17,9 @@
  * @instance d{128,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
  *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
  */
-#include "trial/fused_backward.cuh"
-#include "trial/fused_backward_rows.cuh"
-#include "trial/sm90_backward_host.cuh"
+#include "sm90/backward_host.cuh"
+#include "sm90/fused_backward.cuh"
+#include "sm90/fused_backward_rows.cuh"
 
 /* ---- configuration ---- */
 
@@ -144,6 +144,17 @@ static bool fused_sizes(const fa_backward &p, const fa_device_info *device, Fuse
     return true;
 }
 
+/* Keys that a query sees, or queries that see a key if those are fewer, on average over some queries. */
+static int64_t mean_visible(const fa_forward &f) {
+    constexpr int64_t kRows = 16;
+    int64_t keys = 0;
+    for (int64_t n = 0; n < kRows; ++n) {
+        const KeyRange seen = row_keys(f, (2 * n + 1) * f.seq_q / (2 * kRows));
+        if (!seen.empty()) keys += seen.end - seen.begin;
+    }
+    return std::min(keys, keys * f.seq_q / std::max<int64_t>(f.seq_k, 1)) / kRows;
+}
+
 static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31;
     const fa_backward &p = problem->backward;
@@ -175,6 +186,10 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     plan->threads = 128 * (kFusedConsumers + 1);
     plan->blocks = std::min<int64_t>(device->sm_count, own.pairs * own.key_tiles);
     plan->keep = true;
+    constexpr int kAll = 1 << FA_GRAD_Q | 1 << FA_GRAD_K | 1 << FA_GRAD_V;
+    const int64_t from = own.index == 0 ? 512 : own.kind == FA_FULL ? 2048 : 4096;
+    if ((p.wants & kAll) != kAll || f.seq_k < 1024 || mean_visible(f) < from)
+        return fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, from, 0, 0);
     return FA_TAKES;
 }
 
@@ -223,6 +238,13 @@ static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *
     return FA_OK;
 }
 
+/* Heads whose streamed operands and sums, head_bytes each, a section of the longest-first order holds: few, so that
+ * what is in flight stays in L2; the next section's longest tiles follow the shortest of this one. */
+static int64_t fused_section_heads(int64_t head_bytes) {
+    constexpr int64_t kBytes = 16 << 20;
+    return std::max<int64_t>(1, head_bytes > 0 ? kBytes / head_bytes : 1);
+}
+
 /* The launches of one group of pairs. */
 static fa_code launch_fused(const fa_backward &p, const FusedOwn &own, FusedWork *work, int64_t first, int64_t pairs,
                             const fa_launch &launch) {
@@ -233,7 +255,7 @@ static fa_code launch_fused(const fa_backward &p, const FusedOwn &own, FusedWork
     work->rows.call.first_pair = work->fused.call.first_pair = work->finish.call.first_pair = int(first);
     work->query_blocks = pairs * group * own.row_blocks;
     work->key_blocks = order(&work->fused.schedule, unequal, own.key_tiles, pairs,
-                             section_heads(8 * group * f.seq_q * f.head_dim), counter, launch);
+                             fused_section_heads(8 * group * f.seq_q * f.head_dim), counter, launch);
     if (work->fused.schedule.counter)
         FA_CUDA_TRY(launch, cudaMemsetAsync(counter, 0, sizeof *counter, static_cast<cudaStream_t>(launch.stream)));
     return kFusedLaunches[own.index][own.kind][f.dtype == FA_BF16](*work, launch);

@@ -1,7 +1,7 @@
 /* A consumer warpgroup of wgmma_fused_backward_sm90: see fused_backward.cuh. */
 #pragma once
-#include "trial/fused_backward_config.cuh"
-#include "trial/fused_backward_step.cuh"
+#include "sm90/fused_backward_config.cuh"
+#include "sm90/fused_backward_step.cuh"
 
 namespace fa::sm90 {
 

@@ -2,7 +2,7 @@
  * tile. */
 #pragma once
 #include "sm90/backward_keys.cuh" // find_queries
-#include "trial/fused_backward_step.cuh"
+#include "sm90/fused_backward_step.cuh"
 
 namespace fa::sm90 {
 

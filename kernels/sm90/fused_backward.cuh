@@ -40,7 +40,7 @@
  * Shared memory: keys and values [stage][slab][128][64], Q and dO [stage][slab][kTileQ][64], dT^T [2][slab of queries]
  * [128 keys][64], swizzled; dQ [warpgroup][warp]; row blocks [stage]. */
 #pragma once
-#include "trial/fused_backward_consume.cuh"
+#include "sm90/fused_backward_consume.cuh"
 
 namespace fa::sm90 {
 

@@ -1,5 +1,5 @@
 /* Host side of gradients on Hopper: what a call is to its kernels, gradients, the order of tiles; and the kernel of
- * dsinks, which adds up what others leave. For the host's compilation alone. */
+ * dsinks, which adds up what others leave. For the host's compilation of a kernel alone. */
 #pragma once
 #include "common/launch.cuh"
 #include "sm90/backward.cuh"
@@ -33,26 +33,26 @@ static __global__ void __launch_bounds__(kSinkThreads)
 
 /* ---- calls ---- */
 
-inline int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+[[maybe_unused]] static int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
-inline int backward_kind(const fa_forward &f) {
+[[maybe_unused]] static int backward_kind(const fa_forward &f) {
     if (f.softcap > 0) return FA_CAPPED;
     return f.left >= FA_UNBOUNDED && f.right >= FA_UNBOUNDED ? FA_FULL : FA_MASKED;
 }
 
-inline int clamp_bound(int64_t x) {
+[[maybe_unused]] static int clamp_bound(int64_t x) {
     constexpr int64_t kFar = 1 << 30;
     return static_cast<int>(std::clamp(x, -kFar, kFar));
 }
 
 /* Rows [begin, end) of an operand alone. */
-inline fa_operand rows_of(const fa_operand &x, int64_t begin) {
+[[maybe_unused]] static fa_operand rows_of(const fa_operand &x, int64_t begin) {
     fa_operand part = x;
     part.data = static_cast<char *>(x.data) + begin * x.stride[2] * 2;
     return part;
 }
 
-inline Gradient gradient(const fa_backward &p, fa_grad grad) {
+[[maybe_unused]] static Gradient gradient(const fa_backward &p, fa_grad grad) {
     Gradient g = {};
     if (!(p.wants >> grad & 1)) return g;
     const fa_operand &x = p.grad[grad];
@@ -71,7 +71,7 @@ inline Gradient gradient(const fa_backward &p, fa_grad grad) {
     return g;
 }
 
-inline BackwardCall backward_call(const fa_backward &p) {
+[[maybe_unused]] static BackwardCall backward_call(const fa_backward &p) {
     const fa_forward &f = p.forward;
     const int64_t keys = f.key_end - f.key_begin, first = f.diagonal - f.key_begin;
     BackwardCall call = {};
@@ -88,16 +88,9 @@ inline BackwardCall backward_call(const fa_backward &p) {
     return call;
 }
 
-/* Heads whose streamed operands and sums, head_bytes each, a section of the longest-first order holds: few, so that what
- * is in flight stays in L2; the next section's longest tiles follow the shortest of this one. */
-inline int64_t section_heads(int64_t head_bytes) {
-    constexpr int64_t kBytes = 16 << 20;
-    return std::max<int64_t>(1, head_bytes > 0 ? kBytes / head_bytes : 1);
-}
-
 /* Tiles of unequal length go longest first, dealt by a counter; others in the order of heads. Returns the grid. */
-inline int64_t order(Schedule *s, bool unequal, int64_t tiles, int64_t heads, int64_t section, uint32_t *counter,
-                     const fa_launch &launch) {
+[[maybe_unused]] static int64_t order(Schedule *s, bool unequal, int64_t tiles, int64_t heads, int64_t section,
+                                      uint32_t *counter, const fa_launch &launch) {
     const int64_t count = tiles * heads, blocks = std::min<int64_t>(count, launch.device->sm_count);
     *s = {};
     s->tiles = uint32_t(count);

@@ -3,7 +3,7 @@
  *     fused_rows    LSE and delta of each query, sums of dq cleared, partial sums of dsinks
  *     fused_finish  dq from its sums: scaled, rounded, added to what is there with `accumulate` */
 #pragma once
-#include "trial/fused_backward_step.cuh"
+#include "sm90/fused_backward_step.cuh"
 
 namespace fa::sm90 {
 
