@@ -31,9 +31,6 @@
 
 namespace fa::sm90::serve {
 
-constexpr int kFewest = 4;          // chunks of a block, at least
-constexpr int64_t kMostKeys = 8192; // of a block, where lengths may differ
-
 /* The plan's own part. */
 struct Own {
     int columns, rows; // of the instance
@@ -106,6 +103,9 @@ static const Form &form_for(int64_t columns, int64_t rows) {
             found = &form;
     return *found;
 }
+
+constexpr int kFewest = 4;          // chunks of a block, at least
+constexpr int64_t kMostKeys = 8192; // of a block, where lengths may differ
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
