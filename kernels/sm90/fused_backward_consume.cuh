@@ -10,7 +10,7 @@ template <class C> struct FusedConsumer {
     using T = typename C::Element;
     using Smem = FusedSmem<C>;
     static constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kGroups = kTileQ / 16;
-    static constexpr int kAhead = 4; // groups of 16 queries whose LSE is read before S is there
+    static constexpr int kAhead = C::kSoftcap ? 1 : 4; // groups of 16 queries whose LSE is read before S is there
     static constexpr int kBefore = C::kSoftcap ? 0 : kGroups / 4; // groups that are weighed before dP is issued
     static_assert(kTileQ * kSlabs == 128 && C::kTileK == 128 && C::kConsumers == 2,
                   "a block's dQ is 64 x 64 for each warpgroup");
