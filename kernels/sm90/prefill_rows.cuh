@@ -72,15 +72,16 @@ __device__ __forceinline__ void take_state(float4 *state, int wg, OnlineSoftmax 
     }
 }
 
-/* What is in registers becomes fold(state, registers). */
-template <class C>
-__device__ __forceinline__ void fold_with(float4 *state, int wg, OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2],
-                                          float factor) {
+/* What is in registers becomes fold(before, registers): before_sums(r) are maximum and sum, before_quad(n) accumulators
+ * 4 n and so on. */
+template <class C, class Sums, class Quad>
+__device__ __forceinline__ void fold(Sums &&before_sums, Quad &&before_quad, OnlineSoftmax &softmax,
+                                     float (&out)[C::kHeadDim / 2], float factor) {
     float old[2], added[2];
     bool empty[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float2 before = *own_sums<C>(state, wg, r);
+        const float2 before = before_sums(r);
         const float sum = quad_sum(softmax.sum[r]), top = fmaxf(before.x, softmax.maximum[r]);
         const float shift = __fmul_rn(softmax_shift(top), factor);
         old[r] = exp2_fast(__fsub_rn(__fmul_rn(before.x, factor), shift));
@@ -90,16 +91,50 @@ __device__ __forceinline__ void fold_with(float4 *state, int wg, OnlineSoftmax &
         const float all = __fmaf_rn(sum, added[r], __fmul_rn(before.y, old[r]));
         softmax.sum[r] = threadIdx.x % 4 == 0 ? all : 0.0f;
     }
-    __syncwarp(); // before the sums are written again
-    const float4 *from = own_quads<C>(state, wg);
+    __syncwarp(); // before sums in memory are written again
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n) {
-        const float4 x = from[128 * n];
+        const float4 x = before_quad(n);
         const float before[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             out[4 * n + i] =
                 __fmaf_rn(empty[i / 2] ? 0.0f : out[4 * n + i], added[i / 2], __fmul_rn(before[i], old[i / 2]));
+    }
+}
+template <class C>
+__device__ __forceinline__ void fold_with(float4 *state, int wg, OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2],
+                                          float factor) {
+    fold<C>([&](int r) { return *own_sums<C>(state, wg, r); }, [&](int n) { return own_quads<C>(state, wg)[128 * n]; },
+            softmax, out, factor);
+}
+
+/* Folds the states of `chunks` slots, two or more, from the first to the last, to registers. Where these have room for
+ * one state alone, those so far lie in the first slot, and each chunk waits for memory twice. */
+template <class C>
+__device__ __forceinline__ void fold_chunks(const Workspace &workspace, int first_slot, int chunks, int wg,
+                                            OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2], float factor) {
+    constexpr bool kTwoStates = C::kHeadDim <= 128 && C::kConsumers == 2;
+    float4 *const so_far = workspace.state(first_slot);
+    if constexpr (kTwoStates) take_state<C>(so_far, wg, softmax, out);
+#pragma unroll 1
+    for (int chunk = 1; chunk < chunks; ++chunk) {
+        float4 *const state = workspace.state(first_slot + chunk);
+        if constexpr (kTwoStates) {
+            OnlineSoftmax added;
+            float x[C::kHeadDim / 2];
+            take_state<C>(state, wg, added, x);
+            fold<C>([&](int r) { return make_float2(softmax.maximum[r], quad_sum(softmax.sum[r])); },
+                    [&](int n) { return make_float4(out[4 * n], out[4 * n + 1], out[4 * n + 2], out[4 * n + 3]); },
+                    added, x, factor);
+            softmax = added;
+#pragma unroll
+            for (int i = 0; i < C::kHeadDim / 2; ++i) out[i] = x[i];
+        } else {
+            if (chunk > 1) leave_state<C>(so_far, wg, softmax, out);
+            take_state<C>(state, wg, softmax, out);
+            fold_with<C>(so_far, wg, softmax, out, factor);
+        }
     }
 }
 
