@@ -248,7 +248,8 @@ def _gencode(archs: tuple[str, ...]) -> list[str]:
 
 def command(unit: Unit, target: Path, options: Options) -> list[str]:
     """The compiler command for one unit. CUDA commands print ptxas' resource report (``-v``) on stderr."""
-    defines = [f"-D{name}={value}" if value else f"-D{name}" for name, value in sorted(options.defines.items())]
+    known = {name: value for name, value in options.defines.items() if not (unit.is_cuda and name.startswith("FA_HAVE_"))}
+    defines = [f"-D{name}={value}" if value else f"-D{name}" for name, value in sorted(known.items())]
     includes = [f"-I{CSRC}", f"-I{KERNELS}"]
     dependencies = ["-MD", "-MF", str(target.with_suffix(".d"))]
     if unit.is_cuda:
