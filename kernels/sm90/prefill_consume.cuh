@@ -62,28 +62,42 @@ __device__ __forceinline__ void note_spans(const Call &call, const Tile &tile, i
 }
 
 /* After a chunk of a tile's keys: leaves its state, or folds it with those before. True where that was the last, so
- * that the tile's rows are whole. States lie in slots: registers have room for one. Who leaves the last of a tile's
- * chunks that are units of their own folds them all, from the first to the last. The warpgroup calls it. */
+ * that the tile's rows are whole. Who leaves the last of a tile's chunks that are units of their own folds them all,
+ * from the first to the last: in registers at head_dim 128, where two states fit and ptxas serialises no products for
+ * it, else with those so far in the first slot, which waits for memory twice a chunk. The warpgroup calls it. */
 template <class C, class Join>
 __device__ __forceinline__ bool end_chunk(const Params &params, Smem<C> &smem, const Tile &tile, int wg,
                                           OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2], Join &&join_warps) {
+    constexpr bool kInRegisters = C::kHeadDim == 128;
     const auto uniform = [](int x) { return __shfl_sync(0xffffffff, x, 0); };
     const Workspace &workspace = params.call.workspace;
     const int first_slot = uniform(tile.first_slot), chunks = uniform(tile.of.chunks);
     const bool has_rows = uniform(own_row(0)) < tile.part[wg].rows; // of the warp's 16
-    float4 *const state = workspace.state(uniform(tile.slot));
-    if (uniform(tile.folds) && has_rows) fold_with<C>(state, wg, softmax, out, params.score_factor);
-    if (uniform(tile.ends)) return true;
-    if (has_rows) leave_state<C>(state, wg, softmax, out);
-    if (first_slot < 0) return false;
-    __threadfence();
-    join_warps();
-    if (threadIdx.x % 128 == 0) smem.left[wg] = atomicAdd(&workspace.left(first_slot)->count[wg], 1u);
-    join_warps();
-    if (uniform(smem.left[wg]) + 1 != chunks) return false;
-    __threadfence();
-    if (has_rows) fold_chunks<C>(workspace, first_slot, chunks, wg, softmax, out, params.score_factor);
-    return true;
+    float4 *const own = workspace.state(uniform(tile.slot));
+    float4 *const so_far = first_slot < 0 ? own : workspace.state(first_slot);
+    bool folds = uniform(tile.folds), ends = uniform(tile.ends);
+#pragma unroll 1
+    for (int chunk = 1;; ++chunk) {
+        if (folds && has_rows) fold_with<C>(so_far, wg, softmax, out, params.score_factor);
+        if (ends) return true;
+        if (has_rows) leave_state<C>(chunk == 1 ? own : so_far, wg, softmax, out);
+        if (first_slot < 0) return false;
+        if (chunk == 1) {
+            __threadfence();
+            join_warps();
+            if (threadIdx.x % 128 == 0) smem.left[wg] = atomicAdd(&workspace.left(first_slot)->count[wg], 1u);
+            join_warps();
+            if (uniform(smem.left[wg]) + 1 != chunks) return false;
+            __threadfence();
+        }
+        if constexpr (kInRegisters) {
+            if (has_rows) fold_chunks<C>(workspace, first_slot, chunks, wg, softmax, out, params.score_factor);
+            return true;
+        } else {
+            if (has_rows) take_state<C>(workspace.state(first_slot + chunk), wg, softmax, out);
+            folds = true, ends = chunk + 1 == chunks;
+        }
+    }
 }
 
 template <class C> __device__ __forceinline__ void consume(const Params &params, Smem<C> &smem, int wg) {

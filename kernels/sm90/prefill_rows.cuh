@@ -109,32 +109,22 @@ __device__ __forceinline__ void fold_with(float4 *state, int wg, OnlineSoftmax &
             softmax, out, factor);
 }
 
-/* Folds the states of `chunks` slots, two or more, from the first to the last, to registers. Where these have room for
- * one state alone, those so far lie in the first slot, and each chunk waits for memory twice. */
+/* Folds the states of `chunks` slots, two or more, from the first to the last, in registers. */
 template <class C>
 __device__ __forceinline__ void fold_chunks(const Workspace &workspace, int first_slot, int chunks, int wg,
                                             OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2], float factor) {
-    constexpr bool kTwoStates = C::kHeadDim <= 128 && C::kConsumers == 2;
-    float4 *const so_far = workspace.state(first_slot);
-    if constexpr (kTwoStates) take_state<C>(so_far, wg, softmax, out);
+    take_state<C>(workspace.state(first_slot), wg, softmax, out);
 #pragma unroll 1
     for (int chunk = 1; chunk < chunks; ++chunk) {
-        float4 *const state = workspace.state(first_slot + chunk);
-        if constexpr (kTwoStates) {
-            OnlineSoftmax added;
-            float x[C::kHeadDim / 2];
-            take_state<C>(state, wg, added, x);
-            fold<C>([&](int r) { return make_float2(softmax.maximum[r], quad_sum(softmax.sum[r])); },
-                    [&](int n) { return make_float4(out[4 * n], out[4 * n + 1], out[4 * n + 2], out[4 * n + 3]); },
-                    added, x, factor);
-            softmax = added;
+        OnlineSoftmax added;
+        float x[C::kHeadDim / 2];
+        take_state<C>(workspace.state(first_slot + chunk), wg, added, x);
+        fold<C>([&](int r) { return make_float2(softmax.maximum[r], quad_sum(softmax.sum[r])); },
+                [&](int n) { return make_float4(out[4 * n], out[4 * n + 1], out[4 * n + 2], out[4 * n + 3]); }, added,
+                x, factor);
+        softmax = added;
 #pragma unroll
-            for (int i = 0; i < C::kHeadDim / 2; ++i) out[i] = x[i];
-        } else {
-            if (chunk > 1) leave_state<C>(so_far, wg, softmax, out);
-            take_state<C>(state, wg, softmax, out);
-            fold_with<C>(so_far, wg, softmax, out, factor);
-        }
+        for (int i = 0; i < C::kHeadDim / 2; ++i) out[i] = x[i];
     }
 }
 
