@@ -162,14 +162,16 @@ def test_the_bits_of_a_sequence_are_its_own(prefill, monkeypatch):
 
 @emulates
 @pytest.mark.slow
-def test_chunks_are_folded_to_the_same_bits_with_and_without_room(emulated, monkeypatch):
+@pytest.mark.parametrize("head_dim", [64, 128])  # states so far in memory, and in registers
+def test_chunks_are_folded_to_the_same_bits_with_and_without_room(emulated, monkeypatch, head_dim):
     monkeypatch.setenv("FA_EMULATOR_SMS", "5")
-    room, none = (emulated(instances="^d64_masked_bf16$", edit=edit) for edit in (None, without_room))
+    room, none = (emulated(instances=f"^d{head_dim}_masked_bf16$", edit=edit) for edit in (None, without_room))
     for n, case in enumerate([
         ServingCase((34, 1, 130), (2500, 1700, 1300), causal="bottom_right", sinks=True, **SMALL),
         ServingCase((60, 3), (1500, 2000), page_size=3, k_range=True, scale=-0.4, **ODD),
         ServingCase((60, 3), (1500, 2000), k="packed", window=(900, None), causal="bottom_right", **ODD),
     ]):  # fmt: skip
+        case = dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim)
         values = case.values()
         wanted = parts_of(room, case, values)
         assert parts_of(none, case, values) == wanted, case
