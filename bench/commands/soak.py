@@ -171,7 +171,7 @@ def soak(
 ) -> dict[str, Any]:  # fmt: skip
     """One kernel in a process of its own, watched from here."""
     watchdog = watchdog or Watchdog()
-    backend = backend or f"bench.load.soak_torch:{'Backward' if contender.operation_of(kernel) == 'backward' else 'Torch'}"
+    backend = backend or f"bench.load.soak_torch:{'Backward' if contender.table_of(kernel) == 'backward' else 'Torch'}"
     given = {"kernel": kernel, "cases": cases, "seconds": seconds, "threads": threads, "streams": streams,
              "loads": list(loads), "slowest": slowest, "backend": backend}  # fmt: skip
     environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}

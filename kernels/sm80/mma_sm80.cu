@@ -295,7 +295,7 @@ bool folds_heads(const fa_forward &p) { return p.seq_q == 1 && p.heads_kv > 0 &&
 fa_forward fold_heads(const fa_forward &problem) {
     fa_forward p = problem;
     const int64_t group = p.heads / p.heads_kv;
-    for (fa_operand *x : {&p.q, &p.out, &p.bias, &p.mask}) {
+    for (fa_operand *x : {&p.q, &p.out, &p.lse, &p.bias, &p.mask}) {
         x->stride[2] = x->stride[1];
         x->stride[1] *= group;
     }

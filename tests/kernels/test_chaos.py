@@ -78,7 +78,12 @@ def test_gradients_of_warps_far_apart(kernel, case):
     report = gradients.judged(kernel, problem, first)
     assert report, report
     for _ in range(REPEATS):
-        for name, found in gradients.run(kernel, problem).items():
+        again = gradients.run(kernel, problem)
+        if kernel in gradients.UNORDERED:
+            report = gradients.judged(kernel, problem, again)
+            assert report, report
+            continue
+        for name, found in again.items():
             np.testing.assert_array_equal(rows.bits(found), rows.bits(first[name]), err_msg=f"{case}: d{name}")
 
 
