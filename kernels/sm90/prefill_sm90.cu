@@ -109,15 +109,19 @@ static Extent key_extent(const fa_problem *problem) {
     return {problem->forward.seq_k, s.packed_k ? 1 : problem->forward.batch};
 }
 
-/* Calls that say nothing of sequences are faster on wgmma_sm90, few queries on mma_sm80. Lengths on the device count
- * for nothing, and neither does how many sequences or tokens there are: a sequence has one kernel in every batch. */
+/* Calls that say nothing of sequences are faster on wgmma_sm90. Few queries are faster on mma_sm80, but not with pages
+ * that come by TMA: there an H200 took mma_sm80 1.0 to 2.1 times as long for one query each (pages of 16, 64 and 256
+ * keys, 4k to 128k of them, 1 to 128 sequences; bench/LOG.md). Lengths on the device count for nothing, and neither
+ * does how many sequences or tokens there are: a sequence has one kernel in every batch. */
 static fa_answer choose(const fa_problem *problem, fa_why *why) {
     constexpr int kFewDense = 16, kFewRows = 64; // of queries; of queries and heads
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     if (!s.given) return fa_because(why, FA_DECLINES, p.seq_q <= kFewDense ? FA_WHY_FEW_QUERIES : FA_WHY_FULL, 0, 0, 0);
     const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, most = s.packed_q ? 1 : p.seq_q;
-    if (!s.q.starts && most * group <= kFewRows) return fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0);
+    const bool boxes = s.pages.table && (s.pages.size & -s.pages.size) >= kSmallestBox;
+    if (!s.q.starts && most * group <= kFewRows && !boxes)
+        return fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0);
     return FA_TAKES;
 }
 

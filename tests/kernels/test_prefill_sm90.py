@@ -273,10 +273,12 @@ def test_which_calls_it_takes():
     wide = dict(heads=32, heads_kv=8, head_dim=128, dtype="bfloat16", causal="bottom_right")
     packed = [ServingCase((n,) * b, (700,) * b, page_size=16, **wide) for n, b in ((1, 1), (300, 1), (1, 40), (34, 9))]
     padded = ServingCase((300, 5), (700, 800), q="padded", k="padded", **wide)
-    for case in (*packed, padded):
+    few = [ServingCase((1, 1), (700, 800), q="one", page_size=size, **wide) for size in (16, 24, 256)]
+    for case in (*packed, padded, *few):
         assert fa_ext.explain(**case.arguments(), device=DEVICES["h200"])[0] == KERNEL, case
     for case in (
-        ServingCase((1, 1), (700, 800), q="one", page_size=16, **wide),
+        ServingCase((1, 1), (700, 800), q="one", page_size=3, **wide),
+        ServingCase((1, 1), (700, 800), q="one", k="padded", **wide),
         ServingCase((1, 9), (700, 800), q="padded", k="padded", slack=0, **wide),
         ServingCase((300, 5), (700, 800), page_size=16, alibi="heads", **wide),
     ):
