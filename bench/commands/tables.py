@@ -310,7 +310,7 @@ def _backward(records: dict) -> str:
         ratios = [min((_over(cell, ours, name) for name in names if _over(cell, ours, name)), default=None) for names in (shown, ordered)]
         size = f"{case.batch} {case.heads} {case.seq_q} {case.head_dim}" + " float16" * (case.dtype == "float16")
         return [
-            size, "causal" if case.causal else "full", *(f"{rate:.0f}" if rate else "-" for rate in rates.values()),
+            size, ("causal" if case.causal else "full") + ", any order" * (not case.deterministic), *(f"{rate:.0f}" if rate else "-" for rate in rates.values()),
             *(f"{ratio:.2f}" if ratio else "-" for ratio in ratios),
         ]  # fmt: skip
 
