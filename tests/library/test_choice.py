@@ -157,15 +157,13 @@ def _recorded():
 
 
 def test_the_pick_is_within_5_percent_of_the_best_recorded_kernel():
-    """Of the kernels of this build, in every cell of the forward that was recorded on an H200."""
+    """Of the kernels of this build, in every dense cell of the forward that was recorded on an H200."""
     slow, seen = [], 0
     for name, times in _recorded().items():
-        if "operation=" in name:
+        times = {kernel: us for kernel, us in times.items() if kernel in CUDA}
+        if "operation=" in name or ",q=" in name or len(times) < 2 or "h200" not in name.split()[0]:
             continue
         case = Case.parse(name.split()[1])
-        times = {kernel: us for kernel, us in times.items() if kernel in CUDA}
-        if len(times) < 2 or "h200" not in name.split()[0]:
-            continue
         seen += 1
         pick, _ = fa_ext.explain(**shapes_only(case), device=DEVICES["h200"])
         best = min(times, key=times.get)
