@@ -254,5 +254,5 @@ def test_kernels_that_do_not_take_slopes_say_so():
     lse = np.zeros((B, H, SQ), np.float32)
     for kernel in fa_ext.kernels("backward"):
         device = None if rows.device_of(kernel) == "cpu" else DEVICES["h200"]
-        chosen, reasons = fa_ext.explain_backward(q, q, k, v, q, lse, alibi=slopes, device=device, kernel=kernel)
+        chosen, reasons = fa_ext.explain_backward(q, q, k, v, q, lse, alibi=slopes, device=device, kernel=kernel, **gradients.order(kernel))
         assert chosen == kernel if kernel in gradients.WITH_ALIBI else "takes no ALiBi slopes" in reasons[kernel]
