@@ -239,10 +239,13 @@ class Run:
             piece = self.record.part("training").get(key, {"code": [""]})
             if self.late() or (self.has("training", key) and all(self.record.state(code) == "fresh" for code in piece["code"])):
                 continue
-            done = subprocess.run([sys.executable, "-m", f"bench.examples.{line[0]}", *line[1:], *GPT2, "--json"], cwd=machine.ROOT,
-                                  capture_output=True, text=True, timeout=self.left(60))  # fmt: skip
+            limit = self.left(60)
             try:
+                done = subprocess.run([sys.executable, "-m", f"bench.examples.{line[0]}", *line[1:], *GPT2, "--json"],
+                                      cwd=machine.ROOT, capture_output=True, text=True, timeout=limit)  # fmt: skip
                 found = json.loads(done.stdout)
+            except subprocess.TimeoutExpired:
+                found = {"error": f"not finished after {limit:.0f} s", "kernels": self.kernels()}
             except ValueError:
                 found = {"error": (done.stderr or done.stdout).strip()[-500:], "kernels": self.kernels()}
             self.add("training", key, found, found["kernels"], str({name: run["milliseconds"] for name, run in found.get("runs", {}).items()}))
