@@ -1,10 +1,42 @@
-/* Threads of the CPU kernels. See threads.h.  @flags -fopenmp */
+/* Threads of the CPU kernels. See threads.h.  @flags -fopenmp
+ *
+ * OpenMP says how many threads there are; the loops run on a pool of this process, since a parallel region of OpenMP
+ * ends only when each of its threads has run, and on a busy machine one of them may not get a core for milliseconds.
+ * Here the caller does all steps that nobody else has begun, and waits only for those that were begun.
+ *
+ * A loop lies on its caller's stack, in a list as long as others may join. Workers sleep on one condition; before that
+ * they look for a new loop for kSpins turns, since calls often follow each other closely. The pool grows to the most
+ * that a loop has asked for, and never shrinks; its workers take no signals. */
 #include "cpu/threads.h"
 
 #include <fenv.h>
 #include <omp.h>
 #include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stdbool.h>
+#include <stddef.h>
+
+enum { kSpins = 4000 };
+
+typedef struct loop {
+    struct loop *next;
+    fa_cpu_step step;
+    const void *context;
+    int64_t count;
+    _Atomic int64_t begun; /* steps, and more once there are none left */
+    _Atomic int running;   /* workers that have joined and not left; falls under the lock */
+    int joined, most;      /* under the lock: workers that have joined, and that may */
+    fenv_t callers;        /* rounding and flushing: each worker takes them over and gives its own back */
+} loop;
+
+/* The pool. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t posted = PTHREAD_COND_INITIALIZER; /* a loop was listed */
+static pthread_cond_t left = PTHREAD_COND_INITIALIZER;   /* a worker has left one */
+static loop *loops;                                      /* that workers may join */
+static int workers;
+static _Atomic unsigned news; /* loops that were listed */
 
 /* Written once, in the child, before fork() returns there: nothing else runs then. */
 static volatile bool forked;
@@ -20,23 +52,94 @@ int fa_cpu_threads(void) {
     return threads > 1 ? threads : 1;
 }
 
-static void run_team(int threads, int64_t count, fa_cpu_step step, const void *context) {
-    fenv_t callers; /* rounding and flushing: each thread of the team takes them over and gives them back */
-    fegetenv(&callers);
-#pragma omp parallel num_threads(threads)
-    {
-        fenv_t own;
-        fegetenv(&own);
-        fesetenv(&callers);
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t n = 0; n < count; n++) step(context, n, omp_get_thread_num());
-        fesetenv(&own);
+static void pause_briefly(void) {
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#else
+    atomic_signal_fence(memory_order_seq_cst);
+#endif
+}
+
+static void do_steps(loop *of, int thread) {
+    for (int64_t n; (n = atomic_fetch_add_explicit(&of->begun, 1, memory_order_relaxed)) < of->count;)
+        of->step(of->context, n, thread);
+}
+
+/* A loop that has room and steps left, or NULL. Under the lock. */
+static loop *joinable(void) {
+    for (loop *of = loops; of; of = of->next)
+        if (of->joined < of->most && atomic_load_explicit(&of->begun, memory_order_relaxed) < of->count) return of;
+    return NULL;
+}
+
+static void help(loop *of) { /* under the lock, which it gives up while it works */
+    const int thread = ++of->joined;
+    atomic_fetch_add_explicit(&of->running, 1, memory_order_relaxed);
+    pthread_mutex_unlock(&lock);
+    fenv_t own;
+    fegetenv(&own);
+    fesetenv(&of->callers);
+    do_steps(of, thread);
+    fesetenv(&own);
+    pthread_mutex_lock(&lock);
+    /* From here on the loop may be gone. */
+    if (atomic_fetch_sub_explicit(&of->running, 1, memory_order_release) == 1) pthread_cond_broadcast(&left);
+}
+
+static void *work(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        loop *const of = joinable();
+        if (of) {
+            help(of);
+            continue;
+        }
+        const unsigned seen = atomic_load_explicit(&news, memory_order_relaxed);
+        pthread_mutex_unlock(&lock);
+        for (int spin = 0; spin < kSpins && atomic_load_explicit(&news, memory_order_relaxed) == seen; spin++)
+            pause_briefly();
+        pthread_mutex_lock(&lock);
+        while (!joinable() && atomic_load_explicit(&news, memory_order_relaxed) == seen)
+            pthread_cond_wait(&posted, &lock);
     }
+    return NULL;
+}
+
+/* Until there are as many workers, or the system gives no more. Under the lock. */
+static void grow(int wanted) {
+    sigset_t all, callers;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &callers);
+    for (pthread_t thread; workers < wanted && !pthread_create(&thread, NULL, work, NULL); workers++)
+        pthread_detach(thread);
+    pthread_sigmask(SIG_SETMASK, &callers, NULL);
+}
+
+static void run_together(int threads, int64_t count, fa_cpu_step step, const void *context) {
+    loop own = {.step = step, .context = context, .count = count, .most = threads - 1};
+    fegetenv(&own.callers);
+    pthread_mutex_lock(&lock);
+    if (workers < own.most) grow(own.most);
+    own.next = loops;
+    loops = &own;
+    atomic_fetch_add_explicit(&news, 1, memory_order_relaxed);
+    for (int n = 0; n < own.most && n + 1 < count; n++) pthread_cond_signal(&posted);
+    pthread_mutex_unlock(&lock);
+    do_steps(&own, 0);
+    for (int spin = 0; spin < kSpins && atomic_load_explicit(&own.running, memory_order_relaxed) > 0; spin++)
+        pause_briefly();
+    pthread_mutex_lock(&lock);
+    loop **at = &loops;
+    while (*at != &own) at = &(*at)->next;
+    *at = own.next;
+    while (atomic_load_explicit(&own.running, memory_order_acquire) > 0) pthread_cond_wait(&left, &lock);
+    pthread_mutex_unlock(&lock);
 }
 
 void fa_cpu_loop(int threads, int64_t count, fa_cpu_step step, const void *context) {
-    if (threads > 1)
-        run_team(threads, count, step, context);
+    if (threads > 1 && count > 1)
+        run_together(threads, count, step, context);
     else
         for (int64_t n = 0; n < count; n++) step(context, n, 0);
 }

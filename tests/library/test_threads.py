@@ -1,12 +1,16 @@
 """Many threads in one process, and forked children, on the CPU; the device's part is in test_device_arrays.py."""
 
+import ctypes
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -195,3 +199,44 @@ def test_sub_interpreters_are_refused():
         assert failure is not None
     finally:
         interpreters.destroy(made)
+
+
+def test_a_loop_does_not_wait_for_threads_that_are_busy_elsewhere(tmp_path):
+    """One loop holds all threads of the pool; the loops of others end without them, each step done once."""
+    compiler, sources = shutil.which("cc"), Path(__file__).parents[2] / "csrc"
+    if compiler is None or not sources.is_dir():
+        pytest.skip("needs a C compiler and the sources")
+    library = tmp_path / "threads.so"
+    subprocess.run([compiler, "-std=gnu11", "-O2", "-fPIC", "-shared", "-fopenmp", f"-I{sources}", sources / "cpu/threads.c",
+                    "-o", library], check=True)  # fmt: skip
+    step_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+    loop = ctypes.CDLL(str(library)).fa_cpu_loop
+    loop.argtypes, loop.restype = (ctypes.c_int, ctypes.c_int64, step_type, ctypes.c_void_p), None
+    inside, release, threads = threading.Semaphore(0), threading.Event(), 4
+    held = []
+
+    def hold(_, n, thread):
+        held.append(thread)
+        inside.release()
+        release.wait(60)
+
+    holding = step_type(hold)
+    holder = threading.Thread(target=loop, args=(threads, threads, holding, None))
+    holder.start()
+    try:
+        for _ in range(threads):
+            assert inside.acquire(timeout=60)
+        for count in (1, 2, 7, 100):
+            done = []
+            stepping = step_type(lambda _, n, thread: done.append((n, thread)))
+            loop(threads, count, stepping, None)
+            assert done == [(n, 0) for n in range(count)]
+    finally:
+        release.set()
+        holder.join()
+    assert sorted(held) == list(range(threads))
+    for count in (2, 50, 1000):
+        done = []
+        stepping = step_type(lambda _, n, thread: done.append((n, thread)))
+        loop(threads, count, stepping, None)
+        assert sorted(n for n, _ in done) == list(range(count)) and {thread for _, thread in done} <= set(range(threads))
