@@ -1,4 +1,4 @@
-"""kernels/sm90/backward_queries.cuh and backward_keys.cuh as protocol models, site by site.
+"""kernels/sm90/backward_queries.cuh and backward_keys.cuh as protocol models, site by site; protocol_wide.py has the third.
 
 Actors and assumptions are those of protocol_forward.py: the producer (one thread), each copy, each consumer warp, each
 warpgroup's tensor cores; a warpgroup has two warps unless asked for four. Reads by ordinary loads (delta from dO and out, LSE and delta of a step) are steps of the warp that reads.
@@ -42,6 +42,8 @@ class Backward:
     tiles: tuple
     stages: int = 2
     key_stages: int = 1
+    value_stages: int = 0  # of the queries kernel with C::kWide; 0: values come with keys
+    dout_stages: int = 2  # of the wide keys kernel
     turns: bool = True
     overlap: bool = True
     warps: int = 2
@@ -173,15 +175,20 @@ class _Consumer:
 def queries_model(shape: Backward) -> Model:
     """Mistakes: "no block_empty", "no q_empty" (the producer does not wait), "block early" (a stage is freed before its
     dQ is waited for; without overlap), "no turn" (a skipped block takes none), "tile by one"."""
-    machine = _Machine(shape, {"block": shape.stages} | {f"q{g}": 1 for g in range(CONSUMERS)})
+    values = shape.value_stages
+    machine = _Machine(shape, {"block": shape.stages, "value": values} | {f"q{g}": 1 for g in range(CONSUMERS)})
     machine.ring("block", shape.stages, CONSUMERS)
+    machine.ring("value", values, CONSUMERS)
     for g in range(CONSUMERS):
         machine.ring(f"q{g}", 1, 1)
-    ring, q_ring = Ring(shape.stages), Ring(1)
+    ring, v_ring, q_ring = Ring(shape.stages), Ring(values), Ring(1)
 
     def load_block(site: str) -> None:
         machine.load("block", ring, site)
         ring.advance()
+        if values:
+            machine.load("value", v_ring, f"{site}, values")
+            v_ring.advance()
 
     machine.announce()
     for number, tile in enumerate(shape.tiles):
@@ -204,7 +211,7 @@ class _Queries(_Consumer):
     """queries_consume."""
 
     def begin(self) -> None:
-        self.ring, self.q_ring = Ring(self.shape.stages), Ring(1)
+        self.ring, self.v_ring, self.q_ring = Ring(self.shape.stages), Ring(self.shape.value_stages), Ring(1)
         if self.shape.turns and self.g == CONSUMERS - 1:
             self.turn_pass()
 
@@ -222,7 +229,18 @@ class _Queries(_Consumer):
     def issue_scores(self) -> None:
         q = (f"q{self.g}", self.q_ring.use)
         self.wgmma.issue([q, ("block", self.ring.use)], f"{self.at}: S")
-        self.wgmma.issue([q, ("block", self.ring.use)], f"{self.at}: dP")
+        if self.shape.value_stages:
+            self.turn_pass()
+            self.wait_full("value", self.v_ring)
+        v = ("value", self.v_ring.use) if self.shape.value_stages else ("block", self.ring.use)
+        self.wgmma.issue([q, v], f"{self.at}: dP")
+        if not self.shape.value_stages:
+            self.turn_pass()
+
+    def free_values(self) -> None:
+        if self.shape.value_stages:
+            self.free("value", self.v_ring.use, self.shape.value_stages)
+            self.v_ring.advance()
 
     def free_queries(self) -> None:
         self.free(f"q{self.g}", self.q_ring.use, 1)
@@ -244,6 +262,9 @@ class _Queries(_Consumer):
                 self.turn_pass()
             self.free("block", self.ring.use, stages)
             self.ring.advance()
+            if shape.value_stages:
+                self.wait_full("value", self.v_ring)
+            self.free_values()
         if first == tile.count:
             self.rows(tile)
             if tile.seen:
@@ -259,7 +280,6 @@ class _Queries(_Consumer):
         self.wait_block()
         self.turn_wait()
         self.issue_scores()
-        self.turn_pass()
         self.rows(tile)
         use = 0
         for block in range(first, tile.count):
@@ -270,6 +290,7 @@ class _Queries(_Consumer):
             use = self.ring.use
             self.ring.advance()
             self.wgmma.wait(0, self.at)
+            self.free_values()
             if block + 1 == tile.count:
                 self.free_queries()
                 break
@@ -288,7 +309,6 @@ class _Queries(_Consumer):
                     self.free("block", use, stages)
                 self.turn_wait()
             self.issue_scores()
-            self.turn_pass()
         self.wgmma.issue([("block", use)], f"{self.at}: last dQ")
         self.wgmma.wait(0, self.at)
         self.free("block", use, stages)

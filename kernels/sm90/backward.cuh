@@ -116,6 +116,23 @@ template <class T> __device__ __forceinline__ float2 unpack_pair(uint32_t word) 
         return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&word));
 }
 
+/* Where 16-byte chunk `chunk` of row `row` lies in a tile of 64 rows as tma_load_tile() lays it out, in bytes. */
+__device__ __forceinline__ int tile_chunk(int chunk, int row) {
+    return chunk / 8 * (64 * kSlabRowBytes) + row * kSlabRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
+}
+
+/* sum + x . y */
+template <class T> __device__ __forceinline__ float chunk_product(const uint4 &x, const uint4 &y, float sum) {
+    const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 u = unpack_pair<T>(xs[i]), v = unpack_pair<T>(ys[i]);
+        sum = fmaf(u.x, v.x, sum);
+        sum = fmaf(u.y, v.y, sum);
+    }
+    return sum;
+}
+
 /* Dot product of row `row` of two tiles of 64 rows as tma_load_tile() lays them out. The four threads of a quad have
  * the same row and share the sum. */
 template <class T, int Columns>
@@ -124,16 +141,25 @@ __device__ __forceinline__ float tile_row_product(const char *a, const char *b, 
     float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < Columns / 32; ++n) {
-        const int chunk = 4 * n + lane % 4; // of 16 bytes
-        const int offset = chunk / 8 * (64 * kSlabRowBytes) + row * kSlabRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
+        const int offset = tile_chunk(4 * n + lane % 4, row);
         const uint4 x = *reinterpret_cast<const uint4 *>(a + offset), y = *reinterpret_cast<const uint4 *>(b + offset);
-        const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
+        sum = chunk_product<T>(x, y, sum);
+    }
+    return quad_sum(sum);
+}
+
+/* The same where row `row` of the second operand lies in global memory, 16-byte aligned; NULL: 0. `columns` of it
+ * count, a multiple of 8. */
+template <class T, int Columns>
+__device__ __forceinline__ float row_product(const char *a, const T *b, int columns, int row, int lane) {
+    float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 u = unpack_pair<T>(xs[i]), v = unpack_pair<T>(ys[i]);
-            sum = fmaf(u.x, v.x, sum);
-            sum = fmaf(u.y, v.y, sum);
-        }
+    for (int n = 0; n < Columns / 32; ++n) {
+        const int chunk = 4 * n + lane % 4; // of 16 bytes
+        if (!b || 8 * chunk >= columns) continue;
+        const uint4 y = *reinterpret_cast<const uint4 *>(b + 8 * chunk);
+        const uint4 x = *reinterpret_cast<const uint4 *>(a + tile_chunk(chunk, row));
+        sum = chunk_product<T>(x, y, sum);
     }
     return quad_sum(sum);
 }

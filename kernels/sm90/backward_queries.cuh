@@ -14,13 +14,18 @@
  * and shared memory for 2560; the exponentials take the MUFU 1024, and with C::kTurns one warpgroup's run under the
  * other's products. Where the turns fail, both warpgroups make dT at a time and the tensor cores idle some 400 cycles.
  *
- * Why no waiter falls two phases behind (see sm90/forward.cuh): of full (keys and values of a block), q_full (Q, dO and
- * out of a warpgroup) and tile_full all warps wait; the next phase of each ends after the same phase of empty, q_empty
- * or tile_empty, where each warp arrives for itself, past its own wait and reads. Of those only the producer's thread
- * waits. The turns are those of the forward.
+ * C::kWide, from 192 columns on: Q, dO and two stages of keys leave room for one or two of values, which have a ring of
+ * their own since dP is all that they are read for, and none for out, which delta is made of where it lies. A turn is
+ * then one of dQ and S: with one stage, dP(b + 1) waits for values that are loaded once both warpgroups have dP(b).
+ *
+ * Why no waiter falls two phases behind (see sm90/forward.cuh): of full (keys and values of a block), v_full (values
+ * apart), q_full (Q, dO and out of a warpgroup) and tile_full all warps wait; the next phase of each ends after the
+ * same phase of empty, v_empty, q_empty or tile_empty, where each warp arrives for itself, past its own wait and reads.
+ * Of those only the producer's thread waits. The turns are those of the forward.
  *
  * Why nobody waits for ever: a warpgroup that waits for `full` of a block holds at most the block before, hence two
- * stages; it holds none while it skips. Each warpgroup takes one turn a block, also of blocks that it skips.
+ * stages; it holds none while it skips. While it waits for v_full it holds no values and owes no turn. Each warpgroup
+ * takes one turn a block, also of blocks that it skips.
  *
  * Shared memory: Q, dO, out [warpgroup][slab][64][64], keys and values [stage][slab][tile_n][64], swizzled. */
 #pragma once
@@ -28,9 +33,19 @@
 
 namespace fa::sm90 {
 
+/* Rows of the call's out in global memory, columns contiguous, 16-byte aligned. */
+struct OutRows {
+    const void *data;
+    int64_t stride[3]; // elements, of B, H, Sq
+};
+
 struct QueriesParams {
     BackwardCall call;
-    CUtensorMap q, dout, out;                                       // boxes of 64 rows, queries that see a key
+    CUtensorMap q, dout; // boxes of 64 rows, queries that see a key
+    union {
+        CUtensorMap out;  // the same
+        OutRows out_rows; // with C::kWide
+    };
     CUtensorMap k, v;                                               // boxes of tile_n rows, visible keys
     int q_step[2], dout_step[2], out_step[2], k_step[2], v_step[2]; // factors 0 or 1 of head and batch coordinates
     Gradient dq;                                                    // without data: no products, LSE and delta alone
@@ -56,13 +71,14 @@ template <class C> struct QueriesSmem {
 
     alignas(1024) char q[C::kConsumers][kQueryBytes];
     alignas(1024) char dout[C::kConsumers][kQueryBytes];
-    alignas(1024) char out[C::kConsumers][kQueryBytes];
+    alignas(C::kWide ? 16 : 1024) char out[C::kConsumers][C::kWide ? 16 : kQueryBytes];
     alignas(1024) char k[C::kStages][kKeyBytes];
-    alignas(1024) char v[C::kStages][kKeyBytes];
+    alignas(1024) char v[C::kValueStages][kKeyBytes];
     alignas(16) Tile tile[kTileStages];
     uint64_t q_full[C::kConsumers], q_empty[C::kConsumers];
-    uint64_t full[C::kStages], empty[C::kStages]; // keys and values of a block
+    uint64_t full[C::kStages], empty[C::kStages]; // keys and values of a block; with C::kWide keys
     uint64_t tile_full[kTileStages], tile_empty[kTileStages];
+    uint64_t v_full[C::kValueStages], v_empty[C::kValueStages]; // with C::kWide
 };
 
 /* Blocks of a tile: `seen` tells whether a query of it sees a key, `count` how many blocks are multiplied. */
@@ -80,6 +96,15 @@ template <class C> __device__ __forceinline__ void queries_produce(const Queries
     RingState<C::kStages> ring(1); // of keys and of values
     RingState<Smem::kTileStages> tile_ring(1);
     RingState<1> q_ring(1);
+    RingState<C::kValueStages> v_ring(1); // with C::kWide
+    auto load_values = [&](int key, int kv_head, int batch) {
+        uint64_t *full = &smem.v_full[v_ring.stage];
+        mbarrier_wait(&smem.v_empty[v_ring.stage], v_ring.parity);
+        mbarrier_arrive_expect(full, Smem::kKeyBytes);
+        tma_load_tile<C::kHeadDim, C::kTileN>(smem.v[v_ring.stage], &p.v, full, key, kv_head * p.v_step[0],
+                                              batch * p.v_step[1], kEvictLast);
+        v_ring.advance();
+    };
     auto announce = [&](uint32_t index) {
         const Tile tile = tile_at(p.schedule, index, C::kTileM);
         announce_tile(smem, tile_ring, tile);
@@ -100,24 +125,29 @@ template <class C> __device__ __forceinline__ void queries_produce(const Queries
             const int key = blocks.end - (block + 1) * C::kTileN;
             uint64_t *full = &smem.full[ring.stage];
             mbarrier_wait(&smem.empty[ring.stage], ring.parity);
-            mbarrier_arrive_expect(full, 2 * Smem::kKeyBytes);
+            mbarrier_arrive_expect(full, (C::kWide ? 1 : 2) * Smem::kKeyBytes);
             tma_load_tile<C::kHeadDim, C::kTileN>(smem.k[ring.stage], &p.k, full, key, kv_head * p.k_step[0],
                                                   batch * p.k_step[1], kEvictLast);
-            tma_load_tile<C::kHeadDim, C::kTileN>(smem.v[ring.stage], &p.v, full, key, kv_head * p.v_step[0],
-                                                  batch * p.v_step[1], kEvictLast);
+            if constexpr (C::kWide) {
+                load_values(key, kv_head, batch);
+            } else {
+                tma_load_tile<C::kHeadDim, C::kTileN>(smem.v[ring.stage], &p.v, full, key, kv_head * p.v_step[0],
+                                                      batch * p.v_step[1], kEvictLast);
+            }
             ring.advance();
         };
         for (int wg = 0; wg < C::kConsumers; ++wg) {
             const int row = tile.row + wg * 64 - p.call.row_begin;
             uint64_t *full = &smem.q_full[wg];
             mbarrier_wait(&smem.q_empty[wg], q_ring.parity);
-            mbarrier_arrive_expect(full, 3 * Smem::kQueryBytes);
+            mbarrier_arrive_expect(full, (C::kWide ? 2 : 3) * Smem::kQueryBytes);
             tma_load_tile<C::kHeadDim, 64>(smem.q[wg], &p.q, full, row, own * p.q_step[0], batch * p.q_step[1],
                                            kEvictNormal);
             tma_load_tile<C::kHeadDim, 64>(smem.dout[wg], &p.dout, full, row + p.call.dout_row, own * p.dout_step[0],
                                            batch * p.dout_step[1], kEvictNormal);
-            tma_load_tile<C::kHeadDim, 64>(smem.out[wg], &p.out, full, row, own * p.out_step[0], batch * p.out_step[1],
-                                           kEvictFirst);
+            if constexpr (!C::kWide)
+                tma_load_tile<C::kHeadDim, 64>(smem.out[wg], &p.out, full, row, own * p.out_step[0],
+                                               batch * p.out_step[1], kEvictFirst);
         }
         q_ring.advance();
         if (blocks.count > 0) load_block(0);
@@ -174,6 +204,7 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
     constexpr uint32_t kTurnThreads = 256; // the warpgroup whose turn it is, and the one before, which arrives
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
     RingState<C::kStages> ring(0); // of the block whose products are issued next
+    RingState<C::kValueStages> v_ring(0);
     RingState<1> q_ring(0);
 
     auto turn_wait = [&] {
@@ -201,13 +232,19 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
             if (blocks.end > seen_end) first = min(blocks.count, (blocks.end - seen_end) / kTileN);
         }
 
-        auto issue_scores = [&] { // S and dP of the ring's block
+        auto issue_scores = [&] { // S and dP of the ring's block; then the turn is the other's
             gemm_qk<T, C::kHeadDim>(scores, fresh_address(smem.q[wg]), Smem::kQuerySlabBytes,
                                     fresh_address(smem.k[ring.stage]), Smem::kKeySlabBytes);
             wgmma_commit();
+            if constexpr (C::kWide) {
+                turn_pass(); // values have fewer stages: the other's dQ and S do not wait for them
+                mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
+                wgmma_fence();
+            }
             gemm_qk<T, C::kHeadDim>(products, fresh_address(smem.dout[wg]), Smem::kQuerySlabBytes,
-                                    fresh_address(smem.v[ring.stage]), Smem::kKeySlabBytes);
+                                    fresh_address(smem.v[C::kWide ? v_ring.stage : ring.stage]), Smem::kKeySlabBytes);
             wgmma_commit();
+            if constexpr (!C::kWide) turn_pass();
         };
         auto issue_dq = [&](int accumulate) { // of the block of `stage`
             gemm_pv<T>(dq, gradients, fresh_address(smem.k[stage]), Smem::kKeySlabBytes, accumulate);
@@ -215,9 +252,14 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
         };
         auto wait_block = [&] { mbarrier_wait(&smem.full[ring.stage], ring.parity); };
         auto free_block = [&](int stage) { warp_arrive(&smem.empty[stage], lane); };
+        auto free_values = [&] {
+            warp_arrive(&smem.v_empty[v_ring.stage], lane);
+            v_ring.advance();
+        };
         auto wait_products = [&](int block) { // after the last block the queries are free
             wgmma_wait<0>();
             wgmma_pin(products);
+            if constexpr (C::kWide) free_values();
             if (block + 1 == blocks.count) warp_arrive(&smem.q_empty[wg], lane);
         };
         /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */
@@ -272,6 +314,10 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
             turn_pass();
             free_block(ring.stage);
             ring.advance();
+            if constexpr (C::kWide) {
+                mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
+                free_values();
+            }
         }
         /* Under the first products, where there are any. */
         auto begin_rows = [&] {
@@ -291,9 +337,19 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
             if (blocks.seen) {
                 if (p.call.dout_row == 0) {
 #pragma unroll
-                    for (int r = 0; r < 2; ++r)
-                        sums[r] = tile_row_product<T, C::kHeadDim>(smem.dout[wg], smem.out[wg],
-                                                                   warp * 16 + lane / 4 + 8 * r, lane);
+                    for (int r = 0; r < 2; ++r) {
+                        const int own_row = warp * 16 + lane / 4 + 8 * r;
+                        if constexpr (C::kWide) {
+                            const T *out = row + 8 * r < p.call.seq_q
+                                               ? static_cast<const T *>(p.out_rows.data) +
+                                                     batch * p.out_rows.stride[0] + own * p.out_rows.stride[1] +
+                                                     (row + 8 * r) * p.out_rows.stride[2]
+                                               : nullptr;
+                            sums[r] = row_product<T, C::kHeadDim>(smem.dout[wg], out, p.call.head_dim, own_row, lane);
+                        } else {
+                            sums[r] = tile_row_product<T, C::kHeadDim>(smem.dout[wg], smem.out[wg], own_row, lane);
+                        }
+                    }
                 }
                 tma_store_fence(); // these reads come before the next copy into what they read
             }
@@ -304,7 +360,6 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
             turn_wait();
             wgmma_fence();
             issue_scores();
-            turn_pass();
             begin_rows();
             for (int block = first;; ++block) {
                 wgmma_wait<1>();
@@ -333,7 +388,6 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
                     wgmma_fence();
                 }
                 issue_scores();
-                turn_pass();
             }
             wgmma_fence();
             issue_dq(blocks.count - first > 1);
@@ -370,7 +424,7 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     const int wg = __shfl_sync(0xffffffff, threadIdx.x / 128, 0); // uniform for the compiler too
 
     if (threadIdx.x == 0) {
-        for (const CUtensorMap *map : {&p.q, &p.dout, &p.out, &p.k, &p.v}) tensor_map_prefetch(map);
+        for (const CUtensorMap *map : {&p.q, &p.dout, C::kWide ? &p.q : &p.out, &p.k, &p.v}) tensor_map_prefetch(map);
         for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
             mbarrier_init(&smem.q_full[consumer], 1);
             mbarrier_init(&smem.q_empty[consumer], 4);
@@ -383,6 +437,11 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
             mbarrier_init(&smem.full[stage], 1);
             mbarrier_init(&smem.empty[stage], C::kConsumers * 4);
         }
+        if constexpr (C::kWide)
+            for (int stage = 0; stage < C::kValueStages; ++stage) {
+                mbarrier_init(&smem.v_full[stage], 1);
+                mbarrier_init(&smem.v_empty[stage], C::kConsumers * 4);
+            }
         mbarrier_init_fence();
     }
     __syncthreads();

@@ -2,23 +2,24 @@
  * specialisation.
  *
  *     queries: LSE and delta of each query, to workspace; dq, a tile of queries a CTA      backward_queries.cuh
- *     keys:    dk and dv, a tile of keys of a kv head a CTA, over its group of query heads   backward_keys.cuh
+ *     keys:    dk and dv, a tile of keys of a kv head a CTA, over its group of query heads   backward_keys.cuh,
+ *              from 192 columns on                                                           backward_keys_wide.cuh
  *     sinks:   dsinks, from partial sums that the first kernel leaves
  *
  * S and dP are worked out in both: seven products instead of five, but no dq in float32, no atomics and no exchange, so
  * that the bits are the same from run to run and do not depend on the batch.
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
- * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64, 96 or 128 columns, head_dim_v
- * = head_dim, out of q's dtype; no bias, no boolean mask. 8 bytes of workspace a query row, heads in groups where they
- * do not fit.
+ * and dlse have any strides. Limits: head_dim a multiple of 8 up to 256, computed at 64, 96, 128, 192 or 256 columns,
+ * head_dim_v = head_dim, out of q's dtype; no bias, no boolean mask. 8 bytes of workspace a query row, heads in groups
+ * where they do not fit.
  *
  * @arch sm_90a
- * @instance d{128,96,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
+ * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
  *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
  */
 #include "sm90/backward_host.cuh"
-#include "sm90/backward_keys.cuh"
+#include "sm90/backward_keys_wide.cuh"
 #include "sm90/backward_queries.cuh"
 
 /* ---- configuration ---- */
@@ -32,11 +33,14 @@ struct BackwardTiling {
     bool overlap;                         // a block's dQ is in flight with the next block's S and dP
     int tile_q, query_stages, key_stages; // keys kernel: queries a step, ring of steps, tiles of keys
     int rows_ahead;                       // its rows read before the wait for their products: 1 LSE, 2 delta too
+    int value_stages, dout_stages;        // from 192 columns on: rings of values and of dO apart from the others
 };
 
 constexpr BackwardTiling backward_tiling(int head_dim) {
     BackwardTiling t = {128, 2, true, false, 64, 4, 1, 1};
     if (head_dim <= 64) t = {128, 4, true, true, 64, 6, 2, 2};
+    if (head_dim > 128) t = {64, 3, true, true, 64, 3, 1, 1, 2, 3};
+    if (head_dim > 192) t = {64, 2, true, false, 64, 2, 1, 1, 1, 2};
 #ifdef FA_TILE_N
     t.tile_n = FA_TILE_N;
 #endif
@@ -61,16 +65,27 @@ constexpr BackwardTiling backward_tiling(int head_dim) {
 #ifdef FA_ROWS_AHEAD
     t.rows_ahead = FA_ROWS_AHEAD;
 #endif
+#ifdef FA_VALUE_STAGES
+    t.value_stages = FA_VALUE_STAGES;
+#endif
+#ifdef FA_DOUT_STAGES
+    t.dout_stages = FA_DOUT_STAGES;
+#endif
     return t;
 }
 
 constexpr int kBackwardConsumers = 2, kBackwardTile = 64 * kBackwardConsumers;
 
+/* Whether the keys kernel is that of backward_keys_wide.cuh, and the queries kernel has rings of their own for keys and
+ * values and reads out where it lies. */
+constexpr bool is_wide(int head_dim) { return head_dim > 128; }
+constexpr int key_tile(int head_dim) { return is_wide(head_dim) ? 64 : kBackwardTile; }
+
 template <class T, int HeadDim, int Kind> struct BackwardConfig {
     static constexpr BackwardTiling kTiling = backward_tiling(HeadDim);
     using Element = T;
     static constexpr int kHeadDim = HeadDim, kConsumers = kBackwardConsumers;
-    static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED;
+    static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED, kWide = is_wide(HeadDim);
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
     static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
@@ -81,6 +96,7 @@ template <class T, int HeadDim, int Kind> struct BackwardConfig {
 template <class T, int HeadDim, int Kind> struct QueriesConfig : BackwardConfig<T, HeadDim, Kind> {
     using Base = BackwardConfig<T, HeadDim, Kind>;
     static constexpr int kTileM = kBackwardTile, kTileN = Base::kTiling.tile_n, kStages = Base::kTiling.stages,
+                         kValueStages = Base::kWide ? Base::kTiling.value_stages : kStages,
                          kRowBlock = Base::kTiling.tile_q;
     static constexpr bool kTurns = Base::kTiling.turns, kOverlap = Base::kTiling.overlap;
     static_assert(kTileN % 16 == 0 && kTileN <= 128, "the bits of a row's mask");
@@ -89,8 +105,9 @@ template <class T, int HeadDim, int Kind> struct QueriesConfig : BackwardConfig<
 };
 template <class T, int HeadDim, int Kind> struct KeysConfig : BackwardConfig<T, HeadDim, Kind> {
     using Base = BackwardConfig<T, HeadDim, Kind>;
-    static constexpr int kTileK = kBackwardTile, kTileQ = Base::kTiling.tile_q, kStages = Base::kTiling.query_stages,
-                         kKeyStages = Base::kTiling.key_stages;
+    static constexpr int kTileK = key_tile(HeadDim), kTileQ = Base::kTiling.tile_q,
+                         kStages = Base::kTiling.query_stages, kKeyStages = Base::kTiling.key_stages,
+                         kDoutStages = Base::kTiling.dout_stages;
     static constexpr int kRowsAhead = Base::kSoftcap ? 0 : Base::kTiling.rows_ahead; // its registers are spoken for
     static_assert(kTileQ % 16 == 0 && kTileQ <= 128, "the bits of a row's mask");
     static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
@@ -114,12 +131,19 @@ fa_code start(void (*kernel)(Params), const Params &params, int64_t blocks, cons
     return fa_start(kernel, blocks, 128 * (C::kConsumers + 1), sizeof(Smem), launch, params);
 }
 
+template <class C> fa_code start_keys(const BackwardWork &work, const fa_launch &launch) {
+    if constexpr (C::kWide)
+        return start<C, WideKeysSmem<C>>(backward_keys_wide<C>, work.keys, work.key_blocks, launch);
+    else
+        return start<C, KeysSmem<C>>(backward_keys<C>, work.keys, work.key_blocks, launch);
+}
+
 BackwardLaunch FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE);
 fa_code FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE)(const BackwardWork &work, const fa_launch &launch) {
     using Queries = QueriesConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
     using Keys = KeysConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
     FA_TRY((start<Queries, QueriesSmem<Queries>>(backward_queries<Queries>, work.queries, work.query_blocks, launch)));
-    return start<Keys, KeysSmem<Keys>>(backward_keys<Keys>, work.keys, work.key_blocks, launch);
+    return start_keys<Keys>(work, launch);
 }
 
 } // namespace fa::sm90
@@ -137,15 +161,19 @@ fa_code FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE)(const BackwardWork &work, co
 FA_DECLARE_ALL(64);
 FA_DECLARE_ALL(96);
 FA_DECLARE_ALL(128);
+FA_DECLARE_ALL(192);
+FA_DECLARE_ALL(256);
 
 #define FA_ENTRY(d, kind)                                                                                              \
     { wgmma_backward_sm90_d##d##_##kind##_f16, wgmma_backward_sm90_d##d##_##kind##_bf16 }
-static constexpr int kBackwardHeadDims[] = {64, 96, 128};
+static constexpr int kBackwardHeadDims[] = {64, 96, 128, 192, 256};
 static BackwardLaunch *const kBackwardLaunches[][3][2] = {
     // [head_dim][kind][float16, bfloat16]
     {FA_ENTRY(64, full), FA_ENTRY(64, masked), FA_ENTRY(64, capped)},
     {FA_ENTRY(96, full), FA_ENTRY(96, masked), FA_ENTRY(96, capped)},
     {FA_ENTRY(128, full), FA_ENTRY(128, masked), FA_ENTRY(128, capped)},
+    {FA_ENTRY(192, full), FA_ENTRY(192, masked), FA_ENTRY(192, capped)},
+    {FA_ENTRY(256, full), FA_ENTRY(256, masked), FA_ENTRY(256, capped)},
 };
 
 /* ---- plan ---- */
@@ -166,10 +194,11 @@ constexpr int64_t kCounterBytes = 256;
 /* Sizes of launches and of the workspace. False when not even one pair's rows fit into the limit. */
 static bool backward_sizes(const fa_backward &p, const fa_device_info *device, BackwardOwn *own, fa_plan *plan) {
     const fa_forward &f = p.forward;
-    const BackwardTiling t = backward_tiling(kBackwardHeadDims[own->index]);
+    const int head_dim = kBackwardHeadDims[own->index];
+    const BackwardTiling t = backward_tiling(head_dim);
     const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
     own->query_tiles = divided_up(f.seq_q, kBackwardTile);
-    own->key_tiles = divided_up(f.seq_k, kBackwardTile);
+    own->key_tiles = divided_up(f.seq_k, key_tile(head_dim));
     own->row_blocks = p.wants >> FA_GRAD_K & 3 ? divided_up(f.seq_q, t.tile_q) : 0;
     own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->query_tiles * 4 * kBackwardConsumers : 0;
     own->parts_at = kCounterBytes;
@@ -233,8 +262,9 @@ static fa_code encode(const MapPair &to, const fa_launch &launch, const fa_opera
     return tensor_map_encode(to.keys, launch, x, dtype, columns, rows, heads, batch, to.keys_box, name);
 }
 
-static fa_code encode_maps(const fa_backward &p, const BackwardTiling &t, const BackwardCall &call, BackwardWork *work,
+static fa_code encode_maps(const fa_backward &p, const BackwardOwn &own, const BackwardCall &call, BackwardWork *work,
                            const fa_launch &launch) {
+    const BackwardTiling t = backward_tiling(kBackwardHeadDims[own.index]);
     const fa_forward &f = p.forward;
     QueriesParams &a = work->queries;
     KeysParams &b = work->keys;
@@ -249,7 +279,10 @@ static fa_code encode_maps(const fa_backward &p, const BackwardTiling &t, const 
     };
     FA_TRY(of_queries({&a.q, &b.q, 64, t.tile_q}, f.q, FA_OPERAND_Q));
     FA_TRY(of_queries({&a.dout, &b.dout, 64, t.tile_q}, dout, FA_OPERAND_OUT));
-    FA_TRY(of_queries({&a.out, nullptr, 64, 0}, f.out, FA_OPERAND_OUT));
+    if (is_wide(kBackwardHeadDims[own.index]))
+        a.out_rows = {f.out.data, {f.out.stride[0], f.out.stride[1], f.out.stride[2]}};
+    else
+        FA_TRY(of_queries({&a.out, nullptr, 64, 0}, f.out, FA_OPERAND_OUT));
     FA_TRY(of_keys({&a.k, &b.k, t.tile_n, 64}, f.k, FA_OPERAND_K));
     FA_TRY(of_keys({&a.v, &b.v, t.tile_n, 64}, f.v, FA_OPERAND_V));
     const auto steps = [](int *step, const fa_operand &x) { step[0] = x.stride[1] != 0, step[1] = x.stride[0] != 0; };
@@ -294,7 +327,7 @@ static fa_code backward_launch(const fa_problem *problem, const fa_plan *plan, c
     if (all > 0) {
         BackwardWork work = {};
         work.queries.call = work.keys.call = backward_call(p);
-        FA_TRY(encode_maps(p, backward_tiling(kBackwardHeadDims[own.index]), work.queries.call, &work, *launch));
+        FA_TRY(encode_maps(p, own, work.queries.call, &work, *launch));
         QueriesParams &a = work.queries;
         KeysParams &b = work.keys;
         a.dq = gradient(p, FA_GRAD_Q), b.dk = gradient(p, FA_GRAD_K), b.dv = gradient(p, FA_GRAD_V);

@@ -33,6 +33,9 @@ constexpr int fused_stages(int head_dim) {
 #ifdef FA_QUERY_STAGES
     return FA_QUERY_STAGES;
 #endif
+#ifdef FA_CHAOS // whose counts need the room of the third
+    return 2;
+#endif
     return head_dim <= 64 ? 2 : 3;
 }
 

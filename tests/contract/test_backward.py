@@ -24,6 +24,8 @@ SANITIZED = [
     Case(1, 2, 1, 65, 90, 256, dtype="float16", bias="keys"),
     Case(1, 2, 1, 35, 66, 40, dtype="float32", causal="bottom_right", bias="full", mask="rows"),
     Case(2, 3, 3, 1, 1, 8, dtype="float16"),
+    Case(1, 4, 2, 150, 201, 256, dtype="bfloat16", causal="bottom_right", sinks="same"),
+    Case(1, 2, 1, 201, 150, 184, dtype="float16", softcap=5.0, window=(90, 30), layout="bshd"),
 ]
 
 

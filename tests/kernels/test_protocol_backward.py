@@ -1,4 +1,4 @@
-"""Barrier protocols of wgmma_backward_sm90's two kernels, as models: see test_protocol.py."""
+"""Barrier protocols of wgmma_backward_sm90's kernels, as models: see test_protocol.py."""
 
 from dataclasses import replace
 from itertools import product
@@ -8,10 +8,12 @@ import pytest
 
 from protocol import Violation, all_schedules, random_schedules, slowest_actors
 from protocol_backward import Backward, KeyTile, QueryTile, key_tiles, keys_model, queries_model, query_tiles
+from protocol_wide import wide_model
 
 WARPS = ("producer", "wg0.warp0", "wg0.warp1", "wg1.warp0", "wg1.warp1")
-MODELS = {"queries": queries_model, "keys": keys_model}
-PLAIN = {"queries": QueryTile(3, (0, 0)), "keys": KeyTile(3, ((0, 3), (0, 3)), 2)}
+MODELS = {"queries": queries_model, "keys": keys_model, "wide": wide_model}
+ALL = ((0, 3), (0, 3))
+PLAIN = {"queries": QueryTile(3, (0, 0)), "keys": KeyTile(3, ALL, 2), "wide": KeyTile(3, ALL, 2)}
 
 
 def found(violation: Violation | None, kinds: set[str]) -> bool:
@@ -77,6 +79,30 @@ def test_queries_with_one_stage_stop() -> None:
     assert found(slowest_actors(queries_model(Backward((PLAIN["queries"],), stages=1))), {"deadlock"})
 
 
+@pytest.mark.parametrize("turns, overlap", list(product([True, False], repeat=2)))
+@pytest.mark.parametrize("values", [1, 2])
+def test_queries_are_sound_with_values_apart(values: int, turns: bool, overlap: bool) -> None:
+    rng, kinds = random.Random(values), query_tiles((0, 1, 2, 4))
+    for stages in (2, 3):
+        for _ in range(4):
+            shape = Backward(tuple(rng.choices(kinds, k=4)), stages, turns=turns, overlap=overlap, value_stages=values)
+            assert (violation := slowest_actors(queries_model(shape))) is None, (shape, str(violation))
+
+
+@pytest.mark.parametrize("tile", [QueryTile(1, (1, 0)), QueryTile(1, (0, 1)), QueryTile(0, (0, 0))])
+def test_queries_with_values_apart_in_every_schedule(tile: QueryTile) -> None:
+    explored = all_schedules(queries_model(Backward((tile,), value_stages=1, data=False)), 400_000)
+    assert explored.complete and explored.violation is None, str(explored.violation)
+
+
+def test_values_are_waited_for() -> None:
+    shape = Backward((PLAIN["queries"],) * 3, value_stages=1)
+    assert slowest_actors(queries_model(shape)) is None
+    for mistake in ("no value_empty", "freed by one"):
+        model = queries_model(replace(shape, mistakes=frozenset({mistake}), wgmma_joins=False))
+        assert found(slowest_actors(model), {"behind", "order", "wrong phase"}), mistake
+
+
 # ---- the keys kernel ----
 
 
@@ -123,7 +149,47 @@ def test_keys_with_one_stage_stop() -> None:
     assert found(slowest_actors(keys_model(Backward((PLAIN["keys"],), stages=1))), {"deadlock"})
 
 
-# ---- both ----
+# ---- the wide keys kernel ----
+
+
+def wide_tiles(*counts: tuple[int, int]) -> tuple[KeyTile, ...]:
+    return tuple(KeyTile(count, ((0, count), (0, count)), members) for count, members in counts)
+
+
+@pytest.mark.parametrize("stages, dout_stages", [(2, 2), (3, 1), (2, 1), (3, 3)])
+@pytest.mark.parametrize("joins", [True, False])
+def test_wide_keys_are_sound(stages: int, dout_stages: int, joins: bool) -> None:
+    tiles = wide_tiles((3, 1), (0, 1), (1, 1), (2, 2), (1, 3), (4, 1))
+    rng = random.Random(stages)
+    for _ in range(6):
+        shape = Backward(tuple(rng.choices(tiles, k=4)), stages, dout_stages=dout_stages, wgmma_joins=joins)
+        assert (violation := slowest_actors(wide_model(shape))) is None, (shape, str(violation))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_wide_keys_in_every_schedule(count: int) -> None:
+    explored = all_schedules(wide_model(Backward(wide_tiles((count, 1)), data=False, warps=1)), 400_000)
+    assert explored.complete and explored.violation is None, str(explored.violation)
+
+
+def test_wide_keys_with_one_stage_of_queries_stop() -> None:
+    shape = Backward(wide_tiles((3, 1)), stages=1)
+    assert found(slowest_actors(wide_model(shape)), {"deadlock"})
+
+
+WIDE_MISTAKES = ["no q_empty", "no dout_empty", "no k_empty", "no v_empty", "q early", "no weights_empty", "delta late", "freed by one", "tile by one"]
+
+
+@pytest.mark.parametrize("mistake", WIDE_MISTAKES)
+def test_wide_keys_with_a_planted_mistake_are_rejected(mistake: str) -> None:
+    tiles = wide_tiles((0, 1)) if mistake == "tile by one" else wide_tiles((3, 2))
+    shape = Backward(tiles * 8, stages=3, wgmma_joins=False)  # with two, that Q comes hides two of the mistakes
+    assert slowest_actors(wide_model(shape)) is None
+    violation = slowest_actors(wide_model(replace(shape, mistakes=frozenset({mistake}))))
+    assert found(violation, {"behind", "order", "wrong phase"}), str(violation)
+
+
+# ---- all ----
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -131,12 +197,13 @@ def test_four_warps_survive_random_schedules(name: str) -> None:
     tiles = {
         "queries": (QueryTile(3, (1, 0)), QueryTile(1, (0, 1)), QueryTile(2, (2, 0))),
         "keys": (KeyTile(2, ((0, 2), (1, 2)), 2), KeyTile(3, ((0, 0), (0, 3)))),
+        "wide": wide_tiles((2, 2), (0, 1), (3, 1)),
     }
     model = MODELS[name](Backward(tiles[name], warps=4))
     assert (violation := random_schedules(model, 20, seed=3)) is None, str(violation)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["queries", "keys"])
 def test_neither_rests_on_wgmma_joining_the_warps(name: str) -> None:
     rng, kinds = random.Random(4), {"queries": query_tiles((0, 1, 3)), "keys": key_tiles((0, 1, 3))}[name]
     for _ in range(20):
