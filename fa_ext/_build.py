@@ -193,9 +193,8 @@ def listed_kernels() -> list[tuple[str, str]]:
 
 
 def cuda_files() -> list[Path]:
-    """The .cu files of the library: ``kernels/<name>.cu`` and ``kernels/<family>/<name>.cu``, those on trial left out."""
-    files = [*KERNELS.glob("*.cu"), *KERNELS.glob("*/*.cu")]
-    return sorted((f for f in files if f.parent.name != "trial"), key=lambda f: f.name)
+    """The .cu files of the library: ``kernels/<name>.cu`` and ``kernels/<family>/<name>.cu``."""
+    return sorted([*KERNELS.glob("*.cu"), *KERNELS.glob("*/*.cu")], key=lambda f: f.name)
 
 
 def kernel_files() -> dict[str, Path]:

@@ -312,11 +312,12 @@ _MUST_ACCEPT = {
     "wmma": lambda case: case.dtype in HALVES and max(case.head_dim, case.head_dim_v) <= 128,
     "mma_sm80": lambda case: case.dtype in HALVES,
     "wgmma_sm90": _hopper,
+    "serve_sm90": _hopper,
     "prefill_sm90": _hopper,
     "wgmma_split_sm90": _hopper_split,
 }
 WITH_DROPOUT = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
-WITH_ALIBI = (*WITH_DROPOUT, "wmma", "cublas")
+WITH_ALIBI = (*WITH_DROPOUT, "wmma", "cublas", "serve_sm90")
 
 
 def must_accept(kernel: str, case: Case) -> bool:

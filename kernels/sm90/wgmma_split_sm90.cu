@@ -130,7 +130,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     plan->keep = true;
     if (problem->batch_invariant) return fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0);
     if (tiles > device->sm_count) return fa_because(why, FA_DECLINES, FA_WHY_FULL, 0, 0, 0);
-    if (p.seq_q <= 16) return fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0);
+    if (p.seq_q < 16) return fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0);
     return FA_TAKES;
 }
 

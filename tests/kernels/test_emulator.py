@@ -210,7 +210,7 @@ def test_forward_of_what_takes_long_to_compile(emulated, seed, kernel, options, 
 BACKWARD = {
     "simt_backward": dict(instances="^f32$"),
     "mma_backward_sm80": dict(instances="^d64$"),
-    "wgmma_backward_sm90": dict(instances="^d64_(full|masked)_bf16$"),
+    "wgmma_backward_sm90": dict(instances="^(d64_(full|masked)|d192_full|d256_masked)_bf16$|^d256_capped_f16$"),
 }
 GRADIENTS = [
     ("simt_backward", "B1,H1,S3x5,D16,float32"),
@@ -225,6 +225,10 @@ GRADIENTS = [
     ("wgmma_backward_sm90", "B1,H2/1,S70x133,D64,bfloat16"),
     ("wgmma_backward_sm90", "B2,H2,S133,D64,bfloat16,causal=bottom_right,sinks=same"),
     ("wgmma_backward_sm90", "B1,H4/2,S40x90,D64,bfloat16,window=30:none,layout=bshd"),
+    ("wgmma_backward_sm90", "B1,H2/1,S133x230,D136,bfloat16"),
+    ("wgmma_backward_sm90", "B1,H4/2,S140x290,D256,bfloat16,window=130:none,layout=bshd"),
+    ("wgmma_backward_sm90", "B2,H2,S201x190,D200,bfloat16,causal=top_left,sinks=same"),
+    ("wgmma_backward_sm90", "B1,H2/1,S70x133,D248,float16,softcap=5.0,causal=bottom_right"),
 ]
 
 
@@ -294,6 +298,8 @@ def test_what_is_right_has_no_race(emulated, seed, kernel, options, name):
     ("simt_backward", "B1,H2/1,S33x71,D40/24,float32,bias=full,mask=rows,sinks=float32"),
     ("mma_backward_sm80", "B1,H2/1,S70x133,D64,bfloat16"),
     ("wgmma_backward_sm90", "B1,H2/1,S70x133,D64,bfloat16"),
+    ("wgmma_backward_sm90", "B1,H2/1,S133x230,D192,bfloat16"),
+    ("wgmma_backward_sm90", "B1,H4/2,S140x290,D256,bfloat16,window=130:none,layout=bshd"),
 ])  # fmt: skip
 def test_backward_has_no_race(emulated, monkeypatch, kernel, name):
     monkeypatch.setenv("FA_EMULATOR_SEED", "1")
@@ -365,5 +371,5 @@ def test_mutant_backward_without_a_barrier(emulated, monkeypatch):
 
 
 def test_mutant_merge_whose_lanes_do_not_share_weights(emulated, monkeypatch):
-    kernel = emulated("merge", "own", edit=replaced("__shfl_sync(~0u, own, begin + r, a.lanes)", "own"))
+    kernel = emulated("merge", "own", edit=replaced("__shfl_sync(~0u, own[i], begin + r, a.lanes)", "own[i]"))
     assert "wrong" in seeds_that_fail(monkeypatch, lambda: merged(kernel, in_place=True))

@@ -3,10 +3,7 @@ the same on a GPU; which calls it leaves to others."""
 
 import dataclasses
 import itertools
-import platform
 import re
-import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -15,22 +12,26 @@ import emulator
 import fa_ext
 import lse_views
 import rows
-import serving_cases
 from case import Case
 from devices import DEVICES
-from fa_ext import _build, _core
-from operands import place
+from fa_ext import _core
+from hopper_sequences import (
+    ON_A_GPU,
+    assert_graph_takes_other_lengths,
+    assert_same_bits,
+    emulated_builds,
+    emulates,
+    holds,
+    on_device,
+    on_gpu,
+    parts_of,
+    random_cases,
+)
 from serving_calls import assert_counts_as_the_reference
 from serving_cases import INT_MAX, INT_MIN, ServingCase
 
-emulates = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
-    reason="the emulator is for g++ on x86-64 Linux",
-)
-
 KERNEL = "prefill_sm90"
-SOURCE = _build.KERNELS / "sm90" / "prefill_sm90.cu"
-INSTANCES = "^d64_(masked|capped)_bf16$"
+emulated = emulated_builds(KERNEL, "^d64_(masked|capped)_bf16$")
 SMALL = dict(heads=4, heads_kv=2, head_dim=64, dtype="bfloat16")
 ODD = dict(heads=3, heads_kv=1, head_dim=64, dtype="bfloat16")  # 63 of a warpgroup's 64 rows
 CASES = [
@@ -49,34 +50,9 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory):
-    """emulated(**options): the name under which a build is loaded, once for each set of options."""
-    folder, loaded, device_of = tmp_path_factory.mktemp("prefill"), {}, rows.device_of
-
-    def get(**options):
-        key = tuple(options.items())
-        if key not in loaded:
-            target = folder / f"prefill_sm90.{len(loaded)}.so"
-            emulator.build(SOURCE, target, **{"instances": INSTANCES} | options)
-            loaded[key] = emulator.load(target, "prefill_sm90")
-            get.library[loaded[key]] = target
-        return loaded[key]
-
-    get.library = {}
-    rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
-    yield get
-    rows.device_of = device_of
-
-
 @pytest.fixture
 def prefill(emulated):
     return emulated()
-
-
-def holds(kernel, case, put=lambda arguments: arguments):
-    report = fa_ext.verify(**put(case.arguments()), kernel=kernel, check=False)
-    assert report, f"{case}\n{report}"
 
 
 @emulates
@@ -86,40 +62,11 @@ def test_an_lse_has_any_strides(prefill, case, kind):
     lse_views.assert_written(prefill, case.arguments(), kind, check=False)
 
 
-def sequences_of(case, arguments, out, lse):
-    """Bytes of (out, lse) of each sequence."""
-    found = []
-    for b, n in enumerate(case.n_q):
-        if arguments["q"].ndim == 3:
-            first = b if case.q == "one" else int(arguments["cu_seqlens_q"][b])
-            mine = out[first : first + n], lse[:, first : first + n].T
-        else:
-            mine = (out[b] if case.layout == "bshd" else out[b].swapaxes(0, 1))[:n], lse[b, :, :n].T
-        found.append(tuple(x.tobytes() for x in mine))
-    return found
-
-
-def parts_of(kernel, case, values, put=lambda arguments: arguments):
-    arguments = case.arguments(values)
-    results = fa_ext.attention(**put(arguments), kernel=kernel, check=False, return_lse=True)
-    return sequences_of(case, arguments, *map(rows.to_host, results))
-
-
 STORES = [dict(q=q, k=k, layout=at) for (q, k), at in zip(itertools.product(("padded", "packed"), ("padded", "packed", "paged")), ("bshd", "bhsd") * 3)]
 STORES += [dict(page_size=size, slack=n, cache=cache) for n, (size, cache) in enumerate(((3, "two"), (24, "twice"), (64, "heads"), (256, "first")))]
 
 
-def same_bits(kernel, base, check=lambda n: None, put=lambda arguments: arguments):
-    """In every storage, order and batch."""
-    values = base.values()
-    wanted = parts_of(kernel, base, values, put)
-    for n, store in enumerate(STORES):
-        check(n)
-        assert parts_of(kernel, dataclasses.replace(base, **store), values, put) == wanted, store
-    for n, order in enumerate(([2], [1, 0], [3, 1, 1], [0, 2] * 9 + [1])):
-        check(n)
-        case = dataclasses.replace(base, n_q=tuple(base.n_q[b] for b in order), n_k=tuple(base.n_k[b] for b in order))
-        assert parts_of(kernel, case, [values[b] for b in order], put) == [wanted[b] for b in order], order
+ORDERS = ([2], [1, 0], [3, 1, 1], [0, 2] * 9 + [1])
 
 
 # ---- on the emulator ----
@@ -157,8 +104,8 @@ def test_the_bits_of_a_sequence_are_its_own(prefill, monkeypatch):
     def other_blocks(n):
         monkeypatch.setenv("FA_EMULATOR_SMS", str((2, 132, 7)[n % 3]))
 
-    same_bits(prefill, base, other_blocks)
-    same_bits(prefill, dataclasses.replace(base, softcap=3.0, window=(100, 0), sinks=True))
+    assert_same_bits(prefill, base, STORES, ORDERS, other_blocks)
+    assert_same_bits(prefill, dataclasses.replace(base, softcap=3.0, window=(100, 0), sinks=True), STORES, ORDERS)
 
 
 @emulates
@@ -246,13 +193,8 @@ def test_at_random(emulated, monkeypatch, head_dim, dtype):
     for seed, blocks in enumerate((1, 3, 132)):
         monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
         monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
-        for case in random_cases(60, 400 + seed, head_dim, dtype, longest=700):
+        for case in random_cases(60, 400 + seed, head_dim, dtype, longest=700, alibi=None):
             holds(kernel, case)
-
-
-def random_cases(count, seed, head_dim, dtype, longest):
-    for case in serving_cases.random_cases(count, seed, longest=longest):
-        yield dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, alibi=None)
 
 
 # ---- the choice ----
@@ -264,12 +206,13 @@ def test_which_calls_it_takes():
     wide = dict(heads=32, heads_kv=8, head_dim=128, dtype="bfloat16", causal="bottom_right")
     packed = [ServingCase((n,) * b, (700,) * b, page_size=16, **wide) for n, b in ((1, 1), (300, 1), (1, 40), (34, 9))]
     padded = ServingCase((300, 5), (700, 800), q="padded", k="padded", **wide)
-    few = [ServingCase((1, 1), (700, 800), q="one", page_size=size, **wide) for size in (16, 24, 256)]
+    one = wide | {"heads_kv": 1}  # 32 rows of a kv head
+    few = [ServingCase((1, 1), (700, 800), q="one", page_size=size, **one) for size in (16, 24, 256)]
     for case in (*packed, padded, *few):
         assert fa_ext.explain(**case.arguments(), device=DEVICES["h200"])[0] == KERNEL, case
     for case in (
-        ServingCase((1, 1), (700, 800), q="one", page_size=3, **wide),
-        ServingCase((1, 1), (700, 800), q="one", k="padded", **wide),
+        ServingCase((1, 1), (700, 800), q="one", page_size=3, **one),
+        ServingCase((1, 1), (700, 800), q="one", k="padded", **one),
         ServingCase((1, 9), (700, 800), q="padded", k="padded", slack=0, **wide),
         ServingCase((300, 5), (700, 800), page_size=16, alibi="heads", **wide),
     ):
@@ -281,71 +224,33 @@ def test_which_calls_it_takes():
 # ---- on a GPU ----
 
 
-def on_gpu(test):
-    needs = not rows.has("torch") or KERNEL not in fa_ext.kernels()
-    return pytest.mark.gpu(pytest.mark.slow(pytest.mark.skipif(needs, reason="needs torch and a build with the kernel")(test)))
-
-
-def on_device(arguments):
-    def put(x):
-        if isinstance(x, tuple):
-            return tuple(put(y) for y in x)
-        return place(x, "torch") if isinstance(x, np.ndarray) else x
-
-    return {name: put(x) for name, x in arguments.items()}
-
-
-@on_gpu
-@pytest.mark.parametrize(
-    "head_dim, dtype",
-    [(64, "bfloat16"), (64, "float16"), (128, "bfloat16"), (128, "float16"), (80, "float16"), (192, "bfloat16"), (256, "float16")],
-)
+@on_gpu(KERNEL)
+@pytest.mark.parametrize("head_dim, dtype", ON_A_GPU)
 def test_on_a_gpu_against_float64(head_dim, dtype):
     cases = [dataclasses.replace(case, page_size=size) for case in CASES[:2] for size in (1, 3, 8, 16, 24, 64, 256)]
     cases += [*CASES, ServingCase((34,) * 300, (34,) * 300, k="packed", causal="bottom_right", **SMALL)]
     cases += [ServingCase((64, 1, 300), (40000, 9000, 5000), page_size=size, causal="bottom_right", **SMALL) for size in (3, 16)]
     cases += [ServingCase((1023, 3, 799), (1023, 3, 2000), causal="bottom_right", k=k, **SMALL) for k in ("packed", "paged")]
     cases = [dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype) for case in cases]
-    for case in [*cases, *random_cases(200, 7, head_dim, dtype, longest=3000)]:
+    for case in [*cases, *random_cases(200, 7, head_dim, dtype, longest=3000, alibi=None)]:
         holds(KERNEL, case, on_device)
 
 
-@on_gpu
+@on_gpu(KERNEL)
 def test_on_a_gpu_the_bits_of_a_sequence_are_its_own():
     base = ServingCase((1300, 34, 1, 700), (1300, 9333, 97, 5000), causal="bottom_right", seed=3, **SMALL | {"head_dim": 128})
     for _ in range(20):
-        same_bits(KERNEL, base, put=on_device)
+        assert_same_bits(KERNEL, base, STORES, ORDERS, put=on_device)
 
 
-@on_gpu
+@on_gpu(KERNEL)
 def test_on_a_gpu_a_graph_takes_other_lengths():
-    import torch
-
     case = ServingCase((500,) * 8, (1500,) * 8, page_size=16, causal="bottom_right", **SMALL | {"head_dim": 128})
-    arguments = on_device(case.arguments())
-    for name in "qkv":
-        arguments[name].nan_to_num_(0.5)
-    out = torch.empty_like(arguments["q"])
-    starts, used = arguments["cu_seqlens_q"], arguments["seqlens_k"]
 
-    def call():
-        return fa_ext.attention(**arguments, kernel=KERNEL, out=out, check=False)
+    def change(arguments, rng):
+        import torch
 
-    graph = torch.cuda.CUDAGraph()
-    call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        call()
-    rng = np.random.default_rng(0)
-    for n in range(300):
-        used.copy_(torch.from_numpy(rng.integers(0, 1501, 8).astype(np.int32)))
-        cuts = np.sort(rng.integers(0, 4001, 9)).astype(np.int32)
-        starts.copy_(torch.from_numpy(cuts))
-        out.fill_(float("nan"))
-        graph.replay()
-        replayed = rows.to_host(out).tobytes()
-        call()
-        assert rows.to_host(out).tobytes() == replayed
-        if n % 60 == 0:
-            report = fa_ext.verify(**arguments, kernel=KERNEL, check=False)
-            assert report, report
+        arguments["seqlens_k"].copy_(torch.from_numpy(rng.integers(0, 1501, 8).astype(np.int32)))
+        arguments["cu_seqlens_q"].copy_(torch.from_numpy(np.sort(rng.integers(0, 4001, 9)).astype(np.int32)))
+
+    assert_graph_takes_other_lengths(KERNEL, case, change, 300)

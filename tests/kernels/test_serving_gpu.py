@@ -18,7 +18,7 @@ pytestmark = [
 CASE = ServingCase((1, 3, 2, 7), (5, 33, 40, 17), dtype="float16", head_dim=64, causal="bottom_right", slack=6)
 
 
-@pytest.fixture(scope="module", params=["simt", "mma_sm80", "prefill_sm90", None], ids=str)
+@pytest.fixture(scope="module", params=["simt", "mma_sm80", "prefill_sm90", "serve_sm90", None], ids=str)
 def kernel(request):
     return request.param
 

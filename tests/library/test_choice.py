@@ -12,7 +12,8 @@ from devices import DEVICES, shapes_only
 from fa_ext import _core
 
 CUDA = [name for name in fa_ext.kernels() if rows.device_of(name) == "cuda"]
-HOPPER = {"wgmma_split_sm90", "wgmma_sm90", "prefill_sm90"}
+WITH_TENSOR_MAPS = {"wgmma_split_sm90", "wgmma_sm90", "prefill_sm90"}
+HOPPER = WITH_TENSOR_MAPS | {"serve_sm90"}
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="no CUDA kernel is built")
 
@@ -102,7 +103,7 @@ def test_what_a_device_lacks_is_not_here():
             assert answer == "not here" and "compute capability" in reason and "7.5" in reason, (kernel, reason)
     bare = DEVICES["h200"] | {"tensor_maps": False, "cublas_error": "no such file"}
     answers = _core.answers(**inputs, device=bare)
-    for kernel in {*HOPPER, "cublas"} & set(CUDA):
+    for kernel in {*WITH_TENSOR_MAPS, "cublas"} & set(CUDA):
         assert answers[kernel][0] == "not here", answers[kernel]
     small = DEVICES["a100"] | {"smem_per_block": 16 << 10, "smem_per_sm": 32 << 10}
     answers = _core.answers(**inputs, device=small)
@@ -134,7 +135,7 @@ def test_a_device_must_be_described():
         (Case(1, 8, 8, 512, 512, 64), {"h": "wgmma_split_sm90", "a": "mma_sm80"}),
         (Case(8, 16, 16, 2048, 2048, 128, dtype="bfloat16"), {"h": "wgmma_sm90", "a": "mma_sm80"}),
         (Case(8, 16, 16, 2048, 2048, 128, softcap=30.0, sinks="same"), {"h": "wgmma_sm90", "a": "mma_sm80"}),
-        (Case(1, 32, 8, 1, 4096, 128), {"h": "mma_sm80", "a": "mma_sm80"}),
+        (Case(1, 32, 8, 1, 4096, 128), {"h": "serve_sm90", "a": "mma_sm80"}),
         (Case(4, 16, 16, 2048, 2048, 128, bias="full"), {"h": "mma_sm80", "a": "mma_sm80"}),
         (Case(4, 16, 16, 2048, 2048, 192, 128), {"h": "mma_sm80", "a": "mma_sm80"}),
         (Case(4, 16, 16, 2048, 2048, 64, dtype="float32"), {"h": "simt", "a": "simt"}),

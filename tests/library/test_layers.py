@@ -127,15 +127,10 @@ def test_no_circle_among_the_modules():
     assert not circle(below)
 
 
-#: Which families' files a folder of kernels/ includes beside its own and common/.
-FAMILIES = {"trial": {"sm80", "sm90"}}  # what will move into them
-
-
 @pytest.mark.parametrize("path", [path for path in C_FILES if path.is_relative_to(ROOT / "kernels")], ids=name)
 def test_a_family_includes_what_is_common_and_itself(path):
     folder = path.relative_to(ROOT / "kernels").parent.name
-    own = {"common", folder} | FAMILIES.get(folder, set())
-    foreign = [h for h in includes(path) if (ROOT / "kernels" / h).is_file() and h.rpartition("/")[0] not in own]
+    foreign = [h for h in includes(path) if (ROOT / "kernels" / h).is_file() and h.rpartition("/")[0] not in ("common", folder)]
     assert not foreign, f"{name(path)} includes {foreign} of other families"
 
 
@@ -190,7 +185,7 @@ def test_no_function_is_too_long():
 #: Variables that change and outlive a call, by file: what a process, a thread or a device has one of.
 GLOBALS = {
     "simd_isa.c": {"forced"},  # FA_EXT_CPU_ISA when the library was loaded
-    "threads.c": {"forked"},  # this process is a fork's child
+    "threads.c": {"lock", "posted", "left", "loops", "workers", "news", "forked"},  # the threads that help with loops; this process is a fork's child
     "device.c": {"cuda_used", "fork_watch", "contexts"},  # the same of CUDA; how many contexts there have been
     "memo.c": {"last"},  # a thread's last call and its plan
     "launch.cuh": {"fa_smem_allowed", "fa_smem_lock"},  # what shared memory each kernel has been allowed

@@ -13,7 +13,7 @@
 #include "common/ptx.cuh"
 #include "common/rows.cuh" // row_of
 #include "common/softmax.cuh"
-#include "trial/serve_job.cuh"
+#include "sm90/serve_job.cuh"
 
 namespace fa::sm90::serve {
 
@@ -37,35 +37,66 @@ template <class C> struct Rows {
     using T = typename C::T;
     static constexpr int kSteps = C::kColumns / 16;
 
-    uint32_t query[kSteps][C::kRowTiles][2]; // Q^T, operand b
-    LaneRow *row;                            // of the warp, in shared memory
-    int common_begin, common_end;            // keys that every row of the warp sees
+    static constexpr bool kShared = C::kRowTiles > 1;
+    static constexpr size_t kQueryBytes = kShared ? kSteps * 32 * C::kRowTiles * 8 : 0;
+
+    /* A lane's part of 16 columns of Q^T, operand b. */
+    struct alignas(8 * C::kRowTiles) Query {
+        uint32_t part[C::kRowTiles][2];
+    };
+
+    LaneRow *row;                     // of the warp, in shared memory
+    Query *queries;                   // of the block, in shared memory: two tiles of rows do not fit into registers
+    Query kept[kShared ? 1 : kSteps]; // one tile does
+    int common_begin, common_end;     // keys that every row of the warp sees
+
+    __device__ __forceinline__ Query query(int step) const {
+        return kShared ? queries[step * 32 + threadIdx.x % 32] : kept[step];
+    }
 
     /* The lane's row r. */
     __device__ __forceinline__ const LaneRow &own(int r) const {
         return row[r / 2 * 8 + 2 * (threadIdx.x % 4) + r % 2];
     }
 
-    /* A job's rows. */
-    __device__ __forceinline__ void load(const Params &params, const Job &job) {
+    /* By the block. */
+    __device__ __forceinline__ void load_queries(const Params &params, const Job &job) {
         const fa_forward &p = params.call.p;
         const int lane = threadIdx.x % 32;
+        const T *from[C::kRowTiles];
+        bool exists[C::kRowTiles];
 #pragma unroll
         for (int n = 0; n < C::kRowTiles; ++n) {
             const int index = 8 * n + lane / 4;
-            const bool exists = index < job.count;
-            const RowPlace at = row_place(params, job, exists ? index : 0);
-            const T *from = row_of<T>(p.q, at.batch, at.head, job.first_out + at.query) + 2 * (lane % 4);
+            exists[n] = index < job.count;
+            const RowPlace at = row_place(params, job, exists[n] ? index : 0);
+            from[n] = row_of<T>(p.q, at.batch, at.head, job.first_out + at.query) + 2 * (lane % 4);
+        }
+        const auto load = [&](int step) {
+            Query x;
 #pragma unroll
-            for (int step = 0; step < kSteps; ++step)
+            for (int n = 0; n < C::kRowTiles; ++n)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int column = 16 * step + 8 * half;
-                    query[step][n][half] =
-                        exists && column < p.head_dim ? *reinterpret_cast<const uint32_t *>(from + column) : 0;
+                    x.part[n][half] =
+                        exists[n] && column < p.head_dim ? *reinterpret_cast<const uint32_t *>(from[n] + column) : 0;
                 }
+            return x;
+        };
+        if constexpr (kShared) {
+            for (int step = threadIdx.x / 32; step < kSteps; step += C::kWarps) queries[step * 32 + lane] = load(step);
+            __syncthreads();
+        } else {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) kept[step] = load(step);
         }
-        // Lane l takes row l.
+    }
+
+    /* What the rows see. By the warp. */
+    __device__ __forceinline__ void load_sight(const Params &params, const Job &job) {
+        const fa_forward &p = params.call.p;
+        const int lane = threadIdx.x % 32; // takes row `lane`
         LaneRow mine = {0, 0, 0, 0.0f};
         common_begin = 0, common_end = INT32_MAX;
         if (lane < job.count) {
@@ -122,15 +153,17 @@ template <class C> struct Chunk {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[m][n][e] = odd[m][n][e] = 0.0f;
 #pragma unroll
-        for (int step = 0; step < C::kColumns / 16; ++step)
+        for (int step = 0; step < C::kColumns / 16; ++step) {
+            const typename Rows<C>::Query query = rows.query(step);
 #pragma unroll
             for (int m = 0; m < kKeyTiles; ++m) {
                 uint32_t a[4];
                 ldmatrix_x4<false>(a, (address ^ step % 4 * 32) + step / 4 * C::kSlabBytes + m * 2048);
 #pragma unroll
                 for (int n = 0; n < C::kRowTiles; ++n)
-                    mma_16x8x16<T>(step % 2 ? odd[m][n] : s[m][n], a, rows.query[step][n][0], rows.query[step][n][1]);
+                    mma_16x8x16<T>(step % 2 ? odd[m][n] : s[m][n], a, query.part[n][0], query.part[n][1]);
             }
+        }
 #pragma unroll
         for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll

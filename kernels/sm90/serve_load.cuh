@@ -15,8 +15,8 @@
 #include "common/ptx.cuh"
 #include "common/ring.cuh" // RingState
 #include "sm90/barrier.cuh"
+#include "sm90/serve_job.cuh"
 #include "sm90/tma.cuh"
-#include "trial/serve_job.cuh"
 
 namespace fa::sm90::serve {
 
@@ -87,7 +87,6 @@ template <class C> struct Ring {
         const int column = params.page.quotient(static_cast<uint32_t>(key));
         return {s.pages.table[job.b * s.pages.stride + column], key - column * static_cast<int>(s.pages.size)};
     }
-    __device__ __forceinline__ void find_first() { place[0] = find(tiles.next), place[1] = find(tiles.next + 1); }
     __device__ __forceinline__ bool exists() const {
         const fa_pages &pages = params.call.s.pages;
         return place[0].batch >= 0 && (!pages.table || place[0].batch < pages.count);
@@ -109,6 +108,13 @@ template <class C> struct Ring {
         start(at, params.v_map, params.call.p.v, params.call.p.head_dim_v, here, __ballot_sync(~0u, here));
         ++tiles.next;
         place[0] = place[1], place[1] = find(tiles.next + 1);
+    }
+
+    /* Asks for the first tiles. */
+    __device__ __forceinline__ void fill() {
+        place[0] = find(tiles.next), place[1] = find(tiles.next + 1);
+#pragma unroll 1
+        for (int at = 0; at < C::kSlots; ++at) at % 2 ? start_values(at) : start_keys(at);
     }
 
     /* V's rows that nobody may see. The fence comes before TMA writes there again. */

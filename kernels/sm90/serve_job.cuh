@@ -6,7 +6,7 @@
  * Of each group of 8 chunks the warp that has the first one leaves one state of all its chunks; every other chunk of
  * the group is a state by itself. So the keys alone say which states there are; each is known by its first chunk. */
 #pragma once
-#include "trial/serve_config.cuh"
+#include "sm90/serve_config.cuh"
 
 namespace fa::sm90::serve {
 
@@ -17,7 +17,8 @@ struct Tiles {
 
 struct Job {
     fa_entry entry;
-    int64_t first_out;                 // row of q and out of the sequence's first query
+    fa_span rows;                      // of q and out, of the sequence
+    int64_t first_out;                 // the first of them
     int b, head;                       // kv head; b < 0: rows of no sequence
     int row, count;                    // the first of its rows; those of queries
     int rows_out;                      // rows that are written
@@ -53,7 +54,7 @@ template <class C> __device__ __forceinline__ Job find_job(const Params &params,
     }
     const int64_t first = spot.tile * C::kRows;
     job.entry = spot.entry;
-    job.first_out = spot.rows.begin;
+    job.rows = spot.rows, job.first_out = spot.rows.begin;
     job.b = static_cast<int>(spot.batch);
     job.row = static_cast<int>(first);
     job.count = rows_from(spot.entry.seq_q * group, first, C::kRows);

@@ -58,9 +58,9 @@ struct Params {
     ScoreParams score;
     Divider heads_kv, group, page; // group: query heads a kv head; page: keys of one
     Divider tiles_m;               // tiles of rows of a sequence, where q has no starts
-    int jobs;                      // tiles of rows times kv heads
+    int first, jobs;               // of this launch: tiles of rows times kv heads
     int slots, pairs;              // of states in workspace: chunks of a job, pairs of its rows
-    int parts;                     // blocks of a job
+    Divider parts;                 // blocks of a job
     int boxes;                     // keys of a box of TMA; 0: cp.async
     char *workspace;
     Sight dense; // of a call without sequences: every batch entry

@@ -6,7 +6,7 @@
 #include "common/convert.cuh"
 #include "common/rows.cuh" // store_lse
 #include "common/softmax.cuh"
-#include "trial/serve_job.cuh"
+#include "sm90/serve_chunk.cuh"
 
 namespace fa::sm90::serve {
 
@@ -40,13 +40,43 @@ __device__ __forceinline__ void store_out(const Params &params, const Job &job, 
         static_cast<T *>(p.out.data)[at] = from_float<T>(x);
 }
 
-/* Rows of no query: 0 and -inf. */
-template <class C> __device__ __forceinline__ void write_nothing(const Params &params, const Job &job) {
+/* Rows of no query: 0 and -inf. By `threads`. */
+template <class C>
+__device__ __forceinline__ void write_nothing(const Params &params, const Job &job, int thread, int threads) {
 #pragma unroll 1
-    for (int n = threadIdx.x; n < (job.rows_out - job.count) * C::kColumns; n += C::kThreads) {
+    for (int n = thread; n < (job.rows_out - job.count) * C::kColumns; n += threads) {
         const RowPlace row = row_place(params, job, job.count + n / C::kColumns);
         if (n % C::kColumns == 0) store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, -INFINITY);
         store_out<typename C::T>(params, job, row, n % C::kColumns, 0.0f);
+    }
+}
+
+__device__ __forceinline__ RowResult finish(const Params &params, const RowPlace &row, const RowState &state) {
+    return params.call.p.sinks.data ? finish_row(params.call.p, row.head, state) : finish_fast(state);
+}
+
+/* A column of a row. */
+template <class T>
+__device__ __forceinline__ void store_result(const Params &params, const Job &job, const RowPlace &row,
+                                             const RowResult &result, int column, float value) {
+    if (column == 0) store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, result.lse);
+    store_out<T>(params, job, row, column, result.factor == 0.0f ? 0.0f : __fmul_rn(value, result.factor));
+}
+
+/* Writes a job of which `x` is all. By the warp. */
+template <class C>
+__device__ __forceinline__ void write_chunk(const Params &params, const Job &job, const Chunk<C> &x) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < C::kLaneRows; ++r) {
+        const int index = r / 2 * 8 + 2 * (lane % 4) + r % 2;
+        if (index >= job.count) continue;
+        const RowPlace row = row_place(params, job, index);
+        const RowResult result = finish(params, row, x.state[r]);
+#pragma unroll
+        for (int unit = 0; unit < C::kUnits; ++unit)
+            store_result<typename C::T>(params, job, row, result, unit * 8 + lane / 4,
+                                        x.out[unit / 2][r / 2][unit % 2 * 2 + r % 2]);
     }
 }
 
@@ -157,12 +187,8 @@ __device__ __forceinline__ void fold_job(const Params &params, const Job &job, c
             const RowPlace row = row_place(params, job, 2 * pair + r);
             RowState state;
             state.maximum = r ? part.state.z : part.state.x, state.sum = r ? part.state.w : part.state.y;
-            const RowResult result =
-                params.call.p.sinks.data ? finish_row(params.call.p, row.head, state) : finish_fast(state);
-            if (column == 0) store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, result.lse);
-            const float value = r ? part.value.y : part.value.x;
-            store_out<typename C::T>(params, job, row, column,
-                                     result.factor == 0.0f ? 0.0f : __fmul_rn(value, result.factor));
+            store_result<typename C::T>(params, job, row, finish(params, row, state), column,
+                                        r ? part.value.y : part.value.x);
         }
     }
 }

@@ -26,8 +26,8 @@
 
 #include "common/launch.cuh"
 #include "fa.h"
+#include "sm90/serve_kernel.cuh"
 #include "sm90/tensor_map.h"
-#include "trial/serve_kernel.cuh"
 
 namespace fa::sm90::serve {
 
@@ -35,8 +35,10 @@ namespace fa::sm90::serve {
 struct Own {
     int columns, rows; // of the instance
     int64_t jobs, tiles_m;
+    int64_t at_once;       // jobs of a launch
     int parts, fold_parts; // blocks of a job
     int slots, pairs;
+    bool brief; // a job a warp
 };
 
 using Launch = fa_code(const Params &, const Own &, const fa_launch &);
@@ -64,8 +66,13 @@ fa_code launch_kernel(Kernel *kernel, dim3 blocks, int threads, size_t shared, c
 }
 
 template <class C> fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
-    const auto jobs = static_cast<unsigned>(own.jobs);
-    const dim3 blocks(jobs, static_cast<unsigned>(own.parts)), fold(jobs, static_cast<unsigned>(own.fold_parts));
+    if constexpr (!Rows<C>::kShared)
+        if (own.brief) {
+            const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
+            return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
+        }
+    const dim3 blocks(static_cast<unsigned>(params.jobs * own.parts)),
+        fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
     FA_TRY(launch_kernel(serve_sm90_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch));
     if (own.parts == 1) return FA_OK;
     return launch_kernel(serve_fold_kernel<C>, fold, C::kThreads, 0, params, launch);
@@ -121,6 +128,8 @@ static bool takes_rows(const fa_operand &x, int64_t rows, fa_operand_name name, 
     return reason == FA_WHY_NONE;
 }
 
+static int64_t group_of(const fa_forward &p) { return p.heads_kv > 0 ? p.heads / p.heads_kv : 1; }
+
 /* Queries that a sequence has at most. */
 static int64_t queries_at_most(const fa_problem *problem) {
     return problem->sequences.packed_q && !problem->sequences.q.starts ? 1 : problem->forward.seq_q;
@@ -131,14 +140,29 @@ static int64_t rows_of_job(const fa_problem *problem) {
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     const int64_t queries = !s.packed_q ? p.seq_q : s.q.starts ? divide_up(p.seq_q, std::max<int64_t>(p.batch, 1)) : 1;
-    return queries * (p.heads / p.heads_kv);
+    return queries * group_of(p);
+}
+
+/* Sequences whose rows one job holds, so that their keys are read once. Of packed queries shapes say only how many
+ * there are in all, and a sequence has one kernel in every batch. Of dense calls those with few jobs over many keys,
+ * 0.89 to 0.99 of mma_sm80's time on an H200 (32/8 heads of 128 columns, 4k to 128k keys); others are as fast or faster
+ * there and on wgmma_sm90. */
+static fa_answer choose(const fa_problem *problem, const Form &form, const Own &own, int64_t sms, fa_why *why) {
+    constexpr int64_t kManyKeys = 4096, kFewJobs = 8; // jobs: of so many multiprocessors one
+    const fa_sequences &s = problem->sequences;
+    const bool few_rows = queries_at_most(problem) * group_of(problem->forward) <= form.rows;
+    if (s.given && !s.q.starts && few_rows) return FA_TAKES;
+    const bool few_jobs = own.jobs * kFewJobs <= sms && form.columns == 128 && problem->forward.seq_k >= kManyKeys;
+    if (!s.given && few_rows && few_jobs)
+        return problem->batch_invariant ? fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0) : FA_TAKES;
+    return fa_because(why, FA_DECLINES, FA_WHY_FEW_ROWS, 0, 0, 0);
 }
 
 static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
     if (p.head_dim > 256) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 256, 0, 0);
     if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
-    if (std::max(p.seq_q * (p.heads / p.heads_kv), p.seq_k) >> kMaxLengthBits)
+    if (std::max(p.seq_q * group_of(p), p.seq_k) >> kMaxLengthBits)
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
     const fa_sequences &s = problem->sequences;
     const int64_t rows_q = s.packed_q ? p.seq_q : p.seq_q * p.batch, rows_k = s.pages.table
@@ -150,7 +174,7 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
         return FA_REFUSES;
 
     Own &own = fa_own<Own>(plan);
-    const int64_t group = p.heads / p.heads_kv, most = queries_at_most(problem) * group;
+    const int64_t group = group_of(p), most = queries_at_most(problem) * group;
     const Form &form = form_for(p.head_dim, rows_of_job(problem));
     own.columns = form.columns, own.rows = form.rows;
     own.tiles_m = divide_up(most, form.rows);
@@ -158,25 +182,28 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     own.pairs = static_cast<int>((std::min<int64_t>(most, form.rows) + 1) / 2);
     const int64_t chunks = divide_up(p.seq_k, kChunkKeys);
     own.slots = static_cast<int>(std::min<int64_t>(chunks + 1, kMaxChunks));
-    // A block a job if those fill the device at once or many times over, else parts as there is room for.
+    // A block a job if those fill the device, else parts as there is room for.
     const int64_t sms = device->sm_count, room = sms * form.blocks_per_sm, jobs = std::max<int64_t>(own.jobs, 1);
     int64_t parts = 1;
-    if (jobs * 4 < sms * 3)
-        parts = room / jobs;
-    else if (jobs > sms && jobs < 4 * room)
-        parts = divide_up(4 * room, jobs);
+    if (jobs * 4 < sms * 3) parts = room / jobs;
     if (s.given && p.batch > 1) parts = std::max(parts, divide_up(p.seq_k, kMostKeys));
     own.parts =
         static_cast<int>(std::max<int64_t>(std::min(parts, std::min(chunks, int64_t(kMaxChunks)) / kFewest), 1));
+    // So short a sequence leaves most warps of a block without work, and has one state.
+    own.brief = form.rows == 8 && p.seq_k <= kGroup * kChunkKeys && jobs >= 4 * sms && !s.q.starts && !s.k.starts;
     own.fold_parts = static_cast<int>(std::max<int64_t>(std::min<int64_t>(sms / jobs, form.columns / 8), 1));
-    plan->workspace_bytes = own.jobs * own.slots * own.pairs * form.state;
-    if (plan->workspace_bytes > device->workspace_limit || own.jobs > INT32_MAX)
-        return fa_because(why, FA_NOT_HERE, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
-    plan->blocks = own.jobs * own.parts;
+    if (own.jobs * own.parts > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
+    // Where FA_EXT_WORKSPACE_MB leaves no room for all jobs, one launch follows the other.
+    const int64_t each = own.brief ? 0 : own.slots * own.pairs * int64_t(form.state), limit = device->workspace_limit;
+    own.at_once = own.jobs;
+    if (own.jobs * each > limit) own.at_once = limit / each / p.heads_kv * p.heads_kv;
+    if (own.jobs && !own.at_once) return fa_because(why, FA_NOT_HERE, FA_WHY_STATE_WORKSPACE, 0, 0, 0);
+    plan->workspace_bytes = own.at_once * each;
+    plan->blocks = own.brief ? divide_up(own.jobs, form.threads / 32) : own.jobs * own.parts;
     plan->threads = form.threads;
     plan->smem_bytes = form.shared;
     plan->keep = true;
-    return FA_TAKES;
+    return choose(problem, form, own, sms, why);
 }
 
 /* A box has 128 bytes of each row: more would be fetched twice. */
@@ -205,10 +232,9 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
         .group = Divider::of(p.heads / p.heads_kv),
         .page = Divider::of(std::max<int64_t>(1, std::min<int64_t>(problem->sequences.pages.size, INT32_MAX))),
         .tiles_m = Divider::of(std::max<int64_t>(own.tiles_m, 1)),
-        .jobs = static_cast<int>(own.jobs),
         .slots = own.slots,
         .pairs = own.pairs,
-        .parts = own.parts,
+        .parts = Divider::of(own.parts),
         .workspace = static_cast<char *>(launch->workspace),
     };
     fa_sequences &s = params.call.s;
@@ -225,7 +251,11 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
         FA_TRY(tensor_map_encode(&params.v_map, *launch, p.v, p.dtype, p.head_dim_v, rows, p.heads_kv, batch, keys,
                                  FA_OPERAND_V, kPromotion));
     }
-    return form_for(p.head_dim, own.rows).launch[p.dtype == FA_BF16](params, own, *launch);
+    for (int64_t first = 0; first < own.jobs; first += own.at_once) {
+        params.first = static_cast<int>(first), params.jobs = static_cast<int>(std::min(own.at_once, own.jobs - first));
+        FA_TRY(form_for(p.head_dim, own.rows).launch[p.dtype == FA_BF16](params, own, *launch));
+    }
+    return FA_OK;
 }
 
 #endif
