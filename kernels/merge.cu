@@ -4,12 +4,12 @@
  *     out = sum w_i out_i / W    lse = m + log W
  *
  * A part whose LSE is -inf or +inf is empty, and its out is not read. In float32, in the order of the list; where one
- * part alone counts, its elements are copied. A group of lanes of one warp owns kRows rows and reads them in 16-byte
+ * part alone counts, its elements are copied. A group of lanes of one warp owns 2 to 16 rows and reads them in 16-byte
  * chunks where all operands allow it, else by elements: bound by memory. Each lane weighs the parts for one of the rows
- * and the group shares the weights by shuffles; chunks of kTogether parts of all rows are on their way at a time. Of
- * heads and rows the axis whose elements lie closer together is the inner one, along which groups lie. The result may
- * be the first part itself, since one lane reads a row's LSEs and writes its LSE, and each lane reads an element before
- * it writes that element.
+ * and the group shares the weights by shuffles; chunks of kTogether parts of kAtOnce rows are on their way at a time.
+ * Of heads and rows the axis whose elements lie closer together is the inner one, along which groups lie. The result
+ * may be the first part itself, since one lane reads a row's LSEs and writes its LSE, and each lane reads an element
+ * before it writes that element.
  *
  * Float16, bfloat16, float32 parts; a result of any of these; any strides, head_dim up to 256. The first parts travel
  * as arguments of the launch; where there are more, small launches before it write all of them to workspace, so that a
@@ -29,11 +29,13 @@ namespace fa {
 namespace {
 
 constexpr int kWarp = 32, kMaxThreads = 128;
-constexpr int kRows = 8;       // of a group of lanes; no more than its lanes
-constexpr int kAtOnce = 4;     // of them that are read at a time
-constexpr int kTogether = 2;   // parts that are read at a time
-constexpr int kArguments = 32; // a multiple of kTogether: parts that are arguments of a launch
-constexpr int kBlocks = 5;     // of a multiprocessor
+constexpr int kFewestLanes = 8; // of a group
+constexpr int kBusyWarps = 16;  // of a multiprocessor
+constexpr int kMostRows = 16;   // of a group, which has no more than lanes
+constexpr int kAtOnce = 2;      // of them that are read at a time
+constexpr int kTogether = 2;    // parts that are read at a time
+constexpr int kArguments = 32;  // a multiple of kTogether: parts that are arguments of a launch
+constexpr int kBlocks = 8;      // of a multiprocessor
 constexpr int64_t kMaxGrid = 65535;
 
 struct Parts {
@@ -47,18 +49,19 @@ struct Args {
     int outer_step, inner_step; // from one of a group's rows to the next
     int outer_tile, inner_tile; // rows of a block
     int count, head_dim;
-    int lanes, lanes_log2; // of a group: a power of 2 from kRows to kWarp
-    int steps;             // of a group: kAtOnce rows, one chunk a lane
+    int lanes, lanes_log2; // of a group: a power of 2 from kFewestLanes to kWarp
+    int rows;              // of a group
+    int steps;             // of a row: one chunk a lane
     fa_dtype out_dtype, sinks_dtype;
     bool same; // the result has the parts' dtype
 };
 
 /* The plan's own part. */
 struct Own {
-    int lanes;
-    bool chunks;    // 16 bytes at a time
-    bool heads;     // are the inner axis
-    bool one_outer; // a group's rows lie along the inner axis, too
+    int lanes, rows; // of a group
+    bool chunks;     // 16 bytes at a time
+    bool heads;      // are the inner axis
+    bool one_outer;  // a group's rows lie along the inner axis, too
 };
 
 __global__ void store_parts(const __grid_constant__ Parts parts, fa_part *to, int count) {
@@ -84,13 +87,13 @@ __device__ __forceinline__ uint32_t word_of(__half2 x) { return *reinterpret_cas
 __device__ __forceinline__ uint32_t word_of(__nv_bfloat162 x) { return *reinterpret_cast<const uint32_t *>(&x); }
 
 /* Four bytes of a row, rounded from one or two floats. */
-template <typename T> __device__ __forceinline__ uint32_t rounded(const float *x, float factor) {
+template <typename T> __device__ __forceinline__ uint32_t rounded(const float *x) {
     if constexpr (sizeof(T) == 4)
-        return word_of(x[0] * factor);
+        return word_of(x[0]);
     else if constexpr (std::is_same_v<T, __half>)
-        return word_of(__floats2half2_rn(x[0] * factor, x[1] * factor));
+        return word_of(__floats2half2_rn(x[0], x[1]));
     else
-        return word_of(__floats2bfloat162_rn(x[0] * factor, x[1] * factor));
+        return word_of(__floats2bfloat162_rn(x[0], x[1]));
 }
 
 /* What one load brings: 16 bytes as words, which nvcc keeps in the registers that they came in (of 16-bit elements it
@@ -123,9 +126,9 @@ template <typename T, int N> __device__ __forceinline__ void add(float (&sum)[N]
 
 /* N elements in stores of up to 16 bytes. The bytes are made one integer by hand: of a struct or vector whose elements
  * were computed nvcc 13.0 makes a store each here. */
-template <typename T, int N> __device__ __forceinline__ void store(T *to, const float (&sum)[N], float factor) {
+template <typename T, int N> __device__ __forceinline__ void store(T *to, const float (&sum)[N]) {
     if constexpr (N == 1) {
-        *to = from_float<T>(sum[0] * factor);
+        *to = from_float<T>(sum[0]);
     } else {
         constexpr int W = kWidth<T, N>, kEach = 4 / sizeof(T);
         using Bytes = std::conditional_t<W * sizeof(T) == 16, unsigned __int128, uint64_t>;
@@ -134,7 +137,7 @@ template <typename T, int N> __device__ __forceinline__ void store(T *to, const 
         for (int first = 0; first < N; first += W) {
             Bytes bytes = 0;
 #pragma unroll
-            for (int i = 0; i < W; i += kEach) bytes |= Bytes(rounded<T>(sum + first + i, factor)) << 32 * (i / kEach);
+            for (int i = 0; i < W; i += kEach) bytes |= Bytes(rounded<T>(sum + first + i)) << 32 * (i / kEach);
             *reinterpret_cast<Bytes *>(to + first) = bytes;
         }
     }
@@ -148,11 +151,14 @@ __device__ __forceinline__ int64_t step_of(const Args &a, const fa_operand &x) {
 /* What a row's LSEs make of its parts. */
 struct Weights {
     float origin, lse;
-    float factor; // of the sum, or -1 - n where part n is copied
+    float factor; // of the parts' weights: their sum is 1, or with a sink less
+    int copied;   // the part whose elements are the row's, or -1
     float first[kTogether];
 
     /* Of a part with this LSE; -1 where it is empty. */
-    __device__ __forceinline__ float of(float part) const { return isinf(part) ? -1.0f : weight(part, origin); }
+    __device__ __forceinline__ float of(float part) const {
+        return isinf(part) ? -1.0f : factor * weight(part, origin);
+    }
 };
 
 /* `lse_of(n)`: of part n; -inf where there is none. */
@@ -170,20 +176,22 @@ template <class Lse> __device__ __forceinline__ Weights weigh(const Args &a, flo
 #pragma unroll 1
     for (int n = kTogether; n < a.count; ++n) look(n, lse_of(n));
     float sum = sink == -INFINITY ? 0.0f : weight(sink, w.origin);
-    const auto join = [&](float weight) {
+    w.factor = 1.0f;
+    const auto join = [&](float lse) {
+        const float weight = w.of(lse);
         if (!(weight < 0.0f)) sum += weight;
     };
-    w.first[0] = w.of(lses[0]), w.first[1] = w.of(lses[1]);
-    join(w.first[0]), join(w.first[1]);
+    join(lses[0]), join(lses[1]);
 #pragma unroll 1
-    for (int n = kTogether; n < a.count; ++n) join(w.of(lse_of(n)));
-    const bool copies = counted == 1 && !a.sinks.data && a.same;
-    w.factor = copies ? -1.0f - last : counted ? 1.0f / sum : 0.0f;
+    for (int n = kTogether; n < a.count; ++n) join(lse_of(n));
+    w.copied = counted == 1 && !a.sinks.data && a.same ? last : -1;
+    w.factor = 1.0f / sum;
+    w.first[0] = w.of(lses[0]), w.first[1] = w.of(lses[1]);
     w.lse = !counted ? sink : sum == 1.0f ? w.origin : w.origin + logf(sum);
     return w;
 }
 
-/* A group of lanes and the kRows rows that it merges, of one batch entry. N: elements a lane has at a time, 16 bytes of
+/* A group of lanes and the rows that it merges, of one batch entry. N: elements a lane has at a time, 16 bytes of
  * T, or 1. kStored: the parts are in `stored`, else in `given`. */
 template <typename T, int N, bool kStored> struct Group {
     const Args &a;
@@ -192,7 +200,6 @@ template <typename T, int N, bool kStored> struct Group {
     int lane;
     int64_t batch, outer, inner; // of the first row
     bool is_row = false;         // the row that this lane weighs exists
-    unsigned are_rows = 0;       // of each row, whether it exists
     Weights mine = {};           // of the lane's row
 
     __device__ __forceinline__ const fa_part &part_of(int n) const {
@@ -213,79 +220,102 @@ template <typename T, int N, bool kStored> struct Group {
         return row_of<const T>(x, batch, outer, inner) + d * x.stride[3] + begin * step_of(a, x);
     }
 
-    /* The first kRows lanes weigh the parts of a row each; for the others all parts are empty. */
+    /* The first lanes weigh the parts of a row each; for the others all parts are empty. */
     __device__ __forceinline__ void weigh_rows() {
-        is_row = lane < kRows && my_inner() < a.inner && my_outer() < a.outer;
-        are_rows = __ballot_sync(~0u, is_row) >> (threadIdx.x % kWarp - lane);
+        is_row = lane < a.rows && my_inner() < a.inner && my_outer() < a.outer;
         const float sink = is_row ? sink_of(a, my_outer(), my_inner()) : -INFINITY;
         mine = weigh(a, sink, [&](int n) { return lse_of(n); });
     }
 
-    /* The weighted sums of kAtOnce rows' elements from d on. */
-    __device__ __forceinline__ void sum(int begin, int d, float (&out)[kAtOnce][N]) const {
-#pragma unroll 1
-        for (int n = 0; n < a.count; n += kTogether) {
-            float w[kTogether][kAtOnce];
-            Loaded<T, N> x[kTogether][kAtOnce] = {};
+    using Sums = float[kAtOnce][N];
+    /* Adds kTogether parts' elements of kAtOnce rows. `own`: their weights for the lane's row. */
+    __device__ __forceinline__ void add_parts(Sums &sums, const float (&own)[kTogether],
+                                              const T *const (&from)[kTogether], const int64_t (&between)[kTogether],
+                                              int begin, bool inside) const {
+        float w[kTogether][kAtOnce];
+        Loaded<T, N> x[kTogether][kAtOnce] = {};
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r)
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                const float own = n == 0 ? mine.first[i] : mine.of(lse_of(n + i));
-                const fa_operand &part = part_of(n + i).out;
-                const int64_t between = step_of(a, part);
-                const T *from = row_from(part, begin, d);
-#pragma unroll
-                for (int r = 0; r < kAtOnce; ++r, from += between) {
-                    w[i][r] = __shfl_sync(~0u, own, begin + r, a.lanes);
-                    if (d < a.head_dim && !(w[i][r] < 0.0f)) x[i][r] = *reinterpret_cast<const Loaded<T, N> *>(from);
-                }
+                w[i][r] = __shfl_sync(~0u, own[i], begin + r, a.lanes);
+                if (inside && !(w[i][r] < 0.0f))
+                    x[i][r] = *reinterpret_cast<const Loaded<T, N> *>(from[i] + r * between[i]);
             }
             /* An empty part adds -1 * 0, which changes no bit. */
 #pragma unroll
-            for (int i = 0; i < kTogether; ++i)
+        for (int r = 0; r < kAtOnce; ++r)
 #pragma unroll
-                for (int r = 0; r < kAtOnce; ++r) add<T>(out[r], w[i][r], x[i][r]);
+            for (int i = 0; i < kTogether; ++i) add<T>(sums[r], w[i][r], x[i][r]);
+    }
+
+    /* The parts after the first. */
+    __device__ __forceinline__ void add_others(Sums &sums, int begin, int d) const {
+#pragma unroll 1
+        for (int n = kTogether; n < a.count; n += kTogether) {
+            float own[kTogether];
+            const T *from[kTogether];
+            int64_t between[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                own[i] = mine.of(lse_of(n + i));
+                from[i] = row_from(part_of(n + i).out, begin, d), between[i] = step_of(a, part_of(n + i).out);
+            }
+            add_parts(sums, own, from, between, begin, d < a.head_dim);
         }
     }
 
-    template <class R>
-    __device__ __forceinline__ void write(R *row, int begin, int d, const float (&out)[kAtOnce][N]) const {
-        const int64_t between = step_of(a, a.out);
-        row += row_offset(a.out, batch, outer, inner) + d * a.out.stride[3] + begin * between;
+    /* Elements from d on of all rows of `written`, those that are no copies. */
+    template <class R> __device__ __forceinline__ void write(R *out, unsigned written, int d) const {
+        const bool inside = d < a.head_dim;
+        const T *from[kTogether];
+        int64_t between[kTogether];
 #pragma unroll
-        for (int r = 0; r < kAtOnce; ++r, row += between) {
-            const float factor = __shfl_sync(~0u, mine.factor, begin + r, a.lanes);
-            if (d < a.head_dim && (are_rows >> (begin + r) & 1) && !(factor < 0.0f)) store(row, out[r], factor);
+        for (int i = 0; i < kTogether; ++i)
+            from[i] = row_from(part_of(i).out, 0, d), between[i] = step_of(a, part_of(i).out);
+        R *to = out + row_offset(a.out, batch, outer, inner) + d * a.out.stride[3];
+        const int64_t step = step_of(a, a.out);
+#pragma unroll 1
+        for (int begin = 0; begin < a.rows; begin += kAtOnce) {
+            Sums sums = {};
+            add_parts(sums, mine.first, from, between, begin, inside);
+            if (a.count > kTogether) add_others(sums, begin, d);
+#pragma unroll
+            for (int r = 0; r < kAtOnce; ++r, to += step)
+                if (inside && (written >> (begin + r) & 1)) store(to, sums[r]);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) from[i] += kAtOnce * between[i];
         }
     }
 
     /* Those rows that are one part's, bit for bit. */
-    __device__ __forceinline__ void copy(int begin, int d) const {
+    __device__ __forceinline__ void copy(int d) const {
 #pragma unroll 1
-        for (int r = 0; r < kAtOnce; ++r) {
-            const float factor = __shfl_sync(~0u, mine.factor, begin + r, a.lanes);
-            if (d >= a.head_dim || !(factor < 0.0f)) continue;
-            const T *from = row_from(part_of(static_cast<int>(-factor) - 1).out, begin + r, d);
-            T *to = const_cast<T *>(row_from(a.out, begin + r, d));
+        for (int r = 0; r < a.rows; ++r) {
+            const int part = __shfl_sync(~0u, mine.copied, r, a.lanes);
+            if (d >= a.head_dim || part < 0) continue;
+            const T *from = row_from(part_of(part).out, r, d);
+            T *to = const_cast<T *>(row_from(a.out, r, d));
             *reinterpret_cast<Loaded<T, N> *>(to) = *reinterpret_cast<const Loaded<T, N> *>(from);
         }
     }
 
     __device__ __forceinline__ void merge() {
         weigh_rows();
-        const bool any_copies = __any_sync(~0u, mine.factor < 0.0f);
+        const unsigned written = __ballot_sync(~0u, is_row && mine.copied < 0) >> (threadIdx.x % kWarp - lane);
+        const bool any_copies = __any_sync(~0u, mine.copied >= 0);
 #pragma unroll 1
         for (int step = 0; step < a.steps; ++step) {
-            const int begin = step % (kRows / kAtOnce) * kAtOnce; // the first of the rows
-            const int d = step / (kRows / kAtOnce) * a.lanes * N + lane * N;
-            float out[kAtOnce][N] = {};
-            sum(begin, d, out);
-            if (a.out_dtype == FA_F16)
-                write(static_cast<__half *>(a.out.data), begin, d, out);
+            const int d = (step * a.lanes + lane) * N;
+            if (a.same)
+                write(static_cast<T *>(a.out.data), written, d);
+            else if (a.out_dtype == FA_F16)
+                write(static_cast<__half *>(a.out.data), written, d);
             else if (a.out_dtype == FA_BF16)
-                write(static_cast<__nv_bfloat16 *>(a.out.data), begin, d, out);
+                write(static_cast<__nv_bfloat16 *>(a.out.data), written, d);
             else
-                write(static_cast<float *>(a.out.data), begin, d, out);
-            if (any_copies) copy(begin, d);
+                write(static_cast<float *>(a.out.data), written, d);
+            if (any_copies) copy(d);
         }
         if (is_row) static_cast<float *>(a.lse.data)[row_offset(a.lse, batch, my_outer(), my_inner())] = mine.lse;
     }
@@ -319,18 +349,27 @@ fa_operand in_order(fa_operand x, bool heads) {
     return x;
 }
 
+/* Of a group: many, since what their weights need is worked out together, but no more than leave kBusyWarps a
+ * multiprocessor. */
+int rows_of_group(int64_t all, int lanes, int multiprocessors) {
+    int rows = std::min(lanes, kMostRows);
+    while (rows > kAtOnce && all * lanes < int64_t(kWarp) * kBusyWarps * multiprocessors * rows) rows /= 2;
+    return rows;
+}
+
 Args args_of(const fa_merge &p, const Own &own, int threads) {
     Args a = {};
     a.out = in_order(p.out, own.heads), a.lse = in_order(p.lse, own.heads);
     a.sinks.data = p.sinks.data, a.sinks.stride[own.heads ? 2 : 1] = p.sinks.stride[0];
     a.batch = p.batch, a.outer = own.heads ? p.seq : p.heads, a.inner = own.heads ? p.heads : p.seq;
     const int groups = threads / own.lanes;
+    a.lanes = own.lanes, a.rows = own.rows;
     a.outer_step = own.one_outer ? 0 : 1, a.inner_step = own.one_outer ? groups : 0;
-    a.outer_tile = own.one_outer ? 1 : kRows, a.inner_tile = own.one_outer ? groups * kRows : groups;
-    a.count = p.count, a.head_dim = p.head_dim, a.lanes = own.lanes;
+    a.outer_tile = own.one_outer ? 1 : a.rows, a.inner_tile = own.one_outer ? groups * a.rows : groups;
+    a.count = p.count, a.head_dim = p.head_dim;
     while (1 << a.lanes_log2 < a.lanes) ++a.lanes_log2;
     const int width = own.lanes * (own.chunks ? 16 / int(fa_dtype_size(p.dtype)) : 1);
-    a.steps = int(tiles(p.head_dim, width)) * (kRows / kAtOnce);
+    a.steps = int(tiles(p.head_dim, width));
     a.out_dtype = p.out_dtype, a.sinks_dtype = p.sinks_dtype, a.same = p.out_dtype == p.dtype;
     return a;
 }
@@ -340,18 +379,19 @@ dim3 grid_of(const Args &a) {
                 unsigned(std::min(a.batch, kMaxGrid)));
 }
 
-fa_answer plan(const fa_problem *problem, const fa_device_info *, fa_plan *plan, fa_why *why) {
+fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_merge &p = problem->merge;
     Own &own = fa_own<Own>(plan);
     const bool half = fa_dtype_size(p.dtype) == 2;
     own.chunks = half ? all_chunks<uint16_t>(p) : all_chunks<float>(p);
     const int steps = own.chunks ? p.head_dim * int(fa_dtype_size(p.dtype)) / 16 : p.head_dim;
-    own.lanes = kRows;
+    own.lanes = kFewestLanes;
     while (own.lanes < steps && own.lanes < kWarp) own.lanes *= 2;
     own.heads = p.seq <= 1 || (p.heads > 1 && std::abs(p.out.stride[1]) < std::abs(p.out.stride[2]));
     const int64_t inner = own.heads ? p.heads : p.seq, outer = own.heads ? p.seq : p.heads;
-    own.one_outer = outer < kRows; // such rows alone would leave most of a group idle
-    const int64_t groups = own.one_outer ? (inner + kRows - 1) / kRows : inner;
+    own.rows = rows_of_group(p.batch * p.heads * p.seq, own.lanes, device->sm_count);
+    own.one_outer = outer < own.rows; // such rows alone would leave most of a group idle
+    const int64_t groups = own.one_outer ? tiles(inner, own.rows) : inner;
     const int64_t wanted = std::max<int64_t>(std::min<int64_t>(groups * own.lanes, kMaxThreads), kWarp);
     plan->threads = int((wanted + kWarp - 1) / kWarp * kWarp);
     const Args args = args_of(p, own, plan->threads);
