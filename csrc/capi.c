@@ -72,7 +72,7 @@ static fa_code check_run(const fa_capi_call *c, fa_status *status) {
                        "workspace_bytes is %zu, but kernel %s needs %zu for this call; accepted: what "
                        "workspace() says, or more",
                        c->run.workspace_bytes, c->plan.kernel->name, needed);
-    if (!c->run.stream) return FA_OK;
+    if (!c->run.stream || c->stream_known) return FA_OK;
     if (c->problem.device.kind == FA_CPU)
         return fa_fail(status, FA_EVALUE, "stream is given, but the arrays are on the CPU; accepted there: NULL");
     return fa_stream_check(c->context, c->problem.device, "stream", c->run.stream, status);
@@ -111,27 +111,28 @@ static int finish(fa_capi_call *c, fa_code code, const fa_status *status) {
     return (int)code;
 }
 
-static int run_operation(const void *arguments, const fa_ext_run *run, fa_op op) {
+int fa_capi_run(fa_op op, const void *arguments, const fa_ext_run *run, bool stream_known) {
     fa_capi_call c;
     fa_status status;
+    c.stream_known = stream_known;
     const fa_code code = execute(arguments, run, op, &c, &status);
     return finish(&c, code, &status);
 }
 
 static int run_forward(const fa_ext_forward *arguments, const fa_ext_run *run) {
-    return run_operation(arguments, run, FA_FORWARD);
+    return fa_capi_run(FA_FORWARD, arguments, run, false);
 }
 
 static int run_backward(const fa_ext_backward *arguments, const fa_ext_run *run) {
-    return run_operation(arguments, run, FA_BACKWARD);
+    return fa_capi_run(FA_BACKWARD, arguments, run, false);
 }
 
 static int run_merge(const fa_ext_merge *arguments, const fa_ext_run *run) {
-    return run_operation(arguments, run, FA_MERGE);
+    return fa_capi_run(FA_MERGE, arguments, run, false);
 }
 
 static int run_append(const fa_ext_append *arguments, const fa_ext_run *run) {
-    return run_operation(arguments, run, FA_APPEND);
+    return fa_capi_run(FA_APPEND, arguments, run, false);
 }
 
 static fa_code ask_workspace(const void *arguments, fa_capi_call *c, size_t *bytes, fa_status *status) {
@@ -252,4 +253,11 @@ fa_code fa_capi_device(const void *pointer, int32_t *device, fa_status *status) 
     FA_TRY(fa_pointer_device(atomic_load(&shared), pointer, true, &found, status));
     *device = found.kind == FA_CPU ? FA_EXT_CPU : FA_EXT_CUDA(found.id);
     return FA_OK;
+}
+
+bool fa_capi_stream_device(void *stream, int32_t *device) {
+    fa_device found;
+    if (!fa_stream_device(atomic_load(&shared), stream, &found)) return false;
+    *device = FA_EXT_CUDA(found.id);
+    return true;
 }

@@ -61,7 +61,10 @@ static fa_code read_array(const char *name, const fa_ext_array *given, int index
     if (given->reserved != 0)
         return fa_fail(status, FA_EVALUE, "%s.reserved is %d; accepted: 0", name, (int)given->reserved);
     if (given->ndim && !given->shape) return fa_fail(status, FA_EVALUE, "%s.shape is NULL", name);
-    *view = (fa_view){.ndim = given->ndim, .dtype = dtypes[given->dtype]};
+    view->ndim = given->ndim;
+    view->dtype = dtypes[given->dtype];
+    view->readonly = false;
+    view->device = (fa_device){FA_CPU, 0};
     if (given->device != FA_EXT_CPU) view->device = (fa_device){FA_CUDA, given->device - FA_EXT_CUDA(0)};
     if (given->ndim) memcpy(view->shape, given->shape, (size_t)given->ndim * sizeof *view->shape);
     FA_TRY(fa_check_extents(name, view, status));

@@ -15,6 +15,7 @@ typedef struct fa_capi_call {
     fa_problem problem;
     const fa_device_info *info;
     fa_plan plan;
+    bool stream_known;          /* the stream is one of the arrays' device for sure */
     bool checks, checks_device; /* bad contents of index arrays are an error: on the CPU, on a device */
     void *kept;                 /* what the problem points into; freed at the end */
 } fa_capi_call;

@@ -297,7 +297,7 @@ void fa_device_leave(fa_device device, int previous) {
 fa_code fa_pointer_device(fa_context *context, const void *pointer, bool must_be_cuda, fa_device *device,
                           fa_status *status) {
     int count = 0;
-    if (must_be_cuda) FA_TRY(fa_device_count(context, &count, status));
+    if (must_be_cuda) FA_TRY(cuda_used ? check_fork(status) : fa_device_count(context, &count, status));
     struct cudaPointerAttributes attributes;
     cudaError_t error = cudaPointerGetAttributes(&attributes, pointer);
     cudaGetLastError();
@@ -358,6 +358,19 @@ fa_code fa_stream_check(fa_context *context, fa_device device, const char *name,
     const int id = context_device(context, owner, device.id);
     if (id == device.id) return FA_OK;
     return fa_fail(status, FA_EVALUE, "%s belongs to CUDA device %d, but q is on CUDA device %d", name, id, device.id);
+}
+
+bool fa_stream_device(const fa_context *context, void *stream, fa_device *device) {
+    void *owner = NULL;
+    int (*ask)(void *, void **) = NULL;
+    for (int id = 0; id < MAX_DEVICES; id++) { /* a primary context is set after the driver's functions */
+        const void *primary = __atomic_load_n(&context->primary[id], __ATOMIC_ACQUIRE);
+        if (!primary) continue;
+        if (!ask && (!(ask = context->driver.stream_context) || ask(stream, &owner) != CUDA_SUCCESS)) return false;
+        *device = (fa_device){FA_CUDA, id};
+        if (primary == owner) return true;
+    }
+    return false;
 }
 
 fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status) {
@@ -454,6 +467,8 @@ fa_code fa_stream_check(fa_context *context, fa_device device, const char *name,
     (void)context, (void)device, (void)name, (void)stream;
     return no_cuda(status);
 }
+
+bool fa_stream_device(const fa_context *c, void *s, fa_device *d) { return (void)c, (void)s, (void)d, false; }
 
 fa_code fa_stream_synchronize(void *stream, fa_status *status) {
     (void)stream;

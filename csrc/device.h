@@ -52,6 +52,8 @@ fa_code fa_memory_copy(void *to, const void *from, size_t bytes, void *stream, f
  * which q is on: CUDA may take it for a launch, whose first access over there ends the process's use of CUDA. Needs
  * fa_device_info_get(). */
 fa_code fa_stream_check(fa_context *context, fa_device device, const char *name, void *stream, fa_status *status);
+/* The device of a stream; false where it is a default one, or of no device that fa_device_info_get() has described. */
+bool fa_stream_device(const fa_context *context, void *stream, fa_device *device);
 /* Makes work queued on `waiter` from now on wait for what is queued on `producer` until now; nothing if they are equal.
  * A producer of another device than the current one is waited for on the host. */
 fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status);

@@ -4,7 +4,8 @@
  * is the same in all that validation, choice and plan look at takes it over and sets its own pointers: a tenth of a
  * microsecond less. What is looked at: options, extents, strides, dtypes, devices, the forced kernel, how pointers are
  * aligned, and whether `out` meets an input. Options are compared as bytes, and a call that has any array besides q, k,
- * v and `out` is made anew each time: what a request gains is looked at without a word here. Plans that do not ask to
+ * v and `out` is made anew each time: what a request gains is looked at without a word here. Calls for gradients have a
+ * place of their own, for those of q, k, v, `out`, `lse` and `dout` that make their results. Plans that do not ask to
  * be kept, such as those that depend on the threads of the moment, are made anew, too. */
 #include "memo.h"
 
@@ -28,6 +29,21 @@ _Static_assert(FEW_BEGIN == MEMO_VIEWS * sizeof(fa_view *), "q, k, v and out com
 /* Kernels look at the alignment of a pointer up to this many bytes. */
 #define ALIGNMENT     256
 
+enum { LSE = 4, GRADIENT_VIEWS = 6 }; /* q, k, v, out, lse, dout */
+
+/* Of a call for gradients. */
+typedef struct gradient_memo {
+    unsigned long serial;
+    fa_options options;
+    const fa_kernel *forced;
+    uint32_t wants;
+    bool deterministic;
+    fa_view view[GRADIENT_VIEWS];
+    fa_problem problem;
+    const fa_device_info *info;
+    fa_plan plan;
+} gradient_memo;
+
 typedef struct memo {
     unsigned long serial; /* of the context; 0: nothing remembered */
     fa_request request;   /* its pointers say only whether there was an output */
@@ -37,6 +53,7 @@ typedef struct memo {
     fa_problem problem;
     const fa_device_info *info;
     fa_plan plan;
+    gradient_memo gradients;
 } memo;
 
 static _Thread_local memo last;
@@ -50,12 +67,13 @@ static bool has_more(const fa_request *request) {
     return memcmp((const char *)request + FEW_BEGIN, none, FEW_BYTES) != 0;
 }
 
-static bool same_view(const fa_view *a, const fa_view *b) {
-    if (a->ndim != b->ndim || a->dtype != b->dtype || a->device.kind != b->device.kind ||
+/* `axes` is what the remembered one has. */
+static inline bool same_view(const fa_view *a, const fa_view *b, int axes) {
+    if (a->ndim != axes || b->ndim != axes || a->dtype != b->dtype || a->device.kind != b->device.kind ||
         a->device.id != b->device.id || a->readonly != b->readonly)
         return false;
     uint64_t differ = ((uintptr_t)a->data ^ (uintptr_t)b->data) % ALIGNMENT;
-    for (int axis = 0; axis < 4; axis++) /* what is remembered has four */
+    for (int axis = 0; axis < axes; axis++)
         differ |= (uint64_t)(a->shape[axis] ^ b->shape[axis]) | (uint64_t)(a->strides[axis] ^ b->strides[axis]);
     return differ == 0;
 }
@@ -75,7 +93,7 @@ static bool is_remembered(unsigned long serial, const fa_request *request, const
     const fa_view *const views[MEMO_VIEWS] = {request->q, request->k, request->v, request->out};
     for (int n = 0; n < MEMO_VIEWS; n++) {
         if (!views[n]) continue;
-        if (!same_view(views[n], &last.view[n])) return false;
+        if (!same_view(views[n], &last.view[n], 4)) return false;
         if (request->out && n < MEMO_VIEWS - 1 && meets(request->out, views[n], n)) return false;
     }
     return true;
@@ -126,5 +144,72 @@ fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_ker
     FA_TRY(fa_device_info_get(context, problem->device, info, status));
     FA_TRY(fa_plan_make(problem, *info, forced, plan, status));
     remember(serial, request, forced, problem, *info, plan);
+    return FA_OK;
+}
+
+/* ---- gradients ---- */
+
+/* The arrays of a call that can be remembered: those, no others, and none to write into. */
+static bool list_views(const fa_backward_request *request, const fa_view *views[GRADIENT_VIEWS]) {
+    static const char none[FEW_BYTES];
+    fa_request rest = request->forward;
+    const fa_view *const listed[GRADIENT_VIEWS] = {rest.q, rest.k, rest.v, rest.out, rest.lse, request->dout};
+    memcpy(views, listed, sizeof listed);
+    rest.lse = NULL;
+    for (int n = 0; n < FA_GRAD_COUNT; n++)
+        if (request->grad[n]) return false;
+    return request->dout && !request->dlse && !request->accumulate &&
+           memcmp((const char *)&rest + FEW_BEGIN, none, FEW_BYTES) == 0;
+}
+
+static bool are_remembered(unsigned long serial, const fa_backward_request *request, const fa_kernel *forced,
+                           const fa_view *const views[GRADIENT_VIEWS]) {
+    const gradient_memo *m = &last.gradients;
+    if (m->serial != serial || m->forced != forced || m->wants != request->wants ||
+        m->deterministic != request->deterministic ||
+        memcmp(&m->options, &request->forward.options, sizeof m->options) != 0)
+        return false;
+    for (int n = 0; n < GRADIENT_VIEWS; n++)
+        if (!same_view(views[n], &m->view[n], n == LSE ? 3 : 4)) return false;
+    return true;
+}
+
+static void remember_gradients(unsigned long serial, const fa_backward_request *request, const fa_kernel *forced,
+                               const fa_view *const views[GRADIENT_VIEWS], const fa_problem *problem,
+                               const fa_device_info *info, const fa_plan *plan) {
+    gradient_memo *m = &last.gradients;
+    m->serial = serial;
+    m->options = request->forward.options;
+    m->forced = forced;
+    m->wants = request->wants;
+    m->deterministic = request->deterministic;
+    for (int n = 0; n < GRADIENT_VIEWS; n++) m->view[n] = *views[n];
+    m->problem = *problem;
+    m->info = info;
+    m->plan = *plan;
+}
+
+fa_code fa_dispatch_backward(fa_context *context, const fa_backward_request *request, const fa_kernel *forced,
+                             fa_problem *problem, const fa_device_info **info, fa_plan *plan, fa_status *status) {
+    const unsigned long serial = fa_context_serial(context);
+    const fa_view *views[GRADIENT_VIEWS];
+    const bool listed = list_views(request, views);
+    if (listed && are_remembered(serial, request, forced, views)) {
+        *problem = last.gradients.problem;
+        *plan = last.gradients.plan;
+        *info = last.gradients.info;
+        fa_backward *backward = &problem->backward;
+        void **const pointers[GRADIENT_VIEWS] = {&backward->forward.q.data, &backward->forward.k.data,
+                                                 &backward->forward.v.data, &backward->forward.out.data,
+                                                 &backward->lse.data,       &backward->dout.data};
+        for (int n = 0; n < GRADIENT_VIEWS; n++) *pointers[n] = views[n]->data;
+        if (plan->keep) return FA_OK;
+        if (problem->device.kind == FA_CPU) problem->threads = fa_cpu_threads();
+        return fa_plan_make(problem, *info, forced, plan, status);
+    }
+    FA_TRY(fa_backward_build(request, problem, status));
+    FA_TRY(fa_device_info_get(context, problem->device, info, status));
+    FA_TRY(fa_plan_make(problem, *info, forced, plan, status));
+    if (listed) remember_gradients(serial, request, forced, views, problem, *info, plan);
     return FA_OK;
 }

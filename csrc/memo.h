@@ -5,9 +5,13 @@
 
 #include "device.h"
 #include "fa.h"
+#include "problem/backward.h"
 
 /* As fa_forward_build(), fa_device_info_get() and fa_plan_make() one after another. `forced` as there. */
 fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_kernel *forced, fa_problem *problem,
                     const fa_device_info **info, fa_plan *plan, fa_status *status);
+/* As fa_backward_build() and the others. */
+fa_code fa_dispatch_backward(fa_context *context, const fa_backward_request *request, const fa_kernel *forced,
+                             fa_problem *problem, const fa_device_info **info, fa_plan *plan, fa_status *status);
 
 #endif

@@ -77,11 +77,14 @@ static fa_code read_grads(fa_state *state, backward *b, fa_status *status) {
     return FA_OK;
 }
 
-/* Arguments -> problem. */
+/* Arguments -> request. */
 static fa_code read_backward(fa_state *state, fa_function function, PyObject *const *args, Py_ssize_t count,
                              PyObject *keywords, backward *b, fa_status *status) {
     fa_call *call = &b->call;
-    memset(b, 0, sizeof *b);
+    memset(&b->request, 0, sizeof b->request);
+    memset(b->given, 0, sizeof b->given);
+    b->wrt = b->grads = NULL;
+    b->count = 0;
     fa_call_begin(call, b->array);
     FA_TRY(fa_bind(&state->signature[function], args, count, keywords, &call->bound, status));
     fa_options *options = &b->request.forward.options;
@@ -93,7 +96,23 @@ static fa_code read_backward(fa_state *state, fa_function function, PyObject *co
     FA_TRY(fa_call_arrays(state, call, FA_ARG_q, &b->request, status));
     FA_TRY(fa_call_dropout(state, call, &b->request.forward, status));
     FA_TRY(read_grads(state, b, status));
-    FA_TRY(fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status));
+    return fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status);
+}
+
+/* Arguments -> problem and plan. */
+static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, backward *b,
+                       fa_plan *plan, fa_status *status) {
+    fa_call *call = &b->call;
+    FA_TRY(read_backward(state, FA_FN_attention_backward, args, count, keywords, b, status));
+    FA_TRY(fa_dispatch_backward(state->context, &b->request, call->forced, &call->problem, &call->info, plan, status));
+    return fa_arrays_check_stream(state, &call->array[0], &call->problem, &call->stream, status);
+}
+
+/* Arguments -> problem, of the device that is described or that the arrays are on. */
+static fa_code prepare_question(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                                backward *b, fa_status *status) {
+    fa_call *call = &b->call;
+    FA_TRY(read_backward(state, FA_FN_explain_backward, args, count, keywords, b, status));
     PyObject *device = fa_given(&call->bound, FA_ARG_device);
     if (device) FA_TRY(fa_call_describe(state, call, device, &b->described, status));
     FA_TRY(fa_backward_build(&b->request, &call->problem, status));
@@ -144,8 +163,7 @@ PyObject *fa_py_attention_backward(PyObject *module, PyObject *const *args, Py_s
     fa_plan plan;
     fa_status status;
     PyObject *returned = NULL;
-    if (read_backward(state, FA_FN_attention_backward, args, count, keywords, &b, &status) == FA_OK &&
-        fa_plan_make(&call->problem, call->info, call->forced, &plan, &status) == FA_OK)
+    if (prepare(state, args, count, keywords, &b, &plan, &status) == FA_OK)
         returned = fa_call_run(state, call, &plan, &ending, &status);
     release(&b);
     return returned ? returned : fa_raise(state, &status);
@@ -156,7 +174,7 @@ PyObject *fa_py_explain_backward(PyObject *module, PyObject *const *args, Py_ssi
     backward b;
     fa_status status;
     PyObject *answer = NULL;
-    const fa_code code = read_backward(state, FA_FN_explain_backward, args, count, keywords, &b, &status);
+    const fa_code code = prepare_question(state, args, count, keywords, &b, &status);
     if (code == FA_OK) answer = fa_explain_problem(state, &b.call);
     release(&b);
     return code == FA_OK ? answer : fa_raise(state, &status);

@@ -3,6 +3,8 @@
 
 #include <stdlib.h>
 
+#include "mapped.h"
+
 /* ---- arrays ---- */
 
 fa_code fa_call_array(fa_state *state, fa_call *call, const char *name, PyObject *object, const fa_view **view,
@@ -108,15 +110,42 @@ fa_stream fa_call_result_stream(const fa_call *call) {
     return call->problem.device.kind == FA_CUDA ? call->stream : (fa_stream){NULL, false, NULL};
 }
 
+/* A small workspace from the allocator of q's library, on whose current stream the call runs, so that what is given
+ * back after the launch is written by nobody before. It has just made the results: a pool of ours takes two calls of
+ * the driver more. Not while a graph records the call, which has the memory for longer. NULL: none, and nothing is
+ * wrong. */
+static DLManagedVersioned *borrow_workspace(fa_call *call, const fa_plan *plan) {
+    enum { LARGEST = 1 << 20, ALIGNMENT = 256 };
+    const fa_array *first = &call->array[0];
+    const int64_t bytes = (int64_t)plan->workspace_bytes;
+    DLManagedVersioned *made;
+    fa_status status;
+    bool capturing;
+    if (bytes == 0 || bytes > LARGEST || call->problem.workspace || call->problem.device.kind != FA_CUDA ||
+        first->type->protocol != FA_BY_EXCHANGE || !first->has_stream || first->stream != call->stream.handle ||
+        fa_stream_capturing(call->stream.handle, &capturing, &status) != FA_OK || capturing)
+        return NULL;
+    if (fa_exchange_allocate(first->type, call->problem.device, 1, &bytes, FA_U8, &made, &status) != FA_OK) {
+        PyErr_Clear();
+        return NULL;
+    }
+    char *memory = (char *)made->tensor.data + made->tensor.byte_offset;
+    if ((uintptr_t)memory % ALIGNMENT == 0) call->problem.workspace = memory;
+    return made;
+}
+
 PyObject *fa_call_run(fa_state *state, fa_call *call, const fa_plan *plan, const fa_ending *ending, fa_status *status) {
     fa_result results[FA_RESULTS] = {{NULL, NULL}};
     PyObject *returned = NULL;
     int previous;
     if (fa_device_enter(state->context, call->problem.device, &previous, status) != FA_OK) return NULL;
     fa_code code = ending->make(state, call, results, status);
-    if (code == FA_OK)
+    if (code == FA_OK) {
+        DLManagedVersioned *borrowed = call->problem.empty ? NULL : borrow_workspace(call, plan);
         code = fa_arrays_run(state, call->array, call->count, &call->problem, plan, call->info, &call->stream,
                              call->joins, status);
+        if (borrowed) borrowed->deleter(borrowed);
+    }
     if (code == FA_OK) {
         returned = ending->give(state, call, results);
         if (!returned) fa_python_error(status);

@@ -11,68 +11,79 @@ enum { INPUTS = 11, GRADIENTS = 5 };
 
 typedef struct frame_call {
     const xla_frame *frame;
-    int64_t next_argument, next_result;
+    int64_t next_argument, next_result, next_attribute;
     int32_t device;
     fa_ext_options options;
     int32_t given, wants, unordered;
     char kernel[80];
     fa_ext_run run;
-    fa_status status;
+    fa_status *status;
 } frame_call;
 
 /* ---- what the frame holds ---- */
 
-static const void *attribute(const xla_frame *frame, const char *name, int type) {
-    const xla_attributes *all = &frame->attributes;
-    const size_t length = strlen(name);
-    for (int64_t n = 0; n < all->count; n++)
-        if (all->types[n] == type && all->names[n]->length == length && memcmp(all->names[n]->text, name, length) == 0)
-            return all->items[n];
+/* The names of a frame are sorted, and are asked for in that order: the next is where the last one was found, or just
+ * behind. */
+static const void *attribute(frame_call *c, const char *name, size_t length, int type) {
+    const xla_attributes *all = &c->frame->attributes;
+    for (int64_t n = 0; n < all->count; n++) {
+        const int64_t at = c->next_attribute < all->count ? c->next_attribute++ : (c->next_attribute = 1, 0);
+        if (all->types[at] == type && all->names[at]->length == length &&
+            memcmp(all->names[at]->text, name, length) == 0)
+            return all->items[at];
+    }
     return NULL;
 }
 
-static fa_code read_scalar(frame_call *c, const char *name, int dtype, void *value) {
-    const xla_scalar *scalar = attribute(c->frame, name, XLA_SCALAR);
-    if (!scalar || scalar->dtype != dtype)
-        return fa_fail(&c->status, FA_EVALUE, "attribute %s is missing, or not of XLA's type %d", name, dtype);
-    memcpy(value, scalar->value, dtype == XLA_S32 ? 4 : 8);
+static fa_code read_kernel(frame_call *c) {
+    const xla_span *kernel = attribute(c, "kernel", strlen("kernel"), XLA_STRING);
+    if (!kernel || kernel->length >= sizeof c->kernel)
+        return fa_fail(c->status, FA_EVALUE, "attribute kernel is missing or too long");
+    memcpy(c->kernel, kernel->text, kernel->length);
+    c->kernel[kernel->length] = 0;
+    c->run.kernel = kernel->length ? c->kernel : NULL;
     return FA_OK;
 }
 
 static fa_code read_attributes(frame_call *c, bool backward) {
     fa_ext_options *o = &c->options;
+#define NAMED(name) name, sizeof name - 1
     const struct {
         const char *name;
+        size_t length;
         int dtype;
+        bool of_backward;
         void *value;
     } scalars[] = {
-        {"given", XLA_S32, &c->given},
-        {"options_given", XLA_S32, &o->given},
-        {"causal", XLA_S32, &o->causal},
-        {"layout", XLA_S32, &o->layout},
-        {"batch_invariant", XLA_S32, &o->batch_invariant},
-        {"scale", XLA_F64, &o->scale},
-        {"softcap", XLA_F64, &o->softcap},
-        {"window_left", XLA_S64, &o->window_left},
-        {"window_right", XLA_S64, &o->window_right},
-        {"dropout", XLA_F64, &o->dropout},
-        {"wants", XLA_S32, &c->wants},
-        {"unordered", XLA_S32, &c->unordered},
+        {NAMED("batch_invariant"), XLA_S32, false, &o->batch_invariant},
+        {NAMED("causal"), XLA_S32, false, &o->causal},
+        {NAMED("dropout"), XLA_F64, false, &o->dropout},
+        {NAMED("given"), XLA_S32, false, &c->given},
+        {NAMED("layout"), XLA_S32, false, &o->layout},
+        {NAMED("options_given"), XLA_S32, false, &o->given},
+        {NAMED("scale"), XLA_F64, false, &o->scale},
+        {NAMED("softcap"), XLA_F64, false, &o->softcap},
+        {NAMED("unordered"), XLA_S32, true, &c->unordered},
+        {NAMED("wants"), XLA_S32, true, &c->wants},
+        {NAMED("window_left"), XLA_S64, false, &o->window_left},
+        {NAMED("window_right"), XLA_S64, false, &o->window_right},
     };
-    const size_t count = sizeof scalars / sizeof *scalars - (backward ? 0 : 2);
+#undef NAMED
     o->size = sizeof *o;
-    for (size_t n = 0; n < count; n++) FA_TRY(read_scalar(c, scalars[n].name, scalars[n].dtype, scalars[n].value));
-    const xla_span *kernel = attribute(c->frame, "kernel", XLA_STRING);
-    if (!kernel || kernel->length >= sizeof c->kernel)
-        return fa_fail(&c->status, FA_EVALUE, "attribute kernel is missing or too long");
-    memcpy(c->kernel, kernel->text, kernel->length);
-    c->run.kernel = kernel->length ? c->kernel : NULL;
-    return FA_OK;
+    for (size_t n = 0; n < sizeof scalars / sizeof *scalars; n++) {
+        if (scalars[n].of_backward && !backward) continue;
+        const xla_scalar *scalar = attribute(c, scalars[n].name, scalars[n].length, XLA_SCALAR);
+        if (!scalar || scalar->dtype != scalars[n].dtype)
+            return fa_fail(c->status, FA_EVALUE, "attribute %s is missing, or not of XLA's type %d", scalars[n].name,
+                           scalars[n].dtype);
+        memcpy(scalars[n].value, scalar->value, scalars[n].dtype == XLA_S32 ? 4 : 8);
+    }
+    return read_kernel(c);
 }
 
 static fa_code take(frame_call *c, const xla_buffers *from, int64_t *next, const xla_buffer **buffer) {
     if (*next >= from->count || from->types[*next] != XLA_BUFFER)
-        return fa_fail(&c->status, FA_EVALUE, "%s %lld is missing, or no array",
+        return fa_fail(c->status, FA_EVALUE, "%s %lld is missing, or no array",
                        from == &c->frame->results ? "result" : "operand", (long long)*next);
     *buffer = from->items[(*next)++];
     return FA_OK;
@@ -107,7 +118,7 @@ static fa_code take_dropout(frame_call *c) {
     if (!(c->given & FA_XLA_DROPOUT)) return FA_OK;
     FA_TRY(take(c, &c->frame->arguments, &c->next_argument, &buffer));
     if ((buffer->dtype != XLA_U32 && buffer->dtype != XLA_S32) || buffer->rank != 1 || buffer->dims[0] != 8)
-        return fa_fail(&c->status, FA_EVALUE, "dropout's state has another shape or dtype; accepted: (8,) of uint32");
+        return fa_fail(c->status, FA_EVALUE, "dropout's state has another shape or dtype; accepted: (8,) of uint32");
     c->options.dropout_state = buffer->data;
     return FA_OK;
 }
@@ -118,7 +129,8 @@ static bool is_empty(const xla_buffer *buffer) {
     return false;
 }
 
-/* The device of the results, whose last is the workspace; *idle: they have no elements, and nothing is to be done. */
+/* The device of the stream, or where it does not say, of the results, whose last is the workspace; *idle: they have no
+ * elements, and nothing is to be done. */
 static fa_code find_device(frame_call *c, bool *idle) {
     const xla_buffers *results = &c->frame->results;
     const void *memory = NULL;
@@ -127,7 +139,8 @@ static fa_code find_device(frame_call *c, bool *idle) {
         if (results->types[n] == XLA_BUFFER && !is_empty(buffer)) memory = buffer->data;
     }
     *idle = !memory;
-    return memory ? fa_capi_device(memory, &c->device, &c->status) : FA_OK;
+    if (*idle || fa_capi_stream_device(c->run.stream, &c->device)) return FA_OK;
+    return fa_capi_device(memory, &c->device, c->status);
 }
 
 /* The last result. Of the CPU's the library takes its own: the number of threads may have changed since it was asked.
@@ -156,7 +169,7 @@ static fa_code run_forward(frame_call *c) {
     FA_TRY(take_array(c, true, true, &space[7], &call.out));
     FA_TRY(take_array(c, c->frame->results.count == 3, true, &space[8], &call.lse));
     FA_TRY(take_workspace(c));
-    return (fa_code)fa_capi.forward(&call, &c->run);
+    return (fa_code)fa_capi_run(FA_FORWARD, &call, &c->run, true);
 }
 
 static fa_code run_backward(frame_call *c) {
@@ -174,7 +187,7 @@ static fa_code run_backward(frame_call *c) {
     for (int n = 0; n < GRADIENTS; n++)
         FA_TRY(take_array(c, c->wants >> n & 1, true, &space[INPUTS + n], gradients[n]));
     FA_TRY(take_workspace(c));
-    return (fa_code)fa_capi.backward(&call, &c->run);
+    return (fa_code)fa_capi_run(FA_BACKWARD, &call, &c->run, true);
 }
 
 /* ---- handlers ---- */
@@ -205,8 +218,9 @@ static bool is_asked_for_metadata(xla_frame *frame) {
 
 static xla_error *handle(xla_frame *frame, bool on_cuda, bool backward) {
     if (is_asked_for_metadata(frame) || frame->stage != XLA_EXECUTE) return NULL;
-    frame_call c = {.frame = frame, .run = {.size = sizeof c.run}};
-    c.run.message = c.status.message, c.run.message_bytes = sizeof c.status.message;
+    fa_status status;
+    frame_call c = {.frame = frame, .status = &status, .run = {.size = sizeof c.run}};
+    c.run.message = status.message, c.run.message_bytes = sizeof status.message;
     bool idle = false;
     if (on_cuda) {
         xla_stream_get asked = {sizeof asked, NULL, frame->context, NULL};
@@ -218,8 +232,8 @@ static xla_error *handle(xla_frame *frame, bool on_cuda, bool backward) {
     fa_code code = read_attributes(&c, backward);
     if (code == FA_OK && on_cuda) code = find_device(&c, &idle);
     if (code == FA_OK && !idle) code = backward ? run_backward(&c) : run_forward(&c);
-    c.status.code = code;
-    return code == FA_OK ? NULL : fail(frame, &c.status);
+    status.code = code;
+    return code == FA_OK ? NULL : fail(frame, &status);
 }
 
 xla_error *fa_xla_nothing(xla_frame *frame) {

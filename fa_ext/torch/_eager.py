@@ -17,9 +17,14 @@ from ._vmap import map_backward, map_forward
 _transformed = torch._C._are_functorch_transforms_active
 
 
-def differentiable(*args):
-    """(out, lse) of (q, k, v, bias, mask, sinks, alibi, state, options), with gradients."""
-    return (_MappedForward if _transformed() else _Forward).apply(*args)
+_NONE = (None,) * 5
+
+
+def differentiable(q, k, v, options, *others):
+    """(out, lse), with gradients. ``others``: bias, mask, sinks, alibi, state; or nothing where all are None."""
+    if _transformed():
+        return _MappedForward.apply(q, k, v, options, *(others or _NONE))
+    return _Forward.apply(q, k, v, options, *others)
 
 
 def _refuse_jvp(ctx, *tangents):
@@ -28,58 +33,63 @@ def _refuse_jvp(ctx, *tangents):
     )
 
 
-def _keep_forward(ctx, q, k, v, bias, mask, sinks, alibi, state, options, out, lse):
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, bias, mask, sinks, alibi, state)
-    ctx.options = options
-
-
 class _Forward(Function):
+    """(out, lse) of q, k, v, options, and bias, mask, sinks, alibi and state unless all of those are None: torch takes its time
+    over each argument, and over each tensor that is kept, also where it is None."""
+
     @staticmethod
-    def forward(ctx, *args):
-        out, lse = forward(*args)
-        _keep_forward(ctx, *args, out, lse)
+    def forward(ctx, q, k, v, options, *others):
+        out, lse = forward(q, k, v, options, others)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, *others)
+        ctx.options = options
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
+        needs = ctx.needs_input_grad
         if dout is None and dlse is None:
-            return (None,) * 9
-        places, wrt = _asked(ctx.needs_input_grad)
-        args = (dout, dlse, *ctx.saved_tensors, ctx.options, wrt)
+            return (None,) * len(needs)
+        places, wrt, others = _asked(needs)
+        kept = ctx.saved_tensors
         if _transformed():
-            grads = _MappedBackward.apply(*args)
+            grads = _MappedBackward.apply(dout, dlse, *kept, *_NONE[: 10 - len(kept)], ctx.options, wrt)
         elif torch.is_grad_enabled():
-            grads = _Backward.apply(*args)
+            grads = _Backward.apply(dout, dlse, *kept, *_NONE[: 10 - len(kept)], ctx.options, wrt)
         else:
-            grads = backward(*args)
+            grads = backward(dout, dlse, kept, ctx.options, wrt)
         if places == (0, 1, 2):
-            return *grads, None, None, None, None, None, None
+            return grads + others
         found = dict(zip(places, grads, strict=True))
-        return tuple([found.get(n) for n in range(9)])
+        return tuple([found.get(n) for n in range(len(needs))])
 
     jvp = staticmethod(_refuse_jvp)
 
 
 @functools.cache
 def _asked(needs):
-    """The places and the names of the arguments of ``_Forward`` whose gradients are needed."""
-    asked = [(n, name) for n, name in zip((0, 1, 2, 3, 5), NAMES, strict=True) if needs[n]]
-    return tuple(n for n, _ in asked), tuple(name for _, name in asked)
+    """The places and the names of the arguments of ``_Forward`` whose gradients are needed, and None for each after q, k, v."""
+    asked = [(n, name) for n, name in zip((0, 1, 2, 4, 6), NAMES, strict=True) if n < len(needs) and needs[n]]
+    return tuple(n for n, _ in asked), tuple(name for _, name in asked), (None,) * (len(needs) - 3)
 
 
 class _MappedForward(_Forward):
     @staticmethod
-    def forward(q, k, v, bias, mask, sinks, alibi, state, options):
-        return forward(q, k, v, bias, mask, sinks, alibi, state, options)
+    def forward(q, k, v, options, *others):
+        return forward(q, k, v, options, others)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _keep_forward(ctx, *inputs, *output)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[4:])
+        ctx.options = inputs[3]
 
     @staticmethod
-    def vmap(info, in_dims, *args):
-        return map_forward(differentiable, info, in_dims, *args)
+    def vmap(info, in_dims, q, k, v, options, *others):
+        def call(q, k, v, *others):
+            return differentiable(q, k, v, options, *others)
+
+        return map_forward(call, info, (*in_dims[:3], *in_dims[4:]), q, k, v, *others)
 
 
 def _keep_backward(ctx, dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, wrt):
@@ -94,7 +104,7 @@ class _Backward(Function):
     @staticmethod
     def forward(ctx, *args):
         _keep_backward(ctx, *args)
-        return backward(*args)
+        return backward(*args[:2], args[2:12], *args[12:])
 
     @staticmethod
     def backward(ctx, *cotangents):
@@ -119,7 +129,7 @@ class _Backward(Function):
 class _MappedBackward(_Backward):
     @staticmethod
     def forward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, wrt):
-        return backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, wrt)
+        return backward(dout, dlse, (q, k, v, out, lse, bias, mask, sinks, alibi, state), options, wrt)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

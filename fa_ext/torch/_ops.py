@@ -22,7 +22,7 @@ def attention(
     options = from_bounds(
         left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic
     )  # fmt: skip
-    return forward(q, k, v, bias, mask, sinks, alibi, state, options)
+    return forward(q, k, v, options, (bias, mask, sinks, alibi, state))
 
 
 @attention.register_fake
@@ -43,9 +43,8 @@ def attention_backward(
         left, right, diagonal, scale, softcap, layout, dropout_p, None, batch_invariant, deterministic
     )  # fmt: skip
     names = tuple(name for n, name in enumerate(NAMES) if wrt >> n & 1)
-    grads = dict(
-        zip(names, backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, names), strict=True)
-    )  # fmt: skip
+    kept = (q, k, v, out, lse, bias, mask, sinks, alibi, state)
+    grads = dict(zip(names, backward(dout, dlse, kept, options, names), strict=True))
     return tuple(grads[name] if name in grads else q.new_empty(0) for name in NAMES)
 
 

@@ -14,16 +14,16 @@ SHARED = {"causal": False, "scale": None, "window": None, "softcap": 0.0, "layou
 class Options:
     """The options of one call that are no tensors.
 
-    ``shared``: of ``SHARED``, what is not the default, since the core finds each keyword by its name; ``kernel``: of the forward;
-    ``deterministic``: of the backward; ``dropout_p``: the state that goes with it is a tensor, and travels with the tensors.
+    ``shared``: of ``SHARED``, what is not the default, since the core finds each keyword by its name; ``causal``: by itself,
+    and ``plain``: nothing else is given, which is written out below, in half of the time of a call with ``**`` on the way there;
+    ``kernel``: of the forward; ``deterministic``: of the backward; ``dropout_p``: the state that goes with it is a tensor, and
+    travels with the tensors.
     """
 
-    __slots__ = ("deterministic", "dropout_p", "kernel", "shared")
+    __slots__ = ("causal", "deterministic", "dropout_p", "kernel", "plain", "shared")
 
     def __init__(self, causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic):
         self.shared = shared = {}
-        if causal is not False:
-            shared["causal"] = causal
         if scale is not None:
             shared["scale"] = scale
         if window is not None:
@@ -34,6 +34,10 @@ class Options:
             shared["layout"] = layout
         if batch_invariant is not False:
             shared["batch_invariant"] = batch_invariant
+        self.plain = kernel is None and not shared
+        if causal is not False:
+            shared["causal"] = causal
+        self.causal = causal
         self.dropout_p = dropout_p
         self.kernel = kernel
         self.deterministic = deterministic
@@ -42,27 +46,35 @@ class Options:
         return self.shared.get(name, SHARED[name])
 
 
-def forward(q, k, v, bias, mask, sinks, alibi, state, options, return_lse=True):
-    """The core's forward pass: (out, lse), or out alone."""
-    given = _given(options, bias, mask, sinks, alibi, state)
+def forward(q, k, v, options, others=(), return_lse=True):
+    """The core's forward pass: (out, lse), or out alone. ``others``: (bias, mask, sinks, alibi, state), or () where all are
+    None."""
+    if options.plain and not others:
+        return _core.attention(q, k, v, causal=options.causal, return_lse=return_lse)
+    given = _given(options, others)
     if options.kernel is not None:
         return _core.attention(q, k, v, return_lse=return_lse, kernel=options.kernel, **given)
     return _core.attention(q, k, v, return_lse=return_lse, **given)
 
 
-def backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, wrt):
-    """The core's gradients, in the order of ``wrt``."""
-    given = _given(options, bias, mask, sinks, alibi, state)
-    if dlse is not None:
-        given = given | {"dlse": dlse}
-    return _core.attention_backward(dout, q, k, v, out, lse, wrt=wrt, deterministic=options.deterministic, **given)
+def backward(dout, dlse, kept, options, wrt):
+    """The core's gradients, in the order of ``wrt``. ``kept``: q, k, v, out, lse, and after them ``others`` as above."""
+    q, k, v, out, lse, *others = kept
+    deterministic = options.deterministic
+    if options.plain and not others:
+        return _core.attention_backward(
+            dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, causal=options.causal, deterministic=deterministic
+        )  # fmt: skip
+    given = _given(options, others)
+    return _core.attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, deterministic=deterministic, **given)
 
 
-def _given(options, bias, mask, sinks, alibi, state):
+def _given(options, others):
     """The core's keywords for what was given."""
     given: dict[str, Any] = options.shared
-    if bias is None and mask is None and sinks is None and alibi is None and state is None:
+    if not others:
         return given
+    bias, mask, sinks, alibi, state = others
     given = given.copy()
     if bias is not None:
         given["bias"] = bias

@@ -164,8 +164,13 @@ def _no_device(kind, index, double):
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def _no_gpu(index):
+    """`_gpu_lacks`, which a compiler must not look into: torch 2.11's does where the cache is the outermost."""
+    return _gpu_lacks(index)
+
+
+@functools.cache
+def _gpu_lacks(index):
     if not _core.build_info()["cuda"]:
         return "this build of fa_ext has no CUDA kernels"
     major, minor = torch.cuda.get_device_capability(index)

@@ -75,22 +75,30 @@ def _mask(
 ):  # fmt: skip
     """What ``_attend`` needs for a pattern: None or the (B, Sk) mask of padding where causality, window and bounds say the
     rest, else the mask of all pairs (B, 1, Sq, Sk)."""
-    from transformers import masking_utils as theirs
+    # From the module itself: torch 2.11's compiler takes no import out of `transformers`, whose modules are made on demand.
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        is_tracing,
+        prepare_padding_mask,
+        sdpa_mask,
+        sliding_window_causal_mask_function,
+    )
 
-    mask_function = mask_function or theirs.causal_mask_function
-    bidirectional = mask_function is theirs.bidirectional_mask_function
-    causal = mask_function is theirs.causal_mask_function or (
-        local_size is not None and _is_same(mask_function, theirs.sliding_window_causal_mask_function(local_size))
+    mask_function = mask_function or causal_mask_function
+    bidirectional = mask_function is bidirectional_mask_function
+    causal = mask_function is causal_mask_function or (
+        local_size is not None and _is_same(mask_function, sliding_window_causal_mask_function(local_size))
     )
     # A static cache has a tensor as its offset, and keys beyond the last query.
     ends_together = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
     if (causal and allow_is_causal_skip and ends_together) or (bidirectional and allow_is_bidirectional_skip):
-        padding = theirs.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         if padding is None:
             return None
         padding = padding[:, kv_offset : kv_offset + kv_length]
-        return None if not theirs.is_tracing(padding) and bool(padding.all()) else padding
-    return theirs.sdpa_mask(
+        return None if not is_tracing(padding) and bool(padding.all()) else padding
+    return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
         allow_is_bidirectional_skip=False, **rest,

@@ -216,7 +216,7 @@ def test_float64_of_a_device_is_refused_when_it_runs():
 
     q = np.zeros((1, 1, 4, 8), "f4")
     call = _calls.Call(_calls.Options(causal=True), ("q", "k", "v"), ("out",))
-    with pytest.raises(Exception, match="fa_ext: causal=True with seq_q 4 and seq_k 3 is ambiguous"):
+    with pytest.raises(Exception, match="causal=True with seq_q 4 and seq_k 3 is ambiguous"):
         jax.block_until_ready(jax.jit(lambda *a: _calls.run(call, *a))(q, q[:, :, :3], q[:, :, :3]))
 
 
@@ -296,7 +296,8 @@ def test_dot_product_attention(given):
         for name, x in zip("qkv", jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)):
             close(x, truth[name], 5)
     if not given:
-        theirs = jax.nn.dot_product_attention(q, k, v, bias, mask) if not single else None
+        with jax.default_matmul_precision("highest"):  # a GPU's products of float32 are of fewer bits else
+            theirs = jax.nn.dot_product_attention(q, k, v, bias, mask) if not single else None
         if theirs is not None:
             assert theirs.dtype == found.dtype
             close(found, np.asarray(theirs, "f8"))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytest.importorskip("jax")
+jax = pytest.importorskip("jax")
 
 from bench.examples import train_jax  # noqa: E402
 
@@ -12,7 +12,8 @@ TINY = ["--layers=1", "--width=32", "--heads=2", "--seq=24", "--vocab=32", "--ba
 
 
 def test_the_loss_stays_between_those_of_the_backends(capsys):
-    assert train_jax.main([*TINY, "--json"]) == 0
+    with jax.default_matmul_precision("highest"):  # a GPU's products of float32 are of fewer bits else, those of fa_ext are not
+        assert train_jax.main([*TINY, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["held"] and found["equal_bits"] and found["kernels"]
     run = found["runs"]["fa_ext"]

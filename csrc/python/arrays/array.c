@@ -4,19 +4,28 @@
 
 #include <string.h>
 
-/* What takes part in autograd would lose its gradients silently, unless gradients are off. */
-static fa_code refuse_grad(const fa_array *array, fa_status *status) {
-    int truth = fa_flag_ask(&array->type->requires_grad, array->object);
-    if (truth == 0) return FA_OK;
-    if (truth < 0) return fa_python_error(status);
-    if (array->type->grad_enabled) {
+/* Whether the library has gradients off, as it says once a call: asking a tensor what it wants takes as long. */
+static fa_code ask_grad_off(fa_array *array, const fa_array *first, fa_status *status) {
+    if (first && first->type == array->type) {
+        array->grad_off = first->grad_off;
+    } else if (array->type->grad_enabled) {
         PyObject *enabled = PyObject_CallNoArgs(array->type->grad_enabled);
         if (!enabled) return fa_python_error(status);
-        truth = PyObject_IsTrue(enabled);
+        const int truth = PyObject_IsTrue(enabled);
         Py_DECREF(enabled);
-        if (truth == 0) return FA_OK;
         if (truth < 0) return fa_python_error(status);
+        array->grad_off = !truth;
     }
+    return FA_OK;
+}
+
+/* What takes part in autograd would lose its gradients silently, unless gradients are off. */
+static fa_code refuse_grad(fa_array *array, const fa_array *first, fa_status *status) {
+    FA_TRY(ask_grad_off(array, first, status));
+    if (array->grad_off) return FA_OK;
+    const int truth = fa_flag_ask(&array->type->requires_grad, array->object);
+    if (truth == 0) return FA_OK;
+    if (truth < 0) return fa_python_error(status);
     return fa_fail(status, FA_EVALUE,
                    "%s requires grad, and autograd does not see this call: gradients would be lost silently; call "
                    "fa_ext.torch.attention, which is differentiable, or pass %s.detach()",
@@ -91,12 +100,12 @@ fa_code fa_array_read(fa_state *state, fa_array *array, const char *name, PyObje
                       fa_status *status) {
     array->name = name;
     array->object = object;
-    array->has_stream = array->device_unknown = array->needs_stream = false;
+    array->has_stream = array->device_unknown = array->needs_stream = array->grad_off = false;
     array->view.readonly = false;
     array->view.device = (fa_device){FA_CPU, 0};
     array->type = fa_type_of(state, object, &array->type_uncached);
     if (!array->type) return fa_python_error(status);
-    if (array->type->requires_grad.name) FA_TRY(refuse_grad(array, status));
+    if (array->type->requires_grad.name) FA_TRY(refuse_grad(array, first, status));
     fa_code code = read_memory(state, array, first, status);
     if (code == FA_OK && array->type->is_neg.name) return refuse_negative(array, status);
     return code == FA_ETYPE && array->type->is_conj.name ? refuse_conjugate(array, status) : code;

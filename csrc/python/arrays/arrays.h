@@ -15,6 +15,7 @@ typedef struct fa_array {
     bool has_stream;     /* its library works on `stream` */
     bool device_unknown; /* an empty array without a pointer: on whichever device the others are */
     bool needs_stream;   /* to be read by fa_dlpack_read() once the stream of the call is known */
+    bool grad_off;       /* its library makes no gradients now */
     PyObject *made;      /* strong: the 0-d array of a scalar, or NULL */
     fa_view view;
     fa_type type_uncached; /* what `type` points to when the cache is full */
@@ -76,6 +77,9 @@ fa_code fa_exchange_find(PyObject *capsule, const DLExchange **exchange, fa_stat
 fa_code fa_exchange_read(fa_state *state, fa_array *array, const fa_array *first, fa_status *status);
 fa_code fa_exchange_empty(fa_state *state, const fa_type *type, fa_device device, int ndim, const int64_t *shape,
                           fa_dtype dtype, PyObject **object, void **data, fa_status *status);
+/* The memory of a new array alone; its deleter gives it back. */
+fa_code fa_exchange_allocate(const fa_type *type, fa_device device, int ndim, const int64_t *shape, fa_dtype dtype,
+                             DLManagedVersioned **managed, fa_status *status);
 /* The second reading: asks __dlpack__ for an array whose consumer works on `stream`. */
 fa_code fa_dlpack_read(fa_state *state, fa_array *array, void *stream, fa_status *status);
 /* Device of an array by __dlpack_device__. */

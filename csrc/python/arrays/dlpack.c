@@ -138,21 +138,26 @@ static void set_error(void *context, const char *kind, const char *message) {
             kind ? kind : "error", message ? message : "");
 }
 
-fa_code fa_exchange_empty(fa_state *state, const fa_type *type, fa_device device, int ndim, const int64_t *shape,
-                          fa_dtype dtype, PyObject **object, void **data, fa_status *status) {
-    (void)state;
+fa_code fa_exchange_allocate(const fa_type *type, fa_device device, int ndim, const int64_t *shape, fa_dtype dtype,
+                             DLManagedVersioned **managed, fa_status *status) {
     int64_t extents[FA_MAX_NDIM];
     memcpy(extents, shape, (size_t)ndim * sizeof *shape);
     DLTensor prototype = {
         .device = {device.kind == FA_CPU ? DLPACK_CPU : DLPACK_CUDA, device.id}, .ndim = ndim, .shape = extents};
     fa_dlpack_dtype(dtype, &prototype.dtype);
-    DLManagedVersioned *managed = NULL;
+    *managed = NULL;
     status->code = FA_OK;
-    if (type->exchange->allocate(&prototype, &managed, status, set_error) != 0 || !managed) {
-        if (PyErr_Occurred()) return fa_python_error(status);
-        if (status->code == FA_OK) return fa_fail(status, FA_EMEMORY, "the allocator of q's library failed");
-        return status->code;
-    }
+    if (type->exchange->allocate(&prototype, managed, status, set_error) == 0 && *managed) return FA_OK;
+    if (PyErr_Occurred()) return fa_python_error(status);
+    if (status->code == FA_OK) return fa_fail(status, FA_EMEMORY, "the allocator of q's library failed");
+    return status->code;
+}
+
+fa_code fa_exchange_empty(fa_state *state, const fa_type *type, fa_device device, int ndim, const int64_t *shape,
+                          fa_dtype dtype, PyObject **object, void **data, fa_status *status) {
+    (void)state;
+    DLManagedVersioned *managed;
+    FA_TRY(fa_exchange_allocate(type, device, ndim, shape, dtype, &managed, status));
     *data = managed->tensor.data ? (char *)managed->tensor.data + managed->tensor.byte_offset : NULL;
     void *made = NULL;
     if (type->exchange->managed_to_object(managed, &made) != 0 || !made) return fa_python_error(status);
