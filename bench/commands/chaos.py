@@ -25,7 +25,7 @@ from bench.machine import device as devices
 from bench.recording import record, suites
 
 SUMMARY = "run the kernels of a chaos build (FA_CHAOS=1) under random delays"
-FILES = ("contract/test_contract.py", "kernels/test_chaos.py")
+FILES = ("contract/test_contract.py", "contract/test_serving.py", "kernels/test_chaos.py")
 BACKWARD_FILES = ("contract/test_backward.py", "contract/test_backward_numerics.py", "kernels/test_chaos.py")
 OWN_FILE = "kernels/test_{kernel}.py"  # of a kernel that has tests of its own
 
@@ -74,14 +74,14 @@ def chosen(pattern: str) -> list[str]:
 
 
 def plan(kernels: list[str], tests: str, seeds: int, batches: int) -> Iterator[tuple[str, int, str, int, int]]:
-    """(kernel, seed, test file, batch, batches) of every process, the files with few tests in one."""
+    """(kernel, seed, test file, batch, batches) of every process, those with few tests in one."""
     others = record.other_kernels("cuda")
     for seed in range(1, seeds + 1):
         for kernel in kernels:
             files, own = BACKWARD_FILES if kernel in others else FILES, OWN_FILE.format(kernel=kernel)
             for file in (*files, *([own] if (machine.ROOT / "tests" / own).exists() else [])):
                 if re.search(tests, file):
-                    count = batches if file == files[0] else 1
+                    count = 1 if file == files[-1] else batches
                     yield from ((kernel, seed, file, batch, count) for batch in range(count))
 
 

@@ -5,7 +5,10 @@ divided by the calls; the median of the bursts. The floors: "bare launch" is the
 again and again from C; "torch empty" is torch making (and dropping) an array like the result; "autograd forward" and
 "autograd backward" are an ``autograd.Function`` that takes, keeps and returns as many tensors as that of ``fa_ext.torch``
 and computes nothing; "jax nothing" is a jitted custom call of the same operands and results whose handler does nothing.
-``measure()`` returns microseconds by subject, for those libraries that are installed. ``python -m bench overhead`` prints them.
+"gradients" and "gradients grads=" are ``fa_ext.attention_backward`` by itself: what of "torch backward" is not autograd's.
+``measure()`` returns microseconds by subject, for those libraries that are installed, and beside the median the least of
+the bursts and the load of the machine before them: on one that does other work the two differ, and neither says what a call
+costs on an idle one. ``python -m bench overhead`` prints them.
 """
 
 from __future__ import annotations
@@ -35,29 +38,32 @@ ABOVE = {
 }
 
 
-def _timed(burst: Callable[[list[None]], None]) -> Callable[[int], float]:
-    """Host microseconds a call, of a function that makes one call for each item of a list."""
+def _timed(burst: Callable[[list[None]], object]) -> Callable[[int], float]:
+    """Host microseconds a call, of a function that makes one call for each item of a list. What it returns, such as graphs of
+    autograd, is taken apart when the clock has been read."""
 
     def time_burst(calls: int) -> float:
         repeats = [None] * calls
         begun = time.perf_counter_ns()
-        burst(repeats)
-        return (time.perf_counter_ns() - begun) / calls / 1000
+        made = burst(repeats)
+        ended = time.perf_counter_ns()
+        del made
+        return (ended - begun) / calls / 1000
 
     return time_burst
 
 
-def _medians(
+def _bursts(
     subjects: dict[str, Callable[[int], float]], synchronize: Callable[[], None], calls: int, bursts: int
-) -> dict[str, float]:
-    """Medians over bursts, each from an empty queue. The subjects take turns, so that drift meets all of them alike."""
+) -> dict[str, list[float]]:
+    """Bursts of each subject, each from an empty queue. The subjects take turns, so that drift meets all of them alike."""
     figures: dict[str, list[float]] = {name: [] for name in subjects}
     for _ in range(bursts + 3):
         for name, subject in subjects.items():
             synchronize()
             figures[name].append(subject(calls))
     synchronize()
-    return {name: statistics.median(values[3:]) for name, values in figures.items()}
+    return {name: values[3:] for name, values in figures.items()}
 
 
 def _attention(library: str, q, k, v, out) -> dict[str, Callable[[int], float]]:
@@ -77,7 +83,7 @@ def _attention(library: str, q, k, v, out) -> dict[str, Callable[[int], float]]:
     return {f"{library} out=": _timed(into), library: _timed(new)}
 
 
-def _torch(calls: int, bursts: int) -> dict[str, float]:
+def _torch(calls: int, bursts: int) -> dict[str, list[float]]:
     import torch
 
     import fa_ext
@@ -101,19 +107,38 @@ def _torch(calls: int, bursts: int) -> dict[str, float]:
         "bare launch": lambda count: 1e6 * time_launches(count, q, k, v, out=out),
     }
     with torch.no_grad():
-        return _medians(subjects, torch.cuda.synchronize, calls, bursts)
+        return _bursts(subjects, torch.cuda.synchronize, calls, bursts)
 
 
-def _torch_gradients(calls: int, bursts: int) -> dict[str, float]:
+def _gradients(q, k, v, dout) -> dict[str, Callable[[int], float]]:
+    """``attention_backward`` by itself, with new results and into old ones."""
+    import fa_ext
+
+    backward = fa_ext.attention_backward
+    out, lse = fa_ext.attention(q, k, v, return_lse=True)
+    grads = backward(dout, q, k, v, out, lse)
+
+    def into(repeats):
+        for _ in repeats:
+            backward(dout, q, k, v, out, lse, deterministic=False, grads=grads)
+
+    def new(repeats):
+        for _ in repeats:
+            backward(dout, q, k, v, out, lse, deterministic=False)
+
+    return {"gradients grads=": _timed(into), "gradients": _timed(new)}
+
+
+def _torch_gradients(calls: int, bursts: int) -> dict[str, list[float]]:
     import torch
 
     import fa_ext.torch
 
     class Nothing(torch.autograd.Function):
-        """Takes q, k, v and six more arguments, keeps five tensors, returns two: as ``fa_ext.torch`` does."""
+        """Takes q, k, v and one more argument, keeps five tensors, returns two: as ``fa_ext.torch`` does."""
 
         @staticmethod
-        def forward(ctx, q, k, v, *others):
+        def forward(ctx, q, k, v, options):
             out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(q, k, v, out, lse)
@@ -121,11 +146,12 @@ def _torch_gradients(calls: int, bursts: int) -> dict[str, float]:
 
         @staticmethod
         def backward(ctx, dout, dlse):
-            return *(torch.empty_like(x) for x in ctx.saved_tensors[:3]), *(None,) * 6
+            q, k, v, out, lse = ctx.saved_tensors
+            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
     q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)
-    forwards = {"torch": lambda: fa_ext.torch.attention(q, k, v), "autograd": lambda: Nothing.apply(q, k, v, *(None,) * 6)[0]}
+    forwards = {"torch": lambda: fa_ext.torch.attention(q, k, v), "autograd": lambda: Nothing.apply(q, k, v, None)[0]}
     gradients = torch.autograd.grad
 
     def forward(call):
@@ -141,10 +167,11 @@ def _torch_gradients(calls: int, bursts: int) -> dict[str, float]:
 
     subjects = {f"{name} forward": forward(call) for name, call in forwards.items()}
     subjects |= {f"{name} backward": backward(call) for name, call in forwards.items()}
-    return _medians(subjects, torch.cuda.synchronize, calls // 5, bursts)
+    subjects |= _gradients(q.detach(), k.detach(), v.detach(), dout)
+    return _bursts(subjects, torch.cuda.synchronize, calls // 5, bursts)
 
 
-def _jax(calls: int, bursts: int) -> dict[str, float]:
+def _jax(calls: int, bursts: int) -> dict[str, list[float]]:
     import jax
     import jax.numpy as jnp
 
@@ -162,16 +189,16 @@ def _jax(calls: int, bursts: int) -> dict[str, float]:
         return _timed(lambda repeats: [call(q, k, v) for _ in repeats])
 
     subjects = {"jax jit": burst(attention), "jax nothing": burst(nothing)}
-    return _medians(subjects, lambda: (attention(q, k, v).block_until_ready(), nothing(q, k, v).block_until_ready()), calls // 5, bursts)
+    return _bursts(subjects, lambda: (attention(q, k, v).block_until_ready(), nothing(q, k, v).block_until_ready()), calls // 5, bursts)
 
 
-def _cupy(calls: int, bursts: int) -> dict[str, float]:
+def _cupy(calls: int, bursts: int) -> dict[str, list[float]]:
     import cupy
 
     random = cupy.random.default_rng(0)
     q, k, v = (random.standard_normal(SHAPE, dtype="float32").astype("float16") for _ in range(3))
     wait = cupy.cuda.get_current_stream().synchronize
-    return _medians(_attention("cupy", q, k, v, cupy.empty_like(q)), wait, calls, bursts)
+    return _bursts(_attention("cupy", q, k, v, cupy.empty_like(q)), wait, calls, bursts)
 
 
 @contextlib.contextmanager
@@ -193,17 +220,19 @@ def measure(calls: int = CALLS, bursts: int = BURSTS, kernel: str | None = None)
 
     ``kernel`` is the one to force; None leaves the choice to the library.
     """
-    figures: dict[str, float] = {}
+    taken: dict[str, list[float]] = {}
+    load = os.getloadavg()[0]
     collecting = gc.isenabled()
     gc.disable()
     try:
         with _forced(kernel):
             for name, subject in (("torch", _torch), ("cupy", _cupy), ("torch", _torch_gradients), ("jax", _jax)):
                 if importlib.util.find_spec(name):
-                    figures |= subject(calls, bursts)
+                    taken |= subject(calls, bursts)
     finally:
         if collecting:
             gc.enable()
+    figures = {name: statistics.median(values) for name, values in taken.items()}
     held = {name: figures[name] < bar for name, bar in BARS.items() if name in figures}
     for name, (floor, bar) in ABOVE.items():
         if name in figures:
@@ -214,7 +243,9 @@ def measure(calls: int = CALLS, bursts: int = BURSTS, kernel: str | None = None)
         "calls": calls,
         "bursts": bursts,
         "kernel": kernel,
+        "load": load,
         "microseconds": figures,
+        "least": {name: min(values) for name, values in taken.items()},
         "bars": BARS,
         "above": ABOVE,
         "held": held,
@@ -241,9 +272,9 @@ def run(args) -> int:
     else:
         held = result["held"]
         above = {name: f"{floor} + {bar:g}" for name, (floor, bar) in ABOVE.items()}
-        rows = [[name, us, BARS.get(name), above.get(name), {True: "yes", False: "NO"}.get(held.get(name))]
+        rows = [[name, us, result["least"][name], BARS.get(name), above.get(name), {True: "yes", False: "NO"}.get(held.get(name))]
                 for name, us in result["microseconds"].items()]  # fmt: skip
-        report.table(f"microseconds a call, {SHAPE} float16", ("call", "us", "bar", "or", "held"), rows)
+        report.table(f"microseconds a call, {SHAPE} float16", ("call", "us", "least", "bar", "or", "held"), rows)
     return 0 if all(result["held"].values()) else 1
 
 

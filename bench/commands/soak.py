@@ -1,10 +1,10 @@
 """Every CUDA kernel under load: does each call end, with the bits of the call made alone, and is no memory lost?
 
 Threads with two streams each call one kernel on problems of many shapes and options, beside copies of 1 GiB,
-elementwise kernels, matrix products, allocations and replays of captured calls. Each 11th result is compared bit for
-bit on its stream. The load runs in a process of its own, one after another for each kernel; this one watches: where a
-stream makes no progress for 10 s it names kernel, problem and stream, ends that process and goes on with the next
-kernel. The exit status is 1 unless every kernel is sound.
+elementwise kernels, matrix products, allocations and replays of captured calls. Each 11th result is compared on its
+stream, bit for bit but for dq of a kernel that adds it up in any order. The load runs in a process of its own, one after
+another for each kernel; this one watches: where a stream makes no progress for 10 s it names kernel, problem and stream,
+ends that process and goes on with the next kernel. The exit status is 1 unless every kernel is sound.
 
   python -m bench soak                         all kernels, five minutes in all
   python -m bench soak --kernel wgmma --minutes 2
@@ -71,6 +71,15 @@ CASES = (
     "B1,H4,S200,D64/128,bfloat16",
     "B2,H4,S128,D64,bfloat16",
 )
+# Of the forward pass beside them: packed and paged keys, one query each, a few, and prefixes of many.
+SEQUENCES = (
+    "B5,H8/2,S700+1+128+513+1024,D128,bfloat16,q=packed,k=packed,slack=0,causal=bottom_right",
+    "B4,H16/4,S300x900+64x4096+1x777+128,D64,float16,q=packed,k=paged,slack=0,causal=bottom_right",
+    "B3,H8,S200x1000+511x600+33,D256,bfloat16,q=packed,k=paged,page_size=64,slack=0,causal=bottom_right",
+    "B16,H32/8,S1x2048*12+1*3+1x8000,D128,bfloat16,q=one,k=paged,slack=0",
+    "B8,H16/2,S1x3000,D64,float16,q=one,k=paged,page_size=3,slack=0,window=999:none",
+    "B6,H8/4,S4x1500,D128,bfloat16,q=padded,k=paged,page_size=32,slack=0,causal=bottom_right",
+)
 HANG_KERNEL = "^wgmma_sm90$"
 HANG_LOADS = ("copies", "elementwise")
 STREAMS = 2
@@ -122,7 +131,8 @@ def collect(
     threads: int | None = None, quiet: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """The document of the command; UsageError where it cannot run."""
-    cases = [str(problems.parse(line)) for line in lines or (HANG if preset else CASES)]
+    given = lines or (HANG if preset else (*CASES, *SEQUENCES))
+    cases = {str(case): case.operation for case in (problems.parse(line, ("attention", "serving")) for line in given)}
     require_device()
     kernels = chosen_kernels(kernel if kernel is not None else HANG_KERNEL if preset else "")
     minutes = minutes or (1.0 if preset else 5.0)
@@ -131,7 +141,7 @@ def collect(
         plan = [{"kernel": name, "cases": [case], "seconds": 60 * minutes} for name in kernels for case in cases]
         load: dict[str, Any] = {"threads": threads or 1, "streams": 1, "loads": HANG_LOADS}
     else:
-        plan = [{"kernel": name, "cases": cases, "seconds": 60 * minutes / len(kernels)} for name in kernels]
+        plan = [{"kernel": name, "cases": taken_by(name, cases), "seconds": 60 * minutes / len(kernels)} for name in kernels]
         load = {"threads": threads or 6, "streams": STREAMS, "loads": LOADS}
     load["slowest"] = SLOWEST_CHOSEN if preset or lines else SLOWEST
     options = {"preset": preset, "minutes": minutes} | load
@@ -140,6 +150,12 @@ def collect(
         runs.append(soak(**part, **load))
         progress.step(f"{part['kernel']}: {told(runs[-1])}")
     return {"context": machine.context("cuda"), "options": options, "sound": all_sound(runs), "runs": runs}
+
+
+def taken_by(kernel: str, cases: dict[str, str]) -> list[str]:
+    """The lines that the kernel may take; the backward pass has no sequences."""
+    sequences = contender.table_of(kernel) == "attention"
+    return [case for case, operation in cases.items() if sequences or operation == "attention"]
 
 
 def require_device() -> None:

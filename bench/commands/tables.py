@@ -274,7 +274,7 @@ def _decode(records: dict) -> str:
 
 
 CALLS = ("torch out=", "torch", "torch SDPA", "torch empty", "cupy out=", "cupy", "bare launch", "torch forward",
-         "autograd forward", "torch backward", "autograd backward", "jax jit", "jax nothing")  # fmt: skip
+         "autograd forward", "torch backward", "autograd backward", "gradients grads=", "gradients", "jax jit", "jax nothing")  # fmt: skip
 
 
 def _overhead(records: dict) -> str:

@@ -1,9 +1,9 @@
 """The load of ``bench soak``, inside the worker: one kernel called on many streams at once, beside other work.
 
 A ``Lane`` is one stream that is never idle for long: it queues a burst of one kind of work, waits for it and draws the
-next. A thread drives a few lanes. Every EVERY-th result is compared on its stream, bit for bit, with what the same call
-gave alone on an idle device; the output is filled with NaN before. Nothing here knows an array library: that is the
-backend's business (``bench.load.soak_torch``; the tests have one that needs no GPU).
+next. A thread drives a few lanes. Every EVERY-th result is compared on its stream with what the same call gave alone on an
+idle device, bit for bit unless the backend knows better; the output is filled with NaN before. Nothing here knows an array
+library: that is the backend's business (``bench.load.soak_torch``; the tests have one that needs no GPU).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench import problems
-from bench.problems import Case
 
 EVERY = 11
 LONGEST_BURST = 50
@@ -38,7 +37,7 @@ PULSE = 0.25
 class Problem:
     """One call of the kernel, and its results alone."""
 
-    case: Case
+    case: problems.Problem
     arguments: Any
     lse: bool
     expected: Any
@@ -113,7 +112,7 @@ class Lane:
 # ---- what the lanes do ----
 
 
-def alone(kernel: str, case: Case, lse: bool, backend: Any, slowest: float) -> tuple[Problem | None, str, bool]:
+def alone(kernel: str, case: problems.Problem, lse: bool, backend: Any, slowest: float) -> tuple[Problem | None, str, bool]:
     """(the problem, why it is left out, whether its results alone are wrong).
 
     Two calls on an idle device must agree and hold no NaN, which is what their output held before.
@@ -136,10 +135,14 @@ def alone(kernel: str, case: Case, lse: bool, backend: Any, slowest: float) -> t
     tally.add(again, expected)
     tally.send()
     backend.synchronize()
-    wrong = bool(tally.value()) or not (case.values.startswith("nan") or backend.written(again))
+    wrong = bool(tally.value()) or not (_has_nan(case) or backend.written(again))
     if seconds > slowest:
         return None, f"a call takes {seconds:.2g} s alone: more than {slowest:g} s", wrong
     return Problem(case, arguments, lse, expected, seconds), "", wrong
+
+
+def _has_nan(case: problems.Problem) -> bool:
+    return isinstance(case, problems.Case) and case.values.startswith("nan")
 
 
 def into(kernel: str, problem: Problem, backend: Any, space: Any) -> Work:
@@ -256,7 +259,7 @@ def soak(
     result: dict[str, Any] = {"left_out": {}, "wrong": {}, "loads": {}, "cases": {}}
     for number, line in enumerate(cases):
         tell({"step": f"{line}, alone"})
-        problem, why, wrong = alone(kernel, problems.parse(line), number % 3 == 1, device, slowest)
+        problem, why, wrong = alone(kernel, problems.parse(line, ("attention", "serving")), number % 3 == 1, device, slowest)
         if wrong:
             result["wrong"][f"{line}, alone"] = 1
         if problem is None:

@@ -11,9 +11,11 @@ from typing import Any
 import fa_ext
 from bench import report
 from bench.machine import device as devices
-from bench.problems import Case
+from bench.problems import Case, Problem, Serving
 from bench.problems.memory import ALIGNMENT
 from bench.problems.operands import Operands
+from bench.problems.operations import operands_of
+from bench.problems.sequences import result_shapes
 
 GIB = 1 << 30
 # Of the device's memory: what must be free, and what torch may take of it. The rest is CUDA's and the kernels' workspaces.
@@ -24,16 +26,20 @@ EMPTYING = 1.0
 
 
 class Tally:
-    """Counts arrays with other bits than expected, on whatever stream is current; read on the host once that is idle."""
+    """Counts arrays with other bits than expected, on whatever stream is current; read on the host once that is idle.
 
-    def __init__(self, torch: Any):
-        self.torch = torch
+    `near`: of how many results, the first ones, the elements may differ as sums in another order do.
+    """
+
+    def __init__(self, torch: Any, near: int = 0):
+        self.torch, self.near = torch, near
         self.count = torch.zeros((), dtype=torch.int64, device="cuda")
         self.host = torch.zeros((), dtype=torch.int64, pin_memory=True)
 
     def add(self, results: list[Any], expected: list[Any]) -> None:
-        for result, wanted in zip(results, expected, strict=True):
-            self.count.add_(self.torch.ne(words(self.torch, result), wanted).any())
+        for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+            wrong = beyond_order(self.torch, result, wanted) if number < self.near else self.torch.ne(words(self.torch, result), wanted)
+            self.count.add_(wrong.any())
 
     def send(self) -> None:
         self.host.copy_(self.count, non_blocking=True)
@@ -46,6 +52,15 @@ def words(torch: Any, array: Any) -> Any:
     """The bits of a contiguous array as a 1-D one of integers, eight bytes each where they are whole."""
     flat = array.reshape(-1)
     return flat.view(torch.int64 if flat.numel() * flat.element_size() % 8 == 0 else torch.uint8)
+
+
+def beyond_order(torch: Any, result: Any, bits: Any) -> Any:
+    """Which elements differ from those with these bits by more than two roundings of the result and, where they cancel,
+    2^-12 of the largest: float32 sums in another order are far below that."""
+    wanted = bits.view(result.dtype).view(result.shape).float()
+    within = 2 * torch.finfo(result.dtype).eps * wanted.abs() + wanted.nan_to_num(0.0).abs().amax() * 2.0**-12
+    got = result.float()
+    return ~((got - wanted).abs().le(within) | (got.isnan() & wanted.isnan()))
 
 
 class Torch:
@@ -67,22 +82,24 @@ class Torch:
 
     # ---- one call ----
 
-    def problem(self, case: Case) -> tuple[Operands, dict[str, Any]]:
-        operands = Operands(case, self.device)
+    def problem(self, case: Problem) -> tuple[Operands, dict[str, Any]]:
+        operands = operands_of(case, self.device)
         return operands, operands.arguments("torch")
 
     def space(self, nbytes: int) -> Any:
         return self.torch.empty(nbytes, dtype=self.torch.uint8, device="cuda")
 
-    def results(self, case: Case) -> list[tuple[tuple[int, ...], Any]]:
+    def results(self, case: Problem) -> list[tuple[tuple[int, ...], Any]]:
         """Shape and dtype of what a call gives, the LSE last."""
+        if isinstance(case, Serving):
+            return [(shape, getattr(self.torch, dtype)) for shape, dtype in result_shapes(case)]
         return [(case.out_shape, getattr(self.torch, case.dtype)), ((case.batch, case.heads, case.seq_q), self.torch.float32)]
 
-    def bytes_of(self, case: Case) -> int:
+    def bytes_of(self, case: Problem) -> int:
         """Of all results, each from a multiple of ALIGNMENT on."""
         return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in self.results(case))
 
-    def outputs(self, case: Case, lse: bool, space: Any) -> list[Any]:
+    def outputs(self, case: Problem, lse: bool, space: Any) -> list[Any]:
         """[out] or [out, lse] in `space`."""
         begin, made = 0, []
         for shape, dtype in self.results(case)[: None if lse else 1]:
@@ -181,6 +198,8 @@ class Torch:
 class Backward(Torch):
     """GPU 0, calls of the backward pass: dq, dk and dv of what a forward call has left."""
 
+    any_order = False  #: dq is added up in any order
+
     def problem(self, case: Case) -> tuple[Operands, dict[str, Any]]:
         operands, arguments = super().problem(case)
         out, lse = fa_ext.attention(**arguments, return_lse=True)
@@ -190,13 +209,24 @@ class Backward(Torch):
     def results(self, case: Case) -> list[tuple[tuple[int, ...], Any]]:
         return [(shape, getattr(self.torch, case.dtype)) for shape in (case.q_shape, case.k_shape, case.v_shape)]
 
-    def outputs(self, case: Case, lse: bool, space: Any) -> list[Any]:
+    def outputs(self, case: Problem, lse: bool, space: Any) -> list[Any]:
         """[dq, dk, dv] in `space`."""
         return super().outputs(case, True, space)
 
     def attend(self, kernel: str, problem: tuple, outputs: list[Any] | None, lse: bool) -> list[Any]:
         _, arguments = problem
-        return list(fa_ext.attention_backward(**arguments, grads=outputs and tuple(outputs), kernel=kernel))
+        if outputs is None:
+            self.in_order(kernel, arguments)
+        return list(fa_ext.attention_backward(
+            **arguments, grads=outputs and tuple(outputs), kernel=kernel, deterministic=not self.any_order))  # fmt: skip
+
+    def in_order(self, kernel: str, arguments: dict[str, Any]) -> None:
+        """Finds out whether the kernel takes such a call with sums in any order alone. Then dq may differ as those do."""
+        if not self.any_order and not fa_ext.explain_backward(**arguments, kernel=kernel)[0]:
+            self.any_order = bool(fa_ext.explain_backward(**arguments, kernel=kernel, deterministic=False)[0])
+
+    def tally(self) -> Tally:
+        return Tally(self.torch, near=int(self.any_order))
 
 
 class Allocations:

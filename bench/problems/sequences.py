@@ -20,6 +20,15 @@ INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table
 JUDGED = 8
 
 
+def result_shapes(case: Serving) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of the output and of the LSE, which has the heads first, or after the batch of padded queries."""
+    batch, longest = len(case.n_q), max(case.n_q, default=0)
+    rows: tuple[int, ...] = {"packed": (sum(case.n_q),), "one": (batch,), "padded": (batch, longest)}[case.q]
+    lse = (batch, case.heads, longest) if case.q == "padded" else (case.heads, *rows)
+    out = (batch, case.heads, longest) if len(rows) == 2 and case.layout == "bhsd" else (*rows, case.heads)
+    return [((*out, case.head_dim_v), case.dtype), (lse, "float32")]
+
+
 class Sequences(Operands):
     """Inputs and output of ``fa_ext.attention`` over the sequences of a case, which stand close together."""
 

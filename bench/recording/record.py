@@ -132,16 +132,18 @@ class Record:
     def kernels_of(self, holder: dict) -> set[str]:
         return {self.document["codes"][code]["kernel"] for code in holder["code"]}
 
-    def excludes(self, one: dict, other: dict) -> bool:
+    def excludes(self, part: str, one: dict, other: dict) -> bool:
         """Whether two pieces of a part cannot stand together: a whole one of several kernels, such as a run of all tests at
-        once, and a whole one of a kernel among them, since its counts cannot be taken apart."""
+        once, and a whole one of a kernel among them, since its counts cannot be taken apart. A run of training has none."""
+        if part == "training":
+            return False
         several = max(len(one["code"]), len(other["code"])) > 1 and is_whole(one) and is_whole(other)
         return several and bool(self.kernels_of(one) & self.kernels_of(other))
 
     def put(self, part: str, key: str, piece: dict) -> None:
         """Adds a piece, which has `code`, `context` and `date`, in place of those that it excludes."""
         pieces = self.part(part)
-        for name in [name for name, found in pieces.items() if self.excludes(found, piece)]:
+        for name in [name for name, found in pieces.items() if self.excludes(part, found, piece)]:
             del pieces[name]
         pieces[key] = rounded(piece)
 
@@ -335,7 +337,7 @@ def merge(record: Record, other: dict) -> list[str]:
 
     for part, pieces in other["parts"].items():
         for key, piece in pieces.items():
-            rivals = [mine for name, mine in record.part(part).items() if name == key or record.excludes(mine, piece)]
+            rivals = [mine for name, mine in record.part(part).items() if name == key or record.excludes(part, mine, piece)]
             if admitted(f"{part} {key}", piece) and all(rival["date"] <= piece["date"] for rival in rivals):
                 record.put(part, key, piece)
     for key, runs in other["cells"].items():

@@ -36,7 +36,7 @@ def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: flo
         began = time.monotonic()
         try:
             done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit,
-                                  env={**os.environ, "CI": "1"})  # fmt: skip
+                                  env={**os.environ, "CI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"error": f"not finished after {limit:.0f} s", "seconds": round(time.monotonic() - began, 1)}
         found = parse_junit(xml.read_text()) if xml.exists() else {"error": _last_words(done.stdout + done.stderr)}
@@ -46,13 +46,20 @@ def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: flo
         return found
 
 
+# Folders of files whose tests take long and share nothing that is dear to make: a file is dealt to so many processes.
+DEALT, DEALT_TO = ("contract", "laboratory", "frameworks"), 4
+
+
 def run_side_by_side(files: list[str], options: list[str], jobs: int, limit: float) -> dict[str, Any]:
     """`run_pytest` of these files, ``jobs`` processes at a time; then, with nothing beside it, of the tests marked `idle`."""
     if jobs == 1:
         return run_pytest([*files, *options], limit=limit)
     ends = time.monotonic() + limit
     ordered = sorted(files, key=lambda file: Path(file).stat().st_size, reverse=True)
-    groups = [group for n in range(3 * jobs) if (group := ordered[n :: 3 * jobs])]
+    dealt = [file for file in ordered if Path(file).parent.name in DEALT]
+    others = [file for file in ordered if file not in dealt]
+    groups = [[file, f"--shard={n}/{DEALT_TO}"] for file in dealt for n in range(DEALT_TO)]
+    groups += [group for n in range(2 * jobs) if (group := others[n :: 2 * jobs])]
 
     def run(group: list[str], which: str) -> dict[str, Any]:
         return run_pytest([*group, *options, "-m", which], limit=max(30.0, ends - time.monotonic()))
@@ -65,14 +72,16 @@ def run_side_by_side(files: list[str], options: list[str], jobs: int, limit: flo
 
 
 def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The counts of several runs as those of one; an error of one of them is the error of all."""
-    if errors := [part["error"] for part in found if "error" in part]:
-        return {"error": errors[0]}
-    reasons: Counter[str] = Counter()
+    """The counts of several runs as those of one; a run that did not come to its end is one more failure."""
+    total: Counter[str] = Counter(passed=0, failed=0, skipped=0)
+    failures, reasons = [], Counter[str]()
     for part in found:
-        reasons.update(part["reasons"])
-    total: dict[str, Any] = {name: sum(part[name] for part in found) for name in ("passed", "failed", "skipped")}
-    return total | {"failures": [failure for part in found for failure in part["failures"]], "reasons": dict(reasons)}
+        if "error" in part:
+            part = {"failed": 1, "failures": [part["error"]]}
+        total.update({name: part.get(name, 0) for name in total})
+        failures += part["failures"]
+        reasons.update(part.get("reasons", {}))
+    return dict(total) | {"failures": failures, "reasons": dict(reasons)}
 
 
 def _last_words(printed: str) -> str:

@@ -94,8 +94,9 @@ def test_a_nan_makes_nan_of_its_tile_or_nothing(forward, dtype, option):
     assert not np.isfinite(out[~finite]).any(), "a visible NaN or infinity is lost"
     right = np.abs(np.where(finite, out - truth, 0)) < (3e-2 if dtype == "bfloat16" else 4e-3)
     assert (right | np.isnan(out))[finite].all(), "a NaN that a query does not see makes a wrong number of its result"
-    # A mask's tiles all hold queries that see the keys; cublas multiplies whole rows of weights.
-    if option != "mask" and rows.listed_name(forward) != "cublas":
+    # A mask's tiles all hold queries that see the keys; cublas multiplies whole rows of weights; serve_sm90, which is for
+    # few queries, goes over what any query of a sequence sees.
+    if option != "mask" and rows.listed_name(forward) not in ("cublas", "serve_sm90"):
         assert right[:, :, :80].all(), "a NaN spreads beyond its tile"
 
 

@@ -38,10 +38,10 @@ def test_an_unknown_kernel_is_refused_with_the_names(chaos_build, monkeypatch, c
     assert "'three'; accepted: one_sm90, two_sm90" in capsys.readouterr().err
 
 
-def test_the_plan_deals_the_contract_and_takes_a_kernels_own_file():
+def test_the_plan_deals_the_contract_and_a_kernels_own_file():
     batches = list(chaos.plan(["wgmma_sm90", "minimal"], "", 2, 3))
-    assert len(set(batches)) == len(batches) == 2 * (2 * (3 + 1) + 1)
-    assert ("wgmma_sm90", 2, "kernels/test_wgmma_sm90.py", 0, 1) in batches
+    assert len(set(batches)) == len(batches) == 2 * (2 * (3 + 3 + 1) + 3)
+    assert ("wgmma_sm90", 2, "kernels/test_wgmma_sm90.py", 2, 3) in batches
     assert {batch[2] for batch in chaos.plan(["simt_backward"], "", 1, 1)} == set(chaos.BACKWARD_FILES)
     assert {batch[2] for batch in chaos.plan(["minimal"], "chaos", 1, 3)} == {"kernels/test_chaos.py"}
     assert all((machine.ROOT / "tests" / batch[2]).is_file() for batch in batches)

@@ -37,7 +37,7 @@ def test_honest_is_correct(cold):
         ("makes_inputs_easy_when_timed", "timed sample .* off by"),
         ("returns_unless_poisoned", "timed sample .* (unwritten|off by)"),
         ("half_precision_inside", "timed sample .* off by"),
-        ("patches_clock", "by the judge's clock"),
+        pytest.param("patches_clock", "by the judge's clock", marks=pytest.mark.idle),
         ("lazy_object", "not an array of torch"),
         ("forges_with_token", "NaN|crashed"),
     ],
@@ -49,7 +49,7 @@ def test_caught(name, words):
 
 
 HONEST = Path(__file__).parents[1] / "honest.py"
-LARGE = "B1,H8,S1024,D64,float16"
+LARGE = "B2,H16,S2048,D64,float16"  # so that JAX's dispatch is little beside it
 
 
 def judge_honest(name, baseline, **options):
@@ -96,6 +96,7 @@ def test_without_shared_device_memory(name, words, monkeypatch):
     assert words is None or re.search(words, " ".join(found["failures"])), found["failures"]
 
 
+@pytest.mark.idle
 def test_measure_replays_graphs_of_kernels(capfd):
     from bench.__main__ import main
 
@@ -106,6 +107,7 @@ def test_measure_replays_graphs_of_kernels(capfd):
     assert hot["us"] < 1.1 * cold["us"]
 
 
+@pytest.mark.idle
 def test_score_runs_against_the_backend_that_torch_chooses(capfd):
     pytest.importorskip("torch")
     from bench.__main__ import main
@@ -116,6 +118,7 @@ def test_score_runs_against_the_backend_that_torch_chooses(capfd):
     assert all(cell["baseline"] == "torch-sdpa" and cell["speedup"] > 0.2 for cell in document["cells"].values())
 
 
+@pytest.mark.idle
 def test_profile_reads_what_limits_a_kernel_of_matrix_products(capfd):
     from bench.__main__ import main
 
@@ -157,6 +160,7 @@ def test_gradients_of_kernels_and_peers_are_right_and_replayed(case, peers, tmp_
     assert all(cell["contenders"][name]["clock"] == "graph" for name in ("simt_backward", *named)), cell
 
 
+@pytest.mark.idle
 def test_flash_attention_3_is_right_where_it_is_installed(tmp_path):
     pytest.importorskip("torch")
     from bench.__main__ import main
@@ -176,6 +180,7 @@ def test_flash_attention_3_is_right_where_it_is_installed(tmp_path):
     assert "flash-attn-3" in decode["contenders"], decode["refused"]
 
 
+@pytest.mark.idle
 @pytest.mark.parametrize("case, peers", [
     ("B4,H8/2,S1x500,D128,bfloat16,q=one,k=paged,page_size=16,slack=0", "torch-cudnn"),
     ("B3,H8/2,S1x500+1x7+1x90,D64,float16,q=one,k=paged,page_size=3,layout=bhsd,slack=0", "flashinfer,flash-attn-3,vllm-flash-attn-3"),
@@ -196,6 +201,7 @@ def test_sequences_of_kernels_and_peers_are_right(case, peers, tmp_path):
     assert "torch-cudnn" not in peers or "torch-cudnn" in cell["contenders"], cell["refused"]
 
 
+@pytest.mark.idle
 def test_merging_and_appending_are_timed_beside_a_copy(tmp_path):
     pytest.importorskip("torch")
     from bench.__main__ import main

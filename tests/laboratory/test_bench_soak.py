@@ -1,6 +1,7 @@
 """``python -m bench soak``: what it refuses, what it draws, the watchdog, and the load with kernels that misbehave."""
 
 import json
+import math
 import threading
 
 import pytest
@@ -125,7 +126,7 @@ def test_five_minutes_are_dealt_over_all_kernels(plan, capfd):
     assert status == 0 and document["sound"] and document["options"]["minutes"] == 5
     assert [part["kernel"] for part in plan[0]] == ["wgmma_sm90", "simt"]
     for part in plan[0]:
-        assert part["seconds"] == 150 and part["cases"] == list(soak.CASES) and part["slowest"] == soak.SLOWEST
+        assert part["seconds"] == 150 and part["cases"] == [*soak.CASES, *soak.SEQUENCES] and part["slowest"] == soak.SLOWEST
         assert (part["threads"], part["streams"], part["loads"]) == (6, 2, lanes.LOADS)
 
 
@@ -396,3 +397,21 @@ def test_other_bits_are_found_on_the_gpu():
     lane.queue()
     backend.synchronize()
     assert lane.settle() and lane.compared > 0 and lane.wrong == {str(case): lane.compared}
+
+
+def test_sums_in_any_order_may_differ_by_roundings_alone():
+    """A comparison of dq where it is added up in any order: a rounding passes, what is wrong does not."""
+    torch = pytest.importorskip("torch")
+    from bench.load.soak_torch import beyond_order, words
+
+    wanted = torch.randn(64, 16, dtype=torch.bfloat16)
+    wanted[3, 3] = math.nan
+
+    def differs(change) -> bool:
+        got = wanted.clone()
+        change(got)
+        return bool(beyond_order(torch, got, words(torch, wanted)).any())
+
+    assert not differs(lambda x: x.mul_(1 + 2**-7)) and not differs(lambda x: x.add_(2**-14))
+    assert differs(lambda x: x[0].mul_(1 + 2**-5)) and differs(lambda x: x[5, 5].fill_(math.nan)) and differs(lambda x: x[3, 3].fill_(0))
+    assert differs(lambda x: x[63].zero_())
