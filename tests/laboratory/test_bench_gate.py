@@ -225,6 +225,9 @@ def test_false_claims_contradict_the_judges_clock():
     assert match._contradiction(remote([0.5, *[0.021] * 29], [0.0204] * 30)) is None
     for claims in ([0.01] * 30, [0.0] * 30, [0.03] * 30, ["0.02"] * 30, [None] * 30, [float("nan")] * 30):
         assert "by the judge's clock" in match._contradiction(remote([0.021] * 30, claims))
+    match.opponents = [remote([0.023] * 30, [0.02] * 30)]  # where waking a worker takes long
+    assert match._contradiction(remote([0.029] * 30, [0.02] * 30)) is None
+    assert "by the judge's clock" in match._contradiction(remote([0.023] * 30, [0.01] * 30))
 
 
 def test_a_worker_stands_still_between_timed_calls():
