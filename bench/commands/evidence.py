@@ -28,6 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--within", type=float, default=3600.0, help="seconds after which no new piece is begun")
     parser.add_argument("--seconds", type=arguments.positive, help="rounds of one measured problem (GPU 1, CPU 8)")
     parser.add_argument("--minutes", type=arguments.positive, default=1.0, help="soak of one kernel (1); the problems that hung once take one each")
-    parser.add_argument("--jobs", type=int, default=1, help="processes of pytest side by side (default 1)")
+    parser.add_argument("--jobs", type=arguments.count, default=1, help="processes of pytest or compute-sanitizer side by side (default 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--output", type=Path, help="default: bench/evidence/<machine>.json")
     parser.add_argument("--refresh", action="store_true", help="only what the record has, where it is no longer fresh")
@@ -186,14 +187,18 @@ class Run:
             self.add("sanitizer", "all", {"not_run": why}, [], f"not run: {why}")
             return
         self.record.part("sanitizer").pop("all", None)
-        for kernel in self.of_every_operation():
-            for tool in SANITIZERS:
-                key = f"{tool} {kernel}"
-                if self.late() or self.has("sanitizer", key, kernel):
-                    continue
-                prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
-                found = suites.run_pytest(["tests", "-m", "sanitize", f"--of={kernel}"], prefix, self.left(60))
-                self.add("sanitizer", key, found, [kernel], found.get("sanitizer") or suites.counts(found))
+        wanted = [(tool, kernel) for kernel in self.of_every_operation() for tool in SANITIZERS
+                  if not self.has("sanitizer", f"{tool} {kernel}", kernel)]  # fmt: skip
+
+        def run(tool: str, kernel: str) -> dict[str, Any] | None:
+            prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
+            return None if self.late() else suites.run_pytest(["tests", "-m", "sanitize", f"--of={kernel}"], prefix, self.left(60))
+
+        with ThreadPoolExecutor(self.args.jobs) as pool:
+            for (tool, kernel), found in zip(wanted, pool.map(lambda pair: run(*pair), wanted)):
+                if found:
+                    said = found.get("sanitizer") or suites.counts(found)
+                    self.add("sanitizer", f"{tool} {kernel}", found, [kernel], said)
 
     def sweep(self) -> None:
         for kernel in self.kernels() if self.device == "cuda" else []:

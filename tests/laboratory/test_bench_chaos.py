@@ -1,5 +1,6 @@
 """``python -m bench chaos`` without a chaos build: what it refuses, what it plans, how it adds up what processes found."""
 
+import json
 import subprocess
 import sys
 
@@ -76,6 +77,26 @@ def test_a_process_counts_its_tests_and_gets_seed_kernel_and_shard(monkeypatch):
     chaos.add(piece, 9, found)
     chaos.add(piece, 9, found)
     assert (piece["passed"], piece["failed"], piece["seeds"], len(piece["hangs"])) == (2, 2, [9], 2)
+
+
+def test_a_kernel_of_which_a_part_has_run_is_not_in_the_file(chaos_build, monkeypatch, tmp_path, capsys):
+    now, began = [0.0], []
+
+    def run_batch(kernel, *rest, limit):
+        began.append(kernel)
+        now[0] += 1
+        return {"passed": 1, "failed": 0, "skipped": 0, "failures": [], "hung": None, "seconds": 1.0}
+
+    monkeypatch.setattr(chaos.devices, "has_gpu", lambda: True)
+    monkeypatch.setattr(chaos, "run_batch", run_batch)
+    monkeypatch.setattr(chaos.time, "monotonic", lambda: now[0])
+    each = len(list(chaos.plan(["one_sm90"], "", 1, 2)))
+    line = ["chaos", "--batches", "2", "--jobs", "1", "--output", str(tmp_path / "found.json")]
+    assert main([*line, "--within", str(each + 0.5)]) == 1
+    assert began == ["one_sm90"] * each + ["two_sm90"]
+    assert list(json.loads((tmp_path / "found.json").read_text())["pieces"]) == ["one_sm90"]
+    assert "not come to an end" in (said := capsys.readouterr().err) and "two_sm90" in said
+    assert main(line) == 0 and len(json.loads((tmp_path / "found.json").read_text())["pieces"]) == 2
 
 
 def test_shards_are_every_nth_test():
