@@ -273,8 +273,8 @@ def _decode(records: dict) -> str:
     return _markdown(["B, heads, keys", "`mma_sm80` us", "cuDNN", "FlashAttention-2"], lines)
 
 
-CALLS = ("torch out=", "torch", "torch SDPA", "torch empty", "cupy out=", "cupy", "bare launch", "torch forward",
-         "autograd forward", "torch backward", "autograd backward", "gradients grads=", "gradients", "jax jit", "jax nothing")  # fmt: skip
+CALLS = ("torch out=", "torch", "torch paged out=", "torch append", "torch SDPA", "torch empty", "cupy out=", "cupy", "bare launch",
+         "torch forward", "autograd forward", "torch backward", "autograd backward", "gradients grads=", "gradients", "jax jit", "jax nothing")  # fmt: skip
 
 
 def _overhead(records: dict) -> str:
