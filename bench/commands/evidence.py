@@ -2,7 +2,7 @@
 
   tests      pytest: the tests of each kernel, then those of no kernel (called core)
   sanitizer  compute-sanitizer memcheck, racecheck and synccheck on the tests marked `sanitize`, kernel by kernel
-  sweep      random problems, each judged by float64, kernel by kernel
+  sweep      random problems, each judged by float64, kernel by kernel, of both passes
   overhead   python -m bench overhead
   references each framework backend against float64
   measure    kernels beside peers, preset by preset
@@ -201,7 +201,7 @@ class Run:
                     self.add("sanitizer", f"{tool} {kernel}", found, [kernel], said)
 
     def sweep(self) -> None:
-        for kernel in self.kernels() if self.device == "cuda" else []:
+        for kernel in [*self.kernels(), *self.kernels("backward")] if self.device == "cuda" else []:
             if self.late() or self.has("sweep", kernel, kernel):
                 continue
             lines = [[sys.executable, "tests/cases.py", "--sweep", str(SWEEP_PROBLEMS), "--seed", str(seed), "--kernel", kernel,

@@ -34,7 +34,7 @@ FOLDER = machine.ROOT / "bench" / "evidence"
 CORE = build.rules.digests.CORE
 DIGITS = 7
 # Of kernels that are not the forward's, by operation: what their record must hold.
-OTHER_PARTS = {"BACKWARD": ("tests", "sanitizer", "chaos", "soak"), "MERGE": ("tests", "sanitizer"),
+OTHER_PARTS = {"BACKWARD": ("tests", "sanitizer", "sweep", "chaos", "soak"), "MERGE": ("tests", "sanitizer"),
                "APPEND": ("tests", "sanitizer")}  # fmt: skip
 # From worse to better: what a whole is when its pieces differ.
 STATES = ("stale", "unknown", "fresh")

@@ -325,3 +325,12 @@ def test_inputs_are_left_alone(kernel):
     fa_ext.attention_backward(**arrays, wrt=problem.wrt, kernel=kernel, **gradients.order(kernel))
     for name, bits in before.items():
         np.testing.assert_array_equal(rows.bits(arrays[name]), bits, name)
+
+
+def test_a_sweep_and_a_line_judge_gradients(capsys):
+    line = ["--kernel", "cpu_ref_backward"]
+    assert cases.main(["--sweep", "8", "--seed", "2", "--limit", "1e6", *line]) == 0
+    assert "cpu_ref_backward: 8 judged, 0 failed, 0 not taken" in capsys.readouterr().out
+    drawn = {(case.operation, case.deterministic, case.dlse) for case in cases.random_gradients(2, 40, 1e6)}
+    assert drawn == {("backward", ordered, dlse) for ordered in (True, False) for dlse in (True, False)}
+    assert cases.main([str(next(cases.random_gradients(2, 1, 1e6))), *line]) == 0
