@@ -6,16 +6,24 @@
  *
  * A loop lies on its caller's stack, in a list as long as others may join. Workers sleep on one condition; before that
  * they look for a new loop for kSpins turns, since calls often follow each other closely. The pool grows to the most
- * that a loop has asked for, and never shrinks; its workers take no signals. */
+ * that a loop has asked for, and never shrinks; its workers take no signals.
+ *
+ * A scheduler may let a worker that wakes queue behind the caller while another core idles (seen in a virtual machine
+ * of two). So where few have joined when the caller has done its first step, those that have not run yet are sent away
+ * from its core. */
 #include "cpu/threads.h"
 
 #include <fenv.h>
 #include <omp.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 enum { kSpins = 4000 };
 
@@ -30,11 +38,20 @@ typedef struct loop {
     fenv_t callers;        /* rounding and flushing: each worker takes them over and gives its own back */
 } loop;
 
+/* A worker that sleeps, or has been woken and has not run since; on its stack. */
+typedef struct sleeper {
+    struct sleeper *next;
+    pid_t thread;
+    bool sent; /* away from a core; what it is to have again: */
+    cpu_set_t own;
+} sleeper;
+
 /* The pool. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t posted = PTHREAD_COND_INITIALIZER; /* a loop was listed */
 static pthread_cond_t left = PTHREAD_COND_INITIALIZER;   /* a worker has left one */
 static loop *loops;                                      /* that workers may join */
+static sleeper *sleepers;
 static int workers;
 static _Atomic unsigned news; /* loops that were listed */
 
@@ -60,9 +77,15 @@ static void pause_briefly(void) {
 #endif
 }
 
+/* False where none was left. */
+static bool do_step(loop *of, int thread) {
+    const int64_t n = atomic_fetch_add_explicit(&of->begun, 1, memory_order_relaxed);
+    if (n < of->count) of->step(of->context, n, thread);
+    return n < of->count;
+}
+
 static void do_steps(loop *of, int thread) {
-    for (int64_t n; (n = atomic_fetch_add_explicit(&of->begun, 1, memory_order_relaxed)) < of->count;)
-        of->step(of->context, n, thread);
+    while (do_step(of, thread)) continue;
 }
 
 /* A loop that has room and steps left, or NULL. Under the lock. */
@@ -86,6 +109,30 @@ static void help(loop *of) { /* under the lock, which it gives up while it works
     if (atomic_fetch_sub_explicit(&of->running, 1, memory_order_release) == 1) pthread_cond_broadcast(&left);
 }
 
+/* Until a loop is listed after `seen`. Under the lock. */
+static void sleep_until_news(unsigned seen) {
+    sleeper own = {.next = sleepers, .thread = (pid_t)syscall(SYS_gettid)};
+    sleepers = &own;
+    while (!joinable() && atomic_load_explicit(&news, memory_order_relaxed) == seen) pthread_cond_wait(&posted, &lock);
+    sleeper **at = &sleepers;
+    while (*at != &own) at = &(*at)->next;
+    *at = own.next;
+    if (own.sent) sched_setaffinity(0, sizeof own.own, &own.own);
+}
+
+/* Sends those that have not run yet away from the caller's core, where less than half of `wanted` have joined. */
+static void send_on(const loop *of, int64_t wanted) {
+    pthread_mutex_lock(&lock);
+    const int core = sched_getcpu();
+    for (sleeper *at = of->joined * 2 < wanted ? sleepers : NULL; at; at = at->next) {
+        if (at->sent || sched_getaffinity(at->thread, sizeof at->own, &at->own)) continue;
+        cpu_set_t others = at->own;
+        CPU_CLR(core, &others);
+        at->sent = CPU_COUNT(&others) > 0 && !sched_setaffinity(at->thread, sizeof others, &others);
+    }
+    pthread_mutex_unlock(&lock);
+}
+
 static void *work(void *unused) {
     (void)unused;
     pthread_mutex_lock(&lock);
@@ -100,8 +147,7 @@ static void *work(void *unused) {
         for (int spin = 0; spin < kSpins && atomic_load_explicit(&news, memory_order_relaxed) == seen; spin++)
             pause_briefly();
         pthread_mutex_lock(&lock);
-        while (!joinable() && atomic_load_explicit(&news, memory_order_relaxed) == seen)
-            pthread_cond_wait(&posted, &lock);
+        if (!joinable()) sleep_until_news(seen);
     }
     return NULL;
 }
@@ -124,8 +170,10 @@ static void run_together(int threads, int64_t count, fa_cpu_step step, const voi
     own.next = loops;
     loops = &own;
     atomic_fetch_add_explicit(&news, 1, memory_order_relaxed);
-    for (int n = 0; n < own.most && n + 1 < count; n++) pthread_cond_signal(&posted);
+    const int64_t wanted = own.most < count - 1 ? own.most : count - 1;
+    for (int64_t n = 0; n < wanted; n++) pthread_cond_signal(&posted);
     pthread_mutex_unlock(&lock);
+    if (do_step(&own, 0)) send_on(&own, wanted);
     do_steps(&own, 0);
     for (int spin = 0; spin < kSpins && atomic_load_explicit(&own.running, memory_order_relaxed) > 0; spin++)
         pause_briefly();
