@@ -185,7 +185,7 @@ def test_no_function_is_too_long():
 #: Variables that change and outlive a call, by file: what a process, a thread or a device has one of.
 GLOBALS = {
     "simd_isa.c": {"forced"},  # FA_EXT_CPU_ISA when the library was loaded
-    "threads.c": {"lock", "posted", "left", "loops", "workers", "news", "forked"},  # the threads that help with loops; this process is a fork's child
+    "threads.c": {"lock", "posted", "left", "loops", "sleepers", "workers", "news", "forked"},  # the threads that help with loops; this process is a fork's child
     "device.c": {"cuda_used", "fork_watch", "contexts"},  # the same of CUDA; how many contexts there have been
     "memo.c": {"last"},  # a thread's last call and its plan
     "launch.cuh": {"fa_smem_allowed", "fa_smem_lock"},  # what shared memory each kernel has been allowed
