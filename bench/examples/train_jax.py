@@ -90,11 +90,11 @@ def step_of(args, attend):
     return jax.jit(step, donate_argnums=(0, 1, 2))
 
 
-def train(args, attend):
-    """(losses, median seconds a step, weights at the end) of one run."""
+def train(args, step):
+    """(losses, median seconds a step, weights at the end) of one run of what `step_of` gave."""
     weights = parameters(args)
     mean, square = (jax.tree.map(jnp.zeros_like, weights) for _ in range(2))
-    step, losses, seconds = step_of(args, attend), [], []
+    losses, seconds = [], []
     for n in range(args.steps):
         ids = jnp.asarray(training.text(args.batch, args.seq, args.vocab, n).astype(np.int32))
         begun = time.perf_counter()
@@ -122,9 +122,10 @@ def kernels(args):
 def main(arguments=None):
     args = training.parser("python -m bench.examples.train_jax", __doc__.split("\n\n")[0]).parse_args(arguments)
     args.bfloat16 = args.bfloat16 and jax.default_backend() == "gpu"  # XLA's CPU has few products of bfloat16
-    found = {name: train(args, BACKENDS[name])[:2] for name in backends()}
-    found["fa_ext"] = train(args, ours(deterministic=False))[:2]
-    first, second = (train(args, ours(deterministic=True)) for _ in range(2))
+    found = {name: train(args, step_of(args, BACKENDS[name]))[:2] for name in backends()}
+    found["fa_ext"] = train(args, step_of(args, ours(deterministic=False)))[:2]
+    ordered = step_of(args, ours(deterministic=True))
+    first, second = (train(args, ordered) for _ in range(2))
     found["fa_ext, ordered"] = first[:2]
     equal = all(jnp.array_equal(first[2][name], second[2][name]) for name in first[2])
     ratios = training.gaps(found, backends(), "math")
