@@ -20,6 +20,7 @@
 #include <cuda_runtime.h>
 
 #include "common/launch.cuh"
+#include "common/trial.cuh"
 #include "fa.h"
 #include "sm90/split_rows.cuh"
 #include "sm90/tensor_map.h"
@@ -101,7 +102,8 @@ template <class C> void fill_plan(int64_t tiles, int config, fa_plan *plan) {
  * and not where all rows are those of one warpgroup of each head anyway. */
 bool shares_keys(const fa_forward &p) {
     constexpr int64_t kManyKeys = 2048;
-    return p.head_dim > 64 && p.key_end - p.key_begin >= kManyKeys && (p.heads > p.heads_kv || p.seq_q > kTileM);
+    return kTrial && p.head_dim > 64 && p.key_end - p.key_begin >= kManyKeys &&
+           (p.heads > p.heads_kv || p.seq_q > kTileM);
 }
 
 /* The largest cluster that the machine holds at once and that leaves every warpgroup a block of keys. */
