@@ -8,13 +8,15 @@
  * into nor the thread that takes it changes a bit of the result.
  *
  * Instances: AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, and the compiler's own vectors elsewhere, each for float and
- * double. The best one this CPU has is taken; FA_EXT_CPU_ISA=avx512|avx2|generic in the environment, as it is when
- * fa_ext is imported, forces one.
+ * double; for bfloat16 also AVX512-BF16, whose products take pairs of bfloat16 as they are (simd_bf16.h). The best one
+ * this CPU has is taken; FA_EXT_CPU_ISA=avx512bf16|avx512|avx2|generic in the environment, as it is when fa_ext is
+ * imported, forces one.
  *
  * Bench: python -m bench measure --preset cpu --kernels cpu_simd
  *
  * @beside simd_isa.c
  * @flags -ffp-contract=fast
+ * @instance avx512bf16_f32 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=4 -DFA_CPU_BF16=1
  * @instance avx512_f32 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=4
  * @instance avx512_f64 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=8
  * @instance avx2_f32 -DFA_CPU_VECTOR_BYTES=32 -DFA_CPU_REAL_BYTES=4
@@ -61,7 +63,12 @@ FA_CPU_TARGET_END
 
 static const fa_simd_instance *const instances[FA_ISA_COUNT][2] = FA_ISA_TABLE(fa_simd);
 
-static const fa_simd_instance *instance_of(int isa, fa_dtype dtype) { return instances[isa][dtype == FA_F64]; }
+static const fa_simd_instance *instance_of(int isa, fa_dtype dtype) {
+#if defined(__x86_64__)
+    if (isa == FA_ISA_AVX512_BF16 && dtype == FA_BF16) return &fa_simd_avx512bf16_f32;
+#endif
+    return instances[isa][dtype == FA_F64];
+}
 
 const char *fa_cpu_simd_isa(const fa_device_info *cpu) {
     int isa;

@@ -13,9 +13,12 @@
 #include "cpu/cpu_simd.h"
 #include "cpu/limit.h"
 #include "cpu/simd_dropout.h"
-#include "cpu/simd_gemm.h"
 #include "cpu/simd_math.h"
-#include "cpu/simd_rows.h"
+#if FA_CPU_BF16
+#include "cpu/simd_bf16.h"
+#else
+#include "cpu/simd_plain.h"
+#endif
 
 /* Rows [first_row, first_row + rows) of the task's numbering, in `mr` vectors; pitch of its arrays: mr * LANES. */
 typedef struct block {
@@ -44,14 +47,16 @@ typedef struct work {
     real *scores;      /* (TILE_N, BLOCK_ROWS): S^T, then P^T */
     real *bias, *mask; /* (TILE_N, BLOCK_ROWS) */
     real *factors;     /* LANES rows for dropout_row(), then (TILE_N, LANES) */
-    real *k, *v;       /* (TILE_N, D), (TILE_N, Dv): keys and values where they cannot be used in place */
-    real *buffer;      /* for simd_pack.h: LANES rows of max(D, Dv, TILE_N) */
+    key_number *k;     /* keys and values where they cannot be used in place */
+    value_number *v;
+    real *buffer; /* for simd_pack.h: LANES rows of max(D, Dv, TILE_N) */
 } work;
 
 /* One key tile as the products read it. */
 typedef struct key_tile {
     int64_t begin, end;
-    const real *k, *v;
+    const key_number *k;
+    const value_number *v;
     int64_t k_pitch, v_pitch;
 } key_tile;
 
@@ -85,7 +90,7 @@ static void block_begin(const work *w, block *b) {
     for (int m = 0; m < b->mr; m++) {
         const char *rows[LANES];
         for (int lane = 0; lane < LANES; lane++) rows[lane] = row_of(w, b, m * LANES + lane, &p->q, p->dtype);
-        read_transposed(b->q + m * LANES, pitch, rows, p->dtype, p->q.stride[3], p->head_dim, w->buffer);
+        read_queries(b->q + m * LANES, pitch, rows, p->dtype, p->q.stride[3], p->head_dim, w->buffer);
     }
     memset(b->o, 0, (size_t)p->head_dim_v * (size_t)pitch * sizeof(real));
     for (int lane = 0; lane < pitch; lane++) {
@@ -216,19 +221,16 @@ INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile 
         read_score_operand(w, b, t, &p->mask, FA_BOOL, w->mask);
         if (all_excluded(w->mask, keys * pitch)) return;
     }
-    multiply_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scale, w->scores, maximum);
+    multiply_key_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scale, w->scores, maximum);
     if (p->bias.data) read_score_operand(w, b, t, &p->bias, p->bias_dtype, w->bias);
     if (w->problem->extra.alibi.data) add_alibi(w, b, t);
     if (windowed || w->cap > 0 || w->biased || p->mask.data) adjust_scores(w, b, t, windowed, maximum);
-    if (w->contained) {
+    if (w->contained)
         soften(mr, b, w->scores, keys, maximum, decay, true);
-        if (w->problem->extra.dropout.threshold) drop_weights(w, b, t);
-        multiply_values_contained(mr, w->scores, t->v, t->v_pitch, keys, p->head_dim_v, b->o, decay);
-    } else {
+    else
         soften(mr, b, w->scores, keys, maximum, decay, false);
-        if (w->problem->extra.dropout.threshold) drop_weights(w, b, t);
-        multiply_values(mr, w->scores, t->v, t->v_pitch, keys, p->head_dim_v, b->o, decay);
-    }
+    if (w->problem->extra.dropout.threshold) drop_weights(w, b, t);
+    add_values(mr, w->scores, t->v, t->v_pitch, t->begin, keys, p->head_dim_v, b->o, decay, w->contained);
 }
 
 static void block_step(const work *w, block *b, const key_tile *t, bool windowed) {

@@ -30,6 +30,36 @@
 /* Products of a score that are summed apart from the others. */
 #define EIGHT        8
 
+/* s[n * mr * LANES + lane] = scale * total[n][m][lane], and the maximum of each lane. */
+INLINE void store_scores(const int mr, const int nr, const vreal (*total)[FA_CPU_MR], real scale, real *restrict s,
+                         real *restrict maximum) {
+    UNROLL
+    for (int m = 0; m < mr; m++) {
+        vreal top = v_load(maximum + m * LANES);
+        UNROLL
+        for (int n = 0; n < nr; n++) {
+            const vreal score = total[n][m] * scale;
+            top = v_max(score, top);
+            v_store(s + (n * mr + m) * LANES, score);
+        }
+        v_store(maximum + m * LANES, top);
+    }
+}
+
+/* o[c * mr * LANES + lane] = o[...] * decay[lane] + sum[c][m][lane]. */
+INLINE void add_decayed(const int mr, const int nr, const vreal (*sum)[FA_CPU_MR], real *restrict o,
+                        const real *restrict decay) {
+    UNROLL
+    for (int m = 0; m < mr; m++) {
+        const vreal factor = v_load(decay + m * LANES);
+        UNROLL
+        for (int c = 0; c < nr; c++) {
+            real *at = o + (c * mr + m) * LANES;
+            v_store(at, v_fma(v_load(at), factor, sum[c][m]));
+        }
+    }
+}
+
 /* s[n * mr * LANES + lane] = scale * sum over d of k[n * k_pitch + d] q[d * mr * LANES + lane] for n < nr;
  * maximum[lane] rises to the largest of them.
  *
@@ -70,17 +100,7 @@ INLINE void score_block(const int mr, const int nr, const real *restrict q, cons
             for (int m = 0; m < mr; m++) total[n][m] += sum[n][m];
         }
     }
-    UNROLL
-    for (int m = 0; m < mr; m++) {
-        vreal top = v_load(maximum + m * LANES);
-        UNROLL
-        for (int n = 0; n < nr; n++) {
-            const vreal score = total[n][m] * scale;
-            top = v_max(score, top);
-            v_store(s + (n * mr + m) * LANES, score);
-        }
-        v_store(maximum + m * LANES, top);
-    }
+    store_scores(mr, nr, total, scale, s, maximum);
 }
 
 /* o[c * mr * LANES + lane] = o[...] * decay[lane] + sum over n of v[n * v_pitch + c] p[n * mr * LANES + lane], c < nr.
@@ -104,15 +124,7 @@ INLINE void value_block(const int mr, const int nr, const real *restrict p, cons
             for (int m = 0; m < mr; m++) sum[c][m] = v_fma(rows[m], value, sum[c][m]);
         }
     }
-    UNROLL
-    for (int m = 0; m < mr; m++) {
-        const vreal factor = v_load(decay + m * LANES);
-        UNROLL
-        for (int c = 0; c < nr; c++) {
-            real *at = o + (c * mr + m) * LANES;
-            v_store(at, v_fma(v_load(at), factor, sum[c][m]));
-        }
-    }
+    add_decayed(mr, nr, sum, o, decay);
 }
 
 /* Calls BLOCK(nr) for consecutive runs of nr <= most rows that cover [0, count), advancing `at`. */
@@ -148,8 +160,8 @@ INLINE void multiply_values(const int mr, const real *p, const real *v, int64_t 
 }
 
 /* multiply_values() that passes over excluded keys (p is -0.0 there) whatever v holds. */
-static void multiply_values_contained(int mr, const real *p, const real *v, int64_t v_pitch, int keys, int head_dim_v,
-                                      real *o, const real *decay) {
+static inline void multiply_values_contained(int mr, const real *p, const real *v, int64_t v_pitch, int keys,
+                                             int head_dim_v, real *o, const real *decay) {
     const bits excluded = (bits)1 << (8 * FA_CPU_REAL_BYTES - 1);
     for (int c = 0; c < head_dim_v; c++)
         for (int m = 0; m < mr; m++) {

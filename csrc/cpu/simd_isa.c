@@ -8,6 +8,7 @@
 const char *fa_isa_name(fa_isa isa) {
     static const char *const names[FA_ISA_COUNT] = {
 #if defined(__x86_64__)
+        "avx512bf16",
         "avx512",
         "avx2",
 #endif
@@ -21,7 +22,12 @@ bool fa_isa_here(fa_isa isa) {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return isa == FA_ISA_AVX512 ? avx512 : isa == FA_ISA_AVX2 ? avx2 : true;
+    switch (isa) {
+    case FA_ISA_AVX512_BF16: return avx512 && __builtin_cpu_supports("avx512bf16");
+    case FA_ISA_AVX512: return avx512;
+    case FA_ISA_AVX2: return avx2;
+    default: return true;
+    }
 #else
     return isa == FA_ISA_GENERIC;
 #endif

@@ -23,19 +23,43 @@ static const char *key_row(const work *w, const fa_operand *operand, int64_t key
     return (const char *)operand->data + offset * (int64_t)fa_dtype_size(w->p->dtype);
 }
 
-/* Rows [begin, end) of K or V as the products read them; those of several pages are copied. */
-static const real *key_rows(const work *w, const fa_operand *operand, int64_t begin, int64_t end, int dim, real *copy,
-                            int64_t *pitch) {
-    const fa_dtype dtype = w->p->dtype;
+/* Rows [begin, end) of K as the products read them; those of several pages are copied. */
+static const key_number *read_keys(const work *w, int64_t begin, int64_t end, int64_t *pitch) {
+    const fa_forward *p = w->p;
     int64_t run = run_of(w, begin, end);
-    if (run == end - begin) return rows_at(operand, dtype, key_row(w, operand, begin), run, dim, copy, pitch);
-    *pitch = dim;
+    if (run == end - begin)
+        return key_rows_at(&p->k, p->dtype, key_row(w, &p->k, begin), run, p->head_dim, w->k, pitch);
+    *pitch = KEY_COLUMNS(p->head_dim);
     for (int64_t at = begin; at < end; at += run) {
         run = run_of(w, at, end);
-        copy_rows(operand, dtype, key_row(w, operand, at), run, dim, copy + (at - begin) * dim);
+        copy_key_rows(&p->k, p->dtype, key_row(w, &p->k, at), run, p->head_dim, w->k + (at - begin) * *pitch);
     }
-    return copy;
+    return w->k;
 }
+
+/* The same of V. */
+#if FA_CPU_BF16
+static const value_number *read_values(const work *w, int64_t begin, int64_t end, int64_t *pitch) {
+    const fa_operand *v = &w->p->v;
+    *pitch = w->p->head_dim_v;
+    for (int64_t even = begin / 2 * 2; even < end; even += 2)
+        join_value_rows(w->v + VALUE_ROWS(begin, even) * *pitch, even < begin ? NULL : key_row(w, v, even),
+                        even + 1 < end ? key_row(w, v, even + 1) : NULL, v->stride[3], w->p->head_dim_v);
+    return w->v;
+}
+#else
+static const value_number *read_values(const work *w, int64_t begin, int64_t end, int64_t *pitch) {
+    const fa_forward *p = w->p;
+    int64_t run = run_of(w, begin, end);
+    if (run == end - begin) return rows_at(&p->v, p->dtype, key_row(w, &p->v, begin), run, p->head_dim_v, w->v, pitch);
+    *pitch = p->head_dim_v;
+    for (int64_t at = begin; at < end; at += run) {
+        run = run_of(w, at, end);
+        copy_rows(&p->v, p->dtype, key_row(w, &p->v, at), run, p->head_dim_v, w->v + (at - begin) * *pitch);
+    }
+    return w->v;
+}
+#endif
 
 /* The part of a tile that lies in [begin, end). */
 static key_tile clipped(const key_tile *tile, int64_t begin, int64_t end) {
@@ -43,16 +67,15 @@ static key_tile clipped(const key_tile *tile, int64_t begin, int64_t end) {
     if (begin > t.begin) t.begin = begin;
     if (end < t.end) t.end = end;
     t.k += (t.begin - tile->begin) * t.k_pitch;
-    t.v += (t.begin - tile->begin) * t.v_pitch;
+    t.v += VALUE_ROWS(tile->begin, t.begin) * t.v_pitch;
     return t;
 }
 
 /* Keys [begin, end) as the products read them. */
 static key_tile read_tile(const work *w, int64_t begin, int64_t end) {
-    const fa_forward *p = w->p;
     key_tile t = {.begin = begin, .end = end};
-    t.k = key_rows(w, &p->k, begin, end, p->head_dim, w->k, &t.k_pitch);
-    t.v = key_rows(w, &p->v, begin, end, p->head_dim_v, w->v, &t.v_pitch);
+    t.k = read_keys(w, begin, end, &t.k_pitch);
+    t.v = read_values(w, begin, end, &t.v_pitch);
     return t;
 }
 
@@ -102,8 +125,8 @@ static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
     w->mask = take(a, p->mask.data ? scores : 0, sizeof(real));
     w->factors = take(a, problem->extra.dropout.threshold ? LANES * (DROPOUT_ROOM(FA_CPU_TILE_N) + FA_CPU_TILE_N) : 0,
                       sizeof(real));
-    w->k = take(a, (size_t)FA_CPU_TILE_N * (size_t)p->head_dim, sizeof(real));
-    w->v = take(a, (size_t)FA_CPU_TILE_N * (size_t)p->head_dim_v, sizeof(real));
+    w->k = take(a, (size_t)FA_CPU_TILE_N * (size_t)KEY_COLUMNS(p->head_dim), sizeof *w->k);
+    w->v = take(a, (size_t)VALUE_ROOM(FA_CPU_TILE_N) * (size_t)p->head_dim_v, sizeof *w->v);
     w->buffer = take(a, (size_t)LANES * (size_t)padded(widest), sizeof(real));
     for (int n = 0; n < blocks; n++) {
         real *q = take(a, (size_t)BLOCK_ROWS * (size_t)p->head_dim, sizeof(real));
