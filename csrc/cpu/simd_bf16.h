@@ -9,42 +9,43 @@
 #ifndef FA_CPU_SIMD_BF16_H
 #define FA_CPU_SIMD_BF16_H
 
-#include "cpu/simd_gemm.h"
 #include "cpu/simd_rows.h"
 
-typedef uint16_t key_number;   /* a tile of K: rows of head_dim, an even number */
-typedef uint32_t value_number; /* a tile of V: rows of pairs of keys, the even one in the low half */
+typedef vint voperand;         /* a pair a lane, the first in the low half */
+typedef uint16_t key_number;   /* of a tile of K: rows of head_dim, an even number */
+typedef uint32_t value_number; /* of a tile of V: rows of head_dim_v pairs of keys */
 
-/* Numbers of a copied row of K. */
-#define KEY_COLUMNS(dim)       (((dim) + 1) / 2 * 2)
+/* Numbers of an operand, and operands of a row of Q or K. */
+#define OPERAND_NUMBERS        2
+#define OPERANDS(dim)          (((dim) + 1) / 2)
+#define EVEN(dim)              (2 * OPERANDS(dim))
 
-/* Keys of a tile before `key`, in rows of V. */
+/* Rows of V before `key` in a tile that begins at `begin`, and that so many keys take at most. */
 #define VALUE_ROWS(begin, key) ((key) / 2 - (begin) / 2)
-/* Rows of V that so many keys take at most. */
 #define VALUE_ROOM(keys)       ((keys) / 2 + 1)
 
-#define SIXTEEN_PAIRS          8
-
-#define EXCLUDED_HALF          0x8000 /* -0.0, the weight of a key that a row does not see */
-
-INLINE uint32_t pair_at(const uint16_t *from) {
-    uint32_t pair;
-    memcpy(&pair, from, sizeof pair);
-    return pair;
+INLINE voperand v_operands(const real *from) { return (voperand)v_load(from); }
+INLINE voperand v_value(value_number value) { return (voperand)_mm512_set1_epi32((int)value); }
+INLINE voperand v_values(const value_number *from) { return (voperand)_mm512_loadu_si512(from); }
+INLINE voperand v_key(const key_number *row, int d) {
+    value_number pair;
+    memcpy(&pair, row + 2 * d, sizeof pair);
+    return v_value(pair);
 }
-INLINE vint v_pair(uint32_t pair) { return (vint)_mm512_set1_epi32((int)pair); }
-INLINE vreal v_dot(vreal sum, vint a, vint b) { return (vreal)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
-INLINE vint v_load_pairs(const void *from) {
-    vint value;
-    memcpy(&value, from, sizeof value);
-    return value;
+INLINE vreal v_add_score(vreal sum, voperand rows, voperand key) {
+    return (vreal)_mm512_dpbf16_ps((__m512)sum, (__m512bh)rows, (__m512bh)key);
 }
-INLINE void v_store_pairs(void *to, vint value) { memcpy(to, &value, sizeof value); }
+INLINE vreal v_add_value(vreal sum, voperand weights, voperand value) { return v_add_score(sum, weights, value); }
+/* Without the halves whose weight is -0.0. */
+INLINE vreal v_add_seen_value(vreal sum, voperand weights, voperand value) {
+    const __mmask32 seen = _mm512_cmpneq_epi16_mask((__m512i)weights, _mm512_set1_epi16((short)0x8000));
+    return v_add_score(sum, weights, (voperand)_mm512_maskz_mov_epi16(seen, (__m512i)value));
+}
 
 /* ---- operands ---- */
 
-/* A row of `dim` elements, followed by zeros up to KEY_COLUMNS(dim). */
-static void copy_half_row(uint16_t *to, const char *from, int64_t stride, int dim) {
+/* A row of `dim` elements, followed by zeros up to EVEN(dim). */
+static void read_half_row(uint16_t *to, const char *from, int64_t stride, int dim) {
     const uint16_t *row = (const uint16_t *)from;
     if (stride == 1)
         memcpy(to, row, (size_t)dim * sizeof *to);
@@ -54,42 +55,47 @@ static void copy_half_row(uint16_t *to, const char *from, int64_t stride, int di
 }
 
 /* to[c * pitch + lane] = pair c of rows[lane], as words of `real` that nothing computes with. `buffer` holds
- * LANES * KEY_COLUMNS(dim) / 2 words. */
+ * LANES * EVEN(dim) / 2 words. */
 static void read_queries(real *to, int pitch, const char *const rows[LANES], fa_dtype dtype, int64_t stride, int dim,
                          real *buffer) {
     (void)dtype;
     uint16_t *halves = (uint16_t *)buffer;
-    for (int lane = 0; lane < LANES; lane++) copy_half_row(halves + lane * KEY_COLUMNS(dim), rows[lane], stride, dim);
-    for (int first = 0; first < KEY_COLUMNS(dim) / 2; first += LANES) {
-        const int columns = KEY_COLUMNS(dim) / 2 - first < LANES ? KEY_COLUMNS(dim) / 2 - first : LANES;
+    for (int lane = 0; lane < LANES; lane++) read_half_row(halves + lane * EVEN(dim), rows[lane], stride, dim);
+    for (int first = 0; first < EVEN(dim) / 2; first += LANES) {
+        const int columns = EVEN(dim) / 2 - first < LANES ? EVEN(dim) / 2 - first : LANES;
         vreal tile[LANES];
         for (int lane = 0; lane < LANES; lane++) {
             tile[lane] = (vreal){0};
-            memcpy(&tile[lane], halves + lane * KEY_COLUMNS(dim) + 2 * first, (size_t)columns * 4);
+            memcpy(&tile[lane], halves + lane * EVEN(dim) + 2 * first, (size_t)columns * 4);
         }
         v_transpose(tile);
         for (int c = 0; c < columns; c++) v_store(to + (first + c) * pitch, tile[c]);
     }
 }
 
+/* Of one query. */
+static void read_query(real *to, const char *from, fa_dtype dtype, int64_t stride, int dim) {
+    (void)dtype;
+    read_half_row((uint16_t *)to, from, stride, dim);
+}
+
 /* `count` rows of K one stride apart, copied. */
-static void copy_key_rows(const fa_operand *operand, fa_dtype dtype, const char *from, int64_t count, int dim,
-                          key_number *copy) {
+static void copy_keys(const fa_operand *operand, fa_dtype dtype, const char *from, int64_t count, int dim,
+                      key_number *copy) {
     const int64_t stride = operand->stride[2] * (int64_t)fa_dtype_size(dtype);
-    for (int64_t n = 0; n < count; n++)
-        copy_half_row(copy + n * KEY_COLUMNS(dim), from + n * stride, operand->stride[3], dim);
+    for (int64_t n = 0; n < count; n++) read_half_row(copy + n * EVEN(dim), from + n * stride, operand->stride[3], dim);
 }
 
 /* The same in place, where they can be read so. */
-static const key_number *key_rows_at(const fa_operand *operand, fa_dtype dtype, const char *from, int64_t count,
-                                     int dim, key_number *copy, int64_t *pitch) {
+static const key_number *keys_at(const fa_operand *operand, fa_dtype dtype, const char *from, int64_t count, int dim,
+                                 key_number *copy, int64_t *pitch) {
     const int64_t stride = operand->stride[2];
     if (operand->stride[3] == 1 && dim % 2 == 0 && stride >= 0 && stride <= 2 * dim) {
         *pitch = stride;
         return (const key_number *)from;
     }
-    *pitch = KEY_COLUMNS(dim);
-    copy_key_rows(operand, dtype, from, count, dim, copy);
+    *pitch = EVEN(dim);
+    copy_keys(operand, dtype, from, count, dim, copy);
     return copy;
 }
 
@@ -100,85 +106,15 @@ static void join_value_rows(value_number *to, const char *even, const char *odd,
     for (; stride == 1 && low && high && c + LANES <= dim; c += LANES) {
         const __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(low + c))),
                       b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(high + c)));
-        v_store_pairs(to + c, (vint)_mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+        _mm512_storeu_si512(to + c, _mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
     }
     for (; c < dim; c++) to[c] = (low ? low[c * stride] : 0u) | (uint32_t)(high ? high[c * stride] : 0u) << 16;
 }
 
-/* ---- blocks of rows ---- */
-
-/* As score_block(), `head_dim` even. */
-INLINE void pair_score_block(const int mr, const int nr, const real *restrict q, const key_number *restrict k,
-                             int64_t k_pitch, int head_dim, real scale, real *restrict s, real *restrict maximum) {
-    vreal total[NR_LARGEST][FA_CPU_MR];
-    UNROLL
-    for (int n = 0; n < nr; n++) {
-        UNROLL
-        for (int m = 0; m < mr; m++) total[n][m] = v_set1(0);
-    }
-    for (int d = 0; d < head_dim / 2;) {
-        const int end = head_dim / 2 - d < SIXTEEN_PAIRS ? head_dim / 2 : d + SIXTEEN_PAIRS;
-        vreal sum[NR_LARGEST][FA_CPU_MR];
-        UNROLL
-        for (int n = 0; n < nr; n++) {
-            UNROLL
-            for (int m = 0; m < mr; m++) sum[n][m] = v_set1(0);
-        }
-        UNROLL_FOUR
-        for (; d < end; d++) {
-            vint rows[FA_CPU_MR];
-            UNROLL
-            for (int m = 0; m < mr; m++) rows[m] = v_load_pairs(q + (d * mr + m) * LANES);
-            UNROLL
-            for (int n = 0; n < nr; n++) {
-                const vint key = v_pair(pair_at(k + n * k_pitch + 2 * d));
-                UNROLL
-                for (int m = 0; m < mr; m++) sum[n][m] = v_dot(sum[n][m], rows[m], key);
-            }
-        }
-        UNROLL
-        for (int n = 0; n < nr; n++) {
-            UNROLL
-            for (int m = 0; m < mr; m++) total[n][m] += sum[n][m];
-        }
-    }
-    store_scores(mr, nr, total, scale, s, maximum);
-}
-
-/* o[c * mr * LANES + lane] = o[...] * decay[lane] + sum over pairs of v[n * v_pitch + c] p[n * mr * LANES + lane]. */
-INLINE void pair_value_block(const int mr, const int nr, const real *restrict p, const value_number *restrict v,
-                             int64_t v_pitch, int pairs, real *restrict o, const real *restrict decay) {
-    vreal sum[NR_LARGEST][FA_CPU_MR];
-    UNROLL
-    for (int c = 0; c < nr; c++) {
-        UNROLL
-        for (int m = 0; m < mr; m++) sum[c][m] = v_set1(0);
-    }
-    for (int n = 0; n < pairs; n++, v += v_pitch) {
-        vint rows[FA_CPU_MR];
-        UNROLL
-        for (int m = 0; m < mr; m++) rows[m] = v_load_pairs(p + (n * mr + m) * LANES);
-        UNROLL
-        for (int c = 0; c < nr; c++) {
-            const vint value = v_pair(v[c]);
-            UNROLL
-            for (int m = 0; m < mr; m++) sum[c][m] = v_dot(sum[c][m], rows[m], value);
-        }
-    }
-    add_decayed(mr, nr, sum, o, decay);
-}
-
-INLINE void multiply_key_scores(const int mr, const real *q, const key_number *k, int64_t k_pitch, int head_dim,
-                                int keys, real scale, real *s, real *maximum) {
-    int n = 0;
-#define SCORE_RUN(nr)                                                                                                  \
-    pair_score_block(mr, nr, q, k + n * k_pitch, k_pitch, KEY_COLUMNS(head_dim), scale, s + n * mr * LANES, maximum)
-    FOR_RUNS(SCORE_NR(mr), n, keys, SCORE_RUN);
-#undef SCORE_RUN
-}
+/* ---- weights ---- */
 
 /* Weights of the keys [begin, begin + keys) to pairs, in place: how many there are. */
-INLINE int pair_weights(const int mr, real *p, int64_t begin, int keys) {
+INLINE int join_weights(const int mr, real *p, int64_t begin, int keys) {
     static const uint16_t interleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i order = _mm512_loadu_si512(interleaved);
@@ -191,36 +127,21 @@ INLINE int pair_weights(const int mr, real *p, int64_t begin, int keys) {
             const vreal low = at >= 0 ? v_load(p + (at * mr + m) * LANES) : none;
             const vreal high = at + 1 < keys ? v_load(p + ((at + 1) * mr + m) * LANES) : none;
             const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-            v_store_pairs(p + (n * mr + m) * LANES, (vint)_mm512_permutexvar_epi16(order, both));
+            _mm512_storeu_si512(p + (n * mr + m) * LANES, _mm512_permutexvar_epi16(order, both));
         }
     }
     return pairs;
 }
 
-/* P^T, which becomes pairs, times V, added to O^T. The weights are of the keys [begin, begin + keys). Contained: it
- * passes over excluded keys whatever v holds. */
-INLINE void add_values(const int mr, real *p, const value_number *v, int64_t v_pitch, int64_t begin, int keys,
-                       int head_dim_v, real *o, const real *decay, bool contained) {
-    const int pairs = pair_weights(mr, p, begin, keys);
-    int c = 0;
-    if (contained) {
-        const __m512i excluded = _mm512_set1_epi16((short)EXCLUDED_HALF);
-        for (; c < head_dim_v; c++)
-            for (int m = 0; m < mr; m++) {
-                vreal sum = v_set1(0);
-                for (int n = 0; n < pairs; n++) {
-                    const vint row = v_load_pairs(p + (n * mr + m) * LANES);
-                    const __mmask32 seen = _mm512_cmpneq_epi16_mask((__m512i)row, excluded);
-                    sum = v_dot(sum, row, (vint)_mm512_maskz_mov_epi16(seen, (__m512i)v_pair(v[n * v_pitch + c])));
-                }
-                real *at = o + (c * mr + m) * LANES;
-                v_store(at, v_fma(v_load(at), v_load(decay + m * LANES), sum));
-            }
-        return;
-    }
-#define PAIR_RUN(nr) pair_value_block(mr, nr, p, v + c, v_pitch, pairs, o + c * mr * LANES, decay)
-    FOR_RUNS(NR(mr), c, head_dim_v, PAIR_RUN);
-#undef PAIR_RUN
+/* The same of one row, (keys). What is written has been read. */
+INLINE int join_narrow_weights(real *p, int64_t begin, int keys) {
+    uint16_t *to = (uint16_t *)p;
+    const int odd = (int)(begin % 2);
+    for (int n = 0; n < keys; n += LANES)
+        _mm256_storeu_si256((__m256i *)(to + odd + n), (__m256i)_mm512_cvtneps_pbh((__m512)v_load(p + n)));
+    if (odd) to[0] = 0;
+    if ((odd + keys) % 2) to[odd + keys] = 0;
+    return (odd + keys + 1) / 2;
 }
 
 #endif

@@ -13,12 +13,8 @@
 #include "cpu/cpu_simd.h"
 #include "cpu/limit.h"
 #include "cpu/simd_dropout.h"
+#include "cpu/simd_gemm.h"
 #include "cpu/simd_math.h"
-#if FA_CPU_BF16
-#include "cpu/simd_bf16.h"
-#else
-#include "cpu/simd_plain.h"
-#endif
 
 /* Rows [first_row, first_row + rows) of the task's numbering, in `mr` vectors; pitch of its arrays: mr * LANES. */
 typedef struct block {
@@ -221,7 +217,7 @@ INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile 
         read_score_operand(w, b, t, &p->mask, FA_BOOL, w->mask);
         if (all_excluded(w->mask, keys * pitch)) return;
     }
-    multiply_key_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scale, w->scores, maximum);
+    multiply_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scale, w->scores, maximum);
     if (p->bias.data) read_score_operand(w, b, t, &p->bias, p->bias_dtype, w->bias);
     if (w->problem->extra.alibi.data) add_alibi(w, b, t);
     if (windowed || w->cap > 0 || w->biased || p->mask.data) adjust_scores(w, b, t, windowed, maximum);
@@ -230,7 +226,11 @@ INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile 
     else
         soften(mr, b, w->scores, keys, maximum, decay, false);
     if (w->problem->extra.dropout.threshold) drop_weights(w, b, t);
-    add_values(mr, w->scores, t->v, t->v_pitch, t->begin, keys, p->head_dim_v, b->o, decay, w->contained);
+    const int count = join_weights(mr, w->scores, t->begin, keys);
+    if (w->contained)
+        multiply_values_contained(mr, w->scores, t->v, t->v_pitch, count, p->head_dim_v, b->o, decay);
+    else
+        multiply_values(mr, w->scores, t->v, t->v_pitch, count, p->head_dim_v, b->o, decay);
 }
 
 static void block_step(const work *w, block *b, const key_tile *t, bool windowed) {

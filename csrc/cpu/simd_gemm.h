@@ -4,12 +4,17 @@
  *
  * `mr` is the width of a block in vectors, `nr` how many value columns stand against it in registers: mr * nr sums, mr
  * operands and one broadcast; of keys, whose sums have two parts, there are half as many. Both are compile-time
- * constants wherever these functions are expanded.
+ * constants wherever these functions are expanded. What an operand is, a number or a pair, say simd_plain.h and
+ * simd_bf16.h.
  */
 #ifndef FA_CPU_SIMD_GEMM_H
 #define FA_CPU_SIMD_GEMM_H
 
-#include "cpu/simd_vector.h"
+#if FA_CPU_BF16
+#include "cpu/simd_bf16.h"
+#else
+#include "cpu/simd_plain.h"
+#endif
 
 /* Lanes of a whole block. */
 #define BLOCK_ROWS     (FA_CPU_MR * LANES)
@@ -27,12 +32,49 @@
 /* Keys against a block of queries: a score holds two registers, the sum of eight products and the total. */
 #define SCORE_NR(mr) ((VECTOR_REGISTERS - 1 - (mr)) / (2 * (mr)) < 8 ? (VECTOR_REGISTERS - 1 - (mr)) / (2 * (mr)) : 8)
 
-/* Products of a score that are summed apart from the others. */
+/* Operands of a score whose products are summed apart from the others. */
 #define EIGHT        8
 
-/* s[n * mr * LANES + lane] = scale * total[n][m][lane], and the maximum of each lane. */
-INLINE void store_scores(const int mr, const int nr, const vreal (*total)[FA_CPU_MR], real scale, real *restrict s,
-                         real *restrict maximum) {
+/* s[n * mr * LANES + lane] = scale * sum over d of k[n * k_pitch] [d] q[d * mr * LANES + lane] for n < nr, d < depth;
+ * maximum[lane] rises to the largest of them.
+ *
+ * Products are summed by eights: eight in order, then their sum joins the total. The total is rounded before it is
+ * scaled. Of numbers these are the sums of the plain formula (fa_ext/reference/__init__.py), rounding by rounding:
+ * where scores are large few keys decide a row, and sums in another order would be off elsewhere, if no further. */
+INLINE void score_block(const int mr, const int nr, const real *restrict q, const key_number *restrict k,
+                        int64_t k_pitch, int depth, real scale, real *restrict s, real *restrict maximum) {
+    vreal total[NR_LARGEST][FA_CPU_MR];
+    UNROLL
+    for (int n = 0; n < nr; n++) {
+        UNROLL
+        for (int m = 0; m < mr; m++) total[n][m] = v_set1(0);
+    }
+    for (int d = 0; d < depth;) {
+        const int end = depth - d < EIGHT ? depth : d + EIGHT;
+        vreal sum[NR_LARGEST][FA_CPU_MR];
+        UNROLL
+        for (int n = 0; n < nr; n++) {
+            UNROLL
+            for (int m = 0; m < mr; m++) sum[n][m] = v_set1(0);
+        }
+        UNROLL_FOUR
+        for (; d < end; d++) {
+            voperand rows[FA_CPU_MR];
+            UNROLL
+            for (int m = 0; m < mr; m++) rows[m] = v_operands(q + (d * mr + m) * LANES);
+            UNROLL
+            for (int n = 0; n < nr; n++) {
+                const voperand key = v_key(k + n * k_pitch, d);
+                UNROLL
+                for (int m = 0; m < mr; m++) sum[n][m] = v_add_score(sum[n][m], rows[m], key);
+            }
+        }
+        UNROLL
+        for (int n = 0; n < nr; n++) {
+            UNROLL
+            for (int m = 0; m < mr; m++) total[n][m] += sum[n][m];
+        }
+    }
     UNROLL
     for (int m = 0; m < mr; m++) {
         vreal top = v_load(maximum + m * LANES);
@@ -46,9 +88,27 @@ INLINE void store_scores(const int mr, const int nr, const vreal (*total)[FA_CPU
     }
 }
 
-/* o[c * mr * LANES + lane] = o[...] * decay[lane] + sum[c][m][lane]. */
-INLINE void add_decayed(const int mr, const int nr, const vreal (*sum)[FA_CPU_MR], real *restrict o,
-                        const real *restrict decay) {
+/* o[c * mr * LANES + lane] = o[...] * decay[lane] + sum over n of v[n * v_pitch + c] p[n * mr * LANES + lane], c < nr.
+ */
+INLINE void value_block(const int mr, const int nr, const real *restrict p, const value_number *restrict v,
+                        int64_t v_pitch, int count, real *restrict o, const real *restrict decay) {
+    vreal sum[NR_LARGEST][FA_CPU_MR];
+    UNROLL
+    for (int c = 0; c < nr; c++) {
+        UNROLL
+        for (int m = 0; m < mr; m++) sum[c][m] = v_set1(0);
+    }
+    for (int n = 0; n < count; n++, v += v_pitch) {
+        voperand rows[FA_CPU_MR];
+        UNROLL
+        for (int m = 0; m < mr; m++) rows[m] = v_operands(p + (n * mr + m) * LANES);
+        UNROLL
+        for (int c = 0; c < nr; c++) {
+            const voperand value = v_value(v[c]);
+            UNROLL
+            for (int m = 0; m < mr; m++) sum[c][m] = v_add_value(sum[c][m], rows[m], value);
+        }
+    }
     UNROLL
     for (int m = 0; m < mr; m++) {
         const vreal factor = v_load(decay + m * LANES);
@@ -58,73 +118,6 @@ INLINE void add_decayed(const int mr, const int nr, const vreal (*sum)[FA_CPU_MR
             v_store(at, v_fma(v_load(at), factor, sum[c][m]));
         }
     }
-}
-
-/* s[n * mr * LANES + lane] = scale * sum over d of k[n * k_pitch + d] q[d * mr * LANES + lane] for n < nr;
- * maximum[lane] rises to the largest of them.
- *
- * Products are summed by eights: eight in order, then their sum joins the total. The total is rounded before it is
- * scaled. These are the sums of the plain formula (fa_ext/reference/__init__.py), rounding by rounding: where scores
- * are large few keys decide a row, and sums in another order would be off elsewhere, if no further. */
-INLINE void score_block(const int mr, const int nr, const real *restrict q, const real *restrict k, int64_t k_pitch,
-                        int head_dim, real scale, real *restrict s, real *restrict maximum) {
-    vreal total[NR_LARGEST][FA_CPU_MR];
-    UNROLL
-    for (int n = 0; n < nr; n++) {
-        UNROLL
-        for (int m = 0; m < mr; m++) total[n][m] = v_set1(0);
-    }
-    for (int d = 0; d < head_dim;) {
-        const int end = head_dim - d < EIGHT ? head_dim : d + EIGHT;
-        vreal sum[NR_LARGEST][FA_CPU_MR];
-        UNROLL
-        for (int n = 0; n < nr; n++) {
-            UNROLL
-            for (int m = 0; m < mr; m++) sum[n][m] = v_set1(0);
-        }
-        UNROLL_FOUR
-        for (; d < end; d++) {
-            vreal rows[FA_CPU_MR];
-            UNROLL
-            for (int m = 0; m < mr; m++) rows[m] = v_load(q + (d * mr + m) * LANES);
-            UNROLL
-            for (int n = 0; n < nr; n++) {
-                const vreal key = v_set1(k[n * k_pitch + d]);
-                UNROLL
-                for (int m = 0; m < mr; m++) sum[n][m] = v_fma_once(rows[m], key, sum[n][m]);
-            }
-        }
-        UNROLL
-        for (int n = 0; n < nr; n++) {
-            UNROLL
-            for (int m = 0; m < mr; m++) total[n][m] += sum[n][m];
-        }
-    }
-    store_scores(mr, nr, total, scale, s, maximum);
-}
-
-/* o[c * mr * LANES + lane] = o[...] * decay[lane] + sum over n of v[n * v_pitch + c] p[n * mr * LANES + lane], c < nr.
- */
-INLINE void value_block(const int mr, const int nr, const real *restrict p, const real *restrict v, int64_t v_pitch,
-                        int keys, real *restrict o, const real *restrict decay) {
-    vreal sum[NR_LARGEST][FA_CPU_MR];
-    UNROLL
-    for (int c = 0; c < nr; c++) {
-        UNROLL
-        for (int m = 0; m < mr; m++) sum[c][m] = v_set1(0);
-    }
-    for (int n = 0; n < keys; n++, v += v_pitch) {
-        vreal rows[FA_CPU_MR];
-        UNROLL
-        for (int m = 0; m < mr; m++) rows[m] = v_load(p + (n * mr + m) * LANES);
-        UNROLL
-        for (int c = 0; c < nr; c++) {
-            const vreal value = v_set1(v[c]);
-            UNROLL
-            for (int m = 0; m < mr; m++) sum[c][m] = v_fma(rows[m], value, sum[c][m]);
-        }
-    }
-    add_decayed(mr, nr, sum, o, decay);
 }
 
 /* Calls BLOCK(nr) for consecutive runs of nr <= most rows that cover [0, count), advancing `at`. */
@@ -143,34 +136,32 @@ INLINE void value_block(const int mr, const int nr, const real *restrict p, cons
         if ((most) > 1 && at < count) BLOCK(1);                                                                        \
     } while (0)
 
-INLINE void multiply_scores(const int mr, const real *q, const real *k, int64_t k_pitch, int head_dim, int keys,
+INLINE void multiply_scores(const int mr, const real *q, const key_number *k, int64_t k_pitch, int head_dim, int keys,
                             real scale, real *s, real *maximum) {
     int n = 0;
-#define SCORE_RUN(nr) score_block(mr, nr, q, k + n * k_pitch, k_pitch, head_dim, scale, s + n * mr * LANES, maximum)
+#define SCORE_RUN(nr)                                                                                                  \
+    score_block(mr, nr, q, k + n * k_pitch, k_pitch, OPERANDS(head_dim), scale, s + n * mr * LANES, maximum)
     FOR_RUNS(SCORE_NR(mr), n, keys, SCORE_RUN);
 #undef SCORE_RUN
 }
 
-INLINE void multiply_values(const int mr, const real *p, const real *v, int64_t v_pitch, int keys, int head_dim_v,
-                            real *o, const real *decay) {
+/* `count` rows of V. */
+INLINE void multiply_values(const int mr, const real *p, const value_number *v, int64_t v_pitch, int count,
+                            int head_dim_v, real *o, const real *decay) {
     int c = 0;
-#define VALUE_RUN(nr) value_block(mr, nr, p, v + c, v_pitch, keys, o + c * mr * LANES, decay)
+#define VALUE_RUN(nr) value_block(mr, nr, p, v + c, v_pitch, count, o + c * mr * LANES, decay)
     FOR_RUNS(NR(mr), c, head_dim_v, VALUE_RUN);
 #undef VALUE_RUN
 }
 
 /* multiply_values() that passes over excluded keys (p is -0.0 there) whatever v holds. */
-static inline void multiply_values_contained(int mr, const real *p, const real *v, int64_t v_pitch, int keys,
-                                             int head_dim_v, real *o, const real *decay) {
-    const bits excluded = (bits)1 << (8 * FA_CPU_REAL_BYTES - 1);
+static void multiply_values_contained(int mr, const real *p, const value_number *v, int64_t v_pitch, int count,
+                                      int head_dim_v, real *o, const real *decay) {
     for (int c = 0; c < head_dim_v; c++)
         for (int m = 0; m < mr; m++) {
             vreal sum = v_set1(0);
-            for (int n = 0; n < keys; n++) {
-                const vreal row = v_load(p + (n * mr + m) * LANES);
-                const vint skip = (vbits)row == excluded;
-                sum = v_select(skip, sum, v_fma(row, v_set1(v[n * v_pitch + c]), sum));
-            }
+            for (int n = 0; n < count; n++)
+                sum = v_add_seen_value(sum, v_operands(p + (n * mr + m) * LANES), v_value(v[n * v_pitch + c]));
             real *at = o + (c * mr + m) * LANES;
             v_store(at, v_fma(v_load(at), v_load(decay + m * LANES), sum));
         }

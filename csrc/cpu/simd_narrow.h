@@ -11,7 +11,7 @@
 #define NARROW_ROWS    (LANES < 16 ? LANES / 2 : 2)
 
 /* Columns of K that are transposed at once. */
-#define NARROW_DIM     (FA_CPU_BF16 ? 2 * LANES : LANES)
+#define NARROW_DIM     (OPERAND_NUMBERS * LANES)
 
 /* Value columns that a pass over a tile of V sums, in vectors. */
 #define NARROW_COLUMNS (VECTOR_REGISTERS / 2)
@@ -33,71 +33,17 @@ static bool is_narrow(const work *w, const fa_simd_task *task) {
            p->softcap <= 0 && !w->biased && !w->problem->extra.dropout.threshold && !p->mask.data;
 }
 
-#if FA_CPU_BF16
-/* Scores of LANES keys, the sums of pair_score_block(): pairs of LANES rows of K are transposed. */
-INLINE vreal narrow_scores(const real *q, const key_number *const k[LANES], int64_t k_pitch, int head_dim, real scale) {
-    const uint16_t *row = (const uint16_t *)q;
+/* Scores of LANES keys, the sums of score_block(): operands of LANES rows of K are transposed, so that lanes are keys.
+ */
+INLINE vreal narrow_scores(const real *q, const key_number *const k[LANES], int64_t k_pitch, int depth, real scale) {
     vreal total = v_set1(0), sum = v_set1(0);
-    for (int d = 0; d < head_dim; d += 2 * LANES) {
+    for (int d = 0; d < depth; d += LANES) {
         vreal tile[LANES];
         UNROLL
         for (int n = 0; n < LANES; n++) {
-            __builtin_prefetch(k[n] + d + AHEAD * k_pitch);
-            tile[n] = (vreal)v_load_pairs(k[n] + d);
-        }
-        v_transpose(tile);
-        UNROLL
-        for (int e = 0; e < LANES; e++) {
-            if (e % SIXTEEN_PAIRS == 0) {
-                total += sum;
-                sum = v_set1(0);
-            }
-            sum = v_dot(sum, v_pair(pair_at(row + d + 2 * e)), (vint)tile[e]);
-        }
-    }
-    return (total + sum) * scale;
-}
-
-/* o[c] = o[c] * decay + sum over pairs of p[n] v[n * v_pitch + c] for c < LANES * columns. */
-INLINE void narrow_values(const int columns, const real *p, const value_number *v, int64_t v_pitch, int pairs, real *o,
-                          real decay) {
-    vreal sum[NARROW_COLUMNS];
-    UNROLL
-    for (int c = 0; c < columns; c++) sum[c] = v_set1(0);
-    for (int n = 0; n < pairs; n++, v += v_pitch) {
-        const vint weight = v_pair(pair_at((const uint16_t *)p + 2 * n));
-        UNROLL
-        for (int c = 0; c < columns; c++) sum[c] = v_dot(sum[c], weight, v_load_pairs(v + c * LANES));
-    }
-    UNROLL
-    for (int c = 0; c < columns; c++) v_store(o + c * LANES, v_fma(v_load(o + c * LANES), v_set1(decay), sum[c]));
-}
-
-static void narrow_query(real *to, const char *from, fa_dtype dtype, int64_t stride, int dim) {
-    (void)dtype;
-    copy_half_row((uint16_t *)to, from, stride, dim);
-}
-
-/* Weights of the keys [begin, begin + keys) to pairs, in place: how many there are. What is written has been read. */
-static int narrow_weights(real *p, int64_t begin, int keys) {
-    uint16_t *to = (uint16_t *)p;
-    const int odd = (int)(begin % 2), pairs = (odd + keys + 1) / 2;
-    for (int n = 0; n < keys; n += LANES)
-        _mm256_storeu_si256((__m256i *)(to + odd + n), (__m256i)_mm512_cvtneps_pbh((__m512)v_load(p + n)));
-    if (odd) to[0] = 0;
-    if ((odd + keys) % 2) to[odd + keys] = 0;
-    return pairs;
-}
-#else
-/* Scores of LANES keys, the sums of score_block(): LANES rows of K are transposed, so that lanes are keys. */
-INLINE vreal narrow_scores(const real *q, const key_number *const k[LANES], int64_t k_pitch, int head_dim, real scale) {
-    vreal total = v_set1(0), sum = v_set1(0);
-    for (int d = 0; d < head_dim; d += LANES) {
-        vreal tile[LANES];
-        UNROLL
-        for (int n = 0; n < LANES; n++) {
-            if (d % LINE == 0) __builtin_prefetch(k[n] + d + AHEAD * k_pitch);
-            tile[n] = v_load(k[n] + d);
+            const key_number *at = k[n] + OPERAND_NUMBERS * d;
+            if (d % LINE == 0) __builtin_prefetch(at + AHEAD * k_pitch);
+            memcpy(&tile[n], at, sizeof tile[n]);
         }
         v_transpose(tile);
         UNROLL
@@ -106,47 +52,38 @@ INLINE vreal narrow_scores(const real *q, const key_number *const k[LANES], int6
                 total += sum;
                 sum = v_set1(0);
             }
-            sum = v_fma_once(v_set1(q[d + e]), tile[e], sum);
+            sum = v_add_score(sum, v_key((const key_number *)q, d + e), (voperand)tile[e]);
         }
     }
     return (total + sum) * scale;
 }
 
-/* o[c] = o[c] * decay + sum over n of p[n] v[n * v_pitch + c] for c < LANES * columns. */
-INLINE void narrow_values(const int columns, const real *p, const value_number *v, int64_t v_pitch, int keys, real *o,
+/* o[c] = o[c] * decay + sum over n of p[n] v[n * v_pitch + c] for c < LANES * columns and `count` rows of V. */
+INLINE void narrow_values(const int columns, const real *p, const value_number *v, int64_t v_pitch, int count, real *o,
                           real decay) {
     vreal sum[NARROW_COLUMNS];
     UNROLL
     for (int c = 0; c < columns; c++) sum[c] = v_set1(0);
-    for (int n = 0; n < keys; n++, v += v_pitch) {
-        const vreal weight = v_set1(p[n]);
+    for (int n = 0; n < count; n++, v += v_pitch) {
+        value_number number;
+        memcpy(&number, p + n, sizeof number);
+        const voperand weight = v_value(number);
         UNROLL
         for (int c = 0; c < columns; c++) {
             if (c * LANES % LINE == 0) __builtin_prefetch(v + c * LANES + AHEAD * v_pitch);
-            sum[c] = v_fma(weight, v_load(v + c * LANES), sum[c]);
+            sum[c] = v_add_value(sum[c], weight, v_values(v + c * LANES));
         }
     }
     UNROLL
     for (int c = 0; c < columns; c++) v_store(o + c * LANES, v_fma(v_load(o + c * LANES), v_set1(decay), sum[c]));
 }
 
-static void narrow_query(real *to, const char *from, fa_dtype dtype, int64_t stride, int dim) {
-    read_row(to, from, dtype, stride, dim);
-}
-
-/* Weights of the keys [begin, begin + keys) as narrow_values() takes them: how many rows of V they meet. */
-static int narrow_weights(real *p, int64_t begin, int keys) {
-    (void)p, (void)begin;
-    return keys;
-}
-#endif
-
 static void narrow_begin(const work *w, narrow_row *r) {
     const fa_forward *p = w->p;
     const fa_entry *e = &w->entry->entry;
     r->keys = fa_row_keys(e, p->left, p->right, fa_position(e, r->query));
-    narrow_query(r->q, element(&p->q, p->dtype, w->entry->batch, r->head, e->first_q + r->query), p->dtype,
-                 p->q.stride[3], p->head_dim);
+    read_query(r->q, element(&p->q, p->dtype, w->entry->batch, r->head, e->first_q + r->query), p->dtype,
+               p->q.stride[3], p->head_dim);
     memset(r->o, 0, (size_t)p->head_dim_v * sizeof(real));
     const real sink = first_maximum(p, r->head);
     r->maximum = sink;
@@ -162,7 +99,7 @@ static void narrow_step(const work *w, narrow_row *r, const key_tile *t) {
         const key_number *rows[LANES]; /* past the end: the last key again */
         for (int lane = 0; lane < LANES; lane++)
             rows[lane] = t->k + (n + lane < keys ? n + lane : keys - 1) * t->k_pitch;
-        const vreal score = narrow_scores(r->q, rows, t->k_pitch, p->head_dim, w->scale);
+        const vreal score = narrow_scores(r->q, rows, t->k_pitch, OPERANDS(p->head_dim), w->scale);
         top = v_max(score, top);
         v_store(scores + n, score);
     }
@@ -179,7 +116,7 @@ static void narrow_step(const work *w, narrow_row *r, const key_tile *t) {
     real sum = 0;
     for (int n = 0; n < keys; n++) sum += scores[n];
     r->sum = v_fma(v_set1(r->sum), v_set1(factor), v_set1(sum))[0];
-    const int count = narrow_weights(scores, t->begin, keys);
+    const int count = join_narrow_weights(scores, t->begin, keys);
     int c = 0;
     for (; c + NARROW_COLUMNS * LANES <= p->head_dim_v; c += NARROW_COLUMNS * LANES)
         narrow_values(NARROW_COLUMNS, scores, t->v + c, t->v_pitch, count, r->o + c, factor);

@@ -1,33 +1,44 @@
-/* Operands of a block of rows in the arithmetic of the instance itself: what simd_bf16.h has for pairs of bfloat16. */
+/* Operands of the products of simd_gemm.h that are numbers of the instance's arithmetic: the layer that simd_bf16.h has
+ * for pairs of bfloat16. */
 #ifndef FA_CPU_SIMD_PLAIN_H
 #define FA_CPU_SIMD_PLAIN_H
 
-#include "cpu/simd_gemm.h"
 #include "cpu/simd_rows.h"
 
-typedef real key_number, value_number; /* of a tile of K, and of V: rows of head_dim, and of head_dim_v */
+typedef vreal voperand;
+typedef real key_number, value_number; /* of a tile of K and of V: rows of head_dim, and of head_dim_v */
 
-/* Numbers of a copied row of K. */
-#define KEY_COLUMNS(dim)       (dim)
+/* Numbers of an operand, and operands of a row of Q or K. */
+#define OPERAND_NUMBERS        1
+#define OPERANDS(dim)          (dim)
 
-/* Keys of a tile before `key`, in rows of V. */
+/* Rows of V before `key` in a tile that begins at `begin`, and that so many keys take at most. */
 #define VALUE_ROWS(begin, key) ((key) - (begin))
-/* Rows of V that so many keys take at most. */
 #define VALUE_ROOM(keys)       (keys)
 
-#define read_queries           read_transposed
-#define key_rows_at            rows_at
-#define copy_key_rows          copy_rows
-#define multiply_key_scores    multiply_scores
-
-/* P^T times V, added to O^T. The weights are of the keys [begin, begin + keys). */
-INLINE void add_values(const int mr, real *p, const value_number *v, int64_t v_pitch, int64_t begin, int keys,
-                       int head_dim_v, real *o, const real *decay, bool contained) {
-    (void)begin;
-    if (contained)
-        multiply_values_contained(mr, p, v, v_pitch, keys, head_dim_v, o, decay);
-    else
-        multiply_values(mr, p, v, v_pitch, keys, head_dim_v, o, decay);
+INLINE voperand v_operands(const real *from) { return v_load(from); }
+INLINE voperand v_key(const key_number *row, int d) { return v_set1(row[d]); }
+INLINE voperand v_value(value_number value) { return v_set1(value); }
+INLINE voperand v_values(const value_number *from) { return v_load(from); }
+INLINE vreal v_add_score(vreal sum, voperand rows, voperand key) { return v_fma_once(rows, key, sum); }
+INLINE vreal v_add_value(vreal sum, voperand weights, voperand value) { return v_fma(weights, value, sum); }
+/* Without the lanes whose weight is -0.0. */
+INLINE vreal v_add_seen_value(vreal sum, voperand weights, voperand value) {
+    const bits excluded = (bits)1 << (8 * FA_CPU_REAL_BYTES - 1);
+    return v_select((vbits)weights == excluded, sum, v_fma(weights, value, sum));
 }
+
+/* Weights of the keys [begin, begin + keys), (keys, mr * LANES), as multiply_values() takes them: the rows of V that
+ * they meet. narrow: (keys). */
+INLINE int join_weights(const int mr, real *p, int64_t begin, int keys) {
+    (void)mr, (void)p, (void)begin;
+    return keys;
+}
+INLINE int join_narrow_weights(real *p, int64_t begin, int keys) { return join_weights(1, p, begin, keys); }
+
+#define read_queries read_transposed
+#define read_query   read_row
+#define keys_at      rows_at
+#define copy_keys    copy_rows
 
 #endif

@@ -27,12 +27,11 @@ static const char *key_row(const work *w, const fa_operand *operand, int64_t key
 static const key_number *read_keys(const work *w, int64_t begin, int64_t end, int64_t *pitch) {
     const fa_forward *p = w->p;
     int64_t run = run_of(w, begin, end);
-    if (run == end - begin)
-        return key_rows_at(&p->k, p->dtype, key_row(w, &p->k, begin), run, p->head_dim, w->k, pitch);
-    *pitch = KEY_COLUMNS(p->head_dim);
+    if (run == end - begin) return keys_at(&p->k, p->dtype, key_row(w, &p->k, begin), run, p->head_dim, w->k, pitch);
+    *pitch = OPERAND_NUMBERS * OPERANDS(p->head_dim);
     for (int64_t at = begin; at < end; at += run) {
         run = run_of(w, at, end);
-        copy_key_rows(&p->k, p->dtype, key_row(w, &p->k, at), run, p->head_dim, w->k + (at - begin) * *pitch);
+        copy_keys(&p->k, p->dtype, key_row(w, &p->k, at), run, p->head_dim, w->k + (at - begin) * *pitch);
     }
     return w->k;
 }
@@ -125,7 +124,7 @@ static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
     w->mask = take(a, p->mask.data ? scores : 0, sizeof(real));
     w->factors = take(a, problem->extra.dropout.threshold ? LANES * (DROPOUT_ROOM(FA_CPU_TILE_N) + FA_CPU_TILE_N) : 0,
                       sizeof(real));
-    w->k = take(a, (size_t)FA_CPU_TILE_N * (size_t)KEY_COLUMNS(p->head_dim), sizeof *w->k);
+    w->k = take(a, (size_t)FA_CPU_TILE_N * (size_t)(OPERAND_NUMBERS * OPERANDS(p->head_dim)), sizeof *w->k);
     w->v = take(a, (size_t)VALUE_ROOM(FA_CPU_TILE_N) * (size_t)p->head_dim_v, sizeof *w->v);
     w->buffer = take(a, (size_t)LANES * (size_t)padded(widest), sizeof(real));
     for (int n = 0; n < blocks; n++) {
