@@ -1,125 +1,13 @@
-/* Devices, streams and memory. See device.h. */
-#include "device.h"
+/* CUDA devices, streams and memory. See device.h; device_none.c stands in where there is no CUDA. */
+#include "context.h"
 
-#include <pthread.h>
-#include <stdatomic.h>
+#if FA_HAVE_CUDA
+
+#include <cuda.h>             /* codes of the driver */
+#include <cuda_runtime_api.h> /* the static CUDA runtime; libcuda is found by it at run time */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
-
-#include "library.h"
-
-#if FA_HAVE_CUDA
-#include <cuda.h>             /* codes of the driver */
-#include <cuda_runtime_api.h> /* the static CUDA runtime; libcuda is found by it at run time */
-#endif
-
-#define MAX_DEVICES          64
-#define WORKSPACE_VARIABLE   "FA_EXT_WORKSPACE_MB"
-#define DEFAULT_WORKSPACE_MB 512
-#define MAX_WORKSPACE_MB     (1 << 24)
-#define ALIGNMENT            256
-
-/* A place that fa_context_slot() gave. */
-typedef struct slot {
-    const void *key;
-    void *state;
-    void (*free_state)(void *state);
-    struct slot *next;
-} slot;
-
-struct fa_context {
-    unsigned long serial;
-    atomic_int holders;
-    pthread_mutex_t lock;
-    fa_device_info cpu;
-    fa_device_info *cuda[MAX_DEVICES]; /* filled once each, under the lock, then only read */
-    void *pools[MAX_DEVICES];          /* cudaMemPool_t */
-    void *primary[MAX_DEVICES];        /* the primary contexts, CUcontext; NULL while unknown */
-    struct {
-        int (*context)(void **);                /* cuCtxGetCurrent */
-        int (*push)(void *);                    /* cuCtxPushCurrent */
-        int (*pop)(void **);                    /* cuCtxPopCurrent */
-        int (*device)(int *);                   /* cuCtxGetDevice */
-        int (*stream_context)(void *, void **); /* cuStreamGetCtx */
-        void *encode_tensor_map;                /* cuTensorMapEncodeTiled */
-    } driver;                                   /* set before the first of `cuda`; NULL where the driver has none */
-    char workspace_error[192];                  /* what is wrong with FA_EXT_WORKSPACE_MB, or empty */
-    slot *slots;
-    fa_libraries libraries;
-};
-
-/* Reads FA_EXT_WORKSPACE_MB, once a context. */
-static void read_workspace_limit(fa_context *context) {
-    const char *text = getenv(WORKSPACE_VARIABLE);
-    unsigned long long megabytes = DEFAULT_WORKSPACE_MB;
-    if (text && *text) {
-        char *end = NULL;
-        megabytes = *text >= '0' && *text <= '9' ? strtoull(text, &end, 10) : 0; /* which takes blanks and signs too */
-        if (megabytes < 1 || megabytes > MAX_WORKSPACE_MB || *end)
-            snprintf(context->workspace_error, sizeof context->workspace_error,
-                     WORKSPACE_VARIABLE " was \"%.80s\" when fa_ext was imported; accepted: megabytes, 1 to %d", text,
-                     MAX_WORKSPACE_MB);
-    }
-    context->cpu.workspace_limit = (size_t)megabytes << 20;
-}
-
-static fa_code check_workspace_limit(const fa_context *context, fa_status *status) {
-    if (!*context->workspace_error) return FA_OK;
-    return fa_fail(status, FA_EVALUE, "%s", context->workspace_error);
-}
-
-static void describe_cpu(fa_device_info *info) {
-    info->device = (fa_device){FA_CPU, 0};
-    snprintf(info->name, sizeof info->name, "CPU");
-    long threads = sysconf(_SC_NPROCESSORS_ONLN), pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
-    info->sm_count = threads > 0 ? (int)threads : 1;
-    info->memory_bytes = pages > 0 && page > 0 ? (size_t)pages * (size_t)page : 0;
-    const char *isa = getenv("FA_EXT_CPU_ISA"); /* once: in a call it would race with another thread's setenv() */
-    snprintf(info->cpu_isa, sizeof info->cpu_isa, "%s", isa ? isa : "");
-}
-
-fa_context *fa_context_new(void) {
-    static atomic_ulong contexts;
-    fa_context *context = calloc(1, sizeof *context);
-    if (!context) return NULL;
-    context->serial = atomic_fetch_add(&contexts, 1) + 1;
-    atomic_init(&context->holders, 1);
-    pthread_mutex_init(&context->lock, NULL);
-    fa_libraries_begin(&context->libraries);
-    describe_cpu(&context->cpu);
-    read_workspace_limit(context);
-    return context;
-}
-
-unsigned long fa_context_serial(const fa_context *context) { return context->serial; }
-
-fa_libraries *fa_context_libraries(fa_context *context) { return &context->libraries; }
-
-void **fa_context_slot(fa_context *context, const void *key, void (*free_slot)(void *state)) {
-    slot *found = context->slots;
-    while (found && found->key != key) found = found->next;
-    if (found) return &found->state;
-    found = calloc(1, sizeof *found);
-    if (!found) return NULL;
-    *found = (slot){.key = key, .free_state = free_slot, .next = context->slots};
-    context->slots = found;
-    return &found->state;
-}
-
-void fa_context_lock(fa_context *context) { pthread_mutex_lock(&context->lock); }
-
-void fa_context_unlock(fa_context *context) { pthread_mutex_unlock(&context->lock); }
-
-static fa_code cpu_alloc(size_t bytes, void **pointer, fa_status *status) {
-    size_t rounded = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    *pointer = rounded >= bytes ? aligned_alloc(ALIGNMENT, rounded ? rounded : ALIGNMENT) : NULL;
-    if (*pointer) return FA_OK;
-    return fa_fail(status, FA_EMEMORY, "out of memory: the call needs %zu bytes of workspace", bytes);
-}
-
-#if FA_HAVE_CUDA
 
 /* Set in a forked child once the parent has used CUDA: CUDA does not survive a fork. */
 static volatile bool cuda_used, cuda_lost_by_fork;
@@ -254,15 +142,15 @@ static fa_code info_create(fa_context *context, int id, fa_status *status) {
 
 fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_device_info **info, fa_status *status) {
     *info = &context->cpu;
-    if (device.kind == FA_CPU) return check_workspace_limit(context, status);
-    if (device.id >= 0 && device.id < MAX_DEVICES) {
+    if (device.kind == FA_CPU) return fa_context_check_limit(context, status);
+    if (device.id >= 0 && device.id < FA_MAX_DEVICES) {
         *info = __atomic_load_n(&context->cuda[device.id], __ATOMIC_ACQUIRE);
         if (*info) return FA_OK;
     }
-    FA_TRY(check_workspace_limit(context, status));
+    FA_TRY(fa_context_check_limit(context, status));
     int count = 0;
     FA_TRY(fa_device_count(context, &count, status));
-    if (device.id < 0 || device.id >= count || device.id >= MAX_DEVICES)
+    if (device.id < 0 || device.id >= count || device.id >= FA_MAX_DEVICES)
         return fa_fail(status, FA_EVALUE, "device is %d; accepted: 0 to %d", device.id, count - 1);
     pthread_mutex_lock(&context->lock);
     fa_code code = context->cuda[device.id] ? FA_OK : info_create(context, device.id, status);
@@ -280,7 +168,7 @@ fa_code fa_device_enter(fa_context *context, fa_device device, int *previous, fa
     if (device.kind == FA_CPU) return FA_OK;
     FA_TRY(check_fork(status));
     /* The usual case, in a third of the time of cudaGetDevice(): the device's primary context is current. */
-    if (device.id >= 0 && device.id < MAX_DEVICES) {
+    if (device.id >= 0 && device.id < FA_MAX_DEVICES) {
         void *primary = __atomic_load_n(&context->primary[device.id], __ATOMIC_ACQUIRE), *current;
         if (primary && context->driver.context(&current) == CUDA_SUCCESS && current == primary) return FA_OK;
     }
@@ -311,7 +199,7 @@ fa_code fa_pointer_device(fa_context *context, const void *pointer, bool must_be
 
 fa_code fa_memory_alloc(fa_context *context, fa_device device, size_t bytes, void *stream, void **pointer,
                         fa_status *status) {
-    if (device.kind == FA_CPU) return cpu_alloc(bytes, pointer, status);
+    if (device.kind == FA_CPU) return fa_cpu_alloc(bytes, pointer, status);
     const fa_device_info *info;
     FA_TRY(fa_device_info_get(context, device, &info, status)); /* creates the pool */
     cudaError_t error = cudaMallocFromPoolAsync(pointer, bytes ? bytes : 1, context->pools[device.id], stream);
@@ -363,7 +251,7 @@ fa_code fa_stream_check(fa_context *context, fa_device device, const char *name,
 bool fa_stream_device(const fa_context *context, void *stream, fa_device *device) {
     void *owner = NULL;
     int (*ask)(void *, void **) = NULL;
-    for (int id = 0; id < MAX_DEVICES; id++) { /* a primary context is set after the driver's functions */
+    for (int id = 0; id < FA_MAX_DEVICES; id++) { /* a primary context is set after the driver's functions */
         const void *primary = __atomic_load_n(&context->primary[id], __ATOMIC_ACQUIRE);
         if (!primary) continue;
         if (!ask && (!(ask = context->driver.stream_context) || ask(stream, &owner) != CUDA_SUCCESS)) return false;
@@ -397,104 +285,4 @@ fa_code fa_device_synchronize(fa_device device, fa_status *status) {
     return FA_OK;
 }
 
-/* Pools are left to the driver: at exit the runtime may already be gone. */
-static void free_cuda(fa_context *context) {
-    for (int id = 0; id < MAX_DEVICES; id++) free(context->cuda[id]);
-}
-
-#else /* a build without CUDA */
-
-static fa_code no_cuda(fa_status *status) {
-    return fa_fail(status, FA_ECUDA, "this build of fa_ext has no CUDA kernels; rebuild it where nvcc is installed");
-}
-
-int fa_cuda_toolkit(void) { return 0; }
-
-fa_code fa_device_count(fa_context *context, int *count, fa_status *status) {
-    (void)context;
-    *count = 0;
-    return no_cuda(status);
-}
-
-fa_code fa_device_info_get(fa_context *context, fa_device device, const fa_device_info **info, fa_status *status) {
-    *info = &context->cpu;
-    return device.kind == FA_CPU ? check_workspace_limit(context, status) : no_cuda(status);
-}
-
-void *fa_device_tensor_maps(const fa_context *context, fa_device device) {
-    (void)context, (void)device;
-    return NULL;
-}
-
-fa_code fa_device_enter(fa_context *context, fa_device device, int *previous, fa_status *status) {
-    (void)context;
-    *previous = device.id;
-    return device.kind == FA_CPU ? FA_OK : no_cuda(status);
-}
-
-void fa_device_leave(fa_device device, int previous) { (void)device, (void)previous; }
-
-fa_code fa_pointer_device(fa_context *context, const void *pointer, bool must_be_cuda, fa_device *device,
-                          fa_status *status) {
-    (void)context, (void)pointer;
-    *device = (fa_device){FA_CPU, 0};
-    return must_be_cuda ? no_cuda(status) : FA_OK;
-}
-
-fa_code fa_memory_alloc(fa_context *context, fa_device device, size_t bytes, void *stream, void **pointer,
-                        fa_status *status) {
-    (void)context, (void)stream;
-    return device.kind == FA_CPU ? cpu_alloc(bytes, pointer, status) : no_cuda(status);
-}
-
-fa_code fa_memory_free(fa_device device, void *pointer, void *stream, fa_status *status) {
-    (void)device, (void)stream, (void)status;
-    free(pointer);
-    return FA_OK;
-}
-
-fa_code fa_memory_copy(void *to, const void *from, size_t bytes, void *stream, fa_status *status) {
-    (void)to, (void)from, (void)bytes, (void)stream;
-    return no_cuda(status);
-}
-
-fa_code fa_stream_wait(void *waiter, void *producer, fa_status *status) {
-    (void)waiter, (void)producer;
-    return no_cuda(status);
-}
-
-fa_code fa_stream_check(fa_context *context, fa_device device, const char *name, void *stream, fa_status *status) {
-    (void)context, (void)device, (void)name, (void)stream;
-    return no_cuda(status);
-}
-
-bool fa_stream_device(const fa_context *c, void *s, fa_device *d) { return (void)c, (void)s, (void)d, false; }
-
-fa_code fa_stream_synchronize(void *stream, fa_status *status) {
-    (void)stream;
-    return no_cuda(status);
-}
-
-fa_code fa_device_synchronize(fa_device device, fa_status *status) {
-    return device.kind == FA_CPU ? FA_OK : no_cuda(status);
-}
-
-static void free_cuda(fa_context *context) { (void)context; }
-
 #endif
-
-void fa_context_hold(fa_context *context) { atomic_fetch_add(&context->holders, 1); }
-
-void fa_context_free(fa_context *context) {
-    if (!context || atomic_fetch_sub(&context->holders, 1) > 1) return;
-    while (context->slots) {
-        slot *first = context->slots;
-        context->slots = first->next;
-        if (first->state) first->free_state(first->state);
-        free(first);
-    }
-    free_cuda(context);
-    fa_libraries_end(&context->libraries);
-    pthread_mutex_destroy(&context->lock);
-    free(context);
-}
