@@ -61,6 +61,8 @@ struct Params {
     int first, jobs;               // of this launch: tiles of rows times kv heads
     int slots, pairs;              // of states in workspace: chunks of a job, pairs of its rows
     Divider parts;                 // blocks of a job
+    bool clustered;                // they are a cluster
+    int teams;                     // that share the line (serve_line.cuh), or 0: jobs have parts
     int boxes;                     // keys of a box of TMA; 0: cp.async
     char *workspace;
     Sight dense; // of a call without sequences: every batch entry

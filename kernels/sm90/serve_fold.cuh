@@ -102,8 +102,8 @@ struct StateList {
     int16_t state[kMaxChunks], group[kMaxChunks / kGroup + 2]; // where a group begins in it
 };
 
-/* One warp. */
-__device__ __forceinline__ void list_states(StateList &list, const Shares &shares) {
+/* One warp. `shares` says where states end. */
+template <class Owners> __device__ __forceinline__ void list_states(StateList &list, const Owners &shares) {
     const int lane = threadIdx.x % 32;
     int count = 0;
 #pragma unroll 1
