@@ -10,6 +10,13 @@
 
 namespace fa::sm90::serve {
 
+/* A warp's way along the line. */
+struct LineWalk {
+    LineJob next;
+    int each;   // units of a part
+    bool folds; // its team the job that it is at
+};
+
 /* What the threads of a block share beside the rings, which come after it. */
 template <class C> struct Shared {
     LaneRow row[C::kWarps][C::kRows];
@@ -17,6 +24,7 @@ template <class C> struct Shared {
     uint32_t valid[C::kWarps][C::kSlots];
     int64_t joined[C::kWarps];
     int line[Line<C>::kRoom];
+    LineWalk walk[C::kWarps];
     StateList list;
     static constexpr size_t kRoom = 2048; // before the rings
     static constexpr size_t bytes() { return kRoom + C::kRingBytes + Rows<C>::kQueryBytes; }
@@ -176,28 +184,35 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(1024) char memory[];
     auto &shared = *reinterpret_cast<Shared<C> *>(memory);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), heads = static_cast<int>(params.heads_kv.divisor);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32,
+              heads = static_cast<int>(params.heads_kv.divisor);
     const int team = params.heads_kv.quotient(blockIdx.x), head = static_cast<int>(blockIdx.x) - team * heads;
     if (params.boxes && threadIdx.x == 0) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
     prefetch_line<C>(params);
     dependency_wait();
     dependency_release(); // only now, since serve_fold_kernel reads lengths without waiting for what wrote them
     const Line<C> line(params, shared.line);
-    const int from = team * line.each, to = from + line.each;
-    if (from >= line.total) return;
-    auto [at_job, begin] = line.job_at(from, shared.line);
+    if (team * line.each >= line.total) return;
+    const LineJob start = line.job_at(team * line.each, shared.line);
+    // What comes after a job lies in shared memory while the job needs the registers.
+    LineWalk &walk = shared.walk[warp];
+    if (lane == 0) walk = {start, line.each, false};
+    Ring<C>::init(params, shared.full[warp]);
     RingState<C::kSlots> at(0);
-    bool first = true;
 #pragma unroll 1
-    for (; at_job < line.jobs && begin < to; ++at_job) {
-        const bool opens = begin >= from; // the job begins here
-        const int of_launch = at_job * heads + head;
+    while (true) {
+        const LineJob here = walk.next;
+        const int each = walk.each;
+        if (here.job >= params.heads_kv.quotient(params.jobs) || here.begin >= (team + 1) * each) return;
+        const bool opens = here.begin >= team * each; // the job begins here
+        const int of_launch = here.job * heads + head;
         const Job job = find_job<C>(params, params.first + of_launch, opens, shared.joined);
-        const LineShares<C> cut(job, begin, line.each);
-        begin = cut.end();
+        const LineShares<C> cut(job, here.begin, each);
         const Shares shares = cut.of_team(team);
         const bool any = shares.first < shares.last,
-                   whole = job.first == job.last ? opens : shares.last - shares.first == job.last - job.first;
+                   whole = any ? shares.last - shares.first == job.last - job.first : opens && job.first == job.last;
+        __syncwarp();
+        if (lane == 0) walk = {{here.job + 1, cut.end()}, each, whole && job.count};
         const Slots<C> slots(params, of_launch);
         const int mine = shares.begin(warp), mine_end = shares.begin(warp + 1);
         Ring<C> ring{params,
@@ -206,8 +221,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
                      shared.full[warp],
                      shared.valid[warp],
                      job.tiles(mine, mine_end)};
-        if (first) ring.init(), first = false;
         if (mine < mine_end) ring.fill(at.stage);
+        if (opens) write_nothing<C>(params, job, threadIdx.x, C::kThreads);
         Rows<C> rows;
         rows.row = shared.row[warp];
         rows.queries = reinterpret_cast<typename Rows<C>::Query *>(memory + Shared<C>::kRoom + C::kRingBytes);
@@ -216,15 +231,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
             rows.load_sight(params, job);
             at = attend(params, job, ring, rows, slots, mine, mine_end, at);
         }
-        if (opens) write_nothing<C>(params, job, threadIdx.x, C::kThreads);
-        if (whole && job.count) {
-            if (warp == 0) list_states(shared.list, shares);
+        __syncwarp();
+        if (walk.folds) {
+            const Shares all(job, C::kWarps);
+            if (warp == 0) list_states(shared.list, all);
             __syncthreads();
-            fold_job<C>(params, job, slots, shares, shared.list, 0, C::kUnits,
+            fold_job<C>(params, job, slots, all, shared.list, 0, C::kUnits,
                         reinterpret_cast<Part *>(memory + Shared<C>::kRoom));
             tma_store_fence(); // the rings have held parts of the fold
         }
-        if (Rows<C>::kShared || whole) __syncthreads(); // the list, the rings and the queries are the next job's
+        // The list, the rings and the queries are the next job's.
+        if (Rows<C>::kShared || walk.folds) __syncthreads();
     }
 }
 

@@ -15,6 +15,11 @@ constexpr int kLeastUnits = 2;      // of a part
 constexpr int kMostOnLine = 1024;   // jobs of a kv head: a thread reads the lengths of up to 8 sequences
 constexpr int kLineLengthBits = 25; // of a sequence: so many of them stay below 2^31 units
 
+/* Where a job begins on the line. */
+struct LineJob {
+    int job, begin;
+};
+
 /* What the line is cut into, and where this thread's jobs begin on it. Every block works it out for itself. */
 template <class C> class Line {
     const Params &params;
@@ -59,21 +64,18 @@ template <class C> class Line {
         each = max((total + params.teams - 1) / params.teams, kLeastUnits);
     }
 
-    struct At {
-        int job, begin; // where it begins on the line
-    };
     /* The last job that begins at a unit of the line or before. By the block, once. */
-    __device__ __forceinline__ At job_at(int unit, int *shared) const {
+    __device__ __forceinline__ LineJob job_at(int unit, int *shared) const {
         return found(shared, [&](int, int begin, int end) { return begin <= unit && unit < end; });
     }
     /* Where a job begins. By the block, once. */
-    __device__ __forceinline__ At job_number(int n, int *shared) const {
+    __device__ __forceinline__ LineJob job_number(int n, int *shared) const {
         return found(shared, [&](int job, int, int) { return job == n; });
     }
 
   private:
     /* The only job of which `is` holds. */
-    template <class Is> __device__ __forceinline__ At found(int *shared, Is &&is) const {
+    template <class Is> __device__ __forceinline__ LineJob found(int *shared, Is &&is) const {
         int at = begin;
         for (int job = from; job < to; ++job) {
             const int end = at + units(job);

@@ -67,8 +67,10 @@ template <class C> struct Ring {
     __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
     __device__ __forceinline__ char *slot(int at) const { return slots + at * C::kSlotBytes; }
 
-    __device__ __forceinline__ void init() const {
-        if (lane() < C::kSlots) mbarrier_init(full + lane(), params.boxes ? 1 : 32);
+    __device__ __forceinline__ void init() const { init(params, full); }
+    static __device__ __forceinline__ void init(const Params &params, uint64_t *full) {
+        const int lane = static_cast<int>(threadIdx.x % 32);
+        if (lane < C::kSlots) mbarrier_init(full + lane, params.boxes ? 1 : 32);
         mbarrier_init_fence();
         __syncwarp();
     }

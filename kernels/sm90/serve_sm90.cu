@@ -189,26 +189,26 @@ static int64_t teams_for(int64_t heads, int64_t room) {
     return std::max<int64_t>(teams, 1);
 }
 
-/* Who works on what: a block on a job if those fill the device, else as many as there is room for; where lengths may
- * differ much, teams on a line. A cluster needs no second kernel; of so few blocks they fit into the device as well as
- * single ones. */
+/* Who works on what: a block on a job if those fill the device, else as many as there is room for. Of few parts a
+ * cluster takes the job and needs no second kernel; more are cut from a line where lengths may differ. */
 static void share(const fa_problem *problem, const Form &form, int64_t sms, int64_t keys, Own &own) {
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     const int64_t room = sms * form.blocks_per_sm, jobs = std::max<int64_t>(own.jobs, 1);
-    const bool long_ones = keys > kMostKeys, differ = s.given && p.batch > 1;
+    const int64_t most = std::max<int64_t>(std::min(divide_up(keys, kChunkKeys), int64_t(kMaxChunks)) / kFewest, 1);
+    const bool differ = s.given && p.batch > 1,
+               fit_on_line = own.jobs <= kMostOnLine * p.heads_kv && !(p.seq_k >> kLineLengthBits);
     int64_t parts = 1;
     if (jobs * 4 < sms * 3 || (s.given && jobs * 2 <= room)) parts = room / jobs;
-    const int64_t in_cluster = parts >= 4 ? 4 : 2;
-    own.clustered = s.given && !long_ones && parts > 1 && parts <= kMostRoom && in_cluster <= 2 * form.blocks_per_sm;
-    if (own.clustered) parts = in_cluster;
     if (differ) parts = std::max(parts, divide_up(keys, kMostKeys));
-    const int64_t most = std::min(divide_up(keys, kChunkKeys), int64_t(kMaxChunks)) / kFewest;
-    own.parts = static_cast<int>(std::max<int64_t>(std::min(parts, most), 1));
-    own.clustered = own.clustered && own.parts == in_cluster;
-    const bool fits =
-        !s.q.starts && !s.k.starts && own.jobs <= kMostOnLine * p.heads_kv && !(p.seq_k >> kLineLengthBits);
-    own.teams = differ && fits && !own.clustered && own.parts > 1 ? static_cast<int>(teams_for(p.heads_kv, room)) : 0;
+    // Multiprocessors come in groups of an even number, which clusters of so many blocks fill.
+    const int64_t cluster = std::min(parts, most) >= 4 ? 4 : 2;
+    own.clustered = s.given && keys <= kMostKeys && std::min(parts, most) > 1 && parts <= kMostRoom &&
+                    cluster <= 2 * form.blocks_per_sm;
+    own.parts = static_cast<int>(own.clustered ? cluster : std::min(parts, most));
+    own.teams = 0;
+    if (differ && own.parts > 1 && !own.clustered && fit_on_line && !s.q.starts && !s.k.starts)
+        own.teams = static_cast<int>(teams_for(std::max<int64_t>(p.heads_kv, 1), room));
 }
 
 static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
