@@ -291,30 +291,41 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     write_nothing<C>(params, job, lane, 32);
 }
 
-/* Block (job, part of the columns). */
+/* Block (job, part of the columns); of a line (border between teams times kv heads, part of the columns). */
 template <class C>
 __global__ void __launch_bounds__(C::kThreads) serve_fold_kernel(const __grid_constant__ Params params) {
     FA_CHAOS_BEGIN();
     __shared__ StateList list;
-    __shared__ Part parts[2 * C::kThreads];
+    __shared__ Part parts[kFoldParts];
     __shared__ int64_t joined[C::kWarps];
     __shared__ int at_line[Line<C>::kRoom];
     dependency_release();
-    const Job job = find_job<C>(params, params.first + static_cast<int>(blockIdx.x), false, joined);
-    if (job.count == 0) return dependency_wait(); // who waits for this kernel waits for serve_sm90_kernel, too
-    const Shares shares(job, params.parts.divisor * C::kWarps);
-    if (params.teams) {
+    // Who waits for this kernel waits for the one before it, too: its first block does.
+    const auto nothing = [] {
+        if (blockIdx.x + blockIdx.y == 0) dependency_wait();
+    };
+    int of_launch = static_cast<int>(blockIdx.x), begin = 0, each = 0;
+    const int before = params.heads_kv.quotient(of_launch), heads = static_cast<int>(params.heads_kv.divisor);
+    if (params.teams) { // the border is that of this team and the next
         const Line<C> line(params, at_line);
-        const LineShares<C> cut(job, line.job_number(params.heads_kv.quotient(blockIdx.x), at_line).begin, line.each);
-        if (cut.whole()) return dependency_wait();
+        each = line.each;
+        if ((before + 1) * each >= line.total) return nothing();
+        const LineJob here = line.job_at((before + 1) * each, at_line);
+        of_launch += (here.job - before) * heads, begin = here.begin;
+    }
+    const Job job = find_job<C>(params, params.first + of_launch, false, joined);
+    if (job.count == 0) return nothing();
+    if (params.teams) {
+        const LineShares<C> cut(job, begin, each);
+        if (cut.team(cut.first) != before) return nothing(); // nobody's or another border's, which comes first in it
         if (threadIdx.x < 32) list_states(list, cut);
     } else if (threadIdx.x < 32) {
-        list_states(list, shares);
+        list_states(list, Shares(job, params.parts.divisor * C::kWarps));
     }
     __syncthreads();
     const int y = static_cast<int>(blockIdx.y), blocks = static_cast<int>(gridDim.y);
     dependency_wait();
-    fold_job<C>(params, job, Slots<C>(params, blockIdx.x), shares, list, C::kUnits * y / blocks,
+    fold_job<C>(params, job, Slots<C>(params, of_launch), Shares(job, 1), list, C::kUnits * y / blocks,
                 C::kUnits * (y + 1) / blocks, parts);
 }
 

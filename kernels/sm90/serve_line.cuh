@@ -25,6 +25,7 @@ template <class C> class Line {
     const Params &params;
     int from, to; // this thread's jobs
     int begin;    // of the first of them
+    int mine;     // units of all of them
 
     __device__ __forceinline__ int units(int job) const {
         const Serving &call = params.call;
@@ -39,16 +40,15 @@ template <class C> class Line {
     }
 
   public:
-    int jobs, total, each; // of a kv head; units of the line, of a part
+    int total, each; // units of the line, of a part
 
     /* By the block; `shared` has room for kRoom. */
     static constexpr int kRoom = C::kWarps + 2;
     __device__ __forceinline__ Line(const Params &params, int *shared) : params(params) {
         const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-        jobs = params.heads_kv.quotient(params.jobs);
-        const int run = (jobs + C::kThreads - 1) / C::kThreads;
+        const int jobs = params.heads_kv.quotient(params.jobs), run = (jobs + C::kThreads - 1) / C::kThreads;
         from = min(thread * run, jobs), to = min(from + run, jobs);
-        int mine = 0;
+        mine = 0;
         for (int job = from; job < to; ++job) mine += units(job);
         int up_to = mine;
 #pragma unroll
@@ -64,22 +64,12 @@ template <class C> class Line {
         each = max((total + params.teams - 1) / params.teams, kLeastUnits);
     }
 
-    /* The last job that begins at a unit of the line or before. By the block, once. */
+    /* The job that has a unit below `total`. By the block, once. */
     __device__ __forceinline__ LineJob job_at(int unit, int *shared) const {
-        return found(shared, [&](int, int begin, int end) { return begin <= unit && unit < end; });
-    }
-    /* Where a job begins. By the block, once. */
-    __device__ __forceinline__ LineJob job_number(int n, int *shared) const {
-        return found(shared, [&](int job, int, int) { return job == n; });
-    }
-
-  private:
-    /* The only job of which `is` holds. */
-    template <class Is> __device__ __forceinline__ LineJob found(int *shared, Is &&is) const {
         int at = begin;
         for (int job = from; job < to; ++job) {
-            const int end = at + units(job);
-            if (is(job, at, end)) shared[C::kWarps] = job, shared[C::kWarps + 1] = at;
+            const int end = at + (to - from == 1 ? mine : units(job));
+            if (at <= unit && unit < end) shared[C::kWarps] = job, shared[C::kWarps + 1] = at; // this thread alone
             at = end;
         }
         __syncthreads();
@@ -107,9 +97,6 @@ template <class C> struct LineShares {
     __device__ __forceinline__ Shares of_team(int team) const {
         return Shares(border(team), border(team + 1), C::kWarps);
     }
-    /* Whether some team folds it. */
-    __device__ __forceinline__ bool whole() const { return first == last || team(first) == team(last - 1); }
-
     __device__ __forceinline__ int groups() const { return Shares(first, last, 1).groups(); }
     __device__ __forceinline__ int opened_end(int chunk) const { return of_team(team(chunk)).opened_end(chunk); }
 };

@@ -1,10 +1,11 @@
 /* serve_sm90: attention of few queries over long sequences on Hopper: decode, speculative steps.
  *
  * Dense, padded, packed and paged keys of any page size, lengths and tables on the device. One block or several take a
- * kv head of a sequence (serve_job.cuh); each of their warps takes chunks of 64 * 2^e keys, which it brings to its own
- * ring of tiles (serve_load.cuh), multiplies by mma.sync (serve_chunk.cuh) and leaves as states of rows in workspace.
- * They are folded in an order that only a sequence's keys fix (serve_fold.cuh): who worked out which chunk
- * changes no bit, so the number of blocks, the batch around a sequence and its storage do not either.
+ * kv head of a sequence (serve_job.cuh), or blocks share all that the batch's sequences see (serve_line.cuh); each of
+ * their warps takes chunks of 64 * 2^e keys, which it brings to its own ring of tiles (serve_load.cuh), multiplies by
+ * mma.sync (serve_chunk.cuh) and leaves as states of rows in workspace. They are folded in an order that only a
+ * sequence's keys fix (serve_fold.cuh): who worked out which chunk changes no bit, so the number of blocks, the batch
+ * around a sequence and its storage do not either.
  *
  * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 256, rows of 16-byte chunks; no bias, no mask. Rows
  * beyond 16 of a kv head (8 where head_dim is above 128) read its keys again.
@@ -76,11 +77,13 @@ template <class C> fa_code launch_shape(const Params &params, const Own &own, co
             const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
             return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
         }
-    const dim3 blocks(static_cast<unsigned>(params.jobs * own.parts)),
-        fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
+    const dim3 blocks(static_cast<unsigned>(params.jobs * own.parts));
+    dim3 fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
     if (own.teams) {
         const dim3 line(static_cast<unsigned>(own.teams) * params.heads_kv.divisor);
         FA_TRY(launch_kernel(serve_line_kernel<C>, line, C::kThreads, Shared<C>::bytes(), params, launch));
+        if (own.teams == 1) return FA_OK;
+        fold.x = line.x - params.heads_kv.divisor;
     } else {
         FA_TRY(launch_kernel(serve_sm90_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch,
                              own.clustered ? own.parts : 1));
@@ -124,6 +127,7 @@ static const Form &form_for(int64_t columns, int64_t rows) {
 
 constexpr int kFewest = 4;          // chunks of a block, at least
 constexpr int64_t kMostKeys = 8192; // of a job that is shared equally, where lengths may differ
+constexpr int64_t kFoldBlocks = 8;  // of a multiprocessor: of the jobs that borders of a line cut
 constexpr int64_t kMostRoom = 5;    // blocks of a job that there is room for where a cluster of up to 4 takes it
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -239,7 +243,8 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     share(problem, form, sms, keys, own);
     // So short a sequence leaves most warps of a block without work, and has one state.
     own.brief = form.rows == 8 && p.seq_k <= kGroup * kChunkKeys && jobs >= 4 * sms && !s.q.starts && !s.k.starts;
-    own.fold_parts = static_cast<int>(std::max<int64_t>(std::min<int64_t>(sms / jobs, form.columns / 8), 1));
+    const int64_t folds = own.teams > 1 ? sms * kFoldBlocks / ((own.teams - 1) * p.heads_kv) : sms / jobs;
+    own.fold_parts = static_cast<int>(std::max<int64_t>(std::min<int64_t>(folds, form.columns / 8), 1));
     if (own.jobs * own.parts > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
     // Where FA_EXT_WORKSPACE_MB leaves no room for all jobs, one launch follows the other.
     const int64_t each = own.brief ? 0 : own.slots * own.pairs * int64_t(form.state), limit = device->workspace_limit;
