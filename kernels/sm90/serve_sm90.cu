@@ -125,10 +125,11 @@ static const Form &form_for(int64_t columns, int64_t rows) {
     return *found;
 }
 
-constexpr int kFewest = 4;          // chunks of a block, at least
-constexpr int64_t kMostKeys = 8192; // of a job that is shared equally, where lengths may differ
-constexpr int64_t kFoldBlocks = 8;  // of a multiprocessor: of the jobs that borders of a line cut
-constexpr int64_t kMostRoom = 5;    // blocks of a job that there is room for where a cluster of up to 4 takes it
+constexpr int kFewest = 4;               // chunks of a block, at least
+constexpr int64_t kMostKeys = 8192;      // of a job that is shared equally, where lengths may differ
+constexpr int64_t kFoldBlocks = 8;       // of a multiprocessor: of the jobs that borders of a line cut
+constexpr int64_t kMostClustered = 4096; // keys of a job whose blocks are a cluster, where lengths may differ
+constexpr int64_t kMostRoom = 5;         // blocks of a job that there is room for where a cluster of up to 4 takes it
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -207,7 +208,7 @@ static void share(const fa_problem *problem, const Form &form, int64_t sms, int6
     if (differ) parts = std::max(parts, divide_up(keys, kMostKeys));
     // Multiprocessors come in groups of an even number, which clusters of so many blocks fill.
     const int64_t cluster = std::min(parts, most) >= 4 ? 4 : 2;
-    own.clustered = s.given && keys <= kMostKeys && std::min(parts, most) > 1 && parts <= kMostRoom &&
+    own.clustered = s.given && !(differ && keys > kMostClustered) && std::min(parts, most) > 1 && parts <= kMostRoom &&
                     cluster <= 2 * form.blocks_per_sm;
     own.parts = static_cast<int>(own.clustered ? cluster : std::min(parts, most));
     own.teams = 0;
