@@ -22,6 +22,11 @@ __device__ __forceinline__ void cluster_arrive_relaxed(int site = __builtin_LINE
     FA_CHAOS_POINT(site);
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
+/* Arriving orders what this thread has read and written before, in all memory. */
+__device__ __forceinline__ void cluster_arrive(int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait(int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -1,10 +1,11 @@
 /* serve_sm90: attention of few queries over long sequences on Hopper: decode, speculative steps.
  *
  * Dense, padded, packed and paged keys of any page size, lengths and tables on the device. One block or several take a
- * kv head of a sequence (serve_job.cuh); each of their warps takes chunks of 64 * 2^e keys, which it brings to its own
- * ring of tiles (serve_load.cuh), multiplies by mma.sync (serve_chunk.cuh) and leaves as states of rows in workspace.
- * They are folded in an order that only a sequence's keys fix (serve_fold.cuh): who worked out which chunk
- * changes no bit, so the number of blocks, the batch around a sequence and its storage do not either.
+ * kv head of a sequence (serve_job.cuh), or blocks share all that the batch's sequences see (serve_line.cuh); each of
+ * their warps takes chunks of 64 * 2^e keys, which it brings to its own ring of tiles (serve_load.cuh), multiplies by
+ * mma.sync (serve_chunk.cuh) and leaves as states of rows in workspace. They are folded in an order that only a
+ * sequence's keys fix (serve_fold.cuh): who worked out which chunk changes no bit, so the number of blocks, the batch
+ * around a sequence and its storage do not either.
  *
  * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 256, rows of 16-byte chunks; no bias, no mask. Rows
  * beyond 16 of a kv head (8 where head_dim is above 128) read its keys again.
@@ -37,28 +38,33 @@ struct Own {
     int64_t jobs, tiles_m;
     int64_t at_once;       // jobs of a launch
     int parts, fold_parts; // blocks of a job
+    int teams;             // of the line (serve_line.cuh), or 0
     int slots, pairs;
-    bool brief; // a job a warp
+    bool clustered; // the parts of a job
+    bool brief;     // a job a warp
 };
 
 using Launch = fa_code(const Params &, const Own &, const fa_launch &);
 
 #ifdef FA_INSTANCE
 
-/* Launches a kernel that may start before the one before it has ended. */
+/* Launches a kernel that may start before the one before it has ended, in clusters of so many blocks. */
 template <class Kernel>
 fa_code launch_kernel(Kernel *kernel, dim3 blocks, int threads, size_t shared, const Params &params,
-                      const fa_launch &launch) {
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+                      const fa_launch &launch, int cluster = 1) {
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = blocks;
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared;
     config.stream = static_cast<cudaStream_t>(launch.stream);
-    config.attrs = &early;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
     if (shared > kSmemFree) FA_TRY(fa_allow_smem(kernel, shared, launch));
     FA_CHAOS_ARM(launch.stream, launch);
     FA_CUDA_TRY(launch, cudaLaunchKernelEx(&config, kernel, params));
@@ -71,10 +77,19 @@ template <class C> fa_code launch_shape(const Params &params, const Own &own, co
             const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
             return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
         }
-    const dim3 blocks(static_cast<unsigned>(params.jobs * own.parts)),
-        fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
-    FA_TRY(launch_kernel(serve_sm90_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch));
-    if (own.parts == 1) return FA_OK;
+    const dim3 blocks(static_cast<unsigned>(params.jobs * own.parts));
+    dim3 fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
+    if constexpr (kTrial)
+        if (own.teams) {
+            const dim3 line(static_cast<unsigned>(own.teams) * params.heads_kv.divisor);
+            FA_TRY(launch_kernel(serve_line_kernel<C>, line, C::kThreads, Shared<C>::bytes(), params, launch));
+            if (own.teams == 1) return FA_OK;
+            fold.x = line.x - params.heads_kv.divisor;
+            return launch_kernel(serve_fold_kernel<C>, fold, C::kThreads, 0, params, launch);
+        }
+    FA_TRY(launch_kernel(serve_sm90_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch,
+                         own.clustered ? own.parts : 1));
+    if (own.parts == 1 || own.clustered) return FA_OK;
     return launch_kernel(serve_fold_kernel<C>, fold, C::kThreads, 0, params, launch);
 }
 
@@ -111,8 +126,11 @@ static const Form &form_for(int64_t columns, int64_t rows) {
     return *found;
 }
 
-constexpr int kFewest = 4;          // chunks of a block, at least
-constexpr int64_t kMostKeys = 8192; // of a block, where lengths may differ
+constexpr int kFewest = 4;               // chunks of a block, at least
+constexpr int64_t kMostKeys = 8192;      // of a job that is shared equally, where lengths may differ
+constexpr int64_t kFoldBlocks = 8;       // of a multiprocessor: of the jobs that borders of a line cut
+constexpr int64_t kMostClustered = 4096; // keys of a job whose blocks are a cluster, where lengths may differ
+constexpr int64_t kMostRoom = 5;         // blocks of a job that there is room for where a cluster of up to 4 takes it
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -158,6 +176,47 @@ static fa_answer choose(const fa_problem *problem, const Form &form, const Own &
     return fa_because(why, FA_DECLINES, FA_WHY_FEW_ROWS, 0, 0, 0);
 }
 
+/* Keys that the queries of a sequence see at most, from the first to the last. */
+static int64_t keys_at_most(const fa_problem *problem) {
+    const fa_forward &p = problem->forward;
+    const int64_t queries = queries_at_most(problem);
+    if (problem->sequences.positions && queries > 1) return p.seq_k; // which may stand anywhere
+    const int64_t seen = std::min(p.left, FA_UNBOUNDED) + std::min(p.right, FA_UNBOUNDED) + queries;
+    return fa_clamp(seen, 0, p.seq_k);
+}
+
+/* Teams whose blocks, one a kv head, fill the device once, or the fewest times that leave little of it empty. */
+static int64_t teams_for(int64_t heads, int64_t room) {
+    int64_t teams = 0, times = 1;
+    for (int64_t n = 1; n <= 4; ++n)
+        if (const int64_t found = n * room / heads;
+            found * heads * times * 20 > teams * heads * n * 20 + room * times * n)
+            teams = found, times = n;
+    return std::max<int64_t>(teams, 1);
+}
+
+/* Who works on what: a block on a job if those fill the device, else as many as there is room for. Of few parts a
+ * cluster takes the job and needs no second kernel; more are cut from a line where lengths may differ. */
+static void share(const fa_problem *problem, const Form &form, int64_t sms, int64_t keys, Own &own) {
+    const fa_forward &p = problem->forward;
+    const fa_sequences &s = problem->sequences;
+    const int64_t room = sms * form.blocks_per_sm, jobs = std::max<int64_t>(own.jobs, 1);
+    const int64_t most = std::max<int64_t>(std::min(divide_up(keys, kChunkKeys), int64_t(kMaxChunks)) / kFewest, 1);
+    const bool differ = s.given && p.batch > 1,
+               fit_on_line = own.jobs <= kMostOnLine * p.heads_kv && !(p.seq_k >> kLineLengthBits);
+    int64_t parts = 1;
+    if (jobs * 4 < sms * 3 || (kTrial && s.given && jobs * 2 <= room)) parts = room / jobs;
+    if (differ) parts = std::max(parts, divide_up(keys, kMostKeys));
+    // Multiprocessors come in groups of an even number, which clusters of so many blocks fill.
+    const int64_t cluster = std::min(parts, most) >= 4 ? 4 : 2;
+    own.clustered = kTrial && s.given && !(differ && keys > kMostClustered) && std::min(parts, most) > 1 &&
+                    parts <= kMostRoom && cluster <= 2 * form.blocks_per_sm;
+    own.parts = static_cast<int>(own.clustered ? cluster : std::min(parts, most));
+    own.teams = 0;
+    if (kTrial && differ && own.parts > 1 && !own.clustered && fit_on_line && !s.q.starts && !s.k.starts)
+        own.teams = static_cast<int>(teams_for(std::max<int64_t>(p.heads_kv, 1), room));
+}
+
 static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
     if (p.head_dim > 256) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 256, 0, 0);
@@ -180,18 +239,14 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     own.tiles_m = divide_up(most, form.rows);
     own.jobs = (s.q.starts ? tiles_of_packed(p, group, form.rows) : p.batch * own.tiles_m) * p.heads_kv;
     own.pairs = static_cast<int>((std::min<int64_t>(most, form.rows) + 1) / 2);
-    const int64_t chunks = divide_up(p.seq_k, kChunkKeys);
+    const int64_t keys = kTrial ? keys_at_most(problem) : p.seq_k, chunks = divide_up(keys, kChunkKeys);
     own.slots = static_cast<int>(std::min<int64_t>(chunks + 1, kMaxChunks));
-    // A block a job if those fill the device, else parts as there is room for.
     const int64_t sms = device->sm_count, room = sms * form.blocks_per_sm, jobs = std::max<int64_t>(own.jobs, 1);
-    int64_t parts = 1;
-    if (jobs * 4 < sms * 3) parts = room / jobs;
-    if (s.given && p.batch > 1) parts = std::max(parts, divide_up(p.seq_k, kMostKeys));
-    own.parts =
-        static_cast<int>(std::max<int64_t>(std::min(parts, std::min(chunks, int64_t(kMaxChunks)) / kFewest), 1));
+    share(problem, form, sms, keys, own);
     // So short a sequence leaves most warps of a block without work, and has one state.
     own.brief = form.rows == 8 && p.seq_k <= kGroup * kChunkKeys && jobs >= 4 * sms && !s.q.starts && !s.k.starts;
-    own.fold_parts = static_cast<int>(std::max<int64_t>(std::min<int64_t>(sms / jobs, form.columns / 8), 1));
+    const int64_t folds = own.teams > 1 ? sms * kFoldBlocks / ((own.teams - 1) * p.heads_kv) : sms / jobs;
+    own.fold_parts = static_cast<int>(std::max<int64_t>(std::min<int64_t>(folds, form.columns / 8), 1));
     if (own.jobs * own.parts > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
     // Where FA_EXT_WORKSPACE_MB leaves no room for all jobs, one launch follows the other.
     const int64_t each = own.brief ? 0 : own.slots * own.pairs * int64_t(form.state), limit = device->workspace_limit;
@@ -199,7 +254,9 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     if (own.jobs * each > limit) own.at_once = limit / each / p.heads_kv * p.heads_kv;
     if (own.jobs && !own.at_once) return fa_because(why, FA_NOT_HERE, FA_WHY_STATE_WORKSPACE, 0, 0, 0);
     plan->workspace_bytes = own.at_once * each;
-    plan->blocks = own.brief ? divide_up(own.jobs, form.threads / 32) : own.jobs * own.parts;
+    plan->blocks = own.brief   ? divide_up(own.jobs, form.threads / 32)
+                   : own.teams ? own.teams * p.heads_kv
+                               : own.jobs * own.parts;
     plan->threads = form.threads;
     plan->smem_bytes = form.shared;
     plan->keep = true;
@@ -237,6 +294,9 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
         .parts = Divider::of(own.parts),
         .workspace = static_cast<char *>(launch->workspace),
     };
+#if FA_TRIAL
+    params.clustered = own.clustered, params.teams = own.teams;
+#endif
     fa_sequences &s = params.call.s;
     if (!s.given) s.q.rows = p.seq_q, s.k.rows = p.seq_k;
     if (!s.given) {
