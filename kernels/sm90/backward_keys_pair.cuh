@@ -11,14 +11,16 @@
  *
  * What limits, at 64 queries a step: the tensor cores need 2560 cycles for both warpgroups, shared memory 2240, the
  * MUFU 512. While a warpgroup makes dT none of its products are in flight. So the warpgroups take turns with dP and dV
- * (C::kTurns): one's dT, some 250 cycles, is made under the other's 512.
+ * (C::kKeyTurns): one's dT, some 250 cycles, is made under the other's 512.
  *
  * Why no waiter falls two phases behind: as in backward_keys.cuh, whose barriers these are. A turn's barrier joins the
- * warpgroup whose turn it is with the other's arrival, which is made once a turn, past its own.
+ * warpgroup whose turn it is with the other's arrival; the other arrives again past its own next turn, for which it
+ * waits until this one, past the barrier, has passed the turn on.
  *
  * Why nobody waits for ever: a warpgroup that waits for `full` of a step holds at most the stage of the step before,
- * hence two stages, and no turn. Each takes one turn a step, also of steps that it skips, so that it waits for the
- * other at a step's turn alone, and the other comes there with no stage but those that the producer has filled. */
+ * hence two stages, and no turn. Each takes one turn a step, also of steps that it skips, in the same order of steps;
+ * it waits for its turn once `full` of its step is there, and the other, whose turn comes first, is at that step or the
+ * one before: what that one needs is there too. */
 #pragma once
 #include "sm90/backward_keys_wide.cuh"
 
@@ -39,7 +41,7 @@ template <class C> struct PairSums {
     using Dv = float[C::kHeadDimV / 2];
     using Values = float[kTileQ / 2];   // S, P, dP, dT
     using Words = uint32_t[kTileQ / 4]; // P, then dT, rounded: the A operand
-    using Ahead = float2[C::kLseAhead]; // LSE of a thread's first columns, read before the wait for S
+    using Rows = float2[kTileQ / 8];    // LSE or delta of a thread's columns
 
     static constexpr uint32_t kTurnThreads = 256; // the warpgroup whose turn it is, and the other, which arrives
     __device__ __forceinline__ void turn_wait() {
@@ -72,10 +74,9 @@ template <class C> struct PairSums {
     }
 
     /* Once the ring's step is there: its LSE, and S^T = K Q^T. */
-    __device__ __forceinline__ void issue_scores(Values &values, Ahead &ahead) {
+    __device__ __forceinline__ void issue_scores(Values &values, Rows &lse) {
         mbarrier_wait(&smem.full[ring.stage], ring.parity);
-#pragma unroll
-        for (int n = 0; n < C::kLseAhead; ++n) ahead[n] = rows_of(smem.rows[ring.stage].lse, n);
+        read_rows(lse, smem.rows[ring.stage].lse, lane); // its latency passes under the wait for S
         wgmma_fence();
         gemm_qk<T, C::kHeadDim>(values, fresh_address(smem.k[kv_ring.stage][wg]), Smem::kKeySlabBytes,
                                 fresh_address(smem.q[ring.stage]), Smem::kQuerySlabBytes);
@@ -101,33 +102,22 @@ template <class C> struct PairSums {
         turn_pass();
     }
 
-    /* LSE or delta of the queries of accumulators 4n and 4n + 1. */
-    __device__ __forceinline__ float2 rows_of(const float (&rows)[kTileQ], int n) {
-        return *reinterpret_cast<const float2 *>(&rows[8 * n + 2 * (lane % 4)]);
-    }
-
-    /* P of the step in `stage`, in place of S. */
-    __device__ __forceinline__ void weigh(Values &values, const Ahead &ahead, int stage) {
+    /* P in place of S. */
+    __device__ __forceinline__ void weigh(Values &values, const Rows &lse) {
 #pragma unroll
-        for (int n = 0; n < kTileQ / 8; ++n) {
-            const float2 lse = n < C::kLseAhead ? ahead[n] : rows_of(smem.rows[stage].lse, n);
-#pragma unroll
-            for (int i = 4 * n; i < 4 * n + 4; ++i)
-                values[i] = weight_of(values[i], p.call.score.scale_log2, i & 1 ? lse.y : lse.x);
-        }
+        for (int i = 0; i < kTileQ / 2; ++i)
+            values[i] = weight_of(values[i], p.call.score.scale_log2, i & 1 ? lse[i >> 2].y : lse[i >> 2].x);
     }
 
     /* dT in place of dP, of the rounded P: word i has what accumulators 2i and 2i + 1 stand for. */
     __device__ __forceinline__ void differentiate(Values &values, const Words &words, int stage) {
+        Rows delta;
+        read_rows(delta, smem.rows[stage].delta, lane);
 #pragma unroll
-        for (int n = 0; n < kTileQ / 8; ++n) {
-            const float2 delta = rows_of(smem.rows[stage].delta, n);
-#pragma unroll
-            for (int i = 2 * n; i < 2 * n + 2; ++i) {
-                const float2 weight = unpack_pair<T>(words[i]);
-                values[2 * i] = weight.x * (values[2 * i] - delta.x);
-                values[2 * i + 1] = weight.y * (values[2 * i + 1] - delta.y);
-            }
+        for (int i = 0; i < kTileQ / 4; ++i) {
+            const float2 weight = unpack_pair<T>(words[i]);
+            values[2 * i] = weight.x * (values[2 * i] - delta[i >> 1].x);
+            values[2 * i + 1] = weight.y * (values[2 * i + 1] - delta[i >> 1].y);
         }
     }
 
@@ -141,14 +131,14 @@ template <class C> struct PairSums {
     __device__ __forceinline__ void add_head(Dk &dk, Dv &dv, int tile_key, const QueryBlocks &own) {
         Values values;
         Words words;
-        Ahead ahead;
-        issue_scores(values, ahead);
+        Rows lse;
+        issue_scores(values, lse);
         wgmma_commit(); // an empty group in place of dK(n - 1)
         for (int block = own.begin;; ++block) {
             wgmma_wait<1>();
             wgmma_pin(values);
             const int stage = ring.stage;
-            weigh(values, ahead, stage);
+            weigh(values, lse);
             hide(values, tile_key, block);
             wgmma_wait<0>();
             wgmma_pin(words);
@@ -168,7 +158,7 @@ template <class C> struct PairSums {
                 free_stage(stage);
                 return;
             }
-            issue_scores(values, ahead);
+            issue_scores(values, lse);
             issue_dk(dk, words, stage);
         }
     }

@@ -38,8 +38,7 @@ struct BackwardTiling {
     int tile_q, query_stages, key_stages; // keys kernel: queries a step, ring of steps, tiles of keys
     int rows_ahead;                       // its rows read before the wait for their products: 1 LSE, 2 delta too
     int value_stages, dout_stages;        // from 192 columns on: rings of values and of dO apart from the others
-    bool key_turns;                       // backward_keys_pair.cuh: turns
-    int lse_ahead;                        // and eights of LSE read before the wait for S
+    bool key_turns;                       // turns in backward_keys_pair.cuh
 };
 
 constexpr BackwardTiling backward_tiling(int head_dim, int head_dim_v, int kind) {
@@ -47,7 +46,7 @@ constexpr BackwardTiling backward_tiling(int head_dim, int head_dim_v, int kind)
     if (head_dim <= 64) t = {128, 4, true, true, 64, 6, 2, 2};
     if (head_dim > 128) t = {64, 3, true, true, 64, 3, 1, 1, 2, 3};
     if (head_dim > 192) t = {64, 2, true, false, 64, 2, 1, 1, 1, 2};
-    if (head_dim != head_dim_v) t = {80, 3, true, true, 64, 3, 1, 1, 2, 0, true, 4};
+    if (head_dim != head_dim_v) t = {80, 3, true, true, 64, 3, 1, 1, 2, 0, true};
     if (head_dim != head_dim_v && kind == FA_CAPPED) t.tile_q = 32, t.query_stages = 6;
 #ifdef FA_TILE_N
     t.tile_n = FA_TILE_N;
@@ -78,9 +77,6 @@ constexpr BackwardTiling backward_tiling(int head_dim, int head_dim_v, int kind)
 #endif
 #ifdef FA_KEY_TURNS
     t.key_turns = FA_KEY_TURNS;
-#endif
-#ifdef FA_LSE_AHEAD
-    t.lse_ahead = FA_LSE_AHEAD;
 #endif
 #ifdef FA_DOUT_STAGES
     t.dout_stages = FA_DOUT_STAGES;
@@ -126,7 +122,6 @@ template <class T, int HeadDim, int HeadDimV, int Kind> struct KeysConfig : Back
                          kStages = Base::kTiling.query_stages, kKeyStages = Base::kTiling.key_stages,
                          kDoutStages = Base::kTiling.dout_stages;
     static constexpr bool kKeyTurns = Base::kTiling.key_turns;
-    static constexpr int kLseAhead = Base::kTiling.lse_ahead;
     static constexpr int kRowsAhead = Base::kSoftcap ? 0 : Base::kTiling.rows_ahead; // its registers are spoken for
     static_assert(kTileQ % 16 == 0 && kTileQ <= 128, "the bits of a row's mask");
     static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
@@ -252,9 +247,10 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
     const bool pair = f.head_dim_v != f.head_dim;
     if (std::max(f.head_dim, f.head_dim_v) > kMaxHeadDim)
         return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kMaxHeadDim, 0, 0);
-    if (f.head_dim % 8 || f.head_dim_v % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
-    if (pair && (f.head_dim <= kPairAbove || f.head_dim > kPairHeadDim || f.head_dim_v > kPairHeadDimV))
-        return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_PAIR, kPairHeadDimV, kPairAbove, kPairHeadDim);
+    if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (pair && (f.head_dim <= kPairAbove || f.head_dim > kPairHeadDim || f.head_dim_v > kPairHeadDimV ||
+                 f.head_dim_v % 8))
+        return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_PAIR, kPairAbove, kPairHeadDim, kPairHeadDimV);
     if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
     if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
