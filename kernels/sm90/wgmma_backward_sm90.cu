@@ -248,8 +248,8 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
     if (std::max(f.head_dim, f.head_dim_v) > kMaxHeadDim)
         return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kMaxHeadDim, 0, 0);
     if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
-    if (pair && (f.head_dim <= kPairAbove || f.head_dim > kPairHeadDim || f.head_dim_v > kPairHeadDimV ||
-                 f.head_dim_v % 8))
+    if (pair &&
+        (f.head_dim <= kPairAbove || f.head_dim > kPairHeadDim || f.head_dim_v > kPairHeadDimV || f.head_dim_v % 8))
         return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_PAIR, kPairAbove, kPairHeadDim, kPairHeadDimV);
     if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
