@@ -1,4 +1,5 @@
-"""kernels/sm90/backward_queries.cuh and backward_keys.cuh as protocol models, site by site; protocol_wide.py has the third.
+"""kernels/sm90/backward_queries.cuh and backward_keys.cuh as protocol models, site by site; protocol_wide.py and
+protocol_pair.py have the others.
 
 Actors and assumptions are those of protocol_forward.py: the producer (one thread), each copy, each consumer warp, each
 warpgroup's tensor cores; a warpgroup has two warps unless asked for four. Reads by ordinary loads (delta from dO and out, LSE and delta of a step) are steps of the warp that reads.
@@ -164,6 +165,14 @@ class _Consumer:
         for _ in range((self.shape.warps if self.elected else 0) if by_one else 1):
             self.actor.arrive(f"{kind}_empty[{use % stages}]", use // stages, f"{self.at}: free {kind}")
 
+    def turn_wait(self) -> None:
+        if self.shape.turns:
+            self.actor.join(f"turn[{self.g}]", f"{self.at}: turn_wait")
+
+    def turn_pass(self) -> None:
+        if self.shape.turns:
+            self.actor.join_arrive(f"turn[{(self.g + 1) % CONSUMERS}]", f"{self.at}: turn_pass")
+
     def look(self, buffer: str, use: int, what: str) -> None:
         read = self.actor.step(f"{self.at}: read {what}")
         self.buffers.read(buffer, use, read, read)
@@ -214,14 +223,6 @@ class _Queries(_Consumer):
         self.ring, self.v_ring, self.q_ring = Ring(self.shape.stages), Ring(self.shape.value_stages), Ring(1)
         if self.shape.turns and self.g == CONSUMERS - 1:
             self.turn_pass()
-
-    def turn_wait(self) -> None:
-        if self.shape.turns:
-            self.actor.join(f"turn[{self.g}]", f"{self.at}: turn_wait")
-
-    def turn_pass(self) -> None:
-        if self.shape.turns:
-            self.actor.join_arrive(f"turn[{(self.g + 1) % CONSUMERS}]", f"{self.at}: turn_pass")
 
     def wait_block(self) -> None:
         self.wait_full("block", self.ring)
@@ -317,8 +318,8 @@ class _Queries(_Consumer):
 # ---- backward_keys.cuh ----
 
 
-def keys_model(shape: Backward) -> Model:
-    """Mistakes: "no step_empty", "no kv_empty" (the producer does not wait), "step early" (a stage is freed before its
+def keys_model(shape: Backward, consumer: type | None = None) -> Model:
+    """With another consumer: what else goes over these tiles. Mistakes: "no step_empty", "no kv_empty" (the producer does not wait), "step early" (a stage is freed before its
     dK is waited for), "tile by one"."""
     stages = {"step": shape.stages} | {f"kv{g}": shape.key_stages for g in range(CONSUMERS)}
     machine = _Machine(shape, stages)
@@ -338,7 +339,7 @@ def keys_model(shape: Backward) -> Model:
         for member, block in product(range(tile.members), range(tile.count)):
             machine.load("step", ring, f"tile {number} head {member} block {block}")
             ring.advance()
-    return machine.consumers(_Keys)
+    return machine.consumers(consumer or _Keys)
 
 
 class _Keys(_Consumer):

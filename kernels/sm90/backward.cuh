@@ -31,6 +31,7 @@ struct BackwardCall {
     int dout_row;                // added to the row of dout: 0, or beyond its end, where it reads as zeros
     int heads, heads_kv, group, head_dim;
     int first_pair;
+    int head_dim_v; // read by the kernels of a head_dim_v of its own alone
 };
 
 /* A gradient with axes (batch, head, row, column). */
@@ -82,6 +83,11 @@ __device__ __forceinline__ void warp_arrive(uint64_t *barrier, int lane) {
 /* Bits of a thread's columns of one row of a block, as columns_below() counts them, that lie in [low, high). */
 __device__ __forceinline__ uint32_t columns_between(int low, int high, int lane_column) {
     return columns_below(high, lane_column) & ~columns_below(low, lane_column);
+}
+
+/* Columns of v, dO and dv. */
+template <class C> __device__ __forceinline__ int value_columns(const BackwardCall &call) {
+    return C::kHeadDimV == C::kHeadDim ? call.head_dim : call.head_dim_v;
 }
 
 /* Whether accumulator i of a thread is among its rows' bits. */

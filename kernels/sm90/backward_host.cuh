@@ -84,7 +84,7 @@ static __global__ void __launch_bounds__(kSinkThreads)
     }
     call.dout_row = p.dout.data ? 0 : 1 << 30;
     call.heads = int(f.heads), call.heads_kv = int(f.heads_kv), call.group = int(f.heads / f.heads_kv);
-    call.head_dim = f.head_dim;
+    call.head_dim = f.head_dim, call.head_dim_v = f.head_dim_v;
     return call;
 }
 

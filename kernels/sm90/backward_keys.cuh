@@ -40,17 +40,18 @@ struct KeysParams {
 };
 
 template <class C> struct KeysSmem {
-    static constexpr int kSlabs = (C::kHeadDim + kSlabColumns - 1) / kSlabColumns;
     static constexpr int kKeySlabBytes = 64 * kSlabRowBytes;
     static constexpr int kQuerySlabBytes = C::kTileQ * kSlabRowBytes;
-    static constexpr int kKeyBytes = kSlabs * kKeySlabBytes; // of one warpgroup
-    static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes;
+    static constexpr int kKeyBytes = kTileBytes<C::kHeadDim, 64>; // of one warpgroup
+    static constexpr int kValueBytes = kTileBytes<C::kHeadDimV, 64>;
+    static constexpr int kQueryBytes = kTileBytes<C::kHeadDim, C::kTileQ>;
+    static constexpr int kDoutBytes = kTileBytes<C::kHeadDimV, C::kTileQ>;
     static constexpr int kTileStages = 4; // as in ForwardSmem
 
     alignas(1024) char k[C::kKeyStages][C::kConsumers][kKeyBytes];
-    alignas(1024) char v[C::kKeyStages][C::kConsumers][kKeyBytes];
+    alignas(1024) char v[C::kKeyStages][C::kConsumers][kValueBytes];
     alignas(1024) char q[C::kStages][kQueryBytes];
-    alignas(1024) char dout[C::kStages][kQueryBytes];
+    alignas(1024) char dout[C::kStages][kDoutBytes];
     RowBlock<C::kTileQ> rows[C::kStages];
     alignas(16) Tile tile[kTileStages];
     uint64_t kv_full[C::kKeyStages][C::kConsumers], kv_empty[C::kKeyStages][C::kConsumers];
@@ -97,11 +98,11 @@ template <class C> __device__ __forceinline__ void keys_produce(const KeysParams
         for (int wg = 0; wg < C::kConsumers; ++wg) {
             uint64_t *full = &smem.kv_full[kv_ring.stage][wg];
             mbarrier_wait(&smem.kv_empty[kv_ring.stage][wg], kv_ring.parity);
-            mbarrier_arrive_expect(full, 2 * Smem::kKeyBytes);
+            mbarrier_arrive_expect(full, Smem::kKeyBytes + Smem::kValueBytes);
             tma_load_tile<C::kHeadDim, 64>(smem.k[kv_ring.stage][wg], &p.k, full, key + wg * 64, kv_head * p.k_step[0],
                                            batch * p.k_step[1], kEvictFirst);
-            tma_load_tile<C::kHeadDim, 64>(smem.v[kv_ring.stage][wg], &p.v, full, key + wg * 64, kv_head * p.v_step[0],
-                                           batch * p.v_step[1], kEvictFirst);
+            tma_load_tile<C::kHeadDimV, 64>(smem.v[kv_ring.stage][wg], &p.v, full, key + wg * 64, kv_head * p.v_step[0],
+                                            batch * p.v_step[1], kEvictFirst);
         }
         kv_ring.advance();
         next = announce(next_index);
@@ -113,13 +114,13 @@ template <class C> __device__ __forceinline__ void keys_produce(const KeysParams
                 const int row = block * C::kTileQ - p.call.row_begin;
                 uint64_t *full = &smem.full[ring.stage];
                 mbarrier_wait(&smem.empty[ring.stage], ring.parity);
-                mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(RowBlock<C::kTileQ>));
+                mbarrier_arrive_expect(full, Smem::kQueryBytes + Smem::kDoutBytes + sizeof(RowBlock<C::kTileQ>));
                 tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[ring.stage], &p.q, full, row, head * p.q_step[0],
                                                       batch * p.q_step[1], kEvictLast);
                 bulk_load(&smem.rows[ring.stage], row_blocks + block * int64_t(sizeof(RowBlock<C::kTileQ>)),
                           sizeof(RowBlock<C::kTileQ>), full);
-                tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[ring.stage], &p.dout, full, row + p.call.dout_row,
-                                                      head * p.dout_step[0], batch * p.dout_step[1], kEvictLast);
+                tma_load_tile<C::kHeadDimV, C::kTileQ>(smem.dout[ring.stage], &p.dout, full, row + p.call.dout_row,
+                                                       head * p.dout_step[0], batch * p.dout_step[1], kEvictLast);
                 ring.advance();
             }
         }
@@ -146,7 +147,7 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
             return find_queries<kTileQ>(p.call, tile_key + wg * 64, tile_key + wg * 64 + 64);
         };
         const auto key_of = [&](int tile_key) { return tile_key + wg * 64 + warp * 16 + lane / 4; }; // and that + 8
-        float dk[C::kHeadDim / 2], dv[C::kHeadDim / 2];
+        float dk[C::kHeadDim / 2], dv[C::kHeadDimV / 2];
 
         if (const QueryBlocks blocks = blocks_of(tile_key); blocks.begin < blocks.end) {
             float scores[kTileQ / 2], products[kTileQ / 2]; // products: dP
@@ -166,8 +167,8 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
                 wgmma_commit();
             };
             auto issue_products = [&] { // dP^T
-                gemm_qk<T, C::kHeadDim>(products, fresh_address(smem.v[kv_ring.stage][wg]), Smem::kKeySlabBytes,
-                                        fresh_address(smem.dout[ring.stage]), Smem::kQuerySlabBytes);
+                gemm_qk<T, C::kHeadDimV>(products, fresh_address(smem.v[kv_ring.stage][wg]), Smem::kKeySlabBytes,
+                                         fresh_address(smem.dout[ring.stage]), Smem::kQuerySlabBytes);
                 wgmma_commit();
             };
             auto free_stage = [&](int stage) { warp_arrive(&smem.empty[stage], lane); };
@@ -331,18 +332,13 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
             store_gradient<T>(p.dk, batch, kv_head, key + p.call.key_begin, p.call.seq_k, dk, k_factor, p.call.head_dim,
                               lane);
         if (p.dv.data)
-            store_gradient<T>(p.dv, batch, kv_head, key + p.call.key_begin, p.call.seq_k, dv, v_factor, p.call.head_dim,
-                              lane);
+            store_gradient<T>(p.dv, batch, kv_head, key + p.call.key_begin, p.call.seq_k, dv, v_factor,
+                              value_columns<C>(p.call), lane);
     }
 }
 
-template <class C>
-__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_keys(const __grid_constant__ KeysParams p) {
-    FA_CHAOS_BEGIN();
-    extern __shared__ __align__(1024) char raw[];
-    auto &smem = *reinterpret_cast<KeysSmem<C> *>(raw);
-    const int wg = __shfl_sync(0xffffffff, threadIdx.x / 128, 0); // uniform for the compiler too
-
+/* Barriers, ready for all threads of the CTA. */
+template <class C> __device__ __forceinline__ void keys_begin(const KeysParams &p, KeysSmem<C> &smem) {
     if (threadIdx.x == 0) {
         for (const CUtensorMap *map : {&p.q, &p.dout, &p.k, &p.v}) tensor_map_prefetch(map);
         for (int stage = 0; stage < C::kKeyStages; ++stage)
@@ -361,6 +357,16 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_keys(co
         mbarrier_init_fence();
     }
     __syncthreads();
+}
+
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_keys(const __grid_constant__ KeysParams p) {
+    FA_CHAOS_BEGIN();
+    extern __shared__ __align__(1024) char raw[];
+    auto &smem = *reinterpret_cast<KeysSmem<C> *>(raw);
+    const int wg = __shfl_sync(0xffffffff, threadIdx.x / 128, 0); // uniform for the compiler too
+
+    keys_begin<C>(p, smem);
 
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();

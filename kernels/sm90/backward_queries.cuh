@@ -62,18 +62,19 @@ struct QueriesParams {
 };
 
 template <class C> struct QueriesSmem {
-    static constexpr int kSlabs = (C::kHeadDim + kSlabColumns - 1) / kSlabColumns;
     static constexpr int kQuerySlabBytes = 64 * kSlabRowBytes;
     static constexpr int kKeySlabBytes = C::kTileN * kSlabRowBytes;
-    static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes; // of one warpgroup
-    static constexpr int kKeyBytes = kSlabs * kKeySlabBytes;
+    static constexpr int kQueryBytes = kTileBytes<C::kHeadDim, 64>; // of one warpgroup
+    static constexpr int kDoutBytes = kTileBytes<C::kHeadDimV, 64>;
+    static constexpr int kKeyBytes = kTileBytes<C::kHeadDim, C::kTileN>;
+    static constexpr int kValueBytes = kTileBytes<C::kHeadDimV, C::kTileN>;
     static constexpr int kTileStages = 4; // as in ForwardSmem
 
     alignas(1024) char q[C::kConsumers][kQueryBytes];
-    alignas(1024) char dout[C::kConsumers][kQueryBytes];
-    alignas(C::kWide ? 16 : 1024) char out[C::kConsumers][C::kWide ? 16 : kQueryBytes];
+    alignas(1024) char dout[C::kConsumers][kDoutBytes];
+    alignas(C::kWide ? 16 : 1024) char out[C::kConsumers][C::kWide ? 16 : kDoutBytes];
     alignas(1024) char k[C::kStages][kKeyBytes];
-    alignas(1024) char v[C::kValueStages][kKeyBytes];
+    alignas(1024) char v[C::kValueStages][kValueBytes];
     alignas(16) Tile tile[kTileStages];
     uint64_t q_full[C::kConsumers], q_empty[C::kConsumers];
     uint64_t full[C::kStages], empty[C::kStages]; // keys and values of a block; with C::kWide keys
@@ -100,9 +101,9 @@ template <class C> __device__ __forceinline__ void queries_produce(const Queries
     auto load_values = [&](int key, int kv_head, int batch) {
         uint64_t *full = &smem.v_full[v_ring.stage];
         mbarrier_wait(&smem.v_empty[v_ring.stage], v_ring.parity);
-        mbarrier_arrive_expect(full, Smem::kKeyBytes);
-        tma_load_tile<C::kHeadDim, C::kTileN>(smem.v[v_ring.stage], &p.v, full, key, kv_head * p.v_step[0],
-                                              batch * p.v_step[1], kEvictLast);
+        mbarrier_arrive_expect(full, Smem::kValueBytes);
+        tma_load_tile<C::kHeadDimV, C::kTileN>(smem.v[v_ring.stage], &p.v, full, key, kv_head * p.v_step[0],
+                                               batch * p.v_step[1], kEvictLast);
         v_ring.advance();
     };
     auto announce = [&](uint32_t index) {
@@ -125,14 +126,14 @@ template <class C> __device__ __forceinline__ void queries_produce(const Queries
             const int key = blocks.end - (block + 1) * C::kTileN;
             uint64_t *full = &smem.full[ring.stage];
             mbarrier_wait(&smem.empty[ring.stage], ring.parity);
-            mbarrier_arrive_expect(full, (C::kWide ? 1 : 2) * Smem::kKeyBytes);
+            mbarrier_arrive_expect(full, Smem::kKeyBytes + (C::kWide ? 0 : Smem::kValueBytes));
             tma_load_tile<C::kHeadDim, C::kTileN>(smem.k[ring.stage], &p.k, full, key, kv_head * p.k_step[0],
                                                   batch * p.k_step[1], kEvictLast);
             if constexpr (C::kWide) {
                 load_values(key, kv_head, batch);
             } else {
-                tma_load_tile<C::kHeadDim, C::kTileN>(smem.v[ring.stage], &p.v, full, key, kv_head * p.v_step[0],
-                                                      batch * p.v_step[1], kEvictLast);
+                tma_load_tile<C::kHeadDimV, C::kTileN>(smem.v[ring.stage], &p.v, full, key, kv_head * p.v_step[0],
+                                                       batch * p.v_step[1], kEvictLast);
             }
             ring.advance();
         };
@@ -140,14 +141,14 @@ template <class C> __device__ __forceinline__ void queries_produce(const Queries
             const int row = tile.row + wg * 64 - p.call.row_begin;
             uint64_t *full = &smem.q_full[wg];
             mbarrier_wait(&smem.q_empty[wg], q_ring.parity);
-            mbarrier_arrive_expect(full, (C::kWide ? 2 : 3) * Smem::kQueryBytes);
+            mbarrier_arrive_expect(full, Smem::kQueryBytes + (C::kWide ? 1 : 2) * Smem::kDoutBytes);
             tma_load_tile<C::kHeadDim, 64>(smem.q[wg], &p.q, full, row, own * p.q_step[0], batch * p.q_step[1],
                                            kEvictNormal);
-            tma_load_tile<C::kHeadDim, 64>(smem.dout[wg], &p.dout, full, row + p.call.dout_row, own * p.dout_step[0],
-                                           batch * p.dout_step[1], kEvictNormal);
+            tma_load_tile<C::kHeadDimV, 64>(smem.dout[wg], &p.dout, full, row + p.call.dout_row, own * p.dout_step[0],
+                                            batch * p.dout_step[1], kEvictNormal);
             if constexpr (!C::kWide)
-                tma_load_tile<C::kHeadDim, 64>(smem.out[wg], &p.out, full, row, own * p.out_step[0],
-                                               batch * p.out_step[1], kEvictFirst);
+                tma_load_tile<C::kHeadDimV, 64>(smem.out[wg], &p.out, full, row, own * p.out_step[0],
+                                                batch * p.out_step[1], kEvictFirst);
         }
         q_ring.advance();
         if (blocks.count > 0) load_block(0);
@@ -241,8 +242,8 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
                 mbarrier_wait(&smem.v_full[v_ring.stage], v_ring.parity);
                 wgmma_fence();
             }
-            gemm_qk<T, C::kHeadDim>(products, fresh_address(smem.dout[wg]), Smem::kQuerySlabBytes,
-                                    fresh_address(smem.v[C::kWide ? v_ring.stage : ring.stage]), Smem::kKeySlabBytes);
+            gemm_qk<T, C::kHeadDimV>(products, fresh_address(smem.dout[wg]), Smem::kQuerySlabBytes,
+                                     fresh_address(smem.v[C::kWide ? v_ring.stage : ring.stage]), Smem::kKeySlabBytes);
             wgmma_commit();
             if constexpr (!C::kWide) turn_pass();
         };
@@ -345,9 +346,10 @@ __device__ __forceinline__ void queries_consume(const QueriesParams &p, QueriesS
                                                      batch * p.out_rows.stride[0] + own * p.out_rows.stride[1] +
                                                      (row + 8 * r) * p.out_rows.stride[2]
                                                : nullptr;
-                            sums[r] = row_product<T, C::kHeadDim>(smem.dout[wg], out, p.call.head_dim, own_row, lane);
+                            sums[r] = row_product<T, C::kHeadDimV>(smem.dout[wg], out, value_columns<C>(p.call),
+                                                                   own_row, lane);
                         } else {
-                            sums[r] = tile_row_product<T, C::kHeadDim>(smem.dout[wg], smem.out[wg], own_row, lane);
+                            sums[r] = tile_row_product<T, C::kHeadDimV>(smem.dout[wg], smem.out[wg], own_row, lane);
                         }
                     }
                 }

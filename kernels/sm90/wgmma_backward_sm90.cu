@@ -3,7 +3,8 @@
  *
  *     queries: LSE and delta of each query, to workspace; dq, a tile of queries a CTA      backward_queries.cuh
  *     keys:    dk and dv, a tile of keys of a kv head a CTA, over its group of query heads   backward_keys.cuh,
- *              from 192 columns on                                                           backward_keys_wide.cuh
+ *              from 192 columns on                                                           backward_keys_wide.cuh,
+ *              192 columns of k, 128 of v                                                    backward_keys_pair.cuh
  *     sinks:   dsinks, from partial sums that the first kernel leaves
  *
  * S and dP are worked out in both: seven products instead of five, but no dq in float32, no atomics and no exchange, so
@@ -11,14 +12,17 @@
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
  * and dlse have any strides. Limits: head_dim a multiple of 8 up to 256, computed at 64, 96, 128, 192 or 256 columns,
- * head_dim_v = head_dim, out of q's dtype; no bias, no boolean mask. 8 bytes of workspace a query row, heads in groups
- * where they do not fit.
+ * head_dim_v = head_dim, or a multiple of 8 up to 128 with head_dim from 136 to 192, computed at 128 and 192 columns;
+ * out of q's dtype; no bias, no boolean mask. 8 bytes of workspace a query row, heads in groups where they do not fit.
  *
  * @arch sm_90a
  * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
  *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
+ * @instance d192v128_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM=192 -DFA_HEAD_DIM_V=128
+ *           -DFA_KIND={1:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={2:__half,__nv_bfloat16}
  */
 #include "sm90/backward_host.cuh"
+#include "sm90/backward_keys_pair.cuh"
 #include "sm90/backward_keys_wide.cuh"
 #include "sm90/backward_queries.cuh"
 
@@ -34,13 +38,16 @@ struct BackwardTiling {
     int tile_q, query_stages, key_stages; // keys kernel: queries a step, ring of steps, tiles of keys
     int rows_ahead;                       // its rows read before the wait for their products: 1 LSE, 2 delta too
     int value_stages, dout_stages;        // from 192 columns on: rings of values and of dO apart from the others
+    bool key_turns;                       // turns in backward_keys_pair.cuh
 };
 
-constexpr BackwardTiling backward_tiling(int head_dim) {
+constexpr BackwardTiling backward_tiling(int head_dim, int head_dim_v, int kind) {
     BackwardTiling t = {128, 2, true, false, 64, 4, 1, 1};
     if (head_dim <= 64) t = {128, 4, true, true, 64, 6, 2, 2};
     if (head_dim > 128) t = {64, 3, true, true, 64, 3, 1, 1, 2, 3};
     if (head_dim > 192) t = {64, 2, true, false, 64, 2, 1, 1, 1, 2};
+    if (head_dim != head_dim_v) t = {80, 3, true, true, 64, 3, 1, 1, 2, 0, true};
+    if (head_dim != head_dim_v && kind == FA_CAPPED) t.tile_q = 32, t.query_stages = 6;
 #ifdef FA_TILE_N
     t.tile_n = FA_TILE_N;
 #endif
@@ -68,6 +75,9 @@ constexpr BackwardTiling backward_tiling(int head_dim) {
 #ifdef FA_VALUE_STAGES
     t.value_stages = FA_VALUE_STAGES;
 #endif
+#ifdef FA_KEY_TURNS
+    t.key_turns = FA_KEY_TURNS;
+#endif
 #ifdef FA_DOUT_STAGES
     t.dout_stages = FA_DOUT_STAGES;
 #endif
@@ -76,15 +86,16 @@ constexpr BackwardTiling backward_tiling(int head_dim) {
 
 constexpr int kBackwardConsumers = 2, kBackwardTile = 64 * kBackwardConsumers;
 
-/* Whether the keys kernel is that of backward_keys_wide.cuh, and the queries kernel has rings of their own for keys and
- * values and reads out where it lies. */
+/* Whether the queries kernel has rings of their own for keys and values and reads out where it lies. */
 constexpr bool is_wide(int head_dim) { return head_dim > 128; }
-constexpr int key_tile(int head_dim) { return is_wide(head_dim) ? 64 : kBackwardTile; }
+/* Whether the keys kernel is that of backward_keys_wide.cuh. */
+constexpr bool has_roles(int head_dim, int head_dim_v) { return is_wide(head_dim) && head_dim == head_dim_v; }
+constexpr int key_tile(int head_dim, int head_dim_v) { return has_roles(head_dim, head_dim_v) ? 64 : kBackwardTile; }
 
-template <class T, int HeadDim, int Kind> struct BackwardConfig {
-    static constexpr BackwardTiling kTiling = backward_tiling(HeadDim);
+template <class T, int HeadDim, int HeadDimV, int Kind> struct BackwardConfig {
+    static constexpr BackwardTiling kTiling = backward_tiling(HeadDim, HeadDimV, Kind);
     using Element = T;
-    static constexpr int kHeadDim = HeadDim, kConsumers = kBackwardConsumers;
+    static constexpr int kHeadDim = HeadDim, kHeadDimV = HeadDimV, kConsumers = kBackwardConsumers;
     static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED, kWide = is_wide(HeadDim);
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
@@ -93,8 +104,9 @@ template <class T, int HeadDim, int Kind> struct BackwardConfig {
     static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
 #endif
 };
-template <class T, int HeadDim, int Kind> struct QueriesConfig : BackwardConfig<T, HeadDim, Kind> {
-    using Base = BackwardConfig<T, HeadDim, Kind>;
+template <class T, int HeadDim, int HeadDimV, int Kind>
+struct QueriesConfig : BackwardConfig<T, HeadDim, HeadDimV, Kind> {
+    using Base = BackwardConfig<T, HeadDim, HeadDimV, Kind>;
     static constexpr int kTileM = kBackwardTile, kTileN = Base::kTiling.tile_n, kStages = Base::kTiling.stages,
                          kValueStages = Base::kWide ? Base::kTiling.value_stages : kStages,
                          kRowBlock = Base::kTiling.tile_q;
@@ -103,11 +115,13 @@ template <class T, int HeadDim, int Kind> struct QueriesConfig : BackwardConfig<
     static_assert(kStages >= 2, "a block's keys are held while the next block's products are issued");
     static_assert(kTileM % kRowBlock == 0, "row blocks are written whole");
 };
-template <class T, int HeadDim, int Kind> struct KeysConfig : BackwardConfig<T, HeadDim, Kind> {
-    using Base = BackwardConfig<T, HeadDim, Kind>;
-    static constexpr int kTileK = key_tile(HeadDim), kTileQ = Base::kTiling.tile_q,
+template <class T, int HeadDim, int HeadDimV, int Kind> struct KeysConfig : BackwardConfig<T, HeadDim, HeadDimV, Kind> {
+    using Base = BackwardConfig<T, HeadDim, HeadDimV, Kind>;
+    static constexpr bool kRoles = has_roles(HeadDim, HeadDimV), kPair = HeadDim != HeadDimV && Kind != FA_CAPPED;
+    static constexpr int kTileK = key_tile(HeadDim, HeadDimV), kTileQ = Base::kTiling.tile_q,
                          kStages = Base::kTiling.query_stages, kKeyStages = Base::kTiling.key_stages,
                          kDoutStages = Base::kTiling.dout_stages;
+    static constexpr bool kKeyTurns = Base::kTiling.key_turns;
     static constexpr int kRowsAhead = Base::kSoftcap ? 0 : Base::kTiling.rows_ahead; // its registers are spoken for
     static_assert(kTileQ % 16 == 0 && kTileQ <= 128, "the bits of a row's mask");
     static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
@@ -125,6 +139,10 @@ using BackwardLaunch = fa_code(const BackwardWork &, const fa_launch &);
 
 #ifdef FA_INSTANCE
 
+#ifndef FA_HEAD_DIM_V
+#define FA_HEAD_DIM_V FA_HEAD_DIM
+#endif
+
 template <class C, class Smem, class Params>
 fa_code start(void (*kernel)(Params), const Params &params, int64_t blocks, const fa_launch &launch) {
     static_assert(sizeof(Smem) <= 227 * 1024, "shared memory of a block");
@@ -132,16 +150,18 @@ fa_code start(void (*kernel)(Params), const Params &params, int64_t blocks, cons
 }
 
 template <class C> fa_code start_keys(const BackwardWork &work, const fa_launch &launch) {
-    if constexpr (C::kWide)
+    if constexpr (C::kRoles)
         return start<C, WideKeysSmem<C>>(backward_keys_wide<C>, work.keys, work.key_blocks, launch);
+    else if constexpr (C::kPair)
+        return start<C, KeysSmem<C>>(backward_keys_pair<C>, work.keys, work.key_blocks, launch);
     else
         return start<C, KeysSmem<C>>(backward_keys<C>, work.keys, work.key_blocks, launch);
 }
 
 BackwardLaunch FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE);
 fa_code FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE)(const BackwardWork &work, const fa_launch &launch) {
-    using Queries = QueriesConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
-    using Keys = KeysConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
+    using Queries = QueriesConfig<FA_ELEMENT, FA_HEAD_DIM, FA_HEAD_DIM_V, FA_KIND>;
+    using Keys = KeysConfig<FA_ELEMENT, FA_HEAD_DIM, FA_HEAD_DIM_V, FA_KIND>;
     FA_TRY((start<Queries, QueriesSmem<Queries>>(backward_queries<Queries>, work.queries, work.query_blocks, launch)));
     return start_keys<Keys>(work, launch);
 }
@@ -163,17 +183,20 @@ FA_DECLARE_ALL(96);
 FA_DECLARE_ALL(128);
 FA_DECLARE_ALL(192);
 FA_DECLARE_ALL(256);
+FA_DECLARE_ALL(192v128);
 
 #define FA_ENTRY(d, kind)                                                                                              \
     { wgmma_backward_sm90_d##d##_##kind##_f16, wgmma_backward_sm90_d##d##_##kind##_bf16 }
-static constexpr int kBackwardHeadDims[] = {64, 96, 128, 192, 256};
+static constexpr int kBackwardHeadDims[] = {64, 96, 128, 192, 256, 192}; // the last: the pair
+static constexpr int kMaxHeadDim = 256, kPairIndex = 5, kPairAbove = 128, kPairHeadDim = 192, kPairHeadDimV = 128;
 static BackwardLaunch *const kBackwardLaunches[][3][2] = {
-    // [head_dim][kind][float16, bfloat16]
+    // [index][kind][float16, bfloat16]
     {FA_ENTRY(64, full), FA_ENTRY(64, masked), FA_ENTRY(64, capped)},
     {FA_ENTRY(96, full), FA_ENTRY(96, masked), FA_ENTRY(96, capped)},
     {FA_ENTRY(128, full), FA_ENTRY(128, masked), FA_ENTRY(128, capped)},
     {FA_ENTRY(192, full), FA_ENTRY(192, masked), FA_ENTRY(192, capped)},
     {FA_ENTRY(256, full), FA_ENTRY(256, masked), FA_ENTRY(256, capped)},
+    {FA_ENTRY(192v128, full), FA_ENTRY(192v128, masked), FA_ENTRY(192v128, capped)},
 };
 
 /* ---- plan ---- */
@@ -181,6 +204,7 @@ static BackwardLaunch *const kBackwardLaunches[][3][2] = {
 /* The plan's own part. */
 struct BackwardOwn {
     int index, kind;           // of kBackwardLaunches
+    int head_dim, head_dim_v;  // columns of the instance
     int64_t pairs;             // batch entries times kv heads of one launch
     int64_t query_tiles;       // a query head
     int64_t key_tiles;         // a kv head
@@ -191,14 +215,17 @@ struct BackwardOwn {
 
 constexpr int64_t kCounterBytes = 256;
 
+static BackwardTiling tiling_of(const BackwardOwn &own) {
+    return backward_tiling(own.head_dim, own.head_dim_v, own.kind);
+}
+
 /* Sizes of launches and of the workspace. False when not even one pair's rows fit into the limit. */
 static bool backward_sizes(const fa_backward &p, const fa_device_info *device, BackwardOwn *own, fa_plan *plan) {
     const fa_forward &f = p.forward;
-    const int head_dim = kBackwardHeadDims[own->index];
-    const BackwardTiling t = backward_tiling(head_dim);
+    const BackwardTiling t = tiling_of(*own);
     const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
     own->query_tiles = divided_up(f.seq_q, kBackwardTile);
-    own->key_tiles = divided_up(f.seq_k, key_tile(head_dim));
+    own->key_tiles = divided_up(f.seq_k, key_tile(own->head_dim, own->head_dim_v));
     own->row_blocks = p.wants >> FA_GRAD_K & 3 ? divided_up(f.seq_q, t.tile_q) : 0;
     own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->query_tiles * 4 * kBackwardConsumers : 0;
     own->parts_at = kCounterBytes;
@@ -217,9 +244,13 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     BackwardOwn &own = fa_own<BackwardOwn>(plan);
-    if (f.head_dim > kBackwardHeadDims[std::size(kBackwardHeadDims) - 1])
-        return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kBackwardHeadDims[std::size(kBackwardHeadDims) - 1], 0, 0);
+    const bool pair = f.head_dim_v != f.head_dim;
+    if (std::max(f.head_dim, f.head_dim_v) > kMaxHeadDim)
+        return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kMaxHeadDim, 0, 0);
     if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (pair &&
+        (f.head_dim <= kPairAbove || f.head_dim > kPairHeadDim || f.head_dim_v > kPairHeadDimV || f.head_dim_v % 8))
+        return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_PAIR, kPairAbove, kPairHeadDim, kPairHeadDimV);
     if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
     if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
@@ -230,12 +261,15 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
     const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
     if (reads && (!takes_tensor_map(f.q, FA_OPERAND_Q, f.head_dim, f.seq_q, why) ||
                   !takes_tensor_map(f.k, FA_OPERAND_K, f.head_dim, keys, why) ||
-                  !takes_tensor_map(f.v, FA_OPERAND_V, f.head_dim, keys, why) ||
-                  !takes_tensor_map(f.out, FA_OPERAND_OUT, f.head_dim, f.seq_q, why) ||
-                  (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_DOUT, f.head_dim, f.seq_q, why))))
+                  !takes_tensor_map(f.v, FA_OPERAND_V, f.head_dim_v, keys, why) ||
+                  !takes_tensor_map(f.out, FA_OPERAND_OUT, f.head_dim_v, f.seq_q, why) ||
+                  (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_DOUT, f.head_dim_v, f.seq_q, why))))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+    if (pair) own.index = kPairIndex;
     while (kBackwardHeadDims[own.index] < f.head_dim) ++own.index;
+    own.head_dim = kBackwardHeadDims[own.index];
+    own.head_dim_v = pair ? kPairHeadDimV : own.head_dim;
     own.kind = backward_kind(f);
     if (!kBackwardLaunches[own.index][own.kind][f.dtype == FA_BF16])
         return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
@@ -264,27 +298,27 @@ static fa_code encode(const MapPair &to, const fa_launch &launch, const fa_opera
 
 static fa_code encode_maps(const fa_backward &p, const BackwardOwn &own, const BackwardCall &call, BackwardWork *work,
                            const fa_launch &launch) {
-    const BackwardTiling t = backward_tiling(kBackwardHeadDims[own.index]);
+    const BackwardTiling t = tiling_of(own);
     const fa_forward &f = p.forward;
     QueriesParams &a = work->queries;
     KeysParams &b = work->keys;
     const int64_t rows = call.row_end - call.row_begin, keys = call.visible.seq_k;
     if (rows <= 0) return FA_OK;                        // no tile touches a map
     const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
-    const auto of_queries = [&](const MapPair &to, const fa_operand &x, fa_operand_name name) {
-        return encode(to, launch, rows_of(x, call.row_begin), f.dtype, f.head_dim, rows, f.heads, f.batch, name);
+    const auto of_queries = [&](const MapPair &to, const fa_operand &x, int columns, fa_operand_name name) {
+        return encode(to, launch, rows_of(x, call.row_begin), f.dtype, columns, rows, f.heads, f.batch, name);
     };
-    const auto of_keys = [&](const MapPair &to, const fa_operand &x, fa_operand_name name) {
-        return encode(to, launch, rows_of(x, f.key_begin), f.dtype, f.head_dim, keys, f.heads_kv, f.batch, name);
+    const auto of_keys = [&](const MapPair &to, const fa_operand &x, int columns, fa_operand_name name) {
+        return encode(to, launch, rows_of(x, f.key_begin), f.dtype, columns, keys, f.heads_kv, f.batch, name);
     };
-    FA_TRY(of_queries({&a.q, &b.q, 64, t.tile_q}, f.q, FA_OPERAND_Q));
-    FA_TRY(of_queries({&a.dout, &b.dout, 64, t.tile_q}, dout, FA_OPERAND_OUT));
-    if (is_wide(kBackwardHeadDims[own.index]))
+    FA_TRY(of_queries({&a.q, &b.q, 64, t.tile_q}, f.q, f.head_dim, FA_OPERAND_Q));
+    FA_TRY(of_queries({&a.dout, &b.dout, 64, t.tile_q}, dout, f.head_dim_v, FA_OPERAND_OUT));
+    if (is_wide(own.head_dim))
         a.out_rows = {f.out.data, {f.out.stride[0], f.out.stride[1], f.out.stride[2]}};
     else
-        FA_TRY(of_queries({&a.out, nullptr, 64, 0}, f.out, FA_OPERAND_OUT));
-    FA_TRY(of_keys({&a.k, &b.k, t.tile_n, 64}, f.k, FA_OPERAND_K));
-    FA_TRY(of_keys({&a.v, &b.v, t.tile_n, 64}, f.v, FA_OPERAND_V));
+        FA_TRY(of_queries({&a.out, nullptr, 64, 0}, f.out, f.head_dim_v, FA_OPERAND_OUT));
+    FA_TRY(of_keys({&a.k, &b.k, t.tile_n, 64}, f.k, f.head_dim, FA_OPERAND_K));
+    FA_TRY(of_keys({&a.v, &b.v, t.tile_n, 64}, f.v, f.head_dim_v, FA_OPERAND_V));
     const auto steps = [](int *step, const fa_operand &x) { step[0] = x.stride[1] != 0, step[1] = x.stride[0] != 0; };
     steps(a.q_step, f.q), steps(a.dout_step, dout), steps(a.out_step, f.out), steps(a.k_step, f.k),
         steps(a.v_step, f.v);
@@ -308,10 +342,10 @@ static fa_code launch_pairs(const fa_backward &p, const BackwardOwn &own, Backwa
     auto *counters = static_cast<uint32_t *>(launch.workspace);
     work->queries.call.first_pair = work->keys.call.first_pair = int(first);
     work->query_blocks = order(&work->queries.schedule, unequal, own.query_tiles, pairs * group,
-                               section_heads(4 * keys * f.head_dim, group), counters, launch);
+                               section_heads(2 * keys * (f.head_dim + f.head_dim_v), group), counters, launch);
     work->key_blocks =
         order(&work->keys.schedule, unequal, own.row_blocks || p.wants >> FA_GRAD_K & 3 ? own.key_tiles : 0, pairs,
-              section_heads(4 * group * f.seq_q * f.head_dim, 1), counters + 1, launch);
+              section_heads(2 * group * f.seq_q * (f.head_dim + f.head_dim_v), 1), counters + 1, launch);
     if (work->queries.schedule.counter || work->keys.schedule.counter)
         FA_CUDA_TRY(launch,
                     cudaMemsetAsync(counters, 0, 2 * sizeof *counters, static_cast<cudaStream_t>(launch.stream)));
@@ -365,7 +399,7 @@ FA_DEFINE_KERNEL(wgmma_backward_sm90) = {
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
-             FA_WITH_ORDERED,
+             FA_WITH_ORDERED | FA_WITH_HEAD_DIM_V,
     .plan = fa::sm90::backward_plan,
     .launch = fa::sm90::backward_launch,
 };

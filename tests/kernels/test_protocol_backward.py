@@ -8,12 +8,13 @@ import pytest
 
 from protocol import Violation, all_schedules, random_schedules, slowest_actors
 from protocol_backward import Backward, KeyTile, QueryTile, key_tiles, keys_model, queries_model, query_tiles
+from protocol_pair import pair_model
 from protocol_wide import wide_model
 
 WARPS = ("producer", "wg0.warp0", "wg0.warp1", "wg1.warp0", "wg1.warp1")
-MODELS = {"queries": queries_model, "keys": keys_model, "wide": wide_model}
+MODELS = {"queries": queries_model, "keys": keys_model, "wide": wide_model, "pair": pair_model}
 ALL = ((0, 3), (0, 3))
-PLAIN = {"queries": QueryTile(3, (0, 0)), "keys": KeyTile(3, ALL, 2), "wide": KeyTile(3, ALL, 2)}
+PLAIN = {"queries": QueryTile(3, (0, 0)), "keys": KeyTile(3, ALL, 2), "wide": KeyTile(3, ALL, 2), "pair": KeyTile(3, ALL, 2)}
 
 
 def found(violation: Violation | None, kinds: set[str]) -> bool:
@@ -189,6 +190,40 @@ def test_wide_keys_with_a_planted_mistake_are_rejected(mistake: str) -> None:
     assert found(violation, {"behind", "order", "wrong phase"}), str(violation)
 
 
+# ---- the keys kernel of pairs of widths ----
+
+
+@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize("stages, counts", [(2, (0, 3)), (2, (1, 2)), (3, (1, 3))])
+def test_pairs_are_sound_whatever_the_tiles_skip(stages: int, counts: tuple[int, ...], turns: bool) -> None:
+    kinds, rng = key_tiles(counts), random.Random(stages)
+    pairs = list(product(kinds, repeat=2))
+    for tiles in rng.sample(pairs, min(len(pairs), 150)):
+        model = pair_model(Backward(tiles, stages, turns=turns))
+        assert (violation := slowest_actors(model, WARPS)) is None, (tiles, str(violation))
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_pairs_are_sound_with_every_actor_the_slowest(joins: bool) -> None:
+    rng, kinds = random.Random(joins), key_tiles((0, 1, 2, 3), (1, 3))
+    for stages in (2, 3):
+        shape = Backward(tuple(rng.choices(kinds, k=6)), stages, wgmma_joins=joins)
+        assert (violation := slowest_actors(pair_model(shape))) is None, (shape, str(violation))
+
+
+@pytest.mark.parametrize("own", [((0, 1), (0, 1)), ((0, 1), (0, 0)), ((0, 0), (0, 0))])
+def test_pairs_in_every_schedule(own: tuple[tuple[int, int], ...]) -> None:
+    explored = all_schedules(pair_model(Backward((KeyTile(1, own), KeyTile(1, own)), data=False)), 400_000)
+    assert explored.complete and explored.violation is None, str(explored.violation)
+
+
+@pytest.mark.parametrize("mistake", ["no step_empty", "no kv_empty", "step early", "tile by one", "no turn"])
+def test_pairs_with_a_planted_mistake_are_rejected(mistake: str) -> None:
+    tile = {"tile by one": KeyTile(0, ((0, 0), (0, 0))), "no turn": KeyTile(3, ((0, 3), (1, 3)))}.get(mistake, PLAIN["pair"])
+    assert slowest_actors(pair_model(Backward((tile,) * 8))) is None
+    assert slowest_actors(pair_model(Backward((tile,) * 8, mistakes=frozenset({mistake})))) is not None
+
+
 # ---- all ----
 
 
@@ -198,6 +233,7 @@ def test_four_warps_survive_random_schedules(name: str) -> None:
         "queries": (QueryTile(3, (1, 0)), QueryTile(1, (0, 1)), QueryTile(2, (2, 0))),
         "keys": (KeyTile(2, ((0, 2), (1, 2)), 2), KeyTile(3, ((0, 0), (0, 3)))),
         "wide": wide_tiles((2, 2), (0, 1), (3, 1)),
+        "pair": (KeyTile(2, ((0, 2), (1, 2)), 2), KeyTile(3, ((0, 0), (0, 3)))),
     }
     model = MODELS[name](Backward(tiles[name], warps=4))
     assert (violation := random_schedules(model, 20, seed=3)) is None, str(violation)
