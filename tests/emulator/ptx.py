@@ -25,6 +25,8 @@ INSTRUCTIONS = {
     r"st\.shared(?:\.v[24])?\.[bfu](16|32|64)": r"st_shared<uint\1_t>",
     r"ld\.shared(?:\.v[24])?\.[bfu](16|32|64)": r"ld_shared<uint\1_t>",
     r"red\.relaxed\.gpu\.global\.add\.v4\.f32": "red_global",
+    r"ld\.acquire\.gpu\.global\.u32": "ld_awaited",
+    r"st\.release\.gpu\.global\.u32": "st_awaited",
     r"cp\.async\.c[ag]\.shared\.global": "cp_async",
     r"cp\.async\.commit_group": "::emu::copy_commit",
     r"cp\.async\.wait_group": "::emu::copy_wait",
@@ -63,6 +65,7 @@ INSTRUCTIONS = {
     r"cp\.async\.bulk\.tensor\.[1-5]d\.global\.shared::cta(?:\.tile)?\.bulk_group(?:\.L2::cache_hint)?": "tensor_store",
     r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes": "::emu::bulk_load",
     r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32": "::emu::bulk_add",
+    r"cp\.async\.bulk\.global\.shared::cta\.bulk_group": "::emu::bulk_store",
     r"cp\.async\.bulk\.commit_group": "::emu::bulk_commit",
     r"cp\.async\.bulk\.wait_group(?:\.read)?": "::emu::bulk_wait",
     # wgmma

@@ -48,6 +48,16 @@ template <size_t N> void red_global(float *to, const std::array<const float *, N
     for (size_t n = 0; n < N; ++n) to[n] += *x[n];
 }
 
+/* What another block waits for, and what it reads meanwhile. */
+template <class T> void ld_awaited(T &x, const T *from) {
+    poll();
+    x = *from;
+}
+template <class T> void st_awaited(T *to, std::type_identity_t<T> x) {
+    *to = x;
+    perhaps_yield();
+}
+
 /* cp.async of 16, 8 or 4 bytes; `given`: how many of them are read; a predicate instead ignores the source. */
 inline void cp_async(uint32_t to, const void *from, uint32_t bytes) { copy_async(to, from, bytes, bytes); }
 inline void cp_async(uint32_t to, const void *from, uint32_t bytes, bool ignores) {
