@@ -21,7 +21,8 @@
  * take 512 cycles of shared memory a step, those out of registers wait for the way to L2, 300 cycles at head_dim 64,
  * 740 at 128, whose steps have half the queries for as many bytes.
  *
- * CTAs of one head would add to the same sums at a time: where no key is hidden, each begins with another block.
+ * CTAs of one head would add to the same sums at a time: where no key is hidden, each begins with another block. With
+ * C::kOrdered they take turns, which a thread of the producer's warpgroup keeps: fused_backward_turns.cuh.
  *
  * Why no waiter falls two phases behind (see sm90/forward.cuh): of full, kv_full and tile_full all warps wait; the next
  * phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for itself, past
@@ -47,6 +48,7 @@ namespace fa::sm90 {
 
 template <class C> __device__ __forceinline__ void fused_produce(const FusedParams &p, FusedSmem<C> &smem) {
     using Smem = FusedSmem<C>;
+    using Block = std::conditional_t<C::kOrdered, uint32_t, int64_t>; // in order one register less decides
     RingState<C::kStages> ring(1);
     RingState<C::kKeyStages> kv_ring(1);
     RingState<Smem::kTileStages> tile_ring(1);
@@ -106,7 +108,7 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
         for (FusedWalk walk = fused_walk<C>(p.call, tile.row); walk.begin < walk.end && walk.member < p.call.group;
              walk.advance()) {
             const int head = at.kv_head * p.call.group + walk.member, row = walk.block * C::kTileQ - p.call.row_begin;
-            const int64_t block = (int64_t(tile.head) * p.call.group + walk.member) * p.row_block_count + walk.block;
+            const Block block = (Block(tile.head) * p.call.group + walk.member) * p.row_block_count + walk.block;
             uint64_t *full = &smem.full[ring.stage];
             mbarrier_wait(&smem.empty[ring.stage], ring.parity);
             mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(FusedRowBlock<C::kTileQ>));
@@ -117,7 +119,7 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
             tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[ring.stage], &p.dout, full, row + p.call.dout_row,
                                                   head * p.dout_step[0], at.batch * p.dout_step[1], kEvictLast);
             ring.advance();
-            if (!C::kOrdered || walk.at_last(p.call.group)) announce_next();
+            if constexpr (!C::kOrdered) announce_next();
         }
         announce_next();
         if (C::kKeyStages == 1) load_keys(next);
@@ -155,9 +157,13 @@ template <class C, class Params> __device__ __forceinline__ void fused_block(con
 
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
+        if constexpr (C::kOrdered) {
+            if (threadIdx.x / 32 == 1) {
+                if (elect_one()) fused_keep_turns<C>(p, smem);
+                return;
+            }
+        }
         if (threadIdx.x / 32 == 0 && elect_one()) fused_produce<C>(p, smem);
-        if constexpr (C::kOrdered)
-            if (threadIdx.x / 32 == 1 && elect_one()) fused_keep_turns<C>(p, smem);
     } else {
         registers_raise<C::kConsumerRegisters>();
         fused_consume<C>(p, smem, wg - 1);

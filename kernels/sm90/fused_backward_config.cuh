@@ -26,7 +26,7 @@ template <bool Ordered> struct FusedTurns {};
 template <> struct FusedTurns<true> { // between the keeper of turns and the consumers
     uint64_t open;                    // they may add a step's dQ, or stage it
     uint64_t done;                    // they have
-    uint32_t first;                   // nobody has added to that block before; out of registers alone
+    uint2 block;                      // that to which they add out of registers; y: nobody has before
 };
 
 template <class C> struct FusedSmem {
@@ -60,15 +60,13 @@ struct FusedWalk {
         if (++block == end) block = begin;
         if (block == first) ++member;
     }
-    __device__ __forceinline__ bool at_last(int members) const { // where first is begin
-        return block + 1 == end && member + 1 == members;
-    }
 };
 template <class C> __device__ __forceinline__ FusedWalk fused_walk(const BackwardCall &call, int tile_row) {
     const int key = tile_row - call.key_begin;
     const QueryBlocks blocks = find_queries<C::kTileQ>(call, key, key + C::kTileK);
     int first = blocks.begin;
-    if (!C::kMasked && !C::kOrdered && blocks.begin < blocks.end) first += tile_row / C::kTileK % (blocks.end - blocks.begin);
+    if (!C::kMasked && !C::kOrdered && blocks.begin < blocks.end)
+        first += tile_row / C::kTileK % (blocks.end - blocks.begin);
     return {blocks.begin, blocks.end, first, first, 0};
 }
 

@@ -152,12 +152,16 @@ template <class C> struct FusedConsumer {
     }
     __device__ __forceinline__ void take_dq_in_turn() { // once the keeper of turns lets all
         mbarrier_wait(&smem.turns.open, (stored - 1) % 2);
-        if constexpr (C::kStagedDq)
-            copy_part(smem.dq[wg][warp], dq, lane);
-        else if (smem.turns.first)
-            store_part(sums_of(before), dq);
-        else
-            add_part(sums_of(before), dq);
+        if constexpr (C::kStagedDq) {
+            copy_part(smem.dq[wg][warp], dq, fresh(lane));
+        } else {
+            const uint2 block = smem.turns.block;
+            float *to = p.sums + int64_t(block.x) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
+            if (block.y)
+                store_part(to, dq);
+            else
+                add_part(to, dq);
+        }
         warp_arrive(&smem.turns.done, lane);
     }
     __device__ __forceinline__ void send_dq() { // what is staged, after a fence; in order the keeper of turns does
@@ -274,7 +278,8 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
         warp_arrive(&smem.tile_empty[slot], consumer.lane);
         consumer.store(tile, seen);
     }
-    if (C::kStagedDq && !C::kOrdered && consumer.lane == 0) tma_store_wait(); // the last addition reads this block's shared memory
+    if (C::kStagedDq && !C::kOrdered && consumer.lane == 0)
+        tma_store_wait(); // the last addition reads this block's shared memory
 }
 
 } // namespace fa::sm90

@@ -9,17 +9,20 @@
  * Why nobody waits for ever: CTAs take all their tiles, the first one included, from one counter, of a head from the
  * last to the first. A tile waits for tiles of lower index alone. Who has those runs: it took them before, and finishes
  * its tiles in the order in which it took them. So of the tiles that are not done the one of lowest index waits for
- * nobody, however few of the CTAs are resident. A CTA takes its next tile when it loads the last step of the one before:
- * taken a tile ahead, a tile is held up for as long as the one before lasts, and with it all those of its head.
+ * nobody, however few of the CTAs are resident. A CTA takes its next tile when it loads the last step of the one
+ * before: taken a tile ahead, a tile is held up for as long as the one before lasts, and with it all those of its head.
  *
  * One thread keeps the turns of a CTA, so that the ways to memory and back are nobody else's: it waits for a turn,
  * has the consumers' dQ added (they do so out of registers, it does for what is staged), and passes the turn on once
  * these additions are done. The turn is acquired and released at the GPU's scope; between it and the consumers stand
  * `open` and `done`.
  *
- * Why no waiter falls two phases behind: `done` has one waiter, the keeper, which then lets `open` go on, or takes the
- * next turn. All warps wait for `open`; its next phase ends after the same phase of `done`, where each warp arrives for
- * itself, past its own wait. */
+ * Why no waiter falls two phases behind: `done` has one waiter, the keeper, without which `open` does not go on. All
+ * warps wait for `open`; its next phase ends after the same phase of `done`, where each warp arrives for itself, past
+ * its own wait. The keeper waits for tile_full as consumers do, and arrives at tile_empty for itself.
+ *
+ * Within a CTA the keeper waits for turns and for what all warps do without it, up to the step whose turn it has; they
+ * wait for it with at most the next step's dQ in their hands. */
 #pragma once
 #include "sm90/fused_backward_config.cuh"
 
@@ -58,33 +61,33 @@ __device__ __forceinline__ void send_block(float *to, const void *staged, bool f
     tma_store_commit();
 }
 
-template <class C>
-__device__ __forceinline__ void fused_keep_turns(const OrderedFusedParams &p, FusedSmem<C> &smem) {
+template <class C> __device__ __forceinline__ void fused_keep_turns(const OrderedFusedParams &p, FusedSmem<C> &smem) {
     using Smem = FusedSmem<C>;
     uint32_t parity = 0;
     if constexpr (C::kStagedDq) mbarrier_arrive(&smem.turns.open);
     for (uint32_t round = 0;; ++round) {
         const uint32_t slot = round % Smem::kTileStages;
         mbarrier_wait(&smem.tile_full[slot], round / Smem::kTileStages % 2);
-        const int tile_row = smem.tile[slot].row, tile_head = smem.tile[slot].head;
+        const int tile_row = smem.tile[slot].row;
+        const uint32_t tile_head = smem.tile[slot].head;
         mbarrier_arrive(&smem.tile_empty[slot]);
         if (tile_row < 0) return;
         const uint32_t turn = p.schedule.query_tiles - 1 - uint32_t(tile_row) / C::kTileK;
         const FusedWalk later = fused_walk<C>(p.call, tile_row + C::kTileK); // of the tile that adds before
         for (FusedWalk walk = fused_walk<C>(p.call, tile_row); walk.begin < walk.end && walk.member < p.call.group;
              walk.advance(), parity ^= 1) {
-            const int64_t block = (int64_t(tile_head) * p.call.group + walk.member) * p.row_block_count + walk.block;
+            const uint32_t block = (tile_head * p.call.group + walk.member) * p.row_block_count + walk.block;
             const bool first = walk.block < later.begin || walk.block >= later.end;
             if (!first) wait_turn(p.turns + block, turn);
             if constexpr (C::kStagedDq) {
                 mbarrier_wait(&smem.turns.done, parity);
                 asm volatile("fence.proxy.async;" ::: "memory"); // what is staged, and what was added before
-                send_block(p.sums + block * kQueryElements, smem.dq, first);
+                send_block(p.sums + int64_t(block) * kQueryElements, smem.dq, first);
                 tma_store_wait_read();
                 mbarrier_arrive(&smem.turns.open);
                 tma_store_wait();
             } else {
-                smem.turns.first = first;
+                smem.turns.block = make_uint2(block, first);
                 mbarrier_arrive(&smem.turns.open);
                 mbarrier_wait(&smem.turns.done, parity);
             }

@@ -7,8 +7,8 @@
  *     sinks:  dsinks, from partial sums that the first kernel leaves                     backward_host.cuh
  *
  * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq: for long sequences.
- * dk, dv and dsinks have one order. The order of dq's sums differs from run to run, for deterministic=False; for True the
- * instances ordered_* take turns (fused_backward_turns.cuh): the sums are not cleared, the first to add stores.
+ * dk, dv and dsinks have one order. The order of dq's sums differs from run to run, for deterministic=False; for True
+ * the instances ordered_* take turns (fused_backward_turns.cuh): the sums are not cleared, the first to add stores.
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
  * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64 or 128 columns, head_dim_v =
@@ -143,11 +143,11 @@ static FusedLaunch *fused_instance(const fa_backward &p, int index, int kind) {
 
 /* The plan's own part. */
 struct FusedOwn {
-    int index, kind;    // of kFusedLaunches
-    int64_t pairs;      // batch entries times kv heads of one launch
-    int64_t key_tiles;  // a kv head
-    int64_t row_blocks; // a query head
-    int64_t sink_parts; // a query head; 0: dsinks is not wanted
+    int index, kind;                              // of kFusedLaunches
+    int64_t pairs;                                // batch entries times kv heads of one launch
+    int64_t key_tiles;                            // a kv head
+    int64_t row_blocks;                           // a query head
+    int64_t sink_parts;                           // a query head; 0: dsinks is not wanted
     int64_t parts_at, rows_at, sums_at, turns_at; // bytes into the workspace, which begins with a counter
 };
 
@@ -187,8 +187,8 @@ static int64_t mean_visible(const fa_forward &f) {
     return std::min(keys, keys * f.seq_q / std::max<int64_t>(f.seq_k, 1)) / kRows;
 }
 
-/* Keys that a query sees, at least and on average, where the measured rates of this kernel are those of
- * wgmma_backward_sm90 or more. */
+/* Keys that a query sees on average, from which on this kernel is the faster one: in any order as measured, in order as
+ * the rates in any order let expect. */
 constexpr int64_t kFewKeys64 = 512, kFewKeys128Full = 2048, kFewKeys128 = 4096; // in any order
 constexpr int64_t kFewKeysOrdered64 = 1024, kFewKeysOrdered64Full = 4096, kFewKeysOrdered128Full = 16384;
 static int64_t few_keys(bool ordered, int head_dim, bool full) {
@@ -223,8 +223,7 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     own.kind = backward_kind(f);
     if (p.ordered && own.index > 0 && own.kind != FA_FULL)
         return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kFusedHeadDims[0], 0, 0);
-    if (!fused_instance(p, own.index, own.kind))
-        return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    if (!fused_instance(p, own.index, own.kind)) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     if (!fused_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     plan->threads = 128 * (kFusedConsumers + 1);
     plan->blocks = std::min<int64_t>(device->sm_count, own.pairs * own.key_tiles);
@@ -300,9 +299,10 @@ static fa_code launch_fused(const fa_backward &p, const FusedOwn &own, FusedWork
     work->query_blocks = pairs * group * own.row_blocks;
     const int64_t section = fused_section_heads(8 * group * f.seq_q * f.head_dim);
     work->key_blocks = order(&work->fused.schedule, unequal, own.key_tiles, pairs, section, counter, launch);
-    if (p.ordered) // tiles in sections and from the counter, whatever their lengths: see fused_backward_turns.cuh
-        work->fused.schedule.section_heads = uint32_t(std::min(pairs, section)),
+    if (p.ordered) { // whatever the tiles' lengths: see fused_backward_turns.cuh
+        work->fused.schedule.section_heads = uint32_t(std::min(pairs, section));
         work->fused.schedule.counter = counter;
+    }
     if (work->fused.schedule.counter)
         FA_CUDA_TRY(launch, cudaMemsetAsync(counter, 0, sizeof *counter, static_cast<cudaStream_t>(launch.stream)));
     return fused_instance(p, own.index, own.kind)(*work, launch);
