@@ -58,17 +58,13 @@ __device__ __forceinline__ void store_words(uint32_t rows, uint32_t slab_bytes, 
     }
 }
 
-/* P (dP - delta) of two pairs of a query and a key, from P as it was rounded. In float16, whose range dP - delta may
- * leave, the product is of float32; bfloat16 has the range, and what it rounds more is as much as P was rounded. */
+/* P (dP - delta) of two pairs of a query and a key, from P as it was rounded. The product is of float32: dP - delta may
+ * leave float16's range, and rounded to bfloat16 beforehand it is felt where a query sees few keys: an error of dq of
+ * 0.0217 in place of 0.0066, over its bound of 0.0186, in a row of 81 keys with a gradient through the LSE (emulated).
+ */
 template <class T> __device__ __forceinline__ uint32_t weighted(uint32_t weights, float low, float high) {
-    if constexpr (std::is_same_v<T, __half>) {
-        const float2 weight = unpack<T>(weights);
-        return pack_pair<T>(weight.x * low, weight.y * high);
-    } else {
-        uint32_t product;
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(weights), "r"(pack_pair<T>(low, high)));
-        return product;
-    }
+    const float2 weight = unpack<T>(weights);
+    return pack_pair<T>(weight.x * low, weight.y * high);
 }
 
 /* Adds `bytes` of float32 from shared to global memory, both 16-byte aligned, without waiting. One thread, always the
