@@ -28,12 +28,12 @@ TAKES_EVERYTHING = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward")
 #: The kernels that take slopes, and dropout.
 WITH_ALIBI = WITH_DROPOUT = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward", "mma_backward_sm80")
 
-#: The kernels that add up dq in any order, and take calls with deterministic=False alone.
+#: The kernels that add up dq in any order, and take some calls with deterministic=False alone.
 UNORDERED = ("wgmma_fused_backward_sm90",)
 
 
 def order(kernel: str) -> dict:
-    """Options without which the kernel takes no call."""
+    """Options without which the kernel does not take every call of its own."""
     return {"deterministic": False} if rows.listed_name(kernel) in UNORDERED else {}
 
 

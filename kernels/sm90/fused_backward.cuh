@@ -21,7 +21,8 @@
  * take 512 cycles of shared memory a step, those out of registers wait for the way to L2, 300 cycles at head_dim 64,
  * 740 at 128, whose steps have half the queries for as many bytes.
  *
- * CTAs of one head would add to the same sums at a time: where no key is hidden, each begins with another block.
+ * CTAs of one head would add to the same sums at a time: where no key is hidden, each begins with another block. With
+ * C::kOrdered they take turns, which a thread of the producer's warpgroup keeps: fused_backward_turns.cuh.
  *
  * Why no waiter falls two phases behind (see sm90/forward.cuh): of full, kv_full and tile_full all warps wait; the next
  * phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for itself, past
@@ -41,11 +42,13 @@
  * [128 keys][64], swizzled; dQ [warpgroup][warp]; row blocks [stage]. */
 #pragma once
 #include "sm90/fused_backward_consume.cuh"
+#include "sm90/fused_backward_turns.cuh"
 
 namespace fa::sm90 {
 
 template <class C> __device__ __forceinline__ void fused_produce(const FusedParams &p, FusedSmem<C> &smem) {
     using Smem = FusedSmem<C>;
+    using Block = std::conditional_t<C::kOrdered, uint32_t, int64_t>; // in order one register less decides
     RingState<C::kStages> ring(1);
     RingState<C::kKeyStages> kv_ring(1);
     RingState<Smem::kTileStages> tile_ring(1);
@@ -58,7 +61,10 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
     };
     auto announce = [&](uint32_t index) {
         Tile tile = tile_at(p.schedule, index, 1);
-        if (tile.row >= 0) tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
+        if constexpr (C::kOrdered) // the first is shortest
+            tile.row *= C::kTileK;
+        else if (tile.row >= 0)
+            tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
         if (tile.row >= 0 && C::kKeyStages == 1) {
             const Place at = place_of(tile);
             tma_prefetch_tile<C::kHeadDim>(&p.k, at.key, at.kv_head * p.k_step[0], at.batch * p.k_step[1]);
@@ -81,12 +87,19 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
                                               at.batch * p.v_step[1], kEvictFirst);
         kv_ring.advance();
     };
-    Tile tile = announce(next_tile<C::kMasked>(p.schedule, 0)), next;
+    Tile tile, next;
+    if constexpr (C::kOrdered)
+        tile = announce(atomicAdd(p.schedule.counter, 1u));
+    else
+        tile = announce(next_tile<C::kMasked>(p.schedule, 0));
     load_keys(tile);
     for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
-        const uint32_t next_index = next_tile<C::kMasked>(p.schedule, round);
-        bool announced = false; // after a step, under which the counter answers
+        uint32_t next_index;
+        if constexpr (!C::kOrdered) next_index = next_tile<C::kMasked>(p.schedule, round);
+        bool announced = false; // after a step, under which the counter answers; in order, no sooner than needed
         auto announce_next = [&] {
+            if constexpr (C::kOrdered)
+                if (!announced) next_index = atomicAdd(p.schedule.counter, 1u);
             if (!announced) next = announce(next_index);
             if (!announced && C::kKeyStages > 1) load_keys(next);
             announced = true;
@@ -95,7 +108,7 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
         for (FusedWalk walk = fused_walk<C>(p.call, tile.row); walk.begin < walk.end && walk.member < p.call.group;
              walk.advance()) {
             const int head = at.kv_head * p.call.group + walk.member, row = walk.block * C::kTileQ - p.call.row_begin;
-            const int64_t block = (int64_t(tile.head) * p.call.group + walk.member) * p.row_block_count + walk.block;
+            const Block block = (Block(tile.head) * p.call.group + walk.member) * p.row_block_count + walk.block;
             uint64_t *full = &smem.full[ring.stage];
             mbarrier_wait(&smem.empty[ring.stage], ring.parity);
             mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(FusedRowBlock<C::kTileQ>));
@@ -106,15 +119,14 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
             tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[ring.stage], &p.dout, full, row + p.call.dout_row,
                                                   head * p.dout_step[0], at.batch * p.dout_step[1], kEvictLast);
             ring.advance();
-            announce_next();
+            if constexpr (!C::kOrdered) announce_next();
         }
         announce_next();
         if (C::kKeyStages == 1) load_keys(next);
     }
 }
 
-template <class C>
-__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_fused(const __grid_constant__ FusedParams p) {
+template <class C, class Params> __device__ __forceinline__ void fused_block(const Params &p) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(1024) char raw[];
     auto &smem = *reinterpret_cast<FusedSmem<C> *>(raw);
@@ -129,11 +141,15 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_fused(c
         for (int buffer = 0; buffer < 2; ++buffer) mbarrier_init(&smem.ds_full[buffer], C::kConsumers * 4);
         for (int stage = 0; stage < FusedSmem<C>::kTileStages; ++stage) {
             mbarrier_init(&smem.tile_full[stage], 1);
-            mbarrier_init(&smem.tile_empty[stage], C::kConsumers * 4);
+            mbarrier_init(&smem.tile_empty[stage], C::kConsumers * 4 + C::kOrdered);
         }
         for (int stage = 0; stage < C::kStages; ++stage) {
             mbarrier_init(&smem.full[stage], 1);
             mbarrier_init(&smem.empty[stage], C::kConsumers * 4);
+        }
+        if constexpr (C::kOrdered) {
+            mbarrier_init(&smem.turns.open, 1);
+            mbarrier_init(&smem.turns.done, C::kConsumers * 4);
         }
         mbarrier_init_fence();
     }
@@ -141,11 +157,27 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_fused(c
 
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
+        if constexpr (C::kOrdered) {
+            if (threadIdx.x / 32 == 1) {
+                if (elect_one()) fused_keep_turns<C>(p, smem);
+                return;
+            }
+        }
         if (threadIdx.x / 32 == 0 && elect_one()) fused_produce<C>(p, smem);
     } else {
         registers_raise<C::kConsumerRegisters>();
         fused_consume<C>(p, smem, wg - 1);
     }
+}
+
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_fused(const __grid_constant__ FusedParams p) {
+    fused_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_fused_ordered(const __grid_constant__ OrderedFusedParams p) {
+    fused_block<C>(p);
 }
 
 } // namespace fa::sm90

@@ -18,6 +18,16 @@ struct FusedParams {
     int row_block_count; // a head
     float *sums;         // of dq: kQueryElements [head of the launch][block]
 };
+struct OrderedFusedParams : FusedParams {
+    uint32_t *turns; // 0 at launch: fused_backward_turns.cuh
+};
+
+template <bool Ordered> struct FusedTurns {};
+template <> struct FusedTurns<true> { // between the keeper of turns and the consumers
+    uint64_t open;                    // they may add a step's dQ, or stage it
+    uint64_t done;                    // they have
+    uint2 block;                      // that to which they add out of registers; y: nobody has before
+};
 
 template <class C> struct FusedSmem {
     static constexpr int kSlabs = (C::kHeadDim + kSlabColumns - 1) / kSlabColumns;
@@ -39,6 +49,7 @@ template <class C> struct FusedSmem {
     uint64_t full[C::kStages], empty[C::kStages]; // Q, dO and the row block
     uint64_t ds_full[2];
     uint64_t tile_full[kTileStages], tile_empty[kTileStages];
+    FusedTurns<C::kOrdered> turns;
 };
 
 /* The steps of a tile: blocks [begin, end) of each query head of the group, from block `first` and round. */
@@ -54,7 +65,8 @@ template <class C> __device__ __forceinline__ FusedWalk fused_walk(const Backwar
     const int key = tile_row - call.key_begin;
     const QueryBlocks blocks = find_queries<C::kTileQ>(call, key, key + C::kTileK);
     int first = blocks.begin;
-    if (!C::kMasked && blocks.begin < blocks.end) first += tile_row / C::kTileK % (blocks.end - blocks.begin);
+    if (!C::kMasked && !C::kOrdered && blocks.begin < blocks.end)
+        first += tile_row / C::kTileK % (blocks.end - blocks.begin);
     return {blocks.begin, blocks.end, first, first, 0};
 }
 

@@ -140,14 +140,32 @@ template <class C> struct FusedConsumer {
     __device__ __forceinline__ float *sums_of(int block) const { return sums + int64_t(block) * kQueryElements; }
     __device__ __forceinline__ void take_dq() { // out of the accumulators
         wgmma_pin(dq);
-        if constexpr (C::kStagedDq)
-            stage_part(smem.dq[wg][warp], dq, lane);
-        else
-            add_part(sums_of(before), dq);
-        staged = true;
+        if constexpr (C::kOrdered) {
+            take_dq_in_turn();
+        } else {
+            if constexpr (C::kStagedDq)
+                stage_part(smem.dq[wg][warp], dq, lane);
+            else
+                add_part(sums_of(before), dq);
+            staged = true;
+        }
     }
-    __device__ __forceinline__ void send_dq() { // what is staged, after a fence
+    __device__ __forceinline__ void take_dq_in_turn() { // once the keeper of turns lets all
+        mbarrier_wait(&smem.turns.open, (stored - 1) % 2);
         if constexpr (C::kStagedDq) {
+            copy_part(smem.dq[wg][warp], dq, fresh(lane));
+        } else {
+            const uint2 block = smem.turns.block;
+            float *to = p.sums + int64_t(block.x) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
+            if (block.y)
+                store_part(to, dq);
+            else
+                add_part(to, dq);
+        }
+        warp_arrive(&smem.turns.done, lane);
+    }
+    __device__ __forceinline__ void send_dq() { // what is staged, after a fence; in order the keeper of turns does
+        if constexpr (C::kStagedDq && !C::kOrdered) {
             __syncwarp();
             if (staged && lane == 0) bulk_add(sums_of(before), smem.dq[wg][warp], kPartBytes);
         }
@@ -217,7 +235,7 @@ template <class C> struct FusedConsumer {
         wgmma_wait<0>();
         wgmma_pin(words);
         take_dq();
-        if constexpr (C::kStagedDq) {
+        if constexpr (C::kStagedDq && !C::kOrdered) {
             tma_store_fence();
             send_dq();
         }
@@ -260,7 +278,8 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
         warp_arrive(&smem.tile_empty[slot], consumer.lane);
         consumer.store(tile, seen);
     }
-    if (C::kStagedDq && consumer.lane == 0) tma_store_wait(); // the last addition reads this block's shared memory
+    if (C::kStagedDq && !C::kOrdered && consumer.lane == 0)
+        tma_store_wait(); // the last addition reads this block's shared memory
 }
 
 } // namespace fa::sm90

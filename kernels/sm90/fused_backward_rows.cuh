@@ -65,8 +65,11 @@ __device__ __forceinline__ float row_products(const FusedRowsParams &p, int batc
     return mine;
 }
 
-template <class T, int Columns, int TileQ>
-__global__ void __launch_bounds__(kFusedRowsThreads) fused_rows(const __grid_constant__ FusedRowsParams p) {
+struct OrderedRowsParams : FusedRowsParams {
+    uint32_t *turns; // a block of queries; cleared in place of the sums, to which the first stores
+};
+
+template <class T, int Columns, int TileQ, class Params> __device__ __forceinline__ void rows_block(const Params &p) {
     FA_CHAOS_BEGIN();
     constexpr int kLanes = Columns / 8, kRows = 32 / kLanes;
     const int lane = threadIdx.x % 32, per_head = p.row_block_count * (TileQ / kFusedRowsQueries);
@@ -75,10 +78,14 @@ __global__ void __launch_bounds__(kFusedRowsThreads) fused_rows(const __grid_con
     const int flat = p.call.first_pair * p.call.group + launch_head, batch = flat / p.call.heads;
     const int head = flat - batch * p.call.heads;
 
-    auto *sums =
-        reinterpret_cast<float4 *>(p.sums + (int64_t(launch_head) * p.row_block_count * TileQ + first) * Columns);
+    if constexpr (std::is_same_v<Params, OrderedRowsParams>) {
+        if (first % TileQ == 0 && lane == 0) p.turns[int64_t(launch_head) * p.row_block_count + first / TileQ] = 0;
+    } else {
+        auto *sums =
+            reinterpret_cast<float4 *>(p.sums + (int64_t(launch_head) * p.row_block_count * TileQ + first) * Columns);
 #pragma unroll
-    for (int i = 0; i < 16 * Columns / 4 / 32; ++i) sums[i * 32 + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int i = 0; i < 16 * Columns / 4 / 32; ++i) sums[i * 32 + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
 
     const float product = row_products<T, Columns>(p, batch, head, first, lane);
     const int row = first + lane % kLanes * kRows + lane / kLanes;
@@ -107,6 +114,15 @@ __global__ void __launch_bounds__(kFusedRowsThreads) fused_rows(const __grid_con
 #pragma unroll
     for (int mask = 1; mask < 32; mask *= 2) part += __shfl_xor_sync(0xffffffff, part, mask);
     if (lane == 0) p.sink_parts[int64_t(flat) * p.row_block_count * (TileQ / 16) + first / 16] = part;
+}
+
+template <class T, int Columns, int TileQ>
+__global__ void __launch_bounds__(kFusedRowsThreads) fused_rows(const __grid_constant__ FusedRowsParams p) {
+    rows_block<T, Columns, TileQ>(p);
+}
+template <class T, int Columns, int TileQ>
+__global__ void __launch_bounds__(kFusedRowsThreads) fused_rows_ordered(const __grid_constant__ OrderedRowsParams p) {
+    rows_block<T, Columns, TileQ>(p);
 }
 
 struct FusedFinishParams {

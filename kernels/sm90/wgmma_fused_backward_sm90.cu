@@ -6,8 +6,9 @@
  *     finish: dq from its sums                                                           fused_backward_rows.cuh
  *     sinks:  dsinks, from partial sums that the first kernel leaves                     backward_host.cuh
  *
- * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq and an order of its
- * sums that differs from run to run: for deterministic=False and long sequences. dk, dv and dsinks have one order.
+ * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq: for long sequences.
+ * dk, dv and dsinks have one order. The order of dq's sums differs from run to run, for deterministic=False; for True
+ * the instances ordered_* take turns (fused_backward_turns.cuh): the sums are not cleared, the first to add stores.
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
  * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64 or 128 columns, head_dim_v =
@@ -16,7 +17,12 @@
  * @arch sm_90a
  * @instance d{128,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
  *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
+ * @instance ordered_d64_{full,masked,capped}_{f16,bf16} -DFA_ORDERED -DFA_HEAD_DIM=64
+ *           -DFA_KIND={1:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={2:__half,__nv_bfloat16}
+ * @instance ordered_d128_full_{f16,bf16} -DFA_ORDERED -DFA_HEAD_DIM=128
+ *           -DFA_KIND=FA_FULL -DFA_ELEMENT={1:__half,__nv_bfloat16}
  */
+#include "common/trial.cuh"
 #include "sm90/backward_host.cuh"
 #include "sm90/fused_backward.cuh"
 #include "sm90/fused_backward_rows.cuh"
@@ -52,7 +58,7 @@ template <class T, int HeadDim, int Kind> struct FusedConfig {
     static constexpr int kHeadDim = HeadDim, kConsumers = kFusedConsumers, kTileK = kFusedTileK,
                          kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim),
                          kKeyStages = HeadDim <= 64 && !fused_staged_dq(HeadDim) ? 2 : 1;
-    static constexpr bool kStagedDq = fused_staged_dq(HeadDim);
+    static constexpr bool kStagedDq = fused_staged_dq(HeadDim), kOrdered = false;
     static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED;
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
@@ -62,13 +68,16 @@ template <class T, int HeadDim, int Kind> struct FusedConfig {
 #endif
     static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
 };
+template <class T, int HeadDim, int Kind> struct OrderedFusedConfig : FusedConfig<T, HeadDim, Kind> {
+    static constexpr bool kOrdered = true;
+};
 
 /* ---- instances: the kernels of one head_dim, kind and dtype a compilation ---- */
 
 /* What one launch of an instance does. */
 struct FusedWork {
-    FusedRowsParams rows;
-    FusedParams fused;
+    OrderedRowsParams rows;
+    OrderedFusedParams fused;
     FusedFinishParams finish; // without dq.data: left out
     int64_t query_blocks, key_blocks;
 };
@@ -78,14 +87,23 @@ using FusedLaunch = fa_code(const FusedWork &, const fa_launch &);
 
 FusedLaunch FA_PASTE(wgmma_fused_backward_sm90_, FA_INSTANCE);
 fa_code FA_PASTE(wgmma_fused_backward_sm90_, FA_INSTANCE)(const FusedWork &work, const fa_launch &launch) {
+#ifdef FA_ORDERED
+    using C = OrderedFusedConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
+    constexpr auto kRows = fused_rows_ordered<FA_ELEMENT, C::kHeadDim, C::kTileQ>;
+    constexpr auto kFused = backward_fused_ordered<C>;
+    const OrderedRowsParams &rows = work.rows;
+    const OrderedFusedParams &fused = work.fused;
+#else
     using C = FusedConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
-    static_assert(sizeof(FusedSmem<C>) <= 227 * 1024, "shared memory of a block");
     constexpr auto kRows = fused_rows<FA_ELEMENT, C::kHeadDim, C::kTileQ>;
+    constexpr auto kFused = backward_fused<C>;
+    const FusedRowsParams &rows = work.rows;
+    const FusedParams &fused = work.fused;
+#endif
+    static_assert(sizeof(FusedSmem<C>) <= 227 * 1024, "shared memory of a block");
     constexpr auto kFinish = fused_finish<FA_ELEMENT, C::kHeadDim, C::kTileQ>;
-    FA_TRY(
-        fa_start(kRows, work.query_blocks * (C::kTileQ / kFusedRowsQueries), kFusedRowsThreads, 0, launch, work.rows));
-    FA_TRY(fa_start(backward_fused<C>, work.key_blocks, 128 * (C::kConsumers + 1), sizeof(FusedSmem<C>), launch,
-                    work.fused));
+    FA_TRY(fa_start(kRows, work.query_blocks * (C::kTileQ / kFusedRowsQueries), kFusedRowsThreads, 0, launch, rows));
+    FA_TRY(fa_start(kFused, work.key_blocks, 128 * (C::kConsumers + 1), sizeof(FusedSmem<C>), launch, fused));
     return fa_start(kFinish, work.finish.dq.data ? work.query_blocks : 0, kFusedFinishThreads, 0, launch, work.finish);
 }
 
@@ -95,34 +113,43 @@ fa_code FA_PASTE(wgmma_fused_backward_sm90_, FA_INSTANCE)(const FusedWork &work,
 
 // A tuner links single instances: those left out are null.
 #define FA_DECLARE(d, kind)                                                                                            \
-    __attribute__((weak)) FusedLaunch wgmma_fused_backward_sm90_d##d##_##kind##_f16,                                   \
-        wgmma_fused_backward_sm90_d##d##_##kind##_bf16
+    __attribute__((weak)) FusedLaunch wgmma_fused_backward_sm90_##d##_##kind##_f16,                                    \
+        wgmma_fused_backward_sm90_##d##_##kind##_bf16
 #define FA_DECLARE_ALL(d)                                                                                              \
     FA_DECLARE(d, full);                                                                                               \
     FA_DECLARE(d, masked);                                                                                             \
     FA_DECLARE(d, capped)
-FA_DECLARE_ALL(64);
-FA_DECLARE_ALL(128);
+FA_DECLARE_ALL(d64);
+FA_DECLARE_ALL(d128);
+FA_DECLARE(ordered_d64, full);
+FA_DECLARE(ordered_d64, masked);
+FA_DECLARE(ordered_d64, capped);
+FA_DECLARE(ordered_d128, full);
 
 #define FA_ENTRY(d, kind)                                                                                              \
-    { wgmma_fused_backward_sm90_d##d##_##kind##_f16, wgmma_fused_backward_sm90_d##d##_##kind##_bf16 }
+    { wgmma_fused_backward_sm90_##d##_##kind##_f16, wgmma_fused_backward_sm90_##d##_##kind##_bf16 }
 static constexpr int kFusedHeadDims[] = {64, 128};
-static FusedLaunch *const kFusedLaunches[][3][2] = {
-    // [head_dim][kind][float16, bfloat16]
-    {FA_ENTRY(64, full), FA_ENTRY(64, masked), FA_ENTRY(64, capped)},
-    {FA_ENTRY(128, full), FA_ENTRY(128, masked), FA_ENTRY(128, capped)},
+static FusedLaunch *const kFusedLaunches[2][2][3][2] = {
+    // [in any order, ordered][head_dim][kind][float16, bfloat16]
+    {{FA_ENTRY(d64, full), FA_ENTRY(d64, masked), FA_ENTRY(d64, capped)},
+     {FA_ENTRY(d128, full), FA_ENTRY(d128, masked), FA_ENTRY(d128, capped)}},
+    {{FA_ENTRY(ordered_d64, full), FA_ENTRY(ordered_d64, masked), FA_ENTRY(ordered_d64, capped)},
+     {FA_ENTRY(ordered_d128, full)}},
 };
+static FusedLaunch *fused_instance(const fa_backward &p, int index, int kind) {
+    return kFusedLaunches[p.ordered][index][kind][p.forward.dtype == FA_BF16];
+}
 
 /* ---- plan ---- */
 
 /* The plan's own part. */
 struct FusedOwn {
-    int index, kind;                    // of kFusedLaunches
-    int64_t pairs;                      // batch entries times kv heads of one launch
-    int64_t key_tiles;                  // a kv head
-    int64_t row_blocks;                 // a query head
-    int64_t sink_parts;                 // a query head; 0: dsinks is not wanted
-    int64_t parts_at, rows_at, sums_at; // bytes into the workspace, which begins with a counter
+    int index, kind;                              // of kFusedLaunches
+    int64_t pairs;                                // batch entries times kv heads of one launch
+    int64_t key_tiles;                            // a kv head
+    int64_t row_blocks;                           // a query head
+    int64_t sink_parts;                           // a query head; 0: dsinks is not wanted
+    int64_t parts_at, rows_at, sums_at, turns_at; // bytes into the workspace, which begins with a counter
 };
 
 constexpr int64_t kFusedCounterBytes = 256;
@@ -138,11 +165,14 @@ static bool fused_sizes(const fa_backward &p, const fa_device_info *device, Fuse
     own->parts_at = kFusedCounterBytes;
     own->rows_at = own->parts_at + divided_up(f.batch * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
     const int64_t row_bytes = group * own->row_blocks * tile_q * int64_t(3 * sizeof(float));
-    const int64_t pair_bytes = row_bytes + group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
+    const int64_t sum_bytes = group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
+    const int64_t turn_bytes = p.ordered ? group * own->row_blocks * int64_t(sizeof(uint32_t)) : 0;
+    const int64_t pair_bytes = row_bytes + sum_bytes + turn_bytes;
     const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
     own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
     if (all > 0 && (own->pairs == 0 || left < 0)) return false;
     own->sums_at = own->rows_at + own->pairs * row_bytes;
+    own->turns_at = own->sums_at + own->pairs * sum_bytes;
     plan->workspace_bytes = size_t(own->rows_at + own->pairs * pair_bytes);
     return true;
 }
@@ -156,6 +186,15 @@ static int64_t mean_visible(const fa_forward &f) {
         if (!seen.empty()) keys += seen.end - seen.begin;
     }
     return std::min(keys, keys * f.seq_q / std::max<int64_t>(f.seq_k, 1)) / kRows;
+}
+
+/* Keys that a query sees on average, from which on this kernel is the faster one: in any order as measured, in order as
+ * the rates in any order let expect. */
+constexpr int64_t kFewKeys64 = 512, kFewKeys128Full = 2048, kFewKeys128 = 4096; // in any order
+constexpr int64_t kFewKeysOrdered64 = 1024, kFewKeysOrdered64Full = 4096, kFewKeysOrdered128Full = 16384;
+static int64_t few_keys(bool ordered, int head_dim, bool full) {
+    if (ordered) return head_dim > 64 ? kFewKeysOrdered128Full : full ? kFewKeysOrdered64Full : kFewKeysOrdered64;
+    return head_dim <= 64 ? kFewKeys64 : full ? kFewKeys128Full : kFewKeys128;
 }
 
 static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
@@ -183,17 +222,18 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
     while (kFusedHeadDims[own.index] < f.head_dim) ++own.index;
     own.kind = backward_kind(f);
-    if (!kFusedLaunches[own.index][own.kind][f.dtype == FA_BF16])
-        return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    if (p.ordered && own.index > 0 && own.kind != FA_FULL)
+        return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kFusedHeadDims[0], 0, 0);
+    if (!fused_instance(p, own.index, own.kind)) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     if (!fused_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     plan->threads = 128 * (kFusedConsumers + 1);
     plan->blocks = std::min<int64_t>(device->sm_count, own.pairs * own.key_tiles);
     plan->keep = true;
     constexpr int kAll = 1 << FA_GRAD_Q | 1 << FA_GRAD_K | 1 << FA_GRAD_V;
-    const int64_t from = own.index == 0 ? 512 : own.kind == FA_FULL ? 2048 : 4096;
+    const int64_t from = few_keys(p.ordered, kFusedHeadDims[own.index], own.kind == FA_FULL);
     if ((p.wants & kAll) != kAll || f.seq_k < 1024 || mean_visible(f) < from)
         return fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, from, 0, 0);
-    return FA_TAKES;
+    return p.ordered && !kTrial ? fa_because(why, FA_DECLINES, FA_WHY_TRIAL, 0, 0, 0) : FA_TAKES;
 }
 
 /* ---- launch ---- */
@@ -221,8 +261,8 @@ static RowsOperand rows_operand(const fa_operand &x) { return {x.data, {x.stride
 static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
     const fa_forward &f = p.forward;
     char *const workspace = static_cast<char *>(launch.workspace);
-    FusedRowsParams &rows = work->rows;
-    FusedParams &fused = work->fused;
+    OrderedRowsParams &rows = work->rows;
+    OrderedFusedParams &fused = work->fused;
     FusedFinishParams &finish = work->finish;
     fused.call = backward_call(p);
     FA_TRY(fused_maps(p, fused_tile_q(kFusedHeadDims[own.index]), &fused, launch));
@@ -231,6 +271,7 @@ static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *
     rows.lse = rows_operand(p.lse), rows.dlse = rows_operand(p.dlse);
     rows.row_blocks = workspace + own.rows_at;
     rows.sums = reinterpret_cast<float *>(workspace + own.sums_at);
+    if (p.ordered) rows.turns = fused.turns = reinterpret_cast<uint32_t *>(workspace + own.turns_at);
     if (own.sink_parts) rows.sink_parts = reinterpret_cast<float *>(workspace + own.parts_at);
     rows.sinks = f.sinks.data, rows.sinks_stride = f.sinks.stride[0], rows.sinks_dtype = f.sinks_dtype;
     fused.row_blocks = rows.row_blocks;
@@ -257,11 +298,15 @@ static fa_code launch_fused(const fa_backward &p, const FusedOwn &own, FusedWork
     auto *counter = static_cast<uint32_t *>(launch.workspace);
     work->rows.call.first_pair = work->fused.call.first_pair = work->finish.call.first_pair = int(first);
     work->query_blocks = pairs * group * own.row_blocks;
-    work->key_blocks = order(&work->fused.schedule, unequal, own.key_tiles, pairs,
-                             fused_section_heads(8 * group * f.seq_q * f.head_dim), counter, launch);
+    const int64_t section = fused_section_heads(8 * group * f.seq_q * f.head_dim);
+    work->key_blocks = order(&work->fused.schedule, unequal, own.key_tiles, pairs, section, counter, launch);
+    if (p.ordered) { // whatever the tiles' lengths: see fused_backward_turns.cuh
+        work->fused.schedule.section_heads = uint32_t(std::min(pairs, section));
+        work->fused.schedule.counter = counter;
+    }
     if (work->fused.schedule.counter)
         FA_CUDA_TRY(launch, cudaMemsetAsync(counter, 0, sizeof *counter, static_cast<cudaStream_t>(launch.stream)));
-    return kFusedLaunches[own.index][own.kind][f.dtype == FA_BF16](*work, launch);
+    return fused_instance(p, own.index, own.kind)(*work, launch);
 }
 
 static fa_code fused_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
@@ -292,11 +337,12 @@ FA_DEFINE_KERNEL(wgmma_fused_backward_sm90) = {
     .op = FA_BACKWARD,
     .device = FA_CUDA,
     .name = "wgmma_fused_backward_sm90",
-    .summary = "Hopper gradients in one pass, float16 and bfloat16: TMA, wgmma, dq added up in memory in any order",
+    .summary = "Hopper gradients in one pass, float16 and bfloat16: TMA, wgmma, dq added up in memory",
     .cc_from = 90,
     .cc_to = 90,
     .dtypes = fa::kFloat16Bits,
-    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
+             FA_WITH_ORDERED,
     .plan = fa::sm90::fused_plan,
     .launch = fa::sm90::fused_launch,
 };

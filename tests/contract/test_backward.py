@@ -262,14 +262,13 @@ def test_accumulate_adds_before_it_rounds(kernel, dtype):
 # ---- bits ----
 
 
-def test_repeats_give_the_same_bits(kernel):
-    if rows.listed_name(kernel) in gradients.UNORDERED:
-        pytest.skip("its sums have no order")
+def test_repeats_give_the_same_bits(kernel, request):
+    repeats = request.config.getoption("--repeats") if rows.device_of(kernel) == "cuda" else 3
     for dtype, dim in itertools.product(DTYPES, (64, 256)):
         problem = make(fit(Case(2, 4, 2, 61, 77, dim, dtype=dtype, bias="keys", sinks="same", window=(20, 3), causal="bottom_right"), kernel))
-        first = run(kernel, problem)
-        for _ in range(3):
-            again = run(kernel, problem)
+        first = run(kernel, problem, deterministic=True)
+        for _ in range(repeats):
+            again = run(kernel, problem, deterministic=True)
             for name in first:
                 np.testing.assert_array_equal(rows.bits(first[name]), rows.bits(again[name]), name)
 

@@ -55,6 +55,13 @@ def test_its_reasons():
         ("a100", "B4,H16,S4096,D128,bfloat16,causal=True", "mma_backward_sm80"),
         ("rtx4090", "B1,H4,S1024,D192/128,float16,mask=rows", "mma_backward_sm80"),
         ("h200", "B1,H4,S512,D64,float32", "simt_backward"),
+        ("h200", "B1,H8/2,S2048,D64,float16,causal=True", "wgmma_backward_sm90"),
+        ("h200", "B1,H8/2,S1024,D64,float16,causal=True", "wgmma_backward_sm90"),
+        ("h200", "B1,H8/2,S4096,D64,bfloat16", "wgmma_backward_sm90"),
+        ("h200", "B1,H8/2,S2048,D64,bfloat16", "wgmma_backward_sm90"),
+        ("h200", "B1,H16,S16384,D128,bfloat16", "wgmma_backward_sm90"),
+        ("h200", "B1,H16,S8192,D128,bfloat16", "wgmma_backward_sm90"),
+        ("h200", "B1,H16,S16384,D128,bfloat16,causal=True", "wgmma_backward_sm90"),
     ],
 )
 def test_which_kernel_is_chosen(device, case, kernel):

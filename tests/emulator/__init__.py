@@ -18,12 +18,14 @@ mma.sync; of Hopper mbarriers, TMA, wgmma, clusters. ``include/`` stands in for 
   of products by wgmma included: both places are named.
 
 What does not: blocks that wait for each other (those of a cluster apart, one block runs after another, in an order of the
-seed; a loop that only ends when another block goes on is stopped after 30 s), times, bank conflicts, registers, memory models (fences do nothing), the approximations of the hardware's
+seed, or as many as ``FA_EMULATOR_TOGETHER`` says at a time; a loop that only ends when another block goes on is stopped
+after 30 s), times, bank conflicts, registers, memory models (fences do nothing), the approximations of the hardware's
 mathematics (but for tanh.approx), accumulation order inside a tensor core. Products and sums are contracted where nvcc
 contracts them, if the host has FMA. Only x86-64.
 
 Environment of a call: ``FA_EMULATOR_SEED``; ``FA_EMULATOR_SMS``, multiprocessors in place of the described device's: with 1
-or 2, a persistent kernel walks over several tiles a block; ``FA_EMULATOR_STATE``, the words of dropout lie in memory, as a
+or 2, a persistent kernel walks over several tiles a block; ``FA_EMULATOR_TOGETHER``, how many blocks of a kernel without
+clusters run at a time, 16 at most; ``FA_EMULATOR_STATE``, the words of dropout lie in memory, as a
 state on a device does, with "0" as the state's heads.
 """
 

@@ -13,6 +13,7 @@ import fa_ext
 import gradients
 import rows
 from case import Case
+from operands import Unplaceable
 
 REPEATS = 32
 # Each has more tiles than a large GPU has multiprocessors, but for those of one tile a head.
@@ -74,16 +75,20 @@ def kernel(request):
 @pytest.mark.parametrize("case", GRADIENTS, ids=str)
 def test_gradients_of_warps_far_apart(kernel, case):
     problem = gradients.make(case)
-    first = gradients.run(kernel, problem)
+    if kernel in gradients.UNORDERED:
+        for _ in range(REPEATS):
+            report = gradients.verdict(kernel, problem)
+            assert report, report
+    try:
+        first = gradients.run(kernel, problem, deterministic=True)
+    except Unplaceable as error:
+        if kernel in gradients.UNORDERED:
+            return
+        pytest.skip(str(error))
     report = gradients.judged(kernel, problem, first)
     assert report, report
     for _ in range(REPEATS):
-        again = gradients.run(kernel, problem)
-        if kernel in gradients.UNORDERED:
-            report = gradients.judged(kernel, problem, again)
-            assert report, report
-            continue
-        for name, found in again.items():
+        for name, found in gradients.run(kernel, problem, deterministic=True).items():
             np.testing.assert_array_equal(rows.bits(found), rows.bits(first[name]), err_msg=f"{case}: d{name}")
 
 

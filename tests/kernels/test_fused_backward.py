@@ -1,4 +1,5 @@
-"""wgmma_fused_backward_sm90: gradients against float64 on the emulator, races, workspace; on a GPU, the contract."""
+"""wgmma_fused_backward_sm90: gradients against float64 on the emulator, races, workspace, sums in one order whatever runs
+when; on a GPU, the contract and equal bits."""
 
 import os
 import platform
@@ -15,6 +16,7 @@ import fa_ext
 import gradients
 import rows
 from case import Case
+from emulated import replaced
 from fa_ext import _build
 from operands import Unplaceable, dtype_of, place
 
@@ -39,21 +41,33 @@ CASES = [
     "B1,H1,S1x300,D128,bfloat16",
     "B1,H2/1,S200,D64,bfloat16,softcap=5.0,causal=top_left",
     "B1,H2/1,S200x130,D128,bfloat16,softcap=5.0",
+    "B1,H2,S900,D64,bfloat16,window=150:60",
 ]
+#: Of one order: all of head_dim 64, and what hides no key. Tiles of keys that see all queries, some, the same, others.
+ORDERED = [case for case in CASES if "D128" not in case and "D104" not in case or not any(mask in case for mask in ("causal", "window", "softcap"))]
+ORDERED += [
+    "B1,H2/1,S520x500,D64,bfloat16,causal=bottom_right",
+    "B1,H1,S400x520,D64,bfloat16,window=150:60",
+    "B1,H1,S500,D64,bfloat16,window=none:200",
+    "B1,H1,S300x520,D64,float16",
+    "B1,H2/1,S260x520,D128,bfloat16",
+]
+#: FA_EMULATOR_SEED, FA_EMULATOR_SMS, FA_EMULATOR_TOGETHER
+RUNS = [(0, 132, 1), (0, 3, 3), (1, 132, 8), (2, 2, 2), (3, 1, 1), (4, 4, 4), (5, 5, 2)]
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    """emulated(races=False): the name under which the kernel is loaded."""
+    """emulated(tag="", races=False, instances="", edit=None): the name under which the kernel is loaded, once a tag."""
     folder, loaded, device_of = tmp_path_factory.mktemp("fused"), {}, rows.device_of
 
-    def get(races=False):
-        if races not in loaded:
-            target = folder / f"{NAME}.{races}.so"
-            emulator.build(SOURCE, target, instances="^d(64|128)_(full|masked)_bf16$" if races else "_bf16$", races=races)
-            loaded[races] = emulator.load(target, NAME)
-            get.targets[loaded[races]] = target
-        return loaded[races]
+    def get(tag="", **options):
+        if tag not in loaded:
+            target = folder / f"{NAME}.{len(loaded)}.so"
+            emulator.build(SOURCE, target, **{"instances": "_bf16$"} | options)
+            loaded[tag] = emulator.load(target, NAME)
+            get.targets[loaded[tag]] = target
+        return loaded[tag]
 
     get.targets = {}
     rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
@@ -75,12 +89,59 @@ def test_gradients(emulated, monkeypatch, case, seed, blocks):
     assert report, report
 
 
+def in_order(kernel, problem, monkeypatch, run):
+    """Gradients of one of RUNS."""
+    for name, value in zip(("SEED", "SMS", "TOGETHER"), run):
+        monkeypatch.setenv(f"FA_EMULATOR_{name}", str(value))
+    return gradients.run(kernel, problem, deterministic=True)
+
+
+def differ(a, b):
+    return [name for name in a if (rows.bits(a[name]) != rows.bits(b[name])).any()]
+
+
 @on_emulator
-@pytest.mark.parametrize("case", ["B1,H2/1,S300x190,D64,bfloat16", "B1,H2/1,S70x300,D128,bfloat16,causal=bottom_right"])
-def test_no_race(emulated, monkeypatch, case):
+@pytest.mark.parametrize("case", ORDERED)
+def test_one_order(emulated, monkeypatch, case):
+    """The same bits whatever the blocks do meanwhile, on any number of multiprocessors."""
+    kernel = emulated("float16", instances="^ordered_d64_full_f16$") if case.split(",")[4] == "float16" else emulated()
+    problem = gradients.make(Case.parse(case))
+    first = in_order(kernel, problem, monkeypatch, RUNS[0])
+    report = gradients.judged(kernel, problem, first)
+    assert report, report
+    for run in RUNS[1:]:
+        assert not differ(in_order(kernel, problem, monkeypatch, run), first), run
+
+
+@on_emulator
+@pytest.mark.parametrize("tag, old, new", [
+    ("does not wait", "if (!first) wait_turn(p.turns + block, turn);", ""),
+    ("does not store", "if (!first) wait_turn(p.turns + block, turn);", "wait_turn(p.turns + block, first ? 0 : turn); if (!C::kStagedDq) first = false;"),
+])  # fmt: skip
+def test_mutants_of_turns(emulated, monkeypatch, tag, old, new):
+    """A block that does not wait for its turn adds in another order under some seed; sums that nobody cleared are NaN."""
+
+    def edit(text):
+        return replaced("const bool first = walk.block", "bool first = walk.block")(replaced(old, new)(text))
+
+    kernel = emulated(tag, instances="^ordered_d64_full_bf16$", edit=edit)
+    problem = gradients.make(Case.parse("B1,H1,S300x1000,D64,bfloat16"))
+    right = in_order(emulated(), problem, monkeypatch, RUNS[0])
+    assert any(differ(in_order(kernel, problem, monkeypatch, (seed, 8, 8)), right) == ["q"] for seed in range(1, 9))
+
+
+@on_emulator
+@pytest.mark.parametrize("case, deterministic", [
+    ("B1,H2/1,S300x190,D64,bfloat16", False),
+    ("B1,H2/1,S70x300,D128,bfloat16,causal=bottom_right", False),
+    ("B1,H1,S300x190,D64,bfloat16,causal=bottom_right", True),
+    ("B1,H2/1,S130x300,D128,bfloat16", True),
+])  # fmt: skip
+def test_no_race(emulated, monkeypatch, case, deterministic):
     monkeypatch.setenv("FA_EMULATOR_SEED", "1")
     monkeypatch.setenv("FA_EMULATOR_SMS", "1")
-    assert verdict(emulated(races=True), gradients.make(Case.parse(case)))
+    kernel = emulated("races", instances="^(ordered_)?d(64|128)_(full|masked)_bf16$", races=True)
+    assert gradients.verdict(kernel, gradients.make(Case.parse(case)), deterministic=deterministic)
 
 
 @on_emulator
@@ -137,29 +198,81 @@ from pathlib import Path
 
 kernel = emulator.load(Path(sys.argv[1]), sys.argv[2])
 rows.device_of = lambda kernel: "cpu"
-report = gradients.verdict(kernel, gradients.make(Case.parse("B2,H4/2,S1000x130,D64,bfloat16,causal=top_left,sinks=same")), deterministic=False)
+order = {"deterministic": sys.argv[3] == "True"}
+report = gradients.verdict(kernel, gradients.make(Case.parse("B2,H4/2,S1000x130,D64,bfloat16,causal=top_left,sinks=same")), **order)
 assert report, report
 try:
-    gradients.verdict(kernel, gradients.make(Case.parse("B1,H8/1,S1000x40,D64,bfloat16")), deterministic=False)
+    gradients.verdict(kernel, gradients.make(Case.parse("B1,H8/1,S1000x40,D64,bfloat16")), **order)
 except Unplaceable as error:
     print(error)
 """
 
 
 @on_emulator
-def test_workspace_is_kept_to_its_limit(emulated):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_workspace_is_kept_to_its_limit(emulated, deterministic):
     """Heads go in groups: one of these needs 264 KiB."""
     target = emulated.targets[emulated()]
     folders = os.pathsep.join(map(str, (_build.ROOT, Path(__file__).parent.parent)))
     environment = os.environ | {"PYTHONPATH": folders, "FA_EXT_WORKSPACE_MB": "1"}
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(target), NAME], env=environment, capture_output=True, text=True)
+    argv = [sys.executable, "-c", LIMITED, str(target), NAME, str(deterministic)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
     assert not done.returncode and "FA_EXT_WORKSPACE_MB" in done.stdout, done.stdout + done.stderr
 
 
 @on_emulator
-def test_sums_in_one_order_are_refused(emulated):
+@pytest.mark.parametrize("case", ["B1,H2,S70,D128,bfloat16,causal=top_left", "B1,H2,S70,D72,bfloat16,softcap=5.0"])
+def test_where_sums_have_no_order(emulated, case):
     with pytest.raises(Unplaceable, match="deterministic"):
-        gradients.verdict(emulated(), gradients.make(Case.parse("B1,H2,S70,D64,bfloat16")), deterministic=True)
+        gradients.verdict(emulated(), gradients.make(Case.parse(case)), deterministic=True)
+
+
+#: More tiles of keys than a large GPU has multiprocessors, of many a head or few, equal ones and unequal.
+LONG = ["B1,H32,S4096,D64,bfloat16,causal=top_left", "B1,H2,S16384,D64,float16,causal=top_left", "B2,H24/8,S1111,D64,bfloat16,causal=bottom_right",
+        "B1,H16,S3000x5000,D64,bfloat16,window=700:20", "B1,H40,S2048,D64,bfloat16", "B1,H3,S16384,D128,bfloat16",
+        "B3,H16/4,S1000x1500,D128,float16", "B1,H16,S1500x2500,D64,bfloat16,softcap=20.0,causal=bottom_right"]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LONG)
+def test_equal_bits_on_a_gpu(request, case):
+    if reason := gradients.absent(NAME):
+        pytest.skip(reason)
+    problem = gradients.make(Case.parse(case), dlse=False)
+    first = gradients.run(NAME, problem, deterministic=True)
+    near = gradients.run(NAME, problem, deterministic=False)
+    for name in first:
+        a, b = (x[name].astype(np.float32) for x in (first, near))
+        assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(b), name
+    for _ in range(request.config.getoption("--repeats")):
+        assert not differ(gradients.run(NAME, problem, deterministic=True), first)
+
+
+@pytest.mark.gpu
+def test_a_graph_clears_turns():
+    """Each replay begins with the turns of none."""
+    torch = pytest.importorskip("torch")
+    if reason := gradients.absent(NAME):
+        pytest.skip(reason)
+    torch.manual_seed(1)
+    dout, q, k, v = (torch.randn(1, 4, 1500, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    out, lse = fa_ext.attention(q, k, v, causal=True, return_lse=True)
+    grads = tuple(torch.empty_like(q) for _ in range(3))
+
+    def call():
+        fa_ext.attention_backward(dout, q, k, v, out, lse, causal=True, grads=grads, kernel=NAME)
+
+    call()
+    wanted = [x.clone() for x in grads]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for _ in range(5):
+        for x in grads:
+            x.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(grads, wanted))
 
 
 @pytest.mark.gpu
@@ -172,7 +285,13 @@ def test_long_sequences_on_a_gpu():
               for mask in ("", ",causal=bottom_right")]  # fmt: skip
     wrong = []
     for n, case in enumerate(cases):
-        report = verdict(NAME, gradients.make(case, dlse=n % 2 == 0))
-        if not report:
-            wrong.append(f"{case}: {report}")
+        problem = gradients.make(case, dlse=n % 2 == 0)
+        for deterministic in (False, True):
+            try:
+                report = gradients.verdict(NAME, problem, deterministic=deterministic)
+            except Unplaceable:
+                assert deterministic
+                continue
+            if not report:
+                wrong.append(f"{case}, deterministic={deterministic}: {report}")
     assert not wrong, "\n".join(wrong[:5])

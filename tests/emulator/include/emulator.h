@@ -31,6 +31,7 @@ extern Index block_dim, grid_dim, cluster_dim;
 void perhaps_yield();
 /* The same where a thread may wait for another in a loop: without a seed, every 16th time. */
 void spin();
+void poll();
 
 /* ---- shared memory ---- */
 
@@ -105,6 +106,7 @@ void tensor_load(uint32_t to, const void *map, const int *at, int rank, uint32_t
 void tensor_store(const void *map, const int *at, int rank, uint32_t from);
 void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier);
 void bulk_add(void *to, uint32_t from, uint32_t bytes);
+void bulk_store(void *to, uint32_t from, uint32_t bytes);
 void bulk_commit();
 void bulk_wait(unsigned pending);
 void send_async(uint32_t to, uint32_t barrier, const void *data, uint32_t bytes);

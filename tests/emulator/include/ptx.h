@@ -48,6 +48,16 @@ template <size_t N> void red_global(float *to, const std::array<const float *, N
     for (size_t n = 0; n < N; ++n) to[n] += *x[n];
 }
 
+/* What another block waits for, and what it reads meanwhile. */
+template <class T> void ld_awaited(T &x, const T *from) {
+    poll();
+    x = *from;
+}
+template <class T> void st_awaited(T *to, std::type_identity_t<T> x) {
+    *to = x;
+    perhaps_yield();
+}
+
 /* cp.async of 16, 8 or 4 bytes; `given`: how many of them are read; a predicate instead ignores the source. */
 inline void cp_async(uint32_t to, const void *from, uint32_t bytes) { copy_async(to, from, bytes, bytes); }
 inline void cp_async(uint32_t to, const void *from, uint32_t bytes, bool ignores) {
@@ -156,13 +166,6 @@ void mma(const std::array<float *, 4> &d, const std::array<A *, K / 4> &a, const
 
 template <bool BF16, class Word> void cvt_x2(Word &to, float high, float low) {
     to = static_cast<uint32_t>(to_bits(high, BF16)) << 16 | to_bits(low, BF16);
-}
-
-template <bool BF16, class Word> void mul_x2(Word &to, uint32_t a, uint32_t b) {
-    const auto half = [&](int shift) {
-        return to_bits(from_bits(uint16_t(a >> shift), BF16) * from_bits(uint16_t(b >> shift), BF16), BF16);
-    };
-    to = static_cast<uint32_t>(half(16)) << 16 | half(0);
 }
 
 /* ---- mbarriers, elections ---- */

@@ -219,6 +219,14 @@ void bulk_add(void *to, uint32_t from, uint32_t bytes) {
         &current(), current().bulk_group, "bulk addition");
 }
 
+/* The same, in place of what is there. */
+void bulk_store(void *to, uint32_t from, uint32_t bytes) {
+    const void *const source = shared_pointer(from, bytes, 16);
+    if (bytes % 16 || reinterpret_cast<uintptr_t>(to) % 16) fail("a bulk copy of %u bytes is not aligned", bytes);
+    race_access(current(), from, bytes, false, __builtin_return_address(0));
+    defer([=] { __builtin_memcpy(to, source, bytes); }, &current(), current().bulk_group, "bulk store");
+}
+
 void bulk_commit() { ++current().bulk_group; }
 
 void bulk_wait(unsigned keep) {

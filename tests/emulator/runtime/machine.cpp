@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #if !defined(__x86_64__)
@@ -141,6 +142,12 @@ void spin() {
     switch_to(next());
 }
 
+/* What the hardware does by itself goes on while a thread looks again and again. */
+void poll() {
+    if (++machine.polls % 16 == 0) run_pending(false);
+    spin();
+}
+
 /* ---- the life of a fiber ---- */
 
 void Fiber::clear() {
@@ -234,20 +241,30 @@ static bool run_cluster(Index first) {
     return true;
 }
 
+/* Blocks of a kernel without clusters that run at a time, as one cluster of them would. */
+static unsigned blocks_together(const Grid &grid) {
+    const char *given = getenv("FA_EMULATOR_TOGETHER");
+    const bool alone = !given || grid.grid.y * grid.grid.z * grid.cluster.x * grid.cluster.y * grid.cluster.z > 1;
+    return alone ? 1 : std::clamp(atoi(given), 1, 16);
+}
+
 void run(const Grid &grid, void (*body)(void *), void *context) {
     machine.grid = grid, machine.body = body, machine.context = context;
     machine.random = machine.seed * UINT64_C(0x9E3779B97F4A7C15) + 1;
     block_dim = grid.block, grid_dim = grid.grid, cluster_dim = grid.cluster;
-    const Index clusters = {grid.grid.x / grid.cluster.x, grid.grid.y / grid.cluster.y, grid.grid.z / grid.cluster.z};
+    const unsigned together = blocks_together(grid);
+    const Index clusters = {(grid.grid.x / grid.cluster.x + together - 1) / together, grid.grid.y / grid.cluster.y,
+                            grid.grid.z / grid.cluster.z};
     const uint64_t count = uint64_t(clusters.x) * clusters.y * clusters.z;
     std::vector<uint64_t> order(machine.seed ? count : 0);
     for (uint64_t n = 0; n < order.size(); ++n) order[n] = n;
     for (uint64_t n = order.size(); n > 1; --n) std::swap(order[n - 1], order[draw() % n]);
     for (uint64_t n = 0; n < count; ++n) {
         const uint64_t at = machine.seed ? order[n] : n;
-        const Index first = {unsigned(at % clusters.x) * grid.cluster.x,
+        const Index first = {unsigned(at % clusters.x) * grid.cluster.x * together,
                              unsigned(at / clusters.x % clusters.y) * grid.cluster.y,
                              unsigned(at / clusters.x / clusters.y) * grid.cluster.z};
+        if (together > 1) machine.grid.cluster.x = cluster_dim.x = std::min(together, grid.grid.x - first.x);
         if (!run_cluster(first)) break;
     }
     self = nullptr;

@@ -109,7 +109,7 @@ struct Machine {
     void *context;
     uint64_t seed, random;
     bool active = false;
-    unsigned spins = 0;
+    unsigned spins = 0, polls = 0;
 
     std::vector<Fiber *> fibers; // of the cluster that runs
     std::vector<Warp> warps;
