@@ -1,0 +1,89 @@
+/* prefill_sm90: how prefill_list_kernel lists sequences of few rows: in units of about equal keys, the longest first,
+ * for as many blocks as leave tiles their share of the multiprocessors. */
+#pragma once
+#include "sm90/prefill_few_config.cuh"
+
+namespace fa::sm90::prefill {
+
+/* Of a sequence's rows only lengths count, so that it is one of few in every batch. */
+__device__ __forceinline__ bool is_few(const Call &call, const Record &r) {
+    return r.seq_q > 0 && r.seq_q <= call.few.rows / call.group;
+}
+
+__device__ __forceinline__ int few_keys(const FewJob &job) { return max(job.sight.high - job.sight.low, 0); }
+
+/* Keys of a unit at most, given those of all sequences and kv heads: half as many units as there are warps keep memory
+ * busy, and a state a chunk costs more than that leaves to win. */
+__device__ __forceinline__ int few_keys_of_unit(const Call &call, unsigned long long keys) {
+    const unsigned long long warps = call.few.blocks * call.few.warps;
+    return static_cast<int>(min(max(2 * keys / warps, static_cast<unsigned long long>(kChunkKeys)), 1ull << 30));
+}
+
+/* Cuts a sequence into units of at most `most` keys. What is short beside the share of a warp stays whole. */
+__device__ __forceinline__ void cut_few(FewJob &job, int most) {
+    job.cut = job.slots = 0;
+    const int keys = few_keys(job), chunk = serve::kTileKeys << job.sight.shift;
+    if (keys <= most / 4) return;
+    job.cut = kGroup;
+    while (job.cut > 1 && job.cut * chunk > most) job.cut /= 2;
+    if (job.parts() <= 1)
+        job.cut = 0;
+    else
+        job.slots = job.groups() * job.group_slots();
+}
+
+__device__ __forceinline__ int few_slots(const Call &call, const FewJob &job) {
+    return job.slots * static_cast<int>(call.p.heads_kv) * job.halves(call.group);
+}
+/* The same before it is known what there is room for. */
+__device__ __forceinline__ int few_slots_wanted(const Call &call, FewJob job, int most) {
+    cut_few(job, most);
+    return few_slots(call, job);
+}
+__device__ __forceinline__ int few_units(const Call &call, const FewJob &job) {
+    return job.parts() * static_cast<int>(call.p.heads_kv);
+}
+
+/* By the keys of its units, the most first. */
+__device__ __forceinline__ int few_class(const FewJob &job) {
+    const int keys = job.cut ? job.cut * (serve::kTileKeys << job.sight.shift) : few_keys(job);
+    return min(__clz(keys), kFewClasses - 1);
+}
+
+/* From how much each class holds to where it begins; returns jobs and, in the low half, units. One warp. */
+__device__ __forceinline__ unsigned long long begin_few(unsigned long long (&place)[kFewClasses]) {
+    const int lane = threadIdx.x;
+    const unsigned long long mine = place[lane];
+    unsigned long long all = mine;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const unsigned long long other = __shfl_up_sync(~0u, all, by);
+        if (lane >= by) all += other;
+    }
+    place[lane] = all - mine;
+    return __shfl_sync(~0u, all, 31);
+}
+
+/* Blocks for so many units beside `tiles` units of the other kernel: half of the multiprocessors and a little more
+ * bring what memory can give, and tiles take the others at once, and those of blocks that have ended. */
+__device__ __forceinline__ int few_blocks(const Call &call, uint32_t units, uint32_t tiles) {
+    constexpr uint32_t kShare = 9, kOf = 16, kUnitsOfBlock = 4; // units: where tiles are there, too
+    const uint32_t all = call.few.blocks;
+    if (tiles == 0 || units == 0) return static_cast<int>(min(all, units));
+    const uint32_t share = max(all * kShare / kOf, all - min(all, tiles));
+    return static_cast<int>(min(max(share, 1u), (units + kUnitsOfBlock - 1) / kUnitsOfBlock));
+}
+
+/* The place of a job in the list, of all of whose fields but that is known. */
+__device__ __forceinline__ void list_few(const Call &call, FewJob job, unsigned long long (&place)[kFewClasses]) {
+    const int units = few_units(call, job);
+    const unsigned long long at = atomicAdd(&place[few_class(job)], 1ull << 32 | static_cast<uint32_t>(units));
+    job.of.unit = static_cast<int>(at & 0xffffffff);
+    *few_job(call.few, static_cast<int>(at >> 32)) = job;
+    if (!job.cut) return;
+    const int halves = job.halves(call.group), step = job.group_slots() * halves, groups = job.groups();
+    for (int head = 0, slot = job.of.slot; head < static_cast<int>(call.p.heads_kv); ++head, slot += job.slots * halves)
+        for (int group = 0; group < groups; ++group) *few_left(call.few, slot + group * step) = {};
+}
+
+} // namespace fa::sm90::prefill
