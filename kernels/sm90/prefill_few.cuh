@@ -158,7 +158,7 @@ __device__ __forceinline__ void attend_few(const FewParams &params, FewWarp<F> &
     serve::Rows<C> rows;
     rows.row = own.shared.row[warp];
     rows.queries = reinterpret_cast<typename serve::Rows<C>::Query *>(own.shared.queries[warp]);
-    rows.load_own_queries(params.serve, job);
+    rows.template load_queries<true>(params.serve, job);
     rows.load_sight(params.serve, job);
 
     serve::Chunk<C> group, chunk;

@@ -59,13 +59,20 @@ template <class C> struct Rows {
         return row[r / 2 * 8 + 2 * (threadIdx.x % 4) + r % 2];
     }
 
-    /* Where the lane's parts of the rows lie. */
-    struct Source {
+    /* By the block, or by a warp whose `queries` are its own and may hold those of a job before. */
+    template <bool kOfWarp = false> __device__ __forceinline__ void load_queries(const Params &params, const Job &job) {
+        const fa_forward &p = params.call.p;
+        const int lane = threadIdx.x % 32;
         const T *from[C::kRowTiles];
         bool exists[C::kRowTiles];
-        int64_t columns;
-
-        __device__ __forceinline__ Query operator()(int step) const {
+#pragma unroll
+        for (int n = 0; n < C::kRowTiles; ++n) {
+            const int index = 8 * n + lane / 4;
+            exists[n] = index < job.count;
+            const RowPlace at = row_place(params, job, exists[n] ? index : 0);
+            from[n] = row_of<T>(p.q, at.batch, at.head, job.first_out + at.query) + 2 * (lane % 4);
+        }
+        const auto load = [&](int step) {
             Query x;
 #pragma unroll
             for (int n = 0; n < C::kRowTiles; ++n)
@@ -73,48 +80,18 @@ template <class C> struct Rows {
                 for (int half = 0; half < 2; ++half) {
                     const int column = 16 * step + 8 * half;
                     x.part[n][half] =
-                        exists[n] && column < columns ? *reinterpret_cast<const uint32_t *>(from[n] + column) : 0;
+                        exists[n] && column < p.head_dim ? *reinterpret_cast<const uint32_t *>(from[n] + column) : 0;
                 }
             return x;
-        }
-    };
-    static __device__ __forceinline__ Source source(const Params &params, const Job &job) {
-        const fa_forward &p = params.call.p;
-        const int lane = threadIdx.x % 32;
-        Source source;
-        source.columns = p.head_dim;
-#pragma unroll
-        for (int n = 0; n < C::kRowTiles; ++n) {
-            const int index = 8 * n + lane / 4;
-            source.exists[n] = index < job.count;
-            const RowPlace at = row_place(params, job, source.exists[n] ? index : 0);
-            source.from[n] = row_of<T>(p.q, at.batch, at.head, job.first_out + at.query) + 2 * (lane % 4);
-        }
-        return source;
-    }
-
-    /* By the block. */
-    __device__ __forceinline__ void load_queries(const Params &params, const Job &job) {
-        const int lane = threadIdx.x % 32;
-        const Source load = source(params, job);
-        if constexpr (kShared) {
-            for (int step = threadIdx.x / 32; step < kSteps; step += C::kWarps) queries[step * 32 + lane] = load(step);
-            __syncthreads();
-        } else {
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) kept[step] = load(step);
-        }
-    }
-
-    /* By a warp whose `queries` are its own, and may hold those of a job before. */
-    __device__ __forceinline__ void load_own_queries(const Params &params, const Job &job) {
-        const int lane = threadIdx.x % 32;
-        const Source load = source(params, job);
-        if constexpr (kShared) {
+        };
+        if constexpr (kShared && kOfWarp) {
             __syncwarp();
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) queries[step * 32 + lane] = load(step);
             __syncwarp();
+        } else if constexpr (kShared) {
+            for (int step = threadIdx.x / 32; step < kSteps; step += C::kWarps) queries[step * 32 + lane] = load(step);
+            __syncthreads();
         } else {
 #pragma unroll
             for (int step = 0; step < kSteps; ++step) kept[step] = load(step);
