@@ -1,12 +1,14 @@
 /* prefill_sm90: the kernel of sequences of few rows (prefill_few_config.cuh). A block a multiprocessor, each of whose
- * warps takes units from a counter and works alone: its ring of tiles, its queries, its states.
+ * warps takes units from a counter and works alone: its ring of tiles, its queries, its states. Before that, pairs of
+ * warps take the units of more rows: the rings of both are one, which the first of them fills.
  *
  * The kernel of tiles is launched behind this one and runs beside it: blocks that prefill_list_kernel does not want
  * here end at once, and tiles have their multiprocessors. That kernel may start when every block here has passed
  * dependency_wait(), so that the list is there; it waits for this one in the end.
  *
  * Why no waiter falls two phases behind: as serve_load.cuh says. A warp's barriers live as long as the block; a unit
- * ends when all that was asked for has been waited for, and the next begins at the stage where it ended. */
+ * ends when all that was asked for has been waited for, and the next begins at the stage where it ended. A pair's slot
+ * is asked for again when both warps have met behind their reads of it. */
 #pragma once
 #include "sm90/prefill_few_config.cuh"
 #include "sm90/serve_kernel.cuh"
@@ -17,16 +19,21 @@ namespace fa::sm90::prefill {
 template <class T, int Columns> struct FewConfig {
     static constexpr int kWarps = few_warps(Columns), kThreads = kWarps * 32;
     using Least = serve::Config<T, Columns, 1>;
-    using Most = serve::Config<T, Columns, few_rows_at_most(Columns) / 8>;
+    using Most = serve::Config<T, Columns, few_rows_of_warp(Columns) / 8>;
     static constexpr int kSlots = Most::kSlots, kRingBytes = kSlots * Most::kSlotBytes;
+    static constexpr bool kPairs = few_rows_at_most(Columns) > Most::kRows;
+    struct Pair : Most {
+        static constexpr int kSlots = 2 * Most::kSlots;
+    };
 };
 
 template <class F> struct FewShared {
     alignas(1024) char ring[F::kWarps][F::kRingBytes];
     alignas(16) char queries[F::kWarps][serve::Rows<typename F::Most>::kQueryBytes + 16];
     serve::LaneRow row[F::kWarps][F::Most::kRows];
-    uint64_t full[F::kWarps][F::kSlots];
-    uint32_t valid[F::kWarps][F::kSlots];
+    uint64_t full[F::kWarps][F::kSlots], pair_full[F::kWarps / 2][F::Pair::kSlots];
+    uint32_t valid[F::kWarps][F::kSlots], pair_valid[F::kWarps / 2][F::Pair::kSlots];
+    uint32_t unit[F::kWarps / 2]; // of a pair
 };
 
 /* A unit: chunks [begin, end) of a kv head. */
@@ -57,13 +64,14 @@ __device__ __forceinline__ int find_few(const Few &few, uint32_t unit, int jobs)
     return low;
 }
 
-__device__ __forceinline__ serve::Job few_serve_job(const Call &call, const FewJob &of, int head) {
+/* The rows from `row` on, as many as a warp has. */
+__device__ __forceinline__ serve::Job few_serve_job(const Call &call, const FewJob &of, int head, int row, int most) {
     serve::Job job;
     job.entry = entry_of(call, of.of);
     job.b = of.of.b, job.head = head;
     job.rows = {of.of.first_q, of.of.first_q + of.of.seq_q}, job.first_out = of.of.first_q;
-    job.row = 0, job.count = job.rows_out = of.of.seq_q * call.group;
-    job.counts = head == 0; // bad pages, by the one warp that reads them of this head
+    job.row = row, job.count = job.rows_out = min(of.of.seq_q * call.group - row, most);
+    job.counts = head == 0; // bad pages, by the one warp that asks for them of this head
     job.low = of.sight.low, job.high = of.sight.high, job.shift = of.sight.shift;
     job.first = of.sight.first, job.last = of.sight.last;
     return job;
@@ -125,12 +133,28 @@ __device__ __forceinline__ void fold_few(const Few &few, serve::Chunk<C> &to, se
 
 /* ---- a unit ---- */
 
-/* What a warp has for itself. */
-template <class F> struct FewWarp {
-    FewShared<F> &shared;
-    int warp;
-    float4 *state; // of groups so far
-    RingState<F::kSlots> at{0};
+__device__ __forceinline__ int few_warp() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
+
+/* Both warps of a pair have come here, and see what the other has written to shared memory. */
+__device__ __forceinline__ void join_pair() { named_barrier_sync(1 + threadIdx.x / 64, 64); }
+
+/* The first of a pair. */
+__device__ __forceinline__ bool leads_pair() { return threadIdx.x % 64 < 32; }
+
+/* The ring of a pair. A warp that asks for what comes next has read the slot; the first asks for both. */
+template <class C> struct PairRing : serve::Ring<C> {
+    __device__ __forceinline__ void start_keys(int at) {
+        join_pair();
+        if (leads_pair()) serve::Ring<C>::start_keys(at);
+    }
+    __device__ __forceinline__ void start_values(int at) {
+        join_pair();
+        if (leads_pair()) serve::Ring<C>::start_values(at);
+    }
+    __device__ __forceinline__ void clear_rows(int at, uint32_t all) {
+        if (leads_pair()) serve::Ring<C>::clear_rows(at, all);
+        join_pair();
+    }
 };
 
 /* Asks for the first tiles of a unit, from the ring's present stage on. */
@@ -144,67 +168,127 @@ template <class C> __device__ __forceinline__ void fill_ring(serve::Ring<C> &rin
     }
 }
 
-/* Works a unit out, and what ends with it. */
+/* The ring of a warp, or of its pair, for the tiles of a unit. */
 template <class C, class F>
-__device__ __forceinline__ void attend_few(const FewParams &params, FewWarp<F> &own, const FewJob &of,
-                                           const FewUnit &unit) {
+__device__ __forceinline__ auto few_ring(const FewParams &params, FewShared<F> &shared, const serve::Job &job,
+                                         serve::Tiles tiles) {
+    const int warp = few_warp(), pair = warp / 2;
+    if constexpr (C::kSlots == F::kSlots)
+        return serve::Ring<C>{params.serve, job, shared.ring[warp], shared.full[warp], shared.valid[warp], tiles};
+    else
+        return PairRing<C>{
+            {params.serve, job, shared.ring[2 * pair], shared.pair_full[pair], shared.pair_valid[pair], tiles}};
+}
+
+/* A warp's rows of unit `inside` of a sequence: those of a pair have 16 each, and states of their own. */
+template <class C, class F> struct FewPart {
+    static constexpr bool kPair = C::kSlots != F::kSlots;
+    static constexpr int kEights = kPair ? 2 * C::kRowTiles : C::kRowTiles; // of all rows
+    FewUnit unit;
+    serve::Job job;
+    const FewJob &of;
+    int second; // warp of its pair
+
+    __device__ __forceinline__ FewPart(const Call &call, const FewJob &of, int inside)
+        : unit(few_unit(of, static_cast<int>(call.p.heads_kv), inside)), of(of), second(kPair ? few_warp() % 2 : 0) {
+        job = few_serve_job(call, of, unit.head, second * C::kRows, C::kRows);
+    }
+    /* The n-th of the job; of a chunk, where a unit is less than a group. */
+    __device__ __forceinline__ int slot(int n) const {
+        return of.of.slot + (unit.head * of.slots + n) * kEights + second * C::kRowTiles;
+    }
+    __device__ __forceinline__ int slot_of_chunk(int chunk) const { return slot(chunk - job.first / kGroup * kGroup); }
+};
+
+/* Works a unit out: `group` is its group so far, true if it has the group's first chunk, or where it is the whole job
+ * the end. */
+template <class C, class F>
+__device__ __forceinline__ bool attend_part(const FewParams &params, FewShared<F> &shared, RingState<C::kSlots> &at,
+                                            const FewJob &of, int inside, serve::Chunk<C> &group,
+                                            serve::Chunk<C> &chunk) {
     const Few &few = params.call.few;
-    const int warp = own.warp;
-    const serve::Job job = few_serve_job(params.call, of, unit.head);
-    serve::Ring<C> ring{params.serve,           job,
-                        own.shared.ring[warp],  own.shared.full[warp],
-                        own.shared.valid[warp], job.tiles(unit.begin, unit.end)};
-    fill_ring(ring, own.at);
+    const int warp = few_warp();
+    const FewPart<C, F> part(params.call, of, inside);
+    const serve::Job &job = part.job;
+    auto ring = few_ring<C>(params, shared, job, job.tiles(part.unit.begin, part.unit.end));
+    if (part.second == 0) fill_ring<C>(ring, at);
+    if (part.kPair) join_pair(); // valid[] is written
     serve::Rows<C> rows;
-    rows.row = own.shared.row[warp];
-    rows.queries = reinterpret_cast<typename serve::Rows<C>::Query *>(own.shared.queries[warp]);
+    rows.row = shared.row[warp];
+    rows.queries = reinterpret_cast<typename serve::Rows<C>::Query *>(shared.queries[warp]);
     rows.template load_queries<true>(params.serve, job);
     rows.load_sight(params.serve, job);
-
-    serve::Chunk<C> group, chunk;
     group.clear();
 #pragma unroll
     for (int r = 0; r < C::kLaneRows; ++r) group.state[r].maximum = -INFINITY;
-    const int halves = C::kRowTiles, first_group = job.first / kGroup, step = of.group_slots() * halves,
-              slot = of.of.slot + unit.head * of.slots * halves;                                    // of the job
-    const auto slot_of = [&](int chunk) { return slot + (chunk - first_group * kGroup) * halves; }; // where cut < 8
     bool opened = false, folded = false; // the group is in registers; groups before it are in the warp's own state
 #pragma unroll 1
-    for (int k = unit.begin; k < unit.end; ++k) {
-        serve::attend_chunk(params.serve, job, ring, rows, own.at, chunk, k);
+    for (int k = part.unit.begin; k < part.unit.end; ++k) {
+        serve::attend_chunk(params.serve, job, ring, rows, at, chunk, k);
         const bool opens = k % kGroup == 0 || k == job.first;
         opened |= opens;
         if (!opened) {
-            store_few<C>(few_state(few, slot_of(k)), chunk);
+            store_few<C>(few_state(few, part.slot_of_chunk(k)), chunk);
             continue;
         }
         group.take(chunk, opens);
         if (of.cut || ((k + 1) % kGroup && k + 1 < job.last)) continue;
         if (folded) {
-            load_few<C>(own.state, chunk);
+            load_few<C>(few_state_of_warp(few, blockIdx.x * F::kWarps + warp), chunk);
             chunk.take(group, false);
             group = chunk;
         }
         folded = true;
-        if (k + 1 < job.last) store_few<C>(own.state, group);
+        if (k + 1 < job.last) store_few<C>(few_state_of_warp(few, blockIdx.x * F::kWarps + warp), group);
     }
-    if (of.cut) {
-        const int at = unit.begin / kGroup, here = slot + (at - first_group) * step; // the group, and its slot
-        const int begin = max(at * kGroup, job.first), end = min((at + 1) * kGroup, job.last);
-        const int units = (end - 1) / of.cut - begin / of.cut + 1, groups = of.groups();
+    return opened;
+}
+
+/* A unit, and what ends with it. */
+template <class C, class F>
+__device__ __forceinline__ void attend_few(const FewParams &params, FewShared<F> &shared, RingState<C::kSlots> &at,
+                                           const FewJob &of, int inside) {
+    const Few &few = params.call.few;
+    serve::Chunk<C> group, chunk;
+    const bool opened = attend_part<C>(params, shared, at, of, inside, group, chunk);
+    const FewPart<C, F> part(params.call, of, inside); // anew: it has no registers while there are products
+    if (const int cut = of.cut) {
+        const serve::Job &job = part.job;
+        const int n = part.unit.begin / kGroup, here = part.slot((n - job.first / kGroup) * of.group_slots());
+        const int begin = max(n * kGroup, job.first), end = min((n + 1) * kGroup, job.last); // the group
+        const int units = (end - 1) / cut - begin / cut + 1, groups = of.groups();
         if (units > 1) {
             if (opened) store_few<C>(few_state(few, here), group);
             if (!few_ends(&few_left(few, here)->group, units)) return;
-            const int next = (begin / of.cut + 1) * of.cut; // the first chunk behind the unit that opened the group
-            fold_few<C>(few, group, chunk, here, slot_of(next), halves, end - next);
+            const int next = (begin / cut + 1) * cut; // the first chunk behind the unit that opened the group
+            fold_few<C>(few, group, chunk, here, part.slot_of_chunk(next), part.kEights, end - next);
         }
         if (groups > 1) {
             store_few<C>(few_state(few, here), group);
+            const int slot = part.slot(0), step = of.group_slots() * part.kEights;
             if (!few_ends(&few_left(few, slot)->job, groups)) return;
             fold_few<C>(few, group, chunk, slot, slot + step, step, groups - 1);
         }
     }
-    serve::write_chunk(params.serve, job, group);
+    serve::write_chunk(params.serve, part.job, group);
+}
+
+/* The units of pairs. Beside the other units, in one function, some registers would be spilled. */
+template <class F> __device__ __noinline__ void attend_pairs(const FewParams &params, const FewHeader &header) {
+    extern __shared__ __align__(1024) char memory[];
+    auto &shared = *reinterpret_cast<FewShared<F> *>(memory);
+    const Few &few = params.call.few;
+    const int pair = few_warp() / 2, pairs = header.blocks * F::kWarps / 2;
+    RingState<F::Pair::kSlots> at(0);
+    uint32_t unit = pair * header.blocks + blockIdx.x;
+#pragma unroll 1
+    while (unit < header.pair_units) {
+        const FewJob &of = *few_job(few, find_few(few, unit, header.jobs));
+        attend_few<typename F::Pair>(params, shared, at, of, static_cast<int>(unit - of.of.unit));
+        if (threadIdx.x % 64 == 0) shared.unit[pair] = pairs + atomicAdd(&few_header(few)->pair_counter, 1u);
+        join_pair(); // it is read before the pair meets in the unit that it names
+        unit = shared.unit[pair];
+    }
 }
 
 template <class F>
@@ -212,33 +296,33 @@ __global__ void __launch_bounds__(F::kThreads, 1) prefill_few_kernel(const __gri
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(1024) char memory[];
     auto &shared = *reinterpret_cast<FewShared<F> *>(memory);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int warp = few_warp(), lane = threadIdx.x % 32;
     if (params.serve.boxes && threadIdx.x == 0)
         tensor_map_prefetch(&params.serve.k_map), tensor_map_prefetch(&params.serve.v_map);
-    if (lane < F::kSlots) mbarrier_init(&shared.full[warp][lane], params.serve.boxes ? 1 : 32);
+    const uint32_t arrivals = params.serve.boxes ? 1 : 32;
+    if (lane < F::kSlots) mbarrier_init(&shared.full[warp][lane], arrivals);
+    if (F::kPairs && warp % 2 == 0 && lane < F::Pair::kSlots)
+        mbarrier_init(&shared.pair_full[warp / 2][lane], arrivals);
     mbarrier_init_fence();
-    __syncwarp();
+    __syncthreads();
     dependency_wait();
     dependency_release(); // only now: who is launched behind reads the list without waiting for it
     const Few &few = params.call.few;
-    const FewHeader header = *few_header(few);
-    const int block = static_cast<int>(blockIdx.x), heads_kv = static_cast<int>(params.call.p.heads_kv);
+    const FewHeader &header = *few_header(few);
+    const int block = static_cast<int>(blockIdx.x);
     if (block >= header.blocks) return;
-    FewWarp<F> own{shared, warp, few_state_of_warp(few, block * F::kWarps + warp)};
-    uint32_t unit = warp * header.blocks + block;
+    RingState<F::kSlots> at(0);
+    if constexpr (F::kPairs) attend_pairs<F>(params, header);
+    uint32_t unit = header.pair_units + warp * header.blocks + block;
 #pragma unroll 1
     while (unit < header.units) {
-        const FewJob of = *few_job(few, find_few(few, unit, header.jobs));
-        const FewUnit part = few_unit(of, heads_kv, static_cast<int>(unit - of.of.unit));
-        if constexpr (F::Most::kRowTiles > 1) {
-            if (of.halves(params.call.group) > 1)
-                attend_few<typename F::Most>(params, own, of, part);
-            else
-                attend_few<typename F::Least>(params, own, of, part);
-        } else {
-            attend_few<typename F::Least>(params, own, of, part);
-        }
-        if (lane == 0) unit = header.blocks * F::kWarps + atomicAdd(&few_header(few)->counter, 1u);
+        const FewJob &of = *few_job(few, find_few(few, unit, header.jobs));
+        const int inside = static_cast<int>(unit - of.of.unit);
+        if (F::Most::kRowTiles > 1 && of.eights(params.call.group) > 1)
+            attend_few<typename F::Most>(params, shared, at, of, inside);
+        else
+            attend_few<typename F::Least>(params, shared, at, of, inside);
+        if (lane == 0) unit = header.pair_units + header.blocks * F::kWarps + atomicAdd(&few_header(few)->counter, 1u);
         unit = __shfl_sync(~0u, unit, 0);
     }
 }

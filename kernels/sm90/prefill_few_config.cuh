@@ -6,6 +6,8 @@
  * or within a group 1, 2, 4 or 8 chunks, cut at multiples of that. prefill_list_kernel says which by the keys of all
  * such sequences together: it decides who computes what, and so no bit. The first unit of a group leaves one state of
  * its chunks, the others one a chunk; who ends a group last folds these, and who ends a job's last group folds groups.
+ *
+ * Beyond 16 rows a pair of warps takes a unit, 16 rows each, and the tiles of keys come once for both.
  */
 #pragma once
 #include "sm90/prefill_config.cuh"
@@ -13,18 +15,19 @@
 
 namespace fa::sm90::prefill {
 
-constexpr int kFewClasses = 32; // of units, by their keys
+constexpr int kFewClasses = 64; // of units, half of them for pairs of warps, by their keys
 
-/* Rows that a sequence of few has at most, and warps of a block, each with a ring of tiles of keys. By columns:
- * head_dim as serve_sm90 rounds it up. */
-constexpr int few_rows_at_most(int columns) { return columns <= 128 ? 16 : 8; }
+/* Rows that a sequence of few has at most, those of a warp, and warps of a block, each with a ring of tiles of keys. By
+ * columns: head_dim as serve_sm90 rounds it up. */
+constexpr int few_rows_at_most(int columns) { return columns <= 128 ? 32 : 8; }
+constexpr int few_rows_of_warp(int columns) { return columns <= 128 ? 16 : 8; }
 constexpr int few_warps(int columns) { return columns <= 128 ? 8 : 4; }
 constexpr int few_columns(int64_t head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 
 /* Bytes of the state of eight rows: what the lanes hold of the output, then maxima and sums. */
 constexpr int few_state_bytes(int columns) { return 32 * 4 * (columns / 4 + 4); }
 
-/* A sequence of few rows. Its slots hold eight rows each; jobs of more rows have two in a row. */
+/* A sequence of few rows. Its slots hold eight rows each; jobs of more rows have two or four in a row. */
 struct alignas(16) FewJob {
     Record of; // unit: before it, of the list; slot: the first
     serve::Sight sight;
@@ -32,7 +35,10 @@ struct alignas(16) FewJob {
     int slots; // states of a kv head
     int unused;
 
-    __device__ __forceinline__ int halves(int group) const { return of.seq_q * group > 8 ? 2 : 1; }
+    __device__ __forceinline__ int eights(int group) const {
+        const int rows = of.seq_q * group;
+        return rows > 16 ? 4 : rows > 8 ? 2 : 1;
+    }
     /* Units of a kv head. */
     __device__ __forceinline__ int parts() const { return cut ? (sight.last - 1) / cut - sight.first / cut + 1 : 1; }
     __device__ __forceinline__ int groups() const {
@@ -43,9 +49,10 @@ struct alignas(16) FewJob {
 };
 
 struct alignas(16) FewHeader {
-    uint32_t units, counter; // all of them; how many were taken beside the first of each warp
-    int blocks;              // that stay; the others leave their multiprocessors to tiles
-    int jobs;
+    uint32_t units, counter;           // all of them; how many were taken beside the first of each warp
+    uint32_t pair_units, pair_counter; // the same of those that pairs of warps take, which come first
+    int blocks;                        // that stay; the others leave their multiprocessors to tiles
+    int jobs, unused[2];
 };
 
 /* How many units of a group, and how many groups, have ended. In the group's slot, and in the job's first. */

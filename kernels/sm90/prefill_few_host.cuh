@@ -21,7 +21,7 @@ inline int few_rows(const fa_problem *problem) {
 
 /* What is planned of them, without a place. */
 inline Few plan_few(const fa_problem *problem, int64_t sms, int64_t limit) {
-    constexpr int64_t kMostSlots = 8192, kShort = kGroup * kChunkKeys; // keys of one group, at least
+    constexpr int64_t kMostSlots = 16384, kShort = kGroup * kChunkKeys; // keys of one group, at least
     const fa_forward &p = problem->forward;
     Few few = {};
     few.rows = few_rows(problem);

@@ -33,7 +33,7 @@ __device__ __forceinline__ void cut_few(FewJob &job, int most) {
 }
 
 __device__ __forceinline__ int few_slots(const Call &call, const FewJob &job) {
-    return job.slots * static_cast<int>(call.p.heads_kv) * job.halves(call.group);
+    return job.slots * static_cast<int>(call.p.heads_kv) * job.eights(call.group);
 }
 /* The same before it is known what there is room for. */
 __device__ __forceinline__ int few_slots_wanted(const Call &call, FewJob job, int most) {
@@ -44,23 +44,25 @@ __device__ __forceinline__ int few_units(const Call &call, const FewJob &job) {
     return job.parts() * static_cast<int>(call.p.heads_kv);
 }
 
-/* By the keys of its units, the most first. */
-__device__ __forceinline__ int few_class(const FewJob &job) {
+/* Those of pairs first; by the keys of its units, the most first. */
+__device__ __forceinline__ int few_class(const Call &call, const FewJob &job) {
     const int keys = job.cut ? job.cut * (serve::kTileKeys << job.sight.shift) : few_keys(job);
-    return min(__clz(keys), kFewClasses - 1);
+    return min(__clz(keys), kFewClasses / 2 - 1) + (job.eights(call.group) > 2 ? 0 : kFewClasses / 2);
 }
 
 /* From how much each class holds to where it begins; returns jobs and, in the low half, units. One warp. */
 __device__ __forceinline__ unsigned long long begin_few(unsigned long long (&place)[kFewClasses]) {
+    static_assert(kFewClasses == 64, "two a lane");
     const int lane = threadIdx.x;
-    const unsigned long long mine = place[lane];
+    const unsigned long long first = place[2 * lane], mine = first + place[2 * lane + 1];
     unsigned long long all = mine;
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
         const unsigned long long other = __shfl_up_sync(~0u, all, by);
         if (lane >= by) all += other;
     }
-    place[lane] = all - mine;
+    place[2 * lane] = all - mine, place[2 * lane + 1] = all - mine + first;
+    __syncwarp();
     return __shfl_sync(~0u, all, 31);
 }
 
@@ -77,13 +79,15 @@ __device__ __forceinline__ int few_blocks(const Call &call, uint32_t units, uint
 /* The place of a job in the list, of all of whose fields but that is known. */
 __device__ __forceinline__ void list_few(const Call &call, FewJob job, unsigned long long (&place)[kFewClasses]) {
     const int units = few_units(call, job);
-    const unsigned long long at = atomicAdd(&place[few_class(job)], 1ull << 32 | static_cast<uint32_t>(units));
+    const unsigned long long at = atomicAdd(&place[few_class(call, job)], 1ull << 32 | static_cast<uint32_t>(units));
     job.of.unit = static_cast<int>(at & 0xffffffff);
     *few_job(call.few, static_cast<int>(at >> 32)) = job;
     if (!job.cut) return;
-    const int halves = job.halves(call.group), step = job.group_slots() * halves, groups = job.groups();
-    for (int head = 0, slot = job.of.slot; head < static_cast<int>(call.p.heads_kv); ++head, slot += job.slots * halves)
-        for (int group = 0; group < groups; ++group) *few_left(call.few, slot + group * step) = {};
+    const int eights = job.eights(call.group), step = job.group_slots() * eights, groups = job.groups();
+    for (int head = 0, slot = job.of.slot; head < static_cast<int>(call.p.heads_kv); ++head, slot += job.slots * eights)
+        for (int group = 0; group < groups; ++group)
+            for (int warp = 0; warp < max(eights / 2, 1); ++warp)
+                *few_left(call.few, slot + group * step + 2 * warp) = {};
 }
 
 } // namespace fa::sm90::prefill

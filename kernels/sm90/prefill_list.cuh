@@ -117,10 +117,10 @@ __device__ __forceinline__ Met meet(const Call &call, int b, int before_q, int b
     return met;
 }
 
-/* From how much each class holds to where it begins, the highest first; the headers are written. `few`: begin_few().
- * One warp. */
+/* From how much each class holds to where it begins, the highest first; the headers are written. `few`: begin_few(),
+ * and where what is no pair's begins. One warp. */
 __device__ __forceinline__ void begin_classes(const Call &call, unsigned long long (&place)[kClasses],
-                                              unsigned long long few) {
+                                              unsigned long long few, unsigned long long few_pairs) {
     constexpr int kEach = kClasses / 32;
     const int lane = threadIdx.x, top = kClasses - 1 - lane * kEach;
     unsigned long long mine = 0, all;
@@ -145,7 +145,8 @@ __device__ __forceinline__ void begin_classes(const Call &call, unsigned long lo
     if (call.p.batch == 0) header->tail = 0;
     if (call.few.rows == 0) return;
     const uint32_t units = static_cast<uint32_t>(few), tiles = static_cast<uint32_t>(all);
-    *few_header(call.few) = {units, 0, few_blocks(call, units, tiles), static_cast<int>(few >> 32)};
+    *few_header(call.few) = {
+        units, 0, static_cast<uint32_t>(few_pairs), 0, few_blocks(call, units, tiles), static_cast<int>(few >> 32), {}};
 }
 
 __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __grid_constant__ Call call) {
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
     __shared__ unsigned long long few_place[kFewClasses];
     __shared__ unsigned long long few_keys_of_all;
     for (int n = threadIdx.x; n < kClasses; n += threads) place[n] = 0;
-    if (threadIdx.x < kFewClasses) few_place[threadIdx.x] = 0;
+    for (int n = threadIdx.x; n < kFewClasses; n += threads) few_place[n] = 0;
     if (threadIdx.x == 0) few_keys_of_all = 0;
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end
     dependency_wait();
@@ -234,13 +235,17 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
         }
         atomicAdd(&place[met.of], 1ull << 32 | met.units);
         if (is_few(call, record))
-            atomicAdd(&few_place[few_class(met.few)], 1ull << 32 | static_cast<uint32_t>(few_units(call, met.few)));
+            atomicAdd(&few_place[few_class(call, met.few)],
+                      1ull << 32 | static_cast<uint32_t>(few_units(call, met.few)));
         if (record.chunks && record.slot >= 0)
             for (int n = 0; n < static_cast<int>(met.units); n += record.chunks)
                 *call.workspace.left(record.slot + n) = {};
     });
     __syncthreads();
-    if (threadIdx.x < 32) begin_classes(call, place, begin_few(few_place));
+    if (threadIdx.x < 32) {
+        const unsigned long long few = begin_few(few_place);
+        begin_classes(call, place, few, few_place[kFewClasses / 2]);
+    }
     __syncthreads();
     visit([&](const Met &met) {
         const unsigned long long at = atomicAdd(&place[met.of], 1ull << 32 | met.units);

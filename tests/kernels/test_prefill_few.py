@@ -31,18 +31,20 @@ from serving_cases import INT_MAX, INT_MIN, ServingCase
 KERNEL = "prefill_sm90"
 emulated = emulated_builds(KERNEL, "^(d64_(masked|capped)|few_d64)_bf16$")
 serving = emulated_builds("serve_sm90", "^d64_r(8|16)_bf16$")
-SMALL = dict(heads=4, heads_kv=2, head_dim=64, dtype="bfloat16")  # 8 queries have 16 rows
-SEVEN = dict(heads=14, heads_kv=2, head_dim=64, dtype="bfloat16")  # 2 queries have 14
+SMALL = dict(heads=4, heads_kv=2, head_dim=64, dtype="bfloat16")  # 8 queries have 16 rows, 16 are the most
+SEVEN = dict(heads=14, heads_kv=2, head_dim=64, dtype="bfloat16")  # 2 queries have 14, 4 are the most
 CASES = [
-    ServingCase((1, 8, 0, 200, 9), (1333, 700, 90, 260, 1100), causal="bottom_right", **SMALL),
+    ServingCase((1, 8, 0, 200, 9, 17), (1333, 700, 90, 260, 1100, 500), causal="bottom_right", **SMALL),
     ServingCase((1, 2, 3, 0, 130), (2100, 530, 0, 5, 333), page_size=3, window=(600, None), causal="bottom_right", sinks=True, **SEVEN),
     ServingCase((4, 70, 1), (1500, 190, 64), k="packed", slack=0, softcap=2.0, scale=-0.3, positions="random", seed=1, **SMALL),
     ServingCase((2, 150, 1, 1), (900, 150, 3, 1), page_size=8, k_range=True, causal="bottom_right", layout="bhsd", seed=2, **SEVEN),
-    ServingCase((3, 1, 0, 5), (700, 333, 9, 1200), q="padded", k="padded", slack=2, window=(70, 10), seed=3, **SMALL),
+    ServingCase((3, 16, 0, 5), (700, 333, 9, 1200), q="padded", k="padded", slack=2, window=(70, 10), seed=3, **SMALL),
     ServingCase((1, 1, 0, 1), (5, 1333, 4, 700), q="one", page_size=24, causal="bottom_right", sinks=True, **SMALL),  # few alone
     ServingCase((30, 140, 0, 17), (900, 300, 9, 17), page_size=16, causal="bottom_right", seed=4, **SMALL),  # none
     ServingCase((1, 5), (0, 0), page_size=16, sinks=True, **SMALL),  # without keys
-    ServingCase((1, 3), (8200, 4100), k="packed", causal="bottom_right", scale=0.0, seed=5, **SMALL),  # longer chunks
+    ServingCase((1, 13), (8200, 4100), k="packed", causal="bottom_right", scale=0.0, seed=5, **SMALL),  # longer chunks
+    ServingCase((3, 4, 2, 4), (1100, 2500, 70, 9), page_size=3, causal="bottom_right", sinks=True, seed=6, **SEVEN),  # pairs of warps
+    ServingCase((16, 12, 9, 90), (600, 1700, 0, 64), page_size=16, window=(900, 3), positions="random", seed=7, **SMALL),
 ]
 
 
@@ -70,10 +72,10 @@ def test_an_lse_has_any_strides(prefill, kind):
 
 
 @emulates
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[8]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[8], CASES[9]], ids=str)
 def test_their_bits_are_those_of_serve_sm90(prefill, serving, case):
     """So it is no matter of bits which of the two a call goes to."""
-    few = [b for b, n in enumerate(case.n_q) if n * case.heads // case.heads_kv <= 16]
+    few = [b for b, n in enumerate(case.n_q) if n * case.heads // case.heads_kv <= 32]
     values = case.values()
     ours, theirs = (parts_of(kernel, case, values) for kernel in (prefill, serving()))
     assert [ours[b] for b in few] == [theirs[b] for b in few]
@@ -87,7 +89,7 @@ ORDERS = ([2], [0], [1, 0], [3, 1, 1], [0] * 15 + [2], [3])
 @emulates
 def test_the_bits_of_a_sequence_are_its_own(prefill, monkeypatch):
     """Alone, among tiles, among others of few rows; in units of 1, 2, 4 and 8 chunks, and whole."""
-    base = ServingCase((1, 8, 5, 150), (1333, 700, 4150, 340), causal="bottom_right", seed=3, **SMALL)
+    base = ServingCase((1, 8, 15, 150), (1333, 700, 4150, 340), causal="bottom_right", seed=3, **SMALL)
 
     def other_blocks(n):
         monkeypatch.setenv("FA_EMULATOR_SMS", str((2, 132, 7, 1, 24)[n % 5]))
@@ -98,7 +100,7 @@ def test_the_bits_of_a_sequence_are_its_own(prefill, monkeypatch):
 
 def with_little_room(text):
     """Workspace for some of the states, or for none."""
-    text, count = re.subn(r"\bkMostSlots = 8192\b", "kMostSlots = 40", text)
+    text, count = re.subn(r"\bkMostSlots = \d+\b", "kMostSlots = 40", text)
     assert count
     return text
 
@@ -106,14 +108,14 @@ def with_little_room(text):
 @emulates
 def test_room_for_states_changes_no_bit(emulated, prefill, monkeypatch):
     tight = emulated(edit=with_little_room)
-    for blocks, case in itertools.product(("132", "3"), (CASES[0], CASES[1], CASES[8])):
+    for blocks, case in itertools.product(("132", "3"), (CASES[0], CASES[1], CASES[8], CASES[9])):
         monkeypatch.setenv("FA_EMULATOR_SMS", blocks)
         values = case.values()
         assert parts_of(tight, case, values) == parts_of(prefill, case, values), case
 
 
 @emulates
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[8]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[8], CASES[9], CASES[10]], ids=str)
 def test_no_race(emulated, monkeypatch, case):
     monkeypatch.setenv("FA_EMULATOR_SEED", "1")
     monkeypatch.setenv("FA_EMULATOR_SMS", "1")
@@ -122,7 +124,7 @@ def test_no_race(emulated, monkeypatch, case):
 
 @emulates
 def test_it_looks_at_nothing_that_nobody_may_see(prefill):
-    case = ServingCase((1, 130, 3), (1300, 190, 90), page_size=8, causal="bottom_right", window=(700, 0), **SMALL)
+    case = ServingCase((1, 130, 13), (1300, 190, 90), page_size=8, causal="bottom_right", window=(700, 0), **SMALL)
     arguments = case.arguments()
     wanted = fa_ext.attention(**arguments, kernel=prefill)
     table = arguments["page_table"] = arguments["page_table"].copy()
@@ -133,8 +135,8 @@ def test_it_looks_at_nothing_that_nobody_may_see(prefill):
     assert report, report
 
 
-PAGED = ServingCase((1, 3, 0, 140, 8), (5, 1033, 4, 170, 90), slack=2, **SMALL)
-PACKED = ServingCase((2, 30, 1, 5), (20, 40, 9, 1170), k="packed", slack=0, **SMALL)
+PAGED = ServingCase((1, 13, 0, 140, 8), (5, 1033, 4, 170, 90), slack=2, **SMALL)
+PACKED = ServingCase((2, 30, 1, 15), (20, 40, 9, 1170), k="packed", slack=0, **SMALL)
 BROKEN = [
     (PAGED, "seqlens_k", 1, -5),
     (PAGED, "seqlens_k", 0, INT_MAX),
@@ -176,7 +178,7 @@ def test_at_random(emulated, monkeypatch, head_dim, dtype):
         monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
         monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
         for case in random_cases(40, 700 + seed, head_dim, dtype, longest=1300, alibi=None):
-            holds(kernel, dataclasses.replace(case, n_q=tuple(n if b % 3 == 2 else min(n, 1 + b) for b, n in enumerate(case.n_q))))
+            holds(kernel, dataclasses.replace(case, n_q=tuple(n if b % 3 == 2 else min(n, 1 + 3 * b) for b, n in enumerate(case.n_q))))
 
 
 # ---- the plan ----
@@ -188,7 +190,7 @@ def test_room_is_asked_for_where_sequences_may_have_few_rows():
         return _core.answers(**case.arguments(), device=DEVICES["h200"])[KERNEL][2]["workspace_bytes"]
 
     may = ServingCase((40, 30), (900, 900), causal="bottom_right", **SMALL)
-    cannot = dataclasses.replace(may, heads=34)  # 17 rows a query
+    cannot = dataclasses.replace(may, heads=66)  # 33 rows a query
     assert workspace(may) > workspace(cannot) + (1 << 20)
     padded = dataclasses.replace(may, q="padded", k="padded", n_q=(40, 40), slack=0)
     assert workspace(padded) < workspace(may)
@@ -224,7 +226,7 @@ def test_on_a_gpu_a_graph_takes_other_lengths():
         import torch
 
         arguments["seqlens_k"].copy_(torch.from_numpy(rng.integers(0, 3001, 32).astype(np.int32)))
-        lengths = np.where(rng.random(32) < rng.random(), rng.integers(0, 9, 32), rng.integers(0, 51, 32))
+        lengths = np.where(rng.random(32) < rng.random(), rng.integers(0, 20, 32), rng.integers(0, 51, 32))
         arguments["cu_seqlens_q"].copy_(torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)))
 
     assert_graph_takes_other_lengths(KERNEL, case, change, 300)
