@@ -180,17 +180,19 @@ __device__ __forceinline__ auto few_ring(const FewParams &params, FewShared<F> &
             {params.serve, job, shared.ring[2 * pair], shared.pair_full[pair], shared.pair_valid[pair], tiles}};
 }
 
-/* A warp's rows of unit `inside` of a sequence: those of a pair have 16 each, and states of their own. */
+/* A warp's rows of a unit of job n: those of a pair have 16 each, and states of their own. It is made anew where it is
+ * needed: no registers are left for it while there are products. */
 template <class C, class F> struct FewPart {
     static constexpr bool kPair = C::kSlots != F::kSlots;
     static constexpr int kEights = kPair ? 2 * C::kRowTiles : C::kRowTiles; // of all rows
+    const FewJob &of;
     FewUnit unit;
     serve::Job job;
-    const FewJob &of;
     int second; // warp of its pair
 
-    __device__ __forceinline__ FewPart(const Call &call, const FewJob &of, int inside)
-        : unit(few_unit(of, static_cast<int>(call.p.heads_kv), inside)), of(of), second(kPair ? few_warp() % 2 : 0) {
+    __device__ __forceinline__ FewPart(const Call &call, int n, uint32_t unit_of_all)
+        : of(*few_job(call.few, n)), second(kPair ? few_warp() % 2 : 0) {
+        unit = few_unit(of, static_cast<int>(call.p.heads_kv), static_cast<int>(unit_of_all - of.of.unit));
         job = few_serve_job(call, of, unit.head, second * C::kRows, C::kRows);
     }
     /* The n-th of the job; of a chunk, where a unit is less than a group. */
@@ -204,11 +206,11 @@ template <class C, class F> struct FewPart {
  * the end. */
 template <class C, class F>
 __device__ __forceinline__ bool attend_part(const FewParams &params, FewShared<F> &shared, RingState<C::kSlots> &at,
-                                            const FewJob &of, int inside, serve::Chunk<C> &group,
-                                            serve::Chunk<C> &chunk) {
+                                            int n, uint32_t unit, serve::Chunk<C> &group, serve::Chunk<C> &chunk) {
     const Few &few = params.call.few;
     const int warp = few_warp();
-    const FewPart<C, F> part(params.call, of, inside);
+    const auto make = [&] { return FewPart<C, F>(params.call, n, unit); };
+    const FewPart<C, F> part = make();
     const serve::Job &job = part.job;
     auto ring = few_ring<C>(params, shared, job, job.tiles(part.unit.begin, part.unit.end));
     if (part.second == 0) fill_ring<C>(ring, at);
@@ -228,18 +230,18 @@ __device__ __forceinline__ bool attend_part(const FewParams &params, FewShared<F
         const bool opens = k % kGroup == 0 || k == job.first;
         opened |= opens;
         if (!opened) {
-            store_few<C>(few_state(few, part.slot_of_chunk(k)), chunk);
+            store_few<C>(few_state(few, make().slot_of_chunk(k)), chunk);
             continue;
         }
         group.take(chunk, opens);
-        if (of.cut || ((k + 1) % kGroup && k + 1 < job.last)) continue;
+        if (few_job(few, n)->cut || ((k + 1) % kGroup && k + 1 < job.last)) continue;
         if (folded) {
-            load_few<C>(few_state_of_warp(few, blockIdx.x * F::kWarps + warp), chunk);
+            load_few<C>(few_state_of_warp(few, blockIdx.x * F::kWarps + few_warp()), chunk);
             chunk.take(group, false);
             group = chunk;
         }
         folded = true;
-        if (k + 1 < job.last) store_few<C>(few_state_of_warp(few, blockIdx.x * F::kWarps + warp), group);
+        if (k + 1 < job.last) store_few<C>(few_state_of_warp(few, blockIdx.x * F::kWarps + few_warp()), group);
     }
     return opened;
 }
@@ -247,15 +249,17 @@ __device__ __forceinline__ bool attend_part(const FewParams &params, FewShared<F
 /* A unit, and what ends with it. */
 template <class C, class F>
 __device__ __forceinline__ void attend_few(const FewParams &params, FewShared<F> &shared, RingState<C::kSlots> &at,
-                                           const FewJob &of, int inside) {
+                                           int n, uint32_t unit) {
     const Few &few = params.call.few;
     serve::Chunk<C> group, chunk;
-    const bool opened = attend_part<C>(params, shared, at, of, inside, group, chunk);
-    const FewPart<C, F> part(params.call, of, inside); // anew: it has no registers while there are products
+    const bool opened = attend_part<C>(params, shared, at, n, unit, group, chunk);
+    const FewPart<C, F> part(params.call, n, unit);
+    const FewJob &of = part.of;
     if (const int cut = of.cut) {
         const serve::Job &job = part.job;
-        const int n = part.unit.begin / kGroup, here = part.slot((n - job.first / kGroup) * of.group_slots());
-        const int begin = max(n * kGroup, job.first), end = min((n + 1) * kGroup, job.last); // the group
+        const int at_group = part.unit.begin / kGroup,
+                  here = part.slot((at_group - job.first / kGroup) * of.group_slots());
+        const int begin = max(at_group * kGroup, job.first), end = min((at_group + 1) * kGroup, job.last); // the group
         const int units = (end - 1) / cut - begin / cut + 1, groups = of.groups();
         if (units > 1) {
             if (opened) store_few<C>(few_state(few, here), group);
@@ -283,8 +287,7 @@ template <class F> __device__ __noinline__ void attend_pairs(const FewParams &pa
     uint32_t unit = pair * header.blocks + blockIdx.x;
 #pragma unroll 1
     while (unit < header.pair_units) {
-        const FewJob &of = *few_job(few, find_few(few, unit, header.jobs));
-        attend_few<typename F::Pair>(params, shared, at, of, static_cast<int>(unit - of.of.unit));
+        attend_few<typename F::Pair>(params, shared, at, find_few(few, unit, header.jobs), unit);
         if (threadIdx.x % 64 == 0) shared.unit[pair] = pairs + atomicAdd(&few_header(few)->pair_counter, 1u);
         join_pair(); // it is read before the pair meets in the unit that it names
         unit = shared.unit[pair];
@@ -316,12 +319,11 @@ __global__ void __launch_bounds__(F::kThreads, 1) prefill_few_kernel(const __gri
     uint32_t unit = header.pair_units + warp * header.blocks + block;
 #pragma unroll 1
     while (unit < header.units) {
-        const FewJob &of = *few_job(few, find_few(few, unit, header.jobs));
-        const int inside = static_cast<int>(unit - of.of.unit);
-        if (F::Most::kRowTiles > 1 && of.eights(params.call.group) > 1)
-            attend_few<typename F::Most>(params, shared, at, of, inside);
+        const int n = find_few(few, unit, header.jobs);
+        if (F::Most::kRowTiles > 1 && few_job(few, n)->eights(params.call.group) > 1)
+            attend_few<typename F::Most>(params, shared, at, n, unit);
         else
-            attend_few<typename F::Least>(params, shared, at, of, inside);
+            attend_few<typename F::Least>(params, shared, at, n, unit);
         if (lane == 0) unit = header.pair_units + header.blocks * F::kWarps + atomicAdd(&few_header(few)->counter, 1u);
         unit = __shfl_sync(~0u, unit, 0);
     }
