@@ -5,6 +5,9 @@
 
 namespace fa::sm90::prefill {
 
+constexpr int kEnoughSlots = 1 << 20; // more than there are, and no sum of 1024 of them overflows
+__device__ __forceinline__ int sum_slots(int a, int b) { return min(a + b, kEnoughSlots); }
+
 /* Of a sequence's rows only lengths count, so that it is one of few in every batch. */
 __device__ __forceinline__ bool is_few(const Call &call, const Record &r) {
     return r.seq_q > 0 && r.seq_q <= call.few.rows / call.group;
@@ -40,6 +43,15 @@ __device__ __forceinline__ int few_slots_wanted(const Call &call, FewJob job, in
     cut_few(job, most);
     return few_slots(call, job);
 }
+/* Cuts it and gives it slots from `slot` on, or leaves it whole where there is no room. Returns the next slot. */
+__device__ __forceinline__ int place_few(const Call &call, FewJob &job, int most, int slot) {
+    cut_few(job, most);
+    job.of.slot = slot;
+    slot = sum_slots(slot, few_slots(call, job));
+    if (slot > call.few.slots) job.cut = job.slots = 0;
+    return slot;
+}
+
 __device__ __forceinline__ int few_units(const Call &call, const FewJob &job) {
     return job.parts() * static_cast<int>(call.p.heads_kv);
 }

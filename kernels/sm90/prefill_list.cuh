@@ -149,6 +149,43 @@ __device__ __forceinline__ void begin_classes(const Call &call, unsigned long lo
         units, 0, static_cast<uint32_t>(few_pairs), 0, few_blocks(call, units, tiles), static_cast<int>(few >> 32), {}};
 }
 
+/* Counts a sequence in its class, and what is bad in its lengths; of its chunks none has ended. */
+__device__ __forceinline__ void count_met(const Call &call, const Met &met, unsigned long long (&place)[kClasses],
+                                          unsigned long long (&few_place)[kFewClasses]) {
+    const Record &record = met.record;
+    if (call.faults) {
+        count_length_faults(call.faults, call.s.q, record.b, met.q, 0);
+        count_length_faults(call.faults, call.s.k, record.b, met.k, 1);
+    }
+    atomicAdd(&place[met.of], 1ull << 32 | met.units);
+    if (is_few(call, record))
+        atomicAdd(&few_place[few_class(call, met.few)], 1ull << 32 | static_cast<uint32_t>(few_units(call, met.few)));
+    if (record.chunks && record.slot >= 0)
+        for (int n = 0; n < static_cast<int>(met.units); n += record.chunks) *call.workspace.left(record.slot + n) = {};
+}
+
+/* Of sequences of few rows: slots before this thread's, and keys of a unit at most. */
+struct FewShare {
+    int before, most;
+};
+/* By the block; visit(f) is f(met) for each of the thread's sequences. */
+template <class Visit>
+__device__ __forceinline__ FewShare share_few(const Call &call, unsigned long long &keys_of_all, int *scratch,
+                                              Visit &visit) {
+    unsigned long long keys = 0;
+    visit([&](const Met &met) {
+        if (is_few(call, met.record)) keys += static_cast<unsigned long long>(few_keys(met.few));
+    });
+    if (keys) atomicAdd(&keys_of_all, keys * call.p.heads_kv);
+    __syncthreads();
+    const int most = few_keys_of_unit(call, keys_of_all);
+    int needs = 0;
+    visit([&](const Met &met) {
+        if (is_few(call, met.record)) needs = sum_slots(needs, few_slots_wanted(call, met.few, most));
+    });
+    return {scan_before(needs, scratch, [](int a, int b) { return sum_slots(a, b); }), most};
+}
+
 __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __grid_constant__ Call call) {
     FA_CHAOS_BEGIN();
     __shared__ int scratch[kListThreads / 32];
@@ -181,11 +218,10 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
         next_rows(first, at);
         kept = meet(call, first, at[0], at[1]);
     }
-    constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
-    const auto sum_slots = [](int a, int b) { return min(a + b, kEnough); };
-    int slots_before = 0, few_before = 0, few_most = 0;
+    int slots_before = 0;
+    FewShare few = {};
     const auto visit = [&](auto &&each_one) {
-        int at[2] = {before[0], before[1]}, slots = slots_before, few = few_before;
+        int at[2] = {before[0], before[1]}, slots = slots_before, few_slot = few.before;
         for (int b = first; b < last; ++b) {
             Met met = kept;
             if (each > 1) {
@@ -194,53 +230,22 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
             }
             const int needs = static_cast<int>(met.units) * met.record.chunks;
             met.record.slot = slots + needs <= call.workspace.slots ? slots : -1;
-            slots = min(slots + needs, kEnough);
+            slots = sum_slots(slots, needs);
             if (met.record.chunks && met.record.slot >= 0) met.units *= met.record.chunks;
-            if (few_most && is_few(call, met.record)) {
-                cut_few(met.few, few_most);
-                met.few.of.slot = few;
-                few = sum_slots(few, few_slots(call, met.few));
-                if (few > call.few.slots) met.few.cut = met.few.slots = 0;
-            }
+            if (few.most && is_few(call, met.record)) few_slot = place_few(call, met.few, few.most, few_slot);
             each_one(met);
         }
     };
     if (call.workspace.slots) {
         int needs = 0;
         visit([&](const Met &met) {
-            needs = min(needs + static_cast<int>(units_of(call, met.record)) * met.record.chunks, kEnough);
+            needs = sum_slots(needs, static_cast<int>(units_of(call, met.record)) * met.record.chunks);
         });
-        slots_before = scan_before(needs, scratch, sum_slots);
+        slots_before = scan_before(needs, scratch, [](int a, int b) { return sum_slots(a, b); });
     }
     __syncthreads();
-    if (call.few.rows) {
-        unsigned long long keys = 0;
-        visit([&](const Met &met) {
-            if (is_few(call, met.record)) keys += static_cast<unsigned long long>(few_keys(met.few));
-        });
-        if (keys) atomicAdd(&few_keys_of_all, keys * call.p.heads_kv);
-        __syncthreads();
-        const int most = few_keys_of_unit(call, few_keys_of_all);
-        int needs = 0;
-        visit([&](const Met &met) {
-            if (is_few(call, met.record)) needs = sum_slots(needs, few_slots_wanted(call, met.few, most));
-        });
-        few_before = scan_before(needs, scratch, sum_slots), few_most = most;
-    }
-    visit([&](const Met &met) {
-        const Record &record = met.record;
-        if (call.faults) {
-            count_length_faults(call.faults, s.q, record.b, met.q, 0);
-            count_length_faults(call.faults, s.k, record.b, met.k, 1);
-        }
-        atomicAdd(&place[met.of], 1ull << 32 | met.units);
-        if (is_few(call, record))
-            atomicAdd(&few_place[few_class(call, met.few)],
-                      1ull << 32 | static_cast<uint32_t>(few_units(call, met.few)));
-        if (record.chunks && record.slot >= 0)
-            for (int n = 0; n < static_cast<int>(met.units); n += record.chunks)
-                *call.workspace.left(record.slot + n) = {};
-    });
+    if (call.few.rows) few = share_few(call, few_keys_of_all, scratch, visit);
+    visit([&](const Met &met) { count_met(call, met, place, few_place); });
     __syncthreads();
     if (threadIdx.x < 32) {
         const unsigned long long few = begin_few(few_place);
