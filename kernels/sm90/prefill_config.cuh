@@ -195,6 +195,7 @@ struct Scheduler {
     int chunk;  // of the unit
     bool again; // the unit has more chunks than this
     uint32_t units, unit;
+    uint32_t dealt; // units that blocks begin with, without asking the counter
 };
 
 template <class C> struct Smem {

@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     dependency_release();
     /* What the sequences are, and all that the kernels before wrote. Behind prefill_few_kernel that is there: each of
      * its blocks has waited for it before it let this kernel start. It still runs; the end of a block waits for it. */
-    const bool beside = params.call.few.rows > 0;
-    if (beside)
+    if (params.call.few.rows)
         __threadfence();
     else
         dependency_wait();
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
         if (warp == 2) schedule(params, smem);
         if (warp == 3) {
             attend_to_the_rest(params.call);
-            if (beside) dependency_wait(); // who waits for this kernel waits for both
+            if (params.call.few.rows) dependency_wait(); // who waits for this kernel waits for both
         }
     } else {
         registers_raise<C::kConsumerRegisters>();
