@@ -76,7 +76,7 @@ struct alignas(16) Record {
 struct alignas(16) Header {
     uint32_t units, counter; // all of them; how many were taken beside the first of each block
     int tail;                // rows of q from here on belong to no sequence
-    int shared;              // other work has multiprocessors, too: blocks take their first unit from the counter
+    int unused;
 };
 
 /* How many chunks of a tile each warpgroup has left in their slots. */
@@ -195,7 +195,6 @@ struct Scheduler {
     int chunk;  // of the unit
     bool again; // the unit has more chunks than this
     uint32_t units, unit;
-    uint32_t dealt; // units that blocks begin with, without asking the counter
 };
 
 template <class C> struct Smem {

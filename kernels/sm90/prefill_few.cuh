@@ -2,9 +2,7 @@
  * warps takes units from a counter and works alone: its ring of tiles, its queries, its states. Before that, pairs of
  * warps take the units of more rows: the rings of both are one, which the first of them fills.
  *
- * The kernel of tiles is launched behind this one and runs beside it: blocks that prefill_list_kernel does not want
- * here end at once, and tiles have their multiprocessors. That kernel may start when every block here has passed
- * dependency_wait(), so that the list is there; it waits for this one in the end.
+ * The kernel of tiles is launched behind this one: its blocks come where blocks here have ended, and wait for all.
  *
  * Why no waiter falls two phases behind: as serve_load.cuh says. A warp's barriers live as long as the block; a unit
  * ends when all that was asked for has been waited for, and the next begins at the stage where it ended. A pair's slot
@@ -308,8 +306,8 @@ __global__ void __launch_bounds__(F::kThreads, 1) prefill_few_kernel(const __gri
         mbarrier_init(&shared.pair_full[warp / 2][lane], arrivals);
     mbarrier_init_fence();
     __syncthreads();
+    dependency_release();
     dependency_wait();
-    dependency_release(); // only now: who is launched behind reads the list without waiting for it
     const Few &few = params.call.few;
     const FewHeader &header = *few_header(few);
     const int block = static_cast<int>(blockIdx.x);

@@ -1,5 +1,5 @@
 /* prefill_sm90, sequences of few rows (queries times heads of a kv head): shape, parameters and workspace of the kernel
- * that takes them by serve_sm90's products, beside the one that takes tiles.
+ * that takes them by serve_sm90's products, before the one that takes tiles.
  *
  * What belongs to such a sequence is serve_sm90's: its chunks of keys, its groups of 8 chunks, the order in which their
  * states are folded, and so its bits. A unit is a range of its chunks for one kv head, one warp's work: all of them,
@@ -51,7 +51,7 @@ struct alignas(16) FewJob {
 struct alignas(16) FewHeader {
     uint32_t units, counter;           // all of them; how many were taken beside the first of each warp
     uint32_t pair_units, pair_counter; // the same of those that pairs of warps take, which come first
-    int blocks;                        // that stay; the others leave their multiprocessors to tiles
+    int blocks;                        // that have work
     int jobs, unused[2];
 };
 

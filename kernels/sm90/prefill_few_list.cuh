@@ -1,5 +1,5 @@
-/* prefill_sm90: how prefill_list_kernel lists sequences of few rows: in units of about equal keys, the longest first,
- * for as many blocks as leave tiles their share of the multiprocessors. */
+/* prefill_sm90: how prefill_list_kernel lists sequences of few rows: in units of about equal keys, the longest first.
+ */
 #pragma once
 #include "sm90/prefill_few_config.cuh"
 
@@ -76,16 +76,6 @@ __device__ __forceinline__ unsigned long long begin_few(unsigned long long (&pla
     place[2 * lane] = all - mine, place[2 * lane + 1] = all - mine + first;
     __syncwarp();
     return __shfl_sync(~0u, all, 31);
-}
-
-/* Blocks for so many units beside `tiles` units of the other kernel: half of the multiprocessors and a little more
- * bring what memory can give, and tiles take the others at once, and those of blocks that have ended. */
-__device__ __forceinline__ int few_blocks(const Call &call, uint32_t units, uint32_t tiles) {
-    constexpr uint32_t kShare = 9, kOf = 16, kUnitsOfBlock = 4; // units: where tiles are there, too
-    const uint32_t all = call.few.blocks;
-    if (tiles == 0 || units == 0) return static_cast<int>(min(all, units));
-    const uint32_t share = max(all * kShare / kOf, all - min(all, tiles));
-    return static_cast<int>(min(max(share, 1u), (units + kUnitsOfBlock - 1) / kUnitsOfBlock));
 }
 
 /* The place of a job in the list, of all of whose fields but that is known. */

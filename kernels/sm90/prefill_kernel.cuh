@@ -69,12 +69,7 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     if (threadIdx.x < sizeof smem.hidden / 4) (&smem.hidden[0][0])[threadIdx.x] = 0;
     __syncthreads();
     dependency_release();
-    /* What the sequences are, and all that the kernels before wrote. Behind prefill_few_kernel that is there: each of
-     * its blocks has waited for it before it let this kernel start. It still runs; the end of a block waits for it. */
-    if (params.call.few.rows)
-        __threadfence();
-    else
-        dependency_wait();
+    dependency_wait(); // what the sequences are, and all that the kernels before wrote
 
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
@@ -83,10 +78,7 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
         if (warp == 0) boxes ? produce_keys<C, false>(params, smem) : produce_keys<C, true>(params, smem);
         if (warp == 1) boxes ? produce_values<C, false>(params, smem) : produce_values<C, true>(params, smem);
         if (warp == 2) schedule(params, smem);
-        if (warp == 3) {
-            attend_to_the_rest(params.call);
-            if (params.call.few.rows) dependency_wait(); // who waits for this kernel waits for both
-        }
+        if (warp == 3) attend_to_the_rest(params.call);
     } else {
         registers_raise<C::kConsumerRegisters>();
         consume<C>(params, smem, wg - 1);

@@ -141,12 +141,16 @@ __device__ __forceinline__ void begin_classes(const Call &call, unsigned long lo
     Header *header = call.workspace.header();
     header->units = static_cast<uint32_t>(all);
     header->counter = 0;
-    header->shared = few != 0;
     if (call.p.batch == 0) header->tail = 0;
     if (call.few.rows == 0) return;
-    const uint32_t units = static_cast<uint32_t>(few), tiles = static_cast<uint32_t>(all);
-    *few_header(call.few) = {
-        units, 0, static_cast<uint32_t>(few_pairs), 0, few_blocks(call, units, tiles), static_cast<int>(few >> 32), {}};
+    const uint32_t units = static_cast<uint32_t>(few);
+    *few_header(call.few) = {units,
+                             0,
+                             static_cast<uint32_t>(few_pairs),
+                             0,
+                             static_cast<int>(min(static_cast<uint32_t>(call.few.blocks), units)),
+                             static_cast<int>(few >> 32),
+                             {}};
 }
 
 /* Counts a sequence in its class, and what is bad in its lengths; of its chunks none has ended. */

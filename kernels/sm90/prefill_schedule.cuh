@@ -142,15 +142,12 @@ template <class C> __device__ __forceinline__ void schedule(const Params &params
     const int lane = threadIdx.x % 32;
     Scheduler &known = smem.scheduler;
     RingState<Smem<C>::kTileStages> ring(1);
-    if (lane == 0) {
-        const Header *header = call.workspace.header();
-        known = {0, 0, false, header->units, blockIdx.x, header->shared ? 0 : gridDim.x};
-    }
+    if (lane == 0) known = {0, 0, false, call.workspace.header()->units, blockIdx.x};
     __syncwarp();
     uint32_t answer = 0; // of the counter, in lane 0
-    bool asked = false, ahead = false, again = known.dealt > 0;
+    bool asked = false, ahead = false, again = true;
     const auto ask = [&] {
-        if (lane == 0) answer = known.dealt + atomicAdd(&call.workspace.header()->counter, 1u);
+        if (lane == 0) answer = gridDim.x + atomicAdd(&call.workspace.header()->counter, 1u);
         asked = true;
     };
     while (true) {

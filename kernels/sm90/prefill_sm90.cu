@@ -8,7 +8,7 @@
  *         What is fetched and zeroed: prefill_load.cuh; what is multiplied: prefill_consume.cuh. A sequence of fewer
  *         than 128 queries has the heads of a kv head in the rows of a tile; one of few tiles and many keys is cut into
  *         chunks, whose states are folded from left to right (prefill_rows.cuh). Sequences of few rows, queries times
- *         heads of a kv head, are worked out as serve_sm90 does, by a kernel that runs beside (prefill_few.cuh).
+ *         heads of a kv head, are worked out as serve_sm90 does, by a kernel before the other (prefill_few.cuh).
  * Bits:   tiles of queries, blocks of keys and the order of sums follow from a sequence's own lengths and what its
  *         queries see: not from the batch, the storage or the size of a page.
  * Limits: no bias, no mask, no ALiBi; out of q's dtype.
