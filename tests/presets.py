@@ -109,8 +109,8 @@ def _sequences(lengths, heads=32, heads_kv=8, **options):
 
 
 def _cells():
-    """{cell: cases}: decode dense (D) and paged (P1; P2 pages of 1 and 3 keys), of lengths that differ (R), few queries (S1) and
-    options (S2), few queries and many keys (Q1), packed prefill (V1 to V3) and paged (V4), pieces of a prompt (C1), a prompt beside
+    """{cell: cases}: decode dense (D) and paged (P1; P2 pages of 1 and 3 keys), of lengths that differ (R), both also as an engine
+    calls, with cu_seqlens_q ("packed"), few queries (S1) and options (S2), few queries and many keys (Q1), packed prefill (V1 to V3) and paged (V4), pieces of a prompt (C1), a prompt beside
     decoding (X1)."""
     decode = {"D1": (1, 8, 4096), "D2": (1, 8, 32768), "D3": (1, 8, 131072), "D4": (1, 32, 4096), "D5": (16, 8, 4096),
               "D6a": (64, 8, 8192), "D6b": (128, 32, 2048)}  # fmt: skip
@@ -125,6 +125,11 @@ def _cells():
     cells["R1"] = [_sequences([512 << i for i in range(8) for _ in range(8)])]
     cells["R2"] = [_sequences([131072] + [512] * 63)]
     cells["R3"] = [_sequences([128] * 4096), _sequences([4096, 0] * 8), _sequences([4096] * 8)]
+    for name in ("D1", "D5", "D6a"):
+        b, hk, s = decode[name]
+        cells[f"{name} packed"] = [_sequences([s] * b, heads_kv=hk, q="packed")]
+    for name in ("R1", "R2", "R3"):
+        cells[f"{name} packed"] = [dataclasses.replace(case, q="packed") for case in cells[name]]
     cells["S1"] = [_sequences([(n, 8192)] * 32, causal="bottom_right" if n > 1 else False) for n in (1, 4, 8)]
     cells["S2"] = [_sequences([32768] * 16, window=(1024, 0)), _sequences([1025] * 16),
                    *(_sequences([4096] * 16, **option) for option in ({"sinks": True}, {"softcap": 30.0}, {"alibi": "heads"}))]  # fmt: skip

@@ -50,8 +50,8 @@ __device__ __forceinline__ void leave(const Slots<C> &slots, const Job &job, con
 }
 
 /* Works out a chunk, whose first tiles are on their way. */
-template <class C>
-__device__ __forceinline__ void attend_chunk(const Params &params, const Job &job, Ring<C> &ring, const Rows<C> &rows,
+template <class C, class Ring>
+__device__ __forceinline__ void attend_chunk(const Params &params, const Job &job, Ring &ring, const Rows<C> &rows,
                                              RingState<C::kSlots> &at, Chunk<C> &chunk, int k) {
     const Tiles tiles = job.tiles(k, k + 1);
     chunk.clear();

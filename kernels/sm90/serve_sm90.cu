@@ -27,8 +27,8 @@
 
 #include "common/launch.cuh"
 #include "fa.h"
+#include "sm90/serve_boxes.cuh"
 #include "sm90/serve_kernel.cuh"
-#include "sm90/tensor_map.h"
 
 namespace fa::sm90::serve {
 
@@ -263,21 +263,6 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     return choose(problem, form, own, sms, why);
 }
 
-/* A box has 128 bytes of each row: more would be fetched twice. */
-constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-
-/* Keys of a box that lies in one page and one tile, or 0. */
-static int box_keys(const fa_forward &p, const fa_sequences &s, const fa_launch &launch) {
-    fa_why why;
-    const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
-    if (!launch.encode_tensor_map || rows == 0 || batch == 0 || batch >> 31) return 0;
-    if (!takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, rows, &why) ||
-        !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, rows, &why))
-        return 0;
-    const int64_t keys = s.pages.table ? std::min<int64_t>(rows & -rows, kTileKeys) : kTileKeys;
-    return keys >= 8 ? static_cast<int>(keys) : 0;
-}
-
 static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_forward &p = problem->forward;
     const Own &own = fa_own<Own>(plan);
@@ -303,14 +288,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
         fa_entry entry = {p.seq_q, p.seq_k, 0, 0, p.diagonal, nullptr, p.key_begin, p.key_end};
         params.dense = Sight::of(entry, p.left, p.right);
     }
-    if (const int keys = box_keys(p, s, *launch)) {
-        params.boxes = keys;
-        const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
-        FA_TRY(tensor_map_encode(&params.k_map, *launch, p.k, p.dtype, p.head_dim, rows, p.heads_kv, batch, keys,
-                                 FA_OPERAND_K, kPromotion));
-        FA_TRY(tensor_map_encode(&params.v_map, *launch, p.v, p.dtype, p.head_dim_v, rows, p.heads_kv, batch, keys,
-                                 FA_OPERAND_V, kPromotion));
-    }
+    FA_TRY(encode_boxes(params, *launch));
     for (int64_t first = 0; first < own.jobs; first += own.at_once) {
         params.first = static_cast<int>(first), params.jobs = static_cast<int>(std::min(own.at_once, own.jobs - first));
         FA_TRY(form_for(p.head_dim, own.rows).launch[p.dtype == FA_BF16](params, own, *launch));
