@@ -241,7 +241,7 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     own.pairs = static_cast<int>((std::min<int64_t>(most, form.rows) + 1) / 2);
     const int64_t keys = kTrial ? keys_at_most(problem) : p.seq_k, chunks = divide_up(keys, kChunkKeys);
     own.slots = static_cast<int>(std::min<int64_t>(chunks + 1, kMaxChunks));
-    const int64_t sms = device->sm_count, room = sms * form.blocks_per_sm, jobs = std::max<int64_t>(own.jobs, 1);
+    const int64_t sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
     share(problem, form, sms, keys, own);
     // So short a sequence leaves most warps of a block without work, and has one state.
     own.brief = form.rows == 8 && p.seq_k <= kGroup * kChunkKeys && jobs >= 4 * sms && !s.q.starts && !s.k.starts;
