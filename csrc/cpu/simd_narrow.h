@@ -16,9 +16,10 @@
 /* Value columns that a pass over a tile of V sums, in vectors. */
 #define NARROW_COLUMNS (VECTOR_REGISTERS / 2)
 
-/* Elements of a cache line, and the rows of K or V that are asked for ahead of their use. */
+/* Elements of a cache line, and the rows of K or V that are asked for ahead of their use. Zen 4, two cores, 268 MB of K
+ * and V in float32: 16.7, 15.2, 13.9, 11.5, 12.4 ms with 8, 16, 32, 64, 128 rows; adding up as many bytes took 10.5. */
 #define LINE           (64 / FA_CPU_REAL_BYTES)
-#define AHEAD          32
+#define AHEAD          64
 
 typedef struct narrow_row {
     int64_t query, head;
