@@ -241,6 +241,16 @@ static bool run_cluster(Index first) {
     return true;
 }
 
+/* Gives stacks back, but for a block's: each is two mappings, of which a process may have some 65,000, and each
+ * emulated kernel has a machine of its own. */
+static void release_stacks() {
+    constexpr size_t kKept = 128;
+    for (size_t n = kKept; n < machine.fibers.size() && machine.fibers[n]->stack; ++n) {
+        munmap(machine.fibers[n]->stack, STACK_BYTES);
+        machine.fibers[n]->stack = nullptr;
+    }
+}
+
 /* Blocks of a kernel without clusters that run at a time, as one cluster of them would. */
 static unsigned blocks_together(const Grid &grid) {
     const char *given = getenv("FA_EMULATOR_TOGETHER");
@@ -268,6 +278,7 @@ void run(const Grid &grid, void (*body)(void *), void *context) {
         if (!run_cluster(first)) break;
     }
     self = nullptr;
+    release_stacks();
 }
 
 void fail(const char *format, ...) {
