@@ -179,7 +179,7 @@ def test_at_length(emulated, monkeypatch, head_dim, dtype):
 
 @pytest.mark.skipif(KERNEL not in fa_ext.kernels(), reason="is not built")
 def test_which_calls_it_takes():
-    """Sequences whose rows one job holds, by how q is stored and whatever the lengths; dense calls it leaves to others."""
+    """Sequences whose rows one job holds, by how q is stored and whatever the lengths; dense calls with few jobs over many keys."""
     wide = dict(heads=32, heads_kv=8, head_dim=128, dtype="bfloat16", causal="bottom_right")
 
     def answer(case):
@@ -197,8 +197,10 @@ def test_which_calls_it_takes():
         ServingCase((3, 1), (700, 800), q="padded", slack=0, **wide | {"head_dim": 256}),
     ):
         assert answer(case) == ("declines", "faster only for sequences of few rows each, queries times heads of a kv head"), case
-    dense = Case.parse("B1,H32/8,S1x4096,D128,bfloat16")
-    assert _core.answers(**dense.host_inputs(), device=DEVICES["h200"])[KERNEL][0] == "declines"
+    for name, answers in (("B1,H32/8,S1x4096,D128", "takes"), ("B1,H32/8,S1x2048,D128", "declines"), ("B4,H32/8,S1x4096,D128", "declines"),
+                          ("B1,H32/8,S1x4096,D64", "declines")):  # fmt: skip
+        dense = Case.parse(f"{name},bfloat16")
+        assert _core.answers(**dense.host_inputs(), device=DEVICES["h200"])[KERNEL][0] == answers, name
     tight = DEVICES["h200"] | {"workspace_limit": 1 << 10}
     found = _core.answers(**taken[0].arguments(), device=tight)[KERNEL]
     assert found[:2] == ("not here", "its states of chunks of keys do not fit into FA_EXT_WORKSPACE_MB")
