@@ -21,7 +21,6 @@
  * @instance d192v128_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM=192 -DFA_HEAD_DIM_V=128
  *           -DFA_KIND={1:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={2:__half,__nv_bfloat16}
  */
-#include "common/trial.cuh"
 #include "sm90/backward_host.cuh"
 #include "sm90/backward_keys_pair.cuh"
 #include "sm90/backward_keys_wide.cuh"
@@ -280,7 +279,7 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
     plan->blocks = std::min<int64_t>(device->sm_count, std::max(own.pairs * group * own.query_tiles,
                                                                 own.row_blocks ? own.pairs * own.key_tiles : 0));
     plan->keep = true;
-    return pair && !kTrial ? fa_because(why, FA_DECLINES, FA_WHY_TRIAL, 0, 0, 0) : FA_TAKES;
+    return FA_TAKES;
 }
 
 /* ---- launch ---- */
