@@ -110,21 +110,10 @@ struct Workspace {
 
 /* ---- parameters ---- */
 
-/* What is known of sequences of few rows before their lengths are, and where they are listed: prefill_few_config.cuh.
- */
-struct Few {
-    char *base;
-    int64_t batch;
-    int rows; // that such a sequence has at most; 0: there are none
-    int slots, state_bytes;
-    int blocks, warps; // that there are at most, and of each
-};
-
 struct Call {
     fa_forward p;
     fa_sequences s; // of a dense call too: all rows of every batch entry
     Workspace workspace;
-    Few few;
     fa_fault_board *faults; // NULL: nobody counts
     int group;              // query heads a kv head
     int group_queries;      // that a warpgroup has of the heads of a kv head: 64 / group

@@ -10,14 +10,11 @@
  * there is room for it; else each unit goes through the chunks of its tile and folds their states in the same order, so
  * that it changes no bit who has room.
  *
- * Sequences of few rows have no units here, but in a list of their own (prefill_few_config.cuh).
- *
  * The order of sequences of one class is that of the atomics: it decides who computes what, and so no bit. */
 #pragma once
 #include "common/faults.cuh" // count_length_faults
 #include "sm90/cluster.cuh"  // dependency_wait
 #include "sm90/prefill_config.cuh"
-#include "sm90/prefill_few_list.cuh"
 
 namespace fa::sm90::prefill {
 
@@ -77,7 +74,7 @@ __device__ __forceinline__ Record record_of(const Call &call, int b, fa_span q, 
     const uint32_t queries = tile_queries(call, packed), heads = tile_heads(call, packed);
     const uint32_t row = (call.p.head_dim + call.p.head_dim_v) * 2; // bytes of a key and its value
     const uint32_t kib = max(static_cast<uint32_t>((uint64_t(r.seq_k) * row) >> 10), 1u), fit = section_kib(kib) / kib;
-    r.tiles = is_few(call, r) ? 0 : (r.seq_q + queries - 1) / queries;
+    r.tiles = (r.seq_q + queries - 1) / queries;
     r.width = min((packed ? 1 : call.group) * max(fit, 1u), heads);
     return r;
 }
@@ -99,8 +96,7 @@ struct Met {
     Record record;
     fa_span q, k;
     uint32_t units;
-    int of;     // its class
-    FewJob few; // of a sequence of few rows, but for how it is cut
+    int of; // its class
 };
 __device__ __forceinline__ Met meet(const Call &call, int b, int before_q, int before_k) {
     const fa_sequences &s = call.s;
@@ -110,17 +106,11 @@ __device__ __forceinline__ Met meet(const Call &call, int b, int before_q, int b
     met.units = units_of(call, met.record);
     met.of = class_of(call, met.record, met.units);
     if (call.workspace.slots) cut(call, met.record, met.units);
-    if (is_few(call, met.record)) {
-        met.few.of = met.record;
-        met.few.sight = serve::Sight::of(entry_of(call, met.record), call.p.left, call.p.right);
-    }
     return met;
 }
 
-/* From how much each class holds to where it begins, the highest first; the headers are written. `few`: begin_few(),
- * and where what is no pair's begins. One warp. */
-__device__ __forceinline__ void begin_classes(const Call &call, unsigned long long (&place)[kClasses],
-                                              unsigned long long few, unsigned long long few_pairs) {
+/* From how much each class holds to where it begins, the highest first; the header is written. One warp. */
+__device__ __forceinline__ void begin_classes(const Call &call, unsigned long long (&place)[kClasses]) {
     constexpr int kEach = kClasses / 32;
     const int lane = threadIdx.x, top = kClasses - 1 - lane * kEach;
     unsigned long long mine = 0, all;
@@ -142,52 +132,6 @@ __device__ __forceinline__ void begin_classes(const Call &call, unsigned long lo
     header->units = static_cast<uint32_t>(all);
     header->counter = 0;
     if (call.p.batch == 0) header->tail = 0;
-    if (call.few.rows == 0) return;
-    const uint32_t units = static_cast<uint32_t>(few);
-    *few_header(call.few) = {units,
-                             0,
-                             static_cast<uint32_t>(few_pairs),
-                             0,
-                             static_cast<int>(min(static_cast<uint32_t>(call.few.blocks), units)),
-                             static_cast<int>(few >> 32),
-                             {}};
-}
-
-/* Counts a sequence in its class, and what is bad in its lengths; of its chunks none has ended. */
-__device__ __forceinline__ void count_met(const Call &call, const Met &met, unsigned long long (&place)[kClasses],
-                                          unsigned long long (&few_place)[kFewClasses]) {
-    const Record &record = met.record;
-    if (call.faults) {
-        count_length_faults(call.faults, call.s.q, record.b, met.q, 0);
-        count_length_faults(call.faults, call.s.k, record.b, met.k, 1);
-    }
-    atomicAdd(&place[met.of], 1ull << 32 | met.units);
-    if (is_few(call, record))
-        atomicAdd(&few_place[few_class(call, met.few)], 1ull << 32 | static_cast<uint32_t>(few_units(call, met.few)));
-    if (record.chunks && record.slot >= 0)
-        for (int n = 0; n < static_cast<int>(met.units); n += record.chunks) *call.workspace.left(record.slot + n) = {};
-}
-
-/* Of sequences of few rows: slots before this thread's, and keys of a unit at most. */
-struct FewShare {
-    int before, most;
-};
-/* By the block; visit(f) is f(met) for each of the thread's sequences. */
-template <class Visit>
-__device__ __forceinline__ FewShare share_few(const Call &call, unsigned long long &keys_of_all, int *scratch,
-                                              Visit &visit) {
-    unsigned long long keys = 0;
-    visit([&](const Met &met) {
-        if (is_few(call, met.record)) keys += static_cast<unsigned long long>(few_keys(met.few));
-    });
-    if (keys) atomicAdd(&keys_of_all, keys * call.p.heads_kv);
-    __syncthreads();
-    const int most = few_keys_of_unit(call, keys_of_all);
-    int needs = 0;
-    visit([&](const Met &met) {
-        if (is_few(call, met.record)) needs = sum_slots(needs, few_slots_wanted(call, met.few, most));
-    });
-    return {scan_before(needs, scratch, [](int a, int b) { return sum_slots(a, b); }), most};
 }
 
 __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __grid_constant__ Call call) {
@@ -197,11 +141,7 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
     const fa_sequences &s = call.s;
     const int threads = blockDim.x, batch = static_cast<int>(call.p.batch), each = (batch + threads - 1) / threads;
     const int first = min(static_cast<int>(threadIdx.x) * each, batch), last = min(first + each, batch);
-    __shared__ unsigned long long few_place[kFewClasses];
-    __shared__ unsigned long long few_keys_of_all;
     for (int n = threadIdx.x; n < kClasses; n += threads) place[n] = 0;
-    for (int n = threadIdx.x; n < kFewClasses; n += threads) few_place[n] = 0;
-    if (threadIdx.x == 0) few_keys_of_all = 0;
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end
     dependency_wait();
 
@@ -222,10 +162,10 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
         next_rows(first, at);
         kept = meet(call, first, at[0], at[1]);
     }
+    constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
     int slots_before = 0;
-    FewShare few = {};
     const auto visit = [&](auto &&each_one) {
-        int at[2] = {before[0], before[1]}, slots = slots_before, few_slot = few.before;
+        int at[2] = {before[0], before[1]}, slots = slots_before;
         for (int b = first; b < last; ++b) {
             Met met = kept;
             if (each > 1) {
@@ -234,27 +174,32 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
             }
             const int needs = static_cast<int>(met.units) * met.record.chunks;
             met.record.slot = slots + needs <= call.workspace.slots ? slots : -1;
-            slots = sum_slots(slots, needs);
+            slots = min(slots + needs, kEnough);
             if (met.record.chunks && met.record.slot >= 0) met.units *= met.record.chunks;
-            if (few.most && is_few(call, met.record)) few_slot = place_few(call, met.few, few.most, few_slot);
             each_one(met);
         }
     };
     if (call.workspace.slots) {
         int needs = 0;
         visit([&](const Met &met) {
-            needs = sum_slots(needs, static_cast<int>(units_of(call, met.record)) * met.record.chunks);
+            needs = min(needs + static_cast<int>(units_of(call, met.record)) * met.record.chunks, kEnough);
         });
-        slots_before = scan_before(needs, scratch, [](int a, int b) { return sum_slots(a, b); });
+        slots_before = scan_before(needs, scratch, [](int a, int b) { return min(a + b, kEnough); });
     }
     __syncthreads();
-    if (call.few.rows) few = share_few(call, few_keys_of_all, scratch, visit);
-    visit([&](const Met &met) { count_met(call, met, place, few_place); });
+    visit([&](const Met &met) {
+        const Record &record = met.record;
+        if (call.faults) {
+            count_length_faults(call.faults, s.q, record.b, met.q, 0);
+            count_length_faults(call.faults, s.k, record.b, met.k, 1);
+        }
+        atomicAdd(&place[met.of], 1ull << 32 | met.units);
+        if (record.chunks && record.slot >= 0)
+            for (int n = 0; n < static_cast<int>(met.units); n += record.chunks)
+                *call.workspace.left(record.slot + n) = {};
+    });
     __syncthreads();
-    if (threadIdx.x < 32) {
-        const unsigned long long few = begin_few(few_place);
-        begin_classes(call, place, few, few_place[kFewClasses / 2]);
-    }
+    if (threadIdx.x < 32) begin_classes(call, place);
     __syncthreads();
     visit([&](const Met &met) {
         const unsigned long long at = atomicAdd(&place[met.of], 1ull << 32 | met.units);
@@ -262,7 +207,6 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
         record.unit = static_cast<int>(at & 0xffffffff);
         *call.workspace.record(static_cast<int>(at >> 32)) = record;
         if (record.b + 1 == batch) call.workspace.header()->tail = record.rows_end;
-        if (is_few(call, record)) list_few(call, met.few, few_place);
     });
 }
 

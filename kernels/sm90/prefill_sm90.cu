@@ -7,8 +7,7 @@
  * How:    prefill_list_kernel orders the sequences, prefill_sm90_kernel takes units from a counter (prefill_list.cuh).
  *         What is fetched and zeroed: prefill_load.cuh; what is multiplied: prefill_consume.cuh. A sequence of fewer
  *         than 128 queries has the heads of a kv head in the rows of a tile; one of few tiles and many keys is cut into
- *         chunks, whose states are folded from left to right (prefill_rows.cuh). Sequences of few rows, queries times
- *         heads of a kv head, are worked out as serve_sm90 does, by a kernel before the other (prefill_few.cuh).
+ *         chunks, whose states are folded from left to right (prefill_rows.cuh).
  * Bits:   tiles of queries, blocks of keys and the order of sums follow from a sequence's own lengths and what its
  *         queries see: not from the batch, the storage or the size of a page.
  * Limits: no bias, no mask, no ALiBi; out of q's dtype.
@@ -16,23 +15,18 @@
  * @arch sm_90a
  * @instance d{256,192,128,96,64}_{masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1} -DFA_KIND={2:FA_MASKED,FA_CAPPED}
  *           -DFA_ELEMENT={3:__half,__nv_bfloat16}
- * @instance few_d{256,128,64}_{f16,bf16} -DFA_COLUMNS={1} -DFA_ELEMENT={2:__half,__nv_bfloat16}
  */
 #include <algorithm> // std::max, std::min
 #include <cmath>     // fabs
 #include <cuda_runtime.h>
 
 #include "common/launch.cuh"
-#include "common/trial.cuh"
 #include "sm90/tensor_map.h"
-#if defined FA_COLUMNS
-#include "sm90/prefill_few.cuh"
-#elif defined FA_INSTANCE
+#ifdef FA_INSTANCE
 #include "sm90/prefill_kernel.cuh"
 #else
 #include "sm90/prefill_list.cuh"
 #endif
-#include "sm90/prefill_few_host.cuh"
 
 namespace fa::sm90::prefill {
 
@@ -59,25 +53,7 @@ struct Configuration {
     Configuration(const Configuration &) = delete;
 };
 
-#if defined FA_COLUMNS
-
-FewLaunch FA_PASTE(prefill_launch_, FA_INSTANCE);
-fa_code FA_PASTE(prefill_launch_, FA_INSTANCE)(const FewParams &params, const fa_launch &launch) {
-    using F = FewConfig<FA_ELEMENT, FA_COLUMNS>;
-    constexpr int kBytes = sizeof(FewShared<F>);
-    static_assert(kBytes <= 227 * 1024, "shared memory of a block");
-    static_assert(sizeof(float4) * 32 * (serve::Chunk<typename F::Least>::kColumnTiles + 1) ==
-                  few_state_bytes(FA_COLUMNS));
-    FA_TRY(fa_allow_smem(prefill_few_kernel<F>, kBytes, launch));
-    FA_CHAOS_ARM(launch.stream, launch);
-    const Configuration c(params.call.few.blocks, F::kThreads, kBytes, launch);
-    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&c.config, prefill_few_kernel<F>, params));
-    return FA_OK;
-}
-
-} // namespace fa::sm90::prefill
-
-#elif defined FA_INSTANCE
+#ifdef FA_INSTANCE
 
 Launch FA_PASTE(prefill_launch_, FA_INSTANCE);
 fa_code FA_PASTE(prefill_launch_, FA_INSTANCE)(const Params &params, const fa_plan &plan, const fa_launch &launch) {
@@ -114,10 +90,6 @@ static Launch *const kLaunches[][2][2] = {
     {FA_PREFILL(256, masked), FA_PREFILL(256, capped)},
 };
 
-#define FA_FEW(d) prefill_launch_few_d##d##_f16, prefill_launch_few_d##d##_bf16
-FewLaunch FA_FEW(64), FA_FEW(128), FA_FEW(256);
-static FewLaunch *const kFewLaunches[][2] = {{FA_FEW(64)}, {FA_FEW(128)}, {FA_FEW(256)}};
-
 /* The plan's own part. */
 struct Own {
     int index, capped; // of kLaunches
@@ -125,8 +97,6 @@ struct Own {
     int box_rows; // keys that TMA brings at a time; 0: none, they come row by row
     bool staged;
     int slots; // for states of chunks
-    Few few;
-    int64_t few_at; // of workspace
 };
 
 /* Rows of k and v on their own axis, and how many batch entries or pages. */
@@ -142,8 +112,7 @@ static Extent key_extent(const fa_problem *problem) {
 /* Calls that say nothing of sequences are faster on wgmma_sm90. Few queries are faster on mma_sm80, but not with pages
  * that come by TMA: there mma_sm80 took 1.0 to 2.0 times as long on an H200 for one query each (pages of 16, 64 and 256
  * keys, 2k to 128k of them, 1 to 128 sequences; bench/LOG.md). Lengths on the device count for nothing, and neither
- * does how many sequences or tokens there are: a sequence has one kernel in every batch, and what serve_sm90 would be
- * faster for among packed sequences is found on the device (prefill_few.cuh). */
+ * does how many sequences or tokens there are: a sequence has one kernel in every batch. */
 static fa_answer choose(const fa_problem *problem, fa_why *why) {
     constexpr int kFewDense = 16, kFewRows = 64; // of queries; of queries and heads
     const fa_forward &p = problem->forward;
@@ -201,15 +170,10 @@ static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *d
     const int64_t units = ((rows_q + 15) / 16 + p.batch) * p.heads + workspace.slots; // more than there can be
     plan->blocks = std::max<int64_t>(1, std::min<int64_t>(device->sm_count, units));
     plan->threads = 128 * (t.consumers + 1);
-    if (kTrial) own.few = plan_few(problem, device->sm_count, int64_t(device->workspace_limit) / 2);
-    const int64_t room = int64_t(device->workspace_limit) - (own.few.rows ? few_bytes(own.few) : 0);
-    while (workspace.slots > 1 && workspace.bytes(plan->blocks) > room) workspace.slots /= 2;
+    while (workspace.slots > 1 && workspace.bytes(plan->blocks) > int64_t(device->workspace_limit))
+        workspace.slots /= 2;
     own.slots = static_cast<int>(workspace.slots);
     plan->workspace_bytes = workspace.bytes(plan->blocks);
-    if (own.few.rows) {
-        own.few_at = (int64_t(plan->workspace_bytes) + 127) / 128 * 128;
-        plan->workspace_bytes = own.few_at + few_bytes(own.few);
-    }
     const int64_t slabs = (kHeadDims[own.index] + kSlabColumns - 1) / kSlabColumns;
     plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * own.tile_m + 2 * t.stages * t.tile_n);
     plan->keep = true;
@@ -275,8 +239,6 @@ static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, co
     if (!call.s.given) call.s.q.rows = p.seq_q, call.s.k.rows = p.seq_k;
     call.workspace = {static_cast<char *>(launch->workspace), p.batch, own.slots,
                       state_bytes(own.tile_m, kHeadDims[own.index])};
-    call.few = own.few;
-    call.few.base = static_cast<char *>(launch->workspace) + own.few_at;
     call.faults = problem->faults;
     call.group = static_cast<int>(p.heads / p.heads_kv);
     call.group_queries = std::max(64 / call.group, 1);
@@ -293,9 +255,7 @@ static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, co
         static_cast<int>(std::min<int64_t>(std::max<int64_t>(p.batch + 31, 32) / 32 * 32, kListThreads));
     const Configuration list(1, list_threads, 0, *launch);
     FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&list.config, prefill_list_kernel, call));
-    const bool bf16 = p.dtype == FA_BF16;
-    if (own.few.rows) FA_TRY(launch_few(problem, call, kFewLaunches[few_columns(p.head_dim) / 128][bf16], *launch));
-    return kLaunches[own.index][own.capped][bf16](params, *plan, *launch);
+    return kLaunches[own.index][own.capped][p.dtype == FA_BF16](params, *plan, *launch);
 }
 
 } // namespace fa::sm90::prefill

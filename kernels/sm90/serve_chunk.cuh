@@ -59,8 +59,8 @@ template <class C> struct Rows {
         return row[r / 2 * 8 + 2 * (threadIdx.x % 4) + r % 2];
     }
 
-    /* By the block, or by a warp whose `queries` are its own and may hold those of a job before. */
-    template <bool kOfWarp = false> __device__ __forceinline__ void load_queries(const Params &params, const Job &job) {
+    /* By the block. */
+    __device__ __forceinline__ void load_queries(const Params &params, const Job &job) {
         const fa_forward &p = params.call.p;
         const int lane = threadIdx.x % 32;
         const T *from[C::kRowTiles];
@@ -84,12 +84,7 @@ template <class C> struct Rows {
                 }
             return x;
         };
-        if constexpr (kShared && kOfWarp) {
-            __syncwarp();
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) queries[step * 32 + lane] = load(step);
-            __syncwarp();
-        } else if constexpr (kShared) {
+        if constexpr (kShared) {
             for (int step = threadIdx.x / 32; step < kSteps; step += C::kWarps) queries[step * 32 + lane] = load(step);
             __syncthreads();
         } else {

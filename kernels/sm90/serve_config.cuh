@@ -6,7 +6,6 @@
 #include "common/score.cuh"
 #include "common/spot.cuh"  // Serving
 #include "common/tiles.cuh" // Divider
-#include "common/trial.cuh"
 
 namespace fa::sm90::serve {
 
@@ -62,16 +61,10 @@ struct Params {
     int first, jobs;               // of this launch: tiles of rows times kv heads
     int slots, pairs;              // of states in workspace: chunks of a job, pairs of its rows
     Divider parts;                 // blocks of a job
+    bool clustered;                // the parts of a job are a cluster
     int boxes;                     // keys of a box of TMA; 0: cp.async
     char *workspace;
     Sight dense; // of a call without sequences: every batch entry
-#if FA_TRIAL
-    bool clustered; // the parts of a job are a cluster
-    int teams;      // that share the line (serve_line.cuh), or 0: jobs have parts
-#else
-    static constexpr bool clustered = false;
-    static constexpr int teams = 0;
-#endif
 };
 
 } // namespace fa::sm90::serve

@@ -94,8 +94,8 @@ __device__ __forceinline__ Part fold_parts(const Part &to, const Part &x) {
             make_float4(a.maximum, a.sum, b.maximum, b.sum)};
 }
 
-constexpr int kAtOnce = 8;                     // states that a thread reads before it folds them
-constexpr int kFoldParts = kTrial ? 512 : 256; // groups of columns that are folded side by side
+constexpr int kAtOnce = 8;      // states that a thread reads before it folds them
+constexpr int kFoldParts = 512; // groups of columns that are folded side by side
 
 /* The states of a job in their order: twice the slot, plus 1 if the state begins a group. */
 struct StateList {
@@ -103,8 +103,8 @@ struct StateList {
     int16_t state[kMaxChunks], group[kMaxChunks / kGroup + 2]; // where a group begins in it
 };
 
-/* One warp. `shares` says where states end. */
-template <class Owners> __device__ __forceinline__ void list_states(StateList &list, const Owners &shares) {
+/* One warp. */
+__device__ __forceinline__ void list_states(StateList &list, const Shares &shares) {
     const int lane = threadIdx.x % 32;
     int count = 0;
 #pragma unroll 1
@@ -166,7 +166,7 @@ __device__ __forceinline__ void fold_job(const Params &params, const Job &job, c
         };
     };
     // Where threads are left over, groups side by side, then what they make.
-    const bool apart = (!kTrial || items < C::kThreads) && items * groups <= kFoldParts && groups > 1;
+    const bool apart = items < C::kThreads && items * groups <= kFoldParts && groups > 1;
     if (apart) {
         for (int n = threadIdx.x; n < items * groups; n += C::kThreads) {
             const int group = n / items;

@@ -1,7 +1,7 @@
 /* serve_sm90: which rows and keys a block works on, and which of the chunks are whose.
  *
  * A job is a kv head of a sequence with up to kRows of its rows (query i and head g of the group: row i * group + g).
- * The warps of its blocks have equal shares of its chunks, or of those that the line gives to a block (serve_line.cuh).
+ * The warps of its blocks have equal shares of its chunks.
  *
  * Of each group of 8 chunks the warp that has the first one leaves one state of all its chunks; every other chunk of
  * the group is a state by itself. So the keys alone say which states there are; each is known by its first chunk. */
@@ -81,8 +81,7 @@ __device__ __forceinline__ RowPlace row_place(const Params &params, const Job &j
 struct Shares {
     int first, last, each, more; // the first `more` workers have one more than `each`
 
-    __device__ __forceinline__ Shares(const Job &job, int workers) : Shares(job.first, job.last, workers) {}
-    __device__ __forceinline__ Shares(int first, int last, int workers) : first(first), last(last) {
+    __device__ __forceinline__ Shares(const Job &job, int workers) : first(job.first), last(job.last) {
         each = static_cast<int>(unsigned(last - first) / unsigned(workers)), more = last - first - each * workers;
     }
     __device__ __forceinline__ int begin(int worker) const { return first + worker * each + min(worker, more); }
@@ -98,7 +97,5 @@ struct Shares {
         return min(min((chunk / kGroup + 1) * kGroup, last), begin(owner(chunk) + 1));
     }
 };
-
-__device__ __forceinline__ void prefetch_l2(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 } // namespace fa::sm90::serve

@@ -1,21 +1,13 @@
-/* serve_sm90: the kernels. A block takes a part of a job, or of several one after the other (serve_line.cuh), each of
- * its warps a share of the chunks; what the warps leave in workspace is folded by the block itself if it has the whole
- * job, by the blocks of a cluster if they have it, else by serve_fold_kernel. */
+/* serve_sm90: the kernels. A block takes a part of a job, each of its warps a share of the chunks; what the warps leave
+ * in workspace is folded by the block itself if it has the whole job, by the blocks of a cluster if they have it, else
+ * by serve_fold_kernel. */
 #pragma once
 #include "sm90/cluster.cuh"
 #include "sm90/serve_chunk.cuh"
 #include "sm90/serve_fold.cuh"
-#include "sm90/serve_line.cuh"
 #include "sm90/serve_load.cuh"
 
 namespace fa::sm90::serve {
-
-/* A warp's way along the line. */
-struct LineWalk {
-    LineJob next;
-    int each;   // units of a part
-    bool folds; // its team the job that it is at
-};
 
 /* What the threads of a block share beside the rings, which come after it. */
 template <class C> struct Shared {
@@ -23,8 +15,6 @@ template <class C> struct Shared {
     uint64_t full[C::kWarps][C::kSlots];
     uint32_t valid[C::kWarps][C::kSlots];
     int64_t joined[C::kWarps];
-    int line[Line<C>::kRoom];
-    LineWalk walk[C::kWarps];
     StateList list;
     static constexpr size_t kRoom = 2048; // before the rings
     static constexpr size_t bytes() { return kRoom + C::kRingBytes + Rows<C>::kQueryBytes; }
@@ -50,8 +40,8 @@ __device__ __forceinline__ void leave(const Slots<C> &slots, const Job &job, con
 }
 
 /* Works out a chunk, whose first tiles are on their way. */
-template <class C, class Ring>
-__device__ __forceinline__ void attend_chunk(const Params &params, const Job &job, Ring &ring, const Rows<C> &rows,
+template <class C>
+__device__ __forceinline__ void attend_chunk(const Params &params, const Job &job, Ring<C> &ring, const Rows<C> &rows,
                                              RingState<C::kSlots> &at, Chunk<C> &chunk, int k) {
     const Tiles tiles = job.tiles(k, k + 1);
     chunk.clear();
@@ -76,14 +66,13 @@ __device__ __forceinline__ void attend_chunk(const Params &params, const Job &jo
     chunk.close();
 }
 
-/* Works out the chunks [begin, end) of a job, the first of whose tiles is in slot `at`, and leaves their states.
- * Returns where the next tile belongs. */
+/* Works out the chunks [begin, end) of a job and leaves their states. */
 template <class C>
-__device__ __forceinline__ RingState<C::kSlots> attend(const Params &params, const Job &job, Ring<C> &ring,
-                                                       const Rows<C> &rows, const Slots<C> &slots, int begin, int end,
-                                                       RingState<C::kSlots> at = RingState<C::kSlots>(0)) {
+__device__ __forceinline__ void attend(const Params &params, const Job &job, Ring<C> &ring, const Rows<C> &rows,
+                                       const Slots<C> &slots, int begin, int end) {
     Chunk<C> group, chunk;
     int opened = -1; // the group's first chunk, if it is open
+    RingState<C::kSlots> at(0);
 #pragma unroll 1
     for (int k = begin; k < end; ++k) {
         attend_chunk(params, job, ring, rows, at, chunk, k);
@@ -96,7 +85,6 @@ __device__ __forceinline__ RingState<C::kSlots> attend(const Params &params, con
             leave(slots, job, chunk, k);
     }
     if (opened >= 0) leave(slots, job, group, opened);
-    return at;
 }
 
 /* Brings to L2 what says where the keys of job n lie: all this is read one after the other, but not yet. */
@@ -117,7 +105,7 @@ __device__ __forceinline__ void prefetch_lengths(const Params &params, int n, in
                       to = s.pages.width * (part + 1) / params.parts.divisor;
         if (from < to) at = s.pages.table + b * s.pages.stride + from;
     }
-    if (at) prefetch_l2(at);
+    if (at) asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 
 /* Heads come first, since they read the same rows of memory, then the parts of a job, so that those of a long sequence
@@ -176,75 +164,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
                     C::kUnits * (columns_of + 1) / blocks, reinterpret_cast<Part *>(memory + Shared<C>::kRoom));
 }
 
-/* A block of a team. No barrier of a ring falls behind from one job to the next: each piece waits for all the tiles
- * that it asked for, and `at` goes on where it ended. */
-template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
-    serve_line_kernel(const __grid_constant__ Params params) {
-    FA_CHAOS_BEGIN();
-    extern __shared__ __align__(1024) char memory[];
-    auto &shared = *reinterpret_cast<Shared<C> *>(memory);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32,
-              heads = static_cast<int>(params.heads_kv.divisor);
-    const int team = params.heads_kv.quotient(blockIdx.x), head = static_cast<int>(blockIdx.x) - team * heads;
-    if (params.boxes && threadIdx.x == 0) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
-    prefetch_line<C>(params);
-    dependency_wait();
-    dependency_release(); // only now, since serve_fold_kernel reads lengths without waiting for what wrote them
-    const Line<C> line(params, shared.line);
-    if (team * line.each >= line.total) return;
-    const LineJob start = line.job_at(team * line.each, shared.line);
-    // What comes after a job lies in shared memory while the job needs the registers.
-    LineWalk &walk = shared.walk[warp];
-    if (lane == 0) walk = {start, line.each, false};
-    Ring<C>::init(params, shared.full[warp]);
-    RingState<C::kSlots> at(0);
-#pragma unroll 1
-    while (true) {
-        const LineJob here = walk.next;
-        const int each = walk.each;
-        if (here.job >= params.heads_kv.quotient(params.jobs) || here.begin >= (team + 1) * each) return;
-        const bool opens = here.begin >= team * each; // the job begins here
-        const int of_launch = here.job * heads + head;
-        const Job job = find_job<C>(params, params.first + of_launch, opens, shared.joined);
-        const LineShares<C> cut(job, here.begin, each);
-        const Shares shares = cut.of_team(team);
-        const bool any = shares.first < shares.last,
-                   whole = any ? shares.last - shares.first == job.last - job.first : opens && job.first == job.last;
-        __syncwarp();
-        if (lane == 0) walk = {{here.job + 1, cut.end()}, each, whole && job.count};
-        const Slots<C> slots(params, of_launch);
-        const int mine = shares.begin(warp), mine_end = shares.begin(warp + 1);
-        Ring<C> ring{params,
-                     job,
-                     memory + Shared<C>::kRoom + warp * C::kSlots * C::kSlotBytes,
-                     shared.full[warp],
-                     shared.valid[warp],
-                     job.tiles(mine, mine_end)};
-        if (mine < mine_end) ring.fill(at.stage);
-        if (opens) write_nothing<C>(params, job, threadIdx.x, C::kThreads);
-        Rows<C> rows;
-        rows.row = shared.row[warp];
-        rows.queries = reinterpret_cast<typename Rows<C>::Query *>(memory + Shared<C>::kRoom + C::kRingBytes);
-        if (Rows<C>::kShared ? any : mine < mine_end) rows.load_queries(params, job);
-        if (mine < mine_end) {
-            rows.load_sight(params, job);
-            at = attend(params, job, ring, rows, slots, mine, mine_end, at);
-        }
-        __syncwarp();
-        if (walk.folds) {
-            const Shares all(job, C::kWarps);
-            if (warp == 0) list_states(shared.list, all);
-            __syncthreads();
-            fold_job<C>(params, job, slots, all, shared.list, 0, C::kUnits,
-                        reinterpret_cast<Part *>(memory + Shared<C>::kRoom));
-            tma_store_fence(); // the rings have held parts of the fold
-        }
-        // The list, the rings and the queries are the next job's.
-        if (Rows<C>::kShared || walk.folds) __syncthreads();
-    }
-}
-
 /* A job a warp, where no sequence has more keys than a group of chunks: it writes what it has. Of sequences that have
  * no starts, since those are read by the block. */
 template <class C>
@@ -291,41 +210,22 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     write_nothing<C>(params, job, lane, 32);
 }
 
-/* Block (job, part of the columns); of a line (border between teams times kv heads, part of the columns). */
+/* Block (job, part of the columns). */
 template <class C>
 __global__ void __launch_bounds__(C::kThreads) serve_fold_kernel(const __grid_constant__ Params params) {
     FA_CHAOS_BEGIN();
     __shared__ StateList list;
     __shared__ Part parts[kFoldParts];
     __shared__ int64_t joined[C::kWarps];
-    __shared__ int at_line[Line<C>::kRoom];
     dependency_release();
-    // Who waits for this kernel waits for the one before it, too: its first block does.
-    const auto nothing = [] {
-        if (blockIdx.x + blockIdx.y == 0) dependency_wait();
-    };
-    int of_launch = static_cast<int>(blockIdx.x), begin = 0, each = 0;
-    const int before = params.heads_kv.quotient(of_launch), heads = static_cast<int>(params.heads_kv.divisor);
-    if (params.teams) { // the border is that of this team and the next
-        const Line<C> line(params, at_line);
-        each = line.each;
-        if ((before + 1) * each >= line.total) return nothing();
-        const LineJob here = line.job_at((before + 1) * each, at_line);
-        of_launch += (here.job - before) * heads, begin = here.begin;
-    }
-    const Job job = find_job<C>(params, params.first + of_launch, false, joined);
-    if (job.count == 0) return nothing();
-    if (params.teams) {
-        const LineShares<C> cut(job, begin, each);
-        if (cut.team(cut.first) != before) return nothing(); // nobody's or another border's, which comes first in it
-        if (threadIdx.x < 32) list_states(list, cut);
-    } else if (threadIdx.x < 32) {
-        list_states(list, Shares(job, params.parts.divisor * C::kWarps));
-    }
+    const Job job = find_job<C>(params, params.first + static_cast<int>(blockIdx.x), false, joined);
+    if (job.count == 0) return dependency_wait(); // who waits for this kernel waits for serve_sm90_kernel, too
+    const Shares shares(job, params.parts.divisor * C::kWarps);
+    if (threadIdx.x < 32) list_states(list, shares);
     __syncthreads();
     const int y = static_cast<int>(blockIdx.y), blocks = static_cast<int>(gridDim.y);
     dependency_wait();
-    fold_job<C>(params, job, Slots<C>(params, of_launch), Shares(job, 1), list, C::kUnits * y / blocks,
+    fold_job<C>(params, job, Slots<C>(params, blockIdx.x), shares, list, C::kUnits * y / blocks,
                 C::kUnits * (y + 1) / blocks, parts);
 }
 

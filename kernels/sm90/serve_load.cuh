@@ -67,10 +67,8 @@ template <class C> struct Ring {
     __device__ __forceinline__ int lane() const { return static_cast<int>(threadIdx.x % 32); }
     __device__ __forceinline__ char *slot(int at) const { return slots + at * C::kSlotBytes; }
 
-    __device__ __forceinline__ void init() const { init(params, full); }
-    static __device__ __forceinline__ void init(const Params &params, uint64_t *full) {
-        const int lane = static_cast<int>(threadIdx.x % 32);
-        if (lane < C::kSlots) mbarrier_init(full + lane, params.boxes ? 1 : 32);
+    __device__ __forceinline__ void init() const {
+        if (lane() < C::kSlots) mbarrier_init(full + lane(), params.boxes ? 1 : 32);
         mbarrier_init_fence();
         __syncwarp();
     }
@@ -112,12 +110,11 @@ template <class C> struct Ring {
         place[0] = place[1], place[1] = find(tiles.next + 1);
     }
 
-    /* Asks for the first tiles, the first of them into slot `first`. */
-    __device__ __forceinline__ void fill(int first = 0) {
+    /* Asks for the first tiles. */
+    __device__ __forceinline__ void fill() {
         place[0] = find(tiles.next), place[1] = find(tiles.next + 1);
 #pragma unroll 1
-        for (int n = 0, at = first; n < C::kSlots; ++n, at = at + 1 == C::kSlots ? 0 : at + 1)
-            n % 2 ? start_values(at) : start_keys(at);
+        for (int at = 0; at < C::kSlots; ++at) at % 2 ? start_values(at) : start_keys(at);
     }
 
     /* V's rows that nobody may see. The fence comes before TMA writes there again. */

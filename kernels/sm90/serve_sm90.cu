@@ -1,11 +1,10 @@
 /* serve_sm90: attention of few queries over long sequences on Hopper: decode, speculative steps.
  *
  * Dense, padded, packed and paged keys of any page size, lengths and tables on the device. One block or several take a
- * kv head of a sequence (serve_job.cuh), or blocks share all that the batch's sequences see (serve_line.cuh); each of
- * their warps takes chunks of 64 * 2^e keys, which it brings to its own ring of tiles (serve_load.cuh), multiplies by
- * mma.sync (serve_chunk.cuh) and leaves as states of rows in workspace. They are folded in an order that only a
- * sequence's keys fix (serve_fold.cuh): who worked out which chunk changes no bit, so the number of blocks, the batch
- * around a sequence and its storage do not either.
+ * kv head of a sequence (serve_job.cuh); each of their warps takes chunks of 64 * 2^e keys, which it brings to its own
+ * ring of tiles (serve_load.cuh), multiplies by mma.sync (serve_chunk.cuh) and leaves as states of rows in workspace.
+ * They are folded in an order that only a sequence's keys fix (serve_fold.cuh): who worked out which chunk changes no
+ * bit, so the number of blocks, the batch around a sequence and its storage do not either.
  *
  * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 256, rows of 16-byte chunks; no bias, no mask. Rows
  * beyond 16 of a kv head (8 where head_dim is above 128) read its keys again.
@@ -27,8 +26,8 @@
 
 #include "common/launch.cuh"
 #include "fa.h"
-#include "sm90/serve_boxes.cuh"
 #include "sm90/serve_kernel.cuh"
+#include "sm90/tensor_map.h"
 
 namespace fa::sm90::serve {
 
@@ -38,7 +37,6 @@ struct Own {
     int64_t jobs, tiles_m;
     int64_t at_once;       // jobs of a launch
     int parts, fold_parts; // blocks of a job
-    int teams;             // of the line (serve_line.cuh), or 0
     int slots, pairs;
     bool clustered; // the parts of a job
     bool brief;     // a job a warp
@@ -78,15 +76,7 @@ template <class C> fa_code launch_shape(const Params &params, const Own &own, co
             return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
         }
     const dim3 blocks(static_cast<unsigned>(params.jobs * own.parts));
-    dim3 fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
-    if constexpr (kTrial)
-        if (own.teams) {
-            const dim3 line(static_cast<unsigned>(own.teams) * params.heads_kv.divisor);
-            FA_TRY(launch_kernel(serve_line_kernel<C>, line, C::kThreads, Shared<C>::bytes(), params, launch));
-            if (own.teams == 1) return FA_OK;
-            fold.x = line.x - params.heads_kv.divisor;
-            return launch_kernel(serve_fold_kernel<C>, fold, C::kThreads, 0, params, launch);
-        }
+    const dim3 fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
     FA_TRY(launch_kernel(serve_sm90_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch,
                          own.clustered ? own.parts : 1));
     if (own.parts == 1 || own.clustered) return FA_OK;
@@ -128,9 +118,8 @@ static const Form &form_for(int64_t columns, int64_t rows) {
 
 constexpr int kFewest = 4;               // chunks of a block, at least
 constexpr int64_t kMostKeys = 8192;      // of a job that is shared equally, where lengths may differ
-constexpr int64_t kFoldBlocks = 8;       // of a multiprocessor: of the jobs that borders of a line cut
 constexpr int64_t kMostClustered = 4096; // keys of a job whose blocks are a cluster, where lengths may differ
-constexpr int64_t kMostRoom = 5;         // blocks of a job that there is room for where a cluster of up to 4 takes it
+constexpr int64_t kMostRoom = 5;         // blocks of a job that there is room for where a cluster of 2 takes it
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -185,36 +174,22 @@ static int64_t keys_at_most(const fa_problem *problem) {
     return fa_clamp(seen, 0, p.seq_k);
 }
 
-/* Teams whose blocks, one a kv head, fill the device once, or the fewest times that leave little of it empty. */
-static int64_t teams_for(int64_t heads, int64_t room) {
-    int64_t teams = 0, times = 1;
-    for (int64_t n = 1; n <= 4; ++n)
-        if (const int64_t found = n * room / heads;
-            found * heads * times * 20 > teams * heads * n * 20 + room * times * n)
-            teams = found, times = n;
-    return std::max<int64_t>(teams, 1);
-}
-
-/* Who works on what: a block on a job if those fill the device, else as many as there is room for. Of few parts a
- * cluster takes the job and needs no second kernel; more are cut from a line where lengths may differ. */
+/* Who works on what: a block on a job if those fill the device, else as many as there is room for. Where there is room
+ * for few, a cluster of two takes the job and needs no second kernel: 40 us where blocks that leave their states to
+ * serve_fold_kernel took 44 and clusters of four, which do not all fit at once, 58 (8 sequences of 4k keys, 32/8 heads,
+ * bfloat16, on an H200). */
 static void share(const fa_problem *problem, const Form &form, int64_t sms, int64_t keys, Own &own) {
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     const int64_t room = sms * form.blocks_per_sm, jobs = std::max<int64_t>(own.jobs, 1);
     const int64_t most = std::max<int64_t>(std::min(divide_up(keys, kChunkKeys), int64_t(kMaxChunks)) / kFewest, 1);
-    const bool differ = s.given && p.batch > 1,
-               fit_on_line = own.jobs <= kMostOnLine * p.heads_kv && !(p.seq_k >> kLineLengthBits);
+    const bool differ = s.given && p.batch > 1;
     int64_t parts = 1;
-    if (jobs * 4 < sms * 3 || (kTrial && s.given && jobs * 2 <= room)) parts = room / jobs;
+    if (jobs * 4 < sms * 3 || (s.given && jobs * 2 <= room)) parts = room / jobs;
     if (differ) parts = std::max(parts, divide_up(keys, kMostKeys));
-    // Multiprocessors come in groups of an even number, which clusters of so many blocks fill.
-    const int64_t cluster = std::min(parts, most) >= 4 ? 4 : 2;
-    own.clustered = kTrial && s.given && !(differ && keys > kMostClustered) && std::min(parts, most) > 1 &&
-                    parts <= kMostRoom && cluster <= 2 * form.blocks_per_sm;
-    own.parts = static_cast<int>(own.clustered ? cluster : std::min(parts, most));
-    own.teams = 0;
-    if (kTrial && differ && own.parts > 1 && !own.clustered && fit_on_line && !s.q.starts && !s.k.starts)
-        own.teams = static_cast<int>(teams_for(std::max<int64_t>(p.heads_kv, 1), room));
+    own.parts = static_cast<int>(std::min(parts, most));
+    own.clustered = s.given && !(differ && keys > kMostClustered) && own.parts > 1 && parts <= kMostRoom;
+    if (own.clustered) own.parts = 2;
 }
 
 static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
@@ -239,14 +214,13 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     own.tiles_m = divide_up(most, form.rows);
     own.jobs = (s.q.starts ? tiles_of_packed(p, group, form.rows) : p.batch * own.tiles_m) * p.heads_kv;
     own.pairs = static_cast<int>((std::min<int64_t>(most, form.rows) + 1) / 2);
-    const int64_t keys = kTrial ? keys_at_most(problem) : p.seq_k, chunks = divide_up(keys, kChunkKeys);
+    const int64_t keys = keys_at_most(problem), chunks = divide_up(keys, kChunkKeys);
     own.slots = static_cast<int>(std::min<int64_t>(chunks + 1, kMaxChunks));
     const int64_t sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
     share(problem, form, sms, keys, own);
     // So short a sequence leaves most warps of a block without work, and has one state.
     own.brief = form.rows == 8 && p.seq_k <= kGroup * kChunkKeys && jobs >= 4 * sms && !s.q.starts && !s.k.starts;
-    const int64_t folds = own.teams > 1 ? sms * kFoldBlocks / ((own.teams - 1) * p.heads_kv) : sms / jobs;
-    own.fold_parts = static_cast<int>(std::max<int64_t>(std::min<int64_t>(folds, form.columns / 8), 1));
+    own.fold_parts = static_cast<int>(std::max<int64_t>(std::min<int64_t>(sms / jobs, form.columns / 8), 1));
     if (own.jobs * own.parts > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
     // Where FA_EXT_WORKSPACE_MB leaves no room for all jobs, one launch follows the other.
     const int64_t each = own.brief ? 0 : own.slots * own.pairs * int64_t(form.state), limit = device->workspace_limit;
@@ -254,13 +228,26 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     if (own.jobs * each > limit) own.at_once = limit / each / p.heads_kv * p.heads_kv;
     if (own.jobs && !own.at_once) return fa_because(why, FA_NOT_HERE, FA_WHY_STATE_WORKSPACE, 0, 0, 0);
     plan->workspace_bytes = own.at_once * each;
-    plan->blocks = own.brief   ? divide_up(own.jobs, form.threads / 32)
-                   : own.teams ? own.teams * p.heads_kv
-                               : own.jobs * own.parts;
+    plan->blocks = own.brief ? divide_up(own.jobs, form.threads / 32) : own.jobs * own.parts;
     plan->threads = form.threads;
     plan->smem_bytes = form.shared;
     plan->keep = true;
     return choose(problem, form, own, sms, why);
+}
+
+/* A box has 128 bytes of each row: more would be fetched twice. */
+constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+
+/* Keys of a box that lies in one page and one tile, or 0. */
+static int box_keys(const fa_forward &p, const fa_sequences &s, const fa_launch &launch) {
+    fa_why why;
+    const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
+    if (!launch.encode_tensor_map || rows == 0 || batch == 0 || batch >> 31) return 0;
+    if (!takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, rows, &why) ||
+        !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, rows, &why))
+        return 0;
+    const int64_t keys = s.pages.table ? std::min<int64_t>(rows & -rows, kTileKeys) : kTileKeys;
+    return keys >= 8 ? static_cast<int>(keys) : 0;
 }
 
 static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
@@ -277,18 +264,23 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
         .slots = own.slots,
         .pairs = own.pairs,
         .parts = Divider::of(own.parts),
+        .clustered = own.clustered,
         .workspace = static_cast<char *>(launch->workspace),
     };
-#if FA_TRIAL
-    params.clustered = own.clustered, params.teams = own.teams;
-#endif
     fa_sequences &s = params.call.s;
     if (!s.given) s.q.rows = p.seq_q, s.k.rows = p.seq_k;
     if (!s.given) {
         fa_entry entry = {p.seq_q, p.seq_k, 0, 0, p.diagonal, nullptr, p.key_begin, p.key_end};
         params.dense = Sight::of(entry, p.left, p.right);
     }
-    FA_TRY(encode_boxes(params, *launch));
+    if (const int keys = box_keys(p, s, *launch)) {
+        params.boxes = keys;
+        const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
+        FA_TRY(tensor_map_encode(&params.k_map, *launch, p.k, p.dtype, p.head_dim, rows, p.heads_kv, batch, keys,
+                                 FA_OPERAND_K, kPromotion));
+        FA_TRY(tensor_map_encode(&params.v_map, *launch, p.v, p.dtype, p.head_dim_v, rows, p.heads_kv, batch, keys,
+                                 FA_OPERAND_V, kPromotion));
+    }
     for (int64_t first = 0; first < own.jobs; first += own.at_once) {
         params.first = static_cast<int>(first), params.jobs = static_cast<int>(std::min(own.at_once, own.jobs - first));
         FA_TRY(form_for(p.head_dim, own.rows).launch[p.dtype == FA_BF16](params, own, *launch));

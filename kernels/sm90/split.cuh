@@ -82,8 +82,8 @@ __device__ __forceinline__ float2 soften(float (&scores)[Count], RowState (&stat
 }
 
 /* The online softmax over this warpgroup's share: out and states. */
-template <class T, class C, bool Capped, class KeyRing>
-__device__ __forceinline__ void attend(const Params &params, const Work &work, const KeyRing &k, const KeyRing &v,
+template <class T, class C, bool Capped>
+__device__ __forceinline__ void attend(const Params &params, const Work &work, const Ring<C> &k, const Ring<C> &v,
                                        uint32_t queries, float (&out)[C::kColumns / 2], RowState (&state)[2]) {
     constexpr int kScores = C::kTileN / 2;
     const float multiplier = Capped ? 1.0f : params.score.scale_log2;
@@ -112,8 +112,7 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
         }
         const int first = work.first_key<C>(step);
         if (first < work.common.begin || first + C::kTileN > work.common.end) {
-            const Span<int> low = row_keys(params, query_of<C>(params, row)),
-                            high = row_keys(params, query_of<C>(params, row + 8));
+            const Span<int> low = row_keys(params, row), high = row_keys(params, row + 8);
             mask_scores(scores, {low.begin - first, high.begin - first}, {low.end - first, high.end - first},
                         2 * (threadIdx.x % 4));
         }
@@ -266,11 +265,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     if (params.split_shift) mbarrier_wait(arrived, 0);
     const int row = work.row + (int(cluster_rank()) * kTileM >> params.split_shift);
     if (!C::kByRows && params.split_shift == 0)
-        finish<T, C, 1>(params, row, warp, landing);
+        finish<T, C, 1>(params, row, landing);
     else if (params.split_shift == 1)
-        finish<T, C, 2>(params, row, warp, landing);
+        finish<T, C, 2>(params, row, landing);
     else
-        finish<T, C, 0>(params, row, warp, landing);
+        finish<T, C, 0>(params, row, landing);
 }
 
 } // namespace fa::sm90::split

@@ -25,7 +25,6 @@ template <int Columns, int Warpgroups, int TileN, int Stages, bool Resident> str
     static constexpr int kWarpgroups = Warpgroups;
     static constexpr int kTileN = TileN;
     static constexpr int kStages = Stages;
-    static constexpr bool kPacked = false;
     static constexpr bool kResident = Resident; // no warpgroup has more than two blocks of keys, each with a stage
     static constexpr int kBlocks = Resident && TileN <= 64 ? 2 : 1; // on a multiprocessor: the next launch starts early
     static constexpr int kWarps = Warpgroups * 4;
@@ -74,19 +73,6 @@ struct Params {
 __device__ __forceinline__ Span<int> row_keys(const Params &params, int row) {
     const int own = row + params.diagonal;
     return {max(own - params.left, params.key_begin), min(own + params.right + 1, params.key_end)};
-}
-
-/* Where row `row` of a kv head's tiles is in the call: with C::kPacked query i and head g of the group are row
- * i * group + g, without it the grid has a tile for each head. */
-struct Place {
-    int query, head;
-};
-template <class C> __device__ __forceinline__ int query_of(const Params &params, int row) {
-    return C::kPacked ? int(unsigned(row) / unsigned(params.group)) : row;
-}
-template <class C> __device__ __forceinline__ Place place_of(const Params &params, int row) {
-    const int query = query_of<C>(params, row), head = blockIdx.y;
-    return {query, C::kPacked ? head * params.group + row - query * params.group : head};
 }
 
 /* Which part of the call this warpgroup does. The grid is (query tiles x splits, heads, batch). */
@@ -160,26 +146,25 @@ __device__ __forceinline__ void publish(const Params &params, int part, const fl
     }
 }
 
-__device__ __forceinline__ RowResult finish_total(const Params &params, const RowState &total, int head) {
+__device__ __forceinline__ RowResult finish_total(const Params &params, const RowState &total) {
     if (!params.sinks) return finish_fast(total);
-    return finish_row(total, load_as_float(params.sinks, params.sinks_dtype, head * params.sinks_stride));
+    return finish_row(total, load_as_float(params.sinks, params.sinks_dtype, blockIdx.y * params.sinks_stride));
 }
-__device__ __forceinline__ void store_lse(const Params &params, const Place &at, float lse) {
-    if (params.lse && at.query < params.seq_q)
-        params.lse[blockIdx.z * params.lse_batch + at.head * params.lse_head + at.query * params.lse_row] = lse;
+__device__ __forceinline__ void store_lse(const Params &params, int query, float lse) {
+    if (params.lse && query < params.seq_q)
+        params.lse[blockIdx.z * params.lse_batch + blockIdx.y * params.lse_head + query * params.lse_row] = lse;
 }
 
-/* Merges the partial results of the rows that this block finishes, from `row` on, and writes them: each of C::kWarps
- * warps, of which this is number `warp`, takes one unit, 32 columns at a time, a thread 16 bytes of output. The parts
- * are added in the order of the keys. `Splits`: the blocks of the cluster, or 0 for any number. */
+/* Merges the partial results of the rows that this block finishes, from `row` on, and writes them: each warp takes one
+ * unit, 32 columns at a time, a thread 16 bytes of output. The parts are added in the order of the keys. `Splits`: the
+ * blocks of the cluster, or 0 for any number. */
 template <class T, class C, int Splits>
-__device__ __forceinline__ void finish(const Params &params, int row, int warp, const Landing<C> &landing) {
+__device__ __forceinline__ void finish(const Params &params, int row, const Landing<C> &landing) {
     constexpr int kGroups = C::kColumns / 32;
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const int units = Splits ? kUnits / (Splits + !Splits) : kUnits >> params.split_shift;
     const int parts = Splits ? Splits * C::kWarpgroups : landing.parts;
-    const int unit = warp % unsigned(units);
-    const Place at = place_of<C>(params, row + unit * 8 + lane / 4);
+    const int unit = warp % unsigned(units), query = row + unit * 8 + lane / 4;
     const float2 *states = landing.states + unit * parts * 8 + lane / 4;
     const float4 *partials = landing.partials + unit * parts * Landing<C>::kChunks * 32 + lane;
     const int stride = C::kWarps / units; // warps a unit
@@ -205,9 +190,9 @@ __device__ __forceinline__ void finish(const Params &params, int row, int warp, 
             }
         }
     }
-    const RowResult result = finish_total(params, total, at.head);
-    T *out = static_cast<T *>(params.out) + blockIdx.z * params.out_batch + at.head * params.out_head +
-             at.query * params.out_row;
+    const RowResult result = finish_total(params, total);
+    T *out = static_cast<T *>(params.out) + blockIdx.z * params.out_batch + blockIdx.y * params.out_head +
+             query * params.out_row;
 #pragma unroll
     for (int trip = 0; trip < kGroups; ++trip) {
         const int group = group0 + trip * stride, column = 32 * group + 8 * (lane % 4);
@@ -220,10 +205,10 @@ __device__ __forceinline__ void finish(const Params &params, int row, int warp, 
             word[i] = result.factor == 0.0f ? 0 : pair;
         }
         quad_transpose(word, lane % 4);
-        if (at.query < params.seq_q && column < params.head_dim)
+        if (query < params.seq_q && column < params.head_dim)
             *reinterpret_cast<uint4 *>(out + column) = make_uint4(word[0], word[1], word[2], word[3]);
     }
-    if (warp < units && lane % 4 == 0) store_lse(params, at, result.lse);
+    if (warp < units && lane % 4 == 0) store_lse(params, query, result.lse);
 }
 
 /* The same for a block that has the tile to itself and head_dim over 64: partial results by rows, weights once a row,
@@ -255,8 +240,8 @@ __device__ __forceinline__ void merge_rows(const Params &params, const Work &wor
             const float2 found = states[part * kTileM + row];
             total.sum += total.weight(found.x) * found.y;
         }
-        const RowResult result = finish_total(params, total, blockIdx.y);
-        store_lse(params, {work.row + row, int(blockIdx.y)}, result.lse);
+        const RowResult result = finish_total(params, total);
+        store_lse(params, work.row + row, result.lse);
 #pragma unroll
         for (int part = 0; part < C::kWarpgroups; ++part)
             weights[part * kTileM + row] = total.weight(states[part * kTileM + row].x) * result.factor;

@@ -10,7 +10,6 @@
  *
  * Limits: sm_90, float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 128, operands that TMA can address,
  * scale > 0; no bias, no boolean mask. Declines what fills the machine with whole tiles.
- * Over many keys at head_dim above 64 a tile has twice the rows, those of all query heads of a kv head.
  * The launch is programmatic: its set-up overlaps the end of the kernel before it in the stream.
  *
  * Bench: python -m bench measure --preset small --kernels wgmma_split_sm90
@@ -20,16 +19,14 @@
 #include <cuda_runtime.h>
 
 #include "common/launch.cuh"
-#include "common/trial.cuh"
 #include "fa.h"
-#include "sm90/split_rows.cuh"
+#include "sm90/split.cuh"
 #include "sm90/tensor_map.h"
 
 /* ---- configuration ----
  *
- * Five shapes of a block. Head_dim up to 64: two warpgroups that hold all their keys, in two short or two long blocks;
- * four with a ring for more keys. Head_dim up to 128: two with a ring; over many keys two that share one, with 64 rows
- * each (sm90/split_rows.cuh). */
+ * Four shapes of a block. Head_dim up to 64: two warpgroups that hold all their keys, in two short or two long blocks;
+ * four with a ring for more keys. Head_dim up to 128: two with a ring. */
 
 #ifndef FA_SPLIT_64_TILE_N
 #define FA_SPLIT_64_TILE_N 64 // keys a block of K and of V; two warpgroups of two such blocks
@@ -52,12 +49,6 @@
 #ifndef FA_SPLIT_128_STAGES
 #define FA_SPLIT_128_STAGES 1
 #endif
-#ifndef FA_SPLIT_ROWS_TILE_N
-#define FA_SPLIT_ROWS_TILE_N 128
-#endif
-#ifndef FA_SPLIT_ROWS_STAGES
-#define FA_SPLIT_ROWS_STAGES 2
-#endif
 #ifndef FA_SPLIT_DEPENDENT_LAUNCH
 #define FA_SPLIT_DEPENDENT_LAUNCH 1
 #endif
@@ -72,7 +63,6 @@ using Short64 = Config<64, 2, FA_SPLIT_64_TILE_N, 2, true>;
 using Middle64 = Config<64, 2, 2 * FA_SPLIT_64_TILE_N, 2, true>;
 using Long64 = Config<64, FA_SPLIT_LONG_WARPGROUPS, FA_SPLIT_LONG_TILE_N, FA_SPLIT_LONG_STAGES, false>;
 using Any128 = Config<128, FA_SPLIT_128_WARPGROUPS, FA_SPLIT_128_TILE_N, FA_SPLIT_128_STAGES, false>;
-using Rows128 = RowsConfig<128, FA_SPLIT_ROWS_TILE_N, FA_SPLIT_ROWS_STAGES>;
 
 /* ---- plan, launch ---- */
 
@@ -84,41 +74,29 @@ struct Own {
     int config;
     int tile_n;
     int splits;      // blocks of a cluster
-    int query_tiles; // of a head, or with packed rows of a kv head
-    bool packed;
+    int query_tiles; // of a head
 };
 
 template <class C> void fill_plan(int64_t tiles, int config, fa_plan *plan) {
     Own &own = fa_own<Own>(plan);
     own.config = config;
     own.tile_n = C::kTileN;
-    own.packed = C::kPacked;
     plan->threads = C::kThreads;
     plan->blocks = tiles * own.splits;
     plan->smem_bytes = C::kSharedBytes;
 }
 
-/* Whether two warpgroups that share their keys have both enough rows and enough keys: not in a tile of a few blocks,
- * and not where all rows are those of one warpgroup of each head anyway. */
-bool shares_keys(const fa_forward &p) {
-    constexpr int64_t kManyKeys = 2048;
-    return kTrial && p.head_dim > 64 && p.key_end - p.key_begin >= kManyKeys &&
-           (p.heads > p.heads_kv || p.seq_q > kTileM);
-}
-
 /* The largest cluster that the machine holds at once and that leaves every warpgroup a block of keys. */
-void choose(const fa_problem *problem, const fa_device_info *device, bool packed, int64_t tiles, fa_plan *plan) {
+void choose(const fa_problem *problem, const fa_device_info *device, int64_t tiles, fa_plan *plan) {
     const fa_forward &p = problem->forward;
     const int64_t keys = p.key_end - p.key_begin;
-    const int64_t share = p.head_dim <= 64 ? Short64::kWarpgroups * Short64::kTileN
-                          : packed         ? 2 * Rows128::kTileN
-                                           : Any128::kWarpgroups * Any128::kTileN;
+    const int64_t share =
+        p.head_dim <= 64 ? Short64::kWarpgroups * Short64::kTileN : Any128::kWarpgroups * Any128::kTileN;
     int &splits = fa_own<Own>(plan).splits;
     splits = 1;
     while (!problem->batch_invariant && splits < kMaxCluster && tiles * splits * 2 <= device->sm_count &&
            share * splits < keys)
         splits *= 2;
-    if (packed) return fill_plan<Rows128>(tiles, 4, plan);
     const int64_t blocks = (keys + share * splits - 1) / (share * splits); // a warpgroup
     if (p.head_dim > 64)
         fill_plan<Any128>(tiles, 3, plan);
@@ -146,12 +124,8 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
 
-    const bool packed = shares_keys(p);
-    const int64_t group = p.heads_kv ? p.heads / p.heads_kv : 1, rows = packed ? p.seq_q * group : p.seq_q,
-                  tile_rows = packed ? Rows128::kTileRows : kTileM, query_tiles = (rows + tile_rows - 1) / tile_rows,
-                  tiles = p.batch * (packed ? p.heads_kv : p.heads) * query_tiles;
-    if (rows >> kMaxRowsBits) return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
-    choose(problem, device, packed, tiles, plan);
+    const int64_t query_tiles = (p.seq_q + kTileM - 1) / kTileM, tiles = p.batch * p.heads * query_tiles;
+    choose(problem, device, tiles, plan);
     fa_own<Own>(plan).query_tiles = static_cast<int>(query_tiles);
     plan->keep = true;
     if (problem->batch_invariant) return fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0);
@@ -161,7 +135,6 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 }
 
 using Kernel = void (*)(Params);
-using RowsKernel = void (*)(RowsParams);
 
 template <class T> Kernel kernel_of(int config, bool capped) {
     static constexpr Kernel kernels[4][2] = {
@@ -170,10 +143,6 @@ template <class T> Kernel kernel_of(int config, bool capped) {
         {wgmma_split_sm90_kernel<T, Long64, false>, wgmma_split_sm90_kernel<T, Long64, true>},
         {wgmma_split_sm90_kernel<T, Any128, false>, wgmma_split_sm90_kernel<T, Any128, true>}};
     return kernels[config][capped];
-}
-
-template <class T> RowsKernel rows_kernel_of(bool capped) {
-    return capped ? wgmma_split_rows_kernel<T, Rows128, true> : wgmma_split_rows_kernel<T, Rows128, false>;
 }
 
 /* The rows [key_begin, key_end) of k or v. */
@@ -209,12 +178,20 @@ void fill_params(Params *params, const fa_forward *p, int splits) {
     params->sinks_dtype = p->sinks_dtype;
 }
 
-/* The launch of a cluster of blocks a tile, which may start before the kernel before it has ended. */
-template <class P>
-fa_code start(void (*kernel)(P), const P &params, const fa_plan *plan, int64_t heads, int64_t batch,
-              const fa_launch &launch) {
+fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward *p = &problem->forward;
     const Own &own = fa_own<Own>(plan);
-    FA_TRY(fa_allow_smem(kernel, plan->smem_bytes, launch));
+    Params params;
+    FA_TRY(tensor_map_encode(&params.q, *launch, p->q, p->dtype, p->head_dim, p->seq_q, p->heads, p->batch, kTileM,
+                             FA_OPERAND_Q));
+    FA_TRY(encode_keys(&params.k, p, p->k, own.tile_n, FA_OPERAND_K, *launch));
+    FA_TRY(encode_keys(&params.v, p, p->v, own.tile_n, FA_OPERAND_V, *launch));
+    fill_params(&params, p, own.splits);
+
+    const bool capped = p->softcap > 0;
+    const Kernel kernel =
+        p->dtype == FA_F16 ? kernel_of<__half>(own.config, capped) : kernel_of<__nv_bfloat16>(own.config, capped);
+    FA_TRY(fa_allow_smem(kernel, plan->smem_bytes, *launch));
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim.x = static_cast<unsigned>(own.splits);
@@ -222,46 +199,16 @@ fa_code start(void (*kernel)(P), const P &params, const fa_plan *plan, int64_t h
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[1].val.programmaticStreamSerializationAllowed = FA_SPLIT_DEPENDENT_LAUNCH;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(own.query_tiles * own.splits), static_cast<unsigned>(heads),
-                          static_cast<unsigned>(batch));
+    config.gridDim = dim3(static_cast<unsigned>(own.query_tiles * own.splits), static_cast<unsigned>(p->heads),
+                          static_cast<unsigned>(p->batch));
     config.blockDim = dim3(static_cast<unsigned>(plan->threads));
     config.dynamicSmemBytes = plan->smem_bytes;
-    config.stream = static_cast<cudaStream_t>(launch.stream);
+    config.stream = static_cast<cudaStream_t>(launch->stream);
     config.attrs = attributes;
     config.numAttrs = 2;
-    FA_CHAOS_ARM(launch.stream, launch);
-    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&config, kernel, params));
+    FA_CHAOS_ARM(launch->stream, *launch);
+    FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&config, kernel, params));
     return FA_OK;
-}
-
-fa_code launch_rows(const fa_forward *p, const fa_plan *plan, const fa_launch *launch) {
-    const Own &own = fa_own<Own>(plan);
-    RowsParams params = {};
-    FA_TRY(encode_keys(&params.call.k, p, p->k, own.tile_n, FA_OPERAND_K, *launch));
-    FA_TRY(encode_keys(&params.call.v, p, p->v, own.tile_n, FA_OPERAND_V, *launch));
-    fill_params(&params.call, p, own.splits);
-    params.q = p->q.data;
-    params.q_batch = p->q.stride[0], params.q_head = p->q.stride[1], params.q_row = p->q.stride[2];
-    params.rows = static_cast<int>(p->seq_q * params.call.group);
-    const bool capped = p->softcap > 0;
-    return start(p->dtype == FA_F16 ? rows_kernel_of<__half>(capped) : rows_kernel_of<__nv_bfloat16>(capped), params,
-                 plan, p->heads_kv, p->batch, *launch);
-}
-
-fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    const fa_forward *p = &problem->forward;
-    const Own &own = fa_own<Own>(plan);
-    if (own.packed) return launch_rows(p, plan, launch);
-    Params params;
-    FA_TRY(tensor_map_encode(&params.q, *launch, p->q, p->dtype, p->head_dim, p->seq_q, p->heads, p->batch, kTileM,
-                             FA_OPERAND_Q));
-    FA_TRY(encode_keys(&params.k, p, p->k, own.tile_n, FA_OPERAND_K, *launch));
-    FA_TRY(encode_keys(&params.v, p, p->v, own.tile_n, FA_OPERAND_V, *launch));
-    fill_params(&params, p, own.splits);
-    const bool capped = p->softcap > 0;
-    const Kernel kernel =
-        p->dtype == FA_F16 ? kernel_of<__half>(own.config, capped) : kernel_of<__nv_bfloat16>(own.config, capped);
-    return start(kernel, params, plan, p->heads, p->batch, *launch);
 }
 
 } // namespace

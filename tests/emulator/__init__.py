@@ -82,7 +82,7 @@ def preprocessed(source: Path, flags: tuple[str, ...] = (), cc: int = 90) -> str
     includes = [f"-I{HERE / 'include'}", f"-I{CSRC}", f"-I{KERNELS}", f"-I{source.parent}"]
     stem = source.stem
     argv = [*_compiler(), "-E", "-std=gnu++20", "-march=native", f"-DFA_EMULATED_ARCH={cc}0",
-            f"-Dfa_kernel_{stem}=fa_emulated_{stem}", "-DFA_TRIAL=1", "-include", "cuda_runtime.h", "-include", "ptx.h",
+            f"-Dfa_kernel_{stem}=fa_emulated_{stem}", "-include", "cuda_runtime.h", "-include", "ptx.h",
             *includes, *flags, "-x", "c++", str(source)]  # fmt: skip
     try:
         return translate.translate(_run(argv))

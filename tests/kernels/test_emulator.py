@@ -196,7 +196,6 @@ def test_a_persistent_kernel_walks_over_several_tiles(emulated, seed, monkeypatc
     [
         ("wgmma_sm90", dict(instances="^d128_full_f16$"), "B1,H2,S130x200,D128,float16"),
         ("wgmma_split_sm90", {}, "B1,H2,S5x700,D64,bfloat16,causal=bottom_right"),
-        ("wgmma_split_sm90", {}, "B1,H6/2,S40x2100,D104,bfloat16,causal=bottom_right,sinks=float32"),
         ("wmma", dict(instances="^d64$"), "B1,H2,S66x130,D64,bfloat16,mask=rows"),
         ("wmma", dict(instances="^d64$"), "B2,H4/2,S66x131,D56,float16,alibi=steep,bias=finfo_min,causal=bottom_right"),
     ],

@@ -1,5 +1,5 @@
-"""serve_sm90 where sequences are of unequal lengths: what the line gives to whom changes no bit, whatever the lengths are and
-however many blocks there are; the same of clusters; mutants of both; the same on a GPU."""
+"""serve_sm90 where sequences are of unequal lengths: no bit depends on how many blocks there are, on whether those of a job are a
+cluster, or on the batch; a mutant of the cluster; the same on a GPU."""
 
 import dataclasses
 import random
@@ -36,11 +36,9 @@ OPTIONS = (
 )
 
 
-def on_the_line(text):
-    """An edit: teams for every batch with more than one part a job, as if tables were long."""
-    for name, value in (("kMostKeys", 8192), ("kMostClustered", 4096)):
-        text = replaced(f"constexpr int64_t {name} = {value};", f"constexpr int64_t {name} = 64;")(text)
-    return text
+def in_parts(text):
+    """An edit: no clusters, what blocks have in common is folded by another kernel."""
+    return replaced("constexpr int64_t kMostRoom = 5;", "constexpr int64_t kMostRoom = 0;")(text)
 
 
 def ragged(count, seed, longest, **replacing):
@@ -72,24 +70,24 @@ def on_one(monkeypatch):
 @emulates
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_bit_depends_on_who_works_on_what(emulated, monkeypatch, seed):
-    whole, line = emulated(), emulated(edit=on_the_line)
+    whole, parts = emulated(), emulated(edit=in_parts)
     for n, case in enumerate(ragged(8, 100 * seed, 1500)):
         values = case.values()
         on_one(monkeypatch)
         monkeypatch.setenv("FA_EMULATOR_SEED", "0")
         wanted = parts_of(whole, case, values)
         monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
-        for kernel, blocks in ((whole, 132), (whole, (6, 9, 20)[n % 3]), (line, 132), (line, 1), (line, (2, 3, 11)[n % 3])):
+        for kernel, blocks in ((whole, 132), (whole, (6, 9, 20)[n % 3]), (parts, 132), (parts, (2, 3, 11)[n % 3])):
             monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
-            assert parts_of(kernel, case, values) == wanted, (blocks, kernel == line, case)
+            assert parts_of(kernel, case, values) == wanted, (blocks, kernel == parts, case)
         if n % 4 == 0:
-            holds(line, case)
+            holds(parts, case)
 
 
 @emulates
 @pytest.mark.parametrize("blocks", [1, 3, 40, 132])
 def test_a_sequence_has_its_bits_in_every_batch(emulated, monkeypatch, blocks):
-    whole, line = emulated(), emulated(edit=on_the_line)
+    whole, parts = emulated(), emulated(edit=in_parts)
     base = ServingCase((1, 1, 3, 1, 1), (1, 1200, 130, 0, 577), q="padded", k="padded", causal="bottom_right",
                        window=(600, None), **FEW)  # fmt: skip
     values = base.values()
@@ -98,7 +96,8 @@ def test_a_sequence_has_its_bits_in_every_batch(emulated, monkeypatch, blocks):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
     for order in ([0, 1, 2, 3, 4], [1, 3], [3, 3, 3, 2], [4, 4, 1, 0, 3, 0, 1], [3, 0] * 100 + [4] + [2] * 100):
         case = dataclasses.replace(base, n_q=tuple(base.n_q[b] for b in order), n_k=tuple(base.n_k[b] for b in order))
-        assert parts_of(line, case, [values[b] for b in order]) == [wanted[b] for b in order], order
+        for kernel in (whole, parts):
+            assert parts_of(kernel, case, [values[b] for b in order]) == [wanted[b] for b in order], order
 
 
 @emulates
@@ -114,22 +113,6 @@ def test_long_sequences_among_short_ones(emulated, monkeypatch):
         found.append(parts_of(kernel, case, values))
     assert all(x == found[0] for x in found)
     holds(kernel, case)
-
-
-def with_little_room(text):
-    return on_the_line(replaced("limit = device->workspace_limit;", "limit = 120000;")(text))
-
-
-@emulates
-def test_a_line_for_each_launch_where_workspace_is_short(emulated, monkeypatch):
-    tight, whole = emulated(instances="^d64_r8_bf16$", edit=with_little_room), emulated()
-    case = ServingCase((1, 0, 2, 1, 1), (900, 64, 0, 333, 70), q="padded", slack=1, page_size=16, sinks=True, **FEW)
-    values = case.values()
-    on_one(monkeypatch)
-    wanted = parts_of(whole, case, values)
-    for blocks in (2, 40):
-        monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
-        assert parts_of(tight, case, values) == wanted
 
 
 PAGED = ServingCase((1, 3, 0, 2), (5, 633, 4, 700), q="padded", slack=2, **FEW)
@@ -148,7 +131,7 @@ BROKEN = [
 @pytest.mark.parametrize(("name", "at", "value"), BROKEN, ids=[f"{x[0]} {x[2]}" for x in BROKEN])
 def test_bad_contents_are_counted_once(emulated, monkeypatch, name, at, value, blocks):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
-    for kernel in (emulated(edit=on_the_line), emulated()):
+    for kernel in (emulated(edit=in_parts), emulated()):
         arguments = PAGED.arguments()
         arguments[name][at] = value
         assert_counts_as_the_reference(kernel, lambda kernel=kernel: emulator.faults(emulated.library[kernel]), arguments)
@@ -159,27 +142,9 @@ def test_bad_contents_are_counted_once(emulated, monkeypatch, name, at, value, b
 def test_no_race(emulated, monkeypatch, blocks):
     monkeypatch.setenv("FA_EMULATOR_SEED", "1")
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
-    kernel = emulated(races=True, edit=on_the_line)
-    for case in (PAGED, dataclasses.replace(PAGED, n_k=(1100, 64, 1, 300), **MORE)):
-        holds(kernel, case)
-
-
-MISTAKES = {
-    "the fold has other cuts": replaced("return of_team(team(chunk)).opened_end(chunk);",
-                                        "return Shares(first, last, C::kWarps).opened_end(chunk);"),
-    "a chunk at a border is nobody's": replaced("return Shares(border(team), border(team + 1), C::kWarps);",
-                                                "return Shares(border(team), max(border(team + 1) - 1, border(team)), C::kWarps);"),
-    "no barrier before the next job": replaced("if (Rows<C>::kShared || walk.folds) __syncthreads();", ""),
-}  # fmt: skip
-
-
-@emulates
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_shows(emulated, monkeypatch, mistake):
-    monkeypatch.setenv("FA_EMULATOR_SMS", "3")
-    kernel = emulated(instances="^d64_r8_bf16$", edit=lambda text: MISTAKES[mistake](on_the_line(text)))
-    case = dataclasses.replace(PAGED, n_q=(1,) * 12, n_k=(700, 60, 300, 5, 900, 64) * 2)
-    assert seeds_that_fail(monkeypatch, lambda: fa_ext.verify(**case.arguments(), kernel=kernel, check=False))
+    for kernel in (emulated(races=True, edit=in_parts), emulated(races=True)):
+        for case in (PAGED, dataclasses.replace(PAGED, n_k=(1100, 64, 1, 300), **MORE)):
+            holds(kernel, case)
 
 
 @emulates
@@ -199,7 +164,7 @@ def test_a_cluster_that_does_not_wait_shows(emulated, monkeypatch):
 def test_on_a_gpu_no_bit_depends_on_the_batch():
     for head_dim, dtype in ((64, "float16"), (128, "bfloat16"), (256, "bfloat16")):
         wide = dict(head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
-        for case in ragged(60, 9, 9000, **wide):  # batches of up to 17 are on the line
+        for case in ragged(60, 9, 9000, **wide):
             if case.positions or case.k_range or len(case.n_q) > 9:  # options that say something of each sequence; slow
                 continue
             values = case.values()
@@ -216,7 +181,7 @@ def test_on_a_gpu_ragged_batches_against_float64():
 
 @on_gpu(KERNEL)
 def test_on_a_gpu_a_graph_takes_other_lengths():
-    for batch, width in ((16, 3000), (12, 9000)):  # a cluster a job; a line
+    for batch, width in ((16, 3000), (12, 9000)):  # a cluster a job; parts of it
         case = ServingCase((1,) * batch, (width,) * batch, q="one", causal="bottom_right", **FEW | {"head_dim": 128})
 
         def change(arguments, rng, batch=batch, width=width):
