@@ -48,6 +48,9 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "emulated" in getattr(item, "fixturenames", ()):
+            item.add_marker("emulated")
     wanted = config.getoption("--of")
     if wanted:
         if wanted not in (*_all_kernels(), *_kernels(config), "core"):

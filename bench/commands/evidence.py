@@ -160,13 +160,14 @@ class Run:
             if self.late():
                 break
             files = sorted(str(f) for f in (machine.ROOT / "tests").rglob("test_*.py") if re.search(self.args.filter, f.name))
-            if kernel == CORE and self.device == "cuda":  # the others need none, and run in CI
+            marks = "not emulated" if self.device == "cuda" else ""  # what needs no GPU runs in CI
+            if kernel == CORE and self.device == "cuda":
                 files = [file for file in files if re.search("gpu|cuda|DEVICES", Path(file).read_text())]
             about: dict[str, Any] = {"files": self.args.filter} if self.args.filter else {}
             if self.device == "cuda":
                 about["repeats"] = REPEATS
             options = [f"--of={kernel}", *([f"--repeats={REPEATS}"] if self.device == "cuda" else [])]
-            found = suites.run_side_by_side(files, options, self.args.jobs, self.left(30)) | about
+            found = suites.run_side_by_side(files, options, self.args.jobs, self.left(30), marks) | about
             self.add("tests", f"{kernel} {self.args.filter}".strip(), found, [kernel], suites.counts(found))
 
     def _untested(self) -> list[str]:
@@ -192,7 +193,8 @@ class Run:
 
         def run(tool: str, kernel: str) -> dict[str, Any] | None:
             prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
-            return None if self.late() else suites.run_pytest(["tests", "-m", "sanitize", f"--of={kernel}"], prefix, self.left(60))
+            marked = ["tests", "-m", "sanitize", f"--of={kernel}"]
+            return None if self.late() else suites.run_pytest(marked, prefix, self.left(60), self.args.jobs)
 
         with ThreadPoolExecutor(self.args.jobs) as pool:
             for (tool, kernel), found in zip(wanted, pool.map(lambda pair: run(*pair), wanted)):
@@ -206,7 +208,8 @@ class Run:
                 continue
             lines = [[sys.executable, "tests/cases.py", "--sweep", str(SWEEP_PROBLEMS), "--seed", str(seed), "--kernel", kernel,
                       "--limit", str(SWEEP_FLOPS), "--seconds", str(self.left(0))] for seed in SWEEP_SEEDS]  # fmt: skip
-            running = [subprocess.Popen(line, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True) for line in lines]
+            running = [subprocess.Popen(line, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True, env=suites.beside(len(lines)))
+                       for line in lines]  # fmt: skip
             found = suites.sweep_result([process.communicate()[0] for process in running])
             self.add("sweep", kernel, found, [kernel], f"{found['judged']} judged, {found['failed']} failed")
 

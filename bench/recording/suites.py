@@ -18,8 +18,17 @@ from typing import Any
 from bench import machine
 
 
-def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: float = 600.0) -> dict[str, Any]:
-    """{passed, failed, skipped, seconds, failures: [...], reasons: {reason: count}, sanitizer?} of one pytest run."""
+def beside(jobs: int) -> dict[str, str]:
+    """The environment of a process that runs beside others: NumPy's share of the cores. Fourteen processes whose float64
+    products take sixteen threads each wait for one another most of the time."""
+    return {**os.environ, "OPENBLAS_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
+
+
+def run_pytest(
+    arguments: list[str], prefix: list[str] | None = None, limit: float = 600.0, jobs: int = 1
+) -> dict[str, Any]:
+    """{passed, failed, skipped, seconds, failures: [...], reasons: {reason: count}, sanitizer?} of one pytest run,
+    one of ``jobs`` side by side."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
         argv = [
@@ -36,7 +45,7 @@ def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: flo
         began = time.monotonic()
         try:
             done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit,
-                                  env={**os.environ, "CI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})  # fmt: skip
+                                  env={**beside(jobs), "CI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"error": f"not finished after {limit:.0f} s", "seconds": round(time.monotonic() - began, 1)}
         found = parse_junit(xml.read_text()) if xml.exists() else {"error": _last_words(done.stdout + done.stderr)}
@@ -50,10 +59,11 @@ def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: flo
 DEALT, DEALT_TO = ("contract", "laboratory", "frameworks"), 4
 
 
-def run_side_by_side(files: list[str], options: list[str], jobs: int, limit: float) -> dict[str, Any]:
-    """`run_pytest` of these files, ``jobs`` processes at a time; then, with nothing beside it, of the tests marked `idle`."""
+def run_side_by_side(files: list[str], options: list[str], jobs: int, limit: float, marks: str = "") -> dict[str, Any]:
+    """`run_pytest` of the tests of these files with these ``marks`` (an expression of pytest's), ``jobs`` processes at a
+    time; then, with nothing beside it, of those marked `idle`."""
     if jobs == 1:
-        return run_pytest([*files, *options], limit=limit)
+        return run_pytest([*files, *options, "-m", marks], limit=limit)
     ends = time.monotonic() + limit
     ordered = sorted(files, key=lambda file: Path(file).stat().st_size, reverse=True)
     dealt = [file for file in ordered if Path(file).parent.name in DEALT]
@@ -61,13 +71,14 @@ def run_side_by_side(files: list[str], options: list[str], jobs: int, limit: flo
     groups = [[file, f"--shard={n}/{DEALT_TO}"] for file in dealt for n in range(DEALT_TO)]
     groups += [group for n in range(2 * jobs) if (group := others[n :: 2 * jobs])]
 
-    def run(group: list[str], which: str) -> dict[str, Any]:
-        return run_pytest([*group, *options, "-m", which], limit=max(30.0, ends - time.monotonic()))
+    def run(group: list[str], which: str, jobs: int) -> dict[str, Any]:
+        which = f"({marks}) and {which}" if marks else which
+        return run_pytest([*group, *options, "-m", which], limit=max(30.0, ends - time.monotonic()), jobs=jobs)
 
     began = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(lambda group: run(group, "not idle"), groups))
-    found.append(run(files, "idle"))
+        found = list(pool.map(lambda group: run(group, "not idle", jobs), groups))
+    found.append(run(files, "idle", 1))
     return merged(found) | {"seconds": round(time.monotonic() - began, 1)}
 
 

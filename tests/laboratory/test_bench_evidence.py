@@ -423,6 +423,8 @@ def test_files_side_by_side_count_as_one_run(tmp_path):
     found = suites.run_side_by_side([str(f) for f in tmp_path.glob("test_*.py")], options, 2, 60)
     assert (found["passed"], found["failed"], found["skipped"]) == (11, 1, 1) and found["reasons"] == {"why": 1}
     assert len(found["failures"]) == 1 and "test_0" in found["failures"][0]
+    fewer = suites.run_side_by_side([str(tmp_path / "test_idle.py")], options, 2, 60, marks="not skip")
+    assert (fewer["passed"], fewer["failed"], fewer["skipped"]) == (2, 0, 0)
     died = suites.merged([found, {"error": "died", "seconds": 1.0}])
     assert (died["passed"], died["failed"], died["skipped"]) == (11, 2, 1) and died["failures"][1] == "died"
 
