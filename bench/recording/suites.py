@@ -55,29 +55,22 @@ def run_pytest(
         return found
 
 
-# Folders of files whose tests take long and share nothing that is dear to make: a file is dealt to so many processes.
-DEALT, DEALT_TO = ("contract", "laboratory", "frameworks"), 4
-
-
 def run_side_by_side(files: list[str], options: list[str], jobs: int, limit: float, marks: str = "") -> dict[str, Any]:
     """`run_pytest` of the tests of these files with these ``marks`` (an expression of pytest's), ``jobs`` processes at a
-    time; then, with nothing beside it, of those marked `idle`."""
+    time, each with every so-many-th test (most of a process's time goes into importing frameworks: few processes);
+    then, with nothing beside it, of those marked `idle`."""
     if jobs == 1:
         return run_pytest([*files, *options, "-m", marks], limit=limit)
     ends = time.monotonic() + limit
-    ordered = sorted(files, key=lambda file: Path(file).stat().st_size, reverse=True)
-    dealt = [file for file in ordered if Path(file).parent.name in DEALT]
-    others = [file for file in ordered if file not in dealt]
-    groups = [[file, f"--shard={n}/{DEALT_TO}"] for file in dealt for n in range(DEALT_TO)]
-    groups += [group for n in range(2 * jobs) if (group := others[n :: 2 * jobs])]
+    shards = [[*files, f"--shard={n}/{2 * jobs}"] for n in range(2 * jobs)]
 
-    def run(group: list[str], which: str, jobs: int) -> dict[str, Any]:
+    def run(shard: list[str], which: str, jobs: int) -> dict[str, Any]:
         which = f"({marks}) and {which}" if marks else which
-        return run_pytest([*group, *options, "-m", which], limit=max(30.0, ends - time.monotonic()), jobs=jobs)
+        return run_pytest([*shard, *options, "-m", which], limit=max(30.0, ends - time.monotonic()), jobs=jobs)
 
     began = time.monotonic()
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(lambda group: run(group, "not idle", jobs), groups))
+        found = list(pool.map(lambda shard: run(shard, "not idle", jobs), shards))
     found.append(run(files, "idle", 1))
     return merged(found) | {"seconds": round(time.monotonic() - began, 1)}
 

@@ -411,6 +411,12 @@ def test_junit_is_counted():
 
 def test_files_side_by_side_count_as_one_run(tmp_path):
     """Tests marked idle come last, with nothing beside them."""
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser): parser.addoption('--shard', default='0/1')\n"
+        "def pytest_collection_modifyitems(config, items):\n"
+        "    first, count = map(int, config.getoption('--shard').split('/'))\n"
+        "    items[:] = items[first::count]\n"
+    )
     for n in range(5):
         (tmp_path / f"test_{n}.py").write_text(f"def test_right(): pass\ndef test_wrong(): assert {n}\n")
     (tmp_path / "test_idle.py").write_text(

@@ -374,6 +374,7 @@ def test_the_worker_stays_for_calls_that_do_not_stall():
 
 
 @pytest.mark.gpu
+@pytest.mark.idle  # it looks at the memory of the whole device
 def test_every_cuda_kernel_for_some_seconds(cuda_forward):
     pytest.importorskip("torch")
     found = soak.soak(cuda_forward, ["B2,H8,S512,D64,bfloat16", "B1,H4,S113x203,D128,float16", "B2,H4,S128,D64,float16"], 6.0,
