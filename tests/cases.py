@@ -165,7 +165,7 @@ def zero_sizes() -> list[Case]:
         for t in DTYPES
         for case in (Case(0, 2, 1, 5, 7, 32, dtype=t), Case(2, 0, 0, 5, 7, 32, dtype=t), Case(1, 2, 2, 0, 7, 32, dtype=t),
                      Case(1, 2, 1, 5, 0, 32, dtype=t), Case(1, 2, 1, 5, 0, 32, dtype=t, sinks="same"),
-                     Case(1, 2, 1, 0, 0, 64, dtype=t, causal=True))  # fmt: skip
+                     Case(1, 2, 1, 0, 0, 64, dtype=t, causal=True), Case(1, 4, 2, 0, 200, 128, dtype=t))  # fmt: skip
     ]
 
 

@@ -11,7 +11,9 @@ magnitude of the reference:
 
 dsinks: |error| <= 2 max |plain's error| + the same constant times the sum of the magnitudes of that head's terms, of which
 those with a weight near or below the smallest normal float32 may be missing, + what half an ulp of each element of out makes
-of delta = dout . out: a kernel is given the rounded out.
+of delta = dout . out: a kernel is given the rounded out. dbias, of which a sum over keys may leave little
+else (the gradients of a softmax add up to 0), is allowed it as what it is, many independent errors: squared, added up and
+joined to both bounds by the root of the sum of squares, twice as much to the first, which is of the largest of many.
 
 Gradients are linear in dout and dlse, and so is every bound: no verdict changes when both are scaled by a power of two.
 A gradient may be 0 because its terms cancel (one key: P = 1 and dS = 0); no sum in floating point gives that 0, so each
@@ -127,16 +129,20 @@ def _judge(name, got, truth, plain, dtype, exempt, zero, before) -> GradientRepo
         wide = "float64" if dtype == "float64" else "float32"
         resolution = 3 * float(half_ulp(numpy.float64(truth.largest_score), wide))
         floor = 2 * (2.0**-52 if dtype == "float64" else 2.0**-23) * terms
+        of_out = HALF_ULP[dtype] * truth.out_terms.get(name, xp.zeros(1))
+        of_out = xp.where(xp.isfinite(of_out), of_out, 0.0)
         if name == "sinks":
             bound = 2 * plain_max + (ABSOLUTE[dtype] + resolution) * terms
             bound += truth.faint if dtype != "float64" else 0.0
-            bound += HALF_ULP[dtype] * truth.out_terms
+            bound = xp.where(finite, bound, 0.0) + of_out  # where the reference is not finite, only that is judged
             error_bound = float(bound[int((error - bound).argmax())]) if want.size else 0.0
         else:
-            bound = error_bound = 2 * plain_max + (ABSOLUTE[dtype] + resolution) * _largest(xp, size) + floor
+            bound = 2 * plain_max + (ABSOLUTE[dtype] + resolution) * _largest(xp, size) + floor
+            bound = error_bound = math.hypot(bound, 2 * _largest(xp, of_out))
         norm, error_norm = float(xp.linalg.norm(size)), float(xp.linalg.norm(error))
         allowed = max((FROBENIUS[dtype] + resolution) * norm, 2 * float(xp.linalg.norm(plain_error)))
         allowed = max(allowed, _largest(xp, xp.asarray(floor)) * math.sqrt(max(want.size, 1)))
+        allowed = math.hypot(allowed, float(xp.linalg.norm(of_out)))
         if int(wrong.sum()):
             failures.append(f"{int(wrong.sum())} elements are finite where the reference is not, or the reverse")
         if not bool((error <= bound).all()):

@@ -37,16 +37,17 @@ class Gradients(dict):
     magnitudes; the largest over the elements (an array (H,) for "sinks", where the differences stay as they are).
     ``largest_score``: the largest |LSE| of a query that sees a key, or sum of the magnitudes of the products of a score
     that is seen, of the exact evaluation. ``faint``: (H,), the part of ``terms["sinks"]`` whose weight exp(sink - LSE)
-    lies below twice the smallest normal float32: hardware may take such a weight for 0. ``out_terms``: (H,), the sum of
-    the magnitudes of the products of dout and out, each times its row's weight of the sink: what the rounding of out, which
-    a kernel is given, is relative to.
+    lies below twice the smallest normal float32: hardware may take such a weight for 0. ``out_terms``, what
+    the rounding of out, which a kernel is given, is relative to: of "sinks", (H,), the sum of the magnitudes of the products of
+    dout and out, each times its row's weight of the sink; of "bias", in its shape and of the exact evaluation, the root of the
+    sum of the squares of these products, each times what of its row's weights dS sums.
     """
 
     empty: Any
     terms: dict
     largest_score: float
     faint: Any
-    out_terms: Any
+    out_terms: dict[str, Any]
 
 
 def attention_backward(dout, q, k, v, *, wrt=("q", "k", "v"), **options):
@@ -119,7 +120,9 @@ class _Backward(dense.Call):
         self.dq, self.dk, self.dv = (xp.zeros(x.shape, work) for x in (self.q, self.k, self.v))
         self.bias_shape = (1,) * (4 - bias.ndim) + bias.shape if bias is not None else ()
         self.dbias = xp.zeros(self.bias_shape, work) if "bias" in wrt else None
-        self.dsinks, self.sink_terms, self.faint, self.out_terms = (xp.zeros(self.heads, work) for _ in range(4))
+        self.dsinks, self.sink_terms, self.faint = (xp.zeros(self.heads, work) for _ in range(3))
+        self.sink_products = xp.zeros(self.heads, work)
+        self.bias_squares = xp.zeros(self.bias_shape, work) if "bias" in wrt and dtype is None else None
         self.terms, self.largest_score = dict.fromkeys(("q", "bias"), 0.0), 0.0
         self.terms_k, self.terms_v = (xp.zeros(x.shape if dtype is None else (), work) for x in (self.k, self.v))
         self.empty = xp.ones((pairs, self.group, self.seq_q), bool)
@@ -172,7 +175,11 @@ class _Backward(dense.Call):
             products = xp.where(empty, self.work(0), xp.abs(dout * out).sum(axis=-1, keepdims=True))
             self._add_sinks(pair, of_sink, sink, delta, products)
         if self.dbias is not None:
-            self._add_bias(pair, queries, keys, ds)
+            self._add_to_bias(self.dbias, pair, queries, keys, ds)
+        if self.bias_squares is not None:
+            weights = p.sum(axis=-1, keepdims=True) if self.bias_shape[3] == 1 else p  # the keys of a query have one delta
+            squares = xp.where(empty, self.work(0), ((dout * out) ** 2).sum(axis=-1, keepdims=True))
+            self._add_to_bias(self.bias_squares, pair, queries, keys, weights**2 * squares)
         dt = xp.where(seen, ds * self._slope(pairs, queries, keys), self.work(0))
         self.dq[pairs, :, queries] = self._selected_product(dt, seen, k)
         self.dk[pairs, 0, keys] += self._over_queries(dt, seen, self.q[pairs, :, queries])
@@ -273,19 +280,19 @@ class _Backward(dense.Call):
             self.dsinks[heads] += terms[n].sum(axis=-1)
             self.sink_terms[heads] += xp.abs(terms[n]).sum(axis=-1)
             self.faint[heads] += xp.where(weight[n, ..., 0] < _FAINT, xp.abs(terms[n]), 0).sum(axis=-1)
-            self.out_terms[heads] += products[n].sum(axis=-1)
+            self.sink_products[heads] += products[n].sum(axis=-1)
 
-    def _add_bias(self, pair, queries, keys, ds):
-        """dS (n, g, i, j) summed over the axes of size 1 of the bias."""
+    def _add_to_bias(self, total, pair, queries, keys, terms):
+        """terms (n, g, i, j) summed over the axes of size 1 of the bias."""
         for n, index in enumerate(pair.tolist()):
             b, g = divmod(index, self.heads_kv)
-            where, part = [], ds[n][None]
+            where, part = [], terms[n][None]
             spans = (slice(b, b + 1), slice(g * self.group, (g + 1) * self.group), queries, keys)
             for axis, span in enumerate(spans):
                 if self.bias_shape[axis] == 1:
                     part = part.sum(axis=axis, keepdims=True)
                 where.append(slice(0, 1) if self.bias_shape[axis] == 1 else span)
-            self.dbias[tuple(where)] += part
+            total[tuple(where)] += part
 
     def results(self) -> Gradients:
         xp = self.xp
@@ -306,7 +313,10 @@ class _Backward(dense.Call):
                 found[name] = total.astype(xp.float64)
         found.empty = self.empty.reshape(self.batch, self.heads, self.seq_q)
         found.largest_score = self.largest_score
-        found.faint, found.out_terms = self.faint.astype(xp.float64), self.out_terms.astype(xp.float64)
+        found.faint = self.faint.astype(xp.float64)
+        found.out_terms = {"sinks": self.sink_products.astype(xp.float64)}
+        if self.bias_squares is not None:
+            found.out_terms["bias"] = xp.sqrt(self.bias_squares).reshape(self.given["bias"].shape)
         scale = abs(float(self.scale))
         found.terms = {"q": scale * self.terms["q"], "bias": self.terms["bias"], "sinks": self.sink_terms.astype(xp.float64)}
         for name, terms in (("k", scale * self.terms_k), ("v", self.terms_v)):

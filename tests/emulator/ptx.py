@@ -58,7 +58,7 @@ INSTRUCTIONS = {
     # tensor copies
     r"prefetch\.tensormap": "nothing",
     r"prefetch\.global\.L2": "nothing",
-    r"cp\.async\.bulk\.prefetch\.tensor\.[1-5]d\.L2\.global(?:\.tile)?": "nothing",
+    r"cp\.async\.bulk\.prefetch\.tensor\.[1-5]d\.L2\.global(?:\.tile)?": "tensor_prefetch",
     r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::cluster\.global(?:\.tile)?\.mbarrier::complete_tx::bytes(?:\.L2::cache_hint)?":
         "tensor_load",
     r"cp\.async\.bulk\.tensor\.[1-5]d\.global\.shared::cta(?:\.tile)?\.bulk_group(?:\.L2::cache_hint)?": "tensor_store",

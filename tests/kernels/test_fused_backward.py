@@ -42,6 +42,8 @@ CASES = [
     "B1,H2/1,S200,D64,bfloat16,softcap=5.0,causal=top_left",
     "B1,H2/1,S200x130,D128,bfloat16,softcap=5.0",
     "B1,H2,S900,D64,bfloat16,window=150:60",
+    "B1,H4/2,S0x200,D64,bfloat16",
+    "B1,H4/2,S0x200,D128,bfloat16",
 ]
 #: Of one order: all of head_dim 64, and what hides no key. Tiles of keys that see all queries, some, the same, others.
 ORDERED = [case for case in CASES if "D128" not in case and "D104" not in case or not any(mask in case for mask in ("causal", "window", "softcap"))]

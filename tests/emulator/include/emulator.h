@@ -104,6 +104,7 @@ void copy_arrive(uint32_t barrier);
 struct TensorMap;
 void tensor_load(uint32_t to, const void *map, const int *at, int rank, uint32_t barrier);
 void tensor_store(const void *map, const int *at, int rank, uint32_t from);
+void tensor_prefetch(const void *map, int rank); // a fault where the map is none
 void bulk_load(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier);
 void bulk_add(void *to, uint32_t from, uint32_t bytes);
 void bulk_store(void *to, uint32_t from, uint32_t bytes);

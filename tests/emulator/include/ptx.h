@@ -213,6 +213,7 @@ template <class T, size_t N> Box<N> box(const void *map, const std::array<T *, N
 template <size_t N, class... Hint> void tensor_load(uint32_t to, const Box<N> &from, uint32_t barrier, Hint...) {
     emu::tensor_load(to, from.map, from.at, N, barrier);
 }
+template <size_t N> void tensor_prefetch(const Box<N> &from) { emu::tensor_prefetch(from.map, N); }
 template <size_t N, class... Hint> void tensor_store(const Box<N> &to, uint32_t from, Hint...) {
     emu::tensor_store(to.map, to.at, N, from);
 }

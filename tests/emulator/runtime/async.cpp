@@ -182,6 +182,8 @@ void tensor_load(uint32_t to, const void *opaque, const int *at, int rank, uint3
     perhaps_yield();
 }
 
+void tensor_prefetch(const void *opaque, int rank) { tensor_map(opaque, rank); }
+
 void tensor_store(const void *opaque, const int *at, int rank, uint32_t from) {
     const TensorMap &map = tensor_map(opaque, rank);
     shared_pointer(from, tensor_bytes(map), 128);
