@@ -189,7 +189,7 @@ static int64_t mean_visible(const fa_forward &f) {
 
 /* Keys that a query sees on average, from which on this kernel is the faster one, on an H200. */
 constexpr int64_t kFewKeys64 = 512, kFewKeys128Full = 2048, kFewKeys128 = 4096; // in any order
-constexpr int64_t kFewKeysOrdered64 = 1024, kFewKeysOrdered64Full = 2048, kFewKeysOrdered128Full = 16384;
+constexpr int64_t kFewKeysOrdered64 = 1024, kFewKeysOrdered64Full = 2048, kFewKeysOrdered128Full = INT64_MAX;
 static int64_t few_keys(bool ordered, int head_dim, bool full) {
     if (ordered) return head_dim > 64 ? kFewKeysOrdered128Full : full ? kFewKeysOrdered64Full : kFewKeysOrdered64;
     return head_dim <= 64 ? kFewKeys64 : full ? kFewKeys128Full : kFewKeys128;

@@ -59,7 +59,7 @@ def test_its_reasons():
         ("h200", "B1,H8/2,S1024,D64,float16,causal=True", "wgmma_backward_sm90"),
         ("h200", "B1,H8/2,S4096,D64,bfloat16", "wgmma_fused_backward_sm90"),
         ("h200", "B1,H8/2,S2048,D64,bfloat16", "wgmma_fused_backward_sm90"),
-        ("h200", "B1,H16,S16384,D128,bfloat16", "wgmma_fused_backward_sm90"),
+        ("h200", "B1,H16,S16384,D128,bfloat16", "wgmma_backward_sm90"),
         ("h200", "B1,H16,S8192,D128,bfloat16", "wgmma_backward_sm90"),
         ("h200", "B1,H16,S16384,D128,bfloat16,causal=True", "wgmma_backward_sm90"),
     ],
