@@ -17,6 +17,7 @@ struct FusedParams {
     const char *row_blocks;
     int row_block_count; // a head
     float *sums;         // of dq: kQueryElements [head of the launch][block]
+    bool exact;          // dP - delta is not rounded: see weighted()
 };
 struct OrderedFusedParams : FusedParams {
     uint32_t *turns; // 0 at launch: fused_backward_turns.cuh
@@ -24,9 +25,9 @@ struct OrderedFusedParams : FusedParams {
 
 template <bool Ordered> struct FusedTurns {};
 template <> struct FusedTurns<true> { // between the keeper of turns and the consumers
-    uint64_t open;                    // they may add a step's dQ, or stage it
+    uint64_t open;                    // they may add a step's dQ
     uint64_t done;                    // they have
-    uint2 block;                      // that to which they add out of registers; y: nobody has before
+    uint2 block;                      // to which; y: nobody has before
 };
 
 template <class C> struct FusedSmem {

@@ -12,6 +12,7 @@ template <class C> struct FusedConsumer {
     static constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kGroups = kTileQ / 16;
     static constexpr int kAhead = C::kSoftcap ? 1 : 4; // groups of 16 queries whose LSE is read before S is there
     static constexpr int kBefore = C::kSoftcap ? 0 : kGroups / 4; // groups that are weighed before dP is issued
+    static_assert(!C::kOrdered || !C::kStagedDq, "in order dQ leaves from the registers");
     static_assert(kTileQ * kSlabs == 128 && C::kTileK == 128 && C::kConsumers == 2,
                   "a block's dQ is 64 x 64 for each warpgroup");
 
@@ -105,14 +106,20 @@ template <class C> struct FusedConsumer {
             for (int n = 0; n < 4; ++n) weights[4 * j + n] = pack_pair<T>(weight[2 * n], weight[2 * n + 1]);
         }
     }
-    __device__ __forceinline__ void differentiate() { // dT = P (dP - delta), P as it was rounded
+    template <bool Exact> __device__ __forceinline__ void differentiate() {
 #pragma unroll
         for (int i = 0; i < kTileQ / 4; ++i) {
             if constexpr (C::kSoftcap)
                 words[i] = pack_pair<T>(products[2 * i], products[2 * i + 1]);
             else
-                words[i] = weighted<T>(weights[i], products[2 * i], products[2 * i + 1]);
+                words[i] = weighted<T, Exact>(weights[i], products[2 * i], products[2 * i + 1]);
         }
+    }
+    __device__ __forceinline__ void differentiate() { // dT = P (dP - delta), P as it was rounded
+        if (C::kSoftcap || std::is_same_v<T, __half> || p.exact)
+            differentiate<true>();
+        else if constexpr (!C::kSoftcap && !std::is_same_v<T, __half>)
+            differentiate<false>();
     }
     /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */
     __device__ __forceinline__ void hide(uint32_t (&of)[kTileQ / 4]) const {
@@ -152,20 +159,16 @@ template <class C> struct FusedConsumer {
     }
     __device__ __forceinline__ void take_dq_in_turn() { // once the keeper of turns lets all
         mbarrier_wait(&smem.turns.open, (stored - 1) % 2);
-        if constexpr (C::kStagedDq) {
-            copy_part(smem.dq[wg][warp], dq, fresh(lane));
-        } else {
-            const uint2 block = smem.turns.block;
-            float *to = p.sums + int64_t(block.x) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
-            if (block.y)
-                store_part(to, dq);
-            else
-                add_part(to, dq);
-        }
+        const uint2 block = smem.turns.block;
+        float *to = p.sums + int64_t(block.x) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
+        if (block.y)
+            store_part(to, dq);
+        else
+            add_part(to, dq);
         warp_arrive(&smem.turns.done, lane);
     }
-    __device__ __forceinline__ void send_dq() { // what is staged, after a fence; in order the keeper of turns does
-        if constexpr (C::kStagedDq && !C::kOrdered) {
+    __device__ __forceinline__ void send_dq() { // what is staged, after a fence
+        if constexpr (C::kStagedDq) {
             __syncwarp();
             if (staged && lane == 0) bulk_add(sums_of(before), smem.dq[wg][warp], kPartBytes);
         }
@@ -235,7 +238,7 @@ template <class C> struct FusedConsumer {
         wgmma_wait<0>();
         wgmma_pin(words);
         take_dq();
-        if constexpr (C::kStagedDq && !C::kOrdered) {
+        if constexpr (C::kStagedDq) {
             tma_store_fence();
             send_dq();
         }
@@ -278,8 +281,7 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
         warp_arrive(&smem.tile_empty[slot], consumer.lane);
         consumer.store(tile, seen);
     }
-    if (C::kStagedDq && !C::kOrdered && consumer.lane == 0)
-        tma_store_wait(); // the last addition reads this block's shared memory
+    if (C::kStagedDq && consumer.lane == 0) tma_store_wait(); // the last addition reads this block's shared memory
 }
 
 } // namespace fa::sm90

@@ -58,13 +58,20 @@ __device__ __forceinline__ void store_words(uint32_t rows, uint32_t slab_bytes, 
     }
 }
 
-/* P (dP - delta) of two pairs of a query and a key, from P as it was rounded. The product is of float32: dP - delta may
- * leave float16's range, and rounded to bfloat16 beforehand it is felt where a query sees few keys: an error of dq of
- * 0.0217 in place of 0.0066, over its bound of 0.0186, in a row of 81 keys with a gradient through the LSE (emulated).
- */
-template <class T> __device__ __forceinline__ uint32_t weighted(uint32_t weights, float low, float high) {
-    const float2 weight = unpack<T>(weights);
-    return pack_pair<T>(weight.x * low, weight.y * high);
+/* P (dP - delta) of two pairs of a query and a key, from P as it was rounded. Exact, the product is of float32: dP -
+ * delta may leave float16's range, and a gradient through the LSE, which is in delta, may be much larger than dP:
+ * rounded to bfloat16 with it, dP is lost (an error of dq of 0.0217 in place of 0.0066, over its bound of 0.0186;
+ * emulated). Without one the rounding of dP - delta is no larger than that of P, and takes 96 instructions a step less
+ * at head_dim 64. */
+template <class T, bool Exact> __device__ __forceinline__ uint32_t weighted(uint32_t weights, float low, float high) {
+    if constexpr (Exact) {
+        const float2 weight = unpack<T>(weights);
+        return pack_pair<T>(weight.x * low, weight.y * high);
+    } else {
+        uint32_t product;
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(weights), "r"(pack_pair<T>(low, high)));
+        return product;
+    }
 }
 
 /* Adds `bytes` of float32 from shared to global memory, both 16-byte aligned, without waiting. One thread, always the

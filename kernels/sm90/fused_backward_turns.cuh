@@ -13,9 +13,8 @@
  * before: taken a tile ahead, a tile is held up for as long as the one before lasts, and with it all those of its head.
  *
  * One thread keeps the turns of a CTA, so that the ways to memory and back are nobody else's: it waits for a turn,
- * has the consumers' dQ added (they do so out of registers, it does for what is staged), and passes the turn on once
- * these additions are done. The turn is acquired and released at the GPU's scope; between it and the consumers stand
- * `open` and `done`.
+ * has the consumers add their dQ, and passes the turn on once they have. The turn is acquired and released at the GPU's
+ * scope; between it and the consumers stand `open` and `done`.
  *
  * Why no waiter falls two phases behind: `done` has one waiter, the keeper, without which `open` does not go on. All
  * warps wait for `open`; its next phase ends after the same phase of `done`, where each warp arrives for itself, past
@@ -50,21 +49,9 @@ __device__ __forceinline__ void pass_turn(uint32_t *counter, uint32_t turn, int 
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(turn) : "memory");
 }
 
-/* Both warpgroups' dQ, staged, to the sums of its block. */
-__device__ __forceinline__ void send_block(float *to, const void *staged, bool first, int site = __builtin_LINE()) {
-    constexpr uint32_t kBytes = kQueryElements * 4;
-    if (!first) return bulk_add(to, staged, kBytes, site);
-    FA_CHAOS_POINT(site);
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(staged)),
-                 "r"(kBytes)
-                 : "memory");
-    tma_store_commit();
-}
-
 template <class C> __device__ __forceinline__ void fused_keep_turns(const OrderedFusedParams &p, FusedSmem<C> &smem) {
     using Smem = FusedSmem<C>;
     uint32_t parity = 0;
-    if constexpr (C::kStagedDq) mbarrier_arrive(&smem.turns.open);
     for (uint32_t round = 0;; ++round) {
         const uint32_t slot = round % Smem::kTileStages;
         mbarrier_wait(&smem.tile_full[slot], round / Smem::kTileStages % 2);
@@ -79,18 +66,9 @@ template <class C> __device__ __forceinline__ void fused_keep_turns(const Ordere
             const uint32_t block = (tile_head * p.call.group + walk.member) * p.row_block_count + walk.block;
             const bool first = walk.block < later.begin || walk.block >= later.end;
             if (!first) wait_turn(p.turns + block, turn);
-            if constexpr (C::kStagedDq) {
-                mbarrier_wait(&smem.turns.done, parity);
-                asm volatile("fence.proxy.async;" ::: "memory"); // what is staged, and what was added before
-                send_block(p.sums + int64_t(block) * kQueryElements, smem.dq, first);
-                tma_store_wait_read();
-                mbarrier_arrive(&smem.turns.open);
-                tma_store_wait();
-            } else {
-                smem.turns.block = make_uint2(block, first);
-                mbarrier_arrive(&smem.turns.open);
-                mbarrier_wait(&smem.turns.done, parity);
-            }
+            smem.turns.block = make_uint2(block, first);
+            mbarrier_arrive(&smem.turns.open);
+            mbarrier_wait(&smem.turns.done, parity);
             pass_turn(p.turns + block, turn + 1);
         }
     }

@@ -9,6 +9,7 @@
  * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq: for long sequences.
  * dk, dv and dsinks have one order. The order of dq's sums differs from run to run, for deterministic=False; for True
  * the instances ordered_* take turns (fused_backward_turns.cuh): the sums are not cleared, the first to add stores.
+ * At head_dim 128 turns took more than the two products they save (7 to 12% behind wgmma_backward_sm90 on an H200).
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
  * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64 or 128 columns, head_dim_v =
@@ -19,8 +20,6 @@
  *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
  * @instance ordered_d64_{full,masked,capped}_{f16,bf16} -DFA_ORDERED -DFA_HEAD_DIM=64
  *           -DFA_KIND={1:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={2:__half,__nv_bfloat16}
- * @instance ordered_d128_full_{f16,bf16} -DFA_ORDERED -DFA_HEAD_DIM=128
- *           -DFA_KIND=FA_FULL -DFA_ELEMENT={1:__half,__nv_bfloat16}
  */
 #include "sm90/backward_host.cuh"
 #include "sm90/fused_backward.cuh"
@@ -123,7 +122,6 @@ FA_DECLARE_ALL(d128);
 FA_DECLARE(ordered_d64, full);
 FA_DECLARE(ordered_d64, masked);
 FA_DECLARE(ordered_d64, capped);
-FA_DECLARE(ordered_d128, full);
 
 #define FA_ENTRY(d, kind)                                                                                              \
     { wgmma_fused_backward_sm90_##d##_##kind##_f16, wgmma_fused_backward_sm90_##d##_##kind##_bf16 }
@@ -132,8 +130,7 @@ static FusedLaunch *const kFusedLaunches[2][2][3][2] = {
     // [in any order, ordered][head_dim][kind][float16, bfloat16]
     {{FA_ENTRY(d64, full), FA_ENTRY(d64, masked), FA_ENTRY(d64, capped)},
      {FA_ENTRY(d128, full), FA_ENTRY(d128, masked), FA_ENTRY(d128, capped)}},
-    {{FA_ENTRY(ordered_d64, full), FA_ENTRY(ordered_d64, masked), FA_ENTRY(ordered_d64, capped)},
-     {FA_ENTRY(ordered_d128, full)}},
+    {{FA_ENTRY(ordered_d64, full), FA_ENTRY(ordered_d64, masked), FA_ENTRY(ordered_d64, capped)}},
 };
 static FusedLaunch *fused_instance(const fa_backward &p, int index, int kind) {
     return kFusedLaunches[p.ordered][index][kind][p.forward.dtype == FA_BF16];
@@ -189,9 +186,9 @@ static int64_t mean_visible(const fa_forward &f) {
 
 /* Keys that a query sees on average, from which on this kernel is the faster one, on an H200. */
 constexpr int64_t kFewKeys64 = 512, kFewKeys128Full = 2048, kFewKeys128 = 4096; // in any order
-constexpr int64_t kFewKeysOrdered64 = 1024, kFewKeysOrdered64Full = 2048, kFewKeysOrdered128Full = INT64_MAX;
+constexpr int64_t kFewKeysOrdered = 1024, kFewKeysOrderedFull = 2048;
 static int64_t few_keys(bool ordered, int head_dim, bool full) {
-    if (ordered) return head_dim > 64 ? kFewKeysOrdered128Full : full ? kFewKeysOrdered64Full : kFewKeysOrdered64;
+    if (ordered) return full ? kFewKeysOrderedFull : kFewKeysOrdered;
     return head_dim <= 64 ? kFewKeys64 : full ? kFewKeys128Full : kFewKeys128;
 }
 
@@ -220,8 +217,7 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
     while (kFusedHeadDims[own.index] < f.head_dim) ++own.index;
     own.kind = backward_kind(f);
-    if (p.ordered && own.index > 0 && own.kind != FA_FULL)
-        return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kFusedHeadDims[0], 0, 0);
+    if (p.ordered && own.index > 0) return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kFusedHeadDims[0], 0, 0);
     if (!fused_instance(p, own.index, own.kind)) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     if (!fused_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     plan->threads = 128 * (kFusedConsumers + 1);
@@ -277,6 +273,7 @@ static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *
     rows.row_block_count = fused.row_block_count = finish.row_block_count = int(own.row_blocks);
     finish.dq = gradient(p, FA_GRAD_Q), fused.dk = gradient(p, FA_GRAD_K), fused.dv = gradient(p, FA_GRAD_V);
     fused.scale = finish.scale = static_cast<float>(f.scale);
+    fused.exact = p.dlse.data != nullptr;
     return FA_OK;
 }
 

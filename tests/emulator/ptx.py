@@ -17,6 +17,7 @@ INSTRUCTIONS = {
     r"ex2\.approx\.ftz\.f32": "=::emu::ex2",
     r"rcp\.approx\.ftz\.f32": "=::emu::rcp",
     r"tanh\.approx\.f32": "=::emu::tanh_approx",
+    r"mul\.rn\.(f16|bf16)x2": r"mul_x2<\1>",
     r"max\.NaN\.f32": "=::emu::max_nan",
     r"min\.NaN\.f32": "=::emu::min_nan",
     r"bmsk\.clamp\.b32": "=::emu::bit_mask",

@@ -45,14 +45,13 @@ CASES = [
     "B1,H4/2,S0x200,D64,bfloat16",
     "B1,H4/2,S0x200,D128,bfloat16",
 ]
-#: Of one order: all of head_dim 64, and what hides no key. Tiles of keys that see all queries, some, the same, others.
-ORDERED = [case for case in CASES if "D128" not in case and "D104" not in case or not any(mask in case for mask in ("causal", "window", "softcap"))]
+#: Of one order: all of head_dim 64. Tiles of keys that see all queries, some, the same, others.
+ORDERED = [case for case in CASES if "D128" not in case and "D104" not in case]
 ORDERED += [
     "B1,H2/1,S520x500,D64,bfloat16,causal=bottom_right",
     "B1,H1,S400x520,D64,bfloat16,window=150:60",
     "B1,H1,S500,D64,bfloat16,window=none:200",
     "B1,H1,S300x520,D64,float16",
-    "B1,H2/1,S260x520,D128,bfloat16",
 ]
 #: FA_EMULATOR_SEED, FA_EMULATOR_SMS, FA_EMULATOR_TOGETHER
 RUNS = [(0, 132, 1), (0, 3, 3), (1, 132, 8), (2, 2, 2), (3, 1, 1), (4, 4, 4), (5, 5, 2)]
@@ -118,7 +117,7 @@ def test_one_order(emulated, monkeypatch, case):
 @on_emulator
 @pytest.mark.parametrize("tag, old, new", [
     ("does not wait", "if (!first) wait_turn(p.turns + block, turn);", ""),
-    ("does not store", "if (!first) wait_turn(p.turns + block, turn);", "wait_turn(p.turns + block, first ? 0 : turn); if (!C::kStagedDq) first = false;"),
+    ("does not store", "if (!first) wait_turn(p.turns + block, turn);", "wait_turn(p.turns + block, first ? 0 : turn); first = false;"),
 ])  # fmt: skip
 def test_mutants_of_turns(emulated, monkeypatch, tag, old, new):
     """A block that does not wait for its turn adds in another order under some seed; sums that nobody cleared are NaN."""
@@ -137,7 +136,6 @@ def test_mutants_of_turns(emulated, monkeypatch, tag, old, new):
     ("B1,H2/1,S300x190,D64,bfloat16", False),
     ("B1,H2/1,S70x300,D128,bfloat16,causal=bottom_right", False),
     ("B1,H1,S300x190,D64,bfloat16,causal=bottom_right", True),
-    ("B1,H2/1,S130x300,D128,bfloat16", True),
 ])  # fmt: skip
 def test_no_race(emulated, monkeypatch, case, deterministic):
     monkeypatch.setenv("FA_EMULATOR_SEED", "1")
@@ -223,7 +221,7 @@ def test_workspace_is_kept_to_its_limit(emulated, deterministic):
 
 
 @on_emulator
-@pytest.mark.parametrize("case", ["B1,H2,S70,D128,bfloat16,causal=top_left", "B1,H2,S70,D72,bfloat16,softcap=5.0"])
+@pytest.mark.parametrize("case", ["B1,H2,S70,D128,bfloat16,causal=top_left", "B1,H2,S70,D72,bfloat16"])
 def test_where_sums_have_no_order(emulated, case):
     with pytest.raises(Unplaceable, match="deterministic"):
         gradients.verdict(emulated(), gradients.make(Case.parse(case)), deterministic=True)
@@ -231,8 +229,8 @@ def test_where_sums_have_no_order(emulated, case):
 
 #: More tiles of keys than a large GPU has multiprocessors, of many a head or few, equal ones and unequal.
 LONG = ["B1,H32,S4096,D64,bfloat16,causal=top_left", "B1,H2,S16384,D64,float16,causal=top_left", "B2,H24/8,S1111,D64,bfloat16,causal=bottom_right",
-        "B1,H16,S3000x5000,D64,bfloat16,window=700:20", "B1,H40,S2048,D64,bfloat16", "B1,H3,S16384,D128,bfloat16",
-        "B3,H16/4,S1000x1500,D128,float16", "B1,H16,S1500x2500,D64,bfloat16,softcap=20.0,causal=bottom_right"]  # fmt: skip
+        "B1,H16,S3000x5000,D64,bfloat16,window=700:20", "B1,H40,S2048,D64,bfloat16", "B1,H3,S16384,D64,bfloat16",
+        "B3,H16/4,S1000x1500,D64,float16", "B1,H16,S1500x2500,D64,bfloat16,softcap=20.0,causal=bottom_right"]  # fmt: skip
 
 
 @pytest.mark.gpu

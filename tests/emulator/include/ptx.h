@@ -168,6 +168,13 @@ template <bool BF16, class Word> void cvt_x2(Word &to, float high, float low) {
     to = static_cast<uint32_t>(to_bits(high, BF16)) << 16 | to_bits(low, BF16);
 }
 
+template <bool BF16, class Word> void mul_x2(Word &to, uint32_t a, uint32_t b) {
+    const auto half = [&](int shift) {
+        return to_bits(from_bits(uint16_t(a >> shift), BF16) * from_bits(uint16_t(b >> shift), BF16), BF16);
+    };
+    to = static_cast<uint32_t>(half(16)) << 16 | half(0);
+}
+
 /* ---- mbarriers, elections ---- */
 
 template <class State> void mbarrier_arrive(State &&, uint32_t address) { emu::mbarrier_arrive(address); }
