@@ -118,7 +118,7 @@ class _Backward(dense.Call):
         self.given = {"bias": bias, "sinks": options.sinks}
 
         self.dq, self.dk, self.dv = (xp.zeros(x.shape, work) for x in (self.q, self.k, self.v))
-        self.bias_shape = (1,) * (4 - bias.ndim) + bias.shape if bias is not None else ()
+        self.bias_shape: tuple[int, ...] = (1,) * (4 - bias.ndim) + bias.shape if bias is not None else ()
         self.dbias = xp.zeros(self.bias_shape, work) if "bias" in wrt else None
         self.dsinks, self.sink_terms, self.faint = (xp.zeros(self.heads, work) for _ in range(3))
         self.sink_products = xp.zeros(self.heads, work)
