@@ -242,12 +242,13 @@ def shrinks_memory(q, k, v, *, out):
 
 
 def slows_baseline(q, k, v, *, out):
-    """Gives every other worker the lowest priority."""
+    """Gives every other worker of its judge the lowest priority; those of judges beside it are other tests'."""
     honest(q, k, v, out=out)
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             try:
-                if b"bench.trial.isolation" in open(f"/proc/{entry}/cmdline", "rb").read():
+                parent = int(open(f"/proc/{entry}/stat").read().rpartition(")")[2].split()[1])
+                if parent == os.getppid() and b"bench.trial.isolation" in open(f"/proc/{entry}/cmdline", "rb").read():
                     os.setpriority(os.PRIO_PROCESS, int(entry), 19)
             except OSError:
                 continue

@@ -368,8 +368,10 @@ class _Match:
                               f"{len(moving)}")  # fmt: skip
         for opponent in self.opponents:
             was, now = treated[opponent.name] or {}, processes.favour(opponent.worker.pid) or {}
-            if any(now.get(thread, how) != how for thread, how in was.items()):
-                raise WrongResult(f"timed sample {number}: cores or priority of {opponent.name} were changed")
+            for before, after in ((how, now.get(thread, how)) for thread, how in was.items()):
+                if before != after:
+                    raise WrongResult(f"timed sample {number}: cores or priority of {opponent.name} were changed: "
+                                      f"{processes.said(before)} became {processes.said(after)}")  # fmt: skip
         if self.table.on_device:
             self.answers.append(self.pool.answer_seconds())
         if wrong := self.pool.look(bounds.bound, bounds.frobenius_bound):

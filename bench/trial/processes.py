@@ -169,6 +169,12 @@ def favour(pid: int) -> dict[int, tuple] | None:
     return found or None
 
 
+def said(how: tuple) -> str:
+    """What favour() says of a thread, in words."""
+    cores, nice, policy = how
+    return f"cores {','.join(map(str, sorted(cores)))} nice {nice} policy {policy}"
+
+
 def _stat(pid: int) -> list[str] | None:
     """Fields of /proc/PID/stat from the state on: state, parent, group, session, ..."""
     try:
