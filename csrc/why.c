@@ -5,7 +5,7 @@
 #include <string.h>
 
 #if defined(__x86_64__)
-#define FA_CPU_ISAS "avx512bf16, avx512, avx2, generic"
+#define FA_CPU_ISAS "amxbf16, avx512bf16, avx512, avx2, generic"
 #else
 #define FA_CPU_ISAS "generic"
 #endif

@@ -3,19 +3,21 @@
  *
  * A task is a tile of query rows of one (batch, key/value head); threads take tasks in turn. Inside a task the
  * lanes of a vector are query rows (simd_gemm.h), so any head_dim, stride and mask costs the same kernel; tasks of few
- * rows, as in decoding, read K and V along their rows instead (simd_narrow.h). float16 and bfloat16 are converted to
+ * rows, as in decoding, read K and V along their rows instead (simd_narrow.h), but with AMX. float16 and bfloat16 are converted to
  * float32 as tiles are read; sums are float32, for float64 input float64 throughout. Neither the task that a row falls
  * into nor the thread that takes it changes a bit of the result.
  *
  * Instances: AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, and the compiler's own vectors elsewhere, each for float and
- * double; for bfloat16 also AVX512-BF16, whose products take pairs of bfloat16 as they are (simd_bf16.h). The best one
- * this CPU has is taken; FA_EXT_CPU_ISA=avx512bf16|avx512|avx2|generic in the environment, as it is when fa_ext is
- * imported, forces one.
+ * double; for bfloat16 also AVX512-BF16, whose products take pairs of bfloat16 as they are (simd_bf16.h), and AMX,
+ * which multiplies tiles of them (simd_amx.h). The best one this CPU has is taken;
+ * FA_EXT_CPU_ISA=amxbf16|avx512bf16|avx512|avx2|generic in the environment, as it is when fa_ext is imported, forces
+ * one.
  *
  * Bench: python -m bench measure --preset cpu --kernels cpu_simd
  *
  * @beside simd_isa.c
  * @flags -ffp-contract=fast
+ * @instance amxbf16_f32 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=4 -DFA_CPU_BF16=1 -DFA_CPU_AMX=1
  * @instance avx512bf16_f32 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=4 -DFA_CPU_BF16=1
  * @instance avx512_f32 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=4
  * @instance avx512_f64 -DFA_CPU_VECTOR_BYTES=64 -DFA_CPU_REAL_BYTES=8
@@ -33,6 +35,17 @@
 /* FA_CPU_NR, value columns in a register block: by default what fits the registers, simd_gemm.h. */
 /* Keys a tile: scores of a block and a tile of K or V share the first-level cache. Flat: 48 to 192 keys stay within 2%
  * (Zen 5, float32, head_dim 64 to 256). */
+#if FA_CPU_AMX /* the tuner's are of float32 */
+/* Blocks of 32 rows, and tiles of keys of which K, V^T, S^T and P^T stay in 48 KB of first-level cache beside the
+ * block. Xeon with AMX, one core, S 2048 D64: 13.4 ms; 17.0 with 96 keys, 17.3 with 128, 17.0 with 64 rows. More rows
+ * share V's transposition: D128 46.1 ms with 512, 49.0 with 256. */
+#undef FA_CPU_MR
+#undef FA_CPU_TILE_N
+#undef FA_CPU_TILE_M
+#define FA_CPU_MR     2
+#define FA_CPU_TILE_N 64
+#define FA_CPU_TILE_M 512
+#endif
 #ifndef FA_CPU_TILE_N
 #define FA_CPU_TILE_N 96
 #endif
@@ -65,6 +78,7 @@ static const fa_simd_instance *const instances[FA_ISA_COUNT][2] = FA_ISA_TABLE(f
 
 static const fa_simd_instance *instance_of(int isa, fa_dtype dtype) {
 #if defined(__x86_64__)
+    if (isa == FA_ISA_AMX_BF16 && dtype == FA_BF16) return &fa_simd_amxbf16_f32;
     if (isa == FA_ISA_AVX512_BF16 && dtype == FA_BF16) return &fa_simd_avx512bf16_f32;
 #endif
     return instances[isa][dtype == FA_F64];

@@ -33,7 +33,7 @@ typedef struct fa_simd_instance {
 const char *fa_cpu_simd_isa(const fa_device_info *cpu);
 
 #if defined(__x86_64__)
-extern const fa_simd_instance fa_simd_avx512bf16_f32; /* of bfloat16 alone */
+extern const fa_simd_instance fa_simd_amxbf16_f32, fa_simd_avx512bf16_f32; /* of bfloat16 alone */
 extern const fa_simd_instance fa_simd_avx512_f32, fa_simd_avx512_f64, fa_simd_avx2_f32, fa_simd_avx2_f64;
 #endif
 extern const fa_simd_instance fa_simd_generic_f32, fa_simd_generic_f64;

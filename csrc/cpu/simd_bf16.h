@@ -1,10 +1,11 @@
-/* The products of simd_gemm.h by AVX512-BF16, for bfloat16 operands: vdpbf16ps multiplies two pairs of neighbours along
- * the sum and adds both products to a float. Lanes are query rows as there; a lane's pair is two columns of Q, or the
- * weights of two keys, rounded to bfloat16 as the matrix units of a GPU take them.
+/* Operands that are pairs of bfloat16, for the products of simd_gemm.h by AVX512-BF16 and those of simd_amx.h: vdpbf16ps
+ * multiplies two pairs of neighbours along the sum and adds both products to a float. Lanes are query rows as there; a
+ * lane's pair is two columns of Q, or the weights of two keys, rounded to bfloat16 as the matrix units of a GPU take
+ * them.
  *
  * Keys are paired by their number in the sequence, an even one with the next, so that a row's products meet in the same
  * pairs wherever a tile is cut; who is not in the tile has weight and value 0 there. The instruction takes subnormal
- * numbers for 0. Products of a score are summed by sixteens, eight instructions, and their sums then.
+ * numbers for 0. Its products of a score are summed by sixteens, eight instructions, and their sums then.
  */
 #ifndef FA_CPU_SIMD_BF16_H
 #define FA_CPU_SIMD_BF16_H
@@ -15,14 +16,15 @@ typedef vint voperand;         /* a pair a lane, the first in the low half */
 typedef uint16_t key_number;   /* of a tile of K: rows of head_dim, an even number */
 typedef uint32_t value_number; /* of a tile of V: rows of head_dim_v pairs of keys */
 
-/* Numbers of an operand, and operands of a row of Q or K. */
-#define OPERAND_NUMBERS        2
-#define OPERANDS(dim)          (((dim) + 1) / 2)
-#define EVEN(dim)              (2 * OPERANDS(dim))
-
-/* Rows of V before `key` in a tile that begins at `begin`, and that so many keys take at most. */
-#define VALUE_ROWS(begin, key) ((key) / 2 - (begin) / 2)
-#define VALUE_ROOM(keys)       ((keys) / 2 + 1)
+/* Numbers of an operand, columns of Q and K that a product takes at least, and operands of a row of Q or K. */
+#define OPERAND_NUMBERS 2
+#if FA_CPU_AMX
+#define PRODUCT_COLUMNS 32
+#else
+#define PRODUCT_COLUMNS 2
+#endif
+#define WHOLE(dim)    (((dim) + PRODUCT_COLUMNS - 1) / PRODUCT_COLUMNS * PRODUCT_COLUMNS)
+#define OPERANDS(dim) (WHOLE(dim) / OPERAND_NUMBERS)
 
 INLINE voperand v_operands(const real *from) { return (voperand)v_load(from); }
 INLINE voperand v_value(value_number value) { return (voperand)_mm512_set1_epi32((int)value); }
@@ -42,59 +44,61 @@ INLINE vreal v_add_seen_value(vreal sum, voperand weights, voperand value) {
     return v_add_score(sum, weights, (voperand)_mm512_maskz_mov_epi16(seen, (__m512i)value));
 }
 
+/* Pairs (low, high) of two vectors, each number rounded to bfloat16. */
+INLINE voperand v_join(vreal low, vreal high) {
+    static const uint16_t interleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    return (voperand)_mm512_permutexvar_epi16(_mm512_loadu_si512(interleaved), both);
+}
+
 /* ---- operands ---- */
 
-/* A row of `dim` elements, followed by zeros up to EVEN(dim). */
+/* A row of `dim` elements, followed by zeros up to WHOLE(dim). */
 static void read_half_row(uint16_t *to, const char *from, int64_t stride, int dim) {
     const uint16_t *row = (const uint16_t *)from;
     if (stride == 1)
         memcpy(to, row, (size_t)dim * sizeof *to);
     else
         for (int d = 0; d < dim; d++) to[d] = row[d * stride];
-    if (dim % 2) to[dim] = 0;
+    for (int d = dim; d < WHOLE(dim); d++) to[d] = 0;
 }
 
 /* to[c * pitch + lane] = pair c of rows[lane], as words of `real` that nothing computes with. `buffer` holds
- * LANES * EVEN(dim) / 2 words. */
+ * LANES * padded(dim) words. */
 static void read_queries(real *to, int pitch, const char *const rows[LANES], fa_dtype dtype, int64_t stride, int dim,
                          real *buffer) {
     (void)dtype;
-    uint16_t *halves = (uint16_t *)buffer;
-    for (int lane = 0; lane < LANES; lane++) read_half_row(halves + lane * EVEN(dim), rows[lane], stride, dim);
-    for (int first = 0; first < EVEN(dim) / 2; first += LANES) {
-        const int columns = EVEN(dim) / 2 - first < LANES ? EVEN(dim) / 2 - first : LANES;
+    const bool in_place = stride == 1 && dim % (OPERAND_NUMBERS * LANES) == 0;
+    for (int lane = 0; lane < LANES && !in_place; lane++)
+        read_half_row((uint16_t *)(buffer + lane * padded(dim)), rows[lane], stride, dim);
+    for (int first = 0; first < OPERANDS(dim); first += LANES) {
+        const int columns = OPERANDS(dim) - first < LANES ? OPERANDS(dim) - first : LANES;
         vreal tile[LANES];
-        for (int lane = 0; lane < LANES; lane++) {
-            tile[lane] = (vreal){0};
-            memcpy(&tile[lane], halves + lane * EVEN(dim) + 2 * first, (size_t)columns * 4);
-        }
+        for (int lane = 0; lane < LANES; lane++)
+            tile[lane] = v_load((in_place ? (const real *)rows[lane] : buffer + lane * padded(dim)) + first);
         v_transpose(tile);
         for (int c = 0; c < columns; c++) v_store(to + (first + c) * pitch, tile[c]);
     }
-}
-
-/* Of one query. */
-static void read_query(real *to, const char *from, fa_dtype dtype, int64_t stride, int dim) {
-    (void)dtype;
-    read_half_row((uint16_t *)to, from, stride, dim);
 }
 
 /* `count` rows of K one stride apart, copied. */
 static void copy_keys(const fa_operand *operand, fa_dtype dtype, const char *from, int64_t count, int dim,
                       key_number *copy) {
     const int64_t stride = operand->stride[2] * (int64_t)fa_dtype_size(dtype);
-    for (int64_t n = 0; n < count; n++) read_half_row(copy + n * EVEN(dim), from + n * stride, operand->stride[3], dim);
+    for (int64_t n = 0; n < count; n++)
+        read_half_row(copy + n * WHOLE(dim), from + n * stride, operand->stride[3], dim);
 }
 
 /* The same in place, where they can be read so. */
 static const key_number *keys_at(const fa_operand *operand, fa_dtype dtype, const char *from, int64_t count, int dim,
                                  key_number *copy, int64_t *pitch) {
     const int64_t stride = operand->stride[2];
-    if (operand->stride[3] == 1 && dim % 2 == 0 && stride >= 0 && stride <= 2 * dim) {
+    if (operand->stride[3] == 1 && dim % PRODUCT_COLUMNS == 0 && stride >= 0 && stride <= 2 * dim) {
         *pitch = stride;
         return (const key_number *)from;
     }
-    *pitch = EVEN(dim);
+    *pitch = WHOLE(dim);
     copy_keys(operand, dtype, from, count, dim, copy);
     return copy;
 }
@@ -111,26 +115,36 @@ static void join_value_rows(value_number *to, const char *even, const char *odd,
     for (; c < dim; c++) to[c] = (low ? low[c * stride] : 0u) | (uint32_t)(high ? high[c * stride] : 0u) << 16;
 }
 
-/* ---- weights ---- */
+/* ---- pairs of keys along vectors ---- */
 
-/* Weights of the keys [begin, begin + keys) to pairs, in place: how many there are. */
-INLINE int join_weights(const int mr, real *p, int64_t begin, int keys) {
-    static const uint16_t interleaved[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i order = _mm512_loadu_si512(interleaved);
-    const int odd = (int)(begin % 2), pairs = (odd + keys + 1) / 2;
-    for (int n = 0; n < pairs; n++) {
+#if !FA_CPU_AMX
+#define VALUES_AT(begin, key, pitch) (((key) / 2 - (begin) / 2) * (pitch))
+#define VALUE_ROOM(keys, dim)        ((size_t)((keys) / 2 + 1) * (size_t)(dim))
+#define JOINED_ROOM(keys)            0
+#define OUT_ROOM(dim)                (dim)
+
+/* A row of one query alone. */
+static void read_query(real *to, const char *from, fa_dtype dtype, int64_t stride, int dim) {
+    (void)dtype;
+    read_half_row((uint16_t *)to, from, stride, dim);
+}
+
+/* Weights of the keys [begin, begin + keys) to pairs, in place; *count: how many. */
+INLINE const real *join_weights(const int mr, real *p, real *joined, int64_t begin, int keys, int *count) {
+    (void)joined;
+    const int odd = (int)(begin % 2);
+    *count = (odd + keys + 1) / 2;
+    for (int n = 0; n < *count; n++) {
         const int at = 2 * n - odd; /* the even key, which pairs written before have not reached */
         UNROLL
         for (int m = 0; m < mr; m++) {
             const vreal none = v_set1(-(real)0);
             const vreal low = at >= 0 ? v_load(p + (at * mr + m) * LANES) : none;
             const vreal high = at + 1 < keys ? v_load(p + ((at + 1) * mr + m) * LANES) : none;
-            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-            _mm512_storeu_si512(p + (n * mr + m) * LANES, _mm512_permutexvar_epi16(order, both));
+            v_store(p + (n * mr + m) * LANES, (vreal)v_join(low, high));
         }
     }
-    return pairs;
+    return p;
 }
 
 /* The same of one row, (keys). What is written has been read. */
@@ -143,5 +157,6 @@ INLINE int join_narrow_weights(real *p, int64_t begin, int keys) {
     if ((odd + keys) % 2) to[odd + keys] = 0;
     return (odd + keys + 1) / 2;
 }
+#endif
 
 #endif

@@ -16,9 +16,6 @@
 #include "cpu/simd_plain.h"
 #endif
 
-/* Lanes of a whole block. */
-#define BLOCK_ROWS     (FA_CPU_MR * LANES)
-
 /* What fits the registers beside the operands, at most 8: (32 - 1 - 4) / 4 = 6 columns against 4 vectors with AVX-512.
  */
 #define NR_FITTING(mr) ((VECTOR_REGISTERS - 1 - (mr)) / (mr) < 8 ? (VECTOR_REGISTERS - 1 - (mr)) / (mr) : 8)
@@ -34,6 +31,10 @@
 
 /* Operands of a score whose products are summed apart from the others. */
 #define EIGHT        8
+
+/* A thread can multiply between these: here always. */
+INLINE void begin_products(void) {}
+INLINE void end_products(void) {}
 
 /* s[n * mr * LANES + lane] = scale * sum over d of k[n * k_pitch] [d] q[d * mr * LANES + lane] for n < nr, d < depth;
  * maximum[lane] rises to the largest of them.
@@ -165,6 +166,16 @@ static void multiply_values_contained(int mr, const real *p, const value_number 
             real *at = o + (c * mr + m) * LANES;
             v_store(at, v_fma(v_load(at), v_load(decay + m * LANES), sum));
         }
+}
+
+/* ---- the softmax's own arithmetic ---- */
+
+/* A row's maximum after keys of which `highest` is the largest score. */
+INLINE vreal v_next_maximum(vreal before, vreal highest) { return v_max(highest, before); }
+/* x / y, where 1 / y is there. */
+INLINE vreal v_quotient(vreal x, vreal y, vreal inverse) {
+    (void)inverse;
+    return x / y;
 }
 
 #endif

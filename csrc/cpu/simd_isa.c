@@ -2,12 +2,21 @@
 #include "cpu/simd_isa.h"
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 const char *fa_isa_name(fa_isa isa) {
     static const char *const names[FA_ISA_COUNT] = {
 #if defined(__x86_64__)
+        "amxbf16",
         "avx512bf16",
         "avx512",
         "avx2",
@@ -17,13 +26,36 @@ const char *fa_isa_name(fa_isa isa) {
     return names[isa];
 }
 
+#if defined(__x86_64__)
+/* AMX with bfloat16, if the process may use its registers: Linux (5.16 and later) grants that to who asks, once for all
+ * threads there are and will be. */
+static bool has_amx(void) {
+#if defined(__linux__)
+    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    unsigned eax, ebx, ecx, edx;
+    static atomic_int known; /* 1: no, 2: yes. CPUID may leave a virtual machine, for microseconds */
+    int answer = atomic_load_explicit(&known, memory_order_relaxed);
+    if (!answer) {
+        const bool has = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & AMX_BF16 && edx & AMX_TILE;
+        answer = 1 + (has && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0);
+        atomic_store_explicit(&known, answer, memory_order_relaxed);
+    }
+    return answer == 2;
+#else
+    return false;
+#endif
+}
+#endif
+
 bool fa_isa_here(fa_isa isa) {
 #if defined(__x86_64__)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
     switch (isa) {
-    case FA_ISA_AVX512_BF16: return avx512 && __builtin_cpu_supports("avx512bf16");
+    case FA_ISA_AMX_BF16: return bf16 && has_amx();
+    case FA_ISA_AVX512_BF16: return bf16;
     case FA_ISA_AVX512: return avx512;
     case FA_ISA_AVX2: return avx2;
     default: return true;

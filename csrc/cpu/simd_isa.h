@@ -4,10 +4,11 @@
 
 #include "fa.h"
 
-/* Best first. A kernel has an instance for each, and for float and double arithmetic; AVX512-BF16 is AVX-512 but for
- * what a kernel does with bfloat16. */
+/* Best first. A kernel has an instance for each, and for float and double arithmetic; AMX and AVX512-BF16 are AVX-512
+ * but for what a kernel does with bfloat16. */
 typedef enum fa_isa {
 #if defined(__x86_64__)
+    FA_ISA_AMX_BF16,
     FA_ISA_AVX512_BF16,
     FA_ISA_AVX512,
     FA_ISA_AVX2,
@@ -21,7 +22,7 @@ typedef enum fa_isa {
 #define FA_ISA_TABLE(PREFIX)                                                                                           \
     {                                                                                                                  \
         {&PREFIX##_avx512_f32, &PREFIX##_avx512_f64}, {&PREFIX##_avx512_f32, &PREFIX##_avx512_f64},                    \
-            {&PREFIX##_avx2_f32, &PREFIX##_avx2_f64}, {                                                                \
+            {&PREFIX##_avx512_f32, &PREFIX##_avx512_f64}, {&PREFIX##_avx2_f32, &PREFIX##_avx2_f64}, {                  \
             &PREFIX##_generic_f32, &PREFIX##_generic_f64                                                               \
         }                                                                                                              \
     }

@@ -4,6 +4,9 @@
 
 #include "cpu/simd_pack.h"
 
+/* Lanes of a whole block of register-blocked products. */
+#define BLOCK_ROWS (FA_CPU_MR * LANES)
+
 static const char *element(const fa_operand *operand, fa_dtype dtype, int64_t a, int64_t b, int64_t c) {
     const int64_t *s = operand->stride;
     return (const char *)operand->data + (a * s[0] + b * s[1] + c * s[2]) * (int64_t)fa_dtype_size(dtype);

@@ -10,9 +10,13 @@
 #endif
 _Static_assert(FA_CPU_MR >= 1 && FA_CPU_MR <= 4, "FA_CPU_MR is 1 to 4 vectors");
 
-/* Whether the products are those of AVX512-BF16, of bfloat16 operands alone. */
+/* Whether operands are pairs of bfloat16, for AVX512-BF16, in an instance of bfloat16 alone. */
 #ifndef FA_CPU_BF16
 #define FA_CPU_BF16 0
+#endif
+/* Whether AMX makes them. */
+#ifndef FA_CPU_AMX
+#define FA_CPU_AMX 0
 #endif
 
 /* Whether this platform has the instance at all. */
@@ -22,7 +26,9 @@ _Static_assert(FA_CPU_MR >= 1 && FA_CPU_MR <= 4, "FA_CPU_MR is 1 to 4 vectors");
 #define FA_CPU_HAS_INSTANCE 0
 #endif
 
-#if FA_CPU_HAS_INSTANCE && FA_CPU_BF16
+#if FA_CPU_HAS_INSTANCE && FA_CPU_AMX
+#define FA_CPU_TARGET "amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
+#elif FA_CPU_HAS_INSTANCE && FA_CPU_BF16
 #define FA_CPU_TARGET "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 #elif FA_CPU_HAS_INSTANCE && FA_CPU_VECTOR_BYTES == 64
 #define FA_CPU_TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"

@@ -6,7 +6,10 @@
 #ifndef FA_CPU_SIMD_TILE_H
 #define FA_CPU_SIMD_TILE_H
 
+#include "cpu/simd_block.h"
+#if !FA_CPU_AMX /* whose tiles take few rows as well */
 #include "cpu/simd_narrow.h"
+#endif
 
 /* ---- key tiles ---- */
 
@@ -37,12 +40,24 @@ static const key_number *read_keys(const work *w, int64_t begin, int64_t end, in
 }
 
 /* The same of V. */
-#if FA_CPU_BF16
+#if FA_CPU_AMX
+static const value_number *read_values(const work *w, int64_t begin, int64_t end, int64_t *pitch) {
+    const fa_operand *v = &w->p->v;
+    *pitch = VALUE_PITCH;
+    for (int64_t first = begin / CHUNK_KEYS * CHUNK_KEYS; first < end; first += CHUNK_KEYS) {
+        const char *rows[CHUNK_KEYS];
+        for (int n = 0; n < CHUNK_KEYS; n++)
+            rows[n] = first + n < begin || first + n >= end ? NULL : key_row(w, v, first + n);
+        transpose_values(w->v + VALUES_AT(begin, first, *pitch), rows, v->stride[3], w->p->head_dim_v, w->buffer);
+    }
+    return w->v;
+}
+#elif FA_CPU_BF16
 static const value_number *read_values(const work *w, int64_t begin, int64_t end, int64_t *pitch) {
     const fa_operand *v = &w->p->v;
     *pitch = w->p->head_dim_v;
     for (int64_t even = begin / 2 * 2; even < end; even += 2)
-        join_value_rows(w->v + VALUE_ROWS(begin, even) * *pitch, even < begin ? NULL : key_row(w, v, even),
+        join_value_rows(w->v + VALUES_AT(begin, even, *pitch), even < begin ? NULL : key_row(w, v, even),
                         even + 1 < end ? key_row(w, v, even + 1) : NULL, v->stride[3], w->p->head_dim_v);
     return w->v;
 }
@@ -66,7 +81,7 @@ static key_tile clipped(const key_tile *tile, int64_t begin, int64_t end) {
     if (begin > t.begin) t.begin = begin;
     if (end < t.end) t.end = end;
     t.k += (t.begin - tile->begin) * t.k_pitch;
-    t.v += VALUE_ROWS(tile->begin, t.begin) * t.v_pitch;
+    t.v += VALUES_AT(tile->begin, t.begin, t.v_pitch);
     return t;
 }
 
@@ -120,16 +135,17 @@ static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
     const size_t scores = (size_t)FA_CPU_TILE_N * BLOCK_ROWS;
     w->block = take(a, (size_t)blocks, sizeof *w->block);
     w->scores = take(a, scores, sizeof(real));
+    w->joined = take(a, JOINED_ROOM(FA_CPU_TILE_N) * BLOCK_ROWS, sizeof(real));
     w->bias = take(a, is_biased(problem) ? scores : 0, sizeof(real));
     w->mask = take(a, p->mask.data ? scores : 0, sizeof(real));
     w->factors = take(a, problem->extra.dropout.threshold ? LANES * (DROPOUT_ROOM(FA_CPU_TILE_N) + FA_CPU_TILE_N) : 0,
                       sizeof(real));
     w->k = take(a, (size_t)FA_CPU_TILE_N * (size_t)(OPERAND_NUMBERS * OPERANDS(p->head_dim)), sizeof *w->k);
-    w->v = take(a, (size_t)VALUE_ROOM(FA_CPU_TILE_N) * (size_t)p->head_dim_v, sizeof *w->v);
+    w->v = take(a, VALUE_ROOM(FA_CPU_TILE_N, p->head_dim_v), sizeof *w->v);
     w->buffer = take(a, (size_t)LANES * (size_t)padded(widest), sizeof(real));
     for (int n = 0; n < blocks; n++) {
-        real *q = take(a, (size_t)BLOCK_ROWS * (size_t)p->head_dim, sizeof(real));
-        real *o = take(a, (size_t)BLOCK_ROWS * (size_t)p->head_dim_v, sizeof(real));
+        real *q = take(a, (size_t)BLOCK_ROWS * (size_t)OPERANDS(p->head_dim), sizeof(real));
+        real *o = take(a, (size_t)BLOCK_ROWS * (size_t)OUT_ROOM(p->head_dim_v), sizeof(real));
         if (a->base) w->block[n].q = q, w->block[n].o = o;
     }
 }
@@ -163,6 +179,7 @@ static bool run(work *w, const fa_simd_task *task) {
     return nan;
 }
 
+#if !FA_CPU_AMX
 /* Runs the rows of a narrow task over all their key tiles. */
 static void run_narrow(work *w, const fa_simd_task *task) {
     const fa_forward *p = w->p;
@@ -188,6 +205,7 @@ static void run_narrow(work *w, const fa_simd_task *task) {
     }
     for (int n = 0; n < task->rows; n++) narrow_end(w, &rows[n]);
 }
+#endif
 
 static void attend(const fa_problem *problem, const fa_simd_task *task, void *scratch) {
     const fa_forward *p = &problem->forward;
@@ -203,15 +221,19 @@ static void attend(const fa_problem *problem, const fa_simd_task *task, void *sc
     w.scale = (real)p->scale;
     w.cap = (real)p->softcap;
     w.cap_factor = p->softcap > 0 ? (real)(2 * LOG2E / p->softcap) : 0;
+#if !FA_CPU_AMX
     if (is_narrow(&w, task)) {
         run_narrow(&w, task);
         return;
     }
+#endif
     const bool excludes = p->mask.data || w.biased || p->left < FA_UNBOUNDED || p->right < FA_UNBOUNDED;
+    begin_products();
     if (run(&w, task) && excludes) {
         w.contained = true;
         run(&w, task);
     }
+    end_products();
 }
 
 /* ---- the vector functions alone ---- */

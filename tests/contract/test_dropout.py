@@ -78,7 +78,7 @@ def there(kernel, dtype="float32"):
         pytest.skip(f"the kernel takes no {dtype}")
 
 
-@pytest.fixture(params=["", "avx512bf16", "avx512", "avx2", "generic"])
+@pytest.fixture(params=["", "amxbf16", "avx512bf16", "avx512", "avx2", "generic"])
 def isa(request):
     """Vector kernels take that instance, "": the best; skips where this CPU lacks it."""
     if request.param and not str(request.node.callspec.params.get("kernel", "cpu")).startswith("cpu"):

@@ -20,7 +20,7 @@ from operands import dtype_of
 KERNEL = "cpu_simd"
 pytestmark = pytest.mark.skipif(KERNEL not in fa_ext.kernels(), reason="this build has no cpu_simd")
 
-ISAS = ("avx512bf16", "avx512", "avx2", "generic")
+ISAS = ("amxbf16", "avx512bf16", "avx512", "avx2", "generic")
 
 
 def apply(isa, function, x):
@@ -131,6 +131,20 @@ def test_instance(isa, case, force):
     force(isa)
     report = rows.verdict(KERNEL, case)
     assert report, str(report)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rise", [0.01, 0.17, 0.35, 2.0])
+def test_maxima_that_grow_from_tile_to_tile(isa, rise, force):
+    """By less and by more than what an instance lets pass, 5.5, in a tile of its keys."""
+    force(isa)
+    rng = np.random.default_rng(12)
+    bfloat16 = dtype_of("bfloat16")
+    q, k, v = (rng.standard_normal((1, 2, n, 32), dtype=np.float32).astype(bfloat16) for n in (70, 700, 700))
+    bias = (rise * np.arange(700, dtype=np.float32))[None, None, None, :]
+    for options in ({}, {"sinks": np.array([-40.0, 200.0], np.float32)}, {"causal": "bottom_right", "dropout": (0.3, 5)}):
+        report = fa_ext.verify(q, k, v, bias=bias, **options, kernel=KERNEL)
+        assert report, str(report)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -19,7 +19,7 @@ from gradients import make, run, verdict
 KERNEL = "cpu_simd_backward"
 pytestmark = pytest.mark.skipif(KERNEL not in fa_ext.kernels("backward"), reason="this build has no cpu_simd_backward")
 
-ISAS = ("avx512bf16", "avx512", "avx2", "generic")
+ISAS = ("amxbf16", "avx512bf16", "avx512", "avx2", "generic")
 
 
 @pytest.fixture(params=ISAS)

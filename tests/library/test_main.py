@@ -173,7 +173,7 @@ def test_the_cpu_is_named(found):
     line = next(line for line in command.table(found).splitlines() if line.startswith("CPU: "))
     assert found["cpu"]["name"] in line
     if "cpu_simd" in fa_ext.kernels():
-        assert re.search(r"cpu_simd with (avx512bf16|avx512|avx2|generic)$", line)
+        assert re.search(r"cpu_simd with (amxbf16|avx512bf16|avx512|avx2|generic)$", line)
 
 
 def test_the_instruction_set_is_the_one_that_runs():
