@@ -3,9 +3,9 @@
  *
  * A task is a tile of query rows of one (batch, key/value head); threads take tasks in turn. Inside a task the
  * lanes of a vector are query rows (simd_gemm.h), so any head_dim, stride and mask costs the same kernel; tasks of few
- * rows, as in decoding, read K and V along their rows instead (simd_narrow.h), but with AMX. float16 and bfloat16 are converted to
- * float32 as tiles are read; sums are float32, for float64 input float64 throughout. Neither the task that a row falls
- * into nor the thread that takes it changes a bit of the result.
+ * rows, as in decoding, read K and V along their rows instead (simd_narrow.h), but with AMX. float16 and bfloat16 are
+ * converted to float32 as tiles are read; sums are float32, for float64 input float64 throughout. Neither the task that
+ * a row falls into nor the thread that takes it changes a bit of the result.
  *
  * Instances: AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, and the compiler's own vectors elsewhere, each for float and
  * double; for bfloat16 also AVX512-BF16, whose products take pairs of bfloat16 as they are (simd_bf16.h), and AMX,

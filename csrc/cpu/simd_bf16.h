@@ -1,7 +1,7 @@
-/* Operands that are pairs of bfloat16, for the products of simd_gemm.h by AVX512-BF16 and those of simd_amx.h: vdpbf16ps
- * multiplies two pairs of neighbours along the sum and adds both products to a float. Lanes are query rows as there; a
- * lane's pair is two columns of Q, or the weights of two keys, rounded to bfloat16 as the matrix units of a GPU take
- * them.
+/* Operands that are pairs of bfloat16, for the products of simd_gemm.h by AVX512-BF16 and those of simd_amx.h:
+ * vdpbf16ps multiplies two pairs of neighbours along the sum and adds both products to a float. Lanes are query rows as
+ * there; a lane's pair is two columns of Q, or the weights of two keys, rounded to bfloat16 as the matrix units of a
+ * GPU take them.
  *
  * Keys are paired by their number in the sequence, an even one with the next, so that a row's products meet in the same
  * pairs wherever a tile is cut; who is not in the tile has weight and value 0 there. The instruction takes subnormal
