@@ -314,10 +314,12 @@ static bool block_end(const work *w, block *b) {
     const int pitch = b->mr * LANES;
     vint nan = {0};
     for (int m = 0; m < b->mr; m++) {
-        const vreal sum = v_load(b->sum + m * LANES), inverse = 1 / sum;
+        const vreal whole = v_load(b->sum + m * LANES);
+        const vint empty = whole == 0;
+        const vreal sum = v_select(empty, v_set1(1), whole), inverse = 1 / sum;
         for (int c = 0; c < p->head_dim_v; c++) {
             real *at = b->o + c * pitch + m * LANES;
-            const vreal value = v_select(sum == 0, v_set1(0), v_quotient(v_load(at), sum, inverse));
+            const vreal value = v_quotient(v_select(empty, v_set1(0), v_load(at)), sum, inverse);
             nan |= value != value;
             v_store(at, value);
         }
