@@ -3,7 +3,7 @@
  *
  * A task is a tile of query rows of one (batch, key/value head); threads take tasks in turn. Inside a task the
  * lanes of a vector are query rows (simd_gemm.h), so any head_dim, stride and mask costs the same kernel; tasks of few
- * rows, as in decoding, read K and V along their rows instead (simd_narrow.h), but with AMX. float16 and bfloat16 are
+ * rows, as in decoding, read K and V along their rows instead (simd_narrow.h). float16 and bfloat16 are
  * converted to float32 as tiles are read; sums are float32, for float64 input float64 throughout. Neither the task that
  * a row falls into nor the thread that takes it changes a bit of the result.
  *

@@ -82,6 +82,12 @@ static void read_queries(real *to, int pitch, const char *const rows[LANES], fa_
     }
 }
 
+/* A row of one query alone. */
+static void read_query(real *to, const char *from, fa_dtype dtype, int64_t stride, int dim) {
+    (void)dtype;
+    read_half_row((uint16_t *)to, from, stride, dim);
+}
+
 /* `count` rows of K one stride apart, copied. */
 static void copy_keys(const fa_operand *operand, fa_dtype dtype, const char *from, int64_t count, int dim,
                       key_number *copy) {
@@ -122,12 +128,6 @@ static void join_value_rows(value_number *to, const char *even, const char *odd,
 #define VALUE_ROOM(keys, dim)        ((size_t)((keys) / 2 + 1) * (size_t)(dim))
 #define JOINED_ROOM(keys)            0
 #define OUT_ROOM(dim)                (dim)
-
-/* A row of one query alone. */
-static void read_query(real *to, const char *from, fa_dtype dtype, int64_t stride, int dim) {
-    (void)dtype;
-    read_half_row((uint16_t *)to, from, stride, dim);
-}
 
 /* Weights of the keys [begin, begin + keys) to pairs, in place; *count: how many. */
 INLINE const real *join_weights(const int mr, real *p, real *joined, int64_t begin, int keys, int *count) {

@@ -50,6 +50,11 @@ typedef struct work {
     real *factors;     /* LANES rows for dropout_row(), then (TILE_N, LANES) */
     key_number *k;     /* keys and values where they cannot be used in place */
     value_number *v;
+#if FA_CPU_AMX
+    const char
+        *value_rows[FA_CPU_TILE_N]; /* of a narrow task: the rows of V of its tile, which begins at `value_begin` */
+    int64_t value_begin;
+#endif
     real *buffer; /* for simd_pack.h: LANES rows of max(D, Dv, TILE_N) */
 } work;
 

@@ -6,10 +6,7 @@
 #ifndef FA_CPU_SIMD_TILE_H
 #define FA_CPU_SIMD_TILE_H
 
-#include "cpu/simd_block.h"
-#if !FA_CPU_AMX /* whose tiles take few rows as well */
 #include "cpu/simd_narrow.h"
-#endif
 
 /* ---- key tiles ---- */
 
@@ -92,6 +89,24 @@ static key_tile read_tile(const work *w, int64_t begin, int64_t end) {
     t.v = read_values(w, begin, end, &t.v_pitch);
     return t;
 }
+
+/* The same for a narrow task. */
+#if FA_CPU_AMX
+static key_tile read_narrow_tile(work *w, int64_t begin, int64_t end) {
+    key_tile t = {.begin = begin, .end = end, .v = w->v};
+    t.k = read_keys(w, begin, end, &t.k_pitch);
+    w->value_begin = begin;
+    for (int64_t at = begin, run; at < end; at += run) {
+        const char *row = key_row(w, &w->p->v, at);
+        const int64_t stride = w->p->v.stride[2] * (int64_t)fa_dtype_size(w->p->dtype);
+        run = run_of(w, at, end);
+        for (int64_t n = 0; n < run; n++) w->value_rows[at - begin + n] = row + n * stride;
+    }
+    return t;
+}
+#else
+static key_tile read_narrow_tile(const work *w, int64_t begin, int64_t end) { return read_tile(w, begin, end); }
+#endif
 
 static void tile_step(work *w, int64_t begin, int64_t end) {
     const key_tile tile = read_tile(w, begin, end);
@@ -179,7 +194,6 @@ static bool run(work *w, const fa_simd_task *task) {
     return nan;
 }
 
-#if !FA_CPU_AMX
 /* Runs the rows of a narrow task over all their key tiles. */
 static void run_narrow(work *w, const fa_simd_task *task) {
     const fa_forward *p = w->p;
@@ -197,7 +211,7 @@ static void run_narrow(work *w, const fa_simd_task *task) {
     for (int64_t begin = next_key(w, keys.begin, keys.end), stop; begin < keys.end;
          begin = next_key(w, stop, keys.end)) {
         stop = tile_end(w, begin, keys.end);
-        const key_tile tile = read_tile(w, begin, stop);
+        const key_tile tile = read_narrow_tile(w, begin, stop);
         for (int n = 0; n < task->rows; n++) {
             const key_tile t = clipped(&tile, rows[n].keys.begin, rows[n].keys.end);
             if (t.begin < t.end) narrow_step(w, &rows[n], &t);
@@ -205,7 +219,6 @@ static void run_narrow(work *w, const fa_simd_task *task) {
     }
     for (int n = 0; n < task->rows; n++) narrow_end(w, &rows[n]);
 }
-#endif
 
 static void attend(const fa_problem *problem, const fa_simd_task *task, void *scratch) {
     const fa_forward *p = &problem->forward;
@@ -221,14 +234,14 @@ static void attend(const fa_problem *problem, const fa_simd_task *task, void *sc
     w.scale = (real)p->scale;
     w.cap = (real)p->softcap;
     w.cap_factor = p->softcap > 0 ? (real)(2 * LOG2E / p->softcap) : 0;
-#if !FA_CPU_AMX
     if (is_narrow(&w, task)) {
+        begin_products(true);
         run_narrow(&w, task);
+        end_products();
         return;
     }
-#endif
     const bool excludes = p->mask.data || w.biased || p->left < FA_UNBOUNDED || p->right < FA_UNBOUNDED;
-    begin_products();
+    begin_products(false);
     if (run(&w, task) && excludes) {
         w.contained = true;
         run(&w, task);
