@@ -3,10 +3,11 @@
  * Calls come in loops that differ in their pointers alone, so each thread keeps what its last call came to. A call that
  * is the same in all that validation, choice and plan look at takes it over and sets its own pointers: a tenth of a
  * microsecond less. What is looked at: options, extents, strides, dtypes, devices, the forced kernel, how pointers are
- * aligned, and whether `out` meets an input. Options are compared as bytes, and a call that has any array besides q, k,
- * v and `out` is made anew each time: what a request gains is looked at without a word here. Calls for gradients have a
- * place of their own, for those of q, k, v, `out`, `lse` and `dout` that make their results. Plans that do not ask to
- * be kept, such as those that depend on the threads of the moment, are made anew, too. */
+ * aligned, and whether what is written meets anything. Options are compared as bytes, and a call that has any array
+ * besides q, k, v and `out` is made anew each time: what a request gains is looked at without a word here. Calls for
+ * gradients have a place of their own, where the LSE, what comes through `out` and the LSE, and given gradients of q, k
+ * and v may be, too. Plans that do not ask to be kept, such as those that depend on the threads of the moment, are made
+ * anew. */
 #include "memo.h"
 
 #include <string.h>
@@ -16,7 +17,7 @@
 #include "problem/forward.h"
 #include "registry.h"
 
-enum { MEMO_VIEWS = 4 }; /* q, k, v, out */
+enum { OUT = 3, MEMO_VIEWS = 4 }; /* q, k, v, out */
 
 /* Where a request has the arrays that few calls have. */
 #define FEW_BEGIN offsetof(fa_request, bias)
@@ -29,7 +30,13 @@ _Static_assert(FEW_BEGIN == MEMO_VIEWS * sizeof(fa_view *), "q, k, v and out com
 /* Kernels look at the alignment of a pointer up to this many bytes. */
 #define ALIGNMENT     256
 
-enum { LSE = 4, GRADIENT_VIEWS = 6 }; /* q, k, v, out, lse, dout */
+/* Bytes from a pointer on that its view covers; equal when empty. */
+typedef struct extent {
+    int64_t low, high;
+} extent;
+
+/* q, k, v, out, lse, dout, dlse, and where the gradients of q, k and v go, which come first of all. */
+enum { LSE = 4, DLSE = 6, GIVEN = 7, GRADIENT_VIEWS = GIVEN + FA_GRAD_V + 1 };
 
 /* Of a call for gradients. */
 typedef struct gradient_memo {
@@ -37,8 +44,10 @@ typedef struct gradient_memo {
     fa_options options;
     const fa_kernel *forced;
     uint32_t wants;
-    bool deterministic;
+    bool accumulate, deterministic;
+    bool present[GRADIENT_VIEWS];
     fa_view view[GRADIENT_VIEWS];
+    extent extent[GRADIENT_VIEWS];
     fa_problem problem;
     const fa_device_info *info;
     fa_plan plan;
@@ -49,7 +58,7 @@ typedef struct memo {
     fa_request request;   /* its pointers say only whether there was an output */
     const fa_kernel *forced;
     fa_view view[MEMO_VIEWS];
-    int64_t low[MEMO_VIEWS], high[MEMO_VIEWS]; /* bytes from the pointer that the view covers; equal when empty */
+    extent extent[MEMO_VIEWS];
     fa_problem problem;
     const fa_device_info *info;
     fa_plan plan;
@@ -78,13 +87,10 @@ static inline bool same_view(const fa_view *a, const fa_view *b, int axes) {
     return differ == 0;
 }
 
-/* Whether `out` meets the input that was remembered as the view `n`. */
-static bool meets(const fa_view *out, const fa_view *input, int n) {
-    const int o = MEMO_VIEWS - 1;
-    if (last.low[n] == last.high[n] || last.low[o] == last.high[o]) return false;
-    const uintptr_t a = (uintptr_t)out->data, b = (uintptr_t)input->data;
-    return a + (uintptr_t)last.low[o] < b + (uintptr_t)last.high[n] &&
-           b + (uintptr_t)last.low[n] < a + (uintptr_t)last.high[o];
+static bool meet(const fa_view *a, extent of_a, const fa_view *b, extent of_b) {
+    const uintptr_t at = (uintptr_t)a->data, bt = (uintptr_t)b->data;
+    return of_a.low != of_a.high && of_b.low != of_b.high && at + (uintptr_t)of_a.low < bt + (uintptr_t)of_b.high &&
+           bt + (uintptr_t)of_b.low < at + (uintptr_t)of_a.high;
 }
 
 static bool is_remembered(unsigned long serial, const fa_request *request, const fa_kernel *forced) {
@@ -94,7 +100,7 @@ static bool is_remembered(unsigned long serial, const fa_request *request, const
     for (int n = 0; n < MEMO_VIEWS; n++) {
         if (!views[n]) continue;
         if (!same_view(views[n], &last.view[n], 4)) return false;
-        if (request->out && n < MEMO_VIEWS - 1 && meets(request->out, views[n], n)) return false;
+        if (request->out && n < OUT && meet(request->out, last.extent[OUT], views[n], last.extent[n])) return false;
     }
     return true;
 }
@@ -107,7 +113,7 @@ static void remember(unsigned long serial, const fa_request *request, const fa_k
     for (int n = 0; n < MEMO_VIEWS; n++) {
         if (!views[n]) continue;
         last.view[n] = *views[n];
-        fa_view_range(views[n], &last.low[n], &last.high[n]);
+        fa_view_range(views[n], &last.extent[n].low, &last.extent[n].high);
     }
     last.request = *request;
     last.forced = forced;
@@ -149,28 +155,31 @@ fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_ker
 
 /* ---- gradients ---- */
 
-/* The arrays of a call that can be remembered: those, no others, and none to write into. */
+/* Whether a call can be remembered: it has those arrays and no others. NULL where one is absent. */
 static bool list_views(const fa_backward_request *request, const fa_view *views[GRADIENT_VIEWS]) {
     static const char none[FEW_BYTES];
     fa_request rest = request->forward;
-    const fa_view *const listed[GRADIENT_VIEWS] = {rest.q, rest.k, rest.v, rest.out, rest.lse, request->dout};
-    memcpy(views, listed, sizeof listed);
+    const fa_view *const inputs[GIVEN] = {rest.q, rest.k, rest.v, rest.out, rest.lse, request->dout, request->dlse};
+    memcpy(views, inputs, sizeof inputs);
+    memcpy(views + GIVEN, request->grad, (GRADIENT_VIEWS - GIVEN) * sizeof *views);
     rest.lse = NULL;
-    for (int n = 0; n < FA_GRAD_COUNT; n++)
-        if (request->grad[n]) return false;
-    return request->dout && !request->dlse && !request->accumulate &&
-           memcmp((const char *)&rest + FEW_BEGIN, none, FEW_BYTES) == 0;
+    return memcmp((const char *)&rest + FEW_BEGIN, none, FEW_BYTES) == 0;
 }
 
 static bool are_remembered(unsigned long serial, const fa_backward_request *request, const fa_kernel *forced,
                            const fa_view *const views[GRADIENT_VIEWS]) {
     const gradient_memo *m = &last.gradients;
     if (m->serial != serial || m->forced != forced || m->wants != request->wants ||
-        m->deterministic != request->deterministic ||
+        m->accumulate != request->accumulate || m->deterministic != request->deterministic ||
         memcmp(&m->options, &request->forward.options, sizeof m->options) != 0)
         return false;
-    for (int n = 0; n < GRADIENT_VIEWS; n++)
-        if (!same_view(views[n], &m->view[n], n == LSE ? 3 : 4)) return false;
+    for (int n = 0; n < GRADIENT_VIEWS; n++) {
+        if (m->present[n] != (views[n] != NULL)) return false;
+        if (!views[n]) continue;
+        if (!same_view(views[n], &m->view[n], n == LSE || n == DLSE ? 3 : 4)) return false;
+        for (int other = 0; n >= GIVEN && other < n; other++)
+            if (views[other] && meet(views[n], m->extent[n], views[other], m->extent[other])) return false;
+    }
     return true;
 }
 
@@ -182,8 +191,14 @@ static void remember_gradients(unsigned long serial, const fa_backward_request *
     m->options = request->forward.options;
     m->forced = forced;
     m->wants = request->wants;
+    m->accumulate = request->accumulate;
     m->deterministic = request->deterministic;
-    for (int n = 0; n < GRADIENT_VIEWS; n++) m->view[n] = *views[n];
+    for (int n = 0; n < GRADIENT_VIEWS; n++) {
+        m->present[n] = views[n] != NULL;
+        if (!views[n]) continue;
+        m->view[n] = *views[n];
+        fa_view_range(views[n], &m->extent[n].low, &m->extent[n].high);
+    }
     m->problem = *problem;
     m->info = info;
     m->plan = *plan;
@@ -198,11 +213,12 @@ fa_code fa_dispatch_backward(fa_context *context, const fa_backward_request *req
         *problem = last.gradients.problem;
         *plan = last.gradients.plan;
         *info = last.gradients.info;
-        fa_backward *backward = &problem->backward;
-        void **const pointers[GRADIENT_VIEWS] = {&backward->forward.q.data, &backward->forward.k.data,
-                                                 &backward->forward.v.data, &backward->forward.out.data,
-                                                 &backward->lse.data,       &backward->dout.data};
-        for (int n = 0; n < GRADIENT_VIEWS; n++) *pointers[n] = views[n]->data;
+        fa_backward *b = &problem->backward;
+        fa_operand *const operands[GRADIENT_VIEWS] = {
+            &b->forward.q, &b->forward.k, &b->forward.v,       &b->forward.out,     &b->lse,
+            &b->dout,      &b->dlse,      &b->grad[FA_GRAD_Q], &b->grad[FA_GRAD_K], &b->grad[FA_GRAD_V]};
+        for (int n = 0; n < GRADIENT_VIEWS; n++)
+            if (views[n]) operands[n]->data = views[n]->data;
         if (plan->keep) return FA_OK;
         if (problem->device.kind == FA_CPU) problem->threads = fa_cpu_threads();
         return fa_plan_make(problem, *info, forced, plan, status);
