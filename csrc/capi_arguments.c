@@ -245,8 +245,7 @@ static fa_code prepare_backward(const void *arguments, fa_capi_call *c, fa_statu
         return fa_fail(status, FA_EVALUE, "dq, dk, dv, dbias and dsinks are NULL; accepted: at least one array");
     request.accumulate = given.accumulate != 0;
     request.deterministic = given.unordered == 0;
-    FA_TRY(fa_backward_build(&request, &c->problem, status));
-    return plan_call(c, status);
+    return fa_dispatch_backward(c->context, &request, c->forced, &c->problem, &c->info, &c->plan, status);
 }
 
 typedef struct merge_views {

@@ -139,11 +139,10 @@ typedef struct fa_indices {
 
 typedef struct fa_request {
     const fa_view *q, *k, *v;
-    const fa_view *out; /* NULL when the front end allocates it; so is lse */
+    const fa_view *out, *lse; /* NULL when the front end allocates them */
     /* NULL when absent, as all down to `options`: what few calls have. */
     const fa_view *bias, *mask, *sinks, *alibi;
     const fa_view *dropout_state;
-    const fa_view *lse;
     fa_indices indices;
     const fa_view *workspace;
     fa_options options;

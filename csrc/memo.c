@@ -3,10 +3,11 @@
  * Calls come in loops that differ in their pointers alone, so each thread keeps what its last call came to. A call that
  * is the same in all that validation, choice and plan look at takes it over and sets its own pointers: a tenth of a
  * microsecond less. What is looked at: options, extents, strides, dtypes, devices, the forced kernel, how pointers are
- * aligned, and whether `out` meets an input. Options are compared as bytes, and a call that has any array besides q, k,
- * v and `out` is made anew each time: what a request gains is looked at without a word here. Calls for gradients have a
- * place of their own, for those of q, k, v, `out`, `lse` and `dout` that make their results. Plans that do not ask to
- * be kept, such as those that depend on the threads of the moment, are made anew, too. */
+ * aligned, and whether what is written meets anything. Options are compared as bytes, and a call that has any array
+ * besides q, k, v, `out` and `lse` is made anew each time: what a request gains is looked at without a word here. Calls
+ * for gradients have a place of their own, where what comes through `out` and the LSE, and given gradients of q, k and
+ * v may be, too. Plans that do not ask to be kept, such as those that depend on the threads of the moment, are made
+ * anew. */
 #include "memo.h"
 
 #include <string.h>
@@ -16,12 +17,13 @@
 #include "problem/forward.h"
 #include "registry.h"
 
-enum { MEMO_VIEWS = 4 }; /* q, k, v, out */
+/* q, k, v, out, lse, and of calls for gradients dout, dlse, and where the gradients of q, k and v go. */
+enum { OUT = 3, LSE = 4, FORWARD_VIEWS = 5, DLSE = 6, GIVEN = 7, GRADIENT_VIEWS = GIVEN + FA_GRAD_V + 1 };
 
 /* Where a request has the arrays that few calls have. */
 #define FEW_BEGIN offsetof(fa_request, bias)
 #define FEW_BYTES (offsetof(fa_request, options) - FEW_BEGIN)
-_Static_assert(FEW_BEGIN == MEMO_VIEWS * sizeof(fa_view *), "q, k, v and out come first, then what few calls have");
+_Static_assert(FEW_BEGIN == FORWARD_VIEWS * sizeof(fa_view *), "q, k, v, out and lse come first");
 
 /* A problem up to the end of its forward: other operations have more there. Its `extra` follows. */
 #define FORWARD_BYTES (offsetof(fa_problem, forward) + sizeof(fa_forward))
@@ -29,7 +31,12 @@ _Static_assert(FEW_BEGIN == MEMO_VIEWS * sizeof(fa_view *), "q, k, v and out com
 /* Kernels look at the alignment of a pointer up to this many bytes. */
 #define ALIGNMENT     256
 
-enum { LSE = 4, GRADIENT_VIEWS = 6 }; /* q, k, v, out, lse, dout */
+/* An array of the last call. */
+typedef struct seen {
+    bool given;
+    fa_view view;
+    int64_t low, high; /* bytes from its pointer on that it covers; equal when it is empty */
+} seen;
 
 /* Of a call for gradients. */
 typedef struct gradient_memo {
@@ -37,8 +44,8 @@ typedef struct gradient_memo {
     fa_options options;
     const fa_kernel *forced;
     uint32_t wants;
-    bool deterministic;
-    fa_view view[GRADIENT_VIEWS];
+    bool accumulate, deterministic;
+    seen arrays[GRADIENT_VIEWS];
     fa_problem problem;
     const fa_device_info *info;
     fa_plan plan;
@@ -46,10 +53,9 @@ typedef struct gradient_memo {
 
 typedef struct memo {
     unsigned long serial; /* of the context; 0: nothing remembered */
-    fa_request request;   /* its pointers say only whether there was an output */
+    fa_options options;
     const fa_kernel *forced;
-    fa_view view[MEMO_VIEWS];
-    int64_t low[MEMO_VIEWS], high[MEMO_VIEWS]; /* bytes from the pointer that the view covers; equal when empty */
+    seen arrays[FORWARD_VIEWS];
     fa_problem problem;
     const fa_device_info *info;
     fa_plan plan;
@@ -57,10 +63,6 @@ typedef struct memo {
 } memo;
 
 static _Thread_local memo last;
-
-static bool same_options(const fa_request *a, const fa_request *b) {
-    return memcmp(&a->options, &b->options, sizeof a->options) == 0 && !a->out == !b->out;
-}
 
 static bool has_more(const fa_request *request) {
     static const char none[FEW_BYTES];
@@ -78,38 +80,49 @@ static inline bool same_view(const fa_view *a, const fa_view *b, int axes) {
     return differ == 0;
 }
 
-/* Whether `out` meets the input that was remembered as the view `n`. */
-static bool meets(const fa_view *out, const fa_view *input, int n) {
-    const int o = MEMO_VIEWS - 1;
-    if (last.low[n] == last.high[n] || last.low[o] == last.high[o]) return false;
-    const uintptr_t a = (uintptr_t)out->data, b = (uintptr_t)input->data;
-    return a + (uintptr_t)last.low[o] < b + (uintptr_t)last.high[n] &&
-           b + (uintptr_t)last.low[n] < a + (uintptr_t)last.high[o];
+static bool meet(const fa_view *a, const seen *like_a, const fa_view *b, const seen *like_b) {
+    const uintptr_t at = (uintptr_t)a->data, bt = (uintptr_t)b->data;
+    return like_a->low != like_a->high && like_b->low != like_b->high &&
+           at + (uintptr_t)like_a->low < bt + (uintptr_t)like_b->high &&
+           bt + (uintptr_t)like_b->low < at + (uintptr_t)like_a->high;
 }
 
-static bool is_remembered(unsigned long serial, const fa_request *request, const fa_kernel *forced) {
-    if (last.serial != serial || last.forced != forced || !same_options(request, &last.request) || has_more(request))
-        return false;
-    const fa_view *const views[MEMO_VIEWS] = {request->q, request->k, request->v, request->out};
-    for (int n = 0; n < MEMO_VIEWS; n++) {
+/* Whether arrays, NULL where absent, are like those of the last call, and those from `written` on meet none before
+ * them. */
+static inline bool are_seen(const fa_view *const *views, const seen *arrays, int count, int written) {
+    for (int n = 0; n < count; n++) {
+        if (arrays[n].given != (views[n] != NULL)) return false;
         if (!views[n]) continue;
-        if (!same_view(views[n], &last.view[n], 4)) return false;
-        if (request->out && n < MEMO_VIEWS - 1 && meets(request->out, views[n], n)) return false;
+        if (!same_view(views[n], &arrays[n].view, n == LSE || n == DLSE ? 3 : 4)) return false;
+        for (int other = 0; n >= written && other < n; other++)
+            if (views[other] && meet(views[n], &arrays[n], views[other], &arrays[other])) return false;
     }
     return true;
 }
 
+static void see(const fa_view *const *views, seen *arrays, int count) {
+    for (int n = 0; n < count; n++) {
+        arrays[n].given = views[n] != NULL;
+        if (!views[n]) continue;
+        arrays[n].view = *views[n];
+        fa_view_range(views[n], &arrays[n].low, &arrays[n].high);
+    }
+}
+
+static bool is_remembered(unsigned long serial, const fa_request *request, const fa_kernel *forced,
+                          const fa_view *const views[FORWARD_VIEWS]) {
+    return last.serial == serial && last.forced == forced &&
+           memcmp(&last.options, &request->options, sizeof last.options) == 0 && !has_more(request) &&
+           are_seen(views, last.arrays, FORWARD_VIEWS, OUT);
+}
+
 static void remember(unsigned long serial, const fa_request *request, const fa_kernel *forced,
-                     const fa_problem *problem, const fa_device_info *info, const fa_plan *plan) {
+                     const fa_view *const views[FORWARD_VIEWS], const fa_problem *problem, const fa_device_info *info,
+                     const fa_plan *plan) {
     last.serial = 0;
     if (has_more(request) || problem->sequences.given) return;
-    const fa_view *const views[MEMO_VIEWS] = {request->q, request->k, request->v, request->out};
-    for (int n = 0; n < MEMO_VIEWS; n++) {
-        if (!views[n]) continue;
-        last.view[n] = *views[n];
-        fa_view_range(views[n], &last.low[n], &last.high[n]);
-    }
-    last.request = *request;
+    see(views, last.arrays, FORWARD_VIEWS);
+    last.options = request->options;
     last.forced = forced;
     memcpy(&last.problem, problem, FORWARD_BYTES);
     last.problem.extra = problem->extra;
@@ -121,7 +134,8 @@ static void remember(unsigned long serial, const fa_request *request, const fa_k
 fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_kernel *forced, fa_problem *problem,
                     const fa_device_info **info, fa_plan *plan, fa_status *status) {
     const unsigned long serial = fa_context_serial(context);
-    if (is_remembered(serial, request, forced)) {
+    const fa_view *const views[FORWARD_VIEWS] = {request->q, request->k, request->v, request->out, request->lse};
+    if (is_remembered(serial, request, forced, views)) {
         memcpy(problem, &last.problem, FORWARD_BYTES);
         problem->extra = last.problem.extra;
         fa_forward *forward = &problem->forward;
@@ -132,6 +146,7 @@ fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_ker
         forward->k.data = request->k->data;
         forward->v.data = request->v->data;
         if (request->out) forward->out.data = request->out->data;
+        if (request->lse) forward->lse.data = request->lse->data;
         *info = last.info;
         if (last.plan.keep) {
             *plan = last.plan;
@@ -143,47 +158,33 @@ fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_ker
     FA_TRY(fa_forward_build(request, problem, status));
     FA_TRY(fa_device_info_get(context, problem->device, info, status));
     FA_TRY(fa_plan_make(problem, *info, forced, plan, status));
-    remember(serial, request, forced, problem, *info, plan);
+    remember(serial, request, forced, views, problem, *info, plan);
     return FA_OK;
 }
 
 /* ---- gradients ---- */
 
-/* The arrays of a call that can be remembered: those, no others, and none to write into. */
-static bool list_views(const fa_backward_request *request, const fa_view *views[GRADIENT_VIEWS]) {
-    static const char none[FEW_BYTES];
-    fa_request rest = request->forward;
-    const fa_view *const listed[GRADIENT_VIEWS] = {rest.q, rest.k, rest.v, rest.out, rest.lse, request->dout};
-    memcpy(views, listed, sizeof listed);
-    rest.lse = NULL;
-    for (int n = 0; n < FA_GRAD_COUNT; n++)
-        if (request->grad[n]) return false;
-    return request->dout && !request->dlse && !request->accumulate &&
-           memcmp((const char *)&rest + FEW_BEGIN, none, FEW_BYTES) == 0;
-}
-
 static bool are_remembered(unsigned long serial, const fa_backward_request *request, const fa_kernel *forced,
                            const fa_view *const views[GRADIENT_VIEWS]) {
     const gradient_memo *m = &last.gradients;
-    if (m->serial != serial || m->forced != forced || m->wants != request->wants ||
-        m->deterministic != request->deterministic ||
-        memcmp(&m->options, &request->forward.options, sizeof m->options) != 0)
-        return false;
-    for (int n = 0; n < GRADIENT_VIEWS; n++)
-        if (!same_view(views[n], &m->view[n], n == LSE ? 3 : 4)) return false;
-    return true;
+    return m->serial == serial && m->forced == forced && m->wants == request->wants &&
+           m->accumulate == request->accumulate && m->deterministic == request->deterministic &&
+           memcmp(&m->options, &request->forward.options, sizeof m->options) == 0 && !has_more(&request->forward) &&
+           are_seen(views, m->arrays, GRADIENT_VIEWS, GIVEN);
 }
 
 static void remember_gradients(unsigned long serial, const fa_backward_request *request, const fa_kernel *forced,
                                const fa_view *const views[GRADIENT_VIEWS], const fa_problem *problem,
                                const fa_device_info *info, const fa_plan *plan) {
     gradient_memo *m = &last.gradients;
+    if (has_more(&request->forward)) return;
+    see(views, m->arrays, GRADIENT_VIEWS);
     m->serial = serial;
     m->options = request->forward.options;
     m->forced = forced;
     m->wants = request->wants;
+    m->accumulate = request->accumulate;
     m->deterministic = request->deterministic;
-    for (int n = 0; n < GRADIENT_VIEWS; n++) m->view[n] = *views[n];
     m->problem = *problem;
     m->info = info;
     m->plan = *plan;
@@ -192,17 +193,27 @@ static void remember_gradients(unsigned long serial, const fa_backward_request *
 fa_code fa_dispatch_backward(fa_context *context, const fa_backward_request *request, const fa_kernel *forced,
                              fa_problem *problem, const fa_device_info **info, fa_plan *plan, fa_status *status) {
     const unsigned long serial = fa_context_serial(context);
-    const fa_view *views[GRADIENT_VIEWS];
-    const bool listed = list_views(request, views);
-    if (listed && are_remembered(serial, request, forced, views)) {
+    const fa_request *given = &request->forward;
+    const fa_view *const views[GRADIENT_VIEWS] = {given->q,
+                                                  given->k,
+                                                  given->v,
+                                                  given->out,
+                                                  given->lse,
+                                                  request->dout,
+                                                  request->dlse,
+                                                  request->grad[FA_GRAD_Q],
+                                                  request->grad[FA_GRAD_K],
+                                                  request->grad[FA_GRAD_V]};
+    if (are_remembered(serial, request, forced, views)) {
         *problem = last.gradients.problem;
         *plan = last.gradients.plan;
         *info = last.gradients.info;
-        fa_backward *backward = &problem->backward;
-        void **const pointers[GRADIENT_VIEWS] = {&backward->forward.q.data, &backward->forward.k.data,
-                                                 &backward->forward.v.data, &backward->forward.out.data,
-                                                 &backward->lse.data,       &backward->dout.data};
-        for (int n = 0; n < GRADIENT_VIEWS; n++) *pointers[n] = views[n]->data;
+        fa_backward *b = &problem->backward;
+        fa_operand *const operands[GRADIENT_VIEWS] = {
+            &b->forward.q, &b->forward.k, &b->forward.v,       &b->forward.out,     &b->lse,
+            &b->dout,      &b->dlse,      &b->grad[FA_GRAD_Q], &b->grad[FA_GRAD_K], &b->grad[FA_GRAD_V]};
+        for (int n = 0; n < GRADIENT_VIEWS; n++)
+            if (views[n]) operands[n]->data = views[n]->data;
         if (plan->keep) return FA_OK;
         if (problem->device.kind == FA_CPU) problem->threads = fa_cpu_threads();
         return fa_plan_make(problem, *info, forced, plan, status);
@@ -210,6 +221,6 @@ fa_code fa_dispatch_backward(fa_context *context, const fa_backward_request *req
     FA_TRY(fa_backward_build(request, problem, status));
     FA_TRY(fa_device_info_get(context, problem->device, info, status));
     FA_TRY(fa_plan_make(problem, *info, forced, plan, status));
-    if (listed) remember_gradients(serial, request, forced, views, problem, *info, plan);
+    remember_gradients(serial, request, forced, views, problem, *info, plan);
     return FA_OK;
 }

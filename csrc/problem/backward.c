@@ -1,7 +1,6 @@
 /* Request of attention_backward() -> problem. See backward.h. */
 #include "problem/backward.h"
 
-#include <stdio.h>
 #include <string.h>
 
 #include "problem/check.h"
@@ -10,6 +9,12 @@
 const char *fa_grad_name(fa_grad grad) {
     static const char *const names[FA_GRAD_COUNT] = {"q", "k", "v", "bias", "sinks"};
     return names[grad];
+}
+
+const char *fa_grads_item(fa_grad grad) {
+    static const char *const items[FA_GRAD_COUNT] = {"grads[\"q\"]", "grads[\"k\"]", "grads[\"v\"]", "grads[\"bias\"]",
+                                                     "grads[\"sinks\"]"};
+    return items[grad];
 }
 
 /* The argument that a gradient is of. */
@@ -63,7 +68,8 @@ static fa_code check_wants(const fa_backward_request *request, fa_status *status
 }
 
 /* A gradient that is given meets no input and no other gradient. */
-static fa_code check_apart(const char *name, const fa_backward_request *request, fa_grad grad, fa_status *status) {
+static fa_code check_apart(const fa_backward_request *request, fa_grad grad, fa_status *status) {
+    const char *name = fa_grads_item(grad);
     const fa_request *forward = &request->forward;
     const struct {
         const char *name;
@@ -72,24 +78,20 @@ static fa_code check_apart(const char *name, const fa_backward_request *request,
     FA_TRY(fa_forward_apart(name, request->grad[grad], forward, status));
     for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
         FA_TRY(fa_check_disjoint(name, request->grad[grad], inputs[n].name, inputs[n].view, status));
-    for (int n = 0; n < (int)grad; n++) {
-        char other[40];
-        snprintf(other, sizeof other, "grads[\"%s\"]", fa_grad_name((fa_grad)n));
-        FA_TRY(fa_check_disjoint(name, request->grad[grad], other, request->grad[n], status));
-    }
+    for (int n = 0; n < (int)grad; n++)
+        FA_TRY(fa_check_disjoint(name, request->grad[grad], fa_grads_item((fa_grad)n), request->grad[n], status));
     return FA_OK;
 }
 
 static fa_code check_given(const fa_backward_request *request, fa_grad grad, fa_status *status) {
     const fa_view *given = request->grad[grad], *of = subject(request, grad);
-    char name[40];
-    snprintf(name, sizeof name, "grads[\"%s\"]", fa_grad_name(grad));
+    const char *name = fa_grads_item(grad);
     const uint32_t dtypes = 1u << of->dtype | 1u << FA_F32;
     if (given->ndim == of->ndim && !fa_view_distinct(given))
         return fa_fail(status, FA_EBUFFER, "%s has strides %s, so that it overlaps itself; accepted: distinct elements",
                        name, fa_show_shape(given->strides, given->ndim).text);
     FA_TRY(fa_check_output(name, given, of->shape, of->ndim, dtypes, "q", request->forward.q, status));
-    return check_apart(name, request, grad, status);
+    return check_apart(request, grad, status);
 }
 
 /* The strides of `view`, of the shape of what the gradient is of, in the order of the operand's axes. */

@@ -21,7 +21,6 @@ typedef struct backward {
     fa_grad order[FA_GRAD_COUNT];   /* what they name */
     PyObject *given[FA_GRAD_COUNT]; /* items of grads in the order of wrt, borrowed; NULL where absent */
     fa_array array[ARRAYS];
-    char name[FA_GRAD_COUNT][32]; /* of the arrays of grads */
     fa_device_info described;
 } backward;
 
@@ -71,8 +70,8 @@ static fa_code read_grads(fa_state *state, backward *b, fa_status *status) {
         PyObject *item = PyTuple_GetItem(b->grads, n);
         if (item == Py_None) continue;
         b->given[n] = item;
-        snprintf(b->name[n], sizeof b->name[n], "grads[\"%s\"]", fa_grad_name(b->order[n]));
-        FA_TRY(fa_call_output(state, &b->call, b->name[n], item, &b->request.grad[b->order[n]], status));
+        const fa_grad grad = b->order[n];
+        FA_TRY(fa_call_output(state, &b->call, fa_grads_item(grad), item, &b->request.grad[grad], status));
     }
     return FA_OK;
 }

@@ -110,22 +110,16 @@ def attention(
     others = ()
     if not (bias is mask is sinks is alibi is state is None):
         others = (bias, mask, sinks, alibi, state)
-    if not _is_differentiated(q, k, v, bias, sinks):
-        return forward(q, k, v, options, others, return_lse)
-    out, lse = differentiable(q, k, v, options, *others)
-    return (out, lse) if return_lse else out
-
-
-def _is_differentiated(q, k, v, bias, sinks):
-    if _transformed() or forward_ad._current_level >= 0:
-        return True
-    return torch.is_grad_enabled() and (
+    wanted = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (bias is not None and bias.requires_grad)
         or (sinks is not None and sinks.requires_grad)
     )
+    if wanted or _transformed() or forward_ad._current_level >= 0:
+        return differentiable(q, k, v, options, others, return_lse)
+    return forward(q, k, v, options, others, return_lse)
 
 
 def _autocast(q, k, v, bias, sinks):

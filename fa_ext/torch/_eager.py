@@ -15,16 +15,18 @@ from ._options import NAMES, backward, forward
 from ._vmap import map_backward, map_forward
 
 _transformed = torch._C._are_functorch_transforms_active
-
-
 _NONE = (None,) * 5
 
 
-def differentiable(q, k, v, options, *others):
-    """(out, lse), with gradients. ``others``: bias, mask, sinks, alibi, state; or nothing where all are None."""
+def differentiable(q, k, v, options, others, return_lse):
+    """(out, lse) or out alone, with gradients. ``others``: (bias, mask, sinks, alibi, state), or () where all are None."""
     if _transformed():
-        return _MappedForward.apply(q, k, v, options, *(others or _NONE))
-    return _Forward.apply(q, k, v, options, *others)
+        out, lse = _MappedForward.apply(q, k, v, options, *(others or _NONE))
+        return (out, lse) if return_lse else out
+    try:
+        return (_apply_pair if return_lse else _apply)(q, k, v, options, *others)
+    except BufferError:  # among others of tensors from transforms that have ended, which the longer way there unwraps
+        return (_ForwardPair if return_lse else _Forward).apply(q, k, v, options, *others)
 
 
 def _refuse_jvp(ctx, *tangents):
@@ -33,20 +35,25 @@ def _refuse_jvp(ctx, *tangents):
     )
 
 
+def _compute(ctx, q, k, v, options, others):
+    """(out, lse), kept for the backward pass with what they are made of."""
+    out, lse = forward(q, k, v, options, others)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, *others)
+    ctx.options = options
+    return out, lse
+
+
 class _Forward(Function):
-    """(out, lse) of q, k, v, options, and bias, mask, sinks, alibi and state unless all of those are None: torch takes its time
-    over each argument, and over each tensor that is kept, also where it is None."""
+    """out of q, k, v, options, and bias, mask, sinks, alibi and state unless all of those are None: torch takes its time over
+    each argument, over each tensor that is kept, also where it is None, and over each result."""
 
     @staticmethod
     def forward(ctx, q, k, v, options, *others):
-        out, lse = forward(q, k, v, options, others)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, *others)
-        ctx.options = options
-        return out, lse
+        return _compute(ctx, q, k, v, options, others)[0]
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse=None):
         needs = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needs)
@@ -73,7 +80,21 @@ def _asked(needs):
     return tuple(n for n, _ in asked), tuple(name for _, name in asked), (None,) * (len(needs) - 3)
 
 
+class _ForwardPair(_Forward):
+    """(out, lse)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, options, *others):
+        return _compute(ctx, q, k, v, options, others)
+
+
+#: Their ``apply`` without what torch, before 2.15 in Python, does about each argument first.
+_apply, _apply_pair = super(Function, _Forward).apply, super(Function, _ForwardPair).apply
+
+
 class _MappedForward(_Forward):
+    """(out, lse)."""
+
     @staticmethod
     def forward(q, k, v, options, *others):
         return forward(q, k, v, options, others)
@@ -87,7 +108,7 @@ class _MappedForward(_Forward):
     @staticmethod
     def vmap(info, in_dims, q, k, v, options, *others):
         def call(q, k, v, *others):
-            return differentiable(q, k, v, options, *others)
+            return differentiable(q, k, v, options, others, True)
 
         return map_forward(call, info, (*in_dims[:3], *in_dims[4:]), q, k, v, *others)
 

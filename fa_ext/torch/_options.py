@@ -59,12 +59,13 @@ def forward(q, k, v, options, others=(), return_lse=True):
 
 def backward(dout, dlse, kept, options, wrt):
     """The core's gradients, in the order of ``wrt``. ``kept``: q, k, v, out, lse, and after them ``others`` as above."""
-    q, k, v, out, lse, *others = kept
     deterministic = options.deterministic
-    if options.plain and not others:
+    if options.plain and len(kept) == 5:
+        q, k, v, out, lse = kept
         return _core.attention_backward(
             dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, causal=options.causal, deterministic=deterministic
         )  # fmt: skip
+    q, k, v, out, lse, *others = kept
     given = _given(options, others)
     return _core.attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, deterministic=deterministic, **given)
 

@@ -69,6 +69,38 @@ def test_gradgradcheck(device, name):
     assert torch.autograd.gradgradcheck(call, [tensors[n] for n in names], eps=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_result_alone_is_differentiated_as_beside_the_lse(device, name):
+    tensors, options = make(name, device, wide(device))
+
+    def alone(tensors, options):
+        tensors = dict(tensors)
+        return ft.attention(tensors.pop("q"), tensors.pop("k"), tensors.pop("v"), **tensors, **options)
+
+    def first_and_second(out):
+        first = gradients_of(scalar(out, out.new_empty(0)), tensors)
+        return first, gradients(sum(g.square().sum() for g in first.values()), tensors)
+
+    got, wanted = first_and_second(alone(tensors, options)), first_and_second(attend(tensors, options)[0])
+    assert all(torch.equal(got[order][n], wanted[order][n]) for order in range(2) for n in wanted[order])
+
+
+def test_tensors_of_transforms_that_have_ended(device):
+    """torch unwraps them for an operation with gradients, so that ours takes them too."""
+    kept = []
+
+    def keep(x):
+        kept.append(x * 2)
+        return x.sum()
+
+    given = torch.randn(2, 3, 5, 8, device=device)
+    torch.func.grad(keep)(given)
+    q = torch.randn_like(given, requires_grad=True)
+    for lse in (False, True):
+        got, wanted = (ft.attention(q, x, x, return_lse=lse) for x in (kept[0], given * 2))
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
 def test_third_derivatives(device):
     def third(function):
         tensors, options = make("softcap", device, wide(device), SQ=2, SK=3)

@@ -20,7 +20,7 @@ CHOICES = {
     "window": (None, (3, None), (3, 1), (None, 1)),
     "scale": (None, 0.3, -0.5, 0.0),
     "softcap": (0.0, 1.5),
-    "into": (False, True, "strided"),
+    "into": (False, True, "strided", "pair"),
     "return_lse": (False, True),
     "mask": (False, True),
     "batch_invariant": (False, True),
@@ -70,8 +70,11 @@ class Caller:
         made = [view_of(base, strided, s, c["axes"], step, offset) for base, s in zip(bases[:3], shapes[:3], strict=True)]
         if not c["into"]:
             return made, None
-        plain = ((0, 1, 2, 3), 1, 0) if c["into"] is True else (c["axes"], step, offset)
-        return made, view_of(bases[3], strided, shapes[3], *plain)
+        plain = (c["axes"], step, offset) if c["into"] == "strided" else ((0, 1, 2, 3), 1, 0)
+        out = view_of(bases[3], strided, shapes[3], *plain)
+        if c["into"] != "pair":
+            return made, out
+        return made, (out, strided(self.base["float32"][3], (b, h, sq), (h * sq, sq, 1), PLACES * c["place"] + PLACES // 2))
 
     def check(self, c):
         (q, k, v), out = self.views(c, self.strided, self.base[c["dtype"]])
@@ -86,8 +89,8 @@ class Caller:
         given = fa_ext.attention(
             q, k, v, out=out, return_lse=c["return_lse"], batch_invariant=c["batch_invariant"], **options
         )
-        given, lse = given if c["return_lse"] else (given, None)
-        assert out is None or given is out
+        assert out is None or given is out or (c["return_lse"] and given[0] is out)
+        given, lse = given if c["return_lse"] or c["into"] == "pair" else (given, None)
         np.testing.assert_allclose(fa_ext.to_numpy(given).astype(float), wanted, rtol=0, atol=4e-3, err_msg=str(c))
         if lse is not None:
             np.testing.assert_allclose(fa_ext.to_numpy(lse), wanted_lse, rtol=0, atol=4e-3, err_msg=str(c))
@@ -140,6 +143,13 @@ def test_what_is_wrong_is_seen_after_calls_like_it(monkeypatch):
             fa_ext.attention(q, k, v, out=out)
     with pytest.raises(ValueError, match="out overlaps v"):
         fa_ext.attention(q, k, out, out=out)
+    lse = memory[4 * 256 :][:16].reshape(1, 2, 8)
+    fa_ext.attention(q, k, v, out=(out, lse))
+    for place, name in enumerate(("q", "k", "v", "out")):
+        for shift in (0, 64, 192):
+            with pytest.raises(ValueError, match=f"lse overlaps {name} in memory"):
+                fa_ext.attention(q, k, v, out=(out, memory[256 * place + shift :][:16].reshape(1, 2, 8)))
+            fa_ext.attention(q, k, v, out=(out, lse))
     locked = out[:]
     locked.flags.writeable = False
     with pytest.raises(ValueError, match="out is read-only"):

@@ -1,6 +1,7 @@
 """What a thread remembers of its last call for gradients: calls that differ in one thing from the one before, against the same
 call on a thread that has nothing to remember."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -63,9 +64,10 @@ def arguments(c):
     if c["sinks"]:
         options["sinks"] = random.standard_normal(h).astype("float32")
     if c["dlse"]:
-        options["dlse"] = random.standard_normal((b, h, sq)).astype("float32")
+        options["dlse"] = aligned(random, (b, h, sq), "float32", False, 0)
     if c["grads"]:
-        options |= {"grads": tuple(np.ones_like(given[name], order="C") for name in c["wrt"]), "accumulate": c["accumulate"]}
+        grads = tuple(aligned(random, given[name].shape, c["dtype"], False, 0) for name in c["wrt"])
+        options |= {"grads": grads, "accumulate": c["accumulate"]}
     dout = given["dout"] if c["dout"] or not c["dlse"] else None
     return (dout, *(given[name] for name in ("q", "k", "v", "out", "lse"))), options
 
@@ -121,14 +123,45 @@ def test_random_walk_on_a_device():
     walk(250, move, without=("kernel",))
 
 
-@pytest.mark.parametrize("name", ["wrt", "deterministic", "causal", "scale", "dtype"])
-def test_each_value_after_each(name):
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("name", ["wrt", "deterministic", "causal", "scale", "dtype", "dlse", "dout", "grads", "accumulate"])
+def test_each_value_after_each(name, grads):
     """Not every value is followed by every other one in a walk."""
-    plain = {name: values[0] for name, values in CHOICES.items()}
+    plain = {name: values[0] for name, values in CHOICES.items()} | {"grads": grads, "dlse": name == "dout"}
     for before in CHOICES[name]:
         for after in CHOICES[name]:
             for place, value in enumerate((before, after)):
                 check(plain | {"sizes": (1, 2, 2, 9, 9, 16, 16), "place": place, name: value}, lambda x: x)
+
+
+def test_gradients_that_meet_anything_are_refused_after_calls_like_them():
+    """Every array lies in one memory, 1024 bytes on from the one before, so that those that meet are aligned as those that do not."""
+    names = ("dout", "q", "k", "v", "out", "dq", "dk", "dv", "lse", "dlse")
+    memory = aligned(np.random.default_rng(0), (1, 1, len(names) + 2, 256), "float32", False, 0).reshape(-1)
+
+    def array(place, name="q"):
+        return memory[256 * place :][:16].reshape(1, 4, 4) if "lse" in name else memory[256 * place :][:256].reshape(1, 4, 4, 16)
+
+    lying = {name: array(n + 1, name) for n, name in enumerate(names)}
+    inputs, before = [lying[name] for name in ("dout", "q", "k", "v", "out", "lse")], {name: x.copy() for name, x in lying.items()}
+
+    def call(**others):
+        grads = tuple((lying | others)[name] for name in ("dq", "dk", "dv"))
+        return fa_ext.attention_backward(*inputs, dlse=lying["dlse"], grads=grads)
+
+    wanted = [x.copy() for x in call()]
+    for name, other in itertools.product(("dq", "dk", "dv"), names):
+        for shift in (-0.75, -0.25, 0, 0.25, 0.75):
+            place = names.index(other) + 1 + shift
+            if other == name or ("lse" in other and shift > 0) or round(shift * 256) + 256 <= 0:
+                continue
+            meeting = memory[round(256 * place) :][:256].reshape(1, 4, 4, 16)
+            with pytest.raises(ValueError, match="overlaps"):
+                call(**{name: meeting})
+            for ours, right in zip(call(), wanted, strict=True):
+                np.testing.assert_array_equal(ours, right)
+    for name in ("dout", "q", "k", "v", "out", "lse", "dlse"):
+        np.testing.assert_array_equal(lying[name], before[name])
 
 
 def test_what_is_wrong_is_seen_after_calls_like_it(monkeypatch):
