@@ -22,7 +22,7 @@ from bench.recording import record
 SUMMARY = "write the figures of README.md and bench/FIGURES.md from the committed evidence"
 FILES = (machine.ROOT / "README.md", machine.ROOT / "bench" / "FIGURES.md")
 GPU_RECORD = machine.ROOT / "bench" / "evidence" / "nvidia-h200.json"
-CPU_RECORD = machine.ROOT / "bench" / "evidence" / "amd-epyc.json"
+CPU_RECORD = machine.ROOT / "bench" / "evidence" / "intel-r-xeon-r-processor.json"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HOPPER, AMPERE, CUDNN, FLASH = "wgmma_sm90", "mma_sm80", "torch-cudnn", "torch-flash"
