@@ -236,8 +236,10 @@ INLINE void narrow_groups(const int groups, const real *q, const char *k, int64_
     const char *const first = k;
     TILE_ZERO(0);
     if (groups > 1) TILE_ZERO(1);
-    if (groups > 2) TILE_ZERO(2);
-    if (groups > 2) TILE_ZERO(3);
+    if (groups > 2) {
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+    }
     for (int n = 0; n < steps; n++, q += LANES, k += 64) {
         for (int line = 0; line < 4 * TILE_ROWS && groups == 4; line++)
             __builtin_prefetch(first + (AHEAD * pitch + (n * 4 * TILE_ROWS + line) * 64));
@@ -257,8 +259,10 @@ INLINE void narrow_groups(const int groups, const real *q, const char *k, int64_
     }
     TILE_STORE(0, s, 4);
     if (groups > 1) TILE_STORE(1, s + TILE_ROWS, 4);
-    if (groups > 2) TILE_STORE(2, s + 2 * TILE_ROWS, 4);
-    if (groups > 2) TILE_STORE(3, s + 3 * TILE_ROWS, 4);
+    if (groups > 2) {
+        TILE_STORE(2, s + 2 * TILE_ROWS, 4);
+        TILE_STORE(3, s + 3 * TILE_ROWS, 4);
+    }
 }
 
 /* s[n] = scale * q . k[n * k_pitch] for n < keys: the largest. `s` has room for whole tiles of keys. */
@@ -284,7 +288,7 @@ INLINE real narrow_scores(const real *q, const key_number *k, int64_t k_pitch, i
     return highest;
 }
 
-/* terms[c] += weight * row[c] for c < LANES * columns; what lies `ahead` bytes of it is asked for. */
+/* terms[c] += weight * row[c] for c < LANES * columns; what lies `ahead` bytes further on is asked for. */
 INLINE void narrow_terms(const int columns, vreal *terms, uint16_t weight, const char *row, int64_t ahead) {
     const voperand one = v_value(weight);
     UNROLL
