@@ -33,12 +33,12 @@ static bool has_amx(void) {
 #if defined(__linux__)
     enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned eax, ebx, ecx, edx;
-    static atomic_int known; /* 1: no, 2: yes. CPUID may leave a virtual machine, for microseconds */
-    int answer = atomic_load_explicit(&known, memory_order_relaxed);
+    static atomic_int amx; /* 1: no, 2: yes. CPUID may leave a virtual machine, for microseconds */
+    int answer = atomic_load_explicit(&amx, memory_order_relaxed);
     if (!answer) {
         const bool has = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & AMX_BF16 && edx & AMX_TILE;
         answer = 1 + (has && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0);
-        atomic_store_explicit(&known, answer, memory_order_relaxed);
+        atomic_store_explicit(&amx, answer, memory_order_relaxed);
     }
     return answer == 2;
 #else
