@@ -161,23 +161,23 @@ def _torch_gradients(calls: int, bursts: int) -> dict[str, list[float]]:
     import fa_ext.torch
 
     class Nothing(torch.autograd.Function):
-        """Takes q, k, v and one more argument, keeps five tensors, returns two: as ``fa_ext.torch`` does."""
+        """Takes q, k, v and one more argument, keeps five tensors, returns one: as ``fa_ext.torch`` does."""
 
         @staticmethod
         def forward(ctx, q, k, v, options):
             out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(q, k, v, out, lse)
-            return out, lse
+            return out
 
         @staticmethod
-        def backward(ctx, dout, dlse):
+        def backward(ctx, dout):
             q, k, v, out, lse = ctx.saved_tensors
             return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
     q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
     dout = torch.randn_like(q)
-    forwards = {"torch": lambda: fa_ext.torch.attention(q, k, v), "autograd": lambda: Nothing.apply(q, k, v, None)[0]}
+    forwards = {"torch": lambda: fa_ext.torch.attention(q, k, v), "autograd": lambda: Nothing.apply(q, k, v, None)}
     gradients = torch.autograd.grad
 
     def forward(call):

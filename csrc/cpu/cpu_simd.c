@@ -3,9 +3,9 @@
  *
  * A task is a tile of query rows of one (batch, key/value head); threads take tasks in turn. Inside a task the
  * lanes of a vector are query rows (simd_gemm.h), so any head_dim, stride and mask costs the same kernel; tasks of few
- * rows, as in decoding, read K and V along their rows instead (simd_narrow.h). float16 and bfloat16 are
- * converted to float32 as tiles are read; sums are float32, for float64 input float64 throughout. Neither the task that
- * a row falls into nor the thread that takes it changes a bit of the result.
+ * rows, as in decoding, read K and V along their rows instead (simd_narrow.h). float16 and bfloat16 are converted to
+ * float32 as tiles are read; sums are float32, for float64 input float64 throughout. Neither the task that a row falls
+ * into nor the thread that takes it changes a bit of the result.
  *
  * Instances: AVX-512 (F, BW, DQ, VL), AVX2 + FMA + F16C, and the compiler's own vectors elsewhere, each for float and
  * double; for bfloat16 also AVX512-BF16, whose products take pairs of bfloat16 as they are (simd_bf16.h), and AMX,
@@ -32,9 +32,6 @@
 
 #include "cpu/simd_tuned.h"
 
-/* FA_CPU_NR, value columns in a register block: by default what fits the registers, simd_gemm.h. */
-/* Keys a tile: scores of a block and a tile of K or V share the first-level cache. Flat: 48 to 192 keys stay within 2%
- * (Zen 5, float32, head_dim 64 to 256). */
 #if FA_CPU_AMX /* the tuner's are of float32 */
 /* Blocks of 32 rows, and tiles of keys of which K, V^T, S^T and P^T stay in 48 KB of first-level cache beside the
  * block. Xeon with AMX, one core, S 2048 D64: 13.4 ms; 17.0 with 96 keys, 17.3 with 128, 17.0 with 64 rows. More rows
@@ -46,6 +43,9 @@
 #define FA_CPU_TILE_N 64
 #define FA_CPU_TILE_M 512
 #endif
+/* FA_CPU_NR, value columns in a register block: by default what fits the registers, simd_gemm.h. */
+/* Keys a tile: scores of a block and a tile of K or V share the first-level cache. Flat: 48 to 192 keys stay within 2%
+ * (Zen 5, float32, head_dim 64 to 256). */
 #ifndef FA_CPU_TILE_N
 #define FA_CPU_TILE_N 96
 #endif
