@@ -21,8 +21,12 @@
  * take 512 cycles of shared memory a step, those out of registers wait for the way to L2, 300 cycles at head_dim 64,
  * 740 at 128, whose steps have half the queries for as many bytes.
  *
+ * Tiles of unequal length go longest first. A CTA takes its next one when the last step of the one before is on its
+ * way: taken a tile ahead, the short ones that even out the rest wait for CTAs that are in their last long one, 8% of
+ * an H100's time with one head of 16,384 keys a section (fused_section_heads).
+ *
  * CTAs of one head would add to the same sums at a time: where no key is hidden, each begins with another block. With
- * C::kOrdered they take turns, which a thread of the producer's warpgroup keeps: fused_backward_turns.cuh.
+ * C::kOrdered they take turns, which two threads of the producer's warpgroup keep: fused_backward_turns.cuh.
  *
  * Why no waiter falls two phases behind (see sm90/forward.cuh): of full, kv_full and tile_full all warps wait; the next
  * phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for itself, past
@@ -31,8 +35,7 @@
  *
  * Why nobody waits for ever: of two warpgroups at different steps the one behind waits for nothing that the other has
  * yet to do. For `full` of step n + 1 both wait with at most one stage held, that of n, hence two stages. The keys of
- * the next tile are asked for within this one only where there are two stages of them: the one they wait for is that of
- * the tile before, all of whose steps are on their way.
+ * the next tile are asked for once all steps of this one are on their way.
  *
  * Why dT(n) may be written where dT(n - 2) was: this warp has waited for dT(n - 1) of all warps, and each of them
  * arrived there past its wait for its part of dQ(n - 2). The end of a tile changes nothing: the steps of the next go
@@ -88,23 +91,15 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
                                               at.batch * p.v_step[1], kEvictFirst);
         kv_ring.advance();
     };
-    Tile tile, next;
-    if constexpr (C::kOrdered)
-        tile = announce(atomicAdd(p.schedule.counter, 1u));
-    else
-        tile = announce(next_tile<C::kMasked>(p.schedule, 0));
+    auto take = [&](uint32_t round) {
+        if constexpr (C::kOrdered)
+            return atomicAdd(p.schedule.counter, 1u);
+        else
+            return next_tile<C::kMasked>(p.schedule, round);
+    };
+    Tile tile = announce(take(0)), next;
     load_keys(tile);
     for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
-        uint32_t next_index;
-        if constexpr (!C::kOrdered) next_index = next_tile<C::kMasked>(p.schedule, round);
-        bool announced = false; // after a step, under which the counter answers; in order, no sooner than needed
-        auto announce_next = [&] {
-            if constexpr (C::kOrdered)
-                if (!announced) next_index = atomicAdd(p.schedule.counter, 1u);
-            if (!announced) next = announce(next_index);
-            if (!announced && C::kKeyStages > 1) load_keys(next);
-            announced = true;
-        };
         const Place at = place_of(tile);
         for (FusedWalk walk = fused_walk<C>(p.call, tile.row); walk.begin < walk.end && walk.member < p.call.group;
              walk.advance()) {
@@ -120,10 +115,9 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
             tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[ring.stage], &p.dout, full, row + p.call.dout_row,
                                                   head * p.dout_step[0], at.batch * p.dout_step[1], kEvictLast);
             ring.advance();
-            if constexpr (!C::kOrdered) announce_next();
         }
-        announce_next();
-        if (C::kKeyStages == 1) load_keys(next);
+        next = announce(take(round));
+        load_keys(next);
     }
 }
 
@@ -149,8 +143,11 @@ template <class C, class Params> __device__ __forceinline__ void fused_block(con
             mbarrier_init(&smem.empty[stage], C::kConsumers * 4);
         }
         if constexpr (C::kOrdered) {
-            mbarrier_init(&smem.turns.open, 1);
-            mbarrier_init(&smem.turns.done, C::kConsumers * 4);
+            for (int step = 0; step < 2; ++step) {
+                mbarrier_init(&smem.turns.open[step], 1);
+                mbarrier_init(&smem.turns.done[step], C::kConsumers * 4);
+                mbarrier_init(&smem.turns.seen[step], 1);
+            }
         }
         mbarrier_init_fence();
     }
@@ -159,10 +156,10 @@ template <class C, class Params> __device__ __forceinline__ void fused_block(con
     if (wg == 0) {
         registers_lower<C::kProducerRegisters>();
         if constexpr (C::kOrdered) {
-            if (threadIdx.x / 32 == 1) {
-                if (elect_one()) fused_keep_turns<C>(p, smem);
-                return;
-            }
+            const int warp = threadIdx.x / 32;
+            if (warp == 1 && elect_one()) fused_open_steps<C>(p, smem);
+            if (warp == 2 && elect_one()) fused_pass_turns<C>(p, smem);
+            if (warp > 0) return;
         }
         if (threadIdx.x / 32 == 0 && elect_one()) fused_produce<C>(p, smem);
     } else {

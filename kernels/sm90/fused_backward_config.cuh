@@ -24,10 +24,12 @@ struct OrderedFusedParams : FusedParams {
 };
 
 template <bool Ordered> struct FusedTurns {};
-template <> struct FusedTurns<true> { // between the keeper of turns and the consumers
-    uint64_t open;                    // they may add a step's dQ
-    uint64_t done;                    // they have
-    uint2 block;                      // to which; y: nobody has before
+template <> struct FusedTurns<true> { // between the keepers of turns and the consumers, of steps 2 n and 2 n + 1
+    uint64_t open[2];                 // a step's dQ may be added
+    uint64_t done[2];                 // it has been
+    uint64_t seen[2];                 // that it has is known to who passes the turn on
+    uint32_t block[2], turn[2];       // of queries, UINT_MAX: no more steps; its turn
+    bool first[2];                    // nobody has added before: the sums are stored
 };
 
 template <class C> struct FusedSmem {

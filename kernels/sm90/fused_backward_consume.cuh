@@ -157,15 +157,16 @@ template <class C> struct FusedConsumer {
             staged = true;
         }
     }
-    __device__ __forceinline__ void take_dq_in_turn() { // once the keeper of turns lets all
-        mbarrier_wait(&smem.turns.open, (stored - 1) % 2);
-        const uint2 block = smem.turns.block;
-        float *to = p.sums + int64_t(block.x) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
-        if (block.y)
+    __device__ __forceinline__ void take_dq_in_turn() { // once the step has its turn
+        const uint32_t step = stored - 1;
+        mbarrier_wait(&smem.turns.open[step % 2], step / 2 % 2);
+        float *to =
+            p.sums + int64_t(smem.turns.block[step % 2]) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
+        if (smem.turns.first[step % 2])
             store_part(to, dq);
         else
             add_part(to, dq);
-        warp_arrive(&smem.turns.done, lane);
+        warp_arrive(&smem.turns.done[step % 2], lane);
     }
     __device__ __forceinline__ void send_dq() { // what is staged, after a fence
         if constexpr (C::kStagedDq) {

@@ -9,19 +9,24 @@
  * Why nobody waits for ever: CTAs take all their tiles, the first one included, from one counter, of a head from the
  * last to the first. A tile waits for tiles of lower index alone. Who has those runs: it took them before, and finishes
  * its tiles in the order in which it took them. So of the tiles that are not done the one of lowest index waits for
- * nobody, however few of the CTAs are resident. A CTA takes its next tile when it loads the last step of the one
- * before: taken a tile ahead, a tile is held up for as long as the one before lasts, and with it all those of its head.
+ * nobody, however few of the CTAs are resident. A tile taken well ahead would be held up for as long as the one before
+ * lasts, and with it all those of its head.
  *
- * One thread keeps the turns of a CTA, so that the ways to memory and back are nobody else's: it waits for a turn,
- * has the consumers add their dQ, and passes the turn on once they have. The turn is acquired and released at the GPU's
- * scope; between it and the consumers stand `open` and `done`.
+ * Two threads keep the turns of a CTA, so that the ways to memory and back are nobody else's: one waits for a
+ * step's turn and opens the step, the other passes the turn on once the consumers have added their dQ. A step is
+ * opened while the one before is added: with one thread for both, a turn's way there and its way back lay between
+ * two steps. Turns are acquired and released at the GPU's scope; between them and the consumers stand `open` and
+ * `done`.
  *
- * Why no waiter falls two phases behind: `done` has one waiter, the keeper, without which `open` does not go on. All
- * warps wait for `open`; its next phase ends after the same phase of `done`, where each warp arrives for itself, past
- * its own wait. The keeper waits for tile_full as consumers do, and arrives at tile_empty for itself.
+ * Why no waiter falls two phases behind, of `open`, `done` and `seen`, each of which two steps further on is used
+ * again: who opens waits for `seen` of a step before it opens the one after the next, and is the only one to wait
+ * for it. Who passes on arrives there past its waits for `open` and `done` of that step, and `done` has the
+ * arrivals of all consumers' warps past their wait for `open`. The opener waits for tile_full as consumers do, and
+ * arrives at tile_empty for itself.
  *
- * Within a CTA the keeper waits for turns and for what all warps do without it, up to the step whose turn it has; they
- * wait for it with at most the next step's dQ in their hands. */
+ * Within a CTA the opener waits for turns and for what all warps do without it, up to the step whose turn it has;
+ * who passes on waits for what was opened. Consumers wait for the opener with at most the next step's dQ in their
+ * hands. */
 #pragma once
 #include "sm90/fused_backward_config.cuh"
 
@@ -49,28 +54,49 @@ __device__ __forceinline__ void pass_turn(uint32_t *counter, uint32_t turn, int 
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(turn) : "memory");
 }
 
-template <class C> __device__ __forceinline__ void fused_keep_turns(const OrderedFusedParams &p, FusedSmem<C> &smem) {
+/* Opens each step of the CTA's tiles when its turn has come. One thread. */
+template <class C> __device__ __forceinline__ void fused_open_steps(const OrderedFusedParams &p, FusedSmem<C> &smem) {
     using Smem = FusedSmem<C>;
-    uint32_t parity = 0;
+    auto &turns = smem.turns;
+    uint32_t step = 0;
+    const auto open = [&](uint32_t block, uint32_t turn, bool first) {
+        const uint32_t at = step % 2;
+        if (step >= 2) mbarrier_wait(&turns.seen[at], step / 2 % 2 ^ 1);
+        turns.block[at] = block, turns.turn[at] = turn, turns.first[at] = first;
+        mbarrier_arrive(&turns.open[at]);
+        ++step;
+    };
     for (uint32_t round = 0;; ++round) {
         const uint32_t slot = round % Smem::kTileStages;
         mbarrier_wait(&smem.tile_full[slot], round / Smem::kTileStages % 2);
         const int tile_row = smem.tile[slot].row;
         const uint32_t tile_head = smem.tile[slot].head;
         mbarrier_arrive(&smem.tile_empty[slot]);
-        if (tile_row < 0) return;
+        if (tile_row < 0) break;
         const uint32_t turn = p.schedule.query_tiles - 1 - uint32_t(tile_row) / C::kTileK;
         const FusedWalk later = fused_walk<C>(p.call, tile_row + C::kTileK); // of the tile that adds before
         for (FusedWalk walk = fused_walk<C>(p.call, tile_row); walk.begin < walk.end && walk.member < p.call.group;
-             walk.advance(), parity ^= 1) {
+             walk.advance()) {
             const uint32_t block = (tile_head * p.call.group + walk.member) * p.row_block_count + walk.block;
             const bool first = walk.block < later.begin || walk.block >= later.end;
             if (!first) wait_turn(p.turns + block, turn);
-            smem.turns.block = make_uint2(block, first);
-            mbarrier_arrive(&smem.turns.open);
-            mbarrier_wait(&smem.turns.done, parity);
-            pass_turn(p.turns + block, turn + 1);
+            open(block, turn, first);
         }
+    }
+    open(UINT_MAX, 0, false);
+}
+
+/* Passes on the turn of each step that the consumers have added. One thread. */
+template <class C> __device__ __forceinline__ void fused_pass_turns(const OrderedFusedParams &p, FusedSmem<C> &smem) {
+    auto &turns = smem.turns;
+    for (uint32_t step = 0;; ++step) {
+        const uint32_t at = step % 2, parity = step / 2 % 2;
+        mbarrier_wait(&turns.open[at], parity);
+        const uint32_t block = turns.block[at], turn = turns.turn[at];
+        if (block == UINT_MAX) return;
+        mbarrier_wait(&turns.done[at], parity);
+        mbarrier_arrive(&turns.seen[at]);
+        pass_turn(p.turns + block, turn + 1);
     }
 }
 
