@@ -184,13 +184,8 @@ static int64_t mean_visible(const fa_forward &f) {
     return std::min(keys, keys * f.seq_q / std::max<int64_t>(f.seq_k, 1)) / kRows;
 }
 
-/* Keys that a query sees on average, from which on this kernel is the faster one, on an H200. */
-constexpr int64_t kFewKeys64 = 512, kFewKeys128Full = 2048, kFewKeys128 = 4096; // in any order
-constexpr int64_t kFewKeysOrdered = 1024, kFewKeysOrderedFull = 2048;
-static int64_t few_keys(bool ordered, int head_dim, bool full) {
-    if (ordered) return full ? kFewKeysOrderedFull : kFewKeysOrdered;
-    return head_dim <= 64 ? kFewKeys64 : full ? kFewKeys128Full : kFewKeys128;
-}
+/* Keys that a query sees on average, from which on this kernel is the faster one. */
+static int64_t few_keys(int head_dim) { return head_dim <= 64 ? 512 : 2048; }
 
 static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31;
@@ -224,7 +219,7 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     plan->blocks = std::min<int64_t>(device->sm_count, own.pairs * own.key_tiles);
     plan->keep = true;
     constexpr int kAll = 1 << FA_GRAD_Q | 1 << FA_GRAD_K | 1 << FA_GRAD_V;
-    const int64_t from = few_keys(p.ordered, kFusedHeadDims[own.index], own.kind == FA_FULL);
+    const int64_t from = few_keys(kFusedHeadDims[own.index]);
     if ((p.wants & kAll) != kAll || f.seq_k < 1024 || mean_visible(f) < from)
         return fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, from, 0, 0);
     return FA_TAKES;
