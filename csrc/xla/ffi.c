@@ -129,8 +129,8 @@ static bool is_empty(const xla_buffer *buffer) {
     return false;
 }
 
-/* The device of the stream, or where it does not say, of the results, whose last is the workspace; *idle: they have no
- * elements, and nothing is to be done. */
+/* The device of the stream, or where it does not say, as the default stream does, which is that of whichever device is
+ * current, of the results, whose last is the workspace; *idle: they have no elements, and nothing is to be done. */
 static fa_code find_device(frame_call *c, bool *idle) {
     const xla_buffers *results = &c->frame->results;
     const void *memory = NULL;
@@ -139,7 +139,7 @@ static fa_code find_device(frame_call *c, bool *idle) {
         if (results->types[n] == XLA_BUFFER && !is_empty(buffer)) memory = buffer->data;
     }
     *idle = !memory;
-    if (*idle || fa_capi_stream_device(c->run.stream, &c->device)) return FA_OK;
+    if (*idle || (c->run.stream && fa_capi_stream_device(c->run.stream, &c->device))) return FA_OK;
     return fa_capi_device(memory, &c->device, c->status);
 }
 

@@ -185,7 +185,7 @@ static int64_t mean_visible(const fa_forward &f) {
 }
 
 /* Keys that a query sees on average, from which on this kernel is the faster one. */
-static int64_t few_keys(int head_dim) { return head_dim <= 64 ? 512 : 2048; }
+static int64_t few_keys(int head_dim) { return head_dim <= 64 ? 1024 : 2048; }
 
 static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31;
@@ -274,9 +274,9 @@ static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *
 
 /* Heads whose streamed operands and sums, head_bytes each, a section of the longest-first order holds: few, so that
  * what is in flight stays in L2; the next section's longest tiles follow the shortest of this one. */
-static int64_t fused_section_heads(int64_t head_bytes) {
-    constexpr int64_t kBytes = 16 << 20;
-    return std::max<int64_t>(1, head_bytes > 0 ? kBytes / head_bytes : 1);
+static int64_t fused_section_heads(int64_t head_bytes, int head_dim) {
+    const int64_t bytes = int64_t(head_dim <= 64 ? 24 : 16) << 20;
+    return std::max<int64_t>(1, head_bytes > 0 ? bytes / head_bytes : 1);
 }
 
 /* The launches of one group of pairs. */
@@ -288,7 +288,7 @@ static fa_code launch_fused(const fa_backward &p, const FusedOwn &own, FusedWork
     auto *counter = static_cast<uint32_t *>(launch.workspace);
     work->rows.call.first_pair = work->fused.call.first_pair = work->finish.call.first_pair = int(first);
     work->query_blocks = pairs * group * own.row_blocks;
-    const int64_t section = fused_section_heads(8 * group * f.seq_q * f.head_dim);
+    const int64_t section = fused_section_heads(8 * group * f.seq_q * f.head_dim, f.head_dim);
     work->key_blocks = order(&work->fused.schedule, unequal, own.key_tiles, pairs, section, counter, launch);
     if (p.ordered) { // whatever the tiles' lengths: see fused_backward_turns.cuh
         work->fused.schedule.section_heads = uint32_t(std::min(pairs, section));
