@@ -44,7 +44,7 @@ def absent(kernel: str) -> str | None:
         return None
     if rows.no_device():
         return rows.no_device()
-    problem = make(Case(1, 1, 1, 8, 8, 16, dtype="float16"))
+    problem = make(Case(1, 1, 1, 128, 128, 16, dtype="float16"))
     chosen, reasons = fa_ext.explain_backward(**placed(problem, kernel), kernel=kernel, **order(kernel))
     return None if chosen else reasons[kernel]
 

@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from bench.recording import record
 
 SUMMARY = "write the figures of README.md and bench/FIGURES.md from the committed evidence"
 FILES = (machine.ROOT / "README.md", machine.ROOT / "bench" / "FIGURES.md")
-GPU_RECORD = machine.ROOT / "bench" / "evidence" / "nvidia-h200.json"
-CPU_RECORD = machine.ROOT / "bench" / "evidence" / "intel-r-xeon-r-processor.json"
+EVIDENCE = machine.ROOT / "bench" / "evidence"
+GPU_RECORD, CPU_RECORD = EVIDENCE / "nvidia-h200.json", EVIDENCE / "intel-r-xeon-r-processor.json"
+H100_RECORD = EVIDENCE / "nvidia-h100-80gb-hbm3.json"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HOPPER, AMPERE, CUDNN, FLASH = "wgmma_sm90", "mma_sm80", "torch-cudnn", "torch-flash"
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 def rendered(text: str) -> str:
     """`text` with its blocks as the records have them."""
-    records = {"gpu": json.loads(GPU_RECORD.read_text()), "cpu": json.loads(CPU_RECORD.read_text())}
+    paths = {"gpu": GPU_RECORD, "h100": H100_RECORD, "cpu": CPU_RECORD}
+    records = {name: json.loads(path.read_text()) for name, path in paths.items()}
 
     def fill(found: re.Match) -> str:
         if found[2] not in BLOCKS:
@@ -293,10 +296,10 @@ def _training(records: dict) -> str:
     return _markdown(["", "attention", "steps", "first loss", "last loss", "ms a step", "gap"], lines)
 
 
-def _backward(records: dict) -> str:
-    """The paper's grid and what else its preset has: TFLOP/s, and the fastest kernel over the fastest peer that keeps an order
-    and over the fastest of all."""
-    cells = {case: _cell(records["gpu"], str(case)) for case in problems.preset("paper-backward")}
+def _backward(records: dict, which: str = "gpu") -> str:
+    """The paper's grid and what else its preset has: TFLOP/s, and the fastest kernel over the fastest of all peers and over the
+    fastest that keeps an order."""
+    cells = {case: _cell(records[which], str(case)) for case in problems.preset("paper-backward")}
     measured = {name for cell in cells.values() for run in cell for name in run["contenders"]}
     kernels = sorted(measured - set(peers.PEERS))
     shown = [name for name in BACKWARD_PEERS if name in measured]
@@ -394,5 +397,5 @@ def _tested(records: dict) -> str:
 
 BLOCKS: dict[str, Callable[[dict], str]] = {
     "where": _where, "means": _means, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "extras": _extras, "decode": _decode,
-    "backward": _backward, "serving": _serving, "moves": _moves, "overhead": _overhead, "training": _training, "cpu": _cpu, "tested": _tested,
+    "backward": _backward, "backward_h100": partial(_backward, which="h100"), "serving": _serving, "moves": _moves, "overhead": _overhead, "training": _training, "cpu": _cpu, "tested": _tested,
 }  # fmt: skip

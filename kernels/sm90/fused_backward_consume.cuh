@@ -115,8 +115,9 @@ template <class C> struct FusedConsumer {
                 words[i] = weighted<T, Exact>(weights[i], products[2 * i], products[2 * i + 1]);
         }
     }
-    __device__ __forceinline__ void differentiate() { // dT = P (dP - delta), P as it was rounded
-        if (C::kSoftcap || std::is_same_v<T, __half> || p.exact)
+    /* dT = P (dP - delta), P as it was rounded, of the step's block, of which something is `hidden` or nothing. */
+    __device__ __forceinline__ void differentiate(bool hidden) {
+        if (C::kSoftcap || std::is_same_v<T, __half> || hidden || p.exact)
             differentiate<true>();
         else if constexpr (!C::kSoftcap && !std::is_same_v<T, __half>)
             differentiate<false>();
@@ -215,7 +216,7 @@ template <class C> struct FusedConsumer {
         pending = walk.member * p.row_block_count + walk.block;
         wgmma_wait<IsFirst ? 1 : 2>();
         wgmma_pin(products);
-        differentiate();
+        differentiate(hidden);
         if (hidden) hide(words);
         issue_dk<IsFirst>();
         ring.advance();

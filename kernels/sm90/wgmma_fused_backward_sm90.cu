@@ -12,8 +12,9 @@
  * At head_dim 128 turns took more than the two products they save (7 to 12% behind wgmma_backward_sm90 on an H200).
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
- * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64 or 128 columns, head_dim_v =
- * head_dim, out of q's dtype; no bias, no boolean mask. Heads go in groups where their workspace does not fit.
+ * and dlse have any strides. Limits: 128 queries and keys or more, head_dim a multiple of 8 up to 128, computed at 64
+ * or 128 columns, head_dim_v = head_dim, out of q's dtype; no bias, no boolean mask. Heads go in groups where their
+ * workspace does not fit.
  *
  * @arch sm_90a
  * @instance d{128,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
@@ -188,13 +189,15 @@ static int64_t mean_visible(const fa_forward &f) {
 static int64_t few_keys(int head_dim) { return head_dim <= 64 ? 1024 : 2048; }
 
 static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31;
+    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31, kFewest = 128;
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     FusedOwn &own = fa_own<FusedOwn>(plan);
     if (f.head_dim > kFusedHeadDims[std::size(kFusedHeadDims) - 1])
         return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kFusedHeadDims[std::size(kFusedHeadDims) - 1], 0, 0);
     if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (std::min(f.seq_q, f.seq_k) < kFewest) // see weighted()
+        return fa_because(why, FA_REFUSES, FA_WHY_FEW_ROUNDINGS, kFewest, 0, 0);
     if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
     if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
@@ -202,7 +205,7 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     if (f.out_dtype != f.dtype) return fa_because(why, FA_REFUSES, FA_WHY_OUT_DTYPE, 0, 0, 0);
     const int64_t keys = f.key_end - f.key_begin;
-    const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
+    const bool reads = f.batch > 0 && f.heads > 0; // strides of empty operands mean nothing
     if (reads && (!takes_tensor_map(f.q, FA_OPERAND_Q, f.head_dim, f.seq_q, why) ||
                   !takes_tensor_map(f.k, FA_OPERAND_K, f.head_dim, keys, why) ||
                   !takes_tensor_map(f.v, FA_OPERAND_V, f.head_dim, keys, why) ||
@@ -230,7 +233,6 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
 static fa_code fused_maps(const fa_backward &p, int tile_q, FusedParams *to, const fa_launch &launch) {
     const fa_forward &f = p.forward;
     const int64_t rows = to->call.row_end - to->call.row_begin, keys = to->call.visible.seq_k;
-    if (rows <= 0) return FA_OK;                        // no tile touches a map
     const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
     const auto encode = [&](CUtensorMap *map, int *step, const fa_operand &x, int64_t first, int64_t extent,
                             int64_t heads, int box, fa_operand_name name) {

@@ -1,11 +1,14 @@
 """What the CUDA kernels of the backward pass answer on devices that are only described."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import fa_ext
 import gradients
 import rows
+from bench.recording import record
 from case import Case
 from devices import DEVICES
 from gradients import described
@@ -90,3 +93,24 @@ def test_which_is_chosen_for_sums_in_any_order(case, wrt, kernel):
     given = described(Case.parse(case))
     found, reasons = fa_ext.explain_backward(**given, wrt=tuple(wrt), deterministic=False, device=DEVICES["h200"])
     assert found == kernel, reasons
+
+
+def test_the_pick_is_within_5_percent_of_the_best_recorded_kernel():
+    """Of the kernels of this build, in every cell of the backward pass that was recorded on a described GPU."""
+    slow, seen = [], 0
+    for name, cell in record.cells().items():
+        machine, line, _ = name.split()
+        device = next((device for device in DEVICES if device in machine), None)
+        times = {kernel: run["us"] for kernel, run in cell["contenders"].items() if kernel in CUDA}
+        if "operation=backward" not in line or device is None:
+            continue
+        case = Case.parse(line)
+        given = described(dataclasses.replace(case, operation="attention", deterministic=True))
+        wrt = tuple(name for name in gradients.NAMES if name in given)
+        pick, _ = fa_ext.explain_backward(**given, wrt=wrt, deterministic=case.deterministic, device=DEVICES[device])
+        seen += pick in times
+        if pick in times and times[pick] > 1.05 * min(times.values()):
+            slow.append(f"{name}: {pick} of {times}")
+    if not seen:
+        pytest.skip("no evidence of two kernels is committed")
+    assert not slow, "\n".join(slow)

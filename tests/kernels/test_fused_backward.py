@@ -29,21 +29,19 @@ on_emulator = pytest.mark.skipif(
 )
 #: Two tiles of keys or more each: two blocks or one, of one query or key too many; groups; what nobody sees at both ends.
 CASES = [
-    "B1,H2/1,S70x133,D64,bfloat16",
+    "B1,H2/1,S128x133,D64,bfloat16",
     "B1,H2/2,S257x129,D64,bfloat16,layout=bshd",
     "B1,H2/1,S130x257,D128,bfloat16",
     "B2,H2,S133,D64,bfloat16,causal=bottom_right,sinks=same",
-    "B1,H4/2,S40x90,D64,bfloat16,window=30:none,layout=bshd",
+    "B1,H4/2,S140x190,D64,bfloat16,window=30:none,layout=bshd",
     "B1,H2/1,S300x190,D128,bfloat16,causal=top_left,sinks=float32",
     "B1,H2/1,S190x300,D104,bfloat16,window=50:20",
     "B1,H3/1,S201x130,D40,bfloat16,causal=bottom_right",
-    "B1,H1,S1x3,D64,bfloat16,causal=bottom_right",
-    "B1,H1,S1x300,D128,bfloat16",
+    "B1,H1,S128,D64,bfloat16,causal=bottom_right",
+    "B1,H1,S129x300,D128,bfloat16",
     "B1,H2/1,S200,D64,bfloat16,softcap=5.0,causal=top_left",
     "B1,H2/1,S200x130,D128,bfloat16,softcap=5.0",
     "B1,H2,S900,D64,bfloat16,window=150:60",
-    "B1,H4/2,S0x200,D64,bfloat16",
-    "B1,H4/2,S0x200,D128,bfloat16",
 ]
 #: Of one order: all of head_dim 64. Tiles of keys that see all queries, some, the same, others.
 ORDERED = [case for case in CASES if "D128" not in case and "D104" not in case]
@@ -134,7 +132,7 @@ def test_mutants_of_turns(emulated, monkeypatch, tag, old, new):
 @on_emulator
 @pytest.mark.parametrize("case, deterministic", [
     ("B1,H2/1,S300x190,D64,bfloat16", False),
-    ("B1,H2/1,S70x300,D128,bfloat16,causal=bottom_right", False),
+    ("B1,H2/1,S130x300,D128,bfloat16,causal=bottom_right", False),
     ("B1,H1,S300x190,D64,bfloat16,causal=bottom_right", True),
 ])  # fmt: skip
 def test_no_race(emulated, monkeypatch, case, deterministic):
@@ -202,7 +200,7 @@ order = {"deterministic": sys.argv[3] == "True"}
 report = gradients.verdict(kernel, gradients.make(Case.parse("B2,H4/2,S1000x130,D64,bfloat16,causal=top_left,sinks=same")), **order)
 assert report, report
 try:
-    gradients.verdict(kernel, gradients.make(Case.parse("B1,H8/1,S1000x40,D64,bfloat16")), **order)
+    gradients.verdict(kernel, gradients.make(Case.parse("B1,H8/1,S1000x140,D64,bfloat16")), **order)
 except Unplaceable as error:
     print(error)
 """
@@ -221,7 +219,7 @@ def test_workspace_is_kept_to_its_limit(emulated, deterministic):
 
 
 @on_emulator
-@pytest.mark.parametrize("case", ["B1,H2,S70,D128,bfloat16,causal=top_left", "B1,H2,S70,D72,bfloat16"])
+@pytest.mark.parametrize("case", ["B1,H2,S170,D128,bfloat16,causal=top_left", "B1,H2,S170,D72,bfloat16"])
 def test_where_sums_have_no_order(emulated, case):
     with pytest.raises(Unplaceable, match="deterministic"):
         gradients.verdict(emulated(), gradients.make(Case.parse(case)), deterministic=True)
