@@ -19,9 +19,10 @@ from bench import machine
 
 
 def beside(jobs: int) -> dict[str, str]:
-    """The environment of a process that runs beside others: NumPy's share of the cores. Fourteen processes whose float64
-    products take sixteen threads each wait for one another most of the time."""
-    return {**os.environ, "OPENBLAS_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
+    """The environment of a process of this checkout that runs beside others: NumPy's share of the cores. Fourteen processes
+    whose float64 products take sixteen threads each wait for one another most of the time."""
+    path = os.pathsep.join(filter(None, [str(machine.ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
 
 
 def run_pytest(
