@@ -9,6 +9,7 @@ import pytest
 from protocol import Violation, all_schedules, random_schedules, slowest_actors
 from protocol_backward import Backward, KeyTile, QueryTile, key_tiles, keys_model, queries_model, query_tiles
 from protocol_pair import pair_model
+from protocol_turns import Turns, turns_model
 from protocol_wide import wide_model
 
 WARPS = ("producer", "wg0.warp0", "wg0.warp1", "wg1.warp0", "wg1.warp1")
@@ -245,3 +246,50 @@ def test_neither_rests_on_wgmma_joining_the_warps(name: str) -> None:
     for _ in range(20):
         shape = Backward(tuple(rng.choices(kinds, k=3)), wgmma_joins=False)
         assert (violation := slowest_actors(MODELS[name](shape))) is None, (shape, str(violation))
+
+
+# ---- turns of the fused kernel ----
+
+#: Blocks that tiles of keys visit, in the order of the launch: the last tile of each head first, of two heads in a section.
+BLOCKS = {
+    "full": ((0, 1, 2, 3),) * 4,
+    "causal": ((3,), (2, 3), (1, 2, 3), (0, 1, 2, 3)),
+    "two heads": ((3,), (7,), (2, 3), (6, 7), (1, 2, 3), (5, 6, 7)),
+    "window": ((2, 3), (1, 2), (0, 1), (0,)),
+    "unseen": ((3,), (), (1, 2, 3)),
+}
+
+
+def dealt(tiles: int, ctas: int, rng: random.Random) -> tuple[tuple[int, ...], ...]:
+    """Tiles to CTAs at random, each with its own in order."""
+    owner = [rng.randrange(ctas) for _ in range(tiles)]
+    return tuple(tuple(tile for tile in range(tiles) if owner[tile] == cta) for cta in range(ctas))
+
+
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("ctas", [1, 2, 3])
+def test_turns_are_sound_whoever_has_which_tile(blocks: tuple[tuple[int, ...], ...], ctas: int) -> None:
+    rng = random.Random(ctas)
+    for _ in range(8):
+        shape = Turns(blocks, dealt(len(blocks), ctas, rng))
+        assert (violation := slowest_actors(turns_model(shape))) is None, (shape, str(violation))
+        assert random_schedules(turns_model(shape), 10, ctas) is None
+
+
+def test_turns_in_every_schedule() -> None:
+    explored = all_schedules(turns_model(Turns(((0, 1), (0, 1)), ((0,), (1,)), warps=1)), 400_000)
+    assert explored.complete and explored.violation is None, str(explored.violation)
+
+
+@pytest.mark.parametrize("mistake, kinds", [
+    ("not seen", {"behind", "order", "wrong phase"}),
+    ("not done", {"order", "wrong phase", "behind"}),
+    ("no turn", {"order", "wrong phase"}),
+    ("ahead", {"deadlock"}),
+])  # fmt: skip
+def test_turns_with_a_planted_mistake_are_rejected(mistake: str, kinds: set[str]) -> None:
+    shape = Turns(BLOCKS["causal"], ((0, 2), (1, 3)), mistakes=frozenset({mistake}))
+    if mistake == "ahead":
+        shape = replace(shape, ctas=((0, 3), (1, 2)))
+    violation = slowest_actors(turns_model(shape))
+    assert found(violation, kinds), str(violation)
