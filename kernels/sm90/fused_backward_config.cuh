@@ -28,8 +28,8 @@ template <> struct FusedTurns<true> { // between the keepers of turns and the co
     uint64_t open[2];                 // a step's dQ may be added
     uint64_t done[2];                 // it has been
     uint64_t seen[2];                 // that it has is known to who passes the turn on
-    uint32_t block[2], turn[2];       // of queries, UINT_MAX: no more steps; its turn
-    bool first[2];                    // nobody has added before: the sums are stored
+    uint32_t block[2];                // of queries, twice its number; odd: nobody has added before, the sums are stored
+    uint32_t turn[2];                 // its turn; UINT_MAX: no more steps
 };
 
 template <class C> struct FusedSmem {

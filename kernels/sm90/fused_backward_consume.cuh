@@ -161,9 +161,9 @@ template <class C> struct FusedConsumer {
     __device__ __forceinline__ void take_dq_in_turn() { // once the step has its turn
         const uint32_t step = stored - 1;
         mbarrier_wait(&smem.turns.open[step % 2], step / 2 % 2);
-        float *to =
-            p.sums + int64_t(smem.turns.block[step % 2]) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
-        if (smem.turns.first[step % 2])
+        const uint32_t block = smem.turns.block[step % 2];
+        float *to = p.sums + int64_t(block / 2) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
+        if (block % 2)
             store_part(to, dq);
         else
             add_part(to, dq);

@@ -59,10 +59,10 @@ template <class C> __device__ __forceinline__ void fused_open_steps(const Ordere
     using Smem = FusedSmem<C>;
     auto &turns = smem.turns;
     uint32_t step = 0;
-    const auto open = [&](uint32_t block, uint32_t turn, bool first) {
+    const auto open = [&](uint32_t block, bool first, uint32_t turn) {
         const uint32_t at = step % 2;
         if (step >= 2) mbarrier_wait(&turns.seen[at], step / 2 % 2 ^ 1);
-        turns.block[at] = block, turns.turn[at] = turn, turns.first[at] = first;
+        turns.block[at] = 2 * block + first, turns.turn[at] = turn;
         mbarrier_arrive(&turns.open[at]);
         ++step;
     };
@@ -80,10 +80,10 @@ template <class C> __device__ __forceinline__ void fused_open_steps(const Ordere
             const uint32_t block = (tile_head * p.call.group + walk.member) * p.row_block_count + walk.block;
             const bool first = walk.block < later.begin || walk.block >= later.end;
             if (!first) wait_turn(p.turns + block, turn);
-            open(block, turn, first);
+            open(block, first, turn);
         }
     }
-    open(UINT_MAX, 0, false);
+    open(0, false, UINT_MAX);
 }
 
 /* Passes on the turn of each step that the consumers have added. One thread. */
@@ -92,8 +92,8 @@ template <class C> __device__ __forceinline__ void fused_pass_turns(const Ordere
     for (uint32_t step = 0;; ++step) {
         const uint32_t at = step % 2, parity = step / 2 % 2;
         mbarrier_wait(&turns.open[at], parity);
-        const uint32_t block = turns.block[at], turn = turns.turn[at];
-        if (block == UINT_MAX) return;
+        const uint32_t block = turns.block[at] / 2, turn = turns.turn[at];
+        if (turn == UINT_MAX) return;
         mbarrier_wait(&turns.done[at], parity);
         mbarrier_arrive(&turns.seen[at]);
         pass_turn(p.turns + block, turn + 1);
