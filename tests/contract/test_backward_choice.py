@@ -95,6 +95,13 @@ def test_which_is_chosen_for_sums_in_any_order(case, wrt, kernel):
     assert found == kernel, reasons
 
 
+@pytest.mark.parametrize("case", ["B1,H2,S127x2000,D64,bfloat16", "B1,H2,S2000x127,D64,float16", "B1,H2,S0x200,D128,bfloat16"])
+def test_few_queries_or_keys_are_refused_by_name(case):
+    name, given = "wgmma_fused_backward_sm90", described(Case.parse(case))
+    found, reasons = fa_ext.explain_backward(**given, kernel=name, deterministic=False, device=DEVICES["h200"])
+    assert found is None and "takes 128 queries and keys or more" in reasons[name]
+
+
 def test_the_pick_is_within_5_percent_of_the_best_recorded_kernel():
     """Of the kernels of this build, in every cell of the backward pass that was recorded on a described GPU."""
     slow, seen = [], 0

@@ -143,6 +143,16 @@ def test_no_race(emulated, monkeypatch, case, deterministic):
 
 
 @on_emulator
+def test_queries_of_few_keys(emulated):
+    """Their blocks have exact products: rounded ones leave dq's bound where three keys are nearly alike."""
+    problem = gradients.make(Case.parse("B1,H1,S462x373,D64,bfloat16,window=0:291,layout=bshd,values=descending,seed=173"), dlse=False)
+    report = verdict(emulated(), problem)
+    assert report, report
+    rounded = emulated("rounded", instances="^d64_masked_bf16$", edit=replaced(" || hidden || p.exact", " || p.exact"))
+    assert not verdict(rounded, problem)
+
+
+@on_emulator
 @pytest.mark.parametrize("wrt", [("v",), ("k",), ("q",), ("sinks",), ("v", "q")])
 def test_some_gradients(emulated, wrt):
     problem = gradients.make(Case.parse("B1,H2/1,S133x150,D64,bfloat16,causal=top_left,sinks=same"), wrt=wrt)
