@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "emulated" in getattr(item, "fixturenames", ()):
             item.add_marker("emulated")
+        if hasattr(item, "callspec") and item.callspec.params.get("device") == "cpu":
+            item.add_marker("on_cpu")
     wanted = config.getoption("--of")
     if wanted:
         if wanted not in (*_all_kernels(), *_kernels(config), "core"):

@@ -23,15 +23,15 @@ class Turns:
 
 
 def turns_model(shape: Turns) -> Model:
-    model = Model()
-    for block in {block for visited in shape.blocks for block in visited}:
+    model, blocks = Model(), sorted({block for visited in shape.blocks for block in visited})
+    for block in blocks:
         model.barrier(f"turn of {block}", 1)
     added: dict[tuple[int, int], list[Event]] = {}  # (tile, block): the warps' additions
     for number, tiles in enumerate(shape.ctas):
         if "ahead" in shape.mistakes:
             tiles = tiles[::-1]
         _Cta(model, shape, f"cta{number}", tiles, added)
-    for block in {block for visited in shape.blocks for block in visited}:
+    for block in blocks:
         visitors = [tile for tile, visited in enumerate(shape.blocks) if block in visited]
         for earlier, later in zip(visitors, visitors[1:]):
             for first in added[earlier, block]:
@@ -42,7 +42,7 @@ def turns_model(shape: Turns) -> Model:
 
 class _Cta:
     def __init__(self, model: Model, shape: Turns, name: str, tiles: tuple[int, ...], added: dict[tuple[int, int], list[Event]]):
-        self.model, self.shape, self.name, self.added = model, shape, name, added
+        self.shape, self.name, self.added = shape, name, added
         consumers = [f"{name}.wg{g}.warp{w}" for g in range(2) for w in range(shape.warps)]
         for at in range(2):
             for kind, count in (("open", 1), ("done", len(consumers)), ("seen", 1), ("ds_full", len(consumers))):

@@ -160,15 +160,13 @@ class Run:
             if self.late():
                 break
             files = sorted(str(f) for f in (machine.ROOT / "tests").rglob("test_*.py") if re.search(self.args.filter, f.name))
-            marks = "not emulated" if self.device == "cuda" else ""  # what needs no GPU runs in CI
-            options = [f"--of={kernel}"]
-            if kernel == CORE and self.device == "cuda":  # nor what runs on the CPU alone, or for the CPU beside the GPU
+            marks = "not emulated and not on_cpu" if self.device == "cuda" else ""  # what needs no GPU runs in CI
+            if kernel == CORE and self.device == "cuda":
                 files = [file for file in files if re.search("gpu|cuda|DEVICES", Path(file).read_text())]
-                options += ["-k", "not cpu"]
             about: dict[str, Any] = {"files": self.args.filter} if self.args.filter else {}
             if self.device == "cuda":
                 about["repeats"] = REPEATS
-                options.append(f"--repeats={REPEATS}")
+            options = [f"--of={kernel}", *([f"--repeats={REPEATS}"] if self.device == "cuda" else [])]
             found = suites.run_side_by_side(files, options, self.args.jobs, self.left(30), marks) | about
             self.add("tests", f"{kernel} {self.args.filter}".strip(), found, [kernel], suites.counts(found))
 

@@ -129,8 +129,8 @@ static bool is_empty(const xla_buffer *buffer) {
     return false;
 }
 
-/* The device of the stream, or where it does not say, as the default stream does, which is that of whichever device is
- * current, of the results, whose last is the workspace; *idle: they have no elements, and nothing is to be done. */
+/* The device of the stream. Where it does not say, or is the default stream, which belongs to whichever device is
+ * current: that of the results, whose last is the workspace. *idle: they have no elements, nothing is to be done. */
 static fa_code find_device(frame_call *c, bool *idle) {
     const xla_buffers *results = &c->frame->results;
     const void *memory = NULL;

@@ -60,12 +60,10 @@ __device__ __forceinline__ void store_words(uint32_t rows, uint32_t slab_bytes, 
 
 /* P (dP - delta) of two pairs of a query and a key, from P as it was rounded for dV. Exact, the product is of float32.
  * dP - delta may leave float16's range. Rounded to bfloat16, it takes 96 instructions a step less at head_dim 64, and
- * adds its half ulp to those of P and of the product, which average out over a query's keys and a call's queries, where
- * there are many. Of 14,476 random problems, emulated, 7 left the bound with rounded products alone and some 8 with
- * either, with few queries, few keys, or queries that see few; of 3,642 with 128 of both none did where the queries of
- * few keys had exact ones. (An H100 found one in 1,000 without.) So the kernel refuses fewer of either, and products
- * are exact in blocks in which any pair is hidden (a query of fewer than 64 keys is in no other), and in calls with a
- * gradient through the LSE, which is in delta and may be much larger than dP. */
+ * adds its half ulp to those of P and of the product, which average out over a query's keys and a call's queries where
+ * there are many, and are over the bound of few problems where there are not (bench/LOG.md). So the kernel refuses
+ * fewer than 128 of either, and products are exact in blocks in which any pair is hidden (a query of fewer than 64 keys
+ * is in no other), and in calls with a gradient through the LSE, which is in delta and may be much larger than dP. */
 template <class T, bool Exact> __device__ __forceinline__ uint32_t weighted(uint32_t weights, float low, float high) {
     if constexpr (Exact) {
         const float2 weight = unpack<T>(weights);
