@@ -161,7 +161,7 @@ def _worked(pid: int) -> float:
 
 
 class Monitor:
-    """Clocks, power and throttling of GPU 0 through NVML; silent where there is none."""
+    """Clocks, power and throttling of this process's first GPU through NVML; silent where there is none."""
 
     # Reasons under which a figure is not the kernel's: power cap, hardware slowdown, thermal (NVML's bit mask).
     THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
@@ -174,7 +174,10 @@ class Monitor:
 
             pynvml.nvmlInit()
             self.nvml = pynvml
-            self.handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            # NVML counts all GPUs by their place on the bus, which is CUDA's order too where they are alike.
+            first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+            by = pynvml.nvmlDeviceGetHandleByIndex if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+            self.handle = by(int(first) if first.isdigit() else first)
         except Exception:  # no package, no driver, no GPU: then there is nothing to watch
             self.handle = None
 
