@@ -158,15 +158,31 @@ template <class C> struct FusedConsumer {
             staged = true;
         }
     }
+    __device__ __forceinline__ void finish_dq(uint32_t block) { // dq of its sums
+        const auto &ordered = static_cast<const OrderedFusedParams &>(p);
+        if (!ordered.dq.data) return;
+        const int launch_head = block / p.row_block_count, flat = p.call.first_pair * p.call.group + launch_head;
+        const int batch = flat / p.call.heads;
+        const int row = (block - launch_head * p.row_block_count) * kTileQ + wg * 64 + warp * 16 + lane / 4;
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) factor[r] = row_sees(p.call, row + 8 * r) ? p.scale : 0.0f;
+        store_gradient<T>(ordered.dq, batch, flat - batch * p.call.heads, row, p.call.seq_q, dq, factor,
+                          p.call.head_dim, lane);
+    }
     __device__ __forceinline__ void take_dq_in_turn() { // once the step has its turn
         const uint32_t step = stored - 1;
         mbarrier_wait(&smem.turns.open[step % 2], step / 2 % 2);
         const uint32_t block = smem.turns.block[step % 2];
-        float *to = p.sums + int64_t(block / 2) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
-        if (block % 2)
+        float *to = p.sums + int64_t(block / 4) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
+        if (block & kAddsLast) {
+            if (!(block & kAddsFirst)) take_part(dq, to);
+            finish_dq(block / 4);
+        } else if (block & kAddsFirst) {
             store_part(to, dq);
-        else
+        } else {
             add_part(to, dq);
+        }
         warp_arrive(&smem.turns.done[step % 2], lane);
     }
     __device__ __forceinline__ void send_dq() { // what is staged, after a fence

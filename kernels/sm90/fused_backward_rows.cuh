@@ -1,7 +1,8 @@
 /* What comes before and after the products of wgmma_fused_backward_sm90, a few passes over memory:
  *
  *     fused_rows    LSE and delta of each query, sums of dq cleared, partial sums of dsinks
- *     fused_finish  dq from its sums: scaled, rounded, added to what is there with `accumulate` */
+ *     fused_finish  dq from its sums: scaled, rounded, added to what is there with `accumulate`; in order, where the
+ *                   last to add makes dq, only of queries that see no key */
 #pragma once
 #include "sm90/fused_backward_step.cuh"
 
@@ -128,7 +129,8 @@ __global__ void __launch_bounds__(kFusedRowsThreads) fused_rows_ordered(const __
 struct FusedFinishParams {
     BackwardCall call;
     const float *sums;
-    int row_block_count; // a head
+    int row_block_count;      // a head
+    int done_begin, done_end; // blocks of each head whose dq is there already
     Gradient dq;
     float scale;
 };
@@ -141,6 +143,7 @@ __global__ void __launch_bounds__(kFusedFinishThreads) fused_finish(const __grid
     constexpr int kAcross = Columns / kColumnsOfPart; // warpgroups side by side in a block
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wg = warp / 4;
     const int launch_head = blockIdx.x / p.row_block_count, block = blockIdx.x - launch_head * p.row_block_count;
+    if (block >= p.done_begin && block < p.done_end) return;
     const int flat = p.call.first_pair * p.call.group + launch_head, batch = flat / p.call.heads;
     const int row = block * TileQ + wg / kAcross * 64 + warp % 4 * 16 + lane / 4,
               column = wg % kAcross * kColumnsOfPart;

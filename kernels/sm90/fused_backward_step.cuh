@@ -117,6 +117,18 @@ __device__ __forceinline__ void store_part(float *to, const float (&dq)[kDqCount
         *reinterpret_cast<float4 *>(to + c * 128) = make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
 }
 
+/* Adds to a warp's dq what others have added to its sums before, this lane's first of which is at `from`. */
+__device__ __forceinline__ void take_part(float (&dq)[kDqCount], const float *from) {
+    float4 before[kDqCount / 4];
+#pragma unroll
+    for (int c = 0; c < kDqCount / 4; ++c) before[c] = __ldcg(reinterpret_cast<const float4 *>(from + c * 128));
+#pragma unroll
+    for (int c = 0; c < kDqCount / 4; ++c) {
+        dq[4 * c] += before[c].x, dq[4 * c + 1] += before[c].y;
+        dq[4 * c + 2] += before[c].z, dq[4 * c + 3] += before[c].w;
+    }
+}
+
 /* Of `Rows` queries, as TMA brings them to shared memory and a thread reads them 16 bytes at a time. */
 template <int Rows> struct alignas(128) FusedRowBlock {
     float lse[Rows]; // [16 queries][lane % 4]: queries 2 l, 2 l + 1, 2 l + 8, 2 l + 9, in base 2; +inf where

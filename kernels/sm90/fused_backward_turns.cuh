@@ -1,10 +1,10 @@
-/* The order of additions to dq of wgmma_fused_backward_sm90, for deterministic=True.
+/* The order of additions to dq of wgmma_fused_backward_sm90, for deterministic=True, and for few keys in any order.
  *
  * A block of queries has a counter, its turn. Tiles of keys add to its sums from the last to the first; of those that
- * see it, which follow each other, the first stores, and each passes the turn on to the next. So the order is a head's
- * own: it depends on neither the number of multiprocessors nor what they do. A tile visits its blocks from the first:
- * with causal each tile begins a tile's length past the one that adds after it, so that tiles that start together find
- * their turns there, at a turn's way of up to a step.
+ * see it, which follow each other, the first stores, the last makes dq of the sums and its own part, and each passes
+ * the turn on to the next. So the order is a head's own: it depends on neither the number of multiprocessors nor what
+ * they do. A tile visits its blocks from the first: with causal each tile begins a tile's length past the one that adds
+ * after it, so that tiles that start together find their turns there, at a turn's way of up to a step.
  *
  * Why nobody waits for ever: CTAs take all their tiles, the first one included, from one counter, of a head from the
  * last to the first. A tile waits for tiles of lower index alone. Who has those runs: it took them before, and finishes
@@ -59,10 +59,10 @@ template <class C> __device__ __forceinline__ void fused_open_steps(const Ordere
     using Smem = FusedSmem<C>;
     auto &turns = smem.turns;
     uint32_t step = 0;
-    const auto open = [&](uint32_t block, bool first, uint32_t turn) {
+    const auto open = [&](uint32_t block, uint32_t place, uint32_t turn) {
         const uint32_t at = step % 2;
         if (step >= 2) mbarrier_wait(&turns.seen[at], step / 2 % 2 ^ 1);
-        turns.block[at] = 2 * block + first, turns.turn[at] = turn;
+        turns.block[at] = 4 * block + place, turns.turn[at] = turn;
         mbarrier_arrive(&turns.open[at]);
         ++step;
     };
@@ -74,16 +74,18 @@ template <class C> __device__ __forceinline__ void fused_open_steps(const Ordere
         mbarrier_arrive(&smem.tile_empty[slot]);
         if (tile_row < 0) break;
         const uint32_t turn = p.schedule.query_tiles - 1 - uint32_t(tile_row) / C::kTileK;
-        const FusedWalk later = fused_walk<C>(p.call, tile_row + C::kTileK); // of the tile that adds before
+        const FusedWalk before = fused_walk<C>(p.call, tile_row + C::kTileK); // of the tile that adds before this one
+        const FusedWalk after = fused_walk<C>(p.call, tile_row - C::kTileK);
         for (FusedWalk walk = fused_walk<C>(p.call, tile_row); walk.begin < walk.end && walk.member < p.call.group;
              walk.advance()) {
             const uint32_t block = (tile_head * p.call.group + walk.member) * p.row_block_count + walk.block;
-            const bool first = walk.block < later.begin || walk.block >= later.end;
+            const bool first = walk.block < before.begin || walk.block >= before.end;
+            const bool last = walk.block < after.begin || walk.block >= after.end;
             if (!first) wait_turn(p.turns + block, turn);
-            open(block, first, turn);
+            open(block, (first ? kAddsFirst : 0) | (last ? kAddsLast : 0), turn);
         }
     }
-    open(0, false, UINT_MAX);
+    open(0, 0, UINT_MAX);
 }
 
 /* Passes on the turn of each step that the consumers have added. One thread. */
@@ -92,7 +94,7 @@ template <class C> __device__ __forceinline__ void fused_pass_turns(const Ordere
     for (uint32_t step = 0;; ++step) {
         const uint32_t at = step % 2, parity = step / 2 % 2;
         mbarrier_wait(&turns.open[at], parity);
-        const uint32_t block = turns.block[at] / 2, turn = turns.turn[at];
+        const uint32_t block = turns.block[at] / 4, turn = turns.turn[at];
         if (turn == UINT_MAX) return;
         mbarrier_wait(&turns.done[at], parity);
         mbarrier_arrive(&turns.seen[at]);

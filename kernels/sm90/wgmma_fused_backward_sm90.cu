@@ -3,12 +3,13 @@
  *
  *     rows:   LSE and delta of each query, to workspace; sums of dq in float32 cleared   fused_backward_rows.cuh
  *     fused:  dk and dv, a tile of keys of a kv head a CTA; dq added to its sums         fused_backward.cuh
- *     finish: dq from its sums                                                           fused_backward_rows.cuh
+ *     finish: dq from its sums, where those have no order                                fused_backward_rows.cuh
  *     sinks:  dsinks, from partial sums that the first kernel leaves                     backward_host.cuh
  *
  * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq: for long sequences.
- * dk, dv and dsinks have one order. The order of dq's sums differs from run to run, for deterministic=False; for True
- * the instances ordered_* take turns (fused_backward_turns.cuh): the sums are not cleared, the first to add stores.
+ * dk, dv and dsinks have one order. The order of dq's sums differs from run to run, for deterministic=False; for True,
+ * and where they are faster, the instances ordered_* take turns (fused_backward_turns.cuh): the sums are not cleared,
+ * the first to add stores, and the last makes dq of them.
  * At head_dim 128 turns took more than the two products they save (7 to 12% behind wgmma_backward_sm90 on an H200).
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
@@ -77,8 +78,8 @@ template <class T, int HeadDim, int Kind> struct OrderedFusedConfig : FusedConfi
 struct FusedWork {
     OrderedRowsParams rows;
     OrderedFusedParams fused;
-    FusedFinishParams finish; // without dq.data: left out
-    int64_t query_blocks, key_blocks;
+    FusedFinishParams finish;
+    int64_t query_blocks, key_blocks, finish_blocks;
 };
 using FusedLaunch = fa_code(const FusedWork &, const fa_launch &);
 
@@ -103,7 +104,7 @@ fa_code FA_PASTE(wgmma_fused_backward_sm90_, FA_INSTANCE)(const FusedWork &work,
     constexpr auto kFinish = fused_finish<FA_ELEMENT, C::kHeadDim, C::kTileQ>;
     FA_TRY(fa_start(kRows, work.query_blocks * (C::kTileQ / kFusedRowsQueries), kFusedRowsThreads, 0, launch, rows));
     FA_TRY(fa_start(kFused, work.key_blocks, 128 * (C::kConsumers + 1), sizeof(FusedSmem<C>), launch, fused));
-    return fa_start(kFinish, work.finish.dq.data ? work.query_blocks : 0, kFusedFinishThreads, 0, launch, work.finish);
+    return fa_start(kFinish, work.finish_blocks, kFusedFinishThreads, 0, launch, work.finish);
 }
 
 } // namespace fa::sm90
@@ -133,15 +134,12 @@ static FusedLaunch *const kFusedLaunches[2][2][3][2] = {
      {FA_ENTRY(d128, full), FA_ENTRY(d128, masked), FA_ENTRY(d128, capped)}},
     {{FA_ENTRY(ordered_d64, full), FA_ENTRY(ordered_d64, masked), FA_ENTRY(ordered_d64, capped)}},
 };
-static FusedLaunch *fused_instance(const fa_backward &p, int index, int kind) {
-    return kFusedLaunches[p.ordered][index][kind][p.forward.dtype == FA_BF16];
-}
 
 /* ---- plan ---- */
 
 /* The plan's own part. */
 struct FusedOwn {
-    int index, kind;                              // of kFusedLaunches
+    int ordered, index, kind;                     // of kFusedLaunches
     int64_t pairs;                                // batch entries times kv heads of one launch
     int64_t key_tiles;                            // a kv head
     int64_t row_blocks;                           // a query head
@@ -150,6 +148,10 @@ struct FusedOwn {
 };
 
 constexpr int64_t kFusedCounterBytes = 256;
+
+static FusedLaunch *fused_instance(const fa_backward &p, const FusedOwn &own) {
+    return kFusedLaunches[own.ordered][own.index][own.kind][p.forward.dtype == FA_BF16];
+}
 
 /* Sizes of launches and of the workspace. False when not even one pair fits into the limit. */
 static bool fused_sizes(const fa_backward &p, const fa_device_info *device, FusedOwn *own, fa_plan *plan) {
@@ -163,7 +165,7 @@ static bool fused_sizes(const fa_backward &p, const fa_device_info *device, Fuse
     own->rows_at = own->parts_at + divided_up(f.batch * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
     const int64_t row_bytes = group * own->row_blocks * tile_q * int64_t(3 * sizeof(float));
     const int64_t sum_bytes = group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
-    const int64_t turn_bytes = p.ordered ? group * own->row_blocks * int64_t(sizeof(uint32_t)) : 0;
+    const int64_t turn_bytes = own->ordered ? group * own->row_blocks * int64_t(sizeof(uint32_t)) : 0;
     const int64_t pair_bytes = row_bytes + sum_bytes + turn_bytes;
     const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
     own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
@@ -185,11 +187,22 @@ static int64_t mean_visible(const fa_forward &f) {
     return std::min(keys, keys * f.seq_q / std::max<int64_t>(f.seq_k, 1)) / kRows;
 }
 
-/* Keys that a query sees on average, from which on this kernel is the faster one, on an H100. */
-static int64_t few_keys(int head_dim) { return head_dim <= 64 ? 1024 : 2048; }
+/* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/LOG.md), and by which instance: the ordered
+ * one, which neither clears sums nor reads all of them again, is also the faster one in any order of few keys. Its CTAs
+ * wait for one another: it wants several tiles for each of them, and not many tiles a head of few steps. */
+static bool fused_is_faster(const fa_backward &p, const fa_device_info *device, FusedOwn *own) {
+    const fa_forward &f = p.forward;
+    const int64_t keys = mean_visible(f), tiles = f.batch * f.heads_kv * divided_up(f.seq_k, kFusedTileK);
+    if (own->index > 0) return f.seq_k >= 1024 && keys >= 2048;
+    const bool in_turns = tiles >= 5 * device->sm_count && 2 * f.seq_q >= f.seq_k;
+    if (!p.ordered) own->ordered = in_turns && keys <= 1024;
+    const bool at_once = 4 * tiles <= 3 * device->sm_count && f.heads == f.heads_kv;
+    return own->ordered ? in_turns : keys >= 1024 || at_once;
+}
 
 static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31, kFewest = 128;
+    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31, kFewest = 128,
+                  kAll = 1 << FA_GRAD_Q | 1 << FA_GRAD_K | 1 << FA_GRAD_V;
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     FusedOwn &own = fa_own<FusedOwn>(plan);
@@ -216,16 +229,14 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     while (kFusedHeadDims[own.index] < f.head_dim) ++own.index;
     own.kind = backward_kind(f);
     if (p.ordered && own.index > 0) return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kFusedHeadDims[0], 0, 0);
-    if (!fused_instance(p, own.index, own.kind)) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    own.ordered = p.ordered;
+    const bool faster = (p.wants & kAll) == kAll && fused_is_faster(p, device, &own);
+    if (!fused_instance(p, own)) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     if (!fused_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     plan->threads = 128 * (kFusedConsumers + 1);
     plan->blocks = std::min<int64_t>(device->sm_count, own.pairs * own.key_tiles);
     plan->keep = true;
-    constexpr int kAll = 1 << FA_GRAD_Q | 1 << FA_GRAD_K | 1 << FA_GRAD_V;
-    const int64_t from = few_keys(kFusedHeadDims[own.index]);
-    if ((p.wants & kAll) != kAll || f.seq_k < 1024 || mean_visible(f) < from)
-        return fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, from, 0, 0);
-    return FA_TAKES;
+    return faster ? FA_TAKES : fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, 0, 0, 0);
 }
 
 /* ---- launch ---- */
@@ -262,23 +273,32 @@ static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *
     rows.lse = rows_operand(p.lse), rows.dlse = rows_operand(p.dlse);
     rows.row_blocks = workspace + own.rows_at;
     rows.sums = reinterpret_cast<float *>(workspace + own.sums_at);
-    if (p.ordered) rows.turns = fused.turns = reinterpret_cast<uint32_t *>(workspace + own.turns_at);
+    if (own.ordered) rows.turns = fused.turns = reinterpret_cast<uint32_t *>(workspace + own.turns_at);
     if (own.sink_parts) rows.sink_parts = reinterpret_cast<float *>(workspace + own.parts_at);
     rows.sinks = f.sinks.data, rows.sinks_stride = f.sinks.stride[0], rows.sinks_dtype = f.sinks_dtype;
     fused.row_blocks = rows.row_blocks;
     fused.sums = rows.sums, finish.sums = rows.sums;
     rows.row_block_count = fused.row_block_count = finish.row_block_count = int(own.row_blocks);
     finish.dq = gradient(p, FA_GRAD_Q), fused.dk = gradient(p, FA_GRAD_K), fused.dv = gradient(p, FA_GRAD_V);
+    if (own.ordered) fused.dq = finish.dq;
+    if (own.ordered && fused.call.row_begin < fused.call.row_end) {
+        const int tile_q = fused_tile_q(kFusedHeadDims[own.index]);
+        finish.done_begin = fused.call.row_begin / tile_q;
+        finish.done_end = int(divided_up(fused.call.row_end, tile_q));
+    }
     fused.scale = finish.scale = static_cast<float>(f.scale);
     fused.exact = p.dlse.data != nullptr;
     return FA_OK;
 }
 
 /* Heads whose streamed operands and sums, head_bytes each, a section of the longest-first order holds: few, so that
- * what is in flight stays in L2; the next section's longest tiles follow the shortest of this one. */
-static int64_t fused_section_heads(int64_t head_bytes, int head_dim) {
-    const int64_t bytes = int64_t(head_dim <= 64 ? 24 : 16) << 20;
-    return std::max<int64_t>(1, head_bytes > 0 ? bytes / head_bytes : 1);
+ * what is in flight stays in L2; the next section's longest tiles follow the shortest of this one. In order a section
+ * of fewer than four heads has more tiles at work on each, every one of them a turn's way behind the one before. */
+static int64_t fused_section_heads(int64_t head_bytes, int head_dim, bool ordered) {
+    const int64_t bytes = int64_t(head_dim <= 64 ? 24 : 16) << 20, most = INT64_C(40) << 20;
+    if (head_bytes <= 0) return 1;
+    const int64_t heads = std::max<int64_t>(1, bytes / head_bytes);
+    return ordered ? std::max(heads, std::min<int64_t>(4, most / head_bytes)) : heads;
 }
 
 /* The launches of one group of pairs. */
@@ -290,15 +310,17 @@ static fa_code launch_fused(const fa_backward &p, const FusedOwn &own, FusedWork
     auto *counter = static_cast<uint32_t *>(launch.workspace);
     work->rows.call.first_pair = work->fused.call.first_pair = work->finish.call.first_pair = int(first);
     work->query_blocks = pairs * group * own.row_blocks;
-    const int64_t section = fused_section_heads(8 * group * f.seq_q * f.head_dim, f.head_dim);
+    const bool unfinished = work->finish.done_begin > 0 || work->finish.done_end < own.row_blocks;
+    work->finish_blocks = work->finish.dq.data && unfinished ? work->query_blocks : 0;
+    const int64_t section = fused_section_heads(8 * group * f.seq_q * f.head_dim, f.head_dim, own.ordered);
     work->key_blocks = order(&work->fused.schedule, unequal, own.key_tiles, pairs, section, counter, launch);
-    if (p.ordered) { // whatever the tiles' lengths: see fused_backward_turns.cuh
+    if (own.ordered) { // whatever the tiles' lengths: see fused_backward_turns.cuh
         work->fused.schedule.section_heads = uint32_t(std::min(pairs, section));
         work->fused.schedule.counter = counter;
     }
     if (work->fused.schedule.counter)
         FA_CUDA_TRY(launch, cudaMemsetAsync(counter, 0, sizeof *counter, static_cast<cudaStream_t>(launch.stream)));
-    return fused_instance(p, own.index, own.kind)(*work, launch);
+    return fused_instance(p, own)(*work, launch);
 }
 
 static fa_code fused_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {

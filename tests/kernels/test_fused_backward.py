@@ -43,13 +43,15 @@ CASES = [
     "B1,H2/1,S200x130,D128,bfloat16,softcap=5.0",
     "B1,H2,S900,D64,bfloat16,window=150:60",
 ]
-#: Of one order: all of head_dim 64. Tiles of keys that see all queries, some, the same, others.
+#: Of one order: all of head_dim 64. Tiles of keys that see all queries, some, the same, others; blocks that no key sees.
 ORDERED = [case for case in CASES if "D128" not in case and "D104" not in case]
 ORDERED += [
     "B1,H2/1,S520x500,D64,bfloat16,causal=bottom_right",
     "B1,H1,S400x520,D64,bfloat16,window=150:60",
     "B1,H1,S500,D64,bfloat16,window=none:200",
     "B1,H1,S300x520,D64,float16",
+    "B1,H2/1,S400x130,D64,bfloat16,causal=bottom_right",
+    "B1,H1,S520x140,D64,bfloat16,window=30:none",
 ]
 #: FA_EMULATOR_SEED, FA_EMULATOR_SMS, FA_EMULATOR_TOGETHER
 RUNS = [(0, 132, 1), (0, 3, 3), (1, 132, 8), (2, 2, 2), (3, 1, 1), (4, 4, 4), (5, 5, 2)]
@@ -116,6 +118,8 @@ def test_one_order(emulated, monkeypatch, case):
 @pytest.mark.parametrize("tag, old, new", [
     ("does not wait", "if (!first) wait_turn(p.turns + block, turn);", ""),
     ("does not store", "if (!first) wait_turn(p.turns + block, turn);", "wait_turn(p.turns + block, first ? 0 : turn); first = false;"),
+    ("the first makes dq", "last = walk.block < after.begin || walk.block >= after.end", "last = first"),
+    ("a part is left out", "if (!(block & kAddsFirst)) take_part(dq, to);", ""),
 ])  # fmt: skip
 def test_mutants_of_turns(emulated, monkeypatch, tag, old, new):
     """A block that does not wait for its turn adds in another order under some seed; sums that nobody cleared are NaN."""

@@ -127,4 +127,5 @@ inline void __threadfence_system() {}
 inline void __nanosleep(unsigned) { emu::spin(); }
 [[noreturn]] inline void __trap() { emu::fail("__trap()"); }
 template <class T> T __ldg(const T *from) { return *from; }
+template <class T> T __ldcg(const T *from) { return *from; }
 template <class T> size_t __cvta_generic_to_shared(T *pointer) { return emu::shared_address(pointer); }
