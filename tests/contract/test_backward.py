@@ -64,7 +64,7 @@ def test_the_contract(kernel, part):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("case", SANITIZED, ids=str)
 def test_sanitizer_case(kernel, case):
-    report = verdict(kernel, make(case))
+    report = verdict(kernel, make(gradients.long_enough(case, kernel)))
     assert report, report
 
 
@@ -79,7 +79,7 @@ def test_float64(kernel):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_problems(kernel, dtype):
     found = [case for case in cases.random_cases(11, 60) if case.dtype == dtype and not (case.bias or "").startswith("finfo")]
-    wrong = failures(kernel, [make(gradients.shrunk(case, 6), dlse=n % 2 == 0) for n, case in enumerate(found)])
+    wrong = failures(kernel, [make(gradients.long_enough(gradients.shrunk(case, 6), kernel), dlse=n % 2 == 0) for n, case in enumerate(found)])
     assert not wrong, "\n".join(wrong[:5])
 
 
@@ -172,7 +172,7 @@ def test_strided_lse_and_dlse(kernel):
 
 
 def test_float32_out_of_half_inputs(kernel):
-    problem = make(Case(1, 2, 1, 33, 47, 32, dtype="float16"))
+    problem = make(gradients.long_enough(Case(1, 2, 1, 33, 47, 32, dtype="float16"), kernel))
     problem.inputs["out"] = problem.inputs["out"].astype(np.float32)
     assert verdict(kernel, problem)
 
@@ -233,12 +233,12 @@ def test_some_grads_given(kernel):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_halves_of_the_keys_with_the_global_lse_are_one_call(kernel, dtype):
     """Ring attention: float32 gradients take the halves without rounding between."""
-    case = fit(Case(2, 4, 2, 37, 64, 32, dtype=dtype, bias="full", mask="rows", sinks="same"), kernel)
+    case = fit(Case(2, 4, 2, 37, 256, 32, dtype=dtype, bias="full", mask="rows", sinks="same"), kernel)
     problem = make(case, wrt=("q", "k", "v", "bias") if case.bias else ("q", "k", "v"))
     _, grads = gradients.results(problem, kernel, "float32")
     sums = {n: rows.filled(rows.library_for(kernel, case), int(np.prod(g.shape)), "float32", 0).reshape(g.shape) for n, g in zip(problem.wrt, grads)}
     arrays = placed(problem, kernel)
-    for half in (slice(0, 32), slice(32, 64)):
+    for half in (slice(0, 128), slice(128, 256)):
         parts = {"k": (..., half, slice(None)), "v": (..., half, slice(None)), "bias": (..., half), "mask": (..., half)}
         part = {n: x[parts[n]] if n in parts else x for n, x in arrays.items()}
         grads = tuple(x[parts[n]] if n in parts else x for n, x in sums.items())
@@ -314,7 +314,8 @@ def test_batch_invariance(kernel):
 
 
 def test_sums_in_any_order_are_within_the_bound_too(kernel):
-    assert verdict(kernel, make(Case(2, 4, 2, 33, 47, 32, dtype="bfloat16", causal="bottom_right")), deterministic=False)
+    case = gradients.long_enough(Case(2, 4, 2, 33, 47, 32, dtype="bfloat16", causal="bottom_right"), kernel)
+    assert verdict(kernel, make(case), deterministic=False)
 
 
 def test_inputs_are_left_alone(kernel):

@@ -111,7 +111,7 @@ def test_padded_tiles_of_rows_with_far_logits(kernel, dim, logit):
     quick = kernel != "cpu_ref_backward"
     sizes = itertools.product((1, 63, 65, 127), (1, 64, 65, 100, 129)) if quick else [(1, 9), (9, 1), (11, 17), (16, 16)]
     for (sq, sk), masked, dtype in itertools.product(sizes, (False, True), ("float32", "bfloat16")):
-        case = Case(1, 1, 1, sq, sk, dim, dtype=dtype, scale=1.0, mask="strided" if masked else None)
+        case = gradients.long_enough(Case(1, 1, 1, sq, sk, dim, dtype=dtype, scale=1.0, mask="strided" if masked else None), kernel)
         if fit(case, kernel) != case:
             continue
         problem = make(case)
@@ -122,7 +122,7 @@ def test_padded_tiles_of_rows_with_far_logits(kernel, dim, logit):
         inputs["k"][...] = rng.standard_normal(inputs["k"].shape) / 8
         inputs["k"][..., 0] = logit / 16
         if masked:
-            inputs["mask"] = np.ones((1, 1, sq, sk), bool)
+            inputs["mask"] = np.ones((1, 1, case.seq_q, case.seq_k), bool)
         out, lse = reference.attention(**inputs)
         inputs |= {"dout": problem.inputs["dout"], "dlse": problem.inputs["dlse"], "lse": lse.astype(np.float32)}
         problem = Problem(case, inputs | {"out": out.astype(inputs["q"].dtype)}, ("q", "k", "v"))
@@ -203,8 +203,8 @@ def test_nan_of_a_pair_stays_with_what_sees_it(kernel, name):
     got = reached(kernel, make(case), name, PLACES[name])
     b, head, i = (*PLACES[name][:3],)
     if name in "kv":
-        seen = {"q": {(b, h, r) for h in (0, 1) for r in range(4, 9)}}
-        of_head = {"q": {(b, h, r) for h in (0, 1) for r in range(9)}, "k": {(b, 0, 4)}, "v": set()}
+        seen = {"q": {(b, h, r) for h in (0, 1) for r in range(4, case.seq_q)}}
+        of_head = {"q": {(b, h, r) for h in (0, 1) for r in range(case.seq_q)}, "k": {(b, 0, 4)}, "v": set()}
         if name == "k":
             of_head["v"] = {(b, 0, 4)}
         # P of the key is NaN where its k is, hence dv and dk there; NaN of v reaches dk alone.
@@ -212,7 +212,7 @@ def test_nan_of_a_pair_stays_with_what_sees_it(kernel, name):
     else:
         keys = {(b, head // 2, j) for j in range(i + 1)}
         exact = {"q": {(b, head, i)}, "k": keys, "v": keys}
-        of_head = {"q": {(b, head, i)}, "k": {(b, head // 2, j) for j in range(9)}, "v": {(b, head // 2, j) for j in range(9)}}
+        of_head = {"q": {(b, head, i)}} | {n: {(b, head // 2, j) for j in range(case.seq_k)} for n in "kv"}
         if name in ("out", "dlse"):  # not in P
             exact["v"], of_head["v"] = set(), set()
     if rows.device_of(kernel) == "cpu":
@@ -250,8 +250,8 @@ def test_hidden_keys_get_zeros_and_give_nothing(kernel):
         problem = make(case)
         want = run(kernel, problem)
         left, right, diagonal = case.band()
-        keys = np.arange(90)
-        hidden = (keys < diagonal - left) | (keys >= 12 + diagonal + right)
+        keys = np.arange(case.seq_k)
+        hidden = (keys < diagonal - left) | (keys >= case.seq_q + diagonal + right)
         assert hidden.any()
         broken = {n: problem.inputs[n].copy() for n in "kv"}
         for x in broken.values():
