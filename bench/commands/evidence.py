@@ -1,6 +1,8 @@
 """What was run where, on which machine code: one record a machine under bench/evidence/, made in parts.
 
-  tests      pytest: the tests of each kernel, then those of no kernel (called core)
+  tests      pytest: the tests of each kernel and those of no kernel (called core), several processes of --jobs each; on several
+             GPUs a kernel's in turn
+  alone      pytest: those marked `idle`, one kernel after another, on a machine that does nothing else
   sanitizer  compute-sanitizer memcheck, racecheck and synccheck on the tests marked `sanitize`, kernel by kernel
   sweep      random problems, each judged by float64, kernel by kernel, of both passes
   overhead   python -m bench overhead
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -38,7 +41,7 @@ from bench.recording import record, suites
 from bench.recording.record import CORE, FOLDER, Record
 
 SUMMARY = "write or check the committed record of tests and figures"
-PARTS = ("tests", "sanitizer", "sweep", "overhead", "references", "measure")
+PARTS = ("tests", "alone", "sanitizer", "sweep", "overhead", "references", "measure")
 ON_DEMAND = ("soak", "chaos", "training")
 # What a record of a device is not whole without.
 NEEDED = {"cuda": PARTS, "cpu": ("tests", "measure")}
@@ -52,6 +55,8 @@ OPERATIONS = ("attention", "backward", "merge", "append")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 # Of the bitwise tests on a GPU.
 REPEATS = 250
+# Processes of a kernel's tests: half a minute of each goes into collecting them.
+SHARDS = 5
 # The sweep of a kernel: processes side by side, each with a seed of its own, and random problems for each of them.
 SWEEP_SEEDS = range(11, 17)
 SWEEP_PROBLEMS = 1600
@@ -156,26 +161,56 @@ class Run:
     # ---- the parts ----
 
     def tests(self) -> None:
-        for kernel in self._untested():
+        jobs, gpus, taken = self.args.jobs, self._gpus(), 0
+        shards: dict[str, list[tuple[list[str], str | None]]] = {}
+        for kernel in self._untested("tests"):
+            count = max(1, jobs // 2) if kernel == CORE else min(jobs, SHARDS)
+            shards[kernel] = [([*self._pytest(kernel, "not idle"), f"--shard={n}/{count}"],
+                               None if kernel == CORE or len(gpus) < 2 else gpus[(taken + n) % len(gpus)]) for n in range(count)]  # fmt: skip
+            taken += count
+        for kernel, found in suites.run_shards(shards, jobs, self.ends):
+            self._add_tests("tests", kernel, found)
+
+    def alone(self) -> None:
+        for kernel in self._untested("alone"):
             if self.late():
                 break
-            files = sorted(str(f) for f in (machine.ROOT / "tests").rglob("test_*.py") if re.search(self.args.filter, f.name))
-            marks = "not emulated and not on_cpu" if self.device == "cuda" else ""  # what needs no GPU runs in CI
-            if kernel == CORE and self.device == "cuda":
-                files = [file for file in files if re.search("gpu|cuda|DEVICES", Path(file).read_text())]
-            about: dict[str, Any] = {"files": self.args.filter} if self.args.filter else {}
-            if self.device == "cuda":
-                about["repeats"] = REPEATS
-            options = [f"--of={kernel}", *([f"--repeats={REPEATS}"] if self.device == "cuda" else [])]
-            found = suites.run_side_by_side(files, options, self.args.jobs, self.left(30), marks) | about
-            self.add("tests", f"{kernel} {self.args.filter}".strip(), found, [kernel], suites.counts(found))
+            self._add_tests("alone", kernel, suites.run_pytest(self._pytest(kernel, "idle"), limit=self.left(30)))
 
-    def _untested(self) -> list[str]:
-        """Kernels, and core, whose tests have to be run; also those that share a piece with one, since that piece ends.
+    def _add_tests(self, part: str, kernel: str, found: dict[str, Any]) -> None:
+        about: dict[str, Any] = {"files": self.args.filter} if self.args.filter else {}
+        if self.device == "cuda":
+            about["repeats"] = REPEATS
+        self.add(part, f"{kernel} {self.args.filter}".strip(), found | about, [kernel], suites.counts(found))
+
+    def _pytest(self, kernel: str, which: str) -> list[str]:
+        """Arguments for the tests of a kernel, or of core, of these marks."""
+        files = sorted(f for f in (machine.ROOT / "tests").rglob("test_*.py") if re.search(self.args.filter, f.name))
+        if which == "idle":
+            files = [file for file in files if "idle" in file.read_text()]
+        options = [f"--of={kernel}"]
+        if self.device == "cuda":  # what needs no GPU runs in CI
+            options.append(f"--repeats={REPEATS}")
+            which = f"not emulated and not on_cpu and {which}"
+            if kernel == CORE:
+                files = [file for file in files if re.search("gpu|cuda|DEVICES", file.read_text())]
+        return [*map(str, files), *options, "-m", which]
+
+    def _gpus(self) -> list[str]:
+        """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them."""
+        if self.device != "cuda":
+            return []
+        from fa_ext import _core
+
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return listed.split(",") if listed else [str(n) for n in range(_core.device_count())]
+
+    def _untested(self, part: str) -> list[str]:
+        """Core, and kernels, whose tests have to be run; also those that share a piece with one, since that piece ends.
         What a run of some files found (--filter) stands beside the piece of all: it may be of another machine's GPUs."""
-        pieces = [p for p in self.record.part("tests").values()
+        pieces = [p for p in self.record.part(part).values()
                   if "error" not in p and p.get("files", "") == self.args.filter]  # fmt: skip
-        wanted = [*self.of_every_operation(), *([CORE] if re.search(self.args.kernels, CORE) else [])]
+        wanted = [*([CORE] if re.search(self.args.kernels, CORE) else []), *self.of_every_operation()]
         lacking = {k for k in wanted if self.args.fresh or not any(self.record.covers(p, k) for p in pieces)}
         ending = [of for p in pieces if len(of := self.record.kernels_of(p)) > 1 and of & lacking]
         return [k for k in wanted if k in lacking or any(k in of for of in ending)]
@@ -317,13 +352,13 @@ def summary(document: dict) -> str:
     parts = document["parts"]
     dates = [holder["date"] for _, holder in record.holders(document)]
     said = [f"{document['machine']['name']}, {max(dates)}" if dates else document["machine"]["name"]]
-    if tests := parts.get("tests"):
+    for part, word in (("tests", ""), ("alone", " alone")):
         total: dict[str, Counter[str]] = {}
-        for found in tests.values():
+        for found in parts.get(part, {}).values():
             counted = total.setdefault(found.get("files", ""), Counter())
             counted.update({k: found.get(k, 0) for k in ("passed", "failed", "skipped")})
             counted["failed"] += "error" in found
-        said += [suites.counts(counted) + (f" of {files}" if files else "") for files, counted in sorted(total.items())]
+        said += [suites.counts(counted) + word + (f" of {files}" if files else "") for files, counted in sorted(total.items())]
     if sanitizer := parts.get("sanitizer"):
         not_run = sanitizer.get("all", {}).get("not_run")
         clean = sum(str(f.get("sanitizer", "")).startswith("0 ") for f in sanitizer.values())

@@ -303,7 +303,7 @@ def gaps(document: dict) -> dict[str, list[str]]:
     kernels = [k for k in build.rules.kernel_names() if is_of(k, device) and k not in others]
     asked = {part for part, names in held.items() if any(name in names for name in kernels)}
     found = {kernel: sorted(part for part in asked if kernel not in held[part]) for kernel in kernels}
-    for name, parts in ({CORE: ("tests",)} | others).items():
+    for name, parts in ({CORE: ("tests", "alone")} | others).items():
         found[name] = [part for part in parts if part in held and name not in held[part]]
     return {kernel: parts for kernel, parts in found.items() if parts}
 

@@ -11,7 +11,8 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ def beside(jobs: int) -> dict[str, str]:
 
 
 def run_pytest(
-    arguments: list[str], prefix: list[str] | None = None, limit: float = 600.0, jobs: int = 1
+    arguments: list[str], prefix: list[str] | None = None, limit: float = 600.0, jobs: int = 1, gpu: str | None = None
 ) -> dict[str, Any]:
     """{passed, failed, skipped, seconds, failures: [...], reasons: {reason: count}, sanitizer?} of one pytest run,
-    one of ``jobs`` side by side."""
+    one of ``jobs`` side by side. ``gpu``: the only one it sees, as CUDA_VISIBLE_DEVICES names it; None: all."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
         argv = [
@@ -44,9 +45,11 @@ def run_pytest(
             *arguments,
         ]
         began = time.monotonic()
+        environment = {**beside(jobs), "CI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         try:
-            done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit,
-                                  env={**beside(jobs), "CI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})  # fmt: skip
+            done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit, env=environment)
         except subprocess.TimeoutExpired:
             return {"error": f"not finished after {limit:.0f} s", "seconds": round(time.monotonic() - began, 1)}
         found = parse_junit(xml.read_text()) if xml.exists() else {"error": _last_words(done.stdout + done.stderr)}
@@ -56,26 +59,26 @@ def run_pytest(
         return found
 
 
-def run_side_by_side(files: list[str], options: list[str], jobs: int, limit: float, marks: str = "") -> dict[str, Any]:
-    """`run_pytest` of the tests of these files with these ``marks`` (an expression of pytest's), ``jobs`` processes at a
-    time, each with every ``jobs``-th test: half a minute of each goes into collecting them. Then, with nothing beside
-    it, of those marked `idle`."""
-    if jobs == 1:
-        return run_pytest([*files, *options, "-m", marks], limit=limit)
-    ends = time.monotonic() + limit
-    shards = [[*files, f"--shard={n}/{jobs}"] for n in range(jobs)]
-    idle = [file for file in files if "idle" in Path(file).read_text()]
+def run_shards(
+    suites: dict[str, list[tuple[list[str], str | None]]], jobs: int, ends: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, its counts) of each suite of tests, as it ends. A suite is its shards: pytest's arguments, and the GPU that the
+    process sees or None for all of them. They are begun in the order given, ``jobs`` at a time; where one has not begun by
+    `ends` (of time.monotonic()) its suite is left out."""
 
-    def run(shard: list[str], which: str, jobs: int) -> dict[str, Any]:
-        which = f"({marks}) and {which}" if marks else which
-        return run_pytest([*shard, *options, "-m", which], limit=max(30.0, ends - time.monotonic()), jobs=jobs)
+    def run(arguments: list[str], gpu: str | None) -> dict[str, Any] | None:
+        left = ends - time.monotonic()
+        return run_pytest(arguments, limit=max(30.0, left), jobs=jobs, gpu=gpu) if left > 0 else None
 
-    began = time.monotonic()
+    found: dict[str, list[dict[str, Any] | None]] = {name: [] for name in suites}
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(lambda shard: run(shard, "not idle", jobs), shards))
-    if idle:
-        found.append(run(idle, "idle", 1))
-    return merged(found) | {"seconds": round(time.monotonic() - began, 1)}
+        running = {pool.submit(run, *shard): name for name, shards in suites.items() for shard in shards}
+        for future in as_completed(running):
+            name = running[future]
+            found[name].append(future.result())
+            whole = [part for part in found[name] if part]
+            if len(whole) == len(suites[name]):
+                yield name, merged(whole) | {"seconds": round(sum(part["seconds"] for part in whole), 1)}
 
 
 def merged(found: list[dict[str, Any]]) -> dict[str, Any]:

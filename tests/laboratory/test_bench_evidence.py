@@ -1,11 +1,13 @@
 """The record of tests and figures: what a change makes stale, what is redone then, how records are read and merged."""
 
+import argparse
 import copy
 import itertools
 import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -329,6 +331,22 @@ def test_evidence_is_made_kept_and_redone_for_one_kernel(tmp_path, monkeypatch, 
     assert contenders - peers.PEERS.keys() == {"cpu_simd"} and "numpy" in contenders
 
 
+def test_tests_that_stand_nothing_beside_them_are_a_part(tmp_path, monkeypatch):
+    output = tmp_path / "machine.json"
+    line = ["evidence", "--device", "cpu", "--parts", "alone", "--kernels", "core", "--filter", "test_device_arrays", "--output"]
+    assert main([*line, str(output)]) == 0
+    document = json.loads(output.read_text())
+    assert list(document["parts"]) == ["alone"] and "alone of test_device_arrays" in evidence.summary(document)
+    (found,) = document["parts"]["alone"].values()
+    assert found["passed"] + found["skipped"] == 1 and found["failed"] == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-4")
+    run = argparse.Namespace(device="cuda", args=argparse.Namespace(filter="test_bench_gpu"))
+    assert evidence.Run._gpus(run) == ["3", "GPU-4"] and evidence.Run._gpus(argparse.Namespace(device="cpu")) == []
+    *files, of, repeats, _, marks = evidence.Run._pytest(run, "core", "not idle")
+    assert [Path(file).name for file in files] == ["test_bench_gpu.py"] and (of, repeats) == ("--of=core", "--repeats=250")
+    assert marks == "not emulated and not on_cpu and not idle"
+
+
 def test_the_check_without_a_build_cannot_tell(tmp_path, monkeypatch, capfd):
     """Of the committed records: all that is changed is unknown, and stale only what was never run."""
     monkeypatch.setattr(machine, "built_codes", lambda: {})
@@ -410,8 +428,7 @@ def test_junit_is_counted():
     assert found["failures"][0].startswith("t.b: boom") and found["reasons"] == {"no GPU": 1}
 
 
-def test_files_side_by_side_count_as_one_run(tmp_path):
-    """Tests marked idle come last, with nothing beside them."""
+def test_shards_count_as_one_run(tmp_path):
     (tmp_path / "conftest.py").write_text(
         "def pytest_addoption(parser): parser.addoption('--shard', default='0/1')\n"
         "def pytest_collection_modifyitems(config, items):\n"
@@ -420,20 +437,23 @@ def test_files_side_by_side_count_as_one_run(tmp_path):
     )
     for n in range(5):
         (tmp_path / f"test_{n}.py").write_text(f"def test_right(): pass\ndef test_wrong(): assert {n}\n")
-    (tmp_path / "test_idle.py").write_text(
-        "import pathlib, time, pytest\n"
-        "def test_beside(): time.sleep(1); pathlib.Path(__file__).with_name('ended').touch()\n"
-        "@pytest.mark.idle\ndef test_alone(): assert pathlib.Path(__file__).with_name('ended').exists()\n"
+    (tmp_path / "test_gpu.py").write_text(
+        "import os, pytest\n"
+        "def test_sees_one(): assert os.environ['CUDA_VISIBLE_DEVICES'] == '1'\n"
         "@pytest.mark.skip(reason='why')\ndef test_skipped(): pass\n"
     )
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
-    found = suites.run_side_by_side([str(f) for f in tmp_path.glob("test_*.py")], options, 2, 60)
-    assert (found["passed"], found["failed"], found["skipped"]) == (11, 1, 1) and found["reasons"] == {"why": 1}
-    assert len(found["failures"]) == 1 and "test_0" in found["failures"][0]
-    fewer = suites.run_side_by_side([str(tmp_path / "test_idle.py")], options, 2, 60, marks="not skip")
-    assert (fewer["passed"], fewer["failed"], fewer["skipped"]) == (2, 0, 0)
-    died = suites.merged([found, {"error": "died", "seconds": 1.0}])
-    assert (died["passed"], died["failed"], died["skipped"]) == (11, 2, 1) and died["failures"][1] == "died"
+    files = [str(tmp_path / f"test_{n}.py") for n in range(5)]
+    wanted = {"many": [([*files, *options, f"--shard={n}/3"], None) for n in range(3)],
+              "pinned": [([str(tmp_path / "test_gpu.py"), *options], "1")]}  # fmt: skip
+    found = dict(suites.run_shards(wanted, 2, time.monotonic() + 60))
+    many, pinned = found["many"], found["pinned"]
+    assert (many["passed"], many["failed"], many["skipped"]) == (9, 1, 0)
+    assert len(many["failures"]) == 1 and "test_0" in many["failures"][0]
+    assert (pinned["passed"], pinned["failed"], pinned["reasons"]) == (1, 0, {"why": 1})
+    died = suites.merged([many, {"error": "died", "seconds": 1.0}])
+    assert (died["passed"], died["failed"], died["skipped"]) == (9, 2, 0) and died["failures"][1] == "died"
+    assert list(suites.run_shards(wanted, 2, time.monotonic())) == []  # none has begun in time
 
 
 def test_sanitizer_summary():
