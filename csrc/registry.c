@@ -52,6 +52,24 @@ static fa_dtype dtype_of(const fa_problem *problem) {
     return problem->op == FA_APPEND ? problem->append.dtype : problem->forward.dtype;
 }
 
+/* What a kernel that has answered about the speed of a batch_invariant call says of one batch entry by itself: kernels
+ * differ in their bits, so the number of entries must not choose among them. */
+static fa_answer answer_of_one(const fa_kernel *kernel, const fa_problem *problem, const fa_device_info *device,
+                               fa_answer answer, fa_why *why) {
+    const bool batched = problem->op == FA_FORWARD || problem->op == FA_BACKWARD;
+    if (!problem->batch_invariant || !batched || problem->features & FA_WITH_LENGTHS || problem->forward.batch < 2)
+        return answer;
+    fa_problem one = *problem;
+    one.forward.batch = 1;
+    fa_plan plan = {.kernel = kernel};
+    fa_why alone;
+    fa_because(&alone, FA_TAKES, FA_WHY_NONE, 0, 0, 0);
+    const fa_answer said = kernel->plan(&one, device, &plan, &alone);
+    if (said != FA_TAKES && said != FA_DECLINES) return answer;
+    *why = alone;
+    return said;
+}
+
 fa_answer fa_kernel_ask(const fa_kernel *kernel, const fa_problem *problem, const fa_device_info *device, fa_plan *plan,
                         fa_why *why) {
     const fa_dtype dtype = dtype_of(problem);
@@ -65,7 +83,8 @@ fa_answer fa_kernel_ask(const fa_kernel *kernel, const fa_problem *problem, cons
     memset(plan, 0, sizeof *plan);
     plan->kernel = kernel;
     fa_because(why, FA_TAKES, FA_WHY_NONE, 0, 0, 0);
-    return kernel->plan(problem, device, plan, why);
+    const fa_answer answer = kernel->plan(problem, device, plan, why);
+    return answer == FA_TAKES || answer == FA_DECLINES ? answer_of_one(kernel, problem, device, answer, why) : answer;
 }
 
 static bool is_candidate(const fa_kernel *kernel, const fa_problem *problem) {

@@ -100,6 +100,17 @@ def test_which_is_chosen_for_sums_in_any_order(case, wrt, kernel):
     assert found == kernel, reasons
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("case", ["H8,S512,D64,float16", "H32,S1024,D64,bfloat16,causal=True", "H16,S256,D64,bfloat16", "H8/2,S2048,D128,float16"])
+def test_with_batch_invariant_the_batch_decides_nothing(case, deterministic):
+    """Kernels differ in their bits."""
+    found = set()
+    for batch in (1, 2, 5, 16, 64):
+        given = described(Case.parse(f"B{batch},{case}"), batch_invariant=True)
+        found.add(fa_ext.explain_backward(**given, deterministic=deterministic, device=DEVICES["h100"])[0])
+    assert len(found) == 1, found
+
+
 @pytest.mark.parametrize("case", ["B1,H2,S127x2000,D64,bfloat16", "B1,H2,S2000x127,D64,float16", "B1,H2,S0x200,D128,bfloat16"])
 def test_few_queries_or_keys_are_refused_by_name(case):
     name, given = "wgmma_fused_backward_sm90", described(Case.parse(case))

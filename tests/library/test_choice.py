@@ -151,6 +151,14 @@ def test_which_kernel_is_chosen(case, chosen):
             assert fa_ext.explain(**shapes_only(case), device=described)[0] == wanted, device
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ["H8,S512,D64,float16", "H32/8,S1x4096,D128,bfloat16", "H16,S200x3000,D128,bfloat16,causal=bottom_right", "H2,S64,D40,float32"])
+def test_with_batch_invariant_the_batch_chooses_nothing(case, device):
+    """Kernels differ in their bits."""
+    found = {fa_ext.explain(**shapes_only(Case.parse(f"B{batch},{case}")), batch_invariant=True, device=DEVICES[device])[0] for batch in (1, 3, 16, 200)}
+    assert len(found) == 1 and found != {None}, found
+
+
 def _recorded():
     """{"<file> <problem> <cache>": {kernel: microseconds}} from the committed evidence."""
     cells = record.cells()
