@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -197,13 +196,12 @@ class Run:
         return [*map(str, files), *options, "-m", which]
 
     def _gpus(self) -> list[str]:
-        """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them."""
+        """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
         if self.device != "cuda":
             return []
         from fa_ext import _core
 
-        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return listed.split(",") if listed else [str(n) for n in range(_core.device_count())]
+        return machine.named_gpus() or [str(n) for n in range(_core.device_count())]
 
     def _untested(self, part: str) -> list[str]:
         """Core, and kernels, whose tests have to be run; also those that share a piece with one, since that piece ends.

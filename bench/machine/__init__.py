@@ -160,6 +160,11 @@ def _worked(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def named_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names, indices or UUIDs; [] where it is not set or empty."""
+    return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+
+
 class Monitor:
     """Clocks, power and throttling of this process's first GPU through NVML; silent where there is none."""
 
@@ -175,7 +180,7 @@ class Monitor:
             pynvml.nvmlInit()
             self.nvml = pynvml
             # NVML counts all GPUs by their place on the bus, which is CUDA's order too where they are alike.
-            first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+            first = (named_gpus() or ["0"])[0]
             by = pynvml.nvmlDeviceGetHandleByIndex if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
             self.handle = by(int(first) if first.isdigit() else first)
         except Exception:  # no package, no driver, no GPU: then there is nothing to watch

@@ -242,11 +242,16 @@ def cell(key: str, runs: list[dict]) -> dict[str, Any]:
     return found
 
 
-def cells(folder: Path = FOLDER) -> dict[str, dict]:
-    """{"<file> <problem> <cache>": cell} of every committed measurement."""
+def cells(folder: Path = FOLDER, today: bool = False) -> dict[str, dict]:
+    """{"<file> <problem> <cache>": cell} of every committed measurement; ``today``: without the figures of kernels whose
+    machine code has changed since."""
     found = {}
     for path in sorted(folder.glob("*.json")):
-        for key, runs in ((read(path) or {}).get("cells") or {}).items():
+        document = read(path) or {"cells": {}}
+        held = Record(path, document["machine"]) if today and document["cells"] else None
+        for key, runs in document["cells"].items():
+            if held:
+                runs = [held.without(run, {k for k in held.kernels_of(run) if not held.covers(run, k)}) for run in runs]
             found[f"{path.stem} {key}"] = cell(key, runs)
     return found
 

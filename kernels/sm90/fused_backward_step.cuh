@@ -117,7 +117,8 @@ __device__ __forceinline__ void store_part(float *to, const float (&dq)[kDqCount
         *reinterpret_cast<float4 *>(to + c * 128) = make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
 }
 
-/* Adds to a warp's dq what others have added to its sums before, this lane's first of which is at `from`. */
+/* Adds to a warp's dq what others have added to its sums before, this lane's first of which is at `from`. Whoever calls
+ * it has waited for their turn. Past L1, which may hold what was there before them. */
 __device__ __forceinline__ void take_part(float (&dq)[kDqCount], const float *from) {
     float4 before[kDqCount / 4];
 #pragma unroll

@@ -3,10 +3,10 @@
  *
  *     rows:   LSE and delta of each query, to workspace; sums of dq in float32 cleared   fused_backward_rows.cuh
  *     fused:  dk and dv, a tile of keys of a kv head a CTA; dq added to its sums         fused_backward.cuh
- *     finish: dq from its sums, where those have no order                                fused_backward_rows.cuh
+ *     finish: dq from its sums; in order, of queries that see no key alone               fused_backward_rows.cuh
  *     sinks:  dsinks, from partial sums that the first kernel leaves                     backward_host.cuh
  *
- * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq: for long sequences.
+ * Five products, where wgmma_backward_sm90 makes seven, for 4 bytes of workspace an element of dq.
  * dk, dv and dsinks have one order. The order of dq's sums differs from run to run, for deterministic=False; for True,
  * and where they are faster, the instances ordered_* take turns (fused_backward_turns.cuh): the sums are not cleared,
  * the first to add stores, and the last makes dq of them.

@@ -118,31 +118,22 @@ def test_few_queries_or_keys_are_refused_by_name(case):
     assert found is None and "takes 128 queries and keys or more" in reasons[name]
 
 
-def recorded_cells():
-    """(device, problem, {kernel: microseconds}) of what was measured of the backward pass of this build's machine code."""
-    for path in sorted(record.FOLDER.glob("*.json")):
-        device = next((device for device in DEVICES if device in path.stem), None)
-        document = device and record.read(path)
-        held = document and record.Record(path, document["machine"])
-        for key, runs in (document["cells"] if document else {}).items():
-            line, _ = key.split()
-            if "operation=backward" not in line:
-                continue
-            times = {kernel: figures["us"] for run in runs for kernel, figures in run["contenders"].items()
-                     if kernel in CUDA and held.covers(run, kernel)}  # fmt: skip
-            yield device, line, times
-
-
 def test_the_pick_is_within_5_percent_of_the_best_recorded_kernel():
+    """Of the kernels of this build, in every cell of the backward pass that was recorded on a described GPU of their code."""
     slow, seen = [], 0
-    for device, line, times in recorded_cells():
+    for name, cell in record.cells(today=True).items():
+        machine, line, _ = name.split()
+        device = next((device for device in DEVICES if device in machine), None)
+        times = {kernel: run["us"] for kernel, run in cell["contenders"].items() if kernel in CUDA}
+        if "operation=backward" not in line or device is None:
+            continue
         case = Case.parse(line)
         given = described(dataclasses.replace(case, operation="attention", deterministic=True))
         wrt = tuple(name for name in gradients.NAMES if name in given)
         pick, _ = fa_ext.explain_backward(**given, wrt=wrt, deterministic=case.deterministic, device=DEVICES[device])
         seen += pick in times
         if pick in times and times[pick] > 1.05 * min(times.values()):
-            slow.append(f"{device} {line}: {pick} of {times}")
+            slow.append(f"{name}: {pick} of {times}")
     if not seen:
         pytest.skip("no evidence of two kernels is committed")
     assert not slow, "\n".join(slow)
