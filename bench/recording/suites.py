@@ -20,10 +20,13 @@ from bench import machine
 
 
 def beside(jobs: int) -> dict[str, str]:
-    """The environment of a process of this checkout that runs beside others: NumPy's share of the cores. Fourteen processes
-    whose float64 products take sixteen threads each wait for one another most of the time."""
+    """The environment of a process of this checkout that is one of ``jobs`` side by side: its share of the cores for
+    NumPy, OpenMP and torch's compiler. Fourteen processes whose float64 products take sixteen threads each, or that begin 32
+    compiler processes each, wait for one another most of the time."""
     path = os.pathsep.join(filter(None, [str(machine.ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))}
+    share = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+    return {**os.environ, "PYTHONPATH": path, **dict.fromkeys(names if jobs > 1 else names[:1], share)}
 
 
 def run_pytest(
