@@ -115,6 +115,7 @@ def pytest_runtest_setup(item):
     """Skips what this machine cannot run, with the reason."""
     import rows
 
+    rows.first_device()
     kernel = _kernel_of(item)
     reason = rows.absent(kernel) if kernel else None
     if item.get_closest_marker("gpu"):

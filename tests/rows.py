@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,14 @@ def device_of(kernel: str) -> str:
 def listed_name(kernel: str) -> str:
     """A kernel's name in the table: a second copy, loaded at run time, is called name@2."""
     return kernel.partition("@")[0]
+
+
+def first_device() -> None:
+    """Makes the first of several CUDA devices current: JAX, as it begins, leaves the last one so."""
+    for name in ("torch", "cupy") if "jax" in sys.modules and not no_device() and _core.device_count() > 1 else ():
+        if name in sys.modules:
+            cuda = sys.modules[name].cuda
+            cuda.set_device(0) if name == "torch" else cuda.Device(0).use()
 
 
 @functools.cache

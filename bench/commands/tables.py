@@ -26,6 +26,7 @@ EVIDENCE = machine.ROOT / "bench" / "evidence"
 GPU_RECORD, CPU_RECORD = EVIDENCE / "nvidia-h200.json", EVIDENCE / "intel-r-xeon-r-processor.json"
 H100_RECORD = EVIDENCE / "nvidia-h100-80gb-hbm3.json"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+GPUS = {"gpu": "H200", "h100": "H100"}
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HOPPER, AMPERE, CUDNN, FLASH = "wgmma_sm90", "mma_sm80", "torch-cudnn", "torch-flash"
 BACKWARD_PEERS = {CUDNN: "cuDNN", FLASH: "FlashAttention-2 (torch)", "flash-attn-3": "FlashAttention-3",
@@ -129,32 +130,30 @@ def _where(records: dict) -> str:
     )
 
 
-def _paper_cells(records: dict) -> dict[tuple, list[dict]]:
+def _paper_cells(records: dict, which: str = "gpu") -> dict[tuple, list[dict]]:
     """{(head_dim, mask, S): runs}."""
     return {
-        (d, mask, s): _cell(records["gpu"], _paper_case(d, mask, s))
+        (d, mask, s): _cell(records[which], _paper_case(d, mask, s))
         for d in (64, 128, 256) for mask in ("full", "causal") for s in LENGTHS
     }  # fmt: skip
 
 
 def _means(records: dict) -> str:
-    cells = _paper_cells(records)
-    columns = ["head_dim", "`wgmma_sm90` / cuDNN, full", "causal", "least cell", "`mma_sm80` / FlashAttention-2", "least cell"]
-    lines = [
-        [
-            d,
-            *(_mean(_over(cells[d, mask, s], HOPPER, CUDNN) for s in LENGTHS) for mask in ("full", "causal")),
-            _least(cells, d, HOPPER, CUDNN),
-            _mean(_over(cells[d, mask, s], AMPERE, FLASH) for mask in ("full", "causal") for s in LENGTHS),
-            _least(cells, d, AMPERE, FLASH),
-        ]
-        for d in (64, 128, 256)
-    ]
+    columns = ["GPU", "head_dim", "`wgmma_sm90` / cuDNN, full", "causal", "least cell", "/ FlashAttention-3, full", "causal", "least cell",
+               "`mma_sm80` / FlashAttention-2", "least cell"]  # fmt: skip
+    lines = []
+    for which, gpu in GPUS.items():
+        cells = _paper_cells(records, which)
+        for d in (64, 128, 256):
+            of_hopper = [text for peer in (CUDNN, "flash-attn-3") for text in (
+                *(_mean(_over(cells[d, mask, s], HOPPER, peer) for s in LENGTHS) for mask in ("full", "causal")), _least(cells, d, HOPPER, peer))]  # fmt: skip
+            of_ampere = _mean(_over(cells[d, mask, s], AMPERE, FLASH) for mask in ("full", "causal") for s in LENGTHS)
+            lines.append([gpu, d, *of_hopper, of_ampere, _least(cells, d, AMPERE, FLASH)])
     return _markdown(columns, lines)
 
 
-def _paper(records: dict) -> str:
-    cells = _paper_cells(records)
+def _paper(records: dict, which: str = "gpu") -> str:
+    cells = _paper_cells(records, which)
 
     def rate(cell: list[dict], name: str) -> str:
         value = _value(cell, name, "tflops")
@@ -162,10 +161,11 @@ def _paper(records: dict) -> str:
 
     def line(key: tuple) -> list:
         ratio = _over(cells[key], HOPPER, CUDNN)
-        rates = [rate(cells[key], name) for name in (HOPPER, AMPERE, CUDNN, FLASH)]
-        return [*key, *rates, f"{ratio:.2f}" if ratio else "-"]
+        best = _over(cells[key], HOPPER, "flash-attn-3")
+        rates = [rate(cells[key], name) for name in (HOPPER, AMPERE, CUDNN, "flash-attn-3", FLASH)]
+        return [*key, *rates, *(f"{r:.2f}" if r else "-" for r in (ratio, best))]
 
-    columns = ["D", "mask", "S", "`wgmma_sm90`", "`mma_sm80`", "cuDNN", "FlashAttention-2 (torch)", "ours / cuDNN"]
+    columns = ["D", "mask", "S", "`wgmma_sm90`", "`mma_sm80`", "cuDNN", "FlashAttention-3", "FlashAttention-2 (torch)", "ours / cuDNN", "/ FlashAttention-3"]
     return _markdown(columns, [line(key) for key in cells if key[2] in (512, 2048, 16384)])
 
 
@@ -281,18 +281,19 @@ CALLS = ("torch out=", "torch", "torch paged out=", "torch append", "torch SDPA"
 
 
 def _overhead(records: dict) -> str:
-    taken = records["gpu"]["parts"]["overhead"]["figures"]["microseconds"]
-    columns = [name for name in CALLS if name in taken]
-    return _markdown(["", *columns], [["us a call", *(f"{taken[name]:.1f}" for name in columns)]])
+    taken = {gpu: records[which]["parts"]["overhead"]["figures"]["microseconds"] for which, gpu in GPUS.items()}
+    columns = [name for name in CALLS if any(name in one for one in taken.values())]
+    return _markdown(["us a call", *columns], [[gpu, *(f"{one[name]:.1f}" if name in one else "-" for name in columns)] for gpu, one in taken.items()])
 
 
 def _training(records: dict) -> str:
     """GPT-2 124M: losses, time of a step, and the gap of the loss to the reference over that between backends (bound: 2)."""
     lines = []
-    for what, piece in records["gpu"]["parts"].get("training", {}).items():
-        for name, run in piece.get("runs", {}).items():
-            gap = f"{run['gap']:.2f}" if "gap" in run else ""
-            lines.append([what, name, piece["sizes"]["steps"], f"{run['first']:.3f}", f"{run['last']:.3f}", f"{run['milliseconds']:.1f}", gap])
+    for which, gpu in GPUS.items():
+        for what, piece in records[which]["parts"].get("training", {}).items():
+            for name, run in piece.get("runs", {}).items():
+                gap = f"{run['gap']:.2f}" if "gap" in run else ""
+                lines.append([f"{gpu}, {what}", name, piece["sizes"]["steps"], f"{run['first']:.3f}", f"{run['last']:.3f}", f"{run['milliseconds']:.1f}", gap])
     return _markdown(["", "attention", "steps", "first loss", "last loss", "ms a step", "gap"], lines)
 
 
@@ -338,8 +339,7 @@ def _serving(records: dict) -> str:
     def line(name: str, case: problems.Problem, cell: list[dict]) -> list:
         times = {n: _value(cell, n) for run in cell for n in run["contenders"]}
         ours = min((n for n in times if n not in peers.PEERS), key=lambda n: times[n] or math.inf, default="")
-        ratio = min((r for n in shown if ours and (r := _over(cell, ours, n))), default=None)
-        taken = times.get(ours)
+        ratio, taken = _best_over(cell), times.get(ours)
         share = f"{100 * case.key_bytes() / (taken * 1e-6) / 1e9 / read:.0f}%" if taken and read else "-"
         return [name, *_sizes(case), f"`{ours}`" if ours else "-", _microseconds(taken), *(_microseconds(times.get(n)) for n in shown),
                 f"{ratio:.2f}" if ratio else "-", share]  # fmt: skip
@@ -347,6 +347,33 @@ def _serving(records: dict) -> str:
     columns = ["cell", "B, heads, queries x keys", "pages or storage", "kernel", "us", *(SERVING_PEERS[n] for n in shown),
                "best peer / ours", "K and V read, of the best rate"]  # fmt: skip
     return _markdown(columns, [line(*entry) for entry in cells if entry[2]])
+
+
+def _serving_groups(records: dict) -> str:
+    """What the cells of the preset have in common, and on each GPU the fastest peer over the fastest kernel."""
+    lines = []
+    for group in dict.fromkeys(map(_group, problems.CELLS)):
+        cases = [case for name, of in problems.CELLS.items() if _group(name) == group for case in of if case.operation not in ("merge", "append")]
+        line = [group, len(cases)]
+        for which in GPUS:
+            ratios = [_best_over(_cell(records[which], str(case), "cold")) for case in cases]
+            known = [ratio for ratio in ratios if ratio]
+            line += [_mean(known), f"{min(known):.2f}" if known else "-"]
+        if cases:
+            lines.append(line)
+    return _markdown(["cells", "how many", *(f"{gpu}: {what}" for gpu in GPUS.values() for what in ("mean", "least"))], lines)
+
+
+def _group(name: str) -> str:
+    """The group of a cell: decoding is one, and so are single queries with cu_seqlens_q."""
+    return "single queries, packed" if name.endswith(" packed") else "D" if name.startswith("D") else name.partition(" ")[0]
+
+
+def _best_over(cell: list[dict]) -> float | None:
+    """The time of the fastest peer of those in SERVING_PEERS over that of the fastest kernel."""
+    times = {n: _value(cell, n) for run in cell for n in run["contenders"]}
+    ours = min((n for n in times if n not in peers.PEERS), key=lambda n: times[n] or math.inf, default="")
+    return min((r for n in SERVING_PEERS if ours and (r := _over(cell, ours, n))), default=None)
 
 
 def _sizes(case: problems.Problem) -> tuple[str, str]:
@@ -397,5 +424,6 @@ def _tested(records: dict) -> str:
 
 BLOCKS: dict[str, Callable[[dict], str]] = {
     "where": _where, "means": _means, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "extras": _extras, "decode": _decode,
-    "backward": _backward, "backward_h100": partial(_backward, which="h100"), "serving": _serving, "moves": _moves, "overhead": _overhead, "training": _training, "cpu": _cpu, "tested": _tested,
+    "paper_h100": partial(_paper, which="h100"),
+    "backward": _backward, "backward_h100": partial(_backward, which="h100"), "serving": _serving, "serving_groups": _serving_groups, "moves": _moves, "overhead": _overhead, "training": _training, "cpu": _cpu, "tested": _tested,
 }  # fmt: skip

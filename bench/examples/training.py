@@ -34,8 +34,8 @@ def text(batch: int, seq: int, vocab: int, step: int) -> np.ndarray:
 
 
 def gaps(found: dict[str, tuple[list[float], float]], backends: list[str], reference: str) -> dict[str, float]:
-    """{name of a run that is of no backend: its largest gap to the reference, as a multiple of the largest between any two backends
-    so far, which is at least the spacing of float32 numbers there}. ``found`` has losses and seconds a step of each run."""
+    """{name of a run that is of no backend: its largest gap to the reference, a backend, as a multiple of the largest between any
+    two backends so far, which is at least the spacing of float32 numbers there}. ``found`` has losses and seconds a step of each run."""
     peers = [losses for name, (losses, _) in found.items() if name in backends]
     between = [max([2**-23 * at[0], *(abs(a - b) for a, b in itertools.combinations(at, 2))]) for at in zip(*peers, strict=True)]
     bound = list(itertools.accumulate(between, max))

@@ -141,9 +141,15 @@ class Record:
         return several and bool(self.kernels_of(one) & self.kernels_of(other))
 
     def put(self, part: str, key: str, piece: dict) -> None:
-        """Adds a piece, which has `code`, `context` and `date`, in place of those that it excludes."""
-        pieces = self.part(part)
-        for name in [name for name, found in pieces.items() if self.excludes(part, found, piece)]:
+        """Adds a piece, which has `code`, `context` and `date`, in place of those that it excludes, and of earlier ones of
+        some files where it is whole."""
+        pieces, of = self.part(part), self.kernels_of(piece)
+
+        def replaced(found: dict) -> bool:
+            part_of_it = is_whole(piece) and not is_whole(found) and self.kernels_of(found) <= of
+            return self.excludes(part, found, piece) or (part_of_it and found["date"] <= piece["date"])
+
+        for name in [name for name, found in pieces.items() if replaced(found)]:
             del pieces[name]
         pieces[key] = rounded(piece)
 
@@ -298,7 +304,8 @@ def states(document: dict, built: dict[str, dict], root: Path = machine.ROOT) ->
 
 
 def gaps(document: dict) -> dict[str, list[str]]:
-    """{kernel of the record's device, or core: parts that speak of others of its kind and not of it}."""
+    """{kernel of the record's device, or core: parts that speak of others of its kind and not of it}. A training run speaks
+    of the two kernels that its call takes, and lacks none."""
     held: dict[str, set[str]] = {}
     for part, holder in holders(document):
         if is_whole(holder):
@@ -306,7 +313,7 @@ def gaps(document: dict) -> dict[str, list[str]]:
     device = document["machine"]["device"]
     others = other_kernels(device)
     kernels = [k for k in build.rules.kernel_names() if is_of(k, device) and k not in others]
-    asked = {part for part, names in held.items() if any(name in names for name in kernels)}
+    asked = {part for part, names in held.items() if part != "training" and any(name in names for name in kernels)}
     found = {kernel: sorted(part for part in asked if kernel not in held[part]) for kernel in kernels}
     for name, parts in ({CORE: ("tests", "alone")} | others).items():
         found[name] = [part for part in parts if part in held and name not in held[part]]

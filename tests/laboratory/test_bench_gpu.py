@@ -193,7 +193,7 @@ def test_sequences_of_kernels_and_peers_are_right(case, peers, tmp_path):
     from bench.__main__ import main
 
     output = tmp_path / "figures.json"
-    line = ["measure", "--case", case, "--peers", peers, "--cache", "cold", "--seconds", "0.3", "--output", str(output)]
+    line = ["measure", "--case", case, "--peers", peers, "--cache", "cold", "--seconds", "1", "--output", str(output)]
     assert main(line) == 0
     (cell,) = json.loads(output.read_text())["cells"].values()
     assert "simt" in cell["contenders"] and cell["contenders"]["simt"]["clock"] == "graph", cell
@@ -209,7 +209,7 @@ def test_merging_and_appending_are_timed_beside_a_copy(tmp_path):
     output = tmp_path / "figures.json"
     cases = ["B1,H8,S512,D128,bfloat16,layout=bshd,operation=merge", "B4,H8/2,S1x40,D128,bfloat16,q=packed,k=paged,slack=0,operation=append"]
     line = [word for case in cases for word in ("--case", case)]
-    assert main(["measure", *line, "--cache", "cold", "--seconds", "0.3", "--output", str(output)]) == 0
+    assert main(["measure", *line, "--cache", "cold", "--seconds", "1", "--output", str(output)]) == 0
     for cell, kernel in zip(json.loads(output.read_text())["cells"].values(), ("merge", "append"), strict=True):
         assert {"copy", kernel} == set(cell["contenders"]), cell["refused"]
         assert {figures["clock"] for figures in cell["contenders"].values()} == {"graph"}
