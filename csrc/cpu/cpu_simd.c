@@ -108,10 +108,11 @@ typedef struct queued {
     int64_t first;
 } queued;
 
-/* A thread more is worth waking for this many multiplications, some 90 us of one core's. Two threads took of the time
- * of one, calls in a row, B1 H8 D64 float32 on 2 Zen 5 cores: 0.73 at seq 48 (2.4e6), 0.74 at 64 (4.2e6), 0.51 at 96
- * and at 128 (9.4e6, 16.8e6). Where the other core is busy, a team's end can wait 8 ms for a thread: smaller calls gain
- * too little for that. */
+/* A second thread is worth waking for WORK_OF_TWO multiplications, some 20 us of one core's, each further one for
+ * WORK_PER_THREAD. Xeon, two cores, B1 H8 D64 float32, calls in a row, the median with one thread and with two: seq 32
+ * (1.0e6) 29 and 24 us, 48 (2.4e6) 56 and 37, 64 (4.2e6) 83 and 55. Where the other core is busy, a team's end can wait
+ * 8 ms for a thread: at seq 32 the median falls from 30 to 23 us there and the mean rises from 32 to 40. */
+#define WORK_OF_TWO     1e6
 #define WORK_PER_THREAD 8e6
 
 /* Multiplications of an entry whose rows all see as many keys as the query in the middle. */
@@ -123,7 +124,8 @@ static double work_of(const fa_forward *p, const fa_entry *e) {
 }
 
 static int useful_threads(int threads, double work) {
-    const double useful = 1 + work / WORK_PER_THREAD;
+    double useful = 1 + work / WORK_PER_THREAD;
+    if (useful < 2 && work >= WORK_OF_TWO) useful = 2;
     return threads > useful ? (int)useful : threads;
 }
 

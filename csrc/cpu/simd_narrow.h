@@ -39,6 +39,13 @@ static void narrow_begin(const work *w, narrow_row *r) {
     r->sum = sink == -(real)INFINITY ? 0 : 1;
 }
 
+/* Passes over all columns of V, each as wide as they allow: a pass reads its part of every row of the tile. */
+#define NARROW_PASSES(dim, pass)                                                                                       \
+    NARROW_PASS(NARROW_COLUMNS, dim, pass)                                                                             \
+    NARROW_PASS(NARROW_COLUMNS / 2, dim, pass) NARROW_PASS(NARROW_COLUMNS / 4, dim, pass) NARROW_PASS(1, dim, pass)
+#define NARROW_PASS(columns, dim, pass)                                                                                \
+    for (; c + LANES * (columns) <= (dim); c += LANES * (columns)) pass(columns);
+
 /* o = o * decay + P V; P is in w->scores. */
 static void narrow_add(const work *w, const narrow_row *r, const key_tile *t, real decay) {
     const int keys = (int)(t->end - t->begin), dim = w->p->head_dim_v;
@@ -49,14 +56,14 @@ static void narrow_add(const work *w, const narrow_row *r, const key_tile *t, re
     const int64_t ahead = AHEAD * w->p->v.stride[2] * (int64_t)sizeof *weights;
     for (int n = 0; n < keys; n += LANES)
         _mm256_storeu_si256((__m256i *)(weights + n), (__m256i)_mm512_cvtneps_pbh((__m512)v_load(w->scores + n)));
-    for (; c + NARROW_COLUMNS * LANES <= dim; c += NARROW_COLUMNS * LANES)
-        narrow_values(NARROW_COLUMNS, weights, rows, c, t->begin, keys, r->o + c, decay, ahead);
-    for (; c < dim; c += LANES) narrow_values(1, weights, rows, c, t->begin, keys, r->o + c, decay, ahead);
+#define PASS(columns) narrow_values(columns, weights, rows, c, t->begin, keys, r->o + c, decay, ahead)
+    NARROW_PASSES(dim, PASS)
+#undef PASS
 #else
     const int count = join_narrow_weights(w->scores, t->begin, keys);
-    for (; c + NARROW_COLUMNS * LANES <= dim; c += NARROW_COLUMNS * LANES)
-        narrow_values(NARROW_COLUMNS, w->scores, t->v + c, t->v_pitch, count, r->o + c, decay);
-    for (; c < dim; c += LANES) narrow_values(1, w->scores, t->v + c, t->v_pitch, count, r->o + c, decay);
+#define PASS(columns) narrow_values(columns, w->scores, t->v + c, t->v_pitch, count, r->o + c, decay)
+    NARROW_PASSES(dim, PASS)
+#undef PASS
 #endif
 }
 
