@@ -5,7 +5,7 @@
 
 It runs where JAX runs by default. Text, bound and exit status are those of `train_torch`, with the gap to "math"; the backends are
 an attention written out in float32, and the implementations of JAX's own that take the call. Equal bits are asked of a process of
-its own, in which XLA's sums are ordered too (XLA_FLAGS): by default it adds up the gradient of the embedding by atomics.
+its own, in which XLA's sums are ordered too (XLA_FLAGS): by default it may add up a scatter, as the gradient of the embedding is, by atomics.
 """
 
 from __future__ import annotations
