@@ -41,10 +41,12 @@ def listed_name(kernel: str) -> str:
 
 def first_device() -> None:
     """Makes the first of several CUDA devices current: JAX, as it begins, leaves the last one so."""
-    for name in ("torch", "cupy") if "jax" in sys.modules and not no_device() and _core.device_count() > 1 else ():
-        if name in sys.modules:
-            cuda = sys.modules[name].cuda
-            cuda.set_device(0) if name == "torch" else cuda.Device(0).use()
+    if "jax" not in sys.modules or no_device() or _core.device_count() < 2:
+        return
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.set_device(0)
+    if "cupy" in sys.modules:
+        sys.modules["cupy"].cuda.Device(0).use()
 
 
 @functools.cache

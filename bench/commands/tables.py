@@ -337,9 +337,8 @@ def _serving(records: dict) -> str:
     read = record.context_of(records["gpu"], "measure").get("ceilings", {}).get("read_gbs")
 
     def line(name: str, case: problems.Problem, cell: list[dict]) -> list:
-        times = {n: _value(cell, n) for run in cell for n in run["contenders"]}
-        ours = min((n for n in times if n not in peers.PEERS), key=lambda n: times[n] or math.inf, default="")
-        ratio, taken = _best_over(cell), times.get(ours)
+        times, ours, ratio = _against_peers(cell)
+        taken = times.get(ours)
         share = f"{100 * case.key_bytes() / (taken * 1e-6) / 1e9 / read:.0f}%" if taken and read else "-"
         return [name, *_sizes(case), f"`{ours}`" if ours else "-", _microseconds(taken), *(_microseconds(times.get(n)) for n in shown),
                 f"{ratio:.2f}" if ratio else "-", share]  # fmt: skip
@@ -356,7 +355,7 @@ def _serving_groups(records: dict) -> str:
         cases = [case for name, of in problems.CELLS.items() if _group(name) == group for case in of if case.operation not in ("merge", "append")]
         line = [group, len(cases)]
         for which in GPUS:
-            ratios = [_best_over(_cell(records[which], str(case), "cold")) for case in cases]
+            ratios = [_against_peers(_cell(records[which], str(case), "cold"))[2] for case in cases]
             known = [ratio for ratio in ratios if ratio]
             line += [_mean(known), f"{min(known):.2f}" if known else "-"]
         if cases:
@@ -369,11 +368,11 @@ def _group(name: str) -> str:
     return "single queries, packed" if name.endswith(" packed") else "D" if name.startswith("D") else name.partition(" ")[0]
 
 
-def _best_over(cell: list[dict]) -> float | None:
-    """The time of the fastest peer of those in SERVING_PEERS over that of the fastest kernel."""
+def _against_peers(cell: list[dict]) -> tuple[dict[str, float | None], str, float | None]:
+    """Microseconds of each contender, the fastest kernel, and the time of the fastest of SERVING_PEERS over that kernel's."""
     times = {n: _value(cell, n) for run in cell for n in run["contenders"]}
     ours = min((n for n in times if n not in peers.PEERS), key=lambda n: times[n] or math.inf, default="")
-    return min((r for n in SERVING_PEERS if ours and (r := _over(cell, ours, n))), default=None)
+    return times, ours, min((r for n in SERVING_PEERS if ours and (r := _over(cell, ours, n))), default=None)
 
 
 def _sizes(case: problems.Problem) -> tuple[str, str]:

@@ -134,22 +134,20 @@ class Record:
 
     def excludes(self, part: str, one: dict, other: dict) -> bool:
         """Whether two pieces of a part cannot stand together: a whole one of several kernels, such as a run of all tests at
-        once, and a whole one of a kernel among them, since its counts cannot be taken apart. A run of training has none."""
+        once, and a whole one of a kernel among them, since its counts cannot be taken apart; or one of some files and a later
+        whole one. A run of training excludes none."""
         if part == "training":
             return False
-        several = max(len(one["code"]), len(other["code"])) > 1 and is_whole(one) and is_whole(other)
+        if is_whole(one) != is_whole(other):
+            whole, some = (one, other) if is_whole(one) else (other, one)
+            return some["date"] < whole["date"] and self.kernels_of(some) <= self.kernels_of(whole)
+        several = max(len(one["code"]), len(other["code"])) > 1 and is_whole(one)
         return several and bool(self.kernels_of(one) & self.kernels_of(other))
 
     def put(self, part: str, key: str, piece: dict) -> None:
-        """Adds a piece, which has `code`, `context` and `date`, in place of those that it excludes, and of earlier ones of
-        some files where it is whole."""
-        pieces, of = self.part(part), self.kernels_of(piece)
-
-        def replaced(found: dict) -> bool:
-            part_of_it = is_whole(piece) and not is_whole(found) and self.kernels_of(found) <= of
-            return self.excludes(part, found, piece) or (part_of_it and found["date"] <= piece["date"])
-
-        for name in [name for name, found in pieces.items() if replaced(found)]:
+        """Adds a piece, which has `code`, `context` and `date`, in place of those that it excludes."""
+        pieces = self.part(part)
+        for name in [name for name, found in pieces.items() if self.excludes(part, found, piece)]:
             del pieces[name]
         pieces[key] = rounded(piece)
 

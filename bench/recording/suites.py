@@ -26,7 +26,7 @@ def beside(jobs: int) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(machine.ROOT), os.environ.get("PYTHONPATH")]))
     share = str(max(1, len(os.sched_getaffinity(0)) // jobs))
     names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-    return {**os.environ, "PYTHONPATH": path, **dict.fromkeys(names if jobs > 1 else names[:1], share)}
+    return {**os.environ, "PYTHONPATH": path, **dict.fromkeys(names, share)}
 
 
 def run_pytest(

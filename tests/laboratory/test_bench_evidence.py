@@ -148,6 +148,14 @@ def test_a_whole_piece_ends_those_of_some_files_before_it(empty):
     assert set(empty.part("tests")) == {"core", "core test_y", "simt"}
 
 
+def test_merging_brings_no_piece_of_some_files_back(empty, tree, tmp_path):
+    empty.put("tests", "core", piece(empty, ["core"], "2026-01-02 00:00 UTC", passed=9))
+    other = record.Record(tmp_path / "other.json", WHERE, codes_of(tree), tree)
+    for day, name in ((1, "core test_x"), (3, "core test_y")):
+        other.put("tests", name, piece(other, ["core"], f"2026-01-0{day} 00:00 UTC", files=name[5:], passed=1))
+    assert record.merge(empty, other.document) == [] and set(empty.part("tests")) == {"core", "core test_y"}
+
+
 def test_runs_of_training_stand_beside_each_other(empty, tree, tmp_path):
     for key in ("torch", "jax"):
         empty.put("training", key, piece(empty, ["simt", "wmma"], runs={}))
