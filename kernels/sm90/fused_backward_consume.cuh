@@ -12,6 +12,7 @@ template <class C> struct FusedConsumer {
     static constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kGroups = kTileQ / 16;
     static constexpr int kAhead = C::kSoftcap ? 1 : 4; // groups of 16 queries whose LSE is read before S is there
     static constexpr int kBefore = kGroups / 2;        // groups that are weighed before dP is waited for
+    static constexpr bool kPublishesUnder = kTileQ == 64 && !C::kSoftcap; // S and dP; else registers are short
     static_assert(!C::kOrdered || !C::kStagedDq, "in order dQ leaves from the registers");
     static_assert(kTileQ * kSlabs == 128 && C::kTileK == 128 && C::kConsumers == 2,
                   "a block's dQ is 64 x 64 for each warpgroup");
@@ -188,14 +189,15 @@ template <class C> struct FusedConsumer {
 
     template <bool IsFirst> __device__ __forceinline__ void step() {
         mbarrier_wait(&smem.full[ring.stage], ring.parity);
-        if constexpr (!IsFirst) {
+        const int last = stage;
+        stage = ring.stage;
+        if constexpr (!IsFirst && !kPublishesUnder) {
             wgmma_wait<0>();
             wgmma_pin(words);
             publish();
-            warp_arrive(&smem.empty[stage], lane);
+            warp_arrive(&smem.empty[last], lane);
             walk.advance();
         }
-        stage = ring.stage;
         load_deltas();
         float4 first[kAhead];
 #pragma unroll
@@ -203,6 +205,13 @@ template <class C> struct FusedConsumer {
         wgmma_fence();
         issue_scores();
         issue_products();
+        if constexpr (!IsFirst && kPublishesUnder) {
+            publish();
+            walk.advance();
+            wgmma_wait<2>();
+            wgmma_pin(words);
+            warp_arrive(&smem.empty[last], lane);
+        }
         wgmma_wait<1>();
         wgmma_pin(scores);
         weigh<0, kBefore>(first);
