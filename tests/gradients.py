@@ -120,17 +120,8 @@ def taken(kernel: str, case: Case) -> bool:
     return fa_ext.explain_backward(**given, wrt=wrt, device=device, kernel=kernel, **order(kernel))[0] is not None
 
 
-def long_enough(case: Case, kernel: str) -> Case:
-    """The case, with more queries and keys for the kernel that refuses fewer than 128; none stays none."""
-    if rows.listed_name(kernel) != "wgmma_fused_backward_sm90":
-        return case
-    seq_q, seq_k = (length + 128 if 0 < length < 128 else length for length in (case.seq_q, case.seq_k))
-    return dataclasses.replace(case, seq_q=seq_q, seq_k=seq_k)
-
-
 def fit(case: Case, kernel: str) -> Case:
     """The case, or what is nearest to it that a kernel takes: in bfloat16, without bias and mask, with equal head_dims."""
-    case = long_enough(case, kernel)
     if rows.listed_name(kernel) in TAKES_EVERYTHING:
         return case
     dim = -(-max(case.head_dim, case.head_dim_v) // 8) * 8
@@ -218,7 +209,7 @@ def contract(kernel: str) -> list[Case]:
     special += [case for case in every if case.dropout and rows.listed_name(kernel) in WITH_DROPOUT]
     every = [case for case in every if not case.alibi and not case.dropout]
     if rows.device_of(kernel) == "cuda":
-        return [long_enough(case, kernel) for case in every + special if case.dtype != "float64"]
+        return [case for case in every + special if case.dtype != "float64"]
     if kernel == "cpu_simd_backward":
         return every + special
     some = random.Random(3).sample(every, 200) + special

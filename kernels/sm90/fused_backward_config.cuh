@@ -17,7 +17,6 @@ struct FusedParams {
     const char *row_blocks;
     int row_block_count; // a head
     float *sums;         // of dq: kQueryElements [head of the launch][block]
-    bool exact;          // dP - delta is rounded nowhere: see weighted()
 };
 struct OrderedFusedParams : FusedParams {
     uint32_t *turns; // 0 at launch: fused_backward_turns.cuh

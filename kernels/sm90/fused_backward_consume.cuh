@@ -11,7 +11,8 @@ template <class C> struct FusedConsumer {
     using Smem = FusedSmem<C>;
     static constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kGroups = kTileQ / 16;
     static constexpr int kAhead = C::kSoftcap ? 1 : 4; // groups of 16 queries whose LSE is read before S is there
-    static constexpr int kBefore = C::kSoftcap ? 0 : kGroups / 4; // groups that are weighed before dP is issued
+    static constexpr int kBefore = kGroups / 2;        // groups that are weighed before dP is waited for
+    static constexpr bool kPublishesUnder = kTileQ == 64 && !C::kSoftcap; // S and dP; else registers are short
     static_assert(!C::kOrdered || !C::kStagedDq, "in order dQ leaves from the registers");
     static_assert(kTileQ * kSlabs == 128 && C::kTileK == 128 && C::kConsumers == 2,
                   "a block's dQ is 64 x 64 for each warpgroup");
@@ -83,44 +84,35 @@ template <class C> struct FusedConsumer {
             products[4 * c + 2] = own.z, products[4 * c + 3] = own.w;
         }
     }
-    /* P, rounded, of groups [From, To) of 16 queries; with softcap also dT, in place of dP - delta. */
+    /* P of groups [From, To) of 16 queries, rounded in `weights`; in place of the scores P, with softcap times what dS
+     * is to be multiplied by. */
     template <int From, int To> __device__ __forceinline__ void weigh(const float4 (&first)[kAhead]) {
 #pragma unroll
         for (int j = From; j < To; ++j) {
             const float4 own = j < kAhead ? first[j] : lse_of(j);
             const float lse[4] = {own.x, own.y, own.z, own.w};
-            float weight[8];
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
+            for (int n = 0; n < 8; n += 2) {
                 const int i = 8 * j + n;
-                const float query = lse[n / 4 * 2 + n % 2];
-                if constexpr (C::kSoftcap) {
-                    float slope;
-                    weight[n] = capped_weight_of(scores[i], p.call.score, query, &slope);
-                    products[i] *= weight[n] * slope;
-                } else {
-                    weight[n] = weight_of(scores[i], p.call.score.scale_log2, query);
+                float weight[2], slope[2] = {1, 1};
+#pragma unroll
+                for (int m = 0; m < 2; ++m) {
+                    const float query = lse[n / 4 * 2 + m];
+                    if constexpr (C::kSoftcap)
+                        weight[m] = capped_weight_of(scores[i + m], p.call.score, query, &slope[m]);
+                    else
+                        weight[m] = weight_of(scores[i + m], p.call.score.scale_log2, query);
+                    scores[i + m] = C::kSoftcap ? weight[m] * slope[m] : weight[m];
                 }
+                weights[i / 2] = pack_pair<T>(weight[0], weight[1]);
             }
-#pragma unroll
-            for (int n = 0; n < 4; ++n) weights[4 * j + n] = pack_pair<T>(weight[2 * n], weight[2 * n + 1]);
         }
     }
-    template <bool Exact> __device__ __forceinline__ void differentiate() {
+    /* dT = P (dP - delta) of groups [From, To). */
+    template <int From, int To> __device__ __forceinline__ void differentiate() {
 #pragma unroll
-        for (int i = 0; i < kTileQ / 4; ++i) {
-            if constexpr (C::kSoftcap)
-                words[i] = pack_pair<T>(products[2 * i], products[2 * i + 1]);
-            else
-                words[i] = weighted<T, Exact>(weights[i], products[2 * i], products[2 * i + 1]);
-        }
-    }
-    /* dT = P (dP - delta), P as it was rounded, of the step's block, of which something is `hidden` or nothing. */
-    __device__ __forceinline__ void differentiate(bool hidden) {
-        if (C::kSoftcap || std::is_same_v<T, __half> || hidden || p.exact)
-            differentiate<true>();
-        else if constexpr (!C::kSoftcap && !std::is_same_v<T, __half>)
-            differentiate<false>();
+        for (int i = 4 * From; i < 4 * To; ++i)
+            words[i] = pack_pair<T>(scores[2 * i] * products[2 * i], scores[2 * i + 1] * products[2 * i + 1]);
     }
     /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */
     __device__ __forceinline__ void hide(uint32_t (&of)[kTileQ / 4]) const {
@@ -197,31 +189,41 @@ template <class C> struct FusedConsumer {
 
     template <bool IsFirst> __device__ __forceinline__ void step() {
         mbarrier_wait(&smem.full[ring.stage], ring.parity);
-        wgmma_fence();
-        issue_scores();
-        if constexpr (!IsFirst) {
-            publish();
-            walk.advance();
-            wgmma_wait<1>();
-            wgmma_pin(words);
-            warp_arrive(&smem.empty[stage], lane);
-        }
+        const int last = stage;
         stage = ring.stage;
+        if constexpr (!IsFirst && !kPublishesUnder) {
+            wgmma_wait<0>();
+            wgmma_pin(words);
+            publish();
+            warp_arrive(&smem.empty[last], lane);
+            walk.advance();
+        }
+        load_deltas();
         float4 first[kAhead];
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) first[j] = lse_of(j);
-        load_deltas();
-        wgmma_wait<0>();
+        wgmma_fence();
+        issue_scores();
+        issue_products();
+        if constexpr (!IsFirst && kPublishesUnder) {
+            publish();
+            walk.advance();
+            wgmma_wait<2>();
+            wgmma_pin(words);
+            warp_arrive(&smem.empty[last], lane);
+        }
+        wgmma_wait<1>();
         wgmma_pin(scores);
         weigh<0, kBefore>(first);
-        wgmma_fence();
-        issue_products();
-        wgmma_wait<C::kSoftcap ? 0 : 1>(); // without softcap of nothing: keeps the arithmetic from between the products
-        wgmma_pin(scores);
-        if constexpr (C::kSoftcap) wgmma_pin(products);
+        wgmma_wait<0>();
+        wgmma_pin(products);
+        differentiate<0, kBefore>();
         weigh<kBefore, kGroups>(first);
-        const bool hidden = !whole.holds(walk.block);
-        if (hidden) hide(weights);
+        differentiate<kBefore, kGroups>();
+        if (!whole.holds(walk.block)) {
+            hide(weights);
+            hide(words);
+        }
         issue_dv<IsFirst>();
         if constexpr (IsFirst) {
             tma_store_fence(); // of the reads of the row block
@@ -230,10 +232,6 @@ template <class C> struct FusedConsumer {
             send_dq();
         }
         pending = walk.member * p.row_block_count + walk.block;
-        wgmma_wait<IsFirst ? 1 : 2>();
-        wgmma_pin(products);
-        differentiate(hidden);
-        if (hidden) hide(words);
         issue_dk<IsFirst>();
         ring.advance();
         wgmma_wait<1>();

@@ -58,23 +58,6 @@ __device__ __forceinline__ void store_words(uint32_t rows, uint32_t slab_bytes, 
     }
 }
 
-/* P (dP - delta) of two pairs of a query and a key, from P as it was rounded for dV. Exact, the product is of float32.
- * dP - delta may leave float16's range. Rounded to bfloat16, it takes 96 instructions a step less at head_dim 64, and
- * adds its half ulp to those of P and of the product, which average out over a query's keys and a call's queries where
- * there are many, and are over the bound of few problems where there are not (bench/LOG.md). So the kernel refuses
- * fewer than 128 of either, and products are exact in blocks in which any pair is hidden (a query of fewer than 64 keys
- * is in no other), and in calls with a gradient through the LSE, which is in delta and may be much larger than dP. */
-template <class T, bool Exact> __device__ __forceinline__ uint32_t weighted(uint32_t weights, float low, float high) {
-    if constexpr (Exact) {
-        const float2 weight = unpack<T>(weights);
-        return pack_pair<T>(weight.x * low, weight.y * high);
-    } else {
-        uint32_t product;
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(weights), "r"(pack_pair<T>(low, high)));
-        return product;
-    }
-}
-
 /* Adds `bytes` of float32 from shared to global memory, both 16-byte aligned, without waiting. One thread, always the
  * same one, as for tma_store(). */
 __device__ __forceinline__ void bulk_add(float *to, const void *from, uint32_t bytes, int site = __builtin_LINE()) {

@@ -13,7 +13,7 @@
  * At head_dim 128 turns took more than the two products they save (7 to 12% behind wgmma_backward_sm90 on an H200).
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
- * and dlse have any strides. Limits: 128 queries and keys or more, head_dim a multiple of 8 up to 128, computed at 64
+ * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64
  * or 128 columns, head_dim_v = head_dim, out of q's dtype; no bias, no boolean mask. Heads go in groups where their
  * workspace does not fit.
  *
@@ -196,21 +196,19 @@ static bool fused_is_faster(const fa_backward &p, const fa_device_info *device, 
     if (own->index > 0) return f.seq_k >= 1024 && keys >= 2048;
     const bool in_turns = tiles >= 5 * device->sm_count && 2 * f.seq_q >= f.seq_k;
     if (!p.ordered) own->ordered = in_turns && keys <= 1024;
+    if (std::min(f.seq_q, f.seq_k) < 128) return false; // not measured
     const bool at_once = 4 * tiles <= 3 * device->sm_count && f.heads == f.heads_kv;
     return own->ordered ? in_turns : keys >= 1024 || at_once;
 }
 
 static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31, kFewest = 128,
-                  kAll = 1 << FA_GRAD_Q | 1 << FA_GRAD_K | 1 << FA_GRAD_V;
+    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31, kAll = 1 << FA_GRAD_Q | 1 << FA_GRAD_K | 1 << FA_GRAD_V;
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     FusedOwn &own = fa_own<FusedOwn>(plan);
     if (f.head_dim > kFusedHeadDims[std::size(kFusedHeadDims) - 1])
         return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kFusedHeadDims[std::size(kFusedHeadDims) - 1], 0, 0);
     if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
-    if (std::min(f.seq_q, f.seq_k) < kFewest) // see weighted()
-        return fa_because(why, FA_REFUSES, FA_WHY_FEW_ROUNDINGS, kFewest, 0, 0);
     if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
     if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
@@ -287,7 +285,6 @@ static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *
         finish.done_end = int(divided_up(fused.call.row_end, tile_q));
     }
     fused.scale = finish.scale = static_cast<float>(f.scale);
-    fused.exact = p.dlse.data != nullptr;
     return FA_OK;
 }
 

@@ -29,6 +29,9 @@ on_emulator = pytest.mark.skipif(
 )
 #: Two tiles of keys or more each: two blocks or one, of one query or key too many; groups; what nobody sees at both ends.
 CASES = [
+    "B1,H2/1,S1x133,D64,bfloat16",
+    "B1,H2/1,S70x3,D128,bfloat16",
+    "B1,H1,S1,D64,bfloat16",
     "B1,H2/1,S128x133,D64,bfloat16",
     "B1,H2/2,S257x129,D64,bfloat16,layout=bshd",
     "B1,H2/1,S130x257,D128,bfloat16",
@@ -148,12 +151,10 @@ def test_no_race(emulated, monkeypatch, case, deterministic):
 
 @on_emulator
 def test_queries_of_few_keys(emulated):
-    """Their blocks have exact products: rounded ones leave dq's bound where three keys are nearly alike."""
+    """Three keys nearly alike: dP - delta rounded to bfloat16 left dq's bound."""
     problem = gradients.make(Case.parse("B1,H1,S462x373,D64,bfloat16,window=0:291,layout=bshd,values=descending,seed=173"), dlse=False)
     report = verdict(emulated(), problem)
     assert report, report
-    rounded = emulated("rounded", instances="^d64_masked_bf16$", edit=replaced(" || hidden || p.exact", " || p.exact"))
-    assert not verdict(rounded, problem)
 
 
 @on_emulator
