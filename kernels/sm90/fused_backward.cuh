@@ -4,22 +4,25 @@
  * goes to shared memory too, where both warpgroups find all 128 keys of it: each makes dQ = dT K of 64 queries x 64
  * columns (halves of 128 queries at head_dim 64, of 128 columns at 128) and adds it to float32 sums in global memory.
  *
- *     step n:  issue S(n);  dT(n - 1) to shared memory, for all                  under dK(n - 1), S(n)
- *              wait for dK(n - 1), free the stage of n - 1;  read LSE and -delta of n
- *              wait for S(n);  some of P = exp2(S - lse);  issue dP(n), onto -delta
- *              the rest of P                                                     under dP(n)
- *              issue dV += P^T dO(n);  wait for dT(n - 1) of both, issue dQ(n - 1)
- *              wait for dP(n);  dT = P (dP - delta), P as it was rounded         under dV(n), dQ(n - 1)
- *              issue dK += dT^T Q(n);  wait for dQ(n - 1), on its way to memory  under dK(n)
+ *     step n:  wait for dK(n - 1), free its stage;  dT(n - 1) to shared memory, for all
+ *              read LSE and -delta of n;  issue S(n), and dP(n) onto -delta
+ *              wait for S(n);  P = exp2(S - lse)                                 under dP(n)
+ *              wait for dP(n);  dT = P (dP - delta); both rounded
+ *              issue dV += P^T dO(n);  wait for dT(n - 1) of both, issue dQ(n - 1);  issue dK += dT^T Q(n)
+ *              wait for dQ(n - 1), on its way to memory                          under dK(n)
  *
- * dQ is a step late, so that nobody waits for the other warpgroup's dT, and has the registers of S, which P has left.
- * What a warpgroup waits for by itself is what decides: LSE and delta were 700 of 4,200 cycles a step where each was
- * read after its product was there, and the proxy fence 400 to 500 where the writer of dT had it, its stores still on
- * their way.
+ * At head_dim 128 dT(n - 1) is stored under S(n) and dP(n), and dK(n - 1) waited for there: at 64 registers are short.
  *
- * dQ goes to memory from the registers, or, where C::kStagedDq, through shared memory and TMA: its bytes there and back
- * take 512 cycles of shared memory a step, those out of registers wait for the way to L2, 300 cycles at head_dim 64,
- * 740 at 128, whose steps have half the queries for as many bytes.
+ * P stays in float32 until dT is made of it. Rounded before, as dP - delta would have to be to gain from it, gradients
+ * had 1.4 times the error, and GPT-2's loss was 0.0006 higher after 300 steps (bench/LOG.md).
+ *
+ * dQ is a step late, so that nobody waits for the other warpgroup's dT. What a warpgroup waits for by itself is what
+ * decides: LSE and delta were 700 of 4,200 cycles a step where each was read after its product was there, and the proxy
+ * fence 400 to 500 where the writer of dT had it, its stores still on their way; the exponentials behind the wait for
+ * dP cost 3 to 9% in order at head_dim 64, P's rounding before it 0 to 6% more.
+ *
+ * dQ goes to memory through shared memory and TMA, or, in order, from the registers, which wait for the way to L2: in
+ * any order 3 to 8% slower at head_dim 64.
  *
  * Tiles of unequal length go longest first. A CTA takes its next one when the last step of the one before is on its
  * way: taken a tile ahead, the short ones that even out the rest wait for CTAs that are in their last long one, 8% of
@@ -68,7 +71,7 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
             tile.row *= C::kTileK;
         else if (tile.row >= 0)
             tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
-        if (C::kKeyStages == 1 && tile.row >= 0) {
+        if (C::kKeyStages == 1 && tile.row >= 0 && p.call.row_begin < p.call.row_end) { // else the maps are empty
             const Place at = place_of(tile);
             tma_prefetch_tile<C::kHeadDim>(&p.k, at.key, at.kv_head * p.k_step[0], at.batch * p.k_step[1]);
             tma_prefetch_tile<C::kHeadDim>(&p.v, at.key, at.kv_head * p.v_step[0], at.batch * p.v_step[1]);

@@ -46,7 +46,7 @@ template <class C> struct FusedSmem {
     alignas(1024) char q[C::kStages][kQueryBytes];
     alignas(1024) char dout[C::kStages][kQueryBytes];
     alignas(1024) char ds[2][C::kTileQ / kSlabColumns * kKeySlabBytes];
-    alignas(128) float4 dq[C::kConsumers][4][C::kStagedDq ? kPartElements / 4 : 1];
+    alignas(128) float4 dq[C::kConsumers][4][C::kOrdered ? 1 : kPartElements / 4];
     FusedRowBlock<C::kTileQ> rows[C::kStages];
     alignas(16) Tile tile[kTileStages];
     uint64_t kv_full[C::kKeyStages], kv_empty[C::kKeyStages];

@@ -11,9 +11,8 @@ template <class C> struct FusedConsumer {
     using Smem = FusedSmem<C>;
     static constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kGroups = kTileQ / 16;
     static constexpr int kAhead = C::kSoftcap ? 1 : 4; // groups of 16 queries whose LSE is read before S is there
-    static constexpr int kBefore = kGroups / 2;        // groups that are weighed before dP is waited for
+    static constexpr int kBefore = C::kSoftcap ? 1 : kGroups; // that are weighed before dP is waited for; else spills
     static constexpr bool kPublishesUnder = kTileQ == 64 && !C::kSoftcap; // S and dP; else registers are short
-    static_assert(!C::kOrdered || !C::kStagedDq, "in order dQ leaves from the registers");
     static_assert(kTileQ * kSlabs == 128 && C::kTileK == 128 && C::kConsumers == 2,
                   "a block's dQ is 64 x 64 for each warpgroup");
 
@@ -27,7 +26,7 @@ template <class C> struct FusedConsumer {
     BlockRange whole;    // blocks of which nothing is hidden
     float *sums;         // this lane's of the first block
     int pending, before; // the row block of the last step, and of that whose dQ is with the warp
-    bool staged;         // the latter, in shared memory
+    bool staged;         // the latter, in shared memory, where sums have no order
     FusedWalk walk;
     float scores[kTileQ / 2], products[kTileQ / 2], dq[kDqCount], dk[C::kHeadDim / 2], dv[C::kHeadDim / 2];
     uint32_t weights[kTileQ / 4], words[kTileQ / 4]; // A operands, rounded: P, dT
@@ -84,35 +83,32 @@ template <class C> struct FusedConsumer {
             products[4 * c + 2] = own.z, products[4 * c + 3] = own.w;
         }
     }
-    /* P of groups [From, To) of 16 queries, rounded in `weights`; in place of the scores P, with softcap times what dS
-     * is to be multiplied by. */
-    template <int From, int To> __device__ __forceinline__ void weigh(const float4 (&first)[kAhead]) {
+    /* P of the j-th 16 queries in place of the scores; with softcap what dP - delta is multiplied by, and P is rounded
+     * here. */
+    __device__ __forceinline__ void weigh(int j, const float4 &lse_of_four) {
+        const float lse[4] = {lse_of_four.x, lse_of_four.y, lse_of_four.z, lse_of_four.w};
 #pragma unroll
-        for (int j = From; j < To; ++j) {
-            const float4 own = j < kAhead ? first[j] : lse_of(j);
-            const float lse[4] = {own.x, own.y, own.z, own.w};
-#pragma unroll
-            for (int n = 0; n < 8; n += 2) {
-                const int i = 8 * j + n;
-                float weight[2], slope[2] = {1, 1};
-#pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                    const float query = lse[n / 4 * 2 + m];
-                    if constexpr (C::kSoftcap)
-                        weight[m] = capped_weight_of(scores[i + m], p.call.score, query, &slope[m]);
-                    else
-                        weight[m] = weight_of(scores[i + m], p.call.score.scale_log2, query);
-                    scores[i + m] = C::kSoftcap ? weight[m] * slope[m] : weight[m];
-                }
-                weights[i / 2] = pack_pair<T>(weight[0], weight[1]);
+        for (int i = 8 * j; i < 8 * j + 8; i += 2) {
+            const float *query = lse + i % 8 / 4 * 2;
+            if constexpr (C::kSoftcap) {
+                float slope[2];
+                const float low = capped_weight_of(scores[i], p.call.score, query[0], &slope[0]);
+                const float high = capped_weight_of(scores[i + 1], p.call.score, query[1], &slope[1]);
+                weights[i / 2] = pack_pair<T>(low, high);
+                scores[i] = low * slope[0], scores[i + 1] = high * slope[1];
+            } else {
+                scores[i] = weight_of(scores[i], p.call.score.scale_log2, query[0]);
+                scores[i + 1] = weight_of(scores[i + 1], p.call.score.scale_log2, query[1]);
             }
         }
     }
-    /* dT = P (dP - delta) of groups [From, To). */
-    template <int From, int To> __device__ __forceinline__ void differentiate() {
+    /* Their dT = P (dP - delta), and P, rounded. P no earlier: its registers are those that dP leaves. */
+    __device__ __forceinline__ void differentiate(int j) {
 #pragma unroll
-        for (int i = 4 * From; i < 4 * To; ++i)
+        for (int i = 4 * j; i < 4 * j + 4; ++i) {
+            if (!C::kSoftcap) weights[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
             words[i] = pack_pair<T>(scores[2 * i] * products[2 * i], scores[2 * i + 1] * products[2 * i + 1]);
+        }
     }
     /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */
     __device__ __forceinline__ void hide(uint32_t (&of)[kTileQ / 4]) const {
@@ -143,10 +139,7 @@ template <class C> struct FusedConsumer {
         if constexpr (C::kOrdered) {
             take_dq_in_turn();
         } else {
-            if constexpr (C::kStagedDq)
-                stage_part(smem.dq[wg][warp], dq, lane);
-            else
-                add_part(sums_of(before), dq);
+            stage_part(smem.dq[wg][warp], dq, lane);
             staged = true;
         }
     }
@@ -178,7 +171,7 @@ template <class C> struct FusedConsumer {
         warp_arrive(&smem.turns.done[step % 2], lane);
     }
     __device__ __forceinline__ void send_dq() { // what is staged, after a fence
-        if constexpr (C::kStagedDq) {
+        if constexpr (!C::kOrdered) {
             __syncwarp();
             if (staged && lane == 0) bulk_add(sums_of(before), smem.dq[wg][warp], kPartBytes);
         }
@@ -214,12 +207,17 @@ template <class C> struct FusedConsumer {
         }
         wgmma_wait<1>();
         wgmma_pin(scores);
-        weigh<0, kBefore>(first);
+#pragma unroll
+        for (int j = 0; j < kBefore; ++j) weigh(j, j < kAhead ? first[j] : lse_of(j));
+        if (!C::kSoftcap) wgmma_pin(scores); // else most exponentials would be put behind the wait for dP
         wgmma_wait<0>();
         wgmma_pin(products);
-        differentiate<0, kBefore>();
-        weigh<kBefore, kGroups>(first);
-        differentiate<kBefore, kGroups>();
+#pragma unroll
+        for (int j = 0; j < kBefore; ++j) differentiate(j);
+#pragma unroll
+        for (int j = kBefore; j < kGroups; ++j) weigh(j, j < kAhead ? first[j] : lse_of(j));
+#pragma unroll
+        for (int j = kBefore; j < kGroups; ++j) differentiate(j);
         if (!whole.holds(walk.block)) {
             hide(weights);
             hide(words);
@@ -254,7 +252,7 @@ template <class C> struct FusedConsumer {
         wgmma_wait<0>();
         wgmma_pin(words);
         take_dq();
-        if constexpr (C::kStagedDq) {
+        if constexpr (!C::kOrdered) {
             tma_store_fence();
             send_dq();
         }
@@ -297,7 +295,7 @@ template <class C> __device__ __forceinline__ void fused_consume(const FusedPara
         warp_arrive(&smem.tile_empty[slot], consumer.lane);
         consumer.store(tile, seen);
     }
-    if (C::kStagedDq && consumer.lane == 0) tma_store_wait(); // the last addition reads this block's shared memory
+    if (!C::kOrdered && consumer.lane == 0) tma_store_wait(); // the last addition reads this block's shared memory
 }
 
 } // namespace fa::sm90

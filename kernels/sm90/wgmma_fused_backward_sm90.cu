@@ -10,12 +10,12 @@
  * dk, dv and dsinks have one order. The order of dq's sums differs from run to run, for deterministic=False; for True,
  * and where they are faster, the instances ordered_* take turns (fused_backward_turns.cuh): the sums are not cleared,
  * the first to add stores, and the last makes dq of them.
- * At head_dim 128 turns took more than the two products they save (7 to 12% behind wgmma_backward_sm90 on an H200).
+ * At head_dim 128 turns take as long as the two products they save or longer (0.94 to 1.00 of wgmma_backward_sm90's
+ * rate on an H100).
  *
  * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
- * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64
- * or 128 columns, head_dim_v = head_dim, out of q's dtype; no bias, no boolean mask. Heads go in groups where their
- * workspace does not fit.
+ * and dlse have any strides. Limits: head_dim a multiple of 8 up to 128, computed at 64 or 128 columns, head_dim_v =
+ * head_dim, out of q's dtype; no bias, no boolean mask. Heads go in groups where their workspace does not fit.
  *
  * @arch sm_90a
  * @instance d{128,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
@@ -45,21 +45,11 @@ constexpr int fused_stages(int head_dim) {
     return head_dim <= 64 ? 2 : 3;
 }
 
-/* Whether dQ goes to memory through shared memory and TMA. */
-constexpr bool fused_staged_dq(int head_dim) {
-#ifdef FA_STAGED_DQ
-    return FA_STAGED_DQ;
-#endif
-    return head_dim > 64;
-}
-
 template <class T, int HeadDim, int Kind> struct FusedConfig {
     using Element = T;
     static constexpr int kHeadDim = HeadDim, kConsumers = kFusedConsumers, kTileK = kFusedTileK,
-                         kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim),
-                         kKeyStages = HeadDim <= 64 && !fused_staged_dq(HeadDim) ? 2 : 1;
-    static constexpr bool kStagedDq = fused_staged_dq(HeadDim), kOrdered = false;
-    static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED;
+                         kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim), kKeyStages = 1;
+    static constexpr bool kOrdered = false, kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED;
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
     static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
@@ -70,6 +60,7 @@ template <class T, int HeadDim, int Kind> struct FusedConfig {
 };
 template <class T, int HeadDim, int Kind> struct OrderedFusedConfig : FusedConfig<T, HeadDim, Kind> {
     static constexpr bool kOrdered = true;
+    static constexpr int kKeyStages = 2; // dQ takes no shared memory
 };
 
 /* ---- instances: the kernels of one head_dim, kind and dtype a compilation ---- */
@@ -187,18 +178,22 @@ static int64_t mean_visible(const fa_forward &f) {
     return std::min(keys, keys * f.seq_q / std::max<int64_t>(f.seq_k, 1)) / kRows;
 }
 
-/* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/LOG.md), and by which instance: the ordered
- * one, which neither clears sums nor reads all of them again, is also the faster one in any order of few keys. Its CTAs
- * wait for one another: it wants several tiles for each of them, and not many tiles a head of few steps. */
-static bool fused_is_faster(const fa_backward &p, const fa_device_info *device, FusedOwn *own) {
-    const fa_forward &f = p.forward;
-    const int64_t keys = mean_visible(f), tiles = f.batch * f.heads_kv * divided_up(f.seq_k, kFusedTileK);
-    if (own->index > 0) return f.seq_k >= 1024 && keys >= 2048;
-    const bool in_turns = tiles >= 5 * device->sm_count && 2 * f.seq_q >= f.seq_k;
-    if (!p.ordered) own->ordered = in_turns && keys <= 1024;
+static int64_t key_tiles_of(const fa_forward &f) { return f.batch * f.heads_kv * divided_up(f.seq_k, kFusedTileK); }
+
+/* Whether CTAs that take turns hardly wait for one another: several tiles for each, and not many tiles a head of few
+ * steps. The ordered instance is then the faster one in any order too: it neither clears sums nor reads all of them
+ * again (an H100: bench/LOG.md). */
+static bool turns_are_short(const fa_forward &f, const fa_device_info *device) {
+    return key_tiles_of(f) >= 5 * device->sm_count && 2 * f.seq_q >= f.seq_k;
+}
+
+/* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/LOG.md). */
+static bool fused_is_faster(const fa_forward &f, const fa_device_info *device, const FusedOwn &own) {
+    if (own.index > 0) return f.seq_k >= 1024 && mean_visible(f) >= 2048;
     if (std::min(f.seq_q, f.seq_k) < 128) return false; // not measured
-    const bool at_once = 4 * tiles <= 3 * device->sm_count && f.heads == f.heads_kv;
-    return own->ordered ? in_turns : keys >= 1024 || at_once;
+    if (own.ordered) return turns_are_short(f, device);
+    const bool at_once = 4 * key_tiles_of(f) <= 3 * device->sm_count && f.heads == f.heads_kv;
+    return mean_visible(f) >= 2048 || at_once;
 }
 
 static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
@@ -216,7 +211,7 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     if (f.out_dtype != f.dtype) return fa_because(why, FA_REFUSES, FA_WHY_OUT_DTYPE, 0, 0, 0);
     const int64_t keys = f.key_end - f.key_begin;
-    const bool reads = f.batch > 0 && f.heads > 0; // strides of empty operands mean nothing
+    const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
     if (reads && (!takes_tensor_map(f.q, FA_OPERAND_Q, f.head_dim, f.seq_q, why) ||
                   !takes_tensor_map(f.k, FA_OPERAND_K, f.head_dim, keys, why) ||
                   !takes_tensor_map(f.v, FA_OPERAND_V, f.head_dim, keys, why) ||
@@ -227,14 +222,15 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
     while (kFusedHeadDims[own.index] < f.head_dim) ++own.index;
     own.kind = backward_kind(f);
     if (p.ordered && own.index > 0) return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kFusedHeadDims[0], 0, 0);
-    own.ordered = p.ordered;
-    const bool faster = (p.wants & kAll) == kAll && fused_is_faster(p, device, &own);
+    own.ordered = p.ordered || (own.index == 0 && turns_are_short(f, device));
     if (!fused_instance(p, own)) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     if (!fused_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     plan->threads = 128 * (kFusedConsumers + 1);
     plan->blocks = std::min<int64_t>(device->sm_count, own.pairs * own.key_tiles);
     plan->keep = true;
-    return faster ? FA_TAKES : fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, 0, 0, 0);
+    return (p.wants & kAll) == kAll && fused_is_faster(f, device, own)
+               ? FA_TAKES
+               : fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, 0, 0, 0);
 }
 
 /* ---- launch ---- */
@@ -242,6 +238,7 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
 static fa_code fused_maps(const fa_backward &p, int tile_q, FusedParams *to, const fa_launch &launch) {
     const fa_forward &f = p.forward;
     const int64_t rows = to->call.row_end - to->call.row_begin, keys = to->call.visible.seq_k;
+    if (rows <= 0) return FA_OK;                        // nothing touches a map
     const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
     const auto encode = [&](CUtensorMap *map, int *step, const fa_operand &x, int64_t first, int64_t extent,
                             int64_t heads, int box, fa_operand_name name) {
