@@ -205,7 +205,7 @@ def test_torch_graph(torch, host, wanted):
     torch.cuda.synchronize(1)
     with torch.cuda.device(1):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # torch's own is of the device where the process first captured
             fa_ext.attention(*arrays, causal=True, out=out)
     out.fill_(float("nan"))
     graph.replay()
