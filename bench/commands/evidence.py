@@ -61,7 +61,7 @@ SWEEP_SEEDS = range(11, 17)
 SWEEP_PROBLEMS = 1600
 SWEEP_FLOPS = 6e7
 # GPT-2 124M
-GPT2 = ["--layers=12", "--width=768", "--heads=12", "--seq=1024", "--vocab=50304", "--batch=8", "--steps=300"]
+GPT2 = ["--layers=12", "--width=768", "--heads=12", "--seq=1024", "--vocab=50304", "--batch=8", "--steps=300", "--rate=3e-4", "--warmup=30"]
 TRAINING = {"torch": ["train_torch", "--device=cuda"], "torch, dropout 0.1": ["train_torch", "--device=cuda", "--dropout=0.1"],
             "jax": ["train_jax"]}  # fmt: skip
 

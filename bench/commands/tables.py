@@ -293,8 +293,9 @@ def _training(records: dict) -> str:
         for what, piece in records[which]["parts"].get("training", {}).items():
             for name, run in piece.get("runs", {}).items():
                 gap = f"{run['gap']:.2f}" if "gap" in run else ""
-                lines.append([f"{gpu}, {what}", name, piece["sizes"]["steps"], f"{run['first']:.3f}", f"{run['last']:.3f}", f"{run['milliseconds']:.1f}", gap])
-    return _markdown(["", "attention", "steps", "first loss", "last loss", "ms a step", "gap"], lines)
+                recipe = "{rate:g} after {warmup}".format(**piece["recipe"]) if "recipe" in piece else ""
+                lines.append([f"{gpu}, {what}", name, piece["sizes"]["steps"], recipe, f"{run['first']:.3f}", f"{run['last']:.3f}", f"{run['milliseconds']:.1f}", gap])
+    return _markdown(["", "attention", "steps", "learning rate", "first loss", "last loss", "ms a step", "gap"], lines)
 
 
 def _backward(records: dict, which: str = "gpu") -> str:

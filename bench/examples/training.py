@@ -6,6 +6,7 @@ import argparse
 import functools
 import itertools
 import json
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,10 +17,17 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog=prog, description=description)
     for name, default in SIZES.items():
         made.add_argument(f"--{name}", type=int, default=default)
-    made.add_argument("--rate", type=float, default=1e-3, help="learning rate of AdamW")
+    made.add_argument("--rate", type=float, default=1e-3, help="learning rate of AdamW, from step WARMUP on")
+    made.add_argument("--warmup", type=int, default=5, help="steps over which the rate rises")
     made.add_argument("--float32", dest="bfloat16", action="store_false", help="nothing in bfloat16")
     made.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     return made
+
+
+def rate(args: argparse.Namespace, step: int) -> float:
+    """The learning rate of a step, the first of which is 0. A large model that begins with the whole of it may learn nothing for
+    hundreds of steps, with single losses far off, for which two runs differ without any reason in their attention."""
+    return args.rate * min(1.0, (step + 1) / max(args.warmup, 1))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -33,29 +41,36 @@ def text(batch: int, seq: int, vocab: int, step: int) -> np.ndarray:
     return ids
 
 
-def gaps(found: dict[str, tuple[list[float], float]], backends: list[str], reference: str) -> dict[str, float]:
-    """{name of a run that is of no backend: its largest gap to the reference, a backend, as a multiple of the largest between any
-    two backends so far, which is at least the spacing of float32 numbers there}. ``found`` has losses and seconds a step of each run."""
+class Gap(NamedTuple):
+    ratio: float  #: of the loss to the reference's, as a multiple of the largest between two backends so far
+    step: int  #: the first of all is 1
+    itself: float
+
+
+def gaps(found: dict[str, tuple[list[float], float]], backends: list[str], reference: str) -> dict[str, Gap]:
+    """{name of a run that is of no backend: its largest gap to the reference, a backend}. The gap between backends counts as at
+    least the spacing of float32 numbers there. ``found`` has losses and seconds a step of each run."""
     peers = [losses for name, (losses, _) in found.items() if name in backends]
     between = [max([2**-23 * at[0], *(abs(a - b) for a, b in itertools.combinations(at, 2))]) for at in zip(*peers, strict=True)]
     bound = list(itertools.accumulate(between, max))
-    ratios = {}
+    largest = {}
     for name, (losses, _) in found.items():
         if name not in backends:
-            gap = [abs(a - b) for a, b in zip(losses, found[reference][0], strict=True)]
-            ratios[name] = max(g / b for g, b in zip(gap, bound, strict=True))
-    return ratios
+            own = [abs(a - b) for a, b in zip(losses, found[reference][0], strict=True)]
+            largest[name] = max(Gap(g / b, n + 1, g) for n, (g, b) in enumerate(zip(own, bound, strict=True)))
+    return largest
 
 
-def show(args, found: dict[str, tuple[list[float], float]], ratios: dict[str, float], **others) -> None:
+def show(args, found: dict[str, tuple[list[float], float]], largest: dict[str, Gap], **others) -> None:
     """The table, or with --json the document {"runs", "sizes", ...}."""
     if args.json:
         runs = {name: {"first": losses[0], "last": losses[-1], "milliseconds": 1e3 * seconds} for name, (losses, seconds) in found.items()}
-        for name, ratio in ratios.items():
-            runs[name]["gap"] = ratio
-        print(json.dumps({"sizes": {name: getattr(args, name) for name in SIZES}, "runs": runs, **others}))
+        for name, gap in largest.items():
+            runs[name] |= {"gap": gap.ratio, "gap_step": gap.step, "gap_itself": gap.itself}
+        recipe = {"rate": args.rate, "warmup": args.warmup}
+        print(json.dumps({"sizes": {name: getattr(args, name) for name in SIZES}, "recipe": recipe, "runs": runs, **others}))
         return
     print(f"{'run':18} {'first loss':>10} {'last loss':>10} {'ms a step':>10} {'gap / gap of backends':>22}")
     for name, (losses, seconds) in found.items():
-        ratio = f"{ratios[name]:.2f}" if name in ratios else ""
+        ratio = f"{largest[name].ratio:.2f}, step {largest[name].step}" if name in largest else ""
         print(f"{name:18} {losses[0]:10.4f} {losses[-1]:10.4f} {1e3 * seconds:10.2f} {ratio:>22}")

@@ -42,4 +42,9 @@ def test_a_wrong_attention_is_noticed(one_thread_of_torch, monkeypatch, capsys):
 def test_gaps():
     losses = {"math": [1.0, 2.0, 3.0], "flash": [1.0, 2.1, 3.0], "fa_ext": [1.0, 2.1, 3.15]}
     found = training.gaps({n: (x, 0.0) for n, x in losses.items()}, ["math", "flash"], "math")
-    assert found == pytest.approx({"fa_ext": 1.5})
+    assert found["fa_ext"] == pytest.approx((1.5, 3, 0.15))
+
+
+def test_the_rate_rises():
+    args = training.parser("x", "").parse_args(["--rate=0.5", "--warmup=4"])
+    assert [training.rate(args, step) for step in (0, 1, 3, 4, 100)] == [0.125, 0.25, 0.5, 0.5, 0.5]
