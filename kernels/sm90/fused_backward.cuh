@@ -71,7 +71,8 @@ template <class C> __device__ __forceinline__ void fused_produce(const FusedPara
             tile.row *= C::kTileK;
         else if (tile.row >= 0)
             tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
-        if (C::kKeyStages == 1 && tile.row >= 0 && p.call.row_begin < p.call.row_end) { // else the maps are empty
+        // Without queries that see a key the maps are empty.
+        if (C::kKeyStages == 1 && tile.row >= 0 && p.call.row_begin < p.call.row_end) {
             const Place at = place_of(tile);
             tma_prefetch_tile<C::kHeadDim>(&p.k, at.key, at.kv_head * p.k_step[0], at.batch * p.k_step[1]);
             tma_prefetch_tile<C::kHeadDim>(&p.v, at.key, at.kv_head * p.v_step[0], at.batch * p.v_step[1]);
