@@ -146,7 +146,8 @@ def main(arguments=None):
     line = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args(line)
     equal = None if args.twice else equal_bits_apart(line)
-    args.bfloat16 = args.bfloat16 and jax.default_backend() == "gpu"  # XLA's CPU has few products of bfloat16
+    if args.bfloat16 is None:
+        args.bfloat16 = jax.default_backend() == "gpu"  # XLA's CPU has few products of bfloat16
     if args.twice:
         print(json.dumps({"equal_bits": equal_bits(args)}))
         return 0

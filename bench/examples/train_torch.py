@@ -140,6 +140,8 @@ def main(arguments=None):
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile")
     args = parser.parse_args(arguments)
+    if args.bfloat16 is None:  # the CPU has two backends, one gap, which says little of how far apart roundings take losses
+        args.bfloat16 = args.device == "cuda"
     found = runs(args)
     largest, equal = training.gaps(found, list(BACKENDS), "flash"), repeats(args)
     held = equal and max(largest.values()).ratio <= 2

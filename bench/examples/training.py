@@ -19,7 +19,7 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
         made.add_argument(f"--{name}", type=int, default=default)
     made.add_argument("--rate", type=float, default=1e-3, help="learning rate of AdamW, from step WARMUP on")
     made.add_argument("--warmup", type=int, default=5, help="steps over which the rate rises")
-    made.add_argument("--float32", dest="bfloat16", action="store_false", help="nothing in bfloat16")
+    made.add_argument("--bfloat16", action=argparse.BooleanOptionalAction, help="products in bfloat16 (default: on a GPU)")
     made.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
     return made
 

@@ -20,9 +20,9 @@ def one_thread_of_torch():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("precision", [[], ["--float32"]])
+@pytest.mark.parametrize("precision", ["--bfloat16", "--no-bfloat16"])
 def test_the_loss_stays_between_those_of_the_backends(one_thread_of_torch, precision, capsys):
-    assert train_torch.main([*TINY, *precision]) == 0
+    assert train_torch.main([*TINY, precision]) == 0
     printed = capsys.readouterr().out
     assert "equal bits" in printed and "fa_ext, compiled" in printed
     first, last = map(float, next(line for line in printed.splitlines() if line.startswith("fa_ext  ")).split()[1:3])
@@ -36,7 +36,7 @@ def test_a_wrong_attention_is_noticed(one_thread_of_torch, monkeypatch, capsys):
         return right(q, k, v, **options | {"scale": 1.01 / q.shape[-1] ** 0.5})
 
     monkeypatch.setattr(train_torch.fa_ext.torch, "attention", wrong)
-    assert train_torch.main([*TINY, "--float32"]) == 1
+    assert train_torch.main([*TINY, "--no-bfloat16"]) == 1
 
 
 def test_gaps():
