@@ -6,6 +6,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -48,15 +49,15 @@ class Gap(NamedTuple):
 
 
 def gaps(found: dict[str, tuple[list[float], float]], backends: list[str], reference: str) -> dict[str, Gap]:
-    """{name of a run that is of no backend: its largest gap to the reference, a backend}. The gap between backends counts as at
-    least the spacing of float32 numbers there. ``found`` has losses and seconds a step of each run."""
+    """{name of a run that is of no backend: its largest gap to the reference, a backend; infinite where a loss is no number}. The gap
+    between backends counts as at least the spacing of float32 numbers there. ``found`` has losses and seconds a step of each run."""
     peers = [losses for name, (losses, _) in found.items() if name in backends]
     between = [max([2**-23 * at[0], *(abs(a - b) for a, b in itertools.combinations(at, 2))]) for at in zip(*peers, strict=True)]
     bound = list(itertools.accumulate(between, max))
     largest = {}
     for name, (losses, _) in found.items():
         if name not in backends:
-            own = [abs(a - b) for a, b in zip(losses, found[reference][0], strict=True)]
+            own = [math.inf if math.isnan(a) else abs(a - b) for a, b in zip(losses, found[reference][0], strict=True)]
             largest[name] = max(Gap(g / b, n + 1, g) for n, (g, b) in enumerate(zip(own, bound, strict=True)))
     return largest
 

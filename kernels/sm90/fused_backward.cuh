@@ -13,16 +13,16 @@
  *
  * At head_dim 128 dT(n - 1) is stored under S(n) and dP(n), and dK(n - 1) waited for there: at 64 registers are short.
  *
- * P stays in float32 until dT is made of it. Rounded before, as dP - delta would have to be to gain from it, gradients
- * had 1.4 times the error, and GPT-2's loss was 0.0006 higher after 300 steps (bench/LOG.md).
+ * P stays in float32 until dT is made of it. Products of P and dP - delta, both rounded to bfloat16, save instructions,
+ * but gave gradients 1.2 to 1.4 times the error (bench/LOG.md).
  *
  * dQ is a step late, so that nobody waits for the other warpgroup's dT. What a warpgroup waits for by itself is what
  * decides: LSE and delta were 700 of 4,200 cycles a step where each was read after its product was there, and the proxy
  * fence 400 to 500 where the writer of dT had it, its stores still on their way; the exponentials behind the wait for
- * dP cost 3 to 9% in order at head_dim 64, P's rounding before it 0 to 6% more.
+ * dP cost 2 to 9% in order at head_dim 64, P's rounding before it up to 6% more.
  *
  * dQ goes to memory through shared memory and TMA, or, in order, from the registers, which wait for the way to L2: in
- * any order 3 to 8% slower at head_dim 64.
+ * any order 3 to 8% slower at head_dim 64 with full masks of 2,048 keys or more.
  *
  * Tiles of unequal length go longest first. A CTA takes its next one when the last step of the one before is on its
  * way: taken a tile ahead, the short ones that even out the rest wait for CTAs that are in their last long one, 8% of

@@ -85,8 +85,9 @@ template <class C> struct FusedConsumer {
     }
     /* P of the j-th 16 queries in place of the scores; with softcap what dP - delta is multiplied by, and P is rounded
      * here. */
-    __device__ __forceinline__ void weigh(int j, const float4 &lse_of_four) {
-        const float lse[4] = {lse_of_four.x, lse_of_four.y, lse_of_four.z, lse_of_four.w};
+    __device__ __forceinline__ void weigh(int j, const float4 (&first)[kAhead]) {
+        const float4 own = j < kAhead ? first[j] : lse_of(j);
+        const float lse[4] = {own.x, own.y, own.z, own.w};
 #pragma unroll
         for (int i = 8 * j; i < 8 * j + 8; i += 2) {
             const float *query = lse + i % 8 / 4 * 2;
@@ -208,14 +209,14 @@ template <class C> struct FusedConsumer {
         wgmma_wait<1>();
         wgmma_pin(scores);
 #pragma unroll
-        for (int j = 0; j < kBefore; ++j) weigh(j, j < kAhead ? first[j] : lse_of(j));
+        for (int j = 0; j < kBefore; ++j) weigh(j, first);
         if (!C::kSoftcap) wgmma_pin(scores); // else most exponentials would be put behind the wait for dP
         wgmma_wait<0>();
         wgmma_pin(products);
 #pragma unroll
         for (int j = 0; j < kBefore; ++j) differentiate(j);
 #pragma unroll
-        for (int j = kBefore; j < kGroups; ++j) weigh(j, j < kAhead ? first[j] : lse_of(j));
+        for (int j = kBefore; j < kGroups; ++j) weigh(j, first);
 #pragma unroll
         for (int j = kBefore; j < kGroups; ++j) differentiate(j);
         if (!whole.holds(walk.block)) {

@@ -181,7 +181,7 @@ static int64_t mean_visible(const fa_forward &f) {
 static int64_t key_tiles_of(const fa_forward &f) { return f.batch * f.heads_kv * divided_up(f.seq_k, kFusedTileK); }
 
 /* Whether CTAs that take turns hardly wait for one another: several tiles for each, and not many tiles a head of few
- * steps. The ordered instance is then the faster one in any order too: it neither clears sums nor reads all of them
+ * steps. The ordered instance is then as fast or faster in any order too: it neither clears sums nor reads all of them
  * again (an H100: bench/LOG.md). */
 static bool turns_are_short(const fa_forward &f, const fa_device_info *device) {
     return key_tiles_of(f) >= 5 * device->sm_count && 2 * f.seq_q >= f.seq_k;
@@ -238,7 +238,7 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
 static fa_code fused_maps(const fa_backward &p, int tile_q, FusedParams *to, const fa_launch &launch) {
     const fa_forward &f = p.forward;
     const int64_t rows = to->call.row_end - to->call.row_begin, keys = to->call.visible.seq_k;
-    if (rows <= 0) return FA_OK;                        // nothing touches a map
+    if (rows <= 0) return FA_OK;                        // no tile touches a map
     const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
     const auto encode = [&](CUtensorMap *map, int *step, const fa_operand &x, int64_t first, int64_t extent,
                             int64_t heads, int box, fa_operand_name name) {

@@ -45,6 +45,12 @@ def test_gaps():
     assert found["fa_ext"] == pytest.approx((1.5, 3, 0.15))
 
 
+def test_a_loss_that_is_no_number_is_the_largest_gap():
+    losses = {"math": [1.0, 2.0, 3.0], "flash": [1.0, 2.1, 3.0], "fa_ext": [1.0, float("nan"), 3.0]}
+    found = training.gaps({n: (x, 0.0) for n, x in losses.items()}, ["math", "flash"], "math")
+    assert found["fa_ext"].ratio == float("inf") and found["fa_ext"].step == 2
+
+
 def test_the_rate_rises():
     args = training.parser("x", "").parse_args(["--rate=0.5", "--warmup=4"])
     assert [training.rate(args, step) for step in (0, 1, 3, 4, 100)] == [0.125, 0.25, 0.5, 0.5, 0.5]
