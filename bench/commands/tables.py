@@ -287,15 +287,16 @@ def _overhead(records: dict) -> str:
 
 
 def _training(records: dict) -> str:
-    """GPT-2 124M: losses, time of a step, and the gap of the loss to the reference over that between backends (bound: 2)."""
+    """GPT-2 124M: losses, the most that one was above the lowest before it, time of a step, and the gap of the loss to the reference
+    over that between backends (bound: 2)."""
     lines = []
     for which, gpu in GPUS.items():
         for what, piece in records[which]["parts"].get("training", {}).items():
             for name, run in piece.get("runs", {}).items():
                 gap = f"{run['gap']:.2f}" if "gap" in run else ""
                 recipe = "{rate:g} after {warmup}".format(**piece["recipe"]) if "recipe" in piece else ""
-                lines.append([f"{gpu}, {what}", name, piece["sizes"]["steps"], recipe, f"{run['first']:.3f}", f"{run['last']:.3f}", f"{run['milliseconds']:.1f}", gap])
-    return _markdown(["", "attention", "steps", "learning rate", "first loss", "last loss", "ms a step", "gap"], lines)
+                lines.append([f"{gpu}, {what}", name, piece["sizes"]["steps"], recipe, f"{run['first']:.3f}", f"{run['last']:.3f}", f"{run['rise']:.2f}" if "rise" in run else "", f"{run['milliseconds']:.1f}", gap])
+    return _markdown(["", "attention", "steps", "learning rate", "first loss", "last loss", "rise", "ms a step", "gap"], lines)
 
 
 def _backward(records: dict, which: str = "gpu") -> str:

@@ -46,12 +46,8 @@ def ours(deterministic):
 
 def parameters(args):
     """Weights by name, float32."""
-    draws, w = np.random.default_rng(0), args.width
-    matrices = {"words": (args.vocab, w), "places": (args.seq, w)}
-    for n in range(args.layers):
-        matrices |= {f"{n}.into": (w, 3 * w), f"{n}.out": (w, w), f"{n}.up": (w, 4 * w), f"{n}.down": (4 * w, w)}
-    made = {name: jnp.asarray(0.02 * draws.standard_normal(shape, np.float32)) for name, shape in matrices.items()}
-    return made | {f"{n}.norm{m}": jnp.ones(w) for n in range(args.layers) for m in (0, 1)} | {"norm": jnp.ones(w)}
+    made = {name: jnp.asarray(matrix) for name, matrix in training.matrices(args).items()}
+    return made | {f"{n}.norm{m}": jnp.ones(args.width) for n in range(args.layers) for m in (0, 1)} | {"norm": jnp.ones(args.width)}
 
 
 def normalised(x, gain):

@@ -34,29 +34,26 @@ BACKENDS = {
 
 
 class Block(nn.Module):
-    def __init__(self, width, heads, attend):
+    def __init__(self, args, n, matrices, attend):
         super().__init__()
-        self.heads, self.attend = heads, attend
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads, self.attend = args.heads, attend
+        self.norms = nn.ModuleList(nn.LayerNorm(args.width, bias=False) for _ in range(2))
+        self.into, self.out, self.up, self.down = (linear(matrices[f"{n}.{name}"]) for name in ("into", "out", "up", "down"))
 
     def forward(self, x):
         packed = self.into(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = packed.permute(2, 0, 3, 1, 4)
         x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
 
 
 class GPT(nn.Module):
     def __init__(self, args, attend):
         super().__init__()
-        self.words, self.places = nn.Embedding(args.vocab, args.width), nn.Embedding(args.seq, args.width)
-        self.blocks = nn.ModuleList(Block(args.width, args.heads, attend) for _ in range(args.layers))
-        self.norm = nn.LayerNorm(args.width)
-        for name, parameter in self.named_parameters():
-            if name.endswith("weight") and parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+        matrices = {name: torch.from_numpy(matrix) for name, matrix in training.matrices(args).items()}
+        self.words, self.places = (nn.Embedding.from_pretrained(matrices[name], freeze=False) for name in ("words", "places"))
+        self.blocks = nn.ModuleList(Block(args, n, matrices, attend) for n in range(args.layers))
+        self.norm = nn.LayerNorm(args.width, bias=False)
 
     def forward(self, ids):
         x = self.words(ids[:, :-1]) + self.places.weight
@@ -64,6 +61,13 @@ class GPT(nn.Module):
             x = block(x)
         logits = F.linear(self.norm(x), self.words.weight)
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def linear(matrix):
+    """x -> x @ matrix, without a bias."""
+    made = nn.Linear(*matrix.shape, bias=False)
+    made.weight = nn.Parameter(matrix.T.contiguous())
+    return made
 
 
 def train(args, attend, *, backend=None, compiled=False):

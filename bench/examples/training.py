@@ -27,7 +27,7 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 def rate(args: argparse.Namespace, step: int) -> float:
     """The learning rate of a step, the first of which is 0. A large model that begins with the whole of it may learn nothing for
-    hundreds of steps, with single losses far off, for which two runs differ without any reason in their attention."""
+    hundreds of steps, with single losses far off, and then two runs differ for no reason in their attention."""
     return args.rate * min(1.0, (step + 1) / max(args.warmup, 1))
 
 
@@ -40,6 +40,18 @@ def text(batch: int, seq: int, vocab: int, step: int) -> np.ndarray:
     for n in range(1, seq + 1):
         ids[:, n] = np.where(free[:, n], ids[:, n], (3 * ids[:, n - 1] + 7) % words)
     return ids
+
+
+def matrices(args: argparse.Namespace) -> dict[str, np.ndarray]:
+    """The weights that both models begin with, float32, by name: {"words", "places", and for layer n from 0 on "n.into", "n.out",
+    "n.up", "n.down"}, each (inputs, outputs), to be multiplied from the right. Beside them a model has the gains of its norms, ones
+    at first: layer norms without a bias, as all its products are. With biases, in norms or in
+    products, the loss on this text jumps and stays near ln 512 for hundreds of steps, whatever the attention (``bench/LOG.md``)."""
+    draws, w = np.random.default_rng(0), args.width
+    shapes = {"words": (args.vocab, w), "places": (args.seq, w)}
+    for n in range(args.layers):
+        shapes |= {f"{n}.into": (w, 3 * w), f"{n}.out": (w, w), f"{n}.up": (w, 4 * w), f"{n}.down": (4 * w, w)}
+    return {name: 0.02 * draws.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
 class Gap(NamedTuple):
@@ -62,16 +74,22 @@ def gaps(found: dict[str, tuple[list[float], float]], backends: list[str], refer
     return largest
 
 
+def rise(losses: list[float]) -> float:
+    """The most that a loss was above the lowest before it. Where it is large, the run says little of the attention."""
+    return max(at - least for at, least in zip(losses, itertools.accumulate(losses, min), strict=True))
+
+
 def show(args, found: dict[str, tuple[list[float], float]], largest: dict[str, Gap], **others) -> None:
     """The table, or with --json the document {"runs", "sizes", ...}."""
     if args.json:
-        runs = {name: {"first": losses[0], "last": losses[-1], "milliseconds": 1e3 * seconds} for name, (losses, seconds) in found.items()}
+        runs = {name: {"first": losses[0], "last": losses[-1], "rise": rise(losses), "milliseconds": 1e3 * seconds}
+                for name, (losses, seconds) in found.items()}  # fmt: skip
         for name, gap in largest.items():
             runs[name] |= {"gap": gap.ratio, "gap_step": gap.step, "gap_itself": gap.itself}
         recipe = {"rate": args.rate, "warmup": args.warmup}
         print(json.dumps({"sizes": {name: getattr(args, name) for name in SIZES}, "recipe": recipe, "runs": runs, **others}))
         return
-    print(f"{'run':18} {'first loss':>10} {'last loss':>10} {'ms a step':>10} {'gap / gap of backends':>22}")
+    print(f"{'run':18} {'first loss':>10} {'last loss':>10} {'rise':>6} {'ms a step':>10} {'gap / gap of backends':>22}")
     for name, (losses, seconds) in found.items():
         ratio = f"{largest[name].ratio:.2f}, step {largest[name].step}" if name in largest else ""
-        print(f"{name:18} {losses[0]:10.4f} {losses[-1]:10.4f} {1e3 * seconds:10.2f} {ratio:>22}")
+        print(f"{name:18} {losses[0]:10.4f} {losses[-1]:10.4f} {rise(losses):6.2f} {1e3 * seconds:10.2f} {ratio:>22}")
