@@ -41,9 +41,8 @@ class Block(nn.Module):
         self.into, self.out, self.up, self.down = (linear(matrices[f"{n}.{name}"]) for name in ("into", "out", "up", "down"))
 
     def forward(self, x):
-        packed = self.into(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = packed.permute(2, 0, 3, 1, 4)
-        x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        q, k, v = self.into(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)  # (B, S, H, D)
+        x = x + self.out(self.attend(q, k, v).flatten(2))
         return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
 
 
@@ -94,14 +93,17 @@ def train(args, attend, *, backend=None, compiled=False):
     return losses, statistics.median(seconds), [x.detach() for x in model.parameters()]
 
 
+def attention(args):
+    """fa_ext as a model's attention: q, k, v of (B, S, H, D)."""
+    return lambda q, k, v: fa_ext.torch.attention(q, k, v, causal=True, layout="bshd", dropout_p=args.dropout)
+
+
 def runs(args):
     """{name: losses and seconds}: torch's backends that take the call, then fa_ext."""
 
     def theirs(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=args.dropout)
-
-    def ours(q, k, v):
-        return fa_ext.torch.attention(q, k, v, causal=True, dropout_p=args.dropout)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=args.dropout).transpose(1, 2)
 
     found = {}
     for name, backend in BACKENDS.items():
@@ -110,20 +112,16 @@ def runs(args):
         except RuntimeError as error:
             if not re.search("No (available kernel|viable backend)", str(error)):
                 raise
-    found["fa_ext"] = train(args, ours)[:2]
-    found["fa_ext, compiled"] = train(args, ours, compiled=True)[:2]
+    found["fa_ext"] = train(args, attention(args))[:2]
+    found["fa_ext, compiled"] = train(args, attention(args), compiled=True)[:2]
     return found
 
 
 def repeats(args):
     """Whether two runs of fa_ext with deterministic algorithms end with the same bits."""
-
-    def ours(q, k, v):
-        return fa_ext.torch.attention(q, k, v, causal=True, dropout_p=args.dropout)
-
     torch.use_deterministic_algorithms(True)
     try:
-        first, second = (train(args, ours)[2] for _ in range(2))
+        first, second = (train(args, attention(args))[2] for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -131,11 +129,11 @@ def repeats(args):
 
 def kernels(args):
     """The kernels that fa_ext runs forward and backward, compiled or not."""
-    shape = (args.batch, args.heads, args.seq, args.width // args.heads)
+    shape, options = (args.batch, args.seq, args.heads, args.width // args.heads), {"causal": True, "layout": "bshd"}
     q, k, v = (torch.randn(shape, device=args.device, dtype=torch.bfloat16 if args.bfloat16 else torch.float32) for _ in range(3))
-    out, lse = fa_ext.attention(q, k, v, causal=True, return_lse=True)
-    backward = [fa_ext.explain_backward(out, q, k, v, out, lse, causal=True, deterministic=d)[0] for d in (False, True)]
-    return sorted({fa_ext.explain(q, k, v, causal=True)[0], *backward})
+    out, lse = fa_ext.attention(q, k, v, **options, return_lse=True)
+    backward = [fa_ext.explain_backward(out, q, k, v, out, lse, **options, deterministic=d)[0] for d in (False, True)]
+    return sorted({fa_ext.explain(q, k, v, **options)[0], *backward})
 
 
 def main(arguments=None):
