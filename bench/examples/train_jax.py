@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -93,18 +91,21 @@ def step_of(args, attend):
     return jax.jit(step, donate_argnums=(0, 1, 2))
 
 
-def train(args, step):
-    """(losses, median seconds a step, weights at the end) of one run of what `step_of` gave."""
-    weights = parameters(args)
-    mean, square = (jax.tree.map(jnp.zeros_like, weights) for _ in range(2))
-    losses, seconds = [], []
-    for n in range(args.steps):
-        ids = jnp.asarray(training.text(args.batch, args.seq, args.vocab, n).astype(np.int32))
-        begun = time.perf_counter()
-        weights, mean, square, loss = step(weights, mean, square, float(n + 1), training.rate(args, n), ids)
-        losses.append(float(loss))  # waits for the device
-        seconds.append(time.perf_counter() - begun)
-    return losses, statistics.median(seconds), weights
+class Training:
+    """Weights on their way: called with the number of a step, 0 at first, and its text it makes the step and returns the loss."""
+
+    def __init__(self, args, step):
+        self.args, self.step, self.weights = args, step, parameters(args)
+        self.moments = [jax.tree.map(jnp.zeros_like, self.weights) for _ in range(2)]
+
+    def __call__(self, n, ids):
+        self.weights, *self.moments, loss = self.step(self.weights, *self.moments, float(n + 1), training.rate(self.args, n), ids)
+        return float(loss)  # waits for the device
+
+
+def ready(args):
+    """What comes before a step: the text."""
+    return lambda n: jnp.asarray(training.text(args.batch, args.seq, args.vocab, n).astype(np.int32))
 
 
 def backends():
@@ -125,7 +126,9 @@ def kernels(args):
 def equal_bits(args):
     """Whether two ordered runs of this process end with the same bits in every weight."""
     ordered = step_of(args, ours(deterministic=True))
-    first, second = (train(args, ordered)[2] for _ in range(2))
+    found = {name: Training(args, ordered) for name in ("first", "second")}
+    training.take_turns(args, found, ready(args))
+    first, second = (run.weights for run in found.values())
     return all(bool(jnp.array_equal(first[name], second[name])) for name in first)
 
 
@@ -148,13 +151,14 @@ def main(arguments=None):
     if args.twice:
         print(json.dumps({"equal_bits": equal_bits(args)}))
         return 0
-    found = {}
+    contenders = {}
     for name in backends():
         step = step_of(args, BACKENDS[name])
-        found |= {run: train(args, step)[:2] for run in (name, f"{name}, again")}
-    peers = list(found)
+        contenders |= {run: Training(args, step) for run in (name, f"{name}, again")}
+    peers = list(contenders)
     for name, deterministic in (("fa_ext", False), ("fa_ext, ordered", True)):
-        found[name] = train(args, step_of(args, ours(deterministic)))[:2]
+        contenders[name] = Training(args, step_of(args, ours(deterministic)))
+    found = training.take_turns(args, contenders, ready(args))
     largest = training.gaps(found, peers, "math")
     held = equal and max(largest.values()).ratio <= 2
     training.show(args, found, largest, equal_bits=equal, held=held, kernels=kernels(args))

@@ -4,9 +4,9 @@
     python -m bench.examples.train_torch --device cuda --layers 12 --width 768 --heads 12 --seq 1024 --vocab 50304 \
         --batch 8 --steps 300 --rate 3e-4 --warmup 30                     # GPT-2 124M
 
-The text is a Markov chain, which can be learnt. All runs start from the same weights and see the same text.
+The text is a Markov chain, which can be learnt. All runs start from the same weights, see the same text and take turns, step by step.
 At step t the loss of fa_ext, eager and compiled, may differ from that of FLASH_ATTENTION by twice the largest gap
-that any two of torch's backends had at steps 1 to t; and two runs with deterministic algorithms must end with the same bits
+that any two runs of torch's backends had at steps 1 to t; and two runs with deterministic algorithms must end with the same bits
 in every parameter. The exit status says whether that holds.
 """
 
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import statistics
-import time
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +29,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+COMPILED = ("flash", "cudnn")
 
 
 class Block(nn.Module):
@@ -69,68 +68,103 @@ def linear(matrix):
     return made
 
 
-def train(args, attend, *, backend=None, compiled=False):
-    """(losses, median seconds a step, parameters at the end) of one run."""
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    model = GPT(args, attend).to(args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, fused=args.device == "cuda")
-    step_of = torch.compile(model, fullgraph=True, backend=args.compiler) if compiled else model
-    losses, seconds = [], []
-    kernel = sdpa_kernel(backend) if backend else contextlib.nullcontext()
-    with kernel:
-        for step in range(args.steps):
-            ids = torch.from_numpy(training.text(args.batch, args.seq, args.vocab, step)).to(args.device)
-            begun = time.perf_counter()
-            with torch.autocast(args.device, torch.bfloat16, enabled=args.bfloat16):
-                loss = step_of(ids)
+class Training:
+    """A model on its way: called with the number of a step, 0 at first, and its text it makes the step and returns the loss."""
+
+    def __init__(self, args, attend, *, backend=None, compiled=False):
+        torch.manual_seed(0)
+        self.args, self.model = args, GPT(args, attend).to(args.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.rate, fused=args.device == "cuda")
+        self.loss = torch.compile(self.model, fullgraph=True, backend=args.compiler) if compiled else self.model
+        self.kernel = (lambda: sdpa_kernel(backend)) if backend else contextlib.nullcontext
+
+    def __call__(self, n, ids):
+        with self.kernel():
+            with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.bfloat16):
+                loss = self.loss(ids)
             loss.backward()
-            optimizer.param_groups[0]["lr"] = training.rate(args, step)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())  # waits for the device
-            seconds.append(time.perf_counter() - begun)
-    return losses, statistics.median(seconds), [x.detach() for x in model.parameters()]
+        self.optimizer.param_groups[0]["lr"] = training.rate(self.args, n)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()  # waits for the device
 
 
-def attention(args):
-    """fa_ext as a model's attention: q, k, v of (B, S, H, D)."""
+def ready(args):
+    """What comes before a step: torch's generator, from which dropout is drawn, and the text."""
+
+    def seeded(n):
+        torch.manual_seed(n)
+        return torch.from_numpy(training.text(args.batch, args.seq, args.vocab, n)).to(args.device)
+
+    return seeded
+
+
+def ours(args):
+    """fa_ext as a model's attention, of q, k, v (B, S, H, D)."""
     return lambda q, k, v: fa_ext.torch.attention(q, k, v, causal=True, layout="bshd", dropout_p=args.dropout)
 
 
-def runs(args):
-    """{name: losses and seconds}: torch's backends that take the call, then fa_ext."""
+def theirs(args, backend=None):
+    """torch's. A backend is named here where the model is compiled, for the graph keeps what was chosen when it was traced."""
 
-    def theirs(q, k, v):
+    def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=args.dropout).transpose(1, 2)
+        with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=args.dropout).transpose(1, 2)
 
-    found = {}
+    return attend
+
+
+def backends(args):
+    """Those of `BACKENDS` that take the call here."""
+    found = []
     for name, backend in BACKENDS.items():
+        q, k, v = inputs(args)
         try:
-            found[name] = train(args, theirs, backend=backend)[:2]
+            with sdpa_kernel(backend):
+                theirs(args)(q, k, v).sum().backward()
+            found.append(name)
         except RuntimeError as error:
             if not re.search("No (available kernel|viable backend)", str(error)):
                 raise
-    found["fa_ext"] = train(args, attention(args))[:2]
-    found["fa_ext, compiled"] = train(args, attention(args), compiled=True)[:2]
     return found
+
+
+def runs(args):
+    """({name: losses and seconds}, names of torch's own): torch's backends, eager and those of `COMPILED` compiled, then fa_ext."""
+    torch.compiler.reset()
+    names = backends(args)
+    found = {name: Training(args, theirs(args), backend=BACKENDS[name]) for name in names}
+    for name in (name for name in COMPILED if name in names):
+        found[f"{name}, compiled"] = Training(args, theirs(args, BACKENDS[name]), compiled=True)
+    peers = list(found)
+    found["fa_ext"] = Training(args, ours(args))
+    found["fa_ext, compiled"] = Training(args, ours(args), compiled=True)
+    return training.take_turns(args, found, ready(args)), peers
 
 
 def repeats(args):
     """Whether two runs of fa_ext with deterministic algorithms end with the same bits."""
     torch.use_deterministic_algorithms(True)
     try:
-        first, second = (train(args, attention(args))[2] for _ in range(2))
+        found = {name: Training(args, ours(args)) for name in ("first", "second")}
+        training.take_turns(args, found, ready(args))
     finally:
         torch.use_deterministic_algorithms(False)
+    first, second = (run.model.parameters() for run in found.values())
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def inputs(args):
+    """q, k, v of a layer."""
+    shape, dtype = (args.batch, args.seq, args.heads, args.width // args.heads), torch.bfloat16 if args.bfloat16 else torch.float32
+    return (torch.randn(shape, device=args.device, dtype=dtype, requires_grad=True) for _ in range(3))
 
 
 def kernels(args):
     """The kernels that fa_ext runs forward and backward, compiled or not."""
-    shape, options = (args.batch, args.seq, args.heads, args.width // args.heads), {"causal": True, "layout": "bshd"}
-    q, k, v = (torch.randn(shape, device=args.device, dtype=torch.bfloat16 if args.bfloat16 else torch.float32) for _ in range(3))
+    q, k, v = (x.detach() for x in inputs(args))
+    options = {"causal": True, "layout": "bshd"}
     out, lse = fa_ext.attention(q, k, v, **options, return_lse=True)
     backward = [fa_ext.explain_backward(out, q, k, v, out, lse, **options, deterministic=d)[0] for d in (False, True)]
     return sorted({fa_ext.explain(q, k, v, **options)[0], *backward})
@@ -144,8 +178,8 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     if args.bfloat16 is None:  # the CPU has two backends, one gap, which says little of how far apart roundings take losses
         args.bfloat16 = args.device == "cuda"
-    found = runs(args)
-    largest, equal = training.gaps(found, list(BACKENDS), "flash"), repeats(args)
+    found, peers = runs(args)
+    largest, equal = training.gaps(found, peers, "flash"), repeats(args)
     held = equal and max(largest.values()).ratio <= 2
     training.show(args, found, largest, equal_bits=equal, held=held, dropout=args.dropout, kernels=kernels(args))
     if not args.json:

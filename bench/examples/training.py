@@ -7,7 +7,10 @@ import functools
 import itertools
 import json
 import math
-from typing import NamedTuple
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,6 +55,24 @@ def matrices(args: argparse.Namespace) -> dict[str, np.ndarray]:
     for n in range(args.layers):
         shapes |= {f"{n}.into": (w, 3 * w), f"{n}.out": (w, w), f"{n}.up": (w, 4 * w), f"{n}.down": (4 * w, w)}
     return {name: 0.02 * draws.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def take_turns(
+    args: argparse.Namespace, contenders: dict[str, Callable[[int, Any], float]], ready: Callable[[int], Any]
+) -> dict[str, tuple[list[float], float]]:
+    """{name: (losses, median seconds a step)} of contenders, functions of a step's number, 0 at first, and of what ``ready`` makes of it.
+    All make a step before any makes the next, in an order that rotates: what drifts meanwhile, such as a GPU's clock, meets all alike.
+    A contender returns when its step is done."""
+    names = list(contenders)
+    losses, seconds = ({name: [] for name in names} for _ in range(2))
+    for n in range(args.steps):
+        first = n % len(names)
+        for name in names[first:] + names[:first]:
+            given = ready(n)
+            begun = time.perf_counter()
+            losses[name].append(contenders[name](n, given))
+            seconds[name].append(time.perf_counter() - begun)
+    return {name: (losses[name], statistics.median(seconds[name])) for name in names}
 
 
 class Gap(NamedTuple):
