@@ -110,18 +110,18 @@ fa_stream fa_call_result_stream(const fa_call *call) {
     return call->problem.device.kind == FA_CUDA ? call->stream : (fa_stream){NULL, false, NULL};
 }
 
-/* A small workspace from the allocator of q's library, on whose current stream the call runs, so that what is given
- * back after the launch is written by nobody before. It has just made the results: a pool of ours takes two calls of
- * the driver more. Not while a graph records the call, which has the memory for longer. NULL: none, and nothing is
- * wrong. */
+/* The workspace from the allocator of q's library, on whose current stream the call runs, so that what is given back
+ * after the launch is written by nobody before. That library may hold all of the device's memory that it does not use,
+ * and its allocator has just made the results: a pool of ours finds nothing then, and takes two calls of the driver
+ * more. Not while a graph records the call, which has the memory for longer. NULL: none, and nothing is wrong. */
 static DLManagedVersioned *borrow_workspace(fa_call *call, const fa_plan *plan) {
-    enum { LARGEST = 1 << 20, ALIGNMENT = 256 };
+    enum { ALIGNMENT = 256 };
     const fa_array *first = &call->array[0];
     const int64_t bytes = (int64_t)plan->workspace_bytes;
     DLManagedVersioned *made;
     fa_status status;
     bool capturing;
-    if (bytes == 0 || bytes > LARGEST || call->problem.workspace || call->problem.device.kind != FA_CUDA ||
+    if (bytes == 0 || call->problem.workspace || call->problem.device.kind != FA_CUDA ||
         first->type->protocol != FA_BY_EXCHANGE || !first->has_stream || first->stream != call->stream.handle ||
         fa_stream_capturing(call->stream.handle, &capturing, &status) != FA_OK || capturing)
         return NULL;
