@@ -8,14 +8,16 @@ from ._eager import _transformed, differentiable
 from ._options import Options, bounds, forward
 from ._serving import attend, traced
 
-_AUTOCAST = ("cpu", "cuda")
 _HALVES = (torch.float16, torch.bfloat16)
 _any_autocast = torch._C._is_any_autocast_enabled
-#: The options of most calls, by causal and deterministic: what makes them takes a tenth of such a call's way to the core.
-_PLAIN = tuple(
-    tuple(Options(causal, None, None, 0.0, "bhsd", 0.0, None, False, deterministic) for deterministic in (False, True))
-    for causal in (False, True)
-)
+#: The options of most calls, by layout, causal and deterministic: what makes them takes a tenth of such a call's way to the core.
+_PLAIN = {
+    layout: tuple(
+        tuple(Options(causal, None, None, 0.0, layout, 0.0, None, False, deterministic) for deterministic in (False, True))
+        for causal in (False, True)
+    )
+    for layout in ("bhsd", "bshd")
+}
 
 
 def attention(
@@ -102,9 +104,9 @@ def attention(
     if bias is not None:
         bias = _reduced(bias)
     if type(causal) is type(deterministic) is bool and scale is window is kernel is None and (
-        softcap == 0.0 and layout == "bhsd" and batch_invariant is False and not dropout_p
+        softcap == 0.0 and (layout == "bhsd" or layout == "bshd") and batch_invariant is False and not dropout_p
     ):
-        options = _PLAIN[causal][deterministic]
+        options = _PLAIN[layout][causal][deterministic]
     else:
         options = Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
     others = ()
@@ -124,13 +126,15 @@ def attention(
 
 def _autocast(q, k, v, bias, sinks):
     """Where autocast is on for the device: q, k, v in its dtype; a bias or sinks of another half type in float32, which
-    holds them exactly."""
-    kind = q.device.type
-    if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
+    holds them exactly. Most calls find q, k and v in that dtype, where ``to`` would take longer than all of this."""
+    kind = "cuda" if q.is_cuda else "cpu" if q.is_cpu else None
+    if kind is None or not torch.is_autocast_enabled(kind):
         return q, k, v, bias, sinks
     dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x.to(dtype) if x.dtype == torch.float32 or x.dtype in _HALVES else x for x in (q, k, v))
-    bias, sinks = (x.float() if x is not None and x.dtype in _HALVES and x.dtype != q.dtype else x for x in (bias, sinks))
+    if not (q.dtype is k.dtype is v.dtype is dtype):
+        q, k, v = (x.to(dtype) if x.dtype == torch.float32 or x.dtype in _HALVES else x for x in (q, k, v))
+    if bias is not None or sinks is not None:
+        bias, sinks = (x.float() if x is not None and x.dtype in _HALVES and x.dtype != q.dtype else x for x in (bias, sinks))
     return q, k, v, bias, sinks
 
 

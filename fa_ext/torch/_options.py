@@ -14,13 +14,13 @@ SHARED = {"causal": False, "scale": None, "window": None, "softcap": 0.0, "layou
 class Options:
     """The options of one call that are no tensors.
 
-    ``shared``: of ``SHARED``, what is not the default, since the core finds each keyword by its name; ``causal``: by itself,
-    and ``plain``: nothing else is given, which is written out below, in half of the time of a call with ``**`` on the way there;
-    ``kernel``: of the forward; ``deterministic``: of the backward; ``dropout_p``: the state that goes with it is a tensor, and
-    travels with the tensors.
+    ``shared``: of ``SHARED``, what is not the default, since the core finds each keyword by its name; ``causal`` and ``layout``: by
+    themselves, and ``plain``: nothing else is given, which is written out below, in half of the time of a call with ``**`` on the
+    way there; ``kernel``: of the forward; ``deterministic``: of the backward; ``dropout_p``: the state that goes with it is a
+    tensor, and travels with the tensors.
     """
 
-    __slots__ = ("causal", "deterministic", "dropout_p", "kernel", "plain", "shared")
+    __slots__ = ("causal", "deterministic", "dropout_p", "kernel", "layout", "plain", "shared")
 
     def __init__(self, causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic):
         self.shared = shared = {}
@@ -30,14 +30,15 @@ class Options:
             shared["window"] = window
         if softcap != 0.0:
             shared["softcap"] = softcap
-        if layout != "bhsd":
-            shared["layout"] = layout
         if batch_invariant is not False:
             shared["batch_invariant"] = batch_invariant
         self.plain = kernel is None and not shared
+        if layout != "bhsd":
+            shared["layout"] = layout
         if causal is not False:
             shared["causal"] = causal
         self.causal = causal
+        self.layout = layout
         self.dropout_p = dropout_p
         self.kernel = kernel
         self.deterministic = deterministic
@@ -50,7 +51,7 @@ def forward(q, k, v, options, others=(), return_lse=True):
     """The core's forward pass: (out, lse), or out alone. ``others``: (bias, mask, sinks, alibi, state), or () where all are
     None."""
     if options.plain and not others:
-        return _core.attention(q, k, v, causal=options.causal, return_lse=return_lse)
+        return _core.attention(q, k, v, causal=options.causal, layout=options.layout, return_lse=return_lse)
     given = _given(options, others)
     if options.kernel is not None:
         return _core.attention(q, k, v, return_lse=return_lse, kernel=options.kernel, **given)
@@ -63,7 +64,8 @@ def backward(dout, dlse, kept, options, wrt):
     if options.plain and len(kept) == 5:
         q, k, v, out, lse = kept
         return _core.attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, causal=options.causal, deterministic=deterministic
+            dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, causal=options.causal, layout=options.layout,
+            deterministic=deterministic,
         )  # fmt: skip
     q, k, v, out, lse, *others = kept
     given = _given(options, others)
