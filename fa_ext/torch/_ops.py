@@ -4,54 +4,74 @@ Their arguments are those of ``fa_ext.torch.attention``; causal and window trave
 the names of the gradients as bits. No operator draws random numbers: the state of dropout is an argument.
 """
 
+import functools
 from typing import Optional, Tuple  # noqa: UP035
 
 import torch
 from torch import Tensor
 
+from ._library import LIBRARY, operator
 from ._options import NAMES, backward, forward, from_bounds
 from ._vmap import map_backward, map_forward
 
-
-@torch.library.custom_op("fa_ext::attention", mutates_args=(), device_types=("cpu", "cuda"))
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor],
-    alibi: Optional[Tensor], state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float],
-    softcap: float, layout: str, dropout_p: float, kernel: Optional[str], batch_invariant: bool, deterministic: bool,
-) -> Tuple[Tensor, Tensor]:  # fmt: skip
-    options = from_bounds(
-        left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic
-    )  # fmt: skip
-    return forward(q, k, v, options, (bias, mask, sinks, alibi, state))
+_options = functools.lru_cache(maxsize=1024, typed=True)(from_bounds)
 
 
-@attention.register_fake
-def _(q, k, v, bias, mask, sinks, alibi, state, left, right, diagonal, scale, softcap, layout, *rest):
+@functools.cache
+def _names(wrt):
+    return tuple(name for n, name in enumerate(NAMES) if wrt >> n & 1)
+
+
+def _fake_forward(q, k, v, bias, mask, sinks, alibi, state, left, right, diagonal, scale, softcap, layout, *rest):
     batch, heads, queries = q.shape[0], *(q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1]))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(batch, heads, queries, dtype=wide)
 
 
-@torch.library.custom_op("fa_ext::attention_backward", mutates_args=(), device_types=("cpu", "cuda"))
+@operator("attention", _fake_forward)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor],
+    alibi: Optional[Tensor], state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float],
+    softcap: float, layout: str, dropout_p: float, kernel: Optional[str], batch_invariant: bool, deterministic: bool,
+) -> Tuple[Tensor, Tensor]:  # fmt: skip
+    options = _options(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
+    others = () if bias is mask is sinks is alibi is state is None else (bias, mask, sinks, alibi, state)
+    return forward(q, k, v, options, others)
+
+
+def _fake_backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, *rest):
+    subjects = zip((q, k, v, bias, sinks), range(len(NAMES)), strict=True)
+    return tuple(x.new_empty(x.shape) if rest[-1] >> n & 1 else q.new_empty(0) for x, n in subjects)
+
+
+@operator("attention_backward", _fake_backward)
 def attention_backward(
     dout: Optional[Tensor], dlse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor], alibi: Optional[Tensor],
     state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float], softcap: float, layout: str,
     dropout_p: float, batch_invariant: bool, deterministic: bool, wrt: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    options = from_bounds(
-        left, right, diagonal, scale, softcap, layout, dropout_p, None, batch_invariant, deterministic
-    )  # fmt: skip
-    names = tuple(name for n, name in enumerate(NAMES) if wrt >> n & 1)
-    kept = (q, k, v, out, lse, bias, mask, sinks, alibi, state)
+    options = _options(left, right, diagonal, scale, softcap, layout, dropout_p, None, batch_invariant, deterministic)
+    kept: tuple[Tensor | None, ...] = (q, k, v, out, lse)
+    if not (bias is mask is sinks is alibi is state is None):
+        kept += (bias, mask, sinks, alibi, state)
+    names = _names(wrt)
     grads = dict(zip(names, backward(dout, dlse, kept, options, names), strict=True))
     return tuple(grads[name] if name in grads else q.new_empty(0) for name in NAMES)
 
 
-@attention_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, bias, mask, sinks, *rest):
-    subjects = zip((q, k, v, bias, sinks), range(len(NAMES)), strict=True)
-    return tuple(x.new_empty(x.shape) if rest[-1] >> n & 1 else q.new_empty(0) for x, n in subjects)
+class _Once(torch.autograd.Function):
+    """The gradients where theirs may be asked for, which there are none of."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return attention_backward(*args)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        raise RuntimeError(
+            "torch.ops.fa_ext.attention_backward has no derivative; accepted: fa_ext.torch.attention without torch.compile, whose gradients have one"
+        )
 
 
 def _keep(ctx, inputs, output):
@@ -67,21 +87,22 @@ def _differentiate(ctx, dout, dlse):
         return tuple(found)
     places = (0, 1, 2, 3, 5)
     wrt = sum(1 << n for n, place in enumerate(places) if ctx.needs_input_grad[place])
-    grads = attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.rest, wrt)
+    call = _Once.apply if torch.is_grad_enabled() else attention_backward
+    grads = call(dout, dlse, *ctx.saved_tensors, *ctx.rest, wrt)
     for n, place in enumerate(places):
         if wrt >> n & 1:
             found[place] = grads[n]
     return tuple(found)
 
 
-attention.register_autograd(_differentiate, setup_context=_keep)
-
-
-@attention.register_vmap
-def _(info, in_dims, *args):
+def _map_forward(info, in_dims, *args):
     return map_forward(attention, info, in_dims, *args)
 
 
-@attention_backward.register_vmap
-def _(info, in_dims, *args):
+def _map_backward(info, in_dims, *args):
     return map_backward(attention_backward, info, in_dims, *args, sums=args[-1] >> 3 != 0)
+
+
+torch.library.register_autograd("fa_ext::attention", _differentiate, setup_context=_keep, lib=LIBRARY)
+torch.library.register_vmap("fa_ext::attention", _map_forward, lib=LIBRARY)
+torch.library.register_vmap("fa_ext::attention_backward", _map_backward, lib=LIBRARY)

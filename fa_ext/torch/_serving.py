@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
+from ._library import operator, wrote
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
@@ -43,7 +44,11 @@ def _given(**options):
 # ---- attention ----
 
 
-@torch.library.custom_op("fa_ext::attention_out", mutates_args=("out", "lse"), device_types=("cpu", "cuda"))
+def _nothing(*args):
+    """Results of an operator that only writes."""
+
+
+@operator("attention_out", _nothing, mutates=("out", "lse"))
 def attention_out(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Optional[Tensor], bias: Optional[Tensor], mask: Optional[Tensor],
     sinks: Optional[Tensor], alibi: Optional[Tensor], cu_seqlens_q: Optional[Tensor], seqlens_q: Optional[Tensor],
@@ -71,11 +76,6 @@ def attention_out(
 _CAUSAL: dict[str, bool | str] = {"no": False, "equal": True}
 
 
-@attention_out.register_fake
-def _(*args):
-    return None
-
-
 def attend(
     q, k, v, *, bias, mask, sinks, alibi, cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, k_range, positions,
     causal, window, scale, softcap, layout, check, kernel, batch_invariant, out, return_lse,
@@ -88,9 +88,12 @@ def attend(
             cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, k_range=k_range, positions=positions,
             scale=scale, window=window, layout=layout, check=check, kernel=kernel, out=out,
         )  # fmt: skip
-        return _core.attention(
+        found = _core.attention(
             q, k, v, causal=causal, softcap=softcap, batch_invariant=batch_invariant, return_lse=return_lse, **given
         )
+        if out is not None:
+            wrote(*out) if isinstance(out, (tuple, list)) else wrote(out)
+        return found
     pair = isinstance(out, (tuple, list))
     out, lse = out if pair else (out, None)
     if out is None:
@@ -116,7 +119,7 @@ def _lse_shape(q, layout):
 # ---- append ----
 
 
-@torch.library.custom_op("fa_ext::append", mutates_args=("k_cache", "v_cache", "out"), device_types=("cpu", "cuda"))
+@operator("append", _nothing, mutates=("k_cache", "v_cache", "out"))
 def append_op(
     k_cache: Tensor, v_cache: Optional[Tensor], k: Tensor, v: Optional[Tensor], q: Optional[Tensor], out: Optional[Tensor],
     cos: Optional[Tensor], sin: Optional[Tensor], page_table: Optional[Tensor], seqlens_k: Optional[Tensor],
@@ -128,11 +131,6 @@ def append_op(
         cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q, slots=slots, positions=positions, check=check, kernel=kernel,
     )  # fmt: skip
     _core.append(k_cache, v_cache, k, v, layout=layout, interleaved=interleaved, **given)
-
-
-@append_op.register_fake
-def _(*args):
-    return None
 
 
 def append(
@@ -155,7 +153,9 @@ def append(
             q=q, rotary=rotary, page_table=page_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
             slots=slots, positions=positions, out=out, check=check, kernel=kernel,
         )  # fmt: skip
-        return _core.append(k_cache, v_cache, k, v, layout=layout, interleaved=interleaved, **given)
+        found = _core.append(k_cache, v_cache, k, v, layout=layout, interleaved=interleaved, **given)
+        wrote(k_cache, v_cache, out)
+        return found
     if out is None and q is not None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     cos, sin = rotary or (None, None)
@@ -169,16 +169,15 @@ def append(
 # ---- merge ----
 
 
-@torch.library.custom_op("fa_ext::merge", mutates_args=(), device_types=("cpu", "cuda"))
+def _fake_merge(outs, lses, *rest):
+    return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
+
+
+@operator("merge", _fake_merge)
 def merge_op(
     outs: List[Tensor], lses: List[Tensor], sinks: Optional[Tensor], layout: Optional[str], kernel: Optional[str]
 ) -> Tuple[Tensor, Tensor]:
     return _core.merge(outs, lses, **_given(sinks=sinks, layout=layout, kernel=kernel))
-
-
-@merge_op.register_fake
-def _(outs, lses, *rest):
-    return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
 
 
 def merge(outs, lses, *, sinks=None, layout=None, kernel=None):

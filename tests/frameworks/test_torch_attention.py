@@ -296,6 +296,23 @@ def test_saved_tensors_may_not_change(device):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("seq", [64, 2048])
+def test_torch_holds_the_workspace(device, seq):
+    """Small or large, it is torch's, which may hold all of the device's memory that it does not use."""
+    if device == "cpu":
+        pytest.skip("memory of the CPU is not torch's")
+    q, k, v, dout = (torch.randn((8, 16, seq, 64), device=device, dtype=torch.float16) for _ in range(4))
+    out, lse = fa_ext.attention(q, k, v, return_lse=True)
+    grads = fa_ext.attention_backward(dout, q, k, v, out, lse)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fa_ext.attention_backward(dout, q, k, v, out, lse, grads=grads)
+    rows = 2 * 4 * lse.numel()  # every kernel keeps an LSE and a delta, float32, of each query
+    assert torch.cuda.max_memory_allocated() - before >= rows
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_memory_is_freed_and_used_once(device):
     tensors, options = make("plain", device, torch.float32)
     out, _ = attend(tensors, options)

@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import functools  # noqa: E402
 import shutil  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -164,6 +165,23 @@ def test_mutation_is_declared(device):
     assert written("append") == ["k_cache", "v_cache", "out"]
     assert written("attention_out") == ["out", "lse"]
     assert written("merge") == []
+
+
+@pytest.mark.parametrize("backend", ["none", "eager"])
+def test_autograd_hears_of_what_is_written(device, backend):
+    """What it kept of a tensor for a backward pass is refused after the tensor was written in place."""
+    compiled = (lambda call: call) if backend == "none" else functools.partial(torch.compile, fullgraph=True, backend=backend)
+    (k_cache, v_cache, k, v), options = cache_call(device)
+    out, lse = torch.empty_like(options["q"]), torch.empty(4, 5, device=device)
+    weight = torch.ones(1, device=device, requires_grad=True)
+    kept = [(x, (weight * x).sum()) for x in (k_cache, v_cache, out, lse)]
+    written = {n: x for n, x in options.items() if n in ("page_table", "seqlens_k", "cu_seqlens_q", "layout")}
+    compiled(ft.append)(k_cache, v_cache, k, v, **options)
+    compiled(ft.attention)(options["q"], k_cache, v_cache, out=(out, lse), causal="bottom_right", **written)
+    for x, loss in kept:
+        assert x._version > 0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_fake_tensors_show_shapes(device):
