@@ -48,8 +48,8 @@ def text(batch: int, seq: int, vocab: int, step: int) -> np.ndarray:
 def matrices(args: argparse.Namespace) -> dict[str, np.ndarray]:
     """The weights that both models begin with, float32, by name: {"words", "places", and for layer n from 0 on "n.into", "n.out",
     "n.up", "n.down"}, each (inputs, outputs), to be multiplied from the right. Beside them a model has the gains of its norms, ones
-    at first: layer norms without a bias, as all its products are. With biases, in norms or in
-    products, the loss on this text jumps and stays near ln 512 for hundreds of steps, whatever the attention (``bench/LOG.md``)."""
+    at first. Norms and products have no biases: with them the loss on this text jumps and stays near ln 512 for hundreds of steps,
+    whatever the attention (``bench/LOG.md``)."""
     draws, w = np.random.default_rng(0), args.width
     shapes = {"words": (args.vocab, w), "places": (args.seq, w)}
     for n in range(args.layers):
