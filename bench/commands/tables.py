@@ -294,8 +294,9 @@ def _training(records: dict) -> str:
         for what, piece in records[which]["parts"].get("training", {}).items():
             for name, run in piece.get("runs", {}).items():
                 gap = f"{run['gap']:.2f}" if "gap" in run else ""
-                recipe = "{rate:g} after {warmup}".format(**piece["recipe"]) if "recipe" in piece else ""
-                lines.append([f"{gpu}, {what}", name, piece["sizes"]["steps"], recipe, f"{run['first']:.3f}", f"{run['last']:.3f}", f"{run['rise']:.2f}" if "rise" in run else "", f"{run['milliseconds']:.1f}", gap])
+                recipe = "{rate:g} after {warmup}".format(**piece["recipe"])
+                losses = (f"{run['first']:.3f}", f"{run['last']:.3f}", f"{run['rise']:.2f}")
+                lines.append([f"{gpu}, {what}", name, piece["sizes"]["steps"], recipe, *losses, f"{run['milliseconds']:.1f}", gap])
     return _markdown(["", "attention", "steps", "learning rate", "first loss", "last loss", "rise", "ms a step", "gap"], lines)
 
 

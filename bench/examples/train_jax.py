@@ -45,7 +45,7 @@ def ours(deterministic):
 
 def parameters(args):
     """Weights by name, float32."""
-    made = {name: jnp.asarray(matrix) for name, matrix in training.matrices(args).items()}
+    made = {name: jnp.array(matrix) for name, matrix in training.matrices(args.layers, args.width, args.seq, args.vocab).items()}
     return made | {f"{n}.norm{m}": jnp.ones(args.width) for n in range(args.layers) for m in (0, 1)} | {"norm": jnp.ones(args.width)}
 
 
@@ -103,9 +103,8 @@ class Training:
         return float(loss)  # waits for the device
 
 
-def ready(args):
-    """What comes before a step: the text."""
-    return lambda n: jnp.asarray(training.text(args.batch, args.seq, args.vocab, n).astype(np.int32))
+def put(text):
+    return jnp.asarray(text.astype(np.int32))
 
 
 def backends():
@@ -127,7 +126,7 @@ def equal_bits(args):
     """Whether two ordered runs of this process end with the same bits in every weight."""
     ordered = step_of(args, ours(deterministic=True))
     found = {name: Training(args, ordered) for name in ("first", "second")}
-    training.take_turns(args, found, ready(args))
+    training.take_turns(args, found, put)
     first, second = (run.weights for run in found.values())
     return all(bool(jnp.array_equal(first[name], second[name])) for name in first)
 
@@ -158,7 +157,7 @@ def main(arguments=None):
     peers = list(contenders)
     for name, deterministic in (("fa_ext", False), ("fa_ext, ordered", True)):
         contenders[name] = Training(args, step_of(args, ours(deterministic)))
-    found = training.take_turns(args, contenders, ready(args))
+    found = training.take_turns(args, contenders, put)
     largest = training.gaps(found, peers, "math")
     held = equal and max(largest.values()).ratio <= 2
     training.show(args, found, largest, equal_bits=equal, held=held, kernels=kernels(args))

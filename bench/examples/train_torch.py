@@ -29,7 +29,7 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-COMPILED = ("flash", "cudnn")
+COMPILED = ("flash", "cudnn")  # what fa_ext compiled stands beside
 
 
 class Block(nn.Module):
@@ -48,7 +48,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, args, attend):
         super().__init__()
-        matrices = {name: torch.from_numpy(matrix) for name, matrix in training.matrices(args).items()}
+        drawn = training.matrices(args.layers, args.width, args.seq, args.vocab)
+        matrices = {name: torch.tensor(matrix) for name, matrix in drawn.items()}
         self.words, self.places = (nn.Embedding.from_pretrained(matrices[name], freeze=False) for name in ("words", "places"))
         self.blocks = nn.ModuleList(Block(args, n, matrices, attend) for n in range(args.layers))
         self.norm = nn.LayerNorm(args.width, bias=False)
@@ -72,13 +73,13 @@ class Training:
     """A model on its way: called with the number of a step, 0 at first, and its text it makes the step and returns the loss."""
 
     def __init__(self, args, attend, *, backend=None, compiled=False):
-        torch.manual_seed(0)
         self.args, self.model = args, GPT(args, attend).to(args.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.rate, fused=args.device == "cuda")
         self.loss = torch.compile(self.model, fullgraph=True, backend=args.compiler) if compiled else self.model
         self.kernel = (lambda: sdpa_kernel(backend)) if backend else contextlib.nullcontext
 
     def __call__(self, n, ids):
+        torch.manual_seed(n)  # for dropout
         with self.kernel():
             with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.bfloat16):
                 loss = self.loss(ids)
@@ -89,14 +90,8 @@ class Training:
         return loss.item()  # waits for the device
 
 
-def ready(args):
-    """What comes before a step: torch's generator, from which dropout is drawn, and the text."""
-
-    def seeded(n):
-        torch.manual_seed(n)
-        return torch.from_numpy(training.text(args.batch, args.seq, args.vocab, n)).to(args.device)
-
-    return seeded
+def put(args):
+    return lambda text: torch.from_numpy(text).to(args.device)
 
 
 def ours(args):
@@ -140,7 +135,7 @@ def runs(args):
     peers = list(found)
     found["fa_ext"] = Training(args, ours(args))
     found["fa_ext, compiled"] = Training(args, ours(args), compiled=True)
-    return training.take_turns(args, found, ready(args)), peers
+    return training.take_turns(args, found, put(args)), peers
 
 
 def repeats(args):
@@ -148,7 +143,7 @@ def repeats(args):
     torch.use_deterministic_algorithms(True)
     try:
         found = {name: Training(args, ours(args)) for name in ("first", "second")}
-        training.take_turns(args, found, ready(args))
+        training.take_turns(args, found, put(args))
     finally:
         torch.use_deterministic_algorithms(False)
     first, second = (run.model.parameters() for run in found.values())

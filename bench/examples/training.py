@@ -34,7 +34,6 @@ def rate(args: argparse.Namespace, step: int) -> float:
     return args.rate * min(1.0, (step + 1) / max(args.warmup, 1))
 
 
-@functools.lru_cache(maxsize=1024)
 def text(batch: int, seq: int, vocab: int, step: int) -> np.ndarray:
     """(batch, seq + 1) of a chain, int64: a token follows from the one before it, but for one in ten."""
     draws, words = np.random.default_rng(1000 + step), min(vocab, 512)
@@ -45,32 +44,32 @@ def text(batch: int, seq: int, vocab: int, step: int) -> np.ndarray:
     return ids
 
 
-def matrices(args: argparse.Namespace) -> dict[str, np.ndarray]:
-    """The weights that both models begin with, float32, by name: {"words", "places", and for layer n from 0 on "n.into", "n.out",
+@functools.lru_cache(maxsize=1)
+def matrices(layers: int, width: int, seq: int, vocab: int) -> dict[str, np.ndarray]:
+    """The weights that both models begin with, float32, to be copied, by name: {"words", "places", and for layer n from 0 on "n.into", "n.out",
     "n.up", "n.down"}, each (inputs, outputs), to be multiplied from the right. Beside them a model has the gains of its norms, ones
     at first. Norms and products have no biases: with them the loss on this text jumps and stays near ln 512 for hundreds of steps,
     whatever the attention (``bench/LOG.md``)."""
-    draws, w = np.random.default_rng(0), args.width
-    shapes = {"words": (args.vocab, w), "places": (args.seq, w)}
-    for n in range(args.layers):
+    draws, w = np.random.default_rng(0), width
+    shapes = {"words": (vocab, w), "places": (seq, w)}
+    for n in range(layers):
         shapes |= {f"{n}.into": (w, 3 * w), f"{n}.out": (w, w), f"{n}.up": (w, 4 * w), f"{n}.down": (4 * w, w)}
     return {name: 0.02 * draws.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
 def take_turns(
-    args: argparse.Namespace, contenders: dict[str, Callable[[int, Any], float]], ready: Callable[[int], Any]
+    args: argparse.Namespace, contenders: dict[str, Callable[[int, Any], float]], put: Callable[[np.ndarray], Any]
 ) -> dict[str, tuple[list[float], float]]:
-    """{name: (losses, median seconds a step)} of contenders, functions of a step's number, 0 at first, and of what ``ready`` makes of it.
-    All make a step before any makes the next, in an order that rotates: what drifts meanwhile, such as a GPU's clock, meets all alike.
+    """{name: (losses, median seconds a step)} of contenders, functions of a step's number, 0 at first, and of what ``put`` makes of its
+    text. All make a step before any makes the next, in an order that rotates: what drifts meanwhile, such as a GPU's clock, meets all alike.
     A contender returns when its step is done."""
     names = list(contenders)
     losses, seconds = ({name: [] for name in names} for _ in range(2))
     for n in range(args.steps):
-        first = n % len(names)
+        ids, first = put(text(args.batch, args.seq, args.vocab, n)), n % len(names)
         for name in names[first:] + names[:first]:
-            given = ready(n)
             begun = time.perf_counter()
-            losses[name].append(contenders[name](n, given))
+            losses[name].append(contenders[name](n, ids))
             seconds[name].append(time.perf_counter() - begun)
     return {name: (losses[name], statistics.median(seconds[name])) for name in names}
 

@@ -5,7 +5,7 @@ from torch.autograd import forward_ad
 
 from . import _ops
 from ._eager import _transformed, differentiable
-from ._options import Options, bounds, forward
+from ._options import Options, bounds, forward, others_of
 from ._serving import attend, traced
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -109,9 +109,7 @@ def attention(
         options = _PLAIN[layout][causal][deterministic]
     else:
         options = Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
-    others = ()
-    if not (bias is mask is sinks is alibi is state is None):
-        others = (bias, mask, sinks, alibi, state)
+    others = others_of(bias, mask, sinks, alibi, state)
     wanted = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad

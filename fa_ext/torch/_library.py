@@ -1,7 +1,7 @@
 """How operators come to ``torch.ops.fa_ext``.
 
 ``torch.library.custom_op`` puts a layer around the kernel that looks for aliases among its results, and one above it for autograd,
-also where there is no derivative: 10 to 12 us a call, where the kernel and torch's dispatcher take 6 to 18.
+also where there is no derivative: about as long as the kernel and torch's dispatcher take on the host (``bench/LOG.md``).
 """
 
 import inspect
@@ -17,8 +17,8 @@ def operator(name, fake, mutates=()):
     returns the operator. ``fake``: makes results of the shapes it will have. ``mutates``: names of the arguments that are written."""
 
     def define(kernel):
-        signature = inspect.signature(kernel)
-        places = [list(signature.parameters).index(argument) for argument in mutates]
+        names = list(inspect.signature(kernel).parameters)
+        places = [names.index(argument) for argument in mutates]
 
         def writing(*args):
             kernel(*args)

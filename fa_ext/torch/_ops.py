@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from ._library import LIBRARY, operator
-from ._options import NAMES, backward, forward, from_bounds
+from ._options import NAMES, backward, forward, from_bounds, others_of
 from ._vmap import map_backward, map_forward
-
-_options = functools.lru_cache(maxsize=1024, typed=True)(from_bounds)
 
 
 @functools.cache
@@ -34,9 +32,8 @@ def attention(
     alibi: Optional[Tensor], state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float],
     softcap: float, layout: str, dropout_p: float, kernel: Optional[str], batch_invariant: bool, deterministic: bool,
 ) -> Tuple[Tensor, Tensor]:  # fmt: skip
-    options = _options(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
-    others = () if bias is mask is sinks is alibi is state is None else (bias, mask, sinks, alibi, state)
-    return forward(q, k, v, options, others)
+    options = from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
+    return forward(q, k, v, options, others_of(bias, mask, sinks, alibi, state))
 
 
 def _fake_backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, *rest):
@@ -51,11 +48,8 @@ def attention_backward(
     state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float], softcap: float, layout: str,
     dropout_p: float, batch_invariant: bool, deterministic: bool, wrt: int,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    options = _options(left, right, diagonal, scale, softcap, layout, dropout_p, None, batch_invariant, deterministic)
-    kept: tuple[Tensor | None, ...] = (q, k, v, out, lse)
-    if not (bias is mask is sinks is alibi is state is None):
-        kept += (bias, mask, sinks, alibi, state)
-    names = _names(wrt)
+    options = from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, None, batch_invariant, deterministic)
+    kept, names = (q, k, v, out, lse, *others_of(bias, mask, sinks, alibi, state)), _names(wrt)
     grads = dict(zip(names, backward(dout, dlse, kept, options, names), strict=True))
     return tuple(grads[name] if name in grads else q.new_empty(0) for name in NAMES)
 

@@ -1,5 +1,6 @@
 """The options of a call, listed once: as the core takes them, and as the custom operators carry them."""
 
+import functools
 from typing import Any
 
 from .. import _core
@@ -47,9 +48,13 @@ class Options:
         return self.shared.get(name, SHARED[name])
 
 
+def others_of(bias, mask, sinks, alibi, state):
+    """The tensors besides q, k and v, as the passes below take them."""
+    return () if bias is mask is sinks is alibi is state is None else (bias, mask, sinks, alibi, state)
+
+
 def forward(q, k, v, options, others=(), return_lse=True):
-    """The core's forward pass: (out, lse), or out alone. ``others``: (bias, mask, sinks, alibi, state), or () where all are
-    None."""
+    """The core's forward pass: (out, lse), or out alone. ``others``: of ``others_of``."""
     if options.plain and not others:
         return _core.attention(q, k, v, causal=options.causal, layout=options.layout, return_lse=return_lse)
     given = _given(options, others)
@@ -107,6 +112,7 @@ def bounds(causal, window, seq_q, seq_k):
     return left, right if causal is False else 0, 1 if causal in (False, "bottom_right") else 0
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
 def from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic):
     """The options behind an operator's arguments: the inverse of ``bounds``."""
     causal = "top_left" if diagonal == 0 else "bottom_right" if right == 0 else False

@@ -82,6 +82,7 @@ def attend(
 ):  # fmt: skip
     """``attention`` of sequences, or into ``out``."""
     refuse_gradients("attention over sequences, or into out=,", q=q, k=k, v=v, bias=bias, sinks=sinks, alibi=alibi)
+    pair = isinstance(out, (tuple, list))
     if not traced(q, k, v):
         given = _given(
             bias=bias, mask=mask, sinks=sinks, alibi=alibi, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
@@ -92,9 +93,8 @@ def attend(
             q, k, v, causal=causal, softcap=softcap, batch_invariant=batch_invariant, return_lse=return_lse, **given
         )
         if out is not None:
-            wrote(*out) if isinstance(out, (tuple, list)) else wrote(out)
+            wrote(*(out if pair else (out,)))
         return found
-    pair = isinstance(out, (tuple, list))
     out, lse = out if pair else (out, None)
     if out is None:
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
