@@ -160,6 +160,8 @@ def kernels(args):
     """The kernels that fa_ext runs forward and backward, compiled or not."""
     q, k, v = (x.detach() for x in inputs(args))
     options = {"causal": True, "layout": "bshd"}
+    if args.dropout:
+        options["dropout"] = args.dropout, torch.zeros(4, dtype=torch.int64, device=args.device)
     out, lse = fa_ext.attention(q, k, v, **options, return_lse=True)
     backward = [fa_ext.explain_backward(out, q, k, v, out, lse, **options, deterministic=d)[0] for d in (False, True)]
     return sorted({fa_ext.explain(q, k, v, **options)[0], *backward})
