@@ -12,9 +12,10 @@ from torch.autograd.graph import increment_version
 LIBRARY = torch.library.Library("fa_ext", "FRAGMENT")
 
 
-def operator(name, fake, mutates=()):
+def operator(name, fake, mutates=(), keep=None, differentiate=None):
     """Decorates the kernel of ``torch.ops.fa_ext.<name>`` for the CPU and CUDA, from whose signature the operator has its own, and
-    returns the operator. ``fake``: makes results of the shapes it will have. ``mutates``: names of the arguments that are written."""
+    returns the operator. ``fake``: makes results of the shapes it will have. ``mutates``: names of the arguments that are written.
+    ``keep(ctx, inputs, output)`` and ``differentiate(ctx, *cotangents)``: those of ``torch.library.register_autograd``."""
 
     def define(kernel):
         names = list(inspect.signature(kernel).parameters)
@@ -28,9 +29,46 @@ def operator(name, fake, mutates=()):
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, writing if mutates else kernel, key)
         torch.library.register_fake(f"fa_ext::{name}", fake, lib=LIBRARY)
-        return getattr(torch.ops.fa_ext, name).default
+        made = getattr(torch.ops.fa_ext, name).default
+        if differentiate:
+            LIBRARY.impl(name, _differentiable(made, kernel, keep, differentiate), "Autograd", with_keyset=True)
+        return made
 
     return define
+
+
+def _differentiable(made, kernel, keep, differentiate):
+    """The operator's kernel for autograd. Where nothing is differentiated and nothing but the backend is left below, as in a compiled
+    graph, it is the operator's kernel itself; what ``register_autograd`` makes goes through the dispatcher once more."""
+
+    def below(keys, args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return made.redispatch(keys, *args)
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args_and_keys):
+            *args, keys = args_and_keys
+            output = below(keys, args)
+            keep(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *cotangents):
+            return (*differentiate(ctx, *cotangents), None)
+
+    def call(keys, *args):
+        keys = keys & torch._C._after_autograd_keyset
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return Differentiable.apply(*args, keys)
+        if keys.highestPriorityTypeId() in _BACKENDS:
+            return kernel(*args)
+        return below(keys, args)
+
+    return call
+
+
+_BACKENDS = (torch.DispatchKey.CPU, torch.DispatchKey.CUDA)
 
 
 def wrote(*tensors):

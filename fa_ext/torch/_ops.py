@@ -1,11 +1,11 @@
 """``torch.ops.fa_ext.attention`` and ``.attention_backward``: what a compiled graph holds.
 
 Their arguments are those of ``fa_ext.torch.attention``; causal and window travel as three integers (``_options.bounds``),
-the names of the gradients as bits. No operator draws random numbers: the state of dropout is an argument.
+the names of the gradients as bits, and those that are asked for come back. No operator draws random numbers: the state of dropout is an argument.
 """
 
 import functools
-from typing import Optional, Tuple  # noqa: UP035
+from typing import List, Optional, Tuple  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -26,48 +26,6 @@ def _fake_forward(q, k, v, bias, mask, sinks, alibi, state, left, right, diagona
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(batch, heads, queries, dtype=wide)
 
 
-@operator("attention", _fake_forward)
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor],
-    alibi: Optional[Tensor], state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float],
-    softcap: float, layout: str, dropout_p: float, kernel: Optional[str], batch_invariant: bool, deterministic: bool,
-) -> Tuple[Tensor, Tensor]:  # fmt: skip
-    options = from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
-    return forward(q, k, v, options, others_of(bias, mask, sinks, alibi, state))
-
-
-def _fake_backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, *rest):
-    subjects = zip((q, k, v, bias, sinks), range(len(NAMES)), strict=True)
-    return tuple(x.new_empty(x.shape) if rest[-1] >> n & 1 else q.new_empty(0) for x, n in subjects)
-
-
-@operator("attention_backward", _fake_backward)
-def attention_backward(
-    dout: Optional[Tensor], dlse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor], alibi: Optional[Tensor],
-    state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float], softcap: float, layout: str,
-    dropout_p: float, batch_invariant: bool, deterministic: bool, wrt: int,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    options = from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, None, batch_invariant, deterministic)
-    kept, names = (q, k, v, out, lse, *others_of(bias, mask, sinks, alibi, state)), _names(wrt)
-    grads = dict(zip(names, backward(dout, dlse, kept, options, names), strict=True))
-    return tuple(grads[name] if name in grads else q.new_empty(0) for name in NAMES)
-
-
-class _Once(torch.autograd.Function):
-    """The gradients where theirs may be asked for, which there are none of."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        return attention_backward(*args)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        raise RuntimeError(
-            "torch.ops.fa_ext.attention_backward has no derivative; accepted: fa_ext.torch.attention without torch.compile, whose gradients have one"
-        )
-
-
 def _keep(ctx, inputs, output):
     q, k, v, *others = inputs[:8]
     ctx.set_materialize_grads(False)
@@ -79,14 +37,52 @@ def _differentiate(ctx, dout, dlse):
     found = [None] * 18
     if dout is None and dlse is None:
         return tuple(found)
-    places = (0, 1, 2, 3, 5)
-    wrt = sum(1 << n for n, place in enumerate(places) if ctx.needs_input_grad[place])
+    places = [(n, place) for n, place in enumerate((0, 1, 2, 3, 5)) if ctx.needs_input_grad[place]]
     call = _Once.apply if torch.is_grad_enabled() else attention_backward
-    grads = call(dout, dlse, *ctx.saved_tensors, *ctx.rest, wrt)
-    for n, place in enumerate(places):
-        if wrt >> n & 1:
-            found[place] = grads[n]
+    grads = call(dout, dlse, *ctx.saved_tensors, *ctx.rest, sum(1 << n for n, _ in places))
+    for (_, place), grad in zip(places, grads, strict=True):
+        found[place] = grad
     return tuple(found)
+
+
+@operator("attention", _fake_forward, keep=_keep, differentiate=_differentiate)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor],
+    alibi: Optional[Tensor], state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float],
+    softcap: float, layout: str, dropout_p: float, kernel: Optional[str], batch_invariant: bool, deterministic: bool,
+) -> Tuple[Tensor, Tensor]:  # fmt: skip
+    options = from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
+    return forward(q, k, v, options, others_of(bias, mask, sinks, alibi, state))
+
+
+def _fake_backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, *rest):
+    return [x.new_empty(x.shape) for n, x in enumerate((q, k, v, bias, sinks)) if rest[-1] >> n & 1]
+
+
+class _Once(torch.autograd.Function):
+    """The gradients where theirs may be asked for, which there are none of."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return tuple(attention_backward(*args))
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        raise RuntimeError(
+            "torch.ops.fa_ext.attention_backward has no derivative; accepted: fa_ext.torch.attention without torch.compile, whose gradients have one"
+        )
+
+
+@operator("attention_backward", _fake_backward)
+def attention_backward(
+    dout: Optional[Tensor], dlse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor], alibi: Optional[Tensor],
+    state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float], softcap: float, layout: str,
+    dropout_p: float, batch_invariant: bool, deterministic: bool, wrt: int,
+) -> List[Tensor]:  # fmt: skip
+    options = from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, None, batch_invariant, deterministic)
+    kept = q, k, v, out, lse, *others_of(bias, mask, sinks, alibi, state)
+    return list(backward(dout, dlse, kept, options, _names(wrt)))
 
 
 def _map_forward(info, in_dims, *args):
@@ -97,6 +93,5 @@ def _map_backward(info, in_dims, *args):
     return map_backward(attention_backward, info, in_dims, *args, sums=args[-1] >> 3 != 0)
 
 
-torch.library.register_autograd("fa_ext::attention", _differentiate, setup_context=_keep, lib=LIBRARY)
 torch.library.register_vmap("fa_ext::attention", _map_forward, lib=LIBRARY)
 torch.library.register_vmap("fa_ext::attention_backward", _map_backward, lib=LIBRARY)

@@ -116,5 +116,6 @@ def bounds(causal, window, seq_q, seq_k):
 def from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic):
     """The options behind an operator's arguments: the inverse of ``bounds``."""
     causal = "top_left" if diagonal == 0 else "bottom_right" if right == 0 else False
-    window = (None if left < 0 else left, None if right < 0 or causal else right)
+    ends = (None if left < 0 else left, None if right < 0 or causal else right)
+    window = None if ends == (None, None) else ends
     return Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)

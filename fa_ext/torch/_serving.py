@@ -14,14 +14,14 @@ from .. import _core
 from ._library import operator, wrote
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-_is_compiling = torch.compiler.is_compiling
+is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def traced(*tensors):
     """Whether something looks at the operators of a call: the compiler, a dispatch mode (fake tensors, selective
     checkpointing, counters), a subclass of Tensor, or the meta device."""
-    if _is_compiling() or _dispatch_modes() > 0 or tensors[0].is_meta:
+    if is_compiling() or _dispatch_modes() > 0 or tensors[0].is_meta:
         return True
     for x in tensors:  # noqa: SIM110, a generator takes longer
         if type(x) not in PLAIN:

@@ -29,11 +29,7 @@ def map_backward(call, info, in_dims, *args, sums):
     bias, mask = (_fold_broadcast(x, dim, size, batch) for x, dim in zip(args[7:9], in_dims[7:9], strict=True))
     alibi = _fold_slopes(args[10], in_dims[10], size, batch)
     grads = call(*folded, bias, mask, args[9], alibi, *args[11:])
-    asked = [grad.dim() > 1 for grad in grads]  # the operator gives shape (0,) for what is not
-    return (
-        tuple(_unfold(grad, size, batch) if one else grad for grad, one in zip(grads, asked, strict=True)),
-        tuple(0 if one else None for one in asked),
-    )
+    return type(grads)(_unfold(grad, size, batch) for grad in grads), type(grads)(0 for _ in grads)
 
 
 def _batch(x, dim):
@@ -45,8 +41,9 @@ def _each(call, info, in_dims, args):
     for n in range(info.batch_size):
         chosen = (x if dim is None else x.select(dim, n) for x, dim in zip(args, in_dims, strict=True))
         results.append(call(*chosen))
-    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-    return stacked, (0,) * len(stacked)
+    kind = type(results[0])
+    stacked = kind(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, kind(0 for _ in stacked)
 
 
 def _fold(x, dim, size):
