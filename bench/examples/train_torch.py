@@ -6,8 +6,9 @@
 
 The text is a Markov chain, which can be learnt. All runs start from the same weights, see the same text and take turns, step by step.
 At step t the loss of fa_ext, eager and compiled, may differ from that of FLASH_ATTENTION by twice the largest gap
-that any two runs of torch's backends had at steps 1 to t; and two runs with deterministic algorithms must end with the same bits
-in every parameter. The exit status says whether that holds.
+that any two runs of torch's backends had at steps 1 to t. With dropout each backend has a second run with other draws: what is
+drawn moves losses further than roundings do. And two runs with deterministic algorithms must end with the same bits in every
+parameter. The exit status says whether that holds.
 """
 
 from __future__ import annotations
@@ -72,14 +73,14 @@ def linear(matrix):
 class Training:
     """A model on its way: called with the number of a step, 0 at first, and its text it makes the step and returns the loss."""
 
-    def __init__(self, args, attend, *, backend=None, compiled=False):
-        self.args, self.model = args, GPT(args, attend).to(args.device)
+    def __init__(self, args, attend, *, backend=None, compiled=False, draws=0):
+        self.args, self.draws, self.model = args, draws, GPT(args, attend).to(args.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.rate, fused=args.device == "cuda")
         self.loss = torch.compile(self.model, fullgraph=True, backend=args.compiler) if compiled else self.model
         self.kernel = (lambda: sdpa_kernel(backend)) if backend else contextlib.nullcontext
 
     def __call__(self, n, ids):
-        torch.manual_seed(n)  # for dropout
+        torch.manual_seed(n + self.draws * self.args.steps)  # for dropout
         with self.kernel():
             with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.bfloat16):
                 loss = self.loss(ids)
@@ -126,10 +127,13 @@ def backends(args):
 
 
 def runs(args):
-    """({name: losses and seconds}, names of torch's own): torch's backends, eager and those of `COMPILED` compiled, then fa_ext."""
+    """({name: losses and seconds}, names of torch's own): torch's backends, eager and those of `COMPILED` compiled, then fa_ext.
+    With dropout eager ones run again with other draws."""
     torch.compiler.reset()
     names = backends(args)
     found = {name: Training(args, theirs(args), backend=BACKENDS[name]) for name in names}
+    for name in names if args.dropout else ():
+        found[f"{name}, again"] = Training(args, theirs(args), backend=BACKENDS[name], draws=1)
     for name in (name for name in COMPILED if name in names):
         found[f"{name}, compiled"] = Training(args, theirs(args, BACKENDS[name]), compiled=True)
     peers = list(found)
@@ -173,6 +177,8 @@ def main(arguments=None):
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--compiler", default="inductor", help="backend of torch.compile")
     args = parser.parse_args(arguments)
+    if args.dropout and args.device == "cpu":
+        parser.error("--dropout is for --device cuda: on the CPU torch has one attention that drops weights, and none to compare it with")
     if args.bfloat16 is None:  # the CPU has two backends, one gap, which says little of how far apart roundings take losses
         args.bfloat16 = args.device == "cuda"
     found, peers = runs(args)
