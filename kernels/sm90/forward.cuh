@@ -35,6 +35,7 @@
  * with C::kStaged the output [warpgroup][warp][slab][16][64].
  */
 #pragma once
+#include "common/dropout.cuh"
 #include "sm90/epilogue.cuh"
 #include "sm90/schedule.cuh"
 #include "sm90/tma.cuh"
@@ -61,6 +62,20 @@ struct ForwardParams {
     CapPolynomial cap_polynomial;        // the same below a limit, without the MUFU
 };
 
+struct DropoutForwardParams : ForwardParams {
+    fa_dropout dropout;
+    float kept;    // what a weight is multiplied by that dropout keeps
+    int key_begin; // the first visible key
+};
+__device__ __forceinline__ const DropoutForwardParams &dropout_of(const ForwardParams &p) {
+    return static_cast<const DropoutForwardParams &>(p);
+}
+
+template <bool Dropout> struct ForwardDropout {};
+template <> struct ForwardDropout<true> {
+    fa_dropout words; // as they were when the block began
+};
+
 template <class C> struct ForwardSmem {
     static constexpr int kSlabs = (C::kHeadDim + kSlabColumns - 1) / kSlabColumns;
     static constexpr int kQuerySlabBytes = 64 * kSlabRowBytes;
@@ -77,7 +92,22 @@ template <class C> struct ForwardSmem {
     uint64_t q_full[C::kQueryStages][C::kConsumers], q_empty[C::kQueryStages][C::kConsumers];
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
     uint64_t tile_full[kTileStages], tile_empty[kTileStages]; // the producer tells the consumers their tiles
+    [[no_unique_address]] ForwardDropout<C::kDropout> dropout;
 };
+
+/* Key blocks of the tile of queries from `row`. With dropout the last ends with a whole 16 keys, of which a lane has what
+ * one call of the generator serves. */
+template <class C> __device__ __forceinline__ KeyBlocks forward_blocks(const ForwardParams &p, int row) {
+    const int row_end = min(row + C::kTileM, p.seq_q);
+    KeyBlocks blocks = key_blocks<C::kMasked, C::kTileN>(p.visible, row, row_end);
+    if constexpr (C::kDropout && C::kMasked) {
+        if (blocks.count == 0) return blocks;
+        const int key_begin = dropout_of(p).key_begin;
+        blocks.end += -(key_begin + blocks.end) & 15;
+        blocks.count = (blocks.end - begin_of(p.visible, row) + C::kTileN - 1) / C::kTileN;
+    }
+    return blocks;
+}
 
 template <class C> __device__ __forceinline__ void forward_produce(const ForwardParams &p, ForwardSmem<C> &smem) {
     using Smem = ForwardSmem<C>;
@@ -93,8 +123,7 @@ template <class C> __device__ __forceinline__ void forward_produce(const Forward
     for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
         const uint32_t next_index =
             next_tile<C::kMasked>(p.schedule, round); // early: the counter answers while this tile is loaded
-        const KeyBlocks blocks =
-            key_blocks<C::kMasked, C::kTileN>(p.visible, tile.row, min(tile.row + C::kTileM, p.seq_q));
+        const KeyBlocks blocks = forward_blocks<C>(p, tile.row);
         if (blocks.count == 0) {
             next = announce(next_index);
             continue;
@@ -140,6 +169,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     using Smem = ForwardSmem<C>;
     constexpr int kTileN = C::kTileN;
     constexpr uint32_t kTurnThreads = 256; // the warpgroup whose turn it is, and the one before, which arrives
+    static_assert(!C::kDropout || (kTileN % 64 == 0 && !C::kHalfBlocks && !C::kSoftcap));
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
     const bool elected = threadIdx.x % 128 == 0; // one thread a warpgroup frees stages, once its warps are joined
     RingState<C::kStages> k_ring(0), v_ring(0);
@@ -156,8 +186,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
 
     int tile_row;
     for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
-        const KeyBlocks blocks =
-            key_blocks<C::kMasked, kTileN>(p.visible, tile_row, min(tile_row + C::kTileM, p.seq_q));
+        const KeyBlocks blocks = forward_blocks<C>(p, tile_row);
         const int wg_row = tile_row + wg * 64, row = wg_row + warp * 16 + lane / 4; // this thread's rows: row, row + 8
         OnlineSoftmax softmax;
         float out[C::kHeadDim / 2];
@@ -209,6 +238,26 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 }
                 mask_scores(scores, low, high, 2 * (lane % 4));
             };
+            /* Which of a block's weights dropout keeps, while its scores are on their way; and the weights without the others. */
+            uint32_t kept[C::kDropout ? kTileN / 64 : 1];
+            auto keep = [&](int block) {
+                if constexpr (C::kDropout) {
+                    const Tile &tile = smem.tile[round % Smem::kTileStages];
+                    const int key = blocks.end - (block + 1) * kTileN + dropout_of(p).key_begin + 2 * (lane % 4);
+#pragma unroll
+                    for (int n = 0; n < kTileN / 64; ++n)
+                        kept[n] = kept_pairs<true, 64>(smem.dropout.words, {row, key + 64 * n, tile.batch, tile.head});
+                }
+            };
+            auto drop = [&](uint32_t(&words)[kTileN / 4]) {
+                if constexpr (C::kDropout) {
+#pragma unroll
+                    for (int i = 0; i < kTileN / 4; ++i) {
+                        const uint32_t two = kept[i / 16] >> i % 16 * 2;
+                        words[i] &= (two & 1 ? 0x0000ffffu : 0) | (two & 2 ? 0xffff0000u : 0);
+                    }
+                }
+            };
             bool near = true; // with softcap, until a product of this tile lay beyond the polynomial's limit
             /* One block: `old` holds the weights of the block before, `fresh` gets this block's. */
             auto step = [&]<bool kMaskBlock>(int block, auto &old, auto &fresh, std::bool_constant<kMaskBlock>) {
@@ -227,6 +276,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 wgmma_fence();
                 issue_pv(old, block > first + 1);
                 if constexpr (!C::kLateTurns) turn_pass();
+                keep(block);
                 wgmma_wait<1>();
                 wgmma_pin(scores);
                 if constexpr (C::kLateTurns) turn_pass();
@@ -250,6 +300,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     }
                     softmax.rescale_output(out);
                 }
+                drop(fresh);
                 if constexpr (C::kOverlap) wait_out();
             };
             /* Blocks [block, end). With overlap the weights go to and fro between two sets of registers. */
@@ -281,6 +332,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 gemm_qk<T, C::kHeadDim>(part, shared_address(smem.q[q_ring.stage][wg]), Smem::kQuerySlabBytes,
                                         shared_address(smem.k[k_ring.stage]), Smem::kKeySlabBytes);
                 wgmma_commit();
+                keep(first);
                 wgmma_wait<0>();
                 wgmma_pin(part);
                 free_keys(first + 1 == blocks.count);
@@ -290,6 +342,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 pack_scores<T>(part_weights, part);
 #pragma unroll
                 for (int i = kColumns / 4; i < kTileN / 4; ++i) weights[i] = 0;
+                drop(weights);
             };
 
             mbarrier_wait(&smem.q_full[q_ring.stage][wg], q_ring.parity);
@@ -354,6 +407,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
         for (int r = 0; r < 2; ++r) {
             const RowResult result = softmax.finish(r, p.score_factor, sink);
             factor[r] = result.factor;
+            if constexpr (C::kDropout) factor[r] *= dropout_of(p).kept;
             lse[r] = result.lse;
         }
         if constexpr (C::kStaged) {
@@ -388,8 +442,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     if (C::kStaged && lane == 0) tma_store_wait();
 }
 
-template <class C>
-__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) forward(const __grid_constant__ ForwardParams p) {
+template <class C, class Params> __device__ __forceinline__ void forward_block(const Params &p) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(1024) char raw[];
     auto &smem = *reinterpret_cast<ForwardSmem<C> *>(raw);
@@ -416,6 +469,7 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) forward(const __
             mbarrier_init(&smem.v_empty[stage], C::kConsumers);
         }
         mbarrier_init_fence();
+        if constexpr (C::kDropout) smem.dropout.words = fa_dropout_read(&p.dropout);
     }
     __syncthreads();
 
@@ -426,6 +480,16 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) forward(const __
         registers_raise<C::kConsumerRegisters>();
         forward_consume<C>(p, smem, wg - 1);
     }
+}
+
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) forward(const __grid_constant__ ForwardParams p) {
+    forward_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    forward_dropout(const __grid_constant__ DropoutForwardParams p) {
+    forward_block<C>(p);
 }
 
 } // namespace fa::sm90

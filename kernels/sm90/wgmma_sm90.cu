@@ -24,7 +24,13 @@
 
 /* ---- configuration ---- */
 
-namespace fa::sm90 {
+#ifdef FA_DROPOUT // of wgmma_dropout_sm90.cu, which has this file's configuration, plan and launch with other instances
+#define FA_SPACE fa::sm90::dropout
+#else
+#define FA_SPACE fa::sm90
+#endif
+
+namespace FA_SPACE {
 
 /* Shape of a kernel. */
 struct Tiling {
@@ -58,6 +64,9 @@ constexpr Tiling tiling(int head_dim, int kind) {
     } else {
         t.tile_n = full ? 80 : 64, t.late = full;
     }
+#ifdef FA_DROPOUT
+    t.consumers = 2, t.half = t.late = t.overlap = false; // registers for the generator
+#endif
 #ifdef FA_CONSUMERS // from here on: a tuner's choice
     t.consumers = FA_CONSUMERS;
 #endif
@@ -114,6 +123,11 @@ template <class T, int HeadDim, int Kind> struct Config {
                           kTurns = kConsumers > 1 && kTiling.turns, kOverlap = kTiling.overlap,
                           kHalfBlocks = kMasked && kTiling.half, kLateTurns = kTurns && kTiling.late,
                           kStaged = kTiling.staged;
+#ifdef FA_DROPOUT
+    static constexpr bool kDropout = true;
+#else
+    static constexpr bool kDropout = false;
+#endif
     static constexpr int kCapTerms = kSoftcap ? kTiling.cap_terms : 0;
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
@@ -133,24 +147,34 @@ template <class T, int HeadDim, int Kind> struct Config {
 
 /* ---- instances: one kernel a compilation ---- */
 
-using Launch = fa_code(const ForwardParams &, int64_t blocks, const fa_launch &);
+#ifdef FA_DROPOUT
+using Params = DropoutForwardParams;
+#else
+using Params = ForwardParams;
+#endif
+using Launch = fa_code(const Params &, int64_t blocks, const fa_launch &);
 
 #ifdef FA_INSTANCE
 
 Launch FA_PASTE(wgmma_sm90_, FA_INSTANCE);
-fa_code FA_PASTE(wgmma_sm90_, FA_INSTANCE)(const ForwardParams &params, int64_t blocks, const fa_launch &launch) {
+fa_code FA_PASTE(wgmma_sm90_, FA_INSTANCE)(const Params &params, int64_t blocks, const fa_launch &launch) {
     using Instance = Config<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
+#ifdef FA_DROPOUT
+    constexpr auto kForward = forward_dropout<Instance>;
+#else
+    constexpr auto kForward = forward<Instance>;
+#endif
     constexpr int kBytes = sizeof(ForwardSmem<Instance>);
     static_assert(kBytes <= 227 * 1024, "shared memory of a block");
-    FA_TRY(fa_allow_smem(forward<Instance>, kBytes, launch));
+    FA_TRY(fa_allow_smem(kForward, kBytes, launch));
     FA_CHAOS_ARM(launch.stream, launch);
-    forward<Instance><<<static_cast<unsigned>(blocks), 128 * (Instance::kConsumers + 1), kBytes,
-                        static_cast<cudaStream_t>(launch.stream)>>>(params);
+    kForward<<<static_cast<unsigned>(blocks), 128 * (Instance::kConsumers + 1), kBytes,
+               static_cast<cudaStream_t>(launch.stream)>>>(params);
     FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }
 
-} // namespace fa::sm90
+} // namespace FA_SPACE
 
 #else
 
@@ -160,14 +184,20 @@ fa_code FA_PASTE(wgmma_sm90_, FA_INSTANCE)(const ForwardParams &params, int64_t 
     FA_DECLARE(d, full);                                                                                               \
     FA_DECLARE(d, masked);                                                                                             \
     FA_DECLARE(d, capped)
+#define FA_ENTRY(d, kind)                                                                                              \
+    { wgmma_sm90_d##d##_##kind##_f16, wgmma_sm90_d##d##_##kind##_bf16 }
+#ifdef FA_DROPOUT
+FA_DECLARE(64, masked);
+FA_DECLARE(128, masked);
+static constexpr int kHeadDims[] = {64, 128};
+static Launch *const kLaunches[][3][2] = {{{}, FA_ENTRY(64, masked), {}}, {{}, FA_ENTRY(128, masked), {}}};
+#else
 FA_DECLARE_ALL(64);
 FA_DECLARE_ALL(96);
 FA_DECLARE_ALL(128);
 FA_DECLARE_ALL(192);
 FA_DECLARE_ALL(256);
 
-#define FA_ENTRY(d, kind)                                                                                              \
-    { wgmma_sm90_d##d##_##kind##_f16, wgmma_sm90_d##d##_##kind##_bf16 }
 static constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
 static Launch *const kLaunches[][3][2] = {
     // [head_dim][kind][float16, bfloat16]
@@ -177,6 +207,7 @@ static Launch *const kLaunches[][3][2] = {
     {FA_ENTRY(192, full), FA_ENTRY(192, masked), FA_ENTRY(192, capped)},
     {FA_ENTRY(256, full), FA_ENTRY(256, masked), FA_ENTRY(256, capped)},
 };
+#endif
 
 /* ---- plan, launch ---- */
 
@@ -197,6 +228,9 @@ static int head_dim_index(const fa_forward &p) {
 }
 
 static int kind_of(const fa_forward &p) {
+#ifdef FA_DROPOUT
+    return FA_MASKED;
+#endif
     if (p.softcap > 0) return FA_CAPPED;
     return p.left >= FA_UNBOUNDED && p.right >= FA_UNBOUNDED ? FA_FULL : FA_MASKED;
 }
@@ -234,6 +268,8 @@ static void fill_plan(const fa_forward &p, int index, int kind, const fa_device_
 static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     constexpr int kMaxRowsBits = 30, kMaxTilesBits = 31;
     const fa_forward &p = problem->forward;
+    constexpr int kMost = kHeadDims[std::size(kHeadDims) - 1];
+    if (kMost < FA_MAX_HEAD_DIM && p.head_dim > kMost) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kMost, 0, 0);
     if (p.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
     if (!(static_cast<float>(p.scale) > 1e-30f && p.scale < 1e30))
         return fa_because(why, FA_REFUSES, FA_WHY_SCALE, 0, 0, 0);
@@ -251,6 +287,9 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     const int index = head_dim_index(p), kind = kind_of(p);
     if (!kLaunches[index][kind][p.dtype == FA_BF16]) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     fill_plan(p, index, kind, device, plan);
+#ifdef FA_DROPOUT
+    if (!problem->extra.dropout.threshold) return fa_because(why, FA_DECLINES, FA_WHY_NO_DROPOUT, 0, 0, 0);
+#endif
     return p.seq_q <= 16 ? fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0) : FA_TAKES;
 }
 
@@ -299,7 +338,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     const fa_forward &p = problem->forward;
     const Own &own = fa_own<Own>(plan);
     const int64_t keys = p.key_end - p.key_begin;
-    ForwardParams params = {};
+    Params params = {};
     FA_TRY(
         tensor_map_encode(&params.q, *launch, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, FA_OPERAND_Q));
     if (keys > 0) { // without keys no tile touches these maps
@@ -332,6 +371,11 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     params.visible = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};
     params.seq_q = static_cast<int>(p.seq_q);
     params.head_dim = p.head_dim;
+#ifdef FA_DROPOUT
+    params.dropout = problem->extra.dropout;
+    params.kept = static_cast<float>(fa_dropout_scale(&problem->extra.dropout));
+    params.key_begin = static_cast<int>(p.key_begin);
+#endif
     const fa_operand *const operands[] = {&p.q, &p.k, &p.v};
     int *const steps[] = {params.q_step, params.k_step, params.v_step};
     for (int i = 0; i < 3; ++i) {
@@ -344,8 +388,9 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     return kLaunches[own.index][own.kind][p.dtype == FA_BF16](params, plan->blocks, *launch);
 }
 
-} // namespace fa::sm90
+} // namespace FA_SPACE
 
+#ifndef FA_DROPOUT
 FA_DEFINE_KERNEL(wgmma_sm90) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
@@ -360,4 +405,5 @@ FA_DEFINE_KERNEL(wgmma_sm90) = {
     .launch = fa::sm90::launch,
 };
 
+#endif
 #endif
