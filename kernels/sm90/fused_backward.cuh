@@ -31,6 +31,10 @@
  * CTAs of one head would add to the same sums at a time: where no key is hidden, each begins with another block. With
  * C::kOrdered they take turns, which two threads of the producer's warpgroup keep: fused_backward_turns.cuh.
  *
+ * With dropout a thread finds which of its pairs are kept, 8 a call of the generator, before it waits for dK(n - 1). dP is
+ * added to -delta over the factor of what is kept, which is put into dq, dk and dv at the end; where a pair is dropped that
+ * -delta takes the place of the sum.
+ *
  * Why no waiter falls two phases behind (see sm90/forward.cuh): of full, kv_full and tile_full all warps wait; the next
  * phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for itself, past
  * its own wait. Of those only the producer's thread waits. Of ds_full all warps of both warpgroups wait, and each warp
@@ -153,6 +157,7 @@ template <class C, class Params> __device__ __forceinline__ void fused_block(con
             }
         }
         mbarrier_init_fence();
+        if constexpr (C::kDropout) smem.dropout.words = fa_dropout_read(&p.dropout);
     }
     __syncthreads();
 
@@ -178,6 +183,11 @@ __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_fused(c
 template <class C>
 __global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
     backward_fused_ordered(const __grid_constant__ OrderedFusedParams p) {
+    fused_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_fused_dropout(const __grid_constant__ DropoutFusedParams p) {
     fused_block<C>(p);
 }
 

@@ -1,6 +1,7 @@
 /* What the producer and the consumers of wgmma_fused_backward_sm90 share: parameters, shared memory, the steps of a
  * tile. */
 #pragma once
+#include "common/dropout.cuh"
 #include "sm90/backward_keys.cuh" // find_queries
 #include "sm90/fused_backward_step.cuh"
 
@@ -21,6 +22,14 @@ struct FusedParams {
 struct OrderedFusedParams : FusedParams {
     uint32_t *turns; // 0 at launch: fused_backward_turns.cuh
     Gradient dq;     // who adds last to a block's sums makes dq of them; data NULL: it is not wanted
+};
+struct DropoutFusedParams : OrderedFusedParams {
+    fa_dropout dropout;
+    float kept; // what a weight is multiplied by that dropout keeps: in `scale`, and dv's factor
+};
+template <bool Dropout> struct FusedDropout {};
+template <> struct FusedDropout<true> {
+    fa_dropout words; // as they were when the block began
 };
 
 inline constexpr uint32_t kAddsFirst = 1, kAddsLast = 2; // to a block's sums: they are stored; dq is made of them
@@ -54,6 +63,7 @@ template <class C> struct FusedSmem {
     uint64_t ds_full[2];
     uint64_t tile_full[kTileStages], tile_empty[kTileStages];
     FusedTurns<C::kOrdered> turns;
+    [[no_unique_address]] FusedDropout<C::kDropout> dropout;
 };
 
 /* The steps of a tile: blocks [begin, end) of each query head of the group, from block `first` and round. */

@@ -13,6 +13,7 @@ template <class C> struct FusedConsumer {
     static constexpr int kAhead = C::kSoftcap ? 1 : 4; // groups of 16 queries whose LSE is read before S is there
     static constexpr int kBefore = C::kSoftcap ? 1 : kGroups; // that are weighed before dP is waited for; else spills
     static constexpr bool kPublishesUnder = kTileQ == 64 && !C::kSoftcap; // S and dP; else registers are short
+    static_assert(!C::kDropout || (C::kOrdered && C::kMasked && !C::kSoftcap));
     static_assert(kTileQ * kSlabs == 128 && C::kTileK == 128 && C::kConsumers == 2,
                   "a block's dQ is 64 x 64 for each warpgroup");
 
@@ -30,6 +31,8 @@ template <class C> struct FusedConsumer {
     FusedWalk walk;
     float scores[kTileQ / 2], products[kTileQ / 2], dq[kDqCount], dk[C::kHeadDim / 2], dv[C::kHeadDim / 2];
     uint32_t weights[kTileQ / 4], words[kTileQ / 4]; // A operands, rounded: P, dT
+    int pair;                                        // of the tile; with dropout
+    uint32_t kept[C::kDropout ? kTileQ / 64 : 1];    // of this thread's pairs of a step
 
     __device__ __forceinline__ FusedConsumer(const FusedParams &p, Smem &smem, int wg)
         : p(p), smem(smem), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
@@ -103,8 +106,31 @@ template <class C> struct FusedConsumer {
             }
         }
     }
+    /* Which pairs of a step dropout keeps. */
+    __device__ __forceinline__ void keep(const FusedWalk &at) {
+        const int batch = pair / p.call.heads_kv;
+        const int head = (pair - batch * p.call.heads_kv) * p.call.group + at.member;
+#pragma unroll
+        for (int n = 0; n < kTileQ / 64; ++n)
+            kept[n] = kept_pairs<false, 64>(smem.dropout.words, {key() + p.call.key_begin,
+                                                                 at.block * kTileQ + 64 * n + 2 * (lane % 4), batch, head});
+    }
+    __device__ __forceinline__ bool keeps(int i) const { return kept[i / 32] >> i % 32 & 1; }
+    /* What differentiate() does, with dropout. */
+    __device__ __forceinline__ void differentiate_kept(int j) {
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) {
+            const int low = 2 * i, high = low + 1;
+            const float2 own =
+                *reinterpret_cast<const float2 *>(&smem.rows[stage].minus_delta[i / 2 * 16 + lane % 4 * 4]);
+            weights[i] = pack_pair<T>(keeps(low) ? scores[low] : 0.0f, keeps(high) ? scores[high] : 0.0f);
+            words[i] = pack_pair<T>(scores[low] * (keeps(low) ? products[low] : own.x),
+                                    scores[high] * (keeps(high) ? products[high] : own.y));
+        }
+    }
     /* Their dT = P (dP - delta), and P, rounded. P no earlier: its registers are those that dP leaves. */
     __device__ __forceinline__ void differentiate(int j) {
+        if constexpr (C::kDropout) return differentiate_kept(j);
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) {
             if (!C::kSoftcap) weights[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
@@ -185,6 +211,11 @@ template <class C> struct FusedConsumer {
         mbarrier_wait(&smem.full[ring.stage], ring.parity);
         const int last = stage;
         stage = ring.stage;
+        if constexpr (C::kDropout) {
+            FusedWalk at = walk;
+            if (!IsFirst) at.advance();
+            keep(at);
+        }
         if constexpr (!IsFirst && !kPublishesUnder) {
             wgmma_wait<0>();
             wgmma_pin(words);
@@ -240,6 +271,7 @@ template <class C> struct FusedConsumer {
 
     /* dk and dv of a tile that has steps. */
     __device__ __forceinline__ void run(int tile_head) {
+        if constexpr (C::kDropout) pair = p.call.first_pair + tile_head;
         const int64_t first_head = int64_t(tile_head) * p.call.group;
         sums = p.sums + first_head * p.row_block_count * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
         whole = whole_blocks<C>(p.call.visible, tile_key + wg * 64);
@@ -273,6 +305,7 @@ template <class C> struct FusedConsumer {
             const bool visible = seen && row + 8 * r >= 0 && row + 8 * r < p.call.visible.seq_k;
             k_factor[r] = visible ? p.scale : 0.0f;
             v_factor[r] = visible ? 1.0f : 0.0f;
+            if constexpr (C::kDropout) v_factor[r] *= static_cast<const DropoutFusedParams &>(p).kept;
         }
         if (p.dk.data)
             store_gradient<T>(p.dk, batch, kv_head, row + p.call.key_begin, p.call.seq_k, dk, k_factor, p.call.head_dim,

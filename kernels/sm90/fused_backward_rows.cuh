@@ -70,6 +70,10 @@ struct OrderedRowsParams : FusedRowsParams {
     uint32_t *turns; // a block of queries; cleared in place of the sums, to which the first stores
 };
 
+struct DropoutRowsParams : OrderedRowsParams {
+    float delta_factor; // one over what a weight is multiplied by that dropout keeps
+};
+
 template <class T, int Columns, int TileQ, class Params> __device__ __forceinline__ void rows_block(const Params &p) {
     FA_CHAOS_BEGIN();
     constexpr int kLanes = Columns / 8, kRows = 32 / kLanes;
@@ -79,7 +83,7 @@ template <class T, int Columns, int TileQ, class Params> __device__ __forceinlin
     const int flat = p.call.first_pair * p.call.group + launch_head, batch = flat / p.call.heads;
     const int head = flat - batch * p.call.heads;
 
-    if constexpr (std::is_same_v<Params, OrderedRowsParams>) {
+    if constexpr (std::is_base_of_v<OrderedRowsParams, Params>) {
         if (first % TileQ == 0 && lane == 0) p.turns[int64_t(launch_head) * p.row_block_count + first / TileQ] = 0;
     } else {
         auto *sums =
@@ -105,7 +109,10 @@ template <class T, int Columns, int TileQ, class Params> __device__ __forceinlin
         block->lse[inside / 16 * 16 + quad * 4 + inside % 16 / 8 * 2 + inside % 2] =
             sees && lse != -INFINITY ? lse * kLog2E : INFINITY; // -inf: a weight of 0, not of inf
         float *const twice = &block->minus_delta[inside / 8 * 16 + quad * 4 + inside % 2];
-        twice[0] = twice[2] = -delta;
+        if constexpr (std::is_same_v<Params, DropoutRowsParams>)
+            twice[0] = twice[2] = -delta * p.delta_factor;
+        else
+            twice[0] = twice[2] = -delta;
     }
     if (!p.sink_parts) return;
     const float sink = bounded(load_as_float(p.sinks, p.sinks_dtype, head * p.sinks_stride));
@@ -123,6 +130,10 @@ __global__ void __launch_bounds__(kFusedRowsThreads) fused_rows(const __grid_con
 }
 template <class T, int Columns, int TileQ>
 __global__ void __launch_bounds__(kFusedRowsThreads) fused_rows_ordered(const __grid_constant__ OrderedRowsParams p) {
+    rows_block<T, Columns, TileQ>(p);
+}
+template <class T, int Columns, int TileQ>
+__global__ void __launch_bounds__(kFusedRowsThreads) fused_rows_dropout(const __grid_constant__ DropoutRowsParams p) {
     rows_block<T, Columns, TileQ>(p);
 }
 

@@ -29,7 +29,13 @@
 
 /* ---- configuration ---- */
 
-namespace fa::sm90 {
+#ifdef FA_DROPOUT // of wgmma_dropout_backward_sm90.cu, which has this file's configuration, plan and launch with other instances
+#define FA_SPACE fa::sm90::dropout
+#else
+#define FA_SPACE fa::sm90
+#endif
+
+namespace FA_SPACE {
 
 constexpr int kFusedConsumers = 2, kFusedTileK = 64 * kFusedConsumers;
 
@@ -49,7 +55,7 @@ template <class T, int HeadDim, int Kind> struct FusedConfig {
     using Element = T;
     static constexpr int kHeadDim = HeadDim, kConsumers = kFusedConsumers, kTileK = kFusedTileK,
                          kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim), kKeyStages = 1;
-    static constexpr bool kOrdered = false, kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED;
+    static constexpr bool kOrdered = false, kDropout = false, kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED;
     // 64 Ki registers: what the consumers leave is the producer's.
 #ifdef FA_CHAOS // whose delays need some there too
     static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
@@ -62,13 +68,23 @@ template <class T, int HeadDim, int Kind> struct OrderedFusedConfig : FusedConfi
     static constexpr bool kOrdered = true;
     static constexpr int kKeyStages = 2; // dQ takes no shared memory
 };
+#ifdef FA_DROPOUT
+template <class T, int HeadDim, int Kind> struct DropoutFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
+    static constexpr bool kDropout = true;
+};
+#endif
 
 /* ---- instances: the kernels of one head_dim, kind and dtype a compilation ---- */
 
 /* What one launch of an instance does. */
 struct FusedWork {
+#ifdef FA_DROPOUT
+    DropoutRowsParams rows;
+    DropoutFusedParams fused;
+#else
     OrderedRowsParams rows;
     OrderedFusedParams fused;
+#endif
     FusedFinishParams finish;
     int64_t query_blocks, key_blocks, finish_blocks;
 };
@@ -78,7 +94,13 @@ using FusedLaunch = fa_code(const FusedWork &, const fa_launch &);
 
 FusedLaunch FA_PASTE(wgmma_fused_backward_sm90_, FA_INSTANCE);
 fa_code FA_PASTE(wgmma_fused_backward_sm90_, FA_INSTANCE)(const FusedWork &work, const fa_launch &launch) {
-#ifdef FA_ORDERED
+#if defined FA_DROPOUT
+    using C = DropoutFusedConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
+    constexpr auto kRows = fused_rows_dropout<FA_ELEMENT, C::kHeadDim, C::kTileQ>;
+    constexpr auto kFused = backward_fused_dropout<C>;
+    const DropoutRowsParams &rows = work.rows;
+    const DropoutFusedParams &fused = work.fused;
+#elif defined FA_ORDERED
     using C = OrderedFusedConfig<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
     constexpr auto kRows = fused_rows_ordered<FA_ELEMENT, C::kHeadDim, C::kTileQ>;
     constexpr auto kFused = backward_fused_ordered<C>;
@@ -98,7 +120,7 @@ fa_code FA_PASTE(wgmma_fused_backward_sm90_, FA_INSTANCE)(const FusedWork &work,
     return fa_start(kFinish, work.finish_blocks, kFusedFinishThreads, 0, launch, work.finish);
 }
 
-} // namespace fa::sm90
+} // namespace FA_SPACE
 
 #else
 
@@ -110,14 +132,19 @@ fa_code FA_PASTE(wgmma_fused_backward_sm90_, FA_INSTANCE)(const FusedWork &work,
     FA_DECLARE(d, full);                                                                                               \
     FA_DECLARE(d, masked);                                                                                             \
     FA_DECLARE(d, capped)
+#define FA_ENTRY(d, kind)                                                                                              \
+    { wgmma_fused_backward_sm90_##d##_##kind##_f16, wgmma_fused_backward_sm90_##d##_##kind##_bf16 }
+#ifdef FA_DROPOUT
+FA_DECLARE(ordered_d64, masked);
+static constexpr int kFusedHeadDims[] = {64};
+static FusedLaunch *const kFusedLaunches[2][1][3][2] = {{}, {{{}, FA_ENTRY(ordered_d64, masked), {}}}};
+#else
 FA_DECLARE_ALL(d64);
 FA_DECLARE_ALL(d128);
 FA_DECLARE(ordered_d64, full);
 FA_DECLARE(ordered_d64, masked);
 FA_DECLARE(ordered_d64, capped);
 
-#define FA_ENTRY(d, kind)                                                                                              \
-    { wgmma_fused_backward_sm90_##d##_##kind##_f16, wgmma_fused_backward_sm90_##d##_##kind##_bf16 }
 static constexpr int kFusedHeadDims[] = {64, 128};
 static FusedLaunch *const kFusedLaunches[2][2][3][2] = {
     // [in any order, ordered][head_dim][kind][float16, bfloat16]
@@ -125,6 +152,7 @@ static FusedLaunch *const kFusedLaunches[2][2][3][2] = {
      {FA_ENTRY(d128, full), FA_ENTRY(d128, masked), FA_ENTRY(d128, capped)}},
     {{FA_ENTRY(ordered_d64, full), FA_ENTRY(ordered_d64, masked), FA_ENTRY(ordered_d64, capped)}},
 };
+#endif
 
 /* ---- plan ---- */
 
@@ -220,14 +248,22 @@ static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *dev
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
     while (kFusedHeadDims[own.index] < f.head_dim) ++own.index;
+#ifdef FA_DROPOUT
+    if (problem->extra.dropout.threshold > UINT16_MAX) return fa_because(why, FA_REFUSES, FA_WHY_NOTHING_KEPT, 0, 0, 0);
+    own.kind = FA_MASKED, own.ordered = true;
+#else
     own.kind = backward_kind(f);
     if (p.ordered && own.index > 0) return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kFusedHeadDims[0], 0, 0);
     own.ordered = p.ordered || (own.index == 0 && turns_are_short(f, device));
+#endif
     if (!fused_instance(p, own)) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     if (!fused_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     plan->threads = 128 * (kFusedConsumers + 1);
     plan->blocks = std::min<int64_t>(device->sm_count, own.pairs * own.key_tiles);
     plan->keep = true;
+#ifdef FA_DROPOUT
+    return problem->extra.dropout.threshold ? FA_TAKES : fa_because(why, FA_DECLINES, FA_WHY_NO_DROPOUT, 0, 0, 0);
+#endif
     return (p.wants & kAll) == kAll && fused_is_faster(f, device, own)
                ? FA_TAKES
                : fa_because(why, FA_DECLINES, FA_WHY_TWO_PASSES, 0, 0, 0);
@@ -258,8 +294,8 @@ static RowsOperand rows_operand(const fa_operand &x) { return {x.data, {x.stride
 static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
     const fa_forward &f = p.forward;
     char *const workspace = static_cast<char *>(launch.workspace);
-    OrderedRowsParams &rows = work->rows;
-    OrderedFusedParams &fused = work->fused;
+    auto &rows = work->rows;
+    auto &fused = work->fused;
     FusedFinishParams &finish = work->finish;
     fused.call = backward_call(p);
     FA_TRY(fused_maps(p, fused_tile_q(kFusedHeadDims[own.index]), &fused, launch));
@@ -325,6 +361,11 @@ static fa_code fused_launch(const fa_problem *problem, const fa_plan *plan, cons
     if (all > 0) {
         FusedWork work = {};
         FA_TRY(fused_work(p, own, &work, *launch));
+#ifdef FA_DROPOUT
+        work.fused.dropout = problem->extra.dropout;
+        work.fused.kept = static_cast<float>(fa_dropout_scale(&problem->extra.dropout));
+        work.fused.scale *= work.fused.kept, work.rows.delta_factor = 1 / work.fused.kept;
+#endif
         for (int64_t first = 0; first < all; first += own.pairs)
             FA_TRY(launch_fused(p, own, &work, first, std::min(own.pairs, all - first), *launch));
     }
@@ -338,8 +379,9 @@ static fa_code fused_launch(const fa_problem *problem, const fa_plan *plan, cons
     return FA_OK;
 }
 
-} // namespace fa::sm90
+} // namespace FA_SPACE
 
+#ifndef FA_DROPOUT
 FA_DEFINE_KERNEL(wgmma_fused_backward_sm90) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_BACKWARD,
@@ -355,4 +397,5 @@ FA_DEFINE_KERNEL(wgmma_fused_backward_sm90) = {
     .launch = fa::sm90::fused_launch,
 };
 
+#endif
 #endif
