@@ -270,6 +270,7 @@ def _random_case(rng: random.Random, seed: int) -> Case:
         mask=sometimes(0.2, lambda: rng.choice(MASKS)), sinks=sometimes(0.2, lambda: rng.choice(SINKS)),
         scale=sometimes(0.1, lambda: rng.choice((0.05, 0.5, -0.2))), layout=rng.choice(("bhsd", "bshd")),
         strides=strides, values=values, seed=seed,
+        dropout=sometimes(0.15, lambda: (rng.choice((0.1, 0.5, 1 / 65536)), rng.randint(0, 1 << 40))),
     )  # fmt: skip
 
 
@@ -321,12 +322,14 @@ _MUST_ACCEPT = {
     "wmma": lambda case: case.dtype in HALVES and max(case.head_dim, case.head_dim_v) <= 128,
     "mma_sm80": lambda case: case.dtype in HALVES,
     "wgmma_sm90": _hopper,
+    "wgmma_dropout_sm90": lambda case: _hopper(case) and case.head_dim <= 128 and not case.softcap,
     "serve_sm90": _hopper,
     "prefill_sm90": _hopper,
     "wgmma_split_sm90": _hopper_split,
 }
-WITH_DROPOUT = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
-WITH_ALIBI = (*WITH_DROPOUT, "wmma", "cublas", "serve_sm90")
+WITH_BOTH = ("cpu_ref", "cpu_simd", "mma_sm80", "simt")
+WITH_DROPOUT = (*WITH_BOTH, "wgmma_dropout_sm90")
+WITH_ALIBI = (*WITH_BOTH, "wmma", "cublas", "serve_sm90")
 
 
 def must_accept(kernel: str, case: Case) -> bool:

@@ -83,6 +83,14 @@ def _options_backward():
     return grouped + windows + latent + ragged + bias + [_backward(4, 16, 16, 4096, 128, **kind) for kind in kinds]
 
 
+def _dropout():
+    """Calls with dropout and without, both passes."""
+    sizes = ((8, 12, 1024, 64), (4, 32, 4096, 64), (4, 16, 4096, 128))
+    plain = [_backward(b, h, h, s, d, causal=causal) for b, h, s, d in sizes for causal in (False, True)]
+    plain += [dataclasses.replace(case, operation="attention") for case in plain]
+    return [dataclasses.replace(case, dropout=dropout) for case in plain for dropout in (None, (0.1, 1))]
+
+
 def _cpu_backward():
     sizes = ((8, 512, 64), (8, 2048, 64), (16, 1024, 128))
     return [_backward(1, h, h, s, d, dtype="float32", layout="bhsd", causal=causal) for h, s, d in sizes for causal in (False, True)]
@@ -173,6 +181,7 @@ PRESETS = {
     "cpu": _cpu(),
     "paper-backward": _paper_backward(),
     "options-backward": _options_backward(),
+    "dropout": _dropout(),
     "cpu-backward": _cpu_backward(),
     "serving": [case for cases in CELLS.values() for case in cases],
     "moves": _moves(),

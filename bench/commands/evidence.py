@@ -45,10 +45,10 @@ ON_DEMAND = ("soak", "chaos", "training")
 # What a record of a device is not whole without.
 NEEDED = {"cuda": PARTS, "cpu": ("tests", "measure")}
 GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "extras": "hot",
-               "paper": "hot", "paper-backward": "hot", "options-backward": "hot", "serving": "cold",
+               "paper": "hot", "paper-backward": "hot", "options-backward": "hot", "dropout": "hot", "serving": "cold",
                "moves": "cold"}  # fmt: skip
 # Measured without peers: what an option costs shows only where the call with it and the one without run at like power.
-ALONE = ("options",)
+ALONE = ("options", "dropout")
 CPU_PRESETS = {"cpu": "hot", "cpu-backward": "hot", "cpu-serving": "hot"}
 OPERATIONS = ("attention", "backward", "merge", "append")
 SANITIZERS = ("memcheck", "racecheck", "synccheck")

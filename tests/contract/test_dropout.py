@@ -8,6 +8,7 @@ import os
 import numpy as np
 import pytest
 
+import cases
 import fa_ext
 import gradients
 import rows
@@ -96,6 +97,8 @@ def isa(request):
         library.fa_cpu_simd_force((os.environ.get("FA_EXT_CPU_ISA") or "").encode())
 
 
+#: Kernels whose head_dim_v is head_dim, and what it may be at most.
+WIDEST = {"wgmma_dropout_sm90": 128}
 DRAWS = [(0.1, 3), (0.5, SEED, 9), (0.3, 1 << 63, 2**32 - 1, (5, 3, 77, 1001), 9)]
 
 
@@ -105,11 +108,14 @@ def test_identity_values_show_the_mask_of_the_forward(kernel, dtype, isa):
     """out = P w where V is the identity."""
     there(kernel, dtype)
     for drawn, (heads, heads_kv, sq, sk) in itertools.product(DRAWS, ((4, 2, 39, 113), (2, 2, 1, 239), (3, 1, 65, 17))):
-        rng = np.random.default_rng(sk)
-        q, k = (rng.standard_normal((2, h, s, 16)).astype(dtype_of(dtype)) / 4 for h, s in ((heads, sq), (heads_kv, sk)))
-        v = np.broadcast_to(np.eye(sk), (2, heads_kv, sk, sk)).astype(dtype_of(dtype))
+        widest, width, head_dim, rng = WIDEST.get(rows.listed_name(kernel)), sk, 16, np.random.default_rng(sk)
+        if widest:
+            sk = min(sk, widest)
+            width = head_dim = -(-sk // 8) * 8
+        q, k = (rng.standard_normal((2, h, s, head_dim)).astype(dtype_of(dtype)) / 4 for h, s in ((heads, sq), (heads_kv, sk)))
+        v = np.ascontiguousarray(np.broadcast_to(np.eye(sk, width, dtype=dtype_of(dtype)), (2, heads_kv, sk, width)))
         out = rows.attention(kernel, q.astype(v.dtype), k.astype(v.dtype), v, dropout=drawn)
-        np.testing.assert_array_equal(out != 0, dropout_keep(2, heads, sq, sk, drawn))
+        np.testing.assert_array_equal(out[..., :sk] != 0, dropout_keep(2, heads, sq, sk, drawn))
 
 
 def runs(kernel, dtype):
@@ -143,6 +149,9 @@ CASES = [
     Case(1, 8, 1, 17, 511, 64, dtype="bfloat16", window=(40, 9), softcap=5.0, causal="bottom_right", alibi="heads"),
     Case(2, 3, 3, 37, 41, 16, dtype="float64", bias="holes", sinks="same"),
     Case(1, 2, 1, 1, 799, 64, dtype="float32"),
+    Case(2, 4, 2, 161, 313, 64, dtype="bfloat16", causal="bottom_right", sinks="same"),
+    Case(1, 2, 2, 230, 239, 56, dtype="float16", window=(90, 20), layout="bshd"),
+    Case(1, 2, 1, 140, 300, 104, dtype="bfloat16"),
 ]
 PROBABILITIES = (0, 1 / 65536, 0.1, 0.5, 1)
 
@@ -151,6 +160,8 @@ PROBABILITIES = (0, 1 / 65536, 0.1, 0.5, 1)
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_forward(kernel, case, isa):
     there(kernel, case.dtype)
+    if not cases.must_accept(rows.listed_name(kernel), case):
+        pytest.skip("the kernel may refuse it")
     for p in PROBABILITIES:
         report = fa_ext.verify(**rows.on(kernel, case.host_inputs()), dropout=(p, SEED, 3), kernel=kernel)
         assert report, f"p = {p}: {report}"
@@ -281,10 +292,10 @@ def test_explain_with_a_state_on_the_device(form):
     x, h200 = case.host_inputs(), DEVICES["h200"]
     state = np.zeros(8, np.uint32).view(form)
     asked = [fa_ext.explain(**x, dropout=(0.1, drawn), device=h200) for drawn in (3, state)]
-    assert asked[0] == asked[1] and asked[0][0] == ("mma_sm80" if "mma_sm80" in FORWARD else None)
+    assert asked[0] == asked[1] and asked[0][0] == ("wgmma_dropout_sm90" if "wgmma_dropout_sm90" in FORWARD else None)
     problem = make(case).inputs
     asked = [fa_ext.explain_backward(**problem, dropout=(0.1, drawn), device=h200) for drawn in (3, state)]
-    assert asked[0] == asked[1] and asked[0][0] == ("mma_backward_sm80" if "mma_backward_sm80" in BACKWARD else None)
+    assert asked[0] == asked[1] and asked[0][0] == ("wgmma_dropout_backward_sm90" if "wgmma_dropout_backward_sm90" in BACKWARD else None)
     with pytest.raises(ValueError, match=r"dropout's state has strides \(2,\); accepted on a device: contiguous words"):
         fa_ext.explain(**x, dropout=(0.1, np.zeros(16, np.uint32)[::2]), device=h200)
 
@@ -402,4 +413,4 @@ def test_which_kernels_on_a_device_take_it():
     found = _core.answers(**dataclasses.replace(rows.SIMPLEST, dtype="float16").host_inputs(), dropout=(0.1, 1), device=DEVICES["h200"])
     of_device = {kernel: answer[:2] for kernel, answer in found.items() if rows.device_of(kernel) == "cuda"}
     for kernel, answer in of_device.items():
-        assert answer == (("takes", "") if kernel in ("mma_sm80", "simt") else ("refuses", "takes no dropout")), kernel
+        assert answer == (("takes", "") if kernel in ("wgmma_dropout_sm90", "mma_sm80", "simt") else ("refuses", "takes no dropout")), kernel

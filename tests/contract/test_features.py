@@ -30,6 +30,7 @@ OF_FEW = {"ALiBi slopes": cases.WITH_ALIBI, "dropout": cases.WITH_DROPOUT}
 LACKS = {
     "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),
     "wgmma_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
+    "wgmma_dropout_sm90": ("bias", "boolean mask", "softcap", "head_dim of v other than q's"),
     "wgmma_split_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
     "serve_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
     "prefill_sm90": ("bias", "boolean mask", "head_dim of v other than q's"),
@@ -78,7 +79,7 @@ def test_several_are_named_at_once():
 
 def test_a_dtype_that_is_not_named_is_refused():
     for kernel, (answer, reason) in answers(Case(1, 1, 1, 8, 8, 16, dtype="float32")).items():
-        if kernel in ("wmma", "mma_sm80", "wgmma_sm90", "wgmma_split_sm90", "serve_sm90", "prefill_sm90"):
+        if kernel in ("wmma", "mma_sm80", "wgmma_sm90", "wgmma_dropout_sm90", "wgmma_split_sm90", "serve_sm90", "prefill_sm90"):
             assert (answer, reason) == ("refuses", "takes float16 and bfloat16, not float32")
         else:
             assert answer in ("takes", "declines"), (kernel, reason)

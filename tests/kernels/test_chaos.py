@@ -35,6 +35,8 @@ CASES = [
     Case(1, 8, 4, 300, 1300, 128, dtype="float16", causal="bottom_right", bias="full", mask="keys"),
     Case(2, 4, 2, 300, 500, 64, dtype="float32", causal="bottom_right"),
     Case(1, 8, 1, 1, 3000, 128, dtype="bfloat16"),
+    Case(1, 50, 50, 512, 512, 64, dtype="bfloat16", causal=True, dropout=(0.1, 3)),
+    Case(1, 24, 24, 700, 700, 128, dtype="bfloat16", causal=True, dropout=(0.1, 3)),
 ]
 
 
@@ -62,6 +64,7 @@ GRADIENTS = [
     Case(2, 40, 20, 330, 500, 64, dtype="float16", window=(70, 3), softcap=20.0),
     Case(1, 150, 150, 64, 128, 128, dtype="bfloat16", causal="bottom_right"),
     Case(1, 40, 40, 400, 100, 64, dtype="bfloat16", causal="top_left"),
+    Case(1, 25, 25, 1024, 1024, 64, dtype="bfloat16", causal=True, dropout=(0.1, 3)),
 ]
 
 
