@@ -7,6 +7,7 @@ bench/evidence/ hold now; what stands outside the blocks is left alone.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import re
@@ -261,6 +262,23 @@ def _extras(records: dict) -> str:
     return _markdown(["B H S D, bfloat16", "", "`mma_sm80` us", "`wmma`", "cuDNN", "efficient"], lines)
 
 
+def _dropout(records: dict) -> str:
+    """Of each kernel that takes a problem the time with dropout, and over that of the fastest without."""
+    lines = []
+    for which, gpu in GPUS.items():
+        for case in (case for case in problems.preset("dropout") if case.dropout):
+            cell, plain = (_cell(records[which], str(c)) for c in (case, dataclasses.replace(case, dropout=None)))
+            kernels = sorted({name for run in cell for name in run["contenders"]}, key=lambda name: _value(cell, name))
+            without = min((us for run in plain for name in run["contenders"] if (us := _value(plain, name))), default=None)
+            for kernel in kernels[:2]:
+                us = _value(cell, kernel)
+                problem = f"{case.batch} {case.heads} {case.seq_q} {case.head_dim}", "causal" if case.causal else "full"
+                lines.append([gpu, case.operation, *problem, f"`{kernel}`", _microseconds(us), f"{us / without:.2f}" if without else "-"])
+    if not lines:
+        return "The records hold no figures of dropout yet."
+    return _markdown(["GPU", "pass", "B H S D, bfloat16", "mask", "kernel", "us", "/ without"], lines)
+
+
 def _cost(cell: list[dict], plain: list[dict]) -> str:
     taken, without = _value(cell, HOPPER), _value(plain, HOPPER)
     return f"{100 * (taken / without - 1):+.0f}%" if taken and without else "-"
@@ -425,7 +443,7 @@ def _tested(records: dict) -> str:
 
 
 BLOCKS: dict[str, Callable[[dict], str]] = {
-    "where": _where, "means": _means, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "extras": _extras, "decode": _decode,
+    "where": _where, "means": _means, "paper": _paper, "small": _small, "ladder": _ladder, "options": _options, "dropout": _dropout, "extras": _extras, "decode": _decode,
     "paper_h100": partial(_paper, which="h100"),
     "backward": _backward, "backward_h100": partial(_backward, which="h100"), "serving": _serving, "serving_groups": _serving_groups, "moves": _moves, "overhead": _overhead, "training": _training, "cpu": _cpu, "tested": _tested,
 }  # fmt: skip

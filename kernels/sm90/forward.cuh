@@ -95,8 +95,8 @@ template <class C> struct ForwardSmem {
     [[no_unique_address]] ForwardDropout<C::kDropout> dropout;
 };
 
-/* Key blocks of the tile of queries from `row`. With dropout the last ends with a whole 16 keys, of which a lane has what
- * one call of the generator serves. */
+/* Key blocks of the tile of queries from `row`. With dropout the last ends with a whole 16 keys, of which a lane has
+ * what one call of the generator serves. */
 template <class C> __device__ __forceinline__ KeyBlocks forward_blocks(const ForwardParams &p, int row) {
     const int row_end = min(row + C::kTileM, p.seq_q);
     KeyBlocks blocks = key_blocks<C::kMasked, C::kTileN>(p.visible, row, row_end);
@@ -238,7 +238,8 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 }
                 mask_scores(scores, low, high, 2 * (lane % 4));
             };
-            /* Which of a block's weights dropout keeps, while its scores are on their way; and the weights without the others. */
+            /* Which of a block's weights dropout keeps, while its scores are on their way; and the weights without the
+             * others. */
             uint32_t kept[C::kDropout ? kTileN / 64 : 1];
             auto keep = [&](int block) {
                 if constexpr (C::kDropout) {

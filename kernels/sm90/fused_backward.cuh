@@ -31,9 +31,9 @@
  * CTAs of one head would add to the same sums at a time: where no key is hidden, each begins with another block. With
  * C::kOrdered they take turns, which two threads of the producer's warpgroup keep: fused_backward_turns.cuh.
  *
- * With dropout a thread finds which of its pairs are kept, 8 a call of the generator, before it waits for dK(n - 1). dP is
- * added to -delta over the factor of what is kept, which is put into dq, dk and dv at the end; where a pair is dropped that
- * -delta takes the place of the sum.
+ * With dropout a thread finds which of its pairs are kept, 8 a call of the generator, before it waits for dK(n - 1). dP
+ * is added to -delta over the factor of what is kept, which is put into dq, dk and dv at the end; where a pair is
+ * dropped that -delta takes the place of the sum.
  *
  * Why no waiter falls two phases behind (see sm90/forward.cuh): of full, kv_full and tile_full all warps wait; the next
  * phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for itself, past

@@ -112,8 +112,9 @@ template <class C> struct FusedConsumer {
         const int head = (pair - batch * p.call.heads_kv) * p.call.group + at.member;
 #pragma unroll
         for (int n = 0; n < kTileQ / 64; ++n)
-            kept[n] = kept_pairs<false, 64>(smem.dropout.words, {key() + p.call.key_begin,
-                                                                 at.block * kTileQ + 64 * n + 2 * (lane % 4), batch, head});
+            kept[n] =
+                kept_pairs<false, 64>(smem.dropout.words, {key() + p.call.key_begin,
+                                                           at.block * kTileQ + 64 * n + 2 * (lane % 4), batch, head});
     }
     __device__ __forceinline__ bool keeps(int i) const { return kept[i / 32] >> i % 32 & 1; }
     /* What differentiate() does, with dropout. */
@@ -130,11 +131,14 @@ template <class C> struct FusedConsumer {
     }
     /* Their dT = P (dP - delta), and P, rounded. P no earlier: its registers are those that dP leaves. */
     __device__ __forceinline__ void differentiate(int j) {
-        if constexpr (C::kDropout) return differentiate_kept(j);
+        if constexpr (C::kDropout) {
+            differentiate_kept(j);
+        } else {
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) {
-            if (!C::kSoftcap) weights[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
-            words[i] = pack_pair<T>(scores[2 * i] * products[2 * i], scores[2 * i + 1] * products[2 * i + 1]);
+            for (int i = 4 * j; i < 4 * j + 4; ++i) {
+                if (!C::kSoftcap) weights[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+                words[i] = pack_pair<T>(scores[2 * i] * products[2 * i], scores[2 * i + 1] * products[2 * i + 1]);
+            }
         }
     }
     /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */

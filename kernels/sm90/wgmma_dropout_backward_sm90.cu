@@ -1,7 +1,7 @@
 /* wgmma_dropout_backward_sm90: gradients on Hopper (sm_90a) with dropout, in one pass.
  *
- * As wgmma_fused_backward_sm90, whose file this is with other instances: sums of dq in one order, head_dim a multiple of 8
- * up to 64, without softcap. How dropout comes in: fused_backward.cuh.
+ * As wgmma_fused_backward_sm90, whose file this is with other instances: sums of dq in one order, head_dim a multiple
+ * of 8 up to 64, without softcap. How dropout comes in: fused_backward.cuh.
  *
  * @arch sm_90a
  * @instance ordered_d64_masked_{f16,bf16} -DFA_HEAD_DIM=64 -DFA_KIND=FA_MASKED -DFA_ELEMENT={1:__half,__nv_bfloat16}

@@ -29,7 +29,8 @@
 
 /* ---- configuration ---- */
 
-#ifdef FA_DROPOUT // of wgmma_dropout_backward_sm90.cu, which has this file's configuration, plan and launch with other instances
+#ifdef FA_DROPOUT // of wgmma_dropout_backward_sm90.cu, which has this file's configuration, plan and launch with other
+                  // instances
 #define FA_SPACE fa::sm90::dropout
 #else
 #define FA_SPACE fa::sm90

@@ -75,6 +75,19 @@ def test_backward(emulated, monkeypatch, case, seed, blocks, together):
     assert (report := gradients.verdict(emulated(BACKWARD), gradients.make(Case.parse(case)), deterministic=True)), report
 
 
+@pytest.mark.parametrize("origin", [(1, 2, 16, 48), (1, 2, 17, 25)])
+def test_shards(emulated, origin):
+    """An origin at multiples of 16 and one elsewhere, where each pair has a call of the generator."""
+    case, drawn = Case.parse("B1,H4/2,S70x133,D64,bfloat16,causal=bottom_right,sinks=same"), (0.3, 5, 7, origin, 9)
+    inputs = case.host_inputs()
+    report = fa_ext.verify(**rows.on(emulated(FORWARD), inputs), dropout=drawn, kernel=emulated(FORWARD))
+    assert report, report
+    problem = gradients.make(case)
+    out, lse = fa_ext.reference.attention(**inputs, dropout=drawn)
+    problem.inputs |= {"dropout": drawn, "out": out.astype(inputs["q"].dtype), "lse": lse.astype(np.float32)}
+    assert (report := gradients.verdict(emulated(BACKWARD), problem, deterministic=True)), report
+
+
 @pytest.mark.parametrize("kernel", [FORWARD, BACKWARD])
 def test_no_race(emulated, monkeypatch, kernel):
     schedule(monkeypatch, 1, 1)

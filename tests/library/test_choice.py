@@ -12,7 +12,7 @@ from devices import DEVICES, shapes_only
 from fa_ext import _core
 
 CUDA = [name for name in fa_ext.kernels() if rows.device_of(name) == "cuda"]
-WITH_TENSOR_MAPS = {"wgmma_split_sm90", "wgmma_sm90", "prefill_sm90"}
+WITH_TENSOR_MAPS = {"wgmma_split_sm90", "wgmma_sm90", "wgmma_dropout_sm90", "prefill_sm90"}
 HOPPER = WITH_TENSOR_MAPS | {"serve_sm90"}
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="no CUDA kernel is built")
