@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import machine, report
+from bench import machine, problems, report
 from bench.__main__ import main
 from bench.commands import evidence
 from bench.contenders import peers
@@ -403,6 +403,13 @@ def test_each_test_is_of_one_kernel_or_of_the_core():
 
     counts = {name: collected("--of", name) for name in (*fa_ext.kernels(), "core")}
     assert all(counts.values()) and sum(counts.values()) == collected()
+
+
+def test_what_is_measured_without_peers_is_measured_only_so():
+    """A run without peers would take the place of one beside them."""
+    cases = {name: {str(case) for case in problems.preset(name)} for name in evidence.GPU_PRESETS}
+    for alone in evidence.ALONE:
+        assert not cases[alone] & set().union(*(cases[name] for name in cases if name != alone)), alone
 
 
 def test_the_pick_is_close_to_the_best_recorded_kernel():
