@@ -238,25 +238,13 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 }
                 mask_scores(scores, low, high, 2 * (lane % 4));
             };
-            /* Which of a block's weights dropout keeps, while its scores are on their way; and the weights without the
-             * others. */
-            uint32_t kept[C::kDropout ? kTileN / 64 : 1];
+            /* Which of a block's weights dropout keeps, while its scores are on their way. */
+            uint32_t kept[C::kDropout ? kTileN / 8 : 1];
             auto keep = [&](int block) {
                 if constexpr (C::kDropout) {
                     const Tile &tile = smem.tile[round % Smem::kTileStages];
                     const int key = blocks.end - (block + 1) * kTileN + dropout_of(p).key_begin + 2 * (lane % 4);
-#pragma unroll
-                    for (int n = 0; n < kTileN / 64; ++n)
-                        kept[n] = kept_pairs<true, 64>(smem.dropout.words, {row, key + 64 * n, tile.batch, tile.head});
-                }
-            };
-            auto drop = [&](uint32_t(&words)[kTileN / 4]) {
-                if constexpr (C::kDropout) {
-#pragma unroll
-                    for (int i = 0; i < kTileN / 4; ++i) {
-                        const uint32_t two = kept[i / 16] >> i % 16 * 2;
-                        words[i] &= (two & 1 ? 0x0000ffffu : 0) | (two & 2 ? 0xffff0000u : 0);
-                    }
+                    kept_flags<kTileN>(kept, smem.dropout.words, {row, key, tile.batch, tile.head});
                 }
             };
             bool near = true; // with softcap, until a product of this tile lay beyond the polynomial's limit
@@ -301,7 +289,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                     }
                     softmax.rescale_output(out);
                 }
-                drop(fresh);
+                if constexpr (C::kDropout) drop(fresh, kept);
                 if constexpr (C::kOverlap) wait_out();
             };
             /* Blocks [block, end). With overlap the weights go to and fro between two sets of registers. */
@@ -343,7 +331,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
                 pack_scores<T>(part_weights, part);
 #pragma unroll
                 for (int i = kColumns / 4; i < kTileN / 4; ++i) weights[i] = 0;
-                drop(weights);
+                if constexpr (C::kDropout) drop(weights, kept);
             };
 
             mbarrier_wait(&smem.q_full[q_ring.stage][wg], q_ring.parity);

@@ -21,6 +21,7 @@ INSTRUCTIONS = {
     r"max\.NaN\.f32": "=::emu::max_nan",
     r"min\.NaN\.f32": "=::emu::min_nan",
     r"bmsk\.clamp\.b32": "=::emu::bit_mask",
+    r"prmt\.b32": "=::__byte_perm",
     # memory
     r"st\.shared(?:\.v[24])?\.[bfu](16|32|64)": r"st_shared<uint\1_t>",
     r"ld\.shared(?:\.v[24])?\.[bfu](16|32|64)": r"ld_shared<uint\1_t>",

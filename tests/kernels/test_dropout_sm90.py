@@ -30,6 +30,7 @@ CASES = [
     "B1,H2,S150x700,D64,bfloat16,window=100:30,dropout=0.2:3,layout=bshd",
     "B1,H3/1,S201x130,D40,bfloat16,causal=bottom_right,dropout=0.9:3",
     "B1,H2/1,S128x133,D64,bfloat16,sinks=same,dropout=0.1:1",
+    "B1,H1,S70x90,D64,bfloat16,dropout=1:3",
     "B1,H2/1,S113x130,D64,bfloat16,causal=bottom_right",
 ]
 WIDE = ["B1,H2/1,S113x330,D128,bfloat16,causal=bottom_right,dropout=0.3:7", "B1,H2,S150x200,D72,bfloat16,dropout=0.5:1"]
@@ -109,7 +110,9 @@ def test_one_order(emulated, monkeypatch):
 
 
 @pytest.mark.parametrize("old, new", [
-    ("two & 1 ? 0x0000ffffu", "two & 2 ? 0x0000ffffu"),
+    ("0xbbaa : 0x9988", "0x9988 : 0x9988"),
+    ("(word & low) | (word & threshold.not_high) | (low & threshold.not_high)", "(word & low) | (low & threshold.not_high)"),
+    ("(high << 15)) * 0x10001u, high - 1", "(high << 15)) * 0x10001u, ~0u"),
     ("blocks.end += -(key_begin + blocks.end) & 15;", ""),
     ("factor[r] *= dropout_of(p).kept;", ""),
 ])  # fmt: skip
