@@ -26,8 +26,8 @@ __device__ __forceinline__ uint32_t kept_one_by_one(const fa_dropout &dropout, c
 #pragma unroll 1
     for (int n = 0; n < kStep / 2; ++n) {
         const int own = place.own + n % 4 / 2 * 8, other = place.other + n / 4 * 8 + n % 2;
-        kept |= uint32_t(fa_dropout_keeps(&dropout, place.batch, place.head, kQueries ? own : other,
-                                          kQueries ? other : own))
+        kept |= uint32_t(
+                    fa_dropout_keeps(&dropout, place.batch, place.head, kQueries ? own : other, kQueries ? other : own))
                 << n;
     }
     return kept;

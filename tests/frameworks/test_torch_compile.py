@@ -8,6 +8,7 @@ import functools  # noqa: E402
 import shutil  # noqa: E402
 
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 import fa_ext.torch as ft  # noqa: E402
@@ -190,6 +191,23 @@ def test_selective_checkpoint_keeps_the_operator(device):
     assert calls and not calls[0]
     for a, b in zip(got, torch.autograd.grad(scalar(*block(*leaves)), leaves), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_dispatch_mode_sees_the_operator_without_gradients(device):
+    """Its kernel for autograd goes past the dispatcher only where nobody is in between."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            seen.append(op)
+            return op(*args, **(kwargs or {}))
+
+    seen, (arguments, op) = [], (operands("plain", device), torch.ops.fa_ext.attention.default)
+    wanted = op(*arguments)
+    with torch.no_grad(), Seen():
+        got = op(*arguments)
+    assert seen.count(op) == 1
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b) and not a.requires_grad
 
 
 def test_fake_and_meta_tensors(device):
