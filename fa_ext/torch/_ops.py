@@ -1,7 +1,8 @@
 """``torch.ops.fa_ext.attention`` and ``.attention_backward``: what a compiled graph holds.
 
 Their arguments are those of ``fa_ext.torch.attention``; causal and window travel as three integers (``_options.bounds``),
-the names of the gradients as bits, and those that are asked for come back. No operator draws random numbers: the state of dropout is an argument.
+the names of the gradients as bits, and those that are asked for come back. No operator draws random numbers: the state of
+dropout is an argument.
 """
 
 import functools

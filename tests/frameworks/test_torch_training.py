@@ -49,6 +49,12 @@ def test_a_wrong_attention_is_noticed(one_thread_of_torch, monkeypatch, capsys):
     assert train_torch.main([*TINY, "--no-bfloat16"]) == 1
 
 
+def test_dropout_on_the_cpu_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        train_torch.main([*TINY, "--dropout=0.1"])
+    assert "--dropout is for --device cuda" in capsys.readouterr().err
+
+
 def test_gaps():
     losses = {"math": [1.0, 2.0, 3.0], "flash": [1.0, 2.1, 3.0], "fa_ext": [1.0, 2.1, 3.15]}
     found = training.gaps({n: (x, 0.0) for n, x in losses.items()}, ["math", "flash"], "math")
