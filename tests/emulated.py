@@ -1,6 +1,21 @@
-"""What tests on the emulator share: mutants of a kernel's source, and the orders of threads that show one."""
+"""What tests on the emulator share: emulated kernels in the place of a CPU's, mutants of a kernel's source, and the orders of threads
+that show one."""
+
+import contextlib
 
 import fa_ext
+import rows
+
+
+@contextlib.contextmanager
+def on_the_cpu(names):
+    """Meanwhile the kernels that ``names()`` lists take arrays of the CPU from what tests share (``rows``, ``gradients``)."""
+    device_of = rows.device_of
+    rows.device_of = lambda kernel: "cpu" if kernel in names() else device_of(kernel)
+    try:
+        yield
+    finally:
+        rows.device_of = device_of
 
 
 def seeds_that_fail(monkeypatch, run, count=12):

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 LIBRARY = torch.library.Library("fa_ext", "FRAGMENT")
+_BACKENDS = (torch.DispatchKey.CPU, torch.DispatchKey.CUDA)
 
 
 def operator(name, fake, mutates=(), keep=None, differentiate=None):
@@ -26,8 +27,8 @@ def operator(name, fake, mutates=(), keep=None, differentiate=None):
             wrote(*[args[place] for place in places])
 
         LIBRARY.define(name + torch.library.infer_schema(kernel, mutates_args=mutates), tags=(torch.Tag.pt2_compliant_tag,))
-        for key in ("CPU", "CUDA"):
-            LIBRARY.impl(name, writing if mutates else kernel, key)
+        for key in _BACKENDS:
+            LIBRARY.impl(name, writing if mutates else kernel, key.name)
         torch.library.register_fake(f"fa_ext::{name}", fake, lib=LIBRARY)
         made = getattr(torch.ops.fa_ext, name).default
         if differentiate:
@@ -66,9 +67,6 @@ def _differentiable(made, kernel, keep, differentiate):
         return below(keys, args)
 
     return call
-
-
-_BACKENDS = (torch.DispatchKey.CPU, torch.DispatchKey.CUDA)
 
 
 def wrote(*tensors):

@@ -100,7 +100,7 @@ template <class C> struct ForwardSmem {
 template <class C> __device__ __forceinline__ KeyBlocks forward_blocks(const ForwardParams &p, int row) {
     const int row_end = min(row + C::kTileM, p.seq_q);
     KeyBlocks blocks = key_blocks<C::kMasked, C::kTileN>(p.visible, row, row_end);
-    if constexpr (C::kDropout && C::kMasked) {
+    if constexpr (C::kDropout) {
         if (blocks.count == 0) return blocks;
         const int key_begin = dropout_of(p).key_begin;
         blocks.end += -(key_begin + blocks.end) & 15;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
     using Smem = ForwardSmem<C>;
     constexpr int kTileN = C::kTileN;
     constexpr uint32_t kTurnThreads = 256; // the warpgroup whose turn it is, and the one before, which arrives
-    static_assert(!C::kDropout || (kTileN % 64 == 0 && !C::kHalfBlocks && !C::kSoftcap));
+    static_assert(!C::kDropout || (C::kMasked && kTileN % 64 == 0 && !C::kHalfBlocks && !C::kSoftcap));
     const int lane = threadIdx.x % 32, warp = (threadIdx.x / 32) % 4;
     const bool elected = threadIdx.x % 128 == 0; // one thread a warpgroup frees stages, once its warps are joined
     RingState<C::kStages> k_ring(0), v_ring(0);

@@ -13,6 +13,7 @@ import fa_ext
 import gradients
 import rows
 from case import Case
+from emulated import on_the_cpu
 from fa_ext import _build
 from gradients import described
 from operands import Unplaceable, dtype_of, place
@@ -48,7 +49,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     """emulated(races=False): the name under which the kernel is loaded."""
-    folder, loaded, device_of = tmp_path_factory.mktemp("widths"), {}, rows.device_of
+    folder, loaded = tmp_path_factory.mktemp("widths"), {}
 
     def get(races=False):
         if races not in loaded:
@@ -57,9 +58,8 @@ def emulated(tmp_path_factory):
             loaded[races] = emulator.load(target, NAME)
         return loaded[races]
 
-    rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
-    yield get
-    rows.device_of = device_of
+    with on_the_cpu(loaded.values):
+        yield get
 
 
 @on_emulator

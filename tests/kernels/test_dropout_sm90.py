@@ -13,7 +13,7 @@ import fa_ext
 import gradients
 import rows
 from case import Case
-from emulated import replaced
+from emulated import on_the_cpu, replaced
 from fa_ext import _build
 
 FORWARD, BACKWARD = "wgmma_dropout_sm90", "wgmma_dropout_backward_sm90"
@@ -39,7 +39,7 @@ WIDE = ["B1,H2/1,S113x330,D128,bfloat16,causal=bottom_right,dropout=0.3:7", "B1,
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     """emulated(kernel, tag="", races=False, edit=None): the name under which it is loaded, once a kernel and tag."""
-    folder, loaded, device_of = tmp_path_factory.mktemp("dropout"), {}, rows.device_of
+    folder, loaded = tmp_path_factory.mktemp("dropout"), {}
 
     def get(kernel, tag="", **options):
         if (kernel, tag) not in loaded:
@@ -48,9 +48,8 @@ def emulated(tmp_path_factory):
             loaded[kernel, tag] = emulator.load(target, kernel)
         return loaded[kernel, tag]
 
-    rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
-    yield get
-    rows.device_of = device_of
+    with on_the_cpu(loaded.values):
+        yield get
 
 
 def schedule(monkeypatch, seed, blocks, together=1):

@@ -17,7 +17,7 @@ import lse_views
 import rows
 import serving_cases
 from case import Case
-from emulated import replaced, seeds_that_fail
+from emulated import on_the_cpu, replaced, seeds_that_fail
 from fa_ext import _core, dropout_keep
 from serving_calls import attend, parts_of, same_bits
 from serving_cases import INT_MAX, INT_MIN, ServingCase, append_call
@@ -51,7 +51,7 @@ def adapted(kernel, case):
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     """emulated(kernel, tag, **options): (the name under which a build of it is loaded, its library), once for each tag."""
-    folder, loaded, device_of = tmp_path_factory.mktemp("serving"), {}, rows.device_of
+    folder, loaded = tmp_path_factory.mktemp("serving"), {}
 
     def get(kernel, tag="right", **options):
         if (kernel, tag) not in loaded:
@@ -59,9 +59,8 @@ def emulated(tmp_path_factory):
             loaded[kernel, tag] = emulator.load(target, kernel), target
         return loaded[kernel, tag]
 
-    rows.device_of = lambda row: "cpu" if row in [name for name, _ in loaded.values()] else device_of(row)
-    yield get
-    rows.device_of = device_of
+    with on_the_cpu(lambda: [name for name, _ in loaded.values()]):
+        yield get
 
 
 @pytest.fixture(params=(0, 1, 2))

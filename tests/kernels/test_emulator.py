@@ -19,7 +19,7 @@ import gradients
 import lse_views
 import rows
 from case import Case
-from emulated import replaced, seeds_that_fail
+from emulated import on_the_cpu, replaced, seeds_that_fail
 from fa_ext import _build
 from fa_ext.judge.merge import judge_merge
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def emulated(folder):
     """emulated(kernel, tag, **options): the name under which a build of it is loaded, once for each tag."""
-    loaded, device_of = {}, rows.device_of
+    loaded = {}
 
     def get(kernel, tag="right", **options):
         if (kernel, tag) not in loaded:
@@ -48,9 +48,8 @@ def emulated(folder):
             loaded[kernel, tag] = emulator.load(target, kernel)
         return loaded[kernel, tag]
 
-    rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
-    yield get
-    rows.device_of = device_of
+    with on_the_cpu(loaded.values):
+        yield get
 
 
 @pytest.fixture(params=SEEDS)

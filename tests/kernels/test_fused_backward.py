@@ -16,7 +16,7 @@ import fa_ext
 import gradients
 import rows
 from case import Case
-from emulated import replaced
+from emulated import on_the_cpu, replaced
 from fa_ext import _build
 from operands import Unplaceable, dtype_of, place
 
@@ -63,7 +63,7 @@ RUNS = [(0, 132, 1), (0, 3, 3), (1, 132, 8), (2, 2, 2), (3, 1, 1), (4, 4, 4), (5
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     """emulated(tag="", races=False, instances="", edit=None): the name under which the kernel is loaded, once a tag."""
-    folder, loaded, device_of = tmp_path_factory.mktemp("fused"), {}, rows.device_of
+    folder, loaded = tmp_path_factory.mktemp("fused"), {}
 
     def get(tag="", **options):
         if tag not in loaded:
@@ -74,9 +74,8 @@ def emulated(tmp_path_factory):
         return loaded[tag]
 
     get.targets = {}
-    rows.device_of = lambda kernel: "cpu" if kernel in loaded.values() else device_of(kernel)
-    yield get
-    rows.device_of = device_of
+    with on_the_cpu(loaded.values):
+        yield get
 
 
 def verdict(kernel, problem):
