@@ -17,8 +17,13 @@ from ._calls import Call, run
 _SCORES = ("bias", "mask", "dbias")  #: of (B, H, Sq, Sk), each axis that or 1
 _HEADS = ("sinks", "dsinks")  #: of (H,)
 _ROWS = ("lse", "dlse")  #: of (B, H, Sq)
-#: Whether rules of Shardy may name the sizes of factors; where not, GSPMD is the partitioner.
+#: Whether ``def_partition`` takes the sizes of a rule's factors, as from JAX 0.7.2; before, they go into a rule that is parsed.
 _TAKES_SIZES = "factor_sizes" in inspect.signature(custom_partitioning.def_partition).parameters
+if not _TAKES_SIZES:
+    try:
+        from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule as _parsed
+    except ImportError:
+        _parsed = None  # GSPMD is the partitioner
 
 
 @functools.cache
@@ -140,6 +145,13 @@ def _rule(call, groups, shapes) -> str:
     return f"{', '.join(named[: len(call.names)])} -> {', '.join(named[len(call.names) :])}"
 
 
+def _shardy(rule, sizes) -> dict:
+    """The arguments by which ``def_partition`` gets a rule of Shardy."""
+    if _TAKES_SIZES:
+        return {"sharding_rule": rule, **sizes}
+    return {"sharding_rule": _parsed(rule, **sizes)} if _parsed else {}
+
+
 class _Split:
     """The mesh axes that the batch and the heads of a call are split over; nothing else is."""
 
@@ -221,8 +233,7 @@ def _partitioned(call: Call, groups, rule: str):
 
     made = custom_partitioning(function)
     sizes = {"r": groups[1]} if min(groups) > 1 else {}  # g is an axis of k
-    shardy = {"sharding_rule": rule, **sizes} if _TAKES_SIZES else {}
-    made.def_partition(partition, infer_sharding_from_operands=infer, **shardy)
+    made.def_partition(partition, infer_sharding_from_operands=infer, **_shardy(rule, sizes))
     return made
 
 
