@@ -70,11 +70,22 @@ def _needs_each(call, batched, operands) -> bool:
 
 
 def _one_by_one(call, size, batched, operands):
-    def one(slices):
-        left = iter(slices)
-        return operation(call)(*(next(left) if mapped else x for x, mapped in zip(operands, batched, strict=True)))
+    return _each(call, tuple(batched))(*operands)
 
-    return jax.lax.map(one, tuple(x for x, mapped in zip(operands, batched, strict=True) if mapped))
+
+@functools.cache
+def _each(call, batched):
+    """A call for each element, compiled once: JAX keeps what it compiles by the function, also where vmap is not under jit."""
+
+    @jax.jit
+    def every(*operands):
+        def one(slices):
+            left = iter(slices)
+            return operation(call)(*(next(left) if mapped else x for x, mapped in zip(operands, batched, strict=True)))
+
+        return jax.lax.map(one, tuple(x for x, mapped in zip(operands, batched, strict=True) if mapped))
+
+    return every
 
 
 def _folded(call, size, batched, operands):

@@ -107,6 +107,31 @@ def test_vmap_over_masks():
         np.testing.assert_allclose(found[n], reference.attention(**arrays, mask=masks[n])[0], atol=2e-5)
 
 
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.mark.parametrize("mapped", ["sinks", "dsinks", "dropout"])
+def test_vmap_without_jit_compiles_once(mapped):
+    """Elements that have calls of their own too, forward and backward."""
+    arrays = arrays_of(3, sinks=True, dim={"sinks": 3, "dsinks": 5, "dropout": 6}[mapped])  # shapes of no other test
+    state = np.array([1, 2, 3, 0, 0, 0, 0, 0], np.uint32)
+    if mapped != "sinks":
+        arrays["sinks"] = arrays["sinks"][0]
+    axes = {n: None if n == "sinks" and mapped != "sinks" else 0 for n in arrays}
+    options = dict(dropout=(0.3, state)) if mapped == "dropout" else {}
+    call = jax.vmap(jax.grad(functools.partial(loss, **options)), in_axes=(axes,))
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, duration, **_: events.append(event))
+    try:
+        call(arrays)
+        assert COMPILED in events
+        events.clear()
+        call(arrays)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert COMPILED not in events
+
+
 # ---- control flow, recomputation, compilation ----
 
 
