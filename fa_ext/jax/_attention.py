@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
 
 from .. import kernels
 from ._calls import BACKWARD, FORWARD, Call, Options, check, varying
@@ -68,7 +69,8 @@ def attention(
         Second derivatives. Forward-mode differentiation raises JAX's TypeError.
 
     Under sharded ``jit`` the call runs on shards of the batch and of the heads (where the mesh axis divides Hk);
-    arrays that are sharded otherwise are gathered first. ``jax.export`` needs
+    arrays that are sharded otherwise are gathered first. Where ``jax.set_mesh`` makes mesh axes explicit, results are sharded
+    over them as q is, head_dim apart, and gradients as what they are of. ``jax.export`` needs
     ``DisabledSafetyCheck.custom_call("fa_ext_attention")`` and that of ``"fa_ext_attention_backward"``.
     """
     _check_values(causal, window, softcap, layout, scale)
@@ -89,7 +91,8 @@ def attention(
             arrays[name] = arrays[name].reshape((1,) * (4 - arrays[name].ndim) + arrays[name].shape)
     if options.dropout:
         arrays["dropout"] = _state(dropout[1])
-    made = _differentiable(options, tuple(arrays), bool(return_lse))(*_vary_alike(list(arrays.values())))
+    function = _differentiable(options, tuple(arrays), bool(return_lse))
+    made = _beside_explicit_axes(function, options, bool(return_lse))(*_vary_alike(list(arrays.values())))
     return made if return_lse else made[0]
 
 
@@ -156,6 +159,23 @@ def _vary_alike(arrays):
         return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
 
     return [vary(x) for x in arrays]
+
+
+def _beside_explicit_axes(function, options, wants_lse):
+    """The function where XLA's partitioner has the mesh axes that are explicit around it; results are sharded over them as q
+    is, head_dim apart."""
+    mesh = jax.sharding.get_abstract_mesh() if hasattr(jax.sharding, "auto_axes") else None
+    explicit = getattr(mesh, "explicit_axes", ())
+    if not explicit:
+        return function
+
+    def call(*operands):
+        spec = jax.typeof(operands[0]).sharding.spec
+        rows = PartitionSpec(spec[0], *(spec[1:3] if options.layout == "bhsd" else spec[2:0:-1]))
+        results = (PartitionSpec(*spec[:3], None), rows)[: 1 + wants_lse]
+        return jax.sharding.auto_axes(function, axes=explicit, out_sharding=results)(*operands)
+
+    return call
 
 
 @functools.cache

@@ -157,6 +157,105 @@ for n in range(3):
     )
 
 
+EXPLICIT = """
+from fa_ext import attention, reference
+MESH = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+before = {n: jnp.asarray(x) for n, x in arrays_of().items()}
+
+def as_given(found, given):
+    for n, x in found.items():
+        assert x.sharding.is_equivalent_to(given[n].sharding, x.ndim), (n, x.sharding, given[n].sharding)
+
+def held(given, specs, gathers=False, **options):
+    "The loss and its gradients, whose shardings are those of what they are of, eager and compiled."
+    layout = options.get("layout", "bhsd")
+    arrays = arrays_of(**given, layout=layout)
+    given = placed(arrays, specs, MESH)
+    function = jax.value_and_grad(lambda a: loss(a, **options))
+    wanted, gradients = exact(arrays, **options)
+    for value, found in (function(given), jax.jit(function)(given)):
+        np.testing.assert_allclose(float(value), wanted, rtol=1e-5)
+        close(found, gradients, 5e-5)
+        as_given(found, given)
+    assert gathers or "all-gather" not in compiled(function, given).as_text()
+    out, lse = jax.jit(lambda a: fa_ext.jax.attention(**a, **options, return_lse=True))(given)
+    as_given({"q": out}, given)
+    b, *middle = jax.typeof(given["q"]).sharding.spec[:3]
+    assert jax.typeof(lse).sharding.spec == P(b, *(middle if layout == "bhsd" else middle[::-1]))
+
+whole = P("x", "y")
+qkv = dict.fromkeys("qkv", whole)
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        """
+held({}, qkv)
+held(dict(bias=(2, 4, 5, 7), sinks=True, alibi=(2, 4)), qkv | {"bias": whole, "sinks": P("y"), "alibi": whole})
+held(dict(bias=(4, 5, 7), alibi=(4,)), qkv | {"bias": P("y"), "alibi": P("y")})
+held({}, dict.fromkeys("qkv", P("x", None, "y")), layout="bshd")
+""",
+        """
+held(dict(heads_kv=1), {"q": whole, "k": P("x"), "v": P("x")}, gathers=True)
+held(dict(queries=8, keys=8), {"q": P(None, None, ("x", "y")), "k": P("x", None, "y"), "v": P()}, gathers=True)
+held(dict(queries=6), {"q": P("x", "y"), "k": P("x"), "v": P("x")}, gathers=True, layout="bshd")
+held({}, {"k": whole}, gathers=True)
+""",
+        """
+arrays = arrays_of()
+given = placed(arrays, qkv, MESH)
+mask, state = np.random.default_rng(0).random((5, 7)) < 0.7, np.array([1, 2, 3, 0, 0, 0, 0, 0], np.uint32)
+for wrap in (jax.jit, lambda f: f):
+    for options in (dict(mask=mask), dict(dropout=(0.3, state))):
+        out = wrap(lambda a: fa_ext.jax.attention(**a, **options))(given)
+        np.testing.assert_allclose(out, attention(**arrays, **options), atol=1e-5)
+        as_given({"q": out}, given)
+    for x in (before, arrays):
+        np.testing.assert_allclose(wrap(lambda a: fa_ext.jax.attention(**a))(x), attention(**arrays), atol=1e-5)
+assert fa_ext.jax.attention(**given, dropout=(0.3, jax.random.key(1))).shape == (2, 4, 5, 8)
+""",
+        """
+arrays = arrays_of(4, sinks=True)
+for spec in (P("x"), P(None, "x", "y"), P("x", None, "y")):
+    given = placed(arrays, dict.fromkeys("qkv", spec) | {"sinks": P(*spec[:1])}, MESH)
+    for wrap in (jax.jit, lambda f: f):
+        found = wrap(jax.vmap(jax.grad(loss)))(given)
+        as_given(found, given)
+        found = {n: np.asarray(x) for n, x in found.items()}
+        for i in range(4):
+            close({n: x[i] for n, x in found.items()}, exact({n: x[i] for n, x in arrays.items()})[1], 5e-5)
+""",
+        """
+rng = np.random.default_rng(0)
+arrays = {n: rng.standard_normal((2, 6, heads, 8), "f4") for n, heads in zip("qkv", (4, 2, 2))}
+given = placed(arrays, dict.fromkeys("qkv", P("x", None, "y")), MESH)
+lengths = jnp.array([3, 6], jnp.int32)
+seen = (np.arange(6) < np.array(lengths)[:, None])[:, None, None, :]
+for wrap in (jax.jit, lambda f: f):
+    for options in (dict(key_value_seq_lengths=lengths), dict(mask=jnp.asarray(seen), bias=jnp.zeros((4, 1, 6)))):
+        call = lambda a: fa_ext.jax.dot_product_attention(a["q"], a["k"], a["v"], return_residual=True, **options)
+        out, lse = wrap(call)(given)
+        np.testing.assert_allclose(out, attention(**arrays, mask=seen, layout="bshd"), atol=1e-5)
+        as_given({"q": out}, given)
+        assert jax.typeof(lse).sharding.spec == P("x", None, "y")
+        as_given(wrap(jax.grad(lambda a: call(a)[0].sum()))(given), given)
+    single = placed({n: x[0] for n, x in arrays.items()}, dict.fromkeys("qkv", P(None, "y")), MESH)
+    as_given({"q": wrap(lambda a: fa_ext.jax.dot_product_attention(*(a[n] for n in "qkv")))(single)}, single)
+""",
+    ],
+    ids=["batch and heads", "other axes", "options", "vmap", "dot_product_attention"],
+)
+def test_explicit_axes(script):
+    """Under jax.set_mesh: results are sharded as q is, gradients as what they are of, and nothing is gathered that need not be."""
+    import jax
+
+    if not hasattr(jax, "set_mesh"):
+        pytest.skip("this JAX has no jax.set_mesh")
+    alone(COMMON + EXPLICIT + "with jax.set_mesh(MESH):" + script.replace("\n", "\n    "))
+
+
 SHARD_MAP = """
 shard_map = jax.shard_map if hasattr(jax, "shard_map") else __import__("jax.experimental.shard_map").experimental.shard_map.shard_map
 check = {check}
