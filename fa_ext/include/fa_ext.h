@@ -37,7 +37,7 @@ enum fa_ext_code {
     FA_EXT_OK = 0,
     FA_EXT_EVALUE = 1,       /* ValueError: an argument is not accepted */
     FA_EXT_ETYPE = 2,        /* TypeError: a dtype is not accepted */
-    FA_EXT_EBUFFER = 3,      /* BufferError: memory is not aligned, NULL, or overlaps itself */
+    FA_EXT_EBUFFER = 3,      /* BufferError: memory is not aligned or NULL; a gradient overlaps itself */
     FA_EXT_EMEMORY = 4,      /* MemoryError */
     FA_EXT_EUNSUPPORTED = 5, /* fa_ext.UnsupportedError: no kernel takes the call, or the one asked for refuses it */
     FA_EXT_ECUDA = 6         /* fa_ext.CudaError */

@@ -1,12 +1,13 @@
 """attention(): the differentiable call, and the way each call takes."""
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
 from . import _ops
 from ._eager import _transformed, differentiable
 from ._options import Options, bounds, forward, others_of
-from ._serving import attend, is_compiling, traced
+from ._serving import attend, is_compiling, refuse_others, traced
 
 _HALVES = (torch.float16, torch.bfloat16)
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -65,10 +66,17 @@ def attention(
         For forward-mode derivatives (jvp).
 
     Under autocast q, k and v are cast to its dtype; bias and sinks stay. The backward pass runs without autocast. A second
-    derivative is composed of torch's operations and takes memory for every pair of query and key. Under torch.compile the
-    call is the operator ``torch.ops.fa_ext.attention``; with sequences or ``out`` it is ``torch.ops.fa_ext.attention_out``,
-    and autocast leaves its arguments as they are, so that no cache is copied.
+    derivative, and gradients for several cotangents at once (``is_grads_batched``), are composed of torch's operations and
+    take memory for every pair of query and key. Under torch.compile the call is the operator ``torch.ops.fa_ext.attention``;
+    with sequences or ``out`` it is ``torch.ops.fa_ext.attention_out``, and autocast leaves its arguments as they are, so that
+    no cache is copied.
     """
+    through_op = traced(q, k, v) if bias is mask is sinks is alibi is None else traced(q, k, v, others=(bias, mask, sinks, alibi))
+    if through_op:
+        refuse_others(q=q, k=k, v=v)
+        refuse_others(optional=True, bias=bias, mask=mask, sinks=sinks, alibi=alibi)
+    if type(return_lse) is not bool:
+        raise TypeError(f"return_lse has type {type(return_lse).__name__}; accepted: True or False")
     serves = (
         q.dim() == 3 or k.dim() == 3 or page_table is not None or seqlens_k is not None or seqlens_q is not None
         or cu_seqlens_q is not None or cu_seqlens_k is not None or k_range is not None or positions is not None
@@ -80,15 +88,16 @@ def attention(
             q, k, v, bias=bias, mask=mask, sinks=sinks, alibi=alibi, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
             cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, k_range=k_range, positions=positions,
             causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, check=check, kernel=kernel,
-            batch_invariant=batch_invariant, out=out, return_lse=return_lse,
+            batch_invariant=batch_invariant, out=out, return_lse=return_lse, through_op=through_op,
         )  # fmt: skip
     layout = layout or "bhsd"
-    through_op = traced(q, k, v)
     if through_op or _any_autocast():
         q, k, v, bias, sinks = _autocast(q, k, v, bias, sinks)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    state = _dropout_state(dropout_p, q.device) if dropout_p else None
+    elif type(deterministic) is not bool:
+        raise TypeError(f"deterministic has type {type(deterministic).__name__}; accepted: True, False or None")
+    state = None if type(dropout_p) is float and not dropout_p else _dropout_state(dropout_p, q.device)
     if mask is not None:
         mask = _narrowed(mask)
     if alibi is not None and alibi.requires_grad and torch.is_grad_enabled():
@@ -138,9 +147,13 @@ def _autocast(q, k, v, bias, sinks):
 
 def _dropout_state(p, device):
     """The core's 32 bytes of state, which kernels on a GPU read there: a seed from torch's generator of the device, offset,
-    origin and heads 0."""
+    origin and heads 0. None where nothing is dropped."""
+    if isinstance(p, bool) or not isinstance(p, (int, float, np.floating, torch.SymFloat)):
+        raise TypeError(f"dropout_p has type {type(p).__name__}; accepted: a number from 0 to 1")
     if not 0 <= p <= 1:
         raise ValueError(f"dropout_p is {p}; accepted: 0 to 1")
+    if not p:
+        return None
     lowest, highest = -(2**63), 2**63 - 1
     if is_compiling() or _transformed():
         return torch.nn.functional.pad(torch.randint(lowest, highest, (1,), dtype=torch.int64, device=device), (0, 3))
@@ -159,8 +172,8 @@ def _narrowed(x):
 
 def _reduced(bias):
     """``_narrowed`` for a bias that may have a gradient, whose size would come back in the gradient of ``narrow``: the
-    narrow view is taken of the tensor that was expanded. Where the gradient of the expanded tensor itself is wanted,
-    it has its full size."""
+    narrow view is taken of the tensor that was expanded. Where the gradient of the expanded tensor itself is wanted, or
+    it is not that tensor's view at once, so that another gradient may be wanted on the way, it has its full size."""
     shape = [1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True)]
     if shape == list(bias.shape):
         return bias
@@ -169,5 +182,8 @@ def _reduced(bias):
     base = bias._base
     plain = base is not None and base.requires_grad and base.dtype == bias.dtype and not _transformed()
     if not plain or bias.is_leaf or bias.retains_grad or bias._backward_hooks:
+        return bias
+    edge = torch.autograd.graph.get_gradient_edge(base)
+    if bias.grad_fn.name() != "ExpandBackward0" or bias.grad_fn.next_functions[0] != (edge.node, edge.output_nr):
         return bias
     return base.as_strided(shape, bias.stride(), bias.storage_offset())

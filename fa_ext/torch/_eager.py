@@ -62,9 +62,17 @@ class _Forward(Function):
         if _transformed():
             grads = _MappedBackward.apply(dout, dlse, *kept, *_NONE[: 10 - len(kept)], ctx.options, wrt)
         elif torch.is_grad_enabled():
-            grads = _Backward.apply(dout, dlse, *kept, *_NONE[: 10 - len(kept)], ctx.options, wrt)
+            if _several(dout, dlse):
+                grads = _gradients_of_several(dout, dlse, kept, ctx.options, wrt)
+            else:
+                grads = _Backward.apply(dout, dlse, *kept, *_NONE[: 10 - len(kept)], ctx.options, wrt)
         else:
-            grads = backward(dout, dlse, kept, ctx.options, wrt)
+            try:
+                grads = backward(dout, dlse, kept, ctx.options, wrt)
+            except BufferError:
+                if not _several(dout, dlse):
+                    raise
+                grads = _gradients_of_several(dout, dlse, kept, ctx.options, wrt)
         if places == (0, 1, 2):
             return grads + others
         found = dict(zip(places, grads, strict=True))
@@ -78,6 +86,25 @@ def _asked(needs):
     """The places and the names of the arguments of ``_Forward`` whose gradients are needed, and None for each after q, k, v."""
     asked = [(n, name) for n, name in zip((0, 1, 2, 4, 6), NAMES, strict=True) if n < len(needs) and needs[n]]
     return tuple(n for n, _ in asked), tuple(name for _, name in asked), (None,) * (len(needs) - 3)
+
+
+def _several(*cotangents):
+    """Whether each cotangent stands for several, as in ``torch.autograd.grad(is_grads_batched=True)``; those have no memory."""
+    return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in cotangents)
+
+
+def _gradients_of_several(dout, dlse, kept, options, wrt):
+    """The gradients for such cotangents, composed of torch's operations, which know them."""
+    q, k, v, _, _, bias, mask, sinks, alibi, state = *kept, *_NONE[: 10 - len(kept)]
+    given = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
+    again = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+        given |= {name: given[name].view_as(given[name]) for name in wrt}  # apart, where one tensor is several of them
+        keep = _math.dropped(q, k, state, options)
+        found = _math.attention(given["q"], given["k"], given["v"], given["bias"], mask, given["sinks"], alibi, keep, options)
+        pairs = [(x, c) for x, c in zip(found, (dout, dlse), strict=True) if c is not None]
+        results, cotangents = zip(*pairs, strict=True)
+        return torch.autograd.grad(results, [given[name] for name in wrt], cotangents, create_graph=again)
 
 
 class _ForwardPair(_Forward):

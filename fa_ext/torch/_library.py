@@ -7,6 +7,8 @@ also where there is no derivative: about as long as the kernel and torch's dispa
 import inspect
 
 import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 
 LIBRARY = torch.library.Library("fa_ext", "FRAGMENT")
@@ -42,26 +44,35 @@ def _differentiable(made, kernel, keep, differentiate):
     """The operator's kernel for autograd. Where nothing is differentiated and nothing but the backend is left below, as in a compiled
     graph, it is the operator's kernel itself; what ``register_autograd`` makes goes through the dispatcher once more."""
 
+    below_autograd = torch._C._after_autograd_keyset
+
     def below(keys, args):
         with torch._C._AutoDispatchBelowAutograd():
             return made.redispatch(keys, *args)
 
-    class Differentiable(torch.autograd.Function):
+    class Differentiable(_SingleLevelFunction):
         @staticmethod
         def forward(ctx, *args_and_keys):
             *args, keys = args_and_keys
-            output = below(keys, args)
+            if torch._C._are_functorch_transforms_active():
+                with torch.enable_grad():  # for the transforms around this one: forward() has it off
+                    output = below(keys, args)
+            else:
+                output = below(keys, args)
             keep(ctx, args, output)
-            return output
+            return tuple(output)
 
         @staticmethod
         def backward(ctx, *cotangents):
             return (*differentiate(ctx, *cotangents), None)
 
     def call(keys, *args):
-        keys = keys & torch._C._after_autograd_keyset
+        keys = keys & below_autograd
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return Differentiable.apply(*args, keys)
+            if not torch._C._are_functorch_transforms_active():
+                return Differentiable.apply(*args, keys)
+            with enable_single_level_autograd_function():  # of the transform that the dispatcher is at; the others follow below
+                return Differentiable.apply(*args, keys)
         if keys.highestPriorityTypeId() in _BACKENDS:
             return kernel(*args)
         return below(keys, args)

@@ -22,7 +22,20 @@ def _names(wrt):
 
 
 def _fake_forward(q, k, v, bias, mask, sinks, alibi, state, left, right, diagonal, scale, softcap, layout, *rest):
-    batch, heads, queries = q.shape[0], *(q.shape[1:3] if layout == "bhsd" else (q.shape[2], q.shape[1]))
+    heads_at, keys_at = (1, 2) if layout == "bhsd" else (2, 1)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} has {x.dim()} axes; accepted: 4")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name} is {x.dtype} on {x.device}, but q {q.dtype} on {q.device}; accepted: one dtype and one device")
+    shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    torch._check_value(q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3], lambda: f"{shapes}; accepted: one batch, one head_dim of q and k")
+    torch._check_value(k.shape[:3] == v.shape[:3], lambda: f"{shapes}; accepted: k and v that share all axes but the last")
+    torch._check_value(
+        q.shape[heads_at] == k.shape[heads_at] or (k.shape[heads_at] > 0 and q.shape[heads_at] % k.shape[heads_at] == 0),
+        lambda: f"{shapes}; accepted: heads of q that are a multiple of those of k",
+    )
+    batch, heads, queries = q.shape[0], q.shape[heads_at], q.shape[keys_at]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(batch, heads, queries, dtype=wide)
 
@@ -61,16 +74,26 @@ def _fake_backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, *rest):
 
 
 class _Once(torch.autograd.Function):
-    """The gradients where theirs may be asked for, which there are none of."""
+    """The gradients where theirs may be asked for, which there are none of: of each transform around them, as this form of a
+    function is."""
 
     @staticmethod
-    def forward(ctx, *args):
+    def forward(*args):
         return tuple(attention_backward(*args))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Nothing is kept."""
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return map_backward(_Once.apply, info, in_dims, *args, sums=args[-1] >> 3 != 0)
 
     @staticmethod
     def backward(ctx, *cotangents):
         raise RuntimeError(
-            "torch.ops.fa_ext.attention_backward has no derivative; accepted: fa_ext.torch.attention without torch.compile, whose gradients have one"
+            "torch.ops.fa_ext.attention_backward has no derivative; accepted: fa_ext.torch.attention of plain tensors, neither compiled "
+            "nor under a dispatch mode, whose gradients have one"
         )
 
 

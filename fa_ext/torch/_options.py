@@ -3,6 +3,9 @@
 import functools
 from typing import Any
 
+import numpy as np
+import torch
+
 from .. import _core
 
 #: What can have a gradient, in the order of the bits of the operators' ``wrt``.
@@ -97,17 +100,44 @@ def _given(options, others):
     return given
 
 
+def checked_causal(causal):
+    """``causal``; ValueError or TypeError for what the core does not take, which an operator would not say so well."""
+    if not isinstance(causal, (bool, str)):
+        raise TypeError(f"causal has type {type(causal).__name__}; accepted: {_CAUSALS}")
+    if causal not in (False, True, "top_left", "bottom_right"):
+        raise ValueError(f"causal is {causal!r}; accepted: {_CAUSALS}")
+    return causal
+
+
+def ends_of(window):
+    """(left, right) of ``window``, each None for no bound; ValueError or TypeError as ``checked_causal``."""
+    if window is None:
+        return None, None
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window has type {type(window).__name__}; accepted: {_WINDOWS}")
+    if len(window) != 2:
+        raise ValueError(f"window has {len(window)} items; accepted: {_WINDOWS}")
+    for name, bound in zip(("left", "right"), window, strict=True):
+        if bound is None:
+            continue
+        if isinstance(bound, bool) or not isinstance(bound, _INTEGERS):
+            raise TypeError(f"window's {name} bound has type {type(bound).__name__}; accepted: None (no bound) or an int >= 0")
+        if bound < 0:
+            raise ValueError(f"window's {name} bound is {bound}; accepted: None (no bound) or an int >= 0")
+    return tuple(window)
+
+
+_CAUSALS = "False, True, 'top_left', 'bottom_right'"
+_WINDOWS = "None or a pair (left, right), each an int >= 0 or None"
+_INTEGERS = (int, np.integer, torch.SymInt)
+
+
 def bounds(causal, window, seq_q, seq_k):
     """(left, right, diagonal): key j is visible to query i iff -left <= j - (i + d) <= right, where -1 has no bound and d is
     0 for diagonal 0, seq_k - seq_q for diagonal 1. Raises ValueError and TypeError as the core does."""
-    if causal not in (False, True, "top_left", "bottom_right"):
-        raise ValueError(f"causal is {causal!r}; accepted: False, True, 'top_left', 'bottom_right'")
-    if causal is True and seq_q != seq_k:
+    if checked_causal(causal) is True and seq_q != seq_k:
         raise ValueError(f"causal=True with {seq_q} queries and {seq_k} keys; accepted: 'top_left' or 'bottom_right' then")
-    left, right = (None, None) if window is None else window
-    for name, bound in (("left", left), ("right", right)):
-        if bound is not None and bound < 0:
-            raise ValueError(f"window's {name} bound is {bound}; accepted: None (no bound) or an int >= 0")
+    left, right = ends_of(window)
     left, right = -1 if left is None else left, -1 if right is None else right
     return left, right if causal is False else 0, 1 if causal in (False, "bottom_right") else 0
 

@@ -13,6 +13,7 @@ from ._attention import attention
 from ._serving import PLAIN
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 _torchs = F.scaled_dot_product_attention
 
 
@@ -62,6 +63,11 @@ def explain(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, s
 
     ``kernel`` is the name of fa_ext's kernel, and ``reasons`` says of each that stands before it why it refused; or
     ``kernel`` is None, torch's own runs, and ``reasons["fa_ext"]`` says why.
+
+    Raises
+    ------
+    BufferError
+        For tensors without memory: on the meta device, or inside a transform.
     """
     call = _prepared(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(call, str):
@@ -98,7 +104,7 @@ _multi_head_attention_forward = types.FunctionType(
 def _prepared(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
     """(q, k, v), options and the shape of the result (None: as it is) of ``attention``; or why torch's own is to run."""
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    reason = _unfit(tensors, attn_mask is not None, dropout_p, is_causal, scale)
+    reason = _unfit(tensors, attn_mask is not None, dropout_p, is_causal, scale, enable_gqa)
     if reason:
         return reason
     options = {"causal": "top_left"} if is_causal else {}
@@ -124,13 +130,14 @@ def _prepared(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_
     return arrays, options, shape
 
 
-def _unfit(tensors, masked, dropout_p, is_causal, scale):
+def _unfit(tensors, masked, dropout_p, is_causal, scale, enable_gqa):
     """Why torch's own is to run, as far as it shows before shapes are matched; or None."""
     if not all(isinstance(x, torch.Tensor) for x in tensors):
         return "query, key, value and attn_mask are not all tensors"
     query, key, value = tensors[:3]
-    if type(query) not in PLAIN and torch.overrides.has_torch_function(tensors):
-        return f"query is a {type(query).__name__}; accepted: torch.Tensor"
+    for x in tensors:
+        if type(x) not in PLAIN and type(x).__torch_function__ is not torch._C._disabled_torch_function_impl:
+            return f"a tensor is a {type(x).__name__}, which has functions of its own; accepted: torch.Tensor"
     if any(x.layout != torch.strided or x.is_nested for x in tensors):
         return "a tensor is sparse or nested; accepted: strided tensors"
     if any(x.device != query.device for x in tensors):
@@ -141,14 +148,18 @@ def _unfit(tensors, masked, dropout_p, is_causal, scale):
         return "both attn_mask and is_causal are given; accepted: one of them"
     if masked and tensors[3].dtype not in (torch.bool, torch.float32, query.dtype):
         return f"attn_mask is {tensors[3].dtype}; accepted: bool, float32 or query's dtype"
+    if enable_gqa and any(x.dim() < 3 for x in (query, key, value)):
+        return f"enable_gqa with {query.dim()}, {key.dim()} and {value.dim()} axes; accepted: 3 or more"
     if any(x.dim() < 2 for x in (query, key, value)) or query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         return f"shapes are {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}; accepted: (..., L, E), (..., S, E), (..., S, Ev)"
     if not (1 <= query.shape[-1] <= 256 and 1 <= value.shape[-1] <= 256):
         return f"head_dim is {query.shape[-1]} and that of value {value.shape[-1]}; accepted: 1 to 256"
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not (isinstance(scale, _NUMBERS) and math.isfinite(scale)):
         return f"scale is {scale}; accepted: finite numbers"
-    if dropout_p and not 0 <= dropout_p <= 1:
+    if not (isinstance(dropout_p, _NUMBERS) and 0 <= dropout_p <= 1):
         return f"dropout_p is {dropout_p}; accepted: 0 to 1"
+    if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
+        return f"is_causal is {is_causal} and enable_gqa {enable_gqa}; accepted: True or False"
     return _no_device(query.device.type, query.device.index, query.dtype == torch.float64)
 
 

@@ -9,32 +9,59 @@ from typing import List, Optional, Tuple  # noqa: UP035
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import _core
 from ._library import operator, wrote
+from ._options import checked_causal, ends_of
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_jit_tracing = torch._C._is_tracing
+_transformed = torch._C._are_functorch_transforms_active
+_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def traced(*tensors):
-    """Whether something looks at the operators of a call: the compiler, a dispatch mode (fake tensors, selective
-    checkpointing, counters), a subclass of Tensor, or the meta device."""
-    if is_compiling() or _dispatch_modes() > 0 or tensors[0].is_meta:
+def traced(*tensors, others=()):
+    """Whether something looks at the operators of a call: the compiler, torch.jit's tracer, a dispatch mode (fake tensors,
+    selective checkpointing, counters), a subclass of Tensor (which what is no tensor counts as), or the meta device. ``others``:
+    tensors or None."""
+    if is_compiling() or _dispatch_modes() > 0 or _jit_tracing():
         return True
-    for x in tensors:  # noqa: SIM110, a generator takes longer
+    for x in tensors:
         if type(x) not in PLAIN:
             return True
-    return False
+    for x in others:
+        if x is not None and type(x) not in PLAIN:
+            return True
+    return tensors[0].is_meta
 
 
-def refuse_gradients(what, **tensors):
-    """Raises a ValueError for an argument that wants a gradient."""
+def refuse_others(optional=False, **given):
+    """Raises a TypeError for an argument that is no tensor, nor None if those are ``optional``."""
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor) and not (optional and x is None):
+            raise TypeError(f"{name} has type {type(x).__name__}; accepted: torch.Tensor{' or None' if optional else ''}")
+
+
+def refuse_derivatives(what, **tensors):
+    """Raises a ValueError for an argument that wants a gradient, and a NotImplementedError for one that torch.func's transforms
+    wrap or that carries a tangent."""
     if torch.is_grad_enabled():
         for name, x in tensors.items():
-            if x is not None and x.requires_grad:
+            if x is not None and getattr(x, "requires_grad", False):
                 raise ValueError(f"{name} requires grad, but {what} has no derivative; call it under torch.no_grad(), or pass {name}.detach()")
+    if not (_transformed() or forward_ad._current_level >= 0) or is_compiling():
+        return
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and (_wrapped(x) or forward_ad.unpack_dual(x).tangent is not None):
+            raise NotImplementedError(f"{name} is a transform's (vmap, grad, jvp), which {what} does not have; accepted: plain tensors")
+
+
+def _numbered(name, tensors):
+    """The tensors of one argument by names for messages."""
+    return {f"{name}[{n}]": x for n, x in enumerate(tensors)}
 
 
 def _given(**options):
@@ -76,14 +103,19 @@ def attention_out(
 _CAUSAL: dict[str, bool | str] = {"no": False, "equal": True}
 
 
+_INTO = "attention over sequences, or into out=,"
+
+
 def attend(
     q, k, v, *, bias, mask, sinks, alibi, cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, k_range, positions,
-    causal, window, scale, softcap, layout, check, kernel, batch_invariant, out, return_lse,
+    causal, window, scale, softcap, layout, check, kernel, batch_invariant, out, return_lse, through_op,
 ):  # fmt: skip
-    """``attention`` of sequences, or into ``out``."""
-    refuse_gradients("attention over sequences, or into out=,", q=q, k=k, v=v, bias=bias, sinks=sinks, alibi=alibi)
+    """``attention`` of sequences, or into ``out``; ``through_op``: by the operator."""
+    refuse_derivatives(_INTO, q=q, k=k, v=v, bias=bias, sinks=sinks, alibi=alibi, out=out)
     pair = isinstance(out, (tuple, list))
-    if not traced(q, k, v):
+    if pair:
+        refuse_derivatives(_INTO, **_numbered("out", out))
+    if not through_op:
         given = _given(
             bias=bias, mask=mask, sinks=sinks, alibi=alibi, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
             cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, k_range=k_range, positions=positions,
@@ -95,14 +127,17 @@ def attend(
         if out is not None:
             wrote(*(out if pair else (out,)))
         return found
+    left, right = ends_of(window)
+    said = checked_causal(causal)
+    said = said if isinstance(said, str) else "equal" if said else "no"
+    if pair and len(out) != 2:
+        raise ValueError(f"out has {len(out)} items; accepted: a tensor, or two for the result and the LSE")
     out, lse = out if pair else (out, None)
     if out is None:
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
     if lse is None and return_lse:
         lse = q.new_empty(_lse_shape(q, layout), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     begin, end = k_range or (None, None)
-    left, right = window or (None, None)
-    said = causal if isinstance(causal, str) else "equal" if causal else "no"
     attention_out(
         q, k, v, out, lse, bias, mask, sinks, alibi, cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, begin, end,
         positions, said, left, right, scale, softcap, layout, check, kernel, batch_invariant,
@@ -147,7 +182,9 @@ def append(
     ValueError
         Also for a tensor that requires grad while grad mode is on: there is no derivative.
     """
-    refuse_gradients("append", k_cache=k_cache, v_cache=v_cache, k=k, v=v, q=q, out=out)
+    refuse_derivatives("append", k_cache=k_cache, v_cache=v_cache, k=k, v=v, q=q, out=out)
+    if isinstance(rotary, (tuple, list)):
+        refuse_derivatives("append", **_numbered("rotary", rotary))
     if not traced(k_cache, k):
         given = _given(
             q=q, rotary=rotary, page_table=page_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
@@ -189,10 +226,7 @@ def merge(outs, lses, *, sinks=None, layout=None, kernel=None):
     ValueError
         Also for a tensor that requires grad while grad mode is on: there is no derivative.
     """
-    for name, parts in (("outs", outs), ("lses", lses)):
-        for n, x in enumerate(parts):
-            refuse_gradients("merge", **{f"{name}[{n}]": x})
-    refuse_gradients("merge", sinks=sinks)
+    refuse_derivatives("merge", sinks=sinks, **_numbered("outs", outs), **_numbered("lses", lses))
     if outs and traced(*outs):
         return merge_op(list(outs), list(lses), sinks, layout, kernel)
     return _core.merge(outs, lses, **_given(sinks=sinks, layout=layout, kernel=kernel))

@@ -204,6 +204,37 @@ def test_an_expanded_bias_whose_own_gradient_is_wanted(device):
     torch.testing.assert_close(bias.grad, full.grad.sum((0, 2, 3))[:, None, None], rtol=1e-4, atol=1e-5)
 
 
+class Reversed(torch.autograd.Function):
+    """A view whose gradient has the other sign."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def test_what_lies_between_an_expanded_bias_and_its_memory_counts(device):
+    tensors, options = make("plain", device, torch.float32)
+    bias = torch.randn(4, 1, 7, device=device, requires_grad=True)
+
+    def gradient(of, expanded):
+        return torch.autograd.grad(scalar(*attend(tensors | {"bias": expanded}, options)), of, retain_graph=True)[0]
+
+    wanted = gradient(bias, bias.expand(2, 4, 5, 7))
+    torch.testing.assert_close(gradient(bias, Reversed.apply(bias).expand(2, 4, 5, 7)), -wanted)
+    view = bias[None]
+    torch.testing.assert_close(gradient(view, view.expand(2, 4, 5, 7)), wanted[None])
+    view.register_hook(lambda g: 10 * g)
+    torch.testing.assert_close(gradient(bias, view.expand(2, 4, 5, 7)), 10 * wanted)
+    with torch.no_grad():
+        leaf = bias[None]
+    leaf.requires_grad_()
+    torch.testing.assert_close(gradient(leaf, leaf.expand(2, 4, 5, 7)), wanted[None])
+
+
 def test_an_expanded_mask_and_a_bias_without_gradient_are_narrow(device, monkeypatch):
     given = []
 
@@ -331,13 +362,29 @@ def test_memory_is_freed_and_used_once(device):
         ({"kernel": "nothing"}, ValueError, "nothing"),
         ({"dropout_p": 1.5}, ValueError, r"dropout_p is 1\.5; accepted: 0 to 1"),
         ({"softcap": -1.0}, ValueError, "softcap"),
-        ({"bias": (1, 2)}, (TypeError, AttributeError), "tuple|bias"),
+        ({"bias": (1, 2)}, TypeError, r"bias has type tuple; accepted: torch\.Tensor or None"),
+        ({"mask": [True]}, TypeError, "mask has type list"),
+        ({"sinks": 0.5}, TypeError, "sinks has type float"),
+        ({"alibi": "steep"}, TypeError, "alibi has type str"),
+        ({"dropout_p": "half"}, TypeError, "dropout_p has type str; accepted: a number from 0 to 1"),
+        ({"dropout_p": None}, TypeError, "dropout_p has type NoneType"),
+        ({"dropout_p": True}, TypeError, "dropout_p has type bool"),
+        ({"return_lse": "no"}, TypeError, "return_lse has type str; accepted: True or False"),
+        ({"deterministic": 1}, TypeError, "deterministic has type int; accepted: True, False or None"),
     ],
 )
 def test_bad_arguments(device, options, error, match):
     tensors, _ = make("plain", device, torch.float32)
     with pytest.raises(error, match=match):
         ft.attention(*(tensors[n] for n in "qkv"), **options)
+
+
+def test_what_is_no_tensor_is_named(device):
+    q = torch.randn(1, 2, 4, 8, device=device)
+    for given, name in (((None, q, q), "q"), ((q, q.cpu().numpy(), q), "k"), ((q, q, 3), "v")):
+        for more in ({}, {"out": torch.empty_like(q)}):
+            with pytest.raises(TypeError, match=rf"{name} has type \w+; accepted: torch\.Tensor$"):
+                ft.attention(*given, **more)
 
 
 def test_slopes_have_no_gradient(device):

@@ -245,3 +245,68 @@ def test_compiled_calls_refuse_what_eager_ones_refuse(device):
             fakes = [mode.from_tensor(x) for x in (q, k, v)]
             with pytest.raises(ValueError, match=match):
                 ft.attention(*fakes, **options)
+
+
+BAD = [
+    ({"window": 3}, TypeError, "window has type int"),
+    ({"window": (1, 2, 3)}, ValueError, "window has 3 items"),
+    ({"window": ("a", None)}, TypeError, "window's left"),
+    ({"window": (None, 1.5)}, TypeError, "window's right"),
+    ({"window": (True, None)}, TypeError, "window's left"),
+    ({"causal": 1}, TypeError, "causal has type int"),
+    ({"causal": None}, TypeError, "causal has type NoneType"),
+    ({"return_lse": "no"}, TypeError, "return_lse has type str"),
+]
+
+
+@pytest.mark.parametrize("options, error, match", BAD)
+def test_the_operator_is_refused_what_the_core_refuses(device, options, error, match):
+    q, k, v = (torch.randn(1, 2, 5, 8, device=device) for _ in range(3))
+    for of_mode in (torch.Tensor, type("Own", (torch.Tensor,), {})):  # straight to the core, and by the operator
+        for more in ({}, {"out": torch.empty_like(q)}):
+            with pytest.raises(error, match=match):
+                ft.attention(q.as_subclass(of_mode), k, v, **options, **more)
+
+
+@pytest.mark.parametrize(
+    "shapes, match",
+    [
+        (((2, 4, 9, 8), (2, 3, 9, 8), (2, 3, 9, 8)), "heads of q"),
+        (((2, 4, 9, 8), (2, 0, 9, 8), (2, 0, 9, 8)), "heads of q"),
+        (((2, 4, 9, 8), (2, 4, 9, 7), (2, 4, 9, 8)), "one head_dim"),
+        (((2, 4, 9, 8), (3, 4, 9, 8), (3, 4, 9, 8)), "one batch"),
+        (((2, 4, 9, 8), (2, 4, 9, 8), (2, 4, 8, 8)), "share all axes"),
+        (((2, 4, 9, 8), (2, 4, 9, 8), (4, 9, 8)), "v has 3 axes"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_before_anything_runs(device, shapes, match):
+    q, k, v = (torch.empty(shape, device="meta") for shape in shapes)
+    with pytest.raises(ValueError, match=match):
+        ft.attention(q, k, v)
+    with pytest.raises(ValueError, match="accepted: one dtype and one device"):
+        ft.attention(q, q.half(), q)
+    with pytest.raises(ValueError, match="accepted: one dtype and one device"):
+        ft.attention(q, torch.empty(q.shape, device=device), q)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_torchs_tracer_sees_the_operator(device):
+    def block(q):
+        return q + ft.attention(q, q, q)
+
+    q, other = (torch.randn(1, 2, 5, 8, device=device) for _ in range(2))
+    traced = torch.jit.trace(block, (q,))
+    assert "fa_ext" in str(traced.graph)
+    torch.testing.assert_close(traced(other), block(other))
+
+
+def test_a_subclass_in_any_place_comes_to_the_operator(device):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    tensors, options = make("all", device, torch.float32)
+    tensors = {n: x.detach() for n, x in tensors.items()}
+    wanted = attend(tensors, options)
+    for name in ("bias", "mask", "sinks", "alibi"):
+        got = attend(tensors | {name: TwoTensor(tensors[name], tensors[name])}, options)
+        for x, y in zip(got, wanted, strict=True):
+            assert isinstance(x, TwoTensor) and torch.equal(x.a, y) and torch.equal(x.b, y)

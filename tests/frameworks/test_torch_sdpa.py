@@ -150,6 +150,11 @@ def test_positions_of_arguments(device, ours):
         (lambda c: c | {"key": c["key"][..., :4]}, "shapes are"),
         (lambda c: c | {n: c[n].to(torch.complex64) for n in ("query", "key", "value")}, "complex64"),
         (lambda c: c | {"query": None}, "not all tensors"),
+        (lambda c: c | {"scale": "small"}, "scale is small"),
+        (lambda c: c | {"dropout_p": None}, "dropout_p is None"),
+        (lambda c: c | {"is_causal": 1}, "is_causal is 1"),
+        (lambda c: c | {"enable_gqa": 1}, "enable_gqa 1"),
+        (lambda c: {n: x[0, 0] for n, x in c.items()} | {"enable_gqa": True}, "enable_gqa with 2, 2 and 2 axes"),
     ],
 )  # fmt: skip
 def test_what_goes_to_torch_and_why(device, change, reason, theirs):
@@ -273,3 +278,16 @@ def test_compiled_what_goes_to_torch(device):
     q, k, v = (torch.randn(1, 2, 4, 300, device=device) for _ in range(3))
     out = torch.compile(ft.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")(q, k, v)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(device, strict):
+    class Block(torch.nn.Module):
+        def forward(self, q, k, v):
+            with ft.sdpa():
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True) + ft.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = (torch.randn(1, 2, 8, 16, device=device) for _ in range(3))
+    program = torch.export.export(Block(), (q, k, v), strict=strict)
+    assert str(program.graph).count("torch.ops.fa_ext.attention") == 2
+    torch.testing.assert_close(program.module()(q, k, v), Block()(q, k, v))

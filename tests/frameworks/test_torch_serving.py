@@ -216,6 +216,48 @@ def test_no_gradients(device):
         ft.attention(q, k_cache, v_cache, **lengths)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_gradients_of_what_is_written_or_rotates(device, compiled):
+    q, out = torch.randn(1, 2, 5, 8, device=device), torch.empty(1, 2, 5, 8, device=device)
+    lse = torch.empty(1, 2, 5, device=device)
+    weight = torch.ones((), device=device, requires_grad=True)
+
+    def into(weight):
+        return ft.attention(q, q, q, out=out * weight)
+
+    def into_pair(weight):
+        return ft.attention(q, q, q, out=(out, lse * weight))
+
+    def rotate(weight):
+        cache, cos = torch.zeros(2, 20, 2, 8, device=device), torch.ones(64, 4, device=device)
+        lengths = torch.tensor([4, 5], dtype=torch.int32, device=device)
+        new = torch.ones(2, 3, 2, 8, device=device)
+        return ft.append(cache, cache.clone(), new, new, layout="bshd", q=new, rotary=(cos, cos * weight), seqlens_k=lengths)
+
+    for call, name in ((into, "out"), (into_pair, r"out\[1\]"), (rotate, r"rotary\[1\]")):
+        function = torch.compile(call, backend="eager") if compiled else call
+        with pytest.raises(ValueError, match=rf"{name} requires grad"):
+            function(weight)
+
+
+def test_transforms_are_refused(device):
+    q, lse = torch.randn(1, 2, 5, 8, device=device), torch.zeros(1, 2, 5, device=device)
+
+    def into(q):
+        return ft.attention(q, q, q, out=torch.empty_like(q))
+
+    with pytest.raises(NotImplementedError, match=r"q is a transform's .*accepted: plain tensors"):
+        torch.func.vmap(into)(q[None])
+    with pytest.raises(NotImplementedError, match=r"outs\[0\] is a transform's"):
+        torch.func.vmap(lambda q: ft.merge([q, q], [lse, lse]))(q[None])
+    with torch.autograd.forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="q is a transform's"):
+            into(torch.autograd.forward_ad.make_dual(q, q))
+        into(q)
+    wanted = into(q).sum()  # what a transform has nothing to do with is computed inside it
+    torch.testing.assert_close(torch.func.vmap(lambda x: x * into(q).sum())(torch.ones(3, device=device)), wanted.expand(3))
+
+
 def test_the_cores_errors(device):
     (k_cache, v_cache, _, _), options = cache_call(device)
     q, lengths = options["q"], options["seqlens_k"]

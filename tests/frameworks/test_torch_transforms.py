@@ -6,6 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
 import fa_ext.torch as ft  # noqa: E402
 from fa_ext.torch import _eager  # noqa: E402
 from torch_calls import CALLS, DEVICES, gradients, make, math_attention, scalar  # noqa: E402
@@ -269,6 +272,89 @@ def test_vmap_of_the_operators(device):
         found = backward(torch.ones_like(wanted[0]), q[n], k[n], v[n], *wanted)
         close(dq[n], found[0], device)
         close(dv[n], found[1], device)
+
+
+def counted(function):
+    """The function where a dispatch mode sees its operators."""
+
+    def call(*args):
+        with FlopCounterMode(display=False):
+            return function(*args)
+
+    return call
+
+
+#: What makes a call the operator ``torch.ops.fa_ext.attention``, inside which transforms go on.
+WAYS = {
+    "compiled": lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"),
+    "dispatch mode": counted,
+    "make_fx": lambda function: lambda *args: make_fx(function)(*args)(*args),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_transforms_of_the_operator(device, way):
+    tensors, options = make("bias", device, wide(device))
+    tensors["sinks"] = torch.randn(4, device=device, dtype=wide(device))
+    tensors = {n: x.detach() for n, x in tensors.items()}
+
+    def loss(tensors):
+        return scalar(*attend(tensors, options))
+
+    def of_q(q):
+        return loss(tensors | {"q": q})
+
+    qs = torch.stack([tensors["q"], 2 * tensors["q"]])
+    for function, given in (
+        (torch.func.grad(loss), tensors),
+        (torch.func.vmap(torch.func.grad(of_q)), qs),
+        (torch.func.grad(lambda qs: torch.func.vmap(of_q)(qs).sum()), qs),
+        (torch.func.jacrev(lambda q: attend(tensors | {"q": q}, options)[0][0, 0]), tensors["q"]),
+        (torch.func.grad(lambda q: torch.func.grad(lambda scale: of_q(q) * scale.square())(q.sum())), tensors["q"]),
+    ):
+        got, wanted = WAYS[way](function)(given), function(given)
+        for n in wanted if isinstance(wanted, dict) else [...]:
+            close(got[n], wanted[n], device)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_second_derivatives_of_the_operator_are_refused(device, way):
+    q, k, v = (torch.randn(1, 2, 3, 4, device=device, dtype=wide(device)) for _ in range(3))
+
+    def first(q):
+        return torch.func.grad(lambda q: ft.attention(q, k, v).sin().sum())(q).cos().sum()
+
+    def mixed(q):
+        return torch.func.grad(lambda k: torch.func.grad(lambda v: ft.attention(q, k, v).sin().sum())(v).sum())(k).sum()
+
+    for function in (torch.func.grad(first), mixed):
+        with pytest.raises(RuntimeError, match="attention_backward has no derivative|Observed exception"):
+            WAYS[way](function)(q)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_several_cotangents_at_once(device, name):
+    tensors, options = make(name, device, wide(device))
+    out, lse = attend(tensors, options)
+    asked = [x for x in tensors.values() if x.requires_grad]
+    dout, dlse = (torch.randn(3, *x.shape, device=device, dtype=x.dtype) for x in (out, lse))
+    got = torch.autograd.grad((out, lse), asked, (dout, dlse), is_grads_batched=True, retain_graph=True)
+    for n in range(3):
+        wanted = torch.autograd.grad((out, lse), asked, (dout[n], dlse[n]), retain_graph=True)
+        for x, y in zip(got, wanted, strict=True):
+            close(x[n], y, device)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vectorized_jacobian_and_hessian(device):
+    q = torch.randn(1, 1, 3, 4, device=device, dtype=wide(device))
+
+    def function(q):
+        return ft.attention(q, q, q, causal=True)
+
+    for of, call in ((function, torch.autograd.functional.jacobian), (lambda q: function(q).sin().sum(), torch.autograd.functional.hessian)):
+        close(call(of, q, vectorize=True), call(of, q), device)
 
 
 def test_forward_mode_says_that_it_is_not_there(device):
