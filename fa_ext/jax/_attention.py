@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import operator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from .. import kernels
+from . import _arguments as accept
 from ._calls import BACKWARD, FORWARD, Call, Options, check, varying
 from ._rules import operation
 
@@ -71,80 +69,29 @@ def attention(
     Under sharded ``jit`` the call runs on shards of the batch and of the heads (where the mesh axis divides Hk);
     arrays that are sharded otherwise are gathered first. Where ``jax.set_mesh`` makes mesh axes explicit, results are sharded
     over them as q is, head_dim apart, and gradients as what they are of. ``jax.export`` needs
-    ``DisabledSafetyCheck.custom_call("fa_ext_attention")`` and that of ``"fa_ext_attention_backward"``.
+    ``DisabledSafetyCheck.custom_call("fa_ext_attention")`` and that of ``"fa_ext_attention_backward"``; it does not take a
+    ``jit`` that is sharded over several devices, whose ``custom_partitioning`` JAX does not serialise. Symbolic shapes are
+    refused. On JAX 0.5 ``shard_map`` needs ``check_rep=False``.
     """
-    _check_values(causal, window, softcap, layout, scale)
-    for name, given, operation_name in (("kernel", kernel, "attention"), ("kernel_backward", kernel_backward, "backward")):
-        names = kernels(operation_name)
-        if given is not None and given not in names:
-            raise ValueError(f"{name} is {given!r}, which names no kernel of this build; accepted: {', '.join(names)}")
     options = Options(
-        causal, None if scale is None else float(scale), None if window is None else _window(window), float(softcap), layout,
-        bool(deterministic), kernel, kernel_backward, bool(batch_invariant), *_probability(dropout),
+        accept.causal(causal),
+        None if scale is None else accept.number("scale", scale, "a finite number, or None for 1/sqrt(D)"),
+        accept.window(window), accept.number("softcap", softcap, "a finite number >= 0 (0: none)"), accept.layout(layout),
+        accept.flag("deterministic", deterministic), accept.kernel("kernel", kernel, "attention"),
+        accept.kernel("kernel_backward", kernel_backward, "backward"), accept.flag("batch_invariant", batch_invariant),
+        *accept.probability(dropout),
     )  # fmt: skip
-    given = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks, "alibi": alibi}
-    arrays = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
-    _check_dtypes(arrays)
+    return_lse = accept.flag("return_lse", return_lse)
+    arrays = accept.arrays({"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks, "alibi": alibi})
     check(options, arrays, arrays.values())
     for name in ("bias", "mask"):
         if name in arrays:
             arrays[name] = arrays[name].reshape((1,) * (4 - arrays[name].ndim) + arrays[name].shape)
     if options.dropout:
-        arrays["dropout"] = _state(dropout[1])
-    function = _differentiable(options, tuple(arrays), bool(return_lse))
-    made = _beside_explicit_axes(function, options, bool(return_lse))(*_vary_alike(list(arrays.values())))
+        arrays["dropout"] = accept.state(dropout[1])
+    function = _differentiable(options, tuple(arrays), return_lse)
+    made = _beside_explicit_axes(function, options, return_lse)(*_vary_alike(list(arrays.values())))
     return made if return_lse else made[0]
-
-
-def _check_values(causal, window, softcap, layout, scale):
-    """What the C interface gets as numbers."""
-    if not (isinstance(causal, (bool, np.bool_)) or causal in ("top_left", "bottom_right")):
-        raise ValueError(f"causal is {causal!r}; accepted: False, True, 'top_left', 'bottom_right'")
-    if layout not in ("bhsd", "bshd"):
-        raise ValueError(f"layout is {layout!r}; accepted: 'bhsd', 'bshd'")
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if isinstance(value, jax.core.Tracer):
-            raise TypeError(f"{name} is traced; accepted: a number that is known while tracing")
-    if window is not None and not (isinstance(window, (tuple, list)) and len(window) == 2):
-        raise TypeError(f"window is {window!r}; accepted: None, or (left, right), each an int >= 0 or None for unbounded")
-
-
-def _check_dtypes(arrays):
-    """What the library has no name for."""
-    for name, x in arrays.items():
-        if x.dtype.name not in ("float16", "bfloat16", "float32", "float64", "bool"):
-            accepted = {"mask": "bool (True: attend)", "bias": "q's dtype or float32", "sinks": "q's dtype or float32", "alibi": "float32"}
-            known = accepted.get(name, "float16, bfloat16, float32, and float64 on the CPU")
-            raise TypeError(f"{name} has dtype {x.dtype.name}; accepted: {known}")
-        if name in "qkv" and x.ndim != 4:
-            raise ValueError(f"{name} has {x.ndim} dimensions, shape {x.shape}; accepted: 4, since JAX's calls are dense")
-
-
-def _probability(dropout):
-    """() or (p,) of dropout="""
-    if dropout is None:
-        return ()
-    if not isinstance(dropout, (tuple, list)) or len(dropout) != 2:
-        raise TypeError(f"dropout is {type(dropout).__name__}; accepted: None, (p, key) or (p, state)")
-    if isinstance(dropout[0], jax.core.Tracer):
-        raise TypeError("dropout's p is traced; accepted: a number that is known while tracing")
-    if not 0 <= float(dropout[0]) <= 1:
-        raise ValueError(f"dropout's p is {dropout[0]}; accepted: 0 to 1")
-    return (float(dropout[0]),)
-
-
-def _state(given):
-    """The eight words {seed low, seed high, offset, b0, h0, i0, j0, heads} that dropout is drawn from."""
-    given = jnp.asarray(given)
-    if given.shape == (8,) and given.dtype in (jnp.uint32, jnp.int32):
-        return given.astype(jnp.uint32)
-    if not (jnp.issubdtype(given.dtype, jax.dtypes.prng_key) and given.shape == ()) and given.shape not in ((2,), (4,)):
-        raise ValueError(f"dropout's key has shape {given.shape}; accepted: one PRNG key, or a state of shape (8,), uint32")
-    return jnp.concatenate([jax.random.bits(given, (2,), jnp.uint32), jnp.zeros(6, jnp.uint32)])
-
-
-def _window(window):
-    return tuple(None if side is None else operator.index(side) for side in window)
 
 
 def _vary_alike(arrays):
@@ -228,7 +175,7 @@ def dot_product_attention(
     mask : bool array, likewise, or None
         True: attend.
     scale, is_causal, local_window_size, return_residual
-        As for ``jax.nn``: query i is at key i whatever T and S are.
+        As for ``jax.nn``: query i is at key i whatever T and S are. A side of the window may be None for unbounded, too.
     query_seq_lengths, key_value_seq_lengths : int32 arrays, (B,), or None
         What lies beyond is neither read nor attended, and results of such queries are 0.
     implementation : None or "fa_ext"
@@ -242,26 +189,25 @@ def dot_product_attention(
     """
     if implementation not in (None, "fa_ext"):
         raise ValueError(f"implementation is {implementation!r}; accepted: None or 'fa_ext'")
-    q, k, v = map(jnp.asarray, (query, key, value))
-    if not (q.ndim == k.ndim == v.ndim and q.ndim in (3, 4)):
-        raise ValueError(f"query, key and value have {q.ndim}, {k.ndim} and {v.ndim} axes; accepted: 4 each, or 3 each")
+    is_causal, return_residual = accept.flag("is_causal", is_causal), accept.flag("return_residual", return_residual)
+    q, k, v = accept.alike(query, key, value)
     single = q.ndim == 3
     q, k, v = (x[None] if single else x for x in (q, k, v))
-    size = (q.shape[0], q.shape[1], k.shape[1])
-    window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
-    causal = "top_left" if is_causal else False
-    masks = [] if mask is None else [jnp.asarray(mask)]
-    masks += _lengths(query_seq_lengths, "query_seq_lengths", size[0], size[1], 3)
-    masks += _lengths(key_value_seq_lengths, "key_value_seq_lengths", size[0], size[2], 2)
-    if window is not None and not is_causal and size[1] != size[2]:  # the diagonal of the kernels ends at the last key
-        masks.append(_window_mask(size[1], size[2], *window))
+    (batch, queries, heads, _), keys = q.shape, k.shape[1]
+    masks = [] if mask is None else [accept.mask(mask, (batch, heads, queries, keys))]
+    if query_seq_lengths is not None:
+        masks.append(_below(accept.lengths("query_seq_lengths", query_seq_lengths, batch), queries)[:, None, :, None])
+    if key_value_seq_lengths is not None:
+        masks.append(_below(accept.lengths("key_value_seq_lengths", key_value_seq_lengths, batch), keys)[:, None, None, :])
+    window = accept.local_window(local_window_size)
+    if window is not None and (any((side or 0) < 0 for side in window) or (not is_causal and queries != keys)):
+        # The kernels' windows have no negative sides, and without causal= their diagonal ends at the last key.
+        masks.append(_within(*window, queries, keys))
         window = None
     if bias is not None:
-        bias = jnp.asarray(bias)
-        if bias.dtype not in (q.dtype, jnp.float32):
-            bias = bias.astype(q.dtype if q.dtype == jnp.float64 else jnp.float32)
+        bias = accept.beside(accept.array("bias", bias), q.dtype)
     made = attention(
-        q, k, v, causal=causal, scale=scale, window=window, bias=bias, layout="bshd",
+        q, k, v, causal="top_left" if is_causal else False, scale=scale, window=window, bias=bias, layout="bshd",
         mask=functools.reduce(jnp.logical_and, masks) if masks else None, return_lse=return_residual,
     )  # fmt: skip
     out, lse = made if return_residual else (made, None)
@@ -271,17 +217,14 @@ def dot_product_attention(
     return (out[0], lse[0]) if single else (out, lse)
 
 
-def _lengths(lengths, name, batch, extent, axis):
-    """A mask of the positions below each length, along an axis of (B, 1, T, S) counted from 1 at its end."""
-    if lengths is None:
-        return []
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != (batch,) or lengths.dtype != jnp.int32:
-        raise ValueError(f"{name} has shape {lengths.shape} and dtype {lengths.dtype}; accepted: ({batch},), int32")
-    seen = jnp.arange(extent) < lengths[:, None]
-    return [seen[:, None, :, None] if axis == 3 else seen[:, None, None, :]]
+def _below(lengths, extent):
+    """(B, extent): the positions below each length."""
+    return jnp.arange(extent)[None, :] < lengths[:, None]
 
 
-def _window_mask(queries, keys, left, right):
-    ahead = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]
+def _within(left, right, queries, keys):
+    """(1, 1, T, S): the keys of a window around key i of query i, whose sides are None where it is unbounded."""
+    ahead = (jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None])[None, None]
+    farthest = queries + keys
+    left, right = (farthest if side is None else max(-farthest, min(side, farthest)) for side in (left, right))
     return (ahead >= -left) & (ahead <= right)

@@ -185,6 +185,26 @@ def test_with_and_without_64_bits(x64):
         (dict(softcap=-1), ValueError, "softcap is -1"),
         (dict(kernel="none"), ValueError, "kernel is 'none', which names no kernel of this build; accepted: "),
         (dict(kernel_backward="cpu_ref"), ValueError, "kernel_backward is 'cpu_ref'"),
+        (dict(kernel=3), ValueError, "kernel is 3, which names no kernel of this build"),
+        (dict(q=None), TypeError, "q is None; accepted: an array"),
+        (dict(v=None), TypeError, "v is None; accepted: an array"),
+        (dict(k="abc"), TypeError, "k has type str; accepted: an array"),
+        (dict(bias="abc"), TypeError, "bias has type str; accepted: an array"),
+        (dict(window=(-1, None)), ValueError, "window is (-1, None); accepted: None, or (left, right), each an int >= 0"),
+        (dict(window=("a", 1)), TypeError, "window's left is 'a'; accepted: an int >= 0 or None for unbounded"),
+        (dict(window=(1, 2.5)), TypeError, "window's right is 2.5; accepted: an int >= 0"),
+        (dict(window=(True, 1)), TypeError, "window's left is True; accepted: an int >= 0"),
+        (dict(scale="a"), TypeError, "scale is 'a'; accepted: a finite number, or None for 1/sqrt(D)"),
+        (dict(softcap=None), TypeError, "softcap is None; accepted: a finite number >= 0 (0: none)"),
+        (dict(deterministic="yes"), TypeError, "deterministic is 'yes'; accepted: True or False"),
+        (dict(batch_invariant=None), TypeError, "batch_invariant is None; accepted: True or False"),
+        (dict(return_lse=2), TypeError, "return_lse is 2; accepted: True or False"),
+        (dict(layout=3), ValueError, "layout is 3; accepted: 'bhsd', 'bshd'"),
+        (dict(causal=np.zeros(2, bool)), TypeError, "causal is traced"),
+        (dict(softcap=np.zeros((), "f4")), TypeError, "softcap is traced; accepted: a number that is known while tracing"),
+        (dict(deterministic=np.zeros((), bool)), TypeError, "deterministic is traced; accepted: True or False that is known"),
+        (dict(batch_invariant=np.zeros((), bool)), TypeError, "batch_invariant is traced"),
+        (dict(return_lse=np.zeros((), bool)), TypeError, "return_lse is traced"),
     ],
 )
 def test_bad_arguments_are_refused_while_tracing(change, error, text):
@@ -220,6 +240,51 @@ def test_float64_of_a_device_is_refused_when_it_runs():
         jax.block_until_ready(jax.jit(lambda *a: _calls.run(call, *a))(q, q[:, :, :3], q[:, :, :3]))
 
 
+def test_causal_of_two_values_is_refused_by_name():
+    q = np.zeros((1, 1, 4, 8), "f4")
+    with pytest.raises(ValueError, match=r"causal is array\(\[ True, False\]\); accepted: False, True, 'top_left'"):
+        fa_ext.jax.attention(q, q, q, causal=np.array([True, False]))
+
+
+def test_sides_of_the_window_are_known_while_tracing():
+    q = np.zeros((1, 1, 4, 8), "f4")
+    with pytest.raises(TypeError, match="window's right is traced; accepted: an int that is known while tracing"):
+        jax.jit(lambda side: fa_ext.jax.attention(q, q, q, window=(1, side)))(2)
+    far, all_keys = (fa_ext.jax.attention(q, q + 1, q + 2, window=window) for window in ((2**70, np.int64(9)), None))
+    np.testing.assert_array_equal(far, all_keys)
+
+
+def test_symbolic_shapes_are_refused():
+    if jax.__version_info__ < (0, 6):
+        pytest.importorskip("absl")  # which jax.export imports there
+    from jax import export
+
+    (b,) = export.symbolic_shape("b")
+    array = jax.ShapeDtypeStruct((b, 2, 4, 8), np.float32)
+    for call in (fa_ext.jax.attention, fa_ext.jax.dot_product_attention):
+        with pytest.raises(TypeError, match=r"q(uery)? has shape \(b, 2, 4, 8\), which is symbolic; accepted: sizes"):
+            export.export(jax.jit(call), platforms=["cpu"])(array, array, array)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("x64", [False, True])
+def test_python_numbers_are_added_in_a_dtype_that_is_taken(dtype, x64):
+    """As JAX has it of what is weakly typed."""
+    if dtype == "float64" and not x64:
+        pytest.skip("JAX has no float64 there")
+    rng = np.random.default_rng(3)
+    with wide(x64):
+        q, k, v = (jax.numpy.asarray(rng.standard_normal((1, 2, 5, 8)), dtype) for _ in range(3))
+        for bias in (0.5, 1, jax.numpy.arange(5) * 0.1):
+            found = fa_ext.jax.attention(q, k, v, bias=bias)
+            wanted = fa_ext.jax.attention(q, k, v, bias=jax.numpy.asarray(bias, dtype if dtype == "float64" else "float32"))
+            np.testing.assert_array_equal(found, wanted)
+            each = jax.jit(jax.vmap(lambda q, bias: fa_ext.jax.attention(q, k, v, bias=bias), in_axes=(0, None)))(q[None], bias)
+            np.testing.assert_array_equal(each[0], wanted)
+        with pytest.raises(TypeError, match="bias has dtype complex"):
+            fa_ext.jax.attention(q, k, v, bias=1j)
+
+
 # ---- jax.nn's signature ----
 
 
@@ -232,10 +297,19 @@ def nn_arguments():
         dict(local_window_size=(4, 1)),
         dict(local_window_size=(4, 1), is_causal=True),
         dict(local_window_size=(2, 0), queries=9),
+        dict(local_window_size=(-1, 2)),
+        dict(local_window_size=(3, -1), queries=9),
+        dict(local_window_size=(-1, 4), is_causal=True),
+        dict(local_window_size=np.int64(3)),
+        dict(local_window_size=(None, 2)),
+        dict(local_window_size=(None, 2), queries=9),
+        dict(local_window_size=[2, 2**70], queries=9),
+        dict(local_window_size=2, queries=9, mask=True, bias=True),
         dict(is_causal=True, queries=15),
         dict(is_causal=True, local_window_size=(3, 5), queries=9),
         lengths,
         lengths | dict(is_causal=True),
+        lengths | dict(mask=True, local_window_size=(4, 1), queries=9),
         dict(bias=True),
         dict(bias=True, mask=True, dtype="bfloat16"),
         dict(single=True, is_causal=True),
@@ -250,7 +324,8 @@ def nn_mask(queries, keys, mask, given):
     if given.get("is_causal"):
         seen &= ahead <= 0
     if (window := given.get("local_window_size")) is not None:
-        left, right = window if isinstance(window, tuple) else (window, window)
+        window = window if isinstance(window, (tuple, list)) else (window, window)
+        left, right = (99 if side is None else min(int(side), 99) for side in window)
         seen &= (ahead >= -left) & (ahead <= right)
     if (lengths := given.get("query_seq_lengths")) is not None:
         seen &= (np.arange(queries) < lengths[:, None])[:, None, :, None]
@@ -303,12 +378,45 @@ def test_dot_product_attention(given):
             close(found, np.asarray(theirs, "f8"))
 
 
-def test_dot_product_attention_refuses():
+@pytest.mark.parametrize("given", [g for g in nn_arguments() if "queries" in g or "query_seq_lengths" in g], ids=str)
+def test_dot_product_attention_promotes_no_ranks(given):
+    with jax.numpy_rank_promotion("raise"):
+        test_dot_product_attention(given)
+
+
+LENGTHS = dict(key_value_seq_lengths=np.array([4, 2], "i4"))
+
+
+@pytest.mark.parametrize(
+    "change, error, text",
+    [
+        (dict(implementation="cudnn"), ValueError, "implementation is 'cudnn'; accepted"),
+        (dict(key=np.zeros((4, 2, 8), "f4")), ValueError, "query, key and value have 4, 3 and 4 axes"),
+        (dict(value=np.zeros((2, 5, 2, 8), "f4")), ValueError, "have shapes (2, 6, 4, 8), (2, 4, 2, 8) and (2, 5, 2, 8)"),
+        (dict(query=np.zeros((2, 6, 3, 8), "f4")), ValueError, "have shapes (2, 6, 3, 8), (2, 4, 2, 8) and"),
+        (dict(key=np.zeros((2, 4, 2, 8), "f2")), TypeError, "query, key and value have dtypes float32, float16 and float32"),
+        (dict(value=None), TypeError, "value is None; accepted: an array"),
+        (dict(query_seq_lengths=np.zeros(3, "i4")), ValueError, "query_seq_lengths has shape (3,)"),
+        (dict(mask=np.zeros((6, 4), "f4")), TypeError, "mask has dtype float32; accepted: bool (True: attend)"),
+        (LENGTHS | dict(mask=np.zeros((6, 4), "f4")), TypeError, "mask has dtype float32; accepted: bool (True: attend)"),
+        (LENGTHS | dict(mask=np.ones((6, 4), "i4")), TypeError, "mask has dtype int32; accepted: bool (True: attend)"),
+        (dict(mask=np.ones((6, 4), "f4"), local_window_size=1), TypeError, "mask has dtype float32; accepted: bool (True: attend)"),
+        (LENGTHS | dict(mask=np.ones((3, 6, 4), bool)), ValueError, "to (B, N, T, S), here (2, 4, 6, 4)"),
+        (LENGTHS | dict(mask=np.ones((3, 6, 4), bool)), ValueError, "mask has shape (3, 6, 4); accepted: what broadcasts"),
+        (LENGTHS | dict(mask=np.ones((1, 2, 4, 6, 4), bool)), ValueError, "mask has shape (1, 2, 4, 6, 4); accepted"),
+        (dict(local_window_size=(3,)), TypeError, "local_window_size is (3,); accepted: None, an int, or (left, right), each"),
+        (dict(local_window_size=(2.5, 1)), TypeError, "local_window_size's left is 2.5; accepted: None, an int, or (left, right)"),
+        (dict(local_window_size="ab"), TypeError, "local_window_size's left is 'ab'"),
+        (dict(is_causal="yes"), TypeError, "is_causal is 'yes'; accepted: True or False"),
+    ],
+)  # fmt: skip
+def test_dot_product_attention_refuses(change, error, text):
+    arrays = {n: np.zeros((2, extent, heads, 8), "f4") for n, extent, heads in (("query", 6, 4), ("key", 4, 2), ("value", 4, 2))}
+    with pytest.raises(error) as raised:
+        fa_ext.jax.dot_product_attention(**arrays | change)
+    assert text in str(raised.value)
+
+
+def test_a_query_that_sees_no_key_gets_zeros():
     q = np.zeros((2, 4, 2, 8), "f4")
-    with pytest.raises(ValueError, match="implementation is 'cudnn'; accepted"):
-        fa_ext.jax.dot_product_attention(q, q, q, implementation="cudnn")
-    with pytest.raises(ValueError, match="query, key and value have 4, 3 and 4 axes"):
-        fa_ext.jax.dot_product_attention(q, q[0], q)
-    with pytest.raises(ValueError, match=r"query_seq_lengths has shape \(3,\)"):
-        fa_ext.jax.dot_product_attention(q, q, q, query_seq_lengths=np.zeros(3, "i4"))
     np.testing.assert_array_equal(fa_ext.jax.dot_product_attention(q, q, q + 1, key_value_seq_lengths=np.zeros(2, "i4")), 0)

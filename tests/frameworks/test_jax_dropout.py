@@ -105,13 +105,39 @@ for spec in (P("x", "y"), P("y"), P(None, "x"), P(("x", "y")), P(None, ("x", "y"
     [
         (0.5, TypeError, "dropout is float; accepted: None, (p, key) or (p, state)"),
         ((1.5, STATE), ValueError, "dropout's p is 1.5; accepted: 0 to 1"),
-        ((0.5, STATE[:3]), ValueError, "dropout's key has shape (3,)"),
+        ((None, STATE), TypeError, "dropout's p is None; accepted: 0 to 1"),
+        ((0.5, STATE[:3]), ValueError, "dropout's key has shape (3,) and dtype uint32; accepted: one PRNG key, or a state"),
+        ((0.5, STATE.astype(np.int64)), ValueError, "dropout's key has shape (8,) and dtype int64"),
+        ((0.5, STATE.astype(np.float32)), ValueError, "dropout's key has shape (8,) and dtype float32"),
+        ((0.5, STATE.view(np.int64)), ValueError, "dropout's key has shape (4,) and dtype int64"),
+        ((0.5, STATE[:4]), ValueError, "dropout's key has shape (4,) and dtype uint32"),
+        ((0.5, STATE[:2].view(np.int32)), ValueError, "dropout's key has shape (2,) and dtype int32"),
+        ((0.5, None), TypeError, "dropout's key has type NoneType; accepted: one PRNG key"),
+        ((0.5, 7), TypeError, "dropout's key has type int; accepted: one PRNG key"),
     ],
 )
 def test_bad_dropout(dropout, error, text):
     with pytest.raises(error) as raised:
         fa_ext.jax.attention(**arrays_of(), dropout=dropout)
     assert text in str(raised.value)
+
+
+def test_one_typed_key_is_taken():
+    for count in (2, 4, 8):
+        with pytest.raises(ValueError, match=rf"dropout's key has shape \({count},\) and dtype key<fry>; accepted: one PRNG key"):
+            fa_ext.jax.attention(**arrays_of(), dropout=(0.5, jax.random.split(jax.random.key(0), count)))
+
+
+def test_keys_of_another_generator():
+    arrays = arrays_of()
+    with jax.default_prng_impl("rbg"):
+        raw, typed = (fa_ext.jax.attention(**arrays, dropout=(0.3, make(1))) for make in (jax.random.PRNGKey, jax.random.key))
+    np.testing.assert_array_equal(raw, typed)
+
+
+def test_a_state_of_int32_is_the_same():
+    found = [fa_ext.jax.attention(**arrays_of(), dropout=(0.3, state)) for state in (STATE, STATE.view(np.int32))]
+    np.testing.assert_array_equal(*found)
 
 
 # ---- the C interface ----

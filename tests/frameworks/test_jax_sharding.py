@@ -248,11 +248,11 @@ for wrap in (jax.jit, lambda f: f):
     ids=["batch and heads", "other axes", "options", "vmap", "dot_product_attention"],
 )
 def test_explicit_axes(script):
-    """Under jax.set_mesh: results are sharded as q is, gradients as what they are of, and nothing is gathered that need not be."""
+    """Under jax.set_mesh: results are sharded as q is, gradients as what they are of, and nothing is gathered in vain."""
     import jax
 
-    if not hasattr(jax, "set_mesh"):
-        pytest.skip("this JAX has no jax.set_mesh")
+    if not (hasattr(jax, "set_mesh") and hasattr(jax.sharding, "auto_axes")):
+        pytest.skip("this JAX has no jax.set_mesh, or no jax.sharding.auto_axes")
     alone(COMMON + EXPLICIT + "with jax.set_mesh(MESH):" + script.replace("\n", "\n    "))
 
 
