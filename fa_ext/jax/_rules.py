@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -117,6 +118,13 @@ def _inside_shard_map() -> bool:
     """Whether mesh axes are manual here: the operands are shards already."""
     found = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
     return bool(getattr(found, "manual_axes", ()))
+
+
+def _outside_meshes():
+    """A context in which arrays are of no mesh that jax.set_mesh made, as shards are: JAX 0.8 takes them for such and fails."""
+    if not hasattr(jax.sharding, "use_abstract_mesh"):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def _groups(call, operands) -> tuple[int, int]:
@@ -235,9 +243,10 @@ def _partitioned(call: Call, groups, rule: str):
         totals = [split.summed(name, x.shape) for name, x in zip(call.results, results, strict=True)]
 
         def shard(*shards):
-            if "dropout" in call.names:
-                shards = (*shards[:-1], _placed(shards[-1], shards[0], split, call.heads_axis, groups))
-            return tuple(_total(x, axes) for x, axes in zip(run(call, *shards), totals, strict=True))
+            with _outside_meshes():
+                if "dropout" in call.names:
+                    shards = (*shards[:-1], _placed(shards[-1], shards[0], split, call.heads_axis, groups))
+                return tuple(_total(x, axes) for x, axes in zip(run(call, *shards), totals, strict=True))
 
         return (mesh, shard, tuple(NamedSharding(mesh, spec) for spec in made),
                 tuple(NamedSharding(mesh, spec) for spec in arguments))  # fmt: skip
