@@ -219,6 +219,8 @@ assert fa_ext.jax.attention(**given, dropout=(0.3, jax.random.key(1))).shape == 
         """
 arrays = arrays_of(4, sinks=True)
 for spec in (P("x"), P(None, "x", "y"), P("x", None, "y")):
+    if spec[0] and jax.__version_info__ < (0, 8):  # whose reshard has no gradients where vmap maps over a mesh axis
+        continue
     given = placed(arrays, dict.fromkeys("qkv", spec) | {"sinks": P(*spec[:1])}, MESH)
     for wrap in (jax.jit, lambda f: f):
         found = wrap(jax.vmap(jax.grad(loss)))(given)
