@@ -148,7 +148,7 @@ def _autocast(q, k, v, bias, sinks):
 def _dropout_state(p, device):
     """The core's 32 bytes of state, which kernels on a GPU read there: a seed from torch's generator of the device, offset,
     origin and heads 0. None where nothing is dropped."""
-    if isinstance(p, bool) or not isinstance(p, (int, float, np.floating, torch.SymFloat)):
+    if isinstance(p, bool) or not isinstance(p, (int, float, np.number, torch.SymFloat)):
         raise TypeError(f"dropout_p has type {type(p).__name__}; accepted: a number from 0 to 1")
     if not 0 <= p <= 1:
         raise ValueError(f"dropout_p is {p}; accepted: 0 to 1")

@@ -8,6 +8,7 @@ import inspect
 
 import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 
@@ -41,10 +42,12 @@ def operator(name, fake, mutates=(), keep=None, differentiate=None):
 
 
 def _differentiable(made, kernel, keep, differentiate):
-    """The operator's kernel for autograd. Where nothing is differentiated and nothing but the backend is left below, as in a compiled
+    """The operator's kernel for autograd. Where nothing is differentiated, in either mode, and nothing but the backend is left below, as in a compiled
     graph, it is the operator's kernel itself; what ``register_autograd`` makes goes through the dispatcher once more."""
 
     below_autograd = torch._C._after_autograd_keyset
+
+    name = made.name().partition("::")[2]
 
     def below(keys, args):
         with torch._C._AutoDispatchBelowAutograd():
@@ -66,9 +69,13 @@ def _differentiable(made, kernel, keep, differentiate):
         def backward(ctx, *cotangents):
             return (*differentiate(ctx, *cotangents), None)
 
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise NotImplementedError(f"torch.ops.fa_ext.{name} has no forward-mode derivative (jvp); reverse mode works")
+
     def call(keys, *args):
         keys = keys & below_autograd
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
             if not torch._C._are_functorch_transforms_active():
                 return Differentiable.apply(*args, keys)
             with enable_single_level_autograd_function():  # of the transform that the dispatcher is at; the others follow below

@@ -10,6 +10,7 @@ from typing import List, Optional, Tuple  # noqa: UP035
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ._library import LIBRARY, operator
 from ._options import NAMES, backward, forward, from_bounds, others_of
@@ -29,13 +30,14 @@ def _fake_forward(q, k, v, bias, mask, sinks, alibi, state, left, right, diagona
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, but q {q.dtype} on {q.device}; accepted: one dtype and one device")
     shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    torch._check_value(q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3], lambda: f"{shapes}; accepted: one batch, one head_dim of q and k")
-    torch._check_value(k.shape[:3] == v.shape[:3], lambda: f"{shapes}; accepted: k and v that share all axes but the last")
-    torch._check_value(
-        q.shape[heads_at] == k.shape[heads_at] or (k.shape[heads_at] > 0 and q.shape[heads_at] % k.shape[heads_at] == 0),
-        lambda: f"{shapes}; accepted: heads of q that are a multiple of those of k",
-    )
-    batch, heads, queries = q.shape[0], q.shape[heads_at], q.shape[keys_at]
+    for axis in (0, 3):  # axis by axis, so that sizes which depend on data are left to the kernel
+        torch._check_value(q.shape[axis] == k.shape[axis], lambda: f"{shapes}; accepted: one batch, one head_dim of q and k")
+    for axis in range(3):
+        torch._check_value(k.shape[axis] == v.shape[axis], lambda: f"{shapes}; accepted: k and v that share all axes but the last")
+    batch, heads, queries, heads_k = q.shape[0], q.shape[heads_at], q.shape[keys_at], k.shape[heads_at]
+    if not guard_or_false(heads == heads_k):
+        for fits in (lambda: heads_k > 0, lambda: heads % heads_k == 0):
+            torch._check_value(fits(), lambda: f"{shapes}; accepted: heads of q that are a multiple of those of k")
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(batch, heads, queries, dtype=wide)
 

@@ -102,6 +102,8 @@ def _given(options, others):
 
 def checked_causal(causal):
     """``causal``; ValueError or TypeError for what the core does not take, which an operator would not say so well."""
+    if isinstance(causal, np.bool_):
+        return bool(causal)
     if not isinstance(causal, (bool, str)):
         raise TypeError(f"causal has type {type(causal).__name__}; accepted: {_CAUSALS}")
     if causal not in (False, True, "top_left", "bottom_right"):
@@ -120,22 +122,22 @@ def ends_of(window):
     for name, bound in zip(("left", "right"), window, strict=True):
         if bound is None:
             continue
-        if isinstance(bound, bool) or not isinstance(bound, _INTEGERS):
+        if isinstance(bound, bool) or not hasattr(bound, "__index__"):
             raise TypeError(f"window's {name} bound has type {type(bound).__name__}; accepted: None (no bound) or an int >= 0")
         if bound < 0:
             raise ValueError(f"window's {name} bound is {bound}; accepted: None (no bound) or an int >= 0")
-    return tuple(window)
+    return tuple(int(bound) if isinstance(bound, (np.integer, torch.Tensor)) else bound for bound in window)
 
 
 _CAUSALS = "False, True, 'top_left', 'bottom_right'"
 _WINDOWS = "None or a pair (left, right), each an int >= 0 or None"
-_INTEGERS = (int, np.integer, torch.SymInt)
 
 
 def bounds(causal, window, seq_q, seq_k):
     """(left, right, diagonal): key j is visible to query i iff -left <= j - (i + d) <= right, where -1 has no bound and d is
     0 for diagonal 0, seq_k - seq_q for diagonal 1. Raises ValueError and TypeError as the core does."""
-    if checked_causal(causal) is True and seq_q != seq_k:
+    causal = checked_causal(causal)
+    if causal is True and seq_q != seq_k:
         raise ValueError(f"causal=True with {seq_q} queries and {seq_k} keys; accepted: 'top_left' or 'bottom_right' then")
     left, right = ends_of(window)
     left, right = -1 if left is None else left, -1 if right is None else right

@@ -154,7 +154,7 @@ def _unfit(tensors, masked, dropout_p, is_causal, scale, enable_gqa):
         return f"shapes are {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}; accepted: (..., L, E), (..., S, E), (..., S, Ev)"
     if not (1 <= query.shape[-1] <= 256 and 1 <= value.shape[-1] <= 256):
         return f"head_dim is {query.shape[-1]} and that of value {value.shape[-1]}; accepted: 1 to 256"
-    if scale is not None and not (isinstance(scale, _NUMBERS) and math.isfinite(scale)):
+    if scale is not None and not (isinstance(scale, _NUMBERS) and abs(scale) < math.inf):
         return f"scale is {scale}; accepted: finite numbers"
     if not (isinstance(dropout_p, _NUMBERS) and 0 <= dropout_p <= 1):
         return f"dropout_p is {dropout_p}; accepted: 0 to 1"

@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch")
 import functools  # noqa: E402
 import shutil  # noqa: E402
 
+import numpy as np  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
@@ -259,6 +260,23 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": np.True_},
+        {"window": (np.int64(2), None)},
+        {"window": [torch.tensor(2), 0]},
+        {"dropout_p": 0},
+        {"dropout_p": np.int64(0)},
+        {"dropout_p": np.float32(0)},
+    ],
+)
+def test_the_operator_takes_what_the_core_takes(device, options):
+    q, k, v = (torch.randn(1, 2, 5, 8, device=device) for _ in range(3))
+    own = q.as_subclass(type("Own", (torch.Tensor,), {}))
+    torch.testing.assert_close(ft.attention(own, k, v, **options).as_subclass(torch.Tensor), ft.attention(q, k, v, **options))
+
+
 @pytest.mark.parametrize("options, error, match", BAD)
 def test_the_operator_is_refused_what_the_core_refuses(device, options, error, match):
     q, k, v = (torch.randn(1, 2, 5, 8, device=device) for _ in range(3))
@@ -287,6 +305,28 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_runs(device, shapes,
         ft.attention(q, q.half(), q)
     with pytest.raises(ValueError, match="accepted: one dtype and one device"):
         ft.attention(q, torch.empty(q.shape, device=device), q)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v, chosen, where: ft.attention(q[:, chosen], k[:, :1], v[:, :1]),
+        lambda q, k, v, chosen, where: ft.attention(q[where], k[:3], v[:3]),
+        lambda q, k, v, chosen, where: ft.attention(q, k[:, :, where], v[:, :, chosen.clone()]),
+        lambda q, k, v, chosen, where: ft.attention(q[:, :2], k[:, where[:2]], v[:, where[:2]]),
+    ],
+    ids=["heads", "batch", "keys", "heads of keys"],
+)
+def test_sizes_that_depend_on_data(device, call):
+    q, k, v = (torch.randn(4, 4, 4, 8, device=device) for _ in range(3))
+    chosen = torch.tensor([True, True, False, True], device=device)
+
+    def function(q, k, v, chosen):
+        return call(q, k, v, chosen, chosen.nonzero()[:, 0])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v, chosen)
+    torch.testing.assert_close(got, function(q, k, v, chosen))
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")

@@ -273,6 +273,16 @@ def test_compiled_with_dynamic_shapes(device):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_compiled_with_a_scale_of_a_size(device):
+    q = draw(1, 2, 4, 8, device=device)
+
+    def function(q):
+        return ft.scaled_dot_product_attention(q, q, q, scale=q.shape[-1] ** -0.5 / 2)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), function(q))
+
+
 def test_compiled_what_goes_to_torch(device):
     torch._dynamo.reset()
     q, k, v = (torch.randn(1, 2, 4, 300, device=device) for _ in range(3))

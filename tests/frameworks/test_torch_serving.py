@@ -254,8 +254,24 @@ def test_transforms_are_refused(device):
         with pytest.raises(NotImplementedError, match="q is a transform's"):
             into(torch.autograd.forward_ad.make_dual(q, q))
         into(q)
-    wanted = into(q).sum()  # what a transform has nothing to do with is computed inside it
-    torch.testing.assert_close(torch.func.vmap(lambda x: x * into(q).sum())(torch.ones(3, device=device)), wanted.expand(3))
+
+
+def test_plain_tensors_inside_transforms(device):
+    """What a transform has nothing to do with is computed inside it."""
+    (k_cache, v_cache, k, v), options = cache_call(device)
+    lengths = {n: x for n, x in options.items() if n in ("page_table", "seqlens_k", "cu_seqlens_q", "layout")}
+    out, lse = torch.randn(1, 2, 5, 8, device=device), torch.zeros(1, 2, 5, device=device)
+    into = torch.empty_like(out)
+    for call in (
+        lambda: ft.attention(options["q"], k_cache, v_cache, **lengths),
+        lambda: ft.attention(out, out, out, out=into),
+        lambda: ft.append(k_cache, v_cache, k, v, **options),
+        lambda: ft.merge([out, out], [lse, lse])[0],
+    ):
+        wanted = call().sum().expand(3)
+        x = torch.ones(3, device=device)
+        torch.testing.assert_close(torch.func.vmap(lambda x: x * call().sum())(x), wanted)  # noqa: B023, called at once
+        torch.testing.assert_close(torch.func.grad(lambda x: (x * call().sum()).sum())(x), wanted)  # noqa: B023
 
 
 def test_the_cores_errors(device):

@@ -366,3 +366,19 @@ def test_forward_mode_says_that_it_is_not_there(device):
         with pytest.raises(NotImplementedError, match=r"fa_ext\.torch\.attention has no forward-mode derivative"):
             ft.attention(dual, k, v)
         ft.attention(q, k, v)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forward_mode_of_the_operator_says_that_it_is_not_there(device, way):
+    q, k, v = (torch.randn(1, 1, 2, 4, device=device) for _ in range(3))
+
+    def tangent(q):
+        return torch.func.jvp(lambda q: ft.attention(q, k, v), (q,), (q,))[1]
+
+    with pytest.raises(Exception, match=r"fa_ext\.attention has no forward-mode derivative|NotImplementedError"):
+        WAYS[way](tangent)(q)
+
+    def beside(x):
+        return torch.func.jvp(lambda x: x * ft.attention(q, k, v).sum(), (x,), (x,))[1]
+
+    torch.testing.assert_close(WAYS[way](beside)(q), beside(q))
