@@ -59,12 +59,16 @@ def refuse_derivatives(what, **tensors):
             raise NotImplementedError(f"{name} is a transform's (vmap, grad, jvp), which {what} does not have; accepted: plain tensors")
 
 
-def _plainly(call, *args, **options):
-    """The core's call; inside a transform of torch.func, which would wrap the results that the core has torch make, outside of it."""
+def _plainly(function):
+    """The core's function; inside a transform of torch.func, which would wrap the results that the core has torch make, outside of it."""
     if not _transformed():
-        return call(*args, **options)
-    with torch._C._DisableFuncTorch():
-        return call(*args, **options)
+        return function
+
+    def call(*args, **options):
+        with torch._C._DisableFuncTorch():
+            return function(*args, **options)
+
+    return call
 
 
 def _numbered(name, tensors):
@@ -129,10 +133,9 @@ def attend(
             cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, k_range=k_range, positions=positions,
             scale=scale, window=window, layout=layout, check=check, kernel=kernel, out=out,
         )  # fmt: skip
-        found = _plainly(
-            _core.attention, q, k, v, causal=causal, softcap=softcap, batch_invariant=batch_invariant, return_lse=return_lse,
-            **given,
-        )  # fmt: skip
+        found = _plainly(_core.attention)(
+            q, k, v, causal=causal, softcap=softcap, batch_invariant=batch_invariant, return_lse=return_lse, **given
+        )
         if out is not None:
             wrote(*(out if pair else (out,)))
         return found
@@ -199,7 +202,7 @@ def append(
             q=q, rotary=rotary, page_table=page_table, seqlens_k=seqlens_k, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
             slots=slots, positions=positions, out=out, check=check, kernel=kernel,
         )  # fmt: skip
-        found = _plainly(_core.append, k_cache, v_cache, k, v, layout=layout, interleaved=interleaved, **given)
+        found = _plainly(_core.append)(k_cache, v_cache, k, v, layout=layout, interleaved=interleaved, **given)
         wrote(k_cache, v_cache, out)
         return found
     if out is None and q is not None:
@@ -238,4 +241,4 @@ def merge(outs, lses, *, sinks=None, layout=None, kernel=None):
     refuse_derivatives("merge", sinks=sinks, **_numbered("outs", outs), **_numbered("lses", lses))
     if outs and traced(*outs):
         return merge_op(list(outs), list(lses), sinks, layout, kernel)
-    return _plainly(_core.merge, outs, lses, **_given(sinks=sinks, layout=layout, kernel=kernel))
+    return _plainly(_core.merge)(outs, lses, **_given(sinks=sinks, layout=layout, kernel=kernel))
