@@ -89,8 +89,7 @@ def attention(
             arrays[name] = arrays[name].reshape((1,) * (4 - arrays[name].ndim) + arrays[name].shape)
     if options.dropout:
         arrays["dropout"] = accept.state(dropout[1])
-    function = _differentiable(options, tuple(arrays), return_lse)
-    made = _beside_explicit_axes(function, options, return_lse)(*_vary_alike(list(arrays.values())))
+    made = _differentiable(options, tuple(arrays), return_lse)(*_vary_alike(list(arrays.values())))
     return made if return_lse else made[0]
 
 
@@ -108,38 +107,35 @@ def _vary_alike(arrays):
     return [vary(x) for x in arrays]
 
 
-def _beside_explicit_axes(function, options, wants_lse):
-    """The function where XLA's partitioner has the mesh axes that are explicit around it; results are sharded over them as q
-    is, head_dim apart."""
+def _run(call, operands):
+    """The results of a call. Where mesh axes are explicit around it XLA's partitioner has them inside; results are sharded over
+    them as q is, head_dim apart, and gradients as what they are of."""
     mesh = jax.sharding.get_abstract_mesh() if hasattr(jax.sharding, "auto_axes") else None
     explicit = getattr(mesh, "explicit_axes", ())
     if not explicit:
-        return function
-
-    def call(*operands):
-        spec = jax.typeof(operands[0]).sharding.spec
-        rows = PartitionSpec(spec[0], *(spec[1:3] if options.layout == "bhsd" else spec[2:0:-1]))
-        results = (PartitionSpec(*spec[:3], None), rows)[: 1 + wants_lse]
-        return jax.sharding.auto_axes(function, axes=explicit, out_sharding=results)(*operands)
-
-    return call
+        return operation(call)(*operands)
+    specs = {f"d{name}": jax.typeof(x).sharding.spec for name, x in zip(call.names, operands, strict=True)}
+    of_q = specs["dq"]
+    specs["out"] = PartitionSpec(*of_q[:3], None)
+    specs["lse"] = PartitionSpec(of_q[0], *(of_q[1:3] if call.options.layout == "bhsd" else of_q[2:0:-1]))
+    results = tuple(specs[name] for name in call.results)
+    return jax.sharding.auto_axes(operation(call), axes=explicit, out_sharding=results)(*operands)
 
 
 @functools.cache
 def _differentiable(options: Options, names: tuple[str, ...], wants_lse: bool):
     """The forward call of these operands with its derivative: (out,) or (out, lse)."""
-    forward = operation(Call(options, names, ("out", "lse")))
     outputs = 1 + wants_lse
 
     @jax.custom_vjp
     def attend(*operands):
-        return operation(Call(options, names, ("out", "lse")[:outputs]))(*operands)
+        return _run(Call(options, names, ("out", "lse")[:outputs]), operands)
 
     def ahead(*primals):
         # Which gradients are wanted is no array: it travels in the structure, as () or None.
         wanted = tuple(() if primal.perturbed else None for primal in primals)
         operands = tuple(primal.value for primal in primals)
-        out, lse = forward(*operands)
+        out, lse = _run(Call(options, names, ("out", "lse")), operands)
         return (out, lse)[:outputs], (operands, out, lse, wanted)
 
     def back(saved, cotangents):
@@ -151,7 +147,7 @@ def _differentiable(options: Options, names: tuple[str, ...], wants_lse: bool):
             return (None,) * len(names)
         used = tuple(name for name in BACKWARD if name in known)
         results = tuple(f"d{name}" for name in FORWARD if name in wrt)
-        made = operation(Call(options, used, results))(*(known[name] for name in used))
+        made = _run(Call(options, used, results), tuple(known[name] for name in used))
         gradients = dict(zip(results, made, strict=True))
         return tuple(gradients.get(f"d{name}") for name in names)
 

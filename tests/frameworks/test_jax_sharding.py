@@ -247,8 +247,16 @@ for wrap in (jax.jit, lambda f: f):
     single = placed({n: x[0] for n, x in arrays.items()}, dict.fromkeys("qkv", P(None, "y")), MESH)
     as_given({"q": wrap(lambda a: fa_ext.jax.dot_product_attention(*(a[n] for n in "qkv")))(single)}, single)
 """,
+        """
+given = placed(arrays_of(), qkv, MESH)
+whole = lambda a: fa_ext.jax.attention(**a)
+parts = jax.shard_map(whole, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})
+for wrap in (lambda f: f, jax.checkpoint):
+    found, wanted = (jax.jit(jax.grad(lambda a: jnp.sum(wrap(call)(a) ** 2)))(given) for call in (parts, whole))
+    close(found, wanted, 5e-5)
+""",
     ],
-    ids=["batch and heads", "other axes", "options", "vmap", "dot_product_attention"],
+    ids=["batch and heads", "other axes", "options", "vmap", "dot_product_attention", "shard_map over one axis"],
 )
 def test_explicit_axes(script):
     """Under jax.set_mesh: results are sharded as q is, gradients as what they are of, and nothing is gathered in vain."""
