@@ -96,15 +96,10 @@ def _several(*cotangents):
 def _gradients_of_several(dout, dlse, kept, options, wrt):
     """The gradients for such cotangents, composed of torch's operations, which know them."""
     q, k, v, _, _, bias, mask, sinks, alibi, state = *kept, *_NONE[: 10 - len(kept)]
-    given = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
-    again = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-        given |= {name: given[name].view_as(given[name]) for name in wrt}  # apart, where one tensor is several of them
-        keep = _math.dropped(q, k, state, options)
-        found = _math.attention(given["q"], given["k"], given["v"], given["bias"], mask, given["sinks"], alibi, keep, options)
-        pairs = [(x, c) for x, c in zip(found, (dout, dlse), strict=True) if c is not None]
-        results, cotangents = zip(*pairs, strict=True)
-        return torch.autograd.grad(results, [given[name] for name in wrt], cotangents, create_graph=again)
+    given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
+    given = {name: x for name, x in given.items() if x is not None}
+    with torch.autocast(q.device.type, enabled=False):
+        return _composed(given, mask, alibi, _math.dropped(q, k, state, options), options, wrt)
 
 
 class _ForwardPair(_Forward):

@@ -42,11 +42,10 @@ def operator(name, fake, mutates=(), keep=None, differentiate=None):
 
 
 def _differentiable(made, kernel, keep, differentiate):
-    """The operator's kernel for autograd. Where nothing is differentiated, in either mode, and nothing but the backend is left below, as in a compiled
-    graph, it is the operator's kernel itself; what ``register_autograd`` makes goes through the dispatcher once more."""
-
-    below_autograd = torch._C._after_autograd_keyset
-
+    """The operator's kernel for autograd. Where nothing is differentiated, in either mode, and nothing but the backend is left below,
+    as in a compiled graph, it is the operator's kernel itself; what ``register_autograd`` makes goes through the dispatcher once
+    more."""
+    below_autograd, transformed = torch._C._after_autograd_keyset, torch._C._are_functorch_transforms_active
     name = made.name().partition("::")[2]
 
     def below(keys, args):
@@ -57,7 +56,7 @@ def _differentiable(made, kernel, keep, differentiate):
         @staticmethod
         def forward(ctx, *args_and_keys):
             *args, keys = args_and_keys
-            if torch._C._are_functorch_transforms_active():
+            if transformed():
                 with torch.enable_grad():  # for the transforms around this one: forward() has it off
                     output = below(keys, args)
             else:
@@ -76,7 +75,7 @@ def _differentiable(made, kernel, keep, differentiate):
     def call(keys, *args):
         keys = keys & below_autograd
         if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
-            if not torch._C._are_functorch_transforms_active():
+            if not transformed():
                 return Differentiable.apply(*args, keys)
             with enable_single_level_autograd_function():  # of the transform that the dispatcher is at; the others follow below
                 return Differentiable.apply(*args, keys)

@@ -36,8 +36,9 @@ def _fake_forward(q, k, v, bias, mask, sinks, alibi, state, left, right, diagona
         torch._check_value(k.shape[axis] == v.shape[axis], lambda: f"{shapes}; accepted: k and v that share all axes but the last")
     batch, heads, queries, heads_k = q.shape[0], q.shape[heads_at], q.shape[keys_at], k.shape[heads_at]
     if not guard_or_false(heads == heads_k):
-        for fits in (lambda: heads_k > 0, lambda: heads % heads_k == 0):
-            torch._check_value(fits(), lambda: f"{shapes}; accepted: heads of q that are a multiple of those of k")
+        words = f"{shapes}; accepted: heads of q that are a multiple of those of k"
+        torch._check_value(heads_k > 0, lambda: words)
+        torch._check_value(heads % heads_k == 0, lambda: words)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(batch, heads, queries, dtype=wide)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _core
+from ._eager import _transformed
 from ._library import operator, wrote
 from ._options import checked_causal, ends_of
 
@@ -19,7 +20,6 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _jit_tracing = torch._C._is_tracing
-_transformed = torch._C._are_functorch_transforms_active
 _wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
@@ -113,7 +113,6 @@ def attention_out(
 
 #: ``causal`` of the operator, where it is not the call's own.
 _CAUSAL: dict[str, bool | str] = {"no": False, "equal": True}
-
 
 _INTO = "attention over sequences, or into out=,"
 
