@@ -4,9 +4,9 @@
  * takes in one score at a time, so that neither the scores nor their exponentials ever exist in memory:
  *
  *     s = scale * (q . k_j)
- *     m' = max(m, s)      l' = l 2^(m - m') + 2^(s - m')      o' = o 2^(m - m') + 2^(s - m') v_j      (base-2 scores)
+ *     m' = max(m, s)      l' = l e^(m - m') + e^(s - m')      o' = o e^(m - m') + e^(s - m') v_j
  *
- * and at the end out = o / l, LSE = (m + log2 l) ln 2. Lane t holds eight elements of q, from 8t on, whose products it
+ * and at the end out = o / l, LSE = m + log l. Lane t holds eight elements of q, from 8t on, whose products it
  * sums; the lanes' sums are then added in order, as the plain formula adds them (fa_ext/reference/__init__.py). Of o it
  * holds the elements t, t + 32, t + 64, ... Float16, bfloat16 and float32 with float32 arithmetic; any strides, GQA,
  * causal, scale, LSE, head_dim up to 256. Each key is read from cache once for every row: the row is a baseline to
@@ -18,8 +18,8 @@
 #include "common/launch.cuh"  // fa_own, FA_CUDA_TRY
 #include "common/mask.cuh"    // row_keys
 #include "common/rows.cuh"    // row_of, store_lse
-#include "common/score.cuh"   // kLog2E
-#include "common/softmax.cuh" // RowState, scaled_down, finish_row
+#include "common/score.cuh"   // round_score
+#include "common/softmax.cuh" // NaturalRowState, finish_row
 #include "common/tiles.cuh"   // place_of
 #include "fa.h"               // fa_forward, fa_kernel
 
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kWarp *kWarps) minimal_kernel(const __grid_con
             query[i] = d < p.head_dim ? to_float(q[d * p.q.stride[3]]) : 0.0f;
         }
 
-        RowState state;
+        NaturalRowState state;
         const KeyRange keys = row_keys(p, row);
         for (int64_t first = keys.begin; first < keys.end; first += kChunk) {
             const int64_t end = first + kChunk < keys.end ? first + kChunk : keys.end;
@@ -64,9 +64,8 @@ __global__ void __launch_bounds__(kWarp *kWarps) minimal_kernel(const __grid_con
                 }
                 for (int t = 0; t * kEight < p.head_dim; ++t) product += __shfl_sync(~0u, sum, t);
 
-                const float score = product * scale;
-                const float factor = state.raise(scaled_down(score, kLog2E));
-                const float weight = state.bounded_weight(score, kLog2E);
+                const float score = round_score(product, scale), factor = state.raise(score);
+                const float weight = state.weight(score);
                 chunk_sum = chunk_sum * factor + weight;
 
                 const T *v = row_of<T>(p.v, batch, head_kv, key);

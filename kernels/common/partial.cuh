@@ -14,8 +14,8 @@ namespace fa {
 /* The end of a row whose maximum is finite though it may have seen no key: finish_row() with the approximate logarithm
  * and reciprocal (2 ulp). `sink` is -inf where there is none. */
 __device__ __forceinline__ RowResult finish_joined(float maximum, float sum, float sink) {
-    const float raised = fmaxf(maximum, sink * kLog2E), factor = exp2_fast(maximum - raised);
-    const float total = sum * factor + exp2_fast(sink * kLog2E - raised);
+    const float joins = __fmul_rn(sink, kLog2E), raised = fmaxf(maximum, joins);
+    const float factor = exp2_fast(maximum - raised), total = sum * factor + exp2_fast(joins - raised);
     const float lse = sum == 0.0f ? sink : (raised + __log2f(total)) * kLn2;
     return {sum == 0.0f ? 0.0f : __fdividef(factor, total), lse};
 }

@@ -3,10 +3,12 @@
  * Scores are kept multiplied by log2(e), so that the exponential is one ex2 instruction: exp(s) = 2^(s log2 e). */
 #pragma once
 
+#include <float.h>  // FLT_MAX
 #include <math.h>   // INFINITY, fmin, fmax
 #include <stdint.h> // int64_t
 
 #include "common/convert.cuh" // load_as_float
+#include "common/ptx.cuh"     // exp2_fast
 #include "common/rows.cuh"    // bias_row
 #include "fa.h"               // fa_forward
 
@@ -30,10 +32,21 @@ inline ScoreParams score_params(const fa_forward &p) {
             static_cast<float>(p.softcap * log2_e)};
 }
 
+/* A product times its factor, rounded toward zero: what is beyond float32 becomes its largest number, not infinity.
+ * nvcc joins it to no sum, which would take it unrounded. */
+__device__ __forceinline__ float round_score(float product, float factor) { return __fmul_rz(product, factor); }
+
+/* A finite score that may have left float32's range, within it; NaN as it is. */
+__device__ __forceinline__ float finite_score(float x) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-FLT_MAX));
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(FLT_MAX));
+    return x;
+}
+
 /* Score in base 2 of one product, before bias. tanhf, not tanh.approx: the latter's 2^-11 times a softcap of 50 would
  * be an error of 0.02 in the exponent. */
 __device__ __forceinline__ float score_of(const ScoreParams &s, float product) {
-    return s.cap_log2 > 0 ? s.cap_log2 * tanhf(product * s.scale_cap) : product * s.scale_log2;
+    return s.cap_log2 > 0 ? __fmul_rn(s.cap_log2, tanhf(product * s.scale_cap)) : round_score(product, s.scale_log2);
 }
 
 /* Bias of a key, as it is stored. `row` is bias_row(); p.bias.data is not NULL. */
@@ -60,5 +73,19 @@ __device__ __forceinline__ float within_limit(float x) {
 
 /* The same of a bias or sink, which may be infinite. */
 __device__ __forceinline__ float bounded(float x) { return isinf(x) ? x : within_limit(x); }
+
+/* A row's LSE as the weights e^(score - LSE) of its gradients take it. From 2^21 on the rounding of either is as large
+ * as exponents are, and would make a weight of 2^100 of one that is 1: the LSE is moved up by more than both roundings,
+ * so that weights are at most 1. */
+__device__ __forceinline__ float lse_of_weights(float lse) {
+    if (!(fabsf(lse) >= 0x1p21f) || isinf(lse)) return lse;
+    return fminf(fmaf(fabsf(lse), 0x1p-19f, lse), FA_LIMIT);
+}
+
+/* Weight of the sink beside an LSE that includes it: at most 1, however both were rounded. */
+__device__ __forceinline__ float sink_weight(float sink, float lse) {
+    const float difference = sink - lse;
+    return difference > 0.0f ? 1.0f : exp2_fast(difference * kLog2E);
+}
 
 } // namespace fa

@@ -1,22 +1,51 @@
 /* The online softmax of one query row: the exact recurrence, without clamps.
  *
- * State after some keys: the maximum m of their scores (base 2) and the sum of 2^(s - m). A new block with maximum m'
- * multiplies the sum, and the output accumulated with the same m, by 2^(m - m'). An excluded key has the score -inf and
- * the weight 0. NaN scores leave m alone and make the sum NaN, so that they reach the output. */
+ * State after some keys: the maximum m of their scores and the sum of e^(s - m). A new block with maximum m' multiplies
+ * the sum, and the output accumulated with the same m, by e^(m - m'). An excluded key has the score -inf and the weight
+ * 0. NaN scores leave m alone and make the sum NaN, so that they reach the output.
+ *
+ * Scores of any magnitude. The weight of a product s, with the factor f to base 2, is 2^(s f - c), where c is m f
+ * rounded and s f is not: the rounding error of c is the same in all weights of the row and cancels. It is at most 8
+ * while |c| < kWide = 2^28. Further on it may be more than an exponent holds; but there the products that differ from
+ * m, by at least its last digit, have weights below 2^-16. Such a row is wide: a power of two takes the place of f
+ * (row_factor), with which m f is exact and all those weights are 0. Where only scores are kept, not products, weights
+ * are 2^(t - max t) of scores t that were rounded once. round_score() rounds toward zero: a finite product has a finite
+ * score. */
 #pragma once
 
-#include <math.h> // INFINITY
+#include <math.h>   // INFINITY
+#include <stdint.h> // uint32_t
 
 #include "common/convert.cuh" // from_float, load_as_float, to_float
 #include "common/ptx.cuh"     // exp2_fast
-#include "common/score.cuh"   // kLog2E, kLn2, bounded
+#include "common/score.cuh"   // kLog2E, kLn2, bounded, round_score
 
 namespace fa {
+
+/* Magnitude of a row's maximum in base 2 from which on the row is wide. */
+inline constexpr float kWide = 0x1p28f;
+
+__device__ __forceinline__ bool is_wide(float maximum_log2) { return fabsf(maximum_log2) >= kWide; }
+
+/* The factor of a row whose highest product is `maximum`: `factor`, or in a wide row the power of two that brings it to
+ * 2^29 and its last digit to 2^6. Any in a row that has seen no key. */
+__device__ __forceinline__ float row_factor(float maximum, float factor) {
+    if (!is_wide(maximum * factor)) return factor;
+    constexpr uint32_t kExponents = 0x7f800000, kLeast = 29u << 23, kSum = (127u + 127 + 29) << 23;
+    return __uint_as_float(kSum - max(__float_as_uint(maximum) & kExponents, kLeast));
+}
+
+/* The score of a row's highest product, from which narrow rows count. */
+__device__ __forceinline__ float maximum_score(float maximum, float factor) {
+    const float c = __fmul_rn(maximum, factor);
+    return is_wide(c) ? round_score(maximum, factor) : c;
+}
 
 /* What rounding to T adds to the weight 2^(product scale - shift) of a row's highest score, of which the shift is made.
  * P V takes weights rounded. This one is 1 but for the rounding of the shift, which in float16 counts where scores
  * exceed 5,700. Taken into the sum, it makes of a row that one key decides that key's value. */
 template <typename T> __device__ __forceinline__ float weight_rounding(float product, float scale, float shift) {
+    if (is_wide(shift)) return 0.0f;
     const float weight = exp2_fast(fmaf(product, scale, -shift));
     return to_float(from_float<T>(weight)) - weight;
 }
@@ -25,57 +54,57 @@ template <typename T> __device__ __forceinline__ float weight_rounding(float pro
  */
 __device__ __forceinline__ float softmax_shift(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-/* Score of a product for raise(), where weights come from bounded_weight(). */
-__device__ __forceinline__ float scaled_down(float product, float scale) { return __fmul_rd(product, scale); }
-
-struct RowState {
-    float maximum = -INFINITY; // base 2, over the keys so far
-    float sum = 0.0f;          // of 2^(score - softmax_shift(maximum))
-
-    /* Takes in a block's maximum; returns the factor for what was accumulated before. Add the block's weights after. */
-    __device__ __forceinline__ float raise(float block_maximum) {
-        float old = maximum;
-        maximum = fmaxf(old, block_maximum);
-        float factor = exp2_fast(old - softmax_shift(maximum));
-        sum *= factor;
-        return factor;
-    }
-
-    /* Weight of a score under the present maximum; of the score `scale` times `product`. */
-    __device__ __forceinline__ float weight(float score) const { return exp2_fast(score - softmax_shift(maximum)); }
-    __device__ __forceinline__ float weight(float product, float scale) const {
-        return exp2_fast(fmaf(product, scale, -softmax_shift(maximum)));
-    }
-
-    /* The latter takes back the rounding of the maximum, which is nothing to speak of below 2^24, but up to 2^103 where
-     * all keys of a row have a bias like -1e30. Where that can be, the maximum must have been rounded down
-     * (scaled_down()), and this weight, of at most 2^64, take its place. */
-    __device__ __forceinline__ float bounded_weight(float product, float scale) const {
-        float x = fmaf(product, scale, -softmax_shift(maximum));
-        asm("min.NaN.f32 %0, %0, 0f42800000;" : "+f"(x)); // 64
-        return exp2_fast(x);
-    }
-};
-
 /* The end of a row: factor for the accumulated output, and the LSE (natural logarithm). */
 struct RowResult {
     float factor, lse;
 };
+
+/* Units of scores: natural ones, or times log2(e). Natural scores have one rounding less, base 2 one operation less. */
+enum class Unit { kNatural, kBase2 };
+
+template <Unit kUnit> struct RowStateIn {
+    float maximum = -INFINITY; // over the keys so far
+    float sum = 0.0f;          // of exponential(score - softmax_shift(maximum))
+
+    static __device__ __forceinline__ float exponential(float x) {
+        return exp2_fast(kUnit == Unit::kBase2 ? x : __fmul_rn(x, kLog2E));
+    }
+
+    /* Takes in a block's maximum; returns the factor for what was accumulated before. Add the block's weights after. */
+    __device__ __forceinline__ float raise(float block_maximum) {
+        const float old = maximum;
+        maximum = fmaxf(old, block_maximum);
+        const float factor = weight(old);
+        sum *= factor;
+        return factor;
+    }
+
+    /* Weight of a score under the present maximum. */
+    __device__ __forceinline__ float weight(float score) const {
+        return exponential(__fsub_rn(score, softmax_shift(maximum)));
+    }
+};
+using RowState = RowStateIn<Unit::kBase2>;
+using NaturalRowState = RowStateIn<Unit::kNatural>;
 
 /* Without visible keys and sink: factor 0, LSE -inf. */
 __device__ __forceinline__ RowResult finish_row(const RowState &state) {
     if (state.sum == 0.0f) return {0.0f, -INFINITY};
     return {1.0f / state.sum, (state.maximum + log2f(state.sum)) * kLn2};
 }
+__device__ __forceinline__ RowResult finish_row(const NaturalRowState &state) {
+    if (state.sum == 0.0f) return {0.0f, -INFINITY};
+    return {1.0f / state.sum, state.maximum + logf(state.sum)};
+}
 
 /* The sink joins the denominator with exp(sink), unscaled. A sink of -inf adds nothing. */
-__device__ __forceinline__ RowResult finish_row(const RowState &state, float sink) {
+template <Unit kUnit> __device__ __forceinline__ RowResult finish_row(const RowStateIn<kUnit> &state, float sink) {
     if (sink == -INFINITY) return finish_row(state);
     sink = bounded(sink);
     if (state.sum == 0.0f) return {0.0f, sink}; // exactly, not through base 2, and also where it is not finite
-    RowState joined = state;
-    float factor = joined.raise(sink * kLog2E);
-    joined.sum += joined.weight(sink * kLog2E);
+    RowStateIn<kUnit> joined = state;
+    const float score = kUnit == Unit::kBase2 ? __fmul_rn(sink, kLog2E) : sink, factor = joined.raise(score);
+    joined.sum += joined.weight(score);
     RowResult result = finish_row(joined);
     result.factor *= factor;
     return result;
@@ -88,7 +117,8 @@ __device__ __forceinline__ RowResult finish_fast(const RowState &state) {
 }
 
 /* The two in one: `sinks` of a problem, or none. */
-__device__ __forceinline__ RowResult finish_row(const fa_forward &p, int64_t head, const RowState &state) {
+template <Unit kUnit>
+__device__ __forceinline__ RowResult finish_row(const fa_forward &p, int64_t head, const RowStateIn<kUnit> &state) {
     if (!p.sinks.data) return finish_row(state);
     return finish_row(state, load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0]));
 }

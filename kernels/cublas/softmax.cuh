@@ -14,7 +14,7 @@
 #include "common/convert.cuh" // from_float
 #include "common/mask.cuh"    // row_keys
 #include "common/rows.cuh"    // bias_row, mask_row, row_of, store_lse
-#include "common/score.cuh"   // bias_of, add_bias_or_exclude, bounded
+#include "common/score.cuh"   // bias_of, add_bias_or_exclude, bounded, finite_score
 #include "common/softmax.cuh" // RowState, finish_row
 #include "fa.h"               // fa_forward
 
@@ -93,7 +93,10 @@ template <typename T> struct Row {
         s[0] = read.x, s[1] = read.y, s[2] = read.z, s[3] = read.w;
         if (cap_log2 > 0) {
 #pragma unroll
-            for (int i = 0; i < kStep; ++i) s[i] = cap_log2 * tanhf(s[i]);
+            for (int i = 0; i < kStep; ++i) s[i] = __fmul_rn(cap_log2, tanhf(s[i]));
+        } else {
+#pragma unroll
+            for (int i = 0; i < kStep; ++i) s[i] = finite_score(s[i]);
         }
         if (p.bias.data || slope != 0.0f) {
             const int64_t at = bias_row(p, batch, head, row);

@@ -15,9 +15,8 @@
 #include "common/chaos.cuh"       // FA_CHAOS_BEGIN
 #include "common/convert.cuh"     // to_float, load_as_float, write_gradient
 #include "common/mask.cuh"        // row_keys, tile_keys, tile_queries
-#include "common/ptx.cuh"         // exp2_fast
 #include "common/rows.cuh"        // row_of, row_offset
-#include "common/score.cuh"       // kLog2E, bounded
+#include "common/score.cuh"       // bounded, lse_of_weights, sink_weight
 #include "fa.h"                   // fa_backward
 #include "simt/backward_tile.cuh" // Tile, Work, Shared, Pairs, Sums
 
@@ -68,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * work.group + head % work.group;
         float2 row = make_float2(INFINITY, 0.0f);
         if (!sees_nothing(f, b, h, i)) {
-            row = make_float2(lse_of(p.lse, b, h, i), delta_of<T>(p, b, h, i));
+            row = make_float2(fa::lse_of_weights(lse_of(p.lse, b, h, i)), delta_of<T>(p, b, h, i));
             if (row.x == -INFINITY) row.x = INFINITY; // a weight of 0, not of infinity
         }
         work.rows[n] = row;
@@ -276,7 +275,7 @@ __global__ void __launch_bounds__(kThreads, 1) sinks_kernel(const __grid_constan
             if (sees_nothing(f, b, h, i)) // the sink has all the weight
                 sum += p.dlse.data ? lse_of(p.dlse, b, h, i) : 0.0f;
             else
-                sum -= fa::exp2_fast((sink - lse_of(p.lse, b, h, i)) * fa::kLog2E) * delta_of<T>(p, b, h, i);
+                sum -= fa::sink_weight(sink, lse_of(p.lse, b, h, i)) * delta_of<T>(p, b, h, i);
         }
         __syncthreads();
         parts[threadIdx.x] = sum;

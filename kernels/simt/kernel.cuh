@@ -15,8 +15,8 @@
 #include "common/convert.cuh" // to_float, from_float
 #include "common/mask.cuh"    // tile_keys, key_band
 #include "common/rows.cuh"    // Chunk, store_chunk, row_of, bias_row, mask_row, store_lse
-#include "common/score.cuh"   // kLog2E
-#include "common/softmax.cuh" // RowState, finish_row, scaled_down
+#include "common/score.cuh"   // bounded, finite_score
+#include "common/softmax.cuh" // NaturalRowState, finish_row
 #include "simt/loader.cuh"    // Loader, NextBlock
 
 namespace fa::simt {
@@ -87,9 +87,10 @@ __device__ __noinline__ void general_scores(const fa_forward &p, const Options &
                 return;
             }
             if constexpr (!kDense) sum = band.with_slope(sum, row, column);
-            asm("max.NaN.f32 %0, %0, %1;" : "+f"(sum) : "f"(-FA_LIMIT)); // larger ones saturate by themselves
+            sum = bounded(sum);
             score =
                 cap > 0 ? fmaf(cap, tanhf(score * o.score.scale_cap), sum) : __fadd_rn(__fmul_rn(score, scale), sum);
+            if (sum < INFINITY) score = finite_score(score);
         });
     }
 }
@@ -102,7 +103,7 @@ template <typename T, Tile t> struct LaneTile {
 
     float *q, *k, *v, *scores, *partial; // shared memory
     int group, warp_row, row, column;    // row = warp_row + rg, column = cg
-    RowState state[kLaneRows];           // `sum` is this lane's part of the row's
+    NaturalRowState state[kLaneRows];    // `sum` is this lane's part of the row's
     float out[kLaneRows][kLaneQuads][4];
 
     __device__ __forceinline__ explicit LaneTile(float *smem) {
@@ -121,7 +122,7 @@ template <typename T, Tile t> struct LaneTile {
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) {
-            state[i] = RowState();
+            state[i] = NaturalRowState();
 #pragma unroll
             for (int c = 0; c < kLaneQuads; ++c)
 #pragma unroll
@@ -219,31 +220,32 @@ template <typename T, Tile t> struct LaneTile {
         for (int i = 0; i < kLaneRows; ++i)
 #pragma unroll
             for (int j = 0; j < kLaneKeys; ++j) s[i][j] = __fmul_rn(s[i][j], scale);
+        if (fabsf(scale) <= 1.0f) return;
+#pragma unroll
+        for (int i = 0; i < kLaneRows; ++i)
+#pragma unroll
+            for (int j = 0; j < kLaneKeys; ++j) s[i][j] = finite_score(s[i][j]);
     }
 
-    /* Without softcap, bias and mask: what belongs to keys that a row does not see becomes `excluded`. The band counts
-     * rows from this lane's first. */
+    /* Without softcap, bias and mask: -inf for keys that a row does not see. The band counts rows from this lane's
+     * first. */
     template <class Band>
-    __device__ __forceinline__ void exclude(float (&s)[kLaneRows][kLaneKeys], const Band &band, float excluded) const {
+    __device__ __forceinline__ void exclude(float (&s)[kLaneRows][kLaneKeys], const Band &band) const {
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i)
 #pragma unroll
             for (int j = 0; j < kLaneKeys; ++j)
-                if (!band.sees(kRowGroups * i, column + kColumnGroups * j)) s[i][j] = excluded;
+                if (!band.sees(kRowGroups * i, column + kColumnGroups * j)) s[i][j] = -INFINITY;
     }
 
-    /* Takes the base-2 scores `scale` s into the row states, leaves the weights P in shared memory, rescales the
-     * output. The product with the scale is not rounded before the maximum is subtracted. kGeneral: it may be as large
-     * as bias makes it. */
-    template <bool kGeneral>
-    __device__ __forceinline__ void absorb(const float (&s)[kLaneRows][kLaneKeys], float scale) {
-        const auto scaled = [&](float x) { return kGeneral ? scaled_down(x, scale) : x * scale; };
+    /* Takes scores into the row states, leaves the weights P in shared memory, rescales the output. */
+    __device__ __forceinline__ void absorb(const float (&s)[kLaneRows][kLaneKeys]) {
         float maximum[kLaneRows];
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) {
-            maximum[i] = scaled(s[i][0]);
+            maximum[i] = s[i][0];
 #pragma unroll
-            for (int j = 1; j < kLaneKeys; ++j) maximum[i] = fmaxf(maximum[i], scaled(s[i][j]));
+            for (int j = 1; j < kLaneKeys; ++j) maximum[i] = fmaxf(maximum[i], s[i][j]);
         }
         row_maximum(maximum);
 #pragma unroll
@@ -251,8 +253,7 @@ template <typename T, Tile t> struct LaneTile {
             const float factor = state[i].raise(maximum[i]);
 #pragma unroll
             for (int j = 0; j < kLaneKeys; ++j) {
-                const float weight =
-                    kGeneral ? state[i].bounded_weight(s[i][j], scale) : state[i].weight(s[i][j], scale);
+                const float weight = state[i].weight(s[i][j]);
                 state[i].sum += weight;
                 score_at(i, j) = weight;
             }
@@ -306,7 +307,7 @@ template <typename T, Tile t> struct LaneTile {
                         make_float4(out[i][c][0], out[i][c][1], out[i][c][2], out[i][c][3]);
 #pragma unroll
             for (int i = 0; i < kLaneRows; i += 2) {
-                const RowState &a = state[i], &b = state[i + 1 < kLaneRows ? i + 1 : i];
+                const NaturalRowState &a = state[i], &b = state[i + 1 < kLaneRows ? i + 1 : i];
                 mine[(kQuads + i / 2) * kLanes] = make_float4(a.maximum, a.sum, b.maximum, b.sum);
             }
         }
@@ -425,15 +426,12 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
             next.fetch(v_loader, key0, keys.end);
             if (o.general) {
                 lane.score_general(s, p, o, batch, head, row0, key0);
-                lane.template absorb<true>(s, kLog2E);
             } else {
-                constexpr bool kScaled = sizeof(T) == 4;
-                const float to_log2 = kScaled ? kLog2E : o.score.scale_log2;
-                if constexpr (kScaled) lane.scale_products(s, static_cast<float>(p.scale));
+                lane.scale_products(s, static_cast<float>(p.scale));
                 if (key0 < common.begin || key0 + t.block_n > common.end)
-                    lane.exclude(s, key_band(p, row0 + lane.row, key0), to_log2 > 0 ? -INFINITY : INFINITY);
-                lane.template absorb<false>(s, to_log2);
+                    lane.exclude(s, key_band(p, row0 + lane.row, key0));
             }
+            lane.absorb(s);
 
             if constexpr (!t.separate()) lane.sync_group(); // every warp is done with K
             next.store(v_loader, lane.v, key0, keys.end);

@@ -206,7 +206,7 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
         const float kept = c.extra.dropout.threshold ? static_cast<float>(fa_dropout_scale(&c.extra.dropout)) : 1.0f;
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) {
-            RowState &state = this->state[i];
+            NaturalRowState &state = this->state[i];
 #pragma unroll
             for (int offset = 2; offset <= 8; offset *= 2) state.sum += __shfl_xor_sync(~0u, state.sum, offset);
             const int of_tile = this->row + kRowGroups * i;
@@ -287,15 +287,11 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
                 lane.multiply_keys(s, p.head_dim);
                 if (o.general) {
                     lane.score(s, c, o, spot, head, {shared.query + lane.warp_row, index, key0, slope});
-                    lane.template absorb<true>(s, kLog2E);
                 } else {
-                    constexpr bool kScaled = sizeof(T) == 4;
-                    const float to_log2 = kScaled ? kLog2E : o.score.scale_log2;
-                    if constexpr (kScaled) lane.scale_products(s, static_cast<float>(p.scale));
-                    lane.exclude(s, Sight{shared.query + lane.row, index, key0, slope},
-                                 to_log2 > 0 ? -INFINITY : INFINITY);
-                    lane.template absorb<false>(s, to_log2);
+                    lane.scale_products(s, static_cast<float>(p.scale));
+                    lane.exclude(s, Sight{shared.query + lane.row, index, key0, slope});
                 }
+                lane.absorb(s);
                 if (c.extra.dropout.threshold) {
                     __syncwarp();
                     drop<lane.kWarpRows, t.block_n, lane.kScoreStride>(

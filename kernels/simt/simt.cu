@@ -286,7 +286,7 @@ fa_answer plan_serving(const fa_problem *problem, const fa_device_info *device, 
     own.serve = true;
     Options &o = own.options;
     o.score = score_params(p);
-    o.general = p.softcap > 0 || p.bias.data || p.mask.data || problem->extra.alibi.data || o.score.scale_log2 == 0;
+    o.general = p.softcap > 0 || p.bias.data || p.mask.data || problem->extra.alibi.data;
     o.tiles_m = s.packed_q ? 1 : (p.seq_q + tile.block_m - 1) / tile.block_m;
     o.tiles = p.heads * (s.q.starts ? tiles_of_packed(p, 1, tile.block_m) : p.batch * o.tiles_m);
     if (fa_dtype_size(p.dtype) == 2)
@@ -313,7 +313,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     o.tiles_m = tiles_m(p, chosen);
     o.tiles = p.batch * p.heads * o.tiles_m;
     o.longest_first = p.right != FA_UNBOUNDED;
-    o.general = p.softcap > 0 || p.bias.data || p.mask.data || o.score.scale_log2 == 0;
+    o.general = p.softcap > 0 || p.bias.data || p.mask.data;
     if (fa_dtype_size(p.dtype) == 2)
         find_chunks<uint16_t>(p, tile, &o);
     else

@@ -76,7 +76,7 @@ struct Options {
     int64_t tiles;                                 // of the whole launch
     int64_t tiles_m;                               // of one head
     bool longest_first;                            // later query rows see more keys: start with them
-    bool general;                                  // softcap, bias, mask, scale 0: scores pass through shared memory
+    bool general;                                  // softcap, bias, mask: scores pass through shared memory
     bool q_chunks, k_chunks, v_chunks, out_chunks; // vector loads and stores are possible
 };
 

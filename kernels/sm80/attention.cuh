@@ -153,16 +153,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_kernel(const
             if (some) scores(key, masked, 0);
             if constexpr (C::kRowTiles == 1) {
                 next_keys(); // the earlier the better
-                if (some) {
-                    mine.weigh(s, scale);
-                    second_product(s, 0);
-                }
+                if (some) mine.weigh(s, scale, [&] { second_product(s, 0); });
             } else { // but not beside the scores of two row tiles: too many registers
                 typename MmaWarp<C>::Weights weights;
-                if (some) {
-                    mine.weigh(s, scale);
-                    mine.round_weights(weights, s);
-                }
+                if (some) mine.weigh(s, scale, [&] { mine.round_weights(weights, s); });
                 next_keys();
                 if (some) second_product(weights, 0);
             }
@@ -191,8 +185,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_kernel(const
             cp_async_commit();
             if (some) {
                 scores(key, masked, stage);
-                mine.weigh(s, scale);
-                second_product(s, stage);
+                mine.weigh(s, scale, [&] { second_product(s, stage); });
             }
             stage = stage == C::kStages - 1 ? 0 : stage + 1;
         }

@@ -6,9 +6,8 @@
 
 #include "common/chaos.cuh"             // FA_CHAOS_BEGIN
 #include "common/convert.cuh"           // to_float, load_as_float, write_gradient
-#include "common/ptx.cuh"               // exp2_fast
 #include "common/rows.cuh"              // row_of, row_offset, Chunk, bias_row, mask_row
-#include "common/score.cuh"             // bias_of, bounded, kLog2E
+#include "common/score.cuh"             // bias_of, bounded, lse_of_weights, sink_weight
 #include "fa.h"                         // fa_backward
 #include "sm80/mma_backward_config.cuh" // BackwardArgs
 
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(32 * kRowsWarps) backward_rows(const __grid_co
         float2 row = make_float2(INFINITY, 0.0f);
         if (i < f.seq_q) {
             row.y = p.dlse.data ? sum - *row_of<const float>(p.dlse, b, h, i) : sum;
-            if (!nothing) row.x = *row_of<const float>(p.lse, b, h, i);
+            if (!nothing) row.x = lse_of_weights(*row_of<const float>(p.lse, b, h, i));
             if (row.x == -INFINITY) row.x = INFINITY; // a weight of 0, not of infinity
         }
         args.rows[n + mine] = row;
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(kSinksThreads) backward_sink_parts(const __gri
     double sum = 0;
     for (int64_t i = threadIdx.x; i < f.seq_q && sink != -INFINITY; i += kSinksThreads) {
         const float2 row = args.rows[local * args.pitch + i];
-        const float weight = row.x == INFINITY ? 1.0f : exp2_fast((sink - row.x) * kLog2E);
+        const float weight = row.x == INFINITY ? 1.0f : sink_weight(sink, row.x);
         sum -= weight * row.y;
     }
     parts[threadIdx.x] = sum;

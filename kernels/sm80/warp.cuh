@@ -42,6 +42,7 @@ template <class C> struct MmaWarp {
     float out[kRowTiles][C::kHeadDim / 8][4]; // as Scores, head_dim in place of keys
     float shift[kRowTiles][2];                // `out` and `sum` are of weights 2^(score - shift); see weigh()
     float sum[kRowTiles][2];                  // this lane's share
+    bool wide = false;                        // some row of the warp is (common/softmax.cuh); of products alone
     uint32_t query[C::kQueryInRegisters ? kRowTiles : 1][C::kQueryInRegisters ? kSteps : 1][4];
     RowsAddress query_address;
 
@@ -101,8 +102,10 @@ template <class C> struct MmaWarp {
     /* Turns products (times `scale`: scores in base 2) into weights 2^(score - shift) and joins them to the sums. The
      * shift of a row is its maximum of some earlier moment. It is raised to the present one, and the output rescaled,
      * when some score of the warp exceeds its row's by more than 8; until then no lane needs to know the others'
-     * maxima, and weights up to 2^8 are held by float32 sums and 16-bit operands as precisely as weights up to 1. */
-    __device__ __forceinline__ void weigh(Tile &s, float scale) {
+     * maxima, and weights up to 2^8 are held by float32 sums and 16-bit operands as precisely as weights up to 1. In a
+     * warp with a wide row it is raised at every tile, and the products of wide rows are rounded to scores. `then` is
+     * what follows, twice in the code, so that the usual way has no branch between the exponentials and it. */
+    template <class Then> __device__ __forceinline__ void weigh(Tile &s, float scale, Then &&then) {
         float highest[kRowTiles][2]; // of this lane's products of a row
         bool outgrown = false;
 #pragma unroll
@@ -115,7 +118,8 @@ template <class C> struct MmaWarp {
                 highest[r][i] = m;
                 outgrown |= m * scale - shift[r][i] > 8.0f;
             }
-        if (__any_sync(~0u, outgrown)) {
+        if (__any_sync(~0u, outgrown) || (C::kPlain && wide)) {
+            bool any_wide = false;
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
@@ -123,7 +127,7 @@ template <class C> struct MmaWarp {
                     float m = highest[r][i];
                     m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
                     m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-                    const float top = __fmul_rn(m, scale), raised = fmaxf(shift[r][i], top);
+                    const float top = C::kPlain ? maximum_score(m, scale) : m, raised = fmaxf(shift[r][i], top);
                     const float factor = exp2_fast(shift[r][i] - raised);
                     shift[r][i] = raised;
                     sum[r][i] *= factor;
@@ -132,18 +136,30 @@ template <class C> struct MmaWarp {
 #pragma unroll
                     for (int j = 0; j < C::kHeadDim / 8; ++j)
                         out[r][j][2 * i] *= factor, out[r][j][2 * i + 1] *= factor;
+                    any_wide |= raised != kNoShift && is_wide(raised);
                 }
+            wide = C::kPlain && __any_sync(~0u, any_wide);
         }
+        const auto weigh_by = [&](auto &&exponent) {
 #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r)
+            for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
+                for (int i = 0; i < 2; ++i)
 #pragma unroll
-                for (int j = 0; j < kKeys / 8; ++j) {
+                    for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
-                    for (int e = 2 * i; e < 2 * i + 2; ++e) s[r][j][e] = exp2_fast(s[r][j][e] * scale - shift[r][i]);
-                    sum[r][i] += s[r][j][2 * i] + s[r][j][2 * i + 1];
-                }
+                        for (int e = 2 * i; e < 2 * i + 2; ++e)
+                            s[r][j][e] = exp2_fast(exponent(s[r][j][e], shift[r][i]));
+                        sum[r][i] += s[r][j][2 * i] + s[r][j][2 * i + 1];
+                    }
+            then();
+        };
+        if (C::kPlain && wide) [[unlikely]]
+            weigh_by([&](float x, float from) {
+                return is_wide(from) ? __fsub_rn(round_score(x, scale), from) : fmaf(x, scale, -from);
+            });
+        else
+            weigh_by([&](float x, float from) { return fmaf(x, scale, -from); });
     }
 
     /* Rounds the weights to operand a of the second product: half the registers. */

@@ -176,10 +176,11 @@ __device__ __forceinline__ QueryRows finish_rows(const QueriesParams &p, const T
     for (int r = 0; r < 2; ++r) {
         const int i = row + 8 * r;
         const bool sees = row_sees(p.call, i);
-        rows.lse[r] = sees && lse[r] != -INFINITY ? lse[r] * kLog2E : INFINITY; // -inf: a weight of 0, not of infinity
+        // -inf: a weight of 0, not of infinity
+        rows.lse[r] = sees && lse[r] != -INFINITY ? lse_of_weights(lse[r]) * kLog2E : INFINITY;
         rows.delta[r] = sees ? products[r] - dlse[r] : 0.0f;
         if (sink != -INFINITY && i < p.call.seq_q) // where no key is seen the sink has all the weight
-            part += sees ? -exp2_fast((sink - lse[r]) * kLog2E) * rows.delta[r] : dlse[r];
+            part += sees ? -sink_weight(sink, lse[r]) * rows.delta[r] : dlse[r];
         if (p.row_blocks && lane % 4 == 0 && i < p.row_block_count * C::kRowBlock) {
             auto *block = reinterpret_cast<RowBlock<C::kRowBlock> *>(p.row_blocks) +
                           (int64_t(tile.head) * p.row_block_count + i / C::kRowBlock);

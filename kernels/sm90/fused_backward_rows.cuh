@@ -107,7 +107,7 @@ template <class T, int Columns, int TileQ, class Params> __device__ __forceinlin
                       (int64_t(launch_head) * p.row_block_count + row / TileQ);
         const int inside = row % TileQ, quad = inside % 8 / 2; // the lane that has it, and where
         block->lse[inside / 16 * 16 + quad * 4 + inside % 16 / 8 * 2 + inside % 2] =
-            sees && lse != -INFINITY ? lse * kLog2E : INFINITY; // -inf: a weight of 0, not of inf
+            sees && lse != -INFINITY ? lse_of_weights(lse) * kLog2E : INFINITY; // -inf: a weight of 0, not of inf
         float *const twice = &block->minus_delta[inside / 8 * 16 + quad * 4 + inside % 2];
         if constexpr (std::is_same_v<Params, DropoutRowsParams>)
             twice[0] = twice[2] = -delta * p.delta_factor;
@@ -118,7 +118,7 @@ template <class T, int Columns, int TileQ, class Params> __device__ __forceinlin
     const float sink = bounded(load_as_float(p.sinks, p.sinks_dtype, head * p.sinks_stride));
     float part = 0.0f;
     if (sink != -INFINITY && there) // where no key is seen the sink has all the weight
-        part = sees ? -exp2_fast((sink - lse) * kLog2E) * delta : dlse;
+        part = sees ? -sink_weight(sink, lse) * delta : dlse;
 #pragma unroll
     for (int mask = 1; mask < 32; mask *= 2) part += __shfl_xor_sync(0xffffffff, part, mask);
     if (lane == 0) p.sink_parts[int64_t(flat) * p.row_block_count * (TileQ / 16) + first / 16] = part;

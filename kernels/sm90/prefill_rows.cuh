@@ -83,9 +83,9 @@ __device__ __forceinline__ void fold(Sums &&before_sums, Quad &&before_quad, Onl
     for (int r = 0; r < 2; ++r) {
         const float2 before = before_sums(r);
         const float sum = quad_sum(softmax.sum[r]), top = fmaxf(before.x, softmax.maximum[r]);
-        const float shift = __fmul_rn(softmax_shift(top), factor);
-        old[r] = exp2_fast(__fsub_rn(__fmul_rn(before.x, factor), shift));
-        added[r] = exp2_fast(__fsub_rn(__fmul_rn(softmax.maximum[r], factor), shift));
+        const float by = row_factor(top, factor), shift = __fmul_rn(softmax_shift(top), by);
+        old[r] = exp2_fast(__fsub_rn(__fmul_rn(before.x, by), shift));
+        added[r] = exp2_fast(__fsub_rn(__fmul_rn(softmax.maximum[r], by), shift));
         empty[r] = sum == 0.0f;
         softmax.maximum[r] = top;
         const float all = __fmaf_rn(sum, added[r], __fmul_rn(before.y, old[r]));
@@ -149,7 +149,7 @@ __device__ __forceinline__ RowEnds end_rows(const Params &params, const Tile &ti
         const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float maximum = softmax.maximum[r] * params.score_factor;
+            const float maximum = maximum_score(softmax.maximum[r], params.score_factor);
             ends.factor[r] = sum[r] == 0.0f ? 0.0f : __fdividef(1.0f, sum[r]);
             ends.lse[r] = sum[r] == 0.0f ? -INFINITY : (maximum + __log2f(sum[r])) * kLn2;
         }

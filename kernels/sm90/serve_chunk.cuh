@@ -189,7 +189,7 @@ template <class C> struct Chunk {
                 x = __fmul_rn(params.score.cap_log2, tanhf(__fmul_rn(x, params.score.scale_cap)));
             });
         else
-            each([&](float &x, int, int) { x = __fmul_rn(x, params.score.scale_log2); });
+            each([&](float &x, int, int) { x = round_score(x, params.score.scale_log2); });
         if (params.call.extra.alibi.data)
             each([&](float &x, int at, int r) {
                 const int here = key + at, position = rows.own(r).position;

@@ -6,6 +6,8 @@
  * their sums, which are needed anyway, tell whether a row outgrew it (kWeightSum). Only then are the scores, still
  * there, searched for the new maximum and everything before rescaled. Underflow cannot happen: the maximum is that of
  * keys already counted.
+ *
+ * Wide rows (common/softmax.cuh) are taken by absorb() alone: a warp that has one leaves the fast path.
  */
 #pragma once
 #include "common/ptx.cuh"     // exp2_fast, tanh_fast
@@ -81,14 +83,19 @@ struct CapPolynomial {
     }
 };
 
+__device__ __forceinline__ bool all_narrow(const float (&maximum_log2)[2]) {
+    return !is_wide(maximum_log2[0]) && !is_wide(maximum_log2[1]);
+}
+
 /* State of a thread's two rows. */
 struct OnlineSoftmax {
     float maximum[2] = {-INFINITY, -INFINITY}; // raw products
     float sum[2] = {0.0f, 0.0f};               // of this thread's weights; quad_sum() gives the row's
+    bool narrow = true;                        // neither row is wide
     float rescale[2];                          // factor for what was accumulated, when absorb() returned true
 
     /* Weights of a block under the present maximum. False, for the whole warp and with the state unchanged, when some
-     * row has no maximum yet or outgrew it, or when something is NaN: absorb() then takes the block. */
+     * row has no maximum yet, outgrew it or is wide, or when something is NaN: absorb() then takes the block. */
     template <class T, int Count>
     __device__ __forceinline__ bool try_absorb(uint32_t (&weights)[Count / 2], const float (&scores)[Count],
                                                float factor) {
@@ -104,7 +111,7 @@ struct OnlineSoftmax {
             weights[i / 2] = pack_pair<T>(low, high);
         }
         const float block[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
-        if (!__all_sync(0xffffffff, block[0] <= kWeightSum && block[1] <= kWeightSum)) return false;
+        if (!__all_sync(0xffffffff, block[0] <= kWeightSum && block[1] <= kWeightSum && narrow)) return false;
         sum[0] += block[0];
         sum[1] += block[1];
         return true;
@@ -132,7 +139,7 @@ struct OnlineSoftmax {
         }
         const bool all_inside = static_cast<int32_t>(inside) < 0;
         const float block[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
-        if (!__all_sync(0xffffffff, block[0] <= kWeightSum && block[1] <= kWeightSum && all_inside)) {
+        if (!__all_sync(0xffffffff, block[0] <= kWeightSum && block[1] <= kWeightSum && narrow && all_inside)) {
             near = __all_sync(0xffffffff, all_inside);
             return false;
         }
@@ -153,13 +160,23 @@ struct OnlineSoftmax {
             float &m = block[(i >> 1) & 1][(i >> 2) & 1];
             m = fmaxf(m, scores[i]);
         }
-        float shift[2];
+        float by[2] = {factor, factor}, shift[2];
+        narrow = true;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float top = quad_max(fmaxf(block[r][0], block[r][1]));
-            shift[r] = softmax_shift(top) * factor;
-            if constexpr (!First) {
-                rescale[r] = exp2_fast(maximum[r] * factor - shift[r]);
+            if constexpr (First) {
+                by[r] = row_factor(top, factor);
+                narrow = narrow && by[r] == factor;
+                shift[r] = __fmul_rn(softmax_shift(top), by[r]);
+            } else { // products less the maximum, where another factor would take registers that later blocks lack
+                shift[r] = __fmul_rn(softmax_shift(top), factor);
+                rescale[r] = exp2_fast(__fsub_rn(__fmul_rn(maximum[r], factor), shift[r]));
+                if (is_wide(shift[r])) [[unlikely]] {
+                    narrow = false, shift[r] = 0.0f, rescale[r] = maximum[r] == top ? 1.0f : 0.0f;
+#pragma unroll
+                    for (int i = 2 * r; i < Count; i += 4) scores[i] -= top, scores[i + 1] -= top;
+                }
                 sum[r] *= rescale[r];
             }
             maximum[r] = top;
@@ -168,7 +185,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             const int r = (i >> 1) & 1;
-            scores[i] = exp2_fast(fmaf(scores[i], factor, -shift[r]));
+            scores[i] = exp2_fast(fmaf(scores[i], by[r], -shift[r]));
             if constexpr (std::is_same_v<T, __half>) scores[i] = __half2float(__float2half_rn(scores[i]));
             part[r][(i >> 2) & 1] += scores[i];
         }
@@ -185,7 +202,7 @@ struct OnlineSoftmax {
     /* What normalises row r, and its LSE; `sink` is -inf where there is none. All four threads of the row call it. */
     __device__ __forceinline__ RowResult finish(int r, float factor, float sink) const {
         RowState row;
-        row.maximum = maximum[r] * factor;
+        row.maximum = maximum_score(maximum[r], factor);
         row.sum = quad_sum(sum[r]);
         if (sink != -INFINITY) return finish_row(row, sink);
         return finish_fast(row);

@@ -12,6 +12,8 @@
  * ends after `arrived`, which counts the bytes of all others. dependency_wait() comes before every access to memory and
  * before every way out, so a launch that follows one that has not ended knows that those before it have. */
 #pragma once
+#include <float.h> // FLT_MAX
+
 #include "common/score.cuh"
 #include "common/softmax.cuh"
 #include "sm90/cluster.cuh"
@@ -62,18 +64,20 @@ __device__ __forceinline__ float2 soften(float (&scores)[Count], RowState (&stat
     float maximum[4] = {scores[0], scores[1], scores[2], scores[3]};
 #pragma unroll
     for (int i = 4; i < Count; ++i) maximum[i & 3] = fmaxf(maximum[i & 3], scores[i]);
-    float factor[2], shift[2];
+    float factor[2], by[2], shift[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float row = quad_max(fmaxf(maximum[2 * half], maximum[2 * half + 1]));
-        highest[half] = fmaxf(highest[half], row);
-        factor[half] = state[half].raise(row * multiplier);
-        shift[half] = softmax_shift(state[half].maximum);
+        highest[half] = fmaxf(highest[half], quad_max(fmaxf(maximum[2 * half], maximum[2 * half + 1])));
+        const float c = finite_score(__fmul_rn(highest[half], multiplier));
+        factor[half] = exp2_fast(__fsub_rn(state[half].maximum, c));
+        state[half].maximum = c, state[half].sum *= factor[half];
+        by[half] = row_factor(highest[half], multiplier);
+        shift[half] = __fmul_rn(highest[half], by[half]);
     }
     float sum[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < Count; ++i) {
-        scores[i] = exp2_fast(fmaf(scores[i], multiplier, -shift[(i >> 1) & 1]));
+        scores[i] = exp2_fast(fmaf(scores[i], by[(i >> 1) & 1], -shift[(i >> 1) & 1]));
         sum[i & 3] += scores[i];
     }
 #pragma unroll
@@ -88,8 +92,9 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
     constexpr int kScores = C::kTileN / 2;
     const float multiplier = Capped ? 1.0f : params.score.scale_log2;
     const int row = work.row + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    float scores[kScores], highest[2] = {-INFINITY, -INFINITY};
+    float scores[kScores], highest[2] = {-FLT_MAX, -FLT_MAX}; // no product is lower
     uint32_t weights[kScores / 2];
+    state[0].maximum = state[1].maximum = -FLT_MAX; // finite where no key was seen
 
     const auto start_scores = [&](float(&scores)[kScores], int step) {
         const uint32_t keys = k.wait(step);
@@ -180,7 +185,7 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
     for (int half = 0; half < 2; ++half) {
         state[half].sum = quad_sum(state[half].sum);
         if constexpr (!Capped) // whose highest weight is 1
-            state[half].sum += weight_rounding<T>(highest[half], multiplier, softmax_shift(state[half].maximum));
+            state[half].sum += weight_rounding<T>(highest[half], multiplier, state[half].maximum);
     }
     wgmma_wait<0>();
     wgmma_pin(out);

@@ -93,10 +93,11 @@ __device__ __forceinline__ void score_products(const fa_forward &p, const ScoreO
                                                int64_t head, int64_t row, int from, int swap, float (&s)[kMine]) {
     if (options.score.cap_log2 > 0) {
 #pragma unroll
-        for (int i = 0; i < kMine; ++i) s[i] = options.score.cap_log2 * tanh_by_exp2(s[i] * options.score.scale_cap);
+        for (int i = 0; i < kMine; ++i)
+            s[i] = __fmul_rn(options.score.cap_log2, tanh_by_exp2(s[i] * options.score.scale_cap));
     } else {
 #pragma unroll
-        for (int i = 0; i < kMine; ++i) s[i] *= options.score.scale_log2;
+        for (int i = 0; i < kMine; ++i) s[i] = round_score(s[i], options.score.scale_log2);
     }
     const float slope = slope_of(options.alibi, batch, head); // kept from tile to tile, it would cost spills
     if (p.bias.data || slope != 0.0f) {
@@ -155,8 +156,9 @@ __device__ __forceinline__ float softmax_strip(const fa_forward &p, const ScoreO
     float highest = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 16));
     if constexpr (kSimple) owned.highest = fmaxf(owned.highest, highest);
-    const float factor = owned.state.raise(kSimple ? highest * options.score.scale_log2 : highest);
-    const float shift = softmax_shift(owned.state.maximum);
+    const float factor = owned.state.raise(kSimple ? maximum_score(highest, options.score.scale_log2) : highest);
+    const float by = kSimple ? row_factor(owned.highest, options.score.scale_log2) : 1.0f;
+    const float shift = kSimple ? __fmul_rn(softmax_shift(owned.highest), by) : softmax_shift(owned.state.maximum);
 
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     T *weights = reinterpret_cast<T *>(strip) + lane % kStripRows * kWeightPitch + first;
@@ -170,7 +172,7 @@ __device__ __forceinline__ float softmax_strip(const fa_forward &p, const ScoreO
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const float x = s[i + j + n];
-                w[n] = exp2_fast(kSimple ? fmaf(x, options.score.scale_log2, -shift) : x - shift);
+                w[n] = exp2_fast(kSimple ? fmaf(x, by, -shift) : __fsub_rn(x, shift));
                 sum[(j + n) % 4] += w[n];
             }
             packed[j / 2] = pack<T>(w[0], w[1]);

@@ -35,11 +35,7 @@ inline float opaque(float x) {
 }
 inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 
-/* `exact` as float32, rounded down, or toward zero. */
-inline float rounded_down(double exact) {
-    const float x = static_cast<float>(exact);
-    return x > exact ? nextafterf(x, -INFINITY) : x;
-}
+/* `exact` as float32, rounded toward zero. */
 inline float rounded_to_zero(double exact) {
     const float x = static_cast<float>(exact);
     return fabs(x) > fabs(exact) ? nextafterf(x, 0.0f) : x;
@@ -69,7 +65,7 @@ inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __fmul_rd(float a, float b) { return emu::rounded_down(double(a) * b); }
+inline float __fmul_rz(float a, float b) { return emu::rounded_to_zero(double(a) * b); }
 inline float __fmaf_rz(float a, float b, float c) {
     if (!std::isfinite(a) || !std::isfinite(b) || !std::isfinite(c)) return fmaf(a, b, c);
     return emu::rounded_to_zero(double(a) * b + c);
