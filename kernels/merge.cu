@@ -17,6 +17,7 @@
  */
 #include <algorithm>   // std::max, std::min
 #include <cstdlib>     // std::abs
+#include <math.h>      // INFINITY
 #include <type_traits> // std::conditional_t, std::is_same_v
 #include <utility>     // std::swap
 

@@ -16,6 +16,7 @@
 #include "sm90/schedule.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
+#include <type_traits> // is_same_v
 
 namespace fa::sm90 {
 

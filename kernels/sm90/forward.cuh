@@ -40,6 +40,7 @@
 #include "sm90/schedule.cuh"
 #include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
+#include <type_traits> // bool_constant
 
 namespace fa::sm90 {
 

@@ -53,6 +53,7 @@
 #pragma once
 #include "sm90/fused_backward_consume.cuh"
 #include "sm90/fused_backward_turns.cuh"
+#include <type_traits> // conditional_t
 
 namespace fa::sm90 {
 

@@ -5,6 +5,7 @@
  *                   last to add makes dq, only of queries that see no key */
 #pragma once
 #include "sm90/fused_backward_step.cuh"
+#include <type_traits> // is_base_of_v, is_same_v
 
 namespace fa::sm90 {
 

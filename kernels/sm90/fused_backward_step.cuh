@@ -6,7 +6,8 @@
  * moves; fused_backward_rows.cuh clears the sums and turns them into dq. */
 #pragma once
 #include "sm90/backward.cuh"
-#include <limits.h> // INT_MAX
+#include <limits.h>    // INT_MAX
+#include <type_traits> // is_same_v
 
 namespace fa::sm90 {
 

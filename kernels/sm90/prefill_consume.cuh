@@ -8,6 +8,7 @@
 #include "sm90/epilogue.cuh"
 #include "sm90/prefill_rows.cuh"
 #include "sm90/wgmma.cuh"
+#include <type_traits> // bool_constant
 
 namespace fa::sm90::prefill {
 

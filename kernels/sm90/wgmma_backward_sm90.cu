@@ -25,6 +25,7 @@
 #include "sm90/backward_keys_pair.cuh"
 #include "sm90/backward_keys_wide.cuh"
 #include "sm90/backward_queries.cuh"
+#include <algorithm> // min, max
 
 /* ---- configuration ---- */
 

@@ -26,6 +26,8 @@
 #include "sm90/backward_host.cuh"
 #include "sm90/fused_backward.cuh"
 #include "sm90/fused_backward_rows.cuh"
+#include <algorithm> // min, max
+#include <iterator>  // size
 
 /* ---- configuration ---- */
 

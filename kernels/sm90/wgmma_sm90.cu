@@ -19,6 +19,7 @@
 #include "sm90/tensor_map.h"
 #include <algorithm> // min, max
 #include <cmath>     // pow
+#include <iterator>  // size
 #include <numbers>   // log2e
 #include <numeric>   // gcd
 
