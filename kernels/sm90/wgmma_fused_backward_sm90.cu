@@ -27,6 +27,7 @@
 #include "sm90/fused_backward.cuh"
 #include "sm90/fused_backward_rows.cuh"
 #include <algorithm> // min, max
+#include <cmath>     // ceil
 #include <iterator>  // size
 
 /* ---- configuration ---- */
@@ -198,15 +199,22 @@ static bool fused_sizes(const fa_backward &p, const fa_device_info *device, Fuse
     return true;
 }
 
-/* Keys that a query sees, or queries that see a key if those are fewer, on average over some queries. */
-static int64_t mean_visible(const fa_forward &f) {
+/* Keys that some queries see: on average, or queries that see a key if those are fewer, and by the mean over the most.
+ */
+struct Visible {
+    int64_t mean;
+    double evenness; // 1: all see the same number
+};
+static Visible visible_of(const fa_forward &f) {
     constexpr int64_t kRows = 16;
-    int64_t keys = 0;
+    int64_t keys = 0, most = 1;
     for (int64_t n = 0; n < kRows; ++n) {
         const KeyRange seen = row_keys(f, (2 * n + 1) * f.seq_q / (2 * kRows));
-        if (!seen.empty()) keys += seen.end - seen.begin;
+        if (seen.empty()) continue;
+        keys += seen.end - seen.begin;
+        most = std::max<int64_t>(most, seen.end - seen.begin);
     }
-    return std::min(keys, keys * f.seq_q / std::max<int64_t>(f.seq_k, 1)) / kRows;
+    return {std::min(keys, keys * f.seq_q / std::max<int64_t>(f.seq_k, 1)) / kRows, double(keys) / (kRows * most)};
 }
 
 static int64_t key_tiles_of(const fa_forward &f) { return f.batch * f.heads_kv * divided_up(f.seq_k, kFusedTileK); }
@@ -218,13 +226,32 @@ static bool turns_are_short(const fa_forward &f, const fa_device_info *device) {
     return key_tiles_of(f) >= 5 * device->sm_count && 2 * f.seq_q >= f.seq_k;
 }
 
-/* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/LOG.md). */
+/* Share of their time that multiprocessors work on tiles: equal ones fill rounds, the last of which may be nearly
+ * empty; others go longest first, and the longest ends last where there are few. */
+static double busy_share(int64_t tiles, int sm_count, double evenness) {
+    const double rounds = double(tiles) / sm_count;
+    return evenness == 1 ? rounds / std::ceil(rounds) : std::min(1.0, rounds * evenness);
+}
+
+/* Whether tiles of keys leave multiprocessors idle that tiles of queries keep busy, as with groups of query heads,
+ * whose keys are fewer. wgmma_backward_sm90 makes three of its seven products by tiles of queries. */
+static bool keys_are_few(const fa_forward &f, const fa_device_info *device, double evenness) {
+    constexpr double kIdle = 1.125; // 1.2 at 0.93 of wgmma_backward_sm90's rate, 1 at 1.04 to 1.21 (an H100)
+    const int64_t query_tiles = f.batch * f.heads * divided_up(f.seq_q, kFusedTileK);
+    return busy_share(query_tiles, device->sm_count, evenness) >
+           kIdle * busy_share(key_tiles_of(f), device->sm_count, evenness);
+}
+
+/* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/LOG.md). That one computes head_dim 96 at
+ * 96 columns, this one at 128, which takes it 1.12 to 1.14 times as long. */
 static bool fused_is_faster(const fa_forward &f, const fa_device_info *device, const FusedOwn &own) {
-    if (own.index > 0) return f.seq_k >= 1024 && mean_visible(f) >= 2048;
-    if (std::min(f.seq_q, f.seq_k) < 128) return false; // not measured
+    constexpr int kNarrow = 96;
+    if (own.index > 0 ? f.head_dim <= kNarrow || f.seq_k < 1024 : std::min(f.seq_q, f.seq_k) < 128) return false;
     if (own.ordered) return turns_are_short(f, device);
     const bool at_once = 4 * key_tiles_of(f) <= 3 * device->sm_count && f.heads == f.heads_kv;
-    return mean_visible(f) >= 2048 || at_once;
+    if (own.index == 0 && at_once) return true;
+    const Visible visible = visible_of(f);
+    return visible.mean >= 2048 && !keys_are_few(f, device, visible.evenness);
 }
 
 static fa_answer fused_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
@@ -334,6 +361,13 @@ static int64_t fused_section_heads(int64_t head_bytes, int head_dim, bool ordere
     return ordered ? std::max(heads, std::min<int64_t>(4, most / head_bytes)) : heads;
 }
 
+/* The least section where heads have few tiles, as in groups of query heads, and these differ in length: three tiles a
+ * multiprocessor, so that the longest ones of the last section are not left to a few; sections are alike. */
+static int64_t least_section_heads(int64_t key_tiles, int64_t pairs, int sm_count) {
+    const int64_t least = divided_up(INT64_C(3) * sm_count, std::max<int64_t>(key_tiles, 1));
+    return divided_up(pairs, std::max<int64_t>(pairs / least, 1));
+}
+
 /* The launches of one group of pairs. */
 static fa_code launch_fused(const fa_backward &p, const FusedOwn &own, FusedWork *work, int64_t first, int64_t pairs,
                             const fa_launch &launch) {
@@ -345,7 +379,9 @@ static fa_code launch_fused(const fa_backward &p, const FusedOwn &own, FusedWork
     work->query_blocks = pairs * group * own.row_blocks;
     const bool unfinished = work->finish.done_begin > 0 || work->finish.done_end < own.row_blocks;
     work->finish_blocks = work->finish.dq.data && unfinished ? work->query_blocks : 0;
-    const int64_t section = fused_section_heads(8 * group * f.seq_q * f.head_dim, f.head_dim, own.ordered);
+    int64_t section = fused_section_heads(8 * group * f.seq_q * f.head_dim, f.head_dim, own.ordered);
+    if (!own.ordered && group > 1 && (f.left >= FA_UNBOUNDED || f.right >= FA_UNBOUNDED)) // a window's tiles are alike
+        section = std::max(section, least_section_heads(own.key_tiles, pairs, launch.device->sm_count));
     work->key_blocks = order(&work->fused.schedule, unequal, own.key_tiles, pairs, section, counter, launch);
     if (own.ordered) { // whatever the tiles' lengths: see fused_backward_turns.cuh
         work->fused.schedule.section_heads = uint32_t(std::min(pairs, section));

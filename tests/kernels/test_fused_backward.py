@@ -45,6 +45,7 @@ CASES = [
     "B1,H2/1,S200,D64,bfloat16,softcap=5.0,causal=top_left",
     "B1,H2/1,S200x130,D128,bfloat16,softcap=5.0",
     "B1,H2,S900,D64,bfloat16,window=150:60",
+    "B2,H4/2,S260,D128,bfloat16,causal=top_left",
 ]
 #: Of one order: all of head_dim 64. Tiles of keys that see all queries, some, the same, others; blocks that no key sees.
 ORDERED = [case for case in CASES if "D128" not in case and "D104" not in case]
