@@ -151,11 +151,11 @@ static int64_t rows_of_job(const fa_problem *problem) {
 }
 
 /* Sequences whose rows one job holds, so that their keys are read once. Of packed queries shapes say only how many
- * there are in all, and a sequence has one kernel in every batch. Of dense calls those with few jobs over many keys,
- * 0.89 to 0.99 of mma_sm80's time on an H200 (32/8 heads of 128 columns, 4k to 128k keys); others are as fast or faster
- * there and on wgmma_sm90. */
+ * there are in all, and a sequence has one kernel in every batch. Of dense calls those with few jobs over many keys:
+ * with 8 jobs 0.89 to 0.99 of mma_sm80's time on an H200 (32/8 heads of 128 columns, 4k to 128k keys), with 12 twice
+ * that time on an H100 (3 x 28/4 heads, 6,000 keys). Others are as fast or faster there and on wgmma_sm90. */
 static fa_answer choose(const fa_problem *problem, const Form &form, const Own &own, int64_t sms, fa_why *why) {
-    constexpr int64_t kManyKeys = 4096, kFewJobs = 8; // jobs: of so many multiprocessors one
+    constexpr int64_t kManyKeys = 4096, kFewJobs = 14; // jobs: of so many multiprocessors one
     const fa_sequences &s = problem->sequences;
     const bool few_rows = queries_at_most(problem) * group_of(problem->forward) <= form.rows;
     if (s.given && !s.q.starts && few_rows) return FA_TAKES;
@@ -192,6 +192,16 @@ static void share(const fa_problem *problem, const Form &form, int64_t sms, int6
     if (own.clustered) own.parts = 2;
 }
 
+/* Blocks that fold a job: as many as there is room for, and enough for each to fold the groups of its columns side by
+ * side where it has threads left over (fold_job). State after state, 94 of them are 12 reads of memory in a row. */
+static int fold_parts_of(const Form &form, const Own &own, int64_t sms) {
+    const int64_t units = form.columns / 8, groups = std::max<int64_t>(divide_up(own.slots - 1, kGroup), 1);
+    const int64_t parts = fa_clamp(sms / std::max<int64_t>(own.jobs, 1), 1, units), columns = own.pairs * 8 * groups;
+    const int64_t items = divide_up(units, parts) * own.pairs * 8;
+    const bool apart = items >= form.threads || items * groups <= kFoldParts || columns > kFoldParts;
+    return static_cast<int>(apart ? parts : divide_up(units, kFoldParts / columns));
+}
+
 static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
     if (p.head_dim > 256) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 256, 0, 0);
@@ -220,7 +230,7 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     share(problem, form, sms, keys, own);
     // So short a sequence leaves most warps of a block without work, and has one state.
     own.brief = form.rows == 8 && p.seq_k <= kGroup * kChunkKeys && jobs >= 4 * sms && !s.q.starts && !s.k.starts;
-    own.fold_parts = static_cast<int>(std::max<int64_t>(std::min<int64_t>(sms / jobs, form.columns / 8), 1));
+    own.fold_parts = fold_parts_of(form, own, sms);
     if (own.jobs * own.parts > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
     // Where FA_EXT_WORKSPACE_MB leaves no room for all jobs, one launch follows the other.
     const int64_t each = own.brief ? 0 : own.slots * own.pairs * int64_t(form.state), limit = device->workspace_limit;

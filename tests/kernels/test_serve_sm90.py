@@ -71,7 +71,10 @@ def test_an_lse_has_any_strides(serve, monkeypatch, case, kind, blocks):
 
 @emulates
 @pytest.mark.parametrize("blocks", [132, 10, 3])
-@pytest.mark.parametrize("case", ["B1,H4/2,S2x700,D64,bfloat16,causal=bottom_right", "B50,H4/2,S1x200,D40,bfloat16,sinks=same"])
+@pytest.mark.parametrize(
+    "case",
+    ["B1,H4/2,S2x700,D64,bfloat16,causal=bottom_right", "B50,H4/2,S1x200,D40,bfloat16,sinks=same", "B1,H14/2,S1x4400,D64,bfloat16"],
+)
 def test_dense_calls(serve, monkeypatch, case, blocks):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
     report = rows.verdict(serve, Case.parse(case))

@@ -136,6 +136,8 @@ def test_a_device_must_be_described():
         (Case(8, 16, 16, 2048, 2048, 128, dtype="bfloat16"), {"h": "wgmma_sm90", "a": "mma_sm80"}),
         (Case(8, 16, 16, 2048, 2048, 128, softcap=30.0, sinks="same"), {"h": "wgmma_sm90", "a": "mma_sm80"}),
         (Case(1, 32, 8, 1, 4096, 128), {"h": "serve_sm90", "a": "mma_sm80"}),
+        (Case(2, 28, 4, 1, 6000, 128, dtype="bfloat16"), {"h": "serve_sm90", "a": "mma_sm80"}),
+        (Case(3, 28, 4, 1, 6000, 128, dtype="bfloat16"), {"h": "mma_sm80", "a": "mma_sm80"}),
         (Case(4, 16, 16, 2048, 2048, 128, bias="full"), {"h": "mma_sm80", "a": "mma_sm80"}),
         (Case(4, 16, 16, 2048, 2048, 192, 128), {"h": "mma_sm80", "a": "mma_sm80"}),
         (Case(4, 16, 16, 2048, 2048, 64, dtype="float32"), {"h": "simt", "a": "simt"}),
