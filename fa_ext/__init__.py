@@ -8,6 +8,18 @@ holds a call against float64, ``merge()`` joins results over parts of the keys, 
 import importlib
 from pathlib import Path
 
+_NEEDS = "fa_ext needs NumPy 2.0 or newer, {}; run: pip install 'numpy>=2.0'"
+
+try:
+    from numpy import __version__ as _numpy
+except ImportError as error:
+    if error.name != "numpy":
+        raise
+    raise ImportError(_NEEDS.format("which is not installed"), name="numpy") from None
+
+if int(_numpy.partition(".")[0]) < 2:
+    raise ImportError(_NEEDS.format(f"found {_numpy}"), name="numpy")
+
 try:
     from ._core import (
         CudaError,

@@ -144,7 +144,10 @@ def dropout_keep(batch, heads, seq_q, seq_k, dropout, *, device: int | None = No
     if out is None:
         out = numpy.empty(shape, bool)
     elif not isinstance(out, numpy.ndarray) or out.shape != shape or out.dtype != bool or not out.flags.writeable:
-        raise ValueError(f"out is not a writable boolean NumPy array of shape {shape}")
+        given = f"{type(out).__name__}"
+        if isinstance(out, numpy.ndarray):
+            given = f"{'' if out.flags.writeable else 'read-only '}array of shape {out.shape} and dtype {out.dtype}"
+        raise ValueError(f"out is a {given}; accepted: a writable boolean NumPy array of shape {shape}")
     i, j = numpy.arange(shape[2])[:, None], numpy.arange(shape[3])
     for b in range(shape[0]):
         for h in range(shape[1]):

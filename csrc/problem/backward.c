@@ -138,10 +138,11 @@ fa_code fa_backward_build(const fa_backward_request *request, fa_problem *proble
     const fa_view *q = request->forward.q;
     *problem = (fa_problem){.op = FA_BACKWARD};
     if (q->ndim == 3)
-        return fa_fail(status, FA_EVALUE,
-                       "q has 3 dimensions, shape %s; accepted: 4: no backward for packed or paged sequences in this "
-                       "release",
-                       fa_show_shape(q->shape, 3).text);
+        return fa_fail(
+            status, FA_EVALUE,
+            "q has 3 dimensions, shape %s; accepted: 4, the first of them batch, of 1 for a single entry: no "
+            "backward for packed or paged sequences in this release",
+            fa_show_shape(q->shape, 3).text);
     FA_TRY(fa_forward_inputs(&request->forward, problem, status));
     FA_TRY(check_inputs(request, problem, status));
     FA_TRY(check_wants(request, status));

@@ -74,7 +74,9 @@ fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status) 
     if (((uintptr_t)view->data & (uintptr_t)(size - 1)) != 0)
         return fa_fail(status, FA_EBUFFER, "%s is not aligned in memory; accepted: a multiple of the item size, %lld",
                        name, (long long)size);
-    if (!view->data) return fa_fail(status, FA_EBUFFER, "%s has a NULL data pointer, but it is not empty", name);
+    if (!view->data)
+        return fa_fail(status, FA_EBUFFER,
+                       "%s has a NULL data pointer, but it is not empty; accepted: an array that has memory", name);
     return FA_OK;
 }
 

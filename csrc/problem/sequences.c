@@ -19,6 +19,7 @@ uint32_t fa_sequences_features(const fa_sequences *s) {
 static fa_code check_storage(const fa_request *request, fa_status *status) {
     const fa_indices *x = &request->indices;
     const fa_view *q = request->q, *k = request->k;
+    const bool unbatched = q->ndim == 3 && !x->cu_seqlens_q; /* and so is k */
     if (x->cu_seqlens_q && q->ndim != 3)
         return fa_fail(status, FA_EVALUE,
                        "cu_seqlens_q is given, but q has shape %s; accepted: packed q, (tokens, heads, head_dim)",
@@ -41,11 +42,11 @@ static fa_code check_storage(const fa_request *request, fa_status *status) {
         return fa_fail(status, FA_EVALUE, "k has shape %s, with a page_size of 0; accepted: 1 or more",
                        fa_show_shape(k->shape, 4).text);
     if (k->ndim == 3 && !x->cu_seqlens_k)
-        return fa_fail(
-            status, FA_EVALUE,
-            "k has shape %s and there is no cu_seqlens_k; packed k and v, (tokens, heads_kv, head_dim), need "
-            "it",
-            fa_show_shape(k->shape, 3).text);
+        return fa_fail(status, FA_EVALUE,
+                       "%s has shape %s and there is no cu_seqlens_k; accepted: 4 axes, the first of them batch, of 1 "
+                       "for a single "
+                       "entry, or packed k and v, (tokens, heads_kv, head_dim), with cu_seqlens_k",
+                       unbatched ? "q" : "k", fa_show_shape(unbatched ? q->shape : k->shape, 3).text);
     if (x->cu_seqlens_k && k->ndim != 3)
         return fa_fail(
             status, FA_EVALUE,
@@ -105,10 +106,12 @@ static fa_code count_batch(const fa_request *request, int64_t *batch, fa_status 
     if (x->cu_seqlens_q) FA_TRY(count_starts("cu_seqlens_q", x->cu_seqlens_q, &of_q, status));
     if (of_q == *batch) return FA_OK;
     if (q->ndim == 3 && !x->cu_seqlens_q)
-        return fa_fail(status, FA_EVALUE,
-                       "q has shape %s and there is no cu_seqlens_q, which means one query a sequence, but %s has %lld "
-                       "sequences; packed q needs cu_seqlens_q",
-                       fa_show_shape(q->shape, 3).text, name_k, (long long)*batch);
+        return fa_fail(
+            status, FA_EVALUE,
+            "q has shape %s and there is no cu_seqlens_q, which means one query a sequence, but %s has %lld "
+            "sequences; accepted: packed q with cu_seqlens_q, or 4 axes, the first of them batch, of 1 for a "
+            "single entry",
+            fa_show_shape(q->shape, 3).text, name_k, (long long)*batch);
     return fa_fail(status, FA_EVALUE, "%s has %lld sequences, but %s has %lld", name_k, (long long)*batch, name_q,
                    (long long)of_q);
 }

@@ -13,9 +13,10 @@ fa_code fa_read_index(const char *name, PyObject *value, long low, long high, co
     int overflow;
     *number = PyLong_AsLongAndOverflow(index, &overflow);
     Py_DECREF(index);
-    if (overflow || *number < low || *number > high)
-        return fa_fail(status, FA_EVALUE, "%s is out of range; accepted: %s", name, accepted);
-    return FA_OK;
+    if (!overflow && *number >= low && *number <= high) return FA_OK;
+    char given[32] = "";
+    if (!overflow) snprintf(given, sizeof given, "%ld, ", *number);
+    return fa_fail(status, FA_EVALUE, "%s is %sout of range; accepted: %s", name, given, accepted);
 }
 
 fa_code fa_read_causal(const char *name, PyObject *value, void *field, fa_status *status) {
@@ -60,24 +61,26 @@ fa_code fa_read_boolean(const char *name, PyObject *value, void *field, fa_statu
     return FA_OK;
 }
 
-fa_code fa_read_number(const char *name, PyObject *value, void *field, fa_status *status) {
-    double *number = field;
-    if (fa_numpy_boolean(value) >= 0)
-        return fa_wrong_type(name, value, "a float", status); /* scale=True is no factor */
+static fa_code read_number(const char *name, PyObject *value, const char *accepted, double *number, fa_status *status) {
+    if (fa_numpy_boolean(value) >= 0) return fa_wrong_type(name, value, accepted, status); /* scale=True is no factor */
     *number = PyFloat_AsDouble(value);
     if (*number != -1.0 || !PyErr_Occurred()) return FA_OK;
     const bool overflow = PyErr_ExceptionMatches(PyExc_OverflowError);
     if (!overflow && !PyErr_ExceptionMatches(PyExc_TypeError)) return fa_python_error(status); /* raised by __float__ */
     PyErr_Clear();
-    if (overflow) return fa_fail(status, FA_EVALUE, "%s is too large for a float", name);
-    return fa_wrong_type(name, value, "a float", status);
+    if (overflow) return fa_fail(status, FA_EVALUE, "%s is too large for a float; accepted: %s", name, accepted);
+    return fa_wrong_type(name, value, accepted, status);
+}
+
+fa_code fa_read_number(const char *name, PyObject *value, void *field, fa_status *status) {
+    return read_number(name, value, "a finite number", field, status);
 }
 
 /* `field` is the scale of options. */
 fa_code fa_read_scale(const char *name, PyObject *value, void *field, fa_status *status) {
     fa_options *options = (fa_options *)((char *)field - offsetof(fa_options, scale));
     options->has_scale = true;
-    return fa_read_number(name, value, field, status);
+    return read_number(name, value, "a finite number, or None for 1/sqrt(head_dim)", field, status);
 }
 
 static fa_code refuse_window_side(const char *name, PyObject *number, fa_status *status) {

@@ -43,7 +43,10 @@ def arrays(given):
         if x.dtype.name not in (*_FLOATS, "bool"):
             raise TypeError(f"{name} has dtype {x.dtype.name}; accepted: {_DTYPES.get(name, _ANY_FLOAT)}")
         if name in "qkv" and x.ndim != 4:
-            raise ValueError(f"{name} has {x.ndim} dimensions, shape {x.shape}; accepted: 4, since JAX's calls are dense")
+            raise ValueError(
+                f"{name} has {x.ndim} dimensions, shape {x.shape}; accepted: 4, the first of them batch, of 1 for a single "
+                "entry: JAX's calls are dense"
+            )
     return made
 
 

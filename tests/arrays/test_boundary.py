@@ -51,8 +51,9 @@ def test_arguments():
         ({"causal": None}, TypeError, "causal has type NoneType"),
         ({"scale": float("nan")}, ValueError, "scale is nan"),
         ({"scale": float("inf")}, ValueError, "scale is inf"),
-        ({"scale": "big"}, TypeError, "scale has type str"),
-        ({"scale": 10**400}, ValueError, "scale is too large"),
+        ({"scale": "big"}, TypeError, r"scale has type str; accepted: a finite number, or None for 1/sqrt\(head_dim\)"),
+        ({"scale": 10**400}, ValueError, "scale is too large for a float; accepted: a finite number, or None"),
+        ({"softcap": "big"}, TypeError, "softcap has type str; accepted: a finite number$"),
         ({"scale": True}, TypeError, "scale has type bool"),
         ({"scale": np.True_}, TypeError, "scale has type bool"),
         ({"softcap": False}, TypeError, "softcap has type bool"),
@@ -168,8 +169,8 @@ def test_indices():
     q, k, v = operands()
     for call, name in ((lambda x: fa_ext.to_device(q, x), "device"), (fa_ext._core.device_info, "index"),
                        (lambda x: fa_ext._core.time_launches(x, q, k, v), "count")):  # fmt: skip
-        for value in (-1, 2**70, -(2**70)):
-            with pytest.raises(ValueError, match=f"{name} is out of range; accepted"):
+        for value, shown in ((-1, "-1, out"), (2**70, "out"), (-(2**70), "out")):
+            with pytest.raises(ValueError, match=f"{name} is {shown} of range; accepted"):
                 call(value)
         for value in ("x", 1.0, None, True):
             with pytest.raises(TypeError, match=f"{name} has type {type(value).__name__}; accepted"):
@@ -198,6 +199,29 @@ def test_shapes():
     three = np.zeros((1, 3, 4, 8), np.float32)
     refused(ValueError, "3 heads and k has 2", three, k, v)
     refused(ValueError, "causal=True with seq_q 3 and seq_k 4.*top_left.*bottom_right", q[:, :, :3], k, v, causal=True)
+
+
+def test_what_has_no_batch_axis():
+    q, k, v = operands()
+    accepted = "accepted: 4 axes, the first of them batch, of 1 for a single entry"
+    refused(ValueError, rf"q has shape \(2, 4, 8\) and there is no cu_seqlens_k; {accepted}", q[0], k[0], v[0])
+    refused(ValueError, rf"k has shape \(2, 4, 8\) and there is no cu_seqlens_k; {accepted}", q, k[0], v[0])
+    refused(ValueError, rf"q has shape \(2, 4, 8\) .* accepted: packed q with cu_seqlens_q, or {accepted[10:]}", q[0], k, v)
+    lse = np.zeros((2, 4), np.float32)
+    with pytest.raises(ValueError, match=r"q has 3 dimensions, shape \(2, 4, 8\); accepted: 4, the first of them batch, of 1 "):
+        fa_ext.attention_backward(q[0], q[0], k[0], v[0], q[0], lse)
+
+
+class Matrix:
+    """A sparse matrix, as SciPy's are to those who look: a shape and a dtype, but no protocol of arrays."""
+
+    shape, dtype = (4, 4), np.dtype(bool)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "mask", "sinks", "alibi", "out", "seqlens_k", "page_table", "workspace"])
+def test_what_is_no_array(name):
+    given = dict(zip("qkv", operands())) | {name: Matrix()}
+    refused(TypeError, f"^{name} has type Matrix; accepted: an array: NumPy, or an object with ", **given)
 
 
 def test_dtypes():

@@ -66,6 +66,10 @@ def test_out_of_the_mask():
     out = np.zeros((1, 2, 5, 7), bool)
     assert dropout_keep(1, 2, 5, 7, (0.4, 1), out=out) is out
     np.testing.assert_array_equal(out, dropout_keep(1, 2, 5, 7, (0.4, 1)))
+    fixed = np.broadcast_to(np.False_, out.shape)
+    for other, given in ((out.view(np.int8), r"array of shape \(1, 2, 5, 7\) and dtype int8"), (fixed, "read-only array"), ([], "list")):
+        with pytest.raises(ValueError, match=rf"out is a {given}.*; accepted: a writable boolean NumPy array of shape \(1, 2, 5, 7\)"):
+            dropout_keep(1, 2, 5, 7, (0.4, 1), out=other)
 
 
 # ---- the kernels use it ----

@@ -82,7 +82,7 @@ def test_contradictions():
     refused(ValueError, "page_table needs seqlens_k", paged, seqlens_k=...)
     for layout in (..., None):
         refused(ValueError, 'page_table needs layout: "bshd".*"bhsd"', paged, layout=layout)
-    refused(ValueError, "no cu_seqlens_k; packed k and v", packed, cu_seqlens_k=...)
+    refused(ValueError, "k has shape .* and there is no cu_seqlens_k; accepted: .* packed k and v", packed, cu_seqlens_k=...)
     refused(ValueError, "no cu_seqlens_q, which means one query a sequence, but page_table has 4", paged, cu_seqlens_q=...)
     refused(ValueError, "k has 4 sequences, but q has 3", padded, q=padded["q"][:3], seqlens_q=...)
     refused(ValueError, "page_table has 3 sequences, but cu_seqlens_q has 4", paged, page_table=paged["page_table"][:3])
@@ -148,7 +148,7 @@ def test_a_thread_does_not_confuse_dense_calls_with_sequences():
 def test_the_backward_takes_dense_arrays_alone():
     arguments = PAGED.arguments()
     out, lse = fa_ext.attention(**arguments, return_lse=True)
-    with pytest.raises(ValueError, match="no backward for packed or paged"):
+    with pytest.raises(ValueError, match="q has 3 dimensions, .*no backward for packed or paged"):
         fa_ext.attention_backward(out, arguments["q"], arguments["k"], arguments["v"], out, lse)
     with pytest.raises(TypeError, match="unknown argument seqlens_k"):
         fa_ext.attention_backward(out, arguments["q"], arguments["k"], arguments["v"], out, lse, seqlens_k=arguments["seqlens_k"])

@@ -184,7 +184,7 @@ def test_workspace_is_asked_without_data(client, simple):
     arrays = [array_of(held[n], data=False) if n in held else None for n in FORWARD]
     assert client.call("forward", arrays, options=options, asks=True) == with_data
     assert client.call("forward", arrays, options=options) == EBUFFER
-    assert client.said() == "q has a NULL data pointer, but it is not empty"
+    assert client.said() == "q has a NULL data pointer, but it is not empty; accepted: an array that has memory"
 
 
 def test_workspace_says_what_is_wrong(client, simple):

@@ -48,6 +48,15 @@ def test_without_the_compiled_module(tmp_path):
     assert "During handling" not in done.stderr
 
 
+@pytest.mark.parametrize("version, said", [(None, "which is not installed"), ("1.26.4", "found 1.26.4")])
+def test_numpy_that_is_missing_or_old(version, said):
+    numpy = f"types.SimpleNamespace(__version__={version!r})" if version else "None"
+    done = python(f"import sys, types; sys.modules['numpy'] = {numpy}; import fa_ext", check=False)
+    line = done.stderr.splitlines()[-1]
+    assert line == f"ImportError: fa_ext needs NumPy 2.0 or newer, {said}; run: pip install 'numpy>=2.0'"
+    assert "During handling" not in done.stderr
+
+
 def test_the_directory_above_a_checkout(tmp_path):
     """A checkout named fa_ext has no __init__.py: what is installed comes before it."""
 

@@ -91,7 +91,19 @@ static fa_code current_stream(const fa_array *array, void **stream, fa_status *s
     return FA_OK;
 }
 
-/* The array's library raised; an error of ours says which argument it is about, with the first line of its message. */
+/* Appends ", name: what an array says of itself", if it does. */
+static void append_said(PyObject *object, const char *name, char *text, size_t size) {
+    char shown[160];
+    PyObject *value = PyObject_GetAttrString(object, name), *said = value ? PyObject_Str(value) : NULL;
+    if (said && strlen(text) < size)
+        snprintf(text + strlen(text), size - strlen(text), ", %s %s", name, fa_shown(said, shown));
+    Py_XDECREF(said);
+    Py_XDECREF(value);
+    PyErr_Clear();
+}
+
+/* The array's library raised: it is sparse or nested, on no device, or a transform's. An error of ours says which
+ * argument it is about, what that is, and the first line of the library's message. */
 static fa_code cannot_read(const fa_array *array, fa_status *status) {
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError) && !PyErr_ExceptionMatches(PyExc_BufferError))
         return fa_python_error(status);
@@ -101,7 +113,13 @@ static fa_code cannot_read(const fa_array *array, fa_status *status) {
     const char *text = shown ? PyUnicode_AsUTF8AndSize(shown, NULL) : NULL;
     PyErr_Clear();
     if (!text) text = "no reason given";
-    fa_fail(status, FA_EBUFFER, "%s cannot be read: %.*s", array->name, (int)strcspn(text, "\n"), text);
+    char kind[80], given[240];
+    snprintf(given, sizeof given, "a %.60s", fa_type_name(array->object, kind));
+    append_said(array->object, "layout", given, sizeof given);
+    append_said(array->object, "device", given, sizeof given);
+    fa_fail(status, FA_EBUFFER, "%s cannot be read: %.*s; given: %s; accepted: a dense array that has memory%s",
+            array->name, (int)strcspn(text, "\n"), text, given,
+            array->type->library == FA_LIB_TORCH ? " (in transforms and compiled graphs: fa_ext.torch)" : "");
     Py_XDECREF(shown);
     Py_XDECREF(type);
     Py_XDECREF(value);
