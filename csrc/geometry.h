@@ -1,7 +1,8 @@
 /* Which rows are a sequence's queries and keys, where a key lies, and which keys a query sees.
  *
- * C11, C++20 and device code; includes nothing of the library. Index arrays may hold anything: what comes out of them
- * here lies inside the arrays they speak of. All positions and lengths are 64-bit, so that no sum of them overflows.
+ * C11, C++20 and device code; includes nothing of the library. Index arrays may hold anything, and something else at
+ * any moment: what comes out of them here lies inside the arrays they speak of. All positions and lengths are 64-bit,
+ * so that no sum of them overflows.
  */
 #ifndef FA_GEOMETRY_H
 #define FA_GEOMETRY_H
@@ -62,6 +63,29 @@ typedef struct fa_entry {
     int64_t key_begin, key_end; /* keys that take part, whatever the window */
 } fa_entry;
 
+/* Element n of an index array, by one load: somebody may write there meanwhile, so that what was tested has to be what
+ * is used. A compiler may load an ordinary variable again. */
+FA_INLINE int32_t fa_index(const int32_t *array, int64_t n) {
+#ifdef __CUDA_ARCH__
+    int32_t x;
+    asm volatile("ld.relaxed.cta.global.s32 %0, [%1];" : "=r"(x) : "l"(array + n));
+    return x;
+#else
+    return __atomic_load_n(array + n, __ATOMIC_RELAXED);
+#endif
+}
+
+/* The same of 64 bits. */
+FA_INLINE int64_t fa_index_64(const int64_t *array, int64_t n) {
+#ifdef __CUDA_ARCH__
+    int64_t x;
+    asm volatile("ld.relaxed.cta.global.s64 %0, [%1];" : "=l"(x) : "l"(array + n));
+    return x;
+#else
+    return __atomic_load_n(array + n, __ATOMIC_RELAXED);
+#endif
+}
+
 /* A bound for a, where low <= high. */
 FA_INLINE int64_t fa_clamp(int64_t a, int64_t low, int64_t high) { return a < low ? low : a > high ? high : a; }
 
@@ -70,8 +94,8 @@ FA_INLINE int64_t fa_clamp(int64_t a, int64_t low, int64_t high) { return a < lo
 FA_INLINE fa_span fa_rows_of(const fa_lengths *lengths, int64_t b, int64_t before, bool packed) {
     fa_span span = {0, lengths->rows};
     if (lengths->starts) {
-        const int64_t begin = fa_clamp(lengths->starts[b], 0, lengths->rows);
-        const int64_t end = fa_clamp(lengths->starts[b + 1], 0, lengths->rows);
+        const int64_t begin = fa_clamp(fa_index(lengths->starts, b), 0, lengths->rows);
+        const int64_t end = fa_clamp(fa_index(lengths->starts, b + 1), 0, lengths->rows);
         span.begin = begin > before ? begin : before;
         span.end = end > span.begin ? end : span.begin;
     } else if (packed) { /* one row each */
@@ -83,7 +107,7 @@ FA_INLINE fa_span fa_rows_of(const fa_lengths *lengths, int64_t b, int64_t befor
 
 /* How many of `room` rows sequence b uses. */
 FA_INLINE int64_t fa_used(const fa_lengths *lengths, int64_t b, int64_t room) {
-    return lengths->used ? fa_clamp(lengths->used[b], 0, room) : room;
+    return lengths->used ? fa_clamp(fa_index(lengths->used, b), 0, room) : room;
 }
 
 /* Sequence b, whose rows are those of fa_rows_of(). */
@@ -95,13 +119,13 @@ FA_INLINE fa_entry fa_entry_of(const fa_sequences *s, int64_t b, fa_span rows_q,
     e.first_k = rows_k.begin;
     e.diagonal = s->top_left ? 0 : e.seq_k - e.seq_q;
     e.positions = s->positions ? s->positions + b * s->positions_stride + e.first_q : NULL;
-    e.key_begin = s->begin ? fa_clamp(s->begin[b], 0, e.seq_k) : 0;
-    e.key_end = s->end ? fa_clamp(s->end[b], 0, e.seq_k) : e.seq_k;
+    e.key_begin = s->begin ? fa_clamp(fa_index(s->begin, b), 0, e.seq_k) : 0;
+    e.key_end = s->end ? fa_clamp(fa_index(s->end, b), 0, e.seq_k) : e.seq_k;
     return e;
 }
 
 FA_INLINE int64_t fa_position(const fa_entry *e, int64_t query) {
-    return e->positions ? (int64_t)e->positions[query] : query + e->diagonal;
+    return e->positions ? (int64_t)fa_index(e->positions, query) : query + e->diagonal;
 }
 
 /* Keys that some query sees of those that stand from `first` to `last`: the union of their ranges, and what lies
@@ -126,19 +150,28 @@ FA_INLINE fa_span fa_common_keys(const fa_entry *e, int64_t left, int64_t right,
 FA_INLINE fa_span fa_entry_keys(const fa_entry *e, int64_t left, int64_t right) {
     fa_span span = {0, 0};
     if (e->seq_q <= 0) return span;
-    int64_t first = fa_position(e, 0), last = fa_position(e, e->seq_q - 1);
+    int64_t first = e->diagonal, last = e->seq_q - 1 + e->diagonal;
     for (int64_t i = 0; e->positions && i < e->seq_q; i++) {
-        if (e->positions[i] < first) first = e->positions[i];
-        if (e->positions[i] > last) last = e->positions[i];
+        const int64_t at = fa_position(e, i);
+        if (i == 0 || at < first) first = at;
+        if (i == 0 || at > last) last = at;
     }
     const fa_span seen = fa_tile_keys(e, left, right, first, last);
     return seen.begin < seen.end ? seen : span;
 }
 
-/* The page of column `column` in row b of the table; -1 where its entry is no page. */
+/* What column `column` in row b of the table holds. */
+FA_INLINE int32_t fa_page_entry(const fa_pages *pages, int64_t b, int64_t column) {
+    return fa_index(pages->table, b * pages->stride + column);
+}
+
+/* The page that an entry of the table names; -1: none. */
+FA_INLINE int64_t fa_page_of(const fa_pages *pages, int32_t entry) {
+    return entry >= 0 && entry < pages->count ? entry : -1;
+}
+
 FA_INLINE int64_t fa_page(const fa_pages *pages, int64_t b, int64_t column) {
-    const int64_t page = pages->table[b * pages->stride + column];
-    return page >= 0 && page < pages->count ? page : -1;
+    return fa_page_of(pages, fa_page_entry(pages, b, column));
 }
 
 #endif

@@ -31,12 +31,12 @@ FA_INLINE fa_token fa_token_rotated(const fa_append *p, fa_token token) {
 
 /* Where token t of a call with slots goes, negative: nowhere. */
 FA_INLINE int64_t fa_slot(const fa_append *p, int64_t t) {
-    return p->slots_dtype == FA_I64 ? ((const int64_t *)p->slots)[t] : ((const int32_t *)p->slots)[t];
+    return p->slots_dtype == FA_I64 ? fa_index_64((const int64_t *)p->slots, t)
+                                    : fa_index((const int32_t *)p->slots, t);
 }
 
 /* Token t of a call with slots. */
 FA_INLINE fa_token fa_token_of_slot(const fa_append *p, const fa_sequences *s, int64_t t) {
-    const int32_t *positions = s->positions;
     fa_token token = {.sequence = -1, .row = t, .skipped = t >= p->slot_count, .fault = FA_FAULT_COUNT};
     if (token.skipped) return token;
     const int64_t slot = fa_slot(p, t);
@@ -45,26 +45,26 @@ FA_INLINE fa_token fa_token_of_slot(const fa_append *p, const fa_sequences *s, i
     if (p->page_size == 0 || slot / p->page_size >= p->pages) return fa_token_fault(token, FA_FAULT_slot, t, slot);
     token.page = slot / p->page_size;
     token.place = slot % p->page_size;
-    token.position = positions ? positions[t] : 0;
+    token.position = s->positions ? fa_index(s->positions, t) : 0;
     return fa_token_rotated(p, token);
 }
 
 /* Token t of the `count` that sequence b has from row `first` on. */
 FA_INLINE fa_token fa_token_of_sequence(const fa_append *p, const fa_sequences *s, int64_t b, int64_t first,
                                         int64_t count, int64_t t) {
-    const int64_t key = (int64_t)s->k.used[b] - count + t;
+    const int64_t key = (int64_t)fa_index(s->k.used, b) - count + t;
     fa_token token = {.sequence = b, .batch = s->packed_q ? 0 : b, .row = first + t, .fault = FA_FAULT_COUNT};
     if (key < 0 || key >= s->k.rows) return fa_token_fault(token, FA_FAULT_length, 1, key);
     token.page = b;
     token.place = key;
     if (s->pages.table) {
         const int64_t column = key / s->pages.size;
-        token.page = fa_page(&s->pages, b, column);
+        const int32_t entry = fa_page_entry(&s->pages, b, column);
+        token.page = fa_page_of(&s->pages, entry);
         token.place = key % s->pages.size;
-        if (token.page < 0)
-            return fa_token_fault(token, FA_FAULT_page, column, s->pages.table[b * s->pages.stride + column]);
+        if (token.page < 0) return fa_token_fault(token, FA_FAULT_page, column, entry);
     }
-    token.position = s->positions ? s->positions[b * s->positions_stride + token.row] : key;
+    token.position = s->positions ? fa_index(s->positions, b * s->positions_stride + token.row) : key;
     return fa_token_rotated(p, token);
 }
 

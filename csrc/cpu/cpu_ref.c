@@ -25,17 +25,14 @@ typedef struct row {
     double q[FA_MAX_HEAD_DIM], out[FA_MAX_HEAD_DIM];
 } row;
 
-static bool excluded(const fa_problem *problem, const row *r, int64_t key) {
-    const fa_forward *p = &problem->forward;
-    if (fa_cpu_hidden(problem, r->entry, key)) return true;
+static bool masked(const fa_forward *p, const row *r, int64_t key) {
     if (!p->mask.data) return false;
-    const int64_t *s = p->mask.stride;
-    return !((const uint8_t *)p->mask.data)[r->batch * s[0] + r->head * s[1] + r->query * s[2] + key * s[3]];
+    return !((const uint8_t *)p->mask.data)[fa_at(&p->mask, r->batch, r->head, r->query, key)];
 }
 
-static double score(const fa_problem *problem, const row *r, int64_t key) {
+static double score(const fa_problem *problem, const row *r, int64_t key, fa_cpu_place place) {
     const fa_forward *p = &problem->forward;
-    const int64_t base = fa_cpu_key_offset(problem, &p->k, r->entry, r->head_kv, key);
+    const int64_t base = fa_at(&p->k, place.first, r->head_kv, place.row, 0);
     double sum = 0;
     for (int d = 0; d < p->head_dim; d++) sum += r->q[d] * fa_load(p->k.data, p->dtype, base + d * p->k.stride[3]);
     double value = p->scale * sum;
@@ -52,7 +49,8 @@ static double score(const fa_problem *problem, const row *r, int64_t key) {
 }
 
 static double visible_score(const fa_problem *problem, const row *r, int64_t key) {
-    return excluded(problem, r, key) ? -INFINITY : score(problem, r, key);
+    const fa_cpu_place place = fa_cpu_find(problem, r->entry, key);
+    return place.first < 0 || masked(&problem->forward, r, key) ? -INFINITY : score(problem, r, key, place);
 }
 
 /* Fills r->out and returns the LSE. `scores` has room for the first `kept` keys; the others' are computed twice. */
@@ -76,7 +74,9 @@ static double attend(const fa_problem *problem, row *r, double *scores, int64_t 
     for (int64_t key = keys.begin; key < keys.end; key++) {
         const double value = key - keys.begin < kept ? scores[key - keys.begin] : visible_score(problem, r, key);
         if (value == -INFINITY) continue;
-        const int64_t base = fa_cpu_key_offset(problem, &p->v, r->entry, r->head_kv, key);
+        const fa_cpu_place place = fa_cpu_find(problem, r->entry, key);
+        if (place.first < 0) continue; /* it had a page when its score was worked out */
+        const int64_t base = fa_at(&p->v, place.first, r->head_kv, place.row, 0);
         const double weight = exp(value - origin);
         const double left = weight * fa_dropout_factor(&problem->extra.dropout, r->batch, r->head, r->query, key);
         seen = true;

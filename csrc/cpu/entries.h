@@ -57,19 +57,16 @@ static inline int64_t fa_at(const fa_operand *x, int64_t b, int64_t h, int64_t i
     return b * x->stride[0] + h * x->stride[1] + i * x->stride[2] + j * x->stride[3];
 }
 
-/* Elements from k's or v's data to key `key` of an entry and a head; the key's page is one. */
-static inline int64_t fa_cpu_key_offset(const fa_problem *problem, const fa_operand *operand, const fa_cpu_entry *e,
-                                        int64_t head, int64_t key) {
-    const fa_pages *pages = &problem->sequences.pages;
-    const int64_t *s = operand->stride;
-    if (!pages->table) return e->batch * s[0] + head * s[1] + (e->entry.first_k + key) * s[2];
-    return fa_page(pages, e->batch, key / pages->size) * s[0] + head * s[1] + key % pages->size * s[2];
-}
+/* Where a key lies in k and v: which batch entry or page, -1 where it has no page, and which row there. */
+typedef struct fa_cpu_place {
+    int64_t first, row;
+} fa_cpu_place;
 
-/* Whether a key has no page. */
-static inline bool fa_cpu_hidden(const fa_problem *problem, const fa_cpu_entry *e, int64_t key) {
+/* The place of key `key` of an entry at this moment: the table may change before the next look. */
+static inline fa_cpu_place fa_cpu_find(const fa_problem *problem, const fa_cpu_entry *e, int64_t key) {
     const fa_pages *pages = &problem->sequences.pages;
-    return pages->table && fa_page(pages, e->batch, key / pages->size) < 0;
+    if (!pages->table) return (fa_cpu_place){e->batch, e->entry.first_k + key};
+    return (fa_cpu_place){fa_page(pages, e->batch, key / pages->size), key % pages->size};
 }
 
 #endif

@@ -55,7 +55,9 @@ typedef struct work {
         *value_rows[FA_CPU_TILE_N]; /* of a narrow task: the rows of V of its tile, which begins at `value_begin` */
     int64_t value_begin;
 #endif
-    real *buffer; /* for simd_pack.h: LANES rows of max(D, Dv, TILE_N) */
+    real *buffer;   /* for simd_pack.h: LANES rows of max(D, Dv, TILE_N) */
+    int64_t *page;  /* of paged keys: the pages of a tile, as the table had them; */
+    int64_t column; /* the first of them is that of this column */
 } work;
 
 /* One key tile as the products read it. */

@@ -19,8 +19,11 @@ static int64_t run_of(const work *w, int64_t begin, int64_t end) {
 }
 
 static const char *key_row(const work *w, const fa_operand *operand, int64_t key) {
-    const int64_t offset = fa_cpu_key_offset(w->problem, operand, w->entry, w->head_kv, key);
-    return (const char *)operand->data + offset * (int64_t)fa_dtype_size(w->p->dtype);
+    const fa_pages *pages = &w->problem->sequences.pages;
+    const fa_cpu_entry *e = w->entry;
+    if (!pages->table) return element(operand, w->p->dtype, e->batch, w->head_kv, e->entry.first_k + key);
+    const int64_t page = w->page[key / pages->size - w->column];
+    return element(operand, w->p->dtype, page, w->head_kv, key % pages->size);
 }
 
 /* Rows [begin, end) of K as the products read them; those of several pages are copied. */
@@ -126,20 +129,26 @@ static fa_span joined(fa_span a, fa_span b) {
     return (fa_span){a.begin < b.begin ? a.begin : b.begin, a.end > b.end ? a.end : b.end};
 }
 
-/* Where the tile of keys that begins at `begin` ends: on the grid, or before a page that hides its keys. */
-static int64_t tile_end(const work *w, int64_t begin, int64_t end) {
+/* Where the tile of keys that begins at `begin` ends on the grid, or at `end`. */
+static int64_t grid_end(int64_t begin, int64_t end) {
     const int64_t grid = (begin / FA_CPU_TILE_N + 1) * FA_CPU_TILE_N;
-    if (grid < end) end = grid;
-    if (!w->problem->sequences.pages.table) return end;
-    int64_t at = begin;
-    while (at < end && !fa_cpu_hidden(w->problem, w->entry, at)) at += run_of(w, at, end);
-    return at;
+    return grid < end ? grid : end;
 }
 
-/* The first key from `begin` on that has a page; `end` if there is none. */
-static int64_t next_key(const work *w, int64_t begin, int64_t end) {
-    while (begin < end && fa_cpu_hidden(w->problem, w->entry, begin)) begin += run_of(w, begin, end);
-    return begin;
+/* The first tile of keys that begins at `begin` or later; empty if there is none. It ends on the grid, or before a page
+ * that hides its keys. The table is read here alone, since it may change: w->page has the pages of the tile. */
+static fa_span next_tile(work *w, int64_t begin, int64_t end) {
+    const fa_pages *pages = &w->problem->sequences.pages;
+    if (!pages->table) return (fa_span){begin, grid_end(begin, end)};
+    w->column = begin / pages->size;
+    for (; begin < end && (w->page[0] = fa_page(pages, w->entry->batch, w->column)) < 0; w->column++)
+        begin = (w->column + 1) * pages->size;
+    if (begin >= end) return (fa_span){end, end};
+    const int64_t grid = grid_end(begin, end);
+    int64_t next = 1, stop = (w->column + 1) * pages->size;
+    for (; stop < grid && (w->page[next] = fa_page(pages, w->entry->batch, w->column + next)) >= 0; next++)
+        stop += pages->size;
+    return (fa_span){begin, stop < grid ? stop : grid};
 }
 
 static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
@@ -158,6 +167,7 @@ static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
     w->k = take(a, (size_t)FA_CPU_TILE_N * (size_t)(OPERAND_NUMBERS * OPERANDS(p->head_dim)), sizeof *w->k);
     w->v = take(a, VALUE_ROOM(FA_CPU_TILE_N, p->head_dim_v), sizeof *w->v);
     w->buffer = take(a, (size_t)LANES * (size_t)padded(widest), sizeof(real));
+    w->page = take(a, problem->sequences.pages.table ? FA_CPU_TILE_N : 0, sizeof *w->page);
     for (int n = 0; n < blocks; n++) {
         real *q = take(a, (size_t)BLOCK_ROWS * (size_t)OPERANDS(p->head_dim), sizeof(real));
         real *o = take(a, (size_t)BLOCK_ROWS * (size_t)OUT_ROOM(p->head_dim_v), sizeof(real));
@@ -184,11 +194,8 @@ static bool run(work *w, const fa_simd_task *task) {
         block_begin(w, b);
         keys = joined(keys, b->keys);
     }
-    for (int64_t begin = next_key(w, keys.begin, keys.end), stop; begin < keys.end;
-         begin = next_key(w, stop, keys.end)) {
-        stop = tile_end(w, begin, keys.end);
-        tile_step(w, begin, stop);
-    }
+    for (fa_span t = next_tile(w, keys.begin, keys.end); t.begin < t.end; t = next_tile(w, t.end, keys.end))
+        tile_step(w, t.begin, t.end);
     bool nan = false;
     for (int n = 0; n < w->blocks; n++) nan |= block_end(w, &w->block[n]);
     return nan;
@@ -208,10 +215,9 @@ static void run_narrow(work *w, const fa_simd_task *task) {
         narrow_begin(w, r);
         keys = joined(keys, r->keys);
     }
-    for (int64_t begin = next_key(w, keys.begin, keys.end), stop; begin < keys.end;
-         begin = next_key(w, stop, keys.end)) {
-        stop = tile_end(w, begin, keys.end);
-        const key_tile tile = read_narrow_tile(w, begin, stop);
+    for (fa_span span = next_tile(w, keys.begin, keys.end); span.begin < span.end;
+         span = next_tile(w, span.end, keys.end)) {
+        const key_tile tile = read_narrow_tile(w, span.begin, span.end);
         for (int n = 0; n < task->rows; n++) {
             const key_tile t = clipped(&tile, rows[n].keys.begin, rows[n].keys.end);
             if (t.begin < t.end) narrow_step(w, &rows[n], &t);

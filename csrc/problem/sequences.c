@@ -188,12 +188,12 @@ fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_st
 /* ---- bad contents ---- */
 
 void fa_length_faults(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t index, fa_faults *faults) {
-    if (lengths->starts && b == 0 && lengths->starts[0] != rows.begin)
-        fa_fault_add(faults, FA_FAULT_cu_seqlens, 0, index, lengths->starts[0]);
-    if (lengths->starts && lengths->starts[b + 1] != rows.end)
-        fa_fault_add(faults, FA_FAULT_cu_seqlens, b + 1, index, lengths->starts[b + 1]);
-    if (lengths->used && (lengths->used[b] < 0 || lengths->used[b] > rows.end - rows.begin))
-        fa_fault_add(faults, FA_FAULT_length, b, index, lengths->used[b]);
+    for (int64_t n = b == 0 ? 0 : b + 1; lengths->starts && n <= b + 1; n++) {
+        const int64_t start = fa_index(lengths->starts, n);
+        if (start != (n == b + 1 ? rows.end : rows.begin)) fa_fault_add(faults, FA_FAULT_cu_seqlens, n, index, start);
+    }
+    const int64_t room = rows.end - rows.begin, used = lengths->used ? fa_index(lengths->used, b) : room;
+    if (used < 0 || used > room) fa_fault_add(faults, FA_FAULT_length, b, index, used);
 }
 
 void fa_forward_faults(const fa_problem *problem, fa_faults *faults) {
@@ -209,8 +209,9 @@ void fa_forward_faults(const fa_problem *problem, fa_faults *faults) {
         if (!pages->table) continue;
         const fa_entry entry = fa_entry_of(s, b, q, k);
         const fa_span seen = fa_entry_keys(&entry, p->left, p->right);
-        for (int64_t column = seen.begin / pages->size; column * pages->size < seen.end; column++)
-            if (fa_page(pages, b, column) < 0)
-                fa_fault_add(faults, FA_FAULT_page, b, column, pages->table[b * pages->stride + column]);
+        for (int64_t column = seen.begin / pages->size; column * pages->size < seen.end; column++) {
+            const int32_t entry = fa_page_entry(pages, b, column);
+            if (fa_page_of(pages, entry) < 0) fa_fault_add(faults, FA_FAULT_page, b, column, entry);
+        }
     }
 }
