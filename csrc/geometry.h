@@ -89,15 +89,18 @@ FA_INLINE int64_t fa_index_64(const int64_t *array, int64_t n) {
 /* A bound for a, where low <= high. */
 FA_INLINE int64_t fa_clamp(int64_t a, int64_t low, int64_t high) { return a < low ? low : a > high ? high : a; }
 
-/* Rows of sequence b. `before` is where the sequence before it ends, 0 for the first: starts that fall count as their
- * running maximum. */
-FA_INLINE fa_span fa_rows_of(const fa_lengths *lengths, int64_t b, int64_t before, bool packed) {
+/* A start within the rows there are. */
+FA_INLINE int64_t fa_start(const fa_lengths *lengths, int64_t b) {
+    return fa_clamp(fa_index(lengths->starts, b), 0, lengths->rows);
+}
+
+/* Rows of sequence b, of packed sequences with starts from `begin` to the start of the next one, which was read. */
+FA_INLINE fa_span fa_rows_to(const fa_lengths *lengths, int64_t b, int64_t begin, int32_t next, bool packed) {
     fa_span span = {0, lengths->rows};
     if (lengths->starts) {
-        const int64_t begin = fa_clamp(fa_index(lengths->starts, b), 0, lengths->rows);
-        const int64_t end = fa_clamp(fa_index(lengths->starts, b + 1), 0, lengths->rows);
-        span.begin = begin > before ? begin : before;
-        span.end = end > span.begin ? end : span.begin;
+        const int64_t end = fa_clamp(next, 0, lengths->rows);
+        span.begin = begin;
+        span.end = end > begin ? end : begin;
     } else if (packed) { /* one row each */
         span.begin = b;
         span.end = b + 1;
@@ -105,23 +108,59 @@ FA_INLINE fa_span fa_rows_of(const fa_lengths *lengths, int64_t b, int64_t befor
     return span;
 }
 
+/* Rows of sequence b. `before` is where the sequence before it ends, 0 for the first: starts that fall count as their
+ * running maximum. */
+FA_INLINE fa_span fa_rows_of(const fa_lengths *lengths, int64_t b, int64_t before, bool packed) {
+    if (!lengths->starts) return fa_rows_to(lengths, b, 0, 0, packed);
+    const int64_t begin = fa_start(lengths, b);
+    return fa_rows_to(lengths, b, begin > before ? begin : before, fa_index(lengths->starts, b + 1), packed);
+}
+
 /* How many of `room` rows sequence b uses. */
 FA_INLINE int64_t fa_used(const fa_lengths *lengths, int64_t b, int64_t room) {
     return lengths->used ? fa_clamp(fa_index(lengths->used, b), 0, room) : room;
 }
 
-/* Sequence b, whose rows are those of fa_rows_of(). */
-FA_INLINE fa_entry fa_entry_of(const fa_sequences *s, int64_t b, fa_span rows_q, fa_span rows_k) {
+/* What the index arrays hold of a sequence: an element of each; anything where there is no such array. */
+typedef struct fa_words {
+    int32_t used_q, used_k, key_begin, key_end;
+    int32_t end_q, end_k; /* the starts of the next one */
+} fa_words;
+#define FA_WORDS 6
+
+/* The array of word n, from the element of sequence 0 on; or NULL. */
+FA_INLINE const int32_t *fa_words_from(const fa_sequences *s, int n) {
+    if (n >= 4) {
+        const int32_t *starts = n == 4 ? s->q.starts : s->k.starts;
+        return starts ? starts + 1 : NULL;
+    }
+    return n == 0 ? s->q.used : n == 1 ? s->k.used : n == 2 ? s->begin : s->end;
+}
+
+/* Sequence b, whose rows are known, by the words that were read of it. */
+FA_INLINE fa_entry fa_entry_by(const fa_sequences *s, const fa_words *words, int64_t b, fa_span rows_q,
+                               fa_span rows_k) {
+    const int64_t room_q = rows_q.end - rows_q.begin, room_k = rows_k.end - rows_k.begin;
     fa_entry e;
-    e.seq_q = fa_used(&s->q, b, rows_q.end - rows_q.begin);
-    e.seq_k = fa_used(&s->k, b, rows_k.end - rows_k.begin);
+    e.seq_q = s->q.used ? fa_clamp(words->used_q, 0, room_q) : room_q;
+    e.seq_k = s->k.used ? fa_clamp(words->used_k, 0, room_k) : room_k;
     e.first_q = rows_q.begin;
     e.first_k = rows_k.begin;
     e.diagonal = s->top_left ? 0 : e.seq_k - e.seq_q;
     e.positions = s->positions ? s->positions + b * s->positions_stride + e.first_q : NULL;
-    e.key_begin = s->begin ? fa_clamp(fa_index(s->begin, b), 0, e.seq_k) : 0;
-    e.key_end = s->end ? fa_clamp(fa_index(s->end, b), 0, e.seq_k) : e.seq_k;
+    e.key_begin = s->begin ? fa_clamp(words->key_begin, 0, e.seq_k) : 0;
+    e.key_end = s->end ? fa_clamp(words->key_end, 0, e.seq_k) : e.seq_k;
     return e;
+}
+
+/* Sequence b, whose rows are those of fa_rows_of(). */
+FA_INLINE fa_entry fa_entry_of(const fa_sequences *s, int64_t b, fa_span rows_q, fa_span rows_k) {
+    fa_words words = {0, 0, 0, 0, 0, 0};
+    if (s->q.used) words.used_q = fa_index(s->q.used, b);
+    if (s->k.used) words.used_k = fa_index(s->k.used, b);
+    if (s->begin) words.key_begin = fa_index(s->begin, b);
+    if (s->end) words.key_end = fa_index(s->end, b);
+    return fa_entry_by(s, &words, b, rows_q, rows_k);
 }
 
 FA_INLINE int64_t fa_position(const fa_entry *e, int64_t query) {
@@ -146,18 +185,19 @@ FA_INLINE fa_span fa_common_keys(const fa_entry *e, int64_t left, int64_t right,
     return fa_tile_keys(e, left, right, last, first);
 }
 
-/* Keys that some query of the entry sees; {0, 0} when there is none. */
+/* Keys that some query of the entry sees, whose queries stand from `first` to `last`; {0, 0} when there is none. */
+FA_INLINE fa_span fa_seen_keys(const fa_entry *e, int64_t left, int64_t right, int64_t first, int64_t last) {
+    const fa_span seen = fa_tile_keys(e, left, right, first, last), none = {0, 0};
+    return e->seq_q > 0 && seen.begin < seen.end ? seen : none;
+}
 FA_INLINE fa_span fa_entry_keys(const fa_entry *e, int64_t left, int64_t right) {
-    fa_span span = {0, 0};
-    if (e->seq_q <= 0) return span;
     int64_t first = e->diagonal, last = e->seq_q - 1 + e->diagonal;
     for (int64_t i = 0; e->positions && i < e->seq_q; i++) {
         const int64_t at = fa_position(e, i);
         if (i == 0 || at < first) first = at;
         if (i == 0 || at > last) last = at;
     }
-    const fa_span seen = fa_tile_keys(e, left, right, first, last);
-    return seen.begin < seen.end ? seen : span;
+    return fa_seen_keys(e, left, right, first, last);
 }
 
 /* What column `column` in row b of the table holds. */

@@ -46,7 +46,7 @@ __device__ __forceinline__ Owner owner_of(const fa_sequences &s, int64_t batch, 
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
             const unsigned b = first + i * kWarp + lane;
-            if (b <= last) ahead[i] = s.q.starts[b];
+            if (b <= last) ahead[i] = fa_index(s.q.starts, b);
         }
 #pragma unroll 1
         for (unsigned b = first; b <= last && b < first + kAhead * kWarp && !__all_sync(~0u, found); b += kWarp) {
@@ -189,12 +189,12 @@ __device__ __forceinline__ void check_lengths(const fa_append &p, const fa_seque
                                               int64_t *ends) {
     if (!s.q.starts && !s.q.used) return;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    int64_t before = s.q.starts ? fa_clamp(s.q.starts[0], 0, s.q.rows) : 0; // the end of the sequence before
+    int64_t before = s.q.starts ? fa_start(&s.q, 0) : 0; // the end of the sequence before
     for (int64_t first = 0; first < p.batch; first += kThreads) {
         const int64_t b = first + threadIdx.x;
         fa_span rows = s.packed_q ? fa_span{b, b + 1} : fa_span{0, p.rows};
         if (s.q.starts) {
-            int64_t end = b < p.batch ? fa_clamp(s.q.starts[b + 1], 0, s.q.rows) : 0;
+            int64_t end = b < p.batch ? fa_start(&s.q, b + 1) : 0;
 #pragma unroll
             for (int offset = 1; offset < kWarp; offset *= 2) {
                 const int64_t other = __shfl_up_sync(~0u, end, offset);

@@ -24,12 +24,12 @@ static __device__ __noinline__ void count_fault(fa_fault_board *board, fa_fault_
  * fa_rows_of(); `index` as in fa_fault. */
 __device__ __forceinline__ void count_length_faults(fa_fault_board *board, const fa_lengths &lengths, int64_t b,
                                                     const fa_span &rows, int64_t index) {
-    if (lengths.starts && b == 0 && lengths.starts[0] != rows.begin)
-        count_fault(board, FA_FAULT_cu_seqlens, 0, index, lengths.starts[0]);
-    if (lengths.starts && lengths.starts[b + 1] != rows.end)
-        count_fault(board, FA_FAULT_cu_seqlens, b + 1, index, lengths.starts[b + 1]);
-    if (lengths.used && (lengths.used[b] < 0 || lengths.used[b] > rows.end - rows.begin))
-        count_fault(board, FA_FAULT_length, b, index, lengths.used[b]);
+    for (int64_t n = b == 0 ? 0 : b + 1; lengths.starts && n <= b + 1; ++n) {
+        const int64_t start = fa_index(lengths.starts, n);
+        if (start != (n == b + 1 ? rows.end : rows.begin)) count_fault(board, FA_FAULT_cu_seqlens, n, index, start);
+    }
+    const int64_t room = rows.end - rows.begin, used = lengths.used ? fa_index(lengths.used, b) : room;
+    if (used < 0 || used > room) count_fault(board, FA_FAULT_length, b, index, used);
 }
 
 } // namespace fa

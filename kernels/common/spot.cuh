@@ -1,4 +1,8 @@
-/* Calls over sequences: which sequence a tile of queries belongs to, and where its rows lie. Lengths are read here. */
+/* Calls over sequences: which sequence a tile of queries belongs to, and where its rows lie.
+ *
+ * Lengths are read here. They may change while the kernel runs, so that two threads that read the same element may know
+ * two values: what a block decides by comes from one read, or one join of reads, and is the same in all its threads.
+ * Blocks may still disagree; what each makes of a sequence lies inside the arrays and inside its place in workspace. */
 #pragma once
 
 #include <stdint.h> // int64_t
@@ -16,10 +20,14 @@ struct Serving {
     fa_fault_board *faults;
 };
 
-/* All threads' values in one, in all of them. `joined` has room for one a warp. */
+constexpr int kFewestWarps = 4; // of a block that looks for its spot: `joined` then has room for fa_words, too
+static_assert(kFewestWarps * sizeof(int64_t) >= FA_WORDS * sizeof(int32_t));
+
+/* All threads' values in one, in all of them. `joined` has room for one a warp; NULL: a warp is by itself. */
 template <class Join> __device__ __forceinline__ int64_t join_block(int64_t x, int64_t *joined, Join join) {
 #pragma unroll
     for (int offset = 16; offset; offset /= 2) x = join(x, __shfl_xor_sync(~0u, x, offset));
+    if (!joined) return x;
     __syncthreads();
     if (threadIdx.x % 32 == 0) joined[threadIdx.x / 32] = x;
     __syncthreads();
@@ -31,10 +39,45 @@ template <class Join> __device__ __forceinline__ int64_t join_block(int64_t x, i
 __device__ __forceinline__ int64_t largest_start(const fa_lengths &lengths, int64_t count, int64_t *joined) {
     int64_t largest = 0;
     for (int64_t b = threadIdx.x; b < count; b += blockDim.x) {
-        const int64_t start = fa_clamp(lengths.starts[b], 0, lengths.rows);
+        const int64_t start = fa_start(&lengths, b);
         largest = start > largest ? start : largest;
     }
     return join_block(largest, joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
+}
+
+/* Words of sequence b, the same in all threads: a lane reads each. By the block, or with joined NULL by a warp. */
+__device__ __forceinline__ fa_words read_words(const fa_sequences &s, int64_t b, int64_t *joined) {
+    const int lane = threadIdx.x % 32;
+    const int32_t *const from = lane < FA_WORDS ? fa_words_from(&s, lane) : nullptr;
+    const int32_t mine = from && (!joined || threadIdx.x < 32) ? fa_index(from, b) : 0;
+    int32_t all[FA_WORDS];
+    if (joined) {
+        auto *shared = reinterpret_cast<int32_t *>(joined);
+        __syncthreads();
+        if (threadIdx.x < FA_WORDS) shared[threadIdx.x] = mine;
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < FA_WORDS; ++n) all[n] = shared[n];
+    } else {
+#pragma unroll
+        for (int n = 0; n < FA_WORDS; ++n) all[n] = __shfl_sync(~0u, mine, n);
+    }
+    return {all[0], all[1], all[2], all[3], all[4], all[5]};
+}
+
+/* Keys that some query of an entry sees, the same in all threads: as fa_entry_keys(). By the block, or with joined NULL
+ * by a warp. */
+__device__ __forceinline__ fa_span entry_keys(const fa_entry &e, int64_t left, int64_t right, int64_t *joined) {
+    if (!e.positions) return fa_entry_keys(&e, left, right);
+    int64_t first = INT32_MAX, last = INT32_MIN;
+    const int threads = joined ? static_cast<int>(blockDim.x) : 32;
+    for (int64_t query = threadIdx.x % threads; query < e.seq_q; query += threads) {
+        const int64_t at = fa_position(&e, query);
+        first = at < first ? at : first, last = at > last ? at : last;
+    }
+    first = join_block(first, joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
+    last = join_block(last, joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
+    return fa_seen_keys(&e, left, right, first, last);
 }
 
 /* A tile is the `tile`-th of the rows [begin, end) of q and out, which are of the sequence `batch` where that is not
@@ -45,7 +88,8 @@ struct Spot {
     fa_entry entry;
 };
 
-/* The entry of spot.batch, whose rows are known. By the block; `counts`: it counts what is bad in its lengths. */
+/* The entry of spot.batch, and where its rows end; where they begin is known. By the block, or with joined NULL by a
+ * warp where there are no starts; `counts`: it counts what is bad in its lengths. */
 __device__ __forceinline__ void find_entry(const Serving &c, Spot &spot, bool counts, int64_t *joined) {
     const fa_sequences &s = c.s;
     if (!s.given) {
@@ -56,9 +100,11 @@ __device__ __forceinline__ void find_entry(const Serving &c, Spot &spot, bool co
         spot.entry.key_end = c.p.key_end;
         return;
     }
-    const int64_t before = s.k.starts ? largest_start(s.k, spot.batch + 1, joined) : 0;
-    const fa_span rows_k = fa_rows_of(&s.k, spot.batch, before, s.packed_k);
-    spot.entry = fa_entry_of(&s, spot.batch, spot.rows, rows_k);
+    const int64_t begin_k = s.k.starts ? largest_start(s.k, spot.batch + 1, joined) : 0;
+    const fa_words words = read_words(s, spot.batch, joined);
+    const fa_span rows_k = fa_rows_to(&s.k, spot.batch, begin_k, words.end_k, s.packed_k);
+    spot.rows = fa_rows_to(&s.q, spot.batch, spot.rows.begin, words.end_q, s.packed_q);
+    spot.entry = fa_entry_by(&s, &words, spot.batch, spot.rows, rows_k);
     if (counts && threadIdx.x == 0) {
         count_length_faults(c.faults, s.q, spot.batch, spot.rows, 0);
         count_length_faults(c.faults, s.k, spot.batch, rows_k, 1);
@@ -85,17 +131,13 @@ __device__ __forceinline__ Spot find_spot(const Serving &c, int64_t n, int64_t t
         const int64_t batch = c.p.batch;
         int64_t span = batch + 1;
         for (int64_t b = threadIdx.x; b <= batch; b += blockDim.x) {
-            const int64_t needed = n - fa_clamp(s.q.starts[b], 0, s.q.rows) * pack / block_m;
+            const int64_t needed = n - fa_start(&s.q, b) * pack / block_m;
             const int64_t least = needed > b ? needed : b;
             span = least < span ? least : span;
         }
         span = join_block(span, joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
         spot.rows.begin = largest_start(s.q, span, joined);
-        spot.rows.end = s.q.rows;
-        if (span <= batch) {
-            const int64_t end = fa_clamp(s.q.starts[span], 0, s.q.rows);
-            spot.rows.end = end > spot.rows.begin ? end : spot.rows.begin;
-        }
+        spot.rows.end = span == 0 ? largest_start(s.q, 1, joined) : s.q.rows;
         spot.batch = span <= batch ? span - 1 : -1;
         spot.tile = n - spot.rows.begin * pack / block_m - span;
     } else {
@@ -104,6 +146,8 @@ __device__ __forceinline__ Spot find_spot(const Serving &c, int64_t n, int64_t t
         spot.rows = {s.packed_q ? spot.batch : 0, s.packed_q ? spot.batch + 1 : c.p.seq_q};
     }
     if (spot.batch >= 0) find_entry(c, spot, counts && spot.tile == 0, joined);
+    if (spot.tile < 0) // starts grew since the span was found: the tile has no rows
+        spot.tile = 0, spot.rows.end = spot.rows.begin, spot.entry.seq_q = 0;
     return spot;
 }
 
@@ -112,10 +156,7 @@ __device__ __forceinline__ Spot find_sequence(const Serving &c, int64_t b, int64
     Spot spot = {};
     spot.batch = b;
     spot.rows = {0, c.p.seq_q};
-    if (c.s.given) {
-        const int64_t before = c.s.q.starts ? largest_start(c.s.q, b + 1, joined) : 0;
-        spot.rows = fa_rows_of(&c.s.q, b, before, c.s.packed_q);
-    }
+    if (c.s.q.starts) spot.rows.begin = largest_start(c.s.q, b + 1, joined);
     find_entry(c, spot, false, joined);
     return spot;
 }

@@ -99,9 +99,10 @@ __device__ __forceinline__ KeyRow find_key(const Serving &c, const TileSpot &spo
     if (!pages.table) return {c.s.packed_k ? 0 : spot.batch, spot.entry.first_k + key};
     const uint32_t size = pages.size < INT32_MAX ? static_cast<uint32_t>(pages.size) : INT32_MAX; // of 2^31 - 1 keys
     const uint32_t column = static_cast<uint32_t>(key) / size;
-    const int64_t first = int64_t(column) * pages.size, page = fa_page(&pages, spot.batch, column);
+    const int32_t entry = fa_page_entry(&pages, spot.batch, column);
+    const int64_t first = int64_t(column) * pages.size, page = fa_page_of(&pages, entry);
     if (page < 0 && count && (key == first || key == shared.keys.begin) && !seen_before(c, spot, first, t.block_m))
-        count_fault(c.faults, FA_FAULT_page, spot.batch, column, pages.table[spot.batch * pages.stride + column]);
+        count_fault(c.faults, FA_FAULT_page, spot.batch, column, entry);
     return {page, key - first};
 }
 
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
     simt_serve(const __grid_constant__ Serving c, const __grid_constant__ Options o) {
     FA_CHAOS_BEGIN();
     constexpr Tile t = C::tile;
-    static_assert(!t.separate() && !t.prefetch());
+    static_assert(!t.separate() && !t.prefetch() && t.warps >= kFewestWarps);
     extern __shared__ float4 memory[];
     float *smem = reinterpret_cast<float *>(memory);
     auto &shared = *reinterpret_cast<Shared<t> *>(memory + (t.smem_bytes() + 15) / 16);

@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_serve(const 
 /* Shared memory of fold_parts. */
 struct FoldShared {
     ServeRow row[kServeRows];
-    int64_t joined[4];
+    int64_t joined[kFewestWarps];
     fa_span keys;
 };
 

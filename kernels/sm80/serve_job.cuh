@@ -88,6 +88,7 @@ __device__ __forceinline__ Job find_job(const ServeArgs &args, int64_t n, int64_
 /* What the threads of a block share beside the tiles. The job lies here, too: registers are few. */
 template <class C> struct ServeShared {
     static constexpr int kPlaces = 3; // of tiles: at work, on its way, looked up
+    static_assert(C::kThreads / 32 >= kFewestWarps);
     KeyPlace place[kPlaces][C::kTileN];
     uint32_t held[kPlaces][C::kTileN / 32]; // a bit a key: it has a place
     ServeRow row[kServeRows];
@@ -175,11 +176,11 @@ __device__ __forceinline__ KeyPlace find_key(const ServeArgs &args, const Job &j
     if (pages.table) {
         const uint32_t column = args.page.quotient(uint32_t(key));
         const int64_t first = int64_t(column) * pages.size;
-        page = fa_page(&pages, job.batch, column), row = key - first;
+        const int32_t entry = fa_page_entry(&pages, job.batch, column);
+        page = fa_page_of(&pages, entry), row = key - first;
         if (page < 0) {
             if (counts && (key == first || key == shared.keys.begin) && !seen_before(args, job, first))
-                count_fault(args.call.faults, FA_FAULT_page, job.batch, column,
-                            pages.table[job.batch * pages.stride + column]);
+                count_fault(args.call.faults, FA_FAULT_page, job.batch, column, entry);
             return {kNowhere, kNowhere};
         }
     }

@@ -59,6 +59,8 @@ template <class T, int HeadDim, int Kind> struct Config {
 
 /* ---- workspace: what prefill_list_kernel leaves ---- */
 
+constexpr int kListThreads = 512; // of that kernel, at most: as many warps as sequences fill
+
 /* A sequence, in the order of the work. */
 struct alignas(16) Record {
     int b;                          // which of the batch
@@ -84,14 +86,16 @@ struct alignas(16) Left {
     uint32_t count[4];
 };
 
-/* Records, then for each slot how many are left (where it is a tile's first) and a state. The last slots are the
- * blocks' own. A state is the accumulators of a tile, in the order of the threads that hold them, then a maximum and a
- * sum for each row. */
+/* Records, as many again where a thread of prefill_list_kernel has several sequences, then for each slot how many are
+ * left (where it is a tile's first) and a state. The last slots are the blocks' own. A state is the accumulators of a
+ * tile, in the order of the threads that hold them, then a maximum and a sum for each row. */
 struct Workspace {
     char *base;
     int64_t batch, slots, state_bytes;
 
-    __host__ __device__ int64_t left_at() const { return sizeof(Header) + sizeof(Record) * batch; }
+    __host__ __device__ int64_t left_at() const {
+        return sizeof(Header) + sizeof(Record) * batch * (batch > kListThreads ? 2 : 1);
+    }
     __host__ __device__ int64_t states_at() const {
         return (left_at() + int64_t(sizeof(Left)) * slots + 127) / 128 * 128;
     }
@@ -102,6 +106,7 @@ struct Workspace {
     __device__ __forceinline__ Record *record(int n) const {
         return reinterpret_cast<Record *>(base + sizeof(Header)) + n;
     }
+    __device__ __forceinline__ Record *draft(int b) const { return record(static_cast<int>(batch) + b); }
     __device__ __forceinline__ Left *left(int slot) const { return reinterpret_cast<Left *>(base + left_at()) + slot; }
     __device__ __forceinline__ float4 *state(int slot) const {
         return reinterpret_cast<float4 *>(base + states_at() + slot * state_bytes);

@@ -10,7 +10,11 @@
  * there is room for it; else each unit goes through the chunks of its tile and folds their states in the same order, so
  * that it changes no bit who has room.
  *
- * The order of sequences of one class is that of the atomics: it decides who computes what, and so no bit. */
+ * The order of sequences of one class is that of the atomics: it decides who computes what, and so no bit.
+ *
+ * Lengths may change while this runs. Each is read once, by the thread that has the sequence; how many units there are
+ * of a class and where they come in the order follows from one record. So packed sequences lie apart from each other,
+ * and every record of workspace is written once, whatever the arrays hold. The main kernel reads records alone. */
 #pragma once
 #include "common/faults.cuh" // count_length_faults
 #include "sm90/cluster.cuh"  // dependency_wait
@@ -18,11 +22,11 @@
 
 namespace fa::sm90::prefill {
 
-constexpr int kListThreads = 512, kClasses = 128; // at most; as many warps as sequences fill
+constexpr int kClasses = 128;
 
-/* Where the rows of sequences before b end (of packed ones; else 0), entry by entry. */
-__device__ __forceinline__ int rows_before(const fa_lengths &lengths, int b, int before) {
-    return lengths.starts ? max(before, static_cast<int>(fa_clamp(lengths.starts[b], 0, lengths.rows))) : 0;
+/* A start of q's or of k's; 0 where there are none. */
+__device__ __forceinline__ int start_of(const fa_lengths &lengths, int n) {
+    return lengths.starts ? static_cast<int>(fa_start(&lengths, n)) : 0;
 }
 
 /* join() of x of the threads before this one in the block; 0 for the first. */
@@ -91,22 +95,16 @@ __device__ __forceinline__ int class_of(const Call &call, const Record &r, uint3
     return min(static_cast<int>(__float_as_uint(cost) >> 21) - (134 << 2) + 1, kClasses - 1); // 128 is 2^(134 - 127)
 }
 
-/* A sequence as it is met: its record, but for the place in the order and the slot, its rows and its units. */
-struct Met {
-    Record record;
-    fa_span q, k;
-    uint32_t units;
-    int of; // its class
-};
-__device__ __forceinline__ Met meet(const Call &call, int b, int before_q, int before_k) {
-    const fa_sequences &s = call.s;
-    Met met;
-    met.q = fa_rows_of(&s.q, b, before_q, s.packed_q), met.k = fa_rows_of(&s.k, b, before_k, s.packed_k);
-    met.record = record_of(call, b, met.q, met.k);
-    met.units = units_of(call, met.record);
-    met.of = class_of(call, met.record, met.units);
-    if (call.workspace.slots) cut(call, met.record, met.units);
-    return met;
+/* The record of a sequence that is met, but for the place in the order and the slot. Counts what is bad in its lengths.
+ */
+__device__ __forceinline__ Record meet(const Call &call, int b, const fa_span &q, const fa_span &k) {
+    Record record = record_of(call, b, q, k);
+    if (call.workspace.slots) cut(call, record, units_of(call, record));
+    if (call.faults) {
+        count_length_faults(call.faults, call.s.q, b, q, 0);
+        count_length_faults(call.faults, call.s.k, b, k, 1);
+    }
+    return record;
 }
 
 /* From how much each class holds to where it begins, the highest first; the header is written. One warp. */
@@ -145,65 +143,63 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end
     dependency_wait();
 
-    int before[2] = {0, 0};
+    /* Where the thread's first sequence begins, and where the one at hand ends, if there are starts. Of several, the
+     * ends wait in drafts of their records. */
+    int begin[2] = {0, 0}, end[2] = {0, 0};
     if (s.q.starts || s.k.starts) {
         const auto larger = [](int a, int b) { return max(a, b); };
-        int highest[2] = {0, 0};
-        for (int b = first; b < last; ++b)
-            highest[0] = rows_before(s.q, b, highest[0]), highest[1] = rows_before(s.k, b, highest[1]);
-        before[0] = scan_before(highest[0], scratch, larger), before[1] = scan_before(highest[1], scratch, larger);
+        if (threadIdx.x == 0) begin[0] = start_of(s.q, 0), begin[1] = start_of(s.k, 0);
+        int highest[2] = {begin[0], begin[1]};
+        for (int b = first; b < last; ++b) {
+            end[0] = start_of(s.q, b + 1), end[1] = start_of(s.k, b + 1);
+            highest[0] = max(highest[0], end[0]), highest[1] = max(highest[1], end[1]);
+            if (each > 1) call.workspace.draft(b)->rows_end = end[0], call.workspace.draft(b)->first_k = end[1];
+        }
+        const int before[2] = {scan_before(highest[0], scratch, larger), scan_before(highest[1], scratch, larger)};
+        if (threadIdx.x > 0) begin[0] = before[0], begin[1] = before[1];
     }
-    const auto next_rows = [&](int b, int(&at)[2]) {
-        at[0] = rows_before(s.q, b, at[0]), at[1] = rows_before(s.k, b, at[1]);
-    };
-    Met kept; // the thread's only sequence; those that have more compute them anew each time
-    if (each == 1 && first < last) {
-        int at[2] = {before[0], before[1]};
-        next_rows(first, at);
-        kept = meet(call, first, at[0], at[1]);
+    Record kept; // the thread's only sequence; several are drafts
+    for (int b = first; b < last; ++b) {
+        if (each > 1) end[0] = call.workspace.draft(b)->rows_end, end[1] = call.workspace.draft(b)->first_k;
+        const fa_span q = fa_rows_to(&s.q, b, begin[0], end[0], s.packed_q);
+        const fa_span k = fa_rows_to(&s.k, b, begin[1], end[1], s.packed_k);
+        begin[0] = static_cast<int>(q.end), begin[1] = static_cast<int>(k.end);
+        kept = meet(call, b, q, k);
+        if (each > 1) *call.workspace.draft(b) = kept;
     }
     constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
     int slots_before = 0;
     const auto visit = [&](auto &&each_one) {
-        int at[2] = {before[0], before[1]}, slots = slots_before;
+        int slots = slots_before;
         for (int b = first; b < last; ++b) {
-            Met met = kept;
-            if (each > 1) {
-                next_rows(b, at);
-                met = meet(call, b, at[0], at[1]);
-            }
-            const int needs = static_cast<int>(met.units) * met.record.chunks;
-            met.record.slot = slots + needs <= call.workspace.slots ? slots : -1;
+            Record record = kept;
+            if (each > 1) record = *call.workspace.draft(b);
+            uint32_t units = units_of(call, record);
+            const int of = class_of(call, record, units), needs = static_cast<int>(units) * record.chunks;
+            record.slot = slots + needs <= call.workspace.slots ? slots : -1;
             slots = min(slots + needs, kEnough);
-            if (met.record.chunks && met.record.slot >= 0) met.units *= met.record.chunks;
-            each_one(met);
+            if (record.chunks && record.slot >= 0) units *= record.chunks;
+            each_one(record, units, of);
         }
     };
     if (call.workspace.slots) {
         int needs = 0;
-        visit([&](const Met &met) {
-            needs = min(needs + static_cast<int>(units_of(call, met.record)) * met.record.chunks, kEnough);
+        visit([&](const Record &record, uint32_t, int) {
+            needs = min(needs + static_cast<int>(units_of(call, record)) * record.chunks, kEnough);
         });
         slots_before = scan_before(needs, scratch, [](int a, int b) { return min(a + b, kEnough); });
     }
     __syncthreads();
-    visit([&](const Met &met) {
-        const Record &record = met.record;
-        if (call.faults) {
-            count_length_faults(call.faults, s.q, record.b, met.q, 0);
-            count_length_faults(call.faults, s.k, record.b, met.k, 1);
-        }
-        atomicAdd(&place[met.of], 1ull << 32 | met.units);
+    visit([&](const Record &record, uint32_t units, int of) {
+        atomicAdd(&place[of], 1ull << 32 | units);
         if (record.chunks && record.slot >= 0)
-            for (int n = 0; n < static_cast<int>(met.units); n += record.chunks)
-                *call.workspace.left(record.slot + n) = {};
+            for (int n = 0; n < static_cast<int>(units); n += record.chunks) *call.workspace.left(record.slot + n) = {};
     });
     __syncthreads();
     if (threadIdx.x < 32) begin_classes(call, place);
     __syncthreads();
-    visit([&](const Met &met) {
-        const unsigned long long at = atomicAdd(&place[met.of], 1ull << 32 | met.units);
-        Record record = met.record;
+    visit([&](Record &record, uint32_t units, int of) {
+        const unsigned long long at = atomicAdd(&place[of], 1ull << 32 | units);
         record.unit = static_cast<int>(at & 0xffffffff);
         *call.workspace.record(static_cast<int>(at >> 32)) = record;
         if (record.b + 1 == batch) call.workspace.header()->tail = record.rows_end;

@@ -33,9 +33,10 @@ __device__ __forceinline__ void count_bad_pages(const Call &call, const Record &
     const int size = static_cast<int>(pages.size), end = static_cast<int>(seen.end);
 #pragma unroll 1
     for (int column = static_cast<int>(seen.begin) / size + part * 32 + static_cast<int>(threadIdx.x % 32);
-         int64_t(column) * size < end; column += 32 * step)
-        if (fa_page(&pages, r.b, column) < 0)
-            count_fault(call.faults, FA_FAULT_page, r.b, column, pages.table[r.b * pages.stride + column]);
+         int64_t(column) * size < end; column += 32 * step) {
+        const int32_t entry = fa_page_entry(&pages, r.b, column);
+        if (fa_page_of(&pages, entry) < 0) count_fault(call.faults, FA_FAULT_page, r.b, column, entry);
+    }
 }
 
 /* One warp of each block. */

@@ -30,7 +30,7 @@ template <class T_, int Columns, int RowTiles> struct Config {
     static constexpr int kBlocksPerSm = Columns <= 128 ? 2 : 1;
     static constexpr int kUnits = Columns / 8; // of 8 columns of the output
 
-    static_assert(Columns % 64 == 0);
+    static_assert(Columns % 64 == 0 && kWarps >= kFewestWarps);
 };
 
 /* The keys that a sequence's queries see, and their chunks: cut at multiples of 64 * 2^e keys, counted from the
@@ -40,8 +40,7 @@ struct Sight {
     int shift;       // log2 of the tiles of a chunk
     int first, last; // chunks
 
-    __host__ __device__ static Sight of(const fa_entry &entry, int64_t left, int64_t right) {
-        const fa_span seen = fa_entry_keys(&entry, left, right);
+    __host__ __device__ static Sight of(const fa_span &seen) {
         Sight x;
         x.low = static_cast<int>(seen.begin), x.high = static_cast<int>(seen.end);
         x.shift = chunk_shift(x.high - x.low) + kChunkTilesLog2;

@@ -36,7 +36,8 @@ __device__ __forceinline__ int rows_from(int64_t all, int64_t first, int most) {
     return static_cast<int>(fa_clamp(all - first, 0, most));
 }
 
-/* Job n of the call. By the block; `leads`: of its cluster. */
+/* Job n of the call. By the block, or with joined NULL by a warp where q and k have no starts; `leads`: of its cluster.
+ */
 template <class C> __device__ __forceinline__ Job find_job(const Params &params, int n, bool leads, int64_t *joined) {
     Job job;
     const Serving &call = params.call;
@@ -60,7 +61,8 @@ template <class C> __device__ __forceinline__ Job find_job(const Params &params,
     job.count = rows_from(spot.entry.seq_q * group, first, C::kRows);
     job.rows_out = rows_from((spot.rows.end - spot.rows.begin) * group, first, C::kRows);
     job.counts = job.head == 0 && spot.tile == 0;
-    const Sight sight = call.s.given ? Sight::of(spot.entry, call.p.left, call.p.right) : params.dense;
+    const Sight sight =
+        call.s.given ? Sight::of(entry_keys(spot.entry, call.p.left, call.p.right, joined)) : params.dense;
     job.low = sight.low, job.high = sight.high, job.shift = sight.shift;
     job.first = sight.first, job.last = job.count ? sight.last : sight.first;
     return job;

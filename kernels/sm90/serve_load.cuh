@@ -85,7 +85,7 @@ template <class C> struct Ring {
         const fa_sequences &s = params.call.s;
         if (!s.pages.table) return {s.packed_k ? 0 : job.b, static_cast<int>(job.entry.first_k) + key};
         const int column = params.page.quotient(static_cast<uint32_t>(key));
-        return {s.pages.table[job.b * s.pages.stride + column], key - column * static_cast<int>(s.pages.size)};
+        return {fa_page_entry(&s.pages, job.b, column), key - column * static_cast<int>(s.pages.size)};
     }
     __device__ __forceinline__ bool exists() const {
         const fa_pages &pages = params.call.s.pages;

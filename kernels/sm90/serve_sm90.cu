@@ -281,7 +281,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     if (!s.given) s.q.rows = p.seq_q, s.k.rows = p.seq_k;
     if (!s.given) {
         fa_entry entry = {p.seq_q, p.seq_k, 0, 0, p.diagonal, nullptr, p.key_begin, p.key_end};
-        params.dense = Sight::of(entry, p.left, p.right);
+        params.dense = Sight::of(fa_entry_keys(&entry, p.left, p.right));
     }
     if (const int keys = box_keys(p, s, *launch)) {
         params.boxes = keys;

@@ -25,6 +25,7 @@ INSTRUCTIONS = {
     # memory
     r"st\.shared(?:\.v[24])?\.[bfu](16|32|64)": r"st_shared<uint\1_t>",
     r"ld\.shared(?:\.v[24])?\.[bfu](16|32|64)": r"ld_shared<uint\1_t>",
+    r"ld\.relaxed\.cta\.global\.s(?:32|64)": "ld_global",
     r"red\.relaxed\.gpu\.global\.add\.v4\.f32": "red_global",
     r"ld\.acquire\.gpu\.global\.u32": "ld_awaited",
     r"st\.release\.gpu\.global\.u32": "st_awaited",

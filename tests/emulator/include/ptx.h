@@ -48,6 +48,8 @@ template <size_t N> void red_global(float *to, const std::array<const float *, N
     for (size_t n = 0; n < N; ++n) to[n] += *x[n];
 }
 
+template <class T> void ld_global(T &x, const T *from) { x = *from; }
+
 /* What another block waits for, and what it reads meanwhile. */
 template <class T> void ld_awaited(T &x, const T *from) {
     poll();
