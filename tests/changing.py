@@ -1,8 +1,8 @@
 """Index arrays that change while calls read them, in memory that nothing else adjoins.
 
-``python tests/changing.py KERNEL SECONDS`` calls a kernel on the CPU on every case of `cases`, each for so many seconds.
-What reaches outside an array ends the process: each array lies at the end of memory of its own, between pages that nobody
-may touch.
+``python tests/changing.py KERNEL SECONDS [LIBRARY]`` calls a kernel on the CPU, or a build of the emulator, on every case of
+`cases`, each for so many seconds. What reaches outside an array ends the process: each array lies at the end of memory of its
+own, between pages that nobody may touch. `run_on_a_device` does the same on a GPU, where copies of another stream change them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ import sys
 import threading
 import time
 
+from pathlib import Path
+
 import numpy as np
 
+import emulator
 import fa_ext
 import rows
+from emulated import on_the_cpu
 from operands import BFLOAT16
 from serving_cases import INT_MAX, INT_MIN, ServingCase, append_call
 
@@ -30,10 +34,11 @@ FORWARD = {
     "padded": ServingCase(**_LONG, q="padded", k="padded", layout="bhsd", k_range=True),
     "padded and paged": ServingCase(**_LONG, q="padded", page_size=64, positions="random"),
     "packed": ServingCase(**_LONG, k="packed", window=(30, 5)),
-    "one query each": ServingCase((1,) * 8, (700, 33, 1, 129, 64, 400, 0, 250), heads=8, head_dim=64, q="one", page_size=16),
-    "one with a position": ServingCase((1,) * 8, (700, 33, 1, 129, 64, 400, 0, 250), heads=8, head_dim=64, q="one", page_size=24,
+    "one query each": ServingCase((1,) * 8, (320, 33, 1, 129, 64, 300, 0, 250), heads=8, head_dim=64, q="one", page_size=16),
+    "one with a position": ServingCase((1,) * 8, (320, 33, 1, 129, 64, 300, 0, 250), heads=8, head_dim=64, q="one", page_size=24,
                                        positions="shifted", window=(90, 0), causal="bottom_right"),
-    "many sequences": ServingCase((1, 3) * 350, (5, 40) * 350, 2, 1, 64, k="packed", causal="bottom_right"),
+    "many keys": ServingCase((4, 1), (1500, 1100), head_dim=64, causal="bottom_right"),
+    "many sequences": ServingCase((1, 3) * 300, (5, 20) * 300, 2, 1, 64, k="packed", causal="bottom_right"),
 }  # fmt: skip
 
 
@@ -52,9 +57,9 @@ def append_calls(dtype: str) -> dict[str, dict]:
     return found
 
 
-def cases(kernel: str):
+def cases(kernel: str, dtypes=("float16", *(["bfloat16"] if BFLOAT16 else []))):
     """(name, function of fa_ext, arguments) of every call that the kernel takes."""
-    for dtype in ("float16", *(["bfloat16"] if BFLOAT16 else [])):
+    for dtype in dtypes:
         if rows.listed_name(kernel).endswith("append"):
             yield from ((f"{name}, {dtype}", fa_ext.append, call) for name, call in append_calls(dtype).items())
             continue
@@ -70,7 +75,7 @@ def mapped_over(function, arguments):
     def placed(name, x):
         if isinstance(x, tuple):
             return tuple(placed(name, part) for part in x)
-        return function(name, x) if isinstance(x, np.ndarray) else x
+        return function(name, x) if hasattr(x, "dtype") else x
 
     return {name: placed(name, x) for name, x in arguments.items()}
 
@@ -80,7 +85,7 @@ class Changer(threading.Thread):
 
     def __init__(self, arrays):
         super().__init__(daemon=True)
-        self.pairs = [(x, x.copy(), self.contents(x)) for x in arrays]
+        self.turns = [(x, self.contents(x)) for x in arrays]
         self.stopping = threading.Event()
 
     @staticmethod
@@ -93,12 +98,14 @@ class Changer(threading.Thread):
                 found += [np.where(rng.random(x.shape) < share, rng.choice(wild, x.shape), x).astype(x.dtype), x.copy()]
         return found
 
+    def write(self, turn):
+        for n, (x, contents) in enumerate(self.turns):
+            np.copyto(x, contents[turn * (2 * n + 1) % len(contents)])
+
     def run(self):
         turn = 0
         while not self.stopping.is_set():
-            for n, (x, _, contents) in enumerate(self.pairs):
-                np.copyto(x, contents[(turn * (2 * n + 1)) % len(contents)])
-            turn += 1
+            self.write(turn := turn + 1)
 
     def __enter__(self):
         self.start()
@@ -107,8 +114,26 @@ class Changer(threading.Thread):
     def __exit__(self, *_):
         self.stopping.set()
         self.join()
-        for x, before, _ in self.pairs:
-            np.copyto(x, before)
+        self.write(0)
+
+
+class DeviceChanger(Changer):
+    """The same of tensors on a device, by copies of a stream of its own."""
+
+    def __init__(self, tensors):
+        import torch
+
+        super().__init__([])
+        self.stream = torch.cuda.Stream()
+        self.turns = [(x, [torch.from_numpy(y).pin_memory() for y in self.contents(x.cpu().numpy())]) for x in tensors]
+
+    def write(self, turn):
+        import torch
+
+        with torch.cuda.stream(self.stream):
+            for n, (x, contents) in enumerate(self.turns):
+                x.copy_(contents[turn * (2 * n + 1) % len(contents)], non_blocking=True)
+        self.stream.synchronize()
 
 
 class Fenced:
@@ -150,24 +175,46 @@ def index_arrays(arguments):
     return found
 
 
-def run(kernel: str, seconds: float) -> None:
-    for name, function, arguments in cases(kernel):
+def run(kernel: str, seconds: float, **chosen) -> None:
+    for name, function, arguments in cases(kernel, **chosen):
         fenced = Fenced()
         call = mapped_over(lambda _, x: fenced.array(x), arguments | outputs(arguments))
-        before = function(**call, kernel=kernel)
-        wanted = [x.copy() for x in (before if isinstance(before, tuple) else (before,))]
-        with Changer(index_arrays(call)):
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                function(**call, check=False, kernel=kernel)
-                try:
-                    function(**call, check=True, kernel=kernel)
-                except ValueError as error:
-                    assert "such in all" in str(error), error
-        again = function(**call, kernel=kernel)
-        for a, b in zip(wanted, again if isinstance(again, tuple) else (again,)):
-            assert a.tobytes() == b.tobytes(), f"{name}: another result after the changes"
+        keep_calling(name, lambda **options: function(**call, **options, kernel=kernel), Changer(index_arrays(call)), seconds)
+
+
+def run_on_a_device(kernel: str, seconds: float) -> None:
+    import torch
+
+    for name, function, arguments in cases(kernel):
+        call = mapped_over(lambda _, x: torch.from_numpy(x.view("i2") if x.dtype == BFLOAT16 else x.copy()).cuda(), arguments)
+        if "bfloat16" in name:
+            call = {key: x.view(torch.bfloat16) if getattr(x, "dtype", None) == torch.int16 else x for key, x in call.items()}
+        keep_calling(name, lambda **options: function(**call, **options, kernel=kernel), DeviceChanger(index_arrays(call)), seconds)
+
+
+def keep_calling(name, call, changer, seconds):
+    """Calls while a changer is at work, without and with a check; after that a call has the bits of one before."""
+
+    def result(**options):
+        found = call(**options)
+        return [rows.to_host(x).tobytes() for x in (found if isinstance(found, tuple) else (found,))]
+
+    before = result()
+    with changer:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            call(check=False)
+            try:
+                result(check=True)
+            except ValueError as error:
+                assert "such in all" in str(error), error
+    assert result() == before, f"{name}: another result after the changes"
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], float(sys.argv[2]))
+    if len(sys.argv) > 3:
+        emulated = emulator.load(Path(sys.argv[3]), sys.argv[1])
+        with on_the_cpu(lambda: [emulated]):
+            run(emulated, float(sys.argv[2]), dtypes=("float16",))
+    else:
+        run(sys.argv[1], float(sys.argv[2]))

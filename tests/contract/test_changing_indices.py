@@ -1,6 +1,8 @@
 """Index arrays that somebody changes during a call: whatever they hold at any moment, every kernel stays inside its arrays."""
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,18 +10,57 @@ from pathlib import Path
 import pytest
 
 import changing
+import emulator
 import fa_ext
 import rows
 from fa_ext import _core
 
 APPEND = [name for name in _core.build_info()["kernels"] if name.endswith("append")]
 KERNELS = [name for name in (*fa_ext.kernels(), *APPEND) if next(changing.cases(name), None)]
-ON_CPU = [name for name in KERNELS if rows.device_of(name) == "cpu"]
+
+#: What the emulator builds of a kernel, for float16 and head_dim 64.
+EMULATED = {
+    "append": {},
+    "simt": dict(flags=("-DHEAD_DIM=64",), instances="^serve_f16$"),
+    "mma_sm80": dict(instances="^serve_d64$"),
+    "serve_sm90": dict(instances="^d64_r(8|16)_f16$"),
+    "prefill_sm90": dict(instances="^d64_masked_f16$"),
+}
 
 
-@pytest.mark.parametrize("kernel", ON_CPU)
-def test_a_thread_changes_them(kernel):
+def survives(*arguments):
     helper = Path(changing.__file__)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(helper.parent), str(Path(fa_ext.__file__).parents[1])])}
-    done = subprocess.run([sys.executable, helper, kernel, "0.3"], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, helper, *arguments], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if rows.device_of(name) == "cpu"])
+def test_a_thread_changes_them(kernel):
+    survives(kernel, "0.2")
+
+
+@pytest.fixture
+def emulated(tmp_path):
+    """A build of a kernel for the emulator."""
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("the emulator switches stacks, which ASan does not follow")
+    if shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64":
+        pytest.skip("the emulator is for g++ on x86-64 Linux")
+    return lambda kernel: emulator.build(kernel, tmp_path / f"{kernel}.so", **EMULATED[kernel])
+
+
+@pytest.mark.parametrize("kernel", EMULATED)
+def test_a_thread_changes_them_under_a_kernel_of_a_device(kernel, emulated):
+    """On the emulator, whose threads read the same element at moments that lie far apart."""
+    survives(kernel, "1", str(emulated(kernel)))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.skipif(not rows.has("torch"), reason="needs torch")
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if rows.device_of(name) == "cuda"])
+def test_copies_of_another_stream_change_them(kernel):
+    if reason := rows.absent(kernel) if kernel in fa_ext.kernels() else rows.no_device():
+        pytest.skip(reason)
+    changing.run_on_a_device(kernel, 0.3)
