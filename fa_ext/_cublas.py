@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.metadata
+import os
 import re
+import sys
 from pathlib import Path
 
 
@@ -30,12 +32,23 @@ def _installed() -> str | None:
         return None
 
 
+def _is_elsewhere(path: str) -> bool:
+    """Whether there is such a path, and it is not the current directory."""
+    try:
+        return not os.path.samefile(path, os.curdir)
+    except OSError:
+        return False
+
+
 def _wheels() -> str | None:
-    """cuBLAS of the nvidia wheels, which other packages bring: nvidia/cu13/lib, or nvidia/cublas/lib for CUDA 12."""
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for found in sorted(Path(folder).glob("*/lib/libcublas.so.1[23]"), reverse=True):
-            return str(found)
+    """cuBLAS of the nvidia wheels, which other packages bring. Asks what pip wrote of them: a folder nvidia/ of the current
+    directory, which may be among the paths of imports, is no wheel."""
+    paths = [path for path in sys.path if _is_elsewhere(path)]
+    for name, library in (("nvidia-cublas", "libcublas.so.13"), ("nvidia-cublas-cu12", "libcublas.so.12")):
+        for wheel in importlib.metadata.distributions(name=name, path=paths):
+            for file in wheel.files or ():
+                if file.name == library and (found := Path(wheel.locate_file(file))).is_file():
+                    return str(found)
     return None
 
 
