@@ -47,7 +47,7 @@ def _wheels() -> str | None:
     for name, library in (("nvidia-cublas", "libcublas.so.13"), ("nvidia-cublas-cu12", "libcublas.so.12")):
         for wheel in importlib.metadata.distributions(name=name, path=paths):
             for file in wheel.files or ():
-                if file.name == library and (found := Path(wheel.locate_file(file))).is_file():
+                if file.name == library and (found := Path(str(wheel.locate_file(file)))).is_file():
                     return str(found)
     return None
 
