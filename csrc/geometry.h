@@ -126,7 +126,7 @@ typedef struct fa_words {
     int32_t used_q, used_k, key_begin, key_end;
     int32_t end_q, end_k; /* the starts of the next one */
 } fa_words;
-#define FA_WORDS 6
+#define FA_SEQUENCE_WORDS 6
 
 /* The array of word n, from the element of sequence 0 on; or NULL. */
 FA_INLINE const int32_t *fa_words_from(const fa_sequences *s, int n) {

@@ -113,13 +113,56 @@ PyDoc_STRVAR(time_launches_doc, "time_launches($module, count, /, q, k, v, **opt
                                 "Host seconds a bare launch takes: one call, prepared once and launched `count` times\n"
                                 "from an empty queue. What attention() costs above it is the front end's.");
 
+/* ---- calls within calls ---- */
+
+/* Whatever gives an array or a number, such as __dlpack__ or __index__, may call the module again. A call takes some
+ * 10 KB of stack, which Python's own limit of its recursion does not know. */
+enum { MOST_CALLS = 24 }; /* of a thread at a time */
+static _Thread_local int calls;
+
+static bool begin_call(void) {
+    if (++calls <= MOST_CALLS) return true;
+    PyErr_Format(
+        PyExc_RecursionError,
+        "calls of fa_ext are nested %d deep; what gives an array or a number, such as __dlpack__, may not call "
+        "fa_ext with itself",
+        (int)MOST_CALLS);
+    return false;
+}
+
+static PyObject *end_call(PyObject *returned) {
+    calls--;
+    return returned;
+}
+
+#define FA_GUARD(name)                                                                                                 \
+    static PyObject *guarded_##name(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {   \
+        return end_call(begin_call() ? fa_py_##name(module, args, count, keywords) : NULL);                            \
+    }
+FA_FUNCTIONS(FA_GUARD)
+#undef FA_GUARD
+
+static PyObject *time_launches(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return end_call(begin_call() ? fa_time_launches(module, args, count, keywords) : NULL);
+}
+
+static PyObject *to_numpy(PyObject *module, PyObject *object) {
+    return end_call(begin_call() ? fa_to_numpy(module, object) : NULL);
+}
+
+static PyObject *device_info(PyObject *module, PyObject *index) {
+    return end_call(begin_call() ? fa_device_info_py(module, index) : NULL);
+}
+
+/* ---- the module ---- */
+
 /* The functions of the table of signatures come first; PyInit__core() sets their docstrings. */
 static PyMethodDef core_methods[] = {
-#define FA_METHOD(name) {#name, (PyCFunction)(void (*)(void))fa_py_##name, METH_FASTCALL | METH_KEYWORDS, NULL},
+#define FA_METHOD(name) {#name, (PyCFunction)(void (*)(void))guarded_##name, METH_FASTCALL | METH_KEYWORDS, NULL},
     FA_FUNCTIONS(FA_METHOD)
 #undef FA_METHOD
-        {"to_numpy", fa_to_numpy, METH_O, to_numpy_doc},
-    {"time_launches", (PyCFunction)(void (*)(void))fa_time_launches, METH_FASTCALL | METH_KEYWORDS, time_launches_doc},
+        {"to_numpy", to_numpy, METH_O, to_numpy_doc},
+    {"time_launches", (PyCFunction)(void (*)(void))time_launches, METH_FASTCALL | METH_KEYWORDS, time_launches_doc},
     {"loaded", fa_loaded_kernels, METH_NOARGS,
      "loaded($module, /)\n--\n\nKernels loaded at run time: {name: (path, summary)}."},
     {"build_info", fa_build_info, METH_NOARGS,
@@ -128,7 +171,7 @@ static PyMethodDef core_methods[] = {
     {"cpu_info", fa_cpu_info, METH_NOARGS, "cpu_info($module, /)\n--\n\nThe CPU as kernels see it."},
     {"device_count", fa_device_count_py, METH_NOARGS,
      "device_count($module, /)\n--\n\nNumber of CUDA devices. CudaError says why there are none to use."},
-    {"device_info", fa_device_info_py, METH_O,
+    {"device_info", device_info, METH_O,
      "device_info($module, index, /)\n--\n\nCapabilities of a CUDA device; sizes in bytes."},
     {NULL, NULL, 0, NULL},
 };

@@ -21,7 +21,7 @@ struct Serving {
 };
 
 constexpr int kFewestWarps = 4; // of a block that looks for its spot: `joined` then has room for fa_words, too
-static_assert(kFewestWarps * sizeof(int64_t) >= FA_WORDS * sizeof(int32_t));
+static_assert(kFewestWarps * sizeof(int64_t) >= FA_SEQUENCE_WORDS * sizeof(int32_t));
 
 /* All threads' values in one, in all of them. `joined` has room for one a warp; NULL: a warp is by itself. */
 template <class Join> __device__ __forceinline__ int64_t join_block(int64_t x, int64_t *joined, Join join) {
@@ -48,19 +48,19 @@ __device__ __forceinline__ int64_t largest_start(const fa_lengths &lengths, int6
 /* Words of sequence b, the same in all threads: a lane reads each. By the block, or with joined NULL by a warp. */
 __device__ __forceinline__ fa_words read_words(const fa_sequences &s, int64_t b, int64_t *joined) {
     const int lane = threadIdx.x % 32;
-    const int32_t *const from = lane < FA_WORDS ? fa_words_from(&s, lane) : nullptr;
+    const int32_t *const from = lane < FA_SEQUENCE_WORDS ? fa_words_from(&s, lane) : nullptr;
     const int32_t mine = from && (!joined || threadIdx.x < 32) ? fa_index(from, b) : 0;
-    int32_t all[FA_WORDS];
+    int32_t all[FA_SEQUENCE_WORDS];
     if (joined) {
         auto *shared = reinterpret_cast<int32_t *>(joined);
         __syncthreads();
-        if (threadIdx.x < FA_WORDS) shared[threadIdx.x] = mine;
+        if (threadIdx.x < FA_SEQUENCE_WORDS) shared[threadIdx.x] = mine;
         __syncthreads();
 #pragma unroll
-        for (int n = 0; n < FA_WORDS; ++n) all[n] = shared[n];
+        for (int n = 0; n < FA_SEQUENCE_WORDS; ++n) all[n] = shared[n];
     } else {
 #pragma unroll
-        for (int n = 0; n < FA_WORDS; ++n) all[n] = __shfl_sync(~0u, mine, n);
+        for (int n = 0; n < FA_SEQUENCE_WORDS; ++n) all[n] = __shfl_sync(~0u, mine, n);
     }
     return {all[0], all[1], all[2], all[3], all[4], all[5]};
 }
