@@ -191,6 +191,7 @@ GLOBALS = {
     "memo.c": {"last"},  # a thread's last call and its plan
     "launch.cuh": {"fa_smem_allowed", "fa_smem_lock"},  # what shared memory each kernel has been allowed
     "tensor_map.h": {"tensor_map_memo"},  # a thread's last tensor maps
+    "module.c": {"calls"},  # of a thread, within each other
     "chaos.cu": {"report", "lock", "given"},  # of a chaos build
     "chaos_delay.cuh": {"state", "host", "armed"},  # the same
 }
