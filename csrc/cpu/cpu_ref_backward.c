@@ -6,11 +6,13 @@
  *
  * Every sum is float64 and belongs to one task, in a fixed order: the bits do not depend on the threads. Hidden pairs
  * are skipped, so that what they hold never matters. Scores are worked out anew for each gradient that needs them: no
- * memory beyond a few rows. Takes everything the API accepts on the CPU; the safety net under faster kernels.
+ * memory beyond a few rows, which lie in workspace, since a thread may have a small stack. Takes everything the API
+ * accepts on the CPU; the safety net under faster kernels.
  *
  * @beside gradient.c
  */
 #include <math.h>
+#include <string.h>
 
 #include "cpu/gradient.h"
 #include "philox.h"
@@ -36,6 +38,19 @@ typedef struct key {
 typedef struct pair {
     double weight, ds, dt; /* P with dropout's factor, dS, dT */
 } pair;
+
+/* What a thread works with. */
+typedef struct scratch {
+    query x[TILE];
+    key y[TILE];
+    double first[TILE][FA_MAX_HEAD_DIM], second[TILE][FA_MAX_HEAD_DIM]; /* sums of a task */
+} scratch;
+
+/* What the threads of a launch share. */
+typedef struct shared {
+    const fa_problem *problem;
+    scratch *scratch; /* one each */
+} shared;
 
 static void load_row(const fa_operand *x, fa_dtype dtype, int64_t b, int64_t h, int64_t i, int length, double *row) {
     const int64_t base = b * x->stride[0] + h * x->stride[1] + i * x->stride[2];
@@ -102,39 +117,42 @@ static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* dq of a tile of queries of one head. */
 static void queries_task(const void *context, int64_t index, int worker) {
-    (void)worker;
-    const fa_problem *problem = context;
+    const shared *s = context;
+    const fa_problem *problem = s->problem;
     const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
     const int64_t first = index % tiles(f->seq_q) * TILE, head = index / tiles(f->seq_q) % f->heads;
     const int64_t b = index / tiles(f->seq_q) / f->heads, count = least(TILE, f->seq_q - first);
-    query x[TILE];
-    key y;
+    query *x = s->scratch[worker].x;
+    key *y = s->scratch[worker].y;
     pair r;
-    double sum[TILE][FA_MAX_HEAD_DIM] = {{0}};
+    double(*sum)[FA_MAX_HEAD_DIM] = s->scratch[worker].first;
+    memset(sum, 0, sizeof s->scratch[worker].first);
     for (int64_t n = 0; n < count; n++) load_query(problem, b, head, first + n, &x[n]);
     const fa_span keys = {fa_keys_of(f, first).begin, fa_keys_of(f, first + count - 1).end};
     for (int64_t j = keys.begin; j < keys.end; j++) {
-        load_key(p, b, head / fa_group(f), j, &y);
+        load_key(p, b, head / fa_group(f), j, y);
         for (int64_t n = 0; n < count; n++)
-            if (weigh(problem, &x[n], &y, &r)) add_row(sum[n], r.dt, y.k, f->head_dim);
+            if (weigh(problem, &x[n], y, &r)) add_row(sum[n], r.dt, y->k, f->head_dim);
     }
     for (int64_t n = 0; n < count; n++) write_row(p, FA_GRAD_Q, b, head, first + n, sum[n], f->scale, f->head_dim);
 }
 
 /* dk and dv of a tile of keys of one kv head. */
 static void keys_task(const void *context, int64_t index, int worker) {
-    (void)worker;
-    const fa_problem *problem = context;
+    const shared *s = context;
+    const fa_problem *problem = s->problem;
     const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
     const int64_t first = index % tiles(f->seq_k) * TILE, h_kv = index / tiles(f->seq_k) % f->heads_kv;
     const int64_t b = index / tiles(f->seq_k) / f->heads_kv, group = fa_group(f);
     const int64_t last = least(first + TILE, f->seq_k) - 1;
-    key y[TILE];
-    query x;
+    key *y = s->scratch[worker].y;
+    query *x = s->scratch[worker].x;
     pair r;
-    double dk[TILE][FA_MAX_HEAD_DIM] = {{0}}, dv[TILE][FA_MAX_HEAD_DIM] = {{0}};
+    double(*dk)[FA_MAX_HEAD_DIM] = s->scratch[worker].first, (*dv)[FA_MAX_HEAD_DIM] = s->scratch[worker].second;
+    memset(dk, 0, sizeof s->scratch[worker].first);
+    memset(dv, 0, sizeof s->scratch[worker].second);
     const int64_t from = most(first, f->key_begin),
                   to = least(last + 1, f->key_end); /* what no query sees is not read */
     for (int64_t j = from; j < to; j++) load_key(p, b, h_kv, j, &y[j - first]);
@@ -142,11 +160,11 @@ static void keys_task(const void *context, int64_t index, int worker) {
     const int64_t row_end = from < to ? least(f->seq_q, to - f->diagonal + f->left) : 0;
     for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++)
         for (int64_t i = row_begin; i < row_end; i++) {
-            load_query(problem, b, h, i, &x);
+            load_query(problem, b, h, i, x);
             for (int64_t j = from; j < to; j++) {
-                if (!weigh(problem, &x, &y[j - first], &r)) continue;
-                add_row(dk[j - first], r.dt, x.q, f->head_dim);
-                add_row(dv[j - first], r.weight, x.dout, f->head_dim_v);
+                if (!weigh(problem, x, &y[j - first], &r)) continue;
+                add_row(dk[j - first], r.dt, x->q, f->head_dim);
+                add_row(dv[j - first], r.weight, x->dout, f->head_dim_v);
             }
         }
     for (int64_t j = first; j <= last; j++) {
@@ -172,27 +190,28 @@ static void bias_extents(const fa_backward *p, int64_t extent[4]) {
 }
 
 /* Adds the pairs of one head and one tile of keys [first, end) to sum, an element a key or one for all. */
-static void add_bias(const fa_problem *problem, int64_t b, int64_t h, span rows, int64_t first, int64_t end,
-                     double *sum) {
+static void add_bias(const fa_problem *problem, scratch *own, int64_t b, int64_t h, span rows, int64_t first,
+                     int64_t end, double *sum) {
     const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
-    key y[TILE];
-    query x;
+    key *y = own->y;
+    query *x = own->x;
     pair r;
     for (int64_t j = first; j < end; j++) load_key(p, b, h / fa_group(f), j, &y[j - first]);
     for (int64_t i = rows.begin; i < rows.end; i++) {
         const fa_span keys = fa_keys_of(f, i);
         if (keys.begin >= end || keys.end <= first) continue;
-        load_query(problem, b, h, i, &x);
+        load_query(problem, b, h, i, x);
         for (int64_t j = first; j < end; j++)
-            if (weigh(problem, &x, &y[j - first], &r)) sum[p->bias_sums >> 3 & 1 ? 0 : j - first] += r.ds;
+            if (weigh(problem, x, &y[j - first], &r)) sum[p->bias_sums >> 3 & 1 ? 0 : j - first] += r.ds;
     }
 }
 
 /* A tile of elements of dbias along its last axis. */
 static void bias_task(const void *context, int64_t index, int worker) {
-    (void)worker;
-    const fa_problem *problem = context;
+    const shared *s = context;
+    const fa_problem *problem = s->problem;
+    scratch *mine = &s->scratch[worker];
     const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
     int64_t extent[4], own[4];
@@ -208,28 +227,37 @@ static void bias_task(const void *context, int64_t index, int worker) {
     for (int64_t b = batches.begin; b < batches.end; b++)
         for (int64_t h = heads.begin; h < heads.end; h++) {
             if (whole_row)
-                for (int64_t j = from; j < to; j += TILE) add_bias(problem, b, h, rows, j, least(j + TILE, to), sum);
+                for (int64_t j = from; j < to; j += TILE)
+                    add_bias(problem, mine, b, h, rows, j, least(j + TILE, to), sum);
             else if (from < to)
-                add_bias(problem, b, h, rows, from, to, sum + (from - own[3]));
+                add_bias(problem, mine, b, h, rows, from, to, sum + (from - own[3]));
         }
     for (int64_t n = 0; n < TILE && own[3] + n < extent[3]; n++)
         fa_write_gradient(p, FA_GRAD_BIAS, fa_at(&p->grad[FA_GRAD_BIAS], own[0], own[1], own[2], own[3] + n), sum[n]);
 }
 
+static void sinks_task(const void *context, int64_t index, int worker) {
+    fa_sink_gradient(((const shared *)context)->problem, index, worker);
+}
+
 static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    (void)device, (void)why;
+    (void)why;
     const fa_forward *f = &problem->backward.forward;
     const double products = (double)f->batch * (double)f->heads * (double)f->seq_q *
                             (double)(f->key_end - f->key_begin) * (f->head_dim + f->head_dim_v);
     const double worth = 1 + products / PRODUCTS_PER_THREAD;
     plan->threads = worth < problem->threads ? (int)worth : problem->threads;
+    const size_t fitting = device->workspace_limit / sizeof(scratch);
+    if ((size_t)plan->threads > fitting) plan->threads = fitting ? (int)fitting : 1;
     plan->blocks = plan->threads;
+    plan->workspace_bytes = (size_t)plan->threads * sizeof(scratch);
     return FA_TAKES;
 }
 
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
+    const shared s = {problem, launch->workspace};
     int64_t extent[4];
     bias_extents(p, extent);
     const struct {
@@ -240,10 +268,10 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
         {1 << FA_GRAD_Q, f->batch * f->heads * tiles(f->seq_q), queries_task},
         {1 << FA_GRAD_K | 1 << FA_GRAD_V, f->batch * f->heads_kv * tiles(f->seq_k), keys_task},
         {1 << FA_GRAD_BIAS, extent[0] * extent[1] * extent[2] * tiles(extent[3]), bias_task},
-        {1 << FA_GRAD_SINKS, f->heads, fa_sink_gradient},
+        {1 << FA_GRAD_SINKS, f->heads, sinks_task},
     };
     for (size_t n = 0; n < sizeof passes / sizeof *passes; n++)
-        if (p->wants & passes[n].wants) launch->host->loop(plan->threads, passes[n].count, passes[n].step, problem);
+        if (p->wants & passes[n].wants) launch->host->loop(plan->threads, passes[n].count, passes[n].step, &s);
     return FA_OK;
 }
 

@@ -240,3 +240,53 @@ def test_a_loop_does_not_wait_for_threads_that_are_busy_elsewhere(tmp_path):
         stepping = step_type(lambda _, n, thread: done.append((n, thread)))
         loop(threads, count, stepping, None)
         assert sorted(n for n, _ in done) == list(range(count)) and {thread for _, thread in done} <= set(range(threads))
+
+
+SMALL_STACK = """
+import sys, threading
+import numpy as np
+import fa_ext
+
+rng = np.random.default_rng(0)
+q, k, v, dout = rng.standard_normal((4, 1, 2, 40, 256)).astype("f4")
+bias, sinks = rng.standard_normal((1, 2, 40, 40)).astype("f4"), rng.standard_normal(2).astype("f4")
+extras = dict(bias=bias, sinks=sinks, softcap=2.0, alibi=np.ones(2, "f4"))
+out, lse = fa_ext.attention(q, k, v, return_lse=True, **extras)
+cache = np.zeros((2, 1, 2, 64, 256), "f4")
+angles = np.ones((40, 128), "f4")
+lengths = dict(seqlens_k=np.array([40], "i4"))
+pages = dict(page_table=np.zeros((1, 1), "i4"), layout="bhsd", causal="bottom_right")
+calls = {
+    "attention": lambda kernel: [fa_ext.attention(q, k, v, kernel=kernel, **extras),
+                                 fa_ext.attention(q, k, v, kernel=kernel, **lengths, **pages)],
+    "backward": lambda kernel: fa_ext.attention_backward(dout, q, k, v, out, lse, wrt=("q", "k", "v", "bias", "sinks"),
+                                                          kernel=kernel, **extras),
+    "merge": lambda kernel: fa_ext.merge([out, out], [lse, lse], sinks=sinks, kernel=kernel),
+    "append": lambda kernel: fa_ext.append(*cache, k, v, q=q, rotary=(angles, angles), kernel=kernel, layout="bhsd", **lengths),
+}
+operation, kernel = sys.argv[1:]
+call = calls[operation]
+wanted, found = call(kernel), []
+threading.stack_size(64 << 10)
+thread = threading.Thread(target=lambda: found.append(call(kernel)))
+thread.start()
+thread.join()
+def same(a, b):
+    if a is None or isinstance(a, np.ndarray):
+        return a is b or a.tobytes() == b.tobytes()
+    return all(map(same, a, b))
+assert same(found[0], wanted)
+"""
+OPERATIONS = {"attention": fa_ext.kernels(), **{name: fa_ext.kernels(name) for name in ("backward", "merge", "append")}}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("operation", "kernel"), [(a, b) for a, names in OPERATIONS.items() for b in names if b.startswith("cpu")])
+def test_a_call_on_a_small_stack(operation, kernel, threads):
+    """Of 64 kB, as threads of servers have that are many."""
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("ASan's frames are larger")
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(Path(fa_ext.__file__).parents[1])}
+    command = [sys.executable, "-c", SMALL_STACK, operation, kernel]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
