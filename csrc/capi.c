@@ -1,6 +1,7 @@
 /* The C interface: the table's functions, each as a call from Python from the problem on. See capi.h. */
 #include "capi.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,14 +36,21 @@ static fa_code find_kernel(fa_capi_call *c, fa_status *status) {
                    c->run.kernel, names);
 }
 
+/* Every function of the table calls this first and finish() last. A thread that is cancelled meanwhile ends behind the
+ * call: between the two it may hold a lock, or other threads may work on what lies on its stack. */
+static void start(fa_capi_call *c) {
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &c->cancel);
+    c->kept = NULL;
+    c->run = (fa_ext_run){.size = sizeof c->run};
+}
+
 static fa_code begin(const fa_ext_run *run, fa_op op, fa_capi_call *c, fa_status *status) {
+    start(c);
     c->context = atomic_load(&shared);
     c->op = op;
     c->forced = NULL;
     c->alignment = 0;
     c->checks = c->checks_device = false;
-    c->kept = NULL;
-    c->run = (fa_ext_run){.size = sizeof c->run};
     if (!run) return FA_OK;
     FA_TRY(FA_CAPI_STRUCT(fa_ext_run, run, &c->run, status));
     return find_kernel(c, status);
@@ -108,6 +116,7 @@ static int finish(fa_capi_call *c, fa_code code, const fa_status *status) {
     free(c->kept);
     if (code != FA_OK && c->run.message && c->run.message_bytes)
         snprintf(c->run.message, c->run.message_bytes, "%s", status->message);
+    pthread_setcancelstate(c->cancel, NULL);
     return (int)code;
 }
 
@@ -166,8 +175,7 @@ static int ask(int operation, const void *arguments, const fa_ext_run *run, size
 
 /* Refuses what only an operation has. */
 static fa_code begin_plain(const fa_ext_run *run, const char *name, fa_capi_call *c, fa_status *status) {
-    c->kept = NULL;
-    c->run = (fa_ext_run){.size = sizeof c->run};
+    start(c);
     if (!run) return FA_OK;
     FA_TRY(FA_CAPI_STRUCT(fa_ext_run, run, &c->run, status));
     if (c->run.kernel) return fa_fail(status, FA_EVALUE, "kernel is given, but %s has none; accepted: NULL", name);

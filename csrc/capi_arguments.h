@@ -17,6 +17,7 @@ typedef struct fa_capi_call {
     fa_plan plan;
     bool stream_known;          /* the stream is one of the arrays' device for sure */
     bool checks, checks_device; /* bad contents of index arrays are an error: on the CPU, on a device */
+    int cancel;                 /* whether the thread may be cancelled outside the call: as pthread.h says */
     void *kept;                 /* what the problem points into; freed at the end */
 } fa_capi_call;
 

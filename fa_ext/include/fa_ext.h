@@ -15,7 +15,8 @@
  *
  * Every function may be called from any thread, and none needs or takes the GIL. On a CUDA device a call queues work on
  * a stream and returns. A function returns FA_EXT_OK or the code of the error, with words in the caller's buffer;
- * nothing is written then unless the launch itself failed. The table lives as long as the process.
+ * nothing is written then unless the launch itself failed. A thread that is cancelled within a call ends behind it. The
+ * table lives as long as the process.
  *
  * Versions: a struct of arguments begins with its size and only ever grows at its end, where 0 is the default, so clear
  * it before filling it. The table grows at its end alone: FA_EXT_HAS(api, append) says whether the running version has

@@ -67,6 +67,16 @@ def test_a_program_that_embeds_python(tmp_path):
     assert (done.returncode, done.stdout) == (0, "1.5 2.5\n"), done.stderr
 
 
+def test_threads_that_are_cancelled_leave_no_lock_behind(tmp_path):
+    """tests/cancel.c: a thread ends behind its calls, and the threads after it can call."""
+    library = compiled(tmp_path, "c", "-pthread", source="cancel.c")
+    code = f"import ctypes, c_interface; print(ctypes.CDLL({str(library)!r}).cancelled(ctypes.c_void_p(c_interface.table())))"
+    path = os.pathsep.join([str(c_interface.HERE), str(c_interface.HERE.parent), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stdout + done.stderr
+
+
 def test_the_header_is_in_the_package():
     assert c_interface.Path(fa_ext.get_include(), "fa_ext.h").is_file()
 
