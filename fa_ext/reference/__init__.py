@@ -29,7 +29,7 @@ def attention(q, k, v, *, rows=None, xp=None, **options):
     return attend(q, k, v, asked, rows=rows, xp=xp)
 
 
-def plain(q, k, v, *, rows=None, xp=None, dtype=None, out_dtype=None, **options):
+def plain(q, k, v, *, rows=None, xp=None, dtype=None, out_dtype=None, exact=False, **options):
     """The same formula as an unfused computation in ``dtype`` (default: q's) would evaluate it.
 
     S = Q K^T is accumulated in float32 and the final scores are rounded to the dtype (saturating), the softmax runs in
@@ -46,5 +46,5 @@ def plain(q, k, v, *, rows=None, xp=None, dtype=None, out_dtype=None, **options)
     """
     asked, dtype = Options(**options), dtype or q.dtype.name
     if asked.sequences(q, k):
-        return serving.plain(q, k, v, xp=xp, dtype=dtype, out_dtype=out_dtype, **options)
-    return attend(q, k, v, asked, rows=rows, xp=xp, dtype=dtype, out_dtype=out_dtype or dtype)
+        return serving.plain(q, k, v, xp=xp, dtype=dtype, out_dtype=out_dtype, exact=exact, **options)
+    return attend(q, k, v, asked, rows=rows, xp=xp, dtype=dtype, out_dtype=out_dtype or dtype, exact=exact)

@@ -183,7 +183,7 @@ def by_eights(xp, a, b, fused=False):
     return total
 
 
-def attend(q, k, v, options: Options, *, rows=None, xp=None, dtype=None, out_dtype=None):
+def attend(q, k, v, options: Options, *, rows=None, xp=None, dtype=None, out_dtype=None, exact=False):
     """``reference.attention`` of dense arrays, or with a ``dtype`` ``reference.plain``."""
     xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
     layout = options.layout
@@ -201,7 +201,7 @@ def attend(q, k, v, options: Options, *, rows=None, xp=None, dtype=None, out_dty
     out = xp.zeros((batch * heads_kv, group, count, head_dim_v), xp.float64)
     lse = xp.full((batch * heads_kv, group, count), -math.inf, xp.float64)
     call = Call(xp, work, dtype, options, q, k)
-    call.out, call.lse, call.out_dtype = out, lse, out_dtype
+    call.out, call.lse, call.out_dtype, call.exact = out, lse, out_dtype, exact
     if out.size or lse.size:
         call.q = xp.ascontiguousarray(q.astype(work)).reshape(batch * heads_kv, group, seq_q, head_dim)
         call.k = xp.ascontiguousarray(k.astype(work)).reshape(batch * heads_kv, 1, seq_k, head_dim)
@@ -226,6 +226,7 @@ class Call:
     out: Any
     lse: Any
     out_dtype: str | None
+    exact: bool
 
     def __init__(self, xp, work, dtype, options: Options, q, k):
         """q and k as (B, H, S, D), for their shapes and q's dtype."""
@@ -287,19 +288,21 @@ class Call:
 
         peak = xp.max(s, axis=-1, keepdims=True)
         sink = None
+        # In base 2 a score, and the sink, is rounded once more.
+        exp, base = (xp.exp2, self.work(math.log2(math.e))) if self.exact else (xp.exp, self.work(1))
         if self.sinks is not None:
-            sink = self.sinks[pair % self.heads_kv][:, :, None, None]
+            sink = self.sinks[pair % self.heads_kv][:, :, None, None] * base
             peak = xp.maximum(peak, sink)
         shift = xp.where(peak == -math.inf, self.work(0), peak)
-        p = xp.exp(s - shift)
+        p = exp(s - shift)
         total = p.sum(axis=-1, keepdims=True)
         if sink is not None:
-            total = total + xp.exp(sink - shift)
-        lse = shift + xp.log(total)
+            total = total + exp(sink - shift)
+        lse = shift / base + xp.log(total)
         p = p / xp.where(total == 0, self.work(1), total)
         if sink is not None:  # a query without keys: 0, and the sink as it is, be it infinite or NaN
             empty = ~seen.any(axis=-1, keepdims=True)
-            lse, p = xp.where(empty, sink, lse), xp.where(empty, self.work(0), p)
+            lse, p = xp.where(empty, sink / base, lse), xp.where(empty, self.work(0), p)
         self.lse[pairs, :, queries] = lse[..., 0].astype(xp.float64)
         p = self.dropped(p, b, h, positions, keys)
         if self.dtype:
@@ -331,11 +334,20 @@ class Call:
             added = self._with_alibi(added, self.slopes[b, h], positions, keys)
         if added is not None:
             s = xp.where(added == -math.inf, added, s + added)  # excludes like a mask, whatever the score is
-        if self.dtype in ("float16", "bfloat16"):
-            limit = self.work(LARGEST[self.dtype])
-            rounded = round_to(xp.clip(s, -limit, limit), self.dtype, xp)
-            s = xp.where(xp.isinf(s), s, rounded)
-        return s
+        if self.dtype in ("float16", "bfloat16") and not self.exact:
+            s = xp.where(xp.isinf(s), s, self._rounded(s))
+        return s * self.work(math.log2(math.e)) if self.exact else s
+
+    def _rounded(self, s):
+        """Scores with as many bits as the dtype has, those beyond float16's largest number too."""
+        xp = self.xp
+        limit = self.work(LARGEST["bfloat16"])
+        s = xp.clip(s, -limit, limit)
+        if self.dtype == "bfloat16":
+            return round_to(s, "bfloat16", xp)
+        held = xp.abs(s) <= LARGEST["float16"]
+        down = xp.where(held, self.work(1), self.work(2.0**-114))  # a power of two: the bits stay, and the exponent fits
+        return round_to(s * down, "float16", xp) / down
 
     def _with_alibi(self, bias, slopes, positions, keys):
         """bias - slope |j - (i + diagonal)|: product and difference are rounded to the dtype of the evaluation, and

@@ -114,10 +114,10 @@ def attention(q, k, v, **arguments):
     return _run(q, k, v, **arguments)
 
 
-def plain(q, k, v, *, dtype=None, out_dtype=None, **arguments):
+def plain(q, k, v, *, dtype=None, out_dtype=None, exact=False, **arguments):
     """The same formula in the arithmetic of ``reference.plain``."""
     dtype = dtype or q.dtype.name
-    return _run(q, k, v, dtype=dtype, out_dtype=out_dtype or dtype, **arguments)
+    return _run(q, k, v, dtype=dtype, out_dtype=out_dtype or dtype, exact=exact, **arguments)
 
 
 def spread(q, k, v, truth, **options):
@@ -321,7 +321,7 @@ def _problems(xp, q, k, v, o):
     return batch, each()
 
 
-def _run(q, k, v, *, xp=None, dtype=None, out_dtype=None, **options):
+def _run(q, k, v, *, xp=None, dtype=None, out_dtype=None, exact=False, **options):
     xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
     o = dense.Options(**options)
     batch, problems = _problems(xp, q, k, v, o)
@@ -349,7 +349,7 @@ def _run(q, k, v, *, xp=None, dtype=None, out_dtype=None, **options):
             added = -taken if added is None else xp.where(added == -math.inf, -math.inf, added.astype(xp.float64) - taken)
         alone = dense.Options(scale=o.scale, softcap=o.softcap, bias=added, mask=seen, sinks=o.sinks)
         queries = q[p.at : p.at + 1, :, p.rows]
-        some_out, some_lse = dense.attend(queries, p.k, p.v, alone, xp=xp, dtype=dtype, out_dtype=out_dtype)
+        some_out, some_lse = dense.attend(queries, p.k, p.v, alone, xp=xp, dtype=dtype, out_dtype=out_dtype, exact=exact)
         out[p.at, :, p.rows], lse[p.at, :, p.rows] = some_out[0], some_lse[0]
     if packed_q:
         return xp.swapaxes(out, 1, 2)[0], lse[0]
