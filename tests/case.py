@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import magnitudes
 from operands import LAYOUTS, dtype_of, place, strided
 
 HALVES = ("float16", "bfloat16")
@@ -15,7 +16,10 @@ STRIDES = (*LAYOUTS, "packed", "mixed")
 VALUES = ("normal", "large", "tiny", "sorted", "descending", "dominant", "equal", "zeros", "negative", "offset",
           "nan_outside", "nan_tail")  # fmt: skip
 MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "strided")
-BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max")
+BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max",
+          "low", "lowest", "high")  # fmt: skip
+#: Those that leave float32 little of the scores, so that an LSE does not say how many keys it is of.
+FLAT_BIASES = ("finfo_min", "finfo_max", "low", "lowest", "high")
 OPERATIONS = ("attention", "backward", "merge")
 SINKS = ("same", "float32", "large", "small", "strided", "huge")
 ALIBIS = ("heads", "batch", "strided", "steep")
@@ -23,8 +27,8 @@ ALIBIS = ("heads", "batch", "strided", "steep")
 ARRAYS = ("bias", "mask", "sinks", "alibi")
 #: The words that an option of a case's name may be.
 ACCEPTED = {
-    "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": (*BIASES, "shared"), "sinks": SINKS,
-    "alibi": ALIBIS, "layout": ("bhsd", "bshd"), "strides": STRIDES, "values": VALUES, "operation": OPERATIONS,
+    "causal": ("True", "False", "top_left", "bottom_right"), "mask": MASKS, "bias": (*BIASES, "shared"), "sinks": (*SINKS, "level"),
+    "alibi": (*ALIBIS, "level"), "layout": ("bhsd", "bshd"), "strides": STRIDES, "values": VALUES, "operation": OPERATIONS,
     "deterministic": ("True", "False"), "accumulate": ("True", "False"), "dlse": ("True", "False"),
 }  # fmt: skip
 
@@ -64,7 +68,8 @@ class Case:
     ``fa_ext.merge`` with results like it (``parts``); heads_kv, seq_k and head_dim_v default to heads, seq_q and head_dim.
 
     mask, bias, sinks and alibi name kinds (MASKS, BIASES, SINKS, ALIBIS); dropout is (p, seed); strides and values name how
-    q, k and v lie in memory and what they hold (STRIDES, VALUES). Of the backward pass alone: deterministic, accumulate
+    q, k and v lie in memory and what they hold (STRIDES, VALUES); logits is (kind, exponent) of ``magnitudes``, such as ("rising", 20),
+    or ("rising", -20) for scores of about -2^20, and takes the place of q's and k's values. Of the backward pass alone: deterministic, accumulate
     (into float32), and dlse, whether it is given one; all gradients that there are, are asked for.
     """
 
@@ -88,6 +93,7 @@ class Case:
     layout: str = "bhsd"
     strides: str = "contiguous"
     values: str = "normal"
+    logits: tuple[str, int] | None = None
     seed: int = 0
     operation: str = "attention"
     deterministic: bool = True
@@ -142,15 +148,16 @@ class Case:
             if name == "window":
                 left, right = (None if x == "none" else int(x) for x in value.split(":"))
                 return left, right
-            if name == "dropout":
-                p, draw = value.split(":")
-                return float(p), int(draw)
+            if name in ("dropout", "logits"):
+                first, second = value.split(":")
+                return (float(first) if name == "dropout" else magnitudes.known(first)), int(second)
             if name in ("causal", "deterministic", "accumulate", "dlse"):
                 return {"True": True, "False": False}.get(value, value)
             return {"seed": int, "parts": int, "softcap": float, "scale": float}.get(name, str)(value)
         except ValueError:
             kind = {"window": "left:right, each a number or none", "seed": "a whole number",
-                    "dropout": "p:seed, a number and a whole number"}.get(name, "a number")  # fmt: skip
+                    "dropout": "p:seed, a number and a whole number",
+                    "logits": f"kind:exponent, one of {', '.join(magnitudes.KINDS)} and a whole number"}.get(name, "a number")  # fmt: skip
             raise ValueError(f"{name} is {value!r}; accepted: {kind}") from None
 
     # ---- the size ----
@@ -214,11 +221,19 @@ class Case:
 
     # ---- the inputs ----
 
+    @property
+    def exact(self) -> bool:
+        """Whether every sum of q . k is exact in float32, and scores are as large (``reference.plain``)."""
+        return bool(self.logits) and not self.softcap
+
     def options(self) -> dict:
         """The arguments of the call that are not arrays, defaults left out."""
-        own = (*ARRAYS, "strides", "values", "seed", "operation", "dlse", "parts")
+        own = (*ARRAYS, "strides", "values", "logits", "seed", "operation", "dlse", "parts")
         options = [f for f in dataclasses.fields(self)[8:] if f.name not in own]
-        return {f.name: getattr(self, f.name) for f in options if getattr(self, f.name) != f.default}
+        found = {f.name: getattr(self, f.name) for f in options if getattr(self, f.name) != f.default}
+        if self.logits:
+            found |= magnitudes.scaled(self.logits[0], self.head_dim, self.scale)
+        return found
 
     def arrays(self) -> list[str]:
         """The arrays that the case adds to q, k and v."""
@@ -305,6 +320,9 @@ class Case:
             k[:, :, outside], v[:, :, outside] = np.inf, np.nan
         elif self.values == "nan_tail":
             k[:, :, -1:], v[:, :, -1:, 0], v[:, :, -1:, 1:] = np.nan, np.inf, np.nan
+        if self.logits:
+            scale = self.options().get("scale", dim**-0.5)
+            q, k = magnitudes.operands(*self.logits, q.shape, k.shape, self.dtype, scale, self.seed)
         return q, k, v
 
     def _mask(self, rng):
@@ -362,6 +380,11 @@ class Case:
             if self.bias == "finfo_max":  # some keys take all
                 bias = np.where(rng.random((b, 1, 1, sk)) < 0.05, largest, bias)
             return bias.astype(wide)
+        if self.bias in ("low", "lowest", "high"):  # at all keys: the scores beside it count no more, or what float32 leaves of them
+            if self.bias == "lowest" and self.dtype != "bfloat16":
+                return np.full((sq, 1), np.finfo(dtype).min, dtype)
+            value = {"low": -1e30, "lowest": -3.3895313892515355e38, "high": 1e30}[self.bias]
+            return np.full((sq, 1), value, np.float32 if self.dtype == "float16" else dtype)
         if self.bias == "strided":
             return rng.standard_normal((sk, 1, h, sq)).transpose(1, 2, 3, 0).astype(dtype, order="K")[:, :, ::-1]
         raise ValueError(f"bias is {self.bias!r}; accepted: {', '.join(BIASES)}")
@@ -370,6 +393,9 @@ class Case:
         if self.sinks is None:
             return None
         sinks = rng.standard_normal(self.heads)
+        if self.sinks == "level" and self.logits:  # of the scores' magnitude
+            kind, exponent = self.logits
+            return np.resize(np.ldexp((1, 2, -1, 0.5), abs(exponent)) * np.sign(exponent), self.heads).astype(np.float32)
         if self.sinks in ("large", "small"):
             sinks = sinks + (40 if self.sinks == "large" else -80)
         wide = np.float64 if self.dtype == "float64" else np.float32
@@ -394,6 +420,8 @@ class Case:
             memory = np.full((2 * self.heads, 3), np.nan, np.float32)
             memory[::-2, 1] = slopes
             return memory[::-2, 1]
+        elif self.alibi == "level" and self.logits:  # some 100 of the units that float32 resolves there, and no less than 64
+            slopes = np.resize((1, -1), self.heads) * 2.0 ** max(6, abs(self.logits[1]) - 16)
         elif self.alibi == "steep":
             slopes = slopes * np.resize((1e37, -0.01, 3.0), self.heads)
         return slopes.astype(np.float32)

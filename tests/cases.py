@@ -19,7 +19,11 @@ import random
 import sys
 import time
 
-from case import ALIBIS, BIASES, DTYPES, HALVES, MASKS, SINKS, STRIDES, VALUES, Case
+import magnitudes
+from case import ALIBIS, BIASES, DTYPES, FLAT_BIASES, HALVES, MASKS, SINKS, STRIDES, VALUES, Case
+
+#: log2 of the scores up to which gradients are judged: their LSE is 2^16 at most.
+LARGEST_BACKWARD = 15
 
 __all__ = ["Case", "contract", "float64", "must_accept", "random_cases", "sanitize", "zero_sizes"]
 
@@ -225,11 +229,12 @@ def random_cases(seed: int, n: int, limit: float = 2e8):
 
 
 def random_gradients(seed: int, n: int, limit: float = 2e8):
-    """The same of the backward pass, but for biases whose LSE no longer tells in float32 how many keys it is of."""
+    """The same of the backward pass, but for biases, and scores, whose LSE no longer tells in float32 how many keys it is of."""
     for i, case in enumerate(random_cases(seed, n, limit / 2.5)):
         rng = random.Random(f"{seed}:{i}:backward")
-        bias = None if case.bias in ("finfo_min", "finfo_max") else case.bias
-        yield dataclasses.replace(case, operation="backward", bias=bias, deterministic=rng.random() < 0.5, dlse=rng.random() < 0.5)
+        bias = None if case.bias in FLAT_BIASES else case.bias
+        logits = case.logits if case.logits and abs(case.logits[1]) <= LARGEST_BACKWARD else None
+        yield dataclasses.replace(case, operation="backward", bias=bias, logits=logits, deterministic=rng.random() < 0.5, dlse=rng.random() < 0.5)
 
 
 def _random_case(rng: random.Random, seed: int) -> Case:
@@ -263,7 +268,7 @@ def _random_case(rng: random.Random, seed: int) -> Case:
     def side():
         return sometimes(0.8, lambda: rng.choice((0, rng.randint(0, 20), rng.randint(0, 400))))
 
-    return Case(
+    case = Case(
         batch=rng.choice((1, 1, 2, 3)), heads=heads, heads_kv=heads_kv, seq_q=seq_q, seq_k=seq_k, head_dim=d,
         head_dim_v=dv, dtype=dtype, causal=causal, window=sometimes(0.25, lambda: (side(), side())),
         softcap=sometimes(0.2, lambda: rng.choice((0.5, 10.0, 50.0)), 0.0), bias=sometimes(0.2, lambda: rng.choice(BIASES)),
@@ -272,6 +277,17 @@ def _random_case(rng: random.Random, seed: int) -> Case:
         strides=strides, values=values, seed=seed,
         dropout=sometimes(0.15, lambda: (rng.choice((0.1, 0.5, 1 / 65536)), rng.randint(0, 1 << 40))),
     )  # fmt: skip
+    return sometimes(0.2, lambda: _of_any_magnitude(rng, case), case)
+
+
+def _of_any_magnitude(rng: random.Random, case: Case) -> Case:
+    """The case with large scores, and with what leaves such scores an answer: no bias or slopes that float32 loses beside them."""
+    kind = rng.choice(magnitudes.KINDS)
+    exponents = [e for e in range(10, 101) if magnitudes.holds(kind, e, case.head_dim, case.dtype, (case.scale or case.head_dim**-0.5) / 2)]
+    exponent = rng.choice([e for e in exponents if e <= rng.choice((16, 30, 100))])
+    bias = rng.choice(("low", "lowest", "high")) if case.bias and exponent < 40 else None
+    sinks = "level" if case.sinks and rng.random() < 0.5 else case.sinks
+    return dataclasses.replace(case, values="normal", logits=(kind, rng.choice((1, -1)) * exponent), bias=bias, sinks=sinks)
 
 
 def _unique(cases):
@@ -365,6 +381,8 @@ def main(arguments=None) -> int:
     case = Case.parse(given.case)
     if case.operation == "backward":
         report = _verdict(kernel or fa_ext.kernels("backward")[-1], case)
+    elif case.exact:
+        report = _verdict(kernel or fa_ext.kernels()[-1], case)
     else:
         report = fa_ext.verify(**case.make_inputs(given.on), kernel=kernel)
     print(report)

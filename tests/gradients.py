@@ -13,7 +13,7 @@ import numpy as np
 import cases
 import fa_ext
 import rows
-from case import Case
+from case import FLAT_BIASES, Case
 from devices import DEVICES, shapes_only
 from fa_ext import reference
 from fa_ext.judge.backward import BackwardReport, judge_backward, spread_backward, zeros_of
@@ -205,7 +205,7 @@ def contract(kernel: str) -> list[Case]:
     A bias of finfo.min on whole rows is left out, since their LSE in float32 no longer holds how many keys they have, as are
     slopes that are as steep, and scales whose gradients exceed float32.
     """
-    every = [case for case in cases.contract() if case.bias not in ("finfo_min", "finfo_max") and abs(case.scale or 1) < 1e9]
+    every = [case for case in cases.contract() if case.bias not in FLAT_BIASES and abs(case.scale or 1) < 1e9]
     special = [case for case in every if case.alibi and case.alibi != "steep" and rows.listed_name(kernel) in WITH_ALIBI]
     special += [case for case in every if case.dropout and rows.listed_name(kernel) in WITH_DROPOUT]
     every = [case for case in every if not case.alibi and not case.dropout]

@@ -37,27 +37,52 @@ class Beyond(ValueError):
     """The dtype, or head_dim, cannot hold the operands of such scores."""
 
 
-def operands(kind: str, exponent: int, sign: int, q_shape, k_shape, dtype: str, scale: float, seed: int):
-    """(q, k), float32 of (..., Sq, D) and (..., Sk, D), whose largest scores have magnitudes from 2^exponent to 2^(exponent + 1) and
-    this sign; ``normal`` has scores of both and around 2^exponent. Raises Beyond."""
+def known(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+    return kind
+
+
+def scaled(kind: str, dim: int, scale: float | None) -> dict:
+    """The option of a call's scale, where scores of this kind need one: a power of two near the given or default scale, which rounds no
+    score, so that a kernel may round it before or after the factor to base 2."""
+    if kind in ("constant", "doubling"):
+        return {}
+    scale = dim**-0.5 if scale is None else scale
+    return {"scale": math.copysign(2.0 ** round(math.log2(abs(scale))), scale)}
+
+
+def holds(kind: str, exponent: int, dim: int, dtype: str, scale: float) -> bool:
+    """Whether ``operands`` of this head_dim and dtype can be made."""
+    try:
+        operands(kind, exponent, (1, dim), (2, dim), dtype, scale, 0)
+    except Beyond:
+        return False
+    return True
+
+
+def operands(kind: str, exponent: int, q_shape, k_shape, dtype: str, scale: float, seed: int):
+    """(q, k), float32 of (..., Sq, D) and (..., Sk, D), whose largest scores lie from 2^exponent to 2^(exponent + 1), or with a
+    negative exponent from -2^-exponent down; ``normal`` has scores of both signs and around 2^|exponent|. Raises Beyond."""
     rng = np.random.default_rng([seed, 17])
-    raw = exponent - math.frexp(abs(scale))[1] + 1  # of q . k
+    sign = (1 if exponent > 0 else -1) * (1 if scale > 0 else -1)
+    raw = abs(exponent) - math.frexp(abs(scale))[1] + 1  # of q . k
     if kind == "normal":
         return _normal(rng, raw, q_shape, k_shape, dtype)
     keys = k_shape[-2]
     level = np.arange(keys) // LEVEL
     levels = -(-keys // LEVEL)
-    unit, natural = np.full(levels, raw - 23), math.ldexp(abs(scale), raw - 23)
+    unit, natural = raw - 23, math.ldexp(abs(scale), raw - 23)
     if kind == "outgrown":
-        level = np.arange(keys) == keys // 2
+        level = (np.arange(keys) == keys // 2).astype(int)
         n = _whole(2, max(1, round(_OUTGROWN / natural)), sign, scale)
     elif kind in ("rising", "falling"):
         n = _whole(levels, max(1, int(_RISE / max(1, levels) / natural)), sign, scale)[:: 1 if kind == "rising" else -1]
     else:
         n = np.resize(_whole(1, 0, sign, scale), levels)
     if kind == "doubling":
-        unit = unit - np.minimum(np.arange(levels)[:: -1 if sign > 0 else 1], _DOUBLINGS)
-    return _digits(rng, n[level.astype(int)], unit[level.astype(int)], q_shape, k_shape, dtype)
+        unit = unit - np.minimum(level[:: -1 if sign > 0 else 1], _DOUBLINGS)
+    return _digits(rng, n[level], np.broadcast_to(unit, level.shape), q_shape, k_shape, dtype)
 
 
 def _normal(rng, raw, q_shape, k_shape, dtype):
@@ -98,7 +123,7 @@ def _split(exponent, dtype, above, bits=_DIGIT):
 
 def _digits(rng, n, unit, q_shape, k_shape, dtype):
     """The scores n times 2^unit of all keys, as sums of digits' products in columns that are drawn."""
-    dim, top = q_shape[-1], int(unit.max(initial=0))
+    dim, top = q_shape[-1], int(unit.max()) if unit.size else 0
     digits = [np.abs(n) >> _DIGIT * c & 255 for c in range(_DIGITS)]
     used = [c for c in reversed(range(_DIGITS)) if digits[c].any()][:dim]
     columns = list(rng.permutation(dim))

@@ -167,7 +167,7 @@ def known(case: Case):
     """(inputs, truth, ordinary, exempt) of a case on the host: the kernels that a case runs on share it."""
     inputs = case.host_inputs()
     truth = reference.attention(**inputs)
-    ordinary = reference.plain(**inputs)
+    ordinary = reference.plain(**inputs, exact=case.exact)
     return inputs, truth, ordinary, spread(inputs["k"], inputs["v"], truth[0], case.layout, case.causal, case.window)
 
 

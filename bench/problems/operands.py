@@ -96,7 +96,7 @@ class Operands(Arrays):
     def _make_qkv(self, guard_byte: int) -> None:
         """q, k, v, and what the case adds to them."""
         case, device = self.case, self.device
-        if device.kind == "cuda" and not case.arrays() and case.values == "normal":
+        if device.kind == "cuda" and not case.arrays() and case.values == "normal" and not case.logits:
             for name, shape in (("q", case.q_shape), ("k", case.k_shape), ("v", case.v_shape)):
                 self._new(name, shape, case.dtype, guard_byte)
             for i, name in enumerate("qkv"):
@@ -178,7 +178,7 @@ class Operands(Arrays):
             rows = self._drawn_rows(CHECK_FLOPS_CPU if xp is np else CHECK_FLOPS_GPU)
             options = case.options()
             truth = reference.attention(**inputs, **options, rows=rows, xp=xp)
-            plain = reference.plain(**inputs, **options, rows=rows, xp=xp, dtype=case.dtype)
+            plain = reference.plain(**inputs, **options, rows=rows, xp=xp, dtype=case.dtype, exact=case.exact)
             exempt = None
             if rows is None and case.values in ("nan_tail", "nan_outside"):
                 k, v = (inputs[name].astype(xp.float32) for name in "kv")
