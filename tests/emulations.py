@@ -8,6 +8,7 @@ import numpy as np
 
 TILE = 32
 WARPS = 4
+FACTOR = np.float32(np.log2(np.e))
 
 
 def tiles(s, v):
@@ -141,5 +142,26 @@ def masked_as_zero(s, v):
     return exact(np.where(s == -np.inf, np.float32(0), s), v)
 
 
+def forgotten_rounding(s, v):
+    """In base 2, weights are 2^(s f - c) by a fused multiply-add, with c the rounded product of the maximum and the factor f; what
+    came before is rescaled by 2^(m f - c'), which forgets the rounding of the c before, and a large c is off by more than an exponent
+    holds."""
+
+    def power(x, c):
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.exp2((x.astype(np.float64) * FACTOR - c).astype(np.float32))
+
+    peak, total, out = state(s, v)
+    for s_tile, v_tile in tiles(s, v):
+        new = np.maximum(peak, s_tile.max(-1, keepdims=True))
+        c = safe(new) * FACTOR
+        p, alpha = power(s_tile, c), power(peak, c)
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = total * alpha + p.sum(-1, keepdims=True)
+            out = out * alpha + p @ v_tile
+        peak = new
+    return finish(peak, total, out)
+
+
 MISTAKES = (clamped_exponentials, isfinite_fallback, skipped_rescale, state_of_each_warp, stale_sum, sum_without_rescale,
-            masked_as_zero)  # fmt: skip
+            masked_as_zero, forgotten_rounding)  # fmt: skip

@@ -8,6 +8,11 @@ The rule, with "plain" the same formula in the plain arithmetic of the dtype (``
 * finite where the reference is finite, not finite where it is not, and exactly 0 in rows whose LSE is -inf.
 
 float64, which plain computes exactly, is held to 1e-10 in each.
+
+The rule holds at every magnitude that q . k has in float32. Plain rounds scores to as many bits as the dtype has, and to
+no largest number, so that plain is finite where the call is. Inputs whose q . k is exact in float32 may be judged by
+``plain(exact=True)``, whose scores are rounded once, in float32 to base 2: keys whose scores are alike, or lie some units
+in the last place apart, then have a bound that zeros, and rescales of a maximum that forget its rounding, exceed.
 """
 
 from __future__ import annotations

@@ -32,9 +32,13 @@ def attention(q, k, v, *, rows=None, xp=None, **options):
 def plain(q, k, v, *, rows=None, xp=None, dtype=None, out_dtype=None, exact=False, **options):
     """The same formula as an unfused computation in ``dtype`` (default: q's) would evaluate it.
 
-    S = Q K^T is accumulated in float32 and the final scores are rounded to the dtype (saturating), the softmax runs in
-    float32, P and the result are rounded to the dtype. For float64 everything is float64. ``dtype`` is a name
-    ("bfloat16"), for arrays that hold values of a dtype their module does not know.
+    S = Q K^T is accumulated in float32 and the final scores are rounded to as many bits as the dtype has (those beyond float16's
+    largest number too), the softmax runs in float32, P and the result are rounded to the dtype. For float64 everything is float64.
+    ``dtype`` is a name ("bfloat16"), for arrays that hold values of a dtype their module does not know.
+
+    ``exact`` is for q and k whose products and partial sums float32 holds exactly, in any order: S is then rounded once, in float32
+    and to base 2, as an exponential needs it. Scores of 2^12 and more have a bound that says something by this alone: rounded to
+    a dtype, those that lie some units apart become equal.
 
     The sums of float32 have an order of their own, ``dense.by_eights``, so that the error, and with it the bound that is made
     of it, does not depend on a BLAS. In S each product joins its sum by a fused multiply-add, as in the kernels: with large

@@ -226,7 +226,7 @@ class Call:
     out: Any
     lse: Any
     out_dtype: str | None
-    exact: bool
+    exact = False  # of ``reference.plain``
 
     def __init__(self, xp, work, dtype, options: Options, q, k):
         """q and k as (B, H, S, D), for their shapes and q's dtype."""
@@ -335,10 +335,10 @@ class Call:
         if added is not None:
             s = xp.where(added == -math.inf, added, s + added)  # excludes like a mask, whatever the score is
         if self.dtype in ("float16", "bfloat16") and not self.exact:
-            s = xp.where(xp.isinf(s), s, self._rounded(s))
+            s = xp.where(xp.isinf(s), s, self._rounded_scores(s))
         return s * self.work(math.log2(math.e)) if self.exact else s
 
-    def _rounded(self, s):
+    def _rounded_scores(self, s):
         """Scores with as many bits as the dtype has, those beyond float16's largest number too."""
         xp = self.xp
         limit = self.work(LARGEST["bfloat16"])

@@ -3,12 +3,16 @@
 And the verifier itself: what it must notice in an otherwise right result.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 
+import cases
 import emulations
 import fa_ext
 import large_logits
+import magnitudes
 import rows
 from case import Case
 from fa_ext import reference
@@ -28,6 +32,8 @@ ADVERSARIAL = {
     "some rows masked": Case(**SIZE, mask="rows"),
     "very negative logits": Case(**SIZE, values="negative", mask="full"),
     "rows without a key": Case(**SIZE, window=(0, 0), causal="top_left", mask="rows"),
+    "a maximum that rises at 2^16": Case(**SIZE, logits=("rising", 16)),
+    "alike at 2^30": Case(**SIZE, logits=("constant", 30)),
 }
 # Inputs on which each mistake must show. Elsewhere it may hide: that is why the grid holds all of them.
 SHOWS = {
@@ -38,12 +44,13 @@ SHOWS = {
     "stale_sum": {"normal", "keys in rising order", "equal keys", "tiny logits"},
     "sum_without_rescale": {"keys in rising order", "huge logits", "one dominant key in the last tile", "normal"},
     "masked_as_zero": {"causal", "very negative logits", "all masked but one", "rows without a key"},
+    "forgotten_rounding": {"a maximum that rises at 2^16", "alike at 2^30"},
 }
 
 
 def scores(case, inputs):
     """(scores with -inf at excluded keys, v), float32."""
-    s = inputs["q"] @ inputs["k"].swapaxes(-1, -2) * np.float32(case.head_dim**-0.5)
+    s = inputs["q"] @ inputs["k"].swapaxes(-1, -2) * np.float32(inputs.get("scale", case.head_dim**-0.5))
     seen = reference.visible_keys(np.arange(case.seq_q), case.seq_q, case.seq_k, case.causal, case.window)
     seen = seen & inputs.get("mask", True)
     return np.where(seen, s, np.float32(-np.inf)), inputs["v"]
@@ -52,7 +59,8 @@ def scores(case, inputs):
 def emulated(emulation, case):
     inputs = case.host_inputs()
     out, lse = emulation(*scores(case, inputs))
-    return judge(out, lse, reference.attention(**inputs), reference.plain(**inputs), "float32", kernel=emulation.__name__)
+    plain = reference.plain(**inputs, exact=case.exact)
+    return judge(out, lse, reference.attention(**inputs), plain, "float32", kernel=emulation.__name__)
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
@@ -102,6 +110,80 @@ def test_large_scores_of_halves_stay_within_the_bounds(forward, dtype):
         except fa_ext.UnsupportedError as error:
             pytest.skip(str(error))
         assert counted.seeds == 8 and not counted.over, (head_dim, counted)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("kind", magnitudes.KINDS)
+def test_scores_of_every_magnitude(forward, kind, dtype):
+    """q . k is finite in float32, so the result is, and right."""
+    wrong, judged = [], 0
+    for case in cases.magnitude(kind, dtype):
+        if rows.listed_name(forward) == "cpu_ref" and case.flops() > 1e7:
+            continue
+        try:
+            report = rows.verdict(forward, case)
+        except fa_ext.UnsupportedError as error:
+            assert not cases.must_accept(rows.listed_name(forward), case) or "lacks the instance" in str(error), f"{case}: {error}"
+            continue
+        judged += 1
+        wrong += [] if report else [f"{case}: {'; '.join(report.failures)}"]
+    assert not wrong, f"{len(wrong)} of {judged}\n" + "\n".join(wrong[:12])
+    if not judged:
+        pytest.skip("takes none of these calls")
+
+
+@pytest.mark.parametrize("exponent", (10, 20, 26, 28, 40, 99))
+@pytest.mark.parametrize("sign", (1, -1))
+def test_a_sink_that_ties_with_the_scores(forward, exponent, sign):
+    """It weighs as much as a key, whatever the magnitude."""
+    for dtype in cases.DTYPES:
+        if not rows.has_dtype(forward, dtype) or not magnitudes.holds("constant", exponent, 64, dtype, 1 / 8):
+            continue
+        inputs = Case(1, 2, 1, 5, 7, 64, dtype=dtype, logits=("constant", sign * exponent)).host_inputs()
+        score = reference.attention(inputs["q"], inputs["k"][:, :, :1], inputs["v"][:, :, :1])[1][0, :, 0].astype(np.float32)
+        try:
+            out, lse = rows.attention(forward, **inputs, sinks=score, return_lse=True)
+        except fa_ext.UnsupportedError as error:
+            pytest.skip(str(error))
+        truth = reference.attention(**inputs, sinks=score)
+        report = judge(out, lse, truth, reference.plain(**inputs, sinks=score, exact=True), dtype, kernel=forward)
+        assert report, f"{dtype}\n{report}"
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("kind", magnitudes.KINDS)
+def test_no_bound_of_large_scores_is_empty(kind, dtype):
+    """Zeros, NaN, the last value and, but where it is the result, the mean of the values are wrong at every magnitude."""
+    for case in cases.magnitude(kind, dtype):
+        if not case.exact or case.bias or case.seq_q == 1 and case.causal or case.flops() > 1e7:
+            continue
+        inputs, truth, plain, _ = rows.known(case)
+        if np.abs(truth[0]).max() < 0.01:  # the sinks take all
+            continue
+        mean = np.repeat(inputs["v"].astype(np.float64).mean(2, keepdims=True), case.heads // case.heads_kv, 1)
+        answers = [np.zeros_like(truth[0]), np.full_like(truth[0], np.nan), np.broadcast_to(mean * 0 + inputs["v"][:, :1, -1:], truth[0].shape)]
+        answers += [np.broadcast_to(mean, truth[0].shape)] if kind not in ("constant", "rising", "falling", "outgrown") else []
+        for answer in answers:
+            assert not judge(answer, None, truth, plain, dtype), case
+
+
+@pytest.mark.parametrize("kind", magnitudes.KINDS)
+def test_large_scores_are_exact_in_float32(kind):
+    """In any order of the sums, and as large as their name says."""
+    for dtype, exponent, sign in itertools.product(cases.DTYPES, cases.EXPONENTS, (1, -1)):
+        case = Case(1, 2, 1, 9, 333, 64, dtype=dtype, logits=(kind, sign * exponent))
+        if not magnitudes.holds(kind, exponent, 64, dtype, 1 / 8):
+            continue
+        inputs = case.host_inputs()
+        q, k = (inputs[name].astype(np.float32) for name in "qk")
+        truth = q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2)
+        for order in (np.arange(64), np.arange(64)[::-1], np.random.default_rng(0).permutation(64)):
+            s = np.zeros(truth.shape, np.float32)
+            for d in order:
+                s += q[..., d, None] * k[..., None, :, d]
+            assert (s == truth).all(), case
+        largest = np.abs(truth).max() * inputs.get("scale", 1 / 8)
+        assert 2.0 ** (exponent - 1) <= largest < 2.0 ** (exponent + 1)
 
 
 def test_sums_in_another_order_would_not():
