@@ -195,3 +195,23 @@ def test_the_table_says_of_the_lse_what_the_verdict_says(broken):
     assert ("FAILED" in str(report)) is broken
     (line,) = [line for line in str(report).splitlines() if line.startswith("  LSE max abs")]
     assert "0.02 " in line and ("FAILED" in line) is broken and "0.002, at (0, 0, 0)" in line
+
+
+@pytest.mark.parametrize("true, given, right", [
+    (4e39, np.inf, True), (-4e39, -np.inf, True), (3.4028235e38, 3.4028235e38, True), (2.5e38, 2.5e38, True),
+    (4e39, 3.4e38, False), (4e39, np.nan, False), (4e39, -np.inf, False), (-4e39, np.inf, False),
+    (3.3e38, np.inf, False), (5.0, np.inf, False), (np.inf, 3.4e38, False),
+])  # fmt: skip
+def test_an_lse_that_float32_cannot_hold_is_what_float32_makes_of_it(true, given, right):
+    want, lse = np.ones((1, 1, 1, 4)), np.array([[[true]]])
+    report = judge(want.astype(np.float32), np.array([[[given]]], np.float32), (want, lse), want, "float32")
+    assert report.passed is right, str(report)
+    if right and np.isinf(given):  # float64 holds it
+        assert not judge(want, np.array([[[np.inf]]]), (want, lse), want, "float64")
+
+
+def test_logits_beyond_float32():
+    q, k, v = (np.ones((1, 1, n, 8), np.float32) for n in (4, 5, 5))
+    for sign in (1, -1):
+        report = fa_ext.verify(sign * q * np.float32(1e19), k * np.float32(4e19), v, scale=1.25, kernel="cpu_ref")
+        assert report and report.lse_max_abs == 0.0, str(report)
