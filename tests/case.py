@@ -13,7 +13,7 @@ from operands import LAYOUTS, dtype_of, place, strided
 HALVES = ("float16", "bfloat16")
 DTYPES = (*HALVES, "float32")
 STRIDES = (*LAYOUTS, "packed", "mixed")
-VALUES = ("normal", "large", "tiny", "sorted", "descending", "dominant", "equal", "zeros", "negative", "offset",
+VALUES = ("normal", "large", "outliers", "tiny", "sorted", "descending", "dominant", "equal", "zeros", "negative", "offset",
           "nan_outside", "nan_tail")  # fmt: skip
 MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "strided")
 BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max",
@@ -285,23 +285,36 @@ class Case:
     def _values(self):
         """q, k, v as float32 (B, H, S, D)."""
         rng = np.random.default_rng([self.seed, 3])
-        dim = self.head_dim
-        q = rng.standard_normal((self.batch, self.heads, self.seq_q, dim), np.float32)
-        k = rng.standard_normal((self.batch, self.heads_kv, self.seq_k, dim), np.float32)
+        q = rng.standard_normal((self.batch, self.heads, self.seq_q, self.head_dim), np.float32)
+        k = rng.standard_normal((self.batch, self.heads_kv, self.seq_k, self.head_dim), np.float32)
         v = rng.standard_normal((self.batch, self.heads_kv, self.seq_k, self.head_dim_v), np.float32)
+        return self.bent(q, k, v, rng)
+
+    def bent(self, q, k, v, rng):
+        """Random normal q, k, v, float32 (B, H, S, D), as the kind of values has them. v may change in place."""
+        dim = self.head_dim
         # A direction that every query shares, so that a key's score can be set through its component along it.
         toward = np.full(dim, dim**-0.5, np.float32)
         ramp = np.linspace(-12, 12, self.seq_k, dtype=np.float32)[:, None]
+        # Heads whose largest keys come last, by far: the last one, and every other before it.
+        last = slice((self.heads_kv - 1) % 2, None, 2)
         if self.values in ("sorted", "descending", "dominant", "negative"):
             q = toward * dim**0.5 + q / 8
         # Scores beyond the range of exp(); in float32 no larger than it resolves to the bound that it is held to.
+        factor = 8 if self.dtype == "float32" else 20
         if self.values == "large":
-            factor = 8 if self.dtype == "float32" else 20
             q, k = q * factor, k * factor
+            k[:, last] *= np.linspace(1 / 8, 1, self.seq_k, dtype=np.float32)[:, None]
+        elif self.values == "outliers":  # a few keys anywhere, which a look at some does not find
+            sizes = np.where(rng.random((*k.shape[:3], 1)) < 1 / 16, np.float32(factor**2), np.float32(1))
+            sizes[:, last, -1:] = factor**2
+            k = k * sizes
         elif self.values == "tiny":
             q, k, v = q * 2e-3, k * 2e-3, v * 2e-3
         elif self.values in ("sorted", "descending"):
             k = k / 8 + toward * (ramp if self.values == "sorted" else -ramp)
+            steep = self.seq_k // 8 if self.values == "sorted" else 0
+            k[:, last, self.seq_k - steep :] += toward * np.linspace(0, 100, steep, dtype=np.float32)[:, None]
         elif self.values == "dominant" and self.seq_k:
             k[:, :, -1] = toward * 30
         elif self.values == "equal":

@@ -73,6 +73,7 @@ CAUGHT = {
     "exits": "SystemExit",
     "raises": "no kernel for this shape",
     "clamped_exponentials": "error",
+    "clamped_scores": "error",
     "isfinite_fallback": "inputs",
     "state_of_each_warp": "error",
     "skipped_rescale": "error",
@@ -85,6 +86,13 @@ def test_caught(name):
     found = judge(name)
     assert found["verdict"] == "FAIL" and not found["correct"]
     assert re.search(CAUGHT[name], " ".join(found["failures"])), found["failures"]
+
+
+@pytest.mark.parametrize("kind", ["sorted", "large"])
+@pytest.mark.parametrize("name", ["clamped_exponentials", "clamped_scores"])
+def test_more_than_one_kind_of_inputs_catches_a_clamp(name, kind):
+    found = judge(name, values=[kind])
+    assert found["verdict"] == "FAIL" and f"trial 1 ({kind} inputs" in found["failures"][0]
 
 
 def test_a_baseline_is_not_slowed_down():
