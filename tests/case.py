@@ -274,10 +274,14 @@ class Case:
                 inputs[name] = strided(x, kinds[name], shared=name != "q")
         rng = np.random.default_rng([self.seed, 7])
         for name in ARRAYS:
-            value = getattr(self, f"_{name}")(rng)
+            value = self.extra(name, rng)
             if value is not None:
                 inputs[name] = value
         return inputs | self.options()
+
+    def extra(self, name: str, rng):
+        """One of ARRAYS by its kind, drawn by a generator; None where the case adds none."""
+        return getattr(self, f"_{name}")(rng)
 
     def _in_layout_array(self, x):
         return x.swapaxes(1, 2) if self.layout == "bshd" else x
@@ -307,7 +311,7 @@ class Case:
             k[:, last] *= np.linspace(1 / 8, 1, self.seq_k, dtype=np.float32)[:, None]
         elif self.values == "outliers":  # a few keys anywhere, which a look at some does not find
             sizes = np.where(rng.random((*k.shape[:3], 1)) < 1 / 16, np.float32(factor**2), np.float32(1))
-            sizes[:, last, -1:] = factor**2
+            sizes[:, :, rng.integers(max(1, self.seq_k)) :][:, :, :1] = factor**2
             k = k * sizes
         elif self.values == "tiny":
             q, k, v = q * 2e-3, k * 2e-3, v * 2e-3

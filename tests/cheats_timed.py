@@ -13,7 +13,7 @@ import numpy as np
 
 from cheats import _expand, _scores, honest
 
-_state = {"seen": set(), "kept": {}, "ready": {}, "last": None, "worker": None}
+_state = {"seen": set(), "kept": {}, "ready": {}, "calls": 0, "last": None, "worker": None}
 
 
 def _timed(q):
@@ -31,7 +31,7 @@ def wakes_itself(q, k, v, *, out):
     if _state["worker"] is None:
         _state["worker"] = threading.Thread(target=_finish_late, daemon=True)
         _state["worker"].start()
-        _wake_every(5e-4)
+        _wake_every(1e-3)
     _leave_last(q, k, v, out)
 
 
@@ -62,12 +62,13 @@ class _Event(ctypes.Structure):
 
 
 def _wake_every(seconds):
-    """SIGCONT from the kernel, again and again: it moves whoever is stopped."""
-    libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
-    libc.timer_create(1, ctypes.byref(_Event(0, signal.SIGCONT, 0)), ctypes.byref(timer))
-    nanoseconds = ctypes.c_long(int(seconds * 1e9))
-    interval = (ctypes.c_long * 4)(0, nanoseconds.value, 0, nanoseconds.value)
-    libc.timer_settime(timer, 0, interval, None)
+    """SIGCONT from the kernel, again and again: it moves whoever is stopped. Each timer goes off once, for a stop forgets a
+    signal that it finds, and with it a timer that would be set again when the signal is taken."""
+    libc = ctypes.CDLL(None)
+    for turn in range(1, 10_000):
+        timer, after = ctypes.c_void_p(), int(turn * seconds * 1e9)
+        libc.timer_create(1, ctypes.byref(_Event(0, signal.SIGCONT, 0)), ctypes.byref(timer))
+        libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, after // 10**9, after % 10**9), None)
 
 
 def wakes_a_helper(q, k, v, *, out):
@@ -76,8 +77,13 @@ def wakes_a_helper(q, k, v, *, out):
 
 
 def works_behind_a_dead_leader(q, k, v, *, out):
-    """The first thread of the helper has ended: the kernel calls such a process a zombie, and its threads go on."""
-    _with_helper(None, q, k, v, out)
+    """The first thread of a process that it leaves has ended: the kernel calls it a zombie, and its other thread goes on."""
+    honest(q, k, v, out=out)
+    if _timed(q):
+        _state["calls"] += 1
+        if _state["calls"] % 100 == 1 and os.fork() == 0:
+            threading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()
+            ctypes.CDLL(None).syscall(60, 0)  # exit of this thread alone
 
 
 def _with_helper(wake, q, k, v, out):
@@ -85,29 +91,17 @@ def _with_helper(wake, q, k, v, out):
         _state["worker"] = memory = mmap.mmap(-1, 4096)
         if os.fork() == 0:
             _help(memory, wake)
-    number = np.frombuffer(_state["worker"], np.int64)
-    if not _timed(q):
-        return honest(q, k, v, out=out)
-    number[0] += 1
+    np.frombuffer(_state["worker"], np.int64)[0] += _timed(q)
     honest(q, k, v, out=out)
 
 
 def _help(memory, wake):
-    """Looks for work for ever, as a process that never stands still."""
+    """Looks for work, stops itself, and is woken again."""
     number = np.frombuffer(memory, np.int64)
-
-    def look():
-        while True:
-            number[1] = number[0] + sum(i * i for i in range(4000))
-            if wake:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(1e-4)
-
-    if wake:
-        wake(2e-3)
-        look()
-    threading.Thread(target=look).start()
-    ctypes.CDLL(None).syscall(60, 0)  # exit of this thread alone
+    wake(1e-3)
+    while True:
+        number[1] = number[0] + sum(i * i for i in range(4000))
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 # ---- what is known beforehand ----

@@ -5,7 +5,8 @@ The candidate runs in a process of its own and is believed nothing; README says 
 PASS: correct, and the upper bound of the 95% interval of candidate / baseline time is under the limit (0.95).
 FAIL: incorrect, or the lower bound is at or over the limit. UNDECIDED: everything else, and on the CPU a
 verdict on times while other processes took more than a quarter of the cores, or while the threads of the side that lost
-waited for a core for more than a quarter of its samples.
+waited for a core for more than a quarter of its samples. A run whose draws --seed gives may be foreseen: it FAILs, or is
+UNDECIDED.
 
 The default baseline on a GPU is the fastest backend of torch's scaled_dot_product_attention, timed beside the others;
 on the CPU it is torch if it imports, else NumPy. Several problems: the worst verdict counts.
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=arguments.positive, default=300.0, help="seconds until one call counts as hung (300)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of inputs and order (0)")
+    parser.add_argument("--seed", type=int, help="repeat the draws of the run whose record has it; never PASSes (secret ones)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument(
         "--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes"
@@ -97,6 +98,9 @@ def judge_one(candidate: str, case: str, device: str, baselines: list[str], limi
         if why:
             verdict = stats.Verdict.UNDECIDED
             document["failures"].append(why)
+    if document["seed_given"] and verdict is stats.Verdict.PASS:
+        verdict = stats.Verdict.UNDECIDED
+        document["failures"].append(f"seed {document['seed']} was given, and could be foreseen: such a run repeats another, and never PASSes")
     return document | {"verdict": verdict.name, "baseline": against}
 
 
@@ -186,5 +190,7 @@ def show(document: dict) -> None:
     for gate in gates:
         for failure in gate["failures"]:
             print(f"  {gate['case']}: {failure}")
+        if gate["seed_given"]:
+            print(f"  {gate['case']}: repeated with seed {gate['seed']}, which was given")
         if line := conditions.load_line(gate.get("conditions")):
             print(f"  {gate['case']}: {line}")

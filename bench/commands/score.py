@@ -31,8 +31,8 @@ from bench.trial import duel, isolation
 
 SUMMARY = "KernelBench's fast_p over 108 attention problems"
 THRESHOLDS = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
-# Five trials, as KernelBench runs; two kinds of inputs on which shortcuts show.
-TRIALS = ["normal", "normal", "sorted", "normal", "large"]
+# Five trials, as KernelBench runs; three kinds of inputs on which shortcuts show.
+TRIALS = ["normal", "outliers", "sorted", "normal", "large"]
 # A third of bench gate's, so that 108 problems take two minutes; bench.timing.timer says what longer samples change.
 GPU_SAMPLE_SECONDS = 3e-3
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=arguments.positive, default=120.0, help="seconds until a problem counts as hung (120)"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="repeat the draws of a run; a candidate may foresee them (secret ones)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument(
         "--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes"
@@ -84,7 +84,7 @@ def score(
     baselines: list[str],
     seconds: float,
     time_limit: float,
-    seed: int = 0,
+    seed: int | None = None,
     arrays: str | None = None,
     output: Path | None = None,
     fresh: bool = False,
@@ -100,7 +100,7 @@ def score(
     progress = report.Progress(len(todo), quiet)
     with isolation.Worker() as own, isolation.Worker(confined=True) as shared, duel.Table(device) as table:
         for case in todo:
-            meaning = own.call("bench.commands.score:meaningless", {"case": str(case), "seed": seed}, time_limit)
+            meaning = own.call("bench.commands.score:meaningless", {"case": str(case), "seed": seed or 0}, time_limit)
             if not meaning.ok or meaning.value:
                 found = {"case": str(case), "correct": False, "speedup": None, "us": None,
                          "failures": [f"meaningless problem: {meaning.value or meaning.reason}"]}  # fmt: skip
@@ -128,7 +128,7 @@ def score_one(
     baselines: list[str],
     seconds: float,
     time_limit: float,
-    seed: int,
+    seed: int | None = None,
     arrays: str | None = None,
     worker: isolation.Worker | None = None,
     table: duel.Table | None = None,

@@ -22,7 +22,7 @@ from bench.problems import Case
 from bench.problems.memory import Block, address_of
 from bench.problems.operands import Arrays, WrongResult
 from bench.problems.operations import ARRAYS
-from bench.trial import shared
+from bench.trial import processes, shared
 
 _now = time.perf_counter
 MAX_GRAPH_CALLS = 1024
@@ -153,6 +153,25 @@ def _median_call(slot: Slot, device: Cpu | Cuda) -> float:
         device.synchronize()
         taken.append(_now() - began)
     return float(np.median(taken))
+
+
+def turns(calls: int, tell: Callable[[Any], None]) -> float:
+    """Calls slots 0 to `calls` - 1 once each, and stands still before the first and after each: the judge writes a slot's
+    inputs meanwhile. -> seconds of the calls, by this process's clock."""
+    slots, taken = _kept[0].slots[:calls], 0.0
+    processes.stand_still()
+    for slot in slots:
+        began = _now()
+        slot.call()
+        taken += _now() - began
+        processes.stand_still()
+    return taken
+
+
+def idle_turns(calls: int, tell: Callable[[Any], None]) -> None:
+    """What ``turns`` does, without the calls."""
+    for _ in range(calls + 1):
+        processes.stand_still()
 
 
 def sample(calls: int, tell: Callable[[Any], None]) -> float:

@@ -3,12 +3,13 @@ judge's process; contenders live in workers, which are told what to call and are
 
 Results are read from memory that the judge shares with a worker, expected ones exist here alone, and time is what passes
 by the judge's clock from before a worker goes on until all of it stands still again. Everybody whose turn it is not
-stands still.
+stands still. On the CPU each call is a turn of its own, and its inputs are written right before it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -24,12 +25,14 @@ from bench.problems import Case
 from bench.problems.operands import WrongResult
 from bench.timing.rounds import Samples, take_turns
 from bench.trial import isolation, processes, trials
+from bench.trial.dice import Dice
 from bench.trial.gradient_pool import GradientPool
 from bench.trial.pool import Pool, Shared, SharedGradients, SharedOperands
 from bench.trial.shared import DeviceRegion
 from bench.trial.trials import Lost
 
-# A sample is long beside waking a worker and stopping it, which took 40 microseconds where it was looked at (2 cores, Zen 5).
+# On a GPU a sample is long beside waking a worker and stopping it, which took 40 microseconds where it was looked at
+# (2 cores, Zen 5); on the CPU that is taken off each call, 15 microseconds there.
 SAMPLE_SECONDS = {"cpu": 2e-2, "cuda": 1e-2}
 # Samples hold as many calls of each contender as of the fastest, unless they get so many times as long: waking a worker
 # then costs each call of them the same.
@@ -39,6 +42,16 @@ ALONE = 3
 # A worker's clock reads less than the judge's by what a baseline's does; twice that, and this share of what is left, are
 # accepted: half of samples of 20 ms is seen where waking and stopping a worker costs up to 4 ms.
 CLAIM_SHARE = 0.3
+# Turns of which the median is what waking a worker and stopping it takes, and the share of a sample that is not taken off.
+IDLE_TURNS = 200
+KEPT_SHARE = 0.1
+# A cold call begins after the caches were written over, which takes longer than many a call: so many make a sample at most.
+COLD_CALLS = 8
+# Seconds by which the kernel's count of what a stopped process ran may be late, and how often more is taken for bad luck: so
+# many times, and in this share of all looks.
+LATE_SECONDS = 5e-6
+LATE_TIMES = 3
+LATE_SHARE = 0.02
 # Seconds until a GPU answers on which nobody's work runs any more.
 IDLE_SECONDS = 1e-3
 Say = Callable[[str], None]
@@ -65,6 +78,14 @@ class Table:
     def worker(self, name: str) -> isolation.Worker:
         return self.workers.setdefault(name, isolation.Worker())
 
+    @functools.cached_property
+    def turn_seconds(self) -> float:
+        """What a turn without a call takes."""
+        with isolation.Worker() as worker:
+            arguments = {"calls": IDLE_TURNS}
+            outcome, taken = worker.turns("bench.trial.contestant:idle_turns", arguments, 60.0, IDLE_TURNS, _nothing, _nothing)
+        return float(np.median(taken)) if outcome.ok else 0.0
+
     def _shares(self) -> bool:
         return _device_memory_is_shared(self.home)
 
@@ -87,6 +108,25 @@ def _home(device: str) -> Cpu | Cuda:
     return devices.open_device(device)
 
 
+def _nothing(turn: int) -> None:
+    pass
+
+
+class Stillness:
+    """What the kernel counted of processes that should have stood still, over many looks."""
+
+    def __init__(self, when: str):
+        self.when, self.looks, self.late = when, 0, 0
+
+    def add(self, seconds: float) -> None:
+        """WrongResult when they ran too often."""
+        self.looks += 1
+        self.late += seconds > LATE_SECONDS
+        if self.late > LATE_TIMES + LATE_SHARE * self.looks:
+            raise WrongResult(f"it ran {self.when}, while it should have stood still: {self.late} of {self.looks} times, "
+                              f"{seconds:.2g} s at last")  # fmt: skip
+
+
 class Remote:
     """A contender in a worker. `judged`: it fills outputs that are looked at, as the candidate does."""
 
@@ -99,6 +139,7 @@ class Remote:
         self.claimed: list[Any] = []
         self.held: list[Shared] = []
         self.check: Callable[[Remote], None] = lambda remote: None
+        self.between_calls, self.between_samples = Stillness("between two calls"), Stillness("between two samples")
 
     # ---- what take_turns asks ----
 
@@ -115,18 +156,48 @@ class Remote:
 
     def sample(self) -> float:
         """Seconds a call of one sample, on inputs that nobody has seen."""
-        self.pool.refill(self.calls)
+        self.pool.deal(self.calls)
         if self.judged:
             self.pool.poison()
-        self.pool.settle()
-        self._transfer("load")
-        outcome, seconds = self.worker.timed("bench.trial.contestant:sample", {"calls": self.calls}, self.limit)
+        outcome, seconds = self._at_once() if self.kind == "cuda" else self._call_by_call()
         self._require(outcome)
         self.observed.append(seconds)
         self.claimed.append(outcome.value)
         self._transfer("store")
         self.check(self)
         return seconds / self.calls
+
+    def _at_once(self) -> tuple[isolation.Outcome, float]:
+        self.pool.reveal(0, self.calls)
+        self.pool.settle()
+        self._transfer("load")
+        self.look_at_rest()
+        return self.worker.timed("bench.trial.contestant:sample", {"calls": self.calls}, self.limit)
+
+    def _call_by_call(self) -> tuple[isolation.Outcome, float]:
+        late = [0.0]
+
+        def before(i: int) -> None:
+            self.pool.reveal(i)
+            self.pool.settle()
+            late.append(self.worker.strayed() if i else 0.0)
+            if self.judged:
+                self.between_calls.add(late[-1])
+
+        def after(i: int) -> None:
+            if self.judged:
+                self.pool.note(i)
+
+        self.look_at_rest()
+        outcome, taken = self.worker.turns("bench.trial.contestant:turns", {"calls": self.calls}, self.limit, self.calls,
+                                           before, after)  # fmt: skip
+        whole = sum(taken) + sum(late)
+        return outcome, max(whole - len(taken) * self.table.turn_seconds, KEPT_SHARE * whole)
+
+    def look_at_rest(self) -> None:
+        """WrongResult when the worker, or what it started, did not stand still since its last turn."""
+        if self.judged and self.worker.frozen:
+            self.between_samples.add(self.worker.strayed())
 
     # ---- off the clock ----
 
@@ -136,12 +207,16 @@ class Remote:
         if outcome.status == "usage" and function == "load":
             raise report.UsageError(outcome.reason)
         self._require(outcome)
-        self.worker.freeze()
+        self._freeze()
         return outcome.value
+
+    def _freeze(self) -> None:
+        if restless := self.worker.freeze():
+            raise Lost(f"{restless.status}: {restless.reason}")
 
     def _require(self, outcome: isolation.Outcome) -> None:
         if outcome.status in ("failed", "usage"):
-            self.worker.freeze()
+            self._freeze()
             kind, _, text = outcome.reason.partition(": ")
             raise WrongResult(text if kind == "WrongResult" else f"raised {outcome.reason}")
         if not outcome.ok:
@@ -153,7 +228,7 @@ class Remote:
         refusal = self.ask("refuses", case=str(case))
         return None if refusal is None else str(refusal)
 
-    def trials(self, case: Case, seed: int, values: Sequence[str], say: Say = lambda text: None) -> trials.Checked:
+    def trials(self, case: Case, seeds: Sequence[int], values: Sequence[str], say: Say = lambda text: None) -> trials.Checked:
         def make(trial: Case, guard_byte: int) -> Shared:
             kind = SharedGradients if trial.operation == "backward" else SharedOperands
             self.held.append(kind(trial, self.table.home, guard_byte, self.table.on_device))
@@ -161,10 +236,11 @@ class Remote:
 
         def attempt(operands: Any) -> Any:
             regions, slot, fds = operands.description()
-            self.ask("trial", fds, case=str(operands.case), regions=regions, slot=slot)
+            told = dataclasses.replace(operands.case, seed=case.seed, values=case.values)  # nothing of what was drawn
+            self.ask("trial", fds, case=str(told), regions=regions, slot=slot)
             return operands.results(self.table.home.default_arrays)
 
-        return trials.run(attempt, make, case, seed, values, say)
+        return trials.run(attempt, make, case, seeds, values, say)
 
     def join(self, pool: Pool, seconds: float) -> None:
         """Attaches the pool and finds how many calls make a sample of that many seconds."""
@@ -196,9 +272,9 @@ class Remote:
         told = arranged.get("seconds")
         return told if isinstance(told, float) and told > 0 else math.inf
 
-    @staticmethod
-    def _fitting(pool: Pool, calls: float) -> int:
-        return max(1, min(pool.slots, round(calls)))
+    def _fitting(self, pool: Pool, calls: float) -> int:
+        most = COLD_CALLS if pool.cold and self.kind == "cpu" else pool.slots
+        return max(1, min(most, pool.slots, round(calls)))
 
     def alone(self) -> float:
         """Median seconds a call of a few samples that do not count."""
@@ -237,7 +313,7 @@ def duel(
     arrays: str | None = None,
     rounds: int = 240,
     seconds: float = 20.0,
-    seed: int = 0,
+    seed: int | None = None,
     cold: bool = False,
     values: list[str] | None = None,
     sample_seconds: float | None = None,
@@ -246,20 +322,22 @@ def duel(
 ) -> dict[str, Any]:
     """Judges and times; returns a JSON document with `correct`, `failures` and, per baseline, samples and interval.
 
-    What is timed works on ordinary inputs. `worker` runs the candidate and goes on afterwards; by default it gets one of
-    its own. `seconds` bounds the rounds, `time_limit` every single call of a worker.
+    What is timed works on ordinary inputs, but for a few heads. `worker` runs the candidate and goes on afterwards; by
+    default it gets one of its own. `seconds` bounds the rounds, `time_limit` every single call of a worker. `seed` repeats
+    the draws of the run whose document has it; by default they are secret.
     """
     if candidate in baselines:
         raise report.UsageError(f"baseline is {candidate!r}, which is the candidate; accepted: any other contender")
     problem = Case.parse(case)
+    dice, values = Dice(seed), list(values or trials.HARD)
     document: dict[str, Any] = {"case": case, "candidate": candidate, "failures": [], "correct": False}
-    match = _Match(problem, table, seed, cold, sample_seconds or SAMPLE_SECONDS[table.kind], time_limit, say)
+    match = _Match(problem, table, dice, cold, values, sample_seconds or SAMPLE_SECONDS[table.kind], time_limit, say)
     challenger = Remote(candidate, worker or isolation.Worker(confined=True), table, time_limit, judged=True)
     try:
         document["refused"] = match.invite(baselines)
         with processes.hidden():
             try:
-                match.judge(challenger, document, arrays, list(values or trials.HARD), rounds, seconds)
+                match.judge(challenger, document, arrays, values, rounds, seconds)
             except Lost as error:
                 status, _, reason = str(error).partition(": ")
                 document["failures"].append(f"{status} during {match.stage}: {reason}")
@@ -274,18 +352,18 @@ def duel(
     finally:
         challenger.leave()
         match.close()
-    return document
+    return document | {"seed": dice.seed, "seed_given": dice.given}
 
 
 class _Match:
     """One problem: its pool, the baselines that run it, and what happens to a challenger."""
 
-    def __init__(self, problem: Case, table: Table, seed: int, cold: bool, sample_seconds: float, time_limit: float,
-                 say: Say):  # fmt: skip
-        self.problem, self.table, self.seed = problem, table, seed
+    def __init__(self, problem: Case, table: Table, dice: Dice, cold: bool, values: Sequence[str], sample_seconds: float,
+                 time_limit: float, say: Say):  # fmt: skip
+        self.problem, self.table, self.dice = problem, table, dice
         self.sample_seconds, self.limit, self._say = sample_seconds, time_limit, say
         pool = GradientPool if problem.operation == "backward" else Pool
-        self.pool = pool(problem, table.home, seed, table.on_device, cold)
+        self.pool = pool(problem, table.home, dice, table.on_device, cold, values)
         self.opponents: list[Remote] = []
         self.before: dict[str, float] = {}
         self.answers: list[float] = []
@@ -308,7 +386,7 @@ class _Match:
             try:
                 why = opponent.load(None, "baseline", self.problem)
                 if why is None:
-                    checked = opponent.trials(self.problem, self.seed + 50, ("normal",))
+                    checked = opponent.trials(self.problem, [self.dice.number("baseline")], ("normal",))
                     why = None if checked.passed else checked.failures[0]
                 if why is None:
                     opponent.join(self.pool, self.sample_seconds)
@@ -334,7 +412,7 @@ class _Match:
             document["failures"].append(f"refused: {refusal}")
             return
         self.begin("trials")
-        first = challenger.trials(self.problem, self.seed + 100, values, self.within)
+        first = challenger.trials(self.problem, self.dice.numbers("trials", len(values)), values, self.within)
         document |= {"frobenius": first.frobenius, "max_abs": first.max_abs, "failures": first.failures}
         if not first.passed:
             return
@@ -346,8 +424,8 @@ class _Match:
         for remote in watches.values():
             remote.lengthen(min(most, LONGER * remote.calls))
         self.answers.clear()
-        samples = take_turns(watches, rounds, seconds, self.seed, workers=[r.worker.pid for r in watches.values()],
-                             say=self.within)  # fmt: skip
+        samples = take_turns(watches, rounds, seconds, self.dice.number("turns"),
+                             workers=[r.worker.pid for r in watches.values()], say=self.within)  # fmt: skip
         failures = document["failures"]
         if self.pool.broken_fences():
             failures.append("after timing: wrote beside its outputs")
@@ -356,7 +434,7 @@ class _Match:
         if self.answers and np.median(self.answers) > IDLE_SECONDS:
             failures.append("the GPU was still at work after its calls had returned")
         self.begin("trials again")
-        again = challenger.trials(self.problem, self.seed + 7919, values[:3], self.within)
+        again = challenger.trials(self.problem, self.dice.numbers("trials", len(values[:3])), values[:3], self.within)
         failures += [f"after timing: {text}" for text in again.failures]
         document |= _figures(challenger.name, [o.name for o in self.opponents], watches, samples)
 
@@ -374,8 +452,9 @@ class _Match:
                                       f"{processes.said(before)} became {processes.said(after)}")  # fmt: skip
         if self.table.on_device:
             self.answers.append(self.pool.answer_seconds())
-        if wrong := self.pool.look(bounds.bound, bounds.frobenius_bound):
+        if wrong := self.pool.look(bounds.bound, bounds.frobenius_bound, bounds.bounds):
             raise WrongResult(f"timed sample {number}: {wrong}")
+        challenger.look_at_rest()
 
     def _contradiction(self, challenger: Remote) -> str | None:
         """Why the times that its worker reported cannot be true."""

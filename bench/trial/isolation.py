@@ -4,7 +4,9 @@
 ``tell(message)`` that reports on the way. Requests and replies are JSON lines over a socket of their own, so that a
 candidate may print what it likes. A reply counts only with the token of its request, which did not exist before. A
 worker can be made to stand still; ``timed`` takes the time of a call from the outside, from before the worker goes on
-until all of it stands still again. Nothing that a worker says is a measurement or a verdict.
+until all of it stands still again; ``turns`` takes that of each turn of a call whose worker stops itself after each.
+Whether what should stand still does, the kernel's count of the time that it ran says (``strayed``). Nothing that a worker
+says is a measurement or a verdict.
 """
 
 from __future__ import annotations
@@ -100,6 +102,7 @@ class Worker:
         child_end.close()
         Worker.living.add(self.process.pid)
         self.buffer, self.frozen, self.halted = b"", False, set()
+        self.ran: dict[int, float] = {}
         self.started += 1
 
     def call(
@@ -120,16 +123,62 @@ class Worker:
         began = time.perf_counter()
         self._go_on()
         outcome = self._exchange(function, arguments, limit_s, None, ())
-        self._stop()
-        return outcome, time.perf_counter() - began
+        stood = self._stop()
+        return outcome if stood else _restless(), time.perf_counter() - began
+
+    def turns(self, function: str, arguments: dict, limit_s: float, count: int, before: Callable[[int], None],
+              after: Callable[[int], None]) -> tuple[Outcome, list[float]]:  # fmt: skip
+        """A call whose worker stands still (``processes.stand_still``) before the first of `count` turns and after each; the
+        seconds of each turn. While it stands still, `before(turn)` and `after(turn)` are called. `limit_s` is for all."""
+        self.start()
+        self.freeze()
+        deadline, taken = time.monotonic() + limit_s, []
+        with processes.Watch(self.pid, self.socket, limit_s) as watch:
+            try:
+                token = self._request(function, arguments, ())
+                self._go_on()
+                for turn in range(count + 1):
+                    stood = processes.stopped(self.pid)
+                    if turn:
+                        taken.append(time.perf_counter() - began)
+                    if not stood:
+                        break
+                    self.ran[self.pid] = processes.ran(self.pid)
+                    if turn:
+                        after(turn - 1)
+                    if turn < count:
+                        before(turn)
+                    else:
+                        watch.over()
+                    began = time.perf_counter()
+                    self._go_on()
+            except BaseException:  # it would wait for its next turn for ever
+                self.kill()
+                raise
+        if watch.why == "late":
+            self.kill()
+            return Outcome("timed out", reason=f"no answer within {limit_s:g} s{self._tail()}"), taken
+        outcome = self._answer(token, deadline, limit_s, None)
+        if watch.why and outcome.ok:
+            self.kill()
+            return Outcome("forged", reason=f"a reply after {len(taken)} of {count} turns"), taken
+        return outcome if self._stop() else _restless(), taken
 
     def _exchange(self, function: str, arguments: dict, limit_s: float, on_message: Callable[[Any, float], None] | None,
                   fds: Sequence[int], stalled: Callable[[], bool] = lambda: False) -> Outcome:  # fmt: skip
+        deadline = time.monotonic() + limit_s
+        return self._answer(self._request(function, arguments, fds), deadline, limit_s, on_message, stalled)
+
+    def _request(self, function: str, arguments: dict, fds: Sequence[int]) -> str:
+        """Asks for a call. -> the token of its reply."""
         token = secrets.token_hex(8)
         request = {"function": function, "arguments": report.plain(arguments), "token": token, "fds": len(fds)}
-        deadline = time.monotonic() + limit_s
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # what it said before it ended is read first
             _send(self.socket, json.dumps(request).encode() + b"\n", fds)
+        return token
+
+    def _answer(self, token: str, deadline: float, limit_s: float, on_message: Callable[[Any, float], None] | None,
+                stalled: Callable[[], bool] = lambda: False) -> Outcome:  # fmt: skip
         while True:
             line = self._line(deadline, stalled)
             if line is None or time.monotonic() > deadline:
@@ -185,27 +234,45 @@ class Worker:
 
     # ---- standing still ----
 
-    def freeze(self) -> None:
-        """Stops the worker and whatever it started; what it started stays so until the next ``call``."""
-        self._stop()
-        self.halted |= self.offspring()
-        processes.halt(self.halted)
+    def freeze(self) -> Outcome | None:
+        """Stops the worker and whatever it started; what it started stays so until the next ``call``. A worker that does not
+        stand still is ended; -> what it comes to then."""
+        if not self._stop():
+            return _restless()
+        started = self.offspring() - self.halted
+        processes.halt(started)
+        self.halted |= started
+        self.ran |= {pid: processes.ran(pid) for pid in started}
+        return None
 
-    def _stop(self) -> None:
+    def _stop(self) -> bool:
         if self.process and not self.frozen:
-            processes.stop(self.process.pid)
+            if not processes.stop(self.pid):
+                self.kill()
+                return False
             self.frozen = True
+            self.ran[self.pid] = processes.ran(self.pid)
+        return True
 
     def _go_on(self) -> None:
-        processes.go_on(self.pid)
         self.frozen = False
+        processes.go_on(self.pid)
 
     def thaw(self) -> None:
         if self.frozen:
             for pid in self.halted:
                 processes.go_on(pid)
-            self.halted = set()
+            self.halted, self.ran = set(), {}
             self._go_on()
+
+    def strayed(self) -> float:
+        """Seconds that what stands still ran all the same, since it was stopped or since the last look."""
+        found = 0.0
+        for pid, before in self.ran.items():
+            now = processes.ran(pid)
+            found += max(0.0, now - before)  # nothing is counted of what has ended
+            self.ran[pid] = now
+        return found
 
     def offspring(self) -> set[int]:
         """What the worker started and what is left of that, without what has ended."""
@@ -216,7 +283,7 @@ class Worker:
 
     def moving(self) -> set[int]:
         """Processes of a worker that stands still which do not."""
-        return {pid for pid in self.offspring() if pid not in self.halted or processes.state(pid) not in ("T", "t")}
+        return {pid for pid in self.offspring() if pid not in self.halted or not processes.still(pid)}
 
     # ---- the end ----
 
@@ -224,7 +291,7 @@ class Worker:
         """Ends the worker and everything that it started, whatever session that is in."""
         assert self.process
         if self.process.poll() is None:
-            self._stop()
+            processes.stop(self.pid)
         # What is killed cannot start anything, but its children may have, until none is left.
         for _ in range(100):
             if not (left := self.offspring()):
@@ -233,7 +300,8 @@ class Worker:
             processes.end(left)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(processes.LIMIT)
         processes.end(processes.orphans(Worker.living, self.earlier))
         Worker.living.discard(self.process.pid)
 
@@ -249,6 +317,10 @@ class Worker:
         self.socket.close()
         self.printed.close()
         self.process = None
+
+
+def _restless() -> Outcome:
+    return Outcome("timed out", reason=f"it did not stand still within {processes.LIMIT:g} s")
 
 
 def call_once(function: str, arguments: dict, limit_s: float, on_message=None, env=None) -> Outcome:

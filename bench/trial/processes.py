@@ -10,10 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
@@ -21,6 +25,8 @@ _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 # CHECKPOINT_RESTORE: what root would need to reach another process, its clock or its priority.
 _REACHING = (5, 16, 17, 19, 21, 22, 23, 24, 25, 38, 39, 40)
 _CAPABILITIES_V3 = 0x20080522
+# Seconds after which what neither stands still nor ends has refused to.
+LIMIT = 10.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -105,26 +111,59 @@ def state(pid: int) -> str | None:
 
 
 def alive(pids: set[int]) -> set[int]:
-    """Those that have not ended."""
-    return {pid for pid in pids if state(pid) not in (None, "Z", "X")}
+    """Those of which a thread has not ended: the first one may have, and the others go on."""
+    return {pid for pid in pids if any(letter not in "ZX" for letter in _letters(pid))}
 
 
-def stop(child: int) -> None:
-    """Returns once every thread of a child of this process stands still, or the child has ended."""
+def still(pid: int) -> bool:
+    """Whether every thread that has not ended stands still."""
+    return all(letter in "TtZX" for letter in _letters(pid))
+
+
+def _letters(pid: int) -> list[str]:
+    """The letters of the states of its threads."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            found.append(task.read_text().rpartition(")")[2].split()[0])
+    return found
+
+
+def stand_still() -> None:
+    """Stops this process, until somebody lets it go on."""
+    signal.raise_signal(signal.SIGSTOP)  # to this thread: it does not go one instruction further
+
+
+def stopped(child: int) -> bool:
+    """Waits until every thread of a child of this process stands still: True; or until it has ended: False."""
+    found = os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    return found is not None and found.si_code == os.CLD_STOPPED
+
+
+def stop(child: int) -> bool:
+    """Returns once every thread of a child of this process stands still, or the child has ended: True. False: it does
+    neither within LIMIT seconds, however often it is told to."""
+    began = time.monotonic()
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(child, signal.SIGSTOP)
-        os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        while os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if (waited := time.monotonic() - began) > LIMIT:
+                return False
+            if waited > 1e-3:  # it takes some microseconds, but not where threads wait for a core
+                time.sleep(waited / 16)
+                os.kill(child, signal.SIGSTOP)
+    return True
 
 
 def go_on(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGCONT)
 
 
 def halt(pids: set[int]) -> None:
     """Stops processes that need not be children of this one; returns when they stand still, after a second at most."""
     until = time.monotonic() + 1.0
-    while moving := {pid for pid in alive(pids) if state(pid) not in ("T", "t")}:
+    while moving := {pid for pid in alive(pids) if not still(pid)}:
         for pid in moving:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGSTOP)
@@ -133,13 +172,83 @@ def halt(pids: set[int]) -> None:
 
 
 def end(pids: set[int]) -> None:
-    """Kills processes and takes note of those that were adopted."""
+    """Kills processes and takes note of those that were adopted; gives up after LIMIT seconds."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + LIMIT
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+            while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < until:
+                time.sleep(1e-3)
+
+
+def ran(pid: int) -> float:
+    """Seconds that all threads of a process have run so far, those that have ended too, as the kernel's scheduler counts."""
+    try:
+        return time.clock_gettime(~pid << 3 | 2)  # the clock of another process: CPUCLOCK_SCHED of linux/posix-timers.h
+    except OSError:
+        return _scheduled(pid, 0)
+
+
+class Watch:
+    """Kills a child of this process that takes longer than it may, or says something before it is asked to (``over``): this
+    process may wait for the child meanwhile, without a limit. `why` says what it was killed for."""
+
+    def __init__(self, child: int, channel: socket.socket, seconds: float):
+        self.child, self.channel, self.seconds, self.why = child, channel, seconds, ""
+        self.told, self.tell = os.pipe()
+        self.expected = False
+        self.thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.over()
+        self.thread.join()
+        os.close(self.told)
+        os.close(self.tell)
+
+    def over(self) -> None:
+        """From now on it may speak, and take as long as it likes."""
+        if not self.expected:
+            self.expected = True
+            os.write(self.tell, b".")
+
+    def _look(self) -> None:
+        ready = select.select([self.channel, self.told], [], [], self.seconds)[0]
+        if self.expected:
+            return
+        self.why = "early" if ready else "late"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.child, signal.SIGKILL)
+
+
+class Ended(SystemExit):
+    """A signal asked this process to end."""
+
+
+@contextlib.contextmanager
+def cleaning_up() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as an exception does, so that what it started is ended: where they would have ended
+    the process at once, and in its first thread, which alone may say so."""
+
+    def ended(number: int, frame: Any) -> None:
+        for each in asked:  # once is enough
+            signal.signal(each, signal.SIG_IGN)
+        raise Ended(128 + number)
+
+    mine = threading.current_thread() is threading.main_thread()
+    asked = [n for n in (signal.SIGTERM, signal.SIGHUP) if mine and signal.getsignal(n) is signal.SIG_DFL]
+    for number in asked:
+        signal.signal(number, ended)
+    try:
+        yield
+    finally:
+        for number in asked:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def waited_for_cores(pid: int) -> float:
