@@ -71,4 +71,8 @@ def kept(command: str | None, args: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] in (["gate"], ["score"]):  # which run what nobody trusts
+        from bench.trial import keeper
+
+        sys.exit(keeper.keep(main))
     sys.exit(main())

@@ -271,6 +271,11 @@ def leaves_daemon(q, k, v, *, out):
     out[...] = 0
 
 
+def leaves_daemon_and_hangs(q, k, v, *, out):
+    leaves_daemon(q, k, v, out=out)
+    time.sleep(600)
+
+
 def _daemon(work):
     child = os.fork()
     if child == 0:

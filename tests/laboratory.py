@@ -6,6 +6,7 @@ from pathlib import Path
 from bench.__main__ import main
 
 CHEATS = Path(__file__).with_name("cheats.py")
+CHEATS_TIMED = Path(__file__).with_name("cheats_timed.py")
 SMALL = "B1,H2,S96,D32,float32"
 
 

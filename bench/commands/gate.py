@@ -31,7 +31,7 @@ from bench import arguments, machine, problems, report
 from bench.contenders import peers
 from bench.machine import device as devices
 from bench.timing import conditions, stats
-from bench.trial import duel, isolation
+from bench.trial import duel, isolation, processes
 
 SUMMARY = "PASS, FAIL or UNDECIDED: is a candidate correct and faster than a baseline?"
 DEFAULT_LIMIT = 0.95
@@ -83,7 +83,7 @@ def judge_one(candidate: str, case: str, device: str, baselines: list[str], limi
               say: duel.Say = lambda text: None, **options: Any) -> dict:  # fmt: skip
     """The duel and what follows from it: a JSON document with `verdict` and `reasons`. `worker` and `table` outlive the
     call; by default it has its own."""
-    with contextlib.nullcontext(table) if table else duel.Table(device) as own:
+    with processes.cleaning_up(), contextlib.nullcontext(table) if table else duel.Table(device) as own:
         found = duel.duel(candidate, baselines, case, own, worker, time_limit=time_limit, say=say, **options)
     document: dict[str, Any] = {"limit": limit, **found}
     interval, against = None, None

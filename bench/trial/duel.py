@@ -42,7 +42,8 @@ ALONE = 3
 # A worker's clock reads less than the judge's by what a baseline's does; twice that, and this share of what is left, are
 # accepted: half of samples of 20 ms is seen where waking and stopping a worker costs up to 4 ms.
 CLAIM_SHARE = 0.3
-# Turns of which the median is what waking a worker and stopping it takes, and the share of a sample that is not taken off.
+# Turns of which a tenth takes less than what is taken off for waking a worker and stopping it, and the share of a sample that
+# is left in any case.
 IDLE_TURNS = 200
 KEPT_SHARE = 0.1
 # A cold call begins after the caches were written over, which takes longer than many a call: so many make a sample at most.
@@ -80,11 +81,11 @@ class Table:
 
     @functools.cached_property
     def turn_seconds(self) -> float:
-        """What a turn without a call takes."""
+        """What a turn without a call takes at least; what more it takes where threads wait for a core stays in the times."""
         with isolation.Worker() as worker:
             arguments = {"calls": IDLE_TURNS}
             outcome, taken = worker.turns("bench.trial.contestant:idle_turns", arguments, 60.0, IDLE_TURNS, _nothing, _nothing)
-        return float(np.median(taken)) if outcome.ok else 0.0
+        return float(np.quantile(taken, 0.1)) if outcome.ok else 0.0
 
     def _shares(self) -> bool:
         return _device_memory_is_shared(self.home)
@@ -135,7 +136,8 @@ class Remote:
         self.device = self  # of which take_turns asks what it asks a device
         self.kind = table.kind
         self.calls, self.clock, self.note = 1, "calls", None
-        self.observed: list[float] = []
+        self.observed: list[float] = []  # seconds of each sample
+        self.whole: list[float] = []  # with what waking and stopping took
         self.claimed: list[Any] = []
         self.held: list[Shared] = []
         self.check: Callable[[Remote], None] = lambda remote: None
@@ -159,22 +161,25 @@ class Remote:
         self.pool.deal(self.calls)
         if self.judged:
             self.pool.poison()
-        outcome, seconds = self._at_once() if self.kind == "cuda" else self._call_by_call()
+        outcome, whole, off = self._at_once() if self.kind == "cuda" else self._call_by_call()
         self._require(outcome)
+        seconds = max(whole - off, KEPT_SHARE * whole)
         self.observed.append(seconds)
+        self.whole.append(whole)
         self.claimed.append(outcome.value)
         self._transfer("store")
         self.check(self)
         return seconds / self.calls
 
-    def _at_once(self) -> tuple[isolation.Outcome, float]:
+    def _at_once(self) -> tuple[isolation.Outcome, float, float]:
+        """(what the worker said, seconds, seconds of these for waking and stopping it that are known)."""
         self.pool.reveal(0, self.calls)
         self.pool.settle()
         self._transfer("load")
         self.look_at_rest()
-        return self.worker.timed("bench.trial.contestant:sample", {"calls": self.calls}, self.limit)
+        return *self.worker.timed("bench.trial.contestant:sample", {"calls": self.calls}, self.limit), 0.0
 
-    def _call_by_call(self) -> tuple[isolation.Outcome, float]:
+    def _call_by_call(self) -> tuple[isolation.Outcome, float, float]:
         late = [0.0]
 
         def before(i: int) -> None:
@@ -191,8 +196,7 @@ class Remote:
         self.look_at_rest()
         outcome, taken = self.worker.turns("bench.trial.contestant:turns", {"calls": self.calls}, self.limit, self.calls,
                                            before, after)  # fmt: skip
-        whole = sum(taken) + sum(late)
-        return outcome, max(whole - len(taken) * self.table.turn_seconds, KEPT_SHARE * whole)
+        return outcome, sum(taken) + sum(late), len(taken) * self.table.turn_seconds
 
     def look_at_rest(self) -> None:
         """WrongResult when the worker, or what it started, did not stand still since its last turn."""
@@ -253,14 +257,14 @@ class Remote:
         took = min(self.sample() for _ in range(2)) * self.calls
         if not 0.5 * seconds < took < 4 * seconds:
             self.lengthen(self._fitting(pool, self.calls * seconds / max(took, 1e-7)))
-        self.observed, self.claimed = [], []
+        self.observed, self.whole, self.claimed = [], [], []
 
     def lengthen(self, calls: int) -> None:
         """Makes samples of that many calls."""
         if calls != self.calls:
             self._arrange(calls)
             self.sample()
-        self.observed, self.claimed = [], []
+        self.observed, self.whole, self.claimed = [], [], []
 
     def _arrange(self, calls: int) -> float:
         """-> seconds of a call, as the worker tells: a lie makes its own samples too short or too long."""
@@ -280,7 +284,7 @@ class Remote:
         """Median seconds a call of a few samples that do not count."""
         seen = len(self.observed)
         found = float(np.median([self.sample() for _ in range(ALONE)]))
-        del self.observed[seen:], self.claimed[seen:]
+        del self.observed[seen:], self.whole[seen:], self.claimed[seen:]
         return found
 
     def leave(self) -> None:
@@ -295,8 +299,8 @@ class Remote:
     def behind(self) -> float:
         """Seconds by which its own clock read less than the judge's, in the tenth of samples where that was least, for
         others may hold the judge up; NaN where it read nonsense."""
-        gaps = [seen - claim if isinstance(claim, float) and 0 < claim < seen else math.nan
-                for seen, claim in zip(self.observed, self.claimed)]  # fmt: skip
+        gaps = [max(0.0, seen - claim) if isinstance(claim, float) and 0 < claim < whole else math.nan
+                for seen, whole, claim in zip(self.observed, self.whole, self.claimed)]  # fmt: skip
         return float(np.quantile(gaps, 0.1))
 
     def _transfer(self, direction: str) -> None:

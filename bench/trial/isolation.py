@@ -292,12 +292,7 @@ class Worker:
         assert self.process
         if self.process.poll() is None:
             processes.stop(self.pid)
-        # What is killed cannot start anything, but its children may have, until none is left.
-        for _ in range(100):
-            if not (left := self.offspring()):
-                break
-            processes.halt(left)
-            processes.end(left)
+        processes.end_all(self.offspring)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):

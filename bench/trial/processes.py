@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ def _prctl(option: int, argument: int = 0) -> int:
     return _libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0)
 
 
-def end_with(parent: int) -> None:
-    """For a worker, which may stand still: it ends when its parent does, however that ends."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """For a worker, which may stand still: it ends when its parent does, however that ends. `number`: of the signal."""
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
 
@@ -181,6 +181,15 @@ def end(pids: set[int]) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < until:
                 time.sleep(1e-3)
+
+
+def end_all(find: Callable[[], set[int]]) -> None:
+    """Ends what `find` finds until it finds nothing alive: what is killed starts nothing, but its children may have."""
+    for _ in range(100):
+        if not (left := alive(find())):
+            break
+        halt(left)
+        end(left)
 
 
 def ran(pid: int) -> float:

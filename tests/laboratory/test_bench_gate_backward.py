@@ -11,6 +11,7 @@ from bench.__main__ import main
 from bench.commands import gate
 from bench.machine import device
 from bench.problems import Case
+from bench.trial.dice import Dice
 from bench.trial.gradient_pool import GradientPool
 from bench.trial.pool import FENCE, nbytes_of
 from fa_ext.reference.backward import attention_backward
@@ -48,7 +49,7 @@ def test_caught(name, words):
 ])  # fmt: skip
 def test_timed_gradients_meet_float64_of_the_judges_own_inputs(line):
     case = Case.parse(line)
-    pool = GradientPool(case, device.Cpu(), 1, False)
+    pool = GradientPool(case, device.Cpu(), Dice(1), False)
     pool.refill(3)
     pool.inputs.raw[:] = 0  # the judge looks at its own copies alone
     group = case.heads // case.heads_kv
@@ -84,7 +85,7 @@ def test_timed_gradients_meet_float64_of_the_judges_own_inputs(line):
 
 def test_gradients_with_arrays_are_refused_at_once():
     with pytest.raises(report.UsageError, match="gradients are judged without bias, mask, sinks"):
-        GradientPool(Case.parse("B1,H2,S8,D8,float32,sinks=float32,operation=backward"), device.Cpu(), 1, False)
+        GradientPool(Case.parse("B1,H2,S8,D8,float32,sinks=float32,operation=backward"), device.Cpu(), Dice(1), False)
 
 
 def test_the_option_makes_gradients_of_all_problems(capfd):
