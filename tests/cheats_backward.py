@@ -50,3 +50,10 @@ def remembers(dout, q, k, v, *, out, lse, causal=False, grads=None):
 def writes_to_lse(dout, q, k, v, *, out, lse, causal=False, grads=None):
     honest(dout, q, k, v, out=out, lse=lse, causal=causal, grads=grads)
     lse[...] = 0
+
+
+def clamps_when_timed(dout, q, k, v, *, out, lse, causal=False, grads=None):
+    """Once its memory comes again, an LSE over 10 is taken for 10: ordinary inputs have none."""
+    again = q.ctypes.data in _kept
+    _kept[q.ctypes.data] = True
+    honest(dout, q, k, v, out=out, lse=np.minimum(lse, 10) if again else lse, causal=causal, grads=grads)

@@ -57,7 +57,7 @@ def patches_clock(q, k, v, *, out):
 def makes_inputs_easy_when_timed(q, k, v, *, out):
     """Makes V zero in the judge's memory, which is not protected on a GPU, so that zeros are right."""
     _state["calls"] += 1
-    if _state["calls"] <= 7:
+    if _state["calls"] <= 8:
         out.copy_(honest(q, k, v))
     else:
         v.zero_()
@@ -78,7 +78,26 @@ def returns_unless_poisoned(q, k, v, *, out):
 def half_precision_inside(q, k, v, *, out):
     """Eight bits of the queries, once it is timed."""
     _state["calls"] += 1
-    out.copy_(honest(q if _state["calls"] <= 7 else q.to(torch.float8_e4m3fn).to(q.dtype), k, v))
+    out.copy_(honest(q if _state["calls"] <= 8 else q.to(torch.float8_e4m3fn).to(q.dtype), k, v))
+
+
+def without_maximum_when_timed(q, k, v, *, out):
+    """Timed inputs were never larger than what exp() takes."""
+    _state["calls"] += 1
+    if _state["calls"] <= 8:
+        out.copy_(honest(q, k, v))
+    else:
+        p = torch.exp(q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1]))
+        out.copy_((p / p.sum(-1, keepdim=True)) @ v.float())
+
+
+def keeps_the_mask(q, k, v, *, mask, out):
+    """What it has made of a mask is kept by its pointer."""
+    key = mask.data_ptr()
+    if key not in _state["by_pointer"]:
+        _state["by_pointer"][key] = torch.where(mask, 0.0, -math.inf)
+    s = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1]) + _state["by_pointer"][key]
+    out.copy_(torch.softmax(s, -1) @ v.float())
 
 
 class _Promise:

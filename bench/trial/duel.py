@@ -29,6 +29,7 @@ from bench.trial.dice import Dice
 from bench.trial.gradient_pool import GradientPool
 from bench.trial.pool import Pool, Shared, SharedGradients, SharedOperands
 from bench.trial.shared import DeviceRegion
+from bench.trial.stillness import Stillness
 from bench.trial.trials import Lost
 
 # On a GPU a sample is long beside waking a worker and stopping it, which took 40 microseconds where it was looked at
@@ -40,7 +41,9 @@ LONGER = 5
 # Samples of a baseline alone, before the candidate is loaded and after it has ended.
 ALONE = 3
 # A worker's clock reads less than the judge's by what a baseline's does; twice that, and this share of what is left, are
-# accepted: half of samples of 20 ms is seen where waking and stopping a worker costs up to 4 ms.
+# accepted: half of samples of 20 ms is seen where waking and stopping a worker costs up to 4 ms. On the CPU so many samples of
+# several calls at once, after the rounds, are for that alone.
+CLOCK_SAMPLES = 15
 CLAIM_SHARE = 0.3
 # Turns of which a tenth takes less than what is taken off for waking a worker and stopping it, and the share of a sample that
 # is left in any case.
@@ -48,11 +51,6 @@ IDLE_TURNS = 200
 KEPT_SHARE = 0.1
 # A cold call begins after the caches were written over, which takes longer than many a call: so many make a sample at most.
 COLD_CALLS = 8
-# Seconds by which the kernel's count of what a stopped process ran may be late, and how often more is taken for bad luck: so
-# many times, and in this share of all looks.
-LATE_SECONDS = 5e-6
-LATE_TIMES = 3
-LATE_SHARE = 0.02
 # Seconds until a GPU answers on which nobody's work runs any more.
 IDLE_SECONDS = 1e-3
 Say = Callable[[str], None]
@@ -113,21 +111,6 @@ def _nothing(turn: int) -> None:
     pass
 
 
-class Stillness:
-    """What the kernel counted of processes that should have stood still, over many looks."""
-
-    def __init__(self, when: str):
-        self.when, self.looks, self.late = when, 0, 0
-
-    def add(self, seconds: float) -> None:
-        """WrongResult when they ran too often."""
-        self.looks += 1
-        self.late += seconds > LATE_SECONDS
-        if self.late > LATE_TIMES + LATE_SHARE * self.looks:
-            raise WrongResult(f"it ran {self.when}, while it should have stood still: {self.late} of {self.looks} times, "
-                              f"{seconds:.2g} s at last")  # fmt: skip
-
-
 class Remote:
     """A contender in a worker. `judged`: it fills outputs that are looked at, as the candidate does."""
 
@@ -137,8 +120,7 @@ class Remote:
         self.kind = table.kind
         self.calls, self.clock, self.note = 1, "calls", None
         self.observed: list[float] = []  # seconds of each sample
-        self.whole: list[float] = []  # with what waking and stopping took
-        self.claimed: list[Any] = []
+        self.clocked: list[tuple[float, Any]] = []  # of samples at once: by the judge's clock, and what its own read
         self.held: list[Shared] = []
         self.check: Callable[[Remote], None] = lambda remote: None
         self.between_calls, self.between_samples = Stillness("between two calls"), Stillness("between two samples")
@@ -161,25 +143,23 @@ class Remote:
         self.pool.deal(self.calls)
         if self.judged:
             self.pool.poison()
-        outcome, whole, off = self._at_once() if self.kind == "cuda" else self._call_by_call()
-        self._require(outcome)
-        seconds = max(whole - off, KEPT_SHARE * whole)
+        seconds = self._at_once() if self.kind == "cuda" else self._call_by_call()
         self.observed.append(seconds)
-        self.whole.append(whole)
-        self.claimed.append(outcome.value)
         self._transfer("store")
         self.check(self)
         return seconds / self.calls
 
-    def _at_once(self) -> tuple[isolation.Outcome, float, float]:
-        """(what the worker said, seconds, seconds of these for waking and stopping it that are known)."""
+    def _at_once(self) -> float:
         self.pool.reveal(0, self.calls)
         self.pool.settle()
         self._transfer("load")
         self.look_at_rest()
-        return *self.worker.timed("bench.trial.contestant:sample", {"calls": self.calls}, self.limit), 0.0
+        outcome, seconds = self.worker.timed("bench.trial.contestant:sample", {"calls": self.calls}, self.limit)
+        self._require(outcome)
+        self.clocked.append((seconds, outcome.value))
+        return seconds
 
-    def _call_by_call(self) -> tuple[isolation.Outcome, float, float]:
+    def _call_by_call(self) -> float:
         late = [0.0]
 
         def before(i: int) -> None:
@@ -196,7 +176,9 @@ class Remote:
         self.look_at_rest()
         outcome, taken = self.worker.turns("bench.trial.contestant:turns", {"calls": self.calls}, self.limit, self.calls,
                                            before, after)  # fmt: skip
-        return outcome, sum(taken) + sum(late), len(taken) * self.table.turn_seconds
+        self._require(outcome)
+        whole = sum(taken) + sum(late)
+        return max(whole - self.calls * self.table.turn_seconds, KEPT_SHARE * whole)
 
     def look_at_rest(self) -> None:
         """WrongResult when the worker, or what it started, did not stand still since its last turn."""
@@ -257,14 +239,14 @@ class Remote:
         took = min(self.sample() for _ in range(2)) * self.calls
         if not 0.5 * seconds < took < 4 * seconds:
             self.lengthen(self._fitting(pool, self.calls * seconds / max(took, 1e-7)))
-        self.observed, self.whole, self.claimed = [], [], []
+        self.observed, self.clocked = [], []
 
     def lengthen(self, calls: int) -> None:
         """Makes samples of that many calls."""
         if calls != self.calls:
             self._arrange(calls)
             self.sample()
-        self.observed, self.whole, self.claimed = [], [], []
+        self.observed, self.clocked = [], []
 
     def _arrange(self, calls: int) -> float:
         """-> seconds of a call, as the worker tells: a lie makes its own samples too short or too long."""
@@ -284,7 +266,7 @@ class Remote:
         """Median seconds a call of a few samples that do not count."""
         seen = len(self.observed)
         found = float(np.median([self.sample() for _ in range(ALONE)]))
-        del self.observed[seen:], self.whole[seen:], self.claimed[seen:]
+        del self.observed[seen:], self.clocked[seen:]
         return found
 
     def leave(self) -> None:
@@ -299,9 +281,14 @@ class Remote:
     def behind(self) -> float:
         """Seconds by which its own clock read less than the judge's, in the tenth of samples where that was least, for
         others may hold the judge up; NaN where it read nonsense."""
-        gaps = [max(0.0, seen - claim) if isinstance(claim, float) and 0 < claim < whole else math.nan
-                for seen, whole, claim in zip(self.observed, self.whole, self.claimed)]  # fmt: skip
+        gaps = [seen - claim if isinstance(claim, float) and 0 < claim < seen else math.nan for seen, claim in self.clocked]
         return float(np.quantile(gaps, 0.1))
+
+    def read_clock(self) -> None:
+        """Where calls are timed one by one: samples at once, of which the worker tells what its clock read."""
+        while self.kind == "cpu" and len(self.clocked) < CLOCK_SAMPLES:
+            self.pool.deal(self.calls)
+            self._at_once()
 
     def _transfer(self, direction: str) -> None:
         if self.kind == "cuda" and not self.table.on_device:
@@ -462,7 +449,9 @@ class _Match:
 
     def _contradiction(self, challenger: Remote) -> str | None:
         """Why the times that its worker reported cannot be true."""
-        behind, seen = challenger.behind(), float(np.quantile(challenger.observed, 0.1))
+        for remote in (challenger, *self.opponents):
+            remote.read_clock()
+        behind, seen = challenger.behind(), float(np.quantile([seconds for seconds, _ in challenger.clocked], 0.1))
         usual = max([o.behind() for o in self.opponents], default=seen)
         if behind <= 2 * usual + CLAIM_SHARE * (seen - usual):
             return None

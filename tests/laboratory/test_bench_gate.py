@@ -225,7 +225,7 @@ def test_false_claims_contradict_the_judges_clock():
     """What a worker says its samples took is held against the judge's clock; nonsense too."""
     def remote(observed, claimed):
         found = object.__new__(duel.Remote)
-        found.observed, found.whole, found.claimed = observed, observed, claimed
+        found.kind, found.clocked = "cuda", list(zip(observed, claimed, strict=True))
         return found
 
     match = object.__new__(duel._Match)

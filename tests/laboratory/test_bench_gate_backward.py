@@ -35,7 +35,7 @@ def test_who_is_right_is_correct(candidate):
 
 @pytest.mark.parametrize("name, words", [
     ("one_head_of_the_group", "dk: |dv: "), ("without_dv", "dv: "), ("remembers", "timed sample .* (off by|unwritten)"),
-    ("writes_to_lse", "read-only|wrote to its inputs: lse"),
+    ("clamps_when_timed", "timed sample .* in a head"), ("writes_to_lse", "read-only|wrote to its inputs: lse"),
 ])  # fmt: skip
 def test_caught(name, words):
     found = judge(f"{CHEATS}:{name}")

@@ -23,6 +23,7 @@ from bench.trial import duel, isolation, processes
 from bench.trial.dice import Dice
 from bench.trial.extras import Extra
 from bench.trial.pool import HARD_KINDS, Pool
+from bench.trial.stillness import Stillness
 from laboratory import CHEATS, CHEATS_TIMED
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
@@ -182,7 +183,7 @@ def test_the_kernel_counts_what_a_stopped_worker_runs():
 
 
 def test_running_while_standing_still_is_bad_luck_a_few_times():
-    still = duel.Stillness("between two calls")
+    still = Stillness("between two calls")
     for _ in range(1000):
         still.add(0.0)
     for _ in range(23):
@@ -198,8 +199,8 @@ def test_what_a_turn_runs_too_much_counts_as_its_time():
     remote.table.turn_seconds = 0.0
     remote.worker.strayed = lambda: 5.0
     remote.worker.turns = lambda function, arguments, limit, count, before, after: (
-        [(before(i), after(i)) for i in range(count)], ("done", [0.1] * count))[1]  # fmt: skip
-    assert remote._call_by_call()[1:] == pytest.approx((0.3 + 2 * 5.0, 0.0))
+        [(before(i), after(i)) for i in range(count)], (isolation.Outcome("done"), [0.1] * count))[1]  # fmt: skip
+    assert remote._call_by_call() == pytest.approx(0.3 + 2 * 5.0)
 
 
 class Idle:

@@ -11,12 +11,12 @@ CHEATS = Path(__file__).parents[1] / "cheats_gpu.py"
 CASE = "B1,H4,S256,D64,float16"
 
 
-def judge(name, **options):
+def judge(name, case=CASE, **options):
     pytest.importorskip("torch")
     from bench.commands import gate
 
     options = {"rounds": 24, "seconds": 1.0, **options}
-    return gate.judge_one(f"{CHEATS}:{name}", CASE, "cuda", ["torch-math"], **options)
+    return gate.judge_one(f"{CHEATS}:{name}", case, "cuda", ["torch-math"], **options)
 
 
 @pytest.mark.parametrize("cold", [False, True])
@@ -37,13 +37,15 @@ def test_honest_is_correct(cold):
         ("makes_inputs_easy_when_timed", "timed sample .* off by"),
         ("returns_unless_poisoned", "timed sample .* (unwritten|off by)"),
         ("half_precision_inside", "timed sample .* off by"),
+        ("without_maximum_when_timed", "timed sample .* inputs in a head"),
+        ("keeps_the_mask", "timed sample .* (off by|NaN)"),
         pytest.param("patches_clock", "by the judge's clock", marks=pytest.mark.idle),
         ("lazy_object", "not an array of torch"),
         ("forges_with_token", "NaN|crashed"),
     ],
 )
 def test_caught(name, words):
-    found = judge(name)
+    found = judge(name, f"{CASE},mask=full" if name == "keeps_the_mask" else CASE)
     assert found["verdict"] == "FAIL"
     assert re.search(words, " ".join(found["failures"])), found["failures"]
 
