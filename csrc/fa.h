@@ -318,7 +318,12 @@ typedef struct fa_problem {
     fa_sequences sequences; /* of a forward and an append: what its batch entries are */
     void *workspace;        /* the caller's, for the plan's workspace_bytes; NULL: allocated at the launch */
     fa_fault_board *faults; /* where a kernel on a device counts bad contents of index arrays; NULL: nowhere */
+    bool (*stopped)(void);  /* see fa_stopped(); NULL: nobody stops the call */
 } fa_problem;
+
+/* On the CPU: whether the caller has given the call up, so that what is left of it may be left out: nobody reads the
+ * results. A kernel asks every few milliseconds at least; it takes some nanoseconds. */
+static inline bool fa_stopped(const fa_problem *problem) { return problem->stopped && problem->stopped(); }
 
 /* ---- device ---- */
 
@@ -436,7 +441,7 @@ typedef struct fa_launch {
 } fa_launch;
 
 /* Grows whenever a struct that a kernel sees changes its layout. */
-#define FA_KERNEL_ABI 3
+#define FA_KERNEL_ABI 4
 
 /* One kernel of the table. The registry compares `device`, `dtypes`, `takes` and compute capabilities; `plan` is asked
  * only where they fit. It answers; fills `plan`, zeroed before, if it takes or declines, and `why` unless it takes.

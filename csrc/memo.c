@@ -142,6 +142,7 @@ fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_ker
         problem->sequences = (fa_sequences){0};
         problem->workspace = NULL;
         problem->faults = NULL;
+        problem->stopped = NULL;
         forward->q.data = request->q->data;
         forward->k.data = request->k->data;
         forward->v.data = request->v->data;

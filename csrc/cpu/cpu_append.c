@@ -61,42 +61,43 @@ static void write_token(const fa_append *p, const fa_token *token) {
 }
 
 /* Rows [begin, end) of out whose tokens are not written. */
-static void clear(const fa_append *p, int64_t batch, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end && p->out.data; row++)
+static void clear(const fa_problem *problem, int64_t batch, int64_t begin, int64_t end) {
+    const fa_append *p = &problem->append;
+    for (int64_t row = begin; row < end && p->out.data && !fa_stopped(problem); row++)
         for (int64_t h = 0; h < p->heads; h++)
             for (int d = 0; d < p->head_dim; d++)
                 fa_store(p->out.data, p->dtype, offset_of(&p->out, batch, h, row) + d * p->out.stride[3], 0);
 }
 
-static void write_or_clear(const fa_append *p, const fa_token *token) {
+static void write_or_clear(const fa_problem *problem, const fa_token *token) {
     if (token->skipped)
-        clear(p, token->batch, token->row, token->row + 1);
+        clear(problem, token->batch, token->row, token->row + 1);
     else
-        write_token(p, token);
+        write_token(&problem->append, token);
 }
 
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     (void)plan, (void)launch;
     const fa_append *p = &problem->append;
     const fa_sequences *s = &problem->sequences;
-    for (int64_t t = 0; t < p->rows && p->slots; t++) {
+    for (int64_t t = 0; t < p->rows && p->slots && !fa_stopped(problem); t++) {
         const fa_token token = fa_token_of_slot(p, s, t);
-        write_or_clear(p, &token);
+        write_or_clear(problem, &token);
     }
     if (p->slots) return FA_OK;
     int64_t before = 0;
     for (int64_t b = 0; b < p->batch; b++) {
         const fa_span rows = fa_rows_of(&s->q, b, before, s->packed_q);
         const int64_t count = fa_used(&s->q, b, rows.end - rows.begin);
-        for (int64_t t = 0; t < count; t++) {
+        for (int64_t t = 0; t < count && !fa_stopped(problem); t++) {
             const fa_token token = fa_token_of_sequence(p, s, b, rows.begin, count, t);
-            write_or_clear(p, &token);
+            write_or_clear(problem, &token);
         }
-        clear(p, s->packed_q ? 0 : b, s->packed_q ? before : 0, rows.begin);
-        clear(p, s->packed_q ? 0 : b, rows.begin + count, rows.end);
+        clear(problem, s->packed_q ? 0 : b, s->packed_q ? before : 0, rows.begin);
+        clear(problem, s->packed_q ? 0 : b, rows.begin + count, rows.end);
         before = rows.end;
     }
-    if (s->packed_q) clear(p, 0, before, p->rows);
+    if (s->packed_q) clear(problem, 0, before, p->rows);
     return FA_OK;
 }
 

@@ -22,6 +22,7 @@ typedef struct row {
     int64_t batch, head, head_kv, query;
     int64_t position; /* where the query stands among the keys */
     double slope;
+    int64_t pairs; /* and rows, since the caller was asked whether it wants more */
     double q[FA_MAX_HEAD_DIM], out[FA_MAX_HEAD_DIM];
 } row;
 
@@ -48,6 +49,15 @@ static double score(const fa_problem *problem, const row *r, int64_t key, fa_cpu
     return value + bias;
 }
 
+/* Whether the caller wants no more; asks after some tenths of a millisecond of pairs and rows. */
+static bool stopped(const fa_problem *problem, row *r) {
+    enum { ENOUGH = 1024 };
+    if (++r->pairs < ENOUGH) return false;
+    if (fa_stopped(problem)) return true;
+    r->pairs = 0;
+    return false;
+}
+
 static double visible_score(const fa_problem *problem, const row *r, int64_t key) {
     const fa_cpu_place place = fa_cpu_find(problem, r->entry, key);
     return place.first < 0 || masked(&problem->forward, r, key) ? -INFINITY : score(problem, r, key, place);
@@ -62,7 +72,7 @@ static double attend(const fa_problem *problem, row *r, double *scores, int64_t 
     if (p->sinks.data)
         sink = fa_bounded(fa_load(p->sinks.data, p->sinks_dtype, r->head * p->sinks.stride[0]), p->dtype);
     double maximum = sink, sum = 0;
-    for (int64_t key = keys.begin; key < keys.end; key++) {
+    for (int64_t key = keys.begin; key < keys.end && !stopped(problem, r); key++) {
         const double value = visible_score(problem, r, key);
         if (key - keys.begin < kept) scores[key - keys.begin] = value;
         if (value > maximum) maximum = value;
@@ -71,7 +81,7 @@ static double attend(const fa_problem *problem, row *r, double *scores, int64_t 
     if (p->sinks.data) sum = exp(sink - origin);
     for (int d = 0; d < p->head_dim_v; d++) r->out[d] = 0;
     bool seen = false;
-    for (int64_t key = keys.begin; key < keys.end; key++) {
+    for (int64_t key = keys.begin; key < keys.end && !stopped(problem, r); key++) {
         const double value = key - keys.begin < kept ? scores[key - keys.begin] : visible_score(problem, r, key);
         if (value == -INFINITY) continue;
         const fa_cpu_place place = fa_cpu_find(problem, r->entry, key);
@@ -132,13 +142,14 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     const fa_forward *p = &problem->forward;
     const own *mine = (const own *)plan->own;
     fa_cpu_walk walk = {0, 0};
-    for (int64_t b = 0; b < fa_cpu_entries(problem); b++) {
+    row r = {.pairs = 0};
+    for (int64_t b = 0; b < fa_cpu_entries(problem) && !fa_stopped(problem); b++) {
         const fa_cpu_entry entry = fa_cpu_next(problem, b, &walk);
-        row r = {.entry = &entry, .batch = b};
+        r.entry = &entry, r.batch = b;
         for (r.head = 0; r.head < p->heads; r.head++) {
             r.head_kv = r.head / (p->heads / p->heads_kv);
             r.slope = b < p->batch ? fa_slope(&problem->extra, b, r.head) : 0;
-            for (int64_t row = entry.rows.begin; row < entry.rows.end; row++)
+            for (int64_t row = entry.rows.begin; row < entry.rows.end && !stopped(problem, &r); row++)
                 write_row(problem, &r, row, (double *)launch->workspace, mine->kept);
         }
     }

@@ -115,6 +115,9 @@ static int64_t tiles(int64_t length) { return (length + TILE - 1) / TILE; }
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Asks at every 16th row: of TILE pairs, each. */
+static bool stopped(const fa_problem *problem, int64_t row) { return row % 16 == 15 && fa_stopped(problem); }
+
 /* dq of a tile of queries of one head. */
 static void queries_task(const void *context, int64_t index, int worker) {
     const shared *s = context;
@@ -130,7 +133,7 @@ static void queries_task(const void *context, int64_t index, int worker) {
     memset(sum, 0, sizeof s->scratch[worker].first);
     for (int64_t n = 0; n < count; n++) load_query(problem, b, head, first + n, &x[n]);
     const fa_span keys = {fa_keys_of(f, first).begin, fa_keys_of(f, first + count - 1).end};
-    for (int64_t j = keys.begin; j < keys.end; j++) {
+    for (int64_t j = keys.begin; j < keys.end && !stopped(problem, j); j++) {
         load_key(p, b, head / fa_group(f), j, y);
         for (int64_t n = 0; n < count; n++)
             if (weigh(problem, &x[n], y, &r)) add_row(sum[n], r.dt, y->k, f->head_dim);
@@ -159,7 +162,7 @@ static void keys_task(const void *context, int64_t index, int worker) {
     const int64_t row_begin = most(0, from - f->diagonal - f->right);
     const int64_t row_end = from < to ? least(f->seq_q, to - f->diagonal + f->left) : 0;
     for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++)
-        for (int64_t i = row_begin; i < row_end; i++) {
+        for (int64_t i = row_begin; i < row_end && !stopped(problem, i); i++) {
             load_query(problem, b, h, i, x);
             for (int64_t j = from; j < to; j++) {
                 if (!weigh(problem, x, &y[j - first], &r)) continue;
@@ -198,7 +201,7 @@ static void add_bias(const fa_problem *problem, scratch *own, int64_t b, int64_t
     query *x = own->x;
     pair r;
     for (int64_t j = first; j < end; j++) load_key(p, b, h / fa_group(f), j, &y[j - first]);
-    for (int64_t i = rows.begin; i < rows.end; i++) {
+    for (int64_t i = rows.begin; i < rows.end && !stopped(problem, i); i++) {
         const fa_span keys = fa_keys_of(f, i);
         if (keys.begin >= end || keys.end <= first) continue;
         load_query(problem, b, h, i, x);

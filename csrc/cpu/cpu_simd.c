@@ -219,7 +219,7 @@ static void write_idle_rows(const fa_problem *problem, const fa_cpu_entry *e) {
     const int64_t *to = p->out.stride, begin = e->entry.first_q, end = begin + e->entry.seq_q;
     for (int64_t row = e->rows.begin; row < e->rows.end; row++) {
         if (row == begin && begin < end) row = end;
-        if (row == e->rows.end) break;
+        if (row == e->rows.end || fa_stopped(problem)) break;
         for (int64_t head = 0; head < p->heads; head++) {
             for (int d = 0; d < p->head_dim_v; d++)
                 fa_store(p->out.data, p->out_dtype, e->batch * to[0] + head * to[1] + row * to[2] + d * to[3], 0);

@@ -22,7 +22,7 @@ void fa_sink_gradient(const void *context, int64_t h, int worker) {
     const double sink = fa_bounded(fa_load(f->sinks.data, f->sinks_dtype, h * f->sinks.stride[0]), f->dtype);
     double sum = 0;
     for (int64_t b = 0; b < f->batch && sink != -INFINITY; b++)
-        for (int64_t i = 0; i < f->seq_q; i++) {
+        for (int64_t i = 0; i < f->seq_q && !fa_stopped(problem); i++) {
             if (sees_nothing(problem, b, h, i)) {
                 sum += fa_dlse(p, b, h, i);
             } else {

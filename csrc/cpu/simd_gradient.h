@@ -164,7 +164,7 @@ static void chunk_gradients(const fa_problem *problem, const fa_gradient_task *t
     if (w.keys) read_chunk(&w);
     queries(p, task->chunk, &row_begin, &row_end);
     for (int64_t h = 0; h < group; h++)
-        for (int64_t row = row_begin; row < row_end; row += TILE) {
+        for (int64_t row = row_begin; row < row_end && !fa_stopped(problem); row += TILE) {
             int begin, end;
             real *dq = (real *)task->dq + (w.dq ? (h * f->seq_q + row) * dq_width(p) : 0);
             read_tile(&w, task->head_kv * group + h, row);
@@ -241,7 +241,7 @@ static void bias_gradient(const fa_problem *problem, int64_t part, void *scratch
                 set_chunk(&w, b, h / fa_group(f), chunk);
                 if (!w.keys) continue;
                 read_chunk(&w);
-                for (int64_t tile = first[2]; tile < past[2]; tile++) {
+                for (int64_t tile = first[2]; tile < past[2] && !fa_stopped(problem); tile++) {
                     int begin, end;
                     read_tile(&w, h, tile * TILE);
                     if (!seen_keys(&w, &begin, &end)) continue;

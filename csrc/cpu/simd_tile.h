@@ -151,6 +151,12 @@ static fa_span next_tile(work *w, int64_t begin, int64_t end) {
     return (fa_span){begin, stop < grid ? stop : grid};
 }
 
+/* The same after a tile; empty where the call was stopped, too. */
+static fa_span tile_after(work *w, int64_t begin, int64_t end) {
+    const fa_span next = next_tile(w, begin, end);
+    return next.begin < next.end && fa_stopped(w->problem) ? (fa_span){end, end} : next;
+}
+
 static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
     const fa_forward *p = &problem->forward;
     const int blocks = (tile_m + BLOCK_ROWS - 1) / BLOCK_ROWS;
@@ -194,7 +200,7 @@ static bool run(work *w, const fa_simd_task *task) {
         block_begin(w, b);
         keys = joined(keys, b->keys);
     }
-    for (fa_span t = next_tile(w, keys.begin, keys.end); t.begin < t.end; t = next_tile(w, t.end, keys.end))
+    for (fa_span t = next_tile(w, keys.begin, keys.end); t.begin < t.end; t = tile_after(w, t.end, keys.end))
         tile_step(w, t.begin, t.end);
     bool nan = false;
     for (int n = 0; n < w->blocks; n++) nan |= block_end(w, &w->block[n]);
@@ -216,7 +222,7 @@ static void run_narrow(work *w, const fa_simd_task *task) {
         keys = joined(keys, r->keys);
     }
     for (fa_span span = next_tile(w, keys.begin, keys.end); span.begin < span.end;
-         span = next_tile(w, span.end, keys.end)) {
+         span = tile_after(w, span.end, keys.end)) {
         const key_tile tile = read_narrow_tile(w, span.begin, span.end);
         for (int n = 0; n < task->rows; n++) {
             const key_tile t = clipped(&tile, rows[n].keys.begin, rows[n].keys.end);

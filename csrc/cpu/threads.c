@@ -10,7 +10,10 @@
  *
  * A scheduler may let a worker that wakes queue behind the caller while another core idles (seen in a virtual machine
  * of two). So where few have joined when the caller has done its first step, those that have not run yet are sent away
- * from its core. */
+ * from its core.
+ *
+ * Who wants to stop a call is asked on the caller's thread alone, between its steps, within them where the kernel asks
+ * fa_cpu_stopped(), and while it waits. */
 #include "cpu/threads.h"
 
 #include <fenv.h>
@@ -23,9 +26,11 @@
 #include <stddef.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { kSpins = 4000 };
+enum { kSpins = 4000, kAskNanoseconds = 50000000 };
+enum { kLooks = 16 }; /* at a watch until the clock is read: a short call never does */
 
 typedef struct loop {
     struct loop *next;
@@ -35,6 +40,7 @@ typedef struct loop {
     _Atomic int64_t begun; /* steps, and more once there are none left */
     _Atomic int running;   /* workers that have joined and not left; falls under the lock */
     int joined, most;      /* under the lock: workers that have joined, and that may */
+    fa_cpu_watch *watch;   /* the caller's, or NULL */
     fenv_t callers;        /* rounding and flushing: each worker takes them over and gives its own back */
 } loop;
 
@@ -54,6 +60,9 @@ static loop *loops;                                      /* that workers may joi
 static sleeper *sleepers;
 static int workers;
 static _Atomic unsigned news; /* loops that were listed */
+
+static _Thread_local fa_cpu_watch *watched; /* the thread's own, or that of the loop it helps with */
+static _Thread_local bool helps;            /* with a loop of another thread */
 
 /* Written once, in the child, before fork() returns there: nothing else runs then. */
 static volatile bool forked;
@@ -77,8 +86,37 @@ static void pause_briefly(void) {
 #endif
 }
 
-/* False where none was left. */
+/* ---- who wants to stop ---- */
+
+static void ask_when_due(fa_cpu_watch *watch) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+    const int64_t now = (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+    if (now < watch->due) return;
+    if (watch->due && watch->stops(watch->context)) atomic_store_explicit(&watch->stopped, true, memory_order_relaxed);
+    watch->due = now + kAskNanoseconds;
+}
+
+void fa_cpu_watch_begin(fa_cpu_watch *watch) {
+    watch->place = &watched;
+    watch->outer = watched;
+    watched = watch;
+}
+
+void fa_cpu_watch_end(fa_cpu_watch *watch) { *watch->place = watch->outer; }
+
+bool fa_cpu_stopped(void) {
+    fa_cpu_watch *const watch = watched;
+    if (!watch) return false;
+    if (!helps && ++watch->looks % kLooks == 0) ask_when_due(watch);
+    return atomic_load_explicit(&watch->stopped, memory_order_relaxed);
+}
+
+/* ---- loops ---- */
+
+/* False where none was left, or nobody wants them any more. */
 static bool do_step(loop *of, int thread) {
+    if (fa_cpu_stopped()) atomic_store_explicit(&of->begun, of->count, memory_order_relaxed);
     const int64_t n = atomic_fetch_add_explicit(&of->begun, 1, memory_order_relaxed);
     if (n < of->count) of->step(of->context, n, thread);
     return n < of->count;
@@ -102,7 +140,9 @@ static void help(loop *of) { /* under the lock, which it gives up while it works
     fenv_t own;
     fegetenv(&own);
     fesetenv(&of->callers);
+    watched = of->watch, helps = true;
     do_steps(of, thread);
+    watched = NULL;
     fesetenv(&own);
     pthread_mutex_lock(&lock);
     /* From here on the loop may be gone. */
@@ -162,8 +202,25 @@ static void grow(int wanted) {
     pthread_sigmask(SIG_SETMASK, &callers, NULL);
 }
 
+/* Until nobody works on a loop that is no longer listed. Under the lock. */
+static void wait_for_helpers(loop *of) {
+    struct timespec until;
+    while (atomic_load_explicit(&of->running, memory_order_acquire) > 0) {
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += kAskNanoseconds;
+        if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
+        if (!of->watch) {
+            pthread_cond_wait(&left, &lock);
+        } else if (pthread_cond_timedwait(&left, &lock, &until)) {
+            pthread_mutex_unlock(&lock);
+            ask_when_due(of->watch);
+            pthread_mutex_lock(&lock);
+        }
+    }
+}
+
 static void run_together(int threads, int64_t count, fa_cpu_step step, const void *context) {
-    loop own = {.step = step, .context = context, .count = count, .most = threads - 1};
+    loop own = {.step = step, .context = context, .count = count, .watch = watched, .most = threads - 1};
     fegetenv(&own.callers);
     pthread_mutex_lock(&lock);
     if (workers < own.most) grow(own.most);
@@ -181,7 +238,7 @@ static void run_together(int threads, int64_t count, fa_cpu_step step, const voi
     loop **at = &loops;
     while (*at != &own) at = &(*at)->next;
     *at = own.next;
-    while (atomic_load_explicit(&own.running, memory_order_acquire) > 0) pthread_cond_wait(&left, &lock);
+    wait_for_helpers(&own);
     pthread_mutex_unlock(&lock);
 }
 
@@ -189,5 +246,5 @@ void fa_cpu_loop(int threads, int64_t count, fa_cpu_step step, const void *conte
     if (threads > 1 && count > 1)
         run_together(threads, count, step, context);
     else
-        for (int64_t n = 0; n < count; n++) step(context, n, 0);
+        for (int64_t n = 0; n < count && (n == 0 || !fa_cpu_stopped()); n++) step(context, n, 0);
 }

@@ -2,12 +2,31 @@
 #ifndef FA_CPU_THREADS_H
 #define FA_CPU_THREADS_H
 
+#include <stdatomic.h>
+
 #include "fa.h"
 
 /* How many threads a CPU kernel may use now: what OpenMP would take (OMP_NUM_THREADS or omp_set_num_threads(), at most
  * OMP_THREAD_LIMIT, else the cores this process may run on); 1 inside a parallel region, and 1 in a forked child, which
  * has none of its parent's threads. */
 int fa_cpu_threads(void);
+
+/* What a caller is asked meanwhile, on its own thread, every 50 ms: whether the call is to stop. Then loops begin no
+ * step any more, and fa_cpu_stopped() is true in those that were begun. Zeroed but for the first two. */
+typedef struct fa_cpu_watch {
+    bool (*stops)(void *context);
+    void *context;
+    _Atomic bool stopped;
+    int64_t due;                         /* the next time, in nanoseconds; 0 before the clock was read */
+    unsigned looks;                      /* at this watch */
+    struct fa_cpu_watch *outer, **place; /* the thread's watch before, and where it keeps it */
+} fa_cpu_watch;
+
+/* From one to the other the calling thread is asked; between them it may ask to be asked again, within. */
+void fa_cpu_watch_begin(fa_cpu_watch *watch);
+void fa_cpu_watch_end(fa_cpu_watch *watch);
+/* Of the calling thread's watch, or that of the loop it helps with. For fa_problem's `stopped`. */
+bool fa_cpu_stopped(void);
 
 /* fa_host's loop. The calling thread is number 0, does what nobody else has begun, and waits for no thread that has
  * begun nothing. Several threads may call it at once. */

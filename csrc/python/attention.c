@@ -128,7 +128,7 @@ static fa_code launch_all(fa_state *state, burst *b, double *seconds, fa_status 
     struct timespec begun, ended;
     fa_code code = on_device ? fa_stream_synchronize(stream, status) : FA_OK;
     clock_gettime(CLOCK_MONOTONIC, &begun);
-    for (long n = 0; n < b->count && code == FA_OK; n++)
+    for (long n = 0; n < b->count && code == FA_OK && !fa_stopped(&call->problem); n++)
         code = fa_plan_run(&call->problem, b->plan, state->context, call->info, stream, status);
     clock_gettime(CLOCK_MONOTONIC, &ended);
     *seconds =
@@ -157,9 +157,9 @@ PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t c
     FA_TRY_GOTO(code, fa_device_enter(state->context, call->problem.device, &previous, &status), done);
     code = make_outputs(state, call, results, &status);
     if (code == FA_OK) {
-        PyThreadState *thread = PyEval_SaveThread();
-        code = launch_all(state, &b, &seconds, &status);
-        PyEval_RestoreThread(thread);
+        fa_gil gil;
+        fa_gil_release(&gil, &call->problem);
+        code = fa_gil_take(&gil, launch_all(state, &b, &seconds, &status), &status);
     }
     fa_device_leave(call->problem.device, previous);
 done:

@@ -2,6 +2,7 @@
 #ifndef FA_CALL_H
 #define FA_CALL_H
 
+#include "cpu/threads.h"
 #include "memo.h"
 #include "problem/forward.h"
 #include "python/arrays/arrays.h"
@@ -36,8 +37,17 @@ fa_code fa_arrays_stream(fa_state *state, fa_array *array, int count, fa_stream 
 /* Refuses a stream that the caller or an interface names and that is none of the problem's device. */
 fa_code fa_arrays_check_stream(fa_state *state, const fa_array *first, const fa_problem *problem,
                                const fa_stream *stream, fa_status *status);
+/* From fa_gil_release() to fa_gil_take() other threads of Python run. A problem on the CPU is stopped when a signal's
+ * handler raises, as that of Ctrl-C does; then fa_gil_take() returns FA_EPYTHON, else `code`. */
+typedef struct fa_gil {
+    PyThreadState *thread;
+    fa_cpu_watch watch;
+    bool watches;
+} fa_gil;
+void fa_gil_release(fa_gil *gil, fa_problem *problem);
+fa_code fa_gil_take(fa_gil *gil, fa_code code, fa_status *status);
 /* Launches without the GIL, after the streams of the arrays' libraries and before what comes on them. */
-fa_code fa_arrays_run(fa_state *state, const fa_array *array, int count, const fa_problem *problem, const fa_plan *plan,
+fa_code fa_arrays_run(fa_state *state, const fa_array *array, int count, fa_problem *problem, const fa_plan *plan,
                       const fa_device_info *info, const fa_stream *stream, bool joins, fa_status *status);
 
 /* What calls of all operations have. A struct of an operation's own begins with it. */

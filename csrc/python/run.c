@@ -1,6 +1,9 @@
 /* The arrays of a call of any operation: their stream, and the launch between the streams of their libraries. */
 #include "call.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 fa_code fa_arrays_stream(fa_state *state, fa_array *array, int count, fa_stream *stream, bool *joins,
                          fa_status *status) {
     if (stream->given && array[0].view.device.kind == FA_CPU)
@@ -41,7 +44,35 @@ static bool must_wait(const fa_array *array, int count, const fa_stream *stream)
     return false;
 }
 
-fa_code fa_arrays_run(fa_state *state, const fa_array *array, int count, const fa_problem *problem, const fa_plan *plan,
+/* ---- the launch ---- */
+
+/* Runs the handlers of signals that have come, as Python does between its steps, on its main thread; true: one of them
+ * raised. */
+static bool handlers_raise(void *context) {
+    PyThreadState **thread = context;
+    if (syscall(SYS_gettid) != getpid()) return false; /* nothing to do there, and the GIL may be long in coming */
+    PyEval_RestoreThread(*thread);
+    const bool raised = PyErr_CheckSignals() < 0;
+    *thread = PyEval_SaveThread();
+    return raised;
+}
+
+void fa_gil_release(fa_gil *gil, fa_problem *problem) {
+    const bool on_cpu = problem->device.kind == FA_CPU;
+    problem->stopped = on_cpu ? fa_cpu_stopped : NULL;
+    gil->thread = PyEval_SaveThread();
+    gil->watch = (fa_cpu_watch){.stops = handlers_raise, .context = &gil->thread};
+    gil->watches = on_cpu;
+    if (on_cpu) fa_cpu_watch_begin(&gil->watch);
+}
+
+fa_code fa_gil_take(fa_gil *gil, fa_code code, fa_status *status) {
+    if (gil->watches) fa_cpu_watch_end(&gil->watch);
+    PyEval_RestoreThread(gil->thread);
+    return gil->watch.stopped ? fa_python_error(status) : code;
+}
+
+fa_code fa_arrays_run(fa_state *state, const fa_array *array, int count, fa_problem *problem, const fa_plan *plan,
                       const fa_device_info *info, const fa_stream *stream, bool joins, fa_status *status) {
     const bool on_device = problem->device.kind == FA_CUDA;
     void *handle = on_device ? stream->handle : NULL;
@@ -49,10 +80,11 @@ fa_code fa_arrays_run(fa_state *state, const fa_array *array, int count, const f
     if (joins) FA_TRY(fa_stream_join(array, count, handle, true, status));
     const bool wait = on_device && must_wait(array, count, stream);
     fa_code code;
-    PyThreadState *thread = PyEval_SaveThread();
+    fa_gil gil;
+    fa_gil_release(&gil, problem);
     code = fa_plan_run(problem, plan, state->context, info, handle, status);
     if (code == FA_OK && wait) code = fa_stream_synchronize(handle, status);
-    PyEval_RestoreThread(thread);
+    code = fa_gil_take(&gil, code, status);
     if (!joins) return code;
     fa_status second;
     fa_code joined = fa_stream_join(array, count, handle, false, code == FA_OK ? status : &second);
