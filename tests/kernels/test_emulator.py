@@ -4,6 +4,7 @@ Kernels are compiled at their smallest: one tile, one dtype. How to run all test
 """
 
 import ctypes
+import dataclasses
 import platform
 import re
 import shutil
@@ -13,10 +14,12 @@ import sys
 import numpy as np
 import pytest
 
+import cases
 import emulator
 import fa_ext
 import gradients
 import lse_views
+import magnitudes
 import rows
 from case import Case
 from emulated import on_the_cpu, replaced, seeds_that_fail
@@ -204,6 +207,42 @@ def test_forward_of_what_takes_long_to_compile(emulated, seed, kernel, options, 
     assert rows.verdict(kernel, Case.parse(name))
     for kind in lse_views.KINDS:
         lse_views.assert_written(kernel, Case.parse(name).host_inputs(), kind)
+
+
+#: What is built for scores of every magnitude: both 16-bit types, and float32 where the kernel has it.
+LARGE = {
+    "minimal": {},
+    "simt": dict(flags=SIMT, instances="^(f16|f32)$"),
+    "mma_sm80": dict(instances="^d64$"),
+    "wmma": dict(instances="^d64$"),
+    "cublas": {},
+    "wgmma_sm90": dict(instances="^d64_masked_"),
+    "wgmma_split_sm90": {},
+    "prefill_sm90": dict(instances="^d64_masked_"),
+    "serve_sm90": dict(instances="^d64_r(8|16)_"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", magnitudes.KINDS)
+@pytest.mark.parametrize("kernel", LARGE)
+def test_scores_of_every_magnitude(emulated, request, kernel, kind):
+    row = request.getfixturevalue("cublas") if kernel == "cublas" else emulated(kernel, "large", **LARGE[kernel])
+    wrong, judged = [], 0
+    for n, exponent in enumerate(cases.EXPONENTS):
+        dtype = ("float16", "float32" if kernel in ("minimal", "simt", "cublas") else "bfloat16")[n % 2 or exponent > 31]
+        base = Case(1, 2, 1, 20 if kernel != "serve_sm90" else 3, 1101, 64, dtype=dtype, seed=n)
+        for sign, option in ((1, {}), (-1, {"causal": "bottom_right"}), (-1, {"sinks": "level"})):
+            case = dataclasses.replace(base, logits=(kind, sign * exponent), **option)
+            if not magnitudes.holds(kind, exponent, 64, dtype, 1 / 8):
+                continue
+            try:
+                report = rows.verdict(row, case)
+            except fa_ext.UnsupportedError:
+                continue
+            judged += 1
+            wrong += [] if report else [f"{case}: {report.failures[0]}"]
+    assert judged > 20 and not wrong, f"{len(wrong)} of {judged}\n" + "\n".join(wrong)
 
 
 BACKWARD = {
