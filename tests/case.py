@@ -437,8 +437,8 @@ class Case:
             memory = np.full((2 * self.heads, 3), np.nan, np.float32)
             memory[::-2, 1] = slopes
             return memory[::-2, 1]
-        elif self.alibi == "level" and self.logits:  # some 100 of the units that float32 resolves there, and no less than 64
-            slopes = np.resize((1, -1), self.heads) * 2.0 ** max(6, abs(self.logits[1]) - 16)
+        elif self.alibi == "level" and self.logits:
+            slopes = magnitudes.slopes(self.logits[1], (self.heads,))
         elif self.alibi == "steep":
             slopes = slopes * np.resize((1e37, -0.01, 3.0), self.heads)
         return slopes.astype(np.float32)

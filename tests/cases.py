@@ -162,15 +162,11 @@ def contract() -> list[Case]:
     return _unique(cases) + float64()
 
 
-#: log2 of the scores that ``magnitude`` draws: where a rescale's rounding shows, where float32 resolves no unit, and beyond.
-EXPONENTS = (10, 12, 14, 16, 18, 20, 22, 24, 25, 26, 28, 31, 40, 64, 99)
-
-
 def magnitude(kind: str, dtype: str) -> list[Case]:
     """Cases of scores of one kind of ``magnitudes`` and of every magnitude that the dtype's q and k have, each with another option."""
     shapes = _cycle((1, 2, 1, 20, 1101, 64), (1, 2, 2, 3, 700, 128), (2, 4, 2, 65, 150, 40), (1, 2, 1, 150, 333, 256), (1, 4, 1, 1, 1500, 64))
     cases = []
-    for exponent, sign in itertools.product(EXPONENTS, (1, -1)):
+    for exponent, sign in itertools.product(magnitudes.EXPONENTS, (1, -1)):
         base = Case(*shapes(), dtype=dtype, logits=(kind, sign * exponent), seed=exponent)
         options = [{}, {"causal": "bottom_right"}, {"window": (50, 30)}, {"mask": "rows"}, {"sinks": "float32"}, {"sinks": "level"},
                    {"softcap": 20.0}, {"alibi": "level", "causal": "bottom_right"}, {"dropout": (0.3, 7)}]  # fmt: skip

@@ -22,6 +22,8 @@ import numpy as np
 #: that rows cross the borders between ways of computing. ``normal``: small whole numbers in all columns.
 KINDS = ("constant", "rising", "falling", "outgrown", "doubling", "normal")
 
+#: log2 of the scores that tests draw: where the rounding of a rescale shows, where float32 resolves no unit, and beyond.
+EXPONENTS = (10, 12, 14, 16, 18, 20, 22, 24, 25, 26, 28, 31, 40, 64, 99)
 LEVEL = 16  # keys: tiles of any size end at a level's end
 _DOUBLINGS = 31
 _RISE, _OUTGROWN = 4.0, 7.25  # natural units, where float32 resolves them
@@ -50,6 +52,11 @@ def scaled(kind: str, dim: int, scale: float | None) -> dict:
         return {}
     scale = dim**-0.5 if scale is None else scale
     return {"scale": math.copysign(2.0 ** round(math.log2(abs(scale))), scale)}
+
+
+def slopes(exponent: int, shape) -> np.ndarray:
+    """Of ALiBi, beside such scores: some 100 of the units that float32 resolves there, and no less than 64, so that the distance decides."""
+    return np.resize((1, -1), shape) * 2.0 ** max(6, abs(exponent) - 16)
 
 
 def holds(kind: str, exponent: int, dim: int, dtype: str, scale: float) -> bool:

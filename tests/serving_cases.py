@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import magnitudes
 from case import Case, itemsize, numbers, pair, split, written
 from operands import dtype_of
 
@@ -29,7 +30,7 @@ class ServingCase:
 
     n_q, n_k: lengths of the sequences. q, k: how queries and keys are stored (Q_STORAGE, K_STORAGE). cache: how paged k and
     v lie in memory (CACHES). slack: rows, pages and columns beyond those used. alibi: None, "heads" or "batch". positions:
-    None, the default ones ("same"), moved by a constant, or random. operation: what a benchmark of it measures, the call
+    None, the default ones ("same"), moved by a constant, or random. logits: (kind, exponent) as of a ``Case``. operation: what a benchmark of it measures, the call
     ("serving"), or that the last n_q of n_k keys are written into caches ("append").
     """
 
@@ -54,6 +55,7 @@ class ServingCase:
     alibi: str | None = None
     k_range: bool = False
     positions: str | None = None
+    logits: tuple[str, int] | None = None
     seed: int = 0
     operation: str = "serving"
 
@@ -107,6 +109,9 @@ class ServingCase:
         if name == "window":
             left, right = (None if x == "none" else int(x) for x in value.split(":"))
             return name, (left, right)
+        if name == "logits":
+            first, exponent = value.split(":")
+            return name, (magnitudes.known(first), int(exponent))
         kind = {"page_size": int, "slack": int, "seed": int, "softcap": float, "scale": float}.get(name, str)
         return name, {"True": True, "False": False}.get(value, kind(value))
 
@@ -149,8 +154,14 @@ class ServingCase:
         def normal(*shape):
             return rng.standard_normal(shape).astype(dtype)
 
-        return [(normal(a, self.heads, self.head_dim), normal(b, self.heads_kv, self.head_dim),
-                 normal(b, self.heads_kv, self.head_dim_v)) for a, b in zip(self.n_q, self.n_k)]  # fmt: skip
+        drawn = [(normal(a, self.heads, self.head_dim), normal(b, self.heads_kv, self.head_dim),
+                  normal(b, self.heads_kv, self.head_dim_v)) for a, b in zip(self.n_q, self.n_k)]  # fmt: skip
+        if not self.logits:
+            return drawn
+        scale = self.options().get("scale", self.head_dim**-0.5)
+        shapes = [[x.swapaxes(0, 1).shape for x in (q, k)] for q, k, _ in drawn]
+        large = [magnitudes.operands(*self.logits, *pair, self.dtype, scale, self.seed + b) for b, pair in enumerate(shapes)]
+        return [(*(x.swapaxes(0, 1).astype(dtype) for x in pair), v) for pair, (_, _, v) in zip(large, drawn)]
 
     def options(self):
         """The arguments that do not depend on the storage."""
@@ -159,11 +170,14 @@ class ServingCase:
         for name in ("causal", "window", "softcap", "scale"):
             if getattr(self, name) != next(f.default for f in dataclasses.fields(self) if f.name == name):
                 options[name] = getattr(self, name)
+        if self.logits:
+            options |= magnitudes.scaled(self.logits[0], self.head_dim, self.scale)
         if self.sinks:
             options["sinks"] = rng.standard_normal(self.heads).astype(np.float32)
         if self.alibi:
             shape = (self.heads,) if self.alibi == "heads" else (batch, self.heads)
-            options["alibi"] = (rng.random(shape) / 4).astype(np.float32)
+            slopes = magnitudes.slopes(self.logits[1], shape) if self.logits else rng.random(shape) / 4
+            options["alibi"] = slopes.astype(np.float32)
         if self.k_range:
             begin = np.array([rng.integers(-2, n + 2) for n in self.n_k], np.int32)
             end = np.array([rng.integers(-1, n + 4) for n in self.n_k], np.int32)
@@ -347,6 +361,24 @@ def lengths():
     return cases
 
 
+def magnitude(kind):
+    """Scores of one kind of ``magnitudes`` and of every magnitude, in every storage, each with another option."""
+    dtype = itertools.cycle(("float32", "float16", "bfloat16")).__next__
+    storage = itertools.cycle(itertools.product(Q_STORAGE, K_STORAGE)).__next__
+    option = itertools.cycle(({}, {"sinks": True}, {"alibi": "heads"}, {"window": (60, None)}, {"softcap": 8.0}, {"k_range": True},
+                              {"positions": "random", "alibi": "batch"})).__next__  # fmt: skip
+    cases = []
+    for exponent, sign in itertools.product(magnitudes.EXPONENTS, (1, -1)):
+        q, k = storage()
+        n_q = (1, 1, 0, 1) if q == "one" else (1, 7, 0, 17)
+        for n_k in ((5, 333, 4, 90), (1500, 70, 3, 40)):
+            cases.append(ServingCase(
+                n_q, n_k, 4, 2, 64, None, dtype(), q, k, causal="bottom_right", page_size=48, logits=(kind, sign * exponent),
+                seed=exponent, **option(),
+            ))  # fmt: skip
+    return cases
+
+
 def random_cases(count, seed=0, batch=6, longest=200):
     """``count`` cases of any kind."""
     rng = random.Random(seed)
@@ -357,14 +389,18 @@ def random_cases(count, seed=0, batch=6, longest=200):
         n_k = [rng.choice((0, 1, rng.randint(0, 40), rng.randint(0, longest))) for _ in range(size)]
         kv = rng.choice((1, 2, 3))
         sides = rng.choice((None, (rng.randint(0, 50), None), (None, rng.randint(0, 9)), (rng.randint(0, 9), 3)))
-        yield ServingCase(
+        case = ServingCase(
             tuple(n_q), tuple(n_k), kv * rng.choice((1, 2, 3, 4)), kv, rng.choice((1, 16, 40, 64, 128)), None,
             rng.choice(("float32", "float16", "bfloat16", "float64")), q, k, rng.choice(("bshd", "bhsd")),
             rng.choice((1, 2, 3, 7, 16, 24, 100)), rng.choice(CACHES), rng.randint(0, 4), causal, sides,
             rng.choice((0.0, 0.0, 2.0)), rng.choice((None, 1.0, -0.2)), rng.random() < 0.3,
             rng.choice((None, None, "heads", "batch")), rng.random() < 0.3,
-            None if causal == "top_left" else rng.choice(POSITIONS), seed * 1000 + n,
+            None if causal == "top_left" else rng.choice(POSITIONS), None, seed * 1000 + n,
         )  # fmt: skip
+        if rng.random() < 0.2:  # what float16 holds too, since tests replace dtypes; scores that are alike, or far apart
+            logits = rng.choice(("constant", "doubling")), rng.choice((1, -1)) * rng.randint(10, 27)
+            case = dataclasses.replace(case, logits=logits)
+        yield case
 
 
 def angles(count, half, dtype=np.float32, seed=0):

@@ -42,8 +42,8 @@ def parse(text: str, operations: Sequence[str] = ("attention",)) -> Any:
     stored, such as ``B4,H8/2,S1x512*3+1x64,D64,float16,q=one,k=paged``."""
     try:
         case = Serving.parse(text) if ",k=" in text else Case.parse(text)
-        if isinstance(case, Serving) and (case.k_range or case.positions or case.cache != "two" or case.slack):
-            raise ValueError("sequences are measured with slack=0, and without k_range, positions and cache")
+        if isinstance(case, Serving) and (case.k_range or case.positions or case.logits or case.cache != "two" or case.slack):
+            raise ValueError("sequences are measured with slack=0, and without k_range, positions, logits and cache")
         if case.dtype not in DTYPES:
             raise ValueError(f"dtype {case.dtype}; accepted: {', '.join(DTYPES)}")
         if case.operation not in operations:

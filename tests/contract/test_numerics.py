@@ -170,7 +170,7 @@ def test_no_bound_of_large_scores_is_empty(kind, dtype):
 @pytest.mark.parametrize("kind", magnitudes.KINDS)
 def test_large_scores_are_exact_in_float32(kind):
     """In any order of the sums, and as large as their name says."""
-    for dtype, exponent, sign in itertools.product(cases.DTYPES, cases.EXPONENTS, (1, -1)):
+    for dtype, exponent, sign in itertools.product(cases.DTYPES, magnitudes.EXPONENTS, (1, -1)):
         case = Case(1, 2, 1, 9, 333, 64, dtype=dtype, logits=(kind, sign * exponent))
         if not magnitudes.holds(kind, exponent, 64, dtype, 1 / 8):
             continue

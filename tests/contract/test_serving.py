@@ -10,6 +10,7 @@ import pytest
 
 import fa_ext
 import lse_views
+import magnitudes
 import rows
 import serving_cases
 from fa_ext import reference
@@ -17,7 +18,7 @@ from fa_ext.reference import serving
 from operands import BFLOAT16, Unplaceable, place
 from rows import library_of as library
 from rows import on
-from serving_calls import adapted, attend, parts_of, same_bits, verify
+from serving_calls import adapted, attend, exact_verdict, parts_of, same_bits, verify
 from serving_cases import CACHES, INT_MAX, INT_MIN, K_STORAGE, Q_STORAGE, ServingCase
 
 SLOWEST = {"cpu_ref": 3e6}  # multiplications of a case that it is held to
@@ -65,6 +66,23 @@ def test_random_sequences(seed, kernel):
         with contextlib.suppress(Unplaceable):
             report = verify(kernel, case.arguments())
             assert report, f"{case}\n{report}"
+
+
+@pytest.mark.parametrize("kind", magnitudes.KINDS)
+def test_scores_of_every_magnitude(kind, kernel):
+    """In every storage; some sequences are long enough to be split."""
+    wrong, judged = [], 0
+    for case in serving_cases.magnitude(kind):
+        case = dataclasses.replace(case, dtype=adapted(kernel, case).dtype)
+        if not magnitudes.holds(*case.logits, case.head_dim, case.dtype, 1 / 16) or kernel == "cpu_ref" and max(case.n_k) > 999:
+            continue
+        with contextlib.suppress(Unplaceable):
+            report = exact_verdict(kernel, case)
+            judged += 1
+            wrong += [] if report else [f"{case}: {'; '.join(report.failures)}"]
+    assert not wrong, f"{len(wrong)} of {judged}\n" + "\n".join(wrong[:12])
+    if not judged:
+        pytest.skip("takes none of these calls")
 
 
 @pytest.mark.parametrize("storage", ["padded", "paged"])

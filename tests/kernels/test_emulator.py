@@ -14,7 +14,6 @@ import sys
 import numpy as np
 import pytest
 
-import cases
 import emulator
 import fa_ext
 import gradients
@@ -229,7 +228,7 @@ LARGE = {
 def test_scores_of_every_magnitude(emulated, request, kernel, kind):
     row = request.getfixturevalue("cublas") if kernel == "cublas" else emulated(kernel, "large", **LARGE[kernel])
     wrong, judged = [], 0
-    for n, exponent in enumerate(cases.EXPONENTS):
+    for n, exponent in enumerate(magnitudes.EXPONENTS):
         dtype = ("float16", "float32" if kernel in ("minimal", "simt", "cublas") else "bfloat16")[n % 2 or exponent > 31]
         base = Case(1, 2, 1, 20 if kernel != "serve_sm90" else 3, 1101, 64, dtype=dtype, seed=n)
         for sign, option in ((1, {}), (-1, {"causal": "bottom_right"}), (-1, {"sinks": "level"})):
