@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fa_ext
+import magnitudes
 import rows
 from fa_ext import reference
 from fa_ext.judge.merge import half_ulp, judge_merge
@@ -162,6 +163,20 @@ def test_huge_and_tiny_lses(kernel, shift):
     outs, lses = parts(3, (1, 2, 8, 64), "float32")
     run(kernel, outs, [(x + np.float32(shift)).astype(np.float32) for x in lses])
     run(kernel, outs, [lses[0], (lses[1] + np.float32(shift)).astype(np.float32), lses[2]])
+
+
+@pytest.mark.parametrize("sign", (1, -1))
+@pytest.mark.parametrize("exponent", magnitudes.EXPONENTS)
+def test_lses_of_every_magnitude(kernel, exponent, sign):
+    """Ties, and neighbours in float32: the difference of two LSEs is exact, and their product with log2(e) is not."""
+    for dtype, seed in itertools.product(DTYPES, range(3)):
+        outs, lses = parts(5, (1, 2, 37, 40), dtype, seed=seed)
+        steps = np.random.default_rng(seed).integers(0, 3 if exponent > 20 else 1 << max(0, 22 - exponent), (5, *lses[0].shape))
+        level = np.float32(sign * 1.3 * 2.0**exponent)
+        lses = [(level + step * np.spacing(level)).astype(np.float32) for step in steps]
+        run(kernel, outs, lses)
+        sinks = np.array([level, -level], np.float32)
+        run(kernel, outs, lses, sinks=sinks)
 
 
 def test_the_order_of_parts_changes_little(kernel):
