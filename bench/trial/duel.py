@@ -49,6 +49,8 @@ CLAIM_SHARE = 0.3
 # is left in any case.
 IDLE_TURNS = 200
 KEPT_SHARE = 0.1
+# Turns of a sample before which the judge looks whether processes run that were not there when it began.
+WATCHED_TURNS = 3
 # A cold call begins after the caches were written over, which takes longer than many a call: so many make a sample at most.
 COLD_CALLS = 8
 # Seconds until a GPU answers on which nobody's work runs any more.
@@ -168,11 +170,15 @@ class Remote:
             late.append(self.worker.strayed() if i else 0.0)
             if self.judged:
                 self.between_calls.add(late[-1])
+            if i in watched and (moving := self.worker.moving()):
+                raise WrongResult(f"processes that it started went on between two calls: {len(moving)}")
 
         def after(i: int) -> None:
             if self.judged:
                 self.pool.note(i)
 
+        # To look for what it has just started takes longer than many a call.
+        watched = self.pool.rng.integers(1, self.calls, WATCHED_TURNS).tolist() if self.judged and self.calls > 1 else []
         self.look_at_rest()
         outcome, taken = self.worker.turns("bench.trial.contestant:turns", {"calls": self.calls}, self.limit, self.calls,
                                            before, after)  # fmt: skip

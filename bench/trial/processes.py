@@ -79,9 +79,9 @@ def children(pid: int) -> set[int]:
     """Processes whose parent is `pid`, zombies included."""
     found: set[int] = set()
     listed = False
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+    for task in _tasks(pid):
         with contextlib.suppress(OSError):
-            found |= {int(word) for word in file.read_text().split()}
+            found |= {int(word) for word in (task / "children").read_text().split()}
             listed = True
     if listed or not Path(f"/proc/{pid}").exists():
         return found
@@ -123,9 +123,9 @@ def still(pid: int) -> bool:
 def _letters(pid: int) -> list[str]:
     """The letters of the states of its threads."""
     found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+    for task in _tasks(pid):
         with contextlib.suppress(OSError):
-            found.append(task.read_text().rpartition(")")[2].split()[0])
+            found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
     return found
 
 
@@ -267,16 +267,16 @@ def waited_for_cores(pid: int) -> float:
 
 def _scheduled(pid: int, field: int) -> float:
     total = 0
-    for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+    for task in _tasks(pid):
         with contextlib.suppress(OSError, IndexError):
-            total += int(task.read_text().split()[field])
+            total += int((task / "schedstat").read_text().split()[field])
     return total * 1e-9
 
 
 def favour(pid: int) -> dict[int, tuple] | None:
     """How the scheduler treats each thread of a process: {thread: (cores, nice value, policy)}; None when it is gone."""
     found = {}
-    for task in Path(f"/proc/{pid}/task").glob("*"):
+    for task in _tasks(pid):
         thread = int(task.name)
         with contextlib.suppress(ProcessLookupError):
             found[thread] = (
@@ -291,6 +291,14 @@ def said(how: tuple) -> str:
     """What favour() says of a thread, in words."""
     cores, nice, policy = how
     return f"cores {','.join(map(str, sorted(cores)))} nice {nice} policy {policy}"
+
+
+def _tasks(pid: int) -> list[Path]:
+    """Folders of the threads of a process; it may end at any moment."""
+    try:
+        return [Path(f"/proc/{pid}/task", name) for name in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
 
 
 def _stat(pid: int) -> list[str] | None:
