@@ -43,7 +43,7 @@ ALONE = 3
 # A worker's clock reads less than the judge's by what a baseline's does; twice that, and this share of what is left, are
 # accepted: half of samples of 20 ms is seen where waking and stopping a worker costs up to 4 ms. On the CPU so many samples of
 # several calls at once, after the rounds, are for that alone.
-CLOCK_SAMPLES = 15
+CLOCK_SAMPLES = 20
 CLAIM_SHARE = 0.3
 # Turns of which a tenth takes less than what is taken off for waking a worker and stopping it, and the share of a sample that
 # is left in any case.
@@ -285,10 +285,10 @@ class Remote:
         self.held = []
 
     def behind(self) -> float:
-        """Seconds by which its own clock read less than the judge's, in the tenth of samples where that was least, for
-        others may hold the judge up; NaN where it read nonsense."""
+        """Seconds by which its own clock read less than the judge's, in the sample where that was least, for others may hold
+        the judge up; NaN where it read nonsense."""
         gaps = [seen - claim if isinstance(claim, float) and 0 < claim < seen else math.nan for seen, claim in self.clocked]
-        return float(np.quantile(gaps, 0.1))
+        return float(np.min(gaps))
 
     def read_clock(self) -> None:
         """Where calls are timed one by one: samples at once, of which the worker tells what its clock read."""

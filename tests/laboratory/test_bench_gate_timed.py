@@ -43,7 +43,7 @@ CAUGHT = {
     "wakes_itself": "after .* turns|changed after the call had returned|ran between two",
     "wakes_a_helper": "ran between two|processes that it started went on",
     "works_behind_a_dead_leader": "processes that it started went on",
-    "works_ahead_in_a_child": "processes that it started went on between two calls",
+    "works_ahead_in_a_child": "processes that it started went on",
     "knows_small_seeds": "trial 1",
     "without_maximum_when_timed": "timed sample .* inputs in a head",
     "without_maximum_where_it_looks_easy": "timed sample .*outliers inputs in a head",
