@@ -264,7 +264,8 @@ def fill_normal(raw: Any, dtype: str, device: Cpu | Cuda, seed: int) -> None:
         raw.view(getattr(device.torch, dtype)).normal_(generator=generator)
     else:
         xp = device.cupy
-        rng, piece = xp.random.RandomState(seed), 1 << 27  # bytes filled at once
+        rng = xp.random.RandomState((seed ^ seed >> 32) % 2**32)  # it takes no larger seed
+        piece = 1 << 27  # bytes filled at once
         for i in range(0, len(raw), piece):
             part = raw[i : i + piece]
             normal = rng.standard_normal(len(part) // numpy_dtype(dtype).itemsize, dtype=xp.float32)
