@@ -3,11 +3,12 @@
 import numpy as np
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from . import _ops
 from ._eager import _transformed, differentiable
 from ._options import Options, bounds, forward, others_of
-from ._serving import attend, is_compiling, refuse_others, traced
+from ._serving import attend, refuse_others, traced
 
 _HALVES = (torch.float16, torch.bfloat16)
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -97,7 +98,7 @@ def attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
     elif type(deterministic) is not bool:
         raise TypeError(f"deterministic has type {type(deterministic).__name__}; accepted: True, False or None")
-    state = None if type(dropout_p) is float and not dropout_p else _dropout_state(dropout_p, q.device)
+    state = None if type(dropout_p) is float and not dropout_p else _dropout_state(dropout_p, q.device, through_op)
     if mask is not None:
         mask = _narrowed(mask)
     if alibi is not None and alibi.requires_grad and torch.is_grad_enabled():
@@ -145,21 +146,19 @@ def _autocast(q, k, v, bias, sinks):
     return q, k, v, bias, sinks
 
 
-def _dropout_state(p, device):
-    """The core's 32 bytes of state, which kernels on a GPU read there: a seed from torch's generator of the device, offset,
-    origin and heads 0. None where nothing is dropped."""
+def _dropout_state(p, device, through_op):
+    """What ``_ops.drawn`` makes; None where nothing is dropped. ``through_op``: by an operator."""
     if isinstance(p, bool) or not isinstance(p, (int, float, np.number, torch.SymFloat)):
         raise TypeError(f"dropout_p has type {type(p).__name__}; accepted: a number from 0 to 1")
     if not 0 <= p <= 1:
         raise ValueError(f"dropout_p is {p}; accepted: 0 to 1")
     if not p:
         return None
-    lowest, highest = -(2**63), 2**63 - 1
-    if is_compiling() or _transformed():
-        return torch.nn.functional.pad(torch.randint(lowest, highest, (1,), dtype=torch.int64, device=device), (0, 3))
-    state = torch.zeros(4, dtype=torch.int64, device=device)
-    state[:1].random_(lowest, highest)  # the same seed with two kernels in the place of three
-    return state
+    if _transformed():  # by functions of torch, which know the randomness that vmap asks for
+        return torch.nn.functional.pad(torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device), (0, 3))
+    if not through_op:
+        return _ops.drawn(device)
+    return _ops.drawn_again(device) if is_dynamo_compiling() and not is_exporting() else _ops.draw(device=device)
 
 
 def _narrowed(x):

@@ -16,10 +16,11 @@ LIBRARY = torch.library.Library("fa_ext", "FRAGMENT")
 _BACKENDS = (torch.DispatchKey.CPU, torch.DispatchKey.CUDA)
 
 
-def operator(name, fake, mutates=(), keep=None, differentiate=None):
+def operator(name, fake, mutates=(), keep=None, differentiate=None, draws=False):
     """Decorates the kernel of ``torch.ops.fa_ext.<name>`` for the CPU and CUDA, from whose signature the operator has its own, and
     returns the operator. ``fake``: makes results of the shapes it will have. ``mutates``: names of the arguments that are written.
-    ``keep(ctx, inputs, output)`` and ``differentiate(ctx, *cotangents)``: those of ``torch.library.register_autograd``."""
+    ``keep(ctx, inputs, output)`` and ``differentiate(ctx, *cotangents)``: those of ``torch.library.register_autograd``.
+    ``draws``: it takes no tensors, and draws from a generator of torch."""
 
     def define(kernel):
         names = list(inspect.signature(kernel).parameters)
@@ -29,9 +30,10 @@ def operator(name, fake, mutates=(), keep=None, differentiate=None):
             kernel(*args)
             wrote(*[args[place] for place in places])
 
-        LIBRARY.define(name + torch.library.infer_schema(kernel, mutates_args=mutates), tags=(torch.Tag.pt2_compliant_tag,))
-        for key in _BACKENDS:
-            LIBRARY.impl(name, writing if mutates else kernel, key.name)
+        tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if draws else ()))
+        LIBRARY.define(name + torch.library.infer_schema(kernel, mutates_args=mutates), tags=tags)
+        for key in ("CompositeExplicitAutograd",) if draws else (backend.name for backend in _BACKENDS):
+            LIBRARY.impl(name, writing if mutates else kernel, key)
         torch.library.register_fake(f"fa_ext::{name}", fake, lib=LIBRARY)
         made = getattr(torch.ops.fa_ext, name).default
         if differentiate:

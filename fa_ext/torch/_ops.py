@@ -1,8 +1,8 @@
-"""``torch.ops.fa_ext.attention`` and ``.attention_backward``: what a compiled graph holds.
+"""``torch.ops.fa_ext.attention``, ``.attention_backward`` and ``.draw``: what a compiled graph holds.
 
 Their arguments are those of ``fa_ext.torch.attention``; causal and window travel as three integers (``_options.bounds``),
-the names of the gradients as bits, and those that are asked for come back. No operator draws random numbers: the state of
-dropout is an argument.
+the names of the gradients as bits, and those that are asked for come back. The state of dropout is what ``draw`` returns, and an
+argument of the other two.
 """
 
 import functools
@@ -11,6 +11,7 @@ from typing import List, Optional, Tuple  # noqa: UP035
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.utils.checkpoint import checkpoint
 
 from ._library import LIBRARY, operator
 from ._options import NAMES, backward, forward, from_bounds, others_of
@@ -20,6 +21,29 @@ from ._vmap import map_backward, map_forward
 @functools.cache
 def _names(wrt):
     return tuple(name for n, name in enumerate(NAMES) if wrt >> n & 1)
+
+
+def _fake_draw(*, device):
+    return torch.empty(4, dtype=torch.int64, device=device)
+
+
+@operator("draw", _fake_draw, draws=True)
+def draw(*, device: torch.device) -> Tensor:
+    return drawn(device)
+
+
+def drawn(device):
+    """The core's 32 bytes of dropout's state, which kernels on a GPU read there: a seed from torch's generator of the device,
+    offset, origin and heads 0."""
+    state = torch.zeros(4, dtype=torch.int64, device=device)
+    state[:1].random_(-(2**63), 2**63 - 1)  # with the seed that randint() and pad() have, in two kernels instead of three
+    return state
+
+
+def drawn_again(device):
+    """``draw`` in a checkpoint of its own: what a compiler's backward graph computes again, as it may anything under a memory budget,
+    it draws again from the generator's state of then."""
+    return checkpoint(lambda: draw(device=device), use_reentrant=False)
 
 
 def _fake_forward(q, k, v, bias, mask, sinks, alibi, state, left, right, diagonal, scale, softcap, layout, *rest):

@@ -1,12 +1,14 @@
 """Dropout through fa_ext.torch: its state is a tensor, drawn from torch's generator, the same in every pass."""
 
 import contextlib
+import functools
+import shutil
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 import fa_ext  # noqa: E402
 import fa_ext.torch as ft  # noqa: E402
@@ -66,6 +68,91 @@ def test_a_checkpoint_draws_the_same(reentrant):
         torch.testing.assert_close(a, b)
 
 
+def linear(q, k, v):
+    """Two calls whose result is linear in v, so that <out, dout> is <v, dv> where all passes drop the same weights."""
+    inner = ft.attention(q, k.cos(), 2 * v, dropout_p=0.3)
+    return ft.attention(q.sin(), k, inner, causal=True, dropout_p=0.5)
+
+
+def one_mask(call):
+    """Whether every pass of a call, and of two whose backward passes come in the other order, drops the same weights."""
+    q, k, v = operands(2, 3, 6, 8)
+    found = [call(q, k, v) for _ in range(2)]
+    assert not torch.equal(*found)
+    for out in reversed(found):
+        dout = torch.randn_like(out)
+        (dv,) = torch.autograd.grad(out, v, dout)
+        torch.testing.assert_close((out * dout).sum(), (v * dv).sum())
+    return True
+
+
+COMPILERS = ["aot_eager", "aot_eager_decomp_partition", *(["inductor"] if shutil.which("g++") or shutil.which("clang++") else [])]
+
+
+@pytest.mark.parametrize("backend", COMPILERS)
+@pytest.mark.parametrize("budget", [1.0, 0.9, 0.5, 0.0])
+def test_a_memory_budget_computes_no_other_mask(backend, budget):
+    """Whatever a compiler computes again in the backward pass, the generator gives the seed of the forward pass."""
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        assert one_mask(torch.compile(linear, fullgraph=True, backend=backend))
+
+
+DRAW, ATTENTION = torch.ops.fa_ext.draw.default, torch.ops.fa_ext.attention.default
+
+
+@pytest.mark.parametrize("backend", [None, *COMPILERS])
+@pytest.mark.parametrize("saved", [(), (DRAW,), (ATTENTION,), (DRAW, ATTENTION), None], ids=["none", "draw", "attention", "both", "all"])
+def test_selective_checkpoints_have_one_mask(backend, saved):
+    torch._dynamo.reset()
+
+    def policy(context, op, *args, **keywords):
+        return CheckpointPolicy.MUST_SAVE if saved is None or op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def step(q, k, v):
+        return checkpoint(linear, q, k, v, use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+
+    assert one_mask(torch.compile(step, fullgraph=True, backend=backend) if backend else step)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_checkpoints_in_a_compiled_graph_have_one_mask(backend, budget):
+    torch._dynamo.reset()
+
+    def step(q, k, v):
+        return checkpoint(linear, q * 2, k, v, use_reentrant=False)
+
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        assert one_mask(torch.compile(step, fullgraph=True, backend=backend))
+
+
+@pytest.mark.parametrize("backend", COMPILERS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_calls_have_the_bits_of_eager_ones(backend, grad):
+    torch._dynamo.reset()
+    q, k, v = operands()
+    with torch.set_grad_enabled(grad):
+        compiled = torch.compile(lambda q, k, v: ft.attention(q, k, v, dropout_p=0.4), fullgraph=True, backend=backend)
+        assert torch.equal(seeded(compiled)(q, k, v), seeded(lambda: ft.attention(q, k, v, dropout_p=0.4))())
+
+
+def test_exported_programs_draw():
+    class Block(torch.nn.Module):
+        def forward(self, q, k, v):
+            return ft.attention(q, k, v, dropout_p=0.4)
+
+    q, k, v = (x.detach() for x in operands())
+    for strict in (False, True):
+        program = torch.export.export(Block(), (q, k, v), strict=strict)
+        assert [node.target for node in program.graph.nodes if node.op == "call_function"][0] == DRAW
+        assert torch.equal(seeded(program.module())(q, k, v), seeded(Block())(q, k, v))
+
+
+def test_opcheck_of_the_draw():
+    torch.library.opcheck(DRAW, (), {"device": torch.device("cpu")}, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_compiled():
     torch._dynamo.reset()
     q, k, v = operands()
@@ -80,10 +167,13 @@ def test_compiled():
 
 
 @pytest.mark.parametrize("randomness, equal", [("same", True), ("different", False), ("error", None)])
-def test_vmap(randomness, equal):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_vmap(randomness, equal, compiled):
+    torch._dynamo.reset()
     q = operands()[0].detach()
     twins = torch.stack((q, q))
     mapped = torch.func.vmap(lambda x: ft.attention(x, x, x, dropout_p=0.5), randomness=randomness)
+    mapped = torch.compile(mapped, backend="aot_eager", fullgraph=True) if compiled else mapped
     with contextlib.nullcontext() if equal is not None else pytest.raises(RuntimeError, match="randomness"):
         first, second = mapped(twins)
         assert torch.equal(first, second) == equal
