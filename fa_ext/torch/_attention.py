@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.utils.checkpoint import checkpoint
 
 from . import _ops
 from ._eager import _transformed, differentiable
@@ -98,7 +99,7 @@ def attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
     elif type(deterministic) is not bool:
         raise TypeError(f"deterministic has type {type(deterministic).__name__}; accepted: True, False or None")
-    state = None if type(dropout_p) is float and not dropout_p else _dropout_state(dropout_p, q.device, through_op)
+    state = None if type(dropout_p) is float and not dropout_p else _dropout_state(dropout_p, (q, k, v, bias, sinks), through_op)
     if mask is not None:
         mask = _narrowed(mask)
     if alibi is not None and alibi.requires_grad and torch.is_grad_enabled():
@@ -146,19 +147,39 @@ def _autocast(q, k, v, bias, sinks):
     return q, k, v, bias, sinks
 
 
-def _dropout_state(p, device, through_op):
-    """What ``_ops.drawn`` makes; None where nothing is dropped. ``through_op``: by an operator."""
+def _dropout_state(p, inputs, through_op):
+    """What ``_ops.drawn`` makes; None where nothing is dropped. ``inputs``: q and all else that can have a gradient; ``through_op``: by
+    an operator."""
     if isinstance(p, bool) or not isinstance(p, (int, float, np.number, torch.SymFloat)):
         raise TypeError(f"dropout_p has type {type(p).__name__}; accepted: a number from 0 to 1")
     if not 0 <= p <= 1:
         raise ValueError(f"dropout_p is {p}; accepted: 0 to 1")
     if not p:
         return None
-    if _transformed():  # by functions of torch, which know the randomness that vmap asks for
-        return torch.nn.functional.pad(torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device), (0, 3))
-    if not through_op:
-        return _ops.drawn(device)
-    return _ops.drawn_again(device) if is_dynamo_compiling() and not is_exporting() else _ops.draw(device=device)
+    device, mapped = inputs[0].device, _transformed()
+    draw = _drawn_by_torch if mapped else _ops.draw if through_op else _ops.drawn
+    if not is_dynamo_compiling() or is_exporting() or not torch.is_grad_enabled():
+        return draw(device=device)
+    differentiated = mapped or any(x is not None and x.requires_grad for x in inputs)  # vmap hides whether it is
+    if not differentiated or not _computed_again():
+        return draw(device=device)
+    return checkpoint(draw, device=device, use_reentrant=False)  # computed again, it draws the same again
+
+
+@torch.compiler.assume_constant_result
+def _computed_again():
+    """Whether the compiler's backward graph may draw again, which it would otherwise do from the generator's state of then. A function
+    that takes gradients itself, by torch.func, takes no checkpoint."""
+    if any(level.key() != torch._C._functorch.TransformType.Vmap for level in torch._C._functorch.get_interpreter_stack() or ()):
+        return False
+    config, region = torch._functorch.config, torch.fx.traceback.current_meta.get("custom") or {}
+    budget = region.get("_region_activation_memory_budget", config.activation_memory_budget)
+    return budget < 1 or config.aggressive_recomputation or not config.ban_recompute_not_in_allowlist
+
+
+def _drawn_by_torch(device):
+    """``_ops.drawn`` by functions of torch, which know the randomness that vmap asks for."""
+    return torch.nn.functional.pad(torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device), (0, 3))
 
 
 def _narrowed(x):

@@ -11,7 +11,6 @@ from typing import List, Optional, Tuple  # noqa: UP035
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
-from torch.utils.checkpoint import checkpoint
 
 from ._library import LIBRARY, operator
 from ._options import NAMES, backward, forward, from_bounds, others_of
@@ -38,12 +37,6 @@ def drawn(device):
     state = torch.zeros(4, dtype=torch.int64, device=device)
     state[:1].random_(-(2**63), 2**63 - 1)  # with the seed that randint() and pad() have, in two kernels instead of three
     return state
-
-
-def drawn_again(device):
-    """``draw`` in a checkpoint of its own: what a compiler's backward graph computes again, as it may anything under a memory budget,
-    it draws again from the generator's state of then."""
-    return checkpoint(lambda: draw(device=device), use_reentrant=False)
 
 
 def _fake_forward(q, k, v, bias, mask, sinks, alibi, state, left, right, diagonal, scale, softcap, layout, *rest):

@@ -74,9 +74,9 @@ def linear(q, k, v):
     return ft.attention(q.sin(), k, inner, causal=True, dropout_p=0.5)
 
 
-def one_mask(call):
+def one_mask(call, shape=(2, 3, 6, 8)):
     """Whether every pass of a call, and of two whose backward passes come in the other order, drops the same weights."""
-    q, k, v = operands(2, 3, 6, 8)
+    q, k, v = operands(*shape)
     found = [call(q, k, v) for _ in range(2)]
     assert not torch.equal(*found)
     for out in reversed(found):
@@ -96,6 +96,47 @@ def test_a_memory_budget_computes_no_other_mask(backend, budget):
     torch._dynamo.reset()
     with torch._functorch.config.patch(activation_memory_budget=budget):
         assert one_mask(torch.compile(linear, fullgraph=True, backend=backend))
+
+
+@pytest.mark.parametrize("changes", [{"aggressive_recomputation": True}, {"ban_recompute_not_in_allowlist": False}])
+def test_eager_recomputation_computes_no_other_mask(changes):
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(**changes):
+        assert one_mask(torch.compile(linear, fullgraph=True, backend="aot_eager_decomp_partition"))
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="needs budgets of regions")
+def test_a_memory_budget_of_a_region():
+    def step(q, k, v):
+        with torch.autograd.graph.region_activation_memory_budget(0.0):
+            return linear(q, k, v)
+
+    torch._dynamo.reset()
+    assert one_mask(torch.compile(step, fullgraph=True, backend="aot_eager_decomp_partition"))
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_graphs_without_a_backward_graph_draw_under_a_memory_budget(budget):
+    """Of results without gradients, of no gradients at all, and of a graph that takes them itself."""
+    q, k, v = operands()
+    apart = [x.detach() for x in (q, k, v)]
+    calls = [(linear, apart), (torch.func.grad(lambda q, k, v: linear(q, k, v).square().sum()), apart)]
+    if budget == 1:  # else torch refuses what a checkpoint of the draw is in such a graph
+        calls.append((lambda q, k, v: linear(q, k, v).detach(), (q, k, v)))
+    for function, tensors in calls:
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+            assert torch.equal(seeded(compiled)(*tensors), seeded(compiled)(*tensors))
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_a_memory_budget_under_vmap(randomness, budget):
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        mapped = torch.func.vmap(linear, randomness=randomness)
+        assert one_mask(torch.compile(mapped, fullgraph=True, backend="aot_eager_decomp_partition"), (3, 2, 3, 6, 8))
 
 
 DRAW, ATTENTION = torch.ops.fa_ext.draw.default, torch.ops.fa_ext.attention.default
