@@ -10,10 +10,11 @@ from typing import List, Optional, Tuple  # noqa: UP035
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch._prims_common import is_contiguous_or_false
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 from ._library import LIBRARY, operator
-from ._options import NAMES, backward, forward, from_bounds, others_of
+from ._options import NAMES, backward, empty_in_order, forward, from_bounds, others_of
 from ._vmap import map_backward, map_forward
 
 
@@ -57,7 +58,19 @@ def _fake_forward(q, k, v, bias, mask, sinks, alibi, state, left, right, diagona
         torch._check_value(heads_k > 0, lambda: words)
         torch._check_value(heads % heads_k == 0, lambda: words)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(batch, heads, queries, dtype=wide)
+    out = _fake_like(q, v.shape[3]) if layout == "bhsd" else q.new_empty(*q.shape[:3], v.shape[3])
+    return out, q.new_empty(batch, heads, queries, dtype=wide)
+
+
+def _fake_like(x, width):
+    return x.new_empty(*x.shape[:3], width) if is_contiguous_or_false(x) else empty_in_order(x, width, _less)
+
+
+def _less(one, other):
+    """Whether one stride is less than another; where that depends on data, whether the other is a multiple of it."""
+    if guard_or_false(one < other):
+        return True
+    return not guard_or_false(one >= other) and statically_known_true(other % one == 0)
 
 
 def _keep(ctx, inputs, output):
@@ -90,7 +103,8 @@ def attention(
 
 
 def _fake_backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, *rest):
-    return [x.new_empty(x.shape) for n, x in enumerate((q, k, v, bias, sinks)) if rest[-1] >> n & 1]
+    asked = [(n, x) for n, x in enumerate((q, k, v, bias, sinks)) if rest[-1] >> n & 1]
+    return [_fake_like(x, x.shape[3]) if n < 3 else x.new_empty(x.shape) for n, x in asked]
 
 
 class _Once(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """The options of a call, listed once: as the core takes them, and as the custom operators carry them."""
 
 import functools
+import operator
 from typing import Any
 
 import numpy as np
@@ -58,26 +59,43 @@ def others_of(bias, mask, sinks, alibi, state):
 
 def forward(q, k, v, options, others=(), return_lse=True):
     """The core's forward pass: (out, lse), or out alone. ``others``: of ``others_of``."""
+    out = None if q.is_contiguous() or options.layout != "bhsd" else empty_in_order(q, v.shape[3])
     if options.plain and not others:
-        return _core.attention(q, k, v, causal=options.causal, layout=options.layout, return_lse=return_lse)
+        return _core.attention(q, k, v, causal=options.causal, layout=options.layout, out=out, return_lse=return_lse)
     given = _given(options, others)
     if options.kernel is not None:
-        return _core.attention(q, k, v, return_lse=return_lse, kernel=options.kernel, **given)
-    return _core.attention(q, k, v, return_lse=return_lse, **given)
+        return _core.attention(q, k, v, out=out, return_lse=return_lse, kernel=options.kernel, **given)
+    return _core.attention(q, k, v, out=out, return_lse=return_lse, **given)
 
 
 def backward(dout, dlse, kept, options, wrt):
     """The core's gradients, in the order of ``wrt``. ``kept``: q, k, v, out, lse, and after them ``others`` as above."""
-    deterministic = options.deterministic
-    if options.plain and len(kept) == 5:
-        q, k, v, out, lse = kept
+    deterministic, grads = options.deterministic, None
+    q, k, v, out, lse, *others = kept
+    if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+        named = {"q": q, "k": k, "v": v}
+        grads = tuple([empty_in_order(named[name], named[name].shape[3]) if name in named else None for name in wrt])
+    if options.plain and not others:
         return _core.attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, causal=options.causal, layout=options.layout,
+            dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, grads=grads, causal=options.causal, layout=options.layout,
             deterministic=deterministic,
         )  # fmt: skip
-    q, k, v, out, lse, *others = kept
     given = _given(options, others)
-    return _core.attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, deterministic=deterministic, **given)
+    return _core.attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, grads=grads, deterministic=deterministic, **given
+    )
+
+
+def empty_in_order(x, width, less=operator.lt):
+    """An empty tensor of x's shape, but for ``width`` of its last axis, whose axes are in memory in the order of x's, the last innermost:
+    torch's rule for the results of FLASH and cuDNN. ``less`` compares two strides."""
+    strides, order = x.stride(), [0]
+    for axis in (1, 2):
+        place = axis
+        while place and less(strides[order[place - 1]], strides[axis]):
+            place -= 1
+        order.insert(place, axis)
+    return torch.empty_permuted((*x.shape[:3], width), (*order, 3), dtype=x.dtype, device=x.device)
 
 
 def _given(options, others):
