@@ -14,7 +14,7 @@ from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 from ._library import LIBRARY, operator
-from ._options import NAMES, backward, empty_in_order, forward, from_bounds, others_of
+from ._options import NAMES, backward, forward, from_bounds, in_order, others_of
 from ._vmap import map_backward, map_forward
 
 
@@ -63,7 +63,9 @@ def _fake_forward(q, k, v, bias, mask, sinks, alibi, state, left, right, diagona
 
 
 def _fake_like(x, width):
-    return x.new_empty(*x.shape[:3], width) if is_contiguous_or_false(x) else empty_in_order(x, width, _less)
+    if is_contiguous_or_false(x):
+        return x.new_empty(*x.shape[:3], width)
+    return x.new_empty_strided(*in_order(x.shape, x.stride(), width, _less))
 
 
 def _less(one, other):

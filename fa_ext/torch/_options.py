@@ -86,16 +86,28 @@ def backward(dout, dlse, kept, options, wrt):
     )
 
 
-def empty_in_order(x, width, less=operator.lt):
+def empty_in_order(x, width):
     """An empty tensor of x's shape, but for ``width`` of its last axis, whose axes are in memory in the order of x's, the last innermost:
-    torch's rule for the results of FLASH and cuDNN. ``less`` compares two strides."""
-    strides, order = x.stride(), [0]
+    torch's rule for the results of FLASH and cuDNN."""
+    return x.new_empty_strided(*_in_order(x.shape, x.stride(), width))
+
+
+def in_order(shape, strides, width, less=operator.lt):
+    """Shape and strides of ``empty_in_order``. ``less`` compares two strides."""
+    order = [0]
     for axis in (1, 2):
         place = axis
         while place and less(strides[order[place - 1]], strides[axis]):
             place -= 1
         order.insert(place, axis)
-    return torch.empty_permuted((*x.shape[:3], width), (*order, 3), dtype=x.dtype, device=x.device)
+    found, step = [0, 0, 0, 1], width
+    for axis in reversed(order):
+        found[axis] = step
+        step *= shape[axis]
+    return (*shape[:3], width), tuple(found)
+
+
+_in_order = functools.lru_cache(maxsize=1024)(in_order)
 
 
 def _given(options, others):
