@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 import types
 
 import torch
@@ -10,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import UnsupportedError, _core
 from ._attention import attention
-from ._serving import PLAIN
+from ._serving import PLAIN, is_compiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -82,14 +83,68 @@ def explain(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, s
 
 class sdpa(TorchFunctionMode):  # noqa: N801
     """``with fa_ext.torch.sdpa():`` calls of ``torch.nn.functional.scaled_dot_product_attention`` inside, also those in
-    torch's modules, are calls of ``fa_ext.torch.scaled_dot_product_attention``."""
+    torch's modules, are calls of ``fa_ext.torch.scaled_dot_product_attention``.
+
+    It holds for the thread that is inside. A block of ``torch.nn.attention.sdpa_kernel`` that allows none of torch's fused backends,
+    ``SDPBackend.MATH`` alone, say, is torch's; any other selection is of kernels that fa_ext stands for. The modules of
+    ``torch.nn`` that have a fast path in evaluation (``TransformerEncoder``, ``MultiheadAttention``) take it as outside, with
+    torch's own attention. Every call of a function of torch inside takes about a microsecond longer.
+    """
+
+    def __enter__(self):
+        if not is_compiling():
+            _open_blocks(1)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        if not is_compiling():
+            _open_blocks(-1)
 
     def __torch_function__(self, func, kinds, args=(), kwargs=None):
-        if func is _torchs:
+        if func is F.scaled_dot_product_attention:
             func = scaled_dot_product_attention
         elif func is F.multi_head_attention_forward:
             func = _multi_head_attention_forward
         return func(*args, **(kwargs or {}))
+
+
+_length, _mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
+_torchs_has_torch_function = torch.overrides.has_torch_function
+
+
+class _HasTorchFunction:
+    """``torch.overrides.has_torch_function``, to which a block of ``sdpa`` is no reason: torch's modules would leave their fast path, and
+    refuse nested tensors. It is equal to torch's, so that Dynamo, which looks functions up, takes one for the other."""
+
+    def __call__(self, tensors):
+        modes = [] if is_compiling() else [_mode_at(n) for n in range(_length())]
+        if not modes or any(type(mode) is not sdpa for mode in modes):
+            return _torchs_has_torch_function(tensors)
+        for _ in modes:
+            torch.overrides._pop_mode()
+        try:
+            return _torchs_has_torch_function(tensors)
+        finally:
+            for mode in modes:
+                torch.overrides._push_mode(mode)
+
+    def __eq__(self, other):
+        return other is self or other is _torchs_has_torch_function
+
+    def __hash__(self):
+        return hash(_torchs_has_torch_function)
+
+
+_has_torch_function, _lock, _blocks = _HasTorchFunction(), threading.Lock(), 0
+
+
+def _open_blocks(change):
+    """Counts the open blocks of ``sdpa``, of all threads. While there are any, torch's modules ask ``_has_torch_function``."""
+    global _blocks
+    with _lock:
+        _blocks += change
+        torch.overrides.has_torch_function = _has_torch_function if _blocks else _torchs_has_torch_function
 
 
 #: Of torch's functions that a mode sees as one call, with no mode inside, this one calls scaled_dot_product_attention, by
@@ -160,7 +215,16 @@ def _unfit(tensors, masked, dropout_p, is_causal, scale, enable_gqa):
         return f"dropout_p is {dropout_p}; accepted: 0 to 1"
     if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
         return f"is_causal is {is_causal} and enable_gqa {enable_gqa}; accepted: True or False"
+    if _no_fused():
+        return "torch.nn.attention.sdpa_kernel allows no fused backend; accepted: FLASH_ATTENTION, EFFICIENT_ATTENTION or CUDNN_ATTENTION allowed"
     return _no_device(query.device.type, query.device.index, query.dtype == torch.float64)
+
+
+@torch.compiler.assume_constant_result
+def _no_fused():
+    """Whether ``sdpa_kernel`` allows none of torch's fused backends; a compiler asks while it traces, as it asks for torch's own."""
+    cuda = torch.backends.cuda
+    return not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
 
 
 def _no_device(kind, index, double):

@@ -2,6 +2,10 @@
 
 import itertools
 import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -215,6 +219,148 @@ def test_the_mode_reaches_modules(device, monkeypatch):
     with ft.sdpa():
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, src_mask=mask)
     torch.testing.assert_close(compiled, wanted, rtol=1e-4, atol=1e-5)
+
+
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("around", [False, True])
+def test_a_block_of_math_alone_is_torchs(device, around, compiled, theirs):
+    torch._dynamo.reset()
+    q, k, v = (draw(2, 3, 8, 16, device=device) for _ in range(3))
+    wanted = math_sdpa(q, k, v, is_causal=True)
+    call = torch.compile(math_sdpa, fullgraph=True, backend="aot_eager") if compiled else math_sdpa
+    if around:
+        with sdpa_kernel(SDPBackend.MATH), ft.sdpa():
+            out = call(q, k, v, is_causal=True)
+    else:
+        with ft.sdpa():
+            out = call(q, k, v, is_causal=True)
+    assert torch.equal(out, wanted)
+    with sdpa_kernel(SDPBackend.MATH):
+        kernel, reasons = ft.explain(q, k, v)
+    assert kernel is None and "sdpa_kernel allows no fused backend" in reasons["fa_ext"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backends", [*([one] for one in FUSED), [SDPBackend.MATH, FUSED[0]], [SDPBackend.MATH, *FUSED]])
+def test_fa_ext_stands_for_the_fused_backends(device, backends, compiled, ours):
+    torch._dynamo.reset()
+
+    def call(q, k, v):
+        with sdpa_kernel(backends):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = (draw(2, 3, 8, 16, device=device) for _ in range(3))
+    with ft.sdpa():
+        out = (torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call)(q, k, v)
+    torch.testing.assert_close(out, math_sdpa(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def encoder(device):
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 2).to(device).eval()
+
+
+def test_modules_of_torch_take_their_fast_path(device, monkeypatch):
+    model, x = encoder(device), torch.randn(2, 9, 32, device=device)
+    padding = torch.arange(9, device=device) >= torch.tensor([[9], [6]], device=device)
+    taken, fast = [], torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: taken.append(args[0].is_nested) or fast(*args))
+    with torch.no_grad():
+        wanted = model(x, src_key_padding_mask=padding)
+        with ft.sdpa(), ft.sdpa():
+            out = model(x, src_key_padding_mask=padding)
+    assert taken == [True] * 4 and torch.equal(out, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested:UserWarning")
+def test_nested_tensors(device):
+    parts = [torch.randn(length, 32, device=device) for length in (5, 3)]
+    attend = torch.nn.MultiheadAttention(32, 4, batch_first=True).to(device).eval()
+    x = torch.nested.nested_tensor(parts)
+    jagged = torch.nested.nested_tensor([part.view(-1, 4, 8) for part in parts], layout=torch.jagged).transpose(1, 2)
+    with torch.no_grad():
+        wanted = attend(x, x, x, need_weights=False)[0], F.scaled_dot_product_attention(jagged, jagged, jagged)
+        with ft.sdpa():
+            found = attend(x, x, x, need_weights=False)[0], F.scaled_dot_product_attention(jagged, jagged, jagged)
+    for one, other in zip(found, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.unbind(), other.unbind(), strict=True))
+
+
+def test_a_compiler_that_is_first_used_in_a_block(device):
+    """It looks up torch's functions then, once for all."""
+    program = """if True:
+        import sys, torch, torch.nn.functional as F, fa_ext.torch
+        def call(model, x):
+            return torch.compile(model, fullgraph=True, backend="aot_eager")(x)
+        model = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).to(sys.argv[1]).eval()
+        x = torch.randn(2, 9, 32, device=sys.argv[1])
+        with fa_ext.torch.sdpa():
+            inside = call(model, x)
+        torch.testing.assert_close(inside, call(model, x))
+        torch.testing.assert_close(inside, model(x))
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program, device], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_other_modes_and_subclasses_keep_modules_off_their_fast_path(device, monkeypatch):
+    class Other(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, kinds, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    model, x = encoder(device), torch.randn(2, 9, 32, device=device)
+    own = x.as_subclass(type("Own", (torch.Tensor,), {}))
+
+    def unwanted(*args):
+        raise AssertionError("a fast path was taken")
+
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", unwanted)
+    with torch.no_grad():
+        with ft.sdpa(), Other():
+            model(x)
+        with ft.sdpa():
+            model(own)
+
+
+def test_the_mode_is_of_its_thread(device, monkeypatch):
+    asked, opened, leave = [], threading.Event(), threading.Event()
+    monkeypatch.setattr(_sdpa, "attention", lambda *args, **keywords: asked.append(threading.get_ident()) or ft.attention(*args, **keywords))
+    before = torch.overrides.has_torch_function
+    q = torch.randn(1, 2, 4, 8, device=device)
+
+    def other():
+        with ft.sdpa():
+            opened.set()
+            leave.wait(60)
+            F.scaled_dot_product_attention(q, q, q)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    opened.wait(60)
+    F.scaled_dot_product_attention(q, q, q)
+    assert not torch.overrides.has_torch_function((q,))
+    with ft.sdpa():
+        leave.set()
+        thread.join()
+        assert torch.overrides.has_torch_function is not before
+    assert asked == [thread.ident] and torch.overrides.has_torch_function is before
+
+
+def test_a_graph_break_in_a_block(device, ours):
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def call(q, k, v):
+        with ft.sdpa():
+            out = F.scaled_dot_product_attention(q, k, v)
+            torch._dynamo.graph_break()
+            return F.scaled_dot_product_attention(out, k, v)
+
+    q, k, v = (torch.randn(2, 3, 8, 16, device=device) for _ in range(3))
+    torch.testing.assert_close(call(q, k, v), math_sdpa(math_sdpa(q, k, v), k, v), rtol=1e-5, atol=1e-5)
+    assert not torch._C._len_torch_function_stack()
 
 
 def test_negative_views(device, ours):
