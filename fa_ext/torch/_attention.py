@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import _ops
 from ._eager import _transformed, differentiable
-from ._options import Options, bounds, forward, others_of
+from ._options import Options, bounds, forward, others_of, refuse_layout, refuse_layouts
 from ._serving import attend, refuse_others, traced
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -101,6 +101,7 @@ def attention(
         raise TypeError(f"deterministic has type {type(deterministic).__name__}; accepted: True, False or None")
     state = None if type(dropout_p) is float and not dropout_p else _dropout_state(dropout_p, (q, k, v, bias, sinks), through_op)
     if mask is not None:
+        refuse_layout("mask", mask)
         mask = _narrowed(mask)
     if alibi is not None and alibi.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi requires grad, but has no gradient; pass alibi.detach(), or a bias of slopes and distances")
@@ -113,6 +114,7 @@ def attention(
         )  # fmt: skip
         return (out, lse) if return_lse else out
     if bias is not None:
+        refuse_layout("bias", bias)
         bias = _reduced(bias)
     if type(causal) is type(deterministic) is bool and scale is window is kernel is None and (
         softcap == 0.0 and (layout == "bhsd" or layout == "bshd") and batch_invariant is False and not dropout_p
@@ -128,9 +130,13 @@ def attention(
         or (bias is not None and bias.requires_grad)
         or (sinks is not None and sinks.requires_grad)
     )
-    if wanted or _transformed() or forward_ad._current_level >= 0:
-        return differentiable(q, k, v, options, others, return_lse)
-    return forward(q, k, v, options, others, return_lse)
+    try:
+        if wanted or _transformed() or forward_ad._current_level >= 0:
+            return differentiable(q, k, v, options, others, return_lse)
+        return forward(q, k, v, options, others, return_lse)
+    except (BufferError, RuntimeError):
+        refuse_layouts(q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks, alibi=alibi)
+        raise
 
 
 def _autocast(q, k, v, bias, sinks):

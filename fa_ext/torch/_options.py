@@ -59,7 +59,8 @@ def others_of(bias, mask, sinks, alibi, state):
 
 def forward(q, k, v, options, others=(), return_lse=True):
     """The core's forward pass: (out, lse), or out alone. ``others``: of ``others_of``."""
-    out = None if q.is_contiguous() or options.layout != "bhsd" else empty_in_order(q, v.shape[3])
+    ordered = not q.is_contiguous() and options.layout == "bhsd" and q.dim() == v.dim() == 4
+    out = empty_in_order(q, v.shape[3]) if ordered else None
     if options.plain and not others:
         return _core.attention(q, k, v, causal=options.causal, layout=options.layout, out=out, return_lse=return_lse)
     given = _given(options, others)
@@ -130,6 +131,24 @@ def _given(options, others):
     return given
 
 
+def refuse_layout(name, x):
+    """Raises a TypeError for a tensor without strides."""
+    if x.is_nested:
+        raise TypeError(
+            f"{name} is a nested tensor ({x.layout}); accepted: strided tensors; sequences of any length lie in one, with cu_seqlens_q "
+            "and cu_seqlens_k"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {x.layout}; accepted: torch.strided")
+
+
+def refuse_layouts(**given):
+    """``refuse_layout`` for each that is a tensor."""
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor):
+            refuse_layout(name, x)
+
+
 def checked_causal(causal):
     """``causal``; ValueError or TypeError for what the core does not take, which an operator would not say so well."""
     if isinstance(causal, np.bool_):
@@ -156,7 +175,14 @@ def ends_of(window):
             raise TypeError(f"window's {name} bound has type {type(bound).__name__}; accepted: None (no bound) or an int >= 0")
         if bound < 0:
             raise ValueError(f"window's {name} bound is {bound}; accepted: None (no bound) or an int >= 0")
-    return tuple(int(bound) if isinstance(bound, (np.integer, torch.Tensor)) else bound for bound in window)
+    return tuple(_integer(bound) for bound in window)
+
+
+def _integer(bound):
+    """A bound as an operator takes it: beyond 64 bits there are no keys."""
+    if isinstance(bound, (np.integer, torch.Tensor)):
+        bound = int(bound)
+    return min(bound, 2**63 - 1) if type(bound) is int else bound
 
 
 _CAUSALS = "False, True, 'top_left', 'bottom_right'"

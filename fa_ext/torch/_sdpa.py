@@ -47,9 +47,12 @@ def scaled_dot_product_attention(
     ------
     RuntimeError
         Torch's own errors: calls that do not fit go to torch. ``explain`` says why a call went there.
+    TypeError
+        For sparse tensors, which neither takes.
     """
     call = _prepared(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if isinstance(call, str):
+        _refuse_sparse(query=query, key=key, value=value, attn_mask=attn_mask)
         return _torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     arrays, options, shape = call
     try:
@@ -183,6 +186,13 @@ def _prepared(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_
             return f"attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {(*rows, key.shape[-2])}"
         options["mask" if attn_mask.dtype == torch.bool else "bias"] = _flattened_mask(attn_mask.resolve_neg(), rows)
     return arrays, options, shape
+
+
+def _refuse_sparse(**tensors):
+    """Raises a TypeError for a sparse tensor, of which torch's own errors do not speak."""
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and x.layout is not torch.strided and not x.is_nested:
+            raise TypeError(f"{name} has layout {x.layout}; accepted: torch.strided, and nested tensors")
 
 
 def _unfit(tensors, masked, dropout_p, is_causal, scale, enable_gqa):

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from .. import _core
 from ._eager import _transformed
 from ._library import operator, wrote
-from ._options import checked_causal, ends_of
+from ._options import checked_causal, ends_of, refuse_layout, refuse_layouts
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_compiling = torch.compiler.is_compiling
@@ -39,9 +39,11 @@ def traced(*tensors, others=()):
 
 
 def refuse_others(optional=False, **given):
-    """Raises a TypeError for an argument that is no tensor, nor None if those are ``optional``."""
+    """Raises a TypeError for an argument that is no strided tensor, nor None if those are ``optional``."""
     for name, x in given.items():
-        if not isinstance(x, torch.Tensor) and not (optional and x is None):
+        if isinstance(x, torch.Tensor):
+            refuse_layout(name, x)
+        elif not (optional and x is None):
             raise TypeError(f"{name} has type {type(x).__name__}; accepted: torch.Tensor{' or None' if optional else ''}")
 
 
@@ -132,9 +134,13 @@ def attend(
             cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, k_range=k_range, positions=positions,
             scale=scale, window=window, layout=layout, check=check, kernel=kernel, out=out,
         )  # fmt: skip
-        found = _plainly(_core.attention)(
-            q, k, v, causal=causal, softcap=softcap, batch_invariant=batch_invariant, return_lse=return_lse, **given
-        )
+        try:
+            found = _plainly(_core.attention)(
+                q, k, v, causal=causal, softcap=softcap, batch_invariant=batch_invariant, return_lse=return_lse, **given
+            )
+        except BufferError:
+            refuse_layouts(q=q, k=k, v=v, **given)
+            raise
         if out is not None:
             wrote(*(out if pair else (out,)))
         return found

@@ -410,3 +410,31 @@ def test_no_warning_is_given(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scalar(*attend(tensors, options)).backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("kind", ["jagged", "nested", "coo", "csr"])
+def test_tensors_without_strides_are_refused_by_name(device, kind):
+    q = torch.randn(2, 4, 5, 8, device=device)
+    own = q.as_subclass(type("Own", (torch.Tensor,), {}))
+    parts = [torch.randn(4, length, 8, device=device) for length in (5, 3)]
+    if kind in ("jagged", "nested"):
+        jagged = torch.nested.nested_tensor([part.transpose(0, 1) for part in parts], layout=torch.jagged).transpose(1, 2)
+        x = jagged if kind == "jagged" else torch.nested.nested_tensor(parts)
+        words = r" is a nested tensor \(torch\.\w+\); accepted: strided tensors"
+    else:
+        x = torch.ones(5, 5, device=device)
+        x = x.to_sparse() if kind == "coo" else x.to_sparse_csr()
+        words = f" has layout torch.sparse_{kind}; accepted: torch.strided"
+    lengths = torch.tensor([5, 5], dtype=torch.int32, device=device)
+    for place, name in enumerate("qkv"):
+        for first in (q, own):
+            operands = [first, q, q]
+            operands[place] = x
+            for options in ({}, {"causal": "top_left", "out": torch.empty_like(q)}, {"seqlens_k": lengths}):
+                with pytest.raises(TypeError, match=name + words):
+                    ft.attention(*operands, **options)
+    for name in ("bias", "mask", "sinks", "alibi"):
+        for first in (q, own, q.clone().requires_grad_()):
+            with pytest.raises(TypeError, match=name + words):
+                ft.attention(first, q, q, **{name: x})

@@ -266,6 +266,8 @@ BAD = [
         {"causal": np.True_},
         {"window": (np.int64(2), None)},
         {"window": [torch.tensor(2), 0]},
+        {"window": (2**70, 0)},
+        {"window": (2**63, 2**63 - 1)},
         {"dropout_p": 0},
         {"dropout_p": np.int64(0)},
         {"dropout_p": np.float32(0)},
@@ -274,7 +276,9 @@ BAD = [
 def test_the_operator_takes_what_the_core_takes(device, options):
     q, k, v = (torch.randn(1, 2, 5, 8, device=device) for _ in range(3))
     own = q.as_subclass(type("Own", (torch.Tensor,), {}))
-    torch.testing.assert_close(ft.attention(own, k, v, **options).as_subclass(torch.Tensor), ft.attention(q, k, v, **options))
+    wanted = ft.attention(q, k, v, **options)
+    torch.testing.assert_close(ft.attention(own, k, v, **options).as_subclass(torch.Tensor), wanted)
+    torch.testing.assert_close(ft.attention(own, k, v, **options, out=torch.empty_like(q)).as_subclass(torch.Tensor), wanted)
 
 
 @pytest.mark.parametrize("options, error, match", BAD)

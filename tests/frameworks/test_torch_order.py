@@ -117,3 +117,10 @@ def test_three_axes(device):
     """As torch.nn.functional.multi_head_attention_forward has them."""
     q, k, v = (torch.randn(6, 4, 8, device=device).transpose(0, 1) for _ in range(3))
     assert ft.scaled_dot_product_attention(q, k, v).transpose(0, 1).is_contiguous()
+
+
+def test_operands_of_few_axes_are_refused_as_ever(device):
+    q, k, v = (x.detach() for x in operands((0, 2, 1, 3), device))
+    for bad in ((q[0, 0].t(), k, v), (q, k, v[0, 0]), (q, k[0, 0], v)):
+        with pytest.raises(ValueError, match="has shape|dimensions, shape"):
+            ft.attention(*bad)

@@ -177,6 +177,14 @@ def test_what_goes_to_torch_and_why(device, change, reason, theirs):
         torch.testing.assert_close(ft.scaled_dot_product_attention(**call), wanted, equal_nan=True)
 
 
+def test_sparse_tensors_are_refused_by_name(device):
+    q, mask = torch.randn(2, 2, 4, 8, device=device), torch.ones(4, 4, dtype=torch.bool, device=device).to_sparse()
+    with pytest.raises(TypeError, match="attn_mask has layout torch.sparse_coo; accepted: torch.strided"):
+        ft.scaled_dot_product_attention(q, q, q, mask)
+    with pytest.raises(TypeError, match="key has layout torch.sparse_coo; accepted: torch.strided"), ft.sdpa():
+        F.scaled_dot_product_attention(q, q.to_sparse(), q)
+
+
 def test_dropout(device):
     q, k, v = (torch.ones(1, 1, 64, 64, device=device) for _ in range(3))
     out = ft.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
