@@ -48,14 +48,16 @@ def attention(
         Also return the natural logarithm of the sum of exponentials, (B, H, Sq), float32 (float64 for float64).
     dropout_p : float
         Probability that a weight is dropped, 0 to 1. What is dropped is drawn from torch's generator of q's device: anew at
-        each call and at each replay of a CUDA graph.
+        each call and at each replay of a CUDA graph. What a checkpoint or a compiler computes again drops the same.
     deterministic : bool or None
         Whether gradients have the same bits from run to run; None follows ``torch.are_deterministic_algorithms_enabled()``.
 
     Returns
     -------
     Tensor, or (Tensor, Tensor) with ``return_lse``
-        (B, H, Sq, Dv) or (B, Sq, H, Dv), q's dtype, C-contiguous.
+        (B, H, Sq, Dv) or (B, Sq, H, Dv), q's dtype, without gaps. (B, H, Sq, Dv) has its axes in memory in the order of q's, head_dim
+        innermost, so that after q = x.transpose(1, 2) its own transpose(1, 2) is contiguous; results of ``layout="bshd"`` and over
+        sequences are contiguous. Gradients have the order of what they are gradients of.
 
     Raises
     ------

@@ -7,6 +7,7 @@ import types
 
 import torch
 import torch.nn.functional as F
+from torch.jit._builtins import _register_builtin
 from torch.overrides import TorchFunctionMode
 
 from .. import UnsupportedError, _core
@@ -41,7 +42,7 @@ def scaled_dot_product_attention(
     Returns
     -------
     Tensor
-        (..., Hq, L, Ev), query's dtype. A query that sees no key gets zeros.
+        (..., Hq, L, Ev), query's dtype, with its axes in memory in the order of query's. A query that sees no key gets zeros.
 
     Raises
     ------
@@ -140,6 +141,7 @@ class _HasTorchFunction:
 
 
 _has_torch_function, _lock, _blocks = _HasTorchFunction(), threading.Lock(), 0
+_register_builtin(_has_torch_function, "aten::has_torch_function")  # as TorchScript knows torch's, for modules scripted in a block
 
 
 def _open_blocks(change):

@@ -313,6 +313,15 @@ def test_a_compiler_that_is_first_used_in_a_block(device):
     subprocess.run([sys.executable, "-W", "ignore", "-c", program, device], check=True, cwd=Path(__file__).parents[2])
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_a_module_that_is_scripted_in_a_block(device):
+    attend, x = torch.nn.MultiheadAttention(32, 4, batch_first=True).to(device).eval(), torch.randn(2, 9, 32, device=device)
+    with torch.no_grad():
+        with ft.sdpa():
+            out = torch.jit.script(attend)(x, x, x)[0]
+        torch.testing.assert_close(out, attend(x, x, x)[0], rtol=1e-4, atol=1e-5)
+
+
 def test_other_modes_and_subclasses_keep_modules_off_their_fast_path(device, monkeypatch):
     class Other(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, kinds, args=(), kwargs=None):
