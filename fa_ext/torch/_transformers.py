@@ -1,21 +1,41 @@
-"""fa_ext as an attention implementation of Hugging Face transformers: the attention function and its mask function."""
+"""fa_ext as an attention implementation of Hugging Face transformers: the attention function."""
 
-import types
+import functools
+import sys
+import warnings
 
 import torch
 
 from ._attention import attention
+from ._documents import documents_of
+from ._masks import Pattern, both, make_mask
+
+#: Keywords of transformers that say nothing to attention, and why.
+_HARMLESS = {
+    # The mask says it: a model makes it by the same module and configuration.
+    "sliding_window", "cache_position", "token_type_ids", "mm_token_type_ids",
+    # The lengths of documents are in cu_seq_lens_q and cu_seq_lens_k, which bound them.
+    "max_length_q", "max_length_k",
+    # What a model returns beside its result, keeps, or computes from it.
+    "use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep",
+    # fa_ext.torch's gradients follow torch.use_deterministic_algorithms().
+    "deterministic",
+}  # fmt: skip
 
 
 def register_transformers():
     """Registers fa_ext with transformers under the name "fa_ext".
 
     After it ``AutoModelForCausalLM.from_pretrained(..., attn_implementation="fa_ext")`` and
-    ``model.set_attn_implementation("fa_ext")`` run attention in fa_ext, with gradients: grouped heads as they are, sliding
-    windows, softcap (Gemma 2) and sinks (gpt-oss) without a mask in memory. Padding is a mask of a key; packed sequences,
-    static caches and overlays have transformers' own mask. Calling it again changes nothing.
+    ``model.set_attn_implementation("fa_ext")`` run attention in fa_ext, with gradients: grouped heads as they are, causal and
+    sliding windows, softcap (Gemma 2) and sinks (gpt-oss) without a mask in memory. Padding is a mask of a key; packed
+    sequences, static caches and overlays have a mask of all pairs. Calling it again changes nothing.
 
-    A sliding window reaches attention from the module, as transformers' flash implementations have it.
+    The mask alone says who sees whom, as in eager: ``module.is_causal`` and ``sliding_window`` are not looked at. Packed
+    documents are told by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, by ``seq_idx``, or in causal models with a batch of 1 and no
+    padding by ``position_ids`` that start again, also where there is a cache. ``output_attentions=True`` raises, and so does
+    any keyword that attention does not know: fa_ext has no weights to give. Above a head_dim of 256 transformers' own sdpa
+    runs, or the model's eager attention where it has softcap or sinks, which a warning says once.
 
     Raises
     ------
@@ -29,87 +49,94 @@ def register_transformers():
             "register_transformers() needs transformers 5 or newer; run: pip install 'transformers>=5'", name="transformers"
         ) from None
     AttentionInterface.register("fa_ext", _attend)
-    AttentionMaskInterface.register("fa_ext", _mask)
+    AttentionMaskInterface.register("fa_ext", make_mask)
 
 
 def _attend(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None, s_aux=None,
-    is_causal=None, position_bias=None, cache=None, **unused,
+    module, query, key, value, attention_mask=None, dropout=0.0, scaling=None, softcap=None, s_aux=None, position_bias=None,
+    is_causal=None, position_ids=None, cu_seq_lens_q=None, cu_seq_lens_k=None, seq_idx=None, indices=None, **others,
 ):  # fmt: skip
     """query (B, H, Sq, D), key and value (B, Hk, Sk, D) -> ((B, Sq, H, D), None).
 
-    ``attention_mask``: None, or (B, Sk) that says which keys are no padding, beside what the module says of causality and
-    window; or (B, 1 or H, Sq, Sk), which says everything.
+    ``attention_mask`` is None, ``make_mask``'s, or of axes that broadcast to (B, H, Sq, Sk): boolean, or added to the scores.
+    It says everything of who sees whom, as in eager; documents and ``indices`` (B, Sq, n), the keys a query sees of them all,
+    narrow it. ``is_causal`` counts where a caller sets it and there is no mask.
     """
-    if cache is not None:
-        raise NotImplementedError("attn_implementation='fa_ext' has no paged cache; accepted: cache=None")
-    options = {}
-    mask, bias = None, position_bias
-    if attention_mask is None or attention_mask.dim() == 2:
-        if attention_mask is not None:
-            mask = attention_mask[:, None, None, :].to(torch.bool)
-        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
-            options["causal"] = "bottom_right"
-        if sliding_window is not None:
-            options["window"] = (sliding_window - 1, None if "causal" in options else sliding_window - 1)
-    else:
-        attention_mask = attention_mask[..., : key.shape[2]]
-        if attention_mask.dtype == torch.bool:
-            mask = attention_mask
-        else:
-            bias = attention_mask if bias is None else bias + attention_mask
+    for name, given in others.items():
+        if name not in _HARMLESS and given is not None and given is not False:
+            raise ValueError(f"attn_implementation='fa_ext' does not know {name}={given!r}; accepted: None, or another implementation")
+    queries, keys = query.shape[2], key.shape[2]
+    pattern, bias = _pattern_and_bias(attention_mask, queries, keys, is_causal)
+    documents = documents_of(attention_mask, pattern, query, keys, cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids)
+    if documents is not None:
+        pattern = Pattern(both(pattern.seen, documents.seen(pattern.left, pattern.right)), None, None)
+    if indices is not None:
+        chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=query.device).scatter(2, indices.long(), True)
+        pattern = pattern._replace(seen=both(pattern.seen, chosen[:, None]))
+    if max(query.shape[3], value.shape[3]) > 256:
+        return _attend_elsewhere(
+            module, query, key, value, pattern, bias, dropout=dropout, scaling=scaling, softcap=softcap, s_aux=s_aux,
+            position_bias=position_bias,
+        )  # fmt: skip
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
     if s_aux is not None and s_aux.dtype not in (query.dtype, torch.float32):
         s_aux = s_aux.float()
     if bias is not None and bias.dtype not in (query.dtype, torch.float32):
         bias = bias.float()
+    options = {"causal": "bottom_right"} if pattern.right == 0 else {}
+    if pattern.left is not None or pattern.right:
+        options["window"] = (pattern.left, pattern.right)
     out = attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale=scaling, softcap=softcap or 0.0, bias=bias,
-        mask=mask, sinks=s_aux, dropout_p=dropout, layout="bshd", **options,
+        mask=pattern.seen, sinks=s_aux, dropout_p=dropout, layout="bshd", **options,
     )  # fmt: skip
     return out, None
 
 
-def _mask(
-    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, local_size=None,
-    allow_is_causal_skip=True, allow_is_bidirectional_skip=False, **rest,
-):  # fmt: skip
-    """What ``_attend`` needs for a pattern: None or the (B, Sk) mask of padding where causality, window and bounds say the
-    rest, else the mask of all pairs (B, 1, Sq, Sk)."""
-    # From the module itself: torch 2.11's compiler takes no import out of `transformers`, whose modules are made on demand.
-    from transformers.masking_utils import (
-        bidirectional_mask_function,
-        causal_mask_function,
-        is_tracing,
-        prepare_padding_mask,
-        sdpa_mask,
-        sliding_window_causal_mask_function,
+def _pattern_and_bias(mask, queries, keys, is_causal):
+    """What a mask allows, and what it adds to the scores."""
+    if mask is None:
+        if not is_causal or queries == 1:
+            return Pattern(None, None, None), None
+        if queries != keys:
+            raise ValueError(f"is_causal is True without attention_mask, for {queries} queries and {keys} keys; accepted: as many, or a mask")
+        return Pattern(None, None, 0), None
+    if mask.dim() < 3:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; accepted: what broadcasts to (batch, heads, queries, keys)")
+    pattern = getattr(mask, "fa_ext_pattern", None)
+    if pattern is not None and mask.shape[2] == queries and mask.shape[3] == keys:
+        return pattern, None
+    mask = mask[..., :keys]
+    if mask.dtype == torch.bool:
+        return Pattern(mask, None, None), None
+    return Pattern(None, None, None), mask
+
+
+def _attend_elsewhere(module, query, key, value, pattern, bias, softcap, s_aux, **arguments):
+    """The call by transformers' sdpa, or by the model's own eager attention where sdpa lacks what the call has."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # By its name, since a test or a user may put a model's module in the place of another.
+    eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    name = "transformers' sdpa" if not softcap and s_aux is None else "the model's eager attention"
+    if (softcap or s_aux is not None) and eager is None:
+        raise NotImplementedError(
+            f"head_dim is {query.shape[3]} and that of value {value.shape[3]}, with softcap or sinks, in a {type(module).__name__} "
+            "without eager attention of its own; accepted: 1 to 256"
+        )
+    _say_once(query.shape[3], value.shape[3], name)
+    mask = pattern.added_to(bias, query, key)
+    if name == "transformers' sdpa":
+        return sdpa_attention_forward(module, query, key, value, mask, is_causal=False, **arguments)
+    arguments = {name: x for name, x in arguments.items() if x is not None}
+    return eager(module, query, key, value, mask, softcap=softcap, s_aux=s_aux, **arguments)
+
+
+@functools.cache
+def _say_once(dim, dim_v, name):
+    warnings.warn(
+        f"attn_implementation='fa_ext': head_dim is {dim} and that of value {dim_v}; accepted: 1 to 256. {name} runs in fa_ext's "
+        "place (this is said once)",
+        stacklevel=3,
     )
-
-    mask_function = mask_function or causal_mask_function
-    bidirectional = mask_function is bidirectional_mask_function
-    causal = mask_function is causal_mask_function or (
-        local_size is not None and _is_same(mask_function, sliding_window_causal_mask_function(local_size))
-    )
-    # A static cache has a tensor as its offset, and keys beyond the last query.
-    ends_together = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
-    if (causal and allow_is_causal_skip and ends_together) or (bidirectional and allow_is_bidirectional_skip):
-        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        if padding is None:
-            return None
-        padding = padding[:, kv_offset : kv_offset + kv_length]
-        return None if not is_tracing(padding) and bool(padding.all()) else padding
-    return sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False, **rest,
-    )  # fmt: skip
-
-
-def _is_same(one, other):
-    """Whether two values are the same: functions by their code and what they have closed over, tuples by their items."""
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
-        held = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
-        return one.__code__ is other.__code__ and _is_same(*held)
-    return type(one) is type(other) is int and one == other
