@@ -18,6 +18,8 @@ _HARMLESS = {
     "max_length_q", "max_length_k",
     # What a model returns beside its result, keeps, or computes from it.
     "use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep",
+    # Embeddings have taken it.
+    "grid_thw",
     # fa_ext.torch's gradients follow torch.use_deterministic_algorithms().
     "deterministic",
 }  # fmt: skip
@@ -64,7 +66,8 @@ def _attend(
     """
     for name, given in others.items():
         if name not in _HARMLESS and given is not None and given is not False:
-            raise ValueError(f"attn_implementation='fa_ext' does not know {name}={given!r}; accepted: None, or another implementation")
+            said = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+            raise ValueError(f"attn_implementation='fa_ext' does not know {name}={said}; accepted: None, or attn_implementation='eager'")
     queries, keys = query.shape[2], key.shape[2]
     pattern, bias = _pattern_and_bias(attention_mask, queries, keys, is_causal)
     documents = documents_of(attention_mask, pattern, query, keys, cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids)
