@@ -36,13 +36,17 @@ template <class Join> __device__ __forceinline__ int64_t join_block(int64_t x, i
 }
 
 /* The largest of the first `count` starts, within the rows there are; 0 of none. */
-__device__ __forceinline__ int64_t largest_start(const fa_lengths &lengths, int64_t count, int64_t *joined) {
+static __device__ __noinline__ int64_t largest_start(const int32_t *starts, int64_t rows, int64_t count,
+                                                     int64_t *joined) {
     int64_t largest = 0;
     for (int64_t b = threadIdx.x; b < count; b += blockDim.x) {
-        const int64_t start = fa_start(&lengths, b);
+        const int64_t start = fa_clamp(fa_index(starts, b), 0, rows);
         largest = start > largest ? start : largest;
     }
     return join_block(largest, joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
+}
+__device__ __forceinline__ int64_t largest_start(const fa_lengths &lengths, int64_t count, int64_t *joined) {
+    return largest_start(lengths.starts, lengths.rows, count, joined);
 }
 
 /* Words of sequence b, the same in all threads: a lane reads each. By the block, or with joined NULL by a warp. */
@@ -65,18 +69,28 @@ __device__ __forceinline__ fa_words read_words(const fa_sequences &s, int64_t b,
     return {all[0], all[1], all[2], all[3], all[4], all[5]};
 }
 
-/* Keys that some query of an entry sees, the same in all threads: as fa_entry_keys(). By the block, or with joined NULL
- * by a warp. */
-__device__ __forceinline__ fa_span entry_keys(const fa_entry &e, int64_t left, int64_t right, int64_t *joined) {
-    if (!e.positions) return fa_entry_keys(&e, left, right);
+/* The lowest and the highest of an entry's positions, the same in all threads. By the block, or with joined NULL by a
+ * warp. Not inlined: the kernels that need no positions would be longer by it, and short launches feel that. */
+static __device__ __noinline__ fa_span position_bounds(const int32_t *positions, int64_t queries, int64_t *joined) {
     int64_t first = INT32_MAX, last = INT32_MIN;
     const int threads = joined ? static_cast<int>(blockDim.x) : 32;
-    for (int64_t query = threadIdx.x % threads; query < e.seq_q; query += threads) {
-        const int64_t at = fa_position(&e, query);
+    for (int64_t query = threadIdx.x % threads; query < queries; query += threads) {
+        const int64_t at = fa_index(positions, query);
         first = at < first ? at : first, last = at > last ? at : last;
     }
     first = join_block(first, joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
     last = join_block(last, joined, [](int64_t a, int64_t b) { return a > b ? a : b; });
+    return {first, last};
+}
+
+/* Keys that some query of an entry sees, the same in all threads: as fa_entry_keys(). By the block, or with joined NULL
+ * by a warp. */
+__device__ __forceinline__ fa_span entry_keys(const fa_entry &e, int64_t left, int64_t right, int64_t *joined) {
+    int64_t first = e.diagonal, last = e.seq_q - 1 + e.diagonal;
+    if (e.positions) {
+        const fa_span bounds = position_bounds(e.positions, e.seq_q, joined);
+        first = bounds.begin, last = bounds.end;
+    }
     return fa_seen_keys(&e, left, right, first, last);
 }
 

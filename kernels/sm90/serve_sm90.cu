@@ -151,11 +151,11 @@ static int64_t rows_of_job(const fa_problem *problem) {
 }
 
 /* Sequences whose rows one job holds, so that their keys are read once. Of packed queries shapes say only how many
- * there are in all, and a sequence has one kernel in every batch. Of dense calls those with few jobs over many keys:
- * with 8 jobs 0.89 to 0.99 of mma_sm80's time on an H200 (32/8 heads of 128 columns, 4k to 128k keys), with 12 twice
- * that time on an H100 (3 x 28/4 heads, 6,000 keys). Others are as fast or faster there and on wgmma_sm90. */
+ * there are in all, and a sequence has one kernel in every batch. Of dense calls those with few jobs over very many
+ * keys: of 32/8 heads of 128 columns and one query on an H200 it takes 1.02 of mma_sm80's time over 4,096 keys, 1.17
+ * over 6,000 and less over 32k to 128k. Others are as fast or faster there and on wgmma_sm90. */
 static fa_answer choose(const fa_problem *problem, const Form &form, const Own &own, int64_t sms, fa_why *why) {
-    constexpr int64_t kManyKeys = 4096, kFewJobs = 14; // jobs: of so many multiprocessors one
+    constexpr int64_t kManyKeys = 16384, kFewJobs = 14; // jobs: of so many multiprocessors one
     const fa_sequences &s = problem->sequences;
     const bool few_rows = queries_at_most(problem) * group_of(problem->forward) <= form.rows;
     if (s.given && !s.q.starts && few_rows) return FA_TAKES;
