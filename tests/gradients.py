@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 
 import cases
 import fa_ext
+import magnitudes
 import rows
 from case import FLAT_BIASES, Case
 from devices import DEVICES, shapes_only
@@ -216,3 +218,23 @@ def contract(kernel: str) -> list[Case]:
     some = random.Random(3).sample(every, 200) + special
     return [shrunk(case, 20 if case.seq_k > 2000 else 5) for case in some]
 
+
+#: What a call with large scores has besides, one after the other.
+LARGE = [{}, {"causal": "bottom_right"}, {"sinks": "float32"}, {"sinks": "level"}, {"mask": "rows"}, {"window": (9, 5)}, {"softcap": 20.0},
+         {"alibi": "level"}, {"heads_kv": 1}]  # fmt: skip
+#: log2 of the scores up to which gradients are judged, and beyond which they are finite.
+WITHIN = range(10, cases.LARGEST_BACKWARD + 1)
+BEYOND = [exponent for exponent in magnitudes.EXPONENTS if exponent > cases.LARGEST_BACKWARD]
+
+
+def large(kernel: str, kind: str, exponents, dtypes=("float16", "bfloat16", "float32")):
+    """Problems with scores of a kind of ``magnitudes`` that the kernel may take; those whose gradients float16 does not hold, since
+    its operands are some 6e4, are left out."""
+    for n, (exponent, sign, dtype) in enumerate(itertools.product(exponents, (1, -1), dtypes)):
+        options = {"heads_kv": 2} | LARGE[n % len(LARGE)]
+        case = Case(1, 2, seq_q=37, seq_k=141, head_dim=64, dtype=dtype, logits=(kind, sign * exponent), seed=n, **options)
+        if case.alibi and rows.listed_name(kernel) not in WITH_ALIBI:
+            continue
+        case = fit(case, kernel)
+        if case.dtype != "float16" or exponent <= 24 and magnitudes.holds(kind, exponent, case.head_dim, case.dtype, 1 / 8):
+            yield make(case)

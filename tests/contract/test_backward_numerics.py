@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 
-import cases
 import fa_ext
 import gradients
 import magnitudes
@@ -143,28 +142,10 @@ def test_padded_tiles_of_rows_with_far_logits(kernel, dim, logit):
             assert error <= max(tolerance * np.linalg.norm(truth), 2 * plain) + 1e-3, f"{case}: d{name}"
 
 
-#: What a call with large scores has besides, one after the other.
-LARGE = [{}, {"causal": "bottom_right"}, {"sinks": "float32"}, {"sinks": "level"}, {"mask": "rows"}, {"window": (9, 5)}, {"softcap": 20.0},
-         {"alibi": "level"}, {"heads_kv": 1}]  # fmt: skip
-
-
-def large(kernel, kind, exponents):
-    """Problems of these magnitudes that the kernel takes."""
-    for n, (exponent, sign, dtype) in enumerate(itertools.product(exponents, (1, -1), (*HALVES, "float32"))):
-        options = {"heads_kv": 2} | LARGE[n % len(LARGE)]
-        case = Case(1, 2, seq_q=37, seq_k=141, head_dim=64, dtype=dtype, logits=(kind, sign * exponent), seed=n, **options)
-        name = rows.listed_name(kernel)
-        if case.alibi and name not in gradients.WITH_ALIBI:
-            continue
-        case = fit(case, kernel)
-        if magnitudes.holds(kind, exponent, case.head_dim, case.dtype, 1 / 8):
-            yield make(case)
-
-
 @pytest.mark.parametrize("kind", magnitudes.KINDS)
 def test_large_scores(kernel, kind):
     """Up to an LSE of 2^16, whose rounding the bounds know."""
-    for problem in large(kernel, kind, range(10, cases.LARGEST_BACKWARD + 1)):
+    for problem in gradients.large(kernel, kind, gradients.WITHIN):
         report = verdict(kernel, problem)
         assert report, f"{problem.case}\n{report}"
 
@@ -173,9 +154,7 @@ def test_large_scores(kernel, kind):
 def test_gradients_are_finite_at_every_magnitude(kernel, kind):
     """An LSE of float32 does not say there how many keys it is of, so that gradients are not those of the reference."""
     wrong = []
-    for problem in large(kernel, kind, [e for e in magnitudes.EXPONENTS if e > cases.LARGEST_BACKWARD]):
-        if problem.case.dtype == "float16" and abs(problem.case.logits[1]) > 24:  # which does not hold what operands of 6e4 make
-            continue
+    for problem in gradients.large(kernel, kind, gradients.BEYOND):
         got = run(kernel, problem)
         wrong += [f"{problem.case}: d{name}" for name, x in got.items() if not np.isfinite(x.astype(np.float64)).all()]
     assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong[:12])

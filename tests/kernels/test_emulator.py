@@ -24,6 +24,7 @@ from case import Case
 from emulated import on_the_cpu, replaced, seeds_that_fail
 from fa_ext import _build
 from fa_ext.judge.merge import judge_merge
+from operands import Unplaceable
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
@@ -274,6 +275,24 @@ def test_backward(emulated, monkeypatch, seed, kernel, name):
     monkeypatch.setenv("FA_EMULATOR_SMS", "2")
     report = gradients.verdict(emulated(kernel, **BACKWARD[kernel]), gradients.make(Case.parse(name)))
     assert report, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", magnitudes.KINDS)
+@pytest.mark.parametrize("kernel", BACKWARD)
+def test_gradients_of_every_magnitude(emulated, kernel, kind):
+    row, wrong, judged = emulated(kernel, **BACKWARD[kernel]), [], 0
+    dtypes = ("float32",) if kernel == "simt_backward" else ("bfloat16",)
+    for problem in gradients.large(row, kind, (*gradients.WITHIN[::5], *gradients.BEYOND[::3]), dtypes):
+        try:
+            got = gradients.run(row, problem)
+        except (fa_ext.UnsupportedError, Unplaceable):
+            continue
+        judged += 1
+        within = abs(problem.case.logits[1]) in gradients.WITHIN
+        right = gradients.judged(row, problem, got) if within else all(np.isfinite(x.astype(float)).all() for x in got.values())
+        wrong += [] if right else [str(problem.case)]
+    assert judged > 6 and not wrong, f"{len(wrong)} of {judged}\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize(("kernel", "name"), [
