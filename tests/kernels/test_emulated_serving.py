@@ -14,12 +14,13 @@ import pytest
 import emulator
 import fa_ext
 import lse_views
+import magnitudes
 import rows
 import serving_cases
 from case import Case
 from emulated import on_the_cpu, replaced, seeds_that_fail
 from fa_ext import _core, dropout_keep
-from serving_calls import attend, parts_of, same_bits
+from serving_calls import attend, exact_verdict, parts_of, same_bits
 from serving_cases import INT_MAX, INT_MIN, ServingCase, append_call
 
 pytestmark = pytest.mark.skipif(
@@ -91,6 +92,21 @@ def test_sequences(emulated, kernel, seed):
         case = adapted(kernel, case)
         report = fa_ext.verify(**case.arguments(), kernel=row)
         assert report, f"{case}\n{report}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", magnitudes.KINDS)
+def test_scores_of_every_magnitude(emulated, kernel, kind):
+    row, _ = emulated(kernel)
+    wrong = []
+    for case in serving_cases.magnitude(kind)[::3]:
+        case = adapted(kernel, case)
+        if kernel == "simt" and case.dtype == "bfloat16":
+            case = dataclasses.replace(case, dtype="float32")
+        if magnitudes.holds(*case.logits, case.head_dim, case.dtype, 1 / 16):
+            report = exact_verdict(row, case)
+            wrong += [] if report else [f"{case}: {report.failures[0]}"]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("kind", ["swapped", "negative", "step"])

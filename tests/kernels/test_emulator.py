@@ -5,6 +5,7 @@ Kernels are compiled at their smallest: one tile, one dtype. How to run all test
 
 import ctypes
 import dataclasses
+import itertools
 import platform
 import re
 import shutil
@@ -319,10 +320,13 @@ def test_backward_with_the_words_of_dropout_in_memory(emulated, monkeypatch, ker
             assert problem.inputs[gradient].size == 0 or np.asarray(found[0][gradient], np.float32).any()
 
 
-def merged(kernel, parts=3, seed=0, in_place=False):
+def merged(kernel, parts=3, seed=0, in_place=False, level=None):
+    """``level``: of the LSEs, which are it or one of its next neighbours."""
     rng = np.random.default_rng(seed)
     outs = [rng.standard_normal((2, 3, 37, 40)).astype(np.float16) for _ in range(parts)]
     lses = [rng.standard_normal((2, 3, 37)).astype(np.float32) for _ in range(parts)]
+    if level is not None:
+        lses = [level + rng.integers(0, 3, x.shape).astype(np.float32) * np.spacing(level) for x in lses]
     copies = [x.copy() for x in outs], [x.copy() for x in lses]
     into = (outs[0], lses[0]) if in_place else (np.full_like(outs[0], np.nan), np.full_like(lses[0], np.nan))
     out, lse = fa_ext.merge(outs, lses, out=into, kernel=kernel)
@@ -333,6 +337,12 @@ def merged(kernel, parts=3, seed=0, in_place=False):
 @pytest.mark.parametrize("in_place", (False, True))
 def test_merge(emulated, seed, parts, in_place):
     assert merged(emulated("merge"), parts, seed, in_place)
+
+
+@pytest.mark.parametrize("exponent", magnitudes.EXPONENTS)
+def test_merge_of_lses_of_every_magnitude(emulated, exponent):
+    for parts, sign in itertools.product((2, 5, 40), (1.3, -1.3)):
+        assert (report := merged(emulated("merge"), parts, exponent, level=np.float32(sign * 2.0**exponent))), report
 
 
 # ---- races, by happens-before ----
