@@ -4,8 +4,8 @@
 torch's own signature and meaning, and ``with sdpa():`` puts it in the place of torch's; ``explain`` says what runs a call
 of it, and why; ``register_transformers`` makes it an attention implementation of Hugging Face transformers, "fa_ext".
 ``append``, ``merge`` and ``attention`` over sequences and paged caches are ``fa_ext``'s, for compiled decoders too.
-Nothing of torch is patched but ``torch.overrides.has_torch_function`` while blocks of ``sdpa()`` are open. Needs PyTorch 2.10 or
-newer.
+Nothing of torch is patched but ``torch.overrides.has_torch_function``, while blocks of ``sdpa()`` are open. Needs PyTorch
+2.10 or newer.
 """
 
 try:

@@ -55,9 +55,9 @@ def attention(
     Returns
     -------
     Tensor, or (Tensor, Tensor) with ``return_lse``
-        (B, H, Sq, Dv) or (B, Sq, H, Dv), q's dtype, without gaps. (B, H, Sq, Dv) has its axes in memory in the order of q's, head_dim
-        innermost, so that after q = x.transpose(1, 2) its own transpose(1, 2) is contiguous; results of ``layout="bshd"`` and over
-        sequences are contiguous. Gradients have the order of what they are gradients of.
+        (B, H, Sq, Dv) or (B, Sq, H, Dv), q's dtype, without gaps. (B, H, Sq, Dv) has its axes in memory in the order of
+        q's, head_dim innermost, so that after q = x.transpose(1, 2) its own transpose(1, 2) is contiguous; results of
+        ``layout="bshd"`` and over sequences are contiguous. Gradients have the order of what they are gradients of.
 
     Raises
     ------
@@ -101,7 +101,9 @@ def attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
     elif type(deterministic) is not bool:
         raise TypeError(f"deterministic has type {type(deterministic).__name__}; accepted: True, False or None")
-    state = None if type(dropout_p) is float and not dropout_p else _dropout_state(dropout_p, (q, k, v, bias, sinks), through_op)
+    state = None
+    if type(dropout_p) is not float or dropout_p:
+        state = _dropout_state(dropout_p, (q, k, v, bias, sinks), through_op)
     if mask is not None:
         refuse_layout("mask", mask)
         mask = _narrowed(mask)
@@ -156,8 +158,8 @@ def _autocast(q, k, v, bias, sinks):
 
 
 def _dropout_state(p, inputs, through_op):
-    """What ``_ops.drawn`` makes; None where nothing is dropped. ``inputs``: q and all else that can have a gradient; ``through_op``: by
-    an operator."""
+    """What ``_ops.drawn`` makes; None where nothing is dropped. ``inputs``: q and all else that can have a gradient.
+    ``through_op``: by an operator."""
     if isinstance(p, bool) or not isinstance(p, (int, float, np.number, torch.SymFloat)):
         raise TypeError(f"dropout_p has type {type(p).__name__}; accepted: a number from 0 to 1")
     if not 0 <= p <= 1:
@@ -176,9 +178,10 @@ def _dropout_state(p, inputs, through_op):
 
 @torch.compiler.assume_constant_result
 def _computed_again():
-    """Whether the compiler's backward graph may draw again, which it would otherwise do from the generator's state of then. A function
-    that takes gradients itself, by torch.func, takes no checkpoint."""
-    if any(level.key() != torch._C._functorch.TransformType.Vmap for level in torch._C._functorch.get_interpreter_stack() or ()):
+    """Whether the compiler's backward graph may draw again, which it would otherwise do from the generator's state of then.
+    A function that takes gradients itself, by torch.func, takes no checkpoint."""
+    functorch = torch._C._functorch
+    if any(level.key() != functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ()):
         return False
     config, region = torch._functorch.config, torch.fx.traceback.current_meta.get("custom") or {}
     budget = region.get("_region_activation_memory_budget", config.activation_memory_budget)

@@ -1,8 +1,8 @@
 """``torch.ops.fa_ext.attention``, ``.attention_backward`` and ``.draw``: what a compiled graph holds.
 
 Their arguments are those of ``fa_ext.torch.attention``; causal and window travel as three integers (``_options.bounds``),
-the names of the gradients as bits, and those that are asked for come back. The state of dropout is what ``draw`` returns, and an
-argument of the other two.
+the names of the gradients as bits, and those that are asked for come back. The state of dropout is what ``draw`` returns,
+and an argument of the other two.
 """
 
 import functools

@@ -88,8 +88,8 @@ def backward(dout, dlse, kept, options, wrt):
 
 
 def empty_in_order(x, width):
-    """An empty tensor of x's shape, but for ``width`` of its last axis, whose axes are in memory in the order of x's, the last innermost:
-    torch's rule for the results of FLASH and cuDNN."""
+    """An empty tensor of x's shape, but for ``width`` of its last axis, whose axes are in memory in the order of x's, the last
+    innermost: torch's rule for the results of FLASH and cuDNN."""
     return x.new_empty_strided(*_in_order(x.shape, x.stride(), width))
 
 
@@ -135,8 +135,8 @@ def refuse_layout(name, x):
     """Raises a TypeError for a tensor without strides."""
     if x.is_nested:
         raise TypeError(
-            f"{name} is a nested tensor ({x.layout}); accepted: strided tensors; sequences of any length lie in one, with cu_seqlens_q "
-            "and cu_seqlens_k"
+            f"{name} is a nested tensor ({x.layout}); accepted: strided tensors; sequences of any length lie in one, with "
+            "cu_seqlens_q and cu_seqlens_k"
         )
     if x.layout is not torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; accepted: torch.strided")

@@ -89,10 +89,10 @@ class sdpa(TorchFunctionMode):  # noqa: N801
     """``with fa_ext.torch.sdpa():`` calls of ``torch.nn.functional.scaled_dot_product_attention`` inside, also those in
     torch's modules, are calls of ``fa_ext.torch.scaled_dot_product_attention``.
 
-    It holds for the thread that is inside. A block of ``torch.nn.attention.sdpa_kernel`` that allows none of torch's fused backends,
-    ``SDPBackend.MATH`` alone, say, is torch's; any other selection is of kernels that fa_ext stands for. The modules of
+    It holds for the thread that is inside. A block of ``torch.nn.attention.sdpa_kernel`` that allows none of torch's fused
+    backends (``SDPBackend.MATH`` alone, say) is torch's; any other selection is of kernels that fa_ext stands for. The modules of
     ``torch.nn`` that have a fast path in evaluation (``TransformerEncoder``, ``MultiheadAttention``) take it as outside, with
-    torch's own attention. Every call of a function of torch inside takes about a microsecond longer.
+    torch's own attention; so do scripted modules. Every call of a function of torch takes about a microsecond longer inside.
     """
 
     def __enter__(self):
@@ -118,8 +118,8 @@ _torchs_has_torch_function = torch.overrides.has_torch_function
 
 
 class _HasTorchFunction:
-    """``torch.overrides.has_torch_function``, to which a block of ``sdpa`` is no reason: torch's modules would leave their fast path, and
-    refuse nested tensors. It is equal to torch's, so that Dynamo, which looks functions up, takes one for the other."""
+    """``torch.overrides.has_torch_function``, to which a block of ``sdpa`` is no reason: torch's modules would leave their fast
+    path, and refuse nested tensors. It is equal to torch's, so that Dynamo, which looks functions up, takes one for the other."""
 
     def __call__(self, tensors):
         modes = [] if is_compiling() else [_mode_at(n) for n in range(_length())]
@@ -141,7 +141,7 @@ class _HasTorchFunction:
 
 
 _has_torch_function, _lock, _blocks = _HasTorchFunction(), threading.Lock(), 0
-_register_builtin(_has_torch_function, "aten::has_torch_function")  # as TorchScript knows torch's, for modules scripted in a block
+_register_builtin(_has_torch_function, "aten::has_torch_function")  # TorchScript, too, looks functions up
 
 
 def _open_blocks(change):
@@ -228,13 +228,13 @@ def _unfit(tensors, masked, dropout_p, is_causal, scale, enable_gqa):
     if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
         return f"is_causal is {is_causal} and enable_gqa {enable_gqa}; accepted: True or False"
     if _no_fused():
-        return "torch.nn.attention.sdpa_kernel allows no fused backend; accepted: FLASH_ATTENTION, EFFICIENT_ATTENTION or CUDNN_ATTENTION allowed"
+        return "torch.nn.attention.sdpa_kernel allows no fused backend; accepted: FLASH, EFFICIENT or CUDNN_ATTENTION among them"
     return _no_device(query.device.type, query.device.index, query.dtype == torch.float64)
 
 
 @torch.compiler.assume_constant_result
 def _no_fused():
-    """Whether ``sdpa_kernel`` allows none of torch's fused backends; a compiler asks while it traces, as it asks for torch's own."""
+    """Whether ``sdpa_kernel`` allows none of torch's fused backends. A compiler asks while it traces, as for torch's own."""
     cuda = torch.backends.cuda
     return not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
 

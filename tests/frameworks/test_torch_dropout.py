@@ -86,7 +86,8 @@ def one_mask(call, shape=(2, 3, 6, 8)):
     return True
 
 
-COMPILERS = ["aot_eager", "aot_eager_decomp_partition", *(["inductor"] if shutil.which("g++") or shutil.which("clang++") else [])]
+INDUCTOR = ["inductor"] if shutil.which("g++") or shutil.which("clang++") else []
+COMPILERS = ["aot_eager", "aot_eager_decomp_partition", *INDUCTOR]
 
 
 @pytest.mark.parametrize("backend", COMPILERS)
@@ -143,15 +144,19 @@ DRAW, ATTENTION = torch.ops.fa_ext.draw.default, torch.ops.fa_ext.attention.defa
 
 
 @pytest.mark.parametrize("backend", [None, *COMPILERS])
-@pytest.mark.parametrize("saved", [(), (DRAW,), (ATTENTION,), (DRAW, ATTENTION), None], ids=["none", "draw", "attention", "both", "all"])
+@pytest.mark.parametrize(
+    "saved", [(), (DRAW,), (ATTENTION,), (DRAW, ATTENTION), None], ids=["none", "draw", "attention", "both", "all"]
+)
 def test_selective_checkpoints_have_one_mask(backend, saved):
     torch._dynamo.reset()
 
     def policy(context, op, *args, **keywords):
         return CheckpointPolicy.MUST_SAVE if saved is None or op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
     def step(q, k, v):
-        return checkpoint(linear, q, k, v, use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
+        return checkpoint(linear, q, k, v, use_reentrant=False, context_fn=contexts)
 
     assert one_mask(torch.compile(step, fullgraph=True, backend=backend) if backend else step)
 

@@ -69,7 +69,8 @@ def test_fake_and_meta_tensors_have_the_strides(device, order):
 def test_options_keep_the_order(device):
     q, k, v = operands((0, 2, 1, 3), device)
     mask = torch.rand(5, 7, device=device) < 0.8
-    for options in ({"mask": mask}, {"bias": mask.float()}, {"dropout_p": 0.5}, {"scale": 0.3, "softcap": 2.0}, {"return_lse": True}):
+    changes = {"mask": mask}, {"bias": mask.float()}, {"dropout_p": 0.5}, {"scale": 0.3, "softcap": 2.0}, {"return_lse": True}
+    for options in changes:
         out = ft.attention(q, k, v, **options)
         out = out[0] if "return_lse" in options else out
         assert [order_of(x) for x in (out, *gradients(out, (q, k, v)))] == [(0, 2, 1, 3)] * 4

@@ -342,8 +342,12 @@ def test_other_modes_and_subclasses_keep_modules_off_their_fast_path(device, mon
 
 
 def test_the_mode_is_of_its_thread(device, monkeypatch):
+    def spy(*args, **keywords):
+        asked.append(threading.get_ident())
+        return ft.attention(*args, **keywords)
+
     asked, opened, leave = [], threading.Event(), threading.Event()
-    monkeypatch.setattr(_sdpa, "attention", lambda *args, **keywords: asked.append(threading.get_ident()) or ft.attention(*args, **keywords))
+    monkeypatch.setattr(_sdpa, "attention", spy)
     before = torch.overrides.has_torch_function
     q = torch.randn(1, 2, 4, 8, device=device)
 
@@ -377,7 +381,7 @@ def test_a_graph_break_in_a_block(device, ours):
 
     q, k, v = (torch.randn(2, 3, 8, 16, device=device) for _ in range(3))
     torch.testing.assert_close(call(q, k, v), math_sdpa(math_sdpa(q, k, v), k, v), rtol=1e-5, atol=1e-5)
-    assert not torch._C._len_torch_function_stack()
+    assert not torch._C._len_torch_function_stack() and not isinstance(torch.overrides.has_torch_function, _sdpa._HasTorchFunction)
 
 
 def test_negative_views(device, ours):
