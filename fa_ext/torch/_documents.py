@@ -8,24 +8,18 @@ from ._masks import within
 
 
 class Documents(NamedTuple):
-    """The document of each query and key, (B or 1, Sq) and (B or 1, Sk), and how far it is from the document's end, which is
-    negative; None where that is the distance from the last query and key."""
+    """The document of each query (1 or B, Sq) and key (1 or B, Sk), and the distance to the query or key behind the last one
+    that the document has, or that there is."""
 
     queries: torch.Tensor
     keys: torch.Tensor
-    queries_from_end: torch.Tensor | None = None
-    keys_from_end: torch.Tensor | None = None
+    queries_to_end: torch.Tensor
+    keys_to_end: torch.Tensor
 
     def seen(self, left, right):
-        """(B or 1, 1, Sq, Sk): a query sees the keys of its document, within a band whose end is that of the document."""
-        seen = self.queries[:, :, None] == self.keys[:, None, :]
-        if left is not None or right is not None:
-            ends = self.queries_from_end, self.keys_from_end
-            if ends == (None, None):
-                ends = (torch.arange(-ids.shape[1], 0, device=ids.device)[None] for ids in (self.queries, self.keys))
-            queries, keys = ends
-            seen = seen & within(keys[:, None, :] - queries[:, :, None], left, right)
-        return seen[:, None]
+        """(1 or B, 1, Sq, Sk): a query sees the keys of its own document, within a band of distances that begin at the ends."""
+        same = self.queries[:, :, None] == self.keys[:, None, :]
+        return (same & within(self.queries_to_end[:, :, None] - self.keys_to_end[:, None, :], left, right))[:, None]
 
 
 def documents_of(mask, pattern, query, keys, cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids):
@@ -34,15 +28,16 @@ def documents_of(mask, pattern, query, keys, cu_seq_lens_q, cu_seq_lens_k, seq_i
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         return _from_lengths(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k)
     if seq_idx is not None:
-        if seq_idx.shape[-1] != queries or queries != keys:
-            raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, for {queries} queries and {keys} keys; accepted: one for each of both")
-        return Documents(*(seq_idx.reshape(-1, queries),) * 2)
-    # As transformers' flash implementations do it: eager looks at positions in the mask alone, and not where there is a cache.
-    if position_ids is None or batch != 1 or queries != keys or queries == 1 or pattern.right != 0 or pattern.seen is not None:
+        if seq_idx.dim() != 2 or seq_idx.shape[1] != queries or queries != keys:
+            raise ValueError(
+                f"seq_idx has shape {tuple(seq_idx.shape)}, for {queries} queries and {keys} keys; accepted: (batch, queries), and as "
+                "many keys"
+            )
+        return _of_both(seq_idx)
+    # As transformers' flash implementations do it; eager looks at positions only where there is no cache.
+    if position_ids is None or queries == 1 or batch != 1 or queries != keys or pattern.right != 0 or pattern.seen is not None:
         return None
-    if position_ids.shape != (1, queries):
-        return None
-    return _from_positions(mask, position_ids)
+    return _from_positions(mask, position_ids) if position_ids.shape == (1, queries) else None
 
 
 def _from_lengths(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k):
@@ -50,25 +45,36 @@ def _from_lengths(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k):
         if given is None:
             raise ValueError(f"cu_seq_lens_{name} is None; accepted: cu_seq_lens_q and cu_seq_lens_k together")
         if given.dim() != 1 or given.is_floating_point():
-            raise ValueError(f"cu_seq_lens_{name} has shape {tuple(given.shape)} and dtype {given.dtype}; accepted: (documents + 1,), integers")
+            raise ValueError(
+                f"cu_seq_lens_{name} has shape {tuple(given.shape)} and dtype {given.dtype}; accepted: (documents + 1,), whole numbers"
+            )
+        # On a GPU the look would wait for all that is queued there.
+        if given.is_cpu and not torch.compiler.is_compiling():
+            if given[0] != 0 or given[-1] > size or bool((given.diff() < 0).any()):
+                raise ValueError(f"cu_seq_lens_{name} is {given.tolist()}; accepted: from 0 up to {size} at most, in order")
     if batch != 1:
-        raise ValueError(f"cu_seq_lens_q is given for a batch of {batch}; accepted: a batch of 1, the documents one after the other")
-    sides = [_positions(cu, size) for cu, size in ((cu_seq_lens_q, queries), (cu_seq_lens_k, keys))]
-    return Documents(sides[0][0], sides[1][0], sides[0][1], sides[1][1])
+        raise ValueError(f"cu_seq_lens_q is given for a batch of {batch}; accepted: a batch of 1, one document behind the other")
+    (ids_q, ends_q), (ids_k, ends_k) = _positions(cu_seq_lens_q, queries), _positions(cu_seq_lens_k, keys)
+    return Documents(ids_q, ids_k, ends_q, ends_k)
 
 
 def _positions(cu_seq_lens, size):
-    """The document of each of ``size`` tokens, and where it is from the document's end. What comes after the last document is
-    one more."""
+    """The document of each of ``size`` tokens, and the distance to its end. What is behind the last document is one more."""
     at = torch.arange(size, device=cu_seq_lens.device)
     ends = torch.nn.functional.pad(cu_seq_lens[1:].long(), (0, 1), value=size)
     ids = torch.searchsorted(ends[:-1].contiguous(), at, right=True)
-    return ids[None], (at - ends[ids])[None]
+    return ids[None], (ends[ids] - at)[None]
+
+
+def _of_both(ids):
+    """The documents of as many queries as keys."""
+    to_end = torch.arange(ids.shape[1], 0, -1, device=ids.device)[None]
+    return Documents(ids, ids, to_end, to_end)
 
 
 def _from_positions(mask, position_ids):
-    """A document begins where a position is not above the one before. The layers of a model share a mask, and so what was
-    found for the first of them."""
+    """A document begins where a position is not above the one before, or None where all is one document. The layers of a model
+    share a mask, and so what the first of them found."""
     from transformers.masking_utils import is_tracing
 
     if is_tracing(position_ids):
@@ -83,5 +89,5 @@ def _from_positions(mask, position_ids):
 
 
 def _starts(position_ids):
-    again = torch.nn.functional.pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0))
-    return Documents(*(again.cumsum(1),) * 2)
+    again = position_ids[:, 1:] <= position_ids[:, :-1]
+    return _of_both(torch.nn.functional.pad(again, (1, 0)).cumsum(1))

@@ -128,7 +128,7 @@ def _attend_elsewhere(module, query, key, value, pattern, bias, softcap, s_aux, 
             f"head_dim is {query.shape[3]} and that of value {value.shape[3]}, with softcap or sinks, in a {type(module).__name__} "
             "without eager attention of its own; accepted: 1 to 256"
         )
-    _say_once(query.shape[3], value.shape[3], name)
+    _say(query.shape[3], value.shape[3], name)
     mask = pattern.added_to(bias, query, key)
     if name == "transformers' sdpa":
         return sdpa_attention_forward(module, query, key, value, mask, is_causal=False, **arguments)
@@ -136,10 +136,16 @@ def _attend_elsewhere(module, query, key, value, pattern, bias, softcap, s_aux, 
     return eager(module, query, key, value, mask, softcap=softcap, s_aux=s_aux, **arguments)
 
 
+@torch.compiler.assume_constant_result
+def _say(dim, dim_v, name):
+    """`_say_once`, which a compiler calls while it compiles, since a graph has no warnings."""
+    _say_once(dim, dim_v, name)
+
+
 @functools.cache
 def _say_once(dim, dim_v, name):
     warnings.warn(
         f"attn_implementation='fa_ext': head_dim is {dim} and that of value {dim_v}; accepted: 1 to 256. {name} runs in fa_ext's "
         "place (this is said once)",
-        stacklevel=3,
+        stacklevel=4,
     )

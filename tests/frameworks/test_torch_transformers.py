@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, ModernBertConfig, masking_utils  # noqa: E402
 
 import fa_ext.torch as ft  # noqa: E402
-from fa_ext.torch import _transformers  # noqa: E402
+from fa_ext.torch import _masks, _transformers  # noqa: E402
 from torch_calls import DEVICES  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -163,31 +163,120 @@ def test_half_models(device):
     assert loss.isfinite() and sinks.grad.isfinite().all() and bool(sinks.grad.any())
 
 
-def test_patterns_of_masks(device):
-    """None where the call says it all; padding alone as (B, Sk); everything else in full."""
+def mask_arguments():
     causal, sliding = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function
-    sizes = dict(batch_size=2, q_length=6, kv_length=6, device=device)
-    ones, padded = torch.ones(2, 6, dtype=torch.bool, device=device), torch.ones(2, 6, dtype=torch.bool, device=device)
+    both, around = masking_utils.bidirectional_mask_function, masking_utils.sliding_window_bidirectional_mask_function
+    padded = torch.ones(2, 6, dtype=torch.bool)
     padded[1, :2] = False
-    assert _transformers._mask(**sizes, mask_function=causal) is None
-    assert _transformers._mask(**sizes, mask_function=sliding(3), local_size=3, attention_mask=ones) is None
-    assert torch.equal(_transformers._mask(**sizes, mask_function=causal, attention_mask=padded), padded)
-    for more in (
-        dict(mask_function=sliding(3), local_size=4),  # not the window that the module has
-        dict(mask_function=sliding(3)),
-        dict(mask_function=masking_utils.and_masks(causal, lambda b, h, i, j: j != 1)),
-        dict(mask_function=causal, allow_is_causal_skip=False),
-        dict(mask_function=causal, q_offset=torch.tensor(0, device=device)),
-        dict(mask_function=masking_utils.bidirectional_mask_function),
-    ):
-        got = _transformers._mask(**sizes | more)
-        assert torch.equal(got, masking_utils.sdpa_mask(**sizes | more | {"allow_is_causal_skip": False}))
-    beyond = _transformers._mask(**sizes | {"kv_length": 9}, mask_function=causal)
-    assert beyond.shape == (2, 1, 6, 9)
-    later = _transformers._mask(**sizes | {"kv_length": 9}, q_offset=3, mask_function=causal)
-    assert later is None
-    window = _transformers._mask(2, 1, 4, q_offset=7, kv_offset=4, mask_function=sliding(4), local_size=4, attention_mask=torch.ones(2, 8, dtype=torch.bool))  # fmt: skip
-    assert window is None
+    longer = torch.ones(2, 8, dtype=torch.bool)
+    # what is asked for, and the window where the mask is no mask of all pairs
+    return [
+        (dict(mask_function=causal), (None, 0)),
+        (dict(mask_function=causal, attention_mask=padded), (None, 0)),
+        (dict(mask_function=causal, attention_mask=torch.ones_like(padded)), (None, 0)),
+        (dict(mask_function=causal, allow_is_causal_skip=False), (None, 0)),
+        (dict(mask_function=causal, kv_length=9, q_offset=3), (None, 0)),
+        (dict(mask_function=causal, kv_length=9), None),
+        (dict(mask_function=causal, q_offset=torch.tensor(0)), None),
+        (dict(mask_function=sliding(3), local_size=3, attention_mask=padded), (2, 0)),
+        (dict(mask_function=sliding(3), local_size=4), None),  # not the window that is said
+        (dict(mask_function=sliding(3)), None),
+        (dict(mask_function=sliding(4), local_size=4, q_length=1, kv_length=4, q_offset=7, kv_offset=4, attention_mask=longer), (3, 0)),
+        (dict(mask_function=masking_utils.and_masks(causal, lambda b, h, i, j: j != 1)), None),
+        (dict(mask_function=both), (None, None)),
+        (dict(mask_function=both, attention_mask=padded, allow_is_bidirectional_skip=True), (None, None)),
+        (dict(mask_function=both, kv_length=8, attention_mask=longer), (None, None)),
+        (dict(mask_function=around(2), local_size=2), (2, 2)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", range(16))
+def test_a_mask_says_what_eagers_holds(device, case, dtype):
+    more, window = mask_arguments()[case]
+    more = dict(batch_size=2, q_length=6, kv_length=6, device=device, dtype=dtype) | {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in more.items()
+    }
+    mask, wanted = _masks.make_mask(**more), masking_utils.eager_mask(**more)
+    pattern = mask.fa_ext_pattern
+    assert pattern.seen is None or window is None or pattern.seen.shape == (2, 1, 1, more["kv_length"])
+    assert pattern[1:] == (window or (None, None)) and (window or pattern.seen.shape == wanted.shape)
+    allowed = pattern.allowed(*wanted.shape[2:], wanted.device)
+    assert torch.equal((wanted == 0) if allowed is None else allowed.expand(wanted.shape), wanted == 0)
+    assert isinstance(mask, torch.Tensor) and (mask.shape, mask.dtype, mask.device) == (wanted.shape, dtype, wanted.device)
+    assert mask.fa_ext_pattern is not None and mask.to(dtype) is mask
+    assert torch.equal(mask + 1, wanted + 1) and mask.fa_ext_pattern is None
+
+
+def test_there_is_no_mask_where_eager_has_none(device):
+    more = dict(batch_size=2, q_length=6, kv_length=6, mask_function=masking_utils.bidirectional_mask_function, device=device)
+    for given in (None, torch.ones(2, 6, dtype=torch.bool, device=device)):
+        assert _masks.make_mask(**more, attention_mask=given, allow_is_bidirectional_skip=True) is None
+        assert masking_utils.eager_mask(**more, attention_mask=given, allow_is_bidirectional_skip=True) is None
+
+
+@pytest.mark.parametrize("change", [
+    lambda mask: mask[:, :, :, :].add_(0),
+    lambda mask: mask.masked_fill_(mask == 0, -1.0),
+    lambda mask: mask[..., 2:3].fill_(-3e38),
+    lambda mask: mask * 0.5,
+    lambda mask: mask.expand(-1, 4, -1, -1),
+    lambda mask: torch.where(mask == 0, 0.25, mask),
+])  # fmt: skip
+def test_what_a_model_makes_of_a_mask_counts(device, change):
+    """Attention under a mask that a model has changed, in place or not, is eager's under eager's mask with the same change."""
+    more = dict(batch_size=2, q_length=6, kv_length=6, device=device)
+    q, k, v = torch.randn(3, 2, 4, 6, 8, device=device)
+    outs = []
+    for mask in (_masks.make_mask(**more), masking_utils.eager_mask(**more)):
+        changed = change(mask)
+        for one in (mask, changed):  # a change in place is one of both
+            outs.append(_transformers._attend(None, q, k, v, one)[0])
+        weights = torch.softmax(q @ k.mT / 8**0.5 + changed, -1)
+        torch.testing.assert_close(outs[-1], (weights @ v).transpose(1, 2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outs[:2], outs[2:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+def test_is_causal_counts_where_a_caller_says_it_and_there_is_no_mask(device, said):
+    module = torch.nn.Module()
+    module.is_causal = True
+    q, k, v = torch.randn(3, 2, 4, 6, 8, device=device)
+    got, _ = _transformers._attend(module, q, k, v, None, is_causal=said)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=bool(said)).transpose(1, 2)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    none = _masks.make_mask(2, 6, 6, mask_function=masking_utils.bidirectional_mask_function, device=device)
+    got, _ = _transformers._attend(module, q, k, v, none, is_causal=said)
+    torch.testing.assert_close(got, torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2), rtol=1e-5, atol=1e-5)
+    if said:
+        with pytest.raises(ValueError, match="is_causal is True without attention_mask, for 5 queries and 6 keys"):
+            _transformers._attend(module, q[:, :, :5], k, v, None, is_causal=True)
+        assert _transformers._attend(module, q[:, :, :1], k, v, None, is_causal=True)[0].shape == (2, 1, 4, 8)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_layers(device, name, padding, masks):
+    """Masks go into graphs that are compiled layer by layer, and keep what they say."""
+    torch._dynamo.reset()
+    eager, ours = models(name, device)
+    for i, layer in enumerate(ours.model.layers):
+        ours.model.layers[i] = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    inputs = batch(padding, device)
+    loss, wanted = ours(**inputs).loss, eager(**inputs).loss
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-4)
+    loss.backward()
+    assert set(masks) == {None if padding == "none" else (3, 1, 1, 13)}
+
+
+def test_a_compiled_model_has_no_mask_of_all_pairs(device, masks):
+    torch._dynamo.reset()
+    eager, ours = models("mistral", device)
+    for padding in ("none", "left"):
+        inputs = batch(padding, device)
+        loss = torch.compile(ours, fullgraph=True, backend="aot_eager")(**inputs).loss
+        torch.testing.assert_close(loss, eager(**inputs).loss, rtol=1e-4, atol=1e-4)
+    assert {shape and shape[2:] for shape in masks} == {(1, 13)}  # a graph reads no mask, and so knows of none that says nothing
 
 
 def test_without_transformers(device, monkeypatch):
