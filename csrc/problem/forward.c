@@ -315,6 +315,7 @@ static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *p
     problem->sequences = (fa_sequences){0};
     problem->workspace = NULL;
     problem->faults = NULL;
+    problem->stopped = NULL;
     problem->device = request->q->device;
     problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     problem->batch_invariant = request->options.batch_invariant;

@@ -150,6 +150,7 @@ fa_code fa_merge_build(const fa_merge_request *request, fa_part *parts, fa_probl
                        "float64 runs on the CPU only; accepted on a CUDA device: float16, bfloat16, float32");
     problem->workspace = NULL;
     problem->faults = NULL;
+    problem->stopped = NULL;
     problem->features = p->sinks.data ? FA_WITH_SINKS : 0;
     problem->empty = p->batch == 0 || p->heads == 0 || p->seq == 0;
     return FA_OK;
