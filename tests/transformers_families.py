@@ -1,5 +1,5 @@
-"""Every family of models that transformers ships: a small model of each, found in transformers' own tables, and what it is called
-with. A family that a later release adds is here by itself."""
+"""Every family of models that transformers ships: a small model of each, found in transformers' own tables, and what it is
+called with. A family that a later release adds is here by itself."""
 
 import copy
 import dataclasses
@@ -113,7 +113,8 @@ def shrunk(values, windows, groups):
     """The dictionary of a configuration with small numbers in it, also in the configurations inside. ``windows``: with sliding
     windows where there may be some; ``groups``: several heads have one of keys and values."""
     layers, kept = values.get("num_hidden_layers"), None
-    kinds = next((x for x in values.values() if type(x) is list and len(x) == layers and all(type(one) is str for one in x)), None)
+    lists = (x for x in values.values() if type(x) is list and len(x) == layers)
+    kinds = next((x for x in lists if all(type(one) is str for one in x)), None)
     if kinds:  # one layer of each kind, two at least
         kept = sorted({kinds.index(kind) for kind in kinds})
         kept += list(range(kept[-1] + 1, layers))[: max(0, 2 - len(kept))]
@@ -163,7 +164,8 @@ def small_configs(kind):
 def _filled(values):
     """With a value for what has to be said and is None, and for what is right only beside the sizes of a large model."""
     new = {name: _filled(x) if isinstance(x, dict) else x for name, x in values.items()}
-    for name, size in (("num_key_value_heads", 4), ("num_experts_per_tok", 2), ("n_routed_experts", 4), ("n_shared_experts", 1), ("head_dim", 8)):
+    sizes = dict(num_key_value_heads=4, num_experts_per_tok=2, n_routed_experts=4, n_shared_experts=1, head_dim=8)
+    for name, size in sizes.items():
         if name in new and new[name] is None:
             new[name] = size
     if "rope_parameters" in new:
@@ -224,7 +226,7 @@ def working_model(kind, name):
 
 
 def inputs_of(model):
-    """What a model might be called with: text, text with a decoder's text, pictures, sounds, and both, as far as it takes them."""
+    """What a model might be called with: text, also with a decoder's text, pictures, sounds, and both, as far as it takes them."""
     takes = set(inspect.signature(model.forward).parameters)
     generator = torch.Generator().manual_seed(1)
     ids, decoder_ids = torch.randint(3, 90, (2, BATCH, TOKENS), generator=generator)
@@ -239,13 +241,15 @@ def inputs_of(model):
             text |= {"decoder_attention_mask": decoder_mask}
     if text and "bbox" in takes:
         text |= {"bbox": torch.zeros(BATCH, TOKENS, 4, dtype=torch.long)}
-    pictures = [{name: x} for name, shapes in _others(model.config) if name in takes for x in (torch.randn(s, generator=generator) for s in shapes)]
+    others = [(name, shape) for name, shapes in _others(model.config) if name in takes for shape in shapes]
+    pictures = [{name: torch.randn(shape, generator=generator)} for name, shape in others]
     if text and "token_type_ids" in takes:
         yield text | {"token_type_ids": torch.zeros_like(ids)}
     if text:
         yield text
     if "grid_thw" in takes:
-        pixels = math.prod(getattr(model.config, n, d) for n, d in (("in_channels", 3), ("temporal_patch_size", 1), *[("patch_size", 4)] * 2))
+        sizes = ("in_channels", 3), ("temporal_patch_size", 1), ("patch_size", 4), ("patch_size", 4)
+        pixels = math.prod(getattr(model.config, name, default) for name, default in sizes)
         first = next(iter(inspect.signature(model.forward).parameters))
         yield {first: torch.randn(32, pixels, generator=generator), "grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
     yield from pictures

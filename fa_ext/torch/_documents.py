@@ -30,14 +30,14 @@ def documents_of(mask, pattern, query, keys, cu_seq_lens_q, cu_seq_lens_k, seq_i
     if seq_idx is not None:
         if seq_idx.dim() != 2 or seq_idx.shape[1] != queries or queries != keys:
             raise ValueError(
-                f"seq_idx has shape {tuple(seq_idx.shape)}, for {queries} queries and {keys} keys; accepted: (batch, queries), and as "
-                "many keys"
+                f"seq_idx has shape {tuple(seq_idx.shape)}, for {queries} queries and {keys} keys; accepted: (batch, queries), "
+                "and as many keys"
             )
         return _of_both(seq_idx)
     # As transformers' flash implementations do it; eager looks at positions only where there is no cache.
-    if position_ids is None or queries == 1 or batch != 1 or queries != keys or pattern.right != 0 or pattern.seen is not None:
+    if position_ids is None or queries == 1 or queries != keys or batch != 1 or tuple(position_ids.shape) != (1, queries):
         return None
-    return _from_positions(mask, position_ids) if position_ids.shape == (1, queries) else None
+    return _from_positions(mask, position_ids) if pattern.right == 0 and pattern.seen is None else None
 
 
 def _from_lengths(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k):
@@ -46,7 +46,8 @@ def _from_lengths(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k):
             raise ValueError(f"cu_seq_lens_{name} is None; accepted: cu_seq_lens_q and cu_seq_lens_k together")
         if given.dim() != 1 or given.is_floating_point():
             raise ValueError(
-                f"cu_seq_lens_{name} has shape {tuple(given.shape)} and dtype {given.dtype}; accepted: (documents + 1,), whole numbers"
+                f"cu_seq_lens_{name} has shape {tuple(given.shape)} and dtype {given.dtype}; accepted: (documents + 1,), whole "
+                "numbers"
             )
         # On a GPU the look would wait for all that is queued there.
         if given.is_cpu and not torch.compiler.is_compiling():

@@ -100,8 +100,9 @@ def make_mask(
 ):  # fmt: skip
     """transformers' mask function: None where eager has none, else a ``Mask``.
 
-    In a graph that is being traced it is eager's mask itself with the attribute ``fa_ext_pattern``: what nothing reads, the
-    compiler leaves out. A pattern is a band where it is shown to be one, else the mask of all pairs.
+    A pattern is a band where it is shown to be one, else the mask of all pairs. In a graph that is being traced the result is
+    eager's mask itself with the attribute ``fa_ext_pattern``: what nothing reads, the compiler leaves out. There a model must
+    not write into it in place, which none of transformers does.
     """
     # From the module itself: torch 2.11's compiler takes no import out of `transformers`, whose modules are made on demand.
     from transformers.masking_utils import causal_mask_function, eager_mask, is_tracing, prepare_padding_mask, sdpa_mask
@@ -125,7 +126,7 @@ def make_mask(
         pattern = Pattern(seen, *window)
     else:
         pattern = Pattern(sdpa_mask(**arguments, allow_is_causal_skip=False), None, None)
-    if is_tracing(pattern.seen):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         mask = eager_mask(**arguments, dtype=dtype)
         mask.fa_ext_pattern = pattern
         return mask

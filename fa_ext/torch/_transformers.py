@@ -33,11 +33,15 @@ def register_transformers():
     sliding windows, softcap (Gemma 2) and sinks (gpt-oss) without a mask in memory. Padding is a mask of a key; packed
     sequences, static caches and overlays have a mask of all pairs. Calling it again changes nothing.
 
-    The mask alone says who sees whom, as in eager: ``module.is_causal`` and ``sliding_window`` are not looked at. Packed
-    documents are told by ``cu_seq_lens_q`` and ``cu_seq_lens_k``, by ``seq_idx``, or in causal models with a batch of 1 and no
-    padding by ``position_ids`` that start again, also where there is a cache. ``output_attentions=True`` raises, and so does
-    any keyword that attention does not know: fa_ext has no weights to give. Above a head_dim of 256 transformers' own sdpa
-    runs, or the model's eager attention where it has softcap or sinks, which a warning says once.
+    The mask alone says who sees whom, as in eager attention: ``module.is_causal`` and ``sliding_window`` are not looked at.
+
+    Packed documents see only themselves. ``cu_seq_lens_q`` and ``cu_seq_lens_k`` tell them, or ``seq_idx``, or, in causal
+    attention over a batch of 1 without padding, ``position_ids`` that begin again: as transformers' flash implementations have
+    it, with and without a cache. In a compiled graph such a batch has a mask of all pairs wherever it has position_ids.
+
+    ``output_attentions=True`` raises, since there are no weights to return, and so does every keyword that attention is given
+    and does not know. Above a head_dim of 256 transformers' sdpa runs, or with softcap or sinks the model's eager attention; a
+    warning says so once.
 
     Raises
     ------
@@ -67,7 +71,9 @@ def _attend(
     for name, given in others.items():
         if name not in _HARMLESS and given is not None and given is not False:
             said = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
-            raise ValueError(f"attn_implementation='fa_ext' does not know {name}={said}; accepted: None, or attn_implementation='eager'")
+            raise ValueError(
+                f"attn_implementation='fa_ext' does not know {name}={said}; accepted: None, or attn_implementation='eager'"
+            )
     queries, keys = query.shape[2], key.shape[2]
     pattern, bias = _pattern_and_bias(attention_mask, queries, keys, is_causal)
     documents = documents_of(attention_mask, pattern, query, keys, cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids)
@@ -103,10 +109,14 @@ def _pattern_and_bias(mask, queries, keys, is_causal):
         if not is_causal or queries == 1:
             return Pattern(None, None, None), None
         if queries != keys:
-            raise ValueError(f"is_causal is True without attention_mask, for {queries} queries and {keys} keys; accepted: as many, or a mask")
+            raise ValueError(
+                f"is_causal is True without attention_mask, for {queries} queries and {keys} keys; accepted: as many, or a mask"
+            )
         return Pattern(None, None, 0), None
     if mask.dim() < 3:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; accepted: what broadcasts to (batch, heads, queries, keys)")
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; accepted: what broadcasts to (batch, heads, queries, keys)"
+        )
     pattern = getattr(mask, "fa_ext_pattern", None)
     if pattern is not None and mask.shape[2] == queries and mask.shape[3] == keys:
         return pattern, None
@@ -120,7 +130,6 @@ def _attend_elsewhere(module, query, key, value, pattern, bias, softcap, s_aux, 
     """The call by transformers' sdpa, or by the model's own eager attention where sdpa lacks what the call has."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    # By its name, since a test or a user may put a model's module in the place of another.
     eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     name = "transformers' sdpa" if not softcap and s_aux is None else "the model's eager attention"
     if (softcap or s_aux is not None) and eager is None:

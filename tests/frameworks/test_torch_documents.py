@@ -20,7 +20,9 @@ SMALL = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_lay
              num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=None)  # fmt: skip
 CONFIGS = {
     "llama": lambda **more: LlamaConfig(**SMALL | more),
-    "gemma2": lambda **more: Gemma2Config(**SMALL | dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=3, attn_logit_softcapping=3.0) | more),
+    "gemma2": lambda **more: Gemma2Config(
+        **SMALL | dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=3, attn_logit_softcapping=3.0) | more
+    ),
     "gpt-oss": lambda **more: GptOssConfig(
         **SMALL | dict(head_dim=8, sliding_window=3, num_local_experts=2, num_experts_per_tok=1, initializer_range=0.3) | more
     ),
@@ -75,7 +77,8 @@ def test_a_packed_document_is_as_if_alone(device, name, kind, use_cache):
     model = small_model(name, device)
     ids, positions, more = packed(device, kind)
     cotangent = torch.randn(1, sum(LENGTHS), 99, device=device)
-    alone = [model(part, position_ids=at).logits for part, at in zip(ids.split(LENGTHS, 1), positions.split(LENGTHS, 1), strict=True)]
+    parts = zip(ids.split(LENGTHS, 1), positions.split(LENGTHS, 1), strict=True)
+    alone = [model(part, position_ids=at).logits for part, at in parts]
     (torch.cat(alone, 1) * cotangent).sum().backward()
     wanted = {label: parameter.grad.clone() for label, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
@@ -84,7 +87,8 @@ def test_a_packed_document_is_as_if_alone(device, name, kind, use_cache):
     (got * cotangent).sum().backward()
     for label, parameter in model.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, wanted[label], rtol=1e-3, atol=1e-4 * wanted[label].abs().max().item(), msg=label)
+            limit = 1e-4 * wanted[label].abs().max().item()
+            torch.testing.assert_close(parameter.grad, wanted[label], rtol=1e-3, atol=limit, msg=label)
 
 
 def test_positions_that_go_on_are_one_document(device, masks):

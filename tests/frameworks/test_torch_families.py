@@ -23,9 +23,9 @@ LEFT_OUT = {
 }
 #: Families that were once wrong in silence, and those that most people run: none of them may drop out.
 NEVER_LEFT_OUT = (
-    "bart bert bigbird_pegasus clap_text_model clip deepseek_v3 gemma2 gemma3_text gemma4_text git gpt2 gpt_oss llama mistral mixtral "
-    "modernbert nllb-moe phimoe qwen2 qwen2_vl qwen3 qwen3_moe roberta siglip t5 vit whisper"
-).split()  # fmt: skip
+    "bart bert bigbird_pegasus clap_text_model clip deepseek_v3 gemma2 gemma3_text gemma4_text git gpt2 gpt_oss llama mistral "
+    "mixtral modernbert nllb-moe phimoe qwen2 qwen2_vl qwen3 qwen3_moe roberta siglip t5 vit whisper"
+).split()
 #: What became of each model: compared, with attention of fa_ext or eager's alone, or left out.
 outcomes = {}
 
@@ -78,7 +78,7 @@ def with_fa_ext(model):
 
 
 @pytest.mark.parametrize(("kind", "name"), families.all_models())
-def test_every_family_is_what_eager_makes_it(kind, name, calls, monkeypatch):
+def test_every_family_is_what_eager_makes_it(kind, name, calls):
     def leave_out(reason):
         outcomes[kind, name] = None
         pytest.skip(reason)

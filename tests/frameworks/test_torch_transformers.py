@@ -181,7 +181,8 @@ def mask_arguments():
         (dict(mask_function=sliding(3), local_size=3, attention_mask=padded), (2, 0)),
         (dict(mask_function=sliding(3), local_size=4), None),  # not the window that is said
         (dict(mask_function=sliding(3)), None),
-        (dict(mask_function=sliding(4), local_size=4, q_length=1, kv_length=4, q_offset=7, kv_offset=4, attention_mask=longer), (3, 0)),
+        (dict(mask_function=sliding(4), local_size=4, q_length=1, q_offset=7, kv_length=4, kv_offset=4, attention_mask=longer),
+         (3, 0)),
         (dict(mask_function=masking_utils.and_masks(causal, lambda b, h, i, j: j != 1)), None),
         (dict(mask_function=both), (None, None)),
         (dict(mask_function=both, attention_mask=padded, allow_is_bidirectional_skip=True), (None, None)),
@@ -247,7 +248,8 @@ def test_is_causal_counts_where_a_caller_says_it_and_there_is_no_mask(device, sa
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     none = _masks.make_mask(2, 6, 6, mask_function=masking_utils.bidirectional_mask_function, device=device)
     got, _ = _transformers._attend(module, q, k, v, none, is_causal=said)
-    torch.testing.assert_close(got, torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2), rtol=1e-5, atol=1e-5)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     if said:
         with pytest.raises(ValueError, match="is_causal is True without attention_mask, for 5 queries and 6 keys"):
             _transformers._attend(module, q[:, :, :5], k, v, None, is_causal=True)
