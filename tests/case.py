@@ -68,9 +68,10 @@ class Case:
     ``fa_ext.merge`` with results like it (``parts``); heads_kv, seq_k and head_dim_v default to heads, seq_q and head_dim.
 
     mask, bias, sinks and alibi name kinds (MASKS, BIASES, SINKS, ALIBIS); dropout is (p, seed); strides and values name how
-    q, k and v lie in memory and what they hold (STRIDES, VALUES); logits is (kind, exponent) of ``magnitudes``, such as ("rising", 20),
-    or ("rising", -20) for scores of about -2^20, and takes the place of q's and k's values. Of the backward pass alone: deterministic, accumulate
-    (into float32), and dlse, whether it is given one; all gradients that there are, are asked for.
+    q, k and v lie in memory and what they hold (STRIDES, VALUES); logits is (kind, exponent) of ``magnitudes``, such as
+    ("rising", 20), or ("rising", -20) for scores of about -2^20, and takes the place of q's and k's values. Of the backward
+    pass alone: deterministic, accumulate (into float32), and dlse, whether it is given one; all gradients that there are, are
+    asked for.
     """
 
     batch: int = 1

@@ -55,7 +55,7 @@ def scaled(kind: str, dim: int, scale: float | None) -> dict:
 
 
 def slopes(exponent: int, shape) -> np.ndarray:
-    """Of ALiBi, beside such scores: some 100 of the units that float32 resolves there, and no less than 64, so that the distance decides."""
+    """Of ALiBi, beside such scores: some 100 of the units that float32 resolves, and 64 at least: the distance decides."""
     return np.resize((1, -1), shape) * 2.0 ** max(6, abs(exponent) - 16)
 
 

@@ -79,6 +79,7 @@ def test_float64(kernel):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_problems(kernel, dtype):
     found = [case for case in cases.random_cases(11, 60) if case.dtype == dtype and case.bias not in FLAT_BIASES]
+    found = [case for case in found if not cases.beyond_backward(case)]
     wrong = failures(kernel, [make(gradients.shrunk(case, 6), dlse=n % 2 == 0) for n, case in enumerate(found)])
     assert not wrong, "\n".join(wrong[:5])
 
