@@ -318,7 +318,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                     issue_pv(weights, n - 1, n != first + 1);
                 }
                 // While that runs; registers lack for it where scores are capped.
-                if constexpr (!C::kSoftcap) row_ends = end_rows(params, tile, wg, softmax);
+                if constexpr (!C::kSoftcap) row_ends = end_rows<T>(params, tile, wg, softmax);
                 ended = !C::kSoftcap;
                 wgmma_wait<0>();
                 wgmma_pin(out);
@@ -342,7 +342,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
         }
         const fa_forward &p = call.p;
         if (chunk || !ended) [[unlikely]]
-            row_ends = end_rows(params, tile, wg, softmax);
+            row_ends = end_rows<T>(params, tile, wg, softmax);
         const auto &factor = row_ends.factor;
         if (p.lse.data) [[unlikely]]
             store_lses(call, tile, wg, row_ends.lse);

@@ -11,7 +11,7 @@
  */
 #pragma once
 #include "common/ptx.cuh"     // exp2_fast, tanh_fast
-#include "common/softmax.cuh" // RowState, RowResult, finish_row, finish_fast
+#include "common/softmax.cuh" // RowState, RowResult, finish_row, finish_fast, weight_rounding
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <type_traits>
@@ -199,11 +199,19 @@ struct OnlineSoftmax {
         for (int i = 0; i < Count; ++i) out[i] *= rescale[(i >> 1) & 1];
     }
 
-    /* What normalises row r, and its LSE; `sink` is -inf where there is none. All four threads of the row call it. */
-    __device__ __forceinline__ RowResult finish(int r, float factor, float sink) const {
+    /* Row r over all its keys. The highest weight counts as rounded for P V: see weight_rounding(). In float16 all
+     * weights of absorb() do. All four threads of the row call it. */
+    template <class T> __device__ __forceinline__ RowState whole_row(int r, float factor) const {
         RowState row;
         row.maximum = maximum_score(maximum[r], factor);
         row.sum = quad_sum(sum[r]);
+        if constexpr (!std::is_same_v<T, __half>) row.sum += weight_rounding<T>(maximum[r], factor, row.maximum);
+        return row;
+    }
+
+    /* What normalises row r, and its LSE; `sink` is -inf where there is none. All four threads of the row call it. */
+    template <class T> __device__ __forceinline__ RowResult finish(int r, float factor, float sink) const {
+        const RowState row = whole_row<T>(r, factor);
         if (sink != -INFINITY) return finish_row(row, sink);
         return finish_fast(row);
     }
