@@ -395,7 +395,8 @@ __device__ __forceinline__ void forward_consume(const ForwardParams &p, ForwardS
         if (p.sinks) sink = load_as_float(p.sinks, p.sinks_dtype, tile.head * p.sinks_stride);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const RowResult result = softmax.finish<T>(r, p.score_factor, sink);
+            const RowResult result =
+                softmax.finish(r, p.score_factor, sink, softmax.highest_rounding<T>(r, p.score_factor));
             factor[r] = result.factor;
             if constexpr (C::kDropout) factor[r] *= dropout_of(p).kept;
             lse[r] = result.lse;

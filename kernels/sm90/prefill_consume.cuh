@@ -215,7 +215,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                     hide(scores, n);
                 if constexpr (!kOverlap) wait_out();
                 if (!softmax.try_absorb<T>(fresh, scores, params.score_factor)) [[unlikely]] {
-                    softmax.absorb<false, T>(scores, params.score_factor);
+                    softmax.absorb<false, T, true>(scores, params.score_factor);
                     pack_scores<T>(fresh, scores);
                     if constexpr (kOverlap) {
                         wgmma_wait<0>();
@@ -265,7 +265,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                 mask(part, n);
                 if (hidden) [[unlikely]]
                     hide(part, n);
-                softmax.absorb<true, T>(part, params.score_factor);
+                softmax.absorb<true, T, true>(part, params.score_factor);
                 pack_scores<T>(part_weights, part);
 #pragma unroll
                 for (int i = kColumns / 4; i < kTileN / 4; ++i) weights[i] = 0;
@@ -318,7 +318,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                     issue_pv(weights, n - 1, n != first + 1);
                 }
                 // While that runs; registers lack for it where scores are capped.
-                if constexpr (!C::kSoftcap) row_ends = end_rows<T>(params, tile, wg, softmax);
+                if constexpr (!C::kSoftcap) row_ends = end_rows(params, tile, wg, softmax);
                 ended = !C::kSoftcap;
                 wgmma_wait<0>();
                 wgmma_pin(out);
@@ -342,7 +342,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
         }
         const fa_forward &p = call.p;
         if (chunk || !ended) [[unlikely]]
-            row_ends = end_rows<T>(params, tile, wg, softmax);
+            row_ends = end_rows(params, tile, wg, softmax);
         const auto &factor = row_ends.factor;
         if (p.lse.data) [[unlikely]]
             store_lses(call, tile, wg, row_ends.lse);

@@ -132,7 +132,6 @@ __device__ __forceinline__ void fold_chunks(const Workspace &workspace, int firs
 struct RowEnds {
     float factor[2], lse[2];
 };
-template <class T>
 __device__ __forceinline__ RowEnds end_rows(const Params &params, const Tile &tile, int wg,
                                             const OnlineSoftmax &softmax) {
     const fa_forward &p = params.call.p;
@@ -143,15 +142,16 @@ __device__ __forceinline__ RowEnds end_rows(const Params &params, const Tile &ti
             const int row = min(own_row(r), max(tile.part[wg].rows - 1, 0));
             const int64_t at = row_place(params.call, tile, wg, row).head * p.sinks.stride[0];
             const RowResult result =
-                softmax.finish<T>(r, params.score_factor, load_as_float(p.sinks.data, p.sinks_dtype, at));
+                softmax.finish(r, params.score_factor, load_as_float(p.sinks.data, p.sinks_dtype, at));
             ends.factor[r] = result.factor, ends.lse[r] = result.lse;
         }
     } else { // finish_fast(), without a branch
+        const float sum[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const RowState row = softmax.whole_row<T>(r, params.score_factor);
-            ends.factor[r] = row.sum == 0.0f ? 0.0f : __fdividef(1.0f, row.sum);
-            ends.lse[r] = row.sum == 0.0f ? -INFINITY : (row.maximum + __log2f(row.sum)) * kLn2;
+            const float maximum = maximum_score(softmax.maximum[r], params.score_factor);
+            ends.factor[r] = sum[r] == 0.0f ? 0.0f : __fdividef(1.0f, sum[r]);
+            ends.lse[r] = sum[r] == 0.0f ? -INFINITY : (maximum + __log2f(sum[r])) * kLn2;
         }
     }
     return ends;

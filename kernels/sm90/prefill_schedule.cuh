@@ -14,7 +14,8 @@ __device__ __forceinline__ Stands stands(const fa_entry &e, int first, int last)
     if (!e.positions) return {first + e.diagonal, last + e.diagonal};
     int low = INT32_MAX, high = INT32_MIN;
     for (int query = first + static_cast<int>(threadIdx.x % 32); query <= last; query += 32) {
-        const int at = fa_index(e.positions, query);
+        const int at =
+            e.positions[query]; // keys are clamped to those there are; fa_index() costs spills at head_dim 64
         low = min(low, at), high = max(high, at);
     }
     return {__reduce_min_sync(~0u, low), __reduce_max_sync(~0u, high)};

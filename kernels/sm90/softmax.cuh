@@ -150,9 +150,9 @@ struct OnlineSoftmax {
 
     /* Turns a block's scores into weights under the true maximum. True (for the whole warp) when the accumulated output
      * must be multiplied by rescale[row]; never for the `First` block of a tile. The largest weight is 1 but for the
-     * rounding of maximum * factor, which counts at scores in the thousands: float16 weights are summed as they are
-     * rounded for P V, so that a row of one key is that key's value. */
-    template <bool First, class T, int Count>
+     * rounding of maximum * factor, which counts at scores in the thousands: with `Rounds`, weights are summed as they
+     * are rounded for P V, so that a row of one key is that key's value. Else finish() needs highest_rounding(). */
+    template <bool First, class T, bool Rounds = std::is_same_v<T, __half>, int Count>
     __device__ __forceinline__ bool absorb(float (&scores)[Count], float factor) {
         float block[2][2] = {{maximum[0], maximum[0]}, {maximum[1], maximum[1]}};
 #pragma unroll
@@ -186,7 +186,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < Count; ++i) {
             const int r = (i >> 1) & 1;
             scores[i] = exp2_fast(fmaf(scores[i], by[r], -shift[r]));
-            if constexpr (std::is_same_v<T, __half>) scores[i] = __half2float(__float2half_rn(scores[i]));
+            if constexpr (Rounds) scores[i] = to_float(from_float<T>(scores[i]));
             part[r][(i >> 2) & 1] += scores[i];
         }
         sum[0] += part[0][0] + part[0][1];
@@ -199,19 +199,18 @@ struct OnlineSoftmax {
         for (int i = 0; i < Count; ++i) out[i] *= rescale[(i >> 1) & 1];
     }
 
-    /* Row r over all its keys. The highest weight counts as rounded for P V: see weight_rounding(). In float16 all
-     * weights of absorb() do. All four threads of the row call it. */
-    template <class T> __device__ __forceinline__ RowState whole_row(int r, float factor) const {
-        RowState row;
-        row.maximum = maximum_score(maximum[r], factor);
-        row.sum = quad_sum(sum[r]);
-        if constexpr (!std::is_same_v<T, __half>) row.sum += weight_rounding<T>(maximum[r], factor, row.maximum);
-        return row;
+    /* What rounding adds to the highest weight of row r, where absorb() did not: cheaper, once a tile. */
+    template <class T> __device__ __forceinline__ float highest_rounding(int r, float factor) const {
+        if constexpr (std::is_same_v<T, __half>) return 0.0f;
+        return weight_rounding<T>(maximum[r], factor, maximum_score(maximum[r], factor));
     }
 
-    /* What normalises row r, and its LSE; `sink` is -inf where there is none. All four threads of the row call it. */
-    template <class T> __device__ __forceinline__ RowResult finish(int r, float factor, float sink) const {
-        const RowState row = whole_row<T>(r, factor);
+    /* What normalises row r, and its LSE; `sink` is -inf where there is none, `added` joins the sum. All four threads
+     * of the row call it. */
+    __device__ __forceinline__ RowResult finish(int r, float factor, float sink, float added = 0.0f) const {
+        RowState row;
+        row.maximum = maximum_score(maximum[r], factor);
+        row.sum = quad_sum(sum[r]) + added;
         if (sink != -INFINITY) return finish_row(row, sink);
         return finish_fast(row);
     }
