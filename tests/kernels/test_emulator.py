@@ -217,7 +217,7 @@ LARGE = {
     "mma_sm80": dict(instances="^d64$"),
     "wmma": dict(instances="^d64$"),
     "cublas": {},
-    "wgmma_sm90": dict(instances="^d64_(full|masked)_"),
+    "wgmma_sm90": dict(instances="^d64_(full_bf16|masked_f16)$"),
     "wgmma_split_sm90": {},
     "prefill_sm90": dict(instances="^d64_masked_"),
     "serve_sm90": dict(instances="^d64_r(8|16)_"),

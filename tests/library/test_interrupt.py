@@ -27,11 +27,11 @@ LONG = {
     },
     "cpu_ref_backward": {
         what: f"fa_ext.attention_backward(*gradient(1, 8, {rows}, 128), wrt=('{what}',), kernel=kernel, **extras(8, {rows}))"
-        for what, rows in {"q": 3000, "k": 3000, "bias": 3000, "sinks": 500_000}.items()
+        for what, rows in {"q": 3000, "k": 3000, "bias": 3000, "sinks": 4_000_000}.items()
     },
     "cpu_simd_backward": {
         what: f"fa_ext.attention_backward(*gradient(1, {heads}, {rows}, 128), wrt=('{what}',), kernel=kernel, **extras({heads}, {rows}))"
-        for what, rows, heads in (("q", 40_000, 8), ("k", 100_000, 1), ("bias", 20_000, 8), ("sinks", 500_000, 8))
+        for what, rows, heads in (("q", 40_000, 8), ("k", 100_000, 1), ("bias", 20_000, 8), ("sinks", 4_000_000, 8))
     },
     "cpu_merge": {"rows": "fa_ext.merge([wide(1, 256, 100_000, 1)] * 40, [wide(1, 256, 100_000)] * 40, kernel=kernel)"},
     "cpu_append": {
