@@ -151,16 +151,16 @@ static int64_t rows_of_job(const fa_problem *problem) {
 }
 
 /* Sequences whose rows one job holds, so that their keys are read once. Of packed queries shapes say only how many
- * there are in all, and a sequence has one kernel in every batch. Of dense calls those with few jobs over very many
- * keys: of 32/8 heads of 128 columns and one query on an H200 it takes 1.02 of mma_sm80's time over 4,096 keys, 1.17
- * over 6,000 and less over 32k to 128k. Others are as fast or faster there and on wgmma_sm90. */
+ * there are in all, and a sequence has one kernel in every batch. Of dense calls those with few jobs of few rows over
+ * many keys: one query of 32/8 heads of 128 columns takes 0.79 to 1.0 of mma_sm80's time on an H200 (4k to 128k keys,
+ * but 1.1 over 6,000), two of 28/4 heads 1.2. Others are as fast or faster there and on wgmma_sm90. */
 static fa_answer choose(const fa_problem *problem, const Form &form, const Own &own, int64_t sms, fa_why *why) {
-    constexpr int64_t kManyKeys = 16384, kFewJobs = 14; // jobs: of so many multiprocessors one
+    constexpr int64_t kManyKeys = 4096, kFewRows = 4, kFewJobs = 14; // jobs: of so many multiprocessors one
     const fa_sequences &s = problem->sequences;
-    const bool few_rows = queries_at_most(problem) * group_of(problem->forward) <= form.rows;
-    if (s.given && !s.q.starts && few_rows) return FA_TAKES;
+    const int64_t rows = queries_at_most(problem) * group_of(problem->forward);
+    if (s.given && !s.q.starts && rows <= form.rows) return FA_TAKES;
     const bool few_jobs = own.jobs * kFewJobs <= sms && form.columns == 128 && problem->forward.seq_k >= kManyKeys;
-    if (!s.given && few_rows && few_jobs)
+    if (!s.given && rows <= kFewRows && few_jobs)
         return problem->batch_invariant ? fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0) : FA_TAKES;
     return fa_because(why, FA_DECLINES, FA_WHY_FEW_ROWS, 0, 0, 0);
 }
