@@ -41,17 +41,6 @@ __device__ __forceinline__ void mask_scores(Scores<kRowTiles, kKeys> &s, const B
         }
 }
 
-/* Products to scores in base 2 by the scale alone. */
-template <int kRowTiles, int kKeys>
-__device__ __forceinline__ void round_scores(Scores<kRowTiles, kKeys> &s, float scale) {
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-        for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[r][j][e] = round_score(s[r][j][e], scale);
-}
-
 /* Products to scores in base 2, before bias: scale or softcap. kAnyCap: the cap may be above kMaxFastCap. */
 template <int kRowTiles, int kKeys, bool kAnyCap>
 __device__ __forceinline__ void scale_scores(Scores<kRowTiles, kKeys> &s, const ScoreParams &params) {
@@ -65,7 +54,7 @@ __device__ __forceinline__ void scale_scores(Scores<kRowTiles, kKeys> &s, const 
     };
     const float cap = params.cap_log2;
     if (cap == 0) {
-        round_scores<kRowTiles, kKeys>(s, params.scale_log2);
+        each([&](float &x) { x = round_score(x, params.scale_log2); });
     } else if (!kAnyCap || cap <= kMaxFastCap * kLog2E) {
         const float scale = params.scale_cap * (2.0f * kLog2E);
         each([&](float &x) { x = cap - 2.0f * cap * reciprocal_fast(exp2_fast(x * scale) + 1.0f); });

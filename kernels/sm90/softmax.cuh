@@ -199,7 +199,7 @@ struct OnlineSoftmax {
         for (int i = 0; i < Count; ++i) out[i] *= rescale[(i >> 1) & 1];
     }
 
-    /* What rounding adds to the highest weight of row r, where absorb() did not: cheaper, once a tile. */
+    /* The rounding of row r's highest weight, where absorb() left it out: once a tile it is cheaper. */
     template <class T> __device__ __forceinline__ float highest_rounding(int r, float factor) const {
         if constexpr (std::is_same_v<T, __half>) return 0.0f;
         return weight_rounding<T>(maximum[r], factor, maximum_score(maximum[r], factor));
