@@ -193,8 +193,8 @@ def listed_kernels() -> list[tuple[str, str]]:
 
 
 def cuda_files() -> list[Path]:
-    """The .cu files of the library: ``kernels/<name>.cu`` and ``kernels/<family>/<name>.cu``."""
-    return sorted([*KERNELS.glob("*.cu"), *KERNELS.glob("*/*.cu")], key=lambda f: f.name)
+    """The .cu files of the library, in whichever folder of ``kernels/`` they lie."""
+    return sorted(KERNELS.rglob("*.cu"), key=lambda f: f.name)
 
 
 def kernel_files() -> dict[str, Path]:

@@ -34,7 +34,7 @@ def emulated_builds(kernel, instances):
             key = tuple(options.items())
             if key not in loaded:
                 target = folder / f"{kernel}.{len(loaded)}.so"
-                emulator.build(_build.KERNELS / "sm90" / f"{kernel}.cu", target, **{"instances": instances} | options)
+                emulator.build(_build.kernel_files()[kernel], target, **{"instances": instances} | options)
                 loaded[key] = emulator.load(target, kernel)
                 get.library[loaded[key]] = target
             return loaded[key]

@@ -1,4 +1,4 @@
-"""kernels/sm90/backward_queries.cuh and backward_keys.cuh as protocol models, site by site; protocol_wide.py and
+"""kernels/sm90/backward/queries.cuh and backward/keys.cuh as protocol models, site by site; protocol_wide.py and
 protocol_pair.py have the others.
 
 Actors and assumptions are those of protocol_forward.py: the producer (one thread), each copy, each consumer warp, each
@@ -178,7 +178,7 @@ class _Consumer:
         self.buffers.read(buffer, use, read, read)
 
 
-# ---- backward_queries.cuh ----
+# ---- backward/queries.cuh ----
 
 
 def queries_model(shape: Backward) -> Model:
@@ -315,7 +315,7 @@ class _Queries(_Consumer):
         self.free("block", use, stages)
 
 
-# ---- backward_keys.cuh ----
+# ---- backward/keys.cuh ----
 
 
 def keys_model(shape: Backward, consumer: type | None = None) -> Model:

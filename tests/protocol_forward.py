@@ -1,4 +1,4 @@
-"""kernels/sm90/forward.cuh as a protocol model, site by site.
+"""kernels/sm90/forward/kernel.cuh as a protocol model, site by site.
 
 Actors: the producer (one thread), each copy by TMA, each consumer warp, each warpgroup's tensor cores. A consumer
 warpgroup has two warps here unless asked for four: the elected one, whose thread frees the stages, and one that does

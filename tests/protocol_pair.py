@@ -1,4 +1,4 @@
-"""kernels/sm90/backward_keys_pair.cuh as a protocol model, site by site: protocol_backward.py's keys kernel with other
+"""kernels/sm90/backward/keys_pair.cuh as a protocol model, site by site: protocol_backward.py's keys kernel with other
 consumers, which take turns with dP and dV.
 """
 

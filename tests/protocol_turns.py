@@ -1,4 +1,4 @@
-"""kernels/sm90/fused_backward_turns.cuh as a protocol model: what opens the steps of a CTA, adds dQ and passes turns on.
+"""kernels/sm90/fused_backward/turns.cuh as a protocol model: what opens the steps of a CTA, adds dQ and passes turns on.
 
 A tile of keys visits blocks of queries and adds to each after the tile that comes before it in the order of the launch. CTAs
 take tiles in that order; which CTA has which of them is the machine's choice.

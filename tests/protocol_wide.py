@@ -1,4 +1,4 @@
-"""kernels/sm90/backward_keys_wide.cuh as a protocol model, site by site: see protocol_backward.py.
+"""kernels/sm90/backward/keys_wide.cuh as a protocol model, site by site: see protocol_backward.py.
 
 Warpgroup 0 has the role of the weights, warpgroup 1 that of the slopes. Warp w of the one sends P to warp w of the other.
 """

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "cpu/threads.h"
+#include "device/threads.h"
 #include "problem/check.h"
 #include "tokens.h"
 

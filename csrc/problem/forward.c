@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cpu/threads.h"
+#include "device/threads.h"
 #include "philox.h"
 #include "problem/check.h"
 #include "problem/sequences.h"

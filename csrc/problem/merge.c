@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-#include "cpu/threads.h"
+#include "device/threads.h"
 #include "problem/check.h"
 
 #define FIRST "outs[0]"

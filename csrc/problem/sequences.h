@@ -4,7 +4,7 @@
 #define FA_PROBLEM_SEQUENCES_H
 
 #include "fa.h"
-#include "faults.h"
+#include "faults/faults.h"
 
 /* Whether a request says more than dense arrays do. */
 bool fa_sequences_given(const fa_request *request);

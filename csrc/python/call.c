@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#include "mapped.h"
+#include "device/host_mapped.h"
 
 /* ---- arrays ---- */
 

@@ -2,12 +2,12 @@
 #ifndef FA_CALL_H
 #define FA_CALL_H
 
-#include "cpu/threads.h"
-#include "memo.h"
+#include "device/threads.h"
+#include "dispatch/plan_cache.h"
+#include "dispatch/registry.h"
+#include "dispatch/why.h"
 #include "problem/forward.h"
 #include "python/arrays/arrays.h"
-#include "registry.h"
-#include "why.h"
 
 /* ---- arguments ---- */
 

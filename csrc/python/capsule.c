@@ -1,6 +1,6 @@
 /* What the module hands to programs in C and to XLA: capsules, and what fa_ext/jax asks while it traces. */
+#include "c_api/c_api.h"
 #include "call.h"
-#include "capi.h"
 #include "xla/ffi.h"
 
 #include <string.h>

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-#include "mapped.h"
+#include "device/host_mapped.h"
 
 fa_code fa_read_check(const fa_bound *bound, int *check, fa_status *status) {
     PyObject *given = fa_given(bound, FA_ARG_check);

@@ -1,6 +1,6 @@
 /* The kernel table as Python sees it: names, kernels loaded at run time, and what the build and its devices have. */
 #include "call.h"
-#include "library.h"
+#include "device/library.h"
 
 #include <dlfcn.h>
 #include <errno.h>

@@ -16,10 +16,10 @@
 #include <stdbool.h>
 #include <stdio.h>
 
-#include "contents.h"
-#include "device.h"
+#include "device/device.h"
 #include "fa.h"
-#include "fault_counts.h"
+#include "faults/counters.h"
+#include "faults/index_arrays.h"
 #include "problem/sequences.h"
 #include "python/arrays/dlpack_abi.h"
 #include "python/signature.h"

@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "capi.h"
+#include "c_api/c_api.h"
 
 enum { INPUTS = 11, GRADIENTS = 5 };
 

@@ -1,8 +1,8 @@
 /* Counting what is bad in index arrays, where the host can read it: see fa_fault_board. */
 #pragma once
 
-#include "faults.h"   // fa_fault_board, fa_fault_kind
-#include "geometry.h" // fa_index, fa_lengths, fa_span
+#include "faults/faults.h" // fa_fault_board, fa_fault_kind
+#include "geometry.h"      // fa_index, fa_lengths, fa_span
 
 namespace fa {
 

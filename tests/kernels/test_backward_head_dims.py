@@ -19,7 +19,7 @@ from gradients import described
 from operands import Unplaceable, dtype_of, place
 
 NAME = "wgmma_backward_sm90"
-SOURCE = _build.KERNELS / "sm90" / f"{NAME}.cu"
+SOURCE = _build.kernel_files()[NAME]
 INSTANCES = "^d192v128_(full|masked)_bf16$|^d192v128_(masked|capped)_f16$"
 
 on_emulator = pytest.mark.skipif(

@@ -44,7 +44,7 @@ def emulated(tmp_path_factory):
     def get(kernel, tag="", **options):
         if (kernel, tag) not in loaded:
             target = folder / f"{kernel}.{len(loaded)}.so"
-            emulator.build(_build.KERNELS / "sm90" / f"{kernel}.cu", target, instances="_bf16$", **options)
+            emulator.build(_build.kernel_files()[kernel], target, instances="_bf16$", **options)
             loaded[kernel, tag] = emulator.load(target, kernel)
         return loaded[kernel, tag]
 

@@ -411,12 +411,12 @@ def test_mutant_mma_without_a_wait_for_its_copies(emulated, monkeypatch):
 
 
 def test_mutant_wgmma_that_frees_stages_before_its_warps_are_joined(emulated, monkeypatch):
-    """A waiter then falls two phases behind, the defect that sm90/forward.cuh is written against."""
+    """A waiter then falls two phases behind, the defect that sm90/forward/kernel.cuh is written against."""
     monkeypatch.setenv("FA_EMULATOR_SMS", "1")
     edit = replaced("{ named_barrier_sync(1 + C::kConsumers + wg, 128); }", "{}")
     name = "B1,H1,S300x300,D64,float16,causal=top_left"
     found = fails_of(emulated, monkeypatch, "wgmma_sm90", "join", edit, name, **FORWARD["wgmma_sm90"])
-    assert found and all("deadlock" in one and "sm90/forward.cuh" in one for one in found), found
+    assert found and all("deadlock" in one and "sm90/forward/kernel.cuh" in one for one in found), found
 
 
 def test_mutant_wgmma_that_frees_keys_before_they_are_read(emulated, monkeypatch):

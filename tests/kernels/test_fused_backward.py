@@ -21,7 +21,7 @@ from fa_ext import _build
 from operands import Unplaceable, dtype_of, place
 
 NAME = "wgmma_fused_backward_sm90"
-SOURCE = _build.KERNELS / "sm90" / f"{NAME}.cu"
+SOURCE = _build.kernel_files()[NAME]
 
 on_emulator = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",

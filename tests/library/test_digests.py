@@ -57,7 +57,7 @@ def code(found):
     return {name: (group["device"], group["host"]) for name, group in found.items()}
 
 
-C = ("csrc/cpu/cpu_ref.c", "csrc/cpu/threads.c", "csrc/status.c", "csrc/problem/forward.c")
+C = ("csrc/cpu/cpu_ref.c", "csrc/device/threads.c", "csrc/status.c", "csrc/problem/forward.c")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def of_c(tmp_path_factory):
 
 def test_groups_are_kernels_and_the_core(of_c):
     assert set(of_c) == {"core", "cpu_ref"} and not any(group["device"] for group in of_c.values())
-    assert "csrc/cpu/threads.c" in of_c["cpu_ref"]["sources"] and "csrc/status.c" in of_c["core"]["sources"]
+    assert "csrc/device/threads.c" in of_c["cpu_ref"]["sources"] and "csrc/status.c" in of_c["core"]["sources"]
     assert all(name.startswith(("csrc/", "setup.py")) for group in of_c.values() for name in group["sources"])
 
 
@@ -90,7 +90,7 @@ def test_a_constant_changes_its_kernel_alone(of_c, tmp_path):
     # A message is what a caller sees: it counts. So does a file that kernels share.
     tree = Tree(tmp_path / "words")
     tree.edit("csrc/status.c", ('"unknown"', '"no dtype"'))
-    tree.edit("csrc/cpu/threads.c", (r"\Z", "\nint fa_one_more(void) { return 7; }\n"))
+    tree.edit("csrc/device/threads.c", (r"\Z", "\nint fa_one_more(void) { return 7; }\n"))
     other = code(tree.describe(*C))
     assert other["core"] != code(of_c)["core"] and other["cpu_ref"] != code(of_c)["cpu_ref"]
 

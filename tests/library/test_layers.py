@@ -55,10 +55,10 @@ def test_only_the_front_end_knows_python(path):
 
 @pytest.mark.parametrize("path", C_FILES, ids=name)
 def test_only_kernels_and_device_know_cuda(path):
-    if path.is_relative_to(ROOT / "kernels") or path.name in ("device.c", "mapped.c"):
+    if path.is_relative_to(ROOT / "kernels") or path.name in ("device.c", "host_mapped.c"):
         return
     known = [header for header in includes(path) if re.match(r"(cuda|cublas|nv|mma\.h|cooperative_groups)", header)]
-    assert not known, f"{name(path)} includes {known}; only kernels/, device.c and mapped.c of csrc/ may"
+    assert not known, f"{name(path)} includes {known}; only kernels/, device.c and host_mapped.c of csrc/device may"
     assert not re.search(r"\bcuda[A-Z]\w+\s*\(|\bcu[A-Z][a-z]\w+\s*\(", code_of(path)), f"{name(path)} calls CUDA"
 
 
@@ -129,8 +129,8 @@ def test_no_circle_among_the_modules():
 
 @pytest.mark.parametrize("path", [path for path in C_FILES if path.is_relative_to(ROOT / "kernels")], ids=name)
 def test_a_family_includes_what_is_common_and_itself(path):
-    folder = path.relative_to(ROOT / "kernels").parent.name
-    foreign = [h for h in includes(path) if (ROOT / "kernels" / h).is_file() and h.rpartition("/")[0] not in ("common", folder)]
+    family = path.relative_to(ROOT / "kernels").parts[0]
+    foreign = [h for h in includes(path) if (ROOT / "kernels" / h).is_file() and h.partition("/")[0] not in ("common", family)]
     assert not foreign, f"{name(path)} includes {foreign} of other families"
 
 
@@ -188,7 +188,7 @@ GLOBALS = {
     "threads.c": {"lock", "posted", "left", "loops", "sleepers", "workers", "news", "forked", "watched", "helps"},  # the threads that help with loops; this process is a fork's child; who stops a call
     "device.c": {"cuda_used", "fork_watch"},  # the same of CUDA
     "context.c": {"contexts"},  # how many there have been
-    "memo.c": {"last"},  # a thread's last call and its plan
+    "plan_cache.c": {"last"},  # a thread's last call and its plan
     "launch.cuh": {"fa_smem_allowed", "fa_smem_lock"},  # what shared memory each kernel has been allowed
     "tensor_map.h": {"tensor_map_memo"},  # a thread's last tensor maps
     "module.c": {"calls"},  # of a thread, within each other

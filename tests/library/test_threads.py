@@ -207,7 +207,7 @@ def test_a_loop_does_not_wait_for_threads_that_are_busy_elsewhere(tmp_path):
     if compiler is None or not sources.is_dir():
         pytest.skip("needs a C compiler and the sources")
     library = tmp_path / "threads.so"
-    subprocess.run([compiler, "-std=gnu11", "-D_GNU_SOURCE", "-O2", "-fPIC", "-shared", "-fopenmp", f"-I{sources}", sources / "cpu/threads.c",
+    subprocess.run([compiler, "-std=gnu11", "-D_GNU_SOURCE", "-O2", "-fPIC", "-shared", "-fopenmp", f"-I{sources}", sources / "device/threads.c",
                     "-o", library], check=True)  # fmt: skip
     step_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
     loop = ctypes.CDLL(str(library)).fa_cpu_loop

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "fa.h"
-#include "faults.h"
+#include "faults/faults.h"
 
 #define FA_JOIN_(a, b) a##b
 #define FA_JOIN(a, b)  FA_JOIN_(a, b)

@@ -1,0 +1,408 @@
+/* wgmma_backward_sm90: gradients on Hopper (sm_90a) by two kernels without sums in memory: TMA, wgmma, warp
+ * specialisation.
+ *
+ *     queries: LSE and delta of each query, to workspace; dq, a tile of queries a CTA      queries.cuh
+ *     keys:    dk and dv, a tile of keys of a kv head a CTA, over its group of query heads   keys.cuh,
+ *              from 192 columns on                                                           keys_wide.cuh,
+ *              192 columns of k, 128 of v                                                    keys_pair.cuh
+ *     sinks:   dsinks, from partial sums that the first kernel leaves
+ *
+ * S and dP are worked out in both: seven products instead of five, but no dq in float32, no atomics and no exchange, so
+ * that the bits are the same from run to run and do not depend on the batch.
+ *
+ * Layout: any strides of 16-byte multiples with a contiguous head_dim axis for q, k, v, out and dout; gradients, lse
+ * and dlse have any strides. Limits: head_dim a multiple of 8 up to 256, computed at 64, 96, 128, 192 or 256 columns,
+ * head_dim_v = head_dim, or a multiple of 8 up to 128 with head_dim from 136 to 192, computed at 128 and 192 columns;
+ * out of q's dtype; no bias, no boolean mask. 8 bytes of workspace a query row, heads in groups where they do not fit.
+ *
+ * @arch sm_90a
+ * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
+ *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
+ * @instance d192v128_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM=192 -DFA_HEAD_DIM_V=128
+ *           -DFA_KIND={1:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={2:__half,__nv_bfloat16}
+ */
+#include "sm90/backward/host.cuh"
+#include "sm90/backward/keys_pair.cuh"
+#include "sm90/backward/keys_wide.cuh"
+#include "sm90/backward/queries.cuh"
+#include <algorithm> // min, max
+
+/* ---- configuration ---- */
+
+namespace fa::sm90 {
+
+/* Shape of the two kernels, two warpgroups each. What a tuner gives is taken instead. */
+struct BackwardTiling {
+    int tile_n, stages;                   // queries kernel: keys a block, rings of keys and of values
+    bool turns;                           // its warpgroups issue their products in turns
+    bool overlap;                         // a block's dQ is in flight with the next block's S and dP
+    int tile_q, query_stages, key_stages; // keys kernel: queries a step, ring of steps, tiles of keys
+    int rows_ahead;                       // its rows read before the wait for their products: 1 LSE, 2 delta too
+    int value_stages, dout_stages;        // from 192 columns on: rings of values and of dO apart from the others
+    bool key_turns;                       // turns in keys_pair.cuh
+};
+
+constexpr BackwardTiling backward_tiling(int head_dim, int head_dim_v, int kind) {
+    BackwardTiling t = {128, 2, true, false, 64, 4, 1, 1};
+    if (head_dim <= 64) t = {128, 4, true, true, 64, 6, 2, 2};
+    if (head_dim > 128) t = {64, 3, true, true, 64, 3, 1, 1, 2, 3};
+    if (head_dim > 192) t = {64, 2, true, false, 64, 2, 1, 1, 1, 2};
+    if (head_dim != head_dim_v) t = {80, 3, true, true, 64, 3, 1, 1, 2, 0, true};
+    if (head_dim != head_dim_v && kind == FA_CAPPED) t.tile_q = 32, t.query_stages = 6;
+#ifdef FA_TILE_N
+    t.tile_n = FA_TILE_N;
+#endif
+#ifdef FA_STAGES
+    t.stages = FA_STAGES;
+#endif
+#ifdef FA_TURNS
+    t.turns = FA_TURNS;
+#endif
+#ifdef FA_OVERLAP
+    t.overlap = FA_OVERLAP;
+#endif
+#ifdef FA_TILE_Q
+    t.tile_q = FA_TILE_Q;
+#endif
+#ifdef FA_QUERY_STAGES
+    t.query_stages = FA_QUERY_STAGES;
+#endif
+#ifdef FA_KEY_STAGES
+    t.key_stages = FA_KEY_STAGES;
+#endif
+#ifdef FA_ROWS_AHEAD
+    t.rows_ahead = FA_ROWS_AHEAD;
+#endif
+#ifdef FA_VALUE_STAGES
+    t.value_stages = FA_VALUE_STAGES;
+#endif
+#ifdef FA_KEY_TURNS
+    t.key_turns = FA_KEY_TURNS;
+#endif
+#ifdef FA_DOUT_STAGES
+    t.dout_stages = FA_DOUT_STAGES;
+#endif
+    return t;
+}
+
+constexpr int kBackwardConsumers = 2, kBackwardTile = 64 * kBackwardConsumers;
+
+/* Whether the queries kernel has rings of their own for keys and values and reads out where it lies. */
+constexpr bool is_wide(int head_dim) { return head_dim > 128; }
+/* Whether the keys kernel is that of keys_wide.cuh. */
+constexpr bool has_roles(int head_dim, int head_dim_v) { return is_wide(head_dim) && head_dim == head_dim_v; }
+constexpr int key_tile(int head_dim, int head_dim_v) { return has_roles(head_dim, head_dim_v) ? 64 : kBackwardTile; }
+
+template <class T, int HeadDim, int HeadDimV, int Kind> struct BackwardConfig {
+    static constexpr BackwardTiling kTiling = backward_tiling(HeadDim, HeadDimV, Kind);
+    using Element = T;
+    static constexpr int kHeadDim = HeadDim, kHeadDimV = HeadDimV, kConsumers = kBackwardConsumers;
+    static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED, kWide = is_wide(HeadDim);
+    // 64 Ki registers: what the consumers leave is the producer's.
+#ifdef FA_CHAOS // whose delays need some there too
+    static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+#else
+    static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+#endif
+};
+template <class T, int HeadDim, int HeadDimV, int Kind>
+struct QueriesConfig : BackwardConfig<T, HeadDim, HeadDimV, Kind> {
+    using Base = BackwardConfig<T, HeadDim, HeadDimV, Kind>;
+    static constexpr int kTileM = kBackwardTile, kTileN = Base::kTiling.tile_n, kStages = Base::kTiling.stages,
+                         kValueStages = Base::kWide ? Base::kTiling.value_stages : kStages,
+                         kRowBlock = Base::kTiling.tile_q;
+    static constexpr bool kTurns = Base::kTiling.turns, kOverlap = Base::kTiling.overlap;
+    static_assert(kTileN % 16 == 0 && kTileN <= 128, "the bits of a row's mask");
+    static_assert(kStages >= 2, "a block's keys are held while the next block's products are issued");
+    static_assert(kTileM % kRowBlock == 0, "row blocks are written whole");
+};
+template <class T, int HeadDim, int HeadDimV, int Kind> struct KeysConfig : BackwardConfig<T, HeadDim, HeadDimV, Kind> {
+    using Base = BackwardConfig<T, HeadDim, HeadDimV, Kind>;
+    static constexpr bool kRoles = has_roles(HeadDim, HeadDimV), kPair = HeadDim != HeadDimV && Kind != FA_CAPPED;
+    static constexpr int kTileK = key_tile(HeadDim, HeadDimV), kTileQ = Base::kTiling.tile_q,
+                         kStages = Base::kTiling.query_stages, kKeyStages = Base::kTiling.key_stages,
+                         kDoutStages = Base::kTiling.dout_stages;
+    static constexpr bool kKeyTurns = Base::kTiling.key_turns;
+    static constexpr int kRowsAhead = Base::kSoftcap ? 0 : Base::kTiling.rows_ahead; // its registers are spoken for
+    static_assert(kTileQ % 16 == 0 && kTileQ <= 128, "the bits of a row's mask");
+    static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
+};
+
+/* ---- instances: the two kernels of one head_dim, kind and dtype a compilation ---- */
+
+/* What one launch of an instance does: a kernel without blocks is left out. */
+struct BackwardWork {
+    QueriesParams queries;
+    KeysParams keys;
+    int64_t query_blocks, key_blocks;
+};
+using BackwardLaunch = fa_code(const BackwardWork &, const fa_launch &);
+
+#ifdef FA_INSTANCE
+
+#ifndef FA_HEAD_DIM_V
+#define FA_HEAD_DIM_V FA_HEAD_DIM
+#endif
+
+template <class C, class Smem, class Params>
+fa_code start(void (*kernel)(Params), const Params &params, int64_t blocks, const fa_launch &launch) {
+    static_assert(sizeof(Smem) <= 227 * 1024, "shared memory of a block");
+    return fa_start(kernel, blocks, 128 * (C::kConsumers + 1), sizeof(Smem), launch, params);
+}
+
+template <class C> fa_code start_keys(const BackwardWork &work, const fa_launch &launch) {
+    if constexpr (C::kRoles)
+        return start<C, WideKeysSmem<C>>(backward_keys_wide<C>, work.keys, work.key_blocks, launch);
+    else if constexpr (C::kPair)
+        return start<C, KeysSmem<C>>(backward_keys_pair<C>, work.keys, work.key_blocks, launch);
+    else
+        return start<C, KeysSmem<C>>(backward_keys<C>, work.keys, work.key_blocks, launch);
+}
+
+BackwardLaunch FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE);
+fa_code FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE)(const BackwardWork &work, const fa_launch &launch) {
+    using Queries = QueriesConfig<FA_ELEMENT, FA_HEAD_DIM, FA_HEAD_DIM_V, FA_KIND>;
+    using Keys = KeysConfig<FA_ELEMENT, FA_HEAD_DIM, FA_HEAD_DIM_V, FA_KIND>;
+    FA_TRY((start<Queries, QueriesSmem<Queries>>(backward_queries<Queries>, work.queries, work.query_blocks, launch)));
+    return start_keys<Keys>(work, launch);
+}
+
+} // namespace fa::sm90
+
+#else
+
+// A tuner links single instances: those left out are null.
+#define FA_DECLARE(d, kind)                                                                                            \
+    __attribute__((weak)) BackwardLaunch wgmma_backward_sm90_d##d##_##kind##_f16,                                      \
+        wgmma_backward_sm90_d##d##_##kind##_bf16
+#define FA_DECLARE_ALL(d)                                                                                              \
+    FA_DECLARE(d, full);                                                                                               \
+    FA_DECLARE(d, masked);                                                                                             \
+    FA_DECLARE(d, capped)
+FA_DECLARE_ALL(64);
+FA_DECLARE_ALL(96);
+FA_DECLARE_ALL(128);
+FA_DECLARE_ALL(192);
+FA_DECLARE_ALL(256);
+FA_DECLARE_ALL(192v128);
+
+#define FA_ENTRY(d, kind)                                                                                              \
+    { wgmma_backward_sm90_d##d##_##kind##_f16, wgmma_backward_sm90_d##d##_##kind##_bf16 }
+static constexpr int kBackwardHeadDims[] = {64, 96, 128, 192, 256, 192}; // the last: the pair
+static constexpr int kMaxHeadDim = 256, kPairIndex = 5, kPairAbove = 128, kPairHeadDim = 192, kPairHeadDimV = 128;
+static BackwardLaunch *const kBackwardLaunches[][3][2] = {
+    // [index][kind][float16, bfloat16]
+    {FA_ENTRY(64, full), FA_ENTRY(64, masked), FA_ENTRY(64, capped)},
+    {FA_ENTRY(96, full), FA_ENTRY(96, masked), FA_ENTRY(96, capped)},
+    {FA_ENTRY(128, full), FA_ENTRY(128, masked), FA_ENTRY(128, capped)},
+    {FA_ENTRY(192, full), FA_ENTRY(192, masked), FA_ENTRY(192, capped)},
+    {FA_ENTRY(256, full), FA_ENTRY(256, masked), FA_ENTRY(256, capped)},
+    {FA_ENTRY(192v128, full), FA_ENTRY(192v128, masked), FA_ENTRY(192v128, capped)},
+};
+
+/* ---- plan ---- */
+
+/* The plan's own part. */
+struct BackwardOwn {
+    int index, kind;           // of kBackwardLaunches
+    int head_dim, head_dim_v;  // columns of the instance
+    int64_t pairs;             // batch entries times kv heads of one launch
+    int64_t query_tiles;       // a query head
+    int64_t key_tiles;         // a kv head
+    int64_t row_blocks;        // a query head; 0: the second kernel is not wanted
+    int64_t sink_parts;        // a query head; 0: dsinks is not wanted
+    int64_t parts_at, rows_at; // bytes into the workspace, which begins with two counters
+};
+
+constexpr int64_t kCounterBytes = 256;
+
+static BackwardTiling tiling_of(const BackwardOwn &own) {
+    return backward_tiling(own.head_dim, own.head_dim_v, own.kind);
+}
+
+/* Sizes of launches and of the workspace. False when not even one pair's rows fit into the limit. */
+static bool backward_sizes(const fa_backward &p, const fa_device_info *device, BackwardOwn *own, fa_plan *plan) {
+    const fa_forward &f = p.forward;
+    const BackwardTiling t = tiling_of(*own);
+    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    own->query_tiles = divided_up(f.seq_q, kBackwardTile);
+    own->key_tiles = divided_up(f.seq_k, key_tile(own->head_dim, own->head_dim_v));
+    own->row_blocks = p.wants >> FA_GRAD_K & 3 ? divided_up(f.seq_q, t.tile_q) : 0;
+    own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->query_tiles * 4 * kBackwardConsumers : 0;
+    own->parts_at = kCounterBytes;
+    const int64_t part_bytes = f.batch * f.heads * own->sink_parts * int64_t(sizeof(float));
+    own->rows_at = own->parts_at + divided_up(part_bytes, 256) * 256;
+    const int64_t pair_bytes = group * own->row_blocks * t.tile_q * int64_t(2 * sizeof(float));
+    const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
+    own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
+    if (all > 0 && (own->pairs == 0 || left < 0)) return false;
+    plan->workspace_bytes = size_t(own->rows_at + own->pairs * pair_bytes);
+    return true;
+}
+
+static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31;
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    BackwardOwn &own = fa_own<BackwardOwn>(plan);
+    const bool pair = f.head_dim_v != f.head_dim;
+    if (std::max(f.head_dim, f.head_dim_v) > kMaxHeadDim)
+        return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kMaxHeadDim, 0, 0);
+    if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (pair &&
+        (f.head_dim <= kPairAbove || f.head_dim > kPairHeadDim || f.head_dim_v > kPairHeadDimV || f.head_dim_v % 8))
+        return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_PAIR, kPairAbove, kPairHeadDim, kPairHeadDimV);
+    if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
+        (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads * f.batch, 1))
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
+    if (f.out_dtype != f.dtype) return fa_because(why, FA_REFUSES, FA_WHY_OUT_DTYPE, 0, 0, 0);
+    const int64_t keys = f.key_end - f.key_begin;
+    const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
+    if (reads && (!takes_tensor_map(f.q, FA_OPERAND_Q, f.head_dim, f.seq_q, why) ||
+                  !takes_tensor_map(f.k, FA_OPERAND_K, f.head_dim, keys, why) ||
+                  !takes_tensor_map(f.v, FA_OPERAND_V, f.head_dim_v, keys, why) ||
+                  !takes_tensor_map(f.out, FA_OPERAND_OUT, f.head_dim_v, f.seq_q, why) ||
+                  (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_DOUT, f.head_dim_v, f.seq_q, why))))
+        return FA_REFUSES;
+    if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+    if (pair) own.index = kPairIndex;
+    while (kBackwardHeadDims[own.index] < f.head_dim) ++own.index;
+    own.head_dim = kBackwardHeadDims[own.index];
+    own.head_dim_v = pair ? kPairHeadDimV : own.head_dim;
+    own.kind = backward_kind(f);
+    if (!kBackwardLaunches[own.index][own.kind][f.dtype == FA_BF16])
+        return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    if (!backward_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    const int64_t group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    plan->threads = 128 * (kBackwardConsumers + 1);
+    plan->blocks = std::min<int64_t>(device->sm_count, std::max(own.pairs * group * own.query_tiles,
+                                                                own.row_blocks ? own.pairs * own.key_tiles : 0));
+    plan->keep = true;
+    return FA_TAKES;
+}
+
+/* ---- launch ---- */
+
+/* Tensor maps of one operand for both kernels; keys NULL: for the first alone. */
+struct MapPair {
+    CUtensorMap *queries, *keys;
+    int queries_box, keys_box;
+};
+static fa_code encode(const MapPair &to, const fa_launch &launch, const fa_operand &x, fa_dtype dtype, int64_t columns,
+                      int64_t rows, int64_t heads, int64_t batch, fa_operand_name name) {
+    FA_TRY(tensor_map_encode(to.queries, launch, x, dtype, columns, rows, heads, batch, to.queries_box, name));
+    if (!to.keys) return FA_OK;
+    return tensor_map_encode(to.keys, launch, x, dtype, columns, rows, heads, batch, to.keys_box, name);
+}
+
+static fa_code encode_maps(const fa_backward &p, const BackwardOwn &own, const BackwardCall &call, BackwardWork *work,
+                           const fa_launch &launch) {
+    const BackwardTiling t = tiling_of(own);
+    const fa_forward &f = p.forward;
+    QueriesParams &a = work->queries;
+    KeysParams &b = work->keys;
+    const int64_t rows = call.row_end - call.row_begin, keys = call.visible.seq_k;
+    if (rows <= 0) return FA_OK;                        // no tile touches a map
+    const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
+    const auto of_queries = [&](const MapPair &to, const fa_operand &x, int columns, fa_operand_name name) {
+        return encode(to, launch, rows_of(x, call.row_begin), f.dtype, columns, rows, f.heads, f.batch, name);
+    };
+    const auto of_keys = [&](const MapPair &to, const fa_operand &x, int columns, fa_operand_name name) {
+        return encode(to, launch, rows_of(x, f.key_begin), f.dtype, columns, keys, f.heads_kv, f.batch, name);
+    };
+    FA_TRY(of_queries({&a.q, &b.q, 64, t.tile_q}, f.q, f.head_dim, FA_OPERAND_Q));
+    FA_TRY(of_queries({&a.dout, &b.dout, 64, t.tile_q}, dout, f.head_dim_v, FA_OPERAND_OUT));
+    if (is_wide(own.head_dim))
+        a.out_rows = {f.out.data, {f.out.stride[0], f.out.stride[1], f.out.stride[2]}};
+    else
+        FA_TRY(of_queries({&a.out, nullptr, 64, 0}, f.out, f.head_dim_v, FA_OPERAND_OUT));
+    FA_TRY(of_keys({&a.k, &b.k, t.tile_n, 64}, f.k, f.head_dim, FA_OPERAND_K));
+    FA_TRY(of_keys({&a.v, &b.v, t.tile_n, 64}, f.v, f.head_dim_v, FA_OPERAND_V));
+    const auto steps = [](int *step, const fa_operand &x) { step[0] = x.stride[1] != 0, step[1] = x.stride[0] != 0; };
+    steps(a.q_step, f.q), steps(a.dout_step, dout), steps(a.out_step, f.out), steps(a.k_step, f.k),
+        steps(a.v_step, f.v);
+    steps(b.q_step, f.q), steps(b.dout_step, dout), steps(b.k_step, f.k), steps(b.v_step, f.v);
+    return FA_OK;
+}
+
+/* MiB of streamed operands that a section of the longest-first order holds, given those of one head in bytes: as for
+ * the forward, not measured here. */
+static int64_t section_heads(int64_t head_bytes, int64_t sharing) {
+    const int64_t bytes = (head_bytes <= 256 << 10 ? 16 : head_bytes <= 1 << 20 ? 32 : 64) << 20;
+    return std::max<int64_t>(1, head_bytes > 0 ? bytes / head_bytes : 1) * sharing;
+}
+
+/* The launches of one group of pairs. */
+static fa_code launch_pairs(const fa_backward &p, const BackwardOwn &own, BackwardWork *work, int64_t first,
+                            int64_t pairs, const fa_launch &launch) {
+    const fa_forward &f = p.forward;
+    const bool unequal = own.kind != FA_FULL && (f.left < FA_UNBOUNDED || f.right < FA_UNBOUNDED);
+    const int64_t group = f.heads / f.heads_kv, keys = f.key_end - f.key_begin;
+    auto *counters = static_cast<uint32_t *>(launch.workspace);
+    work->queries.call.first_pair = work->keys.call.first_pair = int(first);
+    work->query_blocks = order(&work->queries.schedule, unequal, own.query_tiles, pairs * group,
+                               section_heads(2 * keys * (f.head_dim + f.head_dim_v), group), counters, launch);
+    work->key_blocks =
+        order(&work->keys.schedule, unequal, own.row_blocks || p.wants >> FA_GRAD_K & 3 ? own.key_tiles : 0, pairs,
+              section_heads(2 * group * f.seq_q * (f.head_dim + f.head_dim_v), 1), counters + 1, launch);
+    if (work->queries.schedule.counter || work->keys.schedule.counter)
+        FA_CUDA_TRY(launch,
+                    cudaMemsetAsync(counters, 0, 2 * sizeof *counters, static_cast<cudaStream_t>(launch.stream)));
+    return kBackwardLaunches[own.index][own.kind][f.dtype == FA_BF16](*work, launch);
+}
+
+static fa_code backward_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    const BackwardOwn &own = fa_own<BackwardOwn>(plan);
+    char *const workspace = static_cast<char *>(launch->workspace);
+    const int64_t all = f.batch * f.heads_kv;
+    if (all > 0) {
+        BackwardWork work = {};
+        work.queries.call = work.keys.call = backward_call(p);
+        FA_TRY(encode_maps(p, own, work.queries.call, &work, *launch));
+        QueriesParams &a = work.queries;
+        KeysParams &b = work.keys;
+        a.dq = gradient(p, FA_GRAD_Q), b.dk = gradient(p, FA_GRAD_K), b.dv = gradient(p, FA_GRAD_V);
+        a.scale = b.scale = static_cast<float>(f.scale);
+        a.lse = static_cast<const float *>(p.lse.data), a.dlse = static_cast<const float *>(p.dlse.data);
+        for (int axis = 0; axis < 3; ++axis)
+            a.lse_stride[axis] = p.lse.stride[axis], a.dlse_stride[axis] = p.dlse.stride[axis];
+        if (own.row_blocks) a.row_blocks = workspace + own.rows_at;
+        b.row_blocks = a.row_blocks;
+        a.row_block_count = b.row_block_count = int(own.row_blocks);
+        if (own.sink_parts) a.sink_parts = reinterpret_cast<float *>(workspace + own.parts_at);
+        a.sinks = f.sinks.data, a.sinks_stride = f.sinks.stride[0], a.sinks_dtype = f.sinks_dtype;
+        for (int64_t first = 0; first < all; first += own.pairs)
+            FA_TRY(launch_pairs(p, own, &work, first, std::min(own.pairs, all - first), *launch));
+    }
+    if (p.wants >> FA_GRAD_SINKS & 1 && f.heads > 0) {
+        FA_CHAOS_ARM(launch->stream, *launch);
+        backward_sinks<<<static_cast<unsigned>(f.heads), kSinkThreads, 0, static_cast<cudaStream_t>(launch->stream)>>>(
+            reinterpret_cast<const float *>(workspace + own.parts_at), own.sink_parts, f.batch, f.heads,
+            gradient(p, FA_GRAD_SINKS));
+        FA_CUDA_TRY(*launch, cudaGetLastError());
+    }
+    return FA_OK;
+}
+
+} // namespace fa::sm90
+
+FA_DEFINE_KERNEL(wgmma_backward_sm90) = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_BACKWARD,
+    .device = FA_CUDA,
+    .name = "wgmma_backward_sm90",
+    .summary = "Hopper gradients in two ordered kernels, float16 and bfloat16: TMA, wgmma and warp specialisation",
+    .cc_from = 90,
+    .cc_to = 90,
+    .dtypes = fa::kFloat16Bits,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
+             FA_WITH_ORDERED | FA_WITH_HEAD_DIM_V,
+    .plan = fa::sm90::backward_plan,
+    .launch = fa::sm90::backward_launch,
+};
+
+#endif

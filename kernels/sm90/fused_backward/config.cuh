@@ -1,0 +1,100 @@
+/* What the producer and the consumers of wgmma_fused_backward_sm90 share: parameters, shared memory, the steps of a
+ * tile. */
+#pragma once
+#include "common/dropout.cuh"
+#include "sm90/backward/keys.cuh" // find_queries
+#include "sm90/fused_backward/step.cuh"
+
+namespace fa::sm90 {
+
+struct FusedParams {
+    BackwardCall call;
+    CUtensorMap q, dout;                               // boxes of kTileQ rows, queries that see a key
+    CUtensorMap k, v;                                  // boxes of kTileK rows, visible keys
+    int q_step[2], dout_step[2], k_step[2], v_step[2]; // factors 0 or 1 of head and batch coordinates
+    Gradient dk, dv;
+    float scale;
+    Schedule schedule; // a "head" is a pair of the launch, tiles count from the last key block
+    const char *row_blocks;
+    int row_block_count; // a head
+    float *sums;         // of dq: kQueryElements [head of the launch][block]
+};
+struct OrderedFusedParams : FusedParams {
+    uint32_t *turns; // 0 at launch: turns.cuh
+    Gradient dq;     // who adds last to a block's sums makes dq of them; data NULL: it is not wanted
+};
+struct DropoutFusedParams : OrderedFusedParams {
+    fa_dropout dropout;
+    float kept; // what a weight is multiplied by that dropout keeps: in `scale`, and dv's factor
+};
+template <bool Dropout> struct FusedDropout {};
+template <> struct FusedDropout<true> {
+    fa_dropout words; // as they were when the block began
+};
+
+inline constexpr uint32_t kAddsFirst = 1, kAddsLast = 2; // to a block's sums: they are stored; dq is made of them
+template <bool Ordered> struct FusedTurns {};
+template <> struct FusedTurns<true> { // between the keepers of turns and the consumers, of steps 2 n and 2 n + 1
+    uint64_t open[2];                 // a step's dQ may be added
+    uint64_t done[2];                 // it has been
+    uint64_t seen[2];                 // that it has is known to who passes the turn on
+    uint32_t block[2];                // of queries, four times its number, and kAddsFirst, kAddsLast
+    uint32_t turn[2];                 // its turn; UINT_MAX: no more steps
+};
+
+template <class C> struct FusedSmem {
+    static constexpr int kSlabs = (C::kHeadDim + kSlabColumns - 1) / kSlabColumns;
+    static constexpr int kKeySlabBytes = C::kTileK * kSlabRowBytes; // of dT too
+    static constexpr int kQuerySlabBytes = C::kTileQ * kSlabRowBytes;
+    static constexpr int kKeyBytes = kSlabs * kKeySlabBytes;
+    static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes;
+    static constexpr int kTileStages = 4; // as in ForwardSmem
+
+    alignas(1024) char k[C::kKeyStages][kKeyBytes];
+    alignas(1024) char v[C::kKeyStages][kKeyBytes];
+    alignas(1024) char q[C::kStages][kQueryBytes];
+    alignas(1024) char dout[C::kStages][kQueryBytes];
+    alignas(1024) char ds[2][C::kTileQ / kSlabColumns * kKeySlabBytes];
+    alignas(128) float4 dq[C::kConsumers][4][C::kOrdered ? 1 : kPartElements / 4];
+    FusedRowBlock<C::kTileQ> rows[C::kStages];
+    alignas(16) Tile tile[kTileStages];
+    uint64_t kv_full[C::kKeyStages], kv_empty[C::kKeyStages];
+    uint64_t full[C::kStages], empty[C::kStages]; // Q, dO and the row block
+    uint64_t ds_full[2];
+    uint64_t tile_full[kTileStages], tile_empty[kTileStages];
+    FusedTurns<C::kOrdered> turns;
+    [[no_unique_address]] FusedDropout<C::kDropout> dropout;
+};
+
+/* The steps of a tile: blocks [begin, end) of each query head of the group, from block `first` and round. */
+struct FusedWalk {
+    int begin, end, first, block, member;
+
+    __device__ __forceinline__ void advance() {
+        if (++block == end) block = begin;
+        if (block == first) ++member;
+    }
+};
+template <class C> __device__ __forceinline__ FusedWalk fused_walk(const BackwardCall &call, int tile_row) {
+    const int key = tile_row - call.key_begin;
+    const QueryBlocks blocks = find_queries<C::kTileQ>(call, key, key + C::kTileK);
+    int first = blocks.begin;
+    if (!C::kMasked && !C::kOrdered && blocks.begin < blocks.end)
+        first += tile_row / C::kTileK % (blocks.end - blocks.begin);
+    return {blocks.begin, blocks.end, first, first, 0};
+}
+
+/* Query blocks [begin, end). */
+struct BlockRange {
+    int begin, end;
+    __device__ __forceinline__ bool holds(int block) const { return block >= begin && block < end; }
+};
+
+/* The blocks of queries that see all 64 keys from `key`. */
+template <class C> __device__ __forceinline__ BlockRange whole_blocks(const ShiftedBand &v, int key) {
+    if (key < 0 || key + 64 > v.seq_k) return {0, 0};
+    if (!C::kMasked) return {0, INT_MAX};
+    return {ceil_blocks<C::kTileQ>(key + 64 - v.upper), floor_blocks<C::kTileQ>(key + 1 - v.lower)};
+}
+
+} // namespace fa::sm90

@@ -1,0 +1,339 @@
+/* A consumer warpgroup of wgmma_fused_backward_sm90: see kernel.cuh. */
+#pragma once
+#include "sm90/fused_backward/config.cuh"
+#include "sm90/fused_backward/step.cuh"
+
+namespace fa::sm90 {
+
+/* What a warpgroup has of a tile of keys, 64 of which are its own. Accumulators of keys x queries. */
+template <class C> struct FusedConsumer {
+    using T = typename C::Element;
+    using Smem = FusedSmem<C>;
+    static constexpr int kTileQ = C::kTileQ, kSlabs = Smem::kSlabs, kGroups = kTileQ / 16;
+    static constexpr int kAhead = C::kSoftcap ? 1 : 4; // groups of 16 queries whose LSE is read before S is there
+    static constexpr int kBefore = C::kSoftcap ? 1 : kGroups; // that are weighed before dP is waited for; else spills
+    static constexpr bool kPublishesUnder = kTileQ == 64 && !C::kSoftcap; // S and dP; else registers are short
+    static_assert(!C::kDropout || (C::kOrdered && C::kMasked && !C::kSoftcap));
+    static_assert(kTileQ * kSlabs == 128 && C::kTileK == 128 && C::kConsumers == 2,
+                  "a block's dQ is 64 x 64 for each warpgroup");
+
+    const FusedParams &p;
+    Smem &smem;
+    const int wg, warp, lane;
+    RingState<C::kStages> ring{0};
+    RingState<C::kKeyStages> kv_ring{0};
+    uint32_t stored = 0; // steps whose dT is in shared memory
+    int tile_key, stage;
+    BlockRange whole;    // blocks of which nothing is hidden
+    float *sums;         // this lane's of the first block
+    int pending, before; // the row block of the last step, and of that whose dQ is with the warp
+    bool staged;         // the latter, in shared memory, where sums have no order
+    FusedWalk walk;
+    float scores[kTileQ / 2], products[kTileQ / 2], dq[kDqCount], dk[C::kHeadDim / 2], dv[C::kHeadDim / 2];
+    uint32_t weights[kTileQ / 4], words[kTileQ / 4]; // A operands, rounded: P, dT
+    int pair;                                        // of the tile; with dropout
+    uint32_t kept[C::kDropout ? kTileQ / 64 : 1];    // of this thread's pairs of a step
+
+    __device__ __forceinline__ FusedConsumer(const FusedParams &p, Smem &smem, int wg)
+        : p(p), smem(smem), wg(wg), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
+
+    __device__ __forceinline__ int key() const { // of accumulators 0, 1, 4, 5, ...; the others' is 8 further on
+        return fresh(tile_key) + wg * 64 + warp * 16 + lane / 4;
+    }
+
+    /* ---- products ---- */
+
+    __device__ __forceinline__ void issue_scores() { // S^T of the ring's step
+        gemm_qk<T, C::kHeadDim>(scores, fresh_address(smem.k[kv_ring.stage]) + wg * 64 * kSlabRowBytes,
+                                Smem::kKeySlabBytes, fresh_address(smem.q[ring.stage]), Smem::kQuerySlabBytes);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_products() { // dP^T - delta
+        gemm_onto<T, C::kHeadDim>(products, fresh_address(smem.v[kv_ring.stage]) + wg * 64 * kSlabRowBytes,
+                                  Smem::kKeySlabBytes, fresh_address(smem.dout[ring.stage]), Smem::kQuerySlabBytes);
+        wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_dq() { // of the last step that this warp stored dT of, once all have
+        const uint32_t step = stored - 1, slab = wg * Smem::kKeySlabBytes;
+        mbarrier_wait(&smem.ds_full[step % 2], step / 2 % 2);
+        tma_store_fence(); // all warps' dT before wgmma; this thread's reads of row blocks and its dQ before TMA
+        wgmma_fence();
+        gemm_dq<T, C::kTileK>(dq, fresh_address(smem.ds[step % 2]) + (kSlabs == 1 ? slab : 0),
+                              fresh_address(smem.k[kv_ring.stage]) + (kSlabs == 1 ? 0 : slab));
+        wgmma_commit();
+    }
+    template <bool IsFirst> __device__ __forceinline__ void issue_dv() {
+        wgmma_fence();
+        gemm_pv<T>(dv, weights, fresh_address(smem.dout[stage]), Smem::kQuerySlabBytes, !IsFirst);
+        wgmma_commit();
+    }
+    template <bool IsFirst> __device__ __forceinline__ void issue_dk() {
+        wgmma_fence();
+        gemm_pv<T>(dk, words, fresh_address(smem.q[stage]), Smem::kQuerySlabBytes, !IsFirst);
+        wgmma_commit();
+    }
+
+    /* ---- between them ---- */
+
+    __device__ __forceinline__ float4 lse_of(int group) const {
+        return *reinterpret_cast<const float4 *>(&smem.rows[stage].lse[group * 16 + lane % 4 * 4]);
+    }
+    __device__ __forceinline__ void load_deltas() { // with their sign changed, to where dP is added to them
+#pragma unroll
+        for (int c = 0; c < kTileQ / 8; ++c) {
+            const float4 own = *reinterpret_cast<const float4 *>(&smem.rows[stage].minus_delta[c * 16 + lane % 4 * 4]);
+            products[4 * c] = own.x, products[4 * c + 1] = own.y;
+            products[4 * c + 2] = own.z, products[4 * c + 3] = own.w;
+        }
+    }
+    /* P of the j-th 16 queries in place of the scores; with softcap what dP - delta is multiplied by, and P is rounded
+     * here. */
+    __device__ __forceinline__ void weigh(int j, const float4 (&first)[kAhead]) {
+        const float4 own = j < kAhead ? first[j] : lse_of(j);
+        const float lse[4] = {own.x, own.y, own.z, own.w};
+#pragma unroll
+        for (int i = 8 * j; i < 8 * j + 8; i += 2) {
+            const float *query = lse + i % 8 / 4 * 2;
+            if constexpr (C::kSoftcap) {
+                float slope[2];
+                const float low = capped_weight_of(scores[i], p.call.score, query[0], &slope[0]);
+                const float high = capped_weight_of(scores[i + 1], p.call.score, query[1], &slope[1]);
+                weights[i / 2] = pack_pair<T>(low, high);
+                scores[i] = low * slope[0], scores[i + 1] = high * slope[1];
+            } else {
+                scores[i] = weight_of(scores[i], p.call.score.scale_log2, query[0]);
+                scores[i + 1] = weight_of(scores[i + 1], p.call.score.scale_log2, query[1]);
+            }
+        }
+    }
+    /* Which pairs of a step dropout keeps. */
+    __device__ __forceinline__ void keep(const FusedWalk &at) {
+        const int batch = pair / p.call.heads_kv;
+        const int head = (pair - batch * p.call.heads_kv) * p.call.group + at.member;
+#pragma unroll
+        for (int n = 0; n < kTileQ / 64; ++n)
+            kept[n] =
+                kept_pairs<false, 64>(smem.dropout.words, {key() + p.call.key_begin,
+                                                           at.block * kTileQ + 64 * n + 2 * (lane % 4), batch, head});
+    }
+    __device__ __forceinline__ bool keeps(int i) const { return kept[i / 32] >> i % 32 & 1; }
+    /* What differentiate() does, with dropout. */
+    __device__ __forceinline__ void differentiate_kept(int j) {
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) {
+            const int low = 2 * i, high = low + 1;
+            const float2 own =
+                *reinterpret_cast<const float2 *>(&smem.rows[stage].minus_delta[i / 2 * 16 + lane % 4 * 4]);
+            weights[i] = pack_pair<T>(keeps(low) ? scores[low] : 0.0f, keeps(high) ? scores[high] : 0.0f);
+            words[i] = pack_pair<T>(scores[low] * (keeps(low) ? products[low] : own.x),
+                                    scores[high] * (keeps(high) ? products[high] : own.y));
+        }
+    }
+    /* Their dT = P (dP - delta), and P, rounded. P no earlier: its registers are those that dP leaves. */
+    __device__ __forceinline__ void differentiate(int j) {
+        if constexpr (C::kDropout) {
+            differentiate_kept(j);
+        } else {
+#pragma unroll
+            for (int i = 4 * j; i < 4 * j + 4; ++i) {
+                if (!C::kSoftcap) weights[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+                words[i] = pack_pair<T>(scores[2 * i] * products[2 * i], scores[2 * i + 1] * products[2 * i + 1]);
+            }
+        }
+    }
+    /* 0 in place of what hidden pairs have, whatever it is: 0 times that may be NaN. */
+    __device__ __forceinline__ void hide(uint32_t (&of)[kTileQ / 4]) const {
+        const ShiftedBand &band = p.call.visible;
+        uint32_t visible[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int own = key() + 8 * r, first = own + 1 - walk.block * kTileQ; // column of the query after
+            visible[r] = columns_between(first - band.upper, first - band.lower, 2 * (lane % 4));
+            if (own < 0 || own >= band.seq_k) visible[r] = 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kTileQ / 2; i += 2)
+            of[i / 2] &= (is_visible(visible, i) ? 0x0000ffffu : 0) | (is_visible(visible, i + 1) ? 0xffff0000u : 0);
+    }
+    __device__ __forceinline__ void publish() { // dT, to all
+        store_words(fresh_address(smem.ds[stored % 2]) + (wg * 64 + warp * 16) * kSlabRowBytes, Smem::kKeySlabBytes,
+                    words, lane);
+        warp_arrive(&smem.ds_full[stored % 2], lane);
+        ++stored;
+    }
+
+    /* ---- dQ, on its way ---- */
+
+    __device__ __forceinline__ float *sums_of(int block) const { return sums + int64_t(block) * kQueryElements; }
+    __device__ __forceinline__ void take_dq() { // out of the accumulators
+        wgmma_pin(dq);
+        if constexpr (C::kOrdered) {
+            take_dq_in_turn();
+        } else {
+            stage_part(smem.dq[wg][warp], dq, lane);
+            staged = true;
+        }
+    }
+    __device__ __forceinline__ void finish_dq(uint32_t block) { // dq of its sums
+        const auto &ordered = static_cast<const OrderedFusedParams &>(p);
+        if (!ordered.dq.data) return;
+        const int launch_head = block / p.row_block_count, flat = p.call.first_pair * p.call.group + launch_head;
+        const int batch = flat / p.call.heads;
+        const int row = (block - launch_head * p.row_block_count) * kTileQ + wg * 64 + warp * 16 + lane / 4;
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) factor[r] = row_sees(p.call, row + 8 * r) ? p.scale : 0.0f;
+        store_gradient<T>(ordered.dq, batch, flat - batch * p.call.heads, row, p.call.seq_q, dq, factor,
+                          p.call.head_dim, lane);
+    }
+    __device__ __forceinline__ void take_dq_in_turn() { // once the step has its turn
+        const uint32_t step = stored - 1;
+        mbarrier_wait(&smem.turns.open[step % 2], step / 2 % 2);
+        const uint32_t block = smem.turns.block[step % 2];
+        float *to = p.sums + int64_t(block / 4) * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
+        if (block & kAddsLast) {
+            if (!(block & kAddsFirst)) take_part(dq, to);
+            finish_dq(block / 4);
+        } else if (block & kAddsFirst) {
+            store_part(to, dq);
+        } else {
+            add_part(to, dq);
+        }
+        warp_arrive(&smem.turns.done[step % 2], lane);
+    }
+    __device__ __forceinline__ void send_dq() { // what is staged, after a fence
+        if constexpr (!C::kOrdered) {
+            __syncwarp();
+            if (staged && lane == 0) bulk_add(sums_of(before), smem.dq[wg][warp], kPartBytes);
+        }
+        before = pending;
+    }
+
+    /* ---- steps ---- */
+
+    template <bool IsFirst> __device__ __forceinline__ void step() {
+        mbarrier_wait(&smem.full[ring.stage], ring.parity);
+        const int last = stage;
+        stage = ring.stage;
+        if constexpr (C::kDropout) {
+            FusedWalk at = walk;
+            if (!IsFirst) at.advance();
+            keep(at);
+        }
+        if constexpr (!IsFirst && !kPublishesUnder) {
+            wgmma_wait<0>();
+            wgmma_pin(words);
+            publish();
+            warp_arrive(&smem.empty[last], lane);
+            walk.advance();
+        }
+        load_deltas();
+        float4 first[kAhead];
+#pragma unroll
+        for (int j = 0; j < kAhead; ++j) first[j] = lse_of(j);
+        wgmma_fence();
+        issue_scores();
+        issue_products();
+        if constexpr (!IsFirst && kPublishesUnder) {
+            publish();
+            walk.advance();
+            wgmma_wait<2>();
+            wgmma_pin(words);
+            warp_arrive(&smem.empty[last], lane);
+        }
+        wgmma_wait<1>();
+        wgmma_pin(scores);
+#pragma unroll
+        for (int j = 0; j < kBefore; ++j) weigh(j, first);
+        if (!C::kSoftcap) wgmma_pin(scores); // else most exponentials would be put behind the wait for dP
+        wgmma_wait<0>();
+        wgmma_pin(products);
+#pragma unroll
+        for (int j = 0; j < kBefore; ++j) differentiate(j);
+#pragma unroll
+        for (int j = kBefore; j < kGroups; ++j) weigh(j, first);
+#pragma unroll
+        for (int j = kBefore; j < kGroups; ++j) differentiate(j);
+        if (!whole.holds(walk.block)) {
+            hide(weights);
+            hide(words);
+        }
+        issue_dv<IsFirst>();
+        if constexpr (IsFirst) {
+            tma_store_fence(); // of the reads of the row block
+        } else {
+            issue_dq();
+            send_dq();
+        }
+        pending = walk.member * p.row_block_count + walk.block;
+        issue_dk<IsFirst>();
+        ring.advance();
+        wgmma_wait<1>();
+        wgmma_pin(weights);
+        if constexpr (!IsFirst) take_dq();
+    }
+
+    /* dk and dv of a tile that has steps. */
+    __device__ __forceinline__ void run(int tile_head) {
+        if constexpr (C::kDropout) pair = p.call.first_pair + tile_head;
+        const int64_t first_head = int64_t(tile_head) * p.call.group;
+        sums = p.sums + first_head * p.row_block_count * kQueryElements + (wg * 4 + warp) * kPartElements + lane * 4;
+        whole = whole_blocks<C>(p.call.visible, tile_key + wg * 64);
+        staged = false;
+        mbarrier_wait(&smem.kv_full[kv_ring.stage], kv_ring.parity);
+        step<true>();
+        for (int left = (walk.end - walk.begin) * p.call.group; --left;) step<false>();
+        publish();
+        issue_dq();
+        send_dq();
+        wgmma_wait<0>();
+        wgmma_pin(words);
+        take_dq();
+        if constexpr (!C::kOrdered) {
+            tma_store_fence();
+            send_dq();
+        }
+        warp_arrive(&smem.empty[stage], lane);
+        warp_arrive(&smem.kv_empty[kv_ring.stage], lane);
+        kv_ring.advance();
+        wgmma_pin(dk);
+        wgmma_pin(dv);
+    }
+
+    __device__ __forceinline__ void store(const Tile &tile, bool seen) {
+        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
+        const int kv_head = pair - batch * p.call.heads_kv, row = key();
+        float k_factor[2], v_factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const bool visible = seen && row + 8 * r >= 0 && row + 8 * r < p.call.visible.seq_k;
+            k_factor[r] = visible ? p.scale : 0.0f;
+            v_factor[r] = visible ? 1.0f : 0.0f;
+            if constexpr (C::kDropout) v_factor[r] *= static_cast<const DropoutFusedParams &>(p).kept;
+        }
+        if (p.dk.data)
+            store_gradient<T>(p.dk, batch, kv_head, row + p.call.key_begin, p.call.seq_k, dk, k_factor, p.call.head_dim,
+                              lane);
+        if (p.dv.data)
+            store_gradient<T>(p.dv, batch, kv_head, row + p.call.key_begin, p.call.seq_k, dv, v_factor, p.call.head_dim,
+                              lane);
+    }
+};
+
+template <class C> __device__ __forceinline__ void fused_consume(const FusedParams &p, FusedSmem<C> &smem, int wg) {
+    FusedConsumer<C> consumer(p, smem, wg);
+    int tile_row;
+    for (uint32_t round = 0; (tile_row = tile_row_of(smem, round)) >= 0; ++round) {
+        const int slot = round % FusedSmem<C>::kTileStages;
+        consumer.tile_key = tile_row - p.call.key_begin;
+        consumer.walk = fused_walk<C>(p.call, tile_row);
+        const bool seen = consumer.walk.begin < consumer.walk.end;
+        if (seen) consumer.run(__shfl_sync(0xffffffff, smem.tile[slot].head, 0));
+        const Tile tile = smem.tile[slot];
+        warp_arrive(&smem.tile_empty[slot], consumer.lane);
+        consumer.store(tile, seen);
+    }
+    if (!C::kOrdered && consumer.lane == 0) tma_store_wait(); // the last addition reads this block's shared memory
+}
+
+} // namespace fa::sm90

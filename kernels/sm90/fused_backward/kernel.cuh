@@ -1,0 +1,196 @@
+/* dq, dk and dv in one pass: after fused_rows, which left LSE and delta of each query in memory. A CTA takes 128 keys
+ * of a kv head, a warpgroup 64 of them, and goes over the query heads of the group and their query blocks. Operands are
+ * swapped, as in backward/keys.cuh: S^T = K Q^T, dP^T = V dO^T, and P^T and dT^T are A operands in registers. dT^T
+ * goes to shared memory too, where both warpgroups find all 128 keys of it: each makes dQ = dT K of 64 queries x 64
+ * columns (halves of 128 queries at head_dim 64, of 128 columns at 128) and adds it to float32 sums in global memory.
+ *
+ *     step n:  wait for dK(n - 1), free its stage;  dT(n - 1) to shared memory, for all
+ *              read LSE and -delta of n;  issue S(n), and dP(n) onto -delta
+ *              wait for S(n);  P = exp2(S - lse)                                 under dP(n)
+ *              wait for dP(n);  dT = P (dP - delta); both rounded
+ *              issue dV += P^T dO(n);  wait for dT(n - 1) of both, issue dQ(n - 1);  issue dK += dT^T Q(n)
+ *              wait for dQ(n - 1), on its way to memory                          under dK(n)
+ *
+ * At head_dim 128 dT(n - 1) is stored under S(n) and dP(n), and dK(n - 1) waited for there: at 64 registers are short.
+ *
+ * P stays in float32 until dT is made of it. Products of P and dP - delta, both rounded to bfloat16, save instructions,
+ * but gave gradients 1.2 to 1.4 times the error (bench/LOG.md).
+ *
+ * dQ is a step late, so that nobody waits for the other warpgroup's dT. What a warpgroup waits for by itself is what
+ * decides: LSE and delta were 700 of 4,200 cycles a step where each was read after its product was there, and the proxy
+ * fence 400 to 500 where the writer of dT had it, its stores still on their way; the exponentials behind the wait for
+ * dP cost 2 to 9% in order at head_dim 64, P's rounding before it up to 6% more.
+ *
+ * dQ goes to memory through shared memory and TMA, or, in order, from the registers, which wait for the way to L2: in
+ * any order 3 to 8% slower at head_dim 64 with full masks of 2,048 keys or more.
+ *
+ * Tiles of unequal length go longest first. A CTA takes its next one when the last step of the one before is on its
+ * way: taken a tile ahead, the short ones that even out the rest wait for CTAs that are in their last long one, 8% of
+ * an H100's time with one head of 16,384 keys a section (fused_section_heads).
+ *
+ * CTAs of one head would add to the same sums at a time: where no key is hidden, each begins with another block. With
+ * C::kOrdered they take turns, which two threads of the producer's warpgroup keep: turns.cuh.
+ *
+ * With dropout a thread finds which of its pairs are kept, 8 a call of the generator, before it waits for dK(n - 1). dP
+ * is added to -delta over the factor of what is kept, which is put into dq, dk and dv at the end; where a pair is
+ * dropped that -delta takes the place of the sum.
+ *
+ * Why no waiter falls two phases behind (see sm90/forward/kernel.cuh): of full, kv_full and tile_full all warps wait;
+ * the next phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for
+ * itself, past its own wait. Of those only the producer's thread waits. Of ds_full all warps of both warpgroups wait,
+ * and each warp arrives for itself: for the next phase of a barrier, two steps later, past its own wait for the phase
+ * before.
+ *
+ * Why nobody waits for ever: of two warpgroups at different steps the one behind waits for nothing that the other has
+ * yet to do. For `full` of step n + 1 both wait with at most one stage held, that of n, hence two stages. The keys of
+ * the next tile are asked for once all steps of this one are on their way.
+ *
+ * Why dT(n) may be written where dT(n - 2) was: this warp has waited for dT(n - 1) of all warps, and each of them
+ * arrived there past its wait for its part of dQ(n - 2). The end of a tile changes nothing: the steps of the next go
+ * on.
+ *
+ * Shared memory: keys and values [stage][slab][128][64], Q and dO [stage][slab][kTileQ][64], dT^T [2][slab of queries]
+ * [128 keys][64], swizzled; dQ [warpgroup][warp]; row blocks [stage]. */
+#pragma once
+#include "sm90/fused_backward/consume.cuh"
+#include "sm90/fused_backward/turns.cuh"
+#include <type_traits> // conditional_t
+
+namespace fa::sm90 {
+
+template <class C> __device__ __forceinline__ void fused_produce(const FusedParams &p, FusedSmem<C> &smem) {
+    using Smem = FusedSmem<C>;
+    using Block = std::conditional_t<C::kOrdered, uint32_t, int64_t>; // in order one register less decides
+    RingState<C::kStages> ring(1);
+    RingState<C::kKeyStages> kv_ring(1);
+    RingState<Smem::kTileStages> tile_ring(1);
+    struct Place {
+        int kv_head, batch, key;
+    };
+    auto place_of = [&](const Tile &tile) {
+        const int pair = p.call.first_pair + tile.head, batch = pair / p.call.heads_kv;
+        return Place{pair - batch * p.call.heads_kv, batch, tile.row - p.call.key_begin};
+    };
+    auto announce = [&](uint32_t index) {
+        Tile tile = tile_at(p.schedule, index, 1);
+        if constexpr (C::kOrdered) // the first is shortest
+            tile.row *= C::kTileK;
+        else if (tile.row >= 0)
+            tile.row = (int(p.schedule.query_tiles) - 1 - tile.row) * C::kTileK; // the first is longest
+        // Without queries that see a key the maps are empty.
+        if (C::kKeyStages == 1 && tile.row >= 0 && p.call.row_begin < p.call.row_end) {
+            const Place at = place_of(tile);
+            tma_prefetch_tile<C::kHeadDim>(&p.k, at.key, at.kv_head * p.k_step[0], at.batch * p.k_step[1]);
+            tma_prefetch_tile<C::kHeadDim>(&p.v, at.key, at.kv_head * p.v_step[0], at.batch * p.v_step[1]);
+        }
+        announce_tile(smem, tile_ring, tile);
+        return tile;
+    };
+    auto load_keys = [&](const Tile &tile) { // and values, of a tile that has steps
+        if (tile.row < 0) return;
+        const FusedWalk walk = fused_walk<C>(p.call, tile.row);
+        if (walk.begin >= walk.end) return;
+        const Place at = place_of(tile);
+        uint64_t *full = &smem.kv_full[kv_ring.stage];
+        mbarrier_wait(&smem.kv_empty[kv_ring.stage], kv_ring.parity);
+        mbarrier_arrive_expect(full, 2 * Smem::kKeyBytes);
+        tma_load_tile<C::kHeadDim, C::kTileK>(smem.k[kv_ring.stage], &p.k, full, at.key, at.kv_head * p.k_step[0],
+                                              at.batch * p.k_step[1], kEvictFirst);
+        tma_load_tile<C::kHeadDim, C::kTileK>(smem.v[kv_ring.stage], &p.v, full, at.key, at.kv_head * p.v_step[0],
+                                              at.batch * p.v_step[1], kEvictFirst);
+        kv_ring.advance();
+    };
+    auto take = [&](uint32_t round) {
+        if constexpr (C::kOrdered)
+            return atomicAdd(p.schedule.counter, 1u);
+        else
+            return next_tile<C::kMasked>(p.schedule, round);
+    };
+    Tile tile = announce(take(0)), next;
+    load_keys(tile);
+    for (uint32_t round = 1; tile.row >= 0; ++round, tile = next) {
+        const Place at = place_of(tile);
+        for (FusedWalk walk = fused_walk<C>(p.call, tile.row); walk.begin < walk.end && walk.member < p.call.group;
+             walk.advance()) {
+            const int head = at.kv_head * p.call.group + walk.member, row = walk.block * C::kTileQ - p.call.row_begin;
+            const Block block = (Block(tile.head) * p.call.group + walk.member) * p.row_block_count + walk.block;
+            uint64_t *full = &smem.full[ring.stage];
+            mbarrier_wait(&smem.empty[ring.stage], ring.parity);
+            mbarrier_arrive_expect(full, 2 * Smem::kQueryBytes + sizeof(FusedRowBlock<C::kTileQ>));
+            tma_load_tile<C::kHeadDim, C::kTileQ>(smem.q[ring.stage], &p.q, full, row, head * p.q_step[0],
+                                                  at.batch * p.q_step[1], kEvictLast);
+            bulk_load(&smem.rows[ring.stage], p.row_blocks + block * int64_t(sizeof(FusedRowBlock<C::kTileQ>)),
+                      sizeof(FusedRowBlock<C::kTileQ>), full);
+            tma_load_tile<C::kHeadDim, C::kTileQ>(smem.dout[ring.stage], &p.dout, full, row + p.call.dout_row,
+                                                  head * p.dout_step[0], at.batch * p.dout_step[1], kEvictLast);
+            ring.advance();
+        }
+        next = announce(take(round));
+        load_keys(next);
+    }
+}
+
+template <class C, class Params> __device__ __forceinline__ void fused_block(const Params &p) {
+    FA_CHAOS_BEGIN();
+    extern __shared__ __align__(1024) char raw[];
+    auto &smem = *reinterpret_cast<FusedSmem<C> *>(raw);
+    const int wg = __shfl_sync(0xffffffff, threadIdx.x / 128, 0); // uniform for the compiler too
+
+    if (threadIdx.x == 0) {
+        for (const CUtensorMap *map : {&p.q, &p.dout, &p.k, &p.v}) tensor_map_prefetch(map);
+        for (int stage = 0; stage < C::kKeyStages; ++stage) {
+            mbarrier_init(&smem.kv_full[stage], 1);
+            mbarrier_init(&smem.kv_empty[stage], C::kConsumers * 4);
+        }
+        for (int buffer = 0; buffer < 2; ++buffer) mbarrier_init(&smem.ds_full[buffer], C::kConsumers * 4);
+        for (int stage = 0; stage < FusedSmem<C>::kTileStages; ++stage) {
+            mbarrier_init(&smem.tile_full[stage], 1);
+            mbarrier_init(&smem.tile_empty[stage], C::kConsumers * 4 + C::kOrdered);
+        }
+        for (int stage = 0; stage < C::kStages; ++stage) {
+            mbarrier_init(&smem.full[stage], 1);
+            mbarrier_init(&smem.empty[stage], C::kConsumers * 4);
+        }
+        if constexpr (C::kOrdered) {
+            for (int step = 0; step < 2; ++step) {
+                mbarrier_init(&smem.turns.open[step], 1);
+                mbarrier_init(&smem.turns.done[step], C::kConsumers * 4);
+                mbarrier_init(&smem.turns.seen[step], 1);
+            }
+        }
+        mbarrier_init_fence();
+        if constexpr (C::kDropout) smem.dropout.words = fa_dropout_read(&p.dropout);
+    }
+    __syncthreads();
+
+    if (wg == 0) {
+        registers_lower<C::kProducerRegisters>();
+        if constexpr (C::kOrdered) {
+            const int warp = threadIdx.x / 32;
+            if (warp == 1 && elect_one()) fused_open_steps<C>(p, smem);
+            if (warp == 2 && elect_one()) fused_pass_turns<C>(p, smem);
+            if (warp > 0) return;
+        }
+        if (threadIdx.x / 32 == 0 && elect_one()) fused_produce<C>(p, smem);
+    } else {
+        registers_raise<C::kConsumerRegisters>();
+        fused_consume<C>(p, smem, wg - 1);
+    }
+}
+
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1) backward_fused(const __grid_constant__ FusedParams p) {
+    fused_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_fused_ordered(const __grid_constant__ OrderedFusedParams p) {
+    fused_block<C>(p);
+}
+template <class C>
+__global__ void __launch_bounds__(128 * (C::kConsumers + 1), 1)
+    backward_fused_dropout(const __grid_constant__ DropoutFusedParams p) {
+    fused_block<C>(p);
+}
+
+} // namespace fa::sm90

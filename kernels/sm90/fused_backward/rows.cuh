@@ -1,0 +1,178 @@
+/* What comes before and after the products of wgmma_fused_backward_sm90, a few passes over memory:
+ *
+ *     fused_rows    LSE and delta of each query, sums of dq cleared, partial sums of dsinks
+ *     fused_finish  dq from its sums: scaled, rounded, added to what is there with `accumulate`; in order, where the
+ *                   last to add makes dq, only of queries that see no key */
+#pragma once
+#include "sm90/fused_backward/step.cuh"
+#include <type_traits> // is_base_of_v, is_same_v
+
+namespace fa::sm90 {
+
+/* An operand of 16-bit rows that are read 16 bytes at a time, and a vector of float32, axes (batch, head, row). */
+struct RowsOperand {
+    const void *data; // NULL: zeros
+    int64_t stride[3];
+};
+
+struct FusedRowsParams {
+    BackwardCall call;
+    RowsOperand out, dout, lse, dlse;
+    char *row_blocks; // FusedRowBlock<TileQ> [head of the launch][block]
+    int row_block_count;
+    float *sums; // kQueryElements a block
+    const void *sinks;
+    int64_t sinks_stride;
+    fa_dtype sinks_dtype;
+    float *sink_parts; // [head of the call][16 queries]; NULL: dsinks is not wanted
+};
+
+inline constexpr int kFusedRowsThreads = 128;
+inline constexpr int kFusedRowsQueries = kFusedRowsThreads / 32 * 16; // a thread block's
+
+/* dout . out of 16 queries from `first`, that of query `lane % L * (32 / L) + lane / L` in lanes with lane % L < L / 2,
+ * L = Columns / 8. A query that sees no key has 0, whatever its rows hold. */
+template <class T, int Columns>
+__device__ __forceinline__ float row_products(const FusedRowsParams &p, int batch, int head, int first, int lane) {
+    constexpr int kLanes = Columns / 8, kRows = 32 / kLanes; // lanes a row, rows a pass
+    float mine = 0.0f;
+    if (!p.dout.data) return mine;
+    const int column = lane % kLanes * 8;
+    uint4 x[16 / kRows] = {}, y[16 / kRows] = {};
+#pragma unroll
+    for (int pass = 0; pass < 16 / kRows; ++pass) {
+        const int row = first + pass * kRows + lane / kLanes;
+        if (column >= p.call.head_dim || !row_sees(p.call, row)) continue;
+        const auto at = [&](const RowsOperand &of) {
+            return reinterpret_cast<const uint4 *>(static_cast<const T *>(of.data) + batch * of.stride[0] +
+                                                   head * of.stride[1] + row * of.stride[2] + column);
+        };
+        x[pass] = *at(p.dout), y[pass] = *at(p.out);
+    }
+#pragma unroll
+    for (int pass = 0; pass < 16 / kRows; ++pass) {
+        const uint32_t xs[4] = {x[pass].x, x[pass].y, x[pass].z, x[pass].w};
+        const uint32_t ys[4] = {y[pass].x, y[pass].y, y[pass].z, y[pass].w};
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 u = unpack<T>(xs[i]), v = unpack<T>(ys[i]);
+            sum = fmaf(u.x, v.x, sum);
+            sum = fmaf(u.y, v.y, sum);
+        }
+#pragma unroll
+        for (int mask = 1; mask < kLanes; mask *= 2) sum += __shfl_xor_sync(0xffffffff, sum, mask);
+        if (lane % kLanes == pass) mine = sum;
+    }
+    return mine;
+}
+
+struct OrderedRowsParams : FusedRowsParams {
+    uint32_t *turns; // a block of queries; cleared in place of the sums, to which the first stores
+};
+
+struct DropoutRowsParams : OrderedRowsParams {
+    float delta_factor; // one over what a weight is multiplied by that dropout keeps
+};
+
+template <class T, int Columns, int TileQ, class Params> __device__ __forceinline__ void rows_block(const Params &p) {
+    FA_CHAOS_BEGIN();
+    constexpr int kLanes = Columns / 8, kRows = 32 / kLanes;
+    const int lane = threadIdx.x % 32, per_head = p.row_block_count * (TileQ / kFusedRowsQueries);
+    const int launch_head = blockIdx.x / per_head;
+    const int first = int(blockIdx.x - launch_head * per_head) * kFusedRowsQueries + int(threadIdx.x / 32) * 16;
+    const int flat = p.call.first_pair * p.call.group + launch_head, batch = flat / p.call.heads;
+    const int head = flat - batch * p.call.heads;
+
+    if constexpr (std::is_base_of_v<OrderedRowsParams, Params>) {
+        if (first % TileQ == 0 && lane == 0) p.turns[int64_t(launch_head) * p.row_block_count + first / TileQ] = 0;
+    } else {
+        auto *sums =
+            reinterpret_cast<float4 *>(p.sums + (int64_t(launch_head) * p.row_block_count * TileQ + first) * Columns);
+#pragma unroll
+        for (int i = 0; i < 16 * Columns / 4 / 32; ++i) sums[i * 32 + lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+
+    const float product = row_products<T, Columns>(p, batch, head, first, lane);
+    const int row = first + lane % kLanes * kRows + lane / kLanes;
+    const bool mine = lane % kLanes < 16 / kRows, there = mine && row < p.call.seq_q,
+               sees = mine && row_sees(p.call, row);
+    const auto value = [&](const RowsOperand &of) {
+        return there && of.data ? static_cast<const float *>(
+                                      of.data)[batch * of.stride[0] + head * of.stride[1] + row * of.stride[2]]
+                                : 0.0f;
+    };
+    const float lse = value(p.lse), dlse = value(p.dlse), delta = sees ? product - dlse : 0.0f;
+    if (mine) {
+        auto *block = reinterpret_cast<FusedRowBlock<TileQ> *>(p.row_blocks) +
+                      (int64_t(launch_head) * p.row_block_count + row / TileQ);
+        const int inside = row % TileQ, quad = inside % 8 / 2; // the lane that has it, and where
+        block->lse[inside / 16 * 16 + quad * 4 + inside % 16 / 8 * 2 + inside % 2] =
+            sees && lse != -INFINITY ? lse_of_weights(lse) * kLog2E : INFINITY; // -inf: a weight of 0, not of inf
+        float *const twice = &block->minus_delta[inside / 8 * 16 + quad * 4 + inside % 2];
+        if constexpr (std::is_same_v<Params, DropoutRowsParams>)
+            twice[0] = twice[2] = -delta * p.delta_factor;
+        else
+            twice[0] = twice[2] = -delta;
+    }
+    if (!p.sink_parts) return;
+    const float sink = bounded(load_as_float(p.sinks, p.sinks_dtype, head * p.sinks_stride));
+    float part = 0.0f;
+    if (sink != -INFINITY && there) // where no key is seen the sink has all the weight
+        part = sees ? -sink_weight(sink, lse) * delta : dlse;
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) part += __shfl_xor_sync(0xffffffff, part, mask);
+    if (lane == 0) p.sink_parts[int64_t(flat) * p.row_block_count * (TileQ / 16) + first / 16] = part;
+}
+
+template <class T, int Columns, int TileQ>
+__global__ void __launch_bounds__(kFusedRowsThreads) fused_rows(const __grid_constant__ FusedRowsParams p) {
+    rows_block<T, Columns, TileQ>(p);
+}
+template <class T, int Columns, int TileQ>
+__global__ void __launch_bounds__(kFusedRowsThreads) fused_rows_ordered(const __grid_constant__ OrderedRowsParams p) {
+    rows_block<T, Columns, TileQ>(p);
+}
+template <class T, int Columns, int TileQ>
+__global__ void __launch_bounds__(kFusedRowsThreads) fused_rows_dropout(const __grid_constant__ DropoutRowsParams p) {
+    rows_block<T, Columns, TileQ>(p);
+}
+
+struct FusedFinishParams {
+    BackwardCall call;
+    const float *sums;
+    int row_block_count;      // a head
+    int done_begin, done_end; // blocks of each head whose dq is there already
+    Gradient dq;
+    float scale;
+};
+
+inline constexpr int kFusedFinishThreads = 256; // a warp for each part of a block's sums
+
+template <class T, int Columns, int TileQ>
+__global__ void __launch_bounds__(kFusedFinishThreads) fused_finish(const __grid_constant__ FusedFinishParams p) {
+    FA_CHAOS_BEGIN();
+    constexpr int kAcross = Columns / kColumnsOfPart; // warpgroups side by side in a block
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, wg = warp / 4;
+    const int launch_head = blockIdx.x / p.row_block_count, block = blockIdx.x - launch_head * p.row_block_count;
+    if (block >= p.done_begin && block < p.done_end) return;
+    const int flat = p.call.first_pair * p.call.group + launch_head, batch = flat / p.call.heads;
+    const int row = block * TileQ + wg / kAcross * 64 + warp % 4 * 16 + lane / 4,
+              column = wg % kAcross * kColumnsOfPart;
+    const auto *from = reinterpret_cast<const float4 *>(p.sums + (int64_t(blockIdx.x) * 8 + warp) * kPartElements);
+    float dq[kDqCount], factor[2];
+#pragma unroll
+    for (int c = 0; c < kDqCount / 4; ++c) {
+        const float4 x = from[c * 32 + lane];
+        dq[4 * c] = x.x, dq[4 * c + 1] = x.y, dq[4 * c + 2] = x.z, dq[4 * c + 3] = x.w;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) factor[r] = row_sees(p.call, row + 8 * r) ? p.scale : 0.0f;
+    Gradient part = p.dq;
+    part.data = static_cast<char *>(part.data) + column * part.stride[3] * (part.dtype == FA_F32 ? 4 : 2);
+    if (column < p.call.head_dim)
+        store_gradient<T>(part, batch, flat - batch * p.call.heads, row, p.call.seq_q, dq, factor,
+                          p.call.head_dim - column, lane);
+}
+
+} // namespace fa::sm90

@@ -1,0 +1,105 @@
+/* The order of additions to dq of wgmma_fused_backward_sm90, for deterministic=True, and for few keys in any order.
+ *
+ * A block of queries has a counter, its turn. Tiles of keys add to its sums from the last to the first; of those that
+ * see it, which follow each other, the first stores, the last makes dq of the sums and its own part, and each passes
+ * the turn on to the next. So the order is a head's own: it depends on neither the number of multiprocessors nor what
+ * they do. A tile visits its blocks from the first: with causal each tile begins a tile's length past the one that adds
+ * after it, so that tiles that start together find their turns there, at a turn's way of up to a step.
+ *
+ * Why nobody waits for ever: CTAs take all their tiles, the first one included, from one counter, of a head from the
+ * last to the first. A tile waits for tiles of lower index alone. Who has those runs: it took them before, and finishes
+ * its tiles in the order in which it took them. So of the tiles that are not done the one of lowest index waits for
+ * nobody, however few of the CTAs are resident. A tile taken well ahead would be held up for as long as the one before
+ * lasts, and with it all those of its head.
+ *
+ * Two threads keep the turns of a CTA, so that the ways to memory and back are nobody else's: one waits for a
+ * step's turn and opens the step, the other passes the turn on once the consumers have added their dQ. A step is
+ * opened while the one before is added: with one thread for both, a turn's way there and its way back lay between
+ * two steps. Turns are acquired and released at the GPU's scope; between them and the consumers stand `open` and
+ * `done`.
+ *
+ * Why no waiter falls two phases behind, of `open`, `done` and `seen`, each of which two steps further on is used
+ * again: who opens waits for `seen` of a step before it opens the one after the next, and is the only one to wait
+ * for it. Who passes on arrives there past its waits for `open` and `done` of that step, and `done` has the
+ * arrivals of all consumers' warps past their wait for `open`. The opener waits for tile_full as consumers do, and
+ * arrives at tile_empty for itself.
+ *
+ * Within a CTA the opener waits for turns and for what all warps do without it, up to the step whose turn it has;
+ * who passes on waits for what was opened. Consumers wait for the opener with at most the next step's dQ in their
+ * hands. */
+#pragma once
+#include "sm90/fused_backward/config.cuh"
+
+namespace fa::sm90 {
+
+/* Waits for `turn`: what who passed it on had done is done. One thread. */
+__device__ __forceinline__ void wait_turn(const uint32_t *counter, uint32_t turn, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+#ifdef FA_CHAOS
+    const uint32_t begun = chaos::now();
+#endif
+    for (;;) {
+        uint32_t now;
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+        if (now == turn) return;
+#ifdef FA_CHAOS
+        chaos::limit(begun, site, turn);
+#endif
+    }
+}
+
+/* Lets `turn` go on, with all that this thread knows to be done. */
+__device__ __forceinline__ void pass_turn(uint32_t *counter, uint32_t turn, int site = __builtin_LINE()) {
+    FA_CHAOS_POINT(site);
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(turn) : "memory");
+}
+
+/* Opens each step of the CTA's tiles when its turn has come. One thread. */
+template <class C> __device__ __forceinline__ void fused_open_steps(const OrderedFusedParams &p, FusedSmem<C> &smem) {
+    using Smem = FusedSmem<C>;
+    auto &turns = smem.turns;
+    uint32_t step = 0;
+    const auto open = [&](uint32_t block, uint32_t place, uint32_t turn) {
+        const uint32_t at = step % 2;
+        if (step >= 2) mbarrier_wait(&turns.seen[at], step / 2 % 2 ^ 1);
+        turns.block[at] = 4 * block + place, turns.turn[at] = turn;
+        mbarrier_arrive(&turns.open[at]);
+        ++step;
+    };
+    for (uint32_t round = 0;; ++round) {
+        const uint32_t slot = round % Smem::kTileStages;
+        mbarrier_wait(&smem.tile_full[slot], round / Smem::kTileStages % 2);
+        const int tile_row = smem.tile[slot].row;
+        const uint32_t tile_head = smem.tile[slot].head;
+        mbarrier_arrive(&smem.tile_empty[slot]);
+        if (tile_row < 0) break;
+        const uint32_t turn = p.schedule.query_tiles - 1 - uint32_t(tile_row) / C::kTileK;
+        const FusedWalk before = fused_walk<C>(p.call, tile_row + C::kTileK); // of the tile that adds before this one
+        const FusedWalk after = fused_walk<C>(p.call, tile_row - C::kTileK);
+        for (FusedWalk walk = fused_walk<C>(p.call, tile_row); walk.begin < walk.end && walk.member < p.call.group;
+             walk.advance()) {
+            const uint32_t block = (tile_head * p.call.group + walk.member) * p.row_block_count + walk.block;
+            const bool first = walk.block < before.begin || walk.block >= before.end;
+            const bool last = walk.block < after.begin || walk.block >= after.end;
+            if (!first) wait_turn(p.turns + block, turn);
+            open(block, (first ? kAddsFirst : 0) | (last ? kAddsLast : 0), turn);
+        }
+    }
+    open(0, 0, UINT_MAX);
+}
+
+/* Passes on the turn of each step that the consumers have added. One thread. */
+template <class C> __device__ __forceinline__ void fused_pass_turns(const OrderedFusedParams &p, FusedSmem<C> &smem) {
+    auto &turns = smem.turns;
+    for (uint32_t step = 0;; ++step) {
+        const uint32_t at = step % 2, parity = step / 2 % 2;
+        mbarrier_wait(&turns.open[at], parity);
+        const uint32_t block = turns.block[at] / 4, turn = turns.turn[at];
+        if (turn == UINT_MAX) return;
+        mbarrier_wait(&turns.done[at], parity);
+        mbarrier_arrive(&turns.seen[at]);
+        pass_turn(p.turns + block, turn + 1);
+    }
+}
+
+} // namespace fa::sm90

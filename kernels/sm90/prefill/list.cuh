@@ -1,0 +1,209 @@
+/* prefill_sm90: the order of the work.
+ *
+ * A unit is a tile of queries of a sequence and a head, or kv head where heads are packed into rows.
+ * prefill_list_kernel (one block) writes a record for each sequence, those with the longest tiles first, with the
+ * number of units before it; blocks of the main kernel take units from a counter. Within a sequence the heads go in
+ * sections whose keys and values fit in L2, each section from its last tile of queries, the longest of a causal call,
+ * to its first.
+ *
+ * Sequences of few units and many keys are cut into chunks, each a unit of its own with a state in workspace as long as
+ * there is room for it; else each unit goes through the chunks of its tile and folds their states in the same order, so
+ * that it changes no bit who has room.
+ *
+ * The order of sequences of one class is that of the atomics: it decides who computes what, and so no bit.
+ *
+ * Lengths may change while this runs. Each is read once, by the thread that has the sequence; how many units there are
+ * of a class and where they come in the order follows from one record. So packed sequences lie apart from each other,
+ * and every record of workspace is written once, whatever the arrays hold. The main kernel reads records alone. */
+#pragma once
+#include "common/faults.cuh"       // count_length_faults
+#include "sm90/common/cluster.cuh" // dependency_wait
+#include "sm90/prefill/config.cuh"
+
+namespace fa::sm90::prefill {
+
+constexpr int kClasses = 128;
+
+/* A start of q's or of k's; 0 where there are none. */
+__device__ __forceinline__ int start_of(const fa_lengths &lengths, int n) {
+    return lengths.starts ? static_cast<int>(fa_start(&lengths, n)) : 0;
+}
+
+/* join() of x of the threads before this one in the block; 0 for the first. */
+template <class Join> __device__ __forceinline__ int scan_before(int x, int *scratch, Join join) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const int other = __shfl_up_sync(~0u, x, by);
+        if (lane >= by) x = join(x, other);
+    }
+    const int left = __shfl_up_sync(~0u, x, 1);
+    if (lane == 31) scratch[warp] = x;
+    __syncthreads();
+    int before = lane ? left : 0;
+    for (int w = 0; w < warp; ++w) before = join(before, scratch[w]);
+    __syncthreads();
+    return before;
+}
+
+/* KiB of keys and values of a section, given those of a kv head: as wgmma_sm90 has it. */
+__device__ __forceinline__ uint32_t section_kib(uint32_t head_kib) {
+    return (head_kib <= 256 ? 16 : head_kib <= 1 << 10 ? 32 : 64) << 10;
+}
+
+/* How a sequence is cut: by its own lengths and what its queries see. */
+__device__ __forceinline__ void cut(const Call &call, Record &r, uint32_t units) {
+    if (units == 0 || units > kSplitUnits) return;
+    const fa_entry e = entry_of(call, r);
+    fa_span seen = {e.key_begin, e.key_end};
+    if (!e.positions) seen = fa_tile_keys(&e, call.p.left, call.p.right, e.diagonal, e.seq_q - 1 + e.diagonal);
+    const int64_t keys = seen.end - seen.begin, most = min(int64_t(kSplitTarget / units), keys / kChunk);
+    if (keys <= kSplitKeys) return;
+    int64_t chunk = kChunk;
+    while (chunk * most < keys) chunk *= 2;
+    r.chunk = static_cast<int>(chunk), r.first_chunk = static_cast<int>(seen.begin / chunk);
+    r.chunks = static_cast<int>((seen.end - 1) / chunk) - r.first_chunk + 1;
+    if (r.chunks == 1) r.chunks = 0;
+}
+
+__device__ __forceinline__ Record record_of(const Call &call, int b, fa_span q, fa_span k) {
+    const fa_entry e = fa_entry_of(&call.s, b, q, k);
+    Record r = {};
+    r.b = b;
+    r.first_q = static_cast<int>(q.begin), r.seq_q = static_cast<int>(e.seq_q);
+    r.first_k = static_cast<int>(k.begin), r.seq_k = static_cast<int>(e.seq_k);
+    r.key_begin = static_cast<int>(e.key_begin), r.key_end = static_cast<int>(e.key_end);
+    r.rows_end = static_cast<int>(q.end);
+    const bool packed = packs(call, r.seq_q);
+    const uint32_t queries = tile_queries(call, packed), heads = tile_heads(call, packed);
+    const uint32_t row = (call.p.head_dim + call.p.head_dim_v) * 2; // bytes of a key and its value
+    const uint32_t kib = max(static_cast<uint32_t>((uint64_t(r.seq_k) * row) >> 10), 1u), fit = section_kib(kib) / kib;
+    r.tiles = (r.seq_q + queries - 1) / queries;
+    r.width = min((packed ? 1 : call.group) * max(fit, 1u), heads);
+    return r;
+}
+
+__device__ __forceinline__ uint32_t units_of(const Call &call, const Record &r) {
+    return r.tiles * tile_heads(call, packs(call, r.seq_q));
+}
+
+/* By the keys of its longest tile, four classes an octave, the longest last; 0: no units. */
+__device__ __forceinline__ int class_of(const Call &call, const Record &r, uint32_t units) {
+    if (!units) return 0;
+    const int64_t window = call.p.left + call.p.right + call.tile_m, keys = max(r.key_end - r.key_begin, 0);
+    const float cost = static_cast<float>(128 + min(keys, window));
+    return min(static_cast<int>(__float_as_uint(cost) >> 21) - (134 << 2) + 1, kClasses - 1); // 128 is 2^(134 - 127)
+}
+
+/* The record of a sequence that is met, but for the place in the order and the slot. Counts what is bad in its lengths.
+ */
+__device__ __forceinline__ Record meet(const Call &call, int b, const fa_span &q, const fa_span &k) {
+    Record record = record_of(call, b, q, k);
+    if (call.workspace.slots) cut(call, record, units_of(call, record));
+    if (call.faults) {
+        count_length_faults(call.faults, call.s.q, b, q, 0);
+        count_length_faults(call.faults, call.s.k, b, k, 1);
+    }
+    return record;
+}
+
+/* From how much each class holds to where it begins, the highest first; the header is written. One warp. */
+__device__ __forceinline__ void begin_classes(const Call &call, unsigned long long (&place)[kClasses]) {
+    constexpr int kEach = kClasses / 32;
+    const int lane = threadIdx.x, top = kClasses - 1 - lane * kEach;
+    unsigned long long mine = 0, all;
+    for (int n = 0; n < kEach; ++n) mine += place[top - n];
+    all = mine;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+        const unsigned long long other = __shfl_up_sync(~0u, all, by);
+        if (lane >= by) all += other;
+    }
+    unsigned long long here = all - mine;
+    for (int n = 0; n < kEach; ++n) {
+        const unsigned long long count = place[top - n];
+        place[top - n] = here;
+        here += count;
+    }
+    if (lane < 31) return;
+    Header *header = call.workspace.header();
+    header->units = static_cast<uint32_t>(all);
+    header->counter = 0;
+    if (call.p.batch == 0) header->tail = 0;
+}
+
+__global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __grid_constant__ Call call) {
+    FA_CHAOS_BEGIN();
+    __shared__ int scratch[kListThreads / 32];
+    __shared__ unsigned long long place[kClasses]; // sequences and, in the low half, units before the next of a class
+    const fa_sequences &s = call.s;
+    const int threads = blockDim.x, batch = static_cast<int>(call.p.batch), each = (batch + threads - 1) / threads;
+    const int first = min(static_cast<int>(threadIdx.x) * each, batch), last = min(first + each, batch);
+    for (int n = threadIdx.x; n < kClasses; n += threads) place[n] = 0;
+    dependency_release(); // blocks of the main kernel may start; they wait for this one to end
+    dependency_wait();
+
+    /* Where the thread's first sequence begins, and where the one at hand ends, if there are starts. Of several, the
+     * ends wait in drafts of their records. */
+    int begin[2] = {0, 0}, end[2] = {0, 0};
+    if (s.q.starts || s.k.starts) {
+        const auto larger = [](int a, int b) { return max(a, b); };
+        if (threadIdx.x == 0) begin[0] = start_of(s.q, 0), begin[1] = start_of(s.k, 0);
+        int highest[2] = {begin[0], begin[1]};
+        for (int b = first; b < last; ++b) {
+            end[0] = start_of(s.q, b + 1), end[1] = start_of(s.k, b + 1);
+            highest[0] = max(highest[0], end[0]), highest[1] = max(highest[1], end[1]);
+            if (each > 1) call.workspace.draft(b)->rows_end = end[0], call.workspace.draft(b)->first_k = end[1];
+        }
+        const int before[2] = {scan_before(highest[0], scratch, larger), scan_before(highest[1], scratch, larger)};
+        if (threadIdx.x > 0) begin[0] = before[0], begin[1] = before[1];
+    }
+    Record kept; // the thread's only sequence; several are drafts
+    for (int b = first; b < last; ++b) {
+        if (each > 1) end[0] = call.workspace.draft(b)->rows_end, end[1] = call.workspace.draft(b)->first_k;
+        const fa_span q = fa_rows_to(&s.q, b, begin[0], end[0], s.packed_q);
+        const fa_span k = fa_rows_to(&s.k, b, begin[1], end[1], s.packed_k);
+        begin[0] = static_cast<int>(q.end), begin[1] = static_cast<int>(k.end);
+        kept = meet(call, b, q, k);
+        if (each > 1) *call.workspace.draft(b) = kept;
+    }
+    constexpr int kEnough = 1 << 20; // slots: more than there are, and no sum of 1024 of them overflows
+    int slots_before = 0;
+    const auto visit = [&](auto &&each_one) {
+        int slots = slots_before;
+        for (int b = first; b < last; ++b) {
+            Record record = kept;
+            if (each > 1) record = *call.workspace.draft(b);
+            uint32_t units = units_of(call, record);
+            const int of = class_of(call, record, units), needs = static_cast<int>(units) * record.chunks;
+            record.slot = slots + needs <= call.workspace.slots ? slots : -1;
+            slots = min(slots + needs, kEnough);
+            if (record.chunks && record.slot >= 0) units *= record.chunks;
+            each_one(record, units, of);
+        }
+    };
+    if (call.workspace.slots) {
+        int needs = 0;
+        visit([&](const Record &record, uint32_t, int) {
+            needs = min(needs + static_cast<int>(units_of(call, record)) * record.chunks, kEnough);
+        });
+        slots_before = scan_before(needs, scratch, [](int a, int b) { return min(a + b, kEnough); });
+    }
+    __syncthreads();
+    visit([&](const Record &record, uint32_t units, int of) {
+        atomicAdd(&place[of], 1ull << 32 | units);
+        if (record.chunks && record.slot >= 0)
+            for (int n = 0; n < static_cast<int>(units); n += record.chunks) *call.workspace.left(record.slot + n) = {};
+    });
+    __syncthreads();
+    if (threadIdx.x < 32) begin_classes(call, place);
+    __syncthreads();
+    visit([&](Record &record, uint32_t units, int of) {
+        const unsigned long long at = atomicAdd(&place[of], 1ull << 32 | units);
+        record.unit = static_cast<int>(at & 0xffffffff);
+        *call.workspace.record(static_cast<int>(at >> 32)) = record;
+        if (record.b + 1 == batch) call.workspace.header()->tail = record.rows_end;
+    });
+}
+
+} // namespace fa::sm90::prefill

@@ -1,0 +1,278 @@
+/* prefill_sm90: attention of sequences of any lengths on Hopper, many queries each: prefill, chunks of it, batches of
+ * both. TMA, wgmma, warp specialisation.
+ *
+ * What:   float16 and bfloat16; head_dim = head_dim_v a multiple of 8 up to 256; dense, padded, packed and paged keys,
+ *         dense, padded and packed queries, lengths and tables on the device; causal, two-sided windows, positions,
+ *         k_range, softcap, sinks, a scale of either sign; LSE.
+ * How:    prefill_list_kernel orders the sequences, prefill_sm90_kernel takes units from a counter (list.cuh).
+ *         What is fetched and zeroed: load.cuh; what is multiplied: consume.cuh. A sequence of fewer
+ *         than 128 queries has the heads of a kv head in the rows of a tile; one of few tiles and many keys is cut into
+ *         chunks, whose states are folded from left to right (rows.cuh).
+ * Bits:   tiles of queries, blocks of keys and the order of sums follow from a sequence's own lengths and what its
+ *         queries see: not from the batch, the storage or the size of a page.
+ * Limits: no bias, no mask, no ALiBi; out of q's dtype.
+ *
+ * @arch sm_90a
+ * @instance d{256,192,128,96,64}_{masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1} -DFA_KIND={2:FA_MASKED,FA_CAPPED}
+ *           -DFA_ELEMENT={3:__half,__nv_bfloat16}
+ */
+#include <algorithm> // std::max, std::min
+#include <cmath>     // fabs
+#include <cuda_runtime.h>
+
+#include "common/launch.cuh"
+#include "sm90/common/tensor_map.h"
+#ifdef FA_INSTANCE
+#include "sm90/prefill/kernel.cuh"
+#else
+#include "sm90/prefill/list.cuh"
+#endif
+
+namespace fa::sm90::prefill {
+
+/* Of the state of a tile. */
+constexpr int64_t state_bytes(int tile_m, int head_dim) { return int64_t(tile_m) * (head_dim * 4 + 8); }
+
+using Launch = fa_code(const Params &, const fa_plan &, const fa_launch &);
+
+/* A launch that may start before the one before it has ended. Points into itself. */
+struct Configuration {
+    cudaLaunchAttribute attribute;
+    cudaLaunchConfig_t config = {};
+
+    Configuration(int64_t blocks, int threads, size_t shared, const fa_launch &launch) {
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+        config.gridDim = dim3(static_cast<unsigned>(blocks));
+        config.blockDim = dim3(static_cast<unsigned>(threads));
+        config.dynamicSmemBytes = shared;
+        config.stream = static_cast<cudaStream_t>(launch.stream);
+        config.attrs = &attribute;
+        config.numAttrs = 1;
+    }
+    Configuration(const Configuration &) = delete;
+};
+
+#ifdef FA_INSTANCE
+
+Launch FA_PASTE(prefill_launch_, FA_INSTANCE);
+fa_code FA_PASTE(prefill_launch_, FA_INSTANCE)(const Params &params, const fa_plan &plan, const fa_launch &launch) {
+    using Instance = Config<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
+    constexpr int kBytes = sizeof(Smem<Instance>), kThreads = 128 * (Instance::kConsumers + 1);
+    static_assert(kBytes <= 227 * 1024, "shared memory of a block");
+    static_assert(kStateBytes<Instance> == state_bytes(64 * Instance::kConsumers, FA_HEAD_DIM));
+    FA_TRY(fa_allow_smem(prefill_sm90_kernel<Instance>, kBytes, launch));
+    FA_CHAOS_ARM(launch.stream, launch);
+    const Configuration c(plan.blocks, kThreads, kBytes, launch);
+    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&c.config, prefill_sm90_kernel<Instance>, params));
+    return FA_OK;
+}
+
+} // namespace fa::sm90::prefill
+
+#else
+
+#define FA_PREFILL(d, kind)                                                                                            \
+    { prefill_launch_d##d##_##kind##_f16, prefill_launch_d##d##_##kind##_bf16 }
+#define FA_DECLARE(d)                                                                                                  \
+    Launch prefill_launch_d##d##_masked_f16, prefill_launch_d##d##_masked_bf16, prefill_launch_d##d##_capped_f16,      \
+        prefill_launch_d##d##_capped_bf16
+FA_DECLARE(64);
+FA_DECLARE(96);
+FA_DECLARE(128);
+FA_DECLARE(192);
+FA_DECLARE(256);
+static constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
+static Launch *const kLaunches[][2][2] = {
+    // [head_dim][masked, capped][float16, bfloat16]
+    {FA_PREFILL(64, masked), FA_PREFILL(64, capped)},   {FA_PREFILL(96, masked), FA_PREFILL(96, capped)},
+    {FA_PREFILL(128, masked), FA_PREFILL(128, capped)}, {FA_PREFILL(192, masked), FA_PREFILL(192, capped)},
+    {FA_PREFILL(256, masked), FA_PREFILL(256, capped)},
+};
+
+/* The plan's own part. */
+struct Own {
+    int index, capped; // of kLaunches
+    int tile_m, tile_n;
+    int box_rows; // keys that TMA brings at a time; 0: none, they come row by row
+    bool staged;
+    int slots; // for states of chunks
+};
+
+/* Rows of k and v on their own axis, and how many batch entries or pages. */
+struct Extent {
+    int64_t rows, batch;
+};
+static Extent key_extent(const fa_problem *problem) {
+    const fa_sequences &s = problem->sequences;
+    if (s.pages.table) return {s.pages.size, s.pages.count};
+    return {problem->forward.seq_k, s.packed_k ? 1 : problem->forward.batch};
+}
+
+/* Calls that say nothing of sequences are faster on wgmma_sm90. Few queries are faster on mma_sm80, but not with pages
+ * that come by TMA: there mma_sm80 took 1.0 to 2.0 times as long on an H200 for one query each (pages of 16, 64 and 256
+ * keys, 2k to 128k of them, 1 to 128 sequences; bench/LOG.md). Lengths on the device count for nothing, and neither
+ * does how many sequences or tokens there are: a sequence has one kernel in every batch. */
+static fa_answer choose(const fa_problem *problem, fa_why *why) {
+    constexpr int kFewDense = 16, kFewRows = 64; // of queries; of queries and heads
+    const fa_forward &p = problem->forward;
+    const fa_sequences &s = problem->sequences;
+    if (!s.given) return fa_because(why, FA_DECLINES, p.seq_q <= kFewDense ? FA_WHY_FEW_QUERIES : FA_WHY_FULL, 0, 0, 0);
+    const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1, most = s.packed_q ? 1 : p.seq_q;
+    const bool boxes = s.pages.table && (s.pages.size & -s.pages.size) >= kSmallestBox;
+    if (!s.q.starts && most * group <= kFewRows && !boxes)
+        return fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0);
+    return FA_TAKES;
+}
+
+static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    constexpr int kMaxUnitsBits = 31;
+    const fa_forward &p = problem->forward;
+    const fa_sequences &s = problem->sequences;
+    if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    const double scale = std::fabs(p.scale);
+    if (scale >= 1e30 || (scale != 0 && scale < 1e-30))
+        return fa_because(why, FA_REFUSES, FA_WHY_SCALE_LIMIT, 30, 0, 0);
+    if (std::max(p.seq_q, p.seq_k) >> kMaxLengthBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
+    const int64_t rows_q = s.packed_q ? p.seq_q : p.seq_q * p.batch;
+    if ((rows_q + p.batch) / 16 > (INT64_C(1) << kMaxUnitsBits) / std::max<int64_t>(p.heads, 1))
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxUnitsBits, 0, 0);
+    const Extent keys = key_extent(problem);
+    const bool some = rows_q > 0, some_keys = keys.rows * keys.batch > 0; // else strides say nothing
+    if (some && (!takes_tensor_map(p.q, FA_OPERAND_Q, p.head_dim, p.seq_q, why) ||
+                 !takes_tensor_map(p.out, FA_OPERAND_OUT, p.head_dim, p.seq_q, why)))
+        return FA_REFUSES;
+    if (some && p.q.stride[1] == 0 && p.heads > 1)
+        return fa_because(why, FA_REFUSES, FA_WHY_STRIDES, FA_OPERAND_Q, 0, 0);
+    if (some_keys && (!takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, keys.rows, why) ||
+                      !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, keys.rows, why)))
+        return FA_REFUSES;
+    if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+
+    Own &own = fa_own<Own>(plan);
+    own = {};
+    while (kHeadDims[own.index] < p.head_dim) ++own.index;
+    own.capped = p.softcap > 0;
+    const Tiling t = tiling(kHeadDims[own.index], own.capped ? FA_CAPPED : FA_MASKED);
+    own.tile_m = 64 * t.consumers, own.tile_n = t.tile_n, own.staged = t.staged;
+    own.box_rows = std::min<int>(t.tile_n, t.tile_n % kCut ? t.tile_n : kCut);
+    if (s.pages.table) {
+        const int64_t divisor = s.pages.size & -s.pages.size; // of the tile and the cut, too: 32 or 64, whatever is odd
+        own.box_rows = static_cast<int>(std::min<int64_t>({divisor, kCut, t.tile_n & -t.tile_n}));
+        if (own.box_rows < kSmallestBox) own.box_rows = 0;
+    }
+    // Room for the chunks of eight sequences; where FA_EXT_WORKSPACE_MB leaves less, the other units are longer.
+    constexpr int kSplitSequences = 8;
+    Workspace workspace = {nullptr, p.batch, 0, state_bytes(own.tile_m, kHeadDims[own.index])};
+    if (p.seq_k > kSplitKeys)
+        workspace.slots = std::min<int64_t>(kSplitSequences, p.batch) * (kSplitTarget + kSplitUnits);
+    const int64_t units = ((rows_q + 15) / 16 + p.batch) * p.heads + workspace.slots; // more than there can be
+    plan->blocks = std::max<int64_t>(1, std::min<int64_t>(device->sm_count, units));
+    plan->threads = 128 * (t.consumers + 1);
+    while (workspace.slots > 1 && workspace.bytes(plan->blocks) > int64_t(device->workspace_limit))
+        workspace.slots /= 2;
+    own.slots = static_cast<int>(workspace.slots);
+    plan->workspace_bytes = workspace.bytes(plan->blocks);
+    const int64_t slabs = (kHeadDims[own.index] + kSlabColumns - 1) / kSlabColumns;
+    plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * own.tile_m + 2 * t.stages * t.tile_n);
+    plan->keep = true;
+    return choose(problem, why);
+}
+
+/* q or out again, with heads before rows: a box has `rows` rows of all heads of a kv head. */
+static fa_code encode_heads(CUtensorMap *map, const fa_launch &launch, const fa_problem *problem, const fa_operand &x,
+                            int group, int rows) {
+    using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                                CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+    const fa_forward &p = problem->forward;
+    const auto bytes = [](int64_t stride) { return stride ? cuuint64_t(stride) * 2 : 16; };
+    const cuuint64_t extent[] = {cuuint64_t(p.head_dim), cuuint64_t(p.heads), cuuint64_t(p.seq_q),
+                                 x.stride[0] ? cuuint64_t(p.batch) : 1};
+    const cuuint64_t stride[] = {bytes(x.stride[1]), bytes(x.stride[2]), bytes(x.stride[0])};
+    const cuuint32_t box[] = {64, cuuint32_t(group), cuuint32_t(rows), 1}, step[] = {1, 1, 1, 1};
+    const CUresult result = reinterpret_cast<Encode>(launch.encode_tensor_map)(
+        map, p.dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, x.data, extent,
+        stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result == CUDA_SUCCESS) return FA_OK;
+    return launch.host->fail(launch.status, FA_ECUDA, "cuTensorMapEncodeTiled failed by heads with CUresult %d",
+                             int(result));
+}
+
+static fa_code encode(Params *params, const fa_problem *problem, const Own &own, const fa_launch &launch) {
+    const fa_forward &p = problem->forward;
+    FA_TRY(
+        tensor_map_encode(&params->q, launch, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, FA_OPERAND_Q));
+    params->q_heads = params->q;
+    if (params->call.group > 1 && params->call.group <= 64)
+        FA_TRY(encode_heads(&params->q_heads, launch, problem, p.q, params->call.group, params->call.group_queries));
+    if (own.staged)
+        FA_TRY(tensor_map_encode(&params->out_map, launch, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16,
+                                 FA_OPERAND_OUT));
+    params->out_heads = params->out_map;
+    if (own.staged && params->call.store_queries > 0)
+        FA_TRY(
+            encode_heads(&params->out_heads, launch, problem, p.out, params->call.group, params->call.store_queries));
+    const Extent keys = key_extent(problem);
+    if (keys.rows * keys.batch == 0 || own.box_rows == 0) {
+        // Pages of a table may be asked for all the same: none is there.
+        const fa_operand nothing = {p.q.data, {0, 0, 0, 1}};
+        FA_TRY(tensor_map_encode(&params->k, launch, nothing, p.dtype, p.head_dim, 1, 1, 1, std::max(own.box_rows, 1),
+                                 FA_OPERAND_K));
+        params->v = params->k;
+        return FA_OK;
+    }
+    FA_TRY(tensor_map_encode(&params->k, launch, p.k, p.dtype, p.head_dim, keys.rows, p.heads_kv, keys.batch,
+                             own.box_rows, FA_OPERAND_K));
+    return tensor_map_encode(&params->v, launch, p.v, p.dtype, p.head_dim, keys.rows, p.heads_kv, keys.batch,
+                             own.box_rows, FA_OPERAND_V);
+}
+
+static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward &p = problem->forward;
+    const Own &own = fa_own<Own>(plan);
+    Params params = {};
+    Call &call = params.call;
+    call.p = p, call.s = problem->sequences;
+    if (!call.s.given) call.s.q.rows = p.seq_q, call.s.k.rows = p.seq_k;
+    call.workspace = {static_cast<char *>(launch->workspace), p.batch, own.slots,
+                      state_bytes(own.tile_m, kHeadDims[own.index])};
+    call.faults = problem->faults;
+    call.group = static_cast<int>(p.heads / p.heads_kv);
+    call.group_queries = std::max(64 / call.group, 1);
+    call.store_queries = call.group <= 16 && 16 % call.group == 0 ? 16 / call.group : 0;
+    call.tile_m = own.tile_m;
+    params.box_rows = own.box_rows, params.boxes = own.box_rows ? own.tile_n / own.box_rows : 0;
+    params.queries = p.scale > 0 ? Queries::kAsTheyAre : p.scale < 0 ? Queries::kNegated : Queries::kZero;
+    const double scale = p.scale == 0 ? 1 : std::fabs(p.scale);
+    params.score_factor = static_cast<float>((p.softcap > 0 ? p.softcap : scale) * kLog2E);
+    params.cap_factor = p.softcap > 0 ? static_cast<float>(scale / p.softcap) : 0.0f;
+    FA_TRY(encode(&params, problem, own, *launch));
+    FA_CHAOS_ARM(launch->stream, *launch);
+    const int list_threads =
+        static_cast<int>(std::min<int64_t>(std::max<int64_t>(p.batch + 31, 32) / 32 * 32, kListThreads));
+    const Configuration list(1, list_threads, 0, *launch);
+    FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&list.config, prefill_list_kernel, call));
+    return kLaunches[own.index][own.capped][p.dtype == FA_BF16](params, *plan, *launch);
+}
+
+} // namespace fa::sm90::prefill
+
+FA_DEFINE_KERNEL(prefill_sm90) = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
+    .device = FA_CUDA,
+    .name = "prefill_sm90",
+    .summary = "Hopper, sequences of any lengths with many queries: TMA, wgmma, warp specialisation",
+    .cc_from = 90,
+    .cc_to = 90,
+    .dtypes = fa::kFloat16Bits,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES |
+             FA_WITH_POSITIONS,
+    .plan = fa::sm90::prefill::prefill_plan,
+    .launch = fa::sm90::prefill::prefill_launch,
+};
+
+#endif

@@ -1,0 +1,312 @@
+/* serve_sm90: one warp's rows against tiles of keys. mma.sync with rows as columns:
+ *
+ *     S^T (keys x rows) = K Q^T         P = 2^(S - shift)         O^T (columns x rows) += V^T P^T
+ *
+ * A lane holds the rows 2 (l % 4) + {0, 1} of each eight, of S^T the keys l / 4 + 8 i, of O^T the columns l / 4 + 8 i.
+ *
+ * Why not wgmma: its 64 rows are 8 to 16 times those of a decode step, and four warps that go in step wait for each
+ * tile together, where here each warp has its own tiles in flight and nobody waits for another.
+ */
+#pragma once
+#include <float.h> // FLT_MAX
+
+#include "common/ptx.cuh"
+#include "common/rows.cuh" // row_of
+#include "common/softmax.cuh"
+#include "sm90/serve/job.cuh"
+
+namespace fa::sm90::serve {
+
+/* The shift of a row that has seen no key: no score is lower, yet finite, so that 2^(-inf - shift) is 0, not NaN. */
+constexpr float kNoShift = -FLT_MAX;
+
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+/* What a row sees. */
+struct LaneRow {
+    int begin, end; // keys that it sees
+    int position;
+    float slope; // NaN where it is not finite
+};
+
+template <class C> struct Rows {
+    using T = typename C::T;
+    static constexpr int kSteps = C::kColumns / 16;
+
+    static constexpr bool kShared = C::kRowTiles > 1;
+    static constexpr size_t kQueryBytes = kShared ? kSteps * 32 * C::kRowTiles * 8 : 0;
+
+    /* A lane's part of 16 columns of Q^T, operand b. */
+    struct alignas(8 * C::kRowTiles) Query {
+        uint32_t part[C::kRowTiles][2];
+    };
+
+    LaneRow *row;                     // of the warp, in shared memory
+    Query *queries;                   // of the block, in shared memory: two tiles of rows do not fit into registers
+    Query kept[kShared ? 1 : kSteps]; // one tile does
+    int common_begin, common_end;     // keys that every row of the warp sees
+
+    __device__ __forceinline__ Query query(int step) const {
+        return kShared ? queries[step * 32 + threadIdx.x % 32] : kept[step];
+    }
+
+    /* The lane's row r. */
+    __device__ __forceinline__ const LaneRow &own(int r) const {
+        return row[r / 2 * 8 + 2 * (threadIdx.x % 4) + r % 2];
+    }
+
+    /* By the block. */
+    __device__ __forceinline__ void load_queries(const Params &params, const Job &job) {
+        const fa_forward &p = params.call.p;
+        const int lane = threadIdx.x % 32;
+        const T *from[C::kRowTiles];
+        bool exists[C::kRowTiles];
+#pragma unroll
+        for (int n = 0; n < C::kRowTiles; ++n) {
+            const int index = 8 * n + lane / 4;
+            exists[n] = index < job.count;
+            const RowPlace at = row_place(params, job, exists[n] ? index : 0);
+            from[n] = row_of<T>(p.q, at.batch, at.head, job.first_out + at.query) + 2 * (lane % 4);
+        }
+        const auto load = [&](int step) {
+            Query x;
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int column = 16 * step + 8 * half;
+                    x.part[n][half] =
+                        exists[n] && column < p.head_dim ? *reinterpret_cast<const uint32_t *>(from[n] + column) : 0;
+                }
+            return x;
+        };
+        if constexpr (kShared) {
+            for (int step = threadIdx.x / 32; step < kSteps; step += C::kWarps) queries[step * 32 + lane] = load(step);
+            __syncthreads();
+        } else {
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) kept[step] = load(step);
+        }
+    }
+
+    /* What the rows see. By the warp. */
+    __device__ __forceinline__ void load_sight(const Params &params, const Job &job) {
+        const fa_forward &p = params.call.p;
+        const int lane = threadIdx.x % 32; // takes row `lane`
+        LaneRow mine = {0, 0, 0, 0.0f};
+        common_begin = 0, common_end = INT32_MAX;
+        if (lane < job.count) {
+            const RowPlace at = row_place(params, job, lane);
+            const int64_t position = fa_position(&job.entry, at.query);
+            const fa_span seen = fa_row_keys(&job.entry, p.left, p.right, position);
+            mine.begin = static_cast<int>(fa_clamp(seen.begin, 0, job.entry.seq_k));
+            mine.end = static_cast<int>(fa_clamp(seen.end, 0, job.entry.seq_k));
+            mine.position = static_cast<int>(position);
+            const fa_operand &alibi = params.call.extra.alibi;
+            if (alibi.data) {
+                const float slope =
+                    static_cast<const float *>(alibi.data)[job.b * alibi.stride[0] + at.head * alibi.stride[1]];
+                mine.slope = fabsf(slope) < INFINITY ? slope : NAN;
+            }
+            common_begin = mine.begin, common_end = mine.end;
+        }
+        __syncwarp();
+        if (lane < C::kRows) row[lane] = mine;
+        __syncwarp();
+        common_begin = __reduce_max_sync(~0u, common_begin), common_end = __reduce_min_sync(~0u, common_end);
+    }
+};
+
+/* A chunk that is worked out tile by tile. */
+template <class C> struct Chunk {
+    using T = typename C::T;
+    static constexpr int kKeyTiles = kTileKeys / 16, kColumnTiles = C::kColumns / 16;
+    float out[kColumnTiles][C::kRowTiles][4];
+    RowState state[C::kLaneRows]; // `maximum`: the shift of the weights; `sum`: this lane's share until close()
+    using Scores = float[kKeyTiles][C::kRowTiles][4];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int m = 0; m < kColumnTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) out[m][n][e] = 0.0f;
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r) state[r].maximum = kNoShift, state[r].sum = 0.0f;
+    }
+
+    /* S^T of a tile. */
+    static __device__ __forceinline__ void multiply_keys(Scores &s, const Rows<C> &rows, const char *keys) {
+        const int lane = threadIdx.x % 32;
+        const uint32_t address =
+            shared_address(keys) + (lane % 8 + (lane >> 3 & 1) * 8) * 128 + ((lane >> 4) ^ (lane % 8)) * 16;
+        Scores odd; // two sums, so that half as many products wait for each other
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[m][n][e] = odd[m][n][e] = 0.0f;
+#pragma unroll
+        for (int step = 0; step < C::kColumns / 16; ++step) {
+            const typename Rows<C>::Query query = rows.query(step);
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m) {
+                uint32_t a[4];
+                ldmatrix_x4<false>(a, (address ^ step % 4 * 32) + step / 4 * C::kSlabBytes + m * 2048);
+#pragma unroll
+                for (int n = 0; n < C::kRowTiles; ++n)
+                    mma_16x8x16<T>(step % 2 ? odd[m][n] : s[m][n], a, query.part[n][0], query.part[n][1]);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[m][n][e] = __fadd_rn(s[m][n][e], odd[m][n][e]);
+    }
+
+    /* Products to scores in base 2, those that a row does not see to -inf. `first`: the tile's first key. */
+    static __device__ __forceinline__ void score(Scores &s, const Params &params, const Rows<C> &rows, int first,
+                                                 uint32_t valid) {
+        const int key = first + threadIdx.x % 32 / 4;
+        const auto each = [&](auto &&change) {
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+                for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) change(s[m][n][e], 16 * m + e / 2 * 8, 2 * n + e % 2);
+        };
+        if (params.score.cap_log2 > 0)
+            each([&](float &x, int, int) {
+                x = __fmul_rn(params.score.cap_log2, tanhf(__fmul_rn(x, params.score.scale_cap)));
+            });
+        else
+            each([&](float &x, int, int) { x = round_score(x, params.score.scale_log2); });
+        if (params.call.extra.alibi.data)
+            each([&](float &x, int at, int r) {
+                const int here = key + at, position = rows.own(r).position;
+                const uint32_t distance =
+                    position >= here ? uint32_t(position) - uint32_t(here) : uint32_t(here) - uint32_t(position);
+                const float taken = __fmul_rn(rows.own(r).slope, static_cast<float>(distance));
+                const float bounded = fminf(fmaxf(taken, -FA_LIMIT), FA_LIMIT);
+                x = add_bias(x, taken == taken ? -bounded : taken);
+            });
+        if (~valid || first < rows.common_begin || first + kTileKeys > rows.common_end) {
+            const uint32_t mine = valid >> threadIdx.x % 32 / 4;
+            each([&](float &x, int at, int r) {
+                const bool seen = key + at >= rows.own(r).begin && key + at < rows.own(r).end && (mine >> at & 1);
+                x = seen ? x : -INFINITY;
+            });
+        }
+    }
+
+    /* Scores to weights 2^(score - shift), which join the sums. The shift of a row is its maximum of some earlier
+     * moment, raised when a score exceeds it by more than 8: until then no lane needs to know the others' maxima, and
+     * weights up to 2^8 are held as precisely as weights up to 1. Each row is raised for itself, so that its bits do
+     * not depend on the rows beside it. */
+    __device__ __forceinline__ void soften(Scores &s) {
+        float highest[C::kLaneRows];
+        bool outgrown = false;
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r) {
+            const int n = r / 2, j = r % 2;
+            highest[r] = fmaxf(s[0][n][j], s[0][n][j + 2]);
+#pragma unroll
+            for (int m = 1; m < kKeyTiles; ++m) highest[r] = fmaxf(highest[r], fmaxf(s[m][n][j], s[m][n][j + 2]));
+            outgrown |= __fsub_rn(highest[r], state[r].maximum) > 8.0f;
+        }
+        if (__any_sync(~0u, outgrown)) {
+            float factor[C::kLaneRows];
+#pragma unroll
+            for (int r = 0; r < C::kLaneRows; ++r) {
+                float top = highest[r];
+#pragma unroll
+                for (int by = 4; by < 32; by *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, by));
+                const float old = state[r].maximum, raised = __fsub_rn(top, old) > 8.0f ? top : old;
+                factor[r] = exp2_fast(__fsub_rn(old, raised));
+                state[r].maximum = raised, state[r].sum = __fmul_rn(state[r].sum, factor[r]);
+            }
+#pragma unroll
+            for (int m = 0; m < kColumnTiles; ++m)
+#pragma unroll
+                for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) out[m][n][e] = __fmul_rn(out[m][n][e], factor[2 * n + e % 2]);
+        }
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r) {
+            const int n = r / 2, j = r % 2;
+            float sum = 0.0f;
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+                for (int e = j; e < 4; e += 2) {
+                    s[m][n][e] = exp2_fast(__fsub_rn(s[m][n][e], state[r].maximum));
+                    sum = __fadd_rn(sum, s[m][n][e]);
+                }
+            state[r].sum = __fadd_rn(state[r].sum, sum);
+        }
+    }
+
+    /* O^T += V^T P^T. */
+    __device__ __forceinline__ void multiply_values(const Scores &s, const char *values) {
+        const int lane = threadIdx.x % 32;
+        const uint32_t address =
+            shared_address(values) + (lane % 8 + (lane >> 4) * 8) * 128 + ((lane >> 3 & 1) ^ (lane % 8)) * 16;
+#pragma unroll
+        for (int k = 0; k < kKeyTiles; ++k) {
+            uint32_t weights[C::kRowTiles][2];
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    weights[n][half] = transpose_8x8(pack<T>(s[k][n][2 * half], s[k][n][2 * half + 1]));
+#pragma unroll
+            for (int m = 0; m < kColumnTiles; ++m) {
+                uint32_t a[4];
+                ldmatrix_x4<true>(a, (address ^ m % 4 * 32) + m / 4 * C::kSlabBytes + k * 2048);
+#pragma unroll
+                for (int n = 0; n < C::kRowTiles; ++n) mma_16x8x16<T>(out[m][n], a, weights[n][0], weights[n][1]);
+            }
+        }
+    }
+
+    /* The sums of whole rows, in every lane that holds the row. */
+    __device__ __forceinline__ void close() {
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r)
+#pragma unroll
+            for (int by = 4; by < 32; by *= 2)
+                state[r].sum = __fadd_rn(state[r].sum, __shfl_xor_sync(~0u, state[r].sum, by));
+    }
+
+    /* this = fold(this, other), or other. */
+    __device__ __forceinline__ void take(const Chunk &other, bool first) {
+        Factors f[C::kLaneRows];
+#pragma unroll
+        for (int r = 0; r < C::kLaneRows; ++r) {
+            if (first)
+                state[r] = other.state[r];
+            else
+                f[r] = fold_state(state[r], other.state[r].maximum, other.state[r].sum);
+        }
+#pragma unroll
+        for (int m = 0; m < kColumnTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < C::kRowTiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    out[m][n][e] =
+                        first ? other.out[m][n][e] : fold_value(out[m][n][e], other.out[m][n][e], f[2 * n + e % 2]);
+    }
+};
+
+} // namespace fa::sm90::serve

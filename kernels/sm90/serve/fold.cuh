@@ -1,0 +1,198 @@
+/* serve_sm90: states of chunks in workspace, and how a job's are folded in the end: as common/fold.cuh says.
+ *
+ * A job has a slot for each of its chunks. The order is fixed by the sequence's keys alone, so that neither the number
+ * of blocks nor the batch changes a bit. */
+#pragma once
+#include "common/convert.cuh"
+#include "common/rows.cuh" // store_lse
+#include "common/softmax.cuh"
+#include "sm90/serve/chunk.cuh"
+
+namespace fa::sm90::serve {
+
+/* A state: float2 [units of 8 columns][pairs of rows][8], then maximum and sum of the rows of each pair. */
+template <class C> struct Slots {
+    char *base; // of the job
+    int pairs;
+
+    /* Of a slot. */
+    __host__ __device__ static constexpr size_t bytes(int pairs) { return size_t(pairs) * (C::kUnits * 64 + 16); }
+    __device__ __forceinline__ Slots(const Params &params, int64_t job)
+        : base(params.workspace + job * params.slots * bytes(params.pairs)), pairs(params.pairs) {}
+    __device__ __forceinline__ float2 *value(int slot, int unit, int pair) const {
+        return reinterpret_cast<float2 *>(base + slot * bytes(pairs)) + (unit * pairs + pair) * 8;
+    }
+    __device__ __forceinline__ float4 *state(int slot, int pair) const {
+        return reinterpret_cast<float4 *>(base + slot * bytes(pairs) + pairs * (C::kUnits * 64)) + pair;
+    }
+};
+
+template <class T>
+__device__ __forceinline__ void store_out(const Params &params, const Job &job, const RowPlace &row, int column,
+                                          float x) {
+    const fa_forward &p = params.call.p;
+    if (column >= p.head_dim_v) return;
+    const int64_t at = row.batch * p.out.stride[0] + row.head * p.out.stride[1] +
+                       (job.first_out + row.query) * p.out.stride[2] + column * p.out.stride[3];
+    if (p.out_dtype == FA_F32)
+        static_cast<float *>(p.out.data)[at] = x;
+    else
+        static_cast<T *>(p.out.data)[at] = from_float<T>(x);
+}
+
+/* Rows of no query: 0 and -inf. By `threads`. */
+template <class C>
+__device__ __forceinline__ void write_nothing(const Params &params, const Job &job, int thread, int threads) {
+#pragma unroll 1
+    for (int n = thread; n < (job.rows_out - job.count) * C::kColumns; n += threads) {
+        const RowPlace row = row_place(params, job, job.count + n / C::kColumns);
+        if (n % C::kColumns == 0) store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, -INFINITY);
+        store_out<typename C::T>(params, job, row, n % C::kColumns, 0.0f);
+    }
+}
+
+__device__ __forceinline__ RowResult finish(const Params &params, const RowPlace &row, const RowState &state) {
+    return params.call.p.sinks.data ? finish_row(params.call.p, row.head, state) : finish_fast(state);
+}
+
+/* A column of a row. */
+template <class T>
+__device__ __forceinline__ void store_result(const Params &params, const Job &job, const RowPlace &row,
+                                             const RowResult &result, int column, float value) {
+    if (column == 0) store_lse(params.call.p, row.batch, row.head, job.first_out + row.query, result.lse);
+    store_out<T>(params, job, row, column, result.factor == 0.0f ? 0.0f : __fmul_rn(value, result.factor));
+}
+
+/* Writes a job of which `x` is all. By the warp. */
+template <class C>
+__device__ __forceinline__ void write_chunk(const Params &params, const Job &job, const Chunk<C> &x) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < C::kLaneRows; ++r) {
+        const int index = r / 2 * 8 + 2 * (lane % 4) + r % 2;
+        if (index >= job.count) continue;
+        const RowPlace row = row_place(params, job, index);
+        const RowResult result = finish(params, row, x.state[r]);
+#pragma unroll
+        for (int unit = 0; unit < C::kUnits; ++unit)
+            store_result<typename C::T>(params, job, row, result, unit * 8 + lane / 4,
+                                        x.out[unit / 2][r / 2][unit % 2 * 2 + r % 2]);
+    }
+}
+
+/* States of two rows, and one column of what was accumulated. */
+struct Part {
+    float2 value;
+    float4 state; // maximum, sum of each row
+};
+
+__device__ __forceinline__ Part fold_parts(const Part &to, const Part &x) {
+    RowState a, b;
+    a.maximum = to.state.x, a.sum = to.state.y, b.maximum = to.state.z, b.sum = to.state.w;
+    const Factors f = fold_state(a, x.state.x, x.state.y), g = fold_state(b, x.state.z, x.state.w);
+    return {make_float2(fold_value(to.value.x, x.value.x, f), fold_value(to.value.y, x.value.y, g)),
+            make_float4(a.maximum, a.sum, b.maximum, b.sum)};
+}
+
+constexpr int kAtOnce = 8;      // states that a thread reads before it folds them
+constexpr int kFoldParts = 512; // groups of columns that are folded side by side
+
+/* The states of a job in their order: twice the slot, plus 1 if the state begins a group. */
+struct StateList {
+    int count;
+    int16_t state[kMaxChunks], group[kMaxChunks / kGroup + 2]; // where a group begins in it
+};
+
+/* One warp. */
+__device__ __forceinline__ void list_states(StateList &list, const Shares &shares) {
+    const int lane = threadIdx.x % 32;
+    int count = 0;
+#pragma unroll 1
+    for (int base = shares.first; base < shares.last; base += 32) {
+        const int chunk = base + lane, opening = max(chunk / kGroup * kGroup, shares.first);
+        const bool opens = chunk == opening, is = chunk < shares.last && (opens || chunk >= shares.opened_end(opening));
+        const uint32_t all = __ballot_sync(~0u, is);
+        const int at = count + __popc(all & ((1u << lane) - 1));
+        if (is) list.state[at] = static_cast<int16_t>(2 * (chunk - shares.first) + opens);
+        if (is && opens) list.group[chunk / kGroup - shares.first / kGroup] = static_cast<int16_t>(at);
+        count += __popc(all);
+    }
+    if (lane) return;
+    list.count = count;
+    list.group[shares.groups()] = static_cast<int16_t>(count);
+}
+
+/* Folds the states [from, to) of a list, of which the first begins a group; whole groups, or all. */
+template <class Read> __device__ __forceinline__ Part fold_list(const StateList &list, int from, int to, Read &&read) {
+    Part total, group;
+    total.value = make_float2(0.0f, 0.0f), total.state = make_float4(-INFINITY, 0.0f, -INFINITY, 0.0f);
+    group = total;
+    bool has_total = false;
+#pragma unroll 1
+    for (int at = from; at < to; at += kAtOnce) {
+        Part x[kAtOnce];
+        bool opens[kAtOnce];
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            const int state = list.state[min(at + n, to - 1)]; // one too many costs no branch
+            opens[n] = state & 1, x[n] = read(state >> 1);
+        }
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+            if (at + n >= to) break;
+            if (!opens[n]) {
+                group = fold_parts(group, x[n]);
+            } else {
+                if (at + n > from) total = has_total ? fold_parts(total, group) : group, has_total = true;
+                group = x[n];
+            }
+        }
+    }
+    return has_total ? fold_parts(total, group) : group;
+}
+
+/* Folds a job's states and writes the columns [8 first_unit, 8 last_unit) of its rows. `parts` has room for kFoldParts.
+ * By the block, all of whose threads see the list. */
+template <class C>
+__device__ __forceinline__ void fold_job(const Params &params, const Job &job, const Slots<C> &slots,
+                                         const Shares &shares, const StateList &list, int first_unit, int last_unit,
+                                         Part *parts) {
+    const int pairs = (job.count + 1) / 2, groups = shares.groups();
+    const int items = (last_unit - first_unit) * pairs * 8;
+    const auto read_at = [&](int item) {
+        const int unit = first_unit + item / 8 / pairs, pair = item / 8 % pairs;
+        return [&slots, unit, pair, column = item % 8](int slot) {
+            return Part{slots.value(slot, unit, pair)[column], *slots.state(slot, pair)};
+        };
+    };
+    // Where threads are left over, groups side by side, then what they make.
+    const bool apart = items < C::kThreads && items * groups <= kFoldParts && groups > 1;
+    if (apart) {
+        for (int n = threadIdx.x; n < items * groups; n += C::kThreads) {
+            const int group = n / items;
+            parts[n] = fold_list(list, list.group[group], list.group[group + 1], read_at(n - group * items));
+        }
+        __syncthreads();
+    }
+    for (int item = threadIdx.x; item < items; item += C::kThreads) {
+        Part part;
+        if (apart) {
+            part = parts[item];
+            for (int group = 1; group < groups; ++group) part = fold_parts(part, parts[group * items + item]);
+        } else {
+            part = fold_list(list, 0, list.count, read_at(item));
+        }
+        const int unit = first_unit + item / 8 / pairs, pair = item / 8 % pairs, column = unit * 8 + item % 8;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (2 * pair + r >= job.count) continue;
+            const RowPlace row = row_place(params, job, 2 * pair + r);
+            RowState state;
+            state.maximum = r ? part.state.z : part.state.x, state.sum = r ? part.state.w : part.state.y;
+            store_result<typename C::T>(params, job, row, finish(params, row, state), column,
+                                        r ? part.value.y : part.value.x);
+        }
+    }
+}
+
+} // namespace fa::sm90::serve

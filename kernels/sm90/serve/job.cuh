@@ -1,0 +1,103 @@
+/* serve_sm90: which rows and keys a block works on, and which of the chunks are whose.
+ *
+ * A job is a kv head of a sequence with up to kRows of its rows (query i and head g of the group: row i * group + g).
+ * The warps of its blocks have equal shares of its chunks.
+ *
+ * Of each group of 8 chunks the warp that has the first one leaves one state of all its chunks; every other chunk of
+ * the group is a state by itself. So the keys alone say which states there are; each is known by its first chunk. */
+#pragma once
+#include "sm90/serve/config.cuh"
+
+namespace fa::sm90::serve {
+
+/* Tiles of keys, counted from the sequence's first key. */
+struct Tiles {
+    int next, end;
+};
+
+struct Job {
+    fa_entry entry;
+    fa_span rows;                      // of q and out, of the sequence
+    int64_t first_out;                 // the first of them
+    int b, head;                       // kv head; b < 0: rows of no sequence
+    int row, count;                    // the first of its rows; those of queries
+    int rows_out;                      // rows that are written
+    bool counts;                       // faults
+    int low, high, shift, first, last; // see Sight
+
+    /* Tiles of the chunks [chunk, chunk_end). */
+    __device__ __forceinline__ Tiles tiles(int chunk, int chunk_end) const {
+        return {max(chunk << shift, low / kTileKeys),
+                chunk < chunk_end ? min(chunk_end << shift, (high + kTileKeys - 1) / kTileKeys) : 0};
+    }
+};
+
+__device__ __forceinline__ int rows_from(int64_t all, int64_t first, int most) {
+    return static_cast<int>(fa_clamp(all - first, 0, most));
+}
+
+/* Job n of the call. By the block, or with joined NULL by a warp where q and k have no starts; `leads`: of its cluster.
+ */
+template <class C> __device__ __forceinline__ Job find_job(const Params &params, int n, bool leads, int64_t *joined) {
+    Job job;
+    const Serving &call = params.call;
+    const int of_head = params.heads_kv.quotient(n), group = params.group.divisor;
+    job.head = n - of_head * static_cast<int>(params.heads_kv.divisor);
+    leads = leads && job.head == 0;
+    Spot spot = {};
+    if (call.s.q.starts) {
+        spot = find_spot(call, of_head, 0, group, C::kRows, leads, joined);
+    } else {
+        spot.batch = params.tiles_m.quotient(of_head);
+        spot.tile = of_head - spot.batch * params.tiles_m.divisor;
+        spot.rows = {call.s.packed_q ? spot.batch : 0, call.s.packed_q ? spot.batch + 1 : call.p.seq_q};
+        find_entry(call, spot, leads && spot.tile == 0, joined);
+    }
+    const int64_t first = spot.tile * C::kRows;
+    job.entry = spot.entry;
+    job.rows = spot.rows, job.first_out = spot.rows.begin;
+    job.b = static_cast<int>(spot.batch);
+    job.row = static_cast<int>(first);
+    job.count = rows_from(spot.entry.seq_q * group, first, C::kRows);
+    job.rows_out = rows_from((spot.rows.end - spot.rows.begin) * group, first, C::kRows);
+    job.counts = job.head == 0 && spot.tile == 0;
+    const Sight sight =
+        call.s.given ? Sight::of(entry_keys(spot.entry, call.p.left, call.p.right, joined)) : params.dense;
+    job.low = sight.low, job.high = sight.high, job.shift = sight.shift;
+    job.first = sight.first, job.last = job.count ? sight.last : sight.first;
+    return job;
+}
+
+/* A row of a call. */
+struct RowPlace {
+    int64_t query; // of the sequence
+    int batch, head;
+};
+/* Row `row` of a job. */
+__device__ __forceinline__ RowPlace row_place(const Params &params, const Job &job, int row) {
+    const int index = job.row + row, query = params.group.quotient(index), group = params.group.divisor;
+    return {query, params.call.s.packed_q ? 0 : job.b, job.head * group + index - query * group};
+}
+
+/* Chunks [first, last) in shares that differ by one at most. */
+struct Shares {
+    int first, last, each, more; // the first `more` workers have one more than `each`
+
+    __device__ __forceinline__ Shares(const Job &job, int workers) : first(job.first), last(job.last) {
+        each = static_cast<int>(unsigned(last - first) / unsigned(workers)), more = last - first - each * workers;
+    }
+    __device__ __forceinline__ int begin(int worker) const { return first + worker * each + min(worker, more); }
+    __device__ __forceinline__ int owner(int chunk) const {
+        const unsigned n = chunk - first, longer = unsigned(each + 1) * more;
+        return static_cast<int>(n < longer ? n / (each + 1) : more + (n - longer) / each);
+    }
+    __device__ __forceinline__ int groups() const {
+        return last > first ? (last - 1) / kGroup + 1 - first / kGroup : 0;
+    }
+    /* The end of the state that begins at a group's first chunk. */
+    __device__ __forceinline__ int opened_end(int chunk) const {
+        return min(min((chunk / kGroup + 1) * kGroup, last), begin(owner(chunk) + 1));
+    }
+};
+
+} // namespace fa::sm90::serve

@@ -1,0 +1,232 @@
+/* serve_sm90: the kernels. A block takes a part of a job, each of its warps a share of the chunks; what the warps leave
+ * in workspace is folded by the block itself if it has the whole job, by the blocks of a cluster if they have it, else
+ * by serve_fold_kernel. */
+#pragma once
+#include "sm90/common/cluster.cuh"
+#include "sm90/serve/chunk.cuh"
+#include "sm90/serve/fold.cuh"
+#include "sm90/serve/load.cuh"
+
+namespace fa::sm90::serve {
+
+/* What the threads of a block share beside the rings, which come after it. */
+template <class C> struct Shared {
+    LaneRow row[C::kWarps][C::kRows];
+    uint64_t full[C::kWarps][C::kSlots];
+    uint32_t valid[C::kWarps][C::kSlots];
+    int64_t joined[C::kWarps];
+    StateList list;
+    static constexpr size_t kRoom = 2048; // before the rings
+    static constexpr size_t bytes() { return kRoom + C::kRingBytes + Rows<C>::kQueryBytes; }
+};
+
+/* Leaves a state in its slot. */
+template <class C>
+__device__ __forceinline__ void leave(const Slots<C> &slots, const Job &job, const Chunk<C> &x, int chunk) {
+    const int lane = threadIdx.x % 32, slot = chunk - job.first;
+#pragma unroll
+    for (int n = 0; n < C::kRowTiles; ++n) {
+        const int row = 8 * n + 2 * (lane % 4);
+        if (row >= job.count) continue;
+        float2 *to = slots.value(slot, 0, row / 2) + lane / 4;
+#pragma unroll
+        for (int unit = 0; unit < C::kUnits; ++unit) {
+            const float *from = x.out[unit / 2][n] + unit % 2 * 2;
+            to[unit * slots.pairs * 8] = make_float2(from[0], from[1]);
+        }
+        const RowState &a = x.state[2 * n], &b = x.state[2 * n + 1];
+        if (lane < 4) *slots.state(slot, row / 2) = make_float4(a.maximum, a.sum, b.maximum, b.sum);
+    }
+}
+
+/* Works out a chunk, whose first tiles are on their way. */
+template <class C>
+__device__ __forceinline__ void attend_chunk(const Params &params, const Job &job, Ring<C> &ring, const Rows<C> &rows,
+                                             RingState<C::kSlots> &at, Chunk<C> &chunk, int k) {
+    const Tiles tiles = job.tiles(k, k + 1);
+    chunk.clear();
+#pragma unroll 1
+    for (int tile = tiles.next; tile < tiles.end; ++tile) {
+        typename Chunk<C>::Scores s;
+        ring.wait(at);
+        const uint32_t valid = ring.valid[at.stage];
+        chunk.multiply_keys(s, rows, ring.slot(at.stage));
+        __syncwarp();
+        C::kSlots % 2 ? ring.start_values(at.stage) : ring.start_keys(at.stage);
+        at.advance();
+        chunk.score(s, params, rows, tile * kTileKeys, valid);
+        chunk.soften(s);
+        ring.wait(at);
+        if (~valid) ring.clear_rows(at.stage, valid);
+        chunk.multiply_values(s, ring.slot(at.stage));
+        __syncwarp();
+        C::kSlots % 2 ? ring.start_keys(at.stage) : ring.start_values(at.stage);
+        at.advance();
+    }
+    chunk.close();
+}
+
+/* Works out the chunks [begin, end) of a job and leaves their states. */
+template <class C>
+__device__ __forceinline__ void attend(const Params &params, const Job &job, Ring<C> &ring, const Rows<C> &rows,
+                                       const Slots<C> &slots, int begin, int end) {
+    Chunk<C> group, chunk;
+    int opened = -1; // the group's first chunk, if it is open
+    RingState<C::kSlots> at(0);
+#pragma unroll 1
+    for (int k = begin; k < end; ++k) {
+        attend_chunk(params, job, ring, rows, at, chunk, k);
+        const bool opens = k % kGroup == 0 || k == job.first;
+        if (opened >= 0 && opens) leave(slots, job, group, opened), opened = -1;
+        if (opens) opened = k;
+        if (opened >= 0)
+            group.take(chunk, opens);
+        else
+            leave(slots, job, chunk, k);
+    }
+    if (opened >= 0) leave(slots, job, group, opened);
+}
+
+/* Brings to L2 what says where the keys of job n lie: all this is read one after the other, but not yet. */
+__device__ __forceinline__ void prefetch_lengths(const Params &params, int n, int part) {
+    const fa_sequences &s = params.call.s;
+    if (s.q.starts) return;
+    const int b = params.tiles_m.quotient(params.heads_kv.quotient(n)), lane = static_cast<int>(threadIdx.x);
+    const int32_t *at = lane == 0   ? s.k.used
+                        : lane == 1 ? s.q.used
+                        : lane == 2 ? s.k.starts
+                        : lane == 3 ? s.begin
+                        : lane == 4 ? s.end
+                                    : nullptr;
+    if (at) at += b;
+    if (lane >= 32 && s.pages.table) {
+        constexpr int kLine = 32; // entries
+        const int64_t from = s.pages.width * part / params.parts.divisor + (lane - 32) * kLine,
+                      to = s.pages.width * (part + 1) / params.parts.divisor;
+        if (from < to) at = s.pages.table + b * s.pages.stride + from;
+    }
+    if (at) asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
+/* Heads come first, since they read the same rows of memory, then the parts of a job, so that those of a long sequence
+ * begin together; where the parts are a cluster they come first. */
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
+    serve_sm90_kernel(const __grid_constant__ Params params) {
+    FA_CHAOS_BEGIN();
+    extern __shared__ __align__(1024) char memory[];
+    static_assert(sizeof(Shared<C>) <= Shared<C>::kRoom);
+    auto &shared = *reinterpret_cast<Shared<C> *>(memory);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), heads = static_cast<int>(params.heads_kv.divisor),
+              parts = static_cast<int>(params.parts.divisor), block = static_cast<int>(blockIdx.x);
+    const int of_heads = params.heads_kv.quotient(block), tile = params.parts.quotient(of_heads),
+              in_order = params.parts.quotient(block);
+    const int n = params.first + (params.clustered ? in_order : tile * heads + block - of_heads * heads),
+              part = params.clustered ? block - in_order * parts : of_heads - tile * parts;
+    const bool reads = params.call.s.given; // memory, to know a job
+    if (params.boxes && threadIdx.x == 0) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
+    if (reads) {
+        prefetch_lengths(params, n, part);
+        dependency_wait();
+    }
+    dependency_release(); // only now, since serve_fold_kernel reads lengths without waiting for what wrote them
+    const Job job = find_job<C>(params, n, part == 0, shared.joined);
+    const Slots<C> slots(params, n - params.first);
+    const Shares shares(job, parts * C::kWarps);
+    if (part > 0 && !params.clustered && shares.begin(part * C::kWarps) == shares.begin((part + 1) * C::kWarps)) return;
+    const int worker = part * C::kWarps + warp, begin = shares.begin(worker), end = shares.begin(worker + 1);
+    Ring<C> ring{params,
+                 job,
+                 memory + Shared<C>::kRoom + warp * C::kSlots * C::kSlotBytes,
+                 shared.full[warp],
+                 shared.valid[warp],
+                 job.tiles(begin, end)};
+    ring.init();
+    if (!reads) dependency_wait();
+    if (begin < end) ring.fill();
+    Rows<C> rows;
+    rows.row = shared.row[warp];
+    rows.queries = reinterpret_cast<typename Rows<C>::Query *>(memory + Shared<C>::kRoom + C::kRingBytes);
+    if (Rows<C>::kShared || begin < end) rows.load_queries(params, job);
+    if (begin < end) {
+        rows.load_sight(params, job);
+        attend(params, job, ring, rows, slots, begin, end);
+    }
+    if (part == 0) write_nothing<C>(params, job, threadIdx.x, C::kThreads);
+    if (parts > 1 && !params.clustered) return;
+    if (params.clustered) cluster_arrive();
+    if (warp == 0) list_states(shared.list, shares);
+    __syncthreads();
+    if (params.clustered) cluster_wait(); // behind it, all states of the job can be read
+    const int columns_of = params.clustered ? part : 0, blocks = params.clustered ? parts : 1;
+    if (job.count)
+        fold_job<C>(params, job, slots, shares, shared.list, C::kUnits * columns_of / blocks,
+                    C::kUnits * (columns_of + 1) / blocks, reinterpret_cast<Part *>(memory + Shared<C>::kRoom));
+}
+
+/* A job a warp, where no sequence has more keys than a group of chunks: it writes what it has. Of sequences that have
+ * no starts, since those are read by the block. */
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
+    serve_short_kernel(const __grid_constant__ Params params) {
+    FA_CHAOS_BEGIN();
+    extern __shared__ __align__(1024) char memory[];
+    auto &shared = *reinterpret_cast<Shared<C> *>(memory);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32,
+              n = static_cast<int>(blockIdx.x) * C::kWarps + warp;
+    if (params.boxes && threadIdx.x == 0) tensor_map_prefetch(&params.k_map), tensor_map_prefetch(&params.v_map);
+    dependency_release();
+    dependency_wait();
+    if (n >= params.jobs) return;
+    const Job job = find_job<C>(params, n, false, nullptr);
+    const fa_sequences &s = params.call.s;
+    if (s.given && job.counts && lane == 0) {
+        count_length_faults(params.call.faults, s.q, job.b, job.rows, 0);
+        count_length_faults(params.call.faults, s.k, job.b, fa_rows_of(&s.k, job.b, 0, s.packed_k), 1);
+    }
+    Ring<C> ring{params,
+                 job,
+                 memory + Shared<C>::kRoom + warp * C::kSlots * C::kSlotBytes,
+                 shared.full[warp],
+                 shared.valid[warp],
+                 job.tiles(job.first, job.last)};
+    ring.init();
+    ring.fill();
+    Rows<C> rows;
+    rows.row = shared.row[warp];
+    rows.load_queries(params, job);
+    rows.load_sight(params, job);
+    RingState<C::kSlots> at(0);
+    Chunk<C> group, chunk;
+    group.clear();
+#pragma unroll
+    for (int r = 0; r < C::kLaneRows; ++r) group.state[r].maximum = -INFINITY;
+#pragma unroll 1
+    for (int k = job.first; k < job.last; ++k) {
+        attend_chunk(params, job, ring, rows, at, chunk, k);
+        group.take(chunk, k == job.first);
+    }
+    write_chunk(params, job, group);
+    write_nothing<C>(params, job, lane, 32);
+}
+
+/* Block (job, part of the columns). */
+template <class C>
+__global__ void __launch_bounds__(C::kThreads) serve_fold_kernel(const __grid_constant__ Params params) {
+    FA_CHAOS_BEGIN();
+    __shared__ StateList list;
+    __shared__ Part parts[kFoldParts];
+    __shared__ int64_t joined[C::kWarps];
+    dependency_release();
+    const Job job = find_job<C>(params, params.first + static_cast<int>(blockIdx.x), false, joined);
+    if (job.count == 0) return dependency_wait(); // who waits for this kernel waits for serve_sm90_kernel, too
+    const Shares shares(job, params.parts.divisor * C::kWarps);
+    if (threadIdx.x < 32) list_states(list, shares);
+    __syncthreads();
+    const int y = static_cast<int>(blockIdx.y), blocks = static_cast<int>(gridDim.y);
+    dependency_wait();
+    fold_job<C>(params, job, Slots<C>(params, blockIdx.x), shares, list, C::kUnits * y / blocks,
+                C::kUnits * (y + 1) / blocks, parts);
+}
+
+} // namespace fa::sm90::serve

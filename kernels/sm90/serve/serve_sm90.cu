@@ -1,0 +1,320 @@
+/* serve_sm90: attention of few queries over long sequences on Hopper: decode, speculative steps.
+ *
+ * Dense, padded, packed and paged keys of any page size, lengths and tables on the device. One block or several take a
+ * kv head of a sequence (job.cuh); each of their warps takes chunks of 64 * 2^e keys, which it brings to its own
+ * ring of tiles (load.cuh), multiplies by mma.sync (chunk.cuh) and leaves as states of rows in workspace.
+ * They are folded in an order that only a sequence's keys fix (fold.cuh): who worked out which chunk changes no
+ * bit, so the number of blocks, the batch around a sequence and its storage do not either.
+ *
+ * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 256, rows of 16-byte chunks; no bias, no mask. Rows
+ * beyond 16 of a kv head (8 where head_dim is above 128) read its keys again.
+ *
+ * @arch sm_90a
+ * @instance d64_r8_f16 -DFA_COLUMNS=64 -DFA_ROWS=8 -DFA_ELEMENT=__half
+ * @instance d64_r8_bf16 -DFA_COLUMNS=64 -DFA_ROWS=8 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d64_r16_f16 -DFA_COLUMNS=64 -DFA_ROWS=16 -DFA_ELEMENT=__half
+ * @instance d64_r16_bf16 -DFA_COLUMNS=64 -DFA_ROWS=16 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_r8_f16 -DFA_COLUMNS=128 -DFA_ROWS=8 -DFA_ELEMENT=__half
+ * @instance d128_r8_bf16 -DFA_COLUMNS=128 -DFA_ROWS=8 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d128_r16_f16 -DFA_COLUMNS=128 -DFA_ROWS=16 -DFA_ELEMENT=__half
+ * @instance d128_r16_bf16 -DFA_COLUMNS=128 -DFA_ROWS=16 -DFA_ELEMENT=__nv_bfloat16
+ * @instance d256_r8_f16 -DFA_COLUMNS=256 -DFA_ROWS=8 -DFA_ELEMENT=__half
+ * @instance d256_r8_bf16 -DFA_COLUMNS=256 -DFA_ROWS=8 -DFA_ELEMENT=__nv_bfloat16
+ */
+#include <algorithm> // std::max, std::min
+#include <cuda_runtime.h>
+
+#include "common/launch.cuh"
+#include "fa.h"
+#include "sm90/common/tensor_map.h"
+#include "sm90/serve/kernel.cuh"
+
+namespace fa::sm90::serve {
+
+/* The plan's own part. */
+struct Own {
+    int columns, rows; // of the instance
+    int64_t jobs, tiles_m;
+    int64_t at_once;       // jobs of a launch
+    int parts, fold_parts; // blocks of a job
+    int slots, pairs;
+    bool clustered; // the parts of a job
+    bool brief;     // a job a warp
+};
+
+using Launch = fa_code(const Params &, const Own &, const fa_launch &);
+
+#ifdef FA_INSTANCE
+
+/* Launches a kernel that may start before the one before it has ended, in clusters of so many blocks. */
+template <class Kernel>
+fa_code launch_kernel(Kernel *kernel, dim3 blocks, int threads, size_t shared, const Params &params,
+                      const fa_launch &launch, int cluster = 1) {
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared;
+    config.stream = static_cast<cudaStream_t>(launch.stream);
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
+    if (shared > kSmemFree) FA_TRY(fa_allow_smem(kernel, shared, launch));
+    FA_CHAOS_ARM(launch.stream, launch);
+    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&config, kernel, params));
+    return FA_OK;
+}
+
+template <class C> fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
+    if constexpr (!Rows<C>::kShared)
+        if (own.brief) {
+            const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
+            return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
+        }
+    const dim3 blocks(static_cast<unsigned>(params.jobs * own.parts));
+    const dim3 fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
+    FA_TRY(launch_kernel(serve_sm90_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch,
+                         own.clustered ? own.parts : 1));
+    if (own.parts == 1 || own.clustered) return FA_OK;
+    return launch_kernel(serve_fold_kernel<C>, fold, C::kThreads, 0, params, launch);
+}
+
+#define FA_JOIN_(a, b) a##b
+#define FA_JOIN(a, b)  FA_JOIN_(a, b)
+fa_code FA_JOIN(serve_launch_, FA_INSTANCE)(const Params &params, const Own &own, const fa_launch &launch) {
+    return launch_shape<Config<FA_ELEMENT, FA_COLUMNS, FA_ROWS / 8>>(params, own, launch);
+}
+
+#else
+
+/* An instance as the host knows it, in both element types. */
+struct Form {
+    int columns, rows, blocks_per_sm, threads;
+    size_t shared, state; // state: of a pair of rows
+    Launch *launch[2];    // float16, bfloat16
+};
+template <int Columns, int Rows> constexpr Form form_of(Launch *f16, Launch *bf16) {
+    using C = Config<uint16_t, Columns, Rows / 8>;
+    return {Columns, Rows, C::kBlocksPerSm, C::kThreads, Shared<C>::bytes(), Slots<C>::bytes(1), {f16, bf16}};
+}
+#define FA_SERVE(D, R)      serve_launch_d##D##_r##R##_f16, serve_launch_d##D##_r##R##_bf16
+#define FA_SERVE_FORM(D, R) form_of<D, R>(FA_SERVE(D, R))
+Launch FA_SERVE(64, 8), FA_SERVE(64, 16), FA_SERVE(128, 8), FA_SERVE(128, 16), FA_SERVE(256, 8);
+static constexpr Form kForms[] = {FA_SERVE_FORM(64, 8), FA_SERVE_FORM(64, 16), FA_SERVE_FORM(128, 8),
+                                  FA_SERVE_FORM(128, 16), FA_SERVE_FORM(256, 8)};
+
+/* The first that has the columns, and if there is one the rows. */
+static const Form &form_for(int64_t columns, int64_t rows) {
+    const Form *found = nullptr;
+    for (const Form &form : kForms)
+        if (columns <= form.columns && (!found || (form.columns == found->columns && rows > found->rows)))
+            found = &form;
+    return *found;
+}
+
+constexpr int kFewest = 4;               // chunks of a block, at least
+constexpr int64_t kMostKeys = 8192;      // of a job that is shared equally, where lengths may differ
+constexpr int64_t kMostClustered = 4096; // keys of a job whose blocks are a cluster, where lengths may differ
+constexpr int64_t kMostRoom = 5;         // blocks of a job that there is room for where a cluster of 2 takes it
+
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* Whether its rows, if there are any, are 16-byte chunks that start at multiples of 16 bytes. */
+static bool takes_rows(const fa_operand &x, int64_t rows, fa_operand_name name, fa_why *why) {
+    if (rows == 0) return true; // whose strides say nothing
+    fa_reason reason = FA_WHY_NONE;
+    for (int axis = 0; axis < 3; ++axis)
+        if (x.stride[axis] % 8 || x.stride[axis] < 0) reason = FA_WHY_STRIDES;
+    if (x.stride[3] != 1) reason = FA_WHY_NOT_CONTIGUOUS;
+    if (reinterpret_cast<uintptr_t>(x.data) % 16) reason = FA_WHY_UNALIGNED;
+    if (reason != FA_WHY_NONE) fa_because(why, FA_REFUSES, reason, name, 0, 0);
+    return reason == FA_WHY_NONE;
+}
+
+static int64_t group_of(const fa_forward &p) { return p.heads_kv > 0 ? p.heads / p.heads_kv : 1; }
+
+/* Queries that a sequence has at most. */
+static int64_t queries_at_most(const fa_problem *problem) {
+    return problem->sequences.packed_q && !problem->sequences.q.starts ? 1 : problem->forward.seq_q;
+}
+
+/* Rows that a job of most sequences has at most: packed sequences are taken for equally long. */
+static int64_t rows_of_job(const fa_problem *problem) {
+    const fa_forward &p = problem->forward;
+    const fa_sequences &s = problem->sequences;
+    const int64_t queries = !s.packed_q ? p.seq_q : s.q.starts ? divide_up(p.seq_q, std::max<int64_t>(p.batch, 1)) : 1;
+    return queries * group_of(p);
+}
+
+/* Sequences whose rows one job holds, so that their keys are read once. Of packed queries shapes say only how many
+ * there are in all, and a sequence has one kernel in every batch. Of dense calls those with few jobs of few rows over
+ * many keys: one query of 32/8 heads of 128 columns takes 0.79 to 1.0 of mma_sm80's time on an H200 (4k to 128k keys,
+ * but 1.1 over 6,000), two of 28/4 heads 1.2. Others are as fast or faster there and on wgmma_sm90. */
+static fa_answer choose(const fa_problem *problem, const Form &form, const Own &own, int64_t sms, fa_why *why) {
+    constexpr int64_t kManyKeys = 4096, kFewRows = 4, kFewJobs = 14; // jobs: of so many multiprocessors one
+    const fa_sequences &s = problem->sequences;
+    const int64_t rows = queries_at_most(problem) * group_of(problem->forward);
+    if (s.given && !s.q.starts && rows <= form.rows) return FA_TAKES;
+    const bool few_jobs = own.jobs * kFewJobs <= sms && form.columns == 128 && problem->forward.seq_k >= kManyKeys;
+    if (!s.given && rows <= kFewRows && few_jobs)
+        return problem->batch_invariant ? fa_because(why, FA_DECLINES, FA_WHY_CHOICE_BY_BATCH, 0, 0, 0) : FA_TAKES;
+    return fa_because(why, FA_DECLINES, FA_WHY_FEW_ROWS, 0, 0, 0);
+}
+
+/* Keys that the queries of a sequence see at most, from the first to the last. */
+static int64_t keys_at_most(const fa_problem *problem) {
+    const fa_forward &p = problem->forward;
+    const int64_t queries = queries_at_most(problem);
+    if (problem->sequences.positions && queries > 1) return p.seq_k; // which may stand anywhere
+    const int64_t seen = std::min(p.left, FA_UNBOUNDED) + std::min(p.right, FA_UNBOUNDED) + queries;
+    return fa_clamp(seen, 0, p.seq_k);
+}
+
+/* Who works on what: a block on a job if those fill the device, else as many as there is room for. Where there is room
+ * for few, a cluster of two takes the job and needs no second kernel: 40 us where blocks that leave their states to
+ * serve_fold_kernel took 44 and clusters of four, which do not all fit at once, 58 (8 sequences of 4k keys, 32/8 heads,
+ * bfloat16, on an H200). */
+static void share(const fa_problem *problem, const Form &form, int64_t sms, int64_t keys, Own &own) {
+    const fa_forward &p = problem->forward;
+    const fa_sequences &s = problem->sequences;
+    const int64_t room = sms * form.blocks_per_sm, jobs = std::max<int64_t>(own.jobs, 1);
+    const int64_t most = std::max<int64_t>(std::min(divide_up(keys, kChunkKeys), int64_t(kMaxChunks)) / kFewest, 1);
+    const bool differ = s.given && p.batch > 1;
+    int64_t parts = 1;
+    if (jobs * 4 < sms * 3 || (s.given && jobs * 2 <= room)) parts = room / jobs;
+    if (differ) parts = std::max(parts, divide_up(keys, kMostKeys));
+    own.parts = static_cast<int>(std::min(parts, most));
+    own.clustered = s.given && !(differ && keys > kMostClustered) && own.parts > 1 && parts <= kMostRoom;
+    if (own.clustered) own.parts = 2;
+}
+
+/* Blocks that fold a job: as many as there is room for, and enough for each to fold the groups of its columns side by
+ * side where it has threads left over (fold_job). State after state, 94 of them are 12 reads of memory in a row. */
+static int fold_parts_of(const Form &form, const Own &own, int64_t sms) {
+    const int64_t units = form.columns / 8, groups = std::max<int64_t>(divide_up(own.slots - 1, kGroup), 1);
+    const int64_t parts = fa_clamp(sms / std::max<int64_t>(own.jobs, 1), 1, units), columns = own.pairs * 8 * groups;
+    const int64_t items = divide_up(units, parts) * own.pairs * 8;
+    const bool apart = items >= form.threads || items * groups <= kFoldParts || columns > kFoldParts;
+    return static_cast<int>(apart ? parts : divide_up(units, kFoldParts / columns));
+}
+
+static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const fa_forward &p = problem->forward;
+    if (p.head_dim > 256) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 256, 0, 0);
+    if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (std::max(p.seq_q * group_of(p), p.seq_k) >> kMaxLengthBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
+    const fa_sequences &s = problem->sequences;
+    const int64_t rows_q = s.packed_q ? p.seq_q : p.seq_q * p.batch, rows_k = s.pages.table
+                                                                                  ? s.pages.count * s.pages.size
+                                                                              : s.packed_k ? p.seq_k
+                                                                                           : p.seq_k * p.batch;
+    if (!takes_rows(p.q, rows_q, FA_OPERAND_Q, why) || !takes_rows(p.k, rows_k, FA_OPERAND_K, why) ||
+        !takes_rows(p.v, rows_k, FA_OPERAND_V, why))
+        return FA_REFUSES;
+
+    Own &own = fa_own<Own>(plan);
+    const int64_t group = group_of(p), most = queries_at_most(problem) * group;
+    const Form &form = form_for(p.head_dim, rows_of_job(problem));
+    own.columns = form.columns, own.rows = form.rows;
+    own.tiles_m = divide_up(most, form.rows);
+    own.jobs = (s.q.starts ? tiles_of_packed(p, group, form.rows) : p.batch * own.tiles_m) * p.heads_kv;
+    own.pairs = static_cast<int>((std::min<int64_t>(most, form.rows) + 1) / 2);
+    const int64_t keys = keys_at_most(problem), chunks = divide_up(keys, kChunkKeys);
+    own.slots = static_cast<int>(std::min<int64_t>(chunks + 1, kMaxChunks));
+    const int64_t sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
+    share(problem, form, sms, keys, own);
+    // So short a sequence leaves most warps of a block without work, and has one state.
+    own.brief = form.rows == 8 && p.seq_k <= kGroup * kChunkKeys && jobs >= 4 * sms && !s.q.starts && !s.k.starts;
+    own.fold_parts = fold_parts_of(form, own, sms);
+    if (own.jobs * own.parts > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
+    // Where FA_EXT_WORKSPACE_MB leaves no room for all jobs, one launch follows the other.
+    const int64_t each = own.brief ? 0 : own.slots * own.pairs * int64_t(form.state), limit = device->workspace_limit;
+    own.at_once = own.jobs;
+    if (own.jobs * each > limit) own.at_once = limit / each / p.heads_kv * p.heads_kv;
+    if (own.jobs && !own.at_once) return fa_because(why, FA_NOT_HERE, FA_WHY_STATE_WORKSPACE, 0, 0, 0);
+    plan->workspace_bytes = own.at_once * each;
+    plan->blocks = own.brief ? divide_up(own.jobs, form.threads / 32) : own.jobs * own.parts;
+    plan->threads = form.threads;
+    plan->smem_bytes = form.shared;
+    plan->keep = true;
+    return choose(problem, form, own, sms, why);
+}
+
+/* A box has 128 bytes of each row: more would be fetched twice. */
+constexpr CUtensorMapL2promotion kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+
+/* Keys of a box that lies in one page and one tile, or 0. */
+static int box_keys(const fa_forward &p, const fa_sequences &s, const fa_launch &launch) {
+    fa_why why;
+    const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
+    if (!launch.encode_tensor_map || rows == 0 || batch == 0 || batch >> 31) return 0;
+    if (!takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, rows, &why) ||
+        !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, rows, &why))
+        return 0;
+    const int64_t keys = s.pages.table ? std::min<int64_t>(rows & -rows, kTileKeys) : kTileKeys;
+    return keys >= 8 ? static_cast<int>(keys) : 0;
+}
+
+static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    const fa_forward &p = problem->forward;
+    const Own &own = fa_own<Own>(plan);
+    if (own.jobs == 0) return FA_OK;
+    Params params = {
+        .call = {p, problem->sequences, problem->extra, problem->faults},
+        .score = score_params(p),
+        .heads_kv = Divider::of(p.heads_kv),
+        .group = Divider::of(p.heads / p.heads_kv),
+        .page = Divider::of(std::max<int64_t>(1, std::min<int64_t>(problem->sequences.pages.size, INT32_MAX))),
+        .tiles_m = Divider::of(std::max<int64_t>(own.tiles_m, 1)),
+        .slots = own.slots,
+        .pairs = own.pairs,
+        .parts = Divider::of(own.parts),
+        .clustered = own.clustered,
+        .workspace = static_cast<char *>(launch->workspace),
+    };
+    fa_sequences &s = params.call.s;
+    if (!s.given) s.q.rows = p.seq_q, s.k.rows = p.seq_k;
+    if (!s.given) {
+        fa_entry entry = {p.seq_q, p.seq_k, 0, 0, p.diagonal, nullptr, p.key_begin, p.key_end};
+        params.dense = Sight::of(fa_entry_keys(&entry, p.left, p.right));
+    }
+    if (const int keys = box_keys(p, s, *launch)) {
+        params.boxes = keys;
+        const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
+        FA_TRY(tensor_map_encode(&params.k_map, *launch, p.k, p.dtype, p.head_dim, rows, p.heads_kv, batch, keys,
+                                 FA_OPERAND_K, kPromotion));
+        FA_TRY(tensor_map_encode(&params.v_map, *launch, p.v, p.dtype, p.head_dim_v, rows, p.heads_kv, batch, keys,
+                                 FA_OPERAND_V, kPromotion));
+    }
+    for (int64_t first = 0; first < own.jobs; first += own.at_once) {
+        params.first = static_cast<int>(first), params.jobs = static_cast<int>(std::min(own.at_once, own.jobs - first));
+        FA_TRY(form_for(p.head_dim, own.rows).launch[p.dtype == FA_BF16](params, own, *launch));
+    }
+    return FA_OK;
+}
+
+#endif
+
+} // namespace fa::sm90::serve
+
+#ifndef FA_INSTANCE
+FA_DEFINE_KERNEL(serve_sm90) = {
+    .abi = FA_KERNEL_ABI,
+    .op = FA_FORWARD,
+    .device = FA_CUDA,
+    .name = "serve_sm90",
+    .summary = "Hopper, few queries over long sequences: lengths, pages; chunks folded in an order of their own",
+    .cc_from = 90,
+    .cc_to = 90,
+    .dtypes = fa::kFloat16Bits,
+    .takes = FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_ALIBI | FA_WITH_LENGTHS | FA_WITH_PAGES |
+             FA_WITH_RANGES | FA_WITH_POSITIONS | FA_WITH_OUT_FLOAT32,
+    .plan = fa::sm90::serve::serve_plan,
+    .launch = fa::sm90::serve::serve_launch,
+};
+#endif
