@@ -1,6 +1,6 @@
-"""The figures in README.md and FIGURES.md, written from the committed evidence so that neither can drift from the other.
+"""The figures in README.md, FIGURES.md and the pages of bench/figures/, written from the committed evidence.
 
-Each block of a file between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by what the records under
+No page can drift from another: each block of a file between ``<!-- figures: NAME -->`` and ``<!-- end -->`` is replaced by what the records under
 bench/evidence/ hold now; what stands outside the blocks is left alone.
 """
 
@@ -21,8 +21,8 @@ from bench.commands import evidence
 from bench.contenders import peers
 from bench.recording import record
 
-SUMMARY = "write the figures of README.md and bench/FIGURES.md from the committed evidence"
-FILES = (machine.ROOT / "README.md", machine.ROOT / "bench" / "FIGURES.md")
+SUMMARY = "write the figures of README.md, bench/FIGURES.md and bench/figures/ from the committed evidence"
+FILES = (machine.ROOT / "README.md", machine.ROOT / "bench" / "FIGURES.md", *sorted((machine.ROOT / "bench" / "figures").glob("*.md")))
 EVIDENCE = machine.ROOT / "bench" / "evidence"
 GPU_RECORD, CPU_RECORD = EVIDENCE / "nvidia-h200.json", EVIDENCE / "intel-r-xeon-r-processor.json"
 H100_RECORD = EVIDENCE / "nvidia-h100-80gb-hbm3.json"
@@ -35,7 +35,7 @@ BACKWARD_PEERS = {CUDNN: "cuDNN", FLASH: "FlashAttention-2 (torch)", "flash-attn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", type=Path, action="append", help="repeatable; default: README.md and bench/FIGURES.md")
+    parser.add_argument("--file", type=Path, action="append", help="repeatable; default: README.md, bench/FIGURES.md and bench/figures/*.md")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file would change")
 
 
@@ -344,49 +344,57 @@ def _backward(records: dict, which: str = "gpu") -> str:
     return _markdown(columns, [line(case, cell) for case, cell in cells.items() if cell])
 
 
+SERVING_GROUPS = {
+    "one query, dense keys": r"D\d\w?", "one query, pages of 16, 64 or 256 keys": r"P1 .*", "one query, pages of 1 or 3 keys": r"P2 .*",
+    "one query, 512 to 65,536 keys": "R1", "one query, one sequence of 131,072 keys among 63 of 512": "R2",
+    "one query, short sequences and half-empty batches": "R3", "one query, with cu_seqlens_q": r".* packed", "1, 4 or 8 queries": "S1",
+    "one query, with options": "S2", "few queries, dense keys": "Q1", "prefill of equal lengths": r"V1( dense)?",
+    "prefill of drawn lengths": "V2", "prefill of short or empty sequences": "V3", "prefill, paged": "V4",
+    "a piece of a prompt": "C1", "a prompt beside single queries": "X1",
+}  # fmt: skip
 SERVING_PEERS = {CUDNN: "cuDNN, dense", "flash-attn-3": "FlashAttention-3", "vllm-flash-attn-3": "vLLM's", "flashinfer": "flashinfer"}
 
 
 def _serving(records: dict) -> str:
-    """The cells of the preset: microseconds, the fastest peer over the fastest kernel, and the rate of reading keys and values
+    """The cases of the preset: microseconds, the fastest peer over the fastest kernel, and the rate of reading keys and values
     as a share of the best read rate of the run."""
-    cells = [(name, case, _cell(records["gpu"], str(case), "cold")) for name, cases in problems.CELLS.items() for case in cases]
-    if not any(cell for _, case, cell in cells if case.operation == "serving"):
+    cells = [(case, _cell(records["gpu"], str(case), "cold")) for cases in problems.CELLS.values() for case in cases]
+    if not any(cell for case, cell in cells if case.operation == "serving"):
         return "The record holds no figures over sequences yet."
-    measured = {name for _, _, cell in cells for run in cell for name in run["contenders"]}
+    measured = {name for _, cell in cells for run in cell for name in run["contenders"]}
     shown = [name for name in SERVING_PEERS if name in measured]
     read = record.context_of(records["gpu"], "measure").get("ceilings", {}).get("read_gbs")
 
-    def line(name: str, case: problems.Problem, cell: list[dict]) -> list:
+    def line(case: problems.Problem, cell: list[dict]) -> list:
         times, ours, ratio = _against_peers(cell)
         taken = times.get(ours)
         share = f"{100 * case.key_bytes() / (taken * 1e-6) / 1e9 / read:.0f}%" if taken and read else "-"
-        return [name, *_sizes(case), f"`{ours}`" if ours else "-", _microseconds(taken), *(_microseconds(times.get(n)) for n in shown),
+        return [f"`{_line(case)}`", f"`{ours}`" if ours else "-", _microseconds(taken), *(_microseconds(times.get(n)) for n in shown),
                 f"{ratio:.2f}" if ratio else "-", share]  # fmt: skip
 
-    columns = ["cell", "B, heads, queries x keys", "pages or storage", "kernel", "us", *(SERVING_PEERS[n] for n in shown),
-               "best peer / ours", "K and V read, of the best rate"]  # fmt: skip
-    return _markdown(columns, [line(*entry) for entry in cells if entry[2]])
+    columns = ["case", "kernel", "us", *(SERVING_PEERS[n] for n in shown), "best peer / ours", "K and V read, of the best rate"]
+    return _markdown(columns, [line(*entry) for entry in cells if entry[1]])
+
+
+def _line(case: problems.Problem) -> str:
+    """The line of a case; of many lengths the first three."""
+    words = str(case).split(",")
+    words[2] = re.sub(r"^((?:[^+]+\+){3})(?:[^+]+\+){5,}.*", r"\1...", words[2])
+    return ",".join(words)
 
 
 def _serving_groups(records: dict) -> str:
-    """What the cells of the preset have in common, and on each GPU the fastest peer over the fastest kernel."""
+    """For each group of cases of the preset the fastest peer over the fastest kernel on each GPU."""
     lines = []
-    for group in dict.fromkeys(map(_group, problems.CELLS)):
-        cases = [case for name, of in problems.CELLS.items() if _group(name) == group for case in of if case.operation not in ("merge", "append")]
+    for group, named in SERVING_GROUPS.items():
+        cases = [case for name, of in problems.CELLS.items() if re.fullmatch(named, name) for case in of]
         line = [group, len(cases)]
         for which in GPUS:
             ratios = [_against_peers(_cell(records[which], str(case), "cold"))[2] for case in cases]
             known = [ratio for ratio in ratios if ratio]
             line += [_mean(known), f"{min(known):.2f}" if known else "-"]
-        if cases:
-            lines.append(line)
-    return _markdown(["cells", "how many", *(f"{gpu}: {what}" for gpu in GPUS.values() for what in ("mean", "least"))], lines)
-
-
-def _group(name: str) -> str:
-    """The group of a cell: decoding is one, and so are single queries with cu_seqlens_q."""
-    return "single queries, packed" if name.endswith(" packed") else "D" if name.startswith("D") else name.partition(" ")[0]
+        lines.append(line)
+    return _markdown(["cases", "how many", *(f"{gpu}: {what}" for gpu in GPUS.values() for what in ("mean", "least"))], lines)
 
 
 def _against_peers(cell: list[dict]) -> tuple[dict[str, float | None], str, float | None]:
@@ -394,18 +402,6 @@ def _against_peers(cell: list[dict]) -> tuple[dict[str, float | None], str, floa
     times = {n: _value(cell, n) for run in cell for n in run["contenders"]}
     ours = min((n for n in times if n not in peers.PEERS), key=lambda n: times[n] or math.inf, default="")
     return times, ours, min((r for n in SERVING_PEERS if ours and (r := _over(cell, ours, n))), default=None)
-
-
-def _sizes(case: problems.Problem) -> tuple[str, str]:
-    """What a problem over sequences, or a dense one, is called in a table: sizes, storage and options."""
-    batch, heads, lengths = (word[1:] for word in str(case).split(",")[:3])
-    if len(lengths) >= 40:
-        lengths = f"{min(case.n_k):,} to {max(case.n_k):,}"
-    storage = getattr(case, "k", "dense")
-    if storage == "paged":
-        storage = f"{case.page_size}" + " HND" * (case.layout == "bhsd")
-    options = [word for word in ("window", "softcap", "sinks", "alibi") if getattr(case, word)]
-    return f"{batch}, {heads}, {lengths}", ", ".join([storage, *options])
 
 
 def _moves(records: dict) -> str:

@@ -1,6 +1,7 @@
 """Sequences of any length in the laboratory: their lines, operands and judge, kernels and peers, the command."""
 
 import dataclasses
+import re
 import types
 
 import numpy as np
@@ -321,13 +322,19 @@ def test_the_table_of_sequences():
     }
     contexts = {"here": {"ceilings": {"read_gbs": 4600.0}}}
     lines = tables._serving({"gpu": {"cells": cells, "contexts": contexts, "parts": {}}}).splitlines()
-    assert lines[0].startswith("| cell | B, heads, queries x keys | pages or storage | kernel | us | cuDNN, dense | flashinfer |")
+    assert lines[0].startswith("| case | kernel | us | cuDNN, dense | flashinfer |")
     assert lines[2:] == [
-        "| D1 | 1, 32/8, 1x4096 | dense | `serve_sm90` | 4.00 | 6.00 | - | 1.50 | 91% |",
-        "| P1 D1 | 1, 32/8, 1x4096 | 16 HND | `serve_sm90` | 4.00 | 6.00 | 5.00 | 1.25 | 91% |",
-        "| R1 | 64, 32/8, 512 to 65,536 | 16 | `serve_sm90` | 1,000 | - | 900 | 0.90 | 93% |",
-        "| S2 | 16, 32/8, 1x4096 | 16, sinks | `simt` | 50.0 | - | - | - | 117% |",
+        f"| `{CELLS['D1'][0]}` | `serve_sm90` | 4.00 | 6.00 | - | 1.50 | 91% |",
+        f"| `{CELLS['P1 D1'][3]}` | `serve_sm90` | 4.00 | 6.00 | 5.00 | 1.25 | 91% |",
+        f"| `{CELLS['R1'][0]}` | `serve_sm90` | 1,000 | - | 900 | 0.90 | 93% |",
+        f"| `{CELLS['S2'][2]}` | `simt` | 50.0 | - | - | - | 117% |",
     ]
+    assert tables._line(CELLS["V2"][0]).startswith("B32,H32/8,S852+1057+2059+...,D128,")
+
+
+def test_each_case_of_sequences_is_in_one_group_of_the_table():
+    for name in CELLS:
+        assert len([named for named in tables.SERVING_GROUPS.values() if re.fullmatch(named, name)]) == 1, name
 
 
 def test_measure_times_sequences(capfd):
