@@ -49,7 +49,7 @@ def matrices(layers: int, width: int, seq: int, vocab: int) -> dict[str, np.ndar
     """The weights that both models begin with, float32, to be copied, by name: {"words", "places", and for layer n from 0 on "n.into", "n.out",
     "n.up", "n.down"}, each (inputs, outputs), to be multiplied from the right. Beside them a model has the gains of its norms, ones
     at first. Norms and products have no biases: with them the loss on this text jumps and stays near ln 512 for hundreds of steps,
-    whatever the attention (``bench/LOG.md``)."""
+    whatever the attention (``bench/log/training.md``)."""
     draws, w = np.random.default_rng(0), width
     shapes = {"words": (vocab, w), "places": (seq, w)}
     for n in range(layers):

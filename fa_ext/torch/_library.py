@@ -1,7 +1,7 @@
 """How operators come to ``torch.ops.fa_ext``.
 
 ``torch.library.custom_op`` puts a layer around the kernel that looks for aliases among its results, and one above it for autograd,
-also where there is no derivative: about as long as the kernel and torch's dispatcher take on the host (``bench/LOG.md``).
+also where there is no derivative: about as long as the kernel and torch's dispatcher take on the host (``bench/log/calls.md``).
 """
 
 import inspect

@@ -14,7 +14,7 @@
  * At head_dim 128 dT(n - 1) is stored under S(n) and dP(n), and dK(n - 1) waited for there: at 64 registers are short.
  *
  * P stays in float32 until dT is made of it. Products of P and dP - delta, both rounded to bfloat16, save instructions,
- * but gave gradients 1.2 to 1.4 times the error (bench/LOG.md).
+ * but gave gradients 1.2 to 1.4 times the error (bench/log/wgmma_fused_backward_sm90.md).
  *
  * dQ is a step late, so that nobody waits for the other warpgroup's dT. What a warpgroup waits for by itself is what
  * decides: LSE and delta were 700 of 4,200 cycles a step where each was read after its product was there, and the proxy

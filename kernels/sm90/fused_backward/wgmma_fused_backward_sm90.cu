@@ -221,7 +221,7 @@ static int64_t key_tiles_of(const fa_forward &f) { return f.batch * f.heads_kv *
 
 /* Whether CTAs that take turns hardly wait for one another: several tiles for each, and not many tiles a head of few
  * steps. The ordered instance is then as fast or faster in any order too: it neither clears sums nor reads all of them
- * again (an H100: bench/LOG.md). */
+ * again (an H100: bench/log/wgmma_fused_backward_sm90.md). */
 static bool turns_are_short(const fa_forward &f, const fa_device_info *device) {
     return key_tiles_of(f) >= 5 * device->sm_count && 2 * f.seq_q >= f.seq_k;
 }
@@ -242,8 +242,9 @@ static bool keys_are_few(const fa_forward &f, const fa_device_info *device, doub
            kIdle * busy_share(key_tiles_of(f), device->sm_count, evenness);
 }
 
-/* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/LOG.md). That one computes head_dim 96 at
- * 96 columns, this one at 128, which takes it 1.12 to 1.14 times as long. */
+/* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/log/wgmma_fused_backward_sm90.md).
+ * wgmma_backward_sm90 computes head_dim 96 at 96 columns, this kernel at 128, which takes it 1.12 to 1.14 times as
+ * long. */
 static bool fused_is_faster(const fa_forward &f, const fa_device_info *device, const FusedOwn &own) {
     constexpr int kNarrow = 96;
     if (own.index > 0 ? f.head_dim <= kNarrow || f.seq_k < 1024 : std::min(f.seq_q, f.seq_k) < 128) return false;

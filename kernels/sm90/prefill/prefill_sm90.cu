@@ -111,8 +111,8 @@ static Extent key_extent(const fa_problem *problem) {
 
 /* Calls that say nothing of sequences are faster on wgmma_sm90. Few queries are faster on mma_sm80, but not with pages
  * that come by TMA: there mma_sm80 took 1.0 to 2.0 times as long on an H200 for one query each (pages of 16, 64 and 256
- * keys, 2k to 128k of them, 1 to 128 sequences; bench/LOG.md). Lengths on the device count for nothing, and neither
- * does how many sequences or tokens there are: a sequence has one kernel in every batch. */
+ * keys, 2k to 128k of them, 1 to 128 sequences; bench/log/serve_sm90.md). Lengths on the device count for nothing, and
+ * neither does the number of sequences or tokens: a sequence has one kernel in every batch. */
 static fa_answer choose(const fa_problem *problem, fa_why *why) {
     constexpr int kFewDense = 16, kFewRows = 64; // of queries; of queries and heads
     const fa_forward &p = problem->forward;
