@@ -115,7 +115,8 @@ typedef struct fa_dropout {
     const uint32_t *state;
 } fa_dropout;
 
-/* What is no array. Zeroed before it is filled: two calls have the same options if these bytes are the same. */
+/* The options that are not arrays. Zeroed before it is filled: two calls have the same options if the bytes are equal.
+ */
 typedef struct fa_options {
     double scale;
     double softcap;
@@ -213,7 +214,7 @@ typedef struct fa_merge {
     fa_dtype out_dtype, lse_dtype, sinks_dtype;
 } fa_merge;
 
-/* What the backward pass can differentiate by. */
+/* The operands that have gradients. */
 typedef enum fa_grad { FA_GRAD_Q, FA_GRAD_K, FA_GRAD_V, FA_GRAD_BIAS, FA_GRAD_SINKS, FA_GRAD_COUNT } fa_grad;
 
 /* Gradients of attention. P = exp(s - lse) is never renormalised: with the lse and out of all keys, a call over some of
@@ -256,8 +257,9 @@ typedef struct fa_append {
 /* Operations. A kernel is of one; the order of kernels.def counts within an operation. */
 typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_BACKWARD, FA_APPEND, FA_OP_COUNT } fa_op;
 
-/* What a problem may ask for that a kernel may lack: a bit each, and the words after "takes no". A kernel takes what
- * its `takes` names and nothing else, so that every kernel refuses a new bit until its author adds it. */
+/* The features that a problem may ask for and a kernel may lack: a bit each, and the words after "takes no". A kernel
+ * takes the features that its `takes` names and no others, so that every kernel refuses a new bit until its author adds
+ * it. */
 #define FA_FEATURES(X)                                                                                                 \
     X(BIAS, "bias")                                                                                                    \
     X(MASK, "boolean mask")                                                                                            \
@@ -300,7 +302,7 @@ typedef struct fa_extra {
 
 typedef struct fa_fault_board fa_fault_board; /* faults.h */
 
-/* What every operation has, then its own. */
+/* The fields of every operation, then those of each. */
 typedef struct fa_problem {
     fa_op op;
     fa_device device;
@@ -318,7 +320,7 @@ typedef struct fa_problem {
     fa_sequences sequences; /* of a forward and an append: what its batch entries are */
     void *workspace;        /* the caller's, for the plan's workspace_bytes; NULL: allocated at the launch */
     fa_fault_board *faults; /* where a kernel on a device counts bad contents of index arrays; NULL: nowhere */
-    bool (*stopped)(void);  /* see fa_stopped(); NULL: nobody stops the call */
+    bool (*stopped)(void);  /* see fa_stopped(); NULL: the call is not stopped */
 } fa_problem;
 
 /* On the CPU: whether the caller has given the call up, so that what is left of it may be left out: nobody reads the
@@ -332,7 +334,8 @@ typedef struct fa_context fa_context; /* device.h */
 /* Libraries that are opened at run time, where they are installed. */
 typedef enum fa_library_name { FA_CUBLAS, FA_LIBRARY_COUNT } fa_library_name;
 
-/* What a plan may ask about a device. Plain values: the description of a device that is not here serves as well. */
+/* The properties of a device that a plan may use. Plain values: the description of a device that is not here serves as
+ * well. */
 typedef struct fa_device_info {
     fa_device device;
     char name[128];
@@ -429,7 +432,7 @@ typedef struct fa_host {
     void (*loop)(int threads, int64_t count, fa_cpu_step step, const void *context);
 } fa_host;
 
-/* What a launch gets beside the problem and the plan. */
+/* Given to a launch beside the problem and the plan. */
 typedef struct fa_launch {
     const fa_host *host;
     fa_context *context;

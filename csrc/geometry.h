@@ -36,7 +36,7 @@ typedef struct fa_pages {
     int64_t size;         /* keys a page */
 } fa_pages;
 
-/* What the sequences of a call are; all 0 in a dense call. */
+/* The sequences of a call; all 0 in a dense call. */
 typedef struct fa_sequences {
     fa_lengths q, k; /* of paged keys k.rows is width * size */
     fa_pages pages;
@@ -121,7 +121,7 @@ FA_INLINE int64_t fa_used(const fa_lengths *lengths, int64_t b, int64_t room) {
     return lengths->used ? fa_clamp(fa_index(lengths->used, b), 0, room) : room;
 }
 
-/* What the index arrays hold of a sequence: an element of each; anything where there is no such array. */
+/* The elements of the index arrays that belong to a sequence; any value stands for an absent array. */
 typedef struct fa_words {
     int32_t used_q, used_k, key_begin, key_end;
     int32_t end_q, end_k; /* the starts of the next one */
@@ -200,7 +200,7 @@ FA_INLINE fa_span fa_entry_keys(const fa_entry *e, int64_t left, int64_t right) 
     return fa_seen_keys(e, left, right, first, last);
 }
 
-/* What column `column` in row b of the table holds. */
+/* The entry of the table in row b and column `column`. */
 FA_INLINE int32_t fa_page_entry(const fa_pages *pages, int64_t b, int64_t column) {
     return fa_index(pages->table, b * pages->stride + column);
 }

@@ -42,7 +42,7 @@ FA_PHILOX void fa_dropout_set(fa_dropout *dropout, const uint32_t *words) {
     if (words[7]) dropout->heads = words[7];
 }
 
-/* What a kernel drops by: `given`, with what its state holds at this moment. For one thread of a block, once. */
+/* The parameters that a kernel drops by: `given`, with its state read now. One thread of a block calls this, once. */
 FA_PHILOX fa_dropout fa_dropout_read(const fa_dropout *given) {
     fa_dropout dropout = *given;
     if (given->state) fa_dropout_set(&dropout, given->state);
@@ -64,7 +64,7 @@ FA_PHILOX bool fa_dropout_keeps(const fa_dropout *dropout, int64_t batch, int64_
     return (j & 8 ? two >> 16 : two & 0xffff) >= dropout->threshold;
 }
 
-/* What a kept weight is multiplied by: one over the probability that it is kept; 0 where none is. */
+/* The factor of a kept weight: one over the probability that it is kept; 0 where none is. */
 FA_PHILOX double fa_dropout_scale(const fa_dropout *dropout) {
     return dropout->threshold < 65536 ? 65536.0 / (65536 - (int)dropout->threshold) : 0;
 }

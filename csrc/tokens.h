@@ -22,7 +22,7 @@ FA_INLINE fa_token fa_token_fault(fa_token token, fa_fault_kind kind, int64_t in
     return token;
 }
 
-/* What its position makes of a token that has a place. */
+/* A token that has a place, with the rotation of its position. */
 FA_INLINE fa_token fa_token_rotated(const fa_append *p, fa_token token) {
     if (p->cos.data && (token.position < 0 || token.position >= p->table_rows))
         return fa_token_fault(token, FA_FAULT_position, token.row, token.position);

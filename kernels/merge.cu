@@ -43,7 +43,8 @@ struct Parts {
     fa_part part[kArguments];
 };
 
-/* What the kernel needs beside the parts. Axes of operands, here and of the parts: batch, outer, inner, head_dim. */
+/* The arguments of the kernel beside the parts. Axes of operands, here and of the parts: batch, outer, inner, head_dim.
+ */
 struct Args {
     fa_operand out, lse, sinks; // sinks: stride[1], stride[2]
     int64_t batch, outer, inner;
@@ -97,8 +98,8 @@ template <typename T> __device__ __forceinline__ uint32_t rounded(const float *x
         return word_of(__floats2bfloat162_rn(x[0], x[1]));
 }
 
-/* What one load brings: 16 bytes as words, which nvcc keeps in the registers that they came in (of 16-bit elements it
- * makes a register each, and waits for one load before the next), or one element. */
+/* The result of one load: 16 bytes as words, which nvcc keeps in the registers that they came in (it gives 16-bit
+ * elements a register each, and waits for one load before the next), or one element. */
 template <typename T, int N> using Loaded = std::conditional_t<N == 1, T, uint4>;
 
 __device__ __forceinline__ void add_word(float (&sum)[4], float, float w, uint32_t word, int at) {
@@ -149,7 +150,7 @@ __device__ __forceinline__ int64_t step_of(const Args &a, const fa_operand &x) {
     return a.outer_step * x.stride[1] + a.inner_step * x.stride[2];
 }
 
-/* What a row's LSEs make of its parts. */
+/* The weights of a row's parts, from their LSEs. */
 struct Weights {
     float origin, lse;
     float factor; // of the parts' weights: their sum is 1, or with a sink less

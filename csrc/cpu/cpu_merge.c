@@ -102,7 +102,7 @@ static void write_out(const fa_merge *p, const row *r) {
     }
 }
 
-/* What the threads of a launch share. */
+/* Shared by the threads of a launch. */
 typedef struct shared {
     const fa_merge *problem;
     const own *own;

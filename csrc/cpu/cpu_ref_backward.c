@@ -34,19 +34,19 @@ typedef struct key {
     double k[FA_MAX_HEAD_DIM], v[FA_MAX_HEAD_DIM];
 } key;
 
-/* What one pair contributes. */
+/* Contribution of one pair. */
 typedef struct pair {
     double weight, ds, dt; /* P with dropout's factor, dS, dT */
 } pair;
 
-/* What a thread works with. */
+/* Scratch memory of one thread. */
 typedef struct scratch {
     query x[TILE];
     key y[TILE];
     double first[TILE][FA_MAX_HEAD_DIM], second[TILE][FA_MAX_HEAD_DIM]; /* sums of a task */
 } scratch;
 
-/* What the threads of a launch share. */
+/* Shared by the threads of a launch. */
 typedef struct shared {
     const fa_problem *problem;
     scratch *scratch; /* one each */

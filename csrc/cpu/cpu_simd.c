@@ -165,7 +165,7 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     return FA_TAKES;
 }
 
-/* What the threads of a launch share. */
+/* Shared by the threads of a launch. */
 typedef struct shared {
     const fa_problem *problem;
     const own *own;

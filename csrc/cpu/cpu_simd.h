@@ -1,4 +1,4 @@
-/* What cpu_simd.c and its instances (one for each instruction set and arithmetic type) know of each other. */
+/* The interface between cpu_simd.c and its instances (one for each instruction set and arithmetic type). */
 #ifndef FA_CPU_SIMD_H
 #define FA_CPU_SIMD_H
 

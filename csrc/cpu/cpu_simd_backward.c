@@ -116,7 +116,7 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     return FA_TAKES;
 }
 
-/* What the threads of a launch share. The workspace holds the scratch of each thread, then rows of dq: one set a thread
+/* Shared by the threads of a launch. The workspace holds the scratch of each thread, then rows of dq: one set a thread
  * by heads, else the sums of all kv heads, then the shares of each chunk that is beside others. */
 typedef struct shared {
     const fa_problem *problem;

@@ -1,4 +1,4 @@
-/* What the kernels of the backward pass on the CPU share: pairs one at a time, and the gradient of the sinks. */
+/* Shared by the kernels of the backward pass on the CPU: pairs one at a time, and the gradient of the sinks. */
 #ifndef FA_CPU_GRADIENT_H
 #define FA_CPU_GRADIENT_H
 
@@ -17,7 +17,7 @@ static inline fa_span fa_keys_of(const fa_forward *f, int64_t i) {
     return fa_row_keys(&entry, f->left, f->right, fa_position(&entry, i));
 }
 
-/* What is the same for all pairs of a query. */
+/* Values that all pairs of a query share. */
 typedef struct fa_query {
     int64_t batch, head, index;
     fa_span keys; /* that it may see through causal and window */

@@ -59,8 +59,8 @@ INLINE void store_factors(real *row, int first, vword even, vword odd, uint32_t 
 #endif
 }
 
-/* What the weights of a query and keys [key, key + keys) are multiplied by; returned is where in `row`, which has room
- * for DROPOUT_ROOM(keys), they begin: key % 16 of the whole's keys after its beginning. */
+/* Writes the factors of the weights of a query and keys [key, key + keys) to `row`, which has room for
+ * DROPOUT_ROOM(keys), and returns where they begin: key % 16 of the whole's keys after the beginning of `row`. */
 static const real *dropout_row(const fa_dropout *dropout, int64_t batch, int64_t head, int64_t query, int64_t key,
                                int keys, real *row) {
     const uint32_t i = (uint32_t)query + dropout->origin[2], j = (uint32_t)key + dropout->origin[3];

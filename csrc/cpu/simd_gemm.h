@@ -16,7 +16,8 @@
 #include "cpu/simd_plain.h"
 #endif
 
-/* What fits the registers beside the operands, at most 8: (32 - 1 - 4) / 4 = 6 columns against 4 vectors with AVX-512.
+/* The number that fits the registers beside the operands, at most 8: (32 - 1 - 4) / 4 = 6 columns against 4 vectors
+ * with AVX-512.
  */
 #define NR_FITTING(mr) ((VECTOR_REGISTERS - 1 - (mr)) / (mr) < 8 ? (VECTOR_REGISTERS - 1 - (mr)) / (mr) : 8)
 #ifdef FA_CPU_NR

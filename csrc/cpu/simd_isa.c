@@ -65,7 +65,7 @@ bool fa_isa_here(fa_isa isa) {
 #endif
 }
 
-/* What a test forces instead of FA_EXT_CPU_ISA. */
+/* The instruction set that a test forces instead of FA_EXT_CPU_ISA. */
 static char forced[64];
 
 fa_answer fa_isa_choose(const fa_device_info *device, int *isa, fa_why *why) {
@@ -87,6 +87,6 @@ fa_answer fa_simd_takes_scale(const fa_forward *p, fa_why *why) {
 
 /* ---- for tests ---- */
 
-/* What FA_EXT_CPU_ISA does, for the calls from now on; "" or NULL: nothing. No other call may run meanwhile. */
+/* Does for later calls what FA_EXT_CPU_ISA does; "" or NULL forces nothing. No other call may run meanwhile. */
 FA_EXPORT void fa_cpu_simd_force(const char *isa_name);
 void fa_cpu_simd_force(const char *isa_name) { snprintf(forced, sizeof forced, "%s", isa_name ? isa_name : ""); }

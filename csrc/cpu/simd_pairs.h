@@ -233,7 +233,7 @@ static real delta_of(work *w, int n) {
     return rest - dlse;
 }
 
-/* What dout is where there is none: an element for all places. */
+/* Stands for an absent dout: one element for all places. */
 static const double nothing = 0;
 
 static void read_tile(work *w, int64_t head, int64_t row) {

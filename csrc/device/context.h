@@ -1,4 +1,4 @@
-/* What a context holds, for the files that are its own: context.c, device.c, device_none.c. */
+/* The contents of a context, for the files that are its own: context.c, device.c, device_none.c. */
 #ifndef FA_CONTEXT_H
 #define FA_CONTEXT_H
 

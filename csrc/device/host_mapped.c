@@ -35,7 +35,7 @@ fa_code fa_stream_capturing(void *stream, bool *capturing, fa_status *status) {
     return FA_OK;
 }
 
-#else /* a build without CUDA: nobody has a device to ask for */
+#else /* a build without CUDA has no device */
 
 fa_code fa_mapped_alloc(size_t bytes, void **host, void **device, fa_status *status) {
     (void)bytes, (void)host, (void)device;

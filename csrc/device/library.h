@@ -6,7 +6,7 @@
 
 #include "fa.h"
 
-/* What a context knows of them. */
+/* The libraries that a context has found. */
 typedef struct fa_libraries {
     pthread_mutex_t lock;
     char *path[FA_LIBRARY_COUNT]; /* NULL, or the file to try first */

@@ -2,7 +2,7 @@
  *
  * OpenMP says how many threads there are; the loops run on a pool of this process, since a parallel region of OpenMP
  * ends only when each of its threads has run, and on a busy machine one of them may not get a core for milliseconds.
- * Here the caller does all steps that nobody else has begun, and waits only for those that were begun.
+ * Here the caller does all steps that no other thread has begun, and waits only for those that were begun.
  *
  * A loop lies on its caller's stack, in a list as long as others may join. Workers sleep on one condition; before that
  * they look for a new loop for kSpins turns, since calls often follow each other closely. The pool grows to the most
@@ -114,7 +114,7 @@ bool fa_cpu_stopped(void) {
 
 /* ---- loops ---- */
 
-/* False where none was left, or nobody wants them any more. */
+/* False where no step was left, or the call was stopped. */
 static bool do_step(loop *of, int thread) {
     if (fa_cpu_stopped()) atomic_store_explicit(&of->begun, of->count, memory_order_relaxed);
     const int64_t n = atomic_fetch_add_explicit(&of->begun, 1, memory_order_relaxed);
@@ -202,7 +202,7 @@ static void grow(int wanted) {
     pthread_sigmask(SIG_SETMASK, &callers, NULL);
 }
 
-/* Until nobody works on a loop that is no longer listed. Under the lock. */
+/* Waits until no thread works on a loop that is no longer listed. Under the lock. */
 static void wait_for_helpers(loop *of) {
     struct timespec until;
     while (atomic_load_explicit(&of->running, memory_order_acquire) > 0) {

@@ -11,8 +11,8 @@
  * has none of its parent's threads. */
 int fa_cpu_threads(void);
 
-/* What a caller is asked meanwhile, on its own thread, every 50 ms: whether the call is to stop. Then loops begin no
- * step any more, and fa_cpu_stopped() is true in those that were begun. Zeroed but for the first two. */
+/* Asks the caller on its own thread, every 50 ms, whether the call is to stop. After a yes loops begin no further step,
+ * and fa_cpu_stopped() is true in those that were begun. All fields but the first two are zeroed. */
 typedef struct fa_cpu_watch {
     bool (*stops)(void *context);
     void *context;
@@ -28,8 +28,8 @@ void fa_cpu_watch_end(fa_cpu_watch *watch);
 /* Of the calling thread's watch, or that of the loop it helps with. For fa_problem's `stopped`. */
 bool fa_cpu_stopped(void);
 
-/* fa_host's loop. The calling thread is number 0, does what nobody else has begun, and waits for no thread that has
- * begun nothing. Several threads may call it at once. */
+/* fa_host's loop. The calling thread is number 0, does the steps that no other thread has begun, and waits for no
+ * thread that has begun nothing. Several threads may call it at once. */
 void fa_cpu_loop(int threads, int64_t count, fa_cpu_step step, const void *context);
 
 #endif

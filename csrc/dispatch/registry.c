@@ -52,7 +52,7 @@ static fa_dtype dtype_of(const fa_problem *problem) {
     return problem->op == FA_APPEND ? problem->append.dtype : problem->forward.dtype;
 }
 
-/* What a kernel that takes or declines a batch_invariant call says of one batch entry by itself: kernels differ in
+/* The answer to one batch entry by itself, of a kernel that takes or declines a batch_invariant call: kernels differ in
  * their bits, so the number of entries must not choose among them. */
 static fa_answer answer_of_one(const fa_kernel *kernel, const fa_problem *problem, const fa_device_info *device,
                                fa_answer answer, fa_why *why) {

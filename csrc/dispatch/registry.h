@@ -9,8 +9,8 @@ const fa_kernel *fa_kernel_at(int index);
 /* NULL when no kernel of the operation has that name. */
 const fa_kernel *fa_kernel_find(fa_op op, const char *name);
 
-/* What `kernel` says to `problem` on a device such as `device`: `plan` is filled if it takes or declines, `why` unless
- * it takes. The one place where `device`, `dtypes`, `takes` and compute capabilities of a kernel are applied. */
+/* The answer of `kernel` to `problem` on a device such as `device`: `plan` is filled if it takes or declines, `why`
+ * unless it takes. The one place where `device`, `dtypes`, `takes` and compute capabilities of a kernel are applied. */
 fa_answer fa_kernel_ask(const fa_kernel *kernel, const fa_problem *problem, const fa_device_info *device, fa_plan *plan,
                         fa_why *why);
 

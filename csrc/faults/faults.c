@@ -8,7 +8,7 @@
 
 #define MAX_DEVICES 64
 
-/* What the host keeps of a device's board. */
+/* The host's side of a device's board. */
 typedef struct counted {
     fa_fault_board *board, *on_device;
     uint64_t before[FA_FAULT_COUNT]; /* counts when it was last cleared */

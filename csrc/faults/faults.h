@@ -56,7 +56,7 @@ fa_code fa_faults_check(const fa_faults *faults, fa_status *status);
 /* The board of a CUDA device, which is current, as kernels on it see it; made at the first call. */
 fa_code fa_fault_board_get(fa_context *context, fa_device device, fa_fault_board **board, fa_status *status);
 
-/* What kernels on a CUDA device have met since the last call that cleared: without waiting for any of them. */
+/* The faults that kernels on a CUDA device have met since the last call that cleared. Waits for no kernel. */
 void fa_fault_board_read(fa_context *context, fa_device device, bool clear, fa_faults *faults);
 
 #ifdef __cplusplus

@@ -217,7 +217,7 @@ static fa_code read_sequences(const fa_append_request *request, fa_problem *prob
     return FA_OK;
 }
 
-/* What is written meets nothing else, but for out, which may be q itself, and the caches, which may lie in one array.
+/* Written arrays overlap nothing else, except out, which may be q itself, and the caches, which may lie in one array.
  */
 static fa_code check_apart(const fa_append_request *request, fa_status *status) {
     const fa_request *r = &request->forward;

@@ -14,7 +14,7 @@ typedef struct fa_backward_request {
 
 /* "q", ..., "sinks" */
 const char *fa_grad_name(fa_grad grad);
-/* What messages call an array of grads=: grads["q"], ... */
+/* The name of an array of grads= in messages: grads["q"], ... */
 const char *fa_grads_item(fa_grad grad);
 
 /* Validates `request` and fills `problem`. Wanted gradients that are not given get the strides of a new C-contiguous

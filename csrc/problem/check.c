@@ -1,4 +1,4 @@
-/* What the validation of every operation shares. See check.h. */
+/* Shared by the validation of every operation. See check.h. */
 #include "problem/check.h"
 
 #include <stdio.h>

@@ -1,4 +1,4 @@
-/* What the validation of every operation shares. Each failure names the argument, what was given and what is accepted;
+/* Shared by the validation of every operation. Each failure names the argument, what was given and what is accepted;
  * `first` is the array that decides for the call, and `first_name` the argument it is. */
 #ifndef FA_CHECK_H
 #define FA_CHECK_H
@@ -50,8 +50,8 @@ void fa_view_contiguous(fa_view *view);
 /* Each element has memory of its own. */
 bool fa_view_distinct(const fa_view *view);
 
-/* What any description is checked for, with strides in elements: extents that are not negative, products and offsets
- * that fit 64 bits, aligned data. */
+/* Checks any description, with strides in elements: extents are not negative, products and offsets fit 64 bits, data
+ * is aligned. */
 fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status);
 fa_code fa_check_device(const char *name, const fa_view *view, const char *first_name, const fa_view *first,
                         fa_status *status);

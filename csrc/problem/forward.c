@@ -299,7 +299,7 @@ static void contiguous_lse(fa_problem *problem) {
     fa_lse_operand(&problem->forward.lse, &view);
 }
 
-/* What the call asks for that a kernel may lack. */
+/* The features that the call asks for and a kernel may lack. */
 static uint32_t features_of(const fa_problem *problem) {
     const fa_forward *p = &problem->forward;
     return fa_sequences_features(&problem->sequences) | (p->bias.data ? FA_WITH_BIAS : 0) |

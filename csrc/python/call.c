@@ -1,4 +1,4 @@
-/* What calls of all operations have in common: arrays, kernel and stream, and the way from a plan to the results. */
+/* Shared by calls of all operations: arrays, kernel and stream, and the way from a plan to the results. */
 #include "call.h"
 
 #include <stdlib.h>

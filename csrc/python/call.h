@@ -50,7 +50,7 @@ fa_code fa_gil_take(fa_gil *gil, fa_code code, fa_status *status);
 fa_code fa_arrays_run(fa_state *state, const fa_array *array, int count, fa_problem *problem, const fa_plan *plan,
                       const fa_device_info *info, const fa_stream *stream, bool joins, fa_status *status);
 
-/* What calls of all operations have. A struct of an operation's own begins with it. */
+/* The fields of calls of all operations. A struct of an operation's own begins with it. */
 typedef struct fa_call {
     fa_bound bound;
     fa_array *array; /* those that are there; the first decides for the others */
@@ -98,8 +98,8 @@ fa_code fa_call_describe(fa_state *state, fa_call *call, PyObject *device, fa_de
 /* The stream that results are made on. */
 fa_stream fa_call_result_stream(const fa_call *call);
 
-/* What an operation does about its results, all NULL at first: makes those that are absent, with the device current;
- * hands over what the caller gets. */
+/* The hooks of an operation for its results, all NULL at first: one makes those that are absent, with the device
+ * current, one hands over what the caller gets. */
 typedef struct fa_ending {
     fa_code (*make)(fa_state *state, fa_call *call, fa_result *results, fa_status *status);
     PyObject *(*give)(fa_state *state, fa_call *call, fa_result *results);

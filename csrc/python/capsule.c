@@ -1,4 +1,5 @@
-/* What the module hands to programs in C and to XLA: capsules, and what fa_ext/jax asks while it traces. */
+/* The module's interface to programs in C and to XLA: capsules, and the values that fa_ext/jax reads while it traces.
+ */
 #include "c_api/c_api.h"
 #include "call.h"
 #include "xla/ffi.h"

@@ -17,7 +17,7 @@ static PyObject *exception_of(fa_state *state, fa_code code) {
 
 PyObject *fa_raise(fa_state *state, const fa_status *status) {
     if (status->code != FA_EPYTHON) {
-        /* What was given may be cut inside a character, and a path or a variable need not be UTF-8. */
+        /* A message may be cut inside a character, and a path or a variable in it need not be UTF-8. */
         PyObject *text = PyUnicode_DecodeUTF8(status->message, (Py_ssize_t)strlen(status->message), "replace");
         if (text) PyErr_SetObject(exception_of(state, status->code), text);
         Py_XDECREF(text);

@@ -27,7 +27,7 @@ typedef struct xla_version {
 /* The newest minor known to keep the places below. */
 #define XLA_MINOR 5
 
-/* What a handler says of itself when it is registered. */
+/* The description that a handler registers with. */
 typedef struct xla_metadata {
     size_t size;
     xla_version version;

@@ -196,8 +196,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (int64_t first = int64_t(blockIdx.x) * work.tokens; first < work.rows; first += int64_t(blocks) * work.tokens) {
         const int64_t left = work.rows - first;
         const int tokens = left < work.tokens ? static_cast<int>(left) : work.tokens, units = tokens * work.units;
-        /* What is copied does not depend on where it goes: the first of it is on its way while one warp, which has
-         * nothing to copy where a block has few units, finds that out. */
+        /* The data to copy does not depend on where it goes: its first part is on its way while one warp, which has
+         * nothing to copy where a block has few units, looks up the places. */
         if (threadIdx.x >= kThreads - kWarp) {
             const int n = threadIdx.x % kWarp;
             replaced[n] = 0;

@@ -12,7 +12,7 @@ constexpr int kTokens = 32; // the most of a block: a lane of one warp each
 constexpr int kRows = 4;    // of a unit: rows of one token and operand, that a group of lanes reads at a time
 constexpr int kAhead = 8;   // starts a lane reads at a time
 
-/* What the host works out for a launch. */
+/* Computed on the host for a launch. */
 struct Work {
     int64_t rows;          // of k and q, one after another over all batch entries
     int tokens;            // a block
@@ -101,7 +101,7 @@ __device__ __forceinline__ void find_row(const fa_append &p, const fa_sequences 
     if (!s.packed_q && !p.slots) batch = n / p.rows, row = n - batch * p.rows;
 }
 
-/* What becomes of row n of k: by one warp, for a row of each lane that has one. Counts its fault, once. */
+/* Finds where row n of k goes: one warp, a row a lane where it has one. Counts its fault, once. */
 __device__ __forceinline__ fa_token find_token(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
                                                int64_t n, bool has, bool counts) {
     int64_t batch, row;

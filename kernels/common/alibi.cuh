@@ -16,7 +16,7 @@ __device__ __forceinline__ float slope_of(const fa_operand &alibi, int64_t batch
     return isfinite(slope) ? slope : NAN;
 }
 
-/* What a slope takes from the score of a key at a distance. */
+/* The amount that a slope takes from the score of a key at a distance. */
 __device__ __forceinline__ float taken_by(float slope, float distance) { return within_limit(slope * fabsf(distance)); }
 
 /* A bias less that, within the limit of a bias; for a bias within it, or infinite, that does not exclude the key. */

@@ -26,7 +26,7 @@ constexpr int kSmemEntries = 1024, kSmemProbes = 16; // of fa_smem_allowed
 
 } // namespace fa
 
-/* What a kernel's file ends in: `FA_DEFINE_KERNEL(name) = {.abi = FA_KERNEL_ABI, ...};`. */
+/* The end of a kernel's file: `FA_DEFINE_KERNEL(name) = {.abi = FA_KERNEL_ABI, ...};`. */
 #define FA_DEFINE_KERNEL(name)                                                                                         \
     extern "C" FA_EXPORT const fa_kernel fa_kernel_##name;                                                             \
     const fa_kernel fa_kernel_##name

@@ -17,7 +17,7 @@ namespace fa {
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 
-/* What turns a product into a score; made on the host in float64, once a launch. */
+/* Turns a product into a score; made on the host in float64, once a launch. */
 struct ScoreParams {
     float scale_log2; // scale * log2(e): the whole transformation where there is neither softcap nor bias
     float scale_cap;  // scale / softcap

@@ -41,16 +41,16 @@ __device__ __forceinline__ float maximum_score(float maximum, float factor) {
     return is_wide(c) ? round_score(maximum, factor) : c;
 }
 
-/* What rounding to T adds to the weight 2^(product scale - shift) of a row's highest score, of which the shift is made.
- * P V takes weights rounded. This one is 1 but for the rounding of the shift, which in float16 counts where scores
- * exceed 5,700. Taken into the sum, it makes of a row that one key decides that key's value. */
+/* The amount that rounding to T adds to the weight 2^(product scale - shift) of a row's highest score, from which the
+ * shift is made. P V takes rounded weights. This weight is 1 up to the rounding of the shift, which in float16 counts
+ * where scores exceed 5,700. With this amount in the sum a row that one key decides has that key's value. */
 template <typename T> __device__ __forceinline__ float weight_rounding(float product, float scale, float shift) {
     if (is_wide(shift)) return 0.0f;
     const float weight = exp2_fast(fmaf(product, scale, -shift));
     return to_float(from_float<T>(weight)) - weight;
 }
 
-/* What is subtracted from scores for the maximum m: m itself, but 0 while no key was visible, since -inf - -inf is NaN.
+/* Subtracted from scores for the maximum m: m itself, but 0 while no key was visible, since -inf - -inf is NaN.
  */
 __device__ __forceinline__ float softmax_shift(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 

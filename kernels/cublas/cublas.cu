@@ -37,8 +37,8 @@ constexpr size_t kLibraryBytes = 4 << 20;
 
 size_t library_bytes(const fa_device_info *device) { return device->cc >= 90 ? kLibraryBytesSm90 : kLibraryBytes; }
 
-/* What a chunk covers at most, the plan's own part. Either all heads of `batches` entries, or `heads` of one: whole
- * groups of query heads that share a key head, or a divisor of a group. */
+/* The most that a batch of rows covers, the plan's own data. Either all heads of `batches` entries, or `heads` of one:
+ * whole groups of query heads that share a key head, or a divisor of a group. */
 struct Tiling {
     int64_t rows, heads, batches, ld;
 

@@ -31,7 +31,7 @@ struct Chunk {
     int64_t count; // rows of all heads; like `keys`, less than 2^30
 };
 
-/* What else changes single scores. */
+/* The options that change single scores. */
 struct ScoreOptions {
     float cap_log2;   // softcap * log2(e), as in ScoreParams
     fa_operand alibi; // as in fa_extra
@@ -75,7 +75,7 @@ template <typename T> struct Row {
         end = keys.empty() ? 0 : int(keys.end - c.key_begin);
     }
 
-    /* What is added to the score of a key: its bias, which `at` (bias_row()) leads to, less what ALiBi takes. */
+    /* The amount added to the score of a key: its bias, to which `at` (bias_row()) leads, less what ALiBi takes. */
     __device__ __forceinline__ float added(int64_t at, int64_t key) const {
         const float bias = p.bias.data ? bias_of(p, at, key) : 0.0f;
         if (slope == 0.0f || bias == -INFINITY) return bias;

@@ -1,4 +1,4 @@
-/* What the kernels of simt_backward share: a tile of pairs of queries and keys in shared memory, its scores and
+/* Shared by the kernels of simt_backward: a tile of pairs of queries and keys in shared memory, its scores and
  * weights, and products with them.
  *
  * The threads form a grid of kSide x kSide; a thread holds the pairs (ty + 16 i, tx + 16 j) of owner and streamed rows,
@@ -31,7 +31,7 @@ struct Tile {
     }
 };
 
-/* What the host works out, beside the problem. A pair is a batch entry's kv head. */
+/* Computed on the host, beside the problem. A pair is a batch entry's kv head. */
 struct Work {
     fa::ScoreParams score;
     float2 *rows; // (pairs, group, seq_q): LSE, +inf where the query sees no key, and delta

@@ -23,7 +23,7 @@ namespace fa::simt {
 
 __device__ __forceinline__ float4 load4(const float *p) { return *reinterpret_cast<const float4 *>(p); }
 
-/* What sees which keys in general_scores(): a band, or what the caller gives. */
+/* The keys that a query sees in general_scores(): a band, or a value from the caller. */
 __device__ __forceinline__ KeyBand sight_of(const fa_forward &p, int64_t row0, int64_t key0) {
     return key_band(p, row0, key0);
 }

@@ -1,10 +1,10 @@
-/* The simt kernel for what has more than dense arrays: sequences of any length, paged keys, positions, ALiBi, dropout,
- * float32 results. Its steps on a block of keys are those of simt/kernel.cuh.
+/* The simt kernel for calls with more than dense arrays: sequences of any length, paged keys, positions, ALiBi,
+ * dropout, float32 results. Its steps on a block of keys are those of simt/kernel.cuh.
  *
  * The tile follows from head_dim alone, its rows are counted from the first query of its sequence and its blocks of
  * keys from the first key that they see: so the bits of a sequence depend on that sequence alone. Lengths and tables
  * are read here and nowhere else; a row of keys is found through an index of the block's rows in shared memory, in
- * which a key that nobody may look at has no page. */
+ * which a key that no query sees has no page. */
 #pragma once
 
 #include "common/alibi.cuh"  // slope_of, with_alibi
@@ -27,7 +27,7 @@ struct KeyRow {
     int64_t page, row;
 };
 
-/* What the threads of a block share beside the buffers of the tile. */
+/* Shared by the threads of a block, beside the buffers of the tile. */
 template <Tile t> struct Shared {
     KeyRow key[t.groups][t.block_n];
     QueryRow query[t.block_m];
@@ -153,7 +153,7 @@ template <typename T, Tile t> struct RowLoader {
     }
 };
 
-/* What general_scores() asks of the rows of one warp and the keys of one block. */
+/* The visibility that general_scores() needs for the rows of one warp and the keys of one block. */
 struct Sight {
     const QueryRow *query;
     const KeyRow *key;
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
 
         if constexpr (t.groups > 1) lane.merge_groups(smem);
         if (lane.group == 0) lane.finish(c, o, spot, head);
-        __syncthreads(); // everybody is done with what is shared
+        __syncthreads(); // all threads are done with the shared memory
     }
 }
 

@@ -265,7 +265,7 @@ template <typename T> void find_chunks(const fa_forward &p, const Tile &tile, Op
     o->out_chunks = takes_chunks<T>(p.out, p.head_dim_v, 4);
 }
 
-/* What the dense instances lack. */
+/* The features that only the serving instances have. */
 constexpr uint32_t kServed = FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS |
                              FA_WITH_OUT_FLOAT32 | FA_WITH_ALIBI | FA_WITH_DROPOUT;
 

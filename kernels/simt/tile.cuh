@@ -70,7 +70,7 @@ template <typename T> constexpr int chunk_width(const Tile &t) {
     return t.vec ? t.vec : 16 / static_cast<int>(sizeof(T));
 }
 
-/* What the host works out once a launch. */
+/* Computed on the host, once a launch. */
 struct Options {
     ScoreParams score;
     int64_t tiles;                                 // of the whole launch

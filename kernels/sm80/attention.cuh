@@ -13,7 +13,7 @@
  * and with it the tile's bias and mask, and V while Q K^T runs, two barriers a tile.
  *
  * No phases are counted: a thread waits for its own copies (cp.async groups, in their order), then __syncthreads joins
- * all warps, both that every copy of the tile is there and that nobody reads the stage which is filled next. */
+ * all warps: every copy of the tile is there, and no warp reads the stage that is filled next. */
 #pragma once
 
 #include "common/convert.cuh" // from_float
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_kernel(const
     };
     const int warp_query = block_query + warp_m * C::kWarpRows;
     const Sight kept = sight_of(warp_query);
-    // What is made of again(x) is made anew for each tile.
+    // Values computed from again(x) are computed anew for each tile.
     auto again = [](int x) {
         asm volatile("" : "+r"(x));
         return x;

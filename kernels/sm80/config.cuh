@@ -1,4 +1,4 @@
-/* What a launch of the mma.sync kernel is made of: the tile shape of an instance, the arguments, the place of a block.
+/* The parts of a launch of the mma.sync kernel: the tile shape of an instance, the arguments, the place of a block.
  */
 #pragma once
 
@@ -22,7 +22,7 @@ struct MmaShape {
     int blocks_per_sm;       // that registers are to allow
 };
 
-/* What an instance takes. */
+/* The calls that an instance takes. */
 enum class Surface {
     kPlain,   // scores are products: the scale (> 0) is folded into the exponent; rows of Q, K and V are 16-byte chunks
     kBiased,  // scale of any sign, softcap up to kMaxFastCap, bias, boolean mask; rows of all are chunks
@@ -52,7 +52,8 @@ template <typename T_, int kHeadDim_, MmaShape kShape, Surface kSurface> struct 
     static constexpr int kTileBytes = kTileN * kRowBytes; // one tile of K or of V
     static constexpr int kSharedBytes = kQueryBytes + 2 * kStages * kTileBytes;
 
-    /* What a warp with key part > 0 hands over: output, maxima and sums, a column of 32 floats each. */
+    /* The values that a warp of a later split of the keys hands over: output, maxima, sums, a column of 32 floats each.
+     */
     static constexpr int kMergeValues = kRowTiles * (kHeadDim / 2 + 4);
     static_assert((kWarpsN - 1) * kWarpsM * kMergeValues * 32 * 4 <= 2 * kStages * kTileBytes,
                   "the merge reuses the K and V tiles");

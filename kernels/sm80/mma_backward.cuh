@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
 
     const Sight of_block = sight_of<C::kQueries>(args.visible, own, C::kOwn, seq_q);
     const Sight kept = sight_of<C::kQueries>(args.visible, warp_own, C::kWarpRows, seq_q);
-    // What is made of again(x) is made anew for each step, where registers are short.
+    // Values computed from again(x) are computed anew for each step, where registers are short.
     const auto again = [](int x) {
         if constexpr (C::kRowTiles > 1) asm volatile("" : "+r"(x));
         return x;

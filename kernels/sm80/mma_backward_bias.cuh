@@ -3,7 +3,7 @@
  * A block owns a tile of pairs, or where the bias has extent 1 along queries or keys the tiles of that axis, and walks
  * over all that its elements are summed over, batch entries and heads among them, adding up in registers. Where so few
  * blocks would be left that the device is not filled, the walk is cut into parts, whose sums backward_bias_sum() adds
- * in their order. One tile of each operand, two barriers a tile: before the copies (everybody has done with the last
+ * in their order. One tile of each operand, two barriers a tile: before the copies (all threads are done with the last
  * ones) and after each thread's wait for its own. */
 #pragma once
 

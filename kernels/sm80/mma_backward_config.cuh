@@ -1,4 +1,4 @@
-/* What a launch of mma_backward_sm80 is made of: tile shapes, arguments, the place of a block, who sees whom.
+/* The parts of a launch of mma_backward_sm80: tile shapes, arguments, the place of a block, visible pairs.
  *
  * Every kernel here has a side of its own and a side that streams past. Queries own: dq, keys stream. Keys own: dk and
  * dv, the queries of all heads of their group stream. "Own rows" and "other rows" are meant so throughout. */
@@ -31,7 +31,7 @@ struct BackwardShape {
     int blocks;    // a multiprocessor, that registers are to allow
 };
 
-/* What an instance can do beside the plain walk. */
+/* The options that an instance has beside the plain walk. */
 enum class Options {
     kNone,
     kGeneral,  // softcap, bias, boolean mask, rows of any alignment
@@ -114,7 +114,7 @@ template <bool kQueries> __device__ __forceinline__ Span<int> seen_by(const Band
     return {max(query - visible.right, 0), min(query + visible.left + 1, seq_q)};
 }
 
-/* What some row, and what every row, of a tile of own rows sees. */
+/* The rows that some row, and those that every row, of a tile of own rows sees. */
 struct Sight {
     Span<int> some, all;
 };

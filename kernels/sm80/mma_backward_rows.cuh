@@ -1,5 +1,5 @@
-/* What mma_backward_sm80 knows of each query before it walks: LSE and delta = dout . out - dlse; and dsinks, which is a
- * sum over them. */
+/* The values of each query that mma_backward_sm80 needs before it walks: LSE and delta = dout . out - dlse; and dsinks,
+ * which is a sum over them. */
 #pragma once
 
 #include <math.h> // INFINITY

@@ -32,7 +32,7 @@ template <int kRowTiles, int kStep, class Body> __device__ __forceinline__ void 
             for (int j = 0; j < kStep / 8; ++j) body(r, j, e, 16 * r + e / 2 * 8, 8 * j + e % 2);
 }
 
-/* What is added to each score: the bias, or -inf where the pair is excluded. ALiBi aside. */
+/* The amount added to each score without ALiBi: the bias, or -inf where the pair is excluded. */
 template <bool kQueries, int kRowTiles, int kStep>
 __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPlace &place,
                                           Scores<kRowTiles, kStep> &bias) {

@@ -328,7 +328,7 @@ int64_t section_of(const fa_forward *p, const fa_device_info *device) {
     int64_t section = 1;
     if (p->right != FA_UNBOUNDED && bytes > 0)
         section = int64_t(device->l2_bytes / 2) / bytes * (p->heads / p->heads_kv);
-    const int64_t sections = section > 0 && pairs > section ? pairs / section : 1; // none is much smaller than others
+    const int64_t sections = section > 0 && pairs > section ? pairs / section : 1; // of about equal size
     return section < 1 ? 1 : divide_up(pairs, sections);
 }
 

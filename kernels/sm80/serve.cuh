@@ -3,8 +3,8 @@
  *
  * Tiles of keys are walked from the first to the last. While one is at work the next is on its way by cp.async, row by
  * row, and the keys after it are looked up. No phases are counted: a thread waits for its own copies, then
- * __syncthreads joins all warps, both that every copy of the tile is there and that nobody reads the stage and the
- * places that are filled next. A warp without rows loads, and does nothing else.
+ * __syncthreads joins all warps: every copy of the tile is there, and no warp reads the stage and the places that are
+ * filled next. A warp without rows loads, and does nothing else.
  *
  * States of chunks are folded through workspace, where a lane finds what it wrote itself; of a sequence in parts the
  * last state of each part stays there, and fold_parts() joins them. */
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_serve(const 
         place_rows(args, job, shared);
         const ServeUnit<C> unit(args, shared.job, shared, shared_address(memory));
         if (unit.exists()) unit.run();
-        __syncthreads(); // everybody is done with what is shared
+        __syncthreads(); // all threads are done with the shared memory
     }
 }
 
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(128) fold_parts(const __grid_constant__ ServeA
         if (chunks.parts(args) > 1)
             for (int row = threadIdx.x / 32; row < job.count; row += 4)
                 FoldRow<kHeadDim>(args, job, Slots(args, job), chunks, row).template write<T>(args, job, row);
-        __syncthreads(); // everybody is done with what is shared
+        __syncthreads(); // all threads are done with the shared memory
     }
 }
 

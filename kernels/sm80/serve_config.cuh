@@ -1,4 +1,4 @@
-/* mma_sm80 for what has more than dense arrays: the shape of an instance and what a launch reads of its call.
+/* mma_sm80 for calls with more than dense arrays: the shape of an instance, and the values that a launch reads.
  *
  * A tile has 64 rows: the pairs of a query and a query head of one K/V head, row query * pack + head, so that K and V
  * are read once for all heads that share them; with dropout, which counts by queries, the queries of one head (pack 1).
@@ -46,7 +46,7 @@ struct ServeArgs {
     int parts;            // units of a sequence, at most
     bool cuts;            // sequences of few rows are cut into chunks
     bool chunk_parts;     // a part is a chunk
-    bool whole;           // a unit takes all chunks; workspace has what it folds: groups, then all before
+    bool whole;           // a unit takes all chunks; workspace: partials of a group of chunks, of all before
     bool slots_by_query;  // a slot is a row of out, else a row of a tile
     bool chunks_q, chunks_k, chunks_v, chunks_o; // whether 16-byte chunks are aligned
 };
@@ -62,6 +62,6 @@ struct ServeRow {
 struct KeyPlace {
     int64_t k, v;
 };
-constexpr int64_t kNowhere = INT64_MIN; // of a key that nobody may look at
+constexpr int64_t kNowhere = INT64_MIN; // of a key that no query sees
 
 } // namespace fa::sm80

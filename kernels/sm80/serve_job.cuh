@@ -85,7 +85,7 @@ __device__ __forceinline__ Job find_job(const ServeArgs &args, int64_t n, int64_
     return job_of(args, find_sequence(args.call, b, joined), packed_head, 1 + int(rest - b * (args.parts - 1)));
 }
 
-/* What the threads of a block share beside the tiles. The job lies here, too: registers are few. */
+/* Shared by the threads of a block, beside the tiles. The job lies here, too: registers are few. */
 template <class C> struct ServeShared {
     static constexpr int kPlaces = 3; // of tiles: at work, on its way, looked up
     static_assert(C::kThreads / 32 >= kFewestWarps);

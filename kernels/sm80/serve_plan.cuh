@@ -11,7 +11,7 @@
 
 namespace fa::sm80 {
 
-/* What the dense instances lack. */
+/* The features that only the serving instances have. */
 constexpr uint32_t kServed = FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS |
                              FA_WITH_OUT_FLOAT32 | FA_WITH_ALIBI | FA_WITH_DROPOUT;
 

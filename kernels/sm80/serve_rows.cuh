@@ -73,8 +73,8 @@ template <class C> struct ServeRows : MmaWarp<C> {
             for (int e = 0; e < 4; ++e) body(s[0][j][e], e / 2, 8 * j + e % 2);
     }
 
-    /* What ALiBi takes from this lane's scores: slope times distance, within the limit of a bias. `row`: of the tile,
-     * the lane's first; `key`: the lane's first. */
+    /* The amount that ALiBi takes from this lane's scores: slope times distance, within the limit of a bias. `row` is
+     * the lane's first row of the tile, `key` the lane's first key. */
     struct Slopes {
         ServeRow mine[2];
         int key;

@@ -30,7 +30,7 @@ __device__ __forceinline__ float sink_of(const MmaArgs &args, int64_t head, int 
     return bounded(load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0] + row * args.sink_row));
 }
 
-/* What one warp keeps from tile to tile, and its part of the work. */
+/* The state of one warp from tile to tile, and its part of the work. */
 template <class C> struct MmaWarp {
     using T = typename C::T;
     static constexpr int kRowTiles = C::kRowTiles, kKeys = C::kKeys, kSteps = C::kHeadDim / 16;

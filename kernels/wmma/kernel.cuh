@@ -18,7 +18,7 @@
 
 namespace fa::wmma_row {
 
-/* What a launch adds to the problem. */
+/* Added to the problem by a launch. */
 struct Params {
     fa_forward p;
     ScoreOptions options;

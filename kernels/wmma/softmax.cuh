@@ -23,7 +23,7 @@ __device__ __forceinline__ Span<int> narrow(const KeyRange &range) {
 
 constexpr int kStripRows = 16;
 
-/* What an owner lane knows of its row. */
+/* An owner lane's state of its row. */
 struct OwnedRow {
     int row;
     Span<int> keys; // that the row sees; none for a row past the end

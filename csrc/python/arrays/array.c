@@ -19,7 +19,7 @@ static fa_code ask_grad_off(fa_array *array, const fa_array *first, fa_status *s
     return FA_OK;
 }
 
-/* What takes part in autograd would lose its gradients silently, unless gradients are off. */
+/* A tensor that takes part in autograd would lose its gradients silently, unless gradients are off. */
 static fa_code refuse_grad(fa_array *array, const fa_array *first, fa_status *status) {
     FA_TRY(ask_grad_off(array, first, status));
     if (array->grad_off) return FA_OK;

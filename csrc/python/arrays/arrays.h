@@ -41,7 +41,7 @@ int fa_flag_ask(const fa_flag *flag, PyObject *object);
 fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byte_strides, fa_status *status);
 int64_t fa_view_elements(const fa_view *view);
 PyObject *fa_shape_tuple(int ndim, const int64_t *shape);
-/* What an argument of this name may hold, for messages. */
+/* The dtypes that an argument of this name may have, for messages. */
 const char *fa_accepted_dtypes(const char *name);
 /* Reads a type string such as "<f2". *unclear is set for the two-byte void that stands for bfloat16 in places. */
 fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bool *unclear, fa_status *status);
@@ -61,7 +61,7 @@ fa_code fa_numpy_dtype_read(fa_state *state, const char *name, PyObject *dtype, 
 PyObject *fa_numpy_over(fa_state *state, const fa_view *view, PyObject *owner);
 /* A copy of it, C-contiguous: strides may be any. */
 PyObject *fa_numpy_copy_of(fa_state *state, const fa_view *view);
-/* What __array__(dtype, copy) makes of an array: itself, or a copy; NULL with an exception. Steals it. */
+/* The result of __array__(dtype, copy) of an array: itself, or a copy; NULL with an exception. Steals the array. */
 PyObject *fa_numpy_converted(PyObject *array, PyObject *dtype, PyObject *copy);
 /* C-contiguous NumPy array of what `object` holds (a new reference, maybe `object` itself). */
 PyObject *fa_numpy_contiguous(PyObject *object);

@@ -77,8 +77,8 @@ static void add_consumer(device_array *array, void *stream) {
         array->consumer = SEVERAL;
 }
 
-/* What a library that took the array has queued must end before the memory is used again. Its stream may be gone by
- * now; then the whole device is waited for. */
+/* The work that a library queued on the array must end before the memory is used again. The library's stream may be
+ * gone by now; then this waits for the whole device. */
 static void await_consumer(const device_array *array, void *stream) {
     fa_status ignored;
     void *consumer = array->consumer;
@@ -241,7 +241,7 @@ static void drop_exported(exported *memory, PyObject *owner) {
 static void delete_plain(DLManaged *managed) { drop_exported((exported *)managed, managed->context); }
 static void delete_versioned(DLManagedVersioned *managed) { drop_exported((exported *)managed, managed->context); }
 
-/* A capsule that nobody consumed still owns its tensor. */
+/* A capsule that was not consumed still owns its tensor. */
 static void destroy_capsule(PyObject *capsule) {
     if (PyCapsule_IsValid(capsule, "dltensor")) {
         DLManaged *managed = PyCapsule_GetPointer(capsule, "dltensor");

@@ -1,4 +1,4 @@
-/* What the two kernels of wgmma_backward_sm90 share: what a call is to them, scores to weights and back, results.
+/* Shared by the two kernels of wgmma_backward_sm90: the call's description, scores to weights and back, results.
  *
  *     queries.cuh   LSE and delta of each query, to memory; dq
  *     keys.cuh      dk and dv
@@ -22,7 +22,7 @@ namespace fa::sm90 {
 
 inline constexpr uint64_t kEvictNormal = 0x1000000000000000;
 
-/* What both kernels know of a call. A pair is a batch entry's kv head; a launch does some of them, with the query heads
+/* The call as both kernels see it. A pair is a batch entry's kv head; a launch does some of them, with the query heads
  * that belong to them. */
 struct BackwardCall {
     ShiftedBand visible; // keys of the call

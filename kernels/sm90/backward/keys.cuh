@@ -17,7 +17,7 @@
  * the next phase of each ends after the same phase of empty, kv_empty or tile_empty, where each warp arrives for
  * itself, past its own wait. Of those only the producer's thread waits.
  *
- * Why nobody waits for ever: a warpgroup that waits for `full` of a step holds at most the stage of the step before,
+ * Why every wait ends: a warpgroup that waits for `full` of a step holds at most the stage of the step before,
  * hence two stages; it holds none while it skips.
  *
  * Shared memory: keys and values [key stage][warpgroup][slab][64][64], Q and dO [stage][slab][kTileQ][64], swizzled;

@@ -17,7 +17,7 @@
  * warpgroup whose turn it is with the other's arrival; the other arrives again past its own next turn, for which it
  * waits until this one, past the barrier, has passed the turn on.
  *
- * Why nobody waits for ever: a warpgroup that waits for `full` of a step holds at most the stage of the step before,
+ * Why every wait ends: a warpgroup that waits for `full` of a step holds at most the stage of the step before,
  * hence two stages, and no turn. Each takes one turn a step, also of steps that it skips, in the same order of steps;
  * it waits for its turn once `full` of its step is there, and the other, whose turn comes first, is at that step or the
  * one before: what that one needs is there too. */

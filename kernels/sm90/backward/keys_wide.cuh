@@ -18,7 +18,7 @@
  * producer's thread waits. weights_full and weights_empty join a warp to the one with its number in the other
  * warpgroup, and each of the two waits in every phase before it allows the next.
  *
- * Why nobody waits for ever, with two stages of Q and one of dO: take S(0), dP(0), then for each n P(n), dV(n), dT(n),
+ * Why every wait ends, with two stages of Q and one of dO: take S(0), dP(0), then for each n P(n), dV(n), dT(n),
  * dK(n), S(n + 1), dP(n + 1), and Q(n) and dO(n), which the producer loads in turns, before S(n) and dP(n). Each waits
  * for what comes before it alone: Q(n + 1) for P(n - 1) and dK(n - 1), whose stage is freed once dP(n) is issued; dO(n
  * + 1) for dP(n) and dV(n), whose stage is freed once S(n + 1) is issued; P(n) for dT(n - 2). With one stage of Q, Q(n
@@ -128,7 +128,7 @@ template <class C> __device__ __forceinline__ void wide_keys_produce(const KeysP
     }
 }
 
-/* What both roles know of the tile at hand: 64 keys, a thread's are `key` and `key` + 8. */
+/* The current tile, for both roles: 64 keys, of which a thread has `key` and `key` + 8. */
 struct WideTile {
     QueryBlocks blocks;
     int first, key, steps; // first: key of the tile; steps: of all heads of the group

@@ -23,9 +23,9 @@
  * the same phase of empty, v_empty, q_empty or tile_empty, where each warp arrives for itself, past its own wait and
  * reads. Of those only the producer's thread waits. The turns are those of the forward.
  *
- * Why nobody waits for ever: a warpgroup that waits for `full` of a block holds at most the block before, hence two
- * stages; it holds none while it skips. While it waits for v_full it holds no values and owes no turn. Each warpgroup
- * takes one turn a block, also of blocks that it skips.
+ * Why every wait ends: a warpgroup that waits for `full` of a block holds at most the block before, hence two
+ * stages; it holds none while it skips. While it waits for v_full it holds no values, and no other warpgroup waits for
+ * its turn. Each warpgroup takes one turn a block, also of blocks that it skips.
  *
  * Shared memory: Q, dO, out [warpgroup][slab][64][64], keys and values [stage][slab][tile_n][64], swizzled. */
 #pragma once
@@ -157,7 +157,7 @@ template <class C> __device__ __forceinline__ void queries_produce(const Queries
     }
 }
 
-/* What a thread knows of its two queries, rows lane / 4 and lane / 4 + 8 of its warp. */
+/* The two queries of a thread, rows lane / 4 and lane / 4 + 8 of its warp. */
 struct QueryRows {
     float lse[2];   // in base 2
     float delta[2]; // rows that see no key: lse +inf, delta 0

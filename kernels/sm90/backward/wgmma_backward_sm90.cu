@@ -130,7 +130,7 @@ template <class T, int HeadDim, int HeadDimV, int Kind> struct KeysConfig : Back
 
 /* ---- instances: the two kernels of one head_dim, kind and dtype a compilation ---- */
 
-/* What one launch of an instance does: a kernel without blocks is left out. */
+/* The work of one launch of an instance: a kernel without blocks is left out. */
 struct BackwardWork {
     QueriesParams queries;
     KeysParams keys;

@@ -16,8 +16,8 @@ __device__ __forceinline__ uint32_t cluster_index() {
     return index;
 }
 
-/* Halves of a barrier of all threads of the cluster: nobody passes the wait before all have arrived. Arriving orders no
- * memory access but what a fence before it orders (mbarrier_init_fence). */
+/* Halves of a barrier of all threads of the cluster: no thread passes the wait before all have arrived. Arriving orders
+ * only those memory accesses that a fence before it orders (mbarrier_init_fence). */
 __device__ __forceinline__ void cluster_arrive_relaxed(int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");

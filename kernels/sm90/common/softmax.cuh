@@ -205,8 +205,8 @@ struct OnlineSoftmax {
         return weight_rounding<T>(maximum[r], factor, maximum_score(maximum[r], factor));
     }
 
-    /* What normalises row r, and its LSE; `sink` is -inf where there is none, `added` joins the sum. All four threads
-     * of the row call it. */
+    /* The factor that normalises row r, and its LSE; `sink` is -inf where there is none, `added` joins the sum. All
+     * four threads of the row call this. */
     __device__ __forceinline__ RowResult finish(int r, float factor, float sink, float added = 0.0f) const {
         RowState row;
         row.maximum = maximum_score(maximum[r], factor);

@@ -23,7 +23,7 @@ inline bool takes_tensor_map(const fa_operand &x, fa_operand_name name, int64_t 
     return reason == FA_WHY_NONE;
 }
 
-/* What a map is made of. Every bit counts: compared by memcmp(). */
+/* The inputs of a map. Every bit counts: compared by memcmp(). */
 struct TensorMapKey {
     void *data;
     cuuint64_t extent[4], stride[3]; // columns, rows, heads, batch; bytes, of axes 1..3

@@ -13,8 +13,8 @@
  * 590 for that, 1500 for the first weights, 700 for the last product and 1000 for the output; a block takes 2090.
  *
  * Why no waiter falls two phases behind. A wait names a parity, so a barrier that has moved on by two phases looks as
- * if it had not moved, and who waits then waits for ever. So no phase of a barrier may end before everybody who waits
- * for the phase before it has passed:
+ * if it had not moved, and the waiting thread then waits for ever. So no phase of a barrier may end before all
+ * threads that wait for the phase before it have passed:
  *
  *   k_full, v_full, q_full: all warps of the consumers wait. The next phase ends after the producer's arrive_expect,
  *   and that after its wait for `empty`. There one thread a warpgroup arrives, when its four warps have passed `full`:

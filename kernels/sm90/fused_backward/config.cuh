@@ -1,4 +1,4 @@
-/* What the producer and the consumers of wgmma_fused_backward_sm90 share: parameters, shared memory, the steps of a
+/* Shared by the producer and the consumers of wgmma_fused_backward_sm90: parameters, shared memory, the steps of a
  * tile. */
 #pragma once
 #include "common/dropout.cuh"

@@ -5,7 +5,7 @@
 
 namespace fa::sm90 {
 
-/* What a warpgroup has of a tile of keys, 64 of which are its own. Accumulators of keys x queries. */
+/* A warpgroup's state for a tile of keys, 64 of which are its own. Accumulators are keys x queries. */
 template <class C> struct FusedConsumer {
     using T = typename C::Element;
     using Smem = FusedSmem<C>;
@@ -117,7 +117,7 @@ template <class C> struct FusedConsumer {
                                                            at.block * kTileQ + 64 * n + 2 * (lane % 4), batch, head});
     }
     __device__ __forceinline__ bool keeps(int i) const { return kept[i / 32] >> i % 32 & 1; }
-    /* What differentiate() does, with dropout. */
+    /* differentiate() with dropout. */
     __device__ __forceinline__ void differentiate_kept(int j) {
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) {

@@ -16,10 +16,10 @@
  * P stays in float32 until dT is made of it. Products of P and dP - delta, both rounded to bfloat16, save instructions,
  * but gave gradients 1.2 to 1.4 times the error (bench/log/wgmma_fused_backward_sm90.md).
  *
- * dQ is a step late, so that nobody waits for the other warpgroup's dT. What a warpgroup waits for by itself is what
- * decides: LSE and delta were 700 of 4,200 cycles a step where each was read after its product was there, and the proxy
- * fence 400 to 500 where the writer of dT had it, its stores still on their way; the exponentials behind the wait for
- * dP cost 2 to 9% in order at head_dim 64, P's rounding before it up to 6% more.
+ * dQ is a step late, so that no warpgroup waits for the other's dT. A warpgroup's own waits decide the time: LSE and
+ * delta were 700 of 4,200 cycles a step where each was read after its product was there, and the proxy fence 400 to 500
+ * where the writer of dT had it, its stores still on their way; the exponentials behind the wait for dP cost 2 to 9% in
+ * order at head_dim 64, P's rounding before it up to 6% more.
  *
  * dQ goes to memory through shared memory and TMA, or, in order, from the registers, which wait for the way to L2: in
  * any order 3 to 8% slower at head_dim 64 with full masks of 2,048 keys or more.
@@ -41,7 +41,7 @@
  * and each warp arrives for itself: for the next phase of a barrier, two steps later, past its own wait for the phase
  * before.
  *
- * Why nobody waits for ever: of two warpgroups at different steps the one behind waits for nothing that the other has
+ * Why every wait ends: of two warpgroups at different steps the one behind waits for nothing that the other has
  * yet to do. For `full` of step n + 1 both wait with at most one stage held, that of n, hence two stages. The keys of
  * the next tile are asked for once all steps of this one are on their way.
  *

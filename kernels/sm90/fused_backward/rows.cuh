@@ -1,4 +1,4 @@
-/* What comes before and after the products of wgmma_fused_backward_sm90, a few passes over memory:
+/* The passes over memory before and after the products of wgmma_fused_backward_sm90:
  *
  *     fused_rows    LSE and delta of each query, sums of dq cleared, partial sums of dsinks
  *     fused_finish  dq from its sums: scaled, rounded, added to what is there with `accumulate`; in order, where the

@@ -1,4 +1,4 @@
-/* What wgmma_fused_backward_sm90 does with dS: to shared memory, into dQ = dS K, and from there to the sums of dQ in
+/* The way of dS in wgmma_fused_backward_sm90: to shared memory, into dQ = dS K, and from there to the sums of dQ in
  * global memory.
  *
  * A block of queries has kQueryElements sums in float32, in the order of the accumulators that make them: [warpgroup]
@@ -101,8 +101,8 @@ __device__ __forceinline__ void store_part(float *to, const float (&dq)[kDqCount
         *reinterpret_cast<float4 *>(to + c * 128) = make_float4(dq[4 * c], dq[4 * c + 1], dq[4 * c + 2], dq[4 * c + 3]);
 }
 
-/* Adds to a warp's dq what others have added to its sums before, this lane's first of which is at `from`. Whoever calls
- * it has waited for their turn. Past L1, which may hold what was there before them. */
+/* Adds to a warp's dq the sums of the CTAs before it, this lane's first of which is at `from`. The caller has waited
+ * for their turn. Reads past L1, which may hold older sums. */
 __device__ __forceinline__ void take_part(float (&dq)[kDqCount], const float *from) {
     float4 before[kDqCount / 4];
 #pragma unroll

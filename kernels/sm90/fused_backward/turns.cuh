@@ -6,23 +6,23 @@
  * they do. A tile visits its blocks from the first: with causal each tile begins a tile's length past the one that adds
  * after it, so that tiles that start together find their turns there, at a turn's way of up to a step.
  *
- * Why nobody waits for ever: CTAs take all their tiles, the first one included, from one counter, of a head from the
- * last to the first. A tile waits for tiles of lower index alone. Who has those runs: it took them before, and finishes
- * its tiles in the order in which it took them. So of the tiles that are not done the one of lowest index waits for
- * nobody, however few of the CTAs are resident. A tile taken well ahead would be held up for as long as the one before
- * lasts, and with it all those of its head.
+ * Why every wait ends: CTAs take all their tiles, the first one included, from one counter, of a head from the last to
+ * the first. A tile waits for tiles of lower index alone. The CTAs that have those are running: they took them before,
+ * and a CTA finishes its tiles in the order in which it took them. So of the unfinished tiles the one of lowest index
+ * waits for no other, however few of the CTAs are resident. A tile taken well ahead would be held up for as long as the
+ * one before lasts, and with it all those of its head.
  *
- * Two threads keep the turns of a CTA, so that the ways to memory and back are nobody else's: one waits for a
+ * Two threads keep the turns of a CTA, so that no other thread takes the ways to memory and back: one waits for a
  * step's turn and opens the step, the other passes the turn on once the consumers have added their dQ. A step is
  * opened while the one before is added: with one thread for both, a turn's way there and its way back lay between
  * two steps. Turns are acquired and released at the GPU's scope; between them and the consumers stand `open` and
  * `done`.
  *
  * Why no waiter falls two phases behind, of `open`, `done` and `seen`, each of which two steps further on is used
- * again: who opens waits for `seen` of a step before it opens the one after the next, and is the only one to wait
- * for it. Who passes on arrives there past its waits for `open` and `done` of that step, and `done` has the
- * arrivals of all consumers' warps past their wait for `open`. The opener waits for tile_full as consumers do, and
- * arrives at tile_empty for itself.
+ * again: the thread that opens waits for `seen` of a step before it opens the one after the next, and no other thread
+ * waits for it. The thread that passes turns on arrives there past its waits for `open` and `done` of that step, and
+ * `done` has the arrivals of all consumers' warps past their wait for `open`. The opener waits for tile_full as
+ * consumers do, and arrives at tile_empty for itself.
  *
  * Within a CTA the opener waits for turns and for what all warps do without it, up to the step whose turn it has;
  * who passes on waits for what was opened. Consumers wait for the opener with at most the next step's dQ in their

@@ -80,7 +80,7 @@ template <class T, int HeadDim, int Kind> struct DropoutFusedConfig : OrderedFus
 
 /* ---- instances: the kernels of one head_dim, kind and dtype a compilation ---- */
 
-/* What one launch of an instance does. */
+/* The work of one launch of an instance. */
 struct FusedWork {
 #ifdef FA_DROPOUT
     DropoutRowsParams rows;
@@ -321,7 +321,7 @@ static fa_code fused_maps(const fa_backward &p, int tile_q, FusedParams *to, con
 
 static RowsOperand rows_operand(const fa_operand &x) { return {x.data, {x.stride[0], x.stride[1], x.stride[2]}}; }
 
-/* What all launches of a call have in common. */
+/* The values that all launches of a call share. */
 static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
     const fa_forward &f = p.forward;
     char *const workspace = static_cast<char *>(launch.workspace);

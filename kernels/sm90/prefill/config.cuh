@@ -119,14 +119,14 @@ struct Call {
     fa_forward p;
     fa_sequences s; // of a dense call too: all rows of every batch entry
     Workspace workspace;
-    fa_fault_board *faults; // NULL: nobody counts
+    fa_fault_board *faults; // NULL: faults are not counted
     int group;              // query heads a kv head
     int group_queries;      // that a warpgroup has of the heads of a kv head: 64 / group
     int store_queries;      // the same of 16 rows, if that is a whole number; else 0
     int tile_m;             // rows of a tile
 };
 
-/* What is done with queries in shared memory before they are multiplied: weights want a scale above 0. */
+/* The change of queries in shared memory before they are multiplied: weights need a scale above 0. */
 enum class Queries : int { kAsTheyAre, kNegated, kZero };
 
 struct Params {
@@ -157,8 +157,8 @@ __host__ __device__ inline int tile_heads(const Call &call, bool packed) {
 
 /* ---- shared memory ---- */
 
-/* What a warpgroup of a tile sees. Blocks are counted from the tile's first, which holds the last keys: the warpgroup
- * skips those before `first`, and needs masks before `plain` and from `plain_end` on. */
+/* The keys that a warpgroup of a tile sees. Blocks are counted from the tile's first, which holds the last keys: the
+ * warpgroup skips those before `first`, and needs masks before `plain` and from `plain_end` on. */
 struct alignas(16) Part {
     int rows;  // that exist; the others hold zeros for queries
     int query; // the first one, counted from the sequence's first
@@ -183,7 +183,7 @@ struct alignas(16) Tile {
     Part part[3];      // of the warpgroups
 };
 
-/* What the scheduler's warp knows, in shared memory since it has few registers. */
+/* The state of the scheduler's warp, in shared memory since it has few registers. */
 struct Scheduler {
     int at;     // the unit's record is this one or comes after it
     int chunk;  // of the unit

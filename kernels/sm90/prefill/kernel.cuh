@@ -1,8 +1,8 @@
-/* prefill_sm90: the persistent kernel. Warps of the first warpgroup fetch queries and keys, fetch values, tell tiles,
- * and see to what is no work; the other warpgroups have 64 rows each.
+/* prefill_sm90: the persistent kernel. The warps of the first warpgroup fetch queries and keys, fetch values, hand out
+ * tiles, and write rows without a query and count bad pages; the other warpgroups have 64 rows each.
  *
  * Why no waiter falls two phases behind. A wait names a parity, so a barrier that has moved on by two phases looks as
- * if it had not moved. So no phase of a barrier may end before everybody who waits for the phase before has passed:
+ * if it had not moved. So no phase of a barrier may end before all threads that wait for the phase before have passed:
  *
  *   k_full, v_full, q_full: all warps of the consumers wait. The next phase ends after the arrival of the warp that
  *   fetches, and that after its wait for `empty`. There one thread a warpgroup arrives, when its four warps have passed

@@ -115,7 +115,7 @@ __device__ __forceinline__ void tell_hidden(uint32_t (&words)[4], const Box &box
     words[lane] = word;
 }
 
-/* Asks for a block row by row; what nobody may see becomes zeros. `hidden`: as of tell_hidden(), or NULL. */
+/* Asks for a block row by row; rows that no query sees become zeros. `hidden`: as of tell_hidden(), or NULL. */
 template <class C>
 __device__ __forceinline__ void load_rows(const Params &params, const Tile &tile, int first_key, char *to,
                                           const fa_operand &x, uint32_t *hidden) {

@@ -72,7 +72,7 @@ __device__ __forceinline__ void take_state(float4 *state, int wg, OnlineSoftmax 
     }
 }
 
-/* What is in registers becomes fold(before, registers): before_sums(r) are maximum and sum, before_quad(n) accumulators
+/* The registers become fold(before, registers): before_sums(r) are maximum and sum, before_quad(n) accumulators
  * 4 n and so on. */
 template <class C, class Sums, class Quad>
 __device__ __forceinline__ void fold(Sums &&before_sums, Quad &&before_quad, OnlineSoftmax &softmax,
@@ -128,7 +128,7 @@ __device__ __forceinline__ void fold_chunks(const Workspace &workspace, int firs
     }
 }
 
-/* What this thread's rows end in. */
+/* The end of this thread's rows. */
 struct RowEnds {
     float factor[2], lse[2];
 };

@@ -39,7 +39,7 @@ __device__ __forceinline__ void count_bad_pages(const Call &call, const Record &
     }
 }
 
-/* One warp of each block. */
+/* Writes the rows of out that no query has, and counts bad page entries. One warp of each block. */
 __device__ __forceinline__ void attend_to_the_rest(const Call &call) {
     const fa_sequences &s = call.s;
     if (!s.given) return;

@@ -5,7 +5,7 @@
  * A lane holds the rows 2 (l % 4) + {0, 1} of each eight, of S^T the keys l / 4 + 8 i, of O^T the columns l / 4 + 8 i.
  *
  * Why not wgmma: its 64 rows are 8 to 16 times those of a decode step, and four warps that go in step wait for each
- * tile together, where here each warp has its own tiles in flight and nobody waits for another.
+ * tile together, where here each warp has its own tiles in flight and waits for no other warp.
  */
 #pragma once
 #include <float.h> // FLT_MAX
@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
     return y;
 }
 
-/* What a row sees. */
+/* The keys that a row sees. */
 struct LaneRow {
     int begin, end; // keys that it sees
     int position;
@@ -93,7 +93,7 @@ template <class C> struct Rows {
         }
     }
 
-    /* What the rows see. By the warp. */
+    /* Loads the keys that the rows see. By the whole warp. */
     __device__ __forceinline__ void load_sight(const Params &params, const Job &job) {
         const fa_forward &p = params.call.p;
         const int lane = threadIdx.x % 32; // takes row `lane`

@@ -50,7 +50,7 @@ struct Sight {
     }
 };
 
-/* What a launch reads of its call. */
+/* The values that a launch reads of its call. */
 struct Params {
     CUtensorMap k_map, v_map; // where boxes
     Serving call;

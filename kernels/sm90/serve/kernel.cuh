@@ -9,7 +9,7 @@
 
 namespace fa::sm90::serve {
 
-/* What the threads of a block share beside the rings, which come after it. */
+/* Shared by the threads of a block, beside the rings, which come after it. */
 template <class C> struct Shared {
     LaneRow row[C::kWarps][C::kRows];
     uint64_t full[C::kWarps][C::kSlots];

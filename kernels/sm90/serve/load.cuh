@@ -8,7 +8,7 @@
  * lane. The next one can only end after the slot has been asked for again, which comes after the __syncwarp behind the
  * wait for the phase before.
  *
- * A key that nobody may see, or without a page, becomes zeros, since a weight of 0 times NaN would be NaN: cp.async
+ * A key that no query sees, or without a page, becomes zeros, since a weight of 0 times NaN would be NaN: cp.async
  * writes them, TMA where the whole box is nowhere; V's rows in a box of which others are seen are cleared by the warp.
  * `valid` says which keys of a tile some query may see and have a page. */
 #pragma once
@@ -77,8 +77,8 @@ template <class C> struct Ring {
         __syncwarp();
     }
 
-    /* Where the keys of a tile lie. Of a table the entry is read if some query may see the key; nobody waits for it
-     * here, well before the key is asked for. */
+    /* Where the keys of a tile lie. Of a table the entry is read if some query may see the key. No thread waits for
+     * it here, well before the copy of the key begins. */
     __device__ __forceinline__ Place find(int tile) const {
         const int key = tile * kTileKeys + lane();
         if (tile >= tiles.end || key < job.low || key >= job.high) return {-1, 0};
@@ -117,7 +117,7 @@ template <class C> struct Ring {
         for (int at = 0; at < C::kSlots; ++at) at % 2 ? start_values(at) : start_keys(at);
     }
 
-    /* V's rows that nobody may see. The fence comes before TMA writes there again. */
+    /* Clears the rows of V that no query sees. The fence comes before TMA writes there again. */
     __device__ __forceinline__ void clear_rows(int at, uint32_t all) const {
         if (!params.boxes) return;
 #pragma unroll 1

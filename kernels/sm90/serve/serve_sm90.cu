@@ -174,10 +174,10 @@ static int64_t keys_at_most(const fa_problem *problem) {
     return fa_clamp(seen, 0, p.seq_k);
 }
 
-/* Who works on what: a block on a job if those fill the device, else as many as there is room for. Where there is room
- * for few, a cluster of two takes the job and needs no second kernel: 40 us where blocks that leave their states to
- * serve_fold_kernel took 44 and clusters of four, which do not all fit at once, 58 (8 sequences of 4k keys, 32/8 heads,
- * bfloat16, on an H200). */
+/* Shares the jobs among blocks: one block a job if jobs fill the device, else as many as there is room for. Where there
+ * is room for few, a cluster of two takes the job and needs no second kernel: 40 us where blocks that leave their
+ * states to serve_fold_kernel took 44 and clusters of four, which do not all fit at once, 58 (8 sequences of 4k keys,
+ * 32/8 heads, bfloat16, on an H200). */
 static void share(const fa_problem *problem, const Form &form, int64_t sms, int64_t keys, Own &own) {
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;

@@ -8,7 +8,7 @@
  *   full of a ring: all four warps of a warpgroup wait; the next phase ends after the refill of the stage, and that
  *   comes after a named barrier of the same warps (Ring::refill).
  *
- * Nobody sends to a block that has not begun or has ended: the cluster's barrier comes before every send, and a block
+ * No block sends to one that has not begun or has ended: the cluster's barrier comes before every send, and a block
  * ends after `arrived`, which counts the bytes of all others. dependency_wait() comes before every access to memory and
  * before every way out, so a launch that follows one that has not ended knows that those before it have. */
 #pragma once
@@ -56,8 +56,8 @@ template <class C> struct Ring {
 };
 
 /* One block of keys: raises the states, and the highest scores, and turns scores into weights, in place. Returns the
- * factors for what was accumulated before. Both rows and two accumulators each go side by side: a warp has nobody to
- * hide the latency of a single chain. */
+ * factors for what was accumulated before. Both rows and two accumulators each go side by side: no other warp
+ * hides the latency of a single chain. */
 template <int Count>
 __device__ __forceinline__ float2 soften(float (&scores)[Count], RowState (&state)[2], float (&highest)[2],
                                          float multiplier) {
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
                 if (step < work.count) k.fill(params, work, step);
         }
     }
-    // What only the end needs of the constant bank: a miss costs less here.
+    // Reads the words of the constant bank that only the end needs: a miss costs less here.
     asm volatile("" ::"l"(params.out), "l"(params.out_row), "l"(params.lse), "l"(params.lse_row));
     __syncthreads();
     if (warp % 4 == 0 && elect_one()) { // V after the K of every warpgroup

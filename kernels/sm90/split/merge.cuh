@@ -50,7 +50,8 @@ template <int Columns, int Warpgroups, int TileN, int Stages, bool Resident> str
     static_assert(kSharedBytes <= 227 * 1024, "a block of sm_90 has 227 KB of shared memory");
 };
 
-/* What the device reads of the call, packed: each line of the constant bank that a launch touches first is a miss. */
+/* The values that the device reads of the call, packed: each line of the constant bank that a launch touches first is a
+ * miss. */
 struct Params {
     CUtensorMap q, k, v; // k and v begin at key_begin and end at key_end: TMA reads zeros beyond
     int seq_q, key_begin, key_end, diagonal, left, right;
