@@ -236,7 +236,7 @@ typedef struct fa_backward {
 
 /* New keys and values into caches. Token t of sequence b, one of the problem's sequences.q, becomes key
  * sequences.k.used[b] - (tokens of b) + t, which is not clamped; with slots, token t becomes row slot % page_size of
- * page slot / page_size. What has no place is not written (geometry.h). */
+ * page slot / page_size. A token without a place is not written (geometry.h). */
 typedef struct fa_append {
     fa_operand k_cache,
         v_cache;         /* (pages, Hk, page_size, D) and Dv, or without pages (B, Hk, Sk, D); v data NULL: none */

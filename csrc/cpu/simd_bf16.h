@@ -147,7 +147,7 @@ INLINE const real *join_weights(const int mr, real *p, real *joined, int64_t beg
     return p;
 }
 
-/* The same of one row, (keys). What is written has been read. */
+/* The same of one row, (keys). A place is written after it was read. */
 INLINE int join_narrow_weights(real *p, int64_t begin, int keys) {
     uint16_t *to = (uint16_t *)p;
     const int odd = (int)(begin % 2);

@@ -4,8 +4,8 @@
  *
  * `mr` is the width of a block in vectors, `nr` how many value columns stand against it in registers: mr * nr sums, mr
  * operands and one broadcast; of keys, whose sums have two parts, there are half as many. Both are compile-time
- * constants wherever these functions are expanded. What an operand is, a number or a pair, say simd_plain.h and
- * simd_bf16.h.
+ * constants wherever these functions are expanded. simd_plain.h and simd_bf16.h say what
+ * an operand is, a number or a pair.
  */
 #ifndef FA_CPU_SIMD_GEMM_H
 #define FA_CPU_SIMD_GEMM_H

@@ -12,8 +12,8 @@
  * of two). So where few have joined when the caller has done its first step, those that have not run yet are sent away
  * from its core.
  *
- * Who wants to stop a call is asked on the caller's thread alone, between its steps, within them where the kernel asks
- * fa_cpu_stopped(), and while it waits. */
+ * The question whether to stop a call is asked on the caller's thread alone: between its steps, within them where the
+ * kernel calls fa_cpu_stopped(), and while it waits. */
 #include "device/threads.h"
 
 #include <fenv.h>

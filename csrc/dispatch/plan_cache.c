@@ -2,7 +2,7 @@
  *
  * Calls come in loops that differ in their pointers alone, so each thread keeps what its last call came to. A call that
  * is the same in all that validation, choice and plan look at takes it over and sets its own pointers: a tenth of a
- * microsecond less. What is looked at: options, extents, strides, dtypes, devices, the forced kernel, how pointers are
+ * microsecond less. It compares options, extents, strides, dtypes, devices, the forced kernel, how pointers are
  * aligned, and whether what is written meets anything. Options are compared as bytes, and a call that has any array
  * besides q, k, v, `out` and `lse` is made anew each time: what a request gains is looked at without a word here. Calls
  * for gradients have a place of their own, where what comes through `out` and the LSE, and given gradients of q, k and

@@ -137,7 +137,7 @@ fa_code fa_read_check(const fa_bound *bound, int *check, fa_status *status);
  * CPU counted where it does not. */
 fa_code fa_call_check(fa_state *state, fa_call *call, int check, fa_status *status);
 
-/* explain.c. What functions for a question have in common: {name: reason} beside the kernel that runs. */
+/* explain.c. The answer that all explain functions give: {name: reason} beside the kernel that runs. */
 PyObject *fa_explain_problem(fa_state *state, const fa_call *call);
 
 /* Functions of the module that signature.def describes. */

@@ -45,8 +45,8 @@ struct Gradient {
     bool pairs;      // two neighbours of a row are one aligned access
 };
 
-/* The same number, from which the compiler derives nothing ahead of a loop. What does not change there, some 20
- * descriptors of shared memory among it, would otherwise stay in registers that the products need. */
+/* The same number, from which the compiler derives nothing ahead of a loop. Loop invariants, some 20
+ * descriptors of shared memory among them, would otherwise stay in registers that the products need. */
 template <class Int> __device__ __forceinline__ Int fresh(Int x) {
     static_assert(sizeof x == 4);
     asm volatile("" : "+r"(x));

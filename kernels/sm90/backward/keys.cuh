@@ -9,7 +9,7 @@
  *              issue S(n + 1);  wait for dV(n);  round dT into the registers of P         under S(n + 1)
  *              issue dK += dT^T Q, dP(n + 1)
  *
- * What limits, at head_dim 128 and 64 queries a step: the tensor cores need 2048 cycles for both warpgroups, shared
+ * Limits, at head_dim 128 and 64 queries a step: the tensor cores need 2048 cycles for both warpgroups, shared
  * memory 1792, the MUFU 512. The warpgroups need no turns: while both make P, their dP run, while both make dT, their
  * dV, and while they wait for dV, their dK.
  *
@@ -179,8 +179,8 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
                     ring.advance();
                 }
             };
-            /* LSE and delta of the queries of accumulators i and i + 1. What C::kRowsAhead counts is read before the
-             * wait for the products, under which its latency then passes. */
+            /* LSE and delta of the queries of accumulators i and i + 1. The first C::kRowsAhead of them are read before the
+             * wait for the products, which then hides their latency. */
             float2 lse_ahead[C::kRowsAhead ? kTileQ / 8 : 1], delta_ahead[C::kRowsAhead > 1 ? kTileQ / 8 : 1];
             const auto rows_of = [&](const float(&rows)[kTileQ], int i) {
                 return *reinterpret_cast<const float2 *>(&rows[8 * (i >> 2) + 2 * (lane % 4)]);

@@ -9,7 +9,7 @@
  *
  * dT is made of the rounded P, as torch's unfused formula has it: P itself would need 32 registers more.
  *
- * What limits, at 64 queries a step: the tensor cores need 2560 cycles for both warpgroups, shared memory 2240, the
+ * Limits, at 64 queries a step: the tensor cores need 2560 cycles for both warpgroups, shared memory 2240, the
  * MUFU 512. While a warpgroup makes dT none of its products are in flight. So the warpgroups take turns with dP and dV
  * (C::kKeyTurns): one's dT, some 250 cycles, is made under the other's 512.
  *

@@ -9,7 +9,7 @@
  *
  * Operands are swapped as there. dk and dv of 128 keys in two launches would take five products a step instead of four.
  *
- * What limits, at 256 columns and 64 queries a step: the tensor cores need 2048 cycles and shared memory 2304. Each
+ * Limits, at 256 columns and 64 queries a step: the tensor cores need 2048 cycles and shared memory 2304. Each
  * warpgroup has half of the products, and makes its P or dT under the other's.
  *
  * Why no waiter falls two phases behind (see sm90/forward/kernel.cuh): of q_full, dout_full and tile_full all warps

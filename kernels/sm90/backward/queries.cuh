@@ -10,7 +10,7 @@
  * dT is the A operand from registers, and K(b) is read K-major for S and MN-major for dQ, from one tile. A query's dq
  * has one owner and one order of its sums: the same bits from run to run.
  *
- * What limits, at head_dim 128 and 128 keys a block: two warpgroups keep the tensor cores busy for 3072 cycles a block
+ * Limits, at head_dim 128 and 128 keys a block: two warpgroups keep the tensor cores busy for 3072 cycles a block
  * and shared memory for 2560; the exponentials take the MUFU 1024, and with C::kTurns one warpgroup's run under the
  * other's products. Where the turns fail, both warpgroups make dT at a time and the tensor cores idle some 400 cycles.
  *

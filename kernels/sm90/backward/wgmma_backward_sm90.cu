@@ -31,7 +31,7 @@
 
 namespace fa::sm90 {
 
-/* Shape of the two kernels, two warpgroups each. What a tuner gives is taken instead. */
+/* Shape of the two kernels, two warpgroups each. A tuner's values replace these. */
 struct BackwardTiling {
     int tile_n, stages;                   // queries kernel: keys a block, rings of keys and of values
     bool turns;                           // its warpgroups issue their products in turns

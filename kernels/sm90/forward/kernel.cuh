@@ -7,9 +7,9 @@
  *     wait for S(b); P(b) = weights of S(b)       with C::kOverlap under the second product
  *     wait for O; where S(b) outgrew the maximum: rescale O
  *
- * With C::kTurns the warpgroups issue their products in turns, so that one's run under another's exponentials. What
- * limits is the path of instructions of one warpgroup (sm90/common/softmax.cuh shortens it), then power. Short
- * sequences feel what a tile costs besides its blocks: on an H200 at head_dim 128 some 390 cycles to its first product,
+ * With C::kTurns the warpgroups issue their products in turns, so that one's run under another's exponentials. The
+ * instruction path of one warpgroup is the limit (sm90/common/softmax.cuh shortens it), then power. In short sequences
+ * the costs of a tile besides its blocks count: on an H200 at head_dim 128 some 390 cycles to its first product,
  * 590 for that, 1500 for the first weights, 700 for the last product and 1000 for the output; a block takes 2090.
  *
  * Why no waiter falls two phases behind. A wait names a parity, so a barrier that has moved on by two phases looks as

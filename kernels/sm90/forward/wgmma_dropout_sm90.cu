@@ -1,10 +1,12 @@
 /* wgmma_dropout_sm90: attention forward on Hopper (sm_90a) with dropout.
  *
- * What:   as wgmma_sm90, with head_dim up to 128 and dropout, without softcap.
+ * Takes:  as wgmma_sm90, with head_dim up to 128 and dropout, without softcap.
  * How:    that kernel (wgmma_sm90.cu, sm90/forward/kernel.cuh). While scores are on their way a thread finds which of
- * its 64 weights dropout keeps, one call of the generator for 8 of them (common/dropout.cuh), and leaves the others out
- * of P V; they count in the sum and in the LSE. Layout: as there. Limits: as there. Bench:  python -m bench measure
- * --preset dropout --kernels wgmma_dropout_sm90
+ *         its 64 weights dropout keeps, one call of the generator for 8 of them (common/dropout.cuh), and leaves the
+ *         others out of P V; they count in the sum and in the LSE.
+ * Layout: as there.
+ * Limits: as there.
+ * Bench:  python -m bench measure --preset dropout --kernels wgmma_dropout_sm90
  *
  * @arch sm_90a
  * @instance d{128,64}_masked_{f16,bf16} -DFA_HEAD_DIM={1} -DFA_KIND=FA_MASKED -DFA_ELEMENT={2:__half,__nv_bfloat16}

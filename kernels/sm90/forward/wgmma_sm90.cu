@@ -1,12 +1,13 @@
 /* wgmma_sm90: attention forward on Hopper (sm_90a): TMA, wgmma, warp specialisation.
  *
- * What:   float16 and bfloat16; head_dim a multiple of 8 up to 256, computed at 64, 96, 128, 192 or 256 columns (TMA
+ * Takes:  float16 and bfloat16; head_dim a multiple of 8 up to 256, computed at 64, 96, 128, 192 or 256 columns (TMA
  *         fills with zeros); grouped heads; ragged lengths; causal, two-sided windows, softcap, sinks; LSE.
- * How:    sm90/forward/kernel.cuh. Three kinds of kernel: full (no exclusions but the end of the keys), masked (a range
- * of keys a row) and capped (masked, with softcap; up to head_dim 128 scores that are small beside the cap cost less,
- * see cap_polynomial). Layout: any strides of 16-byte multiples with a contiguous head_dim axis: "bhsd", "bshd" and
- * slices of them. Limits: no bias, no boolean mask, scale > 0, head_dim_v = head_dim. Bench:  python -m bench measure
- * --preset paper --kernels wgmma_sm90
+ * How:    sm90/forward/kernel.cuh. Three kinds of kernel: full (only the end of the keys is excluded), masked (a
+ *         range of keys a row) and capped (masked, with softcap; up to head_dim 128 scores that are small beside the
+ *         cap cost less, see cap_polynomial).
+ * Layout: any strides of 16-byte multiples with a contiguous head_dim axis: "bhsd", "bshd" and slices of them.
+ * Limits: no bias, no boolean mask, scale > 0, head_dim_v = head_dim.
+ * Bench:  python -m bench measure --preset paper --kernels wgmma_sm90
  *
  * @arch sm_90a
  * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}

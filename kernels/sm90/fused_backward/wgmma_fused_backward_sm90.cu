@@ -43,7 +43,7 @@ namespace FA_SPACE {
 
 constexpr int kFusedConsumers = 2, kFusedTileK = 64 * kFusedConsumers;
 
-/* Queries of a step, and steps in flight. What a tuner gives is taken instead. */
+/* Queries of a step, and steps in flight. A tuner's values replace these. */
 constexpr int fused_tile_q(int head_dim) { return head_dim <= 64 ? 128 : 64; }
 constexpr int fused_stages(int head_dim) {
 #ifdef FA_QUERY_STAGES

@@ -1,9 +1,9 @@
-/* prefill_sm90: what a warpgroup does with its 64 rows of a tile.
+/* prefill_sm90: the work of a warpgroup on its 64 rows of a tile.
  *
  * The products, turns and weights are those of wgmma_sm90 (sm90/forward/kernel.cuh, which says why), in the same order.
- * What differs: a row is a query, or a query and a head; which keys it sees is looked up in shared memory, where masks
- * are needed at all; and rows that do not exist hold zeros for queries, so that no bit of the others depends on what
- * lies beside a sequence. */
+ * Three things differ: a row is a query, or a query and a head; the keys that it sees are looked up in shared memory,
+ * where masks are needed at all; and rows that do not exist hold zeros for queries, so that no bit of the others
+ * depends on the data beside a sequence. */
 #pragma once
 #include "sm90/common/epilogue.cuh"
 #include "sm90/common/wgmma.cuh"
@@ -63,9 +63,10 @@ __device__ __forceinline__ void note_spans(const Call &call, const Tile &tile, i
 }
 
 /* After a chunk of a tile's keys: leaves its state, or folds it with those before. True where that was the last, so
- * that the tile's rows are whole. Who leaves the last of a tile's chunks that are units of their own folds them all,
- * from the first to the last: in registers at head_dim 128, where two states fit and ptxas serialises no products for
- * it, else with those so far in the first slot, which waits for memory twice a chunk. The warpgroup calls it. */
+ * that the tile's rows are whole. The warpgroup that leaves the last of a tile's chunks that are units of their own
+ * folds them all, from the first to the last: in registers at head_dim 128, where two states fit and ptxas serialises
+ * no products for it, else with those so far in the first slot, which waits for memory twice a chunk. The warpgroup
+ * calls it. */
 template <class C, class Join>
 __device__ __forceinline__ bool end_chunk(const Params &params, Smem<C> &smem, const Tile &tile, int wg,
                                           OnlineSoftmax &softmax, float (&out)[C::kHeadDim / 2], Join &&join_warps) {

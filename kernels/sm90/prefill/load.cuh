@@ -1,11 +1,11 @@
 /* prefill_sm90: queries, keys and values on their way to shared memory: a warp for queries and keys, one for values.
  *
- * A block of keys is one box of packed or padded storage, or one of each piece of a page; lane n asks for box n. What
- * no row of the tile may see is not looked up, and comes as zeros (a page) or as it is (a part of a box). Values of the
- * latter kind become zeros before the consumers see them, since a weight of 0 times NaN is NaN.
+ * A block of keys is one box of packed or padded storage, or one of each piece of a page; lane n asks for box n. Keys
+ * that no row of the tile sees are not looked up, and come as zeros (a page) or as they are (a part of a box). Values
+ * of the latter kind become zeros before the consumers see them, since a weight of 0 times NaN is NaN.
  *
  * Pages that are no whole number of boxes come row by row, in pieces of 16 bytes (cp.async): box_rows is 0. A block is
- * told when the copies of the next have started, so that two are on their way. */
+ * signalled when the copies of the next have started, so that two are on their way. */
 #pragma once
 #include "common/rows.cuh"
 #include "sm90/prefill/config.cuh"

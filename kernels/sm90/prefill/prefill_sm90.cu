@@ -1,11 +1,11 @@
 /* prefill_sm90: attention of sequences of any lengths on Hopper, many queries each: prefill, chunks of it, batches of
  * both. TMA, wgmma, warp specialisation.
  *
- * What:   float16 and bfloat16; head_dim = head_dim_v a multiple of 8 up to 256; dense, padded, packed and paged keys,
+ * Takes:  float16 and bfloat16; head_dim = head_dim_v a multiple of 8 up to 256; dense, padded, packed and paged keys,
  *         dense, padded and packed queries, lengths and tables on the device; causal, two-sided windows, positions,
  *         k_range, softcap, sinks, a scale of either sign; LSE.
  * How:    prefill_list_kernel orders the sequences, prefill_sm90_kernel takes units from a counter (list.cuh).
- *         What is fetched and zeroed: load.cuh; what is multiplied: consume.cuh. A sequence of fewer
+ *         load.cuh fetches and zeroes, consume.cuh multiplies. A sequence of fewer
  *         than 128 queries has the heads of a kv head in the rows of a tile; one of few tiles and many keys is cut into
  *         chunks, whose states are folded from left to right (rows.cuh).
  * Bits:   tiles of queries, blocks of keys and the order of sums follow from a sequence's own lengths and what its
