@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -435,7 +436,8 @@ def _cpu(records: dict) -> str:
 
 
 def _tested(records: dict) -> str:
-    return "\n".join(f"- {evidence.summary(document)}" for document in records.values())
+    lines = (f"- {evidence.summary(document)}" for document in records.values())
+    return "\n".join(textwrap.fill(line, 140, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
 BLOCKS: dict[str, Callable[[dict], str]] = {

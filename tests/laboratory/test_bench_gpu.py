@@ -85,7 +85,7 @@ def test_device_memory_is_shared_or_the_table_says_otherwise():
     from bench.trial import duel
 
     with duel.Table("cuda") as table:
-        assert table.on_device, "CUDA's interprocess handles do not work here: see README"
+        assert table.on_device, "CUDA's interprocess handles do not work here: see bench/trial/README.md"
 
 
 @pytest.mark.parametrize("name, words", [("honest", None), ("zeros", "Frobenius"), ("caches_by_pointer", "off by")])
