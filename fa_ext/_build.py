@@ -373,11 +373,13 @@ def _show_progress(futures: list[Future[Path]]) -> None:
 
 
 def groups_of(units: list[Unit], objects: list[Path]) -> dict[str, list[Path]]:
-    """{kernel: its objects}, and the rest as ``core``. A file beside kernels that is none belongs to each of them."""
+    """{kernel: its objects}, and the rest as ``core``. A file beside kernels that is none belongs to each of them, and so do
+    the threads that kernels of the CPU run on."""
     kernels = {u.source for u in units} & set(kernel_files().values())
     groups: dict[str, list[Path]] = {digests.CORE: [], **{source.stem: [] for source in kernels}}
     for unit, target in zip(units, objects, strict=True):
-        beside = [source.stem for source in kernels if source.parent == unit.source.parent]
+        folder = ROOT / "csrc" / "cpu" if unit.source == ROOT / "csrc" / "device" / "threads.c" else unit.source.parent
+        beside = [source.stem for source in kernels if source.parent == folder]
         for name in [unit.kernel] if unit.source in kernels else beside or [digests.CORE]:
             groups[name].append(target)
     return groups

@@ -96,6 +96,8 @@ class Elf:
         if data[:6] != b"\x7fELF\x02\x01":
             raise ValueError("not a 64-bit little-endian ELF file")
         *_, table, self.flags, _, _, _, each, count, names = struct.unpack_from("<HHIQQQIHHHHHH", data, 16)
+        # Of a cubin, such as 90: in another place of the flags from CUDA 13 on.
+        self.architecture = (self.flags >> 8 if data[8] >= 8 else self.flags) & 0xFF
         raw = [struct.unpack_from("<IIQQQQIIQQ", data, table + each * i) for i in range(count)]
 
         def text(start: int) -> str:
@@ -176,9 +178,11 @@ def _limits(elf: Elf) -> dict[int, list[str]]:
 
 
 def of_cubins(cubins: Iterable[Path]) -> dict[str, Any]:
-    """{"sections": sorted labels of all cubins, "symbols": {name of a device function or variable: label}}."""
+    """{"sections": sorted labels of all cubins, "symbols": {name of a device function or variable: label}, "functions":
+    {name of a device function: {architecture: label of its machine code}}}."""
     sections: list[str] = []
     symbols: dict[str, list[str]] = {}
+    functions: dict[str, dict[str, str]] = {}
     for path in cubins:
         elf = Elf(path)
         try:
@@ -205,7 +209,15 @@ def of_cubins(cubins: Iterable[Path]) -> dict[str, Any]:
         for symbol in elf.symbols:
             if symbol.name and symbol.section in kept:
                 symbols.setdefault(symbol.name, []).append(f"{labels[0, symbol.section]}+{symbol.value}")
-    return {"sections": sorted(sections), "symbols": {name: _hash(*sorted(found)) for name, found in symbols.items()}}
+                if kept[symbol.section].name == f".text.{symbol.name}":
+                    functions.setdefault(symbol.name, {})[str(elf.architecture)] = labels[0, symbol.section]
+    return {"sections": sorted(sections), "symbols": {name: _hash(*sorted(found)) for name, found in symbols.items()},
+            "functions": functions}  # fmt: skip
+
+
+def function_key(name: str) -> str:
+    """How a group's ``functions`` name a device function."""
+    return _hash(name)[:10]
 
 
 def device_labels(cubins: Iterable[Path]) -> dict[str, Any]:
@@ -271,9 +283,10 @@ def device_file(target: Path) -> Path:
 
 
 def describe(groups: dict[str, list[Path]], root: Path, always: Iterable[str]) -> dict[str, dict]:
-    """{group: {"device": digest or None, "host": digest, "sources": {path: hash of its text}}} of a build's objects.
+    """{group: {"device": digest or None, "host": digest, "functions", "sources": {path: hash of its text}}} of a build's objects.
 
-    ``sources`` are the files under ``root`` that the compilers read, and ``always``: without a build they still tell
+    ``functions``, {``function_key`` of a device function: {architecture: label of its machine code}}, tell whether what a call
+    launched is what it launches now, whatever else its group holds. ``sources`` are the files under ``root`` that the compilers read, and ``always``: without a build they still tell
     whether a group can have changed.
     """
     found = {}
@@ -286,7 +299,7 @@ def describe(groups: dict[str, list[Path]], root: Path, always: Iterable[str]) -
     return found
 
 
-def _of_group(objects: list[Path], units: list[dict]) -> dict[str, str | None]:
+def _of_group(objects: list[Path], units: list[dict]) -> dict[str, Any]:
     try:
         if why := next((unit["unreadable"] for unit in units if "unreadable" in unit), None):
             raise Unreadable(why)
@@ -295,7 +308,17 @@ def _of_group(objects: list[Path], units: list[dict]) -> dict[str, str | None]:
     except Unreadable as error:  # no reason not to build
         return {"device": None, "host": None, "unreadable": str(error)}
     sections = sorted(label for unit in units for label in unit["sections"])
-    return {"device": _hash(*sections) if sections else None, "host": host}
+    return {"device": _hash(*sections) if sections else None, "host": host, "functions": _functions_of(units)}
+
+
+def _functions_of(units: list[dict]) -> dict[str, dict[str, str]]:
+    """The device functions of all units; units that have one of the same name and other code count together."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for unit in units:
+        for name, labels in unit.get("functions", {}).items():
+            for architecture, label in labels.items():
+                found.setdefault(function_key(name), {}).setdefault(architecture, set()).add(label)
+    return {key: {architecture: _hash(*sorted(labels))[:12] for architecture, labels in of.items()} for key, of in found.items()}
 
 
 def text_hash(path: Path) -> str | None:

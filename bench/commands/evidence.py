@@ -17,7 +17,8 @@ build is kept, so the same line redoes just what a change made stale, and a run 
 --within) and resumed. --refresh adds nothing new: parts that the record has, and in each cell the kernels that are in it.
 --check says for each kernel whether its figures belong to these sources; it needs neither a GPU
 nor a compiled module, but without a build it cannot tell what an edit did to the machine code; --renew, with a build,
-notes the sources of today where it did nothing. --merge adds what was measured elsewhere on the same machine code.
+notes the sources of today where it did nothing and, on the record's GPU, compares what each measured call launches: a time
+whose call launches what it did then is one of today's code. --merge adds what was measured elsewhere on the same machine code.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import re
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,13 +37,12 @@ from typing import Any
 from bench import arguments, machine, report
 from bench.machine import device as devices
 from bench.recording import record, suites
+from bench.recording.check import NEEDED, ON_DEMAND, check, summary
 from bench.recording.record import CORE, FOLDER, Record
+from bench.trial import isolation
 
 SUMMARY = "write or check the committed record of tests and figures"
-PARTS = ("tests", "alone", "sanitizer", "sweep", "overhead", "references", "measure")
-ON_DEMAND = ("soak", "chaos", "training")
-# What a record of a device is not whole without.
-NEEDED = {"cuda": PARTS, "cpu": ("tests", "measure")}
+PARTS = NEEDED["cuda"]
 GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "extras": "hot",
                "paper": "hot", "paper-backward": "hot", "options-backward": "hot", "dropout": "hot", "serving": "cold",
                "moves": "cold"}  # fmt: skip
@@ -69,7 +68,7 @@ TRAINING = {"torch": ["train_torch", "--device=cuda"], "torch, dropout 0.1": ["t
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="say whether the records fit the machine code, and stop")
     parser.add_argument("--strict", action="store_true", help="with --check: exit status 1 unless all is fresh")
-    parser.add_argument("--renew", action="store_true", help="note today's sources beside unchanged machine code, and stop")
+    parser.add_argument("--renew", action="store_true", help="note today's sources beside unchanged machine code, compare launches on a GPU, and stop")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add pieces measured elsewhere, and stop")
     parser.add_argument(
         "--parts", default=",".join(PARTS), help=f"comma-separated: {', '.join(PARTS)}; on demand {', '.join(ON_DEMAND)}"
@@ -125,7 +124,7 @@ class Run:
         self.args, self.ends = args, time.monotonic() + args.within
         self.device = args.device or ("cuda" if devices.has_gpu() else "cpu")
         self.context = machine.context(self.device)
-        where = {"device": self.device, "name": (self.context.get("gpu") or {}).get("name") or self.context["cpu"]}
+        where = where_of(self.context, self.device)
         self.record = Record(args.output or place_of(where), where)
 
     def kernels(self, operation: str = "attention") -> list[str]:
@@ -298,6 +297,7 @@ class Run:
         from bench.contenders import peers
 
         found, missing = peers.available(devices.open_device(self.device))
+        renew_times(self.record, self.device)
         for preset, kind, cases, entrants in self._unmeasured():
             if self.late():
                 break
@@ -342,98 +342,43 @@ class Run:
         ]  # fmt: skip
 
 
-# ---- reading ----
-
-
-def summary(document: dict) -> str:
-    """One line: machine, date, tests, sanitizer, sweep, cells."""
-    parts = document["parts"]
-    dates = [holder["date"] for _, holder in record.holders(document)]
-    said = [f"{document['machine']['name']}, {max(dates)}" if dates else document["machine"]["name"]]
-    for part, word in (("tests", ""), ("alone", " alone")):
-        total: dict[str, Counter[str]] = {}
-        for found in parts.get(part, {}).values():
-            counted = total.setdefault(found.get("files", ""), Counter())
-            counted.update({k: found.get(k, 0) for k in ("passed", "failed", "skipped")})
-            counted["failed"] += "error" in found
-        said += [suites.counts(counted) + word + (f" of {files}" if files else "") for files, counted in sorted(total.items())]
-    if sanitizer := parts.get("sanitizer"):
-        not_run = sanitizer.get("all", {}).get("not_run")
-        clean = sum(str(f.get("sanitizer", "")).startswith("0 ") for f in sanitizer.values())
-        said.append(
-            f"sanitizer not run: {not_run}" if not_run else f"sanitizer clean in {clean} of {len(sanitizer)} runs"
-        )
-    if sweep := parts.get("sweep"):
-        judged, failed = (sum(found[k] for found in sweep.values()) for k in ("judged", "failed"))
-        said.append(f"{judged} random problems judged, {failed} failed")
-    said += [f"{name}: {len(parts[name])} {'runs' if name == 'training' else 'kernels'}" for name in ON_DEMAND if parts.get(name)]
-    if cells := document["cells"]:
-        said.append(f"{len(cells)} cells")
-    absent = [p for p in NEEDED[document["machine"]["device"]] if not (cells if p == "measure" else parts.get(p))]
-    if absent:
-        said.append(f"without {', '.join(absent)}")
-    return "; ".join(said)
-
-
-def check(strict: bool = False, as_json: bool = False, folder: Path = FOLDER) -> int:
-    """Prints a line for each record and for each of its kernels: fresh, stale or unknown, and why."""
-    built, found = machine.built_codes(), []
-    records, codes = {}, {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            document = json.loads(path.read_text())
-        except ValueError as error:
-            found.append({"file": path.name, "state": "stale", "why": f"not JSON: {error}", "kernels": {}})
-            continue
-        records[path] = document
-        codes |= document.get("codes", {})
-    for path, document in records.items():
-        if document.get("format") == record.FORMAT:
-            kernels = record.states(document, built)
-            found.append({"file": path.name, "state": _worst(kernels), "why": summary(document), "kernels": kernels})
-        elif document.get("identity", {}).get("command") == "score":
-            kernels = _score_states(document, codes, built)
-            shares = "  ".join(f"{name} {100 * share:.1f}%" for name, share in document["fast"].items())
-            why = f"{document['identity']['candidate']} on {len(document['cells'])} problems: {shares}"
-            found.append({"file": path.name, "state": _worst(kernels), "why": why, "kernels": kernels})
-    if not found:
-        where = folder.relative_to(machine.ROOT) if folder.is_relative_to(machine.ROOT) else folder
-        found.append({"file": "", "state": "stale", "why": f"no file in {where}", "kernels": {}})
-    if as_json:
-        report.print_json(found)
-    for entry in [] if as_json else found:
-        print(f"evidence {entry['file']}: {entry['state']}: {entry['why']}".replace(" :", ":"))
-        for kernel, said in entry["kernels"].items():
-            held = ", ".join(f"{count} {part}" for part, count in sorted(said["parts"].items()))
-            print(f"  {kernel}: {said['state']}: {said['why']}{f' ({held})' if held else ''}")
-    return int(strict and any(entry["state"] != "fresh" for entry in found))
-
-
-def _worst(kernels: dict[str, dict]) -> str:
-    return min((entry["state"] for entry in kernels.values()), key=record.STATES.index, default="stale")
-
-
-def _score_states(document: dict, codes: dict[str, dict], built: dict[str, dict]) -> dict[str, dict]:
-    """States of the kernels that a score was made with: any of them may have been the library's choice."""
-    found = {}
-    codes_then = document["context"].get("codes", {}).items()
-    for kernel, key in ((k, key) for k, key in codes_then if record.is_of(k, document["identity"]["device"])):
-        same = built.get(kernel, {}).get("id") == key
-        unknown = ("fresh", "the same machine code") if same else ("unknown", "of machine code that no record describes")
-        state, why = record.freshness(codes[key], built) if key in codes else unknown
-        found[kernel] = {"state": state, "why": why, "parts": {}}
-    return found
+# ---- renewing ----
 
 
 def renew(folder: Path = FOLDER) -> int:
-    """After an edit that left the machine code as it was: prints whose sources each record now names anew."""
+    """After an edit that left the machine code as it was: prints whose sources each record now names anew; on a GPU also how
+    many of the times of its record are those of today's launches."""
+    device = "cuda" if devices.has_gpu() else "cpu"
+    here = place_of(where_of(machine.context(device), device)).name
     for path in sorted(folder.glob("*.json")):
         if document := record.read(path):
             target = Record(path, document["machine"])
             renewed = target.renew_sources()
+            said = ", ".join(renewed) or "nothing to renew"
+            if path.name == here and (changed := renew_times(target, device)):
+                said += f"; {changed[0]} times launch what they did, the launches of {changed[1]} are noted"
             target.save()
-            print(f"{path.name}: {', '.join(renewed) or 'nothing to renew'}")
+            print(f"{path.name}: {said}")
     return 0
+
+
+def where_of(context: dict, device: str) -> dict[str, str]:
+    """The machine of a record, from a context."""
+    return {"device": device, "name": (context.get("gpu") or {}).get("name") or context["cpu"]}
+
+
+def renew_times(target: Record, device: str) -> tuple[int, int] | None:
+    """``Record.renew_times`` by calls in a worker; None on the CPU, whose times belong to the host's code."""
+    if device == "cpu":
+        return None
+    with isolation.Worker() as worker:
+
+        def launched(case: str, kernels: list[str]) -> dict[str, list[str] | None]:
+            asked = {"case": case, "device": device, "kernels": kernels}
+            outcome = worker.call("bench.commands.measure:launched", asked, 120.0)
+            return outcome.value if outcome.ok else {}
+
+        return target.renew_times(launched)
 
 
 # ---- merging ----

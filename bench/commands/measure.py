@@ -34,7 +34,7 @@ from bench.machine.device import Cpu, Cuda
 from bench.problems import Case, Problem
 from bench.problems.operands import Operands, WrongResult
 from bench.problems.operations import operands_of
-from bench.timing import ceiling, conditions, timer
+from bench.timing import ceiling, conditions, launches, timer
 from bench.timing.rounds import Samples, take_turns
 from bench.trial import isolation
 
@@ -181,9 +181,7 @@ def cell(
     tight: float, seed: int, tell: Callable[[Any], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
     """One problem, inside the worker: who runs it rightly, and how fast. Ratios are to the fastest opponent."""
-    if device not in _devices:
-        _devices[device] = devices.open_device(device)
-    target = _devices[device]
+    target = _device(device)
     problem = problems.parse(case, problems.OPERATIONS)
     refused: dict[str, str] = {}
     errors: dict[str, dict[str, float]] = {}
@@ -218,12 +216,13 @@ def cell(
                     why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
             if why:
                 refused[name] = why
-        found = {name: figures | errors[name] for name, figures in alone.items()}
+        found = {name: figures | errors[name] | _launched(name, slots[0]) for name, figures in alone.items()}
         picked = slots[0].picked()
         if not watches:
             return {"case": case, "cache": cache, "contenders": found, "refused": refused, "picked": picked}
         base = _fastest([n for n in opponents if n in watches] or list(watches), watches)
         samples = take_turns(watches, rounds, seconds, seed, tight, base)
+        found |= {n: _figures(n, base, samples, w) | errors[n] | _launched(n, slots[0]) for n, w in watches.items()}
     return {
         "case": case,
         "cache": cache,
@@ -233,8 +232,33 @@ def cell(
         "refused": refused,
         "conditions": samples.conditions_summary(),
         "stopped": samples.stopped,
-        "contenders": found | {n: _figures(n, base, samples, w) | errors[n] for n, w in watches.items()},
+        "contenders": found,
     }
+
+
+def launched(case: str, device: str, kernels: list[str], tell: Callable[[Any], None] = print) -> dict[str, list[str] | None]:
+    """What kernels launch for a problem, inside the worker; None for one that refuses it."""
+    target, found = _device(device), {}
+    with target.working():
+        operands = operands_of(problems.parse(case, problems.OPERATIONS), target, guard=0)
+        for name in kernels:
+            found[name] = _launched(name, operands).get("launches")
+    return found
+
+
+def _launched(name: str, operands: Operands) -> dict[str, list[str]]:
+    """{"launches": those of a kernel of fa_ext on a GPU}; empty for others, and where they cannot be read."""
+    kernel = _opened(name, operands.device)
+    if operands.device.kind == "cpu" or not isinstance(kernel, contender.Kernel):
+        return {}
+    found = launches.of(kernel.bind(operands), operands.device)
+    return {"launches": found} if found else {}
+
+
+def _device(name: str) -> Cpu | Cuda:
+    if name not in _devices:
+        _devices[name] = devices.open_device(name)
+    return _devices[name]
 
 
 def _opened(name: str, device: Cpu | Cuda) -> Contender:

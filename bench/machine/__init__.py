@@ -31,17 +31,26 @@ def built_codes() -> dict[str, dict[str, Any]]:
     what the digests of a scheme cover. {} where there is no extension, and where it is built for a debugger, a sanitizer or
     chaos.
     """
+    codes = {}
+    for kernel, group in _built_groups().items():
+        if group["host"]:
+            digests = {"kernel": kernel, "scheme": group["scheme"], "device": group["device"], "host": group["host"]}
+            about = {name: group[name] for name in ("compilers", "sources")}
+            codes[kernel] = digests | about | {"id": short_hash(digests)}
+    return codes
+
+
+def built_functions() -> dict[str, dict[str, str]]:
+    """{key of a device function of that extension: {architecture: label of its machine code}}."""
+    return {key: labels for group in _built_groups().values() for key, labels in group.get("functions", {}).items()}
+
+
+def _built_groups() -> dict[str, dict[str, Any]]:
     places = (ROOT / "fa_ext" / f"_core{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     found = next((build.rules.digests.read(place) for place in places if place.exists()), None)
     if not found or found["debug"] or found["sanitize"] or found["chaos"]:
         return {}
-    codes = {}
-    for kernel, group in found["groups"].items():
-        if group["host"]:
-            digests = {"kernel": kernel, "scheme": found["format"], "device": group["device"], "host": group["host"]}
-            about = {name: group[name] for name in ("compilers", "sources")}
-            codes[kernel] = digests | about | {"id": short_hash(digests)}
-    return codes
+    return {kernel: group | {"scheme": found["format"]} for kernel, group in found["groups"].items()}
 
 
 def source_hashes(root: Path = ROOT) -> dict[str, str | None]:

@@ -7,6 +7,7 @@ and captured graphs see the work of any contender that respects its library's cu
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -160,6 +161,13 @@ class Cuda:
         if self.torch:
             return self.torch.cuda.mem_get_info()[0]
         return self.cupy.cuda.runtime.memGetInfo()[0]
+
+
+def driver(name: str, *arguments: Any) -> None:
+    """Calls the CUDA driver in the current context, which is the one of the array library."""
+    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    if status:
+        raise OSError(f"{name} failed with CUDA error {status}")
 
 
 def open_device(name: str | None) -> Cpu | Cuda:

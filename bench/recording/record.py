@@ -5,9 +5,14 @@
   parts     {part: {key: piece}}; a piece has the ids of its codes and of its context, and its date
   cells     {problem and cache: [run]}; what took turns in one run stays together, since ratios of one run hold better
 
-A figure belongs to machine code and not to text (`fa_ext/_digests.py` says what a digest covers), and each kernel has its
+A piece belongs to machine code and not to text (`fa_ext/_digests.py` says what a digest covers), and each kernel has its
 own, so that a comment, a rename or another kernel's change makes nothing stale. What the front end and the core do (checks,
 choice, the time of a call) belongs to the code called ``core``: a change there does not make a kernel's figures stale.
+
+A time on a GPU belongs to what was launched: functions of the device, grids, shared memory, clusters. A run of a cell holds a
+hash of that for each kernel (`bench/timing/launches.py`). Where the code has changed, host or device, tests are stale, but
+times are unknown until `evidence --renew` has compared the launches on such a GPU: equal ones make the run one of today's
+code. A run that noted no launches is unknown where the host's code alone has changed, and stale where the device's has.
 
 `freshness` asks the text first: where every file that the compilers read is as it was, so is the machine code, and nothing
 needs to be built. Otherwise it takes the digests inside the built extension; without a build of these sources by the
@@ -22,7 +27,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +77,19 @@ def freshness(code: dict, built: dict[str, dict], root: Path = machine.ROOT) -> 
         return "unknown", f"changed: {named}; built by {here['compilers']} here, by {code['compilers']} then"
     parts = [part for part in ("device", "host") if here[part] != code[part]]
     return "stale", f"other {' and '.join(parts)} code; changed: {named}"
+
+
+def times_freshness(code: dict, built: dict[str, dict], found: tuple[str, str], noted: bool) -> tuple[str, str]:
+    """``freshness`` of the times of a code's kernel, from that of its tests; `noted`: what it launched was."""
+    state, why = found
+    here = built.get(code["kernel"])
+    if state != "stale" or here is None or not code["device"]:
+        return state, why
+    if noted:
+        return "unknown", f"{why}; `evidence --renew` on such a GPU compares what is launched"
+    if here["device"] == code["device"]:
+        return "unknown", f"{why}; what was launched then was not noted"
+    return state, why
 
 
 def _listed(names: list[str], most: int = 4) -> str:
@@ -164,6 +182,35 @@ class Record:
             "refused": {name: why for name, why in run.get("refused", {}).items() if name not in kernels},
         }
 
+    def renew_times(self, launched: Callable[[str, list[str]], dict[str, list[str] | None]]) -> tuple[int, int]:
+        """Compares times of other code with what is launched now, and notes that beside times of this code which lack it.
+        `launched(problem, kernels)`: what each of them launches here. -> how many times became those of today's code, how
+        many got their launches noted."""
+        renewed = noted = 0
+        for key, runs in self.cells.items():
+            open_times = [(run, code) for run in runs for code in run["code"] if self._open(run, code)]
+            kernels = sorted({self.document["codes"][code]["kernel"] for _, code in open_times})
+            found = launched(key.rsplit(" ", 1)[0], kernels) if kernels else {}
+            for run, code in open_times:
+                kernel = self.document["codes"][code]["kernel"]
+                if not (here := found.get(kernel)):
+                    continue
+                figures, now = run["contenders"][kernel], machine.short_hash(here)
+                if self.state(code) == "fresh":
+                    figures["launches"] = now
+                    noted += 1
+                elif figures["launches"] == now:
+                    run["code"] = sorted({*run["code"], *self.of_kernels([kernel])} - {code})
+                    renewed += 1
+        return renewed, noted
+
+    def _open(self, run: dict, code: str) -> bool:
+        """Whether asking what a kernel launches now would tell something of its times in a run."""
+        kernel = self.document["codes"][code]["kernel"]
+        if kernel not in run["contenders"] or kernel not in self.built or not self.document["codes"][code]["device"]:
+            return False
+        return ("launches" in run["contenders"][kernel]) != (self.state(code) == "fresh")
+
     def renew_sources(self) -> list[str]:
         """Notes the sources of today beside codes that are the machine code built here: a reader without a build then finds
         the same text again. Returns their kernels."""
@@ -202,6 +249,7 @@ def as_run(cell: dict) -> dict:
     contenders = {
         name: {k: v for k, v in figures.items() if k not in _DERIVED}
         | ({"ratio": {k: figures["ratio"][k] for k in ("ratio", "low", "high")}} if "ratio" in figures else {})
+        | ({"launches": machine.short_hash(figures["launches"])} if "launches" in figures else {})
         for name, figures in cell.get("contenders", {}).items()
     }
     return kept | {"contenders": contenders}
@@ -279,19 +327,29 @@ def context_of(document: dict, part: str) -> dict[str, Any]:
 
 
 def states(document: dict, built: dict[str, dict], root: Path = machine.ROOT) -> dict[str, dict[str, Any]]:
-    """{kernel: {"state", "why", "parts": {part: pieces in that state}}}: each kernel is in the worst state of its pieces,
-    and stale where it has none of a part that others have."""
+    """{kernel: {"state", "why", "parts": {part: pieces in that state}, "times": (state, why, how many) where those of its times
+    are in a better state}}: each kernel is in the worst state of its pieces, and stale where it has none of a part that others
+    have."""
     found = {key: freshness(code, built, root) for key, code in document["codes"].items()}
     kernels: dict[str, dict[str, Any]] = {}
+    times: dict[str, list[tuple[str, str]]] = {}
     for part, holder in holders(document):
         for code in holder["code"]:
-            state, why = found[code]
             name = document["codes"][code]["kernel"]
+            state, why = found[code]
+            if part == "measure" and name in holder["contenders"]:
+                noted = "launches" in holder["contenders"][name]
+                state, why = times_freshness(document["codes"][code], built, found[code], noted)
+                times.setdefault(name, []).append((state, why))
             entry = kernels.setdefault(name, {"state": "fresh", "why": why, "parts": Counter()})
             if STATES.index(state) < STATES.index(entry["state"]):
                 entry |= {"state": state, "why": why, "parts": Counter()}
             if state == entry["state"]:
                 entry["parts"][part] += 1
+    for name, of in times.items():
+        state, why = min(of, key=lambda one: STATES.index(one[0]))
+        if state != kernels[name]["state"]:
+            kernels[name]["times"] = state, why, sum(one[0] == state for one in of)
     for name, parts in gaps(document).items():
         without = f"without {', '.join(parts)}"
         if name in kernels and kernels[name]["state"] == "stale":

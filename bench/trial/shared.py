@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.machine.device import Cpu, Cuda
+from bench.machine.device import Cpu, Cuda, driver
 
 # What the driver deals out at least: an allocation of its own, and nothing else's bytes behind a handle.
 _BLOCK = 2 << 20
@@ -61,9 +61,9 @@ class DeviceRegion:
     def __init__(self, nbytes: int, device: Cuda):
         self.nbytes = -(-max(1, nbytes) // _BLOCK) * _BLOCK
         pointer, handle = ctypes.c_uint64(), _Handle()
-        _driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(self.nbytes))
+        driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(self.nbytes))
         self.pointer = pointer.value
-        _driver("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
+        driver("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         self.handle = bytes(handle.reserved).hex()
         self.raw = bytes_at(self.pointer, self.nbytes, device)
 
@@ -72,7 +72,7 @@ class DeviceRegion:
 
     def close(self) -> None:
         if self.pointer:
-            _driver("cuMemFree_v2", ctypes.c_uint64(self.pointer))
+            driver("cuMemFree_v2", ctypes.c_uint64(self.pointer))
             self.pointer = 0
 
 
@@ -81,7 +81,7 @@ def attach(description: dict[str, Any], fd: int | None, device: Cpu | Cuda) -> A
     if description["kind"] == "device":
         pointer = ctypes.c_uint64()
         handle = _Handle((ctypes.c_ubyte * 64)(*bytes.fromhex(description["handle"])))
-        _driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, ctypes.c_uint(1))
+        driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, ctypes.c_uint(1))
         return bytes_at(pointer.value, description["nbytes"], device)
     assert fd is not None
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if description["writable"] else 0)
@@ -95,7 +95,7 @@ def detach(region: Any) -> None:
     """Closes a device region that ``attach`` opened; nothing may use it any more."""
     if not isinstance(region, np.ndarray):
         pointer = region.data_ptr() if hasattr(region, "data_ptr") else region.data.ptr
-        _driver("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+        driver("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
 
 class _Handle(ctypes.Structure):
@@ -115,10 +115,3 @@ def bytes_at(pointer: int, nbytes: int, device: Cuda) -> Any:
     """Device memory as a uint8 array of the library that drives `device`."""
     held = _Bytes(pointer, nbytes)
     return device.torch.as_tensor(held, device="cuda") if device.torch else device.cupy.asarray(held)
-
-
-def _driver(name: str, *arguments: Any) -> None:
-    """Calls the CUDA driver in the current context, which is the one of the array library."""
-    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
-    if status:
-        raise OSError(f"{name} failed with CUDA error {status}")

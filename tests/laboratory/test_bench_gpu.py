@@ -225,3 +225,15 @@ def test_gradients_are_judged():
     found = gate.judge_one("simt_backward", case, "cuda", ["torch-flash"], rounds=24, seconds=1.0)
     assert found["correct"], found["failures"]
     assert found["clock"]["simt_backward"] == "graph" and found["ratios"]["torch-flash"]["rounds"] > 0
+
+
+def test_what_a_kernel_launches_is_read_from_a_graph():
+    """Two readings agree; a problem of twice the batch launches another grid of the same function."""
+    from bench.commands import measure
+
+    found = [measure.launched(case, "cuda", ["simt"])["simt"] for case in (CASE, CASE, CASE.replace("B1", "B2"))]
+    assert found[0] == found[1] and found[0] != found[2]
+    for launch in found[0]:
+        function, grid, block, *_ = launch.split(" ")
+        assert not function.startswith("named:") and "x" in grid and "x" in block
+    assert [launch.split()[0] for launch in found[0]] == [launch.split()[0] for launch in found[2]]

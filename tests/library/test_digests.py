@@ -53,6 +53,13 @@ class Tree:
         return json.loads(done.stdout)
 
 
+def labels(found, kernel):
+    """Those of the device functions of a kernel, whatever their names."""
+    functions = found[kernel]["functions"].values()
+    assert functions and all(set(of) == {"90"} for of in functions)
+    return sorted(of["90"] for of in functions)
+
+
 def code(found):
     return {name: (group["device"], group["host"]) for name, group in found.items()}
 
@@ -101,17 +108,21 @@ CUDA = ("kernels/minimal.cu", "csrc/status.c")
 @pytest.mark.slow
 @pytest.mark.skipif(_build.find_nvcc() is None, reason="nvcc is not installed")
 def test_device_code_counts_and_names_do_not(tmp_path):
-    plain = code(Tree(tmp_path / "plain", cuda=True).describe(*CUDA))
+    described = Tree(tmp_path / "plain", cuda=True).describe(*CUDA)
+    plain = code(described)
     assert all(plain["minimal"]) and plain["core"][0] is None
     tree = Tree(tmp_path / "a-longer-name" / "tree", cuda=True)
     tree.edit("kernels/minimal.cu", (r"\A", "// A comment.\n\n"), ("minimal_kernel", "zz_each_warp_a_row"), (r"\bhead_kv\b", "shared"))
     tree.edit("kernels/simt/simt.cu", (r"\Z", "\n__device__ int one_more;\n"))
-    assert code(tree.describe(*CUDA)) == plain
+    renamed = tree.describe(*CUDA)
+    assert code(renamed) == plain and labels(renamed, "minimal") == labels(described, "minimal")
     text = (ROOT / "kernels/minimal.cu").read_text()
     warps = int(re.search(r"kWarps = (\d+)", text)[1])
     tree.edit("kernels/minimal.cu", (r"kWarps = \d+", f"kWarps = {warps // 2}"))
-    other = code(tree.describe(*CUDA))
+    halved = tree.describe(*CUDA)
+    other = code(halved)
     assert other["minimal"][0] != plain["minimal"][0] and other["minimal"][1] != plain["minimal"][1]
+    assert labels(halved, "minimal") != labels(described, "minimal")
     assert other["core"] == plain["core"]
 
 
