@@ -179,8 +179,8 @@ template <class C> __device__ __forceinline__ void keys_consume(const KeysParams
                     ring.advance();
                 }
             };
-            /* LSE and delta of the queries of accumulators i and i + 1. The first C::kRowsAhead of them are read before the
-             * wait for the products, which then hides their latency. */
+            /* LSE and delta of the queries of accumulators i and i + 1. The first C::kRowsAhead of them are read before
+             * the wait for the products, which then hides their latency. */
             float2 lse_ahead[C::kRowsAhead ? kTileQ / 8 : 1], delta_ahead[C::kRowsAhead > 1 ? kTileQ / 8 : 1];
             const auto rows_of = [&](const float(&rows)[kTileQ], int i) {
                 return *reinterpret_cast<const float2 *>(&rows[8 * (i >> 2) + 2 * (lane % 4)]);
