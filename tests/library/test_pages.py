@@ -1,0 +1,32 @@
+"""What belongs to pages beside their own rules (test_readme.py): the log's form, and the pages and comments of sources."""
+
+import re
+
+import pages
+import pytest
+
+LOG = pages.ROOT / "bench" / "log"
+SOURCES = [
+    file for folder in ("bench", "csrc", "fa_ext", "kernels", "tests") for file in sorted((pages.ROOT / folder).rglob("*"))
+    if file.suffix in (".c", ".h", ".cu", ".cuh", ".def", ".py")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", sorted(set(LOG.glob("*.md")) - {LOG / "README.md"}), ids=lambda page: page.stem)
+def test_a_page_of_the_log_begins_with_what_won_what_lost_and_what_is_open(page):
+    lines = [line for line in page.read_text().splitlines() if line.strip()]
+    assert lines[0].startswith("# ")
+    assert re.findall(r"^- \*\*(\w+):\*\* \S", "\n".join(lines[1:12]), re.MULTILINE) == ["Won", "Lost", "Open"], page.name
+
+
+def test_the_log_lists_its_pages():
+    listed = set(re.findall(r"\]\((\w+\.md)\)", (LOG / "README.md").read_text()))
+    assert listed == {page.name for page in LOG.glob("*.md")} - {"README.md"}
+
+
+def test_pages_that_sources_name_exist():
+    missing = [
+        f"{file.relative_to(pages.ROOT)}: {named}" for file in SOURCES
+        for named in re.findall(r"\b(?:bench|csrc|fa_ext|kernels|tests)/[\w/]+\.md\b", file.read_text()) if not (pages.ROOT / named).exists()
+    ]  # fmt: skip
+    assert not missing
