@@ -155,7 +155,7 @@ def time_call(call, wait):
 
 
 def cpu_model() -> str:
-    """What the CPU calls itself."""
+    """The name that the CPU gives itself."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:

@@ -74,7 +74,7 @@ class Unit:
 
 @dataclass
 class Options:
-    """What the environment asks of a build. See ``options_from_environment``."""
+    """The environment's options of a build. See ``options_from_environment``."""
 
     nvcc: str | None = None
     nvcc_release: tuple[int, int] = (0, 0)

@@ -221,7 +221,7 @@ def function_key(name: str) -> str:
 
 
 def device_labels(cubins: Iterable[Path]) -> dict[str, Any]:
-    """What ``of_cubins`` finds, or {"unreadable": why}: a toolkit that writes other files is no reason not to build."""
+    """The result of ``of_cubins``, or {"unreadable": why}: a toolkit that writes other files is no reason not to build."""
     try:
         return of_cubins(cubins)
     except Unreadable as error:

@@ -1,4 +1,4 @@
-"""What a kernel's file says of its own build. In its comments, one directive a line::
+"""The directives of a kernel's file for its own build. They stand in its comments, one a line::
 
     @arch sm_90a                      (CUDA: default is FA_ARCHS, else cubins for sm_80 and sm_90 and PTX for compute_80)
     @flags -fopenmp                   (added to every compilation of the file)

@@ -20,7 +20,7 @@ _LONGEST = 1 << 31
 
 @dataclass(frozen=True)
 class Dropout:
-    """What ``dropout=`` says. ``threshold``: a weight is kept if its 16 random bits are at least that."""
+    """The value of ``dropout=``. ``threshold``: a weight is kept if its 16 random bits are at least that."""
 
     threshold: int
     seed: int

@@ -1,4 +1,4 @@
-"""What the functions of ``fa_ext.jax`` take, and the words that refuse the rest: each returns its argument as it is used."""
+"""The checks of the arguments of ``fa_ext.jax``: each returns its argument as it is used, or refuses it in words."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def arrays(given):
 
 
 def beside(x, dtype):
-    """What is added to scores, of a dtype that is taken where q has ``dtype``."""
+    """An array that is added to scores, of a dtype that is taken where q has ``dtype``."""
     if x.dtype in (dtype, jnp.float32):
         return x
     return x.astype(dtype if dtype == jnp.float64 else jnp.float32)

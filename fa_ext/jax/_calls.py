@@ -30,7 +30,7 @@ for _backward, _target in _TARGETS.items():
 
 @dataclass(frozen=True)
 class Options:
-    """What of a call is no array, as ``attention`` takes it."""
+    """The options of a call that are not arrays, as ``attention`` takes them."""
 
     causal: bool | str = False
     scale: float | None = None

@@ -135,7 +135,7 @@ def _groups(call, operands) -> tuple[int, int]:
 
 
 def _kind(name: str) -> str:
-    """What an array is like: q, k, v, out, or itself."""
+    """The array whose shape an array follows: q, k, v, out, or itself."""
     return {"dq": "q", "dk": "k", "dv": "v", "dout": "out", "dlse": "lse", "dbias": "bias", "dsinks": "sinks"}.get(name, name)
 
 

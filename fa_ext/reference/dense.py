@@ -35,7 +35,7 @@ LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4
 
 @dataclass(frozen=True)
 class Options:
-    """What a call of ``fa_ext.attention`` may say besides q, k and v, with its defaults. The verifiers and the tests' cases
+    """The options of ``fa_ext.attention`` besides q, k and v, with their defaults. The verifiers and the tests' cases
     speak of options by this class, so that a new one is a field here and its meaning below."""
 
     causal: bool | str = False

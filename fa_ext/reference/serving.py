@@ -37,7 +37,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Sequence:
-    """What one batch entry is: which rows are its queries and keys, and which keys take part.
+    """One batch entry: the rows of its queries and keys, and the keys that take part.
 
     first_q, first_k: its first row in a packed array, 0 in a padded one. positions: of its queries among the keys, (seq_q).
     key_begin, key_end: ``k_range``, clipped. seen_begin, seen_end: the keys somebody may see through causal, window and
@@ -137,7 +137,7 @@ def append(
     k_cache, v_cache, k, v, *, layout, page_table=None, seqlens_k=None, cu_seqlens_q=None, seqlens_q=None, slots=None,
     q=None, rotary=None, interleaved=False, positions=None,
 ):  # fmt: skip
-    """What ``fa_ext.append`` writes, in float64.
+    """The caches as ``fa_ext.append`` writes them, in float64.
 
     Arguments as there, all of them NumPy arrays. Returns (k_cache, v_cache, q, written, faults): float64 copies with the
     new rows in place (of two tokens with one place the last), the rotated q or None, a boolean (pages, page_size), or

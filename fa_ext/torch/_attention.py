@@ -158,7 +158,7 @@ def _autocast(q, k, v, bias, sinks):
 
 
 def _dropout_state(p, inputs, through_op):
-    """What ``_ops.drawn`` makes; None where nothing is dropped. ``inputs``: q and all else that can have a gradient.
+    """The result of ``_ops.drawn``; None where nothing is dropped. ``inputs``: q and all else that can have a gradient.
     ``through_op``: by an operator."""
     if isinstance(p, bool) or not isinstance(p, (int, float, np.number, torch.SymFloat)):
         raise TypeError(f"dropout_p has type {type(p).__name__}; accepted: a number from 0 to 1")

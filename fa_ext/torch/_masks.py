@@ -7,7 +7,7 @@ import torch
 
 
 class Pattern(NamedTuple):
-    """What a mask of B times Sq queries and Sk keys allows; the last query stands at the last key."""
+    """The pairs that a mask of B times Sq queries and Sk keys allows; the last query stands at the last key."""
 
     #: Which keys or pairs, boolean, broadcasts to (B, 1, Sq, Sk); None: all.
     seen: torch.Tensor | None
@@ -33,7 +33,7 @@ class Pattern(NamedTuple):
 
 
 def both(one, other):
-    """What two masks allow; None allows everything."""
+    """The pairs that both masks allow; None allows everything."""
     return other if one is None else one if other is None else one & other
 
 

@@ -64,7 +64,7 @@ def scaled_dot_product_attention(
 
 
 def explain(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """What runs a call of ``scaled_dot_product_attention`` with these arguments: (kernel, reasons).
+    """The kernel that runs a call of ``scaled_dot_product_attention`` with these arguments: (kernel, reasons).
 
     ``kernel`` is the name of fa_ext's kernel, and ``reasons`` says of each that stands before it why it refused; or
     ``kernel`` is None, torch's own runs, and ``reasons["fa_ext"]`` says why.

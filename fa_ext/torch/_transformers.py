@@ -16,7 +16,7 @@ _HARMLESS = {
     "sliding_window", "cache_position", "token_type_ids", "mm_token_type_ids",
     # The lengths of documents are in cu_seq_lens_q and cu_seq_lens_k, which bound them.
     "max_length_q", "max_length_k",
-    # What a model returns beside its result, keeps, or computes from it.
+    # Values that a model returns beside its result, keeps, or computes from it.
     "use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep",
     # Embeddings have taken it.
     "grid_thw",
@@ -104,7 +104,7 @@ def _attend(
 
 
 def _pattern_and_bias(mask, queries, keys, is_causal):
-    """What a mask allows, and what it adds to the scores."""
+    """The pairs that a mask allows, and the bias that it adds to the scores."""
     if mask is None:
         if not is_causal or queries == 1:
             return Pattern(None, None, None), None

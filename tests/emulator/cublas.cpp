@@ -1,4 +1,5 @@
-/* What kernels/cublas calls of cuBLAS, on the CPU and at once: products of column-major matrices, summed in float32. */
+/* The functions of cuBLAS that kernels/cublas calls, on the CPU and at once: products of column-major matrices, summed
+ * in float32. */
 #include <cstddef>
 #include <cstdint>
 #include <cstring>

@@ -1,4 +1,4 @@
-/* What the emulator itself is held to: instructions against their definition, and faults that it must name.
+/* The checks of the emulator itself: instructions against their definition, and faults that it must name.
  *
  * `emulator_selftest(name, message, size)` runs one of the kernels below; returns how many of its checks fail, or -1
  * with the emulator's message. */

@@ -126,7 +126,7 @@ cudaError_t launch(void (*kernel)(Params...), const Grid &grid, Args &&...args) 
         &call);
 }
 
-/* What kernel<<<grid, block, shared, stream>>>(...) becomes. */
+/* kernel<<<grid, block, shared, stream>>>(...) becomes this. */
 template <class... Params> struct Launcher {
     void (*kernel)(Params...);
     Grid grid;

@@ -1,5 +1,5 @@
-/* What emulated device code calls: the running thread, collectives, barriers, shared memory. machine.cpp and its
- * neighbours do it.
+/* The functions that emulated device code calls: the running thread, collectives, barriers, shared memory. machine.cpp
+ * and its neighbours do it.
  *
  * A thread of a block is a fiber. Fibers run one at a time and change only inside the calls below, so that none of this
  * needs an atomic or a lock. */

@@ -50,7 +50,7 @@ template <size_t N> void red_global(float *to, const std::array<const float *, N
 
 template <class T> void ld_global(T &x, const T *from) { x = *from; }
 
-/* What another block waits for, and what it reads meanwhile. */
+/* Loads of values that another block writes: polls first, since this block waits for them. */
 template <class T> void ld_awaited(T &x, const T *from) {
     poll();
     x = *from;

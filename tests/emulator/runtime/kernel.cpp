@@ -20,7 +20,7 @@ CUresult encode_tensor_map(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void 
                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 }
 
-/* What the device would count in mapped memory. */
+/* The faults that the device would count in mapped memory. */
 extern "C" FA_EXPORT fa_fault_board emulated_faults;
 fa_fault_board emulated_faults = {.epoch = 1};
 

@@ -104,7 +104,7 @@ cudaError_t launch_checked(const void *kernel, const Grid &grid, void (*body)(vo
 
 } // namespace emu
 
-/* What a kernel compiled with -fsanitize=alignment calls before a misaligned access. */
+/* A kernel compiled with -fsanitize=alignment calls these before a misaligned access. */
 struct Misaligned {
     struct {
         const char *file;

@@ -142,7 +142,7 @@ void spin() {
     switch_to(next());
 }
 
-/* What the hardware does by itself goes on while a thread looks again and again. */
+/* The hardware's own work goes on while a thread polls. */
 void poll() {
     if (++machine.polls % 16 == 0) run_pending(false);
     spin();

@@ -94,7 +94,7 @@ struct Block {
     std::map<const void *, size_t> static_at;
 };
 
-/* What the hardware does by itself at some moment. */
+/* Work that the hardware does by itself at some moment. */
 struct Pending {
     std::function<void()> run;
     bool early;   // may run before a wait asks for it
@@ -155,7 +155,7 @@ void race_begin();
 void race_release(std::vector<uint32_t> &clock);
 void race_acquire(const std::vector<uint32_t> &clock);
 void race_meet(const Warp &warp, uint32_t mask);
-/* What a thread lets loose here and others acquire later, from the mbarrier that counts it. */
+/* Work that a thread releases here and others acquire later, from the mbarrier that counts it. */
 std::vector<uint32_t> race_launch();
 void race_land(std::vector<uint32_t> &clock, const std::vector<uint32_t> &launched);
 /* A product reads, after all that its four warps had acquired when they issued it. */

@@ -135,7 +135,7 @@ static void access(const void *pointer, size_t bytes, bool write, const void *co
 
 } // namespace emu
 
-/* What GCC calls in instrumented code. */
+/* The functions that GCC calls in instrumented code. */
 extern "C" {
 void __tsan_init() {
     Dl_info info;

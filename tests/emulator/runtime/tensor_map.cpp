@@ -6,7 +6,7 @@
 
 namespace emu {
 
-/* What encode_tensor_map() leaves in a CUtensorMap. */
+/* The contents that encode_tensor_map() leaves in a CUtensorMap. */
 struct TensorMap {
     uint32_t magic, element_bytes, rank, swizzle_span; // 16: none
     char *data;
