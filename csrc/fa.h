@@ -130,22 +130,19 @@ typedef struct fa_options {
     bool batch_invariant;
 } fa_options;
 
-/* The arrays that say what the sequences of a call are; NULL when absent. */
-typedef struct fa_indices {
-    const fa_view *cu_seqlens_q, *seqlens_q, *cu_seqlens_k, *seqlens_k;
-    const fa_view *page_table;
-    const fa_view *key_begin, *key_end; /* k_range */
-    const fa_view *positions;
-} fa_indices;
+/* The lines of operands.def. */
+typedef enum fa_operand_number {
+#define FA_OPERAND(name, ...) FA_OPERAND_##name,
+#include "operands.def"
+#undef FA_OPERAND
+    FA_OPERAND_COUNT
+} fa_operand_number;
 
+/* Each array NULL when absent; so are results that the front end allocates. */
 typedef struct fa_request {
-    const fa_view *q, *k, *v;
-    const fa_view *out, *lse; /* NULL when the front end allocates them */
-    /* NULL when absent, as all down to `options`: what few calls have. */
-    const fa_view *bias, *mask, *sinks, *alibi;
-    const fa_view *dropout_state;
-    fa_indices indices;
-    const fa_view *workspace;
+#define FA_OPERAND(name, ...) const fa_view *name;
+#include "operands.def"
+#undef FA_OPERAND
     fa_options options;
 } fa_request;
 
@@ -215,7 +212,16 @@ typedef struct fa_merge {
 } fa_merge;
 
 /* The operands that have gradients. */
-typedef enum fa_grad { FA_GRAD_Q, FA_GRAD_K, FA_GRAD_V, FA_GRAD_BIAS, FA_GRAD_SINKS, FA_GRAD_COUNT } fa_grad;
+typedef enum fa_grad {
+#define GRADIENT(number, name) FA_GRAD_##number,
+#define NO_GRADIENT
+#define FA_OPERAND(name, words, role, forward, backward, merge, append, gradient, ...) gradient
+#include "operands.def"
+#undef FA_OPERAND
+#undef NO_GRADIENT
+#undef GRADIENT
+    FA_GRAD_COUNT
+} fa_grad;
 
 /* Gradients of attention. P = exp(s - lse) is never renormalised: with the lse and out of all keys, a call over some of
  * the keys gives their share. A gradient that is not wanted has no operand; one that is wanted is written in whole,

@@ -13,6 +13,7 @@
 #include "problem/check.h"
 #include "problem/forward.h"
 #include "problem/merge.h"
+#include "problem/operands.h"
 
 #define LARGEST_STRUCT 4096 /* bytes; a size beyond is no size of a struct */
 
@@ -36,8 +37,9 @@ fa_code fa_capi_struct(const char *name, const void *given, size_t least, void *
 
 /* ---- arrays ---- */
 
-/* Index of an array among those of a call, for made-up addresses: inputs from 0, results from RESULTS. */
-enum { RESULTS = 100, INPUTS_APART = 90 };
+/* Index of an array among those of a call, for made-up addresses: parts of a merge, operands by number, gradients. */
+enum { PARTS = 90, OPERANDS = 100, GRADIENTS = OPERANDS + FA_OPERAND_COUNT, INDICES = GRADIENTS + FA_GRAD_COUNT };
+_Static_assert(INDICES < 255, "made-up addresses differ in their first byte");
 
 /* An address apart from those of the call's other arrays, at an odd multiple of the alignment. */
 static void *made_up(uintptr_t alignment, size_t item, int index) {
@@ -76,24 +78,70 @@ static fa_code read_array(const char *name, const fa_ext_array *given, int index
     return fa_view_check(name, view, status);
 }
 
-/* One array of a struct of arguments. */
-typedef struct slot {
-    const char *name;
-    const fa_ext_array *given;
-    const fa_view **view; /* of the request: NULL where the array is absent */
-    bool needed, is_result;
-} slot;
+/* Where the structs of arguments have operands; dropout's state and a workspace are elsewhere. */
+#define FIELD_OF_DATA(type, name)   {FA_OPERAND_##name, offsetof(type, name)},
+#define FIELD_OF_OPTION(type, name) {FA_OPERAND_##name, offsetof(type, name)},
+#define FIELD_OF_INDEX(type, name)  {FA_OPERAND_##name, offsetof(type, name)},
+#define FIELD_OF_STATE(type, name)
+#define FIELD_OF_MEMORY(type, name)
+#define FIELD_NO(role, type, name)
+#define FIELD_IN(role, type, name)      FIELD_OF_##role(type, name)
+#define FIELD_IN_OPT(role, type, name)  FIELD_OF_##role(type, name)
+#define FIELD_OUT(role, type, name)     FIELD_OF_##role(type, name)
+#define FIELD_OUT_OPT(role, type, name) FIELD_OF_##role(type, name)
 
-static fa_code read_arrays(const slot *slots, int count, const fa_capi_call *c, fa_view *views, fa_status *status) {
-    for (int n = 0; n < count; n++) {
-        *slots[n].view = NULL;
-        if (slots[n].given) {
-            *slots[n].view = &views[n];
-            FA_TRY(
-                read_array(slots[n].name, slots[n].given, slots[n].is_result ? RESULTS + n : n, c, &views[n], status));
-        } else if (slots[n].needed) {
-            return fa_fail(status, FA_EVALUE, "%s is NULL; accepted: an array", slots[n].name);
-        }
+static const fa_capi_field forward_fields[] = {
+#define FA_OPERAND(name, words, role, forward, ...) FIELD_##forward(role, fa_ext_forward, name)
+#include "operands.def"
+#undef FA_OPERAND
+};
+static const fa_capi_field backward_fields[] = {
+#define FA_OPERAND(name, words, role, forward, backward, ...) FIELD_##backward(role, fa_ext_backward, name)
+#include "operands.def"
+#undef FA_OPERAND
+};
+static const fa_capi_field merge_fields[] = {
+#define FA_OPERAND(name, words, role, forward, backward, merge, ...) FIELD_##merge(role, fa_ext_merge, name)
+#include "operands.def"
+#undef FA_OPERAND
+};
+static const fa_capi_field append_fields[] = {
+#define FA_OPERAND(name, words, role, forward, backward, merge, append, ...) FIELD_##append(role, fa_ext_append, name)
+#include "operands.def"
+#undef FA_OPERAND
+};
+
+#define COUNT(fields) (sizeof(fields) / sizeof *(fields))
+const fa_capi_fields fa_capi_operands[FA_OP_COUNT] = {
+    [FA_FORWARD] = {forward_fields, COUNT(forward_fields)},
+    [FA_BACKWARD] = {backward_fields, COUNT(backward_fields)},
+    [FA_MERGE] = {merge_fields, COUNT(merge_fields)},
+    [FA_APPEND] = {append_fields, COUNT(append_fields)},
+};
+
+const size_t fa_capi_gradients[FA_GRAD_COUNT] = {
+#define GRADIENT(number, name) offsetof(fa_ext_backward, d##name),
+#define NO_GRADIENT
+#define FA_OPERAND(name, words, role, forward, backward, merge, append, gradient, ...) gradient
+#include "operands.def"
+#undef FA_OPERAND
+#undef NO_GRADIENT
+#undef GRADIENT
+};
+
+/* The operands of a struct of arguments -> the request's; `views`: FA_OPERAND_COUNT of them. */
+static fa_code read_arrays(const void *given, const fa_capi_call *c, fa_request *request, fa_view *views,
+                           fa_status *status) {
+    for (int n = 0; n < fa_capi_operands[c->op].count; n++) {
+        const fa_capi_field *field = &fa_capi_operands[c->op].field[n];
+        const fa_operand_line *line = &fa_operands[field->operand];
+        const fa_ext_array *array = *fa_capi_array((void *)(uintptr_t)given, field->offset);
+        fa_view *view = &views[field->operand];
+        if (!array && (line->use[c->op] == FA_USE_IN || line->use[c->op] == FA_USE_OUT))
+            return fa_fail(status, FA_EVALUE, "%s is NULL; accepted: an array", line->name);
+        if (!array) continue;
+        FA_TRY(read_array(line->name, array, OPERANDS + (int)field->operand, c, view, status));
+        *fa_request_place(request, field->operand) = view;
     }
     return FA_OK;
 }
@@ -172,8 +220,6 @@ static fa_code read_state(const void *state, const fa_capi_call *c, fa_request *
 
 /* ---- the operations: arguments -> problem and plan ---- */
 
-enum { FORWARD_ARRAYS = 17, APPEND_ARRAYS = 14 };
-
 static fa_code plan_call(fa_capi_call *c, fa_status *status) {
     FA_TRY(fa_device_info_get(c->context, c->problem.device, &c->info, status));
     return fa_plan_make(&c->problem, c->info, c->forced, &c->plan, status);
@@ -182,67 +228,42 @@ static fa_code plan_call(fa_capi_call *c, fa_status *status) {
 static fa_code prepare_forward(const void *arguments, fa_capi_call *c, fa_status *status) {
     fa_ext_forward given;
     fa_request request = {0};
-    fa_indices *x = &request.indices;
-    fa_view views[FORWARD_ARRAYS], words;
+    fa_view views[FA_OPERAND_COUNT], words;
     const void *state;
     FA_TRY(FA_CAPI_STRUCT(fa_ext_forward, arguments, &given, status));
-    const slot slots[FORWARD_ARRAYS] = {
-        {"q", given.q, &request.q, true, false},
-        {"k", given.k, &request.k, true, false},
-        {"v", given.v, &request.v, true, false},
-        {"bias", given.bias, &request.bias, false, false},
-        {"mask", given.mask, &request.mask, false, false},
-        {"sinks", given.sinks, &request.sinks, false, false},
-        {"alibi", given.alibi, &request.alibi, false, false},
-        {"out", given.out, &request.out, true, true},
-        {"lse", given.lse, &request.lse, false, true},
-        {"cu_seqlens_q", given.cu_seqlens_q, &x->cu_seqlens_q, false, false},
-        {"seqlens_q", given.seqlens_q, &x->seqlens_q, false, false},
-        {"cu_seqlens_k", given.cu_seqlens_k, &x->cu_seqlens_k, false, false},
-        {"seqlens_k", given.seqlens_k, &x->seqlens_k, false, false},
-        {"page_table", given.page_table, &x->page_table, false, false},
-        {"k_range_begin", given.k_range_begin, &x->key_begin, false, false},
-        {"k_range_end", given.k_range_end, &x->key_end, false, false},
-        {"positions", given.positions, &x->positions, false, false},
-    };
     FA_TRY(read_options(given.options, &request.options, &state, status));
     FA_TRY(read_check(given.check, given.reserved, c, status));
-    FA_TRY(read_arrays(slots, FORWARD_ARRAYS, c, views, status));
+    FA_TRY(read_arrays(&given, c, &request, views, status));
     FA_TRY(read_state(state, c, &request, &words, status));
     return fa_dispatch(c->context, &request, c->forced, &c->problem, &c->info, &c->plan, status);
+}
+
+static fa_code read_gradients(const fa_ext_backward *given, const fa_capi_call *c, fa_backward_request *request,
+                              fa_view *views, fa_status *status) {
+    for (int n = 0; n < FA_GRAD_COUNT; n++) {
+        const fa_ext_array *array = *fa_capi_array((void *)(uintptr_t)given, fa_capi_gradients[n]);
+        char name[32];
+        if (!array) continue;
+        snprintf(name, sizeof name, "d%s", fa_grad_name((fa_grad)n));
+        FA_TRY(read_array(name, array, GRADIENTS + n, c, &views[n], status));
+        request->grad[n] = &views[n];
+        request->wants |= 1u << n;
+    }
+    if (request->wants) return FA_OK;
+    return fa_fail(status, FA_EVALUE, "dq, dk, dv, dbias and dsinks are NULL; accepted: at least one array");
 }
 
 static fa_code prepare_backward(const void *arguments, fa_capi_call *c, fa_status *status) {
     fa_ext_backward given;
     fa_backward_request request = {0};
     fa_request *forward = &request.forward;
-    fa_view views[16], words;
+    fa_view views[FA_OPERAND_COUNT], gradients[FA_GRAD_COUNT], words;
     const void *state;
     FA_TRY(FA_CAPI_STRUCT(fa_ext_backward, arguments, &given, status));
-    const slot slots[16] = {
-        {"q", given.q, &forward->q, true, false},
-        {"k", given.k, &forward->k, true, false},
-        {"v", given.v, &forward->v, true, false},
-        {"out", given.out, &forward->out, true, false},
-        {"lse", given.lse, &forward->lse, true, false},
-        {"dout", given.dout, &request.dout, false, false},
-        {"dlse", given.dlse, &request.dlse, false, false},
-        {"bias", given.bias, &forward->bias, false, false},
-        {"mask", given.mask, &forward->mask, false, false},
-        {"sinks", given.sinks, &forward->sinks, false, false},
-        {"alibi", given.alibi, &forward->alibi, false, false},
-        {"dq", given.dq, &request.grad[FA_GRAD_Q], false, true},
-        {"dk", given.dk, &request.grad[FA_GRAD_K], false, true},
-        {"dv", given.dv, &request.grad[FA_GRAD_V], false, true},
-        {"dbias", given.dbias, &request.grad[FA_GRAD_BIAS], false, true},
-        {"dsinks", given.dsinks, &request.grad[FA_GRAD_SINKS], false, true},
-    };
     FA_TRY(read_options(given.options, &forward->options, &state, status));
-    FA_TRY(read_arrays(slots, 16, c, views, status));
+    FA_TRY(read_arrays(&given, c, forward, views, status));
+    FA_TRY(read_gradients(&given, c, &request, gradients, status));
     FA_TRY(read_state(state, c, forward, &words, status));
-    for (int n = 0; n < FA_GRAD_COUNT; n++) request.wants |= request.grad[n] ? 1u << n : 0;
-    if (!request.wants)
-        return fa_fail(status, FA_EVALUE, "dq, dk, dv, dbias and dsinks are NULL; accepted: at least one array");
     request.accumulate = given.accumulate != 0;
     request.deterministic = given.unordered == 0;
     return fa_dispatch_backward(c->context, &request, c->forced, &c->problem, &c->info, &c->plan, status);
@@ -250,12 +271,12 @@ static fa_code prepare_backward(const void *arguments, fa_capi_call *c, fa_statu
 
 typedef struct merge_views {
     fa_part *parts;
-    fa_view *views; /* outs, lses, then sinks, out, lse */
+    fa_view *views; /* outs, then lses */
     const fa_view **pointers;
 } merge_views;
 
 static fa_code allocate_merge(size_t count, fa_capi_call *c, merge_views *m, fa_status *status) {
-    const size_t arrays = 2 * count + 3;
+    const size_t arrays = 2 * count;
     free(c->kept);
     c->kept = malloc(count * sizeof(fa_part) + arrays * (sizeof(fa_view) + sizeof(fa_view *)));
     if (!c->kept) return fa_fail(status, FA_EMEMORY, "no memory for the description of %zu parts", count);
@@ -272,33 +293,30 @@ static fa_code read_parts(const fa_ext_merge *given, const fa_capi_call *c, merg
         char name[40];
         snprintf(name, sizeof name, "%s[%zu]", is_out ? "outs" : "lses", index);
         m->pointers[n] = &m->views[n];
-        FA_TRY(read_array(name, &(is_out ? given->outs : given->lses)[index], (int)(n % INPUTS_APART), c, &m->views[n],
-                          status));
+        FA_TRY(
+            read_array(name, &(is_out ? given->outs : given->lses)[index], (int)(n % PARTS), c, &m->views[n], status));
     }
     return FA_OK;
 }
 
 static fa_code prepare_merge(const void *arguments, fa_capi_call *c, fa_status *status) {
     fa_ext_merge given;
+    fa_merge_request request = {0};
+    fa_view views[FA_OPERAND_COUNT];
     merge_views m = {NULL, NULL, NULL};
     FA_TRY(FA_CAPI_STRUCT(fa_ext_merge, arguments, &given, status));
     if (given.count < 1 || given.count > INT32_MAX / 8)
         return fa_fail(status, FA_EVALUE, "count is %zu; accepted: 1 to %d", given.count, (int)(INT32_MAX / 8));
     if (!given.outs || !given.lses)
         return fa_fail(status, FA_EVALUE, "%s is NULL; accepted: `count` arrays", given.outs ? "lses" : "outs");
-    fa_layout layout = FA_BHSD;
-    FA_TRY(read_layout("layout", given.layout, &layout, status));
+    FA_TRY(read_layout("layout", given.layout, &request.forward.options.layout, status));
     FA_TRY(check_reserved(given.reserved, status));
     FA_TRY(allocate_merge(given.count, c, &m, status));
     FA_TRY(read_parts(&given, c, &m, status));
-    fa_merge_request request = {
-        .count = (int)given.count, .outs = m.pointers, .lses = m.pointers + given.count, .layout = layout};
-    const slot slots[3] = {
-        {"sinks", given.sinks, &request.sinks, false, false},
-        {"out", given.out, &request.out, true, true},
-        {"lse", given.lse, &request.lse, true, true},
-    };
-    FA_TRY(read_arrays(slots, 3, c, m.views + 2 * given.count, status));
+    request.count = (int)given.count;
+    request.outs = m.pointers;
+    request.lses = m.pointers + given.count;
+    FA_TRY(read_arrays(&given, c, &request.forward, views, status));
     FA_TRY(fa_merge_build(&request, m.parts, &c->problem, status));
     return plan_call(c, status);
 }
@@ -307,33 +325,18 @@ static fa_code prepare_append(const void *arguments, fa_capi_call *c, fa_status 
     fa_ext_append given;
     fa_append_request request = {0};
     fa_request *forward = &request.forward;
-    fa_indices *x = &forward->indices;
-    fa_view views[APPEND_ARRAYS];
+    fa_view views[FA_OPERAND_COUNT];
     FA_TRY(FA_CAPI_STRUCT(fa_ext_append, arguments, &given, status));
-    const slot slots[APPEND_ARRAYS] = {
-        {"k_cache", given.k_cache, &request.k_cache, true, true},
-        {"v_cache", given.v_cache, &request.v_cache, false, true},
-        {"k", given.k, &forward->k, true, false},
-        {"v", given.v, &forward->v, false, false},
-        {"q", given.q, &forward->q, false, false},
-        {"out", given.out, &forward->out, given.q != NULL, true},
-        {"rotary's cos", given.rotary_cos, &request.cos, false, false},
-        {"rotary's sin", given.rotary_sin, &request.sin, false, false},
-        {"page_table", given.page_table, &x->page_table, false, false},
-        {"seqlens_k", given.seqlens_k, &x->seqlens_k, false, false},
-        {"cu_seqlens_q", given.cu_seqlens_q, &x->cu_seqlens_q, false, false},
-        {"seqlens_q", given.seqlens_q, &x->seqlens_q, false, false},
-        {"slots", given.slots, &request.slots, false, false},
-        {"positions", given.positions, &x->positions, false, false},
-    };
     FA_TRY(read_layout("layout", given.layout, &forward->options.layout, status));
     forward->options.has_layout = true;
     request.interleaved = given.interleaved != 0;
     FA_TRY(read_check(given.check, given.reserved, c, status));
-    FA_TRY(read_arrays(slots, APPEND_ARRAYS, c, views, status));
-    if (!request.cos != !request.sin)
+    FA_TRY(read_arrays(&given, c, forward, views, status));
+    if (forward->q && !forward->out) return fa_fail(status, FA_EVALUE, "out is NULL; accepted: an array");
+    if (!forward->rotary_cos != !forward->rotary_sin)
         return fa_fail(status, FA_EVALUE, "%s is NULL, but %s is not; accepted: both, or neither",
-                       request.cos ? "rotary_sin" : "rotary_cos", request.cos ? "rotary_cos" : "rotary_sin");
+                       forward->rotary_cos ? "rotary_sin" : "rotary_cos",
+                       forward->rotary_cos ? "rotary_cos" : "rotary_sin");
     FA_TRY(fa_append_build(&request, &c->problem, status));
     return plan_call(c, status);
 }

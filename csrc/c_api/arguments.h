@@ -26,6 +26,24 @@ fa_code fa_capi_struct(const char *name, const void *given, size_t least, void *
 
 #define FA_CAPI_STRUCT(type, given, read, status) fa_capi_struct(#type, given, sizeof(type), read, sizeof(type), status)
 
+/* The operands in the structs of arguments, an operation each, in the order of operands.def, and the gradients. */
+typedef struct fa_capi_field {
+    fa_operand_number operand;
+    size_t offset;
+} fa_capi_field;
+
+typedef struct fa_capi_fields {
+    const fa_capi_field *field;
+    int count;
+} fa_capi_fields;
+
+extern const fa_capi_fields fa_capi_operands[FA_OP_COUNT];
+extern const size_t fa_capi_gradients[FA_GRAD_COUNT];
+
+static inline const fa_ext_array **fa_capi_array(void *arguments, size_t offset) {
+    return (const fa_ext_array **)((char *)arguments + offset);
+}
+
 /* Fills all of the call but what is there before: context, run, op, forced, alignment. */
 fa_code fa_capi_prepare(const void *arguments, fa_capi_call *c, fa_status *status);
 

@@ -23,7 +23,7 @@ enum { OUT = 3, LSE = 4, FORWARD_VIEWS = 5, DLSE = 6, GIVEN = 7, GRADIENT_VIEWS 
 /* Where a request has the arrays that few calls have. */
 #define FEW_BEGIN offsetof(fa_request, bias)
 #define FEW_BYTES (offsetof(fa_request, options) - FEW_BEGIN)
-_Static_assert(FEW_BEGIN == FORWARD_VIEWS * sizeof(fa_view *), "q, k, v, out and lse come first");
+_Static_assert(FEW_BEGIN == GIVEN * sizeof(fa_view *), "q, k, v, out, lse, dout and dlse come first");
 
 /* A problem up to the end of its forward: other operations have more there. Its `extra` follows. */
 #define FORWARD_BYTES (offsetof(fa_problem, forward) + sizeof(fa_forward))
@@ -200,8 +200,8 @@ fa_code fa_dispatch_backward(fa_context *context, const fa_backward_request *req
                                                   given->v,
                                                   given->out,
                                                   given->lse,
-                                                  request->dout,
-                                                  request->dlse,
+                                                  given->dout,
+                                                  given->dlse,
                                                   request->grad[FA_GRAD_Q],
                                                   request->grad[FA_GRAD_K],
                                                   request->grad[FA_GRAD_V]};

@@ -5,6 +5,7 @@
 
 #include "device/threads.h"
 #include "problem/check.h"
+#include "problem/operands.h"
 #include "tokens.h"
 
 #define FIRST "k_cache"
@@ -14,32 +15,30 @@ _Static_assert(sizeof(fa_append) <= sizeof(fa_backward), "fa_problem keeps its l
 
 static fa_code check_given(const fa_append_request *request, fa_status *status) {
     const fa_request *r = &request->forward;
-    const fa_indices *x = &r->indices;
     if (!r->options.has_layout)
         return fa_fail(status, FA_EVALUE,
                        "layout must be said: \"bshd\" for (pages, page_size, heads_kv, head_dim), \"bhsd\" for (pages, "
                        "heads_kv, page_size, head_dim)");
-    if (!request->v_cache != !r->v)
+    if (!r->v_cache != !r->v)
         return fa_fail(status, FA_EVALUE, "%s is None, but %s is not; accepted: both, or neither",
-                       request->v_cache ? "v" : "v_cache", request->v_cache ? "v_cache" : "v");
-    if (!x->seqlens_k == !request->slots)
+                       r->v_cache ? "v" : "v_cache", r->v_cache ? "v_cache" : "v");
+    if (!r->seqlens_k == !r->slots)
         return fa_fail(status, FA_EVALUE, "%s; accepted: one of seqlens_k and slots",
-                       request->slots ? "seqlens_k and slots are both given" : "seqlens_k and slots are both absent");
-    const char *extra = x->page_table     ? "page_table"
-                        : x->cu_seqlens_q ? "cu_seqlens_q"
-                        : x->seqlens_q    ? "seqlens_q"
+                       r->slots ? "seqlens_k and slots are both given" : "seqlens_k and slots are both absent");
+    const char *extra = r->page_table     ? "page_table"
+                        : r->cu_seqlens_q ? "cu_seqlens_q"
+                        : r->seqlens_q    ? "seqlens_q"
                                           : NULL;
-    if (request->slots && extra)
-        return fa_fail(status, FA_EVALUE, "%s is given, but slots say where each token goes", extra);
-    if (request->slots && r->k->ndim != 3)
+    if (r->slots && extra) return fa_fail(status, FA_EVALUE, "%s is given, but slots say where each token goes", extra);
+    if (r->slots && r->k->ndim != 3)
         return fa_fail(status, FA_EVALUE, "k has shape %s; accepted with slots: (tokens, heads_kv, head_dim)",
                        fa_show_shape(r->k->shape, r->k->ndim).text);
-    if (request->slots && request->cos && !x->positions)
+    if (r->slots && r->rotary_cos && !r->positions)
         return fa_fail(status, FA_EVALUE, "rotary with slots needs positions");
-    const char *idle = r->q ? "q" : x->positions ? "positions" : request->interleaved ? "interleaved" : NULL;
-    if (!request->cos && idle) return fa_fail(status, FA_EVALUE, "%s is given, but rotary is not", idle);
+    const char *idle = r->q ? "q" : r->positions ? "positions" : request->interleaved ? "interleaved" : NULL;
+    if (!r->rotary_cos && idle) return fa_fail(status, FA_EVALUE, "%s is given, but rotary is not", idle);
     if (!r->q && r->out) return fa_fail(status, FA_EVALUE, "out is given, but q, which goes there, is not");
-    if (x->cu_seqlens_q && r->k->ndim != 3)
+    if (r->cu_seqlens_q && r->k->ndim != 3)
         return fa_fail(status, FA_EVALUE,
                        "cu_seqlens_q is given, but k has shape %s; accepted: packed k, (tokens, heads_kv, head_dim)",
                        fa_show_shape(r->k->shape, r->k->ndim).text);
@@ -87,17 +86,16 @@ enum { BATCH = 1, HEADS = 2, ROWS = 4, DIM = 8 };
 static fa_code check_shapes(const fa_append_request *request, fa_append *p, fa_status *status) {
     const fa_request *r = &request->forward;
     const fa_layout layout = r->options.layout;
-    const fa_view *cache = request->k_cache, *k = r->k;
+    const fa_view *cache = r->k_cache, *k = r->k;
     FA_TRY(check_like("k", k, FIRST, cache, HEADS | DIM, "heads_kv and head_dim", layout, status));
     if (r->v) {
-        FA_TRY(check_like("v_cache", request->v_cache, FIRST, cache, BATCH | HEADS | ROWS,
-                          "pages, heads_kv and page_size", layout, status));
+        FA_TRY(check_like("v_cache", r->v_cache, FIRST, cache, BATCH | HEADS | ROWS, "pages, heads_kv and page_size",
+                          layout, status));
         FA_TRY(check_like("v", r->v, "k", k, BATCH | HEADS | ROWS, "all but head_dim", layout, status));
-        FA_TRY(
-            check_like("v", r->v, "v_cache", request->v_cache, HEADS | DIM, "heads_kv and head_dim", layout, status));
+        FA_TRY(check_like("v", r->v, "v_cache", r->v_cache, HEADS | DIM, "heads_kv and head_dim", layout, status));
     }
     if (r->q) FA_TRY(check_like("q", r->q, "k", k, BATCH | ROWS | DIM, "all but the heads", layout, status));
-    const int64_t dims[2] = {cache->shape[3], r->v ? request->v_cache->shape[3] : 1};
+    const int64_t dims[2] = {cache->shape[3], r->v ? r->v_cache->shape[3] : 1};
     for (int n = 0; n < 2; n++)
         if (dims[n] < 1 || dims[n] > FA_MAX_HEAD_DIM)
             return fa_fail(status, FA_EVALUE, "%s has head_dim %lld; accepted: 1 to %d", n ? "v_cache" : FIRST,
@@ -113,14 +111,14 @@ static fa_code check_shapes(const fa_append_request *request, fa_append *p, fa_s
 }
 
 static fa_code read_rotary(const fa_append_request *request, fa_append *p, fa_status *status) {
-    const fa_view *tables[2] = {request->cos, request->sin};
+    const fa_view *tables[2] = {request->forward.rotary_cos, request->forward.rotary_sin};
     static const char *const names[2] = {"rotary's cos", "rotary's sin"};
     fa_operand *operands[2] = {&p->cos, &p->sin};
     static char none; /* data of tables without rows: never read, but not NULL */
     for (int n = 0; n < 2 && tables[0]; n++) {
         const fa_view *x = tables[n];
-        FA_TRY(fa_check_extra_dtype(names[n], x, FIRST, request->k_cache, status));
-        FA_TRY(fa_check_device(names[n], x, FIRST, request->k_cache, status));
+        FA_TRY(fa_check_extra_dtype(names[n], x, FIRST, request->forward.k_cache, status));
+        FA_TRY(fa_check_device(names[n], x, FIRST, request->forward.k_cache, status));
         if (x->ndim != 2 || x->shape[1] < 1 || 2 * x->shape[1] > p->head_dim || x->shape[0] != tables[0]->shape[0] ||
             x->shape[1] != tables[0]->shape[1])
             return fa_fail(
@@ -142,10 +140,10 @@ static fa_code read_rotary(const fa_append_request *request, fa_append *p, fa_st
 
 static fa_code read_slots(const fa_append_request *request, fa_append *p, fa_status *status) {
     static const int32_t none; /* data of no slots: never read, but not NULL, which means sequences */
-    const fa_view *slots = request->slots;
+    const fa_view *slots = request->forward.slots;
     if (slots->dtype != FA_I32 && slots->dtype != FA_I64)
         return fa_fail(status, FA_ETYPE, "slots has dtype %s; accepted: int32, int64", fa_dtype_name(slots->dtype));
-    FA_TRY(fa_check_device("slots", slots, FIRST, request->k_cache, status));
+    FA_TRY(fa_check_device("slots", slots, FIRST, request->forward.k_cache, status));
     if (slots->ndim != 1 || slots->shape[0] > p->rows)
         return fa_fail(status, FA_EVALUE,
                        "slots has shape %s; accepted: (n,), at most one for each of the %lld tokens of k",
@@ -159,13 +157,13 @@ static fa_code read_slots(const fa_append_request *request, fa_append *p, fa_sta
 }
 
 static fa_code read_positions(const fa_append_request *request, fa_problem *problem, fa_status *status) {
-    const fa_view *positions = request->forward.indices.positions, *k = request->forward.k;
+    const fa_view *positions = request->forward.positions, *k = request->forward.k;
     const fa_append *p = &problem->append;
     if (!positions) return FA_OK;
     const bool packed = k->ndim == 3;
     const int64_t shape[2] = {packed ? p->rows : p->batch, p->rows};
     FA_TRY(fa_check_indices("positions", positions, shape, packed ? 1 : 2, packed ? "(tokens,)" : "(batch, seq)", FIRST,
-                            request->k_cache, status));
+                            request->forward.k_cache, status));
     problem->sequences.positions = positions->data;
     problem->sequences.positions_stride = packed || positions->shape[0] == 1 ? 0 : positions->strides[0];
     return FA_OK;
@@ -174,29 +172,29 @@ static fa_code read_positions(const fa_append_request *request, fa_problem *prob
 /* Lengths, starts and the table. */
 static fa_code read_sequences(const fa_append_request *request, fa_problem *problem, fa_status *status) {
     static const int32_t none; /* as for slots */
-    const fa_indices *x = &request->forward.indices;
-    const fa_view *first = request->k_cache, *k = request->forward.k, *table = x->page_table;
+    const fa_request *r = &request->forward;
+    const fa_view *first = r->k_cache, *k = r->k, *table = r->page_table;
     fa_append *p = &problem->append;
     fa_sequences *s = &problem->sequences;
-    const int64_t batch = x->seqlens_k->ndim == 1 ? x->seqlens_k->shape[0] : -1, starts = batch + 1;
-    FA_TRY(fa_check_indices("seqlens_k", x->seqlens_k, &batch, 1, "(batch,)", FIRST, first, status));
+    const int64_t batch = r->seqlens_k->ndim == 1 ? r->seqlens_k->shape[0] : -1, starts = batch + 1;
+    FA_TRY(fa_check_indices("seqlens_k", r->seqlens_k, &batch, 1, "(batch,)", FIRST, first, status));
     s->given = true;
     s->packed_q = k->ndim == 3;
     s->q.rows = p->rows;
-    s->k.used = x->seqlens_k->data ? x->seqlens_k->data : &none;
+    s->k.used = r->seqlens_k->data ? r->seqlens_k->data : &none;
     s->k.rows = p->page_size;
     p->batch = batch;
-    if (x->cu_seqlens_q) {
-        FA_TRY(fa_check_indices("cu_seqlens_q", x->cu_seqlens_q, &starts, 1, "(batch + 1,)", FIRST, first, status));
-        s->q.starts = x->cu_seqlens_q->data;
+    if (r->cu_seqlens_q) {
+        FA_TRY(fa_check_indices("cu_seqlens_q", r->cu_seqlens_q, &starts, 1, "(batch + 1,)", FIRST, first, status));
+        s->q.starts = r->cu_seqlens_q->data;
     } else if (k->shape[0] != batch) {
         return fa_fail(status, FA_EVALUE, "k has shape %s, but seqlens_k has %lld sequences%s",
                        fa_show_shape(k->shape, k->ndim).text, (long long)batch,
                        s->packed_q ? "; packed k needs cu_seqlens_q, unless it holds one token a sequence" : "");
     }
-    if (x->seqlens_q) {
-        FA_TRY(fa_check_indices("seqlens_q", x->seqlens_q, &batch, 1, "(batch,)", FIRST, first, status));
-        s->q.used = x->seqlens_q->data;
+    if (r->seqlens_q) {
+        FA_TRY(fa_check_indices("seqlens_q", r->seqlens_q, &batch, 1, "(batch,)", FIRST, first, status));
+        s->q.used = r->seqlens_q->data;
     }
     if (!table) {
         if (p->pages == batch) return FA_OK;
@@ -221,46 +219,25 @@ static fa_code read_sequences(const fa_append_request *request, fa_problem *prob
  */
 static fa_code check_apart(const fa_append_request *request, fa_status *status) {
     const fa_request *r = &request->forward;
-    const fa_indices *x = &r->indices;
-    const struct {
-        const char *name;
-        const fa_view *view;
-    } read[] =
-        {
-            {"k", r->k},
-            {"v", r->v},
-            {"q", r->q},
-            {"page_table", x->page_table},
-            {"seqlens_k", x->seqlens_k},
-            {"cu_seqlens_q", x->cu_seqlens_q},
-            {"seqlens_q", x->seqlens_q},
-            {"slots", request->slots},
-            {"rotary's cos", request->cos},
-            {"rotary's sin", request->sin},
-            {"positions", x->positions},
-        },
-      written[] = {{FIRST, request->k_cache}, {"v_cache", request->v_cache}, {"out", r->out}};
     bool itself = r->out && r->q && r->out->data == r->q->data && r->out->ndim == r->q->ndim;
     for (int axis = 0; itself && axis < r->q->ndim; axis++)
         itself = r->q->shape[axis] == 1 || r->out->strides[axis] == r->q->strides[axis];
-    for (size_t m = 0; m < sizeof written / sizeof *written; m++) {
-        if (!written[m].view) continue;
-        for (size_t n = 0; n < sizeof read / sizeof *read; n++)
-            if (!(itself && written[m].view == r->out && read[n].view == r->q))
-                FA_TRY(fa_check_disjoint(written[m].name, written[m].view, read[n].name, read[n].view, status));
-        if (m < 2) FA_TRY(fa_check_disjoint(written[m].name, written[m].view, "out", r->out, status));
+    const fa_view *const caches[2] = {r->k_cache, r->v_cache};
+    for (int n = 0; n < 2 && caches[n]; n++) {
+        FA_TRY(fa_check_apart(FA_APPEND, n ? "v_cache" : FIRST, caches[n], r, NULL, status));
+        FA_TRY(fa_check_disjoint(n ? "v_cache" : FIRST, caches[n], "out", r->out, status));
     }
-    return FA_OK;
+    return r->out ? fa_check_apart(FA_APPEND, "out", r->out, r, itself ? r->q : NULL, status) : FA_OK;
 }
 
 static void set_operands(const fa_append_request *request, fa_append *p) {
     const fa_request *r = &request->forward;
     const fa_layout layout = r->options.layout;
     static char none; /* data of an empty cache of values: never read, but not NULL, which means none */
-    fa_view_operand(&p->k_cache, request->k_cache, layout);
+    fa_view_operand(&p->k_cache, r->k_cache, layout);
     fa_view_operand(&p->k, r->k, layout);
     if (r->v) {
-        fa_view_operand(&p->v_cache, request->v_cache, layout);
+        fa_view_operand(&p->v_cache, r->v_cache, layout);
         fa_view_operand(&p->v, r->v, layout);
         if (!p->v_cache.data) p->v_cache.data = &none;
     }
@@ -274,7 +251,7 @@ static void set_operands(const fa_append_request *request, fa_append *p) {
 
 fa_code fa_append_build(const fa_append_request *request, fa_problem *problem, fa_status *status) {
     const fa_request *r = &request->forward;
-    const fa_view *first = request->k_cache;
+    const fa_view *first = r->k_cache;
     memset(problem, 0, sizeof *problem);
     fa_append *p = &problem->append;
     problem->op = FA_APPEND;
@@ -285,14 +262,14 @@ fa_code fa_append_build(const fa_append_request *request, fa_problem *problem, f
     FA_TRY(check_given(request, status));
     FA_TRY(check_kv(FIRST, first, true, first, status));
     FA_TRY(check_kv("k", r->k, false, first, status));
-    if (r->v) FA_TRY(check_kv("v_cache", request->v_cache, true, first, status));
+    if (r->v) FA_TRY(check_kv("v_cache", r->v_cache, true, first, status));
     if (r->v) FA_TRY(check_kv("v", r->v, false, first, status));
     if (r->q) FA_TRY(check_kv("q", r->q, false, first, status));
     FA_TRY(check_cache(FIRST, first, status));
-    if (r->v) FA_TRY(check_cache("v_cache", request->v_cache, status));
+    if (r->v) FA_TRY(check_cache("v_cache", r->v_cache, status));
     FA_TRY(check_shapes(request, p, status));
     FA_TRY(read_rotary(request, p, status));
-    if (request->slots)
+    if (r->slots)
         FA_TRY(read_slots(request, p, status));
     else
         FA_TRY(read_sequences(request, problem, status));

@@ -4,13 +4,9 @@
 
 #include "problem/sequences.h"
 
-/* `forward` has what append() shares with attention(): k, v and q, here the new tokens, out, the indices and the
- * layout. */
+/* `forward` has the arrays and the layout; k, v and q are the new tokens. */
 typedef struct fa_append_request {
     fa_request forward;
-    const fa_view *k_cache, *v_cache; /* v NULL when absent, as is forward.v then */
-    const fa_view *slots;
-    const fa_view *cos, *sin;
     bool interleaved;
 } fa_append_request;
 

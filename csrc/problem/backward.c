@@ -5,24 +5,40 @@
 
 #include "problem/check.h"
 #include "problem/forward.h"
+#include "problem/operands.h"
+
+#define NO_GRADIENT
+#define FA_OPERAND(name, words, role, forward, backward, merge, append, gradient, ...) gradient
 
 const char *fa_grad_name(fa_grad grad) {
-    static const char *const names[FA_GRAD_COUNT] = {"q", "k", "v", "bias", "sinks"};
+    static const char *const names[FA_GRAD_COUNT] = {
+#define GRADIENT(number, name) #name,
+#include "operands.def"
+#undef GRADIENT
+    };
     return names[grad];
 }
 
 const char *fa_grads_item(fa_grad grad) {
-    static const char *const items[FA_GRAD_COUNT] = {"grads[\"q\"]", "grads[\"k\"]", "grads[\"v\"]", "grads[\"bias\"]",
-                                                     "grads[\"sinks\"]"};
+    static const char *const items[FA_GRAD_COUNT] = {
+#define GRADIENT(number, name) "grads[\"" #name "\"]",
+#include "operands.def"
+#undef GRADIENT
+    };
     return items[grad];
 }
 
-/* The argument that a gradient is of. */
-static const fa_view *subject(const fa_backward_request *request, fa_grad grad) {
-    const fa_view *const views[FA_GRAD_COUNT] = {request->forward.q, request->forward.k, request->forward.v,
-                                                 request->forward.bias, request->forward.sinks};
-    return views[grad];
+const fa_view *fa_grad_subject(const fa_request *request, fa_grad grad) {
+    static const fa_operand_number subjects[FA_GRAD_COUNT] = {
+#define GRADIENT(number, name) FA_OPERAND_##name,
+#include "operands.def"
+#undef GRADIENT
+    };
+    return fa_request_view(request, subjects[grad]);
 }
+
+#undef FA_OPERAND
+#undef NO_GRADIENT
 
 /* out, lse, dout, dlse. */
 static fa_code check_inputs(const fa_backward_request *request, fa_problem *problem, fa_status *status) {
@@ -39,15 +55,15 @@ static fa_code check_inputs(const fa_backward_request *request, fa_problem *prob
     fa_view_operand(&forward->out, out, request->forward.options.layout);
     forward->out_dtype = out->dtype;
     fa_lse_operand(&p->lse, lse);
-    if (request->dout) {
-        FA_TRY(fa_check_array("dout", request->dout, shape, 4, own, "q", q, status));
-        fa_view_operand(&p->dout, request->dout, request->forward.options.layout);
+    if (request->forward.dout) {
+        FA_TRY(fa_check_array("dout", request->forward.dout, shape, 4, own, "q", q, status));
+        fa_view_operand(&p->dout, request->forward.dout, request->forward.options.layout);
     }
-    if (request->dlse) {
-        FA_TRY(fa_check_array("dlse", request->dlse, rows, 3, of_lse, "q", q, status));
-        fa_lse_operand(&p->dlse, request->dlse);
+    if (request->forward.dlse) {
+        FA_TRY(fa_check_array("dlse", request->forward.dlse, rows, 3, of_lse, "q", q, status));
+        fa_lse_operand(&p->dlse, request->forward.dlse);
     }
-    if (!request->dout && !request->dlse)
+    if (!request->forward.dout && !request->forward.dlse)
         return fa_fail(status, FA_EVALUE, "dout is None and dlse is not given; accepted: dout, dlse or both");
     return FA_OK;
 }
@@ -55,7 +71,7 @@ static fa_code check_inputs(const fa_backward_request *request, fa_problem *prob
 static fa_code check_wants(const fa_backward_request *request, fa_status *status) {
     if (request->wants == 0) return fa_fail(status, FA_EVALUE, "wrt is empty; accepted: at least one name");
     for (int n = FA_GRAD_BIAS; n < FA_GRAD_COUNT; n++)
-        if ((request->wants >> n & 1) && !subject(request, (fa_grad)n))
+        if ((request->wants >> n & 1) && !fa_grad_subject(&request->forward, (fa_grad)n))
             return fa_fail(status, FA_EVALUE, "wrt names \"%s\", but no %s is given", fa_grad_name((fa_grad)n),
                            fa_grad_name((fa_grad)n));
     for (int n = 0; n < FA_GRAD_COUNT && request->accumulate; n++)
@@ -70,21 +86,14 @@ static fa_code check_wants(const fa_backward_request *request, fa_status *status
 /* A gradient that is given meets no input and no other gradient. */
 static fa_code check_apart(const fa_backward_request *request, fa_grad grad, fa_status *status) {
     const char *name = fa_grads_item(grad);
-    const fa_request *forward = &request->forward;
-    const struct {
-        const char *name;
-        const fa_view *view;
-    } inputs[] = {{"out", forward->out}, {"lse", forward->lse}, {"dout", request->dout}, {"dlse", request->dlse}};
-    FA_TRY(fa_forward_apart(name, request->grad[grad], forward, status));
-    for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
-        FA_TRY(fa_check_disjoint(name, request->grad[grad], inputs[n].name, inputs[n].view, status));
+    FA_TRY(fa_check_apart(FA_BACKWARD, name, request->grad[grad], &request->forward, NULL, status));
     for (int n = 0; n < (int)grad; n++)
         FA_TRY(fa_check_disjoint(name, request->grad[grad], fa_grads_item((fa_grad)n), request->grad[n], status));
     return FA_OK;
 }
 
 static fa_code check_given(const fa_backward_request *request, fa_grad grad, fa_status *status) {
-    const fa_view *given = request->grad[grad], *of = subject(request, grad);
+    const fa_view *given = request->grad[grad], *of = fa_grad_subject(&request->forward, grad);
     const char *name = fa_grads_item(grad);
     const uint32_t dtypes = 1u << of->dtype | 1u << FA_F32;
     if (given->ndim == of->ndim && !fa_view_distinct(given))
@@ -111,7 +120,7 @@ static fa_code check_gradients(const fa_backward_request *request, fa_backward *
     for (int n = 0; n < FA_GRAD_COUNT; n++) {
         const fa_grad grad = (fa_grad)n;
         if (!(request->wants >> n & 1)) continue;
-        fa_view made = *subject(request, grad);
+        fa_view made = *fa_grad_subject(&request->forward, grad);
         made.data = NULL;
         fa_view_contiguous(&made);
         if (request->grad[n]) FA_TRY(check_given(request, grad, status));
@@ -129,7 +138,7 @@ static fa_code check_gradients(const fa_backward_request *request, fa_backward *
 /* No gradient has an element. */
 static bool nothing_to_write(const fa_backward_request *request) {
     for (int n = 0; n < FA_GRAD_COUNT; n++)
-        if ((request->wants >> n & 1) && !fa_view_empty(subject(request, (fa_grad)n))) return false;
+        if ((request->wants >> n & 1) && !fa_view_empty(fa_grad_subject(&request->forward, (fa_grad)n))) return false;
     return true;
 }
 
@@ -153,7 +162,8 @@ fa_code fa_backward_build(const fa_backward_request *request, fa_problem *proble
     p->wants = request->wants;
     p->accumulate = request->accumulate;
     p->ordered = request->deterministic;
-    problem->features |= (request->dlse ? FA_WITH_DLSE : 0) | (p->wants >> FA_GRAD_BIAS & 1 ? FA_WITH_DBIAS : 0) |
+    problem->features |= (request->forward.dlse ? FA_WITH_DLSE : 0) |
+                         (p->wants >> FA_GRAD_BIAS & 1 ? FA_WITH_DBIAS : 0) |
                          (p->wants >> FA_GRAD_SINKS & 1 ? FA_WITH_DSINKS : 0) |
                          (p->accumulate ? FA_WITH_ACCUMULATE : 0) | (p->ordered ? FA_WITH_ORDERED : 0);
     problem->empty = nothing_to_write(request);

@@ -6,7 +6,6 @@
 
 typedef struct fa_backward_request {
     fa_request forward;                 /* its out and lse are inputs and given */
-    const fa_view *dout, *dlse;         /* NULL when absent */
     const fa_view *grad[FA_GRAD_COUNT]; /* NULL when the front end allocates them, or not wanted */
     uint32_t wants;                     /* 1 << fa_grad */
     bool accumulate, deterministic;
@@ -16,6 +15,8 @@ typedef struct fa_backward_request {
 const char *fa_grad_name(fa_grad grad);
 /* The name of an array of grads= in messages: grads["q"], ... */
 const char *fa_grads_item(fa_grad grad);
+/* The array that a gradient is of; NULL when absent. */
+const fa_view *fa_grad_subject(const fa_request *request, fa_grad grad);
 
 /* Validates `request` and fills `problem`. Wanted gradients that are not given get the strides of a new C-contiguous
  * array and NULL data. */

@@ -9,6 +9,7 @@
 #include "device/threads.h"
 #include "philox.h"
 #include "problem/check.h"
+#include "problem/operands.h"
 #include "problem/sequences.h"
 
 /* A softcap of LARGEST_SOFTCAP changes no score below 1e22 in float64, nor below 1e26 in float32, and is none. Scores
@@ -61,9 +62,9 @@ static fa_code check_sizes(const fa_request *request, bool sequences, fa_forward
     if (!same)
         return fa_fail(status, FA_EVALUE, "v has shape %s, but k has shape %s; %s must be the same",
                        fa_show_shape(v->shape, v->ndim).text, fa_show_shape(k->shape, k->ndim).text,
-                       request->indices.page_table ? "pages, heads_kv and page_size"
-                       : k->ndim == 3              ? "tokens and heads_kv"
-                                                   : "batch, heads_kv and seq_k");
+                       request->page_table ? "pages, heads_kv and page_size"
+                       : k->ndim == 3      ? "tokens and heads_kv"
+                                           : "batch, heads_kv and seq_k");
     if (dim < 1 || dim > FA_MAX_HEAD_DIM)
         return fa_fail(status, FA_EVALUE, "q has head_dim %lld, shape %s; accepted: 1 to %d", (long long)dim,
                        fa_show_shape(q->shape, q->ndim).text, FA_MAX_HEAD_DIM);
@@ -243,38 +244,10 @@ static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_s
     return check_dropout(request, problem, status);
 }
 
-fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request *request, fa_status *status) {
-    const fa_indices *x = &request->indices;
-    const struct {
-        const char *name;
-        const fa_view *view;
-    } inputs[] = {
-        {"q", request->q},
-        {"k", request->k},
-        {"v", request->v},
-        {"bias", request->bias},
-        {"mask", request->mask},
-        {"sinks", request->sinks},
-        {"alibi", request->alibi},
-        {"dropout's state", request->dropout_state},
-        {"cu_seqlens_q", x->cu_seqlens_q},
-        {"seqlens_q", x->seqlens_q},
-        {"cu_seqlens_k", x->cu_seqlens_k},
-        {"seqlens_k", x->seqlens_k},
-        {"page_table", x->page_table},
-        {"k_range's begin", x->key_begin},
-        {"k_range's end", x->key_end},
-        {"positions", x->positions},
-    };
-    for (size_t n = 0; n < sizeof inputs / sizeof *inputs; n++)
-        FA_TRY(fa_check_disjoint(name, view, inputs[n].name, inputs[n].view, status));
-    return FA_OK;
-}
-
 static fa_code check_result(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
                             const fa_request *request, fa_status *status) {
     FA_TRY(fa_check_output(name, view, shape, ndim, dtypes, "q", request->q, status));
-    return fa_forward_apart(name, view, request, status);
+    return fa_check_apart(FA_FORWARD, name, view, request, NULL, status);
 }
 
 static fa_code check_lse(const fa_view *lse, const fa_problem *problem, const fa_request *request, fa_status *status) {
@@ -400,7 +373,7 @@ fa_code fa_forward_workspace(const fa_request *request, size_t bytes, fa_problem
                        (long long)elements, (unsigned long long)bytes);
     if (bytes && (uintptr_t)view->data % 256)
         return fa_fail(status, FA_EVALUE, "workspace is not aligned in memory; accepted: a multiple of 256 bytes");
-    FA_TRY(fa_forward_apart("workspace", view, request, status));
+    FA_TRY(fa_check_apart(FA_FORWARD, "workspace", view, request, NULL, status));
     FA_TRY(fa_check_disjoint("workspace", view, "out", request->out, status));
     FA_TRY(fa_check_disjoint("workspace", view, "lse", request->lse, status));
     problem->workspace = bytes ? view->data : NULL;

@@ -12,9 +12,6 @@ fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_stat
 /* The part of it that concerns inputs and options of a dense call; leaves out and lse absent. */
 fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status);
 
-/* Refuses memory that is written and meets an input of attention(). */
-fa_code fa_forward_apart(const char *name, const fa_view *view, const fa_request *request, fa_status *status);
-
 /* The dropout that was asked for, of a call of these extents: with its heads, and within the bounds of its counters. */
 fa_code fa_dropout_resolve(const fa_dropout *asked, int64_t heads, int64_t seq_q, int64_t seq_k, fa_dropout *dropout,
                            fa_status *status);

@@ -5,6 +5,7 @@
 
 #include "device/threads.h"
 #include "problem/check.h"
+#include "problem/operands.h"
 
 #define FIRST "outs[0]"
 
@@ -44,8 +45,8 @@ static fa_code check_first(const fa_merge_request *request, fa_merge *p, fa_stat
                        fa_show_shape(first->shape, first->ndim).text, FA_MAX_HEAD_DIM);
     const bool packed = first->ndim == 3;
     p->batch = packed ? 1 : first->shape[0];
-    p->heads = first->shape[packed ? 1 : fa_axis_of(request->layout, 1)];
-    p->seq = first->shape[packed ? 0 : fa_axis_of(request->layout, 2)];
+    p->heads = first->shape[packed ? 1 : fa_axis_of(request->forward.options.layout, 1)];
+    p->seq = first->shape[packed ? 0 : fa_axis_of(request->forward.options.layout, 2)];
     p->head_dim = (int)head_dim;
     p->dtype = p->out_dtype = p->sinks_dtype = first->dtype;
     p->lse_dtype = first->dtype == FA_F64 ? FA_F64 : FA_F32;
@@ -104,11 +105,11 @@ static fa_code check_apart(const char *name_given, const fa_view *result, const 
             if (inputs[i].view != own || !is_itself(result, own))
                 FA_TRY(fa_check_disjoint(name_given, result, name_of(inputs[i].list, n).text, inputs[i].view, status));
     }
-    return fa_check_disjoint(name_given, result, "sinks", request->sinks, status);
+    return fa_check_apart(FA_MERGE, name_given, result, &request->forward, NULL, status);
 }
 
 static fa_code check_results(const fa_merge_request *request, fa_merge *p, fa_status *status) {
-    const fa_view *first = request->outs[0], *out = request->out, *lse = request->lse;
+    const fa_view *first = request->outs[0], *out = request->forward.out, *lse = request->forward.lse;
     const uint32_t dtypes = p->dtype == FA_F64 ? 1u << FA_F64 : 1u << FA_F16 | 1u << FA_BF16 | 1u << FA_F32;
     fa_view made_out = *first, made_lse = *request->lses[0];
     fa_view_contiguous(&made_out);
@@ -124,7 +125,7 @@ static fa_code check_results(const fa_merge_request *request, fa_merge *p, fa_st
         FA_TRY(check_apart("lse", lse, request->lses[0], request, status));
         FA_TRY(fa_check_disjoint("lse", lse, "out", out, status));
     }
-    fa_view_operand(&p->out, out ? out : &made_out, request->layout);
+    fa_view_operand(&p->out, out ? out : &made_out, request->forward.options.layout);
     fa_lse_operand(&p->lse, lse ? lse : &made_lse);
     return FA_OK;
 }
@@ -137,13 +138,13 @@ fa_code fa_merge_build(const fa_merge_request *request, fa_part *parts, fa_probl
     FA_TRY(check_first(request, p, status));
     for (int n = 0; n < request->count; n++) {
         FA_TRY(check_part(request, p, n, status));
-        fa_view_operand(&parts[n].out, request->outs[n], request->layout);
+        fa_view_operand(&parts[n].out, request->outs[n], request->forward.options.layout);
         fa_lse_operand(&parts[n].lse, request->lses[n]);
     }
     p->parts = parts;
     p->count = request->count;
-    if (request->sinks)
-        FA_TRY(fa_check_sinks(request->sinks, p->heads, FIRST, first, &p->sinks, &p->sinks_dtype, status));
+    if (request->forward.sinks)
+        FA_TRY(fa_check_sinks(request->forward.sinks, p->heads, FIRST, first, &p->sinks, &p->sinks_dtype, status));
     FA_TRY(check_results(request, p, status));
     if (problem->device.kind == FA_CUDA && p->dtype == FA_F64)
         return fa_fail(status, FA_EUNSUPPORTED,

@@ -5,11 +5,9 @@
 #include "fa.h"
 
 typedef struct fa_merge_request {
+    fa_request forward; /* its sinks, out, lse and layout, which is that of results of four axes */
     int count;
     const fa_view *const *outs, *const *lses; /* `count` of each */
-    const fa_view *sinks;                     /* NULL when absent */
-    const fa_view *out, *lse;                 /* NULL when the front end allocates them */
-    fa_layout layout;                         /* of results of four axes */
 } fa_merge_request;
 
 /* Validates `request` and fills `problem` and the `request->count` parts that it then points to. Absent outputs get the

@@ -2,11 +2,10 @@
 #include "problem/sequences.h"
 
 #include "problem/check.h"
+#include "problem/operands.h"
 
 bool fa_sequences_given(const fa_request *request) {
-    const fa_indices *x = &request->indices;
-    return request->q->ndim == 3 || request->k->ndim == 3 || x->cu_seqlens_q || x->seqlens_q || x->cu_seqlens_k ||
-           x->seqlens_k || x->page_table || x->key_begin || x->key_end || x->positions;
+    return request->q->ndim == 3 || request->k->ndim == 3 || fa_request_has(request, FA_ROLE_INDEX);
 }
 
 uint32_t fa_sequences_features(const fa_sequences *s) {
@@ -17,37 +16,36 @@ uint32_t fa_sequences_features(const fa_sequences *s) {
 
 /* How q, k and v are stored must be said once, and fit their axes. */
 static fa_code check_storage(const fa_request *request, fa_status *status) {
-    const fa_indices *x = &request->indices;
     const fa_view *q = request->q, *k = request->k;
-    const bool unbatched = q->ndim == 3 && !x->cu_seqlens_q; /* and so is k */
-    if (x->cu_seqlens_q && q->ndim != 3)
+    const bool unbatched = q->ndim == 3 && !request->cu_seqlens_q; /* and so is k */
+    if (request->cu_seqlens_q && q->ndim != 3)
         return fa_fail(status, FA_EVALUE,
                        "cu_seqlens_q is given, but q has shape %s; accepted: packed q, (tokens, heads, head_dim)",
                        fa_show_shape(q->shape, q->ndim).text);
-    if (x->page_table && x->cu_seqlens_k)
+    if (request->page_table && request->cu_seqlens_k)
         return fa_fail(status, FA_EVALUE,
                        "page_table and cu_seqlens_k are both given; accepted: one, for paged or for packed k and v");
-    if (x->page_table && k->ndim != 4)
+    if (request->page_table && k->ndim != 4)
         return fa_fail(status, FA_EVALUE, "page_table is given, but k has shape %s; accepted: pages, %s",
                        fa_show_shape(k->shape, k->ndim).text,
                        request->options.layout == FA_BSHD ? "(pages, page_size, heads_kv, head_dim)"
                                                           : "(pages, heads_kv, page_size, head_dim)");
-    if (x->page_table && !x->seqlens_k)
+    if (request->page_table && !request->seqlens_k)
         return fa_fail(status, FA_EVALUE, "page_table needs seqlens_k, how many keys each sequence has");
-    if (x->page_table && !request->options.has_layout)
+    if (request->page_table && !request->options.has_layout)
         return fa_fail(status, FA_EVALUE,
                        "page_table needs layout: \"bshd\" for (pages, page_size, heads_kv, head_dim), \"bhsd\" for "
                        "(pages, heads_kv, page_size, head_dim)");
-    if (x->page_table && fa_view_extent(k, request->options.layout, 2) < 1)
+    if (request->page_table && fa_view_extent(k, request->options.layout, 2) < 1)
         return fa_fail(status, FA_EVALUE, "k has shape %s, with a page_size of 0; accepted: 1 or more",
                        fa_show_shape(k->shape, 4).text);
-    if (k->ndim == 3 && !x->cu_seqlens_k)
+    if (k->ndim == 3 && !request->cu_seqlens_k)
         return fa_fail(status, FA_EVALUE,
                        "%s has shape %s and there is no cu_seqlens_k; accepted: 4 axes, the first of them batch, of 1 "
                        "for a single "
                        "entry, or packed k and v, (tokens, heads_kv, head_dim), with cu_seqlens_k",
                        unbatched ? "q" : "k", fa_show_shape(unbatched ? q->shape : k->shape, 3).text);
-    if (x->cu_seqlens_k && k->ndim != 3)
+    if (request->cu_seqlens_k && k->ndim != 3)
         return fa_fail(
             status, FA_EVALUE,
             "cu_seqlens_k is given, but k has shape %s; accepted: packed k and v, (tokens, heads_kv, head_dim)",
@@ -57,14 +55,13 @@ static fa_code check_storage(const fa_request *request, fa_status *status) {
 
 /* Options that contradict what is only known on the device. */
 static fa_code check_meaning(const fa_request *request, fa_status *status) {
-    const fa_indices *x = &request->indices;
     if (request->options.causal == FA_CAUSAL_TRUE)
         return fa_fail(
             status, FA_EVALUE,
             "causal=True needs seq_q == seq_k, which the host cannot see in sequences; say "
             "causal=\"bottom_right\" (the last query sees every key) or causal=\"top_left\" (query i sees keys "
             "j <= i)");
-    if (x->positions && request->options.causal == FA_CAUSAL_TOP_LEFT)
+    if (request->positions && request->options.causal == FA_CAUSAL_TOP_LEFT)
         return fa_fail(
             status, FA_EVALUE,
             "positions and causal=\"top_left\" both say where queries stand; accepted with positions: False, "
@@ -92,20 +89,19 @@ static fa_code count_starts(const char *name, const fa_view *starts, int64_t *co
 }
 
 static fa_code count_batch(const fa_request *request, int64_t *batch, fa_status *status) {
-    const fa_indices *x = &request->indices;
     const fa_view *q = request->q;
-    const char *name_q = x->cu_seqlens_q ? "cu_seqlens_q" : "q";
-    const char *name_k = x->page_table ? "page_table" : x->cu_seqlens_k ? "cu_seqlens_k" : "k";
+    const char *name_q = request->cu_seqlens_q ? "cu_seqlens_q" : "q";
+    const char *name_k = request->page_table ? "page_table" : request->cu_seqlens_k ? "cu_seqlens_k" : "k";
     int64_t of_q = q->shape[0];
     *batch = request->k->shape[0];
-    if (x->page_table && x->page_table->ndim != 2)
+    if (request->page_table && request->page_table->ndim != 2)
         return fa_fail(status, FA_EVALUE, "page_table has shape %s; accepted: (batch, columns)",
-                       fa_show_shape(x->page_table->shape, x->page_table->ndim).text);
-    if (x->page_table) *batch = x->page_table->shape[0];
-    if (x->cu_seqlens_k) FA_TRY(count_starts("cu_seqlens_k", x->cu_seqlens_k, batch, status));
-    if (x->cu_seqlens_q) FA_TRY(count_starts("cu_seqlens_q", x->cu_seqlens_q, &of_q, status));
+                       fa_show_shape(request->page_table->shape, request->page_table->ndim).text);
+    if (request->page_table) *batch = request->page_table->shape[0];
+    if (request->cu_seqlens_k) FA_TRY(count_starts("cu_seqlens_k", request->cu_seqlens_k, batch, status));
+    if (request->cu_seqlens_q) FA_TRY(count_starts("cu_seqlens_q", request->cu_seqlens_q, &of_q, status));
     if (of_q == *batch) return FA_OK;
-    if (q->ndim == 3 && !x->cu_seqlens_q)
+    if (q->ndim == 3 && !request->cu_seqlens_q)
         return fa_fail(
             status, FA_EVALUE,
             "q has shape %s and there is no cu_seqlens_q, which means one query a sequence, but %s has %lld "
@@ -126,7 +122,7 @@ static fa_code read_array(const char *name, const fa_view *view, int64_t extent,
 
 static fa_code read_pages(const fa_request *request, fa_problem *problem, fa_status *status) {
     static const int32_t none; /* data of a table without columns: never read, but not NULL, which means no pages */
-    const fa_view *table = request->indices.page_table;
+    const fa_view *table = request->page_table;
     fa_forward *p = &problem->forward;
     fa_pages *pages = &problem->sequences.pages;
     if (!table) return FA_OK;
@@ -144,7 +140,7 @@ static fa_code read_pages(const fa_request *request, fa_problem *problem, fa_sta
 }
 
 static fa_code read_positions(const fa_request *request, fa_problem *problem, fa_status *status) {
-    const fa_view *positions = request->indices.positions, *q = request->q;
+    const fa_view *positions = request->positions, *q = request->q;
     const fa_forward *p = &problem->forward;
     if (!positions) return FA_OK;
     const bool packed = q->ndim == 3;
@@ -162,7 +158,6 @@ fa_code fa_sequences_check(const fa_request *request, fa_status *status) {
 }
 
 fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_status *status) {
-    const fa_indices *x = &request->indices;
     const fa_view *q = request->q;
     fa_forward *p = &problem->forward;
     fa_sequences *s = &problem->sequences;
@@ -172,12 +167,12 @@ fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_st
     s->packed_k = request->k->ndim == 3;
     s->top_left = request->options.causal == FA_CAUSAL_TOP_LEFT;
     const int64_t batch = p->batch;
-    FA_TRY(read_array("cu_seqlens_q", x->cu_seqlens_q, batch + 1, "(batch + 1,)", q, &s->q.starts, status));
-    FA_TRY(read_array("seqlens_q", x->seqlens_q, batch, "(batch,)", q, &s->q.used, status));
-    FA_TRY(read_array("cu_seqlens_k", x->cu_seqlens_k, batch + 1, "(batch + 1,)", q, &s->k.starts, status));
-    FA_TRY(read_array("seqlens_k", x->seqlens_k, batch, "(batch,)", q, &s->k.used, status));
-    FA_TRY(read_array("k_range's begin", x->key_begin, batch, "(batch,)", q, &s->begin, status));
-    FA_TRY(read_array("k_range's end", x->key_end, batch, "(batch,)", q, &s->end, status));
+    FA_TRY(read_array("cu_seqlens_q", request->cu_seqlens_q, batch + 1, "(batch + 1,)", q, &s->q.starts, status));
+    FA_TRY(read_array("seqlens_q", request->seqlens_q, batch, "(batch,)", q, &s->q.used, status));
+    FA_TRY(read_array("cu_seqlens_k", request->cu_seqlens_k, batch + 1, "(batch + 1,)", q, &s->k.starts, status));
+    FA_TRY(read_array("seqlens_k", request->seqlens_k, batch, "(batch,)", q, &s->k.used, status));
+    FA_TRY(read_array("k_range's begin", request->k_range_begin, batch, "(batch,)", q, &s->begin, status));
+    FA_TRY(read_array("k_range's end", request->k_range_end, batch, "(batch,)", q, &s->end, status));
     FA_TRY(read_pages(request, problem, status));
     FA_TRY(read_positions(request, problem, status));
     s->q.rows = p->seq_q;

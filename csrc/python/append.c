@@ -30,7 +30,7 @@ static fa_code read_rotary(fa_state *state, append *a, fa_status *status) {
         return fa_fail(status, FA_EVALUE, "rotary has %zd items; accepted: %s", (ssize_t)PySequence_Size(pair),
                        accepted);
     static const char *const names[2] = {"rotary's cos", "rotary's sin"};
-    const fa_view **views[2] = {&a->request.cos, &a->request.sin};
+    const fa_view **views[2] = {&a->request.forward.rotary_cos, &a->request.forward.rotary_sin};
     for (int n = 0; n < 2; n++) {
         PyObject *table = PyTuple_Check(pair) ? PyTuple_GetItem(pair, n) : PyList_GetItem(pair, n);
         if (!table) return fa_python_error(status);
@@ -52,8 +52,8 @@ static fa_code read_append(fa_state *state, fa_function function, PyObject *cons
     FA_TRY(fa_read_check(bound, &a->check, status));
     FA_TRY(fa_call_place(state, FA_APPEND, call, status));
     PyObject *v_cache = fa_given(bound, FA_ARG_v_cache), *out = fa_given(bound, FA_ARG_append_out);
-    FA_TRY(fa_call_output(state, call, "k_cache", bound->value[FA_ARG_k_cache], &a->request.k_cache, status));
-    if (v_cache) FA_TRY(fa_call_output(state, call, "v_cache", v_cache, &a->request.v_cache, status));
+    FA_TRY(fa_call_output(state, call, "k_cache", bound->value[FA_ARG_k_cache], &a->request.forward.k_cache, status));
+    if (v_cache) FA_TRY(fa_call_output(state, call, "v_cache", v_cache, &a->request.forward.v_cache, status));
     FA_TRY(fa_call_arrays(state, call, FA_ARG_k, &a->request, status));
     FA_TRY(read_rotary(state, a, status));
     if (out) FA_TRY(fa_call_output(state, call, "out", out, &a->request.forward.out, status));

@@ -16,7 +16,7 @@ static fa_code read_range(fa_state *state, fa_attention *a, fa_status *status) {
         return fa_fail(status, FA_EVALUE, "k_range has %zd items; accepted: %s", (ssize_t)PySequence_Size(range),
                        accepted);
     static const char *const names[2] = {"k_range's begin", "k_range's end"};
-    const fa_view **views[2] = {&a->request.indices.key_begin, &a->request.indices.key_end};
+    const fa_view **views[2] = {&a->request.k_range_begin, &a->request.k_range_end};
     for (int n = 0; n < 2; n++) {
         PyObject *side = PyTuple_Check(range) ? PyTuple_GetItem(range, n) : PyList_GetItem(range, n);
         if (side && side != Py_None) FA_TRY(fa_call_array(state, &a->call, names[n], side, views[n], status));

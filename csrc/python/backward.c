@@ -129,15 +129,14 @@ static void release(backward *b) {
 /* Gradients that the caller did not give. */
 static fa_code make_results(fa_state *state, fa_call *call, fa_result *results, fa_status *status) {
     const backward *b = (backward *)call;
-    const fa_request *forward = &b->request.forward;
-    const fa_view *const subjects[FA_GRAD_COUNT] = {forward->q, forward->k, forward->v, forward->bias, forward->sinks};
     fa_backward *problem = &call->problem.backward;
     const fa_stream stream = fa_call_result_stream(call);
     for (int n = 0; n < b->count; n++) {
         const fa_grad grad = b->order[n];
         if (b->given[n]) continue;
-        FA_TRY(fa_result_make(state, &call->array[0], subjects[grad]->ndim, subjects[grad]->shape,
-                              problem->grad_dtype[grad], &stream, &results[n], status));
+        const fa_view *subject = fa_grad_subject(&b->request.forward, grad);
+        FA_TRY(fa_result_make(state, &call->array[0], subject->ndim, subject->shape, problem->grad_dtype[grad], &stream,
+                              &results[n], status));
         problem->grad[grad].data = results[n].data;
     }
     return FA_OK;

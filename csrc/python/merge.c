@@ -59,9 +59,9 @@ static fa_code read_arrays(fa_state *state, merge *m, fa_status *status) {
         FA_TRY(fa_call_array(state, call, m->name[n], object, &m->view[n], status));
         FA_TRY(check_kind(&call->array[n], &call->array[0], status));
     }
-    if (sinks) FA_TRY(fa_call_array(state, call, "sinks", sinks, &m->request.sinks, status));
-    return fa_call_outputs(state, call, fa_given(&call->bound, FA_ARG_merge_out), &m->request.out, &m->request.lse,
-                           status);
+    if (sinks) FA_TRY(fa_call_array(state, call, "sinks", sinks, &m->request.forward.sinks, status));
+    return fa_call_outputs(state, call, fa_given(&call->bound, FA_ARG_merge_out), &m->request.forward.out,
+                           &m->request.forward.lse, status);
 }
 
 /* Arguments -> problem. */
@@ -102,7 +102,8 @@ static void release(merge *m) {
 static fa_code make_results(fa_state *state, fa_call *call, fa_result *results, fa_status *status) {
     const merge *m = (merge *)call;
     fa_merge *p = &call->problem.merge;
-    const fa_view *given[2] = {m->request.out, m->request.lse}, *like[2] = {m->request.outs[0], m->request.lses[0]};
+    const fa_view *given[2] = {m->request.forward.out, m->request.forward.lse};
+    const fa_view *const like[2] = {m->request.outs[0], m->request.lses[0]};
     fa_operand *operands[2] = {&p->out, &p->lse};
     const fa_dtype dtypes[2] = {p->out_dtype, p->lse_dtype};
     const fa_stream stream = fa_call_result_stream(call);

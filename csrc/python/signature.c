@@ -7,17 +7,16 @@
 #include "problem/backward.h"
 #include "problem/merge.h"
 
-_Static_assert(offsetof(fa_append_request, forward) == 0, "what append() shares with attention() has one offset");
-_Static_assert(offsetof(fa_backward_request, forward) == 0, "an option of attention() has one offset in both requests");
+_Static_assert(offsetof(fa_append_request, forward) == 0, "arrays and options have one offset in all requests");
+_Static_assert(offsetof(fa_backward_request, forward) == 0, "arrays and options have one offset in all requests");
+_Static_assert(offsetof(fa_merge_request, forward) == 0, "arrays and options have one offset in all requests");
 
 #define REQUIRED        NULL
 #define NONE            0
 #define REQUEST(field)  offsetof(fa_request, field)
 #define OPTION(field)   offsetof(fa_request, options.field)
-#define INDEX(field)    offsetof(fa_request, indices.field)
 #define BACKWARD(field) offsetof(fa_backward_request, field)
 #define APPEND(field)   offsetof(fa_append_request, field)
-#define MERGE(field)    offsetof(fa_merge_request, field)
 
 const fa_parameter fa_parameters[FA_ARG_COUNT] = {
 #define FA_PARAMETER(argument, name, passing, functions, kind, field, standard, type, doc)                             \

@@ -3,6 +3,8 @@
 
 #include <string.h>
 
+#include "problem/operands.h"
+
 int64_t fa_view_elements(const fa_view *view) {
     int64_t elements = 1;
     for (int axis = 0; axis < view->ndim; axis++) elements *= view->shape[axis];
@@ -34,28 +36,11 @@ fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byt
 }
 
 const char *fa_accepted_dtypes(const char *name) {
-    static const char *const accepted[][2] = {
-        {"mask", "bool (True: attend)"},
-        {"bias", "q's dtype or float32"},
-        {"sinks", "q's dtype or float32"},
-        {"alibi", "float32"},
-        {"lse", "float32 (float64 for float64 q)"},
-        {"array", "float16, bfloat16 (ml_dtypes), float32, float64, bool, int32, int64, uint8 and uint32"},
-        {"cu_seqlens_q", "int32"},
-        {"seqlens_q", "int32"},
-        {"cu_seqlens_k", "int32"},
-        {"seqlens_k", "int32"},
-        {"page_table", "int32"},
-        {"k_range's begin", "int32"},
-        {"k_range's end", "int32"},
-        {"positions", "int32"},
-        {"slots", "int32 or int64"},
-        {"workspace", "uint8"},
-        {"dropout's state", "uint32, int32 or int64"},
-    };
-    for (size_t n = 0; n < sizeof accepted / sizeof *accepted; n++)
-        if (strcmp(name, accepted[n][0]) == 0) return accepted[n][1];
-    return "float16, bfloat16 (ml_dtypes), float32, and float64 on the CPU";
+    for (int n = 0; n < FA_OPERAND_COUNT; n++)
+        if (strcmp(name, fa_operands[n].words) == 0) return fa_operands[n].dtypes;
+    return strcmp(name, "array") == 0
+               ? "float16, bfloat16 (ml_dtypes), float32, float64, bool, int32, int64, uint8 and uint32"
+               : fa_operands[FA_OPERAND_q].dtypes;
 }
 
 fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bool *unclear, fa_status *status) {
