@@ -369,7 +369,7 @@ typedef enum fa_answer {
                   */
     FA_REFUSES,  /* cannot, on any machine */
     FA_NOT_HERE, /* this machine lacks what the kernel needs: another could */
-    FA_FAILS,    /* the environment asks for what is not there: an error of the call if the kernel's turn comes */
+    FA_FAILS,    /* the environment names something that is absent: an error of the call once the kernel is asked */
 } fa_answer;
 
 /* Why a kernel does not take a problem: why.def has the words, made only when somebody asks. */

@@ -171,7 +171,7 @@ static int ask(int operation, const void *arguments, const fa_ext_run *run, size
     return finish(&c, code, &status);
 }
 
-/* ---- what is no operation ---- */
+/* ---- other functions ---- */
 
 /* Refuses what only an operation has. */
 static fa_code begin_plain(const fa_ext_run *run, const char *name, fa_capi_call *c, fa_status *status) {

@@ -4,7 +4,7 @@
  *
  * tdpbf16ps sums the 16 terms of even number and the 16 of odd number of a lane apart, each in order with one rounding
  * a term, and adds the sum of both to the lane. Chunks of 32 keys begin where the key's number in the sequence is a
- * multiple of 32, so that a row's products meet in the same chunks wherever a tile is cut; who is not in the tile has
+ * multiple of 32, so that a row's products meet in the same chunks wherever a tile is cut; keys outside the tile have
  * weight 0 there. Subnormal numbers count as 0.
  */
 #ifndef FA_CPU_SIMD_AMX_H

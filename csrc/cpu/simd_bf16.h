@@ -4,7 +4,7 @@
  * GPU take them.
  *
  * Keys are paired by their number in the sequence, an even one with the next, so that a row's products meet in the same
- * pairs wherever a tile is cut; who is not in the tile has weight and value 0 there. The instruction takes subnormal
+ * pairs wherever a tile is cut; keys outside the tile have weight and value 0 there. The instruction takes subnormal
  * numbers for 0. Its products of a score are summed by sixteens, eight instructions, and their sums then.
  */
 #ifndef FA_CPU_SIMD_BF16_H

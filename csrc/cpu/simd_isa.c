@@ -27,8 +27,8 @@ const char *fa_isa_name(fa_isa isa) {
 }
 
 #if defined(__x86_64__)
-/* AMX with bfloat16, if the process may use its registers: Linux (5.16 and later) grants that to who asks, once for all
- * threads there are and will be. */
+/* AMX with bfloat16, if the process may use its registers: Linux (5.16 and later) grants that to a process that asks,
+ * once for all its threads, present and future. */
 static bool has_amx(void) {
 #if defined(__linux__)
     enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };

@@ -11,7 +11,7 @@ extern "C" {
 
 /* One context per module: capabilities, slots; behind a lock. */
 fa_context *fa_context_new(void); /* NULL: out of memory */
-/* Frees it once each of its holders has called this: who made it, and each fa_context_hold(). */
+/* Frees it once each of its holders has called this: its maker, and each fa_context_hold(). */
 void fa_context_free(fa_context *context);
 void fa_context_hold(fa_context *context);
 /* A number > 0 that no other context of the process has or had. */

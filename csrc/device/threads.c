@@ -86,7 +86,7 @@ static void pause_briefly(void) {
 #endif
 }
 
-/* ---- who wants to stop ---- */
+/* ---- calls that are to stop ---- */
 
 static void ask_when_due(fa_cpu_watch *watch) {
     struct timespec t;

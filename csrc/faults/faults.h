@@ -1,4 +1,4 @@
-/* Bad contents of index arrays: their kinds, what is told of each, and where kernels on a device count them. Valid C11,
+/* Bad contents of index arrays: their kinds, the report of each, and where kernels on a device count them. Valid C11,
  * C++20 and device code. */
 #ifndef FA_FAULTS_H
 #define FA_FAULTS_H

@@ -34,7 +34,7 @@ fa_code fa_device_described(fa_state *state, PyObject *given, fa_device_info *de
 /* The stream of the call, and then what could only be read knowing it; *joins: some library works on another stream. */
 fa_code fa_arrays_stream(fa_state *state, fa_array *array, int count, fa_stream *stream, bool *joins,
                          fa_status *status);
-/* Refuses a stream that the caller or an interface names and that is none of the problem's device. */
+/* Refuses a stream, named by the caller or an interface, that does not belong to the problem's device. */
 fa_code fa_arrays_check_stream(fa_state *state, const fa_array *first, const fa_problem *problem,
                                const fa_stream *stream, fa_status *status);
 /* From fa_gil_release() to fa_gil_take() other threads of Python run. A problem on the CPU is stopped when a signal's

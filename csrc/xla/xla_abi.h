@@ -94,7 +94,7 @@ typedef struct xla_attributes {
 
 enum { XLA_SCALAR = 3, XLA_STRING = 4 };
 
-typedef struct xla_error xla_error; /* NULL: none. Made by the API, freed by who gets it. */
+typedef struct xla_error xla_error; /* NULL: none. Made by the API, freed by its receiver. */
 
 typedef struct xla_error_create {
     size_t size;

@@ -1,4 +1,4 @@
-/* Where append's tokens go: of which sequence a row is, which slot it takes, who else has that slot. See append.cu. */
+/* Where append's tokens go: a row's sequence, its slot, and the other rows with that slot. See append.cu. */
 #pragma once
 #include "common/faults.cuh" // count_fault, count_length_faults
 #include "fa.h"

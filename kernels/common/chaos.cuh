@@ -7,7 +7,7 @@
  * wait on an mbarrier that lasts 2 s writes where it stands into host memory (fa_chaos_report) and traps, so that a
  * hang is an error of the call. In any other build all of this is empty.
  *
- * A site is a source line; the kernel that runs is known to who started it. How it is done: chaos_delay.cuh. */
+ * A site is a source line; the process that starts a kernel knows which one runs. chaos_delay.cuh has the delays. */
 #pragma once
 
 #ifdef FA_CHAOS

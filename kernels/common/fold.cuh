@@ -3,8 +3,8 @@
  *     fold(a, b):  m = max(a.m, b.m);  l = b.l 2^(b.m - m) + a.l 2^(a.m - m);  O alike, not normalised
  *
  * Chunks are folded from left to right within groups of 8 (cut at multiples of 8 chunks), groups from left to right.
- * The first of a group, and the first group, are taken as they are. Float32 in memory loses nothing, so that it changes
- * no bit who folds, where and when: all do these operations, each rounded by itself. */
+ * The first of a group, and the first group, are taken as they are. Float32 in memory loses nothing, and every thread
+ * does these operations, each rounded by itself: so the bits are the same whichever thread folds, where and when. */
 #pragma once
 
 #include <stdint.h> // int64_t

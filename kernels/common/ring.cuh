@@ -5,7 +5,7 @@
 
 namespace fa {
 
-/* Position in a ring of kStages stages and the parity of the phase it is in. Readers start at parity 0, those who fill
+/* Position in a ring of kStages stages and the parity of the phase it is in. Consumers start at parity 0, the producer
  * at 1: a fresh barrier reads as if the phase before had ended. */
 template <int kStages> struct RingState {
     int stage = 0;

@@ -6,7 +6,8 @@
  *     S = Q K^T -> base-2 scores, softmax state in registers -> P to shared memory -> O += P V
  *
  * With KEY_GROUPS > 1 the warps form groups that share the query rows and divide the key blocks; their results are
- * merged at the end. That keeps more warps busy where there are few query rows. simt/kernel.cuh says who holds what.
+ * merged at the end. That keeps more warps busy where there are few query rows. simt/kernel.cuh says which thread holds
+ * what.
  *
  * Whole dense surface: float16, bfloat16, float32; any strides (16-byte loads where they allow it, else element loads);
  * GQA, causal, window, softcap, bias, boolean mask, sinks, LSE; head_dim and head_dim_v 1..256 apart; zero keys. Calls

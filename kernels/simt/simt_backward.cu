@@ -7,7 +7,7 @@
  *     sinks:    dsinks, a head a thread block
  *
  * S and dP are worked out anew in each: seven products instead of five, but no atomics and no sums in memory, so that
- * the bits are the same from run to run and do not depend on the batch. simt/backward.cuh says who holds what.
+ * the bits are the same from run to run and do not depend on the batch. simt/backward.cuh says which thread holds what.
  *
  * Whole dense surface: float16, bfloat16, float32; any strides; GQA, causal, window, softcap, bias, boolean mask,
  * ALiBi, dropout, sinks, gradients of bias and sinks and through the LSE, accumulation; head_dim and head_dim_v 1..256

@@ -15,7 +15,7 @@ __device__ __forceinline__ void barrier_init(uint64_t *barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-/* This thread has written, or read, what it had to; everything before is visible to who waits. */
+/* This thread has written, or read, what it had to; everything before is visible to the threads that wait. */
 __device__ __forceinline__ void barrier_arrive(uint64_t *barrier, int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier))

@@ -33,7 +33,7 @@ struct OwnedRow {
 
 /* Pitch of a strip of scores, in floats: rows 8 banks apart, so that a fragment's pairs of floats store without
  * conflicts. Rows 0..3 and 4..7 of the eight that load 16 bytes at a time would then meet: the latter read every two
- * neighbouring chunks in the other order. Weights have rows 4 banks apart, which suits both who writes and who reads.
+ * neighbouring chunks in the other order. Weights have rows 4 banks apart, which suits both writers and readers.
  */
 template <int kColumns> constexpr int kScorePitch = kColumns + 8;
 

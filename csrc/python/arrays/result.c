@@ -1,4 +1,4 @@
-/* Results in the caller's own kind: who allocates, and how the array is handed over. */
+/* Results in the caller's own kind of array: their allocation, and how the array is handed over. */
 #include "python/arrays/arrays.h"
 
 static fa_code read_address(PyObject *number, void **data, fa_status *status) {

@@ -82,7 +82,7 @@ template <class C> struct QueriesSmem {
     uint64_t v_full[C::kValueStages], v_empty[C::kValueStages]; // with C::kWide
 };
 
-/* Blocks of a tile: `seen` tells whether a query of it sees a key, `count` how many blocks are multiplied. */
+/* Blocks of a tile: `seen` says whether a query of it sees a key, `count` how many blocks are multiplied. */
 struct TileBlocks {
     int end, count;
     bool seen;

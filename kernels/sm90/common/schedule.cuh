@@ -58,7 +58,7 @@ template <bool kUnequal> __device__ __forceinline__ uint32_t next_tile(const Sch
     return dynamic_tile(s, round);
 }
 
-/* The producer tells the consumers a tile: Smem has tile[], and tile_full[] and tile_empty[] of kTileStages. */
+/* The producer hands a tile to the consumers: Smem has tile[], and tile_full[] and tile_empty[] of kTileStages. */
 template <class Smem>
 __device__ __forceinline__ void announce_tile(Smem &smem, RingState<Smem::kTileStages> &ring, const Tile &tile) {
     mbarrier_wait(&smem.tile_empty[ring.stage], ring.parity);

@@ -92,7 +92,7 @@ template <class C> struct ForwardSmem {
     alignas(16) Tile tile[kTileStages];
     uint64_t q_full[C::kQueryStages][C::kConsumers], q_empty[C::kQueryStages][C::kConsumers];
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
-    uint64_t tile_full[kTileStages], tile_empty[kTileStages]; // the producer tells the consumers their tiles
+    uint64_t tile_full[kTileStages], tile_empty[kTileStages]; // the producer hands tiles to the consumers
     [[no_unique_address]] ForwardDropout<C::kDropout> dropout;
 };
 

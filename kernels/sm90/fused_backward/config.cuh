@@ -21,7 +21,7 @@ struct FusedParams {
 };
 struct OrderedFusedParams : FusedParams {
     uint32_t *turns; // 0 at launch: turns.cuh
-    Gradient dq;     // who adds last to a block's sums makes dq of them; data NULL: it is not wanted
+    Gradient dq;     // the CTA that adds last to a block's sums makes dq of them; data NULL: not wanted
 };
 struct DropoutFusedParams : OrderedFusedParams {
     fa_dropout dropout;
@@ -37,7 +37,7 @@ template <bool Ordered> struct FusedTurns {};
 template <> struct FusedTurns<true> { // between the keepers of turns and the consumers, of steps 2 n and 2 n + 1
     uint64_t open[2];                 // a step's dQ may be added
     uint64_t done[2];                 // it has been
-    uint64_t seen[2];                 // that it has is known to who passes the turn on
+    uint64_t seen[2];                 // the thread that passes the turn on knows that it has
     uint32_t block[2];                // of queries, four times its number, and kAddsFirst, kAddsLast
     uint32_t turn[2];                 // its turn; UINT_MAX: no more steps
 };

@@ -25,14 +25,14 @@
  * consumers do, and arrives at tile_empty for itself.
  *
  * Within a CTA the opener waits for turns and for what all warps do without it, up to the step whose turn it has;
- * who passes on waits for what was opened. Consumers wait for the opener with at most the next step's dQ in their
- * hands. */
+ * the thread that passes turns on waits for the steps that were opened. Consumers wait for the opener with at most the
+ * next step's dQ in their hands. */
 #pragma once
 #include "sm90/fused_backward/config.cuh"
 
 namespace fa::sm90 {
 
-/* Waits for `turn`: what who passed it on had done is done. One thread. */
+/* Waits for `turn`: all that the CTA before had done is visible then. One thread. */
 __device__ __forceinline__ void wait_turn(const uint32_t *counter, uint32_t turn, int site = __builtin_LINE()) {
     FA_CHAOS_POINT(site);
 #ifdef FA_CHAOS

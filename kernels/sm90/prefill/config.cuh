@@ -167,7 +167,7 @@ struct alignas(16) Part {
     int seen_end;  // no row sees keys from here on
 };
 
-/* A tile: the scheduler tells it, all other warps read it. */
+/* A tile: the scheduler writes it, all other warps read it. */
 struct alignas(16) Tile {
     int blocks;    // of keys: block n holds keys [end - (n + 1) * tile_n, end - n * tile_n); negative: no more tiles
     int end;       // a multiple of kCut
@@ -197,7 +197,7 @@ template <class C> struct Smem {
     static constexpr int kKeySlabBytes = C::kTileN * kSlabRowBytes;
     static constexpr int kQueryBytes = kSlabs * kQuerySlabBytes; // of one warpgroup
     static constexpr int kKeyBytes = kSlabs * kKeySlabBytes;
-    // A power of 2. A block that told itself more tiles ahead would keep them from others at the end.
+    // A power of 2. A block that took more tiles ahead would keep them from others at the end.
     static constexpr int kTileStages = 2;
 
     alignas(1024) char q[C::kQueryStages][C::kConsumers][kQueryBytes];

@@ -7,10 +7,10 @@
  * to its first.
  *
  * Sequences of few units and many keys are cut into chunks, each a unit of its own with a state in workspace as long as
- * there is room for it; else each unit goes through the chunks of its tile and folds their states in the same order, so
- * that it changes no bit who has room.
+ * there is room for it; else each unit goes through the chunks of its tile and folds their states in the same order:
+ * the bits do not depend on that room.
  *
- * The order of sequences of one class is that of the atomics: it decides who computes what, and so no bit.
+ * The order of sequences of one class is that of the atomics: it decides which block computes what, but no bit.
  *
  * Lengths may change while this runs. Each is read once, by the thread that has the sequence; how many units there are
  * of a class and where they come in the order follows from one record. So packed sequences lie apart from each other,

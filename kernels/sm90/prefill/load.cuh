@@ -84,7 +84,8 @@ __device__ __forceinline__ void load_queries(const Params &params, Smem<C> &smem
 #pragma unroll 1
     for (int wg = 0; wg < C::kConsumers; ++wg) {
         uint64_t *full = &smem.q_full[ring.stage][wg];
-        const bool some = tile.blocks > 0 && tile.part[wg].rows > 0; // else nothing comes, and the warpgroup is told so
+        const bool some =
+            tile.blocks > 0 && tile.part[wg].rows > 0; // else nothing comes, and the warpgroup learns that
         mbarrier_wait(&smem.q_empty[ring.stage][wg], ring.parity);
         __syncwarp();
         if (lane == 0) mbarrier_arrive_expect(full, some ? rows * kSlabRowBytes * Smem<C>::kSlabs : 0);
@@ -150,7 +151,7 @@ __device__ __forceinline__ void load_rows(const Params &params, const Tile &tile
     }
 }
 
-/* Blocks whose copies a warp has started, but not told yet: at most one. */
+/* Blocks whose copies a warp has started, but not signalled yet: at most one. */
 struct Copies {
     int untold = -1; // its stage
 

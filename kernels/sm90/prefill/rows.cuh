@@ -3,7 +3,8 @@
  *
  *     fold(a, b):  m = max(a.m, b.m);  l = b.l 2^(b.m - m) + a.l 2^(a.m - m);  O alike, not normalised
  *
- * from the first chunk to the last. Float32 in memory loses nothing, so that it changes no bit who folds. */
+ * from the first chunk to the last. Float32 in memory loses nothing: the bits are the same whichever warpgroup folds.
+ */
 #pragma once
 #include "common/rows.cuh"
 #include "sm90/common/softmax.cuh"

@@ -1,4 +1,4 @@
-/* prefill_sm90: from a unit to a tile and what it sees. A warp of each block tells the others its tiles, ahead of them.
+/* prefill_sm90: from a unit to a tile and the keys it sees. A warp of each block hands tiles to the others, ahead.
  */
 #pragma once
 #include "sm90/common/barrier.cuh"
@@ -51,8 +51,8 @@ __device__ __forceinline__ void find_chunk(const Call &call, Tile &tile, uint32_
     tile.folds = alone && chunk > 0, tile.ends = alone && chunk + 1 == of.chunks;
 }
 
-/* Which keys the tile and its warpgroups see. The warp calls it: lane n for warpgroup n. Warpgroups take turns in who
- * has the first rows of a tile of packed heads, since the last such tile of a sequence has few: `turn` counts units. */
+/* The keys that the tile and its warpgroups see. The warp calls it: lane n for warpgroup n. The first rows of a tile of
+ * packed heads go to each warpgroup in turn, since the last such tile of a sequence has few: `turn` counts units. */
 template <class C> __device__ __forceinline__ void see(const Call &call, Tile &tile, uint32_t turn) {
     constexpr int kWarpgroups = C::kConsumers;
     const int lane = threadIdx.x % 32;
@@ -96,7 +96,7 @@ template <class C> __device__ __forceinline__ void see(const Call &call, Tile &t
     if (lane == 0) tile.low = low, tile.high = high, tile.end = end, tile.blocks = blocks, tile.half = half;
 }
 
-/* Finds unit `unit`, or its next chunk, and tells it. The warp calls it; true if the unit has more chunks. */
+/* Finds unit `unit`, or its next chunk, and hands it out. The warp calls it; true if the unit has more chunks. */
 template <class C>
 __device__ __forceinline__ bool tell_unit(const Call &call, Smem<C> &smem, Tile &tile, uint32_t unit) {
     const int lane = threadIdx.x % 32;

@@ -3,8 +3,8 @@
  * Dense, padded, packed and paged keys of any page size, lengths and tables on the device. One block or several take a
  * kv head of a sequence (job.cuh); each of their warps takes chunks of 64 * 2^e keys, which it brings to its own
  * ring of tiles (load.cuh), multiplies by mma.sync (chunk.cuh) and leaves as states of rows in workspace.
- * They are folded in an order that only a sequence's keys fix (fold.cuh): who worked out which chunk changes no
- * bit, so the number of blocks, the batch around a sequence and its storage do not either.
+ * They are folded in an order that only a sequence's keys fix (fold.cuh). The bits do not depend on the warp
+ * that computes a chunk, nor on the number of blocks, the batch around a sequence or its storage.
  *
  * Float16 and bfloat16, head_dim = head_dim_v a multiple of 8 up to 256, rows of 16-byte chunks; no bias, no mask. Rows
  * beyond 16 of a kv head (8 where head_dim is above 128) read its keys again.
