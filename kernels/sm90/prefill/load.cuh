@@ -84,8 +84,7 @@ __device__ __forceinline__ void load_queries(const Params &params, Smem<C> &smem
 #pragma unroll 1
     for (int wg = 0; wg < C::kConsumers; ++wg) {
         uint64_t *full = &smem.q_full[ring.stage][wg];
-        const bool some =
-            tile.blocks > 0 && tile.part[wg].rows > 0; // else nothing comes, and the warpgroup learns that
+        const bool some = tile.blocks > 0 && tile.part[wg].rows > 0; // else the warpgroup learns that nothing comes
         mbarrier_wait(&smem.q_empty[ring.stage][wg], ring.parity);
         __syncwarp();
         if (lane == 0) mbarrier_arrive_expect(full, some ? rows * kSlabRowBytes * Smem<C>::kSlabs : 0);

@@ -219,8 +219,7 @@ __global__ void __launch_bounds__(C::kThreads) serve_fold_kernel(const __grid_co
     __shared__ int64_t joined[C::kWarps];
     dependency_release();
     const Job job = find_job<C>(params, params.first + static_cast<int>(blockIdx.x), false, joined);
-    if (job.count == 0)
-        return dependency_wait(); // a launch that waits for this kernel waits for serve_sm90_kernel, too
+    if (job.count == 0) return dependency_wait(); // so that a later launch waits for serve_sm90_kernel, too
     const Shares shares(job, params.parts.divisor * C::kWarps);
     if (threadIdx.x < 32) list_states(list, shares);
     __syncthreads();
