@@ -36,7 +36,7 @@ SUMMARY = "search over a kernel's compile-time parameters"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kernel", choices=sorted(SPACES), help="the kernel to tune")
     parser.add_argument(
-        "--strategy", default="genetic_algorithm", help="a strategy of kernel_tuner (genetic_algorithm)"
+        "--strategy", default="genetic_algorithm", choices=list(search.STRATEGIES), help="(genetic_algorithm)"
     )
     figures = ", ".join(objective.FIGURES)
     parser.add_argument(

@@ -21,7 +21,7 @@ from bench.machine import build
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("numpy", "torch", "cupy-cuda13x", "cupy-cuda12x", "jax", "flash-attn", "flash-attn-3", "flashinfer-python",
-            "xformers", "kernel-tuner", "ml_dtypes", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # fmt: skip
+            "xformers", "ml_dtypes", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")  # fmt: skip
 
 
 def built_codes() -> dict[str, dict[str, Any]]:

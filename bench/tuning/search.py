@@ -1,136 +1,99 @@
-"""kernel_tuner's search spaces and strategies over our own evaluation.
-
-kernel_tuner's runners compile and launch kernels themselves; ours hands each configuration to a function instead. The
-strategies see results in kernel_tuner's form: the parameters, "time", and "__error__" where a configuration failed.
-"""
+"""Strategies over a tuner's configurations. What a configuration costs is the caller's business."""
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
-from datetime import UTC, datetime
+import time
+from collections.abc import Callable, Generator
 from typing import Any
 
-import numpy as np
-
 from bench import report
-from bench.tuning.spaces import Config, Space
+from bench.tuning.spaces import Config, Space, label
 
 # Configurations that are compiled side by side between looks at the budget.
 STEP = 8
-# Strategies that can begin at the hand-set configuration.
-STARTED = ("genetic_algorithm", "greedy_ils", "mls", "simulated_annealing", "pso", "diff_evo", "firefly_algorithm",
-           "greedy_mls", "ordered_greedy_mls")  # fmt: skip
-
+POPULATION = 12
 Evaluate = Callable[[list[Config]], list[dict[str, Any]]]
+# What a strategy yields are configurations whose costs it wants; it is sent them, infinite for one that failed.
+Strategy = Generator[list[Config], list[float], None]
 
 
-def strategies() -> tuple[str, ...]:
-    """Names that ``search`` takes: all of kernel_tuner's that need no further package."""
-    return tuple(_interface().strategy_map)
+def _brute_force(space: Space, configs: list[Config], rng: random.Random) -> Strategy:
+    yield configs
 
 
-def _interface() -> Any:
-    try:
-        from kernel_tuner import interface
-    except ImportError as error:
-        raise report.UsageError(f"tuning needs the package kernel_tuner (pip install kernel_tuner): {error}") from None
-    return interface
+def _random_sample(space: Space, configs: list[Config], rng: random.Random) -> Strategy:
+    yield rng.sample(configs, len(configs))
+
+
+def _greedy(space: Space, configs: list[Config], rng: random.Random) -> Strategy:
+    """To the best of the neighbours, which differ in one parameter, for as long as that is better; then anew from a drawn place."""
+    here = space.hand_set if space.hand_set in configs else rng.choice(configs)
+    while True:
+        (cost,) = yield [here]
+        while True:
+            around = [c for c in configs if sum(c[name] != here[name] for name in c) == 1]
+            costs = (yield around) if around else []
+            if min(costs, default=math.inf) >= cost:
+                break
+            cost = min(costs)
+            here = around[costs.index(cost)]
+        here = rng.choice(configs)
+
+
+def _genetic(space: Space, configs: list[Config], rng: random.Random) -> Strategy:
+    """The better half of a population stays; pairs of it have children, which take each parameter from one of both or, of one
+    in so many, draw it anew."""
+    allowed = {label(c) for c in configs}
+    people = [*([space.hand_set] if space.hand_set in configs else []), *rng.sample(configs, min(POPULATION, len(configs)))]
+    while True:
+        costs = yield people
+        order = sorted(range(len(people)), key=costs.__getitem__)
+        parents = [people[i] for i in order[: max(2, len(order) // 2)]]
+        children: list[Config] = []
+        for _ in range(50 * POPULATION):
+            pair = rng.sample(parents, 2) if len(parents) > 1 else parents * 2
+            child = {name: rng.choice(pair)[name] for name in space.parameters}
+            changed = rng.choice(list(space.parameters))
+            if rng.random() < 0.5:
+                child[changed] = rng.choice(space.parameters[changed])
+            if label(child) in allowed and child not in children and child not in parents:
+                children.append(child)
+            if len(children) == POPULATION - len(parents):
+                break
+        people = parents + children
+
+
+STRATEGIES: dict[str, Callable[[Space, list[Config], random.Random], Strategy]] = {
+    "genetic_algorithm": _genetic, "greedy": _greedy, "random_sample": _random_sample, "brute_force": _brute_force,
+}  # fmt: skip
 
 
 def search(space: Space, configs: list[Config], strategy: str, evaluations: int, time_limit: float, evaluate: Evaluate,
-           seed: int = 0, popsize: int = 12) -> list[dict[str, Any]]:  # fmt: skip
-    """Runs one strategy over `configs` until so many were evaluated or the time is up; returns its results in order.
-
-    `evaluate` takes the configurations of one step together, so that it can compile them side by side, and returns for
-    each {"objective": number} or {"error": reason}.
-    """
-    interface = _interface()
-    if strategy not in interface.strategy_map:
-        raise report.UsageError(f"strategy is {strategy!r}; accepted: {', '.join(interface.strategy_map)}")
-    from constraint import FunctionConstraint  # python-constraint2, which kernel_tuner installs
-    from kernel_tuner import util
-    from kernel_tuner.searchspace import Searchspace
-
-    names = list(space.parameters)
-    allowed = {tuple(config[name] for name in names) for config in configs}
-    random.seed(seed)
-    np.random.seed(seed)
-    tune_params = {name: sorted({c[name] for c in configs}) for name in names}
-    # A constraint object: kernel_tuner would take a bare function apart for its source text.
-    built = FunctionConstraint(lambda *values: values in allowed, names)
-    searchspace = Searchspace(tune_params, [built], 1 << 30)
-    options: dict[str, Any] = {"max_fevals": min(evaluations, searchspace.size), "time_limit": time_limit}
-    start = tuple(space.hand_set[name] for name in names)
-    if start in allowed and strategy in STARTED:
-        options["x0"] = list(start)
-    if strategy == "genetic_algorithm":
-        options["popsize"] = popsize
-    budget = util.TuningBudget(time_limit, options["max_fevals"])
-    if strategy == "brute_force":  # takes no options, not even a budget
-        options = {}
-    tuning = interface.Options(
-        tune_params=tune_params,
-        restrictions=searchspace._modified_restrictions,
-        strategy_options=interface.Options(options),
-        objective=["time"],
-        objective_higher_is_better=[False],
-        verbose=False,
-        metrics=None,
-        cache={},
-        cachefile=None,
-        simulated_time=0,
-        budget=budget,
-        max_fevals=budget.max_fevals,
-        time_limit=time_limit,
-        verify=None,
-        observers=None,
-    )
-    runner = _runner(names, evaluate)
-    try:
-        interface.strategy_map[strategy].tune(searchspace, runner, tuning)
-    except util.StopCriterionReached:
-        pass  # the budget ended outside the strategy's own handler
-    return list(runner.known.values())
-
-
-def _runner(names: list[str], evaluate: Evaluate) -> Any:
-    """A runner of kernel_tuner that evaluates through `evaluate`; an answer that is known is not evaluated again."""
-    from kernel_tuner import util
-    from kernel_tuner.runners.runner import Runner
-
-    class OurRunner(Runner):
-        def __init__(self):
-            super().__init__()
-            self.known: dict[tuple, dict[str, Any]] = {}
-
-        def get_device_info(self):
-            return util.SkippableFailure  # not asked for anything by the strategies
-
-        def get_environment(self, tuning_options):
-            return {}
-
-        def run(self, parameter_space, tuning_options):
-            elements = [tuple(element) for element in parameter_space]
-            fresh = list(dict.fromkeys(e for e in elements if e not in self.known))
-            fresh = fresh[: max(0, tuning_options.budget.get_evaluations_remaining())]
-            for i in range(0, len(fresh), STEP):
-                if tuning_options.budget.is_done():
-                    break
-                step = fresh[i : i + STEP]
-                for element, found in zip(step, evaluate([dict(zip(names, e)) for e in step])):
-                    self.known[element] = self._as_result(element, found)
-                tuning_options.budget.add_evaluations(len(step))
-            return [dict(self.known[e]) if e in self.known else None for e in elements]
-
-        def _as_result(self, element, found):
-            result = dict(zip(names, element), compile_time=0, verification_time=0, benchmark_time=0,
-                          timestamp=str(datetime.now(UTC)))  # fmt: skip
-            if "error" in found:
-                return result | {"__error__": util.RuntimeFailedConfig(), "reason": found["error"]}
-            return result | {"time": found["objective"]}
-
-    return OurRunner()
+           seed: int = 0) -> list[dict[str, Any]]:  # fmt: skip
+    """Runs one strategy over `configs` until so many were evaluated or the time is up; returns what `evaluate` said of each, in
+    order. It takes the configurations of one step together, so that it can compile them side by side, and returns for each
+    {"objective": number} or {"error": reason}. A strategy that brings nothing new is given drawn ones."""
+    if strategy not in STRATEGIES:
+        raise report.UsageError(f"strategy is {strategy!r}; accepted: {', '.join(STRATEGIES)}")
+    known: dict[str, dict[str, Any]] = {}
+    ends, most, rng = time.monotonic() + time_limit, min(evaluations, len(configs)), random.Random(seed)
+    running = STRATEGIES[strategy](space, configs, rng)
+    wanted = next(running)
+    while True:
+        fresh = [c for c in wanted if label(c) not in known]
+        if not fresh:
+            left = [c for c in configs if label(c) not in known]
+            fresh = rng.sample(left, min(STEP, len(left)))
+        for i in range(0, len(fresh), STEP):
+            step = fresh[i : i + STEP][: most - len(known)]
+            if not step or time.monotonic() > ends:
+                return list(known.values())
+            known |= {label(c): c | found for c, found in zip(step, evaluate(step), strict=True)}
+        if len(known) >= most:
+            return list(known.values())
+        wanted = running.send([known[label(c)].get("objective", math.inf) for c in wanted])
 
 
 def pareto(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -139,9 +102,8 @@ def pareto(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def costs(result: dict[str, Any]) -> tuple[float, ...]:
         return (result["ratio"]["ratio"], result["frobenius"], *result.get("factors", {}).values())
 
-    good = sorted((r for r in results if "ratio" in r), key=costs)
     front: list[dict[str, Any]] = []
-    for result in good:
+    for result in sorted((r for r in results if "ratio" in r), key=costs):
         if not any(all(a <= b for a, b in zip(costs(kept), costs(result))) for kept in front):
             front.append(result)
     return front
