@@ -300,7 +300,7 @@ enum fa_feature {
 #undef FA_BIT
 };
 
-/* What attention and its gradients have beside fa_forward, whose layout compiled kernels hold on to. */
+/* The options of attention and its gradients beside fa_forward, whose layout compiled kernels hold on to. */
 typedef struct fa_extra {
     fa_operand alibi; /* (B, H) slopes, float32; data NULL: none */
     fa_dropout dropout;

@@ -33,7 +33,7 @@ extern "C" {
 
 #define FA_EXT_ABI 1
 
-/* What functions return, and the exception of Python that stands for it. */
+/* The results of functions, and the exception of Python that stands for each. */
 enum fa_ext_code {
     FA_EXT_OK = 0,
     FA_EXT_EVALUE = 1,       /* ValueError: an argument is not accepted */

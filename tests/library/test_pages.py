@@ -8,7 +8,7 @@ import pytest
 LOG = pages.ROOT / "bench" / "log"
 SOURCES = [
     file for folder in ("bench", "csrc", "fa_ext", "kernels", "tests") for file in sorted((pages.ROOT / folder).rglob("*"))
-    if file.suffix in (".c", ".h", ".cu", ".cuh", ".def", ".py")
+    if file.suffix in (".c", ".cpp", ".h", ".cu", ".cuh", ".def", ".py")
 ]  # fmt: skip
 
 
@@ -30,3 +30,12 @@ def test_pages_that_sources_name_exist():
         for named in re.findall(r"\b(?:bench|csrc|fa_ext|kernels|tests)/[\w/]+\.md\b", file.read_text()) if not (pages.ROOT / named).exists()
     ]  # fmt: skip
     assert not missing
+
+
+def test_no_comment_in_c_begins_with_a_pronoun():
+    """Its subject stands first: `/* The state of a warp. */` and not `/* What a warp keeps. */`."""
+    found = [
+        f"{file.relative_to(pages.ROOT)}: {begun}" for file in SOURCES if file.suffix != ".py"
+        for begun in re.findall(r"(?:/\*|//) ?((?:What|Who|Whose|Whoever)\b.*)", file.read_text())
+    ]  # fmt: skip
+    assert not found
