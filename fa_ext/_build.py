@@ -6,7 +6,6 @@ A kernel file says in its comments how it is built: ``_directives.py``. Imports 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -18,17 +17,17 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 KERNELS = ROOT / "kernels"
 INCLUDE = ROOT / "fa_ext" / "include"
-DEFAULT_ARCHS = ("sm_80", "sm_90", "compute_80")
-_ARCH = re.compile(r"(sm|compute)_\d{2,3}[af]?")
+#: What every digest of code says that it was built by.
+BUILD_FILES = ("setup.py", "fa_ext/_build.py", "fa_ext/_directives.py", "fa_ext/_archs.py", "fa_ext/_sets.py")
 
 
 def _load(stem: str):
@@ -42,8 +41,8 @@ def _load(stem: str):
     return sys.modules[name]
 
 
-digests, directives = _load("_digests"), _load("_directives").directives
-shared_files = _load("_directives").shared_files
+digests, directives, architectures = _load("_digests"), _load("_directives").directives, _load("_archs")
+sets, progress_of = _load("_sets"), _load("_progress")
 
 
 class BuildError(RuntimeError):
@@ -56,16 +55,24 @@ class OptionError(BuildError):
 
 @dataclass(frozen=True)
 class Unit:
-    """One compilation: a source file, one instance of it or its host part."""
+    """One compilation: a source file, an instance of it or its host part, or the instances of a kernel in one object."""
 
     source: Path
     name: str
     flags: tuple[str, ...] = ()
-    archs: tuple[str, ...] = ()
+    archs: tuple[str, ...] = ()  # of @arch
+    pass_an_arch: bool = False
+    host: Path | None = None  # the kernel's file, where ``source`` is that of its instances
+    macro: str = ""  # FA_INSTANCES(X), for a kernel whose instances have a file of their own
+    count: int = 0  # instances in the object
+
+    @property
+    def home(self) -> Path:
+        return self.host or self.source
 
     @property
     def kernel(self) -> str:
-        return self.source.stem
+        return self.home.stem
 
     @property
     def is_cuda(self) -> bool:
@@ -80,6 +87,7 @@ class Options:
     nvcc_release: tuple[int, int] = (0, 0)
     archs: tuple[str, ...] = ()
     only: str | None = None
+    instances: str = sets.CORE
     debug: bool = False
     sanitize: str = ""
     chaos: bool = False
@@ -117,12 +125,14 @@ def _switch(name: str, meanings: str) -> bool | None:
     return None if given == "" else given == "1"
 
 
-def _archs() -> tuple[str, ...]:
-    given = os.environ.get("FA_ARCHS", "")
-    archs = tuple(re.findall(r"[^\s;,]+", given))
-    if not all(map(_ARCH.fullmatch, archs)):
-        raise OptionError(f"FA_ARCHS is {given!r}; accepted: architectures of nvcc such as 'sm_80 sm_90a compute_80'")
-    return archs
+def _archs(nvcc: str | None) -> tuple[str, ...]:
+    printed = _run([nvcc, "--list-gpu-code", "--list-gpu-arch"], "CUDA_HOME").stdout if nvcc else ""
+    known = re.findall(r"\b(?:sm|compute)_\d+", printed)
+    try:
+        given = architectures.parsed(os.environ.get("FA_ARCHS", ""), known)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    return given or (architectures.for_machine(known) if nvcc else ())
 
 
 def _kernels_wanted() -> str | None:
@@ -132,6 +142,15 @@ def _kernels_wanted() -> str | None:
     except re.error as error:
         raise OptionError(f"FA_ONLY is {given!r} ({error}); accepted: a regular expression of kernel names") from None
     return given or None
+
+
+def _instances_wanted() -> str:
+    given = os.environ.get("FA_INSTANCES", "") or sets.CORE
+    try:
+        re.compile(given)
+    except re.error as error:
+        raise OptionError(f"FA_INSTANCES is {given!r} ({error}); accepted: {sets.ACCEPTED}") from None
+    return given
 
 
 def _jobs() -> int:
@@ -144,8 +163,9 @@ def _jobs() -> int:
 
 
 def options_from_environment() -> Options:
-    """FA_CUDA=0|1, FA_ARCHS="sm_90 compute_80", FA_ONLY=<regex of kernels>, FA_DEBUG=1, FA_SANITIZE=address,undefined,
-    FA_CHAOS=1, MAX_JOBS. Raises OptionError for what none of them means."""
+    """FA_CUDA=0|1, FA_ARCHS="sm_90 compute_80"|wheel, FA_INSTANCES=core|all|<regex of instances>, FA_ONLY=<regex of
+    kernels>, FA_DEBUG=1, FA_SANITIZE=address,undefined, FA_CHAOS=1, MAX_JOBS. Raises OptionError for what none of them
+    means."""
     cuda = _switch("FA_CUDA", "0 (without CUDA), 1 (with CUDA), unset (with CUDA if nvcc is found)")
     nvcc = None if cuda is False else find_nvcc()
     if cuda and nvcc is None:
@@ -153,8 +173,9 @@ def options_from_environment() -> Options:
     return Options(
         nvcc=nvcc,
         nvcc_release=nvcc_release(nvcc) if nvcc else (0, 0),
-        archs=_archs(),
+        archs=_archs(nvcc),
         only=_kernels_wanted(),
+        instances=_instances_wanted(),
         debug=bool(_switch("FA_DEBUG", "0 (optimised), 1 (for a debugger)")),
         sanitize=os.environ.get("FA_SANITIZE", ""),
         chaos=bool(_switch("FA_CHAOS", "0 (as it is), 1 (random delays where kernels synchronise)")),
@@ -193,8 +214,9 @@ def listed_kernels() -> list[tuple[str, str]]:
 
 
 def cuda_files() -> list[Path]:
-    """The .cu files of the library, in whichever folder of ``kernels/`` they lie."""
-    return sorted(KERNELS.rglob("*.cu"), key=lambda f: f.name)
+    """The .cu files of the library, in whichever folder of ``kernels/`` they lie, but for those of instances."""
+    files = sorted(KERNELS.rglob("*.cu"), key=lambda f: f.name)
+    return [f for f in files if f not in {i.source for host in files for i in directives(host).instances.values()}]
 
 
 def kernel_files() -> dict[str, Path]:
@@ -203,46 +225,76 @@ def kernel_files() -> dict[str, Path]:
     return {name: files[name] for name in kernel_names() if name in files}
 
 
-def units_of(source: Path) -> list[Unit]:
-    """The compilations of one source file, the slow instances first and the host part last."""
-    archs, flags, instances = directives(source)
+def units_of(source: Path, keep: Callable[[str], object] = bool, apart: bool = False) -> list[Unit]:
+    """The compilations of one source file, the host part last; of instances in a file of their own those that ``keep``
+    holds to be wanted, in one object for each head_dim or, with ``apart``, each in one."""
+    said = directives(source)
     # A kernel, and the parts of its operation in other folders, may share a name; all objects lie in one folder.
     place = source.relative_to(CSRC).parts[:-1] if source.is_relative_to(CSRC) else ()
     own = "-".join((*(part for part in place if part != "cpu"), source.stem))
-    units = [
-        Unit(source, f"{own}.{name}", (*flags, f"-DFA_INSTANCE={name}", *extra), archs)
-        for name, extra in instances.items()
-    ]
-    return [*units, Unit(source, own, flags, archs)]
+    units, objects = [], {}
+    for name, instance in said.instances.items():
+        if instance.source is None:
+            flags = (*said.flags, f"-DFA_INSTANCE={name}", *instance.words)
+            units.append(Unit(source, f"{own}.{name}", flags, said.archs, said.pass_an_arch))
+        elif keep(name):
+            objects.setdefault((instance.source, name if apart else sets.object_of(name)), []).append(name)
+    common = {"flags": said.flags, "archs": said.archs, "pass_an_arch": said.pass_an_arch}
+    for (file, name), held in objects.items():
+        macro = sets.macro(source.stem, {n: said.instances[n].words for n in held})
+        units.append(Unit(file, f"{own}.{name}", **common, host=source, macro=macro, count=len(held)))
+    all_of_it = {name: instance.words for name, instance in said.instances.items() if instance.source}
+    return [*units, Unit(source, own, **common, macro=sets.macro(source.stem, all_of_it) if all_of_it else "")]
 
 
 def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:
     """All compilations of a build and the FA_HAVE_<kernel> defines for ``kernels.def``."""
     kernels = kernel_names()
-    kernel_files = sorted((CSRC / "cpu").glob("*.c"))
+    files = sorted((CSRC / "cpu").glob("*.c"))
     if options.nvcc:
-        kernel_files += [f for f in cuda_files() if options.chaos or f.stem != "chaos"]
+        files += [f for f in cuda_files() if (options.chaos or f.stem != "chaos") and _archs_of(directives(f).archs, options)]
     if options.only:
-        kernel_files = [f for f in kernel_files if f.stem not in kernels or re.search(options.only, f.stem)]
-    compiled = {f.stem for f in kernel_files}
+        files = [f for f in files if f.stem not in kernels or re.search(options.only, f.stem)]
+    compiled = {f.stem for f in files}
     defines = {f"FA_HAVE_{kernel}": str(int(kernel in compiled)) for kernel in kernels}
     if options.nvcc:
         defines["FA_HAVE_CUDA"] = "1"
     if options.chaos:
         defines["FA_HAVE_CHAOS"] = "1"
-    units = [u for f in kernel_files for u in units_of(f)]
+    chosen = chosen_instances(files, options)
+    units = [u for f in files for u in units_of(f, lambda name, f=f: name in chosen.get(f, ()))]
     units += [u for f in sorted(CSRC.rglob("*.c")) if f.parent != CSRC / "cpu" for u in units_of(f)]
     # The longest compilations first, so that the last of them does not run alone.
-    units.sort(key=lambda u: (not u.is_cuda, "." not in u.name))
+    units.sort(key=lambda u: -seconds_of(u, options))
     return units, defines
 
 
-def _gencode(archs: tuple[str, ...]) -> list[str]:
-    flags = []
-    for arch in archs:
-        number = arch.split("_")[1]
-        flags += ["-gencode", f"arch=compute_{number},code={arch}"]
-    return flags
+def chosen_instances(files: list[Path], options: Options) -> dict[Path, set[str]]:
+    """{kernel file: its instances in the set that FA_INSTANCES asks for}. Raises OptionError where there is none."""
+    said = {f: directives(f) for f in files if f.suffix == ".cu"}
+    asked = {f: {n for n, i in d.instances.items() if i.source} for f, d in said.items()}
+    chosen = {f: {n for n in names if sets.holds(options.instances, f.stem, n, said[f].core)} for f, names in asked.items()}
+    if any(asked.values()) and not any(chosen.values()):
+        exist = ", ".join(f"{f.stem}.{pattern}" for f, names in asked.items() if names for pattern in said[f].patterns)
+        raise OptionError(f"FA_INSTANCES is {options.instances!r}, which no instance matches; accepted: {sets.ACCEPTED}: {exist}")
+    return chosen
+
+
+def left_out(units: list[Unit]) -> list[str]:
+    """Instances of the kernels of a build that it does not have, such as wgmma_sm90.d96_full_f16."""
+    built = {f"{u.kernel}_{name}" for u in units if u.host for name in sets.names(u.macro, u.kernel)}
+    hosts = [u for u in units if u.macro and not u.host]
+    return [f"{u.kernel}.{name}" for u in hosts for name in sets.names(u.macro, u.kernel) if f"{u.kernel}_{name}" not in built]
+
+
+def _archs_of(own: tuple[str, ...], options: Options) -> tuple[str, ...]:
+    return architectures.of_file(own, options.archs or architectures.DEFAULT)
+
+
+def seconds_of(unit: Unit, options: Options) -> float:
+    """CPU seconds that a compilation takes, about."""
+    archs = _archs_of(unit.archs, options) if unit.is_cuda else ()
+    return sets.seconds(unit.kernel, unit.count, bool(unit.host), archs, unit.pass_an_arch, unit.is_cuda)
 
 
 def command(unit: Unit, target: Path, options: Options) -> list[str]:
@@ -253,14 +305,15 @@ def command(unit: Unit, target: Path, options: Options) -> list[str]:
     dependencies = ["-MD", "-MF", str(target.with_suffix(".d"))]
     if unit.is_cuda:
         assert options.nvcc
-        archs = unit.archs or options.archs or DEFAULT_ARCHS
+        archs = architectures.gencode(_archs_of(unit.archs, options), unit.pass_an_arch)
         mode = ["-G", "-g"] if options.debug else ["-O3"]
         if options.chaos:
             mode += ["-DFA_CHAOS=1", "-include", str(KERNELS / "common" / "chaos.cuh")]
         if options.nvcc_release >= (12, 8):
             mode.append("--compress-mode=size")  # a third of the size and less
-        return [options.nvcc, "-std=c++20", *mode, "--expt-relaxed-constexpr", "-Xptxas", "-v", *_gencode(archs),
-                "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", *defines, *includes, *unit.flags, *dependencies,
+        return [options.nvcc, "-std=c++20", *mode, "--expt-relaxed-constexpr", "-Xptxas", "-v", *archs,
+                "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", *defines, *includes, *unit.flags,
+                *(["-include", str(macro_file(target))] if unit.macro else []), *dependencies,
                 "-c", str(unit.source), "-o", str(target)]  # fmt: skip
     compiler = _compiler("CC", "gcc")
     mode = ["-O0", "-g"] if options.debug else ["-O2", "-g1"]
@@ -270,6 +323,11 @@ def command(unit: Unit, target: Path, options: Options) -> list[str]:
     return [*compiler, "-std=c11", "-D_GNU_SOURCE", *mode, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
             *sanitize, *defines, *includes, f"-I{INCLUDE}", *python, *cuda, *unit.flags, *dependencies,
             "-c", str(unit.source), "-o", str(target)]  # fmt: skip
+
+
+def macro_file(target: Path) -> Path:
+    """The header with FA_INSTANCES(X) of an object, beside it."""
+    return target.with_suffix(".instances.h")
 
 
 def _is_current(target: Path, stamp: Path, digest: str) -> bool:
@@ -286,11 +344,13 @@ def compile_unit(unit: Unit, folder: Path, options: Options) -> Path:
     """Compiles one unit unless it is up to date; keeps what the compiler printed in ``<object>.log``."""
     target = folder / f"{unit.name}.o"
     argv = command(unit, target, options)
-    digest = hashlib.sha256("\0".join(argv).encode()).hexdigest()
+    digest = hashlib.sha256("\0".join((*argv, unit.macro)).encode()).hexdigest()
     stamp = target.with_suffix(".cmd")
     if _is_current(target, stamp, digest) and (not unit.is_cuda or digests.device_file(target).exists()):
         return target
     folder.mkdir(parents=True, exist_ok=True)
+    if unit.macro:
+        macro_file(target).write_text(unit.macro)
     done = _compile_cuda(argv, target) if unit.is_cuda else _run(argv, "CC")
     printed = done.stdout + done.stderr
     target.with_suffix(".log").write_text(printed)
@@ -320,67 +380,22 @@ def compile_all(units: list[Unit], folder: Path, options: Options, progress: boo
         futures = [pool.submit(compile_unit, unit, folder, options) for unit in units]
         try:
             if progress:
-                _show_progress(futures)
+                progress_of.show(futures)
             return [future.result() for future in futures]
         finally:
             for future in futures:
                 future.cancel()
 
 
-#: Seconds between two lines of progress where there is no terminal.
-LOG_EVERY = 10.0
-
-
-def _terminal() -> int | None:
-    """The terminal of this process, which pip leaves alone when it keeps what a build prints, as a file descriptor; None
-    where there is none, or where this process runs in its background (writing there may stop it)."""
-    try:
-        terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY)
-    except OSError:
-        return None
-    with contextlib.suppress(OSError):
-        if os.tcgetpgrp(terminal) == os.getpgrp():
-            return terminal
-    os.close(terminal)
-    return None
-
-
-def _show_progress(futures: list[Future[Path]]) -> None:
-    """Waits for compilations until all have ended or one has failed. Says each second how many have ended: on the
-    terminal, in a line that is wiped in the end; without one, on standard output, every ten seconds."""
-    begun = logged = time.monotonic()
-    terminal = _terminal()
-
-    def write(text: str) -> None:
-        if terminal is not None:
-            with contextlib.suppress(OSError):  # it may have been closed
-                os.write(terminal, text.encode())
-
-    while True:
-        done, waiting = wait(futures, timeout=1, return_when=FIRST_EXCEPTION)
-        if not waiting or any(future.exception() for future in done):
-            break
-        now = time.monotonic()
-        line = f"fa_ext: {len(done)} of {len(futures)} files compiled, {now - begun:.0f} s"
-        if terminal is not None:
-            write(f"\r{line}")
-        elif now - logged >= LOG_EVERY:
-            logged = now
-            print(line, flush=True)
-    if terminal is not None:
-        write("\r\x1b[K")
-        os.close(terminal)
-
-
 def groups_of(units: list[Unit], objects: list[Path]) -> dict[str, list[Path]]:
     """{kernel: its objects}, and the rest as ``core``. A file beside kernels that is none belongs to each of them, and so do
     the threads that kernels of the CPU run on."""
-    kernels = {u.source for u in units} & set(kernel_files().values())
+    kernels = {u.home for u in units} & set(kernel_files().values())
     groups: dict[str, list[Path]] = {digests.CORE: [], **{source.stem: [] for source in kernels}}
     for unit, target in zip(units, objects, strict=True):
-        folder = ROOT / "csrc" / "cpu" if unit.source == ROOT / "csrc" / "device" / "threads.c" else unit.source.parent
+        folder = ROOT / "csrc" / "cpu" if unit.source == ROOT / "csrc" / "device" / "threads.c" else unit.home.parent
         beside = [source.stem for source in kernels if source.parent == folder]
-        for name in [unit.kernel] if unit.source in kernels else beside or [digests.CORE]:
+        for name in [unit.kernel] if unit.home in kernels else beside or [digests.CORE]:
             groups[name].append(target)
     return groups
 
@@ -390,9 +405,9 @@ def digests_object(units: list[Unit], objects: list[Path], folder: Path, options
     c_compiler = _release(_compiler("CC", "gcc"))
     cuda = _release([options.nvcc]) if options.nvcc else ""
     for_core = (c_compiler, "with CUDA" if cuda else "", f"FA_ONLY={options.only}" if options.only else "")
-    for_cuda = (c_compiler, cuda, f"FA_ARCHS={' '.join(options.archs)}" if options.archs else "")
+    for_cuda = (c_compiler, cuda, f"FA_ARCHS={' '.join(options.archs)}" if options.archs != architectures.DEFAULT else "")
     groups = groups_of(units, objects)
-    described = digests.describe(groups, ROOT, ("setup.py", "fa_ext/_build.py", "fa_ext/_directives.py"))
+    described = digests.describe(groups, ROOT, BUILD_FILES)
     for name in groups:
         made = for_core if name == digests.CORE else for_cuda if described[name]["device"] else (c_compiler,)
         described[name]["compilers"] = ", ".join(filter(None, made))
@@ -440,8 +455,9 @@ def build_kernel(
 
     ``source`` is a kernel file (.c or .cu) and ``extra`` are flags such as ``-DBLOCK_M=32`` for all its compilations.
     """
-    files = [source, *shared_files(source)]
-    units = [Unit(u.source, u.name, (*u.flags, *extra), u.archs) for file in files for u in units_of(file)]
+    chosen = chosen_instances([source], options).get(source, set())
+    units = [u for file in (source, *directives(source).beside) for u in units_of(file, chosen.__contains__)]
+    units = [replace(unit, flags=(*unit.flags, *extra)) for unit in units]
     objects = compile_all(units, target.with_suffix(".objects"), options, progress)
     return link_shared(objects, target, options)
 

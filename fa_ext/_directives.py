@@ -1,14 +1,22 @@
 """The directives of a kernel's file for its own build. They stand in its comments, one a line::
 
-    @arch sm_90a                      (CUDA: default is FA_ARCHS, else cubins for sm_80 and sm_90 and PTX for compute_80)
+    @arch sm_90a                      (CUDA: its one architecture; default is what FA_ARCHS or the GPUs in sight ask for)
+    @pass-an-arch                     (CUDA: code that reads __CUDA_ARCH__ takes a pass of the front end an architecture)
     @flags -fopenmp                   (added to every compilation of the file)
-    @instance d128 -DFA_HEAD_DIM=128  (one more compilation, with FA_INSTANCE=d128 and these flags)
-    @instance d{64,96}_{f16,f32} -DFA_HEAD_DIM={1} -DTYPE={2:__half,float}
+    @instances instance.cu            (a file beside this one, from which the instances named below are compiled)
+    @instance d{64,128}_{f16,f32} {1} {2:__half,float}
                                       (four: every choice of each list; {1} is what was chosen of the first list, and
-                                      {2:...} stands for its place in the second. Flags may go on in lines of their own)
+                                      {2:...} stands for its place in the second. Words may go on in lines of their own)
+    @core d(64|128)_.*                (regular expression of the instances in the set `core`; default: all of them)
     @beside simd_isa.c                (files of its folder that kernels share: a library of the kernel alone holds them)
 
-A file with instances is compiled once for each and once without FA_INSTANCE (its host part).
+``@instances`` makes two programs of a kernel: this file is the host's, and knows of every instance; the other holds the
+device's code, and is compiled once for all instances of one head_dim. Both are given the macro ``FA_INSTANCES(X)``, one
+``X(kernel_d64_f16, 64, __half)`` an instance that they are concerned with: the words of ``@instance`` are what follows the
+name.
+
+Without ``@instances`` the words are flags: the file itself is compiled once for each instance with these and
+``-DFA_INSTANCE=<its name>``, and once without (its host part).
 
 Imports nothing of ``fa_ext``, so that it runs before anything is built.
 """
@@ -18,30 +26,60 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
 
-_DIRECTIVE = re.compile(r"@(arch|flags|instance)[ \t]+([^\n*]+(?:\n[ \t]*\*[ \t]+-\w[^\n*]+)*)")
-_BESIDE = re.compile(r"@beside[ \t]+([^\n*]+)")
+_DIRECTIVE = re.compile(r"@(arch|pass-an-arch|flags|instances|instance|core|beside)\b(?!-)[ \t]*([^\n*]*(?:\n[ \t]*\*[ \t]{3,}[^\s@*][^\n*]*)*)")
 
 
-def directives(source: Path) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, tuple[str, ...]]]:
-    """(archs, flags, {instance: flags}) that a source file asks for."""
+@dataclass(frozen=True)
+class Instance:
+    """One instance of a kernel: the file that it is compiled from, None for the kernel's own, and its words."""
+
+    source: Path | None
+    words: tuple[str, ...]
+
+
+@dataclass
+class Directives:
+    """What one file asks for."""
+
     archs: tuple[str, ...] = ()
+    pass_an_arch: bool = False
     flags: tuple[str, ...] = ()
-    instances: dict[str, tuple[str, ...]] = {}
+    instances: dict[str, Instance] = field(default_factory=dict)
+    patterns: list[str] = field(default_factory=list)  # the names of `instances`, as they are written
+    core: str = ".*"
+    beside: tuple[Path, ...] = ()
+
+
+def directives(source: Path) -> Directives:
+    """What a source file asks for."""
+    found = Directives()
+    file = None
     for kind, text in _DIRECTIVE.findall(source.read_text()):
+        if kind == "core":
+            found.core = text.strip()
+            continue
         words = tuple(shlex.split(re.sub(r"\n[ \t]*\*", " ", text)))
         if kind == "arch":
-            archs += words
+            found.archs += words
+        elif kind == "pass-an-arch":
+            found.pass_an_arch = True
         elif kind == "flags":
-            flags += words
+            found.flags += words
+        elif kind == "beside":
+            found.beside += tuple(source.with_name(name) for name in words)
+        elif kind == "instances":
+            file = source.with_name(words[0])
         else:
-            instances |= _products(*words)
-    return archs, flags, instances
+            found.patterns.append(words[0])
+            found.instances |= {name: Instance(file, own) for name, own in _products(*words).items()}
+    return found
 
 
-def _products(name: str, *flags: str) -> dict[str, tuple[str, ...]]:
-    """{instance: flags} of one ``@instance`` line, whose name may have lists in braces."""
+def _products(name: str, *words: str) -> dict[str, tuple[str, ...]]:
+    """{instance: words} of one ``@instance`` line, whose name may have lists in braces."""
     lists = [found.split(",") for found in re.findall(r"\{([^{}]*)\}", name)]
     found = {}
     for places in itertools.product(*(range(len(choices)) for choices in lists)):
@@ -54,10 +92,5 @@ def _products(name: str, *flags: str) -> dict[str, tuple[str, ...]]:
         instance = name
         for choice in own:
             instance = re.sub(r"\{[^{}]*\}", choice, instance, count=1)
-        found[instance] = tuple(re.sub(r"\{(\d+)(?::([^{}]*))?\}", chosen, flag) for flag in flags)
+        found[instance] = tuple(re.sub(r"\{(\d+)(?::([^{}]*))?\}", chosen, word) for word in words)
     return found
-
-
-def shared_files(source: Path) -> list[Path]:
-    """The files beside a kernel's that it shares with others."""
-    return [source.with_name(name) for names in _BESIDE.findall(source.read_text()) for name in names.split()]

@@ -77,15 +77,15 @@ def _defines(device: dict) -> list[str]:
     return [f"-DFA_EMULATED_{key.upper()}={int(device[key])}" for key in planned]
 
 
-def preprocessed(source: Path, flags: tuple[str, ...] = (), cc: int = 90) -> str:
-    """A kernel file as C++ for the host."""
+def preprocessed(source: Path, flags: tuple[str, ...] = (), cc: int = 90, macro: str = "") -> str:
+    """A kernel file as C++ for the host; ``macro`` is read before it."""
     includes = [f"-I{HERE / 'include'}", f"-I{CSRC}", f"-I{KERNELS}", f"-I{source.parent}"]
     stem = source.stem
     argv = [*_compiler(), "-E", "-std=gnu++20", "-march=native", f"-DFA_EMULATED_ARCH={cc}0",
             f"-Dfa_kernel_{stem}=fa_emulated_{stem}", "-include", "cuda_runtime.h", "-include", "ptx.h",
-            *includes, *flags, "-x", "c++", str(source)]  # fmt: skip
+            *includes, *flags, "-x", "c++", "-"]  # fmt: skip
     try:
-        return translate.translate(_run(argv))
+        return translate.translate(_run(argv, f'{macro}#include "{source}"\n'))
     except translate.TranslationError as error:
         raise EmulationError(str(error)) from None
 
@@ -146,10 +146,11 @@ def build(
         device = DEVICES["h200"]
     folder = target.with_suffix(".objects")
     folder.mkdir(parents=True, exist_ok=True)
-    units = [u for u in _build.units_of(source) if "." not in u.name or re.search(instances, u.name.partition(".")[2])]
+    units = _build.units_of(source, lambda name: re.search(instances, name), apart=True)
+    units = [u for u in units if "." not in u.name or re.search(instances, u.name.partition(".")[2])]
 
     def compile_unit(unit):
-        text = preprocessed(source, (*unit.flags, *flags), device["cc"])
+        text = preprocessed(unit.source, (*unit.flags, *flags), device["cc"], unit.macro)
         text = edit(text) if edit else text
         checks = _RACE_FLAGS if races else ()
         argv = [*_compiler(), *_FLAGS, *_KERNEL_FLAGS, *_ALIGNMENT_FLAGS, *checks, "-x", "c++", "-fpreprocessed", "-c", "-"]

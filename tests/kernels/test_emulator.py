@@ -113,7 +113,7 @@ def test_every_instruction_of_every_kernel_is_known(source):
     if source.stem == "chaos":
         pytest.skip("not emulated")
     for unit in _build.units_of(source)[-2:]:
-        text = emulator.preprocessed(source, unit.flags)
+        text = emulator.preprocessed(unit.source, unit.flags, macro=unit.macro)
         assert not re.search(r"\basm volatile\b|<<<|\b__shared__\b", text)
 
 

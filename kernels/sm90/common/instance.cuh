@@ -1,9 +1,30 @@
-/* Instances of the kernels with a producer warp: their kinds, and the names that @instance gives them. */
+/* Instances of the kernels with a producer warp: their kinds. */
 #pragma once
+#include "common/instances.cuh"
 
-#define FA_FULL         0 // no key is excluded but by the end of the keys
-#define FA_MASKED       1 // a range of keys a row: causal, window
-#define FA_CAPPED       2 // the same, with softcap
+namespace fa::sm90 {
 
-#define FA_PASTE_(a, b) a##b
-#define FA_PASTE(a, b)  FA_PASTE_(a, b)
+enum Kind : int {
+    kFull,    // no key is excluded but by the end of the keys
+    kMasked,  // a range of keys a row: causal, window
+    kCapped,  // the same, with softcap
+    kDropout, // a range of keys a row, with dropout
+};
+
+/* Whether an instance of one kind takes what asks for another. */
+constexpr bool does(int kind, int wanted) { return kind == wanted || (kind == kMasked && wanted == kFull); }
+
+/* The narrowest instance in this build that takes a head_dim, a kind and a dtype, and of those the least kind; NULL:
+ * they are left out. */
+template <class Instance, size_t N>
+const Instance *instance_for(const Instance (&instances)[N], int head_dim, int kind, fa_dtype dtype) {
+    const Instance *found = nullptr;
+    for (const Instance &i : instances) {
+        if (!i.launch || i.dtype != dtype || i.head_dim < head_dim || !does(i.kind, kind)) continue;
+        if (!found || i.head_dim < found->head_dim || (i.head_dim == found->head_dim && i.kind < found->kind))
+            found = &i;
+    }
+    return found;
+}
+
+} // namespace fa::sm90

@@ -1,0 +1,192 @@
+/* Host side of wgmma_sm90 and wgmma_dropout_sm90: plan, launch. For the host's compilation of a kernel alone. */
+#pragma once
+#include "common/launch.cuh"
+#include "sm90/common/tensor_map.h"
+#include "sm90/forward/config.cuh"
+#include <algorithm> // min, max
+#include <cmath>     // pow
+#include <numbers>   // log2e
+#include <numeric>   // gcd
+
+namespace fa::sm90 {
+
+struct Instance {
+    int head_dim, kind;
+    fa_dtype dtype;
+    Launch *launch; // null: this build leaves it out
+};
+#define FA_FORWARD_INSTANCE(name, head_dim, kind, T) {head_dim, kind, kDtypeOf<T>, name},
+
+/* MiB of keys and values that a section of the longest-first order holds, given those of one head in bytes. Short heads
+ * gain from L2 (50 MiB), long ones from many tiles of like length. Measured at head_dim 128 and 256, 512 to 16k keys.
+ */
+constexpr int64_t section_mib(int64_t head_bytes) {
+#ifdef FA_SECTION_MIB
+    return FA_SECTION_MIB;
+#else
+    return head_bytes <= 256 << 10 ? 16 : head_bytes <= 1 << 20 ? 32 : 64;
+#endif
+}
+
+/* The plan's own part. */
+struct Own {
+    int instance; // of the kernel's
+    int tile_m, tile_n;
+    int cap_terms;
+    bool staged;
+    uint32_t query_tiles;   // a head
+    uint32_t section_heads; // of the longest-first order; 0: tiles go in the order of heads
+};
+
+/* Tiles of unequal length go longest first, in sections of heads (Schedule). The static order serves where sections of
+ * heads fill a whole number of pairs of rounds over the CTAs and stay within three times the bytes asked for, or where
+ * there is one section, and no tile is partial. Else a counter deals the tiles, which costs a memset and the workspace.
+ */
+inline void order(const fa_forward &p, bool counter, fa_plan *plan) {
+    Own &own = fa_own<Own>(plan);
+    const int64_t query_tiles = own.query_tiles, heads = p.heads * p.batch;
+    if (p.right >= FA_UNBOUNDED || query_tiles * heads <= plan->blocks) return;
+    const int64_t group = p.heads_kv > 0 ? p.heads / p.heads_kv : 1;
+    const int64_t head_bytes = 4 * (p.key_end - p.key_begin) * p.head_dim, bytes = section_mib(head_bytes) << 20;
+    const int64_t fit = head_bytes > 0 && bytes > head_bytes ? bytes / head_bytes * group : group;
+    const int64_t even = std::min(heads, 2 * plan->blocks / std::gcd(2 * plan->blocks, query_tiles));
+    const bool balanced = !counter && p.seq_q % own.tile_m == 0 && even <= 3 * fit;
+    own.section_heads = static_cast<uint32_t>(std::min(heads, balanced ? std::max(even, fit / even * even) : fit));
+    if (!balanced) plan->workspace_bytes = sizeof(uint32_t);
+}
+
+inline void fill_plan(const fa_forward &p, int number, const Instance &instance, const fa_device_info *device,
+                      fa_plan *plan) {
+    const Tiling t = tiling(instance.head_dim, instance.kind);
+    const int tile_m = 64 * t.consumers;
+    const int64_t query_tiles = (p.seq_q + tile_m - 1) / tile_m, tiles = query_tiles * p.heads * p.batch;
+    fa_own<Own>(plan) = {number, tile_m, t.tile_n, t.cap_terms, t.staged, static_cast<uint32_t>(query_tiles), 0};
+    plan->threads = 128 * (t.consumers + 1);
+    plan->blocks = tiles < device->sm_count ? tiles : device->sm_count;
+    const int64_t slabs = (instance.head_dim + kSlabColumns - 1) / kSlabColumns;
+    plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * tile_m + 2 * t.stages * t.tile_n);
+    plan->keep = true;
+    order(p, t.counter, plan);
+}
+
+template <size_t N>
+fa_answer plan_forward(const Instance (&instances)[N], int kind, const fa_problem *problem,
+                       const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    constexpr int kMaxRowsBits = 30, kMaxTilesBits = 31;
+    const fa_forward &p = problem->forward;
+    if (p.head_dim > widest(instances)) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, widest(instances), 0, 0);
+    if (p.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (!(static_cast<float>(p.scale) > 1e-30f && p.scale < 1e30))
+        return fa_because(why, FA_REFUSES, FA_WHY_SCALE, 0, 0, 0);
+    if (std::max(p.seq_q, p.seq_k) >> kMaxRowsBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if ((p.seq_q + 63) / 64 > (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(p.heads * p.batch, 1))
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
+    const int64_t keys = p.key_end - p.key_begin;
+    if (!takes_tensor_map(p.q, FA_OPERAND_Q, p.head_dim, p.seq_q, why) ||
+        !takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, keys, why) ||
+        !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, keys, why) ||
+        !takes_tensor_map(p.out, FA_OPERAND_OUT, p.head_dim, p.seq_q, why))
+        return FA_REFUSES;
+    if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+    const Instance *found = instance_for(instances, p.head_dim, kind, p.dtype);
+    if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    fill_plan(p, static_cast<int>(found - instances), *found, device, plan);
+    return p.seq_q <= 16 ? fa_because(why, FA_DECLINES, FA_WHY_FEW_QUERIES, 0, 0, 0) : FA_TAKES;
+}
+
+/* K or V over the visible keys alone, so that TMA reads zeros beyond them. */
+inline fa_operand visible(const fa_operand &x, int64_t key_begin) {
+    fa_operand part = x;
+    part.data = static_cast<char *>(x.data) + key_begin * x.stride[2] * 2;
+    return part;
+}
+
+inline int clamp_bound(int64_t x) {
+    constexpr int64_t kFar = 1 << 30;
+    return static_cast<int>(x < -kFar ? -kFar : x > kFar ? kFar : x);
+}
+
+/* tanh(x) by an odd polynomial for |x| below a limit, here with x = factor * product, in powers of the product's square
+ * less the limit's, and times what turns x / factor into the score in base 2.
+ *   3 terms: x * (1 + c1 x^2 + c2 x^4) for |x| < 1/2, the best such polynomial: off by at most 9e-6 and relatively by
+ *            3.7e-5.
+ *   2 terms: x * (c0 + c1 x^2), Taylor's series with x^7 and x^5 replaced by the best lower powers up to the limit: off
+ *            by 2/15 limit^5 / 16. The limit keeps that below 8e-4 in the score: scores up to 9.5 under a softcap of
+ *            30, up to 14 under one of 50.
+ * The MUFU's tanh is good to 4.9e-4 relatively, with errors that differ from key to key; a smooth error of half that
+ * size added up to 3e-3 in the LSE at scores of 16. The limit in products is bounded, so that no power that matters
+ * underflows under a huge softcap. */
+inline CapPolynomial cap_polynomial(int terms, double scale, double softcap) {
+    constexpr double kT3 = -1.0 / 3, kT5 = 2.0 / 15, kT7 = -17.0 / 315; // tanh(x) = x + t3 x^3 + t5 x^5 + t7 x^7
+    double limit = 0.5, c0 = 1, c1 = -0.33185113, c2 = 0.115442204;
+    if (terms == 2) {
+        limit = std::min(limit, std::pow(8e-4 * 16 / kT5 / softcap, 0.2));
+        const double u = limit * limit, t5 = kT5 + kT7 * 7 / 4 * u;
+        c0 = 1 + kT7 * 7 / 64 * u * u * u - t5 * 5 / 16 * u * u;
+        c1 = kT3 - kT7 * 7 / 8 * u * u + t5 * 5 / 4 * u;
+        c2 = 0;
+    }
+    const double factor = scale / softcap, square = factor * factor, score_factor = scale * std::numbers::log2e;
+    const double limit_squared = std::min(limit * limit / square, 1e10), x2 = square * limit_squared;
+    if (!(score_factor * square * square < 1e37)) return {-1.0f, {}}; // no product is below this limit
+    return {static_cast<float>(limit_squared),
+            {static_cast<float>(score_factor * (c0 + x2 * (c1 + x2 * c2))),
+             static_cast<float>(score_factor * square * (c1 + 2 * x2 * c2)),
+             static_cast<float>(score_factor * square * square * c2)}};
+}
+
+inline fa_code launch_forward(const Instance *instances, const fa_problem *problem, const fa_plan *plan,
+                              const fa_launch *launch) {
+    const fa_forward &p = problem->forward;
+    const Own &own = fa_own<Own>(plan);
+    const int64_t keys = p.key_end - p.key_begin;
+    DropoutForwardParams params = {};
+    FA_TRY(
+        tensor_map_encode(&params.q, *launch, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, FA_OPERAND_Q));
+    if (keys > 0) { // without keys no tile touches these maps
+        FA_TRY(tensor_map_encode(&params.k, *launch, visible(p.k, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
+                                 p.batch, own.tile_n, FA_OPERAND_K));
+        FA_TRY(tensor_map_encode(&params.v, *launch, visible(p.v, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
+                                 p.batch, own.tile_n, FA_OPERAND_V));
+    }
+    if (own.staged)
+        FA_TRY(tensor_map_encode(&params.out_map, *launch, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16,
+                                 FA_OPERAND_OUT));
+    params.out = p.out.data;
+    for (int axis = 0; axis < 3; ++axis) params.out_stride[axis] = p.out.stride[axis];
+    params.lse = static_cast<float *>(p.lse.data);
+    for (int axis = 0; axis < 3; ++axis) params.lse_stride[axis] = p.lse.stride[axis];
+    params.sinks = p.sinks.data;
+    params.sinks_stride = p.sinks.stride[0];
+    params.sinks_dtype = p.sinks_dtype;
+    params.schedule.query_tiles = own.query_tiles;
+    params.schedule.heads = static_cast<uint32_t>(p.heads);
+    params.schedule.tiles = static_cast<uint32_t>(own.query_tiles * p.heads * p.batch);
+    params.group = static_cast<int>(p.heads / p.heads_kv);
+    params.schedule.section_heads = own.section_heads;
+    if (plan->workspace_bytes) {
+        params.schedule.counter = static_cast<uint32_t *>(launch->workspace);
+        FA_CUDA_TRY(*launch, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
+                                             static_cast<cudaStream_t>(launch->stream)));
+    }
+    const int64_t first = p.diagonal - p.key_begin;
+    params.visible = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};
+    params.seq_q = static_cast<int>(p.seq_q);
+    params.head_dim = p.head_dim;
+    params.dropout = problem->extra.dropout;
+    params.kept = static_cast<float>(fa_dropout_scale(&problem->extra.dropout));
+    params.key_begin = static_cast<int>(p.key_begin);
+    const fa_operand *const operands[] = {&p.q, &p.k, &p.v};
+    int *const steps[] = {params.q_step, params.k_step, params.v_step};
+    for (int i = 0; i < 3; ++i) {
+        steps[i][0] = operands[i]->stride[1] != 0;
+        steps[i][1] = operands[i]->stride[0] != 0;
+    }
+    params.score_factor = static_cast<float>((p.softcap > 0 ? p.softcap : p.scale) * std::numbers::log2e);
+    params.cap_factor = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;
+    if (p.softcap > 0) params.cap_polynomial = cap_polynomial(own.cap_terms, p.scale, p.softcap);
+    return instances[own.instance].launch(params, plan->blocks, *launch);
+}
+
+} // namespace fa::sm90
