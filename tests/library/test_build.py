@@ -25,6 +25,8 @@ BAD = [
     ("FA_CUDA", "yes", "accepted: 0 (without CUDA), 1 (with CUDA), unset"),
     ("FA_ARCHS", "foo", "accepted: architectures of nvcc such as 'sm_80"),
     ("FA_ARCHS", "sm_90;sm90", "accepted: architectures of nvcc such as 'sm_80"),
+    ("FA_ARCHS", "sm_70", "from sm_80 on, or wheel (sm_80 sm_86 sm_89 sm_90 compute_80)"),
+    ("FA_INSTANCES", "(", "accepted: core, all, or a regular expression of instances such as 'wgmma_sm90.d128_masked_bf16'"),
     ("FA_ONLY", "(", "accepted: a regular expression of kernel names"),
     ("FA_DEBUG", "on", "accepted: 0 (optimised), 1 (for a debugger)"),
     ("FA_CHAOS", "yes", "accepted: 0 (as it is), 1 (random delays where kernels synchronise)"),
@@ -70,13 +72,13 @@ def test_the_extension(variable, given, accepted, tmp_path):
     assert line.startswith(f"fa_ext: {variable} is {given!r}") and accepted in line
 
 
-@pytest.mark.parametrize("given", ["sm_90", "sm_80 sm_90a, compute_80", "sm_100f;sm_120", ""])
+@pytest.mark.parametrize("given", ["sm_90", "sm_80 sm_90a, compute_80", "sm_100f;sm_120", "wheel", ""])
 def test_architectures(given, monkeypatch):
     from fa_ext import _build
 
     monkeypatch.setenv("FA_ARCHS", given)
     monkeypatch.setenv("FA_CUDA", "0")
-    assert len(_build.options_from_environment().archs) == {"sm_90": 1, "": 0, "sm_100f;sm_120": 2}.get(given, 3)
+    assert len(_build.options_from_environment().archs) == {"sm_90": 1, "": 0, "sm_100f;sm_120": 2, "wheel": 5}.get(given, 3)
 
 
 @pytest.mark.parametrize("kernel", ["cpu_ref", "cpu_ref_backward", "cpu_merge", "cpu_append"])
@@ -113,7 +115,7 @@ SLOW_BUILD = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from fa_ext import _build
-_build.LOG_EVERY = 1
+_build.progress_of.LOG_EVERY = 1
 _build.compile_unit = lambda unit, folder, options: time.sleep(unit) or {fails}
 print(_build.compile_all([0, 0, 1.6, 1.6], None, _build.Options(jobs=1), {progress}))
 """
@@ -209,8 +211,8 @@ def test_a_product_of_instances(tmp_path):
  * - a line that is none
  */
 """)
-    instances = _build.directives(source)[2]
-    assert instances == {
+    said = _build.directives(source)
+    assert {name: instance.words for name, instance in said.instances.items()} == {
         "d64_full": ("-DDIM=64", "-DKIND=FULL", "-DNAME=k64full"),
         "d64_capped": ("-DDIM=64", "-DKIND=CAPPED", "-DNAME=k64capped"),
         "d128_full": ("-DDIM=128", "-DKIND=FULL", "-DNAME=k128full"),
