@@ -17,6 +17,7 @@
  *
  *     python -m bench measure --preset history --kernels wmma
  *
+ * @pass-an-arch (wmma/pipeline.cuh)
  * @instance d64 -DFA_WMMA_HEAD_DIM=64
  * @instance d128 -DFA_WMMA_HEAD_DIM=128
  */
