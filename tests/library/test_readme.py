@@ -1,6 +1,7 @@
 """The pages: their Python blocks run, their links lead somewhere, their generated blocks are true, and their prose keeps the
 rules of kernels/README.md: lines that fit a screen, and words of the project that are linked where they first appear."""
 
+import fnmatch
 import functools
 import importlib.util
 import re
@@ -111,6 +112,23 @@ def test_links_lead_somewhere(page):
         assert file.exists(), f"{name(page)} links to {target}: there is no {path}"
         if anchor:
             assert file.is_file() and anchor in anchors(file), f"{name(page)} links to {target}: there is no such heading"
+
+
+@functools.cache
+def files():
+    """All files that a page may name, with a slash before."""
+    folders = [pages.ROOT / folder for folder in ("fa_ext", "csrc", "kernels", "tests", "bench", ".ci")]
+    found = [*pages.ROOT.glob("*"), *(file for folder in folders for file in folder.rglob("*"))]
+    return [f"/{name(file)}" for file in found if file.is_file()]
+
+
+@each_guide
+def test_files_that_it_names_exist(page):
+    """Paths in inline code, by their ends; ``*`` stands for anything."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`([\w./*]+\.(?:c|h|cu|cuh|py|def|md|ipynb|json))`", text)) - {"Python.h"}
+    missed = [path for path in named if not fnmatch.filter(files(), f"*/{path}")]
+    assert not missed, f"{name(page)} names files that there are not"
 
 
 @each_page
