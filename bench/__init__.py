@@ -4,7 +4,7 @@ From the bottom up:
 
     arguments, report   what options accept, bad usage exits with 3; tables, JSON, resumable results
     machine/            where a figure was taken: the machine, its CPU and GPU 0, how the library was built
-    problems/           cases from tests/case.py and tests/serving_cases.py; the arrays of one call of each operation, between guard
+    problems/           cases, their grids and presets; the arrays of one call of each operation, between guard
                         zones, as any library sees them, filled, hashed and judged by float64
     contenders/         kernels, candidates and other libraries behind one interface: operands -> thunk
     timing/             host clock, events or graph replay; contenders take turns in random order; log-ratios, block bootstrap,

@@ -46,7 +46,7 @@ _Dropout: TypeAlias = tuple[Any, ...] | list[Any]
 _Layout: TypeAlias = Literal["bhsd", "bshd"]
 
 # An array is an object of any library, so that the result has the type of q.
-# ---- from csrc/python/signature.def, by python tests/stub.py ----
+# ---- from csrc/python/signature.def, by python -m tests.library.support.stub ----
 @overload
 def attention(
     q: _Array,

@@ -9,14 +9,11 @@ N-th test, from the I-th on.
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from operands import Unplaceable  # noqa: E402
+from bench.problems.placement import Unplaceable
 
 
 def pytest_addoption(parser):
@@ -41,9 +38,9 @@ def pytest_generate_tests(metafunc):
     if "forward" in metafunc.fixturenames:
         metafunc.parametrize("forward", _kernels(metafunc.config))
     if "cuda_forward" in metafunc.fixturenames:
-        import rows
+        from tests.contract import runner
 
-        names = [kernel for kernel in _kernels(metafunc.config) if rows.device_of(kernel) == "cuda"]
+        names = [kernel for kernel in _kernels(metafunc.config) if runner.device_of(kernel) == "cuda"]
         metafunc.parametrize("cuda_forward", names or [pytest.param(None, marks=pytest.mark.skip("no CUDA kernel is built"))])
 
 
@@ -93,7 +90,7 @@ def _all_kernels():
 def pytest_sessionfinish():
     """Tells `bench chaos`, which started this process, of a wait that ended."""
     if path := os.environ.get("FA_CHAOS_HUNG"):
-        import chaos
+        from tests.kernels import chaos
 
         if found := chaos.hung():
             Path(path).write_text(json.dumps(found))
@@ -113,13 +110,13 @@ def _kernels(config):
 
 def pytest_runtest_setup(item):
     """Skips what this machine cannot run, with the reason."""
-    import rows
+    from tests.contract import runner
 
-    rows.first_device()
+    runner.first_device()
     kernel = _kernel_of(item)
-    reason = rows.absent(kernel) if kernel else None
+    reason = runner.absent(kernel) if kernel else None
     if item.get_closest_marker("gpu"):
-        reason = rows.no_device() or reason
+        reason = runner.no_device() or reason
     if reason:
         pytest.skip(reason)
 

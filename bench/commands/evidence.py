@@ -238,7 +238,7 @@ class Run:
         for kernel in [*self.kernels(), *self.kernels("backward")] if self.device == "cuda" else []:
             if self.late() or self.has("sweep", kernel, kernel):
                 continue
-            lines = [[sys.executable, "tests/cases.py", "--sweep", str(SWEEP_PROBLEMS), "--seed", str(seed), "--kernel", kernel,
+            lines = [[sys.executable, "-m", "tests.contract", "--sweep", str(SWEEP_PROBLEMS), "--seed", str(seed), "--kernel", kernel,
                       "--limit", str(SWEEP_FLOPS), "--seconds", str(self.left(0))] for seed in SWEEP_SEEDS]  # fmt: skip
             running = [subprocess.Popen(line, cwd=machine.ROOT, stdout=subprocess.PIPE, text=True, env=suites.beside(len(lines)))
                        for line in lines]  # fmt: skip

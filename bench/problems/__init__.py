@@ -1,25 +1,15 @@
-"""The problems that are measured and scored. Cases come from ``tests/case.py``, presets from ``tests/presets.py``."""
+"""The problems that are measured, scored and tested."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bench import report
-
-TESTS = Path(__file__).resolve().parents[2] / "tests"
-if not (TESTS / "case.py").exists():
-    raise report.UsageError(f"{TESTS / 'case.py'} is missing: the laboratory needs a source checkout")
-if str(TESTS) not in sys.path:
-    # In front, since some of its modules have namesakes here and a notebook runs with this folder on its path.
-    sys.path.insert(0, str(TESTS))
-
-import case as dense  # noqa: E402  (lies beside the tests, which import it by the same name)
-from case import ARRAYS, Case  # noqa: E402, F401
-from presets import CELLS, PRESETS  # noqa: E402, F401
-from serving_cases import ServingCase as Serving  # noqa: E402
+from bench.problems import case as dense
+from bench.problems.case import ARRAYS, Case  # noqa: F401
+from bench.problems.presets import CELLS, PRESETS  # noqa: F401
+from bench.problems.serving_cases import ServingCase as Serving
 
 Problem = Case | Serving
 OPERATIONS = (*dense.OPERATIONS, "serving", "append")
@@ -27,7 +17,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def preset(name: str, operations: Sequence[str] = OPERATIONS) -> list[Any]:
-    """The cases of one preset of tests/presets.py, which are of these operations."""
+    """The cases of one preset, which are of these operations."""
     if name not in preset_names(operations):
         raise report.UsageError(f"preset is {name!r}; accepted: {', '.join(preset_names(operations))}")
     return list(PRESETS[name])

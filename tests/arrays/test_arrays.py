@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import fa_ext
-import producers
-from producers import Producer, exchange_type
+from tests.arrays import producers
+from tests.arrays.producers import Producer, exchange_type
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fa_ext
-from producers import Interface, ran_alone
+from tests.arrays.producers import Interface, ran_alone
 
 pytestmark = pytest.mark.gpu
 SHAPE = (2, 4, 33, 64)

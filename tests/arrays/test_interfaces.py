@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import fa_ext
-import producers
-from producers import Producer, exchange_type, interface
+from tests.arrays import producers
+from tests.arrays.producers import Producer, exchange_type, interface
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import given  # noqa: E402

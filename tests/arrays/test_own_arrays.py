@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fa_ext
-import producers
-from producers import Producer
+from tests.arrays import producers
+from tests.arrays.producers import Producer
 
 SHAPE = (2, 4, 9, 16)
 FORMATS = {"float16": "e", "bfloat16": None, "float32": "f", "float64": "d"}

@@ -5,29 +5,28 @@ import dataclasses
 import numpy as np
 import pytest
 
-import cases
 import fa_ext
-import gradients
-import rows
-from case import ALIBIS, Case
-from devices import DEVICES
+from bench.problems import cases
+from bench.problems.case import ALIBIS, Case
+from bench.problems.placement import dtype_of
 from fa_ext import _core, reference
-from operands import dtype_of
+from tests.contract import gradients, runner
+from tests.contract.devices import DEVICES
 
 B, H, HK, SQ, SK, D = 2, 4, 2, 5, 7, 16
 SIMPLE = dict.fromkeys("qkv", np.zeros((1, 4, 3, 8), np.float16))
-FORWARD = [k for k in fa_ext.kernels() if rows.takes(k, **SIMPLE, alibi=np.zeros(4, np.float32))]
+FORWARD = [k for k in fa_ext.kernels() if runner.takes(k, **SIMPLE, alibi=np.zeros(4, np.float32))]
 
 
 @pytest.fixture(params=FORWARD)
 def kernel(request):
-    if rows.device_of(request.param) == "cuda" and rows.no_device():
-        pytest.skip(rows.no_device())
+    if runner.device_of(request.param) == "cuda" and runner.no_device():
+        pytest.skip(runner.no_device())
     return request.param
 
 
 def takes_bias(kernel):
-    return rows.takes(kernel, **SIMPLE, bias=np.zeros((3, 3), np.float32))
+    return runner.takes(kernel, **SIMPLE, bias=np.zeros((3, 3), np.float32))
 
 
 @pytest.fixture
@@ -40,15 +39,15 @@ def kernel_with_bias(kernel):
 def with_bias(kernel, q, k, v, **options):
     """(out, lse), in float64 where the kernel takes no bias."""
     if takes_bias(kernel):
-        return rows.attention(kernel, q, k, v, return_lse=True, **options)
+        return runner.attention(kernel, q, k, v, return_lse=True, **options)
     return reference.attention(q, k, v, **options)
 
 
 def assert_same(kernel, found, wanted):
     """Bit for bit; where a bias has another tile than slopes, to rounding."""
-    if rows.has_float64(kernel):
+    if runner.has_float64(kernel):
         np.testing.assert_array_equal(found, wanted)
-    elif rows.has_dtype(kernel, "float32"):
+    elif runner.has_dtype(kernel, "float32"):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-6)
     else:
         np.testing.assert_allclose(found, wanted, rtol=2e-3, atol=1e-3)
@@ -62,7 +61,7 @@ def arrays(dtype=np.float32, seq_q=SQ, seq_k=SK, seed=0):
 
 def arrays_for(kernel, **shape):
     """Float32, or what the kernel takes."""
-    return arrays(dtype_of(rows.narrowest(kernel)), **shape)
+    return arrays(dtype_of(runner.narrowest(kernel)), **shape)
 
 
 def exact_slopes(shape, seed=1):
@@ -84,7 +83,7 @@ def test_slopes_are_the_bias_that_they_stand_for(kernel, shape, seq_q, seq_k):
     for causal, offset in ((False, seq_k - seq_q), ("bottom_right", seq_k - seq_q), ("top_left", 0)):
         for options in ({}, {"softcap": 2.0, "window": (40, 9)}):
             options = options | {"causal": causal}
-            found = rows.attention(kernel, q, k, v, alibi=slopes, return_lse=True, **options)
+            found = runner.attention(kernel, q, k, v, alibi=slopes, return_lse=True, **options)
             wanted = with_bias(kernel, q, k, v, bias=as_bias(slopes, seq_q, seq_k, offset), **options)
             for a, b in zip(found, wanted, strict=True):
                 assert_same(kernel, a, b)
@@ -97,7 +96,7 @@ def test_slopes_join_a_bias_and_respect_what_it_excludes(kernel_with_bias):
     bias = rng.integers(-8, 8, (B, H, SQ, SK)).astype(np.float32)
     bias[rng.random(bias.shape) < 0.3] = -np.inf
     both = bias + as_bias(slopes, SQ, SK, SK - SQ)
-    assert_same(kernel, rows.attention(kernel, q, k, v, alibi=slopes, bias=bias), rows.attention(kernel, q, k, v, bias=both))
+    assert_same(kernel, runner.attention(kernel, q, k, v, alibi=slopes, bias=bias), runner.attention(kernel, q, k, v, bias=both))
 
 
 @pytest.mark.parametrize("value", [0.0, 2.3e38, -2.3e38, np.finfo(np.float32).max, np.finfo(np.float32).min])
@@ -109,23 +108,23 @@ def test_what_is_beyond_the_limit_of_a_bias(kernel_with_bias, value, slope):
     bias = np.full((SQ, SK), value, np.float32)
     bias[1, 2] = bias[2] = -np.inf
     slopes = np.array([slope, -slope, 0, 1], np.float32)
-    report = fa_ext.verify(**rows.on(kernel, {"q": q, "k": k, "v": v, "alibi": slopes, "bias": bias}), kernel=kernel)
+    report = fa_ext.verify(**runner.on(kernel, {"q": q, "k": k, "v": v, "alibi": slopes, "bias": bias}), kernel=kernel)
     assert report, report
 
 
 def test_any_strides(kernel):
     q, k, v = arrays_for(kernel)
     slopes = exact_slopes((B, H))
-    wanted = rows.attention(kernel, q, k, v, alibi=slopes)
+    wanted = runner.attention(kernel, q, k, v, alibi=slopes)
     memory = np.full((3 * H, 2 * B), np.nan, np.float32)
     odd = memory[::-3, ::2].T
     odd[...] = slopes
-    if rows.library_of(kernel) != "torch":  # which has no negative strides
-        np.testing.assert_array_equal(rows.attention(kernel, q, k, v, alibi=odd), wanted)
+    if runner.library_of(kernel) != "torch":  # which has no negative strides
+        np.testing.assert_array_equal(runner.attention(kernel, q, k, v, alibi=odd), wanted)
     one = np.broadcast_to(np.float32(0.25), (B, H))
     np.testing.assert_array_equal(
-        rows.attention(kernel, q, k, v, alibi=one),
-        rows.attention(kernel, q, k, v, alibi=np.full(H, 0.25, np.float32)),
+        runner.attention(kernel, q, k, v, alibi=one),
+        runner.attention(kernel, q, k, v, alibi=np.full(H, 0.25, np.float32)),
     )
 
 
@@ -133,9 +132,9 @@ def test_any_strides(kernel):
 def test_a_slope_that_is_not_finite_reaches_its_own_head(kernel, slope):
     q, k, v = arrays_for(kernel)
     slopes = exact_slopes((B, H))
-    wanted, wanted_lse = rows.attention(kernel, q, k, v, alibi=slopes, return_lse=True)
+    wanted, wanted_lse = runner.attention(kernel, q, k, v, alibi=slopes, return_lse=True)
     slopes[1, 2] = slope
-    out, lse = rows.attention(kernel, q, k, v, alibi=slopes, return_lse=True)
+    out, lse = runner.attention(kernel, q, k, v, alibi=slopes, return_lse=True)
     truth, truth_lse = reference.attention(q, k, v, alibi=slopes)
     assert np.isnan(out[1, 2]).all() and np.isnan(lse[1, 2]).all() and np.isnan(truth[1, 2]).all() and np.isnan(truth_lse[1, 2]).all()
     wanted[1, 2] = wanted_lse[1, 2] = np.nan
@@ -144,19 +143,19 @@ def test_a_slope_that_is_not_finite_reaches_its_own_head(kernel, slope):
     if not takes_bias(kernel):
         return
     nothing = np.full((SQ, SK), -np.inf, np.float32)  # excludes whatever the slope is
-    out, lse = rows.attention(kernel, q, k, v, alibi=slopes, bias=nothing, return_lse=True)
+    out, lse = runner.attention(kernel, q, k, v, alibi=slopes, bias=nothing, return_lse=True)
     assert (out == 0).all() and (lse == -np.inf).all()
 
 
 def test_random_calls(kernel):
     for n, case in enumerate(cases.random_cases(29, 60, 2e7)):
         sloped = dataclasses.replace(case, alibi=ALIBIS[n % len(ALIBIS)])
-        if case.values.startswith("nan") or not rows.has_dtype(kernel, case.dtype):
+        if case.values.startswith("nan") or not runner.has_dtype(kernel, case.dtype):
             continue
         try:
-            assert (report := rows.verdict(kernel, sloped)), f"{report}\n{sloped}"
+            assert (report := runner.verdict(kernel, sloped)), f"{report}\n{sloped}"
         except fa_ext.UnsupportedError as error:
-            assert not cases.must_accept(rows.listed_name(kernel), sloped), f"{error}\n{sloped}"
+            assert not cases.must_accept(runner.listed_name(kernel), sloped), f"{error}\n{sloped}"
 
 
 # ---- gradients ----
@@ -270,7 +269,7 @@ def test_kernels_that_do_not_take_slopes_say_so():
     slopes = np.zeros(H, np.float32)
     for device in (None, *DEVICES.values()):
         for kernel, (answer, reason, _) in _core.answers(q, k, v, alibi=slopes, device=device).items():
-            if (rows.device_of(kernel) == "cpu") != (device is None) or answer == "not here":
+            if (runner.device_of(kernel) == "cpu") != (device is None) or answer == "not here":
                 continue
             if kernel in cases.WITH_ALIBI:
                 assert answer in ("takes", "declines"), (kernel, reason)
@@ -278,6 +277,6 @@ def test_kernels_that_do_not_take_slopes_say_so():
                 assert (answer, reason) == ("refuses", "takes no ALiBi slopes"), kernel
     lse = np.zeros((B, H, SQ), np.float32)
     for kernel in fa_ext.kernels("backward"):
-        device = None if rows.device_of(kernel) == "cpu" else DEVICES["h200"]
+        device = None if runner.device_of(kernel) == "cpu" else DEVICES["h200"]
         chosen, reasons = fa_ext.explain_backward(q, q, k, v, q, lse, alibi=slopes, device=device, kernel=kernel, **gradients.order(kernel))
         assert chosen == kernel if kernel in gradients.WITH_ALIBI else "takes no ALiBi slopes" in reasons[kernel]

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import fa_ext
-import rows
+from bench.problems.placement import BFLOAT16, dtype_of, place
+from bench.problems.serving_cases import CACHES, INT_MAX, INT_MIN, ServingCase, angles, append_call
 from fa_ext.reference.serving import rotate
-from operands import BFLOAT16, dtype_of, place
-from rows import library_of as library
-from rows import on
-from serving_cases import CACHES, INT_MAX, INT_MIN, ServingCase, angles, append_call
+from tests.contract import runner
+from tests.contract.runner import library_of as library
+from tests.contract.runner import on
 
 KERNELS = fa_ext.kernels("append")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -19,8 +19,8 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 @pytest.fixture(params=KERNELS)
 def kernel(request):
-    if rows.device_of(request.param) == "cuda" and rows.no_device():
-        pytest.skip(rows.no_device())
+    if runner.device_of(request.param) == "cuda" and runner.no_device():
+        pytest.skip(runner.no_device())
     return request.param
 
 
@@ -57,7 +57,7 @@ def test_dense_caches(layout, kernel):
 def test_rotary(dtype, interleaved, kernel):
     if dtype == "bfloat16" and BFLOAT16 is None:
         pytest.skip("bfloat16 needs ml_dtypes")
-    if dtype == "float64" and not rows.has_float64(kernel):
+    if dtype == "float64" and not runner.has_float64(kernel):
         pytest.skip("float64 runs on the CPU")
     for half, positions, d in ((1, False, 5), (3, True, 7), (16, True, 32), (20, False, 64)):
         case = ServingCase(head_dim=d, head_dim_v=d + 3, dtype=dtype)
@@ -78,7 +78,7 @@ def test_far_positions_are_as_exact_as_near_ones(position, kernel):
     call |= {"rotary": (cos, sin), "positions": np.array([position], np.int32)}
     judged(kernel, call)
     want, _ = rotate(call["q"][0], (cos, sin), position)
-    got = rows.to_host(fa_ext.append(**on(kernel, call), kernel=kernel))
+    got = runner.to_host(fa_ext.append(**on(kernel, call), kernel=kernel))
     np.testing.assert_allclose(got[0], want, atol=1e-6)
 
 
@@ -129,7 +129,7 @@ def test_append_then_attend_is_attention_with_the_new_keys(kernel):
         common = {"layout": "bshd", "page_table": table, "seqlens_k": place(np.array([done], np.int32), library(kernel)),
                   "cu_seqlens_q": place(np.array([0, count], np.int32), library(kernel))}  # fmt: skip
         fa_ext.append(k_cache, v_cache, new[1], new[2], **common, kernel=kernel)
-        got.append(rows.to_host(fa_ext.attention(new[0], k_cache, v_cache, causal="bottom_right", **common)))
+        got.append(runner.to_host(fa_ext.attention(new[0], k_cache, v_cache, causal="bottom_right", **common)))
     want, _ = fa_ext.reference.attention(q[None], k[None], v[None], causal=True, layout="bshd")
     np.testing.assert_allclose(np.concatenate(got), want[0], atol=2e-6)
 
@@ -172,7 +172,7 @@ def test_what_has_no_place_is_counted_and_not_written(kernel):
         met = fa_ext.faults(device)
         if n == 3:  # the tokens before now belong to the next sequence
             met = [x for x in met if x[0] == "cu_seqlens"]
-        if rows.device_of(kernel) == "cuda":  # any of several may be the first there
+        if runner.device_of(kernel) == "cuda":  # any of several may be the first there
             met, faults = ([x[:3] for x in found] for found in (met, faults))
         assert met == faults, n
 
@@ -188,7 +188,7 @@ def test_any_contents_at_all(seed, kernel):
                 x = call[name]
                 noise = rng.choice([-1, 0, 1, 5, 30, INT_MIN, INT_MAX, 2**30], x.shape)
                 call[name] = np.where(rng.random(x.shape) < 0.3, noise, x).astype(np.int32)
-        if not rows.has_float64(kernel):  # sequences with one page mix their tokens there
+        if not runner.has_float64(kernel):  # sequences with one page mix their tokens there
             flat = call["page_table"].reshape(-1)
             flat[np.setdiff1d(np.arange(flat.size), np.unique(flat, return_index=True)[1])] = -1
         judged(kernel, call, check=False)

@@ -5,13 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-import cases
 import fa_ext
-import gradients
-import rows
-from case import FLAT_BIASES, Case
-from gradients import KERNELS, fit, judged, make, placed, run, verdict
-from operands import Unplaceable, dtype_of, place
+from bench.problems import cases
+from bench.problems.case import FLAT_BIASES, Case
+from bench.problems.placement import Unplaceable, dtype_of, place
+from tests.contract import gradients, runner
+from tests.contract.gradients import KERNELS, fit, judged, make, placed, run, verdict
 
 DTYPES = ("float16", "bfloat16", "float32")
 # Small cases that reach the memory paths of a kernel, for compute-sanitizer.
@@ -48,7 +47,7 @@ def failures(kernel, problems):
         ran += 1
         if not report:
             wrong.append(f"{problem.case}: {report}")
-    if not ran and rows.listed_name(kernel) not in gradients.TAKES_EVERYTHING:
+    if not ran and runner.listed_name(kernel) not in gradients.TAKES_EVERYTHING:
         pytest.skip(f"{kernel} takes none of them")
     assert ran
     return wrong
@@ -69,7 +68,7 @@ def test_sanitizer_case(kernel, case):
 
 
 def test_float64(kernel):
-    if rows.device_of(kernel) != "cpu":
+    if runner.device_of(kernel) != "cpu":
         pytest.skip("float64 runs on the CPU only")
     chosen = [case for case in cases.float64() if case.bias not in FLAT_BIASES]
     wrong = failures(kernel, (make(gradients.shrunk(case, 3)) for case in chosen))
@@ -132,7 +131,7 @@ def test_wrt_alone_and_in_any_order(kernel, wrt):
         pytest.skip(f"{kernel} takes no bias")
     whole, some = run(kernel, problem), run(kernel, gradients.Problem(case, problem.inputs, wrt))
     for name in wrt:
-        np.testing.assert_array_equal(rows.bits(some[name]), rows.bits(whole[name]), name)
+        np.testing.assert_array_equal(runner.bits(some[name]), runner.bits(whole[name]), name)
 
 
 def test_new_results_have_the_kind_shape_and_dtype_of_their_arguments(kernel):
@@ -144,8 +143,8 @@ def test_new_results_have_the_kind_shape_and_dtype_of_their_arguments(kernel):
     for name, gradient in zip(problem.wrt, made, strict=True):
         assert type(gradient) is type(arrays["q"]) and gradient.shape == arrays[name].shape
         assert str(gradient.dtype) == str(arrays[name].dtype)
-        assert rows.to_host(gradient).flags.c_contiguous
-    assert judged(kernel, problem, dict(zip(problem.wrt, map(rows.to_host, made), strict=True)))
+        assert runner.to_host(gradient).flags.c_contiguous
+    assert judged(kernel, problem, dict(zip(problem.wrt, map(runner.to_host, made), strict=True)))
     assert len(fa_ext.attention_backward(**arrays, kernel=kernel, **gradients.order(kernel))) == 3
 
 
@@ -169,7 +168,7 @@ def test_strided_lse_and_dlse(kernel):
     problem.inputs["dlse"] = problem.inputs["dlse"].copy(order="F")
     got = run(kernel, problem)
     for name in want:
-        np.testing.assert_array_equal(rows.bits(got[name]), rows.bits(want[name]))
+        np.testing.assert_array_equal(runner.bits(got[name]), runner.bits(want[name]))
 
 
 def test_float32_out_of_half_inputs(kernel):
@@ -210,7 +209,7 @@ def test_more_queries_than_keys(kernel, dtype):
 def test_gradients_with_any_strides(kernel):
     problem = make(fit(Case(2, 4, 2, 21, 18, 24, dtype="float32", bias="full", sinks="same"), kernel))
     want = run(kernel, problem)
-    library = rows.library_for(kernel, problem.case)
+    library = runner.library_for(kernel, problem.case)
     given = []
     for name in problem.wrt:
         shape = problem.inputs[name].shape
@@ -219,16 +218,16 @@ def test_gradients_with_any_strides(kernel):
     grads = tuple(place(x, library) for x in given)
     fa_ext.attention_backward(**placed(problem, kernel), wrt=problem.wrt, grads=grads, kernel=kernel, **gradients.order(kernel))
     for name, gradient in zip(problem.wrt, grads, strict=True):
-        np.testing.assert_array_equal(rows.to_host(gradient), want[name], name)
+        np.testing.assert_array_equal(runner.to_host(gradient), want[name], name)
 
 
 def test_some_grads_given(kernel):
     problem = make(fit(Case(1, 2, 2, 9, 11, 16, dtype="float32"), kernel))
-    library = rows.library_for(kernel, problem.case)
+    library = runner.library_for(kernel, problem.case)
     dk = place(np.full(problem.inputs["k"].shape, np.nan, problem.inputs["k"].dtype), library)
     dq, same, dv = fa_ext.attention_backward(**placed(problem, kernel), grads=(None, dk, None), kernel=kernel, **gradients.order(kernel))
     assert same is dk
-    assert judged(kernel, problem, {"q": rows.to_host(dq), "k": rows.to_host(dk), "v": rows.to_host(dv)})
+    assert judged(kernel, problem, {"q": runner.to_host(dq), "k": runner.to_host(dk), "v": runner.to_host(dv)})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -237,14 +236,14 @@ def test_two_halves_of_the_keys_with_the_global_lse_are_one_call(kernel, dtype):
     case = fit(Case(2, 4, 2, 37, 256, 32, dtype=dtype, bias="full", mask="rows", sinks="same"), kernel)
     problem = make(case, wrt=("q", "k", "v", "bias") if case.bias else ("q", "k", "v"))
     _, grads = gradients.results(problem, kernel, "float32")
-    sums = {n: rows.filled(rows.library_for(kernel, case), int(np.prod(g.shape)), "float32", 0).reshape(g.shape) for n, g in zip(problem.wrt, grads)}
+    sums = {n: runner.filled(runner.library_for(kernel, case), int(np.prod(g.shape)), "float32", 0).reshape(g.shape) for n, g in zip(problem.wrt, grads)}
     arrays = placed(problem, kernel)
     for half in (slice(0, 128), slice(128, 256)):
         parts = {"k": (..., half, slice(None)), "v": (..., half, slice(None)), "bias": (..., half), "mask": (..., half)}
         part = {n: x[parts[n]] if n in parts else x for n, x in arrays.items()}
         grads = tuple(x[parts[n]] if n in parts else x for n, x in sums.items())
         fa_ext.attention_backward(**part, wrt=problem.wrt, grads=grads, accumulate=True, kernel=kernel, **gradients.order(kernel))
-    assert judged(kernel, problem, {n: rows.to_host(x) for n, x in sums.items()})
+    assert judged(kernel, problem, {n: runner.to_host(x) for n, x in sums.items()})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -255,7 +254,7 @@ def test_accumulate_adds_before_it_rounds(kernel, dtype):
     rng = np.random.default_rng(1)
     for kind in {case.dtype, "float32"}:
         old = [rng.standard_normal(arrays[n].shape).astype(dtype_of(kind)) for n in wrt]
-        grads = tuple(place(x, rows.library_for(kernel, case)) for x in old)
+        grads = tuple(place(x, runner.library_for(kernel, case)) for x in old)
         report = fa_ext.verify_backward(**arrays, wrt=wrt, grads=grads, accumulate=True, kernel=kernel, **gradients.order(kernel))
         assert report, report
 
@@ -264,14 +263,14 @@ def test_accumulate_adds_before_it_rounds(kernel, dtype):
 
 
 def test_repeats_give_the_same_bits(kernel, request):
-    repeats = request.config.getoption("--repeats") if rows.device_of(kernel) == "cuda" else 3
+    repeats = request.config.getoption("--repeats") if runner.device_of(kernel) == "cuda" else 3
     for dtype, dim in itertools.product(DTYPES, (64, 256)):
         problem = make(fit(Case(2, 4, 2, 61, 77, dim, dtype=dtype, bias="keys", sinks="same", window=(20, 3), causal="bottom_right"), kernel))
         first = run(kernel, problem, deterministic=True)
         for _ in range(repeats):
             again = run(kernel, problem, deterministic=True)
             for name in first:
-                np.testing.assert_array_equal(rows.bits(first[name]), rows.bits(again[name]), name)
+                np.testing.assert_array_equal(runner.bits(first[name]), runner.bits(again[name]), name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -322,10 +321,10 @@ def test_sums_in_any_order_are_within_the_bound_too(kernel):
 def test_inputs_are_left_alone(kernel):
     problem = make(fit(Case(1, 4, 2, 19, 23, 16, dtype="float32", bias="full", mask="rows", sinks="same"), kernel))
     arrays = placed(problem, kernel)
-    before = {n: rows.bits(x).copy() for n, x in arrays.items() if hasattr(x, "shape")}
+    before = {n: runner.bits(x).copy() for n, x in arrays.items() if hasattr(x, "shape")}
     fa_ext.attention_backward(**arrays, wrt=problem.wrt, kernel=kernel, **gradients.order(kernel))
     for name, bits in before.items():
-        np.testing.assert_array_equal(rows.bits(arrays[name]), bits, name)
+        np.testing.assert_array_equal(runner.bits(arrays[name]), bits, name)
 
 
 def test_a_sweep_and_a_line_judge_gradients(capsys):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import fa_ext
-from case import Case
-from gradients import make
+from bench.problems.case import Case
+from tests.contract.gradients import make
 
 B, H, HK, SQ, SK, D, DV = 2, 4, 2, 5, 7, 8, 6
 

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 import fa_ext
-import gradients
-import rows
+from bench.problems.case import Case
 from bench.recording import record
-from case import Case
-from devices import DEVICES
-from gradients import described
+from tests.contract import gradients, runner
+from tests.contract.devices import DEVICES
+from tests.contract.gradients import described
 
-CUDA = [name for name in fa_ext.kernels("backward") if rows.device_of(name) == "cuda"]
+CUDA = [name for name in fa_ext.kernels("backward") if runner.device_of(name) == "cuda"]
 
 pytestmark = pytest.mark.skipif(not CUDA, reason="no CUDA kernel of the backward pass is built")
 

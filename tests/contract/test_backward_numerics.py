@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 import fa_ext
-import gradients
-import magnitudes
-import rows
-from case import Case
+from bench.problems import magnitudes
+from bench.problems.case import Case
 from fa_ext import reference
 from fa_ext.judge.backward import judge_backward
 from fa_ext.reference.backward import gradients as reference_gradients
-from gradients import KERNELS, Problem, fit, judged, make, placed, run, verdict
+from tests.contract import gradients, runner
+from tests.contract.gradients import KERNELS, Problem, fit, judged, make, placed, run, verdict
 
 HALVES = ("float16", "bfloat16")
 
@@ -129,7 +128,7 @@ def test_padded_tiles_of_rows_with_far_logits(kernel, dim, logit):
         problem = Problem(case, inputs | {"out": out.astype(inputs["q"].dtype)}, ("q", "k", "v"))
         got = run(kernel, problem)
         assert all(np.isfinite(x.astype(np.float32)).all() for x in got.values())
-        if dtype == "bfloat16" and rows.listed_name(kernel) in gradients.TAKES_EVERYTHING:
+        if dtype == "bfloat16" and runner.listed_name(kernel) in gradients.TAKES_EVERYTHING:
             report = judged(kernel, problem, got)
             assert report, f"{case}: {report}"
             continue
@@ -234,7 +233,7 @@ def test_nan_of_a_pair_stays_with_what_sees_it(kernel, name):
         of_head = {"q": {(b, head, i)}} | {n: {(b, head // 2, j) for j in range(case.seq_k)} for n in "kv"}
         if name in ("out", "dlse"):  # not in P
             exact["v"], of_head["v"] = set(), set()
-    if rows.device_of(kernel) == "cpu":
+    if runner.device_of(kernel) == "cpu":
         assert got == exact
     else:
         for n in "qkv":
@@ -259,7 +258,7 @@ def test_rows_without_a_key_neither_give_nor_get(kernel, sinks):
             broken["dlse"] = np.where(empty, np.float32(np.nan), problem.inputs["dlse"])
         got = run(kernel, Problem(case, problem.inputs | broken, problem.wrt))
         for name in want:
-            np.testing.assert_array_equal(rows.bits(got[name]), rows.bits(want[name]), name)
+            np.testing.assert_array_equal(runner.bits(got[name]), runner.bits(want[name]), name)
         assert (got["q"][empty] == 0).all()
 
 
@@ -277,7 +276,7 @@ def test_hidden_keys_get_zeros_and_give_nothing(kernel):
             x[:, :, hidden] = np.nan
         got = run(kernel, Problem(case, problem.inputs | broken, problem.wrt))
         for name in want:
-            np.testing.assert_array_equal(rows.bits(got[name]), rows.bits(want[name]), name)
+            np.testing.assert_array_equal(runner.bits(got[name]), runner.bits(want[name]), name)
         assert (got["k"][:, :, hidden] == 0).all() and (got["v"][:, :, hidden] == 0).all()
 
 
@@ -292,7 +291,7 @@ def test_hidden_pairs_may_score_anything(kernel):
         bias = np.where(problem.inputs["mask"], problem.inputs["bias"], problem.inputs["bias"].dtype.type(value))
         got = run(kernel, Problem(case, problem.inputs | {"bias": bias}, problem.wrt))
         for name in want:
-            np.testing.assert_array_equal(rows.bits(got[name]), rows.bits(want[name]), name)
+            np.testing.assert_array_equal(runner.bits(got[name]), runner.bits(want[name]), name)
 
 
 def test_a_sink_of_minus_infinity_gives_nothing(kernel):
@@ -324,7 +323,7 @@ def test_the_rounding_of_out_is_no_mistake_of_a_kernel(case, dlse):
 
 
 def test_bits_do_not_depend_on_the_threads(kernel):
-    if rows.device_of(kernel) != "cpu":
+    if runner.device_of(kernel) != "cpu":
         pytest.skip("a kernel of a device")
     problem = make(Case(2, 4, 2, 61, 83, 32, dtype="float32", bias="keys", sinks="same"))
     omp = ctypes.CDLL("libgomp.so.1")
@@ -338,7 +337,7 @@ def test_bits_do_not_depend_on_the_threads(kernel):
             omp.omp_set_num_threads(before)
     for name in found[0]:
         for other in found[1:]:
-            np.testing.assert_array_equal(rows.bits(found[0][name]), rows.bits(other[name]), name)
+            np.testing.assert_array_equal(runner.bits(found[0][name]), runner.bits(other[name]), name)
 
 
 # ---- mistakes that the verifier must notice ----
@@ -424,7 +423,7 @@ def test_one_wrong_element_is_noticed(name):
 def test_more_than_2_to_the_31_elements_of_dq():
     """Each head of dq holds what the first does: strides beyond 32 bits reach the right memory."""
     kernel = "simt_backward"
-    if kernel not in KERNELS or gradients.absent(kernel) or rows.free_bytes("cupy" if rows.has("cupy") else "torch") < 30 << 30:
+    if kernel not in KERNELS or gradients.absent(kernel) or runner.free_bytes("cupy" if runner.has("cupy") else "torch") < 30 << 30:
         pytest.skip("needs 30 GB of device memory")
     import cupy
 

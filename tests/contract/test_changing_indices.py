@@ -5,15 +5,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import changing
-import emulator
 import fa_ext
-import rows
-from fa_ext import _core
+from fa_ext import _build, _core
+from tests import emulator
+from tests.contract import changing, runner
 
 APPEND = [name for name in _core.build_info()["kernels"] if name.endswith("append")]
 KERNELS = [name for name in (*fa_ext.kernels(), *APPEND) if next(changing.cases(name), None)]
@@ -29,13 +27,12 @@ EMULATED = {
 
 
 def survives(*arguments):
-    helper = Path(changing.__file__)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(helper.parent), str(Path(fa_ext.__file__).parents[1])])}
-    done = subprocess.run([sys.executable, helper, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", changing.__name__, *arguments]
+    done = subprocess.run(command, cwd=_build.ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if rows.device_of(name) == "cpu"])
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if runner.device_of(name) == "cpu"])
 def test_a_thread_changes_them(kernel):
     survives(kernel, "0.2")
 
@@ -58,9 +55,9 @@ def test_a_thread_changes_them_under_a_kernel_of_a_device(kernel, emulated):
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.skipif(not rows.has("torch"), reason="needs torch")
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if rows.device_of(name) == "cuda"])
+@pytest.mark.skipif(not runner.has("torch"), reason="needs torch")
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if runner.device_of(name) == "cuda"])
 def test_copies_of_another_stream_change_them(kernel):
-    if reason := rows.absent(kernel) if kernel in fa_ext.kernels() else rows.no_device():
+    if reason := runner.absent(kernel) if kernel in fa_ext.kernels() else runner.no_device():
         pytest.skip(reason)
     changing.run_on_a_device(kernel, 0.3)

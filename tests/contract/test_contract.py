@@ -1,7 +1,7 @@
 """The contract, clause by clause, for every kernel of the build on the devices that are here.
 
 A kernel that rejects a case it must accept (``cases.must_accept``) fails; any other rejection skips with its reason.
-A failure names a line that runs it again: ``python tests/cases.py CASE --kernel KERNEL --on LIBRARY``.
+A failure names a line that runs it again: ``python -m tests.contract CASE --kernel KERNEL --on LIBRARY``.
 """
 
 import dataclasses
@@ -12,28 +12,28 @@ import threading
 import numpy as np
 import pytest
 
-import cases
 import fa_ext
-import rows
-from case import Case
+from bench.problems import cases
+from bench.problems.case import Case
+from bench.problems.placement import Unplaceable, place, strided
 from fa_ext import reference
-from operands import Unplaceable, place, strided
+from tests.contract import runner
 
 
 def judged(kernel, case, **extra):
     """The report of a case on a kernel; skips or fails when the kernel rejects it."""
     try:
-        return rows.verdict(kernel, case, **extra)
+        return runner.verdict(kernel, case, **extra)
     except Unplaceable as error:
         pytest.skip(str(error))
     except fa_ext.UnsupportedError as error:
-        if cases.must_accept(rows.listed_name(kernel), case):
+        if cases.must_accept(runner.listed_name(kernel), case):
             pytest.fail(f"{kernel} must accept {case}, but: {error}")
         pytest.skip(str(error))
 
 
 def repro(kernel, case):
-    return f'python tests/cases.py "{case}" --kernel {kernel} --on {rows.library_for(kernel, case)}'
+    return f'python -m tests.contract "{case}" --kernel {kernel} --on {runner.library_for(kernel, case)}'
 
 
 def taken(kernel, case):
@@ -57,15 +57,15 @@ def pytest_generate_tests(metafunc):
 
 
 def test_case(forward, case):
-    if rows.device_of(forward) == "cuda" and case.dtype == "float64":
+    if runner.device_of(forward) == "cuda" and case.dtype == "float64":
         pytest.skip("float64 runs on the CPU alone")
     taken(forward, case)
 
 
 def test_lists_of_must_accept_cases(forward):
-    name = rows.listed_name(forward)
+    name = runner.listed_name(forward)
     assert sum(cases.must_accept(name, case) for case in cases.contract()) >= 20
-    assert cases.must_accept(name, rows.SIMPLEST) or name.endswith("split_sm90")
+    assert cases.must_accept(name, runner.SIMPLEST) or name.endswith("split_sm90")
 
 
 def test_case_names_are_read_back():
@@ -87,27 +87,27 @@ def test_sanitizer_case(forward, case_s):
 def test_random_cases(forward):
     for case in cases.random_cases(20, 60, limit=3e7):
         try:
-            report = rows.verdict(forward, case)
+            report = runner.verdict(forward, case)
         except Unplaceable:
             continue
         except fa_ext.UnsupportedError:
-            assert not cases.must_accept(rows.listed_name(forward), case), f"{forward} must accept {case}"
+            assert not cases.must_accept(runner.listed_name(forward), case), f"{forward} must accept {case}"
             continue
         assert report, f"{report}\n{repro(forward, case)}"
 
 
 @pytest.mark.slow
 def test_long_sequences(forward):
-    if rows.listed_name(forward) == "cpu_ref":
+    if runner.listed_name(forward) == "cpu_ref":
         pytest.skip("minutes on cpu_ref")
     for dtype, causal in (("float16", True), ("bfloat16", False), ("float32", "top_left")):
         case = Case(1, 1, 1, 4224, 4224, 64, dtype=dtype, causal=causal)
         try:
-            report = rows.verdict(forward, case)
+            report = runner.verdict(forward, case)
         except Unplaceable:
             continue
         except fa_ext.UnsupportedError:
-            assert not cases.must_accept(rows.listed_name(forward), case)
+            assert not cases.must_accept(runner.listed_name(forward), case)
             continue
         assert report, f"{report}\n{repro(forward, case)}"
 
@@ -120,7 +120,7 @@ def test_long_sequences(forward):
 def test_rows_without_a_key_are_zero_and_their_lse_is_the_sink(forward, dtype, sinks):
     case = Case(2, 4, 2, 130, 50, 64, dtype=dtype, causal="bottom_right", sinks=sinks)
     taken(forward, case)
-    out, lse = rows.run(forward, case)
+    out, lse = runner.run(forward, case)
     empty = slice(0, 80)  # query i sees keys up to i - 80
     assert (out[:, :, empty] == 0).all() and (out[:, :, 80:] != 0).any()
     if sinks is None:
@@ -137,7 +137,7 @@ def test_a_row_without_a_key_is_zero_whatever_its_sink(forward, dtype, blind):
     case = Case(**dict(batch=1, heads=5, heads_kv=5, seq_q=130, seq_k=50, head_dim=64, dtype=dtype) | blind)
     taken(forward, dataclasses.replace(case, sinks="float32"))
     sinks = np.array([-np.inf, np.inf, np.nan, 2, 3e38], np.float32)
-    out, lse = rows.run(forward, case, sinks=place(sinks, rows.library_for(forward, case)))
+    out, lse = runner.run(forward, case, sinks=place(sinks, runner.library_for(forward, case)))
     empty = slice(0, {"causal": 80, "window": 78, "seq_k": 130}[next(iter(blind))])
     assert (out[:, :, empty] == 0).all()
     wanted = np.where(np.isinf(sinks), sinks, np.minimum(sinks, np.float32(2.35865e38)))[:, None]
@@ -165,13 +165,13 @@ def test_what_nobody_sees_changes_nothing(forward, dtype, band):
     taken(forward, dirty)
     inputs = dirty.host_inputs()
     assert not np.isfinite(inputs["k"].astype(np.float32)).all(), "the case hides nothing"
-    for a, b in zip(rows.run(forward, dirty), rows.run(forward, clean)):
-        np.testing.assert_array_equal(rows.bits(a), rows.bits(b))
+    for a, b in zip(runner.run(forward, dirty), runner.run(forward, clean)):
+        np.testing.assert_array_equal(runner.bits(a), runner.bits(b))
 
 
 @pytest.mark.parametrize("dtype", (*cases.DTYPES, "float64"))
 def test_cpu_ref_contains_nan_by_the_row(forward, dtype):
-    if rows.listed_name(forward) != "cpu_ref":
+    if runner.listed_name(forward) != "cpu_ref":
         pytest.skip("other kernels may spread a visible NaN to queries of its tile")
     for option in ({"causal": "bottom_right"}, {"mask": "one"}, {"window": (9, 3)}):
         taken(forward, Case(1, 2, 1, 60, 90, 40, dtype=dtype, values="nan_tail", **option))
@@ -181,7 +181,7 @@ def test_cpu_ref_contains_nan_by_the_row(forward, dtype):
 def test_visible_nan_is_not_hidden(forward, dtype):
     case = Case(1, 2, 1, 60, 90, 64, dtype=dtype, values="nan_tail")
     taken(forward, case)
-    out, _ = rows.run(forward, case)
+    out, _ = runner.run(forward, case)
     assert np.isnan(out).all()
 
 
@@ -197,8 +197,8 @@ def test_offsets_beyond_32_bits(forward, axis):
     far = (1 << 31) + 64
     strides = [0, 0, 64, 1]
     strides[axis] = far
-    library = rows.library_for(forward, rows.SIMPLEST)
-    if library != "numpy" and rows.free_bytes(library) < 9 << 30:
+    library = runner.library_for(forward, runner.SIMPLEST)
+    if library != "numpy" and runner.free_bytes(library) < 9 << 30:
         pytest.skip("needs 9 GiB of free device memory")
     inputs, result = (_memory(library, far + 64 * 12) for _ in range(2))
     arrays, host = {}, {}
@@ -211,13 +211,13 @@ def test_offsets_beyond_32_bits(forward, axis):
     try:
         fa_ext.attention(**arrays, out=out, kernel=forward)
     except fa_ext.UnsupportedError as error:
-        if rows.listed_name(forward) in ("simt", "minimal", "cpu_ref", "cpu_simd"):
+        if runner.listed_name(forward) in ("simt", "minimal", "cpu_ref", "cpu_simd"):
             raise
         pytest.skip(str(error))
     want = reference.attention(**host)[0]
-    assert np.abs(rows.to_host(out) - want).max() < 4e-3
+    assert np.abs(runner.to_host(out) - want).max() < 4e-3
     del arrays, inputs, result, out
-    rows.free_memory(library)
+    runner.free_memory(library)
 
 
 def _memory(library, count):
@@ -225,7 +225,7 @@ def _memory(library, count):
     if library == "numpy":
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         return np.frombuffer(mmap.mmap(-1, 2 * count, flags), np.float16)
-    return rows.filled(library, count, "float16", 0)
+    return runner.filled(library, count, "float16", 0)
 
 
 def _view(memory, offset, shape, strides):
@@ -256,7 +256,7 @@ def _to(library, x):
 def test_arrays_of_more_than_2_31_elements(cuda_forward):
     cupy = pytest.importorskip("cupy")
     heads, seq_q, seq_k, dim = 16, (1 << 20) + 72, 80, 128
-    if rows.free_bytes("cupy") < 10 << 30:
+    if runner.free_bytes("cupy") < 10 << 30:
         pytest.skip("needs 10 GiB of free device memory")
     q, out = (cupy.zeros((1, heads, seq_q, dim), np.float16) for _ in range(2))
     assert q.size > 1 << 31
@@ -275,7 +275,7 @@ def test_arrays_of_more_than_2_31_elements(cuda_forward):
         want = reference.attention(q[:1, h : h + 1, i : i + 1].get(), host_k[:, h : h + 1], host_v[:, h : h + 1])[0]
         assert np.abs(out[0, h, i].get() - want[0, 0, 0]).max() < 3e-3, (h, i)
     del q, k, v, out
-    rows.free_memory("cupy")
+    runner.free_memory("cupy")
 
 
 # ---- clause 4 ----
@@ -292,21 +292,21 @@ REPEATED = [
 @pytest.mark.parametrize("case_r", REPEATED, ids=_ids)
 def test_the_same_bits_from_run_to_run(forward, case_r, request):
     taken(forward, case_r)
-    first = [rows.bits(x) for x in rows.run(forward, case_r)]
-    for _ in range(request.config.getoption("--repeats") if rows.device_of(forward) == "cuda" else 4):
-        for a, b in zip(rows.run(forward, case_r), first):
-            np.testing.assert_array_equal(rows.bits(a), b, err_msg=repro(forward, case_r))
+    first = [runner.bits(x) for x in runner.run(forward, case_r)]
+    for _ in range(request.config.getoption("--repeats") if runner.device_of(forward) == "cuda" else 4):
+        for a, b in zip(runner.run(forward, case_r), first):
+            np.testing.assert_array_equal(runner.bits(a), b, err_msg=repro(forward, case_r))
 
 
 @pytest.mark.parametrize("case_r", REPEATED + [Case(3, 16, 2, 1, 3000, 128), Case(3, 2, 2, 64, 1500, 64)], ids=_ids)
 def test_batch_invariant_entries_do_not_depend_on_the_others(forward, case_r):
     taken(forward, case_r)
-    library = rows.library_for(forward, case_r)
-    inputs = rows.prepared(case_r, library).inputs
-    host = rows.known(case_r)[0]
+    library = runner.library_for(forward, case_r)
+    inputs = runner.prepared(case_r, library).inputs
+    host = runner.known(case_r)[0]
     alone = {n: x[:1] if n in "qkv" else x for n, x in inputs.items()}
     # The first entry among so many others that tiles and splits would be chosen otherwise.
-    others = 40 if rows.device_of(forward) == "cuda" else 5
+    others = 40 if runner.device_of(forward) == "cuda" else 5
     crowd = {n: np.concatenate([host[n][:1], *[host[n][-1:]] * others]) for n in "qkv"}
     crowd = inputs | {n: place(x, library) for n, x in crowd.items()}
     results = [
@@ -314,18 +314,18 @@ def test_batch_invariant_entries_do_not_depend_on_the_others(forward, case_r):
     ]
     for other in results[1:]:
         for a, b in zip(results[0], other):
-            np.testing.assert_array_equal(rows.bits(a[:1]), rows.bits(b[:1]), err_msg=repro(forward, case_r))
+            np.testing.assert_array_equal(runner.bits(a[:1]), runner.bits(b[:1]), err_msg=repro(forward, case_r))
 
 
 @pytest.mark.parametrize("case_r", REPEATED + [Case(1, 2, 2, 64, 1500, 64)], ids=_ids)
 def test_batch_invariance_is_not_inherited_from_the_call_before(forward, case_r):
     taken(forward, case_r)
-    inputs = rows.prepared(case_r, rows.library_for(forward, case_r)).inputs
+    inputs = runner.prepared(case_r, runner.library_for(forward, case_r)).inputs
     results = {}
 
     def work(*options):
         for option in options:
-            results[option, len(options)] = rows.bits(fa_ext.attention(**inputs, kernel=forward, batch_invariant=option))
+            results[option, len(options)] = runner.bits(fa_ext.attention(**inputs, kernel=forward, batch_invariant=option))
 
     for options in ((True,), (False, True)):  # each thread remembers calls of its own
         thread = threading.Thread(target=work, args=options)
@@ -343,7 +343,7 @@ def test_strided_out(forward, kind, dtype):
     """A result goes to any strides, and nothing is written between its elements."""
     case = Case(2, 2, 1, 70, 90, 64, dtype=dtype)
     taken(forward, case)
-    library = rows.library_for(forward, case)
+    library = runner.library_for(forward, case)
     view = strided(np.full(case.out_shape, 7, dtype), kind)
     memory = view
     while isinstance(memory.base, np.ndarray):
@@ -351,12 +351,12 @@ def test_strided_out(forward, kind, dtype):
     between = memory.size - view.size
     out = place(view, library) if library != "numpy" else view
     try:
-        fa_ext.attention(**rows.prepared(case, library).inputs, out=out, kernel=forward)
+        fa_ext.attention(**runner.prepared(case, library).inputs, out=out, kernel=forward)
     except fa_ext.UnsupportedError as error:
-        if rows.listed_name(forward) in ("simt", "minimal", "cpu_ref", "cpu_simd"):
+        if runner.listed_name(forward) in ("simt", "minimal", "cpu_ref", "cpu_simd"):
             raise
         pytest.skip(str(error))
-    report = rows.judged(forward, case, rows.to_host(out), None)
+    report = runner.judged(forward, case, runner.to_host(out), None)
     assert report, f"{report}\n{kind}"
     if library == "numpy":
         assert np.isnan(memory).sum() == between
@@ -369,16 +369,16 @@ def test_threads_give_the_same_bits(forward):
     problems = [Case(1, 2, 1, 64 + 16 * i, 150, 64, seed=i, causal="bottom_right") for i in range(6)]
     for case in problems:
         taken(forward, case)
-    library = rows.library_for(forward, problems[0])
+    library = runner.library_for(forward, problems[0])
     inputs = [case.make_inputs(library) for case in problems]
-    want = [rows.bits(fa_ext.attention(**x, kernel=forward)) for x in inputs]
+    want = [runner.bits(fa_ext.attention(**x, kernel=forward)) for x in inputs]
     failures = []
 
     def work(start):
         try:
             for i in range(12):
                 n = (start + i) % len(inputs)
-                if not (rows.bits(fa_ext.attention(**inputs[n], kernel=forward)) == want[n]).all():
+                if not (runner.bits(fa_ext.attention(**inputs[n], kernel=forward)) == want[n]).all():
                     failures.append(f"thread {start}: other bits in problem {n}")
         except Exception as error:
             failures.append(repr(error))
@@ -405,8 +405,8 @@ def test_graph_replay_reads_fresh_data(cuda_forward, case_g):
     taken(cuda_forward, case_g)
     inputs = case_g.make_inputs("cupy")
     stream = cupy.cuda.Stream(non_blocking=True)
-    outputs = rows.Outputs(case_g, "cupy")
-    rows.synchronize()
+    outputs = runner.Outputs(case_g, "cupy")
+    runner.synchronize()
     with stream:
         fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), kernel=cuda_forward)  # first use, outside of capture
         stream.synchronize()
@@ -415,14 +415,14 @@ def test_graph_replay_reads_fresh_data(cuda_forward, case_g):
         graph = stream.end_capture()
     for seed in (1, 2, 3):
         fresh = Case(**{**case_g.__dict__, "seed": seed})
-        fresh_inputs = rows.prepared(fresh, "cupy").inputs
+        fresh_inputs = runner.prepared(fresh, "cupy").inputs
         for name in "qkv":
             inputs[name][...] = fresh_inputs[name]
         outputs.poison()
-        rows.synchronize()
+        runner.synchronize()
         graph.launch(stream)
         stream.synchronize()
-        report = rows.judged(cuda_forward, fresh, *outputs.on_host())
+        report = runner.judged(cuda_forward, fresh, *outputs.on_host())
         assert report, f"replay with seed {seed}: {report}"
 
 
@@ -432,13 +432,13 @@ def test_the_call_runs_on_its_stream(cuda_forward):
     cupy = pytest.importorskip("cupy")
     case = Case(2, 4, 2, 256, 256, 64, causal=True)
     taken(cuda_forward, case)
-    known = rows.prepared(case, "cupy")
+    known = runner.prepared(case, "cupy")
     stream = cupy.cuda.Stream(non_blocking=True)
     busy = cupy.zeros((2, 1 << 29), np.uint8)
     for given in (None, stream, stream.ptr):
         inputs = dict(known.inputs, **{n: cupy.zeros_like(known.inputs[n]) for n in "qkv"})
-        outputs = rows.Outputs(case, "cupy")
-        rows.synchronize()
+        outputs = runner.Outputs(case, "cupy")
+        runner.synchronize()
         with stream:
             for _ in range(8):  # milliseconds
                 busy[0].data.copy_from_device_async(busy[1].data, busy[1].nbytes, stream)
@@ -447,7 +447,7 @@ def test_the_call_runs_on_its_stream(cuda_forward):
             fa_ext.attention(**inputs, out=(outputs.out, outputs.lse), stream=given, kernel=cuda_forward)
             copy = outputs.out.copy(), outputs.lse.copy()
         stream.synchronize()
-        report = rows.judged(cuda_forward, case, *map(rows.to_host, copy))
+        report = runner.judged(cuda_forward, case, *map(runner.to_host, copy))
         assert report, f"stream={given!r}: {report}"
 
 
@@ -463,7 +463,7 @@ def test_the_call_runs_on_the_device_of_q(cuda_forward):
             inputs = case.make_inputs("cupy")
         out, lse = fa_ext.attention(**inputs, kernel=cuda_forward, return_lse=True)
         assert out.device.id == device and cupy.cuda.Device().id == 0
-        assert rows.judged(cuda_forward, case, out.get(), lse.get())
+        assert runner.judged(cuda_forward, case, out.get(), lse.get())
 
 
 @pytest.mark.gpu
@@ -480,6 +480,6 @@ def test_other_libraries(cuda_forward, library):
         try:
             report = fa_ext.verify(**inputs, kernel=cuda_forward)
         except fa_ext.UnsupportedError:
-            assert not cases.must_accept(rows.listed_name(cuda_forward), case)
+            assert not cases.must_accept(runner.listed_name(cuda_forward), case)
             continue
         assert report, str(report)

@@ -8,18 +8,17 @@ import os
 import numpy as np
 import pytest
 
-import cases
 import fa_ext
-import gradients
-import rows
-from case import Case
-from devices import DEVICES
+from bench.problems import cases
+from bench.problems.case import Case
+from bench.problems.placement import dtype_of
 from fa_ext import _core, dropout_keep, reference
 from fa_ext.dropout import philox
-from gradients import make, run, verdict
-from operands import dtype_of
+from tests.contract import gradients, runner
+from tests.contract.devices import DEVICES
+from tests.contract.gradients import make, run, verdict
 
-FORWARD = tuple(k for k in fa_ext.kernels() if rows.takes(k, **rows.SIMPLEST.host_inputs(), dropout=(0.1, 1)))
+FORWARD = tuple(k for k in fa_ext.kernels() if runner.takes(k, **runner.SIMPLEST.host_inputs(), dropout=(0.1, 1)))
 BACKWARD = tuple(k for k in gradients.WITH_DROPOUT if k in fa_ext.kernels("backward"))
 SEED = 0x123456789ABCDEF0
 
@@ -77,9 +76,9 @@ def test_out_of_the_mask():
 
 def there(kernel, dtype="float32"):
     """Skips where a kernel cannot run, or has no such dtype."""
-    if rows.device_of(kernel) == "cuda" and rows.no_device():
-        pytest.skip(rows.no_device())
-    if not rows.has_dtype(kernel, dtype):
+    if runner.device_of(kernel) == "cuda" and runner.no_device():
+        pytest.skip(runner.no_device())
+    if not runner.has_dtype(kernel, dtype):
         pytest.skip(f"the kernel takes no {dtype}")
 
 
@@ -112,13 +111,13 @@ def test_identity_values_show_the_mask_of_the_forward(kernel, dtype, isa):
     """out = P w where V is the identity."""
     there(kernel, dtype)
     for drawn, (heads, heads_kv, sq, sk) in itertools.product(DRAWS, ((4, 2, 39, 113), (2, 2, 1, 239), (3, 1, 65, 17))):
-        widest, width, head_dim, rng = WIDEST.get(rows.listed_name(kernel)), sk, 16, np.random.default_rng(sk)
+        widest, width, head_dim, rng = WIDEST.get(runner.listed_name(kernel)), sk, 16, np.random.default_rng(sk)
         if widest:
             sk = min(sk, widest)
             width = head_dim = -(-sk // 8) * 8
         q, k = (rng.standard_normal((2, h, s, head_dim)).astype(dtype_of(dtype)) / 4 for h, s in ((heads, sq), (heads_kv, sk)))
         v = np.ascontiguousarray(np.broadcast_to(np.eye(sk, width, dtype=dtype_of(dtype)), (2, heads_kv, sk, width)))
-        out = rows.attention(kernel, q.astype(v.dtype), k.astype(v.dtype), v, dropout=drawn)
+        out = runner.attention(kernel, q.astype(v.dtype), k.astype(v.dtype), v, dropout=drawn)
         np.testing.assert_array_equal(out[..., :sk] != 0, dropout_keep(2, heads, sq, sk, drawn))
 
 
@@ -164,10 +163,10 @@ PROBABILITIES = (0, 1 / 65536, 0.1, 0.5, 1)
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_forward(kernel, case, isa):
     there(kernel, case.dtype)
-    if not cases.must_accept(rows.listed_name(kernel), case):
+    if not cases.must_accept(runner.listed_name(kernel), case):
         pytest.skip("the kernel may refuse it")
     for p in PROBABILITIES:
-        report = fa_ext.verify(**rows.on(kernel, case.host_inputs()), dropout=(p, SEED, 3), kernel=kernel)
+        report = fa_ext.verify(**runner.on(kernel, case.host_inputs()), dropout=(p, SEED, 3), kernel=kernel)
         assert report, f"p = {p}: {report}"
 
 
@@ -194,13 +193,13 @@ def test_all_weights_dropped():
     case = Case(1, 2, 1, 33, 47, 16, dtype="float32", sinks="same")
     half = Case(1, 2, 1, 33, 47, 16, dtype="float16", sinks="same")
     for kernel in FORWARD:
-        if rows.device_of(kernel) == "cuda" and rows.no_device():
+        if runner.device_of(kernel) == "cuda" and runner.no_device():
             continue
-        inputs = dataclasses.replace(case, dtype=rows.narrowest(kernel)).host_inputs()
-        out, lse = rows.attention(kernel, **inputs, dropout=(1, 3), return_lse=True)
+        inputs = dataclasses.replace(case, dtype=runner.narrowest(kernel)).host_inputs()
+        out, lse = runner.attention(kernel, **inputs, dropout=(1, 3), return_lse=True)
         assert (out == 0).all()
-        rtol = 1e-6 if rows.has_dtype(kernel, "float32") else 1e-4  # where another instance has no dropout
-        np.testing.assert_allclose(lse, rows.attention(kernel, **inputs, return_lse=True)[1], rtol=rtol)
+        rtol = 1e-6 if runner.has_dtype(kernel, "float32") else 1e-4  # where another instance has no dropout
+        np.testing.assert_allclose(lse, runner.attention(kernel, **inputs, return_lse=True)[1], rtol=rtol)
     for kernel, of in itertools.product(BACKWARD, (case, half)):
         if gradients.absent(kernel) or of.dtype not in gradients.dtypes(kernel):
             continue
@@ -238,14 +237,14 @@ def test_finite_differences():
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_shards_of_a_call(kernel):
     """Batch entries, heads and queries apart give the bits of the whole."""
-    there(kernel, rows.narrowest(kernel))
-    case = Case(3, 4, 2, 75, 90, 32, dtype=rows.narrowest(kernel))
+    there(kernel, runner.narrowest(kernel))
+    case = Case(3, 4, 2, 75, 90, 32, dtype=runner.narrowest(kernel))
     x = case.host_inputs()
-    whole = rows.attention(kernel, **x, dropout=(0.2, 8, 1))
+    whole = runner.attention(kernel, **x, dropout=(0.2, 8, 1))
     for b, hk, i in ((0, 1, 0), (2, 0, 33)):
         q, k, v = x["q"][b : b + 1, 2 * hk : 2 * hk + 2, i : i + 40], x["k"][b : b + 1, hk : hk + 1], x["v"][b : b + 1, hk : hk + 1]
-        part = rows.attention(kernel, q, k, v, dropout=(0.2, 8, 1, (b, 2 * hk, i, 0), 4))
-        np.testing.assert_array_equal(rows.bits(part), rows.bits(whole[b : b + 1, 2 * hk : 2 * hk + 2, i : i + 40]))
+        part = runner.attention(kernel, q, k, v, dropout=(0.2, 8, 1, (b, 2 * hk, i, 0), 4))
+        np.testing.assert_array_equal(runner.bits(part), runner.bits(whole[b : b + 1, 2 * hk : 2 * hk + 2, i : i + 40]))
 
 
 @pytest.mark.parametrize("form", ["uint32", "int32", "int64", "strided"])
@@ -292,7 +291,7 @@ def test_a_state_on_another_device_than_q():
 @pytest.mark.parametrize("form", ["uint32", "int32", "int64"])
 def test_explain_with_a_state_on_the_device(form):
     """Kernels answer as for a seed."""
-    case = dataclasses.replace(rows.SIMPLEST, dtype="float16")
+    case = dataclasses.replace(runner.SIMPLEST, dtype="float16")
     x, h200 = case.host_inputs(), DEVICES["h200"]
     state = np.zeros(8, np.uint32).view(form)
     asked = [fa_ext.explain(**x, dropout=(0.1, drawn), device=h200) for drawn in (3, state)]
@@ -328,9 +327,9 @@ def test_the_items_outlive_a_list_that_the_caller_drops():
 
 
 def on_gpu(kernel):
-    if rows.device_of(kernel) == "cpu":
+    if runner.device_of(kernel) == "cpu":
         pytest.skip("no kernel of a device")
-    there(kernel, rows.narrowest(kernel))
+    there(kernel, runner.narrowest(kernel))
 
 
 @pytest.mark.gpu
@@ -339,12 +338,12 @@ def on_gpu(kernel):
 def test_a_state_on_the_gpu(kernel, form):
     """Kernels find there what they get as seed, offset, origin and heads; 0 for heads is the call's."""
     on_gpu(kernel)
-    x = rows.on(kernel, Case(2, 4, 2, 75, 90, 40, dtype=rows.narrowest(kernel)).host_inputs())
+    x = runner.on(kernel, Case(2, 4, 2, 75, 90, 40, dtype=runner.narrowest(kernel)).host_inputs())
     for origin, heads in (((1, 2, 16, 32), 9), ((0, 1, 3, 5), 5), ((0, 0, 0, 0), 0)):
         words = np.array([SEED & 0xFFFFFFFF, SEED >> 32, 7, *origin, heads], np.uint32)
         state = fa_ext.to_device(words.view(form))
-        want = rows.attention(kernel, **x, dropout=(0.3, SEED, 7, origin, heads or 4))
-        np.testing.assert_array_equal(rows.bits(rows.attention(kernel, **x, dropout=(0.3, state))), rows.bits(want))
+        want = runner.attention(kernel, **x, dropout=(0.3, SEED, 7, origin, heads or 4))
+        np.testing.assert_array_equal(runner.bits(runner.attention(kernel, **x, dropout=(0.3, state))), runner.bits(want))
         assert fa_ext.verify(**x, dropout=(0.3, state), kernel=kernel)
 
 
@@ -361,7 +360,7 @@ def test_a_state_on_the_gpu_in_the_backward(kernel):
         want = run(kernel, problem)
         problem.inputs["dropout"] = (0.3, fa_ext.to_device(words))
         for name, found in run(kernel, problem).items():
-            np.testing.assert_array_equal(rows.bits(found), rows.bits(want[name]), err_msg=name)
+            np.testing.assert_array_equal(runner.bits(found), runner.bits(want[name]), err_msg=name)
 
 
 def test_calls_in_a_row_do_not_share_a_mask():
@@ -414,7 +413,7 @@ def test_bad_values_of_the_mask():
 
 
 def test_which_kernels_on_a_device_take_it():
-    found = _core.answers(**dataclasses.replace(rows.SIMPLEST, dtype="float16").host_inputs(), dropout=(0.1, 1), device=DEVICES["h200"])
-    of_device = {kernel: answer[:2] for kernel, answer in found.items() if rows.device_of(kernel) == "cuda"}
+    found = _core.answers(**dataclasses.replace(runner.SIMPLEST, dtype="float16").host_inputs(), dropout=(0.1, 1), device=DEVICES["h200"])
+    of_device = {kernel: answer[:2] for kernel, answer in found.items() if runner.device_of(kernel) == "cuda"}
     for kernel, answer in of_device.items():
         assert answer == (("takes", "") if kernel in ("wgmma_dropout_sm90", "mma_sm80", "simt") else ("refuses", "takes no dropout")), kernel

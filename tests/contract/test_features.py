@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import cases
 import fa_ext
-import rows
-from case import Case
-from devices import DEVICES
+from bench.problems import cases
+from bench.problems.case import Case
 from fa_ext import _core
+from tests.contract import runner
+from tests.contract.devices import DEVICES
 
 #: A call that asks for each feature alone. Bits as fa.h counts them.
 FEATURES = {
@@ -42,7 +42,7 @@ def answers(case, **extra):
     found = {}
     for device in (None, DEVICES["h200"]):
         for kernel, (answer, reason, _) in _core.answers(**case.host_inputs(), **extra, device=device).items():
-            if (rows.device_of(kernel) == "cpu") == (device is None):
+            if (runner.device_of(kernel) == "cpu") == (device is None):
                 found[kernel] = answer, reason
     assert set(found) == set(fa_ext.kernels())
     return found
@@ -50,11 +50,11 @@ def answers(case, **extra):
 
 @pytest.mark.parametrize("bit", [NEXT_BIT, 31])
 def test_a_feature_that_nobody_takes_is_refused_by_every_kernel_in_one_wording(bit):
-    refused = answers(rows.SIMPLEST, features=1 << bit)
+    refused = answers(runner.SIMPLEST, features=1 << bit)
     assert {answer for answer, _ in refused.values()} == {"refuses"}
     assert len({reason for _, reason in refused.values()}) == 1
     assert len(refused) == len(fa_ext.kernels())
-    assert all(answer in ("takes", "declines") for answer, _ in answers(rows.SIMPLEST).values())
+    assert all(answer in ("takes", "declines") for answer, _ in answers(runner.SIMPLEST).values())
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -88,8 +88,8 @@ def test_a_dtype_that_is_not_named_is_refused():
 def test_a_kernel_of_another_kind_of_device_says_so():
     array = np.zeros((1, 1, 4, 8), np.float32)
     for kernel, (answer, reason, _) in _core.answers(array, array, array).items():
-        if rows.device_of(kernel) == "cuda":
+        if runner.device_of(kernel) == "cuda":
             assert (answer, reason) == ("refuses", "runs on a CUDA device, the arrays are on the CPU")
     for kernel, (answer, reason, _) in _core.answers(array, array, array, device=DEVICES["h200"]).items():
-        if rows.device_of(kernel) == "cpu":
+        if runner.device_of(kernel) == "cpu":
             assert (answer, reason) == ("refuses", "runs on the CPU, the arrays are on a CUDA device")

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-import cases
 import fa_ext
-import lse_views
-import rows
-from case import Case
-from operands import Unplaceable
+from bench.problems import cases
+from bench.problems.case import Case
+from bench.problems.placement import Unplaceable
+from tests.contract import lse_views, runner
 
 CASES = [
     Case(2, 4, 2, 70, 90, 64, dtype="float16", causal="bottom_right"),
@@ -22,28 +21,28 @@ CASES = [
 @pytest.mark.parametrize("kind", lse_views.KINDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_lse_has_any_strides(forward, case, kind):
-    if case.dtype == "float64" and not rows.has_float64(forward):
+    if case.dtype == "float64" and not runner.has_float64(forward):
         pytest.skip("float64 runs on the CPU")
     try:
-        library = rows.library_for(forward, case)
-        inputs = rows.prepared(case, library).inputs
+        library = runner.library_for(forward, case)
+        inputs = runner.prepared(case, library).inputs
         out, lse = lse_views.assert_written(forward, inputs, kind, library)
     except Unplaceable as error:
         pytest.skip(str(error))
     except fa_ext.UnsupportedError as error:
-        if cases.must_accept(rows.listed_name(forward), case):
+        if cases.must_accept(runner.listed_name(forward), case):
             raise
         pytest.skip(str(error))
-    report = rows.judged(forward, case, out, lse)
+    report = runner.judged(forward, case, out, lse)
     assert report, report
 
 
 def test_an_lse_beside_out_in_one_memory(forward):
     """Elements of the LSE between the rows of out would be refused; behind them they are apart."""
-    case = Case(1, 2, 2, 6, 7, 8, dtype=rows.narrowest(forward))
-    if rows.device_of(forward) == "cuda":
+    case = Case(1, 2, 2, 6, 7, 8, dtype=runner.narrowest(forward))
+    if runner.device_of(forward) == "cuda":
         pytest.skip("the check is the same on a device")
-    inputs = rows.prepared(case, "numpy").inputs
+    inputs = runner.prepared(case, "numpy").inputs
     memory = np.full(2 * 6 * 8 * 4 + 2 * 6 * 4, 0xFF, np.uint8)
     out = memory[: inputs["q"].nbytes].view(inputs["q"].dtype).reshape(case.out_shape)
     lse = memory[out.nbytes :][: 2 * 6 * 4].view(np.float32).reshape(1, 6, 2).swapaxes(1, 2)

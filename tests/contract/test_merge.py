@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import fa_ext
-import magnitudes
-import rows
+from bench.problems import magnitudes
+from bench.problems.placement import dtype_of, place
 from fa_ext import reference
 from fa_ext.judge.merge import half_ulp, judge_merge
-from operands import dtype_of, place
+from tests.contract import runner
 
 KERNELS = fa_ext.kernels("merge")
 DTYPES = ("float16", "bfloat16", "float32")
@@ -18,15 +18,15 @@ DTYPES = ("float16", "bfloat16", "float32")
 
 @pytest.fixture(params=KERNELS)
 def kernel(request):
-    if rows.device_of(request.param) == "cuda" and rows.no_device():
-        pytest.skip(rows.no_device())
+    if runner.device_of(request.param) == "cuda" and runner.no_device():
+        pytest.skip(runner.no_device())
     return request.param
 
 
 def library(kernel, dtype="float16"):
-    if rows.device_of(kernel) == "cpu":
+    if runner.device_of(kernel) == "cpu":
         return "numpy"
-    return "torch" if rows.has("torch") else "cupy" if dtype != "bfloat16" else pytest.skip("bfloat16 needs torch")
+    return "torch" if runner.has("torch") else "cupy" if dtype != "bfloat16" else pytest.skip("bfloat16 needs torch")
 
 
 def parts(count, shape=(2, 3, 5, 40), dtype="float16", layout="bhsd", seed=0, spread=3.0):
@@ -50,7 +50,7 @@ def run(kernel, outs, lses, *, sinks=None, dtype=None, **options):
     on_device = None if sinks is None else place(sinks, name)
     returned = fa_ext.merge(*given, sinks=on_device, out=(out, lse), kernel=kernel, **options)
     assert returned[0] is out and returned[1] is lse
-    got, got_lse = rows.to_host(out), rows.to_host(lse)
+    got, got_lse = runner.to_host(out), runner.to_host(lse)
     report = judge_merge(got, got_lse, outs, lses, sinks=sinks, layout=options.get("layout"), kernel=kernel)
     assert report, report
     return got, got_lse
@@ -201,7 +201,7 @@ def test_one_part_comes_back_bit_for_bit(kernel, dtype):
     outs[0][0, 0, 0] = -0.0
     outs[0][0, 0, 1] = np.nan
     out, lse = run(kernel, outs, lses)
-    assert rows.bits(out).tobytes() == rows.bits(outs[0]).tobytes() and lse.tobytes() == lses[0].tobytes()
+    assert runner.bits(out).tobytes() == runner.bits(outs[0]).tobytes() and lse.tobytes() == lses[0].tobytes()
 
 
 def test_zero_sizes(kernel):
@@ -234,8 +234,8 @@ def test_the_parts_of_a_call_make_the_call(kernel, dtype):
                  for a, b in itertools.pairwise(cuts)]  # fmt: skip
         outs, lses = zip(*found, strict=True)
         out, lse = fa_ext.merge(outs, list(lses), sinks=place(sinks, name), kernel=kernel)
-        np.testing.assert_allclose(rows.to_host(out).astype(float), want, atol=4e-3 if dtype == "float16" else 1e-5)
-        np.testing.assert_allclose(rows.to_host(lse), want_lse, atol=2e-3)
+        np.testing.assert_allclose(runner.to_host(out).astype(float), want, atol=4e-3 if dtype == "float16" else 1e-5)
+        np.testing.assert_allclose(runner.to_host(lse), want_lse, atol=2e-3)
 
 
 # ---- the result's memory ----
@@ -248,10 +248,10 @@ def test_the_result_may_be_the_first_part(kernel):
         given = [[place(x.copy(), name) for x in xs] for xs in (outs, lses)]
         out, lse = fa_ext.merge(*given, out=(given[0][0], given[1][0]), kernel=kernel)
         assert out is given[0][0] and lse is given[1][0]
-        assert judge_merge(rows.to_host(out), rows.to_host(lse), outs, lses)
+        assert judge_merge(runner.to_host(out), runner.to_host(lse), outs, lses)
         given = [[place(x.copy(), name) for x in xs] for xs in (outs, lses)]
         out, lse = fa_ext.merge(*given, out=given[0][0], kernel=kernel)
-        assert out is given[0][0] and judge_merge(rows.to_host(out), rows.to_host(lse), outs, lses)
+        assert out is given[0][0] and judge_merge(runner.to_host(out), runner.to_host(lse), outs, lses)
 
 
 def test_new_results():
@@ -265,7 +265,7 @@ def test_the_same_bits_each_time(kernel):
     outs, lses = parts(40, (2, 3, 113, 64), "float16")
     first = run(kernel, outs, lses)
     for _ in range(5):
-        assert all((rows.bits(a) == rows.bits(b)).all() for a, b in zip(first, run(kernel, outs, lses), strict=True))
+        assert all((runner.bits(a) == runner.bits(b)).all() for a, b in zip(first, run(kernel, outs, lses), strict=True))
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_more_than_2_to_the_31_elements(kernel):
     if library(kernel) == "numpy":
         pytest.skip("an hour on two cores")
     torch = pytest.importorskip("torch")
-    if rows.free_bytes("torch") < 12 << 30:
+    if runner.free_bytes("torch") < 12 << 30:
         pytest.skip("needs 12 GiB of device memory")
     tokens, heads, dim = (1 << 31) // (32 * 128) + 513, 32, 128
     outs = [torch.randn(1, heads, dim, dtype=torch.float16, device="cuda").expand(tokens, -1, -1) for _ in range(2)]
@@ -362,8 +362,8 @@ def test_kinds_are_not_mixed():
 
 
 def test_float64_does_not_run_on_a_device():
-    if rows.no_device():
-        pytest.skip(rows.no_device())
+    if runner.no_device():
+        pytest.skip(runner.no_device())
     outs, lses = ([fa_ext.to_device(x) for x in xs] for xs in parts(2, dtype="float64"))
     with pytest.raises(fa_ext.UnsupportedError, match="float64 runs on the CPU"):
         fa_ext.merge(outs, lses)

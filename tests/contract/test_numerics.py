@@ -8,15 +8,12 @@ import itertools
 import numpy as np
 import pytest
 
-import cases
-import emulations
 import fa_ext
-import large_logits
-import magnitudes
-import rows
-from case import Case
+from bench.problems import cases, magnitudes
+from bench.problems.case import Case
 from fa_ext import reference
 from fa_ext.judge import judge
+from tests.contract import emulations, large_logits, runner
 
 SIZE = dict(batch=1, heads=2, seq_q=40, seq_k=150, head_dim=32, head_dim_v=24, dtype="float32")
 ADVERSARIAL = {
@@ -92,7 +89,7 @@ def test_some_mistake_would_pass_if_only_one_input_were_tried(name):
 @pytest.mark.parametrize("amplitude", large_logits.AMPLITUDES)
 @pytest.mark.parametrize("head_dim", large_logits.HEAD_DIMS)
 def test_large_scores_stay_within_the_bounds(forward, head_dim, amplitude):
-    if forward in rows.LIBRARY_SUMS:
+    if forward in runner.LIBRARY_SUMS:
         pytest.skip("the order of its sums is not ours")
     try:
         counted = large_logits.count([forward], range(8), head_dim, amplitude)[forward]
@@ -118,12 +115,12 @@ def test_scores_of_every_magnitude(forward, kind, dtype):
     """q . k is finite in float32, so the result is, and right."""
     wrong, judged = [], 0
     for case in cases.magnitude(kind, dtype):
-        if rows.listed_name(forward) == "cpu_ref" and case.flops() > 1e7:
+        if runner.listed_name(forward) == "cpu_ref" and case.flops() > 1e7:
             continue
         try:
-            report = rows.verdict(forward, case)
+            report = runner.verdict(forward, case)
         except fa_ext.UnsupportedError as error:
-            assert not cases.must_accept(rows.listed_name(forward), case) or "lacks the instance" in str(error), f"{case}: {error}"
+            assert not cases.must_accept(runner.listed_name(forward), case) or "lacks the instance" in str(error), f"{case}: {error}"
             continue
         judged += 1
         wrong += [] if report else [f"{case}: {'; '.join(report.failures)}"]
@@ -137,12 +134,12 @@ def test_scores_of_every_magnitude(forward, kind, dtype):
 def test_a_sink_that_ties_with_the_scores(forward, exponent, sign):
     """It weighs as much as a key, whatever the magnitude."""
     for dtype in cases.DTYPES:
-        if not rows.has_dtype(forward, dtype) or not magnitudes.holds("constant", exponent, 64, dtype, 1 / 8):
+        if not runner.has_dtype(forward, dtype) or not magnitudes.holds("constant", exponent, 64, dtype, 1 / 8):
             continue
         inputs = Case(1, 2, 1, 5, 7, 64, dtype=dtype, logits=("constant", sign * exponent)).host_inputs()
         score = reference.attention(inputs["q"], inputs["k"][:, :, :1], inputs["v"][:, :, :1])[1][0, :, 0].astype(np.float32)
         try:
-            out, lse = rows.attention(forward, **inputs, sinks=score, return_lse=True)
+            out, lse = runner.attention(forward, **inputs, sinks=score, return_lse=True)
         except fa_ext.UnsupportedError as error:
             pytest.skip(str(error))
         truth = reference.attention(**inputs, sinks=score)
@@ -157,7 +154,7 @@ def test_no_bound_of_large_scores_is_empty(kind, dtype):
     for case in cases.magnitude(kind, dtype):
         if not case.exact or case.bias or case.seq_q == 1 and case.causal or case.flops() > 1e7:
             continue
-        inputs, truth, plain, _ = rows.known(case)
+        inputs, truth, plain, _ = runner.known(case)
         if np.abs(truth[0]).max() < 0.01:  # the sinks take all
             continue
         mean = np.repeat(inputs["v"].astype(np.float64).mean(2, keepdims=True), case.heads // case.heads_kv, 1)

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-import cases
 import fa_ext
-import rows
-from case import BIASES, DTYPES, MASKS, SINKS, STRIDES, VALUES, Case
+from bench.problems import cases
+from bench.problems.case import BIASES, DTYPES, MASKS, SINKS, STRIDES, VALUES, Case
+from tests.contract import runner
 
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
-CPU_KERNELS = [kernel for kernel in fa_ext.kernels() if rows.device_of(kernel) == "cpu"]
+CPU_KERNELS = [kernel for kernel in fa_ext.kernels() if runner.device_of(kernel) == "cpu"]
 LONGEST = {"cpu_ref": 60}
 
 
@@ -46,8 +46,8 @@ def test_any_problem_agrees_with_float64(name):
     def check(case):
         if case.dtype == "bfloat16":
             pytest.importorskip("ml_dtypes")
-        report = rows.verdict(name, case)
-        assert report, f'{report}\npython tests/cases.py "{case}" --kernel {name}'
+        report = runner.verdict(name, case)
+        assert report, f'{report}\npython -m tests.contract "{case}" --kernel {name}'
 
     check()
 

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from bench.problems.serving_cases import K_STORAGE, ServingCase, grid, lengths, random_cases
 from fa_ext import reference
 from fa_ext.reference import serving
 from fa_ext.reference.serving import Fault
-from serving_cases import K_STORAGE, ServingCase, grid, lengths, random_cases
 
 
 def naive(case, values):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fa_ext
-from producers import Interface, Producer, exchange_type, interface
+from tests.arrays.producers import Interface, Producer, exchange_type, interface
 
 
 class Raises:

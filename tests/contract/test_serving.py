@@ -9,37 +9,35 @@ import numpy as np
 import pytest
 
 import fa_ext
-import lse_views
-import magnitudes
-import rows
-import serving_cases
+from bench.problems import magnitudes, serving_cases
+from bench.problems.placement import BFLOAT16, Unplaceable, place
+from bench.problems.serving_cases import CACHES, INT_MAX, INT_MIN, K_STORAGE, Q_STORAGE, ServingCase
 from fa_ext import reference
 from fa_ext.reference import serving
-from operands import BFLOAT16, Unplaceable, place
-from rows import library_of as library
-from rows import on
-from serving_calls import adapted, attend, exact_verdict, parts_of, same_bits, verify
-from serving_cases import CACHES, INT_MAX, INT_MIN, K_STORAGE, Q_STORAGE, ServingCase
+from tests.contract import lse_views, runner
+from tests.contract.runner import library_of as library
+from tests.contract.runner import on
+from tests.contract.serving_calls import adapted, attend, exact_verdict, parts_of, same_bits, verify
 
 SLOWEST = {"cpu_ref": 3e6}  # multiplications of a case that it is held to
 PLAIN = ServingCase()
 
 
 SIMPLE = ServingCase(dtype="float16", head_dim=64, head_dim_v=64).arguments()
-KERNELS = [kernel for kernel in fa_ext.kernels() if rows.takes(kernel, **SIMPLE)]
+KERNELS = [kernel for kernel in fa_ext.kernels() if runner.takes(kernel, **SIMPLE)]
 
 
 @pytest.fixture(params=KERNELS)
 def kernel(request):
-    if rows.device_of(request.param) == "cuda" and rows.no_device():
-        pytest.skip(rows.no_device())
+    if runner.device_of(request.param) == "cuda" and runner.no_device():
+        pytest.skip(runner.no_device())
     return request.param
 
 
 def skip_slow(case, kernel):
     if case.dtype == "bfloat16" and BFLOAT16 is None:
         pytest.skip("bfloat16 needs ml_dtypes")
-    if case.dtype == "float64" and not rows.has_float64(kernel):
+    if case.dtype == "float64" and not runner.has_float64(kernel):
         pytest.skip("float64 runs on the CPU")
     work = sum(a * b for a, b in zip(case.n_q, case.n_k)) * case.heads * case.head_dim
     if work > SLOWEST.get(kernel, 1e12):
@@ -60,7 +58,7 @@ def test_against_float64(case, kernel):
 @pytest.mark.parametrize("seed", range(8))
 def test_random_sequences(seed, kernel):
     for case in serving_cases.random_cases(25, seed + 100):
-        if case.dtype == "float64" and not rows.has_float64(kernel):
+        if case.dtype == "float64" and not runner.has_float64(kernel):
             continue
         case = adapted(kernel, case)
         with contextlib.suppress(Unplaceable):
@@ -109,8 +107,8 @@ def test_float32_out_is_not_rounded(dtype, kernel):
         out = place(np.full((*arguments["q"].shape[:-1], 64), np.nan, np.float32), library(kernel))
         report = verify(kernel, arguments, out=out, return_lse=False)
         assert report, report
-        wide = rows.to_host(out)
-        narrow = rows.to_host(fa_ext.attention(**on(kernel, arguments), kernel=kernel))
+        wide = runner.to_host(out)
+        narrow = runner.to_host(fa_ext.attention(**on(kernel, arguments), kernel=kernel))
         # Another instance may add up in another order, by which a value near the middle is rounded to the other side.
         ulp = {"float16": 2**-10, "bfloat16": 2**-7}[dtype]
         np.testing.assert_allclose(wide, narrow.astype(np.float32), rtol=0, atol=ulp * np.abs(wide).max())
@@ -230,7 +228,7 @@ def test_the_table_may_be_a_slice_of_a_wider_one(kernel):
     wide[:, 4 : 4 + arguments["page_table"].shape[1]] = arguments["page_table"]
     narrow = place(wide, library(kernel))[:, 4 : 4 + arguments["page_table"].shape[1]]
     got = fa_ext.attention(**on(kernel, arguments) | {"page_table": narrow}, return_lse=True, kernel=kernel)
-    assert same_bits([rows.to_host(x) for x in got], wanted)
+    assert same_bits([runner.to_host(x) for x in got], wanted)
 
 
 def test_nan_stays_in_its_sequence(kernel):
@@ -283,7 +281,7 @@ def test_bad_contents_are_counted_and_hide_what_they_reach(name, case, change, f
     out = place(np.full((*q.shape[:-1], v.shape[-1]), 7, q.dtype), library(kernel))
     with pytest.raises(ValueError, match="such in all"):
         fa_ext.attention(**on(kernel, arguments), out=out, check=True, kernel=kernel)
-    assert (rows.to_host(out) == 7).all()
+    assert (runner.to_host(out) == 7).all()
     fa_ext.faults(device)
     report = verify(kernel, arguments, check=False)
     assert report, report
@@ -319,7 +317,7 @@ def test_any_contents_at_all(seed, kernel):
 
 
 def test_faults_are_the_references(kernel):
-    if rows.device_of(kernel) == "cuda":
+    if runner.device_of(kernel) == "cuda":
         pytest.skip("a device may count a fault more than once")
     rng = np.random.default_rng(1)
     fa_ext.faults(None)
@@ -339,7 +337,7 @@ def test_faults_are_the_references(kernel):
             len(case.n_q), rows_of(q), rows_of(k), **given | {"causal": given["causal"] or False}, page_size=rows_of(k),
             pages=len(k), one_each=case.q == "one",
         )  # fmt: skip
-        if case.dtype == "float64" and not rows.has_float64(kernel):
+        if case.dtype == "float64" and not runner.has_float64(kernel):
             continue
         fa_ext.attention(**arguments, check=False, kernel=kernel)
         wanted = {}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import fa_ext
-from serving_cases import ServingCase
+from bench.problems.serving_cases import ServingCase
 
 PAGED = ServingCase()
 PADDED = ServingCase(q="padded", k="padded")

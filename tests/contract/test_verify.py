@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import fa_ext
-from case import Case
+from bench.problems.case import Case
 from fa_ext.judge import Report, judge
 
 

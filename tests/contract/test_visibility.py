@@ -6,12 +6,12 @@ import itertools
 import numpy as np
 import pytest
 
-import cases
 import fa_ext
-import rows
-from case import DTYPES, Case
+from bench.problems import cases
+from bench.problems.case import DTYPES, Case
+from bench.problems.placement import Unplaceable, place
 from fa_ext import reference
-from operands import Unplaceable, place
+from tests.contract import runner
 
 SMALL = ((1, 1), (1, 5), (2, 2), (3, 5), (5, 3), (5, 1), (4, 4))
 TILES = ((70, 120), (120, 70), (65, 128), (128, 128))
@@ -49,7 +49,7 @@ def test_every_query_sees_the_keys_of_its_band(forward, seq_q, seq_k):
     dim = 16 if seq_q <= 5 else 128
     q, k = np.zeros((1, 1, seq_q, dim), np.float16), np.zeros((1, 1, seq_k, dim), np.float16)
     v = np.eye(seq_k, dim, dtype=np.float16)[None, None]
-    library = rows.library_for(forward, rows.SIMPLEST)
+    library = runner.library_for(forward, runner.SIMPLEST)
     q, k, v = (place(x, library) for x in (q, k, v))
     taken = 0
     for causal, window in bands(seq_q, seq_k):
@@ -60,10 +60,10 @@ def test_every_query_sees_the_keys_of_its_band(forward, seq_q, seq_k):
         taken += 1
         seen = sees(seq_q, seq_k, causal, window)
         message = f"seq_q {seq_q}, seq_k {seq_k}, causal={causal!r}, window={window}"
-        np.testing.assert_array_equal(rows.to_host(out)[0, 0, :, :seq_k] > 0, seen, message)
+        np.testing.assert_array_equal(runner.to_host(out)[0, 0, :, :seq_k] > 0, seen, message)
         with np.errstate(divide="ignore"):
-            np.testing.assert_allclose(rows.to_host(lse)[0, 0], np.log(seen.sum(axis=1)), atol=1e-3, err_msg=message)
-    assert taken or rows.listed_name(forward) == "wgmma_split_sm90"
+            np.testing.assert_allclose(runner.to_host(lse)[0, 0], np.log(seen.sum(axis=1)), atol=1e-3, err_msg=message)
+    assert taken or runner.listed_name(forward) == "wgmma_split_sm90"
 
 
 @pytest.mark.parametrize("option", ["causal", "window", "mask"])
@@ -73,7 +73,7 @@ def test_a_nan_makes_nan_of_its_tile_or_nothing(forward, dtype, option):
     tile, NaN; never a wrong number. Queries hundreds of rows away are in another tile."""
     case = Case(1, 2, 1, 700, 700, 64, dtype=dtype)
     try:
-        library = rows.library_for(forward, case)
+        library = runner.library_for(forward, case)
     except Unplaceable as error:
         pytest.skip(str(error))
     inputs = case.host_inputs()
@@ -86,7 +86,7 @@ def test_a_nan_makes_nan_of_its_tile_or_nothing(forward, dtype, option):
     truth = reference.attention(**inputs)[0]
     placed = {n: place(x, library) if isinstance(x, np.ndarray) else x for n, x in inputs.items()}
     try:
-        out = rows.to_host(fa_ext.attention(**placed, kernel=forward)).astype(np.float64)
+        out = runner.to_host(fa_ext.attention(**placed, kernel=forward)).astype(np.float64)
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
     finite = np.isfinite(truth)
@@ -96,7 +96,7 @@ def test_a_nan_makes_nan_of_its_tile_or_nothing(forward, dtype, option):
     assert (right | np.isnan(out))[finite].all(), "a NaN that a query does not see makes a wrong number of its result"
     # A mask's tiles all hold queries that see the keys; cublas multiplies whole rows of weights; serve_sm90, which is for
     # few queries, goes over what any query of a sequence sees.
-    if option != "mask" and rows.listed_name(forward) not in ("cublas", "serve_sm90"):
+    if option != "mask" and runner.listed_name(forward) not in ("cublas", "serve_sm90"):
         assert right[:, :, :80].all(), "a NaN spreads beyond its tile"
 
 
@@ -105,7 +105,7 @@ def test_any_byte_but_zero_is_a_true_mask(forward):
     case = Case(1, 2, 1, 130, 140, 64, mask="full")
     inputs = case.host_inputs()
     some = np.random.default_rng(0).choice(np.array([1, 2, 4, 128, 255], np.uint8), inputs["mask"].shape)
-    library = rows.library_for(forward, case)
+    library = runner.library_for(forward, case)
     placed = {n: place(x, library) for n, x in inputs.items()}
     odd = place((inputs["mask"] * some).view(bool), library)
     try:
@@ -113,7 +113,7 @@ def test_any_byte_but_zero_is_a_true_mask(forward):
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
     given = fa_ext.attention(**placed | {"mask": odd}, kernel=forward)
-    np.testing.assert_array_equal(rows.bits(given), rows.bits(wanted))
+    np.testing.assert_array_equal(runner.bits(given), runner.bits(wanted))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,10 +122,10 @@ def test_a_scale_far_from_one(forward, dtype, scale):
     """Large and small scales with inputs that make up for them; what a kernel must accept reaches up to 1e30."""
     case = Case(1, 2, 1, 130, 140, 64, dtype=dtype, scale=scale, values="tiny" if scale > 1 else "large")
     try:
-        report = rows.verdict(forward, case)
+        report = runner.verdict(forward, case)
     except Unplaceable as error:
         pytest.skip(str(error))
     except fa_ext.UnsupportedError as error:
-        assert not cases.must_accept(rows.listed_name(forward), case), error
+        assert not cases.must_accept(runner.listed_name(forward), case), error
         pytest.skip(str(error))
     assert report, str(report)

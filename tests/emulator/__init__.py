@@ -1,7 +1,7 @@
 """A CPU emulator of CUDA for this project's kernels: their sources as they are, compiled by g++ in place of nvcc.
 
-    PYTHONPATH=tests python -m emulator simt -o /tmp/simt.so -DHEAD_DIM=64
-    PYTHONPATH=tests python -m pytest -p emulator.plugin --emulated /tmp/simt.so tests/contract/test_contract.py -k D64
+    python -m tests.emulator simt -o /tmp/simt.so -DHEAD_DIM=64
+    python -m pytest -p tests.emulator.plugin --emulated /tmp/simt.so tests/contract/test_contract.py -k D64
 
 What is emulated: threads (a fiber each), barriers, warps' collectives, shared memory, atomics, cp.async, ldmatrix,
 mma.sync; of Hopper mbarriers, TMA, wgmma, clusters. ``include/`` stands in for CUDA's headers, ``ptx.py`` for inline PTX,
@@ -37,7 +37,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -141,7 +140,7 @@ def build(
 
     source = Path(kernel) if str(kernel).endswith(".cu") else _build.kernel_files()[str(kernel)]
     if device is None:
-        from devices import DEVICES
+        from tests.contract.devices import DEVICES
 
         device = DEVICES["h200"]
     folder = target.with_suffix(".objects")
@@ -205,19 +204,18 @@ def faults(path: Path) -> list[tuple]:
 
 
 def main() -> None:
-    """``python -m emulator KERNEL|FILE -o TARGET [--instances REGEX] [--device NAME] [--races] [-DNAME=VALUE ...]``"""
+    """``python -m tests.emulator KERNEL|FILE -o TARGET [--instances REGEX] [--device NAME] [--races] [-DNAME=VALUE ...]``"""
     import argparse
     import time
 
-    parser = argparse.ArgumentParser(prog="python -m emulator", description="Compiles a CUDA kernel for the emulator.")
+    parser = argparse.ArgumentParser(prog="python -m tests.emulator", description="Compiles a CUDA kernel for the emulator.")
     parser.add_argument("kernel", help="a kernel of kernels/ or the path of a .cu file")
     parser.add_argument("-o", dest="target", type=Path, required=True, help="shared library to write")
     parser.add_argument("--races", action="store_true", help="check shared memory for races")
     parser.add_argument("--device", default="h200", help="the described device, a name of devices.json (default h200)")
     parser.add_argument("--instances", default="", help="regular expression: which @instance of the file to compile")
     parsed, flags = parser.parse_known_args()
-    sys.path.insert(0, str(ROOT))
-    from devices import DEVICES
+    from tests.contract.devices import DEVICES
 
     if parsed.device not in DEVICES:
         parser.error(f"--device is {parsed.device!r}; accepted: {', '.join(DEVICES)}")

@@ -1,8 +1,8 @@
 """Runs the project's tests on emulated kernels.
 
-    PYTHONPATH=tests python -m pytest -p emulator.plugin --emulated /tmp/simt.so tests/contract/test_contract.py -k D64
+    python -m pytest -p tests.emulator.plugin --emulated /tmp/simt.so tests/contract/test_contract.py -k D64
 
-Each library of ``python -m emulator`` becomes a kernel of its operation, for arrays of the CPU. Of the tests that take every
+Each library of ``python -m tests.emulator`` becomes a kernel of its operation, for arrays of the CPU. Of the tests that take every
 kernel of an operation those of this one run, and no others. ``--largest N`` skips cases with more than N scores; a case that
 needs an instance which was not compiled is skipped too, and so is float64.
 """
@@ -44,7 +44,7 @@ def adopt(libraries):
     """Loads (path, kernel) pairs and makes them what fa_ext.kernels() answers for their operation; returns their
     names, and a function that undoes the latter."""
     import fa_ext
-    import rows
+    from tests.contract import runner
 
     from . import load
 
@@ -52,7 +52,7 @@ def adopt(libraries):
     for path, kernel in libraries:
         head = (ctypes.c_int * 2).in_dll(ctypes.CDLL(str(path)), f"fa_kernel_{kernel}")  # abi, op
         emulated.setdefault(OPERATIONS[head[1]], []).append(load(path, kernel))
-    listed, device_of = fa_ext.kernels, rows.device_of
+    listed, device_of = fa_ext.kernels, runner.device_of
     loaded = {name for of_one in emulated.values() for name in of_one}
 
     def kernels(operation="attention"):
@@ -62,7 +62,7 @@ def adopt(libraries):
         fa_ext.kernels = listed
 
     fa_ext.kernels = kernels
-    rows.device_of = lambda kernel: "cpu" if kernel in loaded else device_of(kernel)
+    runner.device_of = lambda kernel: "cpu" if kernel in loaded else device_of(kernel)
     return loaded, restore
 
 

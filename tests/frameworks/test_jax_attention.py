@@ -7,16 +7,19 @@ import pytest
 
 jax = pytest.importorskip("jax")
 
+from jax.experimental.sparse import BCOO  # noqa: E402
+
 import fa_ext.jax  # noqa: E402
-import gradients  # noqa: E402
-import rows  # noqa: E402
-from case import Case  # noqa: E402
+from bench.problems.case import Case  # noqa: E402
+from bench.problems.placement import Unplaceable  # noqa: E402
 from fa_ext import reference  # noqa: E402
 from fa_ext.judge import judge, spread  # noqa: E402
 from fa_ext.reference.backward import gradients as exact_gradients  # noqa: E402
-from jax.experimental.sparse import BCOO  # noqa: E402
-from jax_support import backward_kernel, cotangents, needs, on_cpu, split, wide  # noqa: E402
-from operands import Unplaceable  # noqa: E402
+from tests.contract import (
+    gradients,  # noqa: E402
+    runner,  # noqa: E402
+)
+from tests.frameworks.support.jax_support import backward_kernel, cotangents, needs, on_cpu, split, wide  # noqa: E402
 
 
 def compared(problem):
@@ -104,7 +107,7 @@ def test_only_what_is_asked_for_is_computed(wrt):
     assert report.passed, report
 
 
-@pytest.mark.parametrize("kernel", [None, *(k for k in fa_ext.kernels() if rows.device_of(k) == "cpu")])
+@pytest.mark.parametrize("kernel", [None, *(k for k in fa_ext.kernels() if runner.device_of(k) == "cpu")])
 def test_the_bits_are_those_of_numpy(kernel):
     inputs = Case(2, 4, 2, 50, 61, 64, dtype="float32", causal="bottom_right", sinks="same").host_inputs()
     arrays = {n: inputs[n] for n in ("q", "k", "v", "sinks")}
@@ -227,7 +230,7 @@ def test_options_are_no_arrays():
 @pytest.mark.skipif(not fa_ext._core.build_info()["cuda"], reason="this build has no CUDA kernel to name")
 def test_a_kernel_of_another_device_says_so():
     q = np.zeros((1, 1, 4, 64), "f4")
-    other = next(k for k in fa_ext.kernels() if rows.device_of(k) != ("cpu" if jax.default_backend() == "cpu" else "cuda"))
+    other = next(k for k in fa_ext.kernels() if runner.device_of(k) != ("cpu" if jax.default_backend() == "cpu" else "cuda"))
     with pytest.raises(Exception, match=f'fa_ext: kernel "{other}" cannot take this call'):
         jax.block_until_ready(jax.jit(lambda q: fa_ext.jax.attention(q, q, q, kernel=other))(q))
 

@@ -7,7 +7,7 @@ jax = pytest.importorskip("jax")
 
 import fa_ext.jax  # noqa: E402
 from fa_ext.reference.backward import gradients as exact_gradients  # noqa: E402
-from jax_support import alone, arrays_of, on_cpu  # noqa: E402
+from tests.frameworks.support.jax_support import alone, arrays_of, on_cpu  # noqa: E402
 
 STATE = np.array([0x9ABCDEF0, 0x12345678, 7, 0, 0, 0, 0, 0], np.uint32)
 
@@ -82,7 +82,7 @@ def test_shards_have_their_part_of_one_mask():
         """
 import jax, numpy as np, fa_ext, fa_ext.jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jax_support import arrays_of
+from tests.frameworks.support.jax_support import arrays_of
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
 state = np.array([1, 2, 3, 0, 0, 0, 0, 0], np.uint32)
 arrays = arrays_of(batch=4, heads=8, heads_kv=4)
@@ -144,7 +144,7 @@ def test_a_state_of_int32_is_the_same():
 
 
 def test_the_c_interface_drops_the_same(tmp_path):
-    import c_interface
+    from tests.library.support import c_interface
 
     if c_interface.missing_compiler():
         pytest.skip(c_interface.missing_compiler())

@@ -9,10 +9,10 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import fa_ext.jax  # noqa: E402
-import gradients  # noqa: E402
-from case import Case  # noqa: E402
+from bench.problems.case import Case  # noqa: E402
 from fa_ext.jax import _calls  # noqa: E402
-from jax_support import ROOT, cotangents, split  # noqa: E402
+from tests.contract import gradients  # noqa: E402
+from tests.frameworks.support.jax_support import ROOT, cotangents, split  # noqa: E402
 
 
 def cuda_devices():
@@ -82,7 +82,7 @@ def test_too_little_workspace_is_refused(monkeypatch):
 
 
 def test_float64_names_itself():
-    from jax_support import wide
+    from tests.frameworks.support.jax_support import wide
 
     with wide(), jax.default_device(cuda_devices()[0]):
         q = np.zeros((1, 1, 4, 8))
@@ -133,7 +133,7 @@ def test_many_calls_in_one_program(flags):
     """Layers after layers, again and again: launched one by one and recorded in a CUDA graph, with the same bits."""
     script = """
 import jax, numpy as np, fa_ext.jax
-from case import Case
+from bench.problems.case import Case
 inputs = {n: jax.numpy.asarray(x) for n, x in Case(2, 4, 4, 256, 256, 64, dtype="bfloat16").host_inputs().items()}
 def loss(a):
     x = a["q"]
@@ -152,8 +152,7 @@ for name, x in one.items():
 """
     import os
 
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    known = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(), "PYTHONPATH": path}
+    known = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=known, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import fa_ext
-import rows
-from case import Case
+from bench.problems.case import Case
 from fa_ext import _core
-from jax_support import ROOT, alone
+from tests.contract import runner
+from tests.frameworks.support.jax_support import ROOT, alone
 
 EXECUTE, METADATA = 3, 1
 PRED, U8, S32, S64, F16, F32, F64 = 1, 6, 4, 5, 10, 11, 12
@@ -170,7 +170,7 @@ def test_jax_refuses_a_version_in_these_words():
         """
         import ctypes, jax
         jax.devices()
-        from test_jax_handlers import Extension, Frame
+        from tests.frameworks.test_jax_handlers import Extension, Frame
         @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(Frame))
         def handler(frame):
             found = ctypes.cast(frame.contents.extension, ctypes.POINTER(Extension)).contents.metadata.contents
@@ -239,7 +239,7 @@ def test_the_words_and_codes_of_the_library():
     code, text = Call(arrays, [out, lse, scratch], attributes(kernel="n" * 200)).run()
     assert code == 3 and "attribute kernel is missing or too long" in text
     for kernel in fa_ext.kernels():
-        if rows.device_of(kernel) == "cuda":
+        if runner.device_of(kernel) == "cuda":
             code, text = Call(arrays, [out, lse, scratch], attributes(kernel=kernel)).run()
             assert code == 12 and text.startswith(f'fa_ext: kernel "{kernel}" cannot take this call')
     assert np.isnan(out).all()

@@ -5,14 +5,14 @@ import pytest
 
 pytest.importorskip("jax")
 
-from jax_support import alone  # noqa: E402
+from tests.frameworks.support.jax_support import alone  # noqa: E402
 
 COMMON = """
 import itertools, re, sys
 import jax, jax.numpy as jnp, numpy as np
 import fa_ext.jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jax_support import arrays_of, close, exact, loss
+from tests.frameworks.support.jax_support import arrays_of, close, exact, loss
 
 assert len(jax.devices()) == 4
 MESH = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))

@@ -9,7 +9,7 @@ jax = pytest.importorskip("jax")
 
 import fa_ext.jax  # noqa: E402
 from fa_ext import reference  # noqa: E402
-from jax_support import arrays_of, close, exact, loss, wide  # noqa: E402
+from tests.frameworks.support.jax_support import arrays_of, close, exact, loss, wide  # noqa: E402
 
 
 def sliced(arrays, axes, n):

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import fa_ext  # noqa: E402
 import fa_ext.torch as ft  # noqa: E402
-from torch_calls import CALLS, DEVICES, gradients, make, math_attention, scalar  # noqa: E402
+from tests.frameworks.support.torch_calls import CALLS, DEVICES, gradients, make, math_attention, scalar  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 FIXED = ("mask", "alibi")  # without a gradient

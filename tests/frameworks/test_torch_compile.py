@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 import fa_ext.torch as ft  # noqa: E402
-from torch_calls import CALLS, DEVICES, gradients, make, scalar  # noqa: E402
+from tests.frameworks.support.torch_calls import CALLS, DEVICES, gradients, make, scalar  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 #: Inductor compiles C++ for the CPU.

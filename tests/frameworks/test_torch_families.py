@@ -9,10 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 
-import transformers_families as families  # noqa: E402
-
 import fa_ext.torch as ft  # noqa: E402
 from fa_ext.torch import _transformers  # noqa: E402
+from tests.frameworks.support import transformers_families as families  # noqa: E402
 
 #: Outputs of two right implementations differ by some 1e-6; a query that sees one key too many changes them by 1e-2 and more.
 LIMIT = 1e-3

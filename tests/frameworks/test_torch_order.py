@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 import fa_ext.torch as ft  # noqa: E402
-from torch_calls import DEVICES  # noqa: E402
+from tests.frameworks.support.torch_calls import DEVICES  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 #: Where the axes (B, H, S, D) of an operand lie in memory, the outermost first.

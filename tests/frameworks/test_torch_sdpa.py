@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import fa_ext.torch as ft  # noqa: E402
 from fa_ext.torch import _sdpa  # noqa: E402
-from torch_calls import DEVICES  # noqa: E402
+from tests.frameworks.support.torch_calls import DEVICES  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -8,12 +8,12 @@ import functools  # noqa: E402
 import shutil  # noqa: E402
 
 import numpy as np  # noqa: E402
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import fa_ext  # noqa: E402
 import fa_ext.torch as ft  # noqa: E402
-from serving_cases import ServingCase, random_cases  # noqa: E402
-from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from bench.problems.serving_cases import ServingCase, random_cases  # noqa: E402
 
 
 def devices():

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig,
 
 import fa_ext.torch as ft  # noqa: E402
 from fa_ext.torch import _masks, _transformers  # noqa: E402
-from torch_calls import DEVICES  # noqa: E402
+from tests.frameworks.support.torch_calls import DEVICES  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

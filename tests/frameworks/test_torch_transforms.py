@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import fa_ext.torch as ft  # noqa: E402
 from fa_ext.torch import _eager  # noqa: E402
-from torch_calls import CALLS, DEVICES, gradients, make, math_attention, scalar  # noqa: E402
+from tests.frameworks.support.torch_calls import CALLS, DEVICES, gradients, make, math_attention, scalar  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 CLOSE = {"cpu": 1e-9, "cuda": 2e-4}

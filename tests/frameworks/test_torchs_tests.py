@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import torchs_tests
+from tests.frameworks.support import torchs_tests
 
 pytest.importorskip("torch")
 pytest.importorskip("expecttest", reason="needs what PyTorch's tests need: expecttest")
 
-from torch_calls import DEVICES  # noqa: E402
+from tests.frameworks.support.torch_calls import DEVICES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = os.environ.get("FA_TORCH_TESTS")
@@ -30,8 +30,8 @@ def failing(folder, *arguments):
     """The names of the tests that fail."""
     found = folder / "failures"
     found.unlink(missing_ok=True)
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(FILE).parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "torchs_tests", "-p", "no:cacheprovider", "--failures", str(found)]
+    paths = os.pathsep.join([str(ROOT), str(Path(FILE).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", torchs_tests.__name__, "-p", "no:cacheprovider", "--failures", str(found)]
     env = os.environ | {"PYTHONPATH": paths}
     done = subprocess.run(command + list(arguments), capture_output=True, text=True, cwd=folder, env=env)
     assert done.returncode in (0, 1), done.stdout[-4000:] + done.stderr[-4000:]

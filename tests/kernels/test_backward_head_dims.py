@@ -8,15 +8,14 @@ import sys
 import numpy as np
 import pytest
 
-import emulator
 import fa_ext
-import gradients
-import rows
-from case import Case
-from emulated import on_the_cpu
+from bench.problems.case import Case
+from bench.problems.placement import Unplaceable, dtype_of, place
 from fa_ext import _build
-from gradients import described
-from operands import Unplaceable, dtype_of, place
+from tests import emulator
+from tests.contract import gradients, runner
+from tests.contract.gradients import described
+from tests.emulator.emulated import on_the_cpu
 
 NAME = "wgmma_backward_sm90"
 SOURCE = _build.kernel_files()[NAME]
@@ -104,7 +103,7 @@ def test_accumulate_adds_before_it_rounds(emulated, kind):
     kernel, rng, wrt = emulated(), np.random.default_rng(1), ("q", "k", "v", "sinks")
     arrays = gradients.placed(gradients.make(case), kernel)
     grads = tuple(rng.standard_normal(arrays[n].shape).astype(dtype_of(kind)) for n in wrt)
-    grads = tuple(place(x, rows.library_for(kernel, case)) for x in grads)
+    grads = tuple(place(x, runner.library_for(kernel, case)) for x in grads)
     report = fa_ext.verify_backward(**arrays, wrt=wrt, grads=grads, accumulate=True, kernel=kernel)
     assert report, report
 
@@ -119,7 +118,7 @@ def test_what_nobody_sees_reaches_nothing_and_bits_stay(emulated, monkeypatch):
     monkeypatch.setenv("FA_EMULATOR_SEED", "7")
     after = gradients.run(emulated(), problem)
     for name in "qkv":
-        np.testing.assert_array_equal(rows.bits(before[name]), rows.bits(after[name]))
+        np.testing.assert_array_equal(runner.bits(before[name]), runner.bits(after[name]))
 
 
 @on_emulator

@@ -8,12 +8,11 @@ wrong protocol too; `python -m bench chaos` runs them in a chaos build, `python 
 import numpy as np
 import pytest
 
-import chaos
 import fa_ext
-import gradients
-import rows
-from case import Case
-from operands import Unplaceable
+from bench.problems.case import Case
+from bench.problems.placement import Unplaceable
+from tests.contract import gradients, runner
+from tests.kernels import chaos
 
 REPEATS = 32
 # Each has more tiles than a large GPU has multiprocessors, but for those of one tile a head.
@@ -45,14 +44,14 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_warps_far_apart(cuda_forward, case):
     try:
-        first = rows.run(cuda_forward, case)
+        first = runner.run(cuda_forward, case)
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
-    report = rows.judged(cuda_forward, case, *first)
+    report = runner.judged(cuda_forward, case, *first)
     assert report, report
     for _ in range(REPEATS):
-        for a, b in zip(rows.run(cuda_forward, case), first):
-            np.testing.assert_array_equal(rows.bits(a), rows.bits(b), err_msg=str(case))
+        for a, b in zip(runner.run(cuda_forward, case), first):
+            np.testing.assert_array_equal(runner.bits(a), runner.bits(b), err_msg=str(case))
 
 
 # Key tiles that some warpgroup does not see, ragged tiles, groups of heads, more tiles than multiprocessors.
@@ -68,7 +67,7 @@ GRADIENTS = [
 ]
 
 
-@pytest.fixture(params=[name for name in gradients.KERNELS if rows.device_of(name) == "cuda"])
+@pytest.fixture(params=[name for name in gradients.KERNELS if runner.device_of(name) == "cuda"])
 def kernel(request):
     return request.param
 
@@ -92,7 +91,7 @@ def test_gradients_of_warps_far_apart(kernel, case):
     assert report, report
     for _ in range(REPEATS):
         for name, found in gradients.run(kernel, problem, deterministic=True).items():
-            np.testing.assert_array_equal(rows.bits(found), rows.bits(first[name]), err_msg=f"{case}: d{name}")
+            np.testing.assert_array_equal(runner.bits(found), runner.bits(first[name]), err_msg=f"{case}: d{name}")
 
 
 @pytest.mark.gpu

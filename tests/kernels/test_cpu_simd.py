@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 import fa_ext
-import large_logits
-import rows
-from case import ALIBIS, Case
+from bench.problems.case import ALIBIS, Case
+from bench.problems.placement import dtype_of
 from fa_ext import _core
-from operands import dtype_of
+from tests.contract import large_logits, runner
 
 KERNEL = "cpu_simd"
 pytestmark = pytest.mark.skipif(KERNEL not in fa_ext.kernels(), reason="this build has no cpu_simd")
@@ -129,7 +128,7 @@ INSTANCE_CASES = [
 @pytest.mark.parametrize("isa", ISAS)
 def test_instance(isa, case, force):
     force(isa)
-    report = rows.verdict(KERNEL, case)
+    report = runner.verdict(KERNEL, case)
     assert report, str(report)
 
 
@@ -166,7 +165,7 @@ def test_a_row_is_safe_from_nan_in_keys_that_it_does_not_see(isa, dtype, poison,
     clean = fa_ext.attention(**inputs, causal=True, kernel=KERNEL)
     inputs[poison][:, :, 30] = [np.nan, np.inf] * 12
     out = fa_ext.attention(**inputs, causal=True, kernel=KERNEL)
-    np.testing.assert_array_equal(rows.bits(out[:, :, :30]), rows.bits(clean[:, :, :30]))
+    np.testing.assert_array_equal(runner.bits(out[:, :, :30]), runner.bits(clean[:, :, :30]))
     assert np.isnan(out[:, :, 30:].astype(np.float32)).any(-1).all()
 
 
@@ -177,7 +176,7 @@ def test_alibi_on_every_instance(isa, dtype, force):
     for kind in ALIBIS:
         for seq_q, seq_k, d in ((1, 799, 64), (113, 239, 59), (3, 1023, 128)):
             case = Case(2, 4, 2, seq_q, seq_k, d, dtype=dtype, alibi=kind, causal="bottom_right")
-            assert (report := rows.verdict(KERNEL, case)), str(report)
+            assert (report := runner.verdict(KERNEL, case)), str(report)
 
 
 # ---- bits ----
@@ -204,7 +203,7 @@ def test_threads_change_no_bit(isa, case, force):
         results = []
         for count in (1, 2, 3, 8):
             set_threads(count)
-            results.append([rows.bits(x) for x in rows.run(KERNEL, case)])
+            results.append([runner.bits(x) for x in runner.run(KERNEL, case)])
     finally:
         set_threads(threads)
     for result in results[1:]:
@@ -220,12 +219,12 @@ def test_a_row_has_the_same_bits_in_any_company(isa, dtype, head_dim, options, f
     force(isa)
     rng = np.random.default_rng(9)
     q, k, v = (rng.standard_normal((2, 4, 333, head_dim), dtype=np.float32).astype(dtype_of(dtype)) for _ in range(3))
-    whole = rows.bits(fa_ext.attention(q, k, v, **options, kernel=KERNEL))
+    whole = runner.bits(fa_ext.attention(q, k, v, **options, kernel=KERNEL))
     entry = fa_ext.attention(q[1:], k[1:], v[1:], **options, kernel=KERNEL)
-    np.testing.assert_array_equal(whole[1:], rows.bits(entry))
+    np.testing.assert_array_equal(whole[1:], runner.bits(entry))
     for count in (1, 5, 30, 73):
         last = fa_ext.attention(q[:, :, -count:], k, v, **options, kernel=KERNEL)
-        np.testing.assert_array_equal(whole[:, :, -count:], rows.bits(last))
+        np.testing.assert_array_equal(whole[:, :, -count:], runner.bits(last))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -248,7 +247,7 @@ def test_a_row_has_the_same_bits_alone(isa, dtype, heads_kv, options, force):
     for count in range(1, 8):
         few = fa_ext.attention(q[:, :, 7 - count :], k, v, **options, return_lse=True, kernel=KERNEL)
         for one, other in zip(whole, few):
-            np.testing.assert_array_equal(rows.bits(one[:, :, 7 - count :]), rows.bits(other))
+            np.testing.assert_array_equal(runner.bits(one[:, :, 7 - count :]), runner.bits(other))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -280,7 +279,7 @@ def test_one_query_is_safe_from_what_it_does_not_see(isa, force):
 @pytest.mark.parametrize("isa", ISAS)
 def test_few_rows(isa, case, force):
     force(isa)
-    report = rows.verdict(KERNEL, case)
+    report = runner.verdict(KERNEL, case)
     assert report, str(report)
 
 

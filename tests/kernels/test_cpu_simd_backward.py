@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import fa_ext
-import gradients
-import rows
-from case import Case
+from bench.problems.case import Case
 from fa_ext import _core
-from gradients import make, run, verdict
+from tests.contract import gradients, runner
+from tests.contract.gradients import make, run, verdict
 
 KERNEL = "cpu_simd_backward"
 pytestmark = pytest.mark.skipif(KERNEL not in fa_ext.kernels("backward"), reason="this build has no cpu_simd_backward")
@@ -78,7 +77,7 @@ def test_threads_change_no_bit(isa, case):
             omp.omp_set_num_threads(before)
     for name in found[0]:
         for other in found[1:]:
-            np.testing.assert_array_equal(rows.bits(found[0][name]), rows.bits(other[name]), name)
+            np.testing.assert_array_equal(runner.bits(found[0][name]), runner.bits(other[name]), name)
 
 
 SCRIPT = """
@@ -127,7 +126,7 @@ def test_pairs_that_are_not_seen_may_hold_anything(isa):
                 broken[at] = value
                 got = run(KERNEL, gradients.Problem(case, problem.inputs | {name: broken}, problem.wrt))
                 for n, kept in unreached(name, seen, i, j).items():
-                    np.testing.assert_array_equal(rows.bits(got[n])[kept], rows.bits(want[n])[kept], f"{extra} {name} d{n}")
+                    np.testing.assert_array_equal(runner.bits(got[n])[kept], runner.bits(want[n])[kept], f"{extra} {name} d{n}")
 
 
 def seen_pairs(problem):
@@ -159,4 +158,4 @@ def test_some_gradients_alone_have_the_same_bits(isa, wrt):
     problem = make(Case(1, 4, 2, 150, 300, 48, dtype="float32", bias="full", causal="bottom_right", softcap=3.0))
     whole, some = run(KERNEL, problem), run(KERNEL, gradients.Problem(problem.case, problem.inputs, wrt))
     for name in wrt:
-        np.testing.assert_array_equal(rows.bits(some[name]), rows.bits(whole[name]), name)
+        np.testing.assert_array_equal(runner.bits(some[name]), runner.bits(whole[name]), name)

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 import fa_ext
-import rows
-from case import Case
+from bench.problems.case import Case
+from tests.contract import runner
 
 KERNEL = "cublas"
-TESTS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
 def available():
     if KERNEL not in fa_ext.kernels():
         pytest.skip("this build has no cublas kernel")
-    reason = rows.absent(KERNEL)
+    reason = runner.absent(KERNEL)
     if reason:
         pytest.skip(reason)
 
@@ -49,7 +49,7 @@ def test_one_tile_of_scores(head_dim):
 def test_heads_that_share_keys(heads, heads_kv, seq_q, layout):
     """As rows of one product where the strides allow it, as products of their own elsewhere."""
     case = Case(3, heads, heads_kv, seq_q, 70, 64, 48, layout=layout, causal="bottom_right")
-    report = rows.verdict(KERNEL, case)
+    report = runner.verdict(KERNEL, case)
     assert report, report
 
 
@@ -60,7 +60,7 @@ def test_slopes_in_every_softmax(seq_k, dtype):
     """A warp, 128 and 512 threads a row, and a row that registers do not hold."""
     for options in ({"alibi": "batch"}, {"alibi": "steep", "bias": "finfo_min"}, {"alibi": "strided", "mask": "rows", "softcap": 5.0}):
         case = Case(2, 4, 2, 33, seq_k, 64, dtype=dtype, causal="bottom_right", window=(None, 3), **options)
-        report = rows.verdict(KERNEL, case)
+        report = runner.verdict(KERNEL, case)
         assert report, f"{report}\n{case}"
 
 
@@ -76,7 +76,7 @@ CHUNKED = (
 
 def in_a_process(megabytes, code):
     environment = {**os.environ, "FA_EXT_WORKSPACE_MB": str(megabytes)}
-    environment["PYTHONPATH"] = os.pathsep.join((str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")))
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -86,11 +86,12 @@ def test_workspace_in_chunks(megabytes):
     """Whatever fits the limit at a time, the result stands. A device too new for the limit says so."""
     names = [str(case) for case in CHUNKED]
     code = f"""
-import fa_ext, rows
-from case import Case
+import fa_ext
+from tests.contract import runner
+from bench.problems.case import Case
 for name in {names!r}:
     try:
-        report = rows.verdict({KERNEL!r}, Case.parse(name))
+        report = runner.verdict({KERNEL!r}, Case.parse(name))
     except fa_ext.UnsupportedError as error:
         assert "FA_EXT_WORKSPACE_MB" in str(error), error
         print("refused", error)
@@ -105,7 +106,7 @@ for name in {names!r}:
 
 @pytest.mark.gpu
 def test_too_little_workspace_is_said():
-    done = in_a_process(1, f"import rows; print(rows.verdict({KERNEL!r}, rows.SIMPLEST))")
+    done = in_a_process(1, f"from tests.contract import runner; print(runner.verdict({KERNEL!r}, runner.SIMPLEST))")
     assert "FA_EXT_WORKSPACE_MB" in done.stderr, done.stdout + done.stderr
 
 
@@ -130,5 +131,5 @@ for _ in range(2):
     fa_ext._core.device_info(0)
 print(len(asked))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=TESTS.parent)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "interrupted\n2\n", done.stderr

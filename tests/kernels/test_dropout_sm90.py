@@ -8,13 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-import emulator
 import fa_ext
-import gradients
-import rows
-from case import Case
-from emulated import on_the_cpu, replaced
+from bench.problems.case import Case
 from fa_ext import _build
+from tests import emulator
+from tests.contract import gradients, runner
+from tests.emulator.emulated import on_the_cpu, replaced
 
 FORWARD, BACKWARD = "wgmma_dropout_sm90", "wgmma_dropout_backward_sm90"
 pytestmark = pytest.mark.skipif(
@@ -63,7 +62,7 @@ def test_forward(emulated, monkeypatch, case, seed, blocks):
     schedule(monkeypatch, seed, blocks)
     if seed:
         monkeypatch.setenv("FA_EMULATOR_STATE", "1")
-    assert (report := rows.verdict(emulated(FORWARD), Case.parse(case))), report
+    assert (report := runner.verdict(emulated(FORWARD), Case.parse(case))), report
 
 
 @pytest.mark.parametrize("seed, blocks, together", [(0, 132, 1), (5, 1, 1), (1, 3, 3)])
@@ -80,7 +79,7 @@ def test_shards(emulated, origin):
     """An origin at multiples of 16 and one elsewhere, where each pair has a call of the generator."""
     case, drawn = Case.parse("B1,H4/2,S70x133,D64,bfloat16,causal=bottom_right,sinks=same"), (0.3, 5, 7, origin, 9)
     inputs = case.host_inputs()
-    report = fa_ext.verify(**rows.on(emulated(FORWARD), inputs), dropout=drawn, kernel=emulated(FORWARD))
+    report = fa_ext.verify(**runner.on(emulated(FORWARD), inputs), dropout=drawn, kernel=emulated(FORWARD))
     assert report, report
     problem = gradients.make(case)
     out, lse = fa_ext.reference.attention(**inputs, dropout=drawn)
@@ -93,7 +92,7 @@ def test_no_race(emulated, monkeypatch, kernel):
     schedule(monkeypatch, 1, 1)
     name, case = emulated(kernel, "races", races=True), Case.parse("B1,H2/1,S300x190,D64,bfloat16,causal=bottom_right,dropout=0.2:1")
     if kernel == FORWARD:
-        assert rows.verdict(name, case)
+        assert runner.verdict(name, case)
     else:
         assert gradients.verdict(name, gradients.make(case), deterministic=True)
 
@@ -105,7 +104,7 @@ def test_one_order(emulated, monkeypatch):
         found.append(gradients.run(emulated(BACKWARD), problem, deterministic=True))
     for other in found[1:]:
         for name, values in found[0].items():
-            np.testing.assert_array_equal(rows.bits(values), rows.bits(other[name]), err_msg=name)
+            np.testing.assert_array_equal(runner.bits(values), runner.bits(other[name]), err_msg=name)
 
 
 @pytest.mark.parametrize("old, new", [
@@ -117,7 +116,7 @@ def test_one_order(emulated, monkeypatch):
 ])  # fmt: skip
 def test_mutants_of_the_forward(emulated, old, new):
     kernel = emulated(FORWARD, old, edit=replaced(old, new))
-    assert not all(rows.verdict(kernel, Case.parse(case)) for case in CASES)
+    assert not all(runner.verdict(kernel, Case.parse(case)) for case in CASES)
 
 
 @pytest.mark.parametrize("old, new", [

@@ -11,17 +11,15 @@ import sys
 import numpy as np
 import pytest
 
-import emulator
 import fa_ext
-import lse_views
-import magnitudes
-import rows
-import serving_cases
-from case import Case
-from emulated import on_the_cpu, replaced, seeds_that_fail
+from bench.problems import magnitudes, serving_cases
+from bench.problems.case import Case
+from bench.problems.serving_cases import INT_MAX, INT_MIN, ServingCase, append_call
 from fa_ext import _core, dropout_keep
-from serving_calls import attend, exact_verdict, parts_of, same_bits
-from serving_cases import INT_MAX, INT_MIN, ServingCase, append_call
+from tests import emulator
+from tests.contract import lse_views, runner
+from tests.contract.serving_calls import attend, exact_verdict, parts_of, same_bits
+from tests.emulator.emulated import on_the_cpu, replaced, seeds_that_fail
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
@@ -198,7 +196,7 @@ def test_mutants_that_fold_wrongly(emulated, monkeypatch, sms, old, new):
 def test_dense_calls_with_what_dense_instances_lack(emulated, kernel, seed):
     row, _ = emulated(kernel)
     case = Case(1, 4, 2, 37, 75, 40, 64, dtype="float16", causal="bottom_right", sinks="same", alibi="batch")
-    assert rows.verdict(row, case)
+    assert runner.verdict(row, case)
     assert fa_ext.verify(**case.host_inputs(), dropout=(0.3, 7, 1), kernel=row)
     dressed = Case(1, 4, 2, 37, 75, 40, 64, dtype="float16", bias="holes", mask="rows", alibi="heads", softcap=3.0)
     assert fa_ext.verify(**dressed.host_inputs(), kernel=row)
@@ -220,7 +218,7 @@ def test_the_words_of_dropout_in_memory(emulated, kernel, seed, monkeypatch, rac
             monkeypatch.delenv("FA_EMULATOR_STATE", raising=False)
             if heads is not None:
                 monkeypatch.setenv("FA_EMULATOR_STATE", heads)
-            bits.append(rows.bits(fa_ext.attention(**x, dropout=drawn, kernel=row)))
+            bits.append(runner.bits(fa_ext.attention(**x, dropout=drawn, kernel=row)))
         assert np.array_equal(bits[0], bits[1]) and np.array_equal(bits[0], bits[2])
 
 

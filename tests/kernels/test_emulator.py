@@ -15,17 +15,15 @@ import sys
 import numpy as np
 import pytest
 
-import emulator
 import fa_ext
-import gradients
-import lse_views
-import magnitudes
-import rows
-from case import Case
-from emulated import on_the_cpu, replaced, seeds_that_fail
+from bench.problems import magnitudes
+from bench.problems.case import Case
+from bench.problems.placement import Unplaceable
 from fa_ext import _build
 from fa_ext.judge.merge import judge_merge
-from operands import Unplaceable
+from tests import emulator
+from tests.contract import gradients, lse_views, runner
+from tests.emulator.emulated import on_the_cpu, replaced, seeds_that_fail
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or sys.platform != "linux" or platform.machine() != "x86_64",
@@ -145,7 +143,7 @@ CASES = [
 def test_forward(emulated, seed, kernel, name):
     kernel = emulated(kernel, **FORWARD[kernel])
     try:
-        report = rows.verdict(kernel, Case.parse(name))
+        report = runner.verdict(kernel, Case.parse(name))
     except fa_ext.UnsupportedError as error:
         pytest.skip(str(error))
     assert report, report
@@ -178,7 +176,7 @@ def cublas(emulated, folder):
     ],
 )
 def test_cublas(cublas, seed, name):
-    assert (report := rows.verdict(cublas, Case.parse(name))), report
+    assert (report := runner.verdict(cublas, Case.parse(name))), report
 
 
 def test_an_lse_of_cublas_has_any_strides(cublas):
@@ -190,7 +188,7 @@ def test_an_lse_of_cublas_has_any_strides(cublas):
 def test_a_persistent_kernel_walks_over_several_tiles(emulated, seed, monkeypatch):
     monkeypatch.setenv("FA_EMULATOR_SMS", "2")
     kernel = emulated("wgmma_sm90", **FORWARD["wgmma_sm90"])
-    assert rows.verdict(kernel, Case.parse("B1,H3,S201x260,D64,float16,causal=top_left"))
+    assert runner.verdict(kernel, Case.parse("B1,H3,S201x260,D64,float16,causal=top_left"))
 
 
 @pytest.mark.slow
@@ -205,7 +203,7 @@ def test_a_persistent_kernel_walks_over_several_tiles(emulated, seed, monkeypatc
 )
 def test_forward_of_what_takes_long_to_compile(emulated, seed, kernel, options, name):
     kernel = emulated(kernel, "slow", **options)
-    assert rows.verdict(kernel, Case.parse(name))
+    assert runner.verdict(kernel, Case.parse(name))
     for kind in lse_views.KINDS:
         lse_views.assert_written(kernel, Case.parse(name).host_inputs(), kind)
 
@@ -238,7 +236,7 @@ def test_scores_of_every_magnitude(emulated, request, kernel, kind):
             if not magnitudes.holds(kind, exponent, 64, dtype, 1 / 8):
                 continue
             try:
-                report = rows.verdict(row, case)
+                report = runner.verdict(row, case)
             except fa_ext.UnsupportedError:
                 continue
             judged += 1
@@ -315,7 +313,7 @@ def test_backward_with_the_words_of_dropout_in_memory(emulated, monkeypatch, ker
                 monkeypatch.setenv("FA_EMULATOR_STATE", heads)
             found.append(gradients.run(kernel, problem))
         for gradient in problem.wrt:
-            bits = [rows.bits(one[gradient]) for one in found]
+            bits = [runner.bits(one[gradient]) for one in found]
             assert np.array_equal(bits[0], bits[1]) and np.array_equal(bits[0], bits[2]), gradient
             assert problem.inputs[gradient].size == 0 or np.asarray(found[0][gradient], np.float32).any()
 
@@ -357,7 +355,7 @@ def test_merge_of_lses_of_every_magnitude(emulated, exponent):
     ],
 )
 def test_what_is_right_has_no_race(emulated, seed, kernel, options, name):
-    assert rows.verdict(emulated(kernel, "races", races=True, **options), Case.parse(name))
+    assert runner.verdict(emulated(kernel, "races", races=True, **options), Case.parse(name))
 
 
 @pytest.mark.parametrize(("kernel", "name"), [
@@ -378,7 +376,7 @@ def test_a_race_is_named_with_both_places(emulated, monkeypatch):
     monkeypatch.setenv("FA_EMULATOR_SEED", "0")
     kernel = emulated("simt", "race", races=True, edit=replaced("lane.sync_group();", ";", 3), **FORWARD["simt"])
     with pytest.raises(fa_ext.CudaError, match=r"race: byte \d+ of (.|\n)*simt/\w+\.cuh:\d+(.|\n)*simt/\w+\.cuh:\d+"):
-        rows.verdict(kernel, Case.parse("B1,H1,S64x200,D64,float16"))
+        runner.verdict(kernel, Case.parse("B1,H1,S64x200,D64,float16"))
 
 
 # ---- kernels that are wrong: each mutant fails under some seed, in the way it should ----
@@ -386,7 +384,7 @@ def test_a_race_is_named_with_both_places(emulated, monkeypatch):
 
 def fails_of(emulated, monkeypatch, kernel, tag, edit, name, **options):
     kernel = emulated(kernel, tag, edit=edit, **options)
-    return seeds_that_fail(monkeypatch, lambda: rows.verdict(kernel, Case.parse(name)))
+    return seeds_that_fail(monkeypatch, lambda: runner.verdict(kernel, Case.parse(name)))
 
 
 def test_mutant_last_key_is_not_seen(emulated, monkeypatch):

@@ -6,19 +6,17 @@ import platform
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import emulator
 import fa_ext
-import gradients
-import rows
-from case import Case
-from emulated import on_the_cpu, replaced
+from bench.problems.case import Case
+from bench.problems.placement import Unplaceable, dtype_of, place
 from fa_ext import _build
-from operands import Unplaceable, dtype_of, place
+from tests import emulator
+from tests.contract import gradients, runner
+from tests.emulator.emulated import on_the_cpu, replaced
 
 NAME = "wgmma_fused_backward_sm90"
 SOURCE = _build.kernel_files()[NAME]
@@ -101,7 +99,7 @@ def in_order(kernel, problem, monkeypatch, run):
 
 
 def differ(a, b):
-    return [name for name in a if (rows.bits(a[name]) != rows.bits(b[name])).any()]
+    return [name for name in a if (runner.bits(a[name]) != runner.bits(b[name])).any()]
 
 
 @on_emulator
@@ -178,7 +176,7 @@ def test_accumulate_adds_before_it_rounds(emulated, kind, head_dim):
     kernel, rng, wrt = emulated(), np.random.default_rng(1), ("q", "k", "v", "sinks")
     arrays = gradients.placed(gradients.make(case), kernel)
     grads = tuple(rng.standard_normal(arrays[n].shape).astype(dtype_of(kind)) for n in wrt)
-    grads = tuple(place(x, rows.library_for(kernel, case)) for x in grads)
+    grads = tuple(place(x, runner.library_for(kernel, case)) for x in grads)
     report = fa_ext.verify_backward(**arrays, wrt=wrt, grads=grads, accumulate=True, kernel=kernel, deterministic=False)
     assert report, report
 
@@ -192,7 +190,7 @@ def test_what_nobody_sees_reaches_nothing(emulated):
         problem.inputs[name][:, :, 150:] = np.nan
     after = gradients.run(emulated(), problem)
     for name in "qkv":
-        np.testing.assert_array_equal(rows.bits(before[name]), rows.bits(after[name]))
+        np.testing.assert_array_equal(runner.bits(before[name]), runner.bits(after[name]))
     shifted = gradients.make(Case.parse("B1,H2/1,S150x200,D64,bfloat16,scale=40.0"))  # rows with LSE of hundreds, both signs
     shifted.inputs["q"][:, :, :, :8] += 4.0
     shifted.inputs["k"][:, :, :, :8] -= 4.0
@@ -204,13 +202,15 @@ def test_what_nobody_sees_reaches_nothing(emulated):
 
 LIMITED = """
 import sys
-import emulator, fa_ext, gradients, rows
-from case import Case
-from operands import Unplaceable
 from pathlib import Path
+import fa_ext
+from bench.problems.case import Case
+from bench.problems.placement import Unplaceable
+from tests import emulator
+from tests.contract import gradients, runner
 
 kernel = emulator.load(Path(sys.argv[1]), sys.argv[2])
-rows.device_of = lambda kernel: "cpu"
+runner.device_of = lambda kernel: "cpu"
 order = {"deterministic": sys.argv[3] == "True"}
 report = gradients.verdict(kernel, gradients.make(Case.parse("B2,H4/2,S1000x130,D64,bfloat16,causal=top_left,sinks=same")), **order)
 assert report, report
@@ -226,8 +226,7 @@ except Unplaceable as error:
 def test_workspace_is_kept_to_its_limit(emulated, deterministic):
     """Heads go in groups: one of these needs 264 KiB."""
     target = emulated.targets[emulated()]
-    folders = os.pathsep.join(map(str, (_build.ROOT, Path(__file__).parent.parent)))
-    environment = os.environ | {"PYTHONPATH": folders, "FA_EXT_WORKSPACE_MB": "1"}
+    environment = os.environ | {"PYTHONPATH": str(_build.ROOT), "FA_EXT_WORKSPACE_MB": "1"}
     argv = [sys.executable, "-c", LIMITED, str(target), NAME, str(deterministic)]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True)
     assert not done.returncode and "FA_EXT_WORKSPACE_MB" in done.stdout, done.stdout + done.stderr

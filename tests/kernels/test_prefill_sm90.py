@@ -8,14 +8,15 @@ import re
 import numpy as np
 import pytest
 
-import emulator
 import fa_ext
-import lse_views
-import rows
-from case import Case
-from devices import DEVICES
+from bench.problems.case import Case
+from bench.problems.serving_cases import INT_MAX, INT_MIN, ServingCase
 from fa_ext import _core
-from hopper_sequences import (
+from tests import emulator
+from tests.contract import lse_views, runner
+from tests.contract.devices import DEVICES
+from tests.contract.serving_calls import assert_counts_as_the_reference
+from tests.kernels.hopper_sequences import (
     ON_A_GPU,
     assert_graph_takes_other_lengths,
     assert_same_bits,
@@ -27,8 +28,6 @@ from hopper_sequences import (
     parts_of,
     random_cases,
 )
-from serving_calls import assert_counts_as_the_reference
-from serving_cases import INT_MAX, INT_MIN, ServingCase
 
 KERNEL = "prefill_sm90"
 emulated = emulated_builds(KERNEL, "^d64_(masked|capped)_bf16$")
@@ -85,7 +84,7 @@ def test_sequences(prefill, monkeypatch, case, blocks, seed):
 @pytest.mark.parametrize("case", ["B2,H4/2,S200x333,D64,bfloat16,causal=bottom_right", "B1,H2,S70,D40,bfloat16,sinks=same"])
 def test_dense_calls(prefill, monkeypatch, case):
     monkeypatch.setenv("FA_EMULATOR_SMS", "2")
-    report = rows.verdict(prefill, Case.parse(case))
+    report = runner.verdict(prefill, Case.parse(case))
     assert report, report
 
 

@@ -7,10 +7,12 @@ import random
 import numpy as np
 import pytest
 
-import emulator
 import fa_ext
-from emulated import replaced, seeds_that_fail
-from hopper_sequences import (
+from bench.problems.serving_cases import INT_MAX, ServingCase
+from tests import emulator
+from tests.contract.serving_calls import assert_counts_as_the_reference
+from tests.emulator.emulated import replaced, seeds_that_fail
+from tests.kernels.hopper_sequences import (
     assert_graph_takes_other_lengths,
     emulated_builds,
     emulates,
@@ -19,8 +21,6 @@ from hopper_sequences import (
     on_gpu,
     parts_of,
 )
-from serving_calls import assert_counts_as_the_reference
-from serving_cases import INT_MAX, ServingCase
 
 KERNEL = "serve_sm90"
 emulated = emulated_builds(KERNEL, "^d64_r(8|16)_bf16$")

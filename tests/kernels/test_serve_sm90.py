@@ -8,14 +8,15 @@ import re
 import numpy as np
 import pytest
 
-import emulator
 import fa_ext
-import lse_views
-import rows
-from case import Case
-from devices import DEVICES
+from bench.problems.case import Case
+from bench.problems.serving_cases import INT_MAX, INT_MIN, K_STORAGE, Q_STORAGE, ServingCase
 from fa_ext import _core
-from hopper_sequences import (
+from tests import emulator
+from tests.contract import lse_views, runner
+from tests.contract.devices import DEVICES
+from tests.contract.serving_calls import assert_counts_as_the_reference
+from tests.kernels.hopper_sequences import (
     ON_A_GPU,
     assert_graph_takes_other_lengths,
     assert_same_bits,
@@ -27,8 +28,6 @@ from hopper_sequences import (
     parts_of,
     random_cases,
 )
-from serving_calls import assert_counts_as_the_reference
-from serving_cases import INT_MAX, INT_MIN, K_STORAGE, Q_STORAGE, ServingCase
 
 KERNEL = "serve_sm90"
 emulated = emulated_builds(KERNEL, "^d64_r(8|16)_bf16$")
@@ -77,7 +76,7 @@ def test_an_lse_has_any_strides(serve, monkeypatch, case, kind, blocks):
 )
 def test_dense_calls(serve, monkeypatch, case, blocks):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
-    report = rows.verdict(serve, Case.parse(case))
+    report = runner.verdict(serve, Case.parse(case))
     assert report, report
 
 

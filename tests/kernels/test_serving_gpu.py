@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import fa_ext
-import rows
+from bench.problems.serving_cases import INT_MAX, ServingCase, append_call
 from fa_ext import _core
-from serving_cases import INT_MAX, ServingCase, append_call
+from tests.contract import runner
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not rows.has("torch") or not _core.build_info()["cuda"], reason="needs torch and a build with CUDA"),
+    pytest.mark.skipif(not runner.has("torch") or not _core.build_info()["cuda"], reason="needs torch and a build with CUDA"),
 ]
 CASE = ServingCase((1, 3, 2, 7), (5, 33, 40, 17), dtype="float16", head_dim=64, causal="bottom_right", slack=6)
 

@@ -3,8 +3,8 @@
 import pytest
 
 import fa_ext
-import rows
-from case import Case
+from bench.problems.case import Case
+from tests.contract import runner
 
 KERNEL = "wgmma_sm90"
 HEAD_DIMS = (64, 96, 128, 192, 256)  # one configuration each; 40 and 136 run padded
@@ -14,13 +14,13 @@ HEAD_DIMS = (64, 96, 128, 192, 256)  # one configuration each; 40 and 136 run pa
 def available():
     if KERNEL not in fa_ext.kernels():
         pytest.skip("this build has no wgmma_sm90 kernel")
-    reason = rows.absent(KERNEL)
+    reason = runner.absent(KERNEL)
     if reason:
         pytest.skip(reason)
 
 
 def accept(case):
-    report = rows.verdict(KERNEL, case)
+    report = runner.verdict(KERNEL, case)
     assert report, report
 
 
@@ -70,4 +70,4 @@ def test_softcap_of_small_and_large_scores(head_dim, softcap, scale):
 )  # fmt: skip
 def test_refusals_are_words(change, word):
     with pytest.raises(fa_ext.UnsupportedError, match=word):
-        rows.verdict(KERNEL, Case(**{**dict(batch=1, heads=2, seq_q=64, head_dim=64), **change}))
+        runner.verdict(KERNEL, Case(**{**dict(batch=1, heads=2, seq_q=64, head_dim=64), **change}))

@@ -6,8 +6,8 @@ With ``batch_invariant`` the shape follows from seq_k alone, so that 1024 keys a
 import pytest
 
 import fa_ext
-import rows
-from case import Case
+from bench.problems.case import Case
+from tests.contract import runner
 
 KERNEL = "wmma"
 
@@ -32,7 +32,7 @@ WIDE = (
 def available():
     if KERNEL not in fa_ext.kernels():
         pytest.skip("this build has no wmma kernel")
-    reason = rows.absent(KERNEL)
+    reason = runner.absent(KERNEL)
     if reason:
         pytest.skip(reason)
 
@@ -40,5 +40,5 @@ def available():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_wide_shape(case):
-    report = rows.verdict(KERNEL, case, batch_invariant=True)
+    report = runner.verdict(KERNEL, case, batch_invariant=True)
     assert report, report

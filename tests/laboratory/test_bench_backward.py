@@ -7,21 +7,21 @@ import types
 import numpy as np
 import pytest
 
-import stand_ins
 from bench import problems, report
 from bench.__main__ import main
 from bench.commands import measure, tables
 from bench.contenders import contender, flash3, named, peers
 from bench.machine import device
 from bench.problems import gradients
+from bench.problems.case import Case
 from bench.problems.operands import WrongResult
 from bench.problems.operations import operands_of
+from bench.problems.placement import dtype_of
+from bench.problems.presets import PRESETS
 from bench.recording import record
-from case import Case
 from fa_ext.reference.backward import attention_backward
-from laboratory import command
-from operands import dtype_of
-from presets import PRESETS
+from tests.laboratory.support import stand_ins
+from tests.laboratory.support.command import command
 
 CPU = device.Cpu()
 LINE = "B2,H4/2,S40x24,D16,bfloat16,causal=bottom_right,sinks=float32,layout=bshd,operation=backward,deterministic=False,dlse=True"

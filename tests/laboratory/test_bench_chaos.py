@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-import chaos as tests_chaos
 from bench import machine
 from bench.__main__ import main
 from bench.commands import chaos
 from fa_ext import _core
+from tests.kernels import chaos as tests_chaos
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from bench.contenders import peers
 from bench.machine import device
 from bench.problems import memory, operands
 from bench.tuning import ncu
-from laboratory import CHEATS, SMALL, command
+from tests.laboratory.support.command import CHEATS, SMALL, command
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
 

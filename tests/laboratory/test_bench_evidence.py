@@ -433,10 +433,10 @@ def test_the_pick_is_close_to_the_best_recorded_kernel():
 
 
 def test_a_sweep_adds_up_its_processes_and_counts_a_dead_one_as_failed():
-    whole = 'a mismatch\n  python tests/cases.py "X" --kernel simt --on cupy\nsimt: 7 judged, 1 failed, 2 not taken\n  2 why\n'
+    whole = 'a mismatch\n  python -m tests.contract "X" --kernel simt --on cupy\nsimt: 7 judged, 1 failed, 2 not taken\n  2 why\n'
     found = suites.sweep_result([whole, "simt: 5 judged, 0 failed, 0 not taken\n", "Segmentation"])
     assert (found["judged"], found["failed"], found["not_taken"]) == (12, 2, 2)
-    assert found["failures"] == ['python tests/cases.py "X" --kernel simt --on cupy', "ended early: Segmentation"]
+    assert found["failures"] == ['python -m tests.contract "X" --kernel simt --on cupy', "ended early: Segmentation"]
 
 
 def test_the_record_keeps_why_a_process_died():

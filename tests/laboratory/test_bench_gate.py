@@ -20,7 +20,7 @@ from bench.trial import duel, isolation, processes, shared
 from bench.trial.dice import Dice
 from bench.trial.pool import FENCE, Pool
 from fa_ext import reference
-from laboratory import CHEATS
+from tests.laboratory.support.command import CHEATS
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
 
@@ -107,7 +107,7 @@ def test_what_a_contender_frees_stays_with_its_process():
     """Whatever sizes it has freed before: else two processes pay differently for the same work."""
     calls, arrays, nbytes = 50, 3, 3 << 20  # glibc gives back from twice the largest array freed on
     with isolation.Worker() as worker:
-        faults = worker.call("tests.faults:of_arrays", {"calls": calls, "arrays": arrays, "nbytes": nbytes}, 60.0)
+        faults = worker.call("tests.laboratory.support.page_faults:of_arrays", {"calls": calls, "arrays": arrays, "nbytes": nbytes}, 60.0)
     assert faults.ok and faults.value < calls * arrays * nbytes // 4096 // 10, faults
 
 

@@ -15,9 +15,9 @@ from bench.trial.dice import Dice
 from bench.trial.gradient_pool import GradientPool
 from bench.trial.pool import FENCE, nbytes_of
 from fa_ext.reference.backward import attention_backward
-from laboratory import command
+from tests.laboratory.support.command import command
 
-CHEATS = Path(__file__).parents[1] / "cheats_backward.py"
+CHEATS = Path(__file__).parent / "support" / "cheats_backward.py"
 CASE = "B1,H4/2,S96,D32,float32,causal=True,operation=backward"
 
 

@@ -24,7 +24,7 @@ from bench.trial.dice import Dice
 from bench.trial.extras import Extra
 from bench.trial.pool import HARD_KINDS, Pool
 from bench.trial.stillness import Stillness
-from laboratory import CHEATS, CHEATS_TIMED
+from tests.laboratory.support.command import CHEATS, CHEATS_TIMED
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
 

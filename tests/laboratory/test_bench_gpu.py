@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.gpu
-CHEATS = Path(__file__).parents[1] / "cheats_gpu.py"
+CHEATS = Path(__file__).parent / "support" / "cheats_gpu.py"
 CASE = "B1,H4,S256,D64,float16"
 
 
@@ -50,7 +50,7 @@ def test_caught(name, words):
     assert re.search(words, " ".join(found["failures"])), found["failures"]
 
 
-HONEST = Path(__file__).parents[1] / "honest.py"
+HONEST = Path(__file__).parent / "support" / "honest.py"
 LARGE = "B2,H16,S2048,D64,float16"  # so that JAX's dispatch is little beside it
 
 

@@ -10,7 +10,7 @@ from bench.commands import gate
 
 pytestmark = pytest.mark.usefixtures("one_thread", "any_load")
 
-HONEST = Path(__file__).parents[1] / "honest.py"
+HONEST = Path(__file__).parent / "support" / "honest.py"
 LIBRARIES = [pytest.param(n, marks=pytest.mark.skipif(importlib.util.find_spec(n) is None, reason=f"{n} is not installed"))
              for n in ("numpy", "torch", "jax")]  # fmt: skip
 CASE = "B1,H2,S96x112,D32,float32"

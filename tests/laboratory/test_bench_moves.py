@@ -8,8 +8,8 @@ from bench.commands import tables
 from bench.contenders import contender, named
 from bench.machine import device
 from bench.problems.operations import operands_of
-from laboratory import command
-from presets import PRESETS
+from bench.problems.presets import PRESETS
+from tests.laboratory.support.command import command
 
 CPU = device.Cpu()
 MERGE = ["B2,H4,S30,D16,bfloat16,layout=bshd,operation=merge", "B1,H2,S33,D40/8,float32,operation=merge,parts=5"]

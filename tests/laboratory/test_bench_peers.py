@@ -8,13 +8,13 @@ import types
 import numpy as np
 import pytest
 
-import stand_ins
 from bench import problems
 from bench.contenders import peers
 from bench.machine import device
 from bench.problems import operands
 from fa_ext import reference
-from stand_ins import attend, stand_in, window_of
+from tests.laboratory.support import stand_ins
+from tests.laboratory.support.stand_ins import attend, stand_in, window_of
 
 CPU = device.Cpu()
 

@@ -7,7 +7,7 @@ import pytest
 from bench import report
 from bench.__main__ import main
 from bench.commands import plot
-from laboratory import command
+from tests.laboratory.support.command import command
 
 
 @pytest.mark.parametrize("kind", plot.KINDS)

@@ -7,7 +7,7 @@ import pytest
 from bench import problems
 from bench.__main__ import main
 from bench.commands import references, score
-from laboratory import CHEATS, SMALL, command
+from tests.laboratory.support.command import CHEATS, SMALL, command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,21 +7,21 @@ import types
 import numpy as np
 import pytest
 
-import stand_ins
 from bench import problems, report
 from bench.commands import tables
 from bench.contenders import flash3, named, peers
 from bench.machine import device
 from bench.problems import operands as operands_module
 from bench.problems import sequences
+from bench.problems.case import Case
 from bench.problems.operands import WrongResult
 from bench.problems.operations import operands_of
-from case import Case
+from bench.problems.placement import dtype_of
+from bench.problems.presets import CELLS, PRESETS
+from bench.problems.serving_cases import ServingCase
 from fa_ext import reference
-from laboratory import command
-from operands import dtype_of
-from presets import CELLS, PRESETS
-from serving_cases import ServingCase
+from tests.laboratory.support import stand_ins
+from tests.laboratory.support.command import command
 
 CPU = device.Cpu()
 ONE, PACKED, PADDED = {"q": "one", "slack": 0}, {"q": "packed", "slack": 0}, {"q": "padded", "slack": 0}
@@ -262,9 +262,9 @@ class Wrapper:
 
     def run(self, q, k, v=None):
         k, v = k if v is None else (k, v)
-        from bench.problems.memory import to_host
-
         import torch
+
+        from bench.problems.memory import to_host
 
         out = reference.attention(*(to_host(x) for x in (q, k, v)), layout=self.layout, **self.asked)[0]
         return torch.from_numpy(out).to(q.dtype)

@@ -2,13 +2,13 @@
 
 import pytest
 
-import rows
 from bench.examples import serving
+from tests.contract import runner
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_the_example_runs(library, capsys):
-    if not rows.has(library):
+    if not runner.has(library):
         pytest.skip(f"{library} is not installed")
     words = ["--requests", "5", "--new", "6", "--batch", "2", "--pages", "14", "--page-size", "8", "--chunk", "7", "--on", library]
     found = serving.main(words)

@@ -12,7 +12,7 @@ from bench.commands import soak
 from bench.load import lanes
 from bench.load.watchdog import Watchdog
 from bench.trial import isolation
-from laboratory import command
+from tests.laboratory.support.command import command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,7 +23,7 @@ RUN = {"cases": [SMALL, LSE], "seconds": 1.0, "threads": 2, "streams": 2, "loads
 
 def soaked(kernel, backend="Numpy", patience=30.0, step=60.0, **options):
     options = RUN | {"watchdog": Watchdog(patience, step)} | options
-    return soak.soak(kernel, backend=f"soak_fakes:{backend}", **options)
+    return soak.soak(kernel, backend=f"tests.laboratory.support.soak_fakes:{backend}", **options)
 
 
 # ---- bad usage ----
@@ -347,7 +347,7 @@ def test_bursts_are_short_enough_for_the_watchdog():
 
 
 def test_a_crew_ends_what_it_has_queued():
-    from soak_fakes import Numpy
+    from tests.laboratory.support.soak_fakes import Numpy
 
     backend, over = Numpy(), threading.Event()
     made = [lanes.Lane(f"lane {i}", [lanes.Work("work", lambda: None, 5)], backend) for i in range(3)]

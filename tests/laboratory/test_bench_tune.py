@@ -16,7 +16,7 @@ from bench.commands import tune
 from bench.commands.evidence import FOLDER
 from bench.trial import isolation
 from bench.tuning import objective, search, spaces, variants
-from laboratory import command
+from tests.laboratory.support.command import command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ import pytest
 from bench.__main__ import main
 from bench.commands import references
 from bench.trial import duel, isolation
-from laboratory import CHEATS, SMALL
+from tests.laboratory.support.command import CHEATS, SMALL
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

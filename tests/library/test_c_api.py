@@ -7,18 +7,17 @@ import subprocess
 import sys
 import sysconfig
 
-import c_interface
 import numpy as np
 import pytest
-from c_interface import BACKWARD, FORWARD, GRADIENTS, LANGUAGES, array_of, compiled
 
-import cases
 import fa_ext
-import gradients
-import lse_views
-from case import Case
+from bench.problems import cases
+from bench.problems.case import Case
+from bench.problems.placement import Unplaceable
 from fa_ext import _core
-from operands import Unplaceable
+from tests.contract import gradients, lse_views
+from tests.library.support import c_interface
+from tests.library.support.c_interface import BACKWARD, FORWARD, GRADIENTS, LANGUAGES, array_of, compiled
 
 pytestmark = pytest.mark.skipif(c_interface.missing_compiler() is not None, reason=str(c_interface.missing_compiler()))
 
@@ -40,7 +39,7 @@ def client(clients):
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_a_program_uses_every_function(clients, language):
     line = clients[language].run()
-    assert line == 0, f"tests/client.c:{line}: the check failed"
+    assert line == 0, f"client.c:{line}: the check failed"
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -51,7 +50,7 @@ def test_a_program_with_python_imports_the_table(tmp_path, language):
 
 
 def test_a_program_that_embeds_python(tmp_path):
-    """tests/embed.c, with the interpreter as a library."""
+    """support/embed.c, with the interpreter as a library."""
     name, folder = sysconfig.get_config_var("LDLIBRARY"), sysconfig.get_config_var("LIBDIR")
     if not (sysconfig.get_config_var("Py_ENABLE_SHARED") and name and folder):
         pytest.skip("this Python has no shared library")
@@ -62,17 +61,15 @@ def test_a_program_that_embeds_python(tmp_path):
          str(c_interface.HERE / "embed.c"), "-o", str(target), f"-L{folder}", f"-Wl,-rpath,{folder}", version],
         check=True,
     )  # fmt: skip
-    path = [str(c_interface.HERE.parent), *filter(None, sys.path)]
-    done = subprocess.run([str(target)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ":".join(path)})
+    done = subprocess.run([str(target)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     assert (done.returncode, done.stdout) == (0, "1.5 2.5\n"), done.stderr
 
 
 def test_threads_that_are_cancelled_leave_no_lock_behind(tmp_path):
-    """tests/cancel.c: a thread ends behind its calls, and the threads after it can call."""
+    """support/cancel.c: a thread ends behind its calls, and the threads after it can call."""
     library = compiled(tmp_path, "c", "-pthread", source="cancel.c")
-    code = f"import ctypes, c_interface; print(ctypes.CDLL({str(library)!r}).cancelled(ctypes.c_void_p(c_interface.table())))"
-    path = os.pathsep.join([str(c_interface.HERE), str(c_interface.HERE.parent), *filter(None, sys.path)])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "2"}
+    code = f"import ctypes; from tests.library.support import c_interface; print(ctypes.CDLL({str(library)!r}).cancelled(ctypes.c_void_p(c_interface.table())))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stdout + done.stderr
 

@@ -1,11 +1,11 @@
 """What a thread remembers of its last call from C, where arrays for every result are given: all but their pointers."""
 
-import c_interface
 import numpy as np
 import pytest
-from c_interface import BACKWARD, FORWARD, array_of, compiled
 
 import fa_ext
+from tests.library.support import c_interface
+from tests.library.support.c_interface import BACKWARD, FORWARD, array_of, compiled
 
 pytestmark = pytest.mark.skipif(c_interface.missing_compiler() is not None, reason=str(c_interface.missing_compiler()))
 

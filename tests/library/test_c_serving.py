@@ -2,15 +2,15 @@
 
 import random
 
-import c_interface
 import numpy as np
 import pytest
-from c_interface import APPEND, FORWARD, array_of, compiled
 
 import fa_ext
-import lse_views
-from operands import BFLOAT16
-from serving_cases import ServingCase, append_call, grid, lengths, random_cases
+from bench.problems.placement import BFLOAT16
+from bench.problems.serving_cases import ServingCase, append_call, grid, lengths, random_cases
+from tests.contract import lse_views
+from tests.library.support import c_interface
+from tests.library.support.c_interface import APPEND, FORWARD, array_of, compiled
 
 pytestmark = pytest.mark.skipif(c_interface.missing_compiler() is not None, reason=str(c_interface.missing_compiler()))
 

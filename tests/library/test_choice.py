@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-import cases
 import fa_ext
-import rows
+from bench.problems import cases
+from bench.problems.case import Case
 from bench.recording import record
-from case import Case
-from devices import DEVICES, shapes_only
 from fa_ext import _core
+from tests.contract import runner
+from tests.contract.devices import DEVICES, shapes_only
 
-CUDA = [name for name in fa_ext.kernels() if rows.device_of(name) == "cuda"]
+CUDA = [name for name in fa_ext.kernels() if runner.device_of(name) == "cuda"]
 WITH_TENSOR_MAPS = {"wgmma_split_sm90", "wgmma_sm90", "wgmma_dropout_sm90", "prefill_sm90"}
 HOPPER = WITH_TENSOR_MAPS | {"serve_sm90"}
 

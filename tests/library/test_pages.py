@@ -2,8 +2,9 @@
 
 import re
 
-import pages
 import pytest
+
+from tests.library.support import pages
 
 LOG = pages.ROOT / "bench" / "log"
 SOURCES = [

@@ -7,10 +7,10 @@ import importlib.util
 import re
 
 import numpy as np
-import pages
 import pytest
 
 import fa_ext
+from tests.library.support import pages
 
 README = pages.ROOT / "README.md"
 GLOSSARY = pages.ROOT / "kernels" / "README.md"
@@ -61,7 +61,7 @@ def test_examples_run(page, monkeypatch):
 
 @each_guide
 def test_generated_blocks_are_what_the_kernels_say(page):
-    assert pages.rendered(page.read_text()) == page.read_text(), "run: python tests/library/pages.py"
+    assert pages.rendered(page.read_text()) == page.read_text(), "run: python -m tests.library.support.pages"
 
 
 def test_every_generated_block_has_its_place():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import fa_ext
-import stub
-from case import ARRAYS, Case
+from bench.problems.case import ARRAYS, Case
 from fa_ext import _core, reference
+from tests.library.support import stub
 
 TABLE = stub.parameters()
 FUNCTIONS = tuple(stub.RESULTS)
@@ -37,7 +37,7 @@ def arguments(function):
 
 
 def test_the_stub_is_what_the_table_says():
-    assert stub.stub(stub.STUB.read_text()) == stub.STUB.read_text(), "python tests/stub.py writes it"
+    assert stub.stub(stub.STUB.read_text()) == stub.STUB.read_text(), "python -m tests.library.support.stub writes it"
 
 
 def test_the_options_of_reference_and_verifiers_are_those_of_the_table():

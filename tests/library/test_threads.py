@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import fa_ext
-from producers import exchange_type, ran_alone
+from tests.arrays.producers import exchange_type, ran_alone
 
 WORKERS = 8
 

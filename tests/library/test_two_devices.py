@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import fa_ext
-from producers import Interface
+from tests.arrays.producers import Interface
 
 pytestmark = pytest.mark.gpu
 SHAPE = (2, 4, 160, 128)

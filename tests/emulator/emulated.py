@@ -1,0 +1,46 @@
+"""What tests on the emulator share: emulated kernels in the place of a CPU's, mutants of a kernel's source, and the orders of threads
+that show one."""
+
+import contextlib
+
+import fa_ext
+from tests.contract import runner
+
+
+@contextlib.contextmanager
+def on_the_cpu(names):
+    """Meanwhile the kernels that ``names()`` lists take arrays of the CPU from what tests share (``rows``, ``gradients``)."""
+    device_of = runner.device_of
+    runner.device_of = lambda kernel: "cpu" if kernel in names() else device_of(kernel)
+    try:
+        yield
+    finally:
+        runner.device_of = device_of
+
+
+def seeds_that_fail(monkeypatch, run, count=12):
+    """What went wrong under each of the first seeds: the error's text, or "wrong" for a wrong result."""
+    found = []
+    for seed in range(count):
+        monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
+        try:
+            if not run():
+                found.append("wrong")
+        except fa_ext.CudaError as error:
+            found.append(str(error))
+    return found
+
+
+def replaced(old, new, at=None):
+    """An edit that replaces the only occurrence of a text, or occurrence `at`; where there is none, the unit stays."""
+
+    def edit(text):
+        count = text.count(old)
+        if not count:
+            return text
+        assert at is not None or count == 1, f"{count} times {old!r}"
+        pieces = text.split(old)
+        n = at or 0
+        return old.join(pieces[: n + 1]) + new + old.join(pieces[n + 1 :])
+
+    return edit

@@ -1,0 +1,119 @@
+"""The functions of the stub ``fa_ext/_core.pyi`` that csrc/python/signature.def describes: a test compares them, and ::
+
+    python -m tests.library.support.stub
+
+writes them anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = ROOT / "csrc" / "python" / "signature.def"
+SETS = TABLE.with_name("signature.h")
+STUB = ROOT / "fa_ext" / "_core.pyi"
+BEGIN = "# ---- from csrc/python/signature.def, by python -m tests.library.support.stub ----"
+END = "# ---- end ----"
+
+#: What comes back, and what of an overload is said otherwise than in the table.
+RESULTS: dict[str, list[tuple[str, dict[str, str]]]] = {
+    "attention": [
+        ("_Array", {"out": "None = None", "return_lse": "Literal[False] = False"}),
+        ("tuple[_Array, _Array]", {"out": "None = None", "return_lse": "Literal[True]"}),
+        ("tuple[_Out, _Lse]", {"q": "Any", "out": "tuple[_Out, _Lse]"}),
+        ("_Out | tuple[_Out, _Array]", {"out": "_Out"}),
+    ],
+    "explain": [("tuple[str | None, dict[str, str]]", {"q": "Any"})],
+    "answers": [("dict[str, tuple[str, str, dict[str, Any] | None]]", {"q": "Any"})],
+    "attention_backward": [("tuple[_Array, ...]", {})],
+    "explain_backward": [("tuple[str | None, dict[str, str]]", {"q": "Any"})],
+    "merge": [("tuple[_Array, _Array]", {})],
+    "explain_merge": [("tuple[str | None, dict[str, str]]", {"outs": "Sequence[Any]"})],
+    "append": [("Any", {})],
+    "explain_append": [("tuple[str | None, dict[str, str]]", {})],
+    "workspace_size": [("int", {"q": "Any"})],
+    "faults": [("list[tuple[str, int, int, int, int]]", {})],
+    "kernels": [("tuple[str, ...]", {})],
+    "to_device": [("DeviceArray", {})],
+    "load": [("str", {})],
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A line of the table; ``functions`` are names of the module, ``default`` is Python's text or None."""
+
+    argument: str
+    name: str
+    keyword: bool
+    functions: frozenset[str]
+    kind: str
+    default: str | None
+    type: str
+    doc: str
+
+
+def parameters() -> list[Parameter]:
+    """The table, in its order."""
+    text = re.sub(r"/\*.*?\*/", "", TABLE.read_text(), flags=re.DOTALL)
+    string = r'(?:"(?:\\.|[^"\\])*"\s*)+'
+    columns = rf"\s*(\w+),\s*({string}),\s*(\w+),\s*([\w\s|]+),\s*(\w+),\s*([\w()]+),\s*({string}|REQUIRED),\s*({string}),\s*({string})"
+    found = []
+    for line in re.finditer(rf"FA_PARAMETER\({columns}\)", text):
+        argument, name, passing, functions, kind, _, default, of_type, doc = line.groups()
+        found.append(
+            Parameter(
+                argument, literal(name), passing == "KEYWORD", named(functions), kind,
+                None if default == "REQUIRED" else literal(default), literal(of_type), literal(doc),
+            )  # fmt: skip
+        )
+    assert len(found) == text.count("FA_PARAMETER("), "a line of the table has another form"
+    return found
+
+
+def literal(text: str) -> str:
+    """A C string literal in pieces."""
+    return "".join(ast.literal_eval(piece) for piece in re.findall(r'"(?:\\.|[^"\\])*"', text))
+
+
+def named(text: str) -> frozenset[str]:
+    """The functions that ``IN_A | IN_B`` stands for, as signature.h defines the sets."""
+    sets = dict(re.findall(r"^ +(IN_\w+) = ([^,]+),", SETS.read_text(), re.MULTILINE))
+    found: set[str] = set()
+    for word in re.findall(r"FA_FN_\w+|IN_\w+", text):
+        found |= {word.removeprefix("FA_FN_")} if word.startswith("FA_FN_") else named(sets[word])
+    return frozenset(found)
+
+
+def functions() -> str:
+    """The generated part of the stub."""
+    table, lines = parameters(), []
+    for function, overloads in RESULTS.items():
+        mine = [p for p in table if function in p.functions]
+        for result, other in overloads:
+            lines += ["@overload"] if len(overloads) > 1 else []
+            lines.append(f"def {function}(")
+            keywords = False
+            for p in mine:
+                if p.keyword and not keywords:
+                    keywords = True
+                    lines.append("    *,")
+                default = "" if p.default is None else " = " + p.default.replace("'", '"')
+                lines.append(f"    {p.name}: {other.get(p.name, p.type + default)},")
+            lines.append(f") -> {result}: ...")
+    return "\n".join(lines) + "\n"
+
+
+def stub(text: str) -> str:
+    """The whole stub with the generated part anew."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{functions()}{END}{after}"
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub(STUB.read_text()))
