@@ -40,3 +40,19 @@ def test_no_comment_in_c_begins_with_a_pronoun():
         for begun in re.findall(r"(?:/\*|//) ?((?:What|Who|Whose|Whoever)\b.*)", file.read_text())
     ]  # fmt: skip
     assert not found
+
+
+def test_the_commands_of_the_laboratory_are_listed():
+    from bench.__main__ import COMMANDS
+
+    listed = re.findall(r"^\| `python -m bench (\w+)", (pages.ROOT / "bench" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(COMMANDS)
+
+
+def test_the_variables_of_the_environment_are_listed():
+    """Those that the library and its build read, by their names as strings."""
+    sources = [*(pages.ROOT / "csrc").rglob("*.[ch]"), *(pages.ROOT / "fa_ext").glob("*.py")]
+    read = {variable for file in sources for variable in re.findall(r'"(FA_(?!HAVE_)[A-Z_]+|MAX_JOBS)"', file.read_text())}
+    chapter = (pages.ROOT / "fa_ext" / "README.md").read_text().partition("## 8. Environment")[2]
+    assert len(read) > 10
+    assert not read - set(re.findall(r"\w+", chapter))
