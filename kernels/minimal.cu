@@ -9,7 +9,7 @@
  * and at the end out = o / l, LSE = m + log l. Lane t holds eight elements of q, from 8t on, whose products it
  * sums; the lanes' sums are then added in order, as the plain formula adds them (fa_ext/reference/__init__.py). Of o it
  * holds the elements t, t + 32, t + 64, ... Float16, bfloat16 and float32 with float32 arithmetic; any strides, GQA,
- * causal, scale, LSE, head_dim up to 256. Each key is read from cache once for every row: the row is a baseline to
+ * causal, scale, LSE, head_dim up to 256. Each key is read from cache once for every row: the kernel is a baseline to
  * understand, not one to use.
  *
  *     python -m bench measure --preset history --kernels minimal,simt
@@ -33,9 +33,20 @@ constexpr int kChunk = 64; // keys summed apart: one sum over thousands of keys 
 
 static_assert(kWarp * kEight >= FA_MAX_HEAD_DIM);
 
-/* kLaneDims: elements of an output row that a lane holds, head_dim_v over 32, rounded up. */
+/* The fields of fa_forward that the kernel reads. */
+struct Params {
+    fa_operand q, k, v, out, lse;
+    int64_t batch, heads, heads_kv, seq_q;
+    int64_t left, right, diagonal, key_begin, key_end;
+    int head_dim, head_dim_v;
+    float scale;
+};
+
+/* kLaneDims: elements of an output row that a lane holds, head_dim_v over 32, rounded up. Registers shall allow four
+ * blocks a multiprocessor, three where a lane holds more. */
 template <typename T, int kLaneDims>
-__global__ void __launch_bounds__(kWarp *kWarps) minimal_kernel(const __grid_constant__ fa_forward p, float scale) {
+__global__ void __launch_bounds__(kWarp *kWarps, kLaneDims > 2 ? 3 : 4)
+    minimal_kernel(const __grid_constant__ Params p) {
     const int lane = threadIdx.x % kWarp;
     const int64_t rows = p.batch * p.heads * p.seq_q;
 
@@ -64,7 +75,7 @@ __global__ void __launch_bounds__(kWarp *kWarps) minimal_kernel(const __grid_con
                 }
                 for (int t = 0; t * kEight < p.head_dim; ++t) product += __shfl_sync(~0u, sum, t);
 
-                const float score = round_score(product, scale), factor = state.raise(score);
+                const float score = round_score(product, p.scale), factor = state.raise(score);
                 const float weight = state.weight(score);
                 chunk_sum = chunk_sum * factor + weight;
 
@@ -107,7 +118,26 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *, fa_plan *plan,
 template <typename T> fa_code launch_as(const fa_forward &p, const fa_plan *plan, const fa_launch &launch) {
     auto kernel = fa_own<Own>(plan).wide ? minimal_kernel<T, FA_MAX_HEAD_DIM / kWarp> : minimal_kernel<T, 64 / kWarp>;
     cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
-    kernel<<<unsigned(plan->blocks), plan->threads, 0, stream>>>(p, static_cast<float>(p.scale));
+    const Params params = {
+        .q = p.q,
+        .k = p.k,
+        .v = p.v,
+        .out = p.out,
+        .lse = p.lse,
+        .batch = p.batch,
+        .heads = p.heads,
+        .heads_kv = p.heads_kv,
+        .seq_q = p.seq_q,
+        .left = p.left,
+        .right = p.right,
+        .diagonal = p.diagonal,
+        .key_begin = p.key_begin,
+        .key_end = p.key_end,
+        .head_dim = p.head_dim,
+        .head_dim_v = p.head_dim_v,
+        .scale = static_cast<float>(p.scale),
+    };
+    kernel<<<unsigned(plan->blocks), plan->threads, 0, stream>>>(params);
     FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }

@@ -8,8 +8,6 @@
 
 #include <stdint.h> // int64_t
 
-#include "fa.h" // fa_forward
-
 namespace fa {
 
 /* Rows, or keys, [begin, end); none when end <= begin. */
@@ -24,7 +22,7 @@ template <class Int> struct Span {
 
 using KeyRange = Span<int64_t>;
 
-/* ---- in 64 bits: of fa_forward, or of what has its members left, right, diagonal, key_begin and key_end ---- */
+/* ---- in 64 bits: of what has the members left, right, diagonal, key_begin and key_end of fa_forward ---- */
 
 /* Keys that query `row` sees (the boolean mask aside). */
 template <class Problem> __host__ __device__ __forceinline__ KeyRange row_keys(const Problem &p, int64_t row) {
@@ -62,7 +60,8 @@ struct KeyBand {
     }
 };
 
-__host__ __device__ __forceinline__ KeyBand key_band(const fa_forward &p, int64_t row, int64_t key0) {
+template <class Problem>
+__host__ __device__ __forceinline__ KeyBand key_band(const Problem &p, int64_t row, int64_t key0) {
     constexpr int64_t kFar = 1 << 29;
     auto clamp = [](int64_t x) { return static_cast<int>(x < -kFar ? -kFar : x > kFar ? kFar : x); };
     const int64_t centre = row + p.diagonal - key0;

@@ -3,7 +3,7 @@
 
 #include <stdint.h> // int64_t, uint4
 
-#include "fa.h" // fa_operand, fa_forward
+#include "fa.h" // fa_operand
 
 namespace fa {
 
@@ -17,20 +17,27 @@ template <typename T> __device__ __forceinline__ T *row_of(const fa_operand &x, 
     return static_cast<T *>(x.data) + i * x.stride[0] + j * x.stride[1] + k * x.stride[2];
 }
 
+/* ---- of a kernel's parameters, which have the operand that is read under its name ---- */
+
 /* Where the bias of one query starts, in elements: that of key j lies `j * p.bias.stride[3]` further on. */
-__device__ __forceinline__ int64_t bias_row(const fa_forward &p, int64_t batch, int64_t head, int64_t row) {
+template <class Params>
+__device__ __forceinline__ int64_t bias_row(const Params &p, int64_t batch, int64_t head, int64_t row) {
     return row_offset(p.bias, batch, head, row);
 }
 
 /* Row of the boolean mask for one query; element `key` lies at mask_row[key * p.mask.stride[3]], not 0 = attend. */
-__device__ __forceinline__ const uint8_t *mask_row(const fa_forward &p, int64_t batch, int64_t head, int64_t row) {
+template <class Params>
+__device__ __forceinline__ const uint8_t *mask_row(const Params &p, int64_t batch, int64_t head, int64_t row) {
     return row_of<const uint8_t>(p.mask, batch, head, row);
 }
 
 /* Writes the LSE of a query where the call wants it. */
-__device__ __forceinline__ void store_lse(const fa_forward &p, int64_t batch, int64_t head, int64_t row, float lse) {
+template <class Params>
+__device__ __forceinline__ void store_lse(const Params &p, int64_t batch, int64_t head, int64_t row, float lse) {
     if (p.lse.data) *row_of<float>(p.lse, batch, head, row) = lse;
 }
+
+/* ---- chunks ---- */
 
 /* N consecutive elements as one value of N * sizeof(T) <= 16 bytes, which is also their alignment. */
 template <typename T, int N> struct alignas(N * sizeof(T)) Chunk {

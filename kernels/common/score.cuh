@@ -49,8 +49,8 @@ __device__ __forceinline__ float score_of(const ScoreParams &s, float product) {
     return s.cap_log2 > 0 ? __fmul_rn(s.cap_log2, tanhf(product * s.scale_cap)) : round_score(product, s.scale_log2);
 }
 
-/* Bias of a key, as it is stored. `row` is bias_row(); p.bias.data is not NULL. */
-__device__ __forceinline__ float bias_of(const fa_forward &p, int64_t row, int64_t key) {
+/* Bias of a key, as it is stored, by a kernel's parameters. `row` is bias_row(); p.bias.data is not NULL. */
+template <class Params> __device__ __forceinline__ float bias_of(const Params &p, int64_t row, int64_t key) {
     return load_as_float(p.bias.data, p.bias_dtype, row + key * p.bias.stride[3]);
 }
 

@@ -116,9 +116,9 @@ __device__ __forceinline__ RowResult finish_fast(const RowState &state) {
     return {__fdividef(1.0f, state.sum), (state.maximum + __log2f(state.sum)) * kLn2};
 }
 
-/* The two in one: `sinks` of a problem, or none. */
-template <Unit kUnit>
-__device__ __forceinline__ RowResult finish_row(const fa_forward &p, int64_t head, const RowStateIn<kUnit> &state) {
+/* The two in one: with the head's sink of a kernel's parameters, or without. */
+template <class Params, Unit kUnit>
+__device__ __forceinline__ RowResult finish_row(const Params &p, int64_t head, const RowStateIn<kUnit> &state) {
     if (!p.sinks.data) return finish_row(state);
     return finish_row(state, load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0]));
 }

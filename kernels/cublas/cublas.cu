@@ -138,14 +138,30 @@ fa_code run_chunk(const cublas::Session &session, const fa_problem *problem, con
                                  {groups, in_group * p->q.stride[1], p->k.stride[1], in_group * head_scores},
                                  {in_group, p->q.stride[1], 0, head_scores}}));
     }
-    const cublas::ScoreOptions options = {score.cap_log2, problem->extra.alibi};
+    const cublas::Params params = {
+        .out = p->out,
+        .lse = p->lse,
+        .bias = p->bias,
+        .mask = p->mask,
+        .sinks = p->sinks,
+        .alibi = problem->extra.alibi,
+        .left = p->left,
+        .right = p->right,
+        .diagonal = p->diagonal,
+        .key_begin = p->key_begin,
+        .key_end = p->key_end,
+        .cap_log2 = score.cap_log2,
+        .head_dim_v = p->head_dim_v,
+        .bias_dtype = p->bias_dtype,
+        .sinks_dtype = p->sinks_dtype,
+    };
     FA_CHAOS_ARM(stream, launch);
     if (p->dtype == FA_F16)
-        FA_CUDA_TRY(launch, fa::cublas::softmax<__half>(*p, chunk, options, stream));
+        FA_CUDA_TRY(launch, fa::cublas::softmax<__half>(params, chunk, stream));
     else if (p->dtype == FA_BF16)
-        FA_CUDA_TRY(launch, fa::cublas::softmax<__nv_bfloat16>(*p, chunk, options, stream));
+        FA_CUDA_TRY(launch, fa::cublas::softmax<__nv_bfloat16>(params, chunk, stream));
     else
-        FA_CUDA_TRY(launch, fa::cublas::softmax<float>(*p, chunk, options, stream));
+        FA_CUDA_TRY(launch, fa::cublas::softmax<float>(params, chunk, stream));
     if (chunk.keys == 0) return FA_OK;
 
     const Matrix weights = {workspace, type, bytes, chunk.ld * shrink, 1};

@@ -1,4 +1,4 @@
-/* The softmax between the two products of the cublas row: scores in, weights out, in the same memory.
+/* The softmax between the two products of the cublas kernel: scores in, weights out, in the same memory.
  *
  * A chunk of scores is (heads of the chunk, rows, ld) float32, already multiplied by the scale (in base 2, or divided
  * by the softcap). The weights of a row, normalised and rounded to the dtype of V, replace it from its first byte on: a
@@ -16,7 +16,7 @@
 #include "common/rows.cuh"    // bias_row, mask_row, row_of, store_lse
 #include "common/score.cuh"   // bias_of, add_bias_or_exclude, bounded, finite_score
 #include "common/softmax.cuh" // RowState, finish_row
-#include "fa.h"               // fa_forward
+#include "fa.h"               // fa_operand, fa_dtype
 
 namespace fa::cublas {
 
@@ -31,10 +31,14 @@ struct Chunk {
     int64_t count; // rows of all heads; like `keys`, less than 2^30
 };
 
-/* The options that change single scores. */
-struct ScoreOptions {
-    float cap_log2;   // softcap * log2(e), as in ScoreParams
-    fa_operand alibi; // as in fa_extra
+/* The fields of the problem that the kernels read. */
+struct Params {
+    fa_operand out, lse;
+    fa_operand bias, mask, sinks, alibi;
+    int64_t left, right, diagonal, key_begin, key_end;
+    float cap_log2; // softcap * log2(e), as in ScoreParams
+    int head_dim_v;
+    fa_dtype bias_dtype, sinks_dtype;
 };
 
 constexpr int kStep = 4;      // neighbouring scores a thread takes at a time
@@ -57,19 +61,18 @@ __device__ __forceinline__ float reduce(float x, float *shared, Combine combine)
 
 /* One row of scores: where it lies in the call, and what a thread does with kStep scores of it. */
 template <typename T> struct Row {
-    const fa_forward &p;
+    const Params &p;
     const Chunk &chunk;
-    float cap_log2, slope;
+    float slope;
     int64_t batch, head, row;
     int begin, end; // visible keys, relative to the chunk's first
 
-    __device__ Row(const fa_forward &problem, const Chunk &c, const ScoreOptions &options, unsigned n)
-        : p(problem), chunk(c), cap_log2(options.cap_log2) {
+    __device__ Row(const Params &params, const Chunk &c, unsigned n) : p(params), chunk(c) {
         const unsigned unit = n / unsigned(c.rows);
         row = c.row_begin + n % unsigned(c.rows);
         batch = c.batch + unit / unsigned(c.heads);
         head = c.head + unit % unsigned(c.heads);
-        slope = slope_of(options.alibi, batch, head);
+        slope = slope_of(p.alibi, batch, head);
         const KeyRange keys = row_keys(p, row);
         begin = keys.empty() ? 0 : int(keys.begin - c.key_begin);
         end = keys.empty() ? 0 : int(keys.end - c.key_begin);
@@ -91,9 +94,9 @@ template <typename T> struct Row {
         }
         const float4 read = *reinterpret_cast<const float4 *>(scores + first);
         s[0] = read.x, s[1] = read.y, s[2] = read.z, s[3] = read.w;
-        if (cap_log2 > 0) {
+        if (p.cap_log2 > 0) {
 #pragma unroll
-            for (int i = 0; i < kStep; ++i) s[i] = __fmul_rn(cap_log2, tanhf(s[i]));
+            for (int i = 0; i < kStep; ++i) s[i] = __fmul_rn(p.cap_log2, tanhf(s[i]));
         } else {
 #pragma unroll
             for (int i = 0; i < kStep; ++i) s[i] = finite_score(s[i]);
@@ -128,14 +131,13 @@ template <typename T> struct Row {
  * together. */
 template <typename T, int kThreads, bool kHeld>
 __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads)
-    softmax_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Chunk chunk,
-                   const __grid_constant__ ScoreOptions options) {
+    softmax_kernel(const __grid_constant__ Params p, const __grid_constant__ Chunk chunk) {
     FA_CHAOS_BEGIN();
     __shared__ float shared[2][32];
     const unsigned n = blockIdx.x * (blockDim.x / kThreads) + threadIdx.x / kThreads;
     const int thread = threadIdx.x % kThreads, keys = int(chunk.keys);
     if (n >= chunk.count) return;
-    const Row<T> row(p, chunk, options, n);
+    const Row<T> row(p, chunk, n);
     float *scores = chunk.scores + n * chunk.ld;
     T *weights = reinterpret_cast<T *>(scores);
     const auto larger = [](float x, float y) { return fmaxf(x, y); };
@@ -195,10 +197,10 @@ __global__ void __launch_bounds__(kThreads < 128 ? 128 : kThreads)
 
 /* Rows of queries that see no key at all: output 0, LSE the sink or -inf. One thread an output element. */
 template <typename T>
-__global__ void empty_rows_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Chunk chunk) {
+__global__ void empty_rows_kernel(const __grid_constant__ Params p, const __grid_constant__ Chunk chunk) {
     const int64_t total = chunk.count * p.head_dim_v;
     for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < total; n += int64_t(gridDim.x) * blockDim.x) {
-        const Row<T> row(p, chunk, {}, unsigned(n / p.head_dim_v));
+        const Row<T> row(p, chunk, unsigned(n / p.head_dim_v));
         const int64_t dim = n % p.head_dim_v;
         row_of<T>(p.out, row.batch, row.head, row.row)[dim * p.out.stride[3]] = from_float<T>(0.0f);
         if (dim == 0) store_lse(p, row.batch, row.head, row.row, finish_row(p, row.head, RowState()).lse);
@@ -206,20 +208,19 @@ __global__ void empty_rows_kernel(const __grid_constant__ fa_forward p, const __
 }
 
 /* Queues the softmax of a chunk; a chunk without keys gets its output here and needs no product. */
-template <typename T>
-cudaError_t softmax(const fa_forward &p, const Chunk &chunk, const ScoreOptions &options, cudaStream_t stream) {
+template <typename T> cudaError_t softmax(const Params &p, const Chunk &chunk, cudaStream_t stream) {
     constexpr int kHeld = kStep * kHeldSteps;
     const auto blocks = [&](int per_block) { return unsigned((chunk.count + per_block - 1) / per_block); };
     if (chunk.keys == 0)
         empty_rows_kernel<T><<<256, 256, 0, stream>>>(p, chunk);
     else if (chunk.keys <= 32 * kHeld)
-        softmax_kernel<T, 32, true><<<blocks(4), 128, 0, stream>>>(p, chunk, options);
+        softmax_kernel<T, 32, true><<<blocks(4), 128, 0, stream>>>(p, chunk);
     else if (chunk.keys <= 128 * kHeld)
-        softmax_kernel<T, 128, true><<<blocks(1), 128, 0, stream>>>(p, chunk, options);
+        softmax_kernel<T, 128, true><<<blocks(1), 128, 0, stream>>>(p, chunk);
     else if (chunk.keys <= 512 * kHeld)
-        softmax_kernel<T, 512, true><<<blocks(1), 512, 0, stream>>>(p, chunk, options);
+        softmax_kernel<T, 512, true><<<blocks(1), 512, 0, stream>>>(p, chunk);
     else
-        softmax_kernel<T, 512, false><<<blocks(1), 512, 0, stream>>>(p, chunk, options);
+        softmax_kernel<T, 512, false><<<blocks(1), 512, 0, stream>>>(p, chunk);
     return cudaGetLastError();
 }
 

@@ -115,8 +115,13 @@ struct Workspace {
 
 /* ---- parameters ---- */
 
+/* The fields of the problem that the kernels read, and numbers that follow from them. */
 struct Call {
-    fa_forward p;
+    fa_operand q, k, v, out, lse, sinks;
+    int64_t batch, heads, heads_kv, seq_q;
+    int64_t left, right, diagonal;
+    int head_dim, head_dim_v;
+    fa_dtype sinks_dtype;
     fa_sequences s; // of a dense call too: all rows of every batch entry
     Workspace workspace;
     fa_fault_board *faults; // NULL: faults are not counted
@@ -152,7 +157,7 @@ __host__ __device__ inline int tile_queries(const Call &call, bool packed) {
     return packed ? call.tile_m / 64 * call.group_queries : call.tile_m;
 }
 __host__ __device__ inline int tile_heads(const Call &call, bool packed) {
-    return static_cast<int>(packed ? call.p.heads_kv : call.p.heads);
+    return static_cast<int>(packed ? call.heads_kv : call.heads);
 }
 
 /* ---- shared memory ---- */
@@ -216,7 +221,7 @@ template <class C> struct Smem {
 };
 
 __device__ __forceinline__ int64_t diagonal_of(const Call &call, const Record &of) {
-    return !call.s.given ? call.p.diagonal : call.s.top_left ? 0 : of.seq_k - of.seq_q;
+    return !call.s.given ? call.diagonal : call.s.top_left ? 0 : of.seq_k - of.seq_q;
 }
 __device__ __forceinline__ fa_entry entry_of(const Call &call, const Record &of) {
     const fa_sequences &s = call.s;

@@ -54,7 +54,7 @@ __device__ __forceinline__ void note_spans(const Call &call, const Tile &tile, i
         } else if (row >= 0) {
             const fa_entry e = entry_of(call, tile.of);
             const fa_span seen =
-                fa_row_keys(&e, call.p.left, call.p.right, fa_position(&e, row_place(call, tile, wg, row).query));
+                fa_row_keys(&e, call.left, call.right, fa_position(&e, row_place(call, tile, wg, row).query));
             span[at] = make_int2(static_cast<int>(fa_clamp(seen.begin, 0, e.seq_k)),
                                  static_cast<int>(fa_clamp(seen.end, 0, e.seq_k)));
         }
@@ -341,16 +341,15 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
             if (lane == 0) mbarrier_arrive(&smem.tile_empty[tile_stage]);
             continue;
         }
-        const fa_forward &p = call.p;
         if (chunk || !ended) [[unlikely]]
             row_ends = end_rows(params, tile, wg, softmax);
         const auto &factor = row_ends.factor;
-        if (p.lse.data) [[unlikely]]
+        if (call.lse.data) [[unlikely]]
             store_lses(call, tile, wg, row_ends.lse);
         const bool packed = tile.packed;
         const int queries = packed ? call.store_queries : 16;
         const bool box = C::kStaged && queries > 0 && rows >= warp * 16 + 16; // rows that all exist
-        const int head = p.out.stride[1] ? tile.head : 0,
+        const int head = call.out.stride[1] ? tile.head : 0,
                   first_row = tile.of.first_q + tile.part[wg].query + warp * queries;
         const int batch = call.s.packed_q ? 0 : tile.of.b;
         T *target[2];
@@ -376,7 +375,7 @@ template <class C> __device__ __forceinline__ void consume(const Params &params,
                 }
             }
         } else {
-            store_rows(target, out, factor, p.head_dim, lane);
+            store_rows(target, out, factor, call.head_dim, lane);
         }
     }
     if (C::kStaged && lane == 0) tma_store_wait();

@@ -56,7 +56,7 @@ __device__ __forceinline__ void cut(const Call &call, Record &r, uint32_t units)
     if (units == 0 || units > kSplitUnits) return;
     const fa_entry e = entry_of(call, r);
     fa_span seen = {e.key_begin, e.key_end};
-    if (!e.positions) seen = fa_tile_keys(&e, call.p.left, call.p.right, e.diagonal, e.seq_q - 1 + e.diagonal);
+    if (!e.positions) seen = fa_tile_keys(&e, call.left, call.right, e.diagonal, e.seq_q - 1 + e.diagonal);
     const int64_t keys = seen.end - seen.begin, most = min(int64_t(kSplitTarget / units), keys / kChunk);
     if (keys <= kSplitKeys) return;
     int64_t chunk = kChunk;
@@ -76,7 +76,7 @@ __device__ __forceinline__ Record record_of(const Call &call, int b, fa_span q, 
     r.rows_end = static_cast<int>(q.end);
     const bool packed = packs(call, r.seq_q);
     const uint32_t queries = tile_queries(call, packed), heads = tile_heads(call, packed);
-    const uint32_t row = (call.p.head_dim + call.p.head_dim_v) * 2; // bytes of a key and its value
+    const uint32_t row = (call.head_dim + call.head_dim_v) * 2; // bytes of a key and its value
     const uint32_t kib = max(static_cast<uint32_t>((uint64_t(r.seq_k) * row) >> 10), 1u), fit = section_kib(kib) / kib;
     r.tiles = (r.seq_q + queries - 1) / queries;
     r.width = min((packed ? 1 : call.group) * max(fit, 1u), heads);
@@ -90,7 +90,7 @@ __device__ __forceinline__ uint32_t units_of(const Call &call, const Record &r) 
 /* By the keys of its longest tile, four classes an octave, the longest last; 0: no units. */
 __device__ __forceinline__ int class_of(const Call &call, const Record &r, uint32_t units) {
     if (!units) return 0;
-    const int64_t window = call.p.left + call.p.right + call.tile_m, keys = max(r.key_end - r.key_begin, 0);
+    const int64_t window = call.left + call.right + call.tile_m, keys = max(r.key_end - r.key_begin, 0);
     const float cost = static_cast<float>(128 + min(keys, window));
     return min(static_cast<int>(__float_as_uint(cost) >> 21) - (134 << 2) + 1, kClasses - 1); // 128 is 2^(134 - 127)
 }
@@ -129,7 +129,7 @@ __device__ __forceinline__ void begin_classes(const Call &call, unsigned long lo
     Header *header = call.workspace.header();
     header->units = static_cast<uint32_t>(all);
     header->counter = 0;
-    if (call.p.batch == 0) header->tail = 0;
+    if (call.batch == 0) header->tail = 0;
 }
 
 __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __grid_constant__ Call call) {
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kListThreads, 1) prefill_list_kernel(const __g
     __shared__ int scratch[kListThreads / 32];
     __shared__ unsigned long long place[kClasses]; // sequences and, in the low half, units before the next of a class
     const fa_sequences &s = call.s;
-    const int threads = blockDim.x, batch = static_cast<int>(call.p.batch), each = (batch + threads - 1) / threads;
+    const int threads = blockDim.x, batch = static_cast<int>(call.batch), each = (batch + threads - 1) / threads;
     const int first = min(static_cast<int>(threadIdx.x) * each, batch), last = min(first + each, batch);
     for (int n = threadIdx.x; n < kClasses; n += threads) place[n] = 0;
     dependency_release(); // blocks of the main kernel may start; they wait for this one to end

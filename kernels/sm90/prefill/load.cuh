@@ -75,7 +75,7 @@ template <class C>
 __device__ __forceinline__ void load_queries(const Params &params, Smem<C> &smem, const Tile &tile,
                                              RingState<C::kQueryStages> &ring) {
     const Call &call = params.call;
-    const fa_operand &x = call.p.q;
+    const fa_operand &x = call.q;
     const int lane = threadIdx.x % 32, batch = x.stride[0] ? __shfl_sync(~0u, tile.of.b, 0) : 0;
     const int head = x.stride[1] ? __shfl_sync(~0u, tile.head, 0) : 0;
     const bool packed = __shfl_sync(~0u, tile.packed, 0);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void load_rows(const Params &params, const Tile &tile
                                           const fa_operand &x, uint32_t *hidden) {
     constexpr int kPieces = Smem<C>::kSlabs * 8; // of a row
     const fa_pages &pages = params.call.s.pages;
-    const int lane = threadIdx.x % 32, size = static_cast<int>(pages.size), columns = params.call.p.head_dim;
+    const int lane = threadIdx.x % 32, size = static_cast<int>(pages.size), columns = params.call.head_dim;
     const uint32_t shared = shared_address(to);
 #pragma unroll 1
     for (int group = 0; group < C::kTileN / 32; ++group) { // 32 rows, one a lane
@@ -197,7 +197,7 @@ template <class C, bool kRows> __device__ __forceinline__ void produce_keys(cons
             if constexpr (kRows) {
                 mbarrier_wait(&smem.k_empty[ring.stage], ring.parity);
                 __syncwarp();
-                load_rows<C>(params, *tile, first, smem.k[ring.stage], params.call.p.k, hidden);
+                load_rows<C>(params, *tile, first, smem.k[ring.stage], params.call.k, hidden);
                 copies.started(smem.k_full, ring.stage);
             } else {
                 uint64_t *full = &smem.k_full[ring.stage];
@@ -207,7 +207,7 @@ template <class C, bool kRows> __device__ __forceinline__ void produce_keys(cons
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes >> half);
                 __syncwarp();
-                load_block<C>(params, *tile, box, smem.k[ring.stage], params.k, params.call.p.k, full,
+                load_block<C>(params, *tile, box, smem.k[ring.stage], params.k, params.call.k, full,
                               params.boxes >> half);
             }
             ring.advance();
@@ -245,7 +245,7 @@ template <class C, bool kRows> __device__ __forceinline__ void produce_values(co
             if constexpr (kRows) {
                 mbarrier_wait(&smem.v_empty[ring.stage], ring.parity);
                 __syncwarp();
-                load_rows<C>(params, *tile, first, to, params.call.p.v, nullptr);
+                load_rows<C>(params, *tile, first, to, params.call.v, nullptr);
                 copies.started(smem.v_full, ring.stage);
                 continue;
             }
@@ -257,7 +257,7 @@ template <class C, bool kRows> __device__ __forceinline__ void produce_values(co
             __syncwarp();
             if (lane == 0) mbarrier_arrive_expect(full, Smem<C>::kKeyBytes >> half);
             __syncwarp();
-            load_block<C>(params, *tile, box, to, params.v, params.call.p.v, full, params.boxes >> half);
+            load_block<C>(params, *tile, box, to, params.v, params.call.v, full, params.boxes >> half);
             if (whole) continue;
             mbarrier_wait(&smem.v_landed, landed.parity);
             landed.advance();

@@ -230,20 +230,44 @@ static fa_code encode(Params *params, const fa_problem *problem, const Own &own,
                              own.box_rows, FA_OPERAND_V);
 }
 
+static Call call_of(const fa_problem *problem, const Own &own, void *workspace) {
+    const fa_forward &p = problem->forward;
+    const int group = static_cast<int>(p.heads / p.heads_kv);
+    Call call = {
+        .q = p.q,
+        .k = p.k,
+        .v = p.v,
+        .out = p.out,
+        .lse = p.lse,
+        .sinks = p.sinks,
+        .batch = p.batch,
+        .heads = p.heads,
+        .heads_kv = p.heads_kv,
+        .seq_q = p.seq_q,
+        .left = p.left,
+        .right = p.right,
+        .diagonal = p.diagonal,
+        .head_dim = p.head_dim,
+        .head_dim_v = p.head_dim_v,
+        .sinks_dtype = p.sinks_dtype,
+        .s = problem->sequences,
+        .workspace = {static_cast<char *>(workspace), p.batch, own.slots,
+                      state_bytes(own.tile_m, kHeadDims[own.index])},
+        .faults = problem->faults,
+        .group = group,
+        .group_queries = std::max(64 / group, 1),
+        .store_queries = group <= 16 && 16 % group == 0 ? 16 / group : 0,
+        .tile_m = own.tile_m,
+    };
+    if (!call.s.given) call.s.q.rows = p.seq_q, call.s.k.rows = p.seq_k;
+    return call;
+}
+
 static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_forward &p = problem->forward;
     const Own &own = fa_own<Own>(plan);
     Params params = {};
-    Call &call = params.call;
-    call.p = p, call.s = problem->sequences;
-    if (!call.s.given) call.s.q.rows = p.seq_q, call.s.k.rows = p.seq_k;
-    call.workspace = {static_cast<char *>(launch->workspace), p.batch, own.slots,
-                      state_bytes(own.tile_m, kHeadDims[own.index])};
-    call.faults = problem->faults;
-    call.group = static_cast<int>(p.heads / p.heads_kv);
-    call.group_queries = std::max(64 / call.group, 1);
-    call.store_queries = call.group <= 16 && 16 % call.group == 0 ? 16 / call.group : 0;
-    call.tile_m = own.tile_m;
+    params.call = call_of(problem, own, launch->workspace);
     params.box_rows = own.box_rows, params.boxes = own.box_rows ? own.tile_n / own.box_rows : 0;
     params.queries = p.scale > 0 ? Queries::kAsTheyAre : p.scale < 0 ? Queries::kNegated : Queries::kZero;
     const double scale = p.scale == 0 ? 1 : std::fabs(p.scale);
@@ -254,7 +278,7 @@ static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, co
     const int list_threads =
         static_cast<int>(std::min<int64_t>(std::max<int64_t>(p.batch + 31, 32) / 32 * 32, kListThreads));
     const Configuration list(1, list_threads, 0, *launch);
-    FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&list.config, prefill_list_kernel, call));
+    FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&list.config, prefill_list_kernel, params.call));
     return kLaunches[own.index][own.capped][p.dtype == FA_BF16](params, *plan, *launch);
 }
 

@@ -135,15 +135,15 @@ struct RowEnds {
 };
 __device__ __forceinline__ RowEnds end_rows(const Params &params, const Tile &tile, int wg,
                                             const OnlineSoftmax &softmax) {
-    const fa_forward &p = params.call.p;
+    const Call &call = params.call;
     RowEnds ends;
-    if (p.sinks.data) [[unlikely]] {
+    if (call.sinks.data) [[unlikely]] {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = min(own_row(r), max(tile.part[wg].rows - 1, 0));
-            const int64_t at = row_place(params.call, tile, wg, row).head * p.sinks.stride[0];
+            const int64_t at = row_place(call, tile, wg, row).head * call.sinks.stride[0];
             const RowResult result =
-                softmax.finish(r, params.score_factor, load_as_float(p.sinks.data, p.sinks_dtype, at));
+                softmax.finish(r, params.score_factor, load_as_float(call.sinks.data, call.sinks_dtype, at));
             ends.factor[r] = result.factor, ends.lse[r] = result.lse;
         }
     } else { // finish_fast(), without a branch
@@ -164,7 +164,7 @@ __device__ __forceinline__ void store_lses(const Call &call, const Tile &tile, i
     for (int r = 0; r < 2; ++r) {
         if (own_row(r) >= tile.part[wg].rows) continue;
         const RowPlace place = row_place(call, tile, wg, own_row(r));
-        store_lse(call.p, call.s.packed_q ? 0 : tile.of.b, place.head, tile.of.first_q + place.query, lse[r]);
+        store_lse(call, call.s.packed_q ? 0 : tile.of.b, place.head, tile.of.first_q + place.query, lse[r]);
     }
 }
 
@@ -176,7 +176,7 @@ __device__ __forceinline__ void row_targets(const Params &params, const Tile &ti
     for (int r = 0; r < 2; ++r) {
         const RowPlace place = row_place(call, tile, wg, own_row(r));
         const bool exists = own_row(r) < tile.part[wg].rows;
-        target[r] = exists ? row_of<T>(call.p.out, call.s.packed_q ? 0 : tile.of.b, place.head,
+        target[r] = exists ? row_of<T>(call.out, call.s.packed_q ? 0 : tile.of.b, place.head,
                                        int64_t(tile.of.first_q) + place.query)
                            : nullptr;
     }

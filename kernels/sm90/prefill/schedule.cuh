@@ -79,9 +79,9 @@ template <class C> __device__ __forceinline__ void see(const Call &call, Tile &t
     if (count > 0) {
         const auto bound_of = [](int64_t key) { return static_cast<int>(fa_clamp(key, -kNowhere, kNowhere)); };
         const int begin = tile.of.key_begin, key_end = tile.of.key_end;
-        part.low = bound_of(at.low - call.p.left), part.high = bound_of(at.low + call.p.right + 1);
-        common_begin = max(bound_of(at.high - call.p.left), begin), common_end = max(min(part.high, key_end), 0);
-        const int first_key = max(part.low, begin), last_key = min(bound_of(at.high + call.p.right + 1), key_end);
+        part.low = bound_of(at.low - call.left), part.high = bound_of(at.low + call.right + 1);
+        common_begin = max(bound_of(at.high - call.left), begin), common_end = max(min(part.high, key_end), 0);
+        const int first_key = max(part.low, begin), last_key = min(bound_of(at.high + call.right + 1), key_end);
         if (first_key < last_key) low = first_key, high = part.seen_end = last_key;
     }
     low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
@@ -104,7 +104,7 @@ __device__ __forceinline__ bool tell_unit(const Call &call, Smem<C> &smem, Tile 
     __syncwarp(); // before lane 0 writes it
     while (true) {
         const int n = at + lane;
-        const bool begun = n < call.p.batch && static_cast<uint32_t>(call.workspace.record(n)->unit) <= unit;
+        const bool begun = n < call.batch && static_cast<uint32_t>(call.workspace.record(n)->unit) <= unit;
         const int count = __popc(__ballot_sync(~0u, begun));
         at += count - 1;
         if (count == 32) continue;

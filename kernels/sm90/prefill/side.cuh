@@ -8,16 +8,15 @@ namespace fa::sm90::prefill {
 
 /* Rows [begin, end) of all heads, every `step`-th of them, belong to no query: 0 and -inf. One warp. */
 __device__ __forceinline__ void write_nothing(const Call &call, int batch, int64_t begin, int64_t end, int64_t step) {
-    const fa_forward &p = call.p;
-    const int lane = threadIdx.x % 32, heads = static_cast<int>(p.heads), pieces = p.head_dim / 8;
+    const int lane = threadIdx.x % 32, heads = static_cast<int>(call.heads), pieces = call.head_dim / 8;
 #pragma unroll 1
     for (int64_t query = begin; query < end; query += step) {
 #pragma unroll 1
         for (int n = lane; n < heads * pieces; n += 32)
-            *reinterpret_cast<uint4 *>(row_of<uint16_t>(p.out, batch, n / pieces, query) + n % pieces * 8) =
+            *reinterpret_cast<uint4 *>(row_of<uint16_t>(call.out, batch, n / pieces, query) + n % pieces * 8) =
                 make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-        for (int head = lane; head < heads; head += 32) store_lse(p, batch, head, query, -INFINITY);
+        for (int head = lane; head < heads; head += 32) store_lse(call, batch, head, query, -INFINITY);
     }
 }
 
@@ -28,7 +27,7 @@ __device__ __forceinline__ void count_bad_pages(const Call &call, const Record &
     if (r.seq_q == 0) return;
     const fa_entry e = entry_of(call, r);
     const Stands at = stands(e, 0, r.seq_q - 1);
-    const fa_span seen = fa_tile_keys(&e, call.p.left, call.p.right, at.low, at.high);
+    const fa_span seen = fa_tile_keys(&e, call.left, call.right, at.low, at.high);
     if (seen.begin >= seen.end) return;
     const int size = static_cast<int>(pages.size), end = static_cast<int>(seen.end);
 #pragma unroll 1
@@ -44,8 +43,8 @@ __device__ __forceinline__ void attend_to_the_rest(const Call &call) {
     const fa_sequences &s = call.s;
     if (!s.given) return;
     const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-    const int batch = static_cast<int>(call.p.batch), parts = max(blocks / max(batch, 1), 1); // blocks a sequence
-    if (s.packed_q) write_nothing(call, 0, call.workspace.header()->tail + block, call.p.seq_q, blocks);
+    const int batch = static_cast<int>(call.batch), parts = max(blocks / max(batch, 1), 1); // blocks a sequence
+    if (s.packed_q) write_nothing(call, 0, call.workspace.header()->tail + block, call.seq_q, blocks);
     if (s.q.used || s.q.starts)
 #pragma unroll 1
         for (int n = block / parts; n < batch; n += blocks / parts) {
