@@ -40,9 +40,4 @@ __device__ __forceinline__ void write_gradient(void *data, fa_dtype dtype, bool 
         static_cast<__nv_bfloat16 *>(data)[index] = from_float<__nv_bfloat16>(value);
 }
 
-/* The same for a gradient of a problem. */
-__device__ __forceinline__ void write_gradient(const fa_backward &p, fa_grad grad, int64_t index, float value) {
-    write_gradient(p.grad[grad].data, p.grad_dtype[grad], p.accumulate, index, value);
-}
-
 } // namespace fa

@@ -8,17 +8,24 @@
 #include <stdint.h> // int64_t
 
 #include "common/faults.cuh" // count_length_faults
-#include "fa.h"              // fa_forward, fa_extra
+#include "common/params.cuh" // AttentionParams
+#include "fa.h"              // fa_problem
 
 namespace fa {
 
 /* A call by value. */
 struct Serving {
-    fa_forward p;
+    AttentionParams p;
     fa_sequences s;
-    fa_extra extra;
+    fa_operand alibi;
+    fa_dropout dropout;
     fa_fault_board *faults;
 };
+
+inline Serving serving(const fa_problem &problem) {
+    return {attention_params(problem.forward), problem.sequences, problem.extra.alibi, problem.extra.dropout,
+            problem.faults};
+}
 
 constexpr int kFewestWarps = 4; // of a block that looks for its spot: `joined` then has room for fa_words, too
 static_assert(kFewestWarps * sizeof(int64_t) >= FA_SEQUENCE_WORDS * sizeof(int32_t));

@@ -13,18 +13,18 @@
 #pragma once
 
 #include "common/chaos.cuh"       // FA_CHAOS_BEGIN
-#include "common/convert.cuh"     // to_float, load_as_float, write_gradient
+#include "common/convert.cuh"     // to_float, load_as_float
 #include "common/mask.cuh"        // row_keys, tile_keys, tile_queries
+#include "common/params.cuh"      // GradientParams, write_gradient
 #include "common/rows.cuh"        // row_of, row_offset
 #include "common/score.cuh"       // bounded, lse_of_weights, sink_weight
-#include "fa.h"                   // fa_backward
 #include "simt/backward_tile.cuh" // Tile, Work, Shared, Pairs, Sums
 
 namespace simt_backward {
 
 /* ---- rows ---- */
 
-__device__ inline bool sees_nothing(const fa_forward &f, int64_t b, int64_t h, int64_t i) {
+__device__ inline bool sees_nothing(const fa::AttentionParams &f, int64_t b, int64_t h, int64_t i) {
     const fa::KeyRange keys = fa::row_keys(f, i);
     float bias;
     for (int64_t j = keys.begin; j < keys.end; ++j)
@@ -38,8 +38,8 @@ __device__ __forceinline__ float lse_of(const fa_operand &x, int64_t b, int64_t 
 
 /* dout . out - dlse, of a query that sees a key. The products are added up in the order of dout . v in pair_weights(),
  * so that a single key, whose v is out, gives a difference of exactly 0. */
-template <typename T> __device__ float delta_of(const fa_backward &p, int64_t b, int64_t h, int64_t i) {
-    const fa_forward &f = p.forward;
+template <typename T> __device__ float delta_of(const fa::GradientParams &p, int64_t b, int64_t h, int64_t i) {
+    const fa::AttentionParams &f = p.forward;
     float sum = 0.0f;
     if (p.dout.data) {
         const T *dout = fa::row_of<const T>(p.dout, b, h, i);
@@ -58,9 +58,9 @@ template <typename T> __device__ float delta_of(const fa_backward &p, int64_t b,
 /* Fills work.rows, a query a thread. */
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    rows_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
+    rows_kernel(const __grid_constant__ fa::GradientParams p, const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
-    const fa_forward &f = p.forward;
+    const fa::AttentionParams &f = p.forward;
     const int64_t count = work.pairs * work.group * f.seq_q;
     for (int64_t n = int64_t(blockIdx.x) * kThreads + threadIdx.x; n < count; n += int64_t(gridDim.x) * kThreads) {
         const int64_t i = n % f.seq_q, head = n / f.seq_q, pair = work.first_pair + head / work.group;
@@ -78,8 +78,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 /* Rows [first, first + block) below `end` of a gradient; 0 where `zero(row)`, whatever the sums are. */
 template <Tile t, class Zero>
-__device__ __forceinline__ void write_rows(const fa_backward &p, fa_grad grad, int64_t b, int64_t h, int64_t first,
-                                           int64_t end, int length, float factor, const Sums<t> &sums, Zero zero) {
+__device__ __forceinline__ void write_rows(const fa::GradientParams &p, fa_grad grad, int64_t b, int64_t h,
+                                           int64_t first, int64_t end, int length, float factor, const Sums<t> &sums,
+                                           Zero zero) {
     const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
     const fa_operand &x = p.grad[grad];
 #pragma unroll
@@ -105,12 +106,12 @@ __device__ __forceinline__ void write_rows(const fa_backward &p, fa_grad grad, i
 
 template <typename T, class C>
 __global__ void __launch_bounds__(kThreads, 1)
-    queries_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
+    queries_kernel(const __grid_constant__ fa::GradientParams p, const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
     constexpr Tile t = C::tile;
     extern __shared__ float4 memory[];
     const Shared<t> shared(reinterpret_cast<float *>(memory), work);
-    const fa_forward &f = p.forward;
+    const fa::AttentionParams &f = p.forward;
     const int64_t tiles = (f.seq_q + t.block - 1) / t.block;
     for (int64_t n = blockIdx.x; n < work.pairs * work.group * tiles; n += gridDim.x) {
         const int64_t head = n / tiles, pair = work.first_pair + head / work.group, first = n % tiles * t.block;
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             dq.add(shared.weights, pairs.second, shared.keys);
         }
         __syncthreads();
-        write_rows<t>(p, FA_GRAD_Q, b, h, first, end, f.head_dim, static_cast<float>(f.scale), dq,
+        write_rows<t>(p, FA_GRAD_Q, b, h, first, end, f.head_dim, work.scale, dq,
                       [&](int row) { return shared.lse[row] == INFINITY; });
     }
 }
@@ -138,12 +139,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <typename T, class C>
 __global__ void __launch_bounds__(kThreads, 1)
-    keys_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
+    keys_kernel(const __grid_constant__ fa::GradientParams p, const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
     constexpr Tile t = C::tile;
     extern __shared__ float4 memory[];
     const Shared<t> shared(reinterpret_cast<float *>(memory), work);
-    const fa_forward &f = p.forward;
+    const fa::AttentionParams &f = p.forward;
     const bool wants_k = p.wants >> FA_GRAD_K & 1, wants_v = p.wants >> FA_GRAD_V & 1;
     const int64_t tiles = (f.seq_k + t.block - 1) / t.block;
     for (int64_t n = blockIdx.x; n < work.pairs * tiles; n += gridDim.x) {
@@ -169,8 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
         const auto hidden = [&](int row) { return first + row < f.key_begin || first + row >= f.key_end; };
         const int64_t end = f.seq_k;
-        if (wants_k)
-            write_rows<t>(p, FA_GRAD_K, b, h_kv, first, end, f.head_dim, static_cast<float>(f.scale), dk, hidden);
+        if (wants_k) write_rows<t>(p, FA_GRAD_K, b, h_kv, first, end, f.head_dim, work.scale, dk, hidden);
         if (wants_v) write_rows<t>(p, FA_GRAD_V, b, h_kv, first, end, f.head_dim_v, 1.0f, dv, hidden);
     }
 }
@@ -181,14 +181,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 struct Span {
     int64_t begin, end;
 };
-__device__ __forceinline__ Span span_of(const fa_backward &p, int axis, int64_t own, int64_t step, int64_t extent) {
+__device__ __forceinline__ Span span_of(const fa::GradientParams &p, int axis, int64_t own, int64_t step,
+                                        int64_t extent) {
     if (p.bias_sums >> axis & 1) return {0, extent};
     return {own, own + step < extent ? own + step : extent};
 }
 
 /* Writes the tile `sums` of dbias at (b, h, query0, key0) of its own extents, first added up along its summed axes. */
 template <Tile t>
-__device__ __forceinline__ void write_bias(const fa_backward &p, float *weights,
+__device__ __forceinline__ void write_bias(const fa::GradientParams &p, float *weights,
                                            const float (&sums)[Pairs<t>::R][Pairs<t>::R], int64_t b, int64_t h,
                                            int64_t query0, int64_t key0) {
     const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
@@ -219,13 +220,13 @@ __device__ __forceinline__ void write_bias(const fa_backward &p, float *weights,
 
 template <typename T, class C>
 __global__ void __launch_bounds__(kThreads, 1)
-    bias_kernel(const __grid_constant__ fa_backward p, const __grid_constant__ Work work) {
+    bias_kernel(const __grid_constant__ fa::GradientParams p, const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
     constexpr Tile t = C::tile;
     constexpr int R = Pairs<t>::R;
     extern __shared__ float4 memory[];
     const Shared<t> shared(reinterpret_cast<float *>(memory), work);
-    const fa_forward &f = p.forward;
+    const fa::AttentionParams &f = p.forward;
     const auto tiles_of = [&](int axis, int64_t extent, int64_t step) {
         return p.bias_sums >> axis & 1 ? int64_t(1) : (extent + step - 1) / step;
     };
@@ -263,10 +264,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 /* ---- dsinks: a head a thread block ---- */
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) sinks_kernel(const __grid_constant__ fa_backward p) {
+__global__ void __launch_bounds__(kThreads, 1) sinks_kernel(const __grid_constant__ fa::GradientParams p) {
     FA_CHAOS_BEGIN();
     __shared__ double parts[kThreads];
-    const fa_forward &f = p.forward;
+    const fa::AttentionParams &f = p.forward;
     for (int64_t h = blockIdx.x; h < f.heads; h += gridDim.x) {
         const float sink = fa::bounded(fa::load_as_float(f.sinks.data, f.sinks_dtype, h * f.sinks.stride[0]));
         double sum = 0;

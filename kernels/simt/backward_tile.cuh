@@ -9,10 +9,10 @@
 #include "common/alibi.cuh"   // slope_of, with_alibi
 #include "common/convert.cuh" // to_float
 #include "common/mask.cuh"    // key_band
+#include "common/params.cuh"  // AttentionParams, GradientParams
 #include "common/ptx.cuh"     // exp2_fast
 #include "common/rows.cuh"    // row_of, bias_row, mask_row
 #include "common/score.cuh"   // kLog2E, ScoreParams, bias_of, bounded
-#include "fa.h"               // fa_backward
 #include "philox.h"           // fa_dropout_keeps, fa_dropout_read
 
 namespace simt_backward {
@@ -31,17 +31,20 @@ struct Tile {
     }
 };
 
-/* Computed on the host, beside the problem. A pair is a batch entry's kv head. */
+/* Computed on the host, and the options of scores. A pair is a batch entry's kv head. */
 struct Work {
     fa::ScoreParams score;
-    float2 *rows; // (pairs, group, seq_q): LSE, +inf where the query sees no key, and delta
+    float scale, softcap; // softcap 0: none
+    float2 *rows;         // (pairs, group, seq_q): LSE, +inf where the query sees no key, and delta
     int64_t first_pair, pairs, group;
-    fa_extra extra;
+    fa_operand alibi;
+    fa_dropout dropout;
     float kept; // what dropout multiplies a weight by that it keeps; 1 without dropout
 };
 
 /* Whether mask and bias leave a pair; *bias is what they add. */
-__device__ __forceinline__ bool shown(const fa_forward &f, int64_t b, int64_t h, int64_t i, int64_t j, float *bias) {
+__device__ __forceinline__ bool shown(const fa::AttentionParams &f, int64_t b, int64_t h, int64_t i, int64_t j,
+                                      float *bias) {
     *bias = 0.0f;
     if (f.mask.data && !fa::mask_row(f, b, h, i)[j * f.mask.stride[3]]) return false;
     if (!f.bias.data) return true;
@@ -80,14 +83,14 @@ template <Tile t> struct Shared {
         : queries(smem), douts(queries + t.side_floats()), keys(douts + t.side_floats()),
           values(keys + t.side_floats()), weights(values + t.side_floats()), lse(weights + t.block * t.weight_floats()),
           delta(lse + t.block), dropout(reinterpret_cast<fa_dropout *>(delta + t.block)) {
-        if (threadIdx.x == 0 && work.extra.dropout.threshold) *dropout = fa_dropout_read(&work.extra.dropout);
+        if (threadIdx.x == 0 && work.dropout.threshold) *dropout = fa_dropout_read(&work.dropout);
     }
 
     /* Queries [first, first + block) below `end` of a head whose rows of work.rows begin at `rows`. */
     template <typename T>
-    __device__ void load_queries(const fa_backward &p, int64_t b, int64_t h, int64_t first, int64_t end,
+    __device__ void load_queries(const fa::GradientParams &p, int64_t b, int64_t h, int64_t first, int64_t end,
                                  const float2 *rows) const {
-        const fa_forward &f = p.forward;
+        const fa::AttentionParams &f = p.forward;
         const float2 *empties = f.mask.data || f.bias.data ? rows + first : nullptr;
         load_tile<T, t>(queries, f.q, b, h, first, 0, end, f.head_dim, empties);
         load_tile<T, t>(douts, p.dout, b, h, first, 0, end, f.head_dim_v, empties);
@@ -99,8 +102,8 @@ template <Tile t> struct Shared {
 
     /* Keys [first, first + block); those that no query of the call sees are 0. */
     template <typename T>
-    __device__ void load_keys(const fa_backward &p, int64_t b, int64_t h_kv, int64_t first) const {
-        const fa_forward &f = p.forward;
+    __device__ void load_keys(const fa::GradientParams &p, int64_t b, int64_t h_kv, int64_t first) const {
+        const fa::AttentionParams &f = p.forward;
         load_tile<T, t>(keys, f.k, b, h_kv, first, f.key_begin, f.key_end, f.head_dim, nullptr);
         load_tile<T, t>(values, f.v, b, h_kv, first, f.key_begin, f.key_end, f.head_dim_v, nullptr);
     }
@@ -152,18 +155,18 @@ __device__ __forceinline__ void product(const float *a, const float *b, int leng
 
 /* P of a pair from its product q . k, and what dS is to be multiplied by for dT. In base e up to the difference, so
  * that large scores are rounded once. `biased`: `bias` is not always 0. */
-__device__ __forceinline__ float weight_of(const fa_forward &f, const fa::ScoreParams &score, float product, float bias,
-                                           bool biased, float lse, float *slope) {
+__device__ __forceinline__ float weight_of(const Work &work, float product, float bias, bool biased, float lse,
+                                           float *slope) {
     float x;
     *slope = 1.0f;
-    if (f.softcap > 0) {
-        const float capped = tanhf(product * score.scale_cap);
+    if (work.softcap > 0) {
+        const float capped = tanhf(product * work.score.scale_cap);
         *slope = 1.0f - capped * capped;
-        x = fmaf(static_cast<float>(f.softcap), capped, bias) - lse;
+        x = fmaf(work.softcap, capped, bias) - lse;
     } else if (biased) {
-        x = fmaf(product, static_cast<float>(f.scale), bias) - lse;
+        x = fmaf(product, work.scale, bias) - lse;
     } else {
-        x = fmaf(product, static_cast<float>(f.scale), -lse);
+        x = fmaf(product, work.scale, -lse);
     }
     return fa::exp2_fast(x * fa::kLog2E);
 }
@@ -189,9 +192,9 @@ __device__ __noinline__ uint32_t kept_pairs(const fa_dropout &dropout, int64_t b
  * 0 where the query does not see the key. kKeysOwn: rows of the thread grid are keys, columns queries; else the
  * reverse. */
 template <Tile t, bool kKeysOwn, bool kDs>
-__device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &work, const Shared<t> &shared, int64_t b,
-                                             int64_t h, int64_t query0, int64_t key0, Pairs<t> &pairs) {
-    const fa_forward &f = p.forward;
+__device__ __forceinline__ void pair_weights(const fa::GradientParams &p, const Work &work, const Shared<t> &shared,
+                                             int64_t b, int64_t h, int64_t query0, int64_t key0, Pairs<t> &pairs) {
+    const fa::AttentionParams &f = p.forward;
     const int ty = threadIdx.x / kSide, tx = threadIdx.x % kSide;
     product<t>(kKeysOwn ? shared.keys : shared.queries, kKeysOwn ? shared.queries : shared.keys, f.head_dim,
                pairs.first);
@@ -199,10 +202,9 @@ __device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &w
         product<t>(kKeysOwn ? shared.values : shared.douts, kKeysOwn ? shared.douts : shared.values, f.head_dim_v,
                    pairs.second);
     const fa::KeyBand band = fa::key_band(f, query0, key0);
-    const float alibi = fa::slope_of(work.extra.alibi, b, h);
+    const float alibi = fa::slope_of(work.alibi, b, h);
     const bool biased = f.bias.data || alibi != 0;
-    const uint32_t kept =
-        work.extra.dropout.threshold ? kept_pairs<t, kKeysOwn>(*shared.dropout, b, h, query0, key0) : ~0u;
+    const uint32_t kept = work.dropout.threshold ? kept_pairs<t, kKeysOwn>(*shared.dropout, b, h, query0, key0) : ~0u;
 #pragma unroll
     for (int i = 0; i < Pairs<t>::R; ++i)
 #pragma unroll
@@ -216,7 +218,7 @@ __device__ __forceinline__ void pair_weights(const fa_backward &p, const Work &w
                     const int64_t distance = key0 + key - (query0 + query + f.diagonal);
                     bias = fa::with_alibi(bias, alibi, static_cast<float>(distance));
                 }
-                weight = weight_of(f, work.score, pairs.first[i][j], bias, biased, shared.lse[query], &slope);
+                weight = weight_of(work, pairs.first[i][j], bias, biased, shared.lse[query], &slope);
                 const float factor = kept >> (Pairs<t>::R * i + j) & 1 ? work.kept : 0.0f;
                 ds = weight * fmaf(factor, pairs.second[i][j], -shared.delta[query]);
                 if (!kDs) ds *= slope;

@@ -14,6 +14,7 @@
 #include "common/chaos.cuh"
 #include "common/convert.cuh" // to_float, from_float
 #include "common/mask.cuh"    // tile_keys, key_band
+#include "common/params.cuh"  // AttentionParams
 #include "common/rows.cuh"    // Chunk, store_chunk, row_of, bias_row, mask_row, store_lse
 #include "common/score.cuh"   // bounded, finite_score
 #include "common/softmax.cuh" // NaturalRowState, finish_row
@@ -24,11 +25,11 @@ namespace fa::simt {
 __device__ __forceinline__ float4 load4(const float *p) { return *reinterpret_cast<const float4 *>(p); }
 
 /* The keys that a query sees in general_scores(): a band, or a value from the caller. */
-__device__ __forceinline__ KeyBand sight_of(const fa_forward &p, int64_t row0, int64_t key0) {
+__device__ __forceinline__ KeyBand sight_of(const AttentionParams &p, int64_t row0, int64_t key0) {
     return key_band(p, row0, key0);
 }
 template <class Sight>
-__device__ __forceinline__ const Sight &sight_of(const fa_forward &, int64_t, int64_t, const Sight &sight) {
+__device__ __forceinline__ const Sight &sight_of(const AttentionParams &, int64_t, int64_t, const Sight &sight) {
     return sight;
 }
 
@@ -37,14 +38,14 @@ __device__ __forceinline__ const Sight &sight_of(const fa_forward &, int64_t, in
  * order, four rows at a time, so that reads overlap. `sight`: none in a dense call; else an object that says of every
  * row what it sees, and what ALiBi takes from a bias. */
 template <typename T, int kRows, int kKeys, int kStride, class... Sight>
-__device__ __noinline__ void general_scores(const fa_forward &p, const Options &o, float *scores, int64_t batch,
+__device__ __noinline__ void general_scores(const AttentionParams &p, const Options &o, float *scores, int64_t batch,
                                             int64_t head, int64_t row0, int64_t key0, const Sight &...sight) {
     constexpr int kBatch = 4, kColumns = (kKeys + kWarp - 1) / kWarp;
     static_assert(kRows % kBatch == 0);
     const int lane = threadIdx.x % kWarp;
     constexpr bool kDense = sizeof...(Sight) == 0;
     const auto &band = sight_of(p, row0, key0, sight...);
-    const float scale = static_cast<float>(p.scale), cap = static_cast<float>(p.softcap);
+    const float scale = o.scale, cap = o.softcap;
     const int rows = kDense && p.seq_q - row0 < kRows ? static_cast<int>(p.seq_q - row0) : kRows;
 
 #pragma unroll 1
@@ -187,7 +188,7 @@ template <typename T, Tile t> struct LaneTile {
     }
 
     /* Products to scores by way of shared memory, where softcap, bias or mask take part. */
-    __device__ __forceinline__ void score_general(float (&s)[kLaneRows][kLaneKeys], const fa_forward &p,
+    __device__ __forceinline__ void score_general(float (&s)[kLaneRows][kLaneKeys], const AttentionParams &p,
                                                   const Options &o, int64_t batch, int64_t head, int64_t row0,
                                                   int64_t key0) const {
         put(s);
@@ -337,7 +338,7 @@ template <typename T, Tile t> struct LaneTile {
     }
 
     /* Normalises and writes the rows and their LSE. */
-    __device__ __forceinline__ void finish(const fa_forward &p, const Options &o, int64_t batch, int64_t head,
+    __device__ __forceinline__ void finish(const AttentionParams &p, const Options &o, int64_t batch, int64_t head,
                                            int64_t row0) {
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) {
@@ -388,7 +389,7 @@ template <typename T, Tile t> struct LaneTile {
 /* C::tile is the tile: nvcc takes no class values as arguments of a __global__ template. */
 template <typename T, class C>
 __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
-    simt_kernel(const __grid_constant__ fa_forward p, const __grid_constant__ Options o) {
+    simt_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ Options o) {
     FA_CHAOS_BEGIN();
     constexpr Tile t = C::tile;
     using KeyLoader = Loader<T, t, t.block_n, t.group_threads()>;
@@ -427,7 +428,7 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
             if (o.general) {
                 lane.score_general(s, p, o, batch, head, row0, key0);
             } else {
-                lane.scale_products(s, static_cast<float>(p.scale));
+                lane.scale_products(s, o.scale);
                 if (key0 < common.begin || key0 + t.block_n > common.end)
                     lane.exclude(s, key_band(p, row0 + lane.row, key0));
             }

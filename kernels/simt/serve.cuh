@@ -202,9 +202,9 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
 
     /* Normalises and writes the rows and their LSE; rows of no query get 0 and -inf. */
     __device__ __forceinline__ void finish(const Serving &c, const Options &o, const TileSpot &spot, int64_t head) {
-        const fa_forward &p = c.p;
+        const AttentionParams &p = c.p;
         const int64_t batch = spot.batch < 0 ? 0 : spot.batch;
-        const float kept = c.extra.dropout.threshold ? static_cast<float>(fa_dropout_scale(&c.extra.dropout)) : 1.0f;
+        const float kept = c.dropout.threshold ? static_cast<float>(fa_dropout_scale(&c.dropout)) : 1.0f;
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) {
             NaturalRowState &state = this->state[i];
@@ -233,8 +233,8 @@ template <typename T, Tile t> struct ServeTile : LaneTile<T, t> {
 
   private:
     template <typename O>
-    __device__ __forceinline__ static void write(const fa_forward &p, const Options &o, int64_t batch, int64_t head,
-                                                 int64_t row, int dim, const float (&value)[4]) {
+    __device__ __forceinline__ static void write(const AttentionParams &p, const Options &o, int64_t batch,
+                                                 int64_t head, int64_t row, int dim, const float (&value)[4]) {
         Chunk<O, 4> chunk;
 #pragma unroll
         for (int e = 0; e < 4; ++e) chunk.element[e] = from_float<O>(value[e]);
@@ -251,10 +251,10 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
     extern __shared__ float4 memory[];
     float *smem = reinterpret_cast<float *>(memory);
     auto &shared = *reinterpret_cast<Shared<t> *>(memory + (t.smem_bytes() + 15) / 16);
-    const fa_forward &p = c.p;
+    const AttentionParams &p = c.p;
     ServeTile<T, t> lane(smem);
     KeyRow *index = shared.key[lane.group];
-    if (threadIdx.x == 0 && c.extra.dropout.threshold) shared.dropout = fa_dropout_read(&c.extra.dropout);
+    if (threadIdx.x == 0 && c.dropout.threshold) shared.dropout = fa_dropout_read(&c.dropout);
 
     for (int64_t tile = blockIdx.x; tile < o.tiles; tile += gridDim.x) {
         const int64_t head = tile % p.heads, head_kv = head / (p.heads / p.heads_kv);
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
         }
         const RowLoader<T, t> k_loader(p.k, head_kv, p.head_dim, o.k_chunks);
         const RowLoader<T, t> v_loader(p.v, head_kv, p.head_dim_v, o.v_chunks);
-        const float slope = spot.batch < 0 ? 0.0f : slope_of(c.extra.alibi, spot.batch, head);
+        const float slope = spot.batch < 0 ? 0.0f : slope_of(c.alibi, spot.batch, head);
 
         for (int64_t key0 = keys.begin + lane.group * t.block_n; key0 < keys.end; key0 += t.groups * t.block_n) {
             for (int n = thread_index() % t.group_threads(); n < t.block_n; n += t.group_threads())
@@ -289,11 +289,11 @@ __global__ void __launch_bounds__(C::tile.threads(), C::tile.blocks)
                 if (o.general) {
                     lane.score(s, c, o, spot, head, {shared.query + lane.warp_row, index, key0, slope});
                 } else {
-                    lane.scale_products(s, static_cast<float>(p.scale));
+                    lane.scale_products(s, o.scale);
                     lane.exclude(s, Sight{shared.query + lane.row, index, key0, slope});
                 }
                 lane.absorb(s);
-                if (c.extra.dropout.threshold) {
+                if (c.dropout.threshold) {
                     __syncwarp();
                     drop<lane.kWarpRows, t.block_n, lane.kScoreStride>(
                         shared.dropout, lane.scores + lane.warp_row * lane.kScoreStride, spot.batch, head,

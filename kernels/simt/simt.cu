@@ -167,8 +167,7 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
         if (plan.smem_bytes > kSmemFree) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
         FA_CHAOS_ARM(launch.stream, launch);
         kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
-                 static_cast<cudaStream_t>(launch.stream)>>>(
-            Serving{problem.forward, problem.sequences, problem.extra, problem.faults}, own.options);
+                 static_cast<cudaStream_t>(launch.stream)>>>(serving(problem), own.options);
         FA_CUDA_TRY(launch, cudaGetLastError());
     }
     return FA_OK;
@@ -197,7 +196,7 @@ fa_code launch_tile(const fa_forward &p, const fa_plan &plan, const fa_launch &l
         if (plan.smem_bytes > kSmemFree) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
         FA_CHAOS_ARM(launch.stream, launch);
         kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
-                 static_cast<cudaStream_t>(launch.stream)>>>(p, own.options);
+                 static_cast<cudaStream_t>(launch.stream)>>>(attention_params(p), own.options);
         FA_CUDA_TRY(launch, cudaGetLastError());
     }
     return FA_OK;
@@ -266,6 +265,12 @@ template <typename T> void find_chunks(const fa_forward &p, const Tile &tile, Op
     o->out_chunks = takes_chunks<T>(p.out, p.head_dim_v, 4);
 }
 
+void set_scores(const fa_forward &p, Options *o) {
+    o->score = score_params(p);
+    o->scale = static_cast<float>(p.scale);
+    o->softcap = static_cast<float>(p.softcap);
+}
+
 /* The features that only the serving instances have. */
 constexpr uint32_t kServed = FA_WITH_LENGTHS | FA_WITH_PAGES | FA_WITH_RANGES | FA_WITH_POSITIONS |
                              FA_WITH_OUT_FLOAT32 | FA_WITH_ALIBI | FA_WITH_DROPOUT;
@@ -286,7 +291,7 @@ fa_answer plan_serving(const fa_problem *problem, const fa_device_info *device, 
     own.tile = chosen;
     own.serve = true;
     Options &o = own.options;
-    o.score = score_params(p);
+    set_scores(p, &o);
     o.general = p.softcap > 0 || p.bias.data || p.mask.data || problem->extra.alibi.data;
     o.tiles_m = s.packed_q ? 1 : (p.seq_q + tile.block_m - 1) / tile.block_m;
     o.tiles = p.heads * (s.q.starts ? tiles_of_packed(p, 1, tile.block_m) : p.batch * o.tiles_m);
@@ -310,7 +315,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     Own &own = fa_own<Own>(plan);
     own.tile = chosen;
     Options &o = own.options;
-    o.score = score_params(p);
+    set_scores(p, &o);
     o.tiles_m = tiles_m(p, chosen);
     o.tiles = p.batch * p.heads * o.tiles_m;
     o.longest_first = p.right != FA_UNBOUNDED;

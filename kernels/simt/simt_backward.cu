@@ -42,7 +42,7 @@ struct Own {
 };
 
 /* One a dtype, each compiled as an instance of this file. */
-using Launcher = fa_code(const fa_backward &, const fa_extra &, const fa_plan &, const fa_launch &);
+using Launcher = fa_code(const fa_problem &, const fa_plan &, const fa_launch &);
 Launcher launch_f16, launch_bf16, launch_f32;
 
 } // namespace simt_backward
@@ -65,8 +65,8 @@ inline int64_t tiles(int64_t length, int64_t block) { return (length + block - 1
 
 /* Everything that works on the rows of work.pairs. */
 template <typename T, class C>
-fa_code launch_pairs(const fa_backward &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
-    const fa_forward &f = p.forward;
+fa_code launch_pairs(const fa::GradientParams &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
+    const fa::AttentionParams &f = p.forward;
     const int64_t block = C::tile.block, heads = work.pairs * work.group;
     FA_TRY(start(rows_kernel<T>, tiles(heads * f.seq_q, kThreads), 0, launch, p, work));
     if (p.wants >> FA_GRAD_Q & 1)
@@ -77,8 +77,8 @@ fa_code launch_pairs(const fa_backward &p, const Work &work, const fa_plan &plan
 }
 
 template <typename T, class C>
-fa_code launch_bias(const fa_backward &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
-    const fa_forward &f = p.forward;
+fa_code launch_bias(const fa::GradientParams &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
+    const fa::AttentionParams &f = p.forward;
     const int64_t lengths[4] = {f.batch, f.heads, tiles(f.seq_q, C::tile.block), tiles(f.seq_k, C::tile.block)};
     int64_t count = 1;
     for (int axis = 0; axis < 4; ++axis) count *= p.bias_sums >> axis & 1 ? 1 : lengths[axis];
@@ -86,19 +86,23 @@ fa_code launch_bias(const fa_backward &p, const Work &work, const fa_plan &plan,
 }
 
 template <typename T, int kIndex>
-fa_code launch_tile(const fa_backward &p, const fa_extra &extra, const fa_plan &plan, const fa_launch &launch) {
+fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
     if constexpr (kIndex < kTileCount) {
         const Own &own = fa_own<Own>(&plan);
-        if (own.tile != kIndex) return launch_tile<T, kIndex + 1>(p, extra, plan, launch);
-        const fa_forward &f = p.forward;
+        if (own.tile != kIndex) return launch_tile<T, kIndex + 1>(problem, plan, launch);
+        const fa_forward &f = problem.backward.forward;
+        const fa::GradientParams p = fa::gradient_params(problem.backward);
         const int64_t all = f.batch * f.heads_kv;
         Work work = {.score = fa::score_params(f),
+                     .scale = static_cast<float>(f.scale),
+                     .softcap = static_cast<float>(f.softcap),
                      .rows = static_cast<float2 *>(launch.workspace),
                      .first_pair = 0,
                      .pairs = 0,
                      .group = f.heads_kv ? f.heads / f.heads_kv : 1,
-                     .extra = extra,
-                     .kept = static_cast<float>(fa_dropout_scale(&extra.dropout))};
+                     .alibi = problem.extra.alibi,
+                     .dropout = problem.extra.dropout,
+                     .kept = static_cast<float>(fa_dropout_scale(&problem.extra.dropout))};
         for (; work.first_pair < all && own.pairs; work.first_pair += own.pairs) {
             work.pairs = all - work.first_pair < own.pairs ? all - work.first_pair : own.pairs;
             FA_TRY((launch_pairs<T, Config<kIndex>>(p, work, plan, launch)));
@@ -111,9 +115,8 @@ fa_code launch_tile(const fa_backward &p, const fa_extra &extra, const fa_plan &
 
 #define SIMT_JOIN(a, b)         a##b
 #define SIMT_LAUNCHER(instance) SIMT_JOIN(launch_, instance)
-fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_backward &p, const fa_extra &extra, const fa_plan &plan,
-                                   const fa_launch &launch) {
-    return launch_tile<SIMT_TYPE, 0>(p, extra, plan, launch);
+fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
+    return launch_tile<SIMT_TYPE, 0>(problem, plan, launch);
 }
 
 } // namespace simt_backward
@@ -159,10 +162,10 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 }
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    const fa_backward &p = problem->backward;
-    if (p.forward.dtype == FA_F16) return simt_backward::launch_f16(p, problem->extra, *plan, *launch);
-    if (p.forward.dtype == FA_BF16) return simt_backward::launch_bf16(p, problem->extra, *plan, *launch);
-    return simt_backward::launch_f32(p, problem->extra, *plan, *launch);
+    const fa_dtype dtype = problem->backward.forward.dtype;
+    if (dtype == FA_F16) return simt_backward::launch_f16(*problem, *plan, *launch);
+    if (dtype == FA_BF16) return simt_backward::launch_bf16(*problem, *plan, *launch);
+    return simt_backward::launch_f32(*problem, *plan, *launch);
 }
 
 } // namespace

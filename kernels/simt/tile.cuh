@@ -73,6 +73,7 @@ template <typename T> constexpr int chunk_width(const Tile &t) {
 /* Computed on the host, once a launch. */
 struct Options {
     ScoreParams score;
+    float scale, softcap;                          // of natural scores; softcap 0: none
     int64_t tiles;                                 // of the whole launch
     int64_t tiles_m;                               // of one head
     bool longest_first;                            // later query rows see more keys: start with them

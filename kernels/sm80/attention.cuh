@@ -22,7 +22,6 @@
 #include "common/rows.cuh"    // row_of, store_lse
 #include "common/softmax.cuh" // RowResult
 #include "common/tiles.cuh"   // place_of
-#include "fa.h"               // fa_forward
 #include "sm80/bias.cuh"      // BiasTiles
 #include "sm80/config.cuh"    // MmaArgs, BlockPlace
 #include "sm80/scores.cuh"    // mask_scores, scale_scores
@@ -36,7 +35,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_kernel(const
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) unsigned char shared[];
     using T = typename C::T;
-    const fa_forward &p = args.problem;
+    const AttentionParams &p = args.problem;
     const Band &visible = args.visible;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % C::kWarpsM, warp_n = warp / C::kWarpsM;
 
@@ -210,7 +209,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_kernel(const
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(128) combine_splits(const __grid_constant__ MmaArgs args) {
     constexpr int kColumns = kHeadDim / 32; // of a lane: every 32nd
-    const fa_forward &p = args.problem;
+    const AttentionParams &p = args.problem;
     const int64_t rows = args.rows(), row = int64_t(blockIdx.x) * 4 + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (row >= rows) return;

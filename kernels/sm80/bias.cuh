@@ -13,7 +13,7 @@
 
 #include "common/ptx.cuh"   // cp_async_16, ldmatrix_x4, store_shared, unpack
 #include "common/score.cuh" // add_bias
-#include "fa.h"             // fa_forward, fa_operand
+#include "fa.h"             // fa_operand
 #include "sm80/config.cuh"  // MmaArgs, BlockPlace
 #include "sm80/scores.cuh"  // Scores
 #include "sm80/tile.cuh"    // TileLayout, BlockAddress
@@ -87,7 +87,7 @@ template <class C> class BiasTiles {
     /* Starts the copies for the tile of keys that starts at `key`. `shared`: where the block's shared memory begins. */
     __device__ static __forceinline__ void copy(const MmaArgs &args, const BlockPlace &block, uint32_t shared,
                                                 int key) {
-        const fa_forward &p = args.problem;
+        const AttentionParams &p = args.problem;
         if (!p.bias.data && !p.mask.data) return;
         const BlockPlace place = C::kShort ? BlockPlace(args) : block;
         const auto copy_tile = [&](auto tile, uint32_t to, const fa_operand &x, bool chunks) {
@@ -107,7 +107,7 @@ template <class C> class BiasTiles {
      * tiles. */
     __device__ static __forceinline__ void apply(const MmaArgs &args, uint32_t shared, int row, int lane,
                                                  Scores<C::kRowTiles, C::kKeys> &s) {
-        const fa_forward &p = args.problem;
+        const AttentionParams &p = args.problem;
         if (p.bias.data) {
             if (p.bias_dtype == FA_F32)
                 add_wide(shared + args.bias_at + row * Wide::kRowBytes, lane, s);

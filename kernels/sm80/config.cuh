@@ -5,10 +5,10 @@
 #include <stdint.h> // int64_t, uint32_t
 
 #include "common/mask.cuh"    // Band
+#include "common/params.cuh"  // AttentionParams
 #include "common/partial.cuh" // Partials
 #include "common/score.cuh"   // ScoreParams
 #include "common/tiles.cuh"   // Divider
-#include "fa.h"               // fa_forward
 
 namespace fa {
 
@@ -64,7 +64,7 @@ template <typename T_, int kHeadDim_, MmaShape kShape, Surface kSurface> struct 
 
 /* A launch. The sequence lengths, and so every row and key index, fit in 28 bits. */
 struct MmaArgs {
-    fa_forward problem;
+    AttentionParams problem;
     ScoreParams score;
     Band visible;
     Divider heads, group;                   // query heads a batch entry, a K/V head

@@ -22,7 +22,6 @@
 #include "common/convert.cuh"           // write_gradient
 #include "common/ptx.cuh"               // cp_async_commit, cp_async_wait, pack, unpack
 #include "common/rows.cuh"              // row_offset
-#include "fa.h"                         // fa_backward
 #include "philox.h"                     // fa_dropout_read
 #include "sm80/mma_backward_config.cuh" // BackwardArgs, TaskPlace, Sight
 #include "sm80/mma_backward_score.cuh"  // weigh, load_bias
@@ -34,7 +33,7 @@ namespace fa {
 template <typename T>
 __device__ __forceinline__ void write_pair(const BackwardArgs &args, fa_grad grad, int64_t index, int left, float low,
                                            float high) {
-    const fa_backward &p = args.problem;
+    const GradientParams &p = args.problem;
     if (args.stores_pairs >> grad & 1) { // rows are whole pairs
         if (left <= 0) return;
         if (p.grad_dtype[grad] == FA_F32) {
@@ -103,7 +102,7 @@ template <class C> struct BackwardWarp {
         if constexpr (C::kGeneral) load_bias<C::kQueries, C::kRowTiles, C::kStep>(args, place, bias);
         if constexpr (C::kExtended) {
             add_alibi<C::kQueries, C::kRowTiles, C::kStep>(args, place, bias);
-            if (args.extra.dropout.threshold) kept = kept_pairs<C::kQueries, C::kStep>(dropout, place);
+            if (args.dropout.threshold) kept = kept_pairs<C::kQueries, C::kStep>(dropout, place);
         }
         {
             const typename Product::OwnAddress a_s(own_s, lane), a_p(own_p, lane);
@@ -148,8 +147,8 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) unsigned char shared[];
-    const fa_backward &p = args.problem;
-    const fa_forward &f = p.forward;
+    const GradientParams &p = args.problem;
+    const AttentionParams &f = p.forward;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, seq_q = int(f.seq_q);
 
     const TaskPlace task(C::kQueries ? args.queries : args.keys);
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
 
     auto &dropout = *reinterpret_cast<fa_dropout *>(shared + C::kDropoutAt); // as it was when the block began
     if constexpr (C::kExtended) // for this thread's first barrier to publish
-        if (threadIdx.x == 0 && args.extra.dropout.threshold) dropout = fa_dropout_read(&args.extra.dropout);
+        if (threadIdx.x == 0 && args.dropout.threshold) dropout = fa_dropout_read(&args.dropout);
     BackwardWarp<C> mine;
     if constexpr (C::kQueries) { // for this thread's first barrier to publish
         for (int n = threadIdx.x; n < C::kOwn; n += C::kThreads)

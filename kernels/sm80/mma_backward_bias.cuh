@@ -8,9 +8,8 @@
 #pragma once
 
 #include "common/chaos.cuh"             // FA_CHAOS_BEGIN
-#include "common/convert.cuh"           // write_gradient
+#include "common/params.cuh"            // GradientParams, write_gradient
 #include "common/ptx.cuh"               // cp_async_commit, cp_async_wait
-#include "fa.h"                         // fa_backward
 #include "philox.h"                     // fa_dropout_read
 #include "sm80/mma_backward_config.cuh" // BackwardArgs
 #include "sm80/mma_backward_score.cuh"  // weigh, load_bias
@@ -31,6 +30,8 @@ template <typename T_, int kHeadDim_, bool kExtended_> struct BiasConfig {
     static_assert(kSharedBytes <= 99 * 1024, "fits a block of sm_86 and sm_89");
 };
 
+/* ---- of fa_backward or GradientParams ---- */
+
 /* Along one axis of (B, H, Sq, Sk), in steps of one or a tile: those of the call, and whether dbias sums over them. */
 struct BiasAxis {
     int64_t steps;
@@ -43,8 +44,8 @@ struct BiasAxis {
 struct BiasAxes {
     BiasAxis axis[4];
 
-    __host__ __device__ BiasAxes(const fa_backward &p, int queries, int keys) {
-        const fa_forward &f = p.forward;
+    template <class Problem> __host__ __device__ BiasAxes(const Problem &p, int queries, int keys) {
+        const auto &f = p.forward;
         const int64_t steps[4] = {f.batch, f.heads, (f.seq_q + queries - 1) / queries, (f.seq_k + keys - 1) / keys};
         for (int n = 0; n < 4; ++n) axis[n] = {steps[n], (p.bias_sums >> n & 1) != 0};
     }
@@ -55,8 +56,8 @@ struct BiasAxes {
 };
 
 /* Elements of dbias. */
-__host__ __device__ inline int64_t bias_elements(const fa_backward &p) {
-    const fa_forward &f = p.forward;
+template <class Problem> __host__ __device__ inline int64_t bias_elements(const Problem &p) {
+    const auto &f = p.forward;
     const int64_t extents[4] = {f.batch, f.heads, f.seq_q, f.seq_k};
     int64_t count = 1;
     for (int n = 0; n < 4; ++n) count *= p.bias_sums >> n & 1 ? 1 : extents[n];
@@ -67,8 +68,8 @@ __host__ __device__ inline int64_t bias_elements(const fa_backward &p) {
  * `part`. */
 template <class C>
 __device__ __forceinline__ void write_bias(const BackwardArgs &args, float *tile, int part, const int64_t (&at)[4]) {
-    const fa_backward &p = args.problem;
-    const fa_forward &f = p.forward;
+    const GradientParams &p = args.problem;
+    const AttentionParams &f = p.forward;
     const bool sum_rows = p.bias_sums >> 2 & 1, sum_keys = p.bias_sums >> 3 & 1;
     const int n = threadIdx.x;
     if (sum_keys && n < C::kQueries)
@@ -100,8 +101,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
     extern __shared__ __align__(128) unsigned char shared[];
     using T = typename C::T;
     using Product = WarpProduct<T, C::kHeadDim, 1, C::kKeys>;
-    const fa_backward &p = args.problem;
-    const fa_forward &f = p.forward;
+    const GradientParams &p = args.problem;
+    const AttentionParams &f = p.forward;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, seq_q = int(f.seq_q);
     const uint32_t queries = shared_address(shared), douts = queries + C::kQueries * C::kRowBytes;
     const uint32_t keys = douts + C::kQueries * C::kRowBytes, values = keys + C::kKeys * C::kRowBytes;
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
 
     auto &dropout = *reinterpret_cast<fa_dropout *>(shared + C::kDropoutAt); // as it was when the block began
     if constexpr (C::kExtended)
-        if (threadIdx.x == 0 && args.extra.dropout.threshold) dropout = fa_dropout_read(&args.extra.dropout);
+        if (threadIdx.x == 0 && args.dropout.threshold) dropout = fa_dropout_read(&args.dropout);
 
     const BiasAxes axes(p, C::kQueries, C::kKeys);
     const int part = blockIdx.x % args.parts;
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
         load_bias<true, 1, C::kKeys>(args, place, bias);
         if constexpr (C::kExtended) {
             add_alibi<true, 1, C::kKeys>(args, place, bias);
-            if (args.extra.dropout.threshold) kept = kept_pairs<true, C::kKeys>(dropout, place);
+            if (args.dropout.threshold) kept = kept_pairs<true, C::kKeys>(dropout, place);
         }
         cp_async_wait<0>();
         __syncthreads();
@@ -174,8 +175,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) backward_bias(const __grid_con
 /* dbias of its parts, an element a thread. */
 static __global__ void __launch_bounds__(128) backward_bias_sum(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
-    const fa_backward &p = args.problem;
-    const fa_forward &f = p.forward;
+    const GradientParams &p = args.problem;
+    const AttentionParams &f = p.forward;
     const int64_t extents[4] = {f.batch, f.heads, f.seq_q, f.seq_k}, count = bias_elements(p);
     const fa_operand &x = p.grad[FA_GRAD_BIAS];
     for (int64_t n = int64_t(blockIdx.x) * 128 + threadIdx.x; n < count; n += int64_t(gridDim.x) * 128) {

@@ -6,10 +6,11 @@
 
 #include <stdint.h> // int64_t
 
-#include "common/mask.cuh"  // Band, Span
-#include "common/score.cuh" // ScoreParams
-#include "common/tiles.cuh" // longest_first
-#include "fa.h"             // fa_backward
+#include "common/mask.cuh"   // Band, Span
+#include "common/params.cuh" // GradientParams
+#include "common/score.cuh"  // ScoreParams
+#include "common/tiles.cuh"  // longest_first
+#include "fa.h"              // fa_dropout
 
 namespace fa {
 
@@ -77,7 +78,7 @@ struct TaskOrder {
 
 /* A launch. Sequence lengths, and so every row and key index, fit in 28 bits; heads times batch in 31. */
 struct BackwardArgs {
-    fa_backward problem;
+    GradientParams problem;
     ScoreParams score;
     Band visible;
     float scale, softcap;
@@ -91,7 +92,8 @@ struct BackwardArgs {
     double *sinks;                                              // (batch, heads): parts of dsinks
     float *bias_parts;                                          // (parts, elements of dbias); parts > 1
     int parts;
-    fa_extra extra;
+    fa_operand alibi;
+    fa_dropout dropout;
     float kept; // what dropout multiplies a weight by that it keeps; 1 without dropout
 };
 

@@ -8,7 +8,6 @@
 #include "common/convert.cuh"           // to_float, load_as_float, write_gradient
 #include "common/rows.cuh"              // row_of, row_offset, Chunk, bias_row, mask_row
 #include "common/score.cuh"             // bias_of, bounded, lse_of_weights, sink_weight
-#include "fa.h"                         // fa_backward
 #include "sm80/mma_backward_config.cuh" // BackwardArgs
 
 namespace fa {
@@ -17,7 +16,7 @@ constexpr int kRowsWarps = 8, kSinksThreads = 128;
 
 /* Whether band, mask and bias leave query i no key. For a whole warp. */
 __device__ __forceinline__ bool sees_nothing(const BackwardArgs &args, int64_t b, int64_t h, int i) {
-    const fa_forward &f = args.problem.forward;
+    const AttentionParams &f = args.problem.forward;
     const int begin = begin_of(args.visible, i), end = end_of(args.visible, i);
     for (int first = begin; first < end; first += 32) {
         const int j = first + threadIdx.x % 32;
@@ -35,7 +34,7 @@ constexpr int row_lanes(int head_dim) { return head_dim <= 32 ? 4 : head_dim <= 
 /* dout . out over this lane's 8 columns, `first` and after. In one order, whatever the strides. */
 template <typename T>
 __device__ __forceinline__ float row_part(const BackwardArgs &args, int64_t b, int64_t h, int64_t i, int first) {
-    const fa_forward &f = args.problem.forward;
+    const AttentionParams &f = args.problem.forward;
     const fa_operand &x = args.problem.dout;
     const T *dout = row_of<const T>(x, b, h, i) + first * x.stride[3];
     const int64_t out = row_offset(f.out, b, h, i) + first * f.out.stride[3];
@@ -62,8 +61,8 @@ __global__ void __launch_bounds__(32 * kRowsWarps) backward_rows(const __grid_co
     FA_CHAOS_BEGIN();
     constexpr int kLanes = row_lanes(kHeadDim), kQueries = 32 / kLanes; // of a warp
     static_assert(kRowsMultiple % kQueries == 0);
-    const fa_backward &p = args.problem;
-    const fa_forward &f = p.forward;
+    const GradientParams &p = args.problem;
+    const AttentionParams &f = p.forward;
     const int lane = threadIdx.x % 32, mine = lane / kLanes;
     const int64_t count = int64_t(args.pairs) * args.group * args.pitch;
     for (int64_t n = (int64_t(blockIdx.x) * kRowsWarps + threadIdx.x / 32) * kQueries; n < count;
@@ -96,7 +95,7 @@ template <typename T>
 __global__ void __launch_bounds__(kSinksThreads) backward_sink_parts(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
     __shared__ double parts[kSinksThreads];
-    const fa_forward &f = args.problem.forward;
+    const AttentionParams &f = args.problem.forward;
     const int local = blockIdx.x, pair = args.first_pair + local / args.group;
     const int64_t b = pair / f.heads_kv, h = pair % f.heads_kv * args.group + local % args.group;
     const float sink = bounded(load_as_float(f.sinks.data, f.sinks_dtype, h * f.sinks.stride[0]));
@@ -117,7 +116,7 @@ __global__ void __launch_bounds__(kSinksThreads) backward_sink_parts(const __gri
 /* dsinks of all heads, a thread each, over the batch in its order. */
 static __global__ void __launch_bounds__(kSinksThreads) backward_sinks(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
-    const fa_forward &f = args.problem.forward;
+    const AttentionParams &f = args.problem.forward;
     for (int64_t h = int64_t(blockIdx.x) * kSinksThreads + threadIdx.x; h < f.heads;
          h += int64_t(gridDim.x) * kSinksThreads) {
         double sum = 0;

@@ -15,7 +15,6 @@
 #include "common/rows.cuh"              // Chunk
 #include "common/score.cuh"             // kLog2E, bounded
 #include "common/softcap.cuh"           // tanh_and_slope
-#include "fa.h"                         // fa_forward
 #include "sm80/mma_backward_config.cuh" // BackwardArgs, seen_by
 #include "sm80/scores.cuh"              // Scores
 
@@ -36,7 +35,7 @@ template <int kRowTiles, int kStep, class Body> __device__ __forceinline__ void 
 template <bool kQueries, int kRowTiles, int kStep>
 __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPlace &place,
                                           Scores<kRowTiles, kStep> &bias) {
-    const fa_forward &f = args.problem.forward;
+    const AttentionParams &f = args.problem.forward;
     const int seq_q = int(f.seq_q);
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r)
@@ -92,7 +91,7 @@ __device__ __forceinline__ void load_bias(const BackwardArgs &args, const PairPl
 template <bool kQueries, int kRowTiles, int kStep>
 __device__ __forceinline__ void add_alibi(const BackwardArgs &args, const PairPlace &place,
                                           Scores<kRowTiles, kStep> &bias) {
-    const float slope = slope_of(args.extra.alibi, place.batch, place.head);
+    const float slope = slope_of(args.alibi, place.batch, place.head);
     if (slope == 0) return;
     const int first = kQueries ? place.other - place.own - args.visible.diagonal
                                : place.own - place.other - args.visible.diagonal; // key - position
@@ -158,7 +157,7 @@ __device__ __forceinline__ void weigh(const BackwardArgs &args, const PairPlace 
                         const Capped capped = tanh_and_slope(s[r][j][e] * args.score.scale_cap);
                         exponent = fmaf(args.softcap, capped.value, extra) - query.x;
                         slope = capped.slope;
-                    } else if (args.problem.forward.bias.data || (kExtended && args.extra.alibi.data)) {
+                    } else if (args.problem.forward.bias.data || (kExtended && args.alibi.data)) {
                         exponent = fmaf(s[r][j][e], args.scale, extra) - query.x;
                     } else {
                         exponent = fmaf(s[r][j][e], args.scale, -query.x);

@@ -76,7 +76,7 @@ struct fa_mma_kinds {
 /* Launches everything of a group of pairs, or dbias; one such function a padded head_dim, in its own object. */
 #define FA_MMA_BACKWARD_NAME(head_dim) fa_mma_backward_sm80_launch_d##head_dim
 #define FA_MMA_BACKWARD(head_dim)                                                                                      \
-    fa_code FA_MMA_BACKWARD_NAME(head_dim)(const BackwardArgs &args, fa_mma_kinds kinds, bool bias,                    \
+    fa_code FA_MMA_BACKWARD_NAME(head_dim)(const BackwardArgs &args, fa_dtype dtype, fa_mma_kinds kinds, bool bias,    \
                                            const fa_launch &launch)
 #define FA_MMA_BACKWARD_ALL(X) X(32) X(64) X(96) X(128) X(192) X(256) // all instances, ascending
 
@@ -121,7 +121,7 @@ template <class C> fa_code start_bias(const BackwardArgs &args, const fa_launch 
 
 template <typename T>
 fa_code launch_dtype(const BackwardArgs &args, fa_mma_kinds kinds, bool bias, const fa_launch &launch) {
-    const fa_forward &f = args.problem.forward;
+    const AttentionParams &f = args.problem.forward;
     if (bias) {
         FA_TRY(kinds.queries == kExtended ? (start_bias<BiasConfig<T, FA_MMA_HEAD_DIM, true>>(args, launch))
                                           : (start_bias<BiasConfig<T, FA_MMA_HEAD_DIM, false>>(args, launch)));
@@ -144,7 +144,7 @@ fa_code launch_dtype(const BackwardArgs &args, fa_mma_kinds kinds, bool bias, co
 } // namespace
 
 FA_MMA_BACKWARD(FA_MMA_HEAD_DIM) {
-    if (args.problem.forward.dtype == FA_F16) return launch_dtype<__half>(args, kinds, bias, launch);
+    if (dtype == FA_F16) return launch_dtype<__half>(args, kinds, bias, launch);
     return launch_dtype<__nv_bfloat16>(args, kinds, bias, launch);
 }
 
@@ -158,7 +158,7 @@ namespace {
 constexpr int kMaxLengthBits = 28; // of queries or keys: the kernels add up to four such numbers in 32 bits
 constexpr int kMaxBlocksBits = 31;
 
-using Launch = fa_code(const BackwardArgs &, fa_mma_kinds, bool bias, const fa_launch &);
+using Launch = fa_code(const BackwardArgs &, fa_dtype, fa_mma_kinds, bool bias, const fa_launch &);
 
 struct Instance {
     int head_dim;
@@ -319,7 +319,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
     const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
     char *workspace = static_cast<char *>(launch->workspace);
     BackwardArgs args = {
-        .problem = p,
+        .problem = gradient_params(p),
         .score = score_params(f),
         .visible = {.left = clamp_bound(f.left),
                     .right = clamp_bound(f.right),
@@ -346,18 +346,19 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .sinks = reinterpret_cast<double *>(workspace + own.sinks_at),
         .bias_parts = reinterpret_cast<float *>(workspace + own.bias_at),
         .parts = own.parts,
-        .extra = problem->extra,
+        .alibi = problem->extra.alibi,
+        .dropout = problem->extra.dropout,
         .kept = float(fa_dropout_scale(&problem->extra.dropout)),
     };
     const auto run = kInstances[own.index].launch;
     do { // once for no pairs, whose sums of nothing are results too
         args.pairs = int(all - args.first_pair < own.pairs ? all - args.first_pair : own.pairs);
         args.queries.items = unsigned(args.pairs * group), args.keys.items = unsigned(args.pairs);
-        FA_TRY(run(args, own.kinds, false, *launch));
+        FA_TRY(run(args, f.dtype, own.kinds, false, *launch));
         args.first_pair += args.pairs;
     } while (args.first_pair < all);
     args.first_pair = 0, args.pairs = int(all);
-    return p.wants >> FA_GRAD_BIAS & 1 ? run(args, own.kinds, true, *launch) : FA_OK;
+    return p.wants >> FA_GRAD_BIAS & 1 ? run(args, f.dtype, own.kinds, true, *launch) : FA_OK;
 }
 
 } // namespace

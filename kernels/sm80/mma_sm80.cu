@@ -89,13 +89,14 @@ using Choose = MmaConfig<T, kHeadDim, shape_of(kHeadDim, built(kHeadDim, kKind))
  */
 #define FA_MMA_JOIN(head_dim) fa_mma_sm80_launch_d##head_dim
 #define FA_MMA_LAUNCH(head_dim)                                                                                        \
-    fa_code FA_MMA_JOIN(head_dim)(const MmaArgs &args, int kind, unsigned blocks, const fa_launch &launch)
+    fa_code FA_MMA_JOIN(head_dim)(const MmaArgs &args, fa_dtype dtype, int kind, unsigned blocks,                      \
+                                  const fa_launch &launch)
 
 /* The same of the instances that serve; `dressed`: ServeConfig says what with. */
 #define FA_MMA_SERVE_JOIN(head_dim) fa_mma_sm80_launch_serve_d##head_dim
 #define FA_MMA_SERVE_LAUNCH(head_dim)                                                                                  \
-    fa_code FA_MMA_SERVE_JOIN(head_dim)(const sm80::ServeArgs &args, bool dressed, const fa_plan &plan,                \
-                                        const fa_launch &launch)
+    fa_code FA_MMA_SERVE_JOIN(head_dim)(const sm80::ServeArgs &args, fa_dtype dtype, bool dressed,                     \
+                                        const fa_plan &plan, const fa_launch &launch)
 
 #if defined FA_INSTANCE && defined FA_MMA_SERVE
 
@@ -112,7 +113,7 @@ fa_code launch_serve(const sm80::ServeArgs &args, const fa_plan &plan, const fa_
 } // namespace
 
 FA_MMA_SERVE_LAUNCH(FA_MMA_HEAD_DIM) {
-    if (args.call.p.dtype == FA_F16)
+    if (dtype == FA_F16)
         return dressed ? launch_serve<__half, true>(args, plan, launch)
                        : launch_serve<__half, false>(args, plan, launch);
     return dressed ? launch_serve<__nv_bfloat16, true>(args, plan, launch)
@@ -151,7 +152,7 @@ template <typename T> fa_code launch_kind(const MmaArgs &args, int kind, unsigne
 } // namespace
 
 FA_MMA_LAUNCH(FA_MMA_HEAD_DIM) {
-    if (args.problem.dtype == FA_F16) return launch_kind<__half>(args, kind, blocks, launch);
+    if (dtype == FA_F16) return launch_kind<__half>(args, kind, blocks, launch);
     return launch_kind<__nv_bfloat16>(args, kind, blocks, launch);
 }
 
@@ -183,10 +184,10 @@ template <class C> constexpr Tile tile_of() {
 
 struct Instance {
     int head_dim;
-    fa_code (*launch)(const MmaArgs &, int kind, unsigned blocks, const fa_launch &);
+    fa_code (*launch)(const MmaArgs &, fa_dtype, int kind, unsigned blocks, const fa_launch &);
     Tile tile[kKinds];
     sm80::ServeForm serve_form;
-    fa_code (*serve)(const sm80::ServeArgs &, bool dressed, const fa_plan &, const fa_launch &);
+    fa_code (*serve)(const sm80::ServeArgs &, fa_dtype, bool dressed, const fa_plan &, const fa_launch &);
 };
 
 #define FA_MMA_INSTANCE(D)                                                                                             \
@@ -389,12 +390,12 @@ int clamp_bound(int64_t bound) {
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const Own &own = fa_own<Own>(plan);
     if (own.serves)
-        return kInstances[own.index].serve(serve_args(problem, own.serve, launch->workspace), own.serve.dressed, *plan,
-                                           *launch);
+        return kInstances[own.index].serve(serve_args(problem, own.serve, launch->workspace), problem->forward.dtype,
+                                           own.serve.dressed, *plan, *launch);
     const fa_forward forward = own.folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
     const int64_t pairs = p->batch * p->heads, sections = divide_up(pairs, own.section);
     const MmaArgs args = {
-        .problem = *p,
+        .problem = attention_params(*p),
         .score = score_params(*p),
         .visible = {.left = clamp_bound(p->left),
                     .right = clamp_bound(p->right),
@@ -421,7 +422,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .splits = own.splits,
         .partial = static_cast<float *>(launch->workspace),
     };
-    return kInstances[own.index].launch(args, own.kind, unsigned(plan->blocks / own.splits), *launch);
+    return kInstances[own.index].launch(args, p->dtype, own.kind, unsigned(plan->blocks / own.splits), *launch);
 }
 
 } // namespace

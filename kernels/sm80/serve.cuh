@@ -78,7 +78,7 @@ template <class C> struct ServeUnit {
     }
 
     __device__ __forceinline__ void load_query() const {
-        const fa_forward &p = args.call.p;
+        const AttentionParams &p = args.call.p;
         const int64_t batch = job.out_batch(args);
         QueryGatherer(p.q, 0, p.head_dim, args.chunks_q).copy(tiles, [&](int row) {
             if (row >= job.count) return kNowhere;
@@ -88,7 +88,7 @@ template <class C> struct ServeUnit {
     }
     /* A tile of K and V to its stage; its keys have been looked up. */
     __device__ __forceinline__ void load(int stage, int at) const {
-        const fa_forward &p = args.call.p;
+        const AttentionParams &p = args.call.p;
         const KeyPlace *place = shared.place[at];
         Gatherer(p.k, job.head_kv, p.head_dim, args.chunks_k).copy(keys_at(stage), [&](int row) {
             return place[row].k;
@@ -101,13 +101,13 @@ template <class C> struct ServeUnit {
     /* Products to weights, of the tile whose keys begin at `key`. */
     __device__ __forceinline__ void weigh(ServeRows<C> &rows, typename ServeRows<C>::Tile &s, const WarpSight &sight,
                                           int warp_row, int key, int at) const {
-        const fa_forward &p = args.call.p;
+        const AttentionParams &p = args.call.p;
         const int lane = threadIdx.x % 32, row = warp_row + lane / 4, first = key + lane % 4 * 2;
         scale_scores<1, C::kKeys, true>(s, args.score);
         const bool biased = C::kDressed && p.bias.data;
         if constexpr (C::kDressed)
             if (biased) rows.add_biases(s, args, job, shared, row, first);
-        if (!biased && args.call.extra.alibi.data) rows.add_slopes(s, shared, row, first);
+        if (!biased && args.call.alibi.data) rows.add_slopes(s, shared, row, first);
         uint64_t held = shared.held[at][0];
         if constexpr (C::kTileN == 64) held |= uint64_t(shared.held[at][1]) << 32;
         const uint64_t all = ~uint64_t(0) >> (64 - C::kTileN);
@@ -115,7 +115,7 @@ template <class C> struct ServeUnit {
             rows.mask(s, args, job, shared, row, first, held >> (first - key));
         rows.weigh(s);
         if constexpr (C::kDressed)
-            if (args.call.extra.dropout.threshold) {
+            if (args.call.dropout.threshold) {
                 const RowPlace place = job.at(args, row);
                 rows.drop(s, shared.dropout, job.batch, place.head, place.query, first);
             }
@@ -198,8 +198,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_serve(const 
     extern __shared__ __align__(128) unsigned char memory[];
     auto &shared = *reinterpret_cast<ServeShared<C> *>(memory + C::kSharedBytes);
     if constexpr (C::kDressed)
-        if (threadIdx.x == 0 && args.call.extra.dropout.threshold)
-            shared.dropout = fa_dropout_read(&args.call.extra.dropout);
+        if (threadIdx.x == 0 && args.call.dropout.threshold) shared.dropout = fa_dropout_read(&args.call.dropout);
     for (int64_t n = blockIdx.x; n < args.units; n += gridDim.x) {
         const Job job = find_job(args, n, shared.joined);
         if (!job.may_exist(args)) continue; // the same in all threads
@@ -258,12 +257,12 @@ template <int kHeadDim> struct FoldRow {
     }
 
     template <typename T> __device__ __forceinline__ void write(const ServeArgs &args, const Job &job, int row) const {
-        const fa_forward &p = args.call.p;
+        const AttentionParams &p = args.call.p;
         const int lane = threadIdx.x % 32;
         const RowPlace at = job.at(args, row);
         const int64_t batch = job.out_batch(args), query = job.first_out + at.query;
         const RowResult result = finish_joined(total.maximum, total.sum, serve_sink(p, at.head));
-        const fa_dropout &dropout = args.call.extra.dropout;
+        const fa_dropout &dropout = args.call.dropout;
         const float kept = dropout.threshold ? static_cast<float>(fa_dropout_scale(&dropout)) : 1.0f;
         if (lane == 0) store_lse(p, batch, at.head, query, result.lse);
         const int64_t to = row_offset(p.out, batch, at.head, query);

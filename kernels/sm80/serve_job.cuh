@@ -102,7 +102,7 @@ template <class C> constexpr int serve_bytes() { return C::kSharedBytes + int(si
 /* Fills the rows, and the keys from the first to the last that some row sees. By the block. */
 template <class Shared>
 __device__ __forceinline__ void place_rows(const ServeArgs &args, const Job &job, Shared &shared) {
-    const fa_forward &p = args.call.p;
+    const AttentionParams &p = args.call.p;
     int64_t low = INT64_MAX, high = 0;
     if (const int row = threadIdx.x; row < kServeRows) {
         ServeRow mine = {0, 0, 0, 0.0f};
@@ -115,7 +115,7 @@ __device__ __forceinline__ void place_rows(const ServeArgs &args, const Job &job
                 mine.begin = int(seen.begin), mine.end = int(seen.end);
                 low = seen.begin, high = seen.end;
             }
-            mine.slope = slope_of(args.call.extra.alibi, job.batch, at.head);
+            mine.slope = slope_of(args.call.alibi, job.batch, at.head);
         }
         shared.row[row] = mine;
     }
@@ -163,7 +163,7 @@ __device__ __forceinline__ bool seen_before(const ServeArgs &args, const Job &jo
 template <class Shared>
 __device__ __forceinline__ KeyPlace find_key(const ServeArgs &args, const Job &job, const Shared &shared, int64_t key,
                                              bool counts) {
-    const fa_forward &p = args.call.p;
+    const AttentionParams &p = args.call.p;
     const fa_sequences &s = args.call.s;
     const fa_pages &pages = s.pages;
     if (key < shared.keys.begin || key >= shared.keys.end) return {kNowhere, kNowhere};

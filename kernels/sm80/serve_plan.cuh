@@ -101,7 +101,7 @@ inline fa_answer plan_serving(const fa_problem *problem, const fa_device_info *d
 inline ServeArgs serve_args(const fa_problem *problem, const ServeOwn &own, void *workspace) {
     const fa_forward &p = problem->forward;
     return {
-        .call = {p, problem->sequences, problem->extra, problem->faults},
+        .call = serving(*problem),
         .score = score_params(p),
         .pack = Divider::of(own.pack),
         .page = Divider::of(std::max<int64_t>(1, std::min<int64_t>(problem->sequences.pages.size, INT32_MAX))),

@@ -16,14 +16,14 @@
 
 namespace fa::sm80 {
 
-__device__ __forceinline__ float serve_sink(const fa_forward &p, int head) {
+__device__ __forceinline__ float serve_sink(const AttentionParams &p, int head) {
     if (!p.sinks.data) return -INFINITY;
     return bounded(load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0]));
 }
 
 /* One element of out. */
 template <typename T>
-__device__ __forceinline__ void store_element(const fa_forward &p, int64_t offset, int column, float x) {
+__device__ __forceinline__ void store_element(const AttentionParams &p, int64_t offset, int column, float x) {
     if (column >= p.head_dim_v) return;
     const int64_t at = offset + column * p.out.stride[3];
     if (p.out_dtype == FA_F32)
@@ -44,7 +44,7 @@ struct Slots {
     __device__ __forceinline__ int64_t at(const Job &job, int row, int part) const {
         if (!args.slots_by_query) return part * args.slots + first + row;
         const RowPlace place = job.at(args, row);
-        const fa_forward &p = args.call.p;
+        const AttentionParams &p = args.call.p;
         return part * args.slots + (job.out_batch(args) * p.seq_q + job.entry.first_q + place.query) * p.heads +
                place.head;
     }
@@ -98,7 +98,7 @@ template <class C> struct ServeRows : MmaWarp<C> {
     /* Adds the bias, less what ALiBi takes; a bias of -inf excludes whatever that is. */
     __device__ static __forceinline__ void add_biases(Tile &s, const ServeArgs &args, const Job &job,
                                                       const ServeShared<C> &shared, int row, int key) {
-        const fa_forward &p = args.call.p;
+        const AttentionParams &p = args.call.p;
         const Slopes slopes(shared, row, key);
         int64_t from[2];
 #pragma unroll
@@ -134,7 +134,7 @@ template <class C> struct ServeRows : MmaWarp<C> {
                         s[0][j][2 * i + e] = -INFINITY;
         }
         if constexpr (C::kDressed) {
-            const fa_forward &p = args.call.p;
+            const AttentionParams &p = args.call.p;
             if (!p.mask.data) return;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -285,9 +285,9 @@ template <class C> struct ServeRows : MmaWarp<C> {
      * and -inf. `rows`: the warp's own rows of the query tile, which it alone reads. */
     __device__ __forceinline__ void finish(const States &x, const ServeArgs &args, const Job &job, int warp_row,
                                            int begin, uint32_t rows) {
-        const fa_forward &p = args.call.p;
+        const AttentionParams &p = args.call.p;
         const int lane = threadIdx.x % 32;
-        const fa_dropout &dropout = args.call.extra.dropout;
+        const fa_dropout &dropout = args.call.dropout;
         const float kept = C::kDressed && dropout.threshold ? static_cast<float>(fa_dropout_scale(&dropout)) : 1.0f;
         const int64_t batch = job.out_batch(args);
         __syncwarp();
@@ -324,7 +324,7 @@ template <class C> struct ServeRows : MmaWarp<C> {
     /* The rows of 16-bit elements, from shared memory to out. */
     __device__ static __forceinline__ void write(const ServeArgs &args, const Job &job, int warp_row, int begin,
                                                  uint32_t rows) {
-        const fa_forward &p = args.call.p;
+        const AttentionParams &p = args.call.p;
         const int lane = threadIdx.x % 32;
         const int64_t batch = job.out_batch(args);
         constexpr int kChunks = Layout::kPeriod, kGroups = C::kHeadDim / 8 / kChunks;

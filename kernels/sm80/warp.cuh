@@ -11,7 +11,6 @@
 #include "common/rows.cuh"    // row_of
 #include "common/score.cuh"   // bounded
 #include "common/softmax.cuh" // weight_rounding, RowResult
-#include "fa.h"               // fa_forward
 #include "sm80/config.cuh"    // MmaArgs, BlockPlace
 #include "sm80/scores.cuh"    // Scores
 #include "sm80/tile.cuh"      // BlockAddress
@@ -24,7 +23,7 @@ constexpr float kNoShift = -FLT_MAX;
 
 /* The sink of a row, or -inf. Rows beyond the last query may look at any head's. */
 __device__ __forceinline__ float sink_of(const MmaArgs &args, int64_t head, int query) {
-    const fa_forward &p = args.problem;
+    const AttentionParams &p = args.problem;
     if (!p.sinks.data) return -INFINITY;
     const int64_t row = min(query, int(p.seq_q) - 1);
     return bounded(load_as_float(p.sinks.data, p.sinks_dtype, head * p.sinks.stride[0] + row * args.sink_row));
@@ -237,7 +236,7 @@ template <class C> struct MmaWarp {
     __device__ __forceinline__ void finish_part(const MmaArgs &args, int warp_m, int split, int lane) const {
         const BlockPlace place(args);
         const int first_query = place.row_block * C::kTileM + warp_m * C::kWarpRows;
-        const fa_forward &p = args.problem;
+        const AttentionParams &p = args.problem;
         const int64_t first_row = split * args.rows() + (int64_t(place.batch) * p.heads + place.head) * p.seq_q;
         float2 *states = partial_states<C::kHeadDim>(args.partial, args.splits, args.rows());
 #pragma unroll
@@ -258,7 +257,7 @@ template <class C> struct MmaWarp {
     /* Normalises, writes the LSE, and the output through this warp's own rows of the query tile, which it alone reads.
      */
     __device__ __forceinline__ void finish(const MmaArgs &args, int warp_m, uint32_t rows, int lane) {
-        const fa_forward &p = args.problem;
+        const AttentionParams &p = args.problem;
         const BlockPlace place(args);
         const int first_query = place.row_block * C::kTileM + warp_m * C::kWarpRows;
         const int queries = min(C::kWarpRows, int(p.seq_q) - first_query);

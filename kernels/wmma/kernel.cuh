@@ -7,10 +7,10 @@
 #pragma once
 
 #include "common/mask.cuh"    // tile_keys, tile_common_keys
+#include "common/params.cuh"  // AttentionParams
 #include "common/ring.cuh"    // RingState
 #include "common/rows.cuh"    // row_of, store_lse
 #include "common/softmax.cuh" // finish_row, softmax_shift, weight_rounding
-#include "fa.h"               // fa_forward
 #include "wmma/fragment.cuh"  // load_block, scale_rows
 #include "wmma/pipeline.cuh"  // barriers
 #include "wmma/softmax.cuh"   // softmax_strip
@@ -18,9 +18,8 @@
 
 namespace fa::wmma_row {
 
-/* Added to the problem by a launch. */
 struct Params {
-    fa_forward p;
+    AttentionParams p;
     ScoreOptions options;
     unsigned tiles_m;
     bool q_aligned, k_aligned, v_aligned, out_aligned;
@@ -29,7 +28,7 @@ struct Params {
 template <typename T, class C>
 __device__ __forceinline__ void produce(const Params &params, typename C::Shared &shared, int64_t batch,
                                         int64_t head_kv, const Span<int> &keys, int lane) {
-    const fa_forward &p = params.p;
+    const AttentionParams &p = params.p;
     const HeadRows<T> k = {row_of<T>(p.k, batch, head_kv, 0), p.k.stride[2], p.k.stride[3], p.head_dim,
                            params.k_aligned};
     const HeadRows<T> v = {row_of<T>(p.v, batch, head_kv, 0), p.v.stride[2], p.v.stride[3], p.head_dim_v,
@@ -96,7 +95,7 @@ __device__ __forceinline__ void multiply_values(Accumulator (&out)[C::kSteps], c
 template <typename T, class C>
 __device__ __forceinline__ void write_output(const Params &params, int64_t batch, int64_t head, int warp_row,
                                              const Accumulator (&out)[C::kSteps], float *strip, int lane) {
-    const fa_forward &p = params.p;
+    const AttentionParams &p = params.p;
     constexpr int kParts = C::kOutColumns / 16;
 #pragma unroll
     for (int d = 0; d < C::kSteps; d += kParts) {
@@ -114,7 +113,7 @@ __device__ __forceinline__ void write_output(const Params &params, int64_t batch
 template <typename T, class C, bool kSimple>
 __device__ __forceinline__ void consume(const Params &params, typename C::Shared &shared, int64_t batch, int64_t head,
                                         int first_row, const Span<int> &keys, int warp, int lane) {
-    const fa_forward &p = params.p;
+    const AttentionParams &p = params.p;
     float *strip = shared.strip[warp], *factor = shared.factor[warp];
     T *const q_tile = reinterpret_cast<T *>(C::kQueryInRegisters ? reinterpret_cast<char *>(strip) : shared.q[warp]);
     const int warp_row = first_row + warp * kStripRows;
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(C::kThreads, !kSimple && C::kBlocks > 2 ? 2 : 
     FA_CHAOS_BEGIN();
     extern __shared__ __align__(128) char memory[];
     typename C::Shared &shared = *reinterpret_cast<typename C::Shared *>(memory);
-    const fa_forward &p = params.p;
+    const AttentionParams &p = params.p;
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const unsigned tiles = params.tiles_m, unit = blockIdx.x / tiles, heads = p.heads;
     const int first_row = int(tiles - 1 - blockIdx.x % tiles) * C::kTileM; // causal: the longest first

@@ -7,12 +7,12 @@
 #include "common/alibi.cuh"   // slope_of, with_alibi
 #include "common/convert.cuh" // load_as_float, to_float
 #include "common/mask.cuh"    // KeyRange, Span
+#include "common/params.cuh"  // AttentionParams
 #include "common/ptx.cuh"     // exp2_fast, pack
 #include "common/rows.cuh"    // Chunk, bias_row, mask_row
 #include "common/score.cuh"   // ScoreParams, add_bias, bounded
 #include "common/softcap.cuh" // tanh_by_exp2
 #include "common/softmax.cuh" // RowState
-#include "fa.h"               // fa_forward
 
 namespace fa::wmma_row {
 
@@ -40,7 +40,7 @@ template <int kColumns> constexpr int kScorePitch = kColumns + 8;
 /* Options that change single scores, and whether four neighbours of their last axis are one aligned load. */
 struct ScoreOptions {
     ScoreParams score;
-    fa_operand alibi; // as in fa_extra
+    fa_operand alibi; // (B, H) slopes; data NULL: none
     bool bias_vectors, mask_vectors;
 };
 
@@ -57,7 +57,8 @@ template <typename T> __device__ __forceinline__ void load_four(const void *data
 }
 
 /* Bias of the keys [key, key + 4) from `row` (bias_row()) on; 0 past the last key. */
-__device__ __forceinline__ void load_bias(const fa_forward &p, bool vectors, int64_t row, int key, float (&bias)[4]) {
+__device__ __forceinline__ void load_bias(const AttentionParams &p, bool vectors, int64_t row, int key,
+                                          float (&bias)[4]) {
     const bool whole = vectors && key + 4 <= p.seq_k;
     if (whole && p.bias_dtype == FA_F32) {
         load_four<float>(p.bias.data, row + key, bias);
@@ -74,7 +75,8 @@ __device__ __forceinline__ void load_bias(const fa_forward &p, bool vectors, int
 }
 
 /* -inf for the scores of the keys [key, key + 4) that the mask's row does not let through. */
-__device__ __forceinline__ void apply_mask(const fa_forward &p, bool vectors, const uint8_t *row, int key, float *s) {
+__device__ __forceinline__ void apply_mask(const AttentionParams &p, bool vectors, const uint8_t *row, int key,
+                                           float *s) {
     if (vectors && key + 4 <= p.seq_k) {
         const uint32_t read = *reinterpret_cast<const uint32_t *>(row + key);
 #pragma unroll
@@ -89,7 +91,7 @@ __device__ __forceinline__ void apply_mask(const fa_forward &p, bool vectors, co
 
 /* Softcap or scale, bias, ALiBi and mask for a lane's products of `row`: s[i] belongs to key from + (i ^ swap). */
 template <int kMine>
-__device__ __forceinline__ void score_products(const fa_forward &p, const ScoreOptions &options, int64_t batch,
+__device__ __forceinline__ void score_products(const AttentionParams &p, const ScoreOptions &options, int64_t batch,
                                                int64_t head, int64_t row, int from, int swap, float (&s)[kMine]) {
     if (options.score.cap_log2 > 0) {
 #pragma unroll
@@ -128,7 +130,7 @@ __device__ __forceinline__ void score_products(const fa_forward &p, const ScoreO
  * neither softcap, bias, ALiBi nor mask. `all_visible`: every row sees every key of the tile. `key` is a multiple of 4.
  */
 template <typename T, int kColumns, int kWeightPitch, bool kSimple>
-__device__ __forceinline__ float softmax_strip(const fa_forward &p, const ScoreOptions &options, int64_t batch,
+__device__ __forceinline__ float softmax_strip(const AttentionParams &p, const ScoreOptions &options, int64_t batch,
                                                int64_t head, OwnedRow &owned, float *strip, int key, bool all_visible,
                                                int lane) {
     constexpr int kMine = kColumns / 2; // columns of this lane

@@ -58,7 +58,7 @@ template <class C> fa_code launch_shape(const fa_problem &problem, const fa_plan
     const fa_forward &p = problem.forward;
     const Own &own = fa_own<Own>(&plan);
     const Params params = {
-        .p = p,
+        .p = attention_params(p),
         .options = {score_params(p), problem.extra.alibi, own.bias_in_fours, own.mask_in_fours},
         .tiles_m = own.tiles_m,
         .q_aligned = own.q_aligned,

@@ -61,7 +61,7 @@ template <class C> struct Rows {
 
     /* By the block. */
     __device__ __forceinline__ void load_queries(const Params &params, const Job &job) {
-        const fa_forward &p = params.call.p;
+        const AttentionParams &p = params.call.p;
         const int lane = threadIdx.x % 32;
         const T *from[C::kRowTiles];
         bool exists[C::kRowTiles];
@@ -95,7 +95,7 @@ template <class C> struct Rows {
 
     /* Loads the keys that the rows see. By the whole warp. */
     __device__ __forceinline__ void load_sight(const Params &params, const Job &job) {
-        const fa_forward &p = params.call.p;
+        const AttentionParams &p = params.call.p;
         const int lane = threadIdx.x % 32; // takes row `lane`
         LaneRow mine = {0, 0, 0, 0.0f};
         common_begin = 0, common_end = INT32_MAX;
@@ -106,7 +106,7 @@ template <class C> struct Rows {
             mine.begin = static_cast<int>(fa_clamp(seen.begin, 0, job.entry.seq_k));
             mine.end = static_cast<int>(fa_clamp(seen.end, 0, job.entry.seq_k));
             mine.position = static_cast<int>(position);
-            const fa_operand &alibi = params.call.extra.alibi;
+            const fa_operand &alibi = params.call.alibi;
             if (alibi.data) {
                 const float slope =
                     static_cast<const float *>(alibi.data)[job.b * alibi.stride[0] + at.head * alibi.stride[1]];
@@ -190,7 +190,7 @@ template <class C> struct Chunk {
             });
         else
             each([&](float &x, int, int) { x = round_score(x, params.score.scale_log2); });
-        if (params.call.extra.alibi.data)
+        if (params.call.alibi.data)
             each([&](float &x, int at, int r) {
                 const int here = key + at, position = rows.own(r).position;
                 const uint32_t distance =

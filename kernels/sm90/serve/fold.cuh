@@ -30,7 +30,7 @@ template <class C> struct Slots {
 template <class T>
 __device__ __forceinline__ void store_out(const Params &params, const Job &job, const RowPlace &row, int column,
                                           float x) {
-    const fa_forward &p = params.call.p;
+    const AttentionParams &p = params.call.p;
     if (column >= p.head_dim_v) return;
     const int64_t at = row.batch * p.out.stride[0] + row.head * p.out.stride[1] +
                        (job.first_out + row.query) * p.out.stride[2] + column * p.out.stride[3];

@@ -265,7 +265,7 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     const Own &own = fa_own<Own>(plan);
     if (own.jobs == 0) return FA_OK;
     Params params = {
-        .call = {p, problem->sequences, problem->extra, problem->faults},
+        .call = serving(*problem),
         .score = score_params(p),
         .heads_kv = Divider::of(p.heads_kv),
         .group = Divider::of(p.heads / p.heads_kv),
