@@ -240,6 +240,15 @@ typedef struct fa_backward {
     bool ordered;       /* the same bits from run to run */
 } fa_backward;
 
+/* The places that new tokens may have. */
+typedef struct fa_slots {
+    const void *data; /* (count), int32 or int64; NULL: sequences say where tokens go */
+    fa_dtype dtype;
+    int64_t count;
+    int64_t pages, page_size; /* extents of the caches, paged or not */
+    int64_t positions;        /* rows of cos and sin, beyond which no position lies; -1 without them */
+} fa_slots;
+
 /* New keys and values into caches. Token t of sequence b, one of the problem's sequences.q, becomes key
  * sequences.k.used[b] - (tokens of b) + t, which is not clamped; with slots, token t becomes row slot % page_size of
  * page slot / page_size. A token without a place is not written (geometry.h). */
@@ -249,14 +258,11 @@ typedef struct fa_append {
     fa_operand k, v;     /* (B, Hk, S, D) and Dv; packed: batch stride 0, S is T */
     fa_operand q, out;   /* (B, H, S, D): rotated into out, 0 where the token is not written; data NULL: none */
     fa_operand cos, sin; /* (positions, R / 2) in stride[0] and stride[1]; data NULL: k as it is */
-    const void *slots;   /* (slot_count), NULL: sequences */
-    int64_t slot_count;
+    fa_slots slots;
     int64_t batch, heads, heads_kv, rows; /* heads of q; rows of k on its own axis */
-    int64_t pages, page_size;             /* extents of the caches, paged or not */
-    int64_t table_rows;                   /* of cos and sin */
     int head_dim, head_dim_v;
     int half; /* R / 2: pairs of columns that are rotated */
-    fa_dtype dtype, rotary_dtype, slots_dtype;
+    fa_dtype dtype, rotary_dtype;
     bool interleaved; /* pairs are neighbours, not half of R apart */
 } fa_append;
 
@@ -450,7 +456,7 @@ typedef struct fa_launch {
 } fa_launch;
 
 /* Grows whenever a struct that a kernel sees changes its layout. */
-#define FA_KERNEL_ABI 4
+#define FA_KERNEL_ABI 5
 
 /* One kernel of the table. The registry compares `device`, `dtypes`, `takes` and compute capabilities; `plan` is asked
  * only where they fit. It answers; fills `plan`, zeroed before, if it takes or declines, and `why` unless it takes.

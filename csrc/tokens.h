@@ -23,34 +23,35 @@ FA_INLINE fa_token fa_token_fault(fa_token token, fa_fault_kind kind, int64_t in
 }
 
 /* A token that has a place, with the rotation of its position. */
-FA_INLINE fa_token fa_token_rotated(const fa_append *p, fa_token token) {
-    if (p->cos.data && (token.position < 0 || token.position >= p->table_rows))
+FA_INLINE fa_token fa_token_rotated(const fa_slots *slots, fa_token token) {
+    if (slots->positions >= 0 && (token.position < 0 || token.position >= slots->positions))
         return fa_token_fault(token, FA_FAULT_position, token.row, token.position);
     return token;
 }
 
 /* Where token t of a call with slots goes, negative: nowhere. */
-FA_INLINE int64_t fa_slot(const fa_append *p, int64_t t) {
-    return p->slots_dtype == FA_I64 ? fa_index_64((const int64_t *)p->slots, t)
-                                    : fa_index((const int32_t *)p->slots, t);
+FA_INLINE int64_t fa_slot(const fa_slots *slots, int64_t t) {
+    return slots->dtype == FA_I64 ? fa_index_64((const int64_t *)slots->data, t)
+                                  : fa_index((const int32_t *)slots->data, t);
 }
 
 /* Token t of a call with slots. */
-FA_INLINE fa_token fa_token_of_slot(const fa_append *p, const fa_sequences *s, int64_t t) {
-    fa_token token = {.sequence = -1, .row = t, .skipped = t >= p->slot_count, .fault = FA_FAULT_COUNT};
+FA_INLINE fa_token fa_token_of_slot(const fa_slots *slots, const fa_sequences *s, int64_t t) {
+    fa_token token = {.sequence = -1, .row = t, .skipped = t >= slots->count, .fault = FA_FAULT_COUNT};
     if (token.skipped) return token;
-    const int64_t slot = fa_slot(p, t);
+    const int64_t slot = fa_slot(slots, t);
     token.skipped = slot < 0;
     if (token.skipped) return token;
-    if (p->page_size == 0 || slot / p->page_size >= p->pages) return fa_token_fault(token, FA_FAULT_slot, t, slot);
-    token.page = slot / p->page_size;
-    token.place = slot % p->page_size;
+    if (slots->page_size == 0 || slot / slots->page_size >= slots->pages)
+        return fa_token_fault(token, FA_FAULT_slot, t, slot);
+    token.page = slot / slots->page_size;
+    token.place = slot % slots->page_size;
     token.position = s->positions ? fa_index(s->positions, t) : 0;
-    return fa_token_rotated(p, token);
+    return fa_token_rotated(slots, token);
 }
 
 /* Token t of the `count` that sequence b has from row `first` on. */
-FA_INLINE fa_token fa_token_of_sequence(const fa_append *p, const fa_sequences *s, int64_t b, int64_t first,
+FA_INLINE fa_token fa_token_of_sequence(const fa_slots *slots, const fa_sequences *s, int64_t b, int64_t first,
                                         int64_t count, int64_t t) {
     const int64_t key = (int64_t)fa_index(s->k.used, b) - count + t;
     fa_token token = {.sequence = b, .batch = s->packed_q ? 0 : b, .row = first + t, .fault = FA_FAULT_COUNT};
@@ -65,7 +66,7 @@ FA_INLINE fa_token fa_token_of_sequence(const fa_append *p, const fa_sequences *
         if (token.page < 0) return fa_token_fault(token, FA_FAULT_page, column, entry);
     }
     token.position = s->positions ? fa_index(s->positions, b * s->positions_stride + token.row) : key;
-    return fa_token_rotated(p, token);
+    return fa_token_rotated(slots, token);
 }
 
 #endif

@@ -80,17 +80,17 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     (void)plan, (void)launch;
     const fa_append *p = &problem->append;
     const fa_sequences *s = &problem->sequences;
-    for (int64_t t = 0; t < p->rows && p->slots && !fa_stopped(problem); t++) {
-        const fa_token token = fa_token_of_slot(p, s, t);
+    for (int64_t t = 0; t < p->rows && p->slots.data && !fa_stopped(problem); t++) {
+        const fa_token token = fa_token_of_slot(&p->slots, s, t);
         write_or_clear(problem, &token);
     }
-    if (p->slots) return FA_OK;
+    if (p->slots.data) return FA_OK;
     int64_t before = 0;
     for (int64_t b = 0; b < p->batch; b++) {
         const fa_span rows = fa_rows_of(&s->q, b, before, s->packed_q);
         const int64_t count = fa_used(&s->q, b, rows.end - rows.begin);
         for (int64_t t = 0; t < count && !fa_stopped(problem); t++) {
-            const fa_token token = fa_token_of_sequence(p, s, b, rows.begin, count, t);
+            const fa_token token = fa_token_of_sequence(&p->slots, s, b, rows.begin, count, t);
             write_or_clear(problem, &token);
         }
         clear(problem, s->packed_q ? 0 : b, s->packed_q ? before : 0, rows.begin);

@@ -51,8 +51,8 @@ static int collect(fa_problem *problem, piece pieces[ARRAYS]) {
     add(pieces, &count, &s->positions, s->packed_q || !s->given ? 1 : batch, s->positions_stride, queries, 4);
     add(pieces, &count, &s->pages.table, batch, s->pages.stride, s->pages.width, 4);
     if (append)
-        add(pieces, &count, &problem->append.slots, 1, 0, problem->append.slot_count,
-            problem->append.slots_dtype == FA_I64 ? 8 : 4);
+        add(pieces, &count, &problem->append.slots.data, 1, 0, problem->append.slots.count,
+            problem->append.slots.dtype == FA_I64 ? 8 : 4);
     return count;
 }
 

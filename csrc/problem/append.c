@@ -105,8 +105,8 @@ static fa_code check_shapes(const fa_append_request *request, fa_append *p, fa_s
     p->heads = r->q ? fa_view_extent(r->q, layout, 1) : 0;
     p->heads_kv = fa_view_extent(k, layout, 1);
     p->rows = fa_view_extent(k, layout, 2);
-    p->pages = cache->shape[0];
-    p->page_size = fa_view_extent(cache, layout, 2);
+    p->slots.pages = cache->shape[0];
+    p->slots.page_size = fa_view_extent(cache, layout, 2);
     return FA_OK;
 }
 
@@ -115,6 +115,7 @@ static fa_code read_rotary(const fa_append_request *request, fa_append *p, fa_st
     static const char *const names[2] = {"rotary's cos", "rotary's sin"};
     fa_operand *operands[2] = {&p->cos, &p->sin};
     static char none; /* data of tables without rows: never read, but not NULL */
+    p->slots.positions = -1;
     for (int n = 0; n < 2 && tables[0]; n++) {
         const fa_view *x = tables[n];
         FA_TRY(fa_check_extra_dtype(names[n], x, FIRST, request->forward.k_cache, status));
@@ -132,7 +133,7 @@ static fa_code read_rotary(const fa_append_request *request, fa_append *p, fa_st
         operands[n]->data = x->data ? x->data : &none;
         for (int axis = 0; axis < 2; axis++) operands[n]->stride[axis] = x->shape[axis] == 1 ? 0 : x->strides[axis];
         p->rotary_dtype = x->dtype;
-        p->table_rows = x->shape[0];
+        p->slots.positions = x->shape[0];
         p->half = (int)x->shape[1];
     }
     return FA_OK;
@@ -150,9 +151,9 @@ static fa_code read_slots(const fa_append_request *request, fa_append *p, fa_sta
                        fa_show_shape(slots->shape, slots->ndim).text, (long long)p->rows);
     if (slots->shape[0] > 1 && slots->strides[0] != 1)
         return fa_fail(status, FA_EVALUE, "slots has strides %s; accepted: 1", fa_show_shape(slots->strides, 1).text);
-    p->slots = slots->data ? slots->data : &none;
-    p->slots_dtype = slots->dtype;
-    p->slot_count = slots->shape[0];
+    p->slots.data = slots->data ? slots->data : &none;
+    p->slots.dtype = slots->dtype;
+    p->slots.count = slots->shape[0];
     return FA_OK;
 }
 
@@ -182,7 +183,7 @@ static fa_code read_sequences(const fa_append_request *request, fa_problem *prob
     s->packed_q = k->ndim == 3;
     s->q.rows = p->rows;
     s->k.used = r->seqlens_k->data ? r->seqlens_k->data : &none;
-    s->k.rows = p->page_size;
+    s->k.rows = p->slots.page_size;
     p->batch = batch;
     if (r->cu_seqlens_q) {
         FA_TRY(fa_check_indices("cu_seqlens_q", r->cu_seqlens_q, &starts, 1, "(batch + 1,)", FIRST, first, status));
@@ -197,21 +198,21 @@ static fa_code read_sequences(const fa_append_request *request, fa_problem *prob
         s->q.used = r->seqlens_q->data;
     }
     if (!table) {
-        if (p->pages == batch) return FA_OK;
+        if (p->slots.pages == batch) return FA_OK;
         return fa_fail(status, FA_EVALUE,
                        FIRST " has shape %s, but seqlens_k has %lld sequences; pages need page_table",
                        fa_show_shape(first->shape, 4).text, (long long)batch);
     }
     const int64_t shape[2] = {batch, table->ndim == 2 ? table->shape[1] : -1};
     FA_TRY(fa_check_indices("page_table", table, shape, 2, "(batch, columns)", FIRST, first, status));
-    if (p->page_size < 1)
+    if (p->slots.page_size < 1)
         return fa_fail(status, FA_EVALUE, FIRST " has shape %s, with a page_size of 0; accepted: 1 or more",
                        fa_show_shape(first->shape, 4).text);
-    s->pages = (fa_pages){table->data ? table->data : &none, batch > 1 ? table->strides[0] : 0, shape[1], p->pages,
-                          p->page_size};
-    if (__builtin_mul_overflow(shape[1], p->page_size, &s->k.rows) || s->k.rows > FA_MAX_EXTENT)
+    s->pages = (fa_pages){table->data ? table->data : &none, batch > 1 ? table->strides[0] : 0, shape[1],
+                          p->slots.pages, p->slots.page_size};
+    if (__builtin_mul_overflow(shape[1], p->slots.page_size, &s->k.rows) || s->k.rows > FA_MAX_EXTENT)
         return fa_fail(status, FA_EVALUE, "page_table has %lld columns for pages of %lld keys, too many to address",
-                       (long long)shape[1], (long long)p->page_size);
+                       (long long)shape[1], (long long)p->slots.page_size);
     return FA_OK;
 }
 
@@ -280,7 +281,7 @@ fa_code fa_append_build(const fa_append_request *request, fa_problem *problem, f
     if (problem->device.kind == FA_CUDA && p->dtype == FA_F64)
         return fa_fail(status, FA_EUNSUPPORTED,
                        "float64 runs on the CPU only; accepted on a CUDA device: float16, bfloat16, float32");
-    problem->features = fa_sequences_features(&problem->sequences) | (p->slots ? FA_WITH_SLOTS : 0) |
+    problem->features = fa_sequences_features(&problem->sequences) | (p->slots.data ? FA_WITH_SLOTS : 0) |
                         (p->cos.data ? FA_WITH_ROTARY : 0) | (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0);
     problem->empty = p->rows == 0 || (p->heads_kv == 0 && p->heads == 0);
     return FA_OK;
@@ -289,18 +290,18 @@ fa_code fa_append_build(const fa_append_request *request, fa_problem *problem, f
 void fa_append_faults(const fa_problem *problem, fa_faults *faults) {
     const fa_append *p = &problem->append;
     const fa_sequences *s = &problem->sequences;
-    for (int64_t t = 0; t < p->slot_count && p->slots; t++) {
-        const fa_token token = fa_token_of_slot(p, s, t);
+    for (int64_t t = 0; t < p->slots.count && p->slots.data; t++) {
+        const fa_token token = fa_token_of_slot(&p->slots, s, t);
         if (token.fault != FA_FAULT_COUNT) fa_fault_add(faults, token.fault, -1, token.index, token.value);
     }
     int64_t before = 0;
-    for (int64_t b = 0; b < p->batch && !p->slots; b++) {
+    for (int64_t b = 0; b < p->batch && !p->slots.data; b++) {
         const fa_span rows = fa_rows_of(&s->q, b, before, s->packed_q);
         const int64_t count = fa_used(&s->q, b, rows.end - rows.begin);
         int64_t column = -1; /* the last whose page was bad */
         fa_length_faults(&s->q, b, rows, 0, faults);
         for (int64_t t = 0; t < count; t++) {
-            const fa_token token = fa_token_of_sequence(p, s, b, rows.begin, count, t);
+            const fa_token token = fa_token_of_sequence(&p->slots, s, b, rows.begin, count, t);
             if (token.fault == FA_FAULT_COUNT || (token.fault == FA_FAULT_page && token.index == column)) continue;
             if (token.fault == FA_FAULT_page) column = token.index;
             fa_fault_add(faults, token.fault, b, token.index, token.value);

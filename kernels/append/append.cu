@@ -39,7 +39,7 @@ bool takes_two(const fa_append &p, const fa_operand &x) {
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *) {
     const fa_append &p = problem->append;
     Work &work = fa_own<Work>(plan);
-    work.rows = problem->sequences.packed_q || p.slots ? p.rows : p.batch * p.rows;
+    work.rows = problem->sequences.packed_q || p.slots.data ? p.rows : p.batch * p.rows;
     work.half = p.cos.data ? p.half : 0;
     work.vectors = fa_dtype_size(p.dtype) == 2 ? takes_vectors<uint16_t>(p) : takes_vectors<float>(p);
     const int longest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
@@ -61,13 +61,35 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     return FA_TAKES;
 }
 
+Params params_of(const fa_append &p) {
+    return {
+        .k_cache = p.k_cache,
+        .v_cache = p.v_cache,
+        .k = p.k,
+        .v = p.v,
+        .q = p.q,
+        .out = p.out,
+        .cos = p.cos,
+        .sin = p.sin,
+        .slots = p.slots,
+        .batch = p.batch,
+        .heads = p.heads,
+        .heads_kv = p.heads_kv,
+        .rows = p.rows,
+        .head_dim = p.head_dim,
+        .head_dim_v = p.head_dim_v,
+        .rotary_dtype = p.rotary_dtype,
+        .interleaved = p.interleaved,
+    };
+}
+
 template <typename T> fa_code launch_as(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
     const Work &work = fa_own<Work>(&plan);
     auto kernel = work.vectors ? append_tokens<T, true> : append_tokens<T, false>;
-    const dim3 grid(static_cast<unsigned>(plan.blocks + (problem.append.slots ? 0 : 1)), work.parts);
+    const dim3 grid(static_cast<unsigned>(plan.blocks + (problem.append.slots.data ? 0 : 1)), work.parts);
     FA_CHAOS_ARM(launch.stream, launch);
-    kernel<<<grid, plan.threads, 0, static_cast<cudaStream_t>(launch.stream)>>>(problem.append, problem.sequences,
-                                                                                problem.faults, work);
+    kernel<<<grid, plan.threads, 0, static_cast<cudaStream_t>(launch.stream)>>>(
+        params_of(problem.append), problem.sequences, problem.faults, work);
     FA_CUDA_TRY(launch, cudaGetLastError());
     return FA_OK;
 }

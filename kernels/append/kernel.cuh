@@ -56,7 +56,7 @@ template <typename T, int kPairs> __device__ __forceinline__ Piece<T, kPairs> pa
 
 /* cos and sin of pairs pair[0..kPairs) of a position. */
 template <typename R, int kPairs>
-__device__ __forceinline__ void load_angles(const fa_append &p, bool two, int64_t position, const int (&pair)[kPairs],
+__device__ __forceinline__ void load_angles(const Params &p, bool two, int64_t position, const int (&pair)[kPairs],
                                             float (&c)[kPairs], float (&d)[kPairs]) {
     const R *cos = static_cast<const R *>(p.cos.data) + position * p.cos.stride[0];
     const R *sin = static_cast<const R *>(p.sin.data) + position * p.sin.stride[0];
@@ -89,7 +89,7 @@ struct Unit {
     int item;              // the first of them
 };
 
-__device__ __forceinline__ Unit unit_of(const fa_append &p, const Work &work, int n) {
+__device__ __forceinline__ Unit unit_of(const Params &p, const Work &work, int n) {
     const int keys = static_cast<int>(p.heads_kv), of_keys = (keys + kRows - 1) / kRows;
     Unit unit;
     unit.token = static_cast<int>(static_cast<unsigned>(n) / static_cast<unsigned>(work.units));
@@ -113,7 +113,7 @@ template <typename T, int kPairs> struct Share {
     int at[2]; // columns of the pieces
     bool exists, turns, two;
 
-    __device__ __forceinline__ Share(const fa_append &p, const Work &work, const Unit &unit, int item) {
+    __device__ __forceinline__ Share(const Params &p, const Work &work, const Unit &unit, int item) {
         const int length = unit.kind == 1 ? p.head_dim_v : p.head_dim, half = unit.kind == 1 ? 0 : work.half;
         const int turned = half / kPairs, rest = length - 2 * half;
         turns = item < turned;
@@ -134,7 +134,7 @@ template <typename T, int kPairs> struct Share {
         }
     }
 
-    __device__ __forceinline__ void rotate(const fa_append &p, const Work &work, int64_t position, int item) {
+    __device__ __forceinline__ void rotate(const Params &p, const Work &work, int64_t position, int item) {
         int pair[kPairs];
         const bool neighbours = kVectors && p.interleaved;
         constexpr int kHalf = kVectors ? kPairs / 2 : 1;
@@ -177,7 +177,7 @@ template <typename T, int kPairs> struct Share {
 
 template <typename T, bool kVectors>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    append_tokens(const __grid_constant__ fa_append p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
+    append_tokens(const __grid_constant__ Params p, const __grid_constant__ fa_sequences s, fa_fault_board *faults,
                   const __grid_constant__ Work work) {
     FA_CHAOS_BEGIN();
     constexpr int kPairs = kVectors ? 16 / (2 * static_cast<int>(sizeof(T))) : 1;
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     __shared__ Marks marks;
     __shared__ int64_t ends[kWarps];
 
-    const unsigned blocks = gridDim.x - (p.slots ? 0 : 1); // and one for the lengths of sequences
+    const unsigned blocks = gridDim.x - (p.slots.data ? 0 : 1); // and one for the lengths of sequences
     if (blockIdx.x == blocks) {
         if (blockIdx.y == 0) check_lengths(p, s, faults, ends);
         return;
@@ -203,10 +203,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
             replaced[n] = 0;
             const fa_token token = find_token(p, s, faults, first + (n < tokens ? n : 0), n < tokens, blockIdx.y == 0);
             if (n < tokens) found[n] = token;
-            if (p.slots) marks.set(p, token);
+            if (p.slots.data) marks.set(p, token);
         }
         Slots slots;
-        if (p.slots) slots.load(p, first + 1);
+        if (p.slots.data) slots.load(p, first + 1);
         bool looked = false;
         for (int n = int(blockIdx.y) * together + (threadIdx.x >> work.lanes_log2);; n += work.parts * together) {
             const Unit unit = unit_of(p, work, n < units ? n : 0);
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
             }
             if (!looked) {
                 __syncthreads();
-                if (p.slots) {
+                if (p.slots.data) {
                     mark_replaced(p, s, first, tokens, found, marks, slots, replaced);
                     __syncthreads();
                 }

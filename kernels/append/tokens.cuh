@@ -12,6 +12,17 @@ constexpr int kTokens = 32; // the most of a block: a lane of one warp each
 constexpr int kRows = 4;    // of a unit: rows of one token and operand, that a group of lanes reads at a time
 constexpr int kAhead = 8;   // starts a lane reads at a time
 
+/* The fields of the problem (fa_append) that the kernel reads. */
+struct Params {
+    fa_operand k_cache, v_cache, k, v, q, out;
+    fa_operand cos, sin;
+    fa_slots slots;
+    int64_t batch, heads, heads_kv, rows;
+    int head_dim, head_dim_v;
+    fa_dtype rotary_dtype;
+    bool interleaved;
+};
+
 /* Computed on the host for a launch. */
 struct Work {
     int64_t rows;          // of k and q, one after another over all batch entries
@@ -95,26 +106,26 @@ __device__ __forceinline__ fa_token no_token(int64_t batch, int64_t row) {
 }
 
 /* The batch entry and row of operands where row n lies. */
-__device__ __forceinline__ void find_row(const fa_append &p, const fa_sequences &s, int64_t n, int64_t &batch,
+__device__ __forceinline__ void find_row(const Params &p, const fa_sequences &s, int64_t n, int64_t &batch,
                                          int64_t &row) {
     batch = 0, row = n;
-    if (!s.packed_q && !p.slots) batch = n / p.rows, row = n - batch * p.rows;
+    if (!s.packed_q && !p.slots.data) batch = n / p.rows, row = n - batch * p.rows;
 }
 
 /* Finds where row n of k goes: one warp, a row a lane where it has one. Counts its fault, once. */
-__device__ __forceinline__ fa_token find_token(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
+__device__ __forceinline__ fa_token find_token(const Params &p, const fa_sequences &s, fa_fault_board *faults,
                                                int64_t n, bool has, bool counts) {
     int64_t batch, row;
     find_row(p, s, n, batch, row);
-    const Owner owner = p.slots || !s.packed_q ? Owner{batch, {0, p.rows}} : owner_of(s, p.batch, row);
+    const Owner owner = p.slots.data || !s.packed_q ? Owner{batch, {0, p.rows}} : owner_of(s, p.batch, row);
     fa_token token = no_token(batch, row);
     if (!has) return token;
-    if (p.slots) {
-        token = fa_token_of_slot(&p, &s, n);
+    if (p.slots.data) {
+        token = fa_token_of_slot(&p.slots, &s, n);
     } else if (owner.sequence >= 0) {
         const int64_t count = fa_used(&s.q, owner.sequence, owner.rows.end - owner.rows.begin);
         const int64_t t = row - owner.rows.begin;
-        if (t < count) token = fa_token_of_sequence(&p, &s, owner.sequence, owner.rows.begin, count, t);
+        if (t < count) token = fa_token_of_sequence(&p.slots, &s, owner.sequence, owner.rows.begin, count, t);
         /* A bad page is one fault, whatever the number of its tokens. */
         counts &= token.fault != FA_FAULT_page || t == 0 || token.place == 0;
     }
@@ -137,12 +148,12 @@ struct Marks {
     }
 
     /* Of the tokens of one warp's lanes, by that warp. */
-    __device__ __forceinline__ void set(const fa_append &p, const fa_token &token) {
+    __device__ __forceinline__ void set(const Params &p, const fa_token &token) {
         const int lane = threadIdx.x % kWarp;
 #pragma unroll
         for (int i = 0; i < kBits / 32; i += kWarp) word[i + lane] = 0;
         __syncwarp();
-        const unsigned bit = bit_of(token.page * p.page_size + token.place);
+        const unsigned bit = bit_of(token.page * p.slots.page_size + token.place);
         if (!token.skipped) atomicOr(&word[bit / 32], 1u << bit % 32);
     }
 };
@@ -152,22 +163,22 @@ struct Slots {
     static constexpr int kCount = 4;
     int64_t slot[kCount];
 
-    __device__ __forceinline__ void load(const fa_append &p, int64_t begin) {
+    __device__ __forceinline__ void load(const Params &p, int64_t begin) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const int64_t other = begin + threadIdx.x + i * kThreads;
-            slot[i] = other < p.slot_count ? fa_slot(&p, other) : -1;
+            slot[i] = other < p.slots.count ? fa_slot(&p.slots, other) : -1;
         }
     }
 };
 
 /* Says which of a block's tokens, the first of them token `first`, have a later one with the same slot: by all threads,
  * which look at each later slot once. `slots` has been loaded for first + 1. */
-__device__ __forceinline__ void mark_replaced(const fa_append &p, const fa_sequences &s, int64_t first, int tokens,
+__device__ __forceinline__ void mark_replaced(const Params &p, const fa_sequences &s, int64_t first, int tokens,
                                               const fa_token *token, const Marks &marks, Slots &slots, int *replaced) {
     constexpr int kTogether = Slots::kCount * kThreads;
 #pragma unroll 1
-    for (int64_t begin = first + 1; begin < p.slot_count; begin += kTogether) {
+    for (int64_t begin = first + 1; begin < p.slots.count; begin += kTogether) {
         if (begin > first + 1) slots.load(p, begin);
         unsigned marked = 0;
 #pragma unroll
@@ -175,7 +186,7 @@ __device__ __forceinline__ void mark_replaced(const fa_append &p, const fa_seque
             if (slots.slot[i] >= 0 && marks.has(slots.slot[i])) marked |= 1u << i;
         for (; marked; marked &= marked - 1) { // rare
             const int64_t other = begin + threadIdx.x + (__ffs(static_cast<int>(marked)) - 1) * kThreads;
-            const fa_token later = fa_token_of_slot(&p, &s, other);
+            const fa_token later = fa_token_of_slot(&p.slots, &s, other);
 #pragma unroll 1
             for (int n = 0; n < tokens && first + n < other; ++n)
                 if (!token[n].skipped && !later.skipped && token[n].page == later.page && token[n].place == later.place)
@@ -185,7 +196,7 @@ __device__ __forceinline__ void mark_replaced(const fa_append &p, const fa_seque
 }
 
 /* Counts what is bad in starts and lengths, by one block. */
-__device__ __forceinline__ void check_lengths(const fa_append &p, const fa_sequences &s, fa_fault_board *faults,
+__device__ __forceinline__ void check_lengths(const Params &p, const fa_sequences &s, fa_fault_board *faults,
                                               int64_t *ends) {
     if (!s.q.starts && !s.q.used) return;
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;

@@ -134,6 +134,21 @@ def test_a_family_includes_what_is_common_and_itself(path):
     assert not foreign, f"{name(path)} includes {foreign} of other families"
 
 
+def test_no_kernel_takes_a_problem_by_value():
+    """A kernel's parameters are its own, so that a problem gains a field without a change of machine code."""
+    problem, signatures = r"fa_(?:problem|forward|backward|merge|append|request)", 0
+    for path in C_FILES:
+        if not path.is_relative_to(ROOT / "kernels"):
+            continue
+        code = code_of(path)
+        for match in re.finditer(r"__global__[^{;]*", code):
+            signatures += 1
+            assert not re.search(rf"\b{problem}\b", match[0]), f"{name(path)}: {' '.join(match[0].split())}"
+        members = re.findall(rf"(?m)^\s*{problem}\s+\w+;", code)
+        assert not members, f"{name(path)} has {members}: a struct of parameters has fields of its own"
+    assert signatures > 30, "the kernels are not found"
+
+
 def pieces(path):
     """("function", its name, its lines) of each function of a C or CUDA file, and ("variable", its declaration, 0) of what
     is declared in no function or is static in one."""
