@@ -1,7 +1,7 @@
 import sys
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal, TypeAlias, TypeVar, final, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final, overload
 
 import numpy as np
 
@@ -401,11 +401,23 @@ def load(
 def to_numpy(array: Any, /) -> np.ndarray[Any, Any]: ...
 def time_launches(count: int, /, q: Any, k: Any, v: Any, **options: Any) -> float: ...
 def xla_workspace(
-    backward: bool, device: int, arrays: tuple[tuple[str, tuple[int, ...]] | None, ...],
+    backward: bool, device: int, arrays: dict[str, tuple[str, tuple[int, ...]]],
     options: tuple[int, int, int, int, float, float, int, int, int, float], kernel: str, /,
 ) -> int: ...
 xla_nothing: Any
 def loaded() -> dict[str, tuple[str, str]]: ...
+
+class _Operand(NamedTuple):
+    number: int
+    name: str
+    role: Literal["data", "option", "state", "index", "memory"]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    gradient: bool
+    dtypes: str
+    axes: str
+
+def operands() -> tuple[_Operand, ...]: ...
 def build_info() -> dict[str, Any]: ...
 def cpu_info() -> dict[str, Any]: ...
 def device_count() -> int: ...

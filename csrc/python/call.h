@@ -150,6 +150,9 @@ PyObject *fa_time_launches(PyObject *module, PyObject *const *args, Py_ssize_t c
 /* capsule.c: _C_API, xla_attention_cpu and the other handlers, xla_workspace() */
 int fa_capsules_add(PyObject *module, fa_context *context);
 
+/* operands.c */
+PyObject *fa_operands_py(PyObject *module, PyObject *unused);
+
 /* copy.c */
 PyObject *fa_to_numpy(PyObject *module, PyObject *object);
 

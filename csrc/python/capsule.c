@@ -1,16 +1,18 @@
 /* The module's interface to programs in C and to XLA: capsules, and the values that fa_ext/jax reads while it traces.
  */
+#include "c_api/arguments.h"
 #include "c_api/c_api.h"
 #include "call.h"
 #include "xla/ffi.h"
 
 #include <string.h>
 
-enum { FORWARD_ARRAYS = 9, BACKWARD_ARRAYS = 16 };
+#include "problem/backward.h"
+#include "problem/operands.h"
 
-/* (dtype, shape) of an array that need not be there; None: absent. */
+/* (dtype, shape) of an array. */
 static fa_code read_described(PyObject *item, fa_view *view, fa_ext_array *array, fa_status *status) {
-    const char *dtype, *accepted = "None or (dtype, shape)";
+    const char *dtype, *accepted = "(dtype, shape)";
     PyObject *shape;
     if (!PyTuple_Check(item)) return fa_wrong_type("an item of arrays", item, accepted, status);
     if (!PyArg_ParseTuple(item, "sO!", &dtype, &PyTuple_Type, &shape)) return fa_python_error(status);
@@ -18,74 +20,65 @@ static fa_code read_described(PyObject *item, fa_view *view, fa_ext_array *array
     if (view->ndim > FA_MAX_NDIM) return fa_fail(status, FA_EVALUE, "an item of arrays has %d axes", view->ndim);
     for (int axis = 0; axis < view->ndim; axis++) view->shape[axis] = PyLong_AsLongLong(PyTuple_GetItem(shape, axis));
     if (PyErr_Occurred()) return fa_python_error(status);
-    for (int n = 0; n <= FA_BOOL; n++)
+    for (int n = 0; n <= FA_I64; n++)
         if (strcmp(dtype, fa_dtype_name((fa_dtype)n)) == 0) array->dtype = FA_EXT_FLOAT16 + n;
     if (!array->dtype)
         return fa_fail(status, FA_ETYPE,
-                       "dtype %.40s is not accepted; accepted: float16, bfloat16, float32, float64 (on the CPU), and "
-                       "bool for a mask",
+                       "dtype %.40s is not accepted; accepted: float16, bfloat16, float32, float64 (on the CPU), "
+                       "bool, int32 and int64",
                        dtype);
     array->ndim = view->ndim;
     array->shape = view->shape;
     return FA_OK;
 }
 
-/* `arrays` -> `pointers`, all on `device`. */
-static fa_code read_all(PyObject *arrays, int count, int device, fa_view *views, fa_ext_array *described,
-                        const fa_ext_array **pointers, fa_status *status) {
-    if (PyTuple_Size(arrays) != count)
-        return fa_fail(status, FA_EVALUE, "arrays has %zd items; accepted: %d", (ssize_t)PyTuple_Size(arrays), count);
-    for (int n = 0; n < count; n++) {
-        PyObject *item = PyTuple_GetItem(arrays, n);
-        memset(&described[n], 0, sizeof described[n]);
-        described[n].device = FA_EXT_CUDA(device);
-        pointers[n] = item == Py_None ? NULL : &described[n];
-        if (pointers[n]) FA_TRY(read_described(item, &views[n], &described[n], status));
-    }
-    return FA_OK;
+/* Arrays that are only described, all on one device. */
+typedef struct question {
+    PyObject *arrays; /* {name: (dtype, shape)} */
+    int device;
+    Py_ssize_t found; /* items of `arrays` */
+    fa_view views[FA_OPERAND_COUNT + FA_GRAD_COUNT];
+    fa_ext_array described[FA_OPERAND_COUNT + FA_GRAD_COUNT];
+} question;
+
+/* Describes the array of this name in place `n`; NULL where there is none. */
+static fa_code read_named(question *q, const char *name, int n, const fa_ext_array **array, fa_status *status) {
+    PyObject *item = PyDict_GetItemString(q->arrays, name);
+    if (!item) return FA_OK;
+    q->found++;
+    q->described[n] = (fa_ext_array){.device = FA_EXT_CUDA(q->device)};
+    *array = &q->described[n];
+    return read_described(item, &q->views[n], &q->described[n], status);
 }
 
-static fa_code ask(bool backward, const fa_ext_array **a, const fa_ext_options *options, int unordered,
-                   const char *kernel, size_t *bytes, fa_status *status) {
-    const fa_ext_forward forward = {.size = sizeof forward,
-                                    .q = a[0],
-                                    .k = a[1],
-                                    .v = a[2],
-                                    .bias = a[3],
-                                    .mask = a[4],
-                                    .sinks = a[5],
-                                    .alibi = a[6],
-                                    .out = a[7],
-                                    .lse = a[8],
-                                    .options = options};
+/* The arrays into the struct of arguments of an operation. */
+static fa_code read_all(question *q, fa_op op, void *arguments, fa_status *status) {
+    for (int n = 0; n < fa_capi_operands[op].count; n++) {
+        const fa_capi_field *field = &fa_capi_operands[op].field[n];
+        FA_TRY(read_named(q, fa_operands[field->operand].name, (int)field->operand,
+                          fa_capi_array(arguments, field->offset), status));
+    }
+    for (int n = 0; n < FA_GRAD_COUNT && op == FA_BACKWARD; n++) {
+        char name[32];
+        snprintf(name, sizeof name, "d%s", fa_grad_name((fa_grad)n));
+        FA_TRY(read_named(q, name, FA_OPERAND_COUNT + n, fa_capi_array(arguments, fa_capi_gradients[n]), status));
+    }
+    if (q->found == PyDict_Size(q->arrays)) return FA_OK;
+    return fa_fail(status, FA_EVALUE, "arrays has %zd names that the operation does not know",
+                   (ssize_t)(PyDict_Size(q->arrays) - q->found));
+}
+
+static fa_code ask(question *q, bool backward, const fa_ext_options *options, int unordered, const char *kernel,
+                   size_t *bytes, fa_status *status) {
+    fa_ext_forward forward = {.size = sizeof forward, .options = options};
+    fa_ext_backward gradients = {.size = sizeof gradients, .options = options, .unordered = unordered};
     const fa_ext_run run = {.size = sizeof run,
                             .kernel = *kernel ? kernel : NULL,
                             .message = status->message,
                             .message_bytes = sizeof status->message};
-    if (!backward) {
-        status->code = (fa_code)fa_capi.workspace(FA_EXT_FORWARD, &forward, &run, bytes);
-        return status->code;
-    }
-    const fa_ext_backward call = {.size = sizeof call,
-                                  .q = a[0],
-                                  .k = a[1],
-                                  .v = a[2],
-                                  .out = a[3],
-                                  .lse = a[4],
-                                  .dout = a[5],
-                                  .dlse = a[6],
-                                  .bias = a[7],
-                                  .mask = a[8],
-                                  .sinks = a[9],
-                                  .alibi = a[10],
-                                  .dq = a[11],
-                                  .dk = a[12],
-                                  .dv = a[13],
-                                  .dbias = a[14],
-                                  .dsinks = a[15],
-                                  .options = options,
-                                  .unordered = unordered};
-    status->code = (fa_code)fa_capi.workspace(FA_EXT_BACKWARD, &call, &run, bytes);
+    void *arguments = backward ? (void *)&gradients : (void *)&forward;
+    FA_TRY(read_all(q, backward ? FA_BACKWARD : FA_FORWARD, arguments, status));
+    status->code = (fa_code)fa_capi.workspace(backward ? FA_EXT_BACKWARD : FA_EXT_FORWARD, arguments, &run, bytes);
     return status->code;
 }
 
@@ -94,33 +87,28 @@ PyDoc_STRVAR(
     "xla_workspace($module, backward, device, arrays, options, kernel, /)\n--\n\n"
     "Bytes of workspace that a custom call of fa_ext.jax needs on a CUDA device; on the CPU where that is -1.\n"
     "\n"
-    "`arrays` are (dtype, shape) or None where absent: q, k, v, bias, mask, sinks, alibi, out, lse; of the backward\n"
-    "pass q, k, v, out, lse, dout, dlse, bias, mask, sinks, alibi, dq, dk, dv, dbias, dsinks. `options` are\n"
-    "the attributes options_given, causal, layout, batch_invariant, scale, softcap, window_left, window_right,\n"
-    "unordered, dropout.");
+    "`arrays` are {name: (dtype, shape)} of its operands and results, by their names in operands() and, for "
+    "gradients,\n"
+    "those behind a d. `options` are the attributes options_given, causal, layout, batch_invariant, scale, softcap,\n"
+    "window_left, window_right, unordered, dropout.");
 
 static PyObject *xla_workspace(PyObject *module, PyObject *args) {
     fa_state *state = PyModule_GetState(module);
-    fa_view views[BACKWARD_ARRAYS];
-    fa_ext_array described[BACKWARD_ARRAYS];
-    const fa_ext_array *pointers[BACKWARD_ARRAYS];
+    question q = {.found = 0};
     fa_ext_options o = {.size = sizeof o};
     fa_status status;
-    PyObject *arrays;
     const char *kernel;
-    int backward, device, unordered;
+    int backward, unordered;
     long long left, right;
     size_t bytes = 0;
-    if (!PyArg_ParseTuple(args, "piO!(IiiiddLLid)s:xla_workspace", &backward, &device, &PyTuple_Type, &arrays, &o.given,
-                          &o.causal, &o.layout, &o.batch_invariant, &o.scale, &o.softcap, &left, &right, &unordered,
-                          &o.dropout, &kernel))
+    if (!PyArg_ParseTuple(args, "piO!(IiiiddLLid)s:xla_workspace", &backward, &q.device, &PyDict_Type, &q.arrays,
+                          &o.given, &o.causal, &o.layout, &o.batch_invariant, &o.scale, &o.softcap, &left, &right,
+                          &unordered, &o.dropout, &kernel))
         return NULL;
     o.window_left = left;
     o.window_right = right;
     if (!atomic_load_explicit(&state->cublas_sought, memory_order_acquire) && !fa_cublas_seek(state)) return NULL;
-    fa_code code =
-        read_all(arrays, backward ? BACKWARD_ARRAYS : FORWARD_ARRAYS, device, views, described, pointers, &status);
-    if (code == FA_OK) code = ask(backward, pointers, &o, unordered, kernel, &bytes, &status);
+    const fa_code code = ask(&q, backward, &o, unordered, kernel, &bytes, &status);
     return code == FA_OK ? PyLong_FromSize_t(bytes) : fa_raise(state, &status);
 }
 

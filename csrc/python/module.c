@@ -168,6 +168,8 @@ static PyMethodDef core_methods[] = {
     {"build_info", fa_build_info, METH_NOARGS,
      "build_info($module, /)\n--\n\nWhat this build has: version, cuda, chaos, toolkit, kernels ({name: (device, "
      "summary)})."},
+    {"operands", fa_operands_py, METH_NOARGS,
+     "operands($module, /)\n--\n\nThe arrays that operations read and write, in the order of csrc/operands.def."},
     {"cpu_info", fa_cpu_info, METH_NOARGS, "cpu_info($module, /)\n--\n\nThe CPU as kernels see it."},
     {"device_count", fa_device_count_py, METH_NOARGS,
      "device_count($module, /)\n--\n\nNumber of CUDA devices. CudaError says why there are none to use."},

@@ -5,9 +5,9 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "c_api/arguments.h"
 #include "c_api/c_api.h"
-
-enum { INPUTS = 11, GRADIENTS = 5 };
+#include "problem/operands.h"
 
 typedef struct frame_call {
     const xla_frame *frame;
@@ -94,11 +94,8 @@ static fa_code take_array(frame_call *c, bool present, bool is_result, fa_ext_ar
                           const fa_ext_array **array) {
     static const struct {
         int theirs, ours;
-    } dtypes[] = {{XLA_F16, FA_EXT_FLOAT16},
-                  {XLA_BF16, FA_EXT_BFLOAT16},
-                  {XLA_F32, FA_EXT_FLOAT32},
-                  {XLA_F64, FA_EXT_FLOAT64},
-                  {XLA_PRED, FA_EXT_BOOL}};
+    } dtypes[] = {{XLA_F16, FA_EXT_FLOAT16}, {XLA_BF16, FA_EXT_BFLOAT16}, {XLA_F32, FA_EXT_FLOAT32},
+                  {XLA_F64, FA_EXT_FLOAT64}, {XLA_PRED, FA_EXT_BOOL},     {XLA_S32, FA_EXT_INT32}};
     const xla_buffer *buffer = NULL;
     *array = NULL;
     if (!present) return FA_OK;
@@ -115,7 +112,7 @@ static fa_code take_array(frame_call *c, bool present, bool is_result, fa_ext_ar
 /* The eight words of dropout's state. */
 static fa_code take_dropout(frame_call *c) {
     const xla_buffer *buffer = NULL;
-    if (!(c->given & FA_XLA_DROPOUT)) return FA_OK;
+    if (!(c->given >> FA_OPERAND_dropout_state & 1)) return FA_OK;
     FA_TRY(take(c, &c->frame->arguments, &c->next_argument, &buffer));
     if ((buffer->dtype != XLA_U32 && buffer->dtype != XLA_S32) || buffer->rank != 1 || buffer->dims[0] != 8)
         return fa_fail(c->status, FA_EVALUE, "dropout's state has another shape or dtype; accepted: (8,) of uint32");
@@ -157,35 +154,34 @@ static fa_code take_workspace(frame_call *c) {
 
 /* ---- the operations ---- */
 
+/* All that the operation reads into the struct of its arguments; `space`: FA_OPERAND_COUNT arrays. */
+static fa_code take_operands(frame_call *c, fa_op op, void *arguments, fa_ext_array *space) {
+    for (int n = 0; n < fa_capi_operands[op].count; n++) {
+        const fa_capi_field *field = &fa_capi_operands[op].field[n];
+        const fa_operand_line *line = &fa_operands[field->operand];
+        const bool present = line->use[op] == FA_USE_IN || (c->given >> field->operand & 1);
+        if (line->role != FA_ROLE_INDEX && fa_operand_is_read(field->operand, op))
+            FA_TRY(take_array(c, present, false, &space[field->operand], fa_capi_array(arguments, field->offset)));
+    }
+    return take_dropout(c);
+}
+
 static fa_code run_forward(frame_call *c) {
-    fa_ext_array space[9];
+    fa_ext_array space[FA_OPERAND_COUNT];
     fa_ext_forward call = {.size = sizeof call, .options = &c->options};
-    const fa_ext_array **const inputs[7] = {&call.q,    &call.k,     &call.v,    &call.bias,
-                                            &call.mask, &call.sinks, &call.alibi};
-    static const int optional[7] = {0, 0, 0, FA_XLA_BIAS, FA_XLA_MASK, FA_XLA_SINKS, FA_XLA_ALIBI};
-    for (int n = 0; n < 7; n++)
-        FA_TRY(take_array(c, !optional[n] || (c->given & optional[n]), false, &space[n], inputs[n]));
-    FA_TRY(take_dropout(c));
-    FA_TRY(take_array(c, true, true, &space[7], &call.out));
-    FA_TRY(take_array(c, c->frame->results.count == 3, true, &space[8], &call.lse));
+    FA_TRY(take_operands(c, FA_FORWARD, &call, space));
+    FA_TRY(take_array(c, true, true, &space[FA_OPERAND_out], &call.out));
+    FA_TRY(take_array(c, c->frame->results.count == 3, true, &space[FA_OPERAND_lse], &call.lse));
     FA_TRY(take_workspace(c));
     return (fa_code)fa_capi_run(FA_FORWARD, &call, &c->run, true);
 }
 
 static fa_code run_backward(frame_call *c) {
-    fa_ext_array space[INPUTS + GRADIENTS];
+    fa_ext_array space[FA_OPERAND_COUNT], gradients[FA_GRAD_COUNT];
     fa_ext_backward call = {.size = sizeof call, .options = &c->options, .unordered = c->unordered};
-    const fa_ext_array **const inputs[INPUTS] = {&call.q,    &call.k,     &call.v,    &call.out,
-                                                 &call.lse,  &call.dout,  &call.dlse, &call.bias,
-                                                 &call.mask, &call.sinks, &call.alibi};
-    static const int optional[INPUTS] = {
-        0, 0, 0, 0, 0, FA_XLA_DOUT, FA_XLA_DLSE, FA_XLA_BIAS, FA_XLA_MASK, FA_XLA_SINKS, FA_XLA_ALIBI};
-    const fa_ext_array **const gradients[GRADIENTS] = {&call.dq, &call.dk, &call.dv, &call.dbias, &call.dsinks};
-    for (int n = 0; n < INPUTS; n++)
-        FA_TRY(take_array(c, !optional[n] || (c->given & optional[n]), false, &space[n], inputs[n]));
-    FA_TRY(take_dropout(c));
-    for (int n = 0; n < GRADIENTS; n++)
-        FA_TRY(take_array(c, c->wants >> n & 1, true, &space[INPUTS + n], gradients[n]));
+    FA_TRY(take_operands(c, FA_BACKWARD, &call, space));
+    for (int n = 0; n < FA_GRAD_COUNT; n++)
+        FA_TRY(take_array(c, c->wants >> n & 1, true, &gradients[n], fa_capi_array(&call, fa_capi_gradients[n])));
     FA_TRY(take_workspace(c));
     return (fa_code)fa_capi_run(FA_BACKWARD, &call, &c->run, true);
 }

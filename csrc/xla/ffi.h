@@ -5,26 +5,15 @@
 
 #include "xla/xla_abi.h"
 
-/* A handler of each operation for "cpu" and for "CUDA". The forward takes q, k, v, then what is there of bias, mask,
- * sinks, alibi, and makes out, lse where there are three results, workspace; the backward takes q, k, v, out, lse, then
- * what is there of dout, dlse, bias, mask, sinks, alibi, and makes what is wanted of dq, dk, dv, dbias, dsinks, then
- * workspace. All are C-contiguous; `workspace` is bytes, of which the CPU needs none. The attribute `given` says what
- * is there by the bits below, `wants` has bits 1, 2, 4, 8, 16 for the gradients. The others are the fields of
- * fa_ext_options, its own `given` as `options_given`; `unordered` of the backward; and `kernel`, a name or "". */
-/* With FA_XLA_DROPOUT the last operand is the state of dropout, the eight words of dropout=(p, state), and the
- * attribute `dropout` is p. */
+/* A handler of each operation for "cpu" and for "CUDA". Operands are the data and options of operands.def that the
+ * operation reads, in the order of their lines, then the state of dropout; the attribute `given` has a bit for each
+ * that may be absent and is there, 1 << fa_operand_number. The forward makes out, lse where there are three results,
+ * and a workspace; the backward the gradients that the attribute `wants` names, 1 << fa_grad, then the workspace. All
+ * are C-contiguous; a workspace is bytes, of which the CPU needs none. The other attributes are the fields of
+ * fa_ext_options, its own `given` as `options_given`; `unordered` of the backward; and `kernel`, a name or "". With a
+ * state of dropout, the eight words of dropout=(p, state), the attribute `dropout` is p. */
 xla_handler fa_xla_attention_cpu, fa_xla_attention_cuda, fa_xla_backward_cpu, fa_xla_backward_cuda;
 /* Takes anything, does nothing: what a custom call costs by itself. */
 xla_handler fa_xla_nothing;
-
-enum {
-    FA_XLA_BIAS = 1,
-    FA_XLA_MASK = 2,
-    FA_XLA_SINKS = 4,
-    FA_XLA_DOUT = 8,
-    FA_XLA_DLSE = 16,
-    FA_XLA_ALIBI = 32,
-    FA_XLA_DROPOUT = 64
-};
 
 #endif

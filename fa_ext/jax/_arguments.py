@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import kernels
+from .._operands import OPERANDS, OPTIONS
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _ANY_FLOAT = "float16, bfloat16, float32, and float64 on the CPU"
-_DTYPES = {"mask": "bool (True: attend)", "bias": "q's dtype or float32", "sinks": "q's dtype or float32", "alibi": "float32"}
 _KEY = "one PRNG key, or a state of shape (8,), uint32 or int32"
 _SIDE = "an int >= 0 or None for unbounded"
 _FARTHEST = 1 << 60  #: a side of a window that is unbounded in every call
@@ -38,10 +38,11 @@ def arrays(given):
     """Arrays of those that are there, with dtypes that the library has names for."""
     made = {name: array(name, x) for name, x in given.items() if x is not None or name in "qkv"}
     for name, x in made.items():
-        if name in ("bias", "sinks", "alibi") and x.weak_type and x.dtype.kind != "c":
-            made[name] = x = beside(x, jnp.float32 if name == "alibi" else made["q"].dtype)
-        if x.dtype.name not in (*_FLOATS, "bool"):
-            raise TypeError(f"{name} has dtype {x.dtype.name}; accepted: {_DTYPES.get(name, _ANY_FLOAT)}")
+        words = OPERANDS[name].dtypes if name in OPTIONS else _ANY_FLOAT
+        if name in OPTIONS and words.endswith("float32") and x.weak_type and x.dtype.kind != "c":
+            made[name] = x = beside(x, jnp.float32 if words == "float32" else made["q"].dtype)
+        if x.dtype.name not in (*_FLOATS, "bool") and x.dtype.name not in words:
+            raise TypeError(f"{name} has dtype {x.dtype.name}; accepted: {words}")
         if name in "qkv" and x.ndim != 4:
             raise ValueError(
                 f"{name} has {x.ndim} dimensions, shape {x.shape}; accepted: 4, the first of them batch, of 1 for a single "
@@ -196,7 +197,7 @@ def mask(given, shape):
     """A mask with the four axes of (B, N, T, S), each of that extent or of 1."""
     made = array("mask", given)
     if made.dtype != jnp.bool_:
-        raise TypeError(f"mask has dtype {made.dtype.name}; accepted: {_DTYPES['mask']}")
+        raise TypeError(f"mask has dtype {made.dtype.name}; accepted: {OPERANDS['mask'].dtypes}")
     if made.ndim > 4 or any(n not in (1, extent) for n, extent in zip(made.shape[::-1], shape[::-1])):
         raise ValueError(f"mask has shape {made.shape}; accepted: what broadcasts to (B, N, T, S), here {shape}")
     return made.reshape((1,) * (4 - made.ndim) + made.shape)

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
+from .._operands import DIFFERENTIABLE, STATE, broadcasts, filled, given_options, takes_options
 from . import _arguments as accept
 from ._calls import BACKWARD, FORWARD, Call, Options, check, varying
 from ._rules import operation
 
-_DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
-
+@takes_options
 def attention(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, alibi=None,
-    dropout=None, layout="bhsd", return_lse=False, deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False,
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, dropout=None, layout="bhsd", return_lse=False,
+    deterministic=True, kernel=None, kernel_backward=None, batch_invariant=False, **arrays,
 ):  # fmt: skip
     """Softmax attention: ``fa_ext.attention`` for JAX arrays and tracers, with gradients.
 
@@ -82,13 +82,11 @@ def attention(
         *accept.probability(dropout),
     )  # fmt: skip
     return_lse = accept.flag("return_lse", return_lse)
-    arrays = accept.arrays({"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks, "alibi": alibi})
+    arrays = accept.arrays({"q": q, "k": k, "v": v, **given_options(arrays)})
     check(options, arrays, arrays.values())
-    for name in ("bias", "mask"):
-        if name in arrays:
-            arrays[name] = arrays[name].reshape((1,) * (4 - arrays[name].ndim) + arrays[name].shape)
+    arrays = {name: x.reshape(filled(name, x.shape)) if broadcasts(name) else x for name, x in arrays.items()}
     if options.dropout:
-        arrays["dropout"] = accept.state(dropout[1])
+        arrays[STATE] = accept.state(dropout[1])
     made = _differentiable(options, tuple(arrays), return_lse)(*_vary_alike(list(arrays.values())))
     return made if return_lse else made[0]
 
@@ -142,7 +140,7 @@ def _differentiable(options: Options, names: tuple[str, ...], wants_lse: bool):
         operands, out, lse, wanted = saved
         known = {**dict(zip(names, operands, strict=True)), "out": out, "lse": lse}
         known |= {n: x for n, x in zip(("dout", "dlse"), cotangents) if not isinstance(x, SymbolicZero)}
-        wrt = [n for n, x in zip(names, wanted, strict=True) if x is not None and n in _DIFFERENTIABLE]
+        wrt = [n for n, x in zip(names, wanted, strict=True) if x is not None and n in DIFFERENTIABLE]
         if not wrt or not ("dout" in known or "dlse" in known):
             return (None,) * len(names)
         used = tuple(name for name in BACKWARD if name in known)

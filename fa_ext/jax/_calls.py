@@ -9,12 +9,18 @@ import jax
 import numpy as np
 
 from .. import CudaError, UnsupportedError, _core
+from .._operands import DIFFERENTIABLE, OPERANDS, STATE
 
-#: Operands and results in the order of the handlers (csrc/xla/ffi.h); ``given`` has these bits.
-FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi", "dropout")
-BACKWARD = ("q", "k", "v", "out", "lse", "dout", "dlse", "bias", "mask", "sinks", "alibi", "dropout")
-GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-GIVEN = {"bias": 1, "mask": 2, "sinks": 4, "dout": 8, "dlse": 16, "alibi": 32, "dropout": 64}
+
+def _order(operation):
+    names = (o.name for o in OPERANDS.values() if operation in o.reads and o.role in ("data", "option"))
+    return (*names, STATE)
+
+
+#: Operands and results in the order of the handlers (csrc/xla/ffi.h).
+FORWARD = _order("attention")
+BACKWARD = _order("backward")
+GRADIENTS = tuple(f"d{name}" for name in DIFFERENTIABLE)
 
 _CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
 _LAYOUTS = {"bhsd": 0, "bshd": 1}
@@ -85,13 +91,12 @@ class Call:
         """Bytes on a CUDA device, or of the CPU where ``device`` is -1. Raises what the call would raise."""
         known = {n: (x.dtype.name, tuple(x.shape)) for n, x in zip(self.names, operands, strict=True)}
         known |= {n: (dtype.name, tuple(shape)) for n, (shape, dtype) in self.shapes(operands).items()}
-        order = (*BACKWARD, *GRADIENTS) if self.backward else (*FORWARD, "out", "lse")
-        arrays = tuple(known.get(name) for name in order if name != "dropout")
-        return _core.xla_workspace(self.backward, device, arrays, self.options.fields(), self.kernel)
+        known.pop(STATE, None)
+        return _core.xla_workspace(self.backward, device, known, self.options.fields(), self.kernel)
 
     def attributes(self) -> dict:
         given, causal, layout, invariant, scale, softcap, left, right, unordered, dropout = self.options.fields()
-        made = {"given": np.int32(sum(bit for name, bit in GIVEN.items() if name in self.names)),
+        made = {"given": np.int32(sum(1 << OPERANDS[name].number for name in self.names)),
                 "options_given": np.int32(given), "causal": np.int32(causal), "layout": np.int32(layout),
                 "batch_invariant": np.int32(invariant), "scale": np.float64(scale), "softcap": np.float64(softcap),
                 "window_left": np.int64(left), "window_right": np.int64(right), "dropout": np.float64(dropout),

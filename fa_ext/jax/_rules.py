@@ -13,11 +13,13 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._calls import Call, run
+from .._operands import DIFFERENTIABLE, STATE, axes_of, filled, has_batch
+from ._calls import GRADIENTS, Call, run
 
-_SCORES = ("bias", "mask", "dbias")  #: of (B, H, Sq, Sk), each axis that or 1
-_HEADS = ("sinks", "dsinks")  #: of (H,)
-_ROWS = ("lse", "dlse")  #: of (B, H, Sq)
+#: Shardy's factors of axes that are split over devices or belong together: heads are (g r), g those of k and v.
+_FACTORS = {"B": "b", "Hk": "g", "Sq": "s", "Sk": "t", "D": "d", "Dv": "e"}
+#: The operand that a gradient is of.
+_SUBJECTS = dict(zip(GRADIENTS, DIFFERENTIABLE, strict=True))
 #: Whether ``def_partition`` takes the sizes of a rule's factors, as from JAX 0.7.2; before, they go into a rule that is parsed.
 _TAKES_SIZES = "factor_sizes" in inspect.signature(custom_partitioning.def_partition).parameters
 if not _TAKES_SIZES:
@@ -62,12 +64,15 @@ def operation(call: Call):
 
 
 def _needs_each(call, batched, operands) -> bool:
-    """Whether elements of the mapped axis need calls of their own: the batch shares the sinks, and sums what a gradient's
-    subject has once; what is dropped follows from where in the batch an entry is."""
-    shapes = {name: x.shape[mapped:] for name, x, mapped in zip(call.names, operands, batched, strict=True)}
-    if dict(zip(call.names, batched, strict=True)).get("sinks") or "dsinks" in call.results or "dropout" in call.names:
+    """Whether elements of the mapped axis need calls of their own: the batch shares what has no axis for it, and sums what a
+    gradient's subject has once; what is dropped follows from where in the batch an entry is."""
+    if STATE in call.names:
         return True
-    return "dbias" in call.results and shapes["bias"][0] == 1 and shapes["q"][0] != 1
+    mapped = dict(zip(call.names, batched, strict=True))
+    shapes = {name: x.shape[mapped[name] :] for name, x in zip(call.names, operands, strict=True)}
+    shared = [name for name in call.names if not has_batch(name)]
+    wanted = [_SUBJECTS[result] for result in call.results if result in _SUBJECTS]
+    return any(mapped[name] or name in wanted for name in shared) or any(shapes[name][0] != shapes["q"][0] for name in wanted)
 
 
 def _one_by_one(call, size, batched, operands):
@@ -94,17 +99,12 @@ def _folded(call, size, batched, operands):
     batch = operands[0].shape[batched[0]]
 
     def fold(name, x, mapped):
-        if name in _HEADS or (name == "alibi" and not mapped and x.ndim == 1):
+        first = axes_of(name, x.ndim - mapped)[0]
+        if not mapped and (first.name != "B" or (first.one and x.shape[0] == 1 and f"d{name}" not in call.results)):
             return x
-        if name == "alibi" and x.ndim - mapped == 1:  # slopes that the batch shared
-            x = jnp.broadcast_to(x[:, None], (size, batch, x.shape[1]))
-            return x.reshape(size * batch, x.shape[2])
-        if name in _SCORES:
-            if not mapped and x.shape[0] == 1 and f"d{name}" not in call.results:
-                return x
-            x = jnp.broadcast_to(x if mapped else x[None], (size, batch, *x.shape[1 + mapped :]))
-        elif not mapped:
-            x = jnp.broadcast_to(x[None], (size, *x.shape))
+        if first.name != "B":  # what the batch shared
+            x = x.reshape(size, *filled(name, x.shape[1:]))
+        x = jnp.broadcast_to(x if mapped else x[None], (size, batch, *x.shape[1 + mapped :]))
         return x.reshape(size * batch, *x.shape[2:])
 
     made = operation(call)(*map(fold, call.names, operands, batched))
@@ -134,31 +134,25 @@ def _groups(call, operands) -> tuple[int, int]:
     return heads_kv, named["q"].shape[call.heads_axis] // heads_kv
 
 
-def _kind(name: str) -> str:
-    """The array whose shape an array follows: q, k, v, out, or itself."""
-    return {"dq": "q", "dk": "k", "dv": "v", "dout": "out", "dlse": "lse", "dbias": "bias", "dsinks": "sinks"}.get(name, name)
+def _axes(call, name: str, ndim: int):
+    """The axes of an operand or a result as it lies in memory."""
+    axes = list(axes_of(_SUBJECTS.get(name, name), ndim))
+    if call.heads_axis == 2 and len(axes) == 4 and axes[3].name in ("D", "Dv"):
+        axes[1], axes[2] = axes[2], axes[1]
+    return axes
 
 
 def _rule(call, groups, shapes) -> str:
-    """Shardy's rule: heads are (g r), g those of k and v; b, s, t the batch and the sequences; d, e head_dims."""
+    """Shardy's rule."""
     heads = "g" if groups[1] == 1 else "r" if groups[0] == 1 else "(g r)"  # Shardy has no products with a factor of 1
+    known = _FACTORS | {"H": heads}
     ones = iter(range(1000))
 
+    def factor(axis, extent):
+        return f"x{next(ones)}" if axis.name not in known or (axis.one and extent == 1) else known[axis.name]
+
     def factors(name, shape):
-        kind = _kind(name)
-        if kind == "dropout":
-            return "w"
-        if kind in _HEADS or kind == "alibi":
-            return heads if len(shape) == 1 else f"b {heads}"
-        if kind in _SCORES:
-            axes = ("b", heads, "s", "t")
-            return " ".join(axis if extent > 1 else f"x{next(ones)}" for axis, extent in zip(axes, shape, strict=True))
-        if kind in _ROWS:
-            return f"b {heads} s"
-        own = ["b", "g" if kind in "kv" else heads, "t" if kind in "kv" else "s", "e" if kind in ("v", "out") else "d"]
-        if call.heads_axis == 2:
-            own[1], own[2] = own[2], own[1]
-        return " ".join(own)
+        return " ".join(factor(axis, extent) for axis, extent in zip(_axes(call, name, len(shape)), shape, strict=True))
 
     named = [factors(name, shape) for name, shape in zip((*call.names, *call.results), shapes, strict=True)]
     return f"{', '.join(named[: len(call.names)])} -> {', '.join(named[len(call.names) :])}"
@@ -181,21 +175,19 @@ class _Split:
         for name, sharding in zip(call.names, shardings, strict=True):
             batch, heads = self._places(name, len(sizes[name]))
             if batch is not None and not self.batch and sizes[name][batch] > 1:
-                self.batch = self._axes(sharding, batch, sizes["q"][0])
+                self.batch = self._parts(sharding, batch, sizes["q"][0])
             if heads is not None and not self.heads and sizes[name][heads] > 1:
-                self.heads = self._axes(sharding, heads, groups[0])
+                self.heads = self._parts(sharding, heads, groups[0])
         self.heads = () if set(self.heads) & set(self.batch) else self.heads
 
     def _places(self, name, ndim):
         """The axes of batch and heads of an array, None where it has none."""
-        if name == "dropout":
-            return None, None
-        if ndim == 1:
-            return None, 0
-        return 0, self.call.heads_axis if _kind(name) in ("q", "k", "v", "out") else 1
+        names = [axis.name for axis in _axes(self.call, name, ndim)]
+        heads = "Hk" if "Hk" in names else "H"
+        return tuple(names.index(axis) if axis in names else None for axis in ("B", heads))
 
     @staticmethod
-    def _axes(sharding, axis, extent):
+    def _parts(sharding, axis, extent):
         """Names of the mesh axes that an axis is split over, if they divide its extent."""
         spec = getattr(sharding, "spec", ())
         entry = spec[axis] if axis < len(spec) else None
@@ -212,12 +204,11 @@ class _Split:
 
     def summed(self, name, shape) -> tuple[str, ...]:
         """Mesh axes over which shards of a gradient are to be added."""
-        kind = _kind(name)
-        if kind == "sinks":
-            return self.batch
-        if kind != "bias":
+        if name not in _SUBJECTS:
             return ()
-        return (self.batch if shape[0] == 1 else ()) + (self.heads if shape[1] == 1 else ())
+        places = self._places(name, len(shape))
+        whole = [place is None or (_axes(self.call, name, len(shape))[place].one and shape[place] == 1) for place in places]
+        return (self.batch if whole[0] else ()) + (self.heads if whole[1] else ())
 
 
 @functools.cache
@@ -244,7 +235,7 @@ def _partitioned(call: Call, groups, rule: str):
 
         def shard(*shards):
             with _outside_meshes():
-                if "dropout" in call.names:
+                if STATE in call.names:
                     shards = (*shards[:-1], _placed(shards[-1], shards[0], split, call.heads_axis, groups))
                 return tuple(_total(x, axes) for x, axes in zip(run(call, *shards), totals, strict=True))
 

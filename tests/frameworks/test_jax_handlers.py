@@ -131,6 +131,10 @@ class Call:
         return self.errors.pop() if self.errors else None
 
 
+def bits(*names):
+    return np.int32(sum(1 << operand.number for operand in _core.operands() if operand.name in names))
+
+
 def attributes(**changed):
     known = {"given": 0, "options_given": 0, "causal": 0, "layout": 0, "batch_invariant": 0}
     made = {n: np.int32(x) for n, x in known.items()}
@@ -222,8 +226,8 @@ def test_operands_and_results_are_missing():
         assert Call([inputs[n] for n in "qkv"[:count]], [out, lse, scratch], attributes()).run() == (
             3, f"fa_ext: operand {count} is missing, or no array")  # fmt: skip
     assert Call([inputs[n] for n in "qkv"], [], attributes()).run() == (3, "fa_ext: result 0 is missing, or no array")
-    bits = attributes(given=np.int32(1))
-    assert Call([inputs[n] for n in "qkv"], [out, scratch], bits).run() == (3, "fa_ext: operand 3 is missing, or no array")
+    said = attributes(given=bits("bias"))
+    assert Call([inputs[n] for n in "qkv"], [out, scratch], said).run() == (3, "fa_ext: operand 3 is missing, or no array")
     assert np.isnan(out).all()
 
 
@@ -232,7 +236,7 @@ def test_the_words_and_codes_of_the_library():
     arrays = [inputs[n] for n in "qkv"]
     found = Call([arrays[0], arrays[1][:, :, :6].copy(), arrays[2]], [out, lse, scratch], attributes()).run()
     assert found == (3, "fa_ext: v has shape (1, 1, 7, 8), but k has shape (1, 1, 6, 8); batch, heads_kv and seq_k must be the same")
-    code, text = Call([*arrays[:2], arrays[2].astype("i4")], [out, lse, scratch], attributes()).run()
+    code, text = Call([*arrays[:2], arrays[2].astype("i8")], [out, lse, scratch], attributes()).run()
     assert code == 3 and text.startswith("fa_ext: v.dtype is 0")
     code, text = Call(arrays, [out, lse, scratch], attributes(kernel="none")).run()
     assert code == 3 and text.startswith('fa_ext: kernel is "none", which names no kernel')
@@ -251,7 +255,7 @@ def test_backward():
     dout = np.random.default_rng(1).standard_normal(out.shape).astype("f4")
     wanted = fa_ext.attention_backward(dout, **inputs, out=out, lse=lse, wrt=("q", "v"))
     results = [np.full_like(x, np.nan) for x in wanted]
-    more = dict(given=np.int32(8), wants=np.int32(5), unordered=np.int32(0))
+    more = dict(given=bits("dout"), wants=np.int32(5), unordered=np.int32(0))
     arrays = [*(inputs[n] for n in "qkv"), out, lse, dout]
     assert Call(arrays, [*results, scratch], attributes(**more)).run("xla_attention_backward_cpu") is None
     for found, x in zip(results, wanted):
@@ -308,23 +312,21 @@ def test_the_handler_that_does_nothing():
 # ---- workspace at trace time ----
 
 
-def described(*arrays):
-    return tuple(None if x is None else (x.dtype.name, x.shape) for x in arrays)
-
-
 def test_workspace_of_the_cpu_is_what_the_plan_has():
     case = Case(2, 4, 2, 100, 133, 64, dtype="float32")
     inputs = case.host_inputs()
-    arrays = described(*(inputs[n] for n in "qkv"), None, None, None, None, inputs["q"], None)
+    arrays = {n: (x.dtype.name, x.shape) for n, x in inputs.items()} | {"out": ("float32", inputs["q"].shape)}
     options = (0, 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0)
     plan = _core.answers(**inputs)[fa_ext.explain(**inputs)[0]][2]
     assert _core.xla_workspace(False, -1, arrays, options, "") >= plan["workspace_bytes"] > 0
     with pytest.raises(ValueError, match="names no kernel of this build"):
         _core.xla_workspace(False, -1, arrays, options, "none")
-    with pytest.raises(ValueError, match="arrays has 8 items; accepted: 9"):
-        _core.xla_workspace(False, -1, arrays[1:], options, "")
-    with pytest.raises(TypeError, match="dtype int32 is not accepted"):
-        _core.xla_workspace(False, -1, (("int32", (1, 1, 1, 1)), *arrays[1:]), options, "")
+    with pytest.raises(ValueError, match="arrays has 1 names that the operation does not know"):
+        _core.xla_workspace(False, -1, arrays | {"dq": arrays["q"]}, options, "")
+    with pytest.raises(TypeError, match="dtype int8 is not accepted"):
+        _core.xla_workspace(False, -1, arrays | {"q": ("int8", (1, 1, 1, 1))}, options, "")
+    with pytest.raises(TypeError, match="an item of arrays has type int; accepted: \\(dtype, shape\\)"):
+        _core.xla_workspace(False, -1, arrays | {"q": 1}, options, "")
     if not _core.build_info()["cuda"]:
         with pytest.raises(fa_ext.CudaError):
             _core.xla_workspace(False, 0, arrays, options, "")

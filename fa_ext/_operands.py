@@ -1,0 +1,70 @@
+"""The arrays of attention by name, as ``csrc/operands.def`` lists them: what the front ends that carry arrays go by."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import NamedTuple
+
+from . import _core
+
+OPERANDS = {operand.name: operand for operand in _core.operands()}
+
+#: Arrays that change what attention means: each is a keyword of ``attention`` in every front end.
+OPTIONS = tuple(name for name, operand in OPERANDS.items() if operand.role == "option" and "attention" in operand.reads)
+#: Arrays that say what the sequences of attention are.
+INDICES = tuple(name for name, operand in OPERANDS.items() if operand.role == "index" and "attention" in operand.reads)
+#: Arrays that have gradients, in the order of their bits.
+DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.gradient)
+#: Dropout's words, which front ends carry behind the options.
+STATE = "dropout_state"
+
+
+class Axis(NamedTuple):
+    name: str
+    one: bool  #: its extent may be 1 in place of its own
+    optional: bool  #: it may be left out
+
+
+AXES = {
+    name: tuple(Axis(word.strip("[]?"), "?" in word, "[" in word) for word in operand.axes.split())
+    for name, operand in OPERANDS.items()
+}
+
+
+@functools.cache
+def axes_of(name: str, ndim: int) -> tuple[Axis, ...]:
+    """The axes of an operand that has ``ndim`` of them."""
+    left_out = [axis for axis in AXES[name] if axis.optional][: max(len(AXES[name]) - ndim, 0)]
+    return tuple(axis for axis in AXES[name] if axis not in left_out)
+
+
+def filled(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with all axes of the operand: 1 where one is left out."""
+    extents = dict(zip(axes_of(name, len(shape)), shape))
+    return tuple(extents.get(axis, 1) for axis in AXES[name])
+
+
+def has_batch(name: str) -> bool:
+    return AXES[name][0].name == "B"
+
+
+def broadcasts(name: str) -> bool:
+    """Whether the operand means the same with its left-out axes filled in."""
+    return all(axis.one for axis in AXES[name] if axis.optional)
+
+
+def given_options(arrays: dict) -> dict:
+    """Of the keywords of ``attention`` behind its own, all of which are to be ``OPTIONS``, those that are given."""
+    for name in arrays:
+        if name not in OPTIONS:
+            raise TypeError(f"unknown argument {name}; accepted beside the arguments of its signature: {', '.join(OPTIONS)}")
+    return {name: arrays[name] for name in OPTIONS if arrays.get(name) is not None}
+
+
+def takes_options(function):
+    """Gives a function whose last parameter is ``**arrays`` a signature that names the ``OPTIONS`` in its place."""
+    own = inspect.signature(function)
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in OPTIONS]
+    function.__signature__ = own.replace(parameters=[*list(own.parameters.values())[:-1], *keywords])
+    return function
