@@ -36,8 +36,8 @@ static __global__ void __launch_bounds__(kSinkThreads)
 [[maybe_unused]] static int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
 [[maybe_unused]] static int backward_kind(const fa_forward &f) {
-    if (f.softcap > 0) return FA_CAPPED;
-    return f.left >= FA_UNBOUNDED && f.right >= FA_UNBOUNDED ? FA_FULL : FA_MASKED;
+    if (f.softcap > 0) return kCapped;
+    return f.left >= FA_UNBOUNDED && f.right >= FA_UNBOUNDED ? kFull : kMasked;
 }
 
 [[maybe_unused]] static int clamp_bound(int64_t x) {

@@ -16,196 +16,31 @@
  * out of q's dtype; no bias, no boolean mask. 8 bytes of workspace a query row, heads in groups where they do not fit.
  *
  * @arch sm_90a
- * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1}
- *           -DFA_KIND={2:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={3:__half,__nv_bfloat16}
- * @instance d192v128_{full,masked,capped}_{f16,bf16} -DFA_HEAD_DIM=192 -DFA_HEAD_DIM_V=128
- *           -DFA_KIND={1:FA_FULL,FA_MASKED,FA_CAPPED} -DFA_ELEMENT={2:__half,__nv_bfloat16}
+ * @instances instance.cu
+ * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16}
+ *           {1} {1} {2:kFull,kMasked,kCapped} {3:__half,__nv_bfloat16}
+ * @instance d192v128_{full,masked,capped}_{f16,bf16} 192 128 {1:kFull,kMasked,kCapped} {2:__half,__nv_bfloat16}
  */
+#include "sm90/backward/config.cuh"
 #include "sm90/backward/host.cuh"
-#include "sm90/backward/keys_pair.cuh"
-#include "sm90/backward/keys_wide.cuh"
-#include "sm90/backward/queries.cuh"
 #include <algorithm> // min, max
-
-/* ---- configuration ---- */
 
 namespace fa::sm90 {
 
-/* Shape of the two kernels, two warpgroups each. A tuner's values replace these. */
-struct BackwardTiling {
-    int tile_n, stages;                   // queries kernel: keys a block, rings of keys and of values
-    bool turns;                           // its warpgroups issue their products in turns
-    bool overlap;                         // a block's dQ is in flight with the next block's S and dP
-    int tile_q, query_stages, key_stages; // keys kernel: queries a step, ring of steps, tiles of keys
-    int rows_ahead;                       // its rows read before the wait for their products: 1 LSE, 2 delta too
-    int value_stages, dout_stages;        // from 192 columns on: rings of values and of dO apart from the others
-    bool key_turns;                       // turns in keys_pair.cuh
+struct Instance {
+    int head_dim, head_dim_v, kind;
+    fa_dtype dtype;
+    Launch *launch; // null: this build leaves it out
 };
-
-constexpr BackwardTiling backward_tiling(int head_dim, int head_dim_v, int kind) {
-    BackwardTiling t = {128, 2, true, false, 64, 4, 1, 1};
-    if (head_dim <= 64) t = {128, 4, true, true, 64, 6, 2, 2};
-    if (head_dim > 128) t = {64, 3, true, true, 64, 3, 1, 1, 2, 3};
-    if (head_dim > 192) t = {64, 2, true, false, 64, 2, 1, 1, 1, 2};
-    if (head_dim != head_dim_v) t = {80, 3, true, true, 64, 3, 1, 1, 2, 0, true};
-    if (head_dim != head_dim_v && kind == FA_CAPPED) t.tile_q = 32, t.query_stages = 6;
-#ifdef FA_TILE_N
-    t.tile_n = FA_TILE_N;
-#endif
-#ifdef FA_STAGES
-    t.stages = FA_STAGES;
-#endif
-#ifdef FA_TURNS
-    t.turns = FA_TURNS;
-#endif
-#ifdef FA_OVERLAP
-    t.overlap = FA_OVERLAP;
-#endif
-#ifdef FA_TILE_Q
-    t.tile_q = FA_TILE_Q;
-#endif
-#ifdef FA_QUERY_STAGES
-    t.query_stages = FA_QUERY_STAGES;
-#endif
-#ifdef FA_KEY_STAGES
-    t.key_stages = FA_KEY_STAGES;
-#endif
-#ifdef FA_ROWS_AHEAD
-    t.rows_ahead = FA_ROWS_AHEAD;
-#endif
-#ifdef FA_VALUE_STAGES
-    t.value_stages = FA_VALUE_STAGES;
-#endif
-#ifdef FA_KEY_TURNS
-    t.key_turns = FA_KEY_TURNS;
-#endif
-#ifdef FA_DOUT_STAGES
-    t.dout_stages = FA_DOUT_STAGES;
-#endif
-    return t;
-}
-
-constexpr int kBackwardConsumers = 2, kBackwardTile = 64 * kBackwardConsumers;
-
-/* Whether the queries kernel has rings of their own for keys and values and reads out where it lies. */
-constexpr bool is_wide(int head_dim) { return head_dim > 128; }
-/* Whether the keys kernel is that of keys_wide.cuh. */
-constexpr bool has_roles(int head_dim, int head_dim_v) { return is_wide(head_dim) && head_dim == head_dim_v; }
-constexpr int key_tile(int head_dim, int head_dim_v) { return has_roles(head_dim, head_dim_v) ? 64 : kBackwardTile; }
-
-template <class T, int HeadDim, int HeadDimV, int Kind> struct BackwardConfig {
-    static constexpr BackwardTiling kTiling = backward_tiling(HeadDim, HeadDimV, Kind);
-    using Element = T;
-    static constexpr int kHeadDim = HeadDim, kHeadDimV = HeadDimV, kConsumers = kBackwardConsumers;
-    static constexpr bool kMasked = Kind != FA_FULL, kSoftcap = Kind == FA_CAPPED, kWide = is_wide(HeadDim);
-    // 64 Ki registers: what the consumers leave is the producer's.
-#ifdef FA_CHAOS // whose delays need some there too
-    static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
-#else
-    static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
-#endif
-};
-template <class T, int HeadDim, int HeadDimV, int Kind>
-struct QueriesConfig : BackwardConfig<T, HeadDim, HeadDimV, Kind> {
-    using Base = BackwardConfig<T, HeadDim, HeadDimV, Kind>;
-    static constexpr int kTileM = kBackwardTile, kTileN = Base::kTiling.tile_n, kStages = Base::kTiling.stages,
-                         kValueStages = Base::kWide ? Base::kTiling.value_stages : kStages,
-                         kRowBlock = Base::kTiling.tile_q;
-    static constexpr bool kTurns = Base::kTiling.turns, kOverlap = Base::kTiling.overlap;
-    static_assert(kTileN % 16 == 0 && kTileN <= 128, "the bits of a row's mask");
-    static_assert(kStages >= 2, "a block's keys are held while the next block's products are issued");
-    static_assert(kTileM % kRowBlock == 0, "row blocks are written whole");
-};
-template <class T, int HeadDim, int HeadDimV, int Kind> struct KeysConfig : BackwardConfig<T, HeadDim, HeadDimV, Kind> {
-    using Base = BackwardConfig<T, HeadDim, HeadDimV, Kind>;
-    static constexpr bool kRoles = has_roles(HeadDim, HeadDimV), kPair = HeadDim != HeadDimV && Kind != FA_CAPPED;
-    static constexpr int kTileK = key_tile(HeadDim, HeadDimV), kTileQ = Base::kTiling.tile_q,
-                         kStages = Base::kTiling.query_stages, kKeyStages = Base::kTiling.key_stages,
-                         kDoutStages = Base::kTiling.dout_stages;
-    static constexpr bool kKeyTurns = Base::kTiling.key_turns;
-    static constexpr int kRowsAhead = Base::kSoftcap ? 0 : Base::kTiling.rows_ahead; // its registers are spoken for
-    static_assert(kTileQ % 16 == 0 && kTileQ <= 128, "the bits of a row's mask");
-    static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
-};
-
-/* ---- instances: the two kernels of one head_dim, kind and dtype a compilation ---- */
-
-/* The work of one launch of an instance: a kernel without blocks is left out. */
-struct BackwardWork {
-    QueriesParams queries;
-    KeysParams keys;
-    int64_t query_blocks, key_blocks;
-};
-using BackwardLaunch = fa_code(const BackwardWork &, const fa_launch &);
-
-#ifdef FA_INSTANCE
-
-#ifndef FA_HEAD_DIM_V
-#define FA_HEAD_DIM_V FA_HEAD_DIM
-#endif
-
-template <class C, class Smem, class Params>
-fa_code start(void (*kernel)(Params), const Params &params, int64_t blocks, const fa_launch &launch) {
-    static_assert(sizeof(Smem) <= 227 * 1024, "shared memory of a block");
-    return fa_start(kernel, blocks, 128 * (C::kConsumers + 1), sizeof(Smem), launch, params);
-}
-
-template <class C> fa_code start_keys(const BackwardWork &work, const fa_launch &launch) {
-    if constexpr (C::kRoles)
-        return start<C, WideKeysSmem<C>>(backward_keys_wide<C>, work.keys, work.key_blocks, launch);
-    else if constexpr (C::kPair)
-        return start<C, KeysSmem<C>>(backward_keys_pair<C>, work.keys, work.key_blocks, launch);
-    else
-        return start<C, KeysSmem<C>>(backward_keys<C>, work.keys, work.key_blocks, launch);
-}
-
-BackwardLaunch FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE);
-fa_code FA_PASTE(wgmma_backward_sm90_, FA_INSTANCE)(const BackwardWork &work, const fa_launch &launch) {
-    using Queries = QueriesConfig<FA_ELEMENT, FA_HEAD_DIM, FA_HEAD_DIM_V, FA_KIND>;
-    using Keys = KeysConfig<FA_ELEMENT, FA_HEAD_DIM, FA_HEAD_DIM_V, FA_KIND>;
-    FA_TRY((start<Queries, QueriesSmem<Queries>>(backward_queries<Queries>, work.queries, work.query_blocks, launch)));
-    return start_keys<Keys>(work, launch);
-}
-
-} // namespace fa::sm90
-
-#else
-
-// A tuner links single instances: those left out are null.
-#define FA_DECLARE(d, kind)                                                                                            \
-    __attribute__((weak)) BackwardLaunch wgmma_backward_sm90_d##d##_##kind##_f16,                                      \
-        wgmma_backward_sm90_d##d##_##kind##_bf16
-#define FA_DECLARE_ALL(d)                                                                                              \
-    FA_DECLARE(d, full);                                                                                               \
-    FA_DECLARE(d, masked);                                                                                             \
-    FA_DECLARE(d, capped)
-FA_DECLARE_ALL(64);
-FA_DECLARE_ALL(96);
-FA_DECLARE_ALL(128);
-FA_DECLARE_ALL(192);
-FA_DECLARE_ALL(256);
-FA_DECLARE_ALL(192v128);
-
-#define FA_ENTRY(d, kind)                                                                                              \
-    { wgmma_backward_sm90_d##d##_##kind##_f16, wgmma_backward_sm90_d##d##_##kind##_bf16 }
-static constexpr int kBackwardHeadDims[] = {64, 96, 128, 192, 256, 192}; // the last: the pair
-static constexpr int kMaxHeadDim = 256, kPairIndex = 5, kPairAbove = 128, kPairHeadDim = 192, kPairHeadDimV = 128;
-static BackwardLaunch *const kBackwardLaunches[][3][2] = {
-    // [index][kind][float16, bfloat16]
-    {FA_ENTRY(64, full), FA_ENTRY(64, masked), FA_ENTRY(64, capped)},
-    {FA_ENTRY(96, full), FA_ENTRY(96, masked), FA_ENTRY(96, capped)},
-    {FA_ENTRY(128, full), FA_ENTRY(128, masked), FA_ENTRY(128, capped)},
-    {FA_ENTRY(192, full), FA_ENTRY(192, masked), FA_ENTRY(192, capped)},
-    {FA_ENTRY(256, full), FA_ENTRY(256, masked), FA_ENTRY(256, capped)},
-    {FA_ENTRY(192v128, full), FA_ENTRY(192v128, masked), FA_ENTRY(192v128, capped)},
-};
+#define FA_ENTRY(name, head_dim, head_dim_v, kind, T) {head_dim, head_dim_v, kind, kDtypeOf<T>, name},
+FA_INSTANCES(FA_DECLARE_INSTANCE)
+static const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)};
 
 /* ---- plan ---- */
 
 /* The plan's own part. */
 struct BackwardOwn {
-    int index, kind;           // of kBackwardLaunches
-    int head_dim, head_dim_v;  // columns of the instance
+    int instance;              // of kInstances
     int64_t pairs;             // batch entries times kv heads of one launch
     int64_t query_tiles;       // a query head
     int64_t key_tiles;         // a kv head
@@ -215,9 +50,13 @@ struct BackwardOwn {
 };
 
 constexpr int64_t kCounterBytes = 256;
+constexpr int kMaxHeadDim = 256, kPairAbove = 128, kPairHeadDim = 192, kPairHeadDimV = 128;
+
+static const Instance &instance_of(const BackwardOwn &own) { return kInstances[own.instance]; }
 
 static BackwardTiling tiling_of(const BackwardOwn &own) {
-    return backward_tiling(own.head_dim, own.head_dim_v, own.kind);
+    const Instance &instance = instance_of(own);
+    return backward_tiling(instance.head_dim, instance.head_dim_v, instance.kind);
 }
 
 /* Sizes of launches and of the workspace. False when not even one pair's rows fit into the limit. */
@@ -226,7 +65,7 @@ static bool backward_sizes(const fa_backward &p, const fa_device_info *device, B
     const BackwardTiling t = tiling_of(*own);
     const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
     own->query_tiles = divided_up(f.seq_q, kBackwardTile);
-    own->key_tiles = divided_up(f.seq_k, key_tile(own->head_dim, own->head_dim_v));
+    own->key_tiles = divided_up(f.seq_k, key_tile(instance_of(*own).head_dim, instance_of(*own).head_dim_v));
     own->row_blocks = p.wants >> FA_GRAD_K & 3 ? divided_up(f.seq_q, t.tile_q) : 0;
     own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->query_tiles * 4 * kBackwardConsumers : 0;
     own->parts_at = kCounterBytes;
@@ -267,13 +106,10 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
                   (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_DOUT, f.head_dim_v, f.seq_q, why))))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
-    if (pair) own.index = kPairIndex;
-    while (kBackwardHeadDims[own.index] < f.head_dim) ++own.index;
-    own.head_dim = kBackwardHeadDims[own.index];
-    own.head_dim_v = pair ? kPairHeadDimV : own.head_dim;
-    own.kind = backward_kind(f);
-    if (!kBackwardLaunches[own.index][own.kind][f.dtype == FA_BF16])
-        return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    const Instance *found = instance_for(kInstances, f.head_dim, backward_kind(f), f.dtype,
+                                         [pair](const Instance &i) { return pair == (i.head_dim != i.head_dim_v); });
+    if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    own.instance = int(found - kInstances);
     if (!backward_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     const int64_t group = f.heads_kv ? f.heads / f.heads_kv : 1;
     plan->threads = 128 * (kBackwardConsumers + 1);
@@ -314,7 +150,7 @@ static fa_code encode_maps(const fa_backward &p, const BackwardOwn &own, const B
     };
     FA_TRY(of_queries({&a.q, &b.q, 64, t.tile_q}, f.q, f.head_dim, FA_OPERAND_Q));
     FA_TRY(of_queries({&a.dout, &b.dout, 64, t.tile_q}, dout, f.head_dim_v, FA_OPERAND_OUT));
-    if (is_wide(own.head_dim))
+    if (is_wide(instance_of(own).head_dim))
         a.out_rows = {f.out.data, {f.out.stride[0], f.out.stride[1], f.out.stride[2]}};
     else
         FA_TRY(of_queries({&a.out, nullptr, 64, 0}, f.out, f.head_dim_v, FA_OPERAND_OUT));
@@ -338,7 +174,7 @@ static int64_t section_heads(int64_t head_bytes, int64_t sharing) {
 static fa_code launch_pairs(const fa_backward &p, const BackwardOwn &own, BackwardWork *work, int64_t first,
                             int64_t pairs, const fa_launch &launch) {
     const fa_forward &f = p.forward;
-    const bool unequal = own.kind != FA_FULL && (f.left < FA_UNBOUNDED || f.right < FA_UNBOUNDED);
+    const bool unequal = instance_of(own).kind != kFull && (f.left < FA_UNBOUNDED || f.right < FA_UNBOUNDED);
     const int64_t group = f.heads / f.heads_kv, keys = f.key_end - f.key_begin;
     auto *counters = static_cast<uint32_t *>(launch.workspace);
     work->queries.call.first_pair = work->keys.call.first_pair = int(first);
@@ -350,7 +186,7 @@ static fa_code launch_pairs(const fa_backward &p, const BackwardOwn &own, Backwa
     if (work->queries.schedule.counter || work->keys.schedule.counter)
         FA_CUDA_TRY(launch,
                     cudaMemsetAsync(counters, 0, 2 * sizeof *counters, static_cast<cudaStream_t>(launch.stream)));
-    return kBackwardLaunches[own.index][own.kind][f.dtype == FA_BF16](*work, launch);
+    return instance_of(own).launch(*work, launch);
 }
 
 static fa_code backward_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
@@ -404,5 +240,3 @@ FA_DEFINE_KERNEL(wgmma_backward_sm90) = {
     .plan = fa::sm90::backward_plan,
     .launch = fa::sm90::backward_launch,
 };
-
-#endif

@@ -3,9 +3,50 @@
 #pragma once
 #include "common/dropout.cuh"
 #include "sm90/backward/keys.cuh" // find_queries
+#include "sm90/common/instance.cuh"
+#include "sm90/fused_backward/rows.cuh"
 #include "sm90/fused_backward/step.cuh"
 
 namespace fa::sm90 {
+
+/* ---- tiles ---- */
+
+constexpr int kFusedConsumers = 2, kFusedTileK = 64 * kFusedConsumers;
+
+/* Queries of a step, and steps in flight. A tuner's values replace these. */
+constexpr int fused_tile_q(int head_dim) { return head_dim <= 64 ? 128 : 64; }
+constexpr int fused_stages(int head_dim) {
+#ifdef FA_QUERY_STAGES
+    return FA_QUERY_STAGES;
+#endif
+#ifdef FA_CHAOS // whose counts need the room of the third
+    return 2;
+#endif
+    return head_dim <= 64 ? 2 : 3;
+}
+
+template <class T, int HeadDim, int Kind> struct FusedConfig {
+    using Element = T;
+    static constexpr int kHeadDim = HeadDim, kConsumers = kFusedConsumers, kTileK = kFusedTileK,
+                         kTileQ = fused_tile_q(HeadDim), kStages = fused_stages(HeadDim), kKeyStages = 1;
+    static constexpr bool kOrdered = false, kDropout = false, kMasked = Kind != kFull, kSoftcap = Kind == kCapped;
+    // 64 Ki registers: what the consumers leave is the producer's.
+#ifdef FA_CHAOS // whose delays need some there too
+    static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+#else
+    static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+#endif
+    static_assert(kStages >= 2, "a step's stage is held while the next step's products are issued");
+};
+template <class T, int HeadDim, int Kind> struct OrderedFusedConfig : FusedConfig<T, HeadDim, Kind> {
+    static constexpr bool kOrdered = true;
+    static constexpr int kKeyStages = 2; // dQ takes no shared memory
+};
+template <class T, int HeadDim, int Kind> struct DropoutFusedConfig : OrderedFusedConfig<T, HeadDim, Kind> {
+    static constexpr bool kDropout = true;
+};
+
+/* ---- parameters ---- */
 
 struct FusedParams {
     BackwardCall call;
@@ -27,6 +68,17 @@ struct DropoutFusedParams : OrderedFusedParams {
     fa_dropout dropout;
     float kept; // what a weight is multiplied by that dropout keeps: in `scale`, and dv's factor
 };
+/* The work of one launch of an instance; members that it does not take say nothing. */
+struct FusedWork {
+    DropoutRowsParams rows;
+    DropoutFusedParams fused;
+    FusedFinishParams finish;
+    int64_t query_blocks, key_blocks, finish_blocks;
+};
+using Launch = fa_code(const FusedWork &, const fa_launch &);
+
+/* ---- shared memory ---- */
+
 template <bool Dropout> struct FusedDropout {};
 template <> struct FusedDropout<true> {
     fa_dropout words; // as they were when the block began
@@ -65,6 +117,8 @@ template <class C> struct FusedSmem {
     FusedTurns<C::kOrdered> turns;
     [[no_unique_address]] FusedDropout<C::kDropout> dropout;
 };
+
+/* ---- steps ---- */
 
 /* The steps of a tile: blocks [begin, end) of each query head of the group, from block `first` and round. */
 struct FusedWalk {

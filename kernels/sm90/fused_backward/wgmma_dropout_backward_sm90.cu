@@ -1,15 +1,31 @@
 /* wgmma_dropout_backward_sm90: gradients on Hopper (sm_90a) with dropout, in one pass.
  *
- * As wgmma_fused_backward_sm90, whose file this is with other instances: sums of dq in one order, head_dim a multiple
- * of 8 up to 64, without softcap. How dropout comes in: kernel.cuh.
+ * As wgmma_fused_backward_sm90, whose plan and launch these are with other instances: sums of dq in one order, head_dim
+ * a multiple of 8 up to 64, without softcap. How dropout comes in: kernel.cuh.
  *
  * @arch sm_90a
- * @instance ordered_d64_masked_{f16,bf16} -DFA_HEAD_DIM=64 -DFA_KIND=FA_MASKED -DFA_ELEMENT={1:__half,__nv_bfloat16}
+ * @instances instance.cu
+ * @instance ordered_d64_masked_{f16,bf16} DropoutFusedConfig 64 kMasked {1:__half,__nv_bfloat16}
  */
-#define FA_DROPOUT
-#include "sm90/fused_backward/wgmma_fused_backward_sm90.cu"
+#include "sm90/fused_backward/host.cuh"
 
-#ifndef FA_INSTANCE
+namespace fa::sm90 {
+
+FA_INSTANCES(FA_DECLARE_INSTANCE)
+static const Instance kInstances[] = {FA_INSTANCES(FA_FUSED_INSTANCE)};
+
+static fa_answer dropout_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    const uint32_t threshold = problem->extra.dropout.threshold;
+    if (threshold > UINT16_MAX) return fa_because(why, FA_REFUSES, FA_WHY_NOTHING_KEPT, 0, 0, 0);
+    const fa_answer answer = plan_fused(kInstances, problem, device, plan, why);
+    return answer == FA_TAKES && !threshold ? fa_because(why, FA_DECLINES, FA_WHY_NO_DROPOUT, 0, 0, 0) : answer;
+}
+
+static fa_code dropout_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
+    return launch_call(kInstances, problem, plan, launch);
+}
+
+} // namespace fa::sm90
 
 FA_DEFINE_KERNEL(wgmma_dropout_backward_sm90) = {
     .abi = FA_KERNEL_ABI,
@@ -22,8 +38,6 @@ FA_DEFINE_KERNEL(wgmma_dropout_backward_sm90) = {
     .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_SINKS | FA_WITH_WINDOW | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
              FA_WITH_ORDERED,
-    .plan = fa::sm90::dropout::fused_plan,
-    .launch = fa::sm90::dropout::fused_launch,
+    .plan = fa::sm90::dropout_plan,
+    .launch = fa::sm90::dropout_launch,
 };
-
-#endif

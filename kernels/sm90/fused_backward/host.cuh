@@ -1,0 +1,287 @@
+/* Host side of wgmma_fused_backward_sm90 and wgmma_dropout_backward_sm90: plan, launch. For the host's compilation of a
+ * kernel alone. */
+#pragma once
+#include "sm90/backward/host.cuh"
+#include "sm90/fused_backward/config.cuh"
+#include <algorithm> // min, max
+#include <cmath>     // ceil
+
+namespace fa::sm90 {
+
+struct Instance {
+    bool ordered;
+    int head_dim, kind;
+    fa_dtype dtype;
+    Launch *launch; // null: this build leaves it out
+};
+#define FA_FUSED_INSTANCE(name, Config, head_dim, kind, T)                                                             \
+    {Config<T, head_dim, kind>::kOrdered, head_dim, kind, kDtypeOf<T>, name},
+
+/* ---- plan ---- */
+
+/* The plan's own part. */
+struct FusedOwn {
+    int instance;                                 // of the kernel's
+    bool ordered;                                 // its sums of dq have one order
+    int columns, kind;                            // of the instance
+    int64_t pairs;                                // batch entries times kv heads of one launch
+    int64_t key_tiles;                            // a kv head
+    int64_t row_blocks;                           // a query head
+    int64_t sink_parts;                           // a query head; 0: dsinks is not wanted
+    int64_t parts_at, rows_at, sums_at, turns_at; // bytes into the workspace, which begins with a counter
+};
+
+constexpr int64_t kFusedCounterBytes = 256;
+constexpr int kOrderedHeadDim = 64; // of the instances whose sums have one order, at most
+
+/* Sizes of launches and of the workspace. False when not even one pair fits into the limit. */
+static bool fused_sizes(const fa_backward &p, const fa_device_info *device, FusedOwn *own, fa_plan *plan) {
+    const fa_forward &f = p.forward;
+    const int tile_q = fused_tile_q(own->columns);
+    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    own->key_tiles = divided_up(f.seq_k, kFusedTileK);
+    own->row_blocks = divided_up(f.seq_q, tile_q);
+    own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->row_blocks * (tile_q / 16) : 0;
+    own->parts_at = kFusedCounterBytes;
+    own->rows_at = own->parts_at + divided_up(f.batch * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
+    const int64_t row_bytes = group * own->row_blocks * tile_q * int64_t(3 * sizeof(float));
+    const int64_t sum_bytes = group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
+    const int64_t turn_bytes = own->ordered ? group * own->row_blocks * int64_t(sizeof(uint32_t)) : 0;
+    const int64_t pair_bytes = row_bytes + sum_bytes + turn_bytes;
+    const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
+    own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
+    if (all > 0 && (own->pairs == 0 || left < 0)) return false;
+    own->sums_at = own->rows_at + own->pairs * row_bytes;
+    own->turns_at = own->sums_at + own->pairs * sum_bytes;
+    plan->workspace_bytes = size_t(own->rows_at + own->pairs * pair_bytes);
+    return true;
+}
+
+/* Keys that some queries see: on average, or queries that see a key if those are fewer, and by the mean over the most.
+ */
+struct Visible {
+    int64_t mean;
+    double evenness; // 1: all see the same number
+};
+static Visible visible_of(const fa_forward &f) {
+    constexpr int64_t kRows = 16;
+    int64_t keys = 0, most = 1;
+    for (int64_t n = 0; n < kRows; ++n) {
+        const KeyRange seen = row_keys(f, (2 * n + 1) * f.seq_q / (2 * kRows));
+        if (seen.empty()) continue;
+        keys += seen.end - seen.begin;
+        most = std::max<int64_t>(most, seen.end - seen.begin);
+    }
+    return {std::min(keys, keys * f.seq_q / std::max<int64_t>(f.seq_k, 1)) / kRows, double(keys) / (kRows * most)};
+}
+
+static int64_t key_tiles_of(const fa_forward &f) { return f.batch * f.heads_kv * divided_up(f.seq_k, kFusedTileK); }
+
+/* Whether CTAs that take turns hardly wait for one another: several tiles for each, and not many tiles a head of few
+ * steps. The ordered instance is then as fast or faster in any order too: it neither clears sums nor reads all of them
+ * again (an H100: bench/log/wgmma_fused_backward_sm90.md). */
+static bool turns_are_short(const fa_forward &f, const fa_device_info *device) {
+    return key_tiles_of(f) >= 5 * device->sm_count && 2 * f.seq_q >= f.seq_k;
+}
+
+/* Share of their time that multiprocessors work on tiles: equal ones fill rounds, the last of which may be nearly
+ * empty; others go longest first, and the longest ends last where there are few. */
+static double busy_share(int64_t tiles, int sm_count, double evenness) {
+    const double rounds = double(tiles) / sm_count;
+    return evenness == 1 ? rounds / std::ceil(rounds) : std::min(1.0, rounds * evenness);
+}
+
+/* Whether tiles of keys leave multiprocessors idle that tiles of queries keep busy, as with groups of query heads,
+ * whose keys are fewer. wgmma_backward_sm90 makes three of its seven products by tiles of queries. */
+static bool keys_are_few(const fa_forward &f, const fa_device_info *device, double evenness) {
+    constexpr double kIdle = 1.125; // 1.2 at 0.93 of wgmma_backward_sm90's rate, 1 at 1.04 to 1.21 (an H100)
+    const int64_t query_tiles = f.batch * f.heads * divided_up(f.seq_q, kFusedTileK);
+    return busy_share(query_tiles, device->sm_count, evenness) >
+           kIdle * busy_share(key_tiles_of(f), device->sm_count, evenness);
+}
+
+/* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/log/wgmma_fused_backward_sm90.md).
+ * wgmma_backward_sm90 computes head_dim 96 at 96 columns, this kernel at 128, which takes it 1.12 to 1.14 times as
+ * long. */
+static bool fused_is_faster(const fa_forward &f, const fa_device_info *device, const FusedOwn &own) {
+    constexpr int kNarrow = 96;
+    if (own.columns > kOrderedHeadDim ? f.head_dim <= kNarrow || f.seq_k < 1024 : std::min(f.seq_q, f.seq_k) < 128)
+        return false;
+    if (own.ordered) return turns_are_short(f, device);
+    const bool at_once = 4 * key_tiles_of(f) <= 3 * device->sm_count && f.heads == f.heads_kv;
+    if (own.columns <= kOrderedHeadDim && at_once) return true;
+    const Visible visible = visible_of(f);
+    return visible.mean >= 2048 && !keys_are_few(f, device, visible.evenness);
+}
+
+/* The instance for a call. Without a need for one order the ordered one is taken where it is as fast, or alone there.
+ */
+template <size_t N>
+const Instance *find_instance(const Instance (&instances)[N], const fa_backward &p, const fa_device_info *device) {
+    const fa_forward &f = p.forward;
+    const auto find = [&](bool ordered) {
+        return instance_for(instances, f.head_dim, backward_kind(f), f.dtype,
+                            [ordered](const Instance &i) { return i.ordered == ordered; });
+    };
+    const bool ordered = p.ordered || (f.head_dim <= kOrderedHeadDim && turns_are_short(f, device));
+    const Instance *found = find(ordered);
+    return found || p.ordered ? found : find(!ordered);
+}
+
+template <size_t N>
+fa_answer plan_fused(const Instance (&instances)[N], const fa_problem *problem, const fa_device_info *device,
+                     fa_plan *plan, fa_why *why) {
+    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31;
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    FusedOwn &own = fa_own<FusedOwn>(plan);
+    if (f.head_dim > widest(instances)) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, widest(instances), 0, 0);
+    if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
+    if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
+        (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads * f.batch, 1))
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
+    if (f.out_dtype != f.dtype) return fa_because(why, FA_REFUSES, FA_WHY_OUT_DTYPE, 0, 0, 0);
+    const int64_t keys = f.key_end - f.key_begin;
+    const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
+    if (reads && (!takes_tensor_map(f.q, FA_OPERAND_Q, f.head_dim, f.seq_q, why) ||
+                  !takes_tensor_map(f.k, FA_OPERAND_K, f.head_dim, keys, why) ||
+                  !takes_tensor_map(f.v, FA_OPERAND_V, f.head_dim, keys, why) ||
+                  !takes_tensor_map(f.out, FA_OPERAND_OUT, f.head_dim, f.seq_q, why) ||
+                  (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_DOUT, f.head_dim, f.seq_q, why))))
+        return FA_REFUSES;
+    if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
+    if (p.ordered && f.head_dim > kOrderedHeadDim)
+        return fa_because(why, FA_REFUSES, FA_WHY_ORDERED, kOrderedHeadDim, 0, 0);
+    const Instance *found = find_instance(instances, p, device);
+    if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    own.instance = int(found - instances);
+    own.ordered = found->ordered, own.columns = found->head_dim, own.kind = found->kind;
+    if (!fused_sizes(p, device, &own, plan)) return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
+    plan->threads = 128 * (kFusedConsumers + 1);
+    plan->blocks = std::min<int64_t>(device->sm_count, own.pairs * own.key_tiles);
+    plan->keep = true;
+    return FA_TAKES;
+}
+
+/* ---- launch ---- */
+
+static fa_code fused_maps(const fa_backward &p, int tile_q, FusedParams *to, const fa_launch &launch) {
+    const fa_forward &f = p.forward;
+    const int64_t rows = to->call.row_end - to->call.row_begin, keys = to->call.visible.seq_k;
+    if (rows <= 0) return FA_OK;                        // no tile touches a map
+    const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
+    const auto encode = [&](CUtensorMap *map, int *step, const fa_operand &x, int64_t first, int64_t extent,
+                            int64_t heads, int box, fa_operand_name name) {
+        step[0] = x.stride[1] != 0, step[1] = x.stride[0] != 0;
+        return tensor_map_encode(map, launch, rows_of(x, first), f.dtype, f.head_dim, extent, heads, f.batch, box,
+                                 name);
+    };
+    FA_TRY(encode(&to->q, to->q_step, f.q, to->call.row_begin, rows, f.heads, tile_q, FA_OPERAND_Q));
+    FA_TRY(encode(&to->dout, to->dout_step, dout, to->call.row_begin, rows, f.heads, tile_q, FA_OPERAND_OUT));
+    FA_TRY(encode(&to->k, to->k_step, f.k, f.key_begin, keys, f.heads_kv, kFusedTileK, FA_OPERAND_K));
+    return encode(&to->v, to->v_step, f.v, f.key_begin, keys, f.heads_kv, kFusedTileK, FA_OPERAND_V);
+}
+
+static RowsOperand rows_operand(const fa_operand &x) { return {x.data, {x.stride[0], x.stride[1], x.stride[2]}}; }
+
+/* The values that all launches of a call share. */
+static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *work, const fa_launch &launch) {
+    const fa_forward &f = p.forward;
+    char *const workspace = static_cast<char *>(launch.workspace);
+    auto &rows = work->rows;
+    auto &fused = work->fused;
+    FusedFinishParams &finish = work->finish;
+    fused.call = backward_call(p);
+    FA_TRY(fused_maps(p, fused_tile_q(own.columns), &fused, launch));
+    rows.call = finish.call = fused.call;
+    rows.out = rows_operand(f.out), rows.dout = rows_operand(p.dout);
+    rows.lse = rows_operand(p.lse), rows.dlse = rows_operand(p.dlse);
+    rows.row_blocks = workspace + own.rows_at;
+    rows.sums = reinterpret_cast<float *>(workspace + own.sums_at);
+    if (own.ordered) rows.turns = fused.turns = reinterpret_cast<uint32_t *>(workspace + own.turns_at);
+    if (own.sink_parts) rows.sink_parts = reinterpret_cast<float *>(workspace + own.parts_at);
+    rows.sinks = f.sinks.data, rows.sinks_stride = f.sinks.stride[0], rows.sinks_dtype = f.sinks_dtype;
+    fused.row_blocks = rows.row_blocks;
+    fused.sums = rows.sums, finish.sums = rows.sums;
+    rows.row_block_count = fused.row_block_count = finish.row_block_count = int(own.row_blocks);
+    finish.dq = gradient(p, FA_GRAD_Q), fused.dk = gradient(p, FA_GRAD_K), fused.dv = gradient(p, FA_GRAD_V);
+    if (own.ordered) fused.dq = finish.dq;
+    if (own.ordered && fused.call.row_begin < fused.call.row_end) {
+        const int tile_q = fused_tile_q(own.columns);
+        finish.done_begin = fused.call.row_begin / tile_q;
+        finish.done_end = int(divided_up(fused.call.row_end, tile_q));
+    }
+    fused.scale = finish.scale = static_cast<float>(f.scale);
+    return FA_OK;
+}
+
+/* Heads whose streamed operands and sums, head_bytes each, a section of the longest-first order holds: few, so that
+ * what is in flight stays in L2; the next section's longest tiles follow the shortest of this one. In order a section
+ * of fewer than four heads has more tiles at work on each, every one of them a turn's way behind the one before. */
+static int64_t fused_section_heads(int64_t head_bytes, int head_dim, bool ordered) {
+    const int64_t bytes = int64_t(head_dim <= 64 ? 24 : 16) << 20, most = INT64_C(40) << 20;
+    if (head_bytes <= 0) return 1;
+    const int64_t heads = std::max<int64_t>(1, bytes / head_bytes);
+    return ordered ? std::max(heads, std::min<int64_t>(4, most / head_bytes)) : heads;
+}
+
+/* The least section where heads have few tiles, as in groups of query heads, and these differ in length: three tiles a
+ * multiprocessor, so that the longest ones of the last section are not left to a few; sections are alike. */
+static int64_t least_section_heads(int64_t key_tiles, int64_t pairs, int sm_count) {
+    const int64_t least = divided_up(INT64_C(3) * sm_count, std::max<int64_t>(key_tiles, 1));
+    return divided_up(pairs, std::max<int64_t>(pairs / least, 1));
+}
+
+/* The launches of one group of pairs. */
+static fa_code launch_fused(const Instance &instance, const fa_backward &p, const FusedOwn &own, FusedWork *work,
+                            int64_t first, int64_t pairs, const fa_launch &launch) {
+    const fa_forward &f = p.forward;
+    const bool unequal = own.kind != kFull && (f.left < FA_UNBOUNDED || f.right < FA_UNBOUNDED);
+    const int64_t group = f.heads / f.heads_kv;
+    auto *counter = static_cast<uint32_t *>(launch.workspace);
+    work->rows.call.first_pair = work->fused.call.first_pair = work->finish.call.first_pair = int(first);
+    work->query_blocks = pairs * group * own.row_blocks;
+    const bool unfinished = work->finish.done_begin > 0 || work->finish.done_end < own.row_blocks;
+    work->finish_blocks = work->finish.dq.data && unfinished ? work->query_blocks : 0;
+    int64_t section = fused_section_heads(8 * group * f.seq_q * f.head_dim, f.head_dim, own.ordered);
+    if (!own.ordered && group > 1 && (f.left >= FA_UNBOUNDED || f.right >= FA_UNBOUNDED)) // a window's tiles are alike
+        section = std::max(section, least_section_heads(own.key_tiles, pairs, launch.device->sm_count));
+    work->key_blocks = order(&work->fused.schedule, unequal, own.key_tiles, pairs, section, counter, launch);
+    if (own.ordered) { // whatever the tiles' lengths: see turns.cuh
+        work->fused.schedule.section_heads = uint32_t(std::min(pairs, section));
+        work->fused.schedule.counter = counter;
+    }
+    if (work->fused.schedule.counter)
+        FA_CUDA_TRY(launch, cudaMemsetAsync(counter, 0, sizeof *counter, static_cast<cudaStream_t>(launch.stream)));
+    return instance.launch(*work, launch);
+}
+
+static fa_code launch_call(const Instance *instances, const fa_problem *problem, const fa_plan *plan,
+                           const fa_launch *launch) {
+    const fa_backward &p = problem->backward;
+    const fa_forward &f = p.forward;
+    const FusedOwn &own = fa_own<FusedOwn>(plan);
+    const int64_t all = f.batch * f.heads_kv;
+    if (all > 0) {
+        FusedWork work = {};
+        FA_TRY(fused_work(p, own, &work, *launch));
+        work.fused.dropout = problem->extra.dropout;
+        work.fused.kept = static_cast<float>(fa_dropout_scale(&problem->extra.dropout)); // 1 without dropout
+        work.fused.scale *= work.fused.kept, work.rows.delta_factor = 1 / work.fused.kept;
+        for (int64_t first = 0; first < all; first += own.pairs)
+            FA_TRY(
+                launch_fused(instances[own.instance], p, own, &work, first, std::min(own.pairs, all - first), *launch));
+    }
+    if (p.wants >> FA_GRAD_SINKS & 1 && f.heads > 0) {
+        FA_CHAOS_ARM(launch->stream, *launch);
+        backward_sinks<<<static_cast<unsigned>(f.heads), kSinkThreads, 0, static_cast<cudaStream_t>(launch->stream)>>>(
+            reinterpret_cast<const float *>(static_cast<char *>(launch->workspace) + own.parts_at), own.sink_parts,
+            f.batch, f.heads, gradient(p, FA_GRAD_SINKS));
+        FA_CUDA_TRY(*launch, cudaGetLastError());
+    }
+    return FA_OK;
+}
+
+} // namespace fa::sm90
