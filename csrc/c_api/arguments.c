@@ -220,11 +220,6 @@ static fa_code read_state(const void *state, const fa_capi_call *c, fa_request *
 
 /* ---- the operations: arguments -> problem and plan ---- */
 
-static fa_code plan_call(fa_capi_call *c, fa_status *status) {
-    FA_TRY(fa_device_info_get(c->context, c->problem.device, &c->info, status));
-    return fa_plan_make(&c->problem, c->info, c->forced, &c->plan, status);
-}
-
 static fa_code prepare_forward(const void *arguments, fa_capi_call *c, fa_status *status) {
     fa_ext_forward given;
     fa_request request = {0};
@@ -318,7 +313,8 @@ static fa_code prepare_merge(const void *arguments, fa_capi_call *c, fa_status *
     request.lses = m.pointers + given.count;
     FA_TRY(read_arrays(&given, c, &request.forward, views, status));
     FA_TRY(fa_merge_build(&request, m.parts, &c->problem, status));
-    return plan_call(c, status);
+    FA_TRY(fa_device_info_get(c->context, c->problem.device, &c->info, status));
+    return fa_plan_make(&c->problem, c->info, c->forced, &c->plan, status);
 }
 
 static fa_code prepare_append(const void *arguments, fa_capi_call *c, fa_status *status) {
@@ -337,8 +333,7 @@ static fa_code prepare_append(const void *arguments, fa_capi_call *c, fa_status 
         return fa_fail(status, FA_EVALUE, "%s is NULL, but %s is not; accepted: both, or neither",
                        forward->rotary_cos ? "rotary_sin" : "rotary_cos",
                        forward->rotary_cos ? "rotary_cos" : "rotary_sin");
-    FA_TRY(fa_append_build(&request, &c->problem, status));
-    return plan_call(c, status);
+    return fa_dispatch_append(c->context, &request, c->forced, &c->problem, &c->info, &c->plan, status);
 }
 
 fa_code fa_capi_prepare(const void *arguments, fa_capi_call *c, fa_status *status) {

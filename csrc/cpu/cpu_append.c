@@ -14,6 +14,7 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     (void)problem, (void)device, (void)why;
     plan->blocks = 1;
     plan->threads = 1;
+    plan->keep = true;
     return FA_TAKES;
 }
 

@@ -1,13 +1,12 @@
 /* Request -> problem and plan. See plan_cache.h.
  *
- * Calls come in loops that differ in their pointers alone, so each thread keeps what its last call came to. A call that
- * is the same in all that validation, choice and plan look at takes it over and sets its own pointers: a tenth of a
- * microsecond less. It compares options, extents, strides, dtypes, devices, the forced kernel, how pointers are
- * aligned, and whether what is written meets anything. Options are compared as bytes, and a call that has any array
- * besides q, k, v, `out` and `lse` is made anew each time: what a request gains is looked at without a word here. Calls
- * for gradients have a place of their own, where what comes through `out` and the LSE, and given gradients of q, k and
- * v may be, too. Plans that do not ask to be kept, such as those that depend on the threads of the moment, are made
- * anew. */
+ * Calls come in loops that differ in their pointers alone, so each thread keeps the last calls of each operation: the
+ * request, and the problem and plan that it became. A call that is the same in all that validation, choice and plan
+ * look at takes both over and sets its own pointers. Compared are the options, as bytes; the forced kernel; of each
+ * array shape, strides, dtype, device, writability, whether it has memory and how that is aligned; and whether what is
+ * written meets another array. What index arrays hold is no part of it: kernels read it when they run, and check=
+ * before each launch. A state of dropout on the host is read by validation, so that such a call is never kept. Plans
+ * that do not ask to be kept, such as those that depend on the threads of the moment, are made anew. */
 #include "dispatch/plan_cache.h"
 
 #include <string.h>
@@ -16,212 +15,315 @@
 #include "dispatch/registry.h"
 #include "problem/check.h"
 #include "problem/forward.h"
+#include "problem/operands.h"
 
-/* q, k, v, out, lse, and of calls for gradients dout, dlse, and where the gradients of q, k and v go. */
-enum { OUT = 3, LSE = 4, FORWARD_VIEWS = 5, DLSE = 6, GIVEN = 7, GRADIENT_VIEWS = GIVEN + FA_GRAD_V + 1 };
+enum { KEPT_CALLS = 2 /* layers alternate */, MAX_AXES = 4, ARRAYS = FA_OPERAND_COUNT + FA_GRAD_COUNT };
+_Static_assert(ARRAYS <= 32, "a bit each: the operands of a request, then given gradients");
 
-/* Where a request has the arrays that few calls have. */
-#define FEW_BEGIN offsetof(fa_request, bias)
-#define FEW_BYTES (offsetof(fa_request, options) - FEW_BEGIN)
-_Static_assert(FEW_BEGIN == GIVEN * sizeof(fa_view *), "q, k, v, out, lse, dout and dlse come first");
-
-/* A problem up to the end of its forward: other operations have more there. Its `extra` follows. */
-#define FORWARD_BYTES (offsetof(fa_problem, forward) + sizeof(fa_forward))
+/* An operation's constants are worth 30 ns. */
+#define ALWAYS_INLINE        static inline __attribute__((always_inline))
 
 /* Kernels look at the alignment of a pointer up to this many bytes. */
-#define ALIGNMENT     256
+#define ALIGNMENT            256
 
-/* An array of the last call. */
-typedef struct seen {
-    bool given;
-    fa_view view;
-    int64_t low, high; /* bytes from its pointer on that it covers; equal when it is empty */
-} seen;
+/* Where a problem has the data of an operand: an offset by operand. A call with one that has no place here is not kept;
+ * its workspace, which is held against the plan later, is no part of it. */
+#define DATA(operand, where) [FA_OPERAND_##operand] = offsetof(fa_problem, where)
+#define DATA_OF_INPUTS(of)                                                                                             \
+    DATA(q, of.q.data), DATA(k, of.k.data), DATA(v, of.v.data), DATA(out, of.out.data), DATA(bias, of.bias.data),      \
+        DATA(mask, of.mask.data), DATA(sinks, of.sinks.data), DATA(alibi, extra.alibi.data),                           \
+        DATA(dropout_state, extra.dropout.state)
 
-/* Of a call for gradients. */
-typedef struct gradient_memo {
-    unsigned long serial;
-    fa_options options;
+typedef unsigned short offset;
+
+static const offset forward_data[FA_OPERAND_COUNT] = {
+    DATA_OF_INPUTS(forward),
+    DATA(lse, forward.lse.data),
+    DATA(cu_seqlens_q, sequences.q.starts),
+    DATA(seqlens_q, sequences.q.used),
+    DATA(cu_seqlens_k, sequences.k.starts),
+    DATA(seqlens_k, sequences.k.used),
+    DATA(page_table, sequences.pages.table),
+    DATA(k_range_begin, sequences.begin),
+    DATA(k_range_end, sequences.end),
+    DATA(positions, sequences.positions),
+};
+
+static const offset backward_data[FA_OPERAND_COUNT] = {
+    DATA_OF_INPUTS(backward.forward),
+    DATA(lse, backward.lse.data),
+    DATA(dout, backward.dout.data),
+    DATA(dlse, backward.dlse.data),
+};
+
+static const offset append_data[FA_OPERAND_COUNT] = {
+    DATA(k_cache, append.k_cache.data),
+    DATA(v_cache, append.v_cache.data),
+    DATA(k, append.k.data),
+    DATA(v, append.v.data),
+    DATA(q, append.q.data),
+    DATA(out, append.out.data),
+    DATA(rotary_cos, append.cos.data),
+    DATA(rotary_sin, append.sin.data),
+    DATA(slots, append.slots),
+    DATA(cu_seqlens_q, sequences.q.starts),
+    DATA(seqlens_q, sequences.q.used),
+    DATA(seqlens_k, sequences.k.used),
+    DATA(page_table, sequences.pages.table),
+    DATA(positions, sequences.positions),
+};
+
+/* Bits of the operands that an operation writes. */
+enum writes {
+#define NO                                                                   0
+#define IN                                                                   0
+#define IN_OPT                                                               0
+#define OUT                                                                  1
+#define OUT_OPT                                                              1
+#define FA_OPERAND(name, words, role, forward, backward, merge, append, ...) | (forward) << FA_OPERAND_##name
+    FORWARD_WRITES = 0
+#include "operands.def"
+#undef FA_OPERAND
+    ,
+#define FA_OPERAND(name, words, role, forward, backward, merge, append, ...) | (append) << FA_OPERAND_##name
+    APPEND_WRITES = 0
+#include "operands.def"
+#undef FA_OPERAND
+#undef NO
+#undef IN
+#undef IN_OPT
+#undef OUT
+#undef OUT_OPT
+};
+#define BACKWARD_WRITES (~0u << FA_OPERAND_COUNT)
+
+typedef struct operation {
+    fa_op op;
+    const offset *data;
+    uint32_t writes;
+    size_t bytes; /* of a problem, up to the end of the operation's own part */
+    fa_code (*build)(const fa_request *request, fa_problem *problem, fa_status *status);
+} operation;
+
+/* What every operation has in a problem, behind the largest own part. */
+#define SHARED_BEGIN (offsetof(fa_problem, backward) + sizeof(fa_backward))
+_Static_assert(sizeof(fa_append) <= sizeof(fa_backward), "an own part ends before what is shared");
+
+/* An array of a kept call. */
+typedef struct array {
+    const void *data;
+    int64_t low, high; /* bytes from `data` on that it covers; equal when it is empty */
+    int64_t shape[MAX_AXES], strides[MAX_AXES];
+    fa_device device;
+    fa_dtype dtype;
+    int ndim;
+    bool readonly;
+} array;
+
+typedef struct call {
+    unsigned long serial; /* 0: none */
     const fa_kernel *forced;
-    uint32_t wants;
-    bool accumulate, deterministic;
-    seen arrays[GRADIENT_VIEWS];
+    fa_options options;
+    uint64_t more;
+    uint32_t given;       /* bits of arrays */
+    array arrays[ARRAYS]; /* of given ones */
     fa_problem problem;
     const fa_device_info *info;
     fa_plan plan;
-} gradient_memo;
+} call;
 
-typedef struct memo {
-    unsigned long serial; /* of the context; 0: nothing remembered */
-    fa_options options;
+/* The last calls of an operation. */
+typedef struct calls {
+    call of[KEPT_CALLS];
+    int latest;
+} calls;
+
+static _Thread_local calls recent[FA_OP_COUNT];
+
+/* A request of any operation. */
+typedef struct question {
+    const operation *of;
+    const fa_request *request;
+    const fa_view *const *gradients; /* FA_GRAD_COUNT of them; NULL: none */
     const fa_kernel *forced;
-    seen arrays[FORWARD_VIEWS];
-    fa_problem problem;
-    const fa_device_info *info;
-    fa_plan plan;
-    gradient_memo gradients;
-} memo;
+    unsigned long serial; /* of the context */
+    uint64_t more;        /* options that the operation has beside those of fa_request */
+    uint32_t given;       /* bits of arrays */
+} question;
 
-static _Thread_local memo last;
-
-static bool has_more(const fa_request *request) {
-    static const char none[FEW_BYTES];
-    return memcmp((const char *)request + FEW_BEGIN, none, FEW_BYTES) != 0;
+static inline const fa_view *view_at(const question *asked, int n) {
+    return n < FA_OPERAND_COUNT ? fa_request_view(asked->request, (fa_operand_number)n)
+                                : asked->gradients[n - FA_OPERAND_COUNT];
 }
 
-/* `axes` is what the remembered one has. */
-static inline bool same_view(const fa_view *a, const fa_view *b, int axes) {
-    if (a->ndim != axes || b->ndim != axes || a->dtype != b->dtype || a->device.kind != b->device.kind ||
-        a->device.id != b->device.id || a->readonly != b->readonly)
+ALWAYS_INLINE uint32_t given_arrays(const question *asked) {
+    uint32_t given = 0;
+    for (int n = 0; n < FA_OPERAND_COUNT; n++)
+        given |= (uint32_t)(fa_request_view(asked->request, (fa_operand_number)n) != NULL) << n;
+    for (int n = 0; asked->gradients && n < FA_GRAD_COUNT; n++)
+        given |= (uint32_t)(asked->gradients[n] != NULL) << (FA_OPERAND_COUNT + n);
+    return given & ~(1u << FA_OPERAND_workspace);
+}
+
+/* Where a problem has the data of array n; 0: nowhere. */
+static inline size_t data_at(const operation *of, int n) {
+    const size_t gradients = offsetof(fa_problem, backward.grad) + offsetof(fa_operand, data);
+    return n < FA_OPERAND_COUNT ? of->data[n] : gradients + (size_t)(n - FA_OPERAND_COUNT) * sizeof(fa_operand);
+}
+
+static inline int first_of(uint32_t bits) { return __builtin_ctz(bits); }
+
+static inline bool is_like(const fa_view *view, const array *kept) {
+    if (view->ndim != kept->ndim || view->dtype != kept->dtype || view->device.kind != kept->device.kind ||
+        view->device.id != kept->device.id || view->readonly != kept->readonly || !view->data != !kept->data)
         return false;
-    uint64_t differ = ((uintptr_t)a->data ^ (uintptr_t)b->data) % ALIGNMENT;
-    for (int axis = 0; axis < axes; axis++)
-        differ |= (uint64_t)(a->shape[axis] ^ b->shape[axis]) | (uint64_t)(a->strides[axis] ^ b->strides[axis]);
+    uint64_t differ = ((uintptr_t)view->data ^ (uintptr_t)kept->data) % ALIGNMENT;
+    for (int axis = 0; axis < kept->ndim; axis++)
+        differ |=
+            (uint64_t)(view->shape[axis] ^ kept->shape[axis]) | (uint64_t)(view->strides[axis] ^ kept->strides[axis]);
     return differ == 0;
 }
 
-static bool meet(const fa_view *a, const seen *like_a, const fa_view *b, const seen *like_b) {
-    const uintptr_t at = (uintptr_t)a->data, bt = (uintptr_t)b->data;
-    return like_a->low != like_a->high && like_b->low != like_b->high &&
-           at + (uintptr_t)like_a->low < bt + (uintptr_t)like_b->high &&
-           bt + (uintptr_t)like_b->low < at + (uintptr_t)like_a->high;
+/* Addresses that an array covers; empty ones meet nothing. */
+typedef struct range {
+    uintptr_t begin, end;
+} range;
+
+static inline range range_of(const fa_view *view, const array *kept) {
+    const uintptr_t at = (uintptr_t)view->data;
+    return kept->low == kept->high ? (range){UINTPTR_MAX, 0}
+                                   : (range){at + (uintptr_t)kept->low, at + (uintptr_t)kept->high};
 }
 
-/* Whether arrays, NULL where absent, are like those of the last call, and those from `written` on meet none before
- * them. */
-static inline bool are_seen(const fa_view *const *views, const seen *arrays, int count, int written) {
-    for (int n = 0; n < count; n++) {
-        if (arrays[n].given != (views[n] != NULL)) return false;
-        if (!views[n]) continue;
-        if (!same_view(views[n], &arrays[n].view, n == LSE || n == DLSE ? 3 : 4)) return false;
-        for (int other = 0; n >= written && other < n; other++)
-            if (views[other] && meet(views[n], &arrays[n], views[other], &arrays[other])) return false;
+/* Whether two arrays lie to each other as in the kept call, where validation took it that they meet. */
+static bool lie_alike(const question *asked, const call *kept, int a, int b) {
+    return (uintptr_t)view_at(asked, a)->data - (uintptr_t)view_at(asked, b)->data ==
+           (uintptr_t)kept->arrays[a].data - (uintptr_t)kept->arrays[b].data;
+}
+
+ALWAYS_INLINE bool is_kept(const question *asked, const call *kept) {
+    range ranges[ARRAYS];
+    if (kept->serial != asked->serial || kept->forced != asked->forced || kept->given != asked->given ||
+        kept->more != asked->more || memcmp(&kept->options, &asked->request->options, sizeof kept->options) != 0)
+        return false;
+    for (uint32_t left = asked->given; left; left &= left - 1) {
+        const int n = first_of(left);
+        const fa_view *view = view_at(asked, n);
+        if (!is_like(view, &kept->arrays[n])) return false;
+        ranges[n] = range_of(view, &kept->arrays[n]);
+    }
+    uint32_t others = asked->given;
+    for (uint32_t written = asked->given & asked->of->writes; written; written &= written - 1) {
+        const int n = first_of(written);
+        others &= ~(1u << n);
+        for (uint32_t left = others; left; left &= left - 1) {
+            const int other = first_of(left);
+            if (ranges[n].begin < ranges[other].end && ranges[other].begin < ranges[n].end &&
+                !lie_alike(asked, kept, n, other))
+                return false;
+        }
     }
     return true;
 }
 
-static void see(const fa_view *const *views, seen *arrays, int count) {
-    for (int n = 0; n < count; n++) {
-        arrays[n].given = views[n] != NULL;
-        if (!views[n]) continue;
-        arrays[n].view = *views[n];
-        fa_view_range(views[n], &arrays[n].low, &arrays[n].high);
+ALWAYS_INLINE void copy_problem(const operation *of, fa_problem *to, const fa_problem *from) {
+    memcpy(to, from, of->bytes);
+    memcpy((char *)to + SHARED_BEGIN, (const char *)from + SHARED_BEGIN, sizeof *to - SHARED_BEGIN);
+}
+
+static bool may_be_kept(const question *asked) {
+    const fa_view *state = asked->request->dropout_state;
+    for (uint32_t left = asked->given; left; left &= left - 1)
+        if (!data_at(asked->of, first_of(left))) return false;
+    return !state || state->device.kind != FA_CPU;
+}
+
+static void keep(const question *asked, const fa_problem *problem, const fa_device_info *info, const fa_plan *plan) {
+    calls *of = &recent[asked->of->op];
+    call *kept = &of->of[of->latest = (of->latest + 1) % KEPT_CALLS];
+    for (uint32_t left = asked->given; left; left &= left - 1) {
+        const fa_view *view = view_at(asked, first_of(left));
+        array *a = &kept->arrays[first_of(left)];
+        a->data = view->data;
+        a->device = view->device, a->dtype = view->dtype, a->ndim = view->ndim, a->readonly = view->readonly;
+        memcpy(a->shape, view->shape, sizeof a->shape); /* validation has refused more axes */
+        memcpy(a->strides, view->strides, sizeof a->strides);
+        fa_view_range(view, &a->low, &a->high);
+    }
+    copy_problem(asked->of, &kept->problem, problem);
+    kept->serial = asked->serial;
+    kept->forced = asked->forced;
+    kept->options = asked->request->options;
+    kept->more = asked->more;
+    kept->given = asked->given;
+    kept->info = info;
+    kept->plan = *plan;
+}
+
+/* A kept call with the pointers of another. */
+ALWAYS_INLINE void take_over(const question *asked, const call *kept, fa_problem *problem) {
+    copy_problem(asked->of, problem, &kept->problem);
+    for (uint32_t left = asked->given; left; left &= left - 1) {
+        const fa_view *view =
+            view_at(asked, first_of(left)); /* NULL in an empty one: what validation put there stays */
+        if (view->data) *(void **)((char *)problem + data_at(asked->of, first_of(left))) = view->data;
     }
 }
 
-static bool is_remembered(unsigned long serial, const fa_request *request, const fa_kernel *forced,
-                          const fa_view *const views[FORWARD_VIEWS]) {
-    return last.serial == serial && last.forced == forced &&
-           memcmp(&last.options, &request->options, sizeof last.options) == 0 && !has_more(request) &&
-           are_seen(views, last.arrays, FORWARD_VIEWS, OUT);
-}
-
-static void remember(unsigned long serial, const fa_request *request, const fa_kernel *forced,
-                     const fa_view *const views[FORWARD_VIEWS], const fa_problem *problem, const fa_device_info *info,
-                     const fa_plan *plan) {
-    last.serial = 0;
-    if (has_more(request) || problem->sequences.given) return;
-    see(views, last.arrays, FORWARD_VIEWS);
-    last.options = request->options;
-    last.forced = forced;
-    memcpy(&last.problem, problem, FORWARD_BYTES);
-    last.problem.extra = problem->extra;
-    last.info = info;
-    last.plan = *plan;
-    last.serial = serial;
-}
-
-fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_kernel *forced, fa_problem *problem,
-                    const fa_device_info **info, fa_plan *plan, fa_status *status) {
-    const unsigned long serial = fa_context_serial(context);
-    const fa_view *const views[FORWARD_VIEWS] = {request->q, request->k, request->v, request->out, request->lse};
-    if (is_remembered(serial, request, forced, views)) {
-        memcpy(problem, &last.problem, FORWARD_BYTES);
-        problem->extra = last.problem.extra;
-        fa_forward *forward = &problem->forward;
-        problem->sequences = (fa_sequences){0};
-        problem->workspace = NULL;
-        problem->faults = NULL;
-        problem->stopped = NULL;
-        forward->q.data = request->q->data;
-        forward->k.data = request->k->data;
-        forward->v.data = request->v->data;
-        if (request->out) forward->out.data = request->out->data;
-        if (request->lse) forward->lse.data = request->lse->data;
-        *info = last.info;
-        if (last.plan.keep) {
-            *plan = last.plan;
+ALWAYS_INLINE fa_code dispatch(fa_context *context, question *asked, fa_problem *problem, const fa_device_info **info,
+                               fa_plan *plan, fa_status *status) {
+    calls *of = &recent[asked->of->op];
+    asked->serial = fa_context_serial(context);
+    asked->given = given_arrays(asked);
+    for (int n = 0; n < KEPT_CALLS; n++) {
+        const int index = (of->latest + n) % KEPT_CALLS;
+        const call *kept = &of->of[index];
+        if (!is_kept(asked, kept)) continue;
+        of->latest = index;
+        take_over(asked, kept, problem);
+        *info = kept->info;
+        if (kept->plan.keep) {
+            *plan = kept->plan;
             return FA_OK;
         }
         if (problem->device.kind == FA_CPU) problem->threads = fa_cpu_threads();
-        return fa_plan_make(problem, *info, forced, plan, status);
+        return fa_plan_make(problem, *info, asked->forced, plan, status);
     }
-    FA_TRY(fa_forward_build(request, problem, status));
+    FA_TRY(asked->of->build(asked->request, problem, status));
     FA_TRY(fa_device_info_get(context, problem->device, info, status));
-    FA_TRY(fa_plan_make(problem, *info, forced, plan, status));
-    remember(serial, request, forced, views, problem, *info, plan);
+    FA_TRY(fa_plan_make(problem, *info, asked->forced, plan, status));
+    if (may_be_kept(asked)) keep(asked, problem, *info, plan);
     return FA_OK;
 }
 
-/* ---- gradients ---- */
+#define BYTES(name) (offsetof(fa_problem, name) + sizeof(fa_##name))
 
-static bool are_remembered(unsigned long serial, const fa_backward_request *request, const fa_kernel *forced,
-                           const fa_view *const views[GRADIENT_VIEWS]) {
-    const gradient_memo *m = &last.gradients;
-    return m->serial == serial && m->forced == forced && m->wants == request->wants &&
-           m->accumulate == request->accumulate && m->deterministic == request->deterministic &&
-           memcmp(&m->options, &request->forward.options, sizeof m->options) == 0 && !has_more(&request->forward) &&
-           are_seen(views, m->arrays, GRADIENT_VIEWS, GIVEN);
+fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_kernel *forced, fa_problem *problem,
+                    const fa_device_info **info, fa_plan *plan, fa_status *status) {
+    static const operation of = {FA_FORWARD, forward_data, FORWARD_WRITES, BYTES(forward), fa_forward_build};
+    question asked = {.of = &of, .request = request, .forced = forced};
+    return dispatch(context, &asked, problem, info, plan, status);
 }
 
-static void remember_gradients(unsigned long serial, const fa_backward_request *request, const fa_kernel *forced,
-                               const fa_view *const views[GRADIENT_VIEWS], const fa_problem *problem,
-                               const fa_device_info *info, const fa_plan *plan) {
-    gradient_memo *m = &last.gradients;
-    if (has_more(&request->forward)) return;
-    see(views, m->arrays, GRADIENT_VIEWS);
-    m->serial = serial;
-    m->options = request->forward.options;
-    m->forced = forced;
-    m->wants = request->wants;
-    m->accumulate = request->accumulate;
-    m->deterministic = request->deterministic;
-    m->problem = *problem;
-    m->info = info;
-    m->plan = *plan;
+static fa_code build_backward(const fa_request *request, fa_problem *problem, fa_status *status) {
+    return fa_backward_build((const fa_backward_request *)request, problem, status);
 }
 
 fa_code fa_dispatch_backward(fa_context *context, const fa_backward_request *request, const fa_kernel *forced,
                              fa_problem *problem, const fa_device_info **info, fa_plan *plan, fa_status *status) {
-    const unsigned long serial = fa_context_serial(context);
-    const fa_request *given = &request->forward;
-    const fa_view *const views[GRADIENT_VIEWS] = {given->q,
-                                                  given->k,
-                                                  given->v,
-                                                  given->out,
-                                                  given->lse,
-                                                  given->dout,
-                                                  given->dlse,
-                                                  request->grad[FA_GRAD_Q],
-                                                  request->grad[FA_GRAD_K],
-                                                  request->grad[FA_GRAD_V]};
-    if (are_remembered(serial, request, forced, views)) {
-        *problem = last.gradients.problem;
-        *plan = last.gradients.plan;
-        *info = last.gradients.info;
-        fa_backward *b = &problem->backward;
-        fa_operand *const operands[GRADIENT_VIEWS] = {
-            &b->forward.q, &b->forward.k, &b->forward.v,       &b->forward.out,     &b->lse,
-            &b->dout,      &b->dlse,      &b->grad[FA_GRAD_Q], &b->grad[FA_GRAD_K], &b->grad[FA_GRAD_V]};
-        for (int n = 0; n < GRADIENT_VIEWS; n++)
-            if (views[n]) operands[n]->data = views[n]->data;
-        if (plan->keep) return FA_OK;
-        if (problem->device.kind == FA_CPU) problem->threads = fa_cpu_threads();
-        return fa_plan_make(problem, *info, forced, plan, status);
-    }
-    FA_TRY(fa_backward_build(request, problem, status));
-    FA_TRY(fa_device_info_get(context, problem->device, info, status));
-    FA_TRY(fa_plan_make(problem, *info, forced, plan, status));
-    remember_gradients(serial, request, forced, views, problem, *info, plan);
-    return FA_OK;
+    static const operation of = {FA_BACKWARD, backward_data, BACKWARD_WRITES, BYTES(backward), build_backward};
+    question asked = {.of = &of, .request = &request->forward, .gradients = request->grad, .forced = forced};
+    asked.more = request->wants | (uint64_t)request->accumulate << 32 | (uint64_t)request->deterministic << 33;
+    return dispatch(context, &asked, problem, info, plan, status);
+}
+
+static fa_code build_append(const fa_request *request, fa_problem *problem, fa_status *status) {
+    return fa_append_build((const fa_append_request *)request, problem, status);
+}
+
+fa_code fa_dispatch_append(fa_context *context, const fa_append_request *request, const fa_kernel *forced,
+                           fa_problem *problem, const fa_device_info **info, fa_plan *plan, fa_status *status) {
+    static const operation of = {FA_APPEND, append_data, APPEND_WRITES, BYTES(append), build_append};
+    question asked = {.of = &of, .request = &request->forward, .forced = forced, .more = request->interleaved};
+    return dispatch(context, &asked, problem, info, plan, status);
 }

@@ -125,13 +125,15 @@ static byte_range range_of(const fa_view *view) {
     return (byte_range){(uintptr_t)view->data + (uintptr_t)low, (uintptr_t)view->data + (uintptr_t)high};
 }
 
+bool fa_views_overlap(const fa_view *view, const fa_view *other) {
+    const byte_range a = range_of(view), b = range_of(other);
+    return a.begin < b.end && b.begin < a.end && a.begin != a.end && b.begin != b.end;
+}
+
 fa_code fa_check_disjoint(const char *name, const fa_view *view, const char *other_name, const fa_view *other,
                           fa_status *status) {
-    if (!other) return FA_OK;
-    const byte_range a = range_of(view), b = range_of(other);
-    if (a.begin < b.end && b.begin < a.end && a.begin != a.end && b.begin != b.end)
-        return fa_fail(status, FA_EVALUE, "%s overlaps %s in memory; give it memory of its own", name, other_name);
-    return FA_OK;
+    if (!other || !fa_views_overlap(view, other)) return FA_OK;
+    return fa_fail(status, FA_EVALUE, "%s overlaps %s in memory; give it memory of its own", name, other_name);
 }
 
 void fa_view_contiguous(fa_view *view) {

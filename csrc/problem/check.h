@@ -45,6 +45,8 @@ void fa_lse_operand(fa_operand *operand, const fa_view *view);
 /* Bytes from view->data to the first that the view covers and past the last; both 0 when it is empty. */
 void fa_view_range(const fa_view *view, int64_t *low, int64_t *high);
 bool fa_view_empty(const fa_view *view);
+/* Whether the memory from the first to the last element of each has a byte in common. */
+bool fa_views_overlap(const fa_view *view, const fa_view *other);
 /* Gives a view the strides of a C-contiguous array. */
 void fa_view_contiguous(fa_view *view);
 /* Each element has memory of its own. */

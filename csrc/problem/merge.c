@@ -13,7 +13,7 @@ typedef struct name {
     char text[32];
 } name;
 
-/* "outs[3]" */
+/* "outs[3]": made for a message alone, since it takes longer than a check. */
 static name name_of(const char *list, int index) {
     name made;
     snprintf(made.text, sizeof made.text, "%s[%d]", list, index);
@@ -62,27 +62,31 @@ static int lse_shape(const fa_merge_request *request, const fa_merge *p, int64_t
     return packed ? 2 : 3;
 }
 
+static fa_code check_device(const char *list, int n, const fa_view *view, const fa_view *first, fa_status *status) {
+    if (view->device.kind == first->device.kind && view->device.id == first->device.id) return FA_OK;
+    return fa_check_device(name_of(list, n).text, view, FIRST, first, status);
+}
+
 static fa_code check_part(const fa_merge_request *request, const fa_merge *p, int n, fa_status *status) {
     const fa_view *first = request->outs[0], *out = request->outs[n], *lse = request->lses[n];
-    const name out_name = name_of("outs", n), lse_name = name_of("lses", n);
     int64_t shape[3];
     const int ndim = lse_shape(request, p, shape);
     if (!same_shape(out, first->shape, first->ndim))
         return fa_fail(status, FA_EVALUE, "%s has shape %s, but " FIRST " has %s; the parts must have one shape",
-                       out_name.text, fa_show_shape(out->shape, out->ndim).text,
+                       name_of("outs", n).text, fa_show_shape(out->shape, out->ndim).text,
                        fa_show_shape(first->shape, first->ndim).text);
     if (out->dtype != first->dtype)
         return fa_fail(status, FA_ETYPE, "%s has dtype %s, but " FIRST " has %s; the parts must share one dtype",
-                       out_name.text, fa_dtype_name(out->dtype), fa_dtype_name(first->dtype));
-    FA_TRY(fa_check_device(out_name.text, out, FIRST, first, status));
+                       name_of("outs", n).text, fa_dtype_name(out->dtype), fa_dtype_name(first->dtype));
+    FA_TRY(check_device("outs", n, out, first, status));
     if (!same_shape(lse, shape, ndim))
-        return fa_fail(status, FA_EVALUE, "%s has shape %s; accepted: %s = %s", lse_name.text,
+        return fa_fail(status, FA_EVALUE, "%s has shape %s; accepted: %s = %s", name_of("lses", n).text,
                        fa_show_shape(lse->shape, lse->ndim).text, ndim == 2 ? "(heads, tokens)" : "(batch, heads, seq)",
                        fa_show_shape(shape, ndim).text);
     if (lse->dtype != p->lse_dtype)
-        return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: %s", lse_name.text, fa_dtype_name(lse->dtype),
-                       fa_dtype_name(p->lse_dtype));
-    return fa_check_device(lse_name.text, lse, FIRST, first, status);
+        return fa_fail(status, FA_ETYPE, "%s has dtype %s; accepted: %s", name_of("lses", n).text,
+                       fa_dtype_name(lse->dtype), fa_dtype_name(p->lse_dtype));
+    return check_device("lses", n, lse, first, status);
 }
 
 /* Whether a result is the first part itself: each element is read before it is written. */
@@ -102,8 +106,8 @@ static fa_code check_apart(const char *name_given, const fa_view *result, const 
             const fa_view *view;
         } inputs[2] = {{"outs", request->outs[n]}, {"lses", request->lses[n]}};
         for (int i = 0; i < 2; i++)
-            if (inputs[i].view != own || !is_itself(result, own))
-                FA_TRY(fa_check_disjoint(name_given, result, name_of(inputs[i].list, n).text, inputs[i].view, status));
+            if (fa_views_overlap(result, inputs[i].view) && (inputs[i].view != own || !is_itself(result, own)))
+                return fa_check_disjoint(name_given, result, name_of(inputs[i].list, n).text, inputs[i].view, status);
     }
     return fa_check_apart(FA_MERGE, name_given, result, &request->forward, NULL, status);
 }

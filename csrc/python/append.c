@@ -39,7 +39,7 @@ static fa_code read_rotary(fa_state *state, append *a, fa_status *status) {
     return FA_OK;
 }
 
-/* Arguments -> problem. */
+/* Arguments -> request. */
 static fa_code read_append(fa_state *state, fa_function function, PyObject *const *args, Py_ssize_t count,
                            PyObject *keywords, append *a, fa_status *status) {
     fa_call *call = &a->call;
@@ -57,7 +57,24 @@ static fa_code read_append(fa_state *state, fa_function function, PyObject *cons
     FA_TRY(fa_call_arrays(state, call, FA_ARG_k, &a->request, status));
     FA_TRY(read_rotary(state, a, status));
     if (out) FA_TRY(fa_call_output(state, call, "out", out, &a->request.forward.out, status));
-    FA_TRY(fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status));
+    return fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status);
+}
+
+/* Arguments -> problem and plan. */
+static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, append *a,
+                       fa_plan *plan, fa_status *status) {
+    fa_call *call = &a->call;
+    FA_TRY(read_append(state, FA_FN_append, args, count, keywords, a, status));
+    FA_TRY(fa_dispatch_append(state->context, &a->request, call->forced, &call->problem, &call->info, plan, status));
+    FA_TRY(fa_arrays_check_stream(state, &call->array[0], &call->problem, &call->stream, status));
+    return fa_call_check(state, call, a->check, status);
+}
+
+/* Arguments -> problem. */
+static fa_code prepare_question(fa_state *state, PyObject *const *args, Py_ssize_t count, PyObject *keywords, append *a,
+                                fa_status *status) {
+    fa_call *call = &a->call;
+    FA_TRY(read_append(state, FA_FN_explain_append, args, count, keywords, a, status));
     FA_TRY(fa_append_build(&a->request, &call->problem, status));
     FA_TRY(fa_device_info_get(state->context, call->problem.device, &call->info, status));
     return fa_arrays_check_stream(state, &call->array[0], &call->problem, &call->stream, status);
@@ -96,9 +113,7 @@ PyObject *fa_py_append(PyObject *module, PyObject *const *args, Py_ssize_t count
     fa_plan plan;
     fa_status status;
     PyObject *returned = NULL;
-    if (read_append(state, FA_FN_append, args, count, keywords, &a, &status) == FA_OK &&
-        fa_plan_make(&call->problem, call->info, call->forced, &plan, &status) == FA_OK &&
-        fa_call_check(state, call, a.check, &status) == FA_OK)
+    if (prepare(state, args, count, keywords, &a, &plan, &status) == FA_OK)
         returned = fa_call_run(state, call, &plan, &ending, &status);
     fa_call_end(call);
     return returned ? returned : fa_raise(state, &status);
@@ -109,7 +124,7 @@ PyObject *fa_py_explain_append(PyObject *module, PyObject *const *args, Py_ssize
     append a;
     fa_status status;
     PyObject *answer = NULL;
-    const fa_code code = read_append(state, FA_FN_explain_append, args, count, keywords, &a, &status);
+    const fa_code code = prepare_question(state, args, count, keywords, &a, &status);
     if (code == FA_OK) answer = fa_explain_problem(state, &a.call);
     fa_call_end(&a.call);
     return code == FA_OK ? answer : fa_raise(state, &status);

@@ -58,6 +58,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     work.parts = blocks >= device->sm_count ? 1 : std::min(4, std::max(1, (units + together - 1) / together));
     plan->blocks = blocks < INT32_MAX - 1 ? blocks : INT32_MAX - 1; // the kernel strides over the rest
     plan->threads = kThreads;
+    plan->keep = true;
     return FA_TAKES;
 }
 

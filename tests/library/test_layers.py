@@ -203,7 +203,7 @@ GLOBALS = {
     "threads.c": {"lock", "posted", "left", "loops", "sleepers", "workers", "news", "forked", "watched", "helps"},  # the threads that help with loops; this process is a fork's child; who stops a call
     "device.c": {"cuda_used", "fork_watch"},  # the same of CUDA
     "context.c": {"contexts"},  # how many there have been
-    "plan_cache.c": {"last"},  # a thread's last call and its plan
+    "plan_cache.c": {"recent"},  # a thread's last calls and their plans
     "launch.cuh": {"fa_smem_allowed", "fa_smem_lock"},  # what shared memory each kernel has been allowed
     "tensor_map.h": {"tensor_map_memo"},  # a thread's last tensor maps
     "module.c": {"calls"},  # of a thread, within each other
