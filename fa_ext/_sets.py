@@ -20,8 +20,9 @@ def holds(wanted: str, kernel: str, name: str, core: str) -> bool:
 
 
 def object_of(name: str) -> str:
-    """Which object of a kernel an instance goes to: one for each head_dim, such as d128 and serve_d64."""
-    found = re.match(r"(?:[a-z]+_)*?d\d+(?:v\d+)?(?=_|$)", name)
+    """Which object of a kernel an instance goes to: one for each head_dim, such as d128 and serve_d64, and for each number
+    of rows, such as d64_r8: where functions that are not inlined have other callers, the compiler makes other code."""
+    found = re.match(r"(?:[a-z]+_)*?d\d+(?:v\d+)?(?:_r\d+)?(?=_|$)", name)
     return found[0] if found else name
 
 

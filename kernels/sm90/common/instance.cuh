@@ -2,12 +2,6 @@
 #pragma once
 #include "common/instances.cuh"
 
-#define FA_FULL         0
-#define FA_MASKED       1
-#define FA_CAPPED       2
-#define FA_PASTE_(a, b) a##b
-#define FA_PASTE(a, b)  FA_PASTE_(a, b)
-
 namespace fa::sm90 {
 
 enum Kind : int {

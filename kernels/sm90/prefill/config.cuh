@@ -35,7 +35,7 @@ struct Tiling {
     bool staged;      // whole warps of rows go through shared memory of their own to TMA
 };
 constexpr Tiling tiling(int head_dim, int kind) {
-    if (head_dim <= 64) return {3, kind == FA_CAPPED ? 96 : 128, 4, 2, false, kind == FA_MASKED, true};
+    if (head_dim <= 64) return {3, kind == kCapped ? 96 : 128, 4, 2, false, kind == kMasked, true};
     if (head_dim <= 128) return {2, 128, 2, 2, true, false, true};
     if (head_dim <= 192) return {2, 96, 2, 1, false, false, false};
     return {2, 64, 2, 1, false, false, false};
@@ -46,7 +46,7 @@ template <class T, int HeadDim, int Kind> struct Config {
     using Element = T;
     static constexpr int kHeadDim = HeadDim, kConsumers = kTiling.consumers, kTileM = 64 * kConsumers,
                          kTileN = kTiling.tile_n, kStages = kTiling.stages, kQueryStages = kTiling.query_stages;
-    static constexpr bool kSoftcap = Kind == FA_CAPPED, kOverlap = kTiling.overlap, kHalfBlocks = kTiling.half,
+    static constexpr bool kSoftcap = Kind == kCapped, kOverlap = kTiling.overlap, kHalfBlocks = kTiling.half,
                           kStaged = kTiling.staged, kHalfTiles = kTileN == 2 * kCut;
     // A block is launched with what 64 Ki registers allow each thread, a multiple of 8, and shares that out anew.
     static constexpr int kLaunchRegisters = kConsumers == 2 ? 168 : 128;

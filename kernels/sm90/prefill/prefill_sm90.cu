@@ -13,86 +13,32 @@
  * Limits: no bias, no mask, no ALiBi; out of q's dtype.
  *
  * @arch sm_90a
- * @instance d{256,192,128,96,64}_{masked,capped}_{f16,bf16} -DFA_HEAD_DIM={1} -DFA_KIND={2:FA_MASKED,FA_CAPPED}
- *           -DFA_ELEMENT={3:__half,__nv_bfloat16}
+ * @instances instance.cu
+ * @instance d{256,192,128,96,64}_{masked,capped}_{f16,bf16} {1} {2:kMasked,kCapped} {3:__half,__nv_bfloat16}
  */
 #include <algorithm> // std::max, std::min
 #include <cmath>     // fabs
-#include <cuda_runtime.h>
 
 #include "common/launch.cuh"
 #include "sm90/common/tensor_map.h"
-#ifdef FA_INSTANCE
-#include "sm90/prefill/kernel.cuh"
-#else
+#include "sm90/prefill/launch.cuh"
 #include "sm90/prefill/list.cuh"
-#endif
 
 namespace fa::sm90::prefill {
 
-/* Of the state of a tile. */
-constexpr int64_t state_bytes(int tile_m, int head_dim) { return int64_t(tile_m) * (head_dim * 4 + 8); }
-
-using Launch = fa_code(const Params &, const fa_plan &, const fa_launch &);
-
-/* A launch that may start before the one before it has ended. Points into itself. */
-struct Configuration {
-    cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = {};
-
-    Configuration(int64_t blocks, int threads, size_t shared, const fa_launch &launch) {
-        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attribute.val.programmaticStreamSerializationAllowed = 1;
-        config.gridDim = dim3(static_cast<unsigned>(blocks));
-        config.blockDim = dim3(static_cast<unsigned>(threads));
-        config.dynamicSmemBytes = shared;
-        config.stream = static_cast<cudaStream_t>(launch.stream);
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-    }
-    Configuration(const Configuration &) = delete;
+struct Instance {
+    int head_dim, kind;
+    fa_dtype dtype;
+    Launch *launch; // null: this build leaves it out
 };
-
-#ifdef FA_INSTANCE
-
-Launch FA_PASTE(prefill_launch_, FA_INSTANCE);
-fa_code FA_PASTE(prefill_launch_, FA_INSTANCE)(const Params &params, const fa_plan &plan, const fa_launch &launch) {
-    using Instance = Config<FA_ELEMENT, FA_HEAD_DIM, FA_KIND>;
-    constexpr int kBytes = sizeof(Smem<Instance>), kThreads = 128 * (Instance::kConsumers + 1);
-    static_assert(kBytes <= 227 * 1024, "shared memory of a block");
-    static_assert(kStateBytes<Instance> == state_bytes(64 * Instance::kConsumers, FA_HEAD_DIM));
-    FA_TRY(fa_allow_smem(prefill_sm90_kernel<Instance>, kBytes, launch));
-    FA_CHAOS_ARM(launch.stream, launch);
-    const Configuration c(plan.blocks, kThreads, kBytes, launch);
-    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&c.config, prefill_sm90_kernel<Instance>, params));
-    return FA_OK;
-}
-
-} // namespace fa::sm90::prefill
-
-#else
-
-#define FA_PREFILL(d, kind)                                                                                            \
-    { prefill_launch_d##d##_##kind##_f16, prefill_launch_d##d##_##kind##_bf16 }
-#define FA_DECLARE(d)                                                                                                  \
-    Launch prefill_launch_d##d##_masked_f16, prefill_launch_d##d##_masked_bf16, prefill_launch_d##d##_capped_f16,      \
-        prefill_launch_d##d##_capped_bf16
-FA_DECLARE(64);
-FA_DECLARE(96);
-FA_DECLARE(128);
-FA_DECLARE(192);
-FA_DECLARE(256);
-static constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
-static Launch *const kLaunches[][2][2] = {
-    // [head_dim][masked, capped][float16, bfloat16]
-    {FA_PREFILL(64, masked), FA_PREFILL(64, capped)},   {FA_PREFILL(96, masked), FA_PREFILL(96, capped)},
-    {FA_PREFILL(128, masked), FA_PREFILL(128, capped)}, {FA_PREFILL(192, masked), FA_PREFILL(192, capped)},
-    {FA_PREFILL(256, masked), FA_PREFILL(256, capped)},
-};
+#define FA_ENTRY(name, head_dim, kind, T) {head_dim, kind, kDtypeOf<T>, name},
+FA_INSTANCES(FA_DECLARE_INSTANCE)
+static const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)};
 
 /* The plan's own part. */
 struct Own {
-    int index, capped; // of kLaunches
+    int instance; // of kInstances
+    int columns;  // of the instance
     int tile_m, tile_n;
     int box_rows; // keys that TMA brings at a time; 0: none, they come row by row
     bool staged;
@@ -152,9 +98,10 @@ static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *d
 
     Own &own = fa_own<Own>(plan);
     own = {};
-    while (kHeadDims[own.index] < p.head_dim) ++own.index;
-    own.capped = p.softcap > 0;
-    const Tiling t = tiling(kHeadDims[own.index], own.capped ? FA_CAPPED : FA_MASKED);
+    const Instance *found = instance_for(kInstances, p.head_dim, p.softcap > 0 ? kCapped : kMasked, p.dtype);
+    if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    own.instance = int(found - kInstances), own.columns = found->head_dim;
+    const Tiling t = tiling(found->head_dim, found->kind);
     own.tile_m = 64 * t.consumers, own.tile_n = t.tile_n, own.staged = t.staged;
     own.box_rows = std::min<int>(t.tile_n, t.tile_n % kCut ? t.tile_n : kCut);
     if (s.pages.table) {
@@ -164,7 +111,7 @@ static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *d
     }
     // Room for the chunks of eight sequences; where FA_EXT_WORKSPACE_MB leaves less, the other units are longer.
     constexpr int kSplitSequences = 8;
-    Workspace workspace = {nullptr, p.batch, 0, state_bytes(own.tile_m, kHeadDims[own.index])};
+    Workspace workspace = {nullptr, p.batch, 0, state_bytes(own.tile_m, own.columns)};
     if (p.seq_k > kSplitKeys)
         workspace.slots = std::min<int64_t>(kSplitSequences, p.batch) * (kSplitTarget + kSplitUnits);
     const int64_t units = ((rows_q + 15) / 16 + p.batch) * p.heads + workspace.slots; // more than there can be
@@ -174,7 +121,7 @@ static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *d
         workspace.slots /= 2;
     own.slots = static_cast<int>(workspace.slots);
     plan->workspace_bytes = workspace.bytes(plan->blocks);
-    const int64_t slabs = (kHeadDims[own.index] + kSlabColumns - 1) / kSlabColumns;
+    const int64_t slabs = (own.columns + kSlabColumns - 1) / kSlabColumns;
     plan->smem_bytes = slabs * kSlabRowBytes * ((t.query_stages + t.staged) * own.tile_m + 2 * t.stages * t.tile_n);
     plan->keep = true;
     return choose(problem, why);
@@ -251,8 +198,7 @@ static Call call_of(const fa_problem *problem, const Own &own, void *workspace) 
         .head_dim_v = p.head_dim_v,
         .sinks_dtype = p.sinks_dtype,
         .s = problem->sequences,
-        .workspace = {static_cast<char *>(workspace), p.batch, own.slots,
-                      state_bytes(own.tile_m, kHeadDims[own.index])},
+        .workspace = {static_cast<char *>(workspace), p.batch, own.slots, state_bytes(own.tile_m, own.columns)},
         .faults = problem->faults,
         .group = group,
         .group_queries = std::max(64 / group, 1),
@@ -279,7 +225,7 @@ static fa_code prefill_launch(const fa_problem *problem, const fa_plan *plan, co
         static_cast<int>(std::min<int64_t>(std::max<int64_t>(p.batch + 31, 32) / 32 * 32, kListThreads));
     const Configuration list(1, list_threads, 0, *launch);
     FA_CUDA_TRY(*launch, cudaLaunchKernelEx(&list.config, prefill_list_kernel, params.call));
-    return kLaunches[own.index][own.capped][p.dtype == FA_BF16](params, *plan, *launch);
+    return kInstances[own.instance].launch(params, *plan, *launch);
 }
 
 } // namespace fa::sm90::prefill
@@ -298,5 +244,3 @@ FA_DEFINE_KERNEL(prefill_sm90) = {
     .plan = fa::sm90::prefill::prefill_plan,
     .launch = fa::sm90::prefill::prefill_launch,
 };
-
-#endif

@@ -10,110 +10,43 @@
  * beyond 16 of a kv head (8 where head_dim is above 128) read its keys again.
  *
  * @arch sm_90a
- * @instance d64_r8_f16 -DFA_COLUMNS=64 -DFA_ROWS=8 -DFA_ELEMENT=__half
- * @instance d64_r8_bf16 -DFA_COLUMNS=64 -DFA_ROWS=8 -DFA_ELEMENT=__nv_bfloat16
- * @instance d64_r16_f16 -DFA_COLUMNS=64 -DFA_ROWS=16 -DFA_ELEMENT=__half
- * @instance d64_r16_bf16 -DFA_COLUMNS=64 -DFA_ROWS=16 -DFA_ELEMENT=__nv_bfloat16
- * @instance d128_r8_f16 -DFA_COLUMNS=128 -DFA_ROWS=8 -DFA_ELEMENT=__half
- * @instance d128_r8_bf16 -DFA_COLUMNS=128 -DFA_ROWS=8 -DFA_ELEMENT=__nv_bfloat16
- * @instance d128_r16_f16 -DFA_COLUMNS=128 -DFA_ROWS=16 -DFA_ELEMENT=__half
- * @instance d128_r16_bf16 -DFA_COLUMNS=128 -DFA_ROWS=16 -DFA_ELEMENT=__nv_bfloat16
- * @instance d256_r8_f16 -DFA_COLUMNS=256 -DFA_ROWS=8 -DFA_ELEMENT=__half
- * @instance d256_r8_bf16 -DFA_COLUMNS=256 -DFA_ROWS=8 -DFA_ELEMENT=__nv_bfloat16
+ * @instances instance.cu
+ * @instance d{64,128}_r{8,16}_{f16,bf16} {1} {2} {3:__half,__nv_bfloat16}
+ * @instance d256_r8_{f16,bf16} 256 8 {1:__half,__nv_bfloat16}
  */
 #include <algorithm> // std::max, std::min
-#include <cuda_runtime.h>
 
+#include "common/instances.cuh"
 #include "common/launch.cuh"
-#include "fa.h"
 #include "sm90/common/tensor_map.h"
 #include "sm90/serve/kernel.cuh"
+#include "sm90/serve/plan.cuh"
 
 namespace fa::sm90::serve {
 
-/* The plan's own part. */
-struct Own {
-    int columns, rows; // of the instance
-    int64_t jobs, tiles_m;
-    int64_t at_once;       // jobs of a launch
-    int parts, fold_parts; // blocks of a job
-    int slots, pairs;
-    bool clustered; // the parts of a job
-    bool brief;     // a job a warp
-};
-
-using Launch = fa_code(const Params &, const Own &, const fa_launch &);
-
-#ifdef FA_INSTANCE
-
-/* Launches a kernel that may start before the one before it has ended, in clusters of so many blocks. */
-template <class Kernel>
-fa_code launch_kernel(Kernel *kernel, dim3 blocks, int threads, size_t shared, const Params &params,
-                      const fa_launch &launch, int cluster = 1) {
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = blocks;
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared;
-    config.stream = static_cast<cudaStream_t>(launch.stream);
-    config.attrs = attributes;
-    config.numAttrs = cluster > 1 ? 2 : 1;
-    if (shared > kSmemFree) FA_TRY(fa_allow_smem(kernel, shared, launch));
-    FA_CHAOS_ARM(launch.stream, launch);
-    FA_CUDA_TRY(launch, cudaLaunchKernelEx(&config, kernel, params));
-    return FA_OK;
-}
-
-template <class C> fa_code launch_shape(const Params &params, const Own &own, const fa_launch &launch) {
-    if constexpr (!Rows<C>::kShared)
-        if (own.brief) {
-            const dim3 blocks(static_cast<unsigned>((params.jobs + C::kWarps - 1) / C::kWarps));
-            return launch_kernel(serve_short_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch);
-        }
-    const dim3 blocks(static_cast<unsigned>(params.jobs * own.parts));
-    const dim3 fold(static_cast<unsigned>(params.jobs), static_cast<unsigned>(own.fold_parts));
-    FA_TRY(launch_kernel(serve_sm90_kernel<C>, blocks, C::kThreads, Shared<C>::bytes(), params, launch,
-                         own.clustered ? own.parts : 1));
-    if (own.parts == 1 || own.clustered) return FA_OK;
-    return launch_kernel(serve_fold_kernel<C>, fold, C::kThreads, 0, params, launch);
-}
-
-#define FA_JOIN_(a, b) a##b
-#define FA_JOIN(a, b)  FA_JOIN_(a, b)
-fa_code FA_JOIN(serve_launch_, FA_INSTANCE)(const Params &params, const Own &own, const fa_launch &launch) {
-    return launch_shape<Config<FA_ELEMENT, FA_COLUMNS, FA_ROWS / 8>>(params, own, launch);
-}
-
-#else
-
-/* An instance as the host knows it, in both element types. */
+/* An instance as the host knows it. */
 struct Form {
     int columns, rows, blocks_per_sm, threads;
     size_t shared, state; // state: of a pair of rows
-    Launch *launch[2];    // float16, bfloat16
+    fa_dtype dtype;
+    Launch *launch; // null: this build leaves it out
 };
-template <int Columns, int Rows> constexpr Form form_of(Launch *f16, Launch *bf16) {
+template <int Columns, int Rows> constexpr Form form_of(fa_dtype dtype, Launch *launch) {
     using C = Config<uint16_t, Columns, Rows / 8>;
-    return {Columns, Rows, C::kBlocksPerSm, C::kThreads, Shared<C>::bytes(), Slots<C>::bytes(1), {f16, bf16}};
+    return {Columns, Rows, C::kBlocksPerSm, C::kThreads, Shared<C>::bytes(), Slots<C>::bytes(1), dtype, launch};
 }
-#define FA_SERVE(D, R)      serve_launch_d##D##_r##R##_f16, serve_launch_d##D##_r##R##_bf16
-#define FA_SERVE_FORM(D, R) form_of<D, R>(FA_SERVE(D, R))
-Launch FA_SERVE(64, 8), FA_SERVE(64, 16), FA_SERVE(128, 8), FA_SERVE(128, 16), FA_SERVE(256, 8);
-static constexpr Form kForms[] = {FA_SERVE_FORM(64, 8), FA_SERVE_FORM(64, 16), FA_SERVE_FORM(128, 8),
-                                  FA_SERVE_FORM(128, 16), FA_SERVE_FORM(256, 8)};
+#define FA_ENTRY(name, columns, rows, T) form_of<columns, rows>(kDtypeOf<T>, name),
+FA_INSTANCES(FA_DECLARE_INSTANCE)
+static const Form kForms[] = {FA_INSTANCES(FA_ENTRY)};
 
-/* The first that has the columns, and if there is one the rows. */
-static const Form &form_for(int64_t columns, int64_t rows) {
+/* The first that has the columns, and if there is one the rows; NULL: they are left out. */
+static const Form *form_for(int64_t columns, int64_t rows, fa_dtype dtype) {
     const Form *found = nullptr;
-    for (const Form &form : kForms)
-        if (columns <= form.columns && (!found || (form.columns == found->columns && rows > found->rows)))
-            found = &form;
-    return *found;
+    for (const Form &form : kForms) {
+        if (!form.launch || form.dtype != dtype || columns > form.columns) continue;
+        if (!found || (form.columns == found->columns && rows > found->rows)) found = &form;
+    }
+    return found;
 }
 
 constexpr int kFewest = 4;               // chunks of a block, at least
@@ -219,8 +152,10 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
 
     Own &own = fa_own<Own>(plan);
     const int64_t group = group_of(p), most = queries_at_most(problem) * group;
-    const Form &form = form_for(p.head_dim, rows_of_job(problem));
-    own.columns = form.columns, own.rows = form.rows;
+    const Form *found = form_for(p.head_dim, rows_of_job(problem), p.dtype);
+    if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    const Form &form = *found;
+    own.instance = static_cast<int>(found - kForms);
     own.tiles_m = divide_up(most, form.rows);
     own.jobs = (s.q.starts ? tiles_of_packed(p, group, form.rows) : p.batch * own.tiles_m) * p.heads_kv;
     own.pairs = static_cast<int>((std::min<int64_t>(most, form.rows) + 1) / 2);
@@ -293,16 +228,13 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     }
     for (int64_t first = 0; first < own.jobs; first += own.at_once) {
         params.first = static_cast<int>(first), params.jobs = static_cast<int>(std::min(own.at_once, own.jobs - first));
-        FA_TRY(form_for(p.head_dim, own.rows).launch[p.dtype == FA_BF16](params, own, *launch));
+        FA_TRY(kForms[own.instance].launch(params, own, *launch));
     }
     return FA_OK;
 }
 
-#endif
-
 } // namespace fa::sm90::serve
 
-#ifndef FA_INSTANCE
 FA_DEFINE_KERNEL(serve_sm90) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
@@ -317,4 +249,3 @@ FA_DEFINE_KERNEL(serve_sm90) = {
     .plan = fa::sm90::serve::serve_plan,
     .launch = fa::sm90::serve::serve_launch,
 };
-#endif

@@ -1,0 +1,21 @@
+/* serve_sm90: the plan of a launch, as the host's file makes it and instances read it. */
+#pragma once
+#include "common/launch.cuh"
+#include "sm90/serve/config.cuh"
+
+namespace fa::sm90::serve {
+
+/* The plan's own part. */
+struct Own {
+    int instance; // of kForms
+    int64_t jobs, tiles_m;
+    int64_t at_once;       // jobs of a launch
+    int parts, fold_parts; // blocks of a job
+    int slots, pairs;
+    bool clustered; // the parts of a job
+    bool brief;     // a job a warp
+};
+
+using Launch = fa_code(const Params &, const Own &, const fa_launch &);
+
+} // namespace fa::sm90::serve
