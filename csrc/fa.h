@@ -166,7 +166,7 @@ typedef struct fa_operand {
  * axis has stride 0. Key j is visible to query i iff key_begin <= j < key_end, -left <= j - (i + diagonal) <= right
  * and, where there is a mask, mask[b,h,i,j] != 0. Causal is folded into `right`; a bound that excludes nothing is
  * FA_UNBOUNDED. [key_begin, key_end) is the union of what the queries see through causal and window; it is (0, 0) when
- * that is empty. Kernels on a device take the struct by value.
+ * that is empty.
  *
  * Where the problem has sequences, seq_q and seq_k are the rows of q, packed ones all together, and the keys that an
  * entry has room for; diagonal, key_begin and key_end are each entry's own (geometry.h). Packed operands have batch
@@ -180,11 +180,13 @@ typedef struct fa_forward {
     fa_operand bias;  /* (B, H, Sq, Sk); data NULL: none */
     fa_operand mask;  /* (B, H, Sq, Sk), bytes; data NULL: none */
     fa_operand sinks; /* (H) in stride[0]; data NULL: none */
+    fa_operand alibi; /* (B, H) slopes, float32; data NULL: none */
     int64_t batch, heads, heads_kv, seq_q, seq_k;
     int64_t left, right, diagonal;
     int64_t key_begin, key_end;
     double scale;   /* finite; of any sign */
     double softcap; /* 0: none */
+    fa_dropout dropout;
     int head_dim, head_dim_v;
     fa_dtype dtype; /* of q, k and v */
     fa_dtype bias_dtype, sinks_dtype;
@@ -306,12 +308,6 @@ enum fa_feature {
 #undef FA_BIT
 };
 
-/* The options of attention and its gradients beside fa_forward, whose layout compiled kernels hold on to. */
-typedef struct fa_extra {
-    fa_operand alibi; /* (B, H) slopes, float32; data NULL: none */
-    fa_dropout dropout;
-} fa_extra;
-
 typedef struct fa_fault_board fa_fault_board; /* faults.h */
 
 /* The fields of every operation, then those of each. */
@@ -328,7 +324,6 @@ typedef struct fa_problem {
         fa_merge merge;
         fa_append append;
     };
-    fa_extra extra;
     fa_sequences sequences; /* of a forward and an append: what its batch entries are */
     void *workspace;        /* the caller's, for the plan's workspace_bytes; NULL: allocated at the launch */
     fa_fault_board *faults; /* where a kernel on a device counts bad contents of index arrays; NULL: nowhere */

@@ -8,8 +8,8 @@
 #include "fa.h"
 
 /* Slope of a query head: 0 without ALiBi, NaN where it is not finite. */
-static inline double fa_slope(const fa_extra *extra, int64_t batch, int64_t head) {
-    const fa_operand *alibi = &extra->alibi;
+static inline double fa_slope(const fa_forward *f, int64_t batch, int64_t head) {
+    const fa_operand *alibi = &f->alibi;
     if (!alibi->data) return 0;
     const float slope = ((const float *)alibi->data)[batch * alibi->stride[0] + head * alibi->stride[1]];
     return isfinite(slope) ? slope : NAN;

@@ -88,7 +88,7 @@ static double attend(const fa_problem *problem, row *r, double *scores, int64_t 
         if (place.first < 0) continue; /* it had a page when its score was worked out */
         const int64_t base = fa_at(&p->v, place.first, r->head_kv, place.row, 0);
         const double weight = exp(value - origin);
-        const double left = weight * fa_dropout_factor(&problem->extra.dropout, r->batch, r->head, r->query, key);
+        const double left = weight * fa_dropout_factor(&problem->forward.dropout, r->batch, r->head, r->query, key);
         seen = true;
         sum += weight;
         for (int d = 0; d < p->head_dim_v; d++)
@@ -148,7 +148,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
         r.entry = &entry, r.batch = b;
         for (r.head = 0; r.head < p->heads; r.head++) {
             r.head_kv = r.head / (p->heads / p->heads_kv);
-            r.slope = b < p->batch ? fa_slope(&problem->extra, b, r.head) : 0;
+            r.slope = b < p->batch ? fa_slope(&problem->forward, b, r.head) : 0;
             for (int64_t row = entry.rows.begin; row < entry.rows.end && !stopped(problem, &r); row++)
                 write_row(problem, &r, row, (double *)launch->workspace, mine->kept);
         }

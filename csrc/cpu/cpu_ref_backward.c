@@ -94,7 +94,7 @@ static bool weigh(const fa_problem *problem, const query *x, const key *y, pair 
         slope = 1 - capped * capped;
     }
     const double weight = exp(score + bias - x->lse);
-    const double factor = fa_dropout_factor(&problem->extra.dropout, x->at.batch, x->at.head, x->at.index, y->index);
+    const double factor = fa_dropout_factor(&problem->forward.dropout, x->at.batch, x->at.head, x->at.index, y->index);
     r->weight = weight * factor;
     r->ds = weight * (factor * dot(x->dout, y->v, f->head_dim_v) - x->delta);
     r->dt = r->ds * slope;

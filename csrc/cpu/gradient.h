@@ -25,7 +25,7 @@ typedef struct fa_query {
 } fa_query;
 
 static inline fa_query fa_query_at(const fa_problem *problem, int64_t b, int64_t h, int64_t i) {
-    return (fa_query){b, h, i, fa_keys_of(&problem->forward, i), fa_slope(&problem->extra, b, h)};
+    return (fa_query){b, h, i, fa_keys_of(&problem->forward, i), fa_slope(&problem->forward, b, h)};
 }
 
 /* Whether mask and bias leave a pair, and what bias and ALiBi add to its score. */

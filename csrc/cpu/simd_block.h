@@ -127,7 +127,7 @@ static void add_alibi(const work *w, const block *b, const key_tile *t) {
     for (int m = 0; m < b->mr; m++) {
         vreal slope = {0}, first = {0}; /* of each lane: its distance to the first key */
         for (int lane = 0; lane < LANES; lane++) {
-            slope[lane] = (real)fa_slope(&w->problem->extra, w->entry->batch, b->head[m * LANES + lane]);
+            slope[lane] = (real)fa_slope(&w->problem->forward, w->entry->batch, b->head[m * LANES + lane]);
             first[lane] = (real)(t->begin - b->position[m * LANES + lane]);
         }
         for (int n = 0; n < keys; n++) {
@@ -253,7 +253,7 @@ static void drop_weights(const work *w, const block *b, const key_tile *t) {
         const char *rows[LANES];
         for (int lane = 0; lane < LANES; lane++) {
             const int64_t head = b->head[m * LANES + lane], query = b->query[m * LANES + lane];
-            rows[lane] = (const char *)dropout_row(&w->problem->extra.dropout, w->entry->batch, head, query, t->begin,
+            rows[lane] = (const char *)dropout_row(&w->problem->forward.dropout, w->entry->batch, head, query, t->begin,
                                                    keys, w->factors + lane * DROPOUT_ROOM(FA_CPU_TILE_N));
         }
         read_transposed(turned, LANES, rows, REAL_DTYPE, 1, keys, w->buffer);
@@ -275,9 +275,9 @@ INLINE void block_step_of(const int mr, const work *w, block *b, const key_tile 
     }
     multiply_scores(mr, b->q, t->k, t->k_pitch, p->head_dim, keys, w->scale, w->scores, maximum);
     if (p->bias.data) read_score_operand(w, b, t, &p->bias, p->bias_dtype, w->bias);
-    if (w->problem->extra.alibi.data) add_alibi(w, b, t);
+    if (w->problem->forward.alibi.data) add_alibi(w, b, t);
     if (windowed || w->cap > 0 || w->biased || p->mask.data) adjust_scores(w, b, t, windowed, maximum);
-    const bool drops = w->problem->extra.dropout.threshold;
+    const bool drops = w->problem->forward.dropout.threshold;
     real *const joined = JOINED_ROOM(FA_CPU_TILE_N) && !drops ? w->joined : NULL;
     if (w->contained)
         soften(mr, b, w->scores, joined, t->begin, keys, maximum, decay, true);

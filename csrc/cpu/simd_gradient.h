@@ -29,7 +29,7 @@ static void lay_out(arena *a, work *w, const fa_problem *problem) {
     w->slope = take(a, tile, sizeof(real));
     w->bias = take(a, is_biased(problem) ? tile : 0, sizeof(real));
     w->mask = take(a, f->mask.data ? tile : 0, sizeof(real));
-    w->factors = take(a, problem->extra.dropout.threshold ? (size_t)TILE * DROPOUT_ROOM(CHUNK) : 0, sizeof(real));
+    w->factors = take(a, problem->forward.dropout.threshold ? (size_t)TILE * DROPOUT_ROOM(CHUNK) : 0, sizeof(real));
     w->dt = take(a, (size_t)TILE * CHUNK, sizeof(real));
     w->part = take(a, tile, sizeof(real));
     w->buffer = take(a, (size_t)LANES * (size_t)padded(widest(f)), sizeof(real));
@@ -45,11 +45,7 @@ static size_t scratch_bytes(const fa_problem *problem) {
 
 static work work_on(const fa_problem *problem, void *scratch) {
     const fa_forward *f = &problem->forward;
-    work w = {.p = &problem->backward,
-              .extra = &problem->extra,
-              .biased = is_biased(problem),
-              .scale = (real)f->scale,
-              .cap = (real)f->softcap};
+    work w = {.p = &problem->backward, .biased = is_biased(problem), .scale = (real)f->scale, .cap = (real)f->softcap};
     arena a = {scratch, 0};
     lay_out(&a, &w, problem);
     w.cap_factor = f->softcap > 0 ? (real)(2 * LOG2E / f->softcap) : 0;

@@ -23,7 +23,7 @@ typedef struct narrow_row {
 static bool is_narrow(const work *w, const fa_simd_task *task) {
     const fa_forward *p = w->p;
     return task->rows <= NARROW_ROWS && p->head_dim % NARROW_DIM == 0 && p->head_dim_v % LANES == 0 &&
-           p->softcap <= 0 && !w->biased && !w->problem->extra.dropout.threshold && !p->mask.data &&
+           p->softcap <= 0 && !w->biased && !w->problem->forward.dropout.threshold && !p->mask.data &&
            (!FA_CPU_AMX || p->v.stride[3] == 1);
 }
 

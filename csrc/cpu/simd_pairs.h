@@ -28,7 +28,6 @@ _Static_assert(CHUNK % BLOCK_ROWS == 0, "a chunk is whole blocks");
  * block of a chunk as many as it has vectors. */
 typedef struct work {
     const fa_backward *p;
-    const fa_extra *extra;
     bool biased;            /* by a bias or ALiBi */
     bool dq, dk, dv, dbias; /* what this pass is for */
     bool excludes;          /* some pairs may not be seen */
@@ -265,7 +264,7 @@ static void read_added(const work *w, int first, int lanes, const fa_operand *op
 
 /* The block's bias, or 0, less slope * |key - position|. */
 static void add_alibi(const work *w, int first, int lanes) {
-    const vreal slope = v_set1((real)fa_slope(w->extra, w->batch, w->head));
+    const vreal slope = v_set1((real)fa_slope(&w->p->forward, w->batch, w->head));
     for (int m = 0; m < lanes; m += LANES) {
         vreal key = {0};
         for (int lane = 0; lane < LANES; lane++)
@@ -347,7 +346,7 @@ static void block_step(work *w, int first) {
     if (w->dq || w->dk || w->dbias)
         scores(mr, w->vt + (int64_t)first * f->head_dim_v, w->dout, w->dout_pitch, f->head_dim_v, w->rows, 1, w->slope);
     if (f->bias.data) read_added(w, first, lanes, &f->bias, f->bias_dtype, w->bias);
-    if (w->extra->alibi.data) add_alibi(w, first, lanes);
+    if (w->p->forward.alibi.data) add_alibi(w, first, lanes);
     if (f->mask.data) read_added(w, first, lanes, &f->mask, FA_BOOL, w->mask);
     weigh(w, first, mr, windowed);
     if (w->dv)
@@ -373,8 +372,8 @@ static bool seen_keys(const work *w, int *begin, int *end) {
 /* All blocks of the chunk that the tile sees. */
 static void tile_step(work *w, int begin, int end) {
     w->kept = NULL;
-    for (int n = 0; n < w->rows && w->extra->dropout.threshold; n++) {
-        const real *row = dropout_row(&w->extra->dropout, w->batch, w->head, w->row + n, w->key, w->keys,
+    for (int n = 0; n < w->rows && w->p->forward.dropout.threshold; n++) {
+        const real *row = dropout_row(&w->p->forward.dropout, w->batch, w->head, w->row + n, w->key, w->keys,
                                       w->factors + n * DROPOUT_ROOM(CHUNK));
         if (n == 0) w->kept = row;
     }

@@ -58,7 +58,7 @@ INLINE vreal v_with_alibi(vreal bias, vreal slope, vreal distance) {
     return v_select(kept, bias, half * 2);
 }
 
-static bool is_biased(const fa_problem *problem) { return problem->forward.bias.data || problem->extra.alibi.data; }
+static bool is_biased(const fa_problem *problem) { return problem->forward.bias.data || problem->forward.alibi.data; }
 
 static size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 

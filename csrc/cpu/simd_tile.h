@@ -168,7 +168,7 @@ static void lay_out(arena *a, work *w, const fa_problem *problem, int tile_m) {
     w->joined = take(a, JOINED_ROOM(FA_CPU_TILE_N) * BLOCK_ROWS, sizeof(real));
     w->bias = take(a, is_biased(problem) ? scores : 0, sizeof(real));
     w->mask = take(a, p->mask.data ? scores : 0, sizeof(real));
-    w->factors = take(a, problem->extra.dropout.threshold ? LANES * (DROPOUT_ROOM(FA_CPU_TILE_N) + FA_CPU_TILE_N) : 0,
+    w->factors = take(a, problem->forward.dropout.threshold ? LANES * (DROPOUT_ROOM(FA_CPU_TILE_N) + FA_CPU_TILE_N) : 0,
                       sizeof(real));
     w->k = take(a, (size_t)FA_CPU_TILE_N * (size_t)(OPERAND_NUMBERS * OPERANDS(p->head_dim)), sizeof *w->k);
     w->v = take(a, VALUE_ROOM(FA_CPU_TILE_N, p->head_dim_v), sizeof *w->v);

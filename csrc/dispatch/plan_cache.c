@@ -31,8 +31,8 @@ _Static_assert(ARRAYS <= 32, "a bit each: the operands of a request, then given 
 #define DATA(operand, where) [FA_OPERAND_##operand] = offsetof(fa_problem, where)
 #define DATA_OF_INPUTS(of)                                                                                             \
     DATA(q, of.q.data), DATA(k, of.k.data), DATA(v, of.v.data), DATA(out, of.out.data), DATA(bias, of.bias.data),      \
-        DATA(mask, of.mask.data), DATA(sinks, of.sinks.data), DATA(alibi, extra.alibi.data),                           \
-        DATA(dropout_state, extra.dropout.state)
+        DATA(mask, of.mask.data), DATA(sinks, of.sinks.data), DATA(alibi, of.alibi.data),                              \
+        DATA(dropout_state, of.dropout.state)
 
 typedef unsigned short offset;
 
@@ -65,7 +65,7 @@ static const offset append_data[FA_OPERAND_COUNT] = {
     DATA(out, append.out.data),
     DATA(rotary_cos, append.cos.data),
     DATA(rotary_sin, append.sin.data),
-    DATA(slots, append.slots),
+    DATA(slots, append.slots.data),
     DATA(cu_seqlens_q, sequences.q.starts),
     DATA(seqlens_q, sequences.q.used),
     DATA(seqlens_k, sequences.k.used),

@@ -214,11 +214,10 @@ static fa_code check_state(const fa_view *state, const fa_view *q, fa_dropout *d
     return FA_OK;
 }
 
-static fa_code check_dropout(const fa_request *request, fa_problem *problem, fa_status *status) {
-    const fa_forward *p = &problem->forward;
+static fa_code check_dropout(const fa_request *request, fa_forward *p, fa_status *status) {
     fa_dropout asked = request->options.dropout;
     if (request->dropout_state) FA_TRY(check_state(request->dropout_state, request->q, &asked, status));
-    return fa_dropout_resolve(&asked, p->heads, p->seq_q, p->seq_k, &problem->extra.dropout, status);
+    return fa_dropout_resolve(&asked, p->heads, p->seq_q, p->seq_k, &p->dropout, status);
 }
 
 static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_status *status) {
@@ -240,8 +239,8 @@ static fa_code check_extras(const fa_request *request, fa_problem *problem, fa_s
         if (!p->mask.data) p->mask.data = &all_absent;
     }
     if (request->sinks) FA_TRY(fa_check_sinks(request->sinks, p->heads, "q", q, &p->sinks, &p->sinks_dtype, status));
-    if (request->alibi) FA_TRY(check_alibi(request, p, &problem->extra.alibi, status));
-    return check_dropout(request, problem, status);
+    if (request->alibi) FA_TRY(check_alibi(request, p, &p->alibi, status));
+    return check_dropout(request, p, status);
 }
 
 static fa_code check_result(const char *name, const fa_view *view, const int64_t *shape, int ndim, uint32_t dtypes,
@@ -278,8 +277,8 @@ static uint32_t features_of(const fa_problem *problem) {
     return fa_sequences_features(&problem->sequences) | (p->bias.data ? FA_WITH_BIAS : 0) |
            (p->mask.data ? FA_WITH_MASK : 0) | (p->sinks.data ? FA_WITH_SINKS : 0) |
            (p->softcap > 0 ? FA_WITH_SOFTCAP : 0) | (p->left != FA_UNBOUNDED ? FA_WITH_WINDOW : 0) |
-           (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0) | (problem->extra.alibi.data ? FA_WITH_ALIBI : 0) |
-           (problem->extra.dropout.threshold ? FA_WITH_DROPOUT : 0);
+           (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0) | (p->alibi.data ? FA_WITH_ALIBI : 0) |
+           (p->dropout.threshold ? FA_WITH_DROPOUT : 0);
 }
 
 static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *problem, fa_status *status) {
@@ -293,8 +292,8 @@ static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *p
     problem->threads = request->q->device.kind == FA_CPU ? fa_cpu_threads() : 0;
     problem->batch_invariant = request->options.batch_invariant;
     /* what is absent; all other fields are set below */
-    p->lse = p->bias = p->mask = p->sinks = (fa_operand){0};
-    problem->extra = (fa_extra){.alibi = {0}};
+    p->lse = p->bias = p->mask = p->sinks = p->alibi = (fa_operand){0};
+    p->dropout = (fa_dropout){0};
     p->out.data = NULL;
     p->dtype = p->bias_dtype = p->sinks_dtype = p->out_dtype = request->q->dtype;
     p->lse_dtype = p->dtype == FA_F64 ? FA_F64 : FA_F32;

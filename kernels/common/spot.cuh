@@ -23,7 +23,7 @@ struct Serving {
 };
 
 inline Serving serving(const fa_problem &problem) {
-    return {attention_params(problem.forward), problem.sequences, problem.extra.alibi, problem.extra.dropout,
+    return {attention_params(problem.forward), problem.sequences, problem.forward.alibi, problem.forward.dropout,
             problem.faults};
 }
 

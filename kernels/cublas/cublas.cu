@@ -144,7 +144,7 @@ fa_code run_chunk(const cublas::Session &session, const fa_problem *problem, con
         .bias = p->bias,
         .mask = p->mask,
         .sinks = p->sinks,
-        .alibi = problem->extra.alibi,
+        .alibi = problem->forward.alibi,
         .left = p->left,
         .right = p->right,
         .diagonal = p->diagonal,

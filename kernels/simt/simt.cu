@@ -292,7 +292,7 @@ fa_answer plan_serving(const fa_problem *problem, const fa_device_info *device, 
     own.serve = true;
     Options &o = own.options;
     set_scores(p, &o);
-    o.general = p.softcap > 0 || p.bias.data || p.mask.data || problem->extra.alibi.data;
+    o.general = p.softcap > 0 || p.bias.data || p.mask.data || problem->forward.alibi.data;
     o.tiles_m = s.packed_q ? 1 : (p.seq_q + tile.block_m - 1) / tile.block_m;
     o.tiles = p.heads * (s.q.starts ? tiles_of_packed(p, 1, tile.block_m) : p.batch * o.tiles_m);
     if (fa_dtype_size(p.dtype) == 2)

@@ -100,9 +100,9 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
                      .first_pair = 0,
                      .pairs = 0,
                      .group = f.heads_kv ? f.heads / f.heads_kv : 1,
-                     .alibi = problem.extra.alibi,
-                     .dropout = problem.extra.dropout,
-                     .kept = static_cast<float>(fa_dropout_scale(&problem.extra.dropout))};
+                     .alibi = problem.forward.alibi,
+                     .dropout = problem.forward.dropout,
+                     .kept = static_cast<float>(fa_dropout_scale(&problem.forward.dropout))};
         for (; work.first_pair < all && own.pairs; work.first_pair += own.pairs) {
             work.pairs = all - work.first_pair < own.pairs ? all - work.first_pair : own.pairs;
             FA_TRY((launch_pairs<T, Config<kIndex>>(p, work, plan, launch)));

@@ -265,7 +265,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     own.chunks_v = has_chunks(f.v, f.head_dim_v);
     own.chunks_dout = !p.dout.data || has_chunks(p.dout, f.head_dim_v);
     own.chunks_out = f.out_dtype == f.dtype && has_chunks(f.out, f.head_dim_v);
-    const bool extended = problem->extra.alibi.data || problem->extra.dropout.threshold;
+    const bool extended = problem->forward.alibi.data || problem->forward.dropout.threshold;
     const bool general = f.bias.data || f.mask.data || f.softcap > 0 || !own.chunks_q || !own.chunks_k ||
                          !own.chunks_v || !own.chunks_dout;
     own.pairs_bias =
@@ -346,9 +346,9 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .sinks = reinterpret_cast<double *>(workspace + own.sinks_at),
         .bias_parts = reinterpret_cast<float *>(workspace + own.bias_at),
         .parts = own.parts,
-        .alibi = problem->extra.alibi,
-        .dropout = problem->extra.dropout,
-        .kept = float(fa_dropout_scale(&problem->extra.dropout)),
+        .alibi = problem->forward.alibi,
+        .dropout = problem->forward.dropout,
+        .kept = float(fa_dropout_scale(&problem->forward.dropout)),
     };
     const auto run = kInstances[own.index].launch;
     do { // once for no pairs, whose sums of nothing are results too

@@ -80,7 +80,7 @@ inline fa_answer plan_serving(const fa_problem *problem, const fa_device_info *d
     if (size_t(form.shared_bytes) > device->smem_per_block)
         return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, form.shared_bytes, int64_t(device->smem_per_block),
                           0);
-    const bool dropout = problem->extra.dropout.threshold;
+    const bool dropout = problem->forward.dropout.threshold;
     own = {};
     own.dressed = p.bias.data || p.mask.data || dropout;
     own.cuts = !dropout;

@@ -59,7 +59,7 @@ template <class C> fa_code launch_shape(const fa_problem &problem, const fa_plan
     const Own &own = fa_own<Own>(&plan);
     const Params params = {
         .p = attention_params(p),
-        .options = {score_params(p), problem.extra.alibi, own.bias_in_fours, own.mask_in_fours},
+        .options = {score_params(p), problem.forward.alibi, own.bias_in_fours, own.mask_in_fours},
         .tiles_m = own.tiles_m,
         .q_aligned = own.q_aligned,
         .k_aligned = own.k_aligned,
@@ -104,7 +104,7 @@ template <class C> fa_answer plan_shape(const fa_problem *problem, bool wide, fa
         .narrow = C::kHeadDim == 64,
         .wide = wide,
         // -inf times a scale that rounds to 0 would be NaN
-        .simple = scale > 1e-30f && p.softcap == 0 && !p.bias.data && !p.mask.data && !problem->extra.alibi.data,
+        .simple = scale > 1e-30f && p.softcap == 0 && !p.bias.data && !p.mask.data && !problem->forward.alibi.data,
         .bias_in_fours = in_fours(p.bias, int(fa_dtype_size(p.bias_dtype))),
         .mask_in_fours = in_fours(p.mask, 1),
         .q_aligned = rows_aligned(p.q, p.head_dim),

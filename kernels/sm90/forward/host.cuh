@@ -174,8 +174,8 @@ inline fa_code launch_forward(const Instance *instances, const fa_problem *probl
     params.visible = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};
     params.seq_q = static_cast<int>(p.seq_q);
     params.head_dim = p.head_dim;
-    params.dropout = problem->extra.dropout;
-    params.kept = static_cast<float>(fa_dropout_scale(&problem->extra.dropout));
+    params.dropout = problem->forward.dropout;
+    params.kept = static_cast<float>(fa_dropout_scale(&problem->forward.dropout));
     params.key_begin = static_cast<int>(p.key_begin);
     const fa_operand *const operands[] = {&p.q, &p.k, &p.v};
     int *const steps[] = {params.q_step, params.k_step, params.v_step};

@@ -21,7 +21,7 @@ static const Instance kInstances[] = {FA_INSTANCES(FA_FORWARD_INSTANCE)};
 
 static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_answer answer = plan_forward(kInstances, kDropout, problem, device, plan, why);
-    if (answer != FA_REFUSES && answer != FA_NOT_HERE && !problem->extra.dropout.threshold)
+    if (answer != FA_REFUSES && answer != FA_NOT_HERE && !problem->forward.dropout.threshold)
         return fa_because(why, FA_DECLINES, FA_WHY_NO_DROPOUT, 0, 0, 0);
     return answer;
 }

@@ -267,8 +267,8 @@ static fa_code launch_call(const Instance *instances, const fa_problem *problem,
     if (all > 0) {
         FusedWork work = {};
         FA_TRY(fused_work(p, own, &work, *launch));
-        work.fused.dropout = problem->extra.dropout;
-        work.fused.kept = static_cast<float>(fa_dropout_scale(&problem->extra.dropout)); // 1 without dropout
+        work.fused.dropout = problem->forward.dropout;
+        work.fused.kept = static_cast<float>(fa_dropout_scale(&problem->forward.dropout)); // 1 without dropout
         work.fused.scale *= work.fused.kept, work.rows.delta_factor = 1 / work.fused.kept;
         for (int64_t first = 0; first < all; first += own.pairs)
             FA_TRY(

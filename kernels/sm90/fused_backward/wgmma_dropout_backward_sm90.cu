@@ -15,7 +15,7 @@ FA_INSTANCES(FA_DECLARE_INSTANCE)
 static const Instance kInstances[] = {FA_INSTANCES(FA_FUSED_INSTANCE)};
 
 static fa_answer dropout_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    const uint32_t threshold = problem->extra.dropout.threshold;
+    const uint32_t threshold = problem->forward.dropout.threshold;
     if (threshold > UINT16_MAX) return fa_because(why, FA_REFUSES, FA_WHY_NOTHING_KEPT, 0, 0, 0);
     const fa_answer answer = plan_fused(kInstances, problem, device, plan, why);
     return answer == FA_TAKES && !threshold ? fa_because(why, FA_DECLINES, FA_WHY_NO_DROPOUT, 0, 0, 0) : answer;

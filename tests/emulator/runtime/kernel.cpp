@@ -66,7 +66,7 @@ static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_l
     on_device.device = info.device;
     on_device.faults = &emulated_faults;
     uint32_t words[8];
-    if (getenv("FA_EMULATOR_STATE")) give_state(&on_device.extra.dropout, words);
+    if (getenv("FA_EMULATOR_STATE")) give_state(&on_device.forward.dropout, words);
     fa_launch here = *launch;
     here.device = &info;
     here.encode_tensor_map = reinterpret_cast<void *>(&emu::encode_tensor_map);
