@@ -105,7 +105,7 @@ typedef struct operation {
     fa_code (*build)(const fa_request *request, fa_problem *problem, fa_status *status);
 } operation;
 
-/* What every operation has in a problem, behind the largest own part. */
+/* The fields of every operation in a problem, behind the largest own part. */
 #define SHARED_BEGIN (offsetof(fa_problem, backward) + sizeof(fa_backward))
 _Static_assert(sizeof(fa_append) <= sizeof(fa_backward), "an own part ends before what is shared");
 
