@@ -385,15 +385,6 @@ typedef struct fa_why {
     int64_t value[3]; /* what the words name */
 } fa_why;
 
-/* Operands as a reason names them. */
-typedef enum fa_operand_name {
-    FA_OPERAND_Q,
-    FA_OPERAND_K,
-    FA_OPERAND_V,
-    FA_OPERAND_OUT,
-    FA_OPERAND_DOUT
-} fa_operand_name;
-
 #define FA_PLAN_OWN 128 /* bytes */
 
 #ifdef __cplusplus

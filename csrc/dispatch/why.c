@@ -4,6 +4,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "problem/operands.h"
+
 #if defined(__x86_64__)
 #define FA_CPU_ISAS "amxbf16, avx512bf16, avx512, avx2, generic"
 #else
@@ -15,8 +17,6 @@ static const char *const words[] = {
 #include "why.def"
 #undef FA_WHY
 };
-
-static const char *const operands[] = {"q", "k", "v", "out", "dout"}; /* fa_operand_name */
 
 typedef struct writer {
     char *text;
@@ -82,7 +82,7 @@ static void add_mark(writer *w, char mark, const int64_t **value, const fa_devic
     case 'd': add(w, dtype_name((int)v)); break;
     case 'D': add_set(w, (uint32_t)v, dtype_name, ", ", " and "); break;
     case 'f': add_set(w, (uint32_t)v, feature_name, ", no ", " and no "); break;
-    case 'o': add(w, operands[v]); break;
+    case 'o': add(w, fa_operands[v].words); break;
     case 'v': add(w, v == FA_CPU ? "the CPU" : "a CUDA device"); break;
     case 'l': add(w, device->library_error[v] ? device->library_error[v] : "a library cannot be opened"); break;
     case 'i': add(w, device->cpu_isa); break;

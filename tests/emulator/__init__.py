@@ -25,8 +25,8 @@ contracts them, if the host has FMA. Only x86-64.
 
 Environment of a call: ``FA_EMULATOR_SEED``; ``FA_EMULATOR_SMS``, multiprocessors in place of the described device's: with 1
 or 2, a persistent kernel walks over several tiles a block; ``FA_EMULATOR_TOGETHER``, how many blocks of a kernel without
-clusters run at a time, 16 at most; ``FA_EMULATOR_STATE``, the words of dropout lie in memory, as a
-state on a device does, with "0" as the state's heads.
+clusters run at a time, 16 at most; ``FA_EMULATOR_REFUSES``, an address of which no tensor map is encoded;
+``FA_EMULATOR_STATE``, the words of dropout lie in memory, as a state on a device does, with "0" as the state's heads.
 """
 
 from __future__ import annotations

@@ -205,7 +205,11 @@ GLOBALS = {
     "context.c": {"contexts"},  # how many there have been
     "plan_cache.c": {"recent"},  # a thread's last calls and their plans
     "launch.cuh": {"fa_smem_allowed", "fa_smem_lock"},  # what shared memory each kernel has been allowed
-    "tensor_map.h": {"tensor_map_memo"},  # a thread's last tensor maps
+    "host.cuh": {"cached_maps"},  # a thread's last tensor maps, of the kernels that include it
+    "prefill_sm90.cu": {"cached_maps"},  # the same of this kernel
+    "serve_sm90.cu": {"cached_maps"},
+    "wgmma_backward_sm90.cu": {"cached_maps"},
+    "wgmma_split_sm90.cu": {"cached_maps"},
     "module.c": {"calls"},  # of a thread, within each other
     "chaos.cu": {"report", "lock", "given"},  # of a chaos build
     "chaos_delay.cuh": {"state", "host", "armed"},  # the same

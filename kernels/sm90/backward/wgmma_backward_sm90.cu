@@ -99,11 +99,11 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
     if (f.out_dtype != f.dtype) return fa_because(why, FA_REFUSES, FA_WHY_OUT_DTYPE, 0, 0, 0);
     const int64_t keys = f.key_end - f.key_begin;
     const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
-    if (reads && (!takes_tensor_map(f.q, FA_OPERAND_Q, f.head_dim, f.seq_q, why) ||
-                  !takes_tensor_map(f.k, FA_OPERAND_K, f.head_dim, keys, why) ||
-                  !takes_tensor_map(f.v, FA_OPERAND_V, f.head_dim_v, keys, why) ||
-                  !takes_tensor_map(f.out, FA_OPERAND_OUT, f.head_dim_v, f.seq_q, why) ||
-                  (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_DOUT, f.head_dim_v, f.seq_q, why))))
+    if (reads && (!takes_tensor_map(f.q, FA_OPERAND_q, f.head_dim, f.seq_q, why) ||
+                  !takes_tensor_map(f.k, FA_OPERAND_k, f.head_dim, keys, why) ||
+                  !takes_tensor_map(f.v, FA_OPERAND_v, f.head_dim_v, keys, why) ||
+                  !takes_tensor_map(f.out, FA_OPERAND_out, f.head_dim_v, f.seq_q, why) ||
+                  (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_dout, f.head_dim_v, f.seq_q, why))))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
     const Instance *found = instance_for(kInstances, f.head_dim, backward_kind(f), f.dtype,
@@ -125,12 +125,20 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
 struct MapPair {
     CUtensorMap *queries, *keys;
     int queries_box, keys_box;
+    CachedTensorMap *cached; // of the two
 };
+struct CachedMaps {
+    CachedTensorMap q[2] = {{FA_OPERAND_q}, {FA_OPERAND_q}}, dout[2] = {{FA_OPERAND_dout}, {FA_OPERAND_dout}};
+    CachedTensorMap k[2] = {{FA_OPERAND_k}, {FA_OPERAND_k}}, v[2] = {{FA_OPERAND_v}, {FA_OPERAND_v}};
+    CachedTensorMap out = {FA_OPERAND_out};
+};
+static thread_local CachedMaps cached_maps;
+
 static fa_code encode(const MapPair &to, const fa_launch &launch, const fa_operand &x, fa_dtype dtype, int64_t columns,
-                      int64_t rows, int64_t heads, int64_t batch, fa_operand_name name) {
-    FA_TRY(tensor_map_encode(to.queries, launch, x, dtype, columns, rows, heads, batch, to.queries_box, name));
+                      int64_t rows, int64_t heads, int64_t batch) {
+    FA_TRY(tensor_map_encode(to.queries, to.cached[0], launch, x, dtype, columns, rows, heads, batch, to.queries_box));
     if (!to.keys) return FA_OK;
-    return tensor_map_encode(to.keys, launch, x, dtype, columns, rows, heads, batch, to.keys_box, name);
+    return tensor_map_encode(to.keys, to.cached[1], launch, x, dtype, columns, rows, heads, batch, to.keys_box);
 }
 
 static fa_code encode_maps(const fa_backward &p, const BackwardOwn &own, const BackwardCall &call, BackwardWork *work,
@@ -142,20 +150,21 @@ static fa_code encode_maps(const fa_backward &p, const BackwardOwn &own, const B
     const int64_t rows = call.row_end - call.row_begin, keys = call.visible.seq_k;
     if (rows <= 0) return FA_OK;                        // no tile touches a map
     const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
-    const auto of_queries = [&](const MapPair &to, const fa_operand &x, int columns, fa_operand_name name) {
-        return encode(to, launch, rows_of(x, call.row_begin), f.dtype, columns, rows, f.heads, f.batch, name);
+    const auto of_queries = [&](const MapPair &to, const fa_operand &x, int columns) {
+        return encode(to, launch, rows_of(x, call.row_begin), f.dtype, columns, rows, f.heads, f.batch);
     };
-    const auto of_keys = [&](const MapPair &to, const fa_operand &x, int columns, fa_operand_name name) {
-        return encode(to, launch, rows_of(x, f.key_begin), f.dtype, columns, keys, f.heads_kv, f.batch, name);
+    const auto of_keys = [&](const MapPair &to, const fa_operand &x, int columns) {
+        return encode(to, launch, rows_of(x, f.key_begin), f.dtype, columns, keys, f.heads_kv, f.batch);
     };
-    FA_TRY(of_queries({&a.q, &b.q, 64, t.tile_q}, f.q, f.head_dim, FA_OPERAND_Q));
-    FA_TRY(of_queries({&a.dout, &b.dout, 64, t.tile_q}, dout, f.head_dim_v, FA_OPERAND_OUT));
+    auto &cached = cached_maps;
+    FA_TRY(of_queries({&a.q, &b.q, 64, t.tile_q, cached.q}, f.q, f.head_dim));
+    FA_TRY(of_queries({&a.dout, &b.dout, 64, t.tile_q, cached.dout}, dout, f.head_dim_v));
     if (is_wide(instance_of(own).head_dim))
         a.out_rows = {f.out.data, {f.out.stride[0], f.out.stride[1], f.out.stride[2]}};
     else
-        FA_TRY(of_queries({&a.out, nullptr, 64, 0}, f.out, f.head_dim_v, FA_OPERAND_OUT));
-    FA_TRY(of_keys({&a.k, &b.k, t.tile_n, 64}, f.k, f.head_dim, FA_OPERAND_K));
-    FA_TRY(of_keys({&a.v, &b.v, t.tile_n, 64}, f.v, f.head_dim_v, FA_OPERAND_V));
+        FA_TRY(of_queries({&a.out, nullptr, 64, 0, &cached.out}, f.out, f.head_dim_v));
+    FA_TRY(of_keys({&a.k, &b.k, t.tile_n, 64, cached.k}, f.k, f.head_dim));
+    FA_TRY(of_keys({&a.v, &b.v, t.tile_n, 64, cached.v}, f.v, f.head_dim_v));
     const auto steps = [](int *step, const fa_operand &x) { step[0] = x.stride[1] != 0, step[1] = x.stride[0] != 0; };
     steps(a.q_step, f.q), steps(a.dout_step, dout), steps(a.out_step, f.out), steps(a.k_step, f.k),
         steps(a.v_step, f.v);

@@ -83,10 +83,10 @@ fa_answer plan_forward(const Instance (&instances)[N], int kind, const fa_proble
     if ((p.seq_q + 63) / 64 > (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(p.heads * p.batch, 1))
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     const int64_t keys = p.key_end - p.key_begin;
-    if (!takes_tensor_map(p.q, FA_OPERAND_Q, p.head_dim, p.seq_q, why) ||
-        !takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, keys, why) ||
-        !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, keys, why) ||
-        !takes_tensor_map(p.out, FA_OPERAND_OUT, p.head_dim, p.seq_q, why))
+    if (!takes_tensor_map(p.q, FA_OPERAND_q, p.head_dim, p.seq_q, why) ||
+        !takes_tensor_map(p.k, FA_OPERAND_k, p.head_dim, keys, why) ||
+        !takes_tensor_map(p.v, FA_OPERAND_v, p.head_dim, keys, why) ||
+        !takes_tensor_map(p.out, FA_OPERAND_out, p.head_dim, p.seq_q, why))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
     const Instance *found = instance_for(instances, p.head_dim, kind, p.dtype);
@@ -136,23 +136,29 @@ inline CapPolynomial cap_polynomial(int terms, double scale, double softcap) {
              static_cast<float>(score_factor * square * square * c2)}};
 }
 
-inline fa_code launch_forward(const Instance *instances, const fa_problem *problem, const fa_plan *plan,
+/* Maps of the kernel that includes this. */
+struct CachedMaps {
+    CachedTensorMap q = {FA_OPERAND_q}, k = {FA_OPERAND_k}, v = {FA_OPERAND_v}, out = {FA_OPERAND_out};
+};
+static thread_local CachedMaps cached_maps;
+
+static fa_code launch_forward(const Instance *instances, const fa_problem *problem, const fa_plan *plan,
                               const fa_launch *launch) {
     const fa_forward &p = problem->forward;
     const Own &own = fa_own<Own>(plan);
     const int64_t keys = p.key_end - p.key_begin;
     DropoutForwardParams params = {};
-    FA_TRY(
-        tensor_map_encode(&params.q, *launch, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, FA_OPERAND_Q));
+    auto &cached = cached_maps;
+    FA_TRY(tensor_map_encode(&params.q, cached.q, *launch, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64));
     if (keys > 0) { // without keys no tile touches these maps
-        FA_TRY(tensor_map_encode(&params.k, *launch, visible(p.k, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
-                                 p.batch, own.tile_n, FA_OPERAND_K));
-        FA_TRY(tensor_map_encode(&params.v, *launch, visible(p.v, p.key_begin), p.dtype, p.head_dim, keys, p.heads_kv,
-                                 p.batch, own.tile_n, FA_OPERAND_V));
+        FA_TRY(tensor_map_encode(&params.k, cached.k, *launch, visible(p.k, p.key_begin), p.dtype, p.head_dim, keys,
+                                 p.heads_kv, p.batch, own.tile_n));
+        FA_TRY(tensor_map_encode(&params.v, cached.v, *launch, visible(p.v, p.key_begin), p.dtype, p.head_dim, keys,
+                                 p.heads_kv, p.batch, own.tile_n));
     }
     if (own.staged)
-        FA_TRY(tensor_map_encode(&params.out_map, *launch, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16,
-                                 FA_OPERAND_OUT));
+        FA_TRY(tensor_map_encode(&params.out_map, cached.out, *launch, p.out, p.dtype, p.head_dim, p.seq_q, p.heads,
+                                 p.batch, 16));
     params.out = p.out.data;
     for (int axis = 0; axis < 3; ++axis) params.out_stride[axis] = p.out.stride[axis];
     params.lse = static_cast<float *>(p.lse.data);

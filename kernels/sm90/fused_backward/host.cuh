@@ -145,11 +145,11 @@ fa_answer plan_fused(const Instance (&instances)[N], const fa_problem *problem, 
     if (f.out_dtype != f.dtype) return fa_because(why, FA_REFUSES, FA_WHY_OUT_DTYPE, 0, 0, 0);
     const int64_t keys = f.key_end - f.key_begin;
     const bool reads = f.batch > 0 && f.heads > 0 && f.seq_q > 0 && keys > 0; // strides of empty operands mean nothing
-    if (reads && (!takes_tensor_map(f.q, FA_OPERAND_Q, f.head_dim, f.seq_q, why) ||
-                  !takes_tensor_map(f.k, FA_OPERAND_K, f.head_dim, keys, why) ||
-                  !takes_tensor_map(f.v, FA_OPERAND_V, f.head_dim, keys, why) ||
-                  !takes_tensor_map(f.out, FA_OPERAND_OUT, f.head_dim, f.seq_q, why) ||
-                  (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_DOUT, f.head_dim, f.seq_q, why))))
+    if (reads && (!takes_tensor_map(f.q, FA_OPERAND_q, f.head_dim, f.seq_q, why) ||
+                  !takes_tensor_map(f.k, FA_OPERAND_k, f.head_dim, keys, why) ||
+                  !takes_tensor_map(f.v, FA_OPERAND_v, f.head_dim, keys, why) ||
+                  !takes_tensor_map(f.out, FA_OPERAND_out, f.head_dim, f.seq_q, why) ||
+                  (p.dout.data && !takes_tensor_map(p.dout, FA_OPERAND_dout, f.head_dim, f.seq_q, why))))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
     if (p.ordered && f.head_dim > kOrderedHeadDim)
@@ -167,21 +167,27 @@ fa_answer plan_fused(const Instance (&instances)[N], const fa_problem *problem, 
 
 /* ---- launch ---- */
 
+/* Maps of the kernel that includes this. */
+struct CachedMaps {
+    CachedTensorMap q = {FA_OPERAND_q}, k = {FA_OPERAND_k}, v = {FA_OPERAND_v}, dout = {FA_OPERAND_dout};
+};
+static thread_local CachedMaps cached_maps;
+
 static fa_code fused_maps(const fa_backward &p, int tile_q, FusedParams *to, const fa_launch &launch) {
     const fa_forward &f = p.forward;
     const int64_t rows = to->call.row_end - to->call.row_begin, keys = to->call.visible.seq_k;
     if (rows <= 0) return FA_OK;                        // no tile touches a map
     const fa_operand dout = p.dout.data ? p.dout : f.q; // what is past its end is not read
     const auto encode = [&](CUtensorMap *map, int *step, const fa_operand &x, int64_t first, int64_t extent,
-                            int64_t heads, int box, fa_operand_name name) {
+                            int64_t heads, int box, CachedTensorMap &cached) {
         step[0] = x.stride[1] != 0, step[1] = x.stride[0] != 0;
-        return tensor_map_encode(map, launch, rows_of(x, first), f.dtype, f.head_dim, extent, heads, f.batch, box,
-                                 name);
+        return tensor_map_encode(map, cached, launch, rows_of(x, first), f.dtype, f.head_dim, extent, heads, f.batch,
+                                 box);
     };
-    FA_TRY(encode(&to->q, to->q_step, f.q, to->call.row_begin, rows, f.heads, tile_q, FA_OPERAND_Q));
-    FA_TRY(encode(&to->dout, to->dout_step, dout, to->call.row_begin, rows, f.heads, tile_q, FA_OPERAND_OUT));
-    FA_TRY(encode(&to->k, to->k_step, f.k, f.key_begin, keys, f.heads_kv, kFusedTileK, FA_OPERAND_K));
-    return encode(&to->v, to->v_step, f.v, f.key_begin, keys, f.heads_kv, kFusedTileK, FA_OPERAND_V);
+    FA_TRY(encode(&to->q, to->q_step, f.q, to->call.row_begin, rows, f.heads, tile_q, cached_maps.q));
+    FA_TRY(encode(&to->dout, to->dout_step, dout, to->call.row_begin, rows, f.heads, tile_q, cached_maps.dout));
+    FA_TRY(encode(&to->k, to->k_step, f.k, f.key_begin, keys, f.heads_kv, kFusedTileK, cached_maps.k));
+    return encode(&to->v, to->v_step, f.v, f.key_begin, keys, f.heads_kv, kFusedTileK, cached_maps.v);
 }
 
 static RowsOperand rows_operand(const fa_operand &x) { return {x.data, {x.stride[0], x.stride[1], x.stride[2]}}; }

@@ -86,13 +86,13 @@ static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *d
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxUnitsBits, 0, 0);
     const Extent keys = key_extent(problem);
     const bool some = rows_q > 0, some_keys = keys.rows * keys.batch > 0; // else strides say nothing
-    if (some && (!takes_tensor_map(p.q, FA_OPERAND_Q, p.head_dim, p.seq_q, why) ||
-                 !takes_tensor_map(p.out, FA_OPERAND_OUT, p.head_dim, p.seq_q, why)))
+    if (some && (!takes_tensor_map(p.q, FA_OPERAND_q, p.head_dim, p.seq_q, why) ||
+                 !takes_tensor_map(p.out, FA_OPERAND_out, p.head_dim, p.seq_q, why)))
         return FA_REFUSES;
     if (some && p.q.stride[1] == 0 && p.heads > 1)
-        return fa_because(why, FA_REFUSES, FA_WHY_STRIDES, FA_OPERAND_Q, 0, 0);
-    if (some_keys && (!takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, keys.rows, why) ||
-                      !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, keys.rows, why)))
+        return fa_because(why, FA_REFUSES, FA_WHY_STRIDES, FA_OPERAND_q, 0, 0);
+    if (some_keys && (!takes_tensor_map(p.k, FA_OPERAND_k, p.head_dim, keys.rows, why) ||
+                      !takes_tensor_map(p.v, FA_OPERAND_v, p.head_dim, keys.rows, why)))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
 
@@ -127,54 +127,51 @@ static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *d
     return choose(problem, why);
 }
 
+struct CachedMaps {
+    CachedTensorMap q = {FA_OPERAND_q}, q_heads = {FA_OPERAND_q}, k = {FA_OPERAND_k}, v = {FA_OPERAND_v};
+    CachedTensorMap out = {FA_OPERAND_out}, out_heads = {FA_OPERAND_out};
+};
+static thread_local CachedMaps cached_maps;
+
 /* q or out again, with heads before rows: a box has `rows` rows of all heads of a kv head. */
-static fa_code encode_heads(CUtensorMap *map, const fa_launch &launch, const fa_problem *problem, const fa_operand &x,
-                            int group, int rows) {
-    using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                                const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                                CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-    const fa_forward &p = problem->forward;
-    const auto bytes = [](int64_t stride) { return stride ? cuuint64_t(stride) * 2 : 16; };
-    const cuuint64_t extent[] = {cuuint64_t(p.head_dim), cuuint64_t(p.heads), cuuint64_t(p.seq_q),
-                                 x.stride[0] ? cuuint64_t(p.batch) : 1};
-    const cuuint64_t stride[] = {bytes(x.stride[1]), bytes(x.stride[2]), bytes(x.stride[0])};
-    const cuuint32_t box[] = {64, cuuint32_t(group), cuuint32_t(rows), 1}, step[] = {1, 1, 1, 1};
-    const CUresult result = reinterpret_cast<Encode>(launch.encode_tensor_map)(
-        map, p.dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, x.data, extent,
-        stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result == CUDA_SUCCESS) return FA_OK;
-    return launch.host->fail(launch.status, FA_ECUDA, "cuTensorMapEncodeTiled failed by heads with CUresult %d",
-                             int(result));
+static fa_code encode_heads(CUtensorMap *map, CachedTensorMap &cached, const fa_launch &launch, const fa_forward &p,
+                            const fa_operand &x, int group, int rows) {
+    TensorMapKey key = tensor_map_key(x, p.dtype, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+    key.extent[0] = cuuint64_t(p.head_dim), key.extent[1] = cuuint64_t(p.heads), key.extent[2] = cuuint64_t(p.seq_q);
+    key.extent[3] = x.stride[0] ? cuuint64_t(p.batch) : 1;
+    key.stride[0] = tensor_map_stride(x.stride[1]), key.stride[1] = tensor_map_stride(x.stride[2]);
+    key.stride[2] = tensor_map_stride(x.stride[0]);
+    key.box[0] = cuuint32_t(group), key.box[1] = cuuint32_t(rows);
+    return tensor_map_encode(map, cached, launch, key);
 }
 
 static fa_code encode(Params *params, const fa_problem *problem, const Own &own, const fa_launch &launch) {
     const fa_forward &p = problem->forward;
-    FA_TRY(
-        tensor_map_encode(&params->q, launch, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64, FA_OPERAND_Q));
+    const Call &call = params->call;
+    auto &cached = cached_maps;
+    FA_TRY(tensor_map_encode(&params->q, cached.q, launch, p.q, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 64));
     params->q_heads = params->q;
-    if (params->call.group > 1 && params->call.group <= 64)
-        FA_TRY(encode_heads(&params->q_heads, launch, problem, p.q, params->call.group, params->call.group_queries));
+    if (call.group > 1 && call.group <= 64)
+        FA_TRY(encode_heads(&params->q_heads, cached.q_heads, launch, p, p.q, call.group, call.group_queries));
     if (own.staged)
-        FA_TRY(tensor_map_encode(&params->out_map, launch, p.out, p.dtype, p.head_dim, p.seq_q, p.heads, p.batch, 16,
-                                 FA_OPERAND_OUT));
+        FA_TRY(tensor_map_encode(&params->out_map, cached.out, launch, p.out, p.dtype, p.head_dim, p.seq_q, p.heads,
+                                 p.batch, 16));
     params->out_heads = params->out_map;
-    if (own.staged && params->call.store_queries > 0)
-        FA_TRY(
-            encode_heads(&params->out_heads, launch, problem, p.out, params->call.group, params->call.store_queries));
+    if (own.staged && call.store_queries > 0)
+        FA_TRY(encode_heads(&params->out_heads, cached.out_heads, launch, p, p.out, call.group, call.store_queries));
     const Extent keys = key_extent(problem);
     if (keys.rows * keys.batch == 0 || own.box_rows == 0) {
         // Pages of a table may be asked for all the same: none is there.
         const fa_operand nothing = {p.q.data, {0, 0, 0, 1}};
-        FA_TRY(tensor_map_encode(&params->k, launch, nothing, p.dtype, p.head_dim, 1, 1, 1, std::max(own.box_rows, 1),
-                                 FA_OPERAND_K));
+        FA_TRY(tensor_map_encode(&params->k, cached.k, launch, nothing, p.dtype, p.head_dim, 1, 1, 1,
+                                 std::max(own.box_rows, 1)));
         params->v = params->k;
         return FA_OK;
     }
-    FA_TRY(tensor_map_encode(&params->k, launch, p.k, p.dtype, p.head_dim, keys.rows, p.heads_kv, keys.batch,
-                             own.box_rows, FA_OPERAND_K));
-    return tensor_map_encode(&params->v, launch, p.v, p.dtype, p.head_dim, keys.rows, p.heads_kv, keys.batch,
-                             own.box_rows, FA_OPERAND_V);
+    FA_TRY(tensor_map_encode(&params->k, cached.k, launch, p.k, p.dtype, p.head_dim, keys.rows, p.heads_kv, keys.batch,
+                             own.box_rows));
+    return tensor_map_encode(&params->v, cached.v, launch, p.v, p.dtype, p.head_dim, keys.rows, p.heads_kv, keys.batch,
+                             own.box_rows);
 }
 
 static Call call_of(const fa_problem *problem, const Own &own, void *workspace) {

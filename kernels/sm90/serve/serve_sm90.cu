@@ -57,7 +57,7 @@ constexpr int64_t kMostRoom = 5;         // blocks of a job that there is room f
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* Whether its rows, if there are any, are 16-byte chunks that start at multiples of 16 bytes. */
-static bool takes_rows(const fa_operand &x, int64_t rows, fa_operand_name name, fa_why *why) {
+static bool takes_rows(const fa_operand &x, int64_t rows, fa_operand_number name, fa_why *why) {
     if (rows == 0) return true; // whose strides say nothing
     fa_reason reason = FA_WHY_NONE;
     for (int axis = 0; axis < 3; ++axis)
@@ -146,8 +146,8 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
                                                                                   ? s.pages.count * s.pages.size
                                                                               : s.packed_k ? p.seq_k
                                                                                            : p.seq_k * p.batch;
-    if (!takes_rows(p.q, rows_q, FA_OPERAND_Q, why) || !takes_rows(p.k, rows_k, FA_OPERAND_K, why) ||
-        !takes_rows(p.v, rows_k, FA_OPERAND_V, why))
+    if (!takes_rows(p.q, rows_q, FA_OPERAND_q, why) || !takes_rows(p.k, rows_k, FA_OPERAND_k, why) ||
+        !takes_rows(p.v, rows_k, FA_OPERAND_v, why))
         return FA_REFUSES;
 
     Own &own = fa_own<Own>(plan);
@@ -188,12 +188,17 @@ static int box_keys(const fa_forward &p, const fa_sequences &s, const fa_launch 
     fa_why why;
     const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
     if (!launch.encode_tensor_map || rows == 0 || batch == 0 || batch >> 31) return 0;
-    if (!takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, rows, &why) ||
-        !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, rows, &why))
+    if (!takes_tensor_map(p.k, FA_OPERAND_k, p.head_dim, rows, &why) ||
+        !takes_tensor_map(p.v, FA_OPERAND_v, p.head_dim, rows, &why))
         return 0;
     const int64_t keys = s.pages.table ? std::min<int64_t>(rows & -rows, kTileKeys) : kTileKeys;
     return keys >= 8 ? static_cast<int>(keys) : 0;
 }
+
+struct CachedMaps {
+    CachedTensorMap k = {FA_OPERAND_k}, v = {FA_OPERAND_v};
+};
+static thread_local CachedMaps cached_maps;
 
 static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_forward &p = problem->forward;
@@ -221,10 +226,10 @@ static fa_code serve_launch(const fa_problem *problem, const fa_plan *plan, cons
     if (const int keys = box_keys(p, s, *launch)) {
         params.boxes = keys;
         const int64_t rows = s.pages.table ? s.pages.size : s.k.rows, batch = s.pages.table ? s.pages.count : p.batch;
-        FA_TRY(tensor_map_encode(&params.k_map, *launch, p.k, p.dtype, p.head_dim, rows, p.heads_kv, batch, keys,
-                                 FA_OPERAND_K, kPromotion));
-        FA_TRY(tensor_map_encode(&params.v_map, *launch, p.v, p.dtype, p.head_dim_v, rows, p.heads_kv, batch, keys,
-                                 FA_OPERAND_V, kPromotion));
+        FA_TRY(tensor_map_encode(&params.k_map, cached_maps.k, *launch, p.k, p.dtype, p.head_dim, rows, p.heads_kv,
+                                 batch, keys, kPromotion));
+        FA_TRY(tensor_map_encode(&params.v_map, cached_maps.v, *launch, p.v, p.dtype, p.head_dim_v, rows, p.heads_kv,
+                                 batch, keys, kPromotion));
     }
     for (int64_t first = 0; first < own.jobs; first += own.at_once) {
         params.first = static_cast<int>(first), params.jobs = static_cast<int>(std::min(own.at_once, own.jobs - first));

@@ -117,10 +117,10 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     if (std::max(p.seq_q, p.seq_k) >> kMaxRowsBits)
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
     if (std::max(p.heads, p.batch) > kMaxGrid) return fa_because(why, FA_REFUSES, FA_WHY_GRID, kMaxGrid, 0, 0);
-    if (!takes_tensor_map(p.q, FA_OPERAND_Q, p.head_dim, p.seq_q, why) ||
-        !takes_tensor_map(p.k, FA_OPERAND_K, p.head_dim, p.seq_k, why) ||
-        !takes_tensor_map(p.v, FA_OPERAND_V, p.head_dim, p.seq_k, why) ||
-        !takes_tensor_map(p.out, FA_OPERAND_OUT, p.head_dim, p.seq_q, why))
+    if (!takes_tensor_map(p.q, FA_OPERAND_q, p.head_dim, p.seq_q, why) ||
+        !takes_tensor_map(p.k, FA_OPERAND_k, p.head_dim, p.seq_k, why) ||
+        !takes_tensor_map(p.v, FA_OPERAND_v, p.head_dim, p.seq_k, why) ||
+        !takes_tensor_map(p.out, FA_OPERAND_out, p.head_dim, p.seq_q, why))
         return FA_REFUSES;
     if (!device->tensor_maps) return fa_because(why, FA_NOT_HERE, FA_WHY_TENSOR_MAPS, 0, 0, 0);
 
@@ -145,12 +145,17 @@ template <class T> Kernel kernel_of(int config, bool capped) {
     return kernels[config][capped];
 }
 
+struct CachedMaps {
+    CachedTensorMap q = {FA_OPERAND_q}, k = {FA_OPERAND_k}, v = {FA_OPERAND_v};
+};
+thread_local CachedMaps cached_maps;
+
 /* The rows [key_begin, key_end) of k or v. */
-fa_code encode_keys(CUtensorMap *map, const fa_forward *p, fa_operand x, int tile_n, fa_operand_name name,
+fa_code encode_keys(CUtensorMap *map, CachedTensorMap &cached, const fa_forward *p, fa_operand x, int tile_n,
                     const fa_launch &launch) {
     x.data = static_cast<char *>(x.data) + p->key_begin * x.stride[2] * 2;
-    return tensor_map_encode(map, launch, x, p->dtype, p->head_dim, p->key_end - p->key_begin, p->heads_kv, p->batch,
-                             tile_n, name);
+    return tensor_map_encode(map, cached, launch, x, p->dtype, p->head_dim, p->key_end - p->key_begin, p->heads_kv,
+                             p->batch, tile_n);
 }
 
 void fill_params(Params *params, const fa_forward *p, int splits) {
@@ -182,10 +187,11 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
     const fa_forward *p = &problem->forward;
     const Own &own = fa_own<Own>(plan);
     Params params;
-    FA_TRY(tensor_map_encode(&params.q, *launch, p->q, p->dtype, p->head_dim, p->seq_q, p->heads, p->batch, kTileM,
-                             FA_OPERAND_Q));
-    FA_TRY(encode_keys(&params.k, p, p->k, own.tile_n, FA_OPERAND_K, *launch));
-    FA_TRY(encode_keys(&params.v, p, p->v, own.tile_n, FA_OPERAND_V, *launch));
+    auto &cached = cached_maps;
+    FA_TRY(tensor_map_encode(&params.q, cached.q, *launch, p->q, p->dtype, p->head_dim, p->seq_q, p->heads, p->batch,
+                             kTileM));
+    FA_TRY(encode_keys(&params.k, cached.k, p, p->k, own.tile_n, *launch));
+    FA_TRY(encode_keys(&params.v, cached.v, p, p->v, own.tile_n, *launch));
     fill_params(&params, p, own.splits);
 
     const bool capped = p->softcap > 0;

@@ -2,7 +2,14 @@
 #include "machine.h"
 
 #include <cuda.h>
+#include <stdlib.h>
 #include <string.h>
+
+#include "fa.h"
+
+/* The maps that were encoded, for tests of what kernels keep of them. */
+extern "C" FA_EXPORT uint64_t emulated_encodings;
+uint64_t emulated_encodings;
 
 namespace emu {
 
@@ -24,6 +31,9 @@ CUresult encode_tensor_map(CUtensorMap *to, CUtensorMapDataType type, cuuint32_t
                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
     static const uint32_t sizes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2};
     TensorMap map = {};
+    const char *refused = getenv("FA_EMULATOR_REFUSES");
+    ++emulated_encodings;
+    if (refused && strtoull(refused, nullptr, 0) == reinterpret_cast<uintptr_t>(data)) return CUDA_ERROR_INVALID_VALUE;
     if (rank < 1 || rank > 5 || reinterpret_cast<uintptr_t>(data) % 16 || !data ||
         type > CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
         fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
