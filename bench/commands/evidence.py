@@ -307,11 +307,9 @@ class Run:
                 self.record.put_run(key, report.plain(record.as_run(cell) | about | {"date": machine.now()}))
                 self.record.save()
 
-            measure.measure(
-                self.device, cases, entrants, [] if preset in ALONE else [p.name for p in found], [kind], 60,
-                self.args.seconds or (1.0 if self.device == "cuda" else 8.0), 0.01, missing=missing, deadline=self.late,
-                on_cell=keep,
-            )  # fmt: skip
+            settings = measure.Settings(self.device, entrants, [] if preset in ALONE else [p.name for p in found], 60,
+                                        self.args.seconds or (1.0 if self.device == "cuda" else 8.0), 0.01)  # fmt: skip
+            measure.measure(settings, cases, [kind], missing=missing, deadline=self.late, on_cell=keep)
 
     def _unmeasured(self) -> Iterator[tuple[str, str, list, list[str]]]:
         """(preset, cache, problems, the kernels of which they need new figures): those that lack the same go together."""

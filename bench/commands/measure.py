@@ -1,14 +1,14 @@
-"""Kernels beside every peer that imports, problem by problem; peers take turns within each round.
+"""Kernels beside every peer that imports, problem by problem; each round times all of them in random order.
 
 A problem's line names its operation: a call of attention, its backward pass (operation=backward), a call over sequences
 (q= and k= say how they are stored), merging (operation=merge) or appending (operation=append).
 
-A contender is checked against float64 before it is timed; one that is wrong is reported and not timed. GPU work is
-replayed from a CUDA graph where the contender can be captured, else bracketed by events; the table says which. "hot"
+What is wrong by float64 is reported and not timed. GPU work is replayed from a CUDA graph where it can be captured, else
+bracketed by events; the table says which. "hot"
 calls one set of operands, "cold" rotates through as many as exceed five times the last-level cache. On the CPU each
 sample begins once no thread of the process runs any more: pools go on spinning after a call, and would slow whoever
 comes next. With --output a run that was interrupted carries on where it stopped. The exit status is 1 when a problem
-ended in an error or nobody ran it.
+ended in an error or nothing ran it.
 
   python -m bench measure --preset cpu
   python -m bench measure --preset paper --filter D128 --kernels wgmma --output paper.json
@@ -41,12 +41,12 @@ from bench.trial import isolation
 SUMMARY = "time kernels beside every peer that imports"
 # How the figures of a document came about, kept in it.
 METHOD = {
-    "cpu": "turns in random order; a sample begins when no other thread of the process has run in three looks a "
+    "cpu": "rounds in random order; a sample begins when no other thread of the process has run in three looks a "
     "millisecond apart (at most 0.5 s are waited); median of the samples by the host's clock",
-    "cuda": "turns in random order; a sample begins with an idle device; median of the samples by graph replay, events "
+    "cuda": "rounds in random order; a sample begins with an idle device; median of the samples by graph replay, events "
     "or the host's clock, as `clock` says; samples under throttling are left out",
 }
-# On the CPU a problem of more work than this is tried with fewer queries first: nobody holds up a run for hours.
+# On the CPU a problem of more work than this is tried with fewer queries first, so that none holds up a run for hours.
 LARGE_FLOPS = 1e11
 # What lives as long as the worker: loading a library twice is not what is measured.
 _devices: dict[str, Cpu | Cuda] = {}
@@ -54,30 +54,34 @@ _open: dict[tuple, Contender] = {}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", action="append", help=f"repeatable: {', '.join(problems.preset_names())}")
-    parser.add_argument("--case", action="append", default=[], help="a problem by its line (repeatable)")
-    parser.add_argument(
-        "--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain"
-    )
-    parser.add_argument("--kernels", type=arguments.pattern, default="", help="regular expression of kernels (default: all)")
-    parser.add_argument("--peers", help="comma-separated peers, or none (default: all that import)")
-    parser.add_argument(
-        "--candidate", action="append", default=[], help="a candidate beside the kernels, as in bench gate"
-    )
-    parser.add_argument(
-        "--cache", default="hot", choices=("hot", "cold", "both"), help="operands in the cache or not (hot)"
-    )
-    parser.add_argument("--rounds", type=arguments.count, default=80, help="rounds at most (80)")
-    parser.add_argument(
-        "--seconds", type=arguments.positive, help="time for the rounds of one problem (GPU 1.5, CPU 8)"
-    )
-    parser.add_argument(
-        "--tight", type=float, default=0.01, help="stop when every ratio's interval is this narrow (0.01)"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same machine code and options")
-    parser.add_argument("--fresh", action="store_true", help="do not resume")
+    add = parser.add_argument
+    add("--preset", action="append", help=f"repeatable: {', '.join(problems.preset_names())}")
+    add("--case", action="append", default=[], help="a problem by its line (repeatable)")
+    add("--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain")
+    add("--kernels", type=arguments.pattern, default="", help="regular expression of kernels (default: all)")
+    add("--peers", help="comma-separated peers, or none (default: all that import)")
+    add("--candidate", action="append", default=[], help="a candidate beside the kernels, as in bench gate")
+    add("--cache", default="hot", choices=("hot", "cold", "both"), help="operands in the cache or not (hot)")
+    add("--rounds", type=arguments.count, default=80, help="rounds at most (80)")
+    add("--seconds", type=arguments.positive, help="time for the rounds of one problem (GPU 1.5, CPU 8)")
+    add("--tight", type=float, default=0.01, help="stop when every ratio's interval is this narrow (0.01)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, help="JSON file; resumed if it is of the same machine code and options")
+    add("--fresh", action="store_true", help="do not resume")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How problems are measured. Names are those of kernels, candidates and peers."""
+
+    device: str
+    candidates: list[str]
+    peers: list[str]
+    rounds: int
+    seconds: float  #: of the rounds of one problem
+    tight: float  #: rounds end when every ratio's interval is this narrow
+    seed: int = 0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,15 +96,11 @@ def run(args: argparse.Namespace) -> int:
         raise report.UsageError(f"peers are {', '.join(sorted(unknown))}; accepted: none, {', '.join(peers.PEERS)}")
     found, missing = peers.available(target, wanted)
     if not (kernels or args.candidate or found):
-        raise report.UsageError(
-            f"nothing to measure: no kernel matches {args.kernels!r}, and no peer is left"
-            f" (kernels: {', '.join(compiled) or 'none compiled'})"
-        )
-    document = measure(
-        device, cases, kernels + args.candidate, [p.name for p in found], caches(args.cache), args.rounds,
-        args.seconds or (1.5 if device == "cuda" else 8.0), args.tight, args.seed, args.output, args.fresh,
-        quiet=args.json, missing=missing,
-    )  # fmt: skip
+        raise report.UsageError(f"nothing to measure: no kernel matches {args.kernels!r}, and no peer is left"
+                                f" (kernels: {', '.join(compiled) or 'none compiled'})")  # fmt: skip
+    settings = Settings(device, kernels + args.candidate, [p.name for p in found], args.rounds,
+                        args.seconds or (1.5 if device == "cuda" else 8.0), args.tight, args.seed)  # fmt: skip
+    document = measure(settings, cases, caches(args.cache), args.output, args.fresh, args.json, missing)
     report.deliver(document, args.json, show)
     return int(any(not cell.get("contenders") for cell in document["cells"].values()))
 
@@ -120,120 +120,81 @@ def caches(name: str) -> list[str]:
 
 
 def measure(
-    device: str, cases: list[Problem], entrants: list[str], opponents: list[str], cache: list[str], rounds: int,
-    seconds: float, tight: float, seed: int = 0, output: Path | None = None, fresh: bool = False, quiet: bool = False,
+    settings: Settings, cases: list[Problem], cache: list[str], output: Path | None = None, fresh: bool = False, quiet: bool = False,
     missing: dict[str, str] | None = None, deadline: Callable[[], bool] = lambda: False,
     on_cell: Callable[[str, dict, dict], None] = lambda key, cell, context: None,
 ) -> dict:  # fmt: skip
     """Measures every (case, cache) that `output` does not hold yet, each in the worker, until `deadline()` is true."""
-    context = machine.context(device)
-    identity = {
-        "command": "measure",
-        "digest": context["digest"],
-        "device": device,
-        "entrants": entrants,
-        "opponents": opponents,
-        "rounds": rounds,
-        "seconds": seconds,
-        "tight": tight,
-        "seed": seed,
-        "gpu": (context.get("gpu") or {}).get("name"),
-        "cpu": context["cpu"],
-    }
-    about = {"method": METHOD[device], "missing_peers": missing or {}}
-    results = report.Results(output, identity, context | about, fresh)
+    context, how = machine.context(settings.device), dataclasses.asdict(settings)
+    identity = how | {"command": "measure", "digest": context["digest"], "gpu": (context.get("gpu") or {}).get("name"), "cpu": context["cpu"]}
+    results = report.Results(output, identity, context | {"method": METHOD[settings.device], "missing_peers": missing or {}}, fresh)
     todo = [(case, kind) for case in cases for kind in cache if f"{case} {kind}" not in results.cells]
     progress = report.Progress(len(todo), quiet)
+    limit = 60 + 6 * settings.seconds * (1 + len(settings.candidates) + len(settings.peers))
+    context = results.document["context"]
     with isolation.Worker() as worker:
-        if todo and "ceilings" not in results.document["context"]:
-            dtypes = sorted({case.dtype for case in cases})
-            outcome = worker.call("bench.timing.ceiling:measure", {"device": device, "dtypes": dtypes}, 120)
-            results.document["context"]["ceilings"] = outcome.value if outcome.ok else {"error": outcome.reason}
+        if todo and "ceilings" not in context:
+            asked = {"device": settings.device, "dtypes": sorted({case.dtype for case in cases})}
+            outcome = worker.call("bench.timing.ceiling:measure", asked, 120)
+            context["ceilings"] = outcome.value if outcome.ok else {"error": outcome.reason}
         for case, kind in todo:
             if deadline():
-                results.document["context"]["unfinished"] = True
+                context["unfinished"] = True
                 break
-            arguments = {
-                "case": str(case),
-                "device": device,
-                "entrants": entrants,
-                "opponents": opponents,
-                "cache": kind,
-                "rounds": rounds,
-                "seconds": seconds,
-                "tight": tight,
-                "seed": seed,
-            }
-            outcome = worker.call(
-                "bench.commands.measure:cell", arguments, 60 + 6 * seconds * (1 + len(entrants) + len(opponents))
-            )
-            cell = outcome.value if outcome.ok else {"case": str(case), "cache": kind,
-                                                     "error": f"{outcome.status}: {outcome.reason}"}  # fmt: skip
-            _add_rates(cell, case, results.document["context"].get("ceilings", {}))
-            results.add(f"{case} {kind}", cell)
-            on_cell(f"{case} {kind}", cell, results.document["context"])
-            progress.step(f"{case} {kind}: {_best_line(cell)}")
+            key = {"case": str(case), "cache": kind}
+            outcome = worker.call("bench.commands.measure:cell", key | how, limit)
+            found = outcome.value if outcome.ok else key | {"error": f"{outcome.status}: {outcome.reason}"}
+            _add_rates(found, case, context.get("ceilings", {}))
+            results.add(f"{case} {kind}", found)
+            on_cell(f"{case} {kind}", found, context)
+            progress.step(f"{case} {kind}: {_best_line(found)}")
     return results.document
 
 
-def cell(
-    case: str, device: str, entrants: list[str], opponents: list[str], cache: str, rounds: int, seconds: float,
-    tight: float, seed: int, tell: Callable[[Any], None] = print,
-) -> dict[str, Any]:  # fmt: skip
-    """One problem, inside the worker: who runs it rightly, and how fast. Ratios are to the fastest opponent."""
-    target = _device(device)
-    problem = problems.parse(case, problems.OPERATIONS)
+# ---- one problem, inside the worker ----
+
+
+def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings: Any) -> dict[str, Any]:
+    """What runs the problem rightly, and how fast. Ratios are to the fastest peer."""
+    how, problem = Settings(**settings), problems.parse(case, problems.OPERATIONS)
+    target = _device(how.device)
     refused: dict[str, str] = {}
-    errors: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     watches: dict[str, timer.Stopwatch] = {}
-    alone: dict[str, dict[str, Any]] = {}
     with target.working():
         count = timer.slots_for_cold(problem.bytes(), target) if cache == "cold" else 1
-        seeded = (dataclasses.replace(problem, seed=seed + i) for i in range(count))
+        seeded = (dataclasses.replace(problem, seed=how.seed + i) for i in range(count))
         slots = [operands_of(case, target, guard=0) for case in seeded]
-        for name in [*entrants, *opponents]:
-            entrant = _opened(name, target)
-            if problem.operation not in entrant.operations:
-                if name in entrants:
+        for name in [*how.candidates, *how.peers]:
+            one = _opened(name, target)
+            if problem.operation not in one.operations:
+                if name in how.candidates:
                     refused[name] = f"no {problem.operation}"
                 continue
-            why = entrant.refuses(problem)
-            if why is None:
-                try:
-                    why = _too_slow(entrant, problem, target, seconds)
-                    if why:
-                        refused[name] = why
-                        continue
-                    errors[name] = _checked(entrant, slots[0]) if entrant.judged else {}
-                    slow = _timed_alone(entrant, slots, target, seconds)
-                    if slow:
-                        alone[name] = slow
-                        continue
-                    watches[name] = timer.Stopwatch([entrant.bind(s) for s in slots], target, entrant.timing)
-                except WrongResult as error:
-                    why = f"WRONG: {error}"
-                except Exception as error:  # kernels and libraries say "not supported" with whatever exception they like
-                    why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+            why = one.refuses(problem)
+            try:
+                why = why or _too_slow(one, problem, target, how.seconds)
+                if why is None:
+                    found[name] = _checked(one, slots[0]) if one.judged else {}
+                    if slow := _timed_alone(one, slots, target, how.seconds):
+                        found[name] |= slow | _launched(name, slots[0])
+                    else:
+                        watches[name] = timer.Stopwatch([one.bind(s) for s in slots], target, one.timing)
+            except WrongResult as error:
+                why = f"WRONG: {error}"
+            except Exception as error:  # kernels and libraries say "not supported" with whatever exception they like
+                why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
             if why:
+                found.pop(name, None)
                 refused[name] = why
-        found = {name: figures | errors[name] | _launched(name, slots[0]) for name, figures in alone.items()}
-        picked = slots[0].picked()
+        document = {"case": case, "cache": cache, "picked": slots[0].picked(), "refused": refused, "contenders": found}
         if not watches:
-            return {"case": case, "cache": cache, "contenders": found, "refused": refused, "picked": picked}
-        base = _fastest([n for n in opponents if n in watches] or list(watches), watches)
-        samples = take_turns(watches, rounds, seconds, seed, tight, base)
-        found |= {n: _figures(n, base, samples, w) | errors[n] | _launched(n, slots[0]) for n, w in watches.items()}
-    return {
-        "case": case,
-        "cache": cache,
-        "slots": count,
-        "baseline": base,
-        "picked": picked,
-        "refused": refused,
-        "conditions": samples.conditions_summary(),
-        "stopped": samples.stopped,
-        "contenders": found,
-    }
+            return document
+        base = _fastest([n for n in how.peers if n in watches] or list(watches), watches)
+        samples = take_turns(watches, how.rounds, how.seconds, how.seed, how.tight, base)
+        for name, watch in watches.items():
+            found[name] |= _figures(name, base, samples, watch) | _launched(name, slots[0])
+    return document | {"slots": count, "baseline": base, "conditions": samples.conditions_summary(), "stopped": samples.stopped}
 
 
 def launched(case: str, device: str, kernels: list[str], tell: Callable[[Any], None] = print) -> dict[str, list[str] | None]:
@@ -268,24 +229,24 @@ def _opened(name: str, device: Cpu | Cuda) -> Contender:
     return _open[key]
 
 
-def _too_slow(entrant: Contender, case: Case, device: Cpu | Cuda, seconds: float) -> str | None:
+def _too_slow(one: Contender, case: Case, device: Cpu | Cuda, seconds: float) -> str | None:
     """Why a large problem is not begun on the CPU: a 64th of its queries says that a call would outlast the rounds."""
     if device.kind == "cuda" or case.flops() < LARGE_FLOPS or case.operation not in ("attention", "backward") or case.seq_q < 1024:
         return None
     share = 64
     part = operands_of(dataclasses.replace(case, seq_q=case.seq_q // share, causal=False, mask=None, bias=None), device)
-    call = entrant.bind(part)
+    call = one.bind(part)
     began = time.perf_counter()
     call()
     expected = share * (time.perf_counter() - began)
     return f"too slow here: a call would take about {expected:.0f} s" if expected > 4 * seconds else None
 
 
-def _checked(entrant: Contender, operands: Operands) -> dict[str, float]:
+def _checked(one: Contender, operands: Operands) -> dict[str, float]:
     """Errors against float64; WrongResult when they are over the bound."""
     operands.poison()
     operands.device.synchronize()
-    result = entrant.bind(operands)()
+    result = one.bind(operands)()
     operands.device.synchronize()
     judged = operands.judge(result)
     if not judged.passed:
@@ -293,9 +254,9 @@ def _checked(entrant: Contender, operands: Operands) -> dict[str, float]:
     return {"frobenius": judged.frobenius, "max_abs": judged.max_abs}
 
 
-def _timed_alone(entrant: Contender, slots: list[Operands], device: Cpu | Cuda, seconds: float) -> dict | None:
+def _timed_alone(one: Contender, slots: list[Operands], device: Cpu | Cuda, seconds: float) -> dict | None:
     """Figures of a contender so slow that its turns would take up all the others' time; None for any other."""
-    call = entrant.bind(slots[0])
+    call = one.bind(slots[0])
 
     def once(calls: int = 1) -> float:
         device.synchronize()
@@ -363,41 +324,16 @@ def show(document: dict) -> None:
     rows = []
     for cell in document["cells"].values():
         for name, f in sorted(cell.get("contenders", {}).items(), key=lambda item: item[1]["us"]):
+            shown = "1" if name == cell.get("baseline") else ""
             if ratio := f.get("ratio"):
                 shown = f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-            else:
-                shown = "1" if name == cell.get("baseline") else ""
             share = f"{100 * f['ceiling_share']:.1f}% {f['ceiling']}" if "ceiling_share" in f else ""
-            rows.append(
-                [
-                    cell["case"],
-                    cell["cache"],
-                    name,
-                    f["us"],
-                    f["tflops"],
-                    f["gbs"],
-                    shown,
-                    f.get("frobenius"),
-                    share,
-                    f["clock"],
-                    conditions.mark(cell),
-                ]
-            )
+            rows.append([cell["case"], cell["cache"], name, f["us"], f["tflops"], f["gbs"], shown, f.get("frobenius"), share, f["clock"],
+                         conditions.mark(cell)])  # fmt: skip
     context = document["context"]
     where = (context.get("gpu") or {}).get("name") or f"{context['cpu']}, {context['threads']} threads"
-    columns = (
-        "problem",
-        "cache",
-        "contender",
-        "us",
-        "TFLOP/s",
-        "GB/s",
-        "time / fastest peer [95%]",
-        "error vs float64",
-        "of product or stream",
-        "clock",
-        "load",
-    )
+    columns = ("problem", "cache", "contender", "us", "TFLOP/s", "GB/s", "time / fastest peer [95%]", "error vs float64",
+               "of product or stream", "clock", "load")  # fmt: skip
     report.table(f"{where}, {context['date']}", columns, rows)
     if line := conditions.summary(document["cells"].values()):
         print(line)
