@@ -45,7 +45,7 @@ SUMMARY = "write or check the committed record of tests and figures"
 PARTS = NEEDED["cuda"]
 GPU_PRESETS = {"history": "both", "small": "hot", "gqa": "hot", "decode": "cold", "options": "hot", "extras": "hot",
                "paper": "hot", "paper-backward": "hot", "options-backward": "hot", "dropout": "hot", "serving": "cold",
-               "moves": "cold"}  # fmt: skip
+               "cache_ops": "cold"}  # fmt: skip
 # Measured without peers: what an option costs shows only where the call with it and the one without run at like power.
 ALONE = ("options", "dropout")
 CPU_PRESETS = {"cpu": "hot", "cpu-backward": "hot", "cpu-serving": "hot"}
@@ -129,9 +129,9 @@ class Run:
 
     def kernels(self, operation: str = "attention") -> list[str]:
         """The wanted kernels of the device."""
-        from bench.contenders import contender
+        from bench.implementations import implementation
 
-        compiled = contender.compiled_kernels(devices.open_device(self.device), operation)
+        compiled = implementation.compiled_kernels(devices.open_device(self.device), operation)
         return [k for k in compiled if re.search(self.args.kernels, k)]
 
     def of_every_operation(self) -> list[str]:
@@ -294,20 +294,20 @@ class Run:
 
     def measure(self) -> None:
         from bench.commands import measure
-        from bench.contenders import peers
+        from bench.implementations import peers
 
         found, missing = peers.available(devices.open_device(self.device))
         renew_times(self.record, self.device)
-        for preset, kind, cases, entrants in self._unmeasured():
+        for preset, kind, cases, kernels in self._unmeasured():
             if self.late():
                 break
 
-            def keep(key: str, cell: dict, context: dict, entrants: list[str] = entrants) -> None:
-                about = {"code": self.record.of_kernels(entrants), "context": self.record.context(context)}
+            def keep(key: str, cell: dict, context: dict, kernels: list[str] = kernels) -> None:
+                about = {"code": self.record.of_kernels(kernels), "context": self.record.context(context)}
                 self.record.put_run(key, report.plain(record.as_run(cell) | about | {"date": machine.now()}))
                 self.record.save()
 
-            settings = measure.Settings(self.device, entrants, [] if preset in ALONE else [p.name for p in found], 60,
+            settings = measure.Settings(self.device, kernels, [] if preset in ALONE else [p.name for p in found], 60,
                                         self.args.seconds or (1.0 if self.device == "cuda" else 8.0), 0.01)  # fmt: skip
             measure.measure(settings, cases, [kind], missing=missing, deadline=self.late, on_cell=keep)
 
@@ -335,7 +335,7 @@ class Run:
         return [
             kernel for kernel in kernels
             if self.args.fresh or not any(
-                self.record.covers(run, kernel) and kernel in {*run["contenders"], *run.get("refused", {})} for run in runs
+                self.record.covers(run, kernel) and kernel in {*run["figures"], *run.get("refused", {})} for run in runs
             )
         ]  # fmt: skip
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments, machine, problems, report
-from bench.contenders import peers
+from bench.implementations import peers
 from bench.machine import device as devices
 from bench.timing import conditions, stats
 from bench.trial import duel, isolation, processes
@@ -41,7 +41,7 @@ OPERATIONS = ("attention", "backward")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("candidate", help="a kernel, a peer, module:function, file.py:function, or a .cu, .c or .so file")
     parser.add_argument(
-        "--baseline", action="append", help="contender to beat (repeat for several; the fastest counts)"
+        "--baseline", action="append", help="kernel, peer or candidate to beat (repeat for several; the fastest counts)"
     )
     parser.add_argument(
         "--case", action="append", help="problem, such as B1,H8,S512,D64,float16,causal=True (repeatable)"

@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 
 from bench import arguments, machine, problems, report
-from bench.contenders import contender, named, peers
-from bench.contenders.contender import Contender
+from bench.implementations import implementation, named, peers
+from bench.implementations.implementation import Implementation
 from bench.machine import device as devices
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case, Problem
 from bench.problems.operands import Operands, WrongResult
 from bench.problems.operations import operands_of
 from bench.timing import ceiling, conditions, launches, timer
-from bench.timing.rounds import Samples, take_turns
+from bench.timing.rounds import Samples, take_rounds
 from bench.trial import isolation
 
 SUMMARY = "time kernels beside every peer that imports"
@@ -50,7 +50,7 @@ METHOD = {
 LARGE_FLOPS = 1e11
 # What lives as long as the worker: loading a library twice is not what is measured.
 _devices: dict[str, Cpu | Cuda] = {}
-_open: dict[tuple, Contender] = {}
+_open: dict[tuple, Implementation] = {}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     target = devices.open_device(device)
     cases = chosen(args.preset, args.case, args.filter, device)
     operations = dict.fromkeys(case.operation for case in cases)
-    compiled = list(dict.fromkeys(k for operation in operations for k in contender.compiled_kernels(target, operation)))
+    compiled = list(dict.fromkeys(k for operation in operations for k in implementation.compiled_kernels(target, operation)))
     kernels = [name for name in compiled if re.search(args.kernels, name)]
     wanted = None if args.peers is None else [p for p in args.peers.split(",") if p and p != "none"]
     if unknown := set(wanted or ()) - set(peers.PEERS):
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
                         args.seconds or (1.5 if device == "cuda" else 8.0), args.tight, args.seed)  # fmt: skip
     document = measure(settings, cases, caches(args.cache), args.output, args.fresh, args.json, missing)
     report.deliver(document, args.json, show)
-    return int(any(not cell.get("contenders") for cell in document["cells"].values()))
+    return int(any(not cell.get("figures") for cell in document["cells"].values()))
 
 
 def chosen(presets: list[str] | None, lines: list[str], pattern: str, device: str) -> list[Problem]:
@@ -187,11 +187,11 @@ def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings:
             if why:
                 found.pop(name, None)
                 refused[name] = why
-        document = {"case": case, "cache": cache, "picked": slots[0].picked(), "refused": refused, "contenders": found}
+        document = {"case": case, "cache": cache, "picked": slots[0].picked(), "refused": refused, "figures": found}
         if not watches:
             return document
         base = _fastest([n for n in how.peers if n in watches] or list(watches), watches)
-        samples = take_turns(watches, how.rounds, how.seconds, how.seed, how.tight, base)
+        samples = take_rounds(watches, how.rounds, how.seconds, how.seed, how.tight, base)
         for name, watch in watches.items():
             found[name] |= _figures(name, base, samples, watch) | _launched(name, slots[0])
     return document | {"slots": count, "baseline": base, "conditions": samples.conditions_summary(), "stopped": samples.stopped}
@@ -210,7 +210,7 @@ def launched(case: str, device: str, kernels: list[str], tell: Callable[[Any], N
 def _launched(name: str, operands: Operands) -> dict[str, list[str]]:
     """{"launches": those of a kernel of fa_ext on a GPU}; empty for others, and where they cannot be read."""
     kernel = _opened(name, operands.device)
-    if operands.device.kind == "cpu" or not isinstance(kernel, contender.Kernel):
+    if operands.device.kind == "cpu" or not isinstance(kernel, implementation.Kernel):
         return {}
     found = launches.of(kernel.bind(operands), operands.device)
     return {"launches": found} if found else {}
@@ -222,14 +222,14 @@ def _device(name: str) -> Cpu | Cuda:
     return _devices[name]
 
 
-def _opened(name: str, device: Cpu | Cuda) -> Contender:
+def _opened(name: str, device: Cpu | Cuda) -> Implementation:
     key = (name, device.kind)
     if key not in _open:
-        _open[key] = named.open_contender(name, device)
+        _open[key] = named.open_implementation(name, device)
     return _open[key]
 
 
-def _too_slow(one: Contender, case: Case, device: Cpu | Cuda, seconds: float) -> str | None:
+def _too_slow(one: Implementation, case: Case, device: Cpu | Cuda, seconds: float) -> str | None:
     """Why a large problem is not begun on the CPU: a 64th of its queries says that a call would outlast the rounds."""
     if device.kind == "cuda" or case.flops() < LARGE_FLOPS or case.operation not in ("attention", "backward") or case.seq_q < 1024:
         return None
@@ -242,7 +242,7 @@ def _too_slow(one: Contender, case: Case, device: Cpu | Cuda, seconds: float) ->
     return f"too slow here: a call would take about {expected:.0f} s" if expected > 4 * seconds else None
 
 
-def _checked(one: Contender, operands: Operands) -> dict[str, float]:
+def _checked(one: Implementation, operands: Operands) -> dict[str, float]:
     """Errors against float64; WrongResult when they are over the bound."""
     operands.poison()
     operands.device.synchronize()
@@ -254,8 +254,8 @@ def _checked(one: Contender, operands: Operands) -> dict[str, float]:
     return {"frobenius": judged.frobenius, "max_abs": judged.max_abs}
 
 
-def _timed_alone(one: Contender, slots: list[Operands], device: Cpu | Cuda, seconds: float) -> dict | None:
-    """Figures of a contender so slow that its turns would take up all the others' time; None for any other."""
+def _timed_alone(one: Implementation, slots: list[Operands], device: Cpu | Cuda, seconds: float) -> dict | None:
+    """Figures of an implementation so slow that its samples would take up all the others' time; None for any other."""
     call = one.bind(slots[0])
 
     def once(calls: int = 1) -> float:
@@ -267,10 +267,10 @@ def _timed_alone(one: Contender, slots: list[Operands], device: Cpu | Cuda, seco
         device.synchronize()
         return (time.perf_counter() - began) / calls
 
-    first, turns = once(), len(slots) if device.kind == "cuda" else 1
-    if turns > 1 and first < 1e-3:  # most of one short call is the way to the device and back
+    first, calls = once(), len(slots) if device.kind == "cuda" else 1
+    if calls > 1 and first < 1e-3:  # most of one short call is the way to the device and back
         first = min(first, once(8))
-    if first * turns <= seconds / 20:
+    if first * calls <= seconds / 20:
         return None
     taken = [first] + [once() for _ in range(min(4, int(seconds / 2 / first)))]
     return {
@@ -302,7 +302,7 @@ def _figures(name: str, base: str, samples: Samples, watch: timer.Stopwatch) -> 
 
 
 def _add_rates(cell: dict, case: Problem, ceilings: dict) -> None:
-    for figures in cell.get("contenders", {}).values():
+    for figures in cell.get("figures", {}).values():
         seconds = figures["us"] * 1e-6
         figures["tflops"] = case.flops() / seconds / 1e12
         figures["gbs"] = case.bytes() / seconds / 1e9
@@ -312,9 +312,9 @@ def _add_rates(cell: dict, case: Problem, ceilings: dict) -> None:
 
 
 def _best_line(cell: dict) -> str:
-    if not cell.get("contenders"):
+    if not cell.get("figures"):
         return cell.get("error") or "; ".join(f"{k}: {v}" for k, v in cell.get("refused", {}).items()) or "nothing ran"
-    name, figures = min(cell["contenders"].items(), key=lambda item: item[1]["us"])
+    name, figures = min(cell["figures"].items(), key=lambda item: item[1]["us"])
     busy = ", on a busy machine" if conditions.busy(cell.get("conditions")) else ""
     return f"{name} {figures['us']:.4g} us, {figures['tflops']:.3g} TFLOP/s{busy}"
 
@@ -323,7 +323,7 @@ def show(document: dict) -> None:
     """The table of a measure document."""
     rows = []
     for cell in document["cells"].values():
-        for name, f in sorted(cell.get("contenders", {}).items(), key=lambda item: item[1]["us"]):
+        for name, f in sorted(cell.get("figures", {}).items(), key=lambda item: item[1]["us"]):
             shown = "1" if name == cell.get("baseline") else ""
             if ratio := f.get("ratio"):
                 shown = f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
@@ -332,7 +332,7 @@ def show(document: dict) -> None:
                          conditions.mark(cell)])  # fmt: skip
     context = document["context"]
     where = (context.get("gpu") or {}).get("name") or f"{context['cpu']}, {context['threads']} threads"
-    columns = ("problem", "cache", "contender", "us", "TFLOP/s", "GB/s", "time / fastest peer [95%]", "error vs float64",
+    columns = ("problem", "cache", "kernel or peer", "us", "TFLOP/s", "GB/s", "time / fastest peer [95%]", "error vs float64",
                "of product or stream", "clock", "load")  # fmt: skip
     report.table(f"{where}, {context['date']}", columns, rows)
     if line := conditions.summary(document["cells"].values()):

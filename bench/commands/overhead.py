@@ -59,7 +59,7 @@ def _timed(burst: Callable[[list[None]], object]) -> Callable[[int], float]:
 def _bursts(
     subjects: dict[str, Callable[[int], float]], synchronize: Callable[[], None], calls: int, bursts: int
 ) -> dict[str, list[float]]:
-    """Bursts of each subject, each from an empty queue. The subjects take turns, so that drift meets all of them alike."""
+    """Bursts of each subject, each from an empty queue. Each round has one of every subject, so that drift meets all of them alike."""
     figures: dict[str, list[float]] = {name: [] for name in subjects}
     for _ in range(bursts + 3):
         for name, subject in subjects.items():

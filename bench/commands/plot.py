@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain"
     )
-    parser.add_argument("--only", type=arguments.pattern, default="", help="regular expression of contenders to draw")
+    parser.add_argument("--only", type=arguments.pattern, default="", help="regular expression of kernels and peers to draw")
     parser.add_argument("--output", type=Path, default=Path("chart"), help="name without suffix (chart.png, chart.svg)")
 
 
@@ -59,7 +59,7 @@ def draw(documents: list[dict], kind: str, output: Path, pattern: str = "", only
     )
     cells = [c for d in documents for c in measured(d) if re.search(pattern, c["case"])]
     for cell in cells:
-        cell["contenders"] = {n: f for n, f in cell["contenders"].items() if re.search(only, n)}
+        cell["figures"] = {n: f for n, f in cell["figures"].items() if re.search(only, n)}
     where = _where(documents[0])
     figure = {"grid": _grid, "ladder": _ladder, "errors": _errors}[kind](plt, cells, documents, where)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def measured(document: dict) -> list[dict[str, Any]]:
     if document.get("format") == record.FORMAT:
         found = {key: record.cell(key, runs) for key, runs in found.items()}
     cells = found.values() if isinstance(found, dict) else found
-    return [dict(cell) for cell in cells if cell.get("contenders")]
+    return [dict(cell) for cell in cells if cell.get("figures")]
 
 
 def _where(document: dict) -> str:
@@ -97,7 +97,7 @@ def _ceilings(documents: list[dict]) -> dict[str, float]:
 
 
 def _is_kernel(name: str) -> bool:
-    from bench.contenders import peers
+    from bench.implementations import peers
 
     return name not in peers.PEERS
 
@@ -122,7 +122,7 @@ def series(cells: list[dict]) -> dict[tuple, dict[int, dict]]:
     found: dict[tuple, dict[int, dict]] = defaultdict(dict)
     for cell in cells:
         case = problems.parse(cell["case"], problems.OPERATIONS)
-        if case.operation not in ("attention", "backward") or case.seq_q != case.seq_k or not cell["contenders"]:
+        if case.operation not in ("attention", "backward") or case.seq_q != case.seq_k or not cell["figures"]:
             continue
         one = dataclasses.replace(case, batch=1, seq_q=1, seq_k=1, causal=False)
         _, heads, _, *others = str(one).split(",")
@@ -152,14 +152,14 @@ def _grid(plt, cells, documents, where):
     panels = series(cells)
     if not panels:
         raise report.UsageError("no measured problem fits this chart: it needs three lengths of one problem")
-    names = sorted({name for panel in panels.values() for cell in panel.values() for name in cell["contenders"]})
+    names = sorted({name for panel in panels.values() for cell in panel.values() for name in cell["figures"]})
     styles, ceilings = _styles(names), _ceilings(documents)
     columns = 2 if len(panels) > 1 else 1
     lines = -(-len(panels) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(5.2 * columns, 3.0 * lines), squeeze=False)
     for axis, ((_, shared, size, mask), panel) in zip(axes.flat, panels.items()):
         for name in names:
-            points = [(s, c["contenders"][name]["tflops"]) for s, c in sorted(panel.items()) if name in c["contenders"]]
+            points = [(s, c["figures"][name]["tflops"]) for s, c in sorted(panel.items()) if name in c["figures"]]
             if points:
                 axis.plot(*zip(*points), label=name, **styles[name])
         dtype = problems.parse(next(iter(panel.values()))["case"], problems.OPERATIONS).dtype
@@ -188,11 +188,11 @@ def _grid(plt, cells, documents, where):
 
 
 def _ladder(plt, cells, documents, where):
-    cells = [cell for cell in cells if cell["contenders"]]
+    cells = [cell for cell in cells if cell["figures"]]
     if not cells:
         raise report.UsageError("no measured problem fits this chart")
-    cell = max(cells, key=lambda c: (sum(_is_kernel(n) for n in c["contenders"]), problems.parse(c["case"], problems.OPERATIONS).flops()))
-    steps = sorted(cell["contenders"].items(), key=lambda item: -item[1]["us"])
+    cell = max(cells, key=lambda c: (sum(_is_kernel(n) for n in c["figures"]), problems.parse(c["case"], problems.OPERATIONS).flops()))
+    steps = sorted(cell["figures"].items(), key=lambda item: -item[1]["us"])
     figure, axis = plt.subplots(figsize=(7, 0.42 * len(steps) + 1.3))
     colours = [PALETTE[0] if _is_kernel(name) else "#999999" for name, _ in steps]
     bars = axis.barh([name for name, _ in steps], [f["tflops"] for _, f in steps], color=colours, height=0.65)
@@ -227,7 +227,7 @@ def _errors(plt, cells, documents, where):
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for cell in cells:
         dtype = problems.parse(cell["case"], problems.OPERATIONS).dtype
-        for name, figures in cell["contenders"].items():
+        for name, figures in cell["figures"].items():
             found[dtype, name].append(figures.get("frobenius"))
     for document in documents:
         for entry in _reference_errors(document):

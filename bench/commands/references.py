@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine, problems, report
-from bench.contenders import contender, named, peers
+from bench.implementations import implementation, named, peers
 from bench.machine import device as devices
 from bench.problems import Case
 from bench.problems.operands import Operands, WrongResult
@@ -61,7 +61,7 @@ def collect(
     """
     target = devices.open_device(device)
     found, missing = peers.available(target)
-    names = [p.name for p in found] + (list(contender.compiled_kernels(target)) if kernels else [])
+    names = [p.name for p in found] + (list(implementation.compiled_kernels(target)) if kernels else [])
     context = machine.context(device)
     identity = {"command": "references", "digest": context["digest"], "versions": context["versions"],
                 "device": device, "names": names, "seed": seed}  # fmt: skip
@@ -108,23 +108,23 @@ def summarize(errors: list[dict]) -> list[dict]:
 
 
 def errors(case: str, device: str, names: list[str], seed: int, tell: Callable[[Any], None] = print) -> list[dict]:
-    """One problem with each kind of inputs: what each contender errs by."""
+    """One problem with each kind of inputs: what each implementation errs by."""
     target = devices.open_device(device)
     found = []
     for values in VALUES:
         with target.working():
             operands = Operands(dataclasses.replace(Case.parse(case), values=values, seed=seed), target)
             for name in names:
-                entrant = named.open_contender(name, target)
+                one = named.open_implementation(name, target)
                 entry: dict[str, Any] = {"case": case, "values": values, "name": name}
                 found.append(entry)
-                refusal = entrant.refuses(operands.case)
+                refusal = one.refuses(operands.case)
                 if refusal:
                     entry["refused"] = refusal
                     continue
                 try:
                     operands.poison()
-                    result = entrant.bind(operands)()
+                    result = one.bind(operands)()
                     target.synchronize()
                     judged = operands.judge(result)
                 except WrongResult as error:

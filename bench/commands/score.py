@@ -40,7 +40,7 @@ GPU_SAMPLE_SECONDS = 3e-3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("candidate", help="as in bench gate")
     parser.add_argument(
-        "--baseline", action="append", help="contender to compare with (repeatable; the fastest counts)"
+        "--baseline", action="append", help="kernel, peer or candidate to compare with (repeatable; the fastest counts)"
     )
     parser.add_argument(
         "--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain"

@@ -20,8 +20,8 @@ import re
 from typing import Any
 
 from bench import arguments, machine, problems, report
-from bench.contenders import contender
-from bench.load.lanes import LOADS
+from bench.implementations import implementation
+from bench.load.streams import LOADS
 from bench.load.watchdog import Watchdog
 from bench.machine import device as devices
 from bench.trial import isolation
@@ -154,7 +154,7 @@ def collect(
 
 def taken_by(kernel: str, cases: dict[str, str]) -> list[str]:
     """The lines that the kernel may take; the backward pass has no sequences."""
-    sequences = contender.table_of(kernel) == "attention"
+    sequences = implementation.table_of(kernel) == "attention"
     return [case for case, operation in cases.items() if sequences or operation == "attention"]
 
 
@@ -187,15 +187,15 @@ def soak(
 ) -> dict[str, Any]:  # fmt: skip
     """One kernel in a process of its own, watched from here."""
     watchdog = watchdog or Watchdog()
-    backend = backend or f"bench.load.soak_torch:{'Backward' if contender.table_of(kernel) == 'backward' else 'Torch'}"
+    backend = backend or f"bench.load.soak_torch:{'Backward' if implementation.table_of(kernel) == 'backward' else 'Torch'}"
     given = {"kernel": kernel, "cases": cases, "seconds": seconds, "threads": threads, "streams": streams,
              "loads": list(loads), "slowest": slowest, "backend": backend}  # fmt: skip
     environment = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
     with isolation.Worker(environment) as worker:
-        outcome = worker.call("bench.load.lanes:soak", given, seconds + SETUP_SECONDS, watchdog.hear, stalled=watchdog.stalled)
+        outcome = worker.call("bench.load.streams:soak", given, seconds + SETUP_SECONDS, watchdog.hear, stalled=watchdog.stalled)
     if outcome.status == "usage":
         raise report.UsageError(outcome.reason)
-    found = {"kernel": kernel, "seconds": seconds} | summed(outcome.value or {}, watchdog.lanes, cases)
+    found = {"kernel": kernel, "seconds": seconds} | summed(outcome.value or {}, watchdog.streams, cases)
     if outcome.status in ("stalled", "timed out"):
         found["hung"] = {"kernel": kernel} | watchdog.hang()
     elif not outcome.ok:
@@ -206,14 +206,14 @@ def soak(
 
 def summed(value: dict[str, Any], heard: list[dict[str, Any]], cases: list[str]) -> dict[str, Any]:
     """The figures of one kernel, from what the worker returned or, where it did not, from what it told before."""
-    lanes = [lane for lane in value.get("lanes", heard) if not lane["load"]]
+    streams = [stream for stream in value.get("streams", heard) if not stream["load"]]
     wrong: dict[str, int] = dict(value.get("wrong", {}))
-    for lane in lanes:
-        for case, count in lane["wrong"].items():
+    for stream in streams:
+        for case, count in stream["wrong"].items():
             wrong[case] = wrong.get(case, 0) + count
     return {
-        "calls": sum(lane["calls"] for lane in lanes),
-        "compared": sum(lane["compared"] for lane in lanes),
+        "calls": sum(stream["calls"] for stream in streams),
+        "compared": sum(stream["compared"] for stream in streams),
         "wrong": wrong,
         "hung": None,
         "error": None,
@@ -251,7 +251,7 @@ def told(found: dict[str, Any]) -> str:
     text = f"{found['verdict']}, {found['calls']:,} calls, {found['compared']:,} compared"
     if hung := found["hung"]:
         also = f", {len(hung.get('also', []))} others stand still" if hung.get("also") else ""
-        text += f"; hangs in {hung['work']} on {hung['lane']} after {hung['calls']:,} calls there{also}"
+        text += f"; hangs in {hung['work']} on {hung['stream']} after {hung['calls']:,} calls there{also}"
     if found["wrong"]:
         text += "; wrong: " + "; ".join(f"{case} ({count})" for case, count in found["wrong"].items())
     if found["error"]:

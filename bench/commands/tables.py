@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine, problems, report
-from bench.contenders import peers
+from bench.implementations import peers
 from bench.recording import check, record
 
 SUMMARY = "write the figures of README.md, bench/FIGURES.md and bench/figures/ from the committed evidence"
@@ -79,19 +79,19 @@ class Cell:
     def get(self, name: str, figure: str = "us") -> float | None:
         """The newest figure of a kernel or peer."""
         run = record.newest(self.runs, name)
-        return run["contenders"][name].get(figure) if run else None
+        return run["figures"][name].get(figure) if run else None
 
     def over(self, ours: str, peer: str) -> float | None:
         """How many times faster than `peer` in the newest run of `ours`; the peer's figure of another run would not do."""
         run = record.newest(self.runs, ours)
-        return run["contenders"][peer]["us"] / run["contenders"][ours]["us"] if run and peer in run["contenders"] else None
+        return run["figures"][peer]["us"] / run["figures"][ours]["us"] if run and peer in run["figures"] else None
 
     def least_over(self, ours: str, names: Iterable[str]) -> float | None:
         return min((ratio for name in names if ours and (ratio := self.over(ours, name))), default=None)
 
     def names(self, kernels: bool | None = None) -> set[str]:
         """Those that were timed: all, kernels alone, or peers alone."""
-        return {name for run in self.runs for name in run["contenders"] if kernels is None or kernels == (name not in peers.PEERS)}
+        return {name for run in self.runs for name in run["figures"] if kernels is None or kernels == (name not in peers.PEERS)}
 
     def fastest(self) -> str:
         """The fastest kernel; "" where none was timed."""
@@ -389,6 +389,6 @@ BLOCKS: dict[str, Callable[[dict], str]] = {
     "paper_h100": partial(_of_preset, PAPER, "paper", which="h100", only=lambda case: case.seq_q in (512, 2048, 16384)),
     "small": partial(_of_preset, SMALL, "small"), "extras": partial(_of_preset, EXTRAS, "extras"),
     "decode": partial(_of_preset, DECODE, "decode", cache="cold"), "cpu": partial(_of_preset, CPU, "cpu", which="cpu", missing="-"),
-    "moves": partial(_of_preset, MOVES, "moves", cache="cold", missing="The record holds no figures of merging and appending yet."),
+    "cache_ops": partial(_of_preset, MOVES, "cache_ops", cache="cold", missing="The record holds no figures of merging and appending yet."),
     "tested": _tested,
 }  # fmt: skip

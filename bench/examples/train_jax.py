@@ -126,7 +126,7 @@ def equal_bits(args):
     """Whether two ordered runs of this process end with the same bits in every weight."""
     ordered = step_of(args, ours(deterministic=True))
     found = {name: Training(args, ordered) for name in ("first", "second")}
-    training.take_turns(args, found, put)
+    training.take_rounds(args, found, put)
     first, second = (run.weights for run in found.values())
     return all(bool(jnp.array_equal(first[name], second[name])) for name in first)
 
@@ -150,14 +150,14 @@ def main(arguments=None):
     if args.twice:
         print(json.dumps({"equal_bits": equal_bits(args)}))
         return 0
-    contenders = {}
+    runs = {}
     for name in backends():
         step = step_of(args, BACKENDS[name])
-        contenders |= {run: Training(args, step) for run in (name, f"{name}, again")}
-    peers = list(contenders)
+        runs |= {run: Training(args, step) for run in (name, f"{name}, again")}
+    peers = list(runs)
     for name, deterministic in (("fa_ext", False), ("fa_ext, ordered", True)):
-        contenders[name] = Training(args, step_of(args, ours(deterministic)))
-    found = training.take_turns(args, contenders, put)
+        runs[name] = Training(args, step_of(args, ours(deterministic)))
+    found = training.take_rounds(args, runs, put)
     largest = training.gaps(found, peers, "math")
     held = equal and max(largest.values()).ratio <= 2
     training.show(args, found, largest, equal_bits=equal, held=held, kernels=kernels(args))

@@ -4,7 +4,7 @@
     python -m bench.examples.train_torch --device cuda --layers 12 --width 768 --heads 12 --seq 1024 --vocab 50304 \
         --batch 8 --steps 300 --rate 3e-4 --warmup 30                     # GPT-2 124M
 
-The text is a Markov chain, which can be learnt. All runs start from the same weights, see the same text and take turns, step by step.
+The text is a Markov chain, which can be learnt. All runs start from the same weights, see the same text and make each step one after another.
 At step t the loss of fa_ext, eager and compiled, may differ from that of FLASH_ATTENTION by twice the largest gap
 that any two runs of torch's backends had at steps 1 to t. With dropout each backend has a second run with other draws: what is
 drawn moves losses further than roundings do. And two runs with deterministic algorithms must end with the same bits in every
@@ -139,7 +139,7 @@ def runs(args):
     peers = list(found)
     found["fa_ext"] = Training(args, ours(args))
     found["fa_ext, compiled"] = Training(args, ours(args), compiled=True)
-    return training.take_turns(args, found, put(args)), peers
+    return training.take_rounds(args, found, put(args)), peers
 
 
 def repeats(args):
@@ -147,7 +147,7 @@ def repeats(args):
     torch.use_deterministic_algorithms(True)
     try:
         found = {name: Training(args, ours(args)) for name in ("first", "second")}
-        training.take_turns(args, found, put(args))
+        training.take_rounds(args, found, put(args))
     finally:
         torch.use_deterministic_algorithms(False)
     first, second = (run.model.parameters() for run in found.values())

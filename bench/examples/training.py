@@ -57,19 +57,19 @@ def matrices(layers: int, width: int, seq: int, vocab: int) -> dict[str, np.ndar
     return {name: 0.02 * draws.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
-def take_turns(
-    args: argparse.Namespace, contenders: dict[str, Callable[[int, Any], float]], put: Callable[[np.ndarray], Any]
+def take_rounds(
+    args: argparse.Namespace, runs: dict[str, Callable[[int, Any], float]], put: Callable[[np.ndarray], Any]
 ) -> dict[str, tuple[list[float], float]]:
-    """{name: (losses, median seconds a step)} of contenders, functions of a step's number, 0 at first, and of what ``put`` makes of its
+    """{name: (losses, median seconds a step)} of runs, functions of a step's number, 0 at first, and of what ``put`` makes of its
     text. All make a step before any makes the next, in an order that rotates: what drifts meanwhile, such as a GPU's clock, meets all alike.
-    A contender returns when its step is done."""
-    names = list(contenders)
+    A run returns when its step is done."""
+    names = list(runs)
     losses, seconds = ({name: [] for name in names} for _ in range(2))
     for n in range(args.steps):
         ids, first = put(text(args.batch, args.seq, args.vocab, n)), n % len(names)
         for name in names[first:] + names[:first]:
             begun = time.perf_counter()
-            losses[name].append(contenders[name](n, ids))
+            losses[name].append(runs[name](n, ids))
             seconds[name].append(time.perf_counter() - begun)
     return {name: (losses[name], statistics.median(seconds[name])) for name in names}
 

@@ -1,1 +1,1 @@
-"""The load of ``bench soak``: lanes that keep streams busy, and the watchdog outside."""
+"""The load of ``bench soak``: streams that are kept busy, and the watchdog outside."""

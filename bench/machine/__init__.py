@@ -74,7 +74,7 @@ def processor() -> str:
 
 
 def threads() -> int:
-    """Threads that CPU contenders may use: OMP_NUM_THREADS, else the cores this process may run on."""
+    """Threads that CPU implementations may use: OMP_NUM_THREADS, else the cores this process may run on."""
     return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
 
 

@@ -1,7 +1,7 @@
-"""The two places a contender runs: the CPU, and GPU 0 driven through torch or CuPy, whichever imports.
+"""The two places an implementation runs: the CPU, and GPU 0 driven through torch or CuPy, whichever imports.
 
 On a GPU everything of a run is queued on one stream that is made current in torch and in CuPy alike, so that events
-and captured graphs see the work of any contender that respects its library's current stream.
+and captured graphs see the work of any implementation that respects its library's current stream.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Cpu:
         """Waits until no other thread of this process runs in three looks, at most half a second; returns the seconds.
 
         Workers of a thread pool spin for a while after a call returned, on the cores of whoever comes next. Called
-        before every sample of every contender, so that each begins on the same idle machine.
+        before every sample of every implementation, so that each begins on the same idle machine.
         """
         began, quiet = _now(), 0
         while quiet < self.SETTLE_LOOKS and _now() - began < self.SETTLE_SECONDS:

@@ -1,6 +1,6 @@
 """The arrays of one call of the backward pass, and the judge of its gradients.
 
-dout and dlse are drawn; out and the LSE are those of fa_ext's forward on the same inputs. A contender returns its gradients
+dout and dlse are drawn; out and the LSE are those of fa_ext's forward on the same inputs. An implementation returns its gradients
 in the order of the case's ``wrt``. Where all of them would take float64 too long, those of some heads that are drawn meet
 it, and all others must at least have been written.
 """
@@ -32,7 +32,7 @@ _OF_THE_CALL = ("deterministic", "accumulate")
 
 
 class GradientArrays(Arrays):
-    """What a contender is given for ``fa_ext.attention_backward``."""
+    """What an implementation is given for ``fa_ext.attention_backward``."""
 
     inputs = ("dout", *INPUTS, "out", "lse", "dlse")
 

@@ -168,7 +168,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Any contender's result as a NumPy array of the same dtype."""
+    """Any implementation's result as a NumPy array of the same dtype."""
     if isinstance(array, np.ndarray):
         return array
     kind = type(array).__module__.partition(".")[0]

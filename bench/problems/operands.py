@@ -23,7 +23,7 @@ CHECK_FLOPS_GPU = 2e11
 
 
 class Arrays:
-    """The arrays of one call in memory that somebody else fills and judges: all that a contender is given."""
+    """The arrays of one call in memory that somebody else fills and judges: all that an implementation is given."""
 
     inputs: tuple[str, ...] = INPUTS
     outputs: tuple[str, ...] = ("out",)

@@ -7,14 +7,14 @@ from typing import Any
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Problem
 from bench.problems.gradients import GradientArrays, Gradients
-from bench.problems.moves import NewTokens, Parts
+from bench.problems.cache_ops import NewTokens, Parts
 from bench.problems.operands import Arrays, Operands
 from bench.problems.sequences import Sequences
 
 OPERANDS: dict[str, type[Operands]] = {"attention": Operands, "backward": Gradients, "serving": Sequences, "merge": Parts,
                                        "append": NewTokens}  # fmt: skip
 
-# What a process that only calls a contender makes of memory that somebody else fills.
+# What a process that only calls an implementation makes of memory that somebody else fills.
 ARRAYS: dict[str, type[Arrays]] = {"attention": Arrays, "backward": GradientArrays}
 
 

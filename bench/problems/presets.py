@@ -184,6 +184,6 @@ PRESETS = {
     "dropout": _dropout(),
     "cpu-backward": _cpu_backward(),
     "serving": [case for cases in CELLS.values() for case in cases],
-    "moves": _moves(),
+    "cache_ops": _moves(),
     "cpu-serving": _cpu_serving(),
 }

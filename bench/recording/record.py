@@ -3,7 +3,7 @@
   codes     {id: a kernel's (or the core's) digests of device and host code, its compilers and the hashes of its sources}
   contexts  {id: processor, GPU, driver, versions, ceilings}
   parts     {part: {key: piece}}; a piece has the ids of its codes and of its context, and its date
-  cells     {problem and cache: [run]}; what took turns in one run stays together, since ratios of one run hold better
+  cells     {problem and cache: [run]}; what was timed in the rounds of one run stays together, since ratios of one run hold better
 
 A piece belongs to machine code and not to text (`fa_ext/_digests.py` says what a digest covers), and each kernel has its
 own, so that a comment, a rename or another kernel's change makes nothing stale. What the front end and the core do (checks,
@@ -20,7 +20,7 @@ recorded compilers it answers "unknown", never "stale".
 
 A piece gives way to a newer one of its key, and one of all kernels at once to newer ones of a single kernel; a run of a cell
 keeps the kernels that no newer run measured. So two records of one machine can be merged in any order. Files are sorted,
-with a line for each piece or contender.
+with a line for each piece or kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 from bench import machine, report
 from bench.machine import build
 
-FORMAT = 2
+FORMAT = 3
 FOLDER = machine.ROOT / "bench" / "evidence"
 CORE = build.rules.digests.CORE
 DIGITS = 7
@@ -170,7 +170,7 @@ class Record:
         pieces[key] = rounded(piece)
 
     def put_run(self, key: str, run: dict) -> None:
-        """Adds a run of a cell, which has `code`, `context`, `date` and `contenders`; the other runs lose its kernels."""
+        """Adds a run of a cell, which has `code`, `context`, `date` and `figures`; the other runs lose its kernels."""
         left = [self.without(other, self.kernels_of(run)) for other in self.cells.get(key, [])]
         self.cells[key] = sorted([*(other for other in left if other["code"]), rounded(run)], key=lambda one: one["date"])
 
@@ -178,7 +178,7 @@ class Record:
         """A run without some of its kernels; their peers stay."""
         return run | {
             "code": [code for code in run["code"] if self.document["codes"][code]["kernel"] not in kernels],
-            "contenders": {name: figures for name, figures in run["contenders"].items() if name not in kernels},
+            "figures": {name: figures for name, figures in run["figures"].items() if name not in kernels},
             "refused": {name: why for name, why in run.get("refused", {}).items() if name not in kernels},
         }
 
@@ -195,7 +195,7 @@ class Record:
                 kernel = self.document["codes"][code]["kernel"]
                 if not (here := found.get(kernel)):
                     continue
-                figures, now = run["contenders"][kernel], machine.short_hash(here)
+                figures, now = run["figures"][kernel], machine.short_hash(here)
                 if self.state(code) == "fresh":
                     figures["launches"] = now
                     noted += 1
@@ -207,9 +207,9 @@ class Record:
     def _open(self, run: dict, code: str) -> bool:
         """Whether asking what a kernel launches now would tell something of its times in a run."""
         kernel = self.document["codes"][code]["kernel"]
-        if kernel not in run["contenders"] or kernel not in self.built or not self.document["codes"][code]["device"]:
+        if kernel not in run["figures"] or kernel not in self.built or not self.document["codes"][code]["device"]:
             return False
-        return ("launches" in run["contenders"][kernel]) != (self.state(code) == "fresh")
+        return ("launches" in run["figures"][kernel]) != (self.state(code) == "fresh")
 
     def renew_sources(self) -> list[str]:
         """Notes the sources of today beside codes that are the machine code built here: a reader without a build then finds
@@ -246,13 +246,13 @@ def rounded(value: Any) -> Any:
 def as_run(cell: dict) -> dict:
     """A measured cell without what its key and its times tell."""
     kept = {k: v for k, v in cell.items() if k not in ("case", "cache")}
-    contenders = {
+    figures = {
         name: {k: v for k, v in figures.items() if k not in _DERIVED}
         | ({"ratio": {k: figures["ratio"][k] for k in ("ratio", "low", "high")}} if "ratio" in figures else {})
         | ({"launches": machine.short_hash(figures["launches"])} if "launches" in figures else {})
-        for name, figures in cell.get("contenders", {}).items()
+        for name, figures in cell.get("figures", {}).items()
     }
-    return kept | {"contenders": contenders}
+    return kept | {"figures": figures}
 
 
 def written(value: Any, depth: int = 0) -> str:
@@ -280,16 +280,16 @@ def read(path: Path) -> dict | None:
     return document if isinstance(document, dict) and document.get("format") == FORMAT else None
 
 
-def newest(runs: list[dict], contender: str) -> dict | None:
-    """The newest run of a cell that timed a contender; runs are sorted by date."""
-    return next((run for run in reversed(runs) if contender in run["contenders"]), None)
+def newest(runs: list[dict], name: str) -> dict | None:
+    """The newest run of a cell that timed a kernel or peer; runs are sorted by date."""
+    return next((run for run in reversed(runs) if name in run["figures"]), None)
 
 
 def cell(key: str, runs: list[dict]) -> dict[str, Any]:
-    """The runs of a cell as one, each contender with its newest figures; `case` and `cache` are those of the key."""
-    found: dict[str, Any] = dict(zip(("case", "cache"), key.rsplit(" ", 1), strict=True)) | {"contenders": {}, "refused": {}}
+    """The runs of a cell as one, each kernel and peer with its newest figures; `case` and `cache` are those of the key."""
+    found: dict[str, Any] = dict(zip(("case", "cache"), key.rsplit(" ", 1), strict=True)) | {"figures": {}, "refused": {}}
     for run in runs:
-        both = {name: found[name] | run.get(name, {}) for name in ("contenders", "refused")}
+        both = {name: found[name] | run.get(name, {}) for name in ("figures", "refused")}
         found |= run | both
     return found
 
@@ -337,8 +337,8 @@ def states(document: dict, built: dict[str, dict], root: Path = machine.ROOT) ->
         for code in holder["code"]:
             name = document["codes"][code]["kernel"]
             state, why = found[code]
-            if part == "measure" and name in holder["contenders"]:
-                noted = "launches" in holder["contenders"][name]
+            if part == "measure" and name in holder["figures"]:
+                noted = "launches" in holder["figures"][name]
                 state, why = times_freshness(document["codes"][code], built, found[code], noted)
                 times.setdefault(name, []).append((state, why))
             entry = kernels.setdefault(name, {"state": "fresh", "why": why, "parts": Counter()})

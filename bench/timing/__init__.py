@@ -1,1 +1,1 @@
-"""Clocks, turns, statistics, and the conditions under which a time counts."""
+"""Clocks, rounds, statistics, and the conditions under which a time counts."""

@@ -8,7 +8,7 @@ from typing import Any
 from bench.timing import stats
 
 # On the CPU: the share of the cores that other processes may take during the rounds of a verdict on times, and that of
-# the samples for which threads of the slower side may wait for a core. Taking turns cancels neither: in the record of the
+# the samples for which threads of the slower side may wait for a core. Rounds cancel neither: in the record of the
 # CPU cpu_simd's two threads wait for up to 46% of a sample on an otherwise idle machine.
 OTHERS = 0.25
 WAITING = 0.25

@@ -1,4 +1,4 @@
-"""Contenders take turns: each round samples every one of them once, in random order, so that drift hits all alike."""
+"""Rounds: each samples everything that is timed once, in random order, so that drift hits all alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONDITIONS_EVERY = 0.05
 
 @dataclass
 class Samples:
-    """Seconds a call, by contender; entry i of each was taken in round i. `settling` counts the seconds of waiting for an idle machine after each sample,
+    """Seconds a call, by implementation; entry i of each was taken in round i. `settling` counts the seconds of waiting for an idle machine after each sample,
     `waiting` the share of each sample for which threads were ready to run and had no core (0.5: one thread half of it).
     `conditions` are clocks and power, one entry a round with a GPU; on the CPU `load_average` is that of the last
     minute and `others` the share of the cores' time that other processes took during the rounds (None where the kernel
@@ -46,7 +46,7 @@ class Samples:
 
     def conditions_summary(self) -> dict[str, Any] | None:
         """On a GPU median clock and power, and the share of rounds under each reason to throttle; on the CPU what
-        others took of the cores, the load average, and by contender the mean of `waiting` and the median of the
+        others took of the cores, the load average, and by implementation the mean of `waiting` and the median of the
         milliseconds for which threads went on running after a sample."""
         if not self.conditions:
             if self.load_average is None:
@@ -68,7 +68,7 @@ class Samples:
 
 
 class Watch(Protocol):
-    """What takes samples of one contender: ``timer.Stopwatch`` here, ``duel.Remote`` in a process of its own."""
+    """What takes samples of one implementation: ``timer.Stopwatch`` here, ``duel.Remote`` in a process of its own."""
 
     device: Any
 
@@ -78,7 +78,7 @@ class Watch(Protocol):
     def sample(self) -> float: ...
 
 
-def take_turns(
+def take_rounds(
     watches: Mapping[str, Watch],
     rounds: int,
     seconds: float,
@@ -92,7 +92,7 @@ def take_turns(
     three times as long has passed), or every ratio to `against` is known within a relative interval width of `tight`.
     Before each sample the device settles, so that nobody runs beside the threads that another left spinning.
 
-    `workers` are processes whose work is the contenders'. `say` hears about every round. Widths do not favour either
+    `workers` are processes whose work is the implementations'. `say` hears about every round. Widths do not favour either
     side of a limit, so stopping by them does not bias a verdict; stopping by the verdict would.
     """
     rng = np.random.default_rng(seed)

@@ -1,6 +1,6 @@
 """Ratios of paired timings with an interval that survives drift and autocorrelated noise.
 
-Contenders take turns within each round, so whatever slows a whole round (clocks, temperature, neighbours) multiplies
+All are sampled within each round, so whatever slows a whole round (clocks, temperature, neighbours) multiplies
 both and cancels in the log-ratio of that round. What is left is autocorrelated; an i.i.d. bootstrap would be too sure
 of itself. Here whole blocks of consecutive rounds are resampled, of a length that follows from the measured
 autocorrelation.

@@ -1,4 +1,4 @@
-"""Clocks: the host's, CUDA events, CUDA-graph replay. One `Stopwatch` times one contender on one problem.
+"""Clocks: the host's, CUDA events, CUDA-graph replay. One `Stopwatch` times one implementation on one problem.
 
 A stopwatch holds several bindings of the same problem (slots) and calls them in turn: one slot is the hot measurement,
 as many as exceed five times the last-level cache the cold one.
@@ -10,15 +10,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.contenders.contender import Thunk
+from bench.implementations.implementation import Thunk
 from bench.machine.device import Cpu, Cuda
 
 # The clock is bound here, before any candidate is imported: patching the module `time` later does not reach it.
 _now = time.perf_counter_ns
 
 # A sample must be long against what starting and stopping a clock costs. On a GPU it must also be long enough for the
-# clocks to follow the contender's own power: among samples of one launch each, a contender that draws little lifts the
-# clock of the next one. On an H200 the ratio of two contenders at a 383 us problem was 1.23 with samples of 0.3 ms,
+# clocks to follow the implementation's own power: among samples of one launch each, an implementation that draws little lifts the
+# clock of the next one. On an H200 the ratio of two implementations at a 383 us problem was 1.23 with samples of 0.3 ms,
 # 1.33 with 3 ms, 1.35 with 10 ms and 1.34 with 40 ms.
 SAMPLE_SECONDS = {"host clock": 2e-3, "events": 1e-2, "graph": 1e-2}
 MAX_GRAPH_CALLS = 200
@@ -41,14 +41,14 @@ class Stopwatch:
         once = self._warm_up()
         target = sample_seconds or SAMPLE_SECONDS[self.clock]
         wanted = max(1, round(target / max(once, 1e-7)))
-        self.calls, self.turns, self._next = wanted, 1, 0
+        self.calls, self.replays, self._next = wanted, 1, 0
         if self.clock == "graph":
             # Every slot is in the graph, so that each replay goes through all of them.
             count = len(self.slots)
             self.calls = count * max(1, min(MAX_GRAPH_CALLS, wanted) // count)
             self._capture()
         if self._replay:
-            self.turns = max(1, round(target / max(self._warm_up_graph() * self.calls, 1e-7)))
+            self.replays = max(1, round(target / max(self._warm_up_graph() * self.calls, 1e-7)))
         else:
             self.calls = wanted
 
@@ -72,7 +72,7 @@ class Stopwatch:
 
         try:
             self._replay = self.device.capture(work)
-        except Exception as error:  # a contender that cannot be captured is timed by events, and the table says so
+        except Exception as error:  # an implementation that cannot be captured is timed by events, and the table says so
             self.device.synchronize()
             self.note = f"not captured: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             self.clock, self._replay = "events", None
@@ -88,7 +88,7 @@ class Stopwatch:
     def launch(self) -> None:
         """What a sample times, without the clock."""
         if self._replay:
-            for _ in range(self.turns):
+            for _ in range(self.replays):
                 self._replay()
             return
         slots, count, begin = self.slots, len(self.slots), self._next
@@ -98,8 +98,8 @@ class Stopwatch:
 
     @property
     def launches(self) -> int:
-        """Calls of the contender that one sample holds."""
-        return self.calls * self.turns
+        """Calls of the implementation that one sample holds."""
+        return self.calls * self.replays
 
     def sample(self) -> float:
         """Seconds a call, over one sample."""

@@ -1,9 +1,9 @@
-"""A candidate against baselines on one problem: trials, timing in turns, trials again. All of it happens here, in the
-judge's process; contenders live in workers, which are told what to call and are believed nothing.
+"""A candidate against baselines on one problem: trials, timing in rounds, trials again. All of it happens here, in the
+judge's process; what is judged lives in workers, which are told what to call and are believed nothing.
 
 Results are read from memory that the judge shares with a worker, expected ones exist here alone, and time is what passes
-by the judge's clock from before a worker goes on until all of it stands still again. Everybody whose turn it is not
-stands still. On the CPU each call is a turn of its own, and its inputs are written right before it.
+by the judge's clock from before a worker goes on until all of it stands still again. All others
+stand still meanwhile. On the CPU each call is a step of its own, and its inputs are written right before it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from bench.contenders import peers
+from bench.implementations import peers
 from bench.machine import device as devices
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
 from bench.problems.operands import WrongResult
-from bench.timing.rounds import Samples, take_turns
+from bench.timing.rounds import Samples, take_rounds
 from bench.trial import isolation, processes, trials
 from bench.trial.dice import Dice
 from bench.trial.gradient_pool import GradientPool
@@ -35,7 +35,7 @@ from bench.trial.trials import Lost
 # On a GPU a sample is long beside waking a worker and stopping it, which took 40 microseconds where it was looked at
 # (2 cores, Zen 5); on the CPU that is taken off each call, 15 microseconds there.
 SAMPLE_SECONDS = {"cpu": 2e-2, "cuda": 1e-2}
-# Samples hold as many calls of each contender as of the fastest, unless they get so many times as long: waking a worker
+# Samples hold as many calls of each as of the fastest, unless they get so many times as long: waking a worker
 # then costs each call of them the same.
 LONGER = 5
 # Samples of a baseline alone, before the candidate is loaded and after it has ended.
@@ -45,12 +45,12 @@ ALONE = 3
 # several calls at once, after the rounds, are for that alone.
 CLOCK_SAMPLES = 20
 CLAIM_SHARE = 0.3
-# Turns of which a tenth takes less than what is taken off for waking a worker and stopping it, and the share of a sample that
+# Steps of which a tenth takes less than what is taken off for waking a worker and stopping it, and the share of a sample that
 # is left in any case.
-IDLE_TURNS = 200
+IDLE_STEPS = 200
 KEPT_SHARE = 0.1
-# Turns of a sample before which the judge looks whether processes run that were not there when it began.
-WATCHED_TURNS = 3
+# Steps of a sample before which the judge looks whether processes run that were not there when it began.
+WATCHED_STEPS = 3
 # A cold call begins after the caches were written over, which takes longer than many a call: so many make a sample at most.
 COLD_CALLS = 8
 # Seconds until a GPU answers on which nobody's work runs any more.
@@ -80,11 +80,11 @@ class Table:
         return self.workers.setdefault(name, isolation.Worker())
 
     @functools.cached_property
-    def turn_seconds(self) -> float:
-        """What a turn without a call takes at least; what more it takes where threads wait for a core stays in the times."""
+    def step_seconds(self) -> float:
+        """What a step without a call takes at least; what more it takes where threads wait for a core stays in the times."""
         with isolation.Worker() as worker:
-            arguments = {"calls": IDLE_TURNS}
-            outcome, taken = worker.turns("bench.trial.contestant:idle_turns", arguments, 60.0, IDLE_TURNS, _nothing, _nothing)
+            arguments = {"calls": IDLE_STEPS}
+            outcome, taken = worker.steps("bench.trial.calls:idle_steps", arguments, 60.0, IDLE_STEPS, _nothing, _nothing)
         return float(np.quantile(taken, 0.1)) if outcome.ok else 0.0
 
     def _shares(self) -> bool:
@@ -99,7 +99,7 @@ def _device_memory_is_shared(home: Cuda) -> bool:
     except OSError:
         return False
     with processes.hidden(), isolation.Worker(confined=True) as worker:  # as it will be
-        seen = worker.call("bench.trial.contestant:probe", {"region": region.description()}, 120.0)
+        seen = worker.call("bench.trial.calls:probe", {"region": region.description()}, 120.0)
     region.close()
     return seen.ok and seen.value is True
 
@@ -109,16 +109,16 @@ def _home(device: str) -> Cpu | Cuda:
     return devices.open_device(device)
 
 
-def _nothing(turn: int) -> None:
+def _nothing(step: int) -> None:
     pass
 
 
 class Remote:
-    """A contender in a worker. `judged`: it fills outputs that are looked at, as the candidate does."""
+    """An implementation in a worker. `judged`: it fills outputs that are looked at, as the candidate does."""
 
     def __init__(self, name: str, worker: isolation.Worker, table: Table, time_limit: float, judged: bool):
         self.name, self.worker, self.table, self.limit, self.judged = name, worker, table, time_limit, judged
-        self.device = self  # of which take_turns asks what it asks a device
+        self.device = self  # of which take_rounds asks what it asks a device
         self.kind = table.kind
         self.calls, self.clock, self.note = 1, "calls", None
         self.observed: list[float] = []  # seconds of each sample
@@ -127,7 +127,7 @@ class Remote:
         self.check: Callable[[Remote], None] = lambda remote: None
         self.between_calls, self.between_samples = Stillness("between two calls"), Stillness("between two samples")
 
-    # ---- what take_turns asks ----
+    # ---- what take_rounds asks ----
 
     @property
     def launches(self) -> int:
@@ -156,7 +156,7 @@ class Remote:
         self.pool.settle()
         self._transfer("load")
         self.look_at_rest()
-        outcome, seconds = self.worker.timed("bench.trial.contestant:sample", {"calls": self.calls}, self.limit)
+        outcome, seconds = self.worker.timed("bench.trial.calls:sample", {"calls": self.calls}, self.limit)
         self._require(outcome)
         self.clocked.append((seconds, outcome.value))
         return seconds
@@ -178,24 +178,24 @@ class Remote:
                 self.pool.note(i)
 
         # To look for what it has just started takes longer than many a call.
-        watched = self.pool.rng.integers(1, self.calls, WATCHED_TURNS).tolist() if self.judged and self.calls > 1 else []
+        watched = self.pool.rng.integers(1, self.calls, WATCHED_STEPS).tolist() if self.judged and self.calls > 1 else []
         self.look_at_rest()
-        outcome, taken = self.worker.turns("bench.trial.contestant:turns", {"calls": self.calls}, self.limit, self.calls,
+        outcome, taken = self.worker.steps("bench.trial.calls:steps", {"calls": self.calls}, self.limit, self.calls,
                                            before, after)  # fmt: skip
         self._require(outcome)
         whole = sum(taken) + sum(late)
-        return max(whole - self.calls * self.table.turn_seconds, KEPT_SHARE * whole)
+        return max(whole - self.calls * self.table.step_seconds, KEPT_SHARE * whole)
 
     def look_at_rest(self) -> None:
-        """WrongResult when the worker, or what it started, did not stand still since its last turn."""
+        """WrongResult when the worker, or what it started, did not stand still since its last step."""
         if self.judged and self.worker.frozen:
             self.between_samples.add(self.worker.strayed())
 
     # ---- off the clock ----
 
     def ask(self, function: str, fds: list[int] | tuple = (), **arguments: Any) -> Any:
-        """Calls a function of ``contestant``; afterwards the worker stands still."""
-        outcome = self.worker.call(f"bench.trial.contestant:{function}", arguments, self.limit, fds=fds)
+        """Calls a function of ``bench.trial.calls``; afterwards the worker stands still."""
+        outcome = self.worker.call(f"bench.trial.calls:{function}", arguments, self.limit, fds=fds)
         if outcome.status == "usage" and function == "load":
             raise report.UsageError(outcome.reason)
         self._require(outcome)
@@ -324,17 +324,17 @@ def duel(
     the draws of the run whose document has it; by default they are secret.
     """
     if candidate in baselines:
-        raise report.UsageError(f"baseline is {candidate!r}, which is the candidate; accepted: any other contender")
+        raise report.UsageError(f"baseline is {candidate!r}, which is the candidate; accepted: any other implementation")
     problem = Case.parse(case)
     dice, values = Dice(seed), list(values or trials.HARD)
     document: dict[str, Any] = {"case": case, "candidate": candidate, "failures": [], "correct": False}
     match = _Match(problem, table, dice, cold, values, sample_seconds or SAMPLE_SECONDS[table.kind], time_limit, say)
-    challenger = Remote(candidate, worker or isolation.Worker(confined=True), table, time_limit, judged=True)
+    judged = Remote(candidate, worker or isolation.Worker(confined=True), table, time_limit, judged=True)
     try:
         document["refused"] = match.invite(baselines)
         with processes.hidden():
             try:
-                match.judge(challenger, document, arrays, values, rounds, seconds)
+                match.judge(judged, document, arrays, values, rounds, seconds)
             except Lost as error:
                 status, _, reason = str(error).partition(": ")
                 document["failures"].append(f"{status} during {match.stage}: {reason}")
@@ -342,18 +342,18 @@ def duel(
                 document["failures"].append(str(error))
             finally:
                 if worker is None:
-                    challenger.worker.close()
+                    judged.worker.close()
         document["correct"] = not document["failures"]
         if document["correct"]:
             document["conditions"] = (document["conditions"] or {}) | {"slowed": match.slowed()}
     finally:
-        challenger.leave()
+        judged.leave()
         match.close()
     return document | {"seed": dice.seed, "seed_given": dice.given}
 
 
 class _Match:
-    """One problem: its pool, the baselines that run it, and what happens to a challenger."""
+    """One problem: its pool, the baselines that run it, and what happens to a candidate."""
 
     def __init__(self, problem: Case, table: Table, dice: Dice, cold: bool, values: Sequence[str], sample_seconds: float,
                  time_limit: float, say: Say):  # fmt: skip
@@ -361,7 +361,7 @@ class _Match:
         self.sample_seconds, self.limit, self._say = sample_seconds, time_limit, say
         pool = GradientPool if problem.operation == "backward" else Pool
         self.pool = pool(problem, table.home, dice, table.on_device, cold, values)
-        self.opponents: list[Remote] = []
+        self.baselines: list[Remote] = []
         self.before: dict[str, float] = {}
         self.answers: list[float] = []
         self.stage = "start"
@@ -378,16 +378,16 @@ class _Match:
         self.begin("baselines")
         refused: dict[str, str] = {}
         for name in baselines:
-            opponent = Remote(name, self.table.worker(name), self.table, self.limit, judged=False)
-            self.opponents.append(opponent)
+            baseline = Remote(name, self.table.worker(name), self.table, self.limit, judged=False)
+            self.baselines.append(baseline)
             try:
-                why = opponent.load(None, "baseline", self.problem)
+                why = baseline.load(None, "baseline", self.problem)
                 if why is None:
-                    checked = opponent.trials(self.problem, [self.dice.number("baseline")], ("normal",))
+                    checked = baseline.trials(self.problem, [self.dice.number("baseline")], ("normal",))
                     why = None if checked.passed else checked.failures[0]
                 if why is None:
-                    opponent.join(self.pool, self.sample_seconds)
-                    self.before[name] = opponent.alone()
+                    baseline.join(self.pool, self.sample_seconds)
+                    self.before[name] = baseline.alone()
             except report.UsageError as error:
                 if name not in peers.PEERS:  # a typing error, not a library that is not installed
                     raise
@@ -395,86 +395,86 @@ class _Match:
             except (Lost, WrongResult) as error:
                 why = str(error)
             if why is not None:
-                self.opponents.remove(opponent)
-                opponent.leave()
+                self.baselines.remove(baseline)
+                baseline.leave()
                 refused[name] = why
         return refused
 
-    def judge(self, challenger: Remote, document: dict[str, Any], arrays: str | None, values: list[str], rounds: int,
+    def judge(self, candidate: Remote, document: dict[str, Any], arrays: str | None, values: list[str], rounds: int,
               seconds: float) -> None:  # fmt: skip
         """Adds to `document`; returns at the first failure, or raises it."""
-        treated = {o.name: processes.favour(o.worker.pid) for o in self.opponents}
+        treated = {b.name: processes.favour(b.worker.pid) for b in self.baselines}
         self.begin("load")
-        if refusal := challenger.load(arrays, "candidate", self.problem):
+        if refusal := candidate.load(arrays, "candidate", self.problem):
             document["failures"].append(f"refused: {refusal}")
             return
         self.begin("trials")
-        first = challenger.trials(self.problem, self.dice.numbers("trials", len(values)), values, self.within)
+        first = candidate.trials(self.problem, self.dice.numbers("trials", len(values)), values, self.within)
         document |= {"frobenius": first.frobenius, "max_abs": first.max_abs, "failures": first.failures}
         if not first.passed:
             return
         self.begin("timing")
-        challenger.check = lambda remote: self._check(remote, first, treated)
-        challenger.join(self.pool, self.sample_seconds)
-        watches = {r.name: r for r in (challenger, *self.opponents)}
+        candidate.check = lambda remote: self._check(remote, first, treated)
+        candidate.join(self.pool, self.sample_seconds)
+        watches = {r.name: r for r in (candidate, *self.baselines)}
         most = max(remote.calls for remote in watches.values())
         for remote in watches.values():
             remote.lengthen(min(most, LONGER * remote.calls))
         self.answers.clear()
-        samples = take_turns(watches, rounds, seconds, self.dice.number("turns"),
+        samples = take_rounds(watches, rounds, seconds, self.dice.number("rounds"),
                              workers=[r.worker.pid for r in watches.values()], say=self.within)  # fmt: skip
         failures = document["failures"]
         if self.pool.broken_fences():
             failures.append("after timing: wrote beside its outputs")
-        if why := self._contradiction(challenger):
+        if why := self._contradiction(candidate):
             failures.append(why)
         if self.answers and np.median(self.answers) > IDLE_SECONDS:
             failures.append("the GPU was still at work after its calls had returned")
         self.begin("trials again")
-        again = challenger.trials(self.problem, self.dice.numbers("trials", len(values[:3])), values[:3], self.within)
+        again = candidate.trials(self.problem, self.dice.numbers("trials", len(values[:3])), values[:3], self.within)
         failures += [f"after timing: {text}" for text in again.failures]
-        document |= _figures(challenger.name, [o.name for o in self.opponents], watches, samples)
+        document |= _figures(candidate.name, [b.name for b in self.baselines], watches, samples)
 
-    def _check(self, challenger: Remote, bounds: trials.Checked, treated: dict[str, Any]) -> None:
-        """After each of the challenger's samples, while nobody runs: WrongResult when something is not as it should be."""
-        number = len(challenger.observed)
-        if moving := challenger.worker.moving():
+    def _check(self, candidate: Remote, bounds: trials.Checked, treated: dict[str, Any]) -> None:
+        """After each of the candidate's samples, while nobody runs: WrongResult when something is not as it should be."""
+        number = len(candidate.observed)
+        if moving := candidate.worker.moving():
             raise WrongResult(f"timed sample {number}: processes that it started went on after its calls had returned: "
                               f"{len(moving)}")  # fmt: skip
-        for opponent in self.opponents:
-            was, now = treated[opponent.name] or {}, processes.favour(opponent.worker.pid) or {}
+        for baseline in self.baselines:
+            was, now = treated[baseline.name] or {}, processes.favour(baseline.worker.pid) or {}
             for before, after in ((how, now.get(thread, how)) for thread, how in was.items()):
                 if before != after:
-                    raise WrongResult(f"timed sample {number}: cores or priority of {opponent.name} were changed: "
+                    raise WrongResult(f"timed sample {number}: cores or priority of {baseline.name} were changed: "
                                       f"{processes.said(before)} became {processes.said(after)}")  # fmt: skip
         if self.table.on_device:
             self.answers.append(self.pool.answer_seconds())
         if wrong := self.pool.look(bounds.bound, bounds.frobenius_bound, bounds.bounds):
             raise WrongResult(f"timed sample {number}: {wrong}")
-        challenger.look_at_rest()
+        candidate.look_at_rest()
 
-    def _contradiction(self, challenger: Remote) -> str | None:
+    def _contradiction(self, candidate: Remote) -> str | None:
         """Why the times that its worker reported cannot be true."""
-        for remote in (challenger, *self.opponents):
+        for remote in (candidate, *self.baselines):
             remote.read_clock()
-        behind, seen = challenger.behind(), float(np.quantile([seconds for seconds, _ in challenger.clocked], 0.1))
-        usual = max([o.behind() for o in self.opponents], default=seen)
+        behind, seen = candidate.behind(), float(np.quantile([seconds for seconds, _ in candidate.clocked], 0.1))
+        usual = max([b.behind() for b in self.baselines], default=seen)
         if behind <= 2 * usual + CLAIM_SHARE * (seen - usual):
             return None
         return (f"its samples took {seen:.3g} s by the judge's clock, and its own read {behind:.3g} s less "
                 f"(a baseline's {usual:.3g} s)")  # fmt: skip
 
     def slowed(self) -> dict[str, float]:
-        """By baseline: its time beside the challenger over that alone, before and after (the slower of both)."""
+        """By baseline: its time beside the candidate over that alone, before and after (the slower of both)."""
         found = {}
-        for opponent in self.opponents:
-            beside = float(np.median(opponent.observed)) / opponent.calls
-            found[opponent.name] = beside / max(self.before[opponent.name], opponent.alone())
+        for baseline in self.baselines:
+            beside = float(np.median(baseline.observed)) / baseline.calls
+            found[baseline.name] = beside / max(self.before[baseline.name], baseline.alone())
         return found
 
     def close(self) -> None:
-        for opponent in self.opponents:
-            opponent.leave()
+        for baseline in self.baselines:
+            baseline.leave()
         self.pool.close()
 
 

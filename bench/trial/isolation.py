@@ -4,7 +4,7 @@
 ``tell(message)`` that reports on the way. Requests and replies are JSON lines over a socket of their own, so that a
 candidate may print what it likes. A reply counts only with the token of its request, which did not exist before. A
 worker can be made to stand still; ``timed`` takes the time of a call from the outside, from before the worker goes on
-until all of it stands still again; ``turns`` takes that of each turn of a call whose worker stops itself after each.
+until all of it stands still again; ``steps`` takes that of each step of a call whose worker stops itself after each.
 Whether what should stand still does, the kernel's count of the time that it ran says (``strayed``). Nothing that a worker
 says is a measurement or a verdict.
 """
@@ -40,7 +40,7 @@ KINDS = ("done", "failed", "usage")
 # Seconds between two looks at whether a call has stalled.
 LOOK = 0.25
 # The C library keeps what is freed, from the start (glibc; 32 MiB is its largest threshold for mmap). By default it learns
-# that from the sizes a process has freed so far: one contender then paid for fresh pages in every call, and another, whose
+# that from the sizes a process has freed so far: one of them then paid for fresh pages in every call, and another, whose
 # process had seen larger arrays, did not: the faster of two that did the same work was so by its history.
 KEEP_FREED = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
@@ -126,10 +126,10 @@ class Worker:
         stood = self._stop()
         return outcome if stood else _restless(), time.perf_counter() - began
 
-    def turns(self, function: str, arguments: dict, limit_s: float, count: int, before: Callable[[int], None],
+    def steps(self, function: str, arguments: dict, limit_s: float, count: int, before: Callable[[int], None],
               after: Callable[[int], None]) -> tuple[Outcome, list[float]]:  # fmt: skip
-        """A call whose worker stands still (``processes.stand_still``) before the first of `count` turns and after each; the
-        seconds of each turn. While it stands still, `before(turn)` and `after(turn)` are called. `limit_s` is for all."""
+        """A call whose worker stands still (``processes.stand_still``) before the first of `count` steps and after each; the
+        seconds of each step. While it stands still, `before(step)` and `after(step)` are called. `limit_s` is for all."""
         self.start()
         self.freeze()
         deadline, taken = time.monotonic() + limit_s, []
@@ -137,22 +137,22 @@ class Worker:
             try:
                 token = self._request(function, arguments, ())
                 self._go_on()
-                for turn in range(count + 1):
+                for step in range(count + 1):
                     stood = processes.stopped(self.pid)
-                    if turn:
+                    if step:
                         taken.append(time.perf_counter() - began)
                     if not stood:
                         break
                     self.ran[self.pid] = processes.ran(self.pid)
-                    if turn:
-                        after(turn - 1)
-                    if turn < count:
-                        before(turn)
+                    if step:
+                        after(step - 1)
+                    if step < count:
+                        before(step)
                     else:
                         watch.over()
                     began = time.perf_counter()
                     self._go_on()
-            except BaseException:  # it would wait for its next turn for ever
+            except BaseException:  # it would wait for its next step for ever
                 self.kill()
                 raise
         if watch.why == "late":
@@ -161,7 +161,7 @@ class Worker:
         outcome = self._answer(token, deadline, limit_s, None)
         if watch.why and outcome.ok:
             self.kill()
-            return Outcome("forged", reason=f"a reply after {len(taken)} of {count} turns"), taken
+            return Outcome("forged", reason=f"a reply after {len(taken)} of {count} steps"), taken
         return outcome if self._stop() else _restless(), taken
 
     def _exchange(self, function: str, arguments: dict, limit_s: float, on_message: Callable[[Any, float], None] | None,

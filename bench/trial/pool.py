@@ -66,13 +66,13 @@ class Shared(Operands):
         home.synchronize()  # a poison that comes late would fall on what the worker has written
 
     def description(self) -> tuple[list[dict], dict[str, list], list[int]]:
-        """(regions, slot, file descriptors) for ``contestant.trial``."""
+        """(regions, slot, file descriptors) for ``calls.trial``."""
         slot = {name: [i, self.blocks[name].begin, self.blocks[name].nbytes, *self.shapes[name]]
                 for i, name in enumerate(self.regions)}  # fmt: skip
         return [r.description() for r in self.regions.values()], slot, [r.fd for r in self.regions.values() if r.fd >= 0]
 
     def results(self, library: str) -> Any:
-        """What came back, as a contender returns it."""
+        """What came back, as an implementation returns it."""
         found = tuple(self.array(f"result_{name}", library) for name in self.outputs)
         return found if len(found) > 1 else found[0]
 
@@ -134,7 +134,7 @@ class Pool:
     # ---- for the workers ----
 
     def description(self, with_out: bool) -> tuple[list[dict], list[dict[str, list]], list[int]]:
-        """(regions, slots, file descriptors) for ``contestant.prepare``; baselines fill outputs of their own."""
+        """(regions, slots, file descriptors) for ``calls.prepare``; baselines fill outputs of their own."""
         regions = [self.inputs] + ([self.out] if with_out else [])
         slots = []
         for i in range(self.slots):

@@ -1,4 +1,4 @@
-"""Correctness of one contender on one problem: fresh seeds, fresh pointers, poisoned outputs, guarded memory."""
+"""Correctness of one implementation on one problem: fresh seeds, fresh pointers, poisoned outputs, guarded memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.contenders.contender import Contender
+from bench.implementations.implementation import Implementation
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
 from bench.problems.memory import LARGE_BYTE, NAN_BYTE
@@ -19,12 +19,12 @@ HARD = ("normal", "sorted", "large", "outliers", "offset", "normal", "dominant",
 
 
 class Lost(Exception):
-    """The process of a contender crashed, hung, or does not answer as it should; the run with it is over."""
+    """The process of an implementation crashed, hung, or does not answer as it should; the run with it is over."""
 
 
 @dataclasses.dataclass
 class Checked:
-    """What the trials found. `failures` is empty for a correct contender."""
+    """What the trials found. `failures` is empty for a correct implementation."""
 
     trials: int = 0
     failures: list[str] = dataclasses.field(default_factory=list)
@@ -45,16 +45,16 @@ class Checked:
 
 
 def check(
-    contender: Contender,
+    implementation: Implementation,
     case: Case,
     device: Cpu | Cuda,
     seed: int,
     values: Sequence[str] = HARD,
 ) -> Checked:
-    """The trials of a contender that is trusted, in this process."""
+    """The trials of an implementation that is trusted, in this process."""
 
     def attempt(operands: Operands) -> Any:
-        result = contender.bind(operands)()
+        result = implementation.bind(operands)()
         if device.kind == "cuda":
             device.wait_for_stream()
         return result
@@ -72,7 +72,7 @@ def run(
     say: Callable[[str], None] = lambda text: None,
 ) -> Checked:
     """One trial for each entry of `values`, with the seed beside it, until the first that fails: `make(case, guard byte)`
-    the operands, let `attempt` call the contender with them, judge what it returns. All trials' arrays stay alive
+    the operands, let `attempt` call the implementation with them, judge what it returns. All trials' arrays stay alive
     meanwhile, so that each has pointers of its own."""
     found = Checked()
     held: list[Operands] = []

@@ -219,14 +219,14 @@ def show(document: dict) -> None:
 
 def _drive(candidate: str, case: str) -> None:
     """What ncu runs: two calls to warm up, one between cudaProfilerStart and Stop."""
-    from bench.contenders import named
+    from bench.implementations import named
     from bench.machine import device as devices
     from bench.problems.operands import Operands
 
     target = devices.Cuda()
     with target.working():
         operands = Operands(problems.parse(case), target)
-        call = named.open_contender(candidate, target).bind(operands)
+        call = named.open_implementation(candidate, target).bind(operands)
         call()
         call()
         target.synchronize()

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from bench import machine
-from bench.contenders import contender
+from bench.implementations import implementation
 from bench.machine import device as devices
 from bench.problems import Case
 from bench.problems.operands import Operands
 from bench.timing import timer
-from bench.timing.rounds import take_turns
+from bench.timing.rounds import take_rounds
 from bench.trial import trials
 from bench.tuning.spaces import SPACES, Config, Space
 
@@ -51,7 +51,7 @@ def build(space: Space, config: Config, folder: Path | None = None) -> Built:
     from bench.machine.build import rules
 
     try:
-        library = contender.build_kernel(space.source, space.flags(config), folder)
+        library = implementation.build_kernel(space.source, space.flags(config), folder)
     except rules.BuildError as error:
         lines = [line for line in str(error).splitlines() if re.search(r"error|assert", line, re.IGNORECASE)]
         return Built(None, (lines or str(error).splitlines() or ["compiler failed"])[-1].strip()[:300])
@@ -79,7 +79,7 @@ def build_each(space: Space, configs: Iterable[Config], folder: Path | None = No
 
 def evaluate(library: str, anchor: str, case: str, device: str, rounds: int, seconds: float, seed: int,
              tell: Callable[[Any], None] = print) -> dict[str, Any]:  # fmt: skip
-    """Inside the worker: checks the variant, then times it in turns with the anchor (the hand-set build).
+    """Inside the worker: checks the variant, then times it in rounds with the anchor (the hand-set build).
 
     {us, anchor_us, ratio: interval, frobenius, max_abs} or {error}. Ratios to an anchor of the same rounds compare
     across hours and clocks; microseconds do not.
@@ -87,18 +87,18 @@ def evaluate(library: str, anchor: str, case: str, device: str, rounds: int, sec
     if not _alive:
         _alive.append(devices.open_device(device))
     target, problem = _alive[0], Case.parse(case)
-    entrants = {}
+    timed = {}
     for name, path in (("anchor", anchor), ("variant", library)):
-        entrants[name] = contender.Kernel(contender.load_kernel(Path(path)), target.default_arrays, shown=name)
+        timed[name] = implementation.Kernel(implementation.load_kernel(Path(path)), target.default_arrays, shown=name)
     tell({"stage": "trials"})
-    checked = trials.check(entrants["variant"], problem, target, seed, VALUES)
+    checked = trials.check(timed["variant"], problem, target, seed, VALUES)
     if not checked.passed:
         return {"error": checked.failures[0]}
     tell({"stage": "timing"})
     with target.working():
         operands = Operands(problem, target)
-        watches = {name: timer.Stopwatch([e.bind(operands)], target, e.timing) for name, e in entrants.items()}
-        samples = take_turns(watches, rounds, seconds, seed, tight=0.004, against="anchor")
+        watches = {name: timer.Stopwatch([e.bind(operands)], target, e.timing) for name, e in timed.items()}
+        samples = take_rounds(watches, rounds, seconds, seed, tight=0.004, against="anchor")
     return {
         "us": float(np.median(samples.seconds["variant"])) * 1e6,
         "anchor_us": float(np.median(samples.seconds["anchor"])) * 1e6,

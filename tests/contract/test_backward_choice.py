@@ -136,7 +136,7 @@ def test_the_pick_is_within_5_percent_of_the_best_recorded_kernel():
     for name, cell in record.cells(today=True).items():
         machine, line, _ = name.split()
         device = next((device for device in DEVICES if device in machine), None)
-        times = {kernel: run["us"] for kernel, run in cell["contenders"].items() if kernel in CUDA}
+        times = {kernel: run["us"] for kernel, run in cell["figures"].items() if kernel in CUDA}
         if "operation=backward" not in line or device is None:
             continue
         case = Case.parse(line)

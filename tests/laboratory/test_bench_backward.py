@@ -10,7 +10,7 @@ import pytest
 from bench import problems, report
 from bench.__main__ import main
 from bench.commands import measure, tables
-from bench.contenders import contender, flash3, named, peers
+from bench.implementations import implementation, flash3, named, peers
 from bench.machine import device
 from bench.problems import gradients
 from bench.problems.case import Case
@@ -138,22 +138,22 @@ def test_gradients_that_are_added_to_begin_at_zero():
     assert all(np.isnan(held.array(name, "numpy")).all() for name in held.outputs)
 
 
-# ---- contenders ----
+# ---- implementations ----
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", ["cpu_simd_backward", "fa_ext"])
 def test_kernels_write_the_gradients(kernel, case):
-    held, entrant = of(case), named.open_contender(kernel, CPU)
-    assert "backward" in entrant.operations and entrant.refuses(held.case) is None
-    assert held.judge(entrant.bind(held)()).passed and not held.changed_inputs() and not held.broken_guards()
-    assert held.picked() in contender.compiled_kernels(CPU, "backward")
+    held, one = of(case), named.open_implementation(kernel, CPU)
+    assert "backward" in one.operations and one.refuses(held.case) is None
+    assert held.judge(one.bind(held)()).passed and not held.changed_inputs() and not held.broken_guards()
+    assert held.picked() in implementation.compiled_kernels(CPU, "backward")
 
 
 def test_kernels_are_of_one_operation():
-    assert contender.table_of("cpu_simd") == "attention" and contender.table_of("cpu_ref_backward") == "backward"
-    assert named.open_contender("cpu_simd", CPU).refuses(parsed(CASES[0])) == "no backward"
-    assert named.open_contender("cpu_simd_backward", CPU).refuses(Case()) == "no attention"
+    assert implementation.table_of("cpu_simd") == "attention" and implementation.table_of("cpu_ref_backward") == "backward"
+    assert named.open_implementation("cpu_simd", CPU).refuses(parsed(CASES[0])) == "no backward"
+    assert named.open_implementation("cpu_simd_backward", CPU).refuses(Case()) == "no attention"
 
 
 class Aten:
@@ -326,7 +326,7 @@ def test_flash_attention_3_says_what_is_missing(monkeypatch):
 @pytest.mark.parametrize("case", ["B1,H2,S40,D16,float32,operation=backward", "B2,H4/2,S24x40,D16/8,float64,operation=backward",
                                   "B2,H4/2,S40,D16,bfloat16,causal=True,layout=bshd,operation=backward"])  # fmt: skip
 def test_numpy_differentiates(case):
-    held, peer = of(case), named.open_contender("numpy", CPU)
+    held, peer = of(case), named.open_implementation("numpy", CPU)
     assert held.judge(peer.bind(held)()).passed and not held.changed_inputs()
     assert peer.refuses(parsed(f"{case},dlse=True")) == "no dlse"
 
@@ -336,7 +336,7 @@ def test_numpy_differentiates(case):
 def test_torch_itself_on_the_cpu(case):
     pytest.importorskip("torch")
     held = of(case)
-    peer = named.open_contender("torch-flash", CPU)
+    peer = named.open_implementation("torch-flash", CPU)
     assert "backward" in peer.operations and peer.refuses(held.case) is None
     judged = held.judge(peer.bind(held)())
     assert judged.passed, judged.failures
@@ -360,15 +360,15 @@ def test_measure_times_backward_kernels_beside_peers(capfd):
     case = "B1,H2,S64,D16,float32,causal=True,operation=backward"
     status, document = command(capfd, "measure", "--case", case, "--device", "cpu", "--seconds", "0.3", "--rounds", "5")
     (cell,) = document["cells"].values()
-    assert status == 0 and {"cpu_simd_backward", "cpu_ref_backward"} <= set(cell["contenders"])
-    assert "numpy" in cell["contenders"] and "cpu_simd" not in cell["contenders"] and not cell["refused"]
-    figures = cell["contenders"]["cpu_simd_backward"]
+    assert status == 0 and {"cpu_simd_backward", "cpu_ref_backward"} <= set(cell["figures"])
+    assert "numpy" in cell["figures"] and "cpu_simd" not in cell["figures"] and not cell["refused"]
+    figures = cell["figures"]["cpu_simd_backward"]
     assert figures["tflops"] == pytest.approx(10 * 2 * 64 * 64 * 16 / 2 / figures["us"] * 1e-6)
     assert cell["picked"] == "cpu_simd_backward" and 0 < figures["frobenius"] < 1e-5
 
 
 def test_wrong_gradients_are_not_timed(monkeypatch):
-    class Wrong(contender.Contender):
+    class Wrong(implementation.Implementation):
         operations = frozenset({"backward"})
 
         def refuses(self, case):
@@ -378,8 +378,9 @@ def test_wrong_gradients_are_not_timed(monkeypatch):
             return lambda: [np.zeros(operands.shapes[name][0], np.float32) for name in operands.outputs]
 
     monkeypatch.setattr(measure, "_open", {("wrong", "cpu"): Wrong("wrong", "numpy")})
-    cell = measure.cell("B1,H2,S64,D16,float32,operation=backward", "cpu", ["wrong", "cpu_simd_backward"], [], "hot", 3, 0.1, 0.5, 0)
-    assert cell["refused"]["wrong"].startswith("WRONG: dq: ") and set(cell["contenders"]) == {"cpu_simd_backward"}
+    cell = measure.cell("B1,H2,S64,D16,float32,operation=backward", "hot", device="cpu", candidates=["wrong", "cpu_simd_backward"], peers=[], rounds=3,
+                        seconds=0.1, tight=0.5)  # fmt: skip
+    assert cell["refused"]["wrong"].startswith("WRONG: dq: ") and set(cell["figures"]) == {"cpu_simd_backward"}
 
 
 def test_evidence_measures_backward_kernels_of_their_own_presets(tmp_path, monkeypatch):
@@ -390,13 +391,13 @@ def test_evidence_measures_backward_kernels_of_their_own_presets(tmp_path, monke
     assert main([*line, "--kernels", "simd"]) == 0
     document = json.loads(output.read_text())
     (run,) = document["cells"][f"{case} hot"]
-    assert set(run["contenders"]) == {"cpu_simd_backward"} and list(document["cells"]) == [f"{case} hot"]
+    assert set(run["figures"]) == {"cpu_simd_backward"} and list(document["cells"]) == [f"{case} hot"]
     (code,) = run["code"]
     assert document["codes"][code]["kernel"] == "cpu_simd_backward"
     states = record.states(document, {})
     assert states["cpu_simd_backward"]["state"] == "fresh" and states["cpu_simd_backward"]["parts"] == {"measure": 1}
     assert main(line) == 0  # the other kernel alone is lacking
-    assert [set(r["contenders"]) for r in json.loads(output.read_text())["cells"][f"{case} hot"]][-1] == {"cpu_ref_backward"}
+    assert [set(r["figures"]) for r in json.loads(output.read_text())["cells"][f"{case} hot"]][-1] == {"cpu_ref_backward"}
 
 
 def test_the_table_of_the_backward_pass():
@@ -404,7 +405,7 @@ def test_the_table_of_the_backward_pass():
     assert tables._backward({"gpu": {"cells": {}}}) == "The record holds no figures of the backward pass yet."
 
     def run(**us):
-        return [{"contenders": {name.replace("_p_", "-"): {"us": x, "tflops": 1000 / x} for name, x in us.items()}}]
+        return [{"figures": {name.replace("_p_", "-"): {"us": x, "tflops": 1000 / x} for name, x in us.items()}}]
 
     cells = {f"{cases[0]} hot": run(simt_backward=10.0, wgmma_backward_sm90=2.0, torch_p_cudnn=3.0, flash_p_attn_p_3=2.2,
                                     flash_p_attn_p_3_p_ordered=2.5)}  # fmt: skip

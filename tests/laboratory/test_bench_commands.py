@@ -11,7 +11,7 @@ import pytest
 from bench import problems, report
 from bench.__main__ import main
 from bench.commands import measure
-from bench.contenders import peers
+from bench.implementations import peers
 from bench.machine import device
 from bench.problems import memory, operands
 from bench.tuning import ncu
@@ -50,7 +50,7 @@ def test_measure_times_kernels_and_peers_and_resumes(tmp_path, capfd):
     status, document = command(capfd, *arguments)
     assert status == 0 and set(document["cells"]) == {f"{SMALL} hot", f"{SMALL} cold"}
     for cell in document["cells"].values():
-        row, peer = cell["contenders"]["cpu_simd"], cell["contenders"]["numpy"]
+        row, peer = cell["figures"]["cpu_simd"], cell["figures"]["numpy"]
         assert cell["baseline"] == "numpy" and row["clock"] == "host clock" and row["rounds"] >= 3
         assert 0 < row["frobenius"] < 1e-5 and row["ratio"]["low"] <= row["ratio"]["ratio"] <= row["ratio"]["high"]
         flops = problems.parse(SMALL).flops()
@@ -61,13 +61,13 @@ def test_measure_times_kernels_and_peers_and_resumes(tmp_path, capfd):
     assert command(capfd, *arguments)[1]["cells"] == document["cells"] and output.read_text() == before
     # Another set of kernels is another run.
     again = command(capfd, *[a if a != "cpu_simd" else "cpu_ref" for a in arguments])[1]
-    assert "cpu_simd" not in again["cells"][f"{SMALL} hot"]["contenders"]
+    assert "cpu_simd" not in again["cells"][f"{SMALL} hot"]["figures"]
 
 
 def test_measure_does_not_time_what_is_wrong(capfd):
     document = command(capfd, *BESIDE_NUMPY, "--case", SMALL, "--candidate", f"{CHEATS}:zeros")[1]
     cell = document["cells"][f"{SMALL} hot"]
-    assert list(cell["contenders"]) == ["numpy"] and cell["refused"][f"{CHEATS}:zeros"].startswith("WRONG")
+    assert list(cell["figures"]) == ["numpy"] and cell["refused"][f"{CHEATS}:zeros"].startswith("WRONG")
 
 
 def test_measure_survives_a_crash(capfd):
@@ -101,9 +101,9 @@ def test_measure_does_not_begin_what_would_take_too_long(capfd, monkeypatch):
     assert case in map(str, problems.preset("cpu"))
     monkeypatch.setattr(measure, "LARGE_FLOPS", 1e6)
     cpu, slow = device.Cpu(), "B1,H2,S2048,D32,float32"
-    entrant = measure._opened("cpu_ref", cpu)
-    assert "a call would take about" in measure._too_slow(entrant, problems.parse(slow), cpu, seconds=1e-6)
-    assert measure._too_slow(entrant, problems.parse(slow), cpu, seconds=1e6) is None
+    one = measure._opened("cpu_ref", cpu)
+    assert "a call would take about" in measure._too_slow(one, problems.parse(slow), cpu, seconds=1e-6)
+    assert measure._too_slow(one, problems.parse(slow), cpu, seconds=1e6) is None
     assert "GB of scores" in peers.NumPy().refuses(problems.parse(case.replace("H8", "H800")))
 
 
@@ -183,10 +183,10 @@ def test_example_candidate_is_right(case, capfd, any_load):
 
 def test_candidate_from_source_and_from_a_library(capfd):
     """A kernel's source file is compiled and loaded; so is the shared library that came of it."""
-    from bench.contenders import contender
+    from bench.implementations import implementation
 
     source = ROOT / "csrc" / "cpu" / "cpu_ref.c"
-    library = contender.build_kernel(source)
+    library = implementation.build_kernel(source)
     for text in (source, library):
         document = command(
             capfd,

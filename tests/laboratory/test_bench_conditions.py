@@ -13,7 +13,7 @@ from bench.timing import ceiling, rounds, timer
 
 
 def test_a_sample_waits_for_threads_that_still_run(monkeypatch):
-    """A pool's workers go on spinning after a call has returned; the next contender begins when they have stopped."""
+    """A pool's workers go on spinning after a call has returned; the next implementation begins when they have stopped."""
     monkeypatch.setattr(device.Cpu, "SETTLE_SECONDS", 60.0)
     load, done = bytes(1 << 27), threading.Event()
     spinning = threading.Thread(target=lambda: (hashlib.sha256(load).digest(), done.set()))  # outside the GIL
@@ -61,7 +61,7 @@ def test_every_sample_of_every_contender_settles_first(monkeypatch):
     monkeypatch.setattr(cpu, "settle", lambda: events.append("settle") or 0.25)
     watches = {n: timer.Stopwatch([lambda n=n: events.append(n)], cpu, sample_seconds=1e-9) for n in ("a", "b")}
     events.clear()
-    found = rounds.take_turns(watches, rounds=30, seconds=10.0)
+    found = rounds.take_rounds(watches, rounds=30, seconds=10.0)
     assert events[::2] == ["settle"] * 60 and set(events[1::2]) == {"a", "b"}
     conditions = found.conditions_summary()
     assert conditions["settling_ms"] == {"a": 250.0, "b": 250.0}

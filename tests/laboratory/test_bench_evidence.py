@@ -15,7 +15,7 @@ import pytest
 from bench import machine, problems, report
 from bench.__main__ import main
 from bench.commands import evidence
-from bench.contenders import peers
+from bench.implementations import peers
 from bench.machine import build
 from bench.recording import record, suites
 
@@ -101,8 +101,8 @@ def piece(of, kernels, date="2026-01-01 00:00 UTC", **fields):
 
 def ran(of, kernels, us, date="2026-01-01 00:00 UTC"):
     """A run of kernels beside a peer."""
-    contenders = {name: {"us": us} for name in (*kernels, "torch-flash")}
-    return piece(of, kernels, date, contenders=contenders, refused={})
+    figures = {name: {"us": us} for name in (*kernels, "torch-flash")}
+    return piece(of, kernels, date, figures=figures, refused={})
 
 
 @pytest.fixture
@@ -117,11 +117,11 @@ def test_one_kernel_is_refreshed_alone_beside_the_peers_of_its_own_run(empty):
     empty.put_run(KEY, ran(empty, ["simt", "wmma"], 10.0))
     empty.put_run(KEY, ran(empty, ["simt"], 5.0, "2026-01-02 00:00 UTC"))
     older, newer = empty.cells[KEY]
-    assert set(older["contenders"]) == {"wmma", "torch-flash"} and len(older["code"]) == 1
+    assert set(older["figures"]) == {"wmma", "torch-flash"} and len(older["code"]) == 1
     assert record.newest(empty.cells[KEY], "wmma") is older and record.newest(empty.cells[KEY], "simt") is newer
     cell = record.cell(KEY, empty.cells[KEY])
     assert (cell["case"], cell["cache"]) == tuple(KEY.split())
-    assert {n: f["us"] for n, f in cell["contenders"].items()} == {"simt": 5.0, "wmma": 10.0, "torch-flash": 5.0}
+    assert {n: f["us"] for n, f in cell["figures"].items()} == {"simt": 5.0, "wmma": 10.0, "torch-flash": 5.0}
     # The last kernel takes the run with it, peers and all.
     empty.put_run(KEY, ran(empty, ["wmma"], 4.0, "2026-01-03 00:00 UTC"))
     assert [run["date"][:10] for run in empty.cells[KEY]] == ["2026-01-02", "2026-01-03"]
@@ -267,7 +267,7 @@ def test_records_merge_in_any_order(tree, tmp_path):
     assert len(set(found)) == 1
     document = json.loads(found[0])
     assert {k: p["judged"] for k, p in document["parts"]["sweep"].items()} == {"simt": 3, "wmma": 4}
-    assert {n: f["us"] for n, f in record.cell(KEY, document["cells"][KEY])["contenders"].items()} == {
+    assert {n: f["us"] for n, f in record.cell(KEY, document["cells"][KEY])["figures"].items()} == {
         "simt": 3.0, "wmma": 4.0, "torch-flash": 4.0}  # fmt: skip
 
 
@@ -324,7 +324,7 @@ def test_evidence_is_made_kept_and_redone_for_one_kernel(tmp_path, monkeypatch, 
     (key,) = (key for key in document["parts"]["tests"] if key.startswith("core "))
     assert document["parts"]["tests"][key]["passed"] > 5 and document["parts"]["tests"][key]["files"]
     tests, key = key, "B1,H8,S512,D64,float32 hot"
-    assert {"cpu_simd", "numpy"} <= set(document["cells"][key][0]["contenders"])
+    assert {"cpu_simd", "numpy"} <= set(document["cells"][key][0]["figures"])
     assert evidence.check(strict=True, folder=tmp_path) == 0
     printed = capfd.readouterr().out
     assert "evidence machine.json: fresh: " in printed and "  cpu_simd: fresh: the same sources" in printed
@@ -345,8 +345,8 @@ def test_evidence_is_made_kept_and_redone_for_one_kernel(tmp_path, monkeypatch, 
     again = json.loads(output.read_text())
     assert evidence.check(strict=True, folder=tmp_path) == 0
     assert again["parts"]["tests"][tests] == document["parts"]["tests"][tests]
-    contenders = set(again["cells"][key][-1]["contenders"])  # and such peers as are installed
-    assert contenders - peers.PEERS.keys() == {"cpu_simd"} and "numpy" in contenders
+    timed = set(again["cells"][key][-1]["figures"])  # and such peers as are installed
+    assert timed - peers.PEERS.keys() == {"cpu_simd"} and "numpy" in timed
 
 
 def test_tests_that_stand_nothing_beside_them_are_a_part(tmp_path, monkeypatch):
@@ -423,7 +423,7 @@ def test_the_pick_is_close_to_the_best_recorded_kernel():
     late = {}
     for key, cell in found.items():
         others = {*peers.PEERS, *(["serve_sm90"] if ",q=packed" in key else [])}
-        kernels = {n: f["us"] for n, f in cell["contenders"].items() if n not in others}
+        kernels = {n: f["us"] for n, f in cell["figures"].items() if n not in others}
         if cell["picked"] in kernels and kernels[cell["picked"]] > 1.05 * min(kernels.values()):
             late[key] = (cell["picked"], {n: round(us, 2) for n, us in kernels.items()})
     assert not late

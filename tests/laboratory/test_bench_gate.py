@@ -229,12 +229,12 @@ def test_false_claims_contradict_the_judges_clock():
         return found
 
     match = object.__new__(duel._Match)
-    match.opponents = [remote([0.0203] * 30, [0.0201] * 30)]
+    match.baselines = [remote([0.0203] * 30, [0.0201] * 30)]
     assert match._contradiction(remote([0.021] * 30, [0.0204] * 30)) is None
     assert match._contradiction(remote([0.5, *[0.021] * 29], [0.0204] * 30)) is None
     for claims in ([0.01] * 30, [0.0] * 30, [0.03] * 30, ["0.02"] * 30, [None] * 30, [float("nan")] * 30):
         assert "by the judge's clock" in match._contradiction(remote([0.021] * 30, claims))
-    match.opponents = [remote([0.023] * 30, [0.02] * 30)]  # where waking a worker takes long
+    match.baselines = [remote([0.023] * 30, [0.02] * 30)]  # where waking a worker takes long
     assert match._contradiction(remote([0.029] * 30, [0.02] * 30)) is None
     assert "by the judge's clock" in match._contradiction(remote([0.023] * 30, [0.01] * 30))
 

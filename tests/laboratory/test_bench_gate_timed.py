@@ -197,7 +197,7 @@ def test_what_a_turn_runs_too_much_counts_as_its_time():
     """Whatever wakes it while the judge writes the next inputs."""
     remote = duel.Remote("any", isolation.Worker(), duel.Table("cpu"), 30.0, judged=False)
     remote.calls, remote.pool = 3, Idle()
-    remote.table.turn_seconds = 0.0
+    remote.table.step_seconds = 0.0
     remote.worker.strayed = lambda: 5.0
     remote.worker.turns = lambda function, arguments, limit, count, before, after: (
         [(before(i), after(i)) for i in range(count)], (isolation.Outcome("done"), [0.1] * count))[1]  # fmt: skip
@@ -236,7 +236,7 @@ def test_a_stop_that_is_ignored_ends_in_time(monkeypatch):
 def test_a_worker_that_answers_before_its_turns_is_not_waited_for():
     with isolation.Worker(confined=True) as worker:
         began = time.monotonic()
-        outcome, taken = worker.turns("bench.trial.contestant:idle_turns", {"calls": -1}, 60.0, 5, print, print)
+        outcome, taken = worker.steps("bench.trial.calls:idle_steps", {"calls": -1}, 60.0, 5, print, print)
     assert outcome.status == "forged" and outcome.reason == "a reply after 0 of 5 turns" and time.monotonic() - began < 20
 
 

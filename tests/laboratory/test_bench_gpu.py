@@ -104,7 +104,7 @@ def test_measure_replays_graphs_of_kernels(capfd):
 
     assert main(["measure", "--case", CASE, "--cache", "both", "--peers", "none", "--seconds", "1", "--json"]) == 0
     cells = json.loads(capfd.readouterr().out)["cells"]
-    hot, cold = (cells[f"{CASE} {kind}"]["contenders"]["simt"] for kind in ("hot", "cold"))
+    hot, cold = (cells[f"{CASE} {kind}"]["figures"]["simt"] for kind in ("hot", "cold"))
     assert hot["clock"] == cold["clock"] == "graph" and hot["frobenius"] < 1e-3
     assert hot["us"] < 1.1 * cold["us"]
 
@@ -158,15 +158,15 @@ def test_gradients_of_kernels_and_peers_are_right_and_replayed(case, peers, tmp_
     assert main(["measure", "--case", case, "--peers", peers or "none", "--seconds", "0.3", "--output", str(output)]) == 0
     (cell,) = json.loads(output.read_text())["cells"].values()
     named = [name for name in peers.split(",") if name]
-    assert {"simt_backward", *named} <= set(cell["contenders"]), cell["refused"]
-    assert all(cell["contenders"][name]["clock"] == "graph" for name in ("simt_backward", *named)), cell
+    assert {"simt_backward", *named} <= set(cell["figures"]), cell["refused"]
+    assert all(cell["figures"][name]["clock"] == "graph" for name in ("simt_backward", *named)), cell
 
 
 @pytest.mark.idle
 def test_flash_attention_3_is_right_where_it_is_installed(tmp_path):
     pytest.importorskip("torch")
     from bench.__main__ import main
-    from bench.contenders import peers
+    from bench.implementations import peers
     from bench.machine import device
 
     wanted = ["flash-attn-3", "flash-attn-3-ordered"]
@@ -178,8 +178,8 @@ def test_flash_attention_3_is_right_where_it_is_installed(tmp_path):
     line = [word for case in cases for word in ("--case", case)]
     assert main(["measure", *line, "--peers", ",".join(wanted), "--seconds", "0.3", "--output", str(output)]) == 0
     backward, decode = json.loads(output.read_text())["cells"].values()
-    assert set(wanted) <= set(backward["contenders"]), backward["refused"]
-    assert "flash-attn-3" in decode["contenders"], decode["refused"]
+    assert set(wanted) <= set(backward["figures"]), backward["refused"]
+    assert "flash-attn-3" in decode["figures"], decode["refused"]
 
 
 @pytest.mark.idle
@@ -198,9 +198,9 @@ def test_sequences_of_kernels_and_peers_are_right(case, peers, tmp_path):
     line = ["measure", "--case", case, "--peers", peers, "--cache", "cold", "--seconds", "1", "--output", str(output)]
     assert main(line) == 0
     (cell,) = json.loads(output.read_text())["cells"].values()
-    assert "simt" in cell["contenders"] and cell["contenders"]["simt"]["clock"] == "graph", cell
+    assert "simt" in cell["figures"] and cell["figures"]["simt"]["clock"] == "graph", cell
     assert not [why for why in cell["refused"].values() if "WRONG" in why], cell["refused"]
-    assert "torch-cudnn" not in peers or "torch-cudnn" in cell["contenders"], cell["refused"]
+    assert "torch-cudnn" not in peers or "torch-cudnn" in cell["figures"], cell["refused"]
 
 
 @pytest.mark.idle
@@ -213,8 +213,8 @@ def test_merging_and_appending_are_timed_beside_a_copy(tmp_path):
     line = [word for case in cases for word in ("--case", case)]
     assert main(["measure", *line, "--cache", "cold", "--seconds", "1", "--output", str(output)]) == 0
     for cell, kernel in zip(json.loads(output.read_text())["cells"].values(), ("merge", "append"), strict=True):
-        assert {"copy", kernel} == set(cell["contenders"]), cell["refused"]
-        assert {figures["clock"] for figures in cell["contenders"].values()} == {"graph"}
+        assert {"copy", kernel} == set(cell["figures"]), cell["refused"]
+        assert {figures["clock"] for figures in cell["figures"].values()} == {"graph"}
 
 
 def test_gradients_are_judged():

@@ -127,7 +127,7 @@ def measured(root, **figures):
     found = record.Record(root / "a-gpu.json", WHERE, built(root), root)
     about = {"code": found.of_kernels(["simt"]), "context": found.context({}), "date": "2026-01-01 00:00 UTC"}
     found.put("tests", "simt", about | {"passed": 1})
-    found.put_run(f"{CASE} hot", about | {"contenders": {"simt": {"us": 1.0} | figures, "torch-flash": {"us": 2.0}}, "refused": {}})
+    found.put_run(f"{CASE} hot", about | {"figures": {"simt": {"us": 1.0} | figures, "torch-flash": {"us": 2.0}}, "refused": {}})
     (root / "kernels/simt.cu").write_text("edited")
     found._known.clear()
     return found
@@ -172,5 +172,5 @@ def test_launches_are_noted_beside_times_of_the_code_that_is_built(tree):
     held = measured(tree)
     held.built = built(tree)
     assert held.renew_times(lambda case, kernels: {"simt": NOW}) == (0, 1)
-    assert held.cells[f"{CASE} hot"][0]["contenders"]["simt"]["launches"] == machine.short_hash(NOW)
+    assert held.cells[f"{CASE} hot"][0]["figures"]["simt"]["launches"] == machine.short_hash(NOW)
     assert held.renew_times(lambda case, kernels: pytest.fail("all is noted")) == (0, 0)

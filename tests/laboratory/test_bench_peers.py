@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench import problems
-from bench.contenders import peers
+from bench.implementations import peers
 from bench.machine import device
 from bench.problems import operands
 from fa_ext import reference

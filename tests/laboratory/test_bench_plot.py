@@ -1,4 +1,4 @@
-"""Charts: which problems make a series, which contenders a ladder, and that both are drawn."""
+"""Charts: which problems make a series, which implementations a ladder, and that both are drawn."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def test_plots_are_drawn(kind, tmp_path, capfd):
             n: {"us": 10.0 * i, "tflops": 5.0 / i, "frobenius": 2e-4 * i}
             for i, n in enumerate(("simt", "torch-cudnn"), 1)
         }
-        return {"case": case, "cache": "hot", "contenders": figures}
+        return {"case": case, "cache": "hot", "figures": figures}
 
     document = {"context": {"cpu": "test", "ceilings": {"gemm_tflops": {"float16": 9.0}}},
                 "cells": {f"{s}{c}": cell(s, c) for s in (512, 1024, 2048) for c in (False, True)}}  # fmt: skip
@@ -38,7 +38,7 @@ def test_a_grid_draws_series_of_lengths_and_nothing_else():
     paper = [f"B{16384 // s},H16,S{s},D128,bfloat16,layout=bshd" for s in (512, 1024, 2048, 4096)]
     others = ["B4,H16,S4000,D128,bfloat16,layout=bshd", "B4,H32,S512,D64,bfloat16", "B4,H32/8,S1024,D64,bfloat16",
               "B1,H16,S1x4096,D128,bfloat16,layout=bshd", *(f"B1,H8,S{s},D64,float16" for s in (128, 512, 2048))]  # fmt: skip
-    cells = [{"case": case, "cache": "hot", "contenders": {"simt": {"tflops": 1.0}}} for case in [*others, *paper]]
+    cells = [{"case": case, "cache": "hot", "figures": {"simt": {"tflops": 1.0}}} for case in [*others, *paper]]
     found = plot.series(cells)
     assert [[cell["case"] for _, cell in sorted(lengths.items())] for lengths in found.values()] == [others[-3:], paper]
     assert [key[1:] for key in found] == [("H8, D64, float16, hot", "batch 1", "full"),
@@ -51,8 +51,8 @@ def test_a_ladder_of_a_problem_that_others_are_filtered_out_of(tmp_path, capfd):
     pytest.importorskip("matplotlib")
     one, two = ("B8,H16,S2048,D128,bfloat16,layout=bshd", "B8,H16,S2048,D128,bfloat16,causal=True,layout=bshd")
     figures = {"us": 10.0, "tflops": 5.0, "frobenius": 2e-4}
-    cells = {one: {"case": one, "cache": "hot", "contenders": {"wmma": figures, "torch-math": figures}},
-             two: {"case": two, "cache": "hot", "contenders": {"simt": figures}}}  # fmt: skip
+    cells = {one: {"case": one, "cache": "hot", "figures": {"wmma": figures, "torch-math": figures}},
+             two: {"case": two, "cache": "hot", "figures": {"simt": figures}}}  # fmt: skip
     source = tmp_path / "m.json"
     report.write_json(source, {"context": {"cpu": "test"}, "cells": cells})
     common = ["plot", str(source), "--kind", "ladder", "--output", str(tmp_path / "ladder"), "--filter",

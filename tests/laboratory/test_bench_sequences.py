@@ -9,7 +9,7 @@ import pytest
 
 from bench import problems, report
 from bench.commands import tables
-from bench.contenders import flash3, named, peers
+from bench.implementations import flash3, named, peers
 from bench.machine import device
 from bench.problems import operands as operands_module
 from bench.problems import sequences
@@ -131,22 +131,22 @@ def test_pages_lie_in_random_order_and_each_belongs_to_one_sequence():
     assert sorted(pages) == list(range(8)) and pages != sorted(pages) and held.shapes["k"][0] == (8, 16, 2, 32)
 
 
-# ---- contenders ----
+# ---- implementations ----
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("kernel", ["cpu_simd", "cpu_ref", "fa_ext"])
 def test_kernels_are_right(kernel, case):
-    held, entrant = of(case), named.open_contender(kernel, CPU)
-    assert entrant.refuses(case) is None and {"attention", "serving"} <= entrant.operations
-    assert held.judge(entrant.bind(held)()).passed and not held.changed_inputs() and not held.broken_guards()
+    held, one = of(case), named.open_implementation(kernel, CPU)
+    assert one.refuses(case) is None and {"attention", "serving"} <= one.operations
+    assert held.judge(one.bind(held)()).passed and not held.changed_inputs() and not held.broken_guards()
     assert held.picked() == "cpu_simd"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_torch_computes_equal_lengths_densely(case):
     pytest.importorskip("torch")
-    peer = named.open_contender("torch-flash", CPU)
+    peer = named.open_implementation("torch-flash", CPU)
     why = peer.refuses(case)
     expected = {0: "lengths that differ", 1: "no window", 2: "lengths that differ", 3: "no softcap", 4: "no alibi, sinks",
                 5: "no causal mask aligned to the last key", 6: None}  # fmt: skip
@@ -311,8 +311,8 @@ def test_the_table_of_sequences():
     assert tables._serving({"gpu": {"cells": {}, "contexts": {}, "parts": {}}}) == "The record holds no figures over sequences yet."
 
     def run(**us):
-        contenders = {name.replace("_p_", "-"): {"us": x} for name, x in us.items()}
-        return [{"contenders": contenders, "date": "2026-01-01", "context": "here", "code": []}]
+        figures = {name.replace("_p_", "-"): {"us": x} for name, x in us.items()}
+        return [{"figures": figures, "date": "2026-01-01", "context": "here", "code": []}]
 
     cells = {
         f"{CELLS['D1'][0]} cold": run(mma_sm80=8.0, serve_sm90=4.0, torch_p_cudnn=6.0),
@@ -342,7 +342,7 @@ def test_measure_times_sequences(capfd):
     line = ["measure", "--case", case, "--device", "cpu", "--seconds", "0.3", "--rounds", "5", "--cache", "cold", "--kernels", "simd"]
     status, document = command(capfd, *line)
     (cell,) = document["cells"].values()
-    assert status == 0 and set(cell["contenders"]) - {"torch-flash"} == {"cpu_simd"} and cell["slots"] > 1
+    assert status == 0 and set(cell["figures"]) - {"torch-flash"} == {"cpu_simd"} and cell["slots"] > 1
     parsed = problems.parse(case, problems.OPERATIONS)
-    figures = cell["contenders"]["cpu_simd"]
+    figures = cell["figures"]["cpu_simd"]
     assert figures["gbs"] == pytest.approx(parsed.bytes() / figures["us"] * 1e-3) and cell["picked"] == "cpu_simd"

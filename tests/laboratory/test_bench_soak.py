@@ -9,7 +9,7 @@ import pytest
 from bench import problems, report
 from bench.__main__ import main
 from bench.commands import soak
-from bench.load import lanes
+from bench.load import streams
 from bench.load.watchdog import Watchdog
 from bench.trial import isolation
 from tests.laboratory.support.command import command
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = "B1,H2,S65,D32,float32,causal=True"
 LSE = "B2,H4/2,S33x70,D64,float16"
-RUN = {"cases": [SMALL, LSE], "seconds": 1.0, "threads": 2, "streams": 2, "loads": lanes.LOADS, "slowest": 60.0}
+RUN = {"cases": [SMALL, LSE], "seconds": 1.0, "threads": 2, "streams": 2, "loads": streams.LOADS, "slowest": 60.0}
 
 
 def soaked(kernel, backend="Numpy", patience=30.0, step=60.0, **options):
@@ -127,7 +127,7 @@ def test_five_minutes_are_dealt_over_all_kernels(plan, capfd):
     assert [part["kernel"] for part in plan[0]] == ["wgmma_sm90", "simt"]
     for part in plan[0]:
         assert part["seconds"] == 150 and part["cases"] == [*soak.CASES, *soak.SEQUENCES] and part["slowest"] == soak.SLOWEST
-        assert (part["threads"], part["streams"], part["loads"]) == (6, 2, lanes.LOADS)
+        assert (part["threads"], part["streams"], part["loads"]) == (6, 2, streams.LOADS)
 
 
 def test_the_hang_preset_gives_each_problem_its_minutes(plan, capfd):
@@ -145,7 +145,7 @@ def test_a_case_and_a_kernel_of_ones_own(plan, capfd):
 
 
 def test_a_hang_goes_on_with_the_next_kernel_and_exits_with_1(plan, capfd):
-    hung = {"kernel": "wgmma_sm90", "work": SMALL, "lane": "thread 1, stream 2", "calls": 600, "also": []}
+    hung = {"kernel": "wgmma_sm90", "work": SMALL, "stream": "thread 1, stream 2", "calls": 600, "also": []}
     plan[1].extend([{"hung": hung}, {}, {"hung": hung}])
     assert main(["soak"]) == 1
     assert len(plan[0]) == 2
@@ -196,8 +196,8 @@ class Clock:
         return self.time
 
 
-def lane(name, turns, **more):
-    state = {"lane": name, "work": f"{name}'s", "load": False, "turns": turns, "calls": 7, "queued": 2, "ended": False}
+def stream(name, steps, **more):
+    state = {"stream": name, "work": f"{name}'s", "load": False, "steps": steps, "calls": 7, "queued": 2, "ended": False}
     return state | more
 
 
@@ -214,36 +214,36 @@ def dog(clock):
 def test_a_lane_that_stands_still_is_named(dog, clock):
     for second in range(12):
         assert not dog.stalled()
-        dog.hear({"lanes": [lane("moves", second), lane("stands", min(second, 1)), lane("done", 0, ended=True)]})
+        dog.hear({"streams": [stream("cache_ops", second), stream("stands", min(second, 1)), stream("done", 0, ended=True)]})
         clock.time += 1
     assert dog.stalled()
     hang = dog.hang()
-    assert (hang["work"], hang["lane"], hang["calls"], hang["still_s"]) == ("stands's", "stands", 7, 11)
+    assert (hang["work"], hang["stream"], hang["calls"], hang["still_s"]) == ("stands's", "stands", 7, 11)
     assert hang["also"] == []
 
 
 def test_the_kernels_lane_that_stopped_first_is_blamed_and_others_follow(dog, clock):
     for second in range(15):
-        dog.hear({"lanes": [lane("copies", min(second, 1), load=True), lane("second", min(second, 4)),
-                            lane("first", min(second, 3)), lane("moves", second)]})  # fmt: skip
+        dog.hear({"streams": [stream("copies", min(second, 1), load=True), stream("second", min(second, 4)),
+                            stream("first", min(second, 3)), stream("cache_ops", second)]})  # fmt: skip
         clock.time += 1
     hang = dog.hang()
-    assert dog.stalled() and hang["lane"] == "first" and [x["lane"] for x in hang["also"]] == ["second", "copies"]
+    assert dog.stalled() and hang["stream"] == "first" and [x["stream"] for x in hang["also"]] == ["second", "copies"]
 
 
 def test_a_load_that_alone_stands_still_is_named(dog, clock):
     for second in range(15):
-        dog.hear({"lanes": [lane("copies", 1, load=True), lane("moves", second)]})
+        dog.hear({"streams": [stream("copies", 1, load=True), stream("cache_ops", second)]})
         clock.time += 1
-    assert dog.stalled() and dog.hang()["lane"] == "copies"
+    assert dog.stalled() and dog.hang()["stream"] == "copies"
 
 
 def test_silence_under_load_is_a_hang_of_what_was_heard_last(dog, clock):
-    dog.hear({"lanes": [lane("a", 1)]})
+    dog.hear({"streams": [stream("a", 1)]})
     clock.time += 9
     assert not dog.stalled()
     clock.time += 2
-    assert dog.stalled() and dog.hang()["lane"] == "a"
+    assert dog.stalled() and dog.hang()["stream"] == "a"
 
 
 def test_steps_have_a_patience_of_their_own(dog, clock):
@@ -257,10 +257,10 @@ def test_steps_have_a_patience_of_their_own(dog, clock):
 
 
 def test_lanes_start_anew_after_a_step(dog, clock):
-    dog.hear({"lanes": [lane("a", 5)]})
+    dog.hear({"streams": [stream("a", 5)]})
     dog.hear({"step": "memory"})
     clock.time += 30
-    dog.hear({"lanes": [lane("a", 5)]})
+    dog.hear({"streams": [stream("a", 5)]})
     assert not dog.stalled()
 
 
@@ -278,14 +278,14 @@ def test_a_sound_kernel_is_sound():
     assert found["memory_before"] == found["memory_after"] == 1 << 30
 
 
-@pytest.mark.parametrize("kernel, lane", [("hangs", "thread 1, stream 2"), ("blocks", "thread 1, stream 1")])
-def test_a_hang_is_named_and_the_next_kernel_runs(kernel, lane):
+@pytest.mark.parametrize("kernel, stream", [("hangs", "thread 1, stream 2"), ("blocks", "thread 1, stream 1")])
+def test_a_hang_is_named_and_the_next_kernel_runs(kernel, stream):
     """A stream that never ends, and a call that never returns."""
     found = soaked(kernel, patience=2.0)
     assert found["verdict"] == "HANG" and found["error"] is None
     hung = found["hung"]
     assert hung["kernel"] == kernel and hung["work"] in (SMALL, LSE) and hung["still_s"] >= 2.0
-    assert lane in [hung["lane"], *(also["lane"] for also in hung["also"])]
+    assert stream in [hung["stream"], *(also["stream"] for also in hung["also"])]
     assert found["calls"] > 50 and found["memory_after"] is None
     assert soaked("cpu_simd", seconds=0.3)["verdict"] == "sound"
 
@@ -338,28 +338,28 @@ def test_slow_problems_are_left_out():
 
 def test_bursts_are_short_enough_for_the_watchdog():
     """All streams together, each with its longest burst, stay far under the patience."""
-    problem = lanes.Problem(problems.parse(SMALL), None, False, None, soak.SLOWEST_CHOSEN)
-    streams = soak.MOST_THREADS * soak.STREAMS + len(lanes.LOADS)
-    assert problem.burst() == 1 and streams * max(lanes.BURST_SECONDS, lanes.GRAPH_CALLS * soak.SLOWEST) < 4
+    problem = streams.Problem(problems.parse(SMALL), None, False, None, soak.SLOWEST_CHOSEN)
+    count = soak.MOST_THREADS * soak.STREAMS + len(streams.LOADS)
+    assert problem.burst() == 1 and count * max(streams.BURST_SECONDS, streams.GRAPH_CALLS * soak.SLOWEST) < 4
     problem.seconds = 1e-6
-    assert problem.burst() == lanes.LONGEST_BURST
-    assert streams < 32, "torch gives 32 streams"
+    assert problem.burst() == streams.LONGEST_BURST
+    assert count < 32, "torch gives 32 streams"
 
 
 def test_a_crew_ends_what_it_has_queued():
     from tests.laboratory.support.soak_fakes import Numpy
 
     backend, over = Numpy(), threading.Event()
-    made = [lanes.Lane(f"lane {i}", [lanes.Work("work", lambda: None, 5)], backend) for i in range(3)]
-    thread = threading.Thread(target=lanes.drive, args=(made, over))
+    made = [streams.Stream(f"stream {i}", [streams.Work("work", lambda: None, 5)], backend) for i in range(3)]
+    thread = threading.Thread(target=streams.drive, args=(made, over))
     thread.start()
-    backend.hung.add(made[1].stream)
+    backend.hung.add(made[1].handle)
     over.set()
     thread.join(0.3)
     assert thread.is_alive() and made[0].ended and not made[1].ended
     backend.hung.clear()
     thread.join(5)
-    assert not thread.is_alive() and all(lane.ended and not lane.running and lane.queued == 0 for lane in made)
+    assert not thread.is_alive() and all(stream.ended and not stream.running and stream.queued == 0 for stream in made)
 
 
 def test_the_worker_stays_for_calls_that_do_not_stall():
@@ -378,7 +378,7 @@ def test_the_worker_stays_for_calls_that_do_not_stall():
 def test_every_cuda_kernel_for_some_seconds(cuda_forward):
     pytest.importorskip("torch")
     found = soak.soak(cuda_forward, ["B2,H8,S512,D64,bfloat16", "B1,H4,S113x203,D128,float16", "B2,H4,S128,D64,float16"], 6.0,
-                      4, soak.STREAMS, lanes.LOADS, soak.SLOWEST_CHOSEN)  # fmt: skip
+                      4, soak.STREAMS, streams.LOADS, soak.SLOWEST_CHOSEN)  # fmt: skip
     assert found["verdict"] == "sound", soak.told(found)
     assert len(found["cases"]) == 3 and all(found["cases"].values()) and all(found["loads"].values())
 
@@ -390,14 +390,14 @@ def test_other_bits_are_found_on_the_gpu():
     from bench.load.soak_torch import Torch
 
     backend, case = Torch(), problems.parse("B1,H2,S96,D64,bfloat16")
-    problem, _, wrong = lanes.alone("simt", case, True, backend, 60.0)
+    problem, _, wrong = streams.alone("simt", case, True, backend, 60.0)
     assert problem and not wrong
     space = backend.space(backend.bytes_of(case))
-    lane = lanes.Lane("stream", [lanes.into("simt", problem, backend, space)], backend)
+    stream = streams.Stream("stream", [streams.into("simt", problem, backend, space)], backend)
     problem.expected[1][0] ^= 1
-    lane.queue()
+    stream.queue()
     backend.synchronize()
-    assert lane.settle() and lane.compared > 0 and lane.wrong == {str(case): lane.compared}
+    assert stream.settle() and stream.compared > 0 and stream.wrong == {str(case): stream.compared}
 
 
 def test_sums_in_any_order_may_differ_by_roundings_alone():

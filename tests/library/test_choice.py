@@ -164,7 +164,7 @@ def test_with_batch_invariant_the_batch_chooses_nothing(case, device):
 def _recorded():
     """{"<file> <problem> <cache>": {kernel: microseconds}} from the committed evidence."""
     cells = record.cells()
-    return {key: {name: figures["us"] for name, figures in cell["contenders"].items()} for key, cell in cells.items()}
+    return {key: {name: figures["us"] for name, figures in cell["figures"].items()} for key, cell in cells.items()}
 
 
 def test_the_pick_is_within_5_percent_of_the_best_recorded_kernel():

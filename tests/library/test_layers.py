@@ -287,7 +287,7 @@ def test_no_test_file_imports_another(path):
 
 
 #: Rooms of the laboratory from the bottom up: each imports those below alone.
-STAIRCASE = ("arguments", "report", "machine", "problems", "contenders", "timing", "trial", "load", "tuning", "recording",
+STAIRCASE = ("arguments", "report", "machine", "problems", "implementations", "timing", "trial", "load", "tuning", "recording",
              "commands", "__main__")  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The load of ``bench soak``, inside the worker: one kernel called on many streams at once, beside other work.
 
-A ``Lane`` is one stream that is never idle for long: it queues a burst of one kind of work, waits for it and draws the
-next. A thread drives a few lanes. Every EVERY-th result is compared on its stream with what the same call gave alone on an
+A ``Stream`` is never idle for long: it queues a burst of one kind of work, waits for it and draws the
+next. A thread drives a few streams. Every EVERY-th result is compared on its stream with what the same call gave alone on an
 idle device, bit for bit unless the backend knows better; the output is filled with NaN before. Nothing here knows an array
 library: that is the backend's business (``bench.load.soak_torch``; the tests have one that needs no GPU).
 """
@@ -49,7 +49,7 @@ class Problem:
 
 @dataclass
 class Work:
-    """One thing that a lane does again and again: `call` queues it on the current stream and returns its results."""
+    """One thing that a stream does again and again: `call` queues it on the current stream and returns its results."""
 
     name: str
     call: Callable[[], Any]
@@ -60,15 +60,15 @@ class Work:
     after: Callable[[Any], None] = lambda results: None  #: behind every call
 
 
-class Lane:
+class Stream:
     """A stream that draws from `works`; how it stands is read by another thread."""
 
-    def __init__(self, name: str, works: list[Work], backend: Any, stream: Any = None):
+    def __init__(self, name: str, works: list[Work], backend: Any, handle: Any = None):
         self.name, self.works, self.backend = name, works, backend
-        self.stream, self.event, self.tally = stream or backend.stream(), backend.event(), backend.tally()
+        self.handle, self.event, self.tally = handle or backend.stream(), backend.event(), backend.tally()
         self.random = random.Random(name)
         self.work = works[0]
-        self.turns = self.made = self.compared = self.queued = self.told = 0
+        self.steps = self.made = self.compared = self.queued = self.told = 0
         self.running = self.ended = False
         self.calls, self.wrong = ({work.name: 0 for work in works} for _ in range(2))
 
@@ -76,8 +76,8 @@ class Lane:
         """Queues the next burst."""
         work = self.work = self.random.choice(self.works)
         count = work.burst if self.random.random() < 0.5 else self.random.randint(1, work.burst)
-        self.queued, self.turns = count * max(work.calls, 1), self.turns + 1
-        with self.backend.on(self.stream):
+        self.queued, self.steps = count * max(work.calls, 1), self.steps + 1
+        with self.backend.on(self.handle):
             for _ in range(count):
                 compare = work.expected is not None and self.made % EVERY == 0
                 self.made += 1
@@ -89,7 +89,7 @@ class Lane:
                     self.compared += 1
                 work.after(results)
             self.tally.send()
-            self.backend.record(self.event, self.stream)
+            self.backend.record(self.event, self.handle)
         self.running = True
 
     def settle(self) -> bool:
@@ -98,18 +98,18 @@ class Lane:
             wrong, self.told = self.tally.value() - self.told, self.tally.value()
             self.wrong[self.work.name] += wrong
             self.calls[self.work.name] += self.queued
-            self.running, self.queued, self.turns = False, 0, self.turns + 1
+            self.running, self.queued, self.steps = False, 0, self.steps + 1
         return not self.running
 
     def state(self) -> dict[str, Any]:
         return {
-            "lane": self.name, "work": self.work.name, "load": not self.work.calls, "turns": self.turns,
+            "stream": self.name, "work": self.work.name, "load": not self.work.calls, "steps": self.steps,
             "calls": sum(self.calls.values()), "queued": self.queued, "compared": self.compared,
             "wrong": {name: count for name, count in self.wrong.items() if count}, "ended": self.ended,
         }  # fmt: skip
 
 
-# ---- what the lanes do ----
+# ---- what the streams do ----
 
 
 def alone(kernel: str, case: problems.Problem, lse: bool, backend: Any, slowest: float) -> tuple[Problem | None, str, bool]:
@@ -146,7 +146,7 @@ def _has_nan(case: problems.Problem) -> bool:
 
 
 def into(kernel: str, problem: Problem, backend: Any, space: Any) -> Work:
-    """Calls with ``out=`` in `space`, which other calls of the lane share."""
+    """Calls with ``out=`` in `space`, which other calls of the stream share."""
     outputs = backend.outputs(problem.case, problem.lse, space)
     return Work(
         str(problem.case), lambda: backend.attend(kernel, problem.arguments, outputs, problem.lse), problem.burst(), 1,
@@ -162,7 +162,7 @@ def anew(kernel: str, problem: Problem, backend: Any) -> Work:
     )  # fmt: skip
 
 
-def replayed(kernel: str, problem: Problem, backend: Any, stream: Any) -> Work:
+def replayed(kernel: str, problem: Problem, backend: Any, handle: Any) -> Work:
     """GRAPH_CALLS calls captured into a graph."""
     outputs = backend.outputs(problem.case, problem.lse, backend.space(backend.bytes_of(problem.case)))
 
@@ -170,7 +170,7 @@ def replayed(kernel: str, problem: Problem, backend: Any, stream: Any) -> Work:
         for _ in range(GRAPH_CALLS):
             backend.attend(kernel, problem.arguments, outputs, problem.lse)
 
-    replay = backend.capture(several, stream)
+    replay = backend.capture(several, handle)
 
     def call():
         replay()
@@ -182,68 +182,68 @@ def replayed(kernel: str, problem: Problem, backend: Any, stream: Any) -> Work:
 
 def crews(
     kernel: str, found: list[Problem], threads: int, streams: int, loads: list[str], backend: Any
-) -> list[list[Lane]]:
-    """The lanes that each thread drives: `threads` times `streams` of the kernel, and one for each load beside it."""
+) -> list[list[Stream]]:
+    """The streams that each thread drives: `threads` times `streams` of the kernel, and one for each load beside it."""
     largest = max(backend.bytes_of(problem.case) for problem in found)
-    made: list[list[Lane]] = []
+    made: list[list[Stream]] = []
     for thread in range(1, threads + 1):
         made.append([])
-        for stream in range(1, streams + 1):
+        for number in range(1, streams + 1):
             space = backend.space(largest)
             works = [work for p in found for work in (into(kernel, p, backend, space), anew(kernel, p, backend))]
-            made[-1].append(Lane(f"thread {thread}, stream {stream}", works, backend))
+            made[-1].append(Stream(f"thread {thread}, stream {number}", works, backend))
     for load in loads:
-        stream = backend.stream()
+        handle = backend.stream()
         if load == "graphs":
-            works = [replayed(kernel, p, backend, stream) for p in found[:: max(1, len(found) // GRAPHS)][:GRAPHS]]
+            works = [replayed(kernel, p, backend, handle) for p in found[:: max(1, len(found) // GRAPHS)][:GRAPHS]]
         else:
             works = [Work(load, *backend.load(load))]
-        made.append([Lane(load, works, backend, stream)])
+        made.append([Stream(load, works, backend, handle)])
     return made
 
 
 # ---- running them ----
 
 
-def drive(lanes: list[Lane], over: threading.Event, pause: float = PAUSE) -> None:
-    """Keeps the lanes busy until `over`, then waits for what they have queued."""
-    while not all(lane.ended for lane in lanes):
-        for lane in lanes:
-            if lane.settle():
-                lane.ended = over.is_set()
-                if not lane.ended:
-                    lane.queue()
+def drive(streams: list[Stream], over: threading.Event, pause: float = PAUSE) -> None:
+    """Keeps the streams busy until `over`, then waits for what they have queued."""
+    while not all(stream.ended for stream in streams):
+        for stream in streams:
+            if stream.settle():
+                stream.ended = over.is_set()
+                if not stream.ended:
+                    stream.queue()
         time.sleep(pause)
 
 
-def run(made: list[list[Lane]], seconds: float, tell: Callable[[Any], None]) -> None:
-    """Drives each crew in a thread for `seconds` and tells how the lanes stand. Raises what one of them raised."""
+def run(made: list[list[Stream]], seconds: float, tell: Callable[[Any], None]) -> None:
+    """Drives each crew in a thread for `seconds` and tells how the streams stand. Raises what one of them raised."""
     over, raised = threading.Event(), []
 
-    def work(lanes: list[Lane]) -> None:
+    def work(streams: list[Stream]) -> None:
         try:
-            drive(lanes, over)
+            drive(streams, over)
         except BaseException as error:
-            where = "; ".join(f"{lane.name} ({lane.work.name})" for lane in lanes)
+            where = "; ".join(f"{stream.name} ({stream.work.name})" for stream in streams)
             raised.append(RuntimeError(f"{where}: {type(error).__name__}: {error}"))
             raised[-1].__cause__ = error
             over.set()
 
-    every = [lane for lanes in made for lane in lanes]
-    for lane in every:
-        lane.ended = False
-    threads = [threading.Thread(target=work, args=(lanes,), daemon=True) for lanes in made]
+    every = [stream for streams in made for stream in streams]
+    for stream in every:
+        stream.ended = False
+    threads = [threading.Thread(target=work, args=(streams,), daemon=True) for streams in made]
     # Told before any thread starts: should this process die, it is known to have been under load.
-    tell({"lanes": [lane.state() for lane in every]})
+    tell({"streams": [stream.state() for stream in every]})
     ends = time.monotonic() + seconds
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        tell({"lanes": [lane.state() for lane in every]})
+        tell({"streams": [stream.state() for stream in every]})
         time.sleep(min(PULSE, max(0.01, ends - time.monotonic())))
         if time.monotonic() >= ends:
             over.set()
-    tell({"lanes": [lane.state() for lane in every]})
+    tell({"streams": [stream.state() for stream in every]})
     if raised:
         raise raised[0]
 
@@ -267,7 +267,7 @@ def soak(
         else:
             found.append(problem)
     if not found:
-        return result | {"lanes": []}
+        return result | {"streams": []}
     tell({"step": "queues, buffers and graphs"})
     made = crews(kernel, found, threads, streams, loads, device)
     device.synchronize()
@@ -281,11 +281,11 @@ def soak(
     for problem in found:
         for what in device.damage(problem.arguments):
             result["wrong"][f"{problem.case}, {what}"] = 1
-    lanes = [lane for crew in made for lane in crew]
+    every = [stream for crew in made for stream in crew]
     calls: Counter[str] = Counter()
-    for lane in lanes:
-        if lane.work.calls:
-            calls.update(lane.calls)
+    for stream in every:
+        if stream.work.calls:
+            calls.update(stream.calls)
         else:
-            result["loads"][lane.name] = sum(lane.calls.values())
-    return result | {"cases": {str(p.case): calls[str(p.case)] for p in found}, "lanes": [lane.state() for lane in lanes]}
+            result["loads"][stream.name] = sum(stream.calls.values())
+    return result | {"cases": {str(p.case): calls[str(p.case)] for p in found}, "streams": [stream.state() for stream in every]}

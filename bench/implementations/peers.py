@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from bench.contenders import serving
-from bench.contenders.contender import Contender, Thunk
-from bench.contenders.flash3 import FlashAttention3, VllmFlashAttention3
-from bench.contenders.peer import Peer, bhsd, bshd, scale_of
-from bench.contenders.torch_backward import BACKENDS, TorchBackward
+from bench.implementations import serving
+from bench.implementations.implementation import Implementation, Thunk
+from bench.implementations.flash3 import FlashAttention3, VllmFlashAttention3
+from bench.implementations.peer import Peer, bhsd, bshd, scale_of
+from bench.implementations.torch_backward import BACKENDS, TorchBackward
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
 from bench.problems.memory import empty_bytes
@@ -257,7 +257,7 @@ class Jax(Peer):
         return call
 
 
-class Copy(Contender):
+class Copy(Implementation):
     """A copy from one half of as many bytes as a problem moves to the other: what the device does without computing."""
 
     operations = frozenset({"merge", "append"})
@@ -339,7 +339,7 @@ def _band(case: Case) -> np.ndarray:
 
 
 # name: (devices, module that must import, how it is made)
-PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Contender]]] = {
+PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Implementation]]] = {
     "torch-flash": (("cpu", "cuda"), "torch", lambda d: TorchSdpa("FLASH_ATTENTION", "torch-flash", d)),
     "torch-cudnn": (("cuda",), "torch", lambda d: TorchSdpa("CUDNN_ATTENTION", "torch-cudnn", d)),
     "torch-efficient": (("cuda",), "torch", lambda d: TorchSdpa("EFFICIENT_ATTENTION", "torch-efficient", d)),
@@ -366,7 +366,7 @@ REPEATED = ("torch-sdpa",)
 SDPA = ("torch-flash", "torch-cudnn", "torch-efficient", "torch-math")
 
 
-def open_peer(name: str, device: Cpu | Cuda) -> Contender:
+def open_peer(name: str, device: Cpu | Cuda) -> Implementation:
     devices, module, make = PEERS[name]
     if device.kind not in devices:
         raise report.UsageError(f"{name} does not run on the {device.kind}")
@@ -378,7 +378,7 @@ def open_peer(name: str, device: Cpu | Cuda) -> Contender:
         raise report.UsageError(f"{name} does not load: {type(error).__name__}: {error}") from error
 
 
-def available(device: Cpu | Cuda, wanted: list[str] | None = None) -> tuple[list[Contender], dict[str, str]]:
+def available(device: Cpu | Cuda, wanted: list[str] | None = None) -> tuple[list[Implementation], dict[str, str]]:
     """(peers that load, {peer: why not}) for a device; `wanted` names are taken instead of all that fit the device."""
     found, missing = [], {}
     fitting = [name for name, (devices, _, _) in PEERS.items() if device.kind in devices and name not in REPEATED]

@@ -1,8 +1,8 @@
 """Whatever computes attention and can be judged and timed: kernels of fa_ext, other libraries, a candidate of yours.
 
-A contender takes the arrays of one library and binds a problem's operands into a thunk, a call without arguments that
+An implementation takes the arrays of one library and binds a problem's operands into a thunk, a call without arguments that
 queues (or, on the CPU, does) the work and returns the output array; of the backward pass, the gradients in the order of the
-case's ``wrt``. ``operations`` lists what a contender does at all.
+case's ``wrt``. ``operations`` lists what an implementation does at all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
-class Contender:
+class Implementation:
     """`timing`: "graph" (try to capture), "events" (do not), or "wall" (streams of its own: the host's clock)."""
 
     name: str
@@ -55,7 +55,7 @@ class Contender:
 # ---- kernels of fa_ext ----
 
 
-class Kernel(Contender):
+class Kernel(Implementation):
     """One kernel of the table through the function of fa_ext for its operation, with ``kernel=name`` and results where the
     operands have them; None: the library's choice."""
 
@@ -111,7 +111,7 @@ def table_of(kernel: str) -> str:
 # ---- a callable of yours ----
 
 
-class Function(Contender):
+class Function(Implementation):
     """A Python callable ``f(q, k, v, *, causal=False, scale=None, layout="bhsd", out=None, ...)``, or one of the backward
     pass, ``f(dout, q, k, v, *, out, lse, causal=False, ..., grads=None)``, which names `dout`.
 

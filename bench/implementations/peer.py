@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bench.contenders.contender import Contender
+from bench.implementations.implementation import Implementation
 from bench.problems import Case
 from bench.problems.operands import Arrays
 
 
-class Peer(Contender):
+class Peer(Implementation):
     """Knows the options it has (`extras`); everything else is a refusal by name."""
 
     extras: frozenset[str] = frozenset()

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.contenders.contender import Thunk
-from bench.contenders.peer import scale_of
+from bench.implementations.implementation import Thunk
+from bench.implementations.peer import scale_of
 from bench.problems import Serving
 from bench.problems.operands import Arrays
 

@@ -1,4 +1,4 @@
-"""The worker's side of a duel: one contender, called with memory that the judge fills, reads and times.
+"""The worker's side of a duel: one implementation, called with memory that the judge fills, reads and times.
 
 Everything here shares its process with the candidate and may be read or rewritten by it. So nothing here knows an
 expected result, and nothing that it replies counts but admissions of failure: the judge looks at the memory, and at its
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from bench.contenders import named
-from bench.contenders.contender import Contender
+from bench.implementations import named
+from bench.implementations.implementation import Implementation
 from bench.machine import device as devices
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
@@ -28,12 +28,12 @@ _now = time.perf_counter
 MAX_GRAPH_CALLS = 1024
 
 
-class Contestant:
+class Session:
     """What one worker holds between the judge's calls."""
 
     def __init__(self, device: Cpu | Cuda):
         self.device = device
-        self.entrant: Any = None
+        self.implementation: Any = None
         self.slots: list[Slot] = []
         self.regions: list[Region] = []
         self.trials: list[tuple[Slot, list[Region]]] = []
@@ -41,7 +41,7 @@ class Contestant:
 
 
 class Region:
-    """Memory of the judge as this process uses it. Host memory behind a GPU's contender has a mirror on the device,
+    """Memory of the judge as this process uses it. Host memory behind a GPU's implementation has a mirror on the device,
     which ``load`` and ``store`` bring up to date: only where device memory cannot be shared."""
 
     def __init__(self, description: dict[str, Any], fd: int | None, device: Cpu | Cuda):
@@ -63,7 +63,7 @@ class Region:
             self.seen[:] = self.raw.host_bytes()
 
 
-_kept: list[Contestant] = []
+_kept: list[Session] = []
 
 
 def probe(region: dict, tell: Callable[[Any], None]) -> bool:
@@ -73,19 +73,19 @@ def probe(region: dict, tell: Callable[[Any], None]) -> bool:
 
 
 def load(name: str, device: str, arrays: str | None, role: str, tell: Callable[[Any], None]) -> dict[str, Any]:
-    """Opens the contender that `name` stands for; a second call replaces it. -> its library."""
+    """Opens the implementation that `name` stands for; a second call replaces it. -> its library."""
     if not _kept:
-        _kept.append(Contestant(devices.open_device(device)))
+        _kept.append(Session(devices.open_device(device)))
     leave(tell)
     me = _kept[0]
-    me.entrant = named.open_contender(name, me.device, arrays, role)
-    return {"library": me.entrant.library}
+    me.implementation = named.open_implementation(name, me.device, arrays, role)
+    return {"library": me.implementation.library}
 
 
 def refuses(case: str, tell: Callable[[Any], None]) -> str | None:
     """Why it cannot do the problem; None when it can try."""
-    entrant, problem = _kept[0].entrant, Case.parse(case)
-    return entrant.refuses(problem) if problem.operation in entrant.operations else f"no {problem.operation}"
+    implementation, problem = _kept[0].implementation, Case.parse(case)
+    return implementation.refuses(problem) if problem.operation in implementation.operations else f"no {problem.operation}"
 
 
 def trial(case: str, regions: list[dict], slot: dict[str, list], tell: Callable[[Any], None],
@@ -119,7 +119,7 @@ def arrange(calls: int, tell: Callable[[Any], None]) -> dict[str, Any]:
     """Makes ready for samples of that many calls: on a GPU as a graph of them where it can be. -> {clock, note, seconds
     of a call}."""
     me = _kept[0]
-    device, entrant, note = me.device, me.entrant, None
+    device, implementation, note = me.device, me.implementation, None
     with device.working():
         slots = me.slots[:calls]
         for region in me.regions:
@@ -130,7 +130,7 @@ def arrange(calls: int, tell: Callable[[Any], None]) -> dict[str, Any]:
         device.synchronize()
         seconds = _median_call(slots[0], device)
         me.replay = None
-        if device.kind == "cuda" and entrant.timing == "graph" and calls <= MAX_GRAPH_CALLS:
+        if device.kind == "cuda" and implementation.timing == "graph" and calls <= MAX_GRAPH_CALLS:
             try:
                 me.replay = device.capture(lambda: _call_each(slots))
             except Exception as error:  # what cannot be captured is called, and the table says so
@@ -155,7 +155,7 @@ def _median_call(slot: Slot, device: Cpu | Cuda) -> float:
     return float(np.median(taken))
 
 
-def turns(calls: int, tell: Callable[[Any], None]) -> None:
+def steps(calls: int, tell: Callable[[Any], None]) -> None:
     """Calls slots 0 to `calls` - 1 once each, and stands still before the first and after each: the judge writes a slot's
     inputs meanwhile, and takes the time."""
     slots = _kept[0].slots[:calls]
@@ -165,8 +165,8 @@ def turns(calls: int, tell: Callable[[Any], None]) -> None:
         processes.stand_still()
 
 
-def idle_turns(calls: int, tell: Callable[[Any], None]) -> None:
-    """What ``turns`` does, without the calls."""
+def idle_steps(calls: int, tell: Callable[[Any], None]) -> None:
+    """What ``steps`` does, without the calls."""
     for _ in range(calls + 1):
         processes.stand_still()
 
@@ -202,11 +202,11 @@ def leave(tell: Callable[[Any], None]) -> None:
 
 
 class Slot:
-    """One binding of the contender: its arrays, and before the names of which outputs what it returns is to be found
+    """One binding of the implementation: its arrays, and before the names of which outputs what it returns is to be found
     (``prefix``; None: nowhere)."""
 
-    def __init__(self, me: Contestant, case: Case, regions: list[Region], tensors: dict[str, list], prefix: str | None):
-        self.entrant: Contender = me.entrant
+    def __init__(self, me: Session, case: Case, regions: list[Region], tensors: dict[str, list], prefix: str | None):
+        self.implementation: Implementation = me.implementation
         blocks, shapes = {}, {}
         for name, (region, begin, nbytes, shape, dtype) in tensors.items():
             if region is None:
@@ -218,23 +218,23 @@ class Slot:
         self.prefix = prefix
         self.bound: Callable[[], Any] = self.bind
         # Arrays of JAX are made anew for each call where it does not share the judge's memory, but copied it.
-        copied = self.entrant.library == "jax" and (self.entrant.rearranges(case) or self.arrays.copied("jax"))
+        copied = self.implementation.library == "jax" and (self.implementation.rearranges(case) or self.arrays.copied("jax"))
         self.renewed = copied and prefix == ""
 
     def bind(self) -> Callable[[], Any]:
-        call, entrant, prefix, arrays = self.entrant.bind(self.arrays), self.entrant, self.prefix, self.arrays
+        call, implementation, prefix, arrays = self.implementation.bind(self.arrays), self.implementation, self.prefix, self.arrays
         targets = None if prefix is None else [prefix + name for name in arrays.outputs]
 
         def real() -> Any:
             result = call()
-            if entrant.library == "jax" and hasattr(result, "block_until_ready"):
+            if implementation.library == "jax" and hasattr(result, "block_until_ready"):
                 result.block_until_ready()
             if targets:
                 results = (result,) if len(targets) == 1 else tuple(result)
                 if len(results) != len(targets):
                     raise WrongResult(f"{len(results)} results were returned, the problem asks for {', '.join(arrays.outputs)}")
                 for one, target in zip(results, targets, strict=True):
-                    deliver(one, arrays, target, entrant.library)
+                    deliver(one, arrays, target, implementation.library)
             return result
 
         return real

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.contenders.contender import Thunk
-from bench.contenders.peer import Peer, bshd, scale_of
+from bench.implementations.implementation import Thunk
+from bench.implementations.peer import Peer, bshd, scale_of
 from bench.problems import Problem
 from bench.problems.operands import Arrays
 

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.contenders.contender import Thunk
-from bench.contenders.peer import Peer, bhsd, scale_of
+from bench.implementations.implementation import Thunk
+from bench.implementations.peer import Peer, bhsd, scale_of
 from bench.problems import Case
 from bench.problems.operands import Arrays
 

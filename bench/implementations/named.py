@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import report
-from bench.contenders import contender, peers
+from bench.implementations import implementation, peers
 from bench.machine.device import Cpu, Cuda
 from bench.problems import OPERATIONS
 
@@ -18,29 +18,29 @@ from bench.problems import OPERATIONS
 ARRAYS = {"cpu": ("numpy", "torch", "jax"), "cuda": ("torch", "cupy", "jax")}
 
 
-def open_contender(text: str, device: Cpu | Cuda, arrays: str | None = None, role: str = "candidate") -> contender.Contender:
+def open_implementation(text: str, device: Cpu | Cuda, arrays: str | None = None, role: str = "candidate") -> implementation.Implementation:
     """What `text` names: a peer, a kernel, fa_ext (the kernel it takes by itself), ``module:function``, ``file.py:function``,
     a .cu or .c source of a kernel (built here), or a shared library that exports a kernel. `role` is for messages."""
     library = arrays or device.default_arrays
     require_arrays(library, device)
     path, _, attribute = text.rpartition(":")
     if path:
-        function = contender.Function(_import_function(path, attribute), text, library)
+        function = implementation.Function(_import_function(path, attribute), text, library)
         require_arrays(function.library, device)
         return function
     suffix = Path(text).suffix
     if suffix in (".cu", ".c", ".so"):
         if not Path(text).exists():
             raise report.UsageError(f"candidate {text}: there is no such file")
-        shared = Path(text) if suffix == ".so" else contender.build_kernel(Path(text))
-        return contender.Kernel(contender.load_kernel(shared), library, shown=Path(text).name)
+        shared = Path(text) if suffix == ".so" else implementation.build_kernel(Path(text))
+        return implementation.Kernel(implementation.load_kernel(shared), library, shown=Path(text).name)
     if text in peers.PEERS:
         return peers.open_peer(text, device)
-    kernels = list(dict.fromkeys(k for operation in OPERATIONS for k in contender.compiled_kernels(device, operation)))
+    kernels = list(dict.fromkeys(k for operation in OPERATIONS for k in implementation.compiled_kernels(device, operation)))
     if text in kernels:
-        return contender.Kernel(text, library)
+        return implementation.Kernel(text, library)
     if text == "fa_ext" and kernels:
-        return contender.Kernel(None, library)
+        return implementation.Kernel(None, library)
     raise report.UsageError(
         f"{role} is {text!r}; accepted: a kernel ({', '.join(kernels) or 'none compiled for this device'}), fa_ext (the kernel "
         "that it takes by itself), a peer "

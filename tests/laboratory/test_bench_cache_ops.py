@@ -5,7 +5,7 @@ import pytest
 
 from bench import problems, report
 from bench.commands import tables
-from bench.contenders import contender, named
+from bench.implementations import implementation, named
 from bench.machine import device
 from bench.problems.operations import operands_of
 from bench.problems.presets import PRESETS
@@ -44,13 +44,13 @@ def test_parts_are_of_a_merge():
 def test_kernels_are_right_and_others_are_not(line, kernel):
     held = of(line)
     for name in (kernel, "fa_ext"):
-        entrant = named.open_contender(name, CPU)
-        assert entrant.refuses(held.case) is None
+        one = named.open_implementation(name, CPU)
+        assert one.refuses(held.case) is None
         held.poison()
-        result = entrant.bind(held)()
+        result = one.bind(held)()
         judged = held.judge(result)
         assert judged.passed and not held.changed_inputs() and not held.broken_guards()
-    assert held.picked() == kernel and contender.table_of(kernel) == held.case.operation
+    assert held.picked() == kernel and implementation.table_of(kernel) == held.case.operation
     if held.case.operation == "merge":
         out, lse = result
         assert held.judge((out + np.asarray(0.5, out.dtype), lse)).failures and held.judge((out, lse + 1)).failures
@@ -62,7 +62,7 @@ def test_kernels_are_right_and_others_are_not(line, kernel):
 
 
 def test_a_copy_moves_as_many_bytes_and_is_not_judged(capfd):
-    copy = named.open_contender("copy", CPU)
+    copy = named.open_implementation("copy", CPU)
     held = of(MERGE[0])
     assert not copy.judged and copy.refuses(held.case) is None and copy.operations == {"merge", "append"}
     copy.bind(held)()
@@ -70,18 +70,18 @@ def test_a_copy_moves_as_many_bytes_and_is_not_judged(capfd):
                                "--rounds", "3")  # fmt: skip
     assert status == 0
     for cell, kernel in zip(document["cells"].values(), ("cpu_merge", "cpu_append"), strict=True):
-        assert set(cell["contenders"]) == {"copy", kernel} and cell["baseline"] == "copy"
-        assert "frobenius" not in cell["contenders"]["copy"] and "frobenius" in cell["contenders"][kernel]
+        assert set(cell["figures"]) == {"copy", kernel} and cell["baseline"] == "copy"
+        assert "frobenius" not in cell["figures"]["copy"] and "frobenius" in cell["figures"][kernel]
 
 
 def test_the_table_of_moves():
     assert tables._moves({"gpu": {"cells": {}}}) == "The record holds no figures of merging and appending yet."
-    merged, one = PRESETS["moves"][:2]
-    cells = {f"{case} cold": [{"contenders": {ours: {"us": 4.0}, "copy": {"us": 3.0}}}] for case, ours in ((merged, "merge"), (one, "append"))}
+    merged, one = PRESETS["cache_ops"][:2]
+    cells = {f"{case} cold": [{"figures": {ours: {"us": 4.0}, "copy": {"us": 3.0}}}] for case, ours in ((merged, "merge"), (one, "append"))}
     assert tables._moves({"gpu": {"cells": cells}}).splitlines()[2:] == ["| merge | 4,096 | 4.00 | 3.00 | 0.75 |",
                                                                          "| append | 1 | 4.00 | 3.00 | 0.75 |"]  # fmt: skip
 
 
 def test_the_preset_holds_both():
-    assert [case.operation for case in PRESETS["moves"]] == ["merge"] + ["append"] * 3
-    assert [sum(case.n_q) for case in PRESETS["moves"][1:]] == [1, 128, 8192]
+    assert [case.operation for case in PRESETS["cache_ops"]] == ["merge"] + ["append"] * 3
+    assert [sum(case.n_q) for case in PRESETS["cache_ops"][1:]] == [1, 128, 8192]
