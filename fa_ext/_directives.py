@@ -18,6 +18,8 @@ name.
 Without ``@instances`` the words are flags: the file itself is compiled once for each instance with these and
 ``-DFA_INSTANCE=<its name>``, and once without (its host part).
 
+``@tune`` lines are for the tuner alone (bench/tuning/spaces.py).
+
 Imports nothing of ``fa_ext``, so that it runs before anything is built.
 """
 

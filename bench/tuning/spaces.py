@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,22 +17,36 @@ Config = dict[str, int]
 
 @dataclass(frozen=True)
 class Space:
-    """The search space of one kernel. `limits` are (what it says, what must hold)."""
+    """The search space of one kernel, whose file says what may vary, one macro a line::
+
+        @tune BLOCK_M=32 of 16 32 64 128    (set by hand for `case`: where the search begins and what it must beat; its values)
+
+    `limits` are {what it says: what must hold}."""
 
     kernel: str
     source: Path
     device: str
-    parameters: dict[str, tuple[int, ...]]
-    hand_set: Config  # what was set by hand for `case`: where the search starts and what it must beat
     case: str
     table: Path  # the header that holds the winner, which the kernel's configuration includes
     render: Callable[[Config], list[str]]  # a configuration as that header's lines
     fixed: Config = field(default_factory=dict)
-    limits: tuple[tuple[str, Callable[[Config], bool]], ...] = ()
+    limits: dict[str, Callable[[Config], bool]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def _declared(self) -> list[tuple[str, str, str]]:
+        return re.findall(r"@tune (\w+)=(\d+) of ([\d ]+)", self.source.read_text())
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(map(int, values.split())) for name, _, values in self._declared}
+
+    @property
+    def hand_set(self) -> Config:
+        return {name: int(value) for name, value, _ in self._declared}
 
     def excluded(self, config: Config) -> str | None:
         """Which limit a configuration breaks; None when it may be compiled."""
-        return next((text for text, holds in self.limits if not holds({**self.fixed, **config})), None)
+        return next((text for text, holds in self.limits.items() if not holds({**self.fixed, **config})), None)
 
     def configs(self) -> list[Config]:
         """Every configuration within the limits."""
@@ -75,8 +91,7 @@ def _simt_registers(c: Config) -> int:
 
 
 def _simt_table(c: Config) -> list[str]:
-    names = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "KEY_GROUPS", "SYNC_POLICY", "MIN_BLOCKS", "VEC_WIDTH",
-             "REDUCE")  # fmt: skip
+    names = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "KEY_GROUPS", "SYNC_POLICY", "MIN_BLOCKS", "VEC_WIDTH", "REDUCE")
     return [
         '#include "simt/tile.cuh" // Tile',
         "",
@@ -90,52 +105,19 @@ def _simt_table(c: Config) -> list[str]:
 
 
 SIMT = Space(
-    kernel="simt",
-    source=ROOT / "kernels" / "simt" / "simt.cu",
-    device="cuda",
-    case="B1,H8,S512,D64,float16",
-    table=ROOT / "kernels" / "simt" / "tuned.cuh",
-    render=_simt_table,
-    parameters={
-        "BLOCK_M": (16, 32, 64, 128),
-        "BLOCK_N": (16, 32, 64, 128),
-        "NUM_WARPS": (2, 4, 8, 16),
-        "KEY_GROUPS": (1, 2, 4, 8),
-        "SYNC_POLICY": (0, 1, 2, 3),
-        "VEC_WIDTH": (0, 4),
-        "REDUCE": (0, 1),
-        "MIN_BLOCKS": (1, 2, 3),
-    },
-    hand_set={
-        "BLOCK_M": 32,
-        "BLOCK_N": 32,
-        "NUM_WARPS": 8,
-        "KEY_GROUPS": 4,
-        "SYNC_POLICY": 2,
-        "VEC_WIDTH": 0,
-        "REDUCE": 0,
-        "MIN_BLOCKS": 1,
-    },
-    fixed={"HEAD_DIM": 64},
-    limits=(
-        ("KEY_GROUPS divides NUM_WARPS", lambda c: c["NUM_WARPS"] % c["KEY_GROUPS"] == 0),
-        (
-            "BLOCK_M is a multiple of 4 NUM_WARPS / KEY_GROUPS",
-            lambda c: c["BLOCK_M"] % (4 * c["NUM_WARPS"] // c["KEY_GROUPS"]) == 0,
-        ),
-        ("at most 1024 threads", lambda c: c["NUM_WARPS"] * 32 <= 1024),
-        ("at most 227 KB of shared memory", lambda c: _simt_shared_bytes(c) <= 227 * 1024),
-        (
-            "registers of MIN_BLOCKS thread blocks fit a multiprocessor, at most 255 a thread",
+    kernel="simt", device="cuda", case="B1,H8,S512,D64,float16", fixed={"HEAD_DIM": 64},
+    source=ROOT / "kernels" / "simt" / "simt.cu", table=ROOT / "kernels" / "simt" / "tuned.cuh", render=_simt_table,
+    limits={
+        "KEY_GROUPS divides NUM_WARPS": lambda c: c["NUM_WARPS"] % c["KEY_GROUPS"] == 0,
+        "BLOCK_M is a multiple of 4 NUM_WARPS / KEY_GROUPS": lambda c: c["BLOCK_M"] % (4 * c["NUM_WARPS"] // c["KEY_GROUPS"]) == 0,
+        "at most 1024 threads": lambda c: c["NUM_WARPS"] * 32 <= 1024,
+        "at most 227 KB of shared memory": lambda c: _simt_shared_bytes(c) <= 227 * 1024,
+        "registers of MIN_BLOCKS thread blocks fit a multiprocessor, at most 255 a thread":
             lambda c: _simt_registers(c) <= min(255, 65536 // (32 * c["NUM_WARPS"] * c["MIN_BLOCKS"])),
-        ),
-        (
-            "shared memory of MIN_BLOCKS thread blocks fits",
-            lambda c: c["MIN_BLOCKS"] * _simt_shared_bytes(c) <= 227 * 1024,
-        ),
-        ("at least two rows a lane", lambda c: _simt_lane(c)[0] >= 2),
-    ),
-)
+        "shared memory of MIN_BLOCKS thread blocks fits": lambda c: c["MIN_BLOCKS"] * _simt_shared_bytes(c) <= 227 * 1024,
+        "at least two rows a lane": lambda c: _simt_lane(c)[0] >= 2,
+    },
+)  # fmt: skip
 
 # ---- cpu_simd ----
 
@@ -154,26 +136,13 @@ def _cpu_table(c: Config) -> list[str]:
 
 
 CPU_SIMD = Space(
-    kernel="cpu_simd",
-    source=ROOT / "csrc" / "cpu" / "cpu_simd.c",
-    device="cpu",
-    case="B1,H8,S512,D64,float32",
-    table=ROOT / "csrc" / "cpu" / "simd_tuned.h",
-    render=_cpu_table,
-    parameters={
-        "FA_CPU_MR": (1, 2, 3, 4),
-        "FA_CPU_NR": (2, 3, 4, 6, 8, 12),
-        "FA_CPU_TILE_N": (32, 48, 64, 96, 128, 192),
-        "FA_CPU_TILE_M": (64, 128, 256, 512),
-    },
-    hand_set={"FA_CPU_MR": 4, "FA_CPU_NR": 6, "FA_CPU_TILE_N": 96, "FA_CPU_TILE_M": 256},
-    limits=(
-        ("a register block fits 32 vector registers", lambda c: c["FA_CPU_MR"] * (c["FA_CPU_NR"] + 1) + 1 <= 32),
-        (
-            "scores of a block and a tile of keys share 48 KB (float32, head_dim 64)",
+    kernel="cpu_simd", device="cpu", case="B1,H8,S512,D64,float32",
+    source=ROOT / "csrc" / "cpu" / "cpu_simd.c", table=ROOT / "csrc" / "cpu" / "simd_tuned.h", render=_cpu_table,
+    limits={
+        "a register block fits 32 vector registers": lambda c: c["FA_CPU_MR"] * (c["FA_CPU_NR"] + 1) + 1 <= 32,
+        "scores of a block and a tile of keys share 48 KB (float32, head_dim 64)":
             lambda c: 4 * c["FA_CPU_TILE_N"] * (16 * c["FA_CPU_MR"] + 64) <= 2 * 48 * 1024,
-        ),
-    ),
-)
+    },
+)  # fmt: skip
 
 SPACES = {space.kernel: space for space in (SIMT, CPU_SIMD)}

@@ -25,6 +25,11 @@
  * @instance avx2_f64 -DFA_CPU_VECTOR_BYTES=32 -DFA_CPU_REAL_BYTES=8
  * @instance generic_f32 -DFA_CPU_VECTOR_BYTES=16 -DFA_CPU_REAL_BYTES=4
  * @instance generic_f64 -DFA_CPU_VECTOR_BYTES=16 -DFA_CPU_REAL_BYTES=8
+ *
+ * @tune FA_CPU_MR=4 of 1 2 3 4
+ * @tune FA_CPU_NR=6 of 2 3 4 6 8 12
+ * @tune FA_CPU_TILE_N=96 of 32 48 64 96 128 192
+ * @tune FA_CPU_TILE_M=256 of 64 128 256 512
  */
 #ifdef FA_INSTANCE
 

@@ -23,6 +23,15 @@
  * @instance serve_bf16 -DSIMT_TYPE=__nv_bfloat16 -DSIMT_SERVE
  * @instance serve_f32 -DSIMT_TYPE=float -DSIMT_SERVE
  *
+ * @tune BLOCK_M=32 of 16 32 64 128
+ * @tune BLOCK_N=32 of 16 32 64 128
+ * @tune NUM_WARPS=8 of 2 4 8 16
+ * @tune KEY_GROUPS=4 of 1 2 4 8
+ * @tune SYNC_POLICY=2 of 0 1 2 3
+ * @tune VEC_WIDTH=0 of 0 4
+ * @tune REDUCE=0 of 0 1
+ * @tune MIN_BLOCKS=1 of 1 2 3
+ *
  *     python -m bench measure --preset history --kernels simt
  *     python fa_ext/_build.py simt -o variant.so -DHEAD_DIM=64 -DBLOCK_M=64 -DNUM_WARPS=2     (one tile alone)
  */
