@@ -38,6 +38,7 @@ class FlashAttention3(Peer):
     does not have."""
 
     extras = frozenset({"window", "softcap"})
+    causal = "last"
 
     def __init__(self, name: str, deterministic: bool = False):
         super().__init__(name, "torch")
@@ -46,8 +47,6 @@ class FlashAttention3(Peer):
         self.ops = operators("flash_attn_3")
 
     def refuses(self, case: Problem) -> str | None:
-        if case.causal == "top_left" and (case.operation == "serving" or case.seq_q != case.seq_k):
-            return "no top_left causal mask"
         if self.deterministic and not case.deterministic:
             return "sums in order, where any order is asked for"
         if self.deterministic and max(case.head_dim, case.head_dim_v) > 192:
@@ -85,13 +84,11 @@ class VllmFlashAttention3(Peer):
 
     extras = frozenset({"window", "softcap", "sinks"})
     operations = frozenset({"serving"})
+    causal = "last"
 
     def __init__(self, name: str):
         super().__init__(name, "torch")
         self.ops = operators("_vllm_fa3_C")
-
-    def refuses(self, case: Problem) -> str | None:
-        return "no top_left causal mask" if case.causal == "top_left" else super().refuses(case)
 
     def bind(self, operands: Arrays) -> Thunk:
         return over_sequences(self.ops.fwd, operands, self.library)

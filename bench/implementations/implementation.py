@@ -143,41 +143,24 @@ class Function(Implementation):
         return case.layout == "bshd" and not self.takes("layout")
 
     def bind(self, operands: Arrays) -> Thunk:
+        function, backward, swap = self.function, operands.case.operation == "backward", self.rearranges(operands.case)
         arguments = operands.arguments(self.library)
-        if operands.case.operation == "backward":
-            return self._bind_backward(operands, arguments)
-        q, k, v = (arguments.pop(name) for name in "qkv")
-        out = operands.array("out", self.library)
-        swap = self.rearranges(operands.case)
+        results = tuple(operands.array(name, self.library) for name in (operands.outputs if backward else ("out",)))
         if swap:
-            arguments.pop("layout", None)
-            q, k, v, out = (x.swapaxes(1, 2) for x in (q, k, v, out))
-        if self.takes("out"):
-            arguments["out"] = out
-        function = self.function
+            views = ("dout", "q", "k", "v", "out") if backward else ("q", "k", "v")
+            arguments |= {name: arguments[name].swapaxes(1, 2) for name in views}
+            results = tuple(x.swapaxes(1, 2) for x in results)
+        into = results if backward else results[0]
+        leading = [arguments.pop(name) for name in (("dout", "q", "k", "v") if backward else ("q", "k", "v"))]
+        arguments["grads" if backward else "out"] = into
+        given = {name: x for name, x in arguments.items() if self.takes(name) and not (swap and name == "layout")}
 
         def call():
-            result = function(q, k, v, **arguments)
-            result = out if result is None else result
-            return result.swapaxes(1, 2) if swap else result
-
-        return call
-
-
-    def _bind_backward(self, operands: Arrays, arguments: dict[str, Any]) -> Thunk:
-        swap = self.rearranges(operands.case)
-        arguments["grads"] = tuple(operands.array(name, self.library) for name in operands.outputs)
-        if swap:
-            arguments |= {name: arguments[name].swapaxes(1, 2) for name in ("dout", "q", "k", "v", "out")}
-            arguments["grads"] = tuple(g.swapaxes(1, 2) for g in arguments["grads"])
-        dout, q, k, v = (arguments.pop(name) for name in ("dout", "q", "k", "v"))
-        given = {name: x for name, x in arguments.items() if self.takes(name)}
-        function, grads = self.function, arguments["grads"]
-
-        def call():
-            result = function(dout, q, k, v, **given)
-            result = grads if result is None else result
-            return tuple(g.swapaxes(1, 2) for g in result) if swap else result
+            result = function(*leading, **given)
+            result = into if result is None else result
+            if not swap:
+                return result
+            return tuple(g.swapaxes(1, 2) for g in result) if backward else result.swapaxes(1, 2)
 
         return call
 

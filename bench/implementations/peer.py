@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-from bench.implementations.implementation import Implementation
+from bench.implementations.implementation import Implementation, Thunk
 from bench.problems import Case
 from bench.problems.operands import Arrays
 
 
 class Peer(Implementation):
-    """Knows the options it has (`extras`); everything else is a refusal by name."""
+    """Knows the options it has (`extras`); everything else is a refusal by name. `causal` says which causal masks it has: "any",
+    "last" (the last query sees the last key) or "square" (as many queries as keys)."""
 
     extras: frozenset[str] = frozenset()
     dtypes: frozenset[str] = frozenset({"float16", "bfloat16"})
+    causal = "any"
 
     def refuses(self, case: Case) -> str | None:
         if case.dtype not in self.dtypes:
             return f"no {case.dtype}"
+        if self.causal == "last" and case.causal == "top_left" and (case.operation == "serving" or case.seq_q != case.seq_k):
+            return "no top_left causal mask"
+        if self.causal == "square" and case.causal and case.seq_q != case.seq_k:
+            return "causal only for seq_q == seq_k"
         needed = {n for n in ("window", "softcap", "dropout", "dlse", "accumulate") if getattr(case, n, None)} | set(case.arrays())
         missing = sorted(needed - self.extras)
         return f"no {', '.join(missing)}" if missing else None
+
+
+class Dense(Peer):
+    """Attention of whole tensors by a function of q, k and v, which `attend` makes; `order` is that of its axes."""
+
+    order = "bshd"
+
+    def attend(self, case: Case) -> Callable[[Any, Any, Any], Any]:
+        raise NotImplementedError
+
+    def bind(self, operands: Arrays) -> Thunk:
+        view = bshd if self.order == "bshd" else bhsd
+        q, k, v = (view(operands, name, self.library) for name in "qkv")
+        attend, swap = self.attend(operands.case), operands.case.layout != self.order
+
+        def call():
+            out = attend(q, k, v)
+            return out.swapaxes(1, 2) if swap else out
+
+        return call
 
 
 def bhsd(operands: Arrays, name: str, library: str) -> Any:

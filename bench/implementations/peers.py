@@ -17,7 +17,7 @@ from bench import report
 from bench.implementations import serving
 from bench.implementations.implementation import Implementation, Thunk
 from bench.implementations.flash3 import FlashAttention3, VllmFlashAttention3
-from bench.implementations.peer import Peer, bhsd, bshd, scale_of
+from bench.implementations.peer import Dense, Peer, bhsd, bshd, scale_of
 from bench.implementations.torch_backward import BACKENDS, TorchBackward
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
@@ -93,52 +93,27 @@ class TorchSdpa(Peer):
         return why
 
     def bind(self, operands: Operands) -> Thunk:
-        if operands.case.operation == "backward" and self.backward:
+        case = operands.case
+        if case.operation == "backward" and self.backward:
             return self.backward.bind(operands)
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         choose = functools.partial(sdpa_kernel, getattr(SDPBackend, self.backend)) if self.backend else nullcontext
-        if operands.case.operation == "serving":
-            return self._bind_sequences(operands, choose)
-        case = operands.case
-        q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
-        square = case.seq_q == case.seq_k or case.causal == "top_left"
-        is_causal = bool(case.causal) and square and not (case.window or case.mask or case.bias)
-        mask = None
-        if (case.causal or case.window) and not is_causal:
-            mask = torch.from_numpy(_band(case)).to(q.device)
-        if case.mask:
-            given = operands.array("mask", self.library)
-            mask = given if mask is None else mask & given
-        if case.bias:
-            bias = operands.array("bias", self.library)
-            if mask is None and bias.shape[-1] != case.seq_k:  # fused backends want the keys' stride to be 1
-                mask = torch.from_numpy(np.ones(case.seq_k, bool)).to(q.device)
-            mask = bias if mask is None else torch.where(mask, bias, -math.inf)
-            mask = torch.broadcast_to(mask, (case.batch, case.heads, case.seq_q, case.seq_k))
-        attend = functools.partial(
-            torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=is_causal,
-            scale=case.scale, enable_gqa=case.heads != case.heads_kv,
-        )  # fmt: skip
-        swap = case.layout == "bshd"
+        mask, swap = None, case.layout == "bshd"
+        if case.operation == "serving":  # of one length, as a dense call on a dense copy of what the pages hold
+            q, k, v, is_causal, restore = serving.dense(operands)
+        else:
+            q, k, v = (bhsd(operands, name, self.library) for name in "qkv")
+            square = case.seq_q == case.seq_k or case.causal == "top_left"
+            is_causal = bool(case.causal) and square and not (case.window or case.mask or case.bias)
+            mask = self._mask(operands, q.device, is_causal)
 
-        def call():
-            with choose(), torch.no_grad():
-                out = attend()
-            return out.swapaxes(1, 2) if swap else out
+            def restore(out: Any) -> Any:
+                return out.swapaxes(1, 2) if swap else out
 
-        return call
-
-    def _bind_sequences(self, operands: Operands, choose: Callable[[], Any]) -> Thunk:
-        """Of one length, as a dense call on a dense copy of what the pages hold."""
-        import torch
-
-        q, k, v, is_causal, restore = serving.dense(operands)
-        attend = functools.partial(
-            torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=is_causal, scale=operands.case.scale,
-            enable_gqa=operands.case.heads != operands.case.heads_kv,
-        )  # fmt: skip
+        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=is_causal,
+                                   scale=case.scale, enable_gqa=case.heads != case.heads_kv)  # fmt: skip
 
         def call():
             with choose(), torch.no_grad():
@@ -146,79 +121,83 @@ class TorchSdpa(Peer):
 
         return call
 
+    def _mask(self, operands: Operands, device: Any, is_causal: bool) -> Any:
+        """The mask that torch is given, of what it is not told otherwise; None: none."""
+        import torch
 
-class FlashAttention(Peer):
+        case, mask = operands.case, None
+        if (case.causal or case.window) and not is_causal:
+            mask = torch.from_numpy(_band(case)).to(device)
+        if case.mask:
+            given = operands.array("mask", self.library)
+            mask = given if mask is None else mask & given
+        if case.bias:
+            bias = operands.array("bias", self.library)
+            if mask is None and bias.shape[-1] != case.seq_k:  # fused backends want the keys' stride to be 1
+                mask = torch.from_numpy(np.ones(case.seq_k, bool)).to(device)
+            mask = bias if mask is None else torch.where(mask, bias, -math.inf)
+            mask = torch.broadcast_to(mask, (case.batch, case.heads, case.seq_q, case.seq_k))
+        return mask
+
+
+class FlashAttention(Dense):
     """FlashAttention-2 (package flash_attn) or -4 (flash_attn.cute). `unbounded` is what they take for a side of the
     window that has no end."""
 
     extras = frozenset({"window", "softcap"})
+    causal = "last"
 
     def __init__(self, name: str, module: str, unbounded: int | None = -1):
         super().__init__(name, "torch")
         self.unbounded = unbounded
-        self.attend = importlib.import_module(module).flash_attn_func
+        self.function = importlib.import_module(module).flash_attn_func
 
-    def refuses(self, case: Case) -> str | None:
-        if case.causal == "top_left" and case.seq_q != case.seq_k:
-            return "no top_left causal mask"
-        return super().refuses(case)
-
-    def bind(self, operands: Operands) -> Thunk:
-        case = operands.case
-        q, k, v = (bshd(operands, name, self.library) for name in "qkv")
+    def attend(self, case: Case) -> Callable[[Any, Any, Any], Any]:
         options: dict[str, Any] = {"softmax_scale": case.scale, "causal": bool(case.causal)}
         if case.window:
             options["window_size"] = tuple(self.unbounded if side is None else side for side in case.window)
         if case.softcap:
             options["softcap"] = case.softcap
-        attend, swap = self.attend, case.layout == "bhsd"
+        function = self.function
 
-        def call():
-            out = attend(q, k, v, **options)
-            out = out[0] if isinstance(out, tuple) else out
-            return out.swapaxes(1, 2) if swap else out
+        def attend(q, k, v):
+            out = function(q, k, v, **options)
+            return out[0] if isinstance(out, tuple) else out
 
-        return call
+        return attend
 
 
-class FlashInfer(Peer):
+class FlashInfer(Dense):
     """flashinfer's single-request prefill (batch 1), and its wrappers for decode and prefill over sequences."""
 
     extras = frozenset({"softcap"})
     operations = frozenset({"attention", "serving"})
+    causal = "last"
 
     def __init__(self):
         super().__init__("flashinfer", "torch")
         flashinfer = importlib.import_module("flashinfer")
-        self.attend, self.planned = flashinfer.single_prefill_with_kv_cache, serving.Planned(flashinfer)
+        self.function, self.planned = flashinfer.single_prefill_with_kv_cache, serving.Planned(flashinfer)
 
     def refuses(self, case: Case) -> str | None:
         if case.operation == "serving":
             missing = [f"no {name}" for name in case.arrays()]
             return f"no {case.dtype}" if case.dtype not in self.dtypes else next(iter(missing), serving.flashinfer_refuses(case))
-        if case.batch != 1:
-            return "single-request kernel: batch 1 only"
-        if case.causal == "top_left" and case.seq_q != case.seq_k:
-            return "no top_left causal mask"
-        return super().refuses(case)
+        return "single-request kernel: batch 1 only" if case.batch != 1 else super().refuses(case)
 
     def bind(self, operands: Operands) -> Thunk:
-        case = operands.case
-        if case.operation == "serving":
-            return self.planned.bind(operands)
-        q, k, v = (bshd(operands, name, self.library)[0] for name in "qkv")
-        attend, swap = self.attend, case.layout == "bhsd"
+        return self.planned.bind(operands) if operands.case.operation == "serving" else super().bind(operands)
+
+    def attend(self, case: Case) -> Callable[[Any, Any, Any], Any]:
+        function = self.function
         options = {"causal": bool(case.causal), "sm_scale": scale_of(case), "logits_soft_cap": case.softcap or None}
-
-        def call():
-            out = attend(q, k, v, **options)[None]
-            return out.swapaxes(1, 2) if swap else out
-
-        return call
+        return lambda q, k, v: function(q[0], k[0], v[0], **options)[None]
 
 
-class Jax(Peer):
+class Jax(Dense):
     """``jax.nn.dot_product_attention``, jitted: cuDNN on a GPU, XLA's own on the CPU. Timed by the host's clock."""
+
+    causal = "square"
 
     def __init__(self, device: Cpu | Cuda):
         # By default JAX takes three quarters of the GPU's memory, and others then lack what they need.
@@ -230,11 +209,6 @@ class Jax(Peer):
         self.waits = device.kind == "cpu"
         self.compiled: dict[tuple, Any] = {}
 
-    def refuses(self, case: Case) -> str | None:
-        if case.causal and case.seq_q != case.seq_k:
-            return "causal only for seq_q == seq_k"
-        return super().refuses(case)
-
     def bind(self, operands: Operands) -> Thunk:
         import jax
 
@@ -244,10 +218,7 @@ class Jax(Peer):
         if key not in self.compiled:
             attend = functools.partial(jax.nn.dot_product_attention, scale=case.scale, is_causal=bool(case.causal),
                                        implementation=self.implementation)  # fmt: skip
-            if case.layout == "bhsd":
-                self.compiled[key] = jax.jit(lambda q, k, v: attend(q, k, v).swapaxes(1, 2))
-            else:
-                self.compiled[key] = jax.jit(attend)
+            self.compiled[key] = jax.jit(attend if case.layout == "bshd" else lambda q, k, v: attend(q, k, v).swapaxes(1, 2))
         compiled, waits = self.compiled[key], self.waits
 
         def call():
@@ -255,6 +226,24 @@ class Jax(Peer):
             return out.block_until_ready() if waits else out
 
         return call
+
+
+class Xformers(Dense):
+    """``xformers.ops.memory_efficient_attention`` with its own choice of operator."""
+
+    dtypes = frozenset({"float16", "bfloat16", "float32"})
+    causal = "square"
+
+    def __init__(self):
+        super().__init__("xformers", "torch")
+        self.ops = importlib.import_module("xformers.ops")
+
+    def refuses(self, case: Case) -> str | None:
+        return "no grouped heads through this call" if case.heads != case.heads_kv else super().refuses(case)
+
+    def attend(self, case: Case) -> Callable[[Any, Any, Any], Any]:
+        bias = self.ops.LowerTriangularMask() if case.causal else None
+        return functools.partial(self.ops.memory_efficient_attention, attn_bias=bias, scale=case.scale)
 
 
 class Copy(Implementation):
@@ -276,35 +265,6 @@ class Copy(Implementation):
         if self.device.torch:
             return lambda: target.copy_(source)
         return functools.partial((self.device.cupy or np).copyto, target, source)
-
-
-class Xformers(Peer):
-    """``xformers.ops.memory_efficient_attention`` with its own choice of operator."""
-
-    dtypes = frozenset({"float16", "bfloat16", "float32"})
-
-    def __init__(self):
-        super().__init__("xformers", "torch")
-        self.ops = importlib.import_module("xformers.ops")
-
-    def refuses(self, case: Case) -> str | None:
-        if case.heads != case.heads_kv:
-            return "no grouped heads through this call"
-        if case.causal and case.seq_q != case.seq_k:
-            return "causal only for seq_q == seq_k"
-        return super().refuses(case)
-
-    def bind(self, operands: Operands) -> Thunk:
-        case = operands.case
-        q, k, v = (bshd(operands, name, self.library) for name in "qkv")
-        bias = self.ops.LowerTriangularMask() if case.causal else None
-        attend, swap = self.ops.memory_efficient_attention, case.layout == "bhsd"
-
-        def call():
-            out = attend(q, k, v, attn_bias=bias, scale=case.scale)
-            return out.swapaxes(1, 2) if swap else out
-
-        return call
 
 
 def _differentiate(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, seen: Any, scale: Any, work: Any, swap: bool) -> tuple:
@@ -345,11 +305,7 @@ PEERS: dict[str, tuple[tuple[str, ...], str, Callable[[Cpu | Cuda], Implementati
     "torch-efficient": (("cuda",), "torch", lambda d: TorchSdpa("EFFICIENT_ATTENTION", "torch-efficient", d)),
     "torch-math": (("cpu", "cuda"), "torch", lambda d: TorchSdpa("MATH", "torch-math", d)),
     "torch-sdpa": (("cpu", "cuda"), "torch", lambda d: TorchSdpa(None, "torch-sdpa", d)),
-    "torch-flash-ordered": (
-        ("cuda",),
-        "torch",
-        lambda d: TorchBackward("FLASH_ATTENTION", "torch-flash-ordered", deterministic=True),
-    ),
+    "torch-flash-ordered": (("cuda",), "torch", lambda d: TorchBackward("FLASH_ATTENTION", "torch-flash-ordered", deterministic=True)),
     "flash-attn-2": (("cuda",), "flash_attn", lambda d: FlashAttention("flash-attn-2", "flash_attn")),
     "flash-attn-3": (("cuda",), "torch", lambda d: FlashAttention3("flash-attn-3")),
     "flash-attn-3-ordered": (("cuda",), "torch", lambda d: FlashAttention3("flash-attn-3-ordered", deterministic=True)),

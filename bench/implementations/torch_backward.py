@@ -20,6 +20,7 @@ class TorchBackward(Peer):
     """One of torch's backward operators: BACKENDS."""
 
     operations = frozenset({"backward"})
+    causal = "square"
 
     def __init__(self, backend: str, name: str, deterministic: bool = False):
         super().__init__(name, "torch")
@@ -33,8 +34,6 @@ class TorchBackward(Peer):
     def refuses(self, case: Case) -> str | None:
         if self.deterministic and not case.deterministic:
             return "sums in order, where any order is asked for"
-        if case.causal and case.seq_q != case.seq_k:
-            return "causal only for seq_q == seq_k"
         if case.heads != case.heads_kv and not self.grouped:
             return "no grouped heads"
         if case.bias and case.seq_k % 16:
