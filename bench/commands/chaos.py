@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     waiting, pieces = Counter(kernel for kernel, *_ in batches), {kernel: empty() for kernel in kernels}
     context = machine.context("cuda")
     where = {"device": "cuda", "name": (context["gpu"] or {}).get("name", "an unknown GPU")}
-    document = {"part": "chaos", "machine": where, "context": context, "date": machine.now(),
-                "sources": machine.source_hashes(), "pieces": {}}  # fmt: skip
+    document = {"part": "chaos", "machine": where, "context": context, "date": machine.now(), "sources": machine.source_hashes(), "pieces": {}}
 
     def found_in(batch: tuple[str, int, str, int, int]) -> dict[str, Any] | None:
         return run_batch(*batch, limit=args.limit) if time.monotonic() < ends else None
@@ -102,27 +100,15 @@ def plan(kernels: list[str], tests: str, seeds: int, batches: int) -> Iterator[t
 
 def run_batch(kernel: str, seed: int, file: str, batch: int, batches: int, limit: float) -> dict[str, Any]:
     """What one process found: counts, failures, and the wait that ended, if one did."""
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        xml, hung = Path(folder) / "results.xml", Path(folder) / "hung.json"
-        argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={xml}", f"tests/{file}",
-                "--of", kernel, "--shard", f"{batch}/{batches}", "--repeats", "8"]  # fmt: skip
-        environment = {**os.environ, "CI": "1", "FA_CHAOS_SEED": str(seed), "FA_CHAOS_HUNG": str(hung)}
-        environment.setdefault("OMP_NUM_THREADS", "2")
-        try:
-            done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit, env=environment)
-            found = suites.parse_junit(xml.read_text()) if xml.exists() else ended_early(done.stdout + done.stderr)
-        except subprocess.TimeoutExpired:
-            found = ended_early(f"not finished after {limit:.0f} s")
-        found["hung"] = json.loads(hung.read_text()) if hung.exists() else None
-    found["seconds"] = time.monotonic() - began
+        hung = Path(folder) / "hung.json"
+        asked = [f"tests/{file}", "--of", kernel, "--shard", f"{batch}/{batches}", "--repeats", "8"]
+        environment = {"FA_CHAOS_SEED": str(seed), "FA_CHAOS_HUNG": str(hung), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+        ran = suites.run_pytest(asked, limit=limit, environment=environment)
+        found = suites.merged([ran]) | {"seconds": ran["seconds"], "hung": json.loads(hung.read_text()) if hung.exists() else None}
     print(f"{kernel} {file} {batch + 1}/{batches} seed {seed}: {found['passed']} passed, {found['failed']} failed"
           + (f"; a wait ended: {found['hung']}" if found["hung"] else ""), file=sys.stderr, flush=True)  # fmt: skip
     return found
-
-
-def ended_early(words: str) -> dict[str, Any]:
-    return {"passed": 0, "failed": 1, "skipped": 0, "failures": [words.strip()[-500:]]}
 
 
 def empty() -> dict[str, Any]:

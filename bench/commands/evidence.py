@@ -70,25 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="with --check: exit status 1 unless all is fresh")
     parser.add_argument("--renew", action="store_true", help="note today's sources beside unchanged machine code, compare launches on a GPU, and stop")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add pieces measured elsewhere, and stop")
-    parser.add_argument(
-        "--parts", default=",".join(PARTS), help=f"comma-separated: {', '.join(PARTS)}; on demand {', '.join(ON_DEMAND)}"
-    )
-    parser.add_argument(
-        "--filter",
-        type=arguments.pattern,
-        default="",
-        help="regular expression of test files and of problems to measure",
-    )
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated: {', '.join(PARTS)}; on demand {', '.join(ON_DEMAND)}")
+    parser.add_argument("--filter", type=arguments.pattern, default="", help="regular expression of test files and of problems to measure")
     parser.add_argument("--kernels", type=arguments.pattern, default="", help="regular expression of kernels, and of core")
     parser.add_argument("--presets", help="comma-separated presets to measure (default: all of the device's)")
     parser.add_argument("--within", type=float, default=3600.0, help="seconds after which no new piece is begun")
     parser.add_argument("--seconds", type=arguments.positive, help="rounds of one measured problem (GPU 1, CPU 8)")
     parser.add_argument("--minutes", type=arguments.positive, default=1.0, help="soak of one kernel (1); the problems that hung once take one each")
     parser.add_argument("--jobs", type=arguments.count, default=1, help="processes of pytest or compute-sanitizer side by side (default 1)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--output", type=Path, help="default: bench/evidence/<machine>.json")
     parser.add_argument("--refresh", action="store_true", help="only what the record has, where it is no longer fresh")
     parser.add_argument("--fresh", action="store_true", help="redo pieces that are there already")
+    arguments.common(parser, "device")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,7 +115,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.ends = args, time.monotonic() + args.within
-        self.device = args.device or ("cuda" if devices.has_gpu() else "cpu")
+        self.device = args.device or devices.default()
         self.context = machine.context(self.device)
         where = where_of(self.context, self.device)
         self.record = Record(args.output or place_of(where), where)
@@ -205,8 +198,7 @@ class Run:
     def _untested(self, part: str) -> list[str]:
         """Core, and kernels, whose tests have to be run; also those that share a piece with one, since that piece ends.
         What a run of some files found (--filter) stands beside the piece of all: it may be of another machine's GPUs."""
-        pieces = [p for p in self.record.part(part).values()
-                  if "error" not in p and p.get("files", "") == self.args.filter]  # fmt: skip
+        pieces = [p for p in self.record.part(part).values() if "error" not in p and p.get("files", "") == self.args.filter]
         wanted = [*([CORE] if re.search(self.args.kernels, CORE) else []), *self.of_every_operation()]
         lacking = {k for k in wanted if self.args.fresh or not any(self.record.covers(p, k) for p in pieces)}
         ending = [of for p in pieces if len(of := self.record.kernels_of(p)) > 1 and of & lacking]
@@ -248,12 +240,7 @@ class Run:
     def overhead(self) -> None:
         if self.device != "cuda" or self.late() or self.has("overhead", "figures", CORE):
             return
-        done = subprocess.run([sys.executable, "-m", "bench", "overhead", "--json"], cwd=machine.ROOT,
-                              capture_output=True, text=True, timeout=600)  # fmt: skip
-        try:
-            figures = json.loads(done.stdout)
-        except ValueError:
-            figures = {"error": (done.stderr or done.stdout).strip()[-500:]}
+        figures = _printed(["bench", "overhead"], 600)
         self.add("overhead", "figures", figures if isinstance(figures, dict) else {"figures": figures}, [CORE])
 
     def references(self) -> None:
@@ -281,15 +268,7 @@ class Run:
             piece = self.record.part("training").get(key, {"code": [""]})
             if self.late() or (self.has("training", key) and all(self.record.state(code) == "fresh" for code in piece["code"])):
                 continue
-            limit = self.left(60)
-            try:
-                done = subprocess.run([sys.executable, "-m", f"bench.examples.{line[0]}", *line[1:], *GPT2, "--json"],
-                                      cwd=machine.ROOT, capture_output=True, text=True, timeout=limit)  # fmt: skip
-                found = json.loads(done.stdout)
-            except subprocess.TimeoutExpired:
-                found = {"error": f"not finished after {limit:.0f} s", "kernels": self.kernels()}
-            except ValueError:
-                found = {"error": (done.stderr or done.stdout).strip()[-500:], "kernels": self.kernels()}
+            found = {"kernels": self.kernels()} | _printed([f"bench.examples.{line[0]}", *line[1:], *GPT2], self.left(60))
             self.add("training", key, found, found["kernels"], str({name: run["milliseconds"] for name, run in found.get("runs", {}).items()}))
 
     def measure(self) -> None:
@@ -340,13 +319,24 @@ class Run:
         ]  # fmt: skip
 
 
+def _printed(line: list[str], limit: float) -> Any:
+    """The document that a module of this package prints with --json; {"error"} where it prints none."""
+    try:
+        done = subprocess.run([sys.executable, "-m", *line, "--json"], cwd=machine.ROOT, capture_output=True, text=True, timeout=limit)
+        return json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not finished after {limit:.0f} s"}
+    except ValueError:
+        return {"error": (done.stderr or done.stdout).strip()[-500:]}
+
+
 # ---- renewing ----
 
 
 def renew(folder: Path = FOLDER) -> int:
     """After an edit that left the machine code as it was: prints whose sources each record now names anew; on a GPU also how
     many of the times of its record are those of today's launches."""
-    device = "cuda" if devices.has_gpu() else "cpu"
+    device = devices.default()
     here = place_of(where_of(machine.context(device), device)).name
     for path in sorted(folder.glob("*.json")):
         if document := record.read(path):

@@ -30,9 +30,7 @@ def summary(document: dict) -> str:
     if sanitizer := parts.get("sanitizer"):
         not_run = sanitizer.get("all", {}).get("not_run")
         clean = sum(str(f.get("sanitizer", "")).startswith("0 ") for f in sanitizer.values())
-        said.append(
-            f"sanitizer not run: {not_run}" if not_run else f"sanitizer clean in {clean} of {len(sanitizer)} runs"
-        )
+        said.append(f"sanitizer not run: {not_run}" if not_run else f"sanitizer clean in {clean} of {len(sanitizer)} runs")
     if sweep := parts.get("sweep"):
         judged, failed = (sum(found[k] for found in sweep.values()) for k in ("judged", "failed"))
         said.append(f"{judged} random problems judged, {failed} failed")

@@ -39,8 +39,7 @@ FOLDER = machine.ROOT / "bench" / "evidence"
 CORE = build.rules.digests.CORE
 DIGITS = 7
 # Of kernels that are not the forward's, by operation: what their record must hold.
-OTHER_PARTS = {"BACKWARD": ("tests", "sanitizer", "sweep", "chaos", "soak"), "MERGE": ("tests", "sanitizer"),
-               "APPEND": ("tests", "sanitizer")}  # fmt: skip
+OTHER_PARTS = {"BACKWARD": ("tests", "sanitizer", "sweep", "chaos", "soak"), "MERGE": ("tests", "sanitizer"), "APPEND": ("tests", "sanitizer")}
 # From worse to better: what a whole is when its pieces differ.
 STATES = ("stale", "unknown", "fresh")
 # Follows from the time, the problem and the ceilings.
@@ -105,8 +104,7 @@ class Record:
     def __init__(self, path: Path, where: dict[str, str], built: dict[str, dict] | None = None, root: Path = machine.ROOT):
         self.path, self.root = path, root
         self.built = machine.built_codes() if built is None else built
-        self.document: dict[str, Any] = {"format": FORMAT, "machine": where, "codes": {}, "contexts": {}, "parts": {},
-                                         "cells": {}}  # fmt: skip
+        self.document: dict[str, Any] = {"format": FORMAT, "machine": where, "codes": {}, "contexts": {}, "parts": {}, "cells": {}}
         if path.exists():
             earlier = report.read_json(path)
             if earlier.get("format") != FORMAT or earlier["machine"]["device"] != where["device"]:

@@ -29,30 +29,21 @@ def beside(jobs: int) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **dict.fromkeys(names, share)}
 
 
-def run_pytest(
-    arguments: list[str], prefix: list[str] | None = None, limit: float = 600.0, jobs: int = 1, gpu: str | None = None
-) -> dict[str, Any]:
-    """{passed, failed, skipped, seconds, failures: [...], reasons: {reason: count}, sanitizer?} of one pytest run,
-    one of ``jobs`` side by side. ``gpu``: the only one it sees, as CUDA_VISIBLE_DEVICES names it; None: all."""
+def run_pytest(arguments: list[str], prefix: list[str] | None = None, limit: float = 600.0, jobs: int = 1, gpu: str | None = None,
+               environment: dict[str, str] | None = None) -> dict[str, Any]:  # fmt: skip
+    """{passed, failed, skipped, seconds, failures: [...], reasons: {reason: count}, sanitizer?} of one pytest run, one of ``jobs``
+    side by side, whatever the tree's own options leave out. ``gpu``: the only one it sees, as CUDA_VISIBLE_DEVICES names it; None:
+    all."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
-        argv = [
-            *(prefix or []),
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={xml}",
-            *arguments,
-        ]
+        argv = [*(prefix or []), sys.executable, "-m", "pytest", "-q", "-o", "addopts=--strict-markers", "-p", "no:cacheprovider",
+                f"--junitxml={xml}", *arguments]  # fmt: skip
         began = time.monotonic()
-        environment = {**beside(jobs), "CI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        given = {**beside(jobs), "CI": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (environment or {})
         if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
+            given["CUDA_VISIBLE_DEVICES"] = gpu
         try:
-            done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit, env=environment)
+            done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit, env=given)
         except subprocess.TimeoutExpired:
             return {"error": f"not finished after {limit:.0f} s", "seconds": round(time.monotonic() - began, 1)}
         found = parse_junit(xml.read_text()) if xml.exists() else {"error": _last_words(done.stdout + done.stderr)}
@@ -62,9 +53,7 @@ def run_pytest(
         return found
 
 
-def run_shards(
-    suites: dict[str, list[tuple[list[str], str | None]]], jobs: int, ends: float
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def run_shards(suites: dict[str, list[tuple[list[str], str | None]]], jobs: int, ends: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, its counts) of each suite of tests, as it ends. A suite is its shards: pytest's arguments, and the GPU that the
     process sees or None for all of them. They are begun in the order given, ``jobs`` at a time; where one has not begun by
     `ends` (of time.monotonic()) its suite is left out."""
@@ -112,15 +101,12 @@ def parse_junit(text: str) -> dict[str, Any]:
         wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
         skipped = case.find("skipped")
         if wrong is not None:
-            failures.append(
-                f"{name}: {(wrong.get('message') or '').splitlines()[0][:200] if wrong.get('message') else ''}"
-            )
+            failures.append(f"{name}: {(wrong.get('message') or '').splitlines()[0][:200] if wrong.get('message') else ''}")
         elif skipped is not None:
             reasons[skipped.get("message") or "no reason given"] += 1
         else:
             passed += 1
-    return {"passed": passed, "failed": len(failures), "skipped": sum(reasons.values()), "failures": failures,
-            "reasons": dict(reasons)}  # fmt: skip
+    return {"passed": passed, "failed": len(failures), "skipped": sum(reasons.values()), "failures": failures, "reasons": dict(reasons)}
 
 
 def sweep_result(printed: list[str]) -> dict[str, Any]:
