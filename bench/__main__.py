@@ -18,18 +18,11 @@ COMMANDS["profile"] = "tuning.ncu"  # a module named profile would hide the stan
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands, or of one: its module alone is imported then, so ``evidence --check`` needs nothing."""
-    parser = arguments.Parser(
-        prog="python -m bench", description="Measure, gate, score, tune, profile and soak attention kernels."
-    )
+    parser = arguments.Parser(prog="python -m bench", description="Measure, gate, score, tune, profile and soak attention kernels.")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, module_name in COMMANDS.items() if only is None else [(only, COMMANDS[only])]:
         module = importlib.import_module(f"bench.{module_name}")
-        sub = subparsers.add_parser(
-            name,
-            help=module.SUMMARY,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        sub = subparsers.add_parser(name, help=module.SUMMARY, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         sub.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

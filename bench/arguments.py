@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 import sys
+from typing import Any
 
 
 class Parser(argparse.ArgumentParser):
@@ -14,6 +15,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.print_usage(sys.stderr)
         self.exit(3, f"{self.prog}: error: {message}\n")
+
+
+def common(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Adds options that several commands have, and that mean the same in all of them."""
+    for name in names:
+        parser.add_argument(f"--{name}", **COMMON[name])
 
 
 def pattern(text: str) -> str:
@@ -41,3 +48,12 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}; accepted: finite numbers over 0")
     return value
+
+
+COMMON: dict[str, dict[str, Any]] = {
+    "arrays": {"choices": ("numpy", "torch", "cupy", "jax"), "help": "array library that a callable takes"},
+    "device": {"choices": ("cpu", "cuda"), "help": "default: cuda where there is a GPU"},
+    "filter": {"type": pattern, "default": "", "help": "regular expression that a problem's line must contain"},
+    "fresh": {"action": "store_true", "help": "do not resume"},
+    "baseline": {"action": "append", "help": "kernel, peer or candidate to beat (repeatable; the fastest counts)"},
+}

@@ -40,32 +40,18 @@ OPERATIONS = ("attention", "backward")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("candidate", help="a kernel, a peer, module:function, file.py:function, or a .cu, .c or .so file")
-    parser.add_argument(
-        "--baseline", action="append", help="kernel, peer or candidate to beat (repeat for several; the fastest counts)"
-    )
-    parser.add_argument(
-        "--case", action="append", help="problem, such as B1,H8,S512,D64,float16,causal=True (repeatable)"
-    )
+    parser.add_argument("--case", action="append", help="problem, such as B1,H8,S512,D64,float16,causal=True (repeatable)")
     parser.add_argument("--preset", help=f"problems by name: {', '.join(problems.preset_names(OPERATIONS))}")
     parser.add_argument("--backward", action="store_true", help="gradients of the problems: operation=backward for all of them")
     parser.add_argument("--filter", default="", help="only problems whose line contains this")
-    parser.add_argument(
-        "--limit", type=arguments.positive, default=DEFAULT_LIMIT, help="time ratio to stay under (0.95)"
-    )
+    parser.add_argument("--limit", type=arguments.positive, default=DEFAULT_LIMIT, help="time ratio to stay under (0.95)")
     parser.add_argument("--rounds", type=arguments.count, default=240, help="paired rounds at most (240)")
-    parser.add_argument(
-        "--seconds", type=arguments.positive, default=20.0, help="time for the rounds of one problem (20)"
-    )
-    parser.add_argument(
-        "--time-limit", type=arguments.positive, default=300.0, help="seconds until one call counts as hung (300)"
-    )
+    parser.add_argument("--seconds", type=arguments.positive, default=20.0, help="time for the rounds of one problem (20)")
+    parser.add_argument("--time-limit", type=arguments.positive, default=300.0, help="seconds until one call counts as hung (300)")
     parser.add_argument("--seed", type=int, help="repeat the draws of the run whose record has it; never PASSes (secret ones)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    parser.add_argument(
-        "--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes"
-    )
     parser.add_argument("--cold", action="store_true", help="write five times the last-level cache before each sample")
     parser.add_argument("--output", type=Path, help="write the samples and verdicts to this JSON file")
+    arguments.common(parser, "device", "arrays", "baseline")
 
 
 def default_case(device: str) -> str:
@@ -105,7 +91,7 @@ def judge_one(candidate: str, case: str, device: str, baselines: list[str], limi
 
 
 def run(args: argparse.Namespace) -> int:
-    device = args.device or ("cuda" if devices.has_gpu() else "cpu")
+    device = args.device or devices.default()
     cases = [problems.parse(text, OPERATIONS) for text in args.case or ()]
     if args.preset:
         cases += problems.preset(args.preset, OPERATIONS)
@@ -171,22 +157,14 @@ def show(document: dict) -> None:
             mark = " *" if name and name == gate.get("baseline") and len(gate["ratios"]) > 1 else ""
             rows.append(
                 [
-                    gate["case"],
-                    gate["verdict"] if not name or name == gate.get("baseline") else "",
-                    f"{name or ''}{mark}",
-                    seconds.get(gate["candidate"], 0.0) * 1e6 or None,
-                    seconds.get(name, 0.0) * 1e6 or None,
-                    f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]" if ratio else "",
-                    gate.get("frobenius"),
-                ]
+                    gate["case"], gate["verdict"] if not name or name == gate.get("baseline") else "", f"{name or ''}{mark}",
+                    seconds.get(gate["candidate"], 0.0) * 1e6 or None, seconds.get(name, 0.0) * 1e6 or None,
+                    f"{ratio['ratio']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]" if ratio else "", gate.get("frobenius"),
+                ]  # fmt: skip
             )
     candidate = gates[0]["candidate"] if gates else ""
     columns = ("problem", "verdict", "baseline", "candidate us", "baseline us", "ratio [95%]", "error vs float64")
-    report.table(
-        f"{candidate}: time ratio must stay under {document['limit']:g} (* the fastest baseline, which counts)",
-        columns,
-        rows,
-    )
+    report.table(f"{candidate}: time ratio must stay under {document['limit']:g} (* the fastest baseline, which counts)", columns, rows)
     for gate in gates:
         for failure in gate["failures"]:
             print(f"  {gate['case']}: {failure}")

@@ -57,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--preset", action="append", help=f"repeatable: {', '.join(problems.preset_names())}")
     add("--case", action="append", default=[], help="a problem by its line (repeatable)")
-    add("--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain")
     add("--kernels", type=arguments.pattern, default="", help="regular expression of kernels (default: all)")
     add("--peers", help="comma-separated peers, or none (default: all that import)")
     add("--candidate", action="append", default=[], help="a candidate beside the kernels, as in bench gate")
@@ -65,10 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=arguments.count, default=80, help="rounds at most (80)")
     add("--seconds", type=arguments.positive, help="time for the rounds of one problem (GPU 1.5, CPU 8)")
     add("--tight", type=float, default=0.01, help="stop when every ratio's interval is this narrow (0.01)")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     add("--seed", type=int, default=0)
     add("--output", type=Path, help="JSON file; resumed if it is of the same machine code and options")
-    add("--fresh", action="store_true", help="do not resume")
+    arguments.common(parser, "filter", "device", "fresh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Settings:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = args.device or ("cuda" if devices.has_gpu() else "cpu")
+    device = args.device or devices.default()
     target = devices.open_device(device)
     cases = chosen(args.preset, args.case, args.filter, device)
     operations = dict.fromkeys(case.operation for case in cases)
@@ -273,12 +271,7 @@ def _timed_alone(one: Implementation, slots: list[Operands], device: Cpu | Cuda,
     if first * calls <= seconds / 20:
         return None
     taken = [first] + [once() for _ in range(min(4, int(seconds / 2 / first)))]
-    return {
-        "us": float(np.median(taken)) * 1e6,
-        "rounds": len(taken),
-        "clock": "host clock",
-        "note": "slow: median of a few calls alone",
-    }
+    return {"us": float(np.median(taken)) * 1e6, "rounds": len(taken), "clock": "host clock", "note": "slow: median of a few calls alone"}
 
 
 def _fastest(names: list[str], watches: dict[str, timer.Stopwatch]) -> str:

@@ -17,10 +17,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
-import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -56,9 +54,7 @@ def _timed(burst: Callable[[list[None]], object]) -> Callable[[int], float]:
     return time_burst
 
 
-def _bursts(
-    subjects: dict[str, Callable[[int], float]], synchronize: Callable[[], None], calls: int, bursts: int
-) -> dict[str, list[float]]:
+def _bursts(subjects: dict[str, Callable[[int], float]], synchronize: Callable[[], None], calls: int, bursts: int) -> dict[str, list[float]]:
     """Bursts of each subject, each from an empty queue. Each round has one of every subject, so that drift meets all of them alike."""
     figures: dict[str, list[float]] = {name: [] for name in subjects}
     for _ in range(bursts + 3):
@@ -267,19 +263,10 @@ def measure(calls: int = CALLS, bursts: int = BURSTS, kernel: str | None = None)
         if name in figures:
             held[name] = figures[name] <= bar * figures[peer]
     return {
-        "shape": SHAPE,
-        "dtype": "float16",
-        "calls": calls,
-        "bursts": bursts,
-        "kernel": kernel,
-        "load": load,
-        "microseconds": figures,
-        "least": {name: min(values) for name, values in taken.items()},
-        "bars": BARS,
-        "above": ABOVE,
-        "shares": SHARES,
-        "held": held,
-    }
+        "shape": SHAPE, "dtype": "float16", "calls": calls, "bursts": bursts, "kernel": kernel, "load": load,
+        "microseconds": figures, "least": {name: min(values) for name, values in taken.items()}, "bars": BARS, "above": ABOVE,
+        "shares": SHARES, "held": held,
+    }  # fmt: skip
 
 
 SUMMARY = "host time of a call on tiny arrays, beside torch's"
@@ -307,14 +294,3 @@ def run(args) -> int:
                 for name, us in result["microseconds"].items()]  # fmt: skip
         report.table(f"microseconds a call, {SHAPE} float16", ("call", "us", "least", "bar", "or", "held"), rows)
     return 0 if all(result["held"].values()) else 1
-
-
-def main(arguments: list[str]) -> int:
-    """Prints the figures as JSON; an argument forces a kernel."""
-    result = measure(kernel=arguments[0] if arguments else None)
-    print(json.dumps(result, indent=2))
-    return 0 if all(result["held"].values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

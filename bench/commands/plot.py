@@ -31,11 +31,9 @@ MARKERS = "osD^vP*X"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, nargs="+", help="JSON of measure, evidence, gate, references or tune")
     parser.add_argument("--kind", choices=KINDS, default="grid", help="which chart (grid)")
-    parser.add_argument(
-        "--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain"
-    )
     parser.add_argument("--only", type=arguments.pattern, default="", help="regular expression of kernels and peers to draw")
     parser.add_argument("--output", type=Path, default=Path("chart"), help="name without suffix (chart.png, chart.svg)")
+    arguments.common(parser, "filter")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,9 +52,7 @@ def draw(documents: list[dict], kind: str, output: Path, pattern: str = "", only
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update(
-        {"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "fa"}
-    )
+    plt.rcParams.update({"svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "svg.hashsalt": "fa"})
     cells = [c for d in documents for c in measured(d) if re.search(pattern, c["case"])]
     for cell in cells:
         cell["figures"] = {n: f for n, f in cell["figures"].items() if re.search(only, n)}
@@ -241,8 +237,7 @@ def _errors(plt, cells, documents, where):
     figure, axes = plt.subplots(1, len(dtypes), figsize=(4.2 * len(dtypes), 3.4), squeeze=False)
     for axis, dtype in zip(axes.flat, dtypes):
         names = sorted({n for d, n in found if d == dtype}, key=lambda n: (not _is_kernel(n), n))
-        axis.boxplot([found[dtype, n] for n in names], tick_labels=names, widths=0.5, whis=(0, 100),
-                     medianprops={"color": PALETTE[1]})  # fmt: skip
+        axis.boxplot([found[dtype, n] for n in names], tick_labels=names, widths=0.5, whis=(0, 100), medianprops={"color": PALETTE[1]})
         for i, name in enumerate(names, 1):
             axis.plot([i] * len(found[dtype, name]), found[dtype, name], ".", color=PALETTE[0], markersize=3, alpha=0.6)
         axis.set_yscale("log")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import machine, problems, report
+from bench import arguments, machine, problems, report
 from bench.implementations import implementation, named, peers
 from bench.machine import device as devices
 from bench.problems import Case
@@ -28,24 +28,20 @@ VALUES = ("normal", "large", "offset", "sorted")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", action="append", help="a problem by its line (repeatable)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
     parser.add_argument("--kernels", action="store_true", help="kernels of fa_ext beside the peers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same machine code and options")
-    parser.add_argument("--fresh", action="store_true", help="do not resume")
+    arguments.common(parser, "device", "fresh")
 
 
 def default_cases(device: str) -> list[Case]:
     dtypes = ("float16", "bfloat16", "float32")
     sizes = ((1, 8, 512, 64), (2, 8, 1024, 128)) if device == "cuda" else ((1, 4, 256, 64),)
-    return [
-        Case(b, h, h, s, s, d, dtype=t, causal=causal)
-        for b, h, s, d in sizes for t in dtypes for causal in (False, True)
-    ]  # fmt: skip
+    return [Case(b, h, h, s, s, d, dtype=t, causal=causal) for b, h, s, d in sizes for t in dtypes for causal in (False, True)]
 
 
 def run(args: argparse.Namespace) -> int:
-    device = args.device or ("cuda" if devices.has_gpu() else "cpu")
+    device = args.device or devices.default()
     cases = [problems.parse(text) for text in args.case] if args.case else None
     report.deliver(collect(device, cases, args.kernels, args.seed, args.json, args.output, args.fresh), args.json, show)
     return 0
@@ -70,8 +66,8 @@ def collect(
     progress = report.Progress(len(todo), quiet)
     with isolation.Worker() as worker:
         for case in todo:
-            arguments = {"case": str(case), "device": device, "names": names, "seed": seed}
-            outcome = worker.call("bench.commands.references:errors", arguments, 300)
+            asked = {"case": str(case), "device": device, "names": names, "seed": seed}
+            outcome = worker.call("bench.commands.references:errors", asked, 300)
             found = outcome.value if outcome.ok else [{"case": str(case), "refused": outcome.reason}]
             results.add(str(case), {"errors": found})
             progress.step(str(case))

@@ -39,32 +39,16 @@ GPU_SAMPLE_SECONDS = 3e-3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("candidate", help="as in bench gate")
-    parser.add_argument(
-        "--baseline", action="append", help="kernel, peer or candidate to compare with (repeatable; the fastest counts)"
-    )
-    parser.add_argument(
-        "--filter", type=arguments.pattern, default="", help="regular expression that a problem's line must contain"
-    )
     parser.add_argument("--every", type=arguments.count, default=1, help="only every n-th problem")
-    parser.add_argument(
-        "--seconds", type=arguments.positive, help="time for the rounds of one problem (GPU 0.2, CPU 1)"
-    )
-    parser.add_argument(
-        "--time-limit", type=arguments.positive, default=120.0, help="seconds until a problem counts as hung (120)"
-    )
+    parser.add_argument("--seconds", type=arguments.positive, help="time for the rounds of one problem (GPU 0.2, CPU 1)")
+    parser.add_argument("--time-limit", type=arguments.positive, default=120.0, help="seconds until a problem counts as hung (120)")
     parser.add_argument("--seed", type=int, help="repeat the draws of a run; a candidate may foresee them (secret ones)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
-    parser.add_argument(
-        "--arrays", choices=("numpy", "torch", "cupy", "jax"), help="array library that a callable takes"
-    )
-    parser.add_argument(
-        "--output", type=Path, help="JSON file; resumed if it is of the same sources, candidate and options"
-    )
-    parser.add_argument("--fresh", action="store_true", help="do not resume")
+    parser.add_argument("--output", type=Path, help="JSON file; resumed if it is of the same sources, candidate and options")
+    arguments.common(parser, "filter", "device", "arrays", "fresh", "baseline")
 
 
 def run(args: argparse.Namespace) -> int:
-    device = args.device or ("cuda" if devices.has_gpu() else "cpu")
+    device = args.device or devices.default()
     chosen = [c for c in problems.scored(device) if re.search(args.filter, str(c))][:: args.every]
     if not chosen:
         raise report.UsageError(f"no problem matches {args.filter!r}")
@@ -107,15 +91,12 @@ def score(
             else:
                 # A candidate gets a process for each problem: what it did to one must not reach the next.
                 worker = shared if _is_ours(candidate) else None
-                found = score_one(candidate, str(case), device, baselines, seconds, time_limit, seed, arrays, worker,
-                                  table)  # fmt: skip
+                found = score_one(candidate, str(case), device, baselines, seconds, time_limit, seed, arrays, worker, table)
             document["fast"] = fast_p([*results.cells.values(), found])
             results.add(str(case), found)
             speedup = f", {found['speedup']:.2f}x" if found["speedup"] else ""
             busy = ", on a busy machine" if conditions.busy(found.get("conditions")) else ""
-            progress.step(
-                f"{case}: {'correct' if found['correct'] else 'WRONG: ' + found['failures'][0]}{speedup}{busy}"
-            )
+            progress.step(f"{case}: {'correct' if found['correct'] else 'WRONG: ' + found['failures'][0]}{speedup}{busy}")
     document["fast"] = fast_p([document["cells"][str(case)] for case in chosen])
     results.save()
     return document
@@ -169,10 +150,7 @@ def meaningless(case: str, seed: int, tell: Callable[[Any], None] = print) -> st
 def fast_p(scored: list[dict]) -> dict[str, float]:
     """Share of problems that are correct with a speedup strictly over p; p = 0 counts every correct one."""
     total = max(1, len(scored))
-    return {
-        f"fast_{p:g}": sum(s["correct"] and (p == 0 or (s["speedup"] or 0.0) > p) for s in scored) / total
-        for p in THRESHOLDS
-    }
+    return {f"fast_{p:g}": sum(s["correct"] and (p == 0 or (s["speedup"] or 0.0) > p) for s in scored) / total for p in THRESHOLDS}
 
 
 def _content(candidate: str) -> str | None:
@@ -188,9 +166,7 @@ def show(document: dict) -> None:
     rows = [[c["case"], "yes" if c["correct"] else "NO", c["speedup"], c.get("baseline"), conditions.mark(c),
              "" if c["correct"] else c["failures"][0][:90]] for c in cells]  # fmt: skip
     candidate = document["identity"]["candidate"]
-    report.table(
-        f"{candidate} on {len(cells)} problems", ("problem", "correct", "speedup", "baseline", "load", "why not"), rows
-    )
+    report.table(f"{candidate} on {len(cells)} problems", ("problem", "correct", "speedup", "baseline", "load", "why not"), rows)
     if line := conditions.summary(cells):
         print(line)
     print("  ".join(f"{name} {100 * share:.1f}%" for name, share in document["fast"].items()))

@@ -39,38 +39,19 @@ HANG = (
 # Warpgroups whose rows lie past the last query or see no block or one, ragged tiles, each option, grouped heads, few
 # queries over many keys, rows without keys; small ones, too, for kernels that are slow.
 CASES = (
-    *HANG,
-    "B4,H8,S700,D128,bfloat16,causal=True",
-    "B1,H8,S4000,D128,bfloat16,causal=True",
-    "B8,H32,S128,D64,bfloat16,causal=True",
-    "B8,H8,S64,D256,bfloat16,causal=True",
-    "B8,H16,S64x128,D128,bfloat16,causal=bottom_right",
-    "B4,H8,S512,D96,float16,causal=True",
-    "B2,H8,S1000,D96,bfloat16",
-    "B4,H8,S700,D192,bfloat16,causal=True",
-    "B2,H8,S511,D192,float16",
-    "B2,H8,S1023,D128,bfloat16,window=127:0",
-    "B2,H8,S1500,D64,float16,causal=True,window=300:none",
-    "B2,H8,S777,D128,bfloat16,causal=True,softcap=30.0",
-    "B2,H8,S640,D64,float16,softcap=20.0",
-    "B2,H8,S900,D64,bfloat16,causal=True,sinks=float32",
-    "B2,H32/4,S600,D128,bfloat16,causal=True",
-    "B2,H8,S512,D128,bfloat16,causal=True,layout=bshd",
-    "B2,H16/2,S1x4096,D128,bfloat16",
-    "B4,H32/8,S3x2000,D64,float16,causal=bottom_right",
-    "B1,H8,S512,D64,float16",
-    "B1,H8,S1024,D64,float16,causal=True",
-    "B1,H16,S512,D128,float16,causal=True",
-    "B4,H8,S300,D64,bfloat16,mask=batch",
-    "B2,H4,S511,D64,bfloat16,mask=rows",
-    "B1,H8,S400x200,D128,bfloat16,causal=bottom_right",
-    "B2,H8,S384,D128,float16,bias=full",
-    "B1,H4,S239,D64,float32,causal=True",
-    "B1,H4,S256,D128,float32",
-    "B1,H2,S113x203,D40,float16,causal=bottom_right",
-    "B1,H4,S200,D64/128,bfloat16",
-    "B2,H4,S128,D64,bfloat16",
-)
+    *HANG, "B4,H8,S700,D128,bfloat16,causal=True", "B1,H8,S4000,D128,bfloat16,causal=True",
+    "B8,H32,S128,D64,bfloat16,causal=True", "B8,H8,S64,D256,bfloat16,causal=True",
+    "B8,H16,S64x128,D128,bfloat16,causal=bottom_right", "B4,H8,S512,D96,float16,causal=True", "B2,H8,S1000,D96,bfloat16",
+    "B4,H8,S700,D192,bfloat16,causal=True", "B2,H8,S511,D192,float16", "B2,H8,S1023,D128,bfloat16,window=127:0",
+    "B2,H8,S1500,D64,float16,causal=True,window=300:none", "B2,H8,S777,D128,bfloat16,causal=True,softcap=30.0",
+    "B2,H8,S640,D64,float16,softcap=20.0", "B2,H8,S900,D64,bfloat16,causal=True,sinks=float32",
+    "B2,H32/4,S600,D128,bfloat16,causal=True", "B2,H8,S512,D128,bfloat16,causal=True,layout=bshd",
+    "B2,H16/2,S1x4096,D128,bfloat16", "B4,H32/8,S3x2000,D64,float16,causal=bottom_right", "B1,H8,S512,D64,float16",
+    "B1,H8,S1024,D64,float16,causal=True", "B1,H16,S512,D128,float16,causal=True", "B4,H8,S300,D64,bfloat16,mask=batch",
+    "B2,H4,S511,D64,bfloat16,mask=rows", "B1,H8,S400x200,D128,bfloat16,causal=bottom_right",
+    "B2,H8,S384,D128,float16,bias=full", "B1,H4,S239,D64,float32,causal=True", "B1,H4,S256,D128,float32",
+    "B1,H2,S113x203,D40,float16,causal=bottom_right", "B1,H4,S200,D64/128,bfloat16", "B2,H4,S128,D64,bfloat16",
+)  # fmt: skip
 # Of the forward pass beside them: packed and paged keys, one query each, a few, and prefixes of many.
 SEQUENCES = (
     "B5,H8/2,S700+1+128+513+1024,D128,bfloat16,q=packed,k=packed,slack=0,causal=bottom_right",
@@ -212,17 +193,11 @@ def summed(value: dict[str, Any], heard: list[dict[str, Any]], cases: list[str])
         for case, count in stream["wrong"].items():
             wrong[case] = wrong.get(case, 0) + count
     return {
-        "calls": sum(stream["calls"] for stream in streams),
-        "compared": sum(stream["compared"] for stream in streams),
-        "wrong": wrong,
-        "hung": None,
-        "error": None,
-        "memory_before": value.get("memory_before"),
-        "memory_after": value.get("memory_after"),
-        "cases": value.get("cases", cases),
-        "left_out": value.get("left_out", {}),
+        "calls": sum(stream["calls"] for stream in streams), "compared": sum(stream["compared"] for stream in streams),
+        "wrong": wrong, "hung": None, "error": None, "memory_before": value.get("memory_before"),
+        "memory_after": value.get("memory_after"), "cases": value.get("cases", cases), "left_out": value.get("left_out", {}),
         "loads": value.get("loads", {}),
-    }
+    }  # fmt: skip
 
 
 def verdict(found: dict[str, Any]) -> str:

@@ -27,7 +27,6 @@ FILES = (machine.ROOT / "README.md", machine.ROOT / "bench" / "FIGURES.md", *sor
 RECORDS = {"gpu": "nvidia-h200", "h100": "nvidia-h100-80gb-hbm3", "cpu": "intel-r-xeon-r-processor"}
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 GPUS = {"gpu": "H200", "h100": "H100"}
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 HOPPER, AMPERE, CUDNN, FLASH, FLASH3 = "wgmma_sm90", "mma_sm80", "torch-cudnn", "torch-flash", "flash-attn-3"
 BACKWARD_PEERS = {CUDNN: "cuDNN", FLASH: "FlashAttention-2 (torch)", FLASH3: "FlashAttention-3",
                   "torch-flash-ordered": "FlashAttention-2, ordered", "flash-attn-3-ordered": "FlashAttention-3, ordered"}  # fmt: skip
@@ -175,7 +174,7 @@ DECODE: Columns = {
     "B, heads, keys": lambda c: f"{c.case.batch}, {c.case.heads}{f'/{c.case.heads_kv}' * (c.case.heads != c.case.heads_kv)}, {c.case.seq_k}",
     "`mma_sm80` us": lambda c: c.us(AMPERE), "cuDNN": lambda c: c.us(CUDNN), "FlashAttention-2": lambda c: c.us(FLASH),
 }  # fmt: skip
-MOVES: Columns = {
+CACHE_OPS: Columns = {
     "": lambda c: c.case.operation,
     "tokens, 32/8 heads of 128": lambda c: f"{c.case.seq_q if c.case.operation == 'merge' else sum(c.case.n_q):,}",
     "us": lambda c: c.us(c.case.operation), "copy of as many bytes": lambda c: c.us("copy"),
@@ -389,6 +388,6 @@ BLOCKS: dict[str, Callable[[dict], str]] = {
     "paper_h100": partial(_of_preset, PAPER, "paper", which="h100", only=lambda case: case.seq_q in (512, 2048, 16384)),
     "small": partial(_of_preset, SMALL, "small"), "extras": partial(_of_preset, EXTRAS, "extras"),
     "decode": partial(_of_preset, DECODE, "decode", cache="cold"), "cpu": partial(_of_preset, CPU, "cpu", which="cpu", missing="-"),
-    "cache_ops": partial(_of_preset, MOVES, "cache_ops", cache="cold", missing="The record holds no figures of merging and appending yet."),
+    "cache_ops": partial(_of_preset, CACHE_OPS, "cache_ops", cache="cold", missing="The record holds no figures of merging and appending yet."),
     "tested": _tested,
 }  # fmt: skip

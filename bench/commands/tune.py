@@ -35,22 +35,14 @@ SUMMARY = "search over a kernel's compile-time parameters"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kernel", choices=sorted(SPACES), help="the kernel to tune")
-    parser.add_argument(
-        "--strategy", default="genetic_algorithm", choices=list(search.STRATEGIES), help="(genetic_algorithm)"
-    )
+    parser.add_argument("--strategy", default="genetic_algorithm", choices=list(search.STRATEGIES), help="(genetic_algorithm)")
     figures = ", ".join(objective.FIGURES)
-    parser.add_argument(
-        "--objective", default="time", help=f"time, or with figures of ncu time*NAME/NAME, of {figures}"
-    )
+    parser.add_argument("--objective", default="time", help=f"time, or with figures of ncu time*NAME/NAME, of {figures}")
     parser.add_argument("--evaluations", type=arguments.count, default=48, help="variants at most (48)")
     parser.add_argument("--time", type=arguments.positive, default=3600.0, help="seconds at most (3600)")
-    parser.add_argument(
-        "--time-limit", type=arguments.positive, default=60.0, help="seconds until a variant counts as hung (60)"
-    )
+    parser.add_argument("--time-limit", type=arguments.positive, default=60.0, help="seconds until a variant counts as hung (60)")
     parser.add_argument("--seconds", type=arguments.positive, default=2.0, help="paired rounds of one variant (2)")
-    parser.add_argument(
-        "--final-seconds", type=arguments.positive, default=10.0, help="paired rounds of each of the best three (10)"
-    )
+    parser.add_argument("--final-seconds", type=arguments.positive, default=10.0, help="paired rounds of each of the best three (10)")
     parser.add_argument("--case", help="the problem to tune for (default: the kernel's own)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="only compile, into this folder")
@@ -61,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--measure", type=Path, metavar="FOLDER", help="only measure what --build left in this folder")
     parser.add_argument("--output", type=Path, help="history as JSON (default build/bench/tune-<kernel>.json); resumed")
-    parser.add_argument("--fresh", action="store_true", help="do not resume")
     parser.add_argument("--write", action="store_true", help="write the winner as the header that the kernel includes")
     parser.add_argument("--from", dest="finished", type=Path, metavar="FILE", help="write that of a finished run")
+    arguments.common(parser, "fresh")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,9 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.measure and space.device == "cuda" and not devices.has_gpu():
         raise report.UsageError(f"{space.kernel} needs a GPU to measure on; --build compiles its variants without one")
     if objective.parse(args.objective) and space.device == "cpu":
-        raise report.UsageError(
-            f"objective is {args.objective!r}: its figures are a GPU's, {space.kernel} runs on the CPU"
-        )
+        raise report.UsageError(f"objective is {args.objective!r}: its figures are a GPU's, {space.kernel} runs on the CPU")
     case = args.case or space.case
     found = variants.identity(space, case, space.device) | {"objective": args.objective}
     if args.measure:  # the compiler of another machine made them
@@ -86,8 +76,7 @@ def run(args: argparse.Namespace) -> int:
     results = report.Results(output, found, machine.context(space.device), args.fresh)
     with isolation.Worker() as worker:
         session = Session(space, case, results, worker, args)
-        searched = search.search(space, session.configs, args.strategy, args.evaluations, args.time, session.evaluate,
-                                 args.seed)  # fmt: skip
+        searched = search.search(space, session.configs, args.strategy, args.evaluations, args.time, session.evaluate, args.seed)
         document = results.document
         document |= {"strategy": args.strategy, "seed": args.seed, "evaluated": len(searched), "row": space.kernel,
                      "date": document["context"]["date"], "space": len(space.configs()), "hand_set": space.hand_set,
@@ -112,9 +101,7 @@ def write(space: Space, document: dict[str, Any]) -> int:
 class Session:
     """Builds and evaluates configurations, each once, and remembers them in the results file."""
 
-    def __init__(
-        self, space: Space, case: str, results: report.Results, worker: isolation.Worker, args: argparse.Namespace
-    ):
+    def __init__(self, space: Space, case: str, results: report.Results, worker: isolation.Worker, args: argparse.Namespace):
         self.space, self.case, self.results, self.worker, self.args = space, case, results, worker, args
         self.aim = objective.parse(args.objective)
         self.anchor_figures: dict[str, float] = {}
@@ -166,14 +153,9 @@ class Session:
 
     def _measured(self, library: Path, seconds: float, rounds: int) -> dict[str, Any]:
         arguments = {
-            "library": str(library),
-            "anchor": str(self.anchor),
-            "case": self.case,
-            "device": self.space.device,
-            "rounds": rounds,
-            "seconds": seconds,
-            "seed": self.args.seed,
-        }
+            "library": str(library), "anchor": str(self.anchor), "case": self.case, "device": self.space.device,
+            "rounds": rounds, "seconds": seconds, "seed": self.args.seed,
+        }  # fmt: skip
         stages: list[str] = []
         outcome = self.worker.call("bench.tuning.variants:evaluate", arguments, self.args.time_limit,
                                    lambda message, at: stages.append(message["stage"]))  # fmt: skip
@@ -206,8 +188,7 @@ class Session:
             again = self._measured(library, self.args.final_seconds, 240) if library else {"error": "gone"}
             known = {name: cell[name] for name in ("figures", "factors") if name in cell}
             finalists.append({"config": cell["config"], **again, **known})
-        better = [f for f in finalists
-                  if "ratio" in f and objective.value(f) * f["ratio"]["high"] / f["ratio"]["ratio"] < 1.0]  # fmt: skip
+        better = [f for f in finalists if "ratio" in f and objective.value(f) * f["ratio"]["high"] / f["ratio"]["ratio"] < 1.0]
         if better:
             final = min(better, key=objective.value)
         else:
@@ -253,9 +234,7 @@ def show(document: dict) -> None:
     )
     if document["failures"]:
         report.table("failures", ("count", "reason"), [[n, why] for why, n in document["failures"].items()])
-    front = ", ".join(
-        f"{label(c['config'])} ({c['ratio']['ratio']:.3f}, {c['frobenius']:.2e})" for c in document["pareto"]
-    )
+    front = ", ".join(f"{label(c['config'])} ({c['ratio']['ratio']:.3f}, {c['frobenius']:.2e})" for c in document["pareto"])
     print(f"Pareto front of time and error: {front or 'empty'}")
     final = document.get("final")
     if final:

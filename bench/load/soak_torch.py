@@ -217,8 +217,7 @@ class Backward(Torch):
         _, arguments = problem
         if outputs is None:
             self.in_order(kernel, arguments)
-        return list(fa_ext.attention_backward(
-            **arguments, grads=outputs and tuple(outputs), kernel=kernel, deterministic=not self.any_order))  # fmt: skip
+        return list(fa_ext.attention_backward(**arguments, grads=outputs and tuple(outputs), kernel=kernel, deterministic=not self.any_order))
 
     def in_order(self, kernel: str, arguments: dict[str, Any]) -> None:
         """Finds out whether the kernel takes such a call with sums in any order alone. Then dq may differ as those do."""

@@ -180,9 +180,7 @@ def replayed(kernel: str, problem: Problem, backend: Any, handle: Any) -> Work:
     return Work(str(problem.case), call, burst, GRAPH_CALLS, problem.expected, lambda: backend.poison(outputs))
 
 
-def crews(
-    kernel: str, found: list[Problem], threads: int, streams: int, loads: list[str], backend: Any
-) -> list[list[Stream]]:
+def crews(kernel: str, found: list[Problem], threads: int, streams: int, loads: list[str], backend: Any) -> list[list[Stream]]:
     """The streams that each thread drives: `threads` times `streams` of the kernel, and one for each load beside it."""
     largest = max(backend.bytes_of(problem.case) for problem in found)
     made: list[list[Stream]] = []

@@ -114,16 +114,9 @@ def context(device: str) -> dict[str, Any]:
     """Everything that a reader needs to judge a figure."""
     codes = {kernel: code["id"] for kernel, code in built_codes().items()}
     found: dict[str, Any] = {
-        "date": now(),
-        "device": device,
-        "cpu": processor(),
-        "threads": threads(),
-        "python": platform.python_version(),
-        "versions": versions(),
-        "gcc": compiler("gcc"),
-        "codes": codes,
-        "digest": short_hash(codes),
-    }
+        "date": now(), "device": device, "cpu": processor(), "threads": threads(), "python": platform.python_version(),
+        "versions": versions(), "gcc": compiler("gcc"), "codes": codes, "digest": short_hash(codes),
+    }  # fmt: skip
     if device == "cuda":
         found["gpu"] = gpu()
         found["nvcc"] = compiler("nvcc")
@@ -178,8 +171,7 @@ class Monitor:
     """Clocks, power and throttling of this process's first GPU through NVML; silent where there is none."""
 
     # Reasons under which a figure is not the kernel's: power cap, hardware slowdown, thermal (NVML's bit mask).
-    THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal",
-                 0x80: "hardware power brake"}  # fmt: skip
+    THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "hardware power brake"}
 
     def __init__(self):
         self.handle = None

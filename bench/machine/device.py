@@ -157,11 +157,6 @@ class Cuda:
             graph = self._stream.end_capture()
         return lambda: graph.launch(self._stream)
 
-    def free_bytes(self) -> int:
-        if self.torch:
-            return self.torch.cuda.mem_get_info()[0]
-        return self.cupy.cuda.runtime.memGetInfo()[0]
-
 
 def driver(name: str, *arguments: Any) -> None:
     """Calls the CUDA driver in the current context, which is the one of the array library."""
@@ -179,6 +174,10 @@ def open_device(name: str | None) -> Cpu | Cuda:
     if name is not None:
         raise report.UsageError(f"device is {name!r}; accepted: cpu, cuda")
     return Cuda() if has_gpu() else Cpu()
+
+
+def default() -> str:
+    return "cuda" if has_gpu() else "cpu"
 
 
 def has_gpu() -> bool:

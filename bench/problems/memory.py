@@ -56,9 +56,7 @@ class Block:
 
     def guards_intact(self) -> bool:
         """False when somebody wrote into a guard zone."""
-        return bool(
-            (self.raw[: self.begin] == self.guard_byte).all() and (self.raw[self.end :] == self.guard_byte).all()
-        )
+        return bool((self.raw[: self.begin] == self.guard_byte).all() and (self.raw[self.end :] == self.guard_byte).all())
 
     def poison(self) -> None:
         self.raw[self.begin : self.end] = NAN_BYTE

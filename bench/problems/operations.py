@@ -11,8 +11,7 @@ from bench.problems.cache_ops import NewTokens, Parts
 from bench.problems.operands import Arrays, Operands
 from bench.problems.sequences import Sequences
 
-OPERANDS: dict[str, type[Operands]] = {"attention": Operands, "backward": Gradients, "serving": Sequences, "merge": Parts,
-                                       "append": NewTokens}  # fmt: skip
+OPERANDS: dict[str, type[Operands]] = {"attention": Operands, "backward": Gradients, "serving": Sequences, "merge": Parts, "append": NewTokens}
 
 # What a process that only calls an implementation makes of memory that somebody else fills.
 ARRAYS: dict[str, type[Arrays]] = {"attention": Arrays, "backward": GradientArrays}

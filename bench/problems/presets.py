@@ -162,7 +162,7 @@ def _cpu_serving():
     return [_sequences([4096], **common), _sequences([(512, 512)] * 4, k="packed", causal="bottom_right", **common)]
 
 
-def _moves():
+def _cache_ops():
     """Merging two results, and appending: beside a copy of as many bytes."""
     merged = Case(1, 32, 32, 4096, 4096, 128, dtype="bfloat16", layout="bshd", operation="merge")
     tokens = ([(1, 512)], [(1, 512)] * 128, [(8192, 8192)])
@@ -184,6 +184,6 @@ PRESETS = {
     "dropout": _dropout(),
     "cpu-backward": _cpu_backward(),
     "serving": [case for cases in CELLS.values() for case in cases],
-    "cache_ops": _moves(),
+    "cache_ops": _cache_ops(),
     "cpu-serving": _cpu_serving(),
 }

@@ -27,8 +27,7 @@ MAX_GRAPH_CALLS = 200
 class Stopwatch:
     """Times calls of `slots` in turn. `clock` says how: "graph", "events" or "host clock"."""
 
-    def __init__(self, slots: Sequence[Thunk], device: Cpu | Cuda, timing: str = "graph",
-                 sample_seconds: float | None = None):  # fmt: skip
+    def __init__(self, slots: Sequence[Thunk], device: Cpu | Cuda, timing: str = "graph", sample_seconds: float | None = None):
         self.slots, self.device = list(slots), device
         self.note: str | None = None
         self._replay: Any = None

@@ -88,8 +88,7 @@ def refuses(case: str, tell: Callable[[Any], None]) -> str | None:
     return implementation.refuses(problem) if problem.operation in implementation.operations else f"no {problem.operation}"
 
 
-def trial(case: str, regions: list[dict], slot: dict[str, list], tell: Callable[[Any], None],
-          fds: list[int] = ()) -> None:  # fmt: skip
+def trial(case: str, regions: list[dict], slot: dict[str, list], tell: Callable[[Any], None], fds: list[int] = ()) -> None:
     """One call in memory of its own, which stays; what it returned is copied to operands result_... on its stream."""
     me = _kept[0]
     with me.device.working():
@@ -106,8 +105,7 @@ def trial(case: str, regions: list[dict], slot: dict[str, list], tell: Callable[
             region.store()
 
 
-def prepare(case: str, regions: list[dict], slots: list[dict[str, list]], kept: bool, tell: Callable[[Any], None],
-            fds: list[int] = ()) -> None:  # fmt: skip
+def prepare(case: str, regions: list[dict], slots: list[dict[str, list]], kept: bool, tell: Callable[[Any], None], fds: list[int] = ()) -> None:
     """Attaches the slots of timed calls. `kept`: results are to be found in each slot's outputs; else they are
     dropped, as those of a baseline are."""
     me = _kept[0]

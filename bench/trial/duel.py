@@ -180,8 +180,7 @@ class Remote:
         # To look for what it has just started takes longer than many a call.
         watched = self.pool.rng.integers(1, self.calls, WATCHED_STEPS).tolist() if self.judged and self.calls > 1 else []
         self.look_at_rest()
-        outcome, taken = self.worker.steps("bench.trial.calls:steps", {"calls": self.calls}, self.limit, self.calls,
-                                           before, after)  # fmt: skip
+        outcome, taken = self.worker.steps("bench.trial.calls:steps", {"calls": self.calls}, self.limit, self.calls, before, after)
         self._require(outcome)
         whole = sum(taken) + sum(late)
         return max(whole - self.calls * self.table.step_seconds, KEPT_SHARE * whole)
@@ -400,8 +399,7 @@ class _Match:
                 refused[name] = why
         return refused
 
-    def judge(self, candidate: Remote, document: dict[str, Any], arrays: str | None, values: list[str], rounds: int,
-              seconds: float) -> None:  # fmt: skip
+    def judge(self, candidate: Remote, document: dict[str, Any], arrays: str | None, values: list[str], rounds: int, seconds: float) -> None:
         """Adds to `document`; returns at the first failure, or raises it."""
         treated = {b.name: processes.favour(b.worker.pid) for b in self.baselines}
         self.begin("load")
@@ -439,8 +437,7 @@ class _Match:
         """After each of the candidate's samples, while nobody runs: WrongResult when something is not as it should be."""
         number = len(candidate.observed)
         if moving := candidate.worker.moving():
-            raise WrongResult(f"timed sample {number}: processes that it started went on after its calls had returned: "
-                              f"{len(moving)}")  # fmt: skip
+            raise WrongResult(f"timed sample {number}: processes that it started went on after its calls had returned: {len(moving)}")
         for baseline in self.baselines:
             was, now = treated[baseline.name] or {}, processes.favour(baseline.worker.pid) or {}
             for before, after in ((how, now.get(thread, how)) for thread, how in was.items()):
@@ -461,8 +458,7 @@ class _Match:
         usual = max([b.behind() for b in self.baselines], default=seen)
         if behind <= 2 * usual + CLAIM_SHARE * (seen - usual):
             return None
-        return (f"its samples took {seen:.3g} s by the judge's clock, and its own read {behind:.3g} s less "
-                f"(a baseline's {usual:.3g} s)")  # fmt: skip
+        return (f"its samples took {seen:.3g} s by the judge's clock, and its own read {behind:.3g} s less (a baseline's {usual:.3g} s)")
 
     def slowed(self) -> dict[str, float]:
         """By baseline: its time beside the candidate over that alone, before and after (the slower of both)."""

@@ -318,12 +318,6 @@ def _restless() -> Outcome:
     return Outcome("timed out", reason=f"it did not stand still within {processes.LIMIT:g} s")
 
 
-def call_once(function: str, arguments: dict, limit_s: float, on_message=None, env=None) -> Outcome:
-    """One call in a process of its own."""
-    with Worker(env) as worker:
-        return worker.call(function, arguments, limit_s, on_message)
-
-
 def printable(text: bytes | str) -> str:
     """What a candidate wrote, without what a terminal would obey."""
     text = text.decode(errors="replace") if isinstance(text, bytes) else text

@@ -67,8 +67,7 @@ class Shared(Operands):
 
     def description(self) -> tuple[list[dict], dict[str, list], list[int]]:
         """(regions, slot, file descriptors) for ``calls.trial``."""
-        slot = {name: [i, self.blocks[name].begin, self.blocks[name].nbytes, *self.shapes[name]]
-                for i, name in enumerate(self.regions)}  # fmt: skip
+        slot = {name: [i, self.blocks[name].begin, self.blocks[name].nbytes, *self.shapes[name]] for i, name in enumerate(self.regions)}
         return [r.description() for r in self.regions.values()], slot, [r.fd for r in self.regions.values() if r.fd >= 0]
 
     def results(self, library: str) -> Any:
@@ -104,8 +103,7 @@ class Pool:
 
     A slot's inputs are a window of random numbers; what follows from them (``_complete``) the judge adds."""
 
-    def __init__(self, case: Case, home: Cpu | Cuda, dice: Dice, shared_on_device: bool, cold: bool = False,
-                 kinds: Sequence[str] = HARD_KINDS):  # fmt: skip
+    def __init__(self, case: Case, home: Cpu | Cuda, dice: Dice, shared_on_device: bool, cold: bool = False, kinds: Sequence[str] = HARD_KINDS):
         """`kinds`: of the values that the trials have; the hard ones among them are dealt to timed calls."""
         self.case, self.home, self.dice = case, home, dice
         self.kinds = [kind for kind in HARD_KINDS if kind in kinds]
@@ -413,8 +411,7 @@ def nbytes_of(shape: tuple[int, ...], dtype: str) -> int:
 def errors_of(got: np.ndarray, truth: np.ndarray) -> tuple[float, float, float, bool]:
     """(norm of the error, norm of the reference, largest error, all finite)."""
     error = np.abs(got - truth)
-    return (float(np.linalg.norm(error)), float(np.linalg.norm(truth)), float(error.max()) if error.size else 0.0,
-            bool(np.isfinite(got).all()))  # fmt: skip
+    return (float(np.linalg.norm(error)), float(np.linalg.norm(truth)), float(error.max()) if error.size else 0.0, bool(np.isfinite(got).all()))
 
 
 def aligned(nbytes: int) -> int:

@@ -279,11 +279,7 @@ def favour(pid: int) -> dict[int, tuple] | None:
     for task in _tasks(pid):
         thread = int(task.name)
         with contextlib.suppress(ProcessLookupError):
-            found[thread] = (
-                frozenset(os.sched_getaffinity(thread)),
-                os.getpriority(os.PRIO_PROCESS, thread),
-                os.sched_getscheduler(thread),
-            )
+            found[thread] = (frozenset(os.sched_getaffinity(thread)), os.getpriority(os.PRIO_PROCESS, thread), os.sched_getscheduler(thread))
     return found or None
 
 

@@ -14,7 +14,6 @@ from bench.problems.operands import Operands, WrongResult
 
 # What the inputs hold in each trial: ordinary numbers, then those that shortcuts of the softmax do not survive
 # (growing maxima, far-apart scores, a few large keys, one dominant key, a NaN that a query sees).
-ORDINARY = ("normal", "normal")
 HARD = ("normal", "sorted", "large", "outliers", "offset", "normal", "dominant", "nan_tail")
 
 
@@ -44,13 +43,7 @@ class Checked:
         return dataclasses.asdict(self) | {"passed": self.passed}
 
 
-def check(
-    implementation: Implementation,
-    case: Case,
-    device: Cpu | Cuda,
-    seed: int,
-    values: Sequence[str] = HARD,
-) -> Checked:
+def check(implementation: Implementation, case: Case, device: Cpu | Cuda, seed: int, values: Sequence[str] = HARD) -> Checked:
     """The trials of an implementation that is trusted, in this process."""
 
     def attempt(operands: Operands) -> Any:

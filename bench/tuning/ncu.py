@@ -44,42 +44,17 @@ METRICS = {
 }
 STALLS = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALL_NAMES = (
-    "barrier",
-    "branch_resolving",
-    "dispatch_stall",
-    "drain",
-    "gmma",
-    "imc_miss",
-    "lg_throttle",
-    "long_scoreboard",
-    "math_pipe_throttle",
-    "membar",
-    "mio_throttle",
-    "no_instruction",
-    "not_selected",
-    "selected",
-    "short_scoreboard",
-    "sleeping",
-    "tex_throttle",
-    "wait",
-    "warpgroup_arrive",
-)
+    "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
+    "math_pipe_throttle", "membar", "mio_throttle", "no_instruction", "not_selected", "selected", "short_scoreboard",
+    "sleeping", "tex_throttle", "wait", "warpgroup_arrive",
+)  # fmt: skip
 # Above this share of its peak a unit counts as the limiter.
 BUSY = 60.0
 _TO_UNIT = {
-    ("ns", "us"): 1e-3,
-    ("us", "us"): 1.0,
-    ("usecond", "us"): 1.0,
-    ("nsecond", "us"): 1e-3,
-    ("msecond", "us"): 1e3,
-    ("ms", "us"): 1e3,
-    ("byte/block", "KB"): 1 / 1024,
-    ("Kbyte/block", "KB"): 1.0,
-    ("byte", "KB"): 1 / 1024,
-    ("byte", "MB"): 1e-6,
-    ("Kbyte", "MB"): 1e-3,
-    ("Gbyte", "MB"): 1e3,
-}
+    ("ns", "us"): 1e-3, ("us", "us"): 1.0, ("usecond", "us"): 1.0, ("nsecond", "us"): 1e-3, ("msecond", "us"): 1e3,
+    ("ms", "us"): 1e3, ("byte/block", "KB"): 1 / 1024, ("Kbyte/block", "KB"): 1.0, ("byte", "KB"): 1 / 1024,
+    ("byte", "MB"): 1e-6, ("Kbyte", "MB"): 1e-3, ("Gbyte", "MB"): 1e3,
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def profile(candidate: str, case: str, ncu: str = "ncu", kernel: str = "", keep: Path | None = None,
-            limit: float = 180.0) -> dict[str, Any]:  # fmt: skip
+def profile(candidate: str, case: str, ncu: str = "ncu", kernel: str = "", keep: Path | None = None, limit: float = 180.0) -> dict[str, Any]:
     """{"kernels": [{name, figures, stalls, reading}], ...} of one call after two warm-up calls."""
     path = shutil.which(ncu)
     if path is None:
@@ -109,22 +83,9 @@ def profile(candidate: str, case: str, ncu: str = "ncu", kernel: str = "", keep:
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "report"
         argv = [
-            path,
-            "--clock-control",
-            "none",
-            "--profile-from-start",
-            "off",
-            "--metrics",
-            ",".join(metrics),
-            "--export",
-            str(saved),
-            "--force-overwrite",
-            sys.executable,
-            "-m",
-            "bench.tuning.ncu",
-            candidate,
-            case,
-        ]
+            path, "--clock-control", "none", "--profile-from-start", "off", "--metrics", ",".join(metrics), "--export",
+            str(saved), "--force-overwrite", sys.executable, "-m", "bench.tuning.ncu", candidate, case,
+        ]  # fmt: skip
         try:
             done = subprocess.run(argv, cwd=machine.ROOT, capture_output=True, text=True, timeout=limit)
         except subprocess.TimeoutExpired:
@@ -134,9 +95,7 @@ def profile(candidate: str, case: str, ncu: str = "ncu", kernel: str = "", keep:
             raise report.UsageError(refusal(done.stdout + done.stderr))
         if keep:
             shutil.copyfile(made, keep)
-        printed = subprocess.run(
-            [path, "--import", str(made), "--page", "raw", "--csv"], capture_output=True, text=True
-        )
+        printed = subprocess.run([path, "--import", str(made), "--page", "raw", "--csv"], capture_output=True, text=True)
     kernels = [k for k in parse(printed.stdout) if re.search(kernel, k["name"])]
     if not kernels:
         raise report.UsageError(f"no kernel of this call matches {kernel!r}")
@@ -148,9 +107,7 @@ def refusal(printed: str) -> str:
     lines = [line.strip("= ") for line in printed.splitlines() if line.strip("= ")]
     telling = [line for line in lines if re.search(r"ERR_NVGPUCTRPERM|rror|ailed|not supported", line)]
     said = (telling or lines or ["nothing was printed"])[0]
-    hint = (
-        ": reading the counters needs administrator rights (NVIDIA's ERR_NVGPUCTRPERM page)" if "PERM" in said else ""
-    )
+    hint = (": reading the counters needs administrator rights (NVIDIA's ERR_NVGPUCTRPERM page)" if "PERM" in said else "")
     return f"ncu made no report: {said}{hint}"
 
 
@@ -173,8 +130,7 @@ def parse(text: str) -> list[dict[str, Any]]:
         stalls = {name: _number(launch.get(STALLS.format(name))) for name in STALL_NAMES}
         found = {k: v for k, v in stalls.items() if v and k not in ("selected", "not_selected")}
         top = dict(sorted(found.items(), key=lambda item: -item[1])[:4])
-        kernels.append({"name": launch.get("Kernel Name", "?"), "figures": figures, "stalls": top,
-                        "reading": reading(figures, top)})  # fmt: skip
+        kernels.append({"name": launch.get("Kernel Name", "?"), "figures": figures, "stalls": top, "reading": reading(figures, top)})
     return sorted(kernels, key=lambda k: -k["figures"].get("time", 0.0))
 
 
@@ -187,11 +143,7 @@ def _number(text: str | None) -> float | None:
 
 def reading(figures: dict[str, float], stalls: dict[str, float]) -> str:
     """One line: what limits the kernel."""
-    units = {
-        n: figures[n]
-        for n in ("tensor pipe", "MUFU pipe", "FMA pipe", "issue slots", "shared memory", "L2", "DRAM")
-        if n in figures
-    }
+    units = {n: figures[n] for n in ("tensor pipe", "MUFU pipe", "FMA pipe", "issue slots", "shared memory", "L2", "DRAM") if n in figures}
     if not units:
         return "no utilisation was read"
     name, share = max(units.items(), key=lambda item: item[1])
@@ -208,12 +160,8 @@ def show(document: dict) -> None:
     for kernel in document["kernels"]:
         units = {name: unit for name, unit in METRICS.values()}
         rows = [[name, value, units[name]] for name, value in kernel["figures"].items()]
-        rows += [
-            [f"stall: {name.replace('_', ' ')}", value, "warps a slot"] for name, value in kernel["stalls"].items()
-        ]
-        report.table(
-            f"{kernel['name'][:100]} ({document['candidate']}, {document['case']})", ("figure", "value", "unit"), rows
-        )
+        rows += [[f"stall: {name.replace('_', ' ')}", value, "warps a slot"] for name, value in kernel["stalls"].items()]
+        report.table(f"{kernel['name'][:100]} ({document['candidate']}, {document['case']})", ("figure", "value", "unit"), rows)
         print(f"  {kernel['reading']}")
 
 

@@ -74,12 +74,13 @@ def test_a_copy_moves_as_many_bytes_and_is_not_judged(capfd):
         assert "frobenius" not in cell["figures"]["copy"] and "frobenius" in cell["figures"][kernel]
 
 
-def test_the_table_of_moves():
-    assert tables._moves({"gpu": {"cells": {}}}) == "The record holds no figures of merging and appending yet."
+def test_the_table_of_cache_ops():
+    assert tables.BLOCKS["cache_ops"]({"gpu": {"cells": {}}}) == "The record holds no figures of merging and appending yet."
     merged, one = PRESETS["cache_ops"][:2]
     cells = {f"{case} cold": [{"figures": {ours: {"us": 4.0}, "copy": {"us": 3.0}}}] for case, ours in ((merged, "merge"), (one, "append"))}
-    assert tables._moves({"gpu": {"cells": cells}}).splitlines()[2:] == ["| merge | 4,096 | 4.00 | 3.00 | 0.75 |",
-                                                                         "| append | 1 | 4.00 | 3.00 | 0.75 |"]  # fmt: skip
+    assert tables.BLOCKS["cache_ops"]({"gpu": {"cells": cells}}).splitlines()[2:] == [
+        "| merge | 4,096 | 4.00 | 3.00 | 0.75 |", "| append | 1 | 4.00 | 3.00 | 0.75 |",
+    ]  # fmt: skip
 
 
 def test_the_preset_holds_both():

@@ -40,7 +40,7 @@ def judge(name, case=CASE, **options):
 # ---- candidates ----
 
 CAUGHT = {
-    "wakes_itself": "after .* turns|changed after the call had returned|ran between two",
+    "wakes_itself": "after .* steps|changed after the call had returned|ran between two",
     "wakes_a_helper": "ran between two|processes that it started went on",
     "works_behind_a_dead_leader": "processes that it started went on",
     "works_ahead_in_a_child": "processes that it started went on",
@@ -199,7 +199,7 @@ def test_what_a_turn_runs_too_much_counts_as_its_time():
     remote.calls, remote.pool = 3, Idle()
     remote.table.step_seconds = 0.0
     remote.worker.strayed = lambda: 5.0
-    remote.worker.turns = lambda function, arguments, limit, count, before, after: (
+    remote.worker.steps = lambda function, arguments, limit, count, before, after: (
         [(before(i), after(i)) for i in range(count)], (isolation.Outcome("done"), [0.1] * count))[1]  # fmt: skip
     assert remote._call_by_call() == pytest.approx(0.3 + 2 * 5.0)
 
@@ -233,11 +233,11 @@ def test_a_stop_that_is_ignored_ends_in_time(monkeypatch):
     assert time.monotonic() - began < 5 and not Path(f"/proc/{pid}").exists()
 
 
-def test_a_worker_that_answers_before_its_turns_is_not_waited_for():
+def test_a_worker_that_answers_before_its_steps_is_not_waited_for():
     with isolation.Worker(confined=True) as worker:
         began = time.monotonic()
         outcome, taken = worker.steps("bench.trial.calls:idle_steps", {"calls": -1}, 60.0, 5, print, print)
-    assert outcome.status == "forged" and outcome.reason == "a reply after 0 of 5 turns" and time.monotonic() - began < 20
+    assert outcome.status == "forged" and outcome.reason == "a reply after 0 of 5 steps" and time.monotonic() - began < 20
 
 
 def test_a_process_whose_first_thread_has_ended_is_alive_and_can_be_stopped():

@@ -134,7 +134,7 @@ def _place_among_calls(q):
     frame = sys._getframe()
     while frame is not None:
         slots = frame.f_locals.get("slots")
-        if frame.f_code.co_name == "turns" and slots:
+        if frame.f_code.co_name == "steps" and slots:
             return slots, [slot.arrays.array("q", "numpy").ctypes.data for slot in slots].index(q.ctypes.data)
         frame = frame.f_back
     return [], None
