@@ -21,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 SHAPE = (1, 8, 64, 64)  # (B, H, S, D), float16
 CALLS = 500
@@ -65,21 +66,18 @@ def _bursts(subjects: dict[str, Callable[[int], float]], synchronize: Callable[[
     return {name: values[3:] for name, values in figures.items()}
 
 
+def _each(statement: str, **names: Any) -> Callable[[int], float]:
+    """Bursts of a statement, spelt out in their loop, with what it names as local variables: passing arguments on would be timed too."""
+    exec(f"def burst(repeats, {', '.join(f'{name}={name}' for name in names)}):\n    for _ in repeats:\n        {statement}", names)
+    return _timed(names["burst"])
+
+
 def _attention(library: str, q, k, v, out) -> dict[str, Callable[[int], float]]:
-    """Calls with and without ``out``, spelt out in their loops: passing arguments on would be timed too."""
+    """Calls with and without ``out``."""
     import fa_ext
 
-    attention = fa_ext.attention
-
-    def into(repeats):
-        for _ in repeats:
-            attention(q, k, v, out=out)
-
-    def new(repeats):
-        for _ in repeats:
-            attention(q, k, v)
-
-    return {f"{library} out=": _timed(into), library: _timed(new)}
+    given = {"attention": fa_ext.attention, "q": q, "k": k, "v": v}
+    return {f"{library} out=": _each("attention(q, k, v, out=out)", **given, out=out), library: _each("attention(q, k, v)", **given)}
 
 
 def _torch(calls: int, bursts: int) -> dict[str, list[float]]:
@@ -87,22 +85,12 @@ def _torch(calls: int, bursts: int) -> dict[str, list[float]]:
 
     import fa_ext
 
-    time_launches, empty_like = fa_ext._core.time_launches, torch.empty_like
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    time_launches, sdpa = fa_ext._core.time_launches, torch.nn.functional.scaled_dot_product_attention
     q, k, v = (torch.randn(SHAPE, device="cuda", dtype=torch.float16) for _ in range(3))
     out = torch.empty_like(q)
-
-    def peer(repeats):
-        for _ in repeats:
-            sdpa(q, k, v)
-
-    def empty(repeats):
-        for _ in repeats:
-            empty_like(q)
-
     subjects = _attention("torch", q, k, v, out) | ({} if os.environ.get("FA_EXT_KERNEL") else _decoding()) | {
-        "torch SDPA": _timed(peer),
-        "torch empty": _timed(empty),
+        "torch SDPA": _each("sdpa(q, k, v)", sdpa=sdpa, q=q, k=k, v=v),
+        "torch empty": _each("empty_like(q)", empty_like=torch.empty_like, q=q),
         "bare launch": lambda count: 1e6 * time_launches(count, q, k, v, out=out),
     }
     with torch.no_grad():
@@ -115,40 +103,27 @@ def _decoding() -> dict[str, Callable[[int], float]]:
 
     import fa_ext
 
-    attention, append, (_, heads, keys, head_dim) = fa_ext.attention, fa_ext.append, SHAPE
+    _, heads, keys, head_dim = SHAPE
     caches = [torch.randn((keys // 16, 16, heads, head_dim), device="cuda", dtype=torch.float16) for _ in range(2)]
     q, k, v, out = (torch.randn((1, heads, head_dim), device="cuda", dtype=torch.float16) for _ in range(4))
-    table = torch.arange(keys // 16, device="cuda", dtype=torch.int32)[None]
-    lengths = torch.full((1,), keys, device="cuda", dtype=torch.int32)
-
-    def decode(repeats):
-        for _ in repeats:
-            attention(q, *caches, causal="bottom_right", layout="bshd", page_table=table, seqlens_k=lengths, out=out)
-
-    def add(repeats):
-        for _ in repeats:
-            append(*caches, k, v, layout="bshd", page_table=table, seqlens_k=lengths)
-
-    return {"torch paged out=": _timed(decode), "torch append": _timed(add)}
+    given = {"caches": caches, "table": torch.arange(keys // 16, device="cuda", dtype=torch.int32)[None],
+             "lengths": torch.full((1,), keys, device="cuda", dtype=torch.int32)}  # fmt: skip
+    stored = 'layout="bshd", page_table=table, seqlens_k=lengths'
+    return {
+        "torch paged out=": _each(f'attention(q, *caches, causal="bottom_right", {stored}, out=out)', attention=fa_ext.attention, q=q, out=out, **given),
+        "torch append": _each(f"append(*caches, k, v, {stored})", append=fa_ext.append, k=k, v=v, **given),
+    }
 
 
 def _gradients(q, k, v, dout) -> dict[str, Callable[[int], float]]:
     """``attention_backward`` by itself, with new results and into old ones."""
     import fa_ext
 
-    backward = fa_ext.attention_backward
     out, lse = fa_ext.attention(q, k, v, return_lse=True)
-    grads = backward(dout, q, k, v, out, lse)
-
-    def into(repeats):
-        for _ in repeats:
-            backward(dout, q, k, v, out, lse, deterministic=False, grads=grads)
-
-    def new(repeats):
-        for _ in repeats:
-            backward(dout, q, k, v, out, lse, deterministic=False)
-
-    return {"gradients grads=": _timed(into), "gradients": _timed(new)}
+    given = {"backward": fa_ext.attention_backward, "dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    grads = fa_ext.attention_backward(dout, q, k, v, out, lse)
+    return {"gradients grads=": _each("backward(dout, q, k, v, out, lse, deterministic=False, grads=grads)", **given, grads=grads),
+            "gradients": _each("backward(dout, q, k, v, out, lse, deterministic=False)", **given)}  # fmt: skip
 
 
 def _torch_gradients(calls: int, bursts: int) -> dict[str, list[float]]:
