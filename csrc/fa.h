@@ -308,6 +308,16 @@ enum fa_feature {
 #undef FA_BIT
 };
 
+/* Kinds of bad contents, by which the part of the array that they make meaningless is replaced or hidden. */
+#define FA_FAULTS(X) X(length) X(cu_seqlens) X(page) X(slot) X(position)
+
+typedef enum fa_fault_kind {
+#define FA_ENUM(name) FA_FAULT_##name,
+    FA_FAULTS(FA_ENUM)
+#undef FA_ENUM
+        FA_FAULT_COUNT
+} fa_fault_kind;
+
 typedef struct fa_fault_board fa_fault_board; /* faults.h */
 
 /* The fields of every operation, then those of each. */

@@ -2,7 +2,7 @@
 #ifndef FA_TOKENS_H
 #define FA_TOKENS_H
 
-#include "faults/faults.h"
+#include "fa.h"
 
 /* A new key: row `row` of batch entry `batch` of k (0 for packed k) to row `place` of page `page`. Not written where
  * `skipped`; `fault` says why, FA_FAULT_COUNT where it is no fault. */

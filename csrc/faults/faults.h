@@ -1,19 +1,9 @@
-/* Bad contents of index arrays: their kinds, the report of each, and where kernels on a device count them. Valid C11,
+/* Bad contents of index arrays: the report of each kind, and where kernels on a device count them. Valid C11,
  * C++20 and device code. */
 #ifndef FA_FAULTS_H
 #define FA_FAULTS_H
 
 #include "fa.h"
-
-/* Kinds of bad contents, by which the part of the array that they make meaningless is replaced or hidden. */
-#define FA_FAULTS(X) X(length) X(cu_seqlens) X(page) X(slot) X(position)
-
-typedef enum fa_fault_kind {
-#define FA_ENUM(name) FA_FAULT_##name,
-    FA_FAULTS(FA_ENUM)
-#undef FA_ENUM
-        FA_FAULT_COUNT
-} fa_fault_kind;
 
 /* How many of a kind, and the first: its sequence, where in the array it stands, and what it is. For lengths and starts
  * `index` is 0 for the array of q and 1 for that of k; for pages the column of the table; else the row of k. */

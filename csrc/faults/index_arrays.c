@@ -4,8 +4,7 @@
 #include <stdlib.h>
 
 #include "device/device.h"
-#include "problem/append.h"
-#include "problem/sequences.h"
+#include "tokens.h"
 
 enum { ARRAYS = 9 };
 
@@ -20,11 +19,65 @@ bool fa_contents_given(const fa_problem *problem) {
     return problem->op == FA_APPEND || (problem->op == FA_FORWARD && problem->sequences.given);
 }
 
+/* Adds those in the lengths and starts of sequence b, whose rows fa_rows_of() has; `index` as in fa_fault. */
+static void length_faults(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t index, fa_faults *faults) {
+    for (int64_t n = b == 0 ? 0 : b + 1; lengths->starts && n <= b + 1; n++) {
+        const int64_t start = fa_index(lengths->starts, n);
+        if (start != (n == b + 1 ? rows.end : rows.begin)) fa_fault_add(faults, FA_FAULT_cu_seqlens, n, index, start);
+    }
+    const int64_t room = rows.end - rows.begin, used = lengths->used ? fa_index(lengths->used, b) : room;
+    if (used < 0 || used > room) fa_fault_add(faults, FA_FAULT_length, b, index, used);
+}
+
+/* Reads lengths, starts, and the entries of the table for keys that a query may see. */
+static void forward_faults(const fa_problem *problem, fa_faults *faults) {
+    const fa_forward *p = &problem->forward;
+    const fa_sequences *s = &problem->sequences;
+    const fa_pages *pages = &s->pages;
+    int64_t end_q = 0, end_k = 0;
+    for (int64_t b = 0; b < p->batch && s->given; b++) {
+        const fa_span q = fa_rows_of(&s->q, b, end_q, s->packed_q), k = fa_rows_of(&s->k, b, end_k, s->packed_k);
+        end_q = q.end, end_k = k.end;
+        length_faults(&s->q, b, q, 0, faults);
+        length_faults(&s->k, b, k, 1, faults);
+        if (!pages->table) continue;
+        const fa_entry entry = fa_entry_of(s, b, q, k);
+        const fa_span seen = fa_entry_keys(&entry, p->left, p->right);
+        for (int64_t column = seen.begin / pages->size; column * pages->size < seen.end; column++) {
+            const int32_t entry = fa_page_entry(pages, b, column);
+            if (fa_page_of(pages, entry) < 0) fa_fault_add(faults, FA_FAULT_page, b, column, entry);
+        }
+    }
+}
+
+static void append_faults(const fa_problem *problem, fa_faults *faults) {
+    const fa_append *p = &problem->append;
+    const fa_sequences *s = &problem->sequences;
+    for (int64_t t = 0; t < p->slots.count && p->slots.data; t++) {
+        const fa_token token = fa_token_of_slot(&p->slots, s, t);
+        if (token.fault != FA_FAULT_COUNT) fa_fault_add(faults, token.fault, -1, token.index, token.value);
+    }
+    int64_t before = 0;
+    for (int64_t b = 0; b < p->batch && !p->slots.data; b++) {
+        const fa_span rows = fa_rows_of(&s->q, b, before, s->packed_q);
+        const int64_t count = fa_used(&s->q, b, rows.end - rows.begin);
+        int64_t column = -1; /* the last whose page was bad */
+        length_faults(&s->q, b, rows, 0, faults);
+        for (int64_t t = 0; t < count; t++) {
+            const fa_token token = fa_token_of_sequence(&p->slots, s, b, rows.begin, count, t);
+            if (token.fault == FA_FAULT_COUNT || (token.fault == FA_FAULT_page && token.index == column)) continue;
+            if (token.fault == FA_FAULT_page) column = token.index;
+            fa_fault_add(faults, token.fault, b, token.index, token.value);
+        }
+        before = rows.end;
+    }
+}
+
 void fa_contents_faults(const fa_problem *problem, fa_faults *faults) {
     if (problem->op == FA_APPEND)
-        fa_append_faults(problem, faults);
+        append_faults(problem, faults);
     else
-        fa_forward_faults(problem, faults);
+        forward_faults(problem, faults);
 }
 
 static void add(piece *pieces, int *count, const void *place, int64_t rows, int64_t stride, int64_t columns,

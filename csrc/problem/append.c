@@ -6,7 +6,6 @@
 #include "device/threads.h"
 #include "problem/check.h"
 #include "problem/operands.h"
-#include "tokens.h"
 
 #define FIRST "k_cache"
 
@@ -285,27 +284,4 @@ fa_code fa_append_build(const fa_append_request *request, fa_problem *problem, f
                         (p->cos.data ? FA_WITH_ROTARY : 0) | (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0);
     problem->empty = p->rows == 0 || (p->heads_kv == 0 && p->heads == 0);
     return FA_OK;
-}
-
-void fa_append_faults(const fa_problem *problem, fa_faults *faults) {
-    const fa_append *p = &problem->append;
-    const fa_sequences *s = &problem->sequences;
-    for (int64_t t = 0; t < p->slots.count && p->slots.data; t++) {
-        const fa_token token = fa_token_of_slot(&p->slots, s, t);
-        if (token.fault != FA_FAULT_COUNT) fa_fault_add(faults, token.fault, -1, token.index, token.value);
-    }
-    int64_t before = 0;
-    for (int64_t b = 0; b < p->batch && !p->slots.data; b++) {
-        const fa_span rows = fa_rows_of(&s->q, b, before, s->packed_q);
-        const int64_t count = fa_used(&s->q, b, rows.end - rows.begin);
-        int64_t column = -1; /* the last whose page was bad */
-        fa_length_faults(&s->q, b, rows, 0, faults);
-        for (int64_t t = 0; t < count; t++) {
-            const fa_token token = fa_token_of_sequence(&p->slots, s, b, rows.begin, count, t);
-            if (token.fault == FA_FAULT_COUNT || (token.fault == FA_FAULT_page && token.index == column)) continue;
-            if (token.fault == FA_FAULT_page) column = token.index;
-            fa_fault_add(faults, token.fault, b, token.index, token.value);
-        }
-        before = rows.end;
-    }
 }

@@ -1,4 +1,4 @@
-/* Request of append() -> problem: its validation, and what bad contents of its index arrays are found on the CPU. */
+/* Request of append() -> problem: its validation. */
 #ifndef FA_PROBLEM_APPEND_H
 #define FA_PROBLEM_APPEND_H
 
@@ -14,8 +14,5 @@ typedef struct fa_append_request {
  * data.
  */
 fa_code fa_append_build(const fa_append_request *request, fa_problem *problem, fa_status *status);
-
-/* Adds what is bad in an append problem on the CPU. */
-void fa_append_faults(const fa_problem *problem, fa_faults *faults);
 
 #endif

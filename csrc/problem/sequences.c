@@ -179,34 +179,3 @@ fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_st
     s->k.rows = p->seq_k;
     return FA_OK;
 }
-
-/* ---- bad contents ---- */
-
-void fa_length_faults(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t index, fa_faults *faults) {
-    for (int64_t n = b == 0 ? 0 : b + 1; lengths->starts && n <= b + 1; n++) {
-        const int64_t start = fa_index(lengths->starts, n);
-        if (start != (n == b + 1 ? rows.end : rows.begin)) fa_fault_add(faults, FA_FAULT_cu_seqlens, n, index, start);
-    }
-    const int64_t room = rows.end - rows.begin, used = lengths->used ? fa_index(lengths->used, b) : room;
-    if (used < 0 || used > room) fa_fault_add(faults, FA_FAULT_length, b, index, used);
-}
-
-void fa_forward_faults(const fa_problem *problem, fa_faults *faults) {
-    const fa_forward *p = &problem->forward;
-    const fa_sequences *s = &problem->sequences;
-    const fa_pages *pages = &s->pages;
-    int64_t end_q = 0, end_k = 0;
-    for (int64_t b = 0; b < p->batch && s->given; b++) {
-        const fa_span q = fa_rows_of(&s->q, b, end_q, s->packed_q), k = fa_rows_of(&s->k, b, end_k, s->packed_k);
-        end_q = q.end, end_k = k.end;
-        fa_length_faults(&s->q, b, q, 0, faults);
-        fa_length_faults(&s->k, b, k, 1, faults);
-        if (!pages->table) continue;
-        const fa_entry entry = fa_entry_of(s, b, q, k);
-        const fa_span seen = fa_entry_keys(&entry, p->left, p->right);
-        for (int64_t column = seen.begin / pages->size; column * pages->size < seen.end; column++) {
-            const int32_t entry = fa_page_entry(pages, b, column);
-            if (fa_page_of(pages, entry) < 0) fa_fault_add(faults, FA_FAULT_page, b, column, entry);
-        }
-    }
-}

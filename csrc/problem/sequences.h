@@ -1,10 +1,8 @@
-/* The part of a forward problem that says what its sequences are: validation of what the host can see, and what bad
- * contents of the index arrays are found on the CPU. */
+/* The part of a forward problem that says what its sequences are: validation of what the host can see. */
 #ifndef FA_PROBLEM_SEQUENCES_H
 #define FA_PROBLEM_SEQUENCES_H
 
 #include "fa.h"
-#include "faults/faults.h"
 
 /* Whether a request says more than dense arrays do. */
 bool fa_sequences_given(const fa_request *request);
@@ -18,12 +16,5 @@ fa_code fa_sequences_build(const fa_request *request, fa_problem *problem, fa_st
 
 /* FA_WITH_... of them. */
 uint32_t fa_sequences_features(const fa_sequences *sequences);
-
-/* Adds what is bad in the lengths and starts of sequence b, whose rows fa_rows_of() has; `index` as in fa_fault. */
-void fa_length_faults(const fa_lengths *lengths, int64_t b, fa_span rows, int64_t index, fa_faults *faults);
-
-/* Adds what is bad in a forward problem on the CPU. Reads lengths, starts, and the entries of the table for keys that
- * somebody may see. */
-void fa_forward_faults(const fa_problem *problem, fa_faults *faults);
 
 #endif

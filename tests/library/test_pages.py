@@ -1,6 +1,7 @@
 """What belongs to pages beside their own rules (test_readme.py): the log's form, and the pages and comments of sources."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +57,42 @@ def test_the_variables_of_the_environment_are_listed():
     chapter = (pages.ROOT / "fa_ext" / "README.md").read_text().partition("## 8. Environment")[2]
     assert len(read) > 10
     assert not read - set(re.findall(r"\w+", chapter))
+
+
+def rooms(page):
+    """{room: its row} of a page's table of rooms, counted from the top."""
+    table = (pages.ROOT / page).read_text().partition("## Rooms")[2].partition("\n## ")[0]
+    rows = [re.findall(r"`(\w+)/?`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
+    return {room: number for number, row in enumerate(rows) for room in row}
+
+
+def used_in_c(file):
+    """The files of csrc/ that one includes, seen from csrc/ or from its own folder."""
+    named = re.findall(r'^#include "([^"]+)"', file.read_text(), re.MULTILINE)
+    places = [(pages.ROOT / "csrc" / header, file.parent / header) for header in named]
+    return [next(place for place in both if place.is_file()) for both in places if any(map(Path.is_file, both))]
+
+
+def test_the_rooms_of_csrc_include_what_stands_below_them():
+    base, listed = pages.ROOT / "csrc", rooms("csrc/README.md")
+
+    def row(file):
+        return listed[file.relative_to(base).parts[0]] if file.parent != base else len(listed)
+
+    assert listed.keys() == {folder.name for folder in base.iterdir() if folder.is_dir()}
+    arrows = [(file, used) for file in sorted(base.rglob("*.[ch]")) for used in used_in_c(file)]
+    assert len(arrows) > 100
+    assert not [f"{file.relative_to(base)} includes {used.relative_to(base)}" for file, used in arrows if row(used) < row(file)]
+
+
+def test_the_rooms_of_bench_import_what_stands_above_them():
+    base, listed = pages.ROOT / "bench", rooms("bench/README.md")
+    folders = {folder.name for folder in base.iterdir() if (folder / "__init__.py").exists()}
+    assert folders <= listed.keys()
+    found = []
+    for file in sorted(base.rglob("*.py")):
+        own = listed.get(file.relative_to(base).with_suffix("").parts[0], len(listed))
+        for package, names in re.findall(r"^ *from bench(?:\.(\w+))?[\w.]* import \(?([\w, ]+)", file.read_text(), re.MULTILINE):
+            used = [package] if package else re.findall(r"\w+", names)
+            found += [f"{file.relative_to(base)} imports {room}" for room in used if listed.get(room, 0) > own]
+    assert not found
