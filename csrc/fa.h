@@ -57,25 +57,41 @@ fa_code fa_fail(fa_status *status, fa_code code, const char *format, ...)
 
 /* ---- arrays ---- */
 
-/* Integers are indices and words of dropout's state, and bytes a workspace. */
+/* The dtypes of arrays: name, its word, bytes of an element. Integers are indices and words of dropout's state, and
+ * bytes a workspace. */
+#define FA_DTYPES(X)                                                                                                   \
+    X(F16, "float16", 2)                                                                                               \
+    X(BF16, "bfloat16", 2)                                                                                             \
+    X(F32, "float32", 4)                                                                                               \
+    X(F64, "float64", 8)                                                                                               \
+    X(BOOL, "bool", 1)                                                                                                 \
+    X(I32, "int32", 4)                                                                                                 \
+    X(I64, "int64", 8)                                                                                                 \
+    X(U8, "uint8", 1)                                                                                                  \
+    X(U32, "uint32", 4)
+
 typedef enum fa_dtype {
-    FA_F16,
-    FA_BF16,
-    FA_F32,
-    FA_F64,
-    FA_BOOL,
-    FA_I32,
-    FA_I64,
-    FA_U8,
-    FA_U32,
-    FA_DTYPE_COUNT
+#define FA_DTYPE(name, word, bytes) FA_##name,
+    FA_DTYPES(FA_DTYPE)
+#undef FA_DTYPE
+        FA_DTYPE_COUNT
 } fa_dtype;
 
 const char *fa_dtype_name(fa_dtype dtype); /* "float16", ... */
 
-/* Bytes of an element that is no integer; check.h has fa_item_size() for all. */
+/* Bytes of an element. */
 static inline size_t fa_dtype_size(fa_dtype dtype) {
-    return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype == FA_BOOL ? 1 : 2;
+    static const unsigned char sizes[] = {
+#define FA_BYTES(name, word, bytes) bytes,
+        FA_DTYPES(FA_BYTES)
+#undef FA_BYTES
+    };
+    return sizes[dtype];
+}
+
+/* Whether q, k and v may be of it. */
+static inline bool fa_is_float(fa_dtype dtype) {
+    return dtype == FA_F16 || dtype == FA_BF16 || dtype == FA_F32 || dtype == FA_F64;
 }
 
 typedef enum fa_device_kind { FA_CPU, FA_CUDA } fa_device_kind;
@@ -269,43 +285,19 @@ typedef struct fa_append {
 } fa_append;
 
 /* Operations. A kernel is of one; the order of kernels.def counts within an operation. */
-typedef enum fa_op { FA_FORWARD, FA_MERGE, FA_BACKWARD, FA_APPEND, FA_OP_COUNT } fa_op;
+typedef enum fa_op { FA_FORWARD, FA_BACKWARD, FA_MERGE, FA_APPEND, FA_OP_COUNT } fa_op;
 
-/* The features that a problem may ask for and a kernel may lack: a bit each, and the words after "takes no". A kernel
- * takes the features that its `takes` names and no others, so that every kernel refuses a new bit until its author adds
- * it. */
-#define FA_FEATURES(X)                                                                                                 \
-    X(BIAS, "bias")                                                                                                    \
-    X(MASK, "boolean mask")                                                                                            \
-    X(SINKS, "sinks")                                                                                                  \
-    X(SOFTCAP, "softcap")                                                                                              \
-    X(WINDOW, "window to the left") /* a bound to the right is what causal is, too: every kernel has it */             \
-    X(HEAD_DIM_V, "head_dim of v other than q's")                                                                      \
-    X(DLSE, "gradient through the LSE")                                                                                \
-    X(DBIAS, "gradient of the bias")                                                                                   \
-    X(DSINKS, "gradient of the sinks")                                                                                 \
-    X(ACCUMULATE, "accumulation into gradients")                                                                       \
-    X(ORDERED, "order of its sums: deterministic=True")                                                                \
-    X(ALIBI, "ALiBi slopes")                                                                                           \
-    X(LENGTHS, "sequences of different lengths")                                                                       \
-    X(PAGES, "paged keys")                                                                                             \
-    X(RANGES, "k_range")                                                                                               \
-    X(POSITIONS, "positions")                                                                                          \
-    X(OUT_FLOAT32, "float32 out of 16-bit inputs")                                                                     \
-    X(SLOTS, "slots")                                                                                                  \
-    X(ROTARY, "rotary embedding")                                                                                      \
-    X(DROPOUT, "dropout")
-
+/* Features that a problem may ask for and a kernel may lack, a bit each: features.def. */
 enum fa_feature_number {
-#define FA_NUMBER(name, words) FA_NUMBER_##name,
-    FA_FEATURES(FA_NUMBER)
-#undef FA_NUMBER
-        FA_FEATURE_COUNT
+#define FA_FEATURE(name, words) FA_NUMBER_##name,
+#include "features.def"
+#undef FA_FEATURE
+    FA_FEATURE_COUNT
 };
 enum fa_feature {
-#define FA_BIT(name, words) FA_WITH_##name = 1 << FA_NUMBER_##name,
-    FA_FEATURES(FA_BIT)
-#undef FA_BIT
+#define FA_FEATURE(name, words) FA_WITH_##name = 1 << FA_NUMBER_##name,
+#include "features.def"
+#undef FA_FEATURE
 };
 
 /* Kinds of bad contents, by which the part of the array that they make meaningless is replaced or hidden. */

@@ -15,7 +15,10 @@ fa_code fa_fail(fa_status *status, fa_code code, const char *format, ...) {
 }
 
 const char *fa_dtype_name(fa_dtype dtype) {
-    static const char *const names[FA_DTYPE_COUNT] = {"float16", "bfloat16", "float32", "float64", "bool",
-                                                      "int32",   "int64",    "uint8",   "uint32"};
+    static const char *const names[] = {
+#define FA_WORD(name, word, bytes) word,
+        FA_DTYPES(FA_WORD)
+#undef FA_WORD
+    };
     return (unsigned)dtype < FA_DTYPE_COUNT ? names[dtype] : "unknown";
 }

@@ -47,14 +47,18 @@ static void *made_up(uintptr_t alignment, size_t item, int index) {
     return (void *)(((uintptr_t)index + 1) << 56 | offset);
 }
 
-static fa_code read_array(const char *name, const fa_ext_array *given, int index, const fa_capi_call *c, fa_view *view,
-                          fa_status *status) {
+fa_dtype fa_capi_dtype(int number) {
     static const fa_dtype dtypes[] = {
         [FA_EXT_FLOAT16] = FA_F16, [FA_EXT_BFLOAT16] = FA_BF16, [FA_EXT_FLOAT32] = FA_F32, [FA_EXT_FLOAT64] = FA_F64,
         [FA_EXT_BOOL] = FA_BOOL,   [FA_EXT_INT32] = FA_I32,     [FA_EXT_INT64] = FA_I64};
+    return number < FA_EXT_FLOAT16 || number > FA_EXT_INT64 ? FA_DTYPE_COUNT : dtypes[number];
+}
+
+static fa_code read_array(const char *name, const fa_ext_array *given, int index, const fa_capi_call *c, fa_view *view,
+                          fa_status *status) {
     if (given->ndim < 0 || given->ndim > FA_EXT_MAX_NDIM)
         return fa_fail(status, FA_EVALUE, "%s.ndim is %d; accepted: 0 to %d", name, (int)given->ndim, FA_EXT_MAX_NDIM);
-    if (given->dtype < FA_EXT_FLOAT16 || given->dtype > FA_EXT_INT64)
+    if (fa_capi_dtype(given->dtype) == FA_DTYPE_COUNT)
         return fa_fail(status, FA_ETYPE, "%s.dtype is %d; accepted: a value of fa_ext_dtype, %d to %d", name,
                        (int)given->dtype, FA_EXT_FLOAT16, FA_EXT_INT64);
     if (given->device < 0)
@@ -64,7 +68,7 @@ static fa_code read_array(const char *name, const fa_ext_array *given, int index
         return fa_fail(status, FA_EVALUE, "%s.reserved is %d; accepted: 0", name, (int)given->reserved);
     if (given->ndim && !given->shape) return fa_fail(status, FA_EVALUE, "%s.shape is NULL", name);
     view->ndim = given->ndim;
-    view->dtype = dtypes[given->dtype];
+    view->dtype = fa_capi_dtype(given->dtype);
     view->readonly = false;
     view->device = (fa_device){FA_CPU, 0};
     if (given->device != FA_EXT_CPU) view->device = (fa_device){FA_CUDA, given->device - FA_EXT_CUDA(0)};
@@ -74,7 +78,7 @@ static fa_code read_array(const char *name, const fa_ext_array *given, int index
         memcpy(view->strides, given->strides, (size_t)given->ndim * sizeof *view->strides);
     else
         fa_view_contiguous(view);
-    view->data = c->alignment ? made_up(c->alignment, fa_item_size(view->dtype), index) : given->data;
+    view->data = c->alignment ? made_up(c->alignment, fa_dtype_size(view->dtype), index) : given->data;
     return fa_view_check(name, view, status);
 }
 

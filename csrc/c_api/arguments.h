@@ -40,6 +40,9 @@ typedef struct fa_capi_fields {
 extern const fa_capi_fields fa_capi_operands[FA_OP_COUNT];
 extern const size_t fa_capi_gradients[FA_GRAD_COUNT];
 
+/* The dtype of a value of fa_ext_dtype; FA_DTYPE_COUNT: it is none. */
+fa_dtype fa_capi_dtype(int number);
+
 static inline const fa_ext_array **fa_capi_array(void *arguments, size_t offset) {
     return (const fa_ext_array **)((char *)arguments + offset);
 }

@@ -58,9 +58,9 @@ static const char *dtype_name(int n) { return fa_dtype_name((fa_dtype)n); }
 
 static const char *feature_name(int n) {
     static const char *const names[] = {
-#define FA_WORDS(name, words) words,
-        FA_FEATURES(FA_WORDS)
-#undef FA_WORDS
+#define FA_FEATURE(name, words) words,
+#include "features.def"
+#undef FA_FEATURE
     };
     return n < FA_FEATURE_COUNT ? names[n] : "feature that this build does not know";
 }

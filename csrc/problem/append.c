@@ -49,7 +49,7 @@ static fa_code check_kv(const char *name, const fa_view *view, bool cache, const
     if (view->ndim != 4 && (cache || view->ndim != 3))
         return fa_fail(status, FA_EVALUE, "%s has %d dimensions, shape %s; accepted: 4%s", name, view->ndim,
                        fa_show_shape(view->shape, view->ndim).text, cache ? "" : ", or 3 for packed tokens");
-    if (view->dtype >= FA_BOOL)
+    if (!fa_is_float(view->dtype))
         return fa_fail(status, FA_ETYPE,
                        "%s has dtype %s; accepted: float16, bfloat16, float32, and float64 on the CPU", name,
                        fa_dtype_name(view->dtype));

@@ -67,7 +67,7 @@ static fa_code check_reach(const char *name, const fa_view *view, int64_t size, 
 }
 
 fa_code fa_view_check(const char *name, const fa_view *view, fa_status *status) {
-    const int64_t size = (int64_t)fa_item_size(view->dtype);
+    const int64_t size = (int64_t)fa_dtype_size(view->dtype);
     bool empty = false;
     if (!is_small(view)) FA_TRY(check_reach(name, view, size, &empty, status));
     if (empty) return FA_OK;
@@ -114,7 +114,7 @@ void fa_view_range(const fa_view *view, int64_t *low, int64_t *high) {
         else
             end += reach;
     }
-    int64_t size = (int64_t)fa_item_size(view->dtype);
+    int64_t size = (int64_t)fa_dtype_size(view->dtype);
     *low = first * size;
     *high = end * size;
 }

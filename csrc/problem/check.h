@@ -12,11 +12,6 @@ typedef struct fa_shape_text {
     char text[200];
 } fa_shape_text;
 
-/* Bytes of an element of any dtype. */
-static inline size_t fa_item_size(fa_dtype dtype) {
-    return dtype == FA_I64 ? 8 : dtype == FA_I32 || dtype == FA_U32 ? 4 : dtype == FA_U8 ? 1 : fa_dtype_size(dtype);
-}
-
 /* "(2, 8, 512, 64)" */
 fa_shape_text fa_show_shape(const int64_t *shape, int ndim);
 

@@ -33,7 +33,7 @@ static fa_code check_qkv(const char *name, const fa_view *view, const fa_request
                        layout_axes(request->options.layout, view != q),
                        request->options.layout == FA_BHSD ? "bhsd" : "bshd",
                        dense ? "" : ", or 3, (tokens, heads, head_dim), for packed sequences");
-    if (view->dtype >= FA_BOOL)
+    if (!fa_is_float(view->dtype))
         return fa_fail(status, FA_ETYPE,
                        "%s has dtype %s; accepted: float16, bfloat16, float32, and float64 on the CPU", name,
                        fa_dtype_name(view->dtype));
@@ -199,7 +199,7 @@ static fa_code check_state(const fa_view *state, const fa_view *q, fa_dropout *d
                        fa_show_shape(state->shape, state->ndim).text, fa_dtype_name(state->dtype));
     if (state->device.kind == FA_CPU) {
         uint32_t read[8] = {0};
-        const size_t item = fa_item_size(state->dtype);
+        const size_t item = fa_dtype_size(state->dtype);
         for (size_t n = 0; n < sizeof read / item; n++)
             memcpy((char *)read + n * item,
                    (const char *)state->data + (ptrdiff_t)n * state->strides[0] * (ptrdiff_t)item, item);

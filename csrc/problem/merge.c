@@ -34,7 +34,7 @@ static fa_code check_first(const fa_merge_request *request, fa_merge *p, fa_stat
                        FIRST " has %d dimensions, shape %s; accepted: 4, or 3 for packed results (tokens, heads, "
                              "head_dim)",
                        first->ndim, fa_show_shape(first->shape, first->ndim).text);
-    if (first->dtype >= FA_BOOL)
+    if (!fa_is_float(first->dtype))
         return fa_fail(status, FA_ETYPE,
                        FIRST " has dtype %s; accepted: float16, bfloat16, float32, and float64 on the CPU",
                        fa_dtype_name(first->dtype));

@@ -20,8 +20,8 @@ static fa_code read_described(PyObject *item, fa_view *view, fa_ext_array *array
     if (view->ndim > FA_MAX_NDIM) return fa_fail(status, FA_EVALUE, "an item of arrays has %d axes", view->ndim);
     for (int axis = 0; axis < view->ndim; axis++) view->shape[axis] = PyLong_AsLongLong(PyTuple_GetItem(shape, axis));
     if (PyErr_Occurred()) return fa_python_error(status);
-    for (int n = 0; n <= FA_I64; n++)
-        if (strcmp(dtype, fa_dtype_name((fa_dtype)n)) == 0) array->dtype = FA_EXT_FLOAT16 + n;
+    for (int n = FA_EXT_FLOAT16; n <= FA_EXT_INT64; n++)
+        if (strcmp(dtype, fa_dtype_name(fa_capi_dtype(n))) == 0) array->dtype = n;
     if (!array->dtype)
         return fa_fail(status, FA_ETYPE,
                        "dtype %.40s is not accepted; accepted: float16, bfloat16, float32, float64 (on the CPU), "

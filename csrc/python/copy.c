@@ -13,7 +13,7 @@ static fa_code copy_to(fa_state *state, const fa_array *source, int index, fa_re
     const fa_view *view = &source->view;
     const fa_stream stream = {FA_STREAM_PER_THREAD, false, NULL};
     fa_code code = fa_device_array_make(state, device, view->ndim, view->shape, view->dtype, &stream, result, status);
-    size_t bytes = (size_t)fa_view_elements(view) * fa_item_size(view->dtype);
+    size_t bytes = (size_t)fa_view_elements(view) * fa_dtype_size(view->dtype);
     if (code == FA_OK && bytes) {
         PyThreadState *thread = PyEval_SaveThread();
         code = fa_memory_copy(result->data, view->data, bytes, stream.handle, status);
@@ -63,7 +63,7 @@ done:
 
 /* Gathers what was copied: the elements of `view`, read at `from`, to C-contiguous memory. */
 static char *pack(const fa_view *view, int axis, const char *from, char *to) {
-    const size_t size = fa_item_size(view->dtype);
+    const size_t size = fa_dtype_size(view->dtype);
     if (axis == view->ndim) {
         memcpy(to, from, size);
         return to + size;
@@ -90,7 +90,7 @@ static int64_t span_of(const fa_view *view, int64_t *low) {
 /* Copies a device view that is not empty to C-contiguous host memory: as one span, or, where that would fetch far more
  * than there is, the parts along its first axis. */
 static fa_code fetch(const fa_view *view, int axis, const char *from, char *to, void *stream, fa_status *status) {
-    const int64_t size = (int64_t)fa_item_size(view->dtype);
+    const int64_t size = (int64_t)fa_dtype_size(view->dtype);
     fa_view part = *view;
     part.ndim = view->ndim - axis;
     memmove(part.shape, view->shape + axis, (size_t)part.ndim * sizeof *part.shape);

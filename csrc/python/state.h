@@ -49,7 +49,10 @@
 
 /* The environment variables that force a kernel, by fa_op. */
 #define FA_KERNEL_VARIABLES                                                                                            \
-    { "FA_EXT_KERNEL", "FA_EXT_KERNEL_MERGE", "FA_EXT_KERNEL_BACKWARD", "FA_EXT_KERNEL_APPEND" }
+    {                                                                                                                  \
+        [FA_FORWARD] = "FA_EXT_KERNEL", [FA_BACKWARD] = "FA_EXT_KERNEL_BACKWARD", [FA_MERGE] = "FA_EXT_KERNEL_MERGE",  \
+        [FA_APPEND] = "FA_EXT_KERNEL_APPEND"                                                                           \
+    }
 #define FA_CHECK_VARIABLE "FA_EXT_CHECK"
 
 typedef struct fa_names {

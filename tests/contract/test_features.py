@@ -13,7 +13,7 @@ from fa_ext import _core
 from tests.contract import runner
 from tests.contract.devices import DEVICES
 
-#: A call that asks for each feature alone. Bits as fa.h counts them.
+#: A call that asks for each feature alone. Bits as features.def counts them.
 FEATURES = {
     "bias": dict(bias="full"),
     "boolean mask": dict(mask="full"),
@@ -25,7 +25,7 @@ FEATURES = {
     "dropout": dict(dropout=(0.1, 1)),
 }
 #: The first bit that means nothing yet.
-NEXT_BIT = len(re.findall(r"^    X\(", (Path(__file__).parents[2] / "csrc" / "fa.h").read_text(), re.MULTILINE))
+NEXT_BIT = len(re.findall(r"^FA_FEATURE\(", (Path(__file__).parents[2] / "csrc" / "features.def").read_text(), re.MULTILINE))
 OF_FEW = {"ALiBi slopes": cases.WITH_ALIBI, "dropout": cases.WITH_DROPOUT}
 LACKS = {
     "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),

@@ -41,12 +41,12 @@ fa_code fa_device_array_make(fa_state *state, fa_device device, int ndim, const 
     fa_view_contiguous(view);
     for (int axis = 0; axis < ndim; axis++) {
         array->extents[axis] = (Py_ssize_t)shape[axis];
-        array->byte_strides[axis] = (Py_ssize_t)(view->strides[axis] * (int64_t)fa_item_size(dtype));
+        array->byte_strides[axis] = (Py_ssize_t)(view->strides[axis] * (int64_t)fa_dtype_size(dtype));
     }
     array->stream = stream->handle;
     array->thread = PyThread_get_thread_ident();
     array->stream_owner = Py_XNewRef(stream->owner);
-    size_t bytes = (size_t)fa_view_elements(view) * fa_item_size(dtype);
+    size_t bytes = (size_t)fa_view_elements(view) * fa_dtype_size(dtype);
     if (bytes) {
         fa_code code = fa_memory_alloc(state->context, device, bytes, array->stream, &view->data, status);
         if (code != FA_OK) {
@@ -129,7 +129,7 @@ static PyObject *get_ndim(PyObject *self, void *unused) {
 static PyObject *get_nbytes(PyObject *self, void *unused) {
     (void)unused;
     const fa_view *view = &as_array(self)->view;
-    return PyLong_FromLongLong(fa_view_elements(view) * (long long)fa_item_size(view->dtype));
+    return PyLong_FromLongLong(fa_view_elements(view) * (long long)fa_dtype_size(view->dtype));
 }
 
 static PyObject *get_device(PyObject *self, void *unused) {
@@ -140,7 +140,9 @@ static PyObject *get_device(PyObject *self, void *unused) {
 
 static PyObject *get_interface(PyObject *self, void *unused) {
     (void)unused;
-    static const char *const typestrs[FA_DTYPE_COUNT] = {"<f2", "<V2", "<f4", "<f8", "|b1", "<i4", "<i8", "|u1", "<u4"};
+    static const char *const typestrs[FA_DTYPE_COUNT] = {
+        [FA_F16] = "<f2", [FA_BF16] = "<V2", [FA_F32] = "<f4", [FA_F64] = "<f8", [FA_BOOL] = "|b1",
+        [FA_I32] = "<i4", [FA_I64] = "<i8",  [FA_U8] = "|u1",  [FA_U32] = "<u4"};
     device_array *array = as_array(self);
     if (array->view.device.kind != FA_CUDA) {
         PyErr_SetString(PyExc_AttributeError, "__cuda_array_interface__: the array is on the CPU");
@@ -181,8 +183,10 @@ static bool is_f_contiguous(const fa_view *view) {
 }
 
 static int array_get_buffer(PyObject *self, Py_buffer *buffer, int flags) {
-    static const char *const formats[FA_DTYPE_COUNT] = {"e", NULL, "f", "d", "?", "i", "q", "B", "I"};
-    static char nothing; /* an empty buffer has an address, too */
+    static const char *const formats[FA_DTYPE_COUNT] = {
+        [FA_F16] = "e", [FA_F32] = "f", [FA_F64] = "d", [FA_BOOL] = "?",
+        [FA_I32] = "i", [FA_I64] = "q", [FA_U8] = "B",  [FA_U32] = "I"}; /* bfloat16 has none */
+    static char nothing;                                                 /* an empty buffer has an address, too */
     device_array *array = as_array(self);
     const fa_view *view = &array->view;
     buffer->obj = NULL;
@@ -196,7 +200,7 @@ static int array_get_buffer(PyObject *self, Py_buffer *buffer, int flags) {
         PyErr_SetString(PyExc_BufferError, refusal);
         return -1;
     }
-    const Py_ssize_t size = (Py_ssize_t)fa_item_size(view->dtype);
+    const Py_ssize_t size = (Py_ssize_t)fa_dtype_size(view->dtype);
     *buffer = (Py_buffer){
         .buf = view->data ? view->data : &nothing,
         .obj = Py_NewRef(self),

@@ -11,9 +11,9 @@ static fa_code ill_formed(const fa_array *array, const char *what, fa_status *st
 
 void fa_dlpack_dtype(fa_dtype dtype, DLDataType *out) {
     static const DLDataType types[FA_DTYPE_COUNT] = {
-        {DLPACK_FLOAT, 16, 1}, {DLPACK_BFLOAT, 16, 1}, {DLPACK_FLOAT, 32, 1},
-        {DLPACK_FLOAT, 64, 1}, {DLPACK_BOOL, 8, 1},    {DLPACK_INT, 32, 1},
-        {DLPACK_INT, 64, 1},   {DLPACK_UINT, 8, 1},    {DLPACK_UINT, 32, 1},
+        [FA_F16] = {DLPACK_FLOAT, 16, 1}, [FA_BF16] = {DLPACK_BFLOAT, 16, 1}, [FA_F32] = {DLPACK_FLOAT, 32, 1},
+        [FA_F64] = {DLPACK_FLOAT, 64, 1}, [FA_BOOL] = {DLPACK_BOOL, 8, 1},    [FA_I32] = {DLPACK_INT, 32, 1},
+        [FA_I64] = {DLPACK_INT, 64, 1},   [FA_U8] = {DLPACK_UINT, 8, 1},      [FA_U32] = {DLPACK_UINT, 32, 1},
     };
     *out = types[dtype];
 }

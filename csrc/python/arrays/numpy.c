@@ -114,8 +114,9 @@ fa_code fa_numpy_read(fa_state *state, fa_array *array, fa_status *status) {
 }
 
 PyObject *fa_numpy_dtype(fa_state *state, fa_dtype dtype) {
-    static const int numbers[FA_DTYPE_COUNT] = {NPY_HALF,  -1,        NPY_FLOAT, NPY_DOUBLE, NPY_BOOL,
-                                                NPY_INT32, NPY_INT64, NPY_UINT8, NPY_UINT32};
+    static const int numbers[FA_DTYPE_COUNT] = {
+        [FA_F16] = NPY_HALF,  [FA_F32] = NPY_FLOAT, [FA_F64] = NPY_DOUBLE, [FA_BOOL] = NPY_BOOL,
+        [FA_I32] = NPY_INT32, [FA_I64] = NPY_INT64, [FA_U8] = NPY_UINT8,   [FA_U32] = NPY_UINT32};
     if (dtype != FA_BF16) return (PyObject *)PyArray_DescrFromType(numbers[dtype]);
     int known = atomic_load_explicit(&state->bfloat16_number, memory_order_relaxed);
     if (known >= 0) return (PyObject *)PyArray_DescrFromType(known);
@@ -151,7 +152,7 @@ PyObject *fa_numpy_over(fa_state *state, const fa_view *view, PyObject *owner) {
     npy_intp shape[FA_MAX_NDIM], strides[FA_MAX_NDIM];
     for (int axis = 0; axis < view->ndim; axis++) {
         shape[axis] = (npy_intp)view->shape[axis];
-        strides[axis] = (npy_intp)(view->strides[axis] * (int64_t)fa_item_size(view->dtype));
+        strides[axis] = (npy_intp)(view->strides[axis] * (int64_t)fa_dtype_size(view->dtype));
     }
     PyObject *made =
         PyArray_NewFromDescr(&PyArray_Type, descr, view->ndim, shape, strides, view->data, NPY_ARRAY_WRITEABLE, NULL);

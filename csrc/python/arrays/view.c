@@ -21,7 +21,7 @@ PyObject *fa_shape_tuple(int ndim, const int64_t *shape) {
 }
 
 fa_code fa_view_byte_strides(const char *name, fa_view *view, const int64_t *byte_strides, fa_status *status) {
-    const int64_t size = (int64_t)fa_item_size(view->dtype);
+    const int64_t size = (int64_t)fa_dtype_size(view->dtype);
     const int shift = __builtin_ctzll((unsigned long long)size); /* item sizes are powers of two */
     bool empty = false;
     for (int axis = 0; axis < view->ndim; axis++) empty |= view->shape[axis] == 0;
@@ -55,7 +55,7 @@ fa_code fa_typestr_parse(const char *name, const char *text, fa_dtype *dtype, bo
                        text);
     for (size_t n = 0; n < sizeof known / sizeof *known; n++)
         if (strcmp(text + 1, known[n].text) == 0) {
-            if (text[0] == '>' && fa_item_size(known[n].dtype) > 1)
+            if (text[0] == '>' && fa_dtype_size(known[n].dtype) > 1)
                 return fa_fail(status, FA_EBUFFER, "%s is big-endian; accepted: little-endian arrays", name);
             *dtype = known[n].dtype;
             return FA_OK;

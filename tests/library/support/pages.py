@@ -125,8 +125,8 @@ def support() -> str:
 
 
 def features() -> str:
-    """A table an operation: which kernel takes which of FA_FEATURES, in the order of kernels.def."""
-    listed = re.findall(r"^    X\((\w+), ", (_build.CSRC / "fa.h").read_text(), re.MULTILINE)
+    """A table an operation: which kernel takes which of features.def, in the order of kernels.def."""
+    listed = re.findall(r"^FA_FEATURE\((\w+), ", (_build.CSRC / "features.def").read_text(), re.MULTILINE)
     parts = []
     for operation in ("FORWARD", "BACKWARD", "MERGE", "APPEND"):
         of = [k for k in kernels() if k.operation == operation]
