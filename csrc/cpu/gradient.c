@@ -1,6 +1,8 @@
 /* The gradient of the sinks. See gradient.h. */
 #include "cpu/gradient.h"
 
+#include <math.h>
+
 /* Whether mask and bias, which hide a key whatever its slope, leave none of the keys of query i. */
 static bool sees_nothing(const fa_problem *problem, int64_t b, int64_t h, int64_t i) {
     const fa_forward *f = &problem->forward;

@@ -2,6 +2,8 @@
 #ifndef FA_CPU_GRADIENT_H
 #define FA_CPU_GRADIENT_H
 
+#include <math.h>
+
 #include "cpu/alibi.h"
 #include "cpu/element.h"
 #include "cpu/entries.h"

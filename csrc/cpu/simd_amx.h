@@ -10,6 +10,9 @@
 #ifndef FA_CPU_SIMD_AMX_H
 #define FA_CPU_SIMD_AMX_H
 
+#include <math.h>
+#include <string.h>
+
 #include "cpu/simd_bf16.h"
 
 #define CHUNK_KEYS     32

@@ -10,6 +10,8 @@
 #ifndef FA_CPU_SIMD_BF16_H
 #define FA_CPU_SIMD_BF16_H
 
+#include <string.h>
+
 #include "cpu/simd_rows.h"
 
 typedef vint voperand;         /* a pair a lane, the first in the low half */

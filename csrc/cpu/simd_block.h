@@ -9,6 +9,9 @@
 #ifndef FA_CPU_SIMD_BLOCK_H
 #define FA_CPU_SIMD_BLOCK_H
 
+#include <math.h>
+#include <string.h>
+
 #include "cpu/alibi.h"
 #include "cpu/cpu_simd.h"
 #include "cpu/limit.h"

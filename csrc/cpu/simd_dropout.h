@@ -2,6 +2,8 @@
 #ifndef FA_CPU_SIMD_DROPOUT_H
 #define FA_CPU_SIMD_DROPOUT_H
 
+#include <string.h>
+
 #include "cpu/simd_vector.h"
 #include "philox.h"
 

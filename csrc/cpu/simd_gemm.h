@@ -10,6 +10,9 @@
 #ifndef FA_CPU_SIMD_GEMM_H
 #define FA_CPU_SIMD_GEMM_H
 
+#include <math.h>
+#include <string.h>
+
 #if FA_CPU_BF16
 #include "cpu/simd_bf16.h"
 #else

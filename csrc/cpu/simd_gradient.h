@@ -2,6 +2,8 @@
 #ifndef FA_CPU_SIMD_GRADIENT_H
 #define FA_CPU_SIMD_GRADIENT_H
 
+#include <string.h>
+
 #include "cpu/gradient.h"
 #include "cpu/simd_pairs.h"
 

@@ -27,13 +27,25 @@ const char *fa_isa_name(fa_isa isa) {
 }
 
 #if defined(__x86_64__)
+/* Not every compiler's __builtin_cpu_supports() knows the name. */
+static bool has_f16c(void) {
+    unsigned eax, ebx, ecx, edx;
+    static atomic_int f16c; /* 1: no, 2: yes. CPUID may leave a virtual machine, for microseconds */
+    int answer = atomic_load_explicit(&f16c, memory_order_relaxed);
+    if (!answer) {
+        answer = 1 + (__get_cpuid(1, &eax, &ebx, &ecx, &edx) && ecx & bit_F16C);
+        atomic_store_explicit(&f16c, answer, memory_order_relaxed);
+    }
+    return answer == 2;
+}
+
 /* AMX with bfloat16, if the process may use its registers: Linux (5.16 and later) grants that to a process that asks,
  * once for all its threads, present and future. */
 static bool has_amx(void) {
 #if defined(__linux__)
     enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned eax, ebx, ecx, edx;
-    static atomic_int amx; /* 1: no, 2: yes. CPUID may leave a virtual machine, for microseconds */
+    static atomic_int amx; /* as f16c */
     int answer = atomic_load_explicit(&amx, memory_order_relaxed);
     if (!answer) {
         const bool has = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx & AMX_BF16 && edx & AMX_TILE;
@@ -49,7 +61,7 @@ static bool has_amx(void) {
 
 bool fa_isa_here(fa_isa isa) {
 #if defined(__x86_64__)
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");

@@ -5,6 +5,9 @@
 #ifndef FA_CPU_SIMD_NARROW_H
 #define FA_CPU_SIMD_NARROW_H
 
+#include <math.h>
+#include <string.h>
+
 #include "cpu/simd_block.h"
 
 /* Rows up to which transposing K for each of them costs less than lanes that hold no row. */

@@ -2,6 +2,8 @@
 #ifndef FA_CPU_SIMD_PACK_H
 #define FA_CPU_SIMD_PACK_H
 
+#include <math.h>
+
 #include "cpu/simd_vector.h"
 #include "fa.h"
 

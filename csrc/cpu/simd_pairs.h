@@ -11,6 +11,9 @@
 #ifndef FA_CPU_SIMD_PAIRS_H
 #define FA_CPU_SIMD_PAIRS_H
 
+#include <math.h>
+#include <string.h>
+
 #include "cpu/alibi.h"
 #include "cpu/cpu_simd_backward.h"
 #include "cpu/limit.h"

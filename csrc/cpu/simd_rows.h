@@ -2,6 +2,8 @@
 #ifndef FA_CPU_SIMD_ROWS_H
 #define FA_CPU_SIMD_ROWS_H
 
+#include <math.h>
+
 #include "cpu/simd_pack.h"
 
 /* Lanes of a whole block of register-blocked products. */

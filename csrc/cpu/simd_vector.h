@@ -8,6 +8,7 @@
 #define FA_CPU_SIMD_VECTOR_H
 
 #include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 #if FA_CPU_VECTOR_BYTES > 16

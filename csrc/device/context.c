@@ -1,6 +1,8 @@
 /* Contexts, and what the CPU is. See context.h and device.h. */
 #include "device/context.h"
 
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

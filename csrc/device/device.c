@@ -5,6 +5,7 @@
 
 #include <cuda.h>             /* codes of the driver */
 #include <cuda_runtime_api.h> /* the static CUDA runtime; libcuda is found by it at run time */
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -2,6 +2,8 @@
  * argument has which reader is said in signature.def. */
 #include "call.h"
 
+#include <stdio.h>
+
 fa_code fa_read_index(const char *name, PyObject *value, long low, long high, const char *accepted, long *number,
                       fa_status *status) {
     PyObject *index = PyBool_Check(value) ? NULL : PyNumber_Index(value);

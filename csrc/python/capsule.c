@@ -5,6 +5,7 @@
 #include "call.h"
 #include "xla/ffi.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "problem/backward.h"

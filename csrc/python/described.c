@@ -1,6 +1,8 @@
 /* A device that a dict describes, such as _core.device_info() returns: explain() answers for it without a GPU. */
 #include "call.h"
 
+#include <stdio.h>
+
 static fa_code read_size(PyObject *given, const char *key, bool required, size_t *size, fa_status *status) {
     PyObject *value = PyMapping_GetItemString(given, key);
     if (!value) {

@@ -1,6 +1,8 @@
 /* Reader of dropout=: see fa_dropout in fa.h. */
 #include "call.h"
 
+#include <stdio.h>
+
 #define ACCEPTED "None, (p, seed), (p, seed, offset), (p, seed, offset, origin, heads) or (p, state)"
 
 /* An int from 0 to `largest`. */

@@ -2,6 +2,7 @@
 #include "call.h"
 
 #include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

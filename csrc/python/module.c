@@ -1,6 +1,8 @@
 /* The module fa_ext._core: its state and its functions. */
 #include "call.h"
 
+#include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
 
 static int add_names(fa_names *names) {

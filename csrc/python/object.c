@@ -1,6 +1,7 @@
 /* Python objects for the files above: errors as exceptions, names, attributes. */
 #include "call.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static PyObject *exception_of(fa_state *state, fa_code code) {

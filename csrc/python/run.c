@@ -1,6 +1,7 @@
 /* The arrays of a call of any operation: their stream, and the launch between the streams of their libraries. */
 #include "call.h"
 
+#include <stdio.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 

@@ -1,6 +1,7 @@
 /* The table of parameters, and the binding of arguments by it. See signature.def. */
 #include "call.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "problem/append.h"

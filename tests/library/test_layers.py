@@ -199,7 +199,7 @@ def test_no_function_is_too_long():
 
 #: Variables that change and outlive a call, by file: what a process, a thread or a device has one of.
 GLOBALS = {
-    "simd_isa.c": {"forced", "amx"},  # FA_EXT_CPU_ISA when the library was loaded; what the processor has
+    "simd_isa.c": {"forced", "amx", "f16c"},  # FA_EXT_CPU_ISA when the library was loaded; what the processor has
     "threads.c": {"lock", "posted", "left", "loops", "sleepers", "workers", "news", "forked", "watched", "helps"},  # the threads that help with loops; this process is a fork's child; who stops a call
     "device.c": {"cuda_used", "fork_watch"},  # the same of CUDA
     "context.c": {"contexts"},  # how many there have been

@@ -1,6 +1,7 @@
 /* The CUDA Array Interface (versions 1 to 3), and CuPy's attributes, which say the same in a third of the time. */
 #include "python/arrays/arrays.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static fa_code ill_formed(const fa_array *array, const char *what, fa_status *status) {

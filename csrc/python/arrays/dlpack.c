@@ -1,6 +1,7 @@
 /* DLPack in: the C exchange API of a type, and the capsules of __dlpack__. */
 #include "python/arrays/arrays.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static fa_code ill_formed(const fa_array *array, const char *what, fa_status *status) {

@@ -1,6 +1,7 @@
 /* Types: which library an object belongs to and how it is spoken to, found out once per type. */
 #include "python/arrays/arrays.h"
 
+#include <pthread.h>
 #include <string.h>
 
 /* Looks through the classes a type derives from for one called `name` in a module whose name starts with `package`. */

@@ -1,6 +1,8 @@
 /* Shared by the producer and the consumers of wgmma_fused_backward_sm90: parameters, shared memory, the steps of a
  * tile. */
 #pragma once
+#include <climits> // INT_MAX
+
 #include "common/dropout.cuh"
 #include "sm90/backward/keys.cuh" // find_queries
 #include "sm90/common/instance.cuh"

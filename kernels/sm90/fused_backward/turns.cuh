@@ -28,6 +28,8 @@
  * the thread that passes turns on waits for the steps that were opened. Consumers wait for the opener with at most the
  * next step's dQ in their hands. */
 #pragma once
+#include <climits> // UINT_MAX
+
 #include "sm90/fused_backward/config.cuh"
 
 namespace fa::sm90 {
