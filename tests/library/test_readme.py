@@ -131,6 +131,15 @@ def test_files_that_it_names_exist(page):
     assert not missed, f"{name(page)} names files that there are not"
 
 
+@each_guide
+def test_functions_that_it_names_beside_a_file_are_there(page):
+    """As in `file`: `function`, `function`."""
+    for path, names in re.findall(r"`([\w./]+\.\w+)`: ((?:`\w+`(?:, )?)+)", page.read_text()):
+        (file,) = fnmatch.filter(files(), f"*/{path}")
+        words = set(re.findall(r"\w+", (pages.ROOT / file[1:]).read_text()))
+        assert not set(re.findall(r"\w+", names)) - words, f"{name(page)} names what {path} has not"
+
+
 @each_page
 def test_lines_of_prose_fit(page):
     long = [f"{name(page)}:{number} has {len(line)}" for number, line in prose(page.read_text()) if len(line) > LONGEST]
