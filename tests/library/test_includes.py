@@ -134,3 +134,56 @@ def test_a_missing_header_is_found(tmp_path):
     file.write_text("#include <iterator>\nint n = std::size(x);\n")
     assert missing(file, code_of(file)) == {}
     assert unknown(file, "std::nothing_of_this_name") == {"nothing_of_this_name"}
+
+
+# ---- rooms ----
+
+#: Rooms of kernels/ that another room may include, besides what is common to all, or to all of sm90.
+SHARED = {"sm90/fused_backward": {"sm90/backward"}}
+#: The files of csrc/ for authors of kernels: those at its top, and the faults that kernels count.
+FOR_KERNELS = {path.name for path in (ROOT / "csrc").iterdir() if path.is_file()} | {"faults/faults.h"}
+
+
+def arrows():
+    """(file, the file of the project that it includes)"""
+    for path in C_FILES:
+        for header in includes(path):
+            if (included := project_file(path, header)) is not None:
+                yield path, included
+
+
+def room_of(path):
+    """The folder of kernels/ that a file is in, of sm90/ the one within; "" at the top."""
+    folders = path.relative_to(ROOT / "kernels").parts[:-1]
+    return "/".join(folders[: 2 if folders[:1] == ("sm90",) else 1])
+
+
+def test_a_kernel_includes_its_own_room_and_what_lies_below():
+    """common/ lies below all others, and sm90/common/ below those of sm90/: neither includes anything of a kernel."""
+    inside = [(path, included) for path, included in arrows() if path.is_relative_to(ROOT / "kernels")]
+    assert len(inside) > 300, "the includes are not found"
+    for path, included in inside:
+        if included.is_relative_to(ROOT / "csrc"):
+            assert str(included.relative_to(ROOT / "csrc")) in FOR_KERNELS, f"{name(path)} includes {name(included)}"
+            continue
+        room = room_of(path)
+        below = {room, "common", *SHARED.get(room, ())} | ({"sm90/common"} if room.startswith("sm90/") else set())
+        assert room_of(included) in below, f"{name(path)} includes {name(included)}, which does not lie below it"
+
+
+def test_csrc_includes_no_kernel():
+    csrc, kernels = ROOT / "csrc", ROOT / "kernels"
+    assert not [name(a) for a, included in arrows() if a.is_relative_to(csrc) and included.is_relative_to(kernels)]
+
+
+def test_no_include_leads_back():
+    """Headers on a circle of includes are read in an order that depends on who comes first. A table that a file reads several
+    times includes nothing."""
+    below = {path: set() for path in C_FILES}
+    for path, included in arrows():
+        if included in below:
+            below[path].add(included)
+    while ground := [path for path, needed in below.items() if not needed & below.keys()]:
+        for path in ground:
+            del below[path]
+    assert not below, f"these stand on a circle or above one: {sorted(map(name, below))}"

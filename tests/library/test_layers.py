@@ -127,13 +127,6 @@ def test_no_circle_among_the_modules():
     assert not circle(below)
 
 
-@pytest.mark.parametrize("path", [path for path in C_FILES if path.is_relative_to(ROOT / "kernels")], ids=name)
-def test_a_family_includes_what_is_common_and_itself(path):
-    family = path.relative_to(ROOT / "kernels").parts[0]
-    foreign = [h for h in includes(path) if (ROOT / "kernels" / h).is_file() and h.partition("/")[0] not in ("common", family)]
-    assert not foreign, f"{name(path)} includes {foreign} of other families"
-
-
 def test_no_kernel_takes_a_problem_by_value():
     """A kernel's parameters are its own, so that a problem gains a field without a change of machine code."""
     problem, signatures = r"fa_(?:problem|forward|backward|merge|append|request)", 0
