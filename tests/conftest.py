@@ -1,4 +1,4 @@
-"""Options, the ``forward`` parameter and hypothesis profiles.
+"""Options, the ``forward`` parameter, the markers of tiers and hypothesis profiles.
 
 ``--kernels REGEX`` restricts tests to some kernels; ``--load FILE.so`` adds a kernel that was built alone
 (``python fa_ext/_build.py KERNEL -o FILE.so``); ``--repeats N`` sets how often bitwise tests repeat; ``--of KERNEL`` runs the
@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 
+# Before NumPy and fa_ext read them: the references multiply many small matrices, at which a library's threads spend most of their time
+# waiting for each other, and workers of pytest-xdist share the cores already.
+for _name in ["OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"] + ["OMP_NUM_THREADS"] * ("PYTEST_XDIST_WORKER" in os.environ):
+    os.environ.setdefault(_name, "1")
+
 from bench.problems.placement import Unplaceable
+
+#: Folders whose tests are a tier of their own, by the tier's marker.
+TIERS = {"laboratory": "laboratory", "models": "kernels/models"}
+#: Workers of `-n auto` that share a GPU: each holds a context and memory of its own.
+WORKERS_ON_A_GPU = 4
 
 
 def pytest_addoption(parser):
@@ -34,6 +44,14 @@ def pytest_configure(config):
     settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """None: as many as there are cores."""
+    if not Path("/dev/nvidiactl").exists():
+        return None
+    return min(len(os.sched_getaffinity(0)), WORKERS_ON_A_GPU)
+
+
 def pytest_generate_tests(metafunc):
     if "forward" in metafunc.fixturenames:
         metafunc.parametrize("forward", _kernels(metafunc.config))
@@ -45,7 +63,11 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
+    folder = Path(__file__).parent
     for item in items:
+        for marker, within in TIERS.items():
+            if item.path.is_relative_to(folder / within):
+                item.add_marker(marker)
         if "emulated" in getattr(item, "fixturenames", ()):
             item.add_marker("emulated")
         if hasattr(item, "callspec") and item.callspec.params.get("device") == "cpu":
@@ -117,6 +139,8 @@ def pytest_runtest_setup(item):
     reason = runner.absent(kernel) if kernel else None
     if item.get_closest_marker("gpu"):
         reason = runner.no_device() or reason
+    if item.get_closest_marker("idle") and "PYTEST_XDIST_WORKER" in os.environ:
+        reason = "needs a machine with nothing else to do: -m idle, without -n"
     if reason:
         pytest.skip(reason)
 

@@ -230,14 +230,16 @@ def interface(**fields):
 
 
 def ran_alone(request):
-    """Runs the test in a process of its own where JAX, torch or CuPy are loaded, whose threads a fork may deadlock on.
+    """Runs the test in a process of its own, with threads, where JAX, torch or CuPy are loaded, whose threads a fork may deadlock
+    on, and in a worker of pytest-xdist, whose calls have one thread.
 
     True if it did, and passed there; False where the test can run right here.
     """
-    if "ALONE" in os.environ or not {"jax", "torch", "cupy"} & set(sys.modules):
+    fit = "PYTEST_XDIST_WORKER" not in os.environ and not {"jax", "torch", "cupy"} & set(sys.modules)
+    if "ALONE" in os.environ or fit:
         return False
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
-    environment = os.environ | {"ALONE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", request.node.nodeid]
+    environment = os.environ | {"ALONE": "1", "OMP_NUM_THREADS": "3"}
     done = subprocess.run(
         command, cwd=request.config.rootpath, env=environment, capture_output=True, text=True, timeout=120
     )

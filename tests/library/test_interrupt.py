@@ -11,6 +11,8 @@ import pytest
 
 import fa_ext
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads CPU seconds in /proc")
+
 #: Calls of many seconds by kernel: Python expressions. `wide(*shape)` takes no memory.
 LONG = {
     "cpu_ref": {
@@ -63,15 +65,22 @@ def say(*words):
 """
 
 
+def cpu_seconds(process):
+    """Those of a process so far, by clocks that it shares with its own time.process_time()."""
+    after_name = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def interrupted(code, kernel, threads=2, after=0.6):
-    """Seconds from a SIGINT to what a script says next, and all that it says."""
+    """CPU seconds of a script from a SIGINT to what it says next, and all that it says. Seconds of a clock on the wall would
+    depend on what else the machine does; a script that waits and does nothing is ended after a minute of them."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(Path(fa_ext.__file__).parents[1])}
     child = subprocess.Popen([sys.executable, "-c", SCRIPT + code, kernel], env=environment, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
     try:
         assert child.stdout and child.stdout.readline() == "begun\n", child.communicate(timeout=60)
         time.sleep(after)
-        sent = time.monotonic()
+        sent = cpu_seconds(child.pid)
         child.send_signal(signal.SIGINT)
         said, errors = child.communicate(timeout=60)
     finally:
@@ -88,21 +97,21 @@ try:
     say("begun")
     {LONG[kernel][which]}
 except KeyboardInterrupt:
-    say(time.monotonic(), "interrupted")
+    say(time.process_time(), "interrupted")
 else:
-    say(time.monotonic(), "too short")
+    say(time.process_time(), "too short")
 assert small().tobytes() == wanted
 """
     took, said = interrupted(code, kernel, threads)
     assert said == ["interrupted"]
-    assert took < 1, f"{took:.2f} s"  # 0.1 s where nothing else runs
+    assert took < threads, f"{took:.2f} s"  # 0.1 s a thread
 
 
 def test_a_call_of_another_thread_goes_on():
     """Signals are the main thread's."""
     code = """
 def work():
-    q = np.random.default_rng(0).standard_normal((1, 2, 6000, 64)).astype("f4")
+    q = np.random.default_rng(0).standard_normal((1, 2, 4000, 64)).astype("f4")
     results.append(fa_ext.attention(q, q, q, kernel=kernel))
     results.append(time.monotonic())
 results = []
@@ -113,23 +122,23 @@ while thread.is_alive():
     try:
         thread.join(0.05)
     except KeyboardInterrupt:
-        say(time.monotonic(), len(results))
-q = np.random.default_rng(0).standard_normal((1, 2, 6000, 64)).astype("f4")
+        say(time.process_time(), len(results))
+q = np.random.default_rng(0).standard_normal((1, 2, 4000, 64)).astype("f4")
 assert fa_ext.attention(q, q, q, kernel=kernel).tobytes() == results[0].tobytes()
 assert small().tobytes() == wanted
 """
     took, said = interrupted(code, "cpu_ref", after=0.3)
-    assert said == ["0"] and took < 1
+    assert said == ["0"] and took < 2
 
 
 def test_a_handler_may_call_and_return():
     code = """
-signal.signal(signal.SIGINT, lambda *_: say(time.monotonic(), small().tobytes() == wanted))
-q = np.random.default_rng(0).standard_normal((1, 2, 6000, 64)).astype("f4")
+signal.signal(signal.SIGINT, lambda *_: say(time.process_time(), small().tobytes() == wanted))
+q = np.random.default_rng(0).standard_normal((1, 2, 4000, 64)).astype("f4")
 say("begun")
 out = fa_ext.attention(q, q, q, kernel=kernel)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 assert fa_ext.attention(q, q, q, kernel=kernel).tobytes() == out.tobytes()
 """
     took, said = interrupted(code, "cpu_ref", after=0.3)
-    assert said == ["True"] and took < 1
+    assert said == ["True"] and took < 2
