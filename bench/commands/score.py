@@ -62,18 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def score(
-    candidate: str,
-    device: str,
-    chosen: list[Case],
-    baselines: list[str],
-    seconds: float,
-    time_limit: float,
-    seed: int | None = None,
-    arrays: str | None = None,
-    output: Path | None = None,
-    fresh: bool = False,
-    quiet: bool = False,
-) -> dict:
+    candidate: str, device: str, chosen: list[Case], baselines: list[str], seconds: float, time_limit: float,
+    seed: int | None = None, arrays: str | None = None, output: Path | None = None, fresh: bool = False, quiet: bool = False,
+) -> dict:  # fmt: skip
     """Scores every problem that `output` does not hold yet. A crash or a hang costs its own problem only."""
     context = machine.context(device)
     identity = {"command": "score", "candidate": candidate, "content": _content(candidate), "digest": context["digest"],
@@ -103,17 +94,9 @@ def score(
 
 
 def score_one(
-    candidate: str,
-    case: str,
-    device: str,
-    baselines: list[str],
-    seconds: float,
-    time_limit: float,
-    seed: int | None = None,
-    arrays: str | None = None,
-    worker: isolation.Worker | None = None,
-    table: duel.Table | None = None,
-) -> dict:
+    candidate: str, case: str, device: str, baselines: list[str], seconds: float, time_limit: float, seed: int | None = None,
+    arrays: str | None = None, worker: isolation.Worker | None = None, table: duel.Table | None = None,
+) -> dict:  # fmt: skip
     """{correct, failures, speedup over the fastest baseline or None, baseline, microseconds, conditions}."""
     quick = {"cold": True, "sample_seconds": GPU_SAMPLE_SECONDS} if device == "cuda" else {}
     found = gate.judge_one(candidate, case, device, baselines, 1.0, time_limit, worker, table, arrays=arrays,
@@ -121,15 +104,10 @@ def score_one(
     times, base = found.get("seconds", {}), found["baseline"]
     speedup = times[base] / times[candidate] if found["correct"] and base else None
     return {
-        "case": case,
-        "correct": found["correct"],
-        "failures": found["failures"],
-        "speedup": speedup,
-        "baseline": base,
-        "us": {name: s * 1e6 for name, s in times.items()},
-        "ratio": found.get("ratios", {}).get(base),
+        "case": case, "correct": found["correct"], "failures": found["failures"], "speedup": speedup, "baseline": base,
+        "us": {name: s * 1e6 for name, s in times.items()}, "ratio": found.get("ratios", {}).get(base),
         "conditions": found.get("conditions"),
-    }
+    }  # fmt: skip
 
 
 def _is_ours(candidate: str) -> bool:

@@ -79,15 +79,9 @@ class Watch(Protocol):
 
 
 def take_rounds(
-    watches: Mapping[str, Watch],
-    rounds: int,
-    seconds: float,
-    seed: int = 0,
-    tight: float | None = None,
-    against: str | None = None,
-    workers: Sequence[int] = (),
-    say: Callable[[str], None] = lambda text: None,
-) -> Samples:
+    watches: Mapping[str, Watch], rounds: int, seconds: float, seed: int = 0, tight: float | None = None,
+    against: str | None = None, workers: Sequence[int] = (), say: Callable[[str], None] = lambda text: None,
+) -> Samples:  # fmt: skip
     """Samples `watches` until `rounds` are done, `seconds` have passed (but at least MIN_ROUNDS rounds, or two when
     three times as long has passed), or every ratio to `against` is known within a relative interval width of `tight`.
     Before each sample the device settles, so that nobody runs beside the threads that another left spinning.

@@ -301,21 +301,10 @@ class Remote:
 
 
 def duel(
-    candidate: str,
-    baselines: list[str],
-    case: str,
-    table: Table,
-    worker: isolation.Worker | None = None,
-    arrays: str | None = None,
-    rounds: int = 240,
-    seconds: float = 20.0,
-    seed: int | None = None,
-    cold: bool = False,
-    values: list[str] | None = None,
-    sample_seconds: float | None = None,
-    time_limit: float = 300.0,
-    say: Say = lambda text: None,
-) -> dict[str, Any]:
+    candidate: str, baselines: list[str], case: str, table: Table, worker: isolation.Worker | None = None,
+    arrays: str | None = None, rounds: int = 240, seconds: float = 20.0, seed: int | None = None, cold: bool = False,
+    values: list[str] | None = None, sample_seconds: float | None = None, time_limit: float = 300.0, say: Say = lambda text: None,
+) -> dict[str, Any]:  # fmt: skip
     """Judges and times; returns a JSON document with `correct`, `failures` and, per baseline, samples and interval.
 
     What is timed works on ordinary inputs, but for a few heads. `worker` runs the candidate and goes on afterwards; by
@@ -477,13 +466,10 @@ class _Match:
 def _figures(candidate: str, baselines: list[str], watches: dict[str, Remote], samples: Samples) -> dict[str, Any]:
     """How it was timed, every sample, and the interval of candidate / baseline for each baseline."""
     return {
-        "clock": {name: w.clock for name, w in watches.items()},
-        "notes": {name: w.note for name, w in watches.items() if w.note},
-        "calls": {name: w.calls for name, w in watches.items()},
-        "rounds": len(samples.seconds[candidate]),
-        "stopped": samples.stopped,
-        "conditions": samples.conditions_summary(),
+        "clock": {name: w.clock for name, w in watches.items()}, "notes": {name: w.note for name, w in watches.items() if w.note},
+        "calls": {name: w.calls for name, w in watches.items()}, "rounds": len(samples.seconds[candidate]),
+        "stopped": samples.stopped, "conditions": samples.conditions_summary(),
         "seconds": {name: float(np.median(s)) for name, s in samples.seconds.items()},
         "samples": {name: s.tolist() for name, s in samples.seconds.items()},
         "ratios": {name: samples.interval(candidate, name).as_dict() for name in baselines},
-    }
+    }  # fmt: skip

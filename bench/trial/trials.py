@@ -57,13 +57,9 @@ def check(implementation: Implementation, case: Case, device: Cpu | Cuda, seed: 
 
 
 def run(
-    attempt: Callable[[Operands], Any],
-    make: Callable[[Case, int], Operands],
-    case: Case,
-    seeds: Sequence[int],
-    values: Sequence[str] = HARD,
-    say: Callable[[str], None] = lambda text: None,
-) -> Checked:
+    attempt: Callable[[Operands], Any], make: Callable[[Case, int], Operands], case: Case, seeds: Sequence[int],
+    values: Sequence[str] = HARD, say: Callable[[str], None] = lambda text: None,
+) -> Checked:  # fmt: skip
     """One trial for each entry of `values`, with the seed beside it, until the first that fails: `make(case, guard byte)`
     the operands, let `attempt` call the implementation with them, judge what it returns. All trials' arrays stay alive
     meanwhile, so that each has pointers of its own."""

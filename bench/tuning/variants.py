@@ -100,13 +100,10 @@ def evaluate(library: str, anchor: str, case: str, device: str, rounds: int, sec
         watches = {name: timer.Stopwatch([e.bind(operands)], target, e.timing) for name, e in timed.items()}
         samples = take_rounds(watches, rounds, seconds, seed, tight=0.004, against="anchor")
     return {
-        "us": float(np.median(samples.seconds["variant"])) * 1e6,
-        "anchor_us": float(np.median(samples.seconds["anchor"])) * 1e6,
-        "ratio": samples.interval("variant", "anchor").as_dict(),
-        "clock": watches["variant"].clock,
-        "frobenius": checked.frobenius,
+        "us": float(np.median(samples.seconds["variant"])) * 1e6, "anchor_us": float(np.median(samples.seconds["anchor"])) * 1e6,
+        "ratio": samples.interval("variant", "anchor").as_dict(), "clock": watches["variant"].clock, "frobenius": checked.frobenius,
         "max_abs": checked.max_abs,
-    }
+    }  # fmt: skip
 
 
 def identity(space: Space, case: str, device: str) -> dict[str, Any]:
