@@ -92,6 +92,11 @@ def _duration(seconds: float) -> str:
     return f"{seconds}s" if seconds < 100 else f"{seconds // 60}m{seconds % 60:02d}s"
 
 
+def first_line(error: BaseException, most: int | None = 300) -> str:
+    """An exception in one line: its class and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
+
+
 def plain(value: Any) -> Any:
     """`value` as JSON can hold it: NumPy scalars become Python's, NaN and infinities become strings."""
     if isinstance(value, dict):

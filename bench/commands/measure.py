@@ -181,7 +181,7 @@ def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings:
             except WrongResult as error:
                 why = f"WRONG: {error}"
             except Exception as error:  # kernels and libraries say "not supported" with whatever exception they like
-                why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+                why = report.first_line(error)
             if why:
                 found.pop(name, None)
                 refused[name] = why
@@ -242,11 +242,7 @@ def _too_slow(one: Implementation, case: Case, device: Cpu | Cuda, seconds: floa
 
 def _checked(one: Implementation, operands: Operands) -> dict[str, float]:
     """Errors against float64; WrongResult when they are over the bound."""
-    operands.poison()
-    operands.device.synchronize()
-    result = one.bind(operands)()
-    operands.device.synchronize()
-    judged = operands.judge(result)
+    judged = one.judged_on(operands)
     if not judged.passed:
         raise WrongResult("; ".join(judged.failures))
     return {"frobenius": judged.frobenius, "max_abs": judged.max_abs}

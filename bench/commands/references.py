@@ -57,7 +57,7 @@ def collect(
     """
     target = devices.open_device(device)
     found, missing = peers.available(target)
-    names = [p.name for p in found] + (list(implementation.compiled_kernels(target)) if kernels else [])
+    names = [p.name for p in found if "attention" in p.operations] + (list(implementation.compiled_kernels(target)) if kernels else [])
     context = machine.context(device)
     identity = {"command": "references", "digest": context["digest"], "versions": context["versions"],
                 "device": device, "names": names, "seed": seed}  # fmt: skip
@@ -114,19 +114,15 @@ def errors(case: str, device: str, names: list[str], seed: int, tell: Callable[[
                 one = named.open_implementation(name, target)
                 entry: dict[str, Any] = {"case": case, "values": values, "name": name}
                 found.append(entry)
-                refusal = one.refuses(operands.case)
-                if refusal:
+                if refusal := one.refuses(operands.case):
                     entry["refused"] = refusal
                     continue
                 try:
-                    operands.poison()
-                    result = one.bind(operands)()
-                    target.synchronize()
-                    judged = operands.judge(result)
+                    judged = one.judged_on(operands)
                 except WrongResult as error:
                     entry["refused"] = f"WRONG: {error}"
                 except Exception as error:  # libraries say "not supported" with whatever exception they like
-                    entry["refused"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+                    entry["refused"] = report.first_line(error, 200)
                 else:
                     entry |= {"max_abs": judged.max_abs, "bound": judged.max_abs_bound, "frobenius": judged.frobenius,
                               "plain": judged.plain_frobenius, "within": judged.passed,

@@ -22,7 +22,7 @@ import numpy as np
 from bench import report
 from bench.machine.device import Cpu, Cuda
 from bench.problems import Case
-from bench.problems.operands import Arrays
+from bench.problems.operands import Arrays, Judged, Operands
 
 Thunk = Callable[[], Any]
 # operation: whose kernels do it (an argument of ``fa_ext.kernels``)
@@ -50,6 +50,14 @@ class Implementation:
 
     def bind(self, operands: Arrays) -> Thunk:
         raise NotImplementedError
+
+    def judged_on(self, operands: Operands) -> Judged:
+        """What it returns on poisoned outputs, held against float64."""
+        operands.poison()
+        operands.device.synchronize()
+        result = self.bind(operands)()
+        operands.device.synchronize()
+        return operands.judge(result)
 
 
 # ---- kernels of fa_ext ----

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from bench import report
 from bench.implementations.implementation import Thunk
 from bench.machine.device import Cpu, Cuda
 
@@ -73,7 +74,7 @@ class Stopwatch:
             self._replay = self.device.capture(work)
         except Exception as error:  # an implementation that cannot be captured is timed by events, and the table says so
             self.device.synchronize()
-            self.note = f"not captured: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self.note = f"not captured: {report.first_line(error)}"
             self.clock, self._replay = "events", None
 
     def _warm_up_graph(self) -> float:

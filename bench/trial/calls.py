@@ -133,7 +133,7 @@ def arrange(calls: int, tell: Callable[[Any], None]) -> dict[str, Any]:
                 me.replay = device.capture(lambda: _call_each(slots))
             except Exception as error:  # what cannot be captured is called, and the table says so
                 device.synchronize()
-                note = f"not captured: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                note = f"not captured: {report.first_line(error)}"
     return {"clock": "graph" if me.replay else "calls", "note": note, "seconds": seconds}
 
 

@@ -366,7 +366,7 @@ def _serve(channel: socket.socket) -> None:
             reply = {"kind": "usage", "reason": str(error)}
         except BaseException as error:  # whatever a candidate raises, SystemExit included, is its result
             traceback.print_exc()
-            reply = {"kind": "failed", "reason": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
+            reply = {"kind": "failed", "reason": report.first_line(error, None)}
         send(reply)
 
 
