@@ -468,6 +468,7 @@ def test_shards_count_as_one_run(tmp_path):
         "import os, pytest\n"
         "def test_sees_one(): assert os.environ['CUDA_VISIBLE_DEVICES'] == '1'\n"
         "@pytest.mark.skip(reason='why')\ndef test_skipped(): pass\n"
+        "@pytest.mark.slow\ndef test_that_the_default_leaves_out(): pass\n"
     )
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
     files = [str(tmp_path / f"test_{n}.py") for n in range(5)]
@@ -477,7 +478,7 @@ def test_shards_count_as_one_run(tmp_path):
     many, pinned = found["many"], found["pinned"]
     assert (many["passed"], many["failed"], many["skipped"]) == (9, 1, 0)
     assert len(many["failures"]) == 1 and "test_0" in many["failures"][0]
-    assert (pinned["passed"], pinned["failed"], pinned["reasons"]) == (1, 0, {"why": 1})
+    assert (pinned["passed"], pinned["failed"], pinned["reasons"]) == (2, 0, {"why": 1})
     died = suites.merged([many, {"error": "died", "seconds": 1.0}])
     assert (died["passed"], died["failed"], died["skipped"]) == (9, 2, 0) and died["failures"][1] == "died"
     assert list(suites.run_shards(wanted, 2, time.monotonic())) == []  # none has begun in time
