@@ -31,7 +31,7 @@ from bench.implementations import implementation, named, peers
 from bench.implementations.implementation import Implementation
 from bench.machine import device as devices
 from bench.machine.device import Cpu, Cuda
-from bench.problems import Case, Problem
+from bench.problems import Case
 from bench.problems.operands import Operands, WrongResult
 from bench.problems.operations import operands_of
 from bench.timing import ceiling, conditions, launches, timer
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(not cell.get("figures") for cell in document["cells"].values()))
 
 
-def chosen(presets: list[str] | None, lines: list[str], pattern: str, device: str) -> list[Problem]:
+def chosen(presets: list[str] | None, lines: list[str], pattern: str, device: str) -> list[Case]:
     found = [problems.parse(text, problems.OPERATIONS) for text in lines]
     for name in presets or ([] if lines else ["cpu" if device == "cpu" else "history"]):
         found += problems.preset(name)
@@ -118,7 +118,7 @@ def caches(name: str) -> list[str]:
 
 
 def measure(
-    settings: Settings, cases: list[Problem], cache: list[str], output: Path | None = None, fresh: bool = False, quiet: bool = False,
+    settings: Settings, cases: list[Case], cache: list[str], output: Path | None = None, fresh: bool = False, quiet: bool = False,
     missing: dict[str, str] | None = None, deadline: Callable[[], bool] = lambda: False,
     on_cell: Callable[[str, dict, dict], None] = lambda key, cell, context: None,
 ) -> dict:  # fmt: skip
@@ -290,7 +290,7 @@ def _figures(name: str, base: str, samples: Samples, watch: timer.Stopwatch) -> 
     return figures
 
 
-def _add_rates(cell: dict, case: Problem, ceilings: dict) -> None:
+def _add_rates(cell: dict, case: Case, ceilings: dict) -> None:
     for figures in cell.get("figures", {}).values():
         seconds = figures["us"] * 1e-6
         figures["tflops"] = case.flops() / seconds / 1e12

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.implementations.implementation import Thunk
 from bench.implementations.peer import Peer, bshd, scale_of
-from bench.problems import Problem
+from bench.problems import Case
 from bench.problems.operands import Arrays
 
 # What the wheels of xformers 0.0.34 and vLLM 0.25.1 are linked to.
@@ -46,7 +46,7 @@ class FlashAttention3(Peer):
         self.operations = frozenset({"backward"} if deterministic else {"attention", "backward", "serving"})
         self.ops = operators("flash_attn_3")
 
-    def refuses(self, case: Problem) -> str | None:
+    def refuses(self, case: Case) -> str | None:
         if self.deterministic and not case.deterministic:
             return "sums in order, where any order is asked for"
         if self.deterministic and max(case.head_dim, case.head_dim_v) > 192:
@@ -94,7 +94,7 @@ class VllmFlashAttention3(Peer):
         return over_sequences(self.ops.fwd, operands, self.library)
 
 
-def options_of(case: Problem) -> dict[str, Any]:
+def options_of(case: Case) -> dict[str, Any]:
     left, right = (-1 if side is None else side for side in case.window or (None, None))
     return {"softmax_scale": scale_of(case), "is_causal": bool(case.causal), "window_size_left": left, "window_size_right": right,
             "softcap": case.softcap}  # fmt: skip
@@ -106,14 +106,14 @@ def over_sequences(forward: Any, operands: Arrays, library: str) -> Thunk:
     given = operands.arguments(library)
     q, k, v = (given[name] for name in "qkv")
     heads_first = case.layout == "bhsd"
-    if case.k != "packed" and heads_first:
+    if case.storage.k != "packed" and heads_first:
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    one, swap = case.q == "one", case.q == "padded" and heads_first
+    one, swap = case.storage.q == "one", case.storage.q == "padded" and heads_first
     values = options_of(case) | {
         "q": q[:, None] if one else q.swapaxes(1, 2) if swap else q, "k": k, "v": v, "num_splits": 0,
         "cu_seqlens_q": given.get("cu_seqlens_q"), "cu_seqlens_k": given.get("cu_seqlens_k"), "seqused_q": given.get("seqlens_q"),
         "seqused_k": given.get("seqlens_k"), "page_table": given.get("page_table"), "s_aux": given.get("sinks"),
-        "max_seqlen_q": max(case.n_q) if case.q == "packed" else None, "max_seqlen_k": max(case.n_k) if case.k == "packed" else None,
+        "max_seqlen_q": max(case.n_q) if case.storage.q == "packed" else None, "max_seqlen_k": max(case.n_k) if case.storage.k == "packed" else None,
     }  # fmt: skip
     if case.sinks:
         values["s_aux"] = values["s_aux"].to(q.dtype)

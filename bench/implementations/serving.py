@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.implementations.implementation import Thunk
 from bench.implementations.peer import scale_of
-from bench.problems import Serving
+from bench.problems import Case
 from bench.problems.operands import Arrays
 
 # What flashinfer recommends for the results of split keys.
@@ -21,7 +21,7 @@ WORKSPACE_BYTES = 128 << 20
 # ---- torch, dense ----
 
 
-def dense_refuses(case: Serving) -> str | None:
+def dense_refuses(case: Case) -> str | None:
     """Why a dense operator with torch's causal mask cannot compute a problem."""
     if len(set(case.n_q)) > 1 or len(set(case.n_k)) > 1:
         return "lengths that differ"
@@ -39,19 +39,19 @@ def dense(operands: Arrays) -> tuple[Any, Any, Any, bool, Any]:
     heads_first = case.layout == "bhsd"
     q = operands.array("q", "torch")
     stored = q.shape[:-1]
-    q = q if case.q == "padded" and heads_first else q.reshape(batch, n, case.heads, case.head_dim).transpose(1, 2)
+    q = q if case.storage.q == "padded" and heads_first else q.reshape(batch, n, case.heads, case.head_dim).transpose(1, 2)
 
     def keys(name: str) -> Any:
         x = operands.array(name, "torch")
-        if case.k == "paged":
+        if case.storage.k == "paged":
             x = x[operands.array("page_table", "torch").long()]
             x = (x.transpose(2, 3) if heads_first else x).reshape(batch, -1, case.heads_kv, x.shape[-1])[:, :m]
-        elif case.k == "padded" and heads_first:
+        elif case.storage.k == "padded" and heads_first:
             return x
         return x.reshape(batch, m, case.heads_kv, x.shape[-1]).transpose(1, 2)
 
     def restore(out: Any) -> Any:
-        return out if case.q == "padded" and heads_first else out.transpose(1, 2).reshape(*stored, -1)
+        return out if case.storage.q == "padded" and heads_first else out.transpose(1, 2).reshape(*stored, -1)
 
     return q, keys("k"), keys("v"), bool(case.causal) and n == m and n > 1, restore
 
@@ -59,8 +59,8 @@ def dense(operands: Arrays) -> tuple[Any, Any, Any, bool, Any]:
 # ---- flashinfer ----
 
 
-def flashinfer_refuses(case: Serving) -> str | None:
-    if case.q == "padded" or case.k == "padded":
+def flashinfer_refuses(case: Case) -> str | None:
+    if case.storage.q == "padded" or case.storage.k == "padded":
         return "no padded sequences"
     if case.causal == "top_left":
         return "no top_left causal mask"
@@ -101,20 +101,20 @@ class Planned:
         }  # fmt: skip
         heads = (case.heads, case.heads_kv, case.head_dim)
         causal = bool(case.causal) or bool(case.window)
-        if case.k == "packed":
+        if case.storage.k == "packed":
             wrapper = self.flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD")
             wrapper.plan(starts(n_q), starts(n_k), *heads, causal=causal, **options)
             return lambda: wrapper.run(q, k, v)
-        used = -(-n_k // case.page_size)
+        used = -(-n_k // case.storage.page_size)
         table = operands.array("page_table", "torch").cpu().numpy()
         pages = index(np.concatenate([row[:n] for row, n in zip(table, used, strict=True)]))
-        last = index(np.where(n_k > 0, (n_k - 1) % case.page_size + 1, 0))
+        last = index(np.where(n_k > 0, (n_k - 1) % case.storage.page_size + 1, 0))
         layout = "HND" if case.layout == "bhsd" else "NHD"
         if set(case.n_q) == {1}:
             grouped = case.heads > case.heads_kv  # where flashinfer's tensor cores pay
             wrapper = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(self.workspace, layout, use_tensor_cores=grouped)
-            wrapper.plan(starts(used), pages, last, *heads, case.page_size, **options)
+            wrapper.plan(starts(used), pages, last, *heads, case.storage.page_size, **options)
         else:
             wrapper = self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, layout)
-            wrapper.plan(starts(n_q), starts(used), pages, last, *heads, case.page_size, causal=causal, **options)
+            wrapper.plan(starts(n_q), starts(used), pages, last, *heads, case.storage.page_size, causal=causal, **options)
         return lambda: wrapper.run(q, (k, v))

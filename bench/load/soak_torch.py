@@ -11,7 +11,7 @@ from typing import Any
 import fa_ext
 from bench import report
 from bench.machine import device as devices
-from bench.problems import Case, Problem, Serving
+from bench.problems import Case
 from bench.problems.memory import ALIGNMENT
 from bench.problems.operands import Operands
 from bench.problems.operations import operands_of
@@ -82,24 +82,24 @@ class Torch:
 
     # ---- one call ----
 
-    def problem(self, case: Problem) -> tuple[Operands, dict[str, Any]]:
+    def problem(self, case: Case) -> tuple[Operands, dict[str, Any]]:
         operands = operands_of(case, self.device)
         return operands, operands.arguments("torch")
 
     def space(self, nbytes: int) -> Any:
         return self.torch.empty(nbytes, dtype=self.torch.uint8, device="cuda")
 
-    def results(self, case: Problem) -> list[tuple[tuple[int, ...], Any]]:
+    def results(self, case: Case) -> list[tuple[tuple[int, ...], Any]]:
         """Shape and dtype of what a call gives, the LSE last."""
-        if isinstance(case, Serving):
+        if case.lengths:
             return [(shape, getattr(self.torch, dtype)) for shape, dtype in result_shapes(case)]
         return [(case.out_shape, getattr(self.torch, case.dtype)), ((case.batch, case.heads, case.seq_q), self.torch.float32)]
 
-    def bytes_of(self, case: Problem) -> int:
+    def bytes_of(self, case: Case) -> int:
         """Of all results, each from a multiple of ALIGNMENT on."""
         return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in self.results(case))
 
-    def outputs(self, case: Problem, lse: bool, space: Any) -> list[Any]:
+    def outputs(self, case: Case, lse: bool, space: Any) -> list[Any]:
         """[out] or [out, lse] in `space`."""
         begin, made = 0, []
         for shape, dtype in self.results(case)[: None if lse else 1]:
@@ -209,7 +209,7 @@ class Backward(Torch):
     def results(self, case: Case) -> list[tuple[tuple[int, ...], Any]]:
         return [(shape, getattr(self.torch, case.dtype)) for shape in (case.q_shape, case.k_shape, case.v_shape)]
 
-    def outputs(self, case: Problem, lse: bool, space: Any) -> list[Any]:
+    def outputs(self, case: Case, lse: bool, space: Any) -> list[Any]:
         """[dq, dk, dv] in `space`."""
         return super().outputs(case, True, space)
 

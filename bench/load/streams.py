@@ -37,7 +37,7 @@ PULSE = 0.25
 class Problem:
     """One call of the kernel, and its results alone."""
 
-    case: problems.Problem
+    case: problems.Case
     arguments: Any
     lse: bool
     expected: Any
@@ -112,7 +112,7 @@ class Stream:
 # ---- what the streams do ----
 
 
-def alone(kernel: str, case: problems.Problem, lse: bool, backend: Any, slowest: float) -> tuple[Problem | None, str, bool]:
+def alone(kernel: str, case: problems.Case, lse: bool, backend: Any, slowest: float) -> tuple[Problem | None, str, bool]:
     """(the problem, why it is left out, whether its results alone are wrong).
 
     Two calls on an idle device must agree and hold no NaN, which is what their output held before.
@@ -141,7 +141,7 @@ def alone(kernel: str, case: problems.Problem, lse: bool, backend: Any, slowest:
     return Problem(case, arguments, lse, expected, seconds), "", wrong
 
 
-def _has_nan(case: problems.Problem) -> bool:
+def _has_nan(case: problems.Case) -> bool:
     return isinstance(case, problems.Case) and case.values.startswith("nan")
 
 

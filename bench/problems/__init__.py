@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from bench import report
-from bench.problems import case as dense
-from bench.problems.case import ARRAYS, Case  # noqa: F401
+from bench.problems.case import ARRAYS, OPERATIONS_OF_SEQUENCES, Case  # noqa: F401
+from bench.problems.case import OPERATIONS as WITHOUT_SEQUENCES
 from bench.problems.presets import CELLS, PRESETS  # noqa: F401
-from bench.problems.serving_cases import ServingCase as Serving
 
-Problem = Case | Serving
-OPERATIONS = (*dense.OPERATIONS, "serving", "append")
+OPERATIONS = tuple(dict.fromkeys((*WITHOUT_SEQUENCES, *OPERATIONS_OF_SEQUENCES)))
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def preset(name: str, operations: Sequence[str] = OPERATIONS) -> list[Any]:
+def preset(name: str, operations: Sequence[str] = OPERATIONS) -> list[Case]:
     """The cases of one preset, which are of these operations."""
     if name not in preset_names(operations):
         raise report.UsageError(f"preset is {name!r}; accepted: {', '.join(preset_names(operations))}")
@@ -27,13 +24,13 @@ def preset_names(operations: Sequence[str] = OPERATIONS) -> tuple[str, ...]:
     return tuple(name for name, found in PRESETS.items() if all(case.operation in operations for case in found))
 
 
-def parse(text: str, operations: Sequence[str] = ("attention",)) -> Any:
-    """A case as ``str(case)`` writes it, such as ``B1,H8,S512,D64,float16,causal=True``; one of sequences says how keys are
+def parse(text: str, operations: Sequence[str] = ("attention",)) -> Case:
+    """A case as ``str(case)`` writes it, such as ``B1,H8,S512,D64,float16,causal=True``; one of sequences says how they are
     stored, such as ``B4,H8/2,S1x512*3+1x64,D64,float16,q=one,k=paged``."""
     try:
-        case = Serving.parse(text) if ",k=" in text else Case.parse(text)
-        if isinstance(case, Serving) and (case.k_range or case.positions or case.logits or case.cache != "two" or case.slack):
-            raise ValueError("sequences are measured with slack=0, and without k_range, positions, logits and cache")
+        case = Case.parse(text)
+        if case.storage:
+            _check_measurable(case)
         if case.dtype not in DTYPES:
             raise ValueError(f"dtype {case.dtype}; accepted: {', '.join(DTYPES)}")
         if case.operation not in operations:
@@ -42,6 +39,14 @@ def parse(text: str, operations: Sequence[str] = ("attention",)) -> Any:
     except (ValueError, TypeError, IndexError) as error:
         example = "B1,H8,S512,D64,float16,causal=True"
         raise report.UsageError(f"case is {text!r} ({error}); accepted: lines such as {example!r}") from None
+
+
+def _check_measurable(case: Case) -> None:
+    """ValueError for sequences that the laboratory does not make."""
+    if case.k_range or case.positions or case.logits or case.storage.cache != "two" or case.storage.slack:
+        raise ValueError("sequences are measured with slack=0, and without k_range, positions, logits and cache")
+    if case.operation == "backward":
+        raise ValueError("the backward pass of sequences is not measured")
 
 
 def scored(device: str) -> list[Case]:

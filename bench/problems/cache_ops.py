@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from bench.problems import Case, Serving
 from bench.problems.memory import to_host
 from bench.problems.operands import Judged, Operands, fill_normal
 from bench.problems.sequences import starts, table_of
@@ -19,7 +18,6 @@ class Parts(Operands):
     """Of ``fa_ext.merge``: the results of a case's parts, whose LSE are normal numbers."""
 
     outputs = ("out", "lse")
-    case: Case
 
     def _make(self, guard_byte: int) -> None:
         case, rows = self.case, (self.case.batch, self.case.heads, self.case.seq_q)
@@ -58,11 +56,10 @@ class NewTokens(Operands):
 
     inputs = ("k", "v", "q", "cos", "sin", "cu_seqlens_q", "seqlens_k", "page_table")
     outputs = ("k_cache", "v_cache", "out")
-    case: Serving  # type: ignore[assignment]
 
     def _make(self, guard_byte: int) -> None:
         case, rng = self.case, np.random.default_rng([self.case.seed, 19])
-        n_q, n_k, size = np.array(case.n_q, np.int32), np.array(case.n_k, np.int32), case.page_size
+        n_q, n_k, size = np.array(case.n_q, np.int32), np.array(case.n_k, np.int32), case.storage.page_size
         tokens, pages = int(n_q.sum()), int((-(-n_k // size)).sum())
 
         def page(dim: int) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ import itertools
 import random
 
 from bench.problems import magnitudes
-from bench.problems.case import ALIBIS, BIASES, DTYPES, FLAT_BIASES, HALVES, MASKS, SINKS, STRIDES, VALUES, Case
+from bench.problems.case import DTYPES, HALVES, Case
+from bench.problems.dense import ALIBIS, BIASES, FLAT_BIASES, MASKS, SINKS, STRIDES, VALUES
 
 #: log2 of the scores up to which gradients are judged: their LSE is 2^16 at most.
 LARGEST_BACKWARD = 15

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from bench import report
-from bench.problems.memory import numpy_dtype
 from bench.problems.operands import CHECK_FLOPS_CPU, CHECK_FLOPS_GPU, INPUTS, Arrays, Judged, Operands, WrongResult, dtype_name, fill_normal
 
 # Of a case's options those of the call that its result does not depend on.

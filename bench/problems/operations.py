@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.machine.device import Cpu, Cuda
-from bench.problems import Problem
+from bench.problems import Case
 from bench.problems.gradients import GradientArrays, Gradients
 from bench.problems.cache_ops import NewTokens, Parts
 from bench.problems.operands import Arrays, Operands
@@ -17,6 +17,6 @@ OPERANDS: dict[str, type[Operands]] = {"attention": Operands, "backward": Gradie
 ARRAYS: dict[str, type[Arrays]] = {"attention": Arrays, "backward": GradientArrays}
 
 
-def operands_of(problem: Problem, device: Cpu | Cuda, **options: Any) -> Operands:
+def operands_of(problem: Case, device: Cpu | Cuda, **options: Any) -> Operands:
     """The arrays of one call of the problem's operation."""
     return OPERANDS[problem.operation](problem, device, **options)

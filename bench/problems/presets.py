@@ -7,7 +7,6 @@ import math
 import random
 
 from bench.problems.case import Case
-from bench.problems.serving_cases import ServingCase
 
 
 def _paper():
@@ -113,7 +112,7 @@ def _sequences(lengths, heads=32, heads_kv=8, **options):
     lengths = [n if isinstance(n, tuple) else (1, n) for n in lengths]
     n_q, n_k = zip(*lengths)
     common = {"dtype": "bfloat16", "q": "one" if set(n_q) == {1} else "packed", "k": "paged", "slack": 0}
-    return ServingCase(n_q, n_k, heads, heads_kv, 128, **common | options)
+    return Case.sequences(n_q, n_k, heads, heads_kv, 128, **common | options)
 
 
 def _cells():
@@ -137,7 +136,7 @@ def _cells():
         b, hk, s = decode[name]
         cells[f"{name} packed"] = [_sequences([s] * b, heads_kv=hk, q="packed")]
     for name in ("R1", "R2", "R3"):
-        cells[f"{name} packed"] = [dataclasses.replace(case, q="packed") for case in cells[name]]
+        cells[f"{name} packed"] = [case.changed(q="packed") for case in cells[name]]
     cells["S1"] = [_sequences([(n, 8192)] * 32, causal="bottom_right" if n > 1 else False) for n in (1, 4, 8)]
     cells["S2"] = [_sequences([32768] * 16, window=(1024, 0)), _sequences([1025] * 16),
                    *(_sequences([4096] * 16, **option) for option in ({"sinks": True}, {"softcap": 30.0}, {"alibi": "heads"}))]  # fmt: skip

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.problems import Serving
+from bench.problems import stored
+from bench.problems.case import Case
 from bench.problems.memory import numpy_dtype
 from bench.problems.operands import CHECK_FLOPS_CPU, CHECK_FLOPS_GPU, Judged, Operands, WrongResult, fill_normal
 
@@ -20,11 +21,11 @@ INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table
 JUDGED = 8
 
 
-def result_shapes(case: Serving) -> list[tuple[tuple[int, ...], str]]:
+def result_shapes(case: Case) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of the output and of the LSE, which has the heads first, or after the batch of padded queries."""
     batch, longest = len(case.n_q), max(case.n_q, default=0)
-    rows: tuple[int, ...] = {"packed": (sum(case.n_q),), "one": (batch,), "padded": (batch, longest)}[case.q]
-    lse = (batch, case.heads, longest) if case.q == "padded" else (case.heads, *rows)
+    rows: tuple[int, ...] = {"packed": (sum(case.n_q),), "one": (batch,), "padded": (batch, longest)}[case.storage.q]
+    lse = (batch, case.heads, longest) if case.storage.q == "padded" else (case.heads, *rows)
     out = (batch, case.heads, longest) if len(rows) == 2 and case.layout == "bhsd" else (*rows, case.heads)
     return [((*out, case.head_dim_v), case.dtype), (lse, "float32")]
 
@@ -33,26 +34,25 @@ class Sequences(Operands):
     """Inputs and output of ``fa_ext.attention`` over the sequences of a case, which stand close together."""
 
     inputs = ("q", "k", "v", "sinks", "alibi", *INDICES)
-    case: Serving  # type: ignore[assignment]
 
     def _make(self, guard_byte: int) -> None:
         case, rng = self.case, np.random.default_rng([self.case.seed, 17])
-        small: dict[str, np.ndarray] = {name: x for name, x in case.options().items() if isinstance(x, np.ndarray)}
+        small: dict[str, np.ndarray] = stored.extras(case)
         n_q, n_k = np.array(case.n_q, np.int32), np.array(case.n_k, np.int32)
-        rows: tuple[int, ...] = (len(n_q),) if case.q == "one" else (len(n_q), int(n_q.max(initial=0)))
-        if case.q == "packed":
+        rows: tuple[int, ...] = (len(n_q),) if case.storage.q == "one" else (len(n_q), int(n_q.max(initial=0)))
+        if case.storage.q == "packed":
             small["cu_seqlens_q"], rows = starts(n_q), (int(n_q.sum()),)
-        if case.q == "padded" and len(set(case.n_q)) > 1 or case.q == "one" and set(case.n_q) != {1}:
+        if case.storage.q == "padded" and len(set(case.n_q)) > 1 or case.storage.q == "one" and set(case.n_q) != {1}:
             small["seqlens_q"] = n_q
-        if case.k == "packed":
+        if case.storage.k == "packed":
             small["cu_seqlens_k"], keys = starts(n_k), (int(n_k.sum()),)
-        elif case.k == "padded":
+        elif case.storage.k == "padded":
             keys = (len(n_k), int(n_k.max(initial=0)))
             if len(set(case.n_k)) > 1:
                 small["seqlens_k"] = n_k
         else:
-            small |= {"page_table": table_of(n_k, case.page_size, rng), "seqlens_k": n_k}
-            keys = (int((-(-n_k // case.page_size)).sum()), case.page_size)
+            small |= {"page_table": table_of(n_k, case.storage.page_size, rng), "seqlens_k": n_k}
+            keys = (int((-(-n_k // case.storage.page_size)).sum()), case.storage.page_size)
         shapes = {"q": (rows, case.heads, case.head_dim), "out": (rows, case.heads, case.head_dim_v),
                   "k": (keys, case.heads_kv, case.head_dim), "v": (keys, case.heads_kv, case.head_dim_v)}  # fmt: skip
         for i, (name, (outer, heads, dim)) in enumerate(shapes.items()):
@@ -66,8 +66,7 @@ class Sequences(Operands):
 
     def arguments(self, library: str) -> dict[str, Any]:
         arrays = {name: self.array(name, library) for name in self.blocks if name in self.inputs}
-        plain = {name: x for name, x in self.case.options().items() if name not in arrays}
-        return arrays | plain | {"layout": self.case.layout}
+        return arrays | self.case.options() | {"layout": self.case.layout}
 
     # ---- the judge ----
 
@@ -79,7 +78,7 @@ class Sequences(Operands):
         got = self.values_of(result)
         if tuple(got.shape) != self.shapes["out"][0]:
             raise WrongResult(f"the result has shape {tuple(got.shape)}, the problem asks for {self.shapes['out'][0]}")
-        whole = case.q == "packed" or "seqlens_q" not in self.blocks  # every row is one of a query
+        whole = case.storage.q == "packed" or "seqlens_q" not in self.blocks  # every row is one of a query
         if whole and not bool(xp.isfinite(got.astype(xp.float32)).all()):
             raise WrongResult("the result holds NaN or Inf (unwritten?)")
         failures, frobenius, max_abs = [], 0.0, 0.0
@@ -100,7 +99,7 @@ class Sequences(Operands):
             case, xp, self._judged_by = self.case, self._xp(), []
             chosen = self._drawn_sequences()
             budget = (CHECK_FLOPS_CPU if xp is np else CHECK_FLOPS_GPU) / max(len(chosen), 1)
-            options = {name: x for name, x in case.options().items() if not isinstance(x, np.ndarray)} | {"layout": "bshd"}
+            options = case.options() | {"layout": "bshd"}
             for b in chosen:
                 q = self._queries(self._raw("q"), b)
                 arrays = [self._valued(x) for x in (q, *self._keys(b))]
@@ -152,21 +151,21 @@ class Sequences(Operands):
     def _queries(self, array: Any, b: int) -> Any:
         """The rows of one sequence out of an array stored as q is, (1, n, H, D)."""
         case, n = self.case, self.case.n_q[b]
-        if case.q == "padded":
+        if case.storage.q == "padded":
             return array[b : b + 1, :, :n].swapaxes(1, 2) if case.layout == "bhsd" else array[b : b + 1, :n]
-        first = b if case.q == "one" else sum(case.n_q[:b])
+        first = b if case.storage.q == "one" else sum(case.n_q[:b])
         return array[None, first : first + n]
 
     def _keys(self, b: int) -> tuple[Any, Any]:
         """k and v of one sequence, (1, n, Hk, D)."""
         case, n, found = self.case, self.case.n_k[b], []
         for raw in (self._raw("k"), self._raw("v")):
-            if case.k == "packed":
+            if case.storage.k == "packed":
                 first = sum(case.n_k[:b])
                 found.append(raw[None, first : first + n])
                 continue
-            if case.k == "paged":
-                mine = raw[self._raw("page_table")[b, : -(-n // case.page_size)]]
+            if case.storage.k == "paged":
+                mine = raw[self._raw("page_table")[b, : -(-n // case.storage.page_size)]]
             else:
                 mine = raw[b : b + 1]
             mine = mine.swapaxes(1, 2) if case.layout == "bhsd" else mine

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bench.machine.device import Cpu, Cuda
-from bench.problems import Case
+from bench.problems import Case, dense
 from bench.trial.dice import Dice
 
 VARIANTS = 4
@@ -62,7 +62,7 @@ class Extra:
         return part.reshape(1) if axes == 2 else np.roll(part, every[2:], (0, 1))[None, None]
 
     def _make(self, place: int) -> None:
-        array = np.ascontiguousarray(self.case.extra(self.name, self.dice.rng(self.name)))
+        array = np.ascontiguousarray(dense.extra(self.case, self.name, self.dice.rng(self.name)))
         image: Any = array.view(np.uint8).reshape(*array.shape, array.itemsize) if array.ndim else array
         if self.home.kind == "cuda":
             image = self.home.torch.from_numpy(image).cuda() if self.home.torch else self.home.cupy.asarray(image)

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from bench.machine.device import Cpu, Cuda
-from bench.problems import Case
-from bench.problems.memory import ALIGNMENT, LARGE_BYTE, NAN_BYTE, Block, empty_bytes, numpy_dtype
+from bench.problems import Case, dense
 from bench.problems.gradients import Gradients
+from bench.problems.memory import ALIGNMENT, LARGE_BYTE, NAN_BYTE, Block, empty_bytes, numpy_dtype
 from bench.problems.operands import Operands, fill_normal, to_values
 from bench.trial.dice import Dice
 from bench.trial.extras import Drawn, Extra
@@ -316,7 +316,7 @@ class Pool:
         drawn |= {name: [self._input(i, name, head.batch, head.head_kv)] for name in "kv"}
         whole = {name: np.concatenate(heads, axis=1).astype(np.float32) for name, heads in drawn.items()}
         one = dataclasses.replace(case, batch=1, heads=group, heads_kv=1, values=head.kind, dtype="float32")  # small enough to judge
-        for name, array in zip("qkv", one.bent(*whole.values(), self.rng), strict=True):
+        for name, array in zip("qkv", dense.bent(one, *whole.values(), self.rng), strict=True):
             bent = np.ascontiguousarray(array.astype(numpy_dtype(case.dtype)))
             for n, h in enumerate(queries if name == "q" else [head.head_kv]):
                 self._put_head(i, name, head.batch, h, bent[0, n])

@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 
 import fa_ext
+from bench.problems.case import Case
 from bench.problems.placement import BFLOAT16
-from bench.problems.serving_cases import INT_MAX, INT_MIN, ServingCase, append_call
+from bench.problems.serving_cases import append_call
+from bench.problems.stored import INT_MAX, INT_MIN
 from tests import emulator
 from tests.contract import runner
 from tests.emulator.emulated import on_the_cpu
@@ -28,24 +30,24 @@ INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table
 
 _LONG = dict(n_q=(1, 40, 0, 17, 3), n_k=(200, 97, 40, 64, 130), head_dim=64, causal="bottom_right")
 FORWARD = {
-    "packed and paged": ServingCase(**_LONG, page_size=16, k_range=True),
-    "positions": ServingCase(**_LONG, page_size=1, positions="shifted", window=(50, 0)),
-    "padded": ServingCase(**_LONG, q="padded", k="padded", layout="bhsd", k_range=True),
-    "padded and paged": ServingCase(**_LONG, q="padded", page_size=64, positions="random"),
-    "packed": ServingCase(**_LONG, k="packed", window=(30, 5)),
-    "one query each": ServingCase((1,) * 8, (320, 33, 1, 129, 64, 300, 0, 250), heads=8, head_dim=64, q="one", page_size=16),
-    "one with a position": ServingCase((1,) * 8, (320, 33, 1, 129, 64, 300, 0, 250), heads=8, head_dim=64, q="one", page_size=24,
+    "packed and paged": Case.sequences(**_LONG, page_size=16, k_range=True),
+    "positions": Case.sequences(**_LONG, page_size=1, positions="shifted", window=(50, 0)),
+    "padded": Case.sequences(**_LONG, q="padded", k="padded", layout="bhsd", k_range=True),
+    "padded and paged": Case.sequences(**_LONG, q="padded", page_size=64, positions="random"),
+    "packed": Case.sequences(**_LONG, k="packed", window=(30, 5)),
+    "one query each": Case.sequences((1,) * 8, (320, 33, 1, 129, 64, 300, 0, 250), heads=8, head_dim=64, q="one", page_size=16),
+    "one with a position": Case.sequences((1,) * 8, (320, 33, 1, 129, 64, 300, 0, 250), heads=8, head_dim=64, q="one", page_size=24,
                                        positions="shifted", window=(90, 0), causal="bottom_right"),
-    "many keys": ServingCase((4, 1), (1500, 1100), head_dim=64, causal="bottom_right"),
-    "many sequences": ServingCase((1, 3) * 300, (5, 20) * 300, 2, 1, 64, k="packed", causal="bottom_right"),
+    "many keys": Case.sequences((4, 1), (1500, 1100), head_dim=64, causal="bottom_right"),
+    "many sequences": Case.sequences((1, 3) * 300, (5, 20) * 300, 2, 1, 64, k="packed", causal="bottom_right"),
 }  # fmt: skip
 
 
 def append_calls(dtype: str) -> dict[str, dict]:
     """Calls of append by every way to say where tokens go."""
-    case = ServingCase((2, 3, 1, 40), (20, 40, 9, 70), head_dim=64, dtype=dtype)
+    case = Case.sequences((2, 3, 1, 40), (20, 40, 9, 70), head_dim=64, dtype=dtype)
     turned = dict(rotary=8, q=True, positions=True)
-    padded = ServingCase((2, 3, 1, 7), (20, 40, 9, 17), head_dim=64, dtype=dtype, q="padded", k="padded")
+    padded = Case.sequences((2, 3, 1, 7), (20, 40, 9, 17), head_dim=64, dtype=dtype, q="padded", k="padded")
     found = {"paged": append_call(case, **turned), "padded": append_call(padded, **turned, dense=True)}
     for kind in (np.int32, np.int64):
         call = append_call(case, **turned)
@@ -63,7 +65,7 @@ def cases(kernel: str, dtypes=("float16", *(["bfloat16"] if BFLOAT16 else []))):
             yield from ((f"{name}, {dtype}", fa_ext.append, call) for name, call in append_calls(dtype).items())
             continue
         for name, case in FORWARD.items():
-            arguments = ServingCase(**{**vars(case), "dtype": dtype}).arguments()
+            arguments = case.changed(dtype=dtype).host_inputs()
             if runner.takes(kernel, **arguments):
                 yield f"{name}, {dtype}", fa_ext.attention, arguments
 

@@ -13,7 +13,8 @@ import numpy as np
 
 import fa_ext
 from bench.problems import cases, magnitudes
-from bench.problems.case import FLAT_BIASES, Case
+from bench.problems.case import Case
+from bench.problems.dense import FLAT_BIASES
 from bench.problems.placement import Unplaceable, dtype_of, place
 from fa_ext import reference
 from fa_ext.judge.backward import BackwardReport, judge_backward, spread_backward, zeros_of

@@ -1,7 +1,6 @@
 """Calls over sequences as several test files make them: results of poisoned outputs, a sequence's part of them."""
 
 import contextlib
-import dataclasses
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from tests.contract.runner import on
 
 def adapted(kernel, case):
     """The case, in a dtype that the kernel takes: float64 where it is asked for, and where another is missing float16."""
-    return case if case.dtype == "float64" or runner.has_dtype(kernel, case.dtype) else dataclasses.replace(case, dtype="float16")
+    return case if case.dtype == "float64" or runner.has_dtype(kernel, case.dtype) else case.changed(dtype="float16")
 
 
 #: Kernels that take a part of what sequences may come with; the others take everything.
@@ -52,7 +51,7 @@ def attend(kernel, arguments, **options):
 
 def exact_verdict(kernel, case):
     """The report on a case with large scores, by a bound that knows them as float32 has them."""
-    arguments = case.arguments()
+    arguments = case.host_inputs()
     exact = case.softcap == 0
     out, lse = attend(kernel, arguments)
     truth, plain = reference.attention(**arguments), reference.plain(**arguments, exact=exact)
@@ -67,7 +66,7 @@ def parts_of(case, arguments, out, lse):
     found = []
     for b, n in enumerate(case.n_q):
         if arguments["q"].ndim == 3:
-            first = b if case.q == "one" else int(arguments["cu_seqlens_q"][b])
+            first = b if case.storage.q == "one" else int(arguments["cu_seqlens_q"][b])
             found.append((out[first : first + n], lse[:, first : first + n].T))
         else:
             mine = out[b] if case.layout == "bshd" else out[b].swapaxes(0, 1)

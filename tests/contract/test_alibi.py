@@ -7,7 +7,8 @@ import pytest
 
 import fa_ext
 from bench.problems import cases
-from bench.problems.case import ALIBIS, Case
+from bench.problems.case import Case
+from bench.problems.dense import ALIBIS
 from bench.problems.placement import dtype_of
 from fa_ext import _core, reference
 from tests.contract import gradients, runner

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 import fa_ext
+from bench.problems.case import Case
+from bench.problems.lengths import CACHES
 from bench.problems.placement import BFLOAT16, dtype_of, place
-from bench.problems.serving_cases import CACHES, INT_MAX, INT_MIN, ServingCase, angles, append_call
+from bench.problems.serving_cases import angles, append_call
+from bench.problems.stored import INT_MAX, INT_MIN
 from fa_ext.reference.serving import rotate
 from tests.contract import runner
 from tests.contract.runner import library_of as library
@@ -38,7 +41,7 @@ def judged(kernel, call, **options):
 def test_pages_of_any_strides(cache, layout, q, kernel):
     n_q = (1, 1, 1, 1) if q == "one" else (1, 3, 0, 7)
     for seed, size in enumerate((1, 3, 16)):
-        case = ServingCase(n_q, (5, 33, 4, 7), q=q, cache=cache, layout=layout, page_size=size, dtype=DTYPES[seed])
+        case = Case.sequences(n_q, (5, 33, 4, 7), q=q, cache=cache, layout=layout, page_size=size, dtype=DTYPES[seed])
         if case.dtype == "bfloat16" and BFLOAT16 is None:
             continue
         judged(kernel, append_call(case, seed=seed))
@@ -47,7 +50,7 @@ def test_pages_of_any_strides(cache, layout, q, kernel):
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_dense_caches(layout, kernel):
-    case = ServingCase((1, 3, 0, 7), (5, 33, 4, 7), k="padded", layout=layout)
+    case = Case.sequences((1, 3, 0, 7), (5, 33, 4, 7), k="padded", layout=layout)
     judged(kernel, append_call(case, dense=True))
     judged(kernel, append_call(case, dense=True, rotary=16, q=True))
 
@@ -60,7 +63,7 @@ def test_rotary(dtype, interleaved, kernel):
     if dtype == "float64" and not runner.has_float64(kernel):
         pytest.skip("float64 runs on the CPU")
     for half, positions, d in ((1, False, 5), (3, True, 7), (16, True, 32), (20, False, 64)):
-        case = ServingCase(head_dim=d, head_dim_v=d + 3, dtype=dtype)
+        case = Case.sequences(head_dim=d, head_dim_v=d + 3, dtype=dtype)
         judged(kernel, append_call(case, rotary=half, q=True, positions=positions, interleaved=interleaved))
         judged(kernel, append_call(case, rotary=half, q=False, values=False, interleaved=interleaved))
         own = append_call(case, rotary=half, q=True, interleaved=interleaved)
@@ -72,7 +75,7 @@ def test_rotary(dtype, interleaved, kernel):
 
 @pytest.mark.parametrize("position", [0, 1, 40959, 131071])
 def test_far_positions_are_as_exact_as_near_ones(position, kernel):
-    case = ServingCase((1,), (9,), 1, 1, 64, q="one")
+    case = Case.sequences((1,), (9,), 1, 1, 64, q="one")
     call = append_call(case, rotary=32, q=True)
     cos, sin = angles(131072, 32)
     call |= {"rotary": (cos, sin), "positions": np.array([position], np.int32)}
@@ -84,7 +87,7 @@ def test_far_positions_are_as_exact_as_near_ones(position, kernel):
 
 @pytest.mark.sanitize
 def test_slots(kernel):
-    case = ServingCase(page_size=4, slack=6)
+    case = Case.sequences(page_size=4, slack=6)
     for dtype in (np.int32, np.int64):
         call = append_call(case, rotary=4, q=True, positions=True)
         pages, size = call["k_cache"].shape[:2]
@@ -101,13 +104,13 @@ def test_slots(kernel):
 
 
 def test_nothing_to_append(kernel):
-    for case in (ServingCase((0, 0), (3, 4)), ServingCase((), ()), ServingCase((0, 2, 0), (0, 2, 9), slack=0)):
+    for case in (Case.sequences((0, 0), (3, 4)), Case.sequences((), ()), Case.sequences((0, 2, 0), (0, 2, 9), slack=0)):
         judged(kernel, append_call(case))
         judged(kernel, append_call(case, rotary=4, q=True))
 
 
 def test_values_that_are_not_finite(kernel):
-    case = ServingCase((4,), (9,), dtype="float16")
+    case = Case.sequences((4,), (9,), dtype="float16")
     call = append_call(case, rotary=8, q=True)
     call["k"][1:3], call["k"][3:4], call["v"][2:4], call["q"][2:3] = np.nan, np.inf, -np.inf, 60000
     judged(kernel, call)
@@ -140,7 +143,7 @@ def test_append_then_attend_is_attention_with_the_new_keys(kernel):
 @pytest.mark.sanitize
 def test_what_has_no_place_is_counted_and_not_written(kernel):
     device = None if library(kernel) == "numpy" else 0
-    case = ServingCase((2, 3, 1, 4), (20, 40, 9, 17), slack=1)
+    case = Case.sequences((2, 3, 1, 4), (20, 40, 9, 17), slack=1)
 
     def changed(**change):
         call = append_call(case, rotary=4, q=True, positions=True)
@@ -149,7 +152,7 @@ def test_what_has_no_place_is_counted_and_not_written(kernel):
         return call
 
     slotted = {n: x for n, x in append_call(case).items() if n not in ("page_table", "seqlens_k", "cu_seqlens_q")}
-    rooms = slotted["k_cache"].shape[0] * case.page_size
+    rooms = slotted["k_cache"].shape[0] * case.storage.page_size
     bad = [
         (changed(seqlens_k=(0, 1)), [("length", 1, 0, 1, -1)]),
         (changed(seqlens_k=(1, INT_MAX)), [("length", 3, 1, 1, INT_MAX - 3)]),
@@ -181,7 +184,7 @@ def test_what_has_no_place_is_counted_and_not_written(kernel):
 def test_any_contents_at_all(seed, kernel):
     rng = np.random.default_rng(seed)
     for n in range(40):
-        case = ServingCase(tuple(rng.integers(0, 6, 4)), tuple(rng.integers(6, 40, 4)), page_size=int(rng.integers(1, 9)))
+        case = Case.sequences(tuple(rng.integers(0, 6, 4)), tuple(rng.integers(6, 40, 4)), page_size=int(rng.integers(1, 9)))
         call = append_call(case, rotary=4, q=True, positions=bool(n % 2))
         for name in ("page_table", "seqlens_k", "cu_seqlens_q", "positions"):
             if name in call:
@@ -209,7 +212,7 @@ def refused(error, match, call, **change):
 
 
 def test_what_it_refuses():
-    case = ServingCase()
+    case = Case.sequences()
     call, rotary = append_call(case), angles(64, 8)
     turned = append_call(case, rotary=8, q=True)
     slots = np.zeros(3, np.int32)
@@ -259,9 +262,9 @@ def test_what_it_refuses():
 
 def test_names_of_kernels():
     assert fa_ext.kernels("append") == fa_ext.kernels(operation="append") and "cpu_append" in KERNELS
-    call = append_call(ServingCase())
+    call = append_call(Case.sequences())
     assert fa_ext.explain_append(**call)[0] == "cpu_append"
     with pytest.raises(ValueError, match="cpu_append"):
         fa_ext.append(**call, kernel="cpu_ref")
     with pytest.raises(ValueError, match="cpu_ref"):
-        fa_ext.attention(**ServingCase().arguments(), kernel="cpu_append")
+        fa_ext.attention(**Case.sequences().host_inputs(), kernel="cpu_append")

@@ -7,7 +7,8 @@ import pytest
 
 import fa_ext
 from bench.problems import cases
-from bench.problems.case import FLAT_BIASES, Case
+from bench.problems.case import Case
+from bench.problems.dense import FLAT_BIASES
 from bench.problems.placement import Unplaceable, dtype_of, place
 from tests.contract import gradients, runner
 from tests.contract.gradients import KERNELS, fit, judged, make, placed, run, verdict

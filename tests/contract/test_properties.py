@@ -5,7 +5,8 @@ import pytest
 
 import fa_ext
 from bench.problems import cases
-from bench.problems.case import BIASES, DTYPES, MASKS, SINKS, STRIDES, VALUES, Case
+from bench.problems.case import DTYPES, Case
+from bench.problems.dense import BIASES, MASKS, SINKS, STRIDES, VALUES
 from tests.contract import runner
 
 hypothesis = pytest.importorskip("hypothesis")

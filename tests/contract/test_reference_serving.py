@@ -5,7 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from bench.problems.serving_cases import K_STORAGE, ServingCase, grid, lengths, random_cases
+from bench.problems import stored
+from bench.problems.case import Case
+from bench.problems.lengths import K_STORAGE
+from bench.problems.serving_cases import grid, lengths, random_cases
 from fa_ext import reference
 from fa_ext.reference import serving
 from fa_ext.reference.serving import Fault
@@ -13,7 +16,7 @@ from fa_ext.reference.serving import Fault
 
 def naive(case, values):
     """[(out, lse)] of each sequence, (n_q, H, Dv) and (n_q, H): a Python loop over the keys a query sees."""
-    options, positions = case.options(), case.query_positions()
+    options, positions = case.options() | stored.extras(case), stored.query_positions(case)
     left, right = (math.inf if x is None else x for x in case.window or (None, None))
     right = min(right, 0) if case.causal else right
     begin, end = options.get("k_range", (None, None))
@@ -56,7 +59,7 @@ def spread(case, results, arguments):
     for b, (some_out, some_lse) in enumerate(results):
         n = len(some_out)
         if q.ndim == 3:
-            first = b if case.q == "one" else int(arguments["cu_seqlens_q"][b])
+            first = b if case.storage.q == "one" else int(arguments["cu_seqlens_q"][b])
             out[first : first + n], lse[:, first : first + n] = some_out, some_lse.T
         elif case.layout == "bshd":
             out[b, :n], lse[b, :, :n] = some_out, some_lse.T
@@ -74,7 +77,7 @@ CASES = [c for c in (*grid()[::2], *lengths(), *random_cases(60)) if small(c)]
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_a_loop(case):
-    values, arguments = case.values(), case.arguments()
+    values, arguments = stored.values_of(case), case.host_inputs()
     out, lse = serving.attention(**arguments)
     want_out, want_lse = spread(case, naive(case, values), arguments)
     np.testing.assert_allclose(out, want_out, rtol=1e-10, atol=1e-12)
@@ -133,13 +136,13 @@ def test_a_bad_page_hides_its_keys_and_counts_if_seen():
 @pytest.mark.parametrize("k", K_STORAGE)
 def test_nothing_elsewhere_reaches_a_sequence(k):
     """All that is no sequence's is NaN already; here one sequence is too."""
-    case = ServingCase(k=k)
-    values = case.values()
-    clean = serving.attention(**case.arguments(values))
+    case = Case.sequences(k=k)
+    values = stored.values_of(case)
+    clean = serving.attention(**case.host_inputs(values))
     for x in values[1]:
         x[:] = np.nan
-    out, _ = serving.attention(**case.arguments(values))
-    rows = slice(*case.arguments()["cu_seqlens_q"][1:3])
+    out, _ = serving.attention(**case.host_inputs(values))
+    rows = slice(*case.host_inputs()["cu_seqlens_q"][1:3])
     assert np.isnan(out[rows]).all()
     kept = np.ones(len(out), bool)
     kept[rows] = False
@@ -166,8 +169,8 @@ def test_rotate_by_hand():
 
 def test_appended_keys_are_where_attention_looks():
     """append, then attention over (q, caches) of the same arrays, is attention over the sequences with the new keys."""
-    case = ServingCase(n_q=(1, 3, 0, 4), n_k=(6, 33, 4, 4), causal="bottom_right", dtype="float64")
-    arguments, values = case.arguments(), case.values()
+    case = Case.sequences(n_q=(1, 3, 0, 4), n_k=(6, 33, 4, 4), causal="bottom_right", dtype="float64")
+    arguments, values = case.host_inputs(), stored.values_of(case)
     new_k, new_v = (np.full((len(arguments["q"]), 2, 32), np.nan) for _ in "kv")
     k, v = arguments["k"], arguments["v"]
     table, starts, lengths_k = (arguments[n] for n in ("page_table", "cu_seqlens_q", "seqlens_k"))
@@ -180,7 +183,7 @@ def test_appended_keys_are_where_attention_looks():
         k, v, new_k, new_v, layout="bshd", page_table=table, cu_seqlens_q=starts, seqlens_k=lengths_k)  # fmt: skip
     assert not faults and written.sum() == 8
     result = serving.attention(**(arguments | {"k": got_k, "v": got_v}))
-    for x, want in zip(result, serving.attention(**case.arguments())):
+    for x, want in zip(result, serving.attention(**case.host_inputs())):
         assert (x == want).all()
 
 

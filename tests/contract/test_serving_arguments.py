@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 import fa_ext
-from bench.problems.serving_cases import ServingCase
+from bench.problems.case import Case
 
-PAGED = ServingCase()
-PADDED = ServingCase(q="padded", k="padded")
-PACKED = ServingCase(q="packed", k="packed")
-ONE = ServingCase((1, 1, 1), (4, 5, 6), q="one")
+PAGED = Case.sequences()
+PADDED = Case.sequences(q="padded", k="padded")
+PACKED = Case.sequences(q="packed", k="packed")
+ONE = Case.sequences((1, 1, 1), (4, 5, 6), q="one")
 
 
 def refused(error, match, arguments, **change):
@@ -34,7 +34,7 @@ INDICES = [
 
 @pytest.mark.parametrize(("case", "name", "shape"), INDICES, ids=[x[1] for x in INDICES])
 def test_an_index_array(case, name, shape):
-    arguments = case.arguments()
+    arguments = case.host_inputs()
     x = arguments[name]
     refused(TypeError, rf'{name} has dtype int64; accepted: int32, such as {name}.astype\("int32"\)', arguments, **{name: x.astype("i8")})
     for dtype in ("f4", "?", "u1"):
@@ -54,14 +54,14 @@ def test_an_index_array(case, name, shape):
 
 def test_positions_and_ranges():
     for case, shape in ((PAGED, r"\(tokens,\)"), (PADDED, r"\(batch, seq_q\)")):
-        arguments = case.arguments()
+        arguments = case.host_inputs()
         rows = len(arguments["q"]) if case is PAGED else arguments["q"].shape[1]
         right = np.zeros(rows if case is PAGED else (4, rows), np.int32)
         fa_ext.attention(**arguments, positions=right)
         refused(TypeError, "positions has dtype int64", arguments, positions=right.astype("i8"))
         refused(ValueError, f"positions has shape .*; accepted: {shape}", arguments, positions=right[..., :-1])
         refused(ValueError, "positions and causal=.top_left. both", arguments, positions=right, causal="top_left")
-    arguments, side = PAGED.arguments(), np.zeros(4, np.int32)
+    arguments, side = PAGED.host_inputs(), np.zeros(4, np.int32)
     for given in ((side, None), (None, side), [side, side], (None, None)):
         fa_ext.attention(**arguments, k_range=given)
     refused(TypeError, "k_range has type ndarray; accepted: None or a pair", arguments, k_range=side)
@@ -71,7 +71,7 @@ def test_positions_and_ranges():
 
 
 def test_contradictions():
-    paged, padded, packed, one = (case.arguments() for case in (PAGED, PADDED, PACKED, ONE))
+    paged, padded, packed, one = (case.host_inputs() for case in (PAGED, PADDED, PACKED, ONE))
     for arguments in (paged, padded, packed, one):
         refused(ValueError, 'causal=True.*causal="bottom_right".*causal="top_left"', arguments, causal=True)
         refused(ValueError, "dropout is given, and so are sequences", arguments, dropout=(0.5, 1))
@@ -98,7 +98,7 @@ def test_contradictions():
 
 
 def test_check_and_workspace_are_read():
-    arguments = PAGED.arguments()
+    arguments = PAGED.host_inputs()
     refused(TypeError, "check has type int", arguments, check=1)
     out = np.empty((*arguments["q"].shape[:-1], 32), np.float32)
     with pytest.raises(TypeError, match="workspace has dtype float32; accepted: uint8"):
@@ -118,7 +118,7 @@ def test_check_and_workspace_are_read():
 
 def test_results_are_shaped_as_q():
     for case in (PAGED, PADDED, PACKED, ONE):
-        arguments = case.arguments()
+        arguments = case.host_inputs()
         q = arguments["q"]
         out, lse = fa_ext.attention(**arguments, return_lse=True)
         assert out.shape == q.shape and lse.shape == (q.shape[1::-1] if q.ndim == 3 else (4, 4, q.shape[1]))
@@ -146,7 +146,7 @@ def test_a_thread_does_not_confuse_dense_calls_with_sequences():
 
 
 def test_the_backward_takes_dense_arrays_alone():
-    arguments = PAGED.arguments()
+    arguments = PAGED.host_inputs()
     out, lse = fa_ext.attention(**arguments, return_lse=True)
     with pytest.raises(ValueError, match="q has 3 dimensions, .*no backward for packed or paged"):
         fa_ext.attention_backward(out, arguments["q"], arguments["k"], arguments["v"], out, lse)

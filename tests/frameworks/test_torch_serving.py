@@ -13,13 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 import fa_ext  # noqa: E402
 import fa_ext.torch as ft  # noqa: E402
-from bench.problems.serving_cases import ServingCase, random_cases  # noqa: E402
+from bench.problems.case import Case  # noqa: E402
+from bench.problems.serving_cases import random_cases  # noqa: E402
 
 
 def devices():
     """Where kernels take paged keys."""
     if torch.cuda.is_available() and fa_ext._core.build_info()["cuda"]:
-        tiny = ServingCase((1,), (2,), 1, 1, 16, dtype="float16").arguments()
+        tiny = Case.sequences((1,), (2,), 1, 1, 16, dtype="float16").host_inputs()
         try:
             fa_ext.explain(**{name: place(x, "cuda") for name, x in tiny.items()})
         except fa_ext.UnsupportedError:
@@ -53,7 +54,7 @@ def calls(device, count=12):
     for n, case in enumerate(c for c in random_cases(60, seed=8) if c.n_q and c.dtype in dtypes):
         if n == count:
             return
-        yield {name: place(x, device) for name, x in case.arguments().items()}
+        yield {name: place(x, device) for name, x in case.host_inputs().items()}
 
 
 @pytest.mark.parametrize("backend", ["none", *BACKENDS])

@@ -1,6 +1,5 @@
 """What the tests of Hopper's kernels for sequences share: emulated builds, bits of every storage and batch, the same on a GPU."""
 
-import dataclasses
 import platform
 import shutil
 import sys
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import fa_ext
-from bench.problems import serving_cases
+from bench.problems import serving_cases, stored
 from bench.problems.placement import place
 from fa_ext import _build
 from tests import emulator
@@ -51,13 +50,13 @@ def unchanged(arguments):
 
 
 def holds(kernel, case, put=unchanged):
-    report = fa_ext.verify(**put(case.arguments()), kernel=kernel, check=False)
+    report = fa_ext.verify(**put(case.host_inputs()), kernel=kernel, check=False)
     assert report, f"{case}\n{report}"
 
 
 def parts_of(kernel, case, values, put=unchanged):
     """Bytes of (out, lse) of each sequence."""
-    arguments = case.arguments(values)
+    arguments = case.host_inputs(values)
     results = fa_ext.attention(**put(arguments), kernel=kernel, check=False, return_lse=True)
     return [(out.tobytes(), lse.tobytes()) for out, lse in serving_calls.parts_of(case, arguments, *map(runner.to_host, results))]
 
@@ -65,21 +64,21 @@ def parts_of(kernel, case, values, put=unchanged):
 def assert_same_bits(kernel, base, stores, orders, before=lambda n: None, put=unchanged, **batch):
     """Of each sequence in every storage, and in batches of the sequences that each order names, which are stored as
     ``batch`` says. before(n) is called before the n-th call."""
-    values = base.values()
+    values = stored.values_of(base)
     wanted = parts_of(kernel, base, values, put)
     for n, store in enumerate(stores):
         before(n)
-        assert parts_of(kernel, dataclasses.replace(base, **store), values, put) == wanted, (n, store)
+        assert parts_of(kernel, base.changed(**store), values, put) == wanted, (n, store)
     for n, order in enumerate(orders):
         before(n)
         lengths = dict(n_q=tuple(base.n_q[b] for b in order), n_k=tuple(base.n_k[b] for b in order))
-        case = dataclasses.replace(base, **lengths, **batch)
+        case = base.changed(**lengths, **batch)
         assert parts_of(kernel, case, [values[b] for b in order], put) == [wanted[b] for b in order], (n, order)
 
 
 def random_cases(count, seed, head_dim, dtype, longest, **replaced):
     for case in serving_cases.random_cases(count, seed, longest=longest):
-        yield dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, **replaced)
+        yield case.changed(head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, **replaced)
 
 
 # ---- on a GPU ----
@@ -108,7 +107,7 @@ def assert_graph_takes_other_lengths(kernel, case, change, replays):
     """A graph of the call has the bits of a call after each ``change(arguments, generator)``, and is right."""
     import torch
 
-    arguments = on_device(case.arguments())
+    arguments = on_device(case.host_inputs())
     for name in "qkv":
         arguments[name].nan_to_num_(0.5)  # other lengths may let see what the case hides
     out = torch.empty_like(arguments["q"])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import fa_ext
-from bench.problems.case import ALIBIS, Case
+from bench.problems.case import Case
+from bench.problems.dense import ALIBIS
 from bench.problems.placement import dtype_of
 from fa_ext import _core
 from tests.contract import large_logits, runner

@@ -1,7 +1,6 @@
 """Sequences, pages, ALiBi, dropout and append on the emulator of CUDA: a part of what test_serving.py, test_append.py,
 test_alibi.py and test_dropout.py hold kernels to, by other orders of threads, what a device counts, and races."""
 
-import dataclasses
 import itertools
 import platform
 import re
@@ -12,9 +11,11 @@ import numpy as np
 import pytest
 
 import fa_ext
-from bench.problems import magnitudes, serving_cases
+from bench.problems import magnitudes, serving_cases, stored
 from bench.problems.case import Case
-from bench.problems.serving_cases import INT_MAX, INT_MIN, ServingCase, append_call
+from bench.problems.lengths import Q_STORAGE
+from bench.problems.serving_cases import append_call
+from bench.problems.stored import INT_MAX, INT_MIN
 from fa_ext import _core, dropout_keep
 from tests import emulator
 from tests.contract import lse_views, runner
@@ -44,7 +45,7 @@ def adapted(kernel, case):
     if kernel != "mma_sm80":
         return case
     dims = {"head_dim": max(case.head_dim, 33)} | ({"head_dim_v": max(case.head_dim_v, 33)} if case.head_dim_v else {})
-    return dataclasses.replace(case, dtype="bfloat16" if case.dtype == "float32" else case.dtype, **dims)
+    return case.changed(dtype="bfloat16" if case.dtype == "float32" else case.dtype, **dims)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_sequences(emulated, kernel, seed):
     row, _ = emulated(kernel)
     for case in some_cases(seed):
         case = adapted(kernel, case)
-        report = fa_ext.verify(**case.arguments(), kernel=row)
+        report = fa_ext.verify(**case.host_inputs(), kernel=row)
         assert report, f"{case}\n{report}"
 
 
@@ -100,7 +101,7 @@ def test_scores_of_every_magnitude(emulated, kernel, kind):
     for case in serving_cases.magnitude(kind)[::3]:
         case = adapted(kernel, case)
         if kernel == "simt" and case.dtype == "bfloat16":
-            case = dataclasses.replace(case, dtype="float32")
+            case = case.changed(dtype="float32")
         if magnitudes.holds(*case.logits, case.head_dim, case.dtype, 1 / 16):
             report = exact_verdict(row, case)
             wrong += [] if report else [f"{case}: {report.failures[0]}"]
@@ -108,12 +109,12 @@ def test_scores_of_every_magnitude(emulated, kernel, kind):
 
 
 @pytest.mark.parametrize("kind", ["swapped", "negative", "step"])
-@pytest.mark.parametrize("storage", serving_cases.Q_STORAGE)
+@pytest.mark.parametrize("storage", Q_STORAGE)
 def test_an_lse_has_any_strides(emulated, kernel, storage, kind):
     row, _ = emulated(kernel)
     n_q = (1, 1, 0, 1) if storage == "one" else (1, 7, 0, 37)
-    case = ServingCase(n_q, (5, 900, 4, 90), q=storage, head_dim=64, dtype="float16", causal="bottom_right")
-    lse_views.assert_written(row, case.arguments(), kind)
+    case = Case.sequences(n_q, (5, 900, 4, 90), q=storage, head_dim=64, dtype="float16", causal="bottom_right")
+    lse_views.assert_written(row, case.host_inputs(), kind)
 
 
 #: Where plans of serving say how many blocks there are.
@@ -133,28 +134,28 @@ def test_a_block_walks_over_several_tiles(emulated, kernel, seed):
         return text
 
     row, _ = emulated(kernel, "few", edit=edit, **FEWER[kernel])
-    case = ServingCase((3, 70, 0, 33), (50, 90, 3, 200), 2, 1, 40, dtype="float16", causal="bottom_right", page_size=5)
-    assert fa_ext.verify(**case.arguments(), kernel=row)
+    case = Case.sequences((3, 70, 0, 33), (50, 90, 3, 200), 2, 1, 40, dtype="float16", causal="bottom_right", page_size=5)
+    assert fa_ext.verify(**case.host_inputs(), kernel=row)
 
 
 def test_the_bits_of_a_sequence_are_its_own(emulated, kernel, seed):
     row, _ = emulated(kernel)
-    base = ServingCase((1, 35, 0, 17), (5, 133, 4, 97), 4, 2, 40, dtype="float16", causal="bottom_right", seed=3)
-    values, wanted = base.values(), None
+    base = Case.sequences((1, 35, 0, 17), (5, 133, 4, 97), 4, 2, 40, dtype="float16", causal="bottom_right", seed=3)
+    values, wanted = stored.values_of(base), None
     stores = [dict(q=q, k=k) for q, k in itertools.product(("padded", "packed"), ("padded", "packed", "paged"))]
     stores += [dict(page_size=size, layout="bhsd", cache="swapped") for size in (1, 3, 64)]
     for store in stores:
-        case = dataclasses.replace(base, **store)
-        parts = [x for pair in parts_of(case, case.arguments(values), *attend(row, case.arguments(values))) for x in pair]
+        case = base.changed(**store)
+        parts = [x for pair in parts_of(case, case.host_inputs(values), *attend(row, case.host_inputs(values))) for x in pair]
         wanted = wanted or parts
         assert same_bits(parts, wanted), case
-    alone = dataclasses.replace(base, n_q=base.n_q[1:2], n_k=base.n_k[1:2])
-    part = parts_of(alone, alone.arguments(values[1:2]), *attend(row, alone.arguments(values[1:2])))[0]
+    alone = base.changed(n_q=base.n_q[1:2], n_k=base.n_k[1:2])
+    part = parts_of(alone, alone.host_inputs(values[1:2]), *attend(row, alone.host_inputs(values[1:2])))[0]
     assert same_bits(part, wanted[2:4])
 
 
 #: Sequences of few queries in chunks: in one group, in several, in more keys than 127 chunks of 64 have.
-LONG = ServingCase((1, 3, 0, 2, 14), (300, 1300, 9, 8200, 700), 4, 2, 40, dtype="float16", causal="bottom_right", seed=4)
+LONG = Case.sequences((1, 3, 0, 2, 14), (300, 1300, 9, 8200, 700), 4, 2, 40, dtype="float16", causal="bottom_right", seed=4)
 
 
 def in_whole(text):
@@ -165,14 +166,14 @@ def in_whole(text):
 def test_who_folds_the_chunks_changes_no_bit(emulated, monkeypatch):
     """A unit is a chunk where multiprocessors are many, else a group of chunks, else all of them."""
     found, shared = [], {"window": (8150, None), "alibi": "batch", "sinks": True, "positions": "shifted"}
-    for case in (LONG, dataclasses.replace(LONG, q="padded", k="padded", slack=0, **shared)):
+    for case in (LONG, LONG.changed(q="padded", k="padded", slack=0, **shared)):
         parts = []
         for seed, (sms, options) in enumerate((("132", {}), ("1", {}), ("2", {"edit": in_whole, "tag": "whole"}))):
             monkeypatch.setenv("FA_EMULATOR_SMS", sms)
             monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
             row, _ = emulated("mma_sm80", **options)
-            found.append(_core.answers(**case.arguments(), kernel=row)[row][2]["workspace_bytes"])
-            arguments = case.arguments()
+            found.append(_core.answers(**case.host_inputs(), kernel=row)[row][2]["workspace_bytes"])
+            arguments = case.host_inputs()
             assert fa_ext.verify(**arguments, kernel=row)
             parts.append([x.tobytes() for pair in parts_of(case, arguments, *attend(row, arguments)) for x in pair])
         assert parts[0] == parts[1] == parts[2]
@@ -190,7 +191,7 @@ FOLDS = [
 def test_mutants_that_fold_wrongly(emulated, monkeypatch, sms, old, new):
     monkeypatch.setenv("FA_EMULATOR_SMS", sms)
     row, _ = emulated("mma_sm80", f"fold {old}", edit=replaced(old, new))
-    assert not fa_ext.verify(**LONG.arguments(), kernel=row)
+    assert not fa_ext.verify(**LONG.host_inputs(), kernel=row)
 
 
 def test_dense_calls_with_what_dense_instances_lack(emulated, kernel, seed):
@@ -225,7 +226,7 @@ def test_the_words_of_dropout_in_memory(emulated, kernel, seed, monkeypatch, rac
 def test_append(emulated, seed, sms):
     row, _ = emulated("append")
     for n, (q, dtype) in enumerate(itertools.product(("packed", "padded", "one"), ("float32", "float16"))):
-        case = ServingCase((1, 1, 1, 1) if q == "one" else (1, 30, 0, 7), (5, 33, 4, 7), q=q, dtype=dtype, page_size=n + 1, head_dim=40)
+        case = Case.sequences((1, 1, 1, 1) if q == "one" else (1, 30, 0, 7), (5, 33, 4, 7), q=q, dtype=dtype, page_size=n + 1, head_dim=40)
         for options in ({}, {"rotary": 8, "q": True, "interleaved": bool(n % 2)}, {"rotary": 3, "q": True, "values": False}):
             report = fa_ext.verify_append(**append_call(case, seed=seed, **options), kernel=row)
             assert report, report
@@ -233,7 +234,7 @@ def test_append(emulated, seed, sms):
 
 def test_slots_and_doubles(emulated, seed, sms):
     row, _ = emulated("append")
-    call = append_call(ServingCase((60,), (60,), page_size=4, dtype="float16"), rotary=4, q=True, positions=True)
+    call = append_call(Case.sequences((60,), (60,), page_size=4, dtype="float16"), rotary=4, q=True, positions=True)
     for name in ("page_table", "seqlens_k", "cu_seqlens_q"):
         del call[name]
     slots = np.random.default_rng(seed).integers(-2, 20, len(call["k"]))
@@ -265,8 +266,8 @@ def test_attention_counts_on_the_device_what_the_host_counts(emulated, kernel, s
     rng = np.random.default_rng(seed)
     emulator.faults(library), fa_ext.faults(None)
     for case in serving_cases.random_cases(40, seed + 70, longest=80):
-        case = dataclasses.replace(case, dtype="float16", head_dim=40, head_dim_v=40)
-        arguments = noisy(case.arguments(), rng)
+        case = case.changed(dtype="float16", head_dim=40, head_dim_v=40)
+        arguments = noisy(case.host_inputs(), rng)
         for name in "qkv":
             arguments[name] = np.nan_to_num(arguments[name], nan=0.5)
         report = fa_ext.verify(**arguments, check=False, kernel=row)
@@ -285,7 +286,7 @@ def test_append_counts_on_the_device_what_the_host_counts(emulated, seed, sms):
     rng = np.random.default_rng(seed)
     emulator.faults(library), fa_ext.faults(None)
     for n in range(40):
-        case = ServingCase(tuple(rng.integers(0, 6, 4)), tuple(rng.integers(6, 40, 4)), page_size=int(rng.integers(1, 9)))
+        case = Case.sequences(tuple(rng.integers(0, 6, 4)), tuple(rng.integers(6, 40, 4)), page_size=int(rng.integers(1, 9)))
         call = append_call(case, rotary=4, q=True, positions=bool(n % 2))
         fa_ext.append(**noisy(call, rng, ("page_table", "seqlens_k", "cu_seqlens_q", "positions")), check=False, kernel=row)
         assert counts(emulator.faults(library)) == counts(fa_ext.faults(None)), n
@@ -293,7 +294,7 @@ def test_append_counts_on_the_device_what_the_host_counts(emulated, seed, sms):
 
 def test_the_first_of_an_epoch_is_told(emulated, kernel, seed):
     row, library = emulated(kernel)
-    arguments = adapted(kernel, ServingCase()).arguments()
+    arguments = adapted(kernel, Case.sequences()).host_inputs()
     for bad in (-5, 99, INT_MAX):
         arguments["seqlens_k"][1] = bad
         fa_ext.attention(**arguments, check=False, kernel=row)
@@ -306,19 +307,19 @@ def test_the_first_of_an_epoch_is_told(emulated, kernel, seed):
 
 def test_no_race(emulated, kernel, seed):
     row, _ = emulated(kernel, "races", races=True)
-    case = ServingCase((3, 40), (50, 90), 2, 1, 40, dtype="float16", causal="bottom_right", page_size=5, positions="random")
+    case = Case.sequences((3, 40), (50, 90), 2, 1, 40, dtype="float16", causal="bottom_right", page_size=5, positions="random")
     for options in ({}, {"softcap": 3.0, "alibi": "heads"}):
-        assert fa_ext.verify(**dataclasses.replace(case, **options).arguments(), kernel=row)
+        assert fa_ext.verify(**case.changed(**options).host_inputs(), kernel=row)
     dense = Case(1, 2, 1, 39, 50, 40, dtype="float16", bias="full")
     assert fa_ext.verify(**dense.host_inputs(), dropout=(0.3, 7), kernel=row)
     if kernel == "mma_sm80":
-        assert fa_ext.verify(**dataclasses.replace(LONG, n_k=(90, 600, 9, 700, 130)).arguments(), kernel=row)
+        assert fa_ext.verify(**LONG.changed(n_k=(90, 600, 9, 700, 130)).host_inputs(), kernel=row)
 
 
 def test_append_has_no_race(emulated, seed, sms):
     row, _ = emulated("append", "races", races=True)
-    assert fa_ext.verify_append(**append_call(ServingCase(dtype="float16"), rotary=8, q=True), kernel=row)
-    call = append_call(ServingCase((30,), (30,), dtype="float16"))
+    assert fa_ext.verify_append(**append_call(Case.sequences(dtype="float16"), rotary=8, q=True), kernel=row)
+    call = append_call(Case.sequences((30,), (30,), dtype="float16"))
     for name in ("page_table", "seqlens_k", "cu_seqlens_q"):
         del call[name]
     assert fa_ext.verify_append(**call | {"slots": np.arange(len(call["k"])) % 11}, kernel=row)
@@ -335,7 +336,7 @@ BARRIERS = [
 @pytest.mark.parametrize("kernel, barrier, instead, at", BARRIERS, ids=("simt index", "simt keys", "mma_sm80"))
 def test_mutant_without_a_barrier(emulated, monkeypatch, kernel, barrier, instead, at):
     row, _ = emulated(kernel, f"barrier{at}", edit=replaced(barrier, instead, at), **FEWER[kernel])
-    arguments = ServingCase((40,), (200,), 1, 1, 64, dtype="float16").arguments()
+    arguments = Case.sequences((40,), (200,), 1, 1, 64, dtype="float16").host_inputs()
     assert "wrong" in seeds_that_fail(monkeypatch, lambda: fa_ext.verify(**arguments, kernel=row))
 
 
@@ -348,6 +349,6 @@ HIDDEN = {
 def test_mutant_that_reads_behind_the_last_key(emulated, monkeypatch, kernel):
     """There is garbage, which a weight of 0 does not take out."""
     row, _ = emulated(kernel, "hidden", edit=replaced(HIDDEN[kernel], ""), **FEWER[kernel])
-    arguments = ServingCase((2,), (20,), 1, 1, 64, dtype="float16").arguments()
+    arguments = Case.sequences((2,), (20,), 1, 1, 64, dtype="float16").host_inputs()
     found = seeds_that_fail(monkeypatch, lambda: fa_ext.verify(**arguments, kernel=row), 3)
     assert len(found) == 3

@@ -1,14 +1,15 @@
 """serve_sm90 where sequences are of unequal lengths: no bit depends on how many blocks there are, on whether those of a job are a
 cluster, or on the batch; a mutant of the cluster; the same on a GPU."""
 
-import dataclasses
 import random
 
 import numpy as np
 import pytest
 
 import fa_ext
-from bench.problems.serving_cases import INT_MAX, ServingCase
+from bench.problems import stored
+from bench.problems.case import Case
+from bench.problems.stored import INT_MAX
 from tests import emulator
 from tests.contract.serving_calls import assert_counts_as_the_reference
 from tests.emulator.emulated import replaced, seeds_that_fail
@@ -55,12 +56,12 @@ def ragged(count, seed, longest, **replacing):
         n_k[rng.randrange(batch)] = top
         store = rng.choice(({"k": "padded"}, {"page_size": 16}, {"page_size": 3}))
         options = shape | store | rng.choice(OPTIONS) | replacing
-        yield ServingCase(n_q, tuple(n_k), q=q, slack=rng.randrange(3), seed=seed + n, **options)
+        yield Case.sequences(n_q, tuple(n_k), q=q, slack=rng.randrange(3), seed=seed + n, **options)
 
 
 def alone(case, b):
     """Sequence b by itself."""
-    return dataclasses.replace(case, n_q=(case.n_q[b],), n_k=(case.n_k[b],), q="padded" if case.n_q[b] > 1 else case.q)
+    return case.changed(n_q=(case.n_q[b],), n_k=(case.n_k[b],), q="padded" if case.n_q[b] > 1 else case.storage.q)
 
 
 def on_one(monkeypatch):
@@ -72,7 +73,7 @@ def on_one(monkeypatch):
 def test_no_bit_depends_on_who_works_on_what(emulated, monkeypatch, seed):
     whole, parts = emulated(), emulated(edit=in_parts)
     for n, case in enumerate(ragged(8, 100 * seed, 1500)):
-        values = case.values()
+        values = stored.values_of(case)
         on_one(monkeypatch)
         monkeypatch.setenv("FA_EMULATOR_SEED", "0")
         wanted = parts_of(whole, case, values)
@@ -88,14 +89,14 @@ def test_no_bit_depends_on_who_works_on_what(emulated, monkeypatch, seed):
 @pytest.mark.parametrize("blocks", [1, 3, 40, 132])
 def test_a_sequence_has_its_bits_in_every_batch(emulated, monkeypatch, blocks):
     whole, parts = emulated(), emulated(edit=in_parts)
-    base = ServingCase((1, 1, 3, 1, 1), (1, 1200, 130, 0, 577), q="padded", k="padded", causal="bottom_right",
+    base = Case.sequences((1, 1, 3, 1, 1), (1, 1200, 130, 0, 577), q="padded", k="padded", causal="bottom_right",
                        window=(600, None), **FEW)  # fmt: skip
-    values = base.values()
+    values = stored.values_of(base)
     on_one(monkeypatch)
     wanted = [parts_of(whole, alone(base, b), [values[b]])[0] for b in range(5)]
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
     for order in ([0, 1, 2, 3, 4], [1, 3], [3, 3, 3, 2], [4, 4, 1, 0, 3, 0, 1], [3, 0] * 100 + [4] + [2] * 100):
-        case = dataclasses.replace(base, n_q=tuple(base.n_q[b] for b in order), n_k=tuple(base.n_k[b] for b in order))
+        case = base.changed(n_q=tuple(base.n_q[b] for b in order), n_k=tuple(base.n_k[b] for b in order))
         for kernel in (whole, parts):
             assert parts_of(kernel, case, [values[b] for b in order]) == [wanted[b] for b in order], order
 
@@ -104,9 +105,9 @@ def test_a_sequence_has_its_bits_in_every_batch(emulated, monkeypatch, blocks):
 def test_long_sequences_among_short_ones(emulated, monkeypatch):
     """Chunks of several units, as the kernel is."""
     kernel = emulated()
-    case = ServingCase((1,) * 9, (70, 9000, 0, 512, 33000, 1, 8128, 8129, 300), page_size=64, heads=2, heads_kv=2, head_dim=64,
+    case = Case.sequences((1,) * 9, (70, 9000, 0, 512, 33000, 1, 8128, 8129, 300), page_size=64, heads=2, heads_kv=2, head_dim=64,
                        dtype="bfloat16", q="one")  # fmt: skip
-    values = case.values()
+    values = stored.values_of(case)
     found = []
     for blocks in (1, 2, 13, 132):
         monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
@@ -115,7 +116,7 @@ def test_long_sequences_among_short_ones(emulated, monkeypatch):
     holds(kernel, case)
 
 
-PAGED = ServingCase((1, 3, 0, 2), (5, 633, 4, 700), q="padded", slack=2, **FEW)
+PAGED = Case.sequences((1, 3, 0, 2), (5, 633, 4, 700), q="padded", slack=2, **FEW)
 BROKEN = [
     ("seqlens_k", 1, -5),
     ("seqlens_k", 0, INT_MAX),
@@ -132,7 +133,7 @@ BROKEN = [
 def test_bad_contents_are_counted_once(emulated, monkeypatch, name, at, value, blocks):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
     for kernel in (emulated(edit=in_parts), emulated()):
-        arguments = PAGED.arguments()
+        arguments = PAGED.host_inputs()
         arguments[name][at] = value
         assert_counts_as_the_reference(kernel, lambda kernel=kernel: emulator.faults(emulated.library[kernel]), arguments)
 
@@ -143,18 +144,18 @@ def test_no_race(emulated, monkeypatch, blocks):
     monkeypatch.setenv("FA_EMULATOR_SEED", "1")
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
     for kernel in (emulated(races=True, edit=in_parts), emulated(races=True)):
-        for case in (PAGED, dataclasses.replace(PAGED, n_k=(1100, 64, 1, 300), **MORE)):
+        for case in (PAGED, PAGED.changed(n_k=(1100, 64, 1, 300), **MORE)):
             holds(kernel, case)
 
 
 @emulates
 def test_a_cluster_that_does_not_wait_shows(emulated, monkeypatch):
     monkeypatch.setenv("FA_EMULATOR_SMS", "9")
-    case = ServingCase((1, 1, 1), (1500, 900, 64), q="one", page_size=16, **FEW)
+    case = Case.sequences((1, 1, 1), (1500, 900, 64), q="one", page_size=16, **FEW)
     edit = replaced("if (params.clustered) cluster_wait();", "")
     hasty = emulated(instances="^d64_r8_bf16$", edit=lambda text: edit(text).replace("if (params.clustered) cluster_arrive();", ""))
     holds(emulated(), case)
-    assert seeds_that_fail(monkeypatch, lambda: fa_ext.verify(**case.arguments(), kernel=hasty, check=False), 4)
+    assert seeds_that_fail(monkeypatch, lambda: fa_ext.verify(**case.host_inputs(), kernel=hasty, check=False), 4)
 
 
 # ---- on a GPU ----
@@ -167,7 +168,7 @@ def test_on_a_gpu_no_bit_depends_on_the_batch():
         for case in ragged(60, 9, 9000, **wide):
             if case.positions or case.k_range or len(case.n_q) > 9:  # options that say something of each sequence; slow
                 continue
-            values = case.values()
+            values = stored.values_of(case)
             found = parts_of(KERNEL, case, values, on_device)
             for b in range(len(case.n_q)):
                 assert parts_of(KERNEL, alone(case, b), [values[b]], on_device) == [found[b]], (b, case)
@@ -182,7 +183,7 @@ def test_on_a_gpu_ragged_batches_against_float64():
 @on_gpu(KERNEL)
 def test_on_a_gpu_a_graph_takes_other_lengths():
     for batch, width in ((16, 3000), (12, 9000)):  # a cluster a job; parts of it
-        case = ServingCase((1,) * batch, (width,) * batch, q="one", causal="bottom_right", **FEW | {"head_dim": 128})
+        case = Case.sequences((1,) * batch, (width,) * batch, q="one", causal="bottom_right", **FEW | {"head_dim": 128})
 
         def change(arguments, rng, batch=batch, width=width):
             import torch

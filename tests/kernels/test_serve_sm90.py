@@ -1,7 +1,6 @@
 """serve_sm90: on the emulator against float64, by other schedules and numbers of blocks, races, what is counted, bits of every
 storage and batch; the same on a GPU; which calls it takes."""
 
-import dataclasses
 import itertools
 import re
 
@@ -9,8 +8,10 @@ import numpy as np
 import pytest
 
 import fa_ext
+from bench.problems import stored
 from bench.problems.case import Case
-from bench.problems.serving_cases import INT_MAX, INT_MIN, K_STORAGE, Q_STORAGE, ServingCase
+from bench.problems.lengths import K_STORAGE, Q_STORAGE
+from bench.problems.stored import INT_MAX, INT_MIN
 from fa_ext import _core
 from tests import emulator
 from tests.contract import lse_views, runner
@@ -34,11 +35,11 @@ emulated = emulated_builds(KERNEL, "^d64_r(8|16)_bf16$")
 FEW = dict(heads=4, heads_kv=2, head_dim=64, dtype="bfloat16")  # 8 rows a job
 MORE = dict(heads=6, heads_kv=1, head_dim=64, dtype="bfloat16")  # 30, of 16 at once
 CASES = [
-    ServingCase((1, 1, 0, 1), (5, 333, 4, 700), q="one", causal="bottom_right", sinks=True, **FEW),
-    ServingCase((1, 3, 0, 2), (90, 333, 4, 129), page_size=3, alibi="batch", window=(70, None), positions="random", **FEW),
-    ServingCase((2, 1, 0, 3), (64, 200, 70, 1), q="padded", k="padded", slack=1, k_range=True, softcap=2.0, scale=-0.3, seed=1, **FEW),
-    ServingCase((5, 1, 4), (300, 64, 129), q="padded", k="packed", slack=0, causal="bottom_right", **MORE),
-    ServingCase((1, 14, 0, 0), (65, 200, 9, 0), page_size=24, causal="bottom_right", alibi="heads", **MORE),  # 84 rows
+    Case.sequences((1, 1, 0, 1), (5, 333, 4, 700), q="one", causal="bottom_right", sinks=True, **FEW),
+    Case.sequences((1, 3, 0, 2), (90, 333, 4, 129), page_size=3, alibi="batch", window=(70, None), positions="random", **FEW),
+    Case.sequences((2, 1, 0, 3), (64, 200, 70, 1), q="padded", k="padded", slack=1, k_range=True, softcap=2.0, scale=-0.3, seed=1, **FEW),
+    Case.sequences((5, 1, 4), (300, 64, 129), q="padded", k="packed", slack=0, causal="bottom_right", **MORE),
+    Case.sequences((1, 14, 0, 0), (65, 200, 9, 0), page_size=24, causal="bottom_right", alibi="heads", **MORE),  # 84 rows
 ]
 
 
@@ -65,7 +66,7 @@ def test_sequences(serve, monkeypatch, case, blocks, seed):
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_an_lse_has_any_strides(serve, monkeypatch, case, kind, blocks):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
-    lse_views.assert_written(serve, case.arguments(), kind, check=False)
+    lse_views.assert_written(serve, case.host_inputs(), kind, check=False)
 
 
 @emulates
@@ -88,7 +89,7 @@ ORDERS = ([2], [1, 0], [3, 1, 1], [0] * 20 + [1] * 14)
 @emulates
 @pytest.mark.parametrize("n_k", [(5, 1330, 97, 600), (8192, 1, 8200, 4097), (5, 400, 97, 64)], ids=str)
 def test_the_bits_of_a_sequence_are_its_own(serve, monkeypatch, n_k):
-    base = ServingCase((1, 1, 1, 1), n_k, causal="bottom_right", seed=3, **FEW)
+    base = Case.sequences((1, 1, 1, 1), n_k, causal="bottom_right", seed=3, **FEW)
 
     def other_blocks(n):
         monkeypatch.setenv("FA_EMULATOR_SMS", str((2, 132, 7, 1, 24)[n % 5]))
@@ -108,15 +109,15 @@ def with_little_room(text):
 def test_it_goes_over_the_sequences_in_turn_where_workspace_is_short(emulated, serve, monkeypatch, blocks):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
     tight = emulated(edit=with_little_room)
-    for case in (CASES[0], CASES[2], dataclasses.replace(CASES[0], n_k=(1330, 1, 600, 90))):
-        values = case.values()
+    for case in (CASES[0], CASES[2], CASES[0].changed(n_k=(1330, 1, 600, 90))):
+        values = stored.values_of(case)
         assert parts_of(tight, case, values) == parts_of(serve, case, values), case
 
 
 @emulates
 def test_it_looks_at_nothing_that_nobody_may_see(serve):
-    case = ServingCase((1, 2), (100, 90), page_size=8, causal="bottom_right", window=(20, 0), **FEW)
-    arguments = case.arguments()
+    case = Case.sequences((1, 2), (100, 90), page_size=8, causal="bottom_right", window=(20, 0), **FEW)
+    arguments = case.host_inputs()
     wanted = fa_ext.attention(**arguments, kernel=serve)
     table = arguments["page_table"] = arguments["page_table"].copy()
     table[0, : (100 - 1 - 20) // 8], table[0, 13:], table[1, : (90 - 2 - 20) // 8] = 99999, -7, INT_MIN
@@ -126,8 +127,8 @@ def test_it_looks_at_nothing_that_nobody_may_see(serve):
     assert report, report
 
 
-PAGED = ServingCase((1, 3, 0, 2), (5, 33, 4, 7), slack=2, **FEW)
-PACKED = ServingCase((2, 3, 1, 2), (20, 40, 9, 17), k="packed", slack=0, **FEW)
+PAGED = Case.sequences((1, 3, 0, 2), (5, 33, 4, 7), slack=2, **FEW)
+PACKED = Case.sequences((2, 3, 1, 2), (20, 40, 9, 17), k="packed", slack=0, **FEW)
 BROKEN = [
     (PAGED, "seqlens_k", 1, -5),
     (PAGED, "seqlens_k", 0, INT_MAX),
@@ -145,7 +146,7 @@ BROKEN = [
 @pytest.mark.parametrize(("case", "name", "at", "value"), BROKEN, ids=[f"{x[1]} {x[3]}" for x in BROKEN])
 def test_bad_contents_are_counted(emulated, serve, monkeypatch, case, name, at, value, blocks):
     monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
-    arguments = case.arguments()
+    arguments = case.host_inputs()
     arguments[name][at] = value
     assert_counts_as_the_reference(serve, lambda: emulator.faults(emulated.library[serve]), arguments)
 
@@ -164,7 +165,7 @@ def test_no_race(emulated, monkeypatch, case, blocks):
 def test_at_length(emulated, monkeypatch, head_dim, dtype):
     columns = (head_dim + 63) // 64 * 64
     kernel = emulated(instances=f"^d{columns}_r.*_{'bf16' if dtype == 'bfloat16' else 'f16'}$")
-    long = ServingCase((1, 1, 2), (8128, 8129, 20000), page_size=16, heads=3, heads_kv=1, head_dim=head_dim, dtype=dtype)
+    long = Case.sequences((1, 1, 2), (8128, 8129, 20000), page_size=16, heads=3, heads_kv=1, head_dim=head_dim, dtype=dtype)
     parts = []
     for seed, blocks in enumerate((1, 3, 24, 132)):
         monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))
@@ -185,18 +186,18 @@ def test_which_calls_it_takes():
     wide = dict(heads=32, heads_kv=8, head_dim=128, dtype="bfloat16", causal="bottom_right")
 
     def answer(case):
-        return _core.answers(**case.arguments(), device=DEVICES["h200"])[KERNEL][:2]
+        return _core.answers(**case.host_inputs(), device=DEVICES["h200"])[KERNEL][:2]
 
-    taken = [ServingCase((1,) * b, (700,) * b, q="one", page_size=size, **wide) for b, size in ((1, 16), (300, 3), (2, 256))]
-    taken += [ServingCase((1, 1), (700, 800), q="one", k=k, **wide) for k in ("padded", "packed")]
-    taken += [ServingCase((4, 1), (700, 800), q="padded", slack=0, **wide)]
+    taken = [Case.sequences((1,) * b, (700,) * b, q="one", page_size=size, **wide) for b, size in ((1, 16), (300, 3), (2, 256))]
+    taken += [Case.sequences((1, 1), (700, 800), q="one", k=k, **wide) for k in ("padded", "packed")]
+    taken += [Case.sequences((4, 1), (700, 800), q="padded", slack=0, **wide)]
     for case in taken:
-        assert fa_ext.explain(**case.arguments(), device=DEVICES["h200"])[0] == KERNEL, case
+        assert fa_ext.explain(**case.host_inputs(), device=DEVICES["h200"])[0] == KERNEL, case
     for case in (
-        ServingCase((1, 1), (700, 800), page_size=16, **wide),
-        ServingCase((5, 1), (700, 800), q="padded", slack=0, **wide),
-        ServingCase((1, 1), (700, 800), q="one", **wide | {"heads_kv": 1}),
-        ServingCase((3, 1), (700, 800), q="padded", slack=0, **wide | {"head_dim": 256}),
+        Case.sequences((1, 1), (700, 800), page_size=16, **wide),
+        Case.sequences((5, 1), (700, 800), q="padded", slack=0, **wide),
+        Case.sequences((1, 1), (700, 800), q="one", **wide | {"heads_kv": 1}),
+        Case.sequences((3, 1), (700, 800), q="padded", slack=0, **wide | {"head_dim": 256}),
     ):
         assert answer(case) == ("declines", "faster only for sequences of few rows each, queries times heads of a kv head"), case
     for name, answers in (("B1,H32/8,S1x4096,D128", "takes"), ("B1,H32/8,S1x2048,D128", "declines"), ("B4,H32/8,S1x4096,D128", "declines"),
@@ -205,7 +206,7 @@ def test_which_calls_it_takes():
         dense = Case.parse(f"{name},bfloat16")
         assert _core.answers(**dense.host_inputs(), device=DEVICES["h200"])[KERNEL][0] == answers, name
     tight = DEVICES["h200"] | {"workspace_limit": 1 << 10}
-    found = _core.answers(**taken[0].arguments(), device=tight)[KERNEL]
+    found = _core.answers(**taken[0].host_inputs(), device=tight)[KERNEL]
     assert found[:2] == ("not here", "its states of chunks of keys do not fit into FA_EXT_WORKSPACE_MB")
 
 
@@ -215,23 +216,23 @@ def test_which_calls_it_takes():
 @on_gpu(KERNEL)
 @pytest.mark.parametrize("head_dim, dtype", ON_A_GPU)
 def test_on_a_gpu_against_float64(head_dim, dtype):
-    cases = [dataclasses.replace(case, **FEW, page_size=size) for case in CASES[:2] for size in (1, 3, 8, 16, 24, 64, 256)]
-    cases += [*CASES, ServingCase((1, 1, 2), (8128, 8129, 140000), **MORE), ServingCase((1,) * 300, (70,) * 300, q="one", **FEW)]
-    cases = [dataclasses.replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype) for case in cases]
+    cases = [case.changed(**FEW, page_size=size) for case in CASES[:2] for size in (1, 3, 8, 16, 24, 64, 256)]
+    cases += [*CASES, Case.sequences((1, 1, 2), (8128, 8129, 140000), **MORE), Case.sequences((1,) * 300, (70,) * 300, q="one", **FEW)]
+    cases = [case.changed(head_dim=head_dim, head_dim_v=head_dim, dtype=dtype) for case in cases]
     for case in [*cases, *random_cases(200, 7, head_dim, dtype, longest=3000)]:
         holds(KERNEL, case, on_device)
 
 
 @on_gpu(KERNEL)
 def test_on_a_gpu_the_bits_of_a_sequence_are_its_own():
-    base = ServingCase((1, 1, 1, 1), (5, 40000, 97, 9000), causal="bottom_right", seed=3, **FEW | {"head_dim": 128})
+    base = Case.sequences((1, 1, 1, 1), (5, 40000, 97, 9000), causal="bottom_right", seed=3, **FEW | {"head_dim": 128})
     for _ in range(20):
         assert_same_bits(KERNEL, base, STORES, (*ORDERS, [1], [2, 3] * 100), put=on_device, q="one")
 
 
 @on_gpu(KERNEL)
 def test_on_a_gpu_a_graph_takes_other_lengths():
-    case = ServingCase((1,) * 8, (3000,) * 8, q="one", causal="bottom_right", **FEW | {"head_dim": 128})
+    case = Case.sequences((1,) * 8, (3000,) * 8, q="one", causal="bottom_right", **FEW | {"head_dim": 128})
 
     def change(arguments, rng):
         import torch

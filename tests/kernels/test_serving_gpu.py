@@ -1,13 +1,14 @@
 """Sequences and append on a GPU beyond what test_serving.py and test_append.py hold every kernel to: graphs that are replayed
 with other lengths, what faults() tells of them, check= under capture, and caches beyond 2^31 elements."""
 
-import dataclasses
 
 import numpy as np
 import pytest
 
 import fa_ext
-from bench.problems.serving_cases import INT_MAX, ServingCase, append_call
+from bench.problems.case import Case
+from bench.problems.serving_cases import append_call
+from bench.problems.stored import INT_MAX
 from fa_ext import _core
 from tests.contract import runner
 
@@ -15,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not runner.has("torch") or not _core.build_info()["cuda"], reason="needs torch and a build with CUDA"),
 ]
-CASE = ServingCase((1, 3, 2, 7), (5, 33, 40, 17), dtype="float16", head_dim=64, causal="bottom_right", slack=6)
+CASE = Case.sequences((1, 3, 2, 7), (5, 33, 40, 17), dtype="float16", head_dim=64, causal="bottom_right", slack=6)
 
 
 @pytest.fixture(scope="module", params=["simt", "mma_sm80", "prefill_sm90", "serve_sm90", None], ids=str)
@@ -48,15 +49,15 @@ def test_a_graph_serves_any_lengths(kernel):
     """Lengths, tables, starts and keys change between replays; each replay has the bits of a call."""
     import torch
 
-    x = on_device(CASE.arguments())
+    x = on_device(CASE.host_inputs())
     out, lse = torch.full_like(x["q"], float("nan")), torch.full((4, len(x["q"])), float("nan"), device="cuda")
     graph = captured(lambda: fa_ext.attention(**x, out=(out, lse), kernel=kernel))
     rng = np.random.default_rng(0)
     for n_k in ((0, 0, 0, 0), (48, 1, 33, 48), (1, 0, 48, 7), *rng.integers(0, 49, (40, 4))):
         n_q = rng.multinomial(13, np.ones(4) / 4)
-        other = dataclasses.replace(CASE, n_q=tuple(map(int, n_q)), n_k=tuple(map(int, n_k)), seed=int(rng.integers(99)))
-        starts = np.concatenate([[0], np.cumsum(n_q)]).astype(np.int32) + CASE.slack // 2
-        needed = -(-np.asarray(n_k) // CASE.page_size)
+        other = CASE.changed(n_q=tuple(map(int, n_q)), n_k=tuple(map(int, n_k)), seed=int(rng.integers(99)))
+        starts = np.concatenate([[0], np.cumsum(n_q)]).astype(np.int32) + CASE.storage.slack // 2
+        needed = -(-np.asarray(n_k) // CASE.storage.page_size)
         table = rng.integers(-9, 9, x["page_table"].shape).astype(np.int32)
         pages = rng.permutation(len(x["k"]))
         for b in range(4):  # pages may be shared
@@ -80,8 +81,8 @@ def test_a_graph_of_decode_steps_serves_any_lengths():
     import torch
 
     longest = 20000
-    case = ServingCase((1,) * 6, (longest,) * 6, 8, 2, 128, dtype="float16", q="one", causal="bottom_right", slack=0)
-    x = on_device(case.arguments())
+    case = Case.sequences((1,) * 6, (longest,) * 6, 8, 2, 128, dtype="float16", q="one", causal="bottom_right", slack=0)
+    x = on_device(case.host_inputs())
     out, lse = torch.full_like(x["q"], float("nan")), torch.full((8, 6), float("nan"), device="cuda")
     x["seqlens_k"].fill_(1)
     graph = captured(lambda: fa_ext.attention(**x, out=(out, lse), kernel="mma_sm80"))
@@ -101,7 +102,7 @@ def test_a_graph_of_decode_steps_serves_any_lengths():
 def test_faults_of_replays_are_counted(kernel):
     import torch
 
-    x = on_device(CASE.arguments())
+    x = on_device(CASE.host_inputs())
     out = torch.empty_like(x["q"])
     graph = captured(lambda: fa_ext.attention(**x, out=out, kernel=kernel))
     torch.cuda.synchronize()
@@ -124,7 +125,7 @@ def test_faults_of_replays_are_counted(kernel):
 def test_check_and_capture(kernel, monkeypatch):
     import torch
 
-    x = on_device(CASE.arguments())
+    x = on_device(CASE.host_inputs())
     out = torch.full_like(x["q"], 7)
     with pytest.raises(ValueError, match="check is True.*is being captured"):
         captured(lambda: fa_ext.attention(**x, out=out, kernel=kernel, check=torch.cuda.is_current_stream_capturing()))
@@ -149,13 +150,13 @@ def test_check_sees_any_strides(kernel):
     """The table is a slice, its rows may lie backwards or in one; what is beside it is no fault."""
     import torch
 
-    x = on_device(CASE.arguments())
+    x = on_device(CASE.host_inputs())
     wide = torch.full((2 * len(CASE.n_q), x["page_table"].shape[1] + 5), -1, dtype=torch.int32, device="cuda")
     narrow = wide[::2, 3 : 3 + x["page_table"].shape[1]]
     narrow.copy_(x["page_table"])
     x["page_table"] = narrow
     fa_ext.attention(**x, check=True, kernel=kernel)
-    needed = -(-CASE.n_k[3] // CASE.page_size)
+    needed = -(-CASE.n_k[3] // CASE.storage.page_size)
     narrow[3, needed - 1] = INT_MAX
     with pytest.raises(ValueError, match=rf"page_table\[3, {needed - 1}\] is {INT_MAX}"):
         fa_ext.attention(**x, check=True, kernel=kernel)
@@ -191,7 +192,7 @@ def test_append_in_a_graph():
 def test_nothing_is_allocated_with_out(kernel):
     import torch
 
-    x = on_device(CASE.arguments())
+    x = on_device(CASE.host_inputs())
     assert fa_ext.workspace_size(**x, kernel=kernel) >= 0
     workspace = torch.empty(fa_ext.workspace_size(**x, kernel=kernel) + 256, dtype=torch.uint8, device="cuda")[:-256]
     out = torch.empty_like(x["q"])

@@ -13,7 +13,7 @@ from bench.__main__ import main
 from bench.commands import measure
 from bench.implementations import peers
 from bench.machine import device
-from bench.problems import memory, operands
+from bench.problems import memory
 from bench.tuning import ncu
 from tests.laboratory.support.command import CHEATS, SMALL, command
 

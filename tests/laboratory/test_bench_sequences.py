@@ -1,6 +1,5 @@
 """Sequences of any length in the laboratory: their lines, operands and judge, kernels and peers, the command."""
 
-import dataclasses
 import re
 import types
 
@@ -18,7 +17,6 @@ from bench.problems.operands import WrongResult
 from bench.problems.operations import operands_of
 from bench.problems.placement import dtype_of
 from bench.problems.presets import CELLS, PRESETS
-from bench.problems.serving_cases import ServingCase
 from fa_ext import reference
 from tests.laboratory.support import stand_ins
 from tests.laboratory.support.command import command
@@ -26,13 +24,13 @@ from tests.laboratory.support.command import command
 CPU = device.Cpu()
 ONE, PACKED, PADDED = {"q": "one", "slack": 0}, {"q": "packed", "slack": 0}, {"q": "padded", "slack": 0}
 CASES = [
-    ServingCase((1,) * 5, (33, 7, 64, 1, 90), dtype="bfloat16", head_dim=16, **ONE),
-    ServingCase((1, 1, 1), (48, 48, 48), dtype="float16", head_dim=16, page_size=3, layout="bhsd", window=(9, 0), **ONE),
-    ServingCase((3, 0, 20), (40, 9, 20), k="packed", causal="bottom_right", **PACKED),
-    ServingCase((3, 5), (40, 30), layout="bhsd", page_size=7, causal="bottom_right", softcap=3.0, **PACKED),
-    ServingCase((3, 5), (40, 30), k="padded", layout="bhsd", sinks=True, alibi="batch", scale=0.4, **PADDED),
-    ServingCase((4, 4), (30, 30), k="padded", causal="bottom_right", head_dim_v=16, **PADDED),
-    ServingCase((16, 16), (16, 16), k="packed", causal="bottom_right", dtype="float16", **PACKED),
+    Case.sequences((1,) * 5, (33, 7, 64, 1, 90), dtype="bfloat16", head_dim=16, **ONE),
+    Case.sequences((1, 1, 1), (48, 48, 48), dtype="float16", head_dim=16, page_size=3, layout="bhsd", window=(9, 0), **ONE),
+    Case.sequences((3, 0, 20), (40, 9, 20), k="packed", causal="bottom_right", **PACKED),
+    Case.sequences((3, 5), (40, 30), layout="bhsd", page_size=7, causal="bottom_right", softcap=3.0, **PACKED),
+    Case.sequences((3, 5), (40, 30), k="padded", layout="bhsd", sinks=True, alibi="batch", scale=0.4, **PADDED),
+    Case.sequences((4, 4), (30, 30), k="padded", causal="bottom_right", head_dim_v=16, **PADDED),
+    Case.sequences((16, 16), (16, 16), k="packed", causal="bottom_right", dtype="float16", **PACKED),
 ]
 
 
@@ -53,7 +51,7 @@ def exact(held):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_line_says_how_sequences_are_stored(case):
     found = problems.parse(str(case), problems.OPERATIONS)
-    assert found == case and found.operation == "serving" and dataclasses.replace(found, seed=3) != case
+    assert found == case and found.operation == "serving" and found.changed(seed=3) != case
 
 
 @pytest.mark.parametrize("line, words", [
@@ -71,11 +69,11 @@ def test_a_line_that_is_none_is_refused(line, words):
 
 
 def test_work_is_that_of_the_sequences():
-    case = ServingCase((1, 8, 0), (100, 8, 50), 4, 2, 32, causal="bottom_right", dtype="float16", k="packed", **PACKED)
+    case = Case.sequences((1, 8, 0), (100, 8, 50), 4, 2, 32, causal="bottom_right", dtype="float16", k="packed", **PACKED)
     assert case.flops() == 4 * 4 * 32 * (100 + 8 * 8 / 2)
     assert case.key_bytes() == 2 * 2 * 2 * 32 * (100 + 8)
     assert case.bytes() == case.key_bytes() + 2 * 2 * 4 * 32 * 9
-    near = dataclasses.replace(case, window=(9, 0))
+    near = case.changed(window=(9, 0))
     assert near.key_bytes() == 2 * 2 * 2 * 32 * (10 + 8)
 
 
@@ -103,7 +101,7 @@ def test_the_judge_takes_the_reference_and_no_other(case):
             assert failures and all(why.startswith(f"sequence {b}: ") for why in failures)
     with pytest.raises(WrongResult, match="the result has shape"):
         held.judge(right[:-1])
-    if case.q == "packed":
+    if case.storage.q == "packed":
         right[-1, 0, 0] = np.nan
         with pytest.raises(WrongResult, match="NaN"):
             held.judge(right)
@@ -111,7 +109,7 @@ def test_the_judge_takes_the_reference_and_no_other(case):
 
 def test_large_problems_meet_the_reference_at_drawn_queries(monkeypatch):
     lengths = tuple(40 + n for n in range(12))
-    held = of(ServingCase(lengths, lengths, 2, 1, 16, k="packed", causal="bottom_right", **PACKED))
+    held = of(Case.sequences(lengths, lengths, 2, 1, 16, k="packed", causal="bottom_right", **PACKED))
     monkeypatch.setattr(sequences, "CHECK_FLOPS_CPU", 1.0)
     right = exact(held)
     assert held.judge(right).passed
@@ -125,7 +123,7 @@ def test_large_problems_meet_the_reference_at_drawn_queries(monkeypatch):
 
 
 def test_pages_lie_in_random_order_and_each_belongs_to_one_sequence():
-    held = of(ServingCase((1,) * 4, (33, 0, 64, 16), page_size=16, **ONE))
+    held = of(Case.sequences((1,) * 4, (33, 0, 64, 16), page_size=16, **ONE))
     table, used = held.array("page_table", "numpy"), [3, 0, 4, 1]
     pages = [page for row, n in zip(table, used, strict=True) for page in row[:n]]
     assert sorted(pages) == list(range(8)) and pages != sorted(pages) and held.shapes["k"][0] == (8, 16, 2, 32)
@@ -152,7 +150,7 @@ def test_torch_computes_equal_lengths_densely(case):
                 5: "no causal mask aligned to the last key", 6: None}  # fmt: skip
     assert why == expected[CASES.index(case)]
     equal = {"n_q": (1,) * 2, "n_k": (40,) * 2, "window": None, "softcap": 0.0, "sinks": False, "alibi": None, "head_dim_v": None}
-    for same in (case, dataclasses.replace(case, **equal)):
+    for same in (case, case.changed(**equal)):
         if peer.refuses(same) is None:
             held = of(same)
             judged = held.judge(peer.bind(held)())
@@ -218,9 +216,9 @@ def test_flash_attention_3_is_asked_for_what_the_problem_says(name, case, monkey
     stand_ins.stand_in(monkeypatch, "torch", ops=ops)
     peer = peers.PEERS[name][2](types.SimpleNamespace(kind="cuda"))
     monkeypatch.setattr(peer, "library", "numpy")
-    case = dataclasses.replace(case, dtype="float16", alibi=case.alibi if namespace == "flash_attn_3" else None)
+    case = case.changed(dtype="float16", alibi=case.alibi if namespace == "flash_attn_3" else None)
     assert peer.refuses(case) == ("no alibi, sinks" if case.alibi else None)
-    assert peer.refuses(dataclasses.replace(case, dtype="float32")) == "no float32"
+    assert peer.refuses(case.changed(dtype="float32")) == "no float32"
     if peer.refuses(case):
         return
     held = of(case)
@@ -295,7 +293,7 @@ def test_flashinfer_is_asked_for_what_the_problem_says(number, case, monkeypatch
         BatchPrefillWithPagedKVCacheWrapper=Paged, BatchPrefillWithRaggedKVCacheWrapper=Ragged,
     )  # fmt: skip
     peer = peers.PEERS["flashinfer"][2](CPU)
-    case = dataclasses.replace(case, dtype="float16")
+    case = case.changed(dtype="float16")
     expected = {4: "no sinks", 5: "no padded sequences"}
     assert peer.refuses(case) == expected.get(number)
     if peer.refuses(case) is None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import fa_ext
+from bench.problems.case import Case
 from bench.problems.placement import BFLOAT16
-from bench.problems.serving_cases import ServingCase, append_call, grid, lengths, random_cases
+from bench.problems.serving_cases import append_call, grid, lengths, random_cases
 from tests.contract import lse_views
 from tests.library.support import c_interface
 from tests.library.support.c_interface import APPEND, FORWARD, array_of, compiled
@@ -58,7 +59,7 @@ CASES = [*random.Random(3).sample(grid(), 30), *random.Random(4).sample(lengths(
 
 @pytest.mark.parametrize("case", usable(CASES), ids=str)
 def test_attention_over_sequences_has_the_bits_of_python(client, case):
-    arguments = case.arguments()
+    arguments = case.host_inputs()
     wanted = fa_ext.attention(**arguments, return_lse=True)
     code, *got = attend(client, arguments)
     assert code == OK, client.said()
@@ -72,8 +73,8 @@ def test_attention_over_sequences_has_the_bits_of_python(client, case):
 
 def test_every_field_of_sequences_counts(client):
     """A call without one of the arrays is another call, or none."""
-    case = ServingCase((1, 3, 2), (25, 33, 29), positions="random", causal="bottom_right", alibi="heads", seed=3)
-    arguments = case.arguments() | {"k_range": (np.array([0, 1, 2], np.int32), np.array([9, 8, 7], np.int32))}
+    case = Case.sequences((1, 3, 2), (25, 33, 29), positions="random", causal="bottom_right", alibi="heads", seed=3)
+    arguments = case.host_inputs() | {"k_range": (np.array([0, 1, 2], np.int32), np.array([9, 8, 7], np.int32))}
     _, whole, _ = attend(client, arguments)
     for name in ("cu_seqlens_q", "seqlens_k", "page_table", "positions", "k_range", "alibi"):
         code, out, _ = attend(client, {n: x for n, x in arguments.items() if n != name})
@@ -81,7 +82,7 @@ def test_every_field_of_sequences_counts(client):
 
 
 def test_workspace_of_sequences_is_asked_without_data(client):
-    arguments = ServingCase().arguments()
+    arguments = Case.sequences().host_inputs()
     given = [None if x is None else x for x in arrays_of(FORWARD, arguments | {"out": np.empty_like(arguments["q"])})]
     options = {"layout": "bshd"}
     with_data = client.call("forward", given, options=options, asks=True)
@@ -100,10 +101,10 @@ def test_append_has_the_bits_of_python(client, seed):
     q = rng.choice(("packed", "padded", "one"))
     n_q = tuple(rng.randint(0, 1 if q == "one" else 5) for _ in range(4))
     dtype = rng.choice(("float32", "float16", "float64") + (("bfloat16",) if BFLOAT16 is not None else ()))
-    case = ServingCase(n_q, (5, 33, 6, 7), q=q, k=rng.choice(("paged", "padded")), cache=rng.choice(("two", "pair", "swapped")),
+    case = Case.sequences(n_q, (5, 33, 6, 7), q=q, k=rng.choice(("paged", "padded")), cache=rng.choice(("two", "pair", "swapped")),
                        layout=rng.choice(("bshd", "bhsd")), page_size=rng.choice((1, 3, 16)), dtype=dtype, seed=seed)  # fmt: skip
     interleaved = bool(seed % 2 and seed % 3)
-    options = dict(dense=case.k == "padded", rotary=8 * (seed % 3), q=seed % 3 > 0, positions=seed % 3 > 1,
+    options = dict(dense=case.storage.k == "padded", rotary=8 * (seed % 3), q=seed % 3 > 0, positions=seed % 3 > 1,
                    interleaved=interleaved, values=seed != 5, seed=seed)  # fmt: skip
     call, mine = (append_call(case, **options) for _ in range(2))
     wanted = fa_ext.append(**call)
@@ -166,7 +167,7 @@ def test_faults_are_those_of_python(client, tokens):
     bad = tokens | {"slots": np.array([0, 99, 77, 1, 2], np.int64)}
     assert client.call("append", arrays_of(APPEND, bad), extra=2, options={"layout": "bshd"}) == OK, client.said()
     fa_ext.append(**bad, layout="bshd", check=False)
-    arguments = ServingCase().arguments()
+    arguments = Case.sequences().host_inputs()
     arguments["seqlens_k"][1] = -5
     assert attend(client, arguments)[0] == EVALUE
     code, out, lse = attend(client, arguments, check=NEVER)
@@ -186,7 +187,7 @@ def test_faults_of_a_device(client):
 
 @pytest.mark.parametrize("value", [-1, 3])
 def test_check_is_one_of_its_values(client, value):
-    assert attend(client, ServingCase().arguments(), check=value)[0] == EVALUE
+    assert attend(client, Case.sequences().host_inputs(), check=value)[0] == EVALUE
     assert client.said() == f"check is {value}; accepted: FA_EXT_CHECK_DEFAULT, FA_EXT_CHECK_NEVER or FA_EXT_CHECK_ALWAYS"
 
 

@@ -1,0 +1,225 @@
+"""The inputs of a case without sequences: q, k and v of its kind of values, and the arrays that it adds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bench.problems import magnitudes
+from bench.problems.placement import LAYOUTS, dtype_of, strided
+
+if TYPE_CHECKING:
+    from bench.problems.case import Case
+
+STRIDES = (*LAYOUTS, "packed", "mixed")
+VALUES = ("normal", "large", "outliers", "tiny", "sorted", "descending", "dominant", "equal", "zeros", "negative", "offset",
+          "nan_outside", "nan_tail")  # fmt: skip
+MASKS = ("full", "rows", "none", "one", "keys", "batch", "heads", "broadcast", "strided")
+BIASES = ("full", "full32", "keys", "alibi", "queries", "holes", "strided", "finfo_min", "finfo_max",
+          "low", "lowest", "high")  # fmt: skip
+#: Those that leave float32 little of the scores, so that an LSE does not say how many keys it is of.
+FLAT_BIASES = ("finfo_min", "finfo_max", "low", "lowest", "high")
+SINKS = ("same", "float32", "large", "small", "strided", "huge")
+ALIBIS = ("heads", "batch", "strided", "steep")
+#: The arrays that a case may add to q, k and v: each is a field that names a kind.
+ARRAYS = ("bias", "mask", "sinks", "alibi")
+
+
+def host_inputs(case: Case) -> dict:
+    """The inputs as NumPy arrays with the case's strides; memory around them is poisoned with NaN."""
+    dtype = dtype_of(case.dtype)
+    arrays = dict(zip("qkv", values(case)))
+    kinds = dict.fromkeys("qkv", case.strides)
+    if case.strides == "mixed":
+        kinds = {"q": "swapped", "k": "negative", "v": "column"}
+    packed = None
+    if case.strides == "packed":
+        if not case.q_shape == case.k_shape == case.v_shape:
+            raise ValueError("packed needs q, k and v of one shape")
+        packed = np.full((*case.q_shape[:2], 3, *case.q_shape[2:]), np.nan, dtype)
+    inputs = {}
+    for i, (name, x) in enumerate(arrays.items()):
+        x = (x.swapaxes(1, 2) if case.layout == "bshd" else x).astype(dtype)
+        if packed is not None:
+            packed[:, :, i] = x
+            inputs[name] = packed[:, :, i]
+        else:
+            inputs[name] = strided(x, kinds[name], shared=name != "q")
+    rng = np.random.default_rng([case.seed, 7])
+    for name in ARRAYS:
+        value = extra(case, name, rng)
+        if value is not None:
+            inputs[name] = value
+    return inputs | case.options()
+
+
+def extra(case: Case, name: str, rng):
+    """One of ARRAYS by its kind, drawn by a generator; None where the case adds none."""
+    return _MADE[name](case, rng)
+
+
+def values(case: Case):
+    """q, k, v as float32 (B, H, S, D)."""
+    rng = np.random.default_rng([case.seed, 3])
+    q = rng.standard_normal((case.batch, case.heads, case.seq_q, case.head_dim), np.float32)
+    k = rng.standard_normal((case.batch, case.heads_kv, case.seq_k, case.head_dim), np.float32)
+    v = rng.standard_normal((case.batch, case.heads_kv, case.seq_k, case.head_dim_v), np.float32)
+    return bent(case, q, k, v, rng)
+
+
+def bent(case: Case, q, k, v, rng):
+    """Random normal q, k, v, float32 (B, H, S, D), as the kind of values has them. v may change in place."""
+    dim = case.head_dim
+    # A direction that every query shares, so that a key's score can be set through its component along it.
+    toward = np.full(dim, dim**-0.5, np.float32)
+    ramp = np.linspace(-12, 12, case.seq_k, dtype=np.float32)[:, None]
+    # Heads whose largest keys come last, by far: the last one, and every other before it.
+    last = slice((case.heads_kv - 1) % 2, None, 2)
+    if case.values in ("sorted", "descending", "dominant", "negative"):
+        q = toward * dim**0.5 + q / 8
+    # Scores beyond the range of exp(); in float32 no larger than it resolves to the bound that it is held to.
+    factor = 8 if case.dtype == "float32" else 20
+    if case.values == "large":
+        q, k = q * factor, k * factor
+        k[:, last] *= np.linspace(1 / 8, 1, case.seq_k, dtype=np.float32)[:, None]
+    elif case.values == "outliers":  # a few keys anywhere, which a look at some does not find
+        sizes = np.where(rng.random((*k.shape[:3], 1)) < 1 / 16, np.float32(factor**2), np.float32(1))
+        sizes[:, :, rng.integers(max(1, case.seq_k)) :][:, :, :1] = factor**2
+        k = k * sizes
+    elif case.values == "tiny":
+        q, k, v = q * 2e-3, k * 2e-3, v * 2e-3
+    elif case.values in ("sorted", "descending"):
+        k = k / 8 + toward * (ramp if case.values == "sorted" else -ramp)
+        steep = case.seq_k // 8 if case.values == "sorted" else 0
+        k[:, last, case.seq_k - steep :] += toward * np.linspace(0, 100, steep, dtype=np.float32)[:, None]
+    elif case.values == "dominant" and case.seq_k:
+        k[:, :, -1] = toward * 30
+    elif case.values == "equal":
+        k[:] = k[:, :, :1]
+    elif case.values == "zeros":
+        q[:] = 0
+    elif case.values == "negative":
+        k = k / 8 - toward * (110 if case.dtype == "float32" else 700)
+    elif case.values == "offset":
+        v += 40
+    elif case.values == "nan_outside":
+        outside = np.ones(case.seq_k, bool)
+        left, right, diagonal = case.band()
+        begin, end = max(0, diagonal - left), min(case.seq_k, case.seq_q + diagonal + right)
+        outside[int(min(begin, case.seq_k)) : int(max(end, 0))] = False
+        k[:, :, outside], v[:, :, outside] = np.inf, np.nan
+    elif case.values == "nan_tail":
+        k[:, :, -1:], v[:, :, -1:, 0], v[:, :, -1:, 1:] = np.nan, np.inf, np.nan
+    if case.logits:
+        scale = case.options().get("scale", dim**-0.5)
+        q, k = magnitudes.operands(*case.logits, q.shape, k.shape, case.dtype, scale, case.seed)
+    return q, k, v
+
+
+def _mask(case: Case, rng):
+    b, h, sq, sk = case.batch, case.heads, case.seq_q, case.seq_k
+    if case.mask is None:
+        return None
+    if case.mask == "full":
+        return rng.random((b, h, sq, sk)) < 0.7
+    if case.mask == "rows":  # some queries see nothing
+        return (rng.random((b, h, sq, sk)) < 0.7) & (rng.random((b, h, sq, 1)) < 0.6)
+    if case.mask == "none":
+        return np.zeros((sq, sk), bool)
+    if case.mask == "one":  # all masked but one key a query
+        return np.arange(sk) == rng.integers(0, max(sk, 1), (sq, 1))
+    if case.mask == "keys":
+        return rng.random(sk) < 0.5
+    if case.mask == "batch":  # key padding: a length for each batch entry, the last one full
+        return np.arange(sk) < (np.arange(1, b + 1) * sk // max(b, 1))[:, None, None, None]
+    if case.mask == "heads":
+        return rng.random((h, 1, sk)) < 0.5
+    if case.mask == "broadcast":  # full shape, strides 0 on batch and queries
+        return np.broadcast_to(rng.random((1, h, 1, sk)) < 0.6, (b, h, sq, sk))
+    if case.mask == "strided":
+        return (rng.random((b, sk, sq, 2 * h)) < 0.6)[..., ::2].transpose(0, 3, 2, 1)
+    raise ValueError(f"mask is {case.mask!r}; accepted: {', '.join(MASKS)}")
+
+
+def _bias(case: Case, rng):
+    b, h, sq, sk = case.batch, case.heads, case.seq_q, case.seq_k
+    dtype = dtype_of(case.dtype)
+    if case.bias is None:
+        return None
+    if case.bias == "full":
+        return rng.standard_normal((b, h, sq, sk)).astype(dtype)
+    if case.bias == "shared":  # by the batch
+        return rng.standard_normal((1, h, sq, sk)).astype(dtype)
+    if case.bias == "full32":
+        return rng.standard_normal((b, h, sq, sk), np.float32).astype(np.float64 if dtype == "f8" else np.float32)
+    if case.bias == "keys":
+        return rng.standard_normal(sk).astype(dtype)
+    if case.bias == "queries":
+        return rng.standard_normal((sq, 1)).astype(dtype)
+    if case.bias == "alibi":
+        return (-np.arange(1, h + 1)[:, None, None] / 64 * np.abs(np.arange(sk) - sk + 1)).astype(dtype)
+    if case.bias == "holes":  # -inf excludes like a mask, whole rows included
+        bias = rng.standard_normal((h, sq, sk))
+        bias[(rng.random((h, sq, sk)) < 0.3) | (rng.random((h, sq, 1)) < 0.2)] = -np.inf
+        return bias.astype(dtype)
+    if case.bias in ("finfo_min", "finfo_max"):  # padding: a number instead of -inf, in some columns and whole rows
+        wide = np.dtype(np.float32) if case.dtype == "float16" else dtype  # which holds what base 2 does not
+        largest = 3.3895313892515355e38 if case.dtype == "bfloat16" else np.finfo(wide).max
+        bias = rng.standard_normal((b, 1, sq, sk))
+        kind = rng.random((b, 1, sq, 1))
+        bias = np.where(rng.random((b, 1, 1, sk)) < 0.3, -largest, bias)
+        bias = np.where(kind < 0.2, -largest, np.where(kind < 0.4, -1e30, bias))
+        if case.bias == "finfo_max":  # some keys take all
+            bias = np.where(rng.random((b, 1, 1, sk)) < 0.05, largest, bias)
+        return bias.astype(wide)
+    if case.bias in ("low", "lowest", "high"):  # at all keys: the scores beside it count no more, or what float32 leaves of them
+        if case.bias == "lowest" and case.dtype != "bfloat16":
+            return np.full((sq, 1), np.finfo(dtype).min, dtype)
+        value = {"low": -1e30, "lowest": -3.3895313892515355e38, "high": 1e30}[case.bias]
+        return np.full((sq, 1), value, np.float32 if case.dtype == "float16" else dtype)
+    if case.bias == "strided":
+        return rng.standard_normal((sk, 1, h, sq)).transpose(1, 2, 3, 0).astype(dtype, order="K")[:, :, ::-1]
+    raise ValueError(f"bias is {case.bias!r}; accepted: {', '.join(BIASES)}")
+
+
+def _sinks(case: Case, rng):
+    if case.sinks is None:
+        return None
+    sinks = rng.standard_normal(case.heads)
+    if case.sinks == "level" and case.logits:  # of the scores' magnitude
+        kind, exponent = case.logits
+        return np.resize(np.ldexp((1, 2, -1, 0.5), abs(exponent)) * np.sign(exponent), case.heads).astype(np.float32)
+    if case.sinks in ("large", "small"):
+        sinks = sinks + (40 if case.sinks == "large" else -80)
+    wide = np.float64 if case.dtype == "float64" else np.float32
+    if case.sinks == "huge":  # takes all, or nothing; no tie with the bias, which rounding would decide
+        largest = np.finfo(wide).max * (0.6 if (case.bias or "").startswith("finfo") else 1)
+        return np.where(np.arange(case.heads) % 2, -largest, largest).astype(wide)
+    if case.sinks == "strided":
+        memory = np.full(2 * case.heads, np.nan, wide)
+        memory[::2] = sinks
+        return memory[::2]
+    return sinks.astype(dtype_of(case.dtype) if case.sinks == "same" else wide)
+
+
+def _alibi(case: Case, rng):
+    """Slopes of the paper, 2^(-8 n / heads), in float32 whatever the dtype; steep: some beyond what float32 holds once
+    they are multiplied, some negative."""
+    if case.alibi is None:
+        return None
+    slopes = 2.0 ** (-8 * np.arange(1, case.heads + 1) / max(case.heads, 1))
+    if case.alibi == "batch":
+        slopes = slopes * rng.uniform(0.5, 1.5, (case.batch, 1))
+    elif case.alibi == "strided":
+        memory = np.full((2 * case.heads, 3), np.nan, np.float32)
+        memory[::-2, 1] = slopes
+        return memory[::-2, 1]
+    elif case.alibi == "level" and case.logits:
+        slopes = magnitudes.slopes(case.logits[1], (case.heads,))
+    elif case.alibi == "steep":
+        slopes = slopes * np.resize((1e37, -0.01, 3.0), case.heads)
+    return slopes.astype(np.float32)
+
+
+_MADE = {"bias": _bias, "mask": _mask, "sinks": _sinks, "alibi": _alibi}
