@@ -1,6 +1,7 @@
 """One case, or a sweep of random ones, on a kernel. ``str(case)`` names a case in one line, and the line runs it again::
 
     python -m tests.contract "B1,H4/2,S113x203,D64,bfloat16,causal=top_left,mask=rows" --kernel simt --on cupy
+    python -m tests.contract "B3,H4/2,S1x300*2+7x90,D64,float16,q=packed,k=paged,causal=bottom_right" --kernel cpu_simd
     python -m tests.contract --sweep 1000 --seed 7 --kernel simt
 """
 
@@ -37,10 +38,15 @@ def main(arguments=None) -> int:
         return sweep(kernel or fa_ext.kernels()[-1], drawn(given.seed, given.sweep, given.limit), given.seconds)
     if not given.case:
         parser.error("give the name of a case, or --sweep N")
-    case = Case.parse(given.case)
+    try:
+        case = Case.parse(given.case)
+    except ValueError as error:
+        parser.error(f"case is {given.case!r}: {error}")
+    if case.operation not in ("attention", "serving") and (case.lengths or case.operation != "backward"):
+        parser.error(f"case is {given.case!r}; accepted are attention, with sequences or without, and the backward pass without")
     if case.operation == "backward":
         report = _verdict(kernel or fa_ext.kernels("backward")[-1], case)
-    elif case.exact:
+    elif case.exact and not case.lengths:
         report = _verdict(kernel or fa_ext.kernels()[-1], case)
     else:
         report = fa_ext.verify(**case.make_inputs(given.on), kernel=kernel)

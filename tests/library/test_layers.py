@@ -295,3 +295,20 @@ def test_rooms_of_the_laboratory_import_those_below(path):
             rooms = [alias.name for alias in node.names] if node.module == "bench" else [node.module.split(".")[1]]
             above = [other for other in rooms if STAIRCASE.index(other) > STAIRCASE.index(room)]
             assert not above, f"{name(path)} imports {above}, which lie above bench/{room}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").rglob("*.py")), ids=name)
+def test_the_laboratory_does_not_need_the_tests(path):
+    """Cases are the laboratory's, and the tests import them from there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not any(n.partition(".")[0] == "tests" for n in names), f"{name(path)} imports {names}"
+
+
+def test_imports_begin_at_the_root():
+    """The top of tests/ holds folders, the configuration of pytest and the page; no module changes where imports look."""
+    assert sorted(path.name for path in (ROOT / "tests").glob("*.*")) == ["README.md", "__init__.py", "conftest.py"]
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]:
+        found = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert not any(call.startswith(("sys.path.insert(", "sys.path.append(")) for call in found), name(path)
