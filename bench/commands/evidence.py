@@ -196,13 +196,11 @@ class Run:
         return machine.named_gpus() or [str(n) for n in range(_core.device_count())]
 
     def _untested(self, part: str) -> list[str]:
-        """Core, and kernels, whose tests have to be run; also those that share a piece with one, since that piece ends.
-        What a run of some files found (--filter) stands beside the piece of all: it may be of another machine's GPUs."""
+        """Core, and kernels, whose tests have to be run. What a run of some files found (--filter) stands beside the piece of all: it
+        may be of another machine's GPUs."""
         pieces = [p for p in self.record.part(part).values() if "error" not in p and p.get("files", "") == self.args.filter]
         wanted = [*([CORE] if re.search(self.args.kernels, CORE) else []), *self.of_every_operation()]
-        lacking = {k for k in wanted if self.args.fresh or not any(self.record.covers(p, k) for p in pieces)}
-        ending = [of for p in pieces if len(of := self.record.kernels_of(p)) > 1 and of & lacking]
-        return [k for k in wanted if k in lacking or any(k in of for of in ending)]
+        return [k for k in wanted if self.args.fresh or not any(self.record.covers(p, k) for p in pieces)]
 
     def sanitizer(self) -> None:
         if self.device != "cuda":

@@ -18,7 +18,7 @@ code. A run that noted no launches is unknown where the host's code alone has ch
 needs to be built. Otherwise it takes the digests inside the built extension; without a build of these sources by the
 recorded compilers it answers "unknown", never "stale".
 
-A piece gives way to a newer one of its key, and one of all kernels at once to newer ones of a single kernel; a run of a cell
+A piece gives way to a newer one of its key, one of some test files to a newer whole one; a run of a cell
 keeps the kernels that no newer run measured. So two records of one machine can be merged in any order. Files are sorted,
 with a line for each piece or kernel.
 """
@@ -149,16 +149,11 @@ class Record:
         return {self.document["codes"][code]["kernel"] for code in holder["code"]}
 
     def excludes(self, part: str, one: dict, other: dict) -> bool:
-        """Whether two pieces of a part cannot stand together: a whole one of several kernels, such as a run of all tests at
-        once, and a whole one of a kernel among them, since its counts cannot be taken apart; or one of some files and a later
-        whole one. A run of training excludes none."""
-        if part == "training":
+        """Whether two pieces of a part cannot stand together: what a run of some files found, and a later whole one of its kernel."""
+        if part == "training" or is_whole(one) == is_whole(other):
             return False
-        if is_whole(one) != is_whole(other):
-            whole, some = (one, other) if is_whole(one) else (other, one)
-            return some["date"] < whole["date"] and self.kernels_of(some) <= self.kernels_of(whole)
-        several = max(len(one["code"]), len(other["code"])) > 1 and is_whole(one)
-        return several and bool(self.kernels_of(one) & self.kernels_of(other))
+        whole, some = (one, other) if is_whole(one) else (other, one)
+        return some["date"] < whole["date"] and self.kernels_of(some) <= self.kernels_of(whole)
 
     def put(self, part: str, key: str, piece: dict) -> None:
         """Adds a piece, which has `code`, `context` and `date`, in place of those that it excludes."""
