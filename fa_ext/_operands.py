@@ -12,6 +12,7 @@ OPERANDS = {operand.name: operand for operand in _core.operands()}
 
 #: Arrays that change what attention means: each is a keyword of ``attention`` in every front end.
 OPTIONS = tuple(name for name, operand in OPERANDS.items() if operand.role == "option" and "attention" in operand.reads)
+_OPTIONS = frozenset(OPTIONS)
 #: Arrays that say what the sequences of attention are.
 INDICES = tuple(name for name, operand in OPERANDS.items() if operand.role == "index" and "attention" in operand.reads)
 #: Arrays that have gradients, in the order of their bits.
@@ -49,17 +50,25 @@ def has_batch(name: str) -> bool:
     return AXES[name][0].name == "B"
 
 
+def batch_is_shared(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether an operand of this shape is one for all of the batch: it has no such axis, or one of extent 1 in its place."""
+    axes = axes_of(name, len(shape))
+    return not axes or axes[0].name != "B" or (axes[0].one and shape[0] == 1)
+
+
 def broadcasts(name: str) -> bool:
     """Whether the operand means the same with its left-out axes filled in."""
     return all(axis.one for axis in AXES[name] if axis.optional)
 
 
 def given_options(arrays: dict) -> dict:
-    """Of the keywords of ``attention`` behind its own, all of which are to be ``OPTIONS``, those that are given."""
-    for name in arrays:
-        if name not in OPTIONS:
-            raise TypeError(f"unknown argument {name}; accepted beside the arguments of its signature: {', '.join(OPTIONS)}")
-    return {name: arrays[name] for name in OPTIONS if arrays.get(name) is not None}
+    """Those that are given of ``**arrays`` of ``attention``, whose names are to be ``OPTIONS``."""
+    absent = False
+    for name, x in arrays.items():
+        if name not in _OPTIONS:
+            raise TypeError(f"unknown argument {name}; accepted: those of the signature, of arrays {', '.join(OPTIONS)}")
+        absent = absent or x is None
+    return {name: x for name, x in arrays.items() if x is not None} if absent else arrays
 
 
 def takes_options(function):

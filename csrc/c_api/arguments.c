@@ -224,12 +224,16 @@ static fa_code read_state(const void *state, const fa_capi_call *c, fa_request *
 
 /* ---- the operations: arguments -> problem and plan ---- */
 
+/* A struct that ended in `last` at first: fields behind it came later. */
+#define GROWN_STRUCT(type, last, given, read, status)                                                                  \
+    fa_capi_struct(#type, given, offsetof(type, last) + sizeof(read)->last, read, sizeof *(read), status)
+
 static fa_code prepare_forward(const void *arguments, fa_capi_call *c, fa_status *status) {
     fa_ext_forward given;
     fa_request request = {0};
     fa_view views[FA_OPERAND_COUNT], words;
     const void *state;
-    FA_TRY(FA_CAPI_STRUCT(fa_ext_forward, arguments, &given, status));
+    FA_TRY(GROWN_STRUCT(fa_ext_forward, reserved, arguments, &given, status));
     FA_TRY(read_options(given.options, &request.options, &state, status));
     FA_TRY(read_check(given.check, given.reserved, c, status));
     FA_TRY(read_arrays(&given, c, &request, views, status));
@@ -258,7 +262,7 @@ static fa_code prepare_backward(const void *arguments, fa_capi_call *c, fa_statu
     fa_request *forward = &request.forward;
     fa_view views[FA_OPERAND_COUNT], gradients[FA_GRAD_COUNT], words;
     const void *state;
-    FA_TRY(FA_CAPI_STRUCT(fa_ext_backward, arguments, &given, status));
+    FA_TRY(GROWN_STRUCT(fa_ext_backward, unordered, arguments, &given, status));
     FA_TRY(read_options(given.options, &forward->options, &state, status));
     FA_TRY(read_arrays(&given, c, forward, views, status));
     FA_TRY(read_gradients(&given, c, &request, gradients, status));
@@ -303,7 +307,7 @@ static fa_code prepare_merge(const void *arguments, fa_capi_call *c, fa_status *
     fa_merge_request request = {0};
     fa_view views[FA_OPERAND_COUNT];
     merge_views m = {NULL, NULL, NULL};
-    FA_TRY(FA_CAPI_STRUCT(fa_ext_merge, arguments, &given, status));
+    FA_TRY(GROWN_STRUCT(fa_ext_merge, reserved, arguments, &given, status));
     if (given.count < 1 || given.count > INT32_MAX / 8)
         return fa_fail(status, FA_EVALUE, "count is %zu; accepted: 1 to %d", given.count, (int)(INT32_MAX / 8));
     if (!given.outs || !given.lses)
@@ -326,7 +330,7 @@ static fa_code prepare_append(const void *arguments, fa_capi_call *c, fa_status 
     fa_append_request request = {0};
     fa_request *forward = &request.forward;
     fa_view views[FA_OPERAND_COUNT];
-    FA_TRY(FA_CAPI_STRUCT(fa_ext_append, arguments, &given, status));
+    FA_TRY(GROWN_STRUCT(fa_ext_append, reserved, arguments, &given, status));
     FA_TRY(read_layout("layout", given.layout, &forward->options.layout, status));
     forward->options.has_layout = true;
     request.interleaved = given.interleaved != 0;

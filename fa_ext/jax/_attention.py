@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from .._operands import DIFFERENTIABLE, STATE, broadcasts, filled, given_options, takes_options
+from .._operands import DIFFERENTIABLE, OPTIONS, STATE, broadcasts, filled, given_options, takes_options
 from . import _arguments as accept
 from ._calls import BACKWARD, FORWARD, Call, Options, check, varying
 from ._rules import operation
@@ -82,7 +82,8 @@ def attention(
         *accept.probability(dropout),
     )  # fmt: skip
     return_lse = accept.flag("return_lse", return_lse)
-    arrays = accept.arrays({"q": q, "k": k, "v": v, **given_options(arrays)})
+    given = given_options(arrays)
+    arrays = accept.arrays({"q": q, "k": k, "v": v} | {name: given[name] for name in OPTIONS if name in given})
     check(options, arrays, arrays.values())
     arrays = {name: x.reshape(filled(name, x.shape)) if broadcasts(name) else x for name, x in arrays.items()}
     if options.dropout:

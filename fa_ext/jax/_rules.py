@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._operands import DIFFERENTIABLE, STATE, axes_of, filled, has_batch
+from .._operands import DIFFERENTIABLE, STATE, axes_of, batch_is_shared, filled, has_batch
 from ._calls import GRADIENTS, Call, run
 
 #: Shardy's factors of axes that are split over devices or belong together: heads are (g r), g those of k and v.
@@ -99,11 +99,10 @@ def _folded(call, size, batched, operands):
     batch = operands[0].shape[batched[0]]
 
     def fold(name, x, mapped):
-        first = axes_of(name, x.ndim - mapped)[0]
-        if not mapped and (first.name != "B" or (first.one and x.shape[0] == 1 and f"d{name}" not in call.results)):
+        own = x.shape[mapped:]
+        if not mapped and batch_is_shared(name, own) and f"d{name}" not in call.results:
             return x
-        if first.name != "B":  # what the batch shared
-            x = x.reshape(size, *filled(name, x.shape[1:]))
+        x = x.reshape(*x.shape[:mapped], *filled(name, own))
         x = jnp.broadcast_to(x if mapped else x[None], (size, batch, *x.shape[1 + mapped :]))
         return x.reshape(size * batch, *x.shape[2:])
 

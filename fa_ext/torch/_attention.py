@@ -6,13 +6,18 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.utils.checkpoint import checkpoint
 
+from .._operands import AXES, DIFFERENTIABLE, OPERANDS, OPTIONS, STATE, given_options, takes_options
 from . import _ops
 from ._eager import _transformed, differentiable
-from ._options import Options, bounds, forward, others_of, refuse_layout, refuse_layouts
+from ._options import OTHERS, Options, bounds, forward, refuse_layout, refuse_layouts
 from ._serving import attend, refuse_others, traced
 
 _HALVES = (torch.float16, torch.bfloat16)
 _any_autocast = torch._C._is_any_autocast_enabled
+#: The options with axes that may have extent 1, and those of q's dtype or float32.
+_BROADCAST = frozenset(name for name in OPTIONS if any(axis.one for axis in AXES[name]))
+_OPTIONS, _DIFFERENTIABLE = frozenset(OPTIONS), frozenset(DIFFERENTIABLE)
+_FLOATING = frozenset(name for name in OPTIONS if OPERANDS[name].dtypes == "q's dtype or float32")
 #: The options of most calls, by layout, causal and deterministic: what makes them takes a tenth of such a call's way to the core.
 _PLAIN = {
     layout: tuple(
@@ -23,11 +28,11 @@ _PLAIN = {
 }
 
 
+@takes_options
 def attention(
-    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, bias=None, mask=None, sinks=None, alibi=None,
-    cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None, seqlens_k=None, page_table=None, k_range=None, positions=None,
-    layout=None, out=None, return_lse=False, check=None, dropout_p=0.0, deterministic=None, kernel=None,
-    batch_invariant=False,
+    q, k, v, *, causal=False, scale=None, window=None, softcap=0.0, cu_seqlens_q=None, seqlens_q=None, cu_seqlens_k=None,
+    seqlens_k=None, page_table=None, k_range=None, positions=None, layout=None, out=None, return_lse=False, check=None,
+    dropout_p=0.0, deterministic=None, kernel=None, batch_invariant=False, **arrays,
 ):  # fmt: skip
     """Attention with gradients in q, k, v, bias and sinks, also through the LSE.
 
@@ -75,10 +80,10 @@ def attention(
     with sequences or ``out`` it is ``torch.ops.fa_ext.attention_out``, and autocast leaves its arguments as they are, so that
     no cache is copied.
     """
-    through_op = traced(q, k, v) if bias is mask is sinks is alibi is None else traced(q, k, v, others=(bias, mask, sinks, alibi))
+    through_op = traced(q, k, v, others=arrays.values()) if arrays else traced(q, k, v)
     if through_op:
         refuse_others(q=q, k=k, v=v)
-        refuse_others(optional=True, bias=bias, mask=mask, sinks=sinks, alibi=alibi)
+        refuse_others(optional=True, **arrays)
     if type(return_lse) is not bool:
         raise TypeError(f"return_lse has type {type(return_lse).__name__}; accepted: True or False")
     serves = (
@@ -88,73 +93,86 @@ def attention(
     if serves or out is not None:
         if dropout_p:
             raise ValueError(f"dropout_p is {dropout_p}; accepted with sequences or out: 0.0")
+        indices = {
+            "cu_seqlens_q": cu_seqlens_q, "seqlens_q": seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k,
+            "page_table": page_table, "k_range": k_range, "positions": positions,
+        }  # fmt: skip
         return attend(
-            q, k, v, bias=bias, mask=mask, sinks=sinks, alibi=alibi, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, k_range=k_range, positions=positions,
-            causal=causal, window=window, scale=scale, softcap=softcap, layout=layout, check=check, kernel=kernel,
-            batch_invariant=batch_invariant, out=out, return_lse=return_lse, through_op=through_op,
+            q, k, v, given_options(arrays), {name: x for name, x in indices.items() if x is not None}, causal=causal, window=window,
+            scale=scale, softcap=softcap, layout=layout, check=check, kernel=kernel, batch_invariant=batch_invariant, out=out,
+            return_lse=return_lse, through_op=through_op,
         )  # fmt: skip
     layout = layout or "bhsd"
+    differentiated = False
+    if arrays:
+        arrays, differentiated = _prepare(arrays, through_op)
     if through_op or _any_autocast():
-        q, k, v, bias, sinks = _autocast(q, k, v, bias, sinks)
+        q, k, v, arrays = _autocast(q, k, v, arrays)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     elif type(deterministic) is not bool:
         raise TypeError(f"deterministic has type {type(deterministic).__name__}; accepted: True, False or None")
-    state = None
     if type(dropout_p) is not float or dropout_p:
-        state = _dropout_state(dropout_p, (q, k, v, bias, sinks), through_op)
-    if mask is not None:
-        refuse_layout("mask", mask)
-        mask = _narrowed(mask)
-    if alibi is not None and alibi.requires_grad and torch.is_grad_enabled():
-        raise ValueError("alibi requires grad, but has no gradient; pass alibi.detach(), or a bias of slopes and distances")
+        state = _dropout_state(dropout_p, (q, k, v, *arrays.values()), through_op)
+        if state is not None:
+            arrays[STATE] = state
     if through_op:
         queries = 1 if layout == "bshd" else 2
         left, right, diagonal = bounds(causal, window, q.shape[queries], k.shape[queries])
         out, lse = _ops.attention(
-            q, k, v, None if bias is None else _narrowed(bias), mask, sinks, alibi, state, left, right, diagonal,
-            scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic,
+            q, k, v, left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic,
+            *[arrays.get(name) for name in OTHERS],
         )  # fmt: skip
         return (out, lse) if return_lse else out
-    if bias is not None:
-        refuse_layout("bias", bias)
-        bias = _reduced(bias)
     if type(causal) is type(deterministic) is bool and scale is window is kernel is None and (
         softcap == 0.0 and (layout == "bhsd" or layout == "bshd") and batch_invariant is False and not dropout_p
     ):
         options = _PLAIN[layout][causal][deterministic]
     else:
         options = Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
-    others = others_of(bias, mask, sinks, alibi, state)
     wanted = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
+        or differentiated
     )
     try:
         if wanted or _transformed() or forward_ad._current_level >= 0:
-            return differentiable(q, k, v, options, others, return_lse)
-        return forward(q, k, v, options, others, return_lse)
+            return differentiable(q, k, v, options, arrays, return_lse)
+        return forward(q, k, v, options, arrays, return_lse)
     except (BufferError, RuntimeError):
-        refuse_layouts(q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks, alibi=alibi)
+        refuse_layouts(q=q, k=k, v=v, **arrays)
         raise
 
 
-def _autocast(q, k, v, bias, sinks):
+def _prepare(arrays, through_op):
+    """Options as the operator and the core take them, without those that are None; and whether one requires a gradient."""
+    differentiated, known = False, True
+    for name, x in arrays.items():
+        if x is None or name not in _OPTIONS:
+            known = False
+            continue
+        if x.requires_grad:
+            differentiated = True
+            if name not in _DIFFERENTIABLE and torch.is_grad_enabled():
+                raise ValueError(f"{name} requires grad, but has no gradient; pass {name}.detach()")
+        if name in _BROADCAST:
+            refuse_layout(name, x)
+            arrays[name] = _narrowed(x) if through_op or name not in _DIFFERENTIABLE else _reduced(x)
+    return arrays if known else given_options(arrays), differentiated
+
+
+def _autocast(q, k, v, arrays):
     """Where autocast is on for the device: q, k, v in its dtype; a bias or sinks of another half type in float32, which
     holds them exactly. Most calls find q, k and v in that dtype, where ``to`` would take longer than all of this."""
     kind = "cuda" if q.is_cuda else "cpu" if q.is_cpu else None
     if kind is None or not torch.is_autocast_enabled(kind):
-        return q, k, v, bias, sinks
+        return q, k, v, arrays
     dtype = torch.get_autocast_dtype(kind)
     if not (q.dtype is k.dtype is v.dtype is dtype):
         q, k, v = (x.to(dtype) if x.dtype == torch.float32 or x.dtype in _HALVES else x for x in (q, k, v))
-    if bias is not None or sinks is not None:
-        bias, sinks = (x.float() if x is not None and x.dtype in _HALVES and x.dtype != q.dtype else x for x in (bias, sinks))
-    return q, k, v, bias, sinks
+    wide = {n: x.float() for n, x in arrays.items() if n in _FLOATING and x.dtype in _HALVES and x.dtype != q.dtype}
+    return q, k, v, arrays | wide
 
 
 def _dropout_state(p, inputs, through_op):
@@ -170,7 +188,7 @@ def _dropout_state(p, inputs, through_op):
     draw = _drawn_by_torch if mapped else _ops.draw if through_op else _ops.drawn
     if not is_dynamo_compiling() or is_exporting() or not torch.is_grad_enabled():
         return draw(device=device)
-    differentiated = mapped or any(x is not None and x.requires_grad for x in inputs)  # vmap hides whether it is
+    differentiated = mapped or any(x.requires_grad for x in inputs)  # vmap hides whether it is
     if not differentiated or not _computed_again():
         return draw(device=device)
     return checkpoint(draw, device=device, use_reentrant=False)  # computed again, it draws the same again
@@ -195,8 +213,8 @@ def _drawn_by_torch(device):
 
 def _narrowed(x):
     """Axes of stride 0 as axes of size 1, so that a gradient is summed over them in the kernel."""
-    for axis in range(x.dim()):
-        if x.stride(axis) == 0 and x.size(axis) > 1:
+    for axis, stride in enumerate(x.stride()):
+        if stride == 0 and x.size(axis) > 1:
             x = x.narrow(axis, 0, 1)
     return x
 
@@ -205,7 +223,10 @@ def _reduced(bias):
     """``_narrowed`` for a bias that may have a gradient, whose size would come back in the gradient of ``narrow``: the
     narrow view is taken of the tensor that was expanded. Where the gradient of the expanded tensor itself is wanted, or
     it is not that tensor's view at once, so that another gradient may be wanted on the way, it has its full size."""
-    shape = [1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+    strides = bias.stride()
+    if 0 not in strides:
+        return bias
+    shape = [1 if stride == 0 else size for size, stride in zip(bias.shape, strides, strict=True)]
     if shape == list(bias.shape):
         return bias
     if not (bias.requires_grad and torch.is_grad_enabled()) and not _transformed():

@@ -10,23 +10,25 @@ import warnings
 import torch
 from torch.autograd import Function
 
+from .._operands import DIFFERENTIABLE, OPTIONS, STATE
 from . import _math
-from ._options import NAMES, backward, forward
-from ._vmap import map_backward, map_forward
+from ._options import DIFFERENTIABLE_OTHERS, OTHERS, backward, forward, named
+from ._vmap import mapped
 
 _transformed = torch._C._are_functorch_transforms_active
-_NONE = (None,) * 5
+_KEPT = ("dout", "dlse", "q", "k", "v", "out", "lse")
 
 
 def differentiable(q, k, v, options, others, return_lse):
-    """(out, lse) or out alone, with gradients. ``others``: (bias, mask, sinks, alibi, state), or () where all are None."""
+    """(out, lse) or out alone, with gradients. ``others``: by name, of ``OTHERS``."""
     if _transformed():
-        out, lse = _MappedForward.apply(q, k, v, options, *(others or _NONE))
+        out, lse = _MappedForward.apply(q, k, v, options, *map(others.get, OTHERS))
         return (out, lse) if return_lse else out
+    given = (tuple(others), *others.values()) if others else ()
     try:
-        return (_apply_pair if return_lse else _apply)(q, k, v, options, *others)
+        return (_apply_pair if return_lse else _apply)(q, k, v, options, *given)
     except BufferError:  # among others of tensors from transforms that have ended, which the longer way there unwraps
-        return (_ForwardPair if return_lse else _Forward).apply(q, k, v, options, *others)
+        return (_ForwardPair if return_lse else _Forward).apply(q, k, v, options, *given)
 
 
 def _refuse_jvp(ctx, *tangents):
@@ -35,46 +37,49 @@ def _refuse_jvp(ctx, *tangents):
     )
 
 
-def _compute(ctx, q, k, v, options, others):
+def _compute(ctx, q, k, v, options, names, others):
     """(out, lse), kept for the backward pass with what they are made of."""
-    out, lse = forward(q, k, v, options, others)
+    out, lse = forward(q, k, v, options, dict(zip(names, others, strict=True)) if names else {})
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, *others)
-    ctx.options = options
+    ctx.call = options, names
     return out, lse
 
 
 class _Forward(Function):
-    """out of q, k, v, options, and bias, mask, sinks, alibi and state unless all of those are None: torch takes its time over
-    each argument, over each tensor that is kept, also where it is None, and over each result."""
+    """out of q, k, v, options, and the names of other tensors with these, where there are any: torch takes its time over each
+    argument, over each tensor that is kept, also where it is None, and over each result."""
 
     @staticmethod
-    def forward(ctx, q, k, v, options, *others):
-        return _compute(ctx, q, k, v, options, others)[0]
+    def forward(ctx, q, k, v, options, names=(), *others):
+        return _compute(ctx, q, k, v, options, names, others)[0]
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
         needs = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needs)
-        places, wrt, others = _asked(needs)
-        kept = ctx.saved_tensors
+        options, names = ctx.call
+        places, wrt, rest = _asked(needs, names)
+        kept, others = ctx.saved_tensors, {}
+        if names:
+            kept, others = kept[:5], named(names, kept[5:])
         if _transformed():
-            grads = _MappedBackward.apply(dout, dlse, *kept, *_NONE[: 10 - len(kept)], ctx.options, wrt)
+            grads = _MappedBackward.apply(dout, dlse, *kept, options, wrt, *map(others.get, OTHERS))
         elif torch.is_grad_enabled():
             if _several(dout, dlse):
-                grads = _gradients_of_several(dout, dlse, kept, ctx.options, wrt)
+                grads = _gradients_of_several(dout, dlse, kept, others, options, wrt)
             else:
-                grads = _Backward.apply(dout, dlse, *kept, *_NONE[: 10 - len(kept)], ctx.options, wrt)
+                grads = _Backward.apply(dout, dlse, *kept, options, wrt, *map(others.get, OTHERS))
         else:
             try:
-                grads = backward(dout, dlse, kept, ctx.options, wrt)
+                grads = backward(dout, dlse, kept, others, options, wrt)
             except BufferError:
                 if not _several(dout, dlse):
                     raise
-                grads = _gradients_of_several(dout, dlse, kept, ctx.options, wrt)
+                grads = _gradients_of_several(dout, dlse, kept, others, options, wrt)
         if places == (0, 1, 2):
-            return grads + others
+            return grads + rest
         found = dict(zip(places, grads, strict=True))
         return tuple([found.get(n) for n in range(len(needs))])
 
@@ -82,9 +87,10 @@ class _Forward(Function):
 
 
 @functools.cache
-def _asked(needs):
+def _asked(needs, names):
     """The places and the names of the arguments of ``_Forward`` whose gradients are needed, and None for each after q, k, v."""
-    asked = [(n, name) for n, name in zip((0, 1, 2, 4, 6), NAMES, strict=True) if n < len(needs) and needs[n]]
+    places = {"q": 0, "k": 1, "v": 2} | {name: len(needs) - len(names) + n for n, name in enumerate(names)}
+    asked = [(places[name], name) for name in DIFFERENTIABLE if name in places and needs[places[name]]]
     return tuple(n for n, _ in asked), tuple(name for _, name in asked), (None,) * (len(needs) - 3)
 
 
@@ -93,21 +99,19 @@ def _several(*cotangents):
     return any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in cotangents)
 
 
-def _gradients_of_several(dout, dlse, kept, options, wrt):
+def _gradients_of_several(dout, dlse, kept, others, options, wrt):
     """The gradients for such cotangents, composed of torch's operations, which know them."""
-    q, k, v, _, _, bias, mask, sinks, alibi, state = *kept, *_NONE[: 10 - len(kept)]
-    given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
-    given = {name: x for name, x in given.items() if x is not None}
-    with torch.autocast(q.device.type, enabled=False):
-        return _composed(given, mask, alibi, _math.dropped(q, k, state, options), options, wrt)
+    given = named(_KEPT, (dout, dlse, *kept[:3])) | others
+    with torch.autocast(kept[0].device.type, enabled=False):
+        return _composed(given, _math.dropped(*kept[:2], others.get(STATE), options), options, wrt)
 
 
 class _ForwardPair(_Forward):
     """(out, lse)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, options, *others):
-        return _compute(ctx, q, k, v, options, others)
+    def forward(ctx, q, k, v, options, names=(), *others):
+        return _compute(ctx, q, k, v, options, names, others)
 
 
 #: Their ``apply`` without what torch, before 2.15 in Python, does about each argument first.
@@ -115,28 +119,29 @@ _apply, _apply_pair = super(Function, _Forward).apply, super(Function, _ForwardP
 
 
 class _MappedForward(_Forward):
-    """(out, lse)."""
+    """(out, lse), of all of ``OTHERS`` behind the options, None where absent."""
 
     @staticmethod
     def forward(q, k, v, options, *others):
-        return forward(q, k, v, options, others)
+        return forward(q, k, v, options, named(OTHERS, others))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
+        q, k, v, options, *others = inputs
+        ctx.call = options, OTHERS
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:3], *output, *inputs[4:])
-        ctx.options = inputs[3]
+        ctx.save_for_backward(q, k, v, *output, *others)
 
     @staticmethod
-    def vmap(info, in_dims, q, k, v, options, *others):
-        def call(q, k, v, *others):
-            return differentiable(q, k, v, options, others, True)
+    def vmap(info, in_dims, *args):
+        def call(q, k, v, options, *others):
+            return differentiable(q, k, v, options, named(OTHERS, others), True)
 
-        return map_forward(call, info, (*in_dims[:3], *in_dims[4:]), q, k, v, *others)
+        return mapped(call, info, in_dims, args, ("q", "k", "v", None, *OTHERS))
 
 
-def _keep_backward(ctx, dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, wrt):
-    ctx.save_for_backward(dout, dlse, q, k, v, bias, mask, sinks, alibi, state)
+def _keep_backward(ctx, dout, dlse, q, k, v, out, lse, options, wrt, *others):
+    ctx.save_for_backward(dout, dlse, q, k, v, *others)
     ctx.options, ctx.wrt = options, wrt
 
 
@@ -145,25 +150,24 @@ class _Backward(Function):
     when it is asked for."""
 
     @staticmethod
-    def forward(ctx, *args):
-        _keep_backward(ctx, *args)
-        return backward(*args[:2], args[2:12], *args[12:])
+    def forward(ctx, dout, dlse, q, k, v, out, lse, options, wrt, *others):
+        _keep_backward(ctx, dout, dlse, q, k, v, out, lse, options, wrt, *others)
+        return backward(dout, dlse, (q, k, v, out, lse), named(OTHERS, others), options, wrt)
 
     @staticmethod
     def backward(ctx, *cotangents):
         _warn_of_memory()
-        dout, dlse, q, k, v, bias, mask, sinks, alibi, state = ctx.saved_tensors
-        given = {"dout": dout, "dlse": dlse, "q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
-        given = {name: x for name, x in given.items() if x is not None}
-        keep = _math.dropped(q, k, state, ctx.options)
+        known = named((*_KEPT[:5], *OTHERS), ctx.saved_tensors)
+        keep = _math.dropped(known["q"], known["k"], known.get(STATE), ctx.options)
+        fixed = {name: x for name, x in known.items() if name in OTHERS and name not in DIFFERENTIABLE_OTHERS}
+        given = {name: x for name, x in known.items() if name not in fixed}
 
         def gradients(*values):
-            return _composed(dict(zip(given, values, strict=True)), mask, alibi, keep, ctx.options, ctx.wrt)
+            return _composed(dict(zip(given, values, strict=True)) | fixed, keep, ctx.options, ctx.wrt)
 
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(known["q"].device.type, enabled=False):
             second = dict(zip(given, torch.func.vjp(gradients, *given.values())[1](cotangents), strict=True))
-        of = second.get
-        found = of("dout"), of("dlse"), of("q"), of("k"), of("v"), None, None, of("bias"), None, of("sinks"), None, None, None, None
+        found = (*map(second.get, _KEPT), None, None, *map(second.get, OTHERS))
         return tuple(x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=True))
 
     jvp = staticmethod(_refuse_jvp)
@@ -171,8 +175,8 @@ class _Backward(Function):
 
 class _MappedBackward(_Backward):
     @staticmethod
-    def forward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, alibi, state, options, wrt):
-        return backward(dout, dlse, (q, k, v, out, lse, bias, mask, sinks, alibi, state), options, wrt)
+    def forward(dout, dlse, q, k, v, out, lse, options, wrt, *others):
+        return backward(dout, dlse, (q, k, v, out, lse), named(OTHERS, others), options, wrt)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -183,17 +187,17 @@ class _MappedBackward(_Backward):
         def call(*args):
             return (_MappedBackward if _transformed() else _Backward).apply(*args)
 
-        sums = not {"bias", "sinks"}.isdisjoint(args[-1])
-        return map_backward(call, info, (*in_dims[:-1], None), *args, sums=sums)
+        wrt = args[len(_KEPT) + 1]
+        return mapped(call, info, in_dims, args, (*_KEPT, None, None, *OTHERS), sums=not DIFFERENTIABLE_OTHERS.isdisjoint(wrt))
 
 
-def _composed(given, mask, alibi, keep, options, wrt):
-    """The gradients named by ``wrt``, of differentiable operations."""
+def _composed(given, keep, options, wrt):
+    """The gradients named by ``wrt``, of differentiable operations on what is given by name."""
 
     def attention(*values):
         now = given | dict(zip(wrt, values, strict=True))
-        bias, sinks = now.get("bias"), now.get("sinks")
-        return _math.attention(now["q"], now["k"], now["v"], bias, mask, sinks, alibi, keep, options)
+        others = {name: now[name] for name in OPTIONS if name in now}
+        return _math.attention(now["q"], now["k"], now["v"], others, keep, options)
 
     (out, lse), pull = torch.func.vjp(attention, *(given[name] for name in wrt))
     cotangents = given.get("dout"), given.get("dlse")

@@ -5,8 +5,10 @@ also where there is no derivative: about as long as the kernel and torch's dispa
 """
 
 import inspect
+from typing import Optional
 
 import torch
+from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -16,14 +18,20 @@ LIBRARY = torch.library.Library("fa_ext", "FRAGMENT")
 _BACKENDS = (torch.DispatchKey.CPU, torch.DispatchKey.CUDA)
 
 
-def operator(name, fake, mutates=(), keep=None, differentiate=None, draws=False):
+def operator(name, fake, mutates=(), keep=None, differentiate=None, draws=False, others=()):
     """Decorates the kernel of ``torch.ops.fa_ext.<name>`` for the CPU and CUDA, from whose signature the operator has its own, and
     returns the operator. ``fake``: makes results of the shapes it will have. ``mutates``: names of the arguments that are written.
     ``keep(ctx, inputs, output)`` and ``differentiate(ctx, *cotangents)``: those of ``torch.library.register_autograd``.
-    ``draws``: it takes no tensors, and draws from a generator of torch."""
+    ``draws``: it takes no tensors, and draws from a generator of torch. ``others``: names of tensors that may be absent, which come
+    as the kernel's last parameter, ``*others``; torch leaves those at the end out that are None."""
 
     def define(kernel):
-        names = list(inspect.signature(kernel).parameters)
+        own = inspect.signature(kernel)
+        names = list(own.parameters)
+        if others:
+            kinds = dict(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Optional[Tensor])
+            listed = [inspect.Parameter(other, **kinds) for other in others]
+            kernel.__signature__ = own.replace(parameters=[*list(own.parameters.values())[:-1], *listed])
         places = [names.index(argument) for argument in mutates]
 
         def writing(*args):

@@ -11,8 +11,15 @@ import torch
 from ..dropout import dropout_keep
 
 
-def attention(q, k, v, bias, mask, sinks, alibi, keep, options):
-    """(out, lse) of tensors as ``fa_ext.torch.attention`` takes them; ``keep``: boolean (B, H, Sq, Sk), or None."""
+_TAKES = ("bias", "mask", "sinks", "alibi")
+
+
+def attention(q, k, v, others, keep, options):
+    """(out, lse) of tensors as ``fa_ext.torch.attention`` takes them, ``others`` by name; ``keep``: boolean (B, H, Sq, Sk), or None."""
+    for name in others:
+        if name not in _TAKES:
+            raise NotImplementedError(f"{name} is given, with which fa_ext.torch.attention has no second derivative")
+    bias, mask, sinks, alibi = map(others.get, _TAKES)
     dtype = q.dtype
     work = torch.float64 if dtype == torch.float64 else torch.float32
     packed = options["layout"] == "bshd"

@@ -14,13 +14,20 @@ from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 from ._library import LIBRARY, operator
-from ._options import NAMES, backward, forward, from_bounds, in_order, others_of
-from ._vmap import map_backward, map_forward
+from .._operands import DIFFERENTIABLE
+from ._options import OTHERS, backward, forward, from_bounds, in_order, named
+from ._vmap import mapped
+
+#: Which operand each argument of the operators is; the others, which may be left out, come after these.
+_FORWARD = ("q", "k", "v", *(None,) * 10)
+_BACKWARD = ("dout", "dlse", "q", "k", "v", "out", "lse", *(None,) * 10)
+#: (bit, place among the forward's arguments) of all that can have a gradient.
+_PLACES = tuple((n, (*_FORWARD, *OTHERS).index(name)) for n, name in enumerate(DIFFERENTIABLE))
 
 
 @functools.cache
 def _names(wrt):
-    return tuple(name for n, name in enumerate(NAMES) if wrt >> n & 1)
+    return tuple(name for n, name in enumerate(DIFFERENTIABLE) if wrt >> n & 1)
 
 
 def _fake_draw(*, device):
@@ -40,7 +47,7 @@ def drawn(device):
     return state
 
 
-def _fake_forward(q, k, v, bias, mask, sinks, alibi, state, left, right, diagonal, scale, softcap, layout, *rest):
+def _fake_forward(q, k, v, left, right, diagonal, scale, softcap, layout, *rest):
     heads_at, keys_at = (1, 2) if layout == "bhsd" else (2, 1)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -76,37 +83,38 @@ def _less(one, other):
 
 
 def _keep(ctx, inputs, output):
-    q, k, v, *others = inputs[:8]
+    q, k, v, *rest = inputs[:13]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, *others)
-    ctx.rest = *inputs[8:15], *inputs[16:]  # without the forward kernel's name
+    ctx.save_for_backward(q, k, v, *output, *inputs[13:])
+    ctx.rest = *rest[:7], *rest[8:]  # without the forward kernel's name
 
 
 def _differentiate(ctx, dout, dlse):
-    found = [None] * 18
+    needs = ctx.needs_input_grad
+    found = [None] * (len(needs) - 1)
     if dout is None and dlse is None:
         return tuple(found)
-    places = [(n, place) for n, place in enumerate((0, 1, 2, 3, 5)) if ctx.needs_input_grad[place]]
+    places = [(n, place) for n, place in _PLACES if place < len(found) and needs[place]]
     call = _Once.apply if torch.is_grad_enabled() else attention_backward
-    grads = call(dout, dlse, *ctx.saved_tensors, *ctx.rest, sum(1 << n for n, _ in places))
+    kept = ctx.saved_tensors
+    grads = call(dout, dlse, *kept[:5], *ctx.rest, sum(1 << n for n, _ in places), *kept[5:])
     for (_, place), grad in zip(places, grads, strict=True):
         found[place] = grad
     return tuple(found)
 
 
-@operator("attention", _fake_forward, keep=_keep, differentiate=_differentiate)
+@operator("attention", _fake_forward, keep=_keep, differentiate=_differentiate, others=OTHERS)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor],
-    alibi: Optional[Tensor], state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float],
-    softcap: float, layout: str, dropout_p: float, kernel: Optional[str], batch_invariant: bool, deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, left: int, right: int, diagonal: int, scale: Optional[float], softcap: float, layout: str,
+    dropout_p: float, kernel: Optional[str], batch_invariant: bool, deterministic: bool, *others: Optional[Tensor],
 ) -> Tuple[Tensor, Tensor]:  # fmt: skip
     options = from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
-    return forward(q, k, v, options, others_of(bias, mask, sinks, alibi, state))
+    return forward(q, k, v, options, named(OTHERS, others))
 
 
-def _fake_backward(dout, dlse, q, k, v, out, lse, bias, mask, sinks, *rest):
-    asked = [(n, x) for n, x in enumerate((q, k, v, bias, sinks)) if rest[-1] >> n & 1]
-    return [_fake_like(x, x.shape[3]) if n < 3 else x.new_empty(x.shape) for n, x in asked]
+def _fake_backward(dout, dlse, q, k, v, out, lse, left, right, diagonal, scale, softcap, layout, dropout_p, invariant, ordered, wrt, *others):
+    known = {"q": q, "k": k, "v": v, **named(OTHERS, others)}
+    return [_fake_like(known[n], known[n].shape[3]) if n in ("q", "k", "v") else known[n].new_empty(known[n].shape) for n in _names(wrt)]
 
 
 class _Once(torch.autograd.Function):
@@ -123,7 +131,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        return map_backward(_Once.apply, info, in_dims, *args, sums=args[-1] >> 3 != 0)
+        return _map_backward(info, in_dims, *args, call=_Once.apply)
 
     @staticmethod
     def backward(ctx, *cotangents):
@@ -133,24 +141,23 @@ class _Once(torch.autograd.Function):
         )
 
 
-@operator("attention_backward", _fake_backward)
+@operator("attention_backward", _fake_backward, others=OTHERS)
 def attention_backward(
-    dout: Optional[Tensor], dlse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    bias: Optional[Tensor], mask: Optional[Tensor], sinks: Optional[Tensor], alibi: Optional[Tensor],
-    state: Optional[Tensor], left: int, right: int, diagonal: int, scale: Optional[float], softcap: float, layout: str,
-    dropout_p: float, batch_invariant: bool, deterministic: bool, wrt: int,
+    dout: Optional[Tensor], dlse: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, left: int, right: int,
+    diagonal: int, scale: Optional[float], softcap: float, layout: str, dropout_p: float, batch_invariant: bool, deterministic: bool,
+    wrt: int, *others: Optional[Tensor],
 ) -> List[Tensor]:  # fmt: skip
     options = from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, None, batch_invariant, deterministic)
-    kept = q, k, v, out, lse, *others_of(bias, mask, sinks, alibi, state)
-    return list(backward(dout, dlse, kept, options, _names(wrt)))
+    return list(backward(dout, dlse, (q, k, v, out, lse), named(OTHERS, others), options, _names(wrt)))
 
 
 def _map_forward(info, in_dims, *args):
-    return map_forward(attention, info, in_dims, *args)
+    return mapped(attention, info, in_dims, args, (*_FORWARD, *OTHERS)[: len(args)])
 
 
-def _map_backward(info, in_dims, *args):
-    return map_backward(attention_backward, info, in_dims, *args, sums=args[-1] >> 3 != 0)
+def _map_backward(info, in_dims, *args, call=attention_backward):
+    sums = args[len(_BACKWARD) - 1] >> 3 != 0  # wrt
+    return mapped(call, info, in_dims, args, (*_BACKWARD, *OTHERS)[: len(args)], sums)
 
 
 torch.library.register_vmap("fa_ext::attention", _map_forward, lib=LIBRARY)

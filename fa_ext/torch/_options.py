@@ -8,9 +8,12 @@ import numpy as np
 import torch
 
 from .. import _core
+from .._operands import DIFFERENTIABLE, OPTIONS, STATE
 
-#: What can have a gradient, in the order of the bits of the operators' ``wrt``.
-NAMES = ("q", "k", "v", "bias", "sinks")
+#: The tensors of a dense call besides q, k and v, in the order of the operators' arguments.
+OTHERS = (STATE, *OPTIONS)
+#: Those that can have a gradient.
+DIFFERENTIABLE_OTHERS = frozenset(DIFFERENTIABLE) & frozenset(OTHERS)
 
 #: What both passes take, by the core's names, and what it is unless it is given.
 SHARED = {"causal": False, "scale": None, "window": None, "softcap": 0.0, "layout": "bhsd", "batch_invariant": False}
@@ -52,13 +55,16 @@ class Options:
         return self.shared.get(name, SHARED[name])
 
 
-def others_of(bias, mask, sinks, alibi, state):
-    """The tensors besides q, k and v, as the passes below take them."""
-    return () if bias is mask is sinks is alibi is state is None else (bias, mask, sinks, alibi, state)
+def named(names, tensors):
+    """{name: tensor} of those that are there."""
+    for x in tensors:
+        if x is not None:
+            return {name: x for name, x in zip(names, tensors) if x is not None}
+    return {}
 
 
-def forward(q, k, v, options, others=(), return_lse=True):
-    """The core's forward pass: (out, lse), or out alone. ``others``: of ``others_of``."""
+def forward(q, k, v, options, others, return_lse=True):
+    """The core's forward pass: (out, lse), or out alone. ``others``: by name, of ``OTHERS``."""
     ordered = not q.is_contiguous() and options.layout == "bhsd" and q.dim() == v.dim() == 4
     out = empty_in_order(q, v.shape[3]) if ordered else None
     if options.plain and not others:
@@ -69,13 +75,13 @@ def forward(q, k, v, options, others=(), return_lse=True):
     return _core.attention(q, k, v, out=out, return_lse=return_lse, **given)
 
 
-def backward(dout, dlse, kept, options, wrt):
-    """The core's gradients, in the order of ``wrt``. ``kept``: q, k, v, out, lse, and after them ``others`` as above."""
+def backward(dout, dlse, kept, others, options, wrt):
+    """The core's gradients, in the order of ``wrt``. ``kept``: q, k, v, out, lse; ``others`` as above."""
     deterministic, grads = options.deterministic, None
-    q, k, v, out, lse, *others = kept
+    q, k, v, out, lse = kept
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
-        named = {"q": q, "k": k, "v": v}
-        grads = tuple([empty_in_order(named[name], named[name].shape[3]) if name in named else None for name in wrt])
+        known = {"q": q, "k": k, "v": v}
+        grads = tuple([empty_in_order(known[name], known[name].shape[3]) if name in known else None for name in wrt])
     if options.plain and not others:
         return _core.attention_backward(
             dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, grads=grads, causal=options.causal, layout=options.layout,
@@ -113,21 +119,11 @@ _in_order = functools.lru_cache(maxsize=1024)(in_order)
 
 def _given(options, others):
     """The core's keywords for what was given."""
-    given: dict[str, Any] = options.shared
     if not others:
-        return given
-    bias, mask, sinks, alibi, state = others
-    given = given.copy()
-    if bias is not None:
-        given["bias"] = bias
-    if mask is not None:
-        given["mask"] = mask
-    if sinks is not None:
-        given["sinks"] = sinks
-    if alibi is not None:
-        given["alibi"] = alibi
-    if state is not None:
-        given["dropout"] = (options.dropout_p, state)
+        return options.shared
+    given: dict[str, Any] = {**options.shared, **others}
+    if STATE in given:
+        given["dropout"] = (options.dropout_p, given.pop(STATE))
     return given
 
 

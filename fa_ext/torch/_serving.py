@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _core
+from .._operands import INDICES, OPTIONS
 from ._eager import _transformed
 from ._library import operator, wrote
-from ._options import checked_causal, ends_of, refuse_layout, refuse_layouts
+from ._options import checked_causal, ends_of, named, refuse_layout, refuse_layouts
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_compiling = torch.compiler.is_compiling
@@ -89,22 +90,20 @@ def _nothing(*args):
     """Results of an operator that only writes."""
 
 
-@operator("attention_out", _nothing, mutates=("out", "lse"))
+#: The tensors of attention besides q, k, v and its results.
+_OTHERS = (*INDICES, *OPTIONS)
+
+
+@operator("attention_out", _nothing, mutates=("out", "lse"), others=_OTHERS)
 def attention_out(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Optional[Tensor], bias: Optional[Tensor], mask: Optional[Tensor],
-    sinks: Optional[Tensor], alibi: Optional[Tensor], cu_seqlens_q: Optional[Tensor], seqlens_q: Optional[Tensor],
-    cu_seqlens_k: Optional[Tensor], seqlens_k: Optional[Tensor], page_table: Optional[Tensor], k_begin: Optional[Tensor],
-    k_end: Optional[Tensor], positions: Optional[Tensor], causal: str, left: Optional[int], right: Optional[int],
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Optional[Tensor], causal: str, left: Optional[int], right: Optional[int],
     scale: Optional[float], softcap: float, layout: Optional[str], check: Optional[bool], kernel: Optional[str],
-    batch_invariant: bool,
+    batch_invariant: bool, *others: Optional[Tensor],
 ) -> None:  # fmt: skip
-    given = _given(
-        bias=bias, mask=mask, sinks=sinks, alibi=alibi, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, positions=positions, scale=scale,
-        layout=layout, check=check, kernel=kernel,
-    )  # fmt: skip
-    if k_begin is not None or k_end is not None:
-        given["k_range"] = (k_begin, k_end)
+    given = _given(scale=scale, layout=layout, check=check, kernel=kernel) | named(_OTHERS, others)
+    k_range = given.pop("k_range_begin", None), given.pop("k_range_end", None)
+    if k_range != (None, None):
+        given["k_range"] = k_range
     if left is not None or right is not None:
         given["window"] = (left, right)
     _core.attention(
@@ -120,20 +119,16 @@ _INTO = "attention over sequences, or into out=,"
 
 
 def attend(
-    q, k, v, *, bias, mask, sinks, alibi, cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, k_range, positions,
-    causal, window, scale, softcap, layout, check, kernel, batch_invariant, out, return_lse, through_op,
+    q, k, v, options, indices, *, causal, window, scale, softcap, layout, check, kernel, batch_invariant, out, return_lse, through_op,
 ):  # fmt: skip
-    """``attention`` of sequences, or into ``out``; ``through_op``: by the operator."""
-    refuse_derivatives(_INTO, q=q, k=k, v=v, bias=bias, sinks=sinks, alibi=alibi, out=out)
+    """``attention`` of sequences, or into ``out``. ``options`` and ``indices``: arrays that are given, by name; ``through_op``: by
+    the operator."""
+    refuse_derivatives(_INTO, q=q, k=k, v=v, out=out, **options)
     pair = isinstance(out, (tuple, list))
     if pair:
         refuse_derivatives(_INTO, **_numbered("out", out))
     if not through_op:
-        given = _given(
-            bias=bias, mask=mask, sinks=sinks, alibi=alibi, cu_seqlens_q=cu_seqlens_q, seqlens_q=seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, seqlens_k=seqlens_k, page_table=page_table, k_range=k_range, positions=positions,
-            scale=scale, window=window, layout=layout, check=check, kernel=kernel, out=out,
-        )  # fmt: skip
+        given = _given(scale=scale, window=window, layout=layout, check=check, kernel=kernel, out=out) | options | indices
         try:
             found = _plainly(_core.attention)(
                 q, k, v, causal=causal, softcap=softcap, batch_invariant=batch_invariant, return_lse=return_lse, **given
@@ -154,10 +149,11 @@ def attend(
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
     if lse is None and return_lse:
         lse = q.new_empty(_lse_shape(q, layout), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    begin, end = k_range or (None, None)
+    arrays = options | indices
+    arrays["k_range_begin"], arrays["k_range_end"] = arrays.get("k_range", (None, None))
     attention_out(
-        q, k, v, out, lse, bias, mask, sinks, alibi, cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, begin, end,
-        positions, said, left, right, scale, softcap, layout, check, kernel, batch_invariant,
+        q, k, v, out, lse, said, left, right, scale, softcap, layout, check, kernel, batch_invariant,
+        *[arrays.get(name) for name in _OTHERS],
     )  # fmt: skip
     return (out, lse) if pair or return_lse else out
 

@@ -37,9 +37,9 @@ def operands(name, device):
     left, right = (-1 if bound is None else bound for bound in window)
     causal = options.get("causal", False)
     return (
-        *(tensors.get(n) for n in ("q", "k", "v", "bias", "mask", "sinks", "alibi")), None, left, 0 if causal else right,
-        int(causal != "top_left"), options.get("scale"), options.get("softcap", 0.0), options.get("layout", "bhsd"), 0.0, None,
-        options.get("batch_invariant", False), True,
+        *(tensors[n] for n in "qkv"), left, 0 if causal else right, int(causal != "top_left"), options.get("scale"),
+        options.get("softcap", 0.0), options.get("layout", "bhsd"), 0.0, None, options.get("batch_invariant", False), True,
+        *map(tensors.get, ("dropout_state", "bias", "mask", "sinks", "alibi")),
     )  # fmt: skip
 
 
@@ -50,10 +50,10 @@ def test_opcheck_of_the_forward(device, name):
 
 @pytest.mark.parametrize("wrt", [0b00111, 0b00010, 0b11111, 0b11000])
 def test_opcheck_of_the_backward(device, wrt):
-    q, k, v, bias, mask, sinks, alibi, state, *rest = (x.detach() if isinstance(x, torch.Tensor) else x for x in operands("all", device))
-    out, lse = torch.ops.fa_ext.attention(q, k, v, bias, mask, sinks, alibi, state, *rest)
-    tensors = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse, bias, mask, sinks, alibi, state
-    torch.library.opcheck(torch.ops.fa_ext.attention_backward.default, (*tensors, *rest[:7], *rest[8:], wrt))
+    q, k, v, *rest = (x.detach() if isinstance(x, torch.Tensor) else x for x in operands("all", device))
+    out, lse = torch.ops.fa_ext.attention(q, k, v, *rest)
+    tensors = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse
+    torch.library.opcheck(torch.ops.fa_ext.attention_backward.default, (*tensors, *rest[:7], *rest[8:10], wrt, *rest[10:]))
 
 
 def test_the_operator_is_the_call(device):

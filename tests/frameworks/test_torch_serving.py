@@ -151,8 +151,8 @@ def test_opchecks(device):
     torch.library.opcheck(torch.ops.fa_ext.append.default, (k_cache, None, k, None, None, None, None, None, *arguments[8:]))
     for lse in (None, torch.empty(4, 5, device=device)):
         torch.library.opcheck(torch.ops.fa_ext.attention_out.default, (
-            q, k_cache, v_cache, torch.empty_like(q), lse, None, None, None, None, starts, None, None, lengths, table, None, None, None,
-            "bottom_right", 3, None, None, 0.0, "bshd", None, None, False,
+            q, k_cache, v_cache, torch.empty_like(q), lse, "bottom_right", 3, None, None, 0.0, "bshd", None, None, False,
+            starts, None, None, lengths, table,
         ))  # fmt: skip
     outs, lses = [torch.randn(2, 4, 5, 16, device=device)] * 2, [torch.randn(2, 4, 5, device=device)] * 2
     torch.library.opcheck(torch.ops.fa_ext.merge.default, (outs, lses, None, "bhsd", None))

@@ -256,10 +256,10 @@ def test_vmap_compiled(device):
 
 def test_vmap_of_the_operators(device):
     def forward(q, k, v):
-        return torch.ops.fa_ext.attention(q, k, v, None, None, None, None, None, -1, -1, 1, None, 0.0, "bhsd", 0.0, None, False, True)
+        return torch.ops.fa_ext.attention(q, k, v, -1, -1, 1, None, 0.0, "bhsd", 0.0, None, False, True)
 
     def backward(dout, q, k, v, out, lse):
-        rest = None, None, None, None, None, -1, -1, 1, None, 0.0, "bhsd", 0.0, False, True, 0b101
+        rest = -1, -1, 1, None, 0.0, "bhsd", 0.0, False, True, 0b101
         return torch.ops.fa_ext.attention_backward(dout, None, q, k, v, out, lse, *rest)
 
     q, k, v = (torch.randn(3, 2, 4, 5, 8, device=device, dtype=wide(device)) for _ in range(3))

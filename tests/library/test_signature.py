@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import threading
 
 import numpy as np
@@ -38,6 +39,25 @@ def arguments(function):
 
 def test_the_stub_is_what_the_table_says():
     assert stub.stub(stub.STUB.read_text()) == stub.STUB.read_text(), "python -m tests.library.support.stub writes it"
+
+
+def test_the_structs_of_c_have_the_operands():
+    """A struct that lacks one gets it at its end, behind what it has."""
+    text = stub.HEADER.read_text()
+    assert stub.header(text) == text, "python -m tests.library.support.stub writes it"
+    known, field = "const fa_ext_array *alibi;", re.search(r"    const fa_ext_array \*alibi; .*\n", text)
+    assert field and stub.header(text.replace(field[0], "")).count(known) == text.count(known)
+
+
+def test_operands_are_the_lines_of_their_list():
+    lines = stub.operands()
+    assert [o.name for o in _core.operands()] == [line["name"] for line in lines]
+    assert [o.number for o in _core.operands()] == list(range(len(lines)))
+    for operand, line in zip(_core.operands(), lines, strict=True):
+        used = {name: line[column] for name, column in (("attention", "forward"), ("backward", "backward"), ("merge", "merge"), ("append", "append"))}
+        assert set(operand.reads) == {name for name, use in used.items() if use.startswith("IN")}, operand
+        assert set(operand.writes) == {name for name, use in used.items() if use.startswith("OUT")}, operand
+        assert operand.role == line["role"].lower() and operand.gradient == (line["gradient"] != "NO_GRADIENT")
 
 
 def test_the_options_of_reference_and_verifiers_are_those_of_the_table():

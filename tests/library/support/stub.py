@@ -1,8 +1,9 @@
-"""The functions of the stub ``fa_ext/_core.pyi`` that csrc/python/signature.def describes: a test compares them, and ::
+"""The functions of the stub ``fa_ext/_core.pyi`` that csrc/python/signature.def describes, and the arrays of csrc/operands.def in
+the structs of ``fa_ext/include/fa_ext.h``: tests compare them, and ::
 
     python -m tests.library.support.stub
 
-writes them anew.
+writes the functions anew, and new arrays at the ends of the structs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[3]
 TABLE = ROOT / "csrc" / "python" / "signature.def"
 SETS = TABLE.with_name("signature.h")
 STUB = ROOT / "fa_ext" / "_core.pyi"
+OPERANDS = ROOT / "csrc" / "operands.def"
+HEADER = ROOT / "fa_ext" / "include" / "fa_ext.h"
 BEGIN = "# ---- from csrc/python/signature.def, by python -m tests.library.support.stub ----"
 END = "# ---- end ----"
 
@@ -115,5 +118,29 @@ def stub(text: str) -> str:
     return f"{before}{BEGIN}\n{functions()}{END}{after}"
 
 
+def operands() -> list[dict[str, str]]:
+    """The lines of operands.def: {column: text}."""
+    text = re.sub(r"/\*.*?\*/", "", OPERANDS.read_text(), flags=re.DOTALL)
+    columns = ("name", "words", "role", "forward", "backward", "merge", "append", "gradient", "dtypes", "axes")
+    one = r'"[^"]*"|\w+(?:\(\w+, \w+\))?'
+    found = [dict(zip(columns, re.findall(one, line), strict=True)) for line in re.findall(r"FA_OPERAND\((.*?)\)\n(?=FA_|$)", text, re.DOTALL)]
+    assert len(found) == text.count("FA_OPERAND("), "a line of the list has another form"
+    return found
+
+
+def header(text: str) -> str:
+    """The header with the arrays that its structs of arguments lack at their ends, where a struct may grow."""
+    for operation in ("forward", "backward", "merge", "append"):
+        begin, end = text.index(f"typedef struct fa_ext_{operation} {{"), text.index(f"}} fa_ext_{operation};")
+        known = [line for line in operands() if line[operation] != "NO" and line["role"] in ("DATA", "OPTION", "INDEX")]
+        arrays = {line["name"]: f"axes {literal(line['axes'])}; {literal(line['dtypes']) or 'floats'}" for line in known}
+        if operation == "backward":
+            arrays |= {f"d{line['name']}": f"result: gradient of {line['name']}" for line in known if line["gradient"] != "NO_GRADIENT"}
+        new = [name for name in arrays if not re.search(rf"\*{name}\b", text[begin:end])]
+        text = text[:end] + "".join(f"    const fa_ext_array *{name}; /* {arrays[name]} */\n" for name in new) + text[end:]
+    return text
+
+
 if __name__ == "__main__":
     STUB.write_text(stub(STUB.read_text()))
+    HEADER.write_text(header(HEADER.read_text()))
