@@ -226,7 +226,7 @@ static fa_code read_state(const void *state, const fa_capi_call *c, fa_request *
 
 /* A struct that ended in `last` at first: fields behind it came later. */
 #define GROWN_STRUCT(type, last, given, read, status)                                                                  \
-    fa_capi_struct(#type, given, offsetof(type, last) + sizeof(read)->last, read, sizeof *(read), status)
+    fa_capi_struct(#type, given, offsetof(type, last) + sizeof((read)->last), read, sizeof *(read), status)
 
 static fa_code prepare_forward(const void *arguments, fa_capi_call *c, fa_status *status) {
     fa_ext_forward given;

@@ -247,6 +247,7 @@ static void add_signature(text *t, fa_function function, const char *name) {
 }
 
 static void add_parameters(text *t, fa_function function) {
+    enum { WIDTH = 120 };
     const doc *d = &docs[function];
     bool others = false;
     add(t, "\nParameters\n----------\n");
@@ -260,10 +261,18 @@ static void add_parameters(text *t, fa_function function) {
         add(t, "\n");
         add_lines(t, p->doc + length + (p->doc[length] == '\n'));
     }
+    size_t line = t->used;
     for (int n = 0; n < FA_ARG_COUNT; n++) {
+        const char *name = fa_parameters[n].name;
         if (!has(function, n) || !(fa_parameters[n].functions & d->there)) continue;
-        if (others) add(t, ", ");
-        add(t, fa_parameters[n].name);
+        if (others) add(t, ",");
+        if (t->used - line + strlen(name) + 2 > WIDTH) {
+            add(t, "\n");
+            line = t->used;
+        } else if (others) {
+            add(t, " ");
+        }
+        add(t, name);
         others = true;
     }
     if (others) add(t, "\n");

@@ -131,7 +131,8 @@ def test_an_expanded_bias_compiled(device):
     got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(bias), bias)[0]
     torch.testing.assert_close(got, torch.autograd.grad(step(bias), bias)[0], rtol=1e-4, atol=1e-5)
     torch.compile(step, fullgraph=True, backend=keep)(bias)
-    given = [n.args[3].meta["example_value"].shape for n in graphs[0].graph.nodes if "fa_ext.attention" in str(n.target)]
+    place = [argument.name for argument in torch.ops.fa_ext.attention.default._schema.arguments].index("bias")
+    given = [n.args[place].meta["example_value"].shape for n in graphs[0].graph.nodes if "fa_ext.attention" in str(n.target)]
     assert given == [(1, 4, 1, 1)]
 
 

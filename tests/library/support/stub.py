@@ -137,7 +137,7 @@ def header(text: str) -> str:
         if operation == "backward":
             arrays |= {f"d{line['name']}": f"result: gradient of {line['name']}" for line in known if line["gradient"] != "NO_GRADIENT"}
         new = [name for name in arrays if not re.search(rf"\*{name}\b", text[begin:end])]
-        text = text[:end] + "".join(f"    const fa_ext_array *{name}; /* {arrays[name]} */\n" for name in new) + text[end:]
+        text = text[:end] + "".join(f"    /* {arrays[name]} */\n    const fa_ext_array *{name};\n" for name in new) + text[end:]
     return text
 
 
