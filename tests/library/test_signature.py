@@ -87,7 +87,7 @@ def test_signatures(function):
 @pytest.mark.parametrize("function", ["attention", "attention_backward", "merge", "kernels", "to_device", "load"])
 def test_docstrings_name_every_parameter(function):
     section = inspect.getdoc(getattr(_core, function)).partition("Parameters\n")[2].partition("Returns")[0]
-    heads = {name for line in section.splitlines() if not line.startswith(" ") for name in line.partition(" :")[0].split(", ")}
+    heads = {name for line in section.splitlines() if not line.startswith(" ") for name in line.partition(" :")[0].rstrip(",").split(", ")}
     assert {p.name for p in of(function)} <= heads
     assert all(len(line) <= 120 for line in section.splitlines())
 
