@@ -14,129 +14,43 @@
  * apart; zero sizes. Limits: no tensor cores, element loads; 8 bytes of workspace a query row, heads in groups where
  * they do not fit.
  *
- * @instance f16 -DSIMT_TYPE=__half
- * @instance bf16 -DSIMT_TYPE=__nv_bfloat16
- * @instance f32 -DSIMT_TYPE=float
+ * @instances backward_instance.cu
+ * @instance {f16,bf16,f32} {1:__half,__nv_bfloat16,float}
  */
-#include "common/launch.cuh" // fa_own, FA_CUDA_TRY
+#include "common/instances.cuh"
+#include "common/launch.cuh" // fa_own
 #include "fa.h"              // fa_backward, fa_kernel
-#include "philox.h"          // fa_dropout_scale
-#include "simt/backward.cuh" // Tile, Work, the kernels
+#include "simt/backward_config.cuh"
 
 namespace simt_backward {
 
-/* By head_dim, the first that fits: the larger tile, then one within the 99 KB a thread block of sm_86 and sm_89. */
-constexpr Tile kTiles[] = {
-    {64, 64},  //  87 KB
-    {128, 64}, // 153 KB
-    {128, 32}, //  73 KB
-    {256, 32}, // 138 KB
-    {256, 16}, //  68 KB
-};
-constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
-
-/* The plan's own part. */
-struct Own {
-    int tile;      // of kTiles
-    int64_t pairs; // batch entries times kv heads whose rows the workspace holds
-};
-
-/* One a dtype, each compiled as an instance of this file. */
-using Launcher = fa_code(const fa_problem &, const fa_plan &, const fa_launch &);
-Launcher launch_f16, launch_bf16, launch_f32;
-
-} // namespace simt_backward
-
-#ifdef FA_INSTANCE
-
-/* ---- one dtype's kernels ---- */
-
-namespace simt_backward {
-
-template <int kIndex> struct Config { static constexpr Tile tile = kTiles[kIndex]; };
-
-/* Launches a kernel on `count` tasks. */
-template <class Kernel, class... Args>
-fa_code start(Kernel *kernel, int64_t count, size_t smem_bytes, const fa_launch &launch, const Args &...args) {
-    return fa_start(kernel, count, kThreads, smem_bytes, launch, args...);
-}
-
-inline int64_t tiles(int64_t length, int64_t block) { return (length + block - 1) / block; }
-
-/* Everything that works on the rows of work.pairs. */
-template <typename T, class C>
-fa_code launch_pairs(const fa::GradientParams &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
-    const fa::AttentionParams &f = p.forward;
-    const int64_t block = C::tile.block, heads = work.pairs * work.group;
-    FA_TRY(start(rows_kernel<T>, tiles(heads * f.seq_q, kThreads), 0, launch, p, work));
-    if (p.wants >> FA_GRAD_Q & 1)
-        FA_TRY(start(queries_kernel<T, C>, heads * tiles(f.seq_q, block), plan.smem_bytes, launch, p, work));
-    if (p.wants >> FA_GRAD_K & 3)
-        FA_TRY(start(keys_kernel<T, C>, work.pairs * tiles(f.seq_k, block), plan.smem_bytes, launch, p, work));
-    return FA_OK;
-}
-
-template <typename T, class C>
-fa_code launch_bias(const fa::GradientParams &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
-    const fa::AttentionParams &f = p.forward;
-    const int64_t lengths[4] = {f.batch, f.heads, tiles(f.seq_q, C::tile.block), tiles(f.seq_k, C::tile.block)};
-    int64_t count = 1;
-    for (int axis = 0; axis < 4; ++axis) count *= p.bias_sums >> axis & 1 ? 1 : lengths[axis];
-    return start(bias_kernel<T, C>, count, plan.smem_bytes, launch, p, work);
-}
-
-template <typename T, int kIndex>
-fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
-    if constexpr (kIndex < kTileCount) {
-        const Own &own = fa_own<Own>(&plan);
-        if (own.tile != kIndex) return launch_tile<T, kIndex + 1>(problem, plan, launch);
-        const fa_forward &f = problem.backward.forward;
-        const fa::GradientParams p = fa::gradient_params(problem.backward);
-        const int64_t all = f.batch * f.heads_kv;
-        Work work = {.score = fa::score_params(f),
-                     .scale = static_cast<float>(f.scale),
-                     .softcap = static_cast<float>(f.softcap),
-                     .rows = static_cast<float2 *>(launch.workspace),
-                     .first_pair = 0,
-                     .pairs = 0,
-                     .group = f.heads_kv ? f.heads / f.heads_kv : 1,
-                     .alibi = problem.forward.alibi,
-                     .dropout = problem.forward.dropout,
-                     .kept = static_cast<float>(fa_dropout_scale(&problem.forward.dropout))};
-        for (; work.first_pair < all && own.pairs; work.first_pair += own.pairs) {
-            work.pairs = all - work.first_pair < own.pairs ? all - work.first_pair : own.pairs;
-            FA_TRY((launch_pairs<T, Config<kIndex>>(p, work, plan, launch)));
-        }
-        if (p.wants >> FA_GRAD_BIAS & 1) FA_TRY((launch_bias<T, Config<kIndex>>(p, work, plan, launch)));
-        if (p.wants >> FA_GRAD_SINKS & 1) FA_TRY(start(sinks_kernel<T>, f.heads, 0, launch, p));
-    }
-    return FA_OK;
-}
-
-#define SIMT_JOIN(a, b)         a##b
-#define SIMT_LAUNCHER(instance) SIMT_JOIN(launch_, instance)
-fa_code SIMT_LAUNCHER(FA_INSTANCE)(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
-    return launch_tile<SIMT_TYPE, 0>(problem, plan, launch);
-}
-
-} // namespace simt_backward
-
-#else
-
-/* ---- host: plan, launch ---- */
+FA_INSTANCES(FA_DECLARE_INSTANCE)
 
 namespace {
 
-using simt_backward::kTiles;
+struct Instance {
+    fa_dtype dtype;
+    Launch *launch; // null: this build leaves it out
+};
+#define FA_ENTRY(name, T) {fa::kDtypeOf<T>, name},
+const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)};
+
+/* NULL: it is left out. */
+const Instance *instance_for(fa_dtype dtype) {
+    for (const Instance &i : kInstances)
+        if (i.launch && i.dtype == dtype) return &i;
+    return nullptr;
+}
 
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
+    if (!instance_for(f.dtype)) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     const int head_dim = f.head_dim > f.head_dim_v ? f.head_dim : f.head_dim_v;
-    simt_backward::Own &own = fa_own<simt_backward::Own>(plan);
+    Own &own = fa_own<Own>(plan);
     size_t least = SIZE_MAX;
     own.tile = -1;
-    for (int i = 0; i < simt_backward::kTileCount; ++i) {
+    for (int i = 0; i < kTileCount; ++i) {
         const size_t bytes = kTiles[i].smem_bytes();
         if (kTiles[i].dim < head_dim) continue;
         if (bytes < least) least = bytes;
@@ -154,7 +68,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     if (rows_wanted && all && (own.pairs == 0 || (at_once && own.pairs < all)))
         return fa_because(why, FA_REFUSES, FA_WHY_ROW_WORKSPACE, 0, 0, 0);
     plan->workspace_bytes = size_t(own.pairs * group * f.seq_q) * sizeof(float2);
-    plan->threads = simt_backward::kThreads;
+    plan->threads = kThreads;
     plan->blocks = all * ((f.seq_k + kTiles[own.tile].block - 1) / kTiles[own.tile].block);
     plan->smem_bytes = kTiles[own.tile].smem_bytes();
     plan->keep = true;
@@ -162,13 +76,11 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
 }
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    const fa_dtype dtype = problem->backward.forward.dtype;
-    if (dtype == FA_F16) return simt_backward::launch_f16(*problem, *plan, *launch);
-    if (dtype == FA_BF16) return simt_backward::launch_bf16(*problem, *plan, *launch);
-    return simt_backward::launch_f32(*problem, *plan, *launch);
+    return instance_for(problem->backward.forward.dtype)->launch(*problem, *plan, *launch);
 }
 
 } // namespace
+} // namespace simt_backward
 
 FA_DEFINE_KERNEL(simt_backward) = {
     .abi = FA_KERNEL_ABI,
@@ -182,8 +94,6 @@ FA_DEFINE_KERNEL(simt_backward) = {
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_ALIBI | FA_WITH_DROPOUT | FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE |
              FA_WITH_ORDERED,
-    .plan = plan,
-    .launch = launch,
+    .plan = simt_backward::plan,
+    .launch = simt_backward::launch,
 };
-
-#endif

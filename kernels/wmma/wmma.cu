@@ -17,75 +17,38 @@
  *
  *     python -m bench measure --preset history --kernels wmma
  *
- * @pass-an-arch (wmma/pipeline.cuh)
- * @instance d64 -DFA_WMMA_HEAD_DIM=64
- * @instance d128 -DFA_WMMA_HEAD_DIM=128
+ * @pass-an-arch (pipeline.cuh)
+ * @instances instance.cu
+ * @instance d{64,128} {1}
  */
-#include "common/launch.cuh" // FA_CUDA_TRY
+#include "common/instances.cuh"
+#include "common/launch.cuh" // fa_own
 #include "common/score.cuh"  // score_params
 #include "fa.h"              // fa_forward, fa_kernel
-#include "wmma/kernel.cuh"   // wmma_kernel, Params
-#include "wmma/shape.cuh"    // Config
+#include "wmma/config.cuh"
+#include "wmma/kernel.cuh" // in_fours, rows_aligned
+#include "wmma/shape.cuh"  // Config
 
 namespace fa::wmma_row {
 
-/* The plan's own part. */
-struct Own {
-    bool narrow; // both head dims padded to 64, else to 128
-    bool wide;   // many rows a block
-    bool simple; // no softcap, bias, ALiBi or mask, a positive scale
-    bool bias_in_fours, mask_in_fours;
-    bool q_aligned, k_aligned, v_aligned, out_aligned;
-    unsigned tiles_m;
-};
-
-fa_code launch_64(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch);
-fa_code launch_128(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch);
-
-#ifdef FA_INSTANCE
-
-template <typename T, class C, bool kSimple>
-fa_code launch_as(const Params &params, const fa_plan &plan, const fa_launch &launch) {
-    const auto kernel = wmma_kernel<T, C, kSimple>;
-    FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
-    FA_CHAOS_ARM(launch.stream, launch);
-    kernel<<<unsigned(plan.blocks), C::kThreads, plan.smem_bytes, static_cast<cudaStream_t>(launch.stream)>>>(params);
-    FA_CUDA_TRY(launch, cudaGetLastError());
-    return FA_OK;
-}
-
-template <class C> fa_code launch_shape(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
-    const fa_forward &p = problem.forward;
-    const Own &own = fa_own<Own>(&plan);
-    const Params params = {
-        .p = attention_params(p),
-        .options = {score_params(p), problem.forward.alibi, own.bias_in_fours, own.mask_in_fours},
-        .tiles_m = own.tiles_m,
-        .q_aligned = own.q_aligned,
-        .k_aligned = own.k_aligned,
-        .v_aligned = own.v_aligned,
-        .out_aligned = own.out_aligned,
-    };
-    if (p.dtype == FA_F16)
-        return own.simple ? launch_as<__half, C, true>(params, plan, launch)
-                          : launch_as<__half, C, false>(params, plan, launch);
-    return own.simple ? launch_as<__nv_bfloat16, C, true>(params, plan, launch)
-                      : launch_as<__nv_bfloat16, C, false>(params, plan, launch);
-}
-
-#define FA_JOIN_(a, b) a##b
-#define FA_JOIN(a, b)  FA_JOIN_(a, b)
-
-fa_code FA_JOIN(launch_, FA_WMMA_HEAD_DIM)(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
-    return fa_own<Own>(&plan).wide ? launch_shape<Config<FA_WMMA_HEAD_DIM, true>>(problem, plan, launch)
-                                   : launch_shape<Config<FA_WMMA_HEAD_DIM, false>>(problem, plan, launch);
-}
-
-#else
+FA_INSTANCES(FA_DECLARE_INSTANCE)
 
 namespace {
 
-constexpr int kMaxHeadDim = 128;
+struct Instance {
+    int head_dim;
+    Launch *launch; // null: this build leaves it out
+};
+#define FA_ENTRY(name, head_dim) {head_dim, name},
+const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)}; // ascending
+
+/* The narrowest that is wide enough; NULL: it is left out. */
+const Instance *instance_for(int head_dim) {
+    for (const Instance &i : kInstances)
+        if (i.launch && i.head_dim >= head_dim) return &i;
+    return nullptr;
+}
+
 constexpr int kMaxLengthBits = 30;      // so that 32-bit row and key numbers hold
 constexpr int64_t kWideFromKeys = 1024; // batch_invariant: the shape follows from seq_k alone
 
@@ -101,7 +64,7 @@ template <class C> fa_answer plan_shape(const fa_problem *problem, bool wide, fa
     if (plan->blocks > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
     const float scale = score_params(p).scale_log2;
     fa_own<Own>(plan) = {
-        .narrow = C::kHeadDim == 64,
+        .head_dim = C::kHeadDim,
         .wide = wide,
         // -inf times a scale that rounds to 0 would be NaN
         .simple = scale > 1e-30f && p.softcap == 0 && !p.bias.data && !p.mask.data && !problem->forward.alibi.data,
@@ -135,22 +98,21 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     const fa_forward &p = problem->forward;
     const int64_t longest = p.seq_q > p.seq_k ? p.seq_q : p.seq_k;
     const int widest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+    constexpr int kMaxHeadDim = 128;
     if (widest > kMaxHeadDim) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kMaxHeadDim, 0, 0);
     if (longest >> kMaxLengthBits) return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
-    return widest <= 64 ? plan_dim<64>(problem, device, plan, why) : plan_dim<128>(problem, device, plan, why);
+    const Instance *found = instance_for(widest);
+    if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    return found->head_dim == 64 ? plan_dim<64>(problem, device, plan, why) : plan_dim<128>(problem, device, plan, why);
 }
 
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
-    return fa_own<Own>(plan).narrow ? launch_64(*problem, *plan, *launch) : launch_128(*problem, *plan, *launch);
+    return instance_for(fa_own<Own>(plan).head_dim)->launch(*problem, *plan, *launch);
 }
 
 } // namespace
-
-#endif
-
 } // namespace fa::wmma_row
 
-#ifndef FA_INSTANCE
 FA_DEFINE_KERNEL(wmma) = {
     .abi = FA_KERNEL_ABI,
     .op = FA_FORWARD,
@@ -165,4 +127,3 @@ FA_DEFINE_KERNEL(wmma) = {
     .plan = fa::wmma_row::plan,
     .launch = fa::wmma_row::launch,
 };
-#endif

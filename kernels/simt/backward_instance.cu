@@ -1,0 +1,74 @@
+/* Instances of simt_backward: the kernels of one dtype. */
+#include "philox.h" // fa_dropout_scale
+#include "simt/backward_config.cuh"
+
+namespace simt_backward {
+
+template <int kIndex> struct Config { static constexpr Tile tile = kTiles[kIndex]; };
+
+/* Launches a kernel on `count` tasks. */
+template <class Kernel, class... Args>
+fa_code start(Kernel *kernel, int64_t count, size_t smem_bytes, const fa_launch &launch, const Args &...args) {
+    return fa_start(kernel, count, kThreads, smem_bytes, launch, args...);
+}
+
+inline int64_t tiles(int64_t length, int64_t block) { return (length + block - 1) / block; }
+
+/* Everything that works on the rows of work.pairs. */
+template <typename T, class C>
+fa_code launch_pairs(const fa::GradientParams &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
+    const fa::AttentionParams &f = p.forward;
+    const int64_t block = C::tile.block, heads = work.pairs * work.group;
+    FA_TRY(start(rows_kernel<T>, tiles(heads * f.seq_q, kThreads), 0, launch, p, work));
+    if (p.wants >> FA_GRAD_Q & 1)
+        FA_TRY(start(queries_kernel<T, C>, heads * tiles(f.seq_q, block), plan.smem_bytes, launch, p, work));
+    if (p.wants >> FA_GRAD_K & 3)
+        FA_TRY(start(keys_kernel<T, C>, work.pairs * tiles(f.seq_k, block), plan.smem_bytes, launch, p, work));
+    return FA_OK;
+}
+
+template <typename T, class C>
+fa_code launch_bias(const fa::GradientParams &p, const Work &work, const fa_plan &plan, const fa_launch &launch) {
+    const fa::AttentionParams &f = p.forward;
+    const int64_t lengths[4] = {f.batch, f.heads, tiles(f.seq_q, C::tile.block), tiles(f.seq_k, C::tile.block)};
+    int64_t count = 1;
+    for (int axis = 0; axis < 4; ++axis) count *= p.bias_sums >> axis & 1 ? 1 : lengths[axis];
+    return start(bias_kernel<T, C>, count, plan.smem_bytes, launch, p, work);
+}
+
+template <typename T, int kIndex>
+fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
+    if constexpr (kIndex < kTileCount) {
+        const Own &own = fa_own<Own>(&plan);
+        if (own.tile != kIndex) return launch_tile<T, kIndex + 1>(problem, plan, launch);
+        const fa_forward &f = problem.backward.forward;
+        const fa::GradientParams p = fa::gradient_params(problem.backward);
+        const int64_t all = f.batch * f.heads_kv;
+        Work work = {.score = fa::score_params(f),
+                     .scale = static_cast<float>(f.scale),
+                     .softcap = static_cast<float>(f.softcap),
+                     .rows = static_cast<float2 *>(launch.workspace),
+                     .first_pair = 0,
+                     .pairs = 0,
+                     .group = f.heads_kv ? f.heads / f.heads_kv : 1,
+                     .alibi = problem.forward.alibi,
+                     .dropout = problem.forward.dropout,
+                     .kept = static_cast<float>(fa_dropout_scale(&problem.forward.dropout))};
+        for (; work.first_pair < all && own.pairs; work.first_pair += own.pairs) {
+            work.pairs = all - work.first_pair < own.pairs ? all - work.first_pair : own.pairs;
+            FA_TRY((launch_pairs<T, Config<kIndex>>(p, work, plan, launch)));
+        }
+        if (p.wants >> FA_GRAD_BIAS & 1) FA_TRY((launch_bias<T, Config<kIndex>>(p, work, plan, launch)));
+        if (p.wants >> FA_GRAD_SINKS & 1) FA_TRY(start(sinks_kernel<T>, f.heads, 0, launch, p));
+    }
+    return FA_OK;
+}
+
+#define FA_DEFINE(name, T)                                                                                             \
+    extern "C" Launch name;                                                                                            \
+    fa_code name(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {                            \
+        return launch_tile<T, 0>(problem, plan, launch);                                                               \
+    }
+FA_INSTANCES(FA_DEFINE)
+
+} // namespace simt_backward

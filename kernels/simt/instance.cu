@@ -1,0 +1,31 @@
+/* Instances of simt for dense calls: the kernels of one dtype. */
+#include "simt/config.cuh"
+#include "simt/kernel.cuh" // simt_kernel
+
+namespace fa::simt {
+
+template <int kIndex> struct Config { static constexpr Tile tile = kTiles[kIndex]; };
+
+template <typename T, int kIndex>
+fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {
+    if constexpr (kIndex < kTileCount) {
+        const Own &own = fa_own<Own>(&plan);
+        if (own.tile != kIndex) return launch_tile<T, kIndex + 1>(problem, plan, launch);
+        auto kernel = simt_kernel<T, Config<kIndex>>;
+        if (plan.smem_bytes > kSmemFree) FA_TRY(fa_allow_smem(kernel, plan.smem_bytes, launch));
+        FA_CHAOS_ARM(launch.stream, launch);
+        kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, plan.smem_bytes,
+                 static_cast<cudaStream_t>(launch.stream)>>>(attention_params(problem.forward), own.options);
+        FA_CUDA_TRY(launch, cudaGetLastError());
+    }
+    return FA_OK;
+}
+
+#define FA_DEFINE(name, serve, T)                                                                                      \
+    extern "C" Launch name;                                                                                            \
+    fa_code name(const fa_problem &problem, const fa_plan &plan, const fa_launch &launch) {                            \
+        return launch_tile<T, 0>(problem, plan, launch);                                                               \
+    }
+FA_INSTANCES(FA_DEFINE)
+
+} // namespace fa::simt
