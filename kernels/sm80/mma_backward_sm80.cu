@@ -19,150 +19,29 @@
  * and dropout. 99 KB of shared memory a block at most. 8 bytes of workspace a query row, heads in groups where they do
  * not fit. From head_dim 192 on dk and dv are made one after the other.
  *
- * @instance d{32,64,96,128,192,256} -DFA_MMA_HEAD_DIM={1}
+ * @instances backward_instance.cu
+ * @instance d{32,64,96,128,192,256} {1}
  */
-#include <iterator> // std::size
-
-#include "common/launch.cuh"          // fa_own, FA_CUDA_TRY
-#include "common/rows.cuh"            // takes_chunks
-#include "common/score.cuh"           // score_params
-#include "fa.h"                       // fa_backward, fa_kernel
-#include "philox.h"                   // fa_dropout_scale
-#include "sm80/mma_backward.cuh"      // backward_kernel
-#include "sm80/mma_backward_bias.cuh" // backward_bias, BiasAxes
-#include "sm80/mma_backward_rows.cuh" // backward_rows, backward_sinks
+#include "common/instances.cuh"
+#include "common/launch.cuh" // fa_own
+#include "common/rows.cuh"   // takes_chunks
+#include "common/score.cuh"  // score_params
+#include "fa.h"              // fa_backward, fa_kernel
+#include "philox.h"          // fa_dropout_scale
+#include "sm80/mma_backward_kinds.cuh"
 
 namespace fa {
-namespace {
 
-/* Whether dk and dv of 16 keys fit the registers of one warp together. */
-constexpr bool has_both(int head_dim) { return head_dim <= 128; }
-
-/* Instances of one side, by what they are for. kLarge and kSmall give the same bits: other rows come in the same tiles
- * and steps. */
-enum Kind {
-    kLarge,    // grids that fill the device
-    kSmall,    // grids that do not: half the own rows a block, where kLarge has two row tiles
-    kGeneral,  // softcap, bias, boolean mask, rows of any alignment
-    kExtended, // the same, ALiBi and dropout
-    kKinds
-};
-
-/* Row tiles a warp, warps, other rows a tile and a step, blocks a multiprocessor. A warp of two row tiles reads each
- * operand b for twice as many products, which shared memory needs (mma_sm80.cu); its gradients must leave room for
- * that: 64 registers of dq at head_dim 64, 128 of dk and dv. */
-constexpr BackwardShape shape_of(int head_dim, Role role, Kind kind) {
-    constexpr BackwardShape kOwn[] = {{2, 4, 0, 0, 2}, {1, 4, 0, 0, 2}, {1, 8, 0, 0, 1}, {1, 8, 0, 0, 1}}; // by kind
-    BackwardShape shape = head_dim <= 64 || (role == Role::kQueries && head_dim <= 128) ? kOwn[kind] : kOwn[kSmall];
-    shape.tile = head_dim <= 64 ? 64 : head_dim <= 192 || role == Role::kValue ? 32 : 16;
-    shape.step = shape.tile < 32 ? shape.tile : 32;
-    return shape;
-}
-
-template <typename T, int kHeadDim, Role kRole, Kind kKind>
-using Choose = BackwardConfig<T, kHeadDim, kRole,
-                              kKind == kExtended  ? Options::kExtended
-                              : kKind == kGeneral ? Options::kGeneral
-                                                  : Options::kNone,
-                              shape_of(kHeadDim, kRole, kKind)>;
-
-} // namespace
-
-/* Of a launch: the kinds of the instances whose queries own, and whose keys do. */
-struct fa_mma_kinds {
-    int queries, keys;
-};
-
-/* Launches everything of a group of pairs, or dbias; one such function a padded head_dim, in its own object. */
-#define FA_MMA_BACKWARD_NAME(head_dim) fa_mma_backward_sm80_launch_d##head_dim
-#define FA_MMA_BACKWARD(head_dim)                                                                                      \
-    fa_code FA_MMA_BACKWARD_NAME(head_dim)(const BackwardArgs &args, fa_dtype dtype, fa_mma_kinds kinds, bool bias,    \
-                                           const fa_launch &launch)
-#define FA_MMA_BACKWARD_ALL(X) X(32) X(64) X(96) X(128) X(192) X(256) // all instances, ascending
-
-#ifdef FA_INSTANCE
-
-namespace {
-
-template <class C> fa_code start_role(BackwardArgs args, const fa_launch &launch) {
-    TaskOrder &order = C::kQueries ? args.queries : args.keys;
-    const int64_t length = C::kQueries ? args.problem.forward.seq_q : args.problem.forward.seq_k;
-    order.blocks = unsigned((length + C::kOwn - 1) / C::kOwn);
-    return fa_start(backward_kernel<C>, int64_t(order.blocks) * order.items, C::kThreads, C::kSharedBytes, launch,
-                    args);
-}
-
-template <typename T, Role kRole> fa_code start_kind(const BackwardArgs &args, int kind, const fa_launch &launch) {
-    constexpr int D = FA_MMA_HEAD_DIM;
-    switch (kind) {
-    case kLarge: return start_role<Choose<T, D, kRole, kLarge>>(args, launch);
-    case kSmall: return start_role<Choose<T, D, kRole, kSmall>>(args, launch);
-    case kGeneral: return start_role<Choose<T, D, kRole, kGeneral>>(args, launch);
-    default: return start_role<Choose<T, D, kRole, kExtended>>(args, launch);
-    }
-}
-
-template <typename T> fa_code launch_pairs(const BackwardArgs &args, fa_mma_kinds kinds, const fa_launch &launch) {
-    const uint32_t wants = args.problem.wants;
-    if (wants >> FA_GRAD_Q & 1) FA_TRY((start_kind<T, Role::kQueries>(args, kinds.queries, launch)));
-    if constexpr (has_both(FA_MMA_HEAD_DIM)) {
-        if (wants >> FA_GRAD_K & 3) FA_TRY((start_kind<T, Role::kKeys>(args, kinds.keys, launch)));
-    } else {
-        if (wants >> FA_GRAD_K & 1) FA_TRY((start_kind<T, Role::kKey>(args, kinds.keys, launch)));
-        if (wants >> FA_GRAD_V & 1) FA_TRY((start_kind<T, Role::kValue>(args, kinds.keys, launch)));
-    }
-    return FA_OK;
-}
-
-template <class C> fa_code start_bias(const BackwardArgs &args, const fa_launch &launch) {
-    const int64_t tasks = BiasAxes(args.problem, C::kQueries, C::kKeys).tasks();
-    return fa_start(backward_bias<C>, tasks * args.parts, C::kThreads, C::kSharedBytes, launch, args);
-}
-
-template <typename T>
-fa_code launch_dtype(const BackwardArgs &args, fa_mma_kinds kinds, bool bias, const fa_launch &launch) {
-    const AttentionParams &f = args.problem.forward;
-    if (bias) {
-        FA_TRY(kinds.queries == kExtended ? (start_bias<BiasConfig<T, FA_MMA_HEAD_DIM, true>>(args, launch))
-                                          : (start_bias<BiasConfig<T, FA_MMA_HEAD_DIM, false>>(args, launch)));
-        if (args.parts == 1) return FA_OK;
-        return fa_start(backward_bias_sum, (bias_elements(args.problem) + 127) / 128, 128, 0, launch, args);
-    }
-    const int64_t heads = int64_t(args.pairs) * args.group;
-    constexpr int kRows = kRowsWarps * 32 / row_lanes(FA_MMA_HEAD_DIM); // of a block
-    FA_TRY(fa_start(backward_rows<T, FA_MMA_HEAD_DIM>, (heads * args.pitch + kRows - 1) / kRows, 32 * kRowsWarps, 0,
-                    launch, args));
-    if (args.problem.wants >> FA_GRAD_SINKS & 1) {
-        FA_TRY(fa_start(backward_sink_parts<T>, heads, kSinksThreads, 0, launch, args));
-        if (args.first_pair + args.pairs == f.batch * f.heads_kv)
-            FA_TRY(fa_start(backward_sinks, (f.heads + kSinksThreads - 1) / kSinksThreads, kSinksThreads, 0, launch,
-                            args));
-    }
-    return launch_pairs<T>(args, kinds, launch);
-}
-
-} // namespace
-
-FA_MMA_BACKWARD(FA_MMA_HEAD_DIM) {
-    if (dtype == FA_F16) return launch_dtype<__half>(args, kinds, bias, launch);
-    return launch_dtype<__nv_bfloat16>(args, kinds, bias, launch);
-}
-
-#else // the host part
-
-#define FA_MMA_BACKWARD_DECLARE(head_dim) FA_MMA_BACKWARD(head_dim);
-FA_MMA_BACKWARD_ALL(FA_MMA_BACKWARD_DECLARE)
+FA_INSTANCES(FA_DECLARE_INSTANCE)
 
 namespace {
 
 constexpr int kMaxLengthBits = 28; // of queries or keys: the kernels add up to four such numbers in 32 bits
 constexpr int kMaxBlocksBits = 31;
 
-using Launch = fa_code(const BackwardArgs &, fa_dtype, fa_mma_kinds, bool bias, const fa_launch &);
-
 struct Instance {
     int head_dim;
-    Launch *launch;
+    Launch *launch;                            // null: this build leaves it out
     int shared_bytes;                          // the most that one of its kernels takes
     int bias_queries, bias_keys;               // of a tile of dbias
     int own_queries[kKinds], own_keys[kKinds]; // that a block owns, by kind
@@ -191,9 +70,17 @@ template <int D> constexpr Instance instance_of(Launch *launch) {
                          Choose<T, D, kKeys, kGeneral>::kOwn, Choose<T, D, kKeys, kExtended>::kOwn}};
 }
 
-#define FA_MMA_BACKWARD_INSTANCE(D)       instance_of<D>(FA_MMA_BACKWARD_NAME(D)),
-constexpr Instance kInstances[] = {FA_MMA_BACKWARD_ALL(FA_MMA_BACKWARD_INSTANCE)};
-static_assert(kInstances[std::size(kInstances) - 1].head_dim == FA_MAX_HEAD_DIM, "an instance for every head_dim");
+#define FA_ENTRY(name, D) instance_of<D>(name),
+const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)}; // ascending by head_dim
+#define FA_WIDEST(name, D) || D == FA_MAX_HEAD_DIM
+static_assert(false FA_INSTANCES(FA_WIDEST), "an instance for every head_dim");
+
+/* The narrowest in this build that is wide enough; NULL: it is left out. */
+const Instance *instance_for(int head_dim) {
+    for (const Instance &i : kInstances)
+        if (i.launch && i.head_dim >= head_dim) return &i;
+    return nullptr;
+}
 
 /* The plan's own part. */
 struct Own {
@@ -255,8 +142,10 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
     const int head_dim = f.head_dim > f.head_dim_v ? f.head_dim : f.head_dim_v;
     Own &own = fa_own<Own>(plan);
-    while (kInstances[own.index].head_dim < head_dim) ++own.index;
-    const Instance &instance = kInstances[own.index];
+    const Instance *found = instance_for(head_dim);
+    if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    own.index = int(found - kInstances);
+    const Instance &instance = *found;
     if (size_t(instance.shared_bytes) > device->smem_per_block)
         return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, instance.shared_bytes,
                           int64_t(device->smem_per_block), 0);
@@ -378,7 +267,5 @@ FA_DEFINE_KERNEL(mma_backward_sm80) = {
     .plan = plan,
     .launch = launch,
 };
-
-#endif
 
 } // namespace fa

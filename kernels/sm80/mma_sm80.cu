@@ -15,153 +15,22 @@
  *
  *     python -m bench measure --preset paper --kernels mma_sm80
  *
- * @instance d{32,64,96,128,192,256} -DFA_MMA_HEAD_DIM={1}
- * @instance serve_d{32,64,96,128,192,256} -DFA_MMA_HEAD_DIM={1} -DFA_MMA_SERVE
+ * @instances instance.cu
+ * @instance d{32,64,96,128,192,256} Dense {1}
+ * @instances serve_instance.cu
+ * @instance serve_d{32,64,96,128,192,256} Serve {1}
  */
-#include <iterator> // std::size
-
-#include "common/launch.cuh"   // fa_own, FA_CUDA_TRY
-#include "common/rows.cuh"     // takes_chunks
-#include "common/score.cuh"    // score_params
-#include "fa.h"                // fa_forward, fa_kernel
-#include "sm80/attention.cuh"  // mma_kernel, MmaConfig, MmaArgs
+#include "common/launch.cuh" // fa_own
+#include "common/rows.cuh"   // takes_chunks
+#include "common/score.cuh"  // score_params
+#include "fa.h"              // fa_forward, fa_kernel
+#include "sm80/kinds.cuh"
 #include "sm80/serve_plan.cuh" // ServeArgs, plan_serving
 
-#ifdef FA_MMA_SERVE
-#include "sm80/serve.cuh" // mma_serve, fold_parts
-#endif
-
-#define FA_MMA_HEAD_DIMS(X) X(32) X(64) X(96) X(128) X(192) X(256) // all instances, ascending
-
 namespace fa {
-namespace {
 
-/* Instances of one head_dim and dtype, by what they are for. */
-enum Kind {
-    kLarge,   // grids that fill the device
-    kMedium,  // the same where two blocks of kLarge do not fit the shared memory of a multiprocessor (sm_80)
-    kCompact, // the same where two of kMedium do not (sm_86, sm_89)
-    kSmall,   // grids that do not: 32 rows a block, two warps a row
-    kGeneral, // softcap, bias, boolean mask, scale <= 0, operands of any alignment
-    kBiased,  // bias or mask, all aligned, in grids that fill the device; of its own at head_dim 64 and 128 alone
-    kKinds
-};
-
-/* Row tiles a warp, warps over rows, warps over keys, keys a warp, stages, Q in registers, blocks a multiprocessor.
- * Measured on the H200: 16-row warps are bound by shared memory and lose 5 to 25%; 32 keys lose 10% to 64; a second
- * stage gains 5% at head_dim 64 and 3% at 128; at 256, 8 warps in one block lose 6% to two blocks of 4. Under softcap
- * 12 warps of 16 rows do as well as 8 of 32, and better in small grids; under bias and mask they lose 10%. Q in
- * registers gains 4% there at head_dim 64. */
-[[maybe_unused]] constexpr MmaShape shape_of(int head_dim, Kind kind) {
-    if (kind == kGeneral) return {1, 4, 1, head_dim <= 192 ? 64 : 32, 1, head_dim <= 64, head_dim <= 128 ? 3 : 2};
-    if (kind == kBiased) return {2, 4, 1, 64, 1, head_dim <= 64, 2};
-    if (kind == kSmall && head_dim <= 64) return {1, 2, 2, 64, 2, true, 3};
-    if (kind == kSmall) return {1, 2, 2, head_dim <= 128 ? 64 : 32, 1, head_dim <= 128, 2};
-    switch (head_dim) {
-    case 32:
-    case 64: return {2, 4, 1, 64, 2, true, 2};                       // 48 KB
-    case 96: return {2, 4, 1, 64, kind == kLarge ? 2 : 1, false, 2}; // 72, 48 KB
-    case 128:
-        if (kind == kCompact) return {2, 4, 1, 32, 1, false, 2};         // 48 KB
-        return {2, 4, 1, 64, kind == kLarge ? 2 : 1, false, 2};          // 96, 64 KB
-    case 192: return {1, 4, 1, kind == kCompact ? 32 : 64, 1, false, 2}; // 72, 48 KB
-    default:
-        if (kind == kLarge) return {1, 4, 1, 64, 1, false, 2}; // 96 KB
-        return {1, 8, 1, 32, 1, false, 1};                     // 96 KB, eight warps in the one block that fits
-    }
-}
-
-/* The kind whose instance does the work of another. */
-[[maybe_unused]] constexpr Kind built(int head_dim, Kind kind) {
-    return kind == kBiased && head_dim != 64 && head_dim != 128 ? kGeneral : kind;
-}
-
-[[maybe_unused]] constexpr Surface surface_of(Kind kind) {
-    return kind == kGeneral ? Surface::kGeneral : kind == kBiased ? Surface::kBiased : Surface::kPlain;
-}
-
-template <typename T, int kHeadDim, Kind kKind>
-using Choose = MmaConfig<T, kHeadDim, shape_of(kHeadDim, built(kHeadDim, kKind)), surface_of(built(kHeadDim, kKind))>;
-
-} // namespace
-
-/* Launches one kind of instance for the dtype of the problem; one such function a padded head_dim, in its own object.
- */
-#define FA_MMA_JOIN(head_dim) fa_mma_sm80_launch_d##head_dim
-#define FA_MMA_LAUNCH(head_dim)                                                                                        \
-    fa_code FA_MMA_JOIN(head_dim)(const MmaArgs &args, fa_dtype dtype, int kind, unsigned blocks,                      \
-                                  const fa_launch &launch)
-
-/* The same of the instances that serve; `dressed`: ServeConfig says what with. */
-#define FA_MMA_SERVE_JOIN(head_dim) fa_mma_sm80_launch_serve_d##head_dim
-#define FA_MMA_SERVE_LAUNCH(head_dim)                                                                                  \
-    fa_code FA_MMA_SERVE_JOIN(head_dim)(const sm80::ServeArgs &args, fa_dtype dtype, bool dressed,                     \
-                                        const fa_plan &plan, const fa_launch &launch)
-
-#if defined FA_INSTANCE && defined FA_MMA_SERVE
-
-namespace {
-
-template <typename T, bool kDressed>
-fa_code launch_serve(const sm80::ServeArgs &args, const fa_plan &plan, const fa_launch &launch) {
-    using C = sm80::ServeConfig<T, FA_MMA_HEAD_DIM, kDressed>;
-    FA_TRY(fa_start(sm80::mma_serve<C>, plan.blocks, C::kThreads, plan.smem_bytes, launch, args));
-    if (args.parts == 1) return FA_OK;
-    return fa_start(sm80::fold_parts<T, FA_MMA_HEAD_DIM>, args.call.p.batch * args.packed_heads, 128, 0, launch, args);
-}
-
-} // namespace
-
-FA_MMA_SERVE_LAUNCH(FA_MMA_HEAD_DIM) {
-    if (dtype == FA_F16)
-        return dressed ? launch_serve<__half, true>(args, plan, launch)
-                       : launch_serve<__half, false>(args, plan, launch);
-    return dressed ? launch_serve<__nv_bfloat16, true>(args, plan, launch)
-                   : launch_serve<__nv_bfloat16, false>(args, plan, launch);
-}
-
-#elif defined FA_INSTANCE
-
-namespace {
-
-template <class C> fa_code launch_config(const MmaArgs &args, unsigned blocks, const fa_launch &launch) {
-    auto kernel = mma_kernel<C>;
-    cudaStream_t stream = static_cast<cudaStream_t>(launch.stream);
-    if (args.shared_bytes > kSmemFree) FA_TRY(fa_allow_smem(kernel, args.shared_bytes, launch));
-    FA_CHAOS_ARM(stream, launch);
-    kernel<<<dim3(blocks, args.splits), C::kThreads, args.shared_bytes, stream>>>(args);
-    FA_CUDA_TRY(launch, cudaGetLastError());
-    if (args.splits == 1) return FA_OK;
-    combine_splits<typename C::T, C::kHeadDim><<<unsigned((args.rows() + 3) / 4), 128, 0, stream>>>(args);
-    FA_CUDA_TRY(launch, cudaGetLastError());
-    return FA_OK;
-}
-
-template <typename T> fa_code launch_kind(const MmaArgs &args, int kind, unsigned blocks, const fa_launch &launch) {
-    constexpr int D = FA_MMA_HEAD_DIM;
-    switch (kind) {
-    case kLarge: return launch_config<Choose<T, D, kLarge>>(args, blocks, launch);
-    case kMedium: return launch_config<Choose<T, D, kMedium>>(args, blocks, launch);
-    case kCompact: return launch_config<Choose<T, D, kCompact>>(args, blocks, launch);
-    case kSmall: return launch_config<Choose<T, D, kSmall>>(args, blocks, launch);
-    case kBiased: return launch_config<Choose<T, D, kBiased>>(args, blocks, launch);
-    default: return launch_config<Choose<T, D, kGeneral>>(args, blocks, launch);
-    }
-}
-
-} // namespace
-
-FA_MMA_LAUNCH(FA_MMA_HEAD_DIM) {
-    if (dtype == FA_F16) return launch_kind<__half>(args, kind, blocks, launch);
-    return launch_kind<__nv_bfloat16>(args, kind, blocks, launch);
-}
-
-#else // the host part
-
-#define FA_MMA_DECLARE(head_dim)                                                                                       \
-    FA_MMA_LAUNCH(head_dim);                                                                                           \
-    FA_MMA_SERVE_LAUNCH(head_dim);
-FA_MMA_HEAD_DIMS(FA_MMA_DECLARE)
+#define FA_DECLARE(name, Type, D) extern "C" __attribute__((weak)) Type name;
+FA_INSTANCES(FA_DECLARE)
 
 namespace {
 
@@ -182,40 +51,55 @@ template <class C> constexpr Tile tile_of() {
     return tile;
 }
 
-struct Instance {
+struct DenseInstance {
     int head_dim;
-    fa_code (*launch)(const MmaArgs &, fa_dtype, int kind, unsigned blocks, const fa_launch &);
+    Dense *launch; // null: this build leaves it out
     Tile tile[kKinds];
-    sm80::ServeForm serve_form;
-    fa_code (*serve)(const sm80::ServeArgs &, fa_dtype, bool dressed, const fa_plan &, const fa_launch &);
+};
+struct ServeInstance {
+    int head_dim;
+    Serve *launch; // null: this build leaves it out
+    sm80::ServeForm form;
 };
 
-#define FA_MMA_INSTANCE(D)                                                                                             \
-    {D,                                                                                                                \
-     FA_MMA_JOIN(D),                                                                                                   \
-     {tile_of<Choose<__half, D, kLarge>>(), tile_of<Choose<__half, D, kMedium>>(),                                     \
-      tile_of<Choose<__half, D, kCompact>>(), tile_of<Choose<__half, D, kSmall>>(),                                    \
-      tile_of<Choose<__half, D, kGeneral>>(), tile_of<Choose<__half, D, kBiased>>()},                                  \
-     sm80::serve_form<sm80::ServeConfig<__half, D, false>>(),                                                          \
-     FA_MMA_SERVE_JOIN(D)},
-constexpr Instance kInstances[] = {FA_MMA_HEAD_DIMS(FA_MMA_INSTANCE)};
-
-constexpr bool all_fit() {
-    for (const Instance &instance : kInstances)
-        for (int kind = 0; kind < kBiased; ++kind) {
-            const Tile &tile = instance.tile[kind];
-            if (tile.shared_bytes + tile.wide_bytes + tile.mask_bytes > 99 * 1024) return false;
-        }
-    for (const Instance &instance : kInstances)
-        if (instance.serve_form.shared_bytes > 99 * 1024) return false;
-    return true;
+template <int D> constexpr DenseInstance dense_of(Dense *launch) {
+    return {D,
+            launch,
+            {tile_of<Choose<__half, D, kLarge>>(), tile_of<Choose<__half, D, kMedium>>(),
+             tile_of<Choose<__half, D, kCompact>>(), tile_of<Choose<__half, D, kSmall>>(),
+             tile_of<Choose<__half, D, kGeneral>>(), tile_of<Choose<__half, D, kBiased>>()}};
 }
-static_assert(all_fit(), "every kind but kBiased fits the shared memory of a block of sm_86 and sm_89");
-static_assert(kInstances[std::size(kInstances) - 1].head_dim == FA_MAX_HEAD_DIM, "an instance for every head_dim");
+template <int D> constexpr ServeInstance serve_of(Serve *launch) {
+    return {D, launch, sm80::serve_form<sm80::ServeConfig<__half, D, false>>()};
+}
+
+/* Both ascending by head_dim. */
+#define FA_IN_DENSE(name, Type, D)   FA_DENSE_FROM_##Type(name, D)
+#define FA_DENSE_FROM_Dense(name, D) dense_of<D>(name),
+#define FA_DENSE_FROM_Serve(name, D)
+#define FA_IN_SERVE(name, Type, D) FA_SERVE_FROM_##Type(name, D)
+#define FA_SERVE_FROM_Dense(name, D)
+#define FA_SERVE_FROM_Serve(name, D) serve_of<D>(name),
+const DenseInstance kDense[] = {FA_INSTANCES(FA_IN_DENSE)};
+const ServeInstance kServe[] = {FA_INSTANCES(FA_IN_SERVE)};
+
+template <int D> constexpr bool fits() {
+    const DenseInstance dense = dense_of<D>(nullptr);
+    for (int kind = 0; kind < kBiased; ++kind) {
+        const Tile &tile = dense.tile[kind];
+        if (tile.shared_bytes + tile.wide_bytes + tile.mask_bytes > 99 * 1024) return false;
+    }
+    return serve_of<D>(nullptr).form.shared_bytes <= 99 * 1024;
+}
+#define FA_FITS(name, Type, D)                                                                                         \
+    static_assert(fits<D>(), "all but kBiased fit a block's shared memory on sm_86 and sm_89");
+FA_INSTANCES(FA_FITS)
+#define FA_WIDEST(name, Type, D) || D == FA_MAX_HEAD_DIM
+static_assert(false FA_INSTANCES(FA_WIDEST), "an instance for every head_dim");
 
 /* The plan's own part. */
 struct Own {
-    int index; // of kInstances
+    int index; // of kDense, or of kServe
     Kind kind;
     int splits;
     bool folded; // the query heads of a K/V head are its rows
@@ -227,12 +111,12 @@ struct Own {
     sm80::ServeOwn serve;
 };
 
-/* Index of the narrowest instance that holds both head dims. */
-int instance_of(const fa_forward *p) {
+/* The narrowest instance in this build that holds both head dims; NULL: it is left out. */
+template <class Instance, size_t N> const Instance *instance_for(const Instance (&instances)[N], const fa_forward *p) {
     const int wanted = p->head_dim > p->head_dim_v ? p->head_dim : p->head_dim_v;
-    int index = 0;
-    while (kInstances[index].head_dim < wanted) ++index;
-    return index;
+    for (const Instance &i : instances)
+        if (i.launch && i.head_dim >= wanted) return &i;
+    return nullptr;
 }
 
 /* Whether rows consist of whole 16-byte aligned chunks of neighbouring elements. A bias or mask that is absent passes.
@@ -262,7 +146,7 @@ SharedLayout shared_layout(const fa_forward *p, const Tile &tile) {
     return {tile.shared_bytes, mask, mask + (p->mask.data ? tile.mask_bytes : 0)};
 }
 
-Kind kind_of(const fa_forward *p, bool batch_invariant, const fa_device_info *device, const Instance &instance) {
+Kind kind_of(const fa_forward *p, bool batch_invariant, const fa_device_info *device, const DenseInstance &instance) {
     // A folded scale multiplies -inf, so it is neither 0 nor rounded to 0.
     const bool folds = p->scale > 1e-30 && p->scale < 1e30;
     const int64_t sms = device->sm_count;
@@ -338,8 +222,9 @@ fa_answer plan_dense(const fa_problem *problem, const fa_device_info *device, fa
     const fa_forward forward = folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
     if ((p->seq_q > p->seq_k ? p->seq_q : p->seq_k) >> kMaxLengthBits)
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
-    const int index = instance_of(p);
-    const Instance &instance = kInstances[index];
+    const DenseInstance *found = instance_for(kDense, p);
+    if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    const DenseInstance &instance = *found;
     const Kind kind = kind_of(p, problem->batch_invariant, device, instance);
     const Tile &tile = instance.tile[kind];
     const SharedLayout shared = shared_layout(p, tile);
@@ -350,7 +235,7 @@ fa_answer plan_dense(const fa_problem *problem, const fa_device_info *device, fa
     const bool splits = (kind == kSmall || kind == kGeneral) && !problem->batch_invariant;
     Own &own = fa_own<Own>(plan);
     own = {
-        .index = index,
+        .index = int(found - kDense),
         .kind = kind,
         .splits = splits ? int(splits_of(p, device, tile, instance.head_dim)) : 1,
         .folded = folded,
@@ -377,9 +262,11 @@ fa_answer plan_dense(const fa_problem *problem, const fa_device_info *device, fa
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     if (!sm80::serves(problem)) return plan_dense(problem, device, plan, why);
     Own &own = fa_own<Own>(plan);
-    own.index = instance_of(&problem->forward);
+    const ServeInstance *found = instance_for(kServe, &problem->forward);
+    if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
+    own.index = int(found - kServe);
     own.serves = true;
-    return plan_serving(problem, device, kInstances[own.index].serve_form, own.serve, plan, why);
+    return plan_serving(problem, device, found->form, own.serve, plan, why);
 }
 
 int clamp_bound(int64_t bound) {
@@ -390,8 +277,8 @@ int clamp_bound(int64_t bound) {
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const Own &own = fa_own<Own>(plan);
     if (own.serves)
-        return kInstances[own.index].serve(serve_args(problem, own.serve, launch->workspace), problem->forward.dtype,
-                                           own.serve.dressed, *plan, *launch);
+        return kServe[own.index].launch(serve_args(problem, own.serve, launch->workspace), problem->forward.dtype,
+                                        own.serve.dressed, *plan, *launch);
     const fa_forward forward = own.folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
     const int64_t pairs = p->batch * p->heads, sections = divide_up(pairs, own.section);
     const MmaArgs args = {
@@ -422,7 +309,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
         .splits = own.splits,
         .partial = static_cast<float *>(launch->workspace),
     };
-    return kInstances[own.index].launch(args, p->dtype, own.kind, unsigned(plan->blocks / own.splits), *launch);
+    return kDense[own.index].launch(args, p->dtype, own.kind, unsigned(plan->blocks / own.splits), *launch);
 }
 
 } // namespace
@@ -441,7 +328,5 @@ FA_DEFINE_KERNEL(mma_sm80) = {
     .plan = plan,
     .launch = launch,
 };
-
-#endif
 
 } // namespace fa
