@@ -1,7 +1,7 @@
 """Builds the extension ``fa_ext._core``: C by the C compiler, each CUDA file by nvcc, in parallel, linked with g++.
 
-Environment: FA_CUDA=0|1, FA_ARCHS, FA_ONLY=<regex of kernels>, FA_DEBUG=1, FA_SANITIZE=address,undefined, FA_CHAOS=1,
-MAX_JOBS, CC, CXX.
+Environment: FA_CUDA=0|1, FA_ARCHS=<architectures>|wheel, FA_INSTANCES=core|all|<regex of instances>, FA_ONLY=<regex of
+kernels>, FA_DEBUG=1, FA_SANITIZE=address,undefined, FA_CHAOS=1, MAX_JOBS, CC, CXX.
 """
 
 import importlib.util
@@ -52,8 +52,7 @@ class BuildExt(build_ext):
         if LIMITED:
             options.defines["Py_LIMITED_API"] = "0x030B0000"
         options.include_dirs = (numpy.get_include(),)
-        print(f"fa_ext: {'with ' + options.nvcc if options.nvcc else 'CPU only (no nvcc, or FA_CUDA=0)'}; "
-              f"{len(units)} compilations", flush=True)  # fmt: skip
+        print(build.count.first_line(build, units, options), flush=True)
         # Not build_temp, which an editable install throws away: objects are kept and reused while they are up to date.
         kinds = ["debug" if options.debug else "", "chaos" if options.chaos else "", options.sanitize.replace(",", "-")]
         kind = "-".join(filter(None, ["objects", *kinds]))
@@ -61,6 +60,8 @@ class BuildExt(build_ext):
         objects = build.compile_all(units, folder, options, progress=True)
         objects.append(build.digests_object(units, objects, folder, options))
         build.link_shared(objects, Path(self.get_ext_fullpath(ext.name)).resolve(), options)
+        if said := build.count.last_line(build.left_out(units), options):
+            print(said, flush=True)
 
 
 setup(

@@ -42,7 +42,7 @@ def _load(stem: str):
 
 
 digests, directives, architectures = _load("_digests"), _load("_directives").directives, _load("_archs")
-sets, progress_of = _load("_sets"), _load("_progress")
+sets, progress_of, count = _load("_sets"), _load("_progress"), _load("_count")
 
 
 class BuildError(RuntimeError):
@@ -135,21 +135,12 @@ def _archs(nvcc: str | None) -> tuple[str, ...]:
     return given or (architectures.for_machine(known) if nvcc else ())
 
 
-def _kernels_wanted() -> str | None:
-    given = os.environ.get("FA_ONLY", "")
+def _pattern(name: str, accepted: str) -> str:
+    given = os.environ.get(name, "")
     try:
         re.compile(given)
     except re.error as error:
-        raise OptionError(f"FA_ONLY is {given!r} ({error}); accepted: a regular expression of kernel names") from None
-    return given or None
-
-
-def _instances_wanted() -> str:
-    given = os.environ.get("FA_INSTANCES", "") or sets.CORE
-    try:
-        re.compile(given)
-    except re.error as error:
-        raise OptionError(f"FA_INSTANCES is {given!r} ({error}); accepted: {sets.ACCEPTED}") from None
+        raise OptionError(f"{name} is {given!r} ({error}); accepted: {accepted}") from None
     return given
 
 
@@ -174,8 +165,8 @@ def options_from_environment() -> Options:
         nvcc=nvcc,
         nvcc_release=nvcc_release(nvcc) if nvcc else (0, 0),
         archs=_archs(nvcc),
-        only=_kernels_wanted(),
-        instances=_instances_wanted(),
+        only=_pattern("FA_ONLY", "a regular expression of kernel names") or None,
+        instances=_pattern("FA_INSTANCES", sets.ACCEPTED) or sets.CORE,
         debug=bool(_switch("FA_DEBUG", "0 (optimised), 1 (for a debugger)")),
         sanitize=os.environ.get("FA_SANITIZE", ""),
         chaos=bool(_switch("FA_CHAOS", "0 (as it is), 1 (random delays where kernels synchronise)")),
@@ -252,7 +243,7 @@ def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:
     kernels = kernel_names()
     files = sorted((CSRC / "cpu").glob("*.c"))
     if options.nvcc:
-        files += [f for f in cuda_files() if (options.chaos or f.stem != "chaos") and _archs_of(directives(f).archs, options)]
+        files += [f for f in cuda_files() if (options.chaos or f.stem != "chaos") and archs_of(directives(f).archs, options)]
     if options.only:
         files = [f for f in files if f.stem not in kernels or re.search(options.only, f.stem)]
     compiled = {f.stem for f in files}
@@ -287,14 +278,14 @@ def left_out(units: list[Unit]) -> list[str]:
     return [f"{u.kernel}.{name}" for u in hosts for name in sets.names(u.macro, u.kernel) if f"{u.kernel}_{name}" not in built]
 
 
-def _archs_of(own: tuple[str, ...], options: Options) -> tuple[str, ...]:
+def archs_of(own: tuple[str, ...], options: Options) -> tuple[str, ...]:
     return architectures.of_file(own, options.archs or architectures.DEFAULT)
 
 
 def seconds_of(unit: Unit, options: Options) -> float:
     """CPU seconds that a compilation takes, about."""
-    archs = _archs_of(unit.archs, options) if unit.is_cuda else ()
-    return sets.seconds(unit.kernel, unit.count, bool(unit.host), archs, unit.pass_an_arch, unit.is_cuda)
+    archs = archs_of(unit.archs, options) if unit.is_cuda else ()
+    return sets.seconds(unit.kernel, unit.count, archs, unit.pass_an_arch, unit.is_cuda)
 
 
 def command(unit: Unit, target: Path, options: Options) -> list[str]:
@@ -305,7 +296,7 @@ def command(unit: Unit, target: Path, options: Options) -> list[str]:
     dependencies = ["-MD", "-MF", str(target.with_suffix(".d"))]
     if unit.is_cuda:
         assert options.nvcc
-        archs = architectures.gencode(_archs_of(unit.archs, options), unit.pass_an_arch)
+        archs = architectures.gencode(archs_of(unit.archs, options), unit.pass_an_arch)
         mode = ["-G", "-g"] if options.debug else ["-O3"]
         if options.chaos:
             mode += ["-DFA_CHAOS=1", "-include", str(KERNELS / "common" / "chaos.cuh")]
@@ -351,10 +342,8 @@ def compile_unit(unit: Unit, folder: Path, options: Options) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if unit.macro:
         macro_file(target).write_text(unit.macro)
-    done = _compile_cuda(argv, target) if unit.is_cuda else _run(argv, "CC")
-    printed = done.stdout + done.stderr
-    target.with_suffix(".log").write_text(printed)
-    if done.returncode:
+    failed, printed = _compile_cuda(argv, target) if unit.is_cuda else _timed(argv, "CC", target)
+    if failed:
         target.unlink(missing_ok=True)
         raise BuildError(f"{shlex.join(argv)}\n{printed}")
     shown = [line for line in printed.splitlines() if "warning" in line.lower() or "C75" in line]
@@ -364,14 +353,30 @@ def compile_unit(unit: Unit, folder: Path, options: Options) -> Path:
     return target
 
 
-def _compile_cuda(argv: list[str], target: Path) -> subprocess.CompletedProcess[str]:
+def _timed(argv: list[str], variable: str, target: Path) -> tuple[int, str]:
+    """Runs a compiler: (how it ended, what it printed). Keeps that in ``<object>.log``, its CPU seconds in ``.seconds``."""
+    with target.with_suffix(".log").open("w+") as log:
+        try:
+            process = subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT)
+        except OSError:
+            _run(argv, variable)  # says why
+            raise
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        log.seek(0)
+        printed = log.read()
+    target.with_suffix(".seconds").write_text(f"{used.ru_utime + used.ru_stime:.1f}")
+    return process.returncode, printed
+
+
+def _compile_cuda(argv: list[str], target: Path) -> tuple[int, str]:
     """Runs nvcc and writes the labels of the device code beside the object, which holds that code compressed."""
     with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", dir=target.parent) as kept:
-        done = _run([*argv, "--keep", "--keep-dir", kept], "CUDA_HOME")
-        if not done.returncode:
+        failed, printed = _timed([*argv, "--keep", "--keep-dir", kept], "CUDA_HOME", target)
+        if not failed:
             found = digests.device_labels(sorted(Path(kept).glob("*.cubin")))
             digests.device_file(target).write_text(json.dumps(found))
-    return done
+    return failed, printed
 
 
 def compile_all(units: list[Unit], folder: Path, options: Options, progress: bool = False) -> list[Path]:
@@ -413,7 +418,9 @@ def digests_object(units: list[Unit], objects: list[Path], folder: Path, options
         described[name]["compilers"] = ", ".join(filter(None, made))
     document = {"format": digests.FORMAT, "debug": options.debug, "chaos": options.chaos,
                 "sanitize": options.sanitize, "groups": described}  # fmt: skip
-    source, text = folder / "digests.c", digests.as_c(document)
+    facts = {"fa_instance_set": options.instances, "fa_left_out": " ".join(left_out(units))}
+    lines = [f"extern const char {name}[];\nconst char {name}[] = {json.dumps(said)};\n" for name, said in facts.items()]
+    source, text = folder / "digests.c", digests.as_c(document) + "".join(lines)
     if not source.exists() or source.read_text() != text:
         source.write_text(text)
     return compile_unit(Unit(source, "digests"), folder, options)
@@ -463,10 +470,13 @@ def build_kernel(
 
 
 def main() -> None:
-    """``python fa_ext/_build.py KERNEL|FILE [-o TARGET] [-DNAME=VALUE ...]``: one kernel as a shared library."""
+    """``python fa_ext/_build.py KERNEL|FILE [-o TARGET] [-DNAME=VALUE ...]``: one kernel as a shared library;
+    ``--count [FOLDER]``: what the sets of instances cost, and what the objects in a folder took."""
     import argparse
 
     parser = argparse.ArgumentParser(description=main.__doc__)
+    if sys.argv[1:2] == ["--count"]:
+        return count.show(sys.modules[__name__], Path(sys.argv[2]) if sys.argv[2:] else None)
     parser.add_argument("kernel", help="a kernel of kernels.def, or the path of a kernel file")
     parser.add_argument("-o", dest="target", type=Path, help="shared library to write (default build/kernels/<kernel>.so)")
     parsed, extra = parser.parse_known_args()

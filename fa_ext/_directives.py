@@ -1,4 +1,4 @@
-"""The directives of a kernel's file for its own build. They stand in its comments, one a line::
+r"""The directives of a kernel's file for its own build. They stand in its comments, one a line::
 
     @arch sm_90a                      (CUDA: its one architecture; default is what FA_ARCHS or the GPUs in sight ask for)
     @pass-an-arch                     (CUDA: code that reads __CUDA_ARCH__ takes a pass of the front end an architecture)
@@ -7,7 +7,7 @@
     @instance d{64,128}_{f16,f32} {1} {2:__half,float}
                                       (four: every choice of each list; {1} is what was chosen of the first list, and
                                       {2:...} stands for its place in the second. Words may go on in lines of their own)
-    @core d(64|128)_.*                (regular expression of the instances in the set `core`; default: all of them)
+    @core d(64|128)_\w+                (regular expression of the instances in the set `core`; default: all of them)
     @beside simd_isa.c                (files of its folder that kernels share: a library of the kernel alone holds them)
 
 ``@instances`` makes two programs of a kernel: this file is the host's, and knows of every instance; the other holds the

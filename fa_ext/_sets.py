@@ -42,24 +42,72 @@ def names(macro: str, kernel: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one instance of a kernel: the device's functions in it, CPU seconds for one architecture beside the headers, and
-    those of the host's file."""
+    """CPU seconds of a kernel, on one core of a busy 16-core machine: of an instance for one architecture, beside the
+    headers; of the host's file."""
 
-    functions: float
-    seconds: float
-    host: float = 3.0
+    instance: float
+    host: float = 1.0
 
 
 #: CPU seconds to read the headers of a CUDA file, once for each pass of the front end; of a C file.
-HEADERS, C_FILE = 2.4, 0.8
-COSTS: dict[str, Cost] = {}
+HEADERS, C_FILE = 3.6, 1.1
+COSTS = {
+    "wgmma_sm90": Cost(3.0),
+    "wgmma_dropout_sm90": Cost(3.0),
+    "prefill_sm90": Cost(4.0),
+    "serve_sm90": Cost(2.4),
+    "wgmma_split_sm90": Cost(0, 5.0),
+    "wgmma_backward_sm90": Cost(5.0),
+    "wgmma_fused_backward_sm90": Cost(3.2),
+    "wgmma_dropout_backward_sm90": Cost(3.5),
+    "mma_sm80": Cost(9.0),
+    "mma_backward_sm80": Cost(20.0),
+    "simt": Cost(9.0),
+    "simt_backward": Cost(13.0),
+    "wmma": Cost(7.0),
+    "merge": Cost(0, 8.0),
+    "append": Cost(0, 3.0),
+    "cublas": Cost(0, 4.0),
+    "minimal": Cost(0, 1.5),
+}
 
 
-def seconds(kernel: str, instances: int, device: bool, archs: tuple[str, ...], pass_an_arch: bool, is_cuda: bool) -> float:
-    """CPU seconds of one compilation, about."""
+def seconds(kernel: str, instances: int, archs: tuple[str, ...], pass_an_arch: bool, is_cuda: bool) -> float:
+    """CPU seconds of one compilation, about; ``instances`` 0: of the host's file."""
     if not is_cuda:
         return C_FILE
-    cost = COSTS.get(kernel, Cost(1, 3))
-    passes = len(archs) if pass_an_arch else 1
+    cost = COSTS.get(kernel, Cost(3))
     machine = sum(arch.startswith("sm_") for arch in archs)
-    return HEADERS * passes + (cost.seconds * instances * machine if device else cost.host * machine)
+    return HEADERS * (len(archs) if pass_an_arch else 1) + (cost.instance * instances or cost.host) * max(machine, 1)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a kernel may cost for one architecture: instances in ``core`` and in ``all``, the device's functions in ``all``."""
+
+    core: int
+    all: int
+    functions: int
+
+
+#: A landing that adds instances names them here, and keeps the sum of ``core`` below CORE_SECONDS.
+CORE_SECONDS = 900
+BUDGET = {
+    "wgmma_sm90": Budget(17, 30, 30),
+    "wgmma_dropout_sm90": Budget(4, 4, 4),
+    "prefill_sm90": Budget(9, 20, 21),
+    "serve_sm90": Budget(10, 10, 26),
+    "wgmma_split_sm90": Budget(0, 0, 20),
+    "wgmma_backward_sm90": Budget(18, 36, 73),
+    "wgmma_fused_backward_sm90": Budget(15, 18, 31),
+    "wgmma_dropout_backward_sm90": Budget(2, 2, 7),
+    "mma_sm80": Budget(8, 12, 112),
+    "mma_backward_sm80": Budget(4, 12, 164),
+    "simt": Budget(6, 6, 51),
+    "simt_backward": Budget(3, 3, 51),
+    "wmma": Budget(2, 2, 16),
+    "merge": Budget(0, 0, 13),
+    "append": Budget(0, 0, 6),
+    "cublas": Budget(0, 0, 15),
+    "minimal": Budget(0, 0, 6),
+}

@@ -230,6 +230,9 @@ bool fa_cublas_seek(fa_state *state) {
     return told;
 }
 
+/* The build's: FA_INSTANCES, and the names of the instances that it left out, apart by spaces. */
+extern const char fa_instance_set[], fa_left_out[];
+
 PyObject *fa_build_info(PyObject *module, PyObject *unused) {
     (void)module;
     (void)unused;
@@ -249,8 +252,15 @@ PyObject *fa_build_info(PyObject *module, PyObject *unused) {
 #else
     PyObject *chaos = Py_False;
 #endif
-    return Py_BuildValue("{s:s,s:O,s:O,s:z,s:N}", "version", FA_VERSION, "cuda", version ? Py_True : Py_False, "chaos",
-                         chaos, "toolkit", version ? toolkit : NULL, "kernels", kernels);
+    PyObject *names = PyUnicode_FromString(fa_left_out), *left_out = names ? PyUnicode_Split(names, NULL, -1) : NULL;
+    Py_XDECREF(names);
+    if (!left_out) {
+        Py_DECREF(kernels);
+        return NULL;
+    }
+    return Py_BuildValue("{s:s,s:O,s:O,s:z,s:s,s:N,s:N}", "version", FA_VERSION, "cuda", version ? Py_True : Py_False,
+                         "chaos", chaos, "toolkit", version ? toolkit : NULL, "instances", fa_instance_set, "left_out",
+                         left_out, "kernels", kernels);
 }
 
 PyObject *fa_cpu_info(PyObject *module, PyObject *unused) {

@@ -168,8 +168,8 @@ static PyMethodDef core_methods[] = {
     {"loaded", fa_loaded_kernels, METH_NOARGS,
      "loaded($module, /)\n--\n\nKernels loaded at run time: {name: (path, summary)}."},
     {"build_info", fa_build_info, METH_NOARGS,
-     "build_info($module, /)\n--\n\nWhat this build has: version, cuda, chaos, toolkit, kernels ({name: (device, "
-     "summary)})."},
+     "build_info($module, /)\n--\n\nWhat this build has: version, cuda, chaos, toolkit, instances (FA_INSTANCES), "
+     "left_out (their names), kernels ({name: (device, summary)})."},
     {"operands", fa_operands_py, METH_NOARGS,
      "operands($module, /)\n--\n\nThe arrays that operations read and write, in the order of csrc/operands.def."},
     {"cpu_info", fa_cpu_info, METH_NOARGS, "cpu_info($module, /)\n--\n\nThe CPU as kernels see it."},

@@ -1,4 +1,4 @@
-/* Instances of mma_backward_sm80: the kernels of one padded head_dim. */
+/* Instances of mma_backward_sm80: the kernels of one padded head_dim, those of kGeneral in one of their own. */
 #include "common/launch.cuh" // fa_start
 #include "sm80/mma_backward_kinds.cuh"
 #include "sm80/mma_backward_rows.cuh" // backward_rows, backward_sinks
@@ -14,25 +14,27 @@ template <class C> fa_code start_role(BackwardArgs args, const fa_launch &launch
                     args);
 }
 
-template <typename T, int D, Role kRole>
+template <typename T, int D, bool kOfGeneral, Role kRole>
 fa_code start_kind(const BackwardArgs &args, int kind, const fa_launch &launch) {
-    switch (kind) {
-    case kLarge: return start_role<Choose<T, D, kRole, kLarge>>(args, launch);
-    case kSmall: return start_role<Choose<T, D, kRole, kSmall>>(args, launch);
-    case kGeneral: return start_role<Choose<T, D, kRole, kGeneral>>(args, launch);
-    default: return start_role<Choose<T, D, kRole, kExtended>>(args, launch);
-    }
+    if constexpr (kOfGeneral)
+        return start_role<Choose<T, D, kRole, kGeneral>>(args, launch);
+    else if (kind == kLarge)
+        return start_role<Choose<T, D, kRole, kLarge>>(args, launch);
+    else if (kind == kSmall)
+        return start_role<Choose<T, D, kRole, kSmall>>(args, launch);
+    else
+        return start_role<Choose<T, D, kRole, kExtended>>(args, launch);
 }
 
-template <typename T, int D>
+template <typename T, int D, bool kOfGeneral>
 fa_code launch_pairs(const BackwardArgs &args, fa_mma_kinds kinds, const fa_launch &launch) {
     const uint32_t wants = args.problem.wants;
-    if (wants >> FA_GRAD_Q & 1) FA_TRY((start_kind<T, D, Role::kQueries>(args, kinds.queries, launch)));
+    if (wants >> FA_GRAD_Q & 1) FA_TRY((start_kind<T, D, kOfGeneral, Role::kQueries>(args, kinds.queries, launch)));
     if constexpr (has_both(D)) {
-        if (wants >> FA_GRAD_K & 3) FA_TRY((start_kind<T, D, Role::kKeys>(args, kinds.keys, launch)));
+        if (wants >> FA_GRAD_K & 3) FA_TRY((start_kind<T, D, kOfGeneral, Role::kKeys>(args, kinds.keys, launch)));
     } else {
-        if (wants >> FA_GRAD_K & 1) FA_TRY((start_kind<T, D, Role::kKey>(args, kinds.keys, launch)));
-        if (wants >> FA_GRAD_V & 1) FA_TRY((start_kind<T, D, Role::kValue>(args, kinds.keys, launch)));
+        if (wants >> FA_GRAD_K & 1) FA_TRY((start_kind<T, D, kOfGeneral, Role::kKey>(args, kinds.keys, launch)));
+        if (wants >> FA_GRAD_V & 1) FA_TRY((start_kind<T, D, kOfGeneral, Role::kValue>(args, kinds.keys, launch)));
     }
     return FA_OK;
 }
@@ -42,12 +44,11 @@ template <class C> fa_code start_bias(const BackwardArgs &args, const fa_launch 
     return fa_start(backward_bias<C>, tasks * args.parts, C::kThreads, C::kSharedBytes, launch, args);
 }
 
-template <typename T, int D>
+template <typename T, int D, bool kOfGeneral>
 fa_code launch_dtype(const BackwardArgs &args, fa_mma_kinds kinds, bool bias, const fa_launch &launch) {
     const AttentionParams &f = args.problem.forward;
     if (bias) {
-        FA_TRY(kinds.queries == kExtended ? (start_bias<BiasConfig<T, D, true>>(args, launch))
-                                          : (start_bias<BiasConfig<T, D, false>>(args, launch)));
+        FA_TRY((start_bias<BiasConfig<T, D, !kOfGeneral>>(args, launch)));
         if (args.parts == 1) return FA_OK;
         return fa_start(backward_bias_sum, (bias_elements(args.problem) + 127) / 128, 128, 0, launch, args);
     }
@@ -60,16 +61,16 @@ fa_code launch_dtype(const BackwardArgs &args, fa_mma_kinds kinds, bool bias, co
             FA_TRY(fa_start(backward_sinks, (f.heads + kSinksThreads - 1) / kSinksThreads, kSinksThreads, 0, launch,
                             args));
     }
-    return launch_pairs<T, D>(args, kinds, launch);
+    return launch_pairs<T, D, kOfGeneral>(args, kinds, launch);
 }
 
 } // namespace
 
-#define FA_DEFINE(name, D)                                                                                             \
+#define FA_DEFINE(name, D, kOfGeneral)                                                                                 \
     extern "C" Launch name;                                                                                            \
     fa_code name(const BackwardArgs &args, fa_dtype dtype, fa_mma_kinds kinds, bool bias, const fa_launch &launch) {   \
-        if (dtype == FA_F16) return launch_dtype<__half, D>(args, kinds, bias, launch);                                \
-        return launch_dtype<__nv_bfloat16, D>(args, kinds, bias, launch);                                              \
+        if (dtype == FA_F16) return launch_dtype<__half, D, kOfGeneral>(args, kinds, bias, launch);                    \
+        return launch_dtype<__nv_bfloat16, D, kOfGeneral>(args, kinds, bias, launch);                                  \
     }
 FA_INSTANCES(FA_DEFINE)
 

@@ -20,7 +20,9 @@
  * not fit. From head_dim 192 on dk and dv are made one after the other.
  *
  * @instances backward_instance.cu
- * @instance d{32,64,96,128,192,256} {1}
+ * @instance d{32,64,96,128,192,256} {1} false
+ * @instance d{32,64,96,128,192,256}_general {1} true
+ * @core d(32|64|128|256)
  */
 #include "common/instances.cuh"
 #include "common/launch.cuh" // fa_own
@@ -41,13 +43,14 @@ constexpr int kMaxBlocksBits = 31;
 
 struct Instance {
     int head_dim;
+    bool of_general;                           // for kGeneral alone, else for all other kinds
     Launch *launch;                            // null: this build leaves it out
     int shared_bytes;                          // the most that one of its kernels takes
     int bias_queries, bias_keys;               // of a tile of dbias
     int own_queries[kKinds], own_keys[kKinds]; // that a block owns, by kind
 };
 
-template <int D> constexpr Instance instance_of(Launch *launch) {
+template <int D> constexpr Instance instance_of(bool of_general, Launch *launch) {
     using T = __half; // dtypes do not differ
     using Bias = BiasConfig<T, D, true>;
     constexpr Role kQueries = Role::kQueries;
@@ -60,6 +63,7 @@ template <int D> constexpr Instance instance_of(Launch *launch) {
           Choose<T, D, kValues, kLarge>::kSharedBytes, Choose<T, D, kValues, kExtended>::kSharedBytes})
         bytes = other > bytes ? other : bytes;
     return {.head_dim = D,
+            .of_general = of_general,
             .launch = launch,
             .shared_bytes = bytes,
             .bias_queries = Bias::kQueries,
@@ -70,15 +74,15 @@ template <int D> constexpr Instance instance_of(Launch *launch) {
                          Choose<T, D, kKeys, kGeneral>::kOwn, Choose<T, D, kKeys, kExtended>::kOwn}};
 }
 
-#define FA_ENTRY(name, D) instance_of<D>(name),
+#define FA_ENTRY(name, D, of_general) instance_of<D>(of_general, name),
 const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)}; // ascending by head_dim
-#define FA_WIDEST(name, D) || D == FA_MAX_HEAD_DIM
+#define FA_WIDEST(name, D, of_general) || D == FA_MAX_HEAD_DIM
 static_assert(false FA_INSTANCES(FA_WIDEST), "an instance for every head_dim");
 
 /* The narrowest in this build that is wide enough; NULL: it is left out. */
-const Instance *instance_for(int head_dim) {
+const Instance *instance_for(int head_dim, bool of_general) {
     for (const Instance &i : kInstances)
-        if (i.launch && i.head_dim >= head_dim) return &i;
+        if (i.launch && i.head_dim >= head_dim && i.of_general == of_general) return &i;
     return nullptr;
 }
 
@@ -142,21 +146,26 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
         return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
     const int head_dim = f.head_dim > f.head_dim_v ? f.head_dim : f.head_dim_v;
     Own &own = fa_own<Own>(plan);
-    const Instance *found = instance_for(head_dim);
+    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
+    own.chunks_q = has_chunks(f.q, f.head_dim), own.chunks_k = has_chunks(f.k, f.head_dim);
+    own.chunks_v = has_chunks(f.v, f.head_dim_v);
+    own.chunks_dout = !p.dout.data || has_chunks(p.dout, f.head_dim_v);
+    own.chunks_out = f.out_dtype == f.dtype && has_chunks(f.out, f.head_dim_v);
+    bool extended = problem->forward.alibi.data || problem->forward.dropout.threshold;
+    const bool general = f.bias.data || f.mask.data || f.softcap > 0 || !own.chunks_q || !own.chunks_k ||
+                         !own.chunks_v || !own.chunks_dout;
+    const Instance *found = instance_for(head_dim, false);
+    if (general && !extended) { // kExtended takes what kGeneral does, where that is left out
+        const Instance *own_kind = instance_for(head_dim, true);
+        extended = !own_kind || (found && found->head_dim < own_kind->head_dim);
+        if (!extended) found = own_kind;
+    }
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     own.index = int(found - kInstances);
     const Instance &instance = *found;
     if (size_t(instance.shared_bytes) > device->smem_per_block)
         return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, instance.shared_bytes,
                           int64_t(device->smem_per_block), 0);
-    const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
-    own.chunks_q = has_chunks(f.q, f.head_dim), own.chunks_k = has_chunks(f.k, f.head_dim);
-    own.chunks_v = has_chunks(f.v, f.head_dim_v);
-    own.chunks_dout = !p.dout.data || has_chunks(p.dout, f.head_dim_v);
-    own.chunks_out = f.out_dtype == f.dtype && has_chunks(f.out, f.head_dim_v);
-    const bool extended = problem->forward.alibi.data || problem->forward.dropout.threshold;
-    const bool general = f.bias.data || f.mask.data || f.softcap > 0 || !own.chunks_q || !own.chunks_k ||
-                         !own.chunks_v || !own.chunks_dout;
     own.pairs_bias =
         f.bias_dtype == FA_F32 ? takes_chunks<float>(f.bias, f.seq_k, 2) : takes_chunks<uint16_t>(f.bias, f.seq_k, 2);
     own.pairs_mask = takes_chunks<uint8_t>(f.mask, f.seq_k, 2);

@@ -19,6 +19,7 @@
  * @instance d{32,64,96,128,192,256} Dense {1}
  * @instances serve_instance.cu
  * @instance serve_d{32,64,96,128,192,256} Serve {1}
+ * @core (serve_)?d(32|64|128|256)
  */
 #include "common/launch.cuh" // fa_own
 #include "common/rows.cuh"   // takes_chunks

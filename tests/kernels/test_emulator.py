@@ -246,7 +246,7 @@ def test_scores_of_every_magnitude(emulated, request, kernel, kind):
 
 BACKWARD = {
     "simt_backward": dict(instances="^f32$"),
-    "mma_backward_sm80": dict(instances="^d64$"),
+    "mma_backward_sm80": dict(instances="^d64(_general)?$"),
     "wgmma_backward_sm90": dict(instances="^(d64_(full|masked)|d192_full|d256_masked)_bf16$|^d256_capped_f16$"),
 }
 GRADIENTS = [

@@ -219,3 +219,133 @@ def test_a_product_of_instances(tmp_path):
         "d128_capped": ("-DDIM=128", "-DKIND=CAPPED", "-DNAME=k128capped"),
         "all": ("-DALL",),
     }
+
+
+# ---- which instances, for which GPUs, at what cost ----
+
+
+def options(**given):
+    return _build.Options(nvcc="nvcc", **given)
+
+
+def instances_of(units):
+    return {f"{u.kernel}.{name}" for u in units if u.host for name in _build.sets.names(u.macro, u.kernel)}
+
+
+def test_sets_of_instances():
+    everything, _ = _build.plan_units(options(instances="all"))
+    core, _ = _build.plan_units(options())
+    assert _build.left_out(everything) == []
+    assert instances_of(core) < instances_of(everything)
+    assert instances_of(core) | set(_build.left_out(core)) == instances_of(everything)
+    assert "wgmma_sm90.d128_masked_bf16" in instances_of(core) and "wgmma_sm90.d96_full_f16" in _build.left_out(core)
+    one, _ = _build.plan_units(options(instances="d128_masked_bf16", only="^wgmma_sm90$"))
+    assert instances_of(one) == {"wgmma_sm90.d128_masked_bf16"}
+
+
+def test_instances_that_match_nothing_are_named_with_those_that_exist():
+    with pytest.raises(_build.OptionError, match=r"FA_INSTANCES is 'd100', which no instance matches; .*: wgmma_sm90\.d\{256,192"):
+        _build.plan_units(options(instances="d100", only="^wgmma_sm90$"))
+
+
+def test_the_host_knows_of_every_instance_and_an_object_of_its_own():
+    units = _build.units_of(_build.kernel_files()["wgmma_sm90"], lambda name: name.startswith("d64_"))
+    assert [unit.name for unit in units] == ["wgmma_sm90.d64", "wgmma_sm90"]
+    assert units[0].count == 6 and units[0].macro.count("X(wgmma_sm90_d64_") == 6 and "d128" not in units[0].macro
+    assert "X(wgmma_sm90_d128_full_f16, 128, kFull, __half)" in units[1].macro
+    apart = _build.units_of(_build.kernel_files()["wgmma_sm90"], lambda name: name.startswith("d64_"), apart=True)
+    assert [unit.count for unit in apart] == [1] * 6 + [0]
+
+
+@pytest.mark.parametrize(
+    ("own", "archs", "built"),
+    [
+        ((), ("sm_90", "compute_80"), ("sm_90", "compute_80")),
+        ((), ("sm_90a", "sm_90", "compute_80"), ("sm_90", "compute_80")),
+        (("sm_90a",), ("sm_90", "compute_80"), ("sm_90a",)),
+        (("sm_90a",), ("sm_90a",), ("sm_90a",)),
+        (("sm_90a",), ("sm_80", "compute_80"), ()),
+        (("sm_90a",), _build.architectures.WHEEL, ("sm_90a",)),
+    ],
+)
+def test_architectures_of_a_file(own, archs, built):
+    assert _build.architectures.of_file(own, archs) == built
+
+
+def test_a_pass_of_the_front_end():
+    gencode = _build.architectures.gencode
+    assert gencode(("sm_90", "compute_80"), False) == ["-gencode", "arch=compute_80,code=[sm_90,compute_80]"]
+    assert gencode(("sm_90a",), False) == ["-gencode", "arch=compute_90a,code=sm_90a"]
+    both = ["-gencode", "arch=compute_90,code=sm_90", "-gencode", "arch=compute_80,code=compute_80"]
+    assert gencode(("sm_90", "compute_80"), True) == both
+
+
+def test_hopper_is_left_out_where_no_gpu_is_one(monkeypatch):
+    known = ["sm_80", "sm_86", "sm_90", "compute_80", "compute_90"]
+    for gpus, archs in ([[], _build.architectures.DEFAULT], [[86], ("sm_86", "compute_80")], [[103], ("compute_80",)]):
+        monkeypatch.setattr(_build.architectures, "in_sight", lambda gpus=gpus: gpus)
+        assert _build.architectures.for_machine(known) == archs
+    units, defines = _build.plan_units(options(archs=("sm_86", "compute_80")))
+    assert defines["FA_HAVE_wgmma_sm90"] == "0" and defines["FA_HAVE_mma_sm80"] == "1"
+    assert not any(unit.archs for unit in units)
+
+
+def test_an_architecture_that_nvcc_does_not_know_is_named_with_those_that_it_does():
+    with pytest.raises(ValueError, match=r"FA_ARCHS is 'sm_95'; accepted: sm_80, sm_90, compute_80"):
+        _build.architectures.parsed("sm_95", ["sm_80", "sm_90", "compute_80"])
+
+
+def included(path, seen):
+    for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE):
+        for place in (ROOT / "kernels" / name, ROOT / "csrc" / name, path.parent / name):
+            if place.is_file() and place not in seen:
+                seen.add(place)
+                included(place, seen)
+    return seen
+
+
+@pytest.mark.parametrize("source", [f for f in _build.cuda_files() if f.stem != "chaos"], ids=lambda path: path.stem)
+def test_code_that_asks_for_its_architecture_takes_a_pass_for_each(source):
+    said = _build.directives(source)
+    files = {source, *(instance.source for instance in said.instances.values())}
+    read = set().union(*(included(file, {file}) for file in files))
+    asks = any("__CUDA_ARCH__" in path.read_text() for path in read)
+    assert said.archs or asks == said.pass_an_arch
+
+
+def test_the_budget_of_the_build():
+    """Kernels that cost more than this table says are a decision: it stands there."""
+    budget, rows = _build.sets.BUDGET, {}
+    for name in ("core", "all"):
+        rows[name] = _build.count.expected(_build, options(instances=name, jobs=2))
+    assert set(budget) == set(rows["all"]) - {"C"} == set(_build.sets.COSTS)
+    for kernel, row in budget.items():
+        found = [rows[name][kernel].instances for name in ("core", "all")]
+        assert found == [row.core, row.all], f"{kernel} has {found} instances in core and all: name them in BUDGET"
+    assert sum(row.seconds for row in rows["core"].values()) <= _build.sets.CORE_SECONDS
+
+
+@pytest.mark.skipif(_build.find_nvcc() is None, reason="nvcc is not installed")
+def test_what_a_build_says_of_itself(monkeypatch):
+    for name in ("FA_ARCHS", "FA_INSTANCES", "FA_CUDA"):
+        monkeypatch.delenv(name, raising=False)
+    given = _build.options_from_environment()
+    units, _ = _build.plan_units(given)
+    first = _build.count.first_line(_build, units, given)
+    for word in ("instances core", "CPU minutes", "FA_CUDA=0", "FA_ARCHS", "FA_INSTANCES=all"):
+        assert word in first
+    last = _build.count.last_line(_build.left_out(units), given)
+    assert last.startswith("fa_ext: FA_INSTANCES=core leaves out") and "13 of wgmma_sm90" in last
+    assert _build.count.last_line([], given) is None
+
+
+def test_the_table_of_the_build(tmp_path):
+    (tmp_path / "simt.f16.log").write_text("Compiling entry function '_Z1av' for 'sm_90'\nCompiling entry function '_Z1bv' for 'sm_90'\n")
+    (tmp_path / "simt.f16.device.json").write_text("{}")
+    (tmp_path / "simt.f16.seconds").write_text("12.5")
+    environment = os.environ | {"FA_CUDA": "0"}
+    line = [sys.executable, "fa_ext/_build.py", "--count", str(tmp_path)]
+    printed = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"^core: \d+ objects, \d+ CPU seconds; limit of core: 900$", printed, re.MULTILINE)
+    made = _build.count.made(tmp_path)["simt"]
+    assert made.seconds == 12.5 and made.functions["sm_90"] == {"_Z1av", "_Z1bv"}

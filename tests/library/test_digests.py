@@ -33,7 +33,7 @@ class Tree:
         for name in ("csrc", "kernels"):
             shutil.copytree(ROOT / name, folder / name)
         (folder / "fa_ext").mkdir()
-        for name in (*_build.BUILD_FILES, "fa_ext/_digests.py", "fa_ext/_progress.py"):
+        for name in (*_build.BUILD_FILES, "fa_ext/_digests.py", "fa_ext/_progress.py", "fa_ext/_count.py"):
             shutil.copy(ROOT / name, folder / name)
 
     def edit(self, name, *changes):

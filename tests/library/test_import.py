@@ -130,6 +130,8 @@ def test_build_info():
     assert all(device in ("cpu", "cuda") and summary for device, summary in info["kernels"].values())
     if not info["cuda"]:
         assert {device for device, _ in info["kernels"].values()} == {"cpu"}
+    assert info["instances"] and (info["instances"] != "all" or info["left_out"] == [])
+    assert all(name.partition(".")[0] in info["kernels"] for name in info["left_out"])
     assert fa_ext._core.cpu_info()["threads"] >= 1
 
 

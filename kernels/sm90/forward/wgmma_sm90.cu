@@ -12,6 +12,7 @@
  * @arch sm_90a
  * @instances instance.cu
  * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16} {1} {2:kFull,kMasked,kCapped} {3:__half,__nv_bfloat16}
+ * @core d(64|128|256)_((full|masked)_\w+|capped_bf16)|d96_masked_\w+
  */
 #include "sm90/forward/host.cuh"
 

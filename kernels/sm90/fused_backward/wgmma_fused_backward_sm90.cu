@@ -23,6 +23,7 @@
  *           FusedConfig {1} {2:kFull,kMasked,kCapped} {3:__half,__nv_bfloat16}
  * @instance ordered_d64_{full,masked,capped}_{f16,bf16}
  *           OrderedFusedConfig 64 {1:kFull,kMasked,kCapped} {2:__half,__nv_bfloat16}
+ * @core \w+_((full|masked)_\w+|capped_bf16)
  */
 #include "sm90/fused_backward/host.cuh"
 

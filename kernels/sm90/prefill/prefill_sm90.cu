@@ -15,6 +15,7 @@
  * @arch sm_90a
  * @instances instance.cu
  * @instance d{256,192,128,96,64}_{masked,capped}_{f16,bf16} {1} {2:kMasked,kCapped} {3:__half,__nv_bfloat16}
+ * @core d(64|128|256)_(masked_\w+|capped_bf16)
  */
 #include <algorithm> // std::max, std::min
 #include <cmath>     // fabs
