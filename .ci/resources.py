@@ -1,4 +1,5 @@
-"""Reads ptxas' resource reports that the build keeps beside its objects; fails on spills and on serialised wgmma.
+"""Reads ptxas' resource reports that the build keeps beside its objects; fails on spills, on serialised wgmma and on more
+functions than the budget of the build has (fa_ext/_sets.py).
 
     python .ci/resources.py build/objects     prints a table of every kernel; exit status 1 on a finding
 
@@ -8,6 +9,9 @@
 import re
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fa_ext"))
+import _build
 
 # wgmma serialised (C7510-C7512, C7514, C7515), waits injected (C7517), setmaxnreg ignored (C7508).
 SERIALISED = re.compile(r"C75(?:08|1[0-9])")
@@ -56,6 +60,11 @@ def main():
         for line in text.splitlines():
             if SERIALISED.search(line) and not allowed(line, 0, rules):
                 findings.append(f"{log.stem}: {line.strip()}")
+    for kernel, took in _build.count.made(Path(sys.argv[1])).items():
+        budget = _build.sets.BUDGET.get(kernel)
+        functions = max(map(len, took.functions.values()), default=0)
+        if budget and functions > budget.functions:
+            findings.append(f"{kernel}: {functions} functions, the budget in fa_ext/_sets.py has {budget.functions}")
     for (unit, arch), registers in sorted(worst.items()):
         print(f"{unit:32} {arch:12} at most {registers} registers")
     print(f"{count} kernels, {len(findings)} findings")
