@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import sys
 import time
 
@@ -58,8 +57,7 @@ def _verdict(kernel: str, case: Case):
     """What float64 says to a kernel's results of a case of either pass, in arrays of the library that there is for it."""
     if case.operation == "attention":
         return runner.verdict(kernel, case)
-    forward = dataclasses.replace(case, operation="attention", deterministic=True, dlse=False)
-    return gradients.verdict(kernel, gradients.make(forward, dlse=case.dlse), deterministic=case.deterministic)
+    return gradients.verdict(kernel, gradients.make(case))
 
 
 def sweep(kernel: str, problems, seconds: float) -> int:

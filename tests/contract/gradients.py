@@ -67,6 +67,7 @@ class Problem:
     case: Case
     inputs: dict  #: dout, q, k, v, out, lse, dlse and options, as fa_ext.attention_backward takes them
     wrt: tuple[str, ...]
+    call: dict = dataclasses.field(default_factory=dict)  #: deterministic and accumulate, where the case is of the backward pass
 
     @functools.cached_property
     def truth(self):
@@ -84,8 +85,12 @@ class Problem:
 def make(case: Case, *, dlse=True, wrt=None, dout="normal", seed=5) -> Problem:
     """A problem of a case. out and LSE are the reference's, rounded, so that no forward kernel has a part in it.
 
-    dout: "normal", "none", "ones" (one element, strides 0) or an array.
+    dout: "normal", "none", "ones" (one element, strides 0) or an array. A case of operation=backward says dlse itself.
     """
+    call = {}
+    if case.operation == "backward":
+        call, dlse = {"deterministic": case.deterministic, "accumulate": case.accumulate}, case.dlse
+        case = dataclasses.replace(case, operation="attention", deterministic=True, accumulate=False, dlse=False)
     inputs = case.host_inputs()
     rng = np.random.default_rng([case.seed, seed])
     exact, exact_lse = reference.attention(**inputs)
@@ -103,7 +108,7 @@ def make(case: Case, *, dlse=True, wrt=None, dout="normal", seed=5) -> Problem:
         dlse = rng.standard_normal(lse.shape).astype(wide)
     if dlse is not False and dlse is not None:
         made["dlse"] = dlse
-    return Problem(case, made, wrt)
+    return Problem(case, made, wrt, call)
 
 
 def described(case: Case, **changes) -> dict:
@@ -143,7 +148,10 @@ def placed(problem: Problem, kernel: str) -> dict:
 
 
 def results(problem: Problem, kernel: str, dtype=None):
-    """({name: memory}, grads aligned with wrt): arrays filled with NaN, inside memory that is NaN too."""
+    """({name: memory}, grads aligned with wrt): arrays filled with NaN, or wider ones of zeros where gradients are added to them,
+    inside memory that is NaN too."""
+    if problem.call.get("accumulate"):
+        dtype = "float64" if problem.case.dtype == "float64" else "float32"
     library = runner.library_for(kernel, problem.case)
     memory, grads = {}, []
     for name in problem.wrt:
@@ -151,6 +159,8 @@ def results(problem: Problem, kernel: str, dtype=None):
         count = like.size
         memory[name] = runner.filled(library, count + 2 * _GUARD, dtype or like.dtype.name, np.nan)
         grads.append(memory[name][_GUARD : _GUARD + count].reshape(like.shape))
+        if problem.call.get("accumulate"):
+            grads[-1][...] = 0
     return memory, tuple(grads)
 
 
@@ -158,8 +168,9 @@ def run(kernel: str, problem: Problem, **extra) -> dict:
     """{name: gradient on the host}; fails where something around a result was written. Unplaceable where a kernel that need
     not take everything refuses the call."""
     memory, grads = results(problem, kernel)
+    options = order(kernel) | problem.call | extra
     try:
-        returned = fa_ext.attention_backward(**placed(problem, kernel), wrt=problem.wrt, grads=grads, kernel=kernel, **order(kernel) | extra)
+        returned = fa_ext.attention_backward(**placed(problem, kernel), wrt=problem.wrt, grads=grads, kernel=kernel, **options)
     except fa_ext.UnsupportedError as error:
         if runner.listed_name(kernel) in TAKES_EVERYTHING:
             raise

@@ -10,6 +10,7 @@ from bench import problems, report
 from bench.problems import serving_cases
 from bench.problems.case import Case
 from bench.problems.lengths import Lengths, Storage
+from tests.contract import gradients
 
 EVIDENCE = Path(problems.__file__).parents[1] / "evidence"
 PACKED = "B4,H8/2,S130*2+7x9+0x12,D64,bfloat16,q=packed,k=packed,slack=0,causal=bottom_right,operation=backward,dlse=True"
@@ -36,6 +37,16 @@ def test_a_packed_backward_pass_is_a_case():
     assert inputs["q"].shape == (267, 8, 64) and np.array_equal(inputs["cu_seqlens_q"], (0, 130, 260, 267, 267))
     with pytest.raises(report.UsageError, match="the backward pass of sequences is not measured"):
         problems.parse(PACKED, problems.OPERATIONS)
+
+
+@pytest.mark.parametrize("options", ["dlse=True", "deterministic=False", "accumulate=True,dlse=True", "dropout=0.2:3,sinks=same"])
+def test_a_backward_case_is_a_problem(options):
+    case = Case.parse(f"B2,H4/2,S9x13,D16,float16,causal=bottom_right,operation=backward,{options}")
+    problem = gradients.make(case)
+    assert ("dlse" in problem.inputs) == case.dlse and problem.call == {"deterministic": case.deterministic, "accumulate": case.accumulate}
+    found = gradients.run("cpu_ref_backward", problem)
+    assert {x.dtype for x in found.values()} == {np.dtype("float32" if case.accumulate else "float16")}
+    assert (report := gradients.judged("cpu_ref_backward", problem, found)), report
 
 
 def test_a_batch_is_sequences_of_one_length():
