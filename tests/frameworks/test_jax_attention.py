@@ -1,5 +1,6 @@
 """fa_ext.jax.attention against float64: results, LSE and every gradient, with every option, on the kernels of this machine."""
 
+import inspect
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ import fa_ext.jax  # noqa: E402
 from bench.problems.case import Case  # noqa: E402
 from bench.problems.placement import Unplaceable  # noqa: E402
 from fa_ext import reference  # noqa: E402
+from fa_ext._operands import OPTIONS  # noqa: E402
 from fa_ext.judge import judge, spread  # noqa: E402
 from fa_ext.reference.backward import gradients as exact_gradients  # noqa: E402
 from tests.contract import (
@@ -425,3 +427,10 @@ def test_dot_product_attention_refuses(change, error, text):
 def test_a_query_that_sees_no_key_gets_zeros():
     q = np.zeros((2, 4, 2, 8), "f4")
     np.testing.assert_array_equal(fa_ext.jax.dot_product_attention(q, q, q + 1, key_value_seq_lengths=np.zeros(2, "i4")), 0)
+
+
+def test_options_are_those_of_the_core():
+    assert [*inspect.signature(fa_ext.jax.attention).parameters][-len(OPTIONS) :] == list(OPTIONS)
+    q = np.zeros((1, 2, 3, 8), "f4")
+    with pytest.raises(TypeError, match="unknown argument slopes; accepted"):
+        fa_ext.jax.attention(q, q, q, slopes=q)

@@ -1,5 +1,6 @@
 """fa_ext.torch.attention: values and gradients over all options, what needs a gradient, modes of autograd, strides."""
 
+import inspect
 import itertools
 import warnings
 
@@ -9,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 import fa_ext  # noqa: E402
 import fa_ext.torch as ft  # noqa: E402
+from fa_ext._operands import OPTIONS  # noqa: E402
 from tests.frameworks.support.torch_calls import CALLS, DEVICES, gradients, make, math_attention, scalar  # noqa: E402
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -438,3 +440,22 @@ def test_tensors_without_strides_are_refused_by_name(device, kind):
         for first in (q, own, q.clone().requires_grad_()):
             with pytest.raises(TypeError, match=name + words):
                 ft.attention(first, q, q, **{name: x})
+
+
+def test_options_are_those_of_the_core(device):
+    """Each array of operands.def that changes what attention means is a keyword, and an argument of the operators."""
+    assert [*inspect.signature(ft.attention).parameters][-len(OPTIONS) :] == list(OPTIONS)
+    for name in ("attention", "attention_backward", "attention_out"):
+        arguments = getattr(torch.ops.fa_ext, name).default._schema.arguments
+        assert [x.name for x in arguments][-len(OPTIONS) :] == list(OPTIONS)
+        assert all(x.has_default_value() for x in arguments[-len(OPTIONS) :])
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_unknown_keywords(device, into):
+    q = torch.randn(1, 2, 3, 8, device=device)
+    more = {"out": torch.empty_like(q)} if into else {}
+    for call in (ft.attention, torch.compile(ft.attention, backend="eager")):
+        with pytest.raises(TypeError, match="unknown argument slopes; accepted"):
+            call(q, q, q, slopes=q, **more)
+    assert torch.equal(ft.attention(q, q, q, bias=None, sinks=None, **more), ft.attention(q, q, q))
