@@ -1,4 +1,4 @@
-/* cuBLAS found at run time: the few functions the row calls, and its handles.
+/* cuBLAS found at run time: the few functions the kernel calls, and its handles.
  *
  * The declarations below are cuBLAS's C interface (unchanged since version 11), so that building needs no cuBLAS
  * headers and the extension has no cuBLAS among its dependencies. One state a context, in the context's slot: the

@@ -17,6 +17,7 @@
  *     python -m bench measure --preset history --kernels cublas
  */
 #include "common/launch.cuh"  // FA_CUDA_TRY
+#include "common/limits.cuh"  // lengths_fit
 #include "common/mask.cuh"    // tile_keys
 #include "common/score.cuh"   // score_params
 #include "cublas/api.cuh"     // Session
@@ -31,7 +32,6 @@ using cublas::Chunk;
 using cublas::Matrix;
 
 constexpr int64_t kBoundedRows = 512; // rows a chunk with causal or a window: its keys are clipped to what they see
-constexpr int kMaxLengthBits = 29;    // of a sequence, so that 32-bit indices hold
 constexpr size_t kLibraryBytesSm90 = 32 << 20; // workspace for cuBLAS, as its documentation recommends
 constexpr size_t kLibraryBytes = 4 << 20;
 
@@ -99,8 +99,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     Tiling &t = fa_own<Tiling>(plan);
     plan->keep = true;
     if (device->library_error[FA_CUBLAS]) return fa_because(why, FA_NOT_HERE, FA_WHY_LIBRARY, FA_CUBLAS, 0, 0);
-    if ((p.seq_q > p.seq_k ? p.seq_q : p.seq_k) >> kMaxLengthBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
+    if (!lengths_fit(p.seq_q, p.seq_k, kBitsInFours, why)) return FA_REFUSES;
     if (problem->empty) return judge(p, why);
     const bool expressed = expressible(p.q, p.seq_q, p.head_dim) && expressible(p.k, p.seq_k, p.head_dim) &&
                            expressible(p.v, p.seq_k, p.head_dim_v) && expressible(p.out, p.seq_q, p.head_dim_v);

@@ -26,6 +26,7 @@
  */
 #include "common/instances.cuh"
 #include "common/launch.cuh" // fa_own
+#include "common/limits.cuh" // band_of, divide_up, lengths_fit
 #include "common/rows.cuh"   // takes_chunks
 #include "common/score.cuh"  // score_params
 #include "fa.h"              // fa_backward, fa_kernel
@@ -37,9 +38,6 @@ namespace fa {
 FA_INSTANCES(FA_DECLARE_INSTANCE)
 
 namespace {
-
-constexpr int kMaxLengthBits = 28; // of queries or keys: the kernels add up to four such numbers in 32 bits
-constexpr int kMaxBlocksBits = 31;
 
 struct Instance {
     int head_dim;
@@ -100,8 +98,6 @@ struct Own {
     int64_t section_queries, section_keys; // heads, kv heads walked together
 };
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 bool has_chunks(const fa_operand &x, int columns) { return takes_chunks<uint16_t>(x, columns, 8); }
 
 /* Gradients of which two neighbouring elements can be stored at once. */
@@ -142,8 +138,7 @@ int parts_of(const fa_backward &p, const fa_device_info *device, const Instance 
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
-    if ((f.seq_q > f.seq_k ? f.seq_q : f.seq_k) >> kMaxLengthBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
+    if (!lengths_fit(f.seq_q, f.seq_k, kBitsInBand, why)) return FA_REFUSES;
     const int head_dim = f.head_dim > f.head_dim_v ? f.head_dim : f.head_dim_v;
     Own &own = fa_own<Own>(plan);
     const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
@@ -190,8 +185,8 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     const int64_t blocks_k = all * divide_up(f.seq_k, instance.own_keys[own.kinds.keys]);
     const int64_t blocks_bias =
         !(p.wants >> FA_GRAD_BIAS & 1) ? 0 : BiasAxes(p, instance.bias_queries, instance.bias_keys).tasks();
-    if (blocks_q >> kMaxBlocksBits || blocks_k >> kMaxBlocksBits || blocks_bias >> kMaxBlocksBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxBlocksBits, 0, 0);
+    if (blocks_q >> kMaxTilesBits || blocks_k >> kMaxTilesBits || blocks_bias >> kMaxTilesBits)
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     own.sinks_at = own.pairs * group * own.pitch * 8;
     own.bias_at = own.sinks_at + int64_t(sinks_bytes);
     own.parts = parts_of(p, device, instance, size_t(own.bias_at));
@@ -205,11 +200,6 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     return FA_TAKES;
 }
 
-int clamp_bound(int64_t bound) {
-    constexpr int64_t kFar = int64_t(2) << kMaxLengthBits;
-    return int(bound < kFar ? bound : kFar);
-}
-
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
@@ -219,11 +209,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
     BackwardArgs args = {
         .problem = gradient_params(p),
         .score = score_params(f),
-        .visible = {.left = clamp_bound(f.left),
-                    .right = clamp_bound(f.right),
-                    .diagonal = int(f.diagonal),
-                    .key_begin = int(f.key_begin),
-                    .key_end = int(f.key_end)},
+        .visible = band_of(f),
         .scale = float(f.scale),
         .softcap = float(f.softcap),
         .rows = reinterpret_cast<float2 *>(workspace),

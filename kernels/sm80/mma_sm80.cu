@@ -22,6 +22,7 @@
  * @core (serve_)?d(32|64|128|256)
  */
 #include "common/launch.cuh" // fa_own
+#include "common/limits.cuh" // band_of, divide_up, lengths_fit
 #include "common/rows.cuh"   // takes_chunks
 #include "common/score.cuh"  // score_params
 #include "fa.h"              // fa_forward, fa_kernel
@@ -34,9 +35,6 @@ namespace fa {
 FA_INSTANCES(FA_DECLARE)
 
 namespace {
-
-constexpr int kMaxLengthBits = 28; // of queries or keys: the kernel adds up to four such numbers in 32 bits
-constexpr int kMaxBlocksBits = 31;
 
 struct Tile {
     int tile_m, tile_n, stages, threads, blocks_per_sm;
@@ -130,8 +128,6 @@ bool has_bias_chunks(const fa_forward *p) {
 }
 bool has_mask_chunks(const fa_forward *p) { return !p->mask.data || takes_chunks<uint8_t>(p->mask, p->seq_k, 16); }
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t blocks_of(const fa_forward *p, const Tile &tile) {
     return divide_up(p->seq_q, tile.tile_m) * p->batch * p->heads;
 }
@@ -221,8 +217,7 @@ int64_t section_of(const fa_forward *p, const fa_device_info *device) {
 fa_answer plan_dense(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const bool folded = folds_heads(problem->forward);
     const fa_forward forward = folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
-    if ((p->seq_q > p->seq_k ? p->seq_q : p->seq_k) >> kMaxLengthBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
+    if (!lengths_fit(p->seq_q, p->seq_k, kBitsInBand, why)) return FA_REFUSES;
     const DenseInstance *found = instance_for(kDense, p);
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     const DenseInstance &instance = *found;
@@ -230,7 +225,7 @@ fa_answer plan_dense(const fa_problem *problem, const fa_device_info *device, fa
     const Tile &tile = instance.tile[kind];
     const SharedLayout shared = shared_layout(p, tile);
     const int64_t blocks = blocks_of(p, tile);
-    if (blocks >> kMaxBlocksBits) return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxBlocksBits, 0, 0);
+    if (blocks >> kMaxTilesBits) return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     if (size_t(shared.bytes) > device->smem_per_block)
         return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, shared.bytes, int64_t(device->smem_per_block), 0);
     const bool splits = (kind == kSmall || kind == kGeneral) && !problem->batch_invariant;
@@ -270,11 +265,6 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     return plan_serving(problem, device, found->form, own.serve, plan, why);
 }
 
-int clamp_bound(int64_t bound) {
-    constexpr int64_t kFar = int64_t(2) << kMaxLengthBits;
-    return int(bound < kFar ? bound : kFar);
-}
-
 fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const Own &own = fa_own<Own>(plan);
     if (own.serves)
@@ -285,11 +275,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
     const MmaArgs args = {
         .problem = attention_params(*p),
         .score = score_params(*p),
-        .visible = {.left = clamp_bound(p->left),
-                    .right = clamp_bound(p->right),
-                    .diagonal = int(p->diagonal),
-                    .key_begin = int(p->key_begin),
-                    .key_end = int(p->key_end)},
+        .visible = band_of(*p),
         .heads = Divider::of(p->heads),
         .group = Divider::of(p->heads / p->heads_kv),
         .per_section = Divider::of(own.section * own.row_blocks),

@@ -5,6 +5,7 @@
 #include <stdint.h>  // INT32_MAX
 
 #include "common/launch.cuh"     // FA_CUDA_TRY, fa_allow_smem
+#include "common/limits.cuh"     // lengths_fit
 #include "common/rows.cuh"       // takes_chunks
 #include "sm80/serve_config.cuh" // ServeArgs
 #include "sm80/serve_job.cuh"    // serve_bytes
@@ -72,11 +73,9 @@ inline void plan_parts(const fa_problem *problem, const fa_device_info *device, 
 
 inline fa_answer plan_serving(const fa_problem *problem, const fa_device_info *device, const ServeForm &form,
                               ServeOwn &own, fa_plan *plan, fa_why *why) {
-    constexpr int kMaxLengthBits = 31;
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
-    if (!s.pages.table && p.seq_k >> kMaxLengthBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
+    if (!s.pages.table && !lengths_fit(0, p.seq_k, kBitsAlone, why)) return FA_REFUSES;
     if (size_t(form.shared_bytes) > device->smem_per_block)
         return fa_because(why, FA_NOT_HERE, FA_WHY_SHARED_MEMORY, form.shared_bytes, int64_t(device->smem_per_block),
                           0);

@@ -2,7 +2,7 @@
 #pragma once
 #include "common/launch.cuh" // fa_own
 
-namespace fa::wmma_row {
+namespace fa::wmma_tiles {
 
 /* The plan's own part. */
 struct Own {
@@ -17,4 +17,4 @@ struct Own {
 /* Launches the instance of a head_dim. */
 using Launch = fa_code(const fa_problem &, const fa_plan &, const fa_launch &);
 
-} // namespace fa::wmma_row
+} // namespace fa::wmma_tiles

@@ -5,7 +5,7 @@
 
 #include "common/ptx.cuh" // shared_address
 
-namespace fa::wmma_row {
+namespace fa::wmma_tiles {
 
 namespace wmma = nvcuda::wmma;
 
@@ -44,4 +44,4 @@ template <int kCount> __device__ __forceinline__ void scale_rows(Accumulator (&o
         for (int i = 0; i < rows.num_elements; ++i) out[d].x[i] *= rows.x[i];
 }
 
-} // namespace fa::wmma_row
+} // namespace fa::wmma_tiles

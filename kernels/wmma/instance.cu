@@ -4,7 +4,7 @@
 #include "wmma/kernel.cuh" // wmma_kernel, Params
 #include "wmma/shape.cuh"  // Config
 
-namespace fa::wmma_row {
+namespace fa::wmma_tiles {
 
 template <typename T, class C, bool kSimple>
 fa_code launch_as(const Params &params, const fa_plan &plan, const fa_launch &launch) {
@@ -43,4 +43,4 @@ template <class C> fa_code launch_shape(const fa_problem &problem, const fa_plan
     }
 FA_INSTANCES(FA_DEFINE)
 
-} // namespace fa::wmma_row
+} // namespace fa::wmma_tiles

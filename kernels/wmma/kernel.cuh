@@ -16,7 +16,7 @@
 #include "wmma/softmax.cuh"   // softmax_strip
 #include "wmma/tile.cuh"      // load_tile, store_rows
 
-namespace fa::wmma_row {
+namespace fa::wmma_tiles {
 
 struct Params {
     AttentionParams p;
@@ -208,4 +208,4 @@ __global__ void __launch_bounds__(C::kThreads, !kSimple && C::kBlocks > 2 ? 2 : 
         consume<T, C, kSimple>(params, shared, batch, head, first_row, keys, warp, lane);
 }
 
-} // namespace fa::wmma_row
+} // namespace fa::wmma_tiles

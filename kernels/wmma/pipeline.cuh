@@ -9,7 +9,7 @@
 
 #include "common/ptx.cuh" // shared_address
 
-namespace fa::wmma_row {
+namespace fa::wmma_tiles {
 
 __device__ __forceinline__ void barrier_init(uint64_t *barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -69,4 +69,4 @@ __device__ __forceinline__ void wait_copies(int site = __builtin_LINE()) {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-} // namespace fa::wmma_row
+} // namespace fa::wmma_tiles

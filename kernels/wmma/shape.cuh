@@ -1,4 +1,4 @@
-/* Block shapes of the wmma row: how many warps and rows, how long a key tile, what lies in shared memory. */
+/* Block shapes of the wmma kernel: how many warps and rows, how long a key tile, what lies in shared memory. */
 #pragma once
 
 #include <stdint.h> // uint64_t
@@ -6,7 +6,7 @@
 #include "wmma/softmax.cuh" // kScorePitch, kStripRows
 #include "wmma/tile.cuh"    // kPitch, kWarp
 
-namespace fa::wmma_row {
+namespace fa::wmma_tiles {
 
 template <int kHeadDim_, int kConsumers_, int kTileN_, int kBlocks_, bool kQueryInRegisters_> struct Shape {
     static constexpr int kHeadDim = kHeadDim_, kSteps = kHeadDim / 16;
@@ -16,8 +16,8 @@ template <int kHeadDim_, int kConsumers_, int kTileN_, int kBlocks_, bool kQuery
     static constexpr int kStages = 2;
     static constexpr int kTileM = kConsumers * kStripRows;
     static constexpr int kThreads = (kConsumers + 1) * kWarp;
-    static constexpr bool kQueryInRegisters = kQueryInRegisters_;     // else loaded anew for each key tile
-    static constexpr int kScorePitch = wmma_row::kScorePitch<kTileN>; // floats
+    static constexpr bool kQueryInRegisters = kQueryInRegisters_;       // else loaded anew for each key tile
+    static constexpr int kScorePitch = wmma_tiles::kScorePitch<kTileN>; // floats
     static constexpr int kWeightPitch = kPitch<kTileN>;
     static constexpr int kOutColumns = kTileN < 64 ? 32 : 64; // of the output that pass through a strip at a time
 
@@ -45,4 +45,4 @@ template <> struct Config<128, true> : Shape<128, 11, 64, 1, false> {};
 static_assert(sizeof(Config<64, false>::Shared) <= 99 << 10 && sizeof(Config<128, false>::Shared) <= 99 << 10,
               "a small shape runs everywhere");
 
-} // namespace fa::wmma_row
+} // namespace fa::wmma_tiles

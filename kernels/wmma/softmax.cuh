@@ -14,7 +14,7 @@
 #include "common/softcap.cuh" // tanh_by_exp2
 #include "common/softmax.cuh" // RowState
 
-namespace fa::wmma_row {
+namespace fa::wmma_tiles {
 
 /* Keys in 32 bits. */
 __device__ __forceinline__ Span<int> narrow(const KeyRange &range) {
@@ -186,4 +186,4 @@ __device__ __forceinline__ float softmax_strip(const AttentionParams &p, const S
     return factor;
 }
 
-} // namespace fa::wmma_row
+} // namespace fa::wmma_tiles

@@ -8,7 +8,7 @@
 #include "common/rows.cuh"    // Chunk
 #include "wmma/pipeline.cuh"  // copy_16_async
 
-namespace fa::wmma_row {
+namespace fa::wmma_tiles {
 
 constexpr int kWarp = 32;
 constexpr int kChunk = 8; // elements in 16 bytes
@@ -88,4 +88,4 @@ __device__ __forceinline__ void store_rows(T *out, int64_t row_stride, int64_t c
     }
 }
 
-} // namespace fa::wmma_row
+} // namespace fa::wmma_tiles

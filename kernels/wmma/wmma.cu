@@ -23,13 +23,14 @@
  */
 #include "common/instances.cuh"
 #include "common/launch.cuh" // fa_own
+#include "common/limits.cuh" // lengths_fit
 #include "common/score.cuh"  // score_params
 #include "fa.h"              // fa_forward, fa_kernel
 #include "wmma/config.cuh"
 #include "wmma/kernel.cuh" // in_fours, rows_aligned
 #include "wmma/shape.cuh"  // Config
 
-namespace fa::wmma_row {
+namespace fa::wmma_tiles {
 
 FA_INSTANCES(FA_DECLARE_INSTANCE)
 
@@ -49,7 +50,6 @@ const Instance *instance_for(int head_dim) {
     return nullptr;
 }
 
-constexpr int kMaxLengthBits = 30;      // so that 32-bit row and key numbers hold
 constexpr int64_t kWideFromKeys = 1024; // batch_invariant: the shape follows from seq_k alone
 
 template <class C> int64_t tiles_m(const fa_forward &p) { return (p.seq_q + C::kTileM - 1) / C::kTileM; }
@@ -61,7 +61,7 @@ template <class C> fa_answer plan_shape(const fa_problem *problem, bool wide, fa
     plan->blocks = blocks_of<C>(p);
     plan->smem_bytes = sizeof(typename C::Shared);
     plan->keep = true;
-    if (plan->blocks > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
+    if (plan->blocks > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     const float scale = score_params(p).scale_log2;
     fa_own<Own>(plan) = {
         .head_dim = C::kHeadDim,
@@ -96,11 +96,10 @@ fa_answer plan_dim(const fa_problem *problem, const fa_device_info *device, fa_p
 
 fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_forward &p = problem->forward;
-    const int64_t longest = p.seq_q > p.seq_k ? p.seq_q : p.seq_k;
     const int widest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
     constexpr int kMaxHeadDim = 128;
     if (widest > kMaxHeadDim) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, kMaxHeadDim, 0, 0);
-    if (longest >> kMaxLengthBits) return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
+    if (!lengths_fit(p.seq_q, p.seq_k, kBitsInPairs, why)) return FA_REFUSES;
     const Instance *found = instance_for(widest);
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
     return found->head_dim == 64 ? plan_dim<64>(problem, device, plan, why) : plan_dim<128>(problem, device, plan, why);
@@ -111,7 +110,7 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
 }
 
 } // namespace
-} // namespace fa::wmma_row
+} // namespace fa::wmma_tiles
 
 FA_DEFINE_KERNEL(wmma) = {
     .abi = FA_KERNEL_ABI,
@@ -124,6 +123,6 @@ FA_DEFINE_KERNEL(wmma) = {
     .dtypes = fa::kFloat16Bits,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_ALIBI,
-    .plan = fa::wmma_row::plan,
-    .launch = fa::wmma_row::launch,
+    .plan = fa::wmma_tiles::plan,
+    .launch = fa::wmma_tiles::launch,
 };

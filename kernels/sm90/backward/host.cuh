@@ -2,6 +2,7 @@
  * dsinks, which adds up what others leave. For the host's compilation of a kernel alone. */
 #pragma once
 #include "common/launch.cuh"
+#include "common/limits.cuh" // divide_up, lengths_fit, shifted_band_of
 #include "sm90/backward/kernel.cuh"
 #include "sm90/common/instance.cuh"
 #include "sm90/common/tensor_map.h"
@@ -33,16 +34,9 @@ static __global__ void __launch_bounds__(kSinkThreads)
 
 /* ---- calls ---- */
 
-[[maybe_unused]] static int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
-
 [[maybe_unused]] static int backward_kind(const fa_forward &f) {
     if (f.softcap > 0) return kCapped;
     return f.left >= FA_UNBOUNDED && f.right >= FA_UNBOUNDED ? kFull : kMasked;
-}
-
-[[maybe_unused]] static int clamp_bound(int64_t x) {
-    constexpr int64_t kFar = 1 << 30;
-    return static_cast<int>(std::clamp(x, -kFar, kFar));
 }
 
 /* Rows [begin, end) of an operand alone. */
@@ -73,9 +67,9 @@ static __global__ void __launch_bounds__(kSinkThreads)
 
 [[maybe_unused]] static BackwardCall backward_call(const fa_backward &p) {
     const fa_forward &f = p.forward;
-    const int64_t keys = f.key_end - f.key_begin, first = f.diagonal - f.key_begin;
+    const int64_t keys = f.key_end - f.key_begin;
     BackwardCall call = {};
-    call.visible = {int(keys), clamp_bound(first - f.left), clamp_bound(first + f.right + 1)};
+    call.visible = shifted_band_of(f);
     call.score = score_params(f);
     call.seq_q = int(f.seq_q), call.seq_k = int(f.seq_k), call.key_begin = int(f.key_begin);
     if (keys > 0) {

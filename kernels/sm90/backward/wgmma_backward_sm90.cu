@@ -65,13 +65,13 @@ static bool backward_sizes(const fa_backward &p, const fa_device_info *device, B
     const fa_forward &f = p.forward;
     const BackwardTiling t = tiling_of(*own);
     const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
-    own->query_tiles = divided_up(f.seq_q, kBackwardTile);
-    own->key_tiles = divided_up(f.seq_k, key_tile(instance_of(*own).head_dim, instance_of(*own).head_dim_v));
-    own->row_blocks = p.wants >> FA_GRAD_K & 3 ? divided_up(f.seq_q, t.tile_q) : 0;
+    own->query_tiles = divide_up(f.seq_q, kBackwardTile);
+    own->key_tiles = divide_up(f.seq_k, key_tile(instance_of(*own).head_dim, instance_of(*own).head_dim_v));
+    own->row_blocks = p.wants >> FA_GRAD_K & 3 ? divide_up(f.seq_q, t.tile_q) : 0;
     own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->query_tiles * 4 * kBackwardConsumers : 0;
     own->parts_at = kCounterBytes;
     const int64_t part_bytes = f.batch * f.heads * own->sink_parts * int64_t(sizeof(float));
-    own->rows_at = own->parts_at + divided_up(part_bytes, 256) * 256;
+    own->rows_at = own->parts_at + divide_up(part_bytes, 256) * 256;
     const int64_t pair_bytes = group * own->row_blocks * t.tile_q * int64_t(2 * sizeof(float));
     const int64_t left = int64_t(std::min<size_t>(device->workspace_limit, INT64_MAX)) - own->rows_at;
     own->pairs = pair_bytes == 0 ? all : left < pair_bytes ? 0 : std::min(all, left / pair_bytes);
@@ -81,7 +81,6 @@ static bool backward_sizes(const fa_backward &p, const fa_device_info *device, B
 }
 
 static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31;
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     BackwardOwn &own = fa_own<BackwardOwn>(plan);
@@ -92,8 +91,7 @@ static fa_answer backward_plan(const fa_problem *problem, const fa_device_info *
     if (pair &&
         (f.head_dim <= kPairAbove || f.head_dim > kPairHeadDim || f.head_dim_v > kPairHeadDimV || f.head_dim_v % 8))
         return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_PAIR, kPairAbove, kPairHeadDim, kPairHeadDimV);
-    if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if (!lengths_fit(f.seq_q, f.seq_k, kBitsInFours, why)) return FA_REFUSES;
     if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
         (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads * f.batch, 1))
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);

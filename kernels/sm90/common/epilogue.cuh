@@ -2,6 +2,7 @@
  * 16-byte stores after shuffles (store_rows). On an H200 the end of a tile of 128 columns takes some 1000 cycles with
  * the first and 1450 with the second. */
 #pragma once
+#include "common/ptx.cuh" // pack
 #include "sm90/common/barrier.cuh"
 #include "sm90/common/softmax.cuh"
 #include "sm90/common/tma.cuh"
@@ -39,7 +40,7 @@ __device__ __forceinline__ void store_rows(T *const (&row)[2], const float (&out
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float *pair = &out[4 * (g + i) + 2 * r];
-                word[i] = factor[r] == 0.0f ? 0 : pack_pair<T>(pair[0] * factor[r], pair[1] * factor[r]);
+                word[i] = factor[r] == 0.0f ? 0 : pack<T>(pair[0] * factor[r], pair[1] * factor[r]);
             }
             quad_transpose(word, lane % 4);
             const int column = 8 * (g + lane % 4);
@@ -70,7 +71,7 @@ __device__ __forceinline__ void stage_rows(void *boxes, const float (&out)[Count
         uint32_t word[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            word[i] = pack_pair<T>(out[8 * j + 2 * i] * factor[i % 2], out[8 * j + 2 * i + 1] * factor[i % 2]);
+            word[i] = pack<T>(out[8 * j + 2 * i] * factor[i % 2], out[8 * j + 2 * i + 1] * factor[i % 2]);
         const uint32_t address = row + j / 4 * (16 * kSlabRowBytes) + 16 * (chunk ^ (j % 4 * 2));
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]),
                      "r"(word[1]), "r"(word[2]), "r"(word[3])

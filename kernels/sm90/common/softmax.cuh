@@ -10,7 +10,7 @@
  * Wide rows (common/softmax.cuh) are taken by absorb() alone: a warp that has one leaves the fast path.
  */
 #pragma once
-#include "common/ptx.cuh"     // exp2_fast, tanh_fast
+#include "common/ptx.cuh"     // exp2_fast, pack, tanh_fast
 #include "common/softmax.cuh" // RowState, RowResult, finish_row, finish_fast, weight_rounding
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,21 +18,10 @@
 
 namespace fa::sm90 {
 
-/* Two floats as one word of T, the first in the low half. */
-template <class T> __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-    if constexpr (std::is_same_v<T, __half>) {
-        const __half2 pair = __floats2half2_rn(low, high);
-        return *reinterpret_cast<const uint32_t *>(&pair);
-    } else {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-        return *reinterpret_cast<const uint32_t *>(&pair);
-    }
-}
-
 template <class T, int Count>
 __device__ __forceinline__ void pack_scores(uint32_t (&words)[Count / 2], const float (&scores)[Count]) {
 #pragma unroll
-    for (int i = 0; i < Count / 2; ++i) words[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < Count / 2; ++i) words[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
 }
 
 /* A thread's columns of one row are 8 * g + lane_column + {0, 1}, lane_column = 2 * (lane % 4). Those below `column`,
@@ -108,7 +97,7 @@ struct OnlineSoftmax {
             const float high = exp2_fast(fmaf(scores[i + 1], factor, shift[r]));
             part[r][chain] += low;
             part[r][chain] += high;
-            weights[i / 2] = pack_pair<T>(low, high);
+            weights[i / 2] = pack<T>(low, high);
         }
         const float block[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
         if (!__all_sync(0xffffffff, block[0] <= kWeightSum && block[1] <= kWeightSum && narrow)) return false;
@@ -135,7 +124,7 @@ struct OnlineSoftmax {
             const float high = exp2_fast(fmaf(products[i + 1], cap.at<Terms>(w1), shift[r]));
             part[r][chain] += low;
             part[r][chain] += high;
-            weights[i / 2] = pack_pair<T>(low, high);
+            weights[i / 2] = pack<T>(low, high);
         }
         const bool all_inside = static_cast<int32_t>(inside) < 0;
         const float block[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};

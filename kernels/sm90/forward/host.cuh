@@ -1,6 +1,7 @@
 /* Host side of wgmma_sm90 and wgmma_dropout_sm90: plan, launch. For the host's compilation of a kernel alone. */
 #pragma once
 #include "common/launch.cuh"
+#include "common/limits.cuh" // lengths_fit, shifted_band_of
 #include "sm90/common/tensor_map.h"
 #include "sm90/forward/config.cuh"
 #include <algorithm> // min, max
@@ -72,14 +73,12 @@ inline void fill_plan(const fa_forward &p, int number, const Instance &instance,
 template <size_t N>
 fa_answer plan_forward(const Instance (&instances)[N], int kind, const fa_problem *problem,
                        const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    constexpr int kMaxRowsBits = 30, kMaxTilesBits = 31;
     const fa_forward &p = problem->forward;
     if (p.head_dim > widest(instances)) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, widest(instances), 0, 0);
     if (p.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
     if (!(static_cast<float>(p.scale) > 1e-30f && p.scale < 1e30))
         return fa_because(why, FA_REFUSES, FA_WHY_SCALE, 0, 0, 0);
-    if (std::max(p.seq_q, p.seq_k) >> kMaxRowsBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if (!lengths_fit(p.seq_q, p.seq_k, kBitsInPairs, why)) return FA_REFUSES;
     if ((p.seq_q + 63) / 64 > (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(p.heads * p.batch, 1))
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     const int64_t keys = p.key_end - p.key_begin;
@@ -100,11 +99,6 @@ inline fa_operand visible(const fa_operand &x, int64_t key_begin) {
     fa_operand part = x;
     part.data = static_cast<char *>(x.data) + key_begin * x.stride[2] * 2;
     return part;
-}
-
-inline int clamp_bound(int64_t x) {
-    constexpr int64_t kFar = 1 << 30;
-    return static_cast<int>(x < -kFar ? -kFar : x > kFar ? kFar : x);
 }
 
 /* tanh(x) by an odd polynomial for |x| below a limit, here with x = factor * product, in powers of the product's square
@@ -176,8 +170,7 @@ static fa_code launch_forward(const Instance *instances, const fa_problem *probl
         FA_CUDA_TRY(*launch, cudaMemsetAsync(params.schedule.counter, 0, sizeof(uint32_t),
                                              static_cast<cudaStream_t>(launch->stream)));
     }
-    const int64_t first = p.diagonal - p.key_begin;
-    params.visible = {static_cast<int>(keys), clamp_bound(first - p.left), clamp_bound(first + p.right + 1)};
+    params.visible = shifted_band_of(p);
     params.seq_q = static_cast<int>(p.seq_q);
     params.head_dim = p.head_dim;
     params.dropout = problem->forward.dropout;

@@ -1,5 +1,6 @@
 /* A consumer warpgroup of wgmma_fused_backward_sm90: see kernel.cuh. */
 #pragma once
+#include "common/ptx.cuh" // pack
 #include "sm90/fused_backward/config.cuh"
 #include "sm90/fused_backward/step.cuh"
 
@@ -98,7 +99,7 @@ template <class C> struct FusedConsumer {
                 float slope[2];
                 const float low = capped_weight_of(scores[i], p.call.score, query[0], &slope[0]);
                 const float high = capped_weight_of(scores[i + 1], p.call.score, query[1], &slope[1]);
-                weights[i / 2] = pack_pair<T>(low, high);
+                weights[i / 2] = pack<T>(low, high);
                 scores[i] = low * slope[0], scores[i + 1] = high * slope[1];
             } else {
                 scores[i] = weight_of(scores[i], p.call.score.scale_log2, query[0]);
@@ -124,9 +125,9 @@ template <class C> struct FusedConsumer {
             const int low = 2 * i, high = low + 1;
             const float2 own =
                 *reinterpret_cast<const float2 *>(&smem.rows[stage].minus_delta[i / 2 * 16 + lane % 4 * 4]);
-            weights[i] = pack_pair<T>(keeps(low) ? scores[low] : 0.0f, keeps(high) ? scores[high] : 0.0f);
-            words[i] = pack_pair<T>(scores[low] * (keeps(low) ? products[low] : own.x),
-                                    scores[high] * (keeps(high) ? products[high] : own.y));
+            weights[i] = pack<T>(keeps(low) ? scores[low] : 0.0f, keeps(high) ? scores[high] : 0.0f);
+            words[i] = pack<T>(scores[low] * (keeps(low) ? products[low] : own.x),
+                               scores[high] * (keeps(high) ? products[high] : own.y));
         }
     }
     /* Their dT = P (dP - delta), and P, rounded. P no earlier: its registers are those that dP leaves. */
@@ -136,8 +137,8 @@ template <class C> struct FusedConsumer {
         } else {
 #pragma unroll
             for (int i = 4 * j; i < 4 * j + 4; ++i) {
-                if (!C::kSoftcap) weights[i] = pack_pair<T>(scores[2 * i], scores[2 * i + 1]);
-                words[i] = pack_pair<T>(scores[2 * i] * products[2 * i], scores[2 * i + 1] * products[2 * i + 1]);
+                if (!C::kSoftcap) weights[i] = pack<T>(scores[2 * i], scores[2 * i + 1]);
+                words[i] = pack<T>(scores[2 * i] * products[2 * i], scores[2 * i + 1] * products[2 * i + 1]);
             }
         }
     }

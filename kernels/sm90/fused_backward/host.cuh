@@ -39,11 +39,11 @@ static bool fused_sizes(const fa_backward &p, const fa_device_info *device, Fuse
     const fa_forward &f = p.forward;
     const int tile_q = fused_tile_q(own->columns);
     const int64_t all = f.batch * f.heads_kv, group = f.heads_kv ? f.heads / f.heads_kv : 1;
-    own->key_tiles = divided_up(f.seq_k, kFusedTileK);
-    own->row_blocks = divided_up(f.seq_q, tile_q);
+    own->key_tiles = divide_up(f.seq_k, kFusedTileK);
+    own->row_blocks = divide_up(f.seq_q, tile_q);
     own->sink_parts = p.wants >> FA_GRAD_SINKS & 1 ? own->row_blocks * (tile_q / 16) : 0;
     own->parts_at = kFusedCounterBytes;
-    own->rows_at = own->parts_at + divided_up(f.batch * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
+    own->rows_at = own->parts_at + divide_up(f.batch * f.heads * own->sink_parts * int64_t(sizeof(float)), 256) * 256;
     const int64_t row_bytes = group * own->row_blocks * tile_q * int64_t(3 * sizeof(float));
     const int64_t sum_bytes = group * own->row_blocks * kQueryElements * int64_t(sizeof(float));
     const int64_t turn_bytes = own->ordered ? group * own->row_blocks * int64_t(sizeof(uint32_t)) : 0;
@@ -75,7 +75,7 @@ static Visible visible_of(const fa_forward &f) {
     return {std::min(keys, keys * f.seq_q / std::max<int64_t>(f.seq_k, 1)) / kRows, double(keys) / (kRows * most)};
 }
 
-static int64_t key_tiles_of(const fa_forward &f) { return f.batch * f.heads_kv * divided_up(f.seq_k, kFusedTileK); }
+static int64_t key_tiles_of(const fa_forward &f) { return f.batch * f.heads_kv * divide_up(f.seq_k, kFusedTileK); }
 
 /* Whether CTAs that take turns hardly wait for one another: several tiles for each, and not many tiles a head of few
  * steps. The ordered instance is then as fast or faster in any order too: it neither clears sums nor reads all of them
@@ -95,7 +95,7 @@ static double busy_share(int64_t tiles, int sm_count, double evenness) {
  * whose keys are fewer. wgmma_backward_sm90 makes three of its seven products by tiles of queries. */
 static bool keys_are_few(const fa_forward &f, const fa_device_info *device, double evenness) {
     constexpr double kIdle = 1.125; // 1.2 at 0.93 of wgmma_backward_sm90's rate, 1 at 1.04 to 1.21 (an H100)
-    const int64_t query_tiles = f.batch * f.heads * divided_up(f.seq_q, kFusedTileK);
+    const int64_t query_tiles = f.batch * f.heads * divide_up(f.seq_q, kFusedTileK);
     return busy_share(query_tiles, device->sm_count, evenness) >
            kIdle * busy_share(key_tiles_of(f), device->sm_count, evenness);
 }
@@ -131,14 +131,12 @@ const Instance *find_instance(const Instance (&instances)[N], const fa_backward 
 template <size_t N>
 fa_answer plan_fused(const Instance (&instances)[N], const fa_problem *problem, const fa_device_info *device,
                      fa_plan *plan, fa_why *why) {
-    constexpr int kMaxRowsBits = 29, kMaxTilesBits = 31;
     const fa_backward &p = problem->backward;
     const fa_forward &f = p.forward;
     FusedOwn &own = fa_own<FusedOwn>(plan);
     if (f.head_dim > widest(instances)) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, widest(instances), 0, 0);
     if (f.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
-    if (std::max(f.seq_q, f.seq_k) >> kMaxRowsBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if (!lengths_fit(f.seq_q, f.seq_k, kBitsInFours, why)) return FA_REFUSES;
     if ((std::max(f.seq_q, f.seq_k) + 63) / 64 >
         (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(f.heads * f.batch, 1))
         return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
@@ -217,7 +215,7 @@ static fa_code fused_work(const fa_backward &p, const FusedOwn &own, FusedWork *
     if (own.ordered && fused.call.row_begin < fused.call.row_end) {
         const int tile_q = fused_tile_q(own.columns);
         finish.done_begin = fused.call.row_begin / tile_q;
-        finish.done_end = int(divided_up(fused.call.row_end, tile_q));
+        finish.done_end = int(divide_up(fused.call.row_end, tile_q));
     }
     fused.scale = finish.scale = static_cast<float>(f.scale);
     return FA_OK;
@@ -236,8 +234,8 @@ static int64_t fused_section_heads(int64_t head_bytes, int head_dim, bool ordere
 /* The least section where heads have few tiles, as in groups of query heads, and these differ in length: three tiles a
  * multiprocessor, so that the longest ones of the last section are not left to a few; sections are alike. */
 static int64_t least_section_heads(int64_t key_tiles, int64_t pairs, int sm_count) {
-    const int64_t least = divided_up(INT64_C(3) * sm_count, std::max<int64_t>(key_tiles, 1));
-    return divided_up(pairs, std::max<int64_t>(pairs / least, 1));
+    const int64_t least = divide_up(INT64_C(3) * sm_count, std::max<int64_t>(key_tiles, 1));
+    return divide_up(pairs, std::max<int64_t>(pairs / least, 1));
 }
 
 /* The launches of one group of pairs. */

@@ -11,7 +11,6 @@
 
 namespace fa::sm90::prefill {
 
-constexpr int kMaxLengthBits = 30;
 constexpr int kPackBelow = 128; // sequences of fewer queries have the heads of a kv head in the rows of a tile
 constexpr int kCut = 64; // a tile's blocks of keys end at a multiple of it, counted from the sequence's first key
 constexpr int kSmallestBox = 8; // keys: what TMA brings of a page at a time, at least

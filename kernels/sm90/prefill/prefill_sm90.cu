@@ -21,6 +21,7 @@
 #include <cmath>     // fabs
 
 #include "common/launch.cuh"
+#include "common/limits.cuh" // lengths_fit
 #include "sm90/common/tensor_map.h"
 #include "sm90/prefill/launch.cuh"
 #include "sm90/prefill/list.cuh"
@@ -73,18 +74,16 @@ static fa_answer choose(const fa_problem *problem, fa_why *why) {
 }
 
 static fa_answer prefill_plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    constexpr int kMaxUnitsBits = 31;
     const fa_forward &p = problem->forward;
     const fa_sequences &s = problem->sequences;
     if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
     const double scale = std::fabs(p.scale);
     if (scale >= 1e30 || (scale != 0 && scale < 1e-30))
         return fa_because(why, FA_REFUSES, FA_WHY_SCALE_LIMIT, 30, 0, 0);
-    if (std::max(p.seq_q, p.seq_k) >> kMaxLengthBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
+    if (!lengths_fit(p.seq_q, p.seq_k, kBitsInPairs, why)) return FA_REFUSES;
     const int64_t rows_q = s.packed_q ? p.seq_q : p.seq_q * p.batch;
-    if ((rows_q + p.batch) / 16 > (INT64_C(1) << kMaxUnitsBits) / std::max<int64_t>(p.heads, 1))
-        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxUnitsBits, 0, 0);
+    if ((rows_q + p.batch) / 16 > (INT64_C(1) << kMaxTilesBits) / std::max<int64_t>(p.heads, 1))
+        return fa_because(why, FA_REFUSES, FA_WHY_TILES, kMaxTilesBits, 0, 0);
     const Extent keys = key_extent(problem);
     const bool some = rows_q > 0, some_keys = keys.rows * keys.batch > 0; // else strides say nothing
     if (some && (!takes_tensor_map(p.q, FA_OPERAND_q, p.head_dim, p.seq_q, why) ||

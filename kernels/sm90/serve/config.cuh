@@ -12,7 +12,6 @@ namespace fa::sm90::serve {
 constexpr int kTileKeys = 32; // keys of a tile of K and of V: one a lane
 constexpr int kChunkTilesLog2 = 1;
 static_assert(kTileKeys << kChunkTilesLog2 == kChunkKeys);
-constexpr int kMaxLengthBits = 30;
 
 /* A block has 4 warps, each with a ring of tiles of its own. Rows are the columns of the products (S^T = K Q^T, O^T =
  * V^T P^T), so that few rows waste little of them: 8 fill a tile. */

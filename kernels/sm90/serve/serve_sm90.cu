@@ -18,6 +18,7 @@
 
 #include "common/instances.cuh"
 #include "common/launch.cuh"
+#include "common/limits.cuh" // divide_up, lengths_fit
 #include "sm90/common/tensor_map.h"
 #include "sm90/serve/kernel.cuh"
 #include "sm90/serve/plan.cuh"
@@ -53,8 +54,6 @@ constexpr int kFewest = 4;               // chunks of a block, at least
 constexpr int64_t kMostKeys = 8192;      // of a job that is shared equally, where lengths may differ
 constexpr int64_t kMostClustered = 4096; // keys of a job whose blocks are a cluster, where lengths may differ
 constexpr int64_t kMostRoom = 5;         // blocks of a job that there is room for where a cluster of 2 takes it
-
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* Whether its rows, if there are any, are 16-byte chunks that start at multiples of 16 bytes. */
 static bool takes_rows(const fa_operand &x, int64_t rows, fa_operand_number name, fa_why *why) {
@@ -139,8 +138,7 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     const fa_forward &p = problem->forward;
     if (p.head_dim > 256) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM, 256, 0, 0);
     if (p.head_dim % 8 || p.head_dim == 0) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
-    if (std::max(p.seq_q * group_of(p), p.seq_k) >> kMaxLengthBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxLengthBits, 0, 0);
+    if (!lengths_fit(p.seq_q * group_of(p), p.seq_k, kBitsInPairs, why)) return FA_REFUSES;
     const fa_sequences &s = problem->sequences;
     const int64_t rows_q = s.packed_q ? p.seq_q : p.seq_q * p.batch, rows_k = s.pages.table
                                                                                   ? s.pages.count * s.pages.size

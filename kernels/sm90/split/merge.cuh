@@ -7,6 +7,7 @@
 #pragma once
 #include "common/convert.cuh" // load_as_float
 #include "common/mask.cuh"    // Span
+#include "common/ptx.cuh"     // pack
 #include "common/score.cuh"
 #include "common/softmax.cuh"
 #include "fa.h"
@@ -201,8 +202,7 @@ __device__ __forceinline__ void finish(const Params &params, int row, const Land
         uint32_t word[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint32_t pair =
-                pack_pair<T>(sums[trip][2 * i] * result.factor, sums[trip][2 * i + 1] * result.factor);
+            const uint32_t pair = pack<T>(sums[trip][2 * i] * result.factor, sums[trip][2 * i + 1] * result.factor);
             word[i] = result.factor == 0.0f ? 0 : pair;
         }
         quad_transpose(word, lane % 4);
@@ -262,7 +262,7 @@ __device__ __forceinline__ void merge_rows(const Params &params, const Work &wor
         }
         if (work.row + row < params.seq_q && column < params.head_dim)
             *reinterpret_cast<uint2 *>(tile + (work.row + row) * params.out_row + column) =
-                make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
+                make_uint2(pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w));
     }
 }
 

@@ -19,6 +19,7 @@
 #include <cuda_runtime.h>
 
 #include "common/launch.cuh"
+#include "common/limits.cuh" // band_of, lengths_fit
 #include "fa.h"
 #include "sm90/common/tensor_map.h"
 #include "sm90/split/kernel.cuh"
@@ -66,7 +67,6 @@ using Any128 = Config<128, FA_SPLIT_128_WARPGROUPS, FA_SPLIT_128_TILE_N, FA_SPLI
 
 /* ---- plan, launch ---- */
 
-constexpr int kMaxRowsBits = 28; // sums of four such numbers fit in an int
 constexpr int64_t kMaxGrid = 65535;
 
 /* The plan's own part. */
@@ -114,8 +114,7 @@ fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan 
     if (p.head_dim % 8) return fa_because(why, FA_REFUSES, FA_WHY_HEAD_DIM_MULTIPLE, 8, 0, 0);
     if (!(p.scale > 0)) return fa_because(why, FA_REFUSES, FA_WHY_SCALE, 0, 0, 0);
     if (p.key_end == 0) return fa_because(why, FA_REFUSES, FA_WHY_NO_KEYS, 0, 0, 0);
-    if (std::max(p.seq_q, p.seq_k) >> kMaxRowsBits)
-        return fa_because(why, FA_REFUSES, FA_WHY_LENGTH, kMaxRowsBits, 0, 0);
+    if (!lengths_fit(p.seq_q, p.seq_k, kBitsInBand, why)) return FA_REFUSES;
     if (std::max(p.heads, p.batch) > kMaxGrid) return fa_because(why, FA_REFUSES, FA_WHY_GRID, kMaxGrid, 0, 0);
     if (!takes_tensor_map(p.q, FA_OPERAND_q, p.head_dim, p.seq_q, why) ||
         !takes_tensor_map(p.k, FA_OPERAND_k, p.head_dim, p.seq_k, why) ||
@@ -159,13 +158,10 @@ fa_code encode_keys(CUtensorMap *map, CachedTensorMap &cached, const fa_forward 
 }
 
 void fill_params(Params *params, const fa_forward *p, int splits) {
-    constexpr int64_t kFar = INT64_C(2) << kMaxRowsBits;
+    const Band band = band_of(*p);
     params->seq_q = static_cast<int>(p->seq_q);
-    params->key_begin = static_cast<int>(p->key_begin);
-    params->key_end = static_cast<int>(p->key_end);
-    params->diagonal = static_cast<int>(p->diagonal);
-    params->left = static_cast<int>(std::min(p->left, kFar));
-    params->right = static_cast<int>(std::min(p->right, kFar));
+    params->key_begin = band.key_begin, params->key_end = band.key_end;
+    params->diagonal = band.diagonal, params->left = band.left, params->right = band.right;
     params->split_shift = 0;
     while (1 << params->split_shift < splits) ++params->split_shift;
     params->group = static_cast<int>(p->heads / p->heads_kv);
