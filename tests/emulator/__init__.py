@@ -105,19 +105,6 @@ def _compile(target: Path, argv: list[str], text: str | None) -> Path:
     return target
 
 
-def _missing(objects: list[Path], folder: Path) -> list[Path]:
-    """An object with the functions of instances that were left out: they return FA_EUNSUPPORTED."""
-    defined, wanted = set(), set()
-    for line in _run(["nm", *map(str, objects)]).splitlines():
-        if found := re.fullmatch(r"(?:[0-9a-f]+)?\s+([A-Za-z]) (_Z\w*launch\w*)", line):
-            (wanted if found[1] == "U" else defined).add(found[2])
-    names = sorted(wanted - defined)
-    if not names:
-        return []
-    text = "".join(f"int {name}(void) {{ return 5; }}\n" for name in names)  # FA_EUNSUPPORTED
-    return [_compile(folder / "missing.o", ["gcc", "-fPIC", "-fvisibility=hidden", "-O1", "-x", "c", "-c", "-"], text)]
-
-
 def build(
     kernel: str | Path,
     target: Path,
@@ -170,7 +157,6 @@ def build(
         runtime = sorted((HERE / "runtime").glob("*.cpp"))
         listed = "FA_KERNEL_ABI" in source.read_text()
         objects += pool.map(compile_runtime, [path for path in runtime if listed or path.stem != "kernel"])
-    objects += _missing(objects, folder)
     libraries = ("-ldl", "-lm", "-lpthread")
     _run([*_compiler(), "-shared", "-Wl,-Bsymbolic", "-Wl,--no-undefined", *map(str, objects), "-o", str(target), *libraries])
     return target
