@@ -18,7 +18,6 @@
 #include "problem/operands.h"
 
 enum { KEPT_CALLS = 2 /* layers alternate */, MAX_AXES = 4, ARRAYS = FA_OPERAND_COUNT + FA_GRAD_COUNT };
-_Static_assert(ARRAYS <= 32, "a bit each: the operands of a request, then given gradients");
 
 /* An operation's constants are worth 30 ns. */
 #define ALWAYS_INLINE        static inline __attribute__((always_inline))
@@ -73,34 +72,38 @@ static const offset append_data[FA_OPERAND_COUNT] = {
     DATA(positions, sequences.positions),
 };
 
-/* Bits of the operands that an operation writes. */
-enum writes {
-#define NO                                                                   0
-#define IN                                                                   0
-#define IN_OPT                                                               0
-#define OUT                                                                  1
-#define OUT_OPT                                                              1
-#define FA_OPERAND(name, words, role, forward, backward, merge, append, ...) | (forward) << FA_OPERAND_##name
-    FORWARD_WRITES = 0
+/* A bit for each array: the operands of a request, then given gradients. */
+typedef uint64_t arrays;
+_Static_assert(ARRAYS <= 64, "a bit each");
+#define BIT(n)  (UINT64_C(1) << (n))
+
+/* The operands that an operation writes. */
+#define NO      UINT64_C(0)
+#define IN      UINT64_C(0)
+#define IN_OPT  UINT64_C(0)
+#define OUT     UINT64_C(1)
+#define OUT_OPT UINT64_C(1)
+static const arrays forward_writes =
+#define FA_OPERAND(name, words, role, forward, backward, merge, append, ...) forward << FA_OPERAND_##name |
 #include "operands.def"
 #undef FA_OPERAND
-    ,
-#define FA_OPERAND(name, words, role, forward, backward, merge, append, ...) | (append) << FA_OPERAND_##name
-    APPEND_WRITES = 0
+    0;
+static const arrays append_writes =
+#define FA_OPERAND(name, words, role, forward, backward, merge, append, ...) append << FA_OPERAND_##name |
 #include "operands.def"
 #undef FA_OPERAND
+    0;
+static const arrays backward_writes = (BIT(FA_GRAD_COUNT) - 1) << FA_OPERAND_COUNT;
 #undef NO
 #undef IN
 #undef IN_OPT
 #undef OUT
 #undef OUT_OPT
-};
-#define BACKWARD_WRITES (~0u << FA_OPERAND_COUNT)
 
 typedef struct operation {
     fa_op op;
     const offset *data;
-    uint32_t writes;
+    arrays writes;
     size_t bytes; /* of a problem, up to the end of the operation's own part */
     fa_code (*build)(const fa_request *request, fa_problem *problem, fa_status *status);
 } operation;
@@ -125,8 +128,8 @@ typedef struct call {
     const fa_kernel *forced;
     fa_options options;
     uint64_t more;
-    uint32_t given;       /* bits of arrays */
-    array arrays[ARRAYS]; /* of given ones */
+    arrays given;
+    array of[ARRAYS]; /* the given ones */
     fa_problem problem;
     const fa_device_info *info;
     fa_plan plan;
@@ -148,7 +151,7 @@ typedef struct question {
     const fa_kernel *forced;
     unsigned long serial; /* of the context */
     uint64_t more;        /* options that the operation has beside those of fa_request */
-    uint32_t given;       /* bits of arrays */
+    arrays given;
 } question;
 
 static inline const fa_view *view_at(const question *asked, int n) {
@@ -156,13 +159,13 @@ static inline const fa_view *view_at(const question *asked, int n) {
                                 : asked->gradients[n - FA_OPERAND_COUNT];
 }
 
-ALWAYS_INLINE uint32_t given_arrays(const question *asked) {
-    uint32_t given = 0;
+ALWAYS_INLINE arrays given_arrays(const question *asked) {
+    arrays given = 0;
     for (int n = 0; n < FA_OPERAND_COUNT; n++)
-        given |= (uint32_t)(fa_request_view(asked->request, (fa_operand_number)n) != NULL) << n;
+        given |= (arrays)(fa_request_view(asked->request, (fa_operand_number)n) != NULL) << n;
     for (int n = 0; asked->gradients && n < FA_GRAD_COUNT; n++)
-        given |= (uint32_t)(asked->gradients[n] != NULL) << (FA_OPERAND_COUNT + n);
-    return given & ~(1u << FA_OPERAND_workspace);
+        given |= (arrays)(asked->gradients[n] != NULL) << (FA_OPERAND_COUNT + n);
+    return given & ~BIT(FA_OPERAND_workspace);
 }
 
 /* Where a problem has the data of array n; 0: nowhere. */
@@ -171,7 +174,7 @@ static inline size_t data_at(const operation *of, int n) {
     return n < FA_OPERAND_COUNT ? of->data[n] : gradients + (size_t)(n - FA_OPERAND_COUNT) * sizeof(fa_operand);
 }
 
-static inline int first_of(uint32_t bits) { return __builtin_ctz(bits); }
+static inline int first_of(arrays some) { return __builtin_ctzll(some); }
 
 static inline bool is_like(const fa_view *view, const array *kept) {
     if (view->ndim != kept->ndim || view->dtype != kept->dtype || view->device.kind != kept->device.kind ||
@@ -198,7 +201,7 @@ static inline range range_of(const fa_view *view, const array *kept) {
 /* Whether two arrays lie to each other as in the kept call, where validation took it that they meet. */
 static bool lie_alike(const question *asked, const call *kept, int a, int b) {
     return (uintptr_t)view_at(asked, a)->data - (uintptr_t)view_at(asked, b)->data ==
-           (uintptr_t)kept->arrays[a].data - (uintptr_t)kept->arrays[b].data;
+           (uintptr_t)kept->of[a].data - (uintptr_t)kept->of[b].data;
 }
 
 ALWAYS_INLINE bool is_kept(const question *asked, const call *kept) {
@@ -206,17 +209,17 @@ ALWAYS_INLINE bool is_kept(const question *asked, const call *kept) {
     if (kept->serial != asked->serial || kept->forced != asked->forced || kept->given != asked->given ||
         kept->more != asked->more || memcmp(&kept->options, &asked->request->options, sizeof kept->options) != 0)
         return false;
-    for (uint32_t left = asked->given; left; left &= left - 1) {
+    for (arrays left = asked->given; left; left &= left - 1) {
         const int n = first_of(left);
         const fa_view *view = view_at(asked, n);
-        if (!is_like(view, &kept->arrays[n])) return false;
-        ranges[n] = range_of(view, &kept->arrays[n]);
+        if (!is_like(view, &kept->of[n])) return false;
+        ranges[n] = range_of(view, &kept->of[n]);
     }
-    uint32_t others = asked->given;
-    for (uint32_t written = asked->given & asked->of->writes; written; written &= written - 1) {
+    arrays others = asked->given;
+    for (arrays written = asked->given & asked->of->writes; written; written &= written - 1) {
         const int n = first_of(written);
-        others &= ~(1u << n);
-        for (uint32_t left = others; left; left &= left - 1) {
+        others &= ~BIT(n);
+        for (arrays left = others; left; left &= left - 1) {
             const int other = first_of(left);
             if (ranges[n].begin < ranges[other].end && ranges[other].begin < ranges[n].end &&
                 !lie_alike(asked, kept, n, other))
@@ -233,7 +236,7 @@ ALWAYS_INLINE void copy_problem(const operation *of, fa_problem *to, const fa_pr
 
 static bool may_be_kept(const question *asked) {
     const fa_view *state = asked->request->dropout_state;
-    for (uint32_t left = asked->given; left; left &= left - 1)
+    for (arrays left = asked->given; left; left &= left - 1)
         if (!data_at(asked->of, first_of(left))) return false;
     return !state || state->device.kind != FA_CPU;
 }
@@ -241,9 +244,9 @@ static bool may_be_kept(const question *asked) {
 static void keep(const question *asked, const fa_problem *problem, const fa_device_info *info, const fa_plan *plan) {
     calls *of = &recent[asked->of->op];
     call *kept = &of->of[of->latest = (of->latest + 1) % KEPT_CALLS];
-    for (uint32_t left = asked->given; left; left &= left - 1) {
+    for (arrays left = asked->given; left; left &= left - 1) {
         const fa_view *view = view_at(asked, first_of(left));
-        array *a = &kept->arrays[first_of(left)];
+        array *a = &kept->of[first_of(left)];
         a->data = view->data;
         a->device = view->device, a->dtype = view->dtype, a->ndim = view->ndim, a->readonly = view->readonly;
         memcpy(a->shape, view->shape, sizeof a->shape); /* validation has refused more axes */
@@ -263,7 +266,7 @@ static void keep(const question *asked, const fa_problem *problem, const fa_devi
 /* A kept call with the pointers of another. */
 ALWAYS_INLINE void take_over(const question *asked, const call *kept, fa_problem *problem) {
     copy_problem(asked->of, problem, &kept->problem);
-    for (uint32_t left = asked->given; left; left &= left - 1) {
+    for (arrays left = asked->given; left; left &= left - 1) {
         const fa_view *view =
             view_at(asked, first_of(left)); /* NULL in an empty one: what validation put there stays */
         if (view->data) *(void **)((char *)problem + data_at(asked->of, first_of(left))) = view->data;
@@ -300,7 +303,7 @@ ALWAYS_INLINE fa_code dispatch(fa_context *context, question *asked, fa_problem 
 
 fa_code fa_dispatch(fa_context *context, const fa_request *request, const fa_kernel *forced, fa_problem *problem,
                     const fa_device_info **info, fa_plan *plan, fa_status *status) {
-    static const operation of = {FA_FORWARD, forward_data, FORWARD_WRITES, BYTES(forward), fa_forward_build};
+    static const operation of = {FA_FORWARD, forward_data, forward_writes, BYTES(forward), fa_forward_build};
     question asked = {.of = &of, .request = request, .forced = forced};
     return dispatch(context, &asked, problem, info, plan, status);
 }
@@ -311,7 +314,7 @@ static fa_code build_backward(const fa_request *request, fa_problem *problem, fa
 
 fa_code fa_dispatch_backward(fa_context *context, const fa_backward_request *request, const fa_kernel *forced,
                              fa_problem *problem, const fa_device_info **info, fa_plan *plan, fa_status *status) {
-    static const operation of = {FA_BACKWARD, backward_data, BACKWARD_WRITES, BYTES(backward), build_backward};
+    static const operation of = {FA_BACKWARD, backward_data, backward_writes, BYTES(backward), build_backward};
     question asked = {.of = &of, .request = &request->forward, .gradients = request->grad, .forced = forced};
     asked.more = request->wants | (uint64_t)request->accumulate << 32 | (uint64_t)request->deterministic << 33;
     return dispatch(context, &asked, problem, info, plan, status);
@@ -323,7 +326,7 @@ static fa_code build_append(const fa_request *request, fa_problem *problem, fa_s
 
 fa_code fa_dispatch_append(fa_context *context, const fa_append_request *request, const fa_kernel *forced,
                            fa_problem *problem, const fa_device_info **info, fa_plan *plan, fa_status *status) {
-    static const operation of = {FA_APPEND, append_data, APPEND_WRITES, BYTES(append), build_append};
+    static const operation of = {FA_APPEND, append_data, append_writes, BYTES(append), build_append};
     question asked = {.of = &of, .request = &request->forward, .forced = forced, .more = request->interleaved};
     return dispatch(context, &asked, problem, info, plan, status);
 }
