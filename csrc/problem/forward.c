@@ -274,11 +274,16 @@ static void contiguous_lse(fa_problem *problem) {
 /* The features that the call asks for and a kernel may lack. */
 static uint32_t features_of(const fa_problem *problem) {
     const fa_forward *p = &problem->forward;
-    return fa_sequences_features(&problem->sequences) | (p->bias.data ? FA_WITH_BIAS : 0) |
-           (p->mask.data ? FA_WITH_MASK : 0) | (p->sinks.data ? FA_WITH_SINKS : 0) |
-           (p->softcap > 0 ? FA_WITH_SOFTCAP : 0) | (p->left != FA_UNBOUNDED ? FA_WITH_WINDOW : 0) |
-           (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0) | (p->alibi.data ? FA_WITH_ALIBI : 0) |
-           (p->dropout.threshold ? FA_WITH_DROPOUT : 0);
+    uint32_t features = fa_sequences_features(&problem->sequences);
+#define FEATURE(number, name, words) features |= p->name.data ? FA_WITH_##number : 0;
+#define NO_FEATURE
+#define FA_OPERAND(name, words, role, forward, backward, merge, append, gradient, feature, ...) feature
+#include "operands.def"
+#undef FA_OPERAND
+#undef NO_FEATURE
+#undef FEATURE
+    return features | (p->softcap > 0 ? FA_WITH_SOFTCAP : 0) | (p->left != FA_UNBOUNDED ? FA_WITH_WINDOW : 0) |
+           (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0) | (p->dropout.threshold ? FA_WITH_DROPOUT : 0);
 }
 
 static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *problem, fa_status *status) {

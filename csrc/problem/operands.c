@@ -8,7 +8,7 @@
 #define NO_GRADIENT            FA_GRAD_COUNT
 
 const fa_operand_line fa_operands[FA_OPERAND_COUNT] = {
-#define FA_OPERAND(name, words, role, forward, backward, merge, append, gradient, dtypes, axes)                        \
+#define FA_OPERAND(name, words, role, forward, backward, merge, append, gradient, feature, dtypes, axes)               \
     {#name,                                                                                                            \
      words,                                                                                                            \
      dtypes,                                                                                                           \

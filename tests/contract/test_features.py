@@ -1,8 +1,5 @@
 """What a kernel does not name, it refuses: one allow-list, applied in one wording."""
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -12,6 +9,7 @@ from bench.problems.case import Case
 from fa_ext import _core
 from tests.contract import runner
 from tests.contract.devices import DEVICES
+from tests.library.support import stub
 
 #: A call that asks for each feature alone. Bits as features.def counts them.
 FEATURES = {
@@ -25,7 +23,7 @@ FEATURES = {
     "dropout": dict(dropout=(0.1, 1)),
 }
 #: The first bit that means nothing yet.
-NEXT_BIT = len(re.findall(r"^FA_FEATURE\(", (Path(__file__).parents[2] / "csrc" / "features.def").read_text(), re.MULTILINE))
+NEXT_BIT = len(stub.features())
 OF_FEW = {"ALiBi slopes": cases.WITH_ALIBI, "dropout": cases.WITH_DROPOUT}
 LACKS = {
     "minimal": ("bias", "boolean mask", "sinks", "softcap", "window to the left"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fa_ext import _build
+from tests.library.support import stub
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"(<!-- kernels: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -126,7 +127,7 @@ def support() -> str:
 
 def features() -> str:
     """A table an operation: which kernel takes which of features.def, in the order of kernels.def."""
-    listed = re.findall(r"^FA_FEATURE\((\w+), ", (_build.CSRC / "features.def").read_text(), re.MULTILINE)
+    listed = list(stub.features())
     parts = []
     for operation in ("FORWARD", "BACKWARD", "MERGE", "APPEND"):
         of = [k for k in kernels() if k.operation == operation]

@@ -18,6 +18,7 @@ TABLE = ROOT / "csrc" / "python" / "signature.def"
 SETS = TABLE.with_name("signature.h")
 STUB = ROOT / "fa_ext" / "_core.pyi"
 OPERANDS = ROOT / "csrc" / "operands.def"
+FEATURES = ROOT / "csrc" / "features.def"
 HEADER = ROOT / "fa_ext" / "include" / "fa_ext.h"
 BEGIN = "# ---- from csrc/python/signature.def, by python -m tests.library.support.stub ----"
 END = "# ---- end ----"
@@ -121,11 +122,19 @@ def stub(text: str) -> str:
 def operands() -> list[dict[str, str]]:
     """The lines of operands.def: {column: text}."""
     text = re.sub(r"/\*.*?\*/", "", OPERANDS.read_text(), flags=re.DOTALL)
-    columns = ("name", "words", "role", "forward", "backward", "merge", "append", "gradient", "dtypes", "axes")
-    one = r'"[^"]*"|\w+(?:\(\w+, \w+\))?'
+    columns = ("name", "words", "role", "forward", "backward", "merge", "append", "gradient", "feature", "dtypes", "axes")
+    one = r'"[^"]*"|\w+\([^)]*\)|\w+'
     found = [dict(zip(columns, re.findall(one, line), strict=True)) for line in re.findall(r"FA_OPERAND\((.*?)\)\n(?=FA_|$)", text, re.DOTALL)]
     assert len(found) == text.count("FA_OPERAND("), "a line of the list has another form"
     return found
+
+
+def features() -> dict[str, str]:
+    """The features of features.def with their words, in the order of their bits."""
+    text = re.sub(r"/\*.*?\*/", "", FEATURES.read_text(), flags=re.DOTALL)
+    arrays = "".join(line["feature"] for line in operands())
+    text = text.replace('#include "operands.def"', re.sub(r"FEATURE\((\w+), \w+, ", r"\nFA_FEATURE(\1, ", arrays))
+    return {name: literal(words) for name, words in re.findall(r'^FA_FEATURE\((\w+), ("[^"]*")\)', text, re.MULTILINE)}
 
 
 def header(text: str) -> str:
