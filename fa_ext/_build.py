@@ -417,8 +417,8 @@ def digests_object(units: list[Unit], objects: list[Path], folder: Path, options
         made = for_core if name == digests.CORE else for_cuda if described[name]["device"] else (c_compiler,)
         described[name]["compilers"] = ", ".join(filter(None, made))
     document = {"format": digests.FORMAT, "debug": options.debug, "chaos": options.chaos,
-                "sanitize": options.sanitize, "groups": described}  # fmt: skip
-    facts = {"fa_instance_set": options.instances, "fa_left_out": " ".join(left_out(units))}
+                "sanitize": options.sanitize, "left_out": left_out(units), "groups": described}  # fmt: skip
+    facts = {"fa_instance_set": options.instances, "fa_left_out": " ".join(document["left_out"])}
     lines = [f"extern const char {name}[];\nconst char {name}[] = {json.dumps(said)};\n" for name, said in facts.items()]
     source, text = folder / "digests.c", digests.as_c(document) + "".join(lines)
     if not source.exists() or source.read_text() != text:

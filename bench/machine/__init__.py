@@ -29,11 +29,11 @@ def built_codes() -> dict[str, dict[str, Any]]:
 
     A code is {"id", "kernel", "scheme", "device", "host", "compilers", "sources": {path: hash}}; `fa_ext/_digests.py` says
     what the digests of a scheme cover. {} where there is no extension, and where it is built for a debugger, a sanitizer or
-    chaos.
+    chaos; without kernels of which FA_INSTANCES leaves something out.
     """
     codes = {}
     for kernel, group in _built_groups().items():
-        if group["host"]:
+        if group["host"] and group["is_whole"]:
             digests = {"kernel": kernel, "scheme": group["scheme"], "device": group["device"], "host": group["host"]}
             about = {name: group[name] for name in ("compilers", "sources")}
             codes[kernel] = digests | about | {"id": short_hash(digests)}
@@ -50,7 +50,8 @@ def _built_groups() -> dict[str, dict[str, Any]]:
     found = next((build.rules.digests.read(place) for place in places if place.exists()), None)
     if not found or found["debug"] or found["sanitize"] or found["chaos"]:
         return {}
-    return {kernel: group | {"scheme": found["format"]} for kernel, group in found["groups"].items()}
+    parts = {name.partition(".")[0] for name in found.get("left_out", ())}
+    return {name: group | {"scheme": found["format"], "is_whole": name not in parts} for name, group in found["groups"].items()}
 
 
 def source_hashes(root: Path = ROOT) -> dict[str, str | None]:
