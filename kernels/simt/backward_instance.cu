@@ -3,6 +3,7 @@
 #include "simt/backward_config.cuh"
 
 namespace simt_backward {
+namespace {
 
 template <int kIndex> struct Config { static constexpr Tile tile = kTiles[kIndex]; };
 
@@ -63,6 +64,8 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
     }
     return FA_OK;
 }
+
+} // namespace
 
 #define FA_DEFINE(name, T)                                                                                             \
     extern "C" Launch name;                                                                                            \

@@ -3,6 +3,7 @@
 #include "simt/kernel.cuh" // simt_kernel
 
 namespace fa::simt {
+namespace {
 
 template <int kIndex> struct Config { static constexpr Tile tile = kTiles[kIndex]; };
 
@@ -20,6 +21,8 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
     }
     return FA_OK;
 }
+
+} // namespace
 
 #define FA_DEFINE(name, serve, T)                                                                                      \
     extern "C" Launch name;                                                                                            \

@@ -3,6 +3,7 @@
 #include "simt/serve.cuh" // simt_serve, serve_bytes
 
 namespace fa::simt {
+namespace {
 
 template <int kIndex> struct Config { static constexpr Tile tile = kServeTiles[kIndex]; };
 
@@ -21,6 +22,8 @@ fa_code launch_tile(const fa_problem &problem, const fa_plan &plan, const fa_lau
     }
     return FA_OK;
 }
+
+} // namespace
 
 #define FA_DEFINE(name, serve, T)                                                                                      \
     extern "C" Launch name;                                                                                            \

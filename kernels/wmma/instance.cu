@@ -5,6 +5,7 @@
 #include "wmma/shape.cuh"  // Config
 
 namespace fa::wmma_tiles {
+namespace {
 
 template <typename T, class C, bool kSimple>
 fa_code launch_as(const Params &params, const fa_plan &plan, const fa_launch &launch) {
@@ -34,6 +35,8 @@ template <class C> fa_code launch_shape(const fa_problem &problem, const fa_plan
     return own.simple ? launch_as<__nv_bfloat16, C, true>(params, plan, launch)
                       : launch_as<__nv_bfloat16, C, false>(params, plan, launch);
 }
+
+} // namespace
 
 #define FA_DEFINE(name, head_dim)                                                                                      \
     extern "C" Launch name;                                                                                            \

@@ -142,6 +142,15 @@ def test_no_kernel_takes_a_problem_by_value():
     assert signatures > 30, "the kernels are not found"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*instance*.cu")), ids=name)
+def test_templates_of_an_instance_file_are_its_own(path):
+    """Two files of a family may name their templates alike; outside an unnamed namespace the linker would keep one."""
+    body = code_of(path)
+    shared = re.split(r"^namespace \{|^\} // namespace$", body, flags=re.MULTILINE)[0::2]
+    found = [line for text in shared for line in text.splitlines() if re.match(r"(template|struct|static|inline|constexpr)\b", line)]
+    assert not found, f"{name(path)} declares {found} outside its unnamed namespace"
+
+
 def pieces(path):
     """("function", its name, its lines) of each function of a C or CUDA file, and ("variable", its declaration, 0) of what
     is declared in no function or is static in one."""

@@ -3,6 +3,7 @@
 #include "sm90/backward/config.cuh"
 
 namespace fa::sm90 {
+namespace {
 
 template <class C, class Smem, class Params>
 fa_code start(void (*kernel)(Params), const Params &params, int64_t blocks, const fa_launch &launch) {
@@ -26,6 +27,8 @@ fa_code launch_backward(const BackwardWork &work, const fa_launch &launch) {
     FA_TRY((start<Queries, QueriesSmem<Queries>>(backward_queries<Queries>, work.queries, work.query_blocks, launch)));
     return start_keys<Keys>(work, launch);
 }
+
+} // namespace
 
 #define FA_DEFINE(name, head_dim, head_dim_v, kind, T)                                                                 \
     extern "C" Launch name;                                                                                            \

@@ -3,6 +3,7 @@
 #include "sm90/forward/config.cuh"
 
 namespace fa::sm90 {
+namespace {
 
 template <class C> fa_code launch_forward(const DropoutForwardParams &params, int64_t blocks, const fa_launch &launch) {
     constexpr int kBytes = sizeof(ForwardSmem<C>);
@@ -20,6 +21,8 @@ template <class C> fa_code launch_forward(const DropoutForwardParams &params, in
     else
         return start(forward<C>);
 }
+
+} // namespace
 
 #define FA_DEFINE(name, head_dim, kind, T)                                                                             \
     extern "C" Launch name;                                                                                            \

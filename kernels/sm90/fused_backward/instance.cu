@@ -3,6 +3,7 @@
 #include "sm90/fused_backward/kernel.cuh"
 
 namespace fa::sm90 {
+namespace {
 
 template <class C> fa_code launch_fused(const FusedWork &work, const fa_launch &launch) {
     static_assert(sizeof(FusedSmem<C>) <= 227 * 1024, "shared memory of a block");
@@ -21,6 +22,8 @@ template <class C> fa_code launch_fused(const FusedWork &work, const fa_launch &
     else
         return run(fused_rows<T, C::kHeadDim, C::kTileQ>, backward_fused<C>);
 }
+
+} // namespace
 
 #define FA_DEFINE(name, Config, head_dim, kind, T)                                                                     \
     extern "C" Launch name;                                                                                            \

@@ -3,6 +3,7 @@
 #include "sm90/prefill/launch.cuh"
 
 namespace fa::sm90::prefill {
+namespace {
 
 template <class C> fa_code launch_instance(const Params &params, const fa_plan &plan, const fa_launch &launch) {
     constexpr int kBytes = sizeof(Smem<C>), kThreads = 128 * (C::kConsumers + 1);
@@ -14,6 +15,8 @@ template <class C> fa_code launch_instance(const Params &params, const fa_plan &
     FA_CUDA_TRY(launch, cudaLaunchKernelEx(&c.config, prefill_sm90_kernel<C>, params));
     return FA_OK;
 }
+
+} // namespace
 
 #define FA_DEFINE(name, head_dim, kind, T)                                                                             \
     extern "C" Launch name;                                                                                            \

@@ -3,6 +3,7 @@
 #include "sm90/serve/plan.cuh"
 
 namespace fa::sm90::serve {
+namespace {
 
 /* Launches a kernel that may start before the one before it has ended, in clusters of so many blocks. */
 template <class Kernel>
@@ -40,6 +41,8 @@ template <class C> fa_code launch_shape(const Params &params, const Own &own, co
     if (own.parts == 1 || own.clustered) return FA_OK;
     return launch_kernel(serve_fold_kernel<C>, fold, C::kThreads, 0, params, launch);
 }
+
+} // namespace
 
 #define FA_DEFINE(name, columns, rows, T)                                                                              \
     extern "C" Launch name;                                                                                            \
