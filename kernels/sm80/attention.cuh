@@ -30,6 +30,143 @@
 
 namespace fa {
 
+/* Keys that the block's rows see, as tiles; with splits, this block's share of them. */
+template <class C> __device__ __forceinline__ Span<int> tiles_of_block(const MmaArgs &args, int block_query) {
+    const int block_last = min(block_query + C::kTileM, int(args.problem.seq_q)) - 1;
+    const int begin = begin_of(args.visible, block_query), end = end_of(args.visible, block_last);
+    Span<int> tiles = {begin / C::kTileN, 0};
+    tiles.end = begin < end ? (end + C::kTileN - 1) / C::kTileN : tiles.begin;
+    if constexpr (C::kSplits) {
+        const int count = tiles.end - tiles.begin,
+                  share = args.splits > 1 ? (count + args.splits - 1) / args.splits : count;
+        tiles.begin = min(tiles.begin + int(blockIdx.y) * share, tiles.end);
+        tiles.end = min(tiles.begin + share, tiles.end);
+    }
+    return tiles;
+}
+
+/* Starts the copy of the block's queries to shared memory. */
+template <class C>
+__device__ __forceinline__ void copy_queries(const MmaArgs &args, const BlockPlace &block, uint32_t to, int first) {
+    const AttentionParams &p = args.problem;
+    RowLoader<C::kHeadDim, C::kThreads, C::kTileM> loader(row_of<typename C::T>(p.q, block.batch, block.head, 0),
+                                                          p.q.stride, p.head_dim, 0, int(p.seq_q), first);
+    loader.copy(to, first, !C::kGeneral || args.chunks_q);
+    cp_async_commit();
+}
+
+/* Of a warp whose rows start at `first`: keys that some of its rows see, and that all of them see. */
+struct Sight {
+    Span<int> some, all;
+};
+template <class C> __device__ __forceinline__ Sight sight_of(const Band &visible, int first, int seq_q) {
+    const int last = min(first + C::kWarpRows, seq_q) - 1;
+    return {{begin_of(visible, first), first <= last ? end_of(visible, last) : 0}, common_span(visible, first, last)};
+}
+
+/* Steps of the walk over key tiles: what is copied of tile n to stage m, the keys that the warp sees, scores of keys
+ * from one on in a stage, and their weights times its values. */
+template <class LoadKeys, class LoadValues, class SightOf, class ScoresOf, class AddValues> struct WalkSteps {
+    LoadKeys load_keys;
+    LoadValues load_values;
+    SightOf sight;
+    ScoresOf scores;
+    AddValues add_values;
+};
+
+/* The walk with one stage, two barriers a tile. The warp's keys begin at `warp_key` of each tile. */
+template <class C, class Steps>
+__device__ __forceinline__ void walk_single(MmaWarp<C> &mine, typename MmaWarp<C>::Tile &s, float scale,
+                                            const Span<int> &tiles, int warp_key, const Steps &steps) {
+    int tile = tiles.end - 1;
+    if constexpr (C::kPlain) {
+        if (!tiles.empty()) {
+            steps.load_keys(tile, 0);
+            cp_async_commit();
+            cp_async_wait<1>();
+            __syncthreads();
+            mine.load_query();
+        }
+    } else if (!tiles.empty()) {
+        tile = tiles.end; // a first round that only loads: the copies of bias and mask are long, once is enough
+    }
+    for (; tile >= tiles.begin; --tile) {
+        const bool there = C::kPlain || tile < tiles.end;
+        const int key = tile * C::kTileN + warp_key;
+        const Sight seen = steps.sight();
+        const bool some = there && key < seen.some.end && key + C::kKeys > seen.some.begin;
+        const bool masked = key < seen.all.begin || key + C::kKeys > seen.all.end;
+        cp_async_wait<0>();
+        __syncthreads();
+        if (there)
+            steps.load_values(tile, 0);
+        else
+            mine.load_query();
+        cp_async_commit();
+        auto next_keys = [&] {
+            cp_async_wait<0>();
+            __syncthreads();
+            if (tile > tiles.begin) steps.load_keys(tile - 1, 0);
+            cp_async_commit();
+        };
+        if (some) steps.scores(key, masked, 0);
+        if constexpr (C::kRowTiles == 1) {
+            next_keys(); // the earlier the better
+            if (some) mine.weigh(s, scale, [&] { steps.add_values(s, 0); });
+        } else { // but not beside the scores of two row tiles: too many registers
+            typename MmaWarp<C>::Weights weights;
+            if (some) mine.weigh(s, scale, [&] { mine.round_weights(weights, s); });
+            next_keys();
+            if (some) steps.add_values(weights, 0);
+        }
+    }
+}
+
+/* The walk with a ring of stages, one barrier a tile. */
+template <class C, class Steps>
+__device__ __forceinline__ void walk_ring(MmaWarp<C> &mine, typename MmaWarp<C>::Tile &s, float scale,
+                                          const Span<int> &tiles, int warp_key, const Steps &steps) {
+    if (!tiles.empty()) {
+#pragma unroll
+        for (int n = 0; n < C::kStages - 1; ++n) {
+            const int tile = tiles.end - 1 - n;
+            if (tile >= tiles.begin) steps.load_keys(tile, n), steps.load_values(tile, n);
+            cp_async_commit();
+        }
+        cp_async_wait<C::kStages - 1>();
+        __syncthreads();
+        mine.load_query();
+    }
+    int stage = 0;
+    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+        const int key = tile * C::kTileN + warp_key;
+        const Sight seen = steps.sight();
+        const bool some = key < seen.some.end && key + C::kKeys > seen.some.begin;
+        const bool masked = key < seen.all.begin || key + C::kKeys > seen.all.end;
+        cp_async_wait<C::kStages - 2>();
+        __syncthreads();
+        const int next = tile - (C::kStages - 1), free = stage == 0 ? C::kStages - 1 : stage - 1;
+        if (next >= tiles.begin) steps.load_keys(next, free), steps.load_values(next, free);
+        cp_async_commit();
+        if (some) {
+            steps.scores(key, masked, stage);
+            mine.weigh(s, scale, [&] { steps.add_values(s, stage); });
+        }
+        stage = stage == C::kStages - 1 ? 0 : stage + 1;
+    }
+}
+
+/* Merges the warps that share a group's rows: the first one of a group has the result. `slots` is free by then. */
+template <class C>
+__device__ __forceinline__ void join_warps(MmaWarp<C> &mine, float *slots, int warp_m, int warp_n, int lane) {
+    auto slot = [&](int part) { return slots + ((part - 1) * C::kWarpsM + warp_m) * C::kMergeValues * 32; };
+    __syncthreads();
+    if (warp_n > 0) mine.give(slot(warp_n), lane);
+    __syncthreads();
+    if (warp_n > 0) return;
+    for (int part = 1; part < C::kWarpsN; ++part) mine.take(slot(part), lane);
+}
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_kernel(const __grid_constant__ MmaArgs args) {
     FA_CHAOS_BEGIN();
@@ -40,28 +177,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_kernel(const
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % C::kWarpsM, warp_n = warp / C::kWarpsM;
 
     const BlockPlace block(args);
-    // Keys that the block's rows see, as tiles [tile_begin, tile_end).
-    const int block_query = block.row_block * C::kTileM, block_last = min(block_query + C::kTileM, int(p.seq_q)) - 1;
-    const int keys_begin = begin_of(visible, block_query), keys_end = end_of(visible, block_last);
-    int tile_begin = keys_begin / C::kTileN;
-    int tile_end = keys_begin < keys_end ? (keys_end + C::kTileN - 1) / C::kTileN : tile_begin;
-    if constexpr (C::kSplits) { // this block's share of them
-        const int share =
-            args.splits > 1 ? (tile_end - tile_begin + args.splits - 1) / args.splits : tile_end - tile_begin;
-        tile_begin = min(tile_begin + int(blockIdx.y) * share, tile_end);
-        tile_end = min(tile_begin + share, tile_end);
-    }
-    // Of a warp whose rows start at `first`: keys that some of its rows see, and that all of them see.
-    struct Sight {
-        Span<int> some, all;
-    };
-    auto sight_of = [&](int first) -> Sight {
-        const int last = min(first + C::kWarpRows, int(p.seq_q)) - 1;
-        return {{begin_of(visible, first), first <= last ? end_of(visible, last) : 0},
-                common_span(visible, first, last)};
-    };
+    const int block_query = block.row_block * C::kTileM, seq_q = int(p.seq_q);
+    const Span<int> tiles = tiles_of_block<C>(args, block_query);
     const int warp_query = block_query + warp_m * C::kWarpRows;
-    const Sight kept = sight_of(warp_query);
+    const Sight kept = sight_of<C>(visible, warp_query, seq_q);
     // Values computed from again(x) are computed anew for each tile.
     auto again = [](int x) {
         asm volatile("" : "+r"(x));
@@ -74,7 +193,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_kernel(const
     const uint32_t warp_key_rows = warp_n * C::kKeys * C::kRowBytes; // in each tile
 
     using Loader = RowLoader<C::kHeadDim, C::kThreads, C::kTileN>;
-    const int last_tile = (tile_end - 1) * C::kTileN;
+    const int last_tile = (tiles.end - 1) * C::kTileN;
     const int head_kv = args.group.quotient(block.head);
     Loader key_loader(row_of<T>(p.k, block.batch, head_kv, 0), p.k.stride, p.head_dim, visible.key_begin,
                       visible.key_end, last_tile);
@@ -110,94 +229,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm) mma_kernel(const
         if (masked) mask_scores<C::kRowTiles, C::kKeys>(s, visible, place);
     };
 
-    if (tile_begin < tile_end) {
-        RowLoader<C::kHeadDim, C::kThreads, C::kTileM> query_loader(
-            row_of<T>(p.q, block.batch, block.head, 0), p.q.stride, p.head_dim, 0, int(p.seq_q), block_query);
-        query_loader.copy(query_tile, block_query, !C::kGeneral || args.chunks_q);
-        cp_async_commit();
-    }
-
-    if constexpr (C::kStages == 1) {
-        int tile = tile_end - 1;
-        if constexpr (C::kPlain) {
-            if (tile_begin < tile_end) {
-                load_keys(tile, 0);
-                cp_async_commit();
-                cp_async_wait<1>();
-                __syncthreads();
-                mine.load_query();
-            }
-        } else if (tile_begin < tile_end) {
-            tile = tile_end; // a first round that only loads: the copies of bias and mask are long, once is enough
-        }
-        for (; tile >= tile_begin; --tile) {
-            const bool there = C::kPlain || tile < tile_end;
-            const int key = tile * C::kTileN + warp_n * C::kKeys;
-            const Sight seen = C::kShort ? sight_of(again(warp_query)) : kept;
-            const bool some = there && key < seen.some.end && key + C::kKeys > seen.some.begin;
-            const bool masked = key < seen.all.begin || key + C::kKeys > seen.all.end;
-            cp_async_wait<0>();
-            __syncthreads();
-            if (there)
-                load_values(tile, 0);
-            else
-                mine.load_query();
-            cp_async_commit();
-            auto next_keys = [&] {
-                cp_async_wait<0>();
-                __syncthreads();
-                if (tile > tile_begin) load_keys(tile - 1, 0);
-                cp_async_commit();
-            };
-            if (some) scores(key, masked, 0);
-            if constexpr (C::kRowTiles == 1) {
-                next_keys(); // the earlier the better
-                if (some) mine.weigh(s, scale, [&] { second_product(s, 0); });
-            } else { // but not beside the scores of two row tiles: too many registers
-                typename MmaWarp<C>::Weights weights;
-                if (some) mine.weigh(s, scale, [&] { mine.round_weights(weights, s); });
-                next_keys();
-                if (some) second_product(weights, 0);
-            }
-        }
-    } else {
-        if (tile_begin < tile_end) {
-#pragma unroll
-            for (int n = 0; n < C::kStages - 1; ++n) {
-                if (tile_end - 1 - n >= tile_begin) load_keys(tile_end - 1 - n, n), load_values(tile_end - 1 - n, n);
-                cp_async_commit();
-            }
-            cp_async_wait<C::kStages - 1>();
-            __syncthreads();
-            mine.load_query();
-        }
-        int stage = 0;
-        for (int tile = tile_end - 1; tile >= tile_begin; --tile) {
-            const int key = tile * C::kTileN + warp_n * C::kKeys;
-            const Sight seen = C::kShort ? sight_of(again(warp_query)) : kept;
-            const bool some = key < seen.some.end && key + C::kKeys > seen.some.begin;
-            const bool masked = key < seen.all.begin || key + C::kKeys > seen.all.end;
-            cp_async_wait<C::kStages - 2>();
-            __syncthreads();
-            const int next = tile - (C::kStages - 1), free = stage == 0 ? C::kStages - 1 : stage - 1;
-            if (next >= tile_begin) load_keys(next, free), load_values(next, free);
-            cp_async_commit();
-            if (some) {
-                scores(key, masked, stage);
-                mine.weigh(s, scale, [&] { second_product(s, stage); });
-            }
-            stage = stage == C::kStages - 1 ? 0 : stage + 1;
-        }
-    }
-
+    if (!tiles.empty()) copy_queries<C>(args, block, query_tile, block_query);
+    const auto sight = [&] { return C::kShort ? sight_of<C>(visible, again(warp_query), seq_q) : kept; };
+    const WalkSteps steps{load_keys, load_values, sight, scores, second_product};
+    if constexpr (C::kStages == 1)
+        walk_single(mine, s, scale, tiles, warp_n * C::kKeys, steps);
+    else
+        walk_ring(mine, s, scale, tiles, warp_n * C::kKeys, steps);
     if constexpr (C::kWarpsN > 1) {
-        float *slots = reinterpret_cast<float *>(shared + C::kQueryBytes);
-        auto slot = [&](int part) { return slots + ((part - 1) * C::kWarpsM + warp_m) * C::kMergeValues * 32; };
-        __syncthreads();
-        if (warp_n > 0) mine.give(slot(warp_n), lane);
-        __syncthreads();
+        join_warps(mine, reinterpret_cast<float *>(shared + C::kQueryBytes), warp_m, warp_n, lane);
         if (warp_n > 0) return;
-        for (int part = 1; part < C::kWarpsN; ++part) mine.take(slot(part), lane);
     }
     if (C::kSplits && args.splits > 1)
         mine.finish_part(args, warp_m, blockIdx.y, lane);

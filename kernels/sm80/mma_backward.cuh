@@ -143,6 +143,75 @@ template <class C> struct BackwardWarp {
     }
 };
 
+/* The copies to shared memory that a block starts: its own rows, and tiles of the others. `first_local`, `first_head`:
+ * of query heads the group's first one or this block's, of the workspace and of the problem. */
+template <class C> struct BackwardCopies {
+    const BackwardArgs &args;
+    int own; // the first own row
+    Span<int> others;
+    int batch, head_kv, first_head, first_local;
+    uint32_t own_s, own_p, stages, stage_rows;
+
+    __device__ __forceinline__ bool is_key(int row) const {
+        return row >= args.visible.key_begin && row < args.visible.key_end;
+    }
+
+    __device__ __forceinline__ void start_own() const {
+        using Copy = RowCopy<C::kHeadDim, C::kThreads, C::kOwn>;
+        const GradientParams &p = args.problem;
+        const AttentionParams &f = p.forward;
+        const int seq_q = int(f.seq_q), head = C::kQueries ? first_head : head_kv;
+        const auto exists = [&](int row) { return C::kQueries ? row < seq_q : is_key(row); };
+        Copy::start(own_s, C::kQueries ? f.q : f.k, batch, head, own, f.head_dim,
+                    !C::kGeneral || (C::kQueries ? args.chunks_q : args.chunks_k), exists);
+        if (C::kFirst)
+            Copy::start(own_p, C::kQueries ? p.dout : f.v, batch, head, own, f.head_dim_v,
+                        !C::kGeneral || (C::kQueries ? args.chunks_dout : args.chunks_v), exists);
+    }
+
+    __device__ __forceinline__ void start_others(int head, int tile, int stage) const {
+        using Copy = RowCopy<C::kHeadDim, C::kThreads, C::kTile>;
+        const GradientParams &p = args.problem;
+        const AttentionParams &f = p.forward;
+        const float2 *rows = args.rows + (first_local + head) * args.pitch;
+        const auto exists = [&](int row) {
+            if (C::kQueries) return is_key(row);
+            // A query that sees no key gives nothing to any: 0 times what it holds may be NaN.
+            const bool there = row >= others.begin && row < others.end;
+            return there && !(C::kGeneral && (f.mask.data || f.bias.data) && rows[row].x == INFINITY);
+        };
+        const uint32_t to = stages + stage * 2 * C::kTileBytes;
+        const int of = C::kQueries ? head_kv : first_head + head;
+        Copy::start(to, C::kQueries ? f.k : f.q, batch, of, tile * C::kTile, f.head_dim,
+                    !C::kGeneral || (C::kQueries ? args.chunks_k : args.chunks_q), exists);
+        Copy::start(to + C::kTileBytes, C::kQueries ? f.v : p.dout, batch, of, tile * C::kTile, f.head_dim_v,
+                    !C::kGeneral || (C::kQueries ? args.chunks_v : args.chunks_dout), exists);
+        if (!C::kQueries && threadIdx.x < C::kTile / 2)
+            cp_async_16(stage_rows + stage * C::kStageRowsBytes + threadIdx.x * 16,
+                        rows + tile * C::kTile + threadIdx.x * 2, true);
+    }
+};
+
+/* Writes the gradients of own rows; `row`: this thread's first. */
+template <class C>
+__device__ __forceinline__ void write_own(const BackwardArgs &args, BackwardWarp<C> &mine, int batch, int head, int row,
+                                          int first_local) {
+    using T = typename C::T;
+    const GradientParams &p = args.problem;
+    const AttentionParams &f = p.forward;
+    if constexpr (C::kQueries) {
+        write_rows<T>(args, FA_GRAD_Q, batch, head, row, int(f.seq_q), f.head_dim, args.scale, mine.first,
+                      [&](int query) { return args.rows[first_local * args.pitch + query].x == INFINITY; });
+    } else {
+        const auto hidden = [&](int key) { return key < args.visible.key_begin || key >= args.visible.key_end; };
+        const int seq_k = int(f.seq_k);
+        if (C::kFirst && p.wants >> FA_GRAD_K & 1)
+            write_rows<T>(args, FA_GRAD_K, batch, head, row, seq_k, f.head_dim, args.scale, mine.first, hidden);
+        if (C::kSecond && p.wants >> FA_GRAD_V & 1)
+            write_rows<T>(args, FA_GRAD_V, batch, head, row, seq_k, f.head_dim_v, 1.0f, mine.second, hidden);
+    }
+}
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const __grid_constant__ BackwardArgs args) {
     FA_CHAOS_BEGIN();
@@ -174,38 +243,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
     const uint32_t own_s = shared_address(shared), own_p = own_s + (C::kOwnTiles - 1) * C::kOwnBytes;
     const uint32_t stages = own_s + C::kStagesAt, stage_rows = own_s + C::kRowsAt;
 
-    const auto load_own = [&] {
-        using Copy = RowCopy<C::kHeadDim, C::kThreads, C::kOwn>;
-        const auto exists = [&](int row) {
-            return C::kQueries ? row < seq_q : row >= args.visible.key_begin && row < args.visible.key_end;
-        };
-        const int head = C::kQueries ? first_head : head_kv;
-        Copy::start(own_s, C::kQueries ? f.q : f.k, batch, head, own, f.head_dim,
-                    !C::kGeneral || (C::kQueries ? args.chunks_q : args.chunks_k), exists);
-        if (C::kFirst)
-            Copy::start(own_p, C::kQueries ? p.dout : f.v, batch, head, own, f.head_dim_v,
-                        !C::kGeneral || (C::kQueries ? args.chunks_dout : args.chunks_v), exists);
-    };
-    const auto load_others = [&](int head, int tile, int stage) {
-        using Copy = RowCopy<C::kHeadDim, C::kThreads, C::kTile>;
-        const float2 *rows = args.rows + (first_local + head) * args.pitch;
-        const auto exists = [&](int row) {
-            if (C::kQueries) return row >= args.visible.key_begin && row < args.visible.key_end;
-            // A query that sees no key gives nothing to any: 0 times what it holds may be NaN.
-            const bool there = row >= others.begin && row < others.end;
-            return there && !(C::kGeneral && (f.mask.data || f.bias.data) && rows[row].x == INFINITY);
-        };
-        const uint32_t to = stages + stage * 2 * C::kTileBytes;
-        const int of = C::kQueries ? head_kv : first_head + head;
-        Copy::start(to, C::kQueries ? f.k : f.q, batch, of, tile * C::kTile, f.head_dim,
-                    !C::kGeneral || (C::kQueries ? args.chunks_k : args.chunks_q), exists);
-        Copy::start(to + C::kTileBytes, C::kQueries ? f.v : p.dout, batch, of, tile * C::kTile, f.head_dim_v,
-                    !C::kGeneral || (C::kQueries ? args.chunks_v : args.chunks_dout), exists);
-        if (!C::kQueries && threadIdx.x < C::kTile / 2)
-            cp_async_16(stage_rows + stage * C::kStageRowsBytes + threadIdx.x * 16,
-                        rows + tile * C::kTile + threadIdx.x * 2, true);
-    };
-
+    const BackwardCopies<C> copies = {args,        own,   others, batch,  head_kv,   first_head,
+                                      first_local, own_s, own_p,  stages, stage_rows};
     auto &dropout = *reinterpret_cast<fa_dropout *>(shared + C::kDropoutAt); // as it was when the block began
     if constexpr (C::kExtended) // for this thread's first barrier to publish
         if (threadIdx.x == 0 && args.dropout.threshold) dropout = fa_dropout_read(&args.dropout);
@@ -217,8 +256,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
 
     int head = tile_begin < tile_end ? 0 : heads, tile = tile_begin, stage = 0;
     if (head < heads) {
-        load_own();
-        load_others(head, tile, 0);
+        copies.start_own();
+        copies.start_others(head, tile, 0);
         cp_async_commit();
     }
     while (head < heads) {
@@ -226,7 +265,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
         cp_async_wait<0>();
         __syncthreads();
         if (++tile == tile_end) tile = tile_begin, ++head;
-        if (head < heads) load_others(head, tile, stage ^ 1);
+        if (head < heads) copies.start_others(head, tile, stage ^ 1);
         cp_async_commit();
         const uint32_t other_s = stages + stage * 2 * C::kTileBytes, other_p = other_s + C::kTileBytes;
         const uint32_t rows = C::kQueries ? stage_rows + (warp * C::kWarpRows + lane / 4) * 8
@@ -245,20 +284,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) backward_kernel(const
         stage ^= 1;
     }
 
-    const int row = warp_own + lane / 4;
-    if constexpr (C::kQueries) {
-        write_rows<typename C::T>(args, FA_GRAD_Q, batch, first_head, row, seq_q, f.head_dim, args.scale, mine.first,
-                                  [&](int query) { return args.rows[first_local * args.pitch + query].x == INFINITY; });
-    } else {
-        const auto hidden = [&](int key) { return key < args.visible.key_begin || key >= args.visible.key_end; };
-        const int seq_k = int(f.seq_k);
-        if (C::kFirst && p.wants >> FA_GRAD_K & 1)
-            write_rows<typename C::T>(args, FA_GRAD_K, batch, head_kv, row, seq_k, f.head_dim, args.scale, mine.first,
-                                      hidden);
-        if (C::kSecond && p.wants >> FA_GRAD_V & 1)
-            write_rows<typename C::T>(args, FA_GRAD_V, batch, head_kv, row, seq_k, f.head_dim_v, 1.0f, mine.second,
-                                      hidden);
-    }
+    write_own<C>(args, mine, batch, C::kQueries ? first_head : head_kv, warp_own + lane / 4, first_local);
 }
 
 } // namespace fa

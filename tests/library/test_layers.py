@@ -179,14 +179,10 @@ def pieces(path):
 
 #: Functions that are longer than LONGEST_FUNCTION, and why they are still one.
 LONG_FUNCTIONS = {
-    "mma_kernel": "the walk over key tiles of mma_sm80: its machine code is the one that the record's figures belong to",
-    "forward_consume": "a consumer warpgroup of wgmma_sm90: the same",
-    "attend": "the online softmax of wgmma_split_sm90: the same",
-    "wgmma_split_sm90_kernel": "the same",
-    "backward_kernel": "mma_backward_sm80: to be cut with figures before and after",
-    "queries_consume": "wgmma_backward_sm90: the same",
-    "keys_consume": "the same",
-    "consume": "a consumer warpgroup of prefill_sm90, as forward_consume",
+    "forward_consume": "a consumer warpgroup of wgmma_sm90: accumulators, softmax and phases of barriers live in registers across its walk over keys, and its steps are lambdas over them",
+    "consume": "the same of prefill_sm90",
+    "queries_consume": "the same of wgmma_backward_sm90, for dq",
+    "keys_consume": "the same of wgmma_backward_sm90, for dk and dv",
 }
 LONGEST_FUNCTION = 80
 

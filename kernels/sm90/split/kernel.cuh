@@ -85,6 +85,46 @@ __device__ __forceinline__ float2 soften(float (&scores)[Count], RowState (&stat
     return make_float2(factor[0], factor[1]);
 }
 
+/* The scores of a block, softened: hidden keys are excluded. `row`: this thread's first. */
+template <class C, bool Capped, int Count>
+__device__ __forceinline__ float2 soften_block(const Params &params, const Work &work, int row, int step,
+                                               float (&scores)[Count], RowState (&state)[2], float (&highest)[2]) {
+    if constexpr (Capped) {
+#pragma unroll
+        for (int i = 0; i < Count; ++i) scores[i] = score_of(params.score, scores[i]);
+    }
+    const int first = work.first_key<C>(step);
+    if (first < work.common.begin || first + C::kTileN > work.common.end) {
+        const Span<int> low = row_span(params, row), high = row_span(params, row + 8);
+        mask_scores(scores, {low.begin - first, high.begin - first}, {low.end - first, high.end - first},
+                    2 * (threadIdx.x % 4));
+    }
+    return soften(scores, state, highest, Capped ? 1.0f : params.score.scale_log2);
+}
+
+/* The output so far, by the factors of a thread's two rows. */
+template <int Count> __device__ __forceinline__ void rescale(float (&out)[Count], float2 factor) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) out[i] *= (i >> 1) & 1 ? factor.y : factor.x;
+}
+
+/* Start S = Q K^T and O += P V for a block of keys or values in shared memory. */
+template <class T, class C>
+__device__ __forceinline__ void start_scores(float (&scores)[C::kTileN / 2], uint32_t queries, uint32_t keys) {
+    wgmma_fence();
+    gemm_qk<T, C::kColumns>(scores, queries, kTileM * kSlabRowBytes, keys, C::kTileN * kSlabRowBytes);
+    wgmma_commit();
+}
+template <class T, class C>
+__device__ __forceinline__ void start_out(float (&out)[C::kColumns / 2], uint32_t (&weights)[C::kTileN / 4],
+                                          uint32_t values) {
+    wgmma_pin(weights);
+    wgmma_pin(out);
+    wgmma_fence();
+    gemm_pv<T>(out, weights, values, C::kTileN * kSlabRowBytes, 1);
+    wgmma_commit();
+}
+
 /* The online softmax over this warpgroup's share: out and states. */
 template <class T, class C, bool Capped>
 __device__ __forceinline__ void attend(const Params &params, const Work &work, const Ring<C> &k, const Ring<C> &v,
@@ -96,64 +136,36 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
     uint32_t weights[kScores / 2];
     state[0].maximum = state[1].maximum = -FLT_MAX; // finite where no key was seen
 
-    const auto start_scores = [&](float(&scores)[kScores], int step) {
-        const uint32_t keys = k.wait(step);
-        wgmma_fence();
-        gemm_qk<T, C::kColumns>(scores, queries, kTileM * kSlabRowBytes, keys, C::kTileN * kSlabRowBytes);
-        wgmma_commit();
-    };
-    const auto start_out = [&](int step) {
-        const uint32_t values = v.wait(step);
-        wgmma_pin(weights);
-        wgmma_pin(out);
-        wgmma_fence();
-        gemm_pv<T>(out, weights, values, C::kTileN * kSlabRowBytes, 1);
-        wgmma_commit();
-    };
-    const auto soften_block = [&](float(&scores)[kScores], int step) {
-        if constexpr (Capped) {
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) scores[i] = score_of(params.score, scores[i]);
-        }
-        const int first = work.first_key<C>(step);
-        if (first < work.common.begin || first + C::kTileN > work.common.end) {
-            const Span<int> low = row_keys(params, row), high = row_keys(params, row + 8);
-            mask_scores(scores, {low.begin - first, high.begin - first}, {low.end - first, high.end - first},
-                        2 * (threadIdx.x % 4));
-        }
-        return soften(scores, state, highest, multiplier);
-    };
-    const auto rescale = [&](float2 factor) {
-#pragma unroll
-        for (int i = 0; i < C::kColumns / 2; ++i) out[i] *= (i >> 1) & 1 ? factor.y : factor.x;
+    const auto soften_at = [&](float(&scores)[kScores], int step) {
+        return soften_block<C, Capped>(params, work, row, step, scores, state, highest);
     };
 
     const int last = work.count - 1;
     if (last < 0) return;
-    start_scores(scores, 0);
+    start_scores<T, C>(scores, queries, k.wait(0));
     wgmma_wait<0>();
     wgmma_pin(scores);
     if constexpr (C::kResident) {
         // At most two blocks: the scores of the second are computed while those of the first are softened, and the
         // first meets V while the second is softened.
         if (last == 0) {
-            soften_block(scores, 0);
+            soften_at(scores, 0);
             pack_scores<T>(weights, scores);
         } else {
             float others[kScores];
-            start_scores(others, 1);
-            soften_block(scores, 0);
+            start_scores<T, C>(others, queries, k.wait(1));
+            soften_at(scores, 0);
             pack_scores<T>(weights, scores);
-            start_out(0);
+            start_out<T, C>(out, weights, v.wait(0));
             wgmma_wait<1>();
             wgmma_pin(others);
-            const float2 factor = soften_block(others, 1);
+            const float2 factor = soften_at(others, 1);
             wgmma_pin(others);
             // The branch keeps ptxas from moving the exponentials to after the wait.
             if (__any_sync(0xffffffff, factor.x != 1.0f || factor.y != 1.0f)) {
                 wgmma_wait<0>();
                 wgmma_pin(out);
-                rescale(factor);
+                rescale(out, factor);
             }
             wgmma_wait<0>();
             wgmma_pin(out);
@@ -163,24 +175,24 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
         // The scores of a block are computed together with the weights of the block before times V. Both are waited for
         // before softening: to overlap it with the latter gains less than the earlier refill of V.
         k.refill(params, work, 0);
-        soften_block(scores, 0);
+        soften_at(scores, 0);
         pack_scores<T>(weights, scores);
 #pragma unroll 1
         for (int step = 1; step <= last; ++step) {
-            start_scores(scores, step);
-            start_out(step - 1);
+            start_scores<T, C>(scores, queries, k.wait(step));
+            start_out<T, C>(out, weights, v.wait(step - 1));
             wgmma_wait<1>();
             wgmma_pin(scores);
             k.refill(params, work, step);
             wgmma_wait<0>();
             wgmma_pin(out);
             v.refill(params, work, step - 1);
-            const float2 factor = soften_block(scores, step);
-            if (__any_sync(0xffffffff, factor.x != 1.0f || factor.y != 1.0f)) rescale(factor);
+            const float2 factor = soften_at(scores, step);
+            if (__any_sync(0xffffffff, factor.x != 1.0f || factor.y != 1.0f)) rescale(out, factor);
             pack_scores<T>(weights, scores);
         }
     }
-    start_out(last);
+    start_out<T, C>(out, weights, v.wait(last));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         state[half].sum = quad_sum(state[half].sum);
@@ -189,6 +201,27 @@ __device__ __forceinline__ void attend(const Params &params, const Work &work, c
     }
     wgmma_wait<0>();
     wgmma_pin(out);
+}
+
+/* Merges the shares of all warpgroups, of the block or of its cluster, and writes the rows that are this block's. */
+template <class T, class C>
+__device__ __forceinline__ void merge_shares(const Params &params, const Work &work, float (&out)[C::kColumns / 2],
+                                             RowState (&state)[2], const Landing<C> &landing, float *weights) {
+    if (C::kByRows && params.split_shift == 0) {
+        merge_rows<T, C>(params, work, out, state, reinterpret_cast<float *>(landing.partials), landing.states,
+                         weights);
+        return;
+    }
+    publish<C>(params, work.part, out, state, landing);
+    __syncthreads();
+    if (params.split_shift) mbarrier_wait(landing.arrived, 0);
+    const int row = work.row + (int(cluster_rank()) * kTileM >> params.split_shift);
+    if (!C::kByRows && params.split_shift == 0)
+        finish<T, C, 1>(params, row, landing);
+    else if (params.split_shift == 1)
+        finish<T, C, 2>(params, row, landing);
+    else
+        finish<T, C, 0>(params, row, landing);
 }
 
 template <class T, class C, bool Capped>
@@ -260,21 +293,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     mbarrier_wait(full_q, 0);
     attend<T, C, Capped>(params, work, k, v, shared_address(queries), out, state);
 
-    if (C::kByRows && params.split_shift == 0) {
-        merge_rows<T, C>(params, work, out, state, reinterpret_cast<float *>(partials), states, weights);
-        return;
-    }
-    const Landing<C> landing{partials, states, arrived, work.parts};
-    publish<C>(params, work.part, out, state, landing);
-    __syncthreads();
-    if (params.split_shift) mbarrier_wait(arrived, 0);
-    const int row = work.row + (int(cluster_rank()) * kTileM >> params.split_shift);
-    if (!C::kByRows && params.split_shift == 0)
-        finish<T, C, 1>(params, row, landing);
-    else if (params.split_shift == 1)
-        finish<T, C, 2>(params, row, landing);
-    else
-        finish<T, C, 0>(params, row, landing);
+    merge_shares<T, C>(params, work, out, state, {partials, states, arrived, work.parts}, weights);
 }
 
 } // namespace fa::sm90::split

@@ -70,13 +70,6 @@ struct Params {
     fa_dtype sinks_dtype;
 };
 
-/* Keys that a row sees: row_span() of mask.cuh in another order of its terms, on which the machine code depends. Sums
- * of four terms below 2^29 in magnitude fit in an int. */
-__device__ __forceinline__ Span<int> row_keys(const Params &params, int row) {
-    const int own = row + params.diagonal;
-    return {max(own - params.left, params.key_begin), min(own + params.right + 1, params.key_end)};
-}
-
 /* Which part of the call this warpgroup does. The grid is (query tiles x splits, heads, batch). */
 struct Work {
     int row;                // first query of the tile
@@ -87,8 +80,8 @@ struct Work {
     template <class C> static __device__ __forceinline__ Work find(const Params &params, int warpgroup) {
         Work work;
         work.row = static_cast<int>(cluster_index()) * kTileM;
-        const Span<int> first = row_keys(params, work.row);
-        const Span<int> last = row_keys(params, min(work.row + kTileM, params.seq_q) - 1);
+        const Span<int> first = row_span(params, work.row);
+        const Span<int> last = row_span(params, min(work.row + kTileM, params.seq_q) - 1);
         work.keys = {first.begin, last.end};
         work.common = {last.begin, first.end};
         work.part = static_cast<int>(cluster_rank()) * C::kWarpgroups + warpgroup;
