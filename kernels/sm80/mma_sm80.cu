@@ -216,7 +216,9 @@ int64_t section_of(const fa_forward *p, const fa_device_info *device) {
 
 fa_answer plan_dense(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const bool folded = folds_heads(problem->forward);
-    const fa_forward forward = folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
+    fa_forward rows;
+    const fa_forward *p = &problem->forward;
+    if (folded) rows = fold_heads(*p), p = &rows;
     if (!lengths_fit(p->seq_q, p->seq_k, kBitsInBand, why)) return FA_REFUSES;
     const DenseInstance *found = instance_for(kDense, p);
     if (!found) return fa_because(why, FA_REFUSES, FA_WHY_INSTANCE, 0, 0, 0);
@@ -270,7 +272,9 @@ fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *
     if (own.serves)
         return kServe[own.index].launch(serve_args(problem, own.serve, launch->workspace), problem->forward.dtype,
                                         own.serve.dressed, *plan, *launch);
-    const fa_forward forward = own.folded ? fold_heads(problem->forward) : problem->forward, *p = &forward;
+    fa_forward rows;
+    const fa_forward *p = &problem->forward;
+    if (own.folded) rows = fold_heads(*p), p = &rows;
     const int64_t pairs = p->batch * p->heads, sections = divide_up(pairs, own.section);
     const MmaArgs args = {
         .problem = attention_params(*p),
