@@ -21,8 +21,8 @@ typedef struct fa_capi_call {
     void *kept;                 /* what the problem points into; freed at the end */
 } fa_capi_call;
 
-/* Copies a struct that begins with its size; the fields that a caller of an older header lacks are 0. `least`: its first
- * size. */
+/* Copies a struct that begins with its size; the fields that a caller of an older header lacks are 0. `least`: its
+ * first size. */
 fa_code fa_capi_struct(const char *name, const void *given, size_t least, void *read, size_t known, fa_status *status);
 
 #define FA_CAPI_STRUCT(type, given, read, status) fa_capi_struct(#type, given, sizeof(type), read, sizeof(type), status)
