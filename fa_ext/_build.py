@@ -223,7 +223,8 @@ def units_of(source: Path, keep: Callable[[str], object] = bool, apart: bool = F
     # A kernel, and the parts of its operation in other folders, may share a name; all objects lie in one folder.
     place = source.relative_to(CSRC).parts[:-1] if source.is_relative_to(CSRC) else ()
     own = "-".join((*(part for part in place if part != "cpu"), source.stem))
-    units, objects = [], {}
+    units: list[Unit] = []
+    objects: dict[tuple[Path, str], list[str]] = {}
     for name, instance in said.instances.items():
         if instance.source is None:
             flags = (*said.flags, f"-DFA_INSTANCE={name}", *instance.words)
@@ -253,7 +254,7 @@ def plan_units(options: Options) -> tuple[list[Unit], dict[str, str]]:
     if options.chaos:
         defines["FA_HAVE_CHAOS"] = "1"
     chosen = chosen_instances(files, options)
-    units = [u for f in files for u in units_of(f, lambda name, f=f: name in chosen.get(f, ()))]
+    units = [u for f in files for u in units_of(f, chosen.get(f, set()).__contains__)]
     units += [u for f in sorted(CSRC.rglob("*.c")) if f.parent != CSRC / "cpu" for u in units_of(f)]
     # The longest compilations first, so that the last of them does not run alone.
     units.sort(key=lambda u: -seconds_of(u, options))
