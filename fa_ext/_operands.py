@@ -17,7 +17,7 @@ _OPTIONS = frozenset(OPTIONS)
 INDICES = tuple(name for name, operand in OPERANDS.items() if operand.role == "index" and "attention" in operand.reads)
 #: Arrays that have gradients, in the order of their bits.
 DIFFERENTIABLE = tuple(name for name, operand in OPERANDS.items() if operand.gradient)
-#: Dropout's words, which front ends carry behind the options.
+#: Dropout's words, which travel beside the options.
 STATE = "dropout_state"
 
 

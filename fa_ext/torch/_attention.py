@@ -14,9 +14,9 @@ from ._serving import attend, refuse_others, traced
 
 _HALVES = (torch.float16, torch.bfloat16)
 _any_autocast = torch._C._is_any_autocast_enabled
+_OPTIONS, _DIFFERENTIABLE = frozenset(OPTIONS), frozenset(DIFFERENTIABLE)
 #: The options with axes that may have extent 1, and those of q's dtype or float32.
 _BROADCAST = frozenset(name for name in OPTIONS if any(axis.one for axis in AXES[name]))
-_OPTIONS, _DIFFERENTIABLE = frozenset(OPTIONS), frozenset(DIFFERENTIABLE)
 _FLOATING = frozenset(name for name in OPTIONS if OPERANDS[name].dtypes == "q's dtype or float32")
 #: The options of most calls, by layout, causal and deterministic: what makes them takes a tenth of such a call's way to the core.
 _PLAIN = {

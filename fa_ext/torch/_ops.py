@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
-from ._library import LIBRARY, operator
 from .._operands import DIFFERENTIABLE
+from ._library import LIBRARY, operator
 from ._options import OTHERS, backward, forward, from_bounds, in_order, named
 from ._vmap import mapped
 
@@ -112,9 +112,11 @@ def attention(
     return forward(q, k, v, options, named(OTHERS, others))
 
 
-def _fake_backward(dout, dlse, q, k, v, out, lse, left, right, diagonal, scale, softcap, layout, dropout_p, invariant, ordered, wrt, *others):
-    known = {"q": q, "k": k, "v": v, **named(OTHERS, others)}
-    return [_fake_like(known[n], known[n].shape[3]) if n in ("q", "k", "v") else known[n].new_empty(known[n].shape) for n in _names(wrt)]
+def _fake_backward(dout, dlse, q, k, v, out, lse, *rest):
+    options = len(_BACKWARD) - 7
+    known = {"q": q, "k": k, "v": v, **named(OTHERS, rest[options:])}
+    wanted = {name: known[name] for name in _names(rest[options - 1])}
+    return [_fake_like(x, x.shape[3]) if name in ("q", "k", "v") else x.new_empty(x.shape) for name, x in wanted.items()]
 
 
 class _Once(torch.autograd.Function):
