@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ AXES = {
 }
 
 
-@functools.cache
 def axes_of(name: str, ndim: int) -> tuple[Axis, ...]:
     """The axes of an operand that has ``ndim`` of them."""
     left_out = [axis for axis in AXES[name] if axis.optional][: max(len(AXES[name]) - ndim, 0)]
