@@ -20,8 +20,8 @@ for _name in ["OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"] + ["OMP_NUM_THREADS"] *
 
 from bench.problems.placement import Unplaceable
 
-#: Folders whose tests are a tier of their own, by the tier's marker.
-TIERS = {"laboratory": "laboratory", "models": "kernels/models"}
+#: Folders whose tests have a marker: of a tier of their own, or of the run under sanitizers.
+FOLDERS = {"laboratory": "laboratory", "kernels/models": "models", "arrays": "native", "contract": "native", "kernels": "native"}
 #: Workers of `-n auto` that share a GPU: each holds a context and memory of its own.
 WORKERS_ON_A_GPU = 4
 
@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     folder = Path(__file__).parent
     for item in items:
-        for marker, within in TIERS.items():
+        for within, marker in FOLDERS.items():
             if item.path.is_relative_to(folder / within):
                 item.add_marker(marker)
         if "emulated" in getattr(item, "fixturenames", ()):

@@ -11,6 +11,7 @@ from bench.problems.case import Case
 from bench.problems.dense import FLAT_BIASES
 from bench.problems.placement import Unplaceable, dtype_of, place
 from tests.contract import gradients, runner
+from tests.contract.__main__ import main as judge_cases
 from tests.contract.gradients import KERNELS, fit, judged, make, placed, run, verdict
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -330,8 +331,8 @@ def test_inputs_are_left_alone(kernel):
 
 def test_a_sweep_and_a_line_judge_gradients(capsys):
     line = ["--kernel", "cpu_ref_backward"]
-    assert cases.main(["--sweep", "8", "--seed", "2", "--limit", "1e6", *line]) == 0
+    assert judge_cases(["--sweep", "8", "--seed", "2", "--limit", "1e6", *line]) == 0
     assert "cpu_ref_backward: 8 judged, 0 failed, 0 not taken" in capsys.readouterr().out
     drawn = {(case.operation, case.deterministic, case.dlse) for case in cases.random_gradients(2, 40, 1e6)}
     assert drawn == {("backward", ordered, dlse) for ordered in (True, False) for dlse in (True, False)}
-    assert cases.main([str(next(cases.random_gradients(2, 1, 1e6))), *line]) == 0
+    assert judge_cases([str(next(cases.random_gradients(2, 1, 1e6))), *line]) == 0

@@ -15,6 +15,8 @@ from fa_ext import _core
 from tests.contract import runner
 from tests.frameworks.support.jax_support import ROOT, alone
 
+pytestmark = pytest.mark.native
+
 EXECUTE, METADATA = 3, 1
 PRED, U8, S32, S64, F16, F32, F64 = 1, 6, 4, 5, 10, 11, 12
 BUFFER, SCALAR, STRING = 1, 3, 4

@@ -19,7 +19,7 @@ from tests.contract import gradients, lse_views
 from tests.library.support import c_interface
 from tests.library.support.c_interface import BACKWARD, FORWARD, GRADIENTS, LANGUAGES, array_of, compiled
 
-pytestmark = pytest.mark.skipif(c_interface.missing_compiler() is not None, reason=str(c_interface.missing_compiler()))
+pytestmark = [pytest.mark.native, pytest.mark.skipif(c_interface.missing_compiler() is not None, reason=str(c_interface.missing_compiler()))]
 
 OK, EVALUE, ETYPE, EBUFFER, EMEMORY, EUNSUPPORTED, ECUDA = range(7)
 OPTIONS = ("causal", "scale", "window", "softcap", "layout", "dropout")

@@ -6,6 +6,8 @@ import pytest
 import fa_ext
 from fa_ext import reference
 
+pytestmark = pytest.mark.native
+
 #: What a call may differ in: the first of each is the usual one, so that many calls are like the one before.
 CHOICES = {
     "dtype": ("float16", "float32"),

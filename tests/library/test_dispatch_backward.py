@@ -9,6 +9,8 @@ import pytest
 
 import fa_ext
 
+pytestmark = pytest.mark.native
+
 #: What a call may differ in: the first of each is the usual one, so that many calls are like the one before.
 CHOICES = {
     "dtype": ("float32", "float16"),

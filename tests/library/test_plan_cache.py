@@ -10,6 +10,8 @@ import fa_ext
 from tests.library.support import c_interface
 from tests.library.support.c_interface import BACKWARD, FORWARD, array_of, compiled
 
+pytestmark = pytest.mark.native
+
 BATCH, HEADS, ROWS, DIM, KEYS = 3, 4, 4, 8, 16  # ROWS are a page's too, so that both layouts have one shape
 POISON = 7777.0
 

@@ -18,6 +18,8 @@ import pytest
 import fa_ext
 from tests.arrays.producers import exchange_type, ran_alone
 
+pytestmark = pytest.mark.native
+
 WORKERS = 8
 
 
