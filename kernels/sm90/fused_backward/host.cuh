@@ -103,7 +103,7 @@ static bool keys_are_few(const fa_forward &f, const fa_device_info *device, doub
 /* Whether this kernel is faster than wgmma_backward_sm90, on an H100 (bench/log/wgmma_fused_backward_sm90.md).
  * wgmma_backward_sm90 computes head_dim 96 at 96 columns, this kernel at 128, which takes it 1.12 to 1.14 times as
  * long. */
-static bool fused_is_faster(const fa_forward &f, const fa_device_info *device, const FusedOwn &own) {
+[[maybe_unused]] static bool fused_is_faster(const fa_forward &f, const fa_device_info *device, const FusedOwn &own) {
     constexpr int kNarrow = 96;
     if (own.columns > kOrderedHeadDim ? f.head_dim <= kNarrow || f.seq_k < 1024 : std::min(f.seq_q, f.seq_k) < 128)
         return false;
