@@ -39,8 +39,11 @@ class Built:
 
 def sources_digest(space: Space) -> str:
     """Hash of everything a variant of this kernel is compiled from; a variant does not see what the tuner wrote."""
+    from bench.machine.build import rules
+
     tables = {other.table for other in SPACES.values()}
-    files = [space.source, machine.ROOT / "fa_ext" / "_build.py"]
+    instances = {instance.source for instance in rules.directives(space.source).instances.values()} - {None}
+    files = [space.source, *instances, machine.ROOT / "fa_ext" / "_build.py"]
     for folder in ("csrc", "kernels") if space.device == "cuda" else ("csrc",):
         files += [f for f in (machine.ROOT / folder).rglob("*") if f.suffix in (".h", ".cuh") and f not in tables]
     return hashlib.sha256(b"".join(f.read_bytes() for f in sorted(files))).hexdigest()[:16]
