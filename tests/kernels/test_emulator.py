@@ -423,7 +423,7 @@ def test_mutant_wgmma_that_frees_keys_before_they_are_read(emulated, monkeypatch
     name = "B1,H1,S200x900,D64,float16,causal=bottom_right"
     options = FORWARD["wgmma_sm90"] | {"races": True}
     found = fails_of(emulated, monkeypatch, "wgmma_sm90", "free", lambda text: early(removed(text)), name, **options)
-    words = r"is read by a product of a warpgroup and written by a thread that nobody told of its end(.|\n)*sm90/tma\.cuh"
+    words = r"is read by a product of a warpgroup and written by a thread that nobody told of its end(.|\n)*common/tma\.cuh"
     assert len(found) == 12 and all(re.search(words, one) for one in found), found
 
 
