@@ -32,6 +32,7 @@
  * @instance {f16,bf16,f32} false {1:__half,__nv_bfloat16,float}
  * @instances serve_instance.cu
  * @instance serve_{f16,bf16,f32} true {1:__half,__nv_bfloat16,float}
+ * @core (serve_)?f32
  */
 #include "common/instances.cuh"
 #include "common/launch.cuh" // fa_own

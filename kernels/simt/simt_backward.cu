@@ -16,6 +16,7 @@
  *
  * @instances backward_instance.cu
  * @instance {f16,bf16,f32} {1:__half,__nv_bfloat16,float}
+ * @core f32
  */
 #include "common/instances.cuh"
 #include "common/launch.cuh" // fa_own

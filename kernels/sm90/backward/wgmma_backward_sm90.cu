@@ -20,7 +20,7 @@
  * @instance d{256,192,128,96,64}_{full,masked,capped}_{f16,bf16}
  *           {1} {1} {2:kFull,kMasked,kCapped} {3:__half,__nv_bfloat16}
  * @instance d192v128_{full,masked,capped}_{f16,bf16} 192 128 {1:kFull,kMasked,kCapped} {2:__half,__nv_bfloat16}
- * @core d(64|128)_((full|masked)_\w+|capped_bf16)|d(256|192v128)_(masked_\w+|capped_bf16)|d96_masked_\w+
+ * @core d(64|128)_((full|masked)_\w+|capped_bf16)|d256_(masked_\w+|capped_bf16)|d192v128_masked_\w+|d96_masked_\w+
  */
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/host.cuh"
