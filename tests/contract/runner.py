@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 import fa_ext
 from bench.problems.case import Case
@@ -23,6 +24,11 @@ _GUARD = 256
 
 # Kernels whose float32 sums are a library's, in an order that is not plain's.
 LIBRARY_SUMS = {"cublas"}
+
+# For tables of every kernel's answers, which the set core makes others.
+needs_every_instance = pytest.mark.skipif(
+    bool(_core.build_info()["left_out"]), reason="the build leaves out instances: FA_INSTANCES=all has them"
+)
 
 # A call that every kernel takes on the devices it is made for.
 SIMPLEST = Case(1, 1, 1, 64, 64, 64)

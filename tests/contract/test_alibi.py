@@ -264,6 +264,7 @@ def test_a_thread_does_not_remember_slopes():
             assert not np.array_equal(found, sloped)
 
 
+@runner.needs_every_instance
 def test_kernels_that_do_not_take_slopes_say_so():
     """CUDA kernels, too, on devices that need not be here."""
     q, k, v = arrays(np.float16)

@@ -14,7 +14,10 @@ from tests.contract.gradients import described
 
 CUDA = [name for name in fa_ext.kernels("backward") if runner.device_of(name) == "cuda"]
 
-pytestmark = pytest.mark.skipif(not CUDA, reason="no CUDA kernel of the backward pass is built")
+pytestmark = [
+    pytest.mark.skipif(not CUDA, reason="no CUDA kernel of the backward pass is built"),
+    runner.needs_every_instance,
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -412,6 +412,7 @@ def test_bad_values_of_the_mask():
             dropout_keep(**{**dict(batch=1, heads=2, seq_q=3, seq_k=4, dropout=(0.1, 1)), **arguments})
 
 
+@runner.needs_every_instance
 def test_which_kernels_on_a_device_take_it():
     found = _core.answers(**dataclasses.replace(runner.SIMPLEST, dtype="float16").host_inputs(), dropout=(0.1, 1), device=DEVICES["h200"])
     of_device = {kernel: answer[:2] for kernel, answer in found.items() if runner.device_of(kernel) == "cuda"}

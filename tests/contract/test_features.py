@@ -46,6 +46,7 @@ def answers(case, **extra):
     return found
 
 
+@runner.needs_every_instance
 @pytest.mark.parametrize("bit", [NEXT_BIT, 31])
 def test_a_feature_that_nobody_takes_is_refused_by_every_kernel_in_one_wording(bit):
     refused = answers(runner.SIMPLEST, features=1 << bit)
@@ -55,6 +56,7 @@ def test_a_feature_that_nobody_takes_is_refused_by_every_kernel_in_one_wording(b
     assert all(answer in ("takes", "declines") for answer, _ in answers(runner.SIMPLEST).values())
 
 
+@runner.needs_every_instance
 @pytest.mark.parametrize("feature", FEATURES)
 def test_what_a_kernel_lacks(feature):
     case = Case(**{**dict(batch=1, heads=1, heads_kv=1, seq_q=64, seq_k=64, head_dim=64), **FEATURES[feature]})
