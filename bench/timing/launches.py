@@ -104,6 +104,8 @@ def _chained(graph: ctypes.c_void_p) -> set[int]:
     with contextlib.suppress(AttributeError):
         count = ctypes.c_size_t()
         driver("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
+        if not count.value:  # a graph of one node; the driver refuses places for no edge
+            return set()
         ahead, behind, edges = ((kind * count.value)() for kind in (ctypes.c_void_p, ctypes.c_void_p, _Edge))
         driver("cuGraphGetEdges_v2", graph, ahead, behind, edges, ctypes.byref(count))
         return {node for node, edge in zip(behind, edges, strict=True) if node and edge.type == _PROGRAMMATIC}

@@ -42,6 +42,7 @@ class Driver:
         kind.value = int(node.value == 9)
 
     def cuGraphGetEdges_v2(self, graph, ahead, behind, edges, count):
+        assert edges is None or self.chained, "the driver refuses places for no edge"
         count.value = len(self.chained)
         for i, node in enumerate(self.chained if edges is not None else ()):
             behind[i], edges[i].type = node, 1
@@ -86,6 +87,10 @@ def test_launches_are_those_of_a_captured_call(monkeypatch):
     key = build.rules.digests.function_key("cublas_gemm")
     assert found == ["code 132x1x1 384x1x1 229376 2x1x1", f"named:{key} 4x2x1 128x1x1 0 0x0x0 programmatic"]
     assert calls == 2 and driver.calls[-1] == "cuGraphDestroy"
+
+
+def test_one_kernel_alone_has_no_edges(monkeypatch):
+    assert read(monkeypatch, {3: OURS})[0] == ["code 132x1x1 384x1x1 229376 2x1x1"]
 
 
 def test_what_cannot_be_captured_has_no_launches(monkeypatch):
