@@ -5,6 +5,8 @@
 
 namespace fa {
 
+namespace { // of a file alone: both kernels of this folder have kinds
+
 /* Instances of one head_dim and dtype, by what they are for. */
 enum Kind {
     kLarge,   // grids that fill the device
@@ -51,6 +53,8 @@ constexpr Surface surface_of(Kind kind) {
 
 template <typename T, int kHeadDim, Kind kKind>
 using Choose = MmaConfig<T, kHeadDim, shape_of(kHeadDim, built(kHeadDim, kKind)), surface_of(built(kHeadDim, kKind))>;
+
+} // namespace
 
 /* Launch an instance, of one padded head_dim: a kind of the dense ones; one that serves, where `dressed` names the
  * options of ServeConfig. */

@@ -5,6 +5,8 @@
 
 namespace fa {
 
+namespace { // of a file alone: both kernels of this folder have kinds
+
 /* Whether dk and dv of 16 keys fit the registers of one warp together. */
 constexpr bool has_both(int head_dim) { return head_dim <= 128; }
 
@@ -35,6 +37,8 @@ using Choose = BackwardConfig<T, kHeadDim, kRole,
                               : kKind == kGeneral ? Options::kGeneral
                                                   : Options::kNone,
                               shape_of(kHeadDim, kRole, kKind)>;
+
+} // namespace
 
 /* Of a launch: the kinds of the instances whose queries own, and whose keys do. */
 struct fa_mma_kinds {

@@ -28,11 +28,13 @@
 
 namespace fa::sm90 {
 
+namespace { // Of this file alone: other kernels have instances of the same name, and templates of these.
 struct Instance {
     int head_dim, head_dim_v, kind;
     fa_dtype dtype;
     Launch *launch; // null: this build leaves it out
 };
+} // namespace
 #define FA_ENTRY(name, head_dim, head_dim_v, kind, T) {head_dim, head_dim_v, kind, kDtypeOf<T>, name},
 FA_INSTANCES(FA_DECLARE_INSTANCE)
 static const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)};

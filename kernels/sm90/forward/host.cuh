@@ -11,11 +11,13 @@
 
 namespace fa::sm90 {
 
+namespace { // Of this file alone: other kernels have instances of the same name, and templates of these.
 struct Instance {
     int head_dim, kind;
     fa_dtype dtype;
     Launch *launch; // null: this build leaves it out
 };
+} // namespace
 #define FA_FORWARD_INSTANCE(name, head_dim, kind, T) {head_dim, kind, kDtypeOf<T>, name},
 
 /* MiB of keys and values that a section of the longest-first order holds, given those of one head in bytes. Short heads

@@ -8,12 +8,14 @@
 
 namespace fa::sm90 {
 
+namespace { // Of this file alone: other kernels have instances of the same name, and templates of these.
 struct Instance {
     bool ordered;
     int head_dim, kind;
     fa_dtype dtype;
     Launch *launch; // null: this build leaves it out
 };
+} // namespace
 #define FA_FUSED_INSTANCE(name, Config, head_dim, kind, T)                                                             \
     {Config<T, head_dim, kind>::kOrdered, head_dim, kind, kDtypeOf<T>, name},
 

@@ -28,11 +28,13 @@
 
 namespace fa::sm90::prefill {
 
+namespace { // Of this file alone: other kernels have instances of the same name, and templates of these.
 struct Instance {
     int head_dim, kind;
     fa_dtype dtype;
     Launch *launch; // null: this build leaves it out
 };
+} // namespace
 #define FA_ENTRY(name, head_dim, kind, T) {head_dim, kind, kDtypeOf<T>, name},
 FA_INSTANCES(FA_DECLARE_INSTANCE)
 static const Instance kInstances[] = {FA_INSTANCES(FA_ENTRY)};
