@@ -76,6 +76,9 @@ class Shared(Operands):
         return found if len(found) > 1 else found[0]
 
     def close(self) -> None:
+        """Gives up the descriptors. The memory goes with the last array of it: nothing here refers back to this object then, which
+        would keep the memory, and a descriptor with each, until Python looks for circles."""
+        self._allocate = None
         for region in self.regions.values():
             region.close()
 

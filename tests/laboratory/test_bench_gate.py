@@ -1,5 +1,6 @@
 """The laboratory refuses candidates that cheat or err, and accepts the honest ones; each runs in its own worker."""
 
+import gc
 import json
 import math
 import mmap
@@ -18,7 +19,7 @@ from bench.commands import gate
 from bench.machine import device
 from bench.trial import duel, isolation, processes, shared
 from bench.trial.dice import Dice
-from bench.trial.pool import FENCE, Pool
+from bench.trial.pool import FENCE, Pool, SharedOperands
 from fa_ext import reference
 from tests.laboratory.support.command import CHEATS
 
@@ -300,3 +301,22 @@ def test_progress_of_a_single_problem(capfd):
     printed = capfd.readouterr()
     assert [stage in printed.err for stage in ("baselines", "load", "trials")] == [True] * 3
     assert "Frobenius" in printed.out
+
+
+def test_the_memory_of_a_trial_goes_with_its_last_reference():
+    """Not when Python looks for circles: a region has two descriptors, and one process may have 1024."""
+
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    gc.collect()
+    before = descriptors()
+    gc.disable()
+    try:
+        operands = SharedOperands(problems.parse("B1,H1,S8,D8,float32"), device.open_device("cpu"), 0, False)
+        assert descriptors() > before
+        operands.close()
+        del operands
+        assert descriptors() == before
+    finally:
+        gc.enable()
