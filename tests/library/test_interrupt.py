@@ -48,6 +48,8 @@ import signal, sys, threading, time
 import numpy as np
 import fa_ext
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process begins without it
+
 def wide(*shape):
     return np.broadcast_to(np.float32(0.5), shape)
 def ints(*shape):
