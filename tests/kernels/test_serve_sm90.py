@@ -172,7 +172,7 @@ def test_at_length(emulated, monkeypatch, head_dim, dtype):
         monkeypatch.setenv("FA_EMULATOR_SMS", str(blocks))
         for case in random_cases(60, 300 + seed, head_dim, dtype, longest=700):
             holds(kernel, case)
-        parts.append(parts_of(kernel, long, long.values()))
+        parts.append(parts_of(kernel, long, stored.values_of(long)))
         assert parts[-1] == parts[0]
     holds(kernel, long)
 
