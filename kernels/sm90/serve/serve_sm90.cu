@@ -161,8 +161,10 @@ static fa_answer serve_plan(const fa_problem *problem, const fa_device_info *dev
     own.slots = static_cast<int>(std::min<int64_t>(chunks + 1, kMaxChunks));
     const int64_t sms = device->sm_count, jobs = std::max<int64_t>(own.jobs, 1);
     share(problem, form, sms, keys, own);
-    // So short a sequence leaves most warps of a block without work, and has one state.
-    own.brief = form.rows == 8 && p.seq_k <= kGroup * kChunkKeys && jobs >= 4 * sms && !s.q.starts && !s.k.starts;
+    // So short a sequence leaves most warps of a block without work, and has one state: of one chunk all but one, so
+    // that few jobs go without workspace, too.
+    const int64_t brief_keys = jobs >= 4 * sms ? kGroup * kChunkKeys : kChunkKeys;
+    own.brief = form.rows == 8 && p.seq_k <= brief_keys && !s.q.starts && !s.k.starts;
     own.fold_parts = fold_parts_of(form, own, sms);
     if (own.jobs * own.parts > INT32_MAX) return fa_because(why, FA_REFUSES, FA_WHY_TILES, 31, 0, 0);
     // Where FA_EXT_WORKSPACE_MB leaves no room for all jobs, one launch follows the other.
