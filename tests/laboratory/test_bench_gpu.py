@@ -231,7 +231,7 @@ def test_what_a_kernel_launches_is_read_from_a_graph():
     """Two readings agree; a problem of twice the batch launches another grid of the same function."""
     from bench.commands import measure
 
-    found = [measure.launched(case, "cuda", ["simt"])["simt"] for case in (CASE, CASE, CASE.replace("B1", "B2"))]
+    found = [measure.launched(case, "cuda", ["mma_sm80"])["mma_sm80"] for case in (CASE, CASE, CASE.replace("B1", "B2"))]
     assert found[0] == found[1] and found[0] != found[2]
     for launch in found[0]:
         function, grid, block, *_ = launch.split(" ")
