@@ -1,9 +1,10 @@
 """Which instances of the kernels a build has, and what they cost: FA_INSTANCES, the set ``core``, seconds.
 
 The set core leaves out instances whose calls others take: head_dim 96 and 192, which the next wider instance takes (but 96
-with masks, which pays); full masks in the backward from head_dim 192 on, for which the masked kind serves; softcap in
-float16, as models that have one are trained in bfloat16; kGeneral of mma_backward_sm80, for which kExtended serves; float16 and
-bfloat16 of simt and simt_backward, whose calls mma_sm80 and mma_backward_sm80 take.
+with masks, and all of mma_sm80, whose wider ones take 1.3 times as long); full masks in the backward from head_dim 192 on,
+for which the masked kind serves; softcap in float16, as models that have one are trained in bfloat16; kGeneral of
+mma_backward_sm80 but at head_dim 64 and 128, where kExtended takes 1.05 to 1.12 times as long with a bias, a mask or softcap;
+float16 and bfloat16 of simt and simt_backward, whose calls mma_sm80 and mma_backward_sm80 take.
 
 Imports nothing of ``fa_ext``, so that it runs before anything is built.
 """
@@ -55,25 +56,25 @@ class Cost:
 
 
 #: CPU seconds to read the headers of a CUDA file, once for each pass of the front end; of a C file.
-HEADERS, C_FILE = 3.6, 1.1
+HEADERS, C_FILE = 2.5, 0.5
 COSTS = {
-    "wgmma_sm90": Cost(4.2),
-    "wgmma_dropout_sm90": Cost(3.4),
-    "prefill_sm90": Cost(3.2),
-    "serve_sm90": Cost(2.3),
-    "wgmma_split_sm90": Cost(0, 5.0),
-    "wgmma_backward_sm90": Cost(5.6),
-    "wgmma_fused_backward_sm90": Cost(2.8),
-    "wgmma_dropout_backward_sm90": Cost(3.2),
-    "mma_sm80": Cost(11.0),
-    "mma_backward_sm80": Cost(27.0),
-    "simt": Cost(10.0),
-    "simt_backward": Cost(20.0),
-    "wmma": Cost(7.0),
-    "merge": Cost(0, 8.0),
-    "append": Cost(0, 3.0),
-    "cublas": Cost(0, 4.0),
-    "minimal": Cost(0, 1.5),
+    "wgmma_sm90": Cost(2.4),
+    "wgmma_dropout_sm90": Cost(2.5),
+    "prefill_sm90": Cost(4.0),
+    "serve_sm90": Cost(3.6),
+    "wgmma_split_sm90": Cost(0, 17.8),
+    "wgmma_backward_sm90": Cost(3.9),
+    "wgmma_fused_backward_sm90": Cost(2.4),
+    "wgmma_dropout_backward_sm90": Cost(4.9),
+    "mma_sm80": Cost(9.9),
+    "mma_backward_sm80": Cost(22.6),
+    "simt": Cost(10.4),
+    "simt_backward": Cost(14.0),
+    "wmma": Cost(7.2),
+    "merge": Cost(0, 7.9),
+    "append": Cost(0, 3.8),
+    "cublas": Cost(0, 4.3),
+    "minimal": Cost(0, 1.1),
 }
 
 
@@ -106,8 +107,8 @@ BUDGET = {
     "wgmma_backward_sm90": Budget(17, 36, 73),
     "wgmma_fused_backward_sm90": Budget(15, 18, 31),
     "wgmma_dropout_backward_sm90": Budget(2, 2, 7),
-    "mma_sm80": Budget(8, 12, 98),
-    "mma_backward_sm80": Budget(4, 12, 156),
+    "mma_sm80": Budget(12, 12, 98),
+    "mma_backward_sm80": Budget(6, 12, 156),
     "simt": Budget(2, 6, 51),
     "simt_backward": Budget(1, 3, 51),
     "wmma": Budget(2, 2, 16),

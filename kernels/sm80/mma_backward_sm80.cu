@@ -22,7 +22,7 @@
  * @instances backward_instance.cu
  * @instance d{32,64,96,128,192,256} {1} false
  * @instance d{32,64,96,128,192,256}_general {1} true
- * @core d(32|64|128|256)
+ * @core d(32|64|128|256)|d(64|128)_general
  */
 #include "common/instances.cuh"
 #include "common/launch.cuh" // fa_own

@@ -19,7 +19,6 @@
  * @instance d{32,64,96,128,192,256} Dense {1}
  * @instances serve_instance.cu
  * @instance serve_d{32,64,96,128,192,256} Serve {1}
- * @core (serve_)?d(32|64|128|256)
  */
 #include "common/launch.cuh" // fa_own
 #include "common/limits.cuh" // band_of, divide_up, lengths_fit
