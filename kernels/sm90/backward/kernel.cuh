@@ -9,7 +9,6 @@
 #pragma once
 #include "common/convert.cuh"
 #include "common/mask.cuh"
-#include "common/ptx.cuh" // unpack
 #include "common/score.cuh"
 #include "common/softcap.cuh" // tanh_exact
 #include "fa.h"
@@ -122,12 +121,21 @@ __device__ __forceinline__ int tile_chunk(int chunk, int row) {
     return chunk / 8 * (64 * kSlabRowBytes) + row * kSlabRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
+/* Two 16-bit elements as floats, the low half first. By the shifts of unpack() ptxas serialises the wgmma of
+ * keys_pair.cuh in bfloat16 for lack of registers. */
+template <class T> __device__ __forceinline__ float2 unpack_pair(uint32_t word) {
+    if constexpr (std::is_same_v<T, __half>)
+        return __half22float2(*reinterpret_cast<const __half2 *>(&word));
+    else
+        return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&word));
+}
+
 /* sum + x . y */
 template <class T> __device__ __forceinline__ float chunk_product(const uint4 &x, const uint4 &y, float sum) {
     const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float2 u = unpack<T>(xs[i]), v = unpack<T>(ys[i]);
+        const float2 u = unpack_pair<T>(xs[i]), v = unpack_pair<T>(ys[i]);
         sum = fmaf(u.x, v.x, sum);
         sum = fmaf(u.y, v.y, sum);
     }

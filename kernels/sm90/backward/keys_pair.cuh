@@ -115,7 +115,7 @@ template <class C> struct PairSums {
         read_rows(delta, smem.rows[stage].delta, lane);
 #pragma unroll
         for (int i = 0; i < kTileQ / 4; ++i) {
-            const float2 weight = unpack<T>(words[i]);
+            const float2 weight = unpack_pair<T>(words[i]);
             values[2 * i] = weight.x * (values[2 * i] - delta[i >> 1].x);
             values[2 * i + 1] = weight.y * (values[2 * i + 1] - delta[i >> 1].y);
         }
