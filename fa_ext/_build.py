@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 KERNELS = ROOT / "kernels"
 INCLUDE = ROOT / "fa_ext" / "include"
-#: What every digest of code says that it was built by.
+#: Files of the build itself, among the sources of every digest.
 BUILD_FILES = ("setup.py", "fa_ext/_build.py", "fa_ext/_directives.py", "fa_ext/_archs.py", "fa_ext/_sets.py")
 
 

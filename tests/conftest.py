@@ -22,7 +22,7 @@ from bench.problems.placement import Unplaceable
 
 #: Folders whose tests have a marker: of a tier of their own, or of the run under sanitizers.
 FOLDERS = {"laboratory": "laboratory", "kernels/models": "models", "arrays": "native", "contract": "native", "kernels": "native"}
-#: What a kernel says that was named in a call whose instance the build leaves out, as FA_INSTANCES asked: no build with all says it.
+#: The refusal of a kernel that a call names, where FA_INSTANCES left the instance out. A build with all never says it.
 LEFT_OUT = re.compile(r'kernel "\w+" cannot take this call: this build lacks the instance')
 #: Workers of `-n auto` that share a GPU: each holds a context and memory of its own.
 WORKERS_ON_A_GPU = 4

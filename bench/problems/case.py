@@ -27,7 +27,7 @@ ACCEPTED = {
     "operation": tuple(dict.fromkeys((*OPERATIONS, *OPERATIONS_OF_SEQUENCES))),
     "deterministic": ("True", "False"), "accumulate": ("True", "False"), "dlse": ("True", "False"),
 }  # fmt: skip
-#: What the values of sequences cannot be, and what belongs to sequences alone.
+#: Options that cases of sequences cannot have, and those that they alone have.
 NOT_OF_SEQUENCES = ("bias", "mask", "strides", "values")
 OF_SEQUENCES = ("k_range", "positions")
 

@@ -13,7 +13,7 @@ from bench.problems.sequences import Sequences
 
 OPERANDS: dict[str, type[Operands]] = {"attention": Operands, "backward": Gradients, "serving": Sequences, "merge": Parts, "append": NewTokens}
 
-# What a process that only calls an implementation makes of memory that somebody else fills.
+# The classes by which a process that only calls an implementation reads memory that another process fills.
 ARRAYS: dict[str, type[Arrays]] = {"attention": Arrays, "backward": GradientArrays}
 
 

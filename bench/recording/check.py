@@ -11,7 +11,7 @@ from bench.recording import record, suites
 from bench.recording.record import FOLDER
 
 ON_DEMAND = ("soak", "chaos", "training")
-# What a record of a device is not whole without.
+# The parts without which a record of a device is not whole.
 NEEDED = {"cuda": ("tests", "alone", "sanitizer", "sweep", "overhead", "references", "measure"), "cpu": ("tests", "measure")}
 
 

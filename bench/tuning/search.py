@@ -15,7 +15,7 @@ from bench.tuning.spaces import Config, Space, label
 STEP = 8
 POPULATION = 12
 Evaluate = Callable[[list[Config]], list[dict[str, Any]]]
-# What a strategy yields are configurations whose costs it wants; it is sent them, infinite for one that failed.
+# A strategy yields configurations whose costs it wants; it is sent them, infinite for one that failed.
 Strategy = Generator[list[Config], list[float], None]
 
 

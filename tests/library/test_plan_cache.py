@@ -15,7 +15,7 @@ pytestmark = pytest.mark.native
 BATCH, HEADS, ROWS, DIM, KEYS = 3, 4, 4, 8, 16  # ROWS are a page's too, so that both layouts have one shape
 POISON = 7777.0
 
-#: What a call over sequences may differ in: the first of each is the usual one.
+#: Choices by which calls over sequences differ: the first of each is the usual one.
 ATTENTION = {
     "place": (0, 1, 2),
     "values": (0, 1),
