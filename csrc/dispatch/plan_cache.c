@@ -19,7 +19,7 @@
 
 enum { KEPT_CALLS = 2 /* layers alternate */, MAX_AXES = 4, ARRAYS = FA_OPERAND_COUNT + FA_GRAD_COUNT };
 
-/* An operation's constants are worth 30 ns. */
+/* Inlined once for each operation, whose tables are then constants: that takes 30 ns off a call. */
 #define ALWAYS_INLINE        static inline __attribute__((always_inline))
 
 /* Kernels look at the alignment of a pointer up to this many bytes. */
