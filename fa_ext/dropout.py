@@ -7,7 +7,7 @@ device, tiling and shard. Written to be read, in NumPy or CuPy; shares no code w
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -67,6 +67,11 @@ class Dropout:
             if origin[n] + extent > _LONGEST:
                 raise ValueError(f"dropout's origin[{n}] is {origin[n]}; accepted: up to 2^31 with the call's own length")
         return cls(threshold, seed, offset, origin, whole)
+
+    def moved(self, b: int, j: int) -> Dropout:
+        """Of a call whose batch entry 0 and key 0 are this call's b and j."""
+        b0, h0, i0, j0 = self.origin
+        return replace(self, origin=(b0 + b, h0, i0, j0 + j))
 
     @staticmethod
     def _state(state):

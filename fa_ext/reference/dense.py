@@ -36,7 +36,8 @@ LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4
 @dataclass(frozen=True)
 class Options:
     """The options of ``fa_ext.attention`` besides q, k and v, with their defaults. The verifiers and the tests' cases
-    speak of options by this class, so that a new one is a field here and its meaning below."""
+    speak of options by this class, so that a new one is a field here and its meaning below. ``dropout`` may be a ``Dropout``
+    that was read already."""
 
     causal: bool | str = False
     scale: float | None = None
@@ -244,7 +245,8 @@ class Call:
         group = heads // self.heads_kv if self.heads_kv else 1
         self.sinks = None if options.sinks is None else self.bounded(options.sinks).reshape(self.heads_kv, group)
         self.slopes = None if options.alibi is None else xp.broadcast_to(options.alibi, shape[:2]).astype(xp.float64)
-        self.dropout = Dropout.read(options.dropout, *shape)
+        drop = options.dropout
+        self.dropout = drop if isinstance(drop, Dropout) else Dropout.read(drop, *shape)
         self.band = band(seq_q, seq_k, options.causal, options.window)
 
     def dropped(self, x, b, h, positions, keys):

@@ -15,9 +15,13 @@ from typing import Any
 
 import numpy
 
+from ..dropout import Dropout
 from . import dense
 
-__all__ = ["Fault", "Sequence", "append", "attention", "plain", "resolve", "rotate", "spread", "targets"]
+__all__ = [
+    "Alone", "Fault", "Sequence", "append", "as_stored", "attention", "four_axes", "plain", "problems_of", "resolve", "rotate", "spread",
+    "targets",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ def attention(q, k, v, **arguments):
     """Softmax attention in float64 over sequences.
 
     Arguments as in ``fa_ext.attention``: the options of ``reference.attention`` and alibi, cu_seqlens_q, seqlens_q,
-    cu_seqlens_k, seqlens_k, page_table, k_range, positions.
+    cu_seqlens_k, seqlens_k, page_table, k_range, positions. Dropout's batch entry is the number of the sequence, its query and
+    key the indices within the sequence.
 
     Returns (out, lse), both float64: shaped as q with v's head_dim, and (B, H, Sq), or (H, T) for q of three axes. Rows
     of no sequence are 0 and -inf.
@@ -126,8 +131,8 @@ def spread(q, k, v, truth, **options):
     xp = sys.modules[type(truth).__module__.partition(".")[0]]
     o = dense.Options(**options)
     broken = xp.zeros(truth.shape, bool)
-    where = _four_axes(xp, broken, o.layout)  # a view
-    for p in _problems(xp, q, k, v, o)[1]:
+    where = four_axes(xp, broken, o.layout)  # a view
+    for p in problems_of(xp, q, k, v, o)[1]:
         bad = ~(xp.isfinite(p.k).all(axis=(0, 2, 3)) & xp.isfinite(p.v).all(axis=(0, 2, 3)))
         where[p.at, :, p.rows] = xp.repeat(bad, where.shape[1] // bad.shape[0])[:, None, None]
     return broken & xp.isfinite(truth)
@@ -288,17 +293,17 @@ class _Problem:
     held: numpy.ndarray
 
 
-def _four_axes(xp, x, layout):
+def four_axes(xp, x, layout):
     """(B, H, rows, D); of packed arrays B is 1."""
     if x.ndim == 3:
         return xp.swapaxes(x[None], 1, 2)
     return xp.swapaxes(x, 1, 2) if layout == "bshd" else x
 
 
-def _problems(xp, q, k, v, o):
+def problems_of(xp, q, k, v, o):
     """The batch size, and the sequences that have queries."""
     packed_q, packed_k = q.ndim == 3, k.ndim == 3
-    q, k, v = (_four_axes(xp, x, o.layout) for x in (q, k, v))
+    q, k, v = (four_axes(xp, x, o.layout) for x in (q, k, v))
     index = {name: _host(getattr(o, name)) for name in o.INDICES}
     table = index["page_table"]
     batch = k.shape[0]
@@ -324,44 +329,67 @@ def _problems(xp, q, k, v, o):
 def _run(q, k, v, *, xp=None, dtype=None, out_dtype=None, exact=False, **options):
     xp = xp or sys.modules[type(q).__module__.partition(".")[0]]
     o = dense.Options(**options)
-    batch, problems = _problems(xp, q, k, v, o)
-    packed_q, dim_v = q.ndim == 3, v.shape[-1]
-    keys = k.shape[1 if o.layout == "bshd" else 2] * (1 if o.page_table is None else o.page_table.shape[1])
-    q = _four_axes(xp, q, o.layout)
-    heads, rows_q = q.shape[1:3]
+    batch, problems = problems_of(xp, q, k, v, o)
+    alone, dim_v, layout = Alone(xp, q, k, o, batch), v.shape[-1], o.layout
+    packed_q, q = q.ndim == 3, four_axes(xp, q, layout)
     out = xp.zeros((*q.shape[:3], dim_v), xp.float64)
     lse = xp.full(q.shape[:3], -math.inf, xp.float64)
-    left, right, _ = dense.band(0, 0, o.causal, o.window)
-    limit = dense.LIMIT_F64 if q.dtype == xp.float64 else dense.LIMIT
-    shape = (batch, heads, rows_q, keys)
-    bias, mask = (None if x is None else xp.broadcast_to(xp.asarray(x), shape) for x in (o.bias, o.mask))
-    slopes = None if o.alibi is None else xp.broadcast_to(xp.asarray(o.alibi), (batch, heads))
     for p in problems:
-        span, count = slice(p.sequence.seen_begin, p.sequence.seen_end), p.sequence.seq_q
-        offset = xp.arange(span.start, span.stop)[None, :] - xp.asarray(p.sequence.positions)[:, None]
-        seen = ((offset >= -left) & (offset <= right) & xp.asarray(p.held)[None, :])[None, None]
-        if mask is not None:
-            seen = seen & (mask[p.b : p.b + 1, :, :count, span] != 0)
-        added = None if bias is None else bias[p.b : p.b + 1, :, :count, span]
-        if slopes is not None:
-            slope = xp.where(xp.isfinite(slopes[p.b]), slopes[p.b], math.nan).astype(xp.float64)
-            taken = xp.clip(slope[None, :, None, None] * xp.abs(offset)[None, None], -limit, limit)
-            added = -taken if added is None else xp.where(added == -math.inf, -math.inf, added.astype(xp.float64) - taken)
-        alone = dense.Options(scale=o.scale, softcap=o.softcap, bias=added, mask=seen, sinks=o.sinks)
-        queries = q[p.at : p.at + 1, :, p.rows]
-        some_out, some_lse = dense.attend(queries, p.k, p.v, alone, xp=xp, dtype=dtype, out_dtype=out_dtype, exact=exact)
+        queries, options = q[p.at : p.at + 1, :, p.rows], alone.options(p)
+        some_out, some_lse = dense.attend(queries, p.k, p.v, options, xp=xp, dtype=dtype, out_dtype=out_dtype, exact=exact)
         out[p.at, :, p.rows], lse[p.at, :, p.rows] = some_out[0], some_lse[0]
-    if packed_q:
-        return xp.swapaxes(out, 1, 2)[0], lse[0]
-    return (xp.swapaxes(out, 1, 2) if o.layout == "bshd" else out), lse
+    return as_stored(xp, out, packed_q, layout), lse[0] if packed_q else lse
+
+
+class Alone:
+    """The options of a call over sequences as those of dense calls of one sequence each."""
+
+    def __init__(self, xp, q, k, o, batch):
+        keys = k.shape[1 if o.layout == "bshd" else 2] * (1 if o.page_table is None else o.page_table.shape[1])
+        heads, rows_q = four_axes(xp, q, o.layout).shape[1:3]
+        self.xp, self.given = xp, o
+        self.limit = dense.LIMIT_F64 if q.dtype == xp.float64 else dense.LIMIT
+        self.left, self.right, _ = dense.band(0, 0, o.causal, o.window)
+        shape = (batch, heads, rows_q, keys)
+        self.bias, self.mask = (None if x is None else xp.broadcast_to(xp.asarray(x), shape) for x in (o.bias, o.mask))
+        self.slopes = None if o.alibi is None else xp.broadcast_to(xp.asarray(o.alibi), (batch, heads))
+        self.dropout = Dropout.read(o.dropout, batch, heads, rows_q, k.shape[0] if k.ndim == 3 else keys)
+
+    def seen(self, p):
+        """(n_q, n_k): what causal, window and range let a sequence's queries see of the keys that were cut out."""
+        offset = self._offset(p)
+        return (offset >= -self.left) & (offset <= self.right) & self.xp.asarray(p.held)[None, :]
+
+    def _offset(self, p):
+        xp, s = self.xp, p.sequence
+        return xp.arange(s.seen_begin, s.seen_end)[None, :] - xp.asarray(s.positions)[:, None]
+
+    def options(self, p) -> dense.Options:
+        xp, o, s = self.xp, self.given, p.sequence
+        span, seen = slice(s.seen_begin, s.seen_end), self.seen(p)[None, None]
+        if self.mask is not None:
+            seen = seen & (self.mask[p.b : p.b + 1, :, : s.seq_q, span] != 0)
+        added = None if self.bias is None else self.bias[p.b : p.b + 1, :, : s.seq_q, span]
+        if self.slopes is not None:
+            slope = xp.where(xp.isfinite(self.slopes[p.b]), self.slopes[p.b], math.nan).astype(xp.float64)
+            taken = xp.clip(slope[None, :, None, None] * xp.abs(self._offset(p))[None, None], -self.limit, self.limit)
+            added = -taken if added is None else xp.where(added == -math.inf, -math.inf, added.astype(xp.float64) - taken)
+        dropout = self.dropout and self.dropout.moved(p.b, s.seen_begin)
+        return dense.Options(scale=o.scale, softcap=o.softcap, bias=added, mask=seen, sinks=o.sinks, dropout=dropout)
+
+
+def as_stored(xp, x, packed, layout):
+    """``four_axes`` undone."""
+    if packed:
+        return xp.swapaxes(x, 1, 2)[0]
+    return xp.swapaxes(x, 1, 2) if layout == "bshd" else x
 
 
 def _gather(xp, k, v, sequence, b, packed, paged, page_size):
     """(k, v, held): the keys somebody may see, (1, Hk, n, D), and which of them have a page; the others are 0."""
     begin, end = sequence.seen_begin, sequence.seen_end
     if not paged:
-        first = sequence.first_k if packed else 0
-        at, rows = 0 if packed else b, slice(first + begin, first + end)
+        at, rows = (0 if packed else b), slice(sequence.first_k + begin, sequence.first_k + end)
         return k[at : at + 1, :, rows], v[at : at + 1, :, rows], numpy.ones(end - begin, bool)
     j = numpy.arange(begin, end)
     page = numpy.array([sequence.pages[column] for column in (j // page_size).tolist()], numpy.int64)

@@ -203,6 +203,21 @@ def verdict(kernel: str, problem: Problem, **extra) -> BackwardReport:
     return judged(kernel, problem, run(kernel, problem, **extra))
 
 
+def differences(loss, arrays, step=1e-5):
+    """Central differences of a loss by every element of every array."""
+    found = {}
+    for name, x in arrays.items():
+        found[name] = np.zeros_like(x)
+        for index in np.ndindex(x.shape):
+            kept = x[index]
+            x[index] = kept + step
+            above = loss()
+            x[index] = kept - step
+            found[name][index] = (above - loss()) / (2 * step)
+            x[index] = kept
+    return found
+
+
 def shrunk(case: Case, factor: int) -> Case:
     """The case with a ``factor``-th of its sequence lengths, for kernels that take their time."""
 

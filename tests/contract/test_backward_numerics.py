@@ -14,7 +14,7 @@ from fa_ext import reference
 from fa_ext.judge.backward import judge_backward
 from fa_ext.reference.backward import gradients as reference_gradients
 from tests.contract import gradients, runner
-from tests.contract.gradients import KERNELS, Problem, fit, judged, make, placed, run, verdict
+from tests.contract.gradients import KERNELS, Problem, differences, fit, judged, make, placed, run, verdict
 
 HALVES = ("float16", "bfloat16")
 
@@ -40,21 +40,6 @@ def everything(seed=0):
     mask[0, 0, 1] = False
     options = dict(softcap=2.0, mask=mask, causal="bottom_right", window=(4, None), scale=0.7)
     return arrays, options, rng.standard_normal((b, h, sq, dv)), rng.standard_normal((b, h, sq))
-
-
-def differences(loss, arrays, step=1e-5):
-    """Central differences of a loss by every element of every array."""
-    found = {}
-    for name, x in arrays.items():
-        found[name] = np.zeros_like(x)
-        for index in np.ndindex(x.shape):
-            kept = x[index]
-            x[index] = kept + step
-            above = loss()
-            x[index] = kept - step
-            found[name][index] = (above - loss()) / (2 * step)
-            x[index] = kept
-    return found
 
 
 @pytest.mark.parametrize("seed", range(2))
