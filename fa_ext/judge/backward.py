@@ -9,6 +9,10 @@ magnitude of the reference:
 * finite where the reference is finite, and not finite where it is not;
 * exactly 0 for queries without a visible key, and for keys that causal, window and seq_k hide from every query.
 
+dq, dk and dv of sequences are held to it once as a whole and once a sequence, with plain's error and R of that sequence, so
+that the error of a short one does not hide behind a long one's maximum. Rows of no sequence are exactly 0, and so are keys
+that causal, window and range hide from all queries of their sequence.
+
 dsinks: |error| <= 2 max |plain's error| + the same constant times the sum of the magnitudes of that head's terms, of which
 those with a weight near or below the smallest normal float32 may be missing, + what half an ulp of each element of out makes
 of delta = dout . out: a kernel is given the rounded out. dbias, of which a sum over keys may leave little
@@ -26,17 +30,18 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy
 
 from .. import reference
 from ..reference.backward import gradients
+from ..reference.serving import four_axes
 from . import ABSOLUTE, _device_of, _largest, _upload, on_host
 from .merge import half_ulp
 
-__all__ = ["BackwardReport", "GradientReport", "judge_backward", "verify_backward"]
+__all__ = ["BackwardReport", "GradientReport", "judge_backward", "judge_sequences", "verify_backward"]
 
 FROBENIUS = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-5, "float64": 1e-10}
 # Of a number, at most, relative to it.
@@ -197,23 +202,87 @@ def spread_backward(truth, dout, q, k, v, out, lse, dlse, layout, causal, window
         q, k, v, out = (xp.swapaxes(x, 1, 2) for x in (q, k, v, out))
         dout = None if dout is None else xp.swapaxes(dout, 1, 2)
     begin, end = _seen_keys(q.shape[2], k.shape[2], causal, window)
+    keys = xp.zeros(k.shape[2], bool)
+    keys[begin:end] = True
+    found = _spread(truth.empty, dout, q, k, v, out, lse, dlse, keys)
+    if found is None:
+        return None
+    if layout == "bshd":
+        found = {name: xp.swapaxes(where, 1, 2) for name, where in found.items()}
+    return {name: where & xp.isfinite(truth[name]) for name, where in found.items() if name in truth}
+
+
+def _spread(empty, dout, q, k, v, out, lse, dlse, seen):
+    """The same of arrays (B, H, S, D), whether truth is finite there or not. seen: boolean (Sk), the keys seen by some."""
+    xp = sys.modules[type(empty).__module__.partition(".")[0]]
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    key = (~(xp.isfinite(k).all(axis=-1) & xp.isfinite(v).all(axis=-1)))[:, :, begin:end].any(axis=2)
+    key = (~(xp.isfinite(k).all(axis=-1) & xp.isfinite(v).all(axis=-1)) & seen).any(axis=2)
     row = ~xp.isfinite(q).all(axis=-1) | ~(xp.isfinite(lse) | (lse == -xp.inf)) | ~xp.isfinite(out).all(axis=-1)
     for x in (None if dout is None else dout, None if dlse is None else dlse[..., None]):
         row = row if x is None else row | ~xp.isfinite(x).all(axis=-1)
-    row = row & ~truth.empty
+    row = row & ~empty
     of_head = row.any(axis=2).reshape(q.shape[0], k.shape[1], group).any(axis=2) if q.shape[1] else row.any(axis=2)
     if not bool(key.any()) and not bool(row.any()):
         return None
-    keys = xp.zeros(k.shape[2], bool)
-    keys[begin:end] = True
-    rows = ((xp.repeat(key, group, axis=1)[:, :, None] | row) & ~truth.empty)[..., None]
-    keys = (of_head[:, :, None] & keys)[..., None]
-    if layout == "bshd":
-        rows, keys = xp.swapaxes(rows, 1, 2), xp.swapaxes(keys, 1, 2)
-    found = {"q": rows, "k": keys, "v": keys}
-    return {name: where & xp.isfinite(truth[name]) for name, where in found.items() if name in truth}
+    rows = ((xp.repeat(key, group, axis=1)[:, :, None] | row) & ~empty)[..., None]
+    keys = (of_head[:, :, None] & seen)[..., None]
+    return {"q": rows, "k": keys, "v": keys}
+
+
+def judge_sequences(got, truth, plain, dtype, layout, *, kernel=None, exempt=None, old=None, widths=None, slack=1.0) -> BackwardReport:
+    """``judge_backward`` of the whole call, and of each of its sequences: what fails there joins the report of the whole."""
+    zero = _zeros_of_sequences(truth, layout)
+    whole = judge_backward(got, truth, plain, dtype, kernel=kernel, exempt=exempt, zero=zero, old=old, widths=widths, slack=slack)
+    xp = sys.modules[type(truth.empty).__module__.partition(".")[0]]
+    failures: dict[str, list[str]] = {g.name: list(g.failures) for g in whole.gradients}
+    for part, ordinary in zip(truth.parts, plain.parts, strict=True):
+
+        def cut(arrays, part=part):
+            return arrays and {n: part.of(xp, n, x, layout) for n, x in arrays.items() if n in ("q", "k", "v")}
+
+        judged = judge_backward(
+            cut(got), part.found, ordinary.found, dtype, exempt=cut(exempt), old=cut(old), widths=widths, slack=slack
+        )
+        for g in judged.gradients:
+            failures[g.name] += [f"sequence {part.b}: {why}" for why in g.failures]
+    reports = tuple(replace(g, failures=tuple(failures[g.name])) for g in whole.gradients)
+    return replace(whole, passed=not any(r.failures for r in reports), gradients=reports)
+
+
+def _zeros_of_sequences(truth, layout):
+    """As ``zeros_of``, for a call over sequences: rows of none of them too."""
+    xp = sys.modules[type(truth.empty).__module__.partition(".")[0]]
+    zero = {}
+    for name in truth:
+        if name == "sinks":
+            continue
+        zero[name] = xp.ones(truth[name].shape, bool)
+        where = zero[name].reshape((1,) * (4 - truth[name].ndim) + truth[name].shape) if name == "bias" else four_axes(xp, zero[name], layout)
+        for part in truth.parts:
+            if name == "bias":
+                where[part.bias] = False
+            elif name == "q":
+                where[part.queries] = part.found.empty[..., None]
+            else:
+                where[part.keys] = part.unseen[:, None]
+    return zero
+
+
+def spread_sequences(truth, dout, q, k, v, out, lse, dlse, layout):
+    """As ``spread_backward``, within each sequence of a call."""
+    xp = sys.modules[type(truth.empty).__module__.partition(".")[0]]
+    found = {name: xp.zeros(x.shape, bool) for name, x in truth.items() if name in ("q", "k", "v")}
+    where = {name: four_axes(xp, x, layout) for name, x in found.items()}  # views
+    lse, dlse = (x[None] if x is not None and q.ndim == 3 else x for x in (lse, dlse))
+    for part in truth.parts:
+        rows = [None if x is None else part.of(xp, "q", x, layout) for x in (dout, q, out)]
+        keys = [part.of(xp, "k", x, layout) for x in (k, v)]
+        some = [None if x is None else x[part.queries] for x in (lse, dlse)]
+        spared = _spread(part.found.empty, rows[0], rows[1], *keys, rows[2], *some, ~part.unseen)
+        for name, x in (spared or {}).items():
+            if name in where:
+                where[name][part.queries if name == "q" else part.keys] = x
+    return {name: x & xp.isfinite(truth[name]) for name, x in found.items()}
 
 
 def verify_backward(
@@ -249,7 +318,7 @@ def verify_backward(
     widths = {n: g.dtype.name for n, g in got.items()}
     dtype = host[1].dtype.name
 
-    large = 14 * host[1].size * host[2].shape[1 if layout == "bshd" else 2] > _WORTH_A_DEVICE
+    large = not asked.sequences(host[1], host[2]) and 14 * host[1].size * host[2].shape[1 if layout == "bshd" else 2] > _WORTH_A_DEVICE
     if large and _device_of(q) is not None and "cupy" in sys.modules:
         xp = sys.modules["cupy"]
         host = [None if x is None else _upload(xp, x) for x in host]
@@ -260,12 +329,16 @@ def verify_backward(
     truth, ordinary = (
         gradients(x_dout, x_q, x_k, x_v, dlse=x_dlse, **vars(asked), wrt=wrt, dtype=d) for d in (None, dtype)
     )
+    held: dict[str, Any] = dict(kernel=ran, old=old, widths=widths)
+    arrays, exempt = (x_dout, x_q, x_k, x_v, x_out, x_lse, x_dlse), None
+    if truth.parts is not None:
+        if ran != "cpu_ref_backward":
+            exempt = spread_sequences(truth, *arrays, layout)
+        return judge_sequences(got, truth, ordinary, dtype, layout, exempt=exempt, **held)
     band: dict[str, Any] = dict(layout=layout, causal=asked.causal, window=asked.window)
-    exempt = None
     if ran != "cpu_ref_backward":
-        exempt = spread_backward(truth, x_dout, x_q, x_k, x_v, x_out, x_lse, x_dlse, **band)
-    zero = zeros_of(truth, x_q, x_k, **band)
-    return judge_backward(got, truth, ordinary, dtype, kernel=ran, exempt=exempt, zero=zero, old=old, widths=widths)
+        exempt = spread_backward(truth, *arrays, **band)
+    return judge_backward(got, truth, ordinary, dtype, exempt=exempt, zero=zeros_of(truth, x_q, x_k, **band), **held)
 
 
 def _poisoned(given, like, device):
