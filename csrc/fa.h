@@ -326,7 +326,7 @@ typedef struct fa_problem {
         fa_merge merge;
         fa_append append;
     };
-    fa_sequences sequences; /* of a forward and an append: what its batch entries are */
+    fa_sequences sequences; /* what the batch entries are, but of a merge */
     void *workspace;        /* the caller's, for the plan's workspace_bytes; NULL: allocated at the launch */
     fa_fault_board *faults; /* where a kernel on a device counts bad contents of index arrays; NULL: nowhere */
     bool (*stopped)(void);  /* see fa_stopped(); NULL: the call is not stopped */

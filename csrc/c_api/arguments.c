@@ -264,6 +264,7 @@ static fa_code prepare_backward(const void *arguments, fa_capi_call *c, fa_statu
     const void *state;
     FA_TRY(GROWN_STRUCT(fa_ext_backward, unordered, arguments, &given, status));
     FA_TRY(read_options(given.options, &forward->options, &state, status));
+    FA_TRY(read_check(given.check, given.reserved, c, status));
     FA_TRY(read_arrays(&given, c, forward, views, status));
     FA_TRY(read_gradients(&given, c, &request, gradients, status));
     FA_TRY(read_state(state, c, forward, &words, status));

@@ -132,7 +132,9 @@ static void queries_task(const void *context, int64_t index, int worker) {
     double(*sum)[FA_MAX_HEAD_DIM] = s->scratch[worker].first;
     memset(sum, 0, sizeof s->scratch[worker].first);
     for (int64_t n = 0; n < count; n++) load_query(problem, b, head, first + n, &x[n]);
-    const fa_span keys = {fa_keys_of(f, first).begin, fa_keys_of(f, first + count - 1).end};
+    fa_span keys = x[0].at.keys;
+    for (int64_t n = 1; n < count; n++)
+        keys = (fa_span){least(keys.begin, x[n].at.keys.begin), most(keys.end, x[n].at.keys.end)};
     for (int64_t j = keys.begin; j < keys.end && !stopped(problem, j); j++) {
         load_key(p, b, head / fa_group(f), j, y);
         for (int64_t n = 0; n < count; n++)
@@ -159,8 +161,9 @@ static void keys_task(const void *context, int64_t index, int worker) {
     const int64_t from = most(first, f->key_begin),
                   to = least(last + 1, f->key_end); /* what no query sees is not read */
     for (int64_t j = from; j < to; j++) load_key(p, b, h_kv, j, &y[j - first]);
-    const int64_t row_begin = most(0, from - f->diagonal - f->right);
-    const int64_t row_end = from < to ? least(f->seq_q, to - f->diagonal + f->left) : 0;
+    const bool anywhere = problem->sequences.positions; /* queries that see a key may be any of them */
+    const int64_t row_begin = anywhere ? 0 : most(0, from - f->diagonal - f->right);
+    const int64_t row_end = from >= to ? 0 : anywhere ? f->seq_q : least(f->seq_q, to - f->diagonal + f->left);
     for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++)
         for (int64_t i = row_begin; i < row_end && !stopped(problem, i); i++) {
             load_query(problem, b, h, i, x);
@@ -202,7 +205,7 @@ static void add_bias(const fa_problem *problem, scratch *own, int64_t b, int64_t
     pair r;
     for (int64_t j = first; j < end; j++) load_key(p, b, h / fa_group(f), j, &y[j - first]);
     for (int64_t i = rows.begin; i < rows.end && !stopped(problem, i); i++) {
-        const fa_span keys = fa_keys_of(f, i);
+        const fa_span keys = fa_keys_of(problem, i);
         if (keys.begin >= end || keys.end <= first) continue;
         load_query(problem, b, h, i, x);
         for (int64_t j = first; j < end; j++)
@@ -225,16 +228,28 @@ static void bias_task(const void *context, int64_t index, int worker) {
     const span rows = span_of(p, 2, own[2], f->seq_q);
     const bool whole_row = p->bias_sums >> 3 & 1;
     double sum[TILE] = {0};
-    const int64_t from = most(whole_row ? 0 : own[3], f->key_begin);
-    const int64_t to = least(whole_row ? f->seq_k : own[3] + TILE, f->key_end);
-    for (int64_t b = batches.begin; b < batches.end; b++)
+    for (int64_t b = batches.begin; b < batches.end; b++) {
+        fa_problem alone;
+        const fa_problem *of = problem; /* that has the entry, as its entry `at` */
+        int64_t at = b;
+        if (problem->sequences.given) { /* not packed, so that the entries before it do not matter */
+            fa_cpu_walk walk = {0, 0};
+            const fa_cpu_entry sequence = fa_cpu_next(problem, b, &walk);
+            fa_cpu_alone(problem, &sequence, &alone);
+            of = &alone, at = 0;
+        }
+        const fa_forward *entry = &of->forward;
+        const span queries = {rows.begin, least(rows.end, entry->seq_q)};
+        const int64_t from = most(whole_row ? 0 : own[3], entry->key_begin);
+        const int64_t to = least(whole_row ? entry->seq_k : own[3] + TILE, entry->key_end);
         for (int64_t h = heads.begin; h < heads.end; h++) {
             if (whole_row)
                 for (int64_t j = from; j < to; j += TILE)
-                    add_bias(problem, mine, b, h, rows, j, least(j + TILE, to), sum);
+                    add_bias(of, mine, at, h, queries, j, least(j + TILE, to), sum);
             else if (from < to)
-                add_bias(problem, mine, b, h, rows, from, to, sum + (from - own[3]));
+                add_bias(of, mine, at, h, queries, from, to, sum + (from - own[3]));
         }
+    }
     for (int64_t n = 0; n < TILE && own[3] + n < extent[3]; n++)
         fa_write_gradient(p, FA_GRAD_BIAS, fa_at(&p->grad[FA_GRAD_BIAS], own[0], own[1], own[2], own[3] + n), sum[n]);
 }
@@ -243,13 +258,18 @@ static void sinks_task(const void *context, int64_t index, int worker) {
     fa_sink_gradient(((const shared *)context)->problem, index, worker);
 }
 
-static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
-    (void)why;
-    const fa_forward *f = &problem->backward.forward;
+/* Threads that the products of dense entries are worth. */
+static int useful_threads(const fa_forward *f, int threads) {
     const double products = (double)f->batch * (double)f->heads * (double)f->seq_q *
                             (double)(f->key_end - f->key_begin) * (f->head_dim + f->head_dim_v);
     const double worth = 1 + products / PRODUCTS_PER_THREAD;
-    plan->threads = worth < problem->threads ? (int)worth : problem->threads;
+    return worth < threads ? (int)worth : threads;
+}
+
+static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
+    (void)why;
+    const fa_forward *f = &problem->backward.forward;
+    plan->threads = problem->sequences.given ? problem->threads : useful_threads(f, problem->threads);
     const size_t fitting = device->workspace_limit / sizeof(scratch);
     if ((size_t)plan->threads > fitting) plan->threads = fitting ? (int)fitting : 1;
     plan->blocks = plan->threads;
@@ -257,24 +277,41 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     return FA_TAKES;
 }
 
+/* dq, dk and dv. */
+static void run_pairs(const shared *s, int threads, const fa_host *host) {
+    const fa_backward *p = &s->problem->backward;
+    const fa_forward *f = &p->forward;
+    if (p->wants >> FA_GRAD_Q & 1) host->loop(threads, f->batch * f->heads * tiles(f->seq_q), queries_task, s);
+    if (p->wants & (1 << FA_GRAD_K | 1 << FA_GRAD_V))
+        host->loop(threads, f->batch * f->heads_kv * tiles(f->seq_k), keys_task, s);
+}
+
+static void run_sequences(const shared *s, int threads, const fa_host *host) {
+    const fa_problem *problem = s->problem;
+    fa_cpu_walk walk = {0, 0};
+    for (int64_t b = 0; b < fa_cpu_entries(problem) && !fa_stopped(problem); b++) {
+        const fa_cpu_entry sequence = fa_cpu_next(problem, b, &walk);
+        fa_cpu_clear(problem, &sequence);
+        if (b == problem->forward.batch) break;
+        fa_problem alone;
+        fa_cpu_alone(problem, &sequence, &alone);
+        const shared own = {&alone, s->scratch};
+        run_pairs(&own, useful_threads(&alone.forward, threads), host);
+    }
+}
+
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_backward *p = &problem->backward;
-    const fa_forward *f = &p->forward;
     const shared s = {problem, launch->workspace};
+    if (problem->sequences.given)
+        run_sequences(&s, plan->threads, launch->host);
+    else
+        run_pairs(&s, plan->threads, launch->host);
     int64_t extent[4];
     bias_extents(p, extent);
-    const struct {
-        uint32_t wants;
-        int64_t count;
-        fa_cpu_step step;
-    } passes[] = {
-        {1 << FA_GRAD_Q, f->batch * f->heads * tiles(f->seq_q), queries_task},
-        {1 << FA_GRAD_K | 1 << FA_GRAD_V, f->batch * f->heads_kv * tiles(f->seq_k), keys_task},
-        {1 << FA_GRAD_BIAS, extent[0] * extent[1] * extent[2] * tiles(extent[3]), bias_task},
-        {1 << FA_GRAD_SINKS, f->heads, sinks_task},
-    };
-    for (size_t n = 0; n < sizeof passes / sizeof *passes; n++)
-        if (p->wants & passes[n].wants) launch->host->loop(plan->threads, passes[n].count, passes[n].step, &s);
+    if (p->wants >> FA_GRAD_BIAS & 1)
+        launch->host->loop(plan->threads, extent[0] * extent[1] * extent[2] * tiles(extent[3]), bias_task, &s);
+    if (p->wants >> FA_GRAD_SINKS & 1) launch->host->loop(plan->threads, p->forward.heads, sinks_task, &s);
     return FA_OK;
 }
 
@@ -288,7 +325,7 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_ref_backward = {
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_ALIBI |
-             FA_WITH_DROPOUT,
+             FA_WITH_DROPOUT | FA_WITH_LENGTHS | FA_WITH_RANGES | FA_WITH_POSITIONS,
     .plan = plan,
     .launch = launch,
 };

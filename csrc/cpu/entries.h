@@ -5,11 +5,11 @@
 
 #include "fa.h"
 
-/* An entry and the rows of out and lse that are to be written along with it: those of its queries, and around them rows
- * that belong to no sequence. */
+/* An entry and the rows of q, and of k and v, that are to be written along with it: those of its queries and keys, and
+ * around them rows that belong to no sequence. */
 typedef struct fa_cpu_entry {
     fa_entry entry;
-    fa_span rows;
+    fa_span rows, key_rows;
     int64_t batch; /* of operands that have a batch axis */
 } fa_cpu_entry;
 
@@ -18,36 +18,40 @@ typedef struct fa_cpu_walk {
     int64_t q, k;
 } fa_cpu_walk;
 
-/* Any entry of a dense call. */
-static inline fa_entry fa_cpu_dense(const fa_forward *p) {
+/* Any entry of a dense call, or the one of a sequence that was made a problem of its own, which may have positions. */
+static inline fa_entry fa_cpu_dense(const fa_problem *problem) {
+    const fa_forward *p = &problem->forward;
     return (fa_entry){.seq_q = p->seq_q,
                       .seq_k = p->seq_k,
                       .diagonal = p->diagonal,
+                      .positions = problem->sequences.positions,
                       .key_begin = p->key_begin,
                       .key_end = p->key_end};
 }
 
-/* How many entries there are: after packed queries comes one without any, for the rows that are left. */
+/* How many entries there are: after packed queries, or keys, comes one without any, for the rows that are left. */
 static inline int64_t fa_cpu_entries(const fa_problem *problem) {
-    return problem->forward.batch + problem->sequences.packed_q;
+    return problem->forward.batch + (problem->sequences.packed_q || problem->sequences.packed_k);
 }
 
 /* Entry b; the walk is zeroed before the first. */
 static inline fa_cpu_entry fa_cpu_next(const fa_problem *problem, int64_t b, fa_cpu_walk *walk) {
     const fa_forward *p = &problem->forward;
     const fa_sequences *s = &problem->sequences;
-    fa_cpu_entry next = {.rows = {0, p->seq_q}, .batch = b};
+    fa_cpu_entry next = {.rows = {0, p->seq_q}, .key_rows = {0, p->seq_k}, .batch = b};
     if (!s->given) {
-        next.entry = fa_cpu_dense(p);
+        next.entry = fa_cpu_dense(problem);
         return next;
     }
-    if (b == p->batch) {
-        next.rows.begin = walk->q;
+    if (b == p->batch) { /* of storage that is not packed nothing is left */
+        next.rows.begin = s->packed_q ? walk->q : next.rows.end;
+        next.key_rows.begin = s->packed_k ? walk->k : next.key_rows.end;
         return next;
     }
     const fa_span q = fa_rows_of(&s->q, b, walk->q, s->packed_q), k = fa_rows_of(&s->k, b, walk->k, s->packed_k);
     next.entry = fa_entry_of(s, b, q, k);
     if (s->packed_q) next.rows = (fa_span){walk->q, q.end};
+    if (s->packed_k) next.key_rows = (fa_span){walk->k, k.end};
     walk->q = q.end, walk->k = k.end;
     return next;
 }

@@ -1,4 +1,5 @@
-/* Shared by the kernels of the backward pass on the CPU: pairs one at a time, and the gradient of the sinks. */
+/* Shared by the kernels of the backward pass on the CPU: sequences as problems of their own, pairs one at a time, and
+ * the gradient of the sinks. */
 #ifndef FA_CPU_GRADIENT_H
 #define FA_CPU_GRADIENT_H
 
@@ -14,20 +15,24 @@
 static inline int64_t fa_group(const fa_forward *f) { return f->heads_kv ? f->heads / f->heads_kv : 0; }
 
 /* Keys that query i may see through causal and window. */
-static inline fa_span fa_keys_of(const fa_forward *f, int64_t i) {
-    const fa_entry entry = fa_cpu_dense(f);
-    return fa_row_keys(&entry, f->left, f->right, fa_position(&entry, i));
+static inline fa_span fa_keys_of(const fa_problem *problem, int64_t i) {
+    const fa_entry entry = fa_cpu_dense(problem);
+    return fa_row_keys(&entry, problem->forward.left, problem->forward.right, fa_position(&entry, i));
 }
 
 /* Values that all pairs of a query share. */
 typedef struct fa_query {
     int64_t batch, head, index;
-    fa_span keys; /* that it may see through causal and window */
-    double slope; /* of its head */
+    int64_t position; /* where it stands among the keys */
+    fa_span keys;     /* that it may see through causal and window */
+    double slope;     /* of its head */
 } fa_query;
 
 static inline fa_query fa_query_at(const fa_problem *problem, int64_t b, int64_t h, int64_t i) {
-    return (fa_query){b, h, i, fa_keys_of(&problem->forward, i), fa_slope(&problem->forward, b, h)};
+    const fa_entry entry = fa_cpu_dense(problem);
+    const int64_t position = fa_position(&entry, i);
+    const fa_span keys = fa_row_keys(&entry, problem->forward.left, problem->forward.right, position);
+    return (fa_query){b, h, i, position, keys, fa_slope(&problem->forward, b, h)};
 }
 
 /* Whether mask and bias leave a pair, and what bias and ALiBi add to its score. */
@@ -40,7 +45,7 @@ static inline bool fa_pair_seen(const fa_problem *problem, const fa_query *x, in
         if (*bias == -INFINITY) return false;
         *bias = fa_bounded(*bias, f->dtype);
     }
-    if (x->slope != 0) *bias = fa_with_alibi(*bias, x->slope, j - x->index - f->diagonal, f->dtype);
+    if (x->slope != 0) *bias = fa_with_alibi(*bias, x->slope, j - x->position, f->dtype);
     return true;
 }
 
@@ -64,6 +69,13 @@ static inline void fa_write_gradient(const fa_backward *p, fa_grad grad, int64_t
     const fa_dtype dtype = p->grad_dtype[grad];
     fa_store(data, dtype, index, p->accumulate ? fa_load(data, dtype, index) + value : value);
 }
+
+/* A sequence as a dense problem of one batch entry, whose first query and key are its own; it alone may have positions
+ * without being given sequences. */
+void fa_cpu_alone(const fa_problem *problem, const fa_cpu_entry *sequence, fa_problem *alone);
+
+/* Writes 0 to the gradients of the entry's rows of no sequence. */
+void fa_cpu_clear(const fa_problem *problem, const fa_cpu_entry *entry);
 
 /* A step of fa_host's loop, on an fa_problem: writes dsinks of head h. */
 void fa_sink_gradient(const void *context, int64_t h, int worker);

@@ -49,10 +49,12 @@ static const offset forward_data[FA_OPERAND_COUNT] = {
 };
 
 static const offset backward_data[FA_OPERAND_COUNT] = {
-    DATA_OF_INPUTS(backward.forward),
-    DATA(lse, backward.lse.data),
-    DATA(dout, backward.dout.data),
-    DATA(dlse, backward.dlse.data),
+    DATA_OF_INPUTS(backward.forward),       DATA(lse, backward.lse.data),
+    DATA(dout, backward.dout.data),         DATA(dlse, backward.dlse.data),
+    DATA(cu_seqlens_q, sequences.q.starts), DATA(seqlens_q, sequences.q.used),
+    DATA(cu_seqlens_k, sequences.k.starts), DATA(seqlens_k, sequences.k.used),
+    DATA(k_range_begin, sequences.begin),   DATA(k_range_end, sequences.end),
+    DATA(positions, sequences.positions),
 };
 
 static const offset append_data[FA_OPERAND_COUNT] = {

@@ -16,7 +16,7 @@ typedef struct piece {
 } piece;
 
 bool fa_contents_given(const fa_problem *problem) {
-    return problem->op == FA_APPEND || (problem->op == FA_FORWARD && problem->sequences.given);
+    return problem->op == FA_APPEND || (problem->op != FA_MERGE && problem->sequences.given);
 }
 
 /* Adds those in the lengths and starts of sequence b, whose rows fa_rows_of() has; `index` as in fa_fault. */
@@ -30,7 +30,7 @@ static void length_faults(const fa_lengths *lengths, int64_t b, fa_span rows, in
 }
 
 /* Reads lengths, starts, and the entries of the table for keys that a query may see. */
-static void forward_faults(const fa_problem *problem, fa_faults *faults) {
+static void attention_faults(const fa_problem *problem, fa_faults *faults) {
     const fa_forward *p = &problem->forward;
     const fa_sequences *s = &problem->sequences;
     const fa_pages *pages = &s->pages;
@@ -77,7 +77,7 @@ void fa_contents_faults(const fa_problem *problem, fa_faults *faults) {
     if (problem->op == FA_APPEND)
         append_faults(problem, faults);
     else
-        forward_faults(problem, faults);
+        attention_faults(problem, faults);
 }
 
 static void add(piece *pieces, int *count, const void *place, int64_t rows, int64_t stride, int64_t columns,

@@ -47,20 +47,20 @@ static fa_code check_inputs(const fa_backward_request *request, fa_problem *prob
     const fa_view *q = request->forward.q, *out = request->forward.out, *lse = request->forward.lse;
     const uint32_t own = 1u << forward->dtype, of_lse = 1u << forward->lse_dtype;
     const uint32_t of_out = forward->dtype == FA_F64 ? own : own | 1u << FA_F32;
-    const int64_t rows[3] = {forward->batch, forward->heads, forward->seq_q};
-    int64_t shape[4];
-    fa_forward_out_shape(problem, request->forward.options.layout, shape);
-    FA_TRY(fa_check_array("out", out, shape, 4, of_out, "q", q, status));
-    FA_TRY(fa_check_array("lse", lse, rows, 3, of_lse, "q", q, status));
+    int64_t shape[4], rows[3];
+    const int axes = fa_forward_out_shape(problem, request->forward.options.layout, shape);
+    const int axes_of_rows = fa_forward_lse_shape(problem, rows);
+    FA_TRY(fa_check_array("out", out, shape, axes, of_out, "q", q, status));
+    FA_TRY(fa_check_array("lse", lse, rows, axes_of_rows, of_lse, "q", q, status));
     fa_view_operand(&forward->out, out, request->forward.options.layout);
     forward->out_dtype = out->dtype;
     fa_lse_operand(&p->lse, lse);
     if (request->forward.dout) {
-        FA_TRY(fa_check_array("dout", request->forward.dout, shape, 4, own, "q", q, status));
+        FA_TRY(fa_check_array("dout", request->forward.dout, shape, axes, own, "q", q, status));
         fa_view_operand(&p->dout, request->forward.dout, request->forward.options.layout);
     }
     if (request->forward.dlse) {
-        FA_TRY(fa_check_array("dlse", request->forward.dlse, rows, 3, of_lse, "q", q, status));
+        FA_TRY(fa_check_array("dlse", request->forward.dlse, rows, axes_of_rows, of_lse, "q", q, status));
         fa_lse_operand(&p->dlse, request->forward.dlse);
     }
     if (!request->forward.dout && !request->forward.dlse)
@@ -144,14 +144,11 @@ static bool nothing_to_write(const fa_backward_request *request) {
 
 fa_code fa_backward_build(const fa_backward_request *request, fa_problem *problem, fa_status *status) {
     fa_backward *p = &problem->backward;
-    const fa_view *q = request->forward.q;
     *problem = (fa_problem){.op = FA_BACKWARD};
-    if (q->ndim == 3)
-        return fa_fail(
-            status, FA_EVALUE,
-            "q has 3 dimensions, shape %s; accepted: 4, the first of them batch, of 1 for a single entry: no "
-            "backward for packed or paged sequences in this release",
-            fa_show_shape(q->shape, 3).text);
+    if (request->forward.page_table)
+        return fa_fail(status, FA_EVALUE,
+                       "page_table has no backward: gradients would go into pages that sequences share; gather the "
+                       "keys, and pass them packed or padded");
     FA_TRY(fa_forward_inputs(&request->forward, problem, status));
     FA_TRY(check_inputs(request, problem, status));
     FA_TRY(check_wants(request, status));

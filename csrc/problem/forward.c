@@ -23,16 +23,15 @@ static const char *layout_axes(fa_layout layout, bool kv) {
     return kv ? "(batch, seq_k, heads_kv, head_dim)" : "(batch, seq_q, heads, head_dim)";
 }
 
-/* `dense`: the operation knows no sequences. */
-static fa_code check_qkv(const char *name, const fa_view *view, const fa_request *request, bool dense,
-                         fa_status *status) {
+static fa_code check_qkv(const char *name, const fa_view *view, const fa_request *request, fa_status *status) {
     const fa_view *q = request->q;
-    if (view->ndim != 4 && (view->ndim != 3 || dense))
-        return fa_fail(status, FA_EVALUE, "%s has %d dimensions, shape %s; accepted: 4, %s with layout=\"%s\"%s", name,
-                       view->ndim, fa_show_shape(view->shape, view->ndim).text,
+    if (view->ndim != 4 && view->ndim != 3)
+        return fa_fail(status, FA_EVALUE,
+                       "%s has %d dimensions, shape %s; accepted: 4, %s with layout=\"%s\", or 3, (tokens, heads, "
+                       "head_dim), for packed sequences",
+                       name, view->ndim, fa_show_shape(view->shape, view->ndim).text,
                        layout_axes(request->options.layout, view != q),
-                       request->options.layout == FA_BHSD ? "bhsd" : "bshd",
-                       dense ? "" : ", or 3, (tokens, heads, head_dim), for packed sequences");
+                       request->options.layout == FA_BHSD ? "bhsd" : "bshd");
     if (!fa_is_float(view->dtype))
         return fa_fail(status, FA_ETYPE,
                        "%s has dtype %s; accepted: float16, bfloat16, float32, and float64 on the CPU", name,
@@ -286,9 +285,9 @@ static uint32_t features_of(const fa_problem *problem) {
            (p->head_dim_v != p->head_dim ? FA_WITH_HEAD_DIM_V : 0) | (p->dropout.threshold ? FA_WITH_DROPOUT : 0);
 }
 
-static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *problem, fa_status *status) {
+fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status) {
     fa_forward *p = &problem->forward;
-    const bool sequences = !dense && fa_sequences_given(request);
+    const bool sequences = fa_sequences_given(request);
     problem->sequences = (fa_sequences){0};
     problem->workspace = NULL;
     problem->faults = NULL;
@@ -303,9 +302,9 @@ static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *p
     p->dtype = p->bias_dtype = p->sinks_dtype = p->out_dtype = request->q->dtype;
     p->lse_dtype = p->dtype == FA_F64 ? FA_F64 : FA_F32;
     p->wants_lse = request->options.return_lse || request->lse;
-    FA_TRY(check_qkv("q", request->q, request, dense, status));
-    FA_TRY(check_qkv("k", request->k, request, dense, status));
-    FA_TRY(check_qkv("v", request->v, request, dense, status));
+    FA_TRY(check_qkv("q", request->q, request, status));
+    FA_TRY(check_qkv("k", request->k, request, status));
+    FA_TRY(check_qkv("v", request->v, request, status));
     if (sequences) FA_TRY(fa_sequences_check(request, status));
     FA_TRY(check_sizes(request, sequences, p, status));
     if (sequences) FA_TRY(fa_sequences_build(request, problem, status));
@@ -319,14 +318,10 @@ static fa_code build_inputs(const fa_request *request, bool dense, fa_problem *p
     return FA_OK;
 }
 
-fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status) {
-    return build_inputs(request, true, problem, status);
-}
-
 fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_status *status) {
     fa_forward *p = &problem->forward;
     problem->op = FA_FORWARD;
-    FA_TRY(build_inputs(request, false, problem, status));
+    FA_TRY(fa_forward_inputs(request, problem, status));
     int64_t shape[4], elements = 1;
     const int ndim = fa_forward_out_shape(problem, request->options.layout, shape);
     for (int axis = 0; axis < ndim; axis++)

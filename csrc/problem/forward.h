@@ -9,7 +9,7 @@
  * given and what is accepted. */
 fa_code fa_forward_build(const fa_request *request, fa_problem *problem, fa_status *status);
 
-/* The part of it that concerns inputs and options of a dense call; leaves out and lse absent. */
+/* The part of it that concerns inputs and options; leaves out and lse absent. */
 fa_code fa_forward_inputs(const fa_request *request, fa_problem *problem, fa_status *status);
 
 /* The dropout that was asked for, of a call of these extents: with its heads, and within the bounds of its counters. */

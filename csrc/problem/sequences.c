@@ -66,10 +66,6 @@ static fa_code check_meaning(const fa_request *request, fa_status *status) {
             status, FA_EVALUE,
             "positions and causal=\"top_left\" both say where queries stand; accepted with positions: False, "
             "\"bottom_right\"");
-    if (request->options.dropout.threshold)
-        return fa_fail(status, FA_EVALUE,
-                       "dropout is given, and so are sequences; accepted with dropout: q, k and v of 4 axes, without "
-                       "lengths, page_table, k_range or positions");
     const char *extra = request->bias ? "bias" : request->mask ? "mask" : NULL;
     if (extra && (request->q->ndim == 3 || request->k->ndim == 3))
         return fa_fail(status, FA_EVALUE,

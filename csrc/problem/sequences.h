@@ -1,4 +1,4 @@
-/* The part of a forward problem that says what its sequences are: validation of what the host can see. */
+/* The part of a problem that says what its sequences are: validation of what the host can see. */
 #ifndef FA_PROBLEM_SEQUENCES_H
 #define FA_PROBLEM_SEQUENCES_H
 

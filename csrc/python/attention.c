@@ -6,24 +6,6 @@
 #include <string.h>
 #include <time.h>
 
-/* k_range=: a pair of arrays, each of which may be None. */
-static fa_code read_range(fa_state *state, fa_attention *a, fa_status *status) {
-    PyObject *range = fa_given(&a->call.bound, FA_ARG_k_range);
-    if (!range) return FA_OK;
-    const char *accepted = "None or a pair (begin, end), each an array (batch,) or None";
-    if (!PyTuple_Check(range) && !PyList_Check(range)) return fa_wrong_type("k_range", range, accepted, status);
-    if (PySequence_Size(range) != 2)
-        return fa_fail(status, FA_EVALUE, "k_range has %zd items; accepted: %s", (ssize_t)PySequence_Size(range),
-                       accepted);
-    static const char *const names[2] = {"k_range's begin", "k_range's end"};
-    const fa_view **views[2] = {&a->request.k_range_begin, &a->request.k_range_end};
-    for (int n = 0; n < 2; n++) {
-        PyObject *side = PyTuple_Check(range) ? PyTuple_GetItem(range, n) : PyList_GetItem(range, n);
-        if (side && side != Py_None) FA_TRY(fa_call_array(state, &a->call, names[n], side, views[n], status));
-    }
-    return FA_OK;
-}
-
 fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const *args, Py_ssize_t count,
                           PyObject *keywords, fa_attention *a, fa_status *status) {
     fa_call *call = &a->call;
@@ -36,7 +18,7 @@ fa_code fa_attention_read(fa_state *state, fa_function function, PyObject *const
     FA_TRY(fa_read_check(&call->bound, &a->check, status));
     FA_TRY(fa_call_place(state, FA_FORWARD, call, status));
     FA_TRY(fa_call_arrays(state, call, FA_ARG_q, &a->request, status));
-    FA_TRY(read_range(state, a, status));
+    FA_TRY(fa_call_range(state, call, &a->request, status));
     FA_TRY(fa_call_dropout(state, call, &a->request, status));
     FA_TRY(fa_call_outputs(state, call, fa_given(&call->bound, FA_ARG_out), &a->request.out, &a->request.lse, status));
     FA_TRY(fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status));

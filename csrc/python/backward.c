@@ -8,7 +8,7 @@
 enum {
 #define FA_PARAMETER(argument, name, passing, functions, kind, ...)                                                    \
     +(FA_KIND_##kind == FA_KIND_array && ((functions)&IN_BACKWARD))
-    ARRAYS = FA_GRAD_COUNT + 1 /* dropout's state */
+    ARRAYS = FA_GRAD_COUNT + 3 /* begin and end of k_range, dropout's state */
 #include "signature.def"
 #undef FA_PARAMETER
 };
@@ -20,6 +20,7 @@ typedef struct backward {
     int count;                      /* names in wrt */
     fa_grad order[FA_GRAD_COUNT];   /* what they name */
     PyObject *given[FA_GRAD_COUNT]; /* items of grads in the order of wrt, borrowed; NULL where absent */
+    int check;                      /* check=: 1, 0, or -1 for None */
     fa_array array[ARRAYS];
     fa_device_info described;
 } backward;
@@ -90,9 +91,11 @@ static fa_code read_backward(fa_state *state, fa_function function, PyObject *co
     options->window_left = options->window_right = FA_UNBOUNDED;
     b->request.deterministic = true;
     FA_TRY(fa_read_options(&call->bound, &b->request, status));
+    FA_TRY(fa_read_check(&call->bound, &b->check, status));
     FA_TRY(read_wrt(b, status));
     FA_TRY(fa_call_place(state, FA_BACKWARD, call, status));
     FA_TRY(fa_call_arrays(state, call, FA_ARG_q, &b->request, status));
+    FA_TRY(fa_call_range(state, call, &b->request.forward, status));
     FA_TRY(fa_call_dropout(state, call, &b->request.forward, status));
     FA_TRY(read_grads(state, b, status));
     return fa_arrays_stream(state, call->array, call->count, &call->stream, &call->joins, status);
@@ -104,7 +107,8 @@ static fa_code prepare(fa_state *state, PyObject *const *args, Py_ssize_t count,
     fa_call *call = &b->call;
     FA_TRY(read_backward(state, FA_FN_attention_backward, args, count, keywords, b, status));
     FA_TRY(fa_dispatch_backward(state->context, &b->request, call->forced, &call->problem, &call->info, plan, status));
-    return fa_arrays_check_stream(state, &call->array[0], &call->problem, &call->stream, status);
+    FA_TRY(fa_arrays_check_stream(state, &call->array[0], &call->problem, &call->stream, status));
+    return fa_call_check(state, call, b->check, status);
 }
 
 /* Arguments -> problem, of the device that is described or that the arrays are on. */

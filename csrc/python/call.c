@@ -49,6 +49,23 @@ fa_code fa_call_arrays(fa_state *state, fa_call *call, fa_argument first, void *
     return FA_OK;
 }
 
+fa_code fa_call_range(fa_state *state, fa_call *call, fa_request *request, fa_status *status) {
+    PyObject *range = fa_given(&call->bound, FA_ARG_k_range);
+    if (!range) return FA_OK;
+    const char *accepted = "None or a pair (begin, end), each an array (batch,) or None";
+    if (!PyTuple_Check(range) && !PyList_Check(range)) return fa_wrong_type("k_range", range, accepted, status);
+    if (PySequence_Size(range) != 2)
+        return fa_fail(status, FA_EVALUE, "k_range has %zd items; accepted: %s", (ssize_t)PySequence_Size(range),
+                       accepted);
+    static const char *const names[2] = {"k_range's begin", "k_range's end"};
+    const fa_view **views[2] = {&request->k_range_begin, &request->k_range_end};
+    for (int n = 0; n < 2; n++) {
+        PyObject *side = PyTuple_Check(range) ? PyTuple_GetItem(range, n) : PyList_GetItem(range, n);
+        if (side && side != Py_None) FA_TRY(fa_call_array(state, call, names[n], side, views[n], status));
+    }
+    return FA_OK;
+}
+
 fa_code fa_call_describe(fa_state *state, fa_call *call, PyObject *device, fa_device_info *described,
                          fa_status *status) {
     FA_TRY(fa_device_described(state, device, described, status));

@@ -82,14 +82,12 @@ extern const fa_parameter fa_parameters[FA_ARG_COUNT];
 /* Sets of arguments, 1 << fa_argument: read as arrays, or as options. */
 extern const uint64_t fa_array_arguments, fa_option_arguments;
 
-enum { FA_PARAMETERS_MAX = 32 }; /* of one function */
-
 /* A function's parameters in order, with interned names. */
 typedef struct fa_signature {
     int count, positional;
     uint64_t required, absent_by_none; /* 1 << fa_argument */
-    unsigned char argument[FA_PARAMETERS_MAX];
-    PyObject *name[FA_PARAMETERS_MAX];
+    unsigned char argument[FA_ARG_COUNT];
+    PyObject *name[FA_ARG_COUNT];
 } fa_signature;
 
 /* Arguments of a call by what they are called in C. */

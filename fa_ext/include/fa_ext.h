@@ -151,6 +151,11 @@ typedef struct fa_ext_backward {
     const fa_ext_options *options;                     /* those of the forward call */
     int32_t accumulate;                                /* not 0: add to what the results hold */
     int32_t unordered;                                 /* not 0: the order of sums is free, and so are the bits */
+    /* as in fa_ext_forward, and as they were there; out, dout, lse, dlse and the results follow q, k and v */
+    const fa_ext_array *cu_seqlens_q, *seqlens_q, *cu_seqlens_k, *seqlens_k;
+    const fa_ext_array *k_range_begin, *k_range_end, *positions;
+    int32_t check;    /* fa_ext_check */
+    int32_t reserved; /* 0 */
 } fa_ext_backward;
 
 typedef struct fa_ext_merge {

@@ -117,12 +117,6 @@ def test_read_only_gradients_are_refused():
         fa_ext.attention_backward(**arguments(), grads=(dq, None, None))
 
 
-def test_packed_sequences_have_no_backward():
-    q = zeros(5, H, D)
-    with pytest.raises(ValueError, match="no backward for packed or paged sequences in this release"):
-        fa_ext.attention_backward(q, q, q, q, q, zeros(H, 5))
-
-
 def test_positional_arguments():
     given = arguments()
     first = [given.pop(n) for n in ("dout", "q", "k", "v", "out", "lse")]
