@@ -93,6 +93,8 @@ def judge_one(candidate: str, case: str, device: str, baselines: list[str], limi
 def run(args: argparse.Namespace) -> int:
     device = args.device or devices.default()
     cases = [problems.parse(text, OPERATIONS) for text in args.case or ()]
+    if wrong := [case for case in cases if case.lengths]:
+        raise report.UsageError(f"case is {str(wrong[0])!r}; accepted by gate: cases without sequences, which `measure` takes")
     if args.preset:
         cases += problems.preset(args.preset, OPERATIONS)
     cases = cases or [problems.parse(default_case(device))]

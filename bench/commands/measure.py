@@ -229,7 +229,7 @@ def _opened(name: str, device: Cpu | Cuda) -> Implementation:
 
 def _too_slow(one: Implementation, case: Case, device: Cpu | Cuda, seconds: float) -> str | None:
     """Why a large problem is not begun on the CPU: a 64th of its queries says that a call would outlast the rounds."""
-    if device.kind == "cuda" or case.flops() < LARGE_FLOPS or case.operation not in ("attention", "backward") or case.seq_q < 1024:
+    if device.kind == "cuda" or case.flops() < LARGE_FLOPS or case.lengths or case.operation == "merge" or case.seq_q < 1024:
         return None
     share = 64
     part = operands_of(dataclasses.replace(case, seq_q=case.seq_q // share, causal=False, mask=None, bias=None), device)

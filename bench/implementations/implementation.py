@@ -143,6 +143,8 @@ class Function(Implementation):
     def refuses(self, case: Case) -> str | None:
         if case.operation not in self.operations:
             return f"no {case.operation}"
+        if case.lengths:
+            return f"no {case.operation} of sequences"
         needed = [n for n in case.options() if n not in ("layout", "deterministic")] + case.arrays() + ["dlse"] * case.dlse
         missing = [n for n in needed if not self.takes(n)]
         return f"{self.name} takes no argument {', '.join(missing)}" if missing else None

@@ -22,6 +22,8 @@ class Peer(Implementation):
     def refuses(self, case: Case) -> str | None:
         if case.dtype not in self.dtypes:
             return f"no {case.dtype}"
+        if case.lengths and case.operation == "backward":
+            return "no backward pass of sequences"
         if self.causal == "last" and case.causal == "top_left" and (case.operation == "serving" or case.seq_q != case.seq_k):
             return "no top_left causal mask"
         if self.causal == "square" and case.causal and case.seq_q != case.seq_k:

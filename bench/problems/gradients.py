@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench import report
 from bench.problems.operands import CHECK_FLOPS_CPU, CHECK_FLOPS_GPU, INPUTS, Arrays, Judged, Operands, WrongResult, dtype_name, fill_normal
 
+if TYPE_CHECKING:
+    from fa_ext.judge.backward import BackwardReport
+
 # Of a case's options those of the call that its result does not depend on.
-_OF_THE_CALL = ("deterministic", "accumulate")
+OF_THE_CALL = ("deterministic", "accumulate")
+# What the forward found.
+FOUND = ("out", "lse")
 
 
 class GradientArrays(Arrays):
     """What an implementation is given for ``fa_ext.attention_backward``."""
 
-    inputs = ("dout", *INPUTS, "out", "lse", "dlse")
+    inputs = ("dout", *INPUTS, *FOUND, "dlse")
 
     @property
     def wrt(self) -> tuple[str, ...]:
@@ -69,9 +74,8 @@ class Gradients(GradientArrays, Operands):
         except ImportError as error:
             raise report.UsageError(f"the backward pass starts from fa_ext's own forward: {error}") from error
         library = self.device.default_arrays
-        given = {name: self.array(name, library) for name in INPUTS if name in self.blocks}
-        options = {name: value for name, value in self.case.options().items() if name not in _OF_THE_CALL}
-        fa_ext.attention(**given, **options, out=(self.array("out", library), self.array("lse", library)))
+        given = {name: x for name, x in self.arguments(library).items() if name not in (*OF_THE_CALL, *FOUND, "dout", "dlse")}
+        fa_ext.attention(**given, out=(self.array("out", library), self.array("lse", library)))
         self.device.synchronize()
 
     def poison(self) -> None:
@@ -94,7 +98,17 @@ class Gradients(GradientArrays, Operands):
         from fa_ext.judge import OTHER_ORDER
         from fa_ext.judge.backward import judge_backward
 
-        xp, got = self._xp(), {}
+        got = self._received(result)
+        drawn, truth, plain, zero, exempt = self._truth()
+        if drawn is not None:
+            self._check_written(got)
+            got = {name: self._part(name, values, drawn) for name, values in got.items()}
+        slack = OTHER_ORDER if self.case.dtype == "float32" else 1.0  # nobody is bound to the order of plain's sums
+        return verdict(judge_backward(got, truth, plain, self.case.dtype, zero=zero, exempt=exempt, slack=slack))
+
+    def _received(self, result: Any) -> dict[str, Any]:
+        """{name: gradient} as arrays of the module in which the reference is computed; WrongResult says what is no gradient."""
+        got = {}
         if len(result) != len(self.wrt):
             raise WrongResult(f"{len(result)} gradients were returned, the problem asks for {', '.join(self.outputs)}")
         for name, array in zip(self.wrt, result, strict=True):
@@ -102,18 +116,13 @@ class Gradients(GradientArrays, Operands):
             if (tuple(array.shape), dtype_name(array)) != (shape, dtype):
                 raise WrongResult(f"d{name} is {dtype_name(array)} {tuple(array.shape)}, the problem asks for {dtype} {shape}")
             got[name] = self.values_of(array)
-        drawn, truth, plain, zero, exempt = self._truth()
-        if drawn is not None:
-            for name, values in got.items():
-                if not bool(xp.isfinite(values.astype(xp.float32)).all()):
-                    raise WrongResult(f"d{name} holds NaN or Inf (unwritten?)")
-            got = {name: self._part(name, values, drawn) for name, values in got.items()}
-        slack = OTHER_ORDER if self.case.dtype == "float32" else 1.0  # nobody is bound to the order of plain's sums
-        judged = judge_backward(got, truth, plain, self.case.dtype, zero=zero, exempt=exempt, slack=slack)
-        failures = tuple(f"d{g.name}: {why}" for g in judged.gradients for why in g.failures)
-        figures = ("frobenius", "max_abs", "frobenius_bound", "max_abs_bound")
-        worst = [max((getattr(g, figure) for g in judged.gradients), default=0.0) for figure in figures]
-        return Judged(judged.passed, failures, *worst)
+        return got
+
+    def _check_written(self, got: dict[str, Any]) -> None:
+        xp = self._xp()
+        for name, values in got.items():
+            if not bool(xp.isfinite(values.astype(xp.float32)).all()):
+                raise WrongResult(f"d{name} holds NaN or Inf (unwritten?)")
 
     def _truth(self) -> tuple[Any, ...]:
         """((batch entries, kv heads) drawn or None for all, reference, plain, zero, exempt), computed once."""
@@ -126,7 +135,7 @@ class Gradients(GradientArrays, Operands):
             if drawn is not None:
                 inputs = {name: self._part(name, array, drawn) for name, array in inputs.items()}
             out, lse = inputs.pop("out"), inputs.pop("lse")
-            options = {name: value for name, value in case.options().items() if name not in _OF_THE_CALL}
+            options = {name: value for name, value in case.options().items() if name not in OF_THE_CALL}
             truth = gradients(**inputs, **options, wrt=self.wrt, xp=xp)
             plain = gradients(**inputs, **options, wrt=self.wrt, xp=xp, dtype=case.dtype)
             band = {"layout": case.layout, "causal": case.causal, "window": case.window}
@@ -172,3 +181,11 @@ class Gradients(GradientArrays, Operands):
             if axis >= 0 and array.shape[axis] > 1:
                 array = xp.take(array, xp.asarray(chosen), axis=axis)
         return array
+
+
+def verdict(judged: BackwardReport) -> Judged:
+    """What ``fa_ext.judge`` says of all gradients."""
+    failures = tuple(f"d{g.name}: {why}" for g in judged.gradients for why in g.failures)
+    figures = ("frobenius", "max_abs", "frobenius_bound", "max_abs_bound")
+    worst = [max((getattr(g, figure) for g in judged.gradients), default=0.0) for figure in figures]
+    return Judged(judged.passed, failures, *worst)

@@ -9,6 +9,7 @@ from bench.problems import Case
 from bench.problems.gradients import GradientArrays, Gradients
 from bench.problems.cache_ops import NewTokens, Parts
 from bench.problems.operands import Arrays, Operands
+from bench.problems.sequence_gradients import SequenceGradients
 from bench.problems.sequences import Sequences
 
 OPERANDS: dict[str, type[Operands]] = {"attention": Operands, "backward": Gradients, "serving": Sequences, "merge": Parts, "append": NewTokens}
@@ -19,4 +20,6 @@ ARRAYS: dict[str, type[Arrays]] = {"attention": Arrays, "backward": GradientArra
 
 def operands_of(problem: Case, device: Cpu | Cuda, **options: Any) -> Operands:
     """The arrays of one call of the problem's operation."""
+    if problem.lengths and problem.operation == "backward":
+        return SequenceGradients(problem, device, **options)
     return OPERANDS[problem.operation](problem, device, **options)

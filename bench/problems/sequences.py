@@ -65,8 +65,7 @@ class Sequences(Operands):
             self.blocks[name].fill(array)
 
     def arguments(self, library: str) -> dict[str, Any]:
-        arrays = {name: self.array(name, library) for name in self.blocks if name in self.inputs}
-        return arrays | self.case.options() | {"layout": self.case.layout}
+        return super().arguments(library) | {"layout": self.case.layout}
 
     # ---- the judge ----
 
@@ -160,17 +159,21 @@ class Sequences(Operands):
         """k and v of one sequence, (1, n, Hk, D)."""
         case, n, found = self.case, self.case.n_k[b], []
         for raw in (self._raw("k"), self._raw("v")):
-            if case.storage.k == "packed":
-                first = sum(case.n_k[:b])
-                found.append(raw[None, first : first + n])
-                continue
             if case.storage.k == "paged":
                 mine = raw[self._raw("page_table")[b, : -(-n // case.storage.page_size)]]
+                mine = mine.swapaxes(1, 2) if case.layout == "bhsd" else mine
+                found.append(mine.reshape(1, -1, *mine.shape[2:])[:, :n])
             else:
-                mine = raw[b : b + 1]
-            mine = mine.swapaxes(1, 2) if case.layout == "bhsd" else mine
-            found.append(mine.reshape(1, -1, *mine.shape[2:])[:, :n])
+                found.append(self._stored_keys(raw, b))
         return found[0], found[1]
+
+    def _stored_keys(self, array: Any, b: int) -> Any:
+        """The rows of one sequence out of an array stored as packed or padded k is, (1, n, Hk, D), a view."""
+        case, n = self.case, self.case.n_k[b]
+        if case.storage.k == "packed":
+            first = sum(case.n_k[:b])
+            return array[None, first : first + n]
+        return array[b : b + 1, :, :n].swapaxes(1, 2) if case.layout == "bhsd" else array[b : b + 1, :n]
 
 
 def starts(lengths: np.ndarray) -> np.ndarray:
