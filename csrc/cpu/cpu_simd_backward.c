@@ -6,6 +6,8 @@
  * takes all chunks of a head where there are heads enough; else chunks run side by side, their shares are kept and then
  * added up. float16 and bfloat16 are converted to float32 as tiles are read; sums are float32, for float64 input
  * float64 throughout. Neither the number of threads nor which of them takes a task changes a bit of the result.
+ * A sequence is a dense problem of its own (gradient.h); those that are no large part of the call share the threads, a
+ * kv head of one a task.
  *
  * Instances, and what forces one: as cpu_simd.
  *
@@ -89,6 +91,49 @@ static bool cut(const fa_backward *p, size_t limit, int threads, own *mine) {
     return mine->beside * heads >= threads || mine->beside == mine->chunks;
 }
 
+static int useful_threads(int threads, double work) {
+    const double useful = 1 + work / WORK_PER_THREAD;
+    return threads < useful ? threads : (int)useful;
+}
+
+/* Of one dense problem: chunks, and bytes of the rows of dq. */
+static void measure(const fa_backward *p, own *mine) {
+    const fa_gradient_instance *instance = instance_of(mine, p);
+    mine->chunks = (p->forward.seq_k + instance->chunk - 1) / instance->chunk;
+    mine->dq = p->wants >> FA_GRAD_Q & 1 ? instance->dq_bytes(p) : 0;
+}
+
+/* A sequence whose tasks begin with number `first`. */
+typedef struct queued {
+    fa_cpu_entry entry;
+    double work;
+    int64_t first;
+} queued;
+
+static size_t queue_bytes(const fa_problem *problem) {
+    return ((size_t)fa_cpu_entries(problem) * sizeof(queued) + 255) / 256 * 256;
+}
+
+/* Sequences: how long they are is known at the launch, and each may have all rows that there are. The queue comes
+ * first, then scratch, then rows of dq: a set a thread at least, and as many as a sequence alone has use for. */
+static fa_answer plan_sequences(const fa_problem *problem, size_t limit, fa_plan *plan, fa_why *why) {
+    const fa_backward *p = &problem->backward;
+    own *mine = (own *)plan->own;
+    const size_t queue = queue_bytes(problem), heads = (size_t)p->forward.heads_kv;
+    size_t threads = (size_t)problem->threads;
+    while (threads > 1 && queue + threads * (mine->scratch + mine->dq) > limit) threads--;
+    if (queue + threads * (mine->scratch + mine->dq) > limit)
+        return fa_because(why, FA_REFUSES, FA_WHY_SUM_WORKSPACE, 0, 0, 0);
+    const size_t beside = heads ? (4 * threads + heads - 1) / heads : 0, fixed = queue + threads * mine->scratch;
+    size_t sets = heads * (1 + beside);
+    if (sets < threads) sets = threads;
+    if (mine->dq && sets > (limit - fixed) / mine->dq) sets = (limit - fixed) / mine->dq;
+    plan->threads = (int)threads;
+    plan->blocks = plan->threads;
+    plan->workspace_bytes = fixed + sets * mine->dq;
+    return FA_TAKES;
+}
+
 static fa_answer plan(const fa_problem *problem, const fa_device_info *device, fa_plan *plan, fa_why *why) {
     const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
@@ -96,12 +141,10 @@ static fa_answer plan(const fa_problem *problem, const fa_device_info *device, f
     if (fa_simd_takes_scale(f, why) != FA_TAKES) return FA_REFUSES;
     const fa_answer answer = fa_isa_choose(device, &mine->isa, why);
     if (answer != FA_TAKES || problem->empty) return answer;
-    const fa_gradient_instance *instance = instance_of(mine, p);
-    mine->chunks = (f->seq_k + instance->chunk - 1) / instance->chunk;
-    mine->scratch = instance->scratch_bytes(problem);
-    mine->dq = p->wants >> FA_GRAD_Q & 1 ? instance->dq_bytes(p) : 0;
-    const double useful = 1 + work_of(f) / WORK_PER_THREAD;
-    int threads = problem->threads < useful ? problem->threads : (int)useful;
+    mine->scratch = instance_of(mine, p)->scratch_bytes(problem);
+    measure(p, mine);
+    if (problem->sequences.given) return plan_sequences(problem, device->workspace_limit, plan, why);
+    int threads = useful_threads(problem->threads, work_of(f));
     while (!cut(p, device->workspace_limit, threads, mine)) {
         if (threads == 1) return fa_because(why, FA_REFUSES, FA_WHY_SUM_WORKSPACE, 0, 0, 0);
         threads--;
@@ -139,16 +182,20 @@ static char *share_of(const shared *s, int64_t head, int64_t beside) {
     return sums_of(s, s->own->beside > 1 ? heads + head * s->own->beside + beside : head);
 }
 
+/* All chunks of a kv head; `dq`: room for its rows, or NULL. */
+static void head_gradients(const fa_problem *problem, const own *mine, int64_t head, char *dq, char *scratch) {
+    const fa_backward *p = &problem->backward;
+    const fa_forward *f = &p->forward;
+    const fa_gradient_instance *instance = instance_of(mine, p);
+    fa_gradient_task task = {head / f->heads_kv, head % f->heads_kv, 0, dq, true};
+    if (dq) memset(dq, 0, mine->dq);
+    for (; task.chunk < mine->chunks; task.chunk++) instance->chunk_gradients(problem, &task, scratch);
+    if (dq) instance->write_dq(p, task.batch, task.head_kv, dq, 0, fa_group(f) * f->seq_q, scratch);
+}
+
 static void head_step(const void *context, int64_t index, int worker) {
     const shared *s = context;
-    const fa_backward *p = s->p;
-    const fa_forward *f = &p->forward;
-    fa_gradient_task task = {index / f->heads_kv, index % f->heads_kv, 0, sums_of(s, worker), true};
-    if (task.dq) memset(task.dq, 0, s->own->dq);
-    for (; task.chunk < s->own->chunks; task.chunk++)
-        s->instance->chunk_gradients(s->problem, &task, scratch_of(s, worker));
-    if (task.dq)
-        s->instance->write_dq(p, task.batch, task.head_kv, task.dq, 0, fa_group(f) * f->seq_q, scratch_of(s, worker));
+    head_gradients(s->problem, s->own, index, sums_of(s, worker), scratch_of(s, worker));
 }
 
 static void chunk_step(const void *context, int64_t index, int worker) {
@@ -217,18 +264,103 @@ static void launch_chunks(shared *s, int threads, const fa_host *host) {
     if (s->own->dq) host->loop(threads, heads * tiles_of(s), write_step, s);
 }
 
+/* dq, dk and dv of a dense problem. */
+static void launch_pairs(shared *s, int threads, const fa_host *host) {
+    const fa_forward *f = &s->p->forward;
+    if (s->own->by_heads)
+        host->loop(threads, f->batch * f->heads_kv, head_step, s);
+    else
+        launch_chunks(s, threads, host);
+}
+
+/* Sequences that share the threads, a kv head of one a task. */
+typedef struct pool {
+    const shared *all;
+    const queued *queue;
+    int64_t entries;
+} pool;
+
+/* The last sequence whose tasks begin at `index` or before: it has that task. */
+static const queued *owner_of(const pool *s, int64_t index) {
+    int64_t low = 0, high = s->entries;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (s->queue[middle].first <= index)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &s->queue[low];
+}
+
+static void pool_step(const void *context, int64_t index, int worker) {
+    const pool *s = context;
+    const queued *owner = owner_of(s, index);
+    own mine = *s->all->own;
+    fa_problem alone;
+    fa_cpu_alone(s->all->problem, &owner->entry, &alone);
+    measure(&alone.backward, &mine);
+    head_gradients(&alone, &mine, index - owner->first, sums_of(s->all, worker), scratch_of(s->all, worker));
+}
+
+/* One sequence by all threads; false where the workspace is too small for it. */
+static bool launch_alone(const shared *all, const fa_cpu_entry *sequence, const fa_plan *plan, const fa_host *host) {
+    own mine = *all->own;
+    fa_problem alone;
+    fa_cpu_alone(all->problem, sequence, &alone);
+    measure(&alone.backward, &mine);
+    const int threads = useful_threads(plan->threads, work_of(&alone.forward));
+    const size_t left = plan->workspace_bytes - queue_bytes(all->problem);
+    if (!cut(&alone.backward, left, threads, &mine)) return false;
+    shared s = *all;
+    s.problem = &alone, s.p = &alone.backward, s.own = &mine;
+    s.sums = s.scratch + (size_t)threads * mine.scratch;
+    launch_pairs(&s, threads, host);
+    return true;
+}
+
+/* A sequence whose kv head is over a quarter of a thread's share would leave threads without work at the end: it has
+ * all of them for itself. Which way a sequence goes changes no bit. */
+static void launch_sequences(const shared *all, const fa_plan *plan, const fa_launch *launch) {
+    const fa_problem *problem = all->problem;
+    const fa_forward *f = &problem->forward;
+    queued *queue = launch->workspace;
+    const int64_t entries = fa_cpu_entries(problem);
+    fa_cpu_walk walk = {0, 0};
+    double total = 0;
+    for (int64_t b = 0; b < entries; b++) {
+        fa_problem alone;
+        queue[b].entry = fa_cpu_next(problem, b, &walk);
+        fa_cpu_clear(problem, &queue[b].entry);
+        fa_cpu_alone(problem, &queue[b].entry, &alone);
+        queue[b].work = work_of(&alone.forward);
+        total += queue[b].work;
+    }
+    const int threads = useful_threads(plan->threads, total);
+    int64_t tasks = 0;
+    for (int64_t b = 0; b < entries && !fa_stopped(problem); b++) {
+        const fa_entry *e = &queue[b].entry.entry;
+        const bool large = threads > 1 && queue[b].work * 4 * threads > total * (double)f->heads_kv;
+        queue[b].first = tasks;
+        if (!e->seq_q && !e->seq_k) continue;
+        if (!large || !launch_alone(all, &queue[b].entry, plan, launch->host)) tasks += f->heads_kv;
+    }
+    const pool s = {all, queue, entries};
+    launch->host->loop(threads, tasks, pool_step, &s);
+}
+
 static fa_code launch(const fa_problem *problem, const fa_plan *plan, const fa_launch *launch) {
     const fa_backward *p = &problem->backward;
     const own *mine = (const own *)plan->own;
     const fa_host *host = launch->host;
-    char *workspace = launch->workspace;
-    shared s = {problem, p, mine, instance_of(mine, p), workspace, workspace + (size_t)plan->threads * mine->scratch,
-                0,       0};
+    const bool sequences = problem->sequences.given;
+    char *scratch = (char *)launch->workspace + (sequences ? queue_bytes(problem) : 0);
+    shared s = {problem, p, mine, instance_of(mine, p), scratch, scratch + (size_t)plan->threads * mine->scratch, 0, 0};
     if (p->wants & (1 << FA_GRAD_Q | 1 << FA_GRAD_K | 1 << FA_GRAD_V)) {
-        if (mine->by_heads)
-            host->loop(plan->threads, p->forward.batch * p->forward.heads_kv, head_step, &s);
+        if (sequences)
+            launch_sequences(&s, plan, launch);
         else
-            launch_chunks(&s, plan->threads, host);
+            launch_pairs(&s, plan->threads, host);
     }
     if (p->wants >> FA_GRAD_BIAS & 1) host->loop(plan->threads, s.instance->bias_parts(p), bias_step, &s);
     if (p->wants >> FA_GRAD_SINKS & 1) host->loop(plan->threads, p->forward.heads, fa_sink_gradient, problem);
@@ -245,7 +377,7 @@ FA_EXPORT const fa_kernel fa_kernel_cpu_simd_backward = {
     .dtypes = 1 << FA_F16 | 1 << FA_BF16 | 1 << FA_F32 | 1 << FA_F64,
     .takes = FA_WITH_BIAS | FA_WITH_MASK | FA_WITH_SINKS | FA_WITH_SOFTCAP | FA_WITH_WINDOW | FA_WITH_HEAD_DIM_V |
              FA_WITH_DLSE | FA_WITH_DBIAS | FA_WITH_DSINKS | FA_WITH_ACCUMULATE | FA_WITH_ORDERED | FA_WITH_ALIBI |
-             FA_WITH_DROPOUT,
+             FA_WITH_DROPOUT | FA_WITH_LENGTHS | FA_WITH_RANGES,
     .plan = plan,
     .launch = launch,
 };

@@ -2,6 +2,7 @@
 #include "cpu/gradient.h"
 
 #include <math.h>
+#include <string.h>
 
 /* ---- sequences ---- */
 
@@ -42,6 +43,14 @@ void fa_cpu_alone(const fa_problem *problem, const fa_cpu_entry *sequence, fa_pr
     alone->sequences = (fa_sequences){.positions = e->positions};
 }
 
+static void clear_row(const fa_operand *x, fa_dtype dtype, int64_t at, int length) {
+    const size_t size = fa_dtype_size(dtype);
+    if (x->stride[3] == 1)
+        memset((char *)x->data + at * (int64_t)size, 0, (size_t)length * size);
+    else
+        for (int d = 0; d < length; d++) fa_store(x->data, dtype, at + d * x->stride[3], 0);
+}
+
 static void clear_rows(const fa_problem *problem, fa_grad grad, int64_t b, fa_span rows, fa_span used) {
     const fa_backward *p = &problem->backward;
     const fa_forward *f = &p->forward;
@@ -52,8 +61,7 @@ static void clear_rows(const fa_problem *problem, fa_grad grad, int64_t b, fa_sp
     for (int64_t row = rows.begin; row < rows.end; row++) {
         if (row == used.begin && used.begin < used.end) row = used.end;
         if (row == rows.end || fa_stopped(problem)) break;
-        for (int64_t h = 0; h < heads; h++)
-            for (int d = 0; d < length; d++) fa_store(x->data, p->grad_dtype[grad], fa_at(x, b, h, row, d), 0);
+        for (int64_t h = 0; h < heads; h++) clear_row(x, p->grad_dtype[grad], fa_at(x, b, h, row, 0), length);
     }
 }
 

@@ -220,9 +220,26 @@ static void write_bias(const work *w, const int64_t own[4]) {
     }
 }
 
+/* Adds the tiles [tile, past) of queries of a head and a chunk to the totals in `scratch`. */
+static void add_chunk(const fa_problem *problem, int64_t batch, int64_t head, int64_t chunk, int64_t tile, int64_t past,
+                      void *scratch) {
+    const fa_forward *f = &problem->forward;
+    work w = work_on(problem, scratch);
+    w.dbias = true;
+    set_chunk(&w, batch, head / fa_group(f), chunk);
+    if (!w.keys) return;
+    read_chunk(&w);
+    for (; tile < past && tile * TILE < f->seq_q && !fa_stopped(problem); tile++) {
+        int begin, end;
+        read_tile(&w, head, tile * TILE);
+        if (!seen_keys(&w, &begin, &end)) continue;
+        tile_step(&w, begin, end);
+        add_bias(&w, begin, end);
+    }
+}
+
 static void bias_gradient(const fa_problem *problem, int64_t part, void *scratch) {
     const fa_backward *p = &problem->backward;
-    const fa_forward *f = &p->forward;
     int64_t own[4], first[4], past[4];
     for (int axis = 3; axis >= 0; axis--) {
         const bool summed = p->bias_sums >> axis & 1;
@@ -230,23 +247,22 @@ static void bias_gradient(const fa_problem *problem, int64_t part, void *scratch
         own[axis] = part % parts, part /= parts;
         first[axis] = own[axis], past[axis] = summed ? parts_along(p, axis, false) : own[axis] + 1;
     }
-    work w = work_on(problem, scratch);
-    w.dbias = true;
+    const work w = work_on(problem, scratch);
     memset(w.total, 0, (size_t)TILE * CHUNK * sizeof *w.total);
-    for (int64_t b = first[0]; b < past[0]; b++)
+    for (int64_t b = first[0]; b < past[0]; b++) {
+        fa_problem alone;
+        const fa_problem *of = problem; /* that has the entry, as its entry `at` */
+        int64_t at = b;
+        if (problem->sequences.given) { /* not packed, so that the entries before it do not matter */
+            fa_cpu_walk walk = {0, 0};
+            const fa_cpu_entry sequence = fa_cpu_next(problem, b, &walk);
+            fa_cpu_alone(problem, &sequence, &alone);
+            of = &alone, at = 0;
+        }
         for (int64_t h = first[1]; h < past[1]; h++)
-            for (int64_t chunk = first[3]; chunk < past[3]; chunk++) {
-                set_chunk(&w, b, h / fa_group(f), chunk);
-                if (!w.keys) continue;
-                read_chunk(&w);
-                for (int64_t tile = first[2]; tile < past[2] && !fa_stopped(problem); tile++) {
-                    int begin, end;
-                    read_tile(&w, h, tile * TILE);
-                    if (!seen_keys(&w, &begin, &end)) continue;
-                    tile_step(&w, begin, end);
-                    add_bias(&w, begin, end);
-                }
-            }
+            for (int64_t chunk = first[3]; chunk < past[3]; chunk++)
+                add_chunk(of, at, h, chunk, first[2], past[2], scratch);
+    }
     write_bias(&w, own);
 }
 
