@@ -11,7 +11,7 @@ from bench.problems.placement import BFLOAT16
 from bench.problems.serving_cases import append_call, grid, lengths, random_cases
 from tests.contract import lse_views
 from tests.library.support import c_interface
-from tests.library.support.c_interface import APPEND, FORWARD, array_of, compiled
+from tests.library.support.c_interface import APPEND, BACKWARD, FORWARD, array_of, compiled
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(c_interface.missing_compiler() is not None, reason=str(c_interface.missing_compiler()))]
 
@@ -69,6 +69,43 @@ def test_attention_over_sequences_has_the_bits_of_python(client, case):
         view, memory = lse_views.poisoned(wanted[1].shape, wanted[1].dtype, kind)
         assert attend(client, arguments, lse=view)[0] == OK, client.said()
         assert memory.tobytes() == lse_views.with_only(wanted[1], kind)
+
+
+def gradients_of(case):
+    """(arguments of attention_backward but the gradients, which names have one)."""
+    arguments = case.host_inputs()
+    rng = np.random.default_rng(case.seed)
+    out, lse = fa_ext.attention(**arguments, return_lse=True)
+    dout = rng.standard_normal(out.shape).astype(out.dtype)
+    found = {"dout": dout, "out": out, "lse": lse, "dlse": rng.standard_normal(lse.shape).astype(lse.dtype)}
+    return arguments | found, ("q", "k", "v", "sinks")[: 3 + ("sinks" in arguments)]
+
+
+UNPAGED = [case for case in CASES if case.storage.k != "paged"]
+
+
+@pytest.mark.parametrize("case", usable(UNPAGED), ids=str)
+def test_gradients_of_sequences_have_the_bits_of_python(client, case):
+    arguments, wrt = gradients_of(case)
+    wanted = fa_ext.attention_backward(**arguments, wrt=wrt)
+    given = arguments | {f"d{name}": np.full_like(x, np.nan) for name, x in zip(wrt, wanted)}
+    options = {name: arguments[name] for name in OPTIONS if name in arguments}
+    assert client.call("backward", arrays_of(BACKWARD, given), options=options) == OK, client.said()
+    for name, x in zip(wrt, wanted):
+        assert given[f"d{name}"].tobytes() == x.tobytes(), name
+
+
+def test_gradients_check_index_arrays(client):
+    arguments, wrt = gradients_of(Case.sequences((2, 3), (4, 5), k="packed", slack=0))
+    given = arguments | {f"d{name}": np.full_like(arguments[name], np.nan) for name in wrt}
+    given["seqlens_k"] = np.array([4, 6], np.int32)
+    options = {name: given[name] for name in OPTIONS if name in given}
+    assert client.call("backward", arrays_of(BACKWARD, given), options=options) == EVALUE
+    assert "seqlens_k" in client.said() and " 6" in client.said()
+    assert all(np.isnan(given[f"d{name}"]).all() for name in wrt)
+    assert client.call("backward", arrays_of(BACKWARD, given), extra=4, options=options) == OK, client.said()
+    assert not any(np.isnan(given[f"d{name}"]).any() for name in wrt)
+    assert client.faults() == [("length", 1, 1, 1, 6)]
 
 
 def test_every_field_of_sequences_counts(client):

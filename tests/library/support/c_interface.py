@@ -21,7 +21,8 @@ CAUSAL = {False: 0, True: 1, "top_left": 2, "bottom_right": 3}
 INDICES = ("cu_seqlens_q", "seqlens_q", "cu_seqlens_k", "seqlens_k", "page_table", "k_range_begin", "k_range_end", "positions")
 FORWARD = ("q", "k", "v", "bias", "mask", "sinks", "alibi", "out", "lse", *INDICES)
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dlse", "bias", "mask", "sinks", "alibi", *GRADIENTS)
+BACKWARD = ("dout", "q", "k", "v", "out", "lse", "dlse", "bias", "mask", "sinks", "alibi", *GRADIENTS,
+            *(name for name in INDICES if name != "page_table"))  # fmt: skip
 APPEND = ("k_cache", "v_cache", "k", "v", "q", "out", "rotary_cos", "rotary_sin", "page_table", "seqlens_k", "cu_seqlens_q",
           "seqlens_q", "slots", "positions")  # fmt: skip
 FAULTS = ("length", "cu_seqlens", "page", "slot", "position")

@@ -29,8 +29,8 @@ static fa_ext_forward forward_of(const fa_ext_array *const *arrays, const fa_ext
     return call;
 }
 
-/* dout, q, k, v, out, lse, dlse, bias, mask, sinks, alibi, dq, dk, dv, dbias, dsinks; flags: 1 accumulate, 2 unordered
- */
+/* dout, q, k, v, out, lse, dlse, bias, mask, sinks, alibi, dq, dk, dv, dbias, dsinks, then the index arrays of forward_of
+ * but page_table; flags: 1 accumulate, 2 unordered, 4 FA_EXT_CHECK_NEVER */
 static fa_ext_backward backward_of(const fa_ext_array *const *arrays, const fa_ext_options *options, int flags) {
     fa_ext_backward call;
     memset(&call, 0, sizeof call);
@@ -40,9 +40,13 @@ static fa_ext_backward backward_of(const fa_ext_array *const *arrays, const fa_e
     call.bias = arrays[7], call.mask = arrays[8], call.sinks = arrays[9];
     call.alibi = arrays[10];
     call.dq = arrays[11], call.dk = arrays[12], call.dv = arrays[13], call.dbias = arrays[14], call.dsinks = arrays[15];
+    call.cu_seqlens_q = arrays[16], call.seqlens_q = arrays[17];
+    call.cu_seqlens_k = arrays[18], call.seqlens_k = arrays[19];
+    call.k_range_begin = arrays[20], call.k_range_end = arrays[21], call.positions = arrays[22];
     call.options = options;
     call.accumulate = flags & 1;
     call.unordered = flags & 2;
+    call.check = flags & 4 ? FA_EXT_CHECK_NEVER : FA_EXT_CHECK_DEFAULT;
     return call;
 }
 
