@@ -29,8 +29,8 @@ static fa_ext_forward forward_of(const fa_ext_array *const *arrays, const fa_ext
     return call;
 }
 
-/* dout, q, k, v, out, lse, dlse, bias, mask, sinks, alibi, dq, dk, dv, dbias, dsinks, then the index arrays of forward_of
- * but page_table; flags: 1 accumulate, 2 unordered, 4 FA_EXT_CHECK_NEVER */
+/* dout, q, k, v, out, lse, dlse, bias, mask, sinks, alibi, dq, dk, dv, dbias, dsinks, then the index arrays of
+ * forward_of but page_table; flags: 1 accumulate, 2 unordered, 4 FA_EXT_CHECK_NEVER */
 static fa_ext_backward backward_of(const fa_ext_array *const *arrays, const fa_ext_options *options, int flags) {
     fa_ext_backward call;
     memset(&call, 0, sizeof call);
