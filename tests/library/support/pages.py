@@ -37,6 +37,7 @@ ASKED = {
     "sequences, pages": ("FORWARD", ("LENGTHS", "PAGES", "RANGES", "POSITIONS")),
     "gradients": ("BACKWARD", ("ORDERED",)),
     "gradients with bias, mask, ALiBi, dropout": ("BACKWARD", ("BIAS", "MASK", "ALIBI", "DROPOUT", "DBIAS")),
+    "gradients of sequences": ("BACKWARD", ("LENGTHS", "RANGES")),
     "append": ("APPEND", ("LENGTHS", "PAGES", "ROTARY")),
 }
 
