@@ -71,6 +71,64 @@ def lengths():
     return cases
 
 
+def gradient_grid():
+    """The grid of the backward pass: storage kinds that have one x what a query sees, each with other sizes and options."""
+    dtype = itertools.cycle(("float32", "float16", "bfloat16", "float64")).__next__
+    heads = itertools.cycle([(4, 4), (4, 2), (4, 1), (3, 1), (8, 2)]).__next__
+    dims = itertools.cycle([(1, 1), (40, 40), (64, 64), (72, 72), (128, 128), (192, 128), (256, 256)]).__next__
+    layout = itertools.cycle(("bshd", "bhsd", "bshd")).__next__
+    option = itertools.cycle(({}, {"softcap": 3.0}, {"sinks": True}, {"alibi": "heads"}, {"scale": -0.3}, {"dropout": (0.3, 5)}, {"accumulate": True},
+                              {"alibi": "batch", "sinks": True, "softcap": 8.0, "dropout": (0.1, 6)}, {"deterministic": False},
+                              {"sinks": True, "accumulate": True}, {"dropout": (1.0, 7)})).__next__  # fmt: skip
+    window = itertools.cycle([None, (5, None), (3, 2), (0, 0), (None, 4)]).__next__
+    cases = []
+    for n, (q, k, causal, k_range, positions) in enumerate(itertools.product(
+        Q_STORAGE, ("padded", "packed"), (False, "bottom_right", "top_left"), (False, True), (None, *POSITIONS)
+    )):  # fmt: skip
+        if causal == "top_left" and positions:
+            continue
+        (h, hk), (d, dv) = heads(), dims()
+        n_q = (1, 1, 0, 1) if q == "one" else (1, 7, 0, 17)
+        cases.append(Case.sequences(
+            n_q, (5, 33, 4, 9), h, hk, d, dv, dtype(), q, k, layout(), causal=causal, k_range=k_range, positions=positions,
+            window=window(), seed=n, operation="backward", dlse=n % 3 != 0, **option(),
+        ))  # fmt: skip
+    return cases
+
+
+def gradient_lengths():
+    """Lengths at the edges of tiles and batches, in queries and in keys, and empty sequences anywhere."""
+    common: dict = {"heads": 2, "heads_kv": 1, "head_dim": 16, "operation": "backward", "dlse": True}
+    edges = (0, 1, 2, 34, 63, 64, 65)
+    cases = [Case.sequences(edges, edges, dtype=dtype, k="packed", causal=causal, **common)
+             for dtype, causal in (("float32", "bottom_right"), ("float16", False))]  # fmt: skip
+    beyond = (127, 128, 129)
+    cases += [Case.sequences(n_q, n_k, k="packed", dtype=dtype, causal="bottom_right", seed=n, **common | {"heads": 1}) for n, (n_q, n_k, dtype) in enumerate((
+        (beyond, beyond, "float16"), (beyond, (1, 34, 60), "float32"), ((1, 34, 60), beyond, "bfloat16"), ((76, 34, 146), (1, 1, 1), "float32")))]  # fmt: skip
+    for empty in ((0, 0, 0, 0), (0, 1, 0, 1), (0, 3, 3, 3), (3, 3, 3, 0), (0, 0, 5, 0)):
+        some = tuple(9 * (n > 0) for n in empty)
+        for n_q, n_k in ((empty, some), ((2,) * 4, some), (empty, (4,) * 4)):
+            for q, k in itertools.product(("padded", "packed"), ("padded", "packed")):
+                cases.append(Case.sequences(n_q, n_k, q=q, k=k, sinks=True, **common))
+    for batch in (0, 1, 31, 257):
+        n_q, n_k = tuple(n % 3 for n in range(batch)), tuple(n * 7 % 11 for n in range(batch))
+        cases.append(Case.sequences(n_q, n_k, k="packed", causal="bottom_right", **common))
+        cases.append(Case.sequences(tuple(n % 2 for n in range(batch)), n_k, q="one", k="padded", **common))
+    cases += [Case.sequences((3, 2), (5, 7), q=q, k=k, slack=slack, **common)
+              for q, k, slack in itertools.product(("padded", "packed"), ("padded", "packed"), (0, 1, 64))]  # fmt: skip
+    return cases
+
+
+def random_gradients(count, seed=0, **sizes):
+    """``random_cases`` of the backward pass."""
+    for n, case in enumerate(random_cases(count, seed, **sizes)):
+        rng = random.Random(f"{seed}:{n}:backward")
+        k = rng.choice(("padded", "packed")) if case.storage.k == "paged" else case.storage.k
+        dropout = rng.choice((None, None, (rng.random(), n)))
+        yield case.changed(k=k, logits=None, operation="backward", dlse=rng.random() < 0.5, deterministic=rng.random() < 0.7,
+                           accumulate=rng.random() < 0.2, dropout=dropout)  # fmt: skip
+
+
 def magnitude(kind):
     """Scores of one kind of ``magnitudes`` and of every magnitude, in every storage, each with another option."""
     dtype = itertools.cycle(("float32", "float16", "bfloat16")).__next__

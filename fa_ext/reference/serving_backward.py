@@ -65,6 +65,7 @@ class _Total:
         heads = four["q"].shape[1]
         work = xp.float64 if dtype in (None, "float64") else xp.float32
         self.found = Gradients({name: xp.zeros(four[name].shape, xp.float64) for name in wrt if name in four})
+        self.of_out = {name: xp.zeros(four[name].shape, xp.float64) for name in ("q", "k")} if dtype is None else {}
         self.empty = xp.ones(four["q"].shape[:3], bool)
         self.bias = options.bias
         if self.bias is not None:
@@ -77,7 +78,7 @@ class _Total:
         xp, s = self.xp, p.sequence
         where = self._of_bias(p)
         bias = None if where is None else self.bias[where]
-        call = Backward(xp, q, p.k, p.v, dout, dlse, self.alone.options(p), self.wrt, self.dtype, bias=bias)
+        call = Backward(xp, q, p.k, p.v, dout, dlse, self.alone.options(p), self.wrt, self.dtype, bias=bias, of_rows=True)
         call.run()
         found = call.results()
         self.empty[p.at : p.at + 1, :, p.rows] = found.empty
@@ -90,6 +91,10 @@ class _Total:
             if name in self.wrt:
                 self.found[name][rows] = found[name]
                 found[name] = self.found[name][queries if name == "q" else keys]
+        for name, rows in (("q", queries), ("k", seen)):
+            if name in found.out_terms:
+                self.of_out[name][rows] = found.out_terms[name]
+                found.out_terms[name] = self.of_out[name][queries if name == "q" else keys]
         if call.dbias is not None:
             self.dbias[where] += call.dbias
             if call.bias_squares is not None:
@@ -125,7 +130,8 @@ class _Total:
         found.terms = {name: max((x.terms[name] for x in each), default=0.0) for name in ("q", "k", "v", "bias")}
         found.terms["sinks"] = self.sink_terms.astype(xp.float64)
         found.faint = self.faint.astype(xp.float64)
-        found.out_terms = {"sinks": self.sink_products.astype(xp.float64)}
+        found.out_terms = {name: serving.as_stored(xp, x, self.packed[name], layout) for name, x in self.of_out.items()}
+        found.out_terms["sinks"] = self.sink_products.astype(xp.float64)
         if self.bias is not None and "bias" in self.wrt and self.dtype is None:
             found.out_terms["bias"] = xp.sqrt(self.squares).reshape(self.options.bias.shape)
         return found

@@ -41,8 +41,8 @@ def main(arguments=None) -> int:
         case = Case.parse(given.case)
     except ValueError as error:
         parser.error(f"case is {given.case!r}: {error}")
-    if case.operation not in ("attention", "serving") and (case.lengths or case.operation != "backward"):
-        parser.error(f"case is {given.case!r}; accepted are attention, with sequences or without, and the backward pass without")
+    if case.operation not in ("attention", "serving", "backward"):
+        parser.error(f"case is {given.case!r}; accepted are attention and its backward pass, with sequences or without")
     if case.operation == "backward":
         report = _verdict(kernel or fa_ext.kernels("backward")[-1], case)
     elif case.exact and not case.lengths:

@@ -17,9 +17,9 @@ from bench.problems.case import Case
 from bench.problems.dense import FLAT_BIASES
 from bench.problems.placement import Unplaceable, dtype_of, place
 from fa_ext import reference
-from fa_ext.judge.backward import BackwardReport, judge_backward, spread_backward, zeros_of
+from fa_ext.judge.backward import BackwardReport, judge_backward, judge_sequences, spread_backward, spread_sequences, zeros_of
 from fa_ext.reference.backward import gradients
-from tests.contract import runner
+from tests.contract import runner, sequence_gradients
 from tests.contract.devices import DEVICES, shapes_only
 
 KERNELS = fa_ext.kernels("backward")
@@ -85,9 +85,14 @@ class Problem:
 def make(case: Case, *, dlse=True, wrt=None, dout="normal", seed=5) -> Problem:
     """A problem of a case. out and LSE are the reference's, rounded, so that no forward kernel has a part in it.
 
-    dout: "normal", "none", "ones" (one element, strides 0) or an array. A case of operation=backward says dlse itself.
+    dout: "normal", "none", "ones" (one element, strides 0) or an array. A case of operation=backward says dlse itself. Of a case
+    of sequences dout is normal.
     """
     call = {}
+    if case.lengths:
+        made = sequence_gradients.arguments_of(case, dlse=case.dlse)
+        call = {name: made.pop(name) for name in ("deterministic", "accumulate") if name in made}
+        return Problem(case, made, wrt or case.wrt(), call)
     if case.operation == "backward":
         call, dlse = {"deterministic": case.deterministic, "accumulate": case.accumulate}, case.dlse
         case = dataclasses.replace(case, operation="attention", deterministic=True, accumulate=False, dlse=False)
@@ -144,7 +149,13 @@ def fit(case: Case, kernel: str) -> Case:
 def placed(problem: Problem, kernel: str) -> dict:
     """The inputs on the kernel's device."""
     library = runner.library_for(kernel, problem.case)
-    return {n: place(x, library) if isinstance(x, np.ndarray) else x for n, x in problem.inputs.items()}
+
+    def put(x):
+        if isinstance(x, tuple):
+            return tuple(map(put, x))
+        return place(x, library) if isinstance(x, np.ndarray) else x
+
+    return {n: put(x) for n, x in problem.inputs.items()}
 
 
 def results(problem: Problem, kernel: str, dtype=None):
@@ -190,10 +201,13 @@ def judged(kernel: str, problem: Problem, got: dict) -> BackwardReport:
     """What float64 says to gradients."""
     inputs, case = problem.inputs, problem.case
     band = dict(layout=case.layout, causal=case.causal, window=case.window)
-    exempt = None
-    if runner.listed_name(kernel) != "cpu_ref_backward":
-        arrays = [inputs[n] for n in ("dout", "q", "k", "v", "out", "lse")]
-        exempt = spread_backward(problem.truth, *arrays, inputs.get("dlse"), **band)
+    arrays, exempt = [*(inputs[n] for n in ("dout", "q", "k", "v", "out", "lse")), inputs.get("dlse")], None
+    per_pair = runner.listed_name(kernel) == "cpu_ref_backward"
+    if case.lengths:
+        exempt = None if per_pair else spread_sequences(problem.truth, *arrays, case.layout)
+        return judge_sequences(got, problem.truth, problem.plain, case.dtype, case.layout, kernel=kernel, exempt=exempt)
+    if not per_pair:
+        exempt = spread_backward(problem.truth, *arrays, **band)
     zero = zeros_of(problem.truth, inputs["q"], inputs["k"], **band)
     return judge_backward(got, problem.truth, problem.plain, case.dtype, kernel=kernel, exempt=exempt, zero=zero)
 
@@ -243,6 +257,17 @@ def contract(kernel: str) -> list[Case]:
         return every + special
     some = random.Random(3).sample(every, 200) + special
     return [shrunk(case, 20 if case.seq_k > 2000 else 5) for case in some]
+
+
+SEQUENCES = Case.sequences((3, 1), (5, 2), 2, 1, 64, dtype="float16", k="packed", causal="bottom_right", operation="backward")
+
+
+@functools.cache
+def takes_sequences(kernel: str, case: Case = SEQUENCES) -> bool:
+    """Whether a kernel takes a call over sequences, one for a device on an H200."""
+    given, device = make(case), None if runner.device_of(kernel) == "cpu" else DEVICES["h200"]
+    asked = fa_ext.explain_backward(**given.inputs, wrt=given.wrt, device=device, kernel=kernel, **order(kernel) | given.call)
+    return asked[0] is not None
 
 
 #: What a call with large scores has besides, one after the other.

@@ -63,13 +63,16 @@ def arguments_of(case: Case, values: list[Values] | None = None, *, dlse=True) -
     q, dim = made["q"], case.head_dim_v
     found = {name: np.full((*q.shape[:-1], dim), np.nan, q.dtype) for name in ("dout", "out")}
     rows = q.shape[1::-1] if q.ndim == 3 else (len(q), case.heads, q.shape[1 if case.layout == "bshd" else 2])
-    found |= {name: np.full(rows, np.nan, values[0].lse.dtype if values else np.float32) for name in ("lse", "dlse")}
+    wide = np.float64 if case.dtype == "float64" else np.float32
+    found |= {name: np.full(rows, np.nan, wide) for name in ("lse", "dlse")}
+    if case.sinks:
+        made["sinks"] = made["sinks"].astype(wide)
     for b, x in enumerate(values):
         for name in ("dout", "out", "lse", "dlse"):
             rows_of(case, made, name, found[name], b)[...] = getattr(x, name)
     if not dlse:
         del found["dlse"]
-    return found | made
+    return found | made | {name: x for name, x in case.options().items() if name in ("deterministic", "accumulate")}
 
 
 def rows_of(case: Case, arguments: dict, name: str, array, b: int):
