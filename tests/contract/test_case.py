@@ -35,8 +35,9 @@ def test_a_packed_backward_pass_is_a_case():
     assert case.flops() == sum(one.flops() for one in alone) and case.wrt() == ("q", "k", "v")
     inputs = case.host_inputs()
     assert inputs["q"].shape == (267, 8, 64) and np.array_equal(inputs["cu_seqlens_q"], (0, 130, 260, 267, 267))
-    with pytest.raises(report.UsageError, match="the backward pass of sequences is not measured"):
-        problems.parse(PACKED, problems.OPERATIONS)
+    assert problems.parse(PACKED, problems.OPERATIONS) == case
+    with pytest.raises(report.UsageError, match="paged keys have no backward pass"):
+        problems.parse(PACKED.replace("k=packed", "k=paged"), problems.OPERATIONS)
 
 
 @pytest.mark.parametrize("options", ["dlse=True", "deterministic=False", "accumulate=True,dlse=True", "dropout=0.2:3,sinks=same"])

@@ -30,7 +30,9 @@ def kernel(request):
 
 
 def fitted(case, kernel):
-    """The case, in a dtype and with head_dims that the kernel takes."""
+    """The case, in a dtype and with head_dims that the kernel takes, and without positions where it takes none."""
+    if case.positions and not gradients.takes_sequences(kernel, gradients.SEQUENCES.changed(positions="same")):
+        case = case.changed(positions=None)
     if runner.listed_name(kernel) in gradients.TAKES_EVERYTHING:
         return case if case.dtype in gradients.dtypes(kernel) else case.changed(dtype="float32")
     case = case.changed(dtype=case.dtype if case.dtype in gradients.dtypes(kernel) else "bfloat16")
