@@ -1,4 +1,4 @@
-/* Calls over sequences: which sequence a tile of queries belongs to, and where its rows lie.
+/* Calls over sequences: which sequence a tile of queries, or of keys, belongs to, and where its rows lie.
  *
  * Lengths are read here. They may change while the kernel runs, so that two threads that read the same element may know
  * two values: what a block decides by comes from one read, or one join of reads, and is the same in all its threads.
@@ -101,8 +101,11 @@ __device__ __forceinline__ fa_span entry_keys(const fa_entry &e, int64_t left, i
     return fa_seen_keys(&e, left, right, first, last);
 }
 
-/* A tile is the `tile`-th of the rows [begin, end) of q and out, which are of the sequence `batch` where that is not
- * below 0, and then `entry` says how many of them are its queries. */
+/* The rows that tiles divide: those of q and out, or those of k and v. */
+enum class Side { queries, keys };
+
+/* A tile is the `tile`-th of the rows [begin, end) of its side, which are of the sequence `batch` where that is not
+ * below 0, and then `entry` says how many of them are its queries, or keys. */
 struct Spot {
     int64_t batch, tile;
     fa_span rows;
@@ -110,8 +113,11 @@ struct Spot {
 };
 
 /* The entry of spot.batch, and where its rows end; where they begin is known. By the block, or with joined NULL by a
- * warp where there are no starts; `counts`: it counts what is bad in its lengths. */
-__device__ __forceinline__ void find_entry(const Serving &c, Spot &spot, bool counts, int64_t *joined) {
+ * warp where there are no starts; `counts`: it counts what is bad in its lengths. A Call has p, s and faults of a
+ * Serving. */
+template <Side side = Side::queries, class Call>
+__device__ __forceinline__ void find_entry(const Call &c, Spot &spot, bool counts, int64_t *joined) {
+    constexpr bool of_keys = side == Side::keys;
     const fa_sequences &s = c.s;
     if (!s.given) {
         spot.entry.seq_q = c.p.seq_q;
@@ -121,52 +127,64 @@ __device__ __forceinline__ void find_entry(const Serving &c, Spot &spot, bool co
         spot.entry.key_end = c.p.key_end;
         return;
     }
-    const int64_t begin_k = s.k.starts ? largest_start(s.k, spot.batch + 1, joined) : 0;
+    const fa_lengths &own = of_keys ? s.k : s.q, &other = of_keys ? s.q : s.k;
+    const int64_t begin = other.starts ? largest_start(other, spot.batch + 1, joined) : 0;
     const fa_words words = read_words(s, spot.batch, joined);
-    const fa_span rows_k = fa_rows_to(&s.k, spot.batch, begin_k, words.end_k, s.packed_k);
-    spot.rows = fa_rows_to(&s.q, spot.batch, spot.rows.begin, words.end_q, s.packed_q);
-    spot.entry = fa_entry_by(&s, &words, spot.batch, spot.rows, rows_k);
+    const fa_span rows =
+        fa_rows_to(&other, spot.batch, begin, of_keys ? words.end_q : words.end_k, of_keys ? s.packed_q : s.packed_k);
+    spot.rows = fa_rows_to(&own, spot.batch, spot.rows.begin, of_keys ? words.end_k : words.end_q,
+                           of_keys ? s.packed_k : s.packed_q);
+    const fa_span &rows_q = of_keys ? rows : spot.rows, &rows_k = of_keys ? spot.rows : rows;
+    spot.entry = fa_entry_by(&s, &words, spot.batch, rows_q, rows_k);
     if (counts && threadIdx.x == 0) {
-        count_length_faults(c.faults, s.q, spot.batch, spot.rows, 0);
+        count_length_faults(c.faults, s.q, spot.batch, rows_q, 0);
         count_length_faults(c.faults, s.k, spot.batch, rows_k, 1);
     }
 }
 
-/* Tiles that cover all rows of packed queries with starts, whatever the starts are: span n has the rows of sequence
- * n - 1, the first those before any, the last those behind all. It begins where the one before ends, at `begin`, and
- * its tiles are those from begin * pack / block_m + n on, where a tile has block_m rows and a query `pack` of them; so
- * this many are enough. */
+/* Tiles that cover all `rows` of packed queries, or keys, with starts, whatever the starts are: span n has the rows of
+ * sequence n - 1, the first those before any, the last those behind all. It begins where the one before ends, at
+ * `begin`, and its tiles are those from begin * pack / block_m + n on, where a tile has block_m rows and a query `pack`
+ * of them; so this many are enough. */
+inline int64_t tiles_of_packed(int64_t rows, int64_t batch, int64_t pack, int64_t block_m) {
+    return rows * pack / block_m + batch + 2;
+}
 inline int64_t tiles_of_packed(const fa_forward &p, int64_t pack, int64_t block_m) {
-    return p.seq_q * pack / block_m + p.batch + 2;
+    return tiles_of_packed(p.seq_q, p.batch, pack, block_m);
 }
 
 /* Tile n of those, or of `tiles_m` a sequence where the rows of a sequence are known without its starts. `counts`: the
  * first tile of a sequence counts what is bad in its lengths. By the block. */
-__device__ __forceinline__ Spot find_spot(const Serving &c, int64_t n, int64_t tiles_m, int64_t pack, int block_m,
+template <Side side = Side::queries, class Call>
+__device__ __forceinline__ Spot find_spot(const Call &c, int64_t n, int64_t tiles_m, int64_t pack, int block_m,
                                           bool counts, int64_t *joined) {
+    constexpr bool of_keys = side == Side::keys;
     const fa_sequences &s = c.s;
+    const fa_lengths &own = of_keys ? s.k : s.q;
     Spot spot = {};
-    if (s.q.starts) {
+    if (own.starts) {
         /* Span m is the first with end_m * pack / block_m + m >= n, where end_m is the largest of the starts up to m.
          */
         const int64_t batch = c.p.batch;
         int64_t span = batch + 1;
         for (int64_t b = threadIdx.x; b <= batch; b += blockDim.x) {
-            const int64_t needed = n - fa_start(&s.q, b) * pack / block_m;
+            const int64_t needed = n - fa_start(&own, b) * pack / block_m;
             const int64_t least = needed > b ? needed : b;
             span = least < span ? least : span;
         }
         span = join_block(span, joined, [](int64_t a, int64_t b) { return a < b ? a : b; });
-        spot.rows.begin = largest_start(s.q, span, joined);
-        spot.rows.end = span == 0 ? largest_start(s.q, 1, joined) : s.q.rows;
+        spot.rows.begin = largest_start(own, span, joined);
+        spot.rows.end = span == 0 ? largest_start(own, 1, joined) : own.rows;
         spot.batch = span <= batch ? span - 1 : -1;
         spot.tile = n - spot.rows.begin * pack / block_m - span;
     } else {
         spot.batch = n / tiles_m;
         spot.tile = n % tiles_m;
-        spot.rows = {s.packed_q ? spot.batch : 0, s.packed_q ? spot.batch + 1 : c.p.seq_q};
+        spot.rows = {!of_keys && s.packed_q ? spot.batch : 0, !of_keys && s.packed_q ? spot.batch + 1
+                                                              : of_keys              ? c.p.seq_k
+                                                                                     : c.p.seq_q};
     }
-    if (spot.batch >= 0) find_entry(c, spot, counts && spot.tile == 0, joined);
+    if (spot.batch >= 0) find_entry<side>(c, spot, counts && spot.tile == 0, joined);
     if (spot.tile < 0) // starts grew since the span was found: the tile has no rows
         spot.tile = 0, spot.rows.end = spot.rows.begin, spot.entry.seq_q = 0;
     return spot;
