@@ -276,10 +276,10 @@ def spread_sequences(truth, dout, q, k, v, out, lse, dlse, layout):
     where = {name: four_axes(xp, x, layout) for name, x in found.items()}  # views
     lse, dlse = (x[None] if x is not None and q.ndim == 3 else x for x in (lse, dlse))
     for part in truth.parts:
-        rows = [None if x is None else part.of(xp, "q", x, layout) for x in (dout, q, out)]
-        keys = [part.of(xp, "k", x, layout) for x in (k, v)]
-        some = [None if x is None else x[part.queries] for x in (lse, dlse)]
-        spared = _spread(part.found.empty, rows[0], rows[1], *keys, rows[2], *some, ~part.unseen)
+        some_dout, some_q, some_out = (None if x is None else part.of(xp, "q", x, layout) for x in (dout, q, out))
+        some_k, some_v = (part.of(xp, "k", x, layout) for x in (k, v))
+        some_lse, some_dlse = (None if x is None else x[part.queries] for x in (lse, dlse))
+        spared = _spread(part.found.empty, some_dout, some_q, some_k, some_v, some_out, some_lse, some_dlse, ~part.unseen)
         for name, x in (spared or {}).items():
             if name in where:
                 where[name][part.queries if name == "q" else part.keys] = x

@@ -153,7 +153,7 @@ class Backward(dense.Call):
         if self.bias_squares is not None:
             weights = p.sum(axis=-1, keepdims=True) if self.bias_shape[3] == 1 else p  # the keys of a query have one delta
             self._add_to_bias(self.bias_squares, pair, queries, keys, weights**2 * squares)
-        if self.out_q is not None:
+        if self.out_q is not None and self.out_k is not None:
             q, k = (xp.where(xp.isfinite(x), x, self.work(0)) for x in (self.q[pairs, :, queries], self.k[pairs, :, keys]))
             self.out_q[pairs, :, queries] = xp.abs(xp.matmul(sloped, k)) * xp.sqrt(squares)
             self.out_k[pairs, :, keys] += xp.matmul(xp.swapaxes(sloped**2 * squares, -1, -2), q**2).sum(axis=1, keepdims=True)

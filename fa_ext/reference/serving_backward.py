@@ -67,10 +67,11 @@ class _Total:
         self.found = Gradients({name: xp.zeros(four[name].shape, xp.float64) for name in wrt if name in four})
         self.of_out = {name: xp.zeros(four[name].shape, xp.float64) for name in ("q", "k")} if dtype is None else {}
         self.empty = xp.ones(four["q"].shape[:3], bool)
-        self.bias = options.bias
+        self.bias: Any = options.bias
+        self.dbias: Any = None
         if self.bias is not None:
             self.bias = xp.asarray(self.bias).reshape((1,) * (4 - self.bias.ndim) + self.bias.shape)
-        self.dbias, self.squares = (None if self.bias is None else xp.zeros(self.bias.shape, work) for _ in range(2))
+            self.dbias, self.squares = (xp.zeros(self.bias.shape, work) for _ in range(2))
         self.dsinks, self.sink_terms, self.faint, self.sink_products = (xp.zeros(heads, work) for _ in range(4))
         self.parts: list[Part] = []
 
