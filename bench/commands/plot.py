@@ -118,7 +118,7 @@ def series(cells: list[dict]) -> dict[tuple, dict[int, dict]]:
     found: dict[tuple, dict[int, dict]] = defaultdict(dict)
     for cell in cells:
         case = problems.parse(cell["case"], problems.OPERATIONS)
-        if case.operation not in ("attention", "backward") or case.seq_q != case.seq_k or not cell["figures"]:
+        if case.lengths or case.operation not in ("attention", "backward") or case.seq_q != case.seq_k or not cell["figures"]:
             continue
         one = dataclasses.replace(case, batch=1, seq_q=1, seq_k=1, causal=False)
         _, heads, _, *others = str(one).split(",")

@@ -44,6 +44,8 @@ def test_a_grid_draws_series_of_lengths_and_nothing_else():
     assert [key[1:] for key in found] == [("H8, D64, float16, hot", "batch 1", "full"),
                                           ("H16, D128, bfloat16, layout=bshd, hot", "16384 tokens", "full")]  # fmt: skip
     assert plot.series(cells[:6]) == {}
+    packed = [f"B2,H4,S{s},D64,float16,q=packed,k=packed,slack=0,operation=backward" for s in (128, 512, 2048)]
+    assert plot.series([{"case": case, "cache": "hot", "figures": {"simt": {"tflops": 1.0}}} for case in packed]) == {}
     assert plot._length_ticks([4096, 4000, 512, 16384]) == {512: "512", 4000: "4000", 16384: "16k"}
 
 
