@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from .._operands import AXES, DIFFERENTIABLE, OPERANDS, OPTIONS, STATE, given_options, takes_options
 from . import _ops
 from ._eager import _transformed, differentiable
-from ._options import OTHERS, Options, bounds, forward, refuse_layout, refuse_layouts
+from ._options import ARRAYS, OTHERS, Options, bounds, forward, index_arrays, refuse_layout, refuse_layouts
 from ._serving import attend, refuse_others, traced
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -41,28 +41,32 @@ def attention(
     q, k, v : Tensor
         (B, H, Sq, D), (B, Hk, Sk, D), (B, Hk, Sk, Dv), or with axes 1 and 2 swapped for ``layout="bshd"``; float16,
         bfloat16, float32, or float64 on the CPU. H is a multiple of Hk.
-        With sequences, and as results, also of three axes: as in ``fa_ext.attention``.
+        Packed sequences have three axes, (T, H, D), as in ``fa_ext.attention``.
     causal, scale, window, softcap, bias, mask, sinks, alibi, layout, check, kernel, batch_invariant
         As in ``fa_ext.attention``. ``kernel`` names the forward kernel; FA_EXT_KERNEL_BACKWARD that of the backward pass.
         alibi has no gradient.
-    cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, page_table, k_range, positions : Tensor of int32
-        Sequences of any length and paged caches, as in ``fa_ext.attention``. No gradient, and no dropout.
+    cu_seqlens_q, seqlens_q, cu_seqlens_k, seqlens_k, k_range, positions : Tensor of int32
+        Sequences of any length, as in ``fa_ext.attention``. int64 is converted. A write into one of them before the backward pass
+        is an error of torch's. Gradients of rows of no sequence are 0.
+    page_table : Tensor of int32
+        Paged keys, as in ``fa_ext.attention``. No gradient, and no dropout.
     out : Tensor or (Tensor, Tensor)
         Where the result goes, or the result and the LSE. No gradient, and no dropout.
     return_lse : bool
-        Also return the natural logarithm of the sum of exponentials, (B, H, Sq), float32 (float64 for float64).
+        Also return the natural logarithm of the sum of exponentials, (B, H, Sq), for packed q (H, T), float32 (float64 for float64).
     dropout_p : float
         Probability that a weight is dropped, 0 to 1. What is dropped is drawn from torch's generator of q's device: anew at
-        each call and at each replay of a CUDA graph. What a checkpoint or a compiler computes again drops the same.
+        each call and at each replay of a CUDA graph. What a checkpoint or a compiler computes again drops the same. Pairs count
+        within their sequence: packed and padded sequences drop the same.
     deterministic : bool or None
         Whether gradients have the same bits from run to run; None follows ``torch.are_deterministic_algorithms_enabled()``.
 
     Returns
     -------
     Tensor, or (Tensor, Tensor) with ``return_lse``
-        (B, H, Sq, Dv) or (B, Sq, H, Dv), q's dtype, without gaps. (B, H, Sq, Dv) has its axes in memory in the order of
-        q's, head_dim innermost, so that after q = x.transpose(1, 2) its own transpose(1, 2) is contiguous; results of
-        ``layout="bshd"`` and over sequences are contiguous. Gradients have the order of what they are gradients of.
+        (B, H, Sq, Dv), (B, Sq, H, Dv) or (T, H, Dv), q's dtype, without gaps. (B, H, Sq, Dv) has its axes in memory in the
+        order of q's, head_dim innermost, so that after q = x.transpose(1, 2) its own transpose(1, 2) is contiguous; results of
+        ``layout="bshd"``, of packed q and with ``page_table`` are contiguous. Gradients have the order of what they are gradients of.
 
     Raises
     ------
@@ -76,9 +80,9 @@ def attention(
 
     Under autocast q, k and v are cast to its dtype; bias and sinks stay. The backward pass runs without autocast. A second
     derivative, and gradients for several cotangents at once (``is_grads_batched``), are composed of torch's operations and
-    take memory for every pair of query and key. Under torch.compile the call is the operator ``torch.ops.fa_ext.attention``;
-    with sequences or ``out`` it is ``torch.ops.fa_ext.attention_out``, and autocast leaves its arguments as they are, so that
-    no cache is copied.
+    take memory for every pair of query and key; over sequences they wait for the device. Under torch.compile the call is the
+    operator ``torch.ops.fa_ext.attention``, over sequences ``torch.ops.fa_ext.varlen``. With ``page_table`` or ``out`` it is
+    ``torch.ops.fa_ext.attention_out``, and autocast leaves its arguments as they are, so that no cache is copied.
     """
     through_op = traced(q, k, v, others=arrays.values()) if arrays else traced(q, k, v)
     if through_op:
@@ -91,17 +95,17 @@ def attention(
         or cu_seqlens_q is not None or cu_seqlens_k is not None or k_range is not None or positions is not None
     )  # fmt: skip
     if serves or out is not None:
-        if dropout_p:
-            raise ValueError(f"dropout_p is {dropout_p}; accepted with sequences or out: 0.0")
-        indices = {
+        indices = index_arrays(k_range, {
             "cu_seqlens_q": cu_seqlens_q, "seqlens_q": seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqlens_k": seqlens_k,
-            "page_table": page_table, "k_range": k_range, "positions": positions,
-        }  # fmt: skip
-        return attend(
-            q, k, v, given_options(arrays), {name: x for name, x in indices.items() if x is not None}, causal=causal, window=window,
-            scale=scale, softcap=softcap, layout=layout, check=check, kernel=kernel, batch_invariant=batch_invariant, out=out,
-            return_lse=return_lse, through_op=through_op,
-        )  # fmt: skip
+            "page_table": page_table, "positions": positions,
+        })  # fmt: skip
+        if page_table is not None or out is not None:
+            if dropout_p:
+                raise ValueError(f"dropout_p is {dropout_p}; accepted with page_table or out: 0.0")
+            return attend(
+                q, k, v, given_options(arrays), indices, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
+                check=check, kernel=kernel, batch_invariant=batch_invariant, out=out, return_lse=return_lse, through_op=through_op,
+            )  # fmt: skip
     layout = layout or "bhsd"
     differentiated = False
     if arrays:
@@ -116,20 +120,23 @@ def attention(
         state = _dropout_state(dropout_p, (q, k, v, *arrays.values()), through_op)
         if state is not None:
             arrays[STATE] = state
+    if serves:
+        arrays = {**arrays, **indices}
     if through_op:
         queries = 1 if layout == "bshd" else 2
-        left, right, diagonal = bounds(causal, window, q.shape[queries], k.shape[queries])
-        out, lse = _ops.attention(
-            q, k, v, left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic,
-            *[arrays.get(name) for name in OTHERS],
-        )  # fmt: skip
+        left, right, diagonal = bounds(causal, window, None if serves else (q.shape[queries], k.shape[queries]))
+        options = left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic
+        if serves:
+            out, lse = _ops.varlen(q, k, v, *options, check, *[arrays.get(name) for name in ARRAYS])
+        else:
+            out, lse = _ops.attention(q, k, v, *options, *[arrays.get(name) for name in OTHERS])
         return (out, lse) if return_lse else out
-    if type(causal) is type(deterministic) is bool and scale is window is kernel is None and (
+    if type(causal) is type(deterministic) is bool and scale is window is kernel is check is None and (
         softcap == 0.0 and (layout == "bhsd" or layout == "bshd") and batch_invariant is False and not dropout_p
     ):
         options = _PLAIN[layout][causal][deterministic]
     else:
-        options = Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
+        options = Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic, check)
     wanted = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad

@@ -11,8 +11,8 @@ import torch
 from torch.autograd import Function
 
 from .._operands import DIFFERENTIABLE, OPTIONS, STATE
-from . import _math
-from ._options import DIFFERENTIABLE_OTHERS, OTHERS, backward, forward, named
+from . import _math, _math_sequences
+from ._options import ARRAYS, DIFFERENTIABLE_OTHERS, SEQUENCES, backward, forward, named
 from ._vmap import mapped
 
 _transformed = torch._C._are_functorch_transforms_active
@@ -20,9 +20,9 @@ _KEPT = ("dout", "dlse", "q", "k", "v", "out", "lse")
 
 
 def differentiable(q, k, v, options, others, return_lse):
-    """(out, lse) or out alone, with gradients. ``others``: by name, of ``OTHERS``."""
+    """(out, lse) or out alone, with gradients. ``others``: by name, of ``ARRAYS``."""
     if _transformed():
-        out, lse = _MappedForward.apply(q, k, v, options, *map(others.get, OTHERS))
+        out, lse = _MappedForward.apply(q, k, v, options, *map(others.get, ARRAYS))
         return (out, lse) if return_lse else out
     given = (tuple(others), *others.values()) if others else ()
     try:
@@ -65,12 +65,12 @@ class _Forward(Function):
         if names:
             kept, others = kept[:5], named(names, kept[5:])
         if _transformed():
-            grads = _MappedBackward.apply(dout, dlse, *kept, options, wrt, *map(others.get, OTHERS))
+            grads = _MappedBackward.apply(dout, dlse, *kept, options, wrt, *map(others.get, ARRAYS))
         elif torch.is_grad_enabled():
             if _several(dout, dlse):
                 grads = _gradients_of_several(dout, dlse, kept, others, options, wrt)
             else:
-                grads = _Backward.apply(dout, dlse, *kept, options, wrt, *map(others.get, OTHERS))
+                grads = _Backward.apply(dout, dlse, *kept, options, wrt, *map(others.get, ARRAYS))
         else:
             try:
                 grads = backward(dout, dlse, kept, others, options, wrt)
@@ -103,7 +103,7 @@ def _gradients_of_several(dout, dlse, kept, others, options, wrt):
     """The gradients for such cotangents, composed of torch's operations, which know them."""
     given = named(_KEPT, (dout, dlse, *kept[:3])) | others
     with torch.autocast(kept[0].device.type, enabled=False):
-        return _composed(given, _math.dropped(*kept[:2], others.get(STATE), options), options, wrt)
+        return _composed(given, _composition(given, options), wrt)
 
 
 class _ForwardPair(_Forward):
@@ -119,25 +119,25 @@ _apply, _apply_pair = super(Function, _Forward).apply, super(Function, _ForwardP
 
 
 class _MappedForward(_Forward):
-    """(out, lse), of all of ``OTHERS`` behind the options, None where absent."""
+    """(out, lse), of all of ``ARRAYS`` behind the options, None where absent."""
 
     @staticmethod
     def forward(q, k, v, options, *others):
-        return forward(q, k, v, options, named(OTHERS, others))
+        return forward(q, k, v, options, named(ARRAYS, others))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, options, *others = inputs
-        ctx.call = options, OTHERS
+        ctx.call = options, ARRAYS
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, *output, *others)
 
     @staticmethod
     def vmap(info, in_dims, *args):
         def call(q, k, v, options, *others):
-            return differentiable(q, k, v, options, named(OTHERS, others), True)
+            return differentiable(q, k, v, options, named(ARRAYS, others), True)
 
-        return mapped(call, info, in_dims, args, ("q", "k", "v", None, *OTHERS))
+        return mapped(call, info, in_dims, args, ("q", "k", "v", None, *ARRAYS))
 
 
 def _keep_backward(ctx, dout, dlse, q, k, v, out, lse, options, wrt, *others):
@@ -152,22 +152,22 @@ class _Backward(Function):
     @staticmethod
     def forward(ctx, dout, dlse, q, k, v, out, lse, options, wrt, *others):
         _keep_backward(ctx, dout, dlse, q, k, v, out, lse, options, wrt, *others)
-        return backward(dout, dlse, (q, k, v, out, lse), named(OTHERS, others), options, wrt)
+        return backward(dout, dlse, (q, k, v, out, lse), named(ARRAYS, others), options, wrt)
 
     @staticmethod
     def backward(ctx, *cotangents):
         _warn_of_memory()
-        known = named((*_KEPT[:5], *OTHERS), ctx.saved_tensors)
-        keep = _math.dropped(known["q"], known["k"], known.get(STATE), ctx.options)
-        fixed = {name: x for name, x in known.items() if name in OTHERS and name not in DIFFERENTIABLE_OTHERS}
+        known = named((*_KEPT[:5], *ARRAYS), ctx.saved_tensors)
+        call = _composition(known, ctx.options)
+        fixed = {name: x for name, x in known.items() if name in ARRAYS and name not in DIFFERENTIABLE_OTHERS}
         given = {name: x for name, x in known.items() if name not in fixed}
 
         def gradients(*values):
-            return _composed(dict(zip(given, values, strict=True)) | fixed, keep, ctx.options, ctx.wrt)
+            return _composed(dict(zip(given, values, strict=True)) | fixed, call, ctx.wrt)
 
         with torch.autocast(known["q"].device.type, enabled=False):
             second = dict(zip(given, torch.func.vjp(gradients, *given.values())[1](cotangents), strict=True))
-        found = (*map(second.get, _KEPT), None, None, *map(second.get, OTHERS))
+        found = (*map(second.get, _KEPT), None, None, *map(second.get, ARRAYS))
         return tuple(x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=True))
 
     jvp = staticmethod(_refuse_jvp)
@@ -176,7 +176,7 @@ class _Backward(Function):
 class _MappedBackward(_Backward):
     @staticmethod
     def forward(dout, dlse, q, k, v, out, lse, options, wrt, *others):
-        return backward(dout, dlse, (q, k, v, out, lse), named(OTHERS, others), options, wrt)
+        return backward(dout, dlse, (q, k, v, out, lse), named(ARRAYS, others), options, wrt)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -188,16 +188,28 @@ class _MappedBackward(_Backward):
             return (_MappedBackward if _transformed() else _Backward).apply(*args)
 
         wrt = args[len(_KEPT) + 1]
-        return mapped(call, info, in_dims, args, (*_KEPT, None, None, *OTHERS), sums=not DIFFERENTIABLE_OTHERS.isdisjoint(wrt))
+        return mapped(call, info, in_dims, args, (*_KEPT, None, None, *ARRAYS), sums=not DIFFERENTIABLE_OTHERS.isdisjoint(wrt))
 
 
-def _composed(given, keep, options, wrt):
-    """The gradients named by ``wrt``, of differentiable operations on what is given by name."""
+def _composition(known, options):
+    """Attention of torch's operations: a function of q, k, v and options by name. ``known``: the arrays of the call by name."""
+    q, k = known["q"], known["k"]
+    indices = {name: known[name] for name in SEQUENCES if name in known}
+    if indices or q.dim() == 3:
+        sequences = _math_sequences.sequences_of(q, k, indices, options)
+        attention = functools.partial(_math_sequences.attention, sequences=sequences)
+        pairs = _math_sequences.pairs_of(q, sequences, options)
+    else:
+        attention, pairs = _math.attention, _math.pairs_of(q, k, options)
+    return functools.partial(attention, keep=_math.dropped(pairs, known.get(STATE), options, q.device), options=options)
+
+
+def _composed(given, call, wrt):
+    """The gradients named by ``wrt``, of ``call``, a ``_composition``, on what is given by name."""
 
     def attention(*values):
         now = given | dict(zip(wrt, values, strict=True))
-        others = {name: now[name] for name in OPTIONS if name in now}
-        return _math.attention(now["q"], now["k"], now["v"], others, keep, options)
+        return call(now["q"], now["k"], now["v"], {name: now[name] for name in OPTIONS if name in now})
 
     (out, lse), pull = torch.func.vjp(attention, *(given[name] for name in wrt))
     cotangents = given.get("dout"), given.get("dlse")

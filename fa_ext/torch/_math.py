@@ -16,24 +16,30 @@ _TAKES = ("bias", "mask", "sinks", "alibi")
 
 def attention(q, k, v, others, keep, options):
     """(out, lse) of tensors as ``fa_ext.torch.attention`` takes them, ``others`` by name; ``keep``: boolean (B, H, Sq, Sk), or None."""
+    packed = options["layout"] == "bshd"
+    q, k, v = (x.transpose(1, 2) if packed else x for x in (q, k, v))
+    far = distance(q.shape[2], k.shape[2], options["causal"], q.device)
+    out, lse = over_pairs(q, k, v, others, far, band(far, options["causal"], options["window"]), keep, options)
+    return out.transpose(1, 2) if packed else out, lse
+
+
+def over_pairs(q, k, v, others, far, visible, keep, options):
+    """(out, lse) of tensors (B, H, S, D). ``far``: (Sq, Sk), how far a key stands behind the diagonal of its query; ``visible``:
+    boolean, of the same shape."""
     for name in others:
         if name not in _TAKES:
             raise NotImplementedError(f"{name} is given, with which fa_ext.torch.attention has no second derivative")
     bias, mask, sinks, alibi = map(others.get, _TAKES)
     dtype = q.dtype
     work = torch.float64 if dtype == torch.float64 else torch.float32
-    packed = options["layout"] == "bshd"
-    q, k, v = ((x.transpose(1, 2) if packed else x).to(work) for x in (q, k, v))
     group = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    q, k, v = q.to(work), *(x.to(work).repeat_interleave(group, 1) for x in (k, v))
     scale = 1 / math.sqrt(q.shape[3]) if options["scale"] is None else options["scale"]
     scores = scale * (q @ k.transpose(2, 3))
     if options["softcap"]:
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-    distance = _distance(q.shape[2], k.shape[2], options["causal"], q.device)
-    visible = _band(distance, options["causal"], options["window"])
     if alibi is not None:
-        scores = scores - alibi.to(work)[..., None, None] * distance.abs()
+        scores = scores - alibi.to(work)[..., None, None] * far.abs()
     if mask is not None:
         visible = visible & mask
     if bias is not None:
@@ -44,17 +50,20 @@ def attention(q, k, v, others, keep, options):
     weights, lse = _softmax(scores, visible, sinks)
     if keep is not None:
         weights = torch.where(keep, weights, 0) / _keep_probability(options.dropout_p)
-    out = (weights @ v).to(dtype)
-    return out.transpose(1, 2) if packed else out, lse
+    return (weights @ v).to(dtype), lse
 
 
-def dropped(q, k, state, options):
+def dropped(shape, state, options, device):
     """The weights that dropout keeps: boolean (B, H, Sq, Sk), or None without dropout."""
     if state is None:
         return None
+    return torch.from_numpy(dropout_keep(*shape, (options.dropout_p, state.cpu().numpy()))).to(device)
+
+
+def pairs_of(q, k, options):
+    """(B, H, Sq, Sk) of a dense call."""
     heads, queries = (2, 1) if options["layout"] == "bshd" else (1, 2)
-    shape = q.shape[0], q.shape[heads], q.shape[queries], k.shape[queries]
-    return torch.from_numpy(dropout_keep(*shape, (options.dropout_p, state.cpu().numpy()))).to(q.device)
+    return q.shape[0], q.shape[heads], q.shape[queries], k.shape[queries]
 
 
 def _keep_probability(p):
@@ -62,22 +71,22 @@ def _keep_probability(p):
     return (65536 - math.floor(65536 * p + 0.5)) / 65536 or 1.0
 
 
-def _distance(seq_q, seq_k, causal, device):
+def distance(seq_q, seq_k, causal, device):
     """(Sq, Sk): how far a key stands behind the diagonal of its query."""
     shift = 0 if causal is True or causal == "top_left" else seq_k - seq_q
     return torch.arange(seq_k, device=device) - torch.arange(seq_q, device=device)[:, None] - shift
 
 
-def _band(distance, causal, window):
+def band(far, causal, window):
     """Boolean (Sq, Sk): what causal and window show."""
     left, right = (None, None) if window is None else window
-    visible = torch.ones_like(distance, dtype=torch.bool)
+    visible = torch.ones_like(far, dtype=torch.bool)
     if causal:
-        visible = visible & (distance <= 0)
+        visible = visible & (far <= 0)
     if left is not None:
-        visible = visible & (distance >= -left)
+        visible = visible & (far >= -left)
     if right is not None:
-        visible = visible & (distance <= right)
+        visible = visible & (far <= right)
     return visible
 
 

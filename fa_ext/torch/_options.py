@@ -8,15 +8,19 @@ import numpy as np
 import torch
 
 from .. import _core
-from .._operands import DIFFERENTIABLE, OPTIONS, STATE
+from .._operands import DIFFERENTIABLE, INDICES, OPERANDS, OPTIONS, STATE
 
 #: The tensors of a dense call besides q, k and v, in the order of the operators' arguments.
 OTHERS = (STATE, *OPTIONS)
+#: The index arrays of calls over sequences that have gradients: those of pages have none.
+SEQUENCES = tuple(name for name in INDICES if "backward" in OPERANDS[name].reads)
+#: The tensors of any call with gradients besides q, k and v.
+ARRAYS = (*OTHERS, *SEQUENCES)
 #: Those that can have a gradient.
 DIFFERENTIABLE_OTHERS = frozenset(DIFFERENTIABLE) & frozenset(OTHERS)
 
 #: What both passes take, by the core's names, and what it is unless it is given.
-SHARED = {"causal": False, "scale": None, "window": None, "softcap": 0.0, "layout": "bhsd", "batch_invariant": False}
+SHARED = {"causal": False, "scale": None, "window": None, "softcap": 0.0, "layout": "bhsd", "batch_invariant": False, "check": None}
 
 
 class Options:
@@ -30,7 +34,7 @@ class Options:
 
     __slots__ = ("causal", "deterministic", "dropout_p", "kernel", "layout", "plain", "shared")
 
-    def __init__(self, causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic):
+    def __init__(self, causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic, check=None):
         self.shared = shared = {}
         if scale is not None:
             shared["scale"] = scale
@@ -40,6 +44,8 @@ class Options:
             shared["softcap"] = softcap
         if batch_invariant is not False:
             shared["batch_invariant"] = batch_invariant
+        if check is not None:
+            shared["check"] = check
         self.plain = kernel is None and not shared
         if layout != "bhsd":
             shared["layout"] = layout
@@ -64,9 +70,9 @@ def named(names, tensors):
 
 
 def forward(q, k, v, options, others, return_lse=True):
-    """The core's forward pass: (out, lse), or out alone. ``others``: by name, of ``OTHERS``."""
-    ordered = not q.is_contiguous() and options.layout == "bhsd" and q.dim() == v.dim() == 4
-    out = empty_in_order(q, v.shape[3]) if ordered else None
+    """The core's forward pass: (out, lse), or out alone. ``others``: by name, of ``ARRAYS``."""
+    ordered = not q.is_contiguous() and options.layout == "bhsd" and q.dim() == 4 and v.dim() >= 3
+    out = empty_in_order(q, v.shape[-1]) if ordered else None
     if options.plain and not others:
         return _core.attention(q, k, v, causal=options.causal, layout=options.layout, out=out, return_lse=return_lse)
     given = _given(options, others)
@@ -81,7 +87,7 @@ def backward(dout, dlse, kept, others, options, wrt):
     q, k, v, out, lse = kept
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
         known = {"q": q, "k": k, "v": v}
-        grads = tuple([empty_in_order(known[name], known[name].shape[3]) if name in known else None for name in wrt])
+        grads = tuple([empty_in_order(known[name], known[name].shape[-1]) if name in known else None for name in wrt])
     if options.plain and not others:
         return _core.attention_backward(
             dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, grads=grads, causal=options.causal, layout=options.layout,
@@ -101,17 +107,23 @@ def empty_in_order(x, width):
 
 def in_order(shape, strides, width, less=operator.lt):
     """Shape and strides of ``empty_in_order``. ``less`` compares two strides."""
-    order = [0]
-    for axis in (1, 2):
+    order, last = [0], len(shape) - 1
+    for axis in range(1, last):
         place = axis
         while place and less(strides[order[place - 1]], strides[axis]):
             place -= 1
         order.insert(place, axis)
-    found, step = [0, 0, 0, 1], width
+    found, step = [1] * len(shape), width
     for axis in reversed(order):
         found[axis] = step
         step *= shape[axis]
-    return (*shape[:3], width), tuple(found)
+    return (*shape[:last], width), tuple(found)
+
+
+def lse_shape(q, layout):
+    if q.dim() == 3:
+        return q.shape[1], q.shape[0]
+    return (q.shape[0], q.shape[2], q.shape[1]) if layout == "bshd" else tuple(q.shape[:3])
 
 
 _in_order = functools.lru_cache(maxsize=1024)(in_order)
@@ -124,7 +136,34 @@ def _given(options, others):
     given: dict[str, Any] = {**options.shared, **others}
     if STATE in given:
         given["dropout"] = (options.dropout_p, given.pop(STATE))
+    return with_k_range(given)
+
+
+def with_k_range(given):
+    """Both ends of ``k_range``, where one is given, as the core's keyword."""
+    if "k_range_begin" in given or "k_range_end" in given:
+        given["k_range"] = given.pop("k_range_begin", None), given.pop("k_range_end", None)
     return given
+
+
+def index_arrays(k_range, given):
+    """Those of index arrays that are given, by the core's names: of int32, which int64 is turned into."""
+    if k_range is not None:
+        if not isinstance(k_range, (tuple, list)):
+            raise TypeError(f"k_range has type {type(k_range).__name__}; accepted: {_RANGES}")
+        if len(k_range) != 2:
+            raise ValueError(f"k_range has {len(k_range)} items; accepted: {_RANGES}")
+        given["k_range_begin"], given["k_range_end"] = k_range
+    found = {}
+    for name, x in given.items():
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor):
+            name = name.replace("k_range_", "k_range's ")
+            raise TypeError(f"{name} has type {type(x).__name__}; accepted: torch.Tensor of int32 or int64")
+        refuse_layout(name, x)
+        found[name] = x.to(torch.int32) if x.dtype == torch.int64 else x
+    return found
 
 
 def refuse_layout(name, x):
@@ -182,24 +221,27 @@ def _integer(bound):
 
 
 _CAUSALS = "False, True, 'top_left', 'bottom_right'"
+_RANGES = "None or a pair (begin, end), each a tensor (batch,) or None"
 _WINDOWS = "None or a pair (left, right), each an int >= 0 or None"
 
 
-def bounds(causal, window, seq_q, seq_k):
+def bounds(causal, window, lengths):
     """(left, right, diagonal): key j is visible to query i iff -left <= j - (i + d) <= right, where -1 has no bound and d is
-    0 for diagonal 0, seq_k - seq_q for diagonal 1. Raises ValueError and TypeError as the core does."""
+    0 for diagonal 0, seq_k - seq_q for diagonal 1. ``lengths``: (seq_q, seq_k), or None for sequences, which have each their
+    own. Raises ValueError and TypeError as the core does."""
     causal = checked_causal(causal)
-    if causal is True and seq_q != seq_k:
-        raise ValueError(f"causal=True with {seq_q} queries and {seq_k} keys; accepted: 'top_left' or 'bottom_right' then")
+    if causal is True and (lengths is None or lengths[0] != lengths[1]):
+        words = "sequences" if lengths is None else f"{lengths[0]} queries and {lengths[1]} keys"
+        raise ValueError(f"causal=True with {words}; accepted: 'top_left' or 'bottom_right' then")
     left, right = ends_of(window)
     left, right = -1 if left is None else left, -1 if right is None else right
     return left, right if causal is False else 0, 1 if causal in (False, "bottom_right") else 0
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic):
+def from_bounds(left, right, diagonal, scale, softcap, layout, dropout_p, kernel, batch_invariant, deterministic, check=None):
     """The options behind an operator's arguments: the inverse of ``bounds``."""
     causal = "top_left" if diagonal == 0 else "bottom_right" if right == 0 else False
     ends = (None if left < 0 else left, None if right < 0 or causal else right)
     window = None if ends == (None, None) else ends
-    return Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic)
+    return Options(causal, scale, window, softcap, layout, dropout_p, kernel, batch_invariant, deterministic, check)

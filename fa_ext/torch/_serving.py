@@ -1,4 +1,4 @@
-"""Serving: attention over sequences of any length and caches, ``append`` and ``merge``.
+"""Serving: attention over pages or into memory of the caller's, ``append`` and ``merge``.
 
 Eager calls go straight to the core. What a compiled graph holds are ``torch.ops.fa_ext.attention_out``, ``.append`` and
 ``.merge``: the first two return nothing and write arguments that they declare, so that a graph keeps caches in place. None
@@ -15,7 +15,7 @@ from .. import _core
 from .._operands import INDICES, OPTIONS
 from ._eager import _transformed
 from ._library import operator, wrote
-from ._options import checked_causal, ends_of, named, refuse_layout, refuse_layouts
+from ._options import checked_causal, ends_of, lse_shape, named, refuse_layout, refuse_layouts, with_k_range
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 is_compiling = torch.compiler.is_compiling
@@ -100,10 +100,7 @@ def attention_out(
     scale: Optional[float], softcap: float, layout: Optional[str], check: Optional[bool], kernel: Optional[str],
     batch_invariant: bool, *others: Optional[Tensor],
 ) -> None:  # fmt: skip
-    given = _given(scale=scale, layout=layout, check=check, kernel=kernel) | named(_OTHERS, others)
-    k_range = given.pop("k_range_begin", None), given.pop("k_range_end", None)
-    if k_range != (None, None):
-        given["k_range"] = k_range
+    given = with_k_range(_given(scale=scale, layout=layout, check=check, kernel=kernel) | named(_OTHERS, others))
     if left is not None or right is not None:
         given["window"] = (left, right)
     _core.attention(
@@ -115,20 +112,20 @@ def attention_out(
 #: ``causal`` of the operator, where it is not the call's own.
 _CAUSAL: dict[str, bool | str] = {"no": False, "equal": True}
 
-_INTO = "attention over sequences, or into out=,"
+_INTO = "attention with page_table or out="
 
 
 def attend(
     q, k, v, options, indices, *, causal, window, scale, softcap, layout, check, kernel, batch_invariant, out, return_lse, through_op,
 ):  # fmt: skip
-    """``attention`` of sequences, or into ``out``. ``options`` and ``indices``: arrays that are given, by name; ``through_op``: by
+    """``attention`` over pages, or into ``out``. ``options`` and ``indices``: arrays that are given, by name; ``through_op``: by
     the operator."""
     refuse_derivatives(_INTO, q=q, k=k, v=v, out=out, **options)
     pair = isinstance(out, (tuple, list))
     if pair:
         refuse_derivatives(_INTO, **_numbered("out", out))
     if not through_op:
-        given = _given(scale=scale, window=window, layout=layout, check=check, kernel=kernel, out=out) | options | indices
+        given = with_k_range(_given(scale=scale, window=window, layout=layout, check=check, kernel=kernel, out=out) | options | indices)
         try:
             found = _plainly(_core.attention)(
                 q, k, v, causal=causal, softcap=softcap, batch_invariant=batch_invariant, return_lse=return_lse, **given
@@ -148,20 +145,13 @@ def attend(
     if out is None:
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
     if lse is None and return_lse:
-        lse = q.new_empty(_lse_shape(q, layout), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        lse = q.new_empty(lse_shape(q, layout), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     arrays = options | indices
-    arrays["k_range_begin"], arrays["k_range_end"] = arrays.get("k_range", (None, None))
     attention_out(
         q, k, v, out, lse, said, left, right, scale, softcap, layout, check, kernel, batch_invariant,
         *[arrays.get(name) for name in _OTHERS],
     )  # fmt: skip
     return (out, lse) if pair or return_lse else out
-
-
-def _lse_shape(q, layout):
-    if q.dim() == 3:
-        return q.shape[1], q.shape[0]
-    return (q.shape[0], q.shape[2], q.shape[1]) if layout == "bshd" else q.shape[:3]
 
 
 # ---- append ----

@@ -2,17 +2,22 @@
 
 import torch
 
-from .._operands import STATE, batch_is_shared, filled, has_batch
+from .._operands import INDICES, STATE, batch_is_shared, filled, has_batch
+
+#: Arrays with which a call is made once an element: one state of dropout would draw other weights for each element of a longer batch,
+#: and those of sequences count them.
+_APART = {STATE, *INDICES}
 
 
 def mapped(call, info, in_dims, args, names, sums=False):
     """``call(*args)``, mapped. ``names``: which operand each argument is, or None for one that is not mapped.
 
-    What has no axis for the batch, and one state of dropout, which would draw other weights for each element of a longer
-    batch, make one call an element; and so do ``sums``, gradients that are sums over the batch.
+    ``_APART``, packed sequences and what has no axis for the batch make one call an element; and so do ``sums``, gradients that are
+    sums over the batch.
     """
     known = [(name, x, dim) for name, x, dim in zip(names, args, in_dims, strict=True) if name is not None and x is not None]
-    if sums or any(name == STATE or (dim is not None and not has_batch(name)) for name, _, dim in known):
+    packed = any(name in ("q", "k") and x.dim() - (dim is not None) == 3 for name, x, dim in known)
+    if sums or packed or any(name in _APART or (dim is not None and not has_batch(name)) for name, _, dim in known):
         return _each(call, info, in_dims, args, names)
     size = info.batch_size
     batch = next(x.shape[0 if dim is None or dim > 0 else 1] for name, x, dim in known if name == "q")
