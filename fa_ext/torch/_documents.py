@@ -1,4 +1,4 @@
-"""Packed documents: what transformers says of them, as a mask."""
+"""Packed documents: what transformers says of them, as sequences or as a mask."""
 
 from typing import NamedTuple
 
@@ -20,6 +20,21 @@ class Documents(NamedTuple):
         """(1 or B, 1, Sq, Sk): a query sees the keys of its own document, within a band of distances that begin at the ends."""
         same = self.queries[:, :, None] == self.keys[:, None, :]
         return (same & within(self.queries_to_end[:, :, None] - self.keys_to_end[:, None, :], left, right))[:, None]
+
+
+class Packed(NamedTuple):
+    """Documents of a batch of 1, one behind the other: where each begins among the queries and the keys, and where the last ends,
+    int32 (documents + 1,), and how many queries and keys there are."""
+
+    starts_q: torch.Tensor
+    starts_k: torch.Tensor
+    queries: int
+    keys: int
+
+    def seen(self, left, right):
+        """As ``Documents.seen``."""
+        (ids_q, ends_q), (ids_k, ends_k) = _positions(self.starts_q, self.queries), _positions(self.starts_k, self.keys)
+        return Documents(ids_q, ids_k, ends_q, ends_k).seen(left, right)
 
 
 def documents_of(mask, pattern, query, keys, cu_seq_lens_q, cu_seq_lens_k, seq_idx, position_ids):
@@ -53,16 +68,21 @@ def _from_lengths(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k):
         if given.is_cpu and not torch.compiler.is_compiling():
             if given[0] != 0 or given[-1] > size or bool((given.diff() < 0).any()):
                 raise ValueError(f"cu_seq_lens_{name} is {given.tolist()}; accepted: from 0 up to {size} at most, in order")
+    if len(cu_seq_lens_q) != len(cu_seq_lens_k):
+        raise ValueError(
+            f"cu_seq_lens_q tells {len(cu_seq_lens_q) - 1} documents and cu_seq_lens_k {len(cu_seq_lens_k) - 1}; accepted: as many"
+        )
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q is given for a batch of {batch}; accepted: a batch of 1, one document behind the other")
-    (ids_q, ends_q), (ids_k, ends_k) = _positions(cu_seq_lens_q, queries), _positions(cu_seq_lens_k, keys)
-    return Documents(ids_q, ids_k, ends_q, ends_k)
+    # What is behind the last document is one more.
+    starts = (torch.nn.functional.pad(x.int(), (0, 1), value=n) for x, n in ((cu_seq_lens_q, queries), (cu_seq_lens_k, keys)))
+    return Packed(*starts, queries, keys)
 
 
-def _positions(cu_seq_lens, size):
-    """The document of each of ``size`` tokens, and the distance to its end. What is behind the last document is one more."""
-    at = torch.arange(size, device=cu_seq_lens.device)
-    ends = torch.nn.functional.pad(cu_seq_lens[1:].long(), (0, 1), value=size)
+def _positions(starts, size):
+    """The document of each of ``size`` tokens, and the distance to its end."""
+    at = torch.arange(size, device=starts.device)
+    ends = starts[1:].long()
     ids = torch.searchsorted(ends[:-1].contiguous(), at, right=True)
     return ids[None], (ends[ids] - at)[None]
 
@@ -78,17 +98,15 @@ def _from_positions(mask, position_ids):
     share a mask, and so what the first of them found."""
     from transformers.masking_utils import is_tracing
 
+    again = position_ids[:, 1:] <= position_ids[:, :-1]
     if is_tracing(position_ids):
-        return _starts(position_ids)
+        return _of_both(torch.nn.functional.pad(again, (1, 0)).cumsum(1))
     known = getattr(mask, "fa_ext_documents", None)
     if known is None or known[0] is not position_ids:
-        documents = _starts(position_ids)
-        known = position_ids, documents if bool(documents.queries[0, -1]) else None
+        tokens, begin = position_ids.shape[1], again[0].nonzero()[:, 0].int() + 1
+        starts = torch.nn.functional.pad(begin, (1, 0))
+        starts = torch.nn.functional.pad(starts, (0, 1), value=tokens)
+        known = position_ids, Packed(starts, starts, tokens, tokens) if len(begin) else None
         if mask is not None:
             mask.fa_ext_documents = known
     return known[1]
-
-
-def _starts(position_ids):
-    again = position_ids[:, 1:] <= position_ids[:, :-1]
-    return _of_both(torch.nn.functional.pad(again, (1, 0)).cumsum(1))

@@ -39,11 +39,12 @@ def registered():
 
 @pytest.fixture
 def masks(monkeypatch):
-    """The shapes of the masks that attention is given."""
+    """The shapes of the masks that attention is given, or that it is given sequences."""
     shapes = []
 
     def spy(*args, **keywords):
-        shapes.append(None if keywords["mask"] is None else tuple(keywords["mask"].shape))
+        mask = keywords.get("mask")
+        shapes.append("sequences" if "cu_seqlens_q" in keywords else None if mask is None else tuple(mask.shape))
         return ft.attention(*args, **keywords)
 
     monkeypatch.setattr(_transformers, "attention", spy)
@@ -89,6 +90,14 @@ def test_a_packed_document_is_as_if_alone(device, name, kind, use_cache):
         if parameter.grad is not None:
             limit = 1e-4 * wanted[label].abs().max().item()
             torch.testing.assert_close(parameter.grad, wanted[label], rtol=1e-3, atol=limit, msg=label)
+
+
+@pytest.mark.parametrize("kind", ["lengths", "lengths and positions", "positions"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_documents_have_no_mask(device, masks, name, kind):
+    ids, positions, more = packed(device, kind)
+    small_model(name, device)(ids, position_ids=positions, **more)
+    assert masks == ["sequences"] * 2
 
 
 def test_positions_that_go_on_are_one_document(device, masks):
@@ -146,6 +155,7 @@ def test_documents_of_fewer_queries_than_keys(device, window):
     (dict(cu_seq_lens_q=torch.tensor([[0, 6]])), r"cu_seq_lens_q has shape \(1, 2\) and dtype torch.int64; accepted: \(documents"),
     (dict(cu_seq_lens_q=torch.tensor([0.0, 6.0])), "cu_seq_lens_q has shape .* and dtype torch.float32"),
     (dict(cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 6])), "given for a batch of 2; accepted: a batch of 1"),
+    (dict(cu_seq_lens_q=torch.tensor([0, 6]), cu_seq_lens_k=torch.tensor([0, 1, 6])), "tells 1 documents and cu_seq_lens_k 2; accepted: as many"),
     (dict(seq_idx=torch.zeros(2, 5)), r"seq_idx has shape \(2, 5\), for 6 queries and 6 keys; accepted"),
     (dict(attention_mask=torch.ones(2, 6)), r"attention_mask has shape \(2, 6\); accepted"),
     (dict(output_attentions=True), "does not know output_attentions=True; accepted: None, or attn_implementation='eager'"),
