@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bench.examples import train_torch, training  # noqa: E402
+from bench.examples import train_packed, train_torch, training  # noqa: E402
 
 TINY = ["--layers=1", "--width=32", "--heads=2", "--seq=24", "--vocab=32", "--batch=4", "--steps=25",
         "--compiler=aot_eager", "--rate=0.003"]  # fmt: skip
@@ -47,6 +47,26 @@ def test_a_wrong_attention_is_noticed(one_thread_of_torch, monkeypatch, capsys):
 
     monkeypatch.setattr(train_torch.fa_ext.torch, "attention", wrong)
     assert train_torch.main([*TINY, "--no-bfloat16"]) == 1
+
+
+PACKED = [*(word for word in TINY if not word.startswith("--compiler")), "--no-bfloat16"]
+
+
+def test_packed_documents_train_as_padded_ones(one_thread_of_torch, capsys):
+    assert train_packed.main([*PACKED, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    packed = found["runs"]["fa_ext, packed"]
+    assert packed["last"] < packed["first"] - 0.1 and 0.1 < found["waste"] < 0.9
+    assert train_packed.main(PACKED) == 0
+    assert "of the padded tokens are padding" in capsys.readouterr().out
+
+
+def test_documents_that_see_each_other_are_noticed(one_thread_of_torch, monkeypatch, capsys):
+    def wrong(q, k, v, **options):
+        return train_torch.fa_ext.torch.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True)[0].transpose(0, 1)
+
+    monkeypatch.setattr(train_packed.fa_ext.torch, "attention", wrong)
+    assert train_packed.main(PACKED) == 1
 
 
 def test_dropout_on_the_cpu_is_refused(capsys):
