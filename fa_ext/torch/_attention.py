@@ -80,9 +80,10 @@ def attention(
 
     Under autocast q, k and v are cast to its dtype; bias and sinks stay. The backward pass runs without autocast. A second
     derivative, and gradients for several cotangents at once (``is_grads_batched``), are composed of torch's operations and
-    take memory for every pair of query and key; over sequences they wait for the device. Under torch.compile the call is the
-    operator ``torch.ops.fa_ext.attention``, over sequences ``torch.ops.fa_ext.varlen``. With ``page_table`` or ``out`` it is
-    ``torch.ops.fa_ext.attention_out``, and autocast leaves its arguments as they are, so that no cache is copied.
+    take memory for every pair of query and key; over sequences they wait for the device. ``torch.func.vmap`` of sequences is a
+    call an element. Under torch.compile the call is the operator ``torch.ops.fa_ext.attention``, over sequences
+    ``torch.ops.fa_ext.varlen``. With ``page_table`` or ``out`` it is ``torch.ops.fa_ext.attention_out``, and autocast leaves its
+    arguments as they are, so that no cache is copied.
     """
     through_op = traced(q, k, v, others=arrays.values()) if arrays else traced(q, k, v)
     if through_op:
@@ -106,6 +107,7 @@ def attention(
                 q, k, v, given_options(arrays), indices, causal=causal, window=window, scale=scale, softcap=softcap, layout=layout,
                 check=check, kernel=kernel, batch_invariant=batch_invariant, out=out, return_lse=return_lse, through_op=through_op,
             )  # fmt: skip
+        serves = bool(indices) or q.dim() == 3 or k.dim() == 3  # not for (None, None) as k_range
     layout = layout or "bhsd"
     differentiated = False
     if arrays:

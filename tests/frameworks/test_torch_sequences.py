@@ -240,6 +240,13 @@ def test_errors(device, through_op, change, error, match):
         ft.attention(q, q, q, **given)
 
 
+def test_no_range_is_a_dense_call(device):
+    q = torch.randn(1, 2, 5, 8, device=device)
+    wanted = ft.attention(q, q, q, causal=True)
+    for x in (q, q.as_subclass(type("Own", (torch.Tensor,), {}))):
+        assert torch.equal(ft.attention(x, q, q, causal=True, k_range=(None, None)).as_subclass(torch.Tensor), wanted)
+
+
 @pytest.mark.parametrize("of", ["pages", "out"])
 def test_pages_and_out_have_no_gradient(device, of):
     q = torch.randn(2, 4, 8, device=device, requires_grad=True)

@@ -246,7 +246,10 @@ def test_vmap_is_a_call_an_element(device):
     more = [torch.randn(3, *x.shape, device=device) for x in (q, k, v)]
     for dims in ((0, 0, 0), (None, 0, 0), (0, None, None)):
         given = [x if dim == 0 else x[0] for x, dim in zip(more, dims, strict=True)]
-        got = torch.func.vmap(torch.func.grad(step, (0, 1, 2)), (*dims, None, None))(*given, *starts)
+        mapped = torch.func.vmap(torch.func.grad(step, (0, 1, 2)), (*dims, None, None))
+        got = mapped(*given, *starts)
+        for a, b in zip(torch.compile(mapped, fullgraph=True, backend="aot_eager")(*given, *starts), got, strict=True):
+            torch.testing.assert_close(a, b)
         for n in range(3):
             mine = [(x if dim is None else x[n]).clone().requires_grad_() for x, dim in zip(given, dims, strict=True)]
             for a, b in zip(got, torch.autograd.grad(step(*mine, *starts), mine), strict=True):
