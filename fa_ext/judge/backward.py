@@ -11,8 +11,9 @@ magnitude of the reference:
 
 dq, dk and dv of sequences are held to it once as a whole and once a sequence, with plain's error and R of that sequence, so
 that the error of a short one does not hide behind a long one's maximum. Rows of no sequence are exactly 0, and so are keys
-that causal, window and range hide from all queries of their sequence. A sequence of one query has one delta a head, and the
-rounding of out may leave nothing else of it: dq and dk of sequences are allowed what it makes of them as below, three times.
+that causal, window and range hide from all queries of their sequence. A sequence of one query has one delta a head, of which
+the rounding of out may leave nothing else, and plain then errs as luck has it: each bound of dq and dk of sequences is at least
+what half an ulp of out makes of them, as below.
 
 dsinks: |error| <= 2 max |plain's error| + the same constant times the sum of the magnitudes of that head's terms, of which
 those with a weight near or below the smallest normal float32 may be missing, + what half an ulp of each element of out makes
@@ -141,6 +142,7 @@ def _judge(name, got, truth, plain, dtype, exempt, zero, before, slack) -> Gradi
         floor = 2 * (2.0**-52 if dtype == "float64" else 2.0**-23) * terms
         of_out = HALF_ULP[dtype] * truth.out_terms.get(name, xp.zeros(1))
         of_out = xp.where(xp.isfinite(of_out), of_out, 0.0)
+        joined, most_of_out, norm_of_out = _of_many(xp, name, of_out)
         if name == "sinks":
             bound = 2 * plain_max + (ABSOLUTE[dtype] + resolution) * terms
             bound += truth.faint if dtype != "float64" else 0.0
@@ -148,11 +150,11 @@ def _judge(name, got, truth, plain, dtype, exempt, zero, before, slack) -> Gradi
             error_bound = float(bound[int((error - bound).argmax())]) if want.size else 0.0
         else:
             bound = 2 * plain_max + (ABSOLUTE[dtype] + resolution) * _largest(xp, size) + floor
-            bound = error_bound = slack * math.hypot(bound, (2 if name == "bias" else 3) * _largest(xp, of_out))
+            bound = error_bound = slack * joined(bound, most_of_out)
         norm, error_norm = float(xp.linalg.norm(size)), float(xp.linalg.norm(error))
         allowed = max((FROBENIUS[dtype] + resolution) * norm, 2 * float(xp.linalg.norm(plain_error)))
         allowed = max(allowed, _largest(xp, xp.asarray(floor)) * math.sqrt(max(want.size, 1)))
-        allowed = slack * math.hypot(allowed, (1 if name == "bias" else 3) * float(xp.linalg.norm(of_out)))
+        allowed = slack * joined(allowed, norm_of_out)
         if int(wrong.sum()):
             failures.append(f"{int(wrong.sum())} elements are finite where the reference is not, or the reverse")
         if not bool((error <= bound).all()):
@@ -167,6 +169,15 @@ def _judge(name, got, truth, plain, dtype, exempt, zero, before, slack) -> Gradi
         frobenius=_ratio(error_norm, norm), frobenius_bound=_ratio(allowed, norm), worst=worst, plain_max_abs=plain_max,
         failures=tuple(failures),
     )  # fmt: skip
+
+
+def _of_many(xp, name, of_out):
+    """(how they join a bound, the largest, the norm) of independent errors of about these magnitudes. Those of dq and dk may be of one
+    row, where luck has a say: three times, and of many rows less."""
+    largest, norm = _largest(xp, of_out), float(xp.linalg.norm(of_out))
+    if name in ("bias", "sinks"):
+        return math.hypot, 2 * largest, norm
+    return max, 3 * largest, norm + 2 * _largest(xp, xp.sqrt((of_out**2).sum(axis=-1)))
 
 
 def _ratio(a, b):
