@@ -11,9 +11,9 @@ magnitude of the reference:
 
 dq, dk and dv of sequences are held to it once as a whole and once a sequence, with plain's error and R of that sequence, so
 that the error of a short one does not hide behind a long one's maximum. Rows of no sequence are exactly 0, and so are keys
-that causal, window and range hide from all queries of their sequence. A sequence of one query has one delta a head, of which
-the rounding of out may leave nothing else, and plain then errs as luck has it: each bound of dq and dk of sequences is at least
-what half an ulp of out makes of them, as below.
+that causal, window and range hide from all queries of their sequence. A short sequence has few elements, and plain errs there
+as luck has it: each bound of sequences is at least what half an ulp of each element of out, dS and P makes of the gradient,
+added up as below.
 
 dsinks: |error| <= 2 max |plain's error| + the same constant times the sum of the magnitudes of that head's terms, of which
 those with a weight near or below the smallest normal float32 may be missing, + what half an ulp of each element of out makes
@@ -172,8 +172,8 @@ def _judge(name, got, truth, plain, dtype, exempt, zero, before, slack) -> Gradi
 
 
 def _of_many(xp, name, of_out):
-    """(how they join a bound, the largest, the norm) of independent errors of about these magnitudes. Those of dq and dk may be of one
-    row, where luck has a say: three times, and of many rows less."""
+    """(how they join a bound, the largest, the norm) of independent errors of about these magnitudes. Those of dq, dk and dv may be of
+    one row, where luck has a say: three times, and of many rows less."""
     largest, norm = _largest(xp, of_out), float(xp.linalg.norm(of_out))
     if name in ("bias", "sinks"):
         return math.hypot, 2 * largest, norm

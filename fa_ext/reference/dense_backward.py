@@ -33,8 +33,8 @@ class Gradients(dict):
     lies below twice the smallest normal float32: hardware may take such a weight for 0. ``out_terms``, what
     the rounding of out, which a kernel is given, is relative to: of "sinks", (H,), the sum of the magnitudes of the products of
     dout and out, each times its row's weight of the sink; of "bias", in its shape and of the exact evaluation, the root of the
-    sum of the squares of these products, each times what of its row's weights dS sums; of "q" and "k" of sequences the same,
-    each times what dS is multiplied by. ``parts``, of a call over sequences:
+    sum of the squares of these products, each times what of its row's weights dS sums; of "q", "k" and "v" of sequences the same
+    of what the gradient makes of them, with the squares of the products of dS, or of P, that it adds up. ``parts``, of a call over sequences:
     the ``serving_backward.Part`` of each that has queries; ``empty`` is (H, T) there for packed q.
     """
 
@@ -50,7 +50,7 @@ class Backward(dense.Call):
     """One evaluation; axis 0 of its arrays is (batch, kv head), axis 1 the query heads that share the kv head.
 
     bias: what dbias is the gradient of, where the bias of ``options`` has more added to it. of_rows: whether ``out_terms`` has
-    "q" and "k" too.
+    "q", "k" and "v" too.
     """
 
     given: dict[str, Any]
@@ -78,7 +78,7 @@ class Backward(dense.Call):
         self.dsinks, self.sink_terms, self.faint = (xp.zeros(self.heads, work) for _ in range(3))
         self.sink_products = xp.zeros(self.heads, work)
         self.bias_squares = xp.zeros(self.bias_shape, work) if "bias" in wrt and dtype is None else None
-        self.out_q, self.out_k = (xp.zeros(x.shape, work) if of_rows and dtype is None else None for x in (self.q, self.k))
+        self.squares = {name: xp.zeros(x.shape, work) for name, x in (("q", self.q), ("k", self.k), ("v", self.v)) if of_rows and dtype is None}
         self.terms, self.largest_score = dict.fromkeys(("q", "bias"), 0.0), 0.0
         self.terms_k, self.terms_v = (xp.zeros(x.shape if dtype is None else (), work) for x in (self.k, self.v))
         self.empty = xp.ones((pairs, self.group, self.seq_q), bool)
@@ -133,10 +133,12 @@ class Backward(dense.Call):
         if self.dbias is not None:
             self._add_to_bias(self.dbias, pair, queries, keys, ds)
         slope = self._slope(pairs, queries, keys)
+        dt = xp.where(seen, ds * slope, self.work(0))
         if self.dtype is None:
             squares = xp.where(empty, self.work(0), ((dout * out) ** 2).sum(axis=-1, keepdims=True))
-            self._add_squares(pair, pairs, queries, keys, squares, p, xp.where(seen, p * slope, self.work(0)))
-        dt = xp.where(seen, ds * slope, self.work(0))
+            self._add_to_bias_squares(pair, queries, keys, squares, p)
+            if self.squares:
+                self._add_squares(pairs, queries, keys, squares, xp.where(seen, p * slope, self.work(0)), dt, kept)
         self.dq[pairs, :, queries] = self._selected_product(dt, seen, k)
         self.dk[pairs, 0, keys] += self._over_queries(dt, seen, self.q[pairs, :, queries])
         self.dv[pairs, 0, keys] += self._over_queries(kept, seen, dout)
@@ -147,16 +149,25 @@ class Backward(dense.Call):
             products = xp.matmul(xp.abs(dout), xp.swapaxes(xp.abs(v), -1, -2))
             self._add_terms(pairs, queries, keys, seen, p, kept, self.dropped(products, b, h, positions, keys))
 
-    def _add_squares(self, pair, pairs, queries, keys, squares, p, sloped):
-        """What errors of delta make of the gradients; ``squares``: of the products that delta sums, a number a query."""
-        xp = self.xp
+    def _add_to_bias_squares(self, pair, queries, keys, squares, p):
+        """``squares``: of the products that delta sums, a number a query."""
         if self.bias_squares is not None:
             weights = p.sum(axis=-1, keepdims=True) if self.bias_shape[3] == 1 else p  # the keys of a query have one delta
             self._add_to_bias(self.bias_squares, pair, queries, keys, weights**2 * squares)
-        if self.out_q is not None and self.out_k is not None:
-            q, k = (xp.where(xp.isfinite(x), x, self.work(0)) for x in (self.q[pairs, :, queries], self.k[pairs, :, keys]))
-            self.out_q[pairs, :, queries] = xp.abs(xp.matmul(sloped, k)) * xp.sqrt(squares)
-            self.out_k[pairs, :, keys] += xp.matmul(xp.swapaxes(sloped**2 * squares, -1, -2), q**2).sum(axis=1, keepdims=True)
+
+    def _add_squares(self, pairs, queries, keys, squares, sloped, dt, kept):
+        """Squares of what one rounding of each element of out, dS and P changes in the gradients, in units of its relative size;
+        ``sloped``: P times the slope of softcap. The pairs of a query have one delta."""
+        xp = self.xp
+
+        def finite(x):
+            return xp.where(xp.isfinite(x), x, self.work(0))
+
+        q, k, dout = (finite(x) for x in (self.q[pairs, :, queries], self.k[pairs, :, keys], self.dout[pairs, :, queries]))
+        dt, kept = finite(dt) ** 2, finite(kept) ** 2
+        self.squares["q"][pairs, :, queries] = xp.matmul(sloped, k) ** 2 * squares + xp.matmul(dt, k**2)
+        for name, weights, x in (("k", sloped**2 * squares + dt, q), ("v", kept, dout)):
+            self.squares[name][pairs, :, keys] += xp.matmul(xp.swapaxes(weights, -1, -2), x**2).sum(axis=1, keepdims=True)
 
     def _add_terms(self, pairs, queries, keys, seen, p, kept, dp):
         """Magnitudes of what each gradient adds up. ``dp``: |dout| . |v|, with dropout's factor as ``kept`` has it. What is
@@ -282,8 +293,8 @@ class Backward(dense.Call):
         if self.bias_squares is not None:
             found.out_terms["bias"] = xp.sqrt(self.bias_squares).reshape(self.given["bias"].shape)
         scale = abs(float(self.scale))
-        if self.out_q is not None:
-            found.out_terms |= {"q": scale * self.out_q.reshape(shapes["q"]), "k": scale * xp.sqrt(self.out_k).reshape(shapes["k"])}
+        for name, squares in self.squares.items():
+            found.out_terms[name] = (1 if name == "v" else scale) * xp.sqrt(squares).reshape(shapes[name])
         found.terms = {"q": scale * self.terms["q"], "bias": self.terms["bias"], "sinks": self.sink_terms.astype(xp.float64)}
         for name, terms in (("k", scale * self.terms_k), ("v", self.terms_v)):
             found.terms[name] = float(terms.max()) if terms.size else 0.0

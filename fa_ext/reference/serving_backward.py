@@ -65,7 +65,7 @@ class _Total:
         heads = four["q"].shape[1]
         work = xp.float64 if dtype in (None, "float64") else xp.float32
         self.found = Gradients({name: xp.zeros(four[name].shape, xp.float64) for name in wrt if name in four})
-        self.of_out = {name: xp.zeros(four[name].shape, xp.float64) for name in ("q", "k")} if dtype is None else {}
+        self.of_out = {name: xp.zeros(four[name].shape, xp.float64) for name in four} if dtype is None else {}
         self.empty = xp.ones(four["q"].shape[:3], bool)
         self.bias: Any = options.bias
         self.dbias: Any = None
@@ -89,13 +89,10 @@ class _Total:
         seen = *place, slice(s.first_k + s.seen_begin, s.first_k + s.seen_end)
         queries = slice(p.at, p.at + 1), slice(None), p.rows
         for name, rows in (("q", queries), ("k", seen), ("v", seen)):
-            if name in self.wrt:
-                self.found[name][rows] = found[name]
-                found[name] = self.found[name][queries if name == "q" else keys]
-        for name, rows in (("q", queries), ("k", seen)):
-            if name in found.out_terms:
-                self.of_out[name][rows] = found.out_terms[name]
-                found.out_terms[name] = self.of_out[name][queries if name == "q" else keys]
+            for total, part in ((self.found, found), (self.of_out, found.out_terms)):
+                if name in total:
+                    total[name][rows] = part[name]
+                    part[name] = total[name][queries if name == "q" else keys]
         if call.dbias is not None:
             self.dbias[where] += call.dbias
             if call.bias_squares is not None:
