@@ -1,0 +1,1 @@
+"""Layers of FlashAttention that its users import beside its functions."""
