@@ -4,6 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+
 from fa_ext.torch import flash_attn as fa  # noqa: E402
 from tests.frameworks.support import flash_attn_math as math  # noqa: E402
 from tests.frameworks.support.flash_attn_math import D, DV, HK, LENGTHS_K, LENGTHS_Q, H, close  # noqa: E402
@@ -262,21 +264,21 @@ def test_bad_input():
         fa.flash_attn_varlen_func(q, k, v, [0, 14], ends()[1], 8, 7)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_compiled(packed):
-    """In whole graphs, without another compilation for other lengths."""
+def test_compiled():
+    """In whole graphs, packed without another compilation for other lengths."""
     torch._dynamo.reset()
-    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    count = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=count, dynamic=True)
     def step(q, k, v, starts_q, starts_k):
-        return fa.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 8, 8, causal=True) if packed else fa.flash_attn_func(q, k, v, causal=True)
+        return fa.flash_attn_varlen_func(q, k, v, starts_q, starts_k, 8, 8, causal=True)
 
-    if not packed:
-        q, k, v = math.padded()
-        close(step(q, k, v, None, None), math.batch(q, k, v, causal=True)[0])
-        return
-    for lengths_q, lengths_k in ((LENGTHS_Q, LENGTHS_K), ((3, 2, 2, 2), (3, 4, 0, 3))):
+    compiled = None
+    for lengths_q, lengths_k in ((LENGTHS_Q, LENGTHS_K), ((3, 2, 2, 2), (3, 4, 0, 3)), ((1, 0, 0, 20), (4, 4, 4, 4))):
         q, k, v = math.draw((sum(lengths_q), H, D), (sum(lengths_k), HK, D), (sum(lengths_k), HK, DV))
         close(step(q, k, v, math.starts(lengths_q), math.starts(lengths_k)), math.each(q, k, v, lengths_q, lengths_k, causal=True)[0])
-    assert count.frame_count == 1
+        compiled = compiled or count.frame_count
+    assert compiled and count.frame_count == compiled
+    q, k, v = math.padded()
+    whole = torch.compile(fa.flash_attn_func, fullgraph=True, backend="aot_eager")
+    close(whole(q, k, v, causal=True), math.batch(q, k, v, causal=True)[0])

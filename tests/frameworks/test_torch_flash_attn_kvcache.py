@@ -187,6 +187,22 @@ def test_packed_queries(storage, causal, packed_keys, seqlens):
             close(stored, right)
 
 
+def test_starts_of_queries_and_of_new_keys_that_differ():
+    """As many tokens in all, of other sequences: queries have their own places."""
+    caches, counts_q, counts_k = Caches(), [1, 3, 2], [3, 1, 2]
+    q, k, v = math.draw((6, H, D), (6, HK, D), (6, HK, DV), seed=5)
+    *_, cos, sin = fresh()
+    out = fa3.flash_attn_with_kvcache(
+        q, *caches.given, k, v, None, cos, sin, tensors(*LENGTHS), cu_seqlens_q=math.starts(counts_q),
+        cu_seqlens_k_new=math.starts(counts_k), causal=True,
+    )  # fmt: skip
+    rows = zip(q.split(counts_q), out.split(counts_q), k.split(counts_k), v.split(counts_k), LENGTHS, strict=True)
+    for b, (queries, found, keys, values, first) in enumerate(rows):
+        queries, keys = (torch.stack([math.rotate(x, cos, sin, first + i, True) for i, x in enumerate(part)]) for part in (queries, keys))
+        keys, values = torch.cat((caches.k[b, :first], keys)), torch.cat((caches.v[b, :first], values))
+        close(found, math.attend(queries, keys, values, causal=True)[0])
+
+
 def test_both_modules_agree():
     caches, others, (q, k, v, cos, sin) = Caches(), Caches(), fresh()
     got = fa3.flash_attn_with_kvcache(q, *caches.given, k, v, None, cos, sin, tensors(*LENGTHS), causal=True, num_splits=3)
