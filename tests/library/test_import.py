@@ -6,6 +6,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,12 @@ def test_no_framework_is_imported():
     assert "fa_ext._core" in brought
     assert not [name for name in brought if name.split(".")[0] in FRAMEWORKS]
     assert "fa_ext.judge" not in brought and "fa_ext.reference" not in brought
+
+
+def test_every_package_is_installed():
+    said = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in PACKAGE.rglob("__init__.py")}
+    assert set(said) == found and len(said) == len(found)
 
 
 def test_import_time():

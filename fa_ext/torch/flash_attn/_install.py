@@ -3,15 +3,14 @@
 import importlib
 import sys
 
-_HERE = __package__
 #: The name that others import: the module here.
 _MODULES = {
-    "flash_attn": _HERE,
-    "flash_attn.flash_attn_interface": f"{_HERE}.flash_attn_interface",
-    "flash_attn.bert_padding": f"{_HERE}.bert_padding",
-    "flash_attn.layers": f"{_HERE}.layers",
-    "flash_attn.layers.rotary": f"{_HERE}.layers.rotary",
-    "flash_attn_interface": f"{_HERE}_interface",
+    "flash_attn": "fa_ext.torch.flash_attn",
+    "flash_attn.flash_attn_interface": "fa_ext.torch.flash_attn.flash_attn_interface",
+    "flash_attn.bert_padding": "fa_ext.torch.flash_attn.bert_padding",
+    "flash_attn.layers": "fa_ext.torch.flash_attn.layers",
+    "flash_attn.layers.rotary": "fa_ext.torch.flash_attn.layers.rotary",
+    "flash_attn_interface": "fa_ext.torch.flash_attn_interface",
 }
 
 
