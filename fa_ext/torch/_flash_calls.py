@@ -75,3 +75,13 @@ def unpacked(name, x, axis, count):
         before = "total, " if axis == 1 else "batch, seqlen, "
         raise ValueError(f"{name} is {found}; accepted: a tensor ({before}{count}, heads, head_dim)")
     return x.unbind(axis)
+
+
+def heads_of(qkv, num_heads_q):
+    """Heads of q, k and v in qkv (B, S, heads, D), where they lie behind one another."""
+    if num_heads_q is None:
+        raise ValueError("qkv of four axes needs num_heads_q")
+    heads_k, odd = divmod(qkv.shape[2] - num_heads_q, 2)
+    if heads_k <= 0 or odd:
+        raise ValueError(f"num_heads_q is {num_heads_q}; accepted for {qkv.shape[2]} heads: so many that k and v share the others")
+    return num_heads_q, heads_k, heads_k

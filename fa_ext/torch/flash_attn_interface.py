@@ -43,12 +43,7 @@ def flash_attn_qkvpacked_func(
 ):  # fmt: skip
     """``flash_attn_func`` of qkv (B, S, 3, H, D), or (B, S, num_heads_q + 2 Hk, D)."""
     if isinstance(qkv, torch.Tensor) and qkv.dim() == 4:
-        if num_heads_q is None:
-            raise ValueError("qkv of four axes needs num_heads_q")
-        heads_k, odd = divmod(qkv.shape[2] - num_heads_q, 2)
-        if heads_k <= 0 or odd:
-            raise ValueError(f"num_heads_q is {num_heads_q}; accepted for {qkv.shape[2]} heads: so many that k and v share the others")
-        q, k, v = qkv.split((num_heads_q, heads_k, heads_k), 2)
+        q, k, v = qkv.split(calls.heads_of(qkv, num_heads_q), 2)
     else:
         q, k, v = calls.unpacked("qkv", qkv, 2, 3)
     return flash_attn_func(

@@ -125,6 +125,18 @@ def test_gradients_of_rotary(interleaved, inplace):
 
 
 @each_pairing
+@pytest.mark.parametrize("shape", [(2, 3, 3, 2, D), (2, 3, 4, D), (2, 3, 2, 2, D)], ids=["qkv", "heads", "kv"])
+def test_gradients_of_rotary_in_place(interleaved, shape):
+    def call(x):
+        x = x.clone()
+        if shape[2] == 2:
+            return rotary.apply_rotary_emb_kv_(x, COS, SIN, interleaved, 1)
+        return rotary.apply_rotary_emb_qkv_(x, COS, SIN, COS / 2, SIN / 2, interleaved, 1, None if len(shape) == 5 else 2)
+
+    assert torch.autograd.gradcheck(call, math.draw(shape, grad=True))
+
+
+@each_pairing
 def test_the_forms_of_rotary_agree(interleaved):
     (x,) = math.draw((2, 5, H, D))
     wanted = rotary.apply_rotary_emb(x, COS, SIN, interleaved)

@@ -6,6 +6,7 @@ are (positions, R / 2) and rotate the first R columns; columns i and i + R / 2 a
 
 import torch
 
+from ..._flash_calls import heads_of
 from ..._rotary import at, joined, packed_positions, turned
 
 __all__ = [
@@ -48,12 +49,8 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=Fal
             raise ValueError(f"qkv has shape {tuple(qkv.shape)}; accepted: (batch, seqlen, 3, heads, head_dim)")
         parts = qkv[:, :, 0], qkv[:, :, 1]
     else:
-        if num_heads_q is None:
-            raise ValueError("qkv of four axes needs num_heads_q")
-        heads_k, odd = divmod(qkv.shape[2] - num_heads_q, 2)
-        if heads_k <= 0 or odd:
-            raise ValueError(f"num_heads_q is {num_heads_q}; accepted for {qkv.shape[2]} heads: so many that k and v share the others")
-        parts = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
+        heads_q, heads_k, _ = heads_of(qkv, num_heads_q)
+        parts = qkv[:, :, :heads_q], qkv[:, :, heads_q : heads_q + heads_k]  # not by split, whose views autograd lets nobody write
     tables = (cos, sin), (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     for x, table in zip(parts, tables, strict=True):
         _write(x, turned(x, *_rows(x, *table, seqlen_offsets), interleaved))
