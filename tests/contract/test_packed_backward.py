@@ -86,7 +86,8 @@ def test_more_random_sequences(kernel, seed):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_bias_and_mask_of_padded_arrays(kernel, layout):
     """dbias sums over the pairs that exist, and is 0 where none does."""
-    case = fitted(Case.sequences((3, 0, 9, 1), (7, 4, 12, 5), 4, 2, 16, q="padded", k="padded", layout=layout, causal="bottom_right", window=(8, None), **BACKWARD), kernel)
+    stored_as = {"q": "padded", "k": "padded", "layout": layout}
+    case = fitted(Case.sequences((3, 0, 9, 1), (7, 4, 12, 5), 4, 2, 16, causal="bottom_right", window=(8, None), **stored_as, **BACKWARD), kernel)
     rng = np.random.default_rng(0)
     for shape in ((4, 4, 12, 15), (1, 1, 12, 15), (4, 1, 1, 15), (12, 1), (1,)):
         for mask in (None, rng.random((4, 1, 12, 15)) < 0.7):

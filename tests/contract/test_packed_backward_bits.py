@@ -17,8 +17,9 @@ KERNELS = [kernel for kernel in fa_ext.kernels("backward") if gradients.takes_se
 #: Those whose tiles of a dense call are those of a sequence's.
 AS_DENSE = ("cpu_ref_backward", "cpu_simd_backward", "simt_backward")
 HALF = "bfloat16" if BFLOAT16 else "float16"
+EITHER = ("padded", "packed")
 STORES = [dict(q=q, k=k, layout=layout, slack=slack)
-          for (q, k, layout), slack in zip(itertools.product(("padded", "packed"), ("padded", "packed"), ("bshd", "bhsd")), (0, 1, 40, 3, 64, 7, 0, 2))]  # fmt: skip
+          for (q, k, layout), slack in zip(itertools.product(EITHER, EITHER, ("bshd", "bhsd")), (0, 1, 40, 3, 64, 7, 0, 2))]  # fmt: skip
 WRT = ("q", "k", "v")
 
 
@@ -106,7 +107,8 @@ def test_repeats_and_batch_invariance_change_nothing(kernel):
 def test_bits_do_not_depend_on_the_threads(kernel):
     if runner.device_of(kernel) != "cpu":
         pytest.skip("threads are the CPU's")
-    case = Case.sequences((3, 90, 0, 65, 1, 20), (30, 90, 5, 70, 1, 9), 4, 2, 32, k="packed", causal="bottom_right", sinks=True, operation="backward", dlse=True)
+    n_q, n_k = (3, 90, 0, 65, 1, 20), (30, 90, 5, 70, 1, 9)
+    case = Case.sequences(n_q, n_k, 4, 2, 32, k="packed", causal="bottom_right", sinks=True, operation="backward", dlse=True)
     problem, omp, found = gradients.make(case), ctypes.CDLL("libgomp.so.1"), []
     before = omp.omp_get_max_threads()
     for threads in (1, 2, 5):

@@ -17,8 +17,9 @@ BASE = Case.sequences((1, 7, 0, 34), (5, 9, 4, 40), 4, 2, 16, dtype="float32", k
 NEEDS = {"positions ignored": {"positions": "shifted"}, "k_range ignored": {"k_range": True, "seed": 1}, "dropout counted in the stream": {"dropout": (0.4, 3)},
          "diagonal of the padded room": {"q": "padded", "k": "padded"}, "lengths ignored": {"q": "padded", "k": "padded"}}  # fmt: skip
 MISTAKES = [
-    "neighbour's first key seen", "last row dropped", "top_left", "delta of another sequence", "LSE off by one", "tail added to the next", "short sequences zeroed",
-    "rows of no sequence left", "dsinks of one sequence", "dk of one head", "dlse left out", "hidden keys get something", "small error in a small sequence", *NEEDS,
+    "neighbour's first key seen", "last row dropped", "top_left", "delta of another sequence", "LSE off by one", "tail added to the next",
+    "short sequences zeroed", "rows of no sequence left", "dsinks of one sequence", "dk of one head", "dlse left out",
+    "hidden keys get something", "small error in a small sequence", *NEEDS,
 ]  # fmt: skip
 
 

@@ -21,7 +21,8 @@ OF_BACKWARD = {"operation": "backward", "slack": 0}
 CASES = [
     Case.sequences((3, 0, 20), (40, 9, 20), q="packed", k="packed", causal="bottom_right", dtype="float16", dlse=True, **OF_BACKWARD),
     Case.sequences((3, 5), (40, 30), q="padded", k="padded", layout="bhsd", sinks=True, alibi="batch", scale=0.4, head_dim_v=16, **OF_BACKWARD),
-    Case.sequences((3, 50), (40, 3), q="padded", k="packed", causal="top_left", softcap=3.0, window=(9, None), accumulate=True, dtype="bfloat16", **OF_BACKWARD),
+    Case.sequences((3, 50), (40, 3), q="padded", k="packed", causal="top_left", softcap=3.0, window=(9, None), accumulate=True,
+                   dtype="bfloat16", **OF_BACKWARD),
     Case.sequences((1, 0, 1), (33, 7, 64), q="one", k="padded", deterministic=False, dtype="float64", **OF_BACKWARD),
 ]
 
