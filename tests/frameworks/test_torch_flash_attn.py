@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from fa_ext.torch import flash_attn as fa  # noqa: E402
 from tests.frameworks.support import flash_attn_math as math  # noqa: E402
 from tests.frameworks.support.flash_attn_math import D, DV, HK, LENGTHS_K, LENGTHS_Q, H, close  # noqa: E402
+from tests.frameworks.support.torch_calls import DEVICES  # noqa: E402
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
 #: name: (arguments of the functions, arguments of the math)
@@ -189,6 +190,37 @@ def test_deterministic_says_so_to_the_core(monkeypatch):
     for deterministic in (False, True):
         fa.flash_attn_func(q, k, v, deterministic=deterministic)
     assert seen == [None, True]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves(dtype, device):
+    """16 bits, on every device: packed with gradients, and a step on a cache with rotary."""
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    given = math.packed(dtype=dtype)
+    inputs, doubles = ([x.to(kind).requires_grad_() for x in given] for kind in (device, torch.float64))
+    (weight,) = math.draw((sum(LENGTHS_Q), H, DV), dtype=dtype, seed=1)
+    where = [x.to(device) for x in ends()[:2]]
+    out, lse, _ = fa.flash_attn_varlen_func(*inputs, *where, 8, 7, causal=True, window_size=(4, 0), return_attn_probs=True)
+    wanted, wanted_lse = math.each(*doubles, LENGTHS_Q, LENGTHS_K, causal=True, window_size=(4, 0))
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    torch.testing.assert_close(out.cpu().double(), wanted, **tolerance)
+    torch.testing.assert_close(lse.cpu().double(), wanted_lse, **tolerance)
+    got = torch.autograd.grad((out * weight.to(device)).sum(), inputs)
+    for x, y in zip(got, torch.autograd.grad((wanted * weight).sum(), doubles), strict=True):
+        torch.testing.assert_close(x.cpu().double(), y, **tolerance)
+
+    q, k, v = math.draw((2, 1, H, D), (2, 1, HK, D), (2, 1, HK, DV), dtype=dtype, seed=2)
+    caches = math.draw((2, 9, HK, D), (2, 9, HK, DV), dtype=dtype, seed=3)
+    angle = torch.arange(9)[:, None] * 10.0 ** (-torch.arange(3) / 3)
+    cos, sin, lengths = angle.cos(), angle.sin(), [5, 2]
+    there = [x.to(device) for x in (q, *caches, k, v, cos, sin, torch.tensor(lengths, dtype=torch.int32))]
+    out = fa.flash_attn_with_kvcache(*there, causal=True)
+    for b, length in enumerate(lengths):
+        keys = torch.cat((caches[0][b, :length], math.rotate(k[b, 0], cos, sin, length, True)[None].to(dtype)))
+        query = math.rotate(q[b, 0], cos, sin, length, True)[None].to(dtype)
+        wanted, _ = math.attend(query, keys, torch.cat((caches[1][b, :length], v[b])))
+        torch.testing.assert_close(out[b].cpu().double(), wanted, **tolerance)
 
 
 # ---- dropout ----

@@ -33,7 +33,7 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
 
     ``seqlen_offsets``, an int or (B,), is added to the places. Packed tokens beyond the tables, or of no sequence, stay as
     they are.
-    ``inplace`` writes into x and returns it; ``max_seqlen`` is not read.
+    ``inplace`` writes into x, where autograd lets it, and returns x; ``max_seqlen`` is not read.
     """
     columns = turned(x, *_rows(x, cos, sin, seqlen_offsets, cu_seqlens), interleaved)
     return _write(x, columns) if inplace else joined(x, columns)
