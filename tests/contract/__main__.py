@@ -3,6 +3,7 @@
     python -m tests.contract "B1,H4/2,S113x203,D64,bfloat16,causal=top_left,mask=rows" --kernel simt --on cupy
     python -m tests.contract "B3,H4/2,S1x300*2+7x90,D64,float16,q=packed,k=paged,causal=bottom_right" --kernel cpu_simd
     python -m tests.contract --sweep 1000 --seed 7 --kernel simt
+    python -m tests.contract --sweep 1000 --sequences --kernel simt_backward
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import time
 
 import fa_ext
-from bench.problems import cases
+from bench.problems import cases, serving_cases
 from bench.problems.case import Case
 from bench.problems.placement import Unplaceable
 from tests.contract import gradients, runner
@@ -26,6 +27,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--on", default="numpy", choices=("numpy", "cupy", "torch"), help="library of a case's arrays")
     parser.add_argument("--load", help="shared library of a kernel that was built alone; becomes the kernel to force")
     parser.add_argument("--sweep", type=int, default=0, help="this many random cases on the kernel instead")
+    parser.add_argument("--sequences", action="store_true", help="the sweep draws sequences of any length")
     parser.add_argument("--seed", type=int, default=0, help="of the sweep")
     parser.add_argument("--limit", type=float, default=1e8, help="FLOPs of a sweep's largest case")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="a sweep begins no new case after these")
@@ -33,8 +35,11 @@ def main(arguments=None) -> int:
     kernel = fa_ext._core.load(given.load) if given.load else given.kernel
     if given.sweep:
         backward = kernel and kernel.partition("@")[0] in fa_ext.kernels("backward")
-        drawn = cases.random_gradients if backward else cases.random_cases
-        return sweep(kernel or fa_ext.kernels()[-1], drawn(given.seed, given.sweep, given.limit), given.seconds)
+        if given.sequences:
+            drawn = (serving_cases.random_gradients if backward else serving_cases.random_cases)(given.sweep, given.seed)
+        else:
+            drawn = (cases.random_gradients if backward else cases.random_cases)(given.seed, given.sweep, given.limit)
+        return sweep(kernel or fa_ext.kernels()[-1], drawn, given.seconds)
     if not given.case:
         parser.error("give the name of a case, or --sweep N")
     try:
@@ -57,6 +62,8 @@ def _verdict(kernel: str, case: Case):
     """What float64 says to a kernel's results of a case of either pass, in arrays of the library that there is for it."""
     if case.operation == "attention":
         return runner.verdict(kernel, case)
+    if case.operation == "serving":
+        return fa_ext.verify(**case.make_inputs(runner.library_for(kernel, case)), kernel=kernel)
     return gradients.verdict(kernel, gradients.make(case))
 
 
@@ -78,7 +85,8 @@ def sweep(kernel: str, problems, seconds: float) -> int:
             found = ""
         except fa_ext.UnsupportedError as error:
             refusals[str(error)] += 1
-            found = f"must accept, but: {error}" if cases.must_accept(runner.listed_name(kernel), case) else ""
+            held = not case.lengths and cases.must_accept(runner.listed_name(kernel), case)
+            found = f"must accept, but: {error}" if held else ""
             failed += bool(found)
         except (AssertionError, RuntimeError, ValueError, BufferError) as error:
             failed += 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fa_ext
-from bench.problems import cases
+from bench.problems import cases, serving_cases
 from bench.problems.case import Case
 from bench.problems.dense import FLAT_BIASES
 from bench.problems.placement import Unplaceable, dtype_of, place
@@ -336,3 +336,6 @@ def test_a_sweep_and_a_line_judge_gradients(capsys):
     drawn = {(case.operation, case.deterministic, case.dlse) for case in cases.random_gradients(2, 40, 1e6)}
     assert drawn == {("backward", ordered, dlse) for ordered in (True, False) for dlse in (True, False)}
     assert judge_cases([str(next(cases.random_gradients(2, 1, 1e6))), *line]) == 0
+    assert judge_cases(["--sweep", "8", "--seed", "2", "--sequences", *line]) == 0
+    assert "cpu_ref_backward: 8 judged, 0 failed, 0 not taken" in capsys.readouterr().out
+    assert judge_cases([str(next(serving_cases.random_gradients(1, 2))), *line]) == 0
