@@ -362,6 +362,8 @@ def renew_times(target: Record, device: str) -> tuple[int, int] | None:
         def launched(case: str, kernels: list[str]) -> dict[str, list[str] | None]:
             asked = {"case": case, "device": device, "kernels": kernels}
             outcome = worker.call("bench.commands.measure:launched", asked, 120.0)
+            if not outcome.ok:
+                print(f"{case}: its launches are not known: {outcome.status}: {outcome.reason}", file=sys.stderr)
             return outcome.value if outcome.ok else {}
 
         return target.renew_times(launched)
