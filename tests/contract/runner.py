@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,16 @@ from bench.problems.case import Case
 from bench.problems.placement import BFLOAT16, Unplaceable, dtype_of, place
 from fa_ext import _core, reference
 from fa_ext.judge import OTHER_ORDER, Report, judge, spread
+from tests.library.support import stub
 
 # Elements around each output that no kernel may touch; keeps the output's alignment.
 _GUARD = 256
 
 # Kernels whose float32 sums are a library's, in an order that is not plain's.
 LIBRARY_SUMS = {"cublas"}
+
+#: The reason of a kernel whose instance for the call FA_INSTANCES left out.
+LACKS_INSTANCE = stub.reasons()["INSTANCE"]
 
 # For tables of every kernel's answers, which the set core makes others.
 needs_every_instance = pytest.mark.skipif(
@@ -43,6 +48,21 @@ def device_of(kernel: str) -> str:
 def listed_name(kernel: str) -> str:
     """A kernel's name in the table: a second copy, loaded at run time, is called name@2."""
     return kernel.partition("@")[0]
+
+
+def refusal_of(error: fa_ext.UnsupportedError) -> tuple[str, str] | None:
+    """(the kernel that the call names, its reason); None where the call names none."""
+    found = re.fullmatch(r'kernel "([^"]*)" cannot take this call: (.*)', str(error), re.DOTALL)
+    return (found[1], found[2]) if found else None
+
+
+def is_left_out(error: fa_ext.UnsupportedError) -> bool:
+    """Whether the kernel that the call names lacks an instance by its build's choice: of this build's kernels those of which it
+    left something out, and all that were loaded."""
+    kernel, reason = refusal_of(error) or ("", "")
+    built = _core.build_info()
+    chosen = kernel not in built["kernels"] or kernel in {name.partition(".")[0] for name in built["left_out"]}
+    return reason == LACKS_INSTANCE and chosen
 
 
 def first_device() -> None:
