@@ -1,4 +1,4 @@
-"""What was run where, on which machine code: one record a machine under bench/evidence/, made in parts.
+"""Records of what was run where, on which machine code: one a machine under bench/evidence/, made in parts.
 
   tests      pytest: the tests of each kernel and those of no kernel (called core), several processes of --jobs each; on several
              GPUs a kernel's in turn

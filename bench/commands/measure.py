@@ -49,7 +49,7 @@ METHOD = {
 }
 # On the CPU a problem of more work than this is tried with fewer queries first, so that none holds up a run for hours.
 LARGE_FLOPS = 1e11
-# What lives as long as the worker: loading a library twice is not what is measured.
+# Both live as long as the worker: loading a library twice is not what is measured.
 _devices: dict[str, Cpu | Cuda] = {}
 _open: dict[tuple, Implementation] = {}
 
@@ -154,7 +154,7 @@ def measure(
 
 
 def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings: Any) -> dict[str, Any]:
-    """What runs the problem rightly, and how fast. Ratios are to the fastest peer."""
+    """The implementations that run the problem rightly, and how fast. Ratios are to the fastest peer."""
     how, problem = Settings(**settings), problems.parse(case, problems.OPERATIONS)
     target = _device(how.device)
     refused: dict[str, str] = {}

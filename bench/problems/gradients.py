@@ -21,7 +21,7 @@ _OF_THE_CALL = ("deterministic", "accumulate")
 
 
 class GradientArrays(Arrays):
-    """What an implementation is given for ``fa_ext.attention_backward``."""
+    """The arrays that an implementation is given for ``fa_ext.attention_backward``."""
 
     inputs = ("dout", *INPUTS, "out", "lse", "dlse")
 

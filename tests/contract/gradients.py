@@ -187,7 +187,7 @@ def run(kernel: str, problem: Problem, **extra) -> dict:
 
 
 def judged(kernel: str, problem: Problem, got: dict) -> BackwardReport:
-    """What float64 says to gradients."""
+    """The verdict of float64 on gradients."""
     inputs, case = problem.inputs, problem.case
     band = dict(layout=case.layout, causal=case.causal, window=case.window)
     exempt = None
@@ -230,7 +230,7 @@ def contract(kernel: str) -> list[Case]:
     return [shrunk(case, 20 if case.seq_k > 2000 else 5) for case in some]
 
 
-#: What a call with large scores has besides, one after the other.
+#: The options of a call with large scores, one after the other.
 LARGE = [{}, {"causal": "bottom_right"}, {"sinks": "float32"}, {"sinks": "level"}, {"mask": "rows"}, {"window": (9, 5)}, {"softcap": 20.0},
          {"alibi": "level"}, {"heads_kv": 1}]  # fmt: skip
 #: log2 of the scores up to which gradients are judged, and beyond which they are finite.

@@ -269,7 +269,7 @@ def verdict(kernel: str, case: Case, **extra) -> Report:
 
 
 def judged(kernel: str, case: Case, out: np.ndarray, lse: np.ndarray | None) -> Report:
-    """What float64 says to a result of a kernel. Where the sums of float32 are a library's, the errors may be
+    """The verdict of float64 on a result of a kernel. Where the sums of float32 are a library's, the errors may be
     OTHER_ORDER times the bound: how often they exceed it, ``tests.contract.large_logits`` counts."""
     _, truth, ordinary, exempt = known(case)
     exempt = None if listed_name(kernel) == "cpu_ref" else exempt

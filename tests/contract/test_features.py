@@ -1,4 +1,4 @@
-"""What a kernel does not name, it refuses: one allow-list, applied in one wording."""
+"""A kernel refuses each feature that it does not name: one allow-list, applied in one wording."""
 
 import numpy as np
 import pytest

@@ -114,7 +114,7 @@ def test_a_worker_is_told_nothing_of_what_was_drawn(monkeypatch):
 
 @pytest.mark.parametrize("line", ["B2,H4/2,S33x40,D8,float16,layout=bshd", "B1,H2,S80x90,D32,float32", "B1,H1,S20,D8,bfloat16"])
 def test_every_sample_has_hard_heads_that_the_judge_knows(line):
-    """What lies in memory is the judge's copy, and the scores are beyond what exp() takes; ordinary heads are left."""
+    """The memory holds the judge's copy, and the scores are beyond what exp() takes; ordinary heads are left."""
     case = problems.parse(line)
     pool = Pool(case, device.Cpu(), Dice(), False)
     kinds, group = set(), case.heads // case.heads_kv
@@ -288,7 +288,7 @@ def gone(pids):
     (signal.SIGTERM, PROGRAM), (signal.SIGINT, PROGRAM),
 ])  # fmt: skip
 def test_what_a_candidate_started_ends_with_the_gate(number, command, tmp_path, monkeypatch):
-    """Whoever is told to end: the process that a shell knows, or a program that calls the gate."""
+    """Either is told to end: the process that a shell knows, or a program that calls the gate."""
     process, daemon = begin_gate(tmp_path, monkeypatch, *command)
     every = {daemon} | processes.descendants(process.pid)
     process.send_signal(number)

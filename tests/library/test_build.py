@@ -1,4 +1,4 @@
-"""What the build says to a variable of the environment that it cannot honour: one line, never a traceback; and what goes
+"""The build's answer to a variable of the environment that it cannot honour: one line, never a traceback; and what goes
 into a kernel built alone and into a source distribution."""
 
 import contextlib

@@ -43,7 +43,7 @@ ASKED = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel's table says of it."""
+    """The row of a kernel in its table."""
 
     name: str
     operation: str

@@ -24,7 +24,7 @@ HEADER = ROOT / "fa_ext" / "include" / "fa_ext.h"
 BEGIN = "# ---- from csrc/python/signature.def, by python -m tests.library.support.stub ----"
 END = "# ---- end ----"
 
-#: What comes back, and what of an overload is said otherwise than in the table.
+#: The type of a result, and the arguments of an overload that differ from the table's.
 RESULTS: dict[str, list[tuple[str, dict[str, str]]]] = {
     "attention": [
         ("_Array", {"out": "None = None", "return_lse": "Literal[False] = False"}),
