@@ -27,9 +27,6 @@ _GUARD = 256
 # Kernels whose float32 sums are a library's, in an order that is not plain's.
 LIBRARY_SUMS = {"cublas"}
 
-#: The reason of a kernel whose instance for the call FA_INSTANCES left out.
-LACKS_INSTANCE = stub.reasons()["INSTANCE"]
-
 # For tables of every kernel's answers, which the set core makes others.
 needs_every_instance = pytest.mark.skipif(
     bool(_core.build_info()["left_out"]), reason="the build leaves out instances: FA_INSTANCES=all has them"
@@ -56,13 +53,20 @@ def refusal_of(error: fa_ext.UnsupportedError) -> tuple[str, str] | None:
     return (found[1], found[2]) if found else None
 
 
+@functools.cache
+def lacks_instance() -> str:
+    """The reason of a kernel whose instance for the call FA_INSTANCES left out. Its words are in the sources, which tests of an
+    installed wheel do without."""
+    return stub.reasons()["INSTANCE"]
+
+
 def is_left_out(error: fa_ext.UnsupportedError) -> bool:
     """Whether the kernel that the call names lacks an instance by its build's choice: of this build's kernels those of which it
     left something out, and all that were loaded."""
     kernel, reason = refusal_of(error) or ("", "")
     built = _core.build_info()
     chosen = kernel not in built["kernels"] or kernel in {name.partition(".")[0] for name in built["left_out"]}
-    return reason == LACKS_INSTANCE and chosen
+    return chosen and reason == lacks_instance()
 
 
 def first_device() -> None:

@@ -109,8 +109,8 @@ def test_a_refusal_names_the_kernel_and_its_reason():
 
 
 @pytest.mark.parametrize("kernel, reason, is_left_out", [
-    ("mma_sm80", runner.LACKS_INSTANCE, True), ("simt", runner.LACKS_INSTANCE, False), ("loaded", runner.LACKS_INSTANCE, True),
-    ("mma_sm80@2", runner.LACKS_INSTANCE, True), ("mma_sm80", "takes no bias", False),
+    ("mma_sm80", runner.lacks_instance(), True), ("simt", runner.lacks_instance(), False), ("loaded", runner.lacks_instance(), True),
+    ("mma_sm80@2", runner.lacks_instance(), True), ("mma_sm80", "takes no bias", False),
 ])  # fmt: skip
 def test_only_an_instance_that_the_build_left_out_skips_a_test(monkeypatch, kernel, reason, is_left_out):
     """A kernel of which nothing was left out and that says so all the same is at fault."""
