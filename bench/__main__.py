@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def kept(command: str | None, args: argparse.Namespace) -> str:
-    """What an interrupted command has left behind."""
+    """The words on what an interrupted command has left behind."""
     output = getattr(args, "output", None)
     if command == "gate":
         return f"problems that have a verdict are {f'in {output}' if output else 'above'}; the one under way is lost"

@@ -1,4 +1,4 @@
-"""What the commands' options accept: types for argparse, whose refusals are bad usage (exit status 3)."""
+"""The values that the commands' options accept: types for argparse, whose refusals are bad usage (exit status 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people and machines read: tables, progress, JSON files that are valid at every moment."""
+"""Output for people and machines: tables, progress, JSON files that are valid at every moment."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def for_machine(known: list[str]) -> tuple[str, ...]:
 
 
 def of_file(own: tuple[str, ...], archs: tuple[str, ...]) -> tuple[str, ...]:
-    """What a file is compiled for, () if for nothing, where ``archs`` are wanted and ``own`` are those of its @arch."""
+    """The architectures that a file is compiled for, () if for none, where ``archs`` are wanted and ``own`` are those of its @arch."""
     if own:
         machine = {number(arch) for arch in archs if arch.startswith("sm_")}
         return tuple(arch for arch in own if number(arch) in machine)

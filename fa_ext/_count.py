@@ -1,4 +1,4 @@
-"""What a build says of its size: its first and last line, and ``python fa_ext/_build.py --count [FOLDER]``, instances, objects
+"""The size of a build in words: its first and last line, and ``python fa_ext/_build.py --count [FOLDER]``, instances, objects
 and CPU seconds of each kernel in the sets core and all, and what the objects of a finished build took. Imports nothing of
 ``fa_ext``."""
 
@@ -77,7 +77,7 @@ def show(build: Any, folder: Path | None) -> None:
 
 
 def first_line(build: Any, units: list[Any], options: Any) -> str:
-    """What is built for which machine, how long it takes where nothing is built yet, and how to ask for less or more."""
+    """The first line: what is built for which machine, how long it takes where nothing is built yet, and how to ask for less or more."""
     seconds = sum(build.seconds_of(unit, options) for unit in units)
     size = f"{len(units)} compilations, about {seconds / 60:.0f} CPU minutes, {seconds / 60 / options.jobs:.0f} with {options.jobs} jobs"
     if not options.nvcc:
@@ -90,7 +90,7 @@ def first_line(build: Any, units: list[Any], options: Any) -> str:
 
 
 def last_line(left_out: list[str], options: Any) -> str | None:
-    """What a build leaves out, None if nothing."""
+    """The last line: what a build leaves out; None if nothing."""
     kernels = Counter(name.partition(".")[0] for name in left_out)
     held = ", ".join(f"{count} of {kernel}" for kernel, count in kernels.items())
     return f"fa_ext: FA_INSTANCES={options.instances} leaves out instances that FA_INSTANCES=all has: {held}" if held else None

@@ -44,7 +44,7 @@ class Instance:
 
 @dataclass
 class Directives:
-    """What one file asks for."""
+    """The requests of one file."""
 
     archs: tuple[str, ...] = ()
     pass_an_arch: bool = False
@@ -56,7 +56,7 @@ class Directives:
 
 
 def directives(source: Path) -> Directives:
-    """What a source file asks for."""
+    """The requests of a source file."""
     found = Directives()
     file = None
     for kind, text in _DIRECTIVE.findall(source.read_text()):

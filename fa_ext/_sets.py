@@ -89,7 +89,7 @@ def seconds(kernel: str, instances: int, archs: tuple[str, ...], pass_an_arch: b
 
 @dataclass(frozen=True)
 class Budget:
-    """What a kernel may cost for one architecture: instances in ``core`` and in ``all``, the device's functions in ``all``."""
+    """The most that a kernel may cost for one architecture: instances in ``core`` and in ``all``, the device's functions in ``all``."""
 
     core: int
     all: int

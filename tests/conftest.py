@@ -22,8 +22,6 @@ from bench.problems.placement import Unplaceable
 
 #: Folders whose tests have a marker: of a tier of their own, or of the run under sanitizers.
 FOLDERS = {"laboratory": "laboratory", "kernels/models": "models", "arrays": "native", "contract": "native", "kernels": "native"}
-#: The refusal of a kernel that a call names, where FA_INSTANCES left the instance out. A build with all never says it.
-LEFT_OUT = re.compile(r'kernel "\w+" cannot take this call: this build lacks the instance')
 #: Workers of `-n auto` that share a GPU: each holds a context and memory of its own.
 WORKERS_ON_A_GPU = 4
 
@@ -151,13 +149,14 @@ def pytest_runtest_setup(item):
 def pytest_pyfunc_call(pyfuncitem):
     """Skips a test whose arrays or calls are not for this machine or kernel, or whose instance the build leaves out, with the reason."""
     from fa_ext import UnsupportedError
+    from tests.contract import runner
 
     try:
         return (yield)
     except Unplaceable as error:
         pytest.skip(str(error))
     except UnsupportedError as error:
-        if not LEFT_OUT.match(str(error)):
+        if not runner.is_left_out(error):
             raise
         pytest.skip(str(error))
 

@@ -99,7 +99,7 @@ def plan(kernels: list[str], tests: str, seeds: int, batches: int) -> Iterator[t
 
 
 def run_batch(kernel: str, seed: int, file: str, batch: int, batches: int, limit: float) -> dict[str, Any]:
-    """What one process found: counts, failures, and the wait that ended, if one did."""
+    """The findings of one process: counts, failures, and the wait that ended, if one did."""
     with tempfile.TemporaryDirectory() as folder:
         hung = Path(folder) / "hung.json"
         asked = [f"tests/{file}", "--of", kernel, "--shard", f"{batch}/{batches}", "--repeats", "8"]

@@ -1,4 +1,4 @@
-"""What was run where, on which machine code: one record a machine under bench/evidence/, made in parts.
+"""Records of what was run where, on which machine code: one a machine under bench/evidence/, made in parts.
 
   tests      pytest: the tests of each kernel and those of no kernel (called core), several processes of --jobs each; on several
              GPUs a kernel's in turn
@@ -362,6 +362,8 @@ def renew_times(target: Record, device: str) -> tuple[int, int] | None:
         def launched(case: str, kernels: list[str]) -> dict[str, list[str] | None]:
             asked = {"case": case, "device": device, "kernels": kernels}
             outcome = worker.call("bench.commands.measure:launched", asked, 120.0)
+            if not outcome.ok:
+                print(f"{case}: its launches are not known: {outcome.status}: {outcome.reason}", file=sys.stderr)
             return outcome.value if outcome.ok else {}
 
         return target.renew_times(launched)

@@ -17,6 +17,7 @@ ended in an error or nothing ran it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
 import time
@@ -48,7 +49,7 @@ METHOD = {
 }
 # On the CPU a problem of more work than this is tried with fewer queries first, so that none holds up a run for hours.
 LARGE_FLOPS = 1e11
-# What lives as long as the worker: loading a library twice is not what is measured.
+# Both live as long as the worker: loading a library twice is not what is measured.
 _devices: dict[str, Cpu | Cuda] = {}
 _open: dict[tuple, Implementation] = {}
 
@@ -153,7 +154,7 @@ def measure(
 
 
 def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings: Any) -> dict[str, Any]:
-    """What runs the problem rightly, and how fast. Ratios are to the fastest peer."""
+    """The implementations that run the problem rightly, and how fast. Ratios are to the fastest peer."""
     how, problem = Settings(**settings), problems.parse(case, problems.OPERATIONS)
     target = _device(how.device)
     refused: dict[str, str] = {}
@@ -175,7 +176,7 @@ def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings:
                 if why is None:
                     found[name] = _checked(one, slots[0]) if one.judged else {}
                     if slow := _timed_alone(one, slots, target, how.seconds):
-                        found[name] |= slow | _launched(name, slots[0])
+                        found[name] |= slow
                     else:
                         watches[name] = timer.Stopwatch([one.bind(s) for s in slots], target, one.timing)
             except WrongResult as error:
@@ -185,28 +186,34 @@ def cell(case: str, cache: str, tell: Callable[[Any], None] = print, **settings:
             if why:
                 found.pop(name, None)
                 refused[name] = why
-        document = {"case": case, "cache": cache, "picked": slots[0].picked(), "refused": refused, "figures": found}
-        if not watches:
-            return document
-        base = _fastest([n for n in how.peers if n in watches] or list(watches), watches)
-        samples = take_rounds(watches, how.rounds, how.seconds, how.seed, how.tight, base)
-        for name, watch in watches.items():
-            found[name] |= _figures(name, base, samples, watch) | _launched(name, slots[0])
-    return document | {"slots": count, "baseline": base, "conditions": samples.conditions_summary(), "stopped": samples.stopped}
+        document: dict[str, Any] = {"case": case, "cache": cache, "picked": slots[0].picked(), "refused": refused, "figures": found}
+        if watches:
+            base = _fastest([n for n in how.peers if n in watches] or list(watches), watches)
+            samples = take_rounds(watches, how.rounds, how.seconds, how.seed, how.tight, base)
+            for name, watch in watches.items():
+                found[name] |= _figures(name, base, samples, watch)
+            document |= {"slots": count, "baseline": base, "conditions": samples.conditions_summary(), "stopped": samples.stopped}
+        for name in found:
+            found[name] |= _launched(name, slots[0])
+    return document
 
 
 def launched(case: str, device: str, kernels: list[str], tell: Callable[[Any], None] = print) -> dict[str, list[str] | None]:
-    """What kernels launch for a problem, inside the worker; None for one that refuses it."""
-    target, found = _device(device), {}
+    """The launches of kernels for a problem, inside the worker; None for one that refuses it, or whose launches are not known."""
+    from fa_ext import UnsupportedError
+
+    target = _device(device)
+    found: dict[str, list[str] | None] = dict.fromkeys(kernels)
     with target.working():
         operands = operands_of(problems.parse(case, problems.OPERATIONS), target, guard=0)
         for name in kernels:
-            found[name] = _launched(name, operands).get("launches")
+            with contextlib.suppress(UnsupportedError):
+                found[name] = _launched(name, operands).get("launches")
     return found
 
 
 def _launched(name: str, operands: Operands) -> dict[str, list[str]]:
-    """{"launches": those of a kernel of fa_ext on a GPU}; empty for others, and where they cannot be read."""
+    """{"launches": those of a kernel of fa_ext on a GPU}; empty for others, and for calls that cannot be captured."""
     kernel = _opened(name, operands.device)
     if operands.device.kind == "cpu" or not isinstance(kernel, implementation.Kernel):
         return {}

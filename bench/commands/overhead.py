@@ -1,4 +1,4 @@
-"""What a call costs on the host: ``fa_ext.attention`` on tiny arrays, beside torch's SDPA and floors.
+"""The cost of a call on the host: ``fa_ext.attention`` on tiny arrays, beside torch's SDPA and floors.
 
 Bursts of calls from an empty queue at B1 H8 S64 D64 float16; the time until the last call of a burst has returned,
 divided by the calls; the median of the bursts. The floors: "bare launch" is the same call prepared once and launched

@@ -71,7 +71,7 @@ SLOWEST, SLOWEST_CHOSEN = 0.02, 0.2
 # MB that the kernels' pool may keep between calls, so that its size says nothing else, and queues of the device, as many
 # as there are streams: with the usual eight one stream would wait for another.
 ENVIRONMENT = {"FA_EXT_WORKSPACE_MB": "64", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-# What the pool keeps, and as much again for modules that CUDA loads late.
+# The memory that the pool keeps, and as much again for modules that CUDA loads late.
 MAY_GROW_BYTES = 128 << 20
 # A worker that has started may take this long beyond the time of the load, whatever it says.
 SETUP_SECONDS = 900.0

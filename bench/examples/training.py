@@ -1,4 +1,4 @@
-"""What the training examples share: their arguments, the text, the bound on the losses, and how results are shown."""
+"""The common part of the training examples: their arguments, the text, the bound on the losses, and how results are shown."""
 
 from __future__ import annotations
 

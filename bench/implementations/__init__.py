@@ -1,1 +1,1 @@
-"""What can be timed: kernels of this library, candidates by name, peers of other projects."""
+"""Implementations that can be timed: kernels of this library, candidates by name, peers of other projects."""

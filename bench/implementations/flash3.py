@@ -20,7 +20,7 @@ from bench.implementations.peer import Peer, bshd, scale_of
 from bench.problems import Case
 from bench.problems.operands import Arrays
 
-# What the wheels of xformers 0.0.34 and vLLM 0.25.1 are linked to.
+# The libraries that the wheels of xformers 0.0.34 and vLLM 0.25.1 are linked to.
 RUNTIMES = ("libcudart.so.12", "libcudart.so.13")
 # Up to so many queries the operator is left to split the keys as it likes; with more it is told not to, as by its package.
 FEW_QUERIES = 64
@@ -127,7 +127,7 @@ def over_sequences(forward: Any, operands: Arrays, library: str) -> Thunk:
 
 
 def arguments_for(operator: Any, values: dict[str, Any]) -> list[Any]:
-    """What an operator is given, by the names of its schema: releases differ in how many there are."""
+    """The arguments of an operator, by the names of its schema: releases differ in how many there are."""
     found = []
     for argument in operator.default._schema.arguments:
         if values.get(argument.name) is not None:

@@ -52,7 +52,7 @@ class Implementation:
         raise NotImplementedError
 
     def judged_on(self, operands: Operands) -> Judged:
-        """What it returns on poisoned outputs, held against float64."""
+        """The verdict of float64 on its result, whose memory was poisoned before."""
         operands.poison()
         operands.device.synchronize()
         result = self.bind(operands)()

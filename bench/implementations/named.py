@@ -1,4 +1,4 @@
-"""What a name on the command line stands for: a peer, a kernel, a callable of yours, the source of a kernel."""
+"""Implementations by their names on the command line: a peer, a kernel, a callable of yours, the source of a kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARRAYS = {"cpu": ("numpy", "torch", "jax"), "cuda": ("torch", "cupy", "jax")}
 
 
 def open_implementation(text: str, device: Cpu | Cuda, arrays: str | None = None, role: str = "candidate") -> implementation.Implementation:
-    """What `text` names: a peer, a kernel, fa_ext (the kernel it takes by itself), ``module:function``, ``file.py:function``,
+    """The implementation that `text` names: a peer, a kernel, fa_ext (the kernel it takes by itself), ``module:function``, ``file.py:function``,
     a .cu or .c source of a kernel (built here), or a shared library that exports a kernel. `role` is for messages."""
     library = arrays or device.default_arrays
     require_arrays(library, device)

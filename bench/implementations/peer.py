@@ -1,4 +1,4 @@
-"""What other implementations have in common: the options they know, and how they see operands."""
+"""The base of other implementations: the options they know, and how they see operands."""
 
 from __future__ import annotations
 

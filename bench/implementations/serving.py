@@ -14,7 +14,7 @@ from bench.implementations.peer import scale_of
 from bench.problems import Case
 from bench.problems.operands import Arrays
 
-# What flashinfer recommends for the results of split keys.
+# The size that flashinfer recommends for the results of split keys.
 WORKSPACE_BYTES = 128 << 20
 
 

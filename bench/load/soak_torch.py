@@ -1,4 +1,4 @@
-"""What ``bench.load.streams`` asks of a device, through torch: memory, streams, events, graphs, and the loads beside a kernel."""
+"""The device of ``bench.load.streams`` through torch: memory, streams, events, graphs, and the loads beside a kernel."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PATIENCE_STEP = 90.0
 
 
 class Watchdog:
-    """What was heard of one process, and when, by the clock of this one."""
+    """A watch over one process: what was heard of it, and when, by the clock of this one."""
 
     def __init__(self, patience: float = PATIENCE, step: float = PATIENCE_STEP, now: Callable[[], float] = time.monotonic):
         self.patience, self.step_patience, self.now = patience, step, now

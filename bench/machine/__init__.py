@@ -164,7 +164,7 @@ def _worked(pid: int) -> float:
 
 
 def named_gpus() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES names, indices or UUIDs; [] where it is not set or empty."""
+    """The devices of CUDA_VISIBLE_DEVICES, indices or UUIDs; [] where it is not set or empty."""
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 

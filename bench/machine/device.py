@@ -158,11 +158,19 @@ class Cuda:
         return lambda: graph.launch(self._stream)
 
 
+class DriverError(OSError):
+    """A function of the CUDA driver returned another `code` than success."""
+
+    def __init__(self, name: str, code: int):
+        super().__init__(f"{name} failed with CUDA error {code}")
+        self.code = code
+
+
 def driver(name: str, *arguments: Any) -> None:
     """Calls the CUDA driver in the current context, which is the one of the array library."""
-    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
-    if status:
-        raise OSError(f"{name} failed with CUDA error {status}")
+    code = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    if code:
+        raise DriverError(name, code)
 
 
 def open_device(name: str | None) -> Cpu | Cuda:

@@ -105,7 +105,7 @@ class Case:
         self._check()
 
     def _defaults(self) -> dict:
-        """What depends on whether there are sequences."""
+        """The defaults that depend on whether there are sequences."""
         return {"layout": "bshd", "operation": "serving"} if self.lengths else {"layout": "bhsd", "operation": "attention"}
 
     def _check(self):
@@ -293,7 +293,7 @@ class Case:
         return [name for name in ARRAYS if getattr(self, name)]
 
     def wrt(self) -> tuple[str, ...]:
-        """What the backward pass differentiates with respect to."""
+        """The inputs that the backward pass differentiates with respect to."""
         return ("q", "k", "v", *(name for name in ("bias", "sinks") if getattr(self, name)))
 
     def make_inputs(self, xp="numpy") -> dict:

@@ -25,7 +25,7 @@ def _cycle(*names):
 
 
 def contract() -> list[Case]:
-    """What each kernel is judged on: each option by itself at awkward sizes, then in combination."""
+    """The cases that each kernel is judged on: each option by itself at awkward sizes, then in combination."""
     cases: list[Case] = []
     dtype, half = _cycle(*DTYPES), _cycle(*HALVES)
     layout = _cycle("bhsd", "bshd")

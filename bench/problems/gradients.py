@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 # Of a case's options those of the call that its result does not depend on.
 OF_THE_CALL = ("deterministic", "accumulate")
-# What the forward found.
+# Results of the forward.
 FOUND = ("out", "lse")
 
 
 class GradientArrays(Arrays):
-    """What an implementation is given for ``fa_ext.attention_backward``."""
+    """The arrays that an implementation is given for ``fa_ext.attention_backward``."""
 
     inputs = ("dout", *INPUTS, *FOUND, "dlse")
 
@@ -184,7 +184,7 @@ class Gradients(GradientArrays, Operands):
 
 
 def verdict(judged: BackwardReport) -> Judged:
-    """What ``fa_ext.judge`` says of all gradients."""
+    """The report of ``fa_ext.judge`` on all gradients."""
     failures = tuple(f"d{g.name}: {why}" for g in judged.gradients for why in g.failures)
     figures = ("frobenius", "max_abs", "frobenius_bound", "max_abs_bound")
     worst = [max((getattr(g, figure) for g in judged.gradients), default=0.0) for figure in figures]

@@ -31,7 +31,7 @@ _DIGITS, _DIGIT = 3, 8  # of n, and bits of one
 #: The largest and smallest exponents of two that q's entries may have, and those of k as the factors of a digit.
 _EXPONENTS = {"float16": ((-14, 15), (-14, 8))}
 _WIDE = ((-60, 60), (-60, 60))
-#: What queries are multiplied by, one after the other: rows of other magnitudes lie in the same tile.
+#: The factors of queries, one after the other: rows of other magnitudes lie in the same tile.
 _ROWS = (1.0, 0.5, 1.0, 0.0)
 
 
@@ -112,7 +112,7 @@ def _whole(count, step, sign, scale):
 
 
 def _forgotten(x):
-    """What rounding to float32 takes from x, in units in the last place."""
+    """The loss of x by rounding to float32, in units in the last place."""
     rounded = np.float32(x)
     return (x - float(rounded)) / abs(float(np.spacing(rounded)))
 

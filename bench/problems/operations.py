@@ -1,4 +1,4 @@
-"""What each operation's call is made of."""
+"""The operands of each operation's call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks measure: PRESETS, cases by name; ``CELLS`` names those of the preset "serving"."""
+"""The problems of the benchmarks: PRESETS, cases by name; ``CELLS`` names those of the preset "serving"."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _decode():
 
 
 def _options():
-    """What softcap, sinks and windows cost at 4096 keys, and the head dims between those of the paper's grid."""
+    """The costs of softcap, sinks and windows at 4096 keys, and the head dims between those of the paper's grid."""
     plain = [Case(4, 2048 // d, 2048 // d, 4096, 4096, d, dtype="bfloat16") for d in (64, 96, 128, 192, 256)]
     kinds = ({}, {"causal": True}, {"softcap": 30.0}, {"sinks": "same"}, {"causal": True, "sinks": "same"},
              {"window": (1024, 0)}, {"window": (512, 512)})  # fmt: skip
@@ -69,7 +69,7 @@ def _paper_backward():
 
 
 def _options_backward():
-    """What the other options of the backward pass cost, and where heads or lengths differ."""
+    """The costs of the other options of the backward pass, and of heads and lengths that differ."""
     masks = (False, True)
     grouped = [_backward(b, h, hk, s, 128, causal=causal)
                for b, h, s in ((4, 32, 4096), (1, 64, 8192)) for hk in (8, h) for causal in masks]  # fmt: skip

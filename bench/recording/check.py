@@ -1,4 +1,4 @@
-"""What a record holds in one line, and whether it belongs to the machine code of today."""
+"""A record in one line, and whether it belongs to the machine code of today."""
 
 from __future__ import annotations
 

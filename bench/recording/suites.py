@@ -87,7 +87,7 @@ def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _last_words(printed: str) -> str:
-    """What a process that died said: from the interpreter's own report of it on, else the end."""
+    """The output of a process that died: from the interpreter's own report of it on, else the end."""
     fatal = printed.find("Fatal Python error")
     return printed[fatal : fatal + 2000] if fatal >= 0 else printed.strip()[-500:]
 
@@ -148,7 +148,7 @@ def sanitizer_result(printed: str) -> str:
 
 
 def counts(found: dict) -> str:
-    """What pytest found, in words."""
+    """The result of pytest in words."""
     if "error" in found:
         return f"error: {found['error'].splitlines()[-1] if found['error'] else ''}"
     return f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped"

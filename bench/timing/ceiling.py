@@ -1,4 +1,4 @@
-"""What this machine reaches on plain work: the fastest of some large matrix products by dtype, a large copy and the fastest of some reads. Measured,
+"""This machine's rates on plain work: the fastest of some large matrix products by dtype, a large copy and the fastest of some reads. Measured,
 not looked up: a yardstick, not a bound: under the power limit long calls of attention may pass the product."""
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def busy(conditions: dict[str, Any] | None) -> bool:
 
 
 def load_line(conditions: dict[str, Any] | None) -> str | None:
-    """What the machine did meanwhile, in one line; None where nobody looked, as on a GPU."""
+    """The machine's other work meanwhile, in one line; None where nobody looked, as on a GPU."""
     if not conditions or "load_average" not in conditions:
         return None
     others = conditions.get("others")
@@ -32,7 +32,7 @@ def load_line(conditions: dict[str, Any] | None) -> str | None:
 
 
 def mark(cell: dict[str, Any]) -> str:
-    """What a table says beside a figure: the share of the cores that others took, and "busy" where that is too much."""
+    """A note of a table beside a figure: the share of the cores that others took, and "busy" where that is too much."""
     others = (cell.get("conditions") or {}).get("others")
     if others is None:
         return ""

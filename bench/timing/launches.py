@@ -1,4 +1,4 @@
-"""What a call launches on a GPU: functions, grids, blocks, shared memory and clusters, read from a captured graph.
+"""The launches of a call on a GPU: functions, grids, blocks, shared memory and clusters, read from a captured graph.
 
 Two builds that launch the same take the same time, whatever else of their code differs. A function counts by the label of
 its machine code on this architecture (`fa_ext/_digests.py`), one of another library, such as cuBLAS, by its name.
@@ -6,7 +6,6 @@ its machine code on this architecture (`fa_ext/_digests.py`), one of another lib
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -14,13 +13,14 @@ from typing import Any
 
 from bench import machine
 from bench.machine import build
-from bench.machine.device import Cuda, driver
+from bench.machine.device import Cuda, DriverError, driver
 
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _BINARY_VERSION = 6  # CU_FUNC_ATTRIBUTE_BINARY_VERSION
 _PROGRAMMATIC = 1  # CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+_CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED to CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
 
 
 class _Kernel(ctypes.Structure):
@@ -39,24 +39,39 @@ class _Edge(ctypes.Structure):
 
 
 def of(call: Callable[[], Any], device: Cuda) -> list[str] | None:
-    """The launches of a call, sorted, each "function grid block shared-memory cluster"; None where they cannot be read."""
-    stream, graph = ctypes.c_void_p(device.pointer), ctypes.c_void_p()
+    """The launches of a call, sorted, each "function grid block shared-memory cluster"; None for a call that cannot be captured.
+
+    Any other failure is raised: of the call by itself, and of the driver when it is asked about the graph."""
+    graph = ctypes.c_void_p()
     try:
         with device.working():
             call()  # what a first call does once is not part of it
             device.synchronize()
-            driver("cuStreamBeginCapture_v2", stream, ctypes.c_int(_THREAD_LOCAL))
-            try:
-                call()
-            finally:
-                driver("cuStreamEndCapture", stream, ctypes.byref(graph))
+            if not _captured(call, ctypes.c_void_p(device.pointer), graph):
+                device.synchronize()
+                return None
         return _read(graph, _functions())
-    except Exception:  # whatever a library says to what it cannot do while a stream is captured
-        device.synchronize()
-        return None
     finally:
         if graph.value:
             driver("cuGraphDestroy", graph)
+
+
+def _captured(call: Callable[[], Any], stream: ctypes.c_void_p, graph: ctypes.c_void_p) -> bool:
+    """Captures a call that has just succeeded; False where it does what a captured stream does not allow."""
+    driver("cuStreamBeginCapture_v2", stream, ctypes.c_int(_THREAD_LOCAL))
+    allowed = True
+    try:
+        call()
+    except Exception:  # only the capture is new to it; libraries say so in whatever exception they like
+        allowed = False
+    finally:
+        try:
+            driver("cuStreamEndCapture", stream, ctypes.byref(graph))
+        except DriverError as error:
+            if error.code not in _CAPTURE_ERRORS:
+                raise
+            allowed = False
+    return allowed
 
 
 _functions = functools.cache(machine.built_functions)
@@ -101,12 +116,13 @@ def _listed(name: str, graph: ctypes.c_void_p) -> list[int]:
 
 def _chained(graph: ctypes.c_void_p) -> set[int]:
     """Nodes that may begin before the one ahead of them has ended: none where the driver (before 12.3) does not tell."""
-    with contextlib.suppress(AttributeError):
-        count = ctypes.c_size_t()
+    count = ctypes.c_size_t()
+    try:
         driver("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
-        if not count.value:  # a graph of one node; the driver refuses places for no edge
-            return set()
-        ahead, behind, edges = ((kind * count.value)() for kind in (ctypes.c_void_p, ctypes.c_void_p, _Edge))
-        driver("cuGraphGetEdges_v2", graph, ahead, behind, edges, ctypes.byref(count))
-        return {node for node, edge in zip(behind, edges, strict=True) if node and edge.type == _PROGRAMMATIC}
-    return set()
+    except AttributeError:
+        return set()
+    if not count.value:  # a graph of one node; the driver refuses places for no edge
+        return set()
+    ahead, behind, edges = ((kind * count.value)() for kind in (ctypes.c_void_p, ctypes.c_void_p, _Edge))
+    driver("cuGraphGetEdges_v2", graph, ahead, behind, edges, ctypes.byref(count))
+    return {node for node, edge in zip(behind, edges, strict=True) if node and edge.type == _PROGRAMMATIC}

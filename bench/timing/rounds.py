@@ -68,7 +68,7 @@ class Samples:
 
 
 class Watch(Protocol):
-    """What takes samples of one implementation: ``timer.Stopwatch`` here, ``duel.Remote`` in a process of its own."""
+    """A source of samples of one implementation: ``timer.Stopwatch`` here, ``duel.Remote`` in a process of its own."""
 
     device: Any
 

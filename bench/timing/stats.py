@@ -21,7 +21,7 @@ MIN_ROUNDS = 24
 
 
 class Verdict(enum.Enum):
-    """What a gate concludes; the value is the process's exit code."""
+    """The verdict of a gate; the value is the process's exit code."""
 
     PASS = 0
     FAIL = 1

@@ -86,7 +86,7 @@ class Stopwatch:
         return (_now() - began) * 1e-9 / self.calls
 
     def launch(self) -> None:
-        """What a sample times, without the clock."""
+        """The work of a sample, without the clock."""
         if self._replay:
             for _ in range(self.replays):
                 self._replay()

@@ -29,7 +29,7 @@ MAX_GRAPH_CALLS = 1024
 
 
 class Session:
-    """What one worker holds between the judge's calls."""
+    """The state of one worker between the judge's calls."""
 
     def __init__(self, device: Cpu | Cuda):
         self.device = device
@@ -143,7 +143,7 @@ def _call_each(slots: list[Slot]) -> None:
 
 
 def _median_call(slot: Slot, device: Cpu | Cuda) -> float:
-    """What a call takes here, over a few in a row: how many make a sample follows from it, nothing else."""
+    """The time of a call here, over a few in a row: how many make a sample follows from it, nothing else."""
     taken: list[float] = []
     while len(taken) < 3 or (sum(taken) < 0.03 and len(taken) < 50):
         began = _now()
@@ -164,7 +164,7 @@ def steps(calls: int, tell: Callable[[Any], None]) -> None:
 
 
 def idle_steps(calls: int, tell: Callable[[Any], None]) -> None:
-    """What ``steps`` does, without the calls."""
+    """The waits of ``steps`` without the calls."""
     for _ in range(calls + 1):
         processes.stand_still()
 

@@ -81,7 +81,7 @@ class Table:
 
     @functools.cached_property
     def step_seconds(self) -> float:
-        """What a step without a call takes at least; what more it takes where threads wait for a core stays in the times."""
+        """The least time of a step without a call; what more it takes where threads wait for a core stays in the times."""
         with isolation.Worker() as worker:
             arguments = {"calls": IDLE_STEPS}
             outcome, taken = worker.steps("bench.trial.calls:idle_steps", arguments, 60.0, IDLE_STEPS, _nothing, _nothing)

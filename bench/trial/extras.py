@@ -49,7 +49,7 @@ class Extra:
         raw.reshape(image.shape)[...] = (self.home.torch or self.home.cupy or np).roll(image, steps, self.axes)
 
     def of_head(self, drawn: Drawn, batch: int, head: int) -> np.ndarray:
-        """What a head of a batch entry sees: (1, 1, queries or 1, keys or 1) of a mask and a bias, (1,) of others."""
+        """The part that a head of a batch entry sees: (1, 1, queries or 1, keys or 1) of a mask and a bias, (1,) of others."""
         variant, steps = drawn
         array, axes = self.variants[variant], 4 if self.name in ("mask", "bias") else 2
         missing = axes - array.ndim

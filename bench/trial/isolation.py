@@ -275,7 +275,7 @@ class Worker:
         return found
 
     def offspring(self) -> set[int]:
-        """What the worker started and what is left of that, without what has ended."""
+        """The processes that the worker started and that have not ended."""
         if self.process is None:
             return set()
         orphaned = processes.orphans(Worker.living, self.earlier)
@@ -319,7 +319,7 @@ def _restless() -> Outcome:
 
 
 def printable(text: bytes | str) -> str:
-    """What a candidate wrote, without what a terminal would obey."""
+    """The text of a candidate without what a terminal would obey."""
     text = text.decode(errors="replace") if isinstance(text, bytes) else text
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text).strip()
 

@@ -71,7 +71,7 @@ class Shared(Operands):
         return [r.description() for r in self.regions.values()], slot, [r.fd for r in self.regions.values() if r.fd >= 0]
 
     def results(self, library: str) -> Any:
-        """What came back, as an implementation returns it."""
+        """The results that came back, as an implementation returns them."""
         found = tuple(self.array(f"result_{name}", library) for name in self.outputs)
         return found if len(found) > 1 else found[0]
 
@@ -215,7 +215,7 @@ class Pool:
     # ---- after a sample ----
 
     def look(self, max_abs: float, frobenius: float, hard_bounds: Mapping[str, float] | None = None) -> str | None:
-        """What is wrong with the results; None when nothing that was drawn is. The bounds are those of the trials;
+        """The first fault of the results; None where nothing that was drawn has one. The bounds are those of the trials;
         `hard_bounds`: the largest errors that passed there, by kind of values."""
         if self.pattern is not None:
             for name in self.results:
@@ -351,7 +351,7 @@ class Pool:
         return {"out": errors_of(got[0, 0].astype(np.float64), truth[0][0, 0])}
 
     def _wrong_at(self, i: int, head: HardHead, bounds: Mapping[str, float]) -> str | None:
-        """What is wrong with drawn queries of a hard head, by the rule of the trials."""
+        """The fault of drawn queries of a hard head, by the rule of the trials."""
         from fa_ext.judge import OTHER_ORDER, judge
 
         report = judge(*self._rows_of(i, head.batch, head.head_kv), self.case.dtype, slack=OTHER_ORDER)

@@ -1,4 +1,4 @@
-"""What Linux offers to hold a process: stop it, find and end what it started, keep it out of others' memory.
+"""Processes under Linux: stop one, find and end what it started, keep it out of others' memory.
 
 A worker that runs a candidate is *confined* (no new privileges, none that reach into other processes, dead when the
 judge dies); judge and baselines are *hidden* (nobody but root with its privileges opens their memory or traces them);
@@ -99,7 +99,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def orphans(workers: set[int], earlier: set[int]) -> set[int]:
-    """What this process adopted: its children of other sessions that are neither `workers` nor were there `earlier`."""
+    """The processes that this one adopted: its children of other sessions that are neither `workers` nor were there `earlier`."""
     session = os.getsid(0)
     return {pid for pid in children(os.getpid()) - workers - earlier if _session(pid) not in (None, session)}
 
@@ -284,7 +284,7 @@ def favour(pid: int) -> dict[int, tuple] | None:
 
 
 def said(how: tuple) -> str:
-    """What favour() says of a thread, in words."""
+    """The answer of favour() about a thread, in words."""
     cores, nice, policy = how
     return f"cores {','.join(map(str, sorted(cores)))} nice {nice} policy {policy}"
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.machine.device import Cpu, Cuda, driver
 
-# What the driver deals out at least: an allocation of its own, and nothing else's bytes behind a handle.
+# The driver deals out no less: an allocation of its own, and nothing else's bytes behind a handle.
 _BLOCK = 2 << 20
 _F_SEAL_FUTURE_WRITE = 0x10  # not named by every Python that runs here
 
@@ -42,7 +42,7 @@ class HostRegion:
         return True
 
     def description(self) -> dict[str, Any]:
-        """What ``attach`` needs beside the file descriptor."""
+        """The facts that ``attach`` needs beside the file descriptor."""
         return {"kind": "host", "nbytes": self.nbytes, "writable": not self.sealed}
 
     def close(self) -> None:

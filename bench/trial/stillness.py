@@ -12,7 +12,7 @@ LATE_SHARE = 0.02
 
 
 class Stillness:
-    """What the kernel counted of processes that should have stood still, over many looks. `when` they should."""
+    """The kernel's counts of processes that should have stood still, over many looks. `when` they should."""
 
     def __init__(self, when: str):
         self.when, self.looks, self.late = when, 0, 0

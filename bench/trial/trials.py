@@ -12,7 +12,7 @@ from bench.problems import Case
 from bench.problems.memory import LARGE_BYTE, NAN_BYTE
 from bench.problems.operands import Operands, WrongResult
 
-# What the inputs hold in each trial: ordinary numbers, then those that shortcuts of the softmax do not survive
+# The inputs of each trial: ordinary numbers, then those that shortcuts of the softmax do not survive
 # (growing maxima, far-apart scores, a few large keys, one dominant key, a NaN that a query sees).
 HARD = ("normal", "sorted", "large", "outliers", "offset", "normal", "dominant", "nan_tail")
 
@@ -23,7 +23,7 @@ class Lost(Exception):
 
 @dataclasses.dataclass
 class Checked:
-    """What the trials found. `failures` is empty for a correct implementation."""
+    """The findings of the trials. `failures` is empty for a correct implementation."""
 
     trials: int = 0
     failures: list[str] = dataclasses.field(default_factory=list)

@@ -1,1 +1,1 @@
-"""What ``bench tune`` searches: spaces, strategies, how a variant is built and scored."""
+"""The search of ``bench tune``: spaces, strategies, how a variant is built and scored."""

@@ -166,7 +166,7 @@ def show(document: dict) -> None:
 
 
 def _drive(candidate: str, case: str) -> None:
-    """What ncu runs: two calls to warm up, one between cudaProfilerStart and Stop."""
+    """The program that ncu runs: two calls to warm up, one between cudaProfilerStart and Stop."""
     from bench.implementations import named
     from bench.machine import device as devices
     from bench.problems.operands import Operands

@@ -1,4 +1,4 @@
-"""What the tuner minimises: ``time``, or a product and quotient of it and figures of ncu such as ``time*dram_traffic``.
+"""The objective that the tuner minimises: ``time``, or a product and quotient of it and figures of ncu such as ``time*dram_traffic``.
 
 Every factor is relative to the configuration set by hand, so that the objective of that one is 1.
 """

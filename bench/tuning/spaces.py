@@ -1,4 +1,4 @@
-"""What the tuner may vary: each kernel's macros, their values, and what rules a combination out before it is compiled."""
+"""The spaces that the tuner searches: each kernel's macros, their values, and what rules a combination out before it is compiled."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ SIMT = Space(
 
 
 def _cpu_table(c: Config) -> list[str]:
-    """What differs from the kernel's own configuration, so that no number stands twice."""
+    """The differences from the kernel's own configuration, so that no number stands twice."""
     differs = {name for name, value in c.items() if value != CPU_SIMD.hand_set[name]}
     if not differs:
         return ["/* Nothing differs from the configuration set by hand, in cpu_simd.c. */"]

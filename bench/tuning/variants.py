@@ -110,7 +110,7 @@ def evaluate(library: str, anchor: str, case: str, device: str, rounds: int, sec
 
 
 def identity(space: Space, case: str, device: str) -> dict[str, Any]:
-    """What a cached evaluation depends on: sources, flags, compiler, driver, machine, problem."""
+    """The key of a cached evaluation: sources, flags, compiler, driver, machine, problem."""
     from bench.machine.build import rules
 
     context = machine.context(device)

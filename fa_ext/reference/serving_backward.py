@@ -106,7 +106,7 @@ class _Total:
         self.parts.append(Part(p.b, queries, keys, unseen, where, found))
 
     def _of_bias(self, p):
-        """What of the bias a sequence has; its axes of size 1 stay."""
+        """A sequence's part of the bias; its axes of size 1 stay."""
         if self.bias is None:
             return None
         s = p.sequence

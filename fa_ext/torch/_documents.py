@@ -74,7 +74,7 @@ def _from_lengths(batch, queries, keys, cu_seq_lens_q, cu_seq_lens_k):
         )
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q is given for a batch of {batch}; accepted: a batch of 1, one document behind the other")
-    # What is behind the last document is one more.
+    # Tokens behind the last document are one more.
     starts = (torch.nn.functional.pad(x.int(), (0, 1), value=n) for x, n in ((cu_seq_lens_q, queries), (cu_seq_lens_k, keys)))
     return Packed(*starts, queries, keys)
 

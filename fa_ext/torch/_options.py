@@ -19,7 +19,7 @@ ARRAYS = (*OTHERS, *SEQUENCES)
 #: Those that can have a gradient.
 DIFFERENTIABLE_OTHERS = frozenset(DIFFERENTIABLE) & frozenset(OTHERS)
 
-#: What both passes take, by the core's names, and what it is unless it is given.
+#: The options of both passes, by the core's names, with their defaults.
 SHARED = {"causal": False, "scale": None, "window": None, "softcap": 0.0, "layout": "bhsd", "batch_invariant": False, "check": None}
 
 

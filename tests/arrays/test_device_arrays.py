@@ -183,7 +183,7 @@ def test_torch_tensors_without_memory(torch):
 
 
 def test_torch_streams(torch, host, wanted):
-    """What another stream still computes is waited for, and what comes after waits for the call."""
+    """A call waits for what another stream still computes, and what comes after waits for the call."""
     sources = [torch.from_numpy(array).cuda() for array in host]
     arrays = [torch.zeros_like(source) for source in sources]
     out = torch.zeros_like(arrays[0])

@@ -122,7 +122,7 @@ def test_buffers(dtype):
 
 
 def test_buffers_into_it():
-    """What reads from a file descriptor, or copies bytes, writes into it as into any buffer."""
+    """Reading from a file descriptor, or copying bytes, writes into it as into any buffer."""
     made, wanted = own()
     memoryview(made).cast("B")[:] = np.full_like(wanted, 3).tobytes()
     assert (np.asarray(made) == 3).all()

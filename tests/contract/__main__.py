@@ -59,7 +59,7 @@ def main(arguments=None) -> int:
 
 
 def _verdict(kernel: str, case: Case):
-    """What float64 says to a kernel's results of a case of either pass, in arrays of the library that there is for it."""
+    """The verdict of float64 on a kernel's results of a case of either pass, in arrays of the library that there is for it."""
     if case.operation == "attention":
         return runner.verdict(kernel, case)
     if case.operation == "serving":

@@ -198,7 +198,7 @@ def run(kernel: str, problem: Problem, **extra) -> dict:
 
 
 def judged(kernel: str, problem: Problem, got: dict) -> BackwardReport:
-    """What float64 says to gradients."""
+    """The verdict of float64 on gradients."""
     inputs, case = problem.inputs, problem.case
     band = dict(layout=case.layout, causal=case.causal, window=case.window)
     arrays, exempt = [*(inputs[n] for n in ("dout", "q", "k", "v", "out", "lse")), inputs.get("dlse")], None
@@ -272,7 +272,7 @@ def takes_sequences(kernel: str, case: Case = SEQUENCES) -> bool:
     return fa_ext.explain_backward(**given.inputs, wrt=given.wrt, device=device, kernel=kernel, **options)[0] is not None
 
 
-#: What a call with large scores has besides, one after the other.
+#: The options of a call with large scores, one after the other.
 LARGE = [{}, {"causal": "bottom_right"}, {"sinks": "float32"}, {"sinks": "level"}, {"mask": "rows"}, {"window": (9, 5)}, {"softcap": 20.0},
          {"alibi": "level"}, {"heads_kv": 1}]  # fmt: skip
 #: log2 of the scores up to which gradients are judged, and beyond which they are finite.

@@ -26,7 +26,7 @@ HEAD_DIMS = (16, 64, 128, 256)
 
 @dataclass
 class Count:
-    """What some seeds gave for one kernel, head_dim and amplitude."""
+    """The results of some seeds for one kernel, head_dim and amplitude."""
 
     seeds: int = 0
     over: int = 0  #: results outside of any bound

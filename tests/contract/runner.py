@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from bench.problems.case import Case
 from bench.problems.placement import BFLOAT16, Unplaceable, dtype_of, place
 from fa_ext import _core, reference
 from fa_ext.judge import OTHER_ORDER, Report, judge, spread
+from tests.library.support import stub
 
 # Elements around each output that no kernel may touch; keeps the output's alignment.
 _GUARD = 256
@@ -43,6 +45,28 @@ def device_of(kernel: str) -> str:
 def listed_name(kernel: str) -> str:
     """A kernel's name in the table: a second copy, loaded at run time, is called name@2."""
     return kernel.partition("@")[0]
+
+
+def refusal_of(error: fa_ext.UnsupportedError) -> tuple[str, str] | None:
+    """(the kernel that the call names, its reason); None where the call names none."""
+    found = re.fullmatch(r'kernel "([^"]*)" cannot take this call: (.*)', str(error), re.DOTALL)
+    return (found[1], found[2]) if found else None
+
+
+@functools.cache
+def lacks_instance() -> str:
+    """The reason of a kernel whose instance for the call FA_INSTANCES left out. Its words are in the sources, which tests of an
+    installed wheel do without."""
+    return stub.reasons()["INSTANCE"]
+
+
+def is_left_out(error: fa_ext.UnsupportedError) -> bool:
+    """Whether the kernel that the call names lacks an instance by its build's choice: of this build's kernels those of which it
+    left something out, and all that were loaded."""
+    kernel, reason = refusal_of(error) or ("", "")
+    built = _core.build_info()
+    chosen = kernel not in built["kernels"] or kernel in {name.partition(".")[0] for name in built["left_out"]}
+    return chosen and reason == lacks_instance()
 
 
 def first_device() -> None:
@@ -249,7 +273,7 @@ def verdict(kernel: str, case: Case, **extra) -> Report:
 
 
 def judged(kernel: str, case: Case, out: np.ndarray, lse: np.ndarray | None) -> Report:
-    """What float64 says to a result of a kernel. Where the sums of float32 are a library's, the errors may be
+    """The verdict of float64 on a result of a kernel. Where the sums of float32 are a library's, the errors may be
     OTHER_ORDER times the bound: how often they exceed it, ``tests.contract.large_logits`` counts."""
     _, truth, ordinary, exempt = known(case)
     exempt = None if listed_name(kernel) == "cpu_ref" else exempt

@@ -76,7 +76,7 @@ def arguments_of(case: Case, values: list[Values] | None = None, *, dlse=True) -
 
 
 def rows_of(case: Case, arguments: dict, name: str, array, b: int):
-    """What of an array is sequence b's, as a view with its rows first. name: that of an argument, which says how it is stored."""
+    """Sequence b's part of an array, as a view with its rows first. name: that of an argument, which says how it is stored."""
     if name in ("k", "v"):
         if array.ndim == 3:
             first = int(arguments["cu_seqlens_k"][b])

@@ -24,7 +24,7 @@ PARTIAL = {"serve_sm90", "prefill_sm90"}
 
 @contextlib.contextmanager
 def taken(kernel):
-    """What a kernel of `PARTIAL` refuses is Unplaceable, which skips a test."""
+    """A call that a kernel of `PARTIAL` refuses is Unplaceable, which skips a test."""
     try:
         yield
     except fa_ext.UnsupportedError as error:

@@ -1,4 +1,4 @@
-"""What attention_backward refuses: each message names the argument, and nothing is written."""
+"""Arguments that attention_backward refuses: each message names the argument, and nothing is written."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the CUDA kernels of the backward pass answer on devices that are only described."""
+"""The answers of the CUDA kernels of the backward pass on devices that are only described."""
 
 import dataclasses
 

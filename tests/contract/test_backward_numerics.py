@@ -302,7 +302,7 @@ def test_a_sink_of_minus_infinity_gives_nothing(kernel):
     ids=("bfloat16", "float16"),
 )
 def test_the_rounding_of_out_is_no_mistake_of_a_kernel(case, dlse):
-    """What a kernel is given is rounded: exact arithmetic on it is off by more than twice what plain happened to be."""
+    """A kernel's inputs are rounded: exact arithmetic on them is off by more than twice what plain happened to be."""
     report = verdict("cpu_ref_backward", make(case, dlse=dlse))
     assert report.passed, report
 

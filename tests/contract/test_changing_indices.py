@@ -16,7 +16,7 @@ from tests.contract import changing, runner
 APPEND = [name for name in _core.build_info()["kernels"] if name.endswith("append")]
 KERNELS = [name for name in (*fa_ext.kernels(), *APPEND) if next(changing.cases(name), None)]
 
-#: What the emulator builds of a kernel, for float16 and head_dim 64.
+#: The instances of a kernel that the emulator builds, for float16 and head_dim 64.
 EMULATED = {
     "append": {},
     "simt": dict(flags=("-DHEAD_DIM=64",), instances="^serve_f16$"),

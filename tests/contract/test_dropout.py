@@ -364,7 +364,7 @@ def test_a_state_on_the_gpu_in_the_backward(kernel):
 
 
 def test_calls_in_a_row_do_not_share_a_mask():
-    """What a thread remembers of its last call includes the dropout."""
+    """A thread's memory of its last call includes the dropout."""
     x = Case(1, 2, 2, 19, 23, 16, dtype="float32").host_inputs()
     found = [fa_ext.attention(**x, dropout=d) for d in (None, (0.5, 1), (0.5, 2), (0.5, 1), (0.25, 1), None)]
     np.testing.assert_array_equal(found[0], found[5])

@@ -1,4 +1,4 @@
-"""What a kernel does not name, it refuses: one allow-list, applied in one wording."""
+"""A kernel refuses each feature that it does not name: one allow-list, applied in one wording."""
 
 import numpy as np
 import pytest
@@ -93,3 +93,29 @@ def test_a_kernel_of_another_kind_of_device_says_so():
     for kernel, (answer, reason, _) in _core.answers(array, array, array, device=DEVICES["h200"]).items():
         if runner.device_of(kernel) == "cpu":
             assert (answer, reason) == ("refuses", "runs on the CPU, the arrays are on a CUDA device")
+
+
+def test_a_refusal_names_the_kernel_and_its_reason():
+    """``runner.refusal_of`` reads it, and a call that names no kernel has none."""
+    inputs = runner.SIMPLEST.host_inputs() | {"scale": 1e38}
+    reasons = {kernel: reason for kernel, (answer, reason, _) in _core.answers(**inputs).items() if answer == "refuses"}
+    assert reasons
+    for kernel, reason in reasons.items():
+        with pytest.raises(fa_ext.UnsupportedError) as raised:
+            fa_ext.attention(**inputs, kernel=kernel)
+        assert runner.refusal_of(raised.value) == (kernel, reason)
+        assert not runner.is_left_out(raised.value)
+    assert runner.refusal_of(fa_ext.UnsupportedError("no kernel takes this call: simt: takes no bias")) is None
+
+
+@pytest.mark.parametrize("kernel, reason, is_left_out", [
+    ("mma_sm80", runner.lacks_instance(), True), ("simt", runner.lacks_instance(), False), ("loaded", runner.lacks_instance(), True),
+    ("mma_sm80@2", runner.lacks_instance(), True), ("mma_sm80", "takes no bias", False),
+])  # fmt: skip
+def test_only_an_instance_that_the_build_left_out_skips_a_test(monkeypatch, kernel, reason, is_left_out):
+    """A kernel of which nothing was left out and that says so all the same is at fault."""
+    built = {"kernels": {"mma_sm80": ("cuda", ""), "simt": ("cuda", "")}, "left_out": ["mma_sm80.d96_full_f16"]}
+    monkeypatch.setattr(_core, "build_info", lambda: built)
+    error = fa_ext.UnsupportedError(f'kernel "{kernel}" cannot take this call: {reason}')
+    assert runner.is_left_out(error) is is_left_out
+    assert not runner.is_left_out(fa_ext.UnsupportedError(f"no kernel takes this call: {kernel}: {reason}"))

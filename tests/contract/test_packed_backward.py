@@ -40,7 +40,7 @@ def fitted(case, kernel):
 
 
 def failures(kernel, some):
-    """What float64 says against the kernel's gradients of cases; those that it need not take are left out."""
+    """The verdicts of float64 against the kernel's gradients of cases; those that it need not take are left out."""
     wrong, ran = [], 0
     for case in some:
         case = fitted(case, kernel)

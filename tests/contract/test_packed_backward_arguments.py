@@ -1,4 +1,4 @@
-"""What attention_backward over sequences refuses: each message names the argument, and nothing is written."""
+"""Calls of attention_backward over sequences that are refused: each message names the argument, and nothing is written."""
 
 import numpy as np
 import pytest

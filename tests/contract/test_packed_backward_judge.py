@@ -13,7 +13,7 @@ from tests.contract.sequence_gradients import alone, arguments_of, rows_of, valu
 WRT = ("q", "k", "v", "sinks")
 BASE = Case.sequences((1, 7, 0, 34), (5, 9, 4, 40), 4, 2, 16, dtype="float32", k="packed", causal="bottom_right", sinks=True, alibi="heads", softcap=4.0,
                       slack=3, operation="backward", dlse=True)  # fmt: skip
-#: What a mistake needs beside the case above.
+#: The fields that a mistake needs beside the case above.
 NEEDS = {"positions ignored": {"positions": "shifted"}, "k_range ignored": {"k_range": True, "seed": 1}, "dropout counted in the stream": {"dropout": (0.4, 3)},
          "diagonal of the padded room": {"q": "padded", "k": "padded"}, "lengths ignored": {"q": "padded", "k": "padded"}}  # fmt: skip
 MISTAKES = [

@@ -1,4 +1,4 @@
-"""What a call holds: references and capsules go back whether it succeeds or fails, and no exception is left behind."""
+"""References that a call holds: they and capsules go back whether it succeeds or fails, and no exception is left behind."""
 
 import gc
 import sys

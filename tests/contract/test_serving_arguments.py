@@ -1,4 +1,4 @@
-"""What a call over sequences refuses before anything is written: each array's dtype, rank, length, device, strides, and
+"""Arguments that a call over sequences refuses before anything is written: each array's dtype, rank, length, device, strides, and
 arguments that contradict each other."""
 
 import numpy as np

@@ -71,7 +71,7 @@ def _run(argv: list[str], text: str | None = None) -> str:
 
 
 def _defines(device: dict) -> list[str]:
-    """What the plan is told of the emulated device, an entry of devices.json."""
+    """The facts of the emulated device that the plan is told, an entry of devices.json."""
     planned = ("cc", "sm_count", "smem_per_block", "smem_per_sm", "l2_bytes", "tensor_maps")
     return [f"-DFA_EMULATED_{key.upper()}={int(device[key])}" for key in planned]
 
@@ -178,7 +178,7 @@ class _Board(ctypes.Structure):
 
 
 def faults(path: Path) -> list[tuple]:
-    """What an emulated kernel has counted since the last call, as fa_ext.faults() tells of a device."""
+    """The counts of an emulated kernel since the last call, as fa_ext.faults() tells of a device."""
     board = _Board.in_dll(ctypes.CDLL(str(path)), "emulated_faults")
     kinds = ("length", "cu_seqlens", "page", "slot", "position")
     found = [(kind, of.count, *of.where) for kind, of in zip(kinds, board.of) if of.count]

@@ -1,4 +1,4 @@
-"""What tests on the emulator share: emulated kernels in the place of a CPU's, mutants of a kernel's source, and the orders of threads
+"""The common part of tests on the emulator: emulated kernels in the place of a CPU's, mutants of a kernel's source, and the orders of threads
 that show one."""
 
 import contextlib
@@ -19,7 +19,7 @@ def on_the_cpu(names):
 
 
 def seeds_that_fail(monkeypatch, run, count=12):
-    """What went wrong under each of the first seeds: the error's text, or "wrong" for a wrong result."""
+    """The fault under each of the first seeds: the error's text, or "wrong" for a wrong result."""
     found = []
     for seed in range(count):
         monkeypatch.setenv("FA_EMULATOR_SEED", str(seed))

@@ -18,7 +18,7 @@ class TranslationError(Exception):
 
 
 _MARKER = re.compile(r'^# (\d+) "([^"]*)"((?: \d)*)$', re.MULTILINE)
-#: What a system header's macro became, which the preprocessor puts between markers in the middle of a line.
+#: The expansion of a system header's macro, which the preprocessor puts between markers in the middle of a line.
 _EXPANSION = re.compile(r'\n# (\d+) "((?!/usr/|<)[^"\n]*)" 3(?: 4)?\n([^\n]*)\n# \1 "\2"(?: \d)*(?:\n|$)')
 _SHARED = re.compile(
     r"(?P<dynamic>\bextern\s+)?__shared__\s+(?P<align>alignas\((?P<bytes>\d+)\)\s*)?(?P<type>[\w:<>, ]+?)\s*"

@@ -170,7 +170,7 @@ def test_a_handler_says_which_api_it_was_written_for(name, running, answer):
 
 
 def test_jax_refuses_a_version_in_these_words():
-    """What a user of a JAX that fa_ext is too old, or too new, for would read: the reason for the handshake."""
+    """The message to a user of a JAX that fa_ext is too old, or too new, for: the reason for the handshake."""
     pytest.importorskip("jax")
     said = alone(
         """

@@ -277,7 +277,7 @@ def halves(*shape, grad=True):
 
 
 def drawn(seed):
-    """What attention() draws after manual_seed(seed), as an int."""
+    """The seed that attention() draws after manual_seed(seed), as an int."""
     torch.manual_seed(seed)
     return int(torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device="cuda")) % 2**64
 

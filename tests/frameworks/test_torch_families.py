@@ -15,7 +15,7 @@ from tests.frameworks.support import transformers_families as families  # noqa: 
 
 #: Outputs of two right implementations differ by some 1e-6; a query that sees one key too many changes them by 1e-2 and more.
 LIMIT = 1e-3
-#: What is left out though it runs; what does not run says why itself.
+#: Models that are left out though they run; what does not run says why itself.
 LEFT_OUT = {
     "grounding-dino": "gives attention a boolean mask, which eager adds to the scores as 0 and 1",
     "mm-grounding-dino": "gives attention a boolean mask, which eager adds to the scores as 0 and 1",
@@ -25,7 +25,7 @@ NEVER_LEFT_OUT = (
     "bart bert bigbird_pegasus clap_text_model clip deepseek_v3 gemma2 gemma3_text gemma4_text git gpt2 gpt_oss llama mistral "
     "mixtral modernbert nllb-moe phimoe qwen2 qwen2_vl qwen3 qwen3_moe roberta siglip t5 vit whisper"
 ).split()
-#: What became of each model: compared, with attention of fa_ext or eager's alone, or left out.
+#: The outcome of each model: compared, with attention of fa_ext or eager's alone, or left out.
 outcomes = {}
 
 

@@ -208,7 +208,7 @@ def test_what_is_not_there(function, name, monkeypatch):
 
 
 def engine_step():
-    """What vLLM's attention backend gives: tokens padded to a graph's size, blocks of 16 rows, and arguments that it does not use."""
+    """The call of vLLM's attention backend: tokens padded to a graph's size, blocks of 16 rows, and arguments that it does not use."""
     lengths_q, lengths_k = [1, 5, 3], [9, 5, 33]
     query, output = math.draw((12, H, D), (12, H, D), dtype=torch.float32)
     key_cache, value_cache = math.draw((8, 16, HK, D), (8, 16, HK, D), dtype=torch.float32, seed=1)

@@ -19,7 +19,7 @@ def sparse(layout):
     return torch.zeros(4, 4).to_sparse(layout=layout)
 
 
-#: What makes the tensor, and what is said of it.
+#: The maker of the tensor, and what is said of it.
 UNREADABLE = {
     "coo": (lambda: sparse(torch.sparse_coo), "a Tensor, layout torch.sparse_coo, device cpu"),
     "csr": (lambda: sparse(torch.sparse_csr), "a Tensor, layout torch.sparse_csr, device cpu"),

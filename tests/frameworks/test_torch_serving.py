@@ -170,7 +170,7 @@ def test_mutation_is_declared(device):
 
 @pytest.mark.parametrize("backend", ["none", "eager"])
 def test_autograd_hears_of_what_is_written(device, backend):
-    """What it kept of a tensor for a backward pass is refused after the tensor was written in place."""
+    """A tensor that was kept for a backward pass and written in place since is refused."""
     compiled = (lambda call: call) if backend == "none" else functools.partial(torch.compile, fullgraph=True, backend=backend)
     (k_cache, v_cache, k, v), options = cache_call(device)
     out, lse = torch.empty_like(options["q"]), torch.empty(4, 5, device=device)
@@ -258,7 +258,7 @@ def test_transforms_are_refused(device):
 
 
 def test_plain_tensors_inside_transforms(device):
-    """What a transform has nothing to do with is computed inside it."""
+    """A call that a transform has nothing to do with is computed inside it."""
     (k_cache, v_cache, k, v), options = cache_call(device)
     lengths = {n: x for n, x in options.items() if n in ("page_table", "seqlens_k", "cu_seqlens_q", "layout")}
     out, lse = torch.randn(1, 2, 5, 8, device=device), torch.zeros(1, 2, 5, device=device)

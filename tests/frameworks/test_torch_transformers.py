@@ -54,7 +54,7 @@ def batch(padding, device):
             mask[row, :count] = 0
         elif padding == "right":
             mask[row, 13 - count :] = 0
-    # What a token of padding predicts is nobody's: it sees nothing here, and a mean of everything in eager.
+    # The prediction of a token of padding is nobody's: it sees nothing here, and a mean of everything in eager.
     before = torch.cat((mask[:, :1], mask[:, :-1]), 1)
     labels = torch.where((mask == 1) & (before == 1), ids, -100)
     return {"input_ids": ids, "labels": labels} | ({"attention_mask": mask} if padding != "absent" else {})

@@ -284,7 +284,7 @@ def counted(function):
     return call
 
 
-#: What makes a call the operator ``torch.ops.fa_ext.attention``, inside which transforms go on.
+#: The ways to make a call the operator ``torch.ops.fa_ext.attention``, inside which transforms go on.
 WAYS = {
     "compiled": lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"),
     "dispatch mode": counted,

@@ -1,4 +1,4 @@
-"""What a chaos build (kernels/common/chaos.cuh) has to say: which of its waits ended."""
+"""The report of a chaos build (kernels/common/chaos.cuh): which of its waits ended."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""What the tests of Hopper's kernels for sequences share: emulated builds, bits of every storage and batch, the same on a GPU."""
+"""The common part of the tests of Hopper's kernels for sequences: emulated builds, bits of every storage and batch, the same on a GPU."""
 
 import platform
 import shutil

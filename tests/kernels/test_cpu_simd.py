@@ -301,7 +301,7 @@ PRELUDE = """
 
 
 def script(text, **env):
-    """What a fresh interpreter prints."""
+    """The output of a fresh interpreter."""
     source = textwrap.dedent(PRELUDE) + textwrap.dedent(text)
     path = os.pathsep.join(p for p in sys.path if p)
     env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path} | env

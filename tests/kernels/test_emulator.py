@@ -208,7 +208,7 @@ def test_forward_of_what_takes_long_to_compile(emulated, seed, kernel, options, 
         lse_views.assert_written(kernel, Case.parse(name).host_inputs(), kind)
 
 
-#: What is built for scores of every magnitude: both 16-bit types, and float32 where the kernel has it.
+#: The builds for scores of every magnitude: both 16-bit types, and float32 where the kernel has it.
 LARGE = {
     "minimal": {},
     "simt": dict(flags=SIMT, instances="^(f16|f32)$"),

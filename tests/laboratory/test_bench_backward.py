@@ -211,7 +211,7 @@ class Aten:
 
 
 class Bias(np.ndarray):
-    """What of a torch tensor the adapter asks of a bias and its gradient."""
+    """The part of a torch tensor that the adapter asks of a bias and its gradient."""
 
     def expand(self, *shape):
         assert len(shape) == 4

@@ -154,7 +154,7 @@ def test_without_a_baseline_nothing_is_decided():
 @pytest.mark.parametrize("ratio, others, waiting, failures, verdict", [
     (0.5, 0.1, {}, [], "PASS"), (2.0, 0.1, {}, [], "FAIL"), (0.5, None, {}, [], "PASS"),
     (0.5, 0.6, {}, [], "UNDECIDED"), (2.0, 0.6, {}, [], "UNDECIDED"), (0.5, 0.6, {}, ["wrong"], "FAIL"),
-    # What the winner lost to waiting speaks for the verdict.
+    # The time that the winner lost to waiting speaks for the verdict.
     (2.0, 0.0, {"any": 0.9}, [], "UNDECIDED"), (2.0, 0.0, {"any": 0.2, "numpy": 0.9}, [], "FAIL"),
     (0.5, 0.0, {"numpy": 0.9}, [], "UNDECIDED"), (0.5, 0.0, {"any": 0.9, "numpy": 0.2}, [], "PASS"),
 ])  # fmt: skip
@@ -223,7 +223,7 @@ def test_worker_survives_what_it_is_given():
 
 
 def test_false_claims_contradict_the_judges_clock():
-    """What a worker says its samples took is held against the judge's clock; nonsense too."""
+    """The time of its samples that a worker tells is held against the judge's clock; nonsense too."""
     def remote(observed, claimed):
         found = object.__new__(duel.Remote)
         found.kind, found.clocked = "cuda", list(zip(observed, claimed, strict=True))

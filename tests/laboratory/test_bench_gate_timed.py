@@ -114,12 +114,12 @@ def test_a_worker_is_told_nothing_of_what_was_drawn(monkeypatch):
 
 @pytest.mark.parametrize("line", ["B2,H4/2,S33x40,D8,float16,layout=bshd", "B1,H2,S80x90,D32,float32", "B1,H1,S20,D8,bfloat16"])
 def test_every_sample_has_hard_heads_that_the_judge_knows(line):
-    """What lies in memory is the judge's copy, and the scores are beyond what exp() takes; ordinary heads are left."""
+    """The memory holds the judge's copy, and the scores are beyond what exp() takes; ordinary heads are left."""
     case = problems.parse(line)
     pool = Pool(case, device.Cpu(), Dice(), False)
     kinds, group = set(), case.heads // case.heads_kv
-    samples = []
-    for _ in range(40):
+    samples, count = [], 40 if case.heads > 1 else 400  # of a single head every other sample is hard: 40 lacked a kind in 1 run of 70
+    for _ in range(count):
         pool.refill(3 if case.heads > 1 else 1)
         samples.append(sum(map(len, pool.hard.values())))
         assert samples[-1] <= pool.filled * case.batch * case.heads_kv / 2 or samples[-1] == pool.filled == 1
@@ -133,7 +133,7 @@ def test_every_sample_has_hard_heads_that_the_judge_knows(line):
                 assert (pool._input(i, "q", head.batch, head.head_kv * group)[0, 0] == q).all()
                 assert (pool._input(i, "k", head.batch, head.head_kv)[0, 0] == k).all()
                 assert (q @ k.T).max() / case.head_dim**0.5 > 20
-    assert kinds == set(HARD_KINDS) and (min(samples) > 0 or (case.heads == 1 and 0 < sum(samples) < 40))
+    assert kinds == set(HARD_KINDS) and (min(samples) > 0 or (case.heads == 1 and 0 < sum(samples) < count))
     pool.close()
 
 
@@ -151,7 +151,7 @@ def test_what_a_head_sees_of_an_array_is_what_the_call_is_given(option, name):
     case = problems.parse(f"B2,H4/2,S7x9,D8,bfloat16,{option}")
     extra = Extra(case, name, device.Cpu(), Dice())
     rng, seen = np.random.default_rng(), set()
-    for _ in range(20):
+    for _ in range(100):  # slopes of 4 heads have 4 orders: 20 draws lacked one in 1 run of 70
         extra.renew(rng)
         drawn = extra.draw(rng)
         raw = np.zeros(int(np.prod(extra.shape)) * np.dtype(extra.variants[0].dtype).itemsize, np.uint8)
@@ -288,7 +288,7 @@ def gone(pids):
     (signal.SIGTERM, PROGRAM), (signal.SIGINT, PROGRAM),
 ])  # fmt: skip
 def test_what_a_candidate_started_ends_with_the_gate(number, command, tmp_path, monkeypatch):
-    """Whoever is told to end: the process that a shell knows, or a program that calls the gate."""
+    """Either is told to end: the process that a shell knows, or a program that calls the gate."""
     process, daemon = begin_gate(tmp_path, monkeypatch, *command)
     every = {daemon} | processes.descendants(process.pid)
     process.send_signal(number)

@@ -5,24 +5,31 @@ import ctypes
 import pytest
 
 from bench import machine
+from bench.commands import evidence, measure
 from bench.machine import build
-from bench.machine.device import Cpu
+from bench.machine.device import Cpu, DriverError
 from bench.recording import record
 from bench.timing import launches
+from bench.trial import isolation
+from fa_ext import UnsupportedError
 
 WHERE = {"device": "cuda", "name": "A GPU"}
 CASE = "B1,H1,S8,D8,float16"
+NOW = ["code 1x1x1 32x1x1 0 1x1x1"]
 
 
 class Driver:
-    """The driver's answers about one captured graph: {node: (name, grid, block, shared memory, cluster)}; node 9 copies."""
+    """The driver's answers about one captured graph: {node: (name, grid, block, shared memory, cluster)}; node 9 copies.
+    `fails`: {function: what it fails with after it has done its work}."""
 
-    def __init__(self, nodes, chained=()):
-        self.nodes, self.chained, self.calls = nodes, chained, []
+    def __init__(self, nodes, chained=(), fails=()):
+        self.nodes, self.chained, self.fails, self.calls = nodes, chained, dict(fails), []
 
     def __call__(self, name, *arguments):
         self.calls.append(name)
         getattr(self, name)(*(getattr(a, "_obj", a) for a in arguments))
+        if name in self.fails:
+            raise self.fails[name]
 
     def cuStreamBeginCapture_v2(self, stream, mode):
         assert mode.value == 1
@@ -93,16 +100,111 @@ def test_one_kernel_alone_has_no_edges(monkeypatch):
     assert read(monkeypatch, {3: OURS})[0] == ["code 132x1x1 384x1x1 229376 2x1x1"]
 
 
-def test_what_cannot_be_captured_has_no_launches(monkeypatch):
-    monkeypatch.setattr(launches, "driver", Driver({}))
+def call_that_fails(at, error):
+    """A call whose `at`-th time raises."""
     calls = []
 
-    def refuses():
+    def call():
         calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("not while a stream is captured")
+        if len(calls) == at:
+            raise error
 
-    assert launches.of(refuses, Gpu()) is None and len(calls) == 2
+    return call
+
+
+@pytest.mark.parametrize("call, fails", [
+    (call_that_fails(2, RuntimeError("not while a stream is captured")), {}),
+    (lambda: None, {"cuStreamEndCapture": DriverError("cuStreamEndCapture", 901)}),
+    (call_that_fails(2, OSError("operation not permitted")), {"cuStreamEndCapture": DriverError("cuStreamEndCapture", 900)}),
+], ids=["the call says so", "the driver says so", "both say so"])  # fmt: skip
+def test_what_cannot_be_captured_has_no_launches(monkeypatch, call, fails):
+    driver = Driver({3: OURS}, fails=fails)
+    monkeypatch.setattr(launches, "driver", driver)
+    assert launches.of(call, Gpu()) is None
+    assert driver.calls == ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphDestroy"]
+
+
+@pytest.mark.parametrize("name, error", [
+    ("cuStreamBeginCapture_v2", DriverError("cuStreamBeginCapture_v2", 1)),
+    ("cuStreamEndCapture", DriverError("cuStreamEndCapture", 700)),
+    ("cuGraphGetEdges_v2", DriverError("cuGraphGetEdges_v2", 1)),
+    ("cuGraphKernelNodeGetParams_v2", AttributeError("a fault of the reader")),
+])  # fmt: skip
+def test_other_failures_are_raised(monkeypatch, name, error):
+    """A refusal of the driver, such as of an argument, and a fault of the reader are no launches that are not known."""
+    driver = Driver({3: OURS, 4: THEIRS}, chained=[4], fails={name: error})
+    monkeypatch.setattr(launches, "driver", driver)
+    monkeypatch.setattr(launches, "_functions", dict)
+    with pytest.raises(type(error)) as raised:
+        launches.of(lambda: None, Gpu())
+    assert raised.value is error and (driver.calls[-1] == "cuGraphDestroy") == (name != "cuStreamBeginCapture_v2")
+
+
+def test_a_fault_behind_the_count_of_edges_is_raised(monkeypatch):
+    """A driver that lacks the function says so when it is asked for the count."""
+    class Faulty(Driver):
+        def cuGraphGetEdges_v2(self, graph, ahead, behind, edges, count):
+            super().cuGraphGetEdges_v2(graph, ahead, behind, edges, count)
+            if edges is not None:
+                raise AttributeError("a fault of the reader")
+
+    monkeypatch.setattr(launches, "driver", Faulty({3: OURS, 4: THEIRS}, chained=[4]))
+    with pytest.raises(AttributeError, match="a fault of the reader"):
+        launches.of(lambda: None, Gpu())
+
+
+def test_a_driver_without_edges_tells_of_no_chain(monkeypatch):
+    missing = {"cuGraphGetEdges_v2": AttributeError("undefined symbol: cuGraphGetEdges_v2")}
+    monkeypatch.setattr(launches, "driver", Driver({4: THEIRS}, chained=[4], fails=missing))
+    monkeypatch.setattr(launches, "_functions", dict)
+    (found,) = launches.of(lambda: None, Gpu())
+    assert found.endswith(" 4x2x1 128x1x1 0 0x0x0")
+
+
+def test_a_call_that_fails_by_itself_is_raised(monkeypatch):
+    monkeypatch.setattr(launches, "driver", driver := Driver({}))
+    with pytest.raises(ValueError, match="q has no rows"):
+        launches.of(call_that_fails(1, ValueError("q has no rows")), Gpu())
+    assert not driver.calls
+
+
+@pytest.fixture
+def answered(monkeypatch):
+    """The answer about each kernel inside the worker: its launches, None, or an exception that is raised."""
+    answers = {"simt": UnsupportedError('kernel "simt" cannot take this call'), "mma_sm80": NOW, "wmma": None}
+
+    def launched(name, operands):
+        if isinstance(answers[name], Exception):
+            raise answers[name]
+        return {"launches": answers[name]} if answers[name] else {}
+
+    monkeypatch.setattr(measure, "_device", lambda name: Gpu())
+    monkeypatch.setattr(measure, "operands_of", lambda case, device, guard: None)
+    monkeypatch.setattr(measure, "_launched", launched)
+    return answers
+
+
+def test_a_kernel_that_refuses_the_problem_leaves_the_others_their_launches(answered):
+    assert measure.launched(CASE, "cuda", [*answered]) == {"simt": None, "mma_sm80": NOW, "wmma": None}
+    answered["mma_sm80"] = DriverError("cuGraphGetNodes", 1)
+    with pytest.raises(DriverError, match="cuGraphGetNodes failed with CUDA error 1"):
+        measure.launched(CASE, "cuda", [*answered])
+
+
+def test_renewing_says_whose_launches_are_not_known(monkeypatch, capsys):
+    class Worker(isolation.Worker):
+        def call(self, function, arguments, limit, **options):
+            assert function == "bench.commands.measure:launched" and arguments["case"] == CASE
+            return isolation.Outcome("failed", reason="DriverError: cuGraphGetNodes failed with CUDA error 1")
+
+    class Target:
+        def renew_times(self, launched):
+            assert launched(CASE, ["simt"]) == {}
+            return 0, 0
+
+    monkeypatch.setattr(isolation, "Worker", Worker)
+    assert evidence.renew_times(Target(), "cuda") == (0, 0)
+    assert capsys.readouterr().err == f"{CASE}: its launches are not known: failed: DriverError: cuGraphGetNodes failed with CUDA error 1\n"
 
 
 def test_the_structures_are_those_of_the_driver():
@@ -136,9 +238,6 @@ def measured(root, **figures):
     (root / "kernels/simt.cu").write_text("edited")
     found._known.clear()
     return found
-
-
-NOW = ["code 1x1x1 32x1x1 0 1x1x1"]
 
 
 @pytest.mark.parametrize("change", [{"host": "other"}, {"device": "other"}, {"host": "other", "device": "other"}])

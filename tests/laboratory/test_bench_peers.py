@@ -117,7 +117,7 @@ def test_what_is_installed_is_found_and_what_breaks_is_named(name, monkeypatch):
 
 
 class Tensor(np.ndarray):
-    """What of a torch tensor the adapter asks for beyond NumPy's arrays."""
+    """The part of a torch tensor that the adapter asks for beyond NumPy's arrays."""
 
     def to(self, device):
         return self

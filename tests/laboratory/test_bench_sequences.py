@@ -165,7 +165,7 @@ VLLM = [name for name in FWD if name != "attention_chunk"] + ["s_aux", "cp_world
 
 
 class Array(np.ndarray):
-    """What of a torch tensor the adapter asks of sinks."""
+    """The part of a torch tensor that the adapter asks of sinks."""
 
     def to(self, dtype):
         return self.astype(dtype)

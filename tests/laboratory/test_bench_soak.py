@@ -107,7 +107,7 @@ def test_the_cases_are_those_known_to_be_hard():
 
 @pytest.fixture
 def plan(monkeypatch, device):
-    """What would be run, each part answered by `answers` in turn (sound without)."""
+    """The parts that would be run, each answered by `answers` in turn (sound without)."""
     parts, answers = [], []
 
     def answer(**part):

@@ -95,7 +95,7 @@ def test_the_table_holds_what_differs_from_the_source(tmp_path, changed):
 
 
 def test_a_variant_does_not_see_the_table(tmp_path, monkeypatch):
-    """What was measured still counts after the winner was written."""
+    """The measurements still count after the winner was written."""
     before = variants.sources_digest(spaces.CPU_SIMD)
     assert spaces.CPU_SIMD.table.name in spaces.CPU_SIMD.source.read_text()
     table = spaces.CPU_SIMD.table

@@ -1,4 +1,4 @@
-"""What the build says to a variable of the environment that it cannot honour: one line, never a traceback; and what goes
+"""The build's answer to a variable of the environment that it cannot honour: one line, never a traceback; and what goes
 into a kernel built alone and into a source distribution."""
 
 import contextlib
@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -167,15 +168,20 @@ def test_progress_of_what_fails_and_of_what_is_quiet(tmp_path):
 
 @pytest.mark.skipif(not has_setuptools(), reason="setuptools 77 or newer is not installed")
 def test_a_source_distribution_holds_the_sources(tmp_path):
+    # Of a copy: it makes a folder beside the sources, in which other tests would find files that come and go.
+    folders = ("csrc", "kernels", "fa_ext", "tests", "bench", ".ci")
+    for name in folders:
+        shutil.copytree(ROOT / name, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "CHANGELOG.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, tmp_path / "copy")
     metadata = ["egg_info", "--egg-base", str(tmp_path)]
     command = [sys.executable, "setup.py", "-q", *metadata, "sdist", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"FA_CUDA": "0"}, capture_output=True, check=True)
+    subprocess.run(command, cwd=tmp_path / "copy", env=os.environ | {"FA_CUDA": "0"}, capture_output=True, check=True)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as held:
         top = held.getnames()[0].partition("/")[0]
         names = {name.removeprefix(f"{top}/") for name in held.getnames()}
         information = held.extractfile(f"{top}/PKG-INFO").read().decode().splitlines()
-    folders = ("csrc", "kernels", "fa_ext", "tests", "bench", ".ci")
     files = {path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()}
     wanted = {path.as_posix() for path in files if path.suffix not in (".pyc", ".so")}
     wanted |= {"pyproject.toml", "setup.py", "README.md", "CHANGELOG.md", "LICENSE"}

@@ -1,4 +1,4 @@
-"""What the CUDA kernels answer and plan, and which one the library takes, on devices that are only described."""
+"""The answers and plans of the CUDA kernels, and which one the library takes, on devices that are only described."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def grid():
 
 
 def check_plan(plan, device):
-    """What holds of the plan of any kernel."""
+    """The rules for the plan of any kernel."""
     described = DEVICES[device]
     assert 32 <= plan["threads"] <= 1024 and plan["threads"] % 32 == 0 or plan["blocks"] == 0
     assert plan["smem_bytes"] <= described["smem_per_block"]
@@ -84,7 +84,7 @@ def elsewhere(x):
 
 
 def test_a_plan_is_the_same_at_other_addresses_of_the_same_alignment():
-    """What ``keep`` promises."""
+    """The promise of ``keep``."""
     for case in (*cases.sanitize(), *list(cases.random_cases(7, 40))):
         inputs = case.host_inputs()
         moved = {name: elsewhere(x) for name, x in inputs.items()}

@@ -1,4 +1,4 @@
-"""What a digest of machine code notices and what it does not, on small builds of copied sources."""
+"""Digests of machine code: what they notice and what they do not, on small builds of copied sources."""
 
 import json
 import os

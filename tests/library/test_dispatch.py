@@ -1,4 +1,4 @@
-"""What a thread remembers of its last call: calls that differ in one thing from the one before, in random order."""
+"""A thread's memory of its last call: calls that differ in one thing from the one before, in random order."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from fa_ext import reference
 
 pytestmark = pytest.mark.native
 
-#: What a call may differ in: the first of each is the usual one, so that many calls are like the one before.
+#: The choices of a call: the first of each is the usual one, so that many calls are like the one before.
 CHOICES = {
     "dtype": ("float16", "float32"),
     "sizes": ((1, 4, 4, 4, 4, 16, 16), (1, 2, 2, 9, 9, 16, 16), (1, 2, 1, 9, 9, 16, 16), (2, 2, 2, 9, 9, 16, 16), (1, 2, 2, 8, 13, 16, 16),

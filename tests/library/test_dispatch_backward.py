@@ -1,4 +1,4 @@
-"""What a thread remembers of its last call for gradients: calls that differ in one thing from the one before, against the same
+"""A thread's memory of its last call for gradients: calls that differ in one thing from the one before, against the same
 call on a thread that has nothing to remember."""
 
 import itertools
@@ -11,7 +11,7 @@ import fa_ext
 
 pytestmark = pytest.mark.native
 
-#: What a call may differ in: the first of each is the usual one, so that many calls are like the one before.
+#: The choices of a call: the first of each is the usual one, so that many calls are like the one before.
 CHOICES = {
     "dtype": ("float32", "float16"),
     "sizes": ((1, 4, 4, 4, 4, 16, 16), (1, 2, 2, 9, 9, 16, 16), (1, 2, 1, 9, 9, 16, 16), (2, 2, 2, 9, 9, 16, 16), (1, 2, 2, 8, 13, 16, 16),
@@ -75,7 +75,7 @@ def arguments(c):
 
 
 def alone(call):
-    """What `call` gives on a new thread."""
+    """The result of `call` on a new thread."""
     found = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()

@@ -25,7 +25,7 @@ def wheel(folder, name, library, recorded=True):
 
 
 def found(function, folder, *paths):
-    """What a function of `_cublas` finds in a process that starts in a folder, with '' first among its paths."""
+    """The path that a function of `_cublas` finds in a process that starts in a folder, with '' first among its paths."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     code = f"import sys; assert sys.path[0] == ''; sys.path.append({str(PACKAGE.parent)!r}); from fa_ext import _cublas; print(_cublas.{function}())"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)

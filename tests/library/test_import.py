@@ -1,4 +1,4 @@
-"""What ``import fa_ext`` costs and brings, what it says when nothing is compiled, and its types."""
+"""``import fa_ext``: what it costs and brings, what it says when nothing is compiled, and its types."""
 
 import inspect
 import os

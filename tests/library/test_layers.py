@@ -97,7 +97,7 @@ def circle(below):
 
 
 def test_no_circle_among_the_c_files():
-    """What needs each other is one file; what is needed lies below."""
+    """Code that needs each other is one file; what is needed lies below."""
     below = calls_between([path for path in C_FILES if path.suffix == ".c" and path.is_relative_to(ROOT / "csrc")])
     assert sum(map(len, below.values())) > 50, "the calls are not found"
     assert not circle(below)
@@ -278,7 +278,7 @@ def test_a_kernel_file_says_what_it_is_and_is_listed(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=name)
 def test_no_test_file_imports_another(path):
-    """What tests share lies in a module beside them."""
+    """A module beside tests holds what they share."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -1,4 +1,4 @@
-"""What front ends in Python make of the axes in csrc/operands.def."""
+"""The axes in csrc/operands.def as front ends in Python read them."""
 
 import pytest
 

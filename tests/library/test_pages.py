@@ -1,4 +1,4 @@
-"""What belongs to pages beside their own rules (test_readme.py): the log's form, and the pages and comments of sources."""
+"""Rules of pages beside their own (test_readme.py): the log's form, and the pages and comments of sources."""
 
 import re
 from pathlib import Path
@@ -34,11 +34,15 @@ def test_pages_that_sources_name_exist():
     assert not missing
 
 
-def test_no_comment_in_c_begins_with_a_pronoun():
+#: The beginnings of comments and docstrings.
+BEGUN = {True: r'(?:#:?|""") ?', False: r"(?:/\*|//) ?"}
+
+
+def test_no_comment_begins_with_a_pronoun():
     """Its subject stands first: `/* The state of a warp. */` and not `/* What a warp keeps. */`."""
     found = [
-        f"{file.relative_to(pages.ROOT)}: {begun}" for file in SOURCES if file.suffix != ".py"
-        for begun in re.findall(r"(?:/\*|//) ?((?:What|Who|Whose|Whoever)\b.*)", file.read_text())
+        f"{file.relative_to(pages.ROOT)}: {begun}" for file in SOURCES
+        for begun in re.findall(BEGUN[file.suffix == ".py"] + r"((?:What|Who|Whose|Whoever)\b.*)", file.read_text())
     ]  # fmt: skip
     assert not found
 

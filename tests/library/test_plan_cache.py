@@ -1,4 +1,4 @@
-"""What a thread keeps of its last calls: calls over sequences and caches that differ in one thing from the one before, against the
+"""A thread's memory of its last calls: calls over sequences and caches that differ in one thing from the one before, against the
 same call on a thread that has kept nothing; and calls from C, where arrays for every result are given."""
 
 import threading
@@ -83,7 +83,7 @@ class Memory:
 
 
 def alone(call):
-    """What `call` gives on a new thread."""
+    """The result of `call` on a new thread."""
     found = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()
@@ -92,7 +92,7 @@ def alone(call):
 
 
 def outcome(call, *written):
-    """What a call returns, as bytes, or its error; what it leaves in `written`; the faults that it counted on the host."""
+    """The result of a call, as bytes, or its error; what it leaves in `written`; the faults that it counted on the host."""
     fa_ext.faults(None)
     for x in written:
         x[...] = POISON

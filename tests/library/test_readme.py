@@ -31,7 +31,7 @@ each_page = pytest.mark.parametrize("page", pages.pages(), ids=name)
 
 
 def missing(needs):
-    """What the machine lacks of the words behind ``needs:``."""
+    """The first lack of the machine among the words behind ``needs:``, in words; None where it has all."""
     for need in needs.split():
         if need == "gpu":
             try:

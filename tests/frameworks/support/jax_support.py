@@ -1,4 +1,4 @@
-"""What the tests of fa_ext.jax share: problems of the backward tests as JAX calls, and float64 switched on and off."""
+"""The common part of the tests of fa_ext.jax: problems of the backward tests as JAX calls, and float64 switched on and off."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def needs(case: Case):
 
 
 def backward_kernel(case: Case) -> str:
-    """What computes its gradients, for the places where NaN may spread to."""
+    """The kernel that computes its gradients, for the places where NaN may spread to."""
     import jax
 
     return "cpu_ref_backward" if case.dtype == "float64" or jax.default_backend() == "cpu" else "simt_backward"

@@ -16,7 +16,7 @@ BATCH, TOKENS, VOCABULARY = 3, 12, 99
 #: More parameters than this is no small model.
 LARGEST = 4_000_000
 
-#: What a family needs beside small numbers.
+#: The settings that a family needs beside small numbers.
 HINTS = {
     "bamba": {"attn_layer_indices": [0]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -31,7 +31,7 @@ HINTS = {
 }
 KV_HEADS = re.compile(r"kv_heads|key_value_heads|multi_query_group_num|^n_head_kv$")
 TOKENS_OF = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "pad_index": 0, "pad_idx": 0}
-#: What a whole number in a configuration becomes, by its name: the first that matches; None leaves it.
+#: The new value of a whole number in a configuration, by its name: the first that matches; None leaves it.
 SIZES = [
     (re.compile(name), size)
     for name, size in (
@@ -69,7 +69,7 @@ SIZES = [
          r"_width$|embedding_dim|emb_dim|^d_latents$|out_hidden|_channels$|conv_dim|feature_size|latent_dim", 32),
     )
 ]  # fmt: skip
-#: What each number of a list becomes, where every one is positive.
+#: The new value of each number of a list, where every one is positive.
 LISTS = [
     (re.compile(name), size)
     for name, size in (
@@ -226,7 +226,7 @@ def working_model(kind, name):
 
 
 def inputs_of(model):
-    """What a model might be called with: text, also with a decoder's text, pictures, sounds, and both, as far as it takes them."""
+    """The inputs that a model might be called with: text, also with a decoder's text, pictures, sounds, and both, as far as it takes them."""
     takes = set(inspect.signature(model.forward).parameters)
     generator = torch.Generator().manual_seed(1)
     ids, decoder_ids = torch.randint(3, 90, (2, BATCH, TOKENS), generator=generator)

